@@ -1,0 +1,37 @@
+# make train    the main job, in runs/lm       make train JAX=cuda13 on NVIDIA GPUs
+# make test     the test suite
+# make clean    remove the virtual environment (runs stay)
+
+PYTHON ?= python3
+# An extra of the jax package that brings another backend: cuda13, cuda12, tpu. Empty: CPU.
+JAX ?=
+VENV ?= .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/installed$(if $(JAX),-$(JAX))
+CONFIG ?= configs/lm.py
+WORKDIR ?= runs/lm
+
+.PHONY: train test clean
+
+train: $(INSTALLED)
+	$(BIN)/python -m launch.train --config=$(CONFIG) --workdir=$(WORKDIR)
+
+test: $(VENV)/installed-tests
+	$(BIN)/python -m pytest
+
+$(INSTALLED): requirements.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "error: decjax needs Python 3.11 or newer, $(PYTHON) is older; use make PYTHON=python3.12"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.txt
+	@# The backend's wheels must match the pinned jax.
+	$(if $(JAX),$(BIN)/python -m pip install --quiet --disable-pip-version-check \
+		"jax[$(JAX)]==$$($(BIN)/python -c 'import importlib.metadata as m; print(m.version("jax"))')")
+	@touch $@
+
+$(VENV)/installed-tests: $(VENV)/installed tests/requirements.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r tests/requirements.txt
+	@touch $@
+
+clean:
+	rm -rf $(VENV)

@@ -1,0 +1,86 @@
+"""A byte-level decoder-only transformer on real text, trained by 8 workers with decentralized AdamW.
+
+    python -m launch.train --config=configs/lm.py --workdir=runs/lm
+
+Shorthand, comma-separated after a colon, as `--config=configs/lm.py:workers=12,topology=torus,optimizer=accum_adamw`:
+
+    workers=N  local_size=L  topology=NAME  method=decentralized|allreduce|local  optimizer=adamw|accum_adamw|sgdm
+    order=awc|atc  steps=N  simulate  smoke
+
+Any field below can be set with `--config.FIELD=VALUE`. The defaults are for two CPU cores, where the run takes less than
+five minutes.
+"""
+
+import ml_collections
+
+from configs import shorthand
+
+KEYS = dict(workers=int, local_size=int, topology=str, method=("decentralized", "allreduce", "local"),
+            optimizer=("adamw", "accum_adamw", "sgdm"), order=("awc", "atc"), steps=int, simulate=bool, smoke=bool)
+
+
+def get_config(arg: str = "") -> ml_collections.ConfigDict:
+    """The config; `arg` is the shorthand."""
+    given = shorthand.parse(arg, KEYS)
+    smoke = given.get("smoke", False)
+    config = ml_collections.ConfigDict()
+    config.seed = 0
+
+    workers = ml_collections.FieldReference(given.get("workers", 0))
+    config.workers = workers  # 0: one per device; 8 simulated ones on a lone accelerator
+    config.local_size = given.get("local_size", 1)  # workers that share a node
+    config.simulate = given.get("simulate", False)  # all workers on one device
+    config.batch_size = workers * (2 if smoke else 4)  # sequences per step, over all workers
+    config.steps = given.get("steps", 20 if smoke else 560)
+
+    config.method = given.get("method", "decentralized")  # decentralized | allreduce | local
+    config.topology = ml_collections.ConfigDict(dict(
+        name=given.get("topology", "one_peer_exponential"),  # python -m launch.topologies lists them
+        options="",  # as "k=2,seed=1"
+    ))
+    config.mixing = ml_collections.ConfigDict(dict(
+        order=given.get("order", "awc"),  # awc: overlaps with the gradient | atc: after the step
+        rounds=1,  # rounds of the topology per mixing step
+        accelerated=False,  # static symmetric graphs only
+        every=1,  # mix in every p-th step
+        strength=1.0,  # γ: 0 none, 1 full
+        strength_power=0.0,  # γ follows (learning rate / peak)^power
+        static_phase=True,  # one program per phase; False: one program that switches
+    ))
+    config.consensus_every = 0  # K: replace all replicas by their average every K steps; 0 never
+
+    config.optimizer = ml_collections.ConfigDict(dict(
+        name=given.get("optimizer", "adamw"),  # adamw | accum_adamw | sgdm
+        learning_rate=4e-3,
+        warmup_steps=2 if smoke else 40,
+        final_fraction=0.05,  # of the learning rate, at the end of the cosine
+        b1=0.9,
+        b2=0.99,
+        eps=1e-8,
+        weight_decay=0.1,
+        window=4,  # of accum_adamw, steps
+        momentum=0.9,  # of sgdm
+        clip_norm=1.0,  # of each worker's own gradient; 0: none
+    ))
+    config.model = ml_collections.ConfigDict(dict(
+        vocabulary=256,
+        context=32 if smoke else 128,
+        width=16 if smoke else 128,
+        hidden=32 if smoke else 512,
+        heads=2,
+        depth=2 if smoke else 4,
+        dtype="float32",  # of the computation; parameters are float32
+    ))
+    config.data = ml_collections.ConfigDict(dict(
+        path="",  # a text file or folder; empty: the Python standard library's sources
+        partition="iid",  # iid | contiguous: each worker its own part of the text
+    ))
+    config.log_every = 5 if smoke else 10
+    config.eval = ml_collections.ConfigDict(dict(
+        every=10 if smoke else 140,
+        num_windows=16 if smoke else 128,  # of the validation text in periodic evaluations, 0: all; the last takes all
+        batch_size=8,
+    ))
+    config.checkpoint = ml_collections.ConfigDict(dict(every=10 if smoke else 140, keep=2))
+    config.sample_bytes = 40 if smoke else 400  # of text at the end
+    return config

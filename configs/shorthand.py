@@ -1,0 +1,38 @@
+"""The argument of a config file: `configs/lm.py:workers=12,topology=torus,smoke`."""
+
+
+def parse(arg: str, keys: dict) -> dict:
+    """Reads comma-separated `key=value` pairs.
+
+    Args:
+        arg: the text after the colon, possibly empty.
+        keys: for each key `int`, `str`, a tuple of valid words, or `bool` for a bare word such as `smoke`.
+
+    Returns:
+        The given keys and their values.
+
+    Raises:
+        ValueError: naming the unknown key or value, and the valid ones.
+    """
+    given = {}
+    for part in filter(None, (part.strip() for part in (arg or "").split(","))):
+        key, equals, value = part.partition("=")
+        if key not in keys:
+            raise ValueError(f"config argument {key!r} is unknown; use some of {', '.join(keys)}")
+        kind = keys[key]
+        if kind is bool:
+            if value not in ("", "true", "false"):
+                raise ValueError(f"config argument {key}={value!r}: write {key}, {key}=true or {key}=false")
+            given[key] = value != "false"
+        elif not equals or not value:
+            raise ValueError(f"config argument {key!r} needs a value, as {key}=…")
+        elif isinstance(kind, tuple) and value not in kind:
+            raise ValueError(f"config argument {key}={value!r}: use one of {', '.join(kind)}")
+        elif kind is int:
+            try:
+                given[key] = int(value)
+            except ValueError:
+                raise ValueError(f"config argument {key}={value!r}: must be a whole number") from None
+        else:
+            given[key] = value
+    return given

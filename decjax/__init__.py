@@ -1,0 +1,28 @@
+"""decjax: training deep networks when the network between workers is the bottleneck.
+
+A training method is a composition of small, pure things, each usable alone. From the bottom up:
+
+    topology    who talks to whom, when                    NumPy only
+    mesh        workers as mesh axes, the collectives      JAX
+    buckets     a pytree as a few flat messages
+    gossip      mixing parameters over a topology
+    reduce      averaging gradients over all workers
+    optim       optax transformations built on the two
+    models      Flax models, ignorant of all this
+    data        corpora and per-worker batches
+    train       the one loop, checkpoints, evaluation, metrics
+
+`launch` (command lines), `configs` (data) and `experiments` (one script per claim) stand outside and above.
+"""
+
+from decjax import gossip
+from decjax import mesh
+from decjax import reduce
+from decjax import topology
+from decjax.mesh import make_workers
+from decjax.optim import accumulated_adam
+from decjax.optim import accumulated_adamw
+from decjax.optim import decentralize
+from decjax.optim import decentralized_adam
+from decjax.optim import decentralized_adamw
+from decjax.optim import synchronize

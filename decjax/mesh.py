@@ -1,0 +1,249 @@
+"""Where workers live: axis names, the device mesh, and the only collectives on worker axes.
+
+A per-worker function is written once, with an axis name, and runs in two ways:
+
+    devices      one worker per device, under `jax.shard_map`; the worker axis is the pair (node, local)
+    simulated    all workers on one device, under `jax.vmap`; the worker axis is called "worker"
+
+Both give the same trajectory. Stacked state carries a leading worker axis, `[N, ...]`; inside a mapped function that axis
+is gone. Worker i is local worker i mod L of node i div L, so that blocks of L consecutive workers share a node.
+
+The mesh has the axes (node, local, stage, tensor) from the first day; only the first two are used by data parallelism.
+This module holds every axis-name literal. `shard_map` runs with `check_vma=False`: grouped collectives need it, and a
+user's model may scan over constants. The price is a rule: no collective inside a loss that is differentiated.
+"""
+
+from collections.abc import Callable, Sequence
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+NODE, LOCAL, STAGE, TENSOR = "node", "local", "stage", "tensor"
+WORKER = (NODE, LOCAL)
+SIMULATED = "worker"
+
+AxisName = str | tuple[str, ...]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Collectives, called from inside a per-worker function
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def worker_index(axis_name: AxisName) -> jax.Array:
+    """This worker's index, 0 … N − 1, as a traced int32 scalar."""
+    return jax.lax.axis_index(axis_name)
+
+
+def _is_simulated(axis_name: AxisName) -> bool:
+    axes = (axis_name,) if isinstance(axis_name, str) else axis_name
+    return not set(axes) <= set(jax.sharding.get_abstract_mesh().manual_axes)
+
+
+def exchange(x: jax.Array, pairs: Sequence[tuple[int, int]], axis_name: AxisName) -> jax.Array:
+    """Sends `x` along a partial permutation: worker `target` gets worker `source`'s array.
+
+    Args:
+        x: this worker's array, the same shape on every worker.
+        pairs: (source, target) worker indices; each source once, each target once. Pairs that are absent send nothing.
+        axis_name: the worker axis.
+
+    Returns:
+        What arrives; zeros on a worker that is nobody's target.
+    """
+    if not _is_simulated(axis_name):
+        return jax.lax.ppermute(x, axis_name, pairs)
+    # vmap has no partial permutations: read the source's row, and blank those who receive nothing.
+    n = jax.lax.axis_size(axis_name)
+    source_of = np.arange(n)
+    receives = np.zeros(n, bool)
+    for source, target in pairs:
+        source_of[target], receives[target] = source, True
+    index = worker_index(axis_name)
+    arrived = jax.lax.all_gather(x, axis_name)[jnp.asarray(source_of)[index]]
+    return arrived if receives.all() else jnp.where(jnp.asarray(receives)[index], arrived, jnp.zeros_like(x))
+
+
+def _blocks(group_size: int, axis_name: AxisName) -> list[list[int]] | None:
+    n = jax.lax.axis_size(axis_name)
+    if group_size == n:
+        return None
+    return np.arange(n).reshape(-1, group_size).tolist()
+
+
+def _simulated_block_means(x: jax.Array, group_size: int, axis_name: AxisName) -> jax.Array:
+    x_NxP = jax.lax.all_gather(x, axis_name)  # Not batched by vmap: one copy for all workers.
+    blocks = x_NxP.reshape(-1, group_size, *x.shape).mean(axis=1)
+    return blocks[worker_index(axis_name) // group_size]
+
+
+def group_mean(x: jax.Array, group_size: int, axis_name: AxisName) -> jax.Array:
+    """The mean of `x` over each block of `group_size` consecutive workers (all of them, if `group_size` is N)."""
+    if group_size == 1:
+        return x
+    if _is_simulated(axis_name):
+        return _simulated_block_means(x, group_size, axis_name)
+    return jax.lax.psum(x, axis_name, axis_index_groups=_blocks(group_size, axis_name)) / group_size
+
+
+def scatter_mean(x_P: jax.Array, group_size: int, axis_name: AxisName) -> jax.Array:
+    """The block mean of a flat array, of which each member keeps its own share; `gather` is the inverse.
+
+    Between the two, members of a block may exchange their shares with other blocks: a whole array then leaves a node
+    once, not once per member. Simulated workers keep the whole mean, since nothing is sent.
+
+    Args:
+        x_P: flat array; P divisible by `group_size`.
+        group_size: L, the number of consecutive workers in a block.
+        axis_name: the worker axis.
+
+    Returns:
+        The share, P/L values (P when simulated).
+    """
+    if group_size == 1:
+        return x_P
+    if _is_simulated(axis_name):
+        return _simulated_block_means(x_P, group_size, axis_name)
+    return jax.lax.psum_scatter(
+        x_P, axis_name, axis_index_groups=_blocks(group_size, axis_name), tiled=True) / group_size
+
+
+def gather(share: jax.Array, group_size: int, axis_name: AxisName) -> jax.Array:
+    """Joins the shares of a block of `group_size` consecutive workers; the inverse of `scatter_mean`'s split."""
+    if group_size == 1 or _is_simulated(axis_name):
+        return share
+    return jax.lax.all_gather(share, axis_name, axis_index_groups=_blocks(group_size, axis_name), tiled=True)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Mapping a per-worker function over workers
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Workers:
+    """N workers and how a per-worker function is mapped over them.
+
+    Attributes:
+        num_workers: N.
+        local_size: L, consecutive workers that share a node.
+        mesh: the device mesh, or None when workers are simulated on one device.
+    """
+
+    num_workers: int
+    local_size: int
+    mesh: jax.sharding.Mesh | None
+
+    @property
+    def simulated(self) -> bool:
+        return self.mesh is None
+
+    @property
+    def axis_name(self) -> AxisName:
+        """The axis name that a per-worker function passes to collectives."""
+        return SIMULATED if self.simulated else WORKER
+
+    @property
+    def stacked(self) -> jax.sharding.Sharding:
+        """Sharding of an array with a leading worker axis."""
+        if self.simulated:
+            return jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+        return jax.sharding.NamedSharding(self.mesh, jax.sharding.PartitionSpec(WORKER))
+
+    @property
+    def replicated(self) -> jax.sharding.Sharding:
+        """Sharding of an array that every device holds whole."""
+        if self.simulated:
+            return self.stacked
+        return jax.sharding.NamedSharding(self.mesh, jax.sharding.PartitionSpec())
+
+    def map(self, fn: Callable, in_axes: Sequence[int | None]) -> Callable:
+        """Maps a per-worker function over stacked arguments.
+
+        Args:
+            fn: function of per-worker pytrees, which may use `axis_name`.
+            in_axes: for each argument, 0 if it is stacked over workers, None if all workers see the same.
+
+        Returns:
+            A function of stacked and shared pytrees, whose outputs are all stacked. Not jitted.
+        """
+        if self.simulated:
+            return jax.vmap(fn, in_axes=tuple(in_axes), axis_name=SIMULATED, axis_size=self.num_workers)
+
+        def on_device(*args):
+            own = [arg if axis is None else jax.tree.map(lambda x: x[0], arg) for arg, axis in zip(args, in_axes)]
+            return jax.tree.map(lambda x: x[None], fn(*own))
+
+        stacked, shared = jax.sharding.PartitionSpec(WORKER), jax.sharding.PartitionSpec()
+        return jax.shard_map(
+            on_device, mesh=self.mesh, in_specs=tuple(shared if axis is None else stacked for axis in in_axes),
+            out_specs=stacked, axis_names=set(WORKER), check_vma=False)
+
+    def stack(self, tree: Any) -> Any:
+        """Gives every worker the same copy of `tree`."""
+        def copy(tree):
+            return jax.tree.map(lambda x: jnp.broadcast_to(x, (self.num_workers, *jnp.shape(x))), tree)
+        return jax.jit(copy, out_shardings=self.stacked)(tree)
+
+    def build(self, values: Callable[[int], np.ndarray]) -> jax.Array:
+        """Builds a stacked array from `values(worker)`, called for this process's own workers only."""
+        if self.simulated:
+            return jax.device_put(np.stack([values(worker) for worker in range(self.num_workers)]), self.stacked)
+        first, *_ = own = self.own
+        rows = {worker: values(worker) for worker in own}
+        shape = (self.num_workers, *rows[first].shape)
+        return jax.make_array_from_callback(shape, self.stacked, lambda index: rows[index[0].start or 0][None])
+
+    @functools.cached_property
+    def own(self) -> tuple[int, ...]:
+        """Indices of the workers whose state lives in this process."""
+        if self.simulated:
+            return tuple(range(self.num_workers))
+        index_map = self.stacked.addressable_devices_indices_map((self.num_workers,))
+        return tuple(sorted({index[0].start or 0 for index in index_map.values()}))
+
+    def fetch(self, tree: Any) -> Any:
+        """Copies stacked or replicated arrays to NumPy in every process. A collective: call it everywhere or nowhere."""
+        return jax.tree.map(np.asarray, jax.jit(lambda tree: tree, out_shardings=self.replicated)(tree))
+
+
+def make_workers(num_workers: int, *, local_size: int = 1, simulate: bool = False) -> Workers:
+    """Places N workers on the devices of all processes, one each, or simulates them on one device.
+
+    Args:
+        num_workers: N ≥ 1.
+        local_size: L, workers that share a node; divides N.
+        simulate: run all workers on one device by `vmap`.
+
+    Returns:
+        The `Workers`.
+
+    Raises:
+        ValueError: if L does not divide N, if there are fewer devices than workers, or if several processes are asked to
+            simulate.
+    """
+    if num_workers < 1:
+        raise ValueError(f"workers={num_workers}: at least one worker is needed")
+    if local_size < 1 or num_workers % local_size:
+        raise ValueError(f"local_size={local_size} does not divide workers={num_workers}; "
+                         f"use one of {[d for d in range(1, num_workers + 1) if num_workers % d == 0]}")
+    if simulate:
+        if jax.process_count() > 1:
+            raise ValueError(f"simulate runs all workers on one device, but there are {jax.process_count()} processes; "
+                             "start a single one")
+        return Workers(num_workers, local_size, None)
+    devices = jax.devices()
+    if len(devices) < num_workers:
+        raise ValueError(f"workers={num_workers} but there are {len(devices)} devices; "
+                         f"use workers={len(devices)} or simulate the workers on one device")
+    if jax.process_count() > 1 and len(devices) != num_workers:
+        raise ValueError(f"workers={num_workers} but {jax.process_count()} processes hold {len(devices)} devices; "
+                         "with several processes every device is a worker")
+    mesh = jax.make_mesh(
+        (num_workers // local_size, local_size, 1, 1), (NODE, LOCAL, STAGE, TENSOR),
+        axis_types=(jax.sharding.AxisType.Auto,) * 4, devices=devices[:num_workers])
+    return Workers(num_workers, local_size, mesh)

@@ -1,0 +1,13 @@
+"""What a worker does with its gradient: optax transformations that know of workers, and AccumAdam."""
+
+from decjax.optim.accumulated import accumulated_adam
+from decjax.optim.accumulated import accumulated_adamw
+from decjax.optim.accumulated import AccumulatedAdamState
+from decjax.optim.accumulated import scale_by_accumulated_adam
+from decjax.optim.decentralize import decentralize
+from decjax.optim.decentralize import decentralized_adam
+from decjax.optim.decentralize import decentralized_adamw
+from decjax.optim.decentralize import DecentralizeState
+from decjax.optim.decentralize import ORDERS
+from decjax.optim.decentralize import synchronize
+from decjax.optim.decentralize import SynchronizeState

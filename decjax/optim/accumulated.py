@@ -1,0 +1,110 @@
+"""AccumAdam: Adam whose moments move once per window of s steps, while parameters move in every step.
+
+With k = ⌈t/s⌉ and t counted from 1:
+
+    B ← B + g/s
+    x ← x − α · [(β1 M + (1−β1) g) / (1−β1^k)] / ( sqrt((β2 V + (1−β2) g²) / (1−β2^k)) + ε )
+    if t mod s == 0:  M ← β1 M + (1−β1) B;   V ← β2 V + (1−β2) B²;   B ← 0
+
+A worker of N sees a batch N times smaller, whose noise inflates V by σ²/b. V squares the window's *mean* gradient, which
+restores σ²/(s·b). Within a window M and V are frozen, and the current gradient corrects them for the moment. s = 1 is Adam.
+The first s steps are sign descent, so warm-up matters. State is three times the parameters.
+
+Reference: arXiv 2410.11998 (AccumAdam).
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+
+class AccumulatedAdamState(NamedTuple):
+    """State of `scale_by_accumulated_adam`; the trees have the shapes of the parameters."""
+
+    count: jax.Array  # int32 scalar, t: updates so far; t mod s is the position in the window
+    mu: Any  # M, first moment of window means
+    nu: Any  # V, second moment of window means
+    window_mean: Any  # B, this window's gradients so far, summed and divided by s
+
+
+def scale_by_accumulated_adam(b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8,
+                              window: int = 4) -> optax.GradientTransformation:
+    """Rescales gradients as AccumAdam does; see the module's equations.
+
+    Args:
+        b1: β1 in [0, 1), decay of the first moment, per window.
+        b2: β2 in [0, 1), decay of the second moment, per window.
+        eps: ε, added outside of the root.
+        window: s ≥ 1 steps; about 4 for 8 workers, 8 for 16 to 32.
+
+    Returns:
+        An `optax.GradientTransformation`.
+
+    Raises:
+        ValueError: if the window is shorter than one step.
+
+    Reference:
+        arXiv 2410.11998, AccumAdam.
+    """
+    if window < 1:
+        raise ValueError(f"AccumAdam window={window} steps: must be at least 1, which is Adam")
+
+    def init(params):
+        def zeros():
+            return jax.tree.map(jnp.zeros_like, params)
+        return AccumulatedAdamState(jnp.zeros((), jnp.int32), zeros(), zeros(), zeros())
+
+    def update(grads, state, params=None):
+        del params
+        count = optax.safe_increment(state.count)
+        num_windows = (count + window - 1) // window
+        correction1, correction2 = 1 - b1**num_windows, 1 - b2**num_windows
+
+        def scale(g, m, v):
+            m_now, v_now = b1 * m + (1 - b1) * g, b2 * v + (1 - b2) * g**2
+            # The corrections are float32 powers of a traced count; the cast keeps the dtype of float64 or bfloat16 trees.
+            return m_now / correction1.astype(m.dtype) / (jnp.sqrt(v_now / correction2.astype(v.dtype)) + eps)
+
+        updates = jax.tree.map(scale, grads, state.mu, state.nu)
+        window_mean = jax.tree.map(lambda b, g: b + g / window, state.window_mean, grads)
+        ends = count % window == 0
+        commit = lambda new, old: jax.tree.map(lambda x, y: jnp.where(ends, x, y), new, old)
+        mu = commit(jax.tree.map(lambda m, b: b1 * m + (1 - b1) * b, state.mu, window_mean), state.mu)
+        nu = commit(jax.tree.map(lambda v, b: b2 * v + (1 - b2) * b**2, state.nu, window_mean), state.nu)
+        window_mean = commit(jax.tree.map(jnp.zeros_like, window_mean), window_mean)
+        return updates, AccumulatedAdamState(count, mu, nu, window_mean)
+
+    return optax.GradientTransformation(init, update)
+
+
+def accumulated_adam(learning_rate: optax.ScalarOrSchedule, b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8,
+                     window: int = 4) -> optax.GradientTransformation:
+    """AccumAdam without weight decay; for coupled L2 put `optax.add_decayed_weights` before it.
+
+    Args:
+        learning_rate: α, a number or a schedule.
+        b1, b2, eps, window: see `scale_by_accumulated_adam`.
+
+    Returns:
+        An `optax.GradientTransformation`; `window=1` is `optax.adam`.
+    """
+    return optax.chain(scale_by_accumulated_adam(b1, b2, eps, window), optax.scale_by_learning_rate(learning_rate))
+
+
+def accumulated_adamw(learning_rate: optax.ScalarOrSchedule, b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8,
+                      weight_decay: float = 1e-4, window: int = 4, mask: Any = None) -> optax.GradientTransformation:
+    """AccumAdam with decoupled weight decay, x ← (1−αλ) x before the step.
+
+    Args:
+        learning_rate: α, a number or a schedule.
+        b1, b2, eps, window: see `scale_by_accumulated_adam`.
+        weight_decay: λ.
+        mask: which leaves decay, as in `optax.add_decayed_weights`.
+
+    Returns:
+        An `optax.GradientTransformation`; `window=1` is `optax.adamw`.
+    """
+    return optax.chain(scale_by_accumulated_adam(b1, b2, eps, window), optax.add_decayed_weights(weight_decay, mask),
+                       optax.scale_by_learning_rate(learning_rate))

@@ -1,0 +1,138 @@
+"""Any optax optimizer, made decentralized or synchronous.
+
+Adapt while communicating ("awc") takes the gradient at the carried x_i and applies it to the mixed parameters:
+
+    x_i^{t+1} = Σ_j W^t_ij x_j^t − α_t d_i(∇F_i(x_i^t))
+
+so the exchange needs nothing from the gradient and may overlap it. Adapt then communicate ("atc") mixes after the step:
+
+    x_i^{t+1} = Σ_j W^t_ij ( x_j^t − α_t d_j(∇F_j(x_j^t)) )
+
+Moments stay local. Nothing older than one step is mixed. Reference: arXiv 2410.11998.
+
+`decentralize` must be outermost: a later scale or clip would corrupt the mix.
+"""
+
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from decjax import gossip
+from decjax import reduce
+
+ORDERS = ("awc", "atc")
+
+
+class DecentralizeState(NamedTuple):
+    """State of `decentralize`."""
+
+    count: jax.Array  # int32 scalar, steps so far: the phase of a traced schedule
+    inner: Any  # state of the wrapped optimizer
+    mixer: Any  # state of the mixer
+
+
+class SynchronizeState(NamedTuple):
+    """State of `synchronize`."""
+
+    inner: Any  # state of the wrapped optimizer
+    reducer: Any  # state of the reducer
+
+
+def decentralize(inner: optax.GradientTransformation, mixer: gossip.Mixer,
+                 order: Literal["awc", "atc"] = "awc") -> optax.GradientTransformationExtraArgs:
+    """Wraps an optimizer so that every update also mixes parameters with neighbours.
+
+    The result's `update(grads, state, params, phase=None)` runs inside a function mapped over the worker axis and returns
+    `(mixed − params) + update`, so that `optax.apply_updates` gives the equations above. In order "awc" the inner
+    optimizer sees the *mixed* parameters, so decoupled weight decay acts on them: (1−αλ)(Wx)_i.
+
+    Args:
+        inner: any optax optimizer, clipping included.
+        mixer: what is exchanged, and how; see `decjax.gossip`.
+        order: "awc" overlaps, "atc" does not.
+
+    Returns:
+        A transformation that takes `phase`: `mixer.phase(step)` as a static int, one compilation per phase. Without it
+        the phase follows the step counter in the state through `lax.switch`, one compilation for all phases, but an
+        exchange that cannot overlap.
+
+    Raises:
+        ValueError: if the order is unknown.
+
+    Example:
+        >>> topology = decjax.topology.make("ring", 8)
+        >>> tx = decjax.decentralize(optax.adamw(1e-3), decjax.gossip.exact(topology))
+
+    Reference:
+        arXiv 2410.11998, decentralized Adam.
+    """
+    if order not in ORDERS:
+        raise ValueError(f"order {order!r} is unknown; use one of {', '.join(ORDERS)}")
+    inner = optax.with_extra_args_support(inner)
+
+    def init(params):
+        return DecentralizeState(jnp.zeros((), jnp.int32), inner.init(params), mixer.init(params))
+
+    def mix(params, state, phase):
+        if phase is not None:
+            return gossip.mix(mixer, params, state.mixer, phase)
+        branches = [lambda params, own, phase=phase: gossip.mix(mixer, params, own, phase) for phase in mixer.phases]
+        if len(branches) == 1:
+            return branches[0](params, state.mixer)
+        return jax.lax.switch(mixer.phase(state.count) - mixer.phases.start, branches, params, state.mixer)
+
+    def update(grads, state, params=None, *, phase=None, **extra):
+        if params is None:
+            raise ValueError(optax.NO_PARAMS_MSG)
+        if order == "awc":
+            mixed, mixer_state = mix(params, state, phase)
+            updates, inner_state = inner.update(grads, state.inner, mixed, **extra)
+            updates = jax.tree.map(lambda y, x, u: (y - x) + u, mixed, params, updates)
+        else:
+            updates, inner_state = inner.update(grads, state.inner, params, **extra)
+            mixed, mixer_state = mix(optax.apply_updates(params, updates), state, phase)
+            updates = jax.tree.map(jnp.subtract, mixed, params)
+        return updates, DecentralizeState(optax.safe_increment(state.count), inner_state, mixer_state)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def synchronize(inner: optax.GradientTransformation, reducer: reduce.Reducer) -> optax.GradientTransformationExtraArgs:
+    """Wraps an optimizer so that gradients are first averaged over all workers; replicas stay equal.
+
+    The result takes and ignores `phase`, so that it fits the same loop as `decentralize`. Clipping inside `inner` acts on
+    the averaged gradient.
+
+    Args:
+        inner: any optax optimizer.
+        reducer: how gradients are averaged; see `decjax.reduce`.
+
+    Returns:
+        An `optax.GradientTransformationExtraArgs`.
+    """
+    inner = optax.with_extra_args_support(inner)
+
+    def init(params):
+        return SynchronizeState(inner.init(params), reducer.init(params))
+
+    def update(grads, state, params=None, *, phase=None, **extra):
+        del phase
+        grads, reducer_state = reducer.reduce(grads, state.reducer)
+        updates, inner_state = inner.update(grads, state.inner, params, **extra)
+        return updates, SynchronizeState(inner_state, reducer_state)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def decentralized_adam(learning_rate: optax.ScalarOrSchedule, mixer: gossip.Mixer,
+                       order: Literal["awc", "atc"] = "awc", **adam: Any) -> optax.GradientTransformationExtraArgs:
+    """`decentralize(optax.adam(learning_rate, **adam), mixer, order)`."""
+    return decentralize(optax.adam(learning_rate, **adam), mixer, order)
+
+
+def decentralized_adamw(learning_rate: optax.ScalarOrSchedule, mixer: gossip.Mixer,
+                        order: Literal["awc", "atc"] = "awc", **adamw: Any) -> optax.GradientTransformationExtraArgs:
+    """`decentralize(optax.adamw(learning_rate, **adamw), mixer, order)`; the decay acts on mixed parameters in "awc"."""
+    return decentralize(optax.adamw(learning_rate, **adamw), mixer, order)

@@ -1,0 +1,48 @@
+"""Who talks to whom, when: graphs as periodic schedules of mixing rounds. NumPy only, no JAX.
+
+A round replaces the stacked parameters of all workers by W x, W stochastic:
+
+    x_i ← Σ_j W[i, j] x_j,     W = W_nodes ⊗ J_L / L,     W_nodes = diag(self_weights) + Σ_s diag(weights_s)
+    P_s
+
+and is stored as it runs: an exact mean over groups of L consecutive workers, a self weight, and a few partial
+permutations with weights. All-reduce is one group of everybody; gossip on a graph is L = 1. The product over
+a period of rounds says how fast workers agree, and some graphs agree exactly.
+
+`schedule` has the rounds and their analysis, `graphs` the catalogue of named topologies.
+
+Example:
+  >>> topology = make("base_k", 6, k=1)
+  >>> topology.max_degree, rounds_to_exact(topology) == topology.period
+  (1, True)
+"""
+
+from decjax.topology.graphs import make, names, options
+from decjax.topology.schedule import (
+    Round,
+    Shift,
+    Topology,
+    from_matrices,
+    is_column_stochastic,
+    is_doubly_stochastic,
+    is_mixing,
+    is_row_stochastic,
+    rounds_to_exact,
+    spectral_gap,
+)
+
+__all__ = [
+    "Round",
+    "Shift",
+    "Topology",
+    "from_matrices",
+    "is_column_stochastic",
+    "is_doubly_stochastic",
+    "is_mixing",
+    "is_row_stochastic",
+    "make",
+    "names",
+    "options",
+    "rounds_to_exact",
+    "spectral_gap",
+]

@@ -1,0 +1,93 @@
+"""The base-(k+1) construction: exact averaging over any number of workers with few neighbours.
+
+A round is given by its edges; what is left of a worker's weight stays with it.
+
+Reference: Takezawa et al., "Beyond Exponential Graph: Communication-Efficient Topologies for Decentralized
+Learning via Finite-time Convergence", NeurIPS 2023.
+"""
+
+import functools
+import itertools
+from collections.abc import Sequence
+
+Edges = dict[tuple[int, int], float]  # (receiver, sender) -> weight, without the diagonal
+
+
+def base_graph(n: int, k: int) -> list[Edges]:
+    """Rounds whose product is J/n: the shorter of two constructions, at most 2 log_{k+1}(n) + 2 rounds.
+
+    Simple: n is written in base k+1 as Σ a_l (k+1)^{p_l}. Parts of these sizes average internally; then each
+    part in turn gives every worker of the later parts its share of the mean, takes up theirs, and finishes
+    internally. Composite: with n = p·q and p the largest divisor without prime factors above k+1, p blocks of
+    q workers average by the simple construction, and the blocks average across.
+
+    Args:
+      n: number of workers.
+      k: the most neighbours a worker has in a round.
+    """
+    smooth = max(d for d in range(1, n + 1) if n % d == 0 and _fewest_factors(d, k + 1) is not None)
+    rough = n // smooth
+    blocks = [range(start, start + rough) for start in range(0, n, rough)]
+    composite = _in_parallel([_simple_base(block, k) for block in blocks])
+    composite += _in_parallel([_hyper_hypercube(across, k) for across in zip(*blocks, strict=True)])
+    return min(_simple_base(range(n), k), composite, key=len)
+
+
+def _simple_base(workers: Sequence[int], k: int) -> list[Edges]:
+    """The simple base-(k+1) graph over the given workers."""
+    if _fewest_factors(len(workers), k + 1) is not None:
+        return _hyper_hypercube(workers, k)
+    # parts[l] holds a_l subsets of (k+1)^{p_l} workers, largest first.
+    parts, rest = [], list(workers)
+    size = (k + 1) ** next(p for p in itertools.count() if (k + 1) ** (p + 1) > len(workers))
+    while rest:
+        if count := len(rest) // size:
+            parts.append([rest[i * size : (i + 1) * size] for i in range(count)])
+            rest = rest[count * size :]
+        size //= k + 1
+    flat = [[worker for subset in part for worker in subset] for part in parts]
+    rounds = _in_parallel([_hyper_hypercube(part, k) for part in flat])
+    tails = []
+    for index, part in enumerate(parts[:-1]):
+        later = [worker for others in flat[index + 1 :] for worker in others]
+        # Each later worker meets one worker of every subset (subsets have more members than there are later
+        # workers). It takes up this part's share of the mean, and every subset holds the whole mean afterwards.
+        weight = len(part[0]) / (len(flat[index]) + len(later))
+        exchange = {}
+        for subset in part:
+            for ours, theirs in zip(subset, later, strict=False):
+                exchange[ours, theirs] = exchange[theirs, ours] = weight
+        finish = _in_parallel([_hyper_hypercube(subset, k) for subset in part])
+        tails.append([{} for _ in range(index)] + [exchange] + finish)
+    return rounds + _in_parallel(tails)
+
+
+def _hyper_hypercube(workers: Sequence[int], k: int) -> list[Edges]:
+    """Exact averaging in as few rounds as the size has factors up to k+1: one mixed-radix digit per round."""
+    rounds, stride = [], 1
+    for factor in _fewest_factors(len(workers), k + 1):
+        edges = {}
+        for start in range(len(workers)):
+            if start // stride % factor == 0:
+                members = workers[start : start + factor * stride : stride]
+                edges.update(dict.fromkeys(itertools.permutations(members, 2), 1.0 / factor))
+        rounds.append(edges)
+        stride *= factor
+    return rounds
+
+
+@functools.cache
+def _fewest_factors(n: int, largest: int) -> tuple[int, ...] | None:
+    """The shortest factorisation of n into numbers of 2 … largest, None if there is none."""
+    if n == 1:
+        return ()
+    tails = ((f, _fewest_factors(n // f, largest)) for f in range(min(n, largest), 1, -1) if n % f == 0)
+    return min(((f, *tail) for f, tail in tails if tail is not None), key=len, default=None)
+
+
+def _in_parallel(schedules: list[list[Edges]]) -> list[Edges]:
+    """Runs schedules over disjoint workers side by side; those that are done are idle."""
+    return [
+        {edge: weight for edges in step for edge, weight in edges.items()}
+        for step in itertools.zip_longest(*schedules, fillvalue={})
+    ]

@@ -1,0 +1,561 @@
+"""The catalogue: every named topology as a function from the number of workers (and options) to rounds.
+
+A builder is called with two or more workers (one worker is the identity for every name) and raises
+ValueError, in one line, when the size or an option does not fit. Its keyword arguments are the options of
+`make`, and their defaults work for every size the graph exists for. None as a default means "chosen from the
+size".
+
+Wherever a graph looks the same from all workers (ring, torus, exponential, …) its rounds are whole
+permutations, one per neighbour. Everything drawn at random depends on (size, options, seed) alone and is
+redrawn until repeating the schedule brings all workers together.
+"""
+
+import inspect
+import itertools
+import math
+import operator
+from collections.abc import Callable, Iterable
+
+import numpy as np
+
+from decjax.topology import base_k, matcha, schedule
+
+Rounds = list[schedule.Round]
+
+_BUILDERS: dict[str, Callable[..., Rounds]] = {}
+_INNER: dict[str, str] = {}  # name -> the option that names the graph it is built from
+_MAX_DRAWS = 1000
+_ANY_SIZE = "'base_k' works for any number"
+
+
+def register(name: str, inner: str | None = None) -> Callable[[Callable[..., Rounds]], Callable[..., Rounds]]:
+    """Decorator that enters a builder in the catalogue.
+
+    Args:
+      name: its name.
+      inner: the option that names the graph it is built from, if any. The builder takes the options of that
+        graph as `**inner_options`.
+    """
+
+    def enter(builder):
+        _BUILDERS[name] = builder
+        if inner:
+            _INNER[name] = inner
+        return builder
+
+    return enter
+
+
+def names() -> tuple[str, ...]:
+    """All names `make` knows."""
+    return tuple(_BUILDERS)
+
+
+def options(name: str) -> dict[str, object]:
+    """The options of a topology with their defaults.
+
+    Raises:
+      ValueError: if the name is unknown.
+    """
+    if not isinstance(name, str) or name not in _BUILDERS:
+        raise ValueError(f"unknown topology {name!r}; choose from {', '.join(names())}")
+    _, *parameters = inspect.signature(_BUILDERS[name]).parameters.values()
+    return {p.name: p.default for p in parameters if p.kind is not p.VAR_KEYWORD}
+
+
+def make(name: str, num_workers: int, **chosen) -> schedule.Topology:
+    """Builds a topology of the catalogue.
+
+    Args:
+      name: one of `names()`.
+      num_workers: N >= 1; with one worker every name gives the identity.
+      **chosen: options of that topology, see `options(name)`. 'hierarchical' and 'matcha' also take the
+        options of the graph they are built from.
+
+    Returns:
+      The topology. Same arguments, same topology: random ones take a seed.
+
+    Raises:
+      ValueError: for an unknown name or option, a size the graph does not exist for, or a bad option value.
+
+    Example:
+      >>> make("hierarchical", 16, local=4, outer="ring").matrix(0).shape
+      (16, 16)
+    """
+    accepted = _accepted_options(name, chosen)
+    for option in chosen:
+        if option not in accepted:
+            has = f"its options are {', '.join(accepted)}" if accepted else "it has no options"
+            raise ValueError(f"topology {name!r} has no option {option!r}; {has}")
+    num_workers = _integer("num_workers", num_workers, 1)
+    if num_workers == 1:
+        return schedule.Topology(name, 1, (schedule.Round((1.0,)),))
+    return schedule.Topology(name, num_workers, tuple(_BUILDERS[name](num_workers, **chosen)))
+
+
+def _accepted_options(name: str, chosen: dict[str, object]) -> dict[str, object]:
+    """The options of a topology and, if it is built from another one, of that one."""
+    own = options(name)
+    if name not in _INNER:
+        return own
+    inner = chosen.get(_INNER[name], own[_INNER[name]])
+    return own | _accepted_options(inner, {k: v for k, v in chosen.items() if k not in own})
+
+
+# Exact and neighbour graphs ---------------------------------------------------------------------------------
+
+
+@register("complete")
+def _complete(n: int) -> Rounds:
+    """W = J/n, one group of all workers."""
+    return [schedule.Round((1.0,), group_size=n)]
+
+
+@register("ring")
+def _ring(n: int) -> Rounds:
+    """Self and both neighbours with 1/3 each (two workers: 1/2 each)."""
+    return [_equal_weights(n, [_rotation(n, hop) for hop in sorted({1, n - 1})])]
+
+
+@register("one_peer_ring")
+def _one_peer_ring(n: int) -> Rounds:
+    """The even edges of the ring, then the odd ones. An odd ring needs three rounds, one worker idle in each."""
+    if n % 2 == 0:
+        idle_workers = [None, None]
+    else:
+        # Leaving out an odd worker is what puts the edge (n−1, 0) into the third round.
+        idle_workers = [n - 1, 0, (n // 2) | 1]
+    rounds = []
+    for phase, idle in enumerate(idle_workers):
+        first = phase if idle is None else idle + 1
+        rounds.append(_pairwise(n, [((first + 2 * p) % n, (first + 2 * p + 1) % n) for p in range(n // 2)]))
+    return rounds
+
+
+@register("torus")
+def _torus(n: int, shape: tuple[int, int] | None = None) -> Rounds:
+    """Self and the four neighbours on a grid that wraps around, 1/5 each; worker = row · columns + column.
+
+    On a side of two both neighbours are the same worker, which then counts twice (2/5).
+    """
+    workers_RxC = _grid("torus", n, shape, step=1)
+    neighbors = [np.roll(workers_RxC, -hop, axis).ravel() for axis in (0, 1) for hop in (1, -1)]
+    return [_equal_weights(n, neighbors)]
+
+
+@register("one_peer_torus")
+def _one_peer_torus(n: int, shape: tuple[int, int] | None = None) -> Rounds:
+    """The torus one matching at a time: even columns, even rows, odd columns, odd rows."""
+    workers_RxC = _grid("one_peer_torus", n, shape, step=2)
+    rounds = []
+    for first, axis in itertools.product((0, 1), (1, 0)):
+        # Bring the first partner of each pair to the even positions along the axis.
+        turned = np.moveaxis(np.roll(workers_RxC, -first, axis), axis, 0)
+        rounds.append(_pairwise(n, zip(turned[0::2].ravel(), turned[1::2].ravel(), strict=True)))
+    return rounds
+
+
+@register("exponential")
+def _exponential(n: int) -> Rounds:
+    """Self and the workers 2^k further on, k < ⌈log2 n⌉, equal weights."""
+    return [_equal_weights(n, [_rotation(n, 2**k) for k in range(_log2_ceil(n))])]
+
+
+@register("one_peer_exponential")
+def _one_peer_exponential(n: int, pairwise: bool = False) -> Rounds:
+    """One hop of the exponential graph per round, weight 1/2; exact over a period for powers of two.
+
+    Directed by default, i → i + 2^k. `pairwise` takes i ↔ i XOR 2^k instead, another graph: workers without a
+    partner below n are idle.
+
+    Reference: Ying et al., "Exponential Graph is Provably Efficient for Decentralized Deep Training", NeurIPS
+      2021.
+    """
+    if not isinstance(pairwise, bool):
+        raise ValueError(f"'pairwise' has to be True or False, got {pairwise!r}")
+    hops = [2**k for k in range(_log2_ceil(n))]
+    if pairwise:
+        return [_pairwise(n, [(i, i ^ hop) for i in range(n) if i < i ^ hop < n]) for hop in hops]
+    return [_equal_weights(n, [_rotation(n, hop)]) for hop in hops]
+
+
+@register("alternating_exponential_ring")
+def _alternating_exponential_ring(n: int, local_size: int = 1) -> Rounds:
+    """AER: nodes j ↔ j XOR 2^i meet in round i; half of the pairs in phase 2i, the others in phase 2i + 1.
+
+    A counter over all pairs of all rounds decides: odd pairs average jointly in the even phase, even pairs in
+    the odd phase, and whoever does not meet averages inside its node of `local_size` workers. About half of
+    the links between nodes are in use at any time. Exact over any period that starts at an even phase.
+
+    Reference: arXiv 2410.11998 (alternating exponential ring).
+    """
+    local_size = _integer("local_size", local_size, 1)
+    nodes = n // local_size
+    if n % local_size or nodes < 2 or nodes & (nodes - 1):
+        raise ValueError(
+            f"topology 'alternating_exponential_ring' needs local_size * 2^r workers with r >= 1, got {n} "
+            f"with local_size={local_size}; {_ANY_SIZE}"
+        )
+    rounds, counter = [], itertools.count()
+    for hop in [2**i for i in range(_log2_ceil(nodes))]:
+        pairs_by_parity: tuple[list, list] = ([], [])
+        for j in range(nodes):
+            if j < j ^ hop:
+                pairs_by_parity[next(counter) % 2].append((j, j ^ hop))
+        rounds += [_pairwise(nodes, pairs, group_size=local_size) for pairs in reversed(pairs_by_parity)]
+    return rounds
+
+
+@register("hypercube")
+def _hypercube(n: int) -> Rounds:
+    """Self and all i XOR 2^k, equal weights."""
+    if n & (n - 1):
+        raise ValueError(f"topology 'hypercube' needs a power of two workers, got {n}; {_ANY_SIZE}")
+    return [_equal_weights(n, [np.arange(n) ^ 2**k for k in range(_log2_ceil(n))])]
+
+
+@register("star")
+def _star(n: int) -> Rounds:
+    """Worker 0 and everybody else, Metropolis weights."""
+    return [_metropolis(n, [(0, i) for i in range(1, n)])]
+
+
+@register("line")
+def _line(n: int) -> Rounds:
+    """The ring without the edge (n−1, 0), Metropolis weights."""
+    return [_metropolis(n, [(i, i + 1) for i in range(n - 1)])]
+
+
+# Random undirected graphs -----------------------------------------------------------------------------------
+
+
+@register("erdos_renyi")
+def _erdos_renyi(n: int, p: float | None = None, seed: int = 0) -> Rounds:
+    """Each edge with probability p (default 2 ln(n)/n, twice the connectivity threshold), Metropolis weights."""
+    p = min(1.0, 2.0 * math.log(n) / n) if p is None else _real("p", p, 1.0)
+    rng = _rng(seed)
+    pairs = list(itertools.combinations(range(n), 2))
+    return _first_mixing(
+        lambda: [_metropolis(n, itertools.compress(pairs, rng.random(len(pairs)) < p))],
+        f"topology 'erdos_renyi' found no connected graph of {n} workers with p={p:.3g}; raise p above "
+        f"ln(n)/n = {math.log(n) / n:.2g}",
+    )
+
+
+@register("random_matching")
+def _random_matching(n: int, rounds: int | None = None, seed: int = 0) -> Rounds:
+    """A random perfect matching per round, weight 1/2 (odd n: one is idle); default 2⌈log2 n⌉ rounds."""
+    rounds = _num_rounds(n, rounds)
+    rng = _rng(seed)
+
+    def draw_round():
+        return _pairwise(n, rng.permutation(n)[: n - n % 2].reshape(-1, 2))
+
+    return _first_mixing(
+        lambda: [draw_round() for _ in range(rounds)],
+        f"topology 'random_matching' cannot connect {n} workers in rounds={rounds}; raise rounds",
+    )
+
+
+@register("matcha", inner="base")
+def _matcha(
+    n: int, base: str = "ring", budget: float = 0.5, rounds: int | None = None, seed: int = 0, **base_options
+) -> Rounds:
+    """MATCHA: the matchings of a base graph, each active at random so that `budget` of them are on average.
+
+    The probabilities p_j maximise the algebraic connectivity λ2(Σ p_j L_j) of the expected graph, and a round
+    is W = I − α Σ_active L_j with the α that minimises ‖E[WᵀW] − J/n‖. The sequence is drawn once, `rounds`
+    long (default 2⌈log2 n⌉), and repeats. Deviations: α is at most 1/Δ, so that weights stay nonnegative, and
+    probabilities come from projected supergradient ascent.
+
+    Reference: Wang et al., "MATCHA: Speeding Up Decentralized SGD via Matching Decomposition Sampling", 2019.
+    """
+    budget, rounds, rng = _real("budget", budget, 1.0), _num_rounds(n, rounds), _rng(seed)
+    graph = make(base, n, **base_options)
+    if not (graph.is_static and graph.is_symmetric):
+        raise ValueError(
+            f"topology 'matcha' needs a static undirected base graph, got base={base!r}; use 'ring', "
+            f"'torus' or 'erdos_renyi'"
+        )
+    edges = [(int(i), int(j)) for i, j in np.argwhere(np.triu(graph.matrix(0), 1))]
+    pairings = schedule.matchings(edges, n)
+    laplacians_MxNxN = np.array([_laplacian(n, pairing) for pairing in pairings])
+    probabilities = matcha.activation_probabilities(laplacians_MxNxN, budget)
+    alpha = matcha.mixing_weight(laplacians_MxNxN, probabilities)
+
+    def draw_round():
+        active = itertools.compress(pairings, rng.random(len(pairings)) < probabilities)
+        moves = [(_swap(n, pairing), alpha) for pairing in active]
+        return schedule.round_from_moves([(range(n), 1.0 - alpha * len(moves)), *moves])
+
+    return _first_mixing(
+        lambda: [draw_round() for _ in range(rounds)],
+        f"topology 'matcha' cannot connect {n} workers over base={base!r} in rounds={rounds} with "
+        f"budget={budget:g}; raise rounds or budget",
+    )
+
+
+# Directed graphs for push-sum -------------------------------------------------------------------------------
+
+
+@register("directed_ring")
+def _directed_ring(n: int) -> Rounds:
+    """i → i + 1, half of the mass each."""
+    return [_equal_weights(n, [_rotation(n, 1)])]
+
+
+# With equal weights the exponential graph is directed as it is.
+register("directed_exponential")(_exponential)
+
+
+@register("random_digraph")
+def _random_digraph(n: int, degree: int | None = None, seed: int = 0) -> Rounds:
+    """Every worker splits its mass equally among itself and `degree` others (default ⌈log2 n⌉):
+    column-stochastic.
+
+    One of the others is the next on a random cycle through all workers, which makes the graph strongly
+    connected; the remaining ones are uniform.
+    """
+    degree = _log2_ceil(n) if degree is None else _integer("degree", degree, 1, n - 1)
+    rng = _rng(seed)
+    cycle = rng.permutation(n)
+    A_NxN = np.eye(n) / (degree + 1.0)
+    for sender, successor in zip(cycle, np.roll(cycle, -1), strict=True):
+        others = np.setdiff1d(np.arange(n), (sender, successor))
+        A_NxN[[successor, *rng.choice(others, degree - 1, replace=False)], sender] = 1.0 / (degree + 1.0)
+    return [schedule.round_from_matrix(A_NxN)]
+
+
+# Exact in finite time for any number of workers -------------------------------------------------------------
+
+
+@register("base_k")
+def _base_k(n: int, k: int = 1) -> Rounds:
+    """Base-(k+1) graph: J/n after at most 2 log_{k+1}(n) + 2 rounds in which nobody has more than k
+    neighbours.
+
+    Reference: Takezawa et al., "Beyond Exponential Graph: Communication-Efficient Topologies for
+      Decentralized
+    Learning via Finite-time Convergence", NeurIPS 2023.
+    """
+    return [_round_from_edges(n, edges) for edges in base_k.base_graph(n, _integer("k", k, 1))]
+
+
+# Random circulant graphs ------------------------------------------------------------------------------------
+#
+# EquiTopo averages basis graphs A(u): worker i+u takes (n−1)/n from worker i and 1/n from itself, u = 1 …
+# n−1. Their mean over all u is J/n, so already a few random ones are close to it at any n.
+
+
+@register("equitopo_d")
+def _equitopo_d(n: int, degree: int | None = None, seed: int = 0) -> Rounds:
+    """D-EquiStatic: the mean of A(u) over `degree` random u (default ⌈log2 n⌉), without replacement.
+
+    Reference: Song et al., "Communication-Efficient Topologies for Decentralized Learning with O(1) Consensus
+      Rate",
+    NeurIPS 2022 (which draws with replacement).
+    """
+    return _equitopo_static("equitopo_d", n, degree, seed, both_ways=False)
+
+
+@register("equitopo_u")
+def _equitopo_u(n: int, degree: int | None = None, seed: int = 0) -> Rounds:
+    """U-EquiStatic: the mean of (A(u) + A(u)ᵀ)/2 over `degree` random u, so up to 2·degree neighbours.
+
+    Reference: Song et al., 2022.
+    """
+    return _equitopo_static("equitopo_u", n, degree, seed, both_ways=True)
+
+
+def _equitopo_static(name: str, n: int, degree: int | None, seed: int, both_ways: bool) -> Rounds:
+    degree = _log2_ceil(n) if degree is None else _integer("degree", degree, 1, n - 1)
+    rng = _rng(seed)
+
+    def draw():
+        hops = rng.choice(np.arange(1, n), degree, replace=False)
+        if both_ways:
+            hops = np.concatenate([hops, n - hops])
+        moves = [(_rotation(n, hop), (n - 1) / (n * len(hops))) for hop in sorted(hops)]
+        return [schedule.round_from_moves([(range(n), 1.0 / n), *moves])]
+
+    return _first_mixing(
+        draw, f"topology {name!r} found no connected graph of {n} workers; raise degree={degree}"
+    )
+
+
+@register("equitopo_od")
+def _equitopo_od(n: int, rounds: int | None = None, eta: float = 0.5, seed: int = 0) -> Rounds:
+    """OD-EquiDyn: (1−η) I + η A(u) with a random u per round; default 2⌈log2 n⌉ rounds, then it repeats.
+
+    Reference: Song et al., 2022.
+    """
+
+    def draw_targets(rng):
+        return _rotation(n, rng.integers(1, n))
+
+    return _equitopo_one_peer("equitopo_od", n, rounds, eta, seed, draw_targets)
+
+
+@register("equitopo_ou")
+def _equitopo_ou(n: int, rounds: int | None = None, eta: float = 0.5, seed: int = 0) -> Rounds:
+    """OU-EquiDyn: as OD-EquiDyn, but i and i+u exchange: from a random start every cycle of u is cut into
+    pairs.
+
+    Reference: Song et al., 2022.
+    """
+
+    def draw_targets(rng):
+        hop, start = rng.integers(1, n), rng.integers(n)
+        num_cycles = math.gcd(int(hop), n)
+        pairs = itertools.product(range(num_cycles), range(n // num_cycles // 2))
+        firsts = [start + cycle + 2 * pair * hop for cycle, pair in pairs]
+        return _swap(n, [(first % n, (first + hop) % n) for first in firsts])
+
+    return _equitopo_one_peer("equitopo_ou", n, rounds, eta, seed, draw_targets)
+
+
+def _equitopo_one_peer(name: str, n: int, rounds: int | None, eta: float, seed: int, draw_targets) -> Rounds:
+    rounds, eta, rng = _num_rounds(n, rounds), _real("eta", eta, 1.0), _rng(seed)
+    weight = eta * (n - 1) / n
+
+    def draw():
+        return [
+            schedule.round_from_moves([(range(n), 1.0 - weight), (draw_targets(rng), weight)])
+            for _ in range(rounds)
+        ]
+
+    return _first_mixing(
+        draw, f"topology {name!r} cannot connect {n} workers in rounds={rounds}; raise rounds"
+    )
+
+
+# Composition ------------------------------------------------------------------------------------------------
+
+
+@register("hierarchical", inner="outer")
+def _hierarchical(n: int, local: int = 2, outer: str = "one_peer_exponential", **outer_options) -> Rounds:
+    """W = W_outer ⊗ J_local / local: exact mean over `local` consecutive workers, any graph between nodes."""
+    local = _integer("local", local, 1)
+    if n % local:
+        raise ValueError(
+            f"topology 'hierarchical' needs a multiple of local={local} workers, got {n}; set local to a "
+            f"divisor of {n}, or {_ANY_SIZE}"
+        )
+    # Kronecker products associate, so groups inside the outer graph only grow.
+    return [
+        schedule.Round(round_.self_weights, round_.shifts, round_.group_size * local)
+        for round_ in make(outer, n // local, **outer_options).rounds
+    ]
+
+
+# Pieces -----------------------------------------------------------------------------------------------------
+
+
+def _rotation(n: int, hop: int) -> np.ndarray:
+    return (np.arange(n) + hop) % n
+
+
+def _swap(n: int, pairs: Iterable[tuple[int, int]]) -> list[int]:
+    targets = list(range(n))
+    for i, j in pairs:
+        targets[i], targets[j] = j, i
+    return targets
+
+
+def _equal_weights(n: int, permutations: Iterable[Iterable[int]]) -> schedule.Round:
+    """Self and all permutations with one weight."""
+    moves = [range(n), *permutations]
+    return schedule.round_from_moves([(targets, 1.0 / len(moves)) for targets in moves])
+
+
+def _pairwise(n: int, pairs: Iterable[tuple[int, int]], group_size: int = 1) -> schedule.Round:
+    """The two of a pair average, all others are idle."""
+    return schedule.round_from_moves([(range(n), 0.5), (_swap(n, pairs), 0.5)], group_size)
+
+
+def _round_from_edges(n: int, edges: base_k.Edges) -> schedule.Round:
+    """The round with the given weights off the diagonal, and what is left of each row on it."""
+    W_NxN = np.zeros((n, n))
+    for edge, weight in edges.items():
+        W_NxN[edge] = weight
+    # Rounding must not make a weight negative where nothing is left.
+    np.fill_diagonal(W_NxN, np.maximum(1.0 - W_NxN.sum(axis=1), 0.0))
+    return schedule.round_from_matrix(W_NxN)
+
+
+def _metropolis(n: int, pairs: Iterable[tuple[int, int]]) -> schedule.Round:
+    """W_ij = 1 / (1 + max(deg i, deg j)) on the edges: symmetric for any degrees."""
+    pairs = list(pairs)
+    degrees = np.bincount(np.array(pairs, int).ravel(), minlength=n)
+    edges = {}
+    for i, j in pairs:
+        edges[i, j] = edges[j, i] = 1.0 / (1.0 + max(degrees[i], degrees[j]))
+    return _round_from_edges(n, edges)
+
+
+def _laplacian(n: int, pairs: Iterable[tuple[int, int]]) -> np.ndarray:
+    L_NxN = np.zeros((n, n))
+    for i, j in pairs:
+        L_NxN[[i, j], [i, j]] += 1.0
+        L_NxN[[i, j], [j, i]] -= 1.0
+    return L_NxN
+
+
+def _grid(name: str, n: int, shape: tuple[int, int] | None, step: int) -> np.ndarray:
+    """Workers on an R x C grid whose sides are >= 2 and multiples of `step`, near-square by default."""
+    sides = "sides that are even" if step == 2 else "two sides of at least 2"
+    if shape is None:
+        fits = [r for r in range(2, math.isqrt(n) + 1) if n % r == 0 and r % step == 0 and n // r % step == 0]
+        if not fits:
+            raise ValueError(f"topology {name!r} needs a grid with {sides}, got {n} workers; {_ANY_SIZE}")
+        shape = (fits[-1], n // fits[-1])
+    if not isinstance(shape, (tuple, list)) or len(shape) != 2:
+        raise ValueError(f"'shape' has to be (rows, columns), got {shape!r}")
+    rows, columns = (_integer("shape", side, 2) for side in shape)
+    if rows * columns != n or rows % step or columns % step:
+        raise ValueError(
+            f"topology {name!r} needs a grid of {n} workers with {sides}, got shape={rows}x{columns}; leave "
+            f"shape out for a near-square grid, and if there is none, {_ANY_SIZE}"
+        )
+    return np.arange(n).reshape(rows, columns)
+
+
+def _first_mixing(draw: Callable[[], Rounds], problem: str) -> Rounds:
+    """The first of a bounded number of random schedules that brings all workers together."""
+    for _ in range(_MAX_DRAWS):
+        if schedule.is_mixing(rounds := draw()):
+            return rounds
+    raise ValueError(problem)
+
+
+def _log2_ceil(n: int) -> int:
+    return (n - 1).bit_length()
+
+
+def _num_rounds(n: int, rounds: int | None) -> int:
+    return 2 * _log2_ceil(n) if rounds is None else _integer("rounds", rounds, 1)
+
+
+def _rng(seed: int) -> np.random.Generator:
+    return np.random.default_rng(_integer("seed", seed, 0))
+
+
+def _integer(option: str, value: object, low: int, high: int | None = None) -> int:
+    try:
+        number = None if isinstance(value, (bool, np.bool_)) else operator.index(value)
+    except TypeError:
+        number = None
+    if number is None or number < low or (high is not None and number > high):
+        raise ValueError(f"{option!r} has to be an integer {_interval(low, high)}, got {value!r}")
+    return number
+
+
+def _interval(low: int, high: int | None) -> str:
+    return f">= {low}" if high is None else f"from {low} to {high}"
+
+
+def _real(option: str, value: object, high: float) -> float:
+    """A number of (0, high]."""
+    if isinstance(value, (bool, str)) or not np.isscalar(value) or not 0.0 < value <= high:
+        raise ValueError(f"{option!r} has to be a number in (0, {high:g}], got {value!r}")
+    return float(value)

@@ -1,0 +1,528 @@
+"""Schedules of mixing rounds: how a stochastic matrix is executed, and what can be said about it.
+
+One round replaces the stacked parameters x of N workers by W x. A round is stored in the form in which it
+runs,
+
+    W = W_nodes ⊗ J_L / L,     W_nodes = diag(self_weights) + Σ_s diag(weights_s) P_s,
+
+an exact mean over groups of L consecutive workers (one group is a *node*), then a self weight and a few
+weighted partial permutations P_s between nodes (one `lax.ppermute` each). A topology is a period of such
+rounds: x^{t+1} = W^{t mod period} x^t, so rounds t = a … b−1 together apply the product W^{b−1} ⋯ W^a.
+
+Any stochastic matrix can be brought into this form: the nonzeros outside its diagonal are the edges of a
+bipartite graph (senders, receivers), and an edge colouring with as many colours as the largest degree always
+exists (Kőnig), so `from_matrices` needs no more permutations than the busiest worker has messages.
+"""
+
+import collections
+import dataclasses
+import itertools
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+# How far row or column sums may be from 1 (float32 matrices are accepted), and how close a product has to
+# come to the exact mean J/n to be called exact.
+STOCHASTIC_TOLERANCE = 1e-6
+EXACT_TOLERANCE = 1e-9
+
+
+@dataclasses.dataclass(frozen=True)
+class Shift:
+    """One message of a round: a partial permutation with the weight each receiver gives to what arrives.
+
+    Args:
+      pairs: (source, target) nodes; source != target, each source once, each target once.
+      weights: one per node, the weight of what it receives; 0.0 where nothing arrives.
+
+    Raises:
+      ValueError: if the pairs are no partial permutation of the nodes, or a weight is negative or belongs to
+        no pair.
+    """
+
+    pairs: tuple[tuple[int, int], ...]
+    weights: tuple[float, ...]
+
+    def __post_init__(self):
+        num_nodes = len(self.weights)
+        sources = {source for source, _ in self.pairs}
+        targets = {target for _, target in self.pairs}
+        if len(sources) < len(self.pairs) or len(targets) < len(self.pairs):
+            raise ValueError(
+                f"pairs {self.pairs} use a source or a target twice; put the second one in another Shift"
+            )
+        for source, target in self.pairs:
+            if source == target or not (0 <= source < num_nodes and 0 <= target < num_nodes):
+                raise ValueError(
+                    f"pair {(source, target)} has to join two different nodes of 0 … {num_nodes - 1}"
+                )
+        for node, weight in enumerate(self.weights):
+            if not weight >= 0.0 or (weight and node not in targets):
+                raise ValueError(
+                    f"weight {weight} of node {node} has to be >= 0, and 0.0 where nothing arrives"
+                )
+
+
+@dataclasses.dataclass(frozen=True)
+class Round:
+    """One mixing step: groups of `group_size` consecutive workers average exactly, then nodes mix.
+
+        W_NxN = W_nodes ⊗ J_L / L,     W_nodes = diag(self_weights) + Σ_s diag(weights_s) P_s
+
+    Args:
+      self_weights: one per node, the weight a node gives to itself.
+      shifts: the messages between nodes.
+      group_size: L, the workers in a node; the round has L · len(self_weights) workers.
+
+    Raises:
+      ValueError: if the lengths disagree, or neither all rows nor all columns of W sum to one.
+    """
+
+    self_weights: tuple[float, ...]
+    shifts: tuple[Shift, ...] = ()
+    group_size: int = 1
+
+    def __post_init__(self):
+        if self.group_size < 1 or not self.self_weights:
+            raise ValueError(
+                f"a round needs nodes and group_size >= 1, got {self.num_nodes} and {self.group_size}"
+            )
+        if any(len(shift.weights) != self.num_nodes for shift in self.shifts):
+            lengths = [len(shift.weights) for shift in self.shifts]
+            raise ValueError(f"shifts have weights for {lengths} nodes, the round has {self.num_nodes}")
+        if not all(weight >= 0.0 for weight in self.self_weights):
+            raise ValueError(f"self weights {self.self_weights} have to be >= 0")
+        if not (_sums_to_one(self.row_sums()) or _sums_to_one(self.column_sums())):
+            raise ValueError(
+                f"rows sum to {self.row_sums().round(6).tolist()} and columns to "
+                f"{self.column_sums().round(6).tolist()}; one of the two has to be all ones"
+            )
+
+    @property
+    def num_nodes(self) -> int:
+        return len(self.self_weights)
+
+    @property
+    def num_workers(self) -> int:
+        return self.group_size * self.num_nodes
+
+    def matrix(self) -> np.ndarray:
+        """Dense float64 W_NxN; W[i, j] is the weight worker i gives to what it receives from worker j."""
+        W_nodes = np.diag(np.asarray(self.self_weights, np.float64))
+        for shift in self.shifts:
+            for source, target in shift.pairs:
+                W_nodes[target, source] += shift.weights[target]
+        return np.kron(W_nodes, np.full((self.group_size, self.group_size), 1.0 / self.group_size))
+
+    def row_sums(self) -> np.ndarray:
+        """What each node's weights add up to, [num_nodes]: ones keep a consensus a consensus."""
+        return np.sum(
+            [self.self_weights, *(shift.weights for shift in self.shifts)], axis=0, dtype=np.float64
+        )
+
+    def column_sums(self) -> np.ndarray:
+        """What becomes of each node's mass, [num_nodes]: ones keep the mean over workers."""
+        sums = np.array(self.self_weights, np.float64)
+        for shift in self.shifts:
+            for source, target in shift.pairs:
+                sums[source] += shift.weights[target]
+        return sums
+
+    def volume(self) -> np.ndarray:
+        """Parameter-sized messages each worker sends in this round, [N].
+
+        Inside a node a reduce-scatter before and an all-gather after the exchange send (L−1)/L each; between
+        nodes every worker permutes only its shard of 1/L:  2(L−1)/L + (messages its node sends)/L.
+        """
+        sent = np.zeros(self.num_nodes)
+        for shift in self.shifts:
+            for source, _ in shift.pairs:
+                sent[source] += 1.0
+        return np.repeat(2.0 * (self.group_size - 1) + sent, self.group_size) / self.group_size
+
+    def degree(self) -> int:
+        """The most distinct other workers that any worker's value comes from or goes to in this round."""
+        edges_NxN = self.matrix() != 0.0
+        np.fill_diagonal(edges_NxN, False)
+        return int(max(edges_NxN.sum(axis=0).max(), edges_NxN.sum(axis=1).max()))
+
+
+@dataclasses.dataclass(frozen=True)
+class Topology:
+    """Who mixes with whom, and when: x^{t+1} = W^{t mod period} x^t. Immutable, comparable, hashable.
+
+    Args:
+      name: what messages and tables call it.
+      num_workers: N.
+      rounds: the rounds of one period, in order.
+
+    Raises:
+      ValueError: if there is no round, or a round is for another number of workers.
+    """
+
+    name: str
+    num_workers: int
+    rounds: tuple[Round, ...]
+
+    def __post_init__(self):
+        if not self.rounds:
+            raise ValueError(f"topology {self.name!r} has no rounds; it needs at least one")
+        sizes = sorted({round_.num_workers for round_ in self.rounds})
+        if sizes != [self.num_workers]:
+            raise ValueError(
+                f"topology {self.name!r} is for {self.num_workers} workers, its rounds are for {sizes}"
+            )
+
+    @property
+    def period(self) -> int:
+        return len(self.rounds)
+
+    @property
+    def is_static(self) -> bool:
+        """Whether every step applies the same round (period 1)."""
+        return self.period == 1
+
+    @property
+    def is_symmetric(self) -> bool:
+        """Whether W = Wᵀ in every round."""
+        matrices = (round_.matrix() for round_ in self.rounds)
+        return all(np.allclose(W_NxN, W_NxN.T, rtol=0.0, atol=STOCHASTIC_TOLERANCE) for W_NxN in matrices)
+
+    @property
+    def max_degree(self) -> int:
+        """The most distinct other workers any worker receives from or sends to in one round."""
+        return max(round_.degree() for round_ in self.rounds)
+
+    def round(self, phase: int) -> Round:
+        """The round of a phase, taken modulo the period (so a step counter will do)."""
+        return self.rounds[phase % self.period]
+
+    def matrix(self, phase: int) -> np.ndarray:
+        """W_NxN of a phase, taken modulo the period (so a step counter will do)."""
+        return self.round(phase).matrix()
+
+    def product(self, start: int = 0, num_rounds: int | None = None) -> np.ndarray:
+        """W^{start+R−1} ⋯ W^{start}, [N, N]: R rounds together (R = `num_rounds`, by default a period)."""
+        P_NxN = np.eye(self.num_workers)
+        for step in range(start, start + (self.period if num_rounds is None else num_rounds)):
+            P_NxN = self.matrix(step) @ P_NxN
+        return P_NxN
+
+
+def is_row_stochastic(topology: Topology) -> bool:
+    """Whether rows of every round sum to one: a consensus stays where it is."""
+    return all(_sums_to_one(round_.row_sums()) for round_ in topology.rounds)
+
+
+def is_column_stochastic(topology: Topology) -> bool:
+    """Whether columns of every round sum to one: the sum over workers is kept, all push-sum needs."""
+    return all(_sums_to_one(round_.column_sums()) for round_ in topology.rounds)
+
+
+def is_doubly_stochastic(topology: Topology) -> bool:
+    """Whether rows and columns of every round sum to one, as plain gossip needs to agree on the mean."""
+    return is_row_stochastic(topology) and is_column_stochastic(topology)
+
+
+def spectral_gap(topology: Topology, phase: int | None = None) -> float:
+    """1 − ‖W − J/n‖₂: how much of the distance to the mean is removed for certain.
+
+    For a doubly stochastic W this is one minus its second largest *singular* value (not eigenvalue:
+    time-varying and directed rounds are not symmetric). Where columns alone sum to one, it may be negative
+    and bounds nothing.
+
+    Args:
+      topology: any topology.
+      phase: the round to look at, modulo the period. None takes the product over one period, from phase 0.
+
+    Returns:
+      The gap: 1 is exact averaging, 0 no progress guaranteed. A static topology has the same gap either way.
+    """
+    W_NxN = topology.product() if phase is None else topology.matrix(phase)
+    return float(1.0 - np.linalg.norm(W_NxN - 1.0 / topology.num_workers, ord=2))
+
+
+def rounds_to_exact(topology: Topology, start: int = 0) -> int | None:
+    """How many rounds from phase `start` it takes until their product is J/n, to within 1e-9 in every entry.
+
+    Args:
+      topology: any topology.
+      start: the phase of the first round. Finite-time topologies promise exactness for aligned windows only.
+
+    Returns:
+      The number of rounds, or None if two periods are not enough (then it is only reached in the limit, if at
+      all).
+    """
+    P_NxN = np.eye(topology.num_workers)
+    for count in range(1, 2 * topology.period + 1):
+        P_NxN = topology.matrix(start + count - 1) @ P_NxN
+        if np.abs(P_NxN - 1.0 / topology.num_workers).max() <= EXACT_TOLERANCE:
+            return count
+    return None
+
+
+def is_mixing(rounds: Sequence[Round]) -> bool:
+    """Whether repeating these rounds brings all workers to one common value, whatever they start from.
+
+    True iff one is a simple eigenvalue of the product, with all others strictly inside the unit circle.
+    """
+    union_NxN = sum(round_.matrix() for round_ in rounds)
+    if not _is_strongly_connected(union_NxN != 0.0):  # cheap, and decides almost every random draw
+        return False
+    P_NxN = Topology("", rounds[0].num_workers, tuple(rounds)).product()
+    moduli = np.sort(np.abs(np.linalg.eigvals(P_NxN)))
+    return len(moduli) == 1 or bool(moduli[-2] < 1.0 - EXACT_TOLERANCE)
+
+
+def from_matrices(matrices: np.ndarray | Sequence[np.ndarray], name: str = "from_matrices") -> Topology:
+    """A topology whose rounds apply the given matrices, in order.
+
+    Each matrix becomes its diagonal and as many weighted partial permutations as the busiest worker sends or
+    receives messages, which is the least possible. `topology.matrix(t)` gives the matrices back, bit for bit.
+
+    Args:
+      matrices: one [N, N] matrix or a sequence of them, nonnegative, each with all rows or all columns
+        summing to one; W[i, j] is the weight worker i gives to what it receives from worker j.
+      name: name of the topology.
+
+    Returns:
+      The topology, of period len(matrices).
+
+    Raises:
+      ValueError: for anything else, naming the first matrix that does not fit.
+
+    Example:
+      >>> from_matrices([[0.5, 0.5], [0.5, 0.5]]).rounds[0].shifts[0].pairs
+      ((0, 1), (1, 0))
+    """
+    if len(matrices) and np.ndim(matrices[0]) == 1:
+        matrices = [matrices]
+    arrays = [np.asarray(W_NxN, np.float64) for W_NxN in matrices]
+    if not arrays:
+        raise ValueError(f"topology {name!r} needs at least one matrix, got none")
+    for index, W_NxN in enumerate(arrays):
+        where = f"topology {name!r}: matrix {index}"
+        if W_NxN.ndim != 2 or W_NxN.shape[0] != W_NxN.shape[1] or not W_NxN.size:
+            raise ValueError(f"{where} has shape {W_NxN.shape}; a mixing matrix is square, workers x workers")
+        if W_NxN.shape != arrays[0].shape:
+            raise ValueError(
+                f"{where} is for {len(W_NxN)} workers, matrix 0 for {len(arrays[0])}; sizes must agree"
+            )
+        if not (np.isfinite(W_NxN).all() and (W_NxN >= 0.0).all()):
+            i, j = np.argwhere(~(np.isfinite(W_NxN) & (W_NxN >= 0.0)))[0]
+            raise ValueError(f"{where} has entry [{i}, {j}] = {W_NxN[i, j]}; weights are finite and >= 0")
+        row_sums, column_sums = W_NxN.sum(axis=1), W_NxN.sum(axis=0)
+        if not (_sums_to_one(row_sums) or _sums_to_one(column_sums)):
+            row, column = np.abs(row_sums - 1.0).argmax(), np.abs(column_sums - 1.0).argmax()
+            raise ValueError(
+                f"{where} is not stochastic: row {row} sums to {row_sums[row]:.6g} and column {column} to "
+                f"{column_sums[column]:.6g}; divide it by its row sums (or, for push-sum, by its column sums)"
+            )
+    return Topology(name, len(arrays[0]), tuple(round_from_matrix(W_NxN) for W_NxN in arrays))
+
+
+def round_from_moves(moves: Iterable[tuple[Sequence[int], float]], group_size: int = 1) -> Round:
+    """The round W_nodes = Σ_m weight_m · P_m of whole permutations.
+
+    Args:
+      moves: (targets, weight): node s sends to targets[s]. Fixed points become self weights; equal
+        permutations are merged into one message.
+      group_size: workers in a node.
+    """
+    merged: dict[tuple[int, ...], float] = {}
+    for targets, weight in moves:
+        key = tuple(int(target) for target in targets)
+        merged[key] = merged.get(key, 0.0) + float(weight)
+    self_weights = [0.0] * len(next(iter(merged)))
+    shifts = []
+    for targets, weight in merged.items():
+        weights = [weight] * len(targets)
+        for node, target in enumerate(targets):
+            if node == target:
+                self_weights[node] += weight
+                weights[node] = 0.0
+        pairs = tuple((source, target) for source, target in enumerate(targets) if source != target)
+        if pairs:
+            shifts.append(Shift(pairs, tuple(weights)))
+    return Round(tuple(self_weights), tuple(shifts), group_size)
+
+
+def round_from_matrix(W_NxN: np.ndarray) -> Round:
+    """The round that applies a stochastic matrix, with as few shifts as its busiest worker has messages.
+
+    Undirected graphs are split into matchings where that costs no additional shift: both ends of a link then
+    talk to each other at the same time.
+    """
+    num_nodes = len(W_NxN)
+    targets, sources = np.nonzero(W_NxN)
+    # Sorted by distance, so that first-fit colours a circulant matrix by its rotations.
+    edges = sorted(
+        ((s, t) for s, t in zip(sources.tolist(), targets.tolist(), strict=True) if s != t),
+        key=lambda edge: ((edge[1] - edge[0]) % num_nodes, edge),
+    )
+    classes = None
+    if np.array_equal(W_NxN != 0.0, W_NxN.T != 0.0):
+        pairings = matchings([(s, t) for s, t in edges if s < t], num_nodes)
+        if len(pairings) == max(np.bincount([s for s, _ in edges], minlength=1)):
+            classes = [[pair for s, t in pairing for pair in ((s, t), (t, s))] for pairing in pairings]
+    if classes is None:
+        classes = _color_classes(_color_bipartite(edges))
+    shifts = []
+    for pairs in classes:
+        weights = [0.0] * num_nodes
+        for source, target in pairs:
+            weights[target] = float(W_NxN[target, source])
+        shifts.append(Shift(tuple(sorted(pairs)), tuple(weights)))
+    return Round(tuple(np.diag(W_NxN).tolist()), tuple(shifts))
+
+
+def matchings(edges: Sequence[tuple[int, int]], num_nodes: int) -> list[list[tuple[int, int]]]:
+    """Splits an undirected graph into matchings: Δ of them if it is bipartite, else at most Δ + 1 (Vizing).
+
+    Args:
+      edges: each undirected edge once.
+      num_nodes: number of nodes.
+
+    Returns:
+      The matchings, a partition of `edges` (ends may be swapped).
+    """
+    side = _two_coloring(edges, num_nodes)
+    if side is not None:
+        return _color_classes(_color_bipartite([(u, v) if side[u] == 0 else (v, u) for u, v in edges]))
+    return _color_classes(_color_misra_gries(edges, num_nodes))
+
+
+def _sums_to_one(sums: np.ndarray) -> bool:
+    return bool(np.all(np.abs(sums - 1.0) <= STOCHASTIC_TOLERANCE))
+
+
+def _is_strongly_connected(edges_NxN: np.ndarray) -> bool:
+    """Whether every node reaches every other along the edges of a boolean adjacency matrix."""
+    for adjacency_NxN in (edges_NxN, edges_NxN.T):
+        reached = np.zeros(len(edges_NxN), bool)
+        frontier = reached.copy()
+        frontier[0] = True
+        while frontier.any():
+            reached |= frontier
+            frontier = adjacency_NxN[:, frontier].any(axis=1) & ~reached
+        if not reached.all():
+            return False
+    return True
+
+
+def _two_coloring(edges: Sequence[tuple[int, int]], num_nodes: int) -> list[int] | None:
+    """The side (0 or 1) of each node of a bipartite graph, None if the graph has an odd cycle."""
+    neighbors: list[list[int]] = [[] for _ in range(num_nodes)]
+    for u, v in edges:
+        neighbors[u].append(v)
+        neighbors[v].append(u)
+    side = [-1] * num_nodes
+    for root in range(num_nodes):
+        if side[root] >= 0:
+            continue
+        side[root] = 0
+        stack = [root]
+        while stack:
+            u = stack.pop()
+            for v in neighbors[u]:
+                if side[v] < 0:
+                    side[v] = 1 - side[u]
+                    stack.append(v)
+                elif side[v] == side[u]:
+                    return None
+    return side
+
+
+def _color_classes(colored: dict[tuple[int, int], int]) -> list[list[tuple[int, int]]]:
+    classes: dict[int, list[tuple[int, int]]] = {}
+    for edge, color in colored.items():
+        classes.setdefault(color, []).append(edge)
+    return [classes[color] for color in sorted(classes)]
+
+
+def _lowest_zero_bit(mask: int) -> int:
+    return (~mask & (mask + 1)).bit_length() - 1
+
+
+def _color_bipartite(edges: Sequence[tuple[int, int]]) -> dict[tuple[int, int], int]:
+    """Edge colouring of a bipartite graph (left, right) with as many colours as the largest degree.
+
+    An edge without a common free colour at its ends takes one that is free on the left, after the path that
+    alternates between it and one that is free on the right has been flipped (the proof of Kőnig's theorem).
+    """
+    ends = collections.Counter(end for u, v in edges for end in ((0, u), (1, v)))
+    num_colors = max(ends.values(), default=0)
+    at: dict[tuple[int, int], dict[int, int]] = {
+        end: {} for end in ends
+    }  # at[side, node][color] = the other end
+    used = dict.fromkeys(ends, 0)  # the colours at a node, as bits
+
+    def toggle(left, right, color, on):
+        for side, node, other in ((0, left, right), (1, right, left)):
+            used[side, node] ^= 1 << color
+            if on:
+                at[side, node][color] = other
+            else:
+                del at[side, node][color]
+
+    for u, v in edges:
+        color = _lowest_zero_bit(used[0, u] | used[1, v])
+        if color >= num_colors:
+            color, other = _lowest_zero_bit(used[0, u]), _lowest_zero_bit(used[1, v])
+            path = []
+            side, node, step = 1, v, color
+            while step in at[side, node]:
+                end = at[side, node][step]
+                path.append((end, node, step) if side else (node, end, step))
+                side, node, step = 1 - side, end, color + other - step
+            for left, right, step in path:
+                toggle(left, right, step, on=False)
+            for left, right, step in path:
+                toggle(left, right, color + other - step, on=True)
+        toggle(u, v, color, on=True)
+    return {(node, v): color for (side, node), table in at.items() if side == 0 for color, v in table.items()}
+
+
+def _color_misra_gries(edges: Sequence[tuple[int, int]], num_nodes: int) -> dict[tuple[int, int], int]:
+    """Edge colouring of any simple graph with at most Δ + 1 colours (Misra and Gries, 1992)."""
+    at: list[dict[int, int]] = [{} for _ in range(num_nodes)]  # at[u][color] = the node at the other end
+    color_of: list[dict[int, int]] = [{} for _ in range(num_nodes)]  # color_of[u][v] = color
+
+    def free_color(u):
+        return next(color for color in itertools.count() if color not in at[u])
+
+    def recolor(u, v, color):
+        at[u][color], at[v][color] = v, u
+        color_of[u][v] = color_of[v][u] = color
+
+    def erase(u, v):
+        color = color_of[u].pop(v)
+        del color_of[v][u], at[u][color], at[v][color]
+        return color
+
+    for u, v in edges:
+        # A fan: neighbours of u, each joined to u by a colour that is free at the one before.
+        fan = [v]
+        while True:
+            extension = [w for color, w in at[u].items() if color not in at[fan[-1]] and w not in fan]
+            if not extension:
+                break
+            fan.append(extension[0])
+        c, d = free_color(u), free_color(fan[-1])
+        # Swap c and d along the path from u that alternates between them, so that d becomes free at u.
+        path = []
+        node, step = u, d
+        while step in at[node]:
+            path.append((node, at[node][step], step))
+            node, step = at[node][step], c + d - step
+        for a, b, _ in path:
+            erase(a, b)
+        for a, b, step in path:
+            recolor(a, b, c + d - step)
+        # The first member where d is free takes d, and those before it the colour of the next one. (The flip
+        # leaves them a fan up to there: that such a member exists is the theorem.)
+        last = next(index for index, w in enumerate(fan) if d not in at[w])
+        colors = [erase(u, w) for w in fan[1 : last + 1]] + [d]
+        for w, color in zip(fan, colors, strict=False):
+            recolor(u, w, color)
+    return {(u, v): color_of[u][v] for u, v in edges}

@@ -1,0 +1,20 @@
+"""The one train loop: build the parts from a config, run them in a work directory.
+
+    assemble     config -> parts; the only place that reads a ConfigDict
+    state        the stacked state and one compiled step per phase
+    loop         steps, logging, signals, the end of a run
+    evaluate     the averaged model and the local models
+    checkpoint   Orbax, and whose directory it is
+    metrics      metrics.jsonl, TensorBoard, the screen
+    wire         bytes sent, read from compiled HLO
+"""
+
+from decjax.train.assemble import build
+from decjax.train.assemble import Setup
+from decjax.train.assemble import SIMULATED_WORKERS
+from decjax.train.errors import CheckpointError
+from decjax.train.errors import ConfigError
+from decjax.train.errors import Diverged
+from decjax.train.errors import TrainingError
+from decjax.train.loop import Outcome
+from decjax.train.loop import Run

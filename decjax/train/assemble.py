@@ -1,0 +1,189 @@
+"""From a config to the parts of a run. `ConfigDict` ends here: below are keyword arguments."""
+
+import ast
+from collections.abc import Callable
+import json
+from typing import Any, NamedTuple
+
+import jax
+import ml_collections
+import numpy as np
+import optax
+
+from decjax import data
+from decjax import gossip
+from decjax import mesh
+from decjax import models
+from decjax import optim
+from decjax import reduce
+from decjax import topology as topology_lib
+from decjax.train.errors import ConfigError
+from decjax.train.state import Method
+
+SIMULATED_WORKERS = 8  # on a lone accelerator, and forced CPU devices without one
+METHODS = ("decentralized", "allreduce", "local")
+
+
+class Setup(NamedTuple):
+    """All parts of a run."""
+
+    config: ml_collections.ConfigDict  # resolved: what was automatic is filled in
+    workers: mesh.Workers
+    topology: topology_lib.Topology | None  # None unless the method is decentralized
+    method: Method
+    schedule: optax.Schedule
+    model: models.Model
+    corpus: data.Corpus
+    batch: Callable[[int, int], np.ndarray]  # (worker, step) -> tokens_BxT1
+
+
+def resolve(config: ml_collections.ConfigDict) -> ml_collections.ConfigDict:
+    """Fills in `workers=0`: one worker per device, or 8 simulated ones on a lone accelerator."""
+    config = config.copy_and_resolve_references() if config.workers else ml_collections.ConfigDict(config)
+    if not config.workers:
+        lone = jax.device_count() == 1 and jax.process_count() == 1 and jax.default_backend() != "cpu"
+        config.simulate = config.simulate or lone
+        config.workers = SIMULATED_WORKERS if config.simulate else jax.device_count()
+    return ml_collections.ConfigDict(json.loads(config.to_json()))
+
+
+def build(config: ml_collections.ConfigDict) -> Setup:
+    """Builds every part of a run, and refuses what cannot be trained.
+
+    Args:
+        config: as `configs/lm.py` describes.
+
+    Returns:
+        The `Setup`.
+
+    Raises:
+        ConfigError: in one line: the value, the constraint and the fix.
+    """
+    try:
+        config = resolve(config)
+        workers = mesh.make_workers(config.workers, local_size=config.local_size, simulate=config.simulate)
+        _check_sizes(config)
+        schedule = make_schedule(config.optimizer, config.steps)
+        method, topology = make_method(config, workers, schedule)
+        corpus = data.load_corpus(config.data.path)
+        model = models.decoder_lm(**config.model)
+        batch = data.batches(
+            corpus.train, context=model.context, batch_size=config.batch_size // config.workers,
+            num_workers=config.workers, seed=config.seed, partition=config.data.partition)
+        data.Windows(corpus.valid, model.context)  # Raises if validation text is too short.
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    return Setup(config, workers, topology, method, schedule, model, corpus, batch)
+
+
+def _check_sizes(config: ml_collections.ConfigDict) -> None:
+    n, batch_size = config.workers, config.batch_size
+    if batch_size < 1 or batch_size % n:
+        raise ValueError(f"batch_size={batch_size} is not divisible by workers={n}; "
+                         f"use {max(1, batch_size // n) * n} or {(batch_size // n + 1) * n}")
+    for name in ("steps", "log_every", "eval.every", "eval.batch_size", "checkpoint.every", "checkpoint.keep"):
+        value = config
+        for part in name.split("."):
+            value = value[part]
+        if value < 1:
+            raise ValueError(f"{name}={value}: must be at least 1")
+
+
+def make_schedule(config: ml_collections.ConfigDict, steps: int) -> optax.Schedule:
+    """Linear warm-up to `learning_rate`, then cosine decay to `final_fraction` of it at the last step."""
+    if not 0 <= config.warmup_steps < steps:
+        raise ValueError(f"optimizer.warmup_steps={config.warmup_steps} must be less than steps={steps}")
+    return optax.warmup_cosine_decay_schedule(
+        0.0 if config.warmup_steps else config.learning_rate, config.learning_rate, config.warmup_steps, steps,
+        config.final_fraction * config.learning_rate)
+
+
+def _adamw(config, schedule):
+    return optax.adamw(schedule, b1=config.b1, b2=config.b2, eps=config.eps, weight_decay=config.weight_decay)
+
+
+def _accumulated_adamw(config, schedule):
+    return optim.accumulated_adamw(schedule, b1=config.b1, b2=config.b2, eps=config.eps,
+                                   weight_decay=config.weight_decay, window=config.window)
+
+
+def _momentum_sgd(config, schedule):
+    return optax.chain(optax.add_decayed_weights(config.weight_decay), optax.sgd(schedule, momentum=config.momentum))
+
+
+OPTIMIZERS = {"adamw": _adamw, "accum_adamw": _accumulated_adamw, "sgdm": _momentum_sgd}
+
+
+def make_optimizer(config: ml_collections.ConfigDict, schedule: optax.Schedule) -> optax.GradientTransformation:
+    """What one worker does with its gradient: clipping by its own global norm, then the named optimizer."""
+    optimizer = OPTIMIZERS[_known("optimizer", config.name, OPTIMIZERS)](config, schedule)
+    return optax.chain(optax.clip_by_global_norm(config.clip_norm), optimizer) if config.clip_norm else optimizer
+
+
+def _known(what: str, name: str, valid) -> str:
+    if name not in valid:
+        raise ValueError(f"{what} {name!r} is unknown; use one of {', '.join(valid)}")
+    return name
+
+
+def make_method(config: ml_collections.ConfigDict, workers: mesh.Workers,
+                schedule: optax.Schedule) -> tuple[Method, topology_lib.Topology | None]:
+    """What happens to gradients and parameters: gossip, all-reduce or nothing, as one transformation."""
+    inner = make_optimizer(config.optimizer, schedule)
+    n, axis_name = workers.num_workers, workers.axis_name
+    _known("method", config.method, METHODS)
+    if config.method == "local":
+        tx = optax.with_extra_args_support(inner)
+        ignoring_phase = optax.GradientTransformationExtraArgs(
+            tx.init, lambda grads, state, params=None, *, phase=None, **extra: tx.update(grads, state, params, **extra))
+        return Method(ignoring_phase, lambda step: 0, lambda params, phase: np.zeros(n)), None
+    if config.method == "allreduce":
+        reducer = reduce.mean(axis_name=axis_name)
+        return Method(optim.synchronize(inner, reducer), lambda step: 0,
+                      lambda params, phase: reducer.num_bytes(params, n)), None
+    topology = make_topology(config.topology, n, workers.local_size)
+    mixer = make_mixer(config.mixing, topology, axis_name, schedule, config.optimizer.learning_rate)
+    tx = optim.decentralize(inner, mixer, config.mixing.order)
+    if config.mixing.static_phase:
+        return Method(tx, mixer.phase, mixer.num_bytes), topology
+
+    def mean_bytes(params, phase):
+        del phase
+        return np.mean([mixer.num_bytes(params, phase) for phase in mixer.phases], axis=0)
+    return Method(tx, lambda step: None, mean_bytes), topology
+
+
+def make_topology(config: ml_collections.ConfigDict, num_workers: int, local_size: int) -> topology_lib.Topology:
+    """The named topology; graphs that know of nodes get `local_size` unless the options say otherwise."""
+    if num_workers == 1:
+        raise ValueError(f"topology {config.name!r} needs at least 2 workers, got 1; use method 'local' for a single worker")
+    options = parse_options(config.options)
+    if config.name == "alternating_exponential_ring":
+        options.setdefault("local_size", local_size)
+    if config.name == "hierarchical":
+        options.setdefault("local", local_size)
+    return topology_lib.make(config.name, num_workers, **options)
+
+
+def parse_options(text: str) -> dict[str, Any]:
+    """Reads "k=2,shape=(2, 4)" into keyword arguments; values are Python literals or bare words."""
+    if not text:
+        return {}
+    try:
+        call = ast.parse(f"f({text})", mode="eval").body
+        if call.args or any(keyword.arg is None for keyword in call.keywords):
+            raise ValueError
+        return {keyword.arg: keyword.value.id if isinstance(keyword.value, ast.Name) else ast.literal_eval(keyword.value)
+                for keyword in call.keywords}
+    except (SyntaxError, ValueError) as error:
+        raise ValueError(f"topology.options={text!r} must read like 'k=2,seed=1'") from error
+
+
+def make_mixer(config: ml_collections.ConfigDict, topology: topology_lib.Topology, axis_name: mesh.AxisName,
+               schedule: optax.Schedule, peak: float) -> gossip.Mixer:
+    """Gossip over the topology: rounds, acceleration, period and strength γ = strength · (lr / lr_max)^strength_power."""
+    make = gossip.accelerated if config.accelerated else gossip.exact
+    mixer = gossip.every(make(topology, rounds=config.rounds, axis_name=axis_name), config.every)
+    if not config.strength_power:
+        return gossip.damp(mixer, config.strength)
+    return gossip.damp(mixer, lambda step: config.strength * (schedule(step) / peak) ** config.strength_power)

@@ -1,0 +1,107 @@
+"""Checkpoints of stacked state with Orbax: every worker's replica, bit for bit, and what the run has counted so far.
+
+A work directory belongs to one config: `config.json` is written first and compared on every later start.
+"""
+
+import json
+import pathlib
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+
+from decjax.train.errors import CheckpointError
+
+# What may change between a run and its continuation: none of it touches the trajectory.
+FREE_KEYS = ("eval", "checkpoint", "log_every")
+
+
+def _flat(config: dict, prefix: str = "") -> dict[str, Any]:
+    flat = {}
+    for key, value in config.items():
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+    return flat
+
+
+def claim(workdir: pathlib.Path, config: dict) -> None:
+    """Makes `workdir` the home of a run with this config, or checks that it already is.
+
+    Args:
+        workdir: created if absent.
+        config: the resolved config, plain JSON values.
+
+    Raises:
+        CheckpointError: if the directory cannot be written, or belongs to a run with another config.
+    """
+    config = json.loads(json.dumps(config))
+    path = workdir / "config.json"
+    if path.exists():
+        try:
+            before = _flat(json.loads(path.read_text()))
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{path} cannot be read ({error}); repair it, or choose another --workdir") from error
+        now = _flat(config)
+        differing = [f"{key}: {before.get(key)!r} there, {now.get(key)!r} here" for key in sorted(before.keys() | now.keys())
+                     if before.get(key) != now.get(key) and not key.startswith(FREE_KEYS)]
+        if differing:
+            raise CheckpointError(f"{workdir} holds a run with another config ({'; '.join(differing)}); choose another "
+                                  f"--workdir, and --resume_from={workdir} to start from its parameters")
+    elif workdir.is_dir() and (workdir / "checkpoints").exists():
+        raise CheckpointError(f"{workdir} holds checkpoints but no config.json: not a run of decjax; choose another --workdir")
+    if jax.process_index() == 0:
+        try:
+            workdir.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps(config, indent=2) + "\n")
+        except OSError as error:
+            raise CheckpointError(f"workdir {str(workdir)!r} cannot be written ({error.strerror}); "
+                                  "choose a --workdir that you own") from error
+
+
+class Checkpoints:
+    """The checkpoints of one run: `save`, `latest`, `restore`."""
+
+    def __init__(self, workdir: pathlib.Path, *, keep: int | None = None, read_only: bool = False):
+        self._directory = (workdir / "checkpoints").absolute()
+        if read_only and not self._directory.is_dir():
+            raise CheckpointError(f"{workdir} has no checkpoints; give the --workdir of a run that saved some")
+        options = ocp.CheckpointManagerOptions(
+            max_to_keep=keep, create=not read_only, read_only=read_only, enable_async_checkpointing=False)
+        self._manager = ocp.CheckpointManager(self._directory, options=options)
+
+    def latest(self) -> int | None:
+        """The step of the newest complete checkpoint."""
+        return self._manager.latest_step()
+
+    def save(self, step: int, state: Any, counters: dict) -> None:
+        """Writes a checkpoint; it counts only once it is complete. A collective."""
+        self._manager.save(step, force=True, args=ocp.args.Composite(
+            state=ocp.args.StandardSave(state), counters=ocp.args.JsonSave(counters)))
+        self._manager.wait_until_finished()
+
+    def restore(self, step: int, like: Any) -> tuple[Any, dict]:
+        """Reads the state and the counters of a step.
+
+        Args:
+            step: one of the saved steps.
+            like: arrays or `ShapeDtypeStruct`s whose structure, shapes, dtypes and shardings the state must have.
+
+        Returns:
+            (state, counters).
+
+        Raises:
+            CheckpointError: if the checkpoint is damaged, or is that of another program or model.
+        """
+        try:
+            restored = self._manager.restore(step, args=ocp.args.Composite(
+                state=ocp.args.StandardRestore(jax.tree.map(ocp.utils.to_shape_dtype_struct, like)),
+                counters=ocp.args.JsonRestore()))
+            return restored["state"], restored["counters"]
+        except Exception as error:  # Orbax and TensorStore raise many kinds for a damaged file; each means the same here.
+            reason = str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
+            others = [other for other in self._manager.all_steps() if other < step]
+            way_out = f"delete it to continue from step {max(others)}" if others else "start again in another --workdir"
+            raise CheckpointError(f"checkpoint {self._directory / str(step)} cannot be restored, it is damaged or of another "
+                                  f"model, optimizer or method ({reason}); {way_out}") from error
+
+    def close(self) -> None:
+        self._manager.close()

@@ -1,0 +1,279 @@
+"""The one train loop. All-reduce, gossip and no communication differ in the config only."""
+
+import collections
+import contextlib
+import json
+import os
+import pathlib
+import signal
+import time
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from decjax import data
+from decjax import gossip
+from decjax import models
+from decjax.train import assemble
+from decjax.train import checkpoint
+from decjax.train import evaluate as evaluate_lib
+from decjax.train import metrics
+from decjax.train import state as state_lib
+from decjax.train import wire
+from decjax.train.errors import CheckpointError
+from decjax.train.errors import Diverged
+
+
+class Outcome(NamedTuple):
+    """How a run ended.
+
+    Attributes:
+        step: the last step taken.
+        signal: the signal that interrupted it, or None if it is finished.
+        summary: contents of `summary.json`, or None if it is not finished.
+        sample: text by the averaged model, or None.
+    """
+
+    step: int
+    signal: signal.Signals | None
+    summary: dict | None
+    sample: str | None
+
+
+@contextlib.contextmanager
+def _signals():
+    """Collects SIGTERM and Ctrl-C in a list; a second Ctrl-C interrupts at once."""
+    caught: list[signal.Signals] = []
+
+    def note(number, frame):
+        if signal.SIGINT in caught and number == signal.SIGINT:
+            signal.default_int_handler(number, frame)
+        caught.append(signal.Signals(number))
+
+    before = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield caught
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+class Run:
+    """One run: a `Setup` in a work directory. `train()` takes it from where it stands to its end."""
+
+    def __init__(self, setup: assemble.Setup, workdir: str | os.PathLike, resume_from: str | os.PathLike | None = None):
+        self.setup = setup
+        self.config = setup.config
+        self.workers = setup.workers
+        self.workdir = pathlib.Path(workdir)
+        checkpoint.claim(self.workdir, self.config.to_dict())
+        self.checkpoints = checkpoint.Checkpoints(self.workdir, keep=self.config.checkpoint.keep)
+        self.first = jax.process_index() == 0
+        self.counters = {"time_s": 0.0, "bytes_sent_per_worker": 0.0}
+        self.note = ""
+        self.start, self.state = self._restore(resume_from)
+        if setup.topology:
+            gossip.check_exchange(setup.workers, setup.topology)
+        self._program = state_lib.make_step(
+            lambda params, tokens, key: setup.model.nll(params, tokens, key).mean(), setup.method, self.workers,
+            self.config.seed)
+        self._distance = jax.jit(state_lib.consensus_distance, out_shardings=self.workers.replicated)
+        self._saved = self.start if self.checkpoints.latest() == self.start else None
+
+    # -- Beginning ----------------------------------------------------------------------------------------------------
+
+    def _initial(self) -> state_lib.State:
+        return state_lib.init(self.setup.model.init, self.setup.method.tx, self.workers, self.config.seed)
+
+    def _restore(self, resume_from) -> tuple[int, state_lib.State]:
+        fresh = self._initial()
+        if (step := self.checkpoints.latest()) is not None:
+            state, self.counters = self.checkpoints.restore(step, like=fresh)
+            self.note = f"continuing from step {step}"
+            return step, state
+        if resume_from is None:
+            return 0, fresh
+        return self._restore_resized(pathlib.Path(resume_from), fresh)
+
+    def _restore_resized(self, source: pathlib.Path, fresh: state_lib.State) -> tuple[int, state_lib.State]:
+        checkpoints = checkpoint.Checkpoints(source, read_only=True)
+        step = checkpoints.latest()
+        try:
+            n = json.loads((source / "config.json").read_text())["workers"]
+        except (OSError, ValueError, KeyError) as error:
+            raise CheckpointError(f"{source / 'config.json'} cannot be read: not a run of decjax") from error
+        if step is None or step >= self.config.steps:
+            raise CheckpointError(f"{source} has " + ("no complete checkpoint" if step is None else
+                                  f"done {step} of steps={self.config.steps}; set more steps to go on from there"))
+        like = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct((n, *x.shape[1:]), x.dtype, sharding=self.workers.replicated), fresh)
+        state, _ = checkpoints.restore(step, like)
+        state = state_lib.resize(self.workers.fetch(state), self.workers.fetch(fresh), self.workers.num_workers)
+        self.note = (f"starting from step {step} of {source}; {n} replicas became {self.workers.num_workers}"
+                     + ("" if n == self.workers.num_workers else ", mixer and reducer state reset"))
+        return step, jax.tree.map(lambda x: self.workers.build(x.__getitem__), state)
+
+    # -- Measuring ----------------------------------------------------------------------------------------------------
+
+    def _flush(self, losses: collections.deque) -> np.ndarray:
+        """Mean loss of each worker over the pending (step, loss_N); raises `Diverged` on the first that is not finite."""
+        total = 0.0
+        for step, loss_N in losses:
+            loss_N = self.workers.fetch(loss_N)
+            if not np.isfinite(loss_N).all():
+                self._diverged(f"loss is {loss_N[~np.isfinite(loss_N)][0]} on worker "
+                               f"{np.flatnonzero(~np.isfinite(loss_N))[0]} in step {step}")
+            total = total + loss_N
+        return total / len(losses)
+
+    def _diverged(self, what: str) -> None:
+        kept = f"the last good checkpoint is of step {self._saved}" if self._saved is not None else "no checkpoint was saved yet"
+        raise Diverged(f"{what}: training has diverged; {kept}. Lower optimizer.learning_rate, raise "
+                       "optimizer.warmup_steps or set optimizer.clip_norm")
+
+    def _finite_distance(self, step: int) -> float:
+        distance = float(self._distance(self.state.params))
+        if not np.isfinite(distance):
+            self._diverged(f"parameters are no longer finite after step {step}")
+        return distance
+
+    def _evaluation_row(self, evaluate, step: int, time_s: float) -> dict[str, Any]:
+        result = evaluate(self.state.params)
+        if not np.isfinite(result.averaged):
+            self._diverged(f"validation loss of the averaged model is {result.averaged} after step {step}")
+        return {"step": step, "time_s": time_s, "kind": "eval", "loss": result.averaged,
+                "loss_min": float(result.local_N.min()), "loss_max": float(result.local_N.max()),
+                "consensus_distance": self._finite_distance(step),
+                "tokens_per_s": self._tokens(step) / time_s, "bytes_sent_per_worker": self.counters["bytes_sent_per_worker"]}
+
+    def _tokens(self, steps: int) -> int:
+        return steps * self.config.batch_size * self.setup.model.context
+
+    def _windows(self, limit: int) -> np.ndarray:
+        return data.validation_windows(self.setup.corpus.valid, context=self.setup.model.context, limit=limit)
+
+    def _make_evaluate(self, limit: int):
+        return evaluate_lib.make_evaluate(self.setup.model.nll, self.workers, self._windows(limit), self.config.eval.batch_size)
+
+    # -- The loop -----------------------------------------------------------------------------------------------------
+
+    def train(self) -> Outcome:
+        """Trains to the last step, or until a signal; saves in both cases.
+
+        Returns:
+            The `Outcome`.
+
+        Raises:
+            Diverged: if a loss or the parameters are not finite; the last good checkpoint stays.
+        """
+        recorder = metrics.Recorder(self.workdir, self.start) if self.first else None
+        display = metrics.Display(self.start, self.config.steps) if self.first else metrics.Silent()
+        try:
+            with _signals() as caught, display:
+                stopped_at = self._steps(recorder, display, caught)
+            if stopped_at is not None:
+                return Outcome(stopped_at, caught[0] if caught else signal.SIGTERM, None, None)
+            return self._finish(recorder)
+        finally:
+            if recorder:
+                recorder.close()
+            self.checkpoints.close()
+
+    def _steps(self, recorder, display, caught) -> int | None:
+        """Takes all steps that are left; returns the step at which a signal stopped it, or None."""
+        config, workers = self.config, self.workers
+        evaluate = self._make_evaluate(config.eval.num_windows)
+        average = self._make_average() if config.consensus_every else None
+        losses: collections.deque = collections.deque()
+        begun, logged = time.monotonic() - self.counters["time_s"], (time.monotonic(), self.start)
+        if self.note:
+            display.say(self.note)
+
+        for step in range(self.start, config.steps):
+            batch = workers.build(lambda worker: self.setup.batch(worker, step))
+            program = self._program(self.setup.method.phase(step), self.state, batch, np.int32(step))
+            self.state, loss_N = program.run(self.state, batch, np.int32(step))
+            self.counters["bytes_sent_per_worker"] += float(program.sent_N.mean())
+            losses.append((step, loss_N))
+            if len(losses) > 1:
+                losses[-2][1].block_until_ready()  # One step in flight while the host prepares the next.
+            done = step + 1
+            if average and done % config.consensus_every == 0:
+                params, sent = average(self.state.params)
+                self.state = self.state._replace(params=params)
+                self.counters["bytes_sent_per_worker"] += sent
+            display.step(done)
+
+            last, stop = done == config.steps, self._stop_requested(caught, done)
+            evaluates, saves = done % config.eval.every == 0 or last, done % config.checkpoint.every == 0 or last or stop
+            if done % config.log_every == 0 or evaluates or saves:
+                local_N = self._flush(losses)
+                losses.clear()
+                now = time.monotonic()
+                time_s, rate = now - begun, self._tokens(done - logged[1]) / (now - logged[0])
+                row = {"step": done, "time_s": time_s, "kind": "train", "loss": float(local_N.mean()),
+                       "loss_min": float(local_N.min()), "loss_max": float(local_N.max()),
+                       "consensus_distance": self._finite_distance(done), "tokens_per_s": rate,
+                       "bytes_sent_per_worker": self.counters["bytes_sent_per_worker"],
+                       "learning_rate": float(self.setup.schedule(step))}
+                self._record(recorder, display, row)
+                if evaluates and not stop:
+                    self._record(recorder, display, self._evaluation_row(evaluate, done, time.monotonic() - begun))
+                self.counters["time_s"] = time.monotonic() - begun
+                if saves:
+                    self.checkpoints.save(done, self.state, self.counters)
+                    self._saved = done
+                logged = time.monotonic(), done
+            if stop and not last:
+                return done
+        return None
+
+    def _stop_requested(self, caught, step: int) -> bool:
+        if jax.process_count() == 1:
+            return bool(caught)
+        # Processes must agree on the step at which they stop; ask at logging steps, which synchronise them anyway.
+        if step % self.config.log_every:
+            return False
+        return bool(self.workers.fetch(self.workers.build(lambda worker: np.int32(bool(caught)))).any())
+
+    def _record(self, recorder, display, row) -> None:
+        if recorder:
+            recorder.write(row)
+        display.show(row)
+
+    def _make_average(self):
+        """The destructive protocol of the paper's runs: every replica becomes the average."""
+        def average(params):
+            mean = state_lib.mean_over_workers(params)
+            return jax.tree.map(lambda x, m: jax.numpy.broadcast_to(m.astype(x.dtype), x.shape), params, mean)
+        compiled = jax.jit(average, out_shardings=self.workers.stacked, donate_argnums=0).lower(self.state.params).compile()
+        sent = float(wire.bytes_sent(compiled.as_text(), self.workers.num_workers).mean())
+        return lambda params: (compiled(params), sent)
+
+    def _finish(self, recorder) -> Outcome:
+        config = self.config
+        result = self._make_evaluate(0)(self.state.params)
+        if not np.isfinite(result.averaged):
+            self._diverged(f"validation loss of the averaged model is {result.averaged}")
+        params = jax.jit(state_lib.mean_over_workers, out_shardings=self.workers.replicated)(self.state.params)
+        params = jax.tree.map(lambda x: np.asarray(x.addressable_data(0)), params)
+        summary = {
+            "eval_loss": result.averaged, "local_eval_loss_mean": float(result.local_N.mean()),
+            "local_eval_loss_min": float(result.local_N.min()), "local_eval_loss_max": float(result.local_N.max()),
+            "num_params": sum(x.size for x in jax.tree.leaves(params)), "steps": config.steps,
+            "time_s": self.counters["time_s"],
+            "bytes_per_step_per_worker": self.counters["bytes_sent_per_worker"] / config.steps,
+            "corpus_order1_entropy": data.order1_entropy(self.setup.corpus.train),
+            "protocol": f"replicas replaced by their average every {config.consensus_every} steps"
+                        if config.consensus_every else "averaged model, training undisturbed"}
+        sample = None
+        if self.first:
+            prompt = bytes(self._windows(1)[0, :32].astype(np.uint8))
+            continuation = models.sample(
+                self.setup.model, params, prompt, config.sample_bytes, jax.random.key(config.seed))
+            sample = (prompt + continuation).decode("utf-8", errors="replace")
+            temporary = self.workdir / "summary.tmp"
+            temporary.write_text(json.dumps(summary, indent=2) + "\n")
+            temporary.replace(self.workdir / "summary.json")
+        return Outcome(config.steps, None, summary, sample)

@@ -1,0 +1,106 @@
+"""Where numbers go: `metrics.jsonl`, TensorBoard events, and the screen."""
+
+import json
+import pathlib
+import sys
+from typing import Any
+
+import rich.console
+import rich.progress
+import tensorboardX
+
+_ON_SCREEN = ("loss", "consensus_distance", "tokens_per_s")
+
+
+class Recorder:
+    """Appends one JSON object per line and mirrors every number to TensorBoard.
+
+    A continued run drops the lines after the step it continues from, so that no step stands twice.
+    """
+
+    def __init__(self, workdir: pathlib.Path, start: int):
+        path = workdir / "metrics.jsonl"
+        kept = []
+        if start and path.exists():
+            for line in path.read_text().splitlines(keepends=True):
+                try:
+                    if line.endswith("\n") and json.loads(line)["step"] <= start:
+                        kept.append(line)
+                except ValueError:  # A line that a crash cut short.
+                    continue
+        temporary = path.with_suffix(".tmp")
+        temporary.write_text("".join(kept))
+        temporary.replace(path)
+        self._file = path.open("a")
+        self._events = tensorboardX.SummaryWriter(str(workdir / "tensorboard"), purge_step=start + 1 if start else None)
+
+    def write(self, row: dict[str, Any]) -> None:
+        self._file.write(json.dumps(row) + "\n")
+        self._file.flush()
+        for name, value in row.items():
+            if name not in ("step", "kind"):
+                self._events.add_scalar(f"{row['kind']}/{name}", value, row["step"])
+
+    def close(self) -> None:
+        self._file.close()
+        self._events.close()
+
+
+class Silent:
+    """No display: every process but the first."""
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exception):
+        pass
+
+    def say(self, text: str) -> None:
+        pass
+
+    def step(self, step: int) -> None:
+        pass
+
+    def show(self, row: dict[str, Any]) -> None:
+        pass
+
+
+class Display(Silent):
+    """A live line on a terminal, plain lines elsewhere: step, loss, tokens/s, consensus distance, time left."""
+
+    def __init__(self, start: int, steps: int):
+        self._console = rich.console.Console(file=sys.stdout, highlight=False, soft_wrap=True)
+        self._start, self._steps = start, steps
+        self._progress = rich.progress.Progress(
+            rich.progress.TextColumn("step {task.completed}/{task.total}"),
+            rich.progress.BarColumn(bar_width=None),
+            rich.progress.TextColumn("{task.fields[numbers]}"),
+            rich.progress.TimeElapsedColumn(), rich.progress.TextColumn("left"), rich.progress.TimeRemainingColumn(),
+            console=self._console, disable=not self._console.is_terminal, expand=True, speed_estimate_period=60)
+        self._task = self._progress.add_task("train", total=steps, completed=start, numbers="compiling …")
+
+    def __enter__(self):
+        self._progress.start()
+        return self
+
+    def __exit__(self, *exception):
+        self._progress.stop()
+
+    def say(self, text: str) -> None:
+        self._progress.console.print(text, markup=False)
+
+    def step(self, step: int) -> None:
+        self._progress.update(self._task, completed=step)
+
+    def show(self, row: dict[str, Any]) -> None:
+        """Shows a row of metrics: the live line takes training rows; evaluations, and all rows off screen, are printed."""
+        if row["kind"] == "train":
+            numbers = (f"loss {row['loss']:.3f}  {row['tokens_per_s']:,.0f} tokens/s  "
+                       f"consensus {row['consensus_distance']:.2e}")
+            self._progress.update(self._task, numbers=numbers)
+            if not self._console.is_terminal:
+                left = row["time_s"] / row["step"] * (self._steps - row["step"])
+                self.say(f"step {row['step']}/{self._steps}  {numbers}  {left:.0f} s left")
+        else:
+            self.say(f"step {row['step']}/{self._steps}  evaluation: averaged model {row['loss']:.4f} nats/token, "
+                     f"workers {row['loss_min']:.4f} to {row['loss_max']:.4f}, consensus {row['consensus_distance']:.2e}")

@@ -1,0 +1,85 @@
+"""Trains a config: python -m launch.train --config=configs/lm.py --workdir=runs/lm"""
+
+import os
+import shlex
+import sys
+
+from absl import flags
+from absl import logging
+import jax
+from ml_collections import config_flags
+
+from decjax import train
+from launch import command
+
+_CONFIG = config_flags.DEFINE_config_file(
+    "config", None, "Config file, with an optional shorthand after a colon: configs/lm.py:workers=4,smoke.")
+_WORKDIR = flags.DEFINE_string("workdir", None, "Directory of the run: config, metrics, checkpoints, summary.")
+_RESUME_FROM = flags.DEFINE_string(
+    "resume_from", None, "Start from the newest checkpoint of another run, with any number of workers.")
+_COORDINATOR = flags.DEFINE_string(
+    "coordinator", None, "HOST:PORT of process 0, or 'auto' to ask Slurm, Open MPI or Kubernetes; none: one process.")
+_NUM_PROCESSES = flags.DEFINE_integer("num_processes", None, "Number of processes, with --coordinator=HOST:PORT.")
+_PROCESS_INDEX = flags.DEFINE_integer("process_index", None, "Index of this process, with --coordinator=HOST:PORT.")
+flags.mark_flags_as_required(["config", "workdir"])
+
+LOST_CONTACT = 3
+HEARTBEAT_TIMEOUT_S = 30
+
+
+def set_up_devices(config) -> None:
+    """Joins the other processes, and forces one CPU device per worker; both must precede the first use of a device."""
+    processes = _NUM_PROCESSES.value or 1
+    if _COORDINATOR.value:
+        if _COORDINATOR.value == "auto":
+            jax.distributed.initialize(heartbeat_timeout_seconds=HEARTBEAT_TIMEOUT_S)
+        else:
+            if _NUM_PROCESSES.value is None or _PROCESS_INDEX.value is None:
+                command.fail("--coordinator=HOST:PORT needs --num_processes and --process_index")
+            jax.distributed.initialize(
+                _COORDINATOR.value, processes, _PROCESS_INDEX.value, cluster_detection_method="deactivate",
+                heartbeat_timeout_seconds=HEARTBEAT_TIMEOUT_S)
+        workers = config.workers or processes
+    else:
+        workers = config.workers or train.SIMULATED_WORKERS
+    if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+        jax.config.update("jax_num_cpu_devices", 1 if config.simulate else max(1, workers // processes))
+
+
+def main(argv: list[str]) -> int:
+    if argv:
+        command.fail(f"unexpected argument {argv[0]!r}; options start with --")
+    logging.set_verbosity(logging.ERROR)  # Orbax reports every file it touches.
+    set_up_devices(_CONFIG.value)
+    try:
+        run = train.Run(train.build(_CONFIG.value), _WORKDIR.value, _RESUME_FROM.value)
+        outcome = run.train()
+    except jax.errors.JaxRuntimeError as error:
+        if jax.process_count() == 1:
+            raise
+        print(f"error: process {jax.process_index()} lost contact with another process "
+              f"({str(error).splitlines()[0][:160]}); run the same command to continue from the last checkpoint",
+              file=sys.stderr, flush=True)
+        os._exit(LOST_CONTACT)  # An orderly exit would wait for the lost process.
+    if jax.process_index() == 0:
+        report(outcome)
+    return 128 + outcome.signal if outcome.signal else 0
+
+
+def report(outcome: train.Outcome) -> None:
+    """Prints how the run ended."""
+    if outcome.signal:
+        print(f"interrupted by {outcome.signal.name}; saved step {outcome.step} in {_WORKDIR.value}. To continue:\n"
+              f"  {shlex.join(['python', '-m', 'launch.train', *sys.argv[1:]])}")
+        return
+    summary = outcome.summary
+    print(f"averaged model after {summary['steps']} steps and {summary['time_s']:.0f} s: "
+          f"{summary['eval_loss']:.4f} nats/byte on validation text "
+          f"(a bigram model's limit: {summary['corpus_order1_entropy']:.2f}); "
+          f"single workers {summary['local_eval_loss_min']:.4f} to {summary['local_eval_loss_max']:.4f}; "
+          f"{summary['bytes_per_step_per_worker'] / 1e6:.2f} MB sent per worker and step")
+    print(f"--- text by the averaged model, after 32 bytes of validation text ---\n{outcome.sample}\n---")
+
+
+if __name__ == "__main__":
+    command.run(main, errors=(train.TrainingError,))
