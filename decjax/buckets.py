@@ -13,6 +13,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+# Small arrays travel together, large ones alone: joining large ones would cost copies and save no latency.
+BUCKET_BYTES = 2**18
+
 
 @dataclasses.dataclass(frozen=True)
 class Bucket:

@@ -26,7 +26,6 @@ from decjax import mesh
 from decjax.topology import Round, Topology
 
 LOCAL = -1  # The phase of a step that does not mix.
-BUCKET_BYTES = 32 * 2**20
 
 
 class Mixer(NamedTuple):
@@ -105,7 +104,7 @@ def _check_rounds(rounds: int) -> None:
 
 
 def exact(topology: Topology, *, rounds: int = 1, axis_name: mesh.AxisName = mesh.WORKER,
-          bucket_bytes: int = BUCKET_BYTES) -> Mixer:
+          bucket_bytes: int = buckets.BUCKET_BYTES) -> Mixer:
     """Plain gossip: step t applies rounds tR … tR + R − 1 of the topology, x_i <- Σ_j W_ij x_j each.
 
     Args:
@@ -143,7 +142,7 @@ def exact(topology: Topology, *, rounds: int = 1, axis_name: mesh.AxisName = mes
 
 
 def accelerated(topology: Topology, *, rounds: int, axis_name: mesh.AxisName = mesh.WORKER,
-                bucket_bytes: int = BUCKET_BYTES) -> Mixer:
+                bucket_bytes: int = buckets.BUCKET_BYTES) -> Mixer:
     """Accelerated gossip on a static symmetric graph: z_{r+1} = (1+η) W z_r − η z_{r−1}, with z_0 = z_{−1} = x.
 
     η = (1 − √(1−β²)) / (1 + √(1−β²)), β the second largest modulus of W's eigenvalues. R rounds contract disagreement

@@ -13,8 +13,6 @@ import numpy as np
 from decjax import buckets
 from decjax import mesh
 
-BUCKET_BYTES = 32 * 2**20
-
 
 class Reducer(NamedTuple):
     """How gradients become one.
@@ -30,7 +28,7 @@ class Reducer(NamedTuple):
     num_bytes: Callable[[Any, int], np.ndarray]
 
 
-def mean(*, axis_name: mesh.AxisName = mesh.WORKER, bucket_bytes: int = BUCKET_BYTES) -> Reducer:
+def mean(*, axis_name: mesh.AxisName = mesh.WORKER, bucket_bytes: int = buckets.BUCKET_BYTES) -> Reducer:
     """All-reduce: g_i <- (1/N) Σ_j g_j. A worker sends 2(N−1)/N of the gradient's bytes.
 
     Args:

@@ -9,6 +9,7 @@ import sys
 
 from absl import app
 from absl import flags
+from absl import logging
 
 USER_ERROR = 2
 _DEBUG = flags.DEFINE_bool("debug", False, "Show tracebacks of errors.")
@@ -38,6 +39,7 @@ def run(main: Callable[[list[str]], int | None], errors: tuple[type[Exception], 
             fail(str(error).strip("'\"").splitlines()[0])
 
     def guarded(argv):
+        logging.set_verbosity(logging.ERROR)  # JAX and Orbax report every backend and every file.
         try:
             return main(argv[1:])
         except errors as error:

@@ -5,7 +5,6 @@ import shlex
 import sys
 
 from absl import flags
-from absl import logging
 import jax
 from ml_collections import config_flags
 
@@ -49,7 +48,6 @@ def set_up_devices(config) -> None:
 def main(argv: list[str]) -> int:
     if argv:
         command.fail(f"unexpected argument {argv[0]!r}; options start with --")
-    logging.set_verbosity(logging.ERROR)  # Orbax reports every file it touches.
     set_up_devices(_CONFIG.value)
     try:
         run = train.Run(train.build(_CONFIG.value), _WORKDIR.value, _RESUME_FROM.value)

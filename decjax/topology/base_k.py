@@ -50,8 +50,8 @@ def _simple_base(workers: Sequence[int], k: int) -> list[Edges]:
     tails = []
     for index, part in enumerate(parts[:-1]):
         later = [worker for others in flat[index + 1 :] for worker in others]
-        # Each later worker meets one worker of every subset (subsets have more members than there are later
-        # workers). It takes up this part's share of the mean, and every subset holds the whole mean afterwards.
+        # Each later worker meets one worker of every subset (subsets have more members than there are
+        # later workers). It takes up this part's share of the mean; every subset then holds the whole mean.
         weight = len(part[0]) / (len(flat[index]) + len(later))
         exchange = {}
         for subset in part:

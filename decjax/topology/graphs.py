@@ -119,7 +119,7 @@ def _ring(n: int) -> Rounds:
 
 @register("one_peer_ring")
 def _one_peer_ring(n: int) -> Rounds:
-    """The even edges of the ring, then the odd ones. An odd ring needs three rounds, one worker idle in each."""
+    """The even edges of the ring, then the odd ones. Odd rings need three rounds, one worker idle in each."""
     if n % 2 == 0:
         idle_workers = [None, None]
     else:
@@ -231,7 +231,7 @@ def _line(n: int) -> Rounds:
 
 @register("erdos_renyi")
 def _erdos_renyi(n: int, p: float | None = None, seed: int = 0) -> Rounds:
-    """Each edge with probability p (default 2 ln(n)/n, twice the connectivity threshold), Metropolis weights."""
+    """Each edge with probability p (default 2 ln(n)/n, where most are connected), Metropolis weights."""
     p = min(1.0, 2.0 * math.log(n) / n) if p is None else _real("p", p, 1.0)
     rng = _rng(seed)
     pairs = list(itertools.combinations(range(n), 2))

@@ -11,26 +11,29 @@ import math
 import numpy as np
 
 
-def activation_probabilities(laplacians_MxNxN: np.ndarray, budget: float, num_steps: int = 200) -> np.ndarray:
+def activation_probabilities(laplacians_MxNxN: np.ndarray, budget: float) -> np.ndarray:
     """The p that maximises λ2(Σ p_j L_j) over 0 <= p_j <= 1 with mean(p) = budget, [M].
 
-    λ2 is concave in p: projected supergradient ascent from equal probabilities, the best iterate wins.
+    λ2 is concave in p: projected supergradient ascent from equal probabilities, the best iterate wins. With
+    all matchings equally useful (a ring, a torus) it is the first: the ascent gives up when it gains nothing.
     """
-    best, best_value = None, -1.0
+    num_steps, patience = 200, 25
+    best, best_value, best_step = None, -1.0, 0
     p = np.full(len(laplacians_MxNxN), budget)
     for step in range(num_steps):
         values, vectors_NxN = np.linalg.eigh(np.tensordot(p, laplacians_MxNxN, 1))
         if values[1] > best_value + 1e-9:  # equal probabilities stay unless something is really better
-            best, best_value = p, values[1]
+            best, best_value, best_step = p, values[1], step
+        if step - best_step == patience:
+            break
         fiedler = vectors_NxN[:, 1]
         gradient = np.einsum("mij,i,j->m", laplacians_MxNxN, fiedler, fiedler)
         p = p + gradient / (np.linalg.norm(gradient) + 1e-12) / math.sqrt(num_steps * (step + 1))
-        # Project: subtract the one number after which clipping to [0, 1] meets the budget.
-        low, high = p.min() - 1.0, p.max()
-        for _ in range(60):
-            middle = (low + high) / 2.0
-            low, high = (middle, high) if np.clip(p - middle, 0.0, 1.0).mean() > budget else (low, middle)
-        p = np.clip(p - high, 0.0, 1.0)
+        # Project: subtract the number after which clipping to [0, 1] meets the budget. The mean after
+        # clipping is piecewise linear in that number, with kinks where an entry reaches 0 or 1.
+        kinks = np.sort(np.concatenate([p - 1.0, p]))
+        means = np.clip(p - kinks[:, None], 0.0, 1.0).mean(axis=1)
+        p = np.clip(p - np.interp(-budget, -means, kinks), 0.0, 1.0)
     return best
 
 
@@ -44,10 +47,11 @@ def mixing_weight(laplacians_MxNxN: np.ndarray, p: np.ndarray) -> float:
     square_NxN = mean_NxN @ mean_NxN + 2.0 * np.tensordot(p * (1.0 - p), laplacians_MxNxN, 1)
 
     def rho(alpha):
-        return np.linalg.norm(np.eye(n) - 2.0 * alpha * mean_NxN + alpha**2 * square_NxN - 1.0 / n, ord=2)
+        M_NxN = np.eye(n) - 2.0 * alpha * mean_NxN + alpha**2 * square_NxN - 1.0 / n
+        return np.abs(np.linalg.eigvalsh(M_NxN)).max()
 
     low, high = 0.0, 1.0 / laplacians_MxNxN.sum(axis=0).diagonal().max()
-    for _ in range(60):
+    for _ in range(30):
         left, right = low + (high - low) / 3.0, high - (high - low) / 3.0
         low, high = (low, right) if rho(left) <= rho(right) else (left, high)
     return low

@@ -36,7 +36,7 @@ class Method(NamedTuple):
 
 def init(model_init: Callable, tx: optax.GradientTransformation, workers: mesh.Workers, seed: int) -> State:
     """The initial state: the same parameters on every worker."""
-    params = workers.stack(model_init(jax.random.key(seed)))
+    params = workers.stack(jax.jit(model_init)(jax.random.key(seed)))
     opt_state = jax.jit(workers.map(tx.init, in_axes=(0,)), out_shardings=workers.stacked)(params)
     return State(params, opt_state)
 
