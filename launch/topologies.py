@@ -1,0 +1,214 @@
+"""Topologies side by side: what they cost, and how fast workers agree.
+
+    python -m launch.topologies --workers=12
+    python -m launch.topologies --workers=16 --local_size=4 --plot --out=topologies.png
+
+Columns: rounds in a period; the most neighbours a worker has in a round; parameter-sized messages a worker
+sends per step (mean over workers and the period); the spectral gap 1 − ‖W − J/n‖₂ of the worst single round
+and of the product over a period (1 is exact averaging); rounds until the average is exact, from phase 0.
+Topologies that do not exist for the number of workers follow with the reason.
+"""
+
+import collections
+import sys
+
+import numpy as np
+from absl import app, flags
+from rich import box, console, markup, table
+
+from decjax import topology as tp
+
+FLAGS = flags.FLAGS
+
+flags.DEFINE_integer("workers", None, "Number of workers.", required=True)
+flags.DEFINE_boolean("plot", False, "Whether to draw all topologies.")
+flags.DEFINE_string("out", "topologies.png", "Where --plot writes the figure.")
+
+# Options of topologies: each goes to every topology that has it, and is left at its default unless given.
+_OPTIONS = {
+    "local_size": flags.DEFINE_integer("local_size", None, "Workers per node (AER, hierarchical)."),
+    "outer": flags.DEFINE_string("outer", None, "Graph between nodes (hierarchical)."),
+    "k": flags.DEFINE_integer("k", None, "Most neighbours per round (base_k)."),
+    "shape": flags.DEFINE_list("shape", None, "Rows,columns (torus, one_peer_torus)."),
+    "pairwise": flags.DEFINE_boolean("pairwise", None, "i <-> i XOR 2^k (one_peer_exponential)."),
+    "degree": flags.DEFINE_integer("degree", None, "Neighbours (random_digraph, equitopo_d, equitopo_u)."),
+    "rounds": flags.DEFINE_integer("rounds", None, "Length of random schedules."),
+    "seed": flags.DEFINE_integer("seed", None, "Seed of random graphs."),
+    "p": flags.DEFINE_float("p", None, "Edge probability (erdos_renyi)."),
+    "eta": flags.DEFINE_float("eta", None, "Mixing strength (equitopo_od, equitopo_ou)."),
+    "base": flags.DEFINE_string("base", None, "Graph whose matchings are activated (matcha)."),
+    "budget": flags.DEFINE_float("budget", None, "Share of active matchings (matcha)."),
+}
+_ALIASES = {"local": "local_size"}  # option of a topology -> flag
+
+
+def build(num_workers: int, chosen: dict[str, object]) -> tuple[list[tp.Topology], dict[str, str]]:
+    """All topologies that exist for a number of workers, and for the others the reason why not.
+
+    Raises:
+      ValueError: if there is no such number of workers.
+    """
+    tp.make("complete", num_workers)
+    built, refused = [], {}
+    for name in tp.names():
+        own = {option: _ALIASES.get(option, option) for option in tp.options(name)}
+        try:
+            built.append(
+                tp.make(name, num_workers, **{option: chosen[f] for option, f in own.items() if f in chosen})
+            )
+        except ValueError as error:
+            refused[name] = str(error).removeprefix(f"topology {name!r} ")
+    return built, refused
+
+
+def report(topologies: list[tp.Topology], refused: dict[str, str], num_workers: int) -> list[table.Table]:
+    """The table of topologies and, if there are any, that of those which do not exist at this size."""
+    width = max(map(len, tp.names()))
+    main = table.Table(
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+        title=f"{num_workers} workers",
+        title_justify="left",
+        caption_justify="left",
+    )
+    main.add_column("topology", no_wrap=True, min_width=width)
+    headers = (
+        "period",
+        "max\ndegree",
+        "messages\nper step",
+        "gap of\nworst\nround",
+        "gap of\nperiod",
+        "exact\nafter",
+    )
+    for header in headers:
+        main.add_column(header, justify="right", vertical="bottom", no_wrap=True)
+    for topology in topologies:
+        messages = np.mean([round_.volume() for round_ in topology.rounds])
+        gaps = ["–", "–"]
+        if tp.is_doubly_stochastic(topology):
+            worst = min(tp.spectral_gap(topology, phase) for phase in range(topology.period))
+            gaps = [_gap(worst), _gap(tp.spectral_gap(topology))]
+        exact = tp.rounds_to_exact(topology)
+        main.add_row(
+            topology.name,
+            str(topology.period),
+            str(topology.max_degree),
+            f"{messages:.2f}",
+            *gaps,
+            "–" if exact is None else str(exact),
+        )
+    main.caption = "gap = 1 − ‖W − J/n‖₂; 1: exact averaging; –: only columns sum to one (push-sum)"
+    if not refused:
+        return [main]
+    rest = table.Table(
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+        title="not possible",
+        title_justify="left",
+        show_header=False,
+    )
+    rest.add_column(no_wrap=True, min_width=width, style="dim")
+    rest.add_column(style="dim")
+    for name, reason in refused.items():
+        rest.add_row(name, markup.escape(reason))
+    return [main, rest]
+
+
+def _gap(gap: float) -> str:
+    """Four digits; a true 0 (no progress) and 1 (exact) without decimals, so that small gaps stand out."""
+    nearest = round(gap)
+    return str(nearest) if abs(gap - nearest) < 1e-9 else f"{gap:.4f}"
+
+
+def plot(topologies: list[tp.Topology], path: str) -> None:
+    """Draws every topology in a panel: workers on a circle, edges coloured by phase, arrows where one-way."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import patches
+    from matplotlib import pyplot as plt
+
+    num_columns = min(6, len(topologies))
+    num_rows = -(-len(topologies) // num_columns)
+    figure, axes = plt.subplots(
+        num_rows,
+        num_columns,
+        figsize=(2.5 * num_columns, 2.75 * num_rows),
+        layout="constrained",
+        squeeze=False,
+    )
+    for axis in axes.flat:
+        axis.set_axis_off()
+    for axis, topology in zip(axes.flat, topologies, strict=False):
+        angles = np.pi / 2 - 2 * np.pi * np.arange(topology.num_workers) / topology.num_workers
+        xy_Nx2 = np.stack([np.cos(angles), np.sin(angles)], axis=1)
+        colors = (
+            plt.cm.turbo(np.linspace(0.08, 0.92, topology.period)) if topology.period > 1 else ["#33506b"]
+        )
+        times_drawn = collections.Counter()
+        for phase, color in enumerate(colors):
+            W_NxN = topology.matrix(phase)
+            for target, source in np.argwhere(W_NxN):
+                both_ways = W_NxN[source, target] > 0
+                if source == target or (both_ways and source > target):
+                    continue
+                # Edges that come back in later phases bend towards the middle, a little more each time.
+                clockwise = np.linalg.det(xy_Nx2[[source, target]]) < 0
+                bend = (0.1 if clockwise else -0.1) * times_drawn[frozenset((source, target))]
+                times_drawn[frozenset((source, target))] += 1
+                axis.add_patch(
+                    patches.FancyArrowPatch(
+                        xy_Nx2[source],
+                        xy_Nx2[target],
+                        arrowstyle="-" if both_ways else "-|>",
+                        connectionstyle=f"arc3,rad={bend}",
+                        mutation_scale=7,
+                        shrinkA=2,
+                        shrinkB=0 if both_ways else 3,
+                        linewidth=0.9,
+                        color=color,
+                        alpha=0.8,
+                    )
+                )
+        axis.scatter(*xy_Nx2.T, s=16, color="black", zorder=3)
+        rounds = "1 round" if topology.period == 1 else f"{topology.period} rounds"
+        axis.set_title(f"{topology.name}\n{rounds}, degree {topology.max_degree}", fontsize=9)
+        axis.set(xlim=(-1.2, 1.2), ylim=(-1.2, 1.2), aspect="equal")
+    figure.suptitle(
+        f"Topologies of {topologies[0].num_workers} workers: edges coloured by phase (blue first, red last), "
+        "arrows where one-way",
+        fontsize=11,
+    )
+    figure.savefig(path, dpi=140)
+    plt.close(figure)
+
+
+def main(argv):
+    try:
+        if len(argv) > 1:
+            raise ValueError(f"unexpected argument {argv[1]!r}; options start with --")
+        chosen = {name: holder.value for name, holder in _OPTIONS.items() if holder.value is not None}
+        if "shape" in chosen:
+            chosen["shape"] = tuple(int(side) if side.strip().isdigit() else side for side in chosen["shape"])
+        topologies, refused = build(FLAGS.workers, chosen)
+        terminal = console.Console()
+        for part in report(topologies, refused, FLAGS.workers):
+            terminal.print(part)
+        if FLAGS.plot:
+            plot(topologies, FLAGS.out)
+            terminal.print(f"wrote {FLAGS.out}", highlight=False)
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+def _parse_flags(argv):
+    try:
+        return FLAGS(argv)
+    except flags.Error as error:
+        print(f"error: {' '.join(str(error).split())}; see --help", file=sys.stderr)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    app.run(main, flags_parser=_parse_flags)

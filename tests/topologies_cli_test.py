@@ -1,0 +1,80 @@
+"""launch/topologies.py as a user runs it: the table, the reasons, the figure, and one-line errors."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from decjax import topology as tp
+from launch import topologies as cli
+
+
+def run(*args, columns=120):
+    environment = os.environ | {"COLUMNS": str(columns), "MPLBACKEND": "Agg"}
+    command = [sys.executable, "-m", "launch.topologies", *args]
+    root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    return subprocess.run(command, capture_output=True, text=True, env=environment, cwd=root, check=False)
+
+
+def cells(output, name):
+    (line,) = [line for line in output.splitlines() if line.strip().startswith(name + " ")]
+    return line.split()[1:]
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+def test_table_has_every_topology_and_fits(columns):
+    result = run("--workers=12", columns=columns)
+    assert result.returncode == 0 and result.stderr == ""
+    assert max(map(len, result.stdout.splitlines())) <= columns
+    assert "…" not in result.stdout  # nothing is cut off
+    for name in tp.names():
+        assert cells(result.stdout, name)
+    # Period, degree, messages 2(n−1)/n, both gaps, exact after one round.
+    assert cells(result.stdout, "complete") == ["1", "11", "1.83", "1", "1", "1"]
+    reason = " ".join(result.stdout.split("not possible")[1].split())
+    assert "hypercube needs a power of two workers, got 12; 'base_k' works for any number" in reason
+
+
+def test_options_reach_the_topologies_that_have_them():
+    topologies, refused = cli.build(16, {"local_size": 4, "k": 3, "rounds": 5})
+    built = {topology.name: topology for topology in topologies}
+    assert refused == {}
+    assert built["alternating_exponential_ring"].rounds[0].group_size == 4
+    assert built["hierarchical"].rounds[0].group_size == 4
+    assert built["base_k"] == tp.make("base_k", 16, k=3) != tp.make("base_k", 16)
+    assert built["random_matching"].period == built["equitopo_od"].period == 5
+    assert built["ring"] == tp.make("ring", 16)
+
+
+def test_a_bad_option_costs_only_its_topologies():
+    topologies, refused = cli.build(16, {"local_size": 3})
+    assert set(refused) == {"alternating_exponential_ring", "hierarchical"}
+    assert len(topologies) + len(refused) == len(tp.names())
+
+
+def test_plot_writes_a_picture(tmp_path):
+    path = tmp_path / "topologies.png"
+    result = run("--workers=4", "--shape=2,2", "--plot", f"--out={path}")
+    assert result.returncode == 0, result.stderr
+    assert path.read_bytes().startswith(b"\x89PNG") and path.name in result.stdout.replace("\n", "")
+
+
+@pytest.mark.parametrize(
+    "args, problem",
+    [
+        ((), "--workers"),
+        (("--workers=0",), "got 0"),
+        (("--workers=many",), "many"),
+        (("--workers=4", "--colour=red"), "colour"),
+        (("--workers=4", "ring"), "'ring'"),
+        (("--workers=2", "--plot", "--out=/nonexistent/a.png"), "/nonexistent"),
+    ],
+)
+def test_mistakes_are_one_line_and_exit_code_two(args, problem):
+    result = run(*args)
+    assert result.returncode == 2
+    errors = [
+        line for line in result.stderr.splitlines() if "font_manager" not in line
+    ]  # its first-run notice
+    assert len(errors) == 1 and errors[0].startswith("error: ") and problem in errors[0]
