@@ -158,11 +158,15 @@ def make_topology(config: ml_collections.ConfigDict, num_workers: int, local_siz
     if num_workers == 1:
         raise ValueError(f"topology {config.name!r} needs at least 2 workers, got 1; use method 'local' for a single worker")
     options = parse_options(config.options)
-    if config.name == "alternating_exponential_ring":
-        options.setdefault("local_size", local_size)
-    if config.name == "hierarchical":
-        options.setdefault("local", local_size)
-    return topology_lib.make(config.name, num_workers, **options)
+    if local_size > 1:
+        for option in ("local_size", "local"):
+            if config.name in topology_lib.names() and option in topology_lib.options(config.name):
+                options.setdefault(option, local_size)
+    topology = topology_lib.make(config.name, num_workers, **options)
+    if not topology_lib.is_doubly_stochastic(topology):
+        raise ValueError(f"topology {config.name!r} is not doubly stochastic, so plain gossip would drift from the mean; "
+                         "use 'directed_exponential' or another graph whose columns and rows sum to one")
+    return topology
 
 
 def parse_options(text: str) -> dict[str, Any]:

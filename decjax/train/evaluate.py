@@ -55,8 +55,8 @@ def make_evaluate(nll: Callable, workers: mesh.Workers, windows_WxT1: np.ndarray
     shares, share_masks = workers.build(shares.__getitem__), workers.build(share_masks.__getitem__)
     whole, whole_mask = (part[0] for part in _chunks(windows_WxT1, 1, batch_size))
     average = jax.jit(state_lib.mean_over_workers, out_shardings=workers.replicated)
-    together = jax.jit(workers.map(summed, in_axes=(None, 0, 0)))
-    apart = jax.jit(workers.map(summed, in_axes=(0, None, None)))
+    together = workers.jit(summed, in_axes=(None, 0, 0))
+    apart = workers.jit(summed, in_axes=(0, None, None))
 
     def evaluate(params):
         joint_N, local_N = workers.fetch((together(average(params), shares, share_masks), apart(params, whole, whole_mask)))

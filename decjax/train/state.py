@@ -37,7 +37,7 @@ class Method(NamedTuple):
 def init(model_init: Callable, tx: optax.GradientTransformation, workers: mesh.Workers, seed: int) -> State:
     """The initial state: the same parameters on every worker."""
     params = workers.stack(jax.jit(model_init)(jax.random.key(seed)))
-    opt_state = jax.jit(workers.map(tx.init, in_axes=(0,)), out_shardings=workers.stacked)(params)
+    opt_state = workers.jit(tx.init, in_axes=(0,))(params)
     return State(params, opt_state)
 
 
@@ -71,8 +71,8 @@ def make_step(loss: Callable, method: Method, workers: mesh.Workers, seed: int) 
 
     def program(phase, state, batch, step):
         if phase not in compiled:
-            mapped = workers.map(functools.partial(worker_step, phase=phase), in_axes=(0, 0, None))
-            executable = jax.jit(mapped, donate_argnums=0).lower(state, batch, step).compile()
+            step_of_phase = workers.jit(functools.partial(worker_step, phase=phase), (0, 0, None), donate_argnums=(0,))
+            executable = step_of_phase.lower(state, batch, step).compile()
             if workers.simulated:
                 sent_N = method.num_bytes(one_worker(state.params), phase)
             else:

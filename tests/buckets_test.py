@@ -1,0 +1,36 @@
+"""Buckets: pack and unpack are inverse, sizes are as declared."""
+
+from hypothesis import given, settings, strategies as st
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from decjax import buckets
+
+leaves = st.lists(st.tuples(st.lists(st.integers(0, 4), max_size=3), st.sampled_from(["float32", "bfloat16", "int32"])),
+                  max_size=6)
+
+
+def make_tree(specs):
+    rng = np.random.default_rng(0)
+    return {f"leaf{i}": jnp.asarray(rng.integers(-9, 9, shape), dtype) for i, (shape, dtype) in enumerate(specs)}
+
+
+@settings(max_examples=40, deadline=None)
+@given(leaves, st.sampled_from([0, 24, 10**6]), st.integers(1, 5))
+def test_unpack_inverts_pack(specs, bucket_bytes, multiple_of):
+    tree = make_tree(specs)
+    layout = buckets.layout(tree, bucket_bytes=bucket_bytes, multiple_of=multiple_of)
+    vectors = layout.pack(tree)
+    assert [v.nbytes for v in vectors] == [bucket.num_bytes for bucket in layout.buckets]
+    assert all(v.size % multiple_of == 0 for v in vectors)
+    blank = {name: x if x.dtype == jnp.int32 else jnp.zeros_like(x) for name, x in tree.items()}
+    for name, x in layout.unpack(vectors, like=blank).items():
+        assert x.dtype == tree[name].dtype and x.shape == tree[name].shape
+        np.testing.assert_array_equal(np.asarray(x, np.float32), np.asarray(tree[name], np.float32))
+
+
+@pytest.mark.parametrize("bucket_bytes, expected", [(0, [4, 4, 40, 4]), (8, [8, 40, 4]), (10**6, [52])])
+def test_small_leaves_share_a_bucket(bucket_bytes, expected):
+    tree = [jnp.zeros(1), jnp.zeros(1), jnp.zeros(10), jnp.zeros(1)]
+    assert [b.num_bytes for b in buckets.layout(tree, bucket_bytes=bucket_bytes).buckets] == expected

@@ -1,0 +1,189 @@
+"""Mixers against the dense matrix: the distributed program must compute W x, on devices and simulated."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import decjax
+from decjax import gossip
+from decjax import topology as topology_lib
+from decjax.train import wire
+
+N = 8
+NODE_OPTIONS = {"alternating_exponential_ring": dict(local_size=2), "hierarchical": dict(local=2)}
+MODES = ("devices", "simulated")
+
+
+@functools.cache
+def workers(mode, local_size=1):
+    return decjax.make_workers(N, local_size=local_size, simulate=mode == "simulated")
+
+
+def stacked_tree():
+    rng = np.random.default_rng(0)
+    return {"a": rng.normal(size=(N, 3, 5)).astype(np.float32), "scalar": rng.normal(size=(N,)).astype(np.float32),
+            "b": rng.normal(size=(N, 7)).astype(np.float32), "count": np.arange(N, dtype=np.int32)}
+
+
+def dense(W_NxN, tree):
+    return {name: x if x.dtype == np.int32 else np.einsum("ij,j...->i...", W_NxN, x.astype(np.float64))
+            for name, x in tree.items()}
+
+
+def assert_trees_close(actual, expected, atol=2e-6):
+    for name in expected:
+        np.testing.assert_allclose(np.asarray(actual[name]), expected[name], atol=atol, rtol=0)
+
+
+def run(mode, mixer, tree, phases, local_size=1):
+    """Mixes `tree` once per phase, from the same start; one compilation for all."""
+    w = workers(mode, local_size)
+
+    def each(params):
+        return [gossip.mix(mixer, params, mixer.init(params), phase)[0] for phase in phases]
+
+    return w.fetch(jax.jit(w.map(each, in_axes=(0,)))(tree))
+
+
+@pytest.mark.parametrize("name", topology_lib.names())
+def test_every_topology_mixes_as_its_matrix_says(name):
+    topology = topology_lib.make(name, N, **NODE_OPTIONS.get(name, {}))
+    tree = stacked_tree()
+    for mode in MODES:
+        mixer = gossip.exact(topology, axis_name=workers(mode).axis_name)
+        for phase, mixed in enumerate(run(mode, mixer, tree, mixer.phases)):
+            assert_trees_close(mixed, dense(topology.matrix(phase), tree))
+
+
+@pytest.mark.parametrize("name", ["ring", "alternating_exponential_ring", "complete"])
+@pytest.mark.parametrize("bucket_bytes", [0, 64])
+def test_mix_does_not_depend_on_the_buckets(name, bucket_bytes):
+    topology = topology_lib.make(name, N, **NODE_OPTIONS.get(name, {}))
+    tree = stacked_tree()
+    mixer = gossip.exact(topology, bucket_bytes=bucket_bytes)
+    assert_trees_close(run("devices", mixer, tree, [0], local_size=2)[0], dense(topology.matrix(0), tree))
+
+
+def test_given_matrices_mix():
+    rng = np.random.default_rng(1)
+    W_NxN = rng.random((N, N)) * (rng.random((N, N)) < 0.4) + np.eye(N)
+    W_NxN /= W_NxN.sum(axis=1, keepdims=True)
+    tree = stacked_tree()
+    for mode in MODES:
+        mixer = gossip.exact(topology_lib.from_matrices([W_NxN]), axis_name=workers(mode).axis_name)
+        assert_trees_close(run(mode, mixer, tree, [0])[0], dense(W_NxN, tree))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_rounds_per_step_follow_the_schedule(mode):
+    topology = topology_lib.make("one_peer_exponential", N)  # Period 3.
+    mixer = gossip.exact(topology, rounds=2, axis_name=workers(mode).axis_name)
+    tree = stacked_tree()
+    for step, mixed in enumerate(run(mode, mixer, tree, [mixer.phase(step) for step in range(6)])):
+        W_NxN = topology.matrix(2 * step + 1) @ topology.matrix(2 * step)
+        assert_trees_close(mixed, dense(W_NxN, tree))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_accelerated_gossip_is_the_chebyshev_recursion_and_beats_plain_rounds(mode):
+    topology = topology_lib.make("ring", N)
+    W_NxN, rounds = topology.matrix(0), 6
+    beta = sorted(np.abs(np.linalg.eigvalsh(W_NxN)))[-2]
+    eta = (1 - np.sqrt(1 - beta**2)) / (1 + np.sqrt(1 - beta**2))
+    before, now = np.eye(N), np.eye(N)
+    for _ in range(rounds):
+        before, now = now, (1 + eta) * W_NxN @ now - eta * before
+    tree = stacked_tree()
+    mixer = gossip.accelerated(topology, rounds=rounds, axis_name=workers(mode).axis_name)
+    assert_trees_close(run(mode, mixer, tree, [0])[0], dense(now, tree), atol=1e-5)
+    J = np.full((N, N), 1 / N)
+    plain = np.linalg.norm(np.linalg.matrix_power(W_NxN, rounds) - J, 2)
+    assert np.linalg.norm(now - J, 2) < plain / 2
+
+
+@pytest.mark.parametrize("name", ["one_peer_exponential", "directed_ring", "exponential", "one_peer_ring"])
+def test_accelerated_gossip_refuses_where_it_would_stall(name):
+    with pytest.raises(ValueError, match="static symmetric"):
+        gossip.accelerated(topology_lib.make(name, N), rounds=3)
+
+
+def test_every_and_damp():
+    topology = topology_lib.make("one_peer_ring", N)
+    tree = stacked_tree()
+    mixer = gossip.damp(gossip.every(gossip.exact(topology), 3), 0.25)
+    phases = [mixer.phase(step) for step in range(12)]
+    assert phases == [-1, -1, 0, -1, -1, 1] * 2 and set(phases) == set(mixer.phases)
+    assert [int(mixer.phase(jnp.int32(step))) for step in range(12)] == phases
+    local, first, second = run("devices", mixer, tree, [-1, 0, 1])
+    assert_trees_close(local, tree)
+    for phase, mixed in enumerate((first, second)):
+        assert_trees_close(mixed, dense(0.25 * topology.matrix(phase) + 0.75 * np.eye(N), tree))
+
+
+def test_damp_follows_a_schedule():
+    topology = topology_lib.make("ring", N)
+    mixer = gossip.damp(gossip.exact(topology), lambda step: 1 / (1.0 + step))
+    tree = stacked_tree()
+
+    def three(params):
+        state = mixer.init(params)
+        for _ in range(3):
+            params, state = gossip.mix(mixer, params, state, 0)
+        return params
+
+    w = workers("devices")
+    expected = functools.reduce(
+        lambda x, step: dense(topology.matrix(0) / (1 + step) + np.eye(N) * (1 - 1 / (1 + step)), x), range(3), tree)
+    assert_trees_close(w.fetch(jax.jit(w.map(three, in_axes=(0,)))(tree)), expected)
+
+
+def test_sixteen_bit_parameters_are_averaged_in_float32():
+    topology = topology_lib.make("ring", N)
+    x = (np.random.default_rng(0).normal(size=(N, 50))).astype(jnp.bfloat16)
+    expected = dense(topology.matrix(0), {"x": np.asarray(x, np.float32)})["x"].astype(np.float32)
+    mixed = run("devices", gossip.exact(topology), {"x": x}, [0])[0]["x"]
+    assert mixed.dtype == jnp.bfloat16
+    # One rounding of the exact mean: half a unit in the last of 8 bits, with a little room for the sum's own error.
+    np.testing.assert_allclose(mixed.astype(np.float32), expected, rtol=2**-8 * 1.02, atol=1e-6)
+
+
+@pytest.mark.parametrize("bad", [lambda t: gossip.exact(t, rounds=0), lambda t: gossip.every(gossip.exact(t), 0),
+                                 lambda t: gossip.damp(gossip.exact(t), 1.5), lambda t: gossip.damp(gossip.exact(t), -0.1)])
+def test_impossible_options_are_refused(bad):
+    with pytest.raises(ValueError, match="must|needed"):
+        bad(topology_lib.make("ring", N))
+
+
+@pytest.mark.parametrize("name", topology_lib.names())
+def test_declared_bytes_are_those_of_the_compiled_program(name):
+    topology = topology_lib.make(name, N, **NODE_OPTIONS.get(name, {}))
+    mixer, w = gossip.exact(topology), workers("devices", 2)
+    one = {"a": jax.ShapeDtypeStruct((16, 4), jnp.float32), "b": jax.ShapeDtypeStruct((24,), jnp.float32)}
+    stacked = jax.tree.map(lambda x: jax.ShapeDtypeStruct((N, *x.shape), x.dtype), one)
+    for phase in mixer.phases:
+        def exchange(params, phase=phase):
+            return mixer.exchange(params, (), phase)
+        hlo = jax.jit(w.map(exchange, in_axes=(0,))).lower(stacked).compile().as_text()
+        np.testing.assert_allclose(wire.bytes_sent(hlo, N), mixer.num_bytes(one, phase))
+
+
+def test_exchange_check_passes_on_every_topology_and_catches_a_broken_one():
+    for name in ("one_peer_exponential", "alternating_exponential_ring", "torus"):
+        for mode in MODES:
+            gossip.check_exchange(workers(mode), topology_lib.make(name, N, **NODE_OPTIONS.get(name, {})))
+
+    class Lying(topology_lib.Topology):
+        """Promises another matrix than its rounds execute, as a compiler defect would make it look."""
+
+        def matrix(self, phase):
+            W_NxN = super().matrix(phase)
+            return np.roll(W_NxN, 1, axis=1) if phase == 1 else W_NxN
+
+    honest = topology_lib.make("one_peer_exponential", N)
+    lying = Lying(**{f.name: getattr(honest, f.name) for f in dataclasses.fields(honest)})
+    with pytest.raises(RuntimeError, match="phase 1.*worker 0"):
+        gossip.check_exchange(workers("devices"), lying)
