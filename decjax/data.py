@@ -6,6 +6,7 @@ and resuming needs no iterator state.
 """
 
 from collections.abc import Callable
+import os
 import pathlib
 import sysconfig
 from typing import NamedTuple
@@ -49,8 +50,8 @@ def load_corpus(path: str = "") -> Corpus:
         ValueError: if the path does not exist, cannot be read, or holds no text.
     """
     if path:
-        root = pathlib.Path(path).expanduser()
-        if not root.exists():
+        root = pathlib.Path(os.path.expanduser(path))
+        if not os.path.exists(root):  # Unlike pathlib's, neither this nor expanduser raises on an odd path.
             raise ValueError(f"data path {path!r} does not exist; give a text file or a folder, "
                              "or leave it empty for the embedded corpus")
         files = [root] if root.is_file() else sorted(p for p in root.rglob("*") if p.is_file() and not _hidden(p, root))

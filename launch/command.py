@@ -12,6 +12,7 @@ from absl import flags
 from absl import logging
 
 USER_ERROR = 2
+LAUNCHER = "DECJAX_LAUNCHER"  # Set in the environment of commands that another command started.
 _DEBUG = flags.DEFINE_bool("debug", False, "Show tracebacks of errors.")
 
 
@@ -19,6 +20,13 @@ def fail(message: object, code: int = USER_ERROR) -> None:
     """Ends the program with one line on standard error."""
     print(f"error: {message}", file=sys.stderr, flush=True)
     sys.exit(code)
+
+
+def _one_line(error: Exception) -> str:
+    """What a config file or a flag complains of. Its text may hold a whole traceback, of which the last line matters."""
+    text = str(error).replace("\\n", "\n").replace("\\'", "'")  # A KeyError's message is the repr of its text.
+    last = [line.strip() for line in text.splitlines() if line.strip()][-1].removeprefix("ValueError: ")
+    return last.removesuffix("'") if last.count("'") % 2 else last
 
 
 def run(main: Callable[[list[str]], int | None], errors: tuple[type[Exception], ...] = ()) -> None:
@@ -31,12 +39,10 @@ def run(main: Callable[[list[str]], int | None], errors: tuple[type[Exception], 
     def parse(argv):
         try:
             return flags.FLAGS(argv)
-        except flags.Error as error:
-            fail(f"{error}; --help lists the flags")
-        except (ValueError, AttributeError, KeyError, TypeError, OSError) as error:  # A config file's own complaints.
+        except (flags.Error, ValueError, AttributeError, KeyError, TypeError, OSError) as error:
             if "--debug" in argv:
                 raise
-            fail(str(error).strip("'\"").splitlines()[0])
+            fail(_one_line(error) + ("; --help lists the flags" if isinstance(error, flags.UnrecognizedFlagError) else ""))
 
     def guarded(argv):
         logging.set_verbosity(logging.ERROR)  # JAX and Orbax report every backend and every file.
@@ -45,6 +51,6 @@ def run(main: Callable[[list[str]], int | None], errors: tuple[type[Exception], 
         except errors as error:
             if _DEBUG.value:
                 raise
-            fail(" ".join(str(error).split()))
+            fail(_one_line(error))
 
     app.run(guarded, flags_parser=parse)

@@ -3,6 +3,7 @@
 import os
 import shlex
 import sys
+import traceback
 
 from absl import flags
 import jax
@@ -52,23 +53,35 @@ def main(argv: list[str]) -> int:
     try:
         run = train.Run(train.build(_CONFIG.value), _WORKDIR.value, _RESUME_FROM.value)
         outcome = run.train()
-    except jax.errors.JaxRuntimeError as error:
+    except Exception as error:
         if jax.process_count() == 1:
             raise
-        print(f"error: process {jax.process_index()} lost contact with another process "
-              f"({str(error).splitlines()[0][:160]}); run the same command to continue from the last checkpoint",
-              file=sys.stderr, flush=True)
-        os._exit(LOST_CONTACT)  # An orderly exit would wait for the lost process.
+        leave(error)
     if jax.process_index() == 0:
         report(outcome)
     return 128 + outcome.signal if outcome.signal else 0
 
 
+def leave(error: Exception) -> None:
+    """Ends one process of several at once: an orderly exit would wait for the others, which wait for this one."""
+    if isinstance(error, train.TrainingError):
+        message, code = f"error: {' '.join(str(error).split())}", command.USER_ERROR
+    elif isinstance(error, jax.errors.JaxRuntimeError):
+        message, code = (f"error: process {jax.process_index()} lost contact with another process "
+                         f"({str(error).splitlines()[0][:160]}); run the same command to continue from the last checkpoint",
+                         LOST_CONTACT)
+    else:
+        message, code = "".join(traceback.format_exception(error)), 1
+    print(message, file=sys.stderr, flush=True)
+    os._exit(code)
+
+
 def report(outcome: train.Outcome) -> None:
     """Prints how the run ended."""
     if outcome.signal:
-        print(f"interrupted by {outcome.signal.name}; saved step {outcome.step} in {_WORKDIR.value}. To continue:\n"
-              f"  {shlex.join(['python', '-m', 'launch.train', *sys.argv[1:]])}")
+        print(f"interrupted by {outcome.signal.name}; saved step {outcome.step} in {_WORKDIR.value}")
+        if command.LAUNCHER not in os.environ:  # Otherwise the launcher knows the command that continues.
+            print(f"To continue:\n  {shlex.join(['python', '-m', 'launch.train', *sys.argv[1:]])}")
         return
     summary = outcome.summary
     print(f"averaged model after {summary['steps']} steps and {summary['time_s']:.0f} s: "
@@ -80,4 +93,4 @@ def report(outcome: train.Outcome) -> None:
 
 
 if __name__ == "__main__":
-    command.run(main, errors=(train.TrainingError,))
+    command.run(main, errors=(train.TrainingError, OSError))

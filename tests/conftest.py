@@ -1,6 +1,24 @@
-"""Eight CPU devices for all tests, before any backend starts."""
+"""Eight CPU devices for all tests, before any backend starts, and one compilation cache for the whole suite.
 
-import jax
+Nearly all of the suite's time is compilation, much of it of equal programs: a run and its continuation, or the same command
+in two processes. The cache is empty at the start and gone at the end; processes started by tests inherit it.
+"""
 
-jax.config.update("jax_platforms", "cpu")
+import os
+import shutil
+import tempfile
+
+_OWNER = "PYTEST_XDIST_WORKER" not in os.environ  # The process that starts the others.
+if _OWNER:
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="decjax-tests-")
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.1"
+    os.environ["JAX_PLATFORMS"] = "cpu"
+
+import jax  # noqa: E402
+
 jax.config.update("jax_num_cpu_devices", 8)
+
+
+def pytest_unconfigure(config):
+    if _OWNER:
+        shutil.rmtree(os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)

@@ -99,10 +99,9 @@ def mean_over_workers(params: Any) -> Any:
 
 def consensus_distance(params: Any) -> jax.Array:
     """Ξ = sqrt( (1/N) Σ_i ‖x_i − x̄‖² ) of stacked parameters, a float32 scalar."""
-    def squares(x, mean):
-        return jnp.sum((x.astype(mean.dtype) - mean) ** 2) / x.shape[0]
-    terms = jax.tree.map(squares, params, mean_over_workers(params))
-    return jnp.sqrt(sum(jax.tree.leaves(terms), jnp.zeros(())))
+    floating = [x for x in jax.tree.leaves(params) if jnp.issubdtype(x.dtype, jnp.floating)]
+    deviations = [x.astype(mean.dtype) - mean for x, mean in zip(floating, mean_over_workers(floating))]
+    return jnp.sqrt(sum((jnp.sum(d**2) / len(d) for d in deviations), jnp.zeros(())))
 
 
 def resize(state: State, fresh: State, num_workers: int) -> State:

@@ -16,10 +16,11 @@ import numpy as np
 
 _KINDS = ("collective-permute", "all-reduce", "reduce-scatter", "all-gather", "all-to-all")
 _OPERATION = re.compile(rf" = (?P<shape>.+?) (?P<kind>{'|'.join(_KINDS)})(?P<start>-start)?\(")
-_ARRAY = re.compile(r"(?P<dtype>[a-z]+[0-9]*[a-z0-9]*)\[(?P<dims>[0-9,]*)\]")
+_ARRAY = re.compile(r"(?P<dtype>pred|[a-z]+[0-9]+[a-z0-9]*)\[(?P<dims>[0-9,]*)\]")
 _PAIRS = re.compile(r"source_target_pairs=\{((?:\{\d+,\d+\},?)*)\}")
 _GROUPS = re.compile(r"replica_groups=\{((?:\{[\d,]+\},?)*)\}")
 _IOTA_GROUPS = re.compile(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
+_MESH_GROUPS = re.compile(r"replica_groups=mesh\[([^\]]*)\] \{((?:'[^']+',?)*)\}")
 
 
 class Collective(NamedTuple):
@@ -56,13 +57,26 @@ def _integers(text: str) -> list[int]:
     return [int(digits) for digits in text.split(",") if digits]
 
 
-def _sizes(shape: str) -> list[int]:
-    """Bytes of each array in an HLO shape, as "f32[8,4]{1,0}" or "(f32[8]{0}, u32[])"."""
-    sizes = []
-    for match in _ARRAY.finditer(re.sub(r"\{[^}]*\}", "", shape)):
+def _array_bytes(shape: str) -> int:
+    """Bytes of all arrays in an HLO shape without layouts, as "f32[8,4]" or "(f32[8], u32[])"."""
+    total = 0
+    for match in _ARRAY.finditer(shape):
         bits = 8 if match["dtype"] == "pred" else int(re.search(r"\d+", match["dtype"])[0])
-        sizes.append(math.ceil(math.prod(_integers(match["dims"])) * bits / 8))
-    return sizes
+        total += math.ceil(math.prod(_integers(match["dims"])) * bits / 8)
+    return total
+
+
+def _payload(shape: str, kind: str, started: bool) -> int:
+    """Bytes of a collective's operands (permute) or results (the others), from its result shape.
+
+    A synchronous operation and all-reduce-start return the results; the other `-start` halves return
+    (operands, results, contexts…), where several operands are a tuple of their own.
+    """
+    shape = re.sub(r"\{[^}]*\}", "", shape)
+    if not started or (kind == "all-reduce" and not shape.startswith("((")):
+        return _array_bytes(shape)
+    operands, results, *_ = re.findall(r"\([^()]*\)|\w+\[[\d,]*\]", shape[1:-1])
+    return _array_bytes(operands if kind == "collective-permute" else results)
 
 
 def _groups(line: str, num_workers: int) -> tuple[tuple[int, ...], ...]:
@@ -71,8 +85,16 @@ def _groups(line: str, num_workers: int) -> tuple[tuple[int, ...], ...]:
         ids = np.arange(math.prod(dims)).reshape(dims)
         ids = ids.transpose(order) if order else ids
         return tuple(tuple(group) for group in ids.reshape(shape).tolist())
-    groups = re.findall(r"\{([\d,]+)\}", match[1]) if (match := _GROUPS.search(line)) else []
-    return tuple(tuple(_integers(group)) for group in groups) or (tuple(range(num_workers)),)
+    if match := _MESH_GROUPS.search(line):
+        sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", match[1])}
+        over, names = re.findall(r"'([^']+)'", match[2]), list(sizes)
+        order = [names.index(name) for name in (*(name for name in names if name not in over), *over)]
+        ids = np.arange(math.prod(sizes.values())).reshape(*sizes.values()).transpose(order)
+        return tuple(tuple(group) for group in ids.reshape(-1, math.prod(sizes[name] for name in over)).tolist())
+    if match := _GROUPS.search(line):
+        groups = tuple(tuple(_integers(group)) for group in re.findall(r"\{([\d,]+)\}", match[1]))
+        return groups or (tuple(range(num_workers)),)
+    raise ValueError(f"cannot read the replica groups of this HLO line: {line.strip()}")
 
 
 def collectives(hlo: str, num_workers: int) -> list[Collective]:
@@ -89,17 +111,13 @@ def collectives(hlo: str, num_workers: int) -> list[Collective]:
     for line in hlo.splitlines():
         if not (match := _OPERATION.search(line)):
             continue
-        sizes, kind, started = _sizes(match["shape"]), match["kind"], bool(match["start"])
+        kind = match["kind"]
+        num_bytes = _payload(match["shape"], kind, bool(match["start"]))
         if kind == "collective-permute":
             pairs = [tuple(_integers(pair)) for pair in re.findall(r"\{([\d,]+)\}", _PAIRS.search(line)[1])]
-            # An asynchronous permute returns (operand, result, contexts…).
-            num_bytes = sizes[0] if started else sum(sizes)
             found.append(Collective(kind, tuple(pair for pair in pairs if pair[0] != pair[1]), num_bytes))
             continue
         groups = _groups(line, num_workers)
-        num_bytes = sum(sizes)
-        if started and kind in ("all-gather", "reduce-scatter"):  # (operands…, results…)
-            num_bytes = sum(sizes[len(sizes) // 2:])
         if kind == "reduce-scatter":
             num_bytes *= len(groups[0])
         found.append(Collective(kind, groups, num_bytes))

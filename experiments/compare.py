@@ -1,0 +1,329 @@
+"""Runs side by side: loss against step and time, disagreement of the workers, and a table.
+
+    python -m experiments.compare runs/allreduce runs/gossip runs/local --out=compare.png
+    python -m experiments.compare sweeps/graphs/* --markdown >table.md
+
+Reads what `launch.train` writes (config.json, metrics.jsonl, summary.json), of unfinished runs too.
+Light lines are the training loss, averaged over the workers, as a running mean over a twentieth of the logged values;
+dark lines with markers are the validation loss of the averaged model. In the table, tokens/s is the median over the
+logged intervals, so that compilation does not count, and a loss with a * is that of the last periodic evaluation of an
+unfinished run.
+"""
+
+import json
+import os
+import pathlib
+import statistics
+from typing import Any, NamedTuple
+
+from absl import flags
+import numpy as np
+import rich.box
+import rich.console
+import rich.markup
+import rich.table
+
+from launch import command
+
+_OUT = flags.DEFINE_string("out", None, "Where to write the figure, such as compare.png or .pdf; none: the table only.")
+_MARKDOWN = flags.DEFINE_bool("markdown", False, "Print the table as Markdown.")
+
+# Okabe and Ito's palette, which colour-blind readers can tell apart, without its yellow and black.
+COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+MARKERS = ("o", "s", "^", "D", "v", "P")
+LINES = ("-", "--", ":")  # for more runs than colours
+SMOOTHED_SHARE = 20  # the running mean is over 1/20 of the logged values
+
+UNINFORMATIVE = ("eval.", "checkpoint.", "log_every", "sample_bytes")  # of how a run is watched, not of what it is
+DECENTRALIZED_ONLY = ("topology.", "mixing.")
+NUMBERS_OF_ROW = ("kind", "step", "time_s", "loss", "loss_min", "loss_max", "consensus_distance", "tokens_per_s",
+                  "bytes_sent_per_worker")
+NUMBERS_OF_SUMMARY = ("eval_loss", "local_eval_loss_min", "local_eval_loss_max", "time_s")
+NAME_FIRST = ("method", "topology.name", "optimizer.name")
+
+
+class RunError(Exception):
+    """A directory that cannot be compared, told in one line."""
+
+
+class Run(NamedTuple):
+    """What one run's directory tells."""
+
+    directory: pathlib.Path
+    config: dict[str, Any]  # flat: "optimizer.name"
+    train: list[dict[str, Any]]  # rows of metrics.jsonl
+    evaluations: list[dict[str, Any]]
+    summary: dict[str, Any] | None  # None: not finished
+
+    @property
+    def last(self) -> dict[str, Any]:
+        return max(self.train + self.evaluations, key=lambda row: row["step"])
+
+
+class Result(NamedTuple):
+    """A run's numbers in the table; None where it has not come so far."""
+
+    label: str
+    steps: str
+    eval_loss: float | None
+    local_min: float | None
+    local_max: float | None
+    consensus_distance: float
+    time_s: float
+    tokens_per_s: float | None
+    num_bytes_per_step: float
+    finished: bool
+
+
+# -- Reading ----------------------------------------------------------------------------------------------------------
+
+
+def flatten(config: dict, prefix: str = "") -> dict[str, Any]:
+    """{"a": {"b": 1}} as {"a.b": 1}."""
+    flat = {}
+    for key, value in config.items():
+        flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+    return flat
+
+
+def _read_json(path: pathlib.Path, needed: tuple[str, ...] = ()) -> dict:
+    try:
+        content = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise RunError(f"{path} cannot be read ({error}); give directories that launch.train has written") from error
+    if not isinstance(content, dict) or not content.keys() >= set(needed):
+        raise RunError(f"{path} is no JSON object" + (f" with {', '.join(needed)}" if needed else "")
+                       + "; give directories that launch.train has written")
+    return content
+
+
+def read_metrics(path: pathlib.Path) -> list[dict[str, Any]]:
+    """All rows of `metrics.jsonl`. A last line without its end is what a running or killed run leaves: it is dropped.
+
+    Raises:
+        RunError: if another line is damaged, or there is none.
+    """
+    try:
+        lines = path.read_text(errors="replace").splitlines(keepends=True)
+    except OSError as error:
+        raise RunError(f"{path} cannot be read ({error.strerror}); "
+                       "give directories that launch.train has written") from error
+    rows = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            row = json.loads(line)
+            if not row.keys() >= set(NUMBERS_OF_ROW):
+                raise ValueError("numbers are missing")
+        except (ValueError, AttributeError) as error:
+            if number == len(lines) and not line.endswith("\n"):
+                continue
+            raise RunError(f"{path}, line {number} is damaged: {line.strip()[:60]!r}; remove the line") from error
+        rows.append(row)
+    if not rows:
+        raise RunError(f"{path} has no complete line yet; wait for the first logged step")
+    return rows
+
+
+def load(directory: pathlib.Path) -> Run:
+    """Reads a run's directory.
+
+    Raises:
+        RunError: in one line.
+    """
+    if not directory.is_dir():
+        raise RunError(f"{directory} is not a directory; give directories that launch.train has written")
+    config = flatten(_read_json(directory / "config.json"))
+    rows = read_metrics(directory / "metrics.jsonl")
+    path = directory / "summary.json"
+    summary = _read_json(path, NUMBERS_OF_SUMMARY) if path.exists() else None
+    return Run(directory, config, [row for row in rows if row["kind"] == "train"],
+               [row for row in rows if row["kind"] == "eval"], summary)
+
+
+# -- Names ------------------------------------------------------------------------------------------------------------
+
+
+def _identity(run: Run) -> dict[str, Any]:
+    """The part of a config that makes the run what it is."""
+    config = {key: value for key, value in run.config.items() if not key.startswith(UNINFORMATIVE)}
+    if config.get("method") != "decentralized":
+        config = {key: value for key, value in config.items() if not key.startswith(DECENTRALIZED_ONLY)}
+    if config.get("batch_size") and config.get("workers"):  # Per worker, or it would differ whenever these do.
+        config["batch_size"] /= config["workers"]
+    return config
+
+
+def _part(key: str, value: Any) -> str:
+    """'ring' for a name, 'seed=1' for anything else."""
+    number = f"{value:g}" if isinstance(value, float) else str(value)
+    return str(value) if key in NAME_FIRST else f"{key.removesuffix('.name').rpartition('.')[2]}={number}"
+
+
+def labels(runs: list[Run]) -> list[str]:
+    """What differs between the configs; directory names where nothing does or several runs share all of it."""
+    identities = [_identity(run) for run in runs]
+    keys = set().union(*identities)
+    keys = [*(key for key in NAME_FIRST if key in keys), *sorted(keys.difference(NAME_FIRST))]
+    differing = [key for key in keys
+                 if len({json.dumps(identity[key]) for identity in identities if key in identity}) > 1
+                 or (key in NAME_FIRST and any(key not in identity for identity in identities))]
+    named = [" ".join(_part(key, identity[key]) for key in differing if key in identity) for identity in identities]
+    return [run.directory.name if not name else name if named.count(name) == 1 else f"{name} ({run.directory.name})"
+            for name, run in zip(named, runs, strict=True)]
+
+
+# -- The table --------------------------------------------------------------------------------------------------------
+
+
+def result(run: Run, label: str) -> Result:
+    """The run's numbers: of the summary if it is finished, else of the last rows."""
+    last, total = run.last, run.config.get("steps")
+    if run.summary:
+        summary = run.summary
+        eval_loss, low, high = (summary[key] for key in NUMBERS_OF_SUMMARY[:3])
+    elif run.evaluations:
+        eval_loss, low, high = (run.evaluations[-1][key] for key in ("loss", "loss_min", "loss_max"))
+    else:
+        eval_loss = low = high = None
+    rates = [row["tokens_per_s"] for row in run.train]
+    return Result(label, f"{last['step']}" if run.summary else f"{last['step']} of {total}", eval_loss, low, high,
+                  last["consensus_distance"], run.summary["time_s"] if run.summary else last["time_s"],
+                  statistics.median(rates) if rates else None, last["bytes_sent_per_worker"] / last["step"],
+                  bool(run.summary))
+
+
+def _cell(value: float | None, form: str) -> str:
+    return "–" if value is None else format(value, form)
+
+
+def cells(results: list[Result]) -> tuple[list[str], list[list[str]]]:
+    """The table's header and rows as text."""
+    first = results[0].eval_loss
+    header = ["run", "steps", "eval loss", "to first", "workers", "consensus", "time, s", "tokens/s", "MB/step"]
+    rows = []
+    for each in results:
+        to_first = None if each.eval_loss is None or first is None else 100 * (each.eval_loss / first - 1)
+        periodic = "*" if each.eval_loss is not None and not each.finished else ""
+        rows.append([
+            each.label, each.steps, _cell(each.eval_loss, ".4f") + periodic,
+            "first" if each is results[0] else _cell(to_first, "+.2f") + ("" if to_first is None else " %"),
+            "–" if each.local_min is None else f"{each.local_min:.3f} to {each.local_max:.3f}",
+            "0" if not each.consensus_distance else f"{each.consensus_distance:.1e}", f"{each.time_s:.0f}",
+            _cell(each.tokens_per_s, ",.0f"), f"{each.num_bytes_per_step / 1e6:.3g}"])
+    return header, rows
+
+
+def markdown(header: list[str], rows: list[list[str]]) -> str:
+    """A Markdown table, aligned so that it is legible as text too."""
+    rows = [[cell.replace("|", "\\|") for cell in row] for row in [header, *rows]]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["| " + " | ".join(cell.ljust(width) if i == 0 else cell.rjust(width)
+                               for i, (cell, width) in enumerate(zip(row, widths, strict=True))) + " |" for row in rows]
+    rule = "|" + "|".join((":" if i == 0 else "-") + "-" * width + ("-" if i == 0 else ":")
+                          for i, width in enumerate(widths)) + "|"
+    return "\n".join([lines[0], rule, *lines[1:]])
+
+
+def table(header: list[str], rows: list[list[str]]) -> rich.table.Table:
+    """The same for a terminal."""
+    drawn = rich.table.Table(box=rich.box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    drawn.add_column(header[0], overflow="fold", min_width=min(20, max(len(row[0]) for row in rows)))
+    for name in header[1:]:
+        drawn.add_column(name, justify="right", overflow="fold")
+    for row in rows:
+        drawn.add_row(*map(rich.markup.escape, row))
+    return drawn
+
+
+# -- The figure -------------------------------------------------------------------------------------------------------
+
+
+def smooth(values: np.ndarray) -> np.ndarray:
+    """Running mean over a twentieth of the values, centred; at both ends over what there is of it."""
+    reach = len(values) // SMOOTHED_SHARE // 2
+    total = np.concatenate([[0.0], np.cumsum(values)])
+    middle = np.arange(len(values))
+    first, behind = np.maximum(middle - reach, 0), np.minimum(middle + reach + 1, len(values))
+    return (total[behind] - total[first]) / (behind - first)
+
+
+def column(rows: list[dict[str, Any]], key: str) -> np.ndarray:
+    """One number of every row."""
+    return np.array([row[key] for row in rows], float)
+
+
+def draw_loss(axis, run: Run, against: str, style: dict[str, Any]) -> None:
+    """Training loss light, validation loss of the averaged model dark with markers."""
+    light = style | dict(marker="", label=None, alpha=0.4, linewidth=1.1)
+    axis.plot(column(run.train, against), smooth(column(run.train, "loss")), **light)
+    axis.plot(column(run.evaluations, against), column(run.evaluations, "loss"), markersize=4, linewidth=1.6, **style)
+
+
+def plot(runs: list[Run], names: list[str], path: str) -> None:
+    """Draws the three panels."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, (by_step, by_time, distance) = plt.subplots(1, 3, figsize=(13, 4.6), layout="constrained")
+    for i, (run, name) in enumerate(zip(runs, names, strict=True)):
+        again, i = divmod(i, len(COLORS))
+        style = dict(color=COLORS[i], marker=MARKERS[i], linestyle=LINES[again % len(LINES)])
+        draw_loss(by_step, run, "step", style | dict(label=name if run.summary else f"{name} (unfinished)"))
+        draw_loss(by_time, run, "time_s", style)
+        apart_N = column(run.train, "consensus_distance")
+        steps_N = column(run.train, "step")
+        distance.plot(steps_N[apart_N > 0], apart_N[apart_N > 0], linewidth=1.4, **style | dict(marker=""))
+    _label_axes(by_step, by_time, distance, runs, names)
+    figure.suptitle("dark with markers: validation loss of the averaged model; light: training loss, "
+                    "running mean over a twentieth of the run", fontsize=9, color="0.35")
+    figure.legend(loc="outside lower center", ncols=min(len(runs), 4), frameon=False, fontsize=9)
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
+def _label_axes(by_step, by_time, distance, runs: list[Run], names: list[str]) -> None:
+    together = [name for run, name in zip(runs, names, strict=True)
+                if not any(row["consensus_distance"] for row in run.train)]
+    zero = "\n(zero throughout: " + ", ".join(together) + ")" if together else ""
+    by_step.set(title="loss against step", xlabel="step", ylabel="loss, nats per token")
+    by_time.set(title="loss against time", xlabel="time, s", ylabel="loss, nats per token")
+    distance.set(title="disagreement of the workers", xlabel=f"step{zero}", ylabel="consensus distance")
+    if len(together) < len(runs):
+        distance.set_yscale("log")
+    else:
+        distance.set_yticks([])
+    for axis in (by_step, by_time, distance):
+        axis.grid(alpha=0.25, linewidth=0.6)
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.margins(x=0.02)
+    if all(len(run.evaluations) > 1 for run in runs):  # The fall at the beginning would leave no room for the rest.
+        bottom = by_step.get_ylim()[0]
+        top = max(run.evaluations[0]["loss"] for run in runs)
+        for axis in (by_step, by_time):
+            axis.set_ylim(bottom, top + 0.2 * (top - bottom))
+
+
+def main(argv: list[str]) -> int:
+    if not argv:
+        command.fail("no runs; give the directories that launch.train has written")
+    runs = [load(pathlib.Path(os.path.normpath(directory))) for directory in argv]
+    names = labels(runs)
+    header, rows = cells([result(run, name) for run, name in zip(runs, names, strict=True)])
+    console = rich.console.Console(highlight=False, soft_wrap=True)
+    if _MARKDOWN.value or not console.is_terminal:
+        console.print(markdown(header, rows), markup=False)
+    else:
+        console.print(table(header, rows), soft_wrap=False)
+    if not all(run.summary for run in runs):
+        console.print("* unfinished run: its last periodic evaluation, on fewer windows of the validation text",
+                      markup=False)
+    if _OUT.value:
+        plot(runs, names, _OUT.value)
+        console.print(f"wrote {_OUT.value}", markup=False)
+    return 0
+
+
+if __name__ == "__main__":
+    command.run(main, errors=(RunError, OSError, ValueError))  # ValueError: a file type matplotlib does not know.

@@ -1,0 +1,230 @@
+"""Who may import whom, as the architecture's table says, and what only `mesh.py` may contain; read with `ast`."""
+
+import ast
+import pathlib
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+TOP_LEVEL = ("configs", "decjax", "experiments", "launch", "tests")
+
+# Part of decjax -> the other parts it may import. A new part is entered here, or its test fails.
+BASE = {"mesh", "buckets", "codecs"}
+MAY_IMPORT = {
+    "topology": set(),
+    "runtime": {"topology"},
+    "mesh": set(),
+    "buckets": set(),
+    "codecs": set(),
+    "gossip": BASE | {"topology"},
+    "reduce": BASE,
+    "optim": {"gossip", "reduce"},
+    "pipeline": BASE | {"reduce"},
+    "models": set(),
+    "data": set(),
+}
+MAY_IMPORT["train"] = set(MAY_IMPORT)
+NUMPY_ONLY = ("decjax.topology", "decjax.runtime.model", "decjax.runtime.plan")
+
+# Module of another directory -> the modules of this repository it may import (and what is below them).
+OUTSIDE = {
+    "launch": ("decjax.train", "decjax.runtime", "decjax.topology", "launch"),
+    "configs": ("configs",),
+    "experiments.bench": ("decjax", "configs", "launch", "experiments"),
+    "experiments": ("decjax.runtime", "decjax.topology", "launch.command"),
+}
+EXPERIMENTS_THIRD_PARTY = {"absl", "matplotlib", "numpy", "rich"}  # flags, figures, numbers, tables
+
+COLLECTIVES = {"ppermute", "pshuffle", "psum", "pmean", "pmax", "pmin", "all_gather", "psum_scatter", "all_to_all",
+               "ragged_all_to_all", "pbroadcast", "pswapaxes", "axis_index"}
+MESH_MAKERS = {"make_mesh", "shard_map", "pmap", "Mesh", "AbstractMesh", "PartitionSpec", "NamedSharding"}
+
+
+def below(module: str, parent: str) -> bool:
+    return module == parent or module.startswith(parent + ".")
+
+
+def imported(tree: ast.AST, module: str, is_package: bool = False) -> list[str]:
+    """Dotted names of everything imported, at any depth; relative imports are made absolute."""
+    package = module.split(".") if is_package else module.split(".")[:-1]
+    names = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            anchor = ".".join(package[:len(package) - node.level + 1]) if node.level else ""
+            origin = ".".join(filter(None, (anchor, node.module)))
+            names += [f"{origin}.{alias.name}" for alias in node.names]
+    return names
+
+
+def import_faults(source: str, module: str, is_package: bool = False) -> list[str]:
+    """Imports of a module that the table forbids."""
+    names = imported(ast.parse(source), module, is_package)
+    own = [name for name in names if name.split(".")[0] in TOP_LEVEL]
+    third_party = [name for name in names if name.split(".")[0] not in {*TOP_LEVEL, *sys.stdlib_module_names}]
+    faults = []
+    if module.split(".")[0] == "decjax":
+        faults += [name for name in own if not below(name, "decjax")]
+        if module != "decjax":
+            part = module.split(".")[1]
+            if part not in MAY_IMPORT:
+                return [f"decjax.{part} is not in the table of parts"]
+            allowed = MAY_IMPORT[part] | {part}
+            faults += [name for name in own if below(name, "decjax") and [*name.split("."), ""][1] not in allowed]
+            if part != "train":  # ConfigDict stops at train.
+                faults += [name for name in third_party if below(name, "ml_collections")]
+        if any(below(module, parent) for parent in NUMPY_ONLY):
+            faults += [name for name in third_party if not below(name, "numpy")]
+        return faults
+    parent = next(parent for parent in OUTSIDE if below(module, parent))
+    faults += [name for name in own if not any(below(name, allowed) for allowed in OUTSIDE[parent])]
+    if parent == "configs":
+        faults += [name for name in names if name not in own and not below(name, "ml_collections")]
+    if parent == "experiments":
+        faults += [name for name in third_party if name.split(".")[0] not in EXPERIMENTS_THIRD_PARTY]
+    return faults
+
+
+def dotted(node: ast.AST) -> str:
+    """`jax.lax.psum` as text; empty for anything but a chain of names."""
+    if isinstance(node, ast.Attribute):
+        return f"{base}.{node.attr}" if (base := dotted(node.value)) else ""
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def strings(node: ast.AST) -> list[str]:
+    return [n.value for n in ast.walk(node) if isinstance(n, ast.Constant) and isinstance(n.value, str)]
+
+
+def mesh_faults(source: str) -> list[str]:
+    """Collectives, mesh building and literal axis names, which only `mesh.py` may hold.
+
+    `jax.lax.axis_size` is none of them: a static int that sends nothing.
+    """
+    tree = ast.parse(source)
+    aliases = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            aliases |= {a.asname or a.name: f"{node.module}.{a.name}" for a in node.names}
+        elif isinstance(node, ast.Import):
+            aliases |= {a.asname: a.name for a in node.names if a.asname}
+    faults = []
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Attribute, ast.Name)):
+            first, *rest = dotted(node).split(".")
+            name = ".".join([aliases.get(first, first), *rest])
+            if below(name, "jax") and name.split(".")[-1] in COLLECTIVES | MESH_MAKERS:
+                faults.append(name)
+        named = []
+        if isinstance(node, ast.keyword) and node.arg:
+            named = [(node.arg, node.value)]
+        elif isinstance(node, ast.arguments):
+            positional = node.posonlyargs + node.args
+            named = [(a.arg, d) for a, d in zip(positional[::-1], node.defaults[::-1])]
+            named += [(a.arg, d) for a, d in zip(node.kwonlyargs, node.kw_defaults) if d]
+        elif isinstance(node, ast.Assign):
+            named = [(dotted(target), node.value) for target in node.targets]
+        elif isinstance(node, ast.AnnAssign) and node.value:
+            named = [(dotted(node.target), node.value)]
+        faults += [f"{name}={text!r}" for name, value in named if "axis_name" in name.lower() for text in strings(value)]
+    return faults
+
+
+def modules(top: str) -> list[tuple[str, pathlib.Path]]:
+    found = []
+    for path in sorted((ROOT / top).rglob("*.py")):
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        found.append((".".join(parts[:-1] if parts[-1] == "__init__" else parts), path))
+    return found
+
+
+SOURCES = [pytest.param(module, path, id=module)
+           for top in ("decjax", "launch", "configs", "experiments") for module, path in modules(top)]
+
+
+@pytest.mark.parametrize("module, path", SOURCES)
+def test_imports_follow_the_table(module, path):
+    assert import_faults(path.read_text(), module, path.name == "__init__.py") == []
+
+
+@pytest.mark.parametrize("module, path", [p for p in SOURCES if p.values[0].startswith("decjax.")])
+def test_only_mesh_holds_collectives_and_axis_names(module, path):
+    faults = mesh_faults(path.read_text())
+    if module == "decjax.mesh":
+        assert {"jax.lax.ppermute", "jax.lax.psum", "jax.shard_map"} <= set(faults), "the check sees nothing in mesh.py"
+    else:
+        assert faults == []
+
+
+def test_no_module_of_leftovers():
+    names = {path.stem for _, path in modules("decjax")} | {path.parent.name for _, path in modules("decjax")}
+    assert "mesh" in names and not names & {"utils", "util", "helpers", "helper", "common", "misc"}
+
+
+@pytest.mark.parametrize("module, source, fault", [
+    ("decjax.gossip", "from configs import lm", "configs.lm"),
+    ("decjax.train.loop", "import launch.train", "launch.train"),
+    ("decjax.mesh", "def f():\n  from experiments.bench import step_overhead", "experiments.bench.step_overhead"),
+    ("decjax.models", "from decjax import gossip", "decjax.gossip"),
+    ("decjax.models.lm", "from decjax.optim.decentralize import decentralize", "decjax.optim.decentralize.decentralize"),
+    ("decjax.models", "import decjax", "decjax"),
+    ("decjax.reduce", "from decjax import topology", "decjax.topology"),
+    ("decjax.gossip", "from decjax import reduce", "decjax.reduce"),
+    ("decjax.optim.tracking", "from decjax import train", "decjax.train"),
+    ("decjax.optim.tracking", "from .. import mesh", "decjax.mesh"),
+    ("decjax.codecs.sign", "from decjax.mesh import exchange", "decjax.mesh.exchange"),
+    ("decjax.topology.graphs", "import jax.numpy as jnp", "jax.numpy"),
+    ("decjax.topology.graphs", "import scipy", "scipy"),
+    ("decjax.runtime.model", "import jax", "jax"),
+    ("decjax.data", "import ml_collections", "ml_collections"),
+    ("decjax.leftovers", "import numpy", "decjax.leftovers is not in the table of parts"),
+    ("configs.lm", "import jax", "jax"),
+    ("configs.lm", "import json", "json"),
+    ("configs.lm", "from decjax import train", "decjax.train"),
+    ("launch.train", "from decjax import gossip", "decjax.gossip"),
+    ("launch.train", "from decjax import training", "decjax.training"),
+    ("launch.train", "from configs import lm", "configs.lm"),
+    ("experiments.curves", "from decjax import train", "decjax.train"),
+    ("experiments.curves", "from launch import train", "launch.train"),
+    ("experiments.curves", "import jax", "jax"),
+    ("experiments.bench.step", "from tests import conftest", "tests.conftest"),
+])
+def test_a_forbidden_import_is_seen(module, source, fault):
+    assert import_faults(source, module) == [fault]
+
+
+@pytest.mark.parametrize("module, source", [
+    ("decjax", "from decjax import gossip\nfrom decjax.optim import decentralize"),
+    ("decjax.train.loop", "import jax\nimport ml_collections\nfrom decjax import gossip, mesh, models"),
+    ("decjax.topology.graphs", "import math\nimport numpy as np\nfrom decjax.topology import schedule\nfrom . import base_k"),
+    ("decjax.runtime.calibrate", "import jax\nfrom decjax import topology"),
+    ("configs.lm", "import ml_collections\nfrom configs import shorthand"),
+    ("launch.train", "import jax\nfrom decjax import train\nfrom launch import command"),
+    ("experiments.curves", "import json\nimport numpy as np\nfrom decjax import runtime\nfrom launch import command"),
+    ("experiments.bench.step", "import jax\nfrom configs import lm\nfrom decjax import gossip\nfrom launch import command"),
+])
+def test_an_allowed_import_passes(module, source):
+    assert import_faults(source, module) == []
+
+
+@pytest.mark.parametrize("source, fault", [
+    ("import jax\njax.lax.psum(x, a)", "jax.lax.psum"),
+    ("from jax import lax\nlax.ppermute(x, a, p)", "jax.lax.ppermute"),
+    ("from jax.lax import all_gather as join\njoin(x, a)", "jax.lax.all_gather"),
+    ("import jax.lax as L\ntotal = map(L.pmean, xs)", "jax.lax.pmean"),
+    ("import jax\njax.make_mesh((2,), a)", "jax.make_mesh"),
+    ("def f(x, *, axis_name='worker'): pass", "axis_name='worker'"),
+    ("def f(x, axis_name=('node', LOCAL), y=0): pass", "axis_name='node'"),
+    ("f(x, axis_name='worker')", "axis_name='worker'"),
+    ("AXIS_NAME = 'stage'", "AXIS_NAME='stage'"),
+    ("axis_name: str = 'stage'", "axis_name='stage'"),
+])
+def test_a_collective_or_axis_name_is_seen(source, fault):
+    assert mesh_faults(source) == [fault]
+
+
+def test_harmless_names_pass():
+    assert mesh_faults("import jax\nMETHODS = ('local',)\nn = jax.lax.axis_size(axis_name)\ny = mesh.all_gather(x)\n"
+                       "def f(axis_name=mesh.WORKER, method='local'): pass") == []

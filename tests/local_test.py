@@ -1,0 +1,160 @@
+"""launch/local.py with real processes and signals: the trajectory survives both, and nothing stays behind."""
+
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+TIMEOUT_S = 300
+TINY = ("--config.model.depth=1", "--config.model.width=8", "--config.model.hidden=8", "--config.model.context=8",
+        "--config.sample_bytes=1", "--config.eval.num_windows=2", "--config.eval.every=100")
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory):
+    """Compiled programs are kept between the processes of this file: compilation is most of a tiny run."""
+    return os.environ | {"JAX_COMPILATION_CACHE_DIR": str(tmp_path_factory.mktemp("compiled")),
+                         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+                         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+                         "XLA_FLAGS": "--xla_backend_optimization_level=0"}
+
+
+def launch(*arguments, environment=None):
+    return subprocess.Popen([sys.executable, "-m", "launch.local", *arguments], cwd=ROOT, env=environment, text=True,
+                            stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+
+def command_lines():
+    """Process id -> command line of everything that runs on this machine."""
+    found = {}
+    for entry in pathlib.Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                found[int(entry.name)] = (entry / "cmdline").read_bytes().decode(errors="replace").replace("\0", " ")
+            except OSError:  # Ended meanwhile.
+                continue
+    return found
+
+
+def trainers(workdir):
+    """Ids of the training processes of a run, by process index."""
+    found = {}
+    for process_id, line in command_lines().items():
+        if "launch.train" in line and str(workdir) in line:
+            found[int(line.split("--process_index=")[1].split()[0])] = process_id
+    return found
+
+
+def losses(workdir):
+    """(step, loss) of every training row."""
+    path = workdir / "metrics.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+    return [(row["step"], row["loss"]) for row in rows if row["kind"] == "train"]
+
+
+def wait_for(condition, process):
+    """Waits until `condition()` holds, and fails if the launcher ends before or it takes too long."""
+    deadline = time.monotonic() + TIMEOUT_S
+    while not condition():
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def reached(workdir, step):
+    return (workdir / "metrics.jsonl").exists() and any(at >= step for at, _ in losses(workdir))
+
+
+@pytest.fixture(scope="module")
+def story(tmp_path_factory, environment):
+    """One run of two processes: process 1 is killed, then the launcher is interrupted, then it runs to its end."""
+    workdir = tmp_path_factory.mktemp("local") / "run"
+    arguments = ["--num_processes=2", "--", "--config=configs/lm.py:smoke,topology=ring,steps=40", *TINY,
+                 f"--workdir={workdir}"]
+    ends = []
+
+    first = launch(*arguments, environment=environment)
+    wait_for(lambda: reached(workdir, 15), first)  # The checkpoint of step 10 is complete.
+    os.kill(trainers(workdir)[1], signal.SIGKILL)
+    killed_at = time.monotonic()
+    told = first.communicate(timeout=TIMEOUT_S)
+    ends.append((*told, first.returncode, time.monotonic() - killed_at, trainers(workdir)))
+
+    second = launch(*arguments, environment=environment)
+    wait_for(lambda: reached(workdir, 20), second)
+    second.send_signal(signal.SIGINT)
+    ends.append((*second.communicate(timeout=TIMEOUT_S), second.returncode, losses(workdir)[-1][0], trainers(workdir)))
+
+    third = launch(*arguments, environment=environment)
+    ends.append((*third.communicate(timeout=TIMEOUT_S), third.returncode, None, trainers(workdir)))
+    return workdir, arguments, ends
+
+
+def test_a_killed_process_ends_the_others_within_a_minute(story):
+    _, arguments, ends = story
+    _, errors, code, took_s, left = ends[0]
+    assert code == 1 and took_s < 60 and not left
+    assert "error: process 1 was killed by SIGKILL" in errors
+    assert "python -m launch.local " + " ".join(arguments) in errors
+
+
+def test_an_interrupt_saves_and_stops(story):
+    workdir, arguments, ends = story
+    output, errors, code, last_step, left = ends[1]
+    assert code == 128 + signal.SIGINT and not left
+    assert "continuing from step 10" in output  # After the kill.
+    assert f"saved step {last_step}" in output and 20 <= last_step < 40
+    assert errors.startswith("interrupted by SIGINT") and "python -m launch.local " + " ".join(arguments) in errors
+
+
+def test_the_same_command_continues_to_the_end(story):
+    workdir, _, ends = story
+    output, errors, code, _, left = ends[2]
+    assert code == 0, errors
+    assert f"continuing from step {ends[1][3]}" in output and not left
+    assert json.loads((workdir / "summary.json").read_text())["steps"] == 40
+    assert "[process" not in output + errors
+
+
+def test_processes_and_devices_of_one_process_have_the_same_trajectory(story, tmp_path, environment):
+    workdir, arguments, _ = story
+    single = ["--config=configs/lm.py:smoke,topology=ring,steps=40,workers=2", *TINY, f"--workdir={tmp_path}"]
+    subprocess.run([sys.executable, "-m", "launch.train", *single], cwd=ROOT, env=environment, check=True,
+                   stdout=subprocess.DEVNULL, timeout=TIMEOUT_S)
+    assert [step for step, _ in losses(tmp_path)] == [step for step, _ in losses(workdir)] == list(range(5, 41, 5))
+    np.testing.assert_allclose([loss for _, loss in losses(workdir)], [loss for _, loss in losses(tmp_path)], rtol=1e-5)
+
+
+def test_a_killed_launcher_leaves_nothing_behind(tmp_path):
+    workdir = tmp_path / "run"
+    launcher = launch("--num_processes=2", "--", "--config=configs/lm.py:smoke", f"--workdir={workdir}")
+    wait_for(lambda: len(trainers(workdir)) == 2, launcher)
+    launcher.kill()
+    launcher.communicate()
+    deadline = time.monotonic() + 60
+    while trainers(workdir):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("arguments, problem", [
+    (["--num_processes=0", "--", "--config=configs/lm.py", "--workdir=unused"], "num_processes=0: must be at least 1"),
+    (["--num_processes=2"], "behind --"),
+    (["--num_processes=2", "configs/lm.py"], "'configs/lm.py'"),
+    (["--", "--config=configs/lm.py"], "--num_processes"),
+    (["--num_processes=2", "--", "--config=configs/lm.py:smoke"], "--workdir"),
+    (["--num_processes=2", "--", "--config=configs/lm.py:workers=3,smoke", "--workdir={tmp}"], "workers=3"),
+])
+def test_mistakes_are_told_once_in_one_line(arguments, problem, tmp_path):
+    process = launch(*(argument.format(tmp=tmp_path) for argument in arguments))
+    _, errors = process.communicate(timeout=TIMEOUT_S)
+    assert process.returncode == 2
+    (line,) = [line for line in errors.splitlines() if not line.startswith("[Gloo]")]
+    assert line.startswith("error: ") and problem in line

@@ -1,0 +1,236 @@
+"""The loop as a whole, on a tiny model: resume, evaluation, simulation, methods, another number of workers."""
+
+import json
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from configs import lm
+import decjax
+from decjax import train
+from decjax.train import checkpoint
+from decjax.train import evaluate
+from decjax.train import state as state_lib
+
+STEPS = 12
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    rng = np.random.default_rng(0)
+    words = [bytes(rng.integers(97, 123, rng.integers(2, 7)).astype(np.uint8)) for _ in range(40)]
+    path.write_bytes(b" ".join(words[i] for i in rng.integers(0, 40, 4000)))
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def launch(text, tmp_path_factory):
+    """Runs a config in a fresh or given directory and returns (workdir, outcome)."""
+    def launch(argument="", workdir=None, resume_from=None, **fields):
+        config = lm.get_config(",".join(filter(None, ("smoke", argument))))
+        fields = {"data.path": text, "steps": STEPS, "model.depth": 1, "model.width": 8, "model.hidden": 8,
+                  "model.heads": 1, "model.context": 16, "log_every": 4, "eval.every": 6, "eval.num_windows": 5,
+                  "checkpoint.every": 4, "checkpoint.keep": 10, "sample_bytes": 2} | fields
+        config.update_from_flattened_dict(fields)
+        workdir = workdir or tmp_path_factory.mktemp("run")
+        return workdir, train.Run(train.build(config), workdir, resume_from).train()
+    return launch
+
+
+def rows(workdir, kind="train"):
+    lines = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+    return [row for row in lines if row["kind"] == kind]
+
+
+def losses(workdir):
+    return [row["loss"] for row in rows(workdir)]
+
+
+def saved_state(workdir, step=STEPS):
+    """All arrays of a checkpoint, by whatever structure it was saved with."""
+    import orbax.checkpoint as ocp
+    path = (workdir / "checkpoints" / str(step) / "state").absolute()
+    return [np.asarray(x) for x in jax.tree.leaves(ocp.StandardCheckpointer().restore(path))]
+
+
+def assert_equal_states(one, other, step=STEPS):
+    for a, b in zip(saved_state(one, step), saved_state(other, step), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def forget_after(workdir, step, into):
+    """A copy of a run as it was when it had just saved `step`, its metrics a little ahead, as a crash leaves them."""
+    shutil.copytree(workdir, into)
+    for saved in (into / "checkpoints").iterdir():
+        if saved.name.isdigit() and int(saved.name) > step:
+            shutil.rmtree(saved)
+    (into / "summary.json").unlink()
+    with (into / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 99, "kind": "tr')  # Cut short in the middle of a line.
+    return into
+
+
+@pytest.fixture(scope="module")
+def reference(launch):
+    """Decentralized AccumAdamW with damped mixing: every kind of state there is. The checkpoint at 4 is inside a window."""
+    return launch("optimizer=accum_adamw", **RICH)[0]
+
+
+RICH = {"optimizer.window": 3, "mixing.strength_power": 1.0, "optimizer.clip_norm": 0.5}
+
+
+def test_run_directory_holds_what_it_promises(reference):
+    config = json.loads((reference / "config.json").read_text())
+    assert config["workers"] == 8 and config["optimizer"]["name"] == "accum_adamw"
+    summary = json.loads((reference / "summary.json").read_text())
+    num_bytes = 4 * summary["num_params"]
+    assert summary["steps"] == STEPS and summary["bytes_per_step_per_worker"] == num_bytes
+    assert summary["local_eval_loss_min"] <= summary["local_eval_loss_mean"] <= summary["local_eval_loss_max"]
+    assert [row["step"] for row in rows(reference)] == [4, 6, 8, 12]
+    assert [row["step"] for row in rows(reference, "eval")] == [6, 12]
+    for row in rows(reference) + rows(reference, "eval"):
+        assert row["loss_min"] <= row["loss"] <= row["loss_max"] or row["kind"] == "eval"
+        assert row["bytes_sent_per_worker"] == row["step"] * num_bytes and row["tokens_per_s"] > 0 and row["time_s"] > 0
+    assert losses(reference)[-1] < losses(reference)[0]
+    assert list((reference / "tensorboard").iterdir())
+
+
+def test_resume_is_bit_exact(launch, reference, tmp_path):
+    resumed, _ = launch("optimizer=accum_adamw", workdir=forget_after(reference, 4, tmp_path / "run"), **RICH)
+    assert_equal_states(reference, resumed)
+    untimed = [[{k: v for k, v in row.items() if k not in ("time_s", "tokens_per_s")} for row in rows(d) + rows(d, "eval")]
+               for d in (reference, resumed)]
+    assert untimed[0] == untimed[1]
+    assert rows(resumed)[-1]["time_s"] > rows(reference)[0]["time_s"], "time continues, it does not restart"
+
+
+def test_evaluation_and_logging_do_not_disturb_training(launch, reference):
+    other, _ = launch("optimizer=accum_adamw", **RICH, **{"eval.every": 1, "log_every": 1, "checkpoint.every": 12})
+    assert_equal_states(reference, other)
+
+
+def test_simulated_workers_follow_the_same_trajectory(launch, reference):
+    simulated, outcome = launch("optimizer=accum_adamw,simulate,workers=8", **RICH)
+    np.testing.assert_allclose(losses(simulated), losses(reference), rtol=2e-5)
+    assert [r["bytes_sent_per_worker"] for r in rows(simulated)] == [r["bytes_sent_per_worker"] for r in rows(reference)]
+
+
+@pytest.mark.parametrize("method, factor", [("local", 0), ("allreduce", 14 / 8), ("topology=ring,order=atc", 2)])
+def test_every_method_runs_in_the_same_loop_and_simulates(launch, method, factor):
+    argument = method if "=" in method else f"method={method}"
+    steps = {"steps": 20, "log_every": 1, "eval.every": 20, "checkpoint.every": 20}
+    devices, outcome = launch(argument, **steps)
+    simulated, _ = launch(argument + ",simulate,workers=8", **steps)
+    np.testing.assert_allclose(losses(devices), losses(simulated), rtol=3e-5)
+    for run in (devices, simulated):
+        summary = json.loads((run / "summary.json").read_text())
+        np.testing.assert_allclose(summary["bytes_per_step_per_worker"], factor * 4 * summary["num_params"], rtol=1e-12)
+
+
+def test_traced_phase_takes_the_same_steps(launch):
+    static, _ = launch()
+    traced, _ = launch(**{"mixing.static_phase": False})
+    np.testing.assert_allclose(losses(static), losses(traced), rtol=1e-5)
+
+
+def test_consensus_every_replaces_replicas_and_counts_its_bytes(launch):
+    run, outcome = launch("topology=ring", consensus_every=4)
+    distances = {row["step"]: row["consensus_distance"] for row in rows(run)}
+    # float32 means of equal sums differ in the last bit at most.
+    assert distances[4] < 1e-6 and distances[8] < 1e-6 and distances[6] > 1e-4
+    num_bytes = 4 * outcome.summary["num_params"]
+    np.testing.assert_allclose(rows(run)[0]["bytes_sent_per_worker"], 4 * 2 * num_bytes + 2 * 7 / 8 * num_bytes)
+    assert "every 4 steps" in outcome.summary["protocol"]
+
+
+def test_two_hundred_and_fifty_six_simulated_workers(launch):
+    run, outcome = launch("simulate,workers=256", steps=2, batch_size=256, **{"optimizer.warmup_steps": 0})
+    assert outcome.step == 2 and np.isfinite(outcome.summary["eval_loss"])
+
+
+@pytest.mark.parametrize("workers", [4, 3, 2, 8])
+def test_another_number_of_workers(launch, reference, workers):
+    target, outcome = launch(f"optimizer=accum_adamw,topology=ring,workers={workers}", resume_from=reference, steps=STEPS + 4,
+                             **RICH)
+    assert outcome.step == STEPS + 4
+    assert rows(target)[0]["step"] == 16, "steps go on from where the other run stood"
+
+
+def make_state(n, mixer=0.0):
+    from decjax.optim import DecentralizeState
+    rng = np.random.default_rng(n)
+    return state_lib.State({"w": rng.normal(size=(n, 3)).astype(np.float32)}, DecentralizeState(
+        np.full(n, 7, np.int32), {"m": rng.normal(size=(n, 3)).astype(np.float32)}, np.full(n, mixer, np.float32)))
+
+
+@pytest.mark.parametrize("before, after", [(8, 4), (8, 1), (4, 8), (3, 7), (8, 3), (5, 5)])
+def test_resize_averages_when_shrinking_and_copies_when_growing(before, after):
+    state, fresh = make_state(before, mixer=5.0), make_state(after, mixer=0.0)
+    resized = state_lib.resize(state, fresh, after)
+    for old, new in ((state.params["w"], resized.params["w"]), (state.opt_state.inner["m"], resized.opt_state.inner["m"])):
+        for j in range(after):
+            members = [i for i in range(before) if i * after // before == j] if after < before else [j * before // after]
+            np.testing.assert_allclose(new[j], old[members].mean(axis=0), rtol=1e-6)
+        if before % after == 0 or after % before == 0:
+            np.testing.assert_allclose(new.mean(axis=0), old.mean(axis=0), atol=1e-6)
+    assert (resized.opt_state.count == 7).all() and resized.opt_state.count.dtype == np.int32
+    assert (resized.opt_state.mixer == 0).all() and resized.opt_state.mixer.shape == (after,)
+
+
+def test_evaluation_is_the_mean_over_all_windows():
+    w = decjax.make_workers(8)
+    rng = np.random.default_rng(0)
+    windows = rng.integers(0, 9, (13, 5)).astype(np.int32)  # Divides by neither workers nor batch.
+    params = {"a": rng.normal(size=(8, 9)).astype(np.float32)}
+
+    def nll(params, tokens_BxT1, key):
+        return params["a"][tokens_BxT1[:, 1:]] ** 2 + params["a"][tokens_BxT1[:, :-1]]
+
+    result = evaluate.make_evaluate(nll, w, windows, batch_size=2)(jax.device_put(params, w.stacked))
+    def dense(a):
+        return (a[windows[:, 1:]] ** 2 + a[windows[:, :-1]]).mean()
+    np.testing.assert_allclose(result.averaged, dense(params["a"].mean(axis=0)), rtol=1e-5)
+    np.testing.assert_allclose(result.local_N, [dense(a) for a in params["a"]], rtol=1e-5)
+
+
+def test_consensus_distance_is_the_root_mean_square_deviation():
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(8, 3, 2)), rng.normal(size=(8,))
+    flat = np.concatenate([x.reshape(8, -1), y[:, None]], axis=1)
+    expected = np.sqrt(((flat - flat.mean(axis=0)) ** 2).sum() / 8)
+    params = {"x": jnp.asarray(x, jnp.float32), "y": jnp.asarray(y, jnp.float32), "n": jnp.arange(8)}
+    np.testing.assert_allclose(state_lib.consensus_distance(params), expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("fields, complaint", [
+    ({"mixing.accelerated": True}, "static symmetric"), ({"mixing.every": 0}, "every=0"),
+    ({"topology.options": "k=("}, "k=2,seed=1"), ({"topology.options": "colour=3"}, "colour"),
+    ({"topology.name": "random_digraph"}, "doubly stochastic"), ({"optimizer.window": 0, "optimizer.name": "accum_adamw"}, "window"),
+    ({"optimizer.warmup_steps": 99}, "warmup_steps=99"), ({"log_every": 0}, "log_every=0"),
+    ({"data.partition": "sorted"}, "iid, contiguous"), ({"local_size": 3}, "local_size=3"),
+    ({"model.heads": 3}, "heads=3"), ({"mixing.order": "sync"}, "awc, atc")])
+def test_impossible_configs_are_refused_with_the_reason(launch, fields, complaint, tmp_path):
+    with pytest.raises(train.ConfigError, match=complaint):
+        launch(workdir=tmp_path / "never", **fields)
+    assert not (tmp_path / "never").exists(), "nothing is written for an impossible config"
+
+
+def test_a_run_that_is_finished_stays_as_it_is(launch, reference):
+    before = (reference / "metrics.jsonl").read_bytes()
+    _, outcome = launch("optimizer=accum_adamw", workdir=reference, **RICH)
+    assert outcome.step == STEPS and (reference / "metrics.jsonl").read_bytes() == before
+
+
+def test_resume_from_needs_steps_that_are_left(launch, reference, tmp_path):
+    with pytest.raises(train.CheckpointError, match="set more steps"):
+        launch("optimizer=accum_adamw", workdir=tmp_path / "run", resume_from=reference, **RICH)
+
+
+def test_checkpoints_of_nothing():
+    import pathlib
+    with pytest.raises(train.CheckpointError, match="no checkpoints"):
+        checkpoint.Checkpoints(pathlib.Path("does-not-exist"), read_only=True)
