@@ -30,8 +30,8 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
     config.workers = workers  # 0: one per device; 8 simulated ones on a lone accelerator
     config.local_size = given.get("local_size", 1)  # workers that share a node
     config.simulate = given.get("simulate", False)  # all workers on one device
-    config.batch_size = workers * (2 if smoke else 4)  # sequences per step, over all workers
-    config.steps = given.get("steps", 20 if smoke else 560)
+    config.batch_size = workers * 2  # sequences per step, over all workers
+    config.steps = given.get("steps", 20 if smoke else 1000)
 
     config.method = given.get("method", "decentralized")  # decentralized | allreduce | local
     config.topology = ml_collections.ConfigDict(dict(
@@ -51,8 +51,8 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
 
     config.optimizer = ml_collections.ConfigDict(dict(
         name=given.get("optimizer", "adamw"),  # adamw | accum_adamw | sgdm
-        learning_rate=4e-3,
-        warmup_steps=2 if smoke else 40,
+        learning_rate=8e-3,
+        warmup_steps=2 if smoke else 60,
         final_fraction=0.05,  # of the learning rate, at the end of the cosine
         b1=0.9,
         b2=0.99,
@@ -68,7 +68,7 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
         width=16 if smoke else 128,
         hidden=32 if smoke else 512,
         heads=2,
-        depth=2 if smoke else 4,
+        depth=2,
         dtype="float32",  # of the computation; parameters are float32
     ))
     config.data = ml_collections.ConfigDict(dict(
@@ -77,10 +77,10 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
     ))
     config.log_every = 5 if smoke else 10
     config.eval = ml_collections.ConfigDict(dict(
-        every=10 if smoke else 140,
+        every=10 if smoke else 250,
         num_windows=16 if smoke else 128,  # of the validation text in periodic evaluations, 0: all; the last takes all
         batch_size=8,
     ))
-    config.checkpoint = ml_collections.ConfigDict(dict(every=10 if smoke else 140, keep=2))
+    config.checkpoint = ml_collections.ConfigDict(dict(every=10 if smoke else 250, keep=2))
     config.sample_bytes = 40 if smoke else 400  # of text at the end
     return config

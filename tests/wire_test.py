@@ -181,7 +181,7 @@ def folder(tmp_path_factory):
 
 def steps(folder, argument, options="", **mixing):
     """(compiled HLO, measured bytes_N, declared bytes_N, P) of every phase of a tiny model's training step."""
-    config = lm.get_config(f"smoke,workers={N},{argument}")
+    config = lm.get_config(f"smoke,workers={N},optimizer=sgdm,{argument}")
     config.model.update(context=4, width=4, hidden=4, heads=1, depth=1)
     config.data.path, config.topology.options = corpus_file(folder), options
     config.mixing.update(mixing)
