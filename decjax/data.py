@@ -33,8 +33,13 @@ class Corpus(NamedTuple):
     valid: np.ndarray
     source: str
 
+    @property
+    def fingerprint(self) -> str:
+        """Lengths and CRC-32 of both parts: a run continues on the text it began with."""
+        return f"{len(self.train)}+{len(self.valid)} bytes, crc {zlib.crc32(self.valid, zlib.crc32(self.train)):08x}"
 
-def load_corpus(path: str = "") -> Corpus:
+
+def load_corpus(path: str = "", *, min_bytes: int = 1) -> Corpus:
     """Reads a text file, a folder of text files, or the running Python's own standard-library sources.
 
     Files are taken in the order of their names and split by a hash of their relative path, so the split does not depend on
@@ -42,12 +47,14 @@ def load_corpus(path: str = "") -> Corpus:
 
     Args:
         path: a file or folder; empty for the embedded corpus.
+        min_bytes: what each part must have at least, a window of the model. Where the files chosen for validation fall
+            short of it, the tail of all text takes their place.
 
     Returns:
         The `Corpus`.
 
     Raises:
-        ValueError: if the path does not exist, cannot be read, or holds no text.
+        ValueError: if the path does not exist, cannot be read, or holds no or too little text.
     """
     if path:
         root = pathlib.Path(os.path.expanduser(path))
@@ -67,9 +74,12 @@ def load_corpus(path: str = "") -> Corpus:
     threshold = VALIDATION_SHARE * 2**32
     train = b"".join(text for name, text in texts.items() if zlib.crc32(name.encode()) >= threshold)
     valid = b"".join(text for name, text in texts.items() if zlib.crc32(name.encode()) < threshold)
-    if len(texts) == 1 or not train or not valid:
+    if len(texts) == 1 or len(train) < min_bytes or len(valid) < min_bytes:
         whole = train + valid
-        cut = len(whole) - int(len(whole) * VALIDATION_SHARE) - 1
+        cut = len(whole) - max(int(len(whole) * VALIDATION_SHARE), min_bytes)
+        if cut < min_bytes:
+            raise ValueError(f"data path {str(path or root)!r} holds {len(whole)} bytes, but training and validation take at "
+                             f"least {min_bytes} each; use more text or a shorter context")
         train, valid = whole[:cut], whole[cut:]
     return Corpus(np.frombuffer(train, np.uint8), np.frombuffer(valid, np.uint8),
                   path or f"Python standard library ({root})")
@@ -85,7 +95,7 @@ def order1_entropy(text: np.ndarray) -> float:
     a, b = np.nonzero(pairs)
     p_ab = pairs[a, b] / pairs.sum()
     p_a = pairs.sum(axis=1)[a] / pairs.sum()
-    return float(-(p_ab * np.log(p_ab / p_a)).sum())
+    return float((p_ab * np.log(p_a / p_ab)).sum())
 
 
 class Windows:

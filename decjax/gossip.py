@@ -34,7 +34,8 @@ class Mixer(NamedTuple):
     Attributes:
         init: `init(params) -> state`.
         exchange: `exchange(params, state, phase) -> received`; the only part that communicates.
-        combine: `combine(params, received, state, phase) -> (mixed, state)`; cheap and local.
+        combine: `combine(params, received, state, phase, step) -> (mixed, state)`; cheap and local. `step` counts all
+            steps, also those that do not mix, as an int or a traced int32.
         phase: `phase(step) -> phase`, for an int (static) or a traced int32 step.
         phases: all values that `phase` takes, a contiguous range.
         num_bytes: `num_bytes(params, phase) -> (N,)` bytes that each worker sends, the declared formula.
@@ -43,16 +44,16 @@ class Mixer(NamedTuple):
 
     init: Callable[[Any], Any]
     exchange: Callable[[Any, Any, int], Any]
-    combine: Callable[[Any, Any, Any, int], tuple[Any, Any]]
+    combine: Callable[[Any, Any, Any, int, Any], tuple[Any, Any]]
     phase: Callable[[Any], Any]
     phases: range
     num_bytes: Callable[[Any, int], np.ndarray]
     num_workers: int
 
 
-def mix(mixer: Mixer, params: Any, state: Any, phase: int) -> tuple[Any, Any]:
+def mix(mixer: Mixer, params: Any, state: Any, phase: int, step: Any) -> tuple[Any, Any]:
     """One whole mixing step: exchange, then combine."""
-    return mixer.combine(params, mixer.exchange(params, state, phase), state, phase)
+    return mixer.combine(params, mixer.exchange(params, state, phase), state, phase, step)
 
 
 def _own_weight(weights: tuple[float, ...], group_size: int, axis_name: mesh.AxisName, dtype) -> Any:
@@ -137,7 +138,7 @@ def exact(topology: Topology, *, rounds: int = 1, axis_name: mesh.AxisName = mes
         layout = _layout(params, topology, bucket_bytes)
         return sum(_sent_bytes(round_, layout) for round_ in due(phase))
 
-    return Mixer(lambda params: (), exchange, lambda params, received, state, phase: (received, state),
+    return Mixer(lambda params: (), exchange, lambda params, received, state, phase, step: (received, state),
                  lambda step: step % num_phases, range(num_phases), num_bytes, topology.num_workers)
 
 
@@ -145,8 +146,9 @@ def accelerated(topology: Topology, *, rounds: int, axis_name: mesh.AxisName = m
                 bucket_bytes: int = buckets.BUCKET_BYTES) -> Mixer:
     """Accelerated gossip on a static symmetric graph: z_{r+1} = (1+η) W z_r − η z_{r−1}, with z_0 = z_{−1} = x.
 
-    η = (1 − √(1−β²)) / (1 + √(1−β²)), β the second largest modulus of W's eigenvalues. R rounds contract disagreement
-    about as (1 − √(1−β))^R instead of β^R; the mean is preserved.
+    η = (1 − √(1−β²)) / (1 + √(1−β²)), β the second largest modulus of W's eigenvalues. The mean is preserved, and over
+    many rounds disagreement shrinks by about √η a round instead of β. Over few rounds it may grow: whether R are enough is
+    checked on W's own eigenvalues.
 
     Args:
         topology: a graph of period 1 with symmetric W.
@@ -158,7 +160,8 @@ def accelerated(topology: Topology, *, rounds: int, axis_name: mesh.AxisName = m
         The `Mixer`.
 
     Raises:
-        ValueError: if the graph varies in time or W is not symmetric; there the recursion stalls or diverges.
+        ValueError: if the graph varies in time or W is not symmetric, where the recursion stalls or diverges, or if R plain
+            rounds contract at least as well on this graph.
 
     Reference:
         Liu and Morse 2011, "Accelerated linear iterations for distributed averaging".
@@ -169,9 +172,17 @@ def accelerated(topology: Topology, *, rounds: int, axis_name: mesh.AxisName = m
         raise ValueError(f"accelerated gossip needs a static symmetric graph, but topology {topology.name!r} {kind}; "
                          "use 'ring', 'torus' or 'hypercube', or plain rounds")
     W_NxN = topology.matrix(0)
-    beta = np.abs(np.linalg.eigvalsh(W_NxN - np.full_like(W_NxN, 1 / topology.num_workers))).max()
-    root = math.sqrt(1 - min(beta, 1.0) ** 2)
+    # Eigenvalues of disagreement: of W without that of the mean.
+    eigenvalues = np.linalg.eigvalsh(W_NxN - np.full_like(W_NxN, 1 / topology.num_workers))
+    beta = min(np.abs(eigenvalues).max(), 1.0)
+    root = math.sqrt(1 - beta**2)
     eta = (1 - root) / (1 + root)
+    before = now = np.ones_like(eigenvalues)
+    for _ in range(rounds):
+        before, now = now, (1 + eta) * eigenvalues * now - eta * before
+    if np.abs(now).max() >= beta**rounds:
+        raise ValueError(f"accelerated gossip contracts by {np.abs(now).max():.3g} over rounds={rounds} on topology "
+                         f"{topology.name!r}, plain rounds by {beta**rounds:.3g}; use more rounds, or plain ones")
     plain = exact(topology, rounds=rounds, axis_name=axis_name, bucket_bytes=bucket_bytes)
 
     def exchange(params, state, phase):
@@ -179,10 +190,10 @@ def accelerated(topology: Topology, *, rounds: int, axis_name: mesh.AxisName = m
         layout = _layout(params, topology, bucket_bytes)
 
         def accelerate(x_P):
-            before = now = x_P
+            before = now = x_P.astype(jnp.promote_types(x_P.dtype, jnp.float32))
             for _ in range(rounds):
-                before, now = now, (1 + eta) * mix_round(now, topology.rounds[0], axis_name) - eta * before
-            return now
+                before, now = now, (1 + eta) * mix_round(now.astype(x_P.dtype), topology.rounds[0], axis_name) - eta * before
+            return now.astype(x_P.dtype)
 
         return layout.unpack([accelerate(x_P) for x_P in layout.pack(params)], like=params)
 
@@ -213,8 +224,8 @@ def every(mixer: Mixer, period: int) -> Mixer:
     def exchange(params, state, phase):
         return () if phase == LOCAL else mixer.exchange(params, state, phase)
 
-    def combine(params, received, state, phase):
-        return (params, state) if phase == LOCAL else mixer.combine(params, received, state, phase)
+    def combine(params, received, state, phase, step):
+        return (params, state) if phase == LOCAL else mixer.combine(params, received, state, phase, step)
 
     def phase(step):
         due = mixer.phase(step // period)
@@ -228,15 +239,8 @@ def every(mixer: Mixer, period: int) -> Mixer:
                           phases=range(LOCAL, mixer.phases.stop))
 
 
-class DampState(NamedTuple):
-    """State of `damp`."""
-
-    count: jax.Array  # int32 scalar, steps so far
-    inner: Any
-
-
 def damp(mixer: Mixer, strength: float | Callable[[jax.Array], jax.Array]) -> Mixer:
-    """Mixes with strength γ: x_i <- γ (Wx)_i + (1−γ) x_i. Outermost, so that a schedule counts every step.
+    """Mixes with strength γ: x_i <- γ (Wx)_i + (1−γ) x_i.
 
     Args:
         mixer: gives Wx.
@@ -254,15 +258,16 @@ def damp(mixer: Mixer, strength: float | Callable[[jax.Array], jax.Array]) -> Mi
         if strength == 1:
             return mixer
 
-    def combine(params, received, state, phase):
-        mixed, inner = mixer.combine(params, received, state.inner, phase)
-        gamma = strength(state.count) if callable(strength) else strength
-        damped = jax.tree.map(lambda x, y: (x + gamma * (y - x)).astype(x.dtype), params, mixed)
-        return damped, DampState(state.count + 1, inner)
+    def combine(params, received, state, phase, step):
+        mixed, state = mixer.combine(params, received, state, phase, step)
+        gamma = strength(step) if callable(strength) else strength
 
-    return mixer._replace(
-        init=lambda params: DampState(jnp.zeros((), jnp.int32), mixer.init(params)),
-        exchange=lambda params, state, phase: mixer.exchange(params, state.inner, phase), combine=combine)
+        def damped(x, y):
+            return (x + gamma * (y - x)).astype(x.dtype) if jnp.issubdtype(x.dtype, jnp.floating) else y
+
+        return jax.tree.map(damped, params, mixed), state
+
+    return mixer._replace(combine=combine)
 
 
 def check_exchange(workers: mesh.Workers, topology: Topology) -> None:

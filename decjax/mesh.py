@@ -212,7 +212,11 @@ class Workers:
 
     def fetch(self, tree: Any) -> Any:
         """Copies stacked or replicated arrays to NumPy in every process. A collective: call it everywhere or nowhere."""
-        return jax.tree.map(np.asarray, jax.jit(lambda tree: tree, out_shardings=self.replicated)(tree))
+        return jax.tree.map(np.asarray, self._replicate(tree))
+
+    @functools.cached_property
+    def _replicate(self) -> Callable:
+        return jax.jit(lambda tree: tree, out_shardings=self.replicated)  # Kept: a new one each time would compile anew.
 
 
 def make_workers(num_workers: int, *, local_size: int = 1, simulate: bool = False) -> Workers:

@@ -16,6 +16,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
+DTYPES = ("float32", "bfloat16")
+
 
 class Model(NamedTuple):
     """A trainable function, free of framework objects.
@@ -140,8 +142,14 @@ def decoder_lm(*, vocabulary: int, context: int, width: int, hidden: int, heads:
         The `Model`.
 
     Raises:
-        ValueError: if the width does not divide into heads of even size.
+        ValueError: if a size is not positive, the width does not divide into heads of even size, or the dtype is another.
     """
+    sizes = dict(vocabulary=vocabulary, context=context, width=width, hidden=hidden, heads=heads, depth=depth)
+    for name, size in sizes.items():
+        if size < 1:
+            raise ValueError(f"model {name}={size}: must be at least 1")
+    if dtype not in DTYPES:
+        raise ValueError(f"model dtype={dtype!r} is unknown; use one of {', '.join(DTYPES)}")
     if width % (2 * heads):
         raise ValueError(
             f"model width={width} with heads={heads}: heads must have an even size; use a width divisible by {2 * heads}")

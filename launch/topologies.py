@@ -10,13 +10,13 @@ Topologies that do not exist for the number of workers follow with the reason.
 """
 
 import collections
-import sys
 
 import numpy as np
-from absl import app, flags
+from absl import flags
 from rich import box, console, markup, table
 
 from decjax import topology as tp
+from launch import command
 
 FLAGS = flags.FLAGS
 
@@ -184,31 +184,19 @@ def plot(topologies: list[tp.Topology], path: str) -> None:
 
 
 def main(argv):
-    try:
-        if len(argv) > 1:
-            raise ValueError(f"unexpected argument {argv[1]!r}; options start with --")
-        chosen = {name: holder.value for name, holder in _OPTIONS.items() if holder.value is not None}
-        if "shape" in chosen:
-            chosen["shape"] = tuple(int(side) if side.strip().isdigit() else side for side in chosen["shape"])
-        topologies, refused = build(FLAGS.workers, chosen)
-        terminal = console.Console()
-        for part in report(topologies, refused, FLAGS.workers):
-            terminal.print(part)
-        if FLAGS.plot:
-            plot(topologies, FLAGS.out)
-            terminal.print(f"wrote {FLAGS.out}", highlight=False)
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-
-
-def _parse_flags(argv):
-    try:
-        return FLAGS(argv)
-    except flags.Error as error:
-        print(f"error: {' '.join(str(error).split())}; see --help", file=sys.stderr)
-        sys.exit(2)
+    if argv:
+        command.fail(f"unexpected argument {argv[0]!r}; options start with --")
+    chosen = {name: holder.value for name, holder in _OPTIONS.items() if holder.value is not None}
+    if "shape" in chosen:
+        chosen["shape"] = tuple(int(side) if side.strip().isdigit() else side for side in chosen["shape"])
+    topologies, refused = build(FLAGS.workers, chosen)
+    terminal = console.Console()
+    for part in report(topologies, refused, FLAGS.workers):
+        terminal.print(part)
+    if FLAGS.plot:
+        plot(topologies, FLAGS.out)
+        terminal.print(f"wrote {FLAGS.out}", highlight=False)
 
 
 if __name__ == "__main__":
-    app.run(main, flags_parser=_parse_flags)
+    command.run(main, errors=(ValueError, OSError))

@@ -4,6 +4,7 @@ import os
 import shlex
 import sys
 import traceback
+from typing import NoReturn
 
 from absl import flags
 import jax
@@ -18,7 +19,7 @@ _WORKDIR = flags.DEFINE_string("workdir", None, "Directory of the run: config, m
 _RESUME_FROM = flags.DEFINE_string(
     "resume_from", None, "Start from the newest checkpoint of another run, with any number of workers.")
 _COORDINATOR = flags.DEFINE_string(
-    "coordinator", None, "HOST:PORT of process 0, or 'auto' to ask Slurm, Open MPI or Kubernetes; none: one process.")
+    "coordinator", None, "HOST:PORT of process 0, or 'auto' to ask the cluster (Kubernetes); under srun and mpirun nothing is needed.")
 _NUM_PROCESSES = flags.DEFINE_integer("num_processes", None, "Number of processes, with --coordinator=HOST:PORT.")
 _PROCESS_INDEX = flags.DEFINE_integer("process_index", None, "Index of this process, with --coordinator=HOST:PORT.")
 flags.mark_flags_as_required(["config", "workdir"])
@@ -27,21 +28,22 @@ LOST_CONTACT = 3
 HEARTBEAT_TIMEOUT_S = 30
 
 
+def started_tasks() -> int:
+    """Processes that Slurm's `srun` or Open MPI's `mpirun` started with this one; 1 without them."""
+    return int(os.environ.get("SLURM_STEP_NUM_TASKS") or os.environ.get("OMPI_COMM_WORLD_SIZE") or 1)
+
+
 def set_up_devices(config) -> None:
     """Joins the other processes, and forces one CPU device per worker; both must precede the first use of a device."""
-    processes = _NUM_PROCESSES.value or 1
-    if _COORDINATOR.value:
-        if _COORDINATOR.value == "auto":
-            jax.distributed.initialize(heartbeat_timeout_seconds=HEARTBEAT_TIMEOUT_S)
-        else:
-            if _NUM_PROCESSES.value is None or _PROCESS_INDEX.value is None:
-                command.fail("--coordinator=HOST:PORT needs --num_processes and --process_index")
-            jax.distributed.initialize(
-                _COORDINATOR.value, processes, _PROCESS_INDEX.value, cluster_detection_method="deactivate",
-                heartbeat_timeout_seconds=HEARTBEAT_TIMEOUT_S)
-        workers = config.workers or processes
-    else:
-        workers = config.workers or train.SIMULATED_WORKERS
+    coordinator, processes = _COORDINATOR.value, _NUM_PROCESSES.value or started_tasks()
+    if coordinator and coordinator != "auto":
+        if _NUM_PROCESSES.value is None or _PROCESS_INDEX.value is None:
+            command.fail("--coordinator=HOST:PORT needs --num_processes and --process_index")
+        jax.distributed.initialize(coordinator, processes, _PROCESS_INDEX.value, cluster_detection_method="deactivate",
+                                   heartbeat_timeout_seconds=HEARTBEAT_TIMEOUT_S)
+    elif coordinator == "auto" or processes > 1:
+        jax.distributed.initialize(heartbeat_timeout_seconds=HEARTBEAT_TIMEOUT_S)
+    workers = config.workers or (processes if processes > 1 else train.SIMULATED_WORKERS)
     if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
         jax.config.update("jax_num_cpu_devices", 1 if config.simulate else max(1, workers // processes))
 
@@ -49,12 +51,12 @@ def set_up_devices(config) -> None:
 def main(argv: list[str]) -> int:
     if argv:
         command.fail(f"unexpected argument {argv[0]!r}; options start with --")
-    set_up_devices(_CONFIG.value)
     try:
+        set_up_devices(_CONFIG.value)
         run = train.Run(train.build(_CONFIG.value), _WORKDIR.value, _RESUME_FROM.value)
         outcome = run.train()
-    except Exception as error:
-        if jax.process_count() == 1:
+    except (Exception, KeyboardInterrupt) as error:
+        if not jax.distributed.is_initialized():
             raise
         leave(error)
     if jax.process_index() == 0:
@@ -62,12 +64,12 @@ def main(argv: list[str]) -> int:
     return 128 + outcome.signal if outcome.signal else 0
 
 
-def leave(error: Exception) -> None:
+def leave(error: BaseException) -> NoReturn:
     """Ends one process of several at once: an orderly exit would wait for the others, which wait for this one."""
     if isinstance(error, train.TrainingError):
         message, code = f"error: {' '.join(str(error).split())}", command.USER_ERROR
     elif isinstance(error, jax.errors.JaxRuntimeError):
-        message, code = (f"error: process {jax.process_index()} lost contact with another process "
+        message, code = (f"error: process {jax.process_index()} lost contact with another, whose own output says why "
                          f"({str(error).splitlines()[0][:160]}); run the same command to continue from the last checkpoint",
                          LOST_CONTACT)
     else:
@@ -78,6 +80,8 @@ def leave(error: Exception) -> None:
 
 def report(outcome: train.Outcome) -> None:
     """Prints how the run ended."""
+    if outcome.summary and outcome.sample is None:
+        print(f"the run in {_WORKDIR.value} is finished already, after {outcome.step} steps; another --workdir starts a new run")
     if outcome.signal:
         print(f"interrupted by {outcome.signal.name}; saved step {outcome.step} in {_WORKDIR.value}")
         if command.LAUNCHER not in os.environ:  # Otherwise the launcher knows the command that continues.
@@ -89,7 +93,8 @@ def report(outcome: train.Outcome) -> None:
           f"(a bigram model's limit: {summary['corpus_order1_entropy']:.2f}); "
           f"single workers {summary['local_eval_loss_min']:.4f} to {summary['local_eval_loss_max']:.4f}; "
           f"{summary['bytes_per_step_per_worker'] / 1e6:.2f} MB sent per worker and step")
-    print(f"--- text by the averaged model, after 32 bytes of validation text ---\n{outcome.sample}\n---")
+    if outcome.sample is not None:
+        print(f"--- text by the averaged model, after 32 bytes of validation text ---\n{outcome.sample}\n---")
 
 
 if __name__ == "__main__":

@@ -89,6 +89,13 @@ def test_folder_without_validation_file_gives_its_tail(tmp_path):
     assert train + valid == b"".join(files.values()) and set(valid) == set(b"c")
 
 
+def test_validation_takes_more_of_a_short_text(tmp_path):
+    (tmp_path / "text").write_bytes(b"x" * 100)
+    assert [len(part) for part in text_of(data.load_corpus(str(tmp_path / "text"), min_bytes=33))] == [67, 33]
+    with pytest.raises(ValueError, match="100 bytes.* at least 51 each; use more text or a shorter context"):
+        data.load_corpus(str(tmp_path / "text"), min_bytes=51)
+
+
 @pytest.mark.parametrize("files, path", [
     ({}, "absent"), ({"empty": b""}, "empty"), ({"empty": b""}, "."), ({"binary": b"a\0b"}, "binary"), ({}, "."),
     ({".hidden": b"text"}, "."), ({}, "~no_such_user/text"), ({}, "a" * 5000)], ids=lambda value: str(value)[:20])

@@ -44,7 +44,7 @@ def run(mode, mixer, tree, phases, local_size=1):
     w = workers(mode, local_size)
 
     def each(params):
-        return [gossip.mix(mixer, params, mixer.init(params), phase)[0] for phase in phases]
+        return [gossip.mix(mixer, params, mixer.init(params), phase, 0)[0] for phase in phases]
 
     return w.fetch(jax.jit(w.map(each, in_axes=(0,)))(tree))
 
@@ -111,6 +111,12 @@ def test_accelerated_gossip_refuses_where_it_would_stall(name):
         gossip.accelerated(topology_lib.make(name, N), rounds=3)
 
 
+@pytest.mark.parametrize("name, n", [("torus", 64), ("hypercube", 64)])
+def test_accelerated_gossip_refuses_too_few_rounds(name, n):
+    with pytest.raises(ValueError, match="more rounds"):
+        gossip.accelerated(topology_lib.make(name, n), rounds=1)
+
+
 def test_every_and_damp():
     topology = topology_lib.make("one_peer_ring", N)
     tree = stacked_tree()
@@ -131,8 +137,8 @@ def test_damp_follows_a_schedule():
 
     def three(params):
         state = mixer.init(params)
-        for _ in range(3):
-            params, state = gossip.mix(mixer, params, state, 0)
+        for step in range(3):
+            params, state = gossip.mix(mixer, params, state, 0, step)
         return params
 
     w = workers("devices")

@@ -14,6 +14,15 @@ V, T, D, F, H, DEPTH, B = 256, 6, 8, 12, 2, 2, 3
 K = D // H
 
 
+@pytest.fixture(scope="module", autouse=True)
+def quick_compilation():
+    """Code generation at its quickest: these programs run for milliseconds."""
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
+
+
 @functools.cache
 def make(dtype="float32"):
     return models.decoder_lm(vocabulary=V, context=T, width=D, hidden=F, heads=H, depth=DEPTH, dtype=dtype)
@@ -195,6 +204,14 @@ def test_model_is_a_dense_pre_norm_transformer():
 def test_width_must_divide_into_heads_of_even_size(width, heads):
     with pytest.raises(ValueError, match=f"width={width} with heads={heads}: .* divisible by {2 * heads}"):
         models.decoder_lm(vocabulary=V, context=T, width=width, hidden=F, heads=heads, depth=1)
+
+
+@pytest.mark.parametrize("bad, message", [
+    (dict(depth=0), "depth=0: must be at least 1"), (dict(heads=0), "heads=0: must be at least 1"),
+    (dict(context=-1), "context=-1: must be at least 1"), (dict(dtype="float99"), "'float99' .* float32, bfloat16")])
+def test_impossible_models_are_refused(bad, message):
+    with pytest.raises(ValueError, match=message):
+        models.decoder_lm(**dict(vocabulary=V, context=T, width=D, hidden=F, heads=H, depth=1) | bad)
 
 
 # -- Sampling ---------------------------------------------------------------------------------------------------------

@@ -77,8 +77,8 @@ def decentralize(inner: optax.GradientTransformation, mixer: gossip.Mixer,
 
     def mix(params, state, phase):
         if phase is not None:
-            return gossip.mix(mixer, params, state.mixer, phase)
-        branches = [lambda params, own, phase=phase: gossip.mix(mixer, params, own, phase) for phase in mixer.phases]
+            return gossip.mix(mixer, params, state.mixer, phase, state.count)
+        branches = [lambda params, own, phase=phase: gossip.mix(mixer, params, own, phase, state.count) for phase in mixer.phases]
         if len(branches) == 1:
             return branches[0](params, state.mixer)
         return jax.lax.switch(mixer.phase(state.count) - mixer.phases.start, branches, params, state.mixer)

@@ -67,7 +67,7 @@ def make(name: str, num_workers: int, **chosen) -> schedule.Topology:
     """Builds a topology of the catalogue.
 
     Args:
-      name: one of `names()`.
+      name: one of `names()`, or "from_matrices" with the option `matrices` (see `from_matrices`).
       num_workers: N >= 1; with one worker every name gives the identity.
       **chosen: options of that topology, see `options(name)`. 'hierarchical' and 'matcha' also take the
         options of the graph they are built from.
@@ -82,6 +82,8 @@ def make(name: str, num_workers: int, **chosen) -> schedule.Topology:
       >>> make("hierarchical", 16, local=4, outer="ring").matrix(0).shape
       (16, 16)
     """
+    if name == "from_matrices":
+        return _given(num_workers, **chosen)
     accepted = _accepted_options(name, chosen)
     for option in chosen:
         if option not in accepted:
@@ -91,6 +93,15 @@ def make(name: str, num_workers: int, **chosen) -> schedule.Topology:
     if num_workers == 1:
         return schedule.Topology(name, 1, (schedule.Round((1.0,)),))
     return schedule.Topology(name, num_workers, tuple(_BUILDERS[name](num_workers, **chosen)))
+
+
+def _given(num_workers: int, matrices=None, **others) -> schedule.Topology:
+    if matrices is None or others:
+        raise ValueError(f"topology 'from_matrices' needs the option matrices=[W, ...] and no other, got {sorted(others)}")
+    topology = schedule.from_matrices(matrices)
+    if topology.num_workers != num_workers:
+        raise ValueError(f"topology 'from_matrices': the matrices are for {topology.num_workers} workers, not {num_workers}")
+    return topology
 
 
 def _accepted_options(name: str, chosen: dict[str, object]) -> dict[str, object]:

@@ -2,6 +2,8 @@
 
 import ast
 from collections.abc import Callable
+import copy
+import functools
 import json
 from typing import Any, NamedTuple
 
@@ -22,6 +24,9 @@ from decjax.train.state import Method
 
 SIMULATED_WORKERS = 8  # on a lone accelerator, and forced CPU devices without one
 METHODS = ("decentralized", "allreduce", "local")
+MINIMA = {"steps": 1, "log_every": 1, "consensus_every": 0, "sample_bytes": 1, "eval.every": 1, "eval.batch_size": 1,
+          "eval.num_windows": 0, "checkpoint.every": 1, "checkpoint.keep": 1, "model.vocabulary": 256,
+          "optimizer.clip_norm": 0, "mixing.strength_power": 0}
 
 
 class Setup(NamedTuple):
@@ -33,13 +38,14 @@ class Setup(NamedTuple):
     method: Method
     schedule: optax.Schedule
     model: models.Model
+    gradients: Callable  # the gradient source, (params, tokens_BxT1, key) -> (loss, grads)
     corpus: data.Corpus
     batch: Callable[[int, int], np.ndarray]  # (worker, step) -> tokens_BxT1
 
 
 def resolve(config: ml_collections.ConfigDict) -> ml_collections.ConfigDict:
     """Fills in `workers=0`: one worker per device, or 8 simulated ones on a lone accelerator."""
-    config = config.copy_and_resolve_references() if config.workers else ml_collections.ConfigDict(config)
+    config = copy.deepcopy(config)  # References included, so that fields which follow `workers` still do.
     if not config.workers:
         lone = jax.device_count() == 1 and jax.process_count() == 1 and jax.default_backend() != "cpu"
         config.simulate = config.simulate or lone
@@ -65,15 +71,15 @@ def build(config: ml_collections.ConfigDict) -> Setup:
         _check_sizes(config)
         schedule = make_schedule(config.optimizer, config.steps)
         method, topology = make_method(config, workers, schedule)
-        corpus = data.load_corpus(config.data.path)
         model = models.decoder_lm(**config.model)
+        corpus = data.load_corpus(config.data.path, min_bytes=model.context + 1)
         batch = data.batches(
             corpus.train, context=model.context, batch_size=config.batch_size // config.workers,
             num_workers=config.workers, seed=config.seed, partition=config.data.partition)
-        data.Windows(corpus.valid, model.context)  # Raises if validation text is too short.
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    return Setup(config, workers, topology, method, schedule, model, corpus, batch)
+    gradients = jax.value_and_grad(lambda params, tokens_BxT1, key: model.nll(params, tokens_BxT1, key).mean())
+    return Setup(config, workers, topology, method, schedule, model, gradients, corpus, batch)
 
 
 def _check_sizes(config: ml_collections.ConfigDict) -> None:
@@ -81,12 +87,14 @@ def _check_sizes(config: ml_collections.ConfigDict) -> None:
     if batch_size < 1 or batch_size % n:
         raise ValueError(f"batch_size={batch_size} is not divisible by workers={n}; "
                          f"use {max(1, batch_size // n) * n} or {(batch_size // n + 1) * n}")
-    for name in ("steps", "log_every", "eval.every", "eval.batch_size", "checkpoint.every", "checkpoint.keep"):
-        value = config
-        for part in name.split("."):
-            value = value[part]
-        if value < 1:
-            raise ValueError(f"{name}={value}: must be at least 1")
+    for name, least in MINIMA.items():
+        value = functools.reduce(lambda node, part: node[part], name.split("."), config)
+        if value < least:
+            raise ValueError(f"{name}={value}: must be at least {least}")
+    if not 0 <= config.mixing.strength <= 1:
+        raise ValueError(f"mixing.strength={config.mixing.strength} must lie in [0, 1]; 1 is full mixing")
+    if not config.optimizer.learning_rate > 0:
+        raise ValueError(f"optimizer.learning_rate={config.optimizer.learning_rate} must be positive")
 
 
 def make_schedule(config: ml_collections.ConfigDict, steps: int) -> optax.Schedule:

@@ -3,17 +3,19 @@
 A work directory belongs to one config: `config.json` is written first and compared on every later start.
 """
 
+import fcntl
 import json
 import pathlib
-from typing import Any
+from typing import Any, IO
 
 import jax
+from jax.experimental import multihost_utils
 import orbax.checkpoint as ocp
 
 from decjax.train.errors import CheckpointError
 
 # What may change between a run and its continuation: none of it touches the trajectory.
-FREE_KEYS = ("eval", "checkpoint", "log_every")
+FREE_KEYS = ("eval.", "checkpoint.", "log_every", "sample_bytes")
 
 
 def _flat(config: dict, prefix: str = "") -> dict[str, Any]:
@@ -23,38 +25,62 @@ def _flat(config: dict, prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def claim(workdir: pathlib.Path, config: dict) -> None:
-    """Makes `workdir` the home of a run with this config, or checks that it already is.
+def claim(workdir: pathlib.Path, config: dict) -> IO | None:
+    """Makes `workdir` the home of a run with this config, or checks that it already is. A collective.
+
+    Process 0 looks and writes, the others wait for it. A lock keeps other runs out. A directory whose run saved nothing yet may be claimed with another config.
 
     Args:
         workdir: created if absent.
         config: the resolved config, plain JSON values.
 
+    Returns:
+        The lock, which ends when it is closed; None in processes other than the first.
+
     Raises:
-        CheckpointError: if the directory cannot be written, or belongs to a run with another config.
+        CheckpointError: if the directory cannot be written, is in use, or belongs to a run with another config.
     """
-    config = json.loads(json.dumps(config))
+    lock = _claim(workdir, json.loads(json.dumps(config))) if jax.process_index() == 0 else None
+    if jax.process_count() > 1:
+        multihost_utils.sync_global_devices("decjax-claim")
+    return lock
+
+
+def _claim(workdir: pathlib.Path, config: dict) -> IO:
     path = workdir / "config.json"
-    if path.exists():
+    saved = has_checkpoints(workdir)
+    if saved and not path.exists():
+        raise CheckpointError(f"{workdir} holds checkpoints but no config.json: not a run of decjax; choose another --workdir")
+    if saved:
         try:
-            before = _flat(json.loads(path.read_text()))
+            before, now = _flat(json.loads(path.read_text())), _flat(config)
         except (OSError, ValueError) as error:
             raise CheckpointError(f"{path} cannot be read ({error}); repair it, or choose another --workdir") from error
-        now = _flat(config)
         differing = [f"{key}: {before.get(key)!r} there, {now.get(key)!r} here" for key in sorted(before.keys() | now.keys())
                      if before.get(key) != now.get(key) and not key.startswith(FREE_KEYS)]
         if differing:
             raise CheckpointError(f"{workdir} holds a run with another config ({'; '.join(differing)}); choose another "
                                   f"--workdir, and --resume_from={workdir} to start from its parameters")
-    elif workdir.is_dir() and (workdir / "checkpoints").exists():
-        raise CheckpointError(f"{workdir} holds checkpoints but no config.json: not a run of decjax; choose another --workdir")
-    if jax.process_index() == 0:
-        try:
-            workdir.mkdir(parents=True, exist_ok=True)
-            path.write_text(json.dumps(config, indent=2) + "\n")
-        except OSError as error:
-            raise CheckpointError(f"workdir {str(workdir)!r} cannot be written ({error.strerror}); "
-                                  "choose a --workdir that you own") from error
+    try:
+        workdir.mkdir(parents=True, exist_ok=True)
+        lock = (workdir / ".lock").open("w")
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        temporary = path.with_suffix(".tmp")
+        temporary.write_text(json.dumps(config, indent=2) + "\n")
+        temporary.replace(path)
+        return lock
+    except BlockingIOError as error:
+        raise CheckpointError(f"workdir {str(workdir)!r} is in use by a run that is still going; "
+                              "wait for it, or choose another --workdir") from error
+    except OSError as error:
+        raise CheckpointError(f"workdir {str(workdir)!r} cannot be written ({error.strerror}); "
+                              "choose a --workdir that you own") from error
+
+
+def has_checkpoints(workdir: pathlib.Path) -> bool:
+    """Whether anything was saved below `workdir`."""
+    folder = workdir / "checkpoints"
+    return folder.is_dir() and any(child.name.isdigit() for child in folder.iterdir())
 
 
 class Checkpoints:
@@ -97,9 +123,9 @@ class Checkpoints:
                 counters=ocp.args.JsonRestore()))
             return restored["state"], restored["counters"]
         except Exception as error:  # Orbax and TensorStore raise many kinds for a damaged file; each means the same here.
-            reason = str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
+            reason = " ".join(str(error).split())[:200] or type(error).__name__
             others = [other for other in self._manager.all_steps() if other < step]
-            way_out = f"delete it to continue from step {max(others)}" if others else "start again in another --workdir"
+            way_out = f"move it away to continue from step {max(others)}" if others else "start again in another --workdir"
             raise CheckpointError(f"checkpoint {self._directory / str(step)} cannot be restored, it is damaged or of another "
                                   f"model, optimizer or method ({reason}); {way_out}") from error
 

@@ -15,6 +15,7 @@ import numpy as np
 from decjax import data
 from decjax import gossip
 from decjax import models
+from decjax import reduce
 from decjax.train import assemble
 from decjax.train import checkpoint
 from decjax.train import evaluate as evaluate_lib
@@ -23,6 +24,7 @@ from decjax.train import state as state_lib
 from decjax.train import wire
 from decjax.train.errors import CheckpointError
 from decjax.train.errors import Diverged
+from decjax.train.errors import TrainingError
 
 
 class Outcome(NamedTuple):
@@ -67,65 +69,78 @@ class Run:
         self.config = setup.config
         self.workers = setup.workers
         self.workdir = pathlib.Path(workdir)
-        checkpoint.claim(self.workdir, self.config.to_dict())
+        source = None
+        if resume_from is not None and not checkpoint.has_checkpoints(self.workdir):
+            source = self._open(pathlib.Path(resume_from))  # Complains before anything is written.
+        self._lock = checkpoint.claim(self.workdir, self.config.to_dict())
         self.checkpoints = checkpoint.Checkpoints(self.workdir, keep=self.config.checkpoint.keep)
         self.first = jax.process_index() == 0
-        self.counters = {"time_s": 0.0, "bytes_sent_per_worker": 0.0}
+        # `first_step` is where this run's time and bytes begin to count.
+        self.counters = {"time_s": 0.0, "bytes_sent_per_worker": 0.0, "first_step": 0, "corpus": setup.corpus.fingerprint}
         self.note = ""
-        self.start, self.state = self._restore(resume_from)
+        self.start, self.state = self._restore(source)
         if setup.topology:
-            gossip.check_exchange(setup.workers, setup.topology)
-        self._program = state_lib.make_step(
-            lambda params, tokens, key: setup.model.nll(params, tokens, key).mean(), setup.method, self.workers,
-            self.config.seed)
+            try:
+                gossip.check_exchange(setup.workers, setup.topology)
+            except RuntimeError as error:
+                raise TrainingError(str(error)) from error
+        self._program = state_lib.make_step(setup.gradients, setup.method, self.workers, self.config.seed)
         self._distance = jax.jit(state_lib.consensus_distance, out_shardings=self.workers.replicated)
         self._saved = self.start if self.checkpoints.latest() == self.start else None
 
     # -- Beginning ----------------------------------------------------------------------------------------------------
 
-    def _initial(self) -> state_lib.State:
-        return state_lib.init(self.setup.model.init, self.setup.method.tx, self.workers, self.config.seed)
+    def _parts(self):
+        return self.setup.model.init, self.setup.method.tx, self.workers, self.config.seed
 
-    def _restore(self, resume_from) -> tuple[int, state_lib.State]:
-        fresh = self._initial()
+    def _restore(self, source) -> tuple[int, state_lib.State]:
         if (step := self.checkpoints.latest()) is not None:
-            state, self.counters = self.checkpoints.restore(step, like=fresh)
+            state, counters = self.checkpoints.restore(step, like=state_lib.abstract(*self._parts()))
+            if counters["corpus"] != self.counters["corpus"]:
+                raise CheckpointError(f"the text has changed since step {step} ({counters['corpus']} then, "
+                                      f"{self.counters['corpus']} now); restore it, or start in another --workdir")
+            self.counters = counters
             self.note = f"continuing from step {step}"
             return step, state
-        if resume_from is None:
-            return 0, fresh
-        return self._restore_resized(pathlib.Path(resume_from), fresh)
+        if source is None:
+            return 0, state_lib.init(*self._parts())
+        return self._restore_resized(*source)
 
-    def _restore_resized(self, source: pathlib.Path, fresh: state_lib.State) -> tuple[int, state_lib.State]:
-        checkpoints = checkpoint.Checkpoints(source, read_only=True)
+    def _open(self, folder: pathlib.Path) -> tuple[pathlib.Path, checkpoint.Checkpoints, int, int]:
+        """The run to start from: its folder, checkpoints, newest step and number of workers."""
+        checkpoints = checkpoint.Checkpoints(folder, read_only=True)
         step = checkpoints.latest()
         try:
-            n = json.loads((source / "config.json").read_text())["workers"]
+            n = json.loads((folder / "config.json").read_text())["workers"]
         except (OSError, ValueError, KeyError) as error:
-            raise CheckpointError(f"{source / 'config.json'} cannot be read: not a run of decjax") from error
+            raise CheckpointError(f"{folder / 'config.json'} cannot be read: not a run of decjax") from error
         if step is None or step >= self.config.steps:
-            raise CheckpointError(f"{source} has " + ("no complete checkpoint" if step is None else
+            raise CheckpointError(f"{folder} has " + ("no complete checkpoint; choose another --resume_from" if step is None else
                                   f"done {step} of steps={self.config.steps}; set more steps to go on from there"))
+        return folder, checkpoints, step, n
+
+    def _restore_resized(self, folder, checkpoints, step: int, n: int) -> tuple[int, state_lib.State]:
         like = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct((n, *x.shape[1:]), x.dtype, sharding=self.workers.replicated), fresh)
+            lambda x: jax.ShapeDtypeStruct((n, *x.shape[1:]), x.dtype, sharding=self.workers.replicated),
+            state_lib.abstract(*self._parts()))
         state, _ = checkpoints.restore(step, like)
-        state = state_lib.resize(self.workers.fetch(state), self.workers.fetch(fresh), self.workers.num_workers)
-        self.note = (f"starting from step {step} of {source}; {n} replicas became {self.workers.num_workers}"
-                     + ("" if n == self.workers.num_workers else ", mixer and reducer state reset"))
+        fresh = self.workers.fetch(state_lib.init(*self._parts()))
+        state = state_lib.resize(self.workers.fetch(state), fresh, self.workers.num_workers)
+        self.counters["first_step"] = step
+        self.note = (f"starting from step {step} of {folder}; {n} replicas became {self.workers.num_workers}, "
+                     "mixer and reducer state begin afresh")
         return step, jax.tree.map(lambda x: self.workers.build(x.__getitem__), state)
 
     # -- Measuring ----------------------------------------------------------------------------------------------------
 
     def _flush(self, losses: collections.deque) -> np.ndarray:
         """Mean loss of each worker over the pending (step, loss_N); raises `Diverged` on the first that is not finite."""
-        total = 0.0
-        for step, loss_N in losses:
-            loss_N = self.workers.fetch(loss_N)
+        fetched = [(step, self.workers.fetch(loss_N)) for step, loss_N in losses]
+        for step, loss_N in fetched:
             if not np.isfinite(loss_N).all():
                 self._diverged(f"loss is {loss_N[~np.isfinite(loss_N)][0]} on worker "
                                f"{np.flatnonzero(~np.isfinite(loss_N))[0]} in step {step}")
-            total = total + loss_N
-        return total / len(losses)
+        return np.mean([loss_N for _, loss_N in fetched], axis=0)
 
     def _diverged(self, what: str) -> None:
         kept = f"the last good checkpoint is of step {self._saved}" if self._saved is not None else "no checkpoint was saved yet"
@@ -138,14 +153,13 @@ class Run:
             self._diverged(f"parameters are no longer finite after step {step}")
         return distance
 
-    def _evaluation_row(self, evaluate, step: int, time_s: float) -> dict[str, Any]:
-        result = evaluate(self.state.params)
+    def _evaluation_row(self, result: evaluate_lib.Evaluation, step: int, time_s: float) -> dict[str, Any]:
         if not np.isfinite(result.averaged):
             self._diverged(f"validation loss of the averaged model is {result.averaged} after step {step}")
         return {"step": step, "time_s": time_s, "kind": "eval", "loss": result.averaged,
                 "loss_min": float(result.local_N.min()), "loss_max": float(result.local_N.max()),
                 "consensus_distance": self._finite_distance(step),
-                "tokens_per_s": self._tokens(step) / time_s, "bytes_sent_per_worker": self.counters["bytes_sent_per_worker"]}
+                "tokens_per_s": self._tokens(step - self.counters["first_step"]) / time_s, "bytes_sent_per_worker": self.counters["bytes_sent_per_worker"]}
 
     def _tokens(self, steps: int) -> int:
         return steps * self.config.batch_size * self.setup.model.context
@@ -167,18 +181,28 @@ class Run:
         Raises:
             Diverged: if a loss or the parameters are not finite; the last good checkpoint stays.
         """
+        if self.start == self.config.steps and (self.workdir / "summary.json").exists():
+            self._close()
+            return Outcome(self.start, None, json.loads((self.workdir / "summary.json").read_text()), None)
         recorder = metrics.Recorder(self.workdir, self.start) if self.first else None
-        display = metrics.Display(self.start, self.config.steps) if self.first else metrics.Silent()
+        display = (metrics.Display(self.start, self.counters["first_step"], self.config.steps) if self.first
+                   else metrics.Silent())
         try:
-            with _signals() as caught, display:
-                stopped_at = self._steps(recorder, display, caught)
-            if stopped_at is not None:
-                return Outcome(stopped_at, caught[0] if caught else signal.SIGTERM, None, None)
-            return self._finish(recorder)
+            with _signals() as caught:
+                with display:
+                    stopped_at = self._steps(recorder, display, caught)
+                if stopped_at is not None:
+                    return Outcome(stopped_at, caught[0] if caught else signal.SIGTERM, None, None)
+                return self._finish(recorder, display)  # A matter of seconds: a signal does not stop it.
         finally:
             if recorder:
                 recorder.close()
-            self.checkpoints.close()
+            self._close()
+
+    def _close(self) -> None:
+        self.checkpoints.close()
+        if self._lock:
+            self._lock.close()
 
     def _steps(self, recorder, display, caught) -> int | None:
         """Takes all steps that are left; returns the step at which a signal stopped it, or None."""
@@ -206,8 +230,10 @@ class Run:
             display.step(done)
 
             last, stop = done == config.steps, self._stop_requested(caught, done)
-            evaluates, saves = done % config.eval.every == 0 or last, done % config.checkpoint.every == 0 or last or stop
-            if done % config.log_every == 0 or evaluates or saves:
+            # The last step is evaluated on all windows, by `_finish`.
+            evaluates = done % config.eval.every == 0 and not last and not stop
+            saves = done % config.checkpoint.every == 0 or last or stop
+            if done % config.log_every == 0 or evaluates or saves or last:
                 local_N = self._flush(losses)
                 losses.clear()
                 now = time.monotonic()
@@ -218,8 +244,9 @@ class Run:
                        "bytes_sent_per_worker": self.counters["bytes_sent_per_worker"],
                        "learning_rate": float(self.setup.schedule(step))}
                 self._record(recorder, display, row)
-                if evaluates and not stop:
-                    self._record(recorder, display, self._evaluation_row(evaluate, done, time.monotonic() - begun))
+                if evaluates:
+                    row = self._evaluation_row(evaluate(self.state.params), done, time.monotonic() - begun)
+                    self._record(recorder, display, row)
                 self.counters["time_s"] = time.monotonic() - begun
                 if saves:
                     self.checkpoints.save(done, self.state, self.counters)
@@ -248,14 +275,17 @@ class Run:
             mean = state_lib.mean_over_workers(params)
             return jax.tree.map(lambda x, m: jax.numpy.broadcast_to(m.astype(x.dtype), x.shape), params, mean)
         compiled = jax.jit(average, out_shardings=self.workers.stacked, donate_argnums=0).lower(self.state.params).compile()
-        sent = float(wire.bytes_sent(compiled.as_text(), self.workers.num_workers).mean())
+        if self.workers.simulated:
+            sent_N = reduce.mean().num_bytes(state_lib.one_worker(self.state.params), self.workers.num_workers)
+        else:
+            sent_N = wire.bytes_sent(compiled.as_text(), self.workers.num_workers)
+        sent = float(sent_N.mean())
         return lambda params: (compiled(params), sent)
 
-    def _finish(self, recorder) -> Outcome:
+    def _finish(self, recorder, display) -> Outcome:
         config = self.config
         result = self._make_evaluate(0)(self.state.params)
-        if not np.isfinite(result.averaged):
-            self._diverged(f"validation loss of the averaged model is {result.averaged}")
+        self._record(recorder, display, self._evaluation_row(result, config.steps, self.counters["time_s"]))
         params = jax.jit(state_lib.mean_over_workers, out_shardings=self.workers.replicated)(self.state.params)
         params = jax.tree.map(lambda x: np.asarray(x.addressable_data(0)), params)
         summary = {
@@ -263,7 +293,7 @@ class Run:
             "local_eval_loss_min": float(result.local_N.min()), "local_eval_loss_max": float(result.local_N.max()),
             "num_params": sum(x.size for x in jax.tree.leaves(params)), "steps": config.steps,
             "time_s": self.counters["time_s"],
-            "bytes_per_step_per_worker": self.counters["bytes_sent_per_worker"] / config.steps,
+            "bytes_per_step_per_worker": self.counters["bytes_sent_per_worker"] / (config.steps - self.counters["first_step"]),
             "corpus_order1_entropy": data.order1_entropy(self.setup.corpus.train),
             "protocol": f"replicas replaced by their average every {config.consensus_every} steps"
                         if config.consensus_every else "averaged model, training undisturbed"}

@@ -26,13 +26,13 @@ class Recorder:
                 try:
                     if line.endswith("\n") and json.loads(line)["step"] <= start:
                         kept.append(line)
-                except ValueError:  # A line that a crash cut short.
+                except (ValueError, KeyError, TypeError):  # A line that a crash cut short.
                     continue
         temporary = path.with_suffix(".tmp")
         temporary.write_text("".join(kept))
         temporary.replace(path)
         self._file = path.open("a")
-        self._events = tensorboardX.SummaryWriter(str(workdir / "tensorboard"), purge_step=start + 1 if start else None)
+        self._events = tensorboardX.SummaryWriter(str(workdir / "tensorboard"), purge_step=start + 1)
 
     def write(self, row: dict[str, Any]) -> None:
         self._file.write(json.dumps(row) + "\n")
@@ -68,9 +68,9 @@ class Silent:
 class Display(Silent):
     """A live line on a terminal, plain lines elsewhere: step, loss, tokens/s, consensus distance, time left."""
 
-    def __init__(self, start: int, steps: int):
+    def __init__(self, start: int, first: int, steps: int):
         self._console = rich.console.Console(file=sys.stdout, highlight=False, soft_wrap=True)
-        self._start, self._steps = start, steps
+        self._first, self._steps = first, steps  # `first`: the step at which time began to count
         self._progress = rich.progress.Progress(
             rich.progress.TextColumn("step {task.completed}/{task.total}"),
             rich.progress.BarColumn(bar_width=None),
@@ -99,7 +99,7 @@ class Display(Silent):
                        f"consensus {row['consensus_distance']:.2e}")
             self._progress.update(self._task, numbers=numbers)
             if not self._console.is_terminal:
-                left = row["time_s"] / row["step"] * (self._steps - row["step"])
+                left = row["time_s"] / (row["step"] - self._first) * (self._steps - row["step"])
                 self.say(f"step {row['step']}/{self._steps}  {numbers}  {left:.0f} s left")
         else:
             self.say(f"step {row['step']}/{self._steps}  evaluation: averaged model {row['loss']:.4f} nats/token, "

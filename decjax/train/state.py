@@ -41,6 +41,12 @@ def init(model_init: Callable, tx: optax.GradientTransformation, workers: mesh.W
     return State(params, opt_state)
 
 
+def abstract(model_init: Callable, tx: optax.GradientTransformation, workers: mesh.Workers, seed: int) -> State:
+    """Shapes, dtypes and shardings of `init`'s result, without its arrays."""
+    shapes = jax.eval_shape(lambda: init(model_init, tx, workers, seed))
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=workers.stacked), shapes)
+
+
 class Program(NamedTuple):
     """A compiled step of one phase."""
 
@@ -48,24 +54,25 @@ class Program(NamedTuple):
     sent_N: np.ndarray  # bytes that each worker sends
 
 
-def make_step(loss: Callable, method: Method, workers: mesh.Workers, seed: int) -> Callable[..., Program]:
+def make_step(gradients: Callable, method: Method, workers: mesh.Workers, seed: int) -> Callable[..., Program]:
     """Joins a gradient source and a method into one fused executable per phase.
 
     Args:
-        loss: `loss(params, batch, key) -> scalar` of one worker; no collectives inside.
+        gradients: `gradients(params, batch, key) -> (loss, grads)` of one worker; no collectives inside.
         method: what happens to the gradient.
         workers: where the workers live.
         seed: keys are fold_in(fold_in(seed, worker), step).
 
     Returns:
         `program(phase, state, batch, step) -> Program`, compiled once per phase. The state is donated. Bytes are those of
-        the compiled collectives, or the declared ones where workers are simulated and nothing is sent.
+        the compiled collectives. They are the declared ones where workers are simulated and nothing is sent, and where the
+        phase is traced and the program holds all of them.
     """
     def worker_step(state, batch, step, phase):
         worker_key = jax.random.fold_in(jax.random.key(seed), mesh.worker_index(workers.axis_name))
-        value, grads = jax.value_and_grad(loss)(state.params, batch, jax.random.fold_in(worker_key, step))
+        loss, grads = gradients(state.params, batch, jax.random.fold_in(worker_key, step))
         updates, opt_state = method.tx.update(grads, state.opt_state, state.params, phase=phase)
-        return State(optax.apply_updates(state.params, updates), opt_state), value
+        return State(optax.apply_updates(state.params, updates), opt_state), loss
 
     compiled: dict[int | None, Program] = {}
 
@@ -73,7 +80,7 @@ def make_step(loss: Callable, method: Method, workers: mesh.Workers, seed: int) 
         if phase not in compiled:
             step_of_phase = workers.jit(functools.partial(worker_step, phase=phase), (0, 0, None), donate_argnums=(0,))
             executable = step_of_phase.lower(state, batch, step).compile()
-            if workers.simulated:
+            if workers.simulated or phase is None:
                 sent_N = method.num_bytes(one_worker(state.params), phase)
             else:
                 sent_N = wire.bytes_sent(executable.as_text(), workers.num_workers)

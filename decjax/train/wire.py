@@ -15,6 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 _KINDS = ("collective-permute", "all-reduce", "reduce-scatter", "all-gather", "all-to-all")
+_UNKNOWN = re.compile(r" (collective-broadcast|ragged-all-to-all)(?:-start)?\(")
 _OPERATION = re.compile(rf" = (?P<shape>.+?) (?P<kind>{'|'.join(_KINDS)})(?P<start>-start)?\(")
 _ARRAY = re.compile(r"(?P<dtype>pred|[a-z]+[0-9]+[a-z0-9]*)\[(?P<dims>[0-9,]*)\]")
 _PAIRS = re.compile(r"source_target_pairs=\{((?:\{\d+,\d+\},?)*)\}")
@@ -109,6 +110,8 @@ def collectives(hlo: str, num_workers: int) -> list[Collective]:
     """
     found = []
     for line in hlo.splitlines():
+        if unknown := _UNKNOWN.search(line):
+            raise ValueError(f"cannot count the bytes of {unknown[1]!r}: {line.strip()[:80]}")
         if not (match := _OPERATION.search(line)):
             continue
         kind = match["kind"]

@@ -37,8 +37,7 @@ class Stepper:
         config.batch_size = batch_size * (config.workers or train.SIMULATED_WORKERS)
         self.setup = setup = train.build(config)
         self.state = state_lib.init(setup.model.init, setup.method.tx, setup.workers, setup.config.seed)
-        self.program = state_lib.make_step(
-            lambda params, tokens, key: setup.model.nll(params, tokens, key).mean(), setup.method, setup.workers, 0)
+        self.program = state_lib.make_step(setup.gradients, setup.method, setup.workers, setup.config.seed)
         self.batch = setup.workers.build(lambda worker: setup.batch(worker, 0))
         self.count = 0
 

@@ -1,0 +1,222 @@
+"""launch/train.py as a user runs it: one line for every mistake, and signals from which a run continues bit for bit."""
+
+import concurrent.futures
+import json
+import os
+import pathlib
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+TINY = ["--config.model.depth=1", "--config.model.width=8", "--config.model.heads=1", "--config.model.hidden=8",
+        "--config.model.context=8", "--config.sample_bytes=4"]
+STEPS = 120
+LONG = [f"--config.steps={STEPS}", "--config.log_every=4", "--config.eval.every=40", "--config.checkpoint.every=40"]
+
+
+class Place:
+    """A folder with a text, and `launch.train` started in the repository's root."""
+
+    def __init__(self, folder):
+        self.folder = folder
+        self.text = folder / "text"
+        self.text.write_bytes(b"the quick brown fox jumps over the lazy dog. " * 400)
+        (folder / "empty").touch()
+        self.environment = {key: value for key, value in os.environ.items() if not key.startswith(("XLA_", "JAX_"))}
+        # Every program compiles once for all runs here.
+        self.environment |= {
+            "JAX_PLATFORMS": "cpu", "JAX_COMPILATION_CACHE_DIR": str(folder / "cache"),
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0", "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+            "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+
+    def command(self, *args, shorthand="smoke,workers=2", workdir="run"):
+        command = [sys.executable, "-m", "launch.train"]
+        if shorthand is not None:
+            command += [f"--config=configs/lm.py:{shorthand}", *TINY, f"--config.data.path={self.text}"]
+        return command + ([f"--workdir={self.folder / workdir}"] if workdir else []) + list(args)
+
+    def run(self, command, **environment):
+        return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False, timeout=300,
+                              env=self.environment | environment)
+
+    def interrupt(self, command, number):
+        """Runs until the first line with a loss, then sends a signal; returns the exit code and all lines of stdout."""
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT,
+                              env=self.environment) as process:
+            lines = []
+            for line in process.stdout:
+                lines.append(line.rstrip("\n"))
+                if " loss " in line and process.poll() is None and number:
+                    process.send_signal(number)
+                    number = None
+            stderr = process.stderr.read()
+        assert stderr == "", stderr
+        return process.returncode, lines
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    return Place(tmp_path_factory.mktemp("launch"))
+
+
+def one_error(result, code=2):
+    """The only line on stderr, without its prefix."""
+    assert result.returncode == code, result.stderr + result.stdout
+    lines = result.stderr.splitlines()
+    assert len(lines) == 1, result.stderr
+    assert lines[0].startswith("error: ")
+    return lines[0].removeprefix("error: ")
+
+
+# -- Bad input --------------------------------------------------------------------------------------------------------
+
+# name -> (arguments, shorthand, workdir, the value that is named, the fix)
+MISTAKES = {
+    "unknown topology": ([], "smoke,workers=2,topology=moebius", "a", "'moebius'", "one_peer_exponential"),
+    "graph of one worker": ([], "smoke,workers=1,topology=ring", "a", "'ring'.*got 1", "method 'local'"),
+    "hypercube of twelve": ([], "smoke,workers=12,topology=hypercube", "a", "'hypercube'.*12", "'base_k'"),
+    "indivisible batch": (["--config.batch_size=11"], "smoke,workers=2", "a", "batch_size=11.*workers=2", "use 10 or 12"),
+    "missing data": (["--config.data.path=/nowhere/text"], "smoke,workers=2", "a", "'/nowhere/text'", "give a text file"),
+    "empty data": (["--config.data.path={folder}/empty"], "smoke,workers=2", "a", "{folder}/empty", "give a non-empty"),
+    "odd heads": (["--config.model.heads=3"], "smoke,workers=2", "a", "width=8.*heads=3", "divisible by 6"),
+    "few devices": ([], "smoke,workers=6", "a", "workers=6.*4 devices", "workers=4 or simulate"),
+    "unknown key": ([], "smoke,speed=3", "a", "'speed'", "topology"),
+    "bad number": ([], "smoke,workers=many", "a", "'many'", "whole number"),
+    "unknown word": ([], "smoke,optimizer=adagrad", "a", "'adagrad'", "accum_adamw"),
+    "unknown field": (["--config.colour=red"], "smoke,workers=2", "a", "'colour'", "the config file lists"),
+    "no workdir": ([], "smoke,workers=2", None, "--workdir", "--help"),
+    "unwritable workdir": ([], "smoke,workers=2", "text/run", "text/run", "choose a --workdir"),
+}
+
+
+@pytest.fixture(scope="module")
+def mistakes(place):
+    """Runs all mistakes, two at a time."""
+    def run(name):
+        args, shorthand, workdir, _, _ = MISTAKES[name]
+        command = place.command(*(arg.format(folder=place.folder) for arg in args), shorthand=shorthand, workdir=workdir)
+        few = {"XLA_FLAGS": "--xla_force_host_platform_device_count=4"} if name == "few devices" else {}
+        return place.run(command, **few)
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        return dict(zip(MISTAKES, pool.map(run, MISTAKES)))
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_mistake_is_one_line_with_value_and_fix(place, mistakes, name):
+    *_, value, fix = MISTAKES[name]
+    message = one_error(mistakes[name])
+    assert re.search(value.format(folder=re.escape(str(place.folder))), message), message
+    assert fix in message, message
+    assert not (place.folder / "a").exists(), "a refused run leaves a work directory behind"
+
+
+# -- A run, and what can go wrong with its directory ------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def finished(place):
+    """An uninterrupted run."""
+    result = place.run(place.command(*LONG, workdir="finished"))
+    assert result.returncode == 0 and result.stderr == "", result.stderr
+    assert f"averaged model after {STEPS} steps" in result.stdout
+    return place.folder / "finished"
+
+
+def summary(workdir):
+    """What the run ended with, apart from time."""
+    return {key: value for key, value in json.loads((workdir / "summary.json").read_text()).items() if key != "time_s"}
+
+
+def evaluations(workdir):
+    rows = map(json.loads, (workdir / "metrics.jsonl").read_text().splitlines())
+    return {row["step"]: {key: value for key, value in row.items() if key not in ("time_s", "tokens_per_s")}
+            for row in rows if row["kind"] == "eval"}
+
+
+def test_signals_stop_a_run_that_then_continues_bit_for_bit(place, finished):
+    workdir = place.folder / "interrupted"
+    command = place.command(*LONG, workdir="interrupted")
+    stopped_at = 0
+    for number, code in ((signal.SIGTERM, 143), (signal.SIGINT, 130)):
+        returncode, lines = place.interrupt(command, number)
+        assert returncode == code
+        assert (f"continuing from step {stopped_at}" in lines) == bool(stopped_at)
+        told = [line for line in lines if line.startswith("interrupted by ")]
+        assert len(told) == 1 and number.name in told[0] and str(workdir) in told[0]
+        step = int(re.search(r"saved step (\d+)", told[0])[1])
+        assert stopped_at < step < STEPS and (workdir / "checkpoints" / str(step)).is_dir()
+        assert not (workdir / "summary.json").exists()
+        # The last line is the command that continues.
+        python, *arguments = shlex.split(lines[-1])
+        assert python == "python" and arguments == command[1:]
+        command, stopped_at = [sys.executable, *arguments], step
+    result = place.run(command)
+    assert result.returncode == 0 and result.stderr == "", result.stderr
+    assert f"continuing from step {stopped_at}" in result.stdout
+    assert summary(workdir) == summary(finished)
+    ours, theirs = evaluations(workdir), evaluations(finished)
+    assert STEPS in ours and set(ours) <= set(theirs) == {40, 80, STEPS}
+    assert all(ours[step] == theirs[step] for step in ours)
+    assert summary(finished)["eval_loss"] < 4  # of ln 256 = 5.5: there was something to disturb
+
+
+def damage(workdir, how):
+    """Cuts or overwrites the file that holds most of the newest checkpoint's state."""
+    largest = max((workdir / "checkpoints" / str(STEPS) / "state").rglob("*"), key=lambda path: path.stat().st_size)
+    content = largest.read_bytes()
+    middle = len(content) // 2
+    largest.write_bytes(content[:middle] if how == "cut" else content[:middle] + b"garbage!" * 8 + content[middle + 64:])
+
+
+def test_unusable_directories_are_refused(place, finished):
+    def other_config():
+        return place.command(*LONG, "--config.optimizer.learning_rate=0.5", workdir="finished")
+
+    def damaged(how):
+        shutil.copytree(finished, place.folder / how)
+        damage(place.folder / how, how)
+        return place.command(*LONG, workdir=how)
+
+    def foreign(name, files):
+        for path, content in files.items():
+            path = place.folder / name / path
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(content)
+        return place.command(workdir=name)
+
+    before = summary(finished), evaluations(finished)
+    cases = {
+        "another config": (other_config(), r"optimizer.learning_rate: [0-9.]+ there, 0.5 here", "choose another --workdir"),
+        "cut": (damaged("cut"), rf"cut/checkpoints/{STEPS} cannot be restored", "move it away to continue from step 80"),
+        "garbled": (damaged("garbled"), rf"garbled/checkpoints/{STEPS} cannot", "move it away to continue from step 80"),
+        "foreign": (foreign("foreign", {"checkpoints/10/model.pt": "x"}), "foreign holds", "choose another --workdir"),
+        "foreign config": (foreign("foreign2", {"checkpoints/10/model.pt": "x", "config.json": "[1]"}), "foreign2",
+                           "choose another --workdir"),
+    }
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        results = dict(zip(cases, pool.map(lambda case: place.run(case[0]), cases.values())))
+    for name, (_, value, fix) in cases.items():
+        message = one_error(results[name])
+        assert re.search(value, message) and fix in message, f"{name}: {message}"
+    assert (summary(finished), evaluations(finished)) == before
+    assert (place.folder / "foreign/checkpoints/10/model.pt").read_text() == "x"
+    assert (place.folder / "foreign2/config.json").read_text() == "[1]"
+
+
+def test_divergence_names_the_step_and_keeps_the_last_good_checkpoint(place):
+    """Step 1 moves the parameters by 10⁹, which is still finite and saved; two steps later the loss is not."""
+    command = place.command(
+        "--config.optimizer.name=sgdm", "--config.optimizer.learning_rate=1e10", "--config.optimizer.clip_norm=0",
+        "--config.log_every=100", "--config.eval.every=100", "--config.checkpoint.every=2", workdir="diverged")
+    message = one_error(place.run(command))
+    good = int(re.search(r"the last good checkpoint is of step (\d+)", message)[1])
+    assert int(re.search(r"loss is (?:nan|inf|-inf) on worker [01] in step (\d+)", message)[1]) >= good
+    assert "Lower optimizer.learning_rate" in message
+    assert [path.name for path in (place.folder / "diverged/checkpoints").iterdir()] == [str(good)]
+    assert not (place.folder / "diverged/summary.json").exists()
