@@ -51,7 +51,7 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
 
     config.optimizer = ml_collections.ConfigDict(dict(
         name=given.get("optimizer", "adamw"),  # adamw | accum_adamw | sgdm
-        learning_rate=8e-3,
+        learning_rate=1.6e-2,
         warmup_steps=min(60, config.steps // 10),
         final_fraction=0.05,  # of the learning rate, at the end of the cosine
         b1=0.9,

@@ -167,7 +167,8 @@ def test_signals_stop_a_run_that_then_continues_bit_for_bit(place, finished):
 
 
 def damage(workdir, how):
-    """Cuts or overwrites the file that holds most of the newest checkpoint's state."""
+    """Cuts or overwrites the file that holds most of the newest checkpoint's state; the run counts as unfinished."""
+    (workdir / "summary.json").unlink()
     largest = max((workdir / "checkpoints" / str(STEPS) / "state").rglob("*"), key=lambda path: path.stat().st_size)
     content = largest.read_bytes()
     middle = len(content) // 2
