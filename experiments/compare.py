@@ -38,7 +38,7 @@ UNINFORMATIVE = ("eval.", "checkpoint.", "log_every", "sample_bytes")  # of how 
 DECENTRALIZED_ONLY = ("topology.", "mixing.")
 NUMBERS_OF_ROW = ("kind", "step", "time_s", "loss", "loss_min", "loss_max", "consensus_distance", "tokens_per_s",
                   "bytes_sent_per_worker")
-NUMBERS_OF_SUMMARY = ("eval_loss", "local_eval_loss_min", "local_eval_loss_max", "time_s")
+NUMBERS_OF_SUMMARY = ("eval_loss", "local_eval_loss_min", "local_eval_loss_max", "time_s", "bytes_per_step_per_worker")
 NAME_FIRST = ("method", "topology.name", "optimizer.name")
 
 

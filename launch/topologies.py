@@ -20,10 +20,6 @@ from launch import command
 
 FLAGS = flags.FLAGS
 
-flags.DEFINE_integer("workers", None, "Number of workers.", required=True)
-flags.DEFINE_boolean("plot", False, "Whether to draw all topologies.")
-flags.DEFINE_string("out", "topologies.png", "Where --plot writes the figure.")
-
 # Options of topologies: each goes to every topology that has it, and is left at its default unless given.
 _OPTIONS = {
     "local_size": flags.DEFINE_integer("local_size", None, "Workers per node (AER, hierarchical)."),
@@ -198,5 +194,8 @@ def main(argv):
         terminal.print(f"wrote {FLAGS.out}", highlight=False)
 
 
-if __name__ == "__main__":
+if __name__ == "__main__":  # Other commands have an --out as well, and one process may import several.
+    flags.DEFINE_integer("workers", None, "Number of workers.", required=True)
+    flags.DEFINE_boolean("plot", False, "Whether to draw all topologies.")
+    flags.DEFINE_string("out", "topologies.png", "Where --plot writes the figure.")
     command.run(main, errors=(ValueError, OSError))

@@ -27,7 +27,8 @@ def write_run(directory, *, losses=(4.0, 3.0, 2.0), finished=True, distance=0.5,
             file.write(json.dumps(row | {"kind": "eval", "tokens_per_s": 1.0}) + "\n")
     if finished:
         (directory / "summary.json").write_text(json.dumps({
-            "eval_loss": losses[-1] + 0.5, "local_eval_loss_min": 2.25, "local_eval_loss_max": 2.75, "time_s": 7.0}))
+            "eval_loss": losses[-1] + 0.5, "local_eval_loss_min": 2.25, "local_eval_loss_max": 2.75, "time_s": 7.0,
+            "bytes_per_step_per_worker": row["bytes_sent_per_worker"] / row["step"]}))
     return directory
 
 

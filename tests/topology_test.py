@@ -708,8 +708,8 @@ def test_malformed_rounds_are_refused(build):
 
 def test_given_matrices_through_make():
     W_NxN = [[0.5, 0.5, 0.0], [0.0, 0.5, 0.5], [0.5, 0.0, 0.5]]
-    assert topology.make("from_matrices", 3, matrices=W_NxN) == topology.from_matrices(W_NxN)
+    assert tp.make("from_matrices", 3, matrices=W_NxN) == tp.from_matrices(W_NxN)
     with pytest.raises(ValueError, match="for 3 workers, not 4"):
-        topology.make("from_matrices", 4, matrices=W_NxN)
+        tp.make("from_matrices", 4, matrices=W_NxN)
     with pytest.raises(ValueError, match="needs the option matrices"):
-        topology.make("from_matrices", 3)
+        tp.make("from_matrices", 3)

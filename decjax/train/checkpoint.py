@@ -54,13 +54,15 @@ def _claim(workdir: pathlib.Path, config: dict) -> IO:
     if saved:
         try:
             before, now = _flat(json.loads(path.read_text())), _flat(config)
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, AttributeError) as error:
             raise CheckpointError(f"{path} cannot be read ({error}); repair it, or choose another --workdir") from error
         differing = [f"{key}: {before.get(key)!r} there, {now.get(key)!r} here" for key in sorted(before.keys() | now.keys())
                      if before.get(key) != now.get(key) and not key.startswith(FREE_KEYS)]
         if differing:
             raise CheckpointError(f"{workdir} holds a run with another config ({'; '.join(differing)}); choose another "
                                   f"--workdir, and --resume_from={workdir} to start from its parameters")
+    elif path.exists() and '"workers"' not in path.read_text(errors="replace"):
+        raise CheckpointError(f"{path} is not of a run of decjax; choose another --workdir")
     try:
         workdir.mkdir(parents=True, exist_ok=True)
         lock = (workdir / ".lock").open("w")

@@ -112,7 +112,7 @@ class Run:
         step = checkpoints.latest()
         try:
             n = json.loads((folder / "config.json").read_text())["workers"]
-        except (OSError, ValueError, KeyError) as error:
+        except (OSError, ValueError, KeyError, TypeError) as error:
             raise CheckpointError(f"{folder / 'config.json'} cannot be read: not a run of decjax") from error
         if step is None or step >= self.config.steps:
             raise CheckpointError(f"{folder} has " + ("no complete checkpoint; choose another --resume_from" if step is None else
@@ -139,7 +139,7 @@ class Run:
         for step, loss_N in fetched:
             if not np.isfinite(loss_N).all():
                 self._diverged(f"loss is {loss_N[~np.isfinite(loss_N)][0]} on worker "
-                               f"{np.flatnonzero(~np.isfinite(loss_N))[0]} in step {step}")
+                               f"{np.flatnonzero(~np.isfinite(loss_N))[0]} in step {step + 1}")
         return np.mean([loss_N for _, loss_N in fetched], axis=0)
 
     def _diverged(self, what: str) -> None:
@@ -231,7 +231,7 @@ class Run:
 
             last, stop = done == config.steps, self._stop_requested(caught, done)
             # The last step is evaluated on all windows, by `_finish`.
-            evaluates = done % config.eval.every == 0 and not last and not stop
+            evaluates = done % config.eval.every == 0 and not last
             saves = done % config.checkpoint.every == 0 or last or stop
             if done % config.log_every == 0 or evaluates or saves or last:
                 local_N = self._flush(losses)
