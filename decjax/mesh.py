@@ -143,6 +143,11 @@ class Workers:
         return self.mesh is None
 
     @property
+    def on_cpu(self) -> bool:
+        """Whether the workers are CPU devices (not simulated ones)."""
+        return not self.simulated and self.mesh.devices.flat[0].platform == "cpu"
+
+    @property
     def axis_name(self) -> AxisName:
         """The axis name that a per-worker function passes to collectives."""
         return SIMULATED if self.simulated else WORKER
