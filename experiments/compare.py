@@ -278,7 +278,7 @@ def plot(runs: list[Run], names: list[str], path: str) -> None:
     _label_axes(by_step, by_time, distance, runs, names)
     figure.suptitle("dark with markers: validation loss of the averaged model; light: training loss, "
                     "running mean over a twentieth of the run", fontsize=9, color="0.35")
-    figure.legend(loc="outside lower center", ncols=min(len(runs), 4), frameon=False, fontsize=9)
+    figure.legend(loc="outside lower center", ncols=1, frameon=False, fontsize=9)
     figure.savefig(path, dpi=150)
     plt.close(figure)
 
