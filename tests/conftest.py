@@ -15,8 +15,18 @@ if _OWNER:
     os.environ["JAX_PLATFORMS"] = "cpu"
 
 import jax  # noqa: E402
+import pytest  # noqa: E402
 
 jax.config.update("jax_num_cpu_devices", 8)
+
+
+@pytest.fixture(scope="module")
+def quick_compilation():
+    """Code generation at its quickest: these programs run for milliseconds."""
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
 
 
 def pytest_unconfigure(config):

@@ -167,11 +167,16 @@ def test_signals_stop_a_run_that_then_continues_bit_for_bit(place, finished):
 
 
 def damage(workdir, how):
-    """Cuts or overwrites the file that holds most of the newest checkpoint's state; the run counts as unfinished."""
+    """Damages the file that holds most of the newest checkpoint's state; the run counts as unfinished.
+
+    A flipped bit ("flip") in an array's bytes is one that Orbax reads back without complaint.
+    """
     (workdir / "summary.json").unlink()
     largest = max((workdir / "checkpoints" / str(STEPS) / "state").rglob("*"), key=lambda path: path.stat().st_size)
     content = largest.read_bytes()
-    largest.write_bytes(content[:len(content) // 2] if how == "cut" else b"garbage!" * (len(content) // 8))
+    middle = len(content) // 2
+    largest.write_bytes({"cut": content[:middle], "garbled": b"garbage!" * (len(content) // 8),
+                         "flip": content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1:]}[how])
 
 
 def test_unusable_directories_are_refused(place, finished):
@@ -195,6 +200,7 @@ def test_unusable_directories_are_refused(place, finished):
         "another config": (other_config(), r"optimizer.learning_rate: [0-9.]+ there, 0.5 here", "choose another --workdir"),
         "cut": (damaged("cut"), rf"cut/checkpoints/{STEPS} cannot be restored", "move it away to continue from step 80"),
         "garbled": (damaged("garbled"), rf"garbled/checkpoints/{STEPS} cannot", "move it away to continue from step 80"),
+        "flip": (damaged("flip"), rf"flip/checkpoints/{STEPS} cannot", "move it away to continue from step 80"),
         "foreign": (foreign("foreign", {"checkpoints/10/model.pt": "x"}), "foreign holds", "choose another --workdir"),
         "foreign config": (foreign("foreign2", {"checkpoints/10/model.pt": "x", "config.json": "[1]"}), "foreign2",
                            "choose another --workdir"),

@@ -12,17 +12,10 @@ import pytest
 import decjax
 from decjax import gossip
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 N, STEPS, BATCH = 8, 25, 16
 LR = 0.05
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick_compilation():
-    """Code generation at its quickest: these programs run for milliseconds."""
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
 
 
 class MLP(nn.Module):

@@ -52,11 +52,11 @@ def trainers(workdir):
     return found
 
 
-def losses(workdir):
-    """(step, loss) of every training row."""
+def training_rows(workdir):
+    """The training rows of metrics.jsonl that are complete."""
     path = workdir / "metrics.jsonl"
     rows = [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
-    return [(row["step"], row["loss"]) for row in rows if row["kind"] == "train"]
+    return [row for row in rows if row["kind"] == "train"]
 
 
 def wait_for(condition, process):
@@ -69,14 +69,14 @@ def wait_for(condition, process):
 
 
 def reached(workdir, step):
-    return (workdir / "metrics.jsonl").exists() and any(at >= step for at, _ in losses(workdir))
+    return (workdir / "metrics.jsonl").exists() and any(row["step"] >= step for row in training_rows(workdir))
 
 
 @pytest.fixture(scope="module")
 def story(tmp_path_factory, environment):
-    """One run of two processes: process 1 is killed, then the launcher is interrupted, then it runs to its end."""
+    """One run of four processes: process 1 is killed, then the launcher is interrupted, then it runs to its end."""
     workdir = tmp_path_factory.mktemp("local") / "run"
-    arguments = ["--num_processes=2", "--", "--config=configs/lm.py:smoke,topology=ring,steps=40", *TINY,
+    arguments = ["--num_processes=4", "--", "--config=configs/lm.py:smoke,steps=40", *TINY,
                  f"--workdir={workdir}"]
     ends = []
 
@@ -90,7 +90,7 @@ def story(tmp_path_factory, environment):
     second = launch(*arguments, environment=environment)
     wait_for(lambda: reached(workdir, 20), second)
     second.send_signal(signal.SIGINT)
-    ends.append((*second.communicate(timeout=TIMEOUT_S), second.returncode, losses(workdir)[-1][0], trainers(workdir)))
+    ends.append((*second.communicate(timeout=TIMEOUT_S), second.returncode, training_rows(workdir)[-1]["step"], trainers(workdir)))
 
     third = launch(*arguments, environment=environment)
     ends.append((*third.communicate(timeout=TIMEOUT_S), third.returncode, None, trainers(workdir)))
@@ -123,13 +123,19 @@ def test_the_same_command_continues_to_the_end(story):
     assert "[process" not in output + errors
 
 
-def test_processes_and_devices_of_one_process_have_the_same_trajectory(story, tmp_path, environment):
-    workdir, arguments, _ = story
-    single = ["--config=configs/lm.py:smoke,topology=ring,steps=40,workers=2", *TINY, f"--workdir={tmp_path}"]
+def test_four_processes_and_four_devices_have_the_same_trajectory(story, tmp_path, environment):
+    """Step by step, and in the averaged and the local models at the end."""
+    workdir, _, _ = story
+    single = ["--config=configs/lm.py:smoke,steps=40,workers=4", *TINY, f"--workdir={tmp_path}"]
     subprocess.run([sys.executable, "-m", "launch.train", *single], cwd=ROOT, env=environment, check=True,
                    stdout=subprocess.DEVNULL, timeout=TIMEOUT_S)
-    assert [step for step, _ in losses(tmp_path)] == [step for step, _ in losses(workdir)] == list(range(5, 41, 5))
-    np.testing.assert_allclose([loss for _, loss in losses(workdir)], [loss for _, loss in losses(tmp_path)], rtol=1e-5)
+    assert [row["step"] for row in training_rows(workdir)] == list(range(5, 41, 5))
+    for ours, theirs in zip(training_rows(workdir), training_rows(tmp_path), strict=True):
+        for key in ("step", "loss", "loss_min", "loss_max", "consensus_distance", "bytes_sent_per_worker"):
+            np.testing.assert_allclose(ours[key], theirs[key], rtol=1e-4 if key == "consensus_distance" else 1e-5)
+    ours, theirs = (json.loads((run / "summary.json").read_text()) for run in (workdir, tmp_path))
+    for key in ("eval_loss", "local_eval_loss_mean", "local_eval_loss_min", "local_eval_loss_max"):
+        np.testing.assert_allclose(ours[key], theirs[key], rtol=1e-5)
 
 
 def test_a_killed_launcher_leaves_nothing_behind(tmp_path):

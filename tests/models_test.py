@@ -10,17 +10,10 @@ import pytest
 
 from decjax import models
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 V, T, D, F, H, DEPTH, B = 256, 6, 8, 12, 2, 2, 3
 K = D // H
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick_compilation():
-    """Code generation at its quickest: these programs run for milliseconds."""
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
 
 
 @functools.cache

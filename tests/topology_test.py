@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from decjax import topology as tp
-from decjax.topology import matcha, schedule
+from decjax.topology import coloring, matcha
 
 SIZES = range(2, 34)
 DIRECTED_MASS = ("random_digraph",)  # column-stochastic only
@@ -388,7 +388,7 @@ def test_matcha_spends_its_budget_where_it_connects():
     bridge, n = (3, 4), 8
     A_NxN = np.kron(np.eye(2), np.ones((4, 4)))
     A_NxN[bridge], A_NxN[bridge[::-1]] = 1.0, 1.0
-    pairings = schedule.matchings([(int(i), int(j)) for i, j in np.argwhere(np.triu(A_NxN, 1))], n)
+    pairings = coloring.matchings([(int(i), int(j)) for i, j in np.argwhere(np.triu(A_NxN, 1))], n)
     laplacians = []
     for pairing in pairings:
         L_NxN = np.zeros((n, n))
@@ -591,7 +591,7 @@ def test_from_matrices_round_trip(drawn):
 def test_matchings_partition_any_graph(n, data):
     pairs = list(itertools.combinations(range(n), 2))
     edges = data.draw(st.lists(st.sampled_from(pairs), unique=True))
-    matchings = schedule.matchings(edges, n)
+    matchings = coloring.matchings(edges, n)
     assert sorted(tuple(sorted(pair)) for matching in matchings for pair in matching) == sorted(edges)
     for matching in matchings:
         ends = [node for pair in matching for node in pair]

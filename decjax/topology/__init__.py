@@ -2,14 +2,14 @@
 
 A round replaces the stacked parameters of all workers by W x, W stochastic:
 
-    x_i ← Σ_j W[i, j] x_j,     W = W_nodes ⊗ J_L / L,     W_nodes = diag(self_weights) + Σ_s diag(weights_s)
-    P_s
+    x_i ← Σ_j W[i, j] x_j,     W = W_nodes ⊗ J_L / L,     W_nodes = diag(self_weights) + Σ_s diag(weights_s) P_s
 
 and is stored as it runs: an exact mean over groups of L consecutive workers, a self weight, and a few partial
 permutations with weights. All-reduce is one group of everybody; gossip on a graph is L = 1. The product over
 a period of rounds says how fast workers agree, and some graphs agree exactly.
 
-`schedule` has the rounds and their analysis, `graphs` the catalogue of named topologies.
+`schedule` has the rounds and their analysis, `graphs` the catalogue of named topologies, `coloring` splits any graph
+into messages that travel at the same time.
 
 Example:
   >>> topology = make("base_k", 6, k=1)

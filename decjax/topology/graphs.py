@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable
 
 import numpy as np
 
-from decjax.topology import base_k, matcha, schedule
+from decjax.topology import base_k, coloring, matcha, schedule
 
 Rounds = list[schedule.Round]
 
@@ -289,7 +289,7 @@ def _matcha(
             f"'torus' or 'erdos_renyi'"
         )
     edges = [(int(i), int(j)) for i, j in np.argwhere(np.triu(graph.matrix(0), 1))]
-    pairings = schedule.matchings(edges, n)
+    pairings = coloring.matchings(edges, n)
     laplacians_MxNxN = np.array([_laplacian(n, pairing) for pairing in pairings])
     probabilities = matcha.activation_probabilities(laplacians_MxNxN, budget)
     alpha = matcha.mixing_weight(laplacians_MxNxN, probabilities)

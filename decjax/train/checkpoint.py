@@ -9,7 +9,9 @@ import pathlib
 from typing import Any, IO
 
 import jax
+import jax.numpy as jnp
 from jax.experimental import multihost_utils
+import numpy as np
 import orbax.checkpoint as ocp
 
 from decjax.train.errors import CheckpointError
@@ -85,6 +87,19 @@ def has_checkpoints(workdir: pathlib.Path) -> bool:
     return folder.is_dir() and any(child.name.isdigit() for child in folder.iterdir())
 
 
+@jax.jit
+def checksums(state: Any) -> jax.Array:
+    """Σ_i (2i + 1) · word_i mod 2³² of every array in `state`, uint32 [arrays]; any single flipped bit changes it.
+
+    The files have no checksums of their own. A sum needs no order, so it is taken where the shards lie.
+    """
+    def one(x):
+        words = jax.lax.bitcast_convert_type(x, {1: jnp.uint8, 2: jnp.uint16}.get(x.dtype.itemsize, jnp.uint32))
+        weights = 2 * jax.lax.iota(jnp.uint32, words.size) + 1
+        return jnp.sum(words.astype(jnp.uint32) * weights.reshape(words.shape), dtype=jnp.uint32)
+    return jnp.stack([one(x) for x in jax.tree.leaves(state)])
+
+
 class Checkpoints:
     """The checkpoints of one run: `save`, `latest`, `restore`."""
 
@@ -102,8 +117,9 @@ class Checkpoints:
 
     def save(self, step: int, state: Any, counters: dict) -> None:
         """Writes a checkpoint; it counts only once it is complete. A collective."""
+        extra = {"counters": counters, "checksums": np.asarray(checksums(state)).tolist()}
         self._manager.save(step, force=True, args=ocp.args.Composite(
-            state=ocp.args.StandardSave(state), counters=ocp.args.JsonSave(counters)))
+            state=ocp.args.StandardSave(state), extra=ocp.args.JsonSave(extra)))
         self._manager.wait_until_finished()
 
     def restore(self, step: int, like: Any) -> tuple[Any, dict]:
@@ -122,8 +138,10 @@ class Checkpoints:
         try:
             restored = self._manager.restore(step, args=ocp.args.Composite(
                 state=ocp.args.StandardRestore(jax.tree.map(ocp.utils.to_shape_dtype_struct, like)),
-                counters=ocp.args.JsonRestore()))
-            return restored["state"], restored["counters"]
+                extra=ocp.args.JsonRestore()))
+            if np.asarray(checksums(restored["state"])).tolist() != restored["extra"]["checksums"]:
+                raise ValueError("its checksums do not match its arrays")
+            return restored["state"], restored["extra"]["counters"]
         except Exception as error:  # Orbax and TensorStore raise many kinds for a damaged file; each means the same here.
             reason = " ".join(str(error).split())[:200] or type(error).__name__
             others = [other for other in self._manager.all_steps() if other < step]

@@ -1,0 +1,155 @@
+"""Edge colourings: which messages of a graph can travel at the same time.
+
+A colour is a set of edges that share no end: a partial permutation of senders and receivers, or a matching of an
+undirected graph. Fewer colours are fewer collectives in a round.
+"""
+
+import collections
+from collections.abc import Sequence
+import itertools
+
+
+def permutations(edges: Sequence[tuple[int, int]]) -> list[list[tuple[int, int]]]:
+    """Splits directed edges into partial permutations, as many as the busiest end has messages (Kőnig).
+
+    Args:
+      edges: each (source, target) once.
+
+    Returns:
+      The permutations, a partition of `edges`.
+    """
+    return _classes(_color_bipartite(edges))
+
+
+def matchings(edges: Sequence[tuple[int, int]], num_nodes: int) -> list[list[tuple[int, int]]]:
+    """Splits an undirected graph into matchings: Δ of them if it is bipartite, else at most Δ + 1 (Vizing).
+
+    Args:
+      edges: each undirected edge once.
+      num_nodes: number of nodes.
+
+    Returns:
+      The matchings, a partition of `edges` (ends may be swapped).
+    """
+    side = _two_coloring(edges, num_nodes)
+    if side is not None:
+        return permutations([(u, v) if side[u] == 0 else (v, u) for u, v in edges])
+    return _classes(_color_misra_gries(edges, num_nodes))
+
+
+def _two_coloring(edges: Sequence[tuple[int, int]], num_nodes: int) -> list[int] | None:
+    """The side (0 or 1) of each node of a bipartite graph, None if the graph has an odd cycle."""
+    neighbors: list[list[int]] = [[] for _ in range(num_nodes)]
+    for u, v in edges:
+        neighbors[u].append(v)
+        neighbors[v].append(u)
+    side = [-1] * num_nodes
+    for root in range(num_nodes):
+        if side[root] >= 0:
+            continue
+        side[root] = 0
+        stack = [root]
+        while stack:
+            u = stack.pop()
+            for v in neighbors[u]:
+                if side[v] < 0:
+                    side[v] = 1 - side[u]
+                    stack.append(v)
+                elif side[v] == side[u]:
+                    return None
+    return side
+
+
+def _classes(colored: dict[tuple[int, int], int]) -> list[list[tuple[int, int]]]:
+    classes: dict[int, list[tuple[int, int]]] = {}
+    for edge, color in colored.items():
+        classes.setdefault(color, []).append(edge)
+    return [classes[color] for color in sorted(classes)]
+
+
+def _lowest_zero_bit(mask: int) -> int:
+    return (~mask & (mask + 1)).bit_length() - 1
+
+
+def _color_bipartite(edges: Sequence[tuple[int, int]]) -> dict[tuple[int, int], int]:
+    """Edge colouring of a bipartite graph (left, right) with as many colours as the largest degree.
+
+    An edge without a common free colour at its ends takes one that is free on the left, after the path that
+    alternates between it and one that is free on the right has been flipped (the proof of Kőnig's theorem).
+    """
+    ends = collections.Counter(end for u, v in edges for end in ((0, u), (1, v)))
+    num_colors = max(ends.values(), default=0)
+    at: dict[tuple[int, int], dict[int, int]] = {
+        end: {} for end in ends
+    }  # at[side, node][color] = the other end
+    used = dict.fromkeys(ends, 0)  # the colours at a node, as bits
+
+    def toggle(left, right, color, on):
+        for side, node, other in ((0, left, right), (1, right, left)):
+            used[side, node] ^= 1 << color
+            if on:
+                at[side, node][color] = other
+            else:
+                del at[side, node][color]
+
+    for u, v in edges:
+        color = _lowest_zero_bit(used[0, u] | used[1, v])
+        if color >= num_colors:
+            color, other = _lowest_zero_bit(used[0, u]), _lowest_zero_bit(used[1, v])
+            path = []
+            side, node, step = 1, v, color
+            while step in at[side, node]:
+                end = at[side, node][step]
+                path.append((end, node, step) if side else (node, end, step))
+                side, node, step = 1 - side, end, color + other - step
+            for left, right, step in path:
+                toggle(left, right, step, on=False)
+            for left, right, step in path:
+                toggle(left, right, color + other - step, on=True)
+        toggle(u, v, color, on=True)
+    return {(node, v): color for (side, node), table in at.items() if side == 0 for color, v in table.items()}
+
+
+def _color_misra_gries(edges: Sequence[tuple[int, int]], num_nodes: int) -> dict[tuple[int, int], int]:
+    """Edge colouring of any simple graph with at most Δ + 1 colours (Misra and Gries, 1992)."""
+    at: list[dict[int, int]] = [{} for _ in range(num_nodes)]  # at[u][color] = the node at the other end
+    color_of: list[dict[int, int]] = [{} for _ in range(num_nodes)]  # color_of[u][v] = color
+
+    def free_color(u):
+        return next(color for color in itertools.count() if color not in at[u])
+
+    def recolor(u, v, color):
+        at[u][color], at[v][color] = v, u
+        color_of[u][v] = color_of[v][u] = color
+
+    def erase(u, v):
+        color = color_of[u].pop(v)
+        del color_of[v][u], at[u][color], at[v][color]
+        return color
+
+    for u, v in edges:
+        # A fan: neighbours of u, each joined to u by a colour that is free at the one before.
+        fan = [v]
+        while True:
+            extension = [w for color, w in at[u].items() if color not in at[fan[-1]] and w not in fan]
+            if not extension:
+                break
+            fan.append(extension[0])
+        c, d = free_color(u), free_color(fan[-1])
+        # Swap c and d along the path from u that alternates between them, so that d becomes free at u.
+        path = []
+        node, step = u, d
+        while step in at[node]:
+            path.append((node, at[node][step], step))
+            node, step = at[node][step], c + d - step
+        for a, b, _ in path:
+            erase(a, b)
+        for a, b, step in path:
+            recolor(a, b, c + d - step)
+        # The first member where d is free takes d, and those before it the colour of the next one. (The flip
+        # leaves them a fan up to there: that such a member exists is the theorem.)
+        last = next(index for index, w in enumerate(fan) if d not in at[w])
+        colors = [erase(u, w) for w in fan[1 : last + 1]] + [d]
+        for w, color in zip(fan, colors, strict=False):
+            recolor(u, w, color)
+    return {(u, v): color_of[u][v] for u, v in edges}
