@@ -234,3 +234,16 @@ def test_checkpoints_of_nothing():
     import pathlib
     with pytest.raises(train.CheckpointError, match="no checkpoints"):
         checkpoint.Checkpoints(pathlib.Path("does-not-exist"), read_only=True)
+
+
+@pytest.mark.parametrize("name, value, constraint", [
+    ("seed", -1, "between 0 and"), ("seed", 2**32, "between 0 and"), ("optimizer.b1", 1.0, "less than 1"),
+    ("optimizer.b2", float("nan"), "less than 1"), ("optimizer.momentum", -0.1, "at least 0"),
+    ("optimizer.weight_decay", -1.0, "at least 0"), ("optimizer.final_fraction", 2.0, "between 0 and 1"),
+    ("mixing.strength", 1.5, "between 0 and 1"), ("optimizer.learning_rate", 0.0, "positive"),
+    ("batch_size", -8, "use 8"), ("batch_size", 20, "use 16 or 24")])
+def test_a_number_out_of_range_is_named_with_its_range(name, value, constraint):
+    config = lm.get_config("smoke,workers=8")
+    config.update_from_flattened_dict({name: value})
+    with pytest.raises(train.ConfigError, match=f"{name}={value}.*{constraint}"):
+        train.build(config)

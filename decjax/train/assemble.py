@@ -26,7 +26,10 @@ SIMULATED_WORKERS = 8  # on a lone accelerator, and forced CPU devices without o
 METHODS = ("decentralized", "allreduce", "local")
 MINIMA = {"steps": 1, "log_every": 1, "consensus_every": 0, "sample_bytes": 1, "eval.every": 1, "eval.batch_size": 1,
           "eval.num_windows": 0, "checkpoint.every": 1, "checkpoint.keep": 1, "model.vocabulary": 256,
-          "optimizer.clip_norm": 0, "mixing.strength_power": 0}
+          "optimizer.clip_norm": 0, "optimizer.weight_decay": 0, "optimizer.eps": 0, "mixing.strength_power": 0}
+FRACTIONS = ("mixing.strength", "optimizer.final_fraction")  # 0 to 1
+DECAYS = ("optimizer.b1", "optimizer.b2", "optimizer.momentum")  # 0 to less than 1
+MAX_SEED = 2**32 - 1
 
 
 class Setup(NamedTuple):
@@ -85,14 +88,24 @@ def build(config: ml_collections.ConfigDict) -> Setup:
 def _check_sizes(config: ml_collections.ConfigDict) -> None:
     n, batch_size = config.workers, config.batch_size
     if batch_size < 1 or batch_size % n:
-        raise ValueError(f"batch_size={batch_size} is not divisible by workers={n}; "
-                         f"use {max(1, batch_size // n) * n} or {(batch_size // n + 1) * n}")
+        multiples = dict.fromkeys(max(1, batch_size // n + more) * n for more in (0, 1))
+        raise ValueError(f"batch_size={batch_size} is not a positive multiple of workers={n}; "
+                         f"use {' or '.join(map(str, multiples))}")
+
+    def value(name):
+        return functools.reduce(lambda node, part: node[part], name.split("."), config)
+
     for name, least in MINIMA.items():
-        value = functools.reduce(lambda node, part: node[part], name.split("."), config)
-        if value < least:
-            raise ValueError(f"{name}={value}: must be at least {least}")
-    if not 0 <= config.mixing.strength <= 1:
-        raise ValueError(f"mixing.strength={config.mixing.strength} must lie in [0, 1]; 1 is full mixing")
+        if not value(name) >= least:
+            raise ValueError(f"{name}={value(name)}: must be at least {least}")
+    for name in FRACTIONS:
+        if not 0 <= value(name) <= 1:
+            raise ValueError(f"{name}={value(name)}: must lie between 0 and 1")
+    for name in DECAYS:
+        if not 0 <= value(name) < 1:
+            raise ValueError(f"{name}={value(name)}: must be at least 0 and less than 1")
+    if not 0 <= config.seed <= MAX_SEED:
+        raise ValueError(f"seed={config.seed}: must lie between 0 and {MAX_SEED}")
     if not config.optimizer.learning_rate > 0:
         raise ValueError(f"optimizer.learning_rate={config.optimizer.learning_rate} must be positive")
 
