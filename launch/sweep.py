@@ -25,7 +25,7 @@ import rich.markup
 import rich.table
 
 from launch import command
-from launch import local
+from launch import processes
 
 _CONFIG = flags.DEFINE_string("config", None, "Config file, with an optional shorthand after a colon.", required=True)
 _WORKDIR = flags.DEFINE_string("workdir", None, "Directory of the sweep; each run has its own below.", required=True)
@@ -185,7 +185,7 @@ def run(member: Member, caught: list, console: rich.console.Console) -> int:
     """Trains one member, or continues it; a caught signal is forwarded once and a second one ends it at once."""
     member.directory.mkdir(exist_ok=True)
     with member.log.open("ab") as log, console.status("starting …") as status:
-        child = local.start(member.arguments, stdout=log, stderr=log)
+        child = processes.start(processes.python("launch.train", member.arguments), stdout=log, stderr=log)
         forwarded = False
         try:
             while child.poll() is None:
@@ -231,7 +231,7 @@ def run_all(members: list[Member], caught: list, console: rich.console.Console) 
             continue
         failures += 1
         reason = last_line(member.log, "error:") or f"error: {last_line(member.log)}"
-        console.print(f"{title}: FAILED, it {local.how_it_ended(code)}; {reason}\n    all it said: {member.log}",
+        console.print(f"{title}: FAILED, it {processes.how_it_ended(code)}; {reason}\n    all it said: {member.log}",
                       markup=False)
     return failures
 
@@ -285,11 +285,11 @@ def main(argv: list[str]) -> int:
     claim(workdir, _CONFIG.value, argv)
 
     console = rich.console.Console(highlight=False, soft_wrap=True)
-    with local.caught_signals() as caught:
+    with processes.caught_signals() as caught:
         failures = run_all(members, caught, console)
     console.print(tabulate(members), soft_wrap=False)
     if caught:
-        again = local.same_command("launch.sweep")
+        again = processes.same_command("launch.sweep")
         console.print(f"interrupted by {caught[0].name}; the same command continues:\n  {again}", markup=False)
         return 128 + caught[0]
     if failures:

@@ -11,7 +11,7 @@ import sys
 import pytest
 import rich.console
 
-from launch import local
+from launch import processes
 from launch import sweep
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -154,7 +154,7 @@ def test_an_interrupt_stops_the_child_and_the_sweep(tmp_path, monkeypatch):
         if members[0].log.read_text() and not caught:
             caught.append(signal.SIGINT)
 
-    monkeypatch.setattr(local, "start", start)
+    monkeypatch.setattr(processes, "start", start)
     monkeypatch.setattr(sweep.time, "sleep", interrupt_when_it_listens)
     console = rich.console.Console(record=True, soft_wrap=True)
     assert sweep.run_all(members, caught, console) == 0

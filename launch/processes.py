@@ -1,0 +1,204 @@
+"""Processes that belong together: started, watched and ended as one.
+
+`run_together` is what launch.local and launch.cluster stand on: the first process keeps the terminal, the others speak
+only if one fails; if one dies, the others are ended; Ctrl-C and SIGTERM reach every process once. launch.sweep, whose
+processes take turns, uses the parts.
+"""
+
+from collections.abc import Iterator
+from collections.abc import Sequence
+import contextlib
+import ctypes
+import os
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from typing import Any, BinaryIO, NamedTuple
+
+from launch import command
+
+GRACE_S = 15  # between SIGTERM and SIGKILL, once a process has died: well below a minute
+POLL_S = 0.1
+LAST_LINES = 20
+LOST_CONTACT = (3, -signal.SIGABRT)  # how a process ends that noticed the end of another: launch.train, or JAX itself
+_SHOW_CURSOR = "\x1b[?25h"
+
+
+class Child(NamedTuple):
+    """A process of the group and the file that keeps what it says."""
+
+    process: subprocess.Popen
+    log: BinaryIO
+
+    def last_lines(self) -> list[str]:
+        self.log.seek(0)
+        return self.log.read().decode(errors="replace").splitlines()[-LAST_LINES:]
+
+
+# -- One process ------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def caught_signals() -> Iterator[list[signal.Signals]]:
+    """Collects Ctrl-C, SIGTERM and SIGHUP in a list instead of dying from them."""
+    caught: list[signal.Signals] = []
+    before = {number: signal.signal(number, lambda number, frame: caught.append(signal.Signals(number)))
+              for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield caught
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def python(module: str, arguments: Sequence[str] = ()) -> list[str]:
+    """The command line of a module, with this interpreter."""
+    return [sys.executable, "-m", module, *arguments]
+
+
+def start(command_line: list[str], core: int | None = None, **options: Any) -> subprocess.Popen:
+    """Starts a process in a session of its own: the terminal's Ctrl-C reaches it through us only.
+
+    Args:
+        command_line: as `python` makes it.
+        core: the only CPU core it may use; None: any.
+        **options: of `subprocess.Popen`; `env` is added to our environment.
+    """
+    def before_it_runs():
+        _end_with_parent()
+        if core is not None:
+            os.sched_setaffinity(0, {core})
+
+    # JAX's preemption service would swallow a SIGTERM that comes before the train loop listens.
+    ours = {"JAX_ENABLE_PREEMPTION_SERVICE": "false", command.LAUNCHER: "1"}
+    environment = os.environ | ours | options.pop("env", {})
+    return subprocess.Popen(
+        command_line, stdin=subprocess.DEVNULL, start_new_session=True, env=environment,
+        preexec_fn=before_it_runs if sys.platform == "linux" else None, **options)
+
+
+def _end_with_parent() -> None:
+    """Asks Linux for a SIGTERM when our parent dies: nothing stays behind even if the launcher is killed."""
+    pr_set_pdeathsig = 1
+    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)
+
+
+def how_it_ended(code: int) -> str:
+    """An exit code in words."""
+    return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+
+
+def same_command(module: str) -> str:
+    """The command line of this program, to be typed again."""
+    return shlex.join(["python", "-m", module, *sys.argv[1:]])
+
+
+# -- The group --------------------------------------------------------------------------------------------------------
+
+
+def free_port() -> int:
+    """A port of 127.0.0.1 that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def members(module: str, arguments: Sequence[str], num_processes: int, address: str) -> list[list[str]]:
+    """Command lines of processes that find each other: `arguments` behind the coordinator flags of launch.train.
+
+    Args:
+        module: with the flags --coordinator, --num_processes and --process_index.
+        arguments: the same for all.
+        num_processes: how many.
+        address: where process 0 listens, on some free port.
+    """
+    together = [f"--coordinator={address}:{free_port()}", f"--num_processes={num_processes}"]
+    return [python(module, [*together, f"--process_index={index}", *arguments]) for index in range(num_processes)]
+
+
+def run_together(command_lines: list[list[str]], again: str = "", cores: Sequence[int | None] | None = None) -> int:
+    """Runs processes until all have ended, on CPU; tells on standard error if one of them failed or we were stopped.
+
+    Args:
+        command_lines: one per process; standard output of the first stays the terminal's.
+        again: how to continue after an interruption or a failure, told with it.
+        cores: the only CPU core of each process.
+
+    Returns:
+        The exit code: 0, 128 + the signal that stopped us, or that of the process that failed first.
+    """
+    with contextlib.ExitStack() as stack:
+        caught = stack.enter_context(caught_signals())
+        children: list[Child] = []
+        stack.callback(lambda: send(children, signal.SIGKILL))  # Whatever happens here, nothing stays behind.
+        for index, (line, core) in enumerate(zip(command_lines, cores or [None] * len(command_lines), strict=True)):
+            log = stack.enter_context(tempfile.TemporaryFile())
+            process = start(line, core, env={"JAX_PLATFORMS": "cpu"}, stdout=None if index == 0 else log, stderr=log)
+            children.append(Child(process, log))
+        return report(children, wait(children, caught), caught, f"; {again}" if again else "")
+
+
+def send(children: list[Child], number: signal.Signals) -> None:
+    """Sends a signal to every process that still runs."""
+    for child in children:
+        if child.process.poll() is None:
+            child.process.send_signal(number)
+
+
+def wait(children: list[Child], caught: list[signal.Signals]) -> list[int]:
+    """Waits until all have ended; ends the rest after the first failure, and forwards a caught signal once.
+
+    Args:
+        children: all running.
+        caught: signals, filled while we wait; a second one ends all processes at once.
+
+    Returns:
+        Indices of the processes that ended otherwise than with exit code 0, before we ended any; the first one first.
+    """
+    failed: list[int] = []
+    forwarded, deadline = False, None
+    while any(child.process.poll() is None for child in children):
+        if caught and not forwarded:
+            forwarded = True
+            send(children, signal.SIGTERM)
+        if not failed:
+            failed = [index for index, child in enumerate(children) if child.process.poll()]
+            if failed:
+                deadline = time.monotonic() + GRACE_S
+                if not forwarded:  # A second SIGTERM would not be kinder.
+                    send(children, signal.SIGTERM)
+        if len(caught) > 1 or (deadline is not None and time.monotonic() > deadline):
+            send(children, signal.SIGKILL)
+        time.sleep(POLL_S)
+    return failed or [index for index, child in enumerate(children) if child.process.returncode]
+
+
+def culprit(children: list[Child], failed: list[int]) -> int:
+    """Of those that failed at about the same time, the one that did not merely lose contact with another."""
+    return min(failed, key=lambda index: children[index].process.returncode in LOST_CONTACT)
+
+
+def report(children: list[Child], failed: list[int], caught: list[signal.Signals], again: str) -> int:
+    """Says on standard error how it ended; returns the exit code."""
+    if not failed:
+        print("".join(f"{line}\n" for line in children[0].last_lines()), end="", file=sys.stderr, flush=True)
+        return 0
+    if caught:
+        print(f"interrupted by {caught[0].name}{again}", file=sys.stderr, flush=True)
+        return 128 + caught[0]
+    if sys.stdout.isatty():
+        print(_SHOW_CURSOR, end="", flush=True)  # The live display of a process that was killed had hidden it.
+    index = culprit(children, failed)
+    code, said = children[index].process.returncode, children[index].last_lines()
+    if code == command.USER_ERROR:  # It has told its error in one line, and nothing but a correction continues it.
+        print(*said, sep="\n", file=sys.stderr, flush=True)
+        return code
+    for line in said:
+        print(f"[process {index}] {line}", file=sys.stderr)
+    print(f"error: process {index} {how_it_ended(code)}, the other processes were ended{again}",
+          file=sys.stderr, flush=True)
+    return max(code, 1)
