@@ -55,6 +55,20 @@ def caught_signals() -> Iterator[list[signal.Signals]]:
             signal.signal(number, handler)
 
 
+@contextlib.contextmanager
+def unwinding_signals() -> Iterator[None]:
+    """SIGTERM and SIGHUP leave through `finally` clauses, as Ctrl-C does by itself."""
+    def leave(number, frame):
+        raise SystemExit(128 + number)
+
+    before = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 def python(module: str, arguments: Sequence[str] = ()) -> list[str]:
     """The command line of a module, with this interpreter."""
     return [sys.executable, "-m", module, *arguments]
