@@ -32,7 +32,7 @@ OUTSIDE = {
     "launch": ("decjax.train", "decjax.runtime", "decjax.topology", "launch"),
     "configs": ("configs",),
     "experiments.bench": ("decjax", "configs", "launch", "experiments"),
-    "experiments": ("decjax.runtime", "decjax.topology", "launch.command"),
+    "experiments": ("decjax.runtime", "decjax.topology", "launch.command", "launch.cluster"),
 }
 EXPERIMENTS_THIRD_PARTY = {"absl", "matplotlib", "numpy", "rich"}  # flags, figures, numbers, tables
 
@@ -188,6 +188,7 @@ def test_no_module_of_leftovers():
     ("launch.train", "from configs import lm", "configs.lm"),
     ("experiments.curves", "from decjax import train", "decjax.train"),
     ("experiments.curves", "from launch import train", "launch.train"),
+    ("experiments.curves", "from launch import processes", "launch.processes"),
     ("experiments.curves", "import jax", "jax"),
     ("experiments.bench.step", "from tests import conftest", "tests.conftest"),
 ])
@@ -203,6 +204,7 @@ def test_a_forbidden_import_is_seen(module, source, fault):
     ("configs.lm", "import ml_collections\nfrom configs import shorthand"),
     ("launch.train", "import jax\nfrom decjax import train\nfrom launch import command"),
     ("experiments.curves", "import json\nimport numpy as np\nfrom decjax import runtime\nfrom launch import command"),
+    ("experiments.speedup", "from launch import cluster"),
     ("experiments.bench.step", "import jax\nfrom configs import lm\nfrom decjax import gossip\nfrom launch import command"),
 ])
 def test_an_allowed_import_passes(module, source):

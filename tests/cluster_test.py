@@ -1,0 +1,329 @@
+"""launch/cluster.py: its mistakes are told anywhere; with root and iproute2, real namespaces, rates, bytes and ends."""
+
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+
+import pytest
+
+from launch import cluster
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+TIMEOUT_S = 240
+NAME = f"test{os.getpid()}-"  # Nobody else's, so that a network that is up stays untouched.
+TINY = ("--config.model.depth=1", "--config.model.width=8", "--config.model.hidden=8", "--config.model.context=8",
+        "--config.sample_bytes=1", "--config.eval.num_windows=2")
+
+# Notes its process id and waits.
+IDLE = """
+    import os, pathlib, sys, time
+    flags = dict(argument.lstrip("-").partition("=")[::2] for argument in sys.argv[1:])
+    pathlib.Path(flags["pids"], flags["process_index"]).write_text(str(os.getpid()))
+    time.sleep(120)
+"""
+# Receives from --senders connections; prints bytes and the seconds from the first to the last.
+RECEIVE = """
+    import selectors, socket, sys, time
+    server = socket.create_server(("", 5000))
+    print("ready", flush=True)
+    connections = selectors.DefaultSelector()
+    for _ in range(int(sys.argv[1])):
+        connections.register(server.accept()[0], selectors.EVENT_READ)
+    begun, received = time.monotonic(), 0
+    while connections.get_map():
+        for key, _ in connections.select():
+            if not (data := key.fileobj.recv(1 << 16)):
+                connections.unregister(key.fileobj)
+            received += len(data)
+    print(received, time.monotonic() - begun)
+"""
+SEND = """
+    import socket, sys
+    with socket.create_connection((sys.argv[1], 5000)) as connection:
+        connection.sendall(bytes(int(sys.argv[2])))
+"""
+
+
+def why_not():
+    """What keeps namespaces from working here, or nothing."""
+    try:
+        cluster._require_privileges()
+    except cluster.ClusterError as error:
+        return str(error)
+    probe = f"{NAME}probe"
+    made = subprocess.run(["ip", "netns", "add", probe], capture_output=True, text=True, check=False)
+    if made.returncode == 0:
+        shaped = ["tc", "-n", probe, "qdisc", "add", "dev", "lo", "root", "tbf", "rate", "1mbit", "burst", "10kb", "latency", "50ms"]
+        made = subprocess.run(shaped, capture_output=True, text=True, check=False)
+        subprocess.run(["ip", "netns", "delete", probe], check=True)
+    return made.stderr.strip()
+
+
+needs_namespaces = pytest.mark.skipif(bool(reason := why_not()), reason=reason or "namespaces work")
+
+
+def left_over():
+    """Names of namespaces and paths of files that this test file has made."""
+    folders = [pathlib.Path(folder) for folder in ("/var/run/netns", "/etc/netns", "/run")]
+    return [str(path) for folder in folders if folder.is_dir() for path in folder.iterdir() if NAME in path.name]
+
+
+def launch(*arguments, **environment):
+    return subprocess.Popen([sys.executable, "-m", "launch.cluster", *arguments], cwd=ROOT, text=True,
+                            env=os.environ | environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+
+def ended(process):
+    """Output, errors and exit code."""
+    return *process.communicate(timeout=TIMEOUT_S), process.returncode
+
+
+def wait_for(condition, process=None):
+    deadline = time.monotonic() + TIMEOUT_S
+    while not condition():
+        assert process is None or process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+@pytest.fixture
+def idle(tmp_path):
+    """Arguments of a command that makes a network of two hosts for two processes that wait, and where those note their ids."""
+    (tmp_path / "idle.py").write_text(textwrap.dedent(IDLE))
+    arguments = ["run", f"--name={NAME}", "--hosts=2", "--module=idle", "--", f"--pids={tmp_path}"]
+    return launch(*arguments, PYTHONPATH=str(tmp_path)), [tmp_path / "0", tmp_path / "1"]
+
+
+def ids(notes):
+    wait_for(lambda: all(note.exists() and note.read_text() for note in notes))
+    return [int(note.read_text()) for note in notes]
+
+
+def alive(process_id):
+    return bool(cluster._identity(process_id))
+
+
+# -- Anywhere ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("arguments, problems", [
+    ([], ["verb ''", "up, run, rate, bytes, down"]),
+    (["start"], ["verb 'start'", "up, run, rate, bytes, down"]),
+    (["down", "--rate=50mbit"], ["--rate", "not an option of down"]),
+    (["up", "all", "--hosts=2"], ["unexpected argument 'all'"]),
+    (["run", "configs/lm.py", "--hosts=2"], ["unexpected argument 'configs/lm.py'", "--"]),
+    (["run", "--hosts=2", "--config=configs/lm.py"], ["config"]),
+    (["run", "--hosts=2", "--module=experiments.nothing"], ["module='experiments.nothing'"]),
+    (["run", "--hosts=2", "--processes_per_host=0", "--", "--x"], ["processes_per_host=0", "at least 1"]),
+    (["up", "--hosts=many"], ["many"]),
+])
+def test_mistakes_are_told_in_one_line(arguments, problems):
+    output, errors, code = ended(launch(*arguments))
+    (line,) = errors.splitlines()
+    assert (code, output) == (2, "")
+    assert line.startswith("error: ") and all(problem in line for problem in problems)
+
+
+@pytest.mark.parametrize("rate", ["", "fast", "200", "200mbps", "-1mbit", "0mbit", "1e3mbit", "mbit"])
+def test_a_rate_that_is_none_is_refused(rate):
+    with pytest.raises(cluster.ClusterError, match=r"rate='.*as in 200mbit"):
+        cluster._checked_rate(rate)
+
+
+@pytest.mark.parametrize("rate", ["200mbit", "1.5gbit", "64kbit", "9600bit", "none"])
+def test_rates_as_tc_writes_them(rate):
+    assert cluster._checked_rate(rate) == rate
+
+
+@pytest.mark.parametrize("hosts, name, subnet, problem", [
+    (0, "box", "10.77.0.0/24", "hosts=0: must be at least 1, and at most 254"),
+    (7, "box", "10.77.0.0/29", "at most 6 in subnet 10.77.0.0/29"),
+    (2, "../box", "10.77.0.0/24", "name='../box'"),
+    (2, "box", "10.77.0.1/24", "subnet='10.77.0.1/24': 10.77.0.1/24 has host bits set"),
+    (2, "box", "here", "subnet='here'"),
+])
+def test_a_network_that_cannot_be_is_refused(hosts, name, subnet, problem):
+    with pytest.raises(cluster.ClusterError) as refused:
+        cluster._planned(hosts, name, subnet)
+    assert problem in str(refused.value)
+
+
+def test_hosts_have_the_first_addresses():
+    planned = cluster._planned(3, "box", "10.5.0.0/16")
+    assert planned.addresses == ("10.5.0.1", "10.5.0.2", "10.5.0.3")
+    assert planned.inside(2, ["true"]) == ["ip", "netns", "exec", "box2", "true"]
+
+
+@pytest.mark.parametrize("lacking, problem", [
+    (("os.geteuid", lambda: 1000), "user id 1000: network namespaces need root"),
+    (("shutil.which", lambda tool: None if tool == "tc" else tool), "tc not found: network namespaces need iproute2"),
+    (("sys.platform", "darwin"), "platform 'darwin': network namespaces need Linux"),
+])
+def test_what_the_machine_lacks_is_told(monkeypatch, lacking, problem):
+    monkeypatch.setattr("os.geteuid", lambda: 0)
+    monkeypatch.setattr("shutil.which", lambda tool: tool)
+    monkeypatch.setattr(*lacking)
+    with pytest.raises(cluster.ClusterError, match=problem):
+        cluster.find(NAME)
+
+
+# -- With namespaces --------------------------------------------------------------------------------------------------
+
+
+@needs_namespaces
+def test_up_rate_bytes_down():
+    verbs = [["up", "--hosts=3", "--rate=200mbit", "--subnet=10.9.8.0/24"], ["up", "--hosts=3"], ["rate", "--rate=50mbit"],
+             ["run", "--hosts=4", "--", "--workdir=unused"], ["rate", "--rate=none"], ["down"], ["down"], ["bytes"]]
+    outcomes = [ended(launch(verb, f"--name={NAME}", *options)) for verb, *options in verbs]
+    assert [code for _, _, code in outcomes] == [0, 2, 0, 2, 0, 0, 0, 2]
+    assert f"{NAME}0, {NAME}1, {NAME}2" in outcomes[0][0]
+    assert "is up already, with 3 hosts" in outcomes[1][1]
+    assert [line.split()[1:3] for line in outcomes[2][0].splitlines() if NAME in line] == [
+        ["10.9.8.1", "50"], ["10.9.8.2", "50"], ["10.9.8.3", "50"]]
+    assert "hosts=4" in outcomes[3][1] and "is up with 3" in outcomes[3][1]
+    assert outcomes[4][0].count("none") == 3
+    assert "is down" in outcomes[5][0] and "was not up" in outcomes[6][0]
+    assert f"no network '{NAME}' is up" in outcomes[7][1]
+    assert left_over() == []
+
+
+def transfer_s(network, senders, num_bytes):
+    """Seconds that host 0 takes to receive `num_bytes` from each of the hosts behind it."""
+    receiver = subprocess.Popen(network.inside(0, [sys.executable, "-c", textwrap.dedent(RECEIVE), str(senders)]),
+                                stdout=subprocess.PIPE, text=True)
+    assert receiver.stdout.readline() == "ready\n"
+    sending = [subprocess.Popen(network.inside(host, [sys.executable, "-c", textwrap.dedent(SEND), network.addresses[0], str(num_bytes)]))
+               for host in range(1, senders + 1)]
+    received, time_s = receiver.communicate(timeout=TIMEOUT_S)[0].split()
+    assert [sender.wait() for sender in sending] == [0] * senders and int(received) == senders * num_bytes
+    return float(time_s)
+
+
+@needs_namespaces
+def test_a_link_carries_its_rate_and_no_more_both_ways():
+    num_bytes, burst = 2_000_000, 600_000  # What two full buckets let through at once, and a little more.
+    with cluster.network(3, "16mbit", NAME) as network:
+        assert network.rate_Bps(1) == 2e6
+        before = network.bytes()
+        slow_s = transfer_s(network, 1, num_bytes)
+        sent = network.bytes()[1].sent - before[1].sent
+        received = network.bytes()[0].received - before[0].received
+        both_s = transfer_s(network, 2, num_bytes)  # Two links send, one receives.
+        network.set_rate("64mbit")
+        fast_s = transfer_s(network, 1, num_bytes)
+        network.set_rate("none")
+        assert network.rate_Bps(1) is None
+        free_s = transfer_s(network, 1, num_bytes)
+    assert num_bytes <= sent < 1.2 * num_bytes and num_bytes <= received < 1.2 * num_bytes
+    assert (num_bytes - burst) / 2e6 <= slow_s < 3 * num_bytes / 2e6
+    assert (2 * num_bytes - 2 * burst) / 2e6 <= both_s
+    assert (num_bytes - burst) / 8e6 <= fast_s < slow_s / 2
+    assert free_s < slow_s / 2
+    assert left_over() == []
+
+
+@needs_namespaces
+def test_two_hosts_train_over_their_links(tmp_path):
+    output, errors, code = ended(launch(
+        "run", f"--name={NAME}", "--hosts=2", "--rate=100mbit", "--pin", "--", "--config=configs/lm.py:smoke,steps=4", *TINY,
+        f"--workdir={tmp_path}", XLA_FLAGS="--xla_backend_optimization_level=0"))
+    assert code == 0, errors
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["steps"] == 4 and json.loads((tmp_path / "config.json").read_text())["workers"] == 2
+    links = [line.split() for line in output.splitlines() if line.strip().startswith(NAME)]
+    assert [link[:3] for link in links] == [[f"{NAME}0", "10.77.0.1", "100"], [f"{NAME}1", "10.77.0.2", "100"]]
+    for *_, sent, received in links:
+        assert summary["bytes_per_step_per_worker"] > 0
+        assert min(float(sent), float(received)) * 1e6 > 4 * summary["bytes_per_step_per_worker"]
+    assert left_over() == []
+
+
+@needs_namespaces
+def test_processes_of_a_host_are_neighbours_and_see_each_other(tmp_path):
+    (tmp_path / "tell.py").write_text(textwrap.dedent("""
+        import os, pathlib, socket, sys
+        flags = dict(argument.lstrip("-").partition("=")[::2] for argument in sys.argv[1:])
+        host = os.stat("/proc/self/ns/net").st_ino
+        own = socket.gethostbyname(socket.gethostname())
+        line = [flags["coordinator"].partition(":")[0], flags["num_processes"], own, str(host), str(len(os.sched_getaffinity(0)))]
+        pathlib.Path(flags["out"], flags["process_index"]).write_text(" ".join(line))
+    """))
+    _, errors, code = ended(launch("run", f"--name={NAME}", "--hosts=2", "--processes_per_host=2", "--module=tell", "--pin", "--",
+                                   f"--out={tmp_path}", PYTHONPATH=str(tmp_path)))
+    assert (code, errors) == (0, "")
+    told = [(tmp_path / str(index)).read_text().split() for index in range(4)]
+    assert [line[:3] for line in told] == [["10.77.0.1", "4", f"10.77.0.{host}"] for host in (1, 1, 2, 2)]
+    assert told[0][3] == told[1][3] != told[2][3] == told[3][3]
+    assert {line[4] for line in told} == {"1"}
+
+
+@needs_namespaces
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_run_takes_its_network_down(idle, number):
+    launcher, notes = idle
+    process_ids = ids(notes)
+    assert len(left_over()) == 6  # Three namespaces, two hosts files, the state.
+    launcher.send_signal(number)
+    _, errors, code = ended(launcher)
+    assert code == 128 + number and f"interrupted by {number.name}" in errors
+    assert left_over() == [] and not any(map(alive, process_ids))
+
+
+@needs_namespaces
+def test_a_killed_process_ends_the_others_and_the_network(idle):
+    launcher, notes = idle
+    process_ids = ids(notes)
+    os.kill(process_ids[1], signal.SIGKILL)
+    _, errors, code = ended(launcher)
+    assert code == 1 and "error: process 1 was killed by SIGKILL, the other processes were ended" in errors
+    assert left_over() == [] and not any(map(alive, process_ids))
+
+
+@needs_namespaces
+def test_a_killed_launcher_leaves_a_network_that_the_next_command_removes(idle):
+    launcher, notes = idle
+    process_ids = ids(notes)
+    with pytest.raises(cluster.ClusterError, match=f"belongs to process {launcher.pid}"):
+        cluster.down(NAME)
+    assert len(cluster.find(NAME).hosts) == 2
+    launcher.kill()
+    launcher.communicate()
+    wait_for(lambda: not any(map(alive, process_ids)))
+    assert len(left_over()) == 6
+    with cluster.network(1, name=NAME) as network:
+        assert network.hosts == [f"{NAME}0"]
+    assert left_over() == []
+
+
+@needs_namespaces
+def test_a_network_goes_with_an_error_or_a_signal_and_stays_if_it_was_up():
+    with pytest.raises(ZeroDivisionError), cluster.network(2, name=NAME):
+        1 / 0  # noqa: B018
+    with pytest.raises(SystemExit, match=str(128 + signal.SIGTERM)), cluster.network(2, name=NAME):
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert left_over() == []
+    cluster.up(3, name=NAME)
+    with cluster.network(2, "10mbit", NAME) as network:
+        assert network.hosts == [f"{NAME}0", f"{NAME}1"] and network.rate_Bps(0) == 1.25e6
+        with subprocess.Popen(network.inside(1, ["sleep", "100"])) as sleeper:
+            wait_for(lambda: cluster._processes_in(network.hosts[1]))
+            with pytest.raises(cluster.ClusterError, match=f"in use; stop process {sleeper.pid} first"):
+                cluster.down(NAME)
+            sleeper.kill()
+    assert cluster.down(NAME) and left_over() == []
+
+
+@needs_namespaces
+def test_a_namespace_of_somebody_else_is_left_alone():
+    subprocess.run(["ip", "netns", "add", f"{NAME}1"], check=True)
+    try:
+        with pytest.raises(cluster.ClusterError, match=f"namespace '{NAME}1' exists already"):
+            cluster.up(2, name=NAME)
+        assert left_over() == [f"/var/run/netns/{NAME}1"]
+    finally:
+        subprocess.run(["ip", "netns", "delete", f"{NAME}1"], check=True)
