@@ -118,8 +118,8 @@ class Network:
 
     def bytes(self) -> list[Traffic]:
         """What each host has sent and received so far, as its interface counts."""
-        counted = [json.loads(_do("ip", "-j", "-s", "-n", host, "link", "show", "eth0"))[0]["stats64"] for host in self.hosts]
-        return [Traffic(count["tx"]["bytes"], count["rx"]["bytes"]) for count in counted]
+        shown = [json.loads(_do("ip", "-j", "-s", "-n", host, "link", "show", "eth0")) for host in self.hosts]
+        return [Traffic(link["stats64"]["tx"]["bytes"], link["stats64"]["rx"]["bytes"]) for (link,) in shown]
 
     def run(self, module: str, arguments: Sequence[str] = (), processes_per_host: int = 1, pin: bool = False,
             again: str = "") -> int:
@@ -340,9 +340,11 @@ def _require_privileges() -> None:
         ClusterError: with what is missing.
     """
     if sys.platform != "linux":
-        raise ClusterError(f"platform {sys.platform!r}: network namespaces need Linux; launch.local runs several processes anywhere")
+        raise ClusterError(f"platform {sys.platform!r}: network namespaces need Linux; "
+                           "launch.local runs several processes anywhere")
     if missing := [tool for tool in ("ip", "tc") if shutil.which(tool) is None]:
-        raise ClusterError(f"{' and '.join(missing)} not found: network namespaces need iproute2 (apt-get install iproute2)")
+        raise ClusterError(f"{' and '.join(missing)} not found: network namespaces need iproute2 "
+                           "(apt-get install iproute2)")
     if os.geteuid() != 0:
         raise ClusterError(f"user id {os.geteuid()}: network namespaces need root; start the command with sudo, "
                            "or use launch.local, which needs no network")
@@ -414,7 +416,8 @@ def main(argv: list[str]) -> int:
     chosen, console = flags.FLAGS, rich.console.Console(highlight=False)
     verb, *arguments = argv or [""]
     if verb not in _VERBS:
-        raise ClusterError(f"verb {verb!r}: must be one of {', '.join(_VERBS)}, as in: python -m launch.cluster up --hosts=4")
+        raise ClusterError(f"verb {verb!r}: must be one of {', '.join(_VERBS)}, "
+                           "as in: python -m launch.cluster up --hosts=4")
     for option, verbs in _VERBS_OF.items():
         if chosen[option].present and verb not in verbs:
             raise ClusterError(f"--{option}: not an option of {verb}, but of {', '.join(verbs)}")
@@ -449,7 +452,7 @@ if __name__ == "__main__":
     flags.DEFINE_string("name", NAME, "What the names of the network's namespaces begin with.")
     flags.DEFINE_string("subnet", SUBNET, "Addresses of the hosts, the first ones.")
     flags.DEFINE_integer("processes_per_host", 1, "Processes on each host, one CPU worker each.")
-    flags.DEFINE_string("module", "launch.train", "What to run on every host; it gets the coordinator flags of launch.train.")
+    flags.DEFINE_string("module", "launch.train", "What runs on every host; it gets the coordinator flags of launch.train.")
     flags.DEFINE_boolean("pin", False, "Whether process i stays on core i, modulo the number of cores.")
     flags.FLAGS.set_gnu_getopt()  # The verb stands before the options.
     command.run(main, errors=(ClusterError, OSError))

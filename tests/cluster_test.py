@@ -58,8 +58,9 @@ def why_not():
     probe = f"{NAME}probe"
     made = subprocess.run(["ip", "netns", "add", probe], capture_output=True, text=True, check=False)
     if made.returncode == 0:
-        shaped = ["tc", "-n", probe, "qdisc", "add", "dev", "lo", "root", "tbf", "rate", "1mbit", "burst", "10kb", "latency", "50ms"]
-        made = subprocess.run(shaped, capture_output=True, text=True, check=False)
+        shape = "tbf rate 1mbit burst 10kb latency 50ms".split()
+        made = subprocess.run(["tc", "-n", probe, "qdisc", "add", "dev", "lo", "root", *shape],
+                              capture_output=True, text=True, check=False)
         subprocess.run(["ip", "netns", "delete", probe], check=True)
     return made.stderr.strip()
 
@@ -93,7 +94,7 @@ def wait_for(condition, process=None):
 
 @pytest.fixture
 def idle(tmp_path):
-    """Arguments of a command that makes a network of two hosts for two processes that wait, and where those note their ids."""
+    """A command that has made a network of two hosts for two processes that wait, and where those note their ids."""
     (tmp_path / "idle.py").write_text(textwrap.dedent(IDLE))
     arguments = ["run", f"--name={NAME}", "--hosts=2", "--module=idle", "--", f"--pids={tmp_path}"]
     return launch(*arguments, PYTHONPATH=str(tmp_path)), [tmp_path / "0", tmp_path / "1"]
@@ -194,11 +195,13 @@ def test_up_rate_bytes_down():
 
 def transfer_s(network, senders, num_bytes):
     """Seconds that host 0 takes to receive `num_bytes` from each of the hosts behind it."""
-    receiver = subprocess.Popen(network.inside(0, [sys.executable, "-c", textwrap.dedent(RECEIVE), str(senders)]),
-                                stdout=subprocess.PIPE, text=True)
+    def python(host, program, *arguments, **options):
+        line = [sys.executable, "-c", textwrap.dedent(program), *map(str, arguments)]
+        return subprocess.Popen(network.inside(host, line), **options)
+
+    receiver = python(0, RECEIVE, senders, stdout=subprocess.PIPE, text=True)
     assert receiver.stdout.readline() == "ready\n"
-    sending = [subprocess.Popen(network.inside(host, [sys.executable, "-c", textwrap.dedent(SEND), network.addresses[0], str(num_bytes)]))
-               for host in range(1, senders + 1)]
+    sending = [python(host, SEND, network.addresses[0], num_bytes) for host in range(1, senders + 1)]
     received, time_s = receiver.communicate(timeout=TIMEOUT_S)[0].split()
     assert [sender.wait() for sender in sending] == [0] * senders and int(received) == senders * num_bytes
     return float(time_s)
@@ -230,8 +233,8 @@ def test_a_link_carries_its_rate_and_no_more_both_ways():
 @needs_namespaces
 def test_two_hosts_train_over_their_links(tmp_path):
     output, errors, code = ended(launch(
-        "run", f"--name={NAME}", "--hosts=2", "--rate=100mbit", "--pin", "--", "--config=configs/lm.py:smoke,steps=4", *TINY,
-        f"--workdir={tmp_path}", XLA_FLAGS="--xla_backend_optimization_level=0"))
+        "run", f"--name={NAME}", "--hosts=2", "--rate=100mbit", "--pin", "--",
+        "--config=configs/lm.py:smoke,steps=4", *TINY, f"--workdir={tmp_path}", XLA_FLAGS="--xla_backend_optimization_level=0"))
     assert code == 0, errors
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["steps"] == 4 and json.loads((tmp_path / "config.json").read_text())["workers"] == 2
@@ -250,11 +253,12 @@ def test_processes_of_a_host_are_neighbours_and_see_each_other(tmp_path):
         flags = dict(argument.lstrip("-").partition("=")[::2] for argument in sys.argv[1:])
         host = os.stat("/proc/self/ns/net").st_ino
         own = socket.gethostbyname(socket.gethostname())
-        line = [flags["coordinator"].partition(":")[0], flags["num_processes"], own, str(host), str(len(os.sched_getaffinity(0)))]
-        pathlib.Path(flags["out"], flags["process_index"]).write_text(" ".join(line))
+        address, cores = flags["coordinator"].partition(":")[0], len(os.sched_getaffinity(0))
+        told = " ".join(map(str, [address, flags["num_processes"], own, host, cores]))
+        pathlib.Path(flags["out"], flags["process_index"]).write_text(told)
     """))
-    _, errors, code = ended(launch("run", f"--name={NAME}", "--hosts=2", "--processes_per_host=2", "--module=tell", "--pin", "--",
-                                   f"--out={tmp_path}", PYTHONPATH=str(tmp_path)))
+    _, errors, code = ended(launch("run", f"--name={NAME}", "--hosts=2", "--processes_per_host=2", "--module=tell",
+                                   "--pin", "--", f"--out={tmp_path}", PYTHONPATH=str(tmp_path)))
     assert (code, errors) == (0, "")
     told = [(tmp_path / str(index)).read_text().split() for index in range(4)]
     assert [line[:3] for line in told] == [["10.77.0.1", "4", f"10.77.0.{host}"] for host in (1, 1, 2, 2)]
