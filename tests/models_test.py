@@ -150,12 +150,16 @@ def test_rotated_dot_products_depend_on_distance_only():
 # -- Attention and the whole model ------------------------------------------------------------------------------------
 
 
-def dense_attention(x_BxTxD, qkv_Dx3D, out_DxD):
-    """softmax(q k' / √K + causal mask) v, one head at a time, in float64."""
+def norm(x, scale):
+    return x / np.sqrt((x**2).mean(axis=-1, keepdims=True) + 1e-6) * scale
+
+
+def dense_attention(x_BxTxD, qkv_Dx3D, out_DxD, query_scale_K=1.0, key_scale_K=1.0):
+    """softmax(norm(q) norm(k)' / √K + causal mask) v, one head at a time, in float64."""
     batch, length, width = x_BxTxD.shape
     size = width // H
     q, k, v = np.split((x_BxTxD @ qkv_Dx3D).reshape(batch, length, 3 * H, size), 3, axis=2)
-    q, k = rotate_complex(q), rotate_complex(k)
+    q, k = rotate_complex(norm(q, query_scale_K)), rotate_complex(norm(k, key_scale_K))
     mixed = np.zeros((batch, length, H, size))
     for b in range(batch):
         for h in range(H):
@@ -177,9 +181,6 @@ def test_attention_is_dense_causal_softmax():
 def test_model_is_a_dense_pre_norm_transformer():
     params = jax.tree.map(lambda x: np.asarray(x, np.float64), randomized())
 
-    def norm(x, scale):
-        return x / np.sqrt((x**2).mean(axis=-1, keepdims=True) + 1e-6) * scale
-
     def gelu(x):
         return 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
 
@@ -187,7 +188,8 @@ def test_model_is_a_dense_pre_norm_transformer():
     for layer in range(DEPTH):
         p = jax.tree.map(lambda leaf, layer=layer: leaf[layer], params["blocks"])
         x = x + dense_attention(norm(x, p["attention_norm"]["scale"]), p["attention"]["qkv"]["kernel"],
-                                p["attention"]["out"]["kernel"])
+                                p["attention"]["out"]["kernel"], p["attention"]["query_norm"]["scale"],
+                                p["attention"]["key_norm"]["scale"])
         x = x + gelu(norm(x, p["mlp_norm"]["scale"]) @ p["up"]["kernel"]) @ p["down"]["kernel"]
     expected = norm(x, params["norm"]["scale"]) @ params["head"]["kernel"]
     np.testing.assert_allclose(logits()(randomized(), tokens()), expected, rtol=1e-4, atol=1e-4)
@@ -248,8 +250,8 @@ def test_cold_sampling_is_greedy_decoding(prompt):
 
 
 def test_cold_sampling_of_the_decoder_is_greedy_decoding():
-    cold = models.sample(make(), randomized(), b"ab", 9, jax.random.key(0), 1e-6)
-    assert cold == greedy(lambda padded: logits()(randomized(), padded), b"ab", 9)
+    cold = models.sample(make(), randomized(), b"xy", 9, jax.random.key(0), 1e-6)
+    assert cold == greedy(lambda padded: logits()(randomized(), padded), b"xy", 9)
     assert len(set(cold)) > 1
 
 
