@@ -10,6 +10,7 @@ import pytest
 from configs import lm
 from decjax import topology as topology_lib
 from decjax import train
+from decjax.train import engine
 from decjax.train import state as state_lib
 from decjax.train import wire
 
@@ -190,7 +191,7 @@ def steps(folder, argument, options="", gradients=None, **mixing):
     config.mixing.update(mixing)
     setup = train.build(config)
     state = state_lib.abstract(setup.model.init, setup.method.tx, setup.workers, 0)
-    program = state_lib.make_step(gradients or setup.gradients, setup.method, setup.workers, 0)
+    program = engine.make_step(gradients or setup.gradients, setup.method, setup.workers, 0)
     batch = setup.workers.build(lambda worker: setup.batch(worker, 0))
     one = state_lib.one_worker(state.params)
     num_bytes = sum(4 * leaf.size for leaf in jax.tree.leaves(one))
@@ -199,7 +200,7 @@ def steps(folder, argument, options="", gradients=None, **mixing):
     for step in range(num_phases):
         phase = setup.method.phase(step)
         compiled_step = program(phase, state, batch, np.int32(step))
-        found[phase] = (compiled_step.run.as_text(), compiled_step.sent_N, setup.method.num_bytes(one, phase), num_bytes)
+        found[phase] = (compiled_step.executables[0].as_text(), compiled_step.sent_N, setup.method.num_bytes(one, phase), num_bytes)
     return list(found.values())
 
 

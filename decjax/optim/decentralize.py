@@ -38,6 +38,7 @@ class SynchronizeState(NamedTuple):
 
     inner: Any  # state of the wrapped optimizer
     reducer: Any  # state of the reducer
+    pending: Any  # stale: (whether there is one, the gradient of the step before); else ()
 
 
 def decentralize(inner: optax.GradientTransformation, mixer: gossip.Mixer,
@@ -56,7 +57,8 @@ def decentralize(inner: optax.GradientTransformation, mixer: gossip.Mixer,
     Returns:
         A transformation that takes `phase`: `mixer.phase(step)` as a static int, one compilation per phase. Without it
         the phase follows the step counter in the state through `lax.switch`, one compilation for all phases, but an
-        exchange that cannot overlap.
+        exchange that cannot overlap. In order "awc", `received` may carry the result of
+        `mixer.exchange(params, state.mixer, phase)` that another program has run meanwhile.
 
     Raises:
         ValueError: if the order is unknown.
@@ -75,7 +77,9 @@ def decentralize(inner: optax.GradientTransformation, mixer: gossip.Mixer,
     def init(params):
         return DecentralizeState(jnp.zeros((), jnp.int32), inner.init(params), mixer.init(params))
 
-    def mix(params, state, phase):
+    def mix(params, state, phase, received=None):
+        if received is not None:
+            return mixer.combine(params, received, state.mixer, phase, state.count)
         if phase is not None:
             return gossip.mix(mixer, params, state.mixer, phase, state.count)
         branches = [lambda params, own, phase=phase: gossip.mix(mixer, params, own, phase, state.count) for phase in mixer.phases]
@@ -83,11 +87,11 @@ def decentralize(inner: optax.GradientTransformation, mixer: gossip.Mixer,
             return branches[0](params, state.mixer)
         return jax.lax.switch(mixer.phase(state.count) - mixer.phases.start, branches, params, state.mixer)
 
-    def update(grads, state, params=None, *, phase=None, **extra):
+    def update(grads, state, params=None, *, phase=None, received=None, **extra):
         if params is None:
             raise ValueError(optax.NO_PARAMS_MSG)
         if order == "awc":
-            mixed, mixer_state = mix(params, state, phase)
+            mixed, mixer_state = mix(params, state, phase, received)
             updates, inner_state = inner.update(grads, state.inner, mixed, **extra)
             updates = jax.tree.map(lambda y, x, u: (y - x) + u, mixed, params, updates)
         else:
@@ -99,15 +103,20 @@ def decentralize(inner: optax.GradientTransformation, mixer: gossip.Mixer,
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def synchronize(inner: optax.GradientTransformation, reducer: reduce.Reducer) -> optax.GradientTransformationExtraArgs:
+def synchronize(inner: optax.GradientTransformation, reducer: reduce.Reducer,
+                stale: bool = False) -> optax.GradientTransformationExtraArgs:
     """Wraps an optimizer so that gradients are first averaged over all workers; replicas stay equal.
 
-    The result takes and ignores `phase`, so that it fits the same loop as `decentralize`. Clipping inside `inner` acts on
-    the averaged gradient.
+        x^{t+1} = x^t − α_t d( (1/N) Σ_i ∇F_i(x^{t−s}) ),     s = 1 if stale, else 0
+
+    With `stale`, the average of the step before is applied: its all-reduce may run while the gradient is taken. The first
+    step then changes nothing. The result takes and ignores `phase`, so that it fits the same loop as `decentralize`.
+    Clipping inside `inner` acts on the averaged gradient.
 
     Args:
         inner: any optax optimizer.
         reducer: how gradients are averaged; see `decjax.reduce`.
+        stale: overlap the all-reduce, one step late. `received` may then carry the result of `stale_exchange`.
 
     Returns:
         An `optax.GradientTransformationExtraArgs`.
@@ -115,15 +124,30 @@ def synchronize(inner: optax.GradientTransformation, reducer: reduce.Reducer) ->
     inner = optax.with_extra_args_support(inner)
 
     def init(params):
-        return SynchronizeState(inner.init(params), reducer.init(params))
+        pending = (jnp.zeros((), bool), jax.tree.map(jnp.zeros_like, params)) if stale else ()
+        return SynchronizeState(inner.init(params), reducer.init(params), pending)
 
-    def update(grads, state, params=None, *, phase=None, **extra):
+    def update(grads, state, params=None, *, phase=None, received=None, **extra):
         del phase
-        grads, reducer_state = reducer.reduce(grads, state.reducer)
-        updates, inner_state = inner.update(grads, state.inner, params, **extra)
-        return updates, SynchronizeState(inner_state, reducer_state)
+        if not stale:
+            averaged, reducer_state = reducer.reduce(grads, state.reducer)
+        else:
+            averaged, reducer_state = stale_exchange(reducer, state) if received is None else received
+        updates, inner_state = inner.update(averaged, state.inner, params, **extra)
+        if not stale:
+            return updates, SynchronizeState(inner_state, reducer_state, ())
+        is_due, _ = state.pending
+        updates = jax.tree.map(lambda u: jnp.where(is_due, u, jnp.zeros_like(u)), updates)
+        inner_state = jax.tree.map(lambda new, old: jnp.where(is_due, new, old), inner_state, state.inner)
+        return updates, SynchronizeState(inner_state, reducer_state, (jnp.ones((), bool), grads))
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def stale_exchange(reducer: reduce.Reducer, state: SynchronizeState) -> tuple[Any, Any]:
+    """The communication of a stale `synchronize`, which waits for no gradient: (averaged gradient, reducer state)."""
+    _, grads = state.pending
+    return reducer.reduce(grads, state.reducer)
 
 
 def decentralized_adam(learning_rate: optax.ScalarOrSchedule, mixer: gossip.Mixer,

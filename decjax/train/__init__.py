@@ -1,7 +1,8 @@
 """The one train loop: build the parts from a config, run them in a work directory.
 
     assemble     config -> parts; the only place that reads a ConfigDict
-    state        the stacked state and one compiled step per phase
+    state        the stacked state
+    engine       one compiled step per phase: fused, or with the exchange beside the gradient
     loop         steps, logging, signals, the end of a run
     evaluate     the averaged model and the local models
     checkpoint   Orbax, and whose directory it is

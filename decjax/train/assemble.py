@@ -159,14 +159,17 @@ def make_method(config: ml_collections.ConfigDict, workers: mesh.Workers,
             tx.init, lambda grads, state, params=None, *, phase=None, **extra: tx.update(grads, state, params, **extra))
         return Method(ignoring_phase, lambda step: 0, lambda params, phase: np.zeros(n)), None
     if config.method == "allreduce":
-        reducer = reduce.mean(axis_name=axis_name)
-        return Method(optim.synchronize(inner, reducer), lambda step: 0,
-                      lambda params, phase: reducer.num_bytes(params, n)), None
+        reducer = reduce.mean(axis_name=axis_name, bucket_bytes=config.bucket_bytes)
+        exchange = (lambda params, opt_state, phase: optim.stale_exchange(reducer, opt_state)) if config.stale else None
+        return Method(optim.synchronize(inner, reducer, config.stale), lambda step: 0,
+                      lambda params, phase: reducer.num_bytes(params, n), exchange), None
     topology = make_topology(config.topology, n, workers.local_size)
-    mixer = make_mixer(config.mixing, topology, axis_name, schedule, config.optimizer.learning_rate)
+    mixer = make_mixer(config, topology, axis_name, schedule)
     tx = optim.decentralize(inner, mixer, config.mixing.order)
     if config.mixing.static_phase:
-        return Method(tx, mixer.phase, mixer.num_bytes), topology
+        overlaps = config.mixing.order == "awc"
+        exchange = (lambda params, opt_state, phase: mixer.exchange(params, opt_state.mixer, phase)) if overlaps else None
+        return Method(tx, mixer.phase, mixer.num_bytes, exchange), topology
 
     def mean_bytes(params, phase):
         del phase
@@ -205,10 +208,12 @@ def parse_options(text: str) -> dict[str, Any]:
 
 
 def make_mixer(config: ml_collections.ConfigDict, topology: topology_lib.Topology, axis_name: mesh.AxisName,
-               schedule: optax.Schedule, peak: float) -> gossip.Mixer:
+               schedule: optax.Schedule) -> gossip.Mixer:
     """Gossip over the topology: rounds, acceleration, period and strength γ = strength · (lr / lr_max)^strength_power."""
-    make = gossip.accelerated if config.accelerated else gossip.exact
-    mixer = gossip.every(make(topology, rounds=config.rounds, axis_name=axis_name), config.every)
-    if not config.strength_power:
-        return gossip.damp(mixer, config.strength)
-    return gossip.damp(mixer, lambda step: config.strength * (schedule(step) / peak) ** config.strength_power)
+    mixing, peak = config.mixing, config.optimizer.learning_rate
+    make = gossip.accelerated if mixing.accelerated else gossip.exact
+    mixer = gossip.every(
+        make(topology, rounds=mixing.rounds, axis_name=axis_name, bucket_bytes=config.bucket_bytes), mixing.every)
+    if not mixing.strength_power:
+        return gossip.damp(mixer, mixing.strength)
+    return gossip.damp(mixer, lambda step: mixing.strength * (schedule(step) / peak) ** mixing.strength_power)

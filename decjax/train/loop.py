@@ -18,6 +18,7 @@ from decjax import models
 from decjax import reduce
 from decjax.train import assemble
 from decjax.train import checkpoint
+from decjax.train import engine
 from decjax.train import evaluate as evaluate_lib
 from decjax.train import metrics
 from decjax.train import state as state_lib
@@ -84,7 +85,8 @@ class Run:
                 gossip.check_exchange(setup.workers, setup.topology)
             except RuntimeError as error:
                 raise TrainingError(str(error)) from error
-        self._program = state_lib.make_step(setup.gradients, setup.method, self.workers, self.config.seed)
+        self._program = engine.make_step(
+            setup.gradients, setup.method, self.workers, self.config.seed, self.config.engine)
         self._distance = jax.jit(state_lib.consensus_distance, out_shardings=self.workers.replicated)
         self._saved = self.start if self.checkpoints.latest() == self.start else None
 

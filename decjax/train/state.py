@@ -1,7 +1,6 @@
-"""The training state, one step of it, and what is measured on it. Everything is stacked over workers: `[N, ...]`."""
+"""The training state and what is measured on it. Everything is stacked over workers: `[N, ...]`."""
 
 from collections.abc import Callable
-import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -10,7 +9,6 @@ import numpy as np
 import optax
 
 from decjax import mesh
-from decjax.train import wire
 
 
 class State(NamedTuple):
@@ -24,14 +22,17 @@ class Method(NamedTuple):
     """What happens to gradients and parameters: reduce, gossip or local.
 
     Attributes:
-        tx: the transformation; its update takes `phase`.
+        tx: the transformation; its update takes `phase`, and `received` where there is an `exchange`.
         phase: `phase(step)` -> the static phase of a step, or None to trace it.
         num_bytes: `num_bytes(params, phase) -> (N,)`, the declared bytes that each worker sends.
+        exchange: `exchange(params, opt_state, phase) -> received`, all communication of the step, where it needs nothing of
+            the step's gradient; None where it does, or where there is none.
     """
 
     tx: optax.GradientTransformationExtraArgs
     phase: Callable[[int], int | None]
     num_bytes: Callable[[Any, int | None], np.ndarray]
+    exchange: Callable[[Any, Any, int], Any] | None = None
 
 
 def init(model_init: Callable, tx: optax.GradientTransformation, workers: mesh.Workers, seed: int) -> State:
@@ -45,54 +46,6 @@ def abstract(model_init: Callable, tx: optax.GradientTransformation, workers: me
     """Shapes, dtypes and shardings of `init`'s result, without its arrays."""
     shapes = jax.eval_shape(lambda: init(model_init, tx, workers, seed))
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=workers.stacked), shapes)
-
-
-class Program(NamedTuple):
-    """A compiled step of one phase."""
-
-    run: Callable  # (state, batch, step) -> (state, loss_N)
-    sent_N: np.ndarray  # bytes that each worker sends
-
-
-def make_step(gradients: Callable, method: Method, workers: mesh.Workers, seed: int) -> Callable[..., Program]:
-    """Joins a gradient source and a method into one fused executable per phase.
-
-    Args:
-        gradients: `gradients(params, batch, key) -> (loss, grads)` of one worker; no collectives inside.
-        method: what happens to the gradient.
-        workers: where the workers live.
-        seed: keys are fold_in(fold_in(seed, worker), step).
-
-    Returns:
-        `program(phase, state, batch, step) -> Program`, compiled once per phase. The state is donated. Bytes are those of
-        the compiled collectives. They are the declared ones where workers are simulated and nothing is sent, and where the
-        phase is traced and the program holds all of them.
-    """
-    def worker_step(state, batch, step, phase):
-        worker_key = jax.random.fold_in(jax.random.key(seed), mesh.worker_index(workers.axis_name))
-        loss, grads = gradients(state.params, batch, jax.random.fold_in(worker_key, step))
-        params = state.params
-        if workers.on_cpu:
-            # CPU devices overlap nothing within one executable. An exchange that starts before the gradient only blocks
-            # threads which others need for computing: it costs a third of a small step, after the gradient a tenth.
-            grads, params = jax.lax.optimization_barrier((grads, params))
-        updates, opt_state = method.tx.update(grads, state.opt_state, params, phase=phase)
-        return State(optax.apply_updates(params, updates), opt_state), loss
-
-    compiled: dict[int | None, Program] = {}
-
-    def program(phase, state, batch, step):
-        if phase not in compiled:
-            step_of_phase = workers.jit(functools.partial(worker_step, phase=phase), (0, 0, None), donate_argnums=(0,))
-            executable = step_of_phase.lower(state, batch, step).compile()
-            if workers.simulated or phase is None:
-                sent_N = method.num_bytes(one_worker(state.params), phase)
-            else:
-                sent_N = wire.bytes_sent(executable.as_text(), workers.num_workers)
-            compiled[phase] = Program(executable, sent_N)
-        return compiled[phase]
-
-    return program
 
 
 def one_worker(tree: Any) -> Any:
