@@ -52,7 +52,7 @@ class Method:
         bucketed: whether buckets travel as they get ready; else everything is one message.
         ratio: bytes of a message ÷ bytes of the parameters. Anything but 1 costs codec time.
         every: p, messages are exchanged in every p-th step only.
-        joint_ring: nodes that meet in pairs run one ring all-reduce over all their workers, which takes
+        joint_ring: nodes that meet in pairs run one all-reduce over all their workers, which as a ring takes
             2(2L − 1)/2L parameter-sized messages out of a node, instead of exchanging shards, which takes one.
 
     Raises:
@@ -142,24 +142,43 @@ class Exchange(NamedTuple):
         return latest if g == 1 else np.repeat(latest, g, axis=1)
 
 
-def _ring(cluster: Cluster, members_GxM: np.ndarray) -> tuple[np.ndarray, ...]:
-    """Ring all-reduces of G groups of M workers at the same time: (latency_G, per_byte_G, nic_M).
+def _mean(cluster: Cluster, members_GxM: np.ndarray) -> tuple[np.ndarray, ...]:
+    """Means over G groups of M workers at the same time: (latency_G, per_byte_G, sent_G, nic_M).
 
-    2(M−1) steps of 1/M of the bytes each; the slowest hop sets the pace: β⁻¹ = 2(M−1)/M · max_hops(1/bandwidth)/efficiency.
+    Ring: 2(M−1) steps of 1/M of the bytes each, and the slowest hop sets the pace,
+
+        α = 2(M−1) α_hop,     β⁻¹ = 2(M−1)/M · max_hops(1/bandwidth) / efficiency.
+
+    Hierarchical (l workers on each of m nodes, M = l·m): shards are reduced inside nodes, then by l rings between nodes that
+    share the NIC, and gathered; chunks pass through both levels in a pipeline, so the slower level sets the pace,
+
+        α = 2(m−1) α_inter + 2(l−1) α_intra,     β⁻¹ = max(2(m−1)/m / NIC, 2(l−1)/l / intra) / efficiency.
     """
-    groups, size = members_GxM.shape
+    groups, M = members_GxM.shape
+    if M == 1:
+        return np.zeros(groups), np.zeros(groups), np.zeros(groups), np.zeros(cluster.num_nodes)
     nodes_GxM = members_GxM // cluster.workers_per_node
     next_GxM = np.roll(nodes_GxM, -1, axis=1)
     leaves_GxM = nodes_GxM != next_GxM
     out = np.bincount(nodes_GxM[leaves_GxM], minlength=cluster.num_nodes)
     into = np.bincount(next_GxM[leaves_GxM], minlength=cluster.num_nodes)
-    sharing = np.maximum(out[nodes_GxM], into[next_GxM])
-    hop = np.where(leaves_GxM, sharing / cluster.inter.bandwidth_Bps, 1 / cluster.intra.bandwidth_Bps)
-    latency = np.where(leaves_GxM, cluster.inter.latency_s, cluster.intra.latency_s)
-    volume = 2 * (size - 1) / size
-    if size == 1:
-        return np.zeros(groups), np.zeros(groups), np.zeros(cluster.num_nodes)
-    return 2 * (size - 1) * latency.max(axis=1), volume * hop.max(axis=1) / cluster.all_reduce_efficiency, volume * out
+    sharing_GxM = np.maximum(out[nodes_GxM], into[next_GxM]) * leaves_GxM
+    m_G = np.maximum(1, leaves_GxM.sum(axis=1))
+    if cluster.hierarchical_all_reduce:
+        l_G = M / m_G
+        inter_G, intra_G = 2 * (m_G - 1) / m_G, 2 * (l_G - 1) / l_G
+        per_byte_G = np.maximum(inter_G * sharing_GxM.max(axis=1) / cluster.inter.bandwidth_Bps,
+                                intra_G / cluster.intra.bandwidth_Bps)
+        latency_G = 2 * (m_G - 1) * cluster.inter.latency_s + 2 * (l_G - 1) * cluster.intra.latency_s
+        # Every worker sends its shard of 1/l through the NIC.
+        sent_G, leaving_GxM = intra_G + inter_G / l_G, leaves_GxM * inter_G[:, None]
+    else:
+        sent_G, leaving_GxM = np.full(groups, 2 * (M - 1) / M), leaves_GxM * (2 * (M - 1) / M)
+        hop_GxM = np.where(leaves_GxM, sharing_GxM / cluster.inter.bandwidth_Bps, 1 / cluster.intra.bandwidth_Bps)
+        per_byte_G = sent_G * hop_GxM.max(axis=1)
+        latency_G = 2 * (M - 1) * np.where(leaves_GxM, cluster.inter.latency_s, cluster.intra.latency_s).max(axis=1)
+    nic_M = np.bincount(nodes_GxM.ravel(), leaving_GxM.ravel(), cluster.num_nodes)
+    return latency_G, per_byte_G / cluster.all_reduce_efficiency, sent_G, nic_M
 
 
 def _messages(cluster: Cluster, shifts: Sequence[np.ndarray], num_workers: int) -> tuple[np.ndarray, ...]:
@@ -212,8 +231,8 @@ def exchange_cost(cluster: Cluster, round_: Round, joint_ring: bool = False) -> 
         heard = np.arange(round_.num_nodes)
         heard[target] = source
         sources.append(heard)
-    ring_latency, ring_per_byte, ring_nic = _ring(cluster, workers_GxM)
-    latency_N, per_byte_N = np.repeat(ring_latency, g), np.repeat(ring_per_byte, g)
+    *mean, mean_nic_M = _mean(cluster, workers_GxM)
+    latency_N, per_byte_N, sent_N = (np.repeat(of_group_G, g) for of_group_G in mean)
     if joint_ring and g > 1 and pairs:
         (source, target), = pairs if len(pairs) == 1 else [(np.array([0]), np.array([0]))]
         if len(pairs) > 1 or not np.isin(source * N + target, target * N + source).all():
@@ -222,14 +241,15 @@ def exchange_cost(cluster: Cluster, round_: Round, joint_ring: bool = False) -> 
         # Both groups are busy with one ring of 2g workers instead of their own.
         first = source < target
         joint_GxM = np.concatenate([workers_GxM[source[first]], workers_GxM[target[first]]], axis=1)
-        latency, per_byte, nic = _ring(cluster, joint_GxM)
-        latency_N[joint_GxM], per_byte_N[joint_GxM] = latency[:, None], per_byte[:, None]
-        sent_N = np.full(N, 2 * (g - 1) / g)
-        sent_N[joint_GxM] = 2 * (2 * g - 1) / (2 * g)
-        return Exchange(g, tuple(sources), latency_N, per_byte_N, sent_N, nic)
+        *joint, nic_M = _mean(cluster, joint_GxM)
+        for of_all_N, of_joint_G in zip((latency_N, per_byte_N, sent_N), joint, strict=True):
+            of_all_N[joint_GxM] = of_joint_G[:, None]
+        return Exchange(g, tuple(sources), latency_N, per_byte_N, sent_N, nic_M)
     shifts = [np.stack([workers_GxM[source].ravel(), workers_GxM[target].ravel()]) for source, target in pairs]
-    latency, per_byte, nic = _messages(cluster, shifts, N)
-    return Exchange(g, tuple(sources), latency_N + latency, per_byte_N + per_byte / g, round_.volume(), ring_nic + nic / g)
+    latency, per_byte, nic_M = _messages(cluster, shifts, N)
+    for source, _ in shifts:
+        sent_N[source] += 1 / g
+    return Exchange(g, tuple(sources), latency_N + latency, per_byte_N + per_byte / g, sent_N, mean_nic_M + nic_M / g)
 
 
 def exchanges(cluster: Cluster, method: Method) -> list[Exchange]:

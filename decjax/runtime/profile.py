@@ -62,6 +62,8 @@ class Cluster:
         inter: the NIC of *one node*: what its workers send to other nodes at the same time shares `bandwidth_Bps`.
         full_duplex_pairs: False where two workers that exchange with each other take turns, twice the time (gloo).
         all_reduce_efficiency: fraction of the bandwidth that reductions over a group reach, in (0, 1].
+        hierarchical_all_reduce: True where reductions over several nodes work inside nodes first, so that 2(m−1)/m of the
+            bytes leave each of m nodes; False where one ring runs through all n workers, with 2(n−1)/n.
         codec_Bps: bytes of parameters that a worker encodes and decodes per second; None: codecs cost no time.
         flops: floating-point operations per second that a worker sustains; only to guess compute times. None: unknown.
         memory_bytes: memory of a worker; None: unknown.
@@ -77,6 +79,7 @@ class Cluster:
     inter: Link
     full_duplex_pairs: bool = True
     all_reduce_efficiency: float = 1.0
+    hierarchical_all_reduce: bool = False
     codec_Bps: float | None = None
     flops: float | None = None
     memory_bytes: float | None = None
@@ -87,8 +90,9 @@ class Cluster:
         for name in ("intra", "inter"):
             if not isinstance(getattr(self, name), Link):
                 raise ValueError(f"{name}={getattr(self, name)!r} must be a Link with latency_s and bandwidth_Bps")
-        if not isinstance(self.full_duplex_pairs, bool):
-            raise ValueError(f"full_duplex_pairs={self.full_duplex_pairs!r} must be true or false; false for gloo")
+        for name, hint in (("full_duplex_pairs", "false for gloo"), ("hierarchical_all_reduce", "false for gloo")):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name}={getattr(self, name)!r} must be true or false; {hint}")
         _number("all_reduce_efficiency", self.all_reduce_efficiency, positive=True)
         if self.all_reduce_efficiency > 1:
             raise ValueError(f"all_reduce_efficiency={self.all_reduce_efficiency} must be at most 1; "
