@@ -1,5 +1,6 @@
 """The runtime model against formulas, against a plain reference worker by worker, and against what was measured."""
 
+import dataclasses
 import itertools
 import math
 
@@ -43,8 +44,8 @@ METHODS = [
 
 
 def reference_ring(cluster, members):
-    """(latency, seconds per byte of one hop) of a ring over workers; `lanes` counts rings through each NIC."""
-    hops = list(zip(members, [*members[1:], members[0]]))
+    """(node, next node) of each hop of a ring over workers."""
+    hops = zip(members, [*members[1:], members[0]])
     return [(a // cluster.workers_per_node, b // cluster.workers_per_node) for a, b in hops]
 
 
@@ -54,7 +55,7 @@ def reference_cost(cluster, round_, num_bytes, joint_ring):
     node = [i // cluster.workers_per_node for i in range(N)]
     groups = [list(range(k * g, (k + 1) * g)) for k in range(N // g)]
     pairs = [{(s, t) for s, t in shift.pairs} for shift in round_.shifts]
-    rings, members_of = [], []
+    members_of = []
     if joint_ring and pairs:
         met = {s for s, _ in pairs[0]}
         members_of = [groups[s] + groups[t] for s, t in pairs[0] if s < t]
@@ -291,6 +292,21 @@ def test_messages_of_a_node_share_its_nic():
     assert shards.nic_M.max() == 1 and ring.nic_M.max() == 1.75  # P against 2(2L−1)/2L·P out of a node
     assert predict(slow, LOAD, gossip(aer)).bytes_per_nic == pytest.approx(P * np.mean(
         [model.exchange_cost(slow, round_).nic_M for round_ in aer.rounds], axis=0).max())
+
+
+def test_hierarchical_means_leave_a_node_once():
+    nodes, L = 4, 4
+    ring = Cluster("ring", nodes, L, Link(1e-6, 1e10), Link(1e-4, 1e9))
+    tree = dataclasses.replace(ring, hierarchical_all_reduce=True)
+    everybody = topology("complete", 16).rounds[0]
+    flat, levels = model.exchange_cost(ring, everybody), model.exchange_cost(tree, everybody)
+    assert flat.nic_M == pytest.approx([2 * 15 / 16] * 4) and levels.nic_M == pytest.approx([2 * 3 / 4] * 4)
+    assert levels.sent_N == pytest.approx([2 * 3 / 4 + 2 * 3 / 4 / L] * 16)
+    assert levels.per_byte_N == pytest.approx([1.5e-9] * 16) and flat.per_byte_N == pytest.approx([1.875e-9] * 16)
+    assert levels.latency_N == pytest.approx([6 * 1e-4 + 6 * 1e-6] * 16) and flat.latency_N == pytest.approx([30 * 1e-4] * 16)
+    aer = topology("alternating_exponential_ring", 16, local_size=L).rounds[0]
+    joint = model.exchange_cost(tree, aer, joint_ring=True)
+    assert joint.nic_M.max() == 1 and joint.per_byte_N.max() == pytest.approx(1e-9)
 
 
 def test_pairs_take_turns_where_half_duplex():

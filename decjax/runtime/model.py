@@ -269,7 +269,7 @@ class Run(NamedTuple):
     Attributes:
         start_TxKxN: [T + 1, K, N], when each step starts; the last one is the end.
         computed_TxKxN: [T, K, N], when the gradient is done.
-        launched_TxKxN: [T, K, N], when the exchange for a step starts; nan in local steps.
+        launched_TxKxN: [T, K, N], when the first message of the exchange needed in a step sets out; nan in local steps.
         arrived_TxKxN: [T, K, N], when everything of it is there; nan in local steps.
     """
 
@@ -328,7 +328,7 @@ def simulate(method: Method, workload: Workload, routes: Sequence[Exchange], cos
             free = routes[phase].arrival(np.maximum(ready, free)) + cost
             arrivals.append(free)
         if step < T:
-            launched[step], arrived[step] = ready_b[0], free
+            launched[step], arrived[step] = arrivals[0] - cost_s[phase][0], free
         return arrivals
 
     pending = None
