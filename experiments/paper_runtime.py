@@ -204,7 +204,8 @@ def main(argv: list[str]) -> int:
         if _CLUSTER.value is None or _GPUS.value is None:
             command.fail("--gpus needs --cluster, and --json both: --cluster=a40 --gpus=32 --json")
         predicted = dict(zip(METHODS, predict_at(_CLUSTER.value, _GPUS.value).round(2).tolist(), strict=True))
-        print(json.dumps(predicted) if _JSON.value else "\n".join(f"{METHODS[key]}: {ms:.1f} ms" for key, ms in predicted.items()))
+        lines = (f"{METHODS[key]}: {ms:.1f} ms" for key, ms in predicted.items())
+        print(json.dumps(predicted) if _JSON.value else "\n".join(lines))
         return 0
     console = rich.console.Console(highlight=False)
     rows, left_out = [], []

@@ -20,8 +20,8 @@ The profiles of GPUs in configs/clusters have the links of the datasheets, and t
 
 Columns: ms per iteration, mean and 95 % quantile; speed-up over synchronous all-reduce; of the mean, how long a worker waits
 for slower ones and what messages add; MB a worker sends, and MB that leave the busiest node, per step; the spectral gap of a
-period of rounds (1: exact averaging). --plot draws in which regions of bandwidth and variation of compute time each method is to be
-preferred (exact ones where they are within 3 % of the fastest), and one iteration of each worker.
+period of rounds (1: exact averaging). --plot draws in which regions of bandwidth and variation of compute time each method is
+to be preferred (of those within 3 % of the fastest the one that averages best), and one iteration of each worker.
 """
 
 import dataclasses
@@ -113,7 +113,8 @@ def make_workload(values: dict[str, float], cluster: runtime.Cluster, compute_s:
     buckets = int(values["buckets"])
     if buckets < 1:
         raise ValueError(f"--model: buckets={values['buckets']:g} must be at least 1")
-    return runtime.Workload(forward_s, (backward_s / buckets,) * buckets, (values["params"] * values["bytes"] / buckets,) * buckets,
+    return runtime.Workload(forward_s, (backward_s / buckets,) * buckets,
+                            (values["params"] * values["bytes"] / buckets,) * buckets,
                             optimizer_s=values["optimizer_s"], combine_s=values["combine_s"])
 
 
@@ -152,7 +153,8 @@ def report(cluster: runtime.Cluster, workload: runtime.Workload, ranked: list[pl
     columns = {
         "ms": lambda r: _ms(r.prediction.mean_s), "95 %\nms": lambda r: _ms(r.prediction.quantiles_s[0.95]),
         "speed-\nup": lambda r: f"{r.speedup:.2f}", "waits\nms": lambda r: _ms(r.prediction.waiting_s),
-        "adds\nms": lambda r: _ms(r.prediction.exposed_s), "MB per\nworker": lambda r: f"{r.prediction.bytes_per_worker / 1e6:.4g}",
+        "adds\nms": lambda r: _ms(r.prediction.exposed_s),
+        "MB per\nworker": lambda r: f"{r.prediction.bytes_per_worker / 1e6:.4g}",
         "MB per\nNIC": lambda r: f"{r.prediction.bytes_per_nic / 1e6:.4g}", "gap": _gap}
     if width < 100:
         del columns["95 %\nms"], columns["MB per\nworker"]
@@ -209,7 +211,8 @@ def plot(path: str, cluster: runtime.Cluster, workload: runtime.Workload, ranked
         _draw_timeline(axis, plan.timeline(cluster, workload, method), method.name)
     axes[-1].set_xlabel("ms from when the first worker starts the iteration")
     right.legend([patches.Patch(color="#0072B2"), patches.Patch(facecolor="0.9"), patches.Patch(color="#D55E00")],
-                 ["computes", "waits, updates", "message on its way"], loc="outside lower center", ncols=3, frameon=False, fontsize=8.5)
+                 ["computes", "waits, updates", "message on its way"], loc="outside lower center", ncols=3, frameon=False,
+                 fontsize=8.5)
     figure.savefig(path, dpi=140)
     plt.close(figure)
 
@@ -248,7 +251,8 @@ def main(argv: list[str]) -> int:
 
 if __name__ == "__main__":  # Other commands have a --workers as well, and one process may import several.
     flags.DEFINE_string("cluster", None, "The cluster's profile, a JSON file; configs/clusters has some.", required=True)
-    flags.DEFINE_string("model", None, "A config, a workload in JSON, or params=…,forward_s=…,backward_s=…; none: the profile's.")
+    flags.DEFINE_string("model", None,
+                        "A config, a workload in JSON, or params=…,forward_s=…,backward_s=…; none: the profile's.")
     flags.DEFINE_integer("workers", None, "Number of workers; none: the config's, or all of the profile.", lower_bound=1)
     flags.DEFINE_float("compute_s", None, "Seconds that a worker computes for one step.", lower_bound=0.0)
     flags.DEFINE_float("variation", None, "Standard deviation ÷ mean of compute times, log-normal; none: the workload's.",

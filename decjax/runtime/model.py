@@ -313,7 +313,8 @@ def simulate(method: Method, workload: Workload, routes: Sequence[Exchange], cos
     """
     workload = messages(workload, method)
     T, K, N = compute_TxKxN.shape
-    share_b = np.array(workload.num_bytes) / (workload.total_bytes or 1.0)
+    share_b = np.array(workload.num_bytes) / workload.total_bytes if workload.total_bytes else np.full(
+        len(workload.num_bytes), 1 / len(workload.num_bytes))
     forward = workload.forward_s / workload.compute_s
     backward_b = [backward_s / workload.compute_s for backward_s in workload.backward_s]
     parameters = method.message == PARAMETERS
