@@ -44,11 +44,7 @@ from decjax import topology as topology_lib
 from decjax.runtime import calibrate
 from launch import command
 
-_CLUSTER = flags.DEFINE_enum("cluster", None, ["t4", "a100", "a40"], "One cluster instead of all.")
-_GPUS = flags.DEFINE_integer("gpus", None, "Number of GPUs to predict, with --cluster.")
-_JSON = flags.DEFINE_bool("json", False, "Print ms per iteration as one JSON object, with --cluster and --gpus.")
-_OUT = flags.DEFINE_string("out", None, "Where to write the figure, such as paper_runtime.png.")
-_LEAVE_ONE_OUT = flags.DEFINE_bool("leave_one_out", False, "Also predict each size from the other one alone.")
+FLAGS = flags.FLAGS
 
 METHODS = {"all_reduce": "all-reduce", "sgp": "SGP (exp)", "exp": "decentralized (exp)", "aer": "decentralized (AER)"}
 
@@ -200,19 +196,19 @@ def plot(path: str, rows: list[tuple[str, int, np.ndarray]]) -> None:
 def main(argv: list[str]) -> int:
     if argv:
         command.fail(f"unexpected argument {argv[0]!r}; options start with --")
-    if _JSON.value or _GPUS.value is not None:
-        if _CLUSTER.value is None or _GPUS.value is None:
+    if FLAGS.json or FLAGS.gpus is not None:
+        if FLAGS.cluster is None or FLAGS.gpus is None:
             command.fail("--gpus needs --cluster, and --json both: --cluster=a40 --gpus=32 --json")
-        predicted = dict(zip(METHODS, predict_at(_CLUSTER.value, _GPUS.value).round(2).tolist(), strict=True))
+        predicted = dict(zip(METHODS, predict_at(FLAGS.cluster, FLAGS.gpus).round(2).tolist(), strict=True))
         lines = (f"{METHODS[key]}: {ms:.1f} ms" for key, ms in predicted.items())
-        print(json.dumps(predicted) if _JSON.value else "\n".join(lines))
+        print(json.dumps(predicted) if FLAGS.json else "\n".join(lines))
         return 0
     console = rich.console.Console(highlight=False)
     rows, left_out = [], []
-    for name in [_CLUSTER.value] if _CLUSTER.value else MEASURED_MS:
+    for name in [FLAGS.cluster] if FLAGS.cluster else MEASURED_MS:
         sizes = tuple(MEASURED_MS[name])
         rows += [(name, size, predict_at(name, size)) for size in (*sizes, 2 * sizes[-1])]
-        if _LEAVE_ONE_OUT.value:
+        if _LEAVE_ONEFLAGS.out:
             left_out += [(name, size, predict_at(name, size, tuple(other for other in sizes if other != size))) for size in sizes]
     console.print(tabulate("ms per iteration, measured | predicted", rows))
     console.print(summary(rows) + " over the fitted rows")
@@ -222,11 +218,16 @@ def main(argv: list[str]) -> int:
     for name in dict.fromkeys(name for name, _, _ in rows):
         values = zip(PARAMETERS, np.exp(fit(name, tuple(MEASURED_MS[name]))), strict=True)
         console.print(f"{name}: " + ", ".join(f"{parameter} {value:.3g}" for parameter, value in values))
-    if _OUT.value:
-        plot(_OUT.value, rows)
-        console.print(f"wrote {_OUT.value}")
+    if FLAGS.out:
+        plot(FLAGS.out, rows)
+        console.print(f"wrote {FLAGS.out}")
     return 0
 
 
-if __name__ == "__main__":
+if __name__ == "__main__":  # Other commands have an --out as well, and one process may import several.
+    flags.DEFINE_enum("cluster", None, ["t4", "a100", "a40"], "One cluster instead of all.")
+    flags.DEFINE_integer("gpus", None, "Number of GPUs to predict, with --cluster.")
+    flags.DEFINE_bool("json", False, "Print ms per iteration as one JSON object, with --cluster and --gpus.")
+    flags.DEFINE_string("out", None, "Where to write the figure, such as paper_runtime.png.")
+    flags.DEFINE_bool("leave_one_out", False, "Also predict each size from the other one alone.")
     command.run(main, errors=(ValueError, OSError))

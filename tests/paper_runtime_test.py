@@ -14,7 +14,7 @@ from experiments import paper_runtime as paper
 ROOT = pathlib.Path(__file__).parents[1]
 
 
-@pytest.fixture(scope="module", params=["t4", "a40"])
+@pytest.fixture(scope="module", params=["a40"])
 def predicted(request):
     """(cluster, {GPUs: ms of the four methods}), one size beyond the rows included."""
     sizes = tuple(paper.MEASURED_MS[request.param])

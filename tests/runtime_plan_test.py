@@ -14,6 +14,7 @@ from decjax import topology as tp
 from decjax.runtime import Cluster, Jitter, Link, Workload, all_reduce, gossip, predict
 from decjax.runtime import calibrate, plan
 from decjax.runtime.calibrate import Measurement
+from launch import plan as cli
 
 ROOT = pathlib.Path(__file__).parents[1]
 PROFILES = sorted((ROOT / "configs" / "clusters").glob("*.json"))
@@ -160,13 +161,17 @@ def test_shipped_profiles_are_valid(path):
 
 
 @pytest.mark.parametrize("columns", [80, 120])
-def test_table_fits_and_the_figure_is_written(tmp_path, columns):
-    path = tmp_path / "plan.png"
-    result = run("--cluster=configs/clusters/box_200mbit.json", "--topologies=one_peer_exponential,ring", f"--plot={path}",
-                 columns=columns)
+def test_table_fits(columns):
+    result = run("--cluster=configs/clusters/box_200mbit.json", columns=columns)
     assert result.returncode == 0 and result.stderr == "", result.stderr
     assert max(map(len, result.stdout.splitlines())) <= columns and "…" not in result.stdout
     assert "Decentralization pays" in result.stdout and "all-reduce, one step stale" in result.stdout
+
+
+def test_the_figure_is_written(tmp_path):
+    cluster, workload = runtime.load(ROOT / "configs" / "clusters" / "box_200mbit.json")
+    path = tmp_path / "plan.png"
+    cli.plot(str(path), cluster, workload, ranked(cluster, workload, topologies=("one_peer_exponential", "ring")))
     assert path.read_bytes().startswith(b"\x89PNG")
 
 
@@ -181,15 +186,28 @@ def test_a_config_gives_parameters_and_workers():
     ((), "--cluster"),
     (("--cluster=nowhere.json",), "nowhere.json"),
     (("--cluster=configs/clusters/a40_ethernet.json",), "has no workload"),
-    (("--cluster=configs/clusters/a40_ethernet.json", "--model=params=1e6,colour=1"), "'colour' is unknown"),
-    (("--cluster=configs/clusters/box_200mbit.json", "--model=params=1e6"), "how long does a step compute"),
     (("--cluster=configs/clusters/box_200mbit.json", "--model=nowhere.py"), "no config 'nowhere.py'"),
     (("--cluster=configs/clusters/a40_ethernet.json", "--model=params=1e6,tokens=10", "--workers=6"), "use 4 or 8"),
     (("--cluster=configs/clusters/box_200mbit.json", "--topologies=rings"), "unknown topology 'rings'"),
-    (("--cluster=configs/clusters/box_200mbit.json", "--ratio=-1"), "ratio=-1"),
 ])
 def test_mistakes_are_one_line_and_exit_code_two(args, problem):
     result = run(*args)
     assert result.returncode == 2
     errors = [line for line in result.stderr.splitlines() if "font_manager" not in line]
     assert len(errors) == 1 and errors[0].startswith("error: ") and problem in errors[0]
+
+
+@pytest.mark.parametrize("text, problem", [("params=1e6,colour=1", "'colour' is unknown"), ("params=many", "must be a number"),
+                                           ("tokens=10", "params=None"), ("params=1e6", "how long does a step compute"),
+                                           ("params=1e6,forward_s=1,backward_s=2,buckets=0", "at least 1"),
+                                           ("params=1e6,forward_s=-1,backward_s=2", "forward_s=-1")])
+def test_bad_models_are_refused(text, problem):
+    with pytest.raises(ValueError, match=problem):
+        cli.make_workload(cli.parse_pairs(text), SLOW, None)
+
+
+def test_flops_give_the_time_of_a_step():
+    cluster = dataclasses.replace(SLOW, flops=1e12)
+    workload = cli.make_workload(cli.parse_pairs("params=1e6,tokens=1000,buckets=2"), cluster, None)
+    assert (workload.compute_s, workload.forward_s, workload.total_bytes) == pytest.approx((6e-3, 2e-3, 4e6))
+    assert len(workload.num_bytes) == 2

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 import dataclasses
+import functools
 import math
 from typing import NamedTuple
 
@@ -11,6 +12,7 @@ from decjax import topology as topology_lib
 from decjax.runtime import model
 from decjax.runtime.model import GRADIENTS, Method, Prediction, all_reduce, gossip, no_communication, predict
 from decjax.runtime.profile import Cluster, Jitter, Workload
+from decjax.topology import Topology
 
 # Graphs that are compared unless told otherwise: one or few neighbours, known for mixing well.
 TOPOLOGIES = ("one_peer_exponential", "alternating_exponential_ring", "hierarchical", "base_k", "exponential", "ring",
@@ -78,8 +80,9 @@ def candidates(cluster: Cluster, topologies: Sequence[str] = TOPOLOGIES, orders:
     return methods, refused
 
 
-def _mixing(method: Method) -> tuple[float, int]:
-    topology = method.topology
+@functools.cache  # Singular values of a thousand workers take seconds, and every order of a method needs them.
+def _mixing(topology: Topology | None) -> tuple[float, int]:
+    """(spectral gap of a period, rounds in it)."""
     if topology is None:
         return 0.0, 1
     if topology.name == "complete":
@@ -100,7 +103,7 @@ def rank(cluster: Cluster, workload: Workload, methods: Sequence[Method], **opti
     ranked = []
     for method in methods:
         prediction = predict(cluster, workload, method, **options)
-        ranked.append(Ranked(method, prediction, reference_s / prediction.mean_s, *_mixing(method)))
+        ranked.append(Ranked(method, prediction, reference_s / prediction.mean_s, *_mixing(method.topology)))
     # Equally fast ones in the order of how well they mix; tenths of a percent are noise.
     return sorted(ranked, key=lambda r: (r.method.topology is not None, round(math.log(r.prediction.mean_s), 3), -r.gap))
 
@@ -212,7 +215,7 @@ def regions(cluster: Cluster, workload: Workload, methods: Sequence[Method], ban
     bandwidths, variations = np.asarray(bandwidth_Bps, float), np.asarray(variation, float)
     where = "inter" if cluster.num_nodes > 1 else "intra"
     methods = [method for method in methods if method.topology is not None]
-    gaps = [_mixing(method)[0] for method in methods]
+    gaps = [_mixing(method.topology)[0] for method in methods]
     order = sorted(range(len(methods)), key=lambda m: (methods[m].message != GRADIENTS, -round(gaps[m], 3), methods[m].overlap,
                                                        methods[m].bucketed, methods[m].topology.max_degree))
     methods = [methods[m] for m in order]
