@@ -208,7 +208,7 @@ def main(argv: list[str]) -> int:
     for name in [FLAGS.cluster] if FLAGS.cluster else MEASURED_MS:
         sizes = tuple(MEASURED_MS[name])
         rows += [(name, size, predict_at(name, size)) for size in (*sizes, 2 * sizes[-1])]
-        if _LEAVE_ONEFLAGS.out:
+        if FLAGS.leave_one_out:
             left_out += [(name, size, predict_at(name, size, tuple(other for other in sizes if other != size))) for size in sizes]
     console.print(tabulate("ms per iteration, measured | predicted", rows))
     console.print(summary(rows) + " over the fitted rows")

@@ -58,6 +58,14 @@ def test_json_is_what_the_table_says(predicted):
     assert list(values.values()) == pytest.approx(rows[list(rows)[-1]], rel=1e-3)
 
 
+def test_table_and_figure(tmp_path):
+    path = tmp_path / "paper.png"
+    result = run("--cluster=a100", "--leave_one_out", f"--out={path}")
+    assert result.returncode == 0 and result.stderr == "", result.stderr
+    assert "over the fitted rows" in result.stdout and result.stdout.count("median error") == 2
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
 @pytest.mark.parametrize("args, problem", [
     (("--cluster=v100",), "v100"), (("--json",), "--gpus"), (("--cluster=a40", "--gpus=12"), "gpus=12 must be a power of two"),
 ])
