@@ -60,9 +60,9 @@ def test_json_is_what_the_table_says(predicted):
 
 def test_table_and_figure(tmp_path):
     path = tmp_path / "paper.png"
-    result = run("--cluster=a100", "--leave_one_out", f"--out={path}")
+    result = run("--cluster=t4", f"--out={path}")
     assert result.returncode == 0 and result.stderr == "", result.stderr
-    assert "over the fitted rows" in result.stdout and result.stdout.count("median error") == 2
+    assert "over the fitted rows" in result.stdout
     assert path.read_bytes().startswith(b"\x89PNG")
 
 
