@@ -3,6 +3,7 @@
 A training method is a composition of small, pure things, each usable alone. From the bottom up:
 
     topology    who talks to whom, when                    NumPy only
+    runtime     when decentralized beats all-reduce        NumPy only
     mesh        workers as mesh axes, the collectives      JAX
     buckets     a pytree as a few flat messages
     gossip      mixing parameters over a topology
@@ -18,6 +19,7 @@ A training method is a composition of small, pure things, each usable alone. Fro
 from decjax import gossip
 from decjax import mesh
 from decjax import reduce
+from decjax import runtime
 from decjax import topology
 from decjax.mesh import make_workers
 from decjax.optim import accumulated_adam

@@ -1,0 +1,43 @@
+"""When does decentralized training beat all-reduce, and by how much? A model to ask beforehand. NumPy only.
+
+    profile     clusters, workloads and jitter as data, with a JSON form
+    model       time per iteration of a method: a max-plus recursion, and closed forms
+    calibrate   fit a cluster's numbers to measurements
+    plan        rank methods; regions in which each one wins
+
+Example:
+  >>> from decjax import topology
+  >>> cluster = Cluster("4 hosts", 4, 1, intra=Link(1e-6, 5e9), inter=Link(1e-4, 25e6))
+  >>> workload = Workload(forward_s=0.3, backward_s=(0.6,), num_bytes=(24e6,))
+  >>> sync = predict(cluster, workload, all_reduce(4)).mean_s
+  >>> f"{sync / predict(cluster, workload, gossip(topology.make('one_peer_exponential', 4))).mean_s:.2f} times faster"
+  '2.44 times faster'
+"""
+
+from decjax.runtime.model import (
+    Method,
+    Prediction,
+    all_reduce,
+    closed_form,
+    gossip,
+    no_communication,
+    predict,
+)
+from decjax.runtime.profile import Cluster, Jitter, Link, Workload, load, load_workload, save
+
+__all__ = [
+    "Cluster",
+    "Jitter",
+    "Link",
+    "Method",
+    "Prediction",
+    "Workload",
+    "all_reduce",
+    "closed_form",
+    "gossip",
+    "load",
+    "load_workload",
+    "no_communication",
+    "predict",
+    "save",
+]

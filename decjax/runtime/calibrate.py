@@ -1,0 +1,152 @@
+"""Fits the numbers of a cluster to measurements. NumPy only: who measures, and how, is another matter.
+
+A message of b bytes takes α + b/β; straight lines through measured times give both. Lines are fitted to *relative* errors, so
+that small messages, which tell α, count as much as large ones. `least_squares` fits whatever else a model predicts.
+"""
+
+from collections.abc import Callable, Sequence
+import dataclasses
+
+import numpy as np
+
+from decjax.runtime.profile import Cluster, Jitter, Link
+
+MAX_TRACE = 200  # values kept of a measured distribution: its quantiles
+STEADY = 0.02  # coefficient of variation below which compute times count as constant
+KINDS = ("shift", "pair", "all_reduce", "codec")
+SCOPES = ("intra", "inter")
+
+
+@dataclasses.dataclass(frozen=True)
+class Measurement:
+    """One timed exchange.
+
+    Args:
+        kind: "shift" (every worker sends one message, one way), "pair" (two workers exchange), "all_reduce" (over
+            `num_workers`) or "codec" (encode and decode `num_bytes` of parameters).
+        num_bytes: bytes of each worker's message or buffer.
+        time_s: seconds.
+        scope: "inter" if messages leave the node, else "intra". Those that leave it are to be one per node at a time.
+        num_workers: workers that take part; matters for "all_reduce".
+
+    Raises:
+        ValueError: naming the value, the constraint and the fix.
+    """
+
+    kind: str
+    num_bytes: float
+    time_s: float
+    scope: str = "inter"
+    num_workers: int = 2
+
+    def __post_init__(self):
+        if self.kind not in KINDS:
+            raise ValueError(f"measurement kind {self.kind!r} is unknown; choose from {', '.join(KINDS)}")
+        if self.scope not in SCOPES:
+            raise ValueError(f"measurement scope {self.scope!r} is unknown; choose from {', '.join(SCOPES)}")
+        if not (self.num_bytes > 0 and self.time_s > 0 and np.isfinite(self.num_bytes + self.time_s)):
+            raise ValueError(f"measurement of {self.num_bytes} bytes in {self.time_s} s: both must be positive; measure again")
+        if self.num_workers < 2:
+            raise ValueError(f"measurement with num_workers={self.num_workers}: an exchange takes at least 2")
+
+
+def fit_line(num_bytes: Sequence[float], time_s: Sequence[float]) -> Link:
+    """α and β of t = α + b/β, least squares of relative errors; α ≥ 0.
+
+    Raises:
+        ValueError: if fewer than two sizes are given, or larger messages do not take longer.
+    """
+    x, y = np.asarray(num_bytes, float), np.asarray(time_s, float)
+    if len(set(x.tolist())) < 2:
+        raise ValueError(f"latency and bandwidth need messages of at least two sizes, got {sorted(set(x.tolist()))} bytes")
+    alpha, slope = np.linalg.lstsq(np.stack([1 / y, x / y], axis=1), np.ones(len(y)), rcond=None)[0]
+    if alpha < 0:
+        alpha, slope = 0.0, (x / y).sum() / ((x / y) ** 2).sum()
+    if slope <= 0:
+        raise ValueError("larger messages do not take longer in these measurements; measure larger ones")
+    return Link(float(alpha), float(1 / slope))
+
+
+def fit_jitter(times_s: Sequence[float]) -> Jitter:
+    """Constant where times hardly vary, else an empirical trace: quantiles of what was measured, of the same mean."""
+    times = np.sort(np.asarray(times_s, float))
+    if not (len(times) and times[0] > 0 and np.isfinite(times).all()):
+        raise ValueError(f"{len(times)} compute times were given; at least one is needed, and all must be positive seconds")
+    if times.std() <= STEADY * times.mean():
+        return Jitter()
+    if len(times) > MAX_TRACE:  # Means of equal slices keep the mean; so the largest values are not lost.
+        times = np.array([part.mean() for part in np.array_split(times, MAX_TRACE)])
+    return Jitter("trace", trace_s=tuple(times.tolist()))
+
+
+def fit_cluster(measurements: Sequence[Measurement], *, name: str, num_nodes: int, workers_per_node: int) -> Cluster:
+    """A cluster's profile from timed exchanges.
+
+    One-way shifts give α and β of a scope (pairs do where there are no shifts); pairs that take more than 1.5 times as long
+    per byte are half-duplex. All-reduces give the efficiency: expected ÷ measured time per byte, at most 1. Links of a scope
+    that was not measured are those of the other one.
+
+    Raises:
+        ValueError: if neither shifts nor pairs were measured, or with fewer than two sizes.
+    """
+    def line(kind, scope):
+        chosen = [m for m in measurements if m.kind == kind and m.scope == scope]
+        return fit_line([m.num_bytes for m in chosen], [m.time_s for m in chosen]) if chosen else None
+
+    links, full_duplex = {}, True
+    for scope in SCOPES:
+        shift, pair = line("shift", scope), line("pair", scope)
+        if shift and pair and shift.bandwidth_Bps > 1.5 * pair.bandwidth_Bps:
+            full_duplex = False
+        links[scope] = shift or pair
+    if not any(links.values()):
+        raise ValueError("no 'shift' or 'pair' was measured; links need one of them, with at least two sizes")
+    intra, inter = links["intra"] or links["inter"], links["inter"] or links["intra"]
+    efficiencies = []
+    for m in measurements:
+        if m.kind == "all_reduce":
+            link = inter if m.scope == "inter" else intra
+            hops = 2 * (m.num_workers - 1)
+            wire_s = hops / m.num_workers * m.num_bytes / link.bandwidth_Bps
+            # What is left when the latency of all hops is taken off; never less than a tenth of the measured time.
+            efficiencies.append(wire_s / max(m.time_s - hops * link.latency_s, m.time_s / 10))
+    codecs = [m.num_bytes / m.time_s for m in measurements if m.kind == "codec"]
+    return Cluster(name, num_nodes, workers_per_node, intra, inter, full_duplex_pairs=full_duplex,
+                   all_reduce_efficiency=float(min(1.0, np.median(efficiencies))) if efficiencies else 1.0,
+                   codec_Bps=float(np.median(codecs)) if codecs else None)
+
+
+def least_squares(residuals: Callable[[np.ndarray], np.ndarray], start: Sequence[float], *, num_steps: int = 30,
+                  difference: float = 1e-3, tolerance: float = 1e-6) -> np.ndarray:
+    """Minimises Σ r(θ)² by Levenberg and Marquardt's method with a Jacobian of central differences.
+
+    Args:
+        residuals: θ → r. Take logarithms of positive parameters, and share random numbers between calls.
+        start: θ to begin with.
+        num_steps: the most steps.
+        difference: h of the central differences; larger than the noise of a simulation needs.
+        tolerance: ends when a step improves the sum by less than this fraction.
+
+    Returns:
+        θ.
+    """
+    theta = np.array(start, float)
+    r = np.asarray(residuals(theta), float)
+    damping = 1e-2
+    for _ in range(num_steps):
+        J = np.stack([(residuals(theta + h) - residuals(theta - h)) / (2 * difference)
+                      for h in difference * np.eye(len(theta))], axis=1)
+        for _ in range(8):
+            A = J.T @ J
+            step = np.linalg.solve(A + damping * np.diag(np.diag(A) + 1e-12), -J.T @ r)
+            tried = np.asarray(residuals(theta + step), float)
+            if tried @ tried < r @ r:
+                break
+            damping *= 4
+        else:
+            return theta
+        improved = 1 - (tried @ tried) / (r @ r)
+        theta, r, damping = theta + step, tried, damping / 4
+        if improved < tolerance:
+            break
+    return theta

@@ -1,0 +1,326 @@
+"""What the runtime model is told: a cluster, a workload, how compute times vary. Plain data, with a JSON form.
+
+A *profile* is one JSON object: the fields of `Cluster`, and optionally a measured `Workload` under "workload". It can be
+measured (`calibrate`) or written by hand from datasheets. Units stand in the names; bytes per second, not bits.
+
+    {"name": "box", "num_nodes": 4, "workers_per_node": 1,
+     "intra": {"latency_s": 2e-6, "bandwidth_Bps": 5e9}, "inter": {"latency_s": 1e-3, "bandwidth_Bps": 2.5e7},
+     "full_duplex_pairs": false,
+     "workload": {"forward_s": 0.1, "backward_s": [0.2], "num_bytes": [2.4e7], "jitter": {"kind": "normal", "scale_s": 0.01}}}
+"""
+
+import dataclasses
+import json
+import math
+import os
+from typing import Any
+
+import numpy as np
+
+JITTERS = ("constant", "normal", "exponential", "lognormal", "trace")
+
+
+def _number(what: str, value: Any, *, low: float = 0.0, positive: bool = False, fix: str = "") -> float:
+    """`value` as a float; refused unless it is a finite number ≥ low (> low if `positive`)."""
+    if isinstance(value, bool) or not isinstance(value, (int, float, np.number)) or not math.isfinite(value) or (
+            value <= low if positive else value < low):
+        bound = f"{'above' if positive else 'at least'} {low:g}"
+        raise ValueError(f"{what}={value!r} must be a number {bound}" + (f"; {fix}" if fix else ""))
+    return float(value)
+
+
+def _count(what: str, value: Any, low: int, fix: str = "") -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < low:
+        raise ValueError(f"{what}={value!r} must be a whole number of at least {low}" + (f"; {fix}" if fix else ""))
+
+
+@dataclasses.dataclass(frozen=True)
+class Link:
+    """A class of links: a message of b bytes takes α + b/β, α = `latency_s`, β = `bandwidth_Bps` in one direction.
+
+    Raises:
+        ValueError: if the latency is negative or the bandwidth not positive.
+    """
+
+    latency_s: float
+    bandwidth_Bps: float
+
+    def __post_init__(self):
+        _number("latency_s", self.latency_s)
+        _number("bandwidth_Bps", self.bandwidth_Bps, positive=True, fix="25 Gbit/s are 25e9/8 = 3.125e9 bytes/s")
+
+
+@dataclasses.dataclass(frozen=True)
+class Cluster:
+    """Nodes of workers. Worker i is on node i div L; blocks of L consecutive workers share a node and its NIC.
+
+    Args:
+        name: what tables call it.
+        num_nodes: number of nodes.
+        workers_per_node: L.
+        intra: the link of *one worker* to the others of its node (NVLink, PCIe, shared memory).
+        inter: the NIC of *one node*: what its workers send to other nodes at the same time shares `bandwidth_Bps`.
+        full_duplex_pairs: False where two workers that exchange with each other take turns, twice the time (gloo).
+        all_reduce_efficiency: fraction of the bandwidth that reductions over a group reach, in (0, 1].
+        hierarchical_all_reduce: True where reductions over several nodes work inside nodes first, so that 2(m−1)/m of the
+            bytes leave each of m nodes; False where one ring runs through all n workers, with 2(n−1)/n.
+        codec_Bps: bytes of parameters that a worker encodes and decodes per second; None: codecs cost no time.
+        flops: floating-point operations per second that a worker sustains; only to guess compute times. None: unknown.
+        memory_bytes: memory of a worker; None: unknown.
+
+    Raises:
+        ValueError: naming the value, the constraint and the fix.
+    """
+
+    name: str
+    num_nodes: int
+    workers_per_node: int
+    intra: Link
+    inter: Link
+    full_duplex_pairs: bool = True
+    all_reduce_efficiency: float = 1.0
+    hierarchical_all_reduce: bool = False
+    codec_Bps: float | None = None
+    flops: float | None = None
+    memory_bytes: float | None = None
+
+    def __post_init__(self):
+        _count("num_nodes", self.num_nodes, 1)
+        _count("workers_per_node", self.workers_per_node, 1)
+        for name in ("intra", "inter"):
+            if not isinstance(getattr(self, name), Link):
+                raise ValueError(f"{name}={getattr(self, name)!r} must be a Link with latency_s and bandwidth_Bps")
+        for name, hint in (("full_duplex_pairs", "false for gloo"), ("hierarchical_all_reduce", "false for gloo")):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name}={getattr(self, name)!r} must be true or false; {hint}")
+        _number("all_reduce_efficiency", self.all_reduce_efficiency, positive=True)
+        if self.all_reduce_efficiency > 1:
+            raise ValueError(f"all_reduce_efficiency={self.all_reduce_efficiency} must be at most 1; "
+                             "raise bandwidth_Bps instead if the links are faster")
+        for name in ("codec_Bps", "flops", "memory_bytes"):
+            if getattr(self, name) is not None:
+                _number(name, getattr(self, name), positive=True, fix="leave it out if it is unknown")
+
+    @property
+    def num_workers(self) -> int:
+        return self.num_nodes * self.workers_per_node
+
+    def resize(self, num_workers: int) -> "Cluster":
+        """The same cluster with more or fewer nodes; fewer workers than a node has shrink the node.
+
+        Raises:
+            ValueError: if the workers do not fill whole nodes.
+        """
+        _count("workers", num_workers, 1)
+        per_node = min(self.workers_per_node, num_workers)
+        if num_workers % per_node:
+            fits = num_workers // per_node * per_node
+            raise ValueError(f"workers={num_workers} do not fill nodes of {per_node} workers; use {fits} or {fits + per_node}")
+        return dataclasses.replace(self, num_nodes=num_workers // per_node, workers_per_node=per_node)
+
+
+@dataclasses.dataclass(frozen=True)
+class Jitter:
+    """How the compute time of a worker's step varies around its nominal C, independently over workers and steps.
+
+        constant     C
+        normal       max(0, C + s Z)                         Z standard normal
+        exponential  C + s E                                 E standard exponential: mean C + s
+        lognormal    C exp(σZ − σ²/2), σ² = ln(1 + (s/C)²)   mean C, standard deviation s
+        trace        drawn with replacement from `trace_s`, which are whole compute times; C does not matter
+
+    The first `slow_workers` workers are slower by `slow_factor` in every step: persistent stragglers.
+
+    Args:
+        kind: one of the above.
+        scale_s: s in seconds.
+        trace_s: measured compute times (forward and backward) in seconds.
+        slow_workers: number of persistent stragglers.
+        slow_factor: how much longer they compute, ≥ 1.
+
+    Raises:
+        ValueError: naming the value, the constraint and the fix.
+    """
+
+    kind: str = "constant"
+    scale_s: float = 0.0
+    trace_s: tuple[float, ...] = ()
+    slow_workers: int = 0
+    slow_factor: float = 1.0
+
+    def __post_init__(self):
+        if self.kind not in JITTERS:
+            raise ValueError(f"jitter kind {self.kind!r} is unknown; choose from {', '.join(JITTERS)}")
+        _number("scale_s", self.scale_s)
+        object.__setattr__(self, "trace_s", _numbers("trace_s", self.trace_s))
+        if (self.kind == "trace") != bool(self.trace_s):
+            raise ValueError(f"jitter kind {self.kind!r} with {len(self.trace_s)} values in trace_s: kind 'trace' needs them, "
+                             "and no other kind takes them")
+        if (self.kind in ("constant", "trace")) and self.scale_s:
+            raise ValueError(f"jitter kind {self.kind!r} has no scale_s, got {self.scale_s}; use 'normal', 'exponential' or "
+                             "'lognormal'")
+        _count("slow_workers", self.slow_workers, 0)
+        _number("slow_factor", self.slow_factor, low=1.0)
+
+    @property
+    def is_deterministic(self) -> bool:
+        """Whether each worker takes the same time in every step."""
+        return self.kind == "constant" or (self.kind != "trace" and self.scale_s == 0) or len(set(self.trace_s)) == 1
+
+    @property
+    def is_uniform(self) -> bool:
+        """Whether all workers draw from the same distribution."""
+        return self.slow_workers == 0 or self.slow_factor == 1
+
+    def sample(self, rng: np.random.Generator, nominal_s: float, shape: tuple[int, ...]) -> np.ndarray:
+        """Compute times in seconds, [..., N] = `shape`, for a nominal C = `nominal_s` > 0."""
+        if self.kind == "trace":
+            times_s = rng.choice(np.asarray(self.trace_s), shape)
+        elif self.kind == "normal":
+            times_s = np.maximum(0.0, nominal_s + self.scale_s * rng.standard_normal(shape))
+        elif self.kind == "exponential":
+            times_s = nominal_s + self.scale_s * rng.standard_exponential(shape)
+        elif self.kind == "lognormal":
+            variance = math.log1p((self.scale_s / nominal_s) ** 2)
+            times_s = nominal_s * np.exp(math.sqrt(variance) * rng.standard_normal(shape) - variance / 2)
+        else:
+            times_s = np.full(shape, nominal_s)
+        times_s[..., :self.slow_workers] *= self.slow_factor
+        return times_s
+
+
+def _numbers(what: str, values: Any) -> tuple[float, ...]:
+    if isinstance(values, (str, bytes)) or not hasattr(values, "__iter__"):
+        raise ValueError(f"{what}={values!r} must be a list of numbers")
+    return tuple(_number(f"{what}[{index}]", value) for index, value in enumerate(values))
+
+
+@dataclasses.dataclass(frozen=True)
+class Workload:
+    """One worker's iteration without communication. Buckets are in the order in which their gradients get ready.
+
+    Args:
+        forward_s: F, time of the forward pass in seconds.
+        backward_s: B_b, time of the backward pass until bucket b is ready, counted from bucket b − 1.
+        num_bytes: bytes of each bucket's parameters, as they travel uncompressed.
+        optimizer_s: time of the optimizer, over all buckets.
+        combine_s: time to join what has arrived with the worker's own parameters, over all buckets.
+        jitter: how F + Σ B_b varies.
+
+    Raises:
+        ValueError: naming the value, the constraint and the fix.
+    """
+
+    forward_s: float
+    backward_s: tuple[float, ...]
+    num_bytes: tuple[float, ...]
+    optimizer_s: float = 0.0
+    combine_s: float = 0.0
+    jitter: Jitter = Jitter()
+
+    def __post_init__(self):
+        for name in ("forward_s", "optimizer_s", "combine_s"):
+            _number(name, getattr(self, name))
+        for name in ("backward_s", "num_bytes"):
+            object.__setattr__(self, name, _numbers(name, getattr(self, name)))
+        if not self.num_bytes or len(self.num_bytes) != len(self.backward_s):
+            raise ValueError(f"backward_s has {len(self.backward_s)} buckets and num_bytes {len(self.num_bytes)}; "
+                             "both need one number per bucket, and at least one")
+        _number("forward_s + backward_s", self.compute_s, positive=True)
+        if not isinstance(self.jitter, Jitter):
+            raise ValueError(f"jitter={self.jitter!r} must be a Jitter, such as Jitter('normal', scale_s=0.01)")
+
+    @property
+    def compute_s(self) -> float:
+        """C = F + Σ B_b, nominal."""
+        return self.forward_s + sum(self.backward_s)
+
+    @property
+    def total_bytes(self) -> float:
+        """P in bytes."""
+        return sum(self.num_bytes)
+
+    def one_bucket(self) -> "Workload":
+        """The same with everything in one message."""
+        return dataclasses.replace(self, backward_s=(sum(self.backward_s),), num_bytes=(self.total_bytes,))
+
+    @classmethod
+    def even(cls, *, compute_s: float, num_bytes: float, num_buckets: int = 1, backward_share: float = 2 / 3,
+             **others) -> "Workload":
+        """Equal buckets; the backward pass takes `backward_share` of the time (two of three matmuls of a layer)."""
+        _count("buckets", num_buckets, 1)
+        if not 0 <= backward_share <= 1:
+            raise ValueError(f"backward_share={backward_share} must lie between 0 and 1; 2/3 is usual")
+        return cls(forward_s=(1 - backward_share) * compute_s, num_bytes=(num_bytes / num_buckets,) * num_buckets,
+                   backward_s=(backward_share * compute_s / num_buckets,) * num_buckets, **others)
+
+
+# -- JSON -------------------------------------------------------------------------------------------------------------
+
+
+def _build(cls, fields: Any, where: str):
+    """An instance of a dataclass from a JSON object, nested ones included."""
+    if not isinstance(fields, dict):
+        raise ValueError(f"{where}: {fields!r} must be a JSON object with {', '.join(f.name for f in dataclasses.fields(cls))}")
+    known = {field.name: field for field in dataclasses.fields(cls)}
+    for name in fields:
+        if name not in known:
+            raise ValueError(f"{where}: unknown field {name!r}; the fields are {', '.join(known)}")
+    for name, field in known.items():
+        if name not in fields and field.default is dataclasses.MISSING:
+            raise ValueError(f"{where}: field {name!r} is missing; the fields are {', '.join(known)}")
+    nested = {"intra": Link, "inter": Link, "jitter": Jitter}
+    values = {name: _build(nested[name], value, f"{where}: {name}") if name in nested else value
+              for name, value in fields.items()}
+    try:
+        return cls(**values)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from error
+
+
+def read_json(path: str | os.PathLike) -> dict[str, Any]:
+    """A JSON object from a file.
+
+    Raises:
+        ValueError: if there is none.
+    """
+    try:
+        with open(path, encoding="utf-8") as file:
+            content = json.load(file)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} cannot be read as JSON ({' '.join(str(error).split())})") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} must hold one JSON object, got {type(content).__name__}")
+    return content
+
+
+def load(path: str | os.PathLike) -> tuple[Cluster, Workload | None]:
+    """Reads a profile.
+
+    Returns:
+        The cluster, and the workload that was measured on it, None if the profile has none.
+
+    Raises:
+        ValueError: in one line: the file, the value, the constraint and the fix.
+    """
+    content = read_json(path)
+    workload = content.pop("workload", None)
+    return _build(Cluster, content, str(path)), workload and _build(Workload, workload, f"{path}: workload")
+
+
+def load_workload(path: str | os.PathLike) -> Workload:
+    """Reads a workload from a JSON file of its own; see `Workload` for the fields.
+
+    Raises:
+        ValueError: in one line: the file, the value, the constraint and the fix.
+    """
+    return _build(Workload, read_json(path), str(path))
+
+
+def save(path: str | os.PathLike, cluster: Cluster, workload: Workload | None = None) -> None:
+    """Writes a profile that `load` reads back unchanged."""
+    content = dataclasses.asdict(cluster)
+    if workload is not None:
+        content["workload"] = dataclasses.asdict(workload)
+    with open(path, "w", encoding="utf-8") as file:
+        file.write(json.dumps(content, indent=2) + "\n")

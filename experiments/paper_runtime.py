@@ -1,0 +1,233 @@
+"""The runtime model against the paper's measured iteration times: fitted, predicted, and predicted beyond.
+
+    python -m experiments.paper_runtime --out=paper_runtime.png
+    python -m experiments.paper_runtime --leave_one_out
+    python -m experiments.paper_runtime --cluster=a40 --gpus=32 --json
+
+Measured: arXiv 2410.11998, Fig. 6: Transformer-base, 25K tokens per step over all GPUs (strong scaling), three clusters, four
+methods, two sizes each. Predicted: `decjax.runtime`, whose equations are derived in this repository; they are not the
+paper's. Per cluster six numbers are fitted to its eight measurements, all of them things one could measure:
+
+    work_s          GPU-seconds of a step's 25K tokens: a worker computes for C = work_s / GPUs + overhead_s
+    overhead_s      what does not shrink with the batch: launching kernels, the optimizer
+    nic_Bps         a node's NIC, shared by its workers
+    intra_Bps       a worker's link inside its node
+    efficiency      fraction of the link that reductions reach
+    variation       coefficient of variation of compute times (log-normal)
+
+Eight numbers cannot carry six free ones, so each but `work_s` is drawn towards a prior (`PRIORS`): the links' datasheets,
+and figures common to all three clusters. Residuals are relative errors in units of 3 %, the priors' those of logarithms.
+
+The four methods, as their public implementations work: all-reduce overlaps with the backward pass in buckets; SGP averages
+inside a node and then sends from node to node (directed, one-peer exponential), after the update; the decentralized ones
+adapt while communicating, in buckets: pairs i ↔ i XOR 2^k ("exp"), and AER with one reduction over both nodes that meet.
+Reductions over several nodes are hierarchical. Tried and left out: flat rings, which make all-reduce on 16 A40 13 % too
+fast and AER there 10 % too slow, or need a latency of 0.4 ms a hop to fit.
+
+Assumed for all: 65 million parameters, 29 % of them in embeddings whose gradient is ready last and cannot hide; the backward
+pass takes 2/3 of the time. Messages take two bytes per parameter: with four, the rows of the A40 would need more than
+twice the line rate of its NIC. Whether messages were of 16 bits or the links faster than stated, the rows cannot tell: only
+the quotient of bytes and bandwidth matters.
+"""
+
+import functools
+import json
+
+from absl import flags
+import numpy as np
+import rich.box
+import rich.console
+import rich.table
+
+from decjax import runtime
+from decjax import topology as topology_lib
+from decjax.runtime import calibrate
+from launch import command
+
+FLAGS = flags.FLAGS
+
+METHODS = {"all_reduce": "all-reduce", "sgp": "SGP (exp)", "exp": "decentralized (exp)", "aer": "decentralized (AER)"}
+
+# GPUs -> ms per iteration, in the order of METHODS.
+MEASURED_MS = {
+    "t4": {16: (372.5, 425.5, 314.8, 312.3), 32: (225.5, 292.4, 178.8, 178.8)},
+    "a100": {8: (73.0, 69.4, 63.4, 61.7), 16: (54.8, 53.0, 46.8, 45.8)},
+    "a40": {8: (166.1, 150.5, 122.8, 122.0), 16: (195.5, 99.9, 97.4, 78.9)},
+}
+TITLES = {"t4": "8 T4 per node, 100 Gb/s InfiniBand", "a100": "4 A100 per node, 100 Gb/s InfiniBand",
+          "a40": "4 A40 per node, 25 Gb/s Ethernet"}
+GPUS_PER_NODE = {"t4": 8, "a100": 4, "a40": 4}
+LATENCY_S = {"t4": 1e-5, "a100": 1e-5, "a40": 5e-5}  # of a message between nodes: InfiniBand; TCP
+INTRA_LATENCY_S = 5e-6
+
+NUM_BYTES = 2 * 65e6
+EMBEDDING_SHARE = 0.29  # about 37,000 tokens × 512 of 65 million
+LAYER_BUCKETS = 7
+
+PARAMETERS = ("work_s", "overhead_s", "nic_Bps", "intra_Bps", "efficiency", "variation")
+# (what is expected, by what factor e^sd it may be off). InfiniBand and Ethernet as stated; PCIe 3, NVLink, PCIe 4.
+PRIORS = {
+    name: dict(overhead_s=(0.03, 0.4), nic_Bps=(nic_Bps, 0.7), intra_Bps=(intra_Bps, 0.7), efficiency=(0.6, 0.4),
+               variation=(0.04, 0.5))
+    for name, nic_Bps, intra_Bps in (("t4", 12.5e9, 5e9), ("a100", 12.5e9, 100e9), ("a40", 3.125e9, 10e9))}
+RESIDUAL_UNIT = 0.03
+
+
+@functools.cache
+def methods(num_gpus: int, per_node: int) -> tuple[runtime.Method, ...]:
+    """The four methods at a size, in the order of METHODS."""
+    def graph(name, **options):
+        return topology_lib.make(name, num_gpus, **options)
+
+    several = num_gpus > per_node  # One node: everything is an exact mean inside it.
+    sgp = graph("hierarchical", local=per_node, outer="one_peer_exponential") if several else graph("complete")
+    aer = graph("alternating_exponential_ring", local_size=per_node) if several else graph("complete")
+    return (runtime.all_reduce(num_gpus, bucketed=True),
+            runtime.gossip(sgp, order="atc", name="SGP"),
+            runtime.gossip(graph("one_peer_exponential", pairwise=True), bucketed=True),
+            runtime.gossip(aer, bucketed=True, joint_ring=several))
+
+
+def predict_ms(name: str, num_gpus: int, theta: np.ndarray, **options) -> np.ndarray:
+    """ms per iteration of the four methods on a cluster with fitted logarithms θ of PARAMETERS."""
+    value = dict(zip(PARAMETERS, np.exp(theta).tolist(), strict=True))
+    cluster = runtime.Cluster(
+        name, 1, GPUS_PER_NODE[name], runtime.Link(INTRA_LATENCY_S, value["intra_Bps"]),
+        runtime.Link(LATENCY_S[name], value["nic_Bps"]), all_reduce_efficiency=min(1.0, value["efficiency"]),
+        hierarchical_all_reduce=True).resize(num_gpus)
+    compute_s = value["work_s"] / num_gpus + value["overhead_s"]
+    layers = np.full(LAYER_BUCKETS, 1 / LAYER_BUCKETS)
+    workload = runtime.Workload(
+        compute_s / 3, (*(2 / 3 * compute_s * layers).tolist(), 0.0),
+        (*((1 - EMBEDDING_SHARE) * NUM_BYTES * layers).tolist(), EMBEDDING_SHARE * NUM_BYTES),
+        jitter=runtime.Jitter("lognormal", scale_s=value["variation"] * compute_s))
+    return np.array([1e3 * runtime.predict(cluster, workload, method, **options).mean_s
+                     for method in methods(num_gpus, cluster.workers_per_node)])
+
+
+@functools.cache
+def fit(name: str, sizes: tuple[int, ...]) -> np.ndarray:
+    """Logarithms of PARAMETERS, fitted to the rows of a cluster's sizes."""
+    priors = PRIORS[name]
+    expected = np.log([priors[parameter][0] for parameter in PARAMETERS[1:]])
+    spread = np.array([priors[parameter][1] for parameter in PARAMETERS[1:]])
+
+    def residuals(theta):
+        errors = [np.log(predict_ms(name, size, theta, num_steps=96, num_replicas=4) / MEASURED_MS[name][size])
+                  for size in sizes]
+        return np.concatenate([np.concatenate(errors) / RESIDUAL_UNIT, (theta[1:] - expected) / spread])
+
+    work_s = sizes[0] * MEASURED_MS[name][sizes[0]][-1] / 1e3
+    return calibrate.least_squares(residuals, [np.log(0.8 * work_s), *expected], num_steps=15, tolerance=1e-3)
+
+
+def predict_at(name: str, num_gpus: int, sizes: tuple[int, ...] | None = None) -> np.ndarray:
+    """ms per iteration at any size, from a fit to the given sizes (all).
+
+    Raises:
+        ValueError: if the graphs do not exist for a size.
+    """
+    if num_gpus < 2 or num_gpus & (num_gpus - 1):
+        raise ValueError(f"gpus={num_gpus} must be a power of two of at least 2, as 'exp' and 'aer' need it; use 8, 16, 32, …")
+    theta = fit(name, sizes or tuple(MEASURED_MS[name]))
+    return predict_ms(name, num_gpus, theta, num_steps=400, num_replicas=8)
+
+
+def errors(name: str, num_gpus: int, predicted_ms: np.ndarray) -> np.ndarray:
+    """Relative errors of a row, in percent."""
+    return 100 * (predicted_ms / np.array(MEASURED_MS[name][num_gpus]) - 1)
+
+
+def tabulate(title: str, rows: list[tuple[str, int, np.ndarray]]) -> rich.table.Table:
+    """measured | predicted (error) for each cell; predictions alone where nothing was measured."""
+    table = rich.table.Table(box=rich.box.SIMPLE_HEAD, padding=(0, 1, 0, 0), title=title, title_justify="left")
+    table.add_column("cluster")
+    for header in ("GPUs", *METHODS.values()):
+        table.add_column(header, justify="right")
+    for name, num_gpus, predicted_ms in rows:
+        if num_gpus in MEASURED_MS[name]:
+            cells = [f"{measured:.1f} | {predicted:.1f} ({error:+.1f} %)" for measured, predicted, error in zip(
+                MEASURED_MS[name][num_gpus], predicted_ms, errors(name, num_gpus, predicted_ms), strict=True)]
+        else:
+            cells = [f"– | {predicted:.1f}" for predicted in predicted_ms]
+        table.add_row(name, str(num_gpus), *cells)
+    return table
+
+
+def summary(rows: list[tuple[str, int, np.ndarray]]) -> str:
+    """'median error 1.6 %, worst 7.7 %'."""
+    absolute = np.abs(np.concatenate([errors(*row) for row in rows if row[1] in MEASURED_MS[row[0]]]))
+    return f"median error {np.median(absolute):.1f} %, worst {absolute.max():.1f} %"
+
+
+def plot(path: str, rows: list[tuple[str, int, np.ndarray]]) -> None:
+    """A panel per cluster: predictions as lines, measurements as points."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    colors, markers = ("#0072B2", "#CC79A7", "#D55E00", "#009E73"), ("o", "D", "s", "^")
+    names = list(dict.fromkeys(name for name, _, _ in rows))
+    figure, axes = plt.subplots(1, len(names), figsize=(4.3 * len(names), 4.4), layout="constrained", squeeze=False)
+    for axis, name in zip(axes.flat, names, strict=True):
+        sizes = [num_gpus for cluster, num_gpus, _ in rows if cluster == name]
+        predicted = np.array([ms for cluster, _, ms in rows if cluster == name])
+        measured = np.array([MEASURED_MS[name][size] for size in MEASURED_MS[name]])
+        for index, (label, color, marker) in enumerate(zip(METHODS.values(), colors, markers, strict=True)):
+            width = 3.5 if label == METHODS["exp"] else 1.5  # AER often lies exactly on it.
+            axis.plot(sizes, predicted[:, index], color=color, linewidth=width, label=label)
+            axis.plot(list(MEASURED_MS[name]), measured[:, index], marker, color=color, markersize=6, markeredgecolor="white")
+        axis.axvspan(max(MEASURED_MS[name]) * 2**0.25, sizes[-1] * 2**0.25, color="0.93", zorder=0)
+        axis.set(title=TITLES[name], xscale="log", xlabel="GPUs", ylabel="ms per iteration", ylim=(0, None),
+                 xlim=(sizes[0] * 2**-0.25, sizes[-1] * 2**0.25))
+        axis.set_xticks(sizes, [str(size) for size in sizes])
+        axis.minorticks_off()
+        axis.grid(alpha=0.25, linewidth=0.6)
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.title.set_fontsize(10)
+    figure.suptitle("points: measured (arXiv 2410.11998, Fig. 6); lines: predicted, fitted to the points; "
+                    "grey: sizes that were not fitted", fontsize=9, color="0.35")
+    figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False, fontsize=9)
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
+def main(argv: list[str]) -> int:
+    if argv:
+        command.fail(f"unexpected argument {argv[0]!r}; options start with --")
+    if FLAGS.json or FLAGS.gpus is not None:
+        if FLAGS.cluster is None or FLAGS.gpus is None:
+            command.fail("--gpus needs --cluster, and --json both: --cluster=a40 --gpus=32 --json")
+        predicted = dict(zip(METHODS, predict_at(FLAGS.cluster, FLAGS.gpus).round(2).tolist(), strict=True))
+        lines = (f"{METHODS[key]}: {ms:.1f} ms" for key, ms in predicted.items())
+        print(json.dumps(predicted) if FLAGS.json else "\n".join(lines))
+        return 0
+    console = rich.console.Console(highlight=False)
+    rows, left_out = [], []
+    for name in [FLAGS.cluster] if FLAGS.cluster else MEASURED_MS:
+        sizes = tuple(MEASURED_MS[name])
+        rows += [(name, size, predict_at(name, size)) for size in (*sizes, 2 * sizes[-1])]
+        if FLAGS.leave_one_out:
+            left_out += [(name, size, predict_at(name, size, tuple(other for other in sizes if other != size))) for size in sizes]
+    console.print(tabulate("ms per iteration, measured | predicted", rows))
+    console.print(summary(rows) + " over the fitted rows")
+    if left_out:
+        console.print(tabulate("each size predicted from the other one alone", left_out))
+        console.print(summary(left_out))
+    for name in dict.fromkeys(name for name, _, _ in rows):
+        values = zip(PARAMETERS, np.exp(fit(name, tuple(MEASURED_MS[name]))), strict=True)
+        console.print(f"{name}: " + ", ".join(f"{parameter} {value:.3g}" for parameter, value in values))
+    if FLAGS.out:
+        plot(FLAGS.out, rows)
+        console.print(f"wrote {FLAGS.out}")
+    return 0
+
+
+if __name__ == "__main__":  # Other commands have an --out as well, and one process may import several.
+    flags.DEFINE_enum("cluster", None, ["t4", "a100", "a40"], "One cluster instead of all.")
+    flags.DEFINE_integer("gpus", None, "Number of GPUs to predict, with --cluster.")
+    flags.DEFINE_bool("json", False, "Print ms per iteration as one JSON object, with --cluster and --gpus.")
+    flags.DEFINE_string("out", None, "Where to write the figure, such as paper_runtime.png.")
+    flags.DEFINE_bool("leave_one_out", False, "Also predict each size from the other one alone.")
+    command.run(main, errors=(ValueError, OSError))

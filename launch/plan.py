@@ -1,0 +1,265 @@
+"""Which method for which cluster? Predicts the time per iteration of all-reduce and gossip, before anything is rented.
+
+    python -m launch.plan --cluster=configs/clusters/box_200mbit.json
+    python -m launch.plan --cluster=configs/clusters/a40_ethernet.json --model=params=65e6,tokens=1600,buckets=8 --workers=32
+    python -m launch.plan --cluster=PROFILE.json --model=configs/lm.py:workers=8 --compute_s=0.09 --plot=plan.png
+
+The cluster is a profile (`decjax.runtime.profile` describes the fields): measured, or written by hand from datasheets. The
+model is one of
+
+    nothing                    the workload that was measured with the profile
+    WORKLOAD.json              forward_s, backward_s and num_bytes of each bucket, optimizer_s, combine_s, jitter
+    configs/lm.py:workers=8    a config: its parameters and batch; the time of a step is --compute_s, or follows from flops
+    params=65e6,…              forward_s=, backward_s= (or tokens=, of one worker's step, with the profile's flops), buckets=1,
+                               bytes=4 (per parameter), optimizer_s=0, combine_s=0
+
+From flops, a step takes 6 · params · tokens / flops, a third of it forward.
+
+The profiles of GPUs in configs/clusters have the links of the datasheets, and the efficiency and flops that
+`experiments.paper_runtime` finds in the paper's measurements.
+
+Columns: ms per iteration, mean and 95 % quantile; speed-up over synchronous all-reduce; of the mean, how long a worker waits
+for slower ones and what messages add; MB a worker sends, and MB that leave the busiest node, per step; the spectral gap of a
+period of rounds (1: exact averaging). --plot draws in which regions of bandwidth and variation of compute time each method is
+to be preferred (of those within 3 % of the fastest the one that averages best), and one iteration of each worker.
+"""
+
+import dataclasses
+import importlib.util
+import pathlib
+
+from absl import flags
+import numpy as np
+from rich import box, console, markup, table
+
+from decjax import runtime
+from decjax import topology as topology_lib
+from decjax.runtime import plan
+from launch import command
+
+FLAGS = flags.FLAGS
+
+_KEYS = dict(params=None, forward_s=None, backward_s=None, tokens=None, buckets=1.0, bytes=4.0, optimizer_s=0.0, combine_s=0.0)
+COLORS = ("#0072B2", "#56B4E9", "#009E73", "#D55E00", "#E69F00", "#CC79A7", "#999999", "#7A5195", "#8C564B", "#BCBD22")
+TIMELINE_WORKERS = 16  # more bars than that are not legible
+
+
+# -- What is asked ----------------------------------------------------------------------------------------------------
+
+
+def parse_pairs(text: str) -> dict[str, float]:
+    """`params=65e6,tokens=1600` as numbers, with defaults.
+
+    Raises:
+        ValueError: naming the key or value.
+    """
+    values = dict(_KEYS)
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        key, _, value = part.partition("=")
+        if key not in _KEYS:
+            raise ValueError(f"--model: {key!r} is unknown; use some of {', '.join(_KEYS)}, or a .json or .py file")
+        try:
+            values[key] = float(value)
+        except ValueError:
+            raise ValueError(f"--model: {key}={value!r} must be a number, such as 65e6") from None
+    return values
+
+
+def count_config(text: str) -> tuple[int, dict[str, float]]:
+    """(workers, params and tokens of one worker's step) of a config such as configs/lm.py:workers=8.
+
+    Raises:
+        ValueError: if it cannot be loaded or built.
+    """
+    import jax
+
+    from decjax import train
+
+    path, _, argument = text.partition(":")
+    spec = importlib.util.spec_from_file_location("planned_config", path)
+    if not pathlib.Path(path).is_file():
+        raise ValueError(f"--model: there is no config {path!r}; configs/lm.py is one")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    config = module.get_config(argument)
+    config.simulate = True  # Shapes are all that is wanted: no devices needed.
+    try:
+        setup = train.build(config)
+    except train.ConfigError as error:
+        raise ValueError(f"--model={text}: {error}") from error
+    leaves = jax.tree.leaves(jax.eval_shape(setup.model.init, jax.random.key(0)))
+    workers = setup.config.workers
+    return workers, dict(params=sum(leaf.size for leaf in leaves),
+                         tokens=setup.config.batch_size // workers * setup.model.context)
+
+
+def make_workload(values: dict[str, float], cluster: runtime.Cluster, compute_s: float | None) -> runtime.Workload:
+    """A workload from numbers; times are given, or follow from tokens and flops.
+
+    Raises:
+        ValueError: if something is missing.
+    """
+    values = _KEYS | values
+    if not values["params"] or values["params"] <= 0:
+        raise ValueError(f"--model: params={values['params']} must be a positive number of parameters")
+    forward_s, backward_s = values["forward_s"], values["backward_s"]
+    if compute_s is None and forward_s is None and values["tokens"] and cluster.flops:
+        compute_s = 6 * values["params"] * values["tokens"] / cluster.flops
+    if compute_s is not None:
+        forward_s, backward_s = compute_s / 3, 2 * compute_s / 3
+    if forward_s is None or backward_s is None:
+        raise ValueError("--model: how long does a step compute? Give forward_s and backward_s, --compute_s, or tokens and a "
+                         "profile with flops")
+    buckets = int(values["buckets"])
+    if buckets < 1:
+        raise ValueError(f"--model: buckets={values['buckets']:g} must be at least 1")
+    return runtime.Workload(forward_s, (backward_s / buckets,) * buckets,
+                            (values["params"] * values["bytes"] / buckets,) * buckets,
+                            optimizer_s=values["optimizer_s"], combine_s=values["combine_s"])
+
+
+def ask() -> tuple[runtime.Cluster, runtime.Workload]:
+    """The cluster at its size, and the workload, from the flags."""
+    cluster, measured = runtime.load(FLAGS.cluster)
+    text, workers = FLAGS.model or "", FLAGS.workers
+    if not text:
+        if measured is None:
+            raise ValueError(f"{FLAGS.cluster} has no workload; give --model=params=…,forward_s=…,backward_s=… or a config")
+        workload = measured
+    elif text.endswith(".json"):
+        workload = runtime.load_workload(text)
+    elif ".py" in text:
+        of_config, values = count_config(text)
+        workers = workers or of_config
+        workload = make_workload(values, cluster, FLAGS.compute_s)
+    else:
+        workload = make_workload(parse_pairs(text), cluster, FLAGS.compute_s)
+    if FLAGS.variation is not None:
+        jitter = runtime.Jitter("lognormal", scale_s=FLAGS.variation * workload.compute_s)
+        workload = dataclasses.replace(workload, jitter=jitter)
+    return cluster.resize(workers) if workers is not None else cluster, workload
+
+
+# -- What is answered -------------------------------------------------------------------------------------------------
+
+
+def report(cluster: runtime.Cluster, workload: runtime.Workload, ranked: list[plan.Ranked], width: int) -> table.Table:
+    """The ranking; terminals of less than 100 columns get fewer."""
+    title = (f"{cluster.name}: {cluster.num_nodes} × {cluster.workers_per_node} workers; a step computes for "
+             f"{1e3 * workload.compute_s:.4g} ms and has {workload.total_bytes / 1e6:.4g} MB of parameters")
+    rows = table.Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), title=markup.escape(title), title_justify="left",
+                       caption="gap of a period / rounds in it; 1: exact averaging", caption_justify="left")
+    rows.add_column("method", vertical="bottom", no_wrap=True)
+    columns = {
+        "ms": lambda r: _ms(r.prediction.mean_s), "95 %\nms": lambda r: _ms(r.prediction.quantiles_s[0.95]),
+        "speed-\nup": lambda r: f"{r.speedup:.2f}", "waits\nms": lambda r: _ms(r.prediction.waiting_s),
+        "adds\nms": lambda r: _ms(r.prediction.exposed_s),
+        "MB per\nworker": lambda r: f"{r.prediction.bytes_per_worker / 1e6:.4g}",
+        "MB per\nNIC": lambda r: f"{r.prediction.bytes_per_nic / 1e6:.4g}", "gap": _gap}
+    if width < 100:
+        del columns["95 %\nms"], columns["MB per\nworker"]
+    for header in columns:
+        rows.add_column(header, justify="right", vertical="bottom", no_wrap=True)
+    for r in ranked:
+        rows.add_row(r.method.name, *(cell(r) for cell in columns.values()), style=None if r.method.topology else "dim")
+    return rows
+
+
+def _gap(r: plan.Ranked) -> str:
+    return "–" if r.method.topology is None else f"{r.gap:.2f}" + (f" / {r.period}" if r.period > 1 else "")
+
+
+def _ms(time_s: float) -> str:
+    ms = 1e3 * max(time_s, 0.0)
+    return "0" if ms < 5e-4 else f"{ms:.0f}" if ms >= 1000 else f"{ms:.3g}"
+
+
+def plot(path: str, cluster: runtime.Cluster, workload: runtime.Workload, ranked: list[plan.Ranked]) -> None:
+    """Regions of bandwidth and variation on the left, one iteration of each worker on the right."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import colors, patches
+    from matplotlib import pyplot as plt
+
+    link = cluster.inter if cluster.num_nodes > 1 else cluster.intra
+    bandwidths = link.bandwidth_Bps * np.geomspace(1 / 30, 30, 33)
+    variations = np.linspace(0.0, 0.8, 25)
+    regions = plan.regions(cluster, workload, [r.method for r in ranked], bandwidths, variations)
+    winners = sorted(set(regions.winner.ravel().tolist()))
+    figure = plt.figure(figsize=(13, 6), layout="constrained")
+    left, right = figure.subfigures(1, 2, width_ratios=(1, 1.15))
+
+    axis = left.subplots()
+    shown = np.searchsorted(winners, regions.winner)
+    axis.pcolormesh(8e-9 * bandwidths, variations, shown, shading="nearest", vmin=-0.5, vmax=len(COLORS) - 0.5,
+                    cmap=colors.ListedColormap(COLORS), rasterized=True)
+    own = workload.jitter.sample(np.random.default_rng(0), workload.compute_s, (1000, 1, cluster.num_workers))
+    axis.plot(8e-9 * link.bandwidth_Bps, min(own.std() / own.mean(), variations[-1]), "o", color="black", markersize=9,
+              markeredgecolor="white", clip_on=False, zorder=5)
+    axis.set(xscale="log", xlabel=f"bandwidth {'between nodes' if cluster.num_nodes > 1 else 'inside the node'}, Gbit/s",
+             ylabel="variation of compute times (standard deviation ÷ mean)")
+    axis.set_title("the method to prefer (dot: this cluster)", fontsize=10)
+    left.legend([patches.Patch(color=COLORS[k % len(COLORS)]) for k in range(len(winners))],
+                [regions.methods[m].name for m in winners], loc="outside lower center", ncols=2, frameon=False, fontsize=8.5)
+
+    gossip = [r for r in ranked if r.is_gossip]
+    chosen = [r.method for r in ranked if r.method.message == "gradients" and not r.method.bucketed][::-1][:2]
+    chosen += [gossip[0].method] if gossip else []
+    axes = right.subplots(len(chosen), 1, sharex=True, squeeze=False)[:, 0]
+    for axis, method in zip(axes, chosen, strict=True):
+        _draw_timeline(axis, plan.timeline(cluster, workload, method), method.name)
+    axes[-1].set_xlabel("ms from when the first worker starts the iteration")
+    right.legend([patches.Patch(color="#0072B2"), patches.Patch(facecolor="0.9"), patches.Patch(color="#D55E00")],
+                 ["computes", "waits, updates", "message on its way"], loc="outside lower center", ncols=3, frameon=False,
+                 fontsize=8.5)
+    figure.savefig(path, dpi=140)
+    plt.close(figure)
+
+
+def _draw_timeline(axis, line: plan.Timeline, name: str) -> None:
+    workers = min(TIMELINE_WORKERS, len(line.start_N))
+    y = np.arange(workers)
+    start, computed, end, launched, arrived = (1e3 * times_N[:workers] for times_N in line)
+    axis.barh(y, end - start, left=start, height=0.8, color="0.9")
+    axis.barh(y + 0.12, computed - start, left=start, height=0.5, color="#0072B2")
+    axis.barh(y - 0.28, arrived - launched, left=launched, height=0.2, color="#D55E00")
+    axis.set_title(name + (f" (the first {workers} workers)" if workers < len(line.start_N) else ""), fontsize=10)
+    axis.set(ylabel="worker", yticks=y if workers <= 8 else y[::5])
+    axis.invert_yaxis()
+    axis.spines[["top", "right"]].set_visible(False)
+
+
+def main(argv: list[str]) -> int:
+    if argv:
+        command.fail(f"unexpected argument {argv[0]!r}; options start with --")
+    cluster, workload = ask()
+    names = topology_lib.names() if FLAGS.topologies == ["all"] else FLAGS.topologies or plan.TOPOLOGIES
+    methods, refused = plan.candidates(cluster, names, FLAGS.orders, bucketed=len(workload.num_bytes) > 1,
+                                       ratio=FLAGS.ratio, every=FLAGS.every)
+    ranked = plan.rank(cluster, workload, methods)
+    terminal = console.Console(highlight=False)
+    terminal.print(report(cluster, workload, ranked, terminal.width))
+    terminal.print(plan.verdict(cluster, workload, ranked), markup=False)
+    for reason in refused.values():
+        terminal.print("left out: " + reason, markup=False, style="dim")
+    if FLAGS.plot:
+        plot(FLAGS.plot, cluster, workload, ranked)
+        terminal.print(f"wrote {FLAGS.plot}", markup=False)
+    return 0
+
+
+if __name__ == "__main__":  # Other commands have a --workers as well, and one process may import several.
+    flags.DEFINE_string("cluster", None, "The cluster's profile, a JSON file; configs/clusters has some.", required=True)
+    flags.DEFINE_string("model", None,
+                        "A config, a workload in JSON, or params=…,forward_s=…,backward_s=…; none: the profile's.")
+    flags.DEFINE_integer("workers", None, "Number of workers; none: the config's, or all of the profile.", lower_bound=1)
+    flags.DEFINE_float("compute_s", None, "Seconds that a worker computes for one step.", lower_bound=0.0)
+    flags.DEFINE_float("variation", None, "Standard deviation ÷ mean of compute times, log-normal; none: the workload's.",
+                       lower_bound=0.0)
+    flags.DEFINE_list("topologies", [], "Graphs to consider, or 'all'; none: a choice of good ones.")
+    flags.DEFINE_list("orders", ["awc", "atc"], "awc (overlaps with the gradient), atc (after the update), or both.")
+    flags.DEFINE_float("ratio", 1.0, "Bytes of a message ÷ bytes of the parameters: 0.5 for 16 bits.")
+    flags.DEFINE_integer("every", 1, "Communicate in every p-th step.")
+    flags.DEFINE_string("plot", None, "Where to write the figure, such as plan.png.")
+    command.run(main, errors=(ValueError, OSError))
