@@ -5,7 +5,7 @@
 Shorthand, comma-separated after a colon, as `--config=configs/lm.py:workers=12,topology=torus,optimizer=accum_adamw`:
 
     workers=N  local_size=L  topology=NAME  method=decentralized|allreduce|local  optimizer=adamw|accum_adamw|sgdm
-    order=awc|atc  steps=N  simulate  smoke
+    order=awc|atc  engine=auto|fused|split  steps=N  stale  simulate  smoke
 
 Any field below can be set with `--config.FIELD=VALUE`. The defaults are for two CPU cores, where the run
 takes about three minutes; expect 1.72 nats/byte on validation text.
@@ -16,7 +16,8 @@ import ml_collections
 from configs import shorthand
 
 KEYS = dict(workers=int, local_size=int, topology=str, method=("decentralized", "allreduce", "local"),
-            optimizer=("adamw", "accum_adamw", "sgdm"), order=("awc", "atc"), steps=int, simulate=bool, smoke=bool)
+            optimizer=("adamw", "accum_adamw", "sgdm"), order=("awc", "atc"), engine=("auto", "fused", "split"), steps=int,
+            stale=bool, simulate=bool, smoke=bool)
 
 
 def get_config(arg: str = "") -> ml_collections.ConfigDict:
@@ -34,6 +35,9 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
     config.steps = given.get("steps", 20 if smoke else 1000)
 
     config.method = given.get("method", "decentralized")  # decentralized | allreduce | local
+    config.stale = given.get("stale", False)  # allreduce: overlap it, and apply the gradient of the step before
+    config.engine = given.get("engine", "auto")  # fused: one executable a step | split: the exchange in its own thread
+    config.bucket_bytes = 2**18  # arrays travel joined up to this size; 0: each by itself
     config.topology = ml_collections.ConfigDict(dict(
         name=given.get("topology", "one_peer_exponential"),  # python -m launch.topologies lists them
         options="",  # as "k=2,seed=1"

@@ -76,7 +76,7 @@ def reached(workdir, step):
 def story(tmp_path_factory, environment):
     """One run of four processes: process 1 is killed, then the launcher is interrupted, then it runs to its end."""
     workdir = tmp_path_factory.mktemp("local") / "run"
-    arguments = ["--num_processes=4", "--", "--config=configs/lm.py:smoke,steps=40", *TINY,
+    arguments = ["--num_processes=4", "--", "--config=configs/lm.py:smoke,steps=80", *TINY,
                  f"--workdir={workdir}"]
     ends = []
 
@@ -87,8 +87,9 @@ def story(tmp_path_factory, environment):
     told = first.communicate(timeout=TIMEOUT_S)
     ends.append((*told, first.returncode, time.monotonic() - killed_at, trainers(workdir)))
 
+    was_at = training_rows(workdir)[-1]["step"]
     second = launch(*arguments, environment=environment)
-    wait_for(lambda: reached(workdir, 20), second)
+    wait_for(lambda: reached(workdir, was_at + 5), second)
     second.send_signal(signal.SIGINT)
     ends.append((*second.communicate(timeout=TIMEOUT_S), second.returncode, training_rows(workdir)[-1]["step"], trainers(workdir)))
 
@@ -110,7 +111,7 @@ def test_an_interrupt_saves_and_stops(story):
     output, errors, code, last_step, left = ends[1]
     assert code == 128 + signal.SIGINT and not left
     assert "continuing from step 10" in output  # After the kill.
-    assert f"saved step {last_step}" in output and 20 <= last_step < 40
+    assert f"saved step {last_step}" in output and 15 < last_step < 80
     assert errors.startswith("interrupted by SIGINT") and "python -m launch.local " + " ".join(arguments) in errors
 
 
@@ -119,17 +120,17 @@ def test_the_same_command_continues_to_the_end(story):
     output, errors, code, _, left = ends[2]
     assert code == 0, errors
     assert f"continuing from step {ends[1][3]}" in output and not left
-    assert json.loads((workdir / "summary.json").read_text())["steps"] == 40
+    assert json.loads((workdir / "summary.json").read_text())["steps"] == 80
     assert "[process" not in output + errors
 
 
 def test_four_processes_and_four_devices_have_the_same_trajectory(story, tmp_path, environment):
     """Step by step, and in the averaged and the local models at the end."""
     workdir, _, _ = story
-    single = ["--config=configs/lm.py:smoke,steps=40,workers=4", *TINY, f"--workdir={tmp_path}"]
+    single = ["--config=configs/lm.py:smoke,steps=80,workers=4", *TINY, f"--workdir={tmp_path}"]
     subprocess.run([sys.executable, "-m", "launch.train", *single], cwd=ROOT, env=environment, check=True,
                    stdout=subprocess.DEVNULL, timeout=TIMEOUT_S)
-    assert [row["step"] for row in training_rows(workdir)] == list(range(5, 41, 5))
+    assert [row["step"] for row in training_rows(workdir)] == list(range(5, 81, 5))
     for ours, theirs in zip(training_rows(workdir), training_rows(tmp_path), strict=True):
         for key in ("step", "loss", "loss_min", "loss_max", "consensus_distance", "bytes_sent_per_worker"):
             np.testing.assert_allclose(ours[key], theirs[key], rtol=1e-4 if key == "consensus_distance" else 1e-5)

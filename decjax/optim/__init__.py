@@ -9,5 +9,6 @@ from decjax.optim.decentralize import decentralized_adam
 from decjax.optim.decentralize import decentralized_adamw
 from decjax.optim.decentralize import DecentralizeState
 from decjax.optim.decentralize import ORDERS
+from decjax.optim.decentralize import stale_exchange
 from decjax.optim.decentralize import synchronize
 from decjax.optim.decentralize import SynchronizeState

@@ -19,6 +19,7 @@ from decjax import models
 from decjax import optim
 from decjax import reduce
 from decjax import topology as topology_lib
+from decjax.train import engine
 from decjax.train.errors import ConfigError
 from decjax.train.state import Method
 
@@ -26,7 +27,7 @@ SIMULATED_WORKERS = 8  # on a lone accelerator, and forced CPU devices without o
 METHODS = ("decentralized", "allreduce", "local")
 MINIMA = {"steps": 1, "log_every": 1, "consensus_every": 0, "sample_bytes": 1, "eval.every": 1, "eval.batch_size": 1,
           "eval.num_windows": 0, "checkpoint.every": 1, "checkpoint.keep": 1, "model.vocabulary": 256,
-          "optimizer.clip_norm": 0, "optimizer.weight_decay": 0, "optimizer.eps": 0, "mixing.strength_power": 0}
+          "bucket_bytes": 0, "optimizer.clip_norm": 0, "optimizer.weight_decay": 0, "optimizer.eps": 0, "mixing.strength_power": 0}
 FRACTIONS = ("mixing.strength", "optimizer.final_fraction")  # 0 to 1
 DECAYS = ("optimizer.b1", "optimizer.b2", "optimizer.momentum")  # 0 to less than 1
 MAX_SEED = 2**32 - 1
@@ -74,6 +75,7 @@ def build(config: ml_collections.ConfigDict) -> Setup:
         _check_sizes(config)
         schedule = make_schedule(config.optimizer, config.steps)
         method, topology = make_method(config, workers, schedule)
+        engine.choose(config.engine, method, workers)
         model = models.decoder_lm(**config.model)
         corpus = data.load_corpus(config.data.path, min_bytes=model.context + 1)
         batch = data.batches(

@@ -124,7 +124,7 @@ def _split(gradient, apply, method, workers):
         def combine(state, grads, received):
             return apply(state, grads, received=received, phase=phase)
 
-        join = workers.jit(combine, (0, 0, 0), donate_argnums=(0, 1, 2)).lower(
+        join = workers.jit(combine, (0, 0, 0), donate_argnums=(0,)).lower(
             state, take_gradient.out_info[1], send.out_info).compile()
 
         def run(state, batch, step):

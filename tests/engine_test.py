@@ -1,0 +1,139 @@
+"""Exchange engines: the split one takes the fused one's steps, with its exchange apart; stale all-reduce against NumPy."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from decjax import gossip
+from decjax import mesh
+from decjax import optim
+from decjax import reduce
+from decjax import topology as topology_lib
+from decjax.train import engine
+from decjax.train import state as state_lib
+
+N, STEPS, LR = 4, 24, 0.05
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+
+@functools.cache
+def workers():
+    return mesh.make_workers(N)
+
+
+def gradients(params, batch, key):
+    """Of a small network's error: not linear, and different on every worker."""
+    del key
+    x, y = batch[:, :3], batch[:, 3:]
+
+    def loss(params):
+        return jnp.mean((jnp.tanh(x @ params["in"]) @ params["out"] - y) ** 2)
+    return jax.value_and_grad(loss)(params)
+
+
+def init(key):
+    a, b = jax.random.split(key)
+    return {"in": jax.random.normal(a, (3, 5)), "out": jax.random.normal(b, (5, 2))}
+
+
+def decentralized(name, inner, **options):
+    mixer = gossip.exact(topology_lib.make(name, N, **options))
+    return state_lib.Method(optim.decentralize(inner, mixer), mixer.phase, mixer.num_bytes,
+                            lambda params, opt_state, phase: mixer.exchange(params, opt_state.mixer, phase))
+
+
+def every_other(inner):
+    mixer = gossip.damp(gossip.every(gossip.exact(topology_lib.make("one_peer_ring", N)), 2), 0.7)
+    return state_lib.Method(optim.decentralize(inner, mixer), mixer.phase, mixer.num_bytes,
+                            lambda params, opt_state, phase: mixer.exchange(params, opt_state.mixer, phase))
+
+
+def stale_allreduce(inner):
+    reducer = reduce.mean()
+    return state_lib.Method(optim.synchronize(inner, reducer, stale=True), lambda step: 0,
+                            lambda params, phase: reducer.num_bytes(params, N),
+                            lambda params, opt_state, phase: optim.stale_exchange(reducer, opt_state))
+
+
+def batches(step):
+    return np.random.default_rng(step).normal(size=(N, 6, 5)).astype(np.float32) * (1 + np.arange(N))[:, None, None]
+
+
+def trajectory(method, which):
+    """(final state, loss of every step and worker, bytes of every step, executables of the first step)."""
+    program = engine.make_step(gradients, method, workers(), 0, which)
+    state = state_lib.init(init, method.tx, workers(), 0)
+    losses, sent, first = [], [], None
+    for step in range(STEPS):
+        batch = workers().build(lambda worker: batches(step)[worker])
+        due = program(method.phase(step), state, batch, np.int32(step))
+        first = first or due.executables
+        state, loss_N = due.run(state, batch, np.int32(step))
+        losses.append(np.asarray(loss_N))
+        sent.append(due.sent_N)
+    return jax.tree.map(np.asarray, state), np.array(losses), np.array(sent), first
+
+
+METHODS = {
+    "one_peer_exponential": lambda: decentralized("one_peer_exponential", optax.adamw(LR)),
+    "ring": lambda: decentralized("ring", optax.adamw(LR)),
+    "alternating_exponential_ring": lambda: decentralized("alternating_exponential_ring", optax.adamw(LR), local_size=2),
+    "every other step": lambda: every_other(optim.accumulated_adamw(LR, window=3)),
+    "stale all-reduce": lambda: stale_allreduce(optax.adamw(LR)),
+}
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_split_takes_the_steps_of_fused(name):
+    fused, split = (trajectory(METHODS[name](), which) for which in ("fused", "split"))
+    np.testing.assert_array_equal(fused[2], split[2])  # Bytes.
+    if name == "one_peer_exponential":  # Halves round to the same number in any order.
+        jax.tree.map(np.testing.assert_array_equal, fused[0], split[0])
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=2e-4, atol=1e-5), fused[0], split[0])
+    np.testing.assert_allclose(fused[1], split[1], rtol=1e-4)
+
+
+def test_split_communicates_in_its_exchange_only():
+    *_, (take_gradient, send, join) = trajectory(METHODS["one_peer_exponential"](), "split")
+    assert "collective-permute" in send.as_text()
+    for executable in (take_gradient, join):
+        assert not any(kind in executable.as_text() for kind in ("collective-permute", "all-reduce", "all-gather"))
+
+
+def test_stale_allreduce_applies_the_mean_gradient_of_the_step_before():
+    """x^{t+1} = x^t − α ḡ(x^{t−1}), and nothing in the first step; in NumPy."""
+    state, *_ = trajectory(stale_allreduce(optax.sgd(LR)), "fused")
+    params = jax.tree.map(np.asarray, init(jax.random.key(0)))
+    pending = None
+    for step in range(STEPS):
+        own = [jax.tree.map(np.asarray, gradients(params, batches(step)[worker], None)[1]) for worker in range(N)]
+        if pending is not None:
+            params = jax.tree.map(lambda x, g: x - LR * g, params, pending)
+        pending = jax.tree.map(lambda *g: np.mean(g, axis=0), *own)
+    for worker in range(N):
+        jax.tree.map(lambda x, y: np.testing.assert_allclose(x[worker], y, rtol=1e-4, atol=1e-5), state.params, params)
+
+
+def test_stale_adam_has_no_step_without_a_gradient():
+    """After the first step parameters, moments and their counter are those of the start."""
+    method = stale_allreduce(optax.adamw(LR))
+    state = before = state_lib.init(init, method.tx, workers(), 0)
+    before = jax.tree.map(np.asarray, before)
+    batch = workers().build(lambda worker: batches(0)[worker])
+    program = engine.make_step(gradients, method, workers(), 0)
+    state, _ = program(0, state, batch, np.int32(0)).run(state, batch, np.int32(0))
+    jax.tree.map(np.testing.assert_array_equal, before.params, jax.tree.map(np.asarray, state.params))
+    jax.tree.map(np.testing.assert_array_equal, before.opt_state.inner, jax.tree.map(np.asarray, state.opt_state.inner))
+
+
+def test_engines_that_cannot_be_are_refused():
+    atc = decentralized("ring", optax.adamw(LR))._replace(exchange=None)
+    with pytest.raises(ValueError, match="engine 'warp' is unknown; use one of auto, fused, split"):
+        engine.choose("warp", atc, workers())
+    with pytest.raises(ValueError, match="engine 'split' needs an exchange .* use engine 'fused'"):
+        engine.choose("split", atc, workers())
+    assert engine.choose("auto", decentralized("ring", optax.adamw(LR)), workers()) == "fused"  # One process.
