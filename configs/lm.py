@@ -5,7 +5,7 @@
 Shorthand, comma-separated after a colon, as `--config=configs/lm.py:workers=12,topology=torus,optimizer=accum_adamw`:
 
     workers=N  local_size=L  topology=NAME  method=decentralized|allreduce|local  optimizer=adamw|accum_adamw|sgdm
-    order=awc|atc  engine=auto|fused|split  steps=N  stale  simulate  smoke
+    order=awc|atc  codec=bfloat16|int8  engine=auto|fused|split  steps=N  stale  simulate  smoke
 
 Any field below can be set with `--config.FIELD=VALUE`. The defaults are for two CPU cores, where the run
 takes about three minutes; expect 1.72 nats/byte on validation text.
@@ -17,7 +17,7 @@ from configs import shorthand
 
 KEYS = dict(workers=int, local_size=int, topology=str, method=("decentralized", "allreduce", "local"),
             optimizer=("adamw", "accum_adamw", "sgdm"), order=("awc", "atc"), engine=("auto", "fused", "split"), steps=int,
-            stale=bool, simulate=bool, smoke=bool)
+            codec=("bfloat16", "int8"), stale=bool, simulate=bool, smoke=bool)
 
 
 def get_config(arg: str = "") -> ml_collections.ConfigDict:
@@ -47,6 +47,7 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
         rounds=1,  # rounds of the topology per mixing step
         accelerated=False,  # static symmetric graphs only
         every=1,  # mix in every p-th step
+        codec=given.get("codec", ""),  # messages: bfloat16 | int8 | empty: as they are
         strength=1.0,  # γ: 0 none, 1 full
         strength_power=0.0,  # γ follows (learning rate / peak)^power
         static_phase=True,  # one program per phase; False: one program that switches

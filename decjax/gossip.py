@@ -22,6 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from decjax import buckets
+from decjax import codecs
 from decjax import mesh
 from decjax.topology import Round, Topology
 
@@ -63,16 +64,21 @@ def _own_weight(weights: tuple[float, ...], group_size: int, axis_name: mesh.Axi
     return jnp.asarray(weights, dtype)[mesh.worker_index(axis_name) // group_size]
 
 
-def mix_round(x_P: jax.Array, round_: Round, axis_name: mesh.AxisName) -> jax.Array:
+def mix_round(x_P: jax.Array, round_: Round, axis_name: mesh.AxisName, codec: codecs.Codec | None = None) -> jax.Array:
     """Applies one round to a flat array: (Wx)_i for W = W_nodes ⊗ J_L/L.
+
+    With a codec C, messages between nodes are C(x_j), and what it distorts is mixed as differences, which keeps the mean:
+
+        x_i <- x_i + Σ_j W_ij (C(x_j) − C(x_i))
 
     With L > 1, members of a node average by reduce-scatter, exchange their share with the same member of other nodes,
     and gather: a joint mean of two nodes takes P values out of a node, not L·P.
 
     Args:
         x_P: this worker's values; P divisible by L.
-        round_: the round.
+        round_: the round; with a codec, of a doubly stochastic W.
         axis_name: the worker axis.
+        codec: the form of messages between nodes; None: exact.
 
     Returns:
         The mixed values, same shape and dtype.
@@ -82,16 +88,26 @@ def mix_round(x_P: jax.Array, round_: Round, axis_name: mesh.AxisName) -> jax.Ar
         return mesh.group_mean(x_P, L, axis_name)
     share = mesh.scatter_mean(x_P, L, axis_name)
     dtype = jnp.promote_types(x_P.dtype, jnp.float32)
-    mixed = _own_weight(round_.self_weights, L, axis_name, dtype) * share.astype(dtype)
+    message = codec.encode(share) if codec else share
+    distorted = codec.decode(message, share.size, dtype) if codec else 0
+    own_weight = 1.0 if codec else _own_weight(round_.self_weights, L, axis_name, dtype)
+    mixed = own_weight * share.astype(dtype)
     for shift in round_.shifts:
         pairs = [(source * L + k, target * L + k) for source, target in shift.pairs for k in range(L)]
-        arrived = mesh.exchange(share, pairs, axis_name)
-        mixed += _own_weight(shift.weights, L, axis_name, dtype) * arrived.astype(dtype)
+        arrived = jax.tree.map(lambda x: mesh.exchange(x, pairs, axis_name), message)
+        values = codec.decode(arrived, share.size, dtype) if codec else arrived.astype(dtype)
+        mixed += _own_weight(shift.weights, L, axis_name, dtype) * (values - distorted)
     return mesh.gather(mixed.astype(x_P.dtype), L, axis_name)
 
 
-def _sent_bytes(round_: Round, layout: buckets.Layout) -> np.ndarray:
-    return round_.volume() * layout.num_bytes
+def _sent_bytes(round_: Round, layout: buckets.Layout, codec: codecs.Codec | None = None) -> np.ndarray:
+    if codec is None:
+        return round_.volume() * layout.num_bytes
+    L = round_.group_size
+    inside = 2 * (L - 1) / L
+    messages_N = (round_.volume() - inside) * L
+    return sum(inside * bucket.num_bytes + messages_N * codec.num_bytes(bucket.size // L, bucket.dtype)
+               for bucket in layout.buckets)
 
 
 def _layout(params: Any, topology: Topology, bucket_bytes: int) -> buckets.Layout:
@@ -105,7 +121,7 @@ def _check_rounds(rounds: int) -> None:
 
 
 def exact(topology: Topology, *, rounds: int = 1, axis_name: mesh.AxisName = mesh.WORKER,
-          bucket_bytes: int = buckets.BUCKET_BYTES) -> Mixer:
+          bucket_bytes: int = buckets.BUCKET_BYTES, codec: codecs.Codec | None = None) -> Mixer:
     """Plain gossip: step t applies rounds tR … tR + R − 1 of the topology, x_i <- Σ_j W_ij x_j each.
 
     Args:
@@ -113,6 +129,7 @@ def exact(topology: Topology, *, rounds: int = 1, axis_name: mesh.AxisName = mes
         rounds: R, rounds per step.
         axis_name: the worker axis, as in `Workers.axis_name`.
         bucket_bytes: size of the flat messages in bytes; 0 sends every array by itself.
+        codec: the form of messages; None: as they are. See `mix_round`.
 
     Returns:
         The `Mixer`.
@@ -131,12 +148,12 @@ def exact(topology: Topology, *, rounds: int = 1, axis_name: mesh.AxisName = mes
         layout = _layout(params, topology, bucket_bytes)
         vectors = layout.pack(params)
         for round_ in due(phase):
-            vectors = [mix_round(x_P, round_, axis_name) for x_P in vectors]
+            vectors = [mix_round(x_P, round_, axis_name, codec) for x_P in vectors]
         return layout.unpack(vectors, like=params)
 
     def num_bytes(params, phase):
         layout = _layout(params, topology, bucket_bytes)
-        return sum(_sent_bytes(round_, layout) for round_ in due(phase))
+        return sum(_sent_bytes(round_, layout, codec) for round_ in due(phase))
 
     return Mixer(lambda params: (), exchange, lambda params, received, state, phase, step: (received, state),
                  lambda step: step % num_phases, range(num_phases), num_bytes, topology.num_workers)

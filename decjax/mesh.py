@@ -45,7 +45,11 @@ def _is_simulated(axis_name: AxisName) -> bool:
 
 
 def exchange(x: jax.Array, pairs: Sequence[tuple[int, int]], axis_name: AxisName) -> jax.Array:
-    """Sends `x` along a partial permutation: worker `target` gets worker `source`'s array.
+    """Sends `x` along a partial permutation: worker `target` gets worker `source`'s array, bit for bit.
+
+    Narrow values travel as unsigned integers, because the CPU backend would widen floats of 16 bits to 32. Between CPU
+    processes a swap is a sum over the pair minus the own value, exact in integers modulo 2^k: gloo sends a permutation's two
+    directions one after the other, but those of a sum at once.
 
     Args:
         x: this worker's array, the same shape on every worker.
@@ -56,7 +60,18 @@ def exchange(x: jax.Array, pairs: Sequence[tuple[int, int]], axis_name: AxisName
         What arrives; zeros on a worker that is nobody's target.
     """
     if not _is_simulated(axis_name):
-        return jax.lax.ppermute(x, axis_name, pairs)
+        swaps = between_cpu_processes() and all((target, source) in pairs for source, target in pairs)
+        if not swaps and x.dtype.itemsize >= 4:
+            return jax.lax.ppermute(x, axis_name, pairs)
+        bits = jax.lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}")
+        if swaps:
+            paired = {worker for pair in pairs for worker in pair}
+            alone = [[worker] for worker in range(jax.lax.axis_size(axis_name)) if worker not in paired]
+            groups = [[source, target] for source, target in pairs if source < target] + alone
+            arrived = jax.lax.psum(bits, axis_name, axis_index_groups=groups) - bits
+        else:
+            arrived = jax.lax.ppermute(bits, axis_name, pairs)
+        return jax.lax.bitcast_convert_type(arrived, x.dtype)
     # vmap has no partial permutations: read the source's row, and blank those who receive nothing.
     n = jax.lax.axis_size(axis_name)
     source_of = np.arange(n)
@@ -66,6 +81,11 @@ def exchange(x: jax.Array, pairs: Sequence[tuple[int, int]], axis_name: AxisName
     index = worker_index(axis_name)
     arrived = jax.lax.all_gather(x, axis_name)[jnp.asarray(source_of)[index]]
     return arrived if receives.all() else jnp.where(jnp.asarray(receives)[index], arrived, jnp.zeros_like(x))
+
+
+def between_cpu_processes() -> bool:
+    """Whether collectives cross processes over gloo, the CPU backend's transport."""
+    return jax.process_count() > 1 and jax.default_backend() == "cpu"
 
 
 def _blocks(group_size: int, axis_name: AxisName) -> list[list[int]] | None:

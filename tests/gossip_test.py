@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import decjax
+from decjax import codecs
 from decjax import gossip
 from decjax import topology as topology_lib
 from decjax.train import wire
@@ -66,6 +67,22 @@ def test_mix_does_not_depend_on_the_buckets(name, bucket_bytes):
     tree = stacked_tree()
     mixer = gossip.exact(topology, bucket_bytes=bucket_bytes)
     assert_trees_close(run("devices", mixer, tree, [0], local_size=2)[0], dense(topology.matrix(0), tree))
+
+
+@pytest.mark.parametrize("codec", codecs.names())
+@pytest.mark.parametrize("name", ["ring", "one_peer_exponential", "alternating_exponential_ring"])
+def test_mixing_with_a_codec_keeps_the_mean_and_sends_what_it_declares(name, codec):
+    """x_i + Σ_j W_ij (C(x_j) − C(x_i)): within the codec's error of W x, with the mean of x."""
+    topology = topology_lib.make(name, N, **NODE_OPTIONS.get(name, {}))
+    tree = {"w": np.random.default_rng(2).normal(size=(N, 600)).astype(np.float32)}
+    w = workers("devices", 2)
+    mixer = gossip.exact(topology, codec=codecs.make(codec))
+    for phase, mixed in enumerate(run("devices", mixer, tree, mixer.phases, local_size=2)):
+        np.testing.assert_allclose(mixed["w"], topology.matrix(phase) @ tree["w"], atol=0.05)
+        np.testing.assert_allclose(np.mean(mixed["w"], axis=0), tree["w"].mean(axis=0), atol=1e-6)
+    program = jax.jit(w.map(lambda x: mixer.exchange(x, (), 0), in_axes=(0,))).lower(tree).compile()
+    one = {"w": jax.ShapeDtypeStruct((600,), np.float32)}
+    np.testing.assert_allclose(wire.bytes_sent(program.as_text(), N), mixer.num_bytes(one, 0))
 
 
 def test_given_matrices_mix():

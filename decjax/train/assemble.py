@@ -12,6 +12,7 @@ import ml_collections
 import numpy as np
 import optax
 
+from decjax import codecs
 from decjax import data
 from decjax import gossip
 from decjax import mesh
@@ -213,9 +214,13 @@ def make_mixer(config: ml_collections.ConfigDict, topology: topology_lib.Topolog
                schedule: optax.Schedule) -> gossip.Mixer:
     """Gossip over the topology: rounds, acceleration, period and strength γ = strength · (lr / lr_max)^strength_power."""
     mixing, peak = config.mixing, config.optimizer.learning_rate
+    if mixing.accelerated and mixing.codec:
+        raise ValueError(f"mixing.codec={mixing.codec!r} with mixing.accelerated: accelerated gossip amplifies what a codec "
+                         "distorts; use plain rounds")
     make = gossip.accelerated if mixing.accelerated else gossip.exact
+    codec = {"codec": codecs.make(mixing.codec)} if mixing.codec else {}
     mixer = gossip.every(
-        make(topology, rounds=mixing.rounds, axis_name=axis_name, bucket_bytes=config.bucket_bytes), mixing.every)
+        make(topology, rounds=mixing.rounds, axis_name=axis_name, bucket_bytes=config.bucket_bytes, **codec), mixing.every)
     if not mixing.strength_power:
         return gossip.damp(mixer, mixing.strength)
     return gossip.damp(mixer, lambda step: mixing.strength * (schedule(step) / peak) ** mixing.strength_power)
