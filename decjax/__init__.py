@@ -6,6 +6,7 @@ A training method is a composition of small, pure things, each usable alone. Fro
     runtime     when decentralized beats all-reduce        NumPy only
     mesh        workers as mesh axes, the collectives      JAX
     buckets     a pytree as a few flat messages
+    codecs      what a message looks like on the wire
     gossip      mixing parameters over a topology
     reduce      averaging gradients over all workers
     optim       optax transformations built on the two

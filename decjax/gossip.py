@@ -129,15 +129,18 @@ def exact(topology: Topology, *, rounds: int = 1, axis_name: mesh.AxisName = mes
         rounds: R, rounds per step.
         axis_name: the worker axis, as in `Workers.axis_name`.
         bucket_bytes: size of the flat messages in bytes; 0 sends every array by itself.
-        codec: the form of messages; None: as they are. See `mix_round`.
+        codec: the form of messages between nodes; None: as they are. Means inside a node stay exact. See `mix_round`.
 
     Returns:
         The `Mixer`.
 
     Raises:
-        ValueError: if R < 1.
+        ValueError: if R < 1, or a codec is given and no worker sends a message.
     """
     _check_rounds(rounds)
+    if codec and not any(round_.shifts for round_ in topology.rounds):
+        raise ValueError(f"topology {topology.name!r} has no messages that a codec could encode, it averages over all workers; "
+                         "use a graph such as 'one_peer_exponential', or no codec")
     num_phases = topology.period // math.gcd(topology.period, rounds)
 
     def due(phase):

@@ -60,7 +60,8 @@ def exchange(x: jax.Array, pairs: Sequence[tuple[int, int]], axis_name: AxisName
         What arrives; zeros on a worker that is nobody's target.
     """
     if not _is_simulated(axis_name):
-        swaps = between_cpu_processes() and all((target, source) in pairs for source, target in pairs)
+        swaps = between_cpu_processes() and all(
+            source != target and (target, source) in pairs for source, target in pairs)
         if not swaps and x.dtype.itemsize >= 4:
             return jax.lax.ppermute(x, axis_name, pairs)
         bits = jax.lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}")

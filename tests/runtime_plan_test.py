@@ -131,7 +131,7 @@ def test_bad_measurements_are_one_line(call, problem):
 
 
 def test_the_box_at_another_rate():
-    """Measured with a prototype on four shaped hosts, in ms at 200 and 100 Mbit/s (design notes on the test bed): the model,
+    """Measured with a prototype on four shaped hosts, in ms at 200 and 100 Mbit/s: the model,
     told only the computing (663 ms), the bytes (5.9 million float32) and that links give 1/1.09 of their rate, has to follow."""
     measured = {"all-reduce": (2166, 3738), "stale": (1622, 3240), "exp, half duplex": (1609, 3085), "exp": (1101, 2113)}
     workload = Workload(0.221, (0.442,), (5.9e6 * 4,))

@@ -247,3 +247,21 @@ def test_a_number_out_of_range_is_named_with_its_range(name, value, constraint):
     config.update_from_flattened_dict({name: value})
     with pytest.raises(train.ConfigError, match=f"{name}={value}.*{constraint}"):
         train.build(config)
+
+
+def test_stale_allreduce_resumes_with_the_gradient_it_has_not_applied(launch, tmp_path):
+    """Bit for bit, from the checkpoint in the middle."""
+    whole, _ = launch("method=allreduce,stale")
+    part = forget_after(whole, 8, tmp_path / "run")
+    launch("method=allreduce,stale", workdir=part)
+    assert_equal_states(whole, part)
+
+
+@pytest.mark.parametrize("argument, message", [
+    ("stale", "stale belongs to method 'allreduce', got 'decentralized'"),
+    ("method=allreduce,codec=int8", "mixing.codec='int8' belongs to method 'decentralized', got 'allreduce'"),
+    ("topology=complete,codec=int8", "topology 'complete' has no messages that a codec could encode"),
+    ("order=atc,engine=split", "engine 'split' needs an exchange .* use engine 'fused'")])
+def test_compositions_that_do_not_fit_are_refused(argument, message):
+    with pytest.raises(train.ConfigError, match=message):
+        train.build(lm.get_config(f"smoke,workers=8,{argument}"))

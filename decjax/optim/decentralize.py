@@ -61,7 +61,7 @@ def decentralize(inner: optax.GradientTransformation, mixer: gossip.Mixer,
         `mixer.exchange(params, state.mixer, phase)` that another program has run meanwhile.
 
     Raises:
-        ValueError: if the order is unknown.
+        ValueError: if the order is unknown; from `update`, if `received` comes with order "atc" or without a phase.
 
     Example:
         >>> topology = decjax.topology.make("ring", 8)
@@ -90,6 +90,8 @@ def decentralize(inner: optax.GradientTransformation, mixer: gossip.Mixer,
     def update(grads, state, params=None, *, phase=None, received=None, **extra):
         if params is None:
             raise ValueError(optax.NO_PARAMS_MSG)
+        if received is not None and (order != "awc" or phase is None):
+            raise ValueError(f"received needs order 'awc' and a static phase, got order {order!r} and phase {phase}")
         if order == "awc":
             mixed, mixer_state = mix(params, state, phase, received)
             updates, inner_state = inner.update(grads, state.inner, mixed, **extra)
@@ -107,7 +109,7 @@ def synchronize(inner: optax.GradientTransformation, reducer: reduce.Reducer,
                 stale: bool = False) -> optax.GradientTransformationExtraArgs:
     """Wraps an optimizer so that gradients are first averaged over all workers; replicas stay equal.
 
-        x^{t+1} = x^t − α_t d( (1/N) Σ_i ∇F_i(x^{t−s}) ),     s = 1 if stale, else 0
+        x^{t+1} = x^t − α_{t−s} d( (1/N) Σ_i ∇F_i(x^{t−s}) ),     s = 1 if stale, else 0
 
     With `stale`, the average of the step before is applied: its all-reduce may run while the gradient is taken. The first
     step then changes nothing. The result takes and ignores `phase`, so that it fits the same loop as `decentralize`.
@@ -120,6 +122,9 @@ def synchronize(inner: optax.GradientTransformation, reducer: reduce.Reducer,
 
     Returns:
         An `optax.GradientTransformationExtraArgs`.
+
+    Raises:
+        ValueError: from `update`, if `received` comes without `stale`.
     """
     inner = optax.with_extra_args_support(inner)
 
@@ -129,6 +134,8 @@ def synchronize(inner: optax.GradientTransformation, reducer: reduce.Reducer,
 
     def update(grads, state, params=None, *, phase=None, received=None, **extra):
         del phase
+        if received is not None and not stale:
+            raise ValueError("received needs stale=True: the average of this step's gradient cannot be there already")
         if not stale:
             averaged, reducer_state = reducer.reduce(grads, state.reducer)
         else:

@@ -337,7 +337,7 @@ def simulate(method: Method, workload: Workload, routes: Sequence[Exchange], cos
         phase = method.due(t)
         sends = method.due(t + 1) if method.overlap else phase  # The exchange that starts in this step.
         u = starts[t] + forward * compute_TxKxN[t]
-        ready_b, busy_s = [], workload.optimizer_s + (workload.combine_s if phase is not None else 0.0)
+        ready_b, busy_s = [], workload.optimizer_s + (workload.combine_s if parameters and phase is not None else 0.0)
         for b, backward in enumerate(backward_b):
             u = u + backward * compute_TxKxN[t]
             if parameters:
@@ -389,7 +389,7 @@ def closed_form(cluster: Cluster, workload: Workload, method: Method) -> float |
         return None
     if np.ptp(cost_s, axis=1).max() > 1e-12 * cost_s.max():
         return None
-    c, busy_s = cost_s[:, 0], workload.optimizer_s + workload.combine_s
+    c, busy_s = cost_s[:, 0], workload.optimizer_s + (workload.combine_s if method.message == PARAMETERS else 0.0)
     if method.message == GRADIENTS:
         if method.overlap and len(c) > 1:
             return None
@@ -485,7 +485,8 @@ def predict(cluster: Cluster, workload: Workload, method: Method, *, num_steps: 
     mean_K = (start_TxKxN[-1] - start_TxKxN[0]).mean(axis=1) / (len(start_TxKxN) - 1)
     mean_s, free_s = mean_K[:R].mean(), mean_K[R:].mean()
     sending = (method.topology is not None) / method.every
-    busy_s = compute_TxRxN[warm_up:].mean() + workload.optimizer_s + sending * (workload.combine_s + codec_s)
+    combine_s = workload.combine_s if method.message == PARAMETERS else 0.0  # Averaged gradients are joined with nothing.
+    busy_s = compute_TxRxN[warm_up:].mean() + workload.optimizer_s + sending * (combine_s + codec_s)
     exact_s = closed_form(cluster, workload, method)
     quantiles = np.quantile(np.diff(start_TxKxN[:, :R], axis=0), QUANTILES)
     if exact_s is not None and method.topology is None:

@@ -1,11 +1,11 @@
 """What the runtime model is told: a cluster, a workload, how compute times vary. Plain data, with a JSON form.
 
 A *profile* is one JSON object: the fields of `Cluster`, and optionally a measured `Workload` under "workload". It can be
-measured (`calibrate`) or written by hand from datasheets. Units stand in the names; bytes per second, not bits.
+fitted to timings (`calibrate`) or written by hand from datasheets. Units stand in the names; bytes per second, not bits.
 
     {"name": "box", "num_nodes": 4, "workers_per_node": 1,
      "intra": {"latency_s": 2e-6, "bandwidth_Bps": 5e9}, "inter": {"latency_s": 1e-3, "bandwidth_Bps": 2.5e7},
-     "full_duplex_pairs": false,
+     "full_duplex_pairs": true,
      "workload": {"forward_s": 0.1, "backward_s": [0.2], "num_bytes": [2.4e7], "jitter": {"kind": "normal", "scale_s": 0.01}}}
 """
 
@@ -60,7 +60,8 @@ class Cluster:
         workers_per_node: L.
         intra: the link of *one worker* to the others of its node (NVLink, PCIe, shared memory).
         inter: the NIC of *one node*: what its workers send to other nodes at the same time shares `bandwidth_Bps`.
-        full_duplex_pairs: False where two workers that exchange with each other take turns, twice the time (gloo).
+        full_duplex_pairs: False where two workers that exchange with each other take turns, twice the time: a raw
+            permutation over gloo does; decjax's own exchanges between CPU processes do not.
         all_reduce_efficiency: fraction of the bandwidth that reductions over a group reach, in (0, 1].
         hierarchical_all_reduce: True where reductions over several nodes work inside nodes first, so that 2(m−1)/m of the
             bytes leave each of m nodes; False where one ring runs through all n workers, with 2(n−1)/n.
@@ -90,7 +91,7 @@ class Cluster:
         for name in ("intra", "inter"):
             if not isinstance(getattr(self, name), Link):
                 raise ValueError(f"{name}={getattr(self, name)!r} must be a Link with latency_s and bandwidth_Bps")
-        for name, hint in (("full_duplex_pairs", "false for gloo"), ("hierarchical_all_reduce", "false for gloo")):
+        for name, hint in (("full_duplex_pairs", "false where a swap takes turns"), ("hierarchical_all_reduce", "false for gloo")):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name}={getattr(self, name)!r} must be true or false; {hint}")
         _number("all_reduce_efficiency", self.all_reduce_efficiency, positive=True)
@@ -305,7 +306,8 @@ def load(path: str | os.PathLike) -> tuple[Cluster, Workload | None]:
     """
     content = read_json(path)
     workload = content.pop("workload", None)
-    return _build(Cluster, content, str(path)), workload and _build(Workload, workload, f"{path}: workload")
+    return (_build(Cluster, content, str(path)),
+            None if workload is None else _build(Workload, workload, f"{path}: workload"))
 
 
 def load_workload(path: str | os.PathLike) -> Workload:

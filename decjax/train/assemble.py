@@ -153,6 +153,11 @@ def _known(what: str, name: str, valid) -> str:
 def make_method(config: ml_collections.ConfigDict, workers: mesh.Workers,
                 schedule: optax.Schedule) -> tuple[Method, topology_lib.Topology | None]:
     """What happens to gradients and parameters: gossip, all-reduce or nothing, as one transformation."""
+    if config.stale and config.method != "allreduce":
+        raise ValueError(f"stale belongs to method 'allreduce', got {config.method!r}; gossip overlaps with mixing.order=awc")
+    if config.mixing.codec and config.method != "decentralized":
+        raise ValueError(f"mixing.codec={config.mixing.codec!r} belongs to method 'decentralized', got {config.method!r}; "
+                         "leave it empty")
     inner = make_optimizer(config.optimizer, schedule)
     n, axis_name = workers.num_workers, workers.axis_name
     _known("method", config.method, METHODS)

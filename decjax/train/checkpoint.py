@@ -16,8 +16,8 @@ import orbax.checkpoint as ocp
 
 from decjax.train.errors import CheckpointError
 
-# What may change between a run and its continuation: none of it touches the trajectory.
-FREE_KEYS = ("eval.", "checkpoint.", "log_every", "sample_bytes")
+# What may change between a run and its continuation: none of it touches the trajectory, but for rounding.
+FREE_KEYS = ("eval.", "checkpoint.", "log_every", "sample_bytes", "engine")
 
 
 def _flat(config: dict, prefix: str = "") -> dict[str, Any]:
@@ -94,6 +94,7 @@ def checksums(state: Any) -> jax.Array:
     The files have no checksums of their own. A sum needs no order, so it is taken where the shards lie.
     """
     def one(x):
+        x = x.astype(jnp.uint8) if x.dtype == bool else x
         words = jax.lax.bitcast_convert_type(x, {1: jnp.uint8, 2: jnp.uint16}.get(x.dtype.itemsize, jnp.uint32))
         weights = 2 * jax.lax.iota(jnp.uint32, words.size) + 1
         return jnp.sum(words.astype(jnp.uint32) * weights.reshape(words.shape), dtype=jnp.uint32)
@@ -139,15 +140,17 @@ class Checkpoints:
             restored = self._manager.restore(step, args=ocp.args.Composite(
                 state=ocp.args.StandardRestore(jax.tree.map(ocp.utils.to_shape_dtype_struct, like)),
                 extra=ocp.args.JsonRestore()))
-            if np.asarray(checksums(restored["state"])).tolist() != restored["extra"]["checksums"]:
-                raise ValueError("its checksums do not match its arrays")
-            return restored["state"], restored["extra"]["counters"]
         except Exception as error:  # Orbax and TensorStore raise many kinds for a damaged file; each means the same here.
             reason = " ".join(str(error).split())[:200] or type(error).__name__
-            others = [other for other in self._manager.all_steps() if other < step]
-            way_out = f"move it away to continue from step {max(others)}" if others else "start again in another --workdir"
-            raise CheckpointError(f"checkpoint {self._directory / str(step)} cannot be restored, it is damaged or of another "
-                                  f"model, optimizer or method ({reason}); {way_out}") from error
+            raise self._unusable(step, f"it is damaged or of another model, optimizer or method ({reason})") from error
+        if np.asarray(checksums(restored["state"])).tolist() != restored["extra"]["checksums"]:
+            raise self._unusable(step, "it is damaged: its checksums do not match its arrays")
+        return restored["state"], restored["extra"]["counters"]
+
+    def _unusable(self, step: int, why: str) -> CheckpointError:
+        others = [other for other in self._manager.all_steps() if other < step]
+        way_out = f"move it away to continue from step {max(others)}" if others else "start again in another --workdir"
+        return CheckpointError(f"checkpoint {self._directory / str(step)} cannot be restored, {why}; {way_out}")
 
     def close(self) -> None:
         self._manager.close()

@@ -1,9 +1,10 @@
-"""Exchange engines: how the exchange and the gradient of a step are dispatched. The trajectory is the same.
+"""Exchange engines: how the exchange and the gradient of a step are dispatched. The trajectory is the same up to rounding.
 
     fused    one executable. Where the exchange needs no gradient (order "awc", stale all-reduce), the compiler of a GPU or
              TPU starts it before the forward pass and finishes it behind the backward pass.
     split    three executables: the exchange, dispatched by a thread of its own; the gradient, meanwhile; a cheap combine.
-             CPU devices overlap nothing within one executable, but two executables run beside each other.
+             CPU devices overlap nothing within one executable, but two executables run beside each other. A step returns
+             when its exchange is complete, so that collectives of two threads never meet.
 
 A step is compiled once per phase of the topology, so that none holds a conditional.
 """
@@ -11,7 +12,7 @@ A step is compiled once per phase of the topology, so that none holds a conditio
 from collections.abc import Callable
 import concurrent.futures
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -41,7 +42,7 @@ def choose(engine: str, method: state_lib.Method, workers: mesh.Workers) -> str:
     if engine not in ENGINES:
         raise ValueError(f"engine {engine!r} is unknown; use one of {', '.join(ENGINES)}")
     if engine == "auto":
-        return "split" if method.exchange and workers.on_cpu and jax.process_count() > 1 else "fused"
+        return "split" if method.exchange and workers.on_cpu and mesh.between_cpu_processes() else "fused"
     if engine == "split" and not method.exchange:
         raise ValueError("engine 'split' needs an exchange that does not wait for the gradient: method 'decentralized' "
                          "with order 'awc' and a static phase, or 'allreduce' with stale; use engine 'fused'")
@@ -97,8 +98,7 @@ def _fused(gradient, apply, method, workers):
         if workers.on_cpu:
             # CPU devices overlap nothing within one executable. An exchange that starts before the gradient only blocks
             # threads which others need for computing: it costs a third of a small step, after the gradient a tenth.
-            grads, params = jax.lax.optimization_barrier((grads, state.params))
-            state = state._replace(params=params)
+            grads, state = jax.lax.optimization_barrier((grads, state))
         return apply(state, grads, phase=phase), loss
 
     def compile_phase(phase, state, batch, step):

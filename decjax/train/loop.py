@@ -227,7 +227,8 @@ class Run:
             done = step + 1
             if average and done % config.consensus_every == 0:
                 params, sent = average(self.state.params)
-                self.state = self.state._replace(params=params)
+                # The next step's exchange may be dispatched by another thread: none of ours may still be on its way.
+                self.state = self.state._replace(params=jax.block_until_ready(params))
                 self.counters["bytes_sent_per_worker"] += sent
             display.step(done)
 
