@@ -110,9 +110,9 @@ def make_workload(values: dict[str, float], cluster: runtime.Cluster, compute_s:
     if forward_s is None or backward_s is None:
         raise ValueError("--model: how long does a step compute? Give forward_s and backward_s, --compute_s, or tokens and a "
                          "profile with flops")
+    if not (values["buckets"] >= 1 and float(values["buckets"]).is_integer()):
+        raise ValueError(f"--model: buckets={values['buckets']:g} must be a whole number of at least 1")
     buckets = int(values["buckets"])
-    if buckets < 1:
-        raise ValueError(f"--model: buckets={values['buckets']:g} must be at least 1")
     return runtime.Workload(forward_s, (backward_s / buckets,) * buckets,
                             (values["params"] * values["bytes"] / buckets,) * buckets,
                             optimizer_s=values["optimizer_s"], combine_s=values["combine_s"])
