@@ -284,6 +284,11 @@ def messages(workload: Workload, method: Method) -> Workload:
     return workload if method.bucketed else workload.one_bucket()
 
 
+def join_time_s(workload: Workload, method: Method) -> float:
+    """Seconds to join what has arrived with the worker's own parameters; averaged gradients are joined with nothing."""
+    return workload.combine_s if method.message == PARAMETERS else 0.0
+
+
 def codec_time_s(cluster: Cluster, workload: Workload, method: Method) -> float:
     """Time to encode and decode one exchange, seconds; it occupies the worker itself."""
     coded = method.topology is not None and method.ratio != 1 and cluster.codec_Bps is not None
@@ -337,7 +342,7 @@ def simulate(method: Method, workload: Workload, routes: Sequence[Exchange], cos
         phase = method.due(t)
         sends = method.due(t + 1) if method.overlap else phase  # The exchange that starts in this step.
         u = starts[t] + forward * compute_TxKxN[t]
-        ready_b, busy_s = [], workload.optimizer_s + (workload.combine_s if parameters and phase is not None else 0.0)
+        ready_b, busy_s = [], workload.optimizer_s + (join_time_s(workload, method) if phase is not None else 0.0)
         for b, backward in enumerate(backward_b):
             u = u + backward * compute_TxKxN[t]
             if parameters:
@@ -389,7 +394,7 @@ def closed_form(cluster: Cluster, workload: Workload, method: Method) -> float |
         return None
     if np.ptp(cost_s, axis=1).max() > 1e-12 * cost_s.max():
         return None
-    c, busy_s = cost_s[:, 0], workload.optimizer_s + (workload.combine_s if method.message == PARAMETERS else 0.0)
+    c, busy_s = cost_s[:, 0], workload.optimizer_s + join_time_s(workload, method)
     if method.message == GRADIENTS:
         if method.overlap and len(c) > 1:
             return None
@@ -485,8 +490,7 @@ def predict(cluster: Cluster, workload: Workload, method: Method, *, num_steps: 
     mean_K = (start_TxKxN[-1] - start_TxKxN[0]).mean(axis=1) / (len(start_TxKxN) - 1)
     mean_s, free_s = mean_K[:R].mean(), mean_K[R:].mean()
     sending = (method.topology is not None) / method.every
-    combine_s = workload.combine_s if method.message == PARAMETERS else 0.0  # Averaged gradients are joined with nothing.
-    busy_s = compute_TxRxN[warm_up:].mean() + workload.optimizer_s + sending * (combine_s + codec_s)
+    busy_s = compute_TxRxN[warm_up:].mean() + workload.optimizer_s + sending * (join_time_s(workload, method) + codec_s)
     exact_s = closed_form(cluster, workload, method)
     quantiles = np.quantile(np.diff(start_TxKxN[:, :R], axis=0), QUANTILES)
     if exact_s is not None and method.topology is None:

@@ -76,7 +76,7 @@ def build(config: ml_collections.ConfigDict) -> Setup:
         _check_sizes(config)
         schedule = make_schedule(config.optimizer, config.steps)
         method, topology = make_method(config, workers, schedule)
-        engine.choose(config.engine, method, workers)
+        engine.choose(config.engine, method)
         model = models.decoder_lm(**config.model)
         corpus = data.load_corpus(config.data.path, min_bytes=model.context + 1)
         batch = data.batches(

@@ -33,7 +33,7 @@ class Program(NamedTuple):
     executables: tuple[jax.stages.Compiled, ...]
 
 
-def choose(engine: str, method: state_lib.Method, workers: mesh.Workers) -> str:
+def choose(engine: str, method: state_lib.Method) -> str:
     """Resolves "auto": split where several CPU processes have an exchange to hide, fused elsewhere.
 
     Raises:
@@ -42,7 +42,7 @@ def choose(engine: str, method: state_lib.Method, workers: mesh.Workers) -> str:
     if engine not in ENGINES:
         raise ValueError(f"engine {engine!r} is unknown; use one of {', '.join(ENGINES)}")
     if engine == "auto":
-        return "split" if method.exchange and workers.on_cpu and mesh.between_cpu_processes() else "fused"
+        return "split" if method.exchange and mesh.between_cpu_processes() else "fused"
     if engine == "split" and not method.exchange:
         raise ValueError("engine 'split' needs an exchange that does not wait for the gradient: method 'decentralized' "
                          "with order 'awc' and a static phase, or 'allreduce' with stale; use engine 'fused'")
@@ -73,7 +73,7 @@ def make_step(gradients: Callable, method: state_lib.Method, workers: mesh.Worke
         updates, opt_state = method.tx.update(grads, state.opt_state, state.params, **extra)
         return state_lib.State(optax.apply_updates(state.params, updates), opt_state)
 
-    make = _split if choose(engine, method, workers) == "split" else _fused
+    make = _split if choose(engine, method) == "split" else _fused
     compile_phase = make(gradient, apply, method, workers)
     compiled: dict[int | None, Program] = {}
 
@@ -129,6 +129,8 @@ def _split(gradient, apply, method, workers):
 
         def run(state, batch, step):
             arriving = thread.submit(lambda: jax.block_until_ready(send(state.params, state.opt_state)))
+            if workers.on_cpu and not mesh.between_cpu_processes():
+                arriving.result()  # Devices of one process share threads: collectives that wait in them could starve the rest.
             loss_N, grads = take_gradient(state.params, batch, step)
             return join(state, grads, arriving.result()), loss_N
 

@@ -95,7 +95,8 @@ def resize(state: State, fresh: State, num_workers: int) -> State:
         return np.stack([own.mean(axis=0, dtype=np.promote_types(x.dtype, np.float32)) for own in members]).astype(x.dtype)
 
     resized = jax.tree.map(spread, state)
-    fresh_parts = {name: getattr(fresh.opt_state, name) for name in ("mixer", "reducer", "pending") if hasattr(fresh.opt_state, name)}
+    fresh_parts = {name: getattr(fresh.opt_state, name) for name in ("mixer", "reducer", "pending")
+                   if hasattr(fresh.opt_state, name)}
     if fresh_parts:
         resized = resized._replace(opt_state=resized.opt_state._replace(**fresh_parts))
     return resized
