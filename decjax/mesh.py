@@ -205,9 +205,11 @@ class Workers:
             return jax.tree.map(lambda x: x[None], fn(*own))
 
         stacked, shared = jax.sharding.PartitionSpec(WORKER), jax.sharding.PartitionSpec()
+        # Axes of one device are manual as well: host callbacks, jax.debug.print among them, refuse to run beside others.
+        manual = {name for name, size in self.mesh.shape.items() if name in WORKER or size == 1}
         return jax.shard_map(
             on_device, mesh=self.mesh, in_specs=tuple(shared if axis is None else stacked for axis in in_axes),
-            out_specs=stacked, axis_names=set(WORKER), check_vma=False)
+            out_specs=stacked, axis_names=manual, check_vma=False)
 
     def jit(self, fn: Callable, in_axes: Sequence[int | None], donate_argnums: Sequence[int] = ()) -> Callable:
         """`map`, jitted. Outputs are laid out as `stacked` says, so that feeding them back compiles nothing anew."""

@@ -80,7 +80,7 @@ def start(command_line: list[str], core: int | None = None, **options: Any) -> s
     Args:
         command_line: as `python` makes it.
         core: the only CPU core it may use; None: any.
-        **options: of `subprocess.Popen`; `env` is added to our environment.
+        **options: of `subprocess.Popen`; `env` is added to our environment, `stdin` is empty unless given.
     """
     def before_it_runs():
         _end_with_parent()
@@ -91,7 +91,7 @@ def start(command_line: list[str], core: int | None = None, **options: Any) -> s
     ours = {"JAX_ENABLE_PREEMPTION_SERVICE": "false", command.LAUNCHER: "1"}
     environment = os.environ | ours | options.pop("env", {})
     return subprocess.Popen(
-        command_line, stdin=subprocess.DEVNULL, start_new_session=True, env=environment,
+        command_line, stdin=options.pop("stdin", subprocess.DEVNULL), start_new_session=True, env=environment,
         preexec_fn=before_it_runs if sys.platform == "linux" else None, **options)
 
 

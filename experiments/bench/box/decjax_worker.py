@@ -1,0 +1,129 @@
+"""A decjax worker of a box: takes steps of any method of configs/lm.py when asked; see `group`."""
+
+import socket
+import time
+from typing import Any
+
+from absl import flags
+import jax
+from jax.experimental import io_callback
+import numpy as np
+
+from configs import lm
+from decjax import mesh
+from decjax import train
+from decjax.train import engine
+from decjax.train import state as state_lib
+from experiments.bench.box.serve import serve
+from launch import command
+
+_COORDINATOR = flags.DEFINE_string("coordinator", None, "HOST:PORT of process 0.")
+_NUM_PROCESSES = flags.DEFINE_integer("num_processes", 1, "Number of processes.")
+_PROCESS_INDEX = flags.DEFINE_integer("process_index", 0, "Index of this process.")
+
+THROUGHPUT_PORT = 4999
+
+
+class Stepper:
+    """One method: its state, its compiled steps and one batch.
+
+    Args:
+        argument: shorthand of configs/lm.py.
+        fields: of the config, by dotted name.
+        batch_size: sequences per worker.
+        pauses: whether steps may pause.
+    """
+
+    def __init__(self, argument: str, fields: dict[str, Any], batch_size: int, pauses: bool = False):
+        config = lm.get_config(argument)
+        config.update_from_flattened_dict(
+            {"workers": jax.device_count(), "batch_size": batch_size * jax.device_count(), **fields})
+        self.setup = setup = train.build(config)
+        self.state = state_lib.init(setup.model.init, setup.method.tx, setup.workers, config.seed)
+        gradients = self.pausing_gradients if pauses else setup.gradients
+        self.program = engine.make_step(gradients, setup.method, setup.workers, config.seed, config.engine)
+        self.batch = setup.workers.build(lambda worker: setup.batch(worker, 0))
+        self.pause_s, self.count = 0.0, 0
+
+    def pausing_gradients(self, params, tokens_BxT1, key):
+        """The gradient, once a pause is over that stands for slower computing: it waits, but keeps no core busy."""
+        def sleep(_):
+            time.sleep(self.pause_s)
+            return np.int32(0)
+        after = io_callback(sleep, jax.ShapeDtypeStruct((), np.int32), tokens_BxT1[0, 0])
+        return self.setup.gradients(params, tokens_BxT1 + after, key)
+
+    def step(self, pause_s: float = 0.0) -> float:
+        """Takes one step; returns its seconds."""
+        self.pause_s, number = pause_s, np.int32(self.count)
+        program = self.program(self.setup.method.phase(self.count), self.state, self.batch, number)
+        begun = time.perf_counter()
+        self.state, loss_N = program.run(self.state, self.batch, number)
+        jax.block_until_ready((self.state, loss_N))
+        self.count += 1
+        return time.perf_counter() - begun
+
+
+class Worker:
+    """What a request may ask for."""
+
+    def __init__(self):
+        self.steppers: dict[str, Stepper] = {}
+
+    def prepare(self, method: str, **how: Any) -> dict[str, Any]:
+        """Builds a method, and compiles it by taking two periods of steps."""
+        self.steppers[method] = stepper = Stepper(**how)
+        phases = {stepper.setup.method.phase(step) for step in range(64)}
+        for _ in range(2 * len(phases)):
+            stepper.step()
+        params = state_lib.one_worker(stepper.state.params)
+        return {"period": len(phases), "parameters": sum(x.size for x in jax.tree.leaves(params)),
+                "bytes": [float(stepper.setup.method.num_bytes(params, phase)[jax.process_index()]) for phase in phases]}
+
+    def steps(self, method: str, count: int, pause_s: tuple[float, float] = (0.0, 0.0), seed: int = 0) -> list[float]:
+        """Seconds of `count` steps, each with a pause of pause_s[0] plus an exponential variable of mean pause_s[1]."""
+        fixed, mean = pause_s
+        rng = np.random.default_rng((seed, jax.process_index()))
+        return [self.steppers[method].step(fixed + rng.exponential(mean)) for _ in range(count)]
+
+    def throughput(self, address: str, num_bytes: int) -> float | None:
+        """Bytes per second over one TCP connection from process 1 to process 0, one way, from the first byte to the last."""
+        if jax.process_index() == 0:
+            with socket.create_server((address, THROUGHPUT_PORT)) as listener:
+                connection, _ = listener.accept()
+                with connection:
+                    received, begun = len(connection.recv(1)), time.perf_counter()
+                    while chunk := connection.recv(2**20):
+                        received += len(chunk)
+                    return received / (time.perf_counter() - begun)
+        if jax.process_index() == 1:
+            with _connect(address) as connection:
+                connection.sendall(bytes(num_bytes))
+        return None
+
+
+def _connect(address: str, tries: int = 50) -> socket.socket:
+    for _ in range(tries):
+        try:
+            return socket.create_connection((address, THROUGHPUT_PORT))
+        except ConnectionRefusedError:  # Process 0 does not listen yet.
+            time.sleep(0.1)
+    raise ConnectionRefusedError(address)
+
+
+def join() -> None:
+    jax.config.update("jax_num_cpu_devices", 1)
+    if _COORDINATOR.value:
+        jax.distributed.initialize(_COORDINATOR.value, _NUM_PROCESSES.value, _PROCESS_INDEX.value,
+                                   cluster_detection_method="deactivate")
+
+
+def main(argv: list[str]) -> None:
+    del argv
+    join()
+    worker = Worker()
+    serve({"prepare": worker.prepare, "steps": worker.steps, "throughput": worker.throughput})
+
+
+if __name__ == "__main__":
+    command.run(main, errors=(train.TrainingError,))

@@ -1,0 +1,91 @@
+"""The parent's side of a box: systems that are started once, wait on its hosts, and take turns.
+
+    parent                                                   every worker of the system
+    group.ask("steps", method="ring", count=4)   -- JSON ->  answers with what its handler returns
+
+A system that waits uses no processor and no link, so several of them measure on one machine within one run, interleaved, and
+whatever else the machine does falls on all alike.
+"""
+
+from collections.abc import Sequence
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import tempfile
+from typing import Any
+
+from launch import cluster
+from launch import processes
+
+
+class Failed(Exception):
+    """A system that cannot run; the message is what one of its processes said last."""
+
+
+def _complaint(lines: list[str]) -> str:
+    """The line of a log that names an error, or else the last one."""
+    return next((line for line in reversed(lines) if "rror: " in line), lines[-1] if lines else "a worker ended without a word")
+
+
+class Group(contextlib.AbstractContextManager):
+    """The processes of one system on the hosts of a network.
+
+    Args:
+        network: the hosts.
+        module: the worker; takes --coordinator, --num_processes and --process_index, and calls `serve`.
+        arguments: others of its flags.
+        processes_per_host: neighbours in the order of the processes' indices share a host.
+        pin: whether process i stays on core i modulo their number.
+        environment: added to ours.
+        python: an interpreter with what the module imports; None: this one.
+    """
+
+    def __init__(self, network: cluster.Network, module: str, arguments: Sequence[str] = (), *, processes_per_host: int = 1,
+                 pin: bool = False, environment: dict[str, str] | None = None, python: str | None = None):
+        count = len(network.hosts) * processes_per_host
+        cores = sorted(os.sched_getaffinity(0))
+        self.processes_per_host = processes_per_host
+        self._children: list[processes.Child] = []
+        lines = processes.members(module, arguments, count, network.addresses[0])
+        for index, line in enumerate(lines):
+            log = tempfile.TemporaryFile()
+            inside = network.inside(index // processes_per_host, [python or line[0], *line[1:]])
+            process = processes.start(inside, cores[index % len(cores)] if pin else None, env=environment or {},
+                                      stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True)
+            self._children.append(processes.Child(process, log))
+
+    def ask(self, do: str, **arguments: Any) -> list[Any]:
+        """What every worker answers, in the order of their indices.
+
+        Raises:
+            Failed: if one of them ends instead; the others are then ended, too.
+        """
+        try:
+            for child in self._children:
+                child.process.stdin.write(json.dumps({"do": do, **arguments}) + "\n")
+                child.process.stdin.flush()
+            answers = [child.process.stdout.readline() for child in self._children]
+        except BrokenPipeError:
+            answers = [""]
+        if not all(answers):
+            self.close()
+            failed = [index for index, child in enumerate(self._children) if child.process.returncode]
+            raise Failed(_complaint(self._children[failed[0] if failed else 0].last_lines()))
+        return [json.loads(answer) for answer in answers]
+
+    def close(self) -> None:
+        """Hangs up, upon which workers end; those that do not are ended."""
+        for child in self._children:
+            with contextlib.suppress(OSError):
+                child.process.stdin.close()
+        for child in self._children:
+            try:
+                child.process.wait(5)
+            except subprocess.TimeoutExpired:
+                processes.send(self._children, signal.SIGKILL)
+                child.process.wait()
+
+    def __exit__(self, *raised: object) -> None:
+        self.close()

@@ -1,0 +1,20 @@
+"""A worker's side of a box: waits for requests on its standard input, one JSON object a line, and answers likewise.
+
+Standard library only, since the peers run without JAX.
+"""
+
+from collections.abc import Callable
+import json
+import os
+import sys
+from typing import Any
+
+
+def serve(handlers: dict[str, Callable[..., Any]]) -> None:
+    """Answers `{"do": name, **arguments}` with what `handlers[name](**arguments)` returns, until the parent hangs up."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # What libraries print must not get between the answers.
+    for line in sys.stdin:
+        request = json.loads(line)
+        answer = handlers[request.pop("do")](**request)
+        print(json.dumps(answer), file=answers, flush=True)

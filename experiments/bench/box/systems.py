@@ -1,0 +1,123 @@
+"""The systems that a box compares, and how they are measured: decjax, PyTorch DDP, and decent-dp, one method a row.
+
+Every worker trains the same transformer of 5.9M parameters (`MODEL`) on the same number of sequences with AdamW. A *visit*
+takes a few steps of one row and drops the first, so that what was sent before has to arrive; rows take turns.
+"""
+
+from collections.abc import Iterator, Sequence
+import contextlib
+import statistics
+from typing import Any, NamedTuple
+
+from experiments.bench.box.group import Failed, Group
+from launch import cluster
+
+MODEL = dict(vocabulary=1536, context=128, width=320, hidden=1280, heads=5, depth=4)
+BATCH_SIZE = 8  # sequences per worker and step
+WHOLE = 2**30  # bytes of a bucket that holds everything
+
+
+class Row(NamedTuple):
+    """A method of a system.
+
+    Attributes:
+        name: unique.
+        how: arguments of the worker's `prepare`.
+        peer: whether PyTorch runs it; else decjax.
+        local_size: processes per host.
+    """
+
+    name: str
+    how: dict[str, Any]
+    peer: bool = False
+    local_size: int = 1
+
+    @property
+    def group(self) -> str:
+        """Rows of one group share processes."""
+        return f"{'PyTorch' if self.peer else 'decjax'}, {self.local_size} a host"
+
+
+def decjax(name: str, argument: str, bucket_bytes: int = WHOLE, local_size: int = 1, model: dict[str, int] = MODEL,
+           batch_size: int = BATCH_SIZE, pauses: bool = False) -> Row:
+    """A row of decjax: a shorthand of configs/lm.py; with `pauses`, steps may pause."""
+    fields = {"bucket_bytes": bucket_bytes, "local_size": local_size, **{f"model.{key}": size for key, size in model.items()}}
+    return Row(name, {"argument": argument, "fields": fields, "batch_size": batch_size, "pauses": pauses}, False, local_size)
+
+
+def torch(name: str, kind: str, local_size: int = 1, **options: Any) -> Row:
+    """A row of PyTorch: a kind of torch_worker's METHODS."""
+    return Row(name, {"kind": kind, "model": MODEL, "batch_size": BATCH_SIZE, **options}, True, local_size)
+
+
+class Visit(NamedTuple):
+    """What a visit measured."""
+
+    step_s: float  # mean over steps and workers
+    sent_bytes: float  # over the busiest link, per step, headers included; without the first step
+
+
+class Box(contextlib.AbstractContextManager):
+    """Rows that are ready to run on a network.
+
+    Args:
+        network: the hosts.
+        peers: a Python with requirements-peers.txt; None: rows of peers cannot run.
+        environment: of all workers.
+    """
+
+    def __init__(self, network: cluster.Network, peers: str | None = None, environment: dict[str, str] | None = None):
+        self.network, self.peers, self.environment = network, peers, environment or {}
+        self.periods: dict[str, int] = {}  # row -> steps after which its schedule repeats
+        self.num_parameters = 0
+        self.refused: dict[str, str] = {}  # row -> why it cannot run
+        self._groups: dict[str, Group] = {}
+
+    def prepare(self, row: Row) -> None:
+        """Starts the row's processes unless they are there, and compiles it; a row that cannot run is noted as `refused`."""
+        try:
+            answer, *_ = self._group(row).ask("prepare", method=row.name, **row.how)
+            self.periods[row.name], self.num_parameters = answer["period"], answer["parameters"]
+        except Failed as failure:
+            self._groups.pop(row.group, None)
+            self.refused[row.name] = str(failure)
+
+    def _group(self, row: Row) -> Group:
+        if row.peer and self.peers is None:
+            raise Failed("no --peers were given")
+        if row.group not in self._groups:
+            module = f"experiments.bench.box.{'torch' if row.peer else 'decjax'}_worker"
+            self._groups[row.group] = Group(
+                self.network, module, processes_per_host=row.local_size, python=self.peers if row.peer else None,
+                environment={"JAX_PLATFORMS": "cpu", "LOCAL_WORLD_SIZE": str(row.local_size), **self.environment})
+        return self._groups[row.group]
+
+    def visit(self, row: Row, periods: int = 1, **how: Any) -> Visit:
+        """Measures a row over whole periods of its schedule."""
+        count = 1 + periods * self.periods[row.name]
+        before = self.network.bytes()
+        per_worker = self._group(row).ask("steps", method=row.name, count=count, **how)
+        sent = max(late.sent - early.sent for early, late in zip(before, self.network.bytes(), strict=True))
+        return Visit(statistics.mean(statistics.mean(times_s[1:]) for times_s in per_worker), sent / count)
+
+    def throughput_Bps(self, row: Row, seconds: float = 2.0) -> float:
+        """What a link carries one way, over TCP, between the first two hosts; `row` names a group of one process a host."""
+        num_bytes = int(seconds * (self.network.rate_Bps(0) or 1e8))
+        measured, *_ = self._group(row).ask("throughput", address=self.network.addresses[0], num_bytes=num_bytes)
+        return measured
+
+    def close(self) -> None:
+        for group in self._groups.values():
+            group.close()
+
+    def __exit__(self, *raised: object) -> None:
+        self.close()
+
+
+def interleaved(box: Box, rows: Sequence[Row], rounds: int) -> Iterator[tuple[Row, Visit]]:
+    """Visits rows in turn, `rounds` times, from another first one each time; whoever cannot run is left out."""
+    rows = [row for row in rows if row.name in box.periods]
+    for k in range(rounds):
+        first = k * len(rows) // rounds
+        for row in rows[first:] + rows[:first]:
+            yield row, box.visit(row)

@@ -1,0 +1,158 @@
+"""A PyTorch worker of a box: the model of decjax.models in PyTorch, alone, under DDP or under decent-dp; see `group`.
+
+Needs requirements-peers.txt and nothing of decjax. One thread computes, as in a decjax worker; gloo has its own.
+"""
+
+import argparse
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+import torch.nn.functional as F
+
+from experiments.bench.box.serve import serve
+
+
+class RMSNorm(nn.RMSNorm):
+    def __init__(self, width: int):
+        super().__init__(width, eps=1e-6)
+
+
+def rotate(x_BxHxTxK: torch.Tensor, cos_TxK2: torch.Tensor, sin_TxK2: torch.Tensor) -> torch.Tensor:
+    low, high = x_BxHxTxK.chunk(2, dim=-1)
+    return torch.cat([low * cos_TxK2 - high * sin_TxK2, high * cos_TxK2 + low * sin_TxK2], dim=-1)
+
+
+class Block(nn.Module):
+    """x + Attention(norm(x)), then x + MLP(norm(x)); rotary positions, normalized queries and keys."""
+
+    def __init__(self, width: int, hidden: int, heads: int):
+        super().__init__()
+        self.heads = heads
+        self.attention_norm, self.mlp_norm = RMSNorm(width), RMSNorm(width)
+        self.query_norm, self.key_norm = RMSNorm(width // heads), RMSNorm(width // heads)
+        self.qkv, self.out = nn.Linear(width, 3 * width, bias=False), nn.Linear(width, width, bias=False)
+        self.up, self.down = nn.Linear(width, hidden, bias=False), nn.Linear(hidden, width, bias=False)
+
+    def forward(self, x_BxTxD, cos, sin):
+        B, T, D = x_BxTxD.shape
+        qkv = self.qkv(self.attention_norm(x_BxTxD)).view(B, T, 3, self.heads, D // self.heads).permute(2, 0, 3, 1, 4)
+        q, k = rotate(self.query_norm(qkv[0]), cos, sin), rotate(self.key_norm(qkv[1]), cos, sin)
+        mixed = F.scaled_dot_product_attention(q, k, qkv[2], is_causal=True).transpose(1, 2).reshape(B, T, D)
+        x_BxTxD = x_BxTxD + self.out(mixed)
+        return x_BxTxD + self.down(F.gelu(self.up(self.mlp_norm(x_BxTxD)), approximate="tanh"))
+
+
+class DecoderLM(nn.Module):
+    """The same architecture and sizes as decjax.models.DecoderLM; returns the loss."""
+
+    def __init__(self, vocabulary: int, context: int, width: int, hidden: int, heads: int, depth: int):
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, width)
+        self.blocks = nn.ModuleList(Block(width, hidden, heads) for _ in range(depth))
+        self.norm, self.head = RMSNorm(width), nn.Linear(width, vocabulary, bias=False)
+        K = width // heads
+        angle_TxK2 = torch.arange(context)[:, None] * 10_000.0 ** (-torch.arange(0, K, 2) / K)
+        self.register_buffer("cos", angle_TxK2.cos(), persistent=False)
+        self.register_buffer("sin", angle_TxK2.sin(), persistent=False)
+
+    def forward(self, tokens_BxT1):
+        x_BxTxD = self.embedding(tokens_BxT1[:, :-1])
+        for block in self.blocks:
+            x_BxTxD = block(x_BxTxD, self.cos, self.sin)
+        logits = self.head(self.norm(x_BxTxD))
+        return F.cross_entropy(logits.flatten(0, 1), tokens_BxT1[:, 1:].flatten())
+
+
+def adamw(parameters) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-3, weight_decay=0.1)
+
+
+class Alone:
+    """Steps without communication."""
+
+    def __init__(self, model: nn.Module):
+        self.model, self.optimizer = model, adamw(model.parameters())
+
+    def step(self, tokens: torch.Tensor) -> None:
+        self.optimizer.zero_grad()
+        self.model(tokens).backward()
+        self.optimizer.step()
+
+    def finish(self) -> None:
+        """Waits for what is still on its way."""
+
+
+class DDP(Alone):
+    """torch's DistributedDataParallel."""
+
+    def __init__(self, model: nn.Module, **options: Any):
+        super().__init__(nn.parallel.DistributedDataParallel(model, **options))
+
+
+class DecentDP(Alone):
+    """decent-dp's DecentralizedDataParallel, whose hooks update and send bucket by bucket."""
+
+    def __init__(self, model: nn.Module, **options: Any):
+        from decent_dp.ddp import DecentralizedDataParallel
+        self.model = DecentralizedDataParallel(
+            model, lambda named: adamw([parameter for _, parameter in named]), **options)
+
+    def step(self, tokens: torch.Tensor) -> None:
+        self.model(tokens).backward()
+
+    def finish(self) -> None:
+        for operation in self.model._comm_ops:
+            if operation is not None:
+                operation.wait()
+
+
+METHODS = {"alone": Alone, "ddp": DDP, "decent_dp": DecentDP}
+
+
+class Worker:
+    """What a request may ask for."""
+
+    def __init__(self, index: int):
+        self.index, self.methods, self.tokens = index, {}, {}
+
+    def prepare(self, method: str, kind: str, model: dict[str, int], batch_size: int, period: int = 1,
+                **options: Any) -> dict[str, Any]:
+        """Builds a method and takes two periods of steps."""
+        torch.manual_seed(0)
+        net = DecoderLM(**model)
+        generator = torch.Generator().manual_seed(self.index)
+        self.methods[method] = METHODS[kind](net, **options)
+        self.tokens[method] = torch.randint(256, (batch_size, model["context"] + 1), generator=generator)
+        self.steps(method, 2 * period)
+        return {"period": period, "parameters": sum(x.numel() for x in net.parameters())}
+
+    def steps(self, method: str, count: int) -> list[float]:
+        """Seconds of `count` steps."""
+        times = []
+        for _ in range(count):
+            begun = time.perf_counter()
+            self.methods[method].step(self.tokens[method])
+            times.append(time.perf_counter() - begun)
+        self.methods[method].finish()
+        return times
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--coordinator")
+    parser.add_argument("--num_processes", type=int, default=1)
+    parser.add_argument("--process_index", type=int, default=0)
+    chosen = parser.parse_args()
+    torch.set_num_threads(1)
+    if chosen.coordinator:
+        dist.init_process_group("gloo", init_method=f"tcp://{chosen.coordinator}", world_size=chosen.num_processes,
+                                rank=chosen.process_index)
+    worker = Worker(chosen.process_index)
+    serve({"prepare": worker.prepare, "steps": worker.steps})
+
+
+if __name__ == "__main__":
+    main()

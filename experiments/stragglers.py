@@ -1,0 +1,93 @@
+"""Waiting for the slowest: real processes whose compute times jitter, and what the runtime model says of them.
+
+    python -m experiments.stragglers --hosts=8 --jitter_ms=50
+
+Eight hosts in a box with free links (launch.cluster: root and iproute2). A worker's gradient is that of a tiny model behind a pause
+of 50 ms plus an exponential variable of mean `jitter_ms`, drawn anew for every worker and step: pausing keeps no core busy, so
+eight hosts fit on a machine of two cores.
+
+The model is told two numbers, from steps without jitter in the same run: a step without communication, and what all-reduce adds to
+it, which gives the latency of a hop. The rest is predicted: who waits for whom.
+"""
+
+from collections.abc import Iterator
+import collections
+import statistics
+
+from absl import flags
+import rich.box
+import rich.console
+import rich.table
+
+from decjax import runtime
+from decjax import topology
+from experiments.bench.box.group import Failed
+from experiments.bench.box.systems import Box, decjax
+from launch import cluster
+from launch import command
+
+_HOSTS = flags.DEFINE_integer("hosts", 8, "Hosts, one process each.", lower_bound=2)
+_COMPUTE = flags.DEFINE_float("compute_ms", 50.0, "What every step pauses at least.", lower_bound=0.0)
+_JITTER = flags.DEFINE_float("jitter_ms", 50.0, "Mean of the exponential variable.", lower_bound=0.0)
+_STEPS = flags.DEFINE_integer("steps", 60, "Steps of a visit.", lower_bound=2)
+_ROUNDS = flags.DEFINE_integer("rounds", 3, "Visits of each method, with and without jitter.", lower_bound=1)
+
+TINY = dict(vocabulary=256, context=32, width=16, hidden=32, heads=2, depth=1)
+ALONE, SYNC, STALE = "no communication", "all-reduce", "all-reduce, one step stale"
+SHORTHANDS = {ALONE: "method=local", SYNC: "method=allreduce", STALE: "method=allreduce,stale",
+              "one-peer exponential": "topology=one_peer_exponential", "ring": "topology=ring"}
+
+
+def methods(hosts: int) -> dict[str, runtime.Method]:
+    """The same methods, as the model knows them."""
+    return {ALONE: runtime.no_communication(), SYNC: runtime.all_reduce(hosts), STALE: runtime.all_reduce(hosts, overlap=True),
+            "one-peer exponential": runtime.gossip(topology.make("one_peer_exponential", hosts)),
+            "ring": runtime.gossip(topology.make("ring", hosts))}
+
+
+def measure(box: Box) -> Iterator[tuple[str, float, float]]:
+    """(method, mean of the jitter in ms, seconds per step) of every visit; methods take turns."""
+    rows = [decjax(name, shorthand, model=TINY, batch_size=1, pauses=True) for name, shorthand in SHORTHANDS.items()]
+    for row in rows:
+        box.prepare(row)
+        if row.name in box.refused:
+            raise Failed(f"{row.name}: {box.refused[row.name]}")
+    for seed in range(_ROUNDS.value):
+        for jitter_ms in (0.0, _JITTER.value):
+            for row in rows:
+                pause_s = (_COMPUTE.value / 1e3, jitter_ms / 1e3)
+                visit = box.visit(row, -(-_STEPS.value // box.periods[row.name]), pause_s=pause_s, seed=seed)
+                yield row.name, jitter_ms, visit.step_s
+
+
+def predict(steady_s: dict[str, float], hosts: int, jitter_s: float) -> dict[str, float]:
+    """Seconds per step with jitter, from those without."""
+    hop_s = max(0.0, steady_s[SYNC] - steady_s[ALONE]) / (2 * (hosts - 1))
+    link = runtime.Link(hop_s, 1e12)  # The messages are tiny.
+    workload = runtime.Workload(steady_s[ALONE], (0.0,), (1.0,), jitter=runtime.Jitter("exponential", scale_s=jitter_s))
+    return {name: runtime.predict(runtime.Cluster("box", hosts, 1, link, link), workload, method).mean_s
+            for name, method in methods(hosts).items()}
+
+
+def main(argv: list[str]) -> None:
+    if argv:
+        command.fail(f"unexpected argument {argv[0]!r}; options start with --")
+    times_s = collections.defaultdict(list)
+    with cluster.network(hosts=_HOSTS.value, rate=cluster.UNLIMITED) as network, Box(network) as box:
+        for name, jitter_ms, step_s in measure(box):
+            times_s[name, jitter_ms].append(step_s)
+    steady_s = {name: statistics.median(times_s[name, 0.0]) for name in SHORTHANDS}
+    jittered_s = {name: statistics.median(times_s[name, _JITTER.value]) for name in SHORTHANDS}
+    predicted_s = predict(steady_s, _HOSTS.value, _JITTER.value / 1e3)
+    table = rich.table.Table(box=rich.box.MARKDOWN)
+    table.add_column("ms per step")
+    for column in ("no jitter", f"jitter of mean {_JITTER.value:g} ms", "predicted", "stale all-reduce ÷ this", "predicted"):
+        table.add_column(column, justify="right")
+    for name in SHORTHANDS:
+        table.add_row(name, f"{steady_s[name] * 1e3:.0f}", f"{jittered_s[name] * 1e3:.0f}", f"{predicted_s[name] * 1e3:.0f}",
+                      f"{jittered_s[STALE] / jittered_s[name]:.2f}", f"{predicted_s[STALE] / predicted_s[name]:.2f}")
+    rich.console.Console(width=140, highlight=False).print(table)
+
+
+if __name__ == "__main__":
+    command.run(main, errors=(cluster.ClusterError, Failed, OSError))
