@@ -27,7 +27,8 @@ from launch import cluster
 from launch import command
 
 HOSTS = 4
-ALONE, TORCH_ALONE, ALONE_2, TORCH_ALONE_2 = "no communication", "PyTorch, no communication", "no communication, 2 a host", "PyTorch, no communication, 2 a host"
+ALONE, TORCH_ALONE = "no communication", "PyTorch, no communication"
+ALONE_2, TORCH_ALONE_2 = f"{ALONE}, 2 a host", f"{TORCH_ALONE}, 2 a host"
 SYNC, STALE, ONE_PEER, DECENT = "all-reduce", "all-reduce, one step stale", "one-peer exponential", "decent-dp one-peer-exp"
 AER, DECENT_AER = "AER, 2 a host", "decent-dp AER, 2 a host"
 ROWS = (
@@ -49,12 +50,6 @@ ROWS = (
     torch(TORCH_ALONE_2, "alone", local_size=2),
     torch(DECENT_AER, "decent_dp", topology="alternating-exp-ring", period=4, local_size=2),
 )
-
-_RATES = flags.DEFINE_list("rates", ["50mbit", "100mbit", "200mbit"], "Of every link, both ways.")
-_ROUNDS = flags.DEFINE_integer("rounds", 3, "Visits of each row at each rate.", lower_bound=1)
-_PEERS = flags.DEFINE_string("peers", None, "A Python with experiments/requirements-peers.txt, for the rows of PyTorch.")
-_ROWS = flags.DEFINE_list("rows", [], "Names of the rows to measure; all if empty.")
-_OUT = flags.DEFINE_string("out", None, "JSON of everything measured.")
 
 
 class Measured(NamedTuple):
@@ -177,17 +172,18 @@ def tabulate_checks(measured: list[Measured], num_bytes: float) -> rich.table.Ta
 
 
 def main(argv: list[str]) -> None:
+    chosen = flags.FLAGS
     if argv:
         command.fail(f"unexpected argument {argv[0]!r}; options start with --")
-    if unknown := set(_ROWS.value) - {row.name for row in ROWS}:
+    if unknown := set(chosen.rows) - {row.name for row in ROWS}:
         command.fail(f"rows={sorted(unknown)[0]!r} is unknown; the rows are: {'; '.join(row.name for row in ROWS)}")
-    rows = [row for row in ROWS if not _ROWS.value or row.name in _ROWS.value]
+    rows = [row for row in ROWS if not chosen.rows or row.name in chosen.rows]
     console = rich.console.Console(width=140, highlight=False)
-    with cluster.network(hosts=HOSTS, rate=cluster.UNLIMITED) as network, Box(network, _PEERS.value) as box:
+    with cluster.network(hosts=HOSTS, rate=cluster.UNLIMITED) as network, Box(network, chosen.peers) as box:
         for row in rows:
             box.prepare(row)
             print(f"{row.name}: {box.refused.get(row.name) or 'ready'}", flush=True)
-        measured = [measure(box, rows, rate, _ROUNDS.value) for rate in _RATES.value]
+        measured = [measure(box, rows, rate, chosen.rounds) for rate in chosen.rates]
     num_bytes = 4 * box.num_parameters
     console.print(tabulate(measured, rows, box.refused))
     console.print(tabulate_checks(measured, num_bytes))
@@ -195,10 +191,16 @@ def main(argv: list[str]) -> None:
         console.print(f"{at.rate}: {at.throughput_Bps * 8 / 1e6:.1f} Mbit/s one way, X = {at.once_s(num_bytes) * 1e3:.0f} ms")
     for name, why in box.refused.items():
         console.print(f"{name} cannot run: {why}")
-    if _OUT.value:
-        pathlib.Path(_OUT.value).write_text(json.dumps(
+    if chosen.out:
+        pathlib.Path(chosen.out).write_text(json.dumps(
             {"num_bytes": num_bytes, "refused": box.refused, "measured": [at._asdict() for at in measured]}, indent=2) + "\n")
 
 
 if __name__ == "__main__":
+    # Defined here, because tests import several experiments.
+    flags.DEFINE_list("rates", ["50mbit", "100mbit", "200mbit"], "Of every link, both ways.")
+    flags.DEFINE_integer("rounds", 3, "Visits of each row at each rate.", lower_bound=1)
+    flags.DEFINE_string("peers", None, "A Python with experiments/requirements-peers.txt, for the rows of PyTorch.")
+    flags.DEFINE_list("rows", [], "Names of the rows to measure; all if empty.")
+    flags.DEFINE_string("out", None, "JSON of everything measured.")
     command.run(main, errors=(cluster.ClusterError, Failed, OSError))

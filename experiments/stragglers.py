@@ -10,7 +10,7 @@ The model is told two numbers, from steps without jitter in the same run: a step
 it, which gives the latency of a hop. The rest is predicted: who waits for whom.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 import collections
 import statistics
 
@@ -26,12 +26,6 @@ from experiments.bench.box.systems import Box, decjax
 from launch import cluster
 from launch import command
 
-_HOSTS = flags.DEFINE_integer("hosts", 8, "Hosts, one process each.", lower_bound=2)
-_COMPUTE = flags.DEFINE_float("compute_ms", 50.0, "What every step pauses at least.", lower_bound=0.0)
-_JITTER = flags.DEFINE_float("jitter_ms", 50.0, "Mean of the exponential variable.", lower_bound=0.0)
-_STEPS = flags.DEFINE_integer("steps", 60, "Steps of a visit.", lower_bound=2)
-_ROUNDS = flags.DEFINE_integer("rounds", 3, "Visits of each method, with and without jitter.", lower_bound=1)
-
 TINY = dict(vocabulary=256, context=32, width=16, hidden=32, heads=2, depth=1)
 ALONE, SYNC, STALE = "no communication", "all-reduce", "all-reduce, one step stale"
 SHORTHANDS = {ALONE: "method=local", SYNC: "method=allreduce", STALE: "method=allreduce,stale",
@@ -45,19 +39,18 @@ def methods(hosts: int) -> dict[str, runtime.Method]:
             "ring": runtime.gossip(topology.make("ring", hosts))}
 
 
-def measure(box: Box) -> Iterator[tuple[str, float, float]]:
-    """(method, mean of the jitter in ms, seconds per step) of every visit; methods take turns."""
+def measure(box: Box, compute_s: float, jitters_s: Sequence[float], steps: int, rounds: int) -> Iterator[tuple[str, float, float]]:
+    """(method, mean of the jitter, seconds per step) of every visit; methods take turns."""
     rows = [decjax(name, shorthand, model=TINY, batch_size=1, pauses=True) for name, shorthand in SHORTHANDS.items()]
     for row in rows:
         box.prepare(row)
         if row.name in box.refused:
             raise Failed(f"{row.name}: {box.refused[row.name]}")
-    for seed in range(_ROUNDS.value):
-        for jitter_ms in (0.0, _JITTER.value):
+    for seed in range(rounds):
+        for jitter_s in jitters_s:
             for row in rows:
-                pause_s = (_COMPUTE.value / 1e3, jitter_ms / 1e3)
-                visit = box.visit(row, -(-_STEPS.value // box.periods[row.name]), pause_s=pause_s, seed=seed)
-                yield row.name, jitter_ms, visit.step_s
+                visit = box.visit(row, -(-steps // box.periods[row.name]), pause_s=(compute_s, jitter_s), seed=seed)
+                yield row.name, jitter_s, visit.step_s
 
 
 def predict(steady_s: dict[str, float], hosts: int, jitter_s: float) -> dict[str, float]:
@@ -70,18 +63,20 @@ def predict(steady_s: dict[str, float], hosts: int, jitter_s: float) -> dict[str
 
 
 def main(argv: list[str]) -> None:
+    chosen = flags.FLAGS
     if argv:
         command.fail(f"unexpected argument {argv[0]!r}; options start with --")
+    jitter_s = chosen.jitter_ms / 1e3
     times_s = collections.defaultdict(list)
-    with cluster.network(hosts=_HOSTS.value, rate=cluster.UNLIMITED) as network, Box(network) as box:
-        for name, jitter_ms, step_s in measure(box):
-            times_s[name, jitter_ms].append(step_s)
+    with cluster.network(hosts=chosen.hosts, rate=cluster.UNLIMITED) as network, Box(network) as box:
+        for name, mean_s, step_s in measure(box, chosen.compute_ms / 1e3, (0.0, jitter_s), chosen.steps, chosen.rounds):
+            times_s[name, mean_s].append(step_s)
     steady_s = {name: statistics.median(times_s[name, 0.0]) for name in SHORTHANDS}
-    jittered_s = {name: statistics.median(times_s[name, _JITTER.value]) for name in SHORTHANDS}
-    predicted_s = predict(steady_s, _HOSTS.value, _JITTER.value / 1e3)
+    jittered_s = {name: statistics.median(times_s[name, jitter_s]) for name in SHORTHANDS}
+    predicted_s = predict(steady_s, chosen.hosts, jitter_s)
     table = rich.table.Table(box=rich.box.MARKDOWN)
     table.add_column("ms per step")
-    for column in ("no jitter", f"jitter of mean {_JITTER.value:g} ms", "predicted", "stale all-reduce ÷ this", "predicted"):
+    for column in ("no jitter", f"jitter of mean {chosen.jitter_ms:g} ms", "predicted", "stale all-reduce ÷ this", "predicted"):
         table.add_column(column, justify="right")
     for name in SHORTHANDS:
         table.add_row(name, f"{steady_s[name] * 1e3:.0f}", f"{jittered_s[name] * 1e3:.0f}", f"{predicted_s[name] * 1e3:.0f}",
@@ -90,4 +85,10 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
+    # Defined here, because tests import several experiments.
+    flags.DEFINE_integer("hosts", 8, "Hosts, one process each.", lower_bound=2)
+    flags.DEFINE_float("compute_ms", 50.0, "What every step pauses at least.", lower_bound=0.0)
+    flags.DEFINE_float("jitter_ms", 50.0, "Mean of the exponential variable.", lower_bound=0.0)
+    flags.DEFINE_integer("steps", 60, "Steps of a visit.", lower_bound=2)
+    flags.DEFINE_integer("rounds", 3, "Visits of each method, with and without jitter.", lower_bound=1)
     command.run(main, errors=(cluster.ClusterError, Failed, OSError))

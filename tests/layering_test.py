@@ -32,7 +32,7 @@ OUTSIDE = {
     "launch": ("decjax.train", "decjax.runtime", "decjax.topology", "launch"),
     "configs": ("configs",),
     "experiments.bench": ("decjax", "configs", "launch", "experiments"),
-    "experiments": ("decjax.runtime", "decjax.topology", "launch.command", "launch.cluster"),
+    "experiments": ("decjax.runtime", "decjax.topology", "experiments", "launch.command", "launch.cluster"),
 }
 EXPERIMENTS_THIRD_PARTY = {"absl", "matplotlib", "numpy", "rich"}  # flags, figures, numbers, tables
 

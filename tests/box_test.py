@@ -1,0 +1,87 @@
+"""experiments/bench/box: systems take turns on hosts of namespaces; what speedup asks of its figures; the stragglers' model."""
+
+import pathlib
+
+import pytest
+
+from decjax import runtime
+from experiments import speedup
+from experiments import stragglers
+from experiments.bench.box import group
+from experiments.bench.box import systems
+from launch import cluster
+from tests.cluster_test import NAME, needs_namespaces
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+TINY = dict(vocabulary=256, context=8, width=8, hidden=8, heads=2, depth=1)
+SECONDS = {speedup.ALONE: 1.0, speedup.SYNC: 4.0, speedup.STALE: 3.2, speedup.ONE_PEER: 2.1,
+           f"{speedup.ONE_PEER}, bfloat16": 1.1, f"{speedup.ONE_PEER}, int8": 1.0, speedup.ALONE_2: 2.0, speedup.AER: 2.2,
+           speedup.TORCH_ALONE: 1.0, speedup.DECENT: 2.2, speedup.TORCH_ALONE_2: 2.0, speedup.DECENT_AER: 3.0}
+
+
+@pytest.fixture(scope="module")
+def network():
+    with cluster.network(hosts=2, rate="200mbit", name=f"{NAME}box", subnet="10.87.0.0/24") as made:
+        yield made
+
+
+def tiny(name, argument, **others):
+    return systems.decjax(name, argument, model=TINY, batch_size=1, **others)
+
+
+@needs_namespaces
+def test_rows_take_turns_and_count_what_a_link_carries(network, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    rows = [tiny("alone", "method=local", pauses=True), tiny("gossip", "topology=one_peer_exponential"),
+            systems.torch("peer", "alone")]
+    with systems.Box(network) as box:
+        for row in rows:
+            box.prepare(row)
+        assert "peer" in box.refused  # It needs a Python of its own, and the other rows run all the same.
+        visits = list(systems.interleaved(box, rows, rounds=2))
+        assert [row.name for row, _ in visits] == ["alone", "gossip", "gossip", "alone"]
+        assert all(visit.step_s > 0 for _, visit in visits)
+        assert min(visit.sent_bytes for row, visit in visits if row.name == "gossip") > 4 * box.num_parameters
+        # A pause lasts in every step; the token bucket lets through what the link is limited to.
+        assert box.visit(rows[0], 2, pause_s=(0.05, 0.0)).step_s > 0.05
+        assert box.throughput_Bps(rows[0], seconds=0.5) == pytest.approx(200e6 / 8, rel=0.25)
+
+
+@needs_namespaces
+def test_a_worker_that_fails_says_why(network, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    with systems.Box(network) as box:
+        box.prepare(tiny("wrong", "topology=nonesuch"))
+    assert "unknown topology 'nonesuch'" in box.refused["wrong"]
+
+
+def test_complaint_is_the_line_that_names_an_error():
+    assert group._complaint(["Traceback", "ValueError: too small", "For simplicity, JAX has removed frames"]) == "ValueError: too small"
+    assert group._complaint(["killed"]) == "killed" and "without a word" in group._complaint([])
+
+
+def test_checks_know_a_figure_that_misses():
+    measured = speedup.Measured("100mbit", 10.0, {row: [seconds] for row, seconds in SECONDS.items()}, {})
+    found = {check.what: check for check in speedup.checks(measured, num_bytes=20.0)}  # c = 1 s, X = 2 s
+    hides = found["one-peer exponential ÷ max(c, X)"]
+    assert hides.figure == pytest.approx(1.05) and hides.met
+    ideal = found["speed-up over all-reduce ÷ ideal"]
+    assert ideal.figure == pytest.approx(4.0 / 2.1 / ((1 + 1.5 * 2) / 2)) and ideal.met
+    assert found["decent-dp one-peer-exp ÷ one-peer exponential, int8, each ÷ own c"].met is False
+    assert found["decent-dp AER, 2 a host ÷ AER, 2 a host, each ÷ own c"].figure == pytest.approx(1.5 / 1.1)
+
+
+def test_a_row_that_did_not_run_meets_nothing():
+    measured = speedup.Measured("100mbit", 10.0, {speedup.ALONE: [1.0], speedup.ONE_PEER: [2.0]}, {})
+    assert [check.what for check in speedup.checks(measured, 20.0) if check.met] == ["one-peer exponential ÷ max(c, X)"]
+
+
+def test_stragglers_model_orders_the_methods():
+    steady = dict.fromkeys(stragglers.SHORTHANDS, 0.05) | {stragglers.SYNC: 0.064}
+    predicted = stragglers.predict(steady, hosts=8, jitter_s=0.05)
+    assert predicted[stragglers.ALONE] == pytest.approx(0.1, rel=0.05)
+    # All-reduce waits for the slowest of 8 exponential variables: 50 ms times their expected maximum, the 8th harmonic number.
+    harmonic = sum(1 / k for k in range(1, 9))
+    assert predicted[stragglers.SYNC] == pytest.approx(0.064 + 0.05 * harmonic, rel=0.05)
+    assert predicted[stragglers.ALONE] < predicted["one-peer exponential"] < predicted[stragglers.STALE] < predicted[stragglers.SYNC]
+    assert isinstance(stragglers.methods(8)[stragglers.STALE], runtime.Method)
