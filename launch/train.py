@@ -3,8 +3,6 @@
 import os
 import shlex
 import sys
-import traceback
-from typing import NoReturn
 
 from absl import flags
 import jax
@@ -12,70 +10,26 @@ from ml_collections import config_flags
 
 from decjax import train
 from launch import command
+from launch import join
 
 _CONFIG = config_flags.DEFINE_config_file(
     "config", None, "Config file, with an optional shorthand after a colon: configs/lm.py:workers=4,smoke.")
 _WORKDIR = flags.DEFINE_string("workdir", None, "Directory of the run: config, metrics, checkpoints, summary.")
 _RESUME_FROM = flags.DEFINE_string(
     "resume_from", None, "Start from the newest checkpoint of another run, with any number of workers.")
-_COORDINATOR = flags.DEFINE_string(
-    "coordinator", None, "HOST:PORT of process 0, or 'auto' to ask the cluster (Kubernetes); under srun and mpirun nothing is needed.")
-_NUM_PROCESSES = flags.DEFINE_integer("num_processes", None, "Number of processes, with --coordinator=HOST:PORT.")
-_PROCESS_INDEX = flags.DEFINE_integer("process_index", None, "Index of this process, with --coordinator=HOST:PORT.")
 flags.mark_flags_as_required(["config", "workdir"])
-
-LOST_CONTACT = 3
-HEARTBEAT_TIMEOUT_S = 30
-
-
-def started_tasks() -> int:
-    """Processes that Slurm's `srun` or Open MPI's `mpirun` started with this one; 1 without them."""
-    return int(os.environ.get("SLURM_STEP_NUM_TASKS") or os.environ.get("OMPI_COMM_WORLD_SIZE") or 1)
-
-
-def set_up_devices(config) -> None:
-    """Joins the other processes, and forces one CPU device per worker; both must precede the first use of a device."""
-    coordinator, processes = _COORDINATOR.value, _NUM_PROCESSES.value or started_tasks()
-    if coordinator and coordinator != "auto":
-        if _NUM_PROCESSES.value is None or _PROCESS_INDEX.value is None:
-            command.fail("--coordinator=HOST:PORT needs --num_processes and --process_index")
-        jax.distributed.initialize(coordinator, processes, _PROCESS_INDEX.value, cluster_detection_method="deactivate",
-                                   heartbeat_timeout_seconds=HEARTBEAT_TIMEOUT_S)
-    elif coordinator == "auto" or processes > 1:
-        jax.distributed.initialize(heartbeat_timeout_seconds=HEARTBEAT_TIMEOUT_S)
-    workers = config.workers or (processes if processes > 1 else train.SIMULATED_WORKERS)
-    if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
-        jax.config.update("jax_num_cpu_devices", 1 if config.simulate else max(1, workers // processes))
 
 
 def main(argv: list[str]) -> int:
     if argv:
         command.fail(f"unexpected argument {argv[0]!r}; options start with --")
-    try:
-        set_up_devices(_CONFIG.value)
-        run = train.Run(train.build(_CONFIG.value), _WORKDIR.value, _RESUME_FROM.value)
-        outcome = run.train()
-    except (Exception, KeyboardInterrupt) as error:
-        if not jax.distributed.is_initialized():
-            raise
-        leave(error)
+    with join.leaving_at_once((train.TrainingError,), "run the same command to continue from the last checkpoint"):
+        config = _CONFIG.value
+        join.set_up_devices(config.workers, config.simulate)
+        outcome = train.Run(train.build(config), _WORKDIR.value, _RESUME_FROM.value).train()
     if jax.process_index() == 0:
         report(outcome)
     return 128 + outcome.signal if outcome.signal else 0
-
-
-def leave(error: BaseException) -> NoReturn:
-    """Ends one process of several at once: an orderly exit would wait for the others, which wait for this one."""
-    if isinstance(error, train.TrainingError):
-        message, code = f"error: {' '.join(str(error).split())}", command.USER_ERROR
-    elif isinstance(error, jax.errors.JaxRuntimeError):
-        message, code = (f"error: process {jax.process_index()} lost contact with another, whose own output says why "
-                         f"({str(error).splitlines()[0][:160]}); run the same command to continue from the last checkpoint",
-                         LOST_CONTACT)
-    else:
-        message, code = "".join(traceback.format_exception(error)), 1
-    print(message, file=sys.stderr, flush=True)
-    os._exit(code)
 
 
 def report(outcome: train.Outcome) -> None:

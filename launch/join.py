@@ -1,0 +1,79 @@
+"""One process of several: how it joins the others and gets its devices, and how it leaves them when something goes wrong.
+
+`srun`, `mpirun` and Kubernetes tell a process by themselves where the others are; launch.local, launch.cluster and hand-started
+processes use the flags that are defined here, once for all commands that train or measure.
+"""
+
+from collections.abc import Iterator
+import contextlib
+import os
+import sys
+import traceback
+from typing import NoReturn
+
+from absl import flags
+import jax
+
+from decjax import train
+from launch import command
+
+_COORDINATOR = flags.DEFINE_string(
+    "coordinator", None, "HOST:PORT of process 0, or 'auto' to ask the cluster (Kubernetes); under srun and mpirun nothing is needed.")
+_NUM_PROCESSES = flags.DEFINE_integer("num_processes", None, "Number of processes, with --coordinator=HOST:PORT.")
+_PROCESS_INDEX = flags.DEFINE_integer("process_index", None, "Index of this process, with --coordinator=HOST:PORT.")
+
+LOST_CONTACT = 3
+HEARTBEAT_TIMEOUT_S = 30
+
+
+def started_tasks() -> int:
+    """Processes that Slurm's `srun` or Open MPI's `mpirun` started with this one; 1 without them."""
+    return int(os.environ.get("SLURM_STEP_NUM_TASKS") or os.environ.get("OMPI_COMM_WORLD_SIZE") or 1)
+
+
+def set_up_devices(workers: int, simulate: bool = False) -> None:
+    """Joins the other processes, and forces one CPU device per worker; both must precede the first use of a device.
+
+    Args:
+        workers: over all processes; 0: one per process, or `train.SIMULATED_WORKERS` in a lone one.
+        simulate: whether all workers share one device.
+    """
+    coordinator, processes = _COORDINATOR.value, _NUM_PROCESSES.value or started_tasks()
+    if coordinator and coordinator != "auto":
+        if _NUM_PROCESSES.value is None or _PROCESS_INDEX.value is None:
+            command.fail("--coordinator=HOST:PORT needs --num_processes and --process_index")
+        jax.distributed.initialize(coordinator, processes, _PROCESS_INDEX.value, cluster_detection_method="deactivate",
+                                   heartbeat_timeout_seconds=HEARTBEAT_TIMEOUT_S)
+    elif coordinator == "auto" or processes > 1:
+        jax.distributed.initialize(heartbeat_timeout_seconds=HEARTBEAT_TIMEOUT_S)
+    workers = workers or (processes if processes > 1 else train.SIMULATED_WORKERS)
+    if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+        jax.config.update("jax_num_cpu_devices", 1 if simulate else max(1, workers // processes))
+
+
+@contextlib.contextmanager
+def leaving_at_once(errors: tuple[type[Exception], ...], again: str) -> Iterator[None]:
+    """Ends one process of several at once when it fails: an orderly exit would wait for the others, which wait for this one.
+
+    Args:
+        errors: exceptions that speak to the user; told in one line.
+        again: what to do when contact with another process was lost.
+    """
+    try:
+        yield
+    except (Exception, KeyboardInterrupt) as error:
+        if not jax.distributed.is_initialized():
+            raise
+        _leave(error, errors, again)
+
+
+def _leave(error: BaseException, errors: tuple[type[Exception], ...], again: str) -> NoReturn:
+    if isinstance(error, errors):
+        message, code = f"error: {' '.join(str(error).split())}", command.USER_ERROR
+    elif isinstance(error, jax.errors.JaxRuntimeError):
+        message, code = (f"error: process {jax.process_index()} lost contact with another, whose own output says why "
+                         f"({str(error).splitlines()[0][:160]}); {again}", LOST_CONTACT)
+    else:
+        message, code = "".join(traceback.format_exception(error)), 1
+    print(message, file=sys.stderr, flush=True)
+    os._exit(code)
