@@ -1,17 +1,26 @@
-"""Measures the devices at hand and writes a cluster profile for launch.plan.
+"""Measures the devices at hand and writes a cluster profile, which launch.plan reads.
 
     python -m launch.calibrate --config=configs/lm.py --out=here.json
     python -m launch.cluster run --hosts=4 --rate=200mbit --module=launch.calibrate -- --config=configs/lm.py --out=box.json
-    python -m launch.plan --cluster=here.json
+    srun -N4 -n4 python -m launch.calibrate --config=configs/lm.py --out=ours.json
+    python -m launch.plan --cluster=box.json
+
+The config gives model, batch, optimizer and how many workers share a node (`local_size`); its method does not matter. Without
+accelerators each worker is a forced CPU device, as in launch.train. The machines should do nothing else meanwhile: the profile
+takes what it sees for what the cluster is like.
+
+The table has the median over rounds and workers and 5 to 95 % of them; of each exchange also α and β of the line through its
+times, t = α + bytes/β. All-reduce takes 2(N−1) hops and 2(N−1)/N of the bytes, which its efficiency is relative to.
 """
 
+import contextlib
 import pathlib
 
 from absl import flags
 import jax
 from ml_collections import config_flags
 import numpy as np
-from rich import box, console, table
+from rich import box, console, markup, table
 
 from decjax import runtime
 from decjax import train
@@ -20,32 +29,111 @@ from launch import command
 from launch import join
 
 _CONFIG = config_flags.DEFINE_config_file(
-    "config", None, "Config file, with an optional shorthand after a colon: configs/lm.py:workers=4. Its method does not matter.")
-_OUT = flags.DEFINE_string("out", None, "The profile to write, a JSON file.")
-_NAME = flags.DEFINE_string("name", None, "What the profile calls the cluster; none: number and kind of devices.")
-_SIZES = flags.DEFINE_list("sizes", [], "Bytes of messages, as 1e5,1e6,1e7; none: up to the model's.")
-_SECONDS = flags.DEFINE_float("seconds", 60.0, "About how long to measure.", lower_bound=0.0)
-_ROUNDS = flags.DEFINE_integer("rounds", None, "Rounds; none: as many as fit.", lower_bound=1)
+    "config", None, "Config file, with an optional shorthand after a colon: configs/lm.py:workers=4.")
+_OUT = flags.DEFINE_string("out", None, "The profile to write, such as box.json.")
+_NAME = flags.DEFINE_string("name", None, "What the profile calls the cluster; none: its workers and devices.")
+_SIZES = flags.DEFINE_list("sizes", [], "Bytes of exchanges, as 1e5,1e6,1e7; none: up to the model's.")
+_SECONDS = flags.DEFINE_float("seconds", 60.0, "About how long to measure, when everything is compiled.", lower_bound=0.0)
+_ROUNDS = flags.DEFINE_integer("rounds", None, "How often to measure everything; none: as often as the seconds allow.", lower_bound=1)
 flags.mark_flags_as_required(["config", "out"])
 
+STEP = {"forward": "forward", "gradient": "forward and backward", "optimizer": "optimizer", "combine": "combine"}
+KINDS = {"shift": "shift", "pair": "pair", "all_reduce": "all-reduce"}
+SCOPES = {"inter": "between nodes", "intra": "inside nodes"}
 
-def main(argv):
-    with join.leaving_at_once((train.TrainingError, ValueError), "run the same command again"):
-        config = _CONFIG.value
+
+class CalibrationError(Exception):
+    """What cannot be measured or written, told in one line."""
+
+
+def parse_sizes(texts: list[str]) -> list[int]:
+    """Bytes of exchanges.
+
+    Raises:
+        CalibrationError: naming what is wrong.
+    """
+    try:
+        sizes = sorted({int(float(text)) for text in texts})
+    except (ValueError, OverflowError):
+        raise CalibrationError(f"sizes={','.join(texts)}: must be numbers of bytes, as 1e5,1e6,1e7") from None
+    if texts and (sizes[0] < 4 or len(sizes) < 2):
+        raise CalibrationError(f"sizes={','.join(texts)}: must be two different ones at least, of 4 bytes or more, as 1e5,1e6,1e7")
+    return sizes
+
+
+def check_writable(path: pathlib.Path) -> None:
+    """Refuses a path that could not be written after minutes of measuring.
+
+    Raises:
+        CalibrationError: with the system's reason.
+    """
+    probe = path.with_name(f"{path.name}.probe")
+    try:
+        if path.is_dir():
+            raise IsADirectoryError("it is a folder")
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise CalibrationError(f"out={str(path)!r} cannot be written ({error.strerror or error}); choose another --out") from error
+
+
+def name_of(workers: int, local_size: int) -> str:
+    """As "2 nodes × 4 workers, NVIDIA H200"."""
+    nodes = workers // local_size
+    return f"{nodes} {'nodes' if nodes > 1 else 'node'} × {local_size} workers, {jax.devices()[0].device_kind}"
+
+
+# -- What is told -----------------------------------------------------------------------------------------------------
+
+
+def spread(times_s: np.ndarray) -> list[str]:
+    """Median and range, in ms."""
+    low, middle, high = 1e3 * np.quantile(times_s, (0.05, 0.5, 0.95))
+    return [f"{middle:.3g}", f"{low:.3g} – {high:.3g}"]
+
+
+def report(measured: measure.Measured) -> table.Table:
+    """What was measured, one row per action."""
+    rows = table.Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), title=markup.escape(measured.cluster.name), title_justify="left")
+    for header in ("", "MB", "ms", "5 – 95 %", "α, ms", "β, Mbit/s"):
+        rows.add_column(header, justify="right" if header else "left", no_wrap=True)
+    model_mb = f"{measured.workload.total_bytes / 1e6:.3g}"
+    for part, title in STEP.items():
+        rows.add_row(title, model_mb, *spread(measured.step_s[part]))
+    for (kind, scope), line in measured.lines.items():
+        shown = [f"{1e3 * line.latency_s:.3g}", f"{8e-6 * line.bandwidth_Bps:.4g}"]
+        for what, slowest_s in measured.exchange_s.items():
+            if (what.kind, what.scope) == (kind, scope):
+                rows.add_row(f"{KINDS[kind]} {SCOPES[scope]}" if shown else "", f"{what.num_bytes / 1e6:.3g}", *spread(slowest_s), *shown)
+                shown = []  # Once per line.
+    for codec, both_s in measured.codec_s.items():
+        rows.add_row(f"{codec}, both ways", model_mb, *spread(both_s), "", f"{8e-6 * measured.cluster.codec_rate(codec):.4g}")
+    return rows
+
+
+def main(argv: list[str]) -> int:
+    if argv:
+        command.fail(f"unexpected argument {argv[0]!r}; options start with --")
+    sizes, path, config = parse_sizes(_SIZES.value), pathlib.Path(_OUT.value), _CONFIG.value
+    terminal = console.Console(highlight=False)
+    with join.leaving_at_once((train.TrainingError, CalibrationError, ValueError), "run the same command again"):
         join.set_up_devices(config.workers)
+        first = jax.process_index() == 0
+        if first:
+            check_writable(path)
         setup = measure.prepare(config)
-        measured = measure.measure(setup, name=_NAME.value or "here", sizes=[int(float(s)) for s in _SIZES.value],
-                                   seconds=_SECONDS.value, rounds=_ROUNDS.value)
-    if jax.process_index() == 0:
-        runtime.save(_OUT.value, measured.cluster, measured.workload)
-        for key, times in measured.times_s.items():
-            slow = times.max(axis=0) if isinstance(key, measure.Exchange) else times
-            q = np.quantile(slow, [0.05, 0.25, 0.5, 0.75, 0.95]) * 1e3
-            print(key, slow.shape, q.round(2))
-        print(measured.cluster)
-        print(measured.rounds)
+        name = _NAME.value or name_of(setup.workers.num_workers, setup.workers.local_size)
+        with terminal.status("compiling …") if first else contextlib.nullcontext() as shown:
+            measured = measure.measure(
+                setup, name=name, sizes=sizes, seconds=_SECONDS.value, rounds=_ROUNDS.value,
+                note=lambda done, total: shown and shown.update(f"round {done} of {total}"))
+    if first:
+        terminal.print(report(measured))
+        runtime.save(path, measured.cluster, measured.workload)
+        terminal.print(f"wrote {path}; python -m launch.plan --cluster={path} says which method pays there", markup=False,
+                       soft_wrap=True)
     return 0
 
 
 if __name__ == "__main__":
-    command.run(main, errors=(train.TrainingError, ValueError, OSError))
+    command.run(main, errors=(train.TrainingError, CalibrationError, ValueError, OSError))

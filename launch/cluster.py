@@ -11,7 +11,7 @@ network down, however it ends. For several runs over the same network:
     python -m launch.cluster bytes
     python -m launch.cluster down
 
-`--processes_per_host=2` puts two processes on each host, which share its link; `--module=experiments.bench.NAME` runs
+`--processes_per_host=2` puts two processes on each host, which share its link; `--module=launch.calibrate` runs
 another module that takes launch.train's coordinator flags; `--pin` keeps process i on core i modulo their number.
 In Python:
 
@@ -28,7 +28,6 @@ from collections.abc import Iterator
 from collections.abc import Sequence
 import contextlib
 import dataclasses
-import importlib.util
 import ipaddress
 import json
 import os
@@ -391,10 +390,9 @@ def run(arguments: list[str], console: rich.console.Console) -> int:
     chosen = flags.FLAGS
     if chosen.processes_per_host < 1:
         raise ClusterError(f"processes_per_host={chosen.processes_per_host}: must be at least 1")
-    if not _exists(chosen.module):
-        raise ClusterError(f"module={chosen.module!r}: there is no such module here; write it as in launch.train")
-    again = (f"the same command continues from the last checkpoint:\n  {processes.same_command('launch.cluster')}"
-             if chosen.module == "launch.train" else "")
+    if not processes.exists(chosen.module):
+        raise ClusterError(f"module={chosen.module!r}: there is no such module here; write it as in {processes.TRAIN}")
+    again = processes.how_to_continue("launch.cluster", chosen.module)
     with network(chosen.hosts, chosen.rate, chosen.name, chosen.subnet) as links:
         before = links.bytes()
         code = links.run(chosen.module, arguments, chosen.processes_per_host, chosen.pin, again)
@@ -403,13 +401,6 @@ def run(arguments: list[str], console: rich.console.Console) -> int:
                       for early, late in zip(before, links.bytes(), strict=True)]
             console.print(tabulate(links, during))
     return code
-
-
-def _exists(module: str) -> bool:
-    try:
-        return importlib.util.find_spec(module) is not None
-    except (ImportError, ValueError):  # Its package is missing; its name is none.
-        return False
 
 
 def main(argv: list[str]) -> int:
@@ -421,7 +412,7 @@ def main(argv: list[str]) -> int:
     for option, verbs in _VERBS_OF.items():
         if chosen[option].present and verb not in verbs:
             raise ClusterError(f"--{option}: not an option of {verb}, but of {', '.join(verbs)}")
-    if arguments and (verb != "run" or chosen.module == "launch.train" and not arguments[0].startswith("-")):
+    if arguments and (verb != "run" or chosen.module == processes.TRAIN and not arguments[0].startswith("-")):
         raise ClusterError(f"unexpected argument {arguments[0]!r}; options of launch.train go behind run … --, "
                            "as in run -- --config=configs/lm.py --workdir=runs/lm")
     if verb == "run":
@@ -452,7 +443,7 @@ if __name__ == "__main__":
     flags.DEFINE_string("name", NAME, "What the names of the network's namespaces begin with.")
     flags.DEFINE_string("subnet", SUBNET, "Addresses of the hosts, the first ones.")
     flags.DEFINE_integer("processes_per_host", 1, "Processes on each host, one CPU worker each.")
-    flags.DEFINE_string("module", "launch.train", "What runs on every host; it gets the coordinator flags of launch.train.")
+    flags.DEFINE_string("module", processes.TRAIN, "What runs on every host; it gets the coordinator flags of launch.train.")
     flags.DEFINE_boolean("pin", False, "Whether process i stays on core i, modulo the number of cores.")
     flags.FLAGS.set_gnu_getopt()  # The verb stands before the options.
     command.run(main, errors=(ClusterError, OSError))

@@ -25,8 +25,6 @@ to be preferred (of those within 3 % of the fastest the one that averages best),
 """
 
 import dataclasses
-import importlib.util
-import pathlib
 
 from absl import flags
 import numpy as np
@@ -36,6 +34,7 @@ from decjax import runtime
 from decjax import topology as topology_lib
 from decjax.runtime import plan
 from launch import command
+from launch import config_file
 
 FLAGS = flags.FLAGS
 
@@ -65,32 +64,23 @@ def parse_pairs(text: str) -> dict[str, float]:
     return values
 
 
-def count_config(text: str) -> tuple[int, dict[str, float]]:
-    """(workers, params and tokens of one worker's step) of a config such as configs/lm.py:workers=8.
+def times_of(values: dict[str, float], cluster: runtime.Cluster, compute_s: float | None) -> tuple[float, float]:
+    """(forward_s, backward_s): given, or a third and two thirds of a step, which tokens and flops may tell.
 
     Raises:
-        ValueError: if it cannot be loaded or built.
+        ValueError: if nothing tells them, or two things do.
     """
-    import jax
-
-    from decjax import train
-
-    path, _, argument = text.partition(":")
-    spec = importlib.util.spec_from_file_location("planned_config", path)
-    if not pathlib.Path(path).is_file():
-        raise ValueError(f"--model: there is no config {path!r}; configs/lm.py is one")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    config = module.get_config(argument)
-    config.simulate = True  # Shapes are all that is wanted: no devices needed.
-    try:
-        setup = train.build(config)
-    except train.ConfigError as error:
-        raise ValueError(f"--model={text}: {error}") from error
-    leaves = jax.tree.leaves(jax.eval_shape(setup.model.init, jax.random.key(0)))
-    workers = setup.config.workers
-    return workers, dict(params=sum(leaf.size for leaf in leaves),
-                         tokens=setup.config.batch_size // workers * setup.model.context)
+    each = {name: values[name] for name in ("forward_s", "backward_s") if values[name] is not None}
+    if compute_s is not None and each:
+        raise ValueError(f"--compute_s={compute_s:g} and --model: {', '.join(each)} both tell how long a step computes; give one")
+    if len(each) == 2:
+        return each["forward_s"], each["backward_s"]
+    if compute_s is None and not each and values["tokens"] and cluster.flops:
+        compute_s = 6 * values["params"] * values["tokens"] / cluster.flops
+    if compute_s is None:
+        raise ValueError("--model: how long does a step compute? Give forward_s and backward_s, --compute_s, or tokens and a "
+                         "profile with flops")
+    return compute_s / 3, 2 * compute_s / 3
 
 
 def make_workload(values: dict[str, float], cluster: runtime.Cluster, compute_s: float | None) -> runtime.Workload:
@@ -102,14 +92,7 @@ def make_workload(values: dict[str, float], cluster: runtime.Cluster, compute_s:
     values = _KEYS | values
     if not values["params"] or values["params"] <= 0:
         raise ValueError(f"--model: params={values['params']} must be a positive number of parameters")
-    forward_s, backward_s = values["forward_s"], values["backward_s"]
-    if compute_s is None and forward_s is None and values["tokens"] and cluster.flops:
-        compute_s = 6 * values["params"] * values["tokens"] / cluster.flops
-    if compute_s is not None:
-        forward_s, backward_s = compute_s / 3, 2 * compute_s / 3
-    if forward_s is None or backward_s is None:
-        raise ValueError("--model: how long does a step compute? Give forward_s and backward_s, --compute_s, or tokens and a "
-                         "profile with flops")
+    forward_s, backward_s = times_of(values, cluster, compute_s)
     if not (values["buckets"] >= 1 and float(values["buckets"]).is_integer()):
         raise ValueError(f"--model: buckets={values['buckets']:g} must be a whole number of at least 1")
     buckets = int(values["buckets"])
@@ -118,26 +101,69 @@ def make_workload(values: dict[str, float], cluster: runtime.Cluster, compute_s:
                             optimizer_s=values["optimizer_s"], combine_s=values["combine_s"])
 
 
+def size_of(text: str):
+    """The `train.Size` of a config such as configs/lm.py:workers=8.
+
+    Raises:
+        ValueError: if it describes no possible run.
+    """
+    train = _train()
+    try:
+        return train.size(config_file.get_config(text))
+    except train.ConfigError as error:
+        raise ValueError(f"--model={text}: {error}") from error
+
+
+def measured_workload(measured: runtime.Workload | None) -> runtime.Workload:
+    """The workload of the profile or of a JSON file, with its own times.
+
+    Raises:
+        ValueError: if there is none, or --compute_s contradicts it.
+    """
+    if not FLAGS.model and measured is None:
+        raise ValueError(f"{FLAGS.cluster} has no workload; give --model=params=…,forward_s=…,backward_s=… or a config")
+    if FLAGS.compute_s is not None:
+        raise ValueError(f"--compute_s={FLAGS.compute_s:g}: the workload of {FLAGS.model or FLAGS.cluster} has its own times; "
+                         "leave it out, or give --model=params=… or a config")
+    return runtime.load_workload(FLAGS.model) if FLAGS.model else measured
+
+
 def ask() -> tuple[runtime.Cluster, runtime.Workload]:
     """The cluster at its size, and the workload, from the flags."""
     cluster, measured = runtime.load(FLAGS.cluster)
     text, workers = FLAGS.model or "", FLAGS.workers
-    if not text:
-        if measured is None:
-            raise ValueError(f"{FLAGS.cluster} has no workload; give --model=params=…,forward_s=…,backward_s=… or a config")
-        workload = measured
-    elif text.endswith(".json"):
-        workload = runtime.load_workload(text)
-    elif ".py" in text:
-        of_config, values = count_config(text)
-        workers = workers or of_config
-        workload = make_workload(values, cluster, FLAGS.compute_s)
+    if not text or text.endswith(".json"):
+        workload = measured_workload(measured)
+    elif text.partition(":")[0].endswith(".py"):
+        size = size_of(text)
+        workers = workers or size.workers
+        workload = make_workload(dict(params=size.params, tokens=size.tokens), cluster, FLAGS.compute_s)
     else:
         workload = make_workload(parse_pairs(text), cluster, FLAGS.compute_s)
     if FLAGS.variation is not None:
         jitter = runtime.Jitter("lognormal", scale_s=FLAGS.variation * workload.compute_s)
         workload = dataclasses.replace(workload, jitter=jitter)
     return cluster.resize(workers) if workers is not None else cluster, workload
+
+
+def _train():
+    """`decjax.train`, imported when it is needed: it brings JAX, which takes seconds, and needs no device for this."""
+    from decjax import train
+
+    return train
+
+
+def message_options() -> dict[str, float | str]:
+    """`ratio` and `codec` of messages, from the flags.
+
+    Raises:
+        ValueError: if both are given, or the codec is unknown.
+    """
+    if not FLAGS.codec:
+        return dict(ratio=1.0 if FLAGS.ratio is None else FLAGS.ratio)
+    if FLAGS.ratio is not None:
+        raise ValueError(f"--codec={FLAGS.codec} has its own ratio; leave out --ratio={FLAGS.ratio:g}")
+    return dict(ratio=_train().message_ratio(FLAGS.codec), codec=FLAGS.codec)
 
 
 # -- What is answered -------------------------------------------------------------------------------------------------
@@ -154,8 +180,8 @@ def report(cluster: runtime.Cluster, workload: runtime.Workload, ranked: list[pl
         "ms": lambda r: _ms(r.prediction.mean_s), "95 %\nms": lambda r: _ms(r.prediction.quantiles_s[0.95]),
         "speed-\nup": lambda r: f"{r.speedup:.2f}", "waits\nms": lambda r: _ms(r.prediction.waiting_s),
         "adds\nms": lambda r: _ms(r.prediction.exposed_s),
-        "MB per\nworker": lambda r: f"{r.prediction.bytes_per_worker / 1e6:.4g}",
-        "MB per\nNIC": lambda r: f"{r.prediction.bytes_per_nic / 1e6:.4g}", "gap": _gap}
+        "MB per\nworker": lambda r: f"{r.prediction.bytes_per_worker / 1e6:.3g}",
+        "MB per\nNIC": lambda r: f"{r.prediction.bytes_per_nic / 1e6:.3g}", "gap": _gap}
     if width < 100:
         del columns["95 %\nms"], columns["MB per\nworker"]
     for header in columns:
@@ -236,7 +262,7 @@ def main(argv: list[str]) -> int:
     cluster, workload = ask()
     names = topology_lib.names() if FLAGS.topologies == ["all"] else FLAGS.topologies or plan.TOPOLOGIES
     methods, refused = plan.candidates(cluster, names, FLAGS.orders, bucketed=len(workload.num_bytes) > 1,
-                                       ratio=FLAGS.ratio, every=FLAGS.every)
+                                       every=FLAGS.every, **message_options())
     ranked = plan.rank(cluster, workload, methods)
     terminal = console.Console(highlight=False)
     terminal.print(report(cluster, workload, ranked, terminal.width))
@@ -259,7 +285,8 @@ if __name__ == "__main__":  # Other commands have a --workers as well, and one p
                        lower_bound=0.0)
     flags.DEFINE_list("topologies", [], "Graphs to consider, or 'all'; none: a choice of good ones.")
     flags.DEFINE_list("orders", ["awc", "atc"], "awc (overlaps with the gradient), atc (after the update), or both.")
-    flags.DEFINE_float("ratio", 1.0, "Bytes of a message ÷ bytes of the parameters: 0.5 for 16 bits.")
+    flags.DEFINE_float("ratio", None, "Bytes of a message ÷ bytes of the parameters: 0.5 for 16 bits; none: 1.")
+    flags.DEFINE_string("codec", None, "Codec of gossip's messages, bfloat16 or int8: its ratio, and its time if the profile has it.")
     flags.DEFINE_integer("every", 1, "Communicate in every p-th step.")
     flags.DEFINE_string("plot", None, "Where to write the figure, such as plan.png.")
-    command.run(main, errors=(ValueError, OSError))
+    command.run(main, errors=(ValueError, OSError, config_file.ConfigFileError))

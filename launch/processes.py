@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from collections.abc import Sequence
 import contextlib
 import ctypes
+import importlib.util
 import os
 import shlex
 import signal
@@ -21,10 +22,11 @@ from typing import Any, BinaryIO, NamedTuple
 
 from launch import command
 
+TRAIN = "launch.train"
 GRACE_S = 15  # between SIGTERM and SIGKILL, once a process has died: well below a minute
 POLL_S = 0.1
 LAST_LINES = 20
-LOST_CONTACT = (3, -signal.SIGABRT)  # how a process ends that noticed the end of another: launch.train, or JAX itself
+LOST_CONTACT = (3, -signal.SIGABRT)  # how a process ends that noticed the end of another: launch.join, or JAX itself
 _SHOW_CURSOR = "\x1b[?25h"
 
 
@@ -109,6 +111,19 @@ def how_it_ended(code: int) -> str:
 def same_command(module: str) -> str:
     """The command line of this program, to be typed again."""
     return shlex.join(["python", "-m", module, *sys.argv[1:]])
+
+
+def how_to_continue(launcher: str, module: str) -> str:
+    """What a launcher says after an interruption or a failure: training continues, other modules start again."""
+    return f"the same command continues from the last checkpoint:\n  {same_command(launcher)}" if module == TRAIN else ""
+
+
+def exists(module: str) -> bool:
+    """Whether there is a module of that name."""
+    try:
+        return importlib.util.find_spec(module) is not None
+    except (ImportError, ValueError):  # Its package is missing; its name is none.
+        return False
 
 
 # -- The group --------------------------------------------------------------------------------------------------------

@@ -8,7 +8,6 @@ config: `optimizer.learning_rate=1e-3,4e-3`. Without --sweep the config file's o
 its own directory below --workdir, named by its values. The same command skips what is finished and continues the rest.
 """
 
-import importlib.util
 import itertools
 import json
 import os
@@ -25,6 +24,7 @@ import rich.markup
 import rich.table
 
 from launch import command
+from launch import config_file
 from launch import processes
 
 _CONFIG = flags.DEFINE_string("config", None, "Config file, with an optional shorthand after a colon.", required=True)
@@ -88,22 +88,6 @@ def parse_sweep(text: str) -> dict[str, list[str]]:
         if len(set(swept[key])) < len(swept[key]):
             raise SweepError(f"sweep: {part.strip()!r} has a value twice; each makes one run")
     return swept
-
-
-def load_module(path: str):
-    """The config file as a module.
-
-    Raises:
-        SweepError: if it does not exist or fails on import.
-    """
-    spec = importlib.util.spec_from_file_location("swept_config", path)
-    try:
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-    except Exception as error:  # Whatever a config file does wrong.
-        raise SweepError(f"config file {path!r} cannot be loaded ({error}); "
-                         "give a Python file with get_config") from error
-    return module
 
 
 def sweep_of(module, path: str, argument: str) -> str:
@@ -277,7 +261,7 @@ def main(argv: list[str]) -> int:
         command.fail(f"unexpected argument {argv[0]!r}; options of launch.train go behind --")
     workdir = pathlib.Path(_WORKDIR.value)
     path, _, argument = _CONFIG.value.partition(":")
-    module = load_module(path)
+    module = config_file.load_module(path)
     swept = parse_sweep(sweep_of(module, path, argument) if _SWEEP.value is None else _SWEEP.value)
     members = expand(_CONFIG.value, swept, getattr(module, "KEYS", ()), workdir, argv)
     for member in members:
@@ -298,4 +282,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    command.run(main, errors=(SweepError, OSError))
+    command.run(main, errors=(SweepError, config_file.ConfigFileError, OSError))

@@ -12,6 +12,7 @@ import pytest
 import rich.console
 
 from launch import processes
+from launch import config_file
 from launch import sweep
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -109,10 +110,10 @@ def test_invalid_sweeps_are_refused(text, problem):
 def test_a_config_file_may_define_its_sweep(tmp_path):
     path = tmp_path / "config.py"
     path.write_text("SWEEP = 'seed=0,1'\n")
-    assert sweep.sweep_of(sweep.load_module(str(path)), str(path), "") == "seed=0,1"
+    assert sweep.sweep_of(config_file.load_module(str(path)), str(path), "") == "seed=0,1"
     path = tmp_path / "other.py"  # A module's bytecode is cached by its time stamp.
     path.write_text("def get_sweep(arg):\n    return 'seed=0' if arg == 'smoke' else 'seed=0,1'\n")
-    assert sweep.sweep_of(sweep.load_module(str(path)), str(path), "smoke") == "seed=0"
+    assert sweep.sweep_of(config_file.load_module(str(path)), str(path), "smoke") == "seed=0"
 
 
 @pytest.mark.parametrize("arguments, problem", [

@@ -28,6 +28,7 @@ class Measurement:
         time_s: seconds.
         scope: "inter" if messages leave the node, else "intra". Those that leave it are to be one per node at a time.
         num_workers: workers that take part; matters for "all_reduce".
+        codec: which one, for kind "codec"; empty: any.
 
     Raises:
         ValueError: naming the value, the constraint and the fix.
@@ -38,6 +39,7 @@ class Measurement:
     time_s: float
     scope: str = "inter"
     num_workers: int = 2
+    codec: str = ""
 
     def __post_init__(self):
         if self.kind not in KINDS:
@@ -79,41 +81,76 @@ def fit_jitter(times_s: Sequence[float]) -> Jitter:
     return Jitter("trace", trace_s=tuple(times.tolist()))
 
 
+def own_variation(times_NxR: np.ndarray) -> np.ndarray:
+    """Compute times without what all workers have in common, since nobody waits for that.
+
+    What they have in common in step r is their median m_r. Deviations from it are widened by √(N/(N−1)), because m_r follows
+    each worker a little, and put around a constant, so that the mean is kept:
+
+        d_ir = √(N/(N−1)) (t_ir − m_r),     t'_ir = max(min t, mean t − mean d + d_ir)
+
+    Args:
+        times_NxR: seconds of N workers in R steps that they took at the same time.
+
+    Returns:
+        N · R times; all equal if the workers never differ, as in a single process.
+    """
+    n = len(times_NxR)
+    deviation = np.sqrt(n / max(1, n - 1)) * (times_NxR - np.median(times_NxR, axis=0))
+    return np.maximum(times_NxR.min(), times_NxR.mean() - deviation.mean() + deviation).ravel()
+
+
+def line_of(measurements: Sequence[Measurement], kind: str, scope: str) -> Link | None:
+    """α and β of one kind of exchange; None if it was not measured.
+
+    Raises:
+        ValueError: as `fit_line` does.
+    """
+    chosen = [m for m in measurements if m.kind == kind and m.scope == scope]
+    return fit_line([m.num_bytes for m in chosen], [m.time_s for m in chosen]) if chosen else None
+
+
 def fit_cluster(measurements: Sequence[Measurement], *, name: str, num_nodes: int, workers_per_node: int) -> Cluster:
     """A cluster's profile from timed exchanges.
 
     One-way shifts give α and β of a scope (pairs do where there are no shifts); pairs that take more than 1.5 times as long
     per byte are half-duplex. All-reduces give the efficiency: expected ÷ measured time per byte, at most 1. Links of a scope
-    that was not measured are those of the other one.
+    that was not measured are those of the other one. Throughputs of codecs are medians, by name if they have names.
 
     Raises:
         ValueError: if neither shifts nor pairs were measured, or with fewer than two sizes.
     """
-    def line(kind, scope):
-        chosen = [m for m in measurements if m.kind == kind and m.scope == scope]
-        return fit_line([m.num_bytes for m in chosen], [m.time_s for m in chosen]) if chosen else None
-
     links, full_duplex = {}, True
     for scope in SCOPES:
-        shift, pair = line("shift", scope), line("pair", scope)
+        shift, pair = line_of(measurements, "shift", scope), line_of(measurements, "pair", scope)
         if shift and pair and shift.bandwidth_Bps > 1.5 * pair.bandwidth_Bps:
             full_duplex = False
         links[scope] = shift or pair
     if not any(links.values()):
         raise ValueError("no 'shift' or 'pair' was measured; links need one of them, with at least two sizes")
     intra, inter = links["intra"] or links["inter"], links["inter"] or links["intra"]
-    efficiencies = []
-    for m in measurements:
-        if m.kind == "all_reduce":
-            link = inter if m.scope == "inter" else intra
-            hops = 2 * (m.num_workers - 1)
-            wire_s = hops / m.num_workers * m.num_bytes / link.bandwidth_Bps
-            # What is left when the latency of all hops is taken off; never less than a tenth of the measured time.
-            efficiencies.append(wire_s / max(m.time_s - hops * link.latency_s, m.time_s / 10))
-    codecs = [m.num_bytes / m.time_s for m in measurements if m.kind == "codec"]
+    efficiency = _efficiency([m for m in measurements if m.kind == "all_reduce"], intra, inter)
     return Cluster(name, num_nodes, workers_per_node, intra, inter, full_duplex_pairs=full_duplex,
-                   all_reduce_efficiency=float(min(1.0, np.median(efficiencies))) if efficiencies else 1.0,
-                   codec_Bps=float(np.median(codecs)) if codecs else None)
+                   all_reduce_efficiency=efficiency, codec_Bps=_throughput([m for m in measurements if m.kind == "codec"]))
+
+
+def _efficiency(all_reduces: Sequence[Measurement], intra: Link, inter: Link) -> float:
+    """Median of expected ÷ measured time per byte, at most 1."""
+    ratios = []
+    for m in all_reduces:
+        link = inter if m.scope == "inter" else intra
+        hops = 2 * (m.num_workers - 1)
+        wire_s = hops / m.num_workers * m.num_bytes / link.bandwidth_Bps
+        # What is left when the latency of all hops is taken off; never less than a tenth of the measured time.
+        ratios.append(wire_s / max(m.time_s - hops * link.latency_s, m.time_s / 10))
+    return float(min(1.0, np.median(ratios))) if ratios else 1.0
+
+
+def _throughput(codecs: Sequence[Measurement]) -> float | dict[str, float] | None:
+    """Bytes per second: of each named codec, else of all of them."""
+    by_name = {codec: float(np.median([m.num_bytes / m.time_s for m in codecs if m.codec == codec]))
+               for codec in dict.fromkeys(m.codec for m in codecs)}
+    return by_name.get("") if set(by_name) <= {""} else by_name
 
 
 def least_squares(residuals: Callable[[np.ndarray], np.ndarray], start: Sequence[float], *, num_steps: int = 30,

@@ -51,6 +51,7 @@ class Method:
         overlap: whether a message has a whole step to arrive.
         bucketed: whether buckets travel as they get ready; else everything is one message.
         ratio: bytes of a message ÷ bytes of the parameters. Anything but 1 costs codec time.
+        codec: which codec makes them so, for clusters that tell codecs apart.
         every: p, messages are exchanged in every p-th step only.
         joint_ring: nodes that meet in pairs run one all-reduce over all their workers, which as a ring takes
             2(2L − 1)/2L parameter-sized messages out of a node, instead of exchanging shards, which takes one.
@@ -65,6 +66,7 @@ class Method:
     overlap: bool = False
     bucketed: bool = False
     ratio: float = 1.0
+    codec: str = ""
     every: int = 1
     joint_ring: bool = False
 
@@ -291,8 +293,10 @@ def join_time_s(workload: Workload, method: Method) -> float:
 
 def codec_time_s(cluster: Cluster, workload: Workload, method: Method) -> float:
     """Time to encode and decode one exchange, seconds; it occupies the worker itself."""
-    coded = method.topology is not None and method.ratio != 1 and cluster.codec_Bps is not None
-    return workload.total_bytes / cluster.codec_Bps if coded else 0.0
+    if method.topology is None or method.ratio == 1:
+        return 0.0
+    rate_Bps = cluster.codec_rate(method.codec)
+    return workload.total_bytes / rate_Bps if rate_Bps else 0.0
 
 
 def durations(cluster: Cluster, workload: Workload, method: Method) -> list[np.ndarray]:

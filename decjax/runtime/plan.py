@@ -45,7 +45,7 @@ class Ranked(NamedTuple):
 
 
 def candidates(cluster: Cluster, topologies: Sequence[str] = TOPOLOGIES, orders: Sequence[str] = ("awc", "atc"), *,
-               bucketed: bool = True, ratio: float = 1.0, every: int = 1) -> tuple[list[Method], dict[str, str]]:
+               bucketed: bool = True, ratio: float = 1.0, codec: str = "", every: int = 1) -> tuple[list[Method], dict[str, str]]:
     """No communication, three forms of all-reduce, and gossip over each topology that exists for the cluster's size.
 
     Args:
@@ -54,6 +54,7 @@ def candidates(cluster: Cluster, topologies: Sequence[str] = TOPOLOGIES, orders:
         orders: "awc", "atc" or both.
         bucketed: whether all-reduce is also considered in buckets behind the backward pass.
         ratio: of every message, see `Method`.
+        codec: which one makes gossip's messages of that ratio; gradients then travel as they are, since a sum cannot be coded.
         every: communicate in every p-th step.
 
     Returns:
@@ -62,9 +63,10 @@ def candidates(cluster: Cluster, topologies: Sequence[str] = TOPOLOGIES, orders:
     Raises:
         ValueError: for an unknown topology or order, or another bad option.
     """
-    n, options = cluster.num_workers, dict(ratio=ratio, every=every)
-    methods = [no_communication(), all_reduce(n, **options), *([all_reduce(n, bucketed=True, **options)] if bucketed else []),
-               all_reduce(n, overlap=True, **options)]
+    n, options = cluster.num_workers, dict(ratio=ratio, codec=codec, every=every)
+    exact = options | ({"ratio": 1.0, "codec": ""} if codec else {})
+    methods = [no_communication(), all_reduce(n, **exact), *([all_reduce(n, bucketed=True, **exact)] if bucketed else []),
+               all_reduce(n, overlap=True, **exact)]
     refused, seen = {}, set()
     for name in topologies:
         known = topology_lib.options(name)

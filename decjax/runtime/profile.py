@@ -13,6 +13,7 @@ import dataclasses
 import json
 import math
 import os
+import pathlib
 from typing import Any
 
 import numpy as np
@@ -65,7 +66,8 @@ class Cluster:
         all_reduce_efficiency: fraction of the bandwidth that reductions over a group reach, in (0, 1].
         hierarchical_all_reduce: True where reductions over several nodes work inside nodes first, so that 2(m−1)/m of the
             bytes leave each of m nodes; False where one ring runs through all n workers, with 2(n−1)/n.
-        codec_Bps: bytes of parameters that a worker encodes and decodes per second; None: codecs cost no time.
+        codec_Bps: bytes of parameters that a worker encodes and decodes per second: one number for all codecs, or one for
+            each by name; None: codecs cost no time.
         flops: floating-point operations per second that a worker sustains; only to guess compute times. None: unknown.
         memory_bytes: memory of a worker; None: unknown.
 
@@ -81,7 +83,7 @@ class Cluster:
     full_duplex_pairs: bool = True
     all_reduce_efficiency: float = 1.0
     hierarchical_all_reduce: bool = False
-    codec_Bps: float | None = None
+    codec_Bps: float | dict[str, float] | None = None
     flops: float | None = None
     memory_bytes: float | None = None
 
@@ -98,13 +100,29 @@ class Cluster:
         if self.all_reduce_efficiency > 1:
             raise ValueError(f"all_reduce_efficiency={self.all_reduce_efficiency} must be at most 1; "
                              "raise bandwidth_Bps instead if the links are faster")
-        for name in ("codec_Bps", "flops", "memory_bytes"):
-            if getattr(self, name) is not None:
-                _number(name, getattr(self, name), positive=True, fix="leave it out if it is unknown")
+        optional = {"flops": self.flops, "memory_bytes": self.memory_bytes}
+        by_codec = self.codec_Bps if isinstance(self.codec_Bps, dict) else {"": self.codec_Bps}
+        optional |= {"codec_Bps" + (f"[{codec!r}]" if codec else ""): rate_Bps for codec, rate_Bps in by_codec.items()}
+        for name, value in optional.items():
+            if value is not None:
+                _number(name, value, positive=True, fix="leave it out if it is unknown")
 
     @property
     def num_workers(self) -> int:
         return self.num_nodes * self.workers_per_node
+
+    def codec_rate(self, codec: str = "") -> float | None:
+        """Bytes of parameters per second that a worker encodes and decodes; None: no time.
+
+        Raises:
+            ValueError: if the profile tells codecs apart, and does not know this one.
+        """
+        if not isinstance(self.codec_Bps, dict):
+            return self.codec_Bps
+        if codec not in self.codec_Bps:
+            raise ValueError(f"codec {codec!r}: the profile {self.name!r} tells codecs apart, and knows "
+                             f"{', '.join(self.codec_Bps)}; name one of them")
+        return self.codec_Bps[codec]
 
     def resize(self, num_workers: int) -> "Cluster":
         """The same cluster with more or fewer nodes; fewer workers than a node has shrink the node.
@@ -320,9 +338,10 @@ def load_workload(path: str | os.PathLike) -> Workload:
 
 
 def save(path: str | os.PathLike, cluster: Cluster, workload: Workload | None = None) -> None:
-    """Writes a profile that `load` reads back unchanged."""
+    """Writes a profile that `load` reads back unchanged; a file that was there is replaced at once, or not at all."""
     content = dataclasses.asdict(cluster)
     if workload is not None:
         content["workload"] = dataclasses.asdict(workload)
-    with open(path, "w", encoding="utf-8") as file:
-        file.write(json.dumps(content, indent=2) + "\n")
+    temporary = pathlib.Path(f"{os.fspath(path)}.tmp")
+    temporary.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    temporary.replace(path)

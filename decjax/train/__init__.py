@@ -8,11 +8,15 @@
     checkpoint   Orbax, and whose directory it is
     metrics      metrics.jsonl, TensorBoard, the screen
     wire         bytes sent, read from compiled HLO
+    measure      what a step, an exchange and a codec take: profiles for `decjax.runtime`
 """
 
 from decjax.train.assemble import build
+from decjax.train.assemble import message_ratio
 from decjax.train.assemble import Setup
 from decjax.train.assemble import SIMULATED_WORKERS
+from decjax.train.assemble import size
+from decjax.train.assemble import Size
 from decjax.train.errors import CheckpointError
 from decjax.train.errors import ConfigError
 from decjax.train.errors import Diverged

@@ -52,8 +52,8 @@ def resolve(config: ml_collections.ConfigDict) -> ml_collections.ConfigDict:
     """Fills in `workers=0`: one worker per device, or 8 simulated ones on a lone accelerator."""
     config = copy.deepcopy(config)  # References included, so that fields which follow `workers` still do.
     if not config.workers:
-        lone = jax.device_count() == 1 and jax.process_count() == 1 and jax.default_backend() != "cpu"
-        config.simulate = config.simulate or lone
+        config.simulate = config.simulate or (
+            jax.device_count() == 1 and jax.process_count() == 1 and jax.default_backend() != "cpu")
         config.workers = SIMULATED_WORKERS if config.simulate else jax.device_count()
     return ml_collections.ConfigDict(json.loads(config.to_json()))
 
@@ -86,6 +86,42 @@ def build(config: ml_collections.ConfigDict) -> Setup:
         raise ConfigError(str(error)) from error
     gradients = jax.value_and_grad(lambda params, tokens_BxT1, key: model.nll(params, tokens_BxT1, key).mean())
     return Setup(config, workers, topology, method, schedule, model, gradients, corpus, batch)
+
+
+class Size(NamedTuple):
+    """How large a run is."""
+
+    workers: int
+    params: int  # values
+    tokens: int  # that a worker reads in a step
+
+
+def size(config: ml_collections.ConfigDict) -> Size:
+    """The size of a run from its config alone: no device is started, no data is read.
+
+    Raises:
+        ConfigError: in one line: the value, the constraint and the fix.
+    """
+    config = copy.deepcopy(config)
+    config.simulate = True  # Then nobody asks for devices.
+    try:
+        config = resolve(config)
+        _check_sizes(config)
+        model = models.decoder_lm(**config.model)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    leaves = jax.tree.leaves(jax.eval_shape(lambda: model.init(jax.random.key(0))))
+    return Size(config.workers, sum(leaf.size for leaf in leaves), config.batch_size // config.workers * model.context)
+
+
+def message_ratio(codec: str) -> float:
+    """Bytes of a codec's message ÷ bytes of its float32 values.
+
+    Raises:
+        ValueError: naming the codecs there are.
+    """
+    values = 2**20
+    return codecs.make(codec).num_bytes(values, np.float32) / (4 * values)
 
 
 def _check_sizes(config: ml_collections.ConfigDict) -> None:

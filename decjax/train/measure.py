@@ -1,19 +1,22 @@
 """Measures on the devices at hand what `decjax.runtime` asks for: a worker's step, exchanges between workers, codecs.
 
 Everything is taken in rounds, one action after the other in an order that rotates, so that whatever else the machines do falls
-on all actions alike; what counts is the median over rounds. All workers meet before an action, so that it begins everywhere
-at once: those that share cores then share them as in training. An exchange takes as long as on the slowest worker.
+on all actions alike; medians over rounds count. All workers meet before an action and begin it at once, so that those that
+share cores share them as in training. An exchange takes as long as on the slowest worker.
 
-Exchanges are those of training, `mesh.exchange` and `mesh.group_mean`. Between nodes one worker of each takes part, so that no
-two messages share a NIC; inside nodes all workers do.
+Exchanges run through `mesh.exchange` and `mesh.group_mean`, in as many messages as the model has buckets, each scaled to the
+size in question; what they cost is that of the whole exchange, and the profile's workload is a single bucket.
 
-    shift       worker i → i + 1 around a ring of nodes, or around each node
-    pair        0 ↔ 1, 2 ↔ 3, … the same; with two of them there is no other exchange, and no shift
+    shift       worker i → i + 1, around a ring
+    pair        i ↔ i XOR 1; among two workers there is nothing else
     all-reduce  the mean over all workers
+
+Shifts and pairs between nodes are those of one worker of each, so that no two messages share a NIC; inside nodes all workers
+take part.
 """
 
 from collections.abc import Callable, Hashable, Sequence
-import statistics
+import copy
 import time
 from typing import Any, NamedTuple
 
@@ -26,22 +29,22 @@ import optax
 from decjax import buckets
 from decjax import codecs
 from decjax import mesh
-from decjax.runtime import Cluster, Workload
+from decjax.runtime import Cluster, Link, Workload
 from decjax.runtime import calibrate
 from decjax.train import assemble
 from decjax.train import state as state_lib
 from decjax.train.errors import ConfigError
 
 LEAST_BYTES = 2**20  # of the largest message: smaller ones tell latency only
-SIZES = 4  # message sizes, each a quarter of the next
+SIZES, RATIO = 3, 4  # message sizes, and each one ÷ the one before; much smaller ones would pass in a switch's buffers
 ROUNDS = (3, 400)  # fewest and most
 STEPS = 20  # most gradients in a round; about half of the time is theirs
 
-Actions = dict[Hashable, Callable[[], Any]]  # what is called -> what dispatches it; its result is waited for
+Actions = dict[Hashable, Callable[[], Any]]  # what is timed -> what dispatches it; its result is waited for
 
 
 class Exchange(NamedTuple):
-    """A timed exchange; the fields are those of `calibrate.Measurement`."""
+    """What is timed, in the words of `calibrate.Measurement`."""
 
     kind: str
     num_bytes: int
@@ -50,34 +53,37 @@ class Exchange(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """What was measured.
+    """What was measured; the same in every process.
 
     Attributes:
-        cluster: fitted to the exchanges.
-        workload: of one worker's step; times vary as they did.
-        exchanges: one per kind, size and round.
-        times_s: for every action [N, rounds], seconds on each worker.
-        rounds: how many.
+        cluster: fitted to the exchanges and codecs.
+        workload: one worker's step; its time varies as workers did against each other.
+        lines: α and β of every (kind, scope) of exchange.
+        step_s: [N, rounds or more] seconds on each worker of "forward", "gradient", "optimizer" and "combine".
+        exchange_s: [rounds] seconds on the slowest worker.
+        codec_s: [N, rounds] seconds on each worker, by codec.
     """
 
     cluster: Cluster
     workload: Workload
-    exchanges: list[calibrate.Measurement]
-    times_s: dict[Hashable, np.ndarray]
-    rounds: int
+    lines: dict[tuple[str, str], Link]
+    step_s: dict[str, np.ndarray]
+    exchange_s: dict[Exchange, np.ndarray]
+    codec_s: dict[str, np.ndarray]
 
 
 def prepare(config: ml_collections.ConfigDict) -> assemble.Setup:
     """The parts of a config that are measured: model, data, optimizer, workers. Its method does not matter.
 
     Raises:
-        ConfigError: if it describes no possible run, or there are no two devices to measure.
+        ConfigError: if it describes no possible run, or has no two devices.
     """
-    if config.simulate or config.workers == 1 or jax.device_count() == 1:
-        found = "simulate=True" if config.simulate else f"workers={config.workers}, devices={jax.device_count()}"
-        raise ConfigError(f"{found}: an exchange is measured between two devices at least; use more, or forced CPU devices "
-                          "(JAX_PLATFORMS=cpu)")
-    config = config.copy_and_resolve_references()
+    if config.simulate:
+        raise ConfigError("simulate=True: workers on one device exchange nothing that could be timed; leave it out")
+    if config.workers == 1 or jax.device_count() == 1:
+        raise ConfigError(f"workers={config.workers or 'auto'} on {jax.device_count()} devices: an exchange is timed between two "
+                          "workers at least, each on a device of its own; JAX_PLATFORMS=cpu makes devices of CPU threads")
+    config = copy.deepcopy(config)  # References included, such as a batch that follows the number of workers.
     config.method, config.stale, config.mixing.codec, config.engine = "local", False, "", "auto"
     return assemble.build(config)
 
@@ -85,54 +91,61 @@ def prepare(config: ml_collections.ConfigDict) -> assemble.Setup:
 # -- What is timed ----------------------------------------------------------------------------------------------------
 
 
+def _layout(setup: assemble.Setup) -> buckets.Layout:
+    return buckets.layout(jax.eval_shape(setup.model.init, jax.random.key(0)), bucket_bytes=setup.config.bucket_bytes)
+
+
 def step_actions(setup: assemble.Setup) -> Actions:
-    """The parts of a training step, each as a program of its own on all workers."""
-    workers, key = setup.workers, jax.random.key(setup.config.seed)
+    """The parts of a training step, each a program of its own on all workers."""
+    workers, layout, key = setup.workers, _layout(setup), jax.random.key(setup.config.seed)
     state = state_lib.init(setup.model.init, setup.method.tx, workers, setup.config.seed)
     batch = workers.build(lambda worker: setup.batch(worker, 0))
-    layout = _layout(setup)
 
     def update(state, grads):
         updates, opt_state = setup.method.tx.update(grads, state.opt_state, state.params)
         return state_lib.State(optax.apply_updates(state.params, updates), opt_state)
 
     def combine(params, received):
-        vectors = [(own + other) / 2 for own, other in zip(layout.pack(params), layout.pack(received))]
-        return layout.unpack(vectors, like=params)
+        return layout.unpack([(own + other) / 2 for own, other in zip(layout.pack(params), received)], like=params)
 
     forward = workers.jit(lambda params, batch: setup.model.nll(params, batch, key).mean(), (0, 0))
     gradient = workers.jit(lambda params, batch: setup.gradients(params, batch, key), (0, 0))
-    optimizer = workers.jit(update, (0, 0), donate_argnums=(0,))
+    optimize = workers.jit(update, (0, 0), donate_argnums=(0,))
     join = workers.jit(combine, (0, 0))
-    params, grads = jax.tree.map(jnp.copy, state.params), gradient(state.params, batch)[1]
+    params, received = jax.tree.map(jnp.copy, state.params), workers.jit(layout.pack, (0,))(state.params)
+    _, grads = gradient(params, batch)
 
-    def take_optimizer():
+    def optimizer():
         nonlocal state
-        state = optimizer(state, grads)  # As in training the memory of the old state serves the new one.
+        state = optimize(state, grads)  # As in training, the new state takes the memory of the old one.
         return state
 
     return {"forward": lambda: forward(params, batch), "gradient": lambda: gradient(params, batch),
-            "optimizer": take_optimizer, "combine": lambda: join(params, grads)}
+            "optimizer": optimizer, "combine": lambda: join(params, received)}
 
 
-def exchange_actions(workers: mesh.Workers, sizes: Sequence[int]) -> Actions:
-    """Every kind of exchange there is between these workers, in every size (bytes)."""
-    n, L = workers.num_workers, workers.local_size
-    patterns = {}
+def exchange_actions(setup: assemble.Setup, sizes: Sequence[int]) -> Actions:
+    """Every kind of exchange between these workers, in every size (bytes)."""
+    workers, layout = setup.workers, _layout(setup)
+    n, L, axis_name = workers.num_workers, workers.local_size, workers.axis_name
+    sends = {}
     if n > L:
-        patterns |= {(kind, "inter"): [(source * L, target * L) for source, target in pairs]
-                     for kind, pairs in _patterns(n // L).items()}
+        sends |= {(kind, "inter", 2): [(source * L, target * L) for source, target in pairs]
+                  for kind, pairs in _patterns(n // L).items()}
     if L > 1:
-        patterns |= {(kind, "intra"): [(first + source, first + target) for first in range(0, n, L) for source, target in pairs]
-                     for kind, pairs in _patterns(L).items()}
-    programs = {(kind, scope, 2): workers.jit(lambda x, pairs=pairs: mesh.exchange(x, pairs, workers.axis_name), (0,))
-                for (kind, scope), pairs in patterns.items()}
-    programs["all_reduce", "inter" if n > L else "intra", n] = workers.jit(
-        lambda x: mesh.group_mean(x, n, workers.axis_name), (0,))
+        sends |= {(kind, "intra", 2): [(first + source, first + target) for first in range(0, n, L) for source, target in pairs]
+                  for kind, pairs in _patterns(L).items()}
+
+    def on_all(talk):
+        return workers.jit(lambda vectors: [talk(x_P) for x_P in vectors], (0,))
+
+    programs = {what: on_all(lambda x_P, pairs=pairs: mesh.exchange(x_P, pairs, axis_name)) for what, pairs in sends.items()}
+    programs["all_reduce", "inter" if n > L else "intra", n] = on_all(lambda x_P: mesh.group_mean(x_P, n, axis_name))
     actions = {}
-    for num_bytes in sizes:
-        x = workers.build(lambda worker, values=num_bytes // 4: np.full(values, worker, np.float32))
-        actions |= {Exchange(kind, num_bytes, scope, members): lambda run=run, x=x: run(x)
+    for wanted in sizes:
+        parts = [max(1, round(bucket.size * wanted / layout.num_bytes)) for bucket in layout.buckets]
+        vectors = [workers.build(lambda worker, part=part: np.full(part, worker, np.float32)) for part in parts]
+        actions |= {Exchange(kind, 4 * sum(parts), scope, members): lambda run=run, vectors=vectors: run(vectors)
                     for (kind, scope, members), run in programs.items()}
     return actions
 
@@ -143,20 +156,18 @@ def _patterns(members: int) -> dict[str, list[tuple[int, int]]]:
 
 
 def codec_actions(setup: assemble.Setup) -> Actions:
-    """Encoding and decoding the model's parameters, by codec."""
-    layout = _layout(setup)
-    vectors = [setup.workers.build(lambda worker, size=bucket.size: np.linspace(-1, 1, size, dtype=bucket.dtype))
-               for bucket in layout.buckets]
+    """Encoding and decoding the model's buckets, by the codec's name."""
+    workers = setup.workers
+    vectors = [workers.build(lambda worker, size=bucket.size: np.linspace(-1, 1, size, dtype=np.float32))
+               for bucket in _layout(setup).buckets]
 
-    def both(codec):
-        return lambda vectors: [codec.decode(codec.encode(x_P), x_P.size, x_P.dtype) for x_P in vectors]
+    def code(codec, x_P):
+        message = jax.lax.optimization_barrier(codec.encode(x_P))  # Else the compiler takes two casts for none.
+        return codec.decode(message, x_P.size, x_P.dtype)
 
-    programs = {name: setup.workers.jit(both(codecs.make(name)), (0,)) for name in codecs.names()}
+    programs = {name: workers.jit(lambda vectors, codec=codecs.make(name): [code(codec, x_P) for x_P in vectors], (0,))
+                for name in codecs.names()}
     return {name: lambda run=run: run(vectors) for name, run in programs.items()}
-
-
-def _layout(setup: assemble.Setup) -> buckets.Layout:
-    return buckets.layout(jax.eval_shape(setup.model.init, jax.random.key(0)), bucket_bytes=setup.config.bucket_bytes)
 
 
 # -- Timing -----------------------------------------------------------------------------------------------------------
@@ -183,7 +194,7 @@ class Stopwatch:
     def gather(self, times_s: Sequence[float]) -> np.ndarray:
         """[N, R] from the R seconds of each process. A collective."""
         own = np.asarray(times_s, np.float32)
-        return self._workers.fetch(self._workers.build(lambda worker: own))
+        return self._workers.fetch(self._workers.build(lambda worker: own)).astype(float)
 
 
 def take_rounds(workers: mesh.Workers, actions: Actions, seconds: float, rounds: int | None,
@@ -203,11 +214,11 @@ def take_rounds(workers: mesh.Workers, actions: Actions, seconds: float, rounds:
     watch = Stopwatch(workers)
     for action in actions.values():
         watch.time(action)  # Compiles.
-    # Every process has to come to the same numbers, so the slowest worker's count.
-    first_s = dict(zip(actions, watch.gather([watch.time(action)[0] for action in actions.values()]).max(axis=0).tolist()))
-    once_s, gradient_s = sum(first_s.values()), first_s["gradient"]
-    steps = int(np.clip((once_s - gradient_s) / gradient_s, 1, STEPS))
-    rounds = rounds or int(np.clip(seconds / (once_s + (steps - 1) * gradient_s), *ROUNDS))
+    # All processes have to come to the same numbers, so the slowest worker's count.
+    slowest_s = watch.gather([watch.time(action)[0] for action in actions.values()]).max(axis=0)
+    round_s, gradient_s = slowest_s.sum(), slowest_s[list(actions).index("gradient")]
+    steps = int(np.clip(round_s / gradient_s - 1, 1, STEPS))
+    rounds = rounds or int(np.clip(seconds / (round_s + (steps - 1) * gradient_s), *ROUNDS))
     times_s = {name: [] for name in actions}
     for done in range(rounds):
         names = list(actions)
@@ -220,10 +231,10 @@ def take_rounds(workers: mesh.Workers, actions: Actions, seconds: float, rounds:
 # -- What it comes to -------------------------------------------------------------------------------------------------
 
 
-def sizes_of(setup: assemble.Setup) -> tuple[int, ...]:
-    """Bytes of messages up to the model's, ascending."""
+def sizes_up_to_model(setup: assemble.Setup) -> tuple[int, ...]:
+    """Bytes of exchanges, ascending."""
     largest = max(_layout(setup).num_bytes, LEAST_BYTES)
-    return tuple(4 * (largest // 4 ** (k + 1)) for k in reversed(range(SIZES)))
+    return tuple(largest // RATIO**k for k in reversed(range(SIZES)))
 
 
 def measure(setup: assemble.Setup, *, name: str, sizes: Sequence[int] = (), seconds: float = 60.0, rounds: int | None = None,
@@ -233,7 +244,7 @@ def measure(setup: assemble.Setup, *, name: str, sizes: Sequence[int] = (), seco
     Args:
         setup: from `prepare`.
         name: of the cluster.
-        sizes: of messages in bytes, multiples of 4; none: up to the model's.
+        sizes: of exchanges in bytes; none: up to the model's.
         seconds: about how long, without compiling.
         rounds: how many; None: as many as fit.
         note: told (rounds done, rounds to do).
@@ -242,25 +253,26 @@ def measure(setup: assemble.Setup, *, name: str, sizes: Sequence[int] = (), seco
         What was `Measured`, the same in every process.
 
     Raises:
-        ValueError: if larger messages do not take longer.
+        ValueError: if larger exchanges do not take longer.
     """
-    actions = {**step_actions(setup), **exchange_actions(setup.workers, sizes or sizes_of(setup)), **codec_actions(setup)}
-    times_s = take_rounds(setup.workers, actions, seconds, rounds, note)
-    exchanges = [calibrate.Measurement(key.kind, key.num_bytes, time_s, key.scope, key.num_workers)
-                 for key, times_NxR in times_s.items() if isinstance(key, Exchange)
-                 for time_s in times_NxR.max(axis=0).tolist()]
-    return Measured(*fit(setup, name, times_s, exchanges), exchanges, times_s, times_s["forward"].shape[1])
-
-
-def fit(setup: assemble.Setup, name: str, times_s: dict[Hashable, np.ndarray],
-        exchanges: Sequence[calibrate.Measurement]) -> tuple[Cluster, Workload]:
-    """The profile of what was measured; the backward pass is shared out to buckets by their bytes."""
-    median_s = {key: float(np.median(times_NxR)) for key, times_NxR in times_s.items()}
-    num_bytes = [bucket.num_bytes for bucket in _layout(setup).buckets]
-    backward_s = max(0.0, median_s["gradient"] - median_s["forward"])
-    workload = Workload(
-        median_s["forward"], tuple(backward_s * part / sum(num_bytes) for part in num_bytes), tuple(map(float, num_bytes)),
-        median_s["optimizer"], median_s["combine"], calibrate.fit_jitter(times_s["gradient"].ravel()))
+    steps, codings = step_actions(setup), codec_actions(setup)
+    exchanges = exchange_actions(setup, sizes or sizes_up_to_model(setup))
+    times_s = take_rounds(setup.workers, steps | exchanges | codings, seconds, rounds, note)
+    step_s, codec_s = {part: times_s[part] for part in steps}, {codec: times_s[codec] for codec in codings}
+    exchange_s = {what: times_s[what].max(axis=0) for what in exchanges}
+    total_bytes = _layout(setup).num_bytes
+    measurements = [calibrate.Measurement(what.kind, what.num_bytes, float(np.median(slowest_s)), what.scope, what.num_workers)
+                    for what, slowest_s in exchange_s.items()]
+    lines = {(m.kind, m.scope): calibrate.line_of(measurements, m.kind, m.scope) for m in measurements}
+    measurements += [calibrate.Measurement("codec", total_bytes, float(np.median(both_s)), codec=codec)
+                     for codec, both_s in codec_s.items()]
     n, L = setup.workers.num_workers, setup.workers.local_size
-    codec = [calibrate.Measurement("codec", sum(num_bytes), median_s[each]) for each in codecs.names()]
-    return calibrate.fit_cluster([*exchanges, *codec], name=name, num_nodes=n // L, workers_per_node=L), workload
+    cluster = calibrate.fit_cluster(measurements, name=name, num_nodes=n // L, workers_per_node=L)
+    return Measured(cluster, _workload(step_s, total_bytes), lines, step_s, exchange_s, codec_s)
+
+
+def _workload(step_s: dict[str, np.ndarray], total_bytes: int) -> Workload:
+    forward_s, gradient_s, optimizer_s, combine_s = (
+        float(np.median(step_s[part])) for part in ("forward", "gradient", "optimizer", "combine"))
+    return Workload(forward_s, (max(0.0, gradient_s - forward_s),), (float(total_bytes),), optimizer_s, combine_s,
+                    calibrate.fit_jitter(calibrate.own_variation(step_s["gradient"])))

@@ -1,0 +1,40 @@
+"""Config files as modules: `configs/lm.py:workers=8` is the file and the argument of its `get_config`."""
+
+import importlib.util
+import types
+
+import ml_collections
+
+
+class ConfigFileError(Exception):
+    """A config file that cannot be used, told in one line."""
+
+
+def load_module(path: str) -> types.ModuleType:
+    """The config file as a module.
+
+    Raises:
+        ConfigFileError: if it does not exist or fails on import.
+    """
+    try:
+        spec = importlib.util.spec_from_file_location("config_file", path)
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    except Exception as error:  # Whatever a config file does wrong.
+        raise ConfigFileError(f"config file {path!r} cannot be loaded ({error}); "
+                              "give a Python file with get_config") from error
+    return module
+
+
+def get_config(text: str) -> ml_collections.ConfigDict:
+    """The config that `PATH.py:ARGUMENT` stands for.
+
+    Raises:
+        ConfigFileError: if there is no such file, or it refuses the argument.
+    """
+    path, _, argument = text.partition(":")
+    module = load_module(path)
+    try:
+        return module.get_config(argument)
+    except Exception as error:
+        raise ConfigFileError(f"config {text!r}: {error}") from error
