@@ -25,7 +25,7 @@ MAY_IMPORT = {
     "data": set(),
 }
 MAY_IMPORT["train"] = set(MAY_IMPORT)
-NUMPY_ONLY = ("decjax.topology", "decjax.runtime.profile", "decjax.runtime.model", "decjax.runtime.plan")
+NUMPY_ONLY = ("decjax.topology", "decjax.runtime.profile", "decjax.runtime.exchange", "decjax.runtime.model", "decjax.runtime.plan")
 
 # Module of another directory -> the modules of this repository it may import (and what is below them).
 OUTSIDE = {

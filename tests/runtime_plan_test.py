@@ -94,6 +94,7 @@ def test_a_cluster_is_recovered_from_its_own_times():
     measured += [Measurement("shift", b, noisy(1e-5 + b / 1e9), scope="intra") for b in sizes]
     measured += [Measurement("all_reduce", b, noisy(6 * 3e-4 + 1.5 * b / (0.9 * 2e7)), num_workers=4) for b in sizes[2:]]
     measured += [Measurement("codec", 1e7, noisy(0.02))]
+    assert calibrate.line_of(measured, "all_reduce", "intra") is None
     cluster = calibrate.fit_cluster(measured, name="box", num_nodes=4, workers_per_node=1)
     assert (cluster.inter.latency_s, cluster.inter.bandwidth_Bps) == pytest.approx((3e-4, 2e7), rel=0.05)
     assert (cluster.intra.latency_s, cluster.intra.bandwidth_Bps) == pytest.approx((1e-5, 1e9), rel=0.05)
@@ -107,6 +108,34 @@ def test_jitter_is_kept_as_quantiles_of_the_same_mean():
     assert len(jitter.trace_s) == calibrate.MAX_TRACE and np.mean(jitter.trace_s) == pytest.approx(times_s.mean())
     assert np.std(jitter.trace_s) == pytest.approx(times_s.std(), rel=0.03)
     assert calibrate.fit_jitter([0.1, 0.1001, 0.0999]) == Jitter()
+
+
+def test_throughputs_are_told_apart_by_the_codecs_names(tmp_path):
+    shifts = [Measurement("shift", b, b / 1e8) for b in (1e6, 1e7)]
+    coded = [Measurement("codec", 1e7, time_s, codec=codec) for codec, time_s in
+             (("int8", 0.02), ("int8", 0.021), ("int8", 9.0), ("bfloat16", 0.01))]
+    cluster = calibrate.fit_cluster(shifts + coded, name="box", num_nodes=4, workers_per_node=1)
+    assert cluster.codec_Bps == {"int8": pytest.approx(1e7 / 0.021), "bfloat16": pytest.approx(1e9)}
+    runtime.save(tmp_path / "box.json", cluster)
+    assert runtime.load(tmp_path / "box.json") == (cluster, None) and [*tmp_path.iterdir()] == [tmp_path / "box.json"]
+    methods, _ = plan.candidates(cluster, ("ring",), codec="int8", ratio=0.25)
+    coded = {m.name: predict(cluster, LOAD, m).compute_s for m in methods}
+    assert coded["ring awc"] - coded["no communication"] == pytest.approx(LOAD.total_bytes / (1e7 / 0.021))
+    assert coded["all-reduce"] == pytest.approx(coded["no communication"]) and methods[1].ratio == 1  # A sum is not coded.
+    with pytest.raises(ValueError, match="codec 'zip': the profile 'box' tells codecs apart, and knows int8, bfloat16"):
+        predict(cluster, LOAD, dataclasses.replace(methods[-1], codec="zip"))
+
+
+def test_nobody_waits_for_what_all_have_in_common():
+    rng = np.random.default_rng(0)
+    own, common = rng.normal(0, 0.01, (4, 4000)), rng.exponential(0.3, 4000)
+    times_NxR = 1 + common + own
+    varies = calibrate.own_variation(times_NxR)
+    assert varies.shape == (16000,) and varies.mean() == pytest.approx(times_NxR.mean())
+    assert varies.std() == pytest.approx(0.01, rel=0.1)
+    in_step = calibrate.own_variation(np.broadcast_to(1 + common, (4, 4000)))  # As in a single process.
+    assert np.ptp(in_step) == 0 and in_step[0] == pytest.approx(1 + common.mean())
+    assert calibrate.own_variation(np.array([[1.0, 1.0], [1.0, 30.0]])).min() == 1  # Never faster than anybody was.
 
 
 def test_least_squares_finds_the_minimum():
@@ -186,12 +215,20 @@ def test_a_config_gives_parameters_and_workers():
     ((), "--cluster"),
     (("--cluster=nowhere.json",), "nowhere.json"),
     (("--cluster=configs/clusters/a40_ethernet.json",), "has no workload"),
-    (("--cluster=configs/clusters/box_200mbit.json", "--model=nowhere.py"), "no config 'nowhere.py'"),
+    (("--cluster=configs/clusters/box_200mbit.json", "--model=nowhere.py"), "config file 'nowhere.py' cannot be loaded"),
+    (("--cluster=configs/clusters/box_200mbit.json", "--model={tmp}/broken.py:x"), "broken.py' cannot be loaded (no such thing)"),
+    (("--cluster=configs/clusters/box_200mbit.json", "--model=configs/lm.py:speed=3"), "'speed' is unknown"),
+    (("--cluster=configs/clusters/box_200mbit.json", "--model=configs/lm.py:workers=-1"), "batch_size=-2"),
+    (("--cluster=configs/clusters/box_200mbit.json", "--compute_s=0.1"), "has its own times"),
+    (("--cluster=configs/clusters/box_200mbit.json", "--model={tmp}/load.json", "--compute_s=0.1"), "has its own times"),
+    (("--cluster=configs/clusters/box_200mbit.json", "--codec=int8", "--ratio=0.5"), "leave out --ratio=0.5"),
+    (("--cluster=configs/clusters/box_200mbit.json", "--codec=zip"), "codec 'zip' is unknown"),
     (("--cluster=configs/clusters/a40_ethernet.json", "--model=params=1e6,tokens=10", "--workers=6"), "use 4 or 8"),
     (("--cluster=configs/clusters/box_200mbit.json", "--topologies=rings"), "unknown topology 'rings'"),
 ])
-def test_mistakes_are_one_line_and_exit_code_two(args, problem):
-    result = run(*args)
+def test_mistakes_are_one_line_and_exit_code_two(args, problem, tmp_path):
+    (tmp_path / "broken.py").write_text("raise RuntimeError('no such thing')")
+    result = run(*(arg.format(tmp=tmp_path) for arg in args))
     assert result.returncode == 2
     errors = [line for line in result.stderr.splitlines() if "font_manager" not in line]
     assert len(errors) == 1 and errors[0].startswith("error: ") and problem in errors[0]
@@ -200,10 +237,16 @@ def test_mistakes_are_one_line_and_exit_code_two(args, problem):
 @pytest.mark.parametrize("text, problem", [("params=1e6,colour=1", "'colour' is unknown"), ("params=many", "must be a number"),
                                            ("tokens=10", "params=None"), ("params=1e6", "how long does a step compute"),
                                            ("params=1e6,forward_s=1,backward_s=2,buckets=0", "at least 1"),
-                                           ("params=1e6,forward_s=-1,backward_s=2", "forward_s=-1")])
+                                           ("params=1e6,forward_s=-1,backward_s=2", "forward_s=-1"),
+                                           ("params=1e6,forward_s=1", "how long does a step compute")])
 def test_bad_models_are_refused(text, problem):
     with pytest.raises(ValueError, match=problem):
         cli.make_workload(cli.parse_pairs(text), SLOW, None)
+
+
+def test_a_time_is_told_once():
+    with pytest.raises(ValueError, match=r"--compute_s=0.3 and --model: forward_s, backward_s both tell"):
+        cli.make_workload(cli.parse_pairs("params=1e6,forward_s=1,backward_s=2"), SLOW, 0.3)
 
 
 def test_flops_give_the_time_of_a_step():

@@ -1,6 +1,7 @@
 """When does decentralized training beat all-reduce, and by how much? A model to ask beforehand. NumPy only.
 
     profile     clusters, workloads and jitter as data, with a JSON form
+    exchange    what a round of messages costs on a cluster
     model       time per iteration of a method: a max-plus recursion, and closed forms
     calibrate   fit a cluster's numbers to measurements
     plan        rank methods; regions in which each one wins

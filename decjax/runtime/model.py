@@ -30,8 +30,9 @@ from typing import NamedTuple
 import numpy as np
 
 from decjax import topology as topology_lib
+from decjax.runtime.exchange import Exchange, exchange_cost
 from decjax.runtime.profile import Cluster, Workload
-from decjax.topology import Round, Topology
+from decjax.topology import Topology
 
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 GRADIENTS, PARAMETERS = "gradients", "parameters"
@@ -112,156 +113,6 @@ def gossip(topology: Topology, *, order: str = "awc", name: str | None = None, *
     return Method(name or f"{topology.name} {order}", topology, PARAMETERS, order == "awc", **options)
 
 
-# -- What an exchange costs -------------------------------------------------------------------------------------------
-
-
-class Exchange(NamedTuple):
-    """A round on a cluster: who waits for whom and how long messages take.
-
-    Attributes:
-        group_size: g, workers of a group; they wait for each other.
-        sources: for each shift, which group a group hears, [N/g]; itself if none.
-        latency_N: α of everything a worker takes part in, seconds.
-        per_byte_N: seconds per byte of the parameters.
-        sent_N: parameter-sized messages that each worker sends.
-        nic_M: parameter-sized messages that leave each of M nodes.
-    """
-
-    group_size: int
-    sources: tuple[np.ndarray, ...]
-    latency_N: np.ndarray
-    per_byte_N: np.ndarray
-    sent_N: np.ndarray
-    nic_M: np.ndarray
-
-    def arrival(self, ready_KxN: np.ndarray) -> np.ndarray:
-        """max_{j∈D(i)} ready_j, [K, N]."""
-        g = self.group_size
-        ready_KxG = ready_KxN if g == 1 else ready_KxN.reshape(len(ready_KxN), -1, g).max(axis=2)
-        latest = ready_KxG
-        for source_G in self.sources:
-            latest = np.maximum(latest, ready_KxG[:, source_G])
-        return latest if g == 1 else np.repeat(latest, g, axis=1)
-
-
-def _mean(cluster: Cluster, members_GxM: np.ndarray) -> tuple[np.ndarray, ...]:
-    """Means over G groups of M workers at the same time: (latency_G, per_byte_G, sent_G, nic_M).
-
-    Ring: 2(M−1) steps of 1/M of the bytes each, and the slowest hop sets the pace,
-
-        α = 2(M−1) α_hop,     β⁻¹ = 2(M−1)/M · max_hops(1/bandwidth) / efficiency.
-
-    Hierarchical (l workers on each of m nodes, M = l·m): shards are reduced inside nodes, then by l rings between nodes that
-    share the NIC, and gathered; chunks pass through both levels in a pipeline, so the slower level sets the pace,
-
-        α = 2(m−1) α_inter + 2(l−1) α_intra,     β⁻¹ = max(2(m−1)/m / NIC, 2(l−1)/l / intra) / efficiency.
-    """
-    groups, M = members_GxM.shape
-    if M == 1:
-        return np.zeros(groups), np.zeros(groups), np.zeros(groups), np.zeros(cluster.num_nodes)
-    nodes_GxM = members_GxM // cluster.workers_per_node
-    next_GxM = np.roll(nodes_GxM, -1, axis=1)
-    leaves_GxM = nodes_GxM != next_GxM
-    out = np.bincount(nodes_GxM[leaves_GxM], minlength=cluster.num_nodes)
-    into = np.bincount(next_GxM[leaves_GxM], minlength=cluster.num_nodes)
-    sharing_GxM = np.maximum(out[nodes_GxM], into[next_GxM]) * leaves_GxM
-    m_G = np.maximum(1, leaves_GxM.sum(axis=1))
-    if cluster.hierarchical_all_reduce:
-        l_G = M / m_G
-        inter_G, intra_G = 2 * (m_G - 1) / m_G, 2 * (l_G - 1) / l_G
-        per_byte_G = np.maximum(inter_G * sharing_GxM.max(axis=1) / cluster.inter.bandwidth_Bps,
-                                intra_G / cluster.intra.bandwidth_Bps)
-        latency_G = 2 * (m_G - 1) * cluster.inter.latency_s + 2 * (l_G - 1) * cluster.intra.latency_s
-        # Every worker sends its shard of 1/l through the NIC.
-        sent_G, leaving_GxM = intra_G + inter_G / l_G, leaves_GxM * inter_G[:, None]
-    else:
-        sent_G, leaving_GxM = np.full(groups, 2 * (M - 1) / M), leaves_GxM * (2 * (M - 1) / M)
-        hop_GxM = np.where(leaves_GxM, sharing_GxM / cluster.inter.bandwidth_Bps, 1 / cluster.intra.bandwidth_Bps)
-        per_byte_G = sent_G * hop_GxM.max(axis=1)
-        latency_G = 2 * (M - 1) * np.where(leaves_GxM, cluster.inter.latency_s, cluster.intra.latency_s).max(axis=1)
-    nic_M = np.bincount(nodes_GxM.ravel(), leaving_GxM.ravel(), cluster.num_nodes)
-    return latency_G, per_byte_G / cluster.all_reduce_efficiency, sent_G, nic_M
-
-
-def _messages(cluster: Cluster, shifts: Sequence[np.ndarray], num_workers: int) -> tuple[np.ndarray, ...]:
-    """Point-to-point messages at the same time, [2, E] workers (source, target) a shift: (latency_N, per_byte_N, nic_M).
-
-    A NIC is shared by all messages that leave (or enter) its node; inside a node, by those of one worker.
-    """
-    latency_N, per_byte_N = np.zeros(num_workers), np.zeros(num_workers)
-    if not shifts:
-        return latency_N, per_byte_N, np.zeros(cluster.num_nodes)
-    source_E, target_E = np.concatenate(shifts, axis=1)
-    weight_E = np.ones(len(source_E))
-    if not cluster.full_duplex_pairs:  # Both directions of one shift share a connection, and take turns.
-        weight_E = np.concatenate([1.0 + np.isin(s * num_workers + t, t * num_workers + s) for s, t in shifts])
-    from_E, to_E = source_E // cluster.workers_per_node, target_E // cluster.workers_per_node
-    leaves_E = from_E != to_E
-
-    def load(index_E, which_E, length):
-        return np.bincount(index_E[which_E], weight_E[which_E], length)
-
-    nic = np.maximum(load(from_E, leaves_E, cluster.num_nodes)[from_E], load(to_E, leaves_E, cluster.num_nodes)[to_E])
-    own = np.maximum(load(source_E, ~leaves_E, num_workers)[source_E], load(target_E, ~leaves_E, num_workers)[target_E])
-    np.maximum.at(per_byte_N, target_E,
-                  np.where(leaves_E, nic / cluster.inter.bandwidth_Bps, own / cluster.intra.bandwidth_Bps))
-    np.add.at(latency_N, target_E, np.where(leaves_E, cluster.inter.latency_s, cluster.intra.latency_s))
-    return latency_N, per_byte_N, np.bincount(from_E[leaves_E], minlength=cluster.num_nodes).astype(float)
-
-
-def exchange_cost(cluster: Cluster, round_: Round, joint_ring: bool = False) -> Exchange:
-    """What one round costs on a cluster.
-
-    A group mean of g workers is a reduce-scatter and an all-gather, 2(g−1)/g of the bytes; with messages between groups,
-    each member sends its share of 1/g in between, so that a joint mean of two nodes takes P bytes out of a node.
-
-    Args:
-        cluster: where.
-        round_: who mixes with whom.
-        joint_ring: see `Method`; only for rounds in which groups meet in pairs.
-
-    Raises:
-        ValueError: if the round is for another number of workers, or `joint_ring` does not fit.
-    """
-    N, g = round_.num_workers, round_.group_size
-    if N != cluster.num_workers:
-        raise ValueError(f"the round is for {N} workers, cluster {cluster.name!r} has {cluster.num_workers}; resize one of them")
-    workers_GxM = np.arange(N).reshape(-1, g)
-    pairs = [np.array(shift.pairs).T for shift in round_.shifts]
-    sources = []
-    for source, target in pairs:
-        heard = np.arange(round_.num_nodes)
-        heard[target] = source
-        sources.append(heard)
-    *mean, mean_nic_M = _mean(cluster, workers_GxM)
-    latency_N, per_byte_N, sent_N = (np.repeat(of_group_G, g) for of_group_G in mean)
-    if joint_ring and g > 1 and pairs:
-        (source, target), = pairs if len(pairs) == 1 else [(np.array([0]), np.array([0]))]
-        if len(pairs) > 1 or not np.isin(source * N + target, target * N + source).all():
-            raise ValueError("joint_ring=True needs rounds in which nodes meet in pairs, as in "
-                             "'alternating_exponential_ring'; leave it out")
-        # Both groups are busy with one ring of 2g workers instead of their own.
-        first = source < target
-        joint_GxM = np.concatenate([workers_GxM[source[first]], workers_GxM[target[first]]], axis=1)
-        *joint, nic_M = _mean(cluster, joint_GxM)
-        for of_all_N, of_joint_G in zip((latency_N, per_byte_N, sent_N), joint, strict=True):
-            of_all_N[joint_GxM] = of_joint_G[:, None]
-        return Exchange(g, tuple(sources), latency_N, per_byte_N, sent_N, nic_M)
-    shifts = [np.stack([workers_GxM[source].ravel(), workers_GxM[target].ravel()]) for source, target in pairs]
-    latency, per_byte, nic_M = _messages(cluster, shifts, N)
-    for source, _ in shifts:
-        sent_N[source] += 1 / g
-    return Exchange(g, tuple(sources), latency_N + latency, per_byte_N + per_byte / g, sent_N, mean_nic_M + nic_M / g)
-
-
-def exchanges(cluster: Cluster, method: Method) -> list[Exchange]:
-    """The costs of all phases; equal rounds are looked at once."""
-    if method.topology is None:
-        return []
-    once = functools.cache(lambda round_: exchange_cost(cluster, round_, method.joint_ring))
-    return [once(round_) for round_ in method.topology.rounds]
-
-
 # -- The recursion ----------------------------------------------------------------------------------------------------
 
 
@@ -289,6 +140,14 @@ def messages(workload: Workload, method: Method) -> Workload:
 def join_time_s(workload: Workload, method: Method) -> float:
     """Seconds to join what has arrived with the worker's own parameters; averaged gradients are joined with nothing."""
     return workload.combine_s if method.message == PARAMETERS else 0.0
+
+
+def exchanges(cluster: Cluster, method: Method) -> list[Exchange]:
+    """The costs of all phases; equal rounds are looked at once."""
+    if method.topology is None:
+        return []
+    once = functools.cache(lambda round_: exchange_cost(cluster, round_, method.joint_ring))
+    return [once(round_) for round_ in method.topology.rounds]
 
 
 def codec_time_s(cluster: Cluster, workload: Workload, method: Method) -> float:
@@ -382,32 +241,39 @@ def closed_form(cluster: Cluster, workload: Workload, method: Method) -> float |
         gossip, adapt while communicating    mean over phases of max(C, c) + opt + combine  C constant, c equal for all
         gossip, adapt then communicate       C + opt + combine + mean over phases of c      C constant, c equal for all
     """
-    jitter = workload.jitter
-    if not jitter.is_uniform or method.every > 1 or (method.bucketed and len(workload.num_bytes) > 1):
+    if not workload.jitter.is_uniform or method.every > 1 or (method.bucketed and len(workload.num_bytes) > 1):
         return None
-    compute_s = jitter.trace_s[0] if jitter.kind == "trace" else workload.compute_s
-    if method.topology is None:
-        mean_s = {"trace": np.mean(jitter.trace_s or 0.0), "exponential": compute_s + jitter.scale_s, "normal": None}
-        mean_s = compute_s if jitter.is_deterministic else mean_s.get(jitter.kind, compute_s)
-        return None if mean_s is None else float(mean_s + workload.optimizer_s)
+    compute_s = _expected_compute_s(cluster, workload, method)
+    if compute_s is None or method.topology is None:
+        return None if compute_s is None else compute_s + workload.optimizer_s
     cost_s = np.stack(durations(cluster, workload, method))[:, 0, 0]  # [phases, N]
-    codec_s = codec_time_s(cluster, workload, method)
-    if method.message == GRADIENTS and not method.overlap and jitter.kind == "exponential" and method.topology.name == "complete":
-        compute_s += jitter.scale_s * sum(1 / k for k in range(1, cluster.num_workers + 1))
-    elif not jitter.is_deterministic:
-        return None
     if np.ptp(cost_s, axis=1).max() > 1e-12 * cost_s.max():
         return None
-    c, busy_s = cost_s[:, 0], workload.optimizer_s + join_time_s(workload, method)
-    if method.message == GRADIENTS:
-        if method.overlap and len(c) > 1:
-            return None
-        total_s = max(compute_s + codec_s + busy_s, c[0]) if method.overlap else compute_s + codec_s + c.mean() + busy_s
-    elif method.overlap:
-        total_s = np.maximum(compute_s, c).mean() + busy_s + codec_s
-    else:
-        total_s = compute_s + c.mean() + busy_s + codec_s
-    return float(total_s)
+    c, busy_s = cost_s[:, 0], _busy_s(cluster, workload, method)
+    if not method.overlap:
+        return float(compute_s + c.mean() + busy_s)
+    if method.message == PARAMETERS:
+        return float(np.maximum(compute_s, c).mean() + busy_s)
+    return float(max(compute_s + busy_s, c[0])) if len(c) == 1 else None
+
+
+def _expected_compute_s(cluster: Cluster, workload: Workload, method: Method) -> float | None:
+    """E of the time until a worker and all it waits for have computed; None where there is no formula."""
+    jitter, compute_s = workload.jitter, workload.compute_s
+    if jitter.is_deterministic:
+        return jitter.trace_s[0] if jitter.kind == "trace" else compute_s
+    if method.topology is None:
+        means_s = {"trace": np.mean(jitter.trace_s or 0.0), "exponential": compute_s + jitter.scale_s, "lognormal": compute_s}
+        return float(means_s[jitter.kind]) if jitter.kind in means_s else None
+    waits_for_all = method.message == GRADIENTS and not method.overlap and method.topology.name == "complete"
+    if waits_for_all and jitter.kind == "exponential":
+        return compute_s + jitter.scale_s * sum(1 / k for k in range(1, cluster.num_workers + 1))
+    return None
+
+
+def _busy_s(cluster: Cluster, workload: Workload, method: Method) -> float:
+    """What a worker does besides the gradient in a step that exchanges, seconds."""
+    return workload.optimizer_s + join_time_s(workload, method) + codec_time_s(cluster, workload, method)
 
 
 # -- Prediction -------------------------------------------------------------------------------------------------------
@@ -480,30 +346,47 @@ def predict(cluster: Cluster, workload: Workload, method: Method, *, num_steps: 
         if value is not None and value < 1:
             raise ValueError(f"{name}={value} must be at least 1; leave it out for a sensible default")
     still = workload.jitter.is_deterministic
-    T = num_steps or (max(64, 8 * method.period) if still else 1000)
+    warm_up, T = horizon(method, num_steps or (max(64, 8 * method.period) if still else 1000))
     R = num_replicas or (1 if still else max(1, min(16, 1000 // cluster.num_workers)))
-    warm_up = -(-T // 4 // method.period) * method.period
-    T = warm_up + -(-T // method.period) * method.period  # Whole periods, so that no phase counts more than others.
     compute_TxRxN = workload.jitter.sample(np.random.default_rng(seed), workload.compute_s, (T, R, cluster.num_workers))
-    # The first R systems pay for messages, the others get them for nothing: the difference is what messages cost.
+    step_s, free_s = _paid_and_free(cluster, workload, method, compute_TxRxN, warm_up)
+    mean_s, compute_s, exact_s = step_s.mean(), compute_TxRxN[warm_up:].mean(), closed_form(cluster, workload, method)
+    if method.topology is None:
+        busy_s = free_s = mean_s = exact_s or compute_s + workload.optimizer_s
+    else:
+        busy_s = compute_s + workload.optimizer_s + (_busy_s(cluster, workload, method) - workload.optimizer_s) / method.every
+        if exact_s is not None:  # What messages add, and how long workers wait for each other, is as in the simulation.
+            mean_s, free_s = exact_s, free_s + exact_s - mean_s
+    return Prediction(float(mean_s), dict(zip(QUANTILES, map(float, np.quantile(step_s, QUANTILES)), strict=True)),
+                      float(busy_s), float(free_s - busy_s), float(mean_s - free_s), *_bytes(cluster, workload, method))
+
+
+def horizon(method: Method, num_steps: int) -> tuple[int, int]:
+    """(steps to warm up, all steps): a quarter more than `num_steps`, both in whole periods, so that all phases count alike."""
+    warm_up = -(-num_steps // 4 // method.period) * method.period
+    return warm_up, warm_up + -(-num_steps // method.period) * method.period
+
+
+def _paid_and_free(cluster: Cluster, workload: Workload, method: Method, compute_TxRxN: np.ndarray,
+                   warm_up: int) -> tuple[np.ndarray, float]:
+    """Seconds of all iterations behind the warm-up, and of a mean one if messages took no time.
+
+    Both come from one simulation of 2R systems, of which the first half pays for messages.
+    """
+    R = compute_TxRxN.shape[1]
     pays_K = np.repeat([1.0, 0.0], R)[:, None]
     cost_s = [c * pays_K for c in durations(cluster, workload, method)]
-    routes, codec_s = exchanges(cluster, method), codec_time_s(cluster, workload, method)
-    run = simulate(method, workload, routes, cost_s, np.concatenate([compute_TxRxN] * 2, axis=1), codec_s)
-    start_TxKxN = run.start_TxKxN[warm_up:]
-    mean_K = (start_TxKxN[-1] - start_TxKxN[0]).mean(axis=1) / (len(start_TxKxN) - 1)
-    mean_s, free_s = mean_K[:R].mean(), mean_K[R:].mean()
-    sending = (method.topology is not None) / method.every
-    busy_s = compute_TxRxN[warm_up:].mean() + workload.optimizer_s + sending * (join_time_s(workload, method) + codec_s)
-    exact_s = closed_form(cluster, workload, method)
-    quantiles = np.quantile(np.diff(start_TxKxN[:, :R], axis=0), QUANTILES)
-    if exact_s is not None and method.topology is None:
-        busy_s = free_s = mean_s = exact_s
-    elif exact_s is not None:
-        free_s, mean_s = free_s + exact_s - mean_s, exact_s
-    num_bytes = method.ratio * sending * workload.total_bytes
-    return Prediction(
-        float(mean_s), dict(zip(QUANTILES, map(float, quantiles), strict=True)), float(busy_s), float(free_s - busy_s),
-        float(mean_s - free_s),
-        num_bytes * float(np.mean([route.sent_N.mean() for route in routes])) if routes else 0.0,
-        num_bytes * float(np.mean([route.nic_M for route in routes], axis=0).max()) if routes else 0.0)
+    run = simulate(method, workload, exchanges(cluster, method), cost_s, np.concatenate([compute_TxRxN] * 2, axis=1),
+                   codec_time_s(cluster, workload, method))
+    step_TxKxN = np.diff(run.start_TxKxN[warm_up:], axis=0)
+    return step_TxKxN[:, :R], float(step_TxKxN[:, R:].mean())
+
+
+def _bytes(cluster: Cluster, workload: Workload, method: Method) -> tuple[float, float]:
+    """Bytes per step that a worker sends, and that leave the busiest node; means over the period."""
+    routes = exchanges(cluster, method)
+    if not routes:
+        return 0.0, 0.0
+    num_bytes = method.ratio * workload.total_bytes / method.every
+    return (num_bytes * float(np.mean([route.sent_N.mean() for route in routes])),
+            num_bytes * float(np.mean([route.nic_M for route in routes], axis=0).max()))

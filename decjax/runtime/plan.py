@@ -230,8 +230,7 @@ def regions(cluster: Cluster, workload: Workload, methods: Sequence[Method], ban
         cost_s = [np.concatenate([c[phase].repeat(num_replicas, axis=1) for c in per_bandwidth], axis=1)
                   for phase in range(method.topology.period)]
         routes, codec_s = model.exchanges(cluster, method), model.codec_time_s(cluster, workload, method)
-        warm_up = -(-num_steps // 4 // method.period) * method.period
-        T = warm_up + -(-num_steps // method.period) * method.period
+        warm_up, T = model.horizon(method, num_steps)
         for v, cv in enumerate(variations):
             jitter = Jitter("lognormal", scale_s=float(cv) * workload.compute_s)
             compute = jitter.sample(np.random.default_rng(seed), workload.compute_s, (T, num_replicas, cluster.num_workers))

@@ -1,0 +1,147 @@
+"""launch/calibrate.py: the exchanges it times are those it says, its profile is one that launch.plan takes, mistakes are one line."""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+
+from configs import lm
+from decjax import codecs
+from decjax import runtime
+from decjax import train
+from decjax.train import measure
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+TINY = ("--config.model.depth=1", "--config.model.width=8", "--config.model.hidden=8", "--config.model.context=8")
+QUICK = ("--rounds=2", "--sizes=1e4,1.6e7")  # So far apart that the larger ones take longer on any machine.
+
+
+def launch(module, *arguments, **environment):
+    """Runs a command on forced CPU devices."""
+    ours = {key: value for key, value in os.environ.items() if not key.startswith("XLA_")} | {
+        "COLUMNS": "120", "JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+    return subprocess.run([sys.executable, "-m", module, *arguments], cwd=ROOT, env=ours | environment, text=True,
+                          capture_output=True, check=False, timeout=300)
+
+
+# -- What is timed ----------------------------------------------------------------------------------------------------
+
+
+def setup_of(workers, local_size):
+    config = lm.get_config(f"smoke,workers={workers},local_size={local_size},method=allreduce,stale")
+    return measure.prepare(config)
+
+
+@pytest.mark.parametrize("workers, local_size, expected", [
+    # Worker i sends i; -1: nothing arrives. Between nodes it is the first worker of each that takes part.
+    (8, 2, {("shift", "inter"): [6, -1, 0, -1, 2, -1, 4, -1], ("pair", "inter"): [2, -1, 0, -1, 6, -1, 4, -1],
+            ("pair", "intra"): [1, 0, 3, 2, 5, 4, 7, 6], ("all_reduce", "inter"): [3.5] * 8}),
+    (3, 1, {("shift", "inter"): [2, 0, 1], ("pair", "inter"): [1, 0, -1], ("all_reduce", "inter"): [1] * 3}),
+    (2, 1, {("pair", "inter"): [1, 0], ("all_reduce", "inter"): [0.5] * 2}),
+    (4, 4, {("shift", "intra"): [3, 0, 1, 2], ("pair", "intra"): [1, 0, 3, 2], ("all_reduce", "intra"): [1.5] * 4}),
+])
+def test_exchanges_are_what_they_are_called(workers, local_size, expected):
+    setup = setup_of(workers, local_size)
+    layout = measure._layout(setup)
+    actions = measure.exchange_actions(setup, [1000, layout.num_bytes])
+    assert {(what.kind, what.scope) for what in actions} == set(expected) and len(actions) == 2 * len(expected)
+    for what, action in actions.items():
+        vectors = action()
+        assert len(vectors) == len(layout.buckets)  # As many messages as training sends.
+        assert sum(x_NxP.nbytes for x_NxP in vectors) == workers * what.num_bytes
+        assert what.num_bytes == pytest.approx(1000, rel=0.01) or what.num_bytes == layout.num_bytes
+        for x_NxP in vectors:
+            wanted_N = np.array(expected[what.kind, what.scope])
+            np.testing.assert_array_equal(x_NxP, np.where(wanted_N < 0, 0, wanted_N)[:, None] * np.ones_like(x_NxP))
+        assert what.num_workers == (workers if what.kind == "all_reduce" else 2)
+
+
+def test_all_parts_of_a_step_run_again_and_again():
+    setup = setup_of(2, 1)
+    actions = measure.step_actions(setup) | measure.codec_actions(setup)
+    assert set(actions) == {"forward", "gradient", "optimizer", "combine", *codecs.names()}
+    told = []
+    times_s = measure.take_rounds(setup.workers, actions, 0.0, None, lambda done, total: told.append((done, total)))
+    assert told == [(1, 3), (2, 3), (3, 3)]
+    steps = times_s.pop("gradient").shape[1]
+    assert steps % 3 == 0 and steps <= 3 * measure.STEPS
+    assert all(times_NxR.shape == (2, 3) and (times_NxR > 0).all() for times_NxR in times_s.values())
+
+
+# -- The command ------------------------------------------------------------------------------------------------------
+
+
+def check_profile(path, nodes, per_node):
+    cluster, workload = runtime.load(path)
+    assert (cluster.num_nodes, cluster.workers_per_node) == (nodes, per_node)
+    assert set(cluster.codec_Bps) == set(codecs.names())
+    size = train.size(tiny_config())
+    assert workload.total_bytes == 4 * size.params and min(workload.forward_s, workload.optimizer_s, workload.combine_s) > 0
+    planned = launch("launch.plan", f"--cluster={path}", "--codec=int8")
+    assert planned.returncode == 0 and planned.stderr == "", planned.stderr
+    assert "Decentralization" in planned.stdout and f"{nodes} × {per_node} workers" in planned.stdout
+
+
+def tiny_config():
+    config = lm.get_config("smoke")
+    for argument in TINY:
+        field, _, value = argument.removeprefix("--config.model.").partition("=")
+        config.model[field] = int(value)
+    return config
+
+
+def test_a_profile_of_devices_in_one_process(tmp_path):
+    path = tmp_path / "here.json"
+    path.write_text("an old one")
+    result = launch("launch.calibrate", "--config=configs/lm.py:smoke,workers=4,local_size=2", *TINY, *QUICK, f"--out={path}",
+                    "--name=here [2]")
+    assert result.returncode == 0 and result.stderr == "", result.stderr
+    for told in ("here [2]", "forward and backward", "pair between nodes", "pair inside nodes", "all-reduce between nodes", "int8",
+                 f"--cluster={path}"):
+        assert told in result.stdout
+    assert json.loads(path.read_text())["name"] == "here [2]" and [*tmp_path.iterdir()] == [path]
+    check_profile(path, 2, 2)
+    assert runtime.load(path)[1].jitter.is_deterministic  # Workers of one process are timed together.
+
+
+def test_a_profile_of_two_processes(tmp_path):
+    path = tmp_path / "two.json"
+    result = launch("launch.local", "--num_processes=2", "--module=launch.calibrate", "--", "--config=configs/lm.py:smoke",
+                    *TINY, *QUICK, f"--out={path}")
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count("pair between nodes") == 1 and "2 nodes × 1 workers, cpu" in result.stdout
+    check_profile(path, 2, 1)
+
+
+@pytest.mark.parametrize("arguments, problem", [
+    ((), "is missing"),
+    (("--config=configs/none.py", "--out={tmp}/x.json"), "configs/none.py"),
+    (("--config=configs/lm.py:smoke",), "--out"),
+    (("--config=configs/lm.py:smoke,workers=1", "--out={tmp}/x.json"), "two workers at least"),
+    (("--config=configs/lm.py:smoke,simulate", "--out={tmp}/x.json"), "simulate=True"),
+    (("--config=configs/lm.py:smoke,workers=3,local_size=2", "--out={tmp}/x.json"), "local_size=2"),
+    (("--config=configs/lm.py:smoke", "--out={tmp}/none/x.json"), "cannot be written (No such file or directory); choose another --out"),
+    (("--config=configs/lm.py:smoke", "--out={tmp}"), "it is a folder"),
+    (("--config=configs/lm.py:smoke", "--out={tmp}/x.json", "--sizes=1e5,-1"), "sizes=1e5,-1: must be two different ones"),
+    (("--config=configs/lm.py:smoke", "--out={tmp}/x.json", "--sizes=1e5"), "two different ones"),
+    (("--config=configs/lm.py:smoke", "--out={tmp}/x.json", "--sizes=1e5,large"), "must be numbers of bytes"),
+    (("--config=configs/lm.py:smoke", "--out={tmp}/x.json", "--rounds=0"), "rounds"),
+    (("--config=configs/lm.py:smoke", "--out={tmp}/x.json", "now"), "unexpected argument 'now'"),
+])
+def test_mistakes_are_one_line_and_exit_code_two(arguments, problem, tmp_path):
+    result = launch("launch.calibrate", *(argument.format(tmp=tmp_path) for argument in arguments))
+    assert result.returncode == 2 and result.stdout == ""
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("error: ") and problem in line
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_one_device_is_too_few(monkeypatch):
+    monkeypatch.setattr(jax, "device_count", lambda: 1)
+    with pytest.raises(train.ConfigError, match="workers=auto on 1 devices"):
+        measure.prepare(lm.get_config("smoke"))
