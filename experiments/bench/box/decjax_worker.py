@@ -4,22 +4,17 @@ import socket
 import time
 from typing import Any
 
-from absl import flags
 import jax
 from jax.experimental import io_callback
 import numpy as np
 
 from configs import lm
-from decjax import mesh
 from decjax import train
 from decjax.train import engine
 from decjax.train import state as state_lib
 from experiments.bench.box.serve import serve
 from launch import command
-
-_COORDINATOR = flags.DEFINE_string("coordinator", None, "HOST:PORT of process 0.")
-_NUM_PROCESSES = flags.DEFINE_integer("num_processes", 1, "Number of processes.")
-_PROCESS_INDEX = flags.DEFINE_integer("process_index", 0, "Index of this process.")
+from launch import join
 
 THROUGHPUT_PORT = 4999
 
@@ -111,18 +106,12 @@ def _connect(address: str, tries: int = 50) -> socket.socket:
     raise ConnectionRefusedError(address)
 
 
-def join() -> None:
-    jax.config.update("jax_num_cpu_devices", 1)
-    if _COORDINATOR.value:
-        jax.distributed.initialize(_COORDINATOR.value, _NUM_PROCESSES.value, _PROCESS_INDEX.value,
-                                   cluster_detection_method="deactivate")
-
-
 def main(argv: list[str]) -> None:
     del argv
-    join()
-    worker = Worker()
-    serve({"prepare": worker.prepare, "steps": worker.steps, "throughput": worker.throughput})
+    with join.leaving_at_once((train.TrainingError,), "start again"):
+        join.set_up_devices(0)
+        worker = Worker()
+        serve({"prepare": worker.prepare, "steps": worker.steps, "throughput": worker.throughput})
 
 
 if __name__ == "__main__":
