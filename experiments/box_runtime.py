@@ -57,7 +57,7 @@ def calibrate(network: cluster.Network, rate: str, seconds: float) -> tuple[runt
     with tempfile.TemporaryDirectory() as directory:
         path = pathlib.Path(directory) / "profile.json"
         fields = {f"model.{key}": size for key, size in systems.MODEL.items()}
-        fields |= {"bucket_bytes": systems.WHOLE, "batch_size": HOSTS * systems.BATCH_SIZE}
+        fields |= {"bucket_bytes": systems.BUCKET, "batch_size": HOSTS * systems.BATCH_SIZE}
         code = network.run("launch.calibrate", [
             f"--config=configs/lm.py:workers={HOSTS}", f"--out={path}", f"--seconds={seconds}", f"--name={rate}",
             *(f"--config.{key}={value}" for key, value in fields.items())])

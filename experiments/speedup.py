@@ -22,7 +22,7 @@ import rich.console
 import rich.table
 
 from experiments.bench.box.group import Failed
-from experiments.bench.box.systems import Box, Row, decjax, interleaved, torch
+from experiments.bench.box.systems import WHOLE, Box, Row, decjax, interleaved, torch
 from launch import cluster
 from launch import command
 
@@ -33,9 +33,9 @@ SYNC, STALE, ONE_PEER, DECENT = "all-reduce", "all-reduce, one step stale", "one
 AER, DECENT_AER = "AER, 2 a host", "decent-dp AER, 2 a host"
 ROWS = (
     decjax(ALONE, "method=local"),
-    decjax(SYNC, "method=allreduce"),
-    decjax("all-reduce, buckets of 4 MB", "method=allreduce", bucket_bytes=2**22),
-    decjax(STALE, "method=allreduce,stale"),
+    decjax(SYNC, "method=allreduce", WHOLE),
+    decjax("all-reduce, buckets of 4 MB", "method=allreduce", 2**22),
+    decjax(STALE, "method=allreduce,stale", WHOLE),
     decjax(ONE_PEER, "topology=one_peer_exponential"),
     decjax(f"{ONE_PEER}, bfloat16", "topology=one_peer_exponential,codec=bfloat16"),
     decjax(f"{ONE_PEER}, int8", "topology=one_peer_exponential,codec=int8"),
@@ -175,9 +175,9 @@ def main(argv: list[str]) -> None:
     chosen = flags.FLAGS
     if argv:
         command.fail(f"unexpected argument {argv[0]!r}; options start with --")
-    if unknown := set(chosen.rows) - {row.name for row in ROWS}:
-        command.fail(f"rows={sorted(unknown)[0]!r} is unknown; the rows are: {'; '.join(row.name for row in ROWS)}")
-    rows = [row for row in ROWS if not chosen.rows or row.name in chosen.rows]
+    if unknown := set(chosen.row) - {row.name for row in ROWS}:
+        command.fail(f"row={sorted(unknown)[0]!r} is unknown; the rows are: {'; '.join(row.name for row in ROWS)}")
+    rows = [row for row in ROWS if not chosen.row or row.name in chosen.row]
     console = rich.console.Console(width=140, highlight=False)
     with cluster.network(hosts=HOSTS, rate=cluster.UNLIMITED) as network, Box(network, chosen.peers) as box:
         for row in rows:
@@ -201,6 +201,6 @@ if __name__ == "__main__":
     flags.DEFINE_list("rates", ["50mbit", "100mbit", "200mbit"], "Of every link, both ways.")
     flags.DEFINE_integer("rounds", 3, "Visits of each row at each rate.", lower_bound=1)
     flags.DEFINE_string("peers", None, "A Python with experiments/requirements-peers.txt, for the rows of PyTorch.")
-    flags.DEFINE_list("rows", [], "Names of the rows to measure; all if empty.")
+    flags.DEFINE_multi_string("row", [], "A row to measure, may be repeated; none: all.")
     flags.DEFINE_string("out", None, "JSON of everything measured.")
     command.run(main, errors=(cluster.ClusterError, Failed, OSError))

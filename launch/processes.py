@@ -166,7 +166,9 @@ def run_together(command_lines: list[list[str]], again: str = "", cores: Sequenc
         stack.callback(lambda: send(children, signal.SIGKILL))  # Whatever happens here, nothing stays behind.
         for index, (line, core) in enumerate(zip(command_lines, cores or [None] * len(command_lines), strict=True)):
             log = stack.enter_context(tempfile.TemporaryFile())
-            process = start(line, core, env={"JAX_PLATFORMS": "cpu"}, stdout=None if index == 0 else log, stderr=log)
+            # XLA's pool has a thread for every core it sees; an exchange beside the gradient needs a second one.
+            environment = {"JAX_PLATFORMS": "cpu"} | ({} if core is None else {"NPROC": "2"})
+            process = start(line, core, env=environment, stdout=None if index == 0 else log, stderr=log)
             children.append(Child(process, log))
         return report(children, wait(children, caught), caught, f"; {again}" if again else "")
 

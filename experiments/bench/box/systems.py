@@ -14,7 +14,7 @@ from launch import cluster
 
 MODEL = dict(vocabulary=1536, context=128, width=320, hidden=1280, heads=5, depth=4)
 BATCH_SIZE = 8  # sequences per worker and step
-WHOLE = 2**30  # bytes of a bucket that holds everything
+BUCKET, WHOLE = 2**18, 2**30  # bytes of a bucket: the default of configs/lm.py, and one that holds everything
 
 
 class Row(NamedTuple):
@@ -38,7 +38,7 @@ class Row(NamedTuple):
         return f"{'PyTorch' if self.peer else 'decjax'}, {self.local_size} a host"
 
 
-def decjax(name: str, argument: str, bucket_bytes: int = WHOLE, local_size: int = 1, model: dict[str, int] = MODEL,
+def decjax(name: str, argument: str, bucket_bytes: int = BUCKET, local_size: int = 1, model: dict[str, int] = MODEL,
            batch_size: int = BATCH_SIZE, pauses: bool = False) -> Row:
     """A row of decjax: a shorthand of configs/lm.py; with `pauses`, steps may pause."""
     fields = {"bucket_bytes": bucket_bytes, "local_size": local_size, **{f"model.{key}": size for key, size in model.items()}}
@@ -63,11 +63,10 @@ class Box(contextlib.AbstractContextManager):
     Args:
         network: the hosts.
         peers: a Python with requirements-peers.txt; None: rows of peers cannot run.
-        environment: of all workers.
     """
 
-    def __init__(self, network: cluster.Network, peers: str | None = None, environment: dict[str, str] | None = None):
-        self.network, self.peers, self.environment = network, peers, environment or {}
+    def __init__(self, network: cluster.Network, peers: str | None = None):
+        self.network, self.peers = network, peers
         self.periods: dict[str, int] = {}  # row -> steps after which its schedule repeats
         self.num_parameters = 0
         self.refused: dict[str, str] = {}  # row -> why it cannot run
@@ -87,9 +86,11 @@ class Box(contextlib.AbstractContextManager):
             raise Failed("no --peers were given")
         if row.group not in self._groups:
             module = f"experiments.bench.box.{'torch' if row.peer else 'decjax'}_worker"
-            self._groups[row.group] = Group(
-                self.network, module, processes_per_host=row.local_size, python=self.peers if row.peer else None,
-                environment={"JAX_PLATFORMS": "cpu", "LOCAL_WORLD_SIZE": str(row.local_size), **self.environment})
+            # Products on one thread, as in PyTorch's workers, since hosts share cores.
+            environment = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false",
+                           "LOCAL_WORLD_SIZE": str(row.local_size)}
+            self._groups[row.group] = Group(self.network, module, processes_per_host=row.local_size,
+                                            python=self.peers if row.peer else None, environment=environment)
         return self._groups[row.group]
 
     def visit(self, row: Row, periods: int = 1, **how: Any) -> Visit:
