@@ -17,9 +17,11 @@ from configs import shorthand
 
 # (learning rate, weight decay) of the main job, the best of those tried; sgdm's are not tuned. Noise in a worker's own small
 # batch inflates Adam's second moment, so that the signal moves less per step: gossip takes a larger rate than the averaged
-# gradient, and a smaller decay beside it. AccumAdam squares the mean of a window, and lies between.
-TUNED = dict(adamw=(2.8e-2, 0.03), accum_adamw=(1.6e-2, 0.1), sgdm=(0.5, 1e-4))
-TUNED_ALLREDUCE = TUNED | dict(adamw=(1.2e-2, 0.1))
+# gradient. AccumAdam squares the mean of a window, and lies between; its moments, which stand still for a window, bear that
+# rate in order "atc" only, where a step is mixed as soon as it is taken.
+TUNED = {"awc": dict(adamw=(2.8e-2, 0.03), accum_adamw=(1.6e-2, 0.1), sgdm=(0.5, 1e-4)),
+         "atc": dict(adamw=(2.8e-2, 0.03), accum_adamw=(2.4e-2, 0.05), sgdm=(0.5, 1e-4))}
+TUNED_ALLREDUCE = TUNED["awc"] | dict(adamw=(1.2e-2, 0.03))
 
 KEYS = dict(workers=int, local_size=int, topology=str, method=("decentralized", "allreduce", "local"),
             optimizer=("adamw", "accum_adamw", "sgdm"), order=("awc", "atc"), engine=("auto", "fused", "split"), steps=int,
@@ -61,7 +63,8 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
     config.consensus_every = 0  # K: replace all replicas by their average every K steps; 0 never
 
     optimizer = given.get("optimizer", "adamw")
-    learning_rate, weight_decay = (TUNED_ALLREDUCE if config.method == "allreduce" else TUNED)[optimizer]
+    tuned = TUNED_ALLREDUCE if config.method == "allreduce" else TUNED[config.mixing.order]
+    learning_rate, weight_decay = tuned[optimizer]
     config.optimizer = ml_collections.ConfigDict(dict(
         name=optimizer,  # adamw | accum_adamw | sgdm
         learning_rate=learning_rate,

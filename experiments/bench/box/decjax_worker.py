@@ -48,10 +48,14 @@ class Stepper:
         after = io_callback(sleep, jax.ShapeDtypeStruct((), np.int32), tokens_BxT1[0, 0])
         return self.setup.gradients(params, tokens_BxT1 + after, key)
 
+    def compile(self, step: int) -> engine.Program:
+        """The program of a step."""
+        return self.program(self.setup.method.phase(step), self.state, self.batch, np.int32(step))
+
     def step(self, pause_s: float = 0.0) -> float:
         """Takes one step; returns its seconds."""
         self.pause_s, number = pause_s, np.int32(self.count)
-        program = self.program(self.setup.method.phase(self.count), self.state, self.batch, number)
+        program = self.compile(self.count)
         begun = time.perf_counter()
         self.state, loss_N = program.run(self.state, self.batch, number)
         jax.block_until_ready((self.state, loss_N))
@@ -66,14 +70,13 @@ class Worker:
         self.steppers: dict[str, Stepper] = {}
 
     def prepare(self, method: str, **how: Any) -> dict[str, Any]:
-        """Builds a method, and compiles it by taking two periods of steps."""
+        """Builds and compiles a method. Nothing runs yet: gloo gives up on processes that compile 30 s longer than others."""
         self.steppers[method] = stepper = Stepper(**how)
-        phases = {stepper.setup.method.phase(step) for step in range(64)}
-        for _ in range(2 * len(phases)):
-            stepper.step()
+        period = len({stepper.setup.method.phase(step) for step in range(64)})
+        for step in range(period):
+            stepper.compile(step)
         params = state_lib.one_worker(stepper.state.params)
-        return {"period": len(phases), "parameters": sum(x.size for x in jax.tree.leaves(params)),
-                "bytes": [float(stepper.setup.method.num_bytes(params, phase)[jax.process_index()]) for phase in phases]}
+        return {"period": period, "parameters": sum(x.size for x in jax.tree.leaves(params))}
 
     def steps(self, method: str, count: int, pause_s: tuple[float, float] = (0.0, 0.0), seed: int = 0) -> list[float]:
         """Seconds of `count` steps, each with a pause of pause_s[0] plus an exponential variable of mean pause_s[1]."""

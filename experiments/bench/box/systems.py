@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from experiments.bench.box.group import Failed, Group
 from launch import cluster
 
+LEAST_STEPS = 5  # of workers that do not wait for each other: the first ones finish theirs while others are still starting
 MODEL = dict(vocabulary=1536, context=128, width=320, hidden=1280, heads=5, depth=4)
 BATCH_SIZE = 8  # sequences per worker and step
 BUCKET, WHOLE = 2**18, 2**30  # bytes of a bucket: the default of configs/lm.py, and one that holds everything
@@ -31,6 +32,11 @@ class Row(NamedTuple):
     how: dict[str, Any]
     peer: bool = False
     local_size: int = 1
+
+    @property
+    def alone(self) -> bool:
+        """Whether it sends nothing."""
+        return self.how.get("kind") == "alone" or self.how.get("argument") == "method=local"
 
     @property
     def group(self) -> str:
@@ -71,15 +77,24 @@ class Box(contextlib.AbstractContextManager):
         self.num_parameters = 0
         self.refused: dict[str, str] = {}  # row -> why it cannot run
         self._groups: dict[str, Group] = {}
+        self._of: dict[str, str] = {}  # row -> its group
 
     def prepare(self, row: Row) -> None:
-        """Starts the row's processes unless they are there, and compiles it; a row that cannot run is noted as `refused`."""
+        """Starts the row's processes unless they are there, compiles it and takes two periods of steps.
+
+        A row that cannot run is noted as `refused`, and so are those that shared its processes, which are gone.
+        """
         try:
             answer, *_ = self._group(row).ask("prepare", method=row.name, **row.how)
-            self.periods[row.name], self.num_parameters = answer["period"], answer["parameters"]
+            self._group(row).ask("steps", method=row.name, count=2 * answer["period"])
         except Failed as failure:
             self._groups.pop(row.group, None)
-            self.refused[row.name] = str(failure)
+            lost = [name for name, group in self._of.items() if group == row.group]
+            self.refused |= {name: f"its processes ended with {row.name!r}" for name in lost} | {row.name: str(failure)}
+            self.periods = {name: period for name, period in self.periods.items() if name not in lost}
+        else:
+            self.periods[row.name], self.num_parameters = answer["period"], answer["parameters"]
+            self._of[row.name] = row.group
 
     def _group(self, row: Row) -> Group:
         if row.peer and self.peers is None:
@@ -94,8 +109,8 @@ class Box(contextlib.AbstractContextManager):
         return self._groups[row.group]
 
     def visit(self, row: Row, periods: int = 1, **how: Any) -> Visit:
-        """Measures a row over whole periods of its schedule."""
-        count = 1 + periods * self.periods[row.name]
+        """Measures a row over whole periods of its schedule, and over `LEAST_STEPS` if nothing keeps its workers in step."""
+        count = 1 + max(periods * self.periods[row.name], LEAST_STEPS if row.alone else 1)
         before = self.network.bytes()
         per_worker = self._group(row).ask("steps", method=row.name, count=count, **how)
         sent = max(late.sent - early.sent for early, late in zip(before, self.network.bytes(), strict=True))

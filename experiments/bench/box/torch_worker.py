@@ -120,13 +120,12 @@ class Worker:
 
     def prepare(self, method: str, kind: str, model: dict[str, int], batch_size: int, period: int = 1,
                 **options: Any) -> dict[str, Any]:
-        """Builds a method and takes two periods of steps."""
+        """Builds a method."""
         torch.manual_seed(0)
         net = DecoderLM(**model)
         generator = torch.Generator().manual_seed(self.index)
         self.methods[method] = METHODS[kind](net, **options)
         self.tokens[method] = torch.randint(256, (batch_size, model["context"] + 1), generator=generator)
-        self.steps(method, 2 * period)
         return {"period": period, "parameters": sum(x.numel() for x in net.parameters())}
 
     def steps(self, method: str, count: int) -> list[float]:
