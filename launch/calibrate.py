@@ -10,7 +10,7 @@ accelerators each worker is a forced CPU device, as in launch.train. The machine
 takes what it sees for what the cluster is like.
 
 The table has the median over rounds and workers and 5 to 95 % of them; of each exchange also α and β of the line through its
-times, t = α + bytes/β. All-reduce takes 2(N−1) hops and 2(N−1)/N of the bytes, which its efficiency is relative to.
+times, t = α + bytes/β. All-reduce makes 2(N−1) hops, of 2(N−1)/N of the bytes together.
 """
 
 import contextlib
@@ -34,7 +34,7 @@ _OUT = flags.DEFINE_string("out", None, "The profile to write, such as box.json.
 _NAME = flags.DEFINE_string("name", None, "What the profile calls the cluster; none: its workers and devices.")
 _SIZES = flags.DEFINE_list("sizes", [], "Bytes of exchanges, as 1e5,1e6,1e7; none: up to the model's.")
 _SECONDS = flags.DEFINE_float("seconds", 60.0, "About how long to measure, when everything is compiled.", lower_bound=0.0)
-_ROUNDS = flags.DEFINE_integer("rounds", None, "How often to measure everything; none: as often as the seconds allow.", lower_bound=1)
+_ROUNDS = flags.DEFINE_integer("rounds", None, "How often to measure everything; none: as the seconds allow.", lower_bound=1)
 flags.mark_flags_as_required(["config", "out"])
 
 STEP = {"forward": "forward", "gradient": "forward and backward", "optimizer": "optimizer", "combine": "combine"}
@@ -57,7 +57,7 @@ def parse_sizes(texts: list[str]) -> list[int]:
     except (ValueError, OverflowError):
         raise CalibrationError(f"sizes={','.join(texts)}: must be numbers of bytes, as 1e5,1e6,1e7") from None
     if texts and (sizes[0] < 4 or len(sizes) < 2):
-        raise CalibrationError(f"sizes={','.join(texts)}: must be two different ones at least, of 4 bytes or more, as 1e5,1e6,1e7")
+        raise CalibrationError(f"sizes={','.join(texts)}: must be two different ones or more, of at least 4 bytes, as 1e5,1e6")
     return sizes
 
 
@@ -74,7 +74,8 @@ def check_writable(path: pathlib.Path) -> None:
         probe.touch()
         probe.unlink()
     except OSError as error:
-        raise CalibrationError(f"out={str(path)!r} cannot be written ({error.strerror or error}); choose another --out") from error
+        reason = error.strerror or error
+        raise CalibrationError(f"out={str(path)!r} cannot be written ({reason}); choose another --out") from error
 
 
 def name_of(workers: int, local_size: int) -> str:
@@ -94,18 +95,20 @@ def spread(times_s: np.ndarray) -> list[str]:
 
 def report(measured: measure.Measured) -> table.Table:
     """What was measured, one row per action."""
-    rows = table.Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), title=markup.escape(measured.cluster.name), title_justify="left")
+    rows = table.Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), title=markup.escape(measured.cluster.name),
+                       title_justify="left", caption_justify="left",
+                       caption=f"all-reduce reaches {measured.cluster.all_reduce_efficiency:.0%} of the links' bandwidth")
     for header in ("", "MB", "ms", "5 – 95 %", "α, ms", "β, Mbit/s"):
         rows.add_column(header, justify="right" if header else "left", no_wrap=True)
     model_mb = f"{measured.workload.total_bytes / 1e6:.3g}"
     for part, title in STEP.items():
         rows.add_row(title, model_mb, *spread(measured.step_s[part]))
     for (kind, scope), line in measured.lines.items():
-        shown = [f"{1e3 * line.latency_s:.3g}", f"{8e-6 * line.bandwidth_Bps:.4g}"]
+        title, shown = f"{KINDS[kind]} {SCOPES[scope]}", [f"{1e3 * line.latency_s:.3g}", f"{8e-6 * line.bandwidth_Bps:.4g}"]
         for what, slowest_s in measured.exchange_s.items():
             if (what.kind, what.scope) == (kind, scope):
-                rows.add_row(f"{KINDS[kind]} {SCOPES[scope]}" if shown else "", f"{what.num_bytes / 1e6:.3g}", *spread(slowest_s), *shown)
-                shown = []  # Once per line.
+                rows.add_row(title, f"{what.num_bytes / 1e6:.3g}", *spread(slowest_s), *shown)
+                title, shown = "", []  # Told once.
     for codec, both_s in measured.codec_s.items():
         rows.add_row(f"{codec}, both ways", model_mb, *spread(both_s), "", f"{8e-6 * measured.cluster.codec_rate(codec):.4g}")
     return rows

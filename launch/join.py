@@ -18,7 +18,8 @@ from decjax import train
 from launch import command
 
 _COORDINATOR = flags.DEFINE_string(
-    "coordinator", None, "HOST:PORT of process 0, or 'auto' to ask the cluster (Kubernetes); under srun and mpirun nothing is needed.")
+    "coordinator", None,
+    "HOST:PORT of process 0, or 'auto' to ask the cluster (Kubernetes); under srun and mpirun nothing is needed.")
 _NUM_PROCESSES = flags.DEFINE_integer("num_processes", None, "Number of processes, with --coordinator=HOST:PORT.")
 _PROCESS_INDEX = flags.DEFINE_integer("process_index", None, "Index of this process, with --coordinator=HOST:PORT.")
 

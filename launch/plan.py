@@ -72,7 +72,7 @@ def times_of(values: dict[str, float], cluster: runtime.Cluster, compute_s: floa
     """
     each = {name: values[name] for name in ("forward_s", "backward_s") if values[name] is not None}
     if compute_s is not None and each:
-        raise ValueError(f"--compute_s={compute_s:g} and --model: {', '.join(each)} both tell how long a step computes; give one")
+        raise ValueError(f"--compute_s={compute_s:g} and --model: {', '.join(each)} both tell how long a step takes; give one")
     if len(each) == 2:
         return each["forward_s"], each["backward_s"]
     if compute_s is None and not each and values["tokens"] and cluster.flops:
@@ -286,7 +286,7 @@ if __name__ == "__main__":  # Other commands have a --workers as well, and one p
     flags.DEFINE_list("topologies", [], "Graphs to consider, or 'all'; none: a choice of good ones.")
     flags.DEFINE_list("orders", ["awc", "atc"], "awc (overlaps with the gradient), atc (after the update), or both.")
     flags.DEFINE_float("ratio", None, "Bytes of a message ÷ bytes of the parameters: 0.5 for 16 bits; none: 1.")
-    flags.DEFINE_string("codec", None, "Codec of gossip's messages, bfloat16 or int8: its ratio, and its time if the profile has it.")
+    flags.DEFINE_string("codec", None, "Codec of gossip's messages, such as int8: its ratio, and its time if it was measured.")
     flags.DEFINE_integer("every", 1, "Communicate in every p-th step.")
     flags.DEFINE_string("plot", None, "Where to write the figure, such as plan.png.")
     command.run(main, errors=(ValueError, OSError, config_file.ConfigFileError))

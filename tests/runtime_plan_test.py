@@ -245,7 +245,7 @@ def test_bad_models_are_refused(text, problem):
 
 
 def test_a_time_is_told_once():
-    with pytest.raises(ValueError, match=r"--compute_s=0.3 and --model: forward_s, backward_s both tell"):
+    with pytest.raises(ValueError, match=r"--compute_s=0.3 and --model: forward_s, backward_s both tell how long"):
         cli.make_workload(cli.parse_pairs("params=1e6,forward_s=1,backward_s=2"), SLOW, 0.3)
 
 

@@ -45,7 +45,8 @@ class Ranked(NamedTuple):
 
 
 def candidates(cluster: Cluster, topologies: Sequence[str] = TOPOLOGIES, orders: Sequence[str] = ("awc", "atc"), *,
-               bucketed: bool = True, ratio: float = 1.0, codec: str = "", every: int = 1) -> tuple[list[Method], dict[str, str]]:
+               bucketed: bool = True, ratio: float = 1.0, codec: str = "",
+               every: int = 1) -> tuple[list[Method], dict[str, str]]:
     """No communication, three forms of all-reduce, and gossip over each topology that exists for the cluster's size.
 
     Args:

@@ -14,6 +14,7 @@ import json
 import math
 import os
 import pathlib
+import re
 from typing import Any
 
 import numpy as np
@@ -343,5 +344,6 @@ def save(path: str | os.PathLike, cluster: Cluster, workload: Workload | None = 
     if workload is not None:
         content["workload"] = dataclasses.asdict(workload)
     temporary = pathlib.Path(f"{os.fspath(path)}.tmp")
-    temporary.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    text = re.sub(r"\[[^][{}]*\]", lambda numbers: " ".join(numbers[0].split()), json.dumps(content, indent=2))
+    temporary.write_text(text + "\n", encoding="utf-8")  # Lists of numbers stay on one line.
     temporary.replace(path)

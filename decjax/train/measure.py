@@ -81,8 +81,8 @@ def prepare(config: ml_collections.ConfigDict) -> assemble.Setup:
     if config.simulate:
         raise ConfigError("simulate=True: workers on one device exchange nothing that could be timed; leave it out")
     if config.workers == 1 or jax.device_count() == 1:
-        raise ConfigError(f"workers={config.workers or 'auto'} on {jax.device_count()} devices: an exchange is timed between two "
-                          "workers at least, each on a device of its own; JAX_PLATFORMS=cpu makes devices of CPU threads")
+        raise ConfigError(f"workers={config.workers or 'auto'}, devices={jax.device_count()}: an exchange is timed between at "
+                          "least two workers, each on a device of its own; JAX_PLATFORMS=cpu makes devices of CPU threads")
     config = copy.deepcopy(config)  # References included, such as a batch that follows the number of workers.
     config.method, config.stale, config.mixing.codec, config.engine = "local", False, "", "auto"
     return assemble.build(config)
@@ -180,10 +180,15 @@ class Stopwatch:
         self._workers = workers
         self._token = workers.build(lambda worker: np.float32(0))
         self._meet = workers.jit(lambda x: mesh.group_mean(x, workers.num_workers, workers.axis_name), (0,))
+        self.meet()  # Connections between CPU processes are made within half a minute: before anybody compiles for longer.
+
+    def meet(self) -> None:
+        """Returns when all workers have come."""
+        jax.block_until_ready(self._meet(self._token))
 
     def time(self, action: Callable[[], Any], repeats: int = 1) -> list[float]:
         """Seconds in this process, each from dispatch to completion; all workers begin the first at once."""
-        jax.block_until_ready(self._meet(self._token))
+        self.meet()
         times_s = []
         for _ in range(repeats):
             begun = time.perf_counter()
@@ -197,12 +202,12 @@ class Stopwatch:
         return self._workers.fetch(self._workers.build(lambda worker: own)).astype(float)
 
 
-def take_rounds(workers: mesh.Workers, actions: Actions, seconds: float, rounds: int | None,
+def take_rounds(watch: Stopwatch, actions: Actions, seconds: float, rounds: int | None,
                 note: Callable[[int, int], None]) -> dict[Hashable, np.ndarray]:
     """Times all actions over and over.
 
     Args:
-        workers: who takes them.
+        watch: of the workers that take them.
         actions: "gradient" is taken several times in a round, so that it gets about half of the time.
         seconds: about how long, without the warm-up.
         rounds: how many; None: as many as fit.
@@ -211,7 +216,6 @@ def take_rounds(workers: mesh.Workers, actions: Actions, seconds: float, rounds:
     Returns:
         For every action [N, R] seconds.
     """
-    watch = Stopwatch(workers)
     for action in actions.values():
         watch.time(action)  # Compiles.
     # All processes have to come to the same numbers, so the slowest worker's count.
@@ -255,9 +259,10 @@ def measure(setup: assemble.Setup, *, name: str, sizes: Sequence[int] = (), seco
     Raises:
         ValueError: if larger exchanges do not take longer.
     """
+    watch = Stopwatch(setup.workers)
     steps, codings = step_actions(setup), codec_actions(setup)
     exchanges = exchange_actions(setup, sizes or sizes_up_to_model(setup))
-    times_s = take_rounds(setup.workers, steps | exchanges | codings, seconds, rounds, note)
+    times_s = take_rounds(watch, steps | exchanges | codings, seconds, rounds, note)
     step_s, codec_s = {part: times_s[part] for part in steps}, {codec: times_s[codec] for codec in codings}
     exchange_s = {what: times_s[what].max(axis=0) for what in exchanges}
     total_bytes = _layout(setup).num_bytes
