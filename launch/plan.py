@@ -4,8 +4,8 @@
     python -m launch.plan --cluster=configs/clusters/a40_ethernet.json --model=params=65e6,tokens=1600,buckets=8 --workers=32
     python -m launch.plan --cluster=PROFILE.json --model=configs/lm.py:workers=8 --compute_s=0.09 --plot=plan.png
 
-The cluster is a profile (`decjax.runtime.profile` describes the fields): measured, or written by hand from datasheets. The
-model is one of
+The cluster is a profile (`decjax.runtime.profile` describes the fields): measured by launch.calibrate, or written by hand from
+datasheets. The model is one of
 
     nothing                    the workload that was measured with the profile
     WORKLOAD.json              forward_s, backward_s and num_bytes of each bucket, optimizer_s, combine_s, jitter

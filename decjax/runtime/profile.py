@@ -1,7 +1,8 @@
 """What the runtime model is told: a cluster, a workload, how compute times vary. Plain data, with a JSON form.
 
-A *profile* is one JSON object: the fields of `Cluster`, and optionally a measured `Workload` under "workload". It can be
-fitted to timings (`calibrate`) or written by hand from datasheets. Units stand in the names; bytes per second, not bits.
+A *profile* is one JSON object: the fields of `Cluster`, and optionally a measured `Workload` under "workload". It is measured
+(launch.calibrate), fitted to timings (`calibrate`) or written by hand from datasheets. Units stand in the names; bytes per
+second, not bits.
 
     {"name": "box", "num_nodes": 4, "workers_per_node": 1,
      "intra": {"latency_s": 2e-6, "bandwidth_Bps": 5e9}, "inter": {"latency_s": 1e-3, "bandwidth_Bps": 2.5e7},
