@@ -1,5 +1,6 @@
 # make train    the main job, in runs/lm       make train JAX=cuda13 on NVIDIA GPUs
 # make test     the test suite
+# make test-aot what a TPU's compiler makes of a step; needs no TPU, but a download of its compiler
 # make clean    remove the virtual environment (runs stay)
 
 PYTHON ?= python3
@@ -7,17 +8,24 @@ PYTHON ?= python3
 JAX ?=
 VENV ?= .venv
 BIN := $(VENV)/bin
+# Beside the environment, not in it: wherever JAX finds libtpu it looks for TPUs.
+AOT := $(abspath $(VENV))/aot
 INSTALLED := $(VENV)/installed$(if $(JAX),-$(JAX))
 CONFIG ?= configs/lm.py
 WORKDIR ?= runs/lm
 
-.PHONY: train test clean
+.PHONY: train test test-aot clean
 
 train: $(INSTALLED)
 	$(BIN)/python -m launch.train --config=$(CONFIG) --workdir=$(WORKDIR)
 
 test: $(VENV)/installed-tests
 	$(BIN)/python -m pytest
+
+# Without the compiler this fails, where the suite would skip.
+test-aot: $(AOT)/installed
+	@PYTHONPATH=$(AOT) $(BIN)/python -c 'import libtpu'
+	PYTHONPATH=$(AOT) $(BIN)/python -m pytest --dist load tests/aot_test.py
 
 $(INSTALLED): requirements.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -31,6 +39,10 @@ $(INSTALLED): requirements.txt
 
 $(VENV)/installed-tests: $(VENV)/installed tests/requirements.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r tests/requirements.txt
+	@touch $@
+
+$(AOT)/installed: $(VENV)/installed-tests tests/requirements-aot.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade --target $(AOT) -r tests/requirements-aot.txt
 	@touch $@
 
 clean:

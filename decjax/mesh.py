@@ -164,9 +164,14 @@ class Workers:
         return self.mesh is None
 
     @property
+    def platform(self) -> str | None:
+        """Platform of the devices, as "cpu", "gpu" or "tpu"; None where workers are simulated."""
+        return None if self.simulated else self.mesh.devices.flat[0].platform
+
+    @property
     def on_cpu(self) -> bool:
         """Whether the workers are CPU devices (not simulated ones)."""
-        return not self.simulated and self.mesh.devices.flat[0].platform == "cpu"
+        return self.platform == "cpu"
 
     @property
     def axis_name(self) -> AxisName:
@@ -247,13 +252,16 @@ class Workers:
         return jax.jit(lambda tree: tree, out_shardings=self.replicated)  # Kept: a new one each time would compile anew.
 
 
-def make_workers(num_workers: int, *, local_size: int = 1, simulate: bool = False) -> Workers:
+def make_workers(num_workers: int, *, local_size: int = 1, simulate: bool = False,
+                 devices: Sequence[jax.Device] | None = None) -> Workers:
     """Places N workers on the devices of all processes, one each, or simulates them on one device.
 
     Args:
         num_workers: N ≥ 1.
         local_size: L, workers that share a node; divides N.
         simulate: run all workers on one device by `vmap`.
+        devices: where to place them; None: `jax.devices()`. Programs can be compiled, but not run, for devices that are only
+            described (`jax.experimental.topologies`).
 
     Returns:
         The `Workers`.
@@ -272,7 +280,7 @@ def make_workers(num_workers: int, *, local_size: int = 1, simulate: bool = Fals
             raise ValueError(f"simulate runs all workers on one device, but there are {jax.process_count()} processes; "
                              "start a single one")
         return Workers(num_workers, local_size, None)
-    devices = jax.devices()
+    devices = jax.devices() if devices is None else devices
     if len(devices) < num_workers:
         raise ValueError(f"workers={num_workers} but there are {len(devices)} devices; "
                          f"use workers={len(devices)} or simulate the workers on one device")

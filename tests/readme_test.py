@@ -34,7 +34,7 @@ def test_every_command_of_the_readme_exists():
 
 
 def test_every_dependency_is_explained():
-    names = [re.split(r"[=;]", line)[0] for name in ("requirements.txt", "tests/requirements.txt")
+    names = [re.split(r"[=;]", line)[0] for name in ("requirements.txt", "tests/requirements.txt", "tests/requirements-aot.txt")
              for line in (README.parent / name).read_text().splitlines() if line and not line.startswith("#")]
     table = README.read_text().split("## Dependencies")[1].split("## Sources")[0]
     assert [name for name in names if not re.search(rf"[| ,]{re.escape(name)}[ ,|]", table)] == []

@@ -140,6 +140,9 @@ def synchronize(inner: optax.GradientTransformation, reducer: reduce.Reducer,
             averaged, reducer_state = reducer.reduce(grads, state.reducer)
         else:
             averaged, reducer_state = stale_exchange(reducer, state) if received is None else received
+            # Nothing else keeps the update, which needs no gradient of this step, behind it: compilers would wait for the
+            # all-reduce and update before the forward pass.
+            averaged, grads = jax.lax.optimization_barrier((averaged, grads))
         updates, inner_state = inner.update(averaged, state.inner, params, **extra)
         if not stale:
             return updates, SynchronizeState(inner_state, reducer_state, ())

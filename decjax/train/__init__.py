@@ -8,6 +8,7 @@
     checkpoint   Orbax, and whose directory it is
     metrics      metrics.jsonl, TensorBoard, the screen
     wire         bytes sent, read from compiled HLO
+    overlap      what is computed while messages travel, read from compiled HLO
     measure      what a step, an exchange and a codec take: profiles for `decjax.runtime`
 """
 

@@ -1,7 +1,7 @@
 """From a config to the parts of a run. `ConfigDict` ends here: below are keyword arguments."""
 
 import ast
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 import copy
 import functools
 import json
@@ -48,21 +48,23 @@ class Setup(NamedTuple):
     batch: Callable[[int, int], np.ndarray]  # (worker, step) -> tokens_BxT1
 
 
-def resolve(config: ml_collections.ConfigDict) -> ml_collections.ConfigDict:
+def resolve(config: ml_collections.ConfigDict, devices: Sequence[jax.Device] | None = None) -> ml_collections.ConfigDict:
     """Fills in `workers=0`: one worker per device, or 8 simulated ones on a lone accelerator."""
     config = copy.deepcopy(config)  # References included, so that fields which follow `workers` still do.
     if not config.workers:
-        config.simulate = config.simulate or (
-            jax.device_count() == 1 and jax.process_count() == 1 and jax.default_backend() != "cpu")
-        config.workers = SIMULATED_WORKERS if config.simulate else jax.device_count()
+        if not config.simulate:
+            devices = jax.devices() if devices is None else devices
+            config.simulate = len(devices) == 1 and jax.process_count() == 1 and devices[0].platform != "cpu"
+        config.workers = SIMULATED_WORKERS if config.simulate else len(devices)
     return ml_collections.ConfigDict(json.loads(config.to_json()))
 
 
-def build(config: ml_collections.ConfigDict) -> Setup:
+def build(config: ml_collections.ConfigDict, devices: Sequence[jax.Device] | None = None) -> Setup:
     """Builds every part of a run, and refuses what cannot be trained.
 
     Args:
         config: as `configs/lm.py` describes.
+        devices: where workers live unless they are simulated; None: `jax.devices()`.
 
     Returns:
         The `Setup`.
@@ -71,8 +73,8 @@ def build(config: ml_collections.ConfigDict) -> Setup:
         ConfigError: in one line: the value, the constraint and the fix.
     """
     try:
-        config = resolve(config)
-        workers = mesh.make_workers(config.workers, local_size=config.local_size, simulate=config.simulate)
+        config = resolve(config, devices)
+        workers = mesh.make_workers(config.workers, local_size=config.local_size, simulate=config.simulate, devices=devices)
         _check_sizes(config)
         schedule = make_schedule(config.optimizer, config.steps)
         method, topology = make_method(config, workers, schedule)

@@ -1,0 +1,190 @@
+"""What is computed while a message travels, read from the schedule of a compiled step.
+
+Compilers of GPUs and TPUs cut a collective into a start and a done, and put all instructions of a program in an order. What
+stands between the two is computed while the message is on its way. Work is counted in floating-point operations of matrix
+products, loops included. Their names say which pass they belong to: `jvp` is the forward, its transpose the backward pass.
+"""
+
+import functools
+import math
+import re
+from typing import NamedTuple
+
+import numpy as np
+
+from decjax.train import wire
+
+_COMPUTATION = re.compile(r"^(?P<entry>ENTRY )?%(?P<name>[\w.-]+) .*\{$")
+_INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%(?P<name>[\w.-]+) = (?P<shape>.+?) (?P<opcode>[a-z][\w-]*)\((?P<operands>.*?)\)(?:,|$)")
+_NAME = re.compile(r"%([\w.-]+)")
+_CALLED = re.compile(r"\b(?:calls|body|to_apply|\w+_computations?)=(\{[^}]*\}|%[\w.-]+)")
+_CONDITION = re.compile(r"\bcondition=%([\w.-]+)")
+_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
+_LIMIT = re.compile(r" s32\[\]\S* constant\((\d+)\)")
+_DIMS = re.compile(r"\w+\[([\d,]*)\]")
+_CONTRACTED = re.compile(r'\blhs_contracting_dim(?:s=\{([\d,]+)\}|ensions":\[([\d,"]+)\])')
+_LABELS = re.compile(r"\bdim_labels=(\w+)_(\w+)->(\w+)")
+_WINDOW = re.compile(r"\bwindow=\{([^}]*)\}")
+
+
+class Transfer(NamedTuple):
+    """One collective in the schedule of a step.
+
+    Attributes:
+        collective: what is sent.
+        asynchronous: whether it has a start and a done; if not, the program waits for it.
+        inside: the kind of instruction whose branch or body holds it, as "conditional"; empty for the program itself.
+        started: share of the forward pass that comes before the start: 0 if the start comes first.
+        finished: share of the backward pass that comes before the done: 1 if the done comes last.
+        hidden: share of both passes between start and done.
+    """
+
+    collective: wire.Collective
+    asynchronous: bool
+    inside: str
+    started: float
+    finished: float
+    hidden: float
+
+
+class Schedule(NamedTuple):
+    """The order of a compiled step.
+
+    Attributes:
+        forward_flops: operations of the forward pass's matrix products, on one worker.
+        backward_flops: those of the backward pass.
+        transfers: all collectives, in the order of their starts.
+    """
+
+    forward_flops: int
+    backward_flops: int
+    transfers: tuple[Transfer, ...]
+
+
+def read(hlo: str, num_workers: int) -> Schedule:
+    """Reads where the collectives of a step stand in its schedule.
+
+    Args:
+        hlo: `compiled.as_text()` of a step that takes a gradient by `jax.grad`.
+        num_workers: N, the number of partitions.
+
+    Returns:
+        The `Schedule`.
+
+    Raises:
+        ValueError: if the program has no schedule, or no matrix products in one of its passes.
+    """
+    if "is_scheduled=true" not in hlo.partition("\n")[0]:
+        raise ValueError("the program has no schedule, so its order says nothing; use the text of a compiled one")
+    program = _Program(hlo)
+    work_Ix2 = np.array([program.work(instruction) for instruction in program.entry])
+    total = work_Ix2.sum(axis=0)
+    if not total.all():
+        raise ValueError("the program has no matrix products in its forward or its backward pass, so there is nothing to measure by")
+    before_Ix2 = np.cumsum(work_Ix2, axis=0) - work_Ix2
+    found = []
+    for start, instruction in enumerate(program.entry):
+        done = program.done(start)
+        shares = (before_Ix2[start, 0] / total[0], before_Ix2[done, 1] / total[1],
+                  work_Ix2[start + 1:done].sum() / total.sum())
+        for collective in wire.collectives(instruction.line, num_workers):
+            found.append(Transfer(collective, done > start, "", *map(float, shares)))
+        for collective in wire.collectives(program.text_below(instruction), num_workers):
+            found.append(Transfer(collective, done > start, instruction.opcode, *map(float, shares)))
+    return Schedule(*map(int, total), tuple(found))
+
+
+class _Instruction(NamedTuple):
+    name: str
+    shape: str
+    opcode: str
+    operands: tuple[str, ...]
+    called: tuple[str, ...]  # computations, but for the condition of a loop
+    line: str
+
+
+class _Program:
+    """The computations of a module, and the matrix products in them."""
+
+    def __init__(self, hlo: str):
+        self.computations: dict[str, list[_Instruction]] = {}
+        for line in hlo.splitlines():
+            if match := _COMPUTATION.match(line):
+                body = self.computations[match["name"]] = []
+                if match["entry"]:
+                    self.entry = body
+            elif match := _INSTRUCTION.match(line):
+                body.append(_Instruction(
+                    match["name"], match["shape"], match["opcode"], tuple(_NAME.findall(match["operands"])),
+                    tuple(_NAME.findall(" ".join(_CALLED.findall(line)))), line))
+        self.instructions = {instruction.name: instruction for body in self.computations.values() for instruction in body}
+        self._work_of = functools.cache(self._work_of)
+
+    def done(self, start: int) -> int:
+        """Position where the entry computation waits for what it starts at `start`; the same one if it waits at once."""
+        instruction = self.entry[start]
+        if not instruction.opcode.endswith("-start") or '"is_sync":true' in instruction.line:
+            return start
+        opcode = instruction.opcode.removesuffix("start") + "done"
+        return next(position for position, later in enumerate(self.entry)
+                    if later.opcode == opcode and instruction.name in later.operands)
+
+    def text_below(self, instruction: _Instruction) -> str:
+        """All lines of the computations that an instruction calls."""
+        return "\n".join(f"{below.line}\n{self.text_below(below)}"
+                         for name in instruction.called for below in self.computations[name])
+
+    def work(self, instruction: _Instruction) -> np.ndarray:
+        """Operations of the matrix products in an instruction, (forward, backward)."""
+        work = self._trips(instruction) * sum((self._work_of(name) for name in instruction.called), np.zeros(2))
+        if "jvp(" in instruction.line:
+            work[int("transpose(jvp(" in instruction.line)] += self._flops(instruction)
+        return work
+
+    def _work_of(self, computation: str) -> np.ndarray:
+        return sum((self.work(instruction) for instruction in self.computations[computation]), np.zeros(2))
+
+    def _trips(self, instruction: _Instruction) -> int:
+        if instruction.opcode != "while":
+            return 1
+        if known := _TRIPS.search(instruction.line):
+            return int(known[1])
+        condition = self.computations[_CONDITION.search(instruction.line)[1]]
+        limit, = (int(found[1]) for tested in condition if (found := _LIMIT.search(tested.line)))
+        return limit
+
+    def _flops(self, instruction: _Instruction) -> int:
+        """2 · results · products summed in each; 0 of anything but a matrix product."""
+        if labels := _LABELS.search(instruction.line):
+            return self._convolution_flops(instruction, *labels.groups())
+        if contracted := _CONTRACTED.search(instruction.line):  # dot, or a call of cuBLAS
+            dims = self._dims(instruction.operands[0])
+            axes = map(int, re.findall(r"\d+", contracted[0]))
+            return 2 * math.prod(self._dims(instruction.name)) * math.prod(dims[axis] for axis in axes)
+        return 0
+
+    def _convolution_flops(self, instruction: _Instruction, image: str, kernel: str, result: str) -> int:
+        """A TPU's matrix products are convolutions, whose batches may be spatial axes of which most is padding."""
+        image_dims, kernel_dims, result_dims = map(self._dims, (*instruction.operands[:2], instruction.name))
+        window = _WINDOW.search(instruction.line)
+        options = dict(part.split("=") for part in window[1].split()) if window else {}
+        flops = 2 * kernel_dims[kernel.index("i")] * result_dims[result.index("b")] * result_dims[result.index("f")]
+        for axis in range(len(image) - 2):
+            flops *= _taps(image_dims[image.index(str(axis))], result_dims[result.index(str(axis))],
+                           {name: option.split("x")[axis] for name, option in options.items() if name != "rhs_reversal"})
+        return flops
+
+    def _dims(self, name: str) -> tuple[int, ...]:
+        """Dimensions of an instruction's result, the first one of several."""
+        return tuple(int(size) for size in _DIMS.search(self.instructions[name].shape)[1].split(",") if size)
+
+
+def _taps(image_size: int, result_size: int, option: dict[str, str]) -> int:
+    """How often, along one axis of a convolution, the kernel meets a value of the image and not padding."""
+    def of(name):
+        return int(option.get(name, 1))
+
+    low, _, _ = option.get("pad", "0_0").partition("_")
+    offset = np.arange(of("size")) * of("rhs_dilate") - int(low)
+    index, between = np.divmod(np.arange(result_size)[:, None] * of("stride") + offset, of("lhs_dilate"))
+    return int(((between == 0) & (0 <= index) & (index < image_size)).sum())

@@ -1,0 +1,142 @@
+"""What is computed while messages travel: the schedules that compilers of accelerators make of a step.
+
+    python -m experiments.bench.overlap                        # a TPU's, ahead of time
+    python -m experiments.bench.overlap --topology=v6e:2x4
+    python -m experiments.bench.overlap --attached             # of the GPUs or TPUs of this machine, two or more
+
+Ahead of time takes no TPU, but its compiler: `pip install -r tests/requirements-aot.txt`. Nothing is run in either case.
+
+The step is the one that `launch.train` runs: `engine.make_step` of a method and of a dense language model whose layers are
+scanned, one worker per chip. A row tells the worst message of all phases of a method:
+
+    messages       collectives of a step, as the compiler has joined them
+    asynchronous   how many of them it does not wait for at once
+    starts         share of the forward pass that comes before the start
+    ends           share of the backward pass that comes before the program waits for the message
+    meanwhile      share of the matrix products of both passes that are computed between the two
+"""
+
+from collections.abc import Iterator, Sequence
+import importlib.util
+import os
+
+from absl import flags
+import jax
+from jax.experimental import topologies
+import numpy as np
+import rich.box
+import rich.console
+import rich.table
+
+from configs import lm
+from decjax import train
+from decjax.train import engine
+from decjax.train import overlap
+from decjax.train import state as state_lib
+from launch import command
+
+FLAGS = flags.FLAGS
+
+TOPOLOGY = "v5e:2x4"
+# Compiles in seconds; large enough for more messages than a compiler lets travel at a time of itself.
+MODEL = dict(vocabulary=256, context=64, width=512, hidden=1024, heads=4, depth=4, dtype="bfloat16")
+METHODS = {  # shorthand of configs/lm.py, fields of `mixing`
+    "one-peer exponential": ("topology=one_peer_exponential", {}),
+    "one-peer, 16 bits": ("topology=one_peer_exponential,codec=bfloat16", {}),
+    "one-peer, 8 bits": ("topology=one_peer_exponential,codec=int8", {}),
+    "ring": ("topology=ring", {}),
+    "one-peer, adapt then communicate": ("topology=one_peer_exponential,order=atc", {}),
+    "one-peer, phase traced": ("topology=one_peer_exponential", dict(static_phase=False)),
+    "all-reduce": ("method=allreduce", {}),
+    "all-reduce, one step stale": ("method=allreduce,stale", {}),
+}
+# The compiler alone: libtpu asks for no hardware, locks none, and writes no logs.
+COMPILER_ONLY = dict(TPU_SKIP_MDS_QUERY="1", TPU_ACCELERATOR_TYPE="v5litepod-8", TPU_WORKER_HOSTNAMES="localhost",
+                     ALLOW_MULTIPLE_LIBTPU_LOAD="1", TPU_LOG_DIR="disabled")
+
+
+def described(topology: str) -> Sequence[jax.Device]:
+    """The devices of a TPU topology such as "v5e:2x4", for which programs can be compiled and not run.
+
+    Raises:
+        ValueError: if there is no compiler, it does not know the topology, or JAX makes no mesh of it.
+    """
+    if not importlib.util.find_spec("libtpu"):
+        raise ValueError("libtpu, the compiler for TPUs, is not installed; pip install -r tests/requirements-aot.txt")
+    for name, value in COMPILER_ONLY.items():
+        os.environ.setdefault(name, value)
+    jax.config.update("jax_platforms", "cpu")  # Or JAX would look for TPUs as well.
+    try:
+        devices = topologies.get_topology_desc(topology, platform="tpu").devices
+    except RuntimeError as error:
+        raise ValueError(f"topology {topology!r} is none that libtpu knows; {TOPOLOGY} and v6e:2x4 are") from error
+    if len({tuple(device.coords) for device in devices}) < len(devices):
+        raise ValueError(f"topology {topology!r} has several devices on a chip; use one such as {TOPOLOGY} or v6e:2x4")
+    return devices
+
+
+def attached() -> Sequence[jax.Device]:
+    """The accelerators of this machine.
+
+    Raises:
+        ValueError: if there are not at least two.
+    """
+    devices = jax.devices()
+    if len(devices) == 1 or devices[0].platform == "cpu":
+        raise ValueError(f"--attached needs two or more GPUs or TPUs, one alone has nobody to exchange with, and JAX finds "
+                         f"{len(devices)} {devices[0].platform}; --topology={TOPOLOGY} needs none")
+    return devices
+
+
+def schedules(argument: str, devices: Sequence[jax.Device], **mixing: bool) -> Iterator[overlap.Schedule]:
+    """Compiles a method's step and reads its schedule, phase by phase.
+
+    Args:
+        argument: shorthand of `configs/lm.py`.
+        devices: one per worker.
+        **mixing: fields of `config.mixing`.
+    """
+    n = len(devices)
+    config = lm.get_config(f"workers={n},{argument}")
+    config.model.update(MODEL)
+    config.mixing.update(mixing)
+    setup = train.build(config, devices)
+    state = state_lib.abstract(setup.model.init, setup.method.tx, setup.workers, config.seed)
+    tokens_BxT1 = setup.batch(0, 0)
+    batch = jax.ShapeDtypeStruct((n, *tokens_BxT1.shape), tokens_BxT1.dtype, sharding=setup.workers.stacked)
+    program = engine.make_step(setup.gradients, setup.method, setup.workers, config.seed)
+    num_steps = setup.topology.period if setup.topology else 1
+    for phase in dict.fromkeys(map(setup.method.phase, range(num_steps))):
+        executable, = program(phase, state, batch, np.int32(0)).executables
+        yield overlap.read(executable.as_text(), n)
+
+
+def row(found: Sequence[overlap.Schedule]) -> tuple[str, ...]:
+    """Cells of the table for the phases of a method."""
+    transfers = [transfer for schedule in found for transfer in schedule.transfers]
+    number = len(transfers) // len(found)
+    places = {f" in a {transfer.inside}" for transfer in transfers if transfer.inside}
+    asynchronous = sum(transfer.asynchronous for transfer in transfers) // len(found)
+    return (f"{number} {transfers[0].collective.kind}{''.join(places)}", str(asynchronous),
+            f"{100 * max(transfer.started for transfer in transfers):.0f}",
+            f"{100 * min(transfer.finished for transfer in transfers):.0f}",
+            f"{100 * min(transfer.hidden for transfer in transfers):.0f}")
+
+
+def main(argv: list[str]) -> None:
+    if argv:
+        command.fail(f"unexpected argument {argv[0]!r}; options start with --")
+    devices = attached() if FLAGS.attached else described(FLAGS.topology)
+    table = rich.table.Table(box=rich.box.MARKDOWN, title=f"{len(devices)} × {devices[0].device_kind}, one worker each")
+    table.add_column("method")
+    for column in ("messages", "asynchronous", "starts, %", "ends, %", "meanwhile, %"):
+        table.add_column(column, justify="right")
+    for name, (argument, mixing) in METHODS.items():
+        table.add_row(name, *row(list(schedules(argument, devices, **mixing))))
+    rich.console.Console(width=140).print(table)
+
+
+if __name__ == "__main__":
+    flags.DEFINE_string("topology", TOPOLOGY, "TPU topology to compile for.")
+    flags.DEFINE_bool("attached", False, "Compile for the GPUs or TPUs of this machine instead.")
+    command.run(main, errors=(train.TrainingError, ValueError))

@@ -1,0 +1,82 @@
+"""What a TPU's compiler makes of the training step: in gossip, messages travel while the gradient is computed.
+
+Compiled ahead of time, for chips that nobody needs to have; `make test-aot` brings the compiler.
+"""
+
+import importlib.util
+
+import pytest
+
+from decjax.train import engine
+from experiments.bench import overlap as bench
+
+pytestmark = pytest.mark.skipif(not importlib.util.find_spec("libtpu"), reason="libtpu is not installed; make test-aot brings it")
+
+GOSSIP = "topology=one_peer_exponential"
+MOST = 0.8  # of the backward pass, and of both passes
+OWN_LIMIT = 5  # messages that the compiler lets travel at a time if left alone
+
+
+def schedules(argument, topology=bench.TOPOLOGY, **mixing):
+    """Compiles a phase at a time, when the next one is asked for."""
+    return bench.schedules(argument, bench.described(topology), **mixing)
+
+
+def check_overlap(schedule):
+    assert len(schedule.transfers) > OWN_LIMIT
+    for transfer in schedule.transfers:
+        assert transfer.collective.kind == "collective-permute" and transfer.asynchronous and not transfer.inside
+        assert transfer.started == 0 and transfer.finished >= MOST and transfer.hidden >= MOST
+
+
+def test_gossip_starts_before_the_forward_pass_and_ends_after_the_backward_pass_in_every_phase():
+    found = list(schedules(GOSSIP))
+    assert len(found) == 3
+    for schedule in found:
+        check_overlap(schedule)
+
+
+@pytest.mark.parametrize("argument, topology", [
+    (f"{GOSSIP},codec=bfloat16", "v5e:2x4"), (f"{GOSSIP},codec=int8", "v5e:2x4"), (GOSSIP, "v6e:2x4"),
+], ids=["16 bits", "8 bits", "v6e"])
+def test_so_do_narrow_messages_and_on_other_chips(argument, topology):
+    check_overlap(next(schedules(argument, topology)))
+
+
+def test_left_alone_the_compiler_lets_messages_wait_for_the_backward_pass(monkeypatch):
+    """Or else `engine` gives it options that nobody needs."""
+    monkeypatch.setattr(engine, "_early_exchange", lambda platform, program: {})
+    late = [transfer for transfer in next(schedules(GOSSIP)).transfers if transfer.started == 1]
+    assert late and all(transfer.hidden == 0 for transfer in late)
+
+
+def test_adapt_then_communicate_starts_after_the_backward_pass():
+    found = {transfer[-3:] for transfer in next(schedules(f"{GOSSIP},order=atc")).transfers}
+    assert found == {(1, 1, 0)}
+
+
+def test_a_traced_phase_waits_in_a_conditional():
+    transfers = next(schedules(GOSSIP, static_phase=False)).transfers
+    assert transfers and all(transfer.inside == "conditional" and not transfer.asynchronous and transfer.hidden == 0
+                             for transfer in transfers)
+
+
+@pytest.mark.parametrize("argument", ["method=allreduce", "method=allreduce,stale"])
+def test_all_reduce_is_one_message_that_the_step_waits_for(argument):
+    """The gradients of scanned layers are all there at the end, and this compiler does nothing beside a reduction."""
+    transfer, = next(schedules(argument)).transfers
+    assert transfer.collective.kind == "all-reduce" and not transfer.asynchronous and transfer.hidden == 0
+    assert (transfer.started, transfer.finished) == ((0, 0) if "stale" in argument else (1, 1))
+
+
+def test_work_is_counted_in_full():
+    """Matrix products of the model: D (3 D + D + 2 F) weights a layer, attention over all T × T, and the head."""
+    L, D, F, T, V = (bench.MODEL[name] for name in ("depth", "width", "hidden", "context", "vocabulary"))
+    B = 2
+    weights, attention = L * D * (4 * D + 2 * F) + D * V, L * 2 * T * D
+    schedule = next(schedules("method=local"))
+    # Products of attention are computed anew in the backward pass, and again where the compiler finds that cheaper.
+    least, most = 2 * B * T * (weights + attention), 2 * B * T * (weights + 2 * attention)
+    assert least <= schedule.forward_flops <= most
+    assert 2 * least <= schedule.backward_flops <= 2 * most
+    assert schedule.transfers == ()
