@@ -154,6 +154,7 @@ def test_a_killed_launcher_leaves_nothing_behind(tmp_path):
 @pytest.mark.parametrize("arguments, problem", [
     (["--num_processes=0", "--", "--config=configs/lm.py", "--workdir=unused"], "num_processes=0: must be at least 1"),
     (["--num_processes=2"], "behind --"),
+    (["--num_processes=2", "--module=launch.nothing", "--", "--x"], "module='launch.nothing'"),
     (["--num_processes=2", "configs/lm.py"], "'configs/lm.py'"),
     (["--", "--config=configs/lm.py"], "--num_processes"),
     (["--num_processes=2", "--", "--config=configs/lm.py:smoke"], "--workdir"),
