@@ -98,10 +98,16 @@ def test_split_takes_the_steps_of_fused(name):
 
 
 def test_split_communicates_in_its_exchange_only():
-    *_, (take_gradient, send, join) = trajectory(METHODS["one_peer_exponential"](), "split")
+    *_, (take_gradient, send, prepare, join) = trajectory(METHODS["one_peer_exponential"](), "split")
     assert "collective-permute" in send.as_text()
-    for executable in (take_gradient, join):
+    for executable in (take_gradient, prepare, join):
         assert not any(kind in executable.as_text() for kind in ("collective-permute", "all-reduce", "all-gather"))
+
+
+def test_split_leaves_little_to_do_after_the_message():
+    """Adam's moments are taken while it travels; the weight decay, which acts on the mean, waits for it."""
+    *_, (_, _, prepare, join) = trajectory(METHODS["one_peer_exponential"](), "split")
+    assert "sqrt" in prepare.as_text() and "sqrt" not in join.as_text()
 
 
 def test_stale_allreduce_applies_the_mean_gradient_of_the_step_before():

@@ -138,9 +138,9 @@ def reference_starts(cluster, workload, method, compute_TxN):
             for b, size in enumerate(num_bytes):
                 now += scale * backward[b]
                 if method.message == "parameters":
+                    now += size / total * workload.optimizer_s
                     if method.overlap and pending:
                         now = max(now, pending[i][b])
-                    now += size / total * workload.optimizer_s
                     if method.overlap and here is not None:
                         now += size / total * workload.combine_s
                 now += size / total * codec * sends
@@ -204,7 +204,7 @@ def test_closed_forms_are_the_formulas():
     # XOR hops 1 and 2 stay in the node; hop 4 takes four messages through each NIC.
     hops = np.array([1e-5 + P / 2e9, 1e-5 + P / 2e9, 1e-4 + 4 * P / 1e9])
     pairwise = topology("one_peer_exponential", pairwise=True)
-    assert runtime.closed_form(EIGHT, LOAD, gossip(pairwise)) == pytest.approx(np.maximum(0.030, hops).mean() + 0.005)
+    assert runtime.closed_form(EIGHT, LOAD, gossip(pairwise)) == pytest.approx(np.maximum(0.033, hops).mean() + 0.002)
     assert runtime.closed_form(EIGHT, LOAD, gossip(pairwise, order="atc")) == pytest.approx(0.035 + hops.mean())
     jittery = with_jitter(Jitter("exponential", scale_s=0.02))
     harmonic = sum(1 / k for k in range(1, 9))

@@ -11,7 +11,7 @@ there is one recursion. For worker i, bucket b, step t, with D(i) the workers wh
         parameters   ready = r + opt_{≤b},              S' = e_last + combine
     overlapped: what was sent in step t − 1 is needed in step t
         gradients    ready = r,                         S' = max(r_last, e⁻_last) + opt      (one step stale)
-        parameters   u_b = max(u_{b−1} + B_b, e⁻_b) + opt_b, ready = u,  S' = u_last         (adapt while communicating)
+        parameters   u_b = max(u_{b−1} + B_b + opt_b, e⁻_b) + combine_b, ready = u,  S' = u_last   (adapt while communicating)
 
 where e⁻ was computed when it was sent. Nobody waits for workers outside D(i), and a late neighbour costs nothing as long
 as its message arrives within the step. An exchange of b bytes takes c = α + b·β⁻¹ (`exchange_cost`), where messages that
@@ -205,26 +205,28 @@ def simulate(method: Method, workload: Workload, routes: Sequence[Exchange], cos
         phase = method.due(t)
         sends = method.due(t + 1) if method.overlap else phase  # The exchange that starts in this step.
         u = starts[t] + forward * compute_TxKxN[t]
-        ready_b, busy_s = [], workload.optimizer_s + (join_time_s(workload, method) if phase is not None else 0.0)
+        ready_b, join_s = [], join_time_s(workload, method) if phase is not None else 0.0
         for b, backward in enumerate(backward_b):
             u = u + backward * compute_TxKxN[t]
             if parameters:
+                u = u + share_b[b] * workload.optimizer_s
                 if pending is not None:
                     u = np.maximum(u, pending[b])
-                u = u + share_b[b] * (busy_s if method.overlap else workload.optimizer_s)
+                if method.overlap:
+                    u = u + share_b[b] * join_s
             if sends is not None:
                 u = u + share_b[b] * codec_s
             ready_b.append(u)
         computed[t] = starts[t] + compute_TxKxN[t]
         if not method.overlap and phase is not None:
             u = exchange(t, phase, ready_b)[-1]
-            u = u + (workload.combine_s if parameters else busy_s)
+            u = u + (join_s if parameters else workload.optimizer_s)
         elif method.overlap:
             if not parameters:
-                u = (u if pending is None else np.maximum(u, pending[-1])) + busy_s
+                u = (u if pending is None else np.maximum(u, pending[-1])) + workload.optimizer_s
             pending = None if sends is None else exchange(t + 1, sends, ready_b)
         elif not parameters:
-            u = u + busy_s
+            u = u + workload.optimizer_s
         starts[t + 1] = u
     return Run(starts, computed, launched, arrived)
 
@@ -238,7 +240,7 @@ def closed_form(cluster: Cluster, workload: Workload, method: Method) -> float |
         nothing sent                         C + opt                                        any jitter; C its mean
         all-reduce, C constant or C + s·Exp  C + s H_N + c + opt,  H_N = Σ_{k≤N} 1/k        E of the largest of N
         all-reduce one step stale            max(C + opt, c)                                C constant
-        gossip, adapt while communicating    mean over phases of max(C, c) + opt + combine  C constant, c equal for all
+        gossip, adapt while communicating    mean over phases of max(C + opt, c) + combine  C constant, c equal for all
         gossip, adapt then communicate       C + opt + combine + mean over phases of c      C constant, c equal for all
     """
     if not workload.jitter.is_uniform or method.every > 1 or (method.bucketed and len(workload.num_bytes) > 1):
@@ -253,7 +255,7 @@ def closed_form(cluster: Cluster, workload: Workload, method: Method) -> float |
     if not method.overlap:
         return float(compute_s + c.mean() + busy_s)
     if method.message == PARAMETERS:
-        return float(np.maximum(compute_s, c).mean() + busy_s)
+        return float(np.maximum(compute_s + workload.optimizer_s, c).mean() + busy_s - workload.optimizer_s)
     return float(max(compute_s + busy_s, c[0])) if len(c) == 1 else None
 
 
