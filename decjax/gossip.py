@@ -88,14 +88,14 @@ def mix_round(x_P: jax.Array, round_: Round, axis_name: mesh.AxisName, codec: co
         return mesh.group_mean(x_P, L, axis_name)
     share = mesh.scatter_mean(x_P, L, axis_name)
     dtype = jnp.promote_types(x_P.dtype, jnp.float32)
-    message = codec.encode(share) if codec else share
-    distorted = codec.decode(message, share.size, dtype) if codec else 0
+    message = codec.encode(share, (), None) if codec else share
+    distorted = codec.decode(message, share.shape, dtype) if codec else 0
     own_weight = 1.0 if codec else _own_weight(round_.self_weights, L, axis_name, dtype)
     mixed = own_weight * share.astype(dtype)
     for shift in round_.shifts:
         pairs = [(source * L + k, target * L + k) for source, target in shift.pairs for k in range(L)]
         arrived = jax.tree.map(lambda x: mesh.exchange(x, pairs, axis_name), message)
-        values = codec.decode(arrived, share.size, dtype) if codec else arrived.astype(dtype)
+        values = codec.decode(arrived, share.shape, dtype) if codec else arrived.astype(dtype)
         mixed += _own_weight(shift.weights, L, axis_name, dtype) * (values - distorted)
     return mesh.gather(mixed.astype(x_P.dtype), L, axis_name)
 
@@ -106,7 +106,7 @@ def _sent_bytes(round_: Round, layout: buckets.Layout, codec: codecs.Codec | Non
     L = round_.group_size
     inside = 2 * (L - 1) / L
     messages_N = (round_.volume() - inside) * L
-    return sum(inside * bucket.num_bytes + messages_N * codec.num_bytes(bucket.size // L, bucket.dtype)
+    return sum(inside * bucket.num_bytes + messages_N * codec.num_bytes((bucket.size // L,), bucket.dtype)
                for bucket in layout.buckets)
 
 

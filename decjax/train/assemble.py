@@ -123,7 +123,7 @@ def message_ratio(codec: str) -> float:
         ValueError: naming the codecs there are.
     """
     values = 2**20
-    return codecs.make(codec).num_bytes(values, np.float32) / (4 * values)
+    return codecs.make(codec).num_bytes((values,), np.float32) / (4 * values)
 
 
 def _check_sizes(config: ml_collections.ConfigDict) -> None:

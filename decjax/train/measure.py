@@ -162,8 +162,8 @@ def codec_actions(setup: assemble.Setup) -> Actions:
                for bucket in _layout(setup).buckets]
 
     def code(codec, x_P):
-        message = jax.lax.optimization_barrier(codec.encode(x_P))  # Else the compiler takes two casts for none.
-        return codec.decode(message, x_P.size, x_P.dtype)
+        message = jax.lax.optimization_barrier(codec.encode(x_P, (), None))  # Else the compiler takes two casts for none.
+        return codec.decode(message, x_P.shape, x_P.dtype)
 
     programs = {name: workers.jit(lambda vectors, codec=codecs.make(name): [code(codec, x_P) for x_P in vectors], (0,))
                 for name in codecs.names()}

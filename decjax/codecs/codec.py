@@ -1,0 +1,80 @@
+"""What a codec is: the form of a point-to-point message.
+
+A codec turns an array into a message, a pytree of arrays of real size, and back. What it keeps from one message to the next, its
+state, follows from the messages alone, so that sender and receiver may both hold it and never disagree:
+
+    message = encode(x, state, key)        x̂ = decode(message, shape, dtype)        state <- advance(state, message)
+
+What a message loses, x − x̂, is nobody's business here: `decjax.codecs.feedback` wraps any codec with a memory of it.
+"""
+
+from collections.abc import Callable
+import dataclasses
+import math
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+
+
+@dataclasses.dataclass(frozen=True)
+class Traits:
+    """What may be assumed of a codec C; compositions that need more are refused when a config is loaded.
+
+    Attributes:
+        linear: C(ax + by) = aC(x) + bC(y) for one state and key.
+        unbiased: ω with E C(x) = x and E‖C(x) − x‖² ≤ ω‖x‖², over keys; None if it is biased. A function of the number of
+            values, since ω may depend on it.
+        contractive: δ in (0, 1] with E‖C(x) − x‖² ≤ (1 − δ)‖x‖²; None if it may lengthen the error. A function of the shape.
+        static_bytes: whether all messages of a shape have the same size.
+        state_key: what a state belongs to: a "tensor", an "edge" between two workers, a "sample", or "none" if there is none.
+        random: whether `encode` needs a key.
+        matrix: whether it looks at an array as a matrix; else it sees values in a row, and many arrays may be joined.
+    """
+
+    linear: bool = False
+    unbiased: Callable[[int], float] | None = None
+    contractive: Callable[[tuple[int, ...]], float] | None = None
+    static_bytes: bool = True
+    state_key: Literal["none", "tensor", "edge", "sample"] = "none"
+    random: bool = False
+    matrix: bool = False
+
+
+def _no_state(shape: tuple[int, ...], dtype: Any) -> Any:
+    del shape, dtype
+    return ()
+
+
+def _keep(state: Any, message: Any) -> Any:
+    del message
+    return state
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Codec:
+    """A message format. A codec of one's own needs these functions and nothing else.
+
+    Attributes:
+        name: as in tables and errors.
+        encode: `encode(x, state, key) -> message`, a pytree of arrays, for a floating-point `x` of any shape. `key` is a
+            `jax.random` key, None where `traits.random` is false.
+        decode: `decode(message, shape, dtype) -> x̂`.
+        num_bytes: `num_bytes(shape, dtype) -> int`, of the message.
+        init: `init(shape, dtype) -> state`, () where nothing is kept.
+        advance: `advance(state, message) -> state`; a message that is not finite leaves the state as it was.
+        traits: what may be assumed.
+    """
+
+    name: str
+    encode: Callable[[jax.Array, Any, jax.Array | None], Any]
+    decode: Callable[[Any, tuple[int, ...], Any], jax.Array]
+    num_bytes: Callable[[tuple[int, ...], Any], int]
+    init: Callable[[tuple[int, ...], Any], Any] = _no_state
+    advance: Callable[[Any, Any], Any] = _keep
+    traits: Traits = Traits()
+
+
+def message_bytes(message: Any) -> int:
+    """Bytes of a message: of its arrays, as they lie in memory."""
+    return sum(math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in jax.tree.leaves(message))
