@@ -21,7 +21,7 @@ In Python:
 
 A host is a network namespace, `decjax0`, `decjax1`, …; the switch is a bridge in one of its own, `decjax-switch`, so
 nothing of the machine's own network is touched. Token buckets at both ends of a link limit what the host sends and
-what it receives, each to the rate. It needs Linux, root and iproute2.
+what it receives, each to the rate; TCP is Reno's, whatever the machine prefers. It needs Linux, root and iproute2.
 """
 
 from collections.abc import Iterator
@@ -54,6 +54,8 @@ SUBNET = "10.77.0.0/24"
 UNLIMITED = "none"
 # A bucket that holds 10 ms of 200 Mbit/s, and a queue of 50 ms before packets are dropped, as in a small switch.
 _SHAPE = ("burst", "256kb", "latency", "50ms")
+# Where machines default to BBR, its pause of 200 ms every ten seconds, for a look at the delay, would hit some steps and miss others.
+_CONGESTION_CONTROL = "reno"  # every kernel has it
 _HOSTS_FILES = pathlib.Path("/etc/netns")  # `ip netns exec` shows a host NAME/hosts from here as its /etc/hosts.
 _NAMESPACES = pathlib.Path("/var/run/netns")
 _STATE = pathlib.Path("/run")  # Forgotten at a reboot, as the namespaces are.
@@ -277,6 +279,7 @@ def _build(made: Network, prefix_length: int) -> None:
         _do("ip", "-n", host, "link", "set", "lo", "up")
         _do("ip", "-n", host, "link", "set", "eth0", "addrgenmode", "none", "up")
         _do("ip", "-n", host, "address", "add", f"{address}/{prefix_length}", "dev", "eth0")
+        _do("ip", "netns", "exec", host, "sh", "-c", f"echo {_CONGESTION_CONTROL} > /proc/sys/net/ipv4/tcp_congestion_control")
         # gloo listens where this machine's name leads.
         own = _HOSTS_FILES / host
         own.mkdir(parents=True, exist_ok=True)

@@ -2,10 +2,10 @@
 
     fused    one executable. Where the exchange needs no gradient (order "awc", stale all-reduce), the compiler of a GPU or
              TPU starts it before the forward pass and finishes it behind the backward pass.
-    split    four executables: the exchange, dispatched by a thread of its own; meanwhile the gradient and all of the update
-             that needs no message; a cheap combine. CPU devices overlap nothing within one executable, but two executables
-             run beside each other. A step returns when its exchange is complete, so that collectives of two threads never
-             meet.
+    split    the exchange, in a few parts, is dispatched by a thread of its own; meanwhile the gradient and all of the update
+             that needs no message; as a part arrives, what it completes. So the next step's first part can leave while this
+             step's last is joined. CPU devices overlap nothing within one executable, but executables run beside each other. A
+             step returns when its exchange is complete, so that collectives of two threads never meet.
 
 A step is compiled once per phase of the topology, so that none holds a conditional.
 """
@@ -14,19 +14,20 @@ from collections.abc import Callable
 import concurrent.futures
 import functools
 import re
-from typing import Any, NamedTuple
+from typing import NamedTuple
 import warnings
 
 import jax
-import jax.extend
 import numpy as np
 import optax
 
 from decjax import mesh
+from decjax.train import divide
 from decjax.train import state as state_lib
 from decjax.train import wire
 
 ENGINES = ("auto", "fused", "split")
+PARTS = 2  # in which a split exchange travels, at most
 
 
 class Program(NamedTuple):
@@ -143,71 +144,41 @@ def _split(gradient, apply, method, workers):
         if not shared:
             shared.append(workers.jit(gradient, (0, 0, None)).lower(state.params, batch, step).compile())
         take_gradient, = shared
-        send = workers.jit(functools.partial(method.exchange, phase=phase), (0, 0)).lower(
-            state.params, state.opt_state).compile()
+        known, tree = (state, take_gradient.out_info[1]), jax.tree.structure(state)
+        exchange = functools.partial(method.exchange, phase=phase)
 
         def combine(known, received):
             state, grads = known
             return apply(state, grads, received=received, phase=phase)
 
-        known = state, take_gradient.out_info[1]
-        ahead = state_lib.one_worker(send.out_info)
-        prepare = workers.jit(lambda known: _before(combine, known, ahead), (0,)).lower(known).compile()
-        with warnings.catch_warnings(action="ignore", category=UserWarning):  # Scalars that are kept fit no result.
-            join = workers.jit(functools.partial(_after, combine), (0, 0, 0), donate_argnums=(1,)).lower(
-                known, prepare.out_info, send.out_info).compile()
+        def cut(params, opt_state):
+            found.append((divide.parts(exchange, params, opt_state, most=PARTS), jax.eval_shape(exchange, params, opt_state)))
+
+        found = []
+        jax.eval_shape(workers.map(cut, (0, 0)), state.params, state.opt_state)  # Axis names are known inside only.
+        (parts, received), = found
+
+        def after(known, prepared, *arrived):
+            return divide.after(combine, known, prepared, arrived, received, parts)
+
+        sends = [workers.jit(divide.only(exchange, part), (0, 0)).lower(state.params, state.opt_state).compile() for part in parts]
+        prepare = workers.jit(lambda known: divide.before(combine, known, received, parts), (0,)).lower(known).compile()
+        with warnings.catch_warnings(action="ignore", category=UserWarning):  # Prepared scalars have no result to live on in.
+            joins = [workers.jit(after, (0,) * (3 + k), donate_argnums=(1,)).lower(
+                known, prepare.out_info[k], *(send.out_info for send in sends[:k + 1])).compile() for k in range(len(parts))]
 
         def run(state, batch, step):
-            arriving = thread.submit(lambda: jax.block_until_ready(send(state.params, state.opt_state)))
+            arriving = [thread.submit(lambda send=send: jax.block_until_ready(send(state.params, state.opt_state)))
+                        for send in sends]
             if workers.on_cpu and not mesh.between_cpu_processes():
-                arriving.result()  # Devices of one process share threads: collectives that wait in them could starve the rest.
+                concurrent.futures.wait(arriving)  # Devices of one process share threads: waiting collectives could starve the rest.
             loss_N, grads = take_gradient(state.params, batch, step)
-            prepared = prepare((state, grads))
-            return join((state, grads), prepared, arriving.result()), loss_N
+            known, leaves, arrived = (state, grads), {}, []
+            for part, own, join in zip(arriving, prepare(known), joins, strict=True):
+                arrived.append(part.result())
+                leaves |= join(known, own, *arrived)
+            return tree.unflatten([leaves[leaf] for leaf in range(tree.num_leaves)]), loss_N
 
-        return run, (take_gradient, send, prepare, join)
+        return run, (take_gradient, *sends, prepare, *joins)
 
     return compile_phase
-
-
-def _before(fn: Callable, known: Any, received: Any) -> list[jax.Array]:
-    """What `fn(known, received)` can compute from `known` alone; `_after` does the rest.
-
-    Of `received` only shapes and dtypes are there. Of Adam's step, the moments and the direction do not wait for the message;
-    weight decay and the mean do.
-    """
-    early, _, _ = _divide(fn, known, received)
-    return early(*jax.tree.leaves(known))
-
-
-def _after(fn: Callable, known: Any, prepared: list[jax.Array], received: Any) -> Any:
-    """`fn(known, received)`, with what `_before` has prepared."""
-    _, late, out_tree = _divide(fn, known, received)
-    return out_tree.unflatten(late(*jax.tree.leaves((known, received)), *prepared))
-
-
-def _divide(fn, known, received):
-    """(early: known leaves -> prepared, late: known, received and prepared leaves -> leaves of the result, its tree)."""
-    closed, out_shape = jax.make_jaxpr(fn, return_shape=True)(known, received)
-    program = closed.jaxpr
-    num_known = len(jax.tree.leaves(known))
-    waiting, early, late = set(program.invars[num_known:]), [], []
-    for equation in program.eqns:
-        waits = any(atom in waiting for atom in _variables(equation.invars))
-        (late if waits else early).append(equation)
-        if waits:
-            waiting.update(equation.outvars)
-    computed = {variable for equation in early for variable in equation.outvars}
-    needed = _variables([*program.outvars, *(atom for equation in late for atom in equation.invars)])
-    prepared = [variable for variable in dict.fromkeys(needed) if variable in computed]
-
-    def part(invars, equations, outvars):
-        jaxpr = program.replace(invars=invars, eqns=equations, outvars=outvars)
-        return jax.extend.core.jaxpr_as_fun(jax.extend.core.ClosedJaxpr(jaxpr, closed.consts))
-
-    return (part(program.invars[:num_known], early, prepared), part([*program.invars, *prepared], late, program.outvars),
-            jax.tree.structure(out_shape))
-
-
-def _variables(atoms) -> list:
-    return [atom for atom in atoms if not isinstance(atom, jax.extend.core.Literal)]

@@ -1,5 +1,6 @@
 """A decjax worker of a box: takes steps of any method of configs/lm.py when asked; see `group`."""
 
+import collections
 import socket
 import time
 from typing import Any
@@ -38,12 +39,14 @@ class Stepper:
         gradients = self.pausing_gradients if pauses else setup.gradients
         self.program = engine.make_step(gradients, setup.method, setup.workers, config.seed, config.engine)
         self.batch = setup.workers.build(lambda worker: setup.batch(worker, 0))
-        self.pause_s, self.count = 0.0, 0
+        self.pauses = pauses
+        self.pauses_s: collections.deque[float] = collections.deque()  # of steps that have not begun yet
+        self.count = 0
 
     def pausing_gradients(self, params, tokens_BxT1, key):
         """The gradient, once a pause is over that stands for slower computing: it waits, but keeps no core busy."""
         def sleep(_):
-            time.sleep(self.pause_s)
+            time.sleep(self.pauses_s.popleft())
             return np.int32(0)
         after = io_callback(sleep, jax.ShapeDtypeStruct((), np.int32), tokens_BxT1[0, 0])
         return self.setup.gradients(params, tokens_BxT1 + after, key)
@@ -52,15 +55,17 @@ class Stepper:
         """The program of a step."""
         return self.program(self.setup.method.phase(step), self.state, self.batch, np.int32(step))
 
-    def step(self, pause_s: float = 0.0) -> float:
-        """Takes one step; returns its seconds."""
-        self.pause_s, number = pause_s, np.int32(self.count)
-        program = self.compile(self.count)
-        begun = time.perf_counter()
-        self.state, loss_N = program.run(self.state, self.batch, number)
-        jax.block_until_ready((self.state, loss_N))
+    def step(self, pause_s: float = 0.0) -> None:
+        """Starts a step, as a training loop does: nothing waits for its result but the next one."""
+        if self.pauses:
+            self.pauses_s.append(pause_s)
+        number = np.int32(self.count)
+        self.state, self.loss_N = self.compile(self.count).run(self.state, self.batch, number)
         self.count += 1
-        return time.perf_counter() - begun
+
+    def wait(self) -> None:
+        """Until all steps are over."""
+        jax.block_until_ready((self.state, self.loss_N))
 
 
 class Worker:
@@ -79,10 +84,19 @@ class Worker:
         return {"period": period, "parameters": sum(x.size for x in jax.tree.leaves(params))}
 
     def steps(self, method: str, count: int, pause_s: tuple[float, float] = (0.0, 0.0), seed: int = 0) -> list[float]:
-        """Seconds of `count` steps, each with a pause of pause_s[0] plus an exponential variable of mean pause_s[1]."""
+        """Seconds of `count` steps, each with a pause of pause_s[0] plus an exponential variable of mean pause_s[1].
+
+        The first step stands by itself; from the second to the last, only their sum says how long they took.
+        """
         fixed, mean = pause_s
         rng = np.random.default_rng((seed, jax.process_index()))
-        return [self.steppers[method].step(fixed + rng.exponential(mean)) for _ in range(count)]
+        stepper, marks_s = self.steppers[method], [time.perf_counter()]
+        for number in range(count):
+            stepper.step(fixed + rng.exponential(mean))
+            if number in (0, count - 1):
+                stepper.wait()
+            marks_s.append(time.perf_counter())
+        return np.diff(marks_s).tolist()
 
     def throughput(self, address: str, num_bytes: int) -> float | None:
         """Bytes per second over one TCP connection from process 1 to process 0, one way, from the first byte to the last."""
