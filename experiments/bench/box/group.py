@@ -70,9 +70,12 @@ class Group(contextlib.AbstractContextManager):
         except BrokenPipeError:
             answers = [""]
         if not all(answers):
+            ended = [child for child in self._children if child.process.poll()]  # Before `close` ends the others.
             self.close()
-            failed = [index for index, child in enumerate(self._children) if child.process.returncode]
-            raise Failed(_complaint(self._children[failed[0] if failed else 0].last_lines()))
+            killed = [child for child in ended if child.process.returncode == -signal.SIGKILL]
+            if killed:
+                raise Failed("a worker was killed, probably for want of memory")
+            raise Failed(_complaint((ended or self._children)[0].last_lines()))
         return [json.loads(answer) for answer in answers]
 
     def close(self) -> None:
