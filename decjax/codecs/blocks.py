@@ -23,7 +23,7 @@ import jax.numpy as jnp
 
 from decjax.codecs import bits
 from decjax.codecs import noise
-from decjax.codecs.codec import Codec, Traits, from_rows, rows, working_dtype
+from decjax.codecs.codec import Codec, Traits, from_rows, magnitude, rows, working_dtype
 
 ROUNDINGS = ("nearest", "stochastic")
 
@@ -39,7 +39,7 @@ def quantized(name: str, *, levels: int, width: int, block: int, rounding: str, 
     def encode(x, state, key):
         del state
         x_MxB = rows(x, block)
-        scale_Mx1 = jnp.abs(x_MxB).max(axis=1, keepdims=True)
+        scale_Mx1 = magnitude(x_MxB)
         tiny = levels * jnp.finfo(x_MxB.dtype).tiny
         if euclidean:  # Of x/max, whose squares neither overflow nor vanish.
             unit_MxB = x_MxB * jnp.where(scale_Mx1 < tiny, 0, 1 / scale_Mx1)

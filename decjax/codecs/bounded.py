@@ -9,7 +9,8 @@ its rounding adds is looked at value by value.
 A value that cannot be had so (too large, infinite, NaN) is an outlier. Each group of g values has room for a few, which are sent as they
 are. A group with more is sent raw. No message of fixed size smaller than x itself can keep a bound for all x, so this is a
 message with room for all groups raw, of which only those marked in "overflow" need to travel: `static_bytes` is false. With
-raw=False there is no such room, the size is fixed, and in a group of too many outliers the others are clipped to ±2e′L.
+raw=False there is no such room, the size is fixed, and in a group of too many outliers the others are clipped to ±2e′L; NaN, if one
+of the group's values is not finite.
 
 Reference: Tao et al. 2017, "SZ", linear-scaling quantization without its predictor.
 """
@@ -37,8 +38,9 @@ def bounded(bound: float = 1e-3, bits_per_value: int = 8, group: int = 256, outl
         raise ValueError(f"bounded bound={bound} must be a positive number of at least 1e-30; it is the largest error of any value")
     if bits_per_value not in range(2, 13):
         raise ValueError(f"bounded bits_per_value={bits_per_value!r} must be a whole number from 2 to 12")
-    if not 1 <= group <= 2**16 or not 0 <= outliers <= group:
-        raise ValueError(f"bounded group={group}, outliers={outliers}: a group has 1 to 65536 values, and room for at most as many")
+    if not 1 <= group <= 2**16 or not (0 if raw else 1) <= outliers <= group:
+        raise ValueError(f"bounded group={group}, outliers={outliers}: a group has 1 to 65536 values, and room for at most as "
+                         "many outliers; with raw=False for at least one")
     levels = 2 ** (bits_per_value - 1) - 1
 
     def plan(size):
@@ -66,8 +68,11 @@ def bounded(bound: float = 1e-3, bits_per_value: int = 8, group: int = 256, outl
             before = jnp.where(fits_GxM | (place_GxM >= before), -1, place_GxM).max(axis=0, initial=-1)
             where.append(jnp.maximum(before, 0))
         where_OxM = jnp.stack(where) if where else jnp.zeros((0, M), jnp.int32)
+        outlier_OxM = jnp.take_along_axis(x_GxM, where_OxM, axis=0)
+        if not raw:  # A clipped infinity must not pass for a number.
+            outlier_OxM = jnp.where(jnp.isfinite(x_GxM).all(axis=0), outlier_OxM, jnp.nan)
         message = {"codes": bits.pack((code_GxM + levels).astype(jnp.uint32).ravel(), bits_per_value),
-                   "outliers": jnp.take_along_axis(x_GxM, where_OxM, axis=0), "where": where_OxM.astype(bits.index_dtype(G))}
+                   "outliers": outlier_OxM, "where": where_OxM.astype(bits.index_dtype(G))}
         if raw:
             overflow_M = (~fits_GxM & (place_GxM < before)).any(axis=0)
             message |= {"overflow": bits.pack(overflow_M.astype(jnp.uint8), 1), "raw": jnp.where(overflow_M, x_GxM, 0)}

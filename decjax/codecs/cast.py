@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from decjax.codecs.codec import Codec, Traits, from_rows, rows, working_dtype
+from decjax.codecs.codec import Codec, Traits, from_rows, magnitude, rows, working_dtype
 
 
 def _rounded_bits(x: jax.Array, dtype: Any) -> jax.Array:
@@ -22,14 +22,13 @@ def _rounded_bits(x: jax.Array, dtype: Any) -> jax.Array:
     return jax.lax.bitcast_convert_type(narrow, f"uint{8 * narrow.dtype.itemsize}")
 
 
-def _cast(name: str, dtype: Any) -> Codec:
-    precision = jnp.finfo(dtype).nmant + 1
+def _cast(name: str, dtype: Any, traits: Traits) -> Codec:
     return Codec(
         name=name,
         encode=lambda x, state, key: _rounded_bits(x, dtype),
         decode=lambda message, shape, out: jax.lax.bitcast_convert_type(message, dtype).astype(out),
         num_bytes=lambda shape, out: 2 * math.prod(shape),
-        traits=Traits(contractive=lambda shape: 1 - 4.0**-precision))
+        traits=traits)
 
 
 def identity() -> Codec:
@@ -44,15 +43,16 @@ def identity() -> Codec:
 
 def bfloat16() -> Codec:
     """Values rounded to the nearest bfloat16, a relative error of at most 2⁻⁸; the range is that of float32."""
-    return _cast("bfloat16", jnp.bfloat16)
+    return _cast("bfloat16", jnp.bfloat16, Traits(contractive=lambda shape: 1 - 2.0**-16))
 
 
 def float16() -> Codec:
     """Values rounded to the nearest float16: a relative error of at most 2⁻¹¹ between 6·10⁻⁵ and 65504.
 
-    Smaller ones have an error of at most 3·10⁻⁸, larger ones become infinite; gradients may need a loss scale.
+    Smaller ones have an error of at most 3·10⁻⁸, larger ones become infinite, so that it is not contractive for all x;
+    gradients may need a loss scale.
     """
-    return _cast("float16", jnp.float16)
+    return _cast("float16", jnp.float16, Traits())
 
 
 def _float8(name: str, dtype: Any, block: int) -> Codec:
@@ -64,7 +64,7 @@ def _float8(name: str, dtype: Any, block: int) -> Codec:
     def encode(x, state, key):
         del state, key
         x_MxB = rows(x, block)
-        scale_Mx1 = jnp.abs(x_MxB).max(axis=1, keepdims=True) / largest
+        scale_Mx1 = magnitude(x_MxB) / largest
         # Below the smallest normal number there is no inverse: such a block decodes to zeros.
         inverse_Mx1 = jnp.where(scale_Mx1 < jnp.finfo(scale_Mx1.dtype).tiny, 0, 1 / scale_Mx1)
         # e4m3 has no infinity: beyond its range lies NaN, and a rounded quotient may be a hair too large.

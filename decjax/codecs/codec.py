@@ -92,6 +92,15 @@ def from_rows(x_MxB: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array
     return x_MxB.ravel()[:math.prod(shape)].reshape(shape).astype(dtype)
 
 
+def magnitude(x_MxB: jax.Array) -> jax.Array:
+    """The largest magnitude of every row, [M, 1]; NaN where there is one.
+
+    Compared as integers, among which NaN is larger than all numbers: maxima of floats may drop it.
+    """
+    pattern_MxB = jax.lax.bitcast_convert_type(jnp.abs(x_MxB), f"int{8 * x_MxB.dtype.itemsize}")
+    return jax.lax.bitcast_convert_type(pattern_MxB.max(axis=1, keepdims=True), x_MxB.dtype)
+
+
 def matrix_shape(shape: tuple[int, ...]) -> tuple[int, int] | None:
     """I×J, the most nearly square matrix that neighbouring dimensions of a tensor form; None for less than two dimensions.
 

@@ -78,9 +78,12 @@ def _feedback(codec: Codec, wanted, memorize, receive, storage: Codec | None, mo
         storage_key = jax.random.fold_in(key, 1) if storage and storage.traits.random else None
         message = codec.encode(target, memory.codec, key)
         arrived = codec.decode(message, x.shape, dtype)
-        kept = Memory(memory.codec, store(memorize(target, arrived, error), storage_key), v)
-        kept = jax.tree.map(lambda new, old: jnp.where(finite((target, arrived)), new, old), kept, memory)
-        return message, kept._replace(codec=codec.advance(memory.codec, message))
+        lost = memorize(target, arrived, error)
+        # Whether h advances must follow from the message alone, as at a receiver; a sum with what is not finite is not finite.
+        ok, ok_v = finite((arrived, lost)), finite(v)
+        return message, Memory(codec.advance(memory.codec, message),
+                               jax.tree.map(lambda new, old: jnp.where(ok, new, old), store(lost, storage_key), memory.error),
+                               jax.tree.map(lambda new, old: jnp.where(ok_v, new, old), v, memory.momentum))
 
     return Feedback(codec, init, encode, receive)
 
