@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from configs import lm
-from decjax import codecs
 from decjax import runtime
 from decjax import train
 from decjax.train import measure
@@ -64,7 +63,7 @@ def test_exchanges_are_what_they_are_called(workers, local_size, expected):
 def test_all_parts_of_a_step_run_again_and_again():
     setup = setup_of(2, 1)
     actions = measure.step_actions(setup) | measure.codec_actions(setup)
-    assert set(actions) == {"forward", "gradient", "optimizer", "combine", *codecs.names()}
+    assert set(actions) == {"forward", "gradient", "optimizer", "combine", *measure.CODECS}
     told = []
     times_s = measure.take_rounds(measure.Stopwatch(setup.workers), actions, 0.0, None, lambda done, total: told.append((done, total)))
     assert told == [(1, 3), (2, 3), (3, 3)]
@@ -79,7 +78,7 @@ def test_all_parts_of_a_step_run_again_and_again():
 def check_profile(path, nodes, per_node):
     cluster, workload = runtime.load(path)
     assert (cluster.num_nodes, cluster.workers_per_node) == (nodes, per_node)
-    assert set(cluster.codec_Bps) == set(codecs.names())
+    assert set(cluster.codec_Bps) == set(measure.CODECS)
     size = train.size(tiny_config())
     assert workload.total_bytes == 4 * size.params and min(workload.forward_s, workload.optimizer_s, workload.combine_s) > 0
     planned = launch("launch.plan", f"--cluster={path}", "--codec=int8")

@@ -69,7 +69,7 @@ def test_mix_does_not_depend_on_the_buckets(name, bucket_bytes):
     assert_trees_close(run("devices", mixer, tree, [0], local_size=2)[0], dense(topology.matrix(0), tree))
 
 
-@pytest.mark.parametrize("codec", codecs.names())
+@pytest.mark.parametrize("codec", ["bfloat16", "int8"])
 @pytest.mark.parametrize("name", ["ring", "one_peer_exponential", "alternating_exponential_ring"])
 def test_mixing_with_a_codec_keeps_the_mean_and_sends_what_it_declares(name, codec):
     """x_i + Σ_j W_ij (C(x_j) − C(x_i)): within the codec's error of W x, with the mean of x."""

@@ -1,16 +1,36 @@
 """Point-to-point messages: what an array looks like on the wire. See `decjax.codecs.codec` for what a codec is.
 
-    bfloat16    x rounded: 16 bits a value
-    int8        round(127 x / s) with s = max |x| over a block of 256 values: 8 bits a value, and 1/8 for the scales
+    cast       identity, bfloat16, float16, float8_e4m3, float8_e5m2    narrower floats
+    blocks     int8, int4, int2, integers, qsgd, ternary                whole numbers and a scale per block
+    bitwise    sign, scaled_sign, natural                               1 bit or 9 bits a value
+    sparse     topk, block_topk, randomk, threshold                     a few values and where they belong
+    low_rank   low_rank                                                 two thin matrices
+    dct        dct                                                      a few cosine coefficients of each chunk
+    zfp        zfp                                                      any number of bits a value, for smooth arrays
+    bounded    bounded                                                  no value is off by more than e
+
+`feedback` wraps any of them with a memory of what messages lost, `trees` applies one to a whole pytree, `noise` draws the random
+numbers.
 """
 
+import inspect
 from typing import Any
 
-from decjax.codecs.blocks import int8
-from decjax.codecs.cast import bfloat16
-from decjax.codecs.codec import Codec, Traits, message_bytes
+from decjax.codecs import feedback
+from decjax.codecs.bitwise import natural, scaled_sign, sign
+from decjax.codecs.blocks import int2, int4, int8, integers, qsgd, ternary
+from decjax.codecs.bounded import bounded
+from decjax.codecs.cast import bfloat16, float8_e4m3, float8_e5m2, float16, identity
+from decjax.codecs.codec import Codec, Traits, finite, matrix_shape, message_bytes
+from decjax.codecs.dct import dct
+from decjax.codecs.low_rank import low_rank
+from decjax.codecs.sparse import block_topk, randomk, threshold, topk
+from decjax.codecs.trees import TreeCodec, on_tree
+from decjax.codecs.zfp import zfp
 
-CODECS = {"bfloat16": bfloat16, "int8": int8}
+CODECS = {make.__name__: make for make in (
+    identity, bfloat16, float16, float8_e4m3, float8_e5m2, int8, int4, int2, integers, qsgd, ternary, natural, sign, scaled_sign,
+    topk, block_topk, randomk, threshold, low_rank, dct, zfp, bounded)}
 
 
 def names() -> tuple[str, ...]:
@@ -18,12 +38,38 @@ def names() -> tuple[str, ...]:
     return tuple(CODECS)
 
 
-def make(name: str, **options: Any) -> Codec:
-    """The codec of that name.
+def options(name: str) -> dict[str, Any]:
+    """The options of a codec and their defaults.
 
     Raises:
         ValueError: naming the codecs there are.
     """
     if name not in CODECS:
         raise ValueError(f"codec {name!r} is unknown; use one of {', '.join(CODECS)}")
-    return CODECS[name](**options)
+    return {option: parameter.default for option, parameter in inspect.signature(CODECS[name]).parameters.items()}
+
+
+def make(name: str, **given: Any) -> Codec:
+    """The codec of that name.
+
+    Args:
+        name: one of `names()`.
+        given: its options. Where one is a codec itself, such as `values` of top-k, its name will do.
+
+    Example:
+        codecs.make("topk", fraction=0.01, values="int4")
+
+    Raises:
+        ValueError: naming the value, what is allowed and what to do, in one line.
+    """
+    known = options(name)
+    for option in given:
+        if option not in known:
+            raise ValueError(f"codec {name!r} has no option {option!r}; "
+                             + (f"use {', '.join(known)}" if known else "it has none, leave it out"))
+    for option, value in given.items():
+        if isinstance(known[option], Codec) and isinstance(value, str):
+            given = given | {option: make(value)}
+        elif isinstance(value, str) != isinstance(known[option], str) and not isinstance(value, Codec):
+            raise ValueError(f"codec {name!r} option {option}={value!r}: give a value such as {known[option]!r}")
+    return CODECS[name](**given)

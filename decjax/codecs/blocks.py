@@ -1,32 +1,127 @@
-"""Block quantization: whole numbers and one scale per block of values."""
+"""Block quantization: whole numbers of a few bits and one scale per block of values.
+
+    x̂ = (c/L) ⌊L x/c + u⌋,   c = max |x| or ‖x‖₂ over a block
+
+with u = ½ (nearest) or u uniform in [0, 1) (stochastic, unbiased), and L = 2^(b−1) − 1 or as many levels as asked for.
+
+Nearest rounding never moves a value by more than its own magnitude, nor by more than c/2L, and leaves the largest as it is. With
+n values in a block and c = max |x| the worst block has n − 1 values c/2L, so that
+
+    ‖x − x̂‖² ≤ (1 − δ)‖x‖²,   δ = 1 / (1 + (n−1)/4L²).
+
+Stochastic rounding of a value v in the lowest cell has variance v(c/L − v), and at most (c/2L)² in any other; the worst block gives
+
+    E‖x − x̂‖² ≤ ω‖x‖²,   ω = (√(1 + (n−1)/L²) − 1)/2.
+
+Scales are float32, float64 for float64 values. A block whose largest magnitude is below L times the smallest normal number
+decodes to zeros.
+"""
 
 import math
 
 import jax.numpy as jnp
 
-from decjax.codecs.codec import Codec, Traits
+from decjax.codecs import bits
+from decjax.codecs import noise
+from decjax.codecs.codec import Codec, Traits, from_rows, magnitude, rows, working_dtype
+
+ROUNDINGS = ("nearest", "stochastic")
 
 
-def int8(block: int = 256) -> Codec:
-    """Whole numbers −127 … 127 times a scale per block: an error of at most s/254, s the block's largest magnitude.
+def quantized(name: str, *, levels: int, width: int, block: int, rounding: str, euclidean: bool = False) -> Codec:
+    """The codec above: 2·levels + 1 numbers in `width` bits, the scale the largest magnitude or the Euclidean norm."""
+    if block < 8 or block % 8:
+        raise ValueError(f"{name} block={block} must be a positive multiple of 8, so that blocks end where bytes do; try 256")
+    if rounding not in ROUNDINGS:
+        raise ValueError(f"{name} rounding={rounding!r} is unknown; use one of {', '.join(ROUNDINGS)}")
+    stochastic = rounding == "stochastic"
 
-    Args:
-        block: values that share a float32 scale.
-    """
     def encode(x, state, key):
-        del state, key
-        padded = jnp.pad(x.ravel().astype(jnp.float32), (0, -x.size % block)).reshape(-1, block)
-        scale_Mx1 = jnp.abs(padded).max(axis=1, keepdims=True) / 127
-        # A block of zeros has scale 0, and zeros are what it decodes to.
-        steps = jnp.round(padded / jnp.where(scale_Mx1 > 0, scale_Mx1, 1)).astype(jnp.int8)
-        return {"values": steps.ravel()[:x.size], "scales": scale_Mx1[:, 0]}
+        del state
+        x_MxB = rows(x, block)
+        scale_Mx1 = magnitude(x_MxB)
+        tiny = levels * jnp.finfo(x_MxB.dtype).tiny
+        if euclidean:  # Of x/max, whose squares neither overflow nor vanish.
+            unit_MxB = x_MxB * jnp.where(scale_Mx1 < tiny, 0, 1 / scale_Mx1)
+            scale_Mx1 = scale_Mx1 * jnp.sqrt(jnp.square(unit_MxB).sum(axis=1, keepdims=True))
+        shift = noise.uniform(x_MxB.shape, noise.words(key)) if stochastic else 0.5
+        # Shifted to positive numbers, where the cast to integers rounds down; sums of floats may reach the next number.
+        steps_MxB = x_MxB * jnp.where(scale_Mx1 < tiny, 0, levels / scale_Mx1) + (shift + levels)
+        codes_MxB = jnp.minimum(steps_MxB.astype(jnp.int32), 2 * levels).astype(jnp.uint8)
+        packed = bits.pack(codes_MxB.ravel(), width)[:bits.packed_bytes(x.size, width)]
+        return {"codes": packed, "scales": scale_Mx1[:, 0] / levels}
 
     def decode(message, shape, dtype):
-        size = math.prod(shape)
-        padded = jnp.pad(message["values"], (0, -size % block)).reshape(-1, block)
-        return (padded * message["scales"][:, None]).ravel()[:size].reshape(shape).astype(dtype)
+        codes = bits.unpack(message["codes"], width, math.prod(shape))
+        steps_MxB = rows(codes.astype(message["scales"].dtype), block) - levels
+        return from_rows(steps_MxB * message["scales"][:, None], shape, dtype)
 
-    return Codec(
-        name="int8", encode=encode, decode=decode,
-        num_bytes=lambda shape, dtype: math.prod(shape) + 4 * math.ceil(math.prod(shape) / block),
-        traits=Traits(contractive=lambda shape: 1 - min(block, max(1, math.prod(shape))) / 254**2))
+    def num_bytes(shape, dtype):
+        size = math.prod(shape)
+        return bits.packed_bytes(size, width) + jnp.dtype(working_dtype(dtype)).itemsize * math.ceil(size / block)
+
+    def omega(size):
+        n = min(block, max(1, size))
+        if euclidean:
+            return min(n / levels**2, math.sqrt(n) / levels)
+        return (math.sqrt(1 + (n - 1) / levels**2) - 1) / 2
+
+    def delta(shape):
+        return 1 / (1 + (min(block, max(1, math.prod(shape))) - 1) / (2 * levels) ** 2)
+
+    return Codec(name=name, encode=encode, decode=decode, num_bytes=num_bytes,
+                 traits=Traits(unbiased=omega, random=True) if stochastic else Traits(contractive=delta))
+
+
+def integers(bits: int = 8, block: int = 256, rounding: str = "nearest") -> Codec:
+    """Whole numbers of any width from 2 to 8 bits: an error of at most c/(2^b − 2), c the block's largest magnitude.
+
+    Args:
+        bits: b.
+        block: values that share a scale.
+        rounding: "nearest", or "stochastic" for unbiased ones with twice the error.
+    """
+    if bits not in range(2, 9):
+        raise ValueError(f"integers bits={bits!r} must be a whole number from 2 to 8; 'sign' sends 1 bit, 'bfloat16' 16")
+    return quantized(f"int{bits}", levels=2 ** (bits - 1) - 1, width=bits, block=block, rounding=rounding)
+
+
+def int8(block: int = 256, rounding: str = "nearest") -> Codec:
+    """`integers(8)`: −127 … 127, an error of at most c/254; 1/8 bit a value for the scales."""
+    return integers(8, block, rounding)
+
+
+def int4(block: int = 256, rounding: str = "nearest") -> Codec:
+    """`integers(4)`: −7 … 7 in half a byte, an error of at most c/14."""
+    return integers(4, block, rounding)
+
+
+def int2(block: int = 256, rounding: str = "nearest") -> Codec:
+    """`integers(2)`: −1, 0, 1 in a quarter of a byte, an error of at most c/2."""
+    return integers(2, block, rounding)
+
+
+def qsgd(levels: int = 7, block: int = 256) -> Codec:
+    """x̂ = ‖x‖₂ sgn(x) ξ/s with ξ the two multiples next to s|x|/‖x‖₂, drawn so that the mean is right.
+
+    Unbiased with ω = min(n/s², √n/s) for n values in a block.
+
+    Args:
+        levels: s, from 1 to 127. Its 2s + 1 numbers take ⌈log₂(2s+1)⌉ bits, with no entropy coding.
+        block: values that share a norm.
+
+    Reference: Alistarh et al. 2017, "QSGD", Lemma 3.1.
+    """
+    if levels not in range(1, 128):
+        raise ValueError(f"qsgd levels={levels!r} must be a whole number from 1 to 127, since a number takes at most 8 bits")
+    return quantized("qsgd", levels=levels, width=(2 * levels).bit_length(), block=block, rounding="stochastic", euclidean=True)
+
+
+def ternary(block: int = 256) -> Codec:
+    """x̂ = c·b with b in {−1, 0, 1}, |b| = 1 with probability |x|/c, c = max |x| over a block; 2 bits a value.
+
+    Unbiased with ω = (√n − 1)/2 for n values in a block.
+
+    Reference: Wen et al. 2017, "TernGrad", with a scale per block instead of per tensor.
+    """
+    return quantized("ternary", levels=1, width=2, block=block, rounding="stochastic")

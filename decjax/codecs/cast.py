@@ -1,17 +1,109 @@
-"""Casts: narrower floating-point numbers."""
+"""Casts: narrower floating-point numbers.
+
+    identity                    x itself
+    bfloat16, float16           x rounded to nearest: 16 bits a value
+    float8_e4m3, float8_e5m2    x/c rounded to nearest, c per block so that its largest magnitude is the format's largest number
+
+Messages hold the numbers' bits as unsigned integers: some backends widen short floats in collectives, and would send twice as much.
+"""
 
 import math
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 
-from decjax.codecs.codec import Codec, Traits
+from decjax.codecs.codec import Codec, Traits, from_rows, magnitude, rows, working_dtype
+
+
+def _rounded_bits(x: jax.Array, dtype: Any) -> jax.Array:
+    # Compilers may take a cast there and back for none at all; a sender would then believe that nothing was lost.
+    narrow = jax.lax.optimization_barrier(x.astype(dtype))
+    return jax.lax.bitcast_convert_type(narrow, f"uint{8 * narrow.dtype.itemsize}")
+
+
+def _cast(name: str, dtype: Any, traits: Traits) -> Codec:
+    return Codec(
+        name=name,
+        encode=lambda x, state, key: _rounded_bits(x, dtype),
+        decode=lambda message, shape, out: jax.lax.bitcast_convert_type(message, dtype).astype(out),
+        num_bytes=lambda shape, out: 2 * math.prod(shape),
+        traits=traits)
+
+
+def identity() -> Codec:
+    """x itself: no error, and no saving."""
+    return Codec(
+        name="identity",
+        encode=lambda x, state, key: x,
+        decode=lambda message, shape, dtype: message.astype(dtype),
+        num_bytes=lambda shape, dtype: jnp.dtype(dtype).itemsize * math.prod(shape),
+        traits=Traits(linear=True, unbiased=lambda size: 0.0, contractive=lambda shape: 1.0))
 
 
 def bfloat16() -> Codec:
-    """Values rounded to the nearest bfloat16, a relative error of at most 2⁻⁸."""
+    """Values rounded to the nearest bfloat16, a relative error of at most 2⁻⁸; the range is that of float32."""
+    return _cast("bfloat16", jnp.bfloat16, Traits(contractive=lambda shape: 1 - 2.0**-16))
+
+
+def float16() -> Codec:
+    """Values rounded to the nearest float16: a relative error of at most 2⁻¹¹ between 6·10⁻⁵ and 65504.
+
+    Smaller ones have an error of at most 3·10⁻⁸, larger ones become infinite, so that it is not contractive for all x;
+    gradients may need a loss scale.
+    """
+    return _cast("float16", jnp.float16, Traits())
+
+
+def _float8(name: str, dtype: Any, block: int) -> Codec:
+    if block < 1:
+        raise ValueError(f"{name} block={block} must be at least 1 value; 256 is the default")
+    info = jnp.finfo(dtype)
+    largest, precision = float(info.max), info.nmant + 1
+
+    def encode(x, state, key):
+        del state, key
+        x_MxB = rows(x, block)
+        scale_Mx1 = magnitude(x_MxB) / largest
+        # Below the smallest normal number there is no inverse: such a block decodes to zeros.
+        inverse_Mx1 = jnp.where(scale_Mx1 < jnp.finfo(scale_Mx1.dtype).tiny, 0, 1 / scale_Mx1)
+        # e4m3 has no infinity: beyond its range lies NaN, and a rounded quotient may be a hair too large.
+        scaled_MxB = jnp.clip(x_MxB * inverse_Mx1, -largest, largest)
+        return {"values": _rounded_bits(scaled_MxB, dtype).ravel()[:x.size], "scales": scale_Mx1[:, 0]}
+
+    def decode(message, shape, out):
+        values = jax.lax.bitcast_convert_type(message["values"], dtype).astype(message["scales"].dtype)
+        return from_rows(rows(values, block) * message["scales"][:, None], shape, out)
+
+    def error(shape):
+        # Relative 2^−p for normal numbers; half the smallest subnormal step of the block's range for the others.
+        count = min(block, max(1, math.prod(shape)))
+        return 4.0**-precision + count * (float(info.smallest_subnormal) / 2 / largest) ** 2
+
     return Codec(
-        name="bfloat16",
-        encode=lambda x, state, key: x.astype(jnp.bfloat16),
-        decode=lambda message, shape, dtype: message.astype(dtype),
-        num_bytes=lambda shape, dtype: 2 * math.prod(shape),
-        traits=Traits(contractive=lambda shape: 1 - 2.0**-16))
+        name=name, encode=encode, decode=decode,
+        num_bytes=lambda shape, out: (math.prod(shape)
+                                      + jnp.dtype(working_dtype(out)).itemsize * math.ceil(math.prod(shape) / block)),
+        traits=Traits(contractive=lambda shape: 1 - error(shape)))
+
+
+def float8_e4m3(block: int = 256) -> Codec:
+    """8-bit floats of 3 bits mantissa: a relative error of at most 2⁻⁴ down to 3·10⁻⁵ of the block's largest magnitude.
+
+    Args:
+        block: values that share a scale.
+
+    Reference: Micikevicius et al. 2022, "FP8 formats for deep learning".
+    """
+    return _float8("float8_e4m3", jnp.float8_e4m3fn, block)
+
+
+def float8_e5m2(block: int = 256) -> Codec:
+    """8-bit floats of 2 bits mantissa: a relative error of at most 2⁻³ down to 10⁻⁹ of the block's largest magnitude.
+
+    Args:
+        block: values that share a scale.
+
+    Reference: Micikevicius et al. 2022, "FP8 formats for deep learning".
+    """
+    return _float8("float8_e5m2", jnp.float8_e5m2, block)

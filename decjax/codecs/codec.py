@@ -10,6 +10,7 @@ What a message loses, x − x̂, is nobody's business here: `decjax.codecs.feedb
 
 from collections.abc import Callable
 import dataclasses
+import functools
 import math
 from typing import Any, Literal
 
@@ -73,6 +74,48 @@ class Codec:
     init: Callable[[tuple[int, ...], Any], Any] = _no_state
     advance: Callable[[Any, Any], Any] = _keep
     traits: Traits = Traits()
+
+
+def working_dtype(dtype: Any) -> Any:
+    """Where codecs compute, and the type of their scales: float64 for float64, float32 for all shorter ones."""
+    return jnp.float64 if jnp.dtype(dtype) == jnp.float64 else jnp.float32
+
+
+def rows(x: jax.Array, length: int) -> jax.Array:
+    """The values of an array in rows of `length`, zeros behind the last, in the working type."""
+    flat = x.ravel().astype(working_dtype(x.dtype))
+    return jnp.pad(flat, (0, -x.size % length)).reshape(-1, length)
+
+
+def from_rows(x_MxB: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    """The inverse of `rows`."""
+    return x_MxB.ravel()[:math.prod(shape)].reshape(shape).astype(dtype)
+
+
+def magnitude(x_MxB: jax.Array) -> jax.Array:
+    """The largest magnitude of every row, [M, 1]; NaN where there is one.
+
+    Compared as integers, among which NaN is larger than all numbers: maxima of floats may drop it.
+    """
+    pattern_MxB = jax.lax.bitcast_convert_type(jnp.abs(x_MxB), f"int{8 * x_MxB.dtype.itemsize}")
+    return jax.lax.bitcast_convert_type(pattern_MxB.max(axis=1, keepdims=True), x_MxB.dtype)
+
+
+def matrix_shape(shape: tuple[int, ...]) -> tuple[int, int] | None:
+    """I×J, the most nearly square matrix that neighbouring dimensions of a tensor form; None for less than two dimensions.
+
+    Dimensions of one value do not count: a 1×P tensor is a vector.
+    """
+    if sum(size > 1 for size in shape) < 2:
+        return None
+    splits = [(math.prod(shape[:s]), math.prod(shape[s:])) for s in range(1, len(shape))]
+    return min(splits, key=sum)
+
+
+def finite(tree: Any) -> jax.Array:
+    """Whether all values of a pytree are finite."""
+    leaves = [x for x in jax.tree.leaves(tree) if jnp.issubdtype(x.dtype, jnp.floating)]
+    return functools.reduce(jnp.logical_and, [jnp.isfinite(x).all() for x in leaves], jnp.array(True))
 
 
 def message_bytes(message: Any) -> int:

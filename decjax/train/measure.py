@@ -40,6 +40,8 @@ SIZES, RATIO = 3, 4  # message sizes, and each one ÷ the one before; much small
 ROUNDS = (3, 400)  # fewest and most
 STEPS = 20  # most gradients in a round; about half of the time is theirs
 
+CODECS = ("bfloat16", "int8")  # unless others are asked for: every one compiles for seconds
+
 Actions = dict[Hashable, Callable[[], Any]]  # what is timed -> what dispatches it; its result is waited for
 
 
@@ -155,18 +157,20 @@ def _patterns(members: int) -> dict[str, list[tuple[int, int]]]:
     return {"pair": pairs} | ({"shift": [(i, (i + 1) % members) for i in range(members)]} if members > 2 else {})
 
 
-def codec_actions(setup: assemble.Setup) -> Actions:
+def codec_actions(setup: assemble.Setup, names: Sequence[str] = CODECS) -> Actions:
     """Encoding and decoding the model's buckets, by the codec's name."""
     workers = setup.workers
     vectors = [workers.build(lambda worker, size=bucket.size: np.linspace(-1, 1, size, dtype=np.float32))
                for bucket in _layout(setup).buckets]
 
     def code(codec, x_P):
-        message = jax.lax.optimization_barrier(codec.encode(x_P, (), None))  # Else the compiler takes two casts for none.
+        key = jax.random.key(0) if codec.traits.random else None
+        message = codec.encode(x_P, codec.init(x_P.shape, x_P.dtype), key)
+        message = jax.lax.optimization_barrier(message)  # Sent and received: nothing is known of it.
         return codec.decode(message, x_P.shape, x_P.dtype)
 
     programs = {name: workers.jit(lambda vectors, codec=codecs.make(name): [code(codec, x_P) for x_P in vectors], (0,))
-                for name in codecs.names()}
+                for name in names}
     return {name: lambda run=run: run(vectors) for name, run in programs.items()}
 
 

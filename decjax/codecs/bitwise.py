@@ -1,0 +1,97 @@
+"""Codecs on the bits of a float32: its sign alone, or its sign and exponent."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+
+from decjax.codecs import bits
+from decjax.codecs import noise
+from decjax.codecs.codec import Codec, Traits, from_rows, rows, working_dtype
+
+
+def _sign_bits(x: jax.Array) -> jax.Array:
+    return bits.pack((x.ravel() >= 0).astype(jnp.uint8), 1)
+
+
+def _signs(packed: jax.Array, size: int, dtype) -> jax.Array:
+    return 2 * bits.unpack(packed, 1, size).astype(dtype) - 1
+
+
+def sign() -> Codec:
+    """±1: one bit a value, and 0 counts as positive.
+
+    For majority votes and sign descent, where the size of a step is somebody else's: as an approximation of x it is not
+    contractive. NaN and infinity arrive as ±1 too.
+
+    Reference: Bernstein et al. 2018, "signSGD".
+    """
+    return Codec(
+        name="sign",
+        encode=lambda x, state, key: _sign_bits(x),
+        decode=lambda message, shape, dtype: _signs(message, math.prod(shape), dtype).reshape(shape),
+        num_bytes=lambda shape, dtype: bits.packed_bytes(math.prod(shape), 1))
+
+
+def scaled_sign(block: int = 1024) -> Codec:
+    """x̂ = (‖x‖₁/n) sgn(x) over blocks of n values: one bit a value and a scale per block.
+
+    ‖x − x̂‖² = (1 − δ)‖x‖² with δ = ‖x‖₁²/(n‖x‖₂²): never below 1/n, and 2/π for normal values.
+
+    Args:
+        block: n; Karimireddy et al. take a whole tensor.
+
+    Reference: Karimireddy et al. 2019, "Error feedback fixes signSGD", Lemma 8.
+    """
+    if block < 1:
+        raise ValueError(f"scaled_sign block={block} must be at least 1 value; 1024 is the default")
+
+    def encode(x, state, key):
+        del state, key
+        x_MxB = rows(x, block)
+        last = x.size - (x_MxB.shape[0] - 1) * block  # values in the last block
+        counts_M = jnp.full(x_MxB.shape[0], block, x_MxB.dtype).at[-1:].set(last)
+        # The mean of quotients, since a sum of large values may overflow.
+        return {"signs": _sign_bits(x), "scales": (jnp.abs(x_MxB) / counts_M[:, None]).sum(axis=1)}
+
+    def decode(message, shape, dtype):
+        scales_M = message["scales"]
+        signs_MxB = rows(_signs(message["signs"], math.prod(shape), scales_M.dtype), block)
+        return from_rows(signs_MxB * scales_M[:, None], shape, dtype)
+
+    def num_bytes(shape, dtype):
+        size = math.prod(shape)
+        return bits.packed_bytes(size, 1) + jnp.dtype(working_dtype(dtype)).itemsize * math.ceil(size / block)
+
+    return Codec(name="scaled_sign", encode=encode, decode=decode, num_bytes=num_bytes,
+                 traits=Traits(contractive=lambda shape: 1 / min(block, max(1, math.prod(shape)))))
+
+
+def natural() -> Codec:
+    """x̂ = ± a power of two next to |x|, drawn so that the mean is right: sign and exponent, 9 bits a value.
+
+    A float32 is 2^e (1 + m); with probability m it is rounded up. In its bits that is one addition: noise below the mantissa
+    carries into the exponent exactly that often. Unbiased with ω = 1/8. Values are taken as float32; those above 2¹²⁷ are
+    rounded down, since the next power is infinite.
+
+    Reference: Horváth et al. 2019, "Natural compression for distributed deep learning", Theorem 1.
+    """
+    def encode(x, state, key):
+        del state
+        pattern_P = jax.lax.bitcast_convert_type(x.ravel().astype(jnp.float32), jnp.uint32)
+        mantissa = jnp.uint32(2**23 - 1)
+        exponent_P = pattern_P >> 23 & 0xFF
+        # The exponents 254 and 255 are left alone: the last numbers, infinity and NaN, whose mantissa must stay non-zero.
+        drawn_P = jnp.where(exponent_P < 254, noise.bits(pattern_P.shape, noise.words(key)) & mantissa, 0)
+        code_P = pattern_P + drawn_P >> 23
+        return {"exponents": code_P.astype(jnp.uint8), "signs": bits.pack((code_P >> 8).astype(jnp.uint8), 1)}
+
+    def decode(message, shape, dtype):
+        sign_P = bits.unpack(message["signs"], 1, math.prod(shape)).astype(jnp.uint32) << 31
+        pattern_P = sign_P | message["exponents"].astype(jnp.uint32) << 23
+        return jax.lax.bitcast_convert_type(pattern_P, jnp.float32).reshape(shape).astype(dtype)
+
+    return Codec(
+        name="natural", encode=encode, decode=decode,
+        num_bytes=lambda shape, dtype: math.prod(shape) + bits.packed_bytes(math.prod(shape), 1),
+        traits=Traits(unbiased=lambda size: 1 / 8, random=True))

@@ -1,0 +1,100 @@
+"""Error-bounded quantization: ‖x − x̂‖∞ ≤ e, always.
+
+    x̂ = 2e′ ⌊x/2e′⌉,   whole numbers of b bits: |x| ≤ 2e′L, L = 2^(b−1) − 1
+
+Rounding to the nearest multiple of 2e in floating-point arithmetic errs by a hair more than e now and then. Here e′ is smaller
+than e by the share 2⁻²⁰L, more than all roundings of x/2e′, of 2e′·c and of x̂ to float32 together; where x̂ is a shorter type, what
+its rounding adds is looked at value by value.
+
+A value that cannot be had so (too large, infinite, NaN) is an outlier. Each group of g values has room for a few, which are sent as they
+are. A group with more is sent raw. No message of fixed size smaller than x itself can keep a bound for all x, so this is a
+message with room for all groups raw, of which only those marked in "overflow" need to travel: `static_bytes` is false. With
+raw=False there is no such room, the size is fixed, and in a group of too many outliers the others are clipped to ±2e′L; NaN, if one
+of the group's values is not finite.
+
+Reference: Tao et al. 2017, "SZ", linear-scaling quantization without its predictor.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+
+from decjax.codecs import bits
+from decjax.codecs.codec import Codec, Traits, working_dtype
+
+
+def bounded(bound: float = 1e-3, bits_per_value: int = 8, group: int = 256, outliers: int = 2, raw: bool = True) -> Codec:
+    """Values within ±e of what they were.
+
+    Args:
+        bound: e, absolute.
+        bits_per_value: b, from 2 to 12.
+        group: g values, strided: value p belongs to group p mod M.
+        outliers: room of a group.
+        raw: whether groups with more of them are sent raw.
+    """
+    if not 1e-30 <= bound < math.inf:
+        raise ValueError(f"bounded bound={bound} must be a positive number of at least 1e-30; it is the largest error of any value")
+    if bits_per_value not in range(2, 13):
+        raise ValueError(f"bounded bits_per_value={bits_per_value!r} must be a whole number from 2 to 12")
+    if not 1 <= group <= 2**16 or not (0 if raw else 1) <= outliers <= group:
+        raise ValueError(f"bounded group={group}, outliers={outliers}: a group has 1 to 65536 values, and room for at most as "
+                         "many outliers; with raw=False for at least one")
+    levels = 2 ** (bits_per_value - 1) - 1
+
+    def plan(size):
+        """Number of groups, and values in each: about equal, at most g."""
+        M = math.ceil(size / group)
+        return M, math.ceil(size / max(1, M))
+
+    def step(dtype):
+        return jnp.asarray(2 * bound * (1 - levels * 2.0**-20), dtype)
+
+    def encode(x, state, key):
+        del state, key
+        M, G = plan(x.size)
+        x_GxM = jnp.pad(x.ravel(), (0, M * G - x.size)).reshape(G, M)
+        wide_GxM = x_GxM.astype(working_dtype(x.dtype))
+        width = step(wide_GxM.dtype)
+        code_GxM = jnp.clip(jnp.round(wide_GxM * (1 / width)), -levels, levels)
+        info = jnp.finfo(x.dtype)
+        # As a receiver will see it in x's own type; a cast there and back might be taken for none.
+        arrived_GxM = jax.lax.reduce_precision(code_GxM * width, info.nexp, info.nmant)
+        fits_GxM = jnp.abs(wide_GxM - arrived_GxM) <= width / 2 * (1 + levels * 2.0**-21)
+        place_GxM = jax.lax.broadcasted_iota(jnp.int32, x_GxM.shape, 0)
+        where, before = [], jnp.full(M, G)
+        for _ in range(outliers):  # From the last to the first. A place not taken holds the first value, as it is.
+            before = jnp.where(fits_GxM | (place_GxM >= before), -1, place_GxM).max(axis=0, initial=-1)
+            where.append(jnp.maximum(before, 0))
+        where_OxM = jnp.stack(where) if where else jnp.zeros((0, M), jnp.int32)
+        outlier_OxM = jnp.take_along_axis(x_GxM, where_OxM, axis=0)
+        if not raw:  # A clipped infinity must not pass for a number.
+            outlier_OxM = jnp.where(jnp.isfinite(x_GxM).all(axis=0), outlier_OxM, jnp.nan)
+        message = {"codes": bits.pack((code_GxM + levels).astype(jnp.uint32).ravel(), bits_per_value),
+                   "outliers": outlier_OxM, "where": where_OxM.astype(bits.index_dtype(G))}
+        if raw:
+            overflow_M = (~fits_GxM & (place_GxM < before)).any(axis=0)
+            message |= {"overflow": bits.pack(overflow_M.astype(jnp.uint8), 1), "raw": jnp.where(overflow_M, x_GxM, 0)}
+        return message
+
+    def decode(message, shape, dtype):
+        size = math.prod(shape)
+        M, G = plan(size)
+        wide = working_dtype(message["outliers"].dtype)
+        codes = bits.unpack(message["codes"], bits_per_value, G * M).reshape(G, M)
+        x_GxM = ((codes.astype(wide) - levels) * step(wide)).astype(dtype)
+        place_GxM = jax.lax.broadcasted_iota(message["where"].dtype, x_GxM.shape, 0)
+        for place_M, value_M in zip(message["where"], message["outliers"]):
+            x_GxM = jnp.where(place_GxM == place_M, value_M.astype(dtype), x_GxM)
+        if raw:
+            overflow_M = bits.unpack(message["overflow"], 1, M) > 0
+            x_GxM = jnp.where(overflow_M, message["raw"].astype(dtype), x_GxM)
+        return x_GxM.ravel()[:size].reshape(shape)
+
+    def num_bytes(shape, dtype):
+        (M, G), item = plan(math.prod(shape)), jnp.dtype(dtype).itemsize
+        coded = bits.packed_bytes(G * M, bits_per_value) + M * outliers * (item + bits.index_dtype(G).itemsize)
+        return coded + (bits.packed_bytes(M, 1) + M * G * item if raw else 0)
+
+    return Codec(name="bounded", encode=encode, decode=decode, num_bytes=num_bytes, traits=Traits(static_bytes=not raw))

@@ -1,0 +1,84 @@
+"""The largest coefficients of a chunked cosine transform, as in DeMo.
+
+A matrix is cut into chunks of c×c values, a vector into chunks of c; each is transformed by the orthonormal DCT-II,
+
+    X = D x Dᵀ,   D_ui = √(2/c) cos(π u (2i + 1)/2c),   D_0i = √(1/c),
+
+and of its coefficients the largest are sent. The transform keeps lengths, so that ‖x − x̂‖² ≤ (1 − k/c²)‖x‖².
+A side shorter than c has chunks of its own length; the last chunk of a longer one is filled with zeros.
+
+Reference: Peng et al. 2024, "DeMo: decoupled momentum optimization", which takes the largest divisor up to c instead.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from decjax.codecs import bits
+from decjax.codecs import cast
+from decjax.codecs.codec import Codec, Traits, matrix_shape, working_dtype
+from decjax.codecs.sparse import check_fraction, check_values, largest
+
+
+def _basis(length: int, dtype) -> jax.Array:
+    u_L = np.arange(length)
+    basis_LxL = np.sqrt(2 / length) * np.cos(np.pi * u_L[:, None] * (2 * u_L + 1) / (2 * length))
+    basis_LxL[0] = np.sqrt(1 / length)
+    return jnp.asarray(basis_LxL, dtype)
+
+
+def dct(fraction: float = 1 / 128, chunk: int = 64, values: Codec = cast.identity()) -> Codec:
+    """The largest share φ of the cosine coefficients of every chunk.
+
+    Args:
+        fraction: φ; of a chunk of C coefficients ⌈φC⌉ are sent.
+        chunk: c.
+        values: the form of the coefficients that are sent.
+    """
+    check_fraction("dct", fraction)
+    check_values("dct", values)
+    if chunk < 1:
+        raise ValueError(f"dct chunk={chunk} must be at least 1 value; 64 is the default")
+
+    def plan(shape):
+        """Sides of the matrix, of a chunk, the grid of chunks, and coefficients sent of each."""
+        sides = matrix_shape(tuple(shape)) or (1, math.prod(shape))
+        chunks = tuple(max(1, min(chunk, side)) for side in sides)
+        grid = tuple(-(-side // length) for side, length in zip(sides, chunks))
+        return sides, chunks, grid, math.ceil(fraction * math.prod(chunks))
+
+    def encode(x, state, key):
+        del state, key
+        (rows_I, columns_J), (c, d), (m, n), k = plan(x.shape)
+        dtype = working_dtype(x.dtype)
+        x_IxJ = jnp.pad(x.reshape(rows_I, columns_J).astype(dtype), ((0, m * c - rows_I), (0, n * d - columns_J)))
+        coefficients = jnp.einsum("ui,minj,vj->mnuv", _basis(c, dtype), x_IxJ.reshape(m, c, n, d), _basis(d, dtype),
+                                  precision=jax.lax.Precision.HIGHEST).reshape(m * n, c * d)
+        magnitude = jnp.where(jnp.isnan(coefficients), jnp.inf, jnp.abs(coefficients))
+        where_Mxk = largest(magnitude, k)
+        sent_Mxk = jnp.take_along_axis(coefficients, where_Mxk, axis=1)
+        return {"values": values.encode(sent_Mxk.ravel(), (), None), "where": where_Mxk.astype(bits.index_dtype(c * d))}
+
+    def decode(message, shape, dtype):
+        (rows_I, columns_J), (c, d), (m, n), k = plan(shape)
+        wide = working_dtype(dtype)
+        sent_Mxk = values.decode(message["values"], (m * n * k,), wide).reshape(m * n, k)
+        coefficients = jnp.zeros((m * n, c * d), wide).at[
+            jnp.arange(m * n)[:, None], message["where"].astype(jnp.int32)].set(sent_Mxk, unique_indices=True)
+        x = jnp.einsum("ui,mnuv,vj->minj", _basis(c, wide), coefficients.reshape(m, n, c, d), _basis(d, wide),
+                       precision=jax.lax.Precision.HIGHEST).reshape(m * c, n * d)
+        return x[:rows_I, :columns_J].reshape(shape).astype(dtype)
+
+    def num_bytes(shape, dtype):
+        _, chunks, grid, k = plan(shape)
+        count = math.prod(grid) * k
+        return values.num_bytes((count,), working_dtype(dtype)) + count * bits.index_dtype(math.prod(chunks)).itemsize
+
+    def delta(shape):
+        _, chunks, grid, k = plan(shape)
+        return k / math.prod(chunks) * values.traits.contractive((math.prod(grid) * k,))
+
+    return Codec(name="dct", encode=encode, decode=decode, num_bytes=num_bytes,
+                 traits=Traits(contractive=delta, matrix=True))

@@ -1,0 +1,138 @@
+"""What codecs cost: encoding and decoding, against a copy of the same array in memory.
+
+    python -m experiments.bench.codecs --peers=PYTHON
+
+On one core, in rounds: every codec's encode and decode, each beside a copy of its own, and the straightforward PyTorch
+equivalent, if PYTHON is an interpreter that has torch. A number is the median over the rounds of the copy's time ÷ the codec's: 1 is
+as fast as a copy. Beside it stands how much smaller a message is, and which share of the energy of normal values it loses.
+"""
+
+import functools
+import json
+import math
+import os
+import pathlib
+import statistics
+import subprocess
+import time
+
+from absl import flags
+import jax
+import jax.numpy as jnp
+import rich.box
+import rich.console
+import rich.table
+
+from decjax import codecs
+from launch import command
+
+_SIDE = flags.DEFINE_integer("side", 2048, "The array is a matrix of side × side float32, a multiple of 64.")
+_ROUNDS = flags.DEFINE_integer("rounds", 15, "Timed rounds.")
+_CODECS = flags.DEFINE_list("codecs", None, "Rows of the table; all by default.")
+_PEERS = flags.DEFINE_string("peers", None, "An interpreter that has torch, such as /opt/torch/bin/python.")
+
+VARIANTS = {"int8 stochastic": functools.partial(codecs.make, "int8", rounding="stochastic"),
+            "int4 stochastic": functools.partial(codecs.make, "int4", rounding="stochastic")}
+ROWS = (*(name for name in codecs.names() if name != "integers"), *VARIANTS)
+TOP_K = "jax.lax.top_k, 1 %"
+
+
+class BenchError(Exception):
+    """A mistake of the user."""
+
+
+class Peer:
+    """PyTorch in a process of its own, which waits while it is not asked."""
+
+    def __init__(self, python: str, size: int):
+        script = pathlib.Path(__file__).with_name("codecs_torch.py")
+        try:
+            self._process = subprocess.Popen([python, script, str(size)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+            self.times_s("identity")
+        except (OSError, ValueError) as error:
+            raise BenchError(f"--peers={python} does not run torch ({error}); give an interpreter that imports it") from error
+
+    def times_s(self, name: str) -> list[float] | None:
+        """Seconds of one encode and one decode; None where there is no equivalent."""
+        self._process.stdin.write(name + "\n")
+        self._process.stdin.flush()
+        return json.loads(self._process.stdout.readline())
+
+
+class Row:
+    """One codec's programs, compiled and warmed up."""
+
+    def __init__(self, name: str, x: jax.Array):
+        codec = VARIANTS[name]() if name in VARIANTS else codecs.make(name)
+        matrix = codec.traits.matrix
+        self.x = x if matrix else x.ravel()
+        shape, key = self.x.shape, jax.random.key(0) if codec.traits.random else None
+        state = codec.init(shape, x.dtype)
+        self.encode = jax.jit(lambda x: codec.encode(x, state, key))
+        self.decode = jax.jit(lambda message: codec.decode(message, shape, x.dtype))
+        self.smaller = x.nbytes / codec.num_bytes(shape, x.dtype)
+        back = self.decode(self.encode(self.x))
+        self.error = float(jnp.square(self.x - back).sum() / jnp.square(self.x).sum())
+
+
+def seconds(program, *arguments):
+    begun = time.perf_counter()
+    result = jax.block_until_ready(program(*arguments))
+    return time.perf_counter() - begun, result
+
+
+def main(argv: list[str]) -> None:
+    del argv
+    if _SIDE.value < 64 or _SIDE.value % 64:
+        raise BenchError(f"--side={_SIDE.value} must be a positive multiple of 64")
+    names = _CODECS.value or ROWS
+    if unknown := [name for name in names if name not in ROWS]:
+        raise BenchError(f"--codecs={unknown[0]}: unknown; use some of {', '.join(ROWS)}")
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})  # Before any backend starts its threads; inherited by the peer.
+    jax.config.update("jax_platforms", "cpu")
+    x = jax.random.normal(jax.random.key(1), (_SIDE.value, _SIDE.value))
+    peer = Peer(_PEERS.value, x.size) if _PEERS.value else None
+    rows = {name: Row(name, x) for name in names}
+    copy = jax.jit(jnp.copy)
+    top_k = jax.jit(lambda x: jax.lax.top_k(jnp.abs(x).ravel(), math.ceil(0.01 * x.size)))
+    ratios = {(name, part): [] for name in (*names, TOP_K) for part in ("encode", "decode", "both", "peer")}
+    for k in range(-1, _ROUNDS.value):  # The first one warms up.
+        for i in range(len(names)):
+            name = names[(i + k) % len(names)]  # Nobody always goes first.
+            row = rows[name]
+            copy_s, _ = seconds(copy, row.x)
+            encode_s, message = seconds(row.encode, row.x)
+            decode_s, _ = seconds(row.decode, message)
+            del message
+            peer_s = peer and peer.times_s(name)
+            copy_s = (copy_s + seconds(copy, row.x)[0]) / 2
+            if k >= 0:
+                ratios[name, "encode"].append(copy_s / encode_s)
+                ratios[name, "decode"].append(copy_s / decode_s)
+                ratios[name, "both"].append(copy_s / (encode_s + decode_s))
+                if peer_s:
+                    ratios[name, "peer"].append(copy_s / sum(peer_s))
+        if k >= 0:
+            ratios[TOP_K, "encode"].append(seconds(copy, x)[0] / seconds(top_k, x)[0])
+    table = rich.table.Table(box=rich.box.MARKDOWN, title=f"speed of codecs on one core, as a ratio to a copy of {x.size / 1e6:.1f}M float32")
+    table.add_column("codec")
+    theirs = "PyTorch, both" if peer else "PyTorch, both (no --peers)"
+    for column in ("times smaller", "error share", "encode", "decode", "both", theirs, "ours ÷ PyTorch"):
+        table.add_column(column, justify="right")
+
+    def median(name, part):
+        return statistics.median(ratios[name, part]) if ratios[name, part] else None
+
+    def cell(value):
+        return "–" if value is None else f"{value:.3g}"
+
+    for name in (*names, TOP_K):
+        row, both, other = rows.get(name), median(name, "both"), median(name, "peer")
+        table.add_row(name, cell(row and row.smaller), cell(row and row.error), cell(median(name, "encode")),
+                      cell(median(name, "decode")), cell(both), cell(other), cell(both / other if both and other else None))
+    rich.console.Console(width=140).print(table)
+
+
+if __name__ == "__main__":
+    command.run(main, errors=(BenchError,))
