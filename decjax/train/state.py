@@ -74,7 +74,7 @@ def resize(state: State, fresh: State, num_workers: int) -> State:
 
     New worker j stands for the replicas i with ⌊i N'/N⌋ = j: it takes their average if workers were removed, and a copy of
     replica ⌊j N/N'⌋ if workers were added. Integers (step counters) are copied. What belongs to edges between workers, the
-    states of mixers and reducers, starts afresh, and so does the gradient that a stale all-reduce has not applied yet.
+    states of mixers and reducers, starts afresh, and so do trackers and the gradient that a stale all-reduce has not applied yet.
 
     Args:
         state: NumPy leaves of shape (N, ...).
@@ -95,7 +95,7 @@ def resize(state: State, fresh: State, num_workers: int) -> State:
         return np.stack([own.mean(axis=0, dtype=np.promote_types(x.dtype, np.float32)) for own in members]).astype(x.dtype)
 
     resized = jax.tree.map(spread, state)
-    fresh_parts = {name: getattr(fresh.opt_state, name) for name in ("mixer", "reducer", "pending")
+    fresh_parts = {name: getattr(fresh.opt_state, name) for name in ("mixer", "reducer", "pending", "tracker", "gradient")
                    if hasattr(fresh.opt_state, name)}
     if fresh_parts:
         resized = resized._replace(opt_state=resized.opt_state._replace(**fresh_parts))
