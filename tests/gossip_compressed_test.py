@@ -17,9 +17,8 @@ from decjax import topology as topology_lib
 from decjax.train import checkpoint
 from decjax.train import wire
 
-N, ROWS, COLUMNS, EXTRA, STEPS = 8, 4, 3, 5, 60
-P = ROWS * COLUMNS + EXTRA
-LR = 0.05
+N, P, STEPS, LR = 8, 17, 60, 0.05
+MATRIX = (4, 3)  # The shape of the first of P values; the others are a vector.
 MODES = ("devices", "simulated")
 _rng = np.random.default_rng(0)
 H = _rng.normal(size=(N, P, P)) / np.sqrt(P) + np.eye(P)
@@ -103,9 +102,9 @@ def workers(mode, local_size=1):
     return decjax.make_workers(N, local_size=local_size, simulate=mode == "simulated")
 
 
-def tree(x_P):
-    """A matrix and a vector."""
-    return {"matrix": x_P[:ROWS * COLUMNS].reshape(ROWS, COLUMNS), "vector": x_P[ROWS * COLUMNS:]}
+def tree(x_P, shape=MATRIX):
+    """A matrix, or a stack of them, and a vector."""
+    return {"matrix": x_P[:math.prod(shape)].reshape(shape), "vector": x_P[math.prod(shape):]}
 
 
 def flat(params):
@@ -130,20 +129,20 @@ def scanned(one_step, mixer, steps):
     return run
 
 
-def trajectory(make_mixer, order="awc", mode="devices", wrap=optim.decentralize, inner=None, local_size=1):
+def trajectory(make_mixer, order="awc", mode="devices", wrap=optim.decentralize, local_size=1, shape=MATRIX):
     """x_{STEPS+1 x N x P} of SGD on heterogeneous quadratics."""
     w = workers(mode, local_size)
     with jax.enable_x64(True):
         mixer = make_mixer(w.axis_name)
-        tx = wrap(inner or optax.sgd(LR), mixer, order)
+        tx = wrap(optax.sgd(LR), mixer, order)
 
         def whole(x_P, h_PxP, b_P):
             def one_step(carry, phase):
                 params, state = carry
-                updates, state = tx.update(tree(h_PxP @ flat(params) - b_P), state, params, phase=phase)
+                updates, state = tx.update(tree(h_PxP @ flat(params) - b_P, shape), state, params, phase=phase)
                 params = optax.apply_updates(params, updates)
                 return (params, state), flat(params)
-            start = tree(x_P)
+            start = tree(x_P, shape)
             return scanned(one_step, mixer, STEPS)((start, tx.init(start)))[1]
 
         path = np.asarray(w.jit(whole, (0, 0, 0))(np.tile(X0, (N, 1)), H, B))
@@ -151,8 +150,8 @@ def trajectory(make_mixer, order="awc", mode="devices", wrap=optim.decentralize,
     return np.concatenate([np.tile(X0, (1, N, 1)), path.transpose(1, 0, 2)[:STEPS]])
 
 
-def mixed(make_mixer, x_NxP, steps, mode="devices", local_size=1):
-    """The path of parameters that are only mixed, x_{STEPS x N x P}, and what `state` holds at last."""
+def mixed(make_mixer, x_NxP, steps, mode="devices", local_size=1, shape=MATRIX):
+    """The path of parameters that are only mixed, x_{steps x N x P}, and of push-sum's weights y_{steps x N}."""
     w = workers(mode, local_size)
     with jax.enable_x64(True):
         mixer = make_mixer(w.axis_name)
@@ -163,7 +162,7 @@ def mixed(make_mixer, x_NxP, steps, mode="devices", local_size=1):
                 weight = state.weight if isinstance(state, gossip.PushSumState) else 1.0
                 return (params, state), jnp.append(flat(params), weight)
             # Memories start from the same on all workers.
-            return scanned(one_step, mixer, steps)((tree(x_P), mixer.init(tree(0 * x_P))))[1]
+            return scanned(one_step, mixer, steps)((tree(x_P, shape), mixer.init(tree(0 * x_P, shape))))[1]
 
         path = np.asarray(w.jit(whole, (0,))(x_NxP)).transpose(1, 0, 2)[:steps]
     return path[..., :-1], path[..., -1]
@@ -304,3 +303,246 @@ def test_an_exact_codec_is_plain_gossip(name, order, mode):
         W_NxN, step = topology.matrix(t), -LR * gradients(x)
         x = W_NxN @ x + step if order == "awc" else W_NxN @ (x + step)
     np.testing.assert_allclose(exact[-1], x, rtol=0, atol=1e-11)
+
+
+# -- Push-sum ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_push_sum_keeps_mass_and_agrees_exactly_at_four_bits(mode):
+    topology = topology_lib.make("random_digraph", N, degree=2)
+    assert not topology_lib.is_row_stochastic(topology)
+    x_NxP = np.random.default_rng(3).normal(size=(N, P))
+    z, y = mixed(lambda axis_name: gossip.push_sum(topology, codec=four_bits(stochastic=True), axis_name=axis_name), x_NxP, 200, mode)
+    np.testing.assert_allclose(y.sum(axis=1), N, rtol=0, atol=1e-12)
+    np.testing.assert_allclose(np.einsum("tn,tnp->tp", y, z), np.tile(x_NxP.sum(axis=0), (200, 1)), rtol=0, atol=1e-12)
+    assert np.abs(z[-1] - x_NxP.mean(axis=0)).max() < 1e-12
+    assert np.ptp(y[-1]) > 0.1, "without weights it would have been as good"
+
+
+def test_push_sum_without_a_codec_is_push_sum():
+    topology = topology_lib.make("random_digraph", N, degree=2)
+    x = x_NxP = np.random.default_rng(3).normal(size=(N, P))
+    path, weights = mixed(lambda axis_name: gossip.push_sum(topology, axis_name=axis_name), x_NxP, STEPS)
+    y = np.ones(N)
+    for z, weight in zip(path, weights):
+        x, y = topology.matrix(0) @ x, topology.matrix(0) @ y
+        np.testing.assert_allclose(z, x / y[:, None], atol=1e-12)
+        np.testing.assert_allclose(weight, y, atol=1e-12)
+
+
+# -- PowerGossip ------------------------------------------------------------------------------------------------------
+
+
+def power(W, rank, start, order):
+    """Dense PowerGossip: q and p of every edge {i < j}, as the paper's algorithm has them."""
+    q0, p0 = start
+    memory, size = {}, math.prod(MATRIX)
+    x = np.tile(X0, (N, 1))
+    for t in range(STEPS):
+        W_NxN, index = W.matrix(t), t % W.period
+        step = -LR * gradients(x)
+        x = x + step if order == "atc" else x
+        X, new = x[:, :size].reshape(N, *MATRIX), W_NxN @ x
+        moved = X.copy()
+        for i, j in np.argwhere(np.triu(W_NxN, 1)):
+            q, p = memory.get((index, i, j), (q0, p0))
+            D = X[i] - X[j]
+            if t // W.period % 2 == 0:
+                basis = np.linalg.qr(q)[0]
+                p = D @ basis if D.any() else p
+                delta = D @ basis @ basis.T
+            else:
+                basis = np.linalg.qr(p)[0]
+                q = D.T @ basis if D.any() else q
+                delta = basis @ basis.T @ D
+            memory[index, i, j] = q, p
+            moved[i] -= W_NxN[i, j] * delta
+            moved[j] += W_NxN[i, j] * delta
+        new[:, :size] = moved.reshape(N, size)
+        x = new + step if order == "awc" else new
+        yield x
+
+
+@pytest.mark.parametrize("name, rank, order, mode", [
+    ("ring", 1, "awc", "devices"), ("one_peer_ring", 2, "atc", "simulated"), ("line", 1, "atc", "devices")])
+def test_power_gossip_is_that_of_the_paper(name, rank, order, mode):
+    topology = topology_lib.make(name, N)
+    make_mixer = lambda axis_name: gossip.power_gossip(topology, rank=rank, axis_name=axis_name)
+    with jax.enable_x64(True):
+        state = make_mixer(None).init(tree(jnp.asarray(X0)))
+        (p0,), (q0,) = state.left[0][0], state.right[0][0]
+    expected = np.stack([np.tile(X0, (N, 1)), *power(topology, rank, (np.asarray(q0), np.asarray(p0)), order)])
+    np.testing.assert_allclose(trajectory(make_mixer, order, mode), expected, rtol=0, atol=1e-8)
+
+
+def test_power_gossip_at_full_rank_is_plain_gossip():
+    topology, square = topology_lib.make("torus", N), (4, 4)
+    power_gossip = trajectory(lambda axis_name: gossip.power_gossip(topology, rank=4, axis_name=axis_name), shape=square)
+    plain = trajectory(lambda axis_name: gossip.exact(topology, axis_name=axis_name), shape=square)
+    np.testing.assert_allclose(power_gossip, plain, rtol=0, atol=1e-11)
+
+
+@pytest.mark.parametrize("rank, name", [(1, "one_peer_ring"), (2, "ring")])
+def test_power_gossip_keeps_the_mean_and_agrees(rank, name):
+    topology = topology_lib.make(name, N)
+    x_NxP = np.random.default_rng(3).normal(size=(N, P))
+    path, _ = mixed(lambda axis_name: gossip.power_gossip(topology, rank=rank, axis_name=axis_name), x_NxP, 600, shape=(2, 4, 2))
+    assert np.abs(path.mean(axis=1) - x_NxP.mean(axis=0)).max() < 1e-12
+    assert np.abs(path[-1] - x_NxP.mean(axis=0)).max() < 1e-6
+
+
+# -- On devices and simulated, with noise, in nodes -------------------------------------------------------------------
+
+
+def mixers(codec=None):
+    """Every mixer over graphs of all kinds that it takes: name -> axis name -> mixer."""
+    def make(build, graph, **options):
+        graph_options = {"hierarchical": dict(local=2), "alternating_exponential_ring": dict(local_size=2)}.get(graph, {})
+        topology = topology_lib.make(graph, N, **graph_options)
+        return lambda axis_name: build(topology, axis_name=axis_name, **options)
+
+    codec = codec or four_bits(stochastic=True)
+    return {
+        "exact": make(gossip.exact, "one_peer_exponential", codec=codec),
+        "choco": make(gossip.choco, "one_peer_exponential", codec=codec),
+        "choco, two rounds": make(gossip.choco, "ring", codec=codec, rounds=2),
+        "choco, idle workers": make(gossip.choco, "line", codec=codec),
+        "choco, nodes": make(gossip.choco, "hierarchical", codec=codec),
+        "deep_squeeze": make(gossip.deep_squeeze, "random_matching", codec=codec),
+        "deep_squeeze, nodes": make(gossip.deep_squeeze, "alternating_exponential_ring", codec=codec),
+        "dcd": make(gossip.dcd, "exponential", codec=codec),
+        "beer": make(gossip.beer, "torus", codec=codec),
+        "push_sum": make(gossip.push_sum, "random_digraph", codec=codec),
+        "push_sum, nodes": make(gossip.push_sum, "alternating_exponential_ring", codec=codec),
+        "power_gossip": make(gossip.power_gossip, "ring", rank=2),
+        "power_gossip, idle workers": make(gossip.power_gossip, "line", rank=1),
+    }
+
+
+@pytest.mark.parametrize("name", [name for name in mixers() if "nodes" not in name])
+def test_devices_and_simulated_workers_take_the_same_steps(name):
+    paths = [trajectory(mixers()[name], "awc", mode, wrapper(name)) for mode in MODES]
+    # A value between two codes may go either way, and half of a code's distance is all that can make: none did here.
+    np.testing.assert_allclose(*paths, rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", [name for name in mixers() if "nodes" in name])
+def test_nodes_keep_the_mean_and_agree(name):
+    """Devices exchange shares, simulated workers the whole mean: other blocks, other noise, the same properties."""
+    x_NxP = np.random.default_rng(3).normal(size=(N, P))
+    for mode in MODES:
+        path, y = mixed(mixers()[name], x_NxP, 120, mode, local_size=2)
+        mean = (path * y[..., None]).mean(axis=1)
+        np.testing.assert_allclose(mean, np.tile(x_NxP.mean(axis=0), (120, 1)), rtol=0, atol=1e-12)
+        floor = 1.0 if name.startswith("deep") else 1e-12  # Whole parameters are encoded: noise stays.
+        assert np.abs(path[-1] - x_NxP.mean(axis=0)).max() < floor
+        assert np.abs(path[-1, ::2] - path[-1, 1::2]).max() < 1e-12 or name.startswith("deep")
+
+
+@pytest.mark.parametrize("name", mixers())
+def test_declared_bytes_are_those_of_the_compiled_program(name):
+    w = workers("devices", 2 if "nodes" in name else 1)
+    mixer = mixers()[name](w.axis_name)
+    one = jax.eval_shape(tree, jax.ShapeDtypeStruct((P,), jnp.float32))
+    stacked = jax.tree.map(lambda x: jax.ShapeDtypeStruct((N, *x.shape), x.dtype), one)
+    state = jax.eval_shape(w.map(mixer.init, (0,)), stacked)
+    for phase in {mixer.phases.start, mixer.phases.stop - 1}:
+        exchange = functools.partial(mixer.exchange, phase=phase)
+        hlo = jax.jit(w.map(exchange, (0, 0))).lower(stacked, state).compile().as_text()
+        np.testing.assert_allclose(wire.bytes_sent(hlo, N), mixer.num_bytes(one, phase))
+
+
+# -- Resume -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["choco", "deep_squeeze", "dcd", "beer", "push_sum", "power_gossip"])
+def test_resume_is_bit_exact(name, tmp_path):
+    w = workers("simulated")
+    mixer = mixers()[name](w.axis_name)
+    tx = wrapper(name)(optax.adam(LR), mixer)
+
+    @functools.partial(w.jit, in_axes=(0, 0, 0))
+    def period(carry, h_PxP, b_P):
+        for phase in mixer.phases:
+            params, state = carry
+            updates, state = tx.update(tree(h_PxP @ flat(params) - b_P), state, params, phase=phase)
+            carry = optax.apply_updates(params, updates), state
+        return carry
+
+    data = H.astype(np.float32), B.astype(np.float32)
+    params = w.stack(tree(X0.astype(np.float32)))
+    carry = period((params, w.jit(tx.init, (0,))(params)), *data)
+    saved = checkpoint.Checkpoints(tmp_path)
+    saved.save(1, carry, {})
+    through = period(period(carry, *data), *data)
+    restored, _ = saved.restore(1, carry)
+    saved.close()
+    resumed = period(period(restored, *data), *data)
+    jax.tree.map(np.testing.assert_array_equal, through, resumed)
+    assert any((np.asarray(a) != np.asarray(b)).any() for a, b in zip(jax.tree.leaves(through), jax.tree.leaves(carry)))
+
+
+# -- What fits together -----------------------------------------------------------------------------------------------
+
+
+def test_typical_contraction_and_the_strength_that_follows():
+    kept = gossip.typical_contraction(top_k(0.1))
+    assert 0.4 < kept < 0.5 and gossip.typical_contraction(four_bits(True)) > 0.9
+    x_NxP = np.random.default_rng(3).normal(size=(N, P))
+    for codec in (top_k(0.1), four_bits(True)):
+        path, _ = mixed(lambda axis_name: gossip.choco(topology_lib.make("ring", N), codec=codec, axis_name=axis_name), x_NxP, 400,
+                        "simulated")
+        assert np.abs(path[-1] - x_NxP.mean(axis=0)).max() < 1e-3
+
+
+def unbiased():
+    return four_bits(contractive=None, unbiased=lambda size: 3.0)
+
+
+@pytest.mark.parametrize("build, graph, options, complaint", [
+    (gossip.choco, "ring", dict(codec=None), "needs a codec"),
+    (gossip.choco, "ring", dict(codec=unbiased()), "needs a contractive codec"),
+    (gossip.deep_squeeze, "ring", dict(codec=unbiased()), "needs a contractive codec"),
+    (gossip.beer, "ring", dict(codec=unbiased()), "needs a contractive codec"),
+    (gossip.push_sum, "ring", dict(codec=unbiased()), "needs a contractive codec"),
+    (gossip.choco, "random_digraph", dict(codec=four_bits()), "doubly stochastic.*use mixer 'push_sum'"),
+    (gossip.choco, "complete", dict(codec=four_bits()), "has no messages"),
+    (gossip.choco, "ring", dict(codec=four_bits(), gamma=1.5), "gamma=1.5: must be"),
+    (gossip.choco, "ring", dict(codec=four_bits(state_key="sample")), "remembers samples"),
+    (gossip.choco, "hierarchical", dict(codec=four_bits(matrix=True)), "sees whole matrices"),
+    (gossip.dcd, "ring", dict(codec=top_k(0.1)), "keeps 0.4.* of the energy of noise"),
+    (gossip.dcd, "one_peer_exponential", dict(codec=four_bits()), "varies in time; use 'ring'"),
+    (gossip.dcd, "hierarchical", dict(codec=four_bits(), local=2, outer="ring"), "has nodes of 2 workers"),
+    (gossip.beer, "exponential", dict(codec=four_bits()), "is directed; use 'ring'"),
+    (gossip.beer, "one_peer_ring", dict(codec=four_bits()), "varies in time"),
+    (gossip.power_gossip, "exponential", dict(rank=1), "is not symmetric; use 'ring'"),
+    (gossip.power_gossip, "ring", dict(rank=0), "rank=0: at least one"),
+    (gossip.power_gossip, "hierarchical", dict(rank=1, outer="ring"), "whole matrices on every worker"),
+])
+def test_what_does_not_fit_is_refused(build, graph, options, complaint):
+    graph_options = {name: options[name] for name in ("local", "outer") if name in options}
+    topology = topology_lib.make(graph, N, **graph_options)
+    with pytest.raises(ValueError, match=complaint) as refusal:
+        build(topology, **{name: value for name, value in options.items() if name not in graph_options})
+    assert "\n" not in str(refusal.value)
+
+
+def test_row_stochastic_graphs_are_refused_by_push_sum():
+    W_NxN = np.triu(np.ones((N, N)))
+    with pytest.raises(ValueError, match="columns of W have to sum to one.*use 'directed_exponential'"):
+        gossip.push_sum(topology_lib.from_matrices([W_NxN / W_NxN.sum(axis=1, keepdims=True)]), codec=four_bits())
+
+
+def test_a_rank_that_no_matrix_has_is_refused():
+    mixer = gossip.power_gossip(topology_lib.make("ring", N), rank=4)
+    with pytest.raises(ValueError, match="rank=4: no array has both sides that long"):
+        mixer.init(tree(jnp.asarray(X0)))
+
+
+def test_push_sum_damps_its_own_weights():
+    mixer = gossip.push_sum(topology_lib.make("directed_ring", N), codec=four_bits())
+    with pytest.raises(ValueError, match="use its own gamma"):
+        gossip.damp(mixer, 0.5)
+    with pytest.raises(ValueError, match="use mixer 'exact' or 'beer'"):
+        optim.track(optax.sgd(LR), mixer)
