@@ -138,7 +138,8 @@ def power_gossip(topology: Topology, *, rank: int, axis_name: mesh.AxisName = me
             for k, x in enumerate(leaves):
                 if not jnp.issubdtype(x.dtype, jnp.floating):
                     continue
-                difference = jnp.sign(weight).astype(mixed[k].dtype) * (own[k] - arrived[k])  # The same at both ends.
+                # Bit for bit the same at both ends, signs of zeros included: orth follows them, and q̂ must not differ.
+                difference = jnp.where(weight > 0, own[k] - arrived[k], arrived[k] - own[k])
                 step = difference
                 if is_matrix(x):
                     basis = next(bases)
