@@ -313,7 +313,8 @@ def test_push_sum_keeps_mass_and_agrees_exactly_at_four_bits(mode):
     topology = topology_lib.make("random_digraph", N, degree=2)
     assert not topology_lib.is_row_stochastic(topology)
     x_NxP = np.random.default_rng(3).normal(size=(N, P))
-    z, y = mixed(lambda axis_name: gossip.push_sum(topology, codec=four_bits(stochastic=True), axis_name=axis_name), x_NxP, 200, mode)
+    codec = four_bits(stochastic=True)
+    z, y = mixed(lambda axis_name: gossip.push_sum(topology, codec=codec, axis_name=axis_name), x_NxP, 200, mode)
     np.testing.assert_allclose(y.sum(axis=1), N, rtol=0, atol=1e-12)
     np.testing.assert_allclose(np.einsum("tn,tnp->tp", y, z), np.tile(x_NxP.sum(axis=0), (200, 1)), rtol=0, atol=1e-12)
     assert np.abs(z[-1] - x_NxP.mean(axis=0)).max() < 1e-12
@@ -387,7 +388,8 @@ def test_power_gossip_at_full_rank_is_plain_gossip():
 def test_power_gossip_keeps_the_mean_and_agrees(rank, name):
     topology = topology_lib.make(name, N)
     x_NxP = np.random.default_rng(3).normal(size=(N, P))
-    path, _ = mixed(lambda axis_name: gossip.power_gossip(topology, rank=rank, axis_name=axis_name), x_NxP, 600, shape=(2, 4, 2))
+    make_mixer = lambda axis_name: gossip.power_gossip(topology, rank=rank, axis_name=axis_name)
+    path, _ = mixed(make_mixer, x_NxP, 600, shape=(2, 4, 2))
     assert np.abs(path.mean(axis=1) - x_NxP.mean(axis=0)).max() < 1e-12
     assert np.abs(path[-1] - x_NxP.mean(axis=0)).max() < 1e-6
 
@@ -483,6 +485,39 @@ def test_resume_is_bit_exact(name, tmp_path):
     assert any((np.asarray(a) != np.asarray(b)).any() for a, b in zip(jax.tree.leaves(through), jax.tree.leaves(carry)))
 
 
+# -- Codecs with a state, and of matrices -----------------------------------------------------------------------------
+
+
+def rows_in_turn():
+    """A matrix row by row, one a message; vectors as they are."""
+    def encode(x, state, key):
+        return {"row": state["next"], "values": x[state["next"]]} if x.ndim == 2 else x
+
+    def decode(message, shape, dtype):
+        return jnp.zeros(shape, dtype).at[message["row"]].set(message["values"]) if len(shape) == 2 else message
+
+    def num_bytes(shape, dtype):
+        return jnp.dtype(dtype).itemsize * shape[-1] + 4 * (len(shape) == 2)
+
+    return codecs.Codec(
+        name="rows_in_turn", encode=encode, decode=decode, num_bytes=num_bytes,
+        init=lambda shape, dtype: {"next": jnp.int32(0), "rows": jnp.int32(shape[0])} if len(shape) == 2 else (),
+        advance=lambda state, message: state | {"next": (message["row"] + 1) % state["rows"]} if state else (),
+        traits=codecs.Traits(contractive=lambda shape: 1 / shape[0], state_key="tensor", matrix=True))
+
+
+def test_a_codec_of_matrices_sees_them_and_keeps_its_state():
+    topology = topology_lib.make("ring", N)
+    x_NxP = np.random.default_rng(3).normal(size=(N, P))
+    path, _ = mixed(lambda axis_name: gossip.choco(topology, codec=rows_in_turn(), gamma=0.3, axis_name=axis_name), x_NxP, 400)
+    rows = path[:, :, :math.prod(MATRIX)].reshape(-1, N, *MATRIX)
+    first = np.abs(rows[0] - x_NxP[:, :math.prod(MATRIX)].reshape(N, *MATRIX)).max(axis=(0, 2)) > 0
+    second = np.abs(rows[1] - rows[0]).max(axis=(0, 2)) > 0
+    np.testing.assert_array_equal(first, [True, False, False, False])
+    np.testing.assert_array_equal(second, [True, True, False, False])
+    assert np.abs(path[-1] - x_NxP.mean(axis=0)).max() < 1e-6
+
+
 # -- What fits together -----------------------------------------------------------------------------------------------
 
 
@@ -490,9 +525,9 @@ def test_typical_contraction_and_the_strength_that_follows():
     kept = gossip.typical_contraction(top_k(0.1))
     assert 0.4 < kept < 0.5 and gossip.typical_contraction(four_bits(True)) > 0.9
     x_NxP = np.random.default_rng(3).normal(size=(N, P))
+    topology = topology_lib.make("ring", N)
     for codec in (top_k(0.1), four_bits(True)):
-        path, _ = mixed(lambda axis_name: gossip.choco(topology_lib.make("ring", N), codec=codec, axis_name=axis_name), x_NxP, 400,
-                        "simulated")
+        path, _ = mixed(lambda axis_name: gossip.choco(topology, codec=codec, axis_name=axis_name), x_NxP, 400, "simulated")
         assert np.abs(path[-1] - x_NxP.mean(axis=0)).max() < 1e-3
 
 

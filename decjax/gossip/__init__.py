@@ -30,7 +30,8 @@ Parameters travel in a few flat buckets. Weighted sums are formed in at least fl
 `mixer` says what a mixer is, `rounds` executes a round of a topology, `plain`, `compressed` and `power` hold the mixers.
 """
 
-from decjax.gossip.compressed import CompressedState, PushSumState, ReplicaState, beer, choco, dcd, deep_squeeze, push_sum, typical_contraction
+from decjax.gossip.compressed import (
+    CompressedState, PushSumState, ReplicaState, beer, choco, dcd, deep_squeeze, push_sum, typical_contraction)
 from decjax.gossip.mixer import LOCAL, Mixer, damp, every, mix, mix_due
 from decjax.gossip.plain import accelerated, exact
 from decjax.gossip.power import PowerState, power_gossip

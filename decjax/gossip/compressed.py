@@ -9,7 +9,7 @@ a codec loses. The mixers differ in what is encoded and in what the pull is adde
     deep_squeeze     x_i + e_i         e_i <- x_i + e_i − c_i                        x_i + γ pull(c)
     choco, beer      x_i − x̂_i         x̂_i <- x̂_i + c_i;  d_i <- d_i + pull(c)       x_i + γ d_i
     push_sum         y_i x_i − x̂_i     as choco;  y_i <- y_i + γ pull(y)             (y_i x_i + γ d_i) / y_i
-    dcd              x_i + u_i − x_i⁻  x_i = x_i⁻ + c_i;  d_i <- d_i + pull(c)       x_i + d_i
+    dcd              x½_i − x_i        x_i <- x_i + c_i;  d_i <- d_i + pull(c)       x_i + d_i;  a local step on it is x½_i
 
 d_i = Σ_j w_ij x̂_j − x̂_i, kept as one array however many neighbours there are, is right as long as every change of x̂_j
 reaches worker i. On a time-varying graph choco and push_sum therefore keep one (x̂, d) for each round of the period; that
@@ -38,6 +38,7 @@ from decjax.topology import Round, Topology
 
 # A codec that keeps this share of the energy of noise counts as fine: mixing at full strength is stable with it.
 FINE = 0.9
+NOISE_VALUES = 4096
 
 
 class CompressedState(NamedTuple):
@@ -114,8 +115,13 @@ class _Messages:
         return layout_of(params, self.topology, 0 if self.codec.traits.matrix else self.bucket_bytes)
 
     def shape(self, layout: buckets.Layout, bucket: int, size: int) -> tuple[int, ...]:
-        """What the codec is shown of a bucket: an array as it is if the codec sees matrices, else values in a row."""
-        return layout.shapes[layout.buckets[bucket].leaves[0]] if self.codec.traits.matrix else (size,)
+        """What the codec is shown of a bucket: values in a row, or an array as it is if the codec makes that smaller."""
+        shape, dtype = layout.shapes[layout.buckets[bucket].leaves[0]], _wide(layout.buckets[bucket].dtype)
+        try:
+            suits = self.codec.traits.matrix and self.codec.num_bytes(shape, dtype) < size * dtype.itemsize
+        except ValueError:  # Too small a matrix for its rank.
+            suits = False
+        return shape if suits else (size,)
 
     def init(self, layout: buckets.Layout, shares: list[jax.Array]) -> tuple:
         return tuple(self.codec.init(self.shape(layout, b, x.size), x.dtype) for b, x in enumerate(shares))
@@ -137,11 +143,12 @@ class _Messages:
         layout = self.layout(params)
         sizes = [bucket.size // self.group_size for bucket in layout.buckets]
         message_bytes = sum(
-            self.codec.num_bytes(self.shape(layout, b, size), _wide(layout.buckets[b].dtype)) for b, size in enumerate(sizes))
+            self.codec.num_bytes(self.shape(layout, b, size), _wide(layout.buckets[b].dtype))
+            for b, size in enumerate(sizes))
         return sum(sent_bytes(self.topology.rounds[index], layout, message_bytes) for index in indices)
 
 
-def _wide(dtype) -> Any:
+def _wide(dtype) -> np.dtype:
     return jnp.promote_types(dtype, jnp.float32)
 
 
@@ -188,8 +195,9 @@ def _mixer(scheme: _Scheme, wire: _Messages, rounds: int) -> Mixer:
         state = CompressedState(state.count + 1, tuple(codec_states), tuple(map(tuple, memories)))
         return layout.unpack(vectors, like=params), state
 
-    return Mixer(init, exchange, lambda params, received, state, phase, step: received, lambda step: step % cycle, range(cycle),
-                 lambda params, phase: wire.num_bytes(params, due(topology, rounds, phase)), topology.num_workers)
+    return Mixer(init, exchange, lambda params, received, state, phase, step: received, lambda step: step % cycle,
+                 range(cycle), lambda params, phase: wire.num_bytes(params, due(topology, rounds, phase)),
+                 topology.num_workers)
 
 
 # -- What fits together -----------------------------------------------------------------------------------------------
@@ -199,7 +207,7 @@ def _check_messages(name: str, topology: Topology, codec: codecs.Codec | None) -
     if codec is None:
         raise ValueError(f"mixer {name!r} needs a codec, which says what its messages are; use codec 'int8', or mixer 'exact'")
     if codec.traits.state_key == "sample":
-        raise ValueError(f"codec {codec.name!r} remembers samples of a batch, and parameters are none; use codec 'int8'")
+        raise ValueError(f"codec {codec.name!r} remembers samples of a batch, which parameters are not; use codec 'int8'")
     sending = [round_ for round_ in topology.rounds if not is_mean(round_)]
     if not any(round_.shifts for round_ in sending):
         raise ValueError(f"topology {topology.name!r} has no messages that a codec could encode, it averages over all workers; "
@@ -214,15 +222,16 @@ def _check_messages(name: str, topology: Topology, codec: codecs.Codec | None) -
 
 
 def _check_contractive(name: str, codec: codecs.Codec) -> None:
-    if codec.traits.contractive is None:
+    unbiased = codec.traits.unbiased  # With ω < 1, what is lost is on average shorter than what is encoded.
+    if codec.traits.contractive is None and not (unbiased and unbiased(NOISE_VALUES) < 1):
         raise ValueError(f"mixer {name!r} needs a contractive codec, but what {codec.name!r} loses may be longer than what it "
                          "encodes, and is fed back; use 'int8' or another contractive codec, or mixer 'exact'")
 
 
 def _check_doubly_stochastic(name: str, topology: Topology) -> None:
     if not topology_lib.is_doubly_stochastic(topology):
-        raise ValueError(f"mixer {name!r} needs a doubly stochastic graph, but rows or columns of {topology.name!r} do not sum to "
-                         "one; use mixer 'push_sum', or a graph such as 'ring'")
+        raise ValueError(f"mixer {name!r} needs a doubly stochastic graph, but rows or columns of {topology.name!r} do not "
+                         "sum to one; use mixer 'push_sum', or a graph such as 'ring'")
 
 
 def typical_contraction(codec: codecs.Codec) -> float:
@@ -230,7 +239,8 @@ def typical_contraction(codec: codecs.Codec) -> float:
 
     Declared contractions hold for the worst input, which a codec hardly ever meets. This is what a step size may rely on.
     """
-    shape = (64, 64) if codec.traits.matrix else (4096,)
+    side = math.isqrt(NOISE_VALUES)
+    shape = (side, side) if codec.traits.matrix else (NOISE_VALUES,)
     x = np.random.default_rng(0).normal(size=shape).astype(np.float32)
 
     def loss(x):
@@ -402,8 +412,8 @@ def push_sum(topology: Topology, *, codec: codecs.Codec | None = None, gamma: fl
         Assran et al. 2019, "Stochastic gradient push", arXiv 1811.10792.
     """
     if not topology_lib.is_column_stochastic(topology):
-        raise ValueError(f"mixer 'push_sum' keeps the sum over workers, so columns of W have to sum to one, and those of topology "
-                         f"{topology.name!r} do not; use 'directed_exponential' or 'random_digraph', or divide by column sums")
+        raise ValueError("mixer 'push_sum' keeps the sum over workers, so columns of W have to sum to one, and those of "
+                         f"topology {topology.name!r} do not; use 'directed_exponential' or 'random_digraph'")
     if codec:
         _check_messages("push_sum", topology, codec)
         _check_contractive("push_sum", codec)
@@ -426,8 +436,9 @@ def push_sum(topology: Topology, *, codec: codecs.Codec | None = None, gamma: fl
         return scale(mixed, 1 / weight), PushSumState(weight, values_state)
 
     def settle(mixed, stepped, state):
-        params = jax.tree.map(lambda z, x: (z + (x - z) / state.weight).astype(x.dtype) if _is_floating(x) else x, mixed, stepped)
-        return params, state
+        def step(z, x):
+            return (z + (x - z) / state.weight).astype(x.dtype) if _is_floating(x) else x
+        return jax.tree.map(step, mixed, stepped), state
 
     def num_bytes(params, phase):
         sent = sum(messages(topology.rounds[index]) for index in due(topology, rounds, phase))
@@ -473,11 +484,11 @@ def dcd(topology: Topology, *, codec: codecs.Codec, axis_name: mesh.AxisName = m
     round_, *others = topology.rounds
     if others or wire.group_size > 1:
         kind = "varies in time" if others else f"has nodes of {wire.group_size} workers"
-        raise ValueError(f"mixer 'dcd' needs a static graph of single workers, whose neighbours hear of every step, but topology "
-                         f"{topology.name!r} {kind}; use 'ring' or 'exponential', or mixer 'choco'")
+        raise ValueError("mixer 'dcd' needs a static graph of single workers, whose neighbours hear of every step, but "
+                         f"topology {topology.name!r} {kind}; use 'ring' or 'exponential', or mixer 'choco'")
     if (kept := typical_contraction(codec)) < FINE:
-        raise ValueError(f"mixer 'dcd' loses for good what its codec does, and {codec.name!r} keeps {kept:.2g} of the energy of "
-                         f"noise, less than {FINE}; use 'int8', or mixer 'choco'")
+        raise ValueError(f"mixer 'dcd' loses for good what its codec does, and {codec.name!r} keeps {kept:.2g} of the energy "
+                         f"of noise, less than {FINE}; use 'int8', or mixer 'choco'")
 
     def encode(layout, vectors, codec_states, count):
         return tuple(wire.encode(x_P, wire.shape(layout, b, x_P.size), codec_states[b], count, b)

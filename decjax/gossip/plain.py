@@ -33,7 +33,8 @@ def exact(topology: Topology, *, rounds: int = 1, axis_name: mesh.AxisName = mes
         ValueError: if R < 1, or the codec has no messages to encode.
     """
     if codec:
-        return compressed.differences(topology, codec=codec, rounds=rounds, axis_name=axis_name, bucket_bytes=bucket_bytes, seed=seed)
+        return compressed.differences(topology, codec=codec, rounds=rounds, axis_name=axis_name, bucket_bytes=bucket_bytes,
+                                      seed=seed)
     check_rounds(rounds)
     cycle = num_phases(topology, rounds)
 

@@ -15,6 +15,7 @@ Reference: Vogels, Karimireddy and Jaggi 2020, "Practical low-rank communication
 arXiv 2008.01425, algorithms 1 and 2.
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -81,16 +82,19 @@ def power_gossip(topology: Topology, *, rank: int, axis_name: mesh.AxisName = me
     if rank < 1:
         raise ValueError(f"mixer 'power_gossip' with rank={rank}: at least one column has to travel; use rank 1, 2 or 4")
     if not (topology.is_symmetric and topology_lib.is_doubly_stochastic(topology)):
-        raise ValueError(f"mixer 'power_gossip' iterates over edges that carry messages both ways, but topology {topology.name!r} "
-                         "is not symmetric; use 'ring', 'hypercube' or 'one_peer_exponential' with pairwise=True")
+        raise ValueError("mixer 'power_gossip' iterates over edges that carry messages both ways, but topology "
+                         f"{topology.name!r} is not symmetric; use 'ring', or 'one_peer_exponential' with pairwise=True")
     if (size := max(round_.group_size for round_ in topology.rounds)) > 1:
-        raise ValueError(f"mixer 'power_gossip' needs whole matrices on every worker, but in topology {topology.name!r} each of a "
-                         f"node's {size} workers sends a share; use local_size=1, or mixer 'choco'")
+        raise ValueError(f"mixer 'power_gossip' needs whole matrices on every worker, but in topology {topology.name!r} each "
+                         f"of a node's {size} workers sends a share; use local_size=1, or mixer 'choco'")
     period = topology.period
     matchings = tuple(map(_matchings, topology.rounds))
 
+    def is_floating(x) -> bool:
+        return jnp.issubdtype(x.dtype, jnp.floating)
+
     def is_matrix(x) -> bool:
-        return jnp.issubdtype(x.dtype, jnp.floating) and x.ndim >= 2 and x.size > 0 and rank <= min(x.shape[-2:])
+        return is_floating(x) and x.ndim >= 2 and x.size > 0 and rank <= min(x.shape[-2:])
 
     def start(x, side: int, position: int):
         shape = (*x.shape[:-2], x.shape[side], rank)
@@ -100,8 +104,8 @@ def power_gossip(topology: Topology, *, rank: int, axis_name: mesh.AxisName = me
     def init(params):
         matrices = [x for x in jax.tree.leaves(params) if is_matrix(x)]
         if not matrices:
-            raise ValueError(f"mixer 'power_gossip' with rank={rank}: no array has both sides that long; use a smaller rank, or "
-                             "mixer 'exact'")
+            raise ValueError(f"mixer 'power_gossip' with rank={rank}: no array has both sides that long; use a smaller rank, "
+                             "or mixer 'exact'")
 
         def sides(side):
             return tuple(tuple(tuple(start(x, side, 2 * m - side) for m, x in enumerate(matrices)) for _ in edges)
@@ -123,7 +127,7 @@ def power_gossip(topology: Topology, *, rank: int, axis_name: mesh.AxisName = me
     def exchange(params, state, phase):
         index, odd = phase % period, phase >= period
         leaves, treedef = jax.tree.flatten(params)
-        mixed = [x.astype(jnp.promote_types(x.dtype, jnp.float32)) if jnp.issubdtype(x.dtype, jnp.floating) else x for x in leaves]
+        mixed = [x.astype(jnp.promote_types(x.dtype, jnp.float32)) if is_floating(x) else x for x in leaves]
         known, found = (state.left, state.right) if odd else (state.right, state.left)
         news = []
         for e, matching in enumerate(matchings[index]):
@@ -136,7 +140,7 @@ def power_gossip(topology: Topology, *, rank: int, axis_name: mesh.AxisName = me
             weight = jnp.asarray(matching.weights_N)[mesh.worker_index(axis_name)]
             bases, before, after = iter(bases), iter(found[index][e]), []
             for k, x in enumerate(leaves):
-                if not jnp.issubdtype(x.dtype, jnp.floating):
+                if not is_floating(x):
                     continue
                 # Bit for bit the same at both ends, signs of zeros included: orth follows them, and q̂ must not differ.
                 difference = jnp.where(weight > 0, own[k] - arrived[k], arrived[k] - own[k])
@@ -155,7 +159,8 @@ def power_gossip(topology: Topology, *, rank: int, axis_name: mesh.AxisName = me
         index, odd = phase % period, phase >= period
         sent = np.zeros(topology.num_workers)
         for matching in matchings[index]:
-            bases = [jax.eval_shape(lambda x=x: start(x, -2 if odd else -1, 0)) for x in jax.tree.leaves(params) if is_matrix(x)]
+            matrices = [x for x in jax.tree.leaves(params) if is_matrix(x)]
+            bases = [jax.eval_shape(functools.partial(start, x, -2 if odd else -1, 0)) for x in matrices]
             own = jax.eval_shape(lambda params, bases: message(params, bases, odd), params, bases)
             sent += (matching.weights_N != 0) * buckets.layout(own, bucket_bytes=bucket_bytes).num_bytes
         return sent

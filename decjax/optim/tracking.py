@@ -54,8 +54,8 @@ def track(inner: optax.GradientTransformation, mixer: gossip.Mixer,
     if order not in ORDERS:
         raise ValueError(f"order {order!r} is unknown; use one of {', '.join(ORDERS)}")
     if mixer.settle is not None:
-        raise ValueError("gradient tracking mixes trackers, which no optimizer steps; use mixer 'exact' or 'beer', not 'dcd' or "
-                         "'push_sum'")
+        raise ValueError("gradient tracking mixes trackers, which no optimizer steps; use mixer 'exact' or 'beer', not 'dcd' "
+                         "or 'push_sum'")
     inner = optax.with_extra_args_support(inner)
 
     def init(params):

@@ -278,15 +278,17 @@ def _every_step_mixer(mixing, topology, **common) -> gossip.Mixer:
     codec = make_codec(mixing.codec, mixing.codec_options)
     if mixing.accelerated and (codec or name != "exact"):
         what = f"mixing.codec={mixing.codec!r}" if codec else f"mixing.mixer={name!r}"
-        raise ValueError(f"{what} with mixing.accelerated: accelerated gossip amplifies what a codec distorts; use plain rounds")
+        raise ValueError(f"{what} with mixing.accelerated: accelerated gossip amplifies what a codec distorts; use plain "
+                         "rounds")
     if mixing.gamma and name in ("exact", "dcd", "power_gossip"):
         raise ValueError(f"mixing.gamma={mixing.gamma}: mixer {name!r} has none; use mixing.strength, or mixer 'choco'")
     if mixing.rounds != 1 and name in ("dcd", "power_gossip"):
-        raise ValueError(f"mixing.rounds={mixing.rounds}: mixer {name!r} sends one message a step; use rounds=1, or mixer 'choco'")
+        raise ValueError(f"mixing.rounds={mixing.rounds}: mixer {name!r} sends one message a step; use rounds=1, or mixer "
+                         "'choco'")
     if name == "power_gossip":
         if codec:
-            raise ValueError(f"mixing.codec={mixing.codec!r} with mixer 'power_gossip', whose products travel as they are; leave "
-                             "it empty, or use mixer 'choco'")
+            raise ValueError(f"mixing.codec={mixing.codec!r} with mixer 'power_gossip', whose products travel as they are; "
+                             "leave it empty, or use mixer 'choco'")
         return gossip.power_gossip(topology, rank=mixing.rank, **common)
     if name != "exact":
         rounds = {} if name == "dcd" else dict(rounds=mixing.rounds, gamma=mixing.gamma or None)
@@ -309,5 +311,5 @@ def make_codec(name: str, options: str) -> codecs.Codec | None:
     try:
         return codecs.make(name, **parse_options("mixing.codec_options", options))
     except TypeError as error:  # An option that its builder does not take.
-        raise ValueError(f"mixing.codec_options={options!r}: codec {name!r} has no such option ({error}); leave it empty for the "
-                         "defaults") from error
+        raise ValueError(f"mixing.codec_options={options!r}: codec {name!r} has no such option ({error}); leave it empty for "
+                         "the defaults") from error
