@@ -5,7 +5,8 @@
 Shorthand, comma-separated after a colon, as `--config=configs/lm.py:workers=12,topology=torus,optimizer=accum_adamw`:
 
     workers=N  local_size=L  topology=NAME  method=decentralized|allreduce|local  optimizer=adamw|accum_adamw|sgdm
-    order=awc|atc  codec=bfloat16|int8  engine=auto|fused|split  steps=N  stale  simulate  smoke
+    mixer=exact|choco|deepsqueeze|dcd|beer|push_sum|power_gossip  codec=NAME  rank=R  order=awc|atc  engine=auto|fused|split
+    steps=N  stale  simulate  smoke
 
 Any field below can be set with `--config.FIELD=VALUE`. The defaults are for two CPU cores, where the run
 takes two to three minutes; expect 1.02 nats/byte on validation text.
@@ -25,7 +26,8 @@ TUNED_ALLREDUCE = TUNED["awc"] | dict(adamw=(1.2e-2, 0.03))
 
 KEYS = dict(workers=int, local_size=int, topology=str, method=("decentralized", "allreduce", "local"),
             optimizer=("adamw", "accum_adamw", "sgdm"), order=("awc", "atc"), engine=("auto", "fused", "split"), steps=int,
-            codec=("bfloat16", "int8"), stale=bool, simulate=bool, smoke=bool)
+            mixer=("exact", "choco", "deepsqueeze", "dcd", "beer", "push_sum", "power_gossip"), codec=str, rank=int,
+            stale=bool, simulate=bool, smoke=bool)
 
 
 def get_config(arg: str = "") -> ml_collections.ConfigDict:
@@ -55,7 +57,11 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
         rounds=1,  # rounds of the topology per mixing step
         accelerated=False,  # static symmetric graphs only
         every=1,  # mix in every p-th step
-        codec=given.get("codec", ""),  # messages: bfloat16 | int8 | empty: as they are
+        mixer=given.get("mixer", "exact"),  # exact | choco | deepsqueeze | dcd | beer | push_sum | power_gossip
+        codec=given.get("codec", ""),  # messages, as int8; empty: as they are
+        codec_options="",  # as "block=128"
+        gamma=0.0,  # step size of choco, deepsqueeze, beer and push_sum; 0: as the codec allows
+        rank=given.get("rank", 1),  # columns that power_gossip sends
         strength=1.0,  # γ: 0 none, 1 full
         strength_power=0.0,  # γ follows (learning rate / peak)^power
         static_phase=True,  # one program per phase; False: one program that switches

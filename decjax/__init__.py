@@ -29,3 +29,4 @@ from decjax.optim import decentralize
 from decjax.optim import decentralized_adam
 from decjax.optim import decentralized_adamw
 from decjax.optim import synchronize
+from decjax.optim import track

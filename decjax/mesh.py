@@ -133,6 +133,14 @@ def scatter_mean(x_P: jax.Array, group_size: int, axis_name: AxisName) -> jax.Ar
         x_P, axis_name, axis_index_groups=_blocks(group_size, axis_name), tiled=True) / group_size
 
 
+def own_share(x_P: jax.Array, group_size: int, axis_name: AxisName) -> jax.Array:
+    """The part of a flat array that `scatter_mean` leaves with this worker, cut out of its own values; sends nothing."""
+    if group_size == 1 or _is_simulated(axis_name):
+        return x_P
+    size = x_P.size // group_size
+    return jax.lax.dynamic_slice(x_P, (worker_index(axis_name) % group_size * size,), (size,))
+
+
 def gather(share: jax.Array, group_size: int, axis_name: AxisName) -> jax.Array:
     """Joins the shares of a block of `group_size` consecutive workers; the inverse of `scatter_mean`'s split."""
     if group_size == 1 or _is_simulated(axis_name):

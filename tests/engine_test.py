@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 
+from decjax import codecs
 from decjax import gossip
 from decjax import mesh
 from decjax import optim
@@ -44,6 +45,18 @@ def decentralized(name, inner, **options):
     mixer = gossip.exact(topology_lib.make(name, N, **options), bucket_bytes=0)  # An array a message: split ones travel in two parts.
     return state_lib.Method(optim.decentralize(inner, mixer), mixer.phase, mixer.num_bytes,
                             lambda params, opt_state, phase: mixer.exchange(params, opt_state.mixer, phase))
+
+
+def compressed(inner, make, name):
+    mixer = make(topology_lib.make(name, N), codec=codecs.make("int8"))
+    return state_lib.Method(optim.decentralize(inner, mixer), mixer.phase, mixer.num_bytes,
+                            lambda params, opt_state, phase: mixer.exchange(params, opt_state.mixer, phase))
+
+
+def beer(inner):
+    mixer = gossip.beer(topology_lib.make("ring", N), codec=codecs.make("int8"))
+    return state_lib.Method(optim.track(inner, mixer), mixer.phase, lambda params, phase: mixer.num_bytes((params, params), phase),
+                            functools.partial(optim.tracked_exchange, mixer))
 
 
 def every_other(inner):
@@ -83,6 +96,9 @@ METHODS = {
     "ring": lambda: decentralized("ring", optax.adamw(LR)),
     "alternating_exponential_ring": lambda: decentralized("alternating_exponential_ring", optax.adamw(LR), local_size=2),
     "every other step": lambda: every_other(optim.accumulated_adamw(LR, window=3)),
+    "CHOCO": lambda: compressed(optax.sgd(LR), gossip.choco, "one_peer_ring"),
+    "DCD": lambda: compressed(optax.sgd(LR), gossip.dcd, "ring"),
+    "BEER": lambda: beer(optax.sgd(LR)),
     "stale all-reduce": lambda: stale_allreduce(optax.adamw(LR)),
 }
 

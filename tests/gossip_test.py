@@ -80,7 +80,7 @@ def test_mixing_with_a_codec_keeps_the_mean_and_sends_what_it_declares(name, cod
     for phase, mixed in enumerate(run("devices", mixer, tree, mixer.phases, local_size=2)):
         np.testing.assert_allclose(mixed["w"], topology.matrix(phase) @ tree["w"], atol=0.05)
         np.testing.assert_allclose(np.mean(mixed["w"], axis=0), tree["w"].mean(axis=0), atol=1e-6)
-    program = jax.jit(w.map(lambda x: mixer.exchange(x, (), 0), in_axes=(0,))).lower(tree).compile()
+    program = jax.jit(w.map(lambda x: mixer.exchange(x, mixer.init(x), 0), in_axes=(0,))).lower(tree).compile()
     one = {"w": jax.ShapeDtypeStruct((600,), np.float32)}
     np.testing.assert_allclose(wire.bytes_sent(program.as_text(), N), mixer.num_bytes(one, 0))
 

@@ -160,6 +160,14 @@ def test_another_number_of_workers(launch, reference, workers):
     assert rows(target)[0]["step"] == 16, "steps go on from where the other run stood"
 
 
+def test_memories_of_another_number_of_workers_start_afresh(launch, tmp_path):
+    """One-peer exponential has three rounds with eight workers and two with four: other estimates, of other neighbours."""
+    argument = "mixer=choco,codec=int8,topology=one_peer_exponential"
+    source, _ = launch(argument)
+    target, outcome = launch(argument + ",workers=4,simulate", resume_from=source, steps=STEPS + 8)
+    assert outcome.step == STEPS + 8 and losses(target)[-1] < losses(source)[0]
+
+
 def make_state(n, mixer=0.0):
     from decjax.optim import DecentralizeState
     rng = np.random.default_rng(n)
@@ -257,7 +265,38 @@ def test_stale_allreduce_resumes_with_the_gradient_it_has_not_applied(launch, tm
     assert_equal_states(whole, part)
 
 
+@pytest.mark.parametrize("argument", ["mixer=choco,codec=int8,order=atc", "mixer=beer,codec=int8,topology=ring"])
+def test_compressed_gossip_resumes_bit_for_bit_and_simulates(launch, argument, tmp_path):
+    whole, _ = launch(argument)
+    part = forget_after(whole, 8, tmp_path / "run")
+    launch(argument, workdir=part)
+    assert_equal_states(whole, part)
+    simulated, _ = launch(argument + ",simulate,workers=8")
+    np.testing.assert_allclose(losses(simulated), losses(whole), rtol=1e-3)  # A value between two codes may go either way.
+    assert [r["bytes_sent_per_worker"] for r in rows(simulated)] == [r["bytes_sent_per_worker"] for r in rows(whole)]
+
+
+@pytest.mark.parametrize("fields, complaint", [
+    ({"mixer": "gossip"}, "mixing.mixer 'gossip' is unknown; use one of exact, choco"), ({"mixer": "choco"}, "needs a codec"),
+    ({"codec": "zip"}, "codec 'zip' is unknown"), ({"codec": "int8", "codec_options": "bits=4"}, "no .*option.*bits"),
+    ({"codec": "int8", "codec_options": "block="}, "mixing.codec_options='block='.*must read like"),
+    ({"codec_options": "block=128"}, "without a codec"), ({"gamma": 0.5}, "mixer 'exact' has none"),
+    ({"gamma": 2.0}, "mixing.gamma=2.0: must lie between 0 and 1"), ({"mixer": "power_gossip", "rank": 0}, "at least one column"),
+    ({"mixer": "power_gossip", "codec": "int8"}, "with mixer 'power_gossip'"),
+    ({"mixer": "dcd", "codec": "int8", "rounds": 2}, "one message a step"),
+    ({"mixer": "choco", "codec": "int8", "accelerated": True}, "with mixing.accelerated"),
+    ({"mixer": "push_sum", "strength": 0.5}, "use its own gamma")])
+def test_mixers_that_cannot_be_are_refused_with_the_reason(fields, complaint):
+    config = lm.get_config("smoke,workers=8,topology=ring")
+    config.mixing.update(fields)
+    with pytest.raises(train.ConfigError, match=complaint):
+        train.build(config)
+
+
 @pytest.mark.parametrize("argument, message", [
+    ("method=allreduce,mixer=choco", "mixing.mixer='choco' belongs to method 'decentralized', got 'allreduce'"),
+    ("mixer=beer,codec=int8", "needs a static symmetric graph, but topology 'one_peer_exponential' varies in time"),
+    ("mixer=choco,codec=int8,topology=random_digraph", "use mixer 'push_sum'"),
     ("stale", "stale belongs to method 'allreduce', got 'decentralized'"),
     ("method=allreduce,codec=int8", "mixing.codec='int8' belongs to method 'decentralized', got 'allreduce'"),
     ("topology=complete,codec=int8", "topology 'complete' has no messages that a codec could encode"),

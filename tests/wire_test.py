@@ -271,6 +271,19 @@ def test_bytes_of_alternating_exponential_ring(folder):
     assert meetings == (N // L) * 2
 
 
+@pytest.mark.parametrize("argument", [
+    "topology=one_peer_exponential,mixer=choco,codec=int8", "topology=line,mixer=deepsqueeze,codec=bfloat16",
+    "topology=exponential,mixer=dcd,codec=int8", "topology=hypercube,mixer=beer,codec=int8",
+    "topology=random_digraph,mixer=push_sum,codec=int8", "topology=one_peer_ring,mixer=power_gossip,rank=2"])
+def test_bytes_of_compressed_messages(folder, argument):
+    plain = {"beer": 2}.get(argument.split("mixer=")[1].split(",")[0], 1)  # Messages as long as the parameters.
+    for hlo, sent_N, declared_N, num_bytes in steps(folder, argument, gradients=quick_gradients):
+        np.testing.assert_allclose(declared_N, sent_N, rtol=1e-12)
+        shifts = sum(c.kind == "collective-permute" for c in wire.collectives(hlo, N))
+        assert shifts and {c.kind for c in wire.collectives(hlo, N)} == {"collective-permute"}
+        assert 0 < sent_N.max() < plain * num_bytes * shifts
+
+
 def test_steps_without_mixing_send_nothing(folder):
     measured = steps(folder, "topology=ring", gradients=quick_gradients, every=2)
     assert [(sent_N == 0).all() for _, sent_N, _, _ in measured] == [True, False]

@@ -12,3 +12,6 @@ from decjax.optim.decentralize import ORDERS
 from decjax.optim.decentralize import stale_exchange
 from decjax.optim.decentralize import synchronize
 from decjax.optim.decentralize import SynchronizeState
+from decjax.optim.tracking import track
+from decjax.optim.tracking import tracked_exchange
+from decjax.optim.tracking import TrackState

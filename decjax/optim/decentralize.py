@@ -80,12 +80,11 @@ def decentralize(inner: optax.GradientTransformation, mixer: gossip.Mixer,
     def mix(params, state, phase, received=None):
         if received is not None:
             return mixer.combine(params, received, state.mixer, phase, state.count)
-        if phase is not None:
-            return gossip.mix(mixer, params, state.mixer, phase, state.count)
-        branches = [lambda params, own, phase=phase: gossip.mix(mixer, params, own, phase, state.count) for phase in mixer.phases]
-        if len(branches) == 1:
-            return branches[0](params, state.mixer)
-        return jax.lax.switch(mixer.phase(state.count) - mixer.phases.start, branches, params, state.mixer)
+        return gossip.mix_due(mixer, params, state.mixer, phase, state.count)
+
+    def settle(params, updates, mixer_state):
+        stepped = optax.apply_updates(params, updates)
+        return mixer.settle(params, stepped, mixer_state) if mixer.settle else (stepped, mixer_state)
 
     def update(grads, state, params=None, *, phase=None, received=None, **extra):
         if params is None:
@@ -95,10 +94,15 @@ def decentralize(inner: optax.GradientTransformation, mixer: gossip.Mixer,
         if order == "awc":
             mixed, mixer_state = mix(params, state, phase, received)
             updates, inner_state = inner.update(grads, state.inner, mixed, **extra)
-            updates = jax.tree.map(lambda y, x, u: (y - x) + u, mixed, params, updates)
+            if mixer.settle is None:
+                updates = jax.tree.map(lambda y, x, u: (y - x) + u, mixed, params, updates)
+            else:
+                settled, mixer_state = settle(mixed, updates, mixer_state)
+                updates = jax.tree.map(jnp.subtract, settled, params)
         else:
             updates, inner_state = inner.update(grads, state.inner, params, **extra)
-            mixed, mixer_state = mix(optax.apply_updates(params, updates), state, phase)
+            settled, mixer_state = settle(params, updates, state.mixer)
+            mixed, mixer_state = mix(settled, state._replace(mixer=mixer_state), phase)
             updates = jax.tree.map(jnp.subtract, mixed, params)
         return updates, DecentralizeState(optax.safe_increment(state.count), inner_state, mixer_state)
 

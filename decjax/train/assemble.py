@@ -29,7 +29,7 @@ METHODS = ("decentralized", "allreduce", "local")
 MINIMA = {"steps": 1, "log_every": 1, "consensus_every": 0, "sample_bytes": 1, "eval.every": 1, "eval.batch_size": 1,
           "eval.num_windows": 0, "checkpoint.every": 1, "checkpoint.keep": 1, "model.vocabulary": 256,
           "bucket_bytes": 0, "optimizer.clip_norm": 0, "optimizer.weight_decay": 0, "optimizer.eps": 0, "mixing.strength_power": 0}
-FRACTIONS = ("mixing.strength", "optimizer.final_fraction")  # 0 to 1
+FRACTIONS = ("mixing.strength", "mixing.gamma", "optimizer.final_fraction")  # 0 to 1
 DECAYS = ("optimizer.b1", "optimizer.b2", "optimizer.momentum")  # 0 to less than 1
 MAX_SEED = 2**32 - 1
 
@@ -196,6 +196,9 @@ def make_method(config: ml_collections.ConfigDict, workers: mesh.Workers,
     if config.mixing.codec and config.method != "decentralized":
         raise ValueError(f"mixing.codec={config.mixing.codec!r} belongs to method 'decentralized', got {config.method!r}; "
                          "leave it empty")
+    if config.mixing.mixer != "exact" and config.method != "decentralized":
+        raise ValueError(f"mixing.mixer={config.mixing.mixer!r} belongs to method 'decentralized', got {config.method!r}; "
+                         "leave it 'exact'")
     inner = make_optimizer(config.optimizer, schedule)
     n, axis_name = workers.num_workers, workers.axis_name
     _known("method", config.method, METHODS)
@@ -211,15 +214,19 @@ def make_method(config: ml_collections.ConfigDict, workers: mesh.Workers,
                       lambda params, phase: reducer.num_bytes(params, n), exchange), None
     topology = make_topology(config.topology, n, workers.local_size)
     mixer = make_mixer(config, topology, axis_name, schedule)
-    tx = optim.decentralize(inner, mixer, config.mixing.order)
+    if config.mixing.mixer == "beer":
+        tx = optim.track(inner, mixer, config.mixing.order)
+        num_bytes = lambda params, phase: mixer.num_bytes((params, params), phase)
+        exchange = functools.partial(optim.tracked_exchange, mixer)
+    else:
+        tx, num_bytes = optim.decentralize(inner, mixer, config.mixing.order), mixer.num_bytes
+        exchange = lambda params, opt_state, phase: mixer.exchange(params, opt_state.mixer, phase)
     if config.mixing.static_phase:
-        overlaps = config.mixing.order == "awc"
-        exchange = (lambda params, opt_state, phase: mixer.exchange(params, opt_state.mixer, phase)) if overlaps else None
-        return Method(tx, mixer.phase, mixer.num_bytes, exchange), topology
+        return Method(tx, mixer.phase, num_bytes, exchange if config.mixing.order == "awc" else None), topology
 
     def mean_bytes(params, phase):
         del phase
-        return np.mean([mixer.num_bytes(params, phase) for phase in mixer.phases], axis=0)
+        return np.mean([num_bytes(params, phase) for phase in mixer.phases], axis=0)
     return Method(tx, lambda step: None, mean_bytes), topology
 
 
@@ -227,19 +234,15 @@ def make_topology(config: ml_collections.ConfigDict, num_workers: int, local_siz
     """The named topology; graphs that know of nodes get `local_size` unless the options say otherwise."""
     if num_workers == 1:
         raise ValueError(f"topology {config.name!r} needs at least 2 workers, got 1; use method 'local' for a single worker")
-    options = parse_options(config.options)
+    options = parse_options("topology.options", config.options)
     if local_size > 1:
         for option in ("local_size", "local"):
             if config.name in topology_lib.names() and option in topology_lib.options(config.name):
                 options.setdefault(option, local_size)
-    topology = topology_lib.make(config.name, num_workers, **options)
-    if not topology_lib.is_doubly_stochastic(topology):
-        raise ValueError(f"topology {config.name!r} is not doubly stochastic, so plain gossip would drift from the mean; "
-                         "use 'directed_exponential' or another graph whose columns and rows sum to one")
-    return topology
+    return topology_lib.make(config.name, num_workers, **options)
 
 
-def parse_options(text: str) -> dict[str, Any]:
+def parse_options(name: str, text: str) -> dict[str, Any]:
     """Reads "k=2,shape=(2, 4)" into keyword arguments; values are Python literals or bare words."""
     if not text:
         return {}
@@ -250,20 +253,63 @@ def parse_options(text: str) -> dict[str, Any]:
         return {keyword.arg: keyword.value.id if isinstance(keyword.value, ast.Name) else ast.literal_eval(keyword.value)
                 for keyword in call.keywords}
     except (SyntaxError, ValueError) as error:
-        raise ValueError(f"topology.options={text!r} must read like 'k=2,seed=1'") from error
+        raise ValueError(f"{name}={text!r} must read like 'k=2,seed=1'") from error
+
+
+COMPRESSED = {"choco": gossip.choco, "deepsqueeze": gossip.deep_squeeze, "dcd": gossip.dcd, "beer": gossip.beer,
+              "push_sum": gossip.push_sum}
+MIXERS = ("exact", *COMPRESSED, "power_gossip")
 
 
 def make_mixer(config: ml_collections.ConfigDict, topology: topology_lib.Topology, axis_name: mesh.AxisName,
                schedule: optax.Schedule) -> gossip.Mixer:
-    """Gossip over the topology: rounds, acceleration, period and strength γ = strength · (lr / lr_max)^strength_power."""
+    """The named mixer over the topology: rounds, codec, period and strength γ = strength · (lr / lr_max)^strength_power."""
     mixing, peak = config.mixing, config.optimizer.learning_rate
-    if mixing.accelerated and mixing.codec:
-        raise ValueError(f"mixing.codec={mixing.codec!r} with mixing.accelerated: accelerated gossip amplifies what a codec "
-                         "distorts; use plain rounds")
-    make = gossip.accelerated if mixing.accelerated else gossip.exact
-    codec = {"codec": codecs.make(mixing.codec)} if mixing.codec else {}
-    mixer = gossip.every(
-        make(topology, rounds=mixing.rounds, axis_name=axis_name, bucket_bytes=config.bucket_bytes, **codec), mixing.every)
+    mixer = gossip.every(_every_step_mixer(mixing, topology, axis_name=axis_name, bucket_bytes=config.bucket_bytes,
+                                           seed=config.seed), mixing.every)
     if not mixing.strength_power:
         return gossip.damp(mixer, mixing.strength)
     return gossip.damp(mixer, lambda step: mixing.strength * (schedule(step) / peak) ** mixing.strength_power)
+
+
+def _every_step_mixer(mixing, topology, **common) -> gossip.Mixer:
+    """The mixer of `mixing.mixer`; options that it does not have are refused rather than ignored."""
+    name = _known("mixing.mixer", mixing.mixer, MIXERS)
+    codec = make_codec(mixing.codec, mixing.codec_options)
+    if mixing.accelerated and (codec or name != "exact"):
+        what = f"mixing.codec={mixing.codec!r}" if codec else f"mixing.mixer={name!r}"
+        raise ValueError(f"{what} with mixing.accelerated: accelerated gossip amplifies what a codec distorts; use plain "
+                         "rounds")
+    if mixing.gamma and name in ("exact", "dcd", "power_gossip"):
+        raise ValueError(f"mixing.gamma={mixing.gamma}: mixer {name!r} has none; use mixing.strength, or mixer 'choco'")
+    if mixing.rounds != 1 and name in ("dcd", "power_gossip"):
+        raise ValueError(f"mixing.rounds={mixing.rounds}: mixer {name!r} sends one message a step; use rounds=1, or mixer "
+                         "'choco'")
+    if name == "power_gossip":
+        if codec:
+            raise ValueError(f"mixing.codec={mixing.codec!r} with mixer 'power_gossip', whose products travel as they are; "
+                             "leave it empty, or use mixer 'choco'")
+        return gossip.power_gossip(topology, rank=mixing.rank, **common)
+    if name != "exact":
+        rounds = {} if name == "dcd" else dict(rounds=mixing.rounds, gamma=mixing.gamma or None)
+        return COMPRESSED[name](topology, codec=codec, **rounds, **common)
+    if not topology_lib.is_doubly_stochastic(topology):
+        raise ValueError(f"topology {topology.name!r} is not doubly stochastic, so plain gossip would drift from the mean; "
+                         "use 'directed_exponential' or another graph whose columns and rows sum to one, or mixer 'push_sum'")
+    if mixing.accelerated:
+        del common["seed"]
+        return gossip.accelerated(topology, rounds=mixing.rounds, **common)
+    return gossip.exact(topology, rounds=mixing.rounds, codec=codec, **common)
+
+
+def make_codec(name: str, options: str) -> codecs.Codec | None:
+    """The named codec, None for no name."""
+    if not name:
+        if options:
+            raise ValueError(f"mixing.codec_options={options!r} without a codec; set mixing.codec, or leave them empty")
+        return None
+    try:
+        return codecs.make(name, **parse_options("mixing.codec_options", options))
+    except TypeError as error:  # An option that its builder does not take.
+        raise ValueError(f"mixing.codec_options={options!r}: codec {name!r} has no such option ({error}); leave it empty for "
+                         "the defaults") from error

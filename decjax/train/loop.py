@@ -124,10 +124,13 @@ class Run:
     def _restore_resized(self, folder, checkpoints, step: int, n: int) -> tuple[int, state_lib.State]:
         like = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct((n, *x.shape[1:]), x.dtype, sharding=self.workers.replicated),
-            state_lib.abstract(*self._parts()))
-        state, _ = checkpoints.restore(step, like)
-        fresh = self.workers.fetch(state_lib.init(*self._parts()))
-        state = state_lib.resize(self.workers.fetch(state), fresh, self.workers.num_workers)
+            state_lib.lasting(state_lib.abstract(*self._parts())))
+        state, _ = checkpoints.restore(step, like, partial=True)
+        state = self.workers.fetch(state)
+        # What mixers remember of neighbours starts from one and the same model: here the average of the replicas.
+        average = jax.tree.map(lambda mean, x: np.asarray(mean, x.dtype), state_lib.mean_over_workers(state.params), state.params)
+        fresh = self.workers.fetch(state_lib.start(average, self.setup.method.tx, self.workers))
+        state = state_lib.resize(state, fresh, self.workers.num_workers)
         self.counters["first_step"] = step
         self.note = (f"starting from step {step} of {folder}; {n} replicas became {self.workers.num_workers}, "
                      "mixer and reducer state begin afresh")

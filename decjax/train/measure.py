@@ -86,7 +86,8 @@ def prepare(config: ml_collections.ConfigDict) -> assemble.Setup:
         raise ConfigError(f"workers={config.workers or 'auto'}, devices={jax.device_count()}: an exchange is timed between at "
                           "least two workers, each on a device of its own; JAX_PLATFORMS=cpu makes devices of CPU threads")
     config = copy.deepcopy(config)  # References included, such as a batch that follows the number of workers.
-    config.method, config.stale, config.mixing.codec, config.engine = "local", False, "", "auto"
+    config.method, config.stale, config.engine = "local", False, "auto"
+    config.mixing.mixer, config.mixing.codec = "exact", ""
     return assemble.build(config)
 
 

@@ -37,9 +37,13 @@ class Method(NamedTuple):
 
 def init(model_init: Callable, tx: optax.GradientTransformation, workers: mesh.Workers, seed: int) -> State:
     """The initial state: the same parameters on every worker."""
-    params = workers.stack(jax.jit(model_init)(jax.random.key(seed)))
-    opt_state = workers.jit(tx.init, in_axes=(0,))(params)
-    return State(params, opt_state)
+    return start(jax.jit(model_init)(jax.random.key(seed)), tx, workers)
+
+
+def start(params: Any, tx: optax.GradientTransformation, workers: mesh.Workers) -> State:
+    """The initial state from given parameters of one model."""
+    params = workers.stack(params)
+    return State(params, workers.jit(tx.init, in_axes=(0,))(params))
 
 
 def abstract(model_init: Callable, tx: optax.GradientTransformation, workers: mesh.Workers, seed: int) -> State:
@@ -69,16 +73,26 @@ def consensus_distance(params: Any) -> jax.Array:
     return jnp.sqrt(sum((jnp.sum(d**2) / len(d) for d in deviations), jnp.zeros(())))
 
 
+def lasting(state: State) -> State:
+    """What outlives a change of workers, as a tree.
+
+    Not what belongs to edges between workers, the states of mixers and reducers, nor trackers, nor the gradient that a stale
+    all-reduce has not applied yet.
+    """
+    parts = getattr(state.opt_state, "_asdict", dict)()
+    kept = {name: part for name, part in parts.items() if name not in ("mixer", "reducer", "pending", "tracker", "gradient")}
+    return state if len(kept) == len(parts) else state._replace(opt_state=kept)
+
+
 def resize(state: State, fresh: State, num_workers: int) -> State:
     """Carries a host-side state of N replicas over to N' workers.
 
     New worker j stands for the replicas i with ⌊i N'/N⌋ = j: it takes their average if workers were removed, and a copy of
-    replica ⌊j N/N'⌋ if workers were added. Integers (step counters) are copied. What belongs to edges between workers, the
-    states of mixers and reducers, starts afresh, and so does the gradient that a stale all-reduce has not applied yet.
+    replica ⌊j N/N'⌋ if workers were added. Integers (step counters) are copied. What is not `lasting` starts afresh.
 
     Args:
-        state: NumPy leaves of shape (N, ...).
-        fresh: an initial state for N' workers, from which mixer and reducer states come.
+        state: NumPy leaves of shape (N, ...); whole, or what is lasting of it.
+        fresh: an initial state for N' workers, from which the rest comes.
         num_workers: N'.
 
     Returns:
@@ -94,9 +108,7 @@ def resize(state: State, fresh: State, num_workers: int) -> State:
             return np.stack([own[0] for own in members])
         return np.stack([own.mean(axis=0, dtype=np.promote_types(x.dtype, np.float32)) for own in members]).astype(x.dtype)
 
-    resized = jax.tree.map(spread, state)
-    fresh_parts = {name: getattr(fresh.opt_state, name) for name in ("mixer", "reducer", "pending")
-                   if hasattr(fresh.opt_state, name)}
-    if fresh_parts:
-        resized = resized._replace(opt_state=resized.opt_state._replace(**fresh_parts))
+    resized = jax.tree.map(spread, lasting(state))
+    if isinstance(resized.opt_state, dict):
+        resized = resized._replace(opt_state=fresh.opt_state._replace(**resized.opt_state))
     return resized

@@ -1,0 +1,44 @@
+"""Mixing parameters over a topology: x_i <- Σ_j W_ij x_j, and its variations.
+
+A `Mixer` is an exchange, which needs no gradient, and a combine. The split is what lets communication hide behind
+computation: the exchange of the carried parameters may run while the gradient is taken (order "awc"), and the combine
+joins the two. Both take a static `phase`, which says which round of the topology is due, so that every phase compiles to
+its own program and none holds a conditional.
+
+Whole parameters travel, or what a codec C makes of them:
+
+    exact          z = W^{tR+R−1} … W^{tR} x             R rounds a step; R = 1 is plain gossip
+      with codec   x_i + Σ_j w_ij (C(x_j) − C(x_i))      the noise of the codec stays
+    accelerated    z_{r+1} = (1+η) W z_r − η z_{r−1}     static symmetric graphs only
+
+or only what changed since neighbours last heard of it, so that a codec's noise fades as workers agree:
+
+    choco          x_i + γ Σ_j w_ij (x̂_j − x̂_i)          x̂_i: what all know of x_i; C(x_i − x̂_i) travels
+    deep_squeeze   the same with C(x_i + e_i) for x̂_i    e_i: what earlier messages lost
+    dcd            Σ_j w_ij x_j                          C of a whole step travels: neighbours hold x_j itself
+    beer           choco on symmetric graphs             for `optim.track`, which mixes a gradient tracker as well
+    push_sum       choco of y_i x_i, over y_i            directed graphs: only columns need to sum to one
+    power_gossip   x_i + Σ_j w_ij P (x_j − x_i)          P: projection on R columns; a power step of each edge's difference
+
+and around any of them
+
+    every          mix in every p-th step                local updates in between
+    damp           W' = γ W + (1−γ) I                    γ constant or a schedule
+
+Parameters travel in a few flat buckets. Weighted sums are formed in at least float32, and cast back.
+
+`mixer` says what a mixer is, `rounds` executes a round of a topology, `plain`, `compressed` and `power` hold the mixers.
+"""
+
+from decjax.gossip.compressed import (
+    CompressedState, PushSumState, ReplicaState, beer, choco, dcd, deep_squeeze, push_sum, typical_contraction)
+from decjax.gossip.mixer import LOCAL, Mixer, damp, every, mix, mix_due
+from decjax.gossip.plain import accelerated, exact
+from decjax.gossip.power import PowerState, power_gossip
+from decjax.gossip.rounds import check_exchange, mix_round
+
+__all__ = [
+    "LOCAL", "CompressedState", "Mixer", "PowerState", "PushSumState", "ReplicaState", "accelerated", "beer", "check_exchange",
+    "choco", "damp", "dcd", "deep_squeeze", "every", "exact", "mix", "mix_due", "mix_round", "power_gossip", "push_sum",
+    "typical_contraction",
+]

@@ -1,0 +1,126 @@
+"""What a mixer is, and what may be put around any of them."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+LOCAL = -1  # The phase of a step that does not mix.
+
+
+class Mixer(NamedTuple):
+    """How parameters are exchanged and combined.
+
+    Attributes:
+        init: `init(params) -> state`.
+        exchange: `exchange(params, state, phase) -> received`; the only part that communicates.
+        combine: `combine(params, received, state, phase, step) -> (mixed, state)`; cheap and local. `step` counts all
+            steps, also those that do not mix, as an int or a traced int32.
+        phase: `phase(step) -> phase`, for an int (static) or a traced int32 step.
+        phases: all values that `phase` takes, a contiguous range.
+        num_bytes: `num_bytes(params, phase) -> (N,)` bytes that each worker sends, the declared formula.
+        num_workers: N.
+        settle: `settle(mixed, stepped, state) -> (params, state)`, local: how the step of the optimizer, from `mixed` to
+            `stepped`, enters the parameters; None: as it is.
+        dampable: whether its result may be mixed with the parameters once more, as `damp` does.
+    """
+
+    init: Callable[[Any], Any]
+    exchange: Callable[[Any, Any, int], Any]
+    combine: Callable[[Any, Any, Any, int, Any], tuple[Any, Any]]
+    phase: Callable[[Any], Any]
+    phases: range
+    num_bytes: Callable[[Any, int], np.ndarray]
+    num_workers: int
+    settle: Callable[[Any, Any, Any], tuple[Any, Any]] | None = None
+    dampable: bool = True
+
+
+def mix(mixer: Mixer, params: Any, state: Any, phase: int, step: Any) -> tuple[Any, Any]:
+    """One whole mixing step: exchange, then combine."""
+    return mixer.combine(params, mixer.exchange(params, state, phase), state, phase, step)
+
+
+def mix_due(mixer: Mixer, params: Any, state: Any, phase: int | None, step: jax.Array) -> tuple[Any, Any]:
+    """`mix` in the given phase, or, where it is None, in that of a traced step: a conditional over all phases."""
+    if phase is not None:
+        return mix(mixer, params, state, phase, step)
+    branches = [lambda params, state, phase=phase: mix(mixer, params, state, phase, step) for phase in mixer.phases]
+    if len(branches) == 1:
+        return branches[0](params, state)
+    return jax.lax.switch(mixer.phase(step) - mixer.phases.start, branches, params, state)
+
+
+def every(mixer: Mixer, period: int) -> Mixer:
+    """Mixes in steps p−1, 2p−1, …; the others are local and send nothing.
+
+    Args:
+        mixer: what to do in a mixing step.
+        period: p ≥ 1 steps.
+
+    Returns:
+        The `Mixer`; p = 1 returns `mixer` itself.
+
+    Raises:
+        ValueError: if p < 1.
+
+    Reference:
+        Zhang et al. 2020, adaptive serverless learning (Adam with gossip in every p-th step, order "atc").
+    """
+    if period < 1:
+        raise ValueError(f"mixing every={period} steps: must be at least 1")
+    if period == 1:
+        return mixer
+
+    def exchange(params, state, phase):
+        return () if phase == LOCAL else mixer.exchange(params, state, phase)
+
+    def combine(params, received, state, phase, step):
+        return (params, state) if phase == LOCAL else mixer.combine(params, received, state, phase, step)
+
+    def phase(step):
+        due = mixer.phase(step // period)
+        mixes = (step + 1) % period == 0
+        return jnp.where(mixes, due, LOCAL) if isinstance(step, jax.Array) else (due if mixes else LOCAL)
+
+    def num_bytes(params, phase):
+        return np.zeros(mixer.num_workers) if phase == LOCAL else mixer.num_bytes(params, phase)
+
+    return mixer._replace(exchange=exchange, combine=combine, phase=phase, num_bytes=num_bytes,
+                          phases=range(LOCAL, mixer.phases.stop))
+
+
+def damp(mixer: Mixer, strength: float | Callable[[jax.Array], jax.Array]) -> Mixer:
+    """Mixes with strength γ: x_i <- γ (Wx)_i + (1−γ) x_i.
+
+    Args:
+        mixer: gives Wx.
+        strength: γ in [0, 1], or a schedule `step -> γ`. γ = (lr / lr_max)^p follows a learning-rate schedule.
+
+    Returns:
+        The `Mixer`; a constant γ = 1 returns `mixer` itself.
+
+    Raises:
+        ValueError: if a constant γ is outside [0, 1], or the mixer has weights that have to be damped with its values.
+    """
+    if not callable(strength):
+        if not 0 <= strength <= 1:
+            raise ValueError(f"mixing strength={strength} must lie in [0, 1]; 1 is full mixing")
+        if strength == 1:
+            return mixer
+    if not mixer.dampable:
+        raise ValueError("mixing strength other than 1 with mixer 'push_sum', whose weights have to be damped with its values; "
+                         "use its own gamma")
+
+    def combine(params, received, state, phase, step):
+        mixed, state = mixer.combine(params, received, state, phase, step)
+        gamma = strength(step) if callable(strength) else strength
+
+        def damped(x, y):
+            return (x + gamma * (y - x)).astype(x.dtype) if jnp.issubdtype(x.dtype, jnp.floating) else y
+
+        return jax.tree.map(damped, params, mixed), state
+
+    return mixer._replace(combine=combine)

@@ -1,0 +1,175 @@
+"""PowerGossip: differences between neighbours, through a power iteration over the link.
+
+For an edge {i, j} with i < j and a matrix D = X_i − X_j that neither end holds, the two ends know the same q and p, and send
+products of their own matrix only. Even meetings and odd ones take turns:
+
+    even    q̂ = orth(q),  p = X_i q̂ − X_j q̂,      Δ = p q̂ᵀ
+    odd     p̂ = orth(p),  q = X_iᵀ p̂ − X_jᵀ p̂,    Δ = p̂ qᵀ
+
+    X_i <- X_i − w_ij Δ,   X_j <- X_j + w_ij Δ
+
+Δ is the projection of D on R columns, and D is what power iterations across steps follow. Both ends subtract the same
+numbers, so that what one loses the other gains, and the mean stays what it is at any rank.
+
+Reference: Vogels, Karimireddy and Jaggi 2020, "Practical low-rank communication compression in decentralized deep learning",
+arXiv 2008.01425, algorithms 1 and 2.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from decjax import buckets
+from decjax import mesh
+from decjax import topology as topology_lib
+from decjax.gossip.mixer import Mixer
+from decjax.topology import Round, Topology, coloring
+
+
+class PowerState(NamedTuple):
+    """State of `power_gossip`: one entry for each round of the period, each of its matchings and each matrix.
+
+    This worker's edge of that matching is meant; the worker at its other end holds the same.
+    """
+
+    left: tuple  # p_…xIxR
+    right: tuple  # q_…xJxR
+
+
+class _Matching(NamedTuple):
+    """Edges of a round that share no worker."""
+
+    pairs: tuple[tuple[int, int], ...]  # both directions of each edge
+    weights_N: np.ndarray  # w of each worker's edge, signed: positive at the lower end; 0 where there is none
+
+
+def _matchings(round_: Round) -> tuple[_Matching, ...]:
+    W_NxN = round_.matrix()
+    edges = [(i, j) for i, j in np.argwhere(W_NxN).tolist() if i < j]
+    found = []
+    for matching in coloring.matchings(edges, len(W_NxN)):
+        weights_N = np.zeros(len(W_NxN))
+        for i, j in matching:
+            weights_N[min(i, j)], weights_N[max(i, j)] = W_NxN[i, j], -W_NxN[i, j]
+        found.append(_Matching(tuple(sorted(pair for i, j in matching for pair in ((i, j), (j, i)))), weights_N))
+    return tuple(found)
+
+
+def power_gossip(topology: Topology, *, rank: int, axis_name: mesh.AxisName = mesh.WORKER,
+                 bucket_bytes: int = buckets.BUCKET_BYTES, seed: int = 0) -> Mixer:
+    """Gossip of which only R columns travel for each matrix, and each edge; see the module's equations.
+
+    An array is a matrix in its last two dimensions, I×J, or a stack of them (as scanned layers are). Vectors, and matrices
+    with a side shorter than R, travel as they are. A worker sends I·R or J·R values for a matrix, in turns, to each neighbour.
+    At R = I = J this is plain gossip. Noise fades as workers agree, and full strength is stable at any rank.
+
+    Args:
+        topology: symmetric, with one worker to a node; it may vary in time.
+        rank: R ≥ 1.
+        axis_name: the worker axis.
+        bucket_bytes: size of the flat messages in bytes: products and vectors are joined up to this.
+        seed: of the first q and p, the same on all workers.
+
+    Returns:
+        The `Mixer`, of twice the topology's period.
+
+    Raises:
+        ValueError: if R < 1 or the graph does not fit; from `init`, if no matrix has sides of R.
+    """
+    if rank < 1:
+        raise ValueError(f"mixer 'power_gossip' with rank={rank}: at least one column has to travel; use rank 1, 2 or 4")
+    if not (topology.is_symmetric and topology_lib.is_doubly_stochastic(topology)):
+        raise ValueError("mixer 'power_gossip' iterates over edges that carry messages both ways, but topology "
+                         f"{topology.name!r} is not symmetric; use 'ring', or 'one_peer_exponential' with pairwise=True")
+    if (size := max(round_.group_size for round_ in topology.rounds)) > 1:
+        raise ValueError(f"mixer 'power_gossip' needs whole matrices on every worker, but in topology {topology.name!r} each "
+                         f"of a node's {size} workers sends a share; use local_size=1, or mixer 'choco'")
+    period = topology.period
+    matchings = tuple(map(_matchings, topology.rounds))
+
+    def is_floating(x) -> bool:
+        return jnp.issubdtype(x.dtype, jnp.floating)
+
+    def is_matrix(x) -> bool:
+        return is_floating(x) and x.ndim >= 2 and x.size > 0 and rank <= min(x.shape[-2:])
+
+    def start(x, side: int, position: int):
+        shape = (*x.shape[:-2], x.shape[side], rank)
+        key = jax.random.fold_in(jax.random.key(seed), position)
+        return jax.random.normal(key, shape, jnp.promote_types(x.dtype, jnp.float32))
+
+    def init(params):
+        matrices = [x for x in jax.tree.leaves(params) if is_matrix(x)]
+        if not matrices:
+            raise ValueError(f"mixer 'power_gossip' with rank={rank}: no array has both sides that long; use a smaller rank, "
+                             "or mixer 'exact'")
+
+        def sides(side):
+            return tuple(tuple(tuple(start(x, side, 2 * m - side) for m, x in enumerate(matrices)) for _ in edges)
+                         for edges in matchings)
+        return PowerState(sides(-2), sides(-1))
+
+    def message(params, bases, odd: bool):
+        """What a worker sends over an edge, as a tree: products of its matrices, and the rest as it is."""
+        leaves, bases = jax.tree.leaves(params), iter(bases)
+        return [product(x, next(bases), odd) if is_matrix(x) else x for x in leaves]
+
+    def product(x, basis, odd: bool):
+        pattern = "...ij,...ir->...jr" if odd else "...ij,...jr->...ir"
+        return jnp.einsum(pattern, x.astype(basis.dtype), basis, precision=jax.lax.Precision.HIGHEST)
+
+    def outer(left, right):
+        return jnp.einsum("...ir,...jr->...ij", left, right, precision=jax.lax.Precision.HIGHEST)
+
+    def exchange(params, state, phase):
+        index, odd = phase % period, phase >= period
+        leaves, treedef = jax.tree.flatten(params)
+        mixed = [x.astype(jnp.promote_types(x.dtype, jnp.float32)) if is_floating(x) else x for x in leaves]
+        known, found = (state.left, state.right) if odd else (state.right, state.left)
+        news = []
+        for e, matching in enumerate(matchings[index]):
+            # Householder's Q is orthonormal whatever it is given, zeros and dependent columns among it.
+            bases = [jnp.linalg.qr(x)[0] for x in known[index][e]]
+            own = message(params, bases, odd)
+            layout = buckets.layout(own, bucket_bytes=bucket_bytes)
+            vectors = [mesh.exchange(x_P, matching.pairs, axis_name) for x_P in layout.pack(own)]
+            arrived = layout.unpack(vectors, like=own)
+            weight = jnp.asarray(matching.weights_N)[mesh.worker_index(axis_name)]
+            bases, before, after = iter(bases), iter(found[index][e]), []
+            for k, x in enumerate(leaves):
+                if not is_floating(x):
+                    continue
+                # Bit for bit the same at both ends, signs of zeros included: orth follows them, and q̂ must not differ.
+                difference = jnp.where(weight > 0, own[k] - arrived[k], arrived[k] - own[k])
+                step = difference
+                if is_matrix(x):
+                    basis = next(bases)
+                    step = outer(basis, difference) if odd else outer(difference, basis)
+                    after.append(_renew(next(before), difference))
+                mixed[k] -= jnp.where(weight == 0, 0, weight.astype(mixed[k].dtype) * step)
+            news.append(tuple(after))
+        found = (*found[:index], tuple(news), *found[index + 1:])
+        state = PowerState(known, found) if odd else PowerState(found, known)
+        return treedef.unflatten([m.astype(x.dtype) for m, x in zip(mixed, leaves)]), state
+
+    def num_bytes(params, phase):
+        index, odd = phase % period, phase >= period
+        sent = np.zeros(topology.num_workers)
+        for matching in matchings[index]:
+            matrices = [x for x in jax.tree.leaves(params) if is_matrix(x)]
+            bases = [jax.eval_shape(functools.partial(start, x, -2 if odd else -1, 0)) for x in matrices]
+            own = jax.eval_shape(lambda params, bases: message(params, bases, odd), params, bases)
+            sent += (matching.weights_N != 0) * buckets.layout(own, bucket_bytes=bucket_bytes).num_bytes
+        return sent
+
+    return Mixer(init, exchange, lambda params, received, state, phase, step: received, lambda step: step % (2 * period),
+                 range(2 * period), num_bytes, topology.num_workers)
+
+
+def _renew(before: jax.Array, found: jax.Array) -> jax.Array:
+    """Columns that have been found; where there was no difference to be found, or not a finite one, the former ones."""
+    useful = jnp.isfinite(found).all(axis=(-2, -1), keepdims=True) & (found != 0).any(axis=-2, keepdims=True)
+    return jnp.where(useful, found, before)

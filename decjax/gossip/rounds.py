@@ -1,0 +1,159 @@
+"""One round of a topology, executed: messages along its shifts, means inside its nodes, and the bytes of both."""
+
+from collections.abc import Callable
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from decjax import buckets
+from decjax import mesh
+from decjax.topology import Round, Topology
+
+
+def own_weight(weights: tuple[float, ...], group_size: int, axis_name: mesh.AxisName, dtype) -> Any:
+    """This worker's entry of per-node weights; a plain float where all are equal, which saves the look-up."""
+    if len(set(weights)) == 1:
+        return weights[0]
+    return jnp.asarray(weights, dtype)[mesh.worker_index(axis_name) // group_size]
+
+
+def is_mean(round_: Round) -> bool:
+    """Whether a round is nothing but means inside nodes, exact and without messages."""
+    return not round_.shifts and set(round_.self_weights) == {1.0}
+
+
+def _member_pairs(shift, group_size: int) -> list[tuple[int, int]]:
+    """Pairs of workers: each member of a node sends to the same member of the other."""
+    return [(source * group_size + k, target * group_size + k) for source, target in shift.pairs for k in range(group_size)]
+
+
+def mix_round(x_P: jax.Array, round_: Round, axis_name: mesh.AxisName) -> jax.Array:
+    """Applies one round to a flat array: (Wx)_i for W = W_nodes ⊗ J_L/L.
+
+    With L > 1, members of a node average by reduce-scatter, exchange their share with the same member of other nodes,
+    and gather: a joint mean of two nodes takes P values out of a node, not L·P.
+
+    Args:
+        x_P: this worker's values; P divisible by L.
+        round_: the round.
+        axis_name: the worker axis.
+
+    Returns:
+        The mixed values, same shape and dtype.
+    """
+    L = round_.group_size
+    if is_mean(round_):
+        return mesh.group_mean(x_P, L, axis_name)
+    share = mesh.scatter_mean(x_P, L, axis_name)
+    dtype = jnp.promote_types(x_P.dtype, jnp.float32)
+    mixed = own_weight(round_.self_weights, L, axis_name, dtype) * share.astype(dtype)
+    for shift in round_.shifts:
+        arrived = mesh.exchange(share, _member_pairs(shift, L), axis_name)
+        mixed += own_weight(shift.weights, L, axis_name, dtype) * arrived.astype(dtype)
+    return mesh.gather(mixed.astype(x_P.dtype), L, axis_name)
+
+
+def pull(message: Any, own: jax.Array, decode: Callable[[Any], jax.Array], round_: Round,
+         axis_name: mesh.AxisName) -> jax.Array:
+    """Where neighbours draw a worker: Σ_j W_ij c_j − c_i, from messages that stand for c.
+
+    Its sum over workers is zero where columns of W sum to one, whatever the messages have lost.
+
+    Args:
+        message: this worker's message, a pytree.
+        own: c_i, what the message decodes to.
+        decode: from a message to c.
+        round_: the round; of its nodes, W_nodes is applied.
+        axis_name: the worker axis.
+
+    Returns:
+        An array like `own`.
+    """
+    L = round_.group_size
+    drawn = (own_weight(round_.self_weights, L, axis_name, own.dtype) - 1) * own
+    for shift in round_.shifts:
+        pairs = _member_pairs(shift, L)
+        arrived = decode(jax.tree.map(lambda x: mesh.exchange(x, pairs, axis_name), message))
+        weight = own_weight(shift.weights, L, axis_name, own.dtype)
+        # Those to whom nothing is sent have a message of zeros, which may decode to anything.
+        drawn += weight * arrived if isinstance(weight, float) else jnp.where(weight > 0, weight * arrived, 0)
+    return drawn
+
+
+def messages(round_: Round) -> np.ndarray:
+    """Messages to other nodes that each worker sends in a round, [N]."""
+    L = round_.group_size
+    return round_.volume() * L - 2 * (L - 1)
+
+
+def sent_bytes(round_: Round, layout: buckets.Layout, message_bytes: int | None = None) -> np.ndarray:
+    """Bytes that each worker sends in a round, [N].
+
+    Args:
+        round_: the round.
+        layout: the buckets of the parameters.
+        message_bytes: bytes of a worker's message to another node; None: its share of the parameters as they are.
+    """
+    L = round_.group_size
+    share_bytes = layout.num_bytes / L if message_bytes is None else message_bytes
+    return 2 * (L - 1) / L * layout.num_bytes + messages(round_) * share_bytes
+
+
+def layout_of(params: Any, topology: Topology, bucket_bytes: int) -> buckets.Layout:
+    """Buckets that split evenly among the members of every node."""
+    multiple_of = math.lcm(*(round_.group_size for round_ in topology.rounds))
+    return buckets.layout(params, bucket_bytes=bucket_bytes, multiple_of=multiple_of)
+
+
+def check_rounds(rounds: int) -> None:
+    """Refuses a step without a round."""
+    if rounds < 1:
+        raise ValueError(f"mixing rounds={rounds}: at least one round is needed; method 'local' does not communicate")
+
+
+def num_phases(topology: Topology, rounds: int) -> int:
+    """How many steps of R rounds it takes until the schedule repeats."""
+    return topology.period // math.gcd(topology.period, rounds)
+
+
+def due(topology: Topology, rounds: int, phase: int) -> list[int]:
+    """Which of a topology's rounds a step of R rounds applies, in order."""
+    return [(phase * rounds + r) % topology.period for r in range(rounds)]
+
+
+def check_exchange(workers: mesh.Workers, topology: Topology) -> None:
+    """Sends worker indices through every round and compares with the expected mix, before any training.
+
+    A compiler defect on some GPU builds returns zeros for permutations with several cycles; training on such data goes
+    wrong silently. Each round mixes the one-hot vector of the worker's index, so that row i of W must arrive at worker i.
+
+    Args:
+        workers: where the workers live.
+        topology: the schedule to be checked.
+
+    Raises:
+        RuntimeError: naming the phase and the worker that received something else.
+    """
+    n = workers.num_workers
+
+    def probe(phase):
+        def rows(index):
+            # Nodes average shares of equal size, so pad the one-hot vector to a multiple of the group.
+            size = -(-n // topology.rounds[phase].group_size) * topology.rounds[phase].group_size
+            own = (jnp.arange(size) == index).astype(jnp.float32)
+            return mix_round(own, topology.rounds[phase], workers.axis_name)[:n]
+        return workers.map(rows, in_axes=(0,))
+
+    phases = range(topology.period)
+    index = workers.build(lambda worker: np.int32(worker))
+    arrived = workers.fetch(jax.jit(lambda index: [probe(phase)(index) for phase in phases])(index))
+    for phase in phases:
+        wrong_N = np.abs(arrived[phase] - topology.matrix(phase)).max(axis=1) > 1e-5
+        if wrong_N.any():
+            raise RuntimeError(
+                f"the exchange is broken on this backend: in phase {phase} of topology {topology.name!r} worker "
+                f"{np.flatnonzero(wrong_N)[0]} did not receive its neighbours' values; refusing to train on wrong data "
+                "(try another jax or driver version, or topology 'complete')")
