@@ -5,7 +5,7 @@
 Shorthand, comma-separated after a colon, as `--config=configs/lm.py:workers=12,topology=torus,optimizer=accum_adamw`:
 
     workers=N  local_size=L  topology=NAME  method=decentralized|allreduce|local  optimizer=adamw|accum_adamw|sgdm
-    order=awc|atc  codec=bfloat16|int8  engine=auto|fused|split  steps=N  stale  simulate  smoke
+    order=awc|atc  codec=bfloat16|int8  reducer=mean|powersgd  rank=R  engine=auto|fused|split  steps=N  stale  simulate  smoke
 
 Any field below can be set with `--config.FIELD=VALUE`. The defaults are for two CPU cores, where the run
 takes two to three minutes; expect 1.02 nats/byte on validation text.
@@ -25,7 +25,7 @@ TUNED_ALLREDUCE = TUNED["awc"] | dict(adamw=(1.2e-2, 0.03))
 
 KEYS = dict(workers=int, local_size=int, topology=str, method=("decentralized", "allreduce", "local"),
             optimizer=("adamw", "accum_adamw", "sgdm"), order=("awc", "atc"), engine=("auto", "fused", "split"), steps=int,
-            codec=("bfloat16", "int8"), stale=bool, simulate=bool, smoke=bool)
+            codec=("bfloat16", "int8"), reducer=("mean", "powersgd"), rank=int, stale=bool, simulate=bool, smoke=bool)
 
 
 def get_config(arg: str = "") -> ml_collections.ConfigDict:
@@ -59,6 +59,13 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
         strength=1.0,  # γ: 0 none, 1 full
         strength_power=0.0,  # γ follows (learning rate / peak)^power
         static_phase=True,  # one program per phase; False: one program that switches
+    ))
+    config.reducer = ml_collections.ConfigDict(dict(
+        name=given.get("reducer", "mean"),  # allreduce: mean | powersgd
+        rank=given.get("rank", 4),  # powersgd: R
+        gate=1.0,  # powersgd: arrays I×J with (I + J)R ≥ gate·IJ travel as they are
+        start=0,  # powersgd: the first step that compresses
+        wire_dtype="",  # powersgd: of the factors' messages: bfloat16 | float16 | empty: float32
     ))
     config.consensus_every = 0  # K: replace all replicas by their average every K steps; 0 never
 

@@ -26,6 +26,7 @@ from decjax.train.state import Method
 
 SIMULATED_WORKERS = 8  # on a lone accelerator, and forced CPU devices without one
 METHODS = ("decentralized", "allreduce", "local")
+REDUCING = ("allreduce",)  # methods that average over all workers
 MINIMA = {"steps": 1, "log_every": 1, "consensus_every": 0, "sample_bytes": 1, "eval.every": 1, "eval.batch_size": 1,
           "eval.num_windows": 0, "checkpoint.every": 1, "checkpoint.keep": 1, "model.vocabulary": 256,
           "bucket_bytes": 0, "optimizer.clip_norm": 0, "optimizer.weight_decay": 0, "optimizer.eps": 0, "mixing.strength_power": 0}
@@ -80,6 +81,8 @@ def build(config: ml_collections.ConfigDict, devices: Sequence[jax.Device] | Non
         method, topology = make_method(config, workers, schedule)
         engine.choose(config.engine, method)
         model = models.decoder_lm(**config.model)
+        # Some reducers depend on the shapes of arrays, and refuse those that do not fit.
+        method.num_bytes(jax.eval_shape(model.init, jax.random.key(0)), method.phase(config.steps - 1))
         corpus = data.load_corpus(config.data.path, min_bytes=model.context + 1)
         batch = data.batches(
             corpus.train, context=model.context, batch_size=config.batch_size // config.workers,
@@ -193,6 +196,8 @@ def make_method(config: ml_collections.ConfigDict, workers: mesh.Workers,
     """What happens to gradients and parameters: gossip, all-reduce or nothing, as one transformation."""
     if config.stale and config.method != "allreduce":
         raise ValueError(f"stale belongs to method 'allreduce', got {config.method!r}; gossip overlaps with mixing.order=awc")
+    if config.reducer.name != "mean" and config.method not in REDUCING:
+        raise ValueError(f"reducer {config.reducer.name!r} belongs to methods {', '.join(REDUCING)}, got {config.method!r}; use 'mean'")
     if config.mixing.codec and config.method != "decentralized":
         raise ValueError(f"mixing.codec={config.mixing.codec!r} belongs to method 'decentralized', got {config.method!r}; "
                          "leave it empty")
@@ -205,10 +210,10 @@ def make_method(config: ml_collections.ConfigDict, workers: mesh.Workers,
             tx.init, lambda grads, state, params=None, *, phase=None, **extra: tx.update(grads, state, params, **extra))
         return Method(ignoring_phase, lambda step: 0, lambda params, phase: np.zeros(n)), None
     if config.method == "allreduce":
-        reducer = reduce.mean(axis_name=axis_name, bucket_bytes=config.bucket_bytes)
-        exchange = (lambda params, opt_state, phase: optim.stale_exchange(reducer, opt_state)) if config.stale else None
-        return Method(optim.synchronize(inner, reducer, config.stale), lambda step: 0,
-                      lambda params, phase: reducer.num_bytes(params, n), exchange), None
+        reducer = make_reducer(config.reducer, axis_name, config.bucket_bytes)
+        exchange = (lambda params, opt_state, phase: optim.stale_exchange(reducer, opt_state, phase)) if config.stale else None
+        return Method(optim.synchronize(inner, reducer, config.stale), reducer.phase,
+                      lambda params, phase: reducer.num_bytes(params, n, phase), exchange), None
     topology = make_topology(config.topology, n, workers.local_size)
     mixer = make_mixer(config, topology, axis_name, schedule)
     tx = optim.decentralize(inner, mixer, config.mixing.order)
@@ -221,6 +226,24 @@ def make_method(config: ml_collections.ConfigDict, workers: mesh.Workers,
         del phase
         return np.mean([mixer.num_bytes(params, phase) for phase in mixer.phases], axis=0)
     return Method(tx, lambda step: None, mean_bytes), topology
+
+
+def _mean(config, axis_name, bucket_bytes):
+    del config
+    return reduce.mean(axis_name=axis_name, bucket_bytes=bucket_bytes)
+
+
+def _powersgd(config, axis_name, bucket_bytes):
+    del bucket_bytes  # Its messages are joined anyway.
+    return reduce.powersgd(config.rank, start=config.start, gate=config.gate, wire_dtype=config.wire_dtype or None, axis_name=axis_name)
+
+
+REDUCERS = {"mean": _mean, "powersgd": _powersgd}
+
+
+def make_reducer(config: ml_collections.ConfigDict, axis_name: mesh.AxisName, bucket_bytes: int) -> reduce.Reducer:
+    """How gradients, or the changes of several local steps, are averaged."""
+    return REDUCERS[_known("reducer", config.name, REDUCERS)](config, axis_name, bucket_bytes)
 
 
 def make_topology(config: ml_collections.ConfigDict, num_workers: int, local_size: int) -> topology_lib.Topology:

@@ -85,6 +85,7 @@ def prepare(config: ml_collections.ConfigDict) -> assemble.Setup:
                           "least two workers, each on a device of its own; JAX_PLATFORMS=cpu makes devices of CPU threads")
     config = copy.deepcopy(config)  # References included, such as a batch that follows the number of workers.
     config.method, config.stale, config.mixing.codec, config.engine = "local", False, "", "auto"
+    config.reducer.name = "mean"
     return assemble.build(config)
 
 
