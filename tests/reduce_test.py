@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from decjax import codecs
 from decjax import mesh
 from decjax import reduce
 from decjax.train import wire
@@ -50,7 +51,7 @@ class Runner:
 
     def __call__(self, grads_N, step=10**6):
         grads_N = jax.tree.map(lambda x: jax.device_put(np.asarray(x, self.dtype), self.workers.stacked), grads_N)
-        out, self.state = self.program(self.reducer.phase(step))(grads_N, self.state)
+        out, self.state = self.program(reduce.due_phase(self.reducer, self.reducer.phase(step)))(grads_N, self.state)
         return jax.tree.map(np.asarray, out)
 
 
@@ -219,12 +220,184 @@ def test_impossible_powersgd_is_refused(options, message):
         reduce.powersgd(**options).init(like)
 
 
+# -- Coded messages ---------------------------------------------------------------------------------------------------
+
+
+def top(k):
+    """The k largest values of an array, and where they are."""
+    def encode(x, state, key):
+        _, index = jax.lax.top_k(jnp.abs(x.ravel()), k)
+        return {"index": index.astype(jnp.uint16), "values": x.ravel()[index]}
+
+    def decode(message, shape, dtype):
+        return jnp.zeros(np.prod(shape, dtype=int), dtype).at[message["index"]].set(message["values"]).reshape(shape)
+
+    return codecs.Codec(name=f"top {k}", encode=encode, decode=decode, num_bytes=lambda shape, dtype: k * (2 + jnp.dtype(dtype).itemsize),
+                        traits=codecs.Traits(contractive=lambda shape: k / np.prod(shape)))
+
+
+def one_bit():
+    """Signs, eight to a byte, times the mean magnitude."""
+    def encode(x, state, key):
+        bits = jnp.pad(x.ravel() >= 0, (0, -x.size % 8)).reshape(-1, 8)
+        return (bits * 2 ** jnp.arange(8)).sum(axis=1).astype(jnp.uint8), jnp.abs(x).mean()
+
+    def decode(message, shape, dtype):
+        packed, scale = message
+        bits = (packed[:, None] >> jnp.arange(8, dtype=jnp.uint8)) & 1
+        return (scale * (2 * bits.astype(dtype) - 1)).ravel()[:np.prod(shape, dtype=int)].reshape(shape)
+
+    return codecs.Codec(name="one bit", encode=encode, decode=decode,
+                        num_bytes=lambda shape, dtype: -(-int(np.prod(shape)) // 8) + jnp.dtype(dtype).itemsize,
+                        traits=codecs.Traits(contractive=lambda shape: 1 / np.prod(shape)))
+
+
+def dithered():
+    """Whole numbers, rounded up or down at random: unbiased, and too coarse to be contractive."""
+    return codecs.Codec(name="dithered", encode=lambda x, state, key: jnp.floor(x + jax.random.uniform(key, x.shape)).astype(jnp.int8),
+                        decode=lambda message, shape, dtype: message.astype(dtype), num_bytes=lambda shape, dtype: int(np.prod(shape)),
+                        traits=codecs.Traits(unbiased=lambda size: float(size), random=True))
+
+
+def numpy_top(k):
+    def code(x):
+        kept = np.zeros_like(x)
+        largest = np.argsort(-np.abs(x.ravel()), kind="stable")[:k]
+        kept.ravel()[largest] = x.ravel()[largest]
+        return kept
+    return code
+
+
+CODES = {"top": (top(7), numpy_top(7)), "one bit": (one_bit(), lambda x: np.abs(x).mean() * np.where(x >= 0, 1, -1))}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("decay", [1.0, 0.9])
+@pytest.mark.parametrize("name", CODES)
+@x64
+def test_coded_is_the_dense_reference(name, decay, mode):
+    """x = βe + g; averaged = mean C(x); e = x − C(x), of all arrays joined; with β = 1, Σ sent + e = Σ g."""
+    codec, code = CODES[name]
+    run = Runner(functools.partial(reduce.coded, codec, decay=decay), mode)
+    flat = lambda grads: np.concatenate([x.reshape(N, -1) for x in jax.tree.leaves(grads)], axis=1)
+    e = sent = 0.0
+    for step in range(STEPS):
+        out = run(gradients(step))
+        assert_equal_replicas(out)
+        x = decay * e + flat(gradients(step))
+        messages = np.stack([code(row) for row in x])
+        e, sent = x - messages, sent + messages
+        np.testing.assert_allclose(flat(out)[0], messages.mean(axis=0), rtol=1e-6, atol=1e-9)
+    np.testing.assert_allclose(run.state.error[0], e, rtol=1e-6, atol=1e-9)
+    if decay == 1:
+        np.testing.assert_allclose(sent + e, sum(flat(gradients(step)) for step in range(STEPS)), atol=1e-9)
+
+
+def test_unbiased_codes_need_no_memory():
+    run = Runner(functools.partial(reduce.coded, dithered(), feedback=False), dtype=np.float32)
+    outs = [run(gradients(0)) for _ in range(400)]
+    assert jax.tree.leaves(run.state.error) == []
+    all_close(jax.tree.map(lambda *x: np.mean(x, axis=0), *outs), mean_of(gradients(0)), atol=0.08)
+
+
+@pytest.mark.parametrize("make", [lambda **options: reduce.coded(top(7), **options), lambda **options: reduce.coded(one_bit(), **options),
+                                  lambda **options: reduce.gravac([top(20), top(7)], window=1, **options)], ids=["top", "one bit", "gravac"])
+@pytest.mark.parametrize("bad", [np.inf, np.nan])
+def test_codes_recover_from_a_gradient_that_is_not_finite(make, bad):
+    run, other = (Runner(make, dtype=np.float32) for _ in range(2))
+    zeros = jax.tree.map(np.zeros_like, gradients(0))
+    for step in range(6):
+        if step == 3:
+            poisoned = gradients(99)
+            poisoned["a"][1, 2, 3] = bad
+            before = jax.tree.map(np.asarray, run.state.error)
+            assert not np.isfinite(run(poisoned)["a"]).any()
+            jax.tree.map(np.testing.assert_array_equal, before, jax.tree.map(np.asarray, run.state.error))
+        if step == 4:
+            run(zeros), other(zeros)
+        all_close(run(gradients(step)), other(gradients(step)), rtol=0, atol=0)
+
+
+class DenseGravac:
+    """The ladder as the module's docstring says, of top-k codes."""
+
+    def __init__(self, ks, speed, window, threshold):
+        self.codes = [lambda x: x, *map(numpy_top, ks)]
+        self.speed, self.window, self.threshold = speed, window, threshold
+        self.rung, self.settled, self.below, self.steps, self.e = 0, False, 0.0, 0, 0.0
+        self.sums = np.zeros(2)
+
+    def __call__(self, g):
+        x = self.e + g
+        messages = np.stack([self.codes[self.rung](row) for row in x])
+        self.e = x - messages
+        self.sums += (messages**2).sum(), (x**2).sum()
+        self.steps += 1
+        if self.steps % self.window == 0:
+            gain = self.sums[0] / self.sums[1]
+            score = self.speed[self.rung] * gain
+            if self.rung and gain < self.threshold or not self.settled and self.rung and score <= self.below:
+                self.rung, self.settled = self.rung - 1, True
+            elif not self.settled and self.rung + 1 < len(self.codes):
+                self.rung, self.below = self.rung + 1, score
+            else:
+                self.settled = True
+            self.sums[:] = 0
+        return messages.mean(axis=0)
+
+
+@pytest.mark.parametrize("speed, threshold, last", [((1, 9, 81, 729), 0.0, 3), ((1, 9, 81, 729), 0.6, 1), ((1, 2, 2.1, 4), 0.0, 1)],
+                         ids=["climbs", "falls back", "stops"])
+@pytest.mark.parametrize("mode", MODES)
+@x64
+def test_gravac_is_the_dense_reference(mode, speed, threshold, last):
+    ks = (60, 25, 15)
+    run = Runner(functools.partial(reduce.gravac, [top(k) for k in ks], window=4, speed=speed, threshold=threshold), mode)
+    dense = DenseGravac(ks, speed, 4, threshold)
+    flat = lambda grads: np.concatenate([x.reshape(N, -1) for x in jax.tree.leaves(grads)], axis=1)
+    used = np.zeros(4)
+    for step in range(STEPS):
+        used[dense.rung] += 1
+        out = run(gradients(step))
+        np.testing.assert_allclose(flat(out)[0], dense(flat(gradients(step))), rtol=1e-6, atol=1e-9)
+        assert_equal_replicas(out)
+    assert np.asarray(run.state.rung).tolist() == [last] * N == [dense.rung] * N
+    np.testing.assert_array_equal(run.reducer.usage(run.state), np.tile(used, (N, 1)))
+    assert len(run.compiled) == 1
+
+
+def test_gravac_sends_what_the_rung_in_use_declares():
+    """The program holds all rungs as branches; its collectives add up to the declared bytes of all."""
+    run = Runner(functools.partial(reduce.gravac, [codecs.make("int8"), top(7)]), dtype=np.float32)
+    declared = sum(run.reducer.num_bytes(run.like, N, rung) for rung in run.reducer.phases)
+    np.testing.assert_allclose(wire.bytes_sent(run.program(None).as_text(), N), declared, rtol=1e-12)
+    assert not run.reducer.num_bytes(run.like, N, None).any()
+
+
+@pytest.mark.parametrize("make, message", [
+    (lambda: reduce.coded(dithered()), "codec 'dithered' is not contractive"),
+    (lambda: reduce.coded(top(3), feedback=False), "codec 'top 3' is biased, and its errors would add up"),
+    (lambda: reduce.coded(top(3), decay=0.0), "decay=0.0 of the error memory: must be more than 0"),
+    (lambda: reduce.gravac([]), "needs a ladder of at least one codec"),
+    (lambda: reduce.gravac([dithered()]), "codec 'dithered' is not contractive"),
+    (lambda: reduce.gravac([top(3)], window=0), "window=0 steps: must be at least 1"),
+    (lambda: reduce.gravac([top(3)], threshold=2.0), "threshold=2.0: a gain, must lie between 0 and 1"),
+    (lambda: reduce.gravac([top(3)], speed=(1.0,)), "needs 2 positive values")])
+def test_impossible_codes_are_refused(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
 # -- Contract of every reducer ----------------------------------------------------------------------------------------
 
 REDUCERS = {
     "mean": reduce.mean,
     "powersgd": functools.partial(reduce.powersgd, 2, gate=2.0, start=1),
     "powersgd, bfloat16": functools.partial(reduce.powersgd, 2, gate=2.0, wire_dtype="bfloat16"),
+    "int8": functools.partial(reduce.coded, codecs.make("int8")),
+    "top": functools.partial(reduce.coded, top(1), bucket_bytes=0, decay=0.9),
+    "one bit": functools.partial(reduce.coded, one_bit()),
+    "dithered": functools.partial(reduce.coded, dithered(), feedback=False),
 }
 
 

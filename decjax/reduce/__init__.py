@@ -9,6 +9,10 @@ See `decjax.reduce.reducer` for what a reducer is. What a message loses is kept 
 bounded: memories of the *average's* error would walk at random.
 """
 
+from decjax.reduce.coded import coded
+from decjax.reduce.coded import CodedState
+from decjax.reduce.coded import gravac
+from decjax.reduce.coded import GravacState
 from decjax.reduce.powersgd import matrix_view
 from decjax.reduce.powersgd import powersgd
 from decjax.reduce.powersgd import PowerSGDState

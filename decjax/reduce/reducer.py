@@ -26,26 +26,28 @@ class Reducer(NamedTuple):
         reduce: `reduce(grads, state, phase) -> (averaged, state)`; the same on every worker. `phase` is static, so that no
             program holds a conditional around a collective; left out, it is the last.
         num_bytes: `num_bytes(params, num_workers, phase) -> (N,)` bytes that each worker sends, the declared formula.
-        phase: `phase(step) -> phase`, for an int.
+        phase: `phase(step) -> phase`, for an int; None where the state decides.
         phases: all values that `phase` takes.
+        usage: `usage(state) -> [phases]` steps so far in each phase, where the state decides on it; else None.
     """
 
     init: Callable[[Any], Any]
     reduce: Callable[..., tuple[Any, Any]]
     num_bytes: Callable[..., np.ndarray]
-    phase: Callable[[int], int] = lambda step: 0
+    phase: Callable[[int], int | None] = lambda step: 0
     phases: range = range(1)
+    usage: Callable[[Any], jax.Array] | None = None
 
 
-def due_phase(reducer: Reducer, phase: int | None) -> int:
-    """The reducer's phase: the only one it has, else the given one.
+def due_phase(reducer: Reducer, phase: int | None) -> int | None:
+    """The reducer's phase: the only one it has, else the given one; None where its state decides.
 
     Raises:
         ValueError: if it has several and none is given.
     """
     if len(reducer.phases) == 1:
         return reducer.phases[0]
-    if phase is None:
+    if phase is None and not reducer.usage:
         raise ValueError(f"this reducer has {len(reducer.phases)} phases: give update(…, phase=reducer.phase(step)), a static int")
     return phase
 
