@@ -28,9 +28,6 @@ import numpy as np
 from decjax import mesh
 from decjax.reduce import reducer as reducer_lib
 
-DENSE, COMPRESSED = 0, 1  # Phases: before and after the start iteration.
-
-
 class PowerSGDState(NamedTuple):
     """State of `powersgd`; one entry for each array that is compressed, in the order of the tree's leaves."""
 
@@ -51,7 +48,7 @@ def matrix_view(shape: tuple[int, ...]) -> tuple[int, int]:
     return min(((math.prod(shape[:cut]), math.prod(shape[cut:])) for cut in range(1, len(shape))), key=sum)
 
 
-def powersgd(rank: int = 4, *, start: int = 0, gate: float = 1.0, wire_dtype: Any = None, seed: int = 0,
+def powersgd(rank: int = 4, *, gate: float = 1.0, wire_dtype: Any = None, seed: int = 0,
              axis_name: mesh.AxisName = mesh.WORKER) -> reducer_lib.Reducer:
     """The mean of rank-R approximations, with error feedback; see the module's equations.
 
@@ -59,7 +56,6 @@ def powersgd(rank: int = 4, *, start: int = 0, gate: float = 1.0, wire_dtype: An
 
     Args:
         rank: R, at most min(I, J) of any array; more is taken as that.
-        start: steps before which gradients are averaged as they are. Early gradients have a high rank.
         gate: ρ; arrays with (I + J)R ≥ ρIJ are averaged as they are. Infinity compresses all matrices.
         wire_dtype: floating-point type of the factors' messages, as "bfloat16"; None: that of the arithmetic. Errors hold what
             the cast loses. Narrow values are summed in float32, by all-to-all and all-gather.
@@ -82,8 +78,6 @@ def powersgd(rank: int = 4, *, start: int = 0, gate: float = 1.0, wire_dtype: An
         raise ValueError(f"PowerSGD rank={rank}: must be at least 1; 4 is a common choice")
     if not gate > 0:
         raise ValueError(f"PowerSGD gate={gate}: must be positive; 1 compresses whatever gets smaller")
-    if start < 0:
-        raise ValueError(f"PowerSGD start={start}: must be at least 0 steps")
     wire_dtype = wire_dtype and jnp.dtype(wire_dtype)
 
     def plan(tree) -> _Plan:
@@ -105,16 +99,12 @@ def powersgd(rank: int = 4, *, start: int = 0, gate: float = 1.0, wire_dtype: An
         return PowerSGDState(tuple(jnp.zeros((I, J), dtype) for I, J, _ in matrices.values()),
                              tuple(_drawn((J, R), seed + i, dtype) for i, (_, J, R) in matrices.items()))
 
-    def reduce(grads, state, phase=COMPRESSED):
+    def reduce(grads, state, phase=0):
+        del phase
         leaves, treedef = jax.tree.flatten(grads)
         matrices, dense, dtype = plan(grads)
         out = list(leaves)
-        if phase == DENSE:
-            for i, mean in zip([*matrices, *dense], _means([leaves[i].astype(dtype) for i in (*matrices, *dense)], axis_name)):
-                out[i] = mean.astype(leaves[i].dtype)
-            return treedef.unflatten(out), state
         wire = wire_dtype or dtype
-
         a_IxJ = [leaves[i].reshape(I, J).astype(dtype) + e for (i, (I, J, _)), e in zip(matrices.items(), state.error)]
         q_JxR = [_revived(q, seed + i) for i, q in zip(matrices, state.factor)]
         p_IxR = [_dot(a, q) for a, q in zip(a_IxJ, q_JxR)]
@@ -139,19 +129,16 @@ def powersgd(rank: int = 4, *, start: int = 0, gate: float = 1.0, wire_dtype: An
         factor = tuple(jnp.where(finite, q.T, old) for q, old in zip(mean_RxJ, state.factor))
         return treedef.unflatten(out), PowerSGDState(error, factor)
 
-    def num_bytes(params, num_workers, phase=COMPRESSED):
+    def num_bytes(params, num_workers, phase=0):
+        del phase
         leaves = jax.tree.leaves(params)
         matrices, dense, dtype = plan(params)
-        rest = sum(leaves[i].size for i in dense)
-        if phase == DENSE:
-            sizes = [(rest + sum(I * J for I, J, _ in matrices.values()), None)]
-        else:
-            wire = None if wire_dtype == dtype else wire_dtype
-            sizes = [(sum(I * R for I, _, R in matrices.values()), wire), (sum(J * R for _, J, R in matrices.values()), wire), (rest, None)]
-        return np.full(num_workers, sum(mesh.mean_bytes(size, dtype, num_workers, wire) for size, wire in sizes))
+        wire = None if wire_dtype == dtype else wire_dtype
+        messages = [(sum(I * R for I, _, R in matrices.values()), wire), (sum(J * R for _, J, R in matrices.values()), wire),
+                    (sum(leaves[i].size for i in dense), None)]
+        return np.full(num_workers, sum(mesh.mean_bytes(size, dtype, num_workers, wire) for size, wire in messages))
 
-    return reducer_lib.Reducer(init, reduce, num_bytes, lambda step: int(step >= start),
-                               range(DENSE if start else COMPRESSED, COMPRESSED + 1))
+    return reducer_lib.Reducer(init, reduce, num_bytes)
 
 
 def _dot(x: jax.Array, y: jax.Array) -> jax.Array:

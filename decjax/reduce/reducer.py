@@ -12,10 +12,15 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from decjax import buckets
 from decjax import mesh
+
+
+LOCAL = -1  # The phase of a step that averages nothing.
+BEFORE = 0  # The first phase of `start_at`.
 
 
 class Reducer(NamedTuple):
@@ -75,3 +80,78 @@ def mean(*, axis_name: mesh.AxisName = mesh.WORKER, bucket_bytes: int = buckets.
         return np.full(num_workers, 2 * (num_workers - 1) / num_workers * layout.num_bytes)
 
     return Reducer(lambda params: (), reduce, num_bytes)
+
+
+def start_at(reducer: Reducer, step: int, before: Reducer) -> Reducer:
+    """Averages by another reducer in the first steps, as long as gradients are hard to compress.
+
+    Args:
+        reducer: the one in use from `step` on.
+        step: how many steps are taken before.
+        before: the one in use until then, such as `mean`; phase 0.
+
+    Returns:
+        The `Reducer`; `reducer` itself for step 0.
+
+    Raises:
+        ValueError: if `step` is negative, or `before` has phases of its own.
+    """
+    if step < 0:
+        raise ValueError(f"start={step}: must be at least 0 steps")
+    if step == 0:
+        return reducer
+    if len(before.phases) > 1:
+        raise ValueError(f"the reducer before step {step} has {len(before.phases)} phases; use one that has a single one, as `mean`")
+    num_own = len(reducer.phases)
+
+    def own(phase):
+        return phase if phase is None else reducer.phases[phase - 1]
+
+    def reduce(grads, state, phase=num_own):
+        first, then = state
+        if phase == BEFORE:
+            averaged, first = before.reduce(grads, first)
+        else:
+            averaged, then = reducer.reduce(grads, then, own(phase))
+        return averaged, (first, then)
+
+    def num_bytes(params, num_workers, phase=num_own):
+        return before.num_bytes(params, num_workers) if phase == BEFORE else reducer.num_bytes(params, num_workers, own(phase))
+
+    def phase(count):
+        if count < step:
+            return BEFORE
+        due = reducer.phase(count - step)
+        return due if due is None else 1 + reducer.phases.index(due)
+
+    usage = reducer.usage and (lambda state: jnp.pad(reducer.usage(state[1]), (1, 0)))
+    return Reducer(lambda params: (before.init(params), reducer.init(params)), reduce, num_bytes, phase, range(1 + num_own), usage)
+
+
+def every(reducer: Reducer, period: int) -> Reducer:
+    """Averages in steps H−1, 2H−1, …; in the others, of phase LOCAL, nothing is sent, and what is given is returned.
+
+    Args:
+        reducer: how to average.
+        period: H ≥ 1 steps.
+
+    Returns:
+        The `Reducer`.
+
+    Raises:
+        ValueError: if H < 1.
+    """
+    if period < 1:
+        raise ValueError(f"every={period} steps: must be at least 1")
+    if period == 1:
+        return reducer
+
+    def reduce(grads, state, phase=reducer.phases[-1]):
+        return (grads, state) if phase == LOCAL else reducer.reduce(grads, state, phase)
+
+    def num_bytes(params, num_workers, phase=reducer.phases[-1]):
+        return np.zeros(num_workers) if phase == LOCAL else reducer.num_bytes(params, num_workers, phase)
+
+    usage = reducer.usage and (lambda state: jnp.pad(reducer.usage(state), (1, 0)))
+    return Reducer(reducer.init, reduce, num_bytes, lambda step: LOCAL if (step + 1) % period else reducer.phase(step // period),
+                   range(LOCAL, reducer.phases.stop), usage)

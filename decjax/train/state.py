@@ -27,12 +27,17 @@ class Method(NamedTuple):
         num_bytes: `num_bytes(params, phase) -> (N,)`, the declared bytes that each worker sends.
         exchange: `exchange(params, opt_state, phase) -> received`, all communication of the step, where it needs nothing of
             the step's gradient; None where it does, or where there is none.
+        usage: `usage(opt_state) -> [phases]` steps so far in each of `phases`, where the phase is None because the state decides
+            on it; the bytes are then those of that many steps of each. None otherwise.
+        phases: what `usage` counts.
     """
 
     tx: optax.GradientTransformationExtraArgs
     phase: Callable[[int], int | None]
     num_bytes: Callable[[Any, int | None], np.ndarray]
     exchange: Callable[[Any, Any, int], Any] | None = None
+    usage: Callable[[Any], jax.Array] | None = None
+    phases: range = range(0)
 
 
 def init(model_init: Callable, tx: optax.GradientTransformation, workers: mesh.Workers, seed: int) -> State:
