@@ -76,9 +76,15 @@ def powersgd(rank: int = 4, *, gate: float = 1.0, wire_dtype: Any = None, seed: 
     """
     if rank < 1:
         raise ValueError(f"PowerSGD rank={rank}: must be at least 1; 4 is a common choice")
+    given = wire_dtype
     if not gate > 0:
         raise ValueError(f"PowerSGD gate={gate}: must be positive; 1 compresses whatever gets smaller")
-    wire_dtype = wire_dtype and jnp.dtype(wire_dtype)
+    try:
+        wire_dtype = wire_dtype and jnp.dtype(wire_dtype)
+    except TypeError:
+        wire_dtype = np.dtype(bool)
+    if wire_dtype and not jnp.issubdtype(wire_dtype, jnp.floating):
+        raise ValueError(f"PowerSGD wire_dtype={given!r} is no floating-point type; use 'bfloat16', 'float16' or none")
 
     def plan(tree) -> _Plan:
         leaves = jax.tree.leaves(tree)

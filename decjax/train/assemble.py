@@ -25,13 +25,14 @@ from decjax.train.errors import ConfigError
 from decjax.train.state import Method
 
 SIMULATED_WORKERS = 8  # on a lone accelerator, and forced CPU devices without one
-METHODS = ("decentralized", "allreduce", "local")
-REDUCING = ("allreduce",)  # methods that average over all workers
+METHODS = ("decentralized", "allreduce", "diloco", "sparseloco", "local")
+REDUCING = ("allreduce", "diloco", "sparseloco")  # methods that average over all workers
 MINIMA = {"steps": 1, "log_every": 1, "consensus_every": 0, "sample_bytes": 1, "eval.every": 1, "eval.batch_size": 1,
           "eval.num_windows": 0, "checkpoint.every": 1, "checkpoint.keep": 1, "model.vocabulary": 256,
-          "bucket_bytes": 0, "optimizer.clip_norm": 0, "optimizer.weight_decay": 0, "optimizer.eps": 0, "mixing.strength_power": 0}
+          "bucket_bytes": 0, "optimizer.clip_norm": 0, "optimizer.weight_decay": 0, "optimizer.eps": 0, "mixing.strength_power": 0,
+          "reducer.start": 0, "outer.learning_rate": 0}
 FRACTIONS = ("mixing.strength", "optimizer.final_fraction")  # 0 to 1
-DECAYS = ("optimizer.b1", "optimizer.b2", "optimizer.momentum")  # 0 to less than 1
+DECAYS = ("optimizer.b1", "optimizer.b2", "optimizer.momentum", "outer.momentum")  # 0 to less than 1
 MAX_SEED = 2**32 - 1
 
 
@@ -176,7 +177,11 @@ def _momentum_sgd(config, schedule):
     return optax.chain(optax.add_decayed_weights(config.weight_decay), optax.sgd(schedule, momentum=config.momentum))
 
 
-OPTIMIZERS = {"adamw": _adamw, "accum_adamw": _accumulated_adamw, "sgdm": _momentum_sgd}
+def _sign_descent(config, schedule):
+    return optax.chain(optax.scale_by_sign(), optax.add_decayed_weights(config.weight_decay), optax.scale_by_learning_rate(schedule))
+
+
+OPTIMIZERS = {"adamw": _adamw, "accum_adamw": _accumulated_adamw, "sgdm": _momentum_sgd, "sign": _sign_descent}
 
 
 def make_optimizer(config: ml_collections.ConfigDict, schedule: optax.Schedule) -> optax.GradientTransformation:
@@ -198,9 +203,13 @@ def make_method(config: ml_collections.ConfigDict, workers: mesh.Workers,
         raise ValueError(f"stale belongs to method 'allreduce', got {config.method!r}; gossip overlaps with mixing.order=awc")
     if config.reducer.name != "mean" and config.method not in REDUCING:
         raise ValueError(f"reducer {config.reducer.name!r} belongs to methods {', '.join(REDUCING)}, got {config.method!r}; use 'mean'")
+    if config.method == "sparseloco" and config.reducer.name != "codec":
+        raise ValueError(f"method 'sparseloco' takes reducer 'codec', got {config.reducer.name!r}; method 'diloco' takes any")
     if config.mixing.codec and config.method != "decentralized":
         raise ValueError(f"mixing.codec={config.mixing.codec!r} belongs to method 'decentralized', got {config.method!r}; "
                          "leave it empty")
+    if config.reducer.name == "onebit_adam":
+        return _onebit_adam(config, workers, schedule), None
     inner = make_optimizer(config.optimizer, schedule)
     n, axis_name = workers.num_workers, workers.axis_name
     _known("method", config.method, METHODS)
@@ -209,11 +218,14 @@ def make_method(config: ml_collections.ConfigDict, workers: mesh.Workers,
         ignoring_phase = optax.GradientTransformationExtraArgs(
             tx.init, lambda grads, state, params=None, *, phase=None, **extra: tx.update(grads, state, params, **extra))
         return Method(ignoring_phase, lambda step: 0, lambda params, phase: np.zeros(n)), None
+    if config.method in ("diloco", "sparseloco"):
+        reducer = reduce.every(make_reducer(config.reducer, axis_name, config.bucket_bytes), config.outer.every)
+        outer = optax.sgd(config.outer.learning_rate, config.outer.momentum or None, nesterov=True)
+        return _averaging(optim.local_updates(inner, reducer, outer), reducer, n), None
     if config.method == "allreduce":
         reducer = make_reducer(config.reducer, axis_name, config.bucket_bytes)
         exchange = (lambda params, opt_state, phase: optim.stale_exchange(reducer, opt_state, phase)) if config.stale else None
-        return Method(optim.synchronize(inner, reducer, config.stale), reducer.phase,
-                      lambda params, phase: reducer.num_bytes(params, n, phase), exchange), None
+        return _averaging(optim.synchronize(inner, reducer, config.stale), reducer, n, exchange), None
     topology = make_topology(config.topology, n, workers.local_size)
     mixer = make_mixer(config, topology, axis_name, schedule)
     tx = optim.decentralize(inner, mixer, config.mixing.order)
@@ -228,22 +240,64 @@ def make_method(config: ml_collections.ConfigDict, workers: mesh.Workers,
     return Method(tx, lambda step: None, mean_bytes), topology
 
 
-def _mean(config, axis_name, bucket_bytes):
-    del config
-    return reduce.mean(axis_name=axis_name, bucket_bytes=bucket_bytes)
+def _averaging(tx: optax.GradientTransformationExtraArgs, reducer: reduce.Reducer, num_workers: int, exchange=None) -> Method:
+    """The method of a transformation whose communication is a reducer's, with the state under `reducer`."""
+    usage = reducer.usage and (lambda opt_state: reducer.usage(opt_state.reducer))
+    return Method(tx, reducer.phase, lambda params, phase: reducer.num_bytes(params, num_workers, phase), exchange, usage, reducer.phases)
+
+
+def _onebit_adam(config, workers, schedule) -> Method:
+    optimizer = config.optimizer
+    if config.method != "allreduce" or config.stale or optimizer.name != "adamw":
+        raise ValueError("reducer 'onebit_adam' is an optimizer as well: it takes method 'allreduce', optimizer 'adamw' and no stale, "
+                         f"got {config.method!r}, {optimizer.name!r} and stale={config.stale}")
+    if not 0 < config.reducer.start < config.steps:
+        raise ValueError(f"reducer.start={config.reducer.start}: 1-bit Adam takes its variance from the steps before, "
+                         f"at least 1 and less than steps={config.steps}")
+    reducer = make_reducer(config.reducer, workers.axis_name, config.bucket_bytes)
+    clip = [optax.clip_by_global_norm(optimizer.clip_norm)] if optimizer.clip_norm else []
+    tx = optax.chain(*clip, optim.scale_by_onebit_adam(reducer, optimizer.b1, optimizer.b2, optimizer.eps),
+                     optax.add_decayed_weights(optimizer.weight_decay), optax.scale_by_learning_rate(schedule))
+    return _averaging(tx, reducer, workers.num_workers)
 
 
 def _powersgd(config, axis_name, bucket_bytes):
     del bucket_bytes  # Its messages are joined anyway.
-    return reduce.powersgd(config.rank, start=config.start, gate=config.gate, wire_dtype=config.wire_dtype or None, axis_name=axis_name)
+    return reduce.powersgd(config.rank, gate=config.gate, wire_dtype=config.wire_dtype or None, axis_name=axis_name)
 
 
-REDUCERS = {"mean": _mean, "powersgd": _powersgd}
+def _coded(config, axis_name, bucket_bytes):
+    if not config.codec:
+        raise ValueError(f"reducer {config.name!r} needs reducer.codec, the form of its messages; use one of {', '.join(codecs.names())}")
+    return reduce.coded(make_codec(config.codec), decay=config.decay, feedback=config.feedback, axis_name=axis_name,
+                        bucket_bytes=bucket_bytes)
+
+
+def _gravac(config, axis_name, bucket_bytes):
+    ladder = [make_codec(text) for text in config.ladder.split(";") if text.strip()]
+    return reduce.gravac(ladder, window=config.window, threshold=config.threshold, axis_name=axis_name, bucket_bytes=bucket_bytes)
+
+
+REDUCERS = {"powersgd": _powersgd, "codec": _coded, "demo": _coded, "onebit_adam": _coded, "gravac": _gravac}
 
 
 def make_reducer(config: ml_collections.ConfigDict, axis_name: mesh.AxisName, bucket_bytes: int) -> reduce.Reducer:
-    """How gradients, or the changes of several local steps, are averaged."""
-    return REDUCERS[_known("reducer", config.name, REDUCERS)](config, axis_name, bucket_bytes)
+    """How gradients, or the changes of several local steps, are averaged; plainly before step `start`."""
+    mean = reduce.mean(axis_name=axis_name, bucket_bytes=bucket_bytes)
+    if _known("reducer", config.name, ("mean", *REDUCERS)) == "mean":
+        return mean
+    return reduce.start_at(REDUCERS[config.name](config, axis_name, bucket_bytes), config.start, mean)
+
+
+def make_codec(text: str) -> codecs.Codec:
+    """The codec of a text such as "int8" or "int8(block=128)"; values are Python literals or bare words."""
+    name, bracket, options = text.strip().partition("(")
+    if bracket and not options.endswith(")"):
+        raise ValueError(f"codec {text!r} must read like 'int8' or 'int8(block=128)'")
+    try:
+        return codecs.make(name, **parse_options(options[:-1], f"codec {text!r}", "int8(block=128)"))
+    except TypeError as error:
+        raise ValueError(f"codec {text!r}: {error}") from error
 
 
 def make_topology(config: ml_collections.ConfigDict, num_workers: int, local_size: int) -> topology_lib.Topology:
@@ -262,7 +316,7 @@ def make_topology(config: ml_collections.ConfigDict, num_workers: int, local_siz
     return topology
 
 
-def parse_options(text: str) -> dict[str, Any]:
+def parse_options(text: str, what: str = "", example: str = "k=2,seed=1") -> dict[str, Any]:
     """Reads "k=2,shape=(2, 4)" into keyword arguments; values are Python literals or bare words."""
     if not text:
         return {}
@@ -273,7 +327,7 @@ def parse_options(text: str) -> dict[str, Any]:
         return {keyword.arg: keyword.value.id if isinstance(keyword.value, ast.Name) else ast.literal_eval(keyword.value)
                 for keyword in call.keywords}
     except (SyntaxError, ValueError) as error:
-        raise ValueError(f"topology.options={text!r} must read like 'k=2,seed=1'") from error
+        raise ValueError(f"{what or f'topology.options={text!r}'} must read like {example!r}") from error
 
 
 def make_mixer(config: ml_collections.ConfigDict, topology: topology_lib.Topology, axis_name: mesh.AxisName,

@@ -99,9 +99,12 @@ def resize(state: State, fresh: State, num_workers: int) -> State:
             return np.stack([own[0] for own in members])
         return np.stack([own.mean(axis=0, dtype=np.promote_types(x.dtype, np.float32)) for own in members]).astype(x.dtype)
 
-    resized = jax.tree.map(spread, state)
-    fresh_parts = {name: getattr(fresh.opt_state, name) for name in ("mixer", "reducer", "pending")
-                   if hasattr(fresh.opt_state, name)}
-    if fresh_parts:
-        resized = resized._replace(opt_state=resized.opt_state._replace(**fresh_parts))
-    return resized
+    def renew(old, new):
+        if not isinstance(old, tuple):
+            return old
+        if not hasattr(old, "_fields"):
+            return tuple(map(renew, old, new))
+        return old._replace(**{name: getattr(new, name) if name in ("mixer", "reducer", "pending") else
+                               renew(getattr(old, name), getattr(new, name)) for name in old._fields})
+
+    return renew(jax.tree.map(spread, state), fresh)
