@@ -4,8 +4,9 @@
 
 Shorthand, comma-separated after a colon, as `--config=configs/lm.py:workers=12,topology=torus,optimizer=accum_adamw`:
 
-    workers=N  local_size=L  topology=NAME  method=decentralized|allreduce|local  optimizer=adamw|accum_adamw|sgdm
-    mixer=exact|choco|deepsqueeze|dcd|beer|push_sum|power_gossip  codec=NAME  rank=R  order=awc|atc  engine=auto|fused|split
+    workers=N  local_size=L  topology=NAME  method=decentralized|allreduce|diloco|sparseloco|local
+    optimizer=adamw|accum_adamw|sgdm|sign  order=awc|atc  mixer=exact|choco|deepsqueeze|dcd|beer|push_sum|power_gossip
+    reducer=mean|powersgd|codec|demo|onebit_adam|gravac  codec=NAME  rank=R  every=H  engine=auto|fused|split
     steps=N  stale  simulate  smoke
 
 Any field below can be set with `--config.FIELD=VALUE`. The defaults are for two CPU cores, where the run
@@ -16,17 +17,21 @@ import ml_collections
 
 from configs import shorthand
 
-# (learning rate, weight decay) of the main job, the best of those tried; sgdm's are not tuned. Noise in a worker's own small
-# batch inflates Adam's second moment, so that the signal moves less per step: gossip takes a larger rate than the averaged
+# (learning rate, weight decay) of the main job, the best of those tried; sgdm's and sign's are not tuned. Noise in a worker's
+# own small batch inflates Adam's second moment, so that the signal moves less per step: gossip takes a larger rate than the averaged
 # gradient. AccumAdam squares the mean of a window, and lies between; its moments, which stand still for a window, bear that
 # rate in order "atc" only, where a step is mixed as soon as it is taken.
-TUNED = {"awc": dict(adamw=(2.8e-2, 0.03), accum_adamw=(1.6e-2, 0.1), sgdm=(0.5, 1e-4)),
-         "atc": dict(adamw=(2.8e-2, 0.03), accum_adamw=(2.4e-2, 0.05), sgdm=(0.5, 1e-4))}
+TUNED = {"awc": dict(adamw=(2.8e-2, 0.03), accum_adamw=(1.6e-2, 0.1), sgdm=(0.5, 1e-4), sign=(2e-3, 0.1)),
+         "atc": dict(adamw=(2.8e-2, 0.03), accum_adamw=(2.4e-2, 0.05), sgdm=(0.5, 1e-4), sign=(2e-3, 0.1))}
 TUNED_ALLREDUCE = TUNED["awc"] | dict(adamw=(1.2e-2, 0.03))
 
-KEYS = dict(workers=int, local_size=int, topology=str, method=("decentralized", "allreduce", "local"),
-            optimizer=("adamw", "accum_adamw", "sgdm"), order=("awc", "atc"), engine=("auto", "fused", "split"), steps=int,
-            mixer=("exact", "choco", "deepsqueeze", "dcd", "beer", "push_sum", "power_gossip"), codec=str, rank=int,
+# The codec of each reducer and method that needs one, and β of the memory of what messages lose.
+CODED = dict(codec=("int8", 1.0), demo=("dct", 0.999), onebit_adam=("scaled_sign", 1.0), sparseloco=("block_topk", 0.95))
+
+KEYS = dict(workers=int, local_size=int, topology=str, method=("decentralized", "allreduce", "diloco", "sparseloco", "local"),
+            optimizer=("adamw", "accum_adamw", "sgdm", "sign"), order=("awc", "atc"), engine=("auto", "fused", "split"), steps=int,
+            mixer=("exact", "choco", "deepsqueeze", "dcd", "beer", "push_sum", "power_gossip"),
+            reducer=("mean", "powersgd", "codec", "demo", "onebit_adam", "gravac"), codec=str, rank=int, every=int,
             stale=bool, simulate=bool, smoke=bool)
 
 
@@ -44,7 +49,9 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
     config.batch_size = workers * 2  # sequences per step, over all workers
     config.steps = given.get("steps", 20 if smoke else 3000)
 
-    config.method = given.get("method", "decentralized")  # decentralized | allreduce | local
+    config.method = given.get("method", "decentralized")  # decentralized | allreduce | diloco | sparseloco | local
+    reducer = given.get("reducer", "codec" if config.method == "sparseloco" else "mean")
+    coded = config.method if config.method == "sparseloco" else reducer if reducer in CODED else None
     config.stale = given.get("stale", False)  # allreduce: overlap it, and apply the gradient of the step before
     config.engine = given.get("engine", "auto")  # fused: one executable a step | split: the exchange in its own thread
     config.bucket_bytes = 2**18  # arrays travel joined up to this size; 0: each by itself
@@ -56,23 +63,41 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
         order=given.get("order", "awc"),  # awc: overlaps with the gradient | atc: after the step
         rounds=1,  # rounds of the topology per mixing step
         accelerated=False,  # static symmetric graphs only
-        every=1,  # mix in every p-th step
+        every=given.get("every", 1) if config.method == "decentralized" else 1,  # mix in every p-th step
         mixer=given.get("mixer", "exact"),  # exact | choco | deepsqueeze | dcd | beer | push_sum | power_gossip
-        codec=given.get("codec", ""),  # messages, as int8; empty: as they are
-        codec_options="",  # as "block=128"
+        codec="" if coded else given.get("codec", ""),  # messages, as int8 or int8(block=128); empty: as they are
         gamma=0.0,  # step size of choco, deepsqueeze, beer and push_sum; 0: as the codec allows
         rank=given.get("rank", 1),  # columns that power_gossip sends
         strength=1.0,  # γ: 0 none, 1 full
         strength_power=0.0,  # γ follows (learning rate / peak)^power
         static_phase=True,  # one program per phase; False: one program that switches
     ))
+    config.reducer = ml_collections.ConfigDict(dict(
+        name=reducer,  # allreduce, diloco: mean | powersgd | codec | demo | gravac; allreduce: onebit_adam; sparseloco: codec
+        start=config.steps // 6 if reducer == "onebit_adam" else 0,  # the plain mean before this step, or outer step
+        rank=given.get("rank", 4),  # powersgd: R
+        gate=1.0,  # powersgd: arrays I×J with (I + J)R ≥ gate·IJ travel as they are
+        wire_dtype="",  # powersgd: of the factors' messages: bfloat16 | float16 | empty: float32
+        codec=given.get("codec", CODED[coded][0]) if coded else "",  # of those in CODED above, as "int8(block=128)"
+        decay=CODED[coded][1] if coded else 1.0,  # β of the memory of what messages lose
+        feedback=True,  # False: no such memory; for unbiased codecs
+        ladder="bfloat16; int8",  # gravac: codecs from the mildest to the strongest
+        window=50,  # gravac: steps between its decisions
+        threshold=0.5,  # gravac: the least gain
+    ))
+    local_updates = {"diloco": (0.7, 0.9), "sparseloco": (1.0, 0.0)}.get(config.method, (1.0, 0.0))
+    config.outer = ml_collections.ConfigDict(dict(  # diloco, sparseloco: the step along the average change
+        every=given.get("every", 30),  # H steps
+        learning_rate=local_updates[0],
+        momentum=local_updates[1],  # Nesterov's
+    ))
     config.consensus_every = 0  # K: replace all replicas by their average every K steps; 0 never
 
-    optimizer = given.get("optimizer", "adamw")
+    optimizer = given.get("optimizer", "sign" if reducer == "demo" else "adamw")
     tuned = TUNED_ALLREDUCE if config.method == "allreduce" else TUNED[config.mixing.order]
     learning_rate, weight_decay = tuned[optimizer]
     config.optimizer = ml_collections.ConfigDict(dict(
-        name=optimizer,  # adamw | accum_adamw | sgdm
+        name=optimizer,  # adamw | accum_adamw | sgdm | sign
         learning_rate=learning_rate,
         warmup_steps=min(150, config.steps // 10),
         final_fraction=0.05,  # of the learning rate, at the end of the cosine

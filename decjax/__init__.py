@@ -17,6 +17,7 @@ A training method is a composition of small, pure things, each usable alone. Fro
 `launch` (command lines), `configs` (data) and `experiments` (one script per claim) stand outside and above.
 """
 
+from decjax import codecs
 from decjax import gossip
 from decjax import mesh
 from decjax import reduce

@@ -99,6 +99,8 @@ def _blocks(group_size: int, axis_name: AxisName) -> list[list[int]] | None:
 def _simulated_block_means(x: jax.Array, group_size: int, axis_name: AxisName) -> jax.Array:
     x_NxP = jax.lax.all_gather(x, axis_name)  # Not batched by vmap: one copy for all workers.
     blocks = x_NxP.reshape(-1, group_size, *x.shape).mean(axis=1)
+    if len(blocks) == 1:
+        return blocks[0]  # Not batched either: what follows is computed once for all workers.
     return blocks[worker_index(axis_name) // group_size]
 
 
@@ -109,6 +111,49 @@ def group_mean(x: jax.Array, group_size: int, axis_name: AxisName) -> jax.Array:
     if _is_simulated(axis_name):
         return _simulated_block_means(x, group_size, axis_name)
     return jax.lax.psum(x, axis_name, axis_index_groups=_blocks(group_size, axis_name)) / group_size
+
+
+def mean(x_P: jax.Array, axis_name: AxisName, wire_dtype: Any = None) -> jax.Array:
+    """The mean of a flat array over all workers, of which values may travel in a narrower type.
+
+    Sums of narrow values would round at every step of a ring, and the CPU backend would widen them on the wire. So they are
+    scattered by all-to-all, summed in the array's own type, rounded once and gathered: bytes as those of a ring. All workers
+    get the same bits.
+
+    Args:
+        x_P: this worker's values.
+        axis_name: the worker axis.
+        wire_dtype: floating-point type of the values on the wire; None: as they are.
+
+    Returns:
+        The mean, of the shape and dtype of `x_P`.
+    """
+    n = jax.lax.axis_size(axis_name)
+    if wire_dtype is None or jnp.dtype(wire_dtype) == x_P.dtype or n == 1:
+        return group_mean(x_P, n, axis_name)
+    unsigned = f"uint{8 * jnp.dtype(wire_dtype).itemsize}"
+
+    def bits(x):
+        return jax.lax.bitcast_convert_type(x.astype(wire_dtype), unsigned)
+
+    def values(x):
+        return jax.lax.bitcast_convert_type(x, wire_dtype).astype(x_P.dtype)
+
+    shares_NxS = jnp.pad(x_P, (0, -x_P.size % n)).reshape(n, -1)
+    own_S = values(jax.lax.all_to_all(bits(shares_NxS), axis_name, 0, 0)).mean(axis=0)
+    return values(all_gather(bits(own_S), axis_name)).ravel()[:x_P.size]
+
+
+def mean_bytes(size: int, dtype: Any, num_workers: int, wire_dtype: Any = None) -> float:
+    """Bytes that each worker sends in `mean` of `size` values."""
+    if wire_dtype is not None and num_workers > 1:
+        size, dtype = size + -size % num_workers, wire_dtype
+    return 2 * (num_workers - 1) / num_workers * size * jnp.dtype(dtype).itemsize
+
+
+def all_gather(x: jax.Array, axis_name: AxisName) -> jax.Array:
+    """The arrays of all workers, stacked: [N, ...]."""
+    return jax.lax.all_gather(x, axis_name)
 
 
 def scatter_mean(x_P: jax.Array, group_size: int, axis_name: AxisName) -> jax.Array:

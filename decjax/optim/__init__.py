@@ -1,4 +1,4 @@
-"""What a worker does with its gradient: optax transformations that know of workers, and AccumAdam."""
+"""What a worker does with its gradient: optax transformations that know of workers, AccumAdam and 1-bit Adam."""
 
 from decjax.optim.accumulated import accumulated_adam
 from decjax.optim.accumulated import accumulated_adamw
@@ -12,6 +12,10 @@ from decjax.optim.decentralize import ORDERS
 from decjax.optim.decentralize import stale_exchange
 from decjax.optim.decentralize import synchronize
 from decjax.optim.decentralize import SynchronizeState
+from decjax.optim.local_updates import local_updates
+from decjax.optim.local_updates import LocalUpdatesState
+from decjax.optim.onebit import OnebitAdamState
+from decjax.optim.onebit import scale_by_onebit_adam
 from decjax.optim.tracking import track
 from decjax.optim.tracking import tracked_exchange
 from decjax.optim.tracking import TrackState

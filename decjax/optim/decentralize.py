@@ -116,8 +116,8 @@ def synchronize(inner: optax.GradientTransformation, reducer: reduce.Reducer,
         x^{t+1} = x^t − α_{t−s} d( (1/N) Σ_i ∇F_i(x^{t−s}) ),     s = 1 if stale, else 0
 
     With `stale`, the average of the step before is applied: its all-reduce may run while the gradient is taken. The first
-    step then changes nothing. The result takes and ignores `phase`, so that it fits the same loop as `decentralize`.
-    Clipping inside `inner` acts on the averaged gradient.
+    step then changes nothing. The result takes `phase`, as `reducer.phase(step)`, and ignores it where the reducer has only
+    one. Clipping inside `inner` acts on the averaged gradient.
 
     Args:
         inner: any optax optimizer.
@@ -128,7 +128,7 @@ def synchronize(inner: optax.GradientTransformation, reducer: reduce.Reducer,
         An `optax.GradientTransformationExtraArgs`.
 
     Raises:
-        ValueError: from `update`, if `received` comes without `stale`.
+        ValueError: from `update`, if `received` comes without `stale`, or no phase with a reducer of several.
     """
     inner = optax.with_extra_args_support(inner)
 
@@ -137,13 +137,12 @@ def synchronize(inner: optax.GradientTransformation, reducer: reduce.Reducer,
         return SynchronizeState(inner.init(params), reducer.init(params), pending)
 
     def update(grads, state, params=None, *, phase=None, received=None, **extra):
-        del phase
         if received is not None and not stale:
             raise ValueError("received needs stale=True: the average of this step's gradient cannot be there already")
         if not stale:
-            averaged, reducer_state = reducer.reduce(grads, state.reducer)
+            averaged, reducer_state = reducer.reduce(grads, state.reducer, reduce.due_phase(reducer, phase))
         else:
-            averaged, reducer_state = stale_exchange(reducer, state) if received is None else received
+            averaged, reducer_state = stale_exchange(reducer, state, phase) if received is None else received
             # Nothing else keeps the update, which needs no gradient of this step, behind it: compilers would wait for the
             # all-reduce and update before the forward pass.
             averaged, grads = jax.lax.optimization_barrier((averaged, grads))
@@ -158,10 +157,10 @@ def synchronize(inner: optax.GradientTransformation, reducer: reduce.Reducer,
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def stale_exchange(reducer: reduce.Reducer, state: SynchronizeState) -> tuple[Any, Any]:
+def stale_exchange(reducer: reduce.Reducer, state: SynchronizeState, phase: int | None = None) -> tuple[Any, Any]:
     """The communication of a stale `synchronize`, which waits for no gradient: (averaged gradient, reducer state)."""
     _, grads = state.pending
-    return reducer.reduce(grads, state.reducer)
+    return reducer.reduce(grads, state.reducer, reduce.due_phase(reducer, phase))
 
 
 def decentralized_adam(learning_rate: optax.ScalarOrSchedule, mixer: gossip.Mixer,

@@ -30,7 +30,8 @@ def _flat(config: dict, prefix: str = "") -> dict[str, Any]:
 def claim(workdir: pathlib.Path, config: dict) -> IO | None:
     """Makes `workdir` the home of a run with this config, or checks that it already is. A collective.
 
-    Process 0 looks and writes, the others wait for it. A lock keeps other runs out. A directory whose run saved nothing yet may be claimed with another config.
+    Process 0 looks and writes, the others wait for it. A lock keeps other runs out. A directory
+    whose run saved nothing yet may be claimed with another config.
 
     Args:
         workdir: created if absent.

@@ -88,6 +88,7 @@ class Run:
         self._program = engine.make_step(
             setup.gradients, setup.method, self.workers, self.config.seed, self.config.engine)
         self._distance = jax.jit(state_lib.consensus_distance, out_shardings=self.workers.replicated)
+        self._usage = self.workers.jit(setup.method.usage, (0,)) if setup.method.usage else None
         self._saved = self.start if self.checkpoints.latest() == self.start else None
 
     # -- Beginning ----------------------------------------------------------------------------------------------------
@@ -164,7 +165,8 @@ class Run:
         return {"step": step, "time_s": time_s, "kind": "eval", "loss": result.averaged,
                 "loss_min": float(result.local_N.min()), "loss_max": float(result.local_N.max()),
                 "consensus_distance": self._finite_distance(step),
-                "tokens_per_s": self._tokens(step - self.counters["first_step"]) / time_s, "bytes_sent_per_worker": self.counters["bytes_sent_per_worker"]}
+                "tokens_per_s": self._tokens(step - self.counters["first_step"]) / time_s,
+                "bytes_sent_per_worker": self.counters["bytes_sent_per_worker"]}
 
     def _tokens(self, steps: int) -> int:
         return steps * self.config.batch_size * self.setup.model.context
@@ -216,6 +218,7 @@ class Run:
         average = self._make_average() if config.consensus_every else None
         losses: collections.deque = collections.deque()
         begun, logged = time.monotonic() - self.counters["time_s"], (time.monotonic(), self.start)
+        counted = self._bytes_by_usage()
         if self.note:
             display.say(self.note)
 
@@ -242,6 +245,8 @@ class Run:
             if done % config.log_every == 0 or evaluates or saves or last:
                 local_N = self._flush(losses)
                 losses.clear()
+                before, counted = counted, self._bytes_by_usage()
+                self.counters["bytes_sent_per_worker"] += counted - before
                 now = time.monotonic()
                 time_s, rate = now - begun, self._tokens(done - logged[1]) / (now - logged[0])
                 row = {"step": done, "time_s": time_s, "kind": "train", "loss": float(local_N.mean()),
@@ -261,6 +266,16 @@ class Run:
             if stop and not last:
                 return done
         return None
+
+    def _bytes_by_usage(self) -> float:
+        """Bytes that a worker has sent in steps whose phase the state has decided on."""
+        method = self.setup.method
+        if not method.usage:
+            return 0.0
+        used_NxS = self.workers.fetch(self._usage(self.state.opt_state))
+        one = state_lib.one_worker(self.state.params)
+        per_step_S = [method.num_bytes(one, phase).mean() for phase in method.phases]
+        return float(used_NxS.mean(axis=0) @ per_step_S)
 
     def _stop_requested(self, caught, step: int) -> bool:
         if jax.process_count() == 1:

@@ -87,7 +87,7 @@ def prepare(config: ml_collections.ConfigDict) -> assemble.Setup:
                           "least two workers, each on a device of its own; JAX_PLATFORMS=cpu makes devices of CPU threads")
     config = copy.deepcopy(config)  # References included, such as a batch that follows the number of workers.
     config.method, config.stale, config.engine = "local", False, "auto"
-    config.mixing.mixer, config.mixing.codec = "exact", ""
+    config.mixing.mixer, config.mixing.codec, config.reducer.name = "exact", "", "mean"
     return assemble.build(config)
 
 

@@ -27,12 +27,17 @@ class Method(NamedTuple):
         num_bytes: `num_bytes(params, phase) -> (N,)`, the declared bytes that each worker sends.
         exchange: `exchange(params, opt_state, phase) -> received`, all communication of the step, where it needs nothing of
             the step's gradient; None where it does, or where there is none.
+        usage: `usage(opt_state) -> [phases]` steps so far in each of `phases`, where the phase is None because the state decides
+            on it; the bytes are then those of that many steps of each. None otherwise.
+        phases: what `usage` counts.
     """
 
     tx: optax.GradientTransformationExtraArgs
     phase: Callable[[int], int | None]
     num_bytes: Callable[[Any, int | None], np.ndarray]
     exchange: Callable[[Any, Any, int], Any] | None = None
+    usage: Callable[[Any], jax.Array] | None = None
+    phases: range = range(0)
 
 
 def init(model_init: Callable, tx: optax.GradientTransformation, workers: mesh.Workers, seed: int) -> State:
@@ -73,15 +78,27 @@ def consensus_distance(params: Any) -> jax.Array:
     return jnp.sqrt(sum((jnp.sum(d**2) / len(d) for d in deviations), jnp.zeros(())))
 
 
-def lasting(state: State) -> State:
-    """What outlives a change of workers, as a tree.
+TRANSIENT = ("mixer", "reducer", "pending", "tracker", "gradient")  # what belongs to edges, or to a gradient not applied yet
 
-    Not what belongs to edges between workers, the states of mixers and reducers, nor trackers, nor the gradient that a stale
-    all-reduce has not applied yet.
-    """
-    parts = getattr(state.opt_state, "_asdict", dict)()
-    kept = {name: part for name, part in parts.items() if name not in ("mixer", "reducer", "pending", "tracker", "gradient")}
-    return state if len(kept) == len(parts) else state._replace(opt_state=kept)
+
+def lasting(tree: Any) -> Any:
+    """What outlives a change of workers: states of optimizers without their `TRANSIENT` fields, as dictionaries."""
+    if not isinstance(tree, tuple):
+        return tree
+    if not hasattr(tree, "_fields"):
+        return tuple(map(lasting, tree))
+    kept = {name: lasting(part) for name, part in tree._asdict().items() if name not in TRANSIENT}
+    return kept if len(kept) < len(tree) else tree._replace(**kept)
+
+
+def _complete(kept: Any, fresh: Any) -> Any:
+    """The inverse of `lasting`: what it left out comes from `fresh`."""
+    if not isinstance(fresh, tuple):
+        return kept
+    if not hasattr(fresh, "_fields"):
+        return tuple(map(_complete, kept, fresh))
+    kept = kept if isinstance(kept, dict) else kept._asdict()
+    return fresh._replace(**{name: _complete(part, getattr(fresh, name)) for name, part in kept.items()})
 
 
 def resize(state: State, fresh: State, num_workers: int) -> State:
@@ -108,7 +125,4 @@ def resize(state: State, fresh: State, num_workers: int) -> State:
             return np.stack([own[0] for own in members])
         return np.stack([own.mean(axis=0, dtype=np.promote_types(x.dtype, np.float32)) for own in members]).astype(x.dtype)
 
-    resized = jax.tree.map(spread, lasting(state))
-    if isinstance(resized.opt_state, dict):
-        resized = resized._replace(opt_state=fresh.opt_state._replace(**resized.opt_state))
-    return resized
+    return _complete(jax.tree.map(spread, lasting(state)), fresh)

@@ -1,0 +1,191 @@
+"""PowerSGD: the mean of a rank-R approximation, found by one step of power iteration over all workers at once.
+
+Every array of two or more dimensions is seen as a matrix I×J, cut where I + J is least. With G_i a worker's gradient, e_i its
+error and Q the last step's factor, the same on all workers,
+
+    A_i = G_i + e_i;     P = orth( (1/N) Σ_i A_i Q );     Q_i = A_iᵀ P;     Q = (1/N) Σ_i Q_i
+    averaged = P Qᵀ;     e_i = A_i − P Q_iᵀ
+
+P Qᵀ is the mean of what the workers sent, P Q_iᵀ, and each keeps what it did not send: Σ sent + e = Σ G for every worker, and
+errors stay bounded. (PyTorch's hook keeps A_i − P Qᵀ instead, which holds the other workers' deviations and walks at random.)
+
+Arrays that would not get smaller, and those of fewer dimensions, are averaged as they are, in the message of the Ps. So there
+are two collectives per step: one for all P and the rest, one for all Q.
+
+Differences from the paper: the columns of Q are normalized before they are used, which changes no span and keeps products of
+small gradients from underflowing; a column that is zero, as after a gradient of zeros, is drawn anew, where it would stay
+zero for ever. Reference: Vogels et al. 2019, arXiv 1905.13727, algorithms 1 and 2.
+"""
+
+import collections
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from decjax import mesh
+from decjax.reduce import reducer as reducer_lib
+
+class PowerSGDState(NamedTuple):
+    """State of `powersgd`; one entry for each array that is compressed, in the order of the tree's leaves."""
+
+    error: tuple[jax.Array, ...]  # e_IxJ, this worker's own
+    factor: tuple[jax.Array, ...]  # q_JxR, the same on all workers
+
+
+class _Plan(NamedTuple):
+    """Which leaves travel how; static."""
+
+    matrices: dict[int, tuple[int, int, int]]  # position of a leaf -> I, J, R
+    dense: tuple[int, ...]  # positions of the other floating-point leaves
+    dtype: Any  # of the arithmetic, float32 at least
+
+
+def matrix_view(shape: tuple[int, ...]) -> tuple[int, int]:
+    """I and J of an array seen as a matrix: cut between the axes where I + J, and so the factors, are smallest."""
+    return min(((math.prod(shape[:cut]), math.prod(shape[cut:])) for cut in range(1, len(shape))), key=sum)
+
+
+def powersgd(rank: int = 4, *, gate: float = 1.0, wire_dtype: Any = None, seed: int = 0,
+             axis_name: mesh.AxisName = mesh.WORKER) -> reducer_lib.Reducer:
+    """The mean of rank-R approximations, with error feedback; see the module's equations.
+
+    Of an array seen as I×J, a worker sends 2(N−1)/N · (I + J)R values instead of 2(N−1)/N · IJ.
+
+    Args:
+        rank: R, at most min(I, J) of any array; more is taken as that.
+        gate: ρ; arrays with (I + J)R ≥ ρIJ are averaged as they are. Infinity compresses all matrices.
+        wire_dtype: floating-point type of the factors' messages, as "bfloat16"; None: that of the arithmetic. Errors hold what
+            the cast loses. Narrow values are summed in float32, by all-to-all and all-gather.
+        seed: of the first factors.
+        axis_name: the worker axis.
+
+    Returns:
+        The `Reducer`.
+
+    Raises:
+        ValueError: if the rank or the gate is not positive; from `init` and `num_bytes`, if nothing would be compressed.
+
+    Example:
+        >>> tx = decjax.synchronize(optax.adamw(1e-3), decjax.reduce.powersgd(rank=4))
+
+    Reference:
+        arXiv 1905.13727.
+    """
+    if rank < 1:
+        raise ValueError(f"PowerSGD rank={rank}: must be at least 1; 4 is a common choice")
+    given = wire_dtype
+    if not gate > 0:
+        raise ValueError(f"PowerSGD gate={gate}: must be positive; 1 compresses whatever gets smaller")
+    try:
+        wire_dtype = wire_dtype and jnp.dtype(wire_dtype)
+    except TypeError:
+        wire_dtype = np.dtype(bool)
+    if wire_dtype and not jnp.issubdtype(wire_dtype, jnp.floating):
+        raise ValueError(f"PowerSGD wire_dtype={given!r} is no floating-point type; use 'bfloat16', 'float16' or none")
+
+    def plan(tree) -> _Plan:
+        leaves = jax.tree.leaves(tree)
+        floating = [i for i, leaf in enumerate(leaves) if leaf.size and jnp.issubdtype(leaf.dtype, jnp.floating)]
+        views = {i: matrix_view(leaves[i].shape) for i in floating if leaves[i].ndim > 1}
+        matrices = {i: (I, J, min(rank, I, J)) for i, (I, J) in views.items() if (I + J) * rank < gate * I * J}
+        if not matrices:
+            least = max((min(view) for view in views.values()), default=0)
+            most = max((math.ceil(gate * I * J / (I + J)) - 1 for I, J in views.values()), default=0)
+            raise ValueError(
+                f"PowerSGD rank={rank} makes no array smaller: the smaller sides of the matrices are at most {least}; "
+                + (f"use a rank of at most {most}, or reducer 'mean'" if most else "use reducer 'mean'"))
+        dtype = jnp.result_type(jnp.float32, *(leaves[i].dtype for i in floating))
+        return _Plan(matrices, tuple(i for i in floating if i not in matrices), dtype)
+
+    def init(params):
+        matrices, _, dtype = plan(params)
+        return PowerSGDState(tuple(jnp.zeros((I, J), dtype) for I, J, _ in matrices.values()),
+                             tuple(_drawn((J, R), seed + i, dtype) for i, (_, J, R) in matrices.items()))
+
+    def reduce(grads, state, phase=0):
+        del phase
+        leaves, treedef = jax.tree.flatten(grads)
+        matrices, dense, dtype = plan(grads)
+        out = list(leaves)
+        wire = wire_dtype or dtype
+        a_IxJ = [leaves[i].reshape(I, J).astype(dtype) + e for (i, (I, J, _)), e in zip(matrices.items(), state.error)]
+        q_JxR = [_revived(q, seed + i) for i, q in zip(matrices, state.factor)]
+        p_IxR = [_dot(a, q) for a, q in zip(a_IxJ, q_JxR)]
+        rest = [leaves[i].astype(dtype) for i in dense]
+        if wire == dtype:
+            means = _means([*p_IxR, *rest], axis_name)
+            p_IxR, rest = means[:len(p_IxR)], means[len(p_IxR):]
+        else:
+            p_IxR, rest = _means(p_IxR, axis_name, wire), _means(rest, axis_name)
+        p_IxR = _orthogonalized(p_IxR)
+        # (PᵀA) rather than (AᵀP): compilers for CPUs transpose large matrices badly.
+        own_RxJ = [_dot(p.T, a).astype(wire).astype(dtype) for p, a in zip(p_IxR, a_IxJ)]
+        mean_RxJ = _means(own_RxJ, axis_name, wire)
+
+        # Equal on all workers, since it is read from means.
+        finite = jnp.stack([jnp.isfinite(x).all() for x in (*p_IxR, *mean_RxJ, *rest)]).all()
+        for i, p, q in zip(matrices, p_IxR, mean_RxJ):
+            out[i] = _dot(jnp.where(finite, p, jnp.nan), q).reshape(leaves[i].shape).astype(leaves[i].dtype)
+        for i, mean in zip(dense, rest):
+            out[i] = mean.astype(leaves[i].dtype)
+        error = tuple(jnp.where(finite, a - _dot(p, q), e) for a, p, q, e in zip(a_IxJ, p_IxR, own_RxJ, state.error))
+        factor = tuple(jnp.where(finite, q.T, old) for q, old in zip(mean_RxJ, state.factor))
+        return treedef.unflatten(out), PowerSGDState(error, factor)
+
+    def num_bytes(params, num_workers, phase=0):
+        del phase
+        leaves = jax.tree.leaves(params)
+        matrices, dense, dtype = plan(params)
+        wire = None if wire_dtype == dtype else wire_dtype
+        messages = [(sum(I * R for I, _, R in matrices.values()), wire), (sum(J * R for _, J, R in matrices.values()), wire),
+                    (sum(leaves[i].size for i in dense), None)]
+        return np.full(num_workers, sum(mesh.mean_bytes(size, dtype, num_workers, wire) for size, wire in messages))
+
+    return reducer_lib.Reducer(init, reduce, num_bytes)
+
+
+def _dot(x: jax.Array, y: jax.Array) -> jax.Array:
+    # Accelerators would round the operands, and workers of different kinds differently.
+    return jnp.matmul(x, y, precision=jax.lax.Precision.HIGHEST)
+
+
+def _means(arrays: list[jax.Array], axis_name: mesh.AxisName, wire_dtype: Any = None) -> list[jax.Array]:
+    """Means over all workers of arrays of one dtype, as one message."""
+    if not arrays:
+        return []
+    joint = arrays[0].ravel() if len(arrays) == 1 else jnp.concatenate([x.ravel() for x in arrays])
+    joint = mesh.mean(joint, axis_name, wire_dtype)
+    ends = np.cumsum([x.size for x in arrays])
+    return [joint[end - x.size:end].reshape(x.shape) for x, end in zip(arrays, ends)]
+
+
+def _orthogonalized(p_IxR: list[jax.Array]) -> list[jax.Array]:
+    """Orthonormal columns with the same span; those of the same shape at once. Dependent columns become any others."""
+    same = collections.defaultdict(list)
+    for k, p in enumerate(p_IxR):
+        same[p.shape].append(k)
+    found = list(p_IxR)
+    for members in same.values():
+        q_BxIxR, _ = jnp.linalg.qr(jnp.stack([p_IxR[k] for k in members]))
+        for k, q in zip(members, q_BxIxR):
+            found[k] = q
+    return found
+
+
+def _drawn(shape: tuple[int, ...], salt: int, dtype: Any) -> jax.Array:
+    """Numbers in [−1, 1) that look random: a hash of their position (murmur3's last step), far cheaper than random bits."""
+    x = jax.lax.iota(jnp.uint32, math.prod(shape)) + np.uint32((salt + 1) * 0x9E3779B9 % 2**32)
+    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
+        x = (x ^ (x >> shift)) * np.uint32(factor)
+    return ((x ^ (x >> 16)) >> 8).astype(dtype).reshape(shape) * 2.0**-23 - 1
+
+
+def _revived(q_JxR: jax.Array, salt: int) -> jax.Array:
+    """Columns of length one; drawn anew where there is nothing to scale."""
+    largest_R = jnp.abs(q_JxR).max(axis=0)
+    dead_R = ~(largest_R > jnp.finfo(q_JxR.dtype).tiny)
+    q_JxR = jnp.where(dead_R, _drawn(q_JxR.shape, salt, q_JxR.dtype), q_JxR / jnp.where(dead_R, 1, largest_R))
+    return q_JxR / jnp.linalg.norm(q_JxR, axis=0)

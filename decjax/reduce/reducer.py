@@ -1,0 +1,157 @@
+"""What a reducer is, and the plain mean.
+
+A reducer owns its collectives, since some compress between two of them:
+
+    averaged, state = reduce(grads, state, phase)
+
+The average is the same on every worker, bit for bit. A gradient that is not finite, of any worker, makes the average not
+finite on all of them, as it does the plain mean's, and leaves the state as it was.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from decjax import buckets
+from decjax import mesh
+
+
+LOCAL = -1  # The phase of a step that averages nothing.
+BEFORE = 0  # The first phase of `start_at`.
+
+
+class Reducer(NamedTuple):
+    """How gradients become one.
+
+    Attributes:
+        init: `init(params) -> state`.
+        reduce: `reduce(grads, state, phase) -> (averaged, state)`; the same on every worker. `phase` is static, so that no
+            program holds a conditional around a collective; left out, it is the last.
+        num_bytes: `num_bytes(params, num_workers, phase) -> (N,)` bytes that each worker sends, the declared formula.
+        phase: `phase(step) -> phase`, for an int; None where the state decides.
+        phases: all values that `phase` takes.
+        usage: `usage(state) -> [phases]` steps so far in each phase, where the state decides on it; else None.
+    """
+
+    init: Callable[[Any], Any]
+    reduce: Callable[..., tuple[Any, Any]]
+    num_bytes: Callable[..., np.ndarray]
+    phase: Callable[[int], int | None] = lambda step: 0
+    phases: range = range(1)
+    usage: Callable[[Any], jax.Array] | None = None
+
+
+def due_phase(reducer: Reducer, phase: int | None) -> int | None:
+    """The reducer's phase: the only one it has, else the given one; None where its state decides.
+
+    Raises:
+        ValueError: if it has several and none is given.
+    """
+    if len(reducer.phases) == 1:
+        return reducer.phases[0]
+    if phase is None and not reducer.usage:
+        raise ValueError(f"this reducer has {len(reducer.phases)} phases: give update(…, phase=reducer.phase(step)), a static int")
+    return phase
+
+
+def mean(*, axis_name: mesh.AxisName = mesh.WORKER, bucket_bytes: int = buckets.BUCKET_BYTES) -> Reducer:
+    """All-reduce: g_i <- (1/N) Σ_j g_j. A worker sends 2(N−1)/N of the gradient's bytes.
+
+    Args:
+        axis_name: the worker axis.
+        bucket_bytes: size of the flat messages in bytes; 0 reduces every array by itself.
+
+    Returns:
+        The `Reducer`.
+    """
+    def reduce(grads, state, phase=0):
+        del phase
+        layout = buckets.layout(grads, bucket_bytes=bucket_bytes)
+        num_workers = jax.lax.axis_size(axis_name)
+        means = [mesh.group_mean(x_P, num_workers, axis_name) for x_P in layout.pack(grads)]
+        return layout.unpack(means, like=grads), state
+
+    def num_bytes(params, num_workers, phase=0):
+        del phase
+        layout = buckets.layout(params, bucket_bytes=bucket_bytes)
+        return np.full(num_workers, 2 * (num_workers - 1) / num_workers * layout.num_bytes)
+
+    return Reducer(lambda params: (), reduce, num_bytes)
+
+
+def start_at(reducer: Reducer, step: int, before: Reducer) -> Reducer:
+    """Averages by another reducer in the first steps, as long as gradients are hard to compress.
+
+    Args:
+        reducer: the one in use from `step` on.
+        step: how many steps are taken before.
+        before: the one in use until then, such as `mean`; phase 0.
+
+    Returns:
+        The `Reducer`; `reducer` itself for step 0.
+
+    Raises:
+        ValueError: if `step` is negative, or `before` has phases of its own.
+    """
+    if step < 0:
+        raise ValueError(f"start={step}: must be at least 0 steps")
+    if step == 0:
+        return reducer
+    if len(before.phases) > 1:
+        raise ValueError(f"the reducer before step {step} has {len(before.phases)} phases; use one that has a single one, as `mean`")
+    num_own = len(reducer.phases)
+
+    def own(phase):
+        return phase if phase is None else reducer.phases[phase - 1]
+
+    def reduce(grads, state, phase=num_own):
+        first, then = state
+        if phase == BEFORE:
+            averaged, first = before.reduce(grads, first)
+        else:
+            averaged, then = reducer.reduce(grads, then, own(phase))
+        return averaged, (first, then)
+
+    def num_bytes(params, num_workers, phase=num_own):
+        return before.num_bytes(params, num_workers) if phase == BEFORE else reducer.num_bytes(params, num_workers, own(phase))
+
+    def phase(count):
+        if count < step:
+            return BEFORE
+        due = reducer.phase(count - step)
+        return due if due is None else 1 + reducer.phases.index(due)
+
+    usage = reducer.usage and (lambda state: jnp.pad(reducer.usage(state[1]), (1, 0)))
+    return Reducer(lambda params: (before.init(params), reducer.init(params)), reduce, num_bytes, phase, range(1 + num_own), usage)
+
+
+def every(reducer: Reducer, period: int) -> Reducer:
+    """Averages in steps H−1, 2H−1, …; in the others, of phase LOCAL, nothing is sent, and what is given is returned.
+
+    Args:
+        reducer: how to average.
+        period: H ≥ 1 steps.
+
+    Returns:
+        The `Reducer`.
+
+    Raises:
+        ValueError: if H < 1.
+    """
+    if period < 1:
+        raise ValueError(f"every={period} steps: must be at least 1")
+    if period == 1:
+        return reducer
+
+    def reduce(grads, state, phase=reducer.phases[-1]):
+        return (grads, state) if phase == LOCAL else reducer.reduce(grads, state, phase)
+
+    def num_bytes(params, num_workers, phase=reducer.phases[-1]):
+        return np.zeros(num_workers) if phase == LOCAL else reducer.num_bytes(params, num_workers, phase)
+
+    usage = reducer.usage and (lambda state: jnp.pad(reducer.usage(state), (1, 0)))
+    return Reducer(reducer.init, reduce, num_bytes, lambda step: LOCAL if (step + 1) % period else reducer.phase(step // period),
+                   range(LOCAL, reducer.phases.stop), usage)

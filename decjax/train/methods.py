@@ -1,0 +1,258 @@
+"""From a config to what happens to gradients and parameters: optimizer, topology, codec, mixer or reducer, and their method."""
+
+import ast
+import functools
+from typing import Any
+
+import ml_collections
+import numpy as np
+import optax
+
+from decjax import codecs
+from decjax import gossip
+from decjax import mesh
+from decjax import optim
+from decjax import reduce
+from decjax import topology as topology_lib
+from decjax.train.state import Method
+
+
+def _adamw(config, schedule):
+    return optax.adamw(schedule, b1=config.b1, b2=config.b2, eps=config.eps, weight_decay=config.weight_decay)
+
+
+def _accumulated_adamw(config, schedule):
+    return optim.accumulated_adamw(schedule, b1=config.b1, b2=config.b2, eps=config.eps,
+                                   weight_decay=config.weight_decay, window=config.window)
+
+
+def _momentum_sgd(config, schedule):
+    return optax.chain(optax.add_decayed_weights(config.weight_decay), optax.sgd(schedule, momentum=config.momentum))
+
+
+def _sign_descent(config, schedule):
+    return optax.chain(optax.scale_by_sign(), optax.add_decayed_weights(config.weight_decay),
+                       optax.scale_by_learning_rate(schedule))
+
+
+OPTIMIZERS = {"adamw": _adamw, "accum_adamw": _accumulated_adamw, "sgdm": _momentum_sgd, "sign": _sign_descent}
+
+
+def make_optimizer(config: ml_collections.ConfigDict, schedule: optax.Schedule) -> optax.GradientTransformation:
+    """What one worker does with its gradient: clipping by its own global norm, then the named optimizer."""
+    optimizer = OPTIMIZERS[_known("optimizer", config.name, OPTIMIZERS)](config, schedule)
+    return optax.chain(optax.clip_by_global_norm(config.clip_norm), optimizer) if config.clip_norm else optimizer
+
+
+def _known(what: str, name: str, valid) -> str:
+    if name not in valid:
+        raise ValueError(f"{what} {name!r} is unknown; use one of {', '.join(valid)}")
+    return name
+
+
+def make_method(config: ml_collections.ConfigDict, workers: mesh.Workers,
+                schedule: optax.Schedule) -> tuple[Method, topology_lib.Topology | None]:
+    """What happens to gradients and parameters, as one transformation; and the topology of gossip."""
+    build = METHODS[_known("method", config.method, METHODS)]
+    if config.stale and config.method != "allreduce":
+        raise ValueError(f"stale belongs to method 'allreduce', got {config.method!r}; gossip overlaps with mixing.order=awc")
+    if config.reducer.name != "mean" and config.method not in REDUCING:
+        raise ValueError(f"reducer {config.reducer.name!r} belongs to methods {', '.join(REDUCING)}, got {config.method!r}; "
+                         "use 'mean'")
+    for field, empty in (("mixer", "exact"), ("codec", "")):
+        if config.mixing[field] != empty and config.method != "decentralized":
+            raise ValueError(f"mixing.{field}={config.mixing[field]!r} belongs to method 'decentralized', got {config.method!r}; "
+                             f"leave it {repr(empty) if empty else 'empty'}")
+    return build(config, workers, schedule)
+
+
+def _decentralized(config, workers, schedule):
+    topology = make_topology(config.topology, workers.num_workers, workers.local_size)
+    mixer = make_mixer(config, topology, workers.axis_name, schedule)
+    inner, order = make_optimizer(config.optimizer, schedule), config.mixing.order
+    if config.mixing.mixer == "beer":
+        tx, exchange = optim.track(inner, mixer, order), functools.partial(optim.tracked_exchange, mixer)
+    else:
+        tx = optim.decentralize(inner, mixer, order)
+
+        def exchange(params, opt_state, phase):
+            return mixer.exchange(params, opt_state.mixer, phase)
+
+    def num_bytes(params, phase):
+        if phase is None:
+            return np.mean([num_bytes(params, phase) for phase in mixer.phases], axis=0)
+        return mixer.num_bytes((params, params) if config.mixing.mixer == "beer" else params, phase)
+
+    if not config.mixing.static_phase:
+        return Method(tx, lambda step: None, num_bytes), topology
+    return Method(tx, mixer.phase, num_bytes, exchange if order == "awc" else None), topology
+
+
+def _allreduce(config, workers, schedule):
+    reducer = make_reducer(config.reducer, workers.axis_name, config.bucket_bytes)
+    if config.reducer.name == "onebit_adam":
+        return _averaging(_onebit_adam(config, reducer, schedule), reducer, workers), None
+
+    def exchange(params, opt_state, phase):
+        del params
+        return optim.stale_exchange(reducer, opt_state, phase)
+
+    tx = optim.synchronize(make_optimizer(config.optimizer, schedule), reducer, config.stale)
+    return _averaging(tx, reducer, workers, exchange if config.stale else None), None
+
+
+def _local_updates(config, workers, schedule):
+    if config.reducer.name == "onebit_adam" or config.method == "sparseloco" and config.reducer.name != "codec":
+        raise ValueError(f"method {config.method!r} cannot have reducer {config.reducer.name!r}; 'sparseloco' takes reducer 'codec', "
+                         "'diloco' any but 'onebit_adam'")
+    reducer = reduce.every(make_reducer(config.reducer, workers.axis_name, config.bucket_bytes), config.outer.every)
+    outer = optax.sgd(config.outer.learning_rate, config.outer.momentum or None, nesterov=True)
+    return _averaging(optim.local_updates(make_optimizer(config.optimizer, schedule), reducer, outer), reducer, workers), None
+
+
+def _local(config, workers, schedule):
+    inner = optax.with_extra_args_support(make_optimizer(config.optimizer, schedule))
+
+    def update(grads, state, params=None, *, phase=None, **extra):
+        del phase
+        return inner.update(grads, state, params, **extra)
+
+    tx = optax.GradientTransformationExtraArgs(inner.init, update)
+    return Method(tx, lambda step: 0, lambda params, phase: np.zeros(workers.num_workers)), None
+
+
+METHODS = {"decentralized": _decentralized, "allreduce": _allreduce, "diloco": _local_updates, "sparseloco": _local_updates,
+           "local": _local}
+REDUCING = ("allreduce", "diloco", "sparseloco")  # methods that average over all workers
+
+
+def _averaging(tx: optax.GradientTransformationExtraArgs, reducer: reduce.Reducer, workers: mesh.Workers, exchange=None) -> Method:
+    """The method of a transformation whose communication is a reducer's, with the state under `reducer`."""
+    usage = reducer.usage and (lambda opt_state: reducer.usage(opt_state.reducer))
+    return Method(tx, reducer.phase, lambda params, phase: reducer.num_bytes(params, workers.num_workers, phase), exchange, usage,
+                  reducer.phases)
+
+
+def _onebit_adam(config, reducer, schedule) -> optax.GradientTransformation:
+    optimizer = config.optimizer
+    if config.stale or optimizer.name != "adamw":
+        raise ValueError("reducer 'onebit_adam' is an optimizer as well: it takes optimizer 'adamw' and no stale, "
+                         f"got {optimizer.name!r} and stale={config.stale}")
+    if not 0 < config.reducer.start < config.steps:
+        raise ValueError(f"reducer.start={config.reducer.start}: 1-bit Adam takes its variance from the steps before, "
+                         f"at least 1 and less than steps={config.steps}")
+    clip = [optax.clip_by_global_norm(optimizer.clip_norm)] if optimizer.clip_norm else []
+    return optax.chain(*clip, optim.scale_by_onebit_adam(reducer, optimizer.b1, optimizer.b2, optimizer.eps),
+                       optax.add_decayed_weights(optimizer.weight_decay), optax.scale_by_learning_rate(schedule))
+
+
+def _powersgd(config, axis_name, bucket_bytes):
+    del bucket_bytes  # Its messages are joined anyway.
+    return reduce.powersgd(config.rank, gate=config.gate, wire_dtype=config.wire_dtype or None, axis_name=axis_name)
+
+
+def _coded(config, axis_name, bucket_bytes):
+    if not config.codec:
+        raise ValueError(f"reducer {config.name!r} needs reducer.codec, the form of its messages; use one of "
+                         f"{', '.join(codecs.names())}")
+    return reduce.coded(make_codec(config.codec), decay=config.decay, feedback=config.feedback, axis_name=axis_name,
+                        bucket_bytes=bucket_bytes)
+
+
+def _gravac(config, axis_name, bucket_bytes):
+    ladder = [make_codec(text) for text in config.ladder.split(";") if text.strip()]
+    return reduce.gravac(ladder, window=config.window, threshold=config.threshold, axis_name=axis_name, bucket_bytes=bucket_bytes)
+
+
+REDUCERS = {"powersgd": _powersgd, "codec": _coded, "demo": _coded, "onebit_adam": _coded, "gravac": _gravac}
+
+
+def make_reducer(config: ml_collections.ConfigDict, axis_name: mesh.AxisName, bucket_bytes: int) -> reduce.Reducer:
+    """How gradients, or the changes of several local steps, are averaged; plainly before step `start`."""
+    mean = reduce.mean(axis_name=axis_name, bucket_bytes=bucket_bytes)
+    if _known("reducer", config.name, ("mean", *REDUCERS)) == "mean":
+        return mean
+    return reduce.start_at(REDUCERS[config.name](config, axis_name, bucket_bytes), config.start, mean)
+
+
+def make_codec(text: str) -> codecs.Codec:
+    """The codec of a text such as "int8" or "int8(block=128)"; values are Python literals or bare words."""
+    name, bracket, options = text.strip().partition("(")
+    if bracket and not options.endswith(")"):
+        raise ValueError(f"codec {text!r} must read like 'int8' or 'int8(block=128)'")
+    try:
+        return codecs.make(name, **parse_options(f"codec {text!r}", options[:-1], "int8(block=128)"))
+    except TypeError as error:
+        raise ValueError(f"codec {text!r}: {error}") from error
+
+
+def make_topology(config: ml_collections.ConfigDict, num_workers: int, local_size: int) -> topology_lib.Topology:
+    """The named topology; graphs that know of nodes get `local_size` unless the options say otherwise."""
+    if num_workers == 1:
+        raise ValueError(f"topology {config.name!r} needs at least 2 workers, got 1; use method 'local' for a single worker")
+    options = parse_options(f"topology.options={config.options!r}", config.options)
+    if local_size > 1:
+        for option in ("local_size", "local"):
+            if config.name in topology_lib.names() and option in topology_lib.options(config.name):
+                options.setdefault(option, local_size)
+    return topology_lib.make(config.name, num_workers, **options)
+
+
+def parse_options(what: str, text: str, example: str = "k=2,seed=1") -> dict[str, Any]:
+    """Reads "k=2,shape=(2, 4)" into keyword arguments; values are Python literals or bare words."""
+    if not text:
+        return {}
+    try:
+        call = ast.parse(f"f({text})", mode="eval").body
+        if call.args or any(keyword.arg is None for keyword in call.keywords):
+            raise ValueError
+        return {keyword.arg: keyword.value.id if isinstance(keyword.value, ast.Name) else ast.literal_eval(keyword.value)
+                for keyword in call.keywords}
+    except (SyntaxError, ValueError) as error:
+        raise ValueError(f"{what} must read like {example!r}") from error
+
+
+COMPRESSED = {"choco": gossip.choco, "deepsqueeze": gossip.deep_squeeze, "dcd": gossip.dcd, "beer": gossip.beer,
+              "push_sum": gossip.push_sum}
+MIXERS = ("exact", *COMPRESSED, "power_gossip")
+
+
+def make_mixer(config: ml_collections.ConfigDict, topology: topology_lib.Topology, axis_name: mesh.AxisName,
+               schedule: optax.Schedule) -> gossip.Mixer:
+    """The named mixer over the topology: rounds, codec, period and strength γ = strength · (lr / lr_max)^strength_power."""
+    mixing, peak = config.mixing, config.optimizer.learning_rate
+    mixer = gossip.every(_every_step_mixer(mixing, topology, axis_name=axis_name, bucket_bytes=config.bucket_bytes,
+                                           seed=config.seed), mixing.every)
+    if not mixing.strength_power:
+        return gossip.damp(mixer, mixing.strength)
+    return gossip.damp(mixer, lambda step: mixing.strength * (schedule(step) / peak) ** mixing.strength_power)
+
+
+def _every_step_mixer(mixing, topology, **common) -> gossip.Mixer:
+    """The mixer of `mixing.mixer`; options that it does not have are refused rather than ignored."""
+    name = _known("mixing.mixer", mixing.mixer, MIXERS)
+    codec = make_codec(mixing.codec) if mixing.codec else None
+    if mixing.accelerated and (codec or name != "exact"):
+        what = f"mixing.codec={mixing.codec!r}" if codec else f"mixing.mixer={name!r}"
+        raise ValueError(f"{what} with mixing.accelerated: accelerated gossip amplifies what a codec distorts; use plain "
+                         "rounds")
+    if mixing.gamma and name in ("exact", "dcd", "power_gossip"):
+        raise ValueError(f"mixing.gamma={mixing.gamma}: mixer {name!r} has none; use mixing.strength, or mixer 'choco'")
+    if mixing.rounds != 1 and name in ("dcd", "power_gossip"):
+        raise ValueError(f"mixing.rounds={mixing.rounds}: mixer {name!r} sends one message a step; use rounds=1, or mixer "
+                         "'choco'")
+    if name == "power_gossip":
+        if codec:
+            raise ValueError(f"mixing.codec={mixing.codec!r} with mixer 'power_gossip', whose products travel as they are; "
+                             "leave it empty, or use mixer 'choco'")
+        return gossip.power_gossip(topology, rank=mixing.rank, **common)
+    if name != "exact":
+        rounds = {} if name == "dcd" else dict(rounds=mixing.rounds, gamma=mixing.gamma or None)
+        return COMPRESSED[name](topology, codec=codec, **rounds, **common)
+    if not topology_lib.is_doubly_stochastic(topology):
+        raise ValueError(f"topology {topology.name!r} is not doubly stochastic, so plain gossip would drift from the mean; "
+                         "use 'directed_exponential' or another graph whose columns and rows sum to one, or mixer 'push_sum'")
+    if mixing.accelerated:
+        del common["seed"]
+        return gossip.accelerated(topology, rounds=mixing.rounds, **common)
+    return gossip.exact(topology, rounds=mixing.rounds, codec=codec, **common)

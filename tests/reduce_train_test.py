@@ -1,0 +1,138 @@
+"""Reducers and local updates in the loop: resume, bytes, another number of workers, and configs that cannot be."""
+
+import json
+import shutil
+
+import jax
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+
+from configs import lm
+from decjax import optim
+from decjax import reduce
+from decjax import train
+from decjax.train import engine
+from decjax.train import state as state_lib
+from decjax.train import wire
+
+N, STEPS = 4, 8
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+METHODS = {
+    "powersgd": ("method=allreduce,reducer=powersgd,rank=1", {"reducer.start": 2}),
+    "codec": ("method=allreduce,reducer=codec,codec=int8", {}),
+    "demo": ("method=allreduce,reducer=demo,codec=int8", {}),
+    "onebit_adam": ("method=allreduce,reducer=onebit_adam,codec=int8", {"reducer.start": 3}),
+    "gravac": ("method=allreduce,reducer=gravac", {"reducer.window": 2}),
+    "diloco": ("method=diloco,reducer=powersgd,rank=1,every=3", {"reducer.start": 1}),
+    "sparseloco": ("method=sparseloco,codec=int8,every=3", {}),
+    "stale powersgd": ("method=allreduce,reducer=powersgd,rank=1,stale", {}),
+}
+
+
+@pytest.fixture(scope="module")
+def configured(tmp_path_factory):
+    text = tmp_path_factory.mktemp("text") / "text.txt"
+    text.write_bytes(np.random.default_rng(0).integers(97, 123, 4000, dtype=np.uint8).tobytes())
+
+    def configured(argument, fields, mode="simulate"):
+        config = lm.get_config(f"smoke,workers={N},steps={STEPS},{argument}" + (",simulate" if mode == "simulate" else ""))
+        config.update_from_flattened_dict({
+            "data.path": str(text), "model.depth": 1, "model.width": 8, "model.hidden": 8, "model.heads": 1, "model.context": 8,
+            "log_every": 2, "eval.every": STEPS, "eval.num_windows": 2, "checkpoint.every": 4, "checkpoint.keep": 9,
+            "sample_bytes": 1} | fields)
+        return config
+    return configured
+
+
+def saved_state(workdir):
+    path = (workdir / "checkpoints" / str(STEPS) / "state").absolute()
+    return [np.asarray(x) for x in jax.tree.leaves(ocp.StandardCheckpointer().restore(path))]
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_resume_is_bit_exact_and_bytes_go_on(configured, tmp_path, name):
+    config = configured(*METHODS[name])
+    train.Run(train.build(config), tmp_path / "whole").train()
+    shutil.copytree(tmp_path / "whole", tmp_path / "part")
+    shutil.rmtree(tmp_path / "part" / "checkpoints" / str(STEPS))
+    (tmp_path / "part" / "summary.json").unlink()
+    outcome = train.Run(train.build(config), tmp_path / "part").train()
+    assert outcome.step == STEPS
+    for a, b in zip(saved_state(tmp_path / "whole"), saved_state(tmp_path / "part"), strict=True):
+        np.testing.assert_array_equal(a, b)
+    summaries = [json.loads((tmp_path / run / "summary.json").read_text()) for run in ("whole", "part")]
+    assert summaries[0]["bytes_per_step_per_worker"] == summaries[1]["bytes_per_step_per_worker"] > 0
+    if name == "gravac":
+        used = next(x for x in jax.tree.leaves(saved_state(tmp_path / "whole")) if x.shape == (N, 3))[0]
+        assert used.sum() == STEPS and (used > 0).sum() > 1
+        setup = train.build(config)
+        params = jax.eval_shape(setup.model.init, jax.random.key(0))
+        per_step = [setup.method.num_bytes(params, rung)[0] for rung in setup.method.phases]
+        assert summaries[0]["bytes_per_step_per_worker"] == used @ per_step / STEPS
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_declared_bytes_are_those_of_the_compiled_step(configured, name):
+    setup = train.build(configured(*METHODS[name], mode="devices"))
+    state = state_lib.abstract(setup.model.init, setup.method.tx, setup.workers, 0)
+    one = state_lib.one_worker(state.params)
+    gradients = lambda params, batch, key: (0.0 * jax.tree.leaves(params)[0].sum(), params)
+    program = engine.make_step(gradients, setup.method, setup.workers, 0)
+    batch = setup.workers.build(lambda worker: setup.batch(worker, 0))
+    for phase in dict.fromkeys(map(setup.method.phase, range(STEPS))):
+        step = program(phase, state, batch, np.int32(0))
+        measured_N = wire.bytes_sent(step.executables[0].as_text(), N)
+        declared = sum(setup.method.num_bytes(one, p) for p in (setup.method.phases if phase is None else [phase]))
+        np.testing.assert_allclose(measured_N, declared, rtol=1e-12)
+        assert (measured_N > 0).all() == (phase != reduce.LOCAL)
+
+
+def test_local_steps_differ_and_outer_steps_agree(configured, tmp_path):
+    config = configured("method=diloco,every=2", {"log_every": 1})
+    train.Run(train.build(config), tmp_path / "run").train()
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    distance = {row["step"]: row["consensus_distance"] for row in rows if row["kind"] == "train"}
+    assert all(distance[step] < 1e-6 for step in (2, 4, 6)) and all(distance[step] > 1e-5 for step in (3, 5, 7))
+
+
+def test_errors_begin_afresh_for_another_number_of_workers():
+    """Wherever in the optimizer's state the reducer keeps them."""
+    reducer = reduce.start_at(reduce.powersgd(1), 1, reduce.mean())
+    tx = optax.chain(optim.scale_by_onebit_adam(reducer), optax.scale(-1))
+    params = {"w": np.ones((9, 9), np.float32)}
+
+    def stacked(n, value):
+        return state_lib.State(*jax.tree.map(lambda x: np.full((n, *x.shape), value, x.dtype), (params, tx.init(params))))
+
+    resized = state_lib.resize(stacked(4, 2), stacked(2, 7), 2)
+    assert {int(x.flat[0]) for x in jax.tree.leaves(resized.opt_state[0].reducer)} == {7}
+    assert {int(x.flat[0]) for x in jax.tree.leaves((resized.params, resized.opt_state[0].mu))} == {2}
+
+
+@pytest.mark.parametrize("argument, fields, message", [
+    ("reducer=powersgd", {}, "reducer 'powersgd' belongs to methods allreduce, diloco, sparseloco, got 'decentralized'; use 'mean'"),
+    ("method=allreduce,reducer=powersgd,rank=0", {}, "rank=0: must be at least 1"),
+    ("method=allreduce,reducer=powersgd,rank=99", {}, "rank=99 makes no array smaller"),
+    ("method=allreduce,reducer=powersgd", {"reducer.wire_dtype": "int8"}, "wire_dtype='int8' is no floating-point type"),
+    ("method=allreduce,reducer=powersgd", {"reducer.wire_dtype": "half"}, "wire_dtype='half' is no floating-point type"),
+    ("method=allreduce,reducer=codec", {"reducer.codec": "zip"}, "codec 'zip' is unknown; use one of"),
+    ("method=allreduce,reducer=codec", {"reducer.codec": ""}, "reducer 'codec' needs reducer.codec"),
+    ("method=allreduce,reducer=codec", {"reducer.codec": "int8(block=128"}, "must read like 'int8"),
+    ("method=allreduce,reducer=codec", {"reducer.codec": "int8(width=3)"}, "codec 'int8.width=3.': .*width"),
+    ("method=allreduce,reducer=codec", {"reducer.decay": 1.5}, "decay=1.5"),
+    ("method=allreduce", {"reducer.name": "sum"}, "reducer 'sum' is unknown; use one of mean, powersgd"),
+    ("method=allreduce", {"reducer.start": -1}, "reducer.start=-1: must be at least 0"),
+    ("method=allreduce,reducer=onebit_adam,codec=int8,optimizer=sgdm", {}, "it takes method 'allreduce', optimizer 'adamw'"),
+    ("method=allreduce,reducer=onebit_adam,codec=int8,stale", {}, "and no stale"),
+    ("method=allreduce,reducer=onebit_adam,codec=int8", {"reducer.start": 0}, "reducer.start=0: 1-bit Adam takes its variance"),
+    ("method=allreduce,reducer=gravac", {"reducer.ladder": ""}, "needs a ladder of at least one codec"),
+    ("method=diloco,every=0", {}, "every=0 steps: must be at least 1"),
+    ("method=diloco", {"outer.momentum": 1.0}, "outer.momentum=1.0: must be at least 0 and less than 1"),
+    ("method=sparseloco,reducer=powersgd", {}, "method 'sparseloco' takes reducer 'codec', got 'powersgd'"),
+    ("method=diloco,stale", {}, "stale belongs to method 'allreduce', got 'diloco'")])
+def test_impossible_configs_are_refused_in_one_line(configured, argument, fields, message):
+    with pytest.raises(train.ConfigError, match=message) as error:
+        train.build(configured(argument, fields))
+    assert "\n" not in str(error.value)
