@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from decjax.codecs import bits
 from decjax.codecs import noise
-from decjax.codecs.codec import Codec, Traits, from_rows, rows, working_dtype
+from decjax.codecs.codec import Codec, Traits, by_rows, from_rows, rows, working_dtype
 
 
 def _sign_bits(x: jax.Array) -> jax.Array:
@@ -48,11 +48,11 @@ def scaled_sign(block: int = 1024) -> Codec:
 
     def encode(x, state, key):
         del state, key
-        x_MxB = rows(x, block)
-        last = x.size - (x_MxB.shape[0] - 1) * block  # values in the last block
-        counts_M = jnp.full(x_MxB.shape[0], block, x_MxB.dtype).at[-1:].set(last)
-        # The mean of quotients, since a sum of large values may overflow.
-        return {"signs": _sign_bits(x), "scales": (jnp.abs(x_MxB) / counts_M[:, None]).sum(axis=1)}
+
+        def means(x_MxB, start):  # Of quotients, since a sum of large values may overflow.
+            return (jnp.abs(x_MxB) * (1 / min(block, max(1, x.size - start)))).sum(axis=1)
+
+        return {"signs": _sign_bits(x), "scales": by_rows(means, x, block)}
 
     def decode(message, shape, dtype):
         scales_M = message["scales"]

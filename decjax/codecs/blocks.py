@@ -23,7 +23,7 @@ import jax.numpy as jnp
 
 from decjax.codecs import bits
 from decjax.codecs import noise
-from decjax.codecs.codec import Codec, Traits, from_rows, magnitude, rows, working_dtype
+from decjax.codecs.codec import Codec, Traits, by_rows, from_rows, magnitude, rows, working_dtype
 
 ROUNDINGS = ("nearest", "stochastic")
 
@@ -38,18 +38,21 @@ def quantized(name: str, *, levels: int, width: int, block: int, rounding: str, 
 
     def encode(x, state, key):
         del state
-        x_MxB = rows(x, block)
-        scale_Mx1 = magnitude(x_MxB)
-        tiny = levels * jnp.finfo(x_MxB.dtype).tiny
-        if euclidean:  # Of x/max, whose squares neither overflow nor vanish.
-            unit_MxB = x_MxB * jnp.where(scale_Mx1 < tiny, 0, 1 / scale_Mx1)
-            scale_Mx1 = scale_Mx1 * jnp.sqrt(jnp.square(unit_MxB).sum(axis=1, keepdims=True))
-        shift = noise.uniform(x_MxB.shape, noise.words(key)) if stochastic else 0.5
-        # Shifted to positive numbers, where the cast to integers rounds down; sums of floats may reach the next number.
-        steps_MxB = x_MxB * jnp.where(scale_Mx1 < tiny, 0, levels / scale_Mx1) + (shift + levels)
-        codes_MxB = jnp.minimum(steps_MxB.astype(jnp.int32), 2 * levels).astype(jnp.uint8)
-        packed = bits.pack(codes_MxB.ravel(), width)[:bits.packed_bytes(x.size, width)]
-        return {"codes": packed, "scales": scale_Mx1[:, 0] / levels}
+        seed = noise.words(key) if stochastic else None
+
+        def coded(x_MxB, start):
+            scale_Mx1 = magnitude(x_MxB)
+            tiny = levels * jnp.finfo(x_MxB.dtype).tiny
+            if euclidean:  # Of x/max, whose squares neither overflow nor vanish.
+                unit_MxB = x_MxB * jnp.where(scale_Mx1 < tiny, 0, 1 / scale_Mx1)
+                scale_Mx1 = scale_Mx1 * jnp.sqrt(jnp.square(unit_MxB).sum(axis=1, keepdims=True))
+            shift = noise.uniform(x_MxB.shape, seed, start) if stochastic else 0.5
+            # Shifted to positive numbers, where the cast to integers rounds down; sums of floats may reach the next number.
+            steps_MxB = x_MxB * jnp.where(scale_Mx1 < tiny, 0, levels / scale_Mx1) + (shift + levels)
+            return jnp.minimum(steps_MxB.astype(jnp.int32), 2 * levels).astype(jnp.uint8), scale_Mx1[:, 0] / levels
+
+        codes_MxB, scales_M = by_rows(coded, x, block)
+        return {"codes": bits.pack(codes_MxB.ravel(), width)[:bits.packed_bytes(x.size, width)], "scales": scales_M}
 
     def decode(message, shape, dtype):
         codes = bits.unpack(message["codes"], width, math.prod(shape))

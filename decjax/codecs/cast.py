@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from decjax.codecs.codec import Codec, Traits, from_rows, magnitude, rows, working_dtype
+from decjax.codecs.codec import Codec, Traits, by_rows, from_rows, magnitude, rows, working_dtype
 
 
 def _rounded_bits(x: jax.Array, dtype: Any) -> jax.Array:
@@ -63,13 +63,17 @@ def _float8(name: str, dtype: Any, block: int) -> Codec:
 
     def encode(x, state, key):
         del state, key
-        x_MxB = rows(x, block)
-        scale_Mx1 = magnitude(x_MxB) / largest
-        # Below the smallest normal number there is no inverse: such a block decodes to zeros.
-        inverse_Mx1 = jnp.where(scale_Mx1 < jnp.finfo(scale_Mx1.dtype).tiny, 0, 1 / scale_Mx1)
-        # e4m3 has no infinity: beyond its range lies NaN, and a rounded quotient may be a hair too large.
-        scaled_MxB = jnp.clip(x_MxB * inverse_Mx1, -largest, largest)
-        return {"values": _rounded_bits(scaled_MxB, dtype).ravel()[:x.size], "scales": scale_Mx1[:, 0]}
+
+        def coded(x_MxB, start):
+            del start
+            scale_Mx1 = magnitude(x_MxB) / largest
+            # Below the smallest normal number there is no inverse: such a block decodes to zeros.
+            inverse_Mx1 = jnp.where(scale_Mx1 < jnp.finfo(scale_Mx1.dtype).tiny, 0, 1 / scale_Mx1)
+            # e4m3 has no infinity: beyond its range lies NaN, and a rounded quotient may be a hair too large.
+            return _rounded_bits(jnp.clip(x_MxB * inverse_Mx1, -largest, largest), dtype), scale_Mx1[:, 0]
+
+        values_MxB, scales_M = by_rows(coded, x, block)
+        return {"values": values_MxB.ravel()[:x.size], "scales": scales_M}
 
     def decode(message, shape, out):
         values = jax.lax.bitcast_convert_type(message["values"], dtype).astype(message["scales"].dtype)

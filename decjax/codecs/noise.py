@@ -35,10 +35,10 @@ def bits(shape: tuple[int, ...], seed: tuple[jax.Array, jax.Array]) -> jax.Array
     return x ^ (x >> 16)
 
 
-def uniform(shape: tuple[int, ...], seed: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """float32 in [0, 1), multiples of 2⁻²⁴."""
+def uniform(shape: tuple[int, ...], seed: tuple[jax.Array, jax.Array], start: int = 0) -> jax.Array:
+    """float32 in [0, 1), multiples of 2⁻²⁴; of the indices from `start` on."""
     # By way of int32: there are vector instructions for it, and none for uint32 on most CPUs.
-    return (bits(shape, seed) >> 8).astype(jnp.int32).astype(jnp.float32) * 2.0**-24
+    return (bits(shape, (seed[0] + jnp.uint32(start), seed[1])) >> 8).astype(jnp.int32).astype(jnp.float32) * 2.0**-24
 
 
 def below(limit: int, shape: tuple[int, ...], seed: tuple[jax.Array, jax.Array]) -> jax.Array:

@@ -13,6 +13,7 @@ Indices are the smallest unsigned integers that fit; random-k sends a seed and n
 second codec, `values`.
 """
 
+import functools
 import math
 from typing import Any
 
@@ -174,16 +175,23 @@ def block_topk(fraction: float = 0.01, k: int = 1, values: Codec = cast.identity
 
     def select(x_P, key):
         del key
-        x_GxM = jnp.pad(x_P, (0, -x_P.size % group)).reshape(group, -1)
-        pattern_GxM = jax.lax.bitcast_convert_type(jnp.abs(x_GxM.astype(jnp.float32)), jnp.uint32)
-        keys_GxM = pattern_GxM & ~low | jax.lax.broadcasted_iota(jnp.uint32, x_GxM.shape, 0)
+        M = lanes(x_P.size)
+        full = x_P.size - x_P.size % max(1, M)  # What is left fills a part of one more row. It is not joined to them: see by_rows.
+
+        def keys(row_GxM, first):
+            pattern_GxM = jax.lax.bitcast_convert_type(jnp.abs(row_GxM.astype(jnp.float32)), jnp.uint32)
+            return pattern_GxM & ~low | jax.lax.broadcasted_iota(jnp.uint32, row_GxM.shape, 0) + first
+
+        parts = [keys(x_P[:full].reshape(-1, M), 0)]
+        if full < x_P.size:
+            parts.append(keys(jnp.pad(x_P[full:], (0, full + M - x_P.size))[None], full // M))
         where = []
-        for i in range(k):  # Keys are all different in a lane.
-            rest_GxM = jnp.where(keys_GxM < where[-1], keys_GxM, 0) if where else keys_GxM
-            where.append(rest_GxM.max(axis=0))
-        where_kxM = jnp.stack(where) & low
-        chosen_kxM = jnp.take_along_axis(x_GxM, where_kxM.astype(jnp.int32), axis=0)
-        return chosen_kxM.ravel(), where_kxM.astype(bits.index_dtype(group)).ravel()
+        for _ in range(k):  # Keys are all different in a lane.
+            left = [jnp.where(keys_GxM < where[-1], keys_GxM, 0) if where else keys_GxM for keys_GxM in parts]
+            where.append(functools.reduce(jnp.maximum, [keys_GxM.max(axis=0, initial=0) for keys_GxM in left]))
+        where_kxM = (jnp.stack(where) & low).astype(bits.index_dtype(group))
+        chosen = x_P.at[positions(where_kxM.ravel(), x_P.size)].get(mode="fill", fill_value=0)
+        return chosen, where_kxM.ravel()
 
     def positions(where, size):
         return (where.reshape(k, -1).astype(jnp.int32) * lanes(size) + jnp.arange(lanes(size))).ravel()

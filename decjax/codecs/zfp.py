@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from decjax.codecs import bits
-from decjax.codecs.codec import Codec, Traits, from_rows
+from decjax.codecs.codec import Codec, Traits, by_rows, from_rows
 
 _NEGABINARY = np.uint32(0xAAAAAAAA)
 _FORWARD_4x4 = np.array([[4, 4, 4, 4], [5, 1, -1, -5], [-4, 4, 4, -4], [-2, 6, -6, 2]], np.int32)
@@ -56,12 +56,17 @@ def zfp(rate: int = 8) -> Codec:
 
     def encode(x, state, key):
         del state, key
-        x_Mx4 = jnp.pad(x.ravel().astype(jnp.float32), (0, -x.size % 4)).reshape(-1, 4)
-        exponent_M = (jax.lax.bitcast_convert_type(jnp.abs(x_Mx4), jnp.int32) >> 23).max(axis=1)
-        fixed_Mx4 = jnp.round(_scale(x_Mx4, (152 - exponent_M)[:, None])).astype(jnp.int32)
-        transformed_Mx4 = (fixed_Mx4[:, None, :] * _FORWARD_4x4).sum(axis=2)
-        negabinary_Mx4 = (transformed_Mx4 + middle).astype(jnp.uint32) + _NEGABINARY ^ _NEGABINARY
-        return {"planes": bits.pack((negabinary_Mx4 >> dropped).ravel(), planes), "exponents": exponent_M.astype(jnp.uint8)}
+
+        def coded(x_Mx4, start):
+            del start
+            exponent_M = (jax.lax.bitcast_convert_type(jnp.abs(x_Mx4), jnp.int32) >> 23).max(axis=1)
+            fixed_Mx4 = jnp.round(_scale(x_Mx4, (152 - exponent_M)[:, None])).astype(jnp.int32)
+            transformed_Mx4 = (fixed_Mx4[:, None, :] * _FORWARD_4x4).sum(axis=2)
+            negabinary_Mx4 = (transformed_Mx4 + middle).astype(jnp.uint32) + _NEGABINARY ^ _NEGABINARY
+            return negabinary_Mx4 >> dropped, exponent_M.astype(jnp.uint8)
+
+        kept_Mx4, exponent_M = by_rows(coded, x.astype(jnp.float32), 4)
+        return {"planes": bits.pack(kept_Mx4.ravel(), planes), "exponents": exponent_M}
 
     def decode(message, shape, dtype):
         exponent_M = message["exponents"].astype(jnp.int32)
