@@ -234,7 +234,7 @@ def make_topology(config: ml_collections.ConfigDict, num_workers: int, local_siz
     """The named topology; graphs that know of nodes get `local_size` unless the options say otherwise."""
     if num_workers == 1:
         raise ValueError(f"topology {config.name!r} needs at least 2 workers, got 1; use method 'local' for a single worker")
-    options = parse_options("topology.options", config.options)
+    options = parse_options(config.options)
     if local_size > 1:
         for option in ("local_size", "local"):
             if config.name in topology_lib.names() and option in topology_lib.options(config.name):
@@ -242,7 +242,7 @@ def make_topology(config: ml_collections.ConfigDict, num_workers: int, local_siz
     return topology_lib.make(config.name, num_workers, **options)
 
 
-def parse_options(name: str, text: str) -> dict[str, Any]:
+def parse_options(text: str, what: str = "", example: str = "k=2,seed=1") -> dict[str, Any]:
     """Reads "k=2,shape=(2, 4)" into keyword arguments; values are Python literals or bare words."""
     if not text:
         return {}
@@ -253,7 +253,7 @@ def parse_options(name: str, text: str) -> dict[str, Any]:
         return {keyword.arg: keyword.value.id if isinstance(keyword.value, ast.Name) else ast.literal_eval(keyword.value)
                 for keyword in call.keywords}
     except (SyntaxError, ValueError) as error:
-        raise ValueError(f"{name}={text!r} must read like 'k=2,seed=1'") from error
+        raise ValueError(f"{what or f'topology.options={text!r}'} must read like {example!r}") from error
 
 
 COMPRESSED = {"choco": gossip.choco, "deepsqueeze": gossip.deep_squeeze, "dcd": gossip.dcd, "beer": gossip.beer,
@@ -275,7 +275,7 @@ def make_mixer(config: ml_collections.ConfigDict, topology: topology_lib.Topolog
 def _every_step_mixer(mixing, topology, **common) -> gossip.Mixer:
     """The mixer of `mixing.mixer`; options that it does not have are refused rather than ignored."""
     name = _known("mixing.mixer", mixing.mixer, MIXERS)
-    codec = make_codec(mixing.codec, mixing.codec_options)
+    codec = _message_codec(mixing.codec, mixing.codec_options)
     if mixing.accelerated and (codec or name != "exact"):
         what = f"mixing.codec={mixing.codec!r}" if codec else f"mixing.mixer={name!r}"
         raise ValueError(f"{what} with mixing.accelerated: accelerated gossip amplifies what a codec distorts; use plain "
@@ -302,14 +302,14 @@ def _every_step_mixer(mixing, topology, **common) -> gossip.Mixer:
     return gossip.exact(topology, rounds=mixing.rounds, codec=codec, **common)
 
 
-def make_codec(name: str, options: str) -> codecs.Codec | None:
-    """The named codec, None for no name."""
+def _message_codec(name: str, options: str) -> codecs.Codec | None:
+    """The codec of mixing.codec and mixing.codec_options; None for no name."""
+    what = f"mixing.codec_options={options!r}"
     if not name:
         if options:
-            raise ValueError(f"mixing.codec_options={options!r} without a codec; set mixing.codec, or leave them empty")
+            raise ValueError(f"{what} without a codec; set mixing.codec, or leave them empty")
         return None
     try:
-        return codecs.make(name, **parse_options("mixing.codec_options", options))
+        return codecs.make(name, **parse_options(options, what, "bits=4,block=128"))
     except TypeError as error:  # An option that its builder does not take.
-        raise ValueError(f"mixing.codec_options={options!r}: codec {name!r} has no such option ({error}); leave it empty for "
-                         "the defaults") from error
+        raise ValueError(f"{what}: codec {name!r} has no such option ({error}); leave it empty for the defaults") from error

@@ -73,15 +73,18 @@ def consensus_distance(params: Any) -> jax.Array:
     return jnp.sqrt(sum((jnp.sum(d**2) / len(d) for d in deviations), jnp.zeros(())))
 
 
-def lasting(state: State) -> State:
-    """What outlives a change of workers, as a tree.
+# What belongs to edges between workers, and the gradient that a stale all-reduce has not applied yet.
+FLEETING = ("mixer", "reducer", "pending", "tracker", "gradient")
 
-    Not what belongs to edges between workers, the states of mixers and reducers, nor trackers, nor the gradient that a stale
-    all-reduce has not applied yet.
-    """
-    parts = getattr(state.opt_state, "_asdict", dict)()
-    kept = {name: part for name, part in parts.items() if name not in ("mixer", "reducer", "pending", "tracker", "gradient")}
-    return state if len(kept) == len(parts) else state._replace(opt_state=kept)
+
+def lasting(state: Any) -> Any:
+    """What outlives a change of workers: the state without its `FLEETING` fields; what held some becomes a dict."""
+    if not isinstance(state, tuple):
+        return state
+    if not hasattr(state, "_fields"):
+        return tuple(map(lasting, state))
+    kept = {name: lasting(part) for name, part in state._asdict().items() if name not in FLEETING}
+    return type(state)(**kept) if len(kept) == len(state) else kept
 
 
 def resize(state: State, fresh: State, num_workers: int) -> State:
@@ -108,7 +111,12 @@ def resize(state: State, fresh: State, num_workers: int) -> State:
             return np.stack([own[0] for own in members])
         return np.stack([own.mean(axis=0, dtype=np.promote_types(x.dtype, np.float32)) for own in members]).astype(x.dtype)
 
-    resized = jax.tree.map(spread, lasting(state))
-    if isinstance(resized.opt_state, dict):
-        resized = resized._replace(opt_state=fresh.opt_state._replace(**resized.opt_state))
-    return resized
+    def complete(old, new):
+        if isinstance(old, dict) and hasattr(new, "_fields"):
+            return new._replace(**{name: complete(part, getattr(new, name)) for name, part in old.items()})
+        if not isinstance(old, tuple):
+            return old
+        parts = tuple(map(complete, old, new))
+        return type(old)(*parts) if hasattr(old, "_fields") else parts
+
+    return complete(jax.tree.map(spread, lasting(state)), fresh)
