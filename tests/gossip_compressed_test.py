@@ -189,7 +189,7 @@ def choco(W, C, gamma, order):
         yield x
 
 
-def deep_squeeze(W, C, gamma, order):
+def deepsqueeze(W, C, gamma, order):
     x, error = np.tile(X0, (N, 1)), np.zeros((N, P))
     for t in range(STEPS):
         step = -LR * gradients(x)
@@ -252,7 +252,7 @@ def push_sum(W, C, gamma, order):
         yield x / y
 
 
-MIXERS = {"choco": (gossip.choco, choco), "deep_squeeze": (gossip.deep_squeeze, deep_squeeze), "dcd": (gossip.dcd, dcd),
+MIXERS = {"choco": (gossip.choco, choco), "deepsqueeze": (gossip.deepsqueeze, deepsqueeze), "dcd": (gossip.dcd, dcd),
           "beer": (gossip.beer, beer), "push_sum": (gossip.push_sum, push_sum)}
 GRAPHS = {"push_sum": ("random_digraph", dict(degree=2))}
 
@@ -283,7 +283,7 @@ def test_trajectory_is_that_of_the_paper(name, codec, gamma, order, mode):
     np.testing.assert_allclose(path, expected, rtol=1e-8, atol=1e-9)
 
 
-@pytest.mark.parametrize("name, graph", [("choco", "one_peer_exponential"), ("deep_squeeze", "one_peer_ring")])
+@pytest.mark.parametrize("name, graph", [("choco", "one_peer_exponential"), ("deepsqueeze", "one_peer_ring")])
 def test_time_varying_graphs(name, graph):
     topology, make_mixer = built(name, four_bits(), 0.9, graph)
     expected = np.stack([np.tile(X0, (N, 1)), *MIXERS[name][1](topology, dense_four_bits, 0.9, "awc")])
@@ -291,7 +291,7 @@ def test_time_varying_graphs(name, graph):
 
 
 @pytest.mark.parametrize("mode, order", [("simulated", "awc"), ("devices", "atc")])
-@pytest.mark.parametrize("name", ["choco", "deep_squeeze", "push_sum", "dcd"])
+@pytest.mark.parametrize("name", ["choco", "deepsqueeze", "push_sum", "dcd"])
 def test_an_exact_codec_is_plain_gossip(name, order, mode):
     """Wx − ηu in order "awc", W(x − ηu) in order "atc"."""
     graph = "exponential" if name == "dcd" else "one_peer_exponential"
@@ -411,8 +411,8 @@ def mixers(codec=None):
         "choco, two rounds": make(gossip.choco, "ring", codec=codec, rounds=2),
         "choco, idle workers": make(gossip.choco, "line", codec=codec),
         "choco, nodes": make(gossip.choco, "hierarchical", codec=codec),
-        "deep_squeeze": make(gossip.deep_squeeze, "random_matching", codec=codec),
-        "deep_squeeze, nodes": make(gossip.deep_squeeze, "alternating_exponential_ring", codec=codec),
+        "deepsqueeze": make(gossip.deepsqueeze, "random_matching", codec=codec),
+        "deepsqueeze, nodes": make(gossip.deepsqueeze, "alternating_exponential_ring", codec=codec),
         "dcd": make(gossip.dcd, "exponential", codec=codec),
         "beer": make(gossip.beer, "torus", codec=codec),
         "push_sum": make(gossip.push_sum, "random_digraph", codec=codec),
@@ -458,7 +458,7 @@ def test_declared_bytes_are_those_of_the_compiled_program(name):
 # -- Resume -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["choco", "deep_squeeze", "dcd", "beer", "push_sum", "power_gossip"])
+@pytest.mark.parametrize("name", ["choco", "deepsqueeze", "dcd", "beer", "push_sum", "power_gossip"])
 def test_resume_is_bit_exact(name, tmp_path):
     w = workers("simulated")
     mixer = mixers()[name](w.axis_name)
@@ -538,7 +538,7 @@ def unbiased():
 @pytest.mark.parametrize("build, graph, options, complaint", [
     (gossip.choco, "ring", dict(codec=None), "needs a codec"),
     (gossip.choco, "ring", dict(codec=unbiased()), "needs a contractive codec"),
-    (gossip.deep_squeeze, "ring", dict(codec=unbiased()), "needs a contractive codec"),
+    (gossip.deepsqueeze, "ring", dict(codec=unbiased()), "needs a contractive codec"),
     (gossip.beer, "ring", dict(codec=unbiased()), "needs a contractive codec"),
     (gossip.push_sum, "ring", dict(codec=unbiased()), "needs a contractive codec"),
     (gossip.choco, "random_digraph", dict(codec=four_bits()), "doubly stochastic.*use mixer 'push_sum'"),

@@ -9,12 +9,12 @@ Whole parameters travel, or what a codec C makes of them:
 
     exact          z = W^{tR+R−1} … W^{tR} x             R rounds a step; R = 1 is plain gossip
       with codec   x_i + Σ_j w_ij (C(x_j) − C(x_i))      the noise of the codec stays
+    deepsqueeze    the same with C(x_i + e_i), and γ      e_i: what earlier messages lost
     accelerated    z_{r+1} = (1+η) W z_r − η z_{r−1}     static symmetric graphs only
 
 or only what changed since neighbours last heard of it, so that a codec's noise fades as workers agree:
 
     choco          x_i + γ Σ_j w_ij (x̂_j − x̂_i)          x̂_i: what all know of x_i; C(x_i − x̂_i) travels
-    deep_squeeze   the same with C(x_i + e_i) for x̂_i    e_i: what earlier messages lost
     dcd            Σ_j w_ij x_j                          C of a whole step travels: neighbours hold x_j itself
     beer           choco on symmetric graphs             for `optim.track`, which mixes a gradient tracker as well
     push_sum       choco of y_i x_i, over y_i            directed graphs: only columns need to sum to one
@@ -31,7 +31,7 @@ Parameters travel in a few flat buckets. Weighted sums are formed in at least fl
 """
 
 from decjax.gossip.compressed import (
-    CompressedState, PushSumState, ReplicaState, beer, choco, dcd, deep_squeeze, push_sum, typical_contraction)
+    CompressedState, PushSumState, ReplicaState, beer, choco, dcd, deepsqueeze, push_sum, typical_contraction)
 from decjax.gossip.mixer import LOCAL, Mixer, damp, every, mix, mix_due
 from decjax.gossip.plain import accelerated, exact
 from decjax.gossip.power import PowerState, power_gossip
@@ -39,6 +39,6 @@ from decjax.gossip.rounds import check_exchange, mix_round
 
 __all__ = [
     "LOCAL", "CompressedState", "Mixer", "PowerState", "PushSumState", "ReplicaState", "accelerated", "beer", "check_exchange",
-    "choco", "damp", "dcd", "deep_squeeze", "every", "exact", "mix", "mix_due", "mix_round", "power_gossip", "push_sum",
+    "choco", "damp", "dcd", "deepsqueeze", "every", "exact", "mix", "mix_due", "mix_round", "power_gossip", "push_sum",
     "typical_contraction",
 ]

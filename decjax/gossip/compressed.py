@@ -6,7 +6,7 @@ a codec loses. The mixers differ in what is encoded and in what the pull is adde
 
                      encoded           memory                                        mixed
     differences      x_i               –                                             x_i + pull(c)
-    deep_squeeze     x_i + e_i         e_i <- x_i + e_i − c_i                        x_i + γ pull(c)
+    deepsqueeze      x_i + e_i         e_i <- x_i + e_i − c_i                        x_i + γ pull(c)
     choco, beer      x_i − x̂_i         x̂_i <- x̂_i + c_i;  d_i <- d_i + pull(c)       x_i + γ d_i
     push_sum         y_i x_i − x̂_i     as choco;  y_i <- y_i + γ pull(y)             (y_i x_i + γ d_i) / y_i
     dcd              x½_i − x_i        x_i <- x_i + c_i;  d_i <- d_i + pull(c)       x_i + d_i;  a local step on it is x½_i
@@ -79,7 +79,7 @@ def _differences(gamma: float = 1.0) -> _Scheme:
     return _Scheme(lambda x, row_sum: (), lambda x, memory: x, lambda x, c, pulled, memory: (x + gamma * pulled, memory))
 
 
-def _deep_squeeze(gamma: float) -> _Scheme:
+def _deepsqueeze(gamma: float) -> _Scheme:
     def merge(x, c, pulled, error):
         return x + gamma * pulled, x + error - c
     return _Scheme(lambda x, row_sum: jnp.zeros_like(x), jnp.add, merge)
@@ -290,7 +290,7 @@ def differences(topology: Topology, *, codec: codecs.Codec, rounds: int = 1, axi
     return _mixer(_differences(), _Messages(topology, codec, axis_name, bucket_bytes, seed), rounds)
 
 
-def deep_squeeze(topology: Topology, *, codec: codecs.Codec, gamma: float | None = None, rounds: int = 1,
+def deepsqueeze(topology: Topology, *, codec: codecs.Codec, gamma: float | None = None, rounds: int = 1,
                  axis_name: mesh.AxisName = mesh.WORKER, bucket_bytes: int = buckets.BUCKET_BYTES, seed: int = 0) -> Mixer:
     """DeepSqueeze: whole parameters, with what earlier messages have lost.
 
@@ -313,10 +313,10 @@ def deep_squeeze(topology: Topology, *, codec: codecs.Codec, gamma: float | None
     Reference:
         Tang et al. 2019, "DeepSqueeze: decentralization meets error-compensated compression", arXiv 1907.07346, algorithm 1.
     """
-    _check_messages("deep_squeeze", topology, codec)
-    _check_doubly_stochastic("deep_squeeze", topology)
-    _check_contractive("deep_squeeze", codec)
-    scheme = _deep_squeeze(_strength("deep_squeeze", gamma, codec))
+    _check_messages("deepsqueeze", topology, codec)
+    _check_doubly_stochastic("deepsqueeze", topology)
+    _check_contractive("deepsqueeze", codec)
+    scheme = _deepsqueeze(_strength("deepsqueeze", gamma, codec))
     return _mixer(scheme, _Messages(topology, codec, axis_name, bucket_bytes, seed), rounds)
 
 

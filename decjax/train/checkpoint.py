@@ -130,7 +130,7 @@ class Checkpoints:
         Args:
             step: one of the saved steps.
             like: arrays or `ShapeDtypeStruct`s whose structure, shapes, dtypes and shardings the state must have.
-            partial: `like` is the first part of what was saved, in the order of its leaves.
+            partial: `like` may lack some of what was saved.
 
         Returns:
             (state, counters).
@@ -149,7 +149,7 @@ class Checkpoints:
             reason = " ".join(str(error).split())[:200] or type(error).__name__
             raise self._unusable(step, f"it is damaged or of another model, optimizer or method ({reason})") from error
         sums, saved_sums = np.asarray(checksums(restored["state"])).tolist(), restored["extra"]["checksums"]
-        if sums != (saved_sums[:len(sums)] if partial else saved_sums):
+        if not set(sums) <= set(saved_sums) if partial else sums != saved_sums:
             raise self._unusable(step, "it is damaged: its checksums do not match its arrays")
         return restored["state"], restored["extra"]["counters"]
 

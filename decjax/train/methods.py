@@ -212,7 +212,7 @@ def parse_options(what: str, text: str, example: str = "k=2,seed=1") -> dict[str
         raise ValueError(f"{what} must read like {example!r}") from error
 
 
-COMPRESSED = {"choco": gossip.choco, "deepsqueeze": gossip.deep_squeeze, "dcd": gossip.dcd, "beer": gossip.beer,
+COMPRESSED = {"choco": gossip.choco, "deepsqueeze": gossip.deepsqueeze, "dcd": gossip.dcd, "beer": gossip.beer,
               "push_sum": gossip.push_sum}
 MIXERS = ("exact", *COMPRESSED, "power_gossip")
 

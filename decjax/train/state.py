@@ -78,27 +78,18 @@ def consensus_distance(params: Any) -> jax.Array:
     return jnp.sqrt(sum((jnp.sum(d**2) / len(d) for d in deviations), jnp.zeros(())))
 
 
-TRANSIENT = ("mixer", "reducer", "pending", "tracker", "gradient")  # what belongs to edges, or to a gradient not applied yet
+# What belongs to edges between workers, and the gradient that a stale all-reduce has not applied yet.
+FLEETING = ("mixer", "reducer", "pending", "tracker", "gradient")
 
 
-def lasting(tree: Any) -> Any:
-    """What outlives a change of workers: states of optimizers without their `TRANSIENT` fields, as dictionaries."""
-    if not isinstance(tree, tuple):
-        return tree
-    if not hasattr(tree, "_fields"):
-        return tuple(map(lasting, tree))
-    kept = {name: lasting(part) for name, part in tree._asdict().items() if name not in TRANSIENT}
-    return kept if len(kept) < len(tree) else tree._replace(**kept)
-
-
-def _complete(kept: Any, fresh: Any) -> Any:
-    """The inverse of `lasting`: what it left out comes from `fresh`."""
-    if not isinstance(fresh, tuple):
-        return kept
-    if not hasattr(fresh, "_fields"):
-        return tuple(map(_complete, kept, fresh))
-    kept = kept if isinstance(kept, dict) else kept._asdict()
-    return fresh._replace(**{name: _complete(part, getattr(fresh, name)) for name, part in kept.items()})
+def lasting(state: Any) -> Any:
+    """What outlives a change of workers: the state without its `FLEETING` fields; what held some becomes a dict."""
+    if not isinstance(state, tuple):
+        return state
+    if not hasattr(state, "_fields"):
+        return tuple(map(lasting, state))
+    kept = {name: lasting(part) for name, part in state._asdict().items() if name not in FLEETING}
+    return type(state)(**kept) if len(kept) == len(state) else kept
 
 
 def resize(state: State, fresh: State, num_workers: int) -> State:
@@ -125,4 +116,12 @@ def resize(state: State, fresh: State, num_workers: int) -> State:
             return np.stack([own[0] for own in members])
         return np.stack([own.mean(axis=0, dtype=np.promote_types(x.dtype, np.float32)) for own in members]).astype(x.dtype)
 
-    return _complete(jax.tree.map(spread, lasting(state)), fresh)
+    def complete(old, new):
+        if isinstance(old, dict) and hasattr(new, "_fields"):
+            return new._replace(**{name: complete(part, getattr(new, name)) for name, part in old.items()})
+        if not isinstance(old, tuple):
+            return old
+        parts = tuple(map(complete, old, new))
+        return type(old)(*parts) if hasattr(old, "_fields") else parts
+
+    return complete(jax.tree.map(spread, lasting(state)), fresh)
