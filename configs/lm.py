@@ -29,7 +29,8 @@ CODED = dict(codec=("int8", 1.0), demo=("dct", 0.999), onebit_adam=("scaled_sign
 
 KEYS = dict(workers=int, local_size=int, topology=str, method=("decentralized", "allreduce", "diloco", "sparseloco", "local"),
             optimizer=("adamw", "accum_adamw", "sgdm", "sign"), order=("awc", "atc"), engine=("auto", "fused", "split"), steps=int,
-            codec=("bfloat16", "int8"), reducer=("mean", "powersgd", "codec", "demo", "onebit_adam", "gravac"), rank=int, every=int, stale=bool, simulate=bool, smoke=bool)
+            codec=("bfloat16", "int8"), reducer=("mean", "powersgd", "codec", "demo", "onebit_adam", "gravac"), rank=int,
+            every=int, stale=bool, simulate=bool, smoke=bool)
 
 
 def get_config(arg: str = "") -> ml_collections.ConfigDict:

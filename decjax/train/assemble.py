@@ -178,7 +178,8 @@ def _momentum_sgd(config, schedule):
 
 
 def _sign_descent(config, schedule):
-    return optax.chain(optax.scale_by_sign(), optax.add_decayed_weights(config.weight_decay), optax.scale_by_learning_rate(schedule))
+    return optax.chain(optax.scale_by_sign(), optax.add_decayed_weights(config.weight_decay),
+                       optax.scale_by_learning_rate(schedule))
 
 
 OPTIMIZERS = {"adamw": _adamw, "accum_adamw": _accumulated_adamw, "sgdm": _momentum_sgd, "sign": _sign_descent}
@@ -202,7 +203,8 @@ def make_method(config: ml_collections.ConfigDict, workers: mesh.Workers,
     if config.stale and config.method != "allreduce":
         raise ValueError(f"stale belongs to method 'allreduce', got {config.method!r}; gossip overlaps with mixing.order=awc")
     if config.reducer.name != "mean" and config.method not in REDUCING:
-        raise ValueError(f"reducer {config.reducer.name!r} belongs to methods {', '.join(REDUCING)}, got {config.method!r}; use 'mean'")
+        raise ValueError(f"reducer {config.reducer.name!r} belongs to methods {', '.join(REDUCING)}, got {config.method!r}; "
+                         "use 'mean'")
     if config.method == "sparseloco" and config.reducer.name != "codec":
         raise ValueError(f"method 'sparseloco' takes reducer 'codec', got {config.reducer.name!r}; method 'diloco' takes any")
     if config.mixing.codec and config.method != "decentralized":
@@ -243,14 +245,15 @@ def make_method(config: ml_collections.ConfigDict, workers: mesh.Workers,
 def _averaging(tx: optax.GradientTransformationExtraArgs, reducer: reduce.Reducer, num_workers: int, exchange=None) -> Method:
     """The method of a transformation whose communication is a reducer's, with the state under `reducer`."""
     usage = reducer.usage and (lambda opt_state: reducer.usage(opt_state.reducer))
-    return Method(tx, reducer.phase, lambda params, phase: reducer.num_bytes(params, num_workers, phase), exchange, usage, reducer.phases)
+    return Method(tx, reducer.phase, lambda params, phase: reducer.num_bytes(params, num_workers, phase), exchange, usage,
+                  reducer.phases)
 
 
 def _onebit_adam(config, workers, schedule) -> Method:
     optimizer = config.optimizer
     if config.method != "allreduce" or config.stale or optimizer.name != "adamw":
-        raise ValueError("reducer 'onebit_adam' is an optimizer as well: it takes method 'allreduce', optimizer 'adamw' and no stale, "
-                         f"got {config.method!r}, {optimizer.name!r} and stale={config.stale}")
+        raise ValueError("reducer 'onebit_adam' is an optimizer as well: it takes method 'allreduce', optimizer 'adamw' and no "
+                         f"stale, got {config.method!r}, {optimizer.name!r} and stale={config.stale}")
     if not 0 < config.reducer.start < config.steps:
         raise ValueError(f"reducer.start={config.reducer.start}: 1-bit Adam takes its variance from the steps before, "
                          f"at least 1 and less than steps={config.steps}")
@@ -268,7 +271,8 @@ def _powersgd(config, axis_name, bucket_bytes):
 
 def _coded(config, axis_name, bucket_bytes):
     if not config.codec:
-        raise ValueError(f"reducer {config.name!r} needs reducer.codec, the form of its messages; use one of {', '.join(codecs.names())}")
+        raise ValueError(f"reducer {config.name!r} needs reducer.codec, the form of its messages; "
+                         f"use one of {', '.join(codecs.names())}")
     return reduce.coded(make_codec(config.codec), decay=config.decay, feedback=config.feedback, axis_name=axis_name,
                         bucket_bytes=bucket_bytes)
 
