@@ -123,13 +123,14 @@ def powersgd(rank: int = 4, *, gate: float = 1.0, wire_dtype: Any = None, seed: 
             p_IxR, rest = means[:len(p_IxR)], means[len(p_IxR):]
         else:
             p_IxR, rest = _means(p_IxR, axis_name, wire), _means(rest, axis_name)
+        received = [*p_IxR, *rest]
         p_IxR = _orthogonalized(p_IxR)
         # (PᵀA) rather than (AᵀP): compilers for CPUs transpose large matrices badly.
         own_RxJ = [_dot(p.T, a).astype(wire).astype(dtype) for p, a in zip(p_IxR, a_IxJ)]
         mean_RxJ = _means(own_RxJ, axis_name, wire)
 
         # Equal on all workers, since it is read from means.
-        finite = jnp.stack([jnp.isfinite(x).all() for x in (*p_IxR, *mean_RxJ, *rest)]).all()
+        finite = jnp.stack([jnp.isfinite(x).all() for x in (*received, *mean_RxJ)]).all()
         for i, p, q in zip(matrices, p_IxR, mean_RxJ):
             out[i] = _product(jnp.where(finite, p, jnp.nan), q).reshape(leaves[i].shape).astype(leaves[i].dtype)
         for i, mean in zip(dense, rest):
