@@ -120,7 +120,7 @@ def test_errors_begin_afresh_for_another_number_of_workers():
     ("method=allreduce,reducer=codec", {"reducer.codec": "zip"}, "codec 'zip' is unknown; use one of"),
     ("method=allreduce,reducer=codec", {"reducer.codec": ""}, "reducer 'codec' needs reducer.codec"),
     ("method=allreduce,reducer=codec", {"reducer.codec": "int8(block=128"}, "must read like 'int8"),
-    ("method=allreduce,reducer=codec", {"reducer.codec": "int8(width=3)"}, "codec 'int8.width=3.': .*width"),
+    ("method=allreduce,reducer=codec", {"reducer.codec": "int8(width=3)"}, "codec 'int8.*width"),
     ("method=allreduce,reducer=codec", {"reducer.decay": 1.5}, "decay=1.5"),
     ("method=allreduce", {"reducer.name": "sum"}, "reducer 'sum' is unknown; use one of mean, powersgd"),
     ("method=allreduce", {"reducer.start": -1}, "reducer.start=-1: must be at least 0"),
