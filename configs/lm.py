@@ -26,7 +26,7 @@ TUNED = {"awc": dict(adamw=(2.8e-2, 0.03), accum_adamw=(1.6e-2, 0.1), sgdm=(0.5,
 TUNED_ALLREDUCE = TUNED["awc"] | dict(adamw=(1.2e-2, 0.03))
 
 # The codec of each reducer and method that needs one, and β of the memory of what messages lose.
-CODED = dict(codec=("int8", 1.0), demo=("dct", 0.999), onebit_adam=("scaled_sign", 1.0), sparseloco=("block_topk", 0.95))
+CODED = dict(codec=("int8", 1.0), demo=("dct", 0.999), onebit_adam=("scaled_sign", 1.0), sparseloco=("block_topk(values=int2)", 0.95))
 
 KEYS = dict(workers=int, local_size=int, topology=str, method=("decentralized", "allreduce", "diloco", "sparseloco", "local"),
             optimizer=("adamw", "accum_adamw", "sgdm", "sign"), order=("awc", "atc"), engine=("auto", "fused", "split"), steps=int,

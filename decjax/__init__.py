@@ -29,5 +29,6 @@ from decjax.optim import accumulated_adamw
 from decjax.optim import decentralize
 from decjax.optim import decentralized_adam
 from decjax.optim import decentralized_adamw
+from decjax.optim import local_updates
 from decjax.optim import synchronize
 from decjax.optim import track

@@ -17,7 +17,7 @@ goes back a rung. Reference: Tyagi and Swany 2023, arXiv 2305.12201.
 """
 
 from collections.abc import Sequence
-import math
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -171,9 +171,11 @@ def gravac(ladder: Sequence[codecs.Codec], *, window: int = 50, threshold: float
         energy = _energy(vectors).astype(state.energy.dtype)
 
         def without_codec(vectors, states):
-            joint = mesh.mean(jnp.concatenate([energy[None], *(x.ravel().astype(energy.dtype) for x in vectors)]), axis_name)
+            values = [energy[None], *(x.ravel().astype(energy.dtype) for x in vectors)]
+            joint = mesh.mean(jnp.concatenate(values), axis_name)
             ends = np.cumsum([1, *(x.size for x in vectors)])
-            means = [joint[start:end].reshape(x.shape).astype(x.dtype) for start, end, x in zip(ends, ends[1:], vectors)]
+            means = [joint[start:end].reshape(x.shape).astype(x.dtype)
+                     for start, end, x in zip(ends, ends[1:], vectors)]
             return means, [jnp.zeros_like(x) for x in vectors], states, jnp.stack([joint[0], joint[0]])
 
         def with_codec(k, vectors, states):
@@ -184,7 +186,7 @@ def gravac(ladder: Sequence[codecs.Codec], *, window: int = 50, threshold: float
             error = [x - sent for x, sent in zip(vectors, own)]
             return means, error, (*states[:k], codec_state, *states[k + 1:]), energies_Nx2.mean(axis=0)
 
-        branches = [without_codec, *(lambda vectors, states, k=k: with_codec(k, vectors, states) for k in range(len(ladder)))]
+        branches = [without_codec, *(functools.partial(with_codec, k) for k in range(len(ladder)))]
         means, error, states, (sent, full) = jax.lax.switch(state.rung, branches, vectors, state.codec)
 
         new = _judged(state._replace(error=tuple(error), codec=states, energy_sent=state.energy_sent + sent,
@@ -198,7 +200,7 @@ def gravac(ladder: Sequence[codecs.Codec], *, window: int = 50, threshold: float
     def _judged(state, like):
         """The rung of the next step."""
         num_workers = jax.lax.axis_size(axis_name)
-        rates = speed or [1 / num_bytes(like, num_workers, rung)[0] if num_workers > 1 else 1.0 for rung in range(num_rungs)]
+        rates = speed or [1 / max(1, num_bytes(like, num_workers, rung)[0]) for rung in range(num_rungs)]
         rate = jnp.asarray(np.divide(rates, max(rates)), state.score.dtype)[state.rung]
         gain = jnp.where(state.energy > 0, state.energy_sent / jnp.where(state.energy > 0, state.energy, 1), 1)
         score = rate * gain

@@ -28,6 +28,9 @@ import numpy as np
 from decjax import mesh
 from decjax.reduce import reducer as reducer_lib
 
+FEW_COLUMNS = 8
+
+
 class PowerSGDState(NamedTuple):
     """State of `powersgd`; one entry for each array that is compressed, in the order of the tree's leaves."""
 
@@ -120,18 +123,19 @@ def powersgd(rank: int = 4, *, gate: float = 1.0, wire_dtype: Any = None, seed: 
             p_IxR, rest = means[:len(p_IxR)], means[len(p_IxR):]
         else:
             p_IxR, rest = _means(p_IxR, axis_name, wire), _means(rest, axis_name)
+        received = [*p_IxR, *rest]
         p_IxR = _orthogonalized(p_IxR)
         # (PᵀA) rather than (AᵀP): compilers for CPUs transpose large matrices badly.
         own_RxJ = [_dot(p.T, a).astype(wire).astype(dtype) for p, a in zip(p_IxR, a_IxJ)]
         mean_RxJ = _means(own_RxJ, axis_name, wire)
 
         # Equal on all workers, since it is read from means.
-        finite = jnp.stack([jnp.isfinite(x).all() for x in (*p_IxR, *mean_RxJ, *rest)]).all()
+        finite = jnp.stack([jnp.isfinite(x).all() for x in (*received, *mean_RxJ)]).all()
         for i, p, q in zip(matrices, p_IxR, mean_RxJ):
-            out[i] = _dot(jnp.where(finite, p, jnp.nan), q).reshape(leaves[i].shape).astype(leaves[i].dtype)
+            out[i] = _product(jnp.where(finite, p, jnp.nan), q).reshape(leaves[i].shape).astype(leaves[i].dtype)
         for i, mean in zip(dense, rest):
             out[i] = mean.astype(leaves[i].dtype)
-        error = tuple(jnp.where(finite, a - _dot(p, q), e) for a, p, q, e in zip(a_IxJ, p_IxR, own_RxJ, state.error))
+        error = tuple(jnp.where(finite, a - _product(p, q), e) for a, p, q, e in zip(a_IxJ, p_IxR, own_RxJ, state.error))
         factor = tuple(jnp.where(finite, q.T, old) for q, old in zip(mean_RxJ, state.factor))
         return treedef.unflatten(out), PowerSGDState(error, factor)
 
@@ -150,6 +154,13 @@ def powersgd(rank: int = 4, *, gate: float = 1.0, wire_dtype: Any = None, seed: 
 def _dot(x: jax.Array, y: jax.Array) -> jax.Array:
     # Accelerators would round the operands, and workers of different kinds differently.
     return jnp.matmul(x, y, precision=jax.lax.Precision.HIGHEST)
+
+
+def _product(p_IxR: jax.Array, q_RxJ: jax.Array) -> jax.Array:
+    """P Q of the approximation; of few columns as a sum of outer products, which fuses with what is done to it."""
+    if len(q_RxJ) > FEW_COLUMNS:
+        return _dot(p_IxR, q_RxJ)
+    return sum(p_I[:, None] * q_J for p_I, q_J in zip(p_IxR.T, q_RxJ))
 
 
 def _means(arrays: list[jax.Array], axis_name: mesh.AxisName, wire_dtype: Any = None) -> list[jax.Array]:

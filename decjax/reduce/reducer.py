@@ -53,7 +53,8 @@ def due_phase(reducer: Reducer, phase: int | None) -> int | None:
     if len(reducer.phases) == 1:
         return reducer.phases[0]
     if phase is None and not reducer.usage:
-        raise ValueError(f"this reducer has {len(reducer.phases)} phases: give update(…, phase=reducer.phase(step)), a static int")
+        raise ValueError(f"this reducer has {len(reducer.phases)} phases: give update(…, phase=reducer.phase(step)), "
+                         "a static int")
     return phase
 
 
@@ -101,7 +102,7 @@ def start_at(reducer: Reducer, step: int, before: Reducer) -> Reducer:
     if step == 0:
         return reducer
     if len(before.phases) > 1:
-        raise ValueError(f"the reducer before step {step} has {len(before.phases)} phases; use one that has a single one, as `mean`")
+        raise ValueError(f"the reducer before step {step} has {len(before.phases)} phases; use one with a single one, as mean")
     num_own = len(reducer.phases)
 
     def own(phase):
@@ -116,7 +117,9 @@ def start_at(reducer: Reducer, step: int, before: Reducer) -> Reducer:
         return averaged, (first, then)
 
     def num_bytes(params, num_workers, phase=num_own):
-        return before.num_bytes(params, num_workers) if phase == BEFORE else reducer.num_bytes(params, num_workers, own(phase))
+        if phase == BEFORE:
+            return before.num_bytes(params, num_workers)
+        return reducer.num_bytes(params, num_workers, own(phase))
 
     def phase(count):
         if count < step:
@@ -125,7 +128,8 @@ def start_at(reducer: Reducer, step: int, before: Reducer) -> Reducer:
         return due if due is None else 1 + reducer.phases.index(due)
 
     usage = reducer.usage and (lambda state: jnp.pad(reducer.usage(state[1]), (1, 0)))
-    return Reducer(lambda params: (before.init(params), reducer.init(params)), reduce, num_bytes, phase, range(1 + num_own), usage)
+    return Reducer(lambda params: (before.init(params), reducer.init(params)), reduce, num_bytes, phase, range(1 + num_own),
+                   usage)
 
 
 def every(reducer: Reducer, period: int) -> Reducer:
@@ -153,5 +157,7 @@ def every(reducer: Reducer, period: int) -> Reducer:
         return np.zeros(num_workers) if phase == LOCAL else reducer.num_bytes(params, num_workers, phase)
 
     usage = reducer.usage and (lambda state: jnp.pad(reducer.usage(state), (1, 0)))
-    return Reducer(reducer.init, reduce, num_bytes, lambda step: LOCAL if (step + 1) % period else reducer.phase(step // period),
-                   range(LOCAL, reducer.phases.stop), usage)
+    def phase(step):
+        return LOCAL if (step + 1) % period else reducer.phase(step // period)
+
+    return Reducer(reducer.init, reduce, num_bytes, phase, range(LOCAL, reducer.phases.stop), usage)

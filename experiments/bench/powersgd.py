@@ -118,7 +118,8 @@ def main(argv: list[str]) -> None:
         ratio = statistics.median(copy / t for copy, t in zip(times["copy"], taken))
         faster = statistics.median(other / t for other, t in zip(theirs, taken)) if theirs and name == "decjax" else None
         median = statistics.median(taken)
-        table.add_row(name, f"{1e3 * median:.1f}", f"{1e-9 * num_bytes / median:.2f}", f"{ratio:.3f}", f"{faster:.2f}" if faster else "")
+        table.add_row(name, f"{1e3 * median:.1f}", f"{1e-9 * num_bytes / median:.2f}", f"{ratio:.3f}",
+                      f"{faster:.2f}" if faster else "")
     rich.console.Console(width=120).print(table)
 
 
