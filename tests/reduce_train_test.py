@@ -124,13 +124,13 @@ def test_errors_begin_afresh_for_another_number_of_workers():
     ("method=allreduce,reducer=codec", {"reducer.decay": 1.5}, "decay=1.5"),
     ("method=allreduce", {"reducer.name": "sum"}, "reducer 'sum' is unknown; use one of mean, powersgd"),
     ("method=allreduce", {"reducer.start": -1}, "reducer.start=-1: must be at least 0"),
-    ("method=allreduce,reducer=onebit_adam,codec=int8,optimizer=sgdm", {}, "it takes method 'allreduce', optimizer 'adamw'"),
+    ("method=allreduce,reducer=onebit_adam,codec=int8,optimizer=sgdm", {}, "it takes optimizer 'adamw' and no stale, got 'sgdm'"),
     ("method=allreduce,reducer=onebit_adam,codec=int8,stale", {}, "and no stale"),
     ("method=allreduce,reducer=onebit_adam,codec=int8", {"reducer.start": 0}, "reducer.start=0: 1-bit Adam takes its variance"),
     ("method=allreduce,reducer=gravac", {"reducer.ladder": ""}, "needs a ladder of at least one codec"),
     ("method=diloco,every=0", {}, "every=0 steps: must be at least 1"),
     ("method=diloco", {"outer.momentum": 1.0}, "outer.momentum=1.0: must be at least 0 and less than 1"),
-    ("method=sparseloco,reducer=powersgd", {}, "method 'sparseloco' takes reducer 'codec', got 'powersgd'"),
+    ("method=sparseloco,reducer=powersgd", {}, "method 'sparseloco' cannot have reducer 'powersgd'; 'sparseloco' takes reducer 'codec'"),
     ("method=diloco,stale", {}, "stale belongs to method 'allreduce', got 'diloco'")])
 def test_impossible_configs_are_refused_in_one_line(configured, argument, fields, message):
     with pytest.raises(train.ConfigError, match=message) as error:

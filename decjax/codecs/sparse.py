@@ -167,7 +167,8 @@ def block_topk(fraction: float = 0.01, k: int = 1, values: Codec = cast.identity
         raise ValueError(f"block_topk k={k} must be at least 1 value of each group")
     group = math.ceil(k / fraction)
     if group > 2**12:
-        raise ValueError(f"block_topk of k={k} in groups of {group}: groups may have 4096 values; use a larger fraction or a smaller k")
+        raise ValueError(f"block_topk of k={k} in groups of {group}: groups may have 4096 values; use a larger fraction or a "
+                         "smaller k")
     low = jnp.uint32(2 ** (group - 1).bit_length() - 1)
 
     def lanes(size):
@@ -175,8 +176,10 @@ def block_topk(fraction: float = 0.01, k: int = 1, values: Codec = cast.identity
 
     def select(x_P, key):
         del key
+        if not x_P.size:
+            return x_P, jnp.zeros(0, bits.index_dtype(group))
         M = lanes(x_P.size)
-        full = x_P.size - x_P.size % max(1, M)  # What is left fills a part of one more row. It is not joined to them: see by_rows.
+        full = x_P.size - x_P.size % M  # What is left fills a part of one more row. It is not joined to them: see by_rows.
 
         def keys(row_GxM, first):
             pattern_GxM = jax.lax.bitcast_convert_type(jnp.abs(row_GxM.astype(jnp.float32)), jnp.uint32)
