@@ -81,12 +81,6 @@ def mean_of(grads_N):
 VIEWS = {"a": (6, 5), "b": (6, 5), "c": (6, 8)}
 
 
-def test_the_matrix_view_is_cut_where_factors_are_smallest():
-    assert reduce.matrix_view((64, 192)) == (64, 192)
-    assert reduce.matrix_view((3, 3, 64, 128)) == (3 * 3 * 64, 128)
-    assert reduce.matrix_view((64, 4, 16)) == (64, 64) and reduce.matrix_view((4, 16, 64)) == (64, 64)
-
-
 class DensePowerSGD:
     """Algorithms 1 and 2 of arXiv 1905.13727, with every worker's own residual."""
 

@@ -15,7 +15,6 @@ from decjax.reduce.coded import coded
 from decjax.reduce.coded import CodedState
 from decjax.reduce.coded import gravac
 from decjax.reduce.coded import GravacState
-from decjax.reduce.powersgd import matrix_view
 from decjax.reduce.powersgd import powersgd
 from decjax.reduce.powersgd import PowerSGDState
 from decjax.reduce.reducer import BEFORE

@@ -25,6 +25,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from decjax import codecs
 from decjax import mesh
 from decjax.reduce import reducer as reducer_lib
 
@@ -44,11 +45,6 @@ class _Plan(NamedTuple):
     matrices: dict[int, tuple[int, int, int]]  # position of a leaf -> I, J, R
     dense: tuple[int, ...]  # positions of the other floating-point leaves
     dtype: Any  # of the arithmetic, float32 at least
-
-
-def matrix_view(shape: tuple[int, ...]) -> tuple[int, int]:
-    """I and J of an array seen as a matrix: cut between the axes where I + J, and so the factors, are smallest."""
-    return min(((math.prod(shape[:cut]), math.prod(shape[cut:])) for cut in range(1, len(shape))), key=sum)
 
 
 def powersgd(rank: int = 4, *, gate: float = 1.0, wire_dtype: Any = None, seed: int = 0,
@@ -92,7 +88,7 @@ def powersgd(rank: int = 4, *, gate: float = 1.0, wire_dtype: Any = None, seed: 
     def plan(tree) -> _Plan:
         leaves = jax.tree.leaves(tree)
         floating = [i for i, leaf in enumerate(leaves) if leaf.size and jnp.issubdtype(leaf.dtype, jnp.floating)]
-        views = {i: matrix_view(leaves[i].shape) for i in floating if leaves[i].ndim > 1}
+        views = {i: view for i in floating if (view := codecs.matrix_shape(leaves[i].shape))}
         matrices = {i: (I, J, min(rank, I, J)) for i, (I, J) in views.items() if (I + J) * rank < gate * I * J}
         if not matrices:
             least = max((min(view) for view in views.values()), default=0)
