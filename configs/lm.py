@@ -85,11 +85,10 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
         window=50,  # gravac: steps between its decisions
         threshold=0.5,  # gravac: the least gain
     ))
-    local_updates = {"diloco": (0.7, 0.9), "sparseloco": (1.0, 0.0)}.get(config.method, (1.0, 0.0))
     config.outer = ml_collections.ConfigDict(dict(  # diloco, sparseloco: the step along the average change
         every=given.get("every", 30),  # H steps
-        learning_rate=local_updates[0],
-        momentum=local_updates[1],  # Nesterov's
+        learning_rate=0.7 if config.method == "diloco" else 1.0,
+        momentum=0.9 if config.method == "diloco" else 0.0,  # Nesterov's
     ))
     config.consensus_every = 0  # K: replace all replicas by their average every K steps; 0 never
 

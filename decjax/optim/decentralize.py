@@ -33,6 +33,18 @@ class DecentralizeState(NamedTuple):
     mixer: Any  # state of the mixer
 
 
+def check_update(params: Any, order: str, phase: int | None, received: Any) -> None:
+    """Refuses an update without parameters, and one whose `received` cannot have been there in time.
+
+    Raises:
+        ValueError: naming what is missing.
+    """
+    if params is None:
+        raise ValueError(optax.NO_PARAMS_MSG)
+    if received is not None and (order != "awc" or phase is None):
+        raise ValueError(f"received needs order 'awc' and a static phase, got order {order!r} and phase {phase}")
+
+
 class SynchronizeState(NamedTuple):
     """State of `synchronize`."""
 
@@ -87,10 +99,7 @@ def decentralize(inner: optax.GradientTransformation, mixer: gossip.Mixer,
         return mixer.settle(params, stepped, mixer_state) if mixer.settle else (stepped, mixer_state)
 
     def update(grads, state, params=None, *, phase=None, received=None, **extra):
-        if params is None:
-            raise ValueError(optax.NO_PARAMS_MSG)
-        if received is not None and (order != "awc" or phase is None):
-            raise ValueError(f"received needs order 'awc' and a static phase, got order {order!r} and phase {phase}")
+        check_update(params, order, phase, received)
         if order == "awc":
             mixed, mixer_state = mix(params, state, phase, received)
             updates, inner_state = inner.update(grads, state.inner, mixed, **extra)

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import optax
 
 from decjax import gossip
+from decjax.optim.decentralize import check_update
 from decjax.optim.decentralize import ORDERS
 
 
@@ -69,10 +70,7 @@ def track(inner: optax.GradientTransformation, mixer: gossip.Mixer,
         return gossip.mix_due(mixer, both, state.mixer, phase, state.count)
 
     def update(grads, state, params=None, *, phase=None, received=None, **extra):
-        if params is None:
-            raise ValueError(optax.NO_PARAMS_MSG)
-        if received is not None and (order != "awc" or phase is None):
-            raise ValueError(f"received needs order 'awc' and a static phase, got order {order!r} and phase {phase}")
+        check_update(params, order, phase, received)
         if order == "awc":
             (mixed, tracker), mixer_state = mix(params, state.tracker, state, phase, received)
             tracker = jax.tree.map(lambda v, g, before: v + (g - before), tracker, grads, state.gradient)
