@@ -37,7 +37,7 @@ $(INSTALLED): requirements.txt
 		"jax[$(JAX)]==$$($(BIN)/python -c 'import importlib.metadata as m; print(m.version("jax"))')")
 	@touch $@
 
-$(VENV)/installed-tests: $(VENV)/installed tests/requirements.txt
+$(VENV)/installed-tests: $(INSTALLED) tests/requirements.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r tests/requirements.txt
 	@touch $@
 

@@ -34,10 +34,33 @@ KEYS = dict(workers=int, local_size=int, topology=str, method=("decentralized", 
             reducer=("mean", "powersgd", "codec", "demo", "onebit_adam", "gravac"), codec=str, rank=int, every=int,
             stale=bool, simulate=bool, smoke=bool)
 
+# What each mixer's graph has to be, where the default one is not: symmetric, or symmetric and the same in all steps.
+TOPOLOGIES = dict(power_gossip=("one_peer_exponential", "pairwise=True"), dcd=("ring", ""), beer=("ring", ""))
+# Keys of what is sent, and the methods that they change.
+SENDING = dict(mixer=("decentralized",), reducer=("allreduce", "diloco", "sparseloco"), stale=("allreduce",),
+               every=("decentralized", "diloco", "sparseloco"), codec=("decentralized", "allreduce", "diloco", "sparseloco"))
+
+
+def _refuse_idle(given: dict) -> None:
+    """Refuses keys of what is sent that would change nothing: nobody should believe in a compression that is not there."""
+    method = given.get("method", "decentralized")
+    for key in SENDING.keys() & given.keys():
+        if method not in SENDING[key]:
+            raise ValueError(f"config argument {key}={given[key]} changes nothing with method={method}; leave it out, or use "
+                             f"method={'|'.join(SENDING[key])}")
+    reducer = given.get("reducer", "codec" if method == "sparseloco" else "mean")
+    if "codec" in given and (given.get("mixer") == "power_gossip" or method != "decentralized" and reducer not in CODED):
+        raise ValueError(f"config argument codec={given['codec']} changes nothing here: mixer=power_gossip and reducers other than "
+                         f"{', '.join(CODED)} have none; leave it out")
+    if "rank" in given and given.get("mixer") != "power_gossip" and reducer != "powersgd":
+        raise ValueError(f"config argument rank={given['rank']} changes nothing here; use it with mixer=power_gossip or "
+                         "reducer=powersgd")
+
 
 def get_config(arg: str = "") -> ml_collections.ConfigDict:
     """The config; `arg` is the shorthand."""
     given = shorthand.parse(arg, KEYS)
+    _refuse_idle(given)
     smoke = given.get("smoke", False)
     config = ml_collections.ConfigDict()
     config.seed = 0
@@ -55,9 +78,10 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
     config.stale = given.get("stale", False)  # allreduce: overlap it, and apply the gradient of the step before
     config.engine = given.get("engine", "auto")  # fused: one executable a step | split: the exchange in its own thread
     config.bucket_bytes = 2**18  # arrays travel joined up to this size; 0: each by itself
+    graph, options = TOPOLOGIES.get(given.get("mixer"), ("one_peer_exponential", ""))
     config.topology = ml_collections.ConfigDict(dict(
-        name=given.get("topology", "one_peer_exponential"),  # python -m launch.topologies lists them
-        options="",  # as "k=2,seed=1"
+        name=given.get("topology", graph),  # python -m launch.topologies lists them
+        options="" if "topology" in given else options,  # as "k=2,seed=1"
     ))
     config.mixing = ml_collections.ConfigDict(dict(
         order=given.get("order", "awc"),  # awc: overlaps with the gradient | atc: after the step
@@ -86,7 +110,7 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
         threshold=0.5,  # gravac: the least gain
     ))
     config.outer = ml_collections.ConfigDict(dict(  # diloco, sparseloco: the step along the average change
-        every=given.get("every", 30),  # H steps
+        every=given.get("every", 5 if smoke else 30),  # H steps
         learning_rate=0.7 if config.method == "diloco" else 1.0,
         momentum=0.9 if config.method == "diloco" else 0.0,  # Nesterov's
     ))

@@ -1,5 +1,9 @@
 """The argument of a config file: `configs/lm.py:workers=12,topology=torus,smoke`."""
 
+import re
+
+COMMA = re.compile(r",(?![^()]*\))")  # not those within brackets, as of codec=topk(fraction=0.01,values=int4)
+
 
 def parse(arg: str, keys: dict) -> dict:
     """Reads comma-separated `key=value` pairs.
@@ -15,7 +19,7 @@ def parse(arg: str, keys: dict) -> dict:
         ValueError: naming the unknown key or value, and the valid ones.
     """
     given = {}
-    for part in filter(None, (part.strip() for part in (arg or "").split(","))):
+    for part in filter(None, (part.strip() for part in COMMA.split(arg or ""))):
         key, equals, value = part.partition("=")
         if key not in keys:
             raise ValueError(f"config argument {key!r} is unknown; use some of {', '.join(keys)}")

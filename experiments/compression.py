@@ -58,6 +58,7 @@ ROWS = (
     reduce("SparseLoCo", "method=sparseloco"),
     gossip(GOSSIP),
     gossip("int8", "codec=int8"),
+    gossip("int4", "codec=int4"),
     gossip("int4, CHOCO", "codec=int4,mixer=choco"),
     gossip("fp8, CHOCO", "codec=float8_e4m3,mixer=choco"),
     gossip("sign, CHOCO", "codec=scaled_sign,mixer=choco"),

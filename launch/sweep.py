@@ -12,6 +12,7 @@ import itertools
 import json
 import os
 import pathlib
+import re
 import statistics
 import time
 from typing import NamedTuple
@@ -31,6 +32,7 @@ _CONFIG = flags.DEFINE_string("config", None, "Config file, with an optional sho
 _WORKDIR = flags.DEFINE_string("workdir", None, "Directory of the sweep; each run has its own below.", required=True)
 _SWEEP = flags.DEFINE_string("sweep", None, "'key=value,value;key=value,value'; none: the config file's own.")
 
+COMMA = re.compile(r",(?![^()]*\))")  # not those within brackets, as of codec=topk(fraction=0.01,values=int4)
 SEED = "seed"  # the key whose values make the spread
 POLL_S = 0.1
 
@@ -82,7 +84,7 @@ def parse_sweep(text: str) -> dict[str, list[str]]:
                              "write as in 'topology=ring,torus;seed=0,1'")
         if key in swept:
             raise SweepError(f"sweep: key {key!r} stands twice; list all its values once, after commas")
-        swept[key] = [value.strip() for value in values.split(",")]
+        swept[key] = [value.strip() for value in COMMA.split(values)]
         if "" in swept[key]:
             raise SweepError(f"sweep: {part.strip()!r} has an empty value; write as in 'seed=0,1'")
         if len(set(swept[key])) < len(swept[key]):

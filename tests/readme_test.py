@@ -1,4 +1,4 @@
-"""The README's own training loop runs as it stands, and learns."""
+"""What the README shows runs as it stands: its training loop learns, its commands and configs exist."""
 
 import pathlib
 import re
@@ -6,6 +6,11 @@ import re
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
+
+from configs import lm
+from decjax import train
+from experiments import compression
 
 README = pathlib.Path(__file__).parents[1] / "README.md"
 
@@ -31,6 +36,16 @@ def test_every_command_of_the_readme_exists():
     assert len(modules) >= 6
     for module in modules:
         assert (README.parent / (module.replace(".", "/") + ".py")).is_file(), module
+
+
+SHORTHANDS = sorted({*re.findall(r"--config=configs/lm\.py:(\S+)", README.read_text()), *(row.shorthand for row in compression.ROWS)})
+
+
+@pytest.mark.parametrize("shorthand", SHORTHANDS)
+def test_every_config_of_the_readme_and_of_the_compression_table_can_be_trained(shorthand):
+    config = lm.get_config(f"{shorthand},smoke,steps=60" + (",simulate" if "workers=" in shorthand else ""))
+    config.data.path = str(README)
+    train.build(config)
 
 
 def test_every_dependency_is_explained():

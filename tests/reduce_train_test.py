@@ -112,7 +112,10 @@ def test_errors_begin_afresh_for_another_number_of_workers():
 
 
 @pytest.mark.parametrize("argument, fields, message", [
-    ("reducer=powersgd", {}, "reducer 'powersgd' belongs to methods allreduce, diloco, sparseloco, got 'decentralized'; use 'mean'"),
+    ("reducer=powersgd", {}, "reducer=powersgd changes nothing with method=decentralized; leave it out, or use method=allreduce"),
+    ("mixer=choco,codec=int8,rank=2", {}, "rank=2 changes nothing here; use it with mixer=power_gossip or reducer=powersgd"),
+    ("method=allreduce,codec=int8", {}, "codec=int8 changes nothing here"),
+    ("", {"reducer.name": "powersgd"}, "reducer 'powersgd' belongs to methods allreduce, diloco, sparseloco, got 'decentralized'; use 'mean'"),
     ("method=allreduce,reducer=powersgd,rank=0", {}, "rank=0: must be at least 1"),
     ("method=allreduce,reducer=powersgd,rank=99", {}, "rank=99 makes no array smaller"),
     ("method=allreduce,reducer=powersgd", {"reducer.wire_dtype": "int8"}, "wire_dtype='int8' is no floating-point type"),
@@ -131,8 +134,15 @@ def test_errors_begin_afresh_for_another_number_of_workers():
     ("method=diloco,every=0", {}, "every=0 steps: must be at least 1"),
     ("method=diloco", {"outer.momentum": 1.0}, "outer.momentum=1.0: must be at least 0 and less than 1"),
     ("method=sparseloco,reducer=powersgd", {}, "method 'sparseloco' cannot have reducer 'powersgd'; 'sparseloco' takes reducer 'codec'"),
-    ("method=diloco,stale", {}, "stale belongs to method 'allreduce', got 'diloco'")])
+    ("method=diloco,every=9", {}, "outer.every=9 is more than steps=8, so nothing would ever be exchanged; use at most 8"),
+    ("every=9", {}, "mixing.every=9 is more than steps=8"),
+    ("method=diloco,every=4,reducer=powersgd", {"reducer.start": 2}, "reducer.start=2 is not reached in steps=8.*use less than 2"),
+    ("method=diloco,every=4,reducer=powersgd,rank=99", {}, "rank=99 makes no array smaller"),
+    ("mixer=power_gossip,rank=99", {}, "rank=99"),
+    ("codec=topk(k=2.5),mixer=choco", {}, "k=2.5 must be a whole number"),
+    ("codec=qsgd(levels=7.0)", {}, "levels=7.0 must be a whole number"),
+    ("method=diloco", {"stale": True}, "stale belongs to method 'allreduce', got 'diloco'")])
 def test_impossible_configs_are_refused_in_one_line(configured, argument, fields, message):
-    with pytest.raises(train.ConfigError, match=message) as error:
+    with pytest.raises((train.ConfigError, ValueError), match=message) as error:
         train.build(configured(argument, fields))
     assert "\n" not in str(error.value)

@@ -72,4 +72,6 @@ def make(name: str, **given: Any) -> Codec:
             given = given | {option: make(value)}
         elif isinstance(value, str) != isinstance(known[option], str) and not isinstance(value, Codec):
             raise ValueError(f"codec {name!r} option {option}={value!r}: give a value such as {known[option]!r}")
+        elif type(known[option]) is int and type(value) is not int:
+            raise ValueError(f"codec {name!r} option {option}={value!r} must be a whole number, such as {known[option]}")
     return CODECS[name](**given)

@@ -1,14 +1,17 @@
 """The one train loop: build the parts from a config, run them in a work directory.
 
-    assemble     config -> parts; the only place that reads a ConfigDict
+    assemble     config -> parts; with methods, where a ConfigDict ends
+    methods      config -> what happens to gradients and parameters
     state        the stacked state
     engine       one compiled step per phase: fused, or with the exchange beside the gradient
+    divide       what of an update needs no message, and is computed meanwhile
     loop         steps, logging, signals, the end of a run
     evaluate     the averaged model and the local models
     checkpoint   Orbax, and whose directory it is
     metrics      metrics.jsonl, TensorBoard, the screen
     wire         bytes sent, read from compiled HLO
     overlap      what is computed while messages travel, read from compiled HLO
+    errors       what ends a run, in one line
     measure      what a step, an exchange and a codec take: profiles for `decjax.runtime`
 """
 

@@ -18,8 +18,8 @@ from decjax import models
 from decjax import topology as topology_lib
 from decjax.train import engine
 from decjax.train import methods
+from decjax.train import state as state_lib
 from decjax.train.errors import ConfigError
-from decjax.train.state import Method
 
 SIMULATED_WORKERS = 8  # on a lone accelerator, and forced CPU devices without one
 MINIMA = {"steps": 1, "log_every": 1, "consensus_every": 0, "sample_bytes": 1, "eval.every": 1, "eval.batch_size": 1,
@@ -37,7 +37,7 @@ class Setup(NamedTuple):
     config: ml_collections.ConfigDict  # resolved: what was automatic is filled in
     workers: mesh.Workers
     topology: topology_lib.Topology | None  # None unless the method is decentralized
-    method: Method
+    method: state_lib.Method
     schedule: optax.Schedule
     model: models.Model
     gradients: Callable  # the gradient source, (params, tokens_BxT1, key) -> (loss, grads)
@@ -77,8 +77,7 @@ def build(config: ml_collections.ConfigDict, devices: Sequence[jax.Device] | Non
         method, topology = methods.make_method(config, workers, schedule)
         engine.choose(config.engine, method)
         model = models.decoder_lm(**config.model)
-        # Some reducers depend on the shapes of arrays, and refuse those that do not fit.
-        method.num_bytes(jax.eval_shape(model.init, jax.random.key(0)), method.phase(config.steps - 1))
+        state_lib.abstract(model.init, method.tx, workers, config.seed)  # Some mixers and reducers refuse arrays of some shapes.
         corpus = data.load_corpus(config.data.path, min_bytes=model.context + 1)
         batch = data.batches(
             corpus.train, context=model.context, batch_size=config.batch_size // config.workers,

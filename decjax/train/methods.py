@@ -63,7 +63,21 @@ def make_method(config: ml_collections.ConfigDict, workers: mesh.Workers,
         if config.mixing[field] != empty and config.method != "decentralized":
             raise ValueError(f"mixing.{field}={config.mixing[field]!r} belongs to method 'decentralized', got {config.method!r}; "
                              f"leave it {repr(empty) if empty else 'empty'}")
+    _check_communicates(config)
     return build(config, workers, schedule)
+
+
+def _check_communicates(config) -> None:
+    """Refuses a run that would end before it first exchanges, or compresses, anything."""
+    between = {"decentralized": config.mixing.every, "diloco": config.outer.every, "sparseloco": config.outer.every}.get(
+        config.method, 1)
+    if between > config.steps:
+        field = "mixing.every" if config.method == "decentralized" else "outer.every"
+        raise ValueError(f"{field}={between} is more than steps={config.steps}, so nothing would ever be exchanged; use at most "
+                         f"{config.steps}, or method 'local'")
+    if config.method in REDUCING and config.reducer.name != "mean" and config.reducer.start * between >= config.steps:
+        raise ValueError(f"reducer.start={config.reducer.start} is not reached in steps={config.steps}, so reducer "
+                         f"{config.reducer.name!r} would never be used; use less than {-(-config.steps // between)}, or reducer 'mean'")
 
 
 def _decentralized(config, workers, schedule):
@@ -79,8 +93,9 @@ def _decentralized(config, workers, schedule):
             return mixer.exchange(params, opt_state.mixer, phase)
 
     def num_bytes(params, phase):
-        if phase is None:
-            return np.mean([num_bytes(params, phase) for phase in mixer.phases], axis=0)
+        if phase is None:  # All phases in one program: the mean over a period.
+            mixing = sum(phase != gossip.LOCAL for phase in mixer.phases)
+            return np.mean([num_bytes(params, mixer.phase(step)) for step in range(config.mixing.every * mixing)], axis=0)
         return mixer.num_bytes((params, params) if config.mixing.mixer == "beer" else params, phase)
 
     if not config.mixing.static_phase:

@@ -114,7 +114,8 @@ def resize(state: State, fresh: State, num_workers: int) -> State:
         members = [x[groups == j] for j in range(num_workers)]
         if not np.issubdtype(x.dtype, np.floating):
             return np.stack([own[0] for own in members])
-        return np.stack([own.mean(axis=0, dtype=np.promote_types(x.dtype, np.float32)) for own in members]).astype(x.dtype)
+        # In float64 the mean of equal values is that value, so that equal replicas stay equal.
+        return np.stack([own.mean(axis=0, dtype=np.float64) for own in members]).astype(x.dtype)
 
     def complete(old, new):
         if isinstance(old, dict) and hasattr(new, "_fields"):
