@@ -14,6 +14,7 @@ import pytest
 from decjax import codecs
 from decjax import mesh
 from decjax.codecs import bits
+from decjax.codecs import codec as codec_lib
 from decjax.codecs import noise
 from decjax.codecs import sparse
 from decjax.train import wire
@@ -325,10 +326,36 @@ def test_packing_is_dense_and_exact(width, size):
     np.testing.assert_array_equal(jax.jit(lambda packed: bits.unpack(packed, width, size))(packed), codes)
 
 
-@pytest.mark.parametrize("shape, k", [((1000,), 3), ((5, 700), 4), ((700,), 300), ((65,), 1)])
-def test_the_largest_are_those_of_a_sort(shape, k):
-    x = np.abs(np.random.default_rng(k).normal(size=shape)).astype(np.float32)
-    np.testing.assert_array_equal(np.sort(sparse.largest(x, k), axis=-1), np.sort(jax.lax.top_k(x, k)[1], axis=-1))
+@pytest.mark.parametrize("shape, k, dtype", [
+    ((1000,), 3, "float32"), ((5, 700), 4, "float32"), ((700,), 300, "float32"), ((65,), 1, "float32"), ((2, 20_001), 5000, "float32"),
+    ((140_003,), 900, "float32"), ((140_003,), 900, "bfloat16"), ((140_003,), 900, "float64")])
+def test_the_largest_are_those_of_a_sort(shape, k, dtype):
+    """Of bfloat16 many are equal, and any of these will do."""
+    with jax.enable_x64(dtype == "float64"):
+        x = jnp.abs(jnp.asarray(np.random.default_rng(k).normal(size=shape), dtype)).at[..., 5:9].set(jnp.inf).at[..., 9:].min(3)
+        chosen = jax.jit(sparse.largest, static_argnums=1)(x, k)
+        assert (np.diff(np.sort(chosen, axis=-1), axis=-1) > 0).all()
+        np.testing.assert_array_equal(np.sort(jnp.take_along_axis(x, chosen, axis=-1)), np.sort(jax.lax.top_k(x, k)[0], axis=-1))
+
+
+def test_the_largest_of_zeros_are_any():
+    chosen = sparse.largest(jnp.zeros(20_000).at[19_999].set(1e-40), 40)
+    assert len(set(chosen.tolist())) == 40 and 0 <= chosen.min() and chosen.max() < 20_000
+
+
+def test_the_first_set_bits():
+    words = np.random.default_rng(0).integers(0, 2**32, 50, dtype=np.uint32) * (np.arange(50) % 3 > 0).astype(np.uint32)
+    positions = np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little"))
+    for k in (1, len(positions)):
+        np.testing.assert_array_equal(jax.jit(bits.first_set, static_argnums=1)(words, k), positions[:k])
+
+
+def test_the_magnitude_of_a_row_is_not_a_number_if_one_of_its_values_is_none():
+    for columns in (1, 24, 48, 256):
+        x = np.random.default_rng(columns).normal(size=(5, columns)).astype(np.float32)
+        x[0, -1], x[1, 0], x[2, -1], x[3] = np.nan, np.inf, -np.inf, 0
+        expected = np.where(np.isfinite(x).all(axis=1), np.abs(x).max(axis=1), np.nan)
+        np.testing.assert_array_equal(codec_lib.magnitude(jnp.asarray(x))[:, 0], expected)
 
 
 def test_noise_is_uniform_and_keys_are_independent():
