@@ -152,8 +152,11 @@ def mean_bytes(size: int, dtype: Any, num_workers: int, wire_dtype: Any = None) 
 
 
 def all_gather(x: jax.Array, axis_name: AxisName) -> jax.Array:
-    """The arrays of all workers, stacked: [N, ...]."""
-    return jax.lax.all_gather(x, axis_name)
+    """The arrays of all workers, stacked: [N, ...]. Narrow values travel as unsigned integers, as in `exchange`."""
+    if x.dtype.itemsize >= 4:
+        return jax.lax.all_gather(x, axis_name)
+    bits = jax.lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}")
+    return jax.lax.bitcast_convert_type(jax.lax.all_gather(bits, axis_name), x.dtype)
 
 
 def scatter_mean(x_P: jax.Array, group_size: int, axis_name: AxisName) -> jax.Array:

@@ -12,9 +12,12 @@ import numpy as np
 import pytest
 
 from decjax import codecs
+from decjax import mesh
 from decjax.codecs import bits
+from decjax.codecs import codec as codec_lib
 from decjax.codecs import noise
 from decjax.codecs import sparse
+from decjax.train import wire
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -108,6 +111,28 @@ def test_the_error_is_as_small_as_declared(name):
         assert share.mean() <= omega(SIZE) * (1 + 1e-4) + 4 * share.std() / TRIALS**0.5
 
 
+@pytest.mark.parametrize("name", ALL)
+def test_any_size_and_type_arrives(name):
+    """Scalars, nothing at all, and sizes that fill no block: what arrives is as near as declared."""
+    codec, rng = make(name), np.random.default_rng(2)
+    with jax.enable_x64(True):
+        cases = [jnp.asarray(rng.normal(size=shape), dtype) for shape, dtype in (
+            ((), "float32"), ((1,), "bfloat16"), ((0,), "float32"), ((3, 0), "bfloat16"), ((7,), "float64"), ((257,), "float32"),
+            ((13, 20), "float16"))]
+        states = [codec.init(x.shape, x.dtype) for x in cases]
+        backs = jax.jit(lambda xs: [transfer(codec, x, state, KEYS[0])[1] for x, state in zip(xs, states)])(cases)
+        for x, back in zip(cases, backs):
+            assert (back.shape, back.dtype) == (x.shape, x.dtype) and np.isfinite(back).all()
+            error, length = energy(np.asarray(back, np.float64)[None] - np.asarray(x, np.float64))[0], energy(np.asarray(x)[None])[0]
+            rounding = float(jnp.finfo(x.dtype).eps)
+            if codec.traits.unbiased:  # One draw: a multiple of what is expected.
+                assert error <= 10 * (codec.traits.unbiased(x.size) + 0.1) * length
+            elif codec.traits.contractive and not codec.traits.random and codec.traits.state_key == "none":
+                assert error <= (1 - codec.traits.contractive(x.shape) + 4 * rounding) * length, (x.shape, x.dtype)
+            elif codec.traits.contractive:
+                assert error <= (1 + 4 * rounding) * length
+
+
 @pytest.mark.parametrize("name", [name for name in ALL if make(name).traits.unbiased])
 def test_the_mean_over_keys_is_right(name):
     codec, x = make(name), np.asarray(samples()[:2].mean(axis=0))
@@ -146,6 +171,31 @@ def test_messages_have_the_declared_bytes_for_any_shape_and_type(name):
                 assert jax.tree.map(lambda a, b: (a.shape, a.dtype) == (b.shape, b.dtype), state, after) in (True, ())
                 assert jax.eval_shape(lambda m: codec.decode(m, shape, jnp.float32), message).dtype == jnp.float32
                 assert not any(leaf.dtype == bool for leaf in jax.tree.leaves(message))
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_messages_travel_in_the_declared_bytes(name):
+    """What two workers send each other in a compiled program, by permutes and by a gather: nothing is widened or padded."""
+    codec, workers = make(name), mesh.make_workers(2, devices=jax.devices()[:2])
+    axis = workers.axis_name
+
+    def swap(x, state, key):
+        message = codec.encode(x, state, key if codec.traits.random else None)
+        arrived = jax.tree.map(lambda leaf: mesh.exchange(leaf, [(0, 1), (1, 0)], axis), message)
+        gathered = jax.tree.map(lambda leaf: mesh.all_gather(leaf, axis), message)
+        return codec.decode(arrived, x.shape, x.dtype), jax.vmap(lambda each: codec.decode(each, x.shape, x.dtype))(gathered)
+
+    shape, dtypes = (9, 5), ("float32", "bfloat16")
+    states = [codec.init(shape, dtype) for dtype in dtypes]
+    stacked = workers.stack(([jnp.ones(shape, dtype) for dtype in dtypes], states))
+    program = jax.jit(workers.map(lambda xs, states, keys: [swap(*each) for each in zip(xs, states, keys)], (0, 0, None)))
+    hlo = program.lower(*stacked, list(KEYS[:2])).compile().as_text()  # Of equal keys equal seeds would travel once.
+    found = wire.collectives(hlo, 2)
+    assert {collective.kind for collective in found} == {"collective-permute", "all-gather"}
+    declared = sum(codec.num_bytes(shape, dtype) for dtype in dtypes)
+    for kind in ("collective-permute", "all-gather"):
+        sent_N = sum(collective.sent(2) for collective in found if collective.kind == kind)
+        np.testing.assert_array_equal(sent_N, [declared, declared], err_msg=kind)
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -276,10 +326,36 @@ def test_packing_is_dense_and_exact(width, size):
     np.testing.assert_array_equal(jax.jit(lambda packed: bits.unpack(packed, width, size))(packed), codes)
 
 
-@pytest.mark.parametrize("shape, k", [((1000,), 3), ((5, 700), 4), ((700,), 300), ((65,), 1)])
-def test_the_largest_are_those_of_a_sort(shape, k):
-    x = np.abs(np.random.default_rng(k).normal(size=shape)).astype(np.float32)
-    np.testing.assert_array_equal(np.sort(sparse.largest(x, k), axis=-1), np.sort(jax.lax.top_k(x, k)[1], axis=-1))
+@pytest.mark.parametrize("shape, k, dtype", [
+    ((1000,), 3, "float32"), ((5, 700), 4, "float32"), ((700,), 300, "float32"), ((65,), 1, "float32"), ((2, 20_001), 5000, "float32"),
+    ((140_003,), 900, "float32"), ((140_003,), 900, "bfloat16"), ((140_003,), 900, "float64")])
+def test_the_largest_are_those_of_a_sort(shape, k, dtype):
+    """Of bfloat16 many are equal, and any of these will do."""
+    with jax.enable_x64(dtype == "float64"):
+        x = jnp.abs(jnp.asarray(np.random.default_rng(k).normal(size=shape), dtype)).at[..., 5:9].set(jnp.inf).at[..., 9:].min(3)
+        chosen = jax.jit(sparse.largest, static_argnums=1)(x, k)
+        assert (np.diff(np.sort(chosen, axis=-1), axis=-1) > 0).all()
+        np.testing.assert_array_equal(np.sort(jnp.take_along_axis(x, chosen, axis=-1)), np.sort(jax.lax.top_k(x, k)[0], axis=-1))
+
+
+def test_the_largest_of_zeros_are_any():
+    chosen = sparse.largest(jnp.zeros(20_000).at[19_999].set(1e-40), 40)
+    assert len(set(chosen.tolist())) == 40 and 0 <= chosen.min() and chosen.max() < 20_000
+
+
+def test_the_first_set_bits():
+    words = np.random.default_rng(0).integers(0, 2**32, 50, dtype=np.uint32) * (np.arange(50) % 3 > 0).astype(np.uint32)
+    positions = np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little"))
+    for k in (1, len(positions)):
+        np.testing.assert_array_equal(jax.jit(bits.first_set, static_argnums=1)(words, k), positions[:k])
+
+
+def test_the_magnitude_of_a_row_is_not_a_number_if_one_of_its_values_is_none():
+    for columns in (1, 24, 48, 256):
+        x = np.random.default_rng(columns).normal(size=(5, columns)).astype(np.float32)
+        x[0, -1], x[1, 0], x[2, -1], x[3] = np.nan, np.inf, -np.inf, 0
+        expected = np.where(np.isfinite(x).all(axis=1), np.abs(x).max(axis=1), np.nan)
+        np.testing.assert_array_equal(codec_lib.magnitude(jnp.asarray(x))[:, 0], expected)
 
 
 def test_noise_is_uniform_and_keys_are_independent():

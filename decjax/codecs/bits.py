@@ -57,6 +57,23 @@ def _shift(x: jax.Array, left: int) -> jax.Array:
     return x << left if left >= 0 else x >> -left
 
 
+def first_set(words_W: jax.Array, k: int) -> jax.Array:
+    """Positions of the first k bits that are set, int32[k], bit i of word w being 32w + i; of at least k set bits in uint32[W]."""
+    counts_W = jax.lax.population_count(words_W).astype(jnp.int32)
+    ends_W = jnp.cumsum(counts_W, dtype=jnp.int32)
+    number_k = jnp.arange(k, dtype=jnp.int32)
+    where_k = jnp.searchsorted(ends_W, number_k, side="right").astype(jnp.int32)
+    rest_k, word_k = number_k - (ends_W - counts_W)[where_k], words_W[where_k]  # Set bits to skip in a word.
+    position_k = 32 * where_k
+    for half in (16, 8, 4, 2, 1):
+        low_k = jax.lax.population_count(word_k & jnp.uint32(2**half - 1)).astype(jnp.int32)
+        above_k = rest_k >= low_k
+        rest_k = jnp.where(above_k, rest_k - low_k, rest_k)
+        word_k = jnp.where(above_k, word_k >> half, word_k)
+        position_k += jnp.where(above_k, half, 0)
+    return position_k
+
+
 def index_dtype(size: int) -> jnp.dtype:
     """The smallest unsigned type that holds 0 … size − 1."""
     return jnp.dtype(jnp.uint8 if size <= 2**8 else jnp.uint16 if size <= 2**16 else jnp.uint32)

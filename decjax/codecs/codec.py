@@ -18,6 +18,9 @@ import jax
 import jax.numpy as jnp
 
 
+_LANES = 16  # float32 in a vector register
+
+
 @dataclasses.dataclass(frozen=True)
 class Traits:
     """What may be assumed of a codec C; compositions that need more are refused when a config is loaded.
@@ -105,8 +108,23 @@ def from_rows(x_MxB: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array
 
 
 def magnitude(x_MxB: jax.Array) -> jax.Array:
-    """The largest magnitude of every row, [M, 1]; NaN where a value is not finite, which a maximum alone may drop."""
-    return jnp.abs(x_MxB).max(axis=1, keepdims=True) + (0 * x_MxB).sum(axis=1, keepdims=True)
+    """The largest magnitude of every row, [M, 1]; NaN where a value is not finite.
+
+    Bit patterns of magnitudes are ordered as the magnitudes are, with infinity and NaN above all numbers, which a maximum of
+    floats may drop; and a maximum of integers may be taken in any order.
+    """
+    M, B = x_MxB.shape
+    pattern_MxB = jax.lax.bitcast_convert_type(jnp.abs(x_MxB), f"int{8 * x_MxB.dtype.itemsize}")
+
+    def in_lanes(pattern_MxB):
+        # XLA on CPUs takes the maximum of a row value by value: five times slower than of 16 lanes first. It would join the two.
+        return jax.lax.optimization_barrier(pattern_MxB.reshape(M, B // _LANES, _LANES).max(axis=1)).max(axis=1)
+
+    at_once = functools.partial(jnp.max, axis=1)
+    cpu = in_lanes if B % _LANES == 0 and B > _LANES else at_once
+    largest_M = jax.lax.platform_dependent(pattern_MxB, cpu=cpu, default=at_once)
+    largest_Mx1 = jax.lax.bitcast_convert_type(largest_M, x_MxB.dtype)[:, None]
+    return jnp.where(largest_Mx1 < jnp.inf, largest_Mx1, jnp.nan)
 
 
 def matrix_shape(shape: tuple[int, ...]) -> tuple[int, int] | None:

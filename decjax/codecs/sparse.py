@@ -25,7 +25,8 @@ from decjax.codecs import cast
 from decjax.codecs import noise
 from decjax.codecs.codec import Codec, Traits, working_dtype
 
-GROUP = 16  # of the first of two selections
+GROUP = 8  # of the first of two selections
+SORTED = 2**14  # Fewer values are sorted.
 
 
 def check_fraction(name: str, fraction: float) -> None:
@@ -39,20 +40,47 @@ def check_values(name: str, values: Codec) -> None:
 
 
 def largest(magnitude_xP: jax.Array, k: int) -> jax.Array:
-    """Positions of the k largest along the last axis, as `jax.lax.top_k`, which compares everything with everything.
+    """Positions of the k largest magnitudes along the last axis, those of `jax.lax.top_k` in any order.
 
     The k largest values lie in those k groups whose maxima are largest; so a maximum per group and two smaller selections do.
     """
     size = magnitude_xP.shape[-1]
     if size < 4 * GROUP * k:
-        return jax.lax.top_k(magnitude_xP, k)[1]
+        return _selected(magnitude_xP, k)
     lead = magnitude_xP.shape[:-1]
     padded = jnp.pad(magnitude_xP, [(0, 0)] * len(lead) + [(0, -size % GROUP)], constant_values=-1)
     groups_xGxM = padded.reshape(*lead, GROUP, -1)
-    chosen_xk = jax.lax.top_k(groups_xGxM.max(axis=-2), k)[1]
+    chosen_xk = _selected(groups_xGxM.max(axis=-2), k)
     candidates_xGxk = jnp.take_along_axis(groups_xGxM, chosen_xk[..., None, :], axis=-1)
-    among_xk = jax.lax.top_k(candidates_xGxk.reshape(*lead, GROUP * k), k)[1]
+    among_xk = _selected(candidates_xGxk.reshape(*lead, GROUP * k), k)
     return among_xk // k * groups_xGxM.shape[-1] + jnp.take_along_axis(chosen_xk, among_xk % k, axis=-1)
+
+
+def _selected(x_xP: jax.Array, k: int) -> jax.Array:
+    """Positions of the k largest of numbers of which at least k are not negative.
+
+    Of many, by bisection: t, the k-th largest, is the largest number with k others at least as large. Values above t and then
+    values equal to t are bits in a row, of which the first k are set positions of what is wanted; so nothing is sorted.
+    """
+    if x_xP.shape[-1] < SORTED or not k:
+        return jax.lax.top_k(x_xP, k)[1]
+    # Patterns of floats that are not negative are ordered as these are; those of negative floats are negative.
+    pattern_xP = jax.lax.bitcast_convert_type(x_xP, f"int{8 * x_xP.dtype.itemsize}")
+    return jnp.vectorize(functools.partial(_bisected, k=k), signature="(p)->(k)")(pattern_xP)
+
+
+def _bisected(x_P: jax.Array, k: int) -> jax.Array:
+    def halved(bounds):
+        low, high = bounds
+        middle = high - (high - low >> 1)
+        enough = (x_P >= middle).sum(dtype=jnp.int32) >= k
+        return jnp.where(enough, middle, low), jnp.where(enough, high, middle - 1)
+
+    t, _ = jax.lax.while_loop(lambda bounds: bounds[0] < bounds[1], halved, (jnp.maximum(x_P.min(), 0), x_P.max()))
+    padded_Wx32 = jnp.pad(x_P, (0, -x_P.size % 32), constant_values=-1).reshape(-1, 32)
+    words = [(chosen.astype(jnp.uint32) << jnp.arange(32, dtype=jnp.uint32)).sum(axis=1, dtype=jnp.uint32)
+             for chosen in (padded_Wx32 > t, padded_Wx32 == t)]
+    return bits.first_set(jnp.concatenate(words), k) % padded_Wx32.size
 
 
 def _magnitude(x: jax.Array) -> jax.Array:
@@ -134,6 +162,8 @@ def _topk(name: str, fraction: float, k: int | None, multiple: float, values: Co
     def select(x_P, key):
         del key
         chosen_k = largest(_magnitude(x_P), count(x_P.size))
+        if values.name != "identity":  # Then values of like magnitude share a scale.
+            chosen_k = chosen_k[jax.lax.top_k(_magnitude(x_P[chosen_k]), chosen_k.size)[1]]
         sent_k = x_P[chosen_k]
         if multiple:
             wide_P = x_P.astype(working_dtype(x_P.dtype))

@@ -11,7 +11,6 @@ import functools
 import json
 import math
 import os
-import pathlib
 import statistics
 import subprocess
 import time
@@ -24,6 +23,7 @@ import rich.console
 import rich.table
 
 from decjax import codecs
+from experiments.bench import memory
 from launch import command
 
 _SIDE = flags.DEFINE_integer("side", 2048, "The array is a matrix of side × side float32, a multiple of 64.")
@@ -45,9 +45,9 @@ class Peer:
     """PyTorch in a process of its own, which waits while it is not asked."""
 
     def __init__(self, python: str, size: int):
-        script = pathlib.Path(__file__).with_name("codecs_torch.py")
+        line = [python, "-m", "experiments.bench.codecs_torch", str(size)]
         try:
-            self._process = subprocess.Popen([python, script, str(size)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+            self._process = subprocess.Popen(line, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
             self.times_s("identity")
         except (OSError, ValueError) as error:
             raise BenchError(f"--peers={python} does not run torch ({error}); give an interpreter that imports it") from error
@@ -90,6 +90,7 @@ def main(argv: list[str]) -> None:
         raise BenchError(f"--codecs={unknown[0]}: unknown; use some of {', '.join(ROWS)}")
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})  # Before any backend starts its threads; inherited by the peer.
+    memory.keep_freed()
     jax.config.update("jax_platforms", "cpu")
     x = jax.random.normal(jax.random.key(1), (_SIDE.value, _SIDE.value))
     peer = Peer(_PEERS.value, x.size) if _PEERS.value else None

@@ -10,6 +10,8 @@ import time
 
 import torch
 
+from experiments.bench import memory
+
 BLOCK, FRACTION, RANK, CHUNK, COEFFICIENTS = 256, 0.01, 4, 64, 32
 
 
@@ -153,6 +155,7 @@ def equivalents(size):
 
 
 def main():
+    memory.keep_freed()
     torch.set_num_threads(1)
     size = int(sys.argv[1])
     x, codecs = torch.randn(size), equivalents(size)

@@ -23,6 +23,7 @@ import rich.table
 
 from decjax import mesh
 from decjax import reduce
+from experiments.bench import memory
 from launch import command
 
 RANK = 4
@@ -94,6 +95,7 @@ def main(argv: list[str]) -> None:
     del argv
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, {_CORE.value})  # Before the backend starts its threads; the peer inherits it.
+    memory.keep_freed()
     contenders = {"copy": Copy(), "decjax": Ours()}
     if _PEERS.value:
         try:

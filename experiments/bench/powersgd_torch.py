@@ -11,6 +11,8 @@ import time
 import torch
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 
+from experiments.bench import memory
+
 RANK = 4
 
 
@@ -59,6 +61,7 @@ class Hook:
 
 
 def main() -> None:
+    memory.keep_freed()
     torch.set_num_threads(1)
     hook = Hook(json.loads(sys.stdin.readline()))
     print(torch.__version__, flush=True)
