@@ -97,11 +97,9 @@ def push_sum(topology: Topology, *, codec: codecs.Codec | None = None, gamma: fl
         sent = sum(messages(topology.rounds[index]) for index in due(topology, rounds, phase))
         return values.num_bytes(params, phase) + jnp.dtype(_weight_dtype(params)).itemsize * sent
 
-    def restart(average, state):
-        # Memories start from the same on all workers, and y_i z_i are the same for equal y_i only.
-        return PushSumState(jnp.ones_like(state.weight), values.restart(average, state.values))
-
-    return values._replace(init=init, exchange=exchange, settle=settle, num_bytes=num_bytes, restart=restart,
+    # No restart: what neighbours know is of y_i z_i, which equal z do not make equal; and with y_i = 1 anew, all that y moves by
+    # would have to be sent as changes of w.
+    return values._replace(init=init, exchange=exchange, settle=settle, num_bytes=num_bytes, restart=None,
                            weight=lambda state: state.weight)
 
 
