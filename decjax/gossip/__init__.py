@@ -27,9 +27,9 @@ and around any of them
 
 Parameters travel in a few flat buckets. Weighted sums are formed in at least float32, and cast back.
 
-`mixer` says what a mixer is, `rounds` executes a round of a topology, `check` looks whether messages arrive; `plain`, `compressed`,
-`owning` and `power` hold the mixers. For compressed ones, `messages` says what travels, `schemes` what is made of it, and `fits` which
-codecs and topologies go together.
+`mixer` says what a mixer is, `rounds` executes a round of a topology, `check` looks whether messages arrive; `plain`,
+`compressed`, `owning` and `power` hold the mixers. For compressed ones, `messages` says what travels, `schemes` what is made of
+it, and `fits` which codecs and topologies go together.
 """
 
 from decjax.gossip.check import check_exchange

@@ -1,6 +1,7 @@
 """The exchange check: do messages arrive, before any training relies on it?
 
-A compiler defect on some GPU builds returns zeros for permutations with several cycles; training on such data goes wrong silently.
+A compiler defect on some GPU builds returns zeros for permutations with several cycles; training on such data goes wrong
+silently.
 """
 
 from collections.abc import Sequence
@@ -19,7 +20,7 @@ FIX = "refusing to train on wrong data (try another jax or driver version, or to
 
 def check_exchange(workers: mesh.Workers, topology: Topology,
                    permutations: Sequence[Sequence[tuple[int, int]]] | None = None) -> None:
-    """Sends known values along every permutation, and worker indices through every round, and compares with what must arrive.
+    """Sends known values along every permutation and worker indices through every round, and looks at what arrives.
 
     Each round mixes the one-hot vector of the worker's index, so that row i of W must arrive at worker i. Each permutation moves
     values of every type that messages are made of.

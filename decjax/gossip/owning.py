@@ -1,7 +1,8 @@
 """Mixers that own the parameters: how the optimizer's step enters them, and what their mean is, is the mixer's to say.
 
-In push-sum a worker's parameters are z_i = w_i / y_i, where w_i is mixed and y_i is a weight of its own: a step u enters as u / y_i, and
-what workers agree on is Σ_i y_i z_i / Σ_i y_i. In DCD they are what neighbours hold of them already: a step enters as its message says.
+In push-sum a worker's parameters are z_i = w_i / y_i, where w_i is mixed and y_i is a weight of its own: a step u enters as
+u / y_i, and what workers agree on is Σ_i y_i z_i / Σ_i y_i. In DCD they are what neighbours hold of them already: a step enters as
+its message says.
 """
 
 from typing import Any, NamedTuple
@@ -99,8 +100,8 @@ def push_sum(topology: Topology, *, codec: codecs.Codec | None = None, gamma: fl
 
     # No restart: what neighbours know is of y_i z_i, which equal z do not make equal; and with y_i = 1 anew, all that y moves by
     # would have to be sent as changes of w.
-    return values._replace(init=init, exchange=exchange, settle=settle, num_bytes=num_bytes, restart=None,
-                           weight=lambda state: state.weight)
+    return values._replace(init=init, exchange=exchange, settle=settle, num_bytes=num_bytes,
+                           restart=None, weight=lambda state: state.weight)
 
 
 def _weight_dtype(params: Any) -> Any:

@@ -65,7 +65,8 @@ def power_gossip(topology: Topology, *, rank: int, axis_name: mesh.AxisName = me
 
     An array is the matrix I×J that `codecs.matrix_shape` sees in it: a stack of L scanned layers is one of L·I×J, and R columns
     have to do for all of them. Vectors, and matrices with a side shorter than R, travel as they are. A worker sends I·R or J·R
-    values for a matrix, in turns, to each neighbour. At R = I = J this is plain gossip. Noise fades as workers agree, and full strength is stable at any rank.
+    values for a matrix, in turns, to each neighbour. At R = I = J this is plain gossip. Noise fades as workers agree, and full
+    strength is stable at any rank.
 
     Args:
         topology: symmetric, with one worker to a node; it may vary in time.

@@ -65,8 +65,8 @@ def scheme_mixer(scheme: Scheme, wire: Messages, rounds: int) -> Mixer:
         def memory(round_):
             if is_mean(round_):
                 return ()
-            return tuple(scheme.init(x, own_weight(tuple(round_.row_sums().round(12).tolist()), round_.group_size, axis_name, x.dtype))
-                         for x in shares)
+            row_sums = tuple(round_.row_sums().round(12).tolist())
+            return tuple(scheme.init(x, own_weight(row_sums, round_.group_size, axis_name, x.dtype)) for x in shares)
 
         sending = [round_ for round_ in topology.rounds if not is_mean(round_)]
         memories = tuple(memory(round_) for round_ in (topology.rounds if scheme.per_round else sending[:1]))
