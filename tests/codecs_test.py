@@ -401,6 +401,22 @@ def power_steps(codec, matrices, state):
     return errors, state
 
 
+@pytest.mark.parametrize("values, contractive", [("sign", False), ("float16", False), ("int8", True)])
+def test_dct_is_as_contractive_as_its_values(values, contractive):
+    delta = codecs.make("dct", fraction=0.25, values=values).traits.contractive
+    assert (delta is not None) == contractive
+    if contractive:  # A quarter of the coefficients, and of those what int8 keeps.
+        assert delta((64, 64)) == 0.25 * codecs.make(values).traits.contractive((1024,))
+
+
+@pytest.mark.parametrize("rest", [0.0, 1e-12, np.nan, np.inf])
+def test_columns_that_say_nothing_begin_anew(rest):
+    found_JxR, fresh_JxR = np.float32([[3, rest], [-6, 0], [0, 0]]), np.float32([[7, 8]] * 3)
+    revived_JxR = jax.jit(codecs.revived)(found_JxR, fresh_JxR)
+    expected_JxR = np.stack([found_JxR[:, 0] / 6 if np.isfinite(rest) else fresh_JxR[:, 0], fresh_JxR[:, 1]], axis=1)
+    np.testing.assert_allclose(revived_JxR, expected_JxR, rtol=1e-6)
+
+
 def test_low_rank_warms_up_to_the_best_approximation():
     rng = np.random.default_rng(0)
     left, right = np.linalg.qr(rng.normal(size=(20, 20)))[0], np.linalg.qr(rng.normal(size=(30, 20)))[0]

@@ -15,6 +15,7 @@ from decjax import gossip
 from decjax import optim
 from decjax import topology as topology_lib
 from decjax.train import checkpoint
+from decjax.train import state as state_lib
 from decjax.train import wire
 
 N, P, STEPS, LR = 8, 17, 60, 0.05
@@ -455,6 +456,53 @@ def test_declared_bytes_are_those_of_the_compiled_program(name):
         np.testing.assert_allclose(wire.bytes_sent(hlo, N), mixer.num_bytes(one, phase))
 
 
+# -- Replicas replaced by their average ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name, order", [
+    ("choco", "awc"), ("choco, nodes", "atc"), ("dcd", "awc"), ("dcd", "atc"), ("push_sum", "awc"), ("power_gossip", "atc")])
+def test_replicas_that_were_replaced_by_their_average_stay_equal(name, order):
+    """Over 20 steps without a gradient, after 20 with one; and the average is what the mixer preserves."""
+    w = workers("devices", 2 if "nodes" in name else 1)
+    with jax.enable_x64(True):
+        mixer = mixers()[name](w.axis_name)
+        tx = optim.decentralize(optax.sgd(LR), mixer, order)
+
+        @functools.partial(w.jit, in_axes=(0, 0, 0, None))
+        def steps(state, h_PxP, b_P, gain):
+            def one_step(state, phase):
+                grads = tree(gain * (h_PxP @ flat(state.params) - b_P))
+                updates, opt_state = tx.update(grads, state.opt_state, state.params, phase=phase)
+                state = state_lib.State(optax.apply_updates(state.params, updates), opt_state)
+                return state, jnp.append(flat(state.params), mixer.weight(opt_state.mixer) if mixer.weight else 1.0)
+            return scanned(one_step, mixer, 20)(state)
+
+        def path(state, gain):
+            state, values = steps(state, H, B, gain)
+            values = np.asarray(values).transpose(1, 0, 2)
+            return state, values[..., :-1], values[..., -1]
+
+        def mean(x_TxNxP, y_TxN):
+            return (x_TxNxP * y_TxN[..., None]).sum(axis=1) / y_TxN.sum(axis=1, keepdims=True)
+
+        params = w.stack(tree(jnp.asarray(X0)))
+        apart, before, y = path(state_lib.State(params, w.jit(tx.init, (0,))(params)), 1.0)
+        assert np.ptp(before[-1], axis=0).max() > 0.02
+        expected = mean(before, y)[-1]
+        together = jax.jit(functools.partial(state_lib.consensus, mixer=mixer, workers=w))(apart)
+        np.testing.assert_allclose(jax.vmap(flat)(together.params), np.tile(expected, (N, 1)), rtol=0, atol=1e-12)
+        _, after, y = path(together, 0.0)
+        np.testing.assert_allclose(mean(after, y), np.tile(expected, (len(after), 1)), rtol=0, atol=1e-12)
+        if name == "push_sum":  # What it encodes are y_i z_i: noise of the size of what they differed by, which fades.
+            assert np.abs(before[-1].mean(axis=0) - expected).max() > 1e-3, "weights made no difference"
+            assert np.ptp(after[-1], axis=0).max() < 1e-3 * np.ptp(before[-1], axis=0).max()
+        else:
+            assert np.ptp(after, axis=1).max() < 1e-12
+        if name == "dcd":  # Neighbours that have not been told go on from what they knew.
+            _, untold, _ = path(together._replace(opt_state=apart.opt_state), 0.0)
+            assert np.ptp(untold[0], axis=0).max() > 1e-3
+
+
 # -- Resume -----------------------------------------------------------------------------------------------------------
 
 
@@ -546,6 +594,7 @@ def unbiased():
     (gossip.choco, "ring", dict(codec=four_bits(), gamma=1.5), "gamma=1.5: must be"),
     (gossip.choco, "ring", dict(codec=four_bits(state_key="sample")), "remembers samples"),
     (gossip.choco, "hierarchical", dict(codec=four_bits(matrix=True)), "sees whole matrices"),
+    (gossip.exact, "ring", dict(codec=codecs.bounded()), r"would send the largest; use 'bounded\(raw=False\)'"),
     (gossip.dcd, "ring", dict(codec=top_k(0.1)), "keeps 0.4.* of the energy of noise"),
     (gossip.dcd, "one_peer_exponential", dict(codec=four_bits()), "varies in time; use 'ring'"),
     (gossip.dcd, "hierarchical", dict(codec=four_bits(), local=2, outer="ring"), "has nodes of 2 workers"),
@@ -561,6 +610,19 @@ def test_what_does_not_fit_is_refused(build, graph, options, complaint):
     with pytest.raises(ValueError, match=complaint) as refusal:
         build(topology, **{name: value for name, value in options.items() if name not in graph_options})
     assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize("build, graph", [
+    (gossip.choco, "ring"), (gossip.dcd, "ring"), (gossip.push_sum, "random_digraph"), (gossip.exact, "hierarchical")])
+def test_codecs_that_make_nothing_smaller_are_refused(build, graph):
+    topology, like = topology_lib.make(graph, N), jax.eval_shape(tree, jax.ShapeDtypeStruct((P,), jnp.float32))
+    mixer = build(topology, codec=codecs.topk(fraction=1.0, values=codecs.bfloat16()))  # 2 bytes, and 1 to say where.
+    assert mixer.num_bytes(like, 0).max() > 0
+    mixer = build(topology, codec=codecs.topk(fraction=1.0))
+    for refused in (lambda: mixer.num_bytes(like, 0), lambda: jax.eval_shape(mixer.init, like)):
+        with pytest.raises(ValueError, match="codec 'topk' makes messages of .* bytes of parameters that have .*; use fewer") as refusal:
+            refused()
+        assert "\n" not in str(refusal.value)
 
 
 def test_row_stochastic_graphs_are_refused_by_push_sum():

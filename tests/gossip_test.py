@@ -11,6 +11,7 @@ import pytest
 import decjax
 from decjax import codecs
 from decjax import gossip
+from decjax import mesh
 from decjax import topology as topology_lib
 from decjax.train import wire
 
@@ -210,3 +211,23 @@ def test_exchange_check_passes_on_every_topology_and_catches_a_broken_one():
     lying = Lying(**{f.name: getattr(honest, f.name) for f in dataclasses.fields(honest)})
     with pytest.raises(RuntimeError, match="phase 1.*worker 0"):
         gossip.check_exchange(workers("devices"), lying)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_exchange_check_sees_every_permutation_and_type(mode, monkeypatch):
+    """The defect zeroes what it hits: values of some types, or permutations of which a round as a whole has none."""
+    w, topology, intact = workers(mode), topology_lib.make("ring", N), mesh.exchange
+    power = gossip.power_gossip(topology, rank=1, axis_name=w.axis_name)
+    gossip.check_exchange(w, topology, power.permutations)
+    matchings = [set(pairs) for pairs in power.permutations]
+
+    def zeroed(hit):
+        monkeypatch.setattr(mesh, "exchange", lambda x, pairs, axis_name: intact(x, pairs, axis_name) * (not hit(x, pairs)))
+
+    zeroed(lambda x, pairs: x.dtype == np.uint16)
+    with pytest.raises(RuntimeError, match="did not receive the uint16 values of worker"):
+        gossip.check_exchange(w, topology)
+    zeroed(lambda x, pairs: set(pairs) in matchings)
+    gossip.check_exchange(w, topology)  # The ring's own two shifts are intact.
+    with pytest.raises(RuntimeError, match="did not receive the uint8 values of worker"):
+        gossip.check_exchange(w, topology, power.permutations)

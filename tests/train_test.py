@@ -198,7 +198,8 @@ def test_evaluation_is_the_mean_over_all_windows():
     def nll(params, tokens_BxT1, key):
         return params["a"][tokens_BxT1[:, 1:]] ** 2 + params["a"][tokens_BxT1[:, :-1]]
 
-    result = evaluate.make_evaluate(nll, w, windows, batch_size=2)(jax.device_put(params, w.stacked))
+    result = evaluate.make_evaluate(nll, w, windows, batch_size=2)(
+        *jax.device_put((params, jax.tree.map(lambda x: x.mean(axis=0), params)), (w.stacked, w.replicated)))
     def dense(a):
         return (a[windows[:, 1:]] ** 2 + a[windows[:, :-1]]).mean()
     np.testing.assert_allclose(result.averaged, dense(params["a"].mean(axis=0)), rtol=1e-5)

@@ -23,7 +23,7 @@ from decjax.codecs.bounded import bounded
 from decjax.codecs.cast import bfloat16, float8_e4m3, float8_e5m2, float16, identity
 from decjax.codecs.codec import Codec, Traits, finite, matrix_shape, message_bytes
 from decjax.codecs.dct import dct
-from decjax.codecs.low_rank import low_rank
+from decjax.codecs.low_rank import low_rank, revived
 from decjax.codecs.sparse import block_topk, randomk, threshold, topk
 from decjax.codecs.trees import TreeCodec, on_tree
 from decjax.codecs.zfp import zfp

@@ -44,10 +44,10 @@ def unpack(packed_Q: jax.Array, width: int, size: int) -> jax.Array:
         shifts_G = width * jnp.arange(per, dtype=jnp.uint8)
         return ((packed_Q[:, None] >> shifts_G) & (2**width - 1)).ravel()[:size]
     num_bytes = per * width // 8
-    padded = jnp.pad(packed_Q, (0, -packed_Q.size % num_bytes)).reshape(-1, num_bytes).astype(jnp.uint32)
+    bytes_MxQ = jnp.pad(packed_Q, (0, -packed_Q.size % num_bytes)).reshape(-1, num_bytes).astype(jnp.uint32)
     columns = []
     for i in range(per):
-        parts = [_shift(padded[:, byte], 8 * byte - i * width) for byte in range(num_bytes)
+        parts = [_shift(bytes_MxQ[:, byte], 8 * byte - i * width) for byte in range(num_bytes)
                  if -8 < 8 * byte - i * width < width]
         columns.append(sum(parts) & (2**width - 1))
     return jnp.stack(columns, axis=1).astype(jnp.uint8 if width < 8 else jnp.uint32).ravel()[:size]

@@ -51,34 +51,36 @@ def dct(fraction: float = 1 / 128, chunk: int = 64, values: Codec = cast.identit
 
     def encode(x, state, key):
         del state, key
-        (rows_I, columns_J), (c, d), (m, n), k = plan(x.shape)
+        (I, J), (c, d), (m, n), k = plan(x.shape)
         dtype = working_dtype(x.dtype)
-        x_IxJ = jnp.pad(x.reshape(rows_I, columns_J).astype(dtype), ((0, m * c - rows_I), (0, n * d - columns_J)))
-        coefficients = jnp.einsum("ui,minj,vj->mnuv", _basis(c, dtype), x_IxJ.reshape(m, c, n, d), _basis(d, dtype),
-                                  precision=jax.lax.Precision.HIGHEST).reshape(m * n, c * d)
-        magnitude = jnp.where(jnp.isnan(coefficients), jnp.inf, jnp.abs(coefficients))
-        where_Mxk = largest(magnitude, k)
-        sent_Mxk = jnp.take_along_axis(coefficients, where_Mxk, axis=1)
+        x_IxJ = jnp.pad(x.reshape(I, J).astype(dtype), ((0, m * c - I), (0, n * d - J)))
+        coefficients_MxC = jnp.einsum("ui,minj,vj->mnuv", _basis(c, dtype), x_IxJ.reshape(m, c, n, d), _basis(d, dtype),
+                                      precision=jax.lax.Precision.HIGHEST).reshape(m * n, c * d)
+        magnitude_MxC = jnp.where(jnp.isnan(coefficients_MxC), jnp.inf, jnp.abs(coefficients_MxC))
+        where_Mxk = largest(magnitude_MxC, k)
+        sent_Mxk = jnp.take_along_axis(coefficients_MxC, where_Mxk, axis=1)
         return {"values": values.encode(sent_Mxk.ravel(), (), None), "where": where_Mxk.astype(bits.index_dtype(c * d))}
 
     def decode(message, shape, dtype):
-        (rows_I, columns_J), (c, d), (m, n), k = plan(shape)
+        (I, J), (c, d), (m, n), k = plan(shape)
         wide = working_dtype(dtype)
         sent_Mxk = values.decode(message["values"], (m * n * k,), wide).reshape(m * n, k)
-        coefficients = jnp.zeros((m * n, c * d), wide).at[
+        coefficients_MxC = jnp.zeros((m * n, c * d), wide).at[
             jnp.arange(m * n)[:, None], message["where"].astype(jnp.int32)].set(sent_Mxk, unique_indices=True)
-        x = jnp.einsum("ui,mnuv,vj->minj", _basis(c, wide), coefficients.reshape(m, n, c, d), _basis(d, wide),
-                       precision=jax.lax.Precision.HIGHEST).reshape(m * c, n * d)
-        return x[:rows_I, :columns_J].reshape(shape).astype(dtype)
+        x_IxJ = jnp.einsum("ui,mnuv,vj->minj", _basis(c, wide), coefficients_MxC.reshape(m, n, c, d), _basis(d, wide),
+                           precision=jax.lax.Precision.HIGHEST).reshape(m * c, n * d)
+        return x_IxJ[:I, :J].reshape(shape).astype(dtype)
 
     def num_bytes(shape, dtype):
         _, chunks, grid, k = plan(shape)
         count = math.prod(grid) * k
         return values.num_bytes((count,), working_dtype(dtype)) + count * bits.index_dtype(math.prod(chunks)).itemsize
 
+    inner = values.traits.contractive
+
     def delta(shape):
         _, chunks, grid, k = plan(shape)
-        return k / math.prod(chunks) * values.traits.contractive((math.prod(grid) * k,))
+        return k / math.prod(chunks) * inner((math.prod(grid) * k,))
 
     return Codec(name="dct", encode=encode, decode=decode, num_bytes=num_bytes,
-                 traits=Traits(contractive=delta, matrix=True))
+                 traits=Traits(contractive=inner and delta, matrix=True))

@@ -22,6 +22,18 @@ from decjax.codecs.codec import Codec, Traits, finite, matrix_shape, working_dty
 HIGHEST = jax.lax.Precision.HIGHEST  # Factors are what is sent: they must not be computed in half of float32.
 
 
+def revived(found_JxR: jax.Array, fresh_JxR: jax.Array) -> jax.Array:
+    """Columns to begin the next power step from: scaled to magnitude 1, and those of `fresh` where none were found.
+
+    A column that is zero would stay so for ever, and one of rounding errors says nothing; neither does any beside one that is
+    not finite.
+    """
+    info = jnp.finfo(found_JxR.dtype)
+    largest_R = jnp.abs(found_JxR).max(axis=0)
+    alive_R = largest_R > jnp.maximum(info.eps * largest_R.max(), info.tiny)
+    return jnp.where(alive_R, found_JxR / jnp.where(alive_R, largest_R, 1), fresh_JxR)
+
+
 def low_rank(rank: int = 4) -> Codec:
     """Rank-R messages of tensors with at least two dimensions; vectors are sent as they are.
 
@@ -66,10 +78,8 @@ def low_rank(rank: int = 4) -> Codec:
         if "dense" in message:
             return q_RxJ
         new_RxJ = message["q"]
-        largest_Rx1 = jnp.abs(new_RxJ).max(axis=1, keepdims=True)
-        dead_Rx1 = largest_Rx1 <= jnp.finfo(new_RxJ.dtype).eps * largest_Rx1.max()
-        scaled_RxJ = jnp.where(dead_Rx1, start(new_RxJ.shape[1], new_RxJ.dtype), new_RxJ / jnp.where(dead_Rx1, 1, largest_Rx1))
-        return jnp.where(finite(message), scaled_RxJ, q_RxJ)
+        alive_RxJ = revived(new_RxJ.T, start(new_RxJ.shape[1], new_RxJ.dtype).T).T
+        return jnp.where(finite(message), alive_RxJ, q_RxJ)
 
     def num_bytes(shape, dtype):
         matrix = view(shape)

@@ -27,15 +27,20 @@ and around any of them
 
 Parameters travel in a few flat buckets. Weighted sums are formed in at least float32, and cast back.
 
-`mixer` says what a mixer is, `rounds` executes a round of a topology, `plain`, `compressed` and `power` hold the mixers.
+`mixer` says what a mixer is, `rounds` executes a round of a topology, `check` looks whether messages arrive; `plain`,
+`compressed`, `owning` and `power` hold the mixers. For compressed ones, `messages` says what travels, `schemes` what is made of
+it, and `fits` which codecs and topologies go together.
 """
 
-from decjax.gossip.compressed import (
-    CompressedState, PushSumState, ReplicaState, beer, choco, dcd, deepsqueeze, push_sum, typical_contraction)
+from decjax.gossip.check import check_exchange
+from decjax.gossip.compressed import beer, choco, deepsqueeze
+from decjax.gossip.fits import typical_contraction
 from decjax.gossip.mixer import LOCAL, Mixer, damp, every, mix, mix_due
+from decjax.gossip.owning import PushSumState, ReplicaState, dcd, push_sum
 from decjax.gossip.plain import accelerated, exact
 from decjax.gossip.power import PowerState, power_gossip
-from decjax.gossip.rounds import check_exchange, mix_round
+from decjax.gossip.rounds import mix_round
+from decjax.gossip.schemes import CompressedState
 
 __all__ = [
     "LOCAL", "CompressedState", "Mixer", "PowerState", "PushSumState", "ReplicaState", "accelerated", "beer", "check_exchange",

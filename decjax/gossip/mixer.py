@@ -10,32 +10,47 @@ import numpy as np
 LOCAL = -1  # The phase of a step that does not mix.
 
 
+def is_floating(x: Any) -> bool:
+    """Whether an array is mixed; counters and keys are not."""
+    return jnp.issubdtype(x.dtype, jnp.floating)
+
+
+def _as_received(params: Any, received: Any, state: Any, phase: int, step: Any) -> tuple[Any, Any]:
+    del params, state, phase, step
+    return received
+
+
 class Mixer(NamedTuple):
     """How parameters are exchanged and combined.
 
     Attributes:
-        init: `init(params) -> state`.
+        init: `init(params) -> state`, for parameters that are the same on all workers.
         exchange: `exchange(params, state, phase) -> received`; the only part that communicates.
-        combine: `combine(params, received, state, phase, step) -> (mixed, state)`; cheap and local. `step` counts all
-            steps, also those that do not mix, as an int or a traced int32.
         phase: `phase(step) -> phase`, for an int (static) or a traced int32 step.
         phases: all values that `phase` takes, a contiguous range.
         num_bytes: `num_bytes(params, phase) -> (N,)` bytes that each worker sends, the declared formula.
         num_workers: N.
+        combine: `combine(params, received, state, phase, step) -> (mixed, state)`; cheap and local. `step` counts all
+            steps, also those that do not mix, as an int or a traced int32. By default it is what was received.
         settle: `settle(mixed, stepped, state) -> (params, state)`, local: how the step of the optimizer, from `mixed` to
             `stepped`, enters the parameters; None: as it is.
-        dampable: whether its result may be mixed with the parameters once more, as `damp` does.
+        restart: `restart(average, state) -> state`, local: the state once every worker's parameters have been replaced by their
+            average, which is what all know of each other then; None: as it is.
+        weight: `weight(state) -> y_i`, a scalar: what is preserved, and agreed on, is Σ_i y_i x_i / Σ_i y_i; None: y_i = 1.
+        permutations: pairs (source, target) of workers of every exchange; None: those of its topology.
     """
 
     init: Callable[[Any], Any]
     exchange: Callable[[Any, Any, int], Any]
-    combine: Callable[[Any, Any, Any, int, Any], tuple[Any, Any]]
     phase: Callable[[Any], Any]
     phases: range
     num_bytes: Callable[[Any, int], np.ndarray]
     num_workers: int
+    combine: Callable[[Any, Any, Any, int, Any], tuple[Any, Any]] = _as_received
     settle: Callable[[Any, Any, Any], tuple[Any, Any]] | None = None
-    dampable: bool = True
+    restart: Callable[[Any, Any], Any] | None = None
+    weight: Callable[[Any], jax.Array] | None = None
+    permutations: tuple[tuple[tuple[int, int], ...], ...] | None = None
 
 
 def mix(mixer: Mixer, params: Any, state: Any, phase: int, step: Any) -> tuple[Any, Any]:
@@ -110,7 +125,7 @@ def damp(mixer: Mixer, strength: float | Callable[[jax.Array], jax.Array]) -> Mi
             raise ValueError(f"mixing strength={strength} must lie in [0, 1]; 1 is full mixing")
         if strength == 1:
             return mixer
-    if not mixer.dampable:
+    if mixer.weight:
         raise ValueError("mixing strength other than 1 with mixer 'push_sum', whose weights have to be damped with its values; "
                          "use its own gamma")
 
@@ -119,7 +134,7 @@ def damp(mixer: Mixer, strength: float | Callable[[jax.Array], jax.Array]) -> Mi
         gamma = strength(step) if callable(strength) else strength
 
         def damped(x, y):
-            return (x + gamma * (y - x)).astype(x.dtype) if jnp.issubdtype(x.dtype, jnp.floating) else y
+            return (x + gamma * (y - x)).astype(x.dtype) if is_floating(x) else y
 
         return jax.tree.map(damped, params, mixed), state
 

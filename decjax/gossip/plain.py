@@ -39,19 +39,18 @@ def exact(topology: Topology, *, rounds: int = 1, axis_name: mesh.AxisName = mes
     cycle = num_phases(topology, rounds)
 
     def exchange(params, state, phase):
-        del state
         layout = layout_of(params, topology, bucket_bytes)
         vectors = layout.pack(params)
         for index in due(topology, rounds, phase):
             vectors = [mix_round(x_P, topology.rounds[index], axis_name) for x_P in vectors]
-        return layout.unpack(vectors, like=params)
+        return layout.unpack(vectors, like=params), state
 
     def num_bytes(params, phase):
         layout = layout_of(params, topology, bucket_bytes)
         return sum(sent_bytes(topology.rounds[index], layout) for index in due(topology, rounds, phase))
 
-    return Mixer(lambda params: (), exchange, lambda params, received, state, phase, step: (received, state),
-                 lambda step: step % cycle, range(cycle), num_bytes, topology.num_workers)
+    return Mixer(init=lambda params: (), exchange=exchange, phase=lambda step: step % cycle, phases=range(cycle),
+                 num_bytes=num_bytes, num_workers=topology.num_workers)
 
 
 def accelerated(topology: Topology, *, rounds: int, axis_name: mesh.AxisName = mesh.WORKER,
@@ -98,7 +97,7 @@ def accelerated(topology: Topology, *, rounds: int, axis_name: mesh.AxisName = m
     plain = exact(topology, rounds=rounds, axis_name=axis_name, bucket_bytes=bucket_bytes)
 
     def exchange(params, state, phase):
-        del state, phase
+        del phase
         layout = layout_of(params, topology, bucket_bytes)
 
         def accelerate(x_P):
@@ -107,6 +106,6 @@ def accelerated(topology: Topology, *, rounds: int, axis_name: mesh.AxisName = m
                 before, now = now, (1 + eta) * mix_round(now.astype(x_P.dtype), topology.rounds[0], axis_name) - eta * before
             return now.astype(x_P.dtype)
 
-        return layout.unpack([accelerate(x_P) for x_P in layout.pack(params)], like=params)
+        return layout.unpack([accelerate(x_P) for x_P in layout.pack(params)], like=params), state
 
     return plain._replace(exchange=exchange)

@@ -23,9 +23,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from decjax import buckets
+from decjax import codecs
 from decjax import mesh
 from decjax import topology as topology_lib
-from decjax.gossip.mixer import Mixer
+from decjax.gossip.mixer import Mixer, is_floating
 from decjax.topology import Round, Topology, coloring
 
 
@@ -35,8 +36,8 @@ class PowerState(NamedTuple):
     This worker's edge of that matching is meant; the worker at its other end holds the same.
     """
 
-    left: tuple  # p_…xIxR
-    right: tuple  # q_…xJxR
+    left: tuple  # p_IxR
+    right: tuple  # q_JxR
 
 
 class _Matching(NamedTuple):
@@ -62,9 +63,10 @@ def power_gossip(topology: Topology, *, rank: int, axis_name: mesh.AxisName = me
                  bucket_bytes: int = buckets.BUCKET_BYTES, seed: int = 0) -> Mixer:
     """Gossip of which only R columns travel for each matrix, and each edge; see the module's equations.
 
-    An array is a matrix in its last two dimensions, I×J, or a stack of them (as scanned layers are). Vectors, and matrices
-    with a side shorter than R, travel as they are. A worker sends I·R or J·R values for a matrix, in turns, to each neighbour.
-    At R = I = J this is plain gossip. Noise fades as workers agree, and full strength is stable at any rank.
+    An array is the matrix I×J that `codecs.matrix_shape` sees in it: a stack of L scanned layers is one of L·I×J, and R columns
+    have to do for all of them. Vectors, and matrices with a side shorter than R, travel as they are. A worker sends I·R or J·R
+    values for a matrix, in turns, to each neighbour. At R = I = J this is plain gossip. Noise fades as workers agree, and full
+    strength is stable at any rank.
 
     Args:
         topology: symmetric, with one worker to a node; it may vary in time.
@@ -90,39 +92,34 @@ def power_gossip(topology: Topology, *, rank: int, axis_name: mesh.AxisName = me
     period = topology.period
     matchings = tuple(map(_matchings, topology.rounds))
 
-    def is_floating(x) -> bool:
-        return jnp.issubdtype(x.dtype, jnp.floating)
-
-    def is_matrix(x) -> bool:
-        return is_floating(x) and x.ndim >= 2 and x.size > 0 and rank <= min(x.shape[-2:])
+    def view(x) -> tuple[int, int] | None:
+        """I, J of an array that is a matrix."""
+        sides = codecs.matrix_shape(x.shape)
+        return sides if is_floating(x) and sides and x.size and rank <= min(sides) else None
 
     def start(x, side: int, position: int):
-        shape = (*x.shape[:-2], x.shape[side], rank)
         key = jax.random.fold_in(jax.random.key(seed), position)
-        return jax.random.normal(key, shape, jnp.promote_types(x.dtype, jnp.float32))
+        return jax.random.normal(key, (view(x)[side], rank), jnp.promote_types(x.dtype, jnp.float32))
 
     def init(params):
-        matrices = [x for x in jax.tree.leaves(params) if is_matrix(x)]
+        matrices = [x for x in jax.tree.leaves(params) if view(x)]
         if not matrices:
             raise ValueError(f"mixer 'power_gossip' with rank={rank}: no array has both sides that long; use a smaller rank, "
                              "or mixer 'exact'")
 
         def sides(side):
-            return tuple(tuple(tuple(start(x, side, 2 * m - side) for m, x in enumerate(matrices)) for _ in edges)
+            return tuple(tuple(tuple(start(x, side, 2 * m + 1 - side) for m, x in enumerate(matrices)) for _ in edges)
                          for edges in matchings)
-        return PowerState(sides(-2), sides(-1))
+        return PowerState(sides(0), sides(1))
 
     def message(params, bases, odd: bool):
         """What a worker sends over an edge, as a tree: products of its matrices, and the rest as it is."""
         leaves, bases = jax.tree.leaves(params), iter(bases)
-        return [product(x, next(bases), odd) if is_matrix(x) else x for x in leaves]
+        return [product(x, next(bases), odd) if view(x) else x for x in leaves]
 
-    def product(x, basis, odd: bool):
-        pattern = "...ij,...ir->...jr" if odd else "...ij,...jr->...ir"
-        return jnp.einsum(pattern, x.astype(basis.dtype), basis, precision=jax.lax.Precision.HIGHEST)
-
-    def outer(left, right):
-        return jnp.einsum("...ir,...jr->...ij", left, right, precision=jax.lax.Precision.HIGHEST)
+    def product(x, basis_SxR, odd: bool):
+        x_IxJ = x.reshape(view(x)).astype(basis_SxR.dtype)
+        return _dot(basis_SxR.T, x_IxJ).T if odd else _dot(x_IxJ, basis_SxR)
 
     def exchange(params, state, phase):
         index, odd = phase % period, phase >= period
@@ -132,7 +129,7 @@ def power_gossip(topology: Topology, *, rank: int, axis_name: mesh.AxisName = me
         news = []
         for e, matching in enumerate(matchings[index]):
             # Householder's Q is orthonormal whatever it is given, zeros and dependent columns among it.
-            bases = [jnp.linalg.qr(x)[0] for x in known[index][e]]
+            bases = [jnp.linalg.qr(x_SxR)[0] for x_SxR in known[index][e]]
             own = message(params, bases, odd)
             layout = buckets.layout(own, bucket_bytes=bucket_bytes)
             vectors = [mesh.exchange(x_P, matching.pairs, axis_name) for x_P in layout.pack(own)]
@@ -145,10 +142,11 @@ def power_gossip(topology: Topology, *, rank: int, axis_name: mesh.AxisName = me
                 # Bit for bit the same at both ends, signs of zeros included: orth follows them, and q̂ must not differ.
                 difference = jnp.where(weight > 0, own[k] - arrived[k], arrived[k] - own[k])
                 step = difference
-                if is_matrix(x):
-                    basis = next(bases)
-                    step = outer(basis, difference) if odd else outer(difference, basis)
-                    after.append(_renew(next(before), difference))
+                if view(x):
+                    basis_SxR = next(bases)
+                    step_IxJ = _dot(basis_SxR, difference.T) if odd else _dot(difference, basis_SxR.T)
+                    step = step_IxJ.reshape(x.shape)
+                    after.append(codecs.revived(difference, next(before)))
                 mixed[k] -= jnp.where(weight == 0, 0, weight.astype(mixed[k].dtype) * step)
             news.append(tuple(after))
         found = (*found[:index], tuple(news), *found[index + 1:])
@@ -159,17 +157,17 @@ def power_gossip(topology: Topology, *, rank: int, axis_name: mesh.AxisName = me
         index, odd = phase % period, phase >= period
         sent = np.zeros(topology.num_workers)
         for matching in matchings[index]:
-            matrices = [x for x in jax.tree.leaves(params) if is_matrix(x)]
-            bases = [jax.eval_shape(functools.partial(start, x, -2 if odd else -1, 0)) for x in matrices]
+            matrices = [x for x in jax.tree.leaves(params) if view(x)]
+            bases = [jax.eval_shape(functools.partial(start, x, 0 if odd else 1, 0)) for x in matrices]
             own = jax.eval_shape(lambda params, bases: message(params, bases, odd), params, bases)
             sent += (matching.weights_N != 0) * buckets.layout(own, bucket_bytes=bucket_bytes).num_bytes
         return sent
 
-    return Mixer(init, exchange, lambda params, received, state, phase, step: received, lambda step: step % (2 * period),
-                 range(2 * period), num_bytes, topology.num_workers)
+    return Mixer(init=init, exchange=exchange, phase=lambda step: step % (2 * period), phases=range(2 * period),
+                 num_bytes=num_bytes, num_workers=topology.num_workers,
+                 permutations=tuple(matching.pairs for edges in matchings for matching in edges))
 
 
-def _renew(before: jax.Array, found: jax.Array) -> jax.Array:
-    """Columns that have been found; where there was no difference to be found, or not a finite one, the former ones."""
-    useful = jnp.isfinite(found).all(axis=(-2, -1), keepdims=True) & (found != 0).any(axis=-2, keepdims=True)
-    return jnp.where(useful, found, before)
+def _dot(x_IxK: jax.Array, y_KxJ: jax.Array) -> jax.Array:
+    # Accelerators would round the operands, and the two ends of an edge, if of different kinds, differently.
+    return jnp.matmul(x_IxK, y_KxJ, precision=jax.lax.Precision.HIGHEST)

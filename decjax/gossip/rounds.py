@@ -10,7 +10,7 @@ import numpy as np
 
 from decjax import buckets
 from decjax import mesh
-from decjax.topology import Round, Topology
+from decjax.topology import Round, Shift, Topology
 
 
 def own_weight(weights: tuple[float, ...], group_size: int, axis_name: mesh.AxisName, dtype) -> Any:
@@ -25,7 +25,7 @@ def is_mean(round_: Round) -> bool:
     return not round_.shifts and set(round_.self_weights) == {1.0}
 
 
-def _member_pairs(shift, group_size: int) -> list[tuple[int, int]]:
+def member_pairs(shift: Shift, group_size: int) -> list[tuple[int, int]]:
     """Pairs of workers: each member of a node sends to the same member of the other."""
     return [(source * group_size + k, target * group_size + k) for source, target in shift.pairs for k in range(group_size)]
 
@@ -51,7 +51,7 @@ def mix_round(x_P: jax.Array, round_: Round, axis_name: mesh.AxisName) -> jax.Ar
     dtype = jnp.promote_types(x_P.dtype, jnp.float32)
     mixed = own_weight(round_.self_weights, L, axis_name, dtype) * share.astype(dtype)
     for shift in round_.shifts:
-        arrived = mesh.exchange(share, _member_pairs(shift, L), axis_name)
+        arrived = mesh.exchange(share, member_pairs(shift, L), axis_name)
         mixed += own_weight(shift.weights, L, axis_name, dtype) * arrived.astype(dtype)
     return mesh.gather(mixed.astype(x_P.dtype), L, axis_name)
 
@@ -75,7 +75,7 @@ def pull(message: Any, own: jax.Array, decode: Callable[[Any], jax.Array], round
     L = round_.group_size
     drawn = (own_weight(round_.self_weights, L, axis_name, own.dtype) - 1) * own
     for shift in round_.shifts:
-        pairs = _member_pairs(shift, L)
+        pairs = member_pairs(shift, L)
         arrived = decode(jax.tree.map(lambda x: mesh.exchange(x, pairs, axis_name), message))
         weight = own_weight(shift.weights, L, axis_name, own.dtype)
         # Those to whom nothing is sent have a message of zeros, which may decode to anything.
@@ -122,38 +122,3 @@ def num_phases(topology: Topology, rounds: int) -> int:
 def due(topology: Topology, rounds: int, phase: int) -> list[int]:
     """Which of a topology's rounds a step of R rounds applies, in order."""
     return [(phase * rounds + r) % topology.period for r in range(rounds)]
-
-
-def check_exchange(workers: mesh.Workers, topology: Topology) -> None:
-    """Sends worker indices through every round and compares with the expected mix, before any training.
-
-    A compiler defect on some GPU builds returns zeros for permutations with several cycles; training on such data goes
-    wrong silently. Each round mixes the one-hot vector of the worker's index, so that row i of W must arrive at worker i.
-
-    Args:
-        workers: where the workers live.
-        topology: the schedule to be checked.
-
-    Raises:
-        RuntimeError: naming the phase and the worker that received something else.
-    """
-    n = workers.num_workers
-
-    def probe(phase):
-        def rows(index):
-            # Nodes average shares of equal size, so pad the one-hot vector to a multiple of the group.
-            size = -(-n // topology.rounds[phase].group_size) * topology.rounds[phase].group_size
-            own = (jnp.arange(size) == index).astype(jnp.float32)
-            return mix_round(own, topology.rounds[phase], workers.axis_name)[:n]
-        return workers.map(rows, in_axes=(0,))
-
-    phases = range(topology.period)
-    index = workers.build(lambda worker: np.int32(worker))
-    arrived = workers.fetch(jax.jit(lambda index: [probe(phase)(index) for phase in phases])(index))
-    for phase in phases:
-        wrong_N = np.abs(arrived[phase] - topology.matrix(phase)).max(axis=1) > 1e-5
-        if wrong_N.any():
-            raise RuntimeError(
-                f"the exchange is broken on this backend: in phase {phase} of topology {topology.name!r} worker "
-                f"{np.flatnonzero(wrong_N)[0]} did not receive its neighbours' values; refusing to train on wrong data "
-                "(try another jax or driver version, or topology 'complete')")

@@ -13,8 +13,8 @@ Arrays that would not get smaller, and those of fewer dimensions, are averaged a
 are two collectives per step: one for all P and the rest, one for all Q.
 
 Differences from the paper: the columns of Q are normalized before they are used, which changes no span and keeps products of
-small gradients from underflowing; a column that is zero, as after a gradient of zeros, is drawn anew, where it would stay
-zero for ever. Reference: Vogels et al. 2019, arXiv 1905.13727, algorithms 1 and 2.
+small gradients from underflowing; a column that is zero beside the others, as after a gradient of zeros, is drawn anew, where it
+would stay zero for ever. Reference: Vogels et al. 2019, arXiv 1905.13727, algorithms 1 and 2.
 """
 
 import collections
@@ -111,7 +111,7 @@ def powersgd(rank: int = 4, *, gate: float = 1.0, wire_dtype: Any = None, seed: 
         out = list(leaves)
         wire = wire_dtype or dtype
         a_IxJ = [leaves[i].reshape(I, J).astype(dtype) + e for (i, (I, J, _)), e in zip(matrices.items(), state.error)]
-        q_JxR = [_revived(q, seed + i) for i, q in zip(matrices, state.factor)]
+        q_JxR = [_unit(codecs.revived(q, _drawn(q.shape, seed + i, q.dtype))) for i, q in zip(matrices, state.factor)]
         p_IxR = [_dot(a, q) for a, q in zip(a_IxJ, q_JxR)]
         rest = [leaves[i].astype(dtype) for i in dense]
         if wire == dtype:
@@ -190,9 +190,6 @@ def _drawn(shape: tuple[int, ...], salt: int, dtype: Any) -> jax.Array:
     return ((x ^ (x >> 16)) >> 8).astype(dtype).reshape(shape) * 2.0**-23 - 1
 
 
-def _revived(q_JxR: jax.Array, salt: int) -> jax.Array:
-    """Columns of length one; drawn anew where there is nothing to scale."""
-    largest_R = jnp.abs(q_JxR).max(axis=0)
-    dead_R = ~(largest_R > jnp.finfo(q_JxR.dtype).tiny)
-    q_JxR = jnp.where(dead_R, _drawn(q_JxR.shape, salt, q_JxR.dtype), q_JxR / jnp.where(dead_R, 1, largest_R))
+def _unit(q_JxR: jax.Array) -> jax.Array:
+    """Columns of length one."""
     return q_JxR / jnp.linalg.norm(q_JxR, axis=0)

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from decjax import mesh
-from decjax.train import state as state_lib
 
 
 class Evaluation(NamedTuple):
@@ -27,10 +26,10 @@ def _chunks(windows_WxT1: np.ndarray, count: int, batch_size: int) -> tuple[np.n
     return padded.reshape(count, C, batch_size, -1), mask.reshape(count, C, batch_size)
 
 
-def make_evaluate(nll: Callable, workers: mesh.Workers, windows_WxT1: np.ndarray, batch_size: int) -> Callable[[Any], Evaluation]:
+def make_evaluate(nll: Callable, workers: mesh.Workers, windows_WxT1: np.ndarray, batch_size: int) -> Callable[[Any, Any], Evaluation]:
     """Compiles the evaluation of stacked parameters on fixed windows.
 
-    The averaged model, the float32 mean over workers, is evaluated by all workers together, each on its share of the
+    The averaged model is evaluated by all workers together, each on its share of the
     windows. Every local model is evaluated on all windows.
 
     Args:
@@ -40,7 +39,7 @@ def make_evaluate(nll: Callable, workers: mesh.Workers, windows_WxT1: np.ndarray
         batch_size: windows per forward pass of a worker.
 
     Returns:
-        `evaluate(params) -> Evaluation`. A collective: every process calls it.
+        `evaluate(params, average) -> Evaluation`, of stacked parameters and the averaged model. A collective: every process calls it.
     """
     tokens = windows_WxT1.shape[0] * (windows_WxT1.shape[1] - 1)
     key = jax.random.key(0)
@@ -54,12 +53,11 @@ def make_evaluate(nll: Callable, workers: mesh.Workers, windows_WxT1: np.ndarray
     shares, share_masks = _chunks(windows_WxT1, workers.num_workers, batch_size)
     shares, share_masks = workers.build(shares.__getitem__), workers.build(share_masks.__getitem__)
     whole, whole_mask = (part[0] for part in _chunks(windows_WxT1, 1, batch_size))
-    average = jax.jit(state_lib.mean_over_workers, out_shardings=workers.replicated)
     together = workers.jit(summed, in_axes=(None, 0, 0))
     apart = workers.jit(summed, in_axes=(0, None, None))
 
-    def evaluate(params):
-        joint_N, local_N = workers.fetch((together(average(params), shares, share_masks), apart(params, whole, whole_mask)))
+    def evaluate(params, average):
+        joint_N, local_N = workers.fetch((together(average, shares, share_masks), apart(params, whole, whole_mask)))
         return Evaluation(float(joint_N.sum() / tokens), local_N / tokens)
 
     return evaluate

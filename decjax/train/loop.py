@@ -2,6 +2,7 @@
 
 import collections
 import contextlib
+import functools
 import json
 import os
 import pathlib
@@ -82,12 +83,13 @@ class Run:
         self.start, self.state = self._restore(source)
         if setup.topology:
             try:
-                gossip.check_exchange(setup.workers, setup.topology)
+                gossip.check_exchange(setup.workers, setup.topology, setup.method.mixer.permutations)
             except RuntimeError as error:
                 raise TrainingError(str(error)) from error
         self._program = engine.make_step(
             setup.gradients, setup.method, self.workers, self.config.seed, self.config.engine)
         self._distance = jax.jit(state_lib.consensus_distance, out_shardings=self.workers.replicated)
+        self._average = jax.jit(functools.partial(state_lib.averaged, mixer=setup.method.mixer), out_shardings=self.workers.replicated)
         self._usage = self.workers.jit(setup.method.usage, (0,)) if setup.method.usage else None
         self._saved = self.start if self.checkpoints.latest() == self.start else None
 
@@ -215,7 +217,7 @@ class Run:
         """Takes all steps that are left; returns the step at which a signal stopped it, or None."""
         config, workers = self.config, self.workers
         evaluate = self._make_evaluate(config.eval.num_windows)
-        average = self._make_average() if config.consensus_every else None
+        consensus = self._make_consensus() if config.consensus_every else None
         losses: collections.deque = collections.deque()
         begun, logged = time.monotonic() - self.counters["time_s"], (time.monotonic(), self.start)
         counted = self._bytes_by_usage()
@@ -231,10 +233,10 @@ class Run:
             if len(losses) > 1:
                 losses[-2][1].block_until_ready()  # One step in flight while the host prepares the next.
             done = step + 1
-            if average and done % config.consensus_every == 0:
-                params, sent = average(self.state.params)
+            if consensus and done % config.consensus_every == 0:
+                state, sent = consensus(self.state)
                 # The next step's exchange may be dispatched by another thread: none of ours may still be on its way.
-                self.state = self.state._replace(params=jax.block_until_ready(params))
+                self.state = jax.block_until_ready(state)
                 self.counters["bytes_sent_per_worker"] += sent
             display.step(done)
 
@@ -256,7 +258,8 @@ class Run:
                        "learning_rate": float(self.setup.schedule(step))}
                 self._record(recorder, display, row)
                 if evaluates:
-                    row = self._evaluation_row(evaluate(self.state.params), done, time.monotonic() - begun)
+                    result = evaluate(self.state.params, self._average(self.state))
+                    row = self._evaluation_row(result, done, time.monotonic() - begun)
                     self._record(recorder, display, row)
                 self.counters["time_s"] = time.monotonic() - begun
                 if saves:
@@ -290,25 +293,23 @@ class Run:
             recorder.write(row)
         display.show(row)
 
-    def _make_average(self):
+    def _make_consensus(self):
         """The destructive protocol of the paper's runs: every replica becomes the average."""
-        def average(params):
-            mean = state_lib.mean_over_workers(params)
-            return jax.tree.map(lambda x, m: jax.numpy.broadcast_to(m.astype(x.dtype), x.shape), params, mean)
-        compiled = jax.jit(average, out_shardings=self.workers.stacked, donate_argnums=0).lower(self.state.params).compile()
+        consensus = functools.partial(state_lib.consensus, mixer=self.setup.method.mixer, workers=self.workers)
+        compiled = jax.jit(consensus, out_shardings=self.workers.stacked, donate_argnums=0).lower(self.state).compile()
         if self.workers.simulated:
             sent_N = reduce.mean().num_bytes(state_lib.one_worker(self.state.params), self.workers.num_workers)
         else:
             sent_N = wire.bytes_sent(compiled.as_text(), self.workers.num_workers)
         sent = float(sent_N.mean())
-        return lambda params: (compiled(params), sent)
+        return lambda state: (compiled(state), sent)
 
     def _finish(self, recorder, display) -> Outcome:
         config = self.config
-        result = self._make_evaluate(0)(self.state.params)
+        average = self._average(self.state)
+        result = self._make_evaluate(0)(self.state.params, average)
         self._record(recorder, display, self._evaluation_row(result, config.steps, self.counters["time_s"]))
-        params = jax.jit(state_lib.mean_over_workers, out_shardings=self.workers.replicated)(self.state.params)
-        params = jax.tree.map(lambda x: np.asarray(x.addressable_data(0)), params)
+        params = jax.tree.map(lambda x: np.asarray(x.addressable_data(0)), average)
         summary = {
             "eval_loss": result.averaged, "local_eval_loss_mean": float(result.local_N.mean()),
             "local_eval_loss_min": float(result.local_N.min()), "local_eval_loss_max": float(result.local_N.max()),

@@ -99,8 +99,8 @@ def _decentralized(config, workers, schedule):
         return mixer.num_bytes((params, params) if config.mixing.mixer == "beer" else params, phase)
 
     if not config.mixing.static_phase:
-        return Method(tx, lambda step: None, num_bytes), topology
-    return Method(tx, mixer.phase, num_bytes, exchange if order == "awc" else None), topology
+        return Method(tx, lambda step: None, num_bytes, mixer=mixer), topology
+    return Method(tx, mixer.phase, num_bytes, exchange if order == "awc" else None, mixer=mixer), topology
 
 
 def _allreduce(config, workers, schedule):

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from decjax import gossip
 from decjax import mesh
 
 
@@ -30,6 +31,7 @@ class Method(NamedTuple):
         usage: `usage(opt_state) -> [phases]` steps so far in each of `phases`, where the phase is None because the state decides
             on it; the bytes are then those of that many steps of each. None otherwise.
         phases: what `usage` counts.
+        mixer: of a method whose state has a `mixer` field; None otherwise. It says how workers are averaged.
     """
 
     tx: optax.GradientTransformationExtraArgs
@@ -38,6 +40,7 @@ class Method(NamedTuple):
     exchange: Callable[[Any, Any, int], Any] | None = None
     usage: Callable[[Any], jax.Array] | None = None
     phases: range = range(0)
+    mixer: gossip.Mixer | None = None
 
 
 def init(model_init: Callable, tx: optax.GradientTransformation, workers: mesh.Workers, seed: int) -> State:
@@ -62,13 +65,29 @@ def one_worker(tree: Any) -> Any:
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), tree)
 
 
-def mean_over_workers(params: Any) -> Any:
-    """The averaged model, x̄ = (1/N) Σ x_i in float32 at least; integers are taken from worker 0."""
+def mean_over_workers(params: Any, weight_N: jax.Array | None = None) -> Any:
+    """The averaged model, x̄ = (1/N) Σ x_i or Σ y_i x_i / Σ y_i, in float32 at least; integers are taken from worker 0."""
     def mean(x):
         if not jnp.issubdtype(x.dtype, jnp.floating):
             return x[0]
-        return x.astype(jnp.promote_types(x.dtype, jnp.float32)).mean(axis=0)
+        return jnp.average(x.astype(jnp.promote_types(x.dtype, jnp.float32)), axis=0, weights=weight_N)
     return jax.tree.map(mean, params)
+
+
+def averaged(state: State, mixer: gossip.Mixer | None) -> Any:
+    """The averaged model of a state, with the weights of its mixer."""
+    weighted = mixer and mixer.weight
+    return mean_over_workers(state.params, jax.vmap(mixer.weight)(state.opt_state.mixer) if weighted else None)
+
+
+def consensus(state: State, mixer: gossip.Mixer | None, workers: mesh.Workers) -> State:
+    """The state in which every replica is the average, and the mixer knows."""
+    mean = averaged(state, mixer)
+    params = jax.tree.map(lambda x, m: jnp.broadcast_to(m.astype(x.dtype), x.shape), state.params, mean)
+    if not (mixer and mixer.restart):
+        return state._replace(params=params)
+    restarted = workers.map(mixer.restart, (0, 0))(params, state.opt_state.mixer)
+    return State(params, state.opt_state._replace(mixer=restarted))
 
 
 def consensus_distance(params: Any) -> jax.Array:

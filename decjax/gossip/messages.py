@@ -1,0 +1,84 @@
+"""What travels of a pytree when messages are encoded: the codec, the buckets that it is shown, its noise, and the bytes."""
+
+from collections.abc import Callable
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from decjax import buckets
+from decjax import codecs
+from decjax import mesh
+from decjax.gossip.rounds import is_mean, layout_of, sent_bytes
+from decjax.topology import Topology
+
+
+@dataclasses.dataclass(frozen=True)
+class Messages:
+    """How a pytree travels: the codec, the buckets it encodes, and its noise."""
+
+    topology: Topology
+    codec: codecs.Codec
+    axis_name: mesh.AxisName
+    bucket_bytes: int
+    seed: int
+
+    @property
+    def group_size(self) -> int:
+        """L of the rounds that send messages."""
+        return max((round_.group_size for round_ in self.topology.rounds if not is_mean(round_)), default=1)
+
+    def layout(self, params: Any) -> buckets.Layout:
+        """The buckets of a pytree.
+
+        Raises:
+            ValueError: if the codec does not make it smaller.
+        """
+        layout = layout_of(params, self.topology, 0 if self.codec.traits.matrix else self.bucket_bytes)
+        encoded, plain = self._message_bytes(layout), layout.num_bytes / self.group_size
+        if layout.buckets and encoded >= plain and self.codec.name != "identity":
+            raise ValueError(f"codec {self.codec.name!r} makes messages of {encoded} bytes of parameters that have {plain:.0f}; "
+                             "use fewer bits or values, another codec such as 'int8', or none")
+        return layout
+
+    def _message_bytes(self, layout: buckets.Layout) -> int:
+        sizes = [bucket.size // self.group_size for bucket in layout.buckets]
+        return sum(self.codec.num_bytes(self.shape(layout, b, size), wide(layout.buckets[b].dtype))
+                   for b, size in enumerate(sizes))
+
+    def shape(self, layout: buckets.Layout, bucket: int, size: int) -> tuple[int, ...]:
+        """What the codec is shown of a bucket: values in a row, or an array as it is if the codec makes that smaller."""
+        shape, dtype = layout.shapes[layout.buckets[bucket].leaves[0]], wide(layout.buckets[bucket].dtype)
+        try:
+            suits = self.codec.traits.matrix and self.codec.num_bytes(shape, dtype) < size * dtype.itemsize
+        except ValueError:  # Too small a matrix for its rank.
+            suits = False
+        return shape if suits else (size,)
+
+    def init(self, layout: buckets.Layout, shares: list[jax.Array]) -> tuple:
+        return tuple(self.codec.init(self.shape(layout, b, x.size), x.dtype) for b, x in enumerate(shares))
+
+    def encode(self, x_P: jax.Array, shape: tuple[int, ...], state: Any, count: jax.Array, position: int) -> Any:
+        key = None
+        if self.codec.traits.random:
+            # Members of a node draw alike: simulated ones all hold the whole mean, and have to stay equal.
+            node = mesh.worker_index(self.axis_name) // self.group_size
+            key = jax.random.fold_in(jax.random.fold_in(jax.random.key(self.seed), node), count)
+            key = jax.random.fold_in(key, position)
+        return self.codec.encode(x_P.reshape(shape), state, key)
+
+    def decode(self, shape: tuple[int, ...], dtype) -> Callable[[Any], jax.Array]:
+        return lambda message: self.codec.decode(message, shape, dtype).ravel()
+
+    def num_bytes(self, params: Any, indices: list[int]) -> np.ndarray:
+        """Bytes that each worker sends in the given rounds, [N]."""
+        layout = self.layout(params)
+        message_bytes = self._message_bytes(layout)
+        return sum(sent_bytes(self.topology.rounds[index], layout, message_bytes) for index in indices)
+
+
+def wide(dtype: Any) -> np.dtype:
+    """The type in which parameters are encoded and mixed: float32 at least."""
+    return jnp.promote_types(dtype, jnp.float32)
