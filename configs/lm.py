@@ -80,7 +80,7 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
         gate=1.0,  # powersgd: arrays I×J with (I + J)R ≥ gate·IJ travel as they are
         wire_dtype="",  # powersgd: of the factors' messages: bfloat16 | float16 | empty: float32
         codec=given.get("codec", CODED[coded][0]) if coded else "",  # of those in CODED above, as "int8(block=128)"
-        form=CODED[coded][2] if coded else "auto",  # gather: N−1 messages | shards: 2(N−1)/N, coded twice | auto: whichever is less
+        form=CODED[coded][2] if coded else "auto",  # gather: N−1 messages | shards: 2(N−1)/N, coded twice | auto: the lesser
         error="residual",  # what is remembered of what messages lose: residual | momentum | ef21 | none: for unbiased codecs
         decay=CODED[coded][1] if coded else 1.0,  # residual: γ, what is left of the memory after a step
         momentum=0.9,  # momentum, ef21: β

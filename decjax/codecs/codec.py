@@ -121,7 +121,7 @@ def matrix_shape(shape: tuple[int, ...]) -> tuple[int, int] | None:
 
 
 def seen_shape(codec: Codec, shape: tuple[int, ...], dtype: Any) -> tuple[int, ...]:
-    """What a codec is shown of an array: the array as it is if it sees matrices and makes this one smaller, else values in a row."""
+    """What a codec is shown of an array: itself, if the codec sees matrices and makes this one smaller; else values in a row."""
     size = math.prod(shape)
     if codec.traits.matrix and matrix_shape(shape):
         try:

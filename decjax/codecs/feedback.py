@@ -68,8 +68,8 @@ def _feedback(codec: Codec, wanted, memorize, receive, relay, storage: Codec | N
     """From `wanted(x, error, v) -> (what to encode, v)` and `memorize(what was encoded, ĉ, error) -> error`."""
     if codec.traits.contractive is None:
         if codec.traits.unbiased is None:
-            raise ValueError(f"codec {codec.name!r} is neither contractive nor unbiased, so the memory of its errors may grow without "
-                             "bound; use one that is, such as 'int8' or 'topk'")
+            raise ValueError(f"codec {codec.name!r} is neither contractive nor unbiased, so the memory of its errors may grow "
+                             "without bound; use one that is, such as 'int8' or 'topk'")
         codec = contracted(codec)
     if storage and (storage.traits.matrix or storage.traits.state_key != "none"):
         raise ValueError(f"error memory cannot be stored by codec {storage.name!r}, which keeps a state or needs matrices; use 'int8'")

@@ -2,10 +2,10 @@
 
     x_i = β e_i + g_i;     averaged = (1/N) Σ_j C(x_j);     e_i = x_i − C(x_i)
 
-    β = 1, any codec                            error feedback: Σ sent + e = Σ g              (Stich et al. 2018, arXiv 1809.07599)
-    β = 0.999, top-k of a chunked DCT, then     DeMo: e is the momentum, from which the       (Peng et al. 2024, arXiv 2411.19870)
-      the sign of the average                   fast components are taken out as they are sent
-    β = 0.95, 2-bit top-k of a chunk, on the    SparseLoCo                                    (Sarfi et al. 2025, arXiv 2508.15706)
+    β = 1, any codec                            error feedback: Σ sent + e = Σ g         (Stich et al. 2018, arXiv 1809.07599)
+    β = 0.999, top-k of a chunked DCT, then     DeMo: e is the momentum, from which the  (Peng et al. 2024, arXiv 2411.19870)
+      the sign of the average                   fast components are taken as they are sent
+    β = 0.95, 2-bit top-k of a chunk, on the    SparseLoCo                               (Sarfi et al. 2025, arXiv 2508.15706)
       change of H local steps
 
 Other memories are those of `codecs.feedback`: a momentum, EF21, none. How messages become an average, and what is sent, is for
@@ -96,7 +96,8 @@ def coded(codec: codecs.Codec, *, feedback: Callable[[codecs.Codec], codecs.feed
             return codecs.finite((arrays, own)).astype(jnp.uint8)
 
         if cut.num_shards:
-            averages, worker, owner, finite_N = messages.sharded(ends, arrays, state.worker, state.owner, key, is_finite, axis_name)
+            averages, worker, owner, finite_N = messages.sharded(
+                ends, arrays, state.worker, state.owner, key, is_finite, axis_name)
         else:
             averages, worker, finite_N = messages.gathered(ends, arrays, state.worker, key, is_finite, axis_name)
             owner = ()
@@ -112,8 +113,8 @@ def coded(codec: codecs.Codec, *, feedback: Callable[[codecs.Codec], codecs.feed
         plain = reducer_lib.mean().num_bytes(params, num_workers)[0]
         if num_workers > 1 and sent[due] >= plain:
             fix = f"form {best!r}, which sends {sent[best]:.0f}" if sent[best] < plain else "a codec of fewer bytes"
-            raise ValueError(f"codec {codec.name!r} in form {due!r} sends {sent[due]:.0f} bytes a step, and plain all-reduce among "
-                             f"{num_workers} workers {plain:.0f}; use {fix}, or reducer 'mean'")
+            raise ValueError(f"codec {codec.name!r} in form {due!r} sends {sent[due]:.0f} bytes a step, and plain all-reduce "
+                             f"among {num_workers} workers {plain:.0f}; use {fix}, or reducer 'mean'")
         return np.full(num_workers, sent[due])
 
     return reducer_lib.Reducer(init, reduce, num_bytes)

@@ -1,9 +1,9 @@
 """GraVAC: codes as strong as their gain allows.
 
-With gain(θ) = E‖C_θ(x)‖² / E‖x‖² of what workers send, x = g + e, it starts without a codec and climbs a ladder of ever stronger ones
-as long as (steps per second) · gain grows; when the gain of the rung in use drops below a threshold, it goes back a rung. Messages
-are averaged shard by shard, so that every rung is smaller than the plain mean; see `decjax.reduce.messages`. The error memories of
-workers and owners belong to all rungs; without a codec, both are sent out.
+With gain(θ) = E‖C_θ(x)‖² / E‖x‖² of what workers send, x = g + e, it starts without a codec and climbs a ladder of ever
+stronger ones as long as (steps per second) · gain grows; when the gain of the rung in use drops below a threshold, it goes back
+a rung. Messages are averaged shard by shard, so that their bytes follow the codec's whatever the number of workers; see
+`decjax.reduce.messages`. The error memories of workers and owners belong to all rungs; without a codec, both are sent out.
 
 Reference: Tyagi and Swany 2023, arXiv 2305.12201.
 """
@@ -59,12 +59,12 @@ def gravac(ladder: Sequence[codecs.Codec], *, window: int = 50, threshold: float
         bucket_bytes: as in `coded`.
 
     Returns:
-        The `Reducer`. Its phases are the rungs, and its state decides on them: `usage(state)` counts the steps on each. Its `init`
-        is called inside a function that is mapped over workers.
+        The `Reducer`. Its phases are the rungs, and its state decides on them: `usage(state)` counts the steps on each. Its
+        `init` is called inside a function that is mapped over workers.
 
     Raises:
-        ValueError: if the ladder is empty, a codec does not fit, or an option is out of range; from `num_bytes`, if a rung does not
-            send less than the one below.
+        ValueError: if the ladder is empty, a codec does not fit, or an option is out of range; from `num_bytes`, if a rung does
+            not send less than the one below.
 
     Reference:
         arXiv 2305.12201. The paper measures steps per second as it goes; inside a program there is no clock, so they are given.
@@ -160,8 +160,8 @@ def gravac(ladder: Sequence[codecs.Codec], *, window: int = 50, threshold: float
         sent = rung_bytes(params, num_workers)
         for below, above, codec in zip(sent, sent[1:], ladder):
             if num_workers > 1 and above >= below:
-                raise ValueError(f"GraVAC's rung {codec.name!r} sends {above:.0f} bytes a step, and the one below it {below:.0f}; use "
-                                 "a ladder from the mildest codec to the strongest, as 'bfloat16; int8; int4'")
+                raise ValueError(f"GraVAC's rung {codec.name!r} sends {above:.0f} bytes a step, and the one below it {below:.0f}; "
+                                 "use a ladder from the mildest codec to the strongest, as 'bfloat16; int8; int4'")
         return np.zeros(num_workers) if phase is None else np.full(num_workers, sent[phase])  # Only the state knows.
 
     return reducer_lib.Reducer(init, reduce, num_bytes, lambda step: None, range(num_rungs), lambda state: state.usage)

@@ -31,8 +31,8 @@ class Side(NamedTuple):
 class Cut(NamedTuple):
     """How a tree is cut into the arrays that are coded.
 
-    Arrays that a codec sees as matrices and makes smaller stay alone, as I×J; the others are joined to flat buckets. With shards,
-    an array becomes [N, …], N parts of its values or rows, padded with zeros; to an error memory these are values like others.
+    Arrays that a codec sees as matrices and makes smaller stay alone, as I×J; the others are joined to flat buckets. With
+    shards, an array becomes [N, …], N parts of its values or rows, padded with zeros, which error memories take for values.
     """
 
     codecs: tuple[codecs.Codec, ...]
@@ -99,8 +99,8 @@ def check(codec: codecs.Codec) -> None:
         ValueError: naming the codec and what to use.
     """
     if not codec.traits.static_bytes:
-        raise ValueError(f"codec {codec.name!r} has messages of varying size, and collectives have buffers of one; use 'int8', or "
-                         "'bounded(raw=False)', which has room for a fixed number of outliers")
+        raise ValueError(f"codec {codec.name!r} has messages of varying size, and collectives have buffers of one; use 'int8', "
+                         "or 'bounded(raw=False)', which has room for a fixed number of outliers")
     if codec.traits.state_key == "sample":
         raise ValueError(f"codec {codec.name!r} remembers samples of a batch, which gradients are not; use 'int8'")
 
@@ -191,7 +191,7 @@ def _received(feedback, estimates, arrived) -> tuple[list[jax.Array], tuple[Any,
 
 
 def _mean(feedback, joint_NxB, sent, like) -> tuple[list[jax.Array], jax.Array]:
-    """Of what the messages of all workers decode to; one worker's after the other's, in the memory of one. And their headers."""
+    """Of what the messages of all workers decode to, one worker's after the other's, in the memory of one; their headers."""
     def add(sums, joint):
         messages, header = _from_bytes(joint, sent)
         return [total + x for total, x in zip(sums, _decoded(feedback, messages, like))], header
