@@ -66,29 +66,30 @@ def coded(codec: codecs.Codec, *, feedback: Callable[[codecs.Codec], codecs.feed
     if form not in FORMS:
         raise ValueError(f"form={form!r} of coded messages is unknown; use one of {', '.join(FORMS)}")
     ends = feedback(codecs.of_any_shape(codec))
-    cuts = {"gather": lambda num_workers: messages.Cut((codec,), bucket_bytes),
-            "shards": lambda num_workers: messages.Cut((codec,), bucket_bytes, num_workers)}
+
+    def cut_of(name, num_workers):
+        return messages.Cut((codec,), bucket_bytes, num_workers if name == "shards" else 0)
 
     def sent_bytes(params, num_workers):
-        """Bytes of each form, the exact one first."""
-        return {name: messages.num_bytes(ends.codec, cut(num_workers), params, num_workers, FLAG_BYTES)
-                for name, cut in cuts.items()}
+        """Bytes of both forms; the one that codes once comes first, and so is taken where they are equal."""
+        return {name: messages.num_bytes(ends.codec, cut_of(name, num_workers), params, num_workers, FLAG_BYTES)
+                for name in ("gather", "shards")}
 
-    def cut_of(params, num_workers=None):
-        if form != "auto":
-            return cuts[form](mesh.num_workers(axis_name) if form == "shards" else None)
+    def due_cut(params):
+        if form == "gather":
+            return cut_of(form, 0)
         num_workers = mesh.num_workers(axis_name)
         sent = sent_bytes(params, num_workers)
-        return cuts[min(sent, key=sent.get)](num_workers)
+        return cut_of(min(sent, key=sent.get) if form == "auto" else form, num_workers)
 
     def init(params):
-        cut = cut_of(params)
+        cut = due_cut(params)
         owner = messages.owner_side(ends, cut, params) if cut.num_shards else ()
         return CodedState(messages.worker_side(ends, cut, params), owner, jnp.zeros((), jnp.int32))
 
     def reduce(grads, state, phase=0):
         del phase
-        cut = cut_of(grads)
+        cut = due_cut(grads)
         arrays = cut.arrays(grads)
         key = messages.noise_key(seed, state.count, axis_name)
 
