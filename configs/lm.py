@@ -25,8 +25,9 @@ TUNED = {"awc": dict(adamw=(2.8e-2, 0.03), accum_adamw=(1.6e-2, 0.1), sgdm=(0.5,
          "atc": dict(adamw=(2.8e-2, 0.03), accum_adamw=(2.4e-2, 0.05), sgdm=(0.5, 1e-4), sign=(2e-3, 0.1))}
 TUNED_ALLREDUCE = TUNED["awc"] | dict(adamw=(1.2e-2, 0.03))
 
-# The codec of each reducer and method that needs one, and β of the memory of what messages lose.
-CODED = dict(codec=("int8", 1.0), demo=("dct", 0.999), onebit_adam=("scaled_sign", 1.0), sparseloco=("block_topk(values=int2)", 0.95))
+# Of each reducer and method that needs one: the codec, γ of the memory of what messages lose, and how messages are averaged.
+CODED = dict(codec=("int8", 1.0, "auto"), demo=("dct", 0.999, "gather"), onebit_adam=("scaled_sign", 1.0, "shards"),
+             sparseloco=("block_topk(values=int2)", 0.95, "gather"))
 
 KEYS = dict(workers=int, local_size=int, topology=str, method=("decentralized", "allreduce", "diloco", "sparseloco", "local"),
             optimizer=("adamw", "accum_adamw", "sgdm", "sign"), order=("awc", "atc"), engine=("auto", "fused", "split"), steps=int,
@@ -103,9 +104,12 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
         gate=1.0,  # powersgd: arrays I×J with (I + J)R ≥ gate·IJ travel as they are
         wire_dtype="",  # powersgd: of the factors' messages: bfloat16 | float16 | empty: float32
         codec=given.get("codec", CODED[coded][0]) if coded else "",  # of those in CODED above, as "int8(block=128)"
-        decay=CODED[coded][1] if coded else 1.0,  # β of the memory of what messages lose
-        feedback=True,  # False: no such memory; for unbiased codecs
-        ladder="bfloat16; int8",  # gravac: codecs from the mildest to the strongest
+        form=CODED[coded][2] if coded else "auto",  # gather: N−1 messages | shards: 2(N−1)/N, coded twice | auto: the lesser
+        error="residual",  # what is remembered of what messages lose: residual | momentum | ef21 | none: for unbiased codecs
+        decay=CODED[coded][1] if coded else 1.0,  # residual: γ, what is left of the memory after a step
+        momentum=0.9,  # momentum, ef21: β
+        storage="",  # the memory's form: int8, or any codec without state | empty: in full
+        ladder="bfloat16; int8; int4",  # gravac: codecs from the mildest to the strongest
         window=50,  # gravac: steps between its decisions
         threshold=0.5,  # gravac: the least gain
     ))

@@ -39,6 +39,19 @@ def worker_index(axis_name: AxisName) -> jax.Array:
     return jax.lax.axis_index(axis_name)
 
 
+def num_workers(axis_name: AxisName) -> int:
+    """N, as a static int.
+
+    Raises:
+        ValueError: outside of a function that is mapped over workers.
+    """
+    try:
+        return jax.lax.axis_size(axis_name)
+    except NameError as error:
+        raise ValueError(f"worker axis {axis_name!r} is not there: call this from a function mapped over workers, as "
+                         "workers.jit(tx.init, in_axes=(0,))(workers.stack(params))") from error
+
+
 def _is_simulated(axis_name: AxisName) -> bool:
     axes = (axis_name,) if isinstance(axis_name, str) else axis_name
     return not set(axes) <= set(jax.sharding.get_abstract_mesh().manual_axes)
@@ -140,7 +153,7 @@ def mean(x_P: jax.Array, axis_name: AxisName, wire_dtype: Any = None) -> jax.Arr
         return jax.lax.bitcast_convert_type(x, wire_dtype).astype(x_P.dtype)
 
     shares_NxS = jnp.pad(x_P, (0, -x_P.size % n)).reshape(n, -1)
-    own_S = values(jax.lax.all_to_all(bits(shares_NxS), axis_name, 0, 0)).mean(axis=0)
+    own_S = values(all_to_all(bits(shares_NxS), axis_name)).mean(axis=0)
     return values(all_gather(bits(own_S), axis_name)).ravel()[:x_P.size]
 
 
@@ -157,6 +170,11 @@ def all_gather(x: jax.Array, axis_name: AxisName) -> jax.Array:
         return jax.lax.all_gather(x, axis_name)
     bits = jax.lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}")
     return jax.lax.bitcast_convert_type(jax.lax.all_gather(bits, axis_name), x.dtype)
+
+
+def all_to_all(x: jax.Array, axis_name: AxisName) -> jax.Array:
+    """Row i of what every worker gives goes to worker i: [N, ...] of a row for each to [N, ...] of a row from each."""
+    return jax.lax.all_to_all(x, axis_name, 0, 0)
 
 
 def scatter_mean(x_P: jax.Array, group_size: int, axis_name: AxisName) -> jax.Array:

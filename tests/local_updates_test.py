@@ -125,11 +125,15 @@ def test_local_updates_of_one_step_and_rate_one_are_the_mean():
     np.testing.assert_allclose(path, synchronous, atol=1e-12)
 
 
+def decaying(decay):
+    return functools.partial(codecs.feedback.residual, decay=decay)
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_sparseloco_is_the_dense_reference(mode):
     """e ← βe + Δ_i, q_i = top-k(e), e ← e − q_i, a ← a − α mean q_i."""
     H, decay, k, rate = 4, 0.95, 2, 0.8
-    coded = functools.partial(reduce.coded, top(k), decay=decay)
+    coded = functools.partial(reduce.coded, top(k), feedback=decaying(decay), form="gather")
     path, state = trajectory(local(optax.adam(LR, b2=0.99), H, optax.sgd(rate), coded), mode)
     direction, x, anchor, e = DenseAdam(), np.tile(X0, (N, 1)), X0, np.zeros((N, DIM))
     for t in range(STEPS):
@@ -140,7 +144,7 @@ def test_sparseloco_is_the_dense_reference(mode):
             e, anchor = e - q, anchor - rate * q.mean(axis=0)
             x = np.tile(anchor, (N, 1))
         np.testing.assert_allclose(path[t + 1], x, rtol=1e-6, atol=1e-8)
-    np.testing.assert_allclose(state.reducer.error[0], e, rtol=1e-6, atol=1e-8)
+    np.testing.assert_allclose(state.reducer.worker.memory[0].error, e, rtol=1e-6, atol=1e-8)
 
 
 def test_demo_is_the_dense_reference():
@@ -156,7 +160,7 @@ def test_demo_is_the_dense_reference():
     tx = optax.sign_sgd(LR)
 
     def make(axis_name):
-        reducer = reduce.coded(dct, decay=decay, axis_name=axis_name)
+        reducer = reduce.coded(dct, feedback=decaying(decay), form="gather", axis_name=axis_name)
         return optim.synchronize(tx, reducer), reducer
 
     path, _ = trajectory(make)
@@ -173,7 +177,8 @@ def test_demo_is_the_dense_reference():
 
 def onebit(warm, codec=None):
     def make(axis_name):
-        reducer = reduce.start_at(reduce.coded(codec or top(2), axis_name=axis_name), warm, reduce.mean(axis_name=axis_name))
+        compressing = reduce.coded(codec or top(2), form="gather", axis_name=axis_name)
+        reducer = reduce.start_at(compressing, warm, reduce.mean(axis_name=axis_name))
         return optax.chain(optim.scale_by_onebit_adam(reducer, b2=0.99), optax.scale_by_learning_rate(LR)), reducer
     return make
 

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from configs import lm
 from decjax import codecs
 from decjax import mesh
 from decjax import reduce
@@ -208,13 +209,14 @@ def test_impossible_powersgd_is_refused(options, message):
 def top(k):
     """The k largest values of an array, and where they are."""
     def encode(x, state, key):
-        _, index = jax.lax.top_k(jnp.abs(x.ravel()), k)
+        _, index = jax.lax.top_k(jnp.abs(x.ravel()), min(k, x.size))
         return {"index": index.astype(jnp.uint16), "values": x.ravel()[index]}
 
     def decode(message, shape, dtype):
         return jnp.zeros(np.prod(shape, dtype=int), dtype).at[message["index"]].set(message["values"]).reshape(shape)
 
-    return codecs.Codec(name=f"top {k}", encode=encode, decode=decode, num_bytes=lambda shape, dtype: k * (2 + jnp.dtype(dtype).itemsize),
+    return codecs.Codec(name=f"top {k}", encode=encode, decode=decode, 
+                        num_bytes=lambda shape, dtype: min(k, int(np.prod(shape))) * (2 + jnp.dtype(dtype).itemsize),
                         traits=codecs.Traits(contractive=lambda shape: k / np.prod(shape)))
 
 
@@ -253,6 +255,10 @@ def numpy_top(k):
 CODES = {"top": (top(7), numpy_top(7)), "one bit": (one_bit(), lambda x: np.abs(x).mean() * np.where(x >= 0, 1, -1))}
 
 
+residual, momentum, ef21, none = (getattr(codecs.feedback, name) for name in ("residual", "momentum", "ef21", "none"))
+flat = lambda grads: np.concatenate([x.reshape(N, -1) for x in jax.tree.leaves(grads)], axis=1)
+
+
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("decay", [1.0, 0.9])
 @pytest.mark.parametrize("name", CODES)
@@ -260,8 +266,7 @@ CODES = {"top": (top(7), numpy_top(7)), "one bit": (one_bit(), lambda x: np.abs(
 def test_coded_is_the_dense_reference(name, decay, mode):
     """x = βe + g; averaged = mean C(x); e = x − C(x), of all arrays joined; with β = 1, Σ sent + e = Σ g."""
     codec, code = CODES[name]
-    run = Runner(functools.partial(reduce.coded, codec, decay=decay), mode)
-    flat = lambda grads: np.concatenate([x.reshape(N, -1) for x in jax.tree.leaves(grads)], axis=1)
+    run = Runner(functools.partial(reduce.coded, codec, feedback=functools.partial(residual, decay=decay), form="gather"), mode)
     e = sent = 0.0
     for step in range(STEPS):
         out = run(gradients(step))
@@ -270,34 +275,180 @@ def test_coded_is_the_dense_reference(name, decay, mode):
         messages = np.stack([code(row) for row in x])
         e, sent = x - messages, sent + messages
         np.testing.assert_allclose(flat(out)[0], messages.mean(axis=0), rtol=1e-6, atol=1e-9)
-    np.testing.assert_allclose(run.state.error[0], e, rtol=1e-6, atol=1e-9)
+    np.testing.assert_allclose(run.state.worker.memory[0].error, e, rtol=1e-6, atol=1e-9)
     if decay == 1:
         np.testing.assert_allclose(sent + e, sum(flat(gradients(step)) for step in range(STEPS)), atol=1e-9)
 
 
-def test_unbiased_codes_need_no_memory():
-    run = Runner(functools.partial(reduce.coded, dithered(), feedback=False), dtype=np.float32)
+class DenseShards:
+    """Every worker's vector as N shards, which workers code, and whose owners average them and code the mean."""
+
+    def __init__(self):
+        self.owner = 0.0
+
+    def __call__(self, x, code):
+        """Vectors of all workers [N, P] -> (what they sent [N, P], the average [P]); what owners keep is `owner`."""
+        size = x.shape[1]
+        sent = np.stack([[code(shard) for shard in row] for row in np.pad(x, [(0, 0), (0, -size % N)]).reshape(N, N, -1)])
+        wanted = self.owner + sent.mean(axis=0)
+        averaged = np.stack([code(shard) for shard in wanted])
+        self.owner = wanted - averaged
+        return sent.reshape(N, -1)[:, :size], averaged.ravel()[:size]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", CODES)
+@x64
+def test_shards_are_the_dense_reference(name, mode):
+    """With error feedback on both sides, Σ averaged + e_owner + mean e = Σ mean g."""
+    codec, code = CODES[name]
+    run = Runner(functools.partial(reduce.coded, codec, form="shards"), mode)
+    size = flat(gradients(0)).shape[1]
+    e = np.zeros((N, size + -size % N))
+    dense, total = DenseShards(), 0.0
+    for step in range(STEPS):
+        out = run(gradients(step))
+        assert_equal_replicas(out)
+        x = e + np.pad(flat(gradients(step)), [(0, 0), (0, -size % N)])
+        sent, averaged = dense(x, code)
+        e, total = x - sent, total + averaged
+        np.testing.assert_allclose(flat(out)[0], averaged[:size], rtol=1e-6, atol=1e-9)
+    np.testing.assert_allclose(np.asarray(run.state.worker.memory[0].error).reshape(N, -1), e, rtol=1e-6, atol=1e-9)
+    np.testing.assert_allclose(run.state.owner.memory[0].error, dense.owner, rtol=1e-6, atol=1e-9)
+    expected = sum(flat(gradients(step)).mean(axis=0) for step in range(STEPS))
+    np.testing.assert_allclose((total + dense.owner.ravel() + e.mean(axis=0))[:size], expected, atol=1e-9)
+    assert np.abs(total[:size] - expected).max() > 0.3, "without the errors nothing would be tested"
+
+
+@pytest.mark.parametrize("form", ["gather", "shards"])
+@x64
+def test_ef21_finds_what_stays(form):
+    """The estimate of a constant mean becomes exact, though every message is a few values of it."""
+    run = Runner(functools.partial(reduce.coded, top(7), feedback=ef21, form=form))
+    errors = []
+    for _ in range(STEPS):
+        out = run(gradients(0))
+        assert_equal_replicas(out)
+        errors.append(np.abs(flat(out) - flat(mean_of(gradients(0)))).max())
+    assert errors[0] > 0.5 and errors[-1] < 1e-9
+
+
+@pytest.mark.parametrize("form", ["gather", "shards"])
+@x64
+def test_momentum_is_taken_before_anything_is_lost(form):
+    """Σ averaged + what owners and, on average, workers keep = Σ mean v."""
+    run = Runner(functools.partial(reduce.coded, top(7), feedback=functools.partial(momentum, beta=0.5), form=form))
+    v = expected = total = 0.0
+    for step in range(STEPS):
+        total += flat(run(gradients(step)))[0]
+        v = 0.5 * v + flat(gradients(step)).mean(axis=0)
+        expected += v
+    kept = np.asarray(run.state.worker.memory[0].error).mean(axis=0).ravel()
+    kept = kept + (np.asarray(run.state.owner.memory[0].error).ravel() if form == "shards" else 0)
+    np.testing.assert_allclose(total + kept[:total.size], expected, atol=1e-9)
+
+
+@pytest.mark.parametrize("storage", [None, codecs.make("int8")], ids=["in full", "in 8 bits"])
+def test_errors_of_shards_stay_bounded(storage):
+    """Over 3,000 steps, on both sides."""
+    w = workers("simulated")
+    memory = functools.partial(residual, storage=storage)
+    reducer = reduce.coded(one_bit(), feedback=memory, form="shards", axis_name=w.axis_name)
+    like = {"w": jnp.ones(64)}
+
+    def length(side):
+        error = side.memory[0].error
+        return jnp.linalg.norm(error) if storage is None else jnp.abs(error["scales"]).max()
+
+    def worker(worker_key):
+        def step(state, t):
+            _, state = reducer.reduce({"w": 0.3 + jax.random.normal(jax.random.fold_in(worker_key, t), (64,))}, state)
+            return state, jnp.stack([length(state.worker), length(state.owner)])
+        return jax.lax.scan(step, reducer.init(like), jnp.arange(3000))[1]
+
+    norms_NxTx2 = np.asarray(w.jit(worker, in_axes=(0,))(jax.random.split(jax.random.key(0), N)))
+    early, late = norms_NxTx2[:, 100:600].mean(axis=(0, 1)), norms_NxTx2[:, 2500:].mean(axis=(0, 1))
+    assert (late < 1.2 * early).all() and (early > 0).all(), (early, late)
+
+
+@pytest.mark.parametrize("form", ["gather", "shards"])
+def test_unbiased_codes_need_no_memory(form):
+    run = Runner(functools.partial(reduce.coded, dithered(), feedback=none, form=form), dtype=np.float32)
     outs = [run(gradients(0)) for _ in range(400)]
-    assert jax.tree.leaves(run.state.error) == []
-    all_close(jax.tree.map(lambda *x: np.mean(x, axis=0), *outs), mean_of(gradients(0)), atol=0.08)
+    assert not any(memory.error for memory in run.state.worker.memory)
+    all_close(jax.tree.map(lambda *x: np.mean(x, axis=0), *outs), mean_of(gradients(0)), atol=0.12)
 
 
-@pytest.mark.parametrize("make", [lambda **options: reduce.coded(top(7), **options), lambda **options: reduce.coded(one_bit(), **options),
-                                  lambda **options: reduce.gravac([top(20), top(7)], window=1, **options)], ids=["top", "one bit", "gravac"])
+def test_unbiased_codes_with_a_memory_are_contracted():
+    """What the codec would amplify, of ω = 9, arrives in the end all the same."""
+    codec = codecs.make("randomk", fraction=0.1, unbiased=True)
+    run = Runner(functools.partial(reduce.coded, codec, form="gather"), dtype=np.float32)
+    sent = sum(flat(run(gradients(0)))[0] for _ in range(200)) / 200
+    np.testing.assert_allclose(sent, flat(gradients(0)).mean(axis=0), atol=0.5)
+
+
+def test_draws_follow_the_seed():
+    runs = [Runner(functools.partial(reduce.coded, dithered(), feedback=none, seed=seed), dtype=np.float32) for seed in (0, 0, 1)]
+    outs = [flat(run(gradients(0))) for run in runs]
+    np.testing.assert_array_equal(outs[0], outs[1])
+    assert (outs[0] != outs[2]).any()
+
+
+@pytest.mark.parametrize("form", ["gather", "shards"])
+@x64
+def test_matrices_too_small_for_a_codec_travel_as_values(form):
+    """Rank 3 makes "w" smaller, and neither the thin matrix nor vectors, which arrive as they are."""
+    rng = np.random.default_rng(0)
+    grads = {"w": rng.normal(size=(N, 40, 16)), "thin": rng.normal(size=(N, 2, 32)), "bias": rng.normal(size=(N, 5))}
+    run = Runner(functools.partial(reduce.coded, codecs.make("low_rank", rank=3), form=form), like=grads)
+    sent = 0.0
+    for step in range(30):
+        out = run(grads)
+        assert_equal_replicas(out)
+        sent = sent + out["w"][0]
+        for name in ("thin", "bias"):
+            np.testing.assert_allclose(out[name][0], grads[name].mean(axis=0), atol=1e-12)
+    assert np.abs(sent / 30 - grads["w"].mean(axis=0)).max() < 0.4 < np.abs(out["w"][0] - grads["w"].mean(axis=0)).max()
+    measured_N = wire.bytes_sent(run.program(0).as_text(), N)
+    np.testing.assert_allclose(run.reducer.num_bytes(run.like, N), measured_N, rtol=1e-12)
+
+
+def memory_of(state):
+    return (state.worker, state.owner) if isinstance(state, reduce.CodedState) else (state.error, state.owner_error, state.codec)
+
+
+MAKERS = {
+    "gathered": functools.partial(reduce.coded, top(7), form="gather"),
+    "shards": functools.partial(reduce.coded, one_bit(), form="shards"),
+    "ef21": functools.partial(reduce.coded, top(7), form="shards", feedback=functools.partial(ef21, beta=0.5)),
+    "8 bits": functools.partial(reduce.coded, top(7), feedback=functools.partial(residual, storage=codecs.make("int8"))),
+    "gravac": functools.partial(reduce.gravac, [top(9), top(4)], window=1)}
+
+
+@pytest.mark.parametrize("name", MAKERS)
 @pytest.mark.parametrize("bad", [np.inf, np.nan])
-def test_codes_recover_from_a_gradient_that_is_not_finite(make, bad):
-    run, other = (Runner(make, dtype=np.float32) for _ in range(2))
+def test_codes_recover_from_a_gradient_that_is_not_finite(name, bad):
+    run, other = (Runner(MAKERS[name], dtype=np.float32) for _ in range(2))
     zeros = jax.tree.map(np.zeros_like, gradients(0))
     for step in range(6):
         if step == 3:
             poisoned = gradients(99)
             poisoned["a"][1, 2, 3] = bad
-            before = jax.tree.map(np.asarray, run.state.error)
+            before = jax.tree.map(np.asarray, memory_of(run.state))
             assert not np.isfinite(run(poisoned)["a"]).any()
-            jax.tree.map(np.testing.assert_array_equal, before, jax.tree.map(np.asarray, run.state.error))
+            jax.tree.map(np.testing.assert_array_equal, before, jax.tree.map(np.asarray, memory_of(run.state)))
         if step == 4:
             run(zeros), other(zeros)
         all_close(run(gradients(step)), other(gradients(step)), rtol=0, atol=0)
+
+
+def test_a_message_that_overflows_leaves_all_memory_as_it_was():
+    """1e6 is finite, and infinite in float16."""
+    run = Runner(functools.partial(reduce.coded, codecs.make("float16"), form="shards"), dtype=np.float32)
+    run(gradients(0))
+    before = jax.tree.map(np.asarray, memory_of(run.state))
+    assert not np.isfinite(run(jax.tree.map(lambda x: 1e6 * x, gradients(1)))["a"]).any()
+    jax.tree.map(np.testing.assert_array_equal, before, jax.tree.map(np.asarray, memory_of(run.state)))
 
 
 class DenseGravac:
@@ -307,11 +458,11 @@ class DenseGravac:
         self.codes = [lambda x: x, *map(numpy_top, ks)]
         self.speed, self.window, self.threshold = speed, window, threshold
         self.rung, self.settled, self.below, self.steps, self.e = 0, False, 0.0, 0, 0.0
-        self.sums = np.zeros(2)
+        self.sums, self.shards = np.zeros(2), DenseShards()
 
     def __call__(self, g):
         x = self.e + g
-        messages = np.stack([self.codes[self.rung](row) for row in x])
+        messages, averaged = self.shards(x, self.codes[self.rung])
         self.e = x - messages
         self.sums += (messages**2).sum(), (x**2).sum()
         self.steps += 1
@@ -325,7 +476,7 @@ class DenseGravac:
             else:
                 self.settled = True
             self.sums[:] = 0
-        return messages.mean(axis=0)
+        return averaged
 
 
 @pytest.mark.parametrize("speed, threshold, last", [((1, 9, 81, 729), 0.0, 3), ((1, 9, 81, 729), 0.6, 1), ((1, 2, 2.1, 4), 0.0, 1)],
@@ -333,35 +484,74 @@ class DenseGravac:
 @pytest.mark.parametrize("mode", MODES)
 @x64
 def test_gravac_is_the_dense_reference(mode, speed, threshold, last):
-    ks = (60, 25, 15)
+    ks = (15, 6, 4)  # Of 29 values in a shard.
     run = Runner(functools.partial(reduce.gravac, [top(k) for k in ks], window=4, speed=speed, threshold=threshold), mode)
     dense = DenseGravac(ks, speed, 4, threshold)
-    flat = lambda grads: np.concatenate([x.reshape(N, -1) for x in jax.tree.leaves(grads)], axis=1)
+    padded = lambda grads: np.pad(flat(grads), [(0, 0), (0, 1)])  # 115 values are 4 shards of 29.
     used = np.zeros(4)
     for step in range(STEPS):
         used[dense.rung] += 1
         out = run(gradients(step))
-        np.testing.assert_allclose(flat(out)[0], dense(flat(gradients(step))), rtol=1e-6, atol=1e-9)
+        np.testing.assert_allclose(flat(out)[0], dense(padded(gradients(step)))[:-1], rtol=1e-6, atol=1e-9)
         assert_equal_replicas(out)
     assert np.asarray(run.state.rung).tolist() == [last] * N == [dense.rung] * N
     np.testing.assert_array_equal(run.reducer.usage(run.state), np.tile(used, (N, 1)))
     assert len(run.compiled) == 1
 
 
+def test_gravac_climbs_the_default_ladder_and_falls_back_when_the_gain_drops():
+    """Of normal values all rungs keep nearly everything; of a few large values among small ones, int4 keeps the large ones."""
+    ladder = [codecs.make(name.strip()) for name in lm.get_config().reducer.ladder.split(";")]
+    rng = np.random.default_rng(0)
+    noise = lambda: {"w": rng.normal(size=(N, 2048)).astype(np.float32)}
+    run = Runner(functools.partial(reduce.gravac, ladder, window=4, threshold=0.9), like=noise(), dtype=np.float32)
+    rungs, sent = [], []
+    sent_on = [run.reducer.num_bytes(run.like, N, rung)[0] for rung in run.reducer.phases]
+    for step in range(40):
+        grads = noise()
+        if step >= 20:
+            grads["w"][:, ::256] = 30
+        rungs.append(int(run.state.rung[0]))
+        usage = np.asarray(run.reducer.usage(run.state))[0]
+        assert_equal_replicas(run(grads))
+        sent.append((np.asarray(run.reducer.usage(run.state))[0] - usage) @ sent_on)
+    assert rungs[:16] == np.repeat([0, 1, 2, 3], 4).tolist() and set(rungs[16:21]) == {3} and set(rungs[28:]) == {2}
+    assert (np.diff(sent_on) < 0).all() and sent_on[3] < 0.15 * sent_on[0]
+    np.testing.assert_array_equal(sent, np.take(sent_on, rungs))
+
+
+def test_gravac_delivers_everything_in_the_end():
+    """Over climbing and falling back: Σ averaged + what owners and, on average, workers keep = Σ mean g."""
+    run = Runner(functools.partial(reduce.gravac, [top(9), top(4)], window=5, threshold=0.7), dtype=np.float32)
+    total = sum(flat(run(gradients(step)))[0] for step in range(30))
+    assert (np.asarray(run.reducer.usage(run.state))[0] > 0).sum() > 1
+    kept = np.asarray(run.state.error[0]).mean(axis=0).ravel() + np.asarray(run.state.owner_error[0]).ravel()
+    expected = sum(flat(gradients(step)).mean(axis=0) for step in range(30))
+    np.testing.assert_allclose(total + kept[:total.size], expected, atol=1e-4)
+
+
 def test_gravac_sends_what_the_rung_in_use_declares():
     """The program holds all rungs as branches; its collectives add up to the declared bytes of all."""
-    run = Runner(functools.partial(reduce.gravac, [codecs.make("int8"), top(7)]), dtype=np.float32)
+    run = Runner(functools.partial(reduce.gravac, [codecs.make("int8"), top(3)]), dtype=np.float32)
     declared = sum(run.reducer.num_bytes(run.like, N, rung) for rung in run.reducer.phases)
     np.testing.assert_allclose(wire.bytes_sent(run.program(None).as_text(), N), declared, rtol=1e-12)
     assert not run.reducer.num_bytes(run.like, N, None).any()
 
 
 @pytest.mark.parametrize("make, message", [
-    (lambda: reduce.coded(dithered()), "codec 'dithered' is not contractive"),
-    (lambda: reduce.coded(top(3), feedback=False), "codec 'top 3' is biased, and its errors would add up"),
-    (lambda: reduce.coded(top(3), decay=0.0), "decay=0.0 of the error memory: must be more than 0"),
+    (lambda: reduce.coded(codecs.make("sign")), "codec 'sign' is neither contractive nor unbiased"),
+    (lambda: reduce.coded(codecs.make("bounded")), "codec 'bounded' has messages of varying size, .*use 'int8', or"),
+    (lambda: reduce.coded(top(3), feedback=none), "codec 'top 3' is biased, and without a memory its errors would add up"),
+    (lambda: reduce.coded(top(3), feedback=functools.partial(residual, decay=0.0)), r"decay=0.0 must lie in \(0, 1\]"),
+    (lambda: reduce.coded(top(3), form="ring"), "form='ring' of coded messages is unknown; use one of auto, gather, shards"),
+    (lambda: reduce.coded(codecs.make("int8"), form="gather").num_bytes({"w": jnp.ones(10**4)}, 8),
+     "'int8' in form 'gather' sends .* plain all-reduce among 8 workers 70000; use form 'shards', which sends"),
+    (lambda: reduce.coded(codecs.make("identity")).num_bytes({"w": jnp.ones(10**4)}, 8), "use a codec of fewer bytes, or"),
+    (lambda: reduce.coded(top(3)).init({"w": jnp.ones(9)}), r"is not there: call this from a function mapped over workers"),
+    (lambda: reduce.gravac([codecs.make("int4"), codecs.make("int8")]).num_bytes({"w": jnp.ones(10**4)}, 8),
+     "GraVAC's rung 'int8' sends .*; use a ladder from the mildest"),
     (lambda: reduce.gravac([]), "needs a ladder of at least one codec"),
-    (lambda: reduce.gravac([dithered()]), "codec 'dithered' is not contractive"),
+    (lambda: reduce.gravac([codecs.make("sign")]), "codec 'sign' is neither contractive"),
     (lambda: reduce.gravac([top(3)], window=0), "window=0 steps: must be at least 1"),
     (lambda: reduce.gravac([top(3)], threshold=2.0), "threshold=2.0: a gain, must lie between 0 and 1"),
     (lambda: reduce.gravac([top(3)], speed=(1.0,)), "needs 2 positive values")])
@@ -393,11 +583,13 @@ def test_every_averages_in_every_third_step():
 
 
 def test_phases_of_a_ladder_pass_through():
-    reducer = reduce.every(reduce.start_at(reduce.gravac([top(3)]), 1, reduce.mean()), 2)
+    w = workers("simulated")
+    reducer = reduce.every(reduce.start_at(reduce.gravac([top(3)], axis_name=w.axis_name), 1, reduce.mean()), 2)
     assert [reducer.phase(step) for step in range(5)] == [-1, 0, -1, None, -1] and reducer.phases == range(-1, 3)
-    grads = {"w": jnp.ones(9)}
-    np.testing.assert_array_equal(reducer.usage(reducer.init(grads)), [0, 0, 0, 0])
-    assert reducer.num_bytes(grads, N, 2)[0] == 3 * (3 * 6 + 8)
+    grads = {"w": jnp.ones(99)}
+    state = w.jit(reducer.init, in_axes=(0,))(w.stack(grads))
+    np.testing.assert_array_equal(reducer.usage(jax.tree.map(lambda x: x[0], state)), [0, 0, 0, 0])
+    assert reducer.num_bytes(grads, N, 2)[0] == 3 * (2 * 3 * 6 + 8)
 
 
 @pytest.mark.parametrize("make, message", [
@@ -418,9 +610,12 @@ REDUCERS = {
     "every third": lambda **options: reduce.every(reduce.start_at(reduce.coded(top(7), **options), 1, reduce.mean(**options)), 3),
     "powersgd, bfloat16": functools.partial(reduce.powersgd, 2, gate=2.0, wire_dtype="bfloat16"),
     "int8": functools.partial(reduce.coded, codecs.make("int8")),
-    "top": functools.partial(reduce.coded, top(1), bucket_bytes=0, decay=0.9),
-    "one bit": functools.partial(reduce.coded, one_bit()),
-    "dithered": functools.partial(reduce.coded, dithered(), feedback=False),
+    "int8, gathered": functools.partial(reduce.coded, codecs.make("int8"), form="gather"),
+    "top": functools.partial(reduce.coded, top(1), bucket_bytes=0, feedback=functools.partial(residual, decay=0.9)),
+    "one bit": functools.partial(reduce.coded, one_bit(), form="gather"),
+    "low rank": functools.partial(reduce.coded, codecs.make("low_rank", rank=1), form="gather"),
+    "ef21": functools.partial(reduce.coded, top(7), feedback=functools.partial(ef21, beta=0.5), form="shards"),
+    "dithered": functools.partial(reduce.coded, dithered(), feedback=none),
 }
 
 

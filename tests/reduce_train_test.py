@@ -22,6 +22,9 @@ pytestmark = pytest.mark.usefixtures("quick_compilation")
 METHODS = {
     "powersgd": ("method=allreduce,reducer=powersgd,rank=1", {"reducer.start": 2}),
     "codec": ("method=allreduce,reducer=codec,codec=int8", {}),
+    "low rank": ("method=allreduce,reducer=codec,codec=low_rank(rank=1)", {"reducer.form": "gather"}),
+    "ef21": ("method=allreduce,reducer=codec,codec=int4(rounding=stochastic)", {"reducer.error": "ef21"}),
+    "8-bit memory": ("method=allreduce,reducer=codec,codec=int4", {"reducer.error": "momentum", "reducer.storage": "int8"}),
     "demo": ("method=allreduce,reducer=demo,codec=int8", {}),
     "onebit_adam": ("method=allreduce,reducer=onebit_adam,codec=int8", {"reducer.start": 3}),
     "gravac": ("method=allreduce,reducer=gravac", {"reducer.window": 2}),
@@ -51,7 +54,7 @@ def saved_state(workdir):
     return [np.asarray(x) for x in jax.tree.leaves(ocp.StandardCheckpointer().restore(path))]
 
 
-@pytest.mark.parametrize("name", [name for name in METHODS if name not in ("codec", "demo")])  # As sparseloco.
+@pytest.mark.parametrize("name", [name for name in METHODS if name not in ("codec", "demo", "low rank")])  # As sparseloco.
 def test_resume_is_bit_exact_and_bytes_go_on(configured, tmp_path, name):
     config = configured(*METHODS[name])
     train.Run(train.build(config), tmp_path / "whole").train()
@@ -65,7 +68,7 @@ def test_resume_is_bit_exact_and_bytes_go_on(configured, tmp_path, name):
     summaries = [json.loads((tmp_path / run / "summary.json").read_text()) for run in ("whole", "part")]
     assert summaries[0]["bytes_per_step_per_worker"] == summaries[1]["bytes_per_step_per_worker"] > 0
     if name == "gravac":
-        used = next(x for x in jax.tree.leaves(saved_state(tmp_path / "whole")) if x.shape == (N, 3))[0]
+        used = next(x for x in saved_state(tmp_path / "whole") if x.shape == (N, 4) and x.dtype == np.int32)[0]
         assert used.sum() == STEPS and (used > 0).sum() > 1
         setup = train.build(config)
         params = jax.eval_shape(setup.model.init, jax.random.key(0))
@@ -125,6 +128,14 @@ def test_errors_begin_afresh_for_another_number_of_workers():
     ("method=allreduce,reducer=codec", {"reducer.codec": "int8(block=128"}, "must read like 'int8"),
     ("method=allreduce,reducer=codec", {"reducer.codec": "int8(width=3)"}, "codec 'int8.*width"),
     ("method=allreduce,reducer=codec", {"reducer.decay": 1.5}, "decay=1.5"),
+    ("method=allreduce,reducer=codec", {"reducer.error": "memory"}, "reducer.error 'memory' is unknown; use one of residual"),
+    ("method=allreduce,reducer=codec", {"reducer.error": "none", "reducer.storage": "int8"}, "storage='int8' with reducer.error"),
+    ("method=allreduce,reducer=codec", {"reducer.error": "ef21", "reducer.storage": "int8"}, "ef21 with storage='int8'"),
+    ("method=allreduce,reducer=codec", {"reducer.form": "tree"}, "form='tree' of coded messages is unknown"),
+    ("method=allreduce,reducer=codec,codec=bounded", {}, "codec 'bounded' has messages of varying size"),
+    ("method=allreduce,reducer=codec,codec=identity", {}, "codec 'identity' in form .*; use a codec of fewer bytes"),
+    ("method=diloco,every=3,reducer=codec,codec=identity", {}, "codec 'identity' in form"),
+    ("method=allreduce,reducer=gravac", {"reducer.ladder": "int8; bfloat16"}, "GraVAC's rung 'bfloat16' sends"),
     ("method=allreduce", {"reducer.name": "sum"}, "reducer 'sum' is unknown; use one of mean, powersgd"),
     ("method=allreduce", {"reducer.start": -1}, "reducer.start=-1: must be at least 0"),
     ("method=allreduce,reducer=onebit_adam,codec=int8,optimizer=sgdm", {}, "it takes optimizer 'adamw' and no stale, got 'sgdm'"),

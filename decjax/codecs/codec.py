@@ -138,6 +138,37 @@ def matrix_shape(shape: tuple[int, ...]) -> tuple[int, int] | None:
     return min(splits, key=sum)
 
 
+def seen_shape(codec: Codec, shape: tuple[int, ...], dtype: Any) -> tuple[int, ...]:
+    """What a codec is shown of an array: itself, if the codec sees matrices and makes this one smaller; else values in a row."""
+    size = math.prod(shape)
+    if codec.traits.matrix and matrix_shape(shape):
+        try:
+            if codec.num_bytes(shape, dtype) < size * jnp.dtype(dtype).itemsize:
+                return tuple(shape)
+        except ValueError:  # Too small a matrix for its rank.
+            pass
+    return (size,)
+
+
+def of_any_shape(codec: Codec) -> Codec:
+    """A codec that takes arrays of any shape; one of matrices is shown them as `seen_shape` says."""
+    if not codec.traits.matrix:
+        return codec
+
+    def seen(shape, dtype):
+        return seen_shape(codec, tuple(shape), working_dtype(dtype))
+
+    contractive = codec.traits.contractive
+    traits = dataclasses.replace(
+        codec.traits, contractive=contractive and (lambda shape: contractive(seen(shape, jnp.float32))))
+    return dataclasses.replace(
+        codec, traits=traits,
+        init=lambda shape, dtype: codec.init(seen(shape, dtype), dtype),
+        encode=lambda x, state, key: codec.encode(x.reshape(seen(x.shape, x.dtype)), state, key),
+        decode=lambda message, shape, dtype: codec.decode(message, seen(shape, dtype), dtype).reshape(shape),
+        num_bytes=lambda shape, dtype: codec.num_bytes(seen(shape, dtype), dtype))
+
+
 def finite(tree: Any) -> jax.Array:
     """Whether all values of a pytree are finite."""
     leaves = [x for x in jax.tree.leaves(tree) if jnp.issubdtype(x.dtype, jnp.floating)]

@@ -3,9 +3,11 @@
     residual    c = C(γe + g);   e <- γe + g − ĉ                        ĝ = ĉ     γ = 1; with γ < 1 DeMo's momentum
     momentum    v <- βv + g;     c = C(e + v);   e <- e + v − ĉ         ĝ = ĉ
     ef21        v <- βv + (1−β)g;   c = C(v − h);   h <- h + ĉ          ĝ = h     both ends hold h; β = 0: v = g
+    none        c = C(g)                                                ĝ = ĉ     for unbiased C
 
 ĉ is what the codec C makes of its own message, and so what arrives. With γ = 1, Σ ĉ + e_T = Σ g holds to rounding. None of these
-is a property of a codec: all need no more of C than that it is contractive.
+is a property of a codec: the first three need no more of C than that it is contractive, and take the contracted form of an
+unbiased one.
 
 A gradient or message that is not finite leaves all memory as it was, at the sender and, for h, at every receiver too.
 
@@ -45,21 +47,30 @@ class Feedback(NamedTuple):
     """A codec with memory, for one array.
 
     Attributes:
-        codec: what messages are made with; receivers use its `decode`.
+        codec: what messages are made with; receivers use its `decode`. Of an unbiased codec, the contracted one.
         init: `init(shape, dtype) -> Memory`.
         encode: `encode(x, memory, key) -> (message, memory)`.
         receive: `receive(estimate, ĉ) -> estimate`, at every receiver: ĉ itself, or for EF21 what came before plus ĉ. It may be
             given means of all workers' ĉ, which is what a mean of estimates needs. The first estimate is zeros.
+        relay: `relay() -> Feedback` for whoever sends the mean of what arrived on: as this one, without a second momentum.
+        builds: whether receivers need the estimate before; else `receive` ignores it.
     """
 
     codec: Codec
     init: Callable[[tuple[int, ...], Any], Memory]
     encode: Callable[[jax.Array, Memory, jax.Array | None], tuple[Any, Memory]]
     receive: Callable[[jax.Array, jax.Array], jax.Array]
+    relay: Callable[[], "Feedback"]
+    builds: bool = False
 
 
-def _feedback(codec: Codec, wanted, memorize, receive, storage: Codec | None, momentum: bool = False) -> Feedback:
+def _feedback(codec: Codec, wanted, memorize, receive, relay, storage: Codec | None, momentum: bool = False) -> Feedback:
     """From `wanted(x, error, v) -> (what to encode, v)` and `memorize(what was encoded, ĉ, error) -> error`."""
+    if codec.traits.contractive is None:
+        if codec.traits.unbiased is None:
+            raise ValueError(f"codec {codec.name!r} is neither contractive nor unbiased, so the memory of its errors may grow "
+                             "without bound; use one that is, such as 'int8' or 'topk'")
+        codec = contracted(codec)
     if storage and (storage.traits.matrix or storage.traits.state_key != "none"):
         raise ValueError(f"error memory cannot be stored by codec {storage.name!r}, which keeps a state or needs matrices; use 'int8'")
 
@@ -85,7 +96,7 @@ def _feedback(codec: Codec, wanted, memorize, receive, storage: Codec | None, mo
                                jax.tree.map(lambda new, old: jnp.where(ok, new, old), store(lost, storage_key), memory.error),
                                jax.tree.map(lambda new, old: jnp.where(ok_v, new, old), v, memory.momentum))
 
-    return Feedback(codec, init, encode, receive)
+    return Feedback(codec, init, encode, receive, relay, builds=receive is _add)
 
 
 def _replace(estimate, arrived):
@@ -101,19 +112,20 @@ def residual(codec: Codec, decay: float = 1.0, storage: Codec | None = None) -> 
     """The error is added to what is sent next: c = C(γe + g), e <- γe + g − ĉ.
 
     Args:
-        codec: C, contractive.
+        codec: C, contractive or unbiased.
         decay: γ in (0, 1]. Below 1, e is a momentum that what was sent is taken out of, as in DeMo.
         storage: the form in which e is kept; None: in full.
     """
     _check_share("residual", "decay", decay, at_most_one=True)
-    return _feedback(codec, lambda x, e, v: (decay * e + x, v), lambda target, arrived, e: target - arrived, _replace, storage)
+    return _feedback(codec, lambda x, e, v: (decay * e + x, v), lambda target, arrived, e: target - arrived, _replace,
+                     lambda: residual(codec, storage=storage), storage)
 
 
 def momentum(codec: Codec, beta: float = 0.9, storage: Codec | None = None) -> Feedback:
     """The error of a momentum that is not touched by compression: v <- βv + g, c = C(e + v), e <- e + v − ĉ.
 
     Args:
-        codec: C, contractive.
+        codec: C, contractive or unbiased.
         beta: β in [0, 1).
         storage: the form in which e is kept; None: in full.
     """
@@ -123,14 +135,15 @@ def momentum(codec: Codec, beta: float = 0.9, storage: Codec | None = None) -> F
         v = beta * v + x
         return e + v, v
 
-    return _feedback(codec, wanted, lambda target, arrived, e: target - arrived, _replace, storage, momentum=True)
+    return _feedback(codec, wanted, lambda target, arrived, e: target - arrived, _replace,
+                     lambda: residual(codec, storage=storage), storage, momentum=True)
 
 
 def ef21(codec: Codec, beta: float = 0.0, storage: Codec | None = None) -> Feedback:
     """Differences are sent, and both ends hold their sum: c = C(v − h), h <- h + ĉ, v <- βv + (1−β)g.
 
     Args:
-        codec: C, contractive.
+        codec: C, contractive or unbiased.
         beta: β in [0, 1); 0 is EF21 without momentum.
         storage: refused: h must be the same at both ends.
     """
@@ -143,7 +156,23 @@ def ef21(codec: Codec, beta: float = 0.0, storage: Codec | None = None) -> Feedb
         v = beta * v + (1 - beta) * x if beta else x
         return v - h, v if beta else ()
 
-    return _feedback(codec, wanted, lambda target, arrived, h: h + arrived, _add, None, momentum=beta > 0)
+    return _feedback(codec, wanted, lambda target, arrived, h: h + arrived, _add, lambda: ef21(codec), None, momentum=beta > 0)
+
+
+def none(codec: Codec) -> Feedback:
+    """No memory: c = C(g). What messages lose is lost, which in the mean is nothing for an unbiased C.
+
+    Args:
+        codec: C, unbiased.
+    """
+    if codec.traits.unbiased is None:
+        raise ValueError(f"codec {codec.name!r} is biased, and without a memory its errors would add up; use 'residual'")
+
+    def encode(x, memory, key):
+        message = codec.encode(x, memory.codec, key)
+        return message, Memory(codec.advance(memory.codec, message), (), ())
+
+    return Feedback(codec, lambda shape, dtype: Memory(codec.init(shape, dtype), (), ()), encode, _replace, lambda: none(codec))
 
 
 def contracted(codec: Codec) -> Codec:

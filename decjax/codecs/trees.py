@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from decjax.codecs.codec import Codec, matrix_shape
+from decjax.codecs.codec import Codec, seen_shape
 
 JOIN_BYTES = 2**18  # Joining larger leaves would cost copies and save no latency.
 
@@ -44,15 +44,9 @@ class _Part(NamedTuple):
 
 def _suits(codec: Codec, leaf: Any, join_bytes: int) -> bool:
     """Whether a leaf is a part of its own."""
-    raw = leaf.size * jnp.dtype(leaf.dtype).itemsize
-    if not codec.traits.matrix:
-        return raw > join_bytes
-    if matrix_shape(leaf.shape) is None:
-        return False
-    try:
-        return codec.num_bytes(leaf.shape, leaf.dtype) < raw
-    except ValueError:  # Too small a matrix for this rank.
-        return False
+    if codec.traits.matrix:
+        return len(seen_shape(codec, leaf.shape, leaf.dtype)) > 1
+    return leaf.size * jnp.dtype(leaf.dtype).itemsize > join_bytes
 
 
 def on_tree(codec: Codec, like: Any, join_bytes: int = JOIN_BYTES) -> TreeCodec:

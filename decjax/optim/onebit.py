@@ -4,9 +4,9 @@ While warm, Adam of the averaged gradient ḡ. From then on, with v the variance
 
     m_i = β1 m + (1−β1) g_i;     m = (1/N) Σ_j C(m_j + e_j);     x ← x − α m̂ / (√v̂ + ε)
 
-so that m is again the same on all workers. Corrections for the start are kept: m̂ = m / (1−β1^t), v̂ = v / (1−β2^T), with T warm
-steps. Messages are gathered by all, so there is no server that would compress their mean once more. A coordinate whose gradient
-was zero in all warm steps has no variance to divide by, and stays where it is.
+so that m is again the same on all workers. Where the reducer averages shard by shard, as in the paper, the mean is coded once more,
+with error feedback of its own. Corrections for the start are kept: m̂ = m / (1−β1^t), v̂ = v / (1−β2^T), with T warm steps. A
+coordinate whose gradient was zero in all warm steps has no variance to divide by, and stays where it is.
 
 Reference: Tang et al. 2021, arXiv 2102.02888, algorithm 1.
 """

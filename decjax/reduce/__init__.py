@@ -2,19 +2,20 @@
 
     mean        g_i <- (1/N) Σ_j g_j                                ring all-reduce of the gradient in a few flat buckets
     powersgd    the same of a rank-R approximation, with the rest remembered
-    coded       any codec's messages, gathered and averaged, with what they lost remembered; DeMo is one of these
+    coded       any codec's messages, averaged, with what they lost remembered; DeMo and SparseLoCo are two of these
     gravac      the same with a ladder of codecs, climbed as long as it pays
     start_at    another one for the first steps
     every       one in every H-th step; in between nothing is sent
 
-See `decjax.reduce.reducer` for what a reducer is. What a message loses is kept by the worker that sent it, so that errors stay
-bounded: memories of the *average's* error would walk at random.
+See `decjax.reduce.reducer` for what a reducer is, and `decjax.reduce.messages` for how coded messages are averaged. What a
+message loses is kept by the worker that sent it, so that errors stay bounded: memories of the *average's* error would walk at
+random.
 """
 
 from decjax.reduce.coded import coded
 from decjax.reduce.coded import CodedState
-from decjax.reduce.coded import gravac
-from decjax.reduce.coded import GravacState
+from decjax.reduce.gravac import gravac
+from decjax.reduce.gravac import GravacState
 from decjax.reduce.powersgd import powersgd
 from decjax.reduce.powersgd import PowerSGDState
 from decjax.reduce.reducer import BEFORE

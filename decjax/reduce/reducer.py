@@ -154,7 +154,9 @@ def every(reducer: Reducer, period: int) -> Reducer:
         return (grads, state) if phase == LOCAL else reducer.reduce(grads, state, phase)
 
     def num_bytes(params, num_workers, phase=reducer.phases[-1]):
-        return np.zeros(num_workers) if phase == LOCAL else reducer.num_bytes(params, num_workers, phase)
+        if phase == LOCAL:  # Asked all the same: it refuses what does not fit.
+            return 0 * reducer.num_bytes(params, num_workers, reducer.phases[-1])
+        return reducer.num_bytes(params, num_workers, phase)
 
     usage = reducer.usage and (lambda state: jnp.pad(reducer.usage(state), (1, 0)))
     def phase(step):

@@ -104,7 +104,7 @@ def _decentralized(config, workers, schedule):
 
 
 def _allreduce(config, workers, schedule):
-    reducer = make_reducer(config.reducer, workers.axis_name, config.bucket_bytes)
+    reducer = make_reducer(config, workers.axis_name)
     if config.reducer.name == "onebit_adam":
         return _averaging(_onebit_adam(config, reducer, schedule), reducer, workers), None
 
@@ -120,7 +120,7 @@ def _local_updates(config, workers, schedule):
     if config.reducer.name == "onebit_adam" or config.method == "sparseloco" and config.reducer.name != "codec":
         raise ValueError(f"method {config.method!r} cannot have reducer {config.reducer.name!r}; 'sparseloco' takes reducer 'codec', "
                          "'diloco' any but 'onebit_adam'")
-    reducer = reduce.every(make_reducer(config.reducer, workers.axis_name, config.bucket_bytes), config.outer.every)
+    reducer = reduce.every(make_reducer(config, workers.axis_name), config.outer.every)
     outer = optax.sgd(config.outer.learning_rate, config.outer.momentum or None, nesterov=True)
     return _averaging(optim.local_updates(make_optimizer(config.optimizer, schedule), reducer, outer), reducer, workers), None
 
@@ -161,33 +161,43 @@ def _onebit_adam(config, reducer, schedule) -> optax.GradientTransformation:
                        optax.add_decayed_weights(optimizer.weight_decay), optax.scale_by_learning_rate(schedule))
 
 
-def _powersgd(config, axis_name, bucket_bytes):
+def _powersgd(config, *, bucket_bytes, **common):
     del bucket_bytes  # Its messages are joined anyway.
-    return reduce.powersgd(config.rank, gate=config.gate, wire_dtype=config.wire_dtype or None, axis_name=axis_name)
+    return reduce.powersgd(config.rank, gate=config.gate, wire_dtype=config.wire_dtype or None, **common)
 
 
-def _coded(config, axis_name, bucket_bytes):
+def _coded(config, **common):
     if not config.codec:
         raise ValueError(f"reducer {config.name!r} needs reducer.codec, the form of its messages; use one of "
                          f"{', '.join(codecs.names())}")
-    return reduce.coded(make_codec(config.codec), decay=config.decay, feedback=config.feedback, axis_name=axis_name,
-                        bucket_bytes=bucket_bytes)
+    return reduce.coded(make_codec(config.codec), feedback=_feedback(config), form=config.form, **common)
 
 
-def _gravac(config, axis_name, bucket_bytes):
+def _feedback(config):
+    """The memory of what messages lose."""
+    options = dict(residual=dict(decay=config.decay), momentum=dict(beta=config.momentum), ef21=dict(beta=config.momentum), none={})
+    error = _known("reducer.error", config.error, options)
+    if config.storage and error == "none":
+        raise ValueError(f"reducer.storage={config.storage!r} with reducer.error='none', which stores nothing; leave it empty")
+    storage = dict(storage=make_codec(config.storage)) if config.storage else {}
+    return functools.partial(getattr(codecs.feedback, error), **options[error], **storage)
+
+
+def _gravac(config, **common):
     ladder = [make_codec(text) for text in config.ladder.split(";") if text.strip()]
-    return reduce.gravac(ladder, window=config.window, threshold=config.threshold, axis_name=axis_name, bucket_bytes=bucket_bytes)
+    return reduce.gravac(ladder, window=config.window, threshold=config.threshold, **common)
 
 
 REDUCERS = {"powersgd": _powersgd, "codec": _coded, "demo": _coded, "onebit_adam": _coded, "gravac": _gravac}
 
 
-def make_reducer(config: ml_collections.ConfigDict, axis_name: mesh.AxisName, bucket_bytes: int) -> reduce.Reducer:
+def make_reducer(config: ml_collections.ConfigDict, axis_name: mesh.AxisName) -> reduce.Reducer:
     """How gradients, or the changes of several local steps, are averaged; plainly before step `start`."""
-    mean = reduce.mean(axis_name=axis_name, bucket_bytes=bucket_bytes)
-    if _known("reducer", config.name, ("mean", *REDUCERS)) == "mean":
+    common = dict(axis_name=axis_name, bucket_bytes=config.bucket_bytes)
+    mean, name = reduce.mean(**common), config.reducer.name
+    if _known("reducer", name, ("mean", *REDUCERS)) == "mean":
         return mean
-    return reduce.start_at(REDUCERS[config.name](config, axis_name, bucket_bytes), config.start, mean)
+    return reduce.start_at(REDUCERS[name](config.reducer, seed=config.seed, **common), config.reducer.start, mean)
 
 
 def make_codec(text: str) -> codecs.Codec:

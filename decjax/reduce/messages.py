@@ -1,0 +1,217 @@
+"""How coded messages become an average. A sum cannot be coded, so there are two ways, with C a codec with error feedback:
+
+    gather    every worker gets all messages:    averaged = (1/N) Σ_j C(x_j)                    N−1 messages sent
+    shards    worker k averages the k-th of      averaged_k = C((1/N) Σ_j C(x_jk))     2(N−1)/N of a message sent
+              N shards and codes the mean
+
+In the second, who owns a shard remembers what the message of its mean lost: error feedback on both sides, as the compressed
+all-reduce of 1-bit Adam (Tang et al. 2021, arXiv 2102.02888) has it. All workers decode the same bytes in the same order, and so
+have the same average, bit for bit. The messages of a step, of whatever types, travel as one array of bytes.
+"""
+
+from collections.abc import Callable
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from decjax import buckets
+from decjax import codecs
+from decjax import mesh
+
+
+class Side(NamedTuple):
+    """What the two ends of messages remember; one entry for each array."""
+
+    memory: tuple[Any, ...]  # the sender's `codecs.feedback.Memory`
+    estimate: tuple[Any, ...]  # what receivers take arrived changes to, () where messages are not changes
+
+
+class Cut(NamedTuple):
+    """How a tree is cut into the arrays that are coded.
+
+    Arrays that a codec sees as matrices and makes smaller stay alone, as I×J; the others are joined to flat buckets. With
+    shards, an array becomes [N, …], N parts of its values or rows, padded with zeros, which error memories take for values.
+    """
+
+    codecs: tuple[codecs.Codec, ...]
+    bucket_bytes: int
+    num_shards: int = 0  # N; 0: arrays are whole
+
+    def _plan(self, tree) -> tuple[dict[int, tuple[int, ...]], buckets.Layout]:
+        """Positions of leaves and the matrices that they are, and the buckets of the others."""
+        alone = {}
+        leaves = jax.tree.leaves(tree)
+        for i, leaf in enumerate(leaves):
+            matrix = codecs.matrix_shape(leaf.shape)
+            if leaf.size and matrix and jnp.issubdtype(leaf.dtype, jnp.floating):
+                shape = (-(-matrix[0] // self.num_shards), matrix[1]) if self.num_shards else matrix
+                if any(len(codecs.seen_shape(codec, shape, _wide(leaf.dtype))) > 1 for codec in self.codecs):
+                    alone[i] = matrix
+        rest = [leaf for i, leaf in enumerate(leaves) if i not in alone]
+        return alone, buckets.layout(rest, bucket_bytes=self.bucket_bytes)
+
+    def arrays(self, tree) -> list[jax.Array]:
+        """The arrays, in float32 at least."""
+        alone, layout = self._plan(tree)
+        leaves = jax.tree.leaves(tree)
+        whole = [leaves[i].reshape(shape) for i, shape in alone.items()]
+        whole += layout.pack([leaf for i, leaf in enumerate(leaves) if i not in alone])
+        whole = [x.astype(_wide(x.dtype)) for x in whole]
+        return [self._shards(x) for x in whole] if self.num_shards else whole
+
+    def _shards(self, x):
+        padding = [(0, -len(x) % self.num_shards)] + [(0, 0)] * (x.ndim - 1)
+        return jnp.pad(x, padding).reshape(self.num_shards, -1, *x.shape[1:])
+
+    def tree(self, arrays, like) -> Any:
+        """The inverse."""
+        alone, layout = self._plan(like)
+        leaves, treedef = jax.tree.flatten(like)
+        rest = [leaf for i, leaf in enumerate(leaves) if i not in alone]
+        vectors = [x.ravel()[:bucket.size].astype(bucket.dtype) for x, bucket in zip(arrays[len(alone):], layout.buckets)]
+        others = iter(layout.unpack(vectors, like=rest))
+        matrices = {i: x.ravel()[:math.prod(shape)] for (i, shape), x in zip(alone.items(), arrays)}
+        return treedef.unflatten([
+            matrices[i].reshape(leaf.shape).astype(leaf.dtype) if i in alone else next(others) for i, leaf in enumerate(leaves)])
+
+    def shapes(self, params) -> list[jax.ShapeDtypeStruct]:
+        """Of what a message stands for: of each array, or of a shard of it."""
+        arrays = jax.eval_shape(self.arrays, params)
+        return [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in arrays] if self.num_shards else arrays
+
+
+def _wide(dtype) -> Any:
+    return jnp.promote_types(dtype, jnp.float32)
+
+
+def num_bytes(codec: codecs.Codec, cut: Cut, params: Any, num_workers: int, header_bytes: int) -> float:
+    """Bytes that each worker sends for the average of `params`."""
+    message = sum(codec.num_bytes(x.shape, x.dtype) for x in cut.shapes(params))
+    return float((num_workers - 1) * ((2 if cut.num_shards else 1) * message + header_bytes))
+
+
+def check(codec: codecs.Codec) -> None:
+    """Refuses codecs whose messages cannot be averaged.
+
+    Raises:
+        ValueError: naming the codec and what to use.
+    """
+    if not codec.traits.static_bytes:
+        raise ValueError(f"codec {codec.name!r} has messages of varying size, and collectives have buffers of one; use 'int8', "
+                         "or 'bounded(raw=False)', which has room for a fixed number of outliers")
+    if codec.traits.state_key == "sample":
+        raise ValueError(f"codec {codec.name!r} remembers samples of a batch, which gradients are not; use 'int8'")
+
+
+def worker_side(feedback: codecs.feedback.Feedback, cut: Cut, params: Any) -> Side:
+    """What a worker starts with, for its own messages."""
+    one = _start(feedback, cut.shapes(params))
+    if not cut.num_shards:
+        return one
+    return one._replace(memory=jax.tree.map(lambda x: jnp.broadcast_to(x, (cut.num_shards, *jnp.shape(x))), one.memory))
+
+
+def owner_side(feedback: codecs.feedback.Feedback, cut: Cut, params: Any) -> Side:
+    """What a worker starts with, for the messages of means that it owns."""
+    one = _start(feedback.relay(), cut.shapes(params))
+    whole = jax.tree.map(lambda x: jnp.zeros((cut.num_shards, *x.shape), x.dtype), one.estimate)
+    return one._replace(estimate=whole)
+
+
+def _start(feedback, shapes) -> Side:
+    return Side(tuple(feedback.init(x.shape, x.dtype) for x in shapes),
+                tuple(jnp.zeros(x.shape, x.dtype) if feedback.builds else () for x in shapes))
+
+
+def noise_key(seed: int, count: jax.Array, axis_name: mesh.AxisName) -> jax.Array:
+    """Of a worker's draws at a step."""
+    return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), mesh.worker_index(axis_name)), count)
+
+
+Header = Callable[[list[jax.Array]], jax.Array]  # of what a worker's own messages decode to
+
+
+def gathered(feedback: codecs.feedback.Feedback, arrays: list[jax.Array], side: Side, key: jax.Array, header: Header,
+             axis_name: mesh.AxisName) -> tuple[list[jax.Array], Side, jax.Array]:
+    """The average of messages that all workers get.
+
+    Args:
+        feedback: makes the messages.
+        arrays: this worker's.
+        side: what is remembered.
+        key: of the codec's draws.
+        header: a small array that travels with them.
+        axis_name: the worker axis.
+
+    Returns:
+        (averages, what is remembered, [N, …] headers of all).
+    """
+    messages, memory = _encoded(feedback, arrays, side.memory, key)
+    sent = messages, header(_decoded(feedback, messages, arrays))
+    means, headers = _mean(feedback, mesh.all_gather(_as_bytes(sent), axis_name), sent, arrays)
+    averages, estimate = _received(feedback, side.estimate, means)
+    return averages, Side(memory, estimate), headers
+
+
+def sharded(feedback: codecs.feedback.Feedback, arrays: list[jax.Array], worker: Side, owner: Side, key: jax.Array,
+            header: Header, axis_name: mesh.AxisName) -> tuple[list[jax.Array], Side, Side, jax.Array]:
+    """The same of messages that go to the owner of each shard, who sends the coded mean to all; arrays are [N, …]."""
+    keys = [jax.random.fold_in(key, end) for end in range(2)]
+    shard_keys = jax.random.split(keys[0], len(arrays[0]))
+    messages, memory = jax.vmap(lambda *given: _encoded(feedback, *given))(arrays, worker.memory, shard_keys)
+    shards = [x[0] for x in arrays]
+    head = header(jax.vmap(lambda messages: _decoded(feedback, messages, shards))(messages))
+    sent = jax.tree.map(lambda x: x[0], messages), head
+    rows_NxB = jax.vmap(lambda messages: _as_bytes((messages, head)))(messages)
+    means, headers = _mean(feedback, mesh.all_to_all(rows_NxB, axis_name), sent, shards)
+    means, own_estimate = _received(feedback, worker.estimate, means)
+
+    relay = feedback.relay()
+    messages, owner_memory = _encoded(relay, means, owner.memory, keys[1])
+    joint_NxB = mesh.all_gather(_as_bytes(messages), axis_name)
+    arrived = jax.vmap(lambda row: _decoded(relay, _from_bytes(row, messages), shards))(joint_NxB)
+    averages, estimate = _received(relay, owner.estimate, arrived)
+    return averages, Side(memory, own_estimate), Side(owner_memory, estimate), headers
+
+
+def _encoded(feedback, arrays, memory, key) -> tuple[list[Any], tuple[Any, ...]]:
+    pairs = [feedback.encode(x, own, jax.random.fold_in(key, k)) for k, (x, own) in enumerate(zip(arrays, memory, strict=True))]
+    return [message for message, _ in pairs], tuple(memory for _, memory in pairs)
+
+
+def _decoded(feedback, messages, like) -> list[jax.Array]:
+    return [feedback.codec.decode(message, x.shape, x.dtype) for message, x in zip(messages, like, strict=True)]
+
+
+def _received(feedback, estimates, arrived) -> tuple[list[jax.Array], tuple[Any, ...]]:
+    found = [feedback.receive(estimate, x) for estimate, x in zip(estimates, arrived, strict=True)]
+    return found, tuple(found) if feedback.builds else estimates
+
+
+def _mean(feedback, joint_NxB, sent, like) -> tuple[list[jax.Array], jax.Array]:
+    """Of what the messages of all workers decode to, one worker's after the other's, in the memory of one; their headers."""
+    def add(sums, joint):
+        messages, header = _from_bytes(joint, sent)
+        return [total + x for total, x in zip(sums, _decoded(feedback, messages, like))], header
+
+    sums, headers = jax.lax.scan(add, [jnp.zeros_like(x) for x in like], joint_NxB)
+    return [total / len(joint_NxB) for total in sums], headers
+
+
+def _as_bytes(tree: Any) -> jax.Array:
+    """All arrays of a tree as one array of bytes."""
+    return jnp.concatenate([jax.lax.bitcast_convert_type(x, jnp.uint8).ravel() for x in jax.tree.leaves(tree)])
+
+
+def _from_bytes(joint: jax.Array, like: Any) -> Any:
+    """The inverse."""
+    leaves, treedef = jax.tree.flatten(like)
+    found, start = [], 0
+    for x in leaves:
+        width = x.dtype.itemsize
+        part = joint[start:start + x.size * width].reshape(*x.shape, *([width] if width > 1 else []))
+        found.append(jax.lax.bitcast_convert_type(part, x.dtype))
+        start += x.size * width
+    return treedef.unflatten(found)
