@@ -50,12 +50,10 @@ class Messages:
 
     def shape(self, layout: buckets.Layout, bucket: int, size: int) -> tuple[int, ...]:
         """What the codec is shown of a bucket: values in a row, or an array as it is if the codec makes that smaller."""
-        shape, dtype = layout.shapes[layout.buckets[bucket].leaves[0]], wide(layout.buckets[bucket].dtype)
-        try:
-            suits = self.codec.traits.matrix and self.codec.num_bytes(shape, dtype) < size * dtype.itemsize
-        except ValueError:  # Too small a matrix for its rank.
-            suits = False
-        return shape if suits else (size,)
+        if not self.codec.traits.matrix:
+            return (size,)
+        found = layout.buckets[bucket]  # Of one array.
+        return codecs.seen_shape(self.codec, layout.shapes[found.leaves[0]], wide(found.dtype))
 
     def init(self, layout: buckets.Layout, shares: list[jax.Array]) -> tuple:
         return tuple(self.codec.init(self.shape(layout, b, x.size), x.dtype) for b, x in enumerate(shares))
