@@ -26,12 +26,14 @@ class Row(NamedTuple):
         how: arguments of the worker's `prepare`.
         peer: whether PyTorch runs it; else decjax.
         local_size: processes per host.
+        apart: whether it has processes of its own, which end with it if it cannot run.
     """
 
     name: str
     how: dict[str, Any]
     peer: bool = False
     local_size: int = 1
+    apart: bool = False
 
     @property
     def alone(self) -> bool:
@@ -41,19 +43,19 @@ class Row(NamedTuple):
     @property
     def group(self) -> str:
         """Rows of one group share processes."""
-        return f"{'PyTorch' if self.peer else 'decjax'}, {self.local_size} a host"
+        return f"{'PyTorch' if self.peer else 'decjax'}, {self.local_size} a host" + (f", {self.name}" if self.apart else "")
 
 
 def decjax(name: str, argument: str, bucket_bytes: int = BUCKET, local_size: int = 1, model: dict[str, int] = MODEL,
-           batch_size: int = BATCH_SIZE, pauses: bool = False) -> Row:
-    """A row of decjax: a shorthand of configs/lm.py; with `pauses`, steps may pause."""
-    fields = {"bucket_bytes": bucket_bytes, "local_size": local_size, **{f"model.{key}": size for key, size in model.items()}}
+           batch_size: int = BATCH_SIZE, pauses: bool = False, **fields: Any) -> Row:
+    """A row of decjax: a shorthand of configs/lm.py, and fields of it by dotted names; with `pauses`, steps may pause."""
+    fields |= {"bucket_bytes": bucket_bytes, "local_size": local_size, **{f"model.{key}": size for key, size in model.items()}}
     return Row(name, {"argument": argument, "fields": fields, "batch_size": batch_size, "pauses": pauses}, False, local_size)
 
 
-def torch(name: str, kind: str, local_size: int = 1, **options: Any) -> Row:
+def torch(name: str, kind: str, local_size: int = 1, batch_size: int = BATCH_SIZE, apart: bool = False, **options: Any) -> Row:
     """A row of PyTorch: a kind of torch_worker's METHODS."""
-    return Row(name, {"kind": kind, "model": MODEL, "batch_size": BATCH_SIZE, **options}, True, local_size)
+    return Row(name, {"kind": kind, "model": MODEL, "batch_size": batch_size, **options}, True, local_size, apart)
 
 
 class Visit(NamedTuple):
