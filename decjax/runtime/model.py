@@ -117,12 +117,12 @@ def gossip(topology: Topology, *, order: str = "awc", name: str | None = None, *
     return Method(name or f"{topology.name} {order}", topology, PARAMETERS, order == "awc", **options)
 
 
-def compressed(form: Compressed, num_workers: int) -> Method:
+def compressed(form: Compressed) -> Method:
     """A method whose messages have a compressed form: the mean of all gradients, or gossip in order "awc"."""
     options = dict(ratio=form.ratio, coding_s=form.coding_s, latencies=form.latencies)
     if not form.topology:
-        return dataclasses.replace(all_reduce(num_workers, **options), name=form.name)
-    return gossip(topology_lib.make(form.topology, num_workers), name=form.name, **options)
+        return dataclasses.replace(all_reduce(form.num_workers, **options), name=form.name)
+    return gossip(topology_lib.make(form.topology, form.num_workers), name=form.name, **options)
 
 
 # -- The recursion ----------------------------------------------------------------------------------------------------

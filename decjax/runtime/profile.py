@@ -222,6 +222,7 @@ class Compressed:
 
     Args:
         name: what tables call it.
+        num_workers: among how many it was measured.
         topology: of gossip, from the catalogue; empty: gradients are averaged over all workers.
         ratio: bytes that workers send ÷ those of the same exchange without compression.
         coding_s: what a worker computes to compress and decompress, seconds per step.
@@ -233,12 +234,14 @@ class Compressed:
     """
 
     name: str
+    num_workers: int
     topology: str
     ratio: float
     coding_s: float
     latencies: float = 1.0
 
     def __post_init__(self):
+        _count("num_workers", self.num_workers, 2)
         _number("ratio", self.ratio, positive=True)
         _number("coding_s", self.coding_s)
         _number("latencies", self.latencies)

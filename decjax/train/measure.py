@@ -212,7 +212,7 @@ def form(name: str, config: ml_collections.ConfigDict) -> Form:
     """
     setup = assemble.build(config)
     method, workers, topology, last = setup.method, setup.workers, setup.topology, setup.config.steps
-    phases = {method.phase(step) for step in range(max(0, last - PHASES), last)}
+    phases = {method.phase(step) for step in range(max(last // 2, last - PHASES), last)}
     if None in phases or setup.config.method not in ("allreduce", "decentralized") or bool(method.exchange) != bool(topology):
         raise ConfigError(f"{name!r} cannot be measured as a compressed method: it must be gossip in order 'awc', or an all-reduce "
                           "that is not stale, with phases that are known beforehand")
@@ -377,6 +377,6 @@ def _compressed(forms: Sequence[Form], coding_s: dict[str, np.ndarray], workload
     for form in forms:
         topology = form.setup.topology
         known_s = workload.optimizer_s + (workload.combine_s if topology else 0.0)
-        found.append(Compressed(form.name, topology.name if topology else "", form.ratio,
+        found.append(Compressed(form.name, form.setup.workers.num_workers, topology.name if topology else "", form.ratio,
                                 max(0.0, float(np.median(coding_s[form.name])) - known_s), form.latencies))
     return tuple(found)

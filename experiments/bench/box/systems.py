@@ -4,7 +4,7 @@ Every worker trains the same transformer of 5.9M parameters (`MODEL`) on the sam
 takes a few steps of one row and drops the first, so that what was sent before has to arrive; rows take turns.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 import contextlib
 import statistics
 from typing import Any, NamedTuple
@@ -132,10 +132,14 @@ class Box(contextlib.AbstractContextManager):
         self.close()
 
 
-def interleaved(box: Box, rows: Sequence[Row], rounds: int) -> Iterator[tuple[Row, Visit]]:
-    """Visits rows in turn, `rounds` times, from another first one each time; whoever cannot run is left out."""
+def interleaved(box: Box, rows: Sequence[Row], rounds: int,
+                steps: Callable[[Row], int] = lambda row: 1) -> Iterator[tuple[Row, Visit]]:
+    """Visits rows in turn, `rounds` times, from another first one each time, for whole periods of at least so many steps.
+
+    Whoever cannot run is left out.
+    """
     rows = [row for row in rows if row.name in box.periods]
     for k in range(rounds):
         first = k * len(rows) // rounds
         for row in rows[first:] + rows[:first]:
-            yield row, box.visit(row)
+            yield row, box.visit(row, -(-steps(row) // box.periods[row.name]))
