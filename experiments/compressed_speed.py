@@ -3,7 +3,7 @@
     python -m experiments.compressed_speed --peers=.venv-peers/bin/python --out=runs/compressed_speed.json
 
 Four hosts in a box (launch.cluster: root and iproute2), the transformer of experiments.speedup with 5.9M parameters, float32, one
-process a host and a core for two of them. First launch.calibrate measures a worker's step, the links and what each compressed
+process a host, two hosts to a core each. First launch.calibrate measures a worker's step, the links and what each compressed
 method computes, without any message; from that the runtime model predicts every row of decjax. Then the rows take turns; a figure is
 the median over the rounds of the mean time of a step.
 
@@ -38,8 +38,7 @@ EXACT = {ALONE: "method=local", SYNC: "method=allreduce", ONE_PEER: "topology=on
 # Family -> row -> shorthand of configs/lm.py. PowerGossip needs pairs, which of four workers base_k makes, as a hypercube does.
 COMPRESSED = {
     GOSSIP: {
-        "int8": "codec=int8", "int4, CHOCO": "codec=int4,mixer=choco", "sign, CHOCO": "codec=scaled_sign,mixer=choco",
-        "block top-k 1 %, CHOCO": "codec=block_topk,mixer=choco",
+        "int8": "codec=int8", "int4": "codec=int4", "int4, CHOCO": "codec=int4,mixer=choco", "sign, CHOCO": "codec=scaled_sign,mixer=choco",
         "PowerGossip, rank 1": "topology=base_k,mixer=power_gossip,rank=1",
         "PowerGossip, rank 2": "topology=base_k,mixer=power_gossip,rank=2"},
     REDUCE: {
@@ -108,9 +107,9 @@ def main(argv: list[str]) -> None:
     if unknown := set(chosen.row) - set(known):
         command.fail(f"row={sorted(unknown)[0]!r} is unknown; the rows are: {'; '.join(known)}")
     wanted = [row for row in known.values() if not chosen.row or row.name in (ALONE, SYNC, *chosen.row)]
-    with cluster.network(hosts=HOSTS, rate=chosen.rate) as network, systems.Box(network, chosen.peers) as box:
+    with cluster.network(hosts=HOSTS, rate=chosen.rate) as network, systems.Box(network, chosen.peers, pin=True) as box:
         texts = [SHORTHANDS[row.name] for row in wanted if row.name in SHORTHANDS]
-        profile, workload = box_runtime.calibrate(network, chosen.rate, chosen.seconds, chosen.batch_size, texts)
+        profile, workload = box_runtime.calibrate(network, chosen.rate, chosen.seconds, chosen.batch_size, texts, pin=True)
         for row in wanted:
             box.prepare(row)
             print(f"{row.name}: {box.refused.get(row.name) or 'ready'}", flush=True)

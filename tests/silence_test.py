@@ -28,7 +28,7 @@ def test_a_worker_hears_itself():
                 mesh.exchange(x_P, [(0, 1), (1, 0)], workers.axis_name), 2 * x_P)
 
     x_NxP = np.arange(4.0 * WORKERS, dtype=np.float32).reshape(WORKERS, 4)
-    mean, gathered, heard, twice = workers.jit(silence.silent(talk, sums), (0,))(x_NxP)
+    mean, gathered, heard, twice = workers.jit(silence.silent(talk, workers.axis_name, sums), (0,))(x_NxP)
     np.testing.assert_array_equal(mean, x_NxP / WORKERS)  # Its own value is the sum.
     np.testing.assert_array_equal(gathered, np.repeat(x_NxP[:, None], WORKERS, axis=1))
     np.testing.assert_array_equal(heard, x_NxP)
@@ -49,7 +49,7 @@ def test_an_update_computes_all_and_sends_nothing(shorthand):
     def compiled(fn):
         return setup.workers.jit(fn, (0, 0)).lower(state, state.params).compile()
 
-    loud, silent = compiled(update), compiled(silence.silent(update))
+    loud, silent = compiled(update), compiled(silence.silent(update, setup.workers.axis_name))
     assert wire.bytes_sent(loud.as_text(), WORKERS).min() > 0 and not wire.bytes_sent(silent.as_text(), WORKERS).any()
     assert silent.cost_analysis()["flops"] == pytest.approx(loud.cost_analysis()["flops"], rel=0.05)
 

@@ -234,7 +234,7 @@ def _silent_update(setup: assemble.Setup, phase: int | None = None, sums: list[f
     def update(state, grads):
         updates, opt_state = setup.method.tx.update(grads, state.opt_state, state.params, phase=phase)
         return state_lib.State(optax.apply_updates(state.params, updates), opt_state)
-    return silence.silent(update, sums)
+    return silence.silent(update, setup.workers.axis_name, sums)
 
 
 def coding_actions(forms: Sequence[Form]) -> Actions:

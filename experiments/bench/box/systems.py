@@ -71,10 +71,11 @@ class Box(contextlib.AbstractContextManager):
     Args:
         network: the hosts.
         peers: a Python with requirements-peers.txt; None: rows of peers cannot run.
+        pin: whether processes stay on a core, so that hosts are equally fast, and nobody waits for one that happened to share.
     """
 
-    def __init__(self, network: cluster.Network, peers: str | None = None):
-        self.network, self.peers = network, peers
+    def __init__(self, network: cluster.Network, peers: str | None = None, pin: bool = False):
+        self.network, self.peers, self.pin = network, peers, pin
         self.periods: dict[str, int] = {}  # row -> steps after which its schedule repeats
         self.num_parameters = 0
         self.refused: dict[str, str] = {}  # row -> why it cannot run
@@ -90,13 +91,17 @@ class Box(contextlib.AbstractContextManager):
             answer, *_ = self._group(row).ask("prepare", method=row.name, **row.how)
             self._group(row).ask("steps", method=row.name, count=2 * answer["period"])
         except Failed as failure:
-            self._groups.pop(row.group, None)
-            lost = [name for name, group in self._of.items() if group == row.group]
-            self.refused |= {name: f"its processes ended with {row.name!r}" for name in lost} | {row.name: str(failure)}
-            self.periods = {name: period for name, period in self.periods.items() if name not in lost}
+            self.refuse(row, failure)
         else:
             self.periods[row.name], self.num_parameters = answer["period"], answer["parameters"]
             self._of[row.name] = row.group
+
+    def refuse(self, row: Row, failure: Failed) -> None:
+        """Notes that a row's processes have ended, and with them all rows that shared them."""
+        self._groups.pop(row.group, None)
+        lost = [name for name, group in self._of.items() if group == row.group]
+        self.refused |= {name: f"its processes ended with {row.name!r}" for name in lost} | {row.name: str(failure)}
+        self.periods = {name: period for name, period in self.periods.items() if name not in lost}
 
     def _group(self, row: Row) -> Group:
         if row.peer and self.peers is None:
@@ -106,7 +111,7 @@ class Box(contextlib.AbstractContextManager):
             # Products on one thread, as in PyTorch's workers, since hosts share cores.
             environment = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false",
                            "LOCAL_WORLD_SIZE": str(row.local_size)}
-            self._groups[row.group] = Group(self.network, module, processes_per_host=row.local_size,
+            self._groups[row.group] = Group(self.network, module, processes_per_host=row.local_size, pin=self.pin,
                                             python=self.peers if row.peer else None, environment=environment)
         return self._groups[row.group]
 
@@ -136,10 +141,17 @@ def interleaved(box: Box, rows: Sequence[Row], rounds: int,
                 steps: Callable[[Row], int] = lambda row: 1) -> Iterator[tuple[Row, Visit]]:
     """Visits rows in turn, `rounds` times, from another first one each time, for whole periods of at least so many steps.
 
-    Whoever cannot run is left out.
+    Whoever cannot run is left out, from then on.
     """
     rows = [row for row in rows if row.name in box.periods]
     for k in range(rounds):
         first = k * len(rows) // rounds
         for row in rows[first:] + rows[:first]:
-            yield row, box.visit(row, -(-steps(row) // box.periods[row.name]))
+            if row.name not in box.periods:
+                continue
+            try:
+                visit = box.visit(row, -(-steps(row) // box.periods[row.name]))
+            except Failed as failure:
+                box.refuse(row, failure)
+            else:
+                yield row, visit
