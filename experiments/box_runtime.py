@@ -11,6 +11,7 @@ cores would otherwise compute faster while others pause. The time of such a step
 """
 
 import collections
+from collections.abc import Sequence
 import dataclasses
 import pathlib
 import statistics
@@ -51,16 +52,18 @@ def methods() -> dict[str, runtime.Method]:
 # -- What the model is told -------------------------------------------------------------------------------------------
 
 
-def calibrate(network: cluster.Network, rate: str, seconds: float) -> tuple[runtime.Cluster, runtime.Workload]:
-    """What launch.calibrate measures at a rate."""
+def calibrate(network: cluster.Network, rate: str, seconds: float, batch_size: int = systems.BATCH_SIZE,
+              compressed: Sequence[str] = (), pin: bool = False) -> tuple[runtime.Cluster, runtime.Workload]:
+    """What launch.calibrate measures at a rate, and of compressed methods."""
     network.set_rate(rate)
     with tempfile.TemporaryDirectory() as directory:
         path = pathlib.Path(directory) / "profile.json"
         fields = {f"model.{key}": size for key, size in systems.MODEL.items()}
-        fields |= {"bucket_bytes": systems.BUCKET, "batch_size": HOSTS * systems.BATCH_SIZE}
+        fields |= {"bucket_bytes": systems.BUCKET, "batch_size": HOSTS * batch_size}
         code = network.run("launch.calibrate", [
             f"--config=configs/lm.py:workers={HOSTS}", f"--out={path}", f"--seconds={seconds}", f"--name={rate}",
-            *(f"--config.{key}={value}" for key, value in fields.items())])
+            *(f"--compressed={text}" for text in compressed),
+            *(f"--config.{key}={value}" for key, value in fields.items())], pin=pin)
         if code:
             raise Failed(f"launch.calibrate at {rate} ended with exit code {code}")
         measured, workload = runtime.load(path)

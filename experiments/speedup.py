@@ -11,6 +11,7 @@ parameters once: P bytes over the throughput of one TCP connection, measured in 
 """
 
 import collections
+from collections.abc import Callable
 import json
 import pathlib
 import statistics
@@ -76,11 +77,11 @@ class Measured(NamedTuple):
         return num_bytes / self.throughput_Bps
 
 
-def measure(box: Box, rows: list[Row], rate: str, rounds: int) -> Measured:
-    """Visits all rows in turn at one rate."""
+def measure(box: Box, rows: list[Row], rate: str, rounds: int, steps: Callable[[Row], int] = lambda row: 1) -> Measured:
+    """Visits all rows in turn at one rate, for so many steps at least."""
     box.network.set_rate(rate)
     throughputs, step_s, sent_bytes = [], collections.defaultdict(list), collections.defaultdict(list)
-    for k, (row, visit) in enumerate(interleaved(box, rows, rounds)):
+    for k, (row, visit) in enumerate(interleaved(box, rows, rounds, steps)):
         if k % len(box.periods) == 0:
             throughputs.append(box.throughput_Bps(ROWS[0]))
         step_s[row.name].append(visit.step_s)
@@ -160,12 +161,12 @@ def tabulate(measured: list[Measured], rows: list[Row], refused: dict[str, str])
     return table
 
 
-def tabulate_checks(measured: list[Measured], num_bytes: float) -> rich.table.Table:
+def tabulate_checks(found: list[Check]) -> rich.table.Table:
     """Every figure that is asked for."""
     table = rich.table.Table(box=rich.box.MARKDOWN)
     for column in ("figure", "at", "measured", "asked", "met"):
         table.add_column(column, justify="left" if column == "figure" else "right")
-    for check in (check for at in measured for check in checks(at, num_bytes)):
+    for check in found:
         table.add_row(check.what, check.rate, f"{check.figure:.2f}", f"{'≤' if check.at_most else '≥'} {check.bound:.2f}",
                       "yes" if check.met else "NO")
     return table
@@ -186,7 +187,7 @@ def main(argv: list[str]) -> None:
         measured = [measure(box, rows, rate, chosen.rounds) for rate in chosen.rates]
     num_bytes = 4 * box.num_parameters
     console.print(tabulate(measured, rows, box.refused))
-    console.print(tabulate_checks(measured, num_bytes))
+    console.print(tabulate_checks([check for at in measured for check in checks(at, num_bytes)]))
     for at in measured:
         console.print(f"{at.rate}: {at.throughput_Bps * 8 / 1e6:.1f} Mbit/s one way, X = {at.once_s(num_bytes) * 1e3:.0f} ms")
     for name, why in box.refused.items():

@@ -3,10 +3,12 @@
     python -m launch.calibrate --config=configs/lm.py --out=here.json
     python -m launch.cluster run --hosts=4 --rate=200mbit --module=launch.calibrate -- --config=configs/lm.py --out=box.json
     srun -N4 -n4 python -m launch.calibrate --config=configs/lm.py --out=ours.json
+    python -m launch.calibrate --config=configs/lm.py --compressed=method=allreduce,reducer=powersgd --compressed=mixer=choco,codec=int4 …
     python -m launch.plan --cluster=box.json
 
 The config gives model, batch, optimizer and how many workers share a node (`local_size`); its method does not matter. Without
-accelerators each worker is a forced CPU device, as in launch.train. The machines should do nothing else meanwhile: the profile
+accelerators each worker is a forced CPU device, as in launch.train. Methods named by --compressed are measured without their
+messages, of which the model knows the bytes; the profile holds them too. The machines should do nothing else meanwhile: the profile
 takes what it sees for what the cluster is like.
 
 The table has the median over rounds and workers and 5 to 95 % of them; of each exchange also α and β of the line through its
@@ -14,10 +16,12 @@ times, t = α + bytes/β. All-reduce makes 2(N−1) hops, of 2(N−1)/N of the b
 """
 
 import contextlib
+import copy
 import pathlib
 
 from absl import flags
 import jax
+import ml_collections
 from ml_collections import config_flags
 import numpy as np
 from rich import box, console, markup, table
@@ -26,6 +30,7 @@ from decjax import runtime
 from decjax import train
 from decjax.train import measure
 from launch import command
+from launch import config_file
 from launch import join
 
 _CONFIG = config_flags.DEFINE_config_file(
@@ -33,12 +38,14 @@ _CONFIG = config_flags.DEFINE_config_file(
 _OUT = flags.DEFINE_string("out", None, "The profile to write, such as box.json.")
 _NAME = flags.DEFINE_string("name", None, "What the profile calls the cluster; none: its workers and devices.")
 _SIZES = flags.DEFINE_list("sizes", [], "Bytes of exchanges, as 1e5,1e6,1e7; none: up to the model's.")
+_COMPRESSED = flags.DEFINE_multi_string("compressed", [], "A compressed method, as a shorthand of the config; may be repeated.")
 _SECONDS = flags.DEFINE_float("seconds", 60.0, "About how long to measure, when everything is compiled.", lower_bound=0.0)
 _ROUNDS = flags.DEFINE_integer("rounds", None, "How often to measure everything; none: as the seconds allow.", lower_bound=1)
 flags.mark_flags_as_required(["config", "out"])
 
 STEP = {"forward": "forward", "gradient": "forward and backward", "optimizer": "optimizer", "combine": "combine"}
 KINDS = {"shift": "shift", "pair": "pair", "all_reduce": "all-reduce"}
+METHOD = ("method", "stale", "topology", "mixing", "reducer", "optimizer")  # fields of a config that make a method
 SCOPES = {"inter": "between nodes", "intra": "inside nodes"}
 
 
@@ -59,6 +66,20 @@ def parse_sizes(texts: list[str]) -> list[int]:
     if texts and (sizes[0] < 4 or len(sizes) < 2):
         raise CalibrationError(f"sizes={','.join(texts)}: must be two different ones or more, of at least 4 bytes, as 1e5,1e6")
     return sizes
+
+
+def forms(config: ml_collections.ConfigDict, texts: list[str]) -> list[measure.Form]:
+    """Compressed methods: shorthands of the config's file, with the model, data and workers of the config.
+
+    Raises:
+        TrainingError, ConfigFileError: naming what is wrong.
+    """
+    found, file = [], flags.FLAGS["config"].config_filename
+    for text in texts:
+        given, own = config_file.get_config(f"{file}{',' if ':' in file else ':'}{text}"), copy.deepcopy(config)
+        own.update({field: given[field] for field in METHOD})
+        found.append(measure.form(text, own))
+    return found
 
 
 def check_writable(path: pathlib.Path) -> None:
@@ -111,6 +132,8 @@ def report(measured: measure.Measured) -> table.Table:
                 title, shown = "", []  # Told once.
     for codec, both_s in measured.codec_s.items():
         rows.add_row(f"{codec}, both ways", model_mb, *spread(both_s), "", f"{8e-6 * measured.cluster.codec_rate(codec):.4g}")
+    for name, own_s in measured.coding_s.items():
+        rows.add_row(f"update by {name}", model_mb, *spread(own_s))
     return rows
 
 
@@ -128,7 +151,7 @@ def main(argv: list[str]) -> int:
         name = _NAME.value or name_of(setup.workers.num_workers, setup.workers.local_size)
         with terminal.status("compiling …") if first else contextlib.nullcontext() as shown:
             measured = measure.measure(
-                setup, name=name, sizes=sizes, seconds=_SECONDS.value, rounds=_ROUNDS.value,
+                setup, name=name, sizes=sizes, forms=forms(config, _COMPRESSED.value), seconds=_SECONDS.value, rounds=_ROUNDS.value,
                 note=lambda done, total: shown and shown.update(f"round {done} of {total}"))
     if first:
         terminal.print(report(measured))
@@ -139,4 +162,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    command.run(main, errors=(train.TrainingError, CalibrationError, ValueError, OSError))
+    command.run(main, errors=(train.TrainingError, CalibrationError, ValueError, OSError, config_file.ConfigFileError))

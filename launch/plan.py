@@ -20,7 +20,8 @@ The profiles of GPUs in configs/clusters have the links of the datasheets, and t
 
 Columns: ms per iteration, mean and 95 % quantile; speed-up over synchronous all-reduce; of the mean, how long a worker waits
 for slower ones and what messages add; MB a worker sends, and MB that leave the busiest node, per step; the spectral gap of a
-period of rounds (1: exact averaging). --plot draws in which regions of bandwidth and variation of compute time each method is
+period of rounds (1: exact averaging). Compressed methods that launch.calibrate has measured are among the rows, but the verdict is on
+messages as they are. --plot draws in which regions of bandwidth and variation of compute time each method is
 to be preferred (of those within 3 % of the fastest the one that averages best), and one iteration of each worker.
 """
 
@@ -263,10 +264,14 @@ def main(argv: list[str]) -> int:
     names = topology_lib.names() if FLAGS.topologies == ["all"] else FLAGS.topologies or plan.TOPOLOGIES
     methods, refused = plan.candidates(cluster, names, FLAGS.orders, bucketed=len(workload.num_bytes) > 1,
                                        every=FLAGS.every, **message_options())
+    methods += [runtime.compressed(form) for form in workload.compressed if form.num_workers == cluster.num_workers]
+    refused |= {form.name: f"{form.name!r} was measured among {form.num_workers} workers, not {cluster.num_workers}"
+                for form in workload.compressed if form.num_workers != cluster.num_workers}
     ranked = plan.rank(cluster, workload, methods)
     terminal = console.Console(highlight=False)
     terminal.print(report(cluster, workload, ranked, terminal.width))
-    terminal.print(plan.verdict(cluster, workload, ranked), markup=False)
+    compressed = {form.name for form in workload.compressed}
+    terminal.print(plan.verdict(cluster, workload, [r for r in ranked if r.method.name not in compressed]), markup=False)
     for reason in refused.values():
         terminal.print("left out: " + reason, markup=False, style="dim")
     if FLAGS.plot:

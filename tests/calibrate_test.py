@@ -98,14 +98,20 @@ def test_a_profile_of_devices_in_one_process(tmp_path):
     path = tmp_path / "here.json"
     path.write_text("an old one")
     result = launch("launch.calibrate", "--config=configs/lm.py:smoke,workers=4,local_size=2", *TINY, *QUICK,
-                    f"--out={path}", "--name=here [2]")
+                    f"--out={path}", "--name=here [2]", "--compressed=method=allreduce,reducer=powersgd,rank=1")
     assert result.returncode == 0 and result.stderr == "", result.stderr
     for told in ("here [2]", "forward and backward", "pair between nodes", "pair inside nodes", "all-reduce between nodes",
                  "int8", f"--cluster={path}"):
         assert told in result.stdout
     assert json.loads(path.read_text())["name"] == "here [2]" and [*tmp_path.iterdir()] == [path]
     check_profile(path, 2, 2)
-    assert runtime.load(path)[1].jitter.is_deterministic  # Workers of one process are timed together.
+    workload = runtime.load(path)[1]
+    assert workload.jitter.is_deterministic  # Workers of one process are timed together.
+    form, = workload.compressed
+    assert (form.num_workers, form.topology, form.latencies) == (4, "", 2.0) and 0 < form.ratio < 1 and form.coding_s > 0
+    for workers, told in ((4, f"│ {form.name}"), (8, f"{form.name!r} was measured among 4 workers, not 8")):
+        planned = launch("launch.plan", f"--cluster={path}", f"--workers={workers}", "--topologies=ring")
+        assert told.strip("│ ") in " ".join(planned.stdout.split()), planned.stdout + planned.stderr
 
 
 def test_a_profile_of_two_processes(tmp_path):
@@ -130,6 +136,8 @@ def test_a_profile_of_two_processes(tmp_path):
     (("--config=configs/lm.py:smoke", "--out={tmp}/x.json", "--sizes=1e5"), "two different ones"),
     (("--config=configs/lm.py:smoke", "--out={tmp}/x.json", "--sizes=1e5,large"), "must be numbers of bytes"),
     (("--config=configs/lm.py:smoke", "--out={tmp}/x.json", "--rounds=0"), "rounds"),
+    (("--config=configs/lm.py:smoke", "--out={tmp}/x.json", "--compressed=reducer=zip"), "reducer=zip"),
+    (("--config=configs/lm.py:smoke", "--out={tmp}/x.json", "--compressed=method=diloco"), "cannot be measured"),
     (("--config=configs/lm.py:smoke", "--out={tmp}/x.json", "now"), "unexpected argument 'now'"),
 ])
 def test_mistakes_are_one_line_and_exit_code_two(arguments, problem, tmp_path):

@@ -20,14 +20,16 @@ from decjax.runtime.model import (
     Prediction,
     all_reduce,
     closed_form,
+    compressed,
     gossip,
     no_communication,
     predict,
 )
-from decjax.runtime.profile import Cluster, Jitter, Link, Workload, load, load_workload, save
+from decjax.runtime.profile import Cluster, Compressed, Jitter, Link, Workload, load, load_workload, save
 
 __all__ = [
     "Cluster",
+    "Compressed",
     "Jitter",
     "Link",
     "Method",
@@ -35,6 +37,7 @@ __all__ = [
     "Workload",
     "all_reduce",
     "closed_form",
+    "compressed",
     "gossip",
     "load",
     "load_workload",

@@ -31,7 +31,7 @@ import numpy as np
 
 from decjax import topology as topology_lib
 from decjax.runtime.exchange import Exchange, exchange_cost
-from decjax.runtime.profile import Cluster, Workload
+from decjax.runtime.profile import Cluster, Compressed, Workload
 from decjax.topology import Topology
 
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
@@ -56,6 +56,8 @@ class Method:
         every: p, messages are exchanged in every p-th step only.
         joint_ring: nodes that meet in pairs run one all-reduce over all their workers, which as a ring takes
             2(2L − 1)/2L parameter-sized messages out of a node, instead of exchanging shards, which takes one.
+        coding_s: seconds that a worker computes to code an exchange; None: as the cluster knows the codec.
+        latencies: how often an exchange takes its latency, see `Compressed`.
 
     Raises:
         ValueError: naming the value, the constraint and the fix.
@@ -70,6 +72,8 @@ class Method:
     codec: str = ""
     every: int = 1
     joint_ring: bool = False
+    coding_s: float | None = None
+    latencies: float = 1.0
 
     def __post_init__(self):
         if self.message not in (GRADIENTS, PARAMETERS):
@@ -113,6 +117,14 @@ def gossip(topology: Topology, *, order: str = "awc", name: str | None = None, *
     return Method(name or f"{topology.name} {order}", topology, PARAMETERS, order == "awc", **options)
 
 
+def compressed(form: Compressed) -> Method:
+    """A method whose messages have a compressed form: the mean of all gradients, or gossip in order "awc"."""
+    options = dict(ratio=form.ratio, coding_s=form.coding_s, latencies=form.latencies)
+    if not form.topology:
+        return dataclasses.replace(all_reduce(form.num_workers, **options), name=form.name)
+    return gossip(topology_lib.make(form.topology, form.num_workers), name=form.name, **options)
+
+
 # -- The recursion ----------------------------------------------------------------------------------------------------
 
 
@@ -154,6 +166,8 @@ def codec_time_s(cluster: Cluster, workload: Workload, method: Method) -> float:
     """Time to encode and decode one exchange, seconds; it occupies the worker itself."""
     if method.topology is None or method.ratio == 1:
         return 0.0
+    if method.coding_s is not None:
+        return method.coding_s
     rate_Bps = cluster.codec_rate(method.codec)
     return workload.total_bytes / rate_Bps if rate_Bps else 0.0
 
@@ -161,7 +175,8 @@ def codec_time_s(cluster: Cluster, workload: Workload, method: Method) -> float:
 def durations(cluster: Cluster, workload: Workload, method: Method) -> list[np.ndarray]:
     """c_{i,b} of every phase in seconds, [buckets, 1, N]."""
     bytes_b = method.ratio * np.array(messages(workload, method).num_bytes)
-    return [(exchange.latency_N + bytes_b[:, None] * exchange.per_byte_N)[:, None] for exchange in exchanges(cluster, method)]
+    return [(method.latencies * exchange.latency_N + bytes_b[:, None] * exchange.per_byte_N)[:, None]
+            for exchange in exchanges(cluster, method)]
 
 
 def simulate(method: Method, workload: Workload, routes: Sequence[Exchange], cost_s: Sequence[np.ndarray],

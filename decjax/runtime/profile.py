@@ -217,6 +217,37 @@ def _numbers(what: str, values: Any) -> tuple[float, ...]:
 
 
 @dataclasses.dataclass(frozen=True)
+class Compressed:
+    """A compressed form of a workload's messages.
+
+    Args:
+        name: what tables call it.
+        num_workers: among how many it was measured.
+        topology: of gossip, from the catalogue; empty: gradients are averaged over all workers.
+        ratio: bytes that workers send ÷ those of the same exchange without compression.
+        coding_s: what a worker computes to compress and decompress, seconds per step.
+        latencies: how often the latency of the uncompressed exchange: 2 for two sums one after the other; ½ where
+            messages are gathered, which is half of a sum.
+
+    Raises:
+        ValueError: naming the value, the constraint and the fix.
+    """
+
+    name: str
+    num_workers: int
+    topology: str
+    ratio: float
+    coding_s: float
+    latencies: float = 1.0
+
+    def __post_init__(self):
+        _count("num_workers", self.num_workers, 2)
+        _number("ratio", self.ratio, positive=True)
+        _number("coding_s", self.coding_s)
+        _number("latencies", self.latencies)
+
+
+@dataclasses.dataclass(frozen=True)
 class Workload:
     """One worker's iteration without communication. Buckets are in the order in which their gradients get ready.
 
@@ -227,6 +258,7 @@ class Workload:
         optimizer_s: time of the optimizer, over all buckets.
         combine_s: time to join what has arrived with the worker's own parameters, over all buckets.
         jitter: how F + Σ B_b varies.
+        compressed: forms that its messages may have.
 
     Raises:
         ValueError: naming the value, the constraint and the fix.
@@ -238,6 +270,7 @@ class Workload:
     optimizer_s: float = 0.0
     combine_s: float = 0.0
     jitter: Jitter = Jitter()
+    compressed: tuple[Compressed, ...] = ()
 
     def __post_init__(self):
         for name in ("forward_s", "optimizer_s", "combine_s"):
@@ -293,6 +326,8 @@ def _build(cls, fields: Any, where: str):
     nested = {"intra": Link, "inter": Link, "jitter": Jitter}
     values = {name: _build(nested[name], value, f"{where}: {name}") if name in nested else value
               for name, value in fields.items()}
+    if "compressed" in fields:
+        values["compressed"] = tuple(_build(Compressed, form, f"{where}: compressed") for form in fields["compressed"])
     try:
         return cls(**values)
     except ValueError as error:

@@ -1,4 +1,5 @@
-"""Measures on the devices at hand what `decjax.runtime` asks for: a worker's step, exchanges between workers, codecs.
+"""Measures on the devices at hand what `decjax.runtime` asks for: a worker's step, exchanges between workers, codecs, and what
+compressed methods compute.
 
 Everything is taken in rounds, one action after the other in an order that rotates, so that whatever else the machines do falls
 on all actions alike; medians over rounds count. All workers meet before an action and begin it at once, so that those that
@@ -13,10 +14,14 @@ size in question; what they cost is that of the whole exchange, and the profile'
 
 Shifts and pairs between nodes are those of one worker of each, so that no two messages share a NIC; inside nodes all workers
 take part.
+
+A compressed method is timed without its messages: the exchange or the reduction of its own program, in which a worker hears what
+it says. What the messages take follows from their bytes.
 """
 
 from collections.abc import Callable, Hashable, Sequence
 import copy
+import dataclasses
 import time
 from typing import Any, NamedTuple
 
@@ -29,9 +34,11 @@ import optax
 from decjax import buckets
 from decjax import codecs
 from decjax import mesh
-from decjax.runtime import Cluster, Link, Workload
+from decjax.gossip import rounds as rounds_lib
+from decjax.runtime import Cluster, Compressed, Link, Workload
 from decjax.runtime import calibrate
 from decjax.train import assemble
+from decjax.train import silence
 from decjax.train import state as state_lib
 from decjax.train.errors import ConfigError
 
@@ -40,6 +47,7 @@ SIZES, RATIO = 3, 4  # message sizes, and each one ÷ the one before; much small
 ROUNDS = (3, 400)  # fewest and most
 STEPS = 20  # most gradients in a round; about half of the time is theirs
 
+PHASES = 64  # last steps of a compressed method, of which the phases are taken
 CODECS = ("bfloat16", "int8")  # unless others are asked for: every one compiles for seconds
 
 Actions = dict[Hashable, Callable[[], Any]]  # what is timed -> what dispatches it; its result is waited for
@@ -64,6 +72,7 @@ class Measured(NamedTuple):
         step_s: [N, rounds or more] seconds on each worker of "forward", "gradient", "optimizer" and "combine".
         exchange_s: [rounds] seconds on the slowest worker.
         codec_s: [N, rounds] seconds on each worker, by codec.
+        coding_s: [N, rounds] seconds on each worker, by the name of a compressed method.
     """
 
     cluster: Cluster
@@ -72,6 +81,7 @@ class Measured(NamedTuple):
     step_s: dict[str, np.ndarray]
     exchange_s: dict[Exchange, np.ndarray]
     codec_s: dict[str, np.ndarray]
+    coding_s: dict[str, np.ndarray]
 
 
 def prepare(config: ml_collections.ConfigDict) -> assemble.Setup:
@@ -104,16 +114,12 @@ def step_actions(setup: assemble.Setup) -> Actions:
     state = state_lib.init(setup.model.init, setup.method.tx, workers, setup.config.seed)
     batch = workers.build(lambda worker: setup.batch(worker, 0))
 
-    def update(state, grads):
-        updates, opt_state = setup.method.tx.update(grads, state.opt_state, state.params)
-        return state_lib.State(optax.apply_updates(state.params, updates), opt_state)
-
     def combine(params, received):
         return layout.unpack([(own + other) / 2 for own, other in zip(layout.pack(params), received)], like=params)
 
     forward = workers.jit(lambda params, batch: setup.model.nll(params, batch, key).mean(), (0, 0))
     gradient = workers.jit(lambda params, batch: setup.gradients(params, batch, key), (0, 0))
-    optimize = workers.jit(update, (0, 0), donate_argnums=(0,))
+    optimize = workers.jit(_silent_update(setup), (0, 0), donate_argnums=(0,))
     join = workers.jit(combine, (0, 0))
     params, received = jax.tree.map(jnp.copy, state.params), workers.jit(layout.pack, (0,))(state.params)
     _, grads = gradient(params, batch)
@@ -173,6 +179,79 @@ def codec_actions(setup: assemble.Setup, names: Sequence[str] = CODECS) -> Actio
     programs = {name: workers.jit(lambda vectors, codec=codecs.make(name): [code(codec, x_P) for x_P in vectors], (0,))
                 for name in names}
     return {name: lambda run=run: run(vectors) for name, run in programs.items()}
+
+
+# -- Compressed methods -----------------------------------------------------------------------------------------------
+
+class Form(NamedTuple):
+    """A compressed method that is measured.
+
+    Attributes:
+        name: what the profile calls it.
+        setup: its parts.
+        phases: those of its last steps, when it does what it is meant to.
+        ratio, latencies: see `runtime.Compressed`.
+    """
+
+    name: str
+    setup: assemble.Setup
+    phases: tuple[int, ...]
+    ratio: float
+    latencies: float
+
+
+def form(name: str, config: ml_collections.ConfigDict) -> Form:
+    """What a compressed method's messages come to, from the bytes that it declares and the collectives of its update.
+
+    Args:
+        name: what to call it.
+        config: as `configs/lm.py` describes; gossip in order "awc", or all-reduce.
+
+    Raises:
+        ConfigError: if it describes no possible run, or a method of another kind.
+    """
+    setup = assemble.build(config)
+    method, workers, topology, last = setup.method, setup.workers, setup.topology, setup.config.steps
+    phases = {method.phase(step) for step in range(max(last // 2, last - PHASES), last)}
+    if None in phases or setup.config.method not in ("allreduce", "decentralized") or bool(method.exchange) != bool(topology):
+        raise ConfigError(f"{name!r} cannot be measured as a compressed method: it must be gossip in order 'awc', or an all-reduce "
+                          "that is not stale, with phases that are known beforehand")
+    params = jax.eval_shape(setup.model.init, jax.random.key(0))
+    sent = np.mean([method.num_bytes(params, phase).mean() for phase in phases])
+    whole, n = _layout(setup).num_bytes, workers.num_workers
+    if topology:
+        exact = np.mean([rounds_lib.sent_bytes(round_, _layout(setup)).mean() for round_ in topology.rounds])
+        return Form(name, setup, tuple(sorted(phases)), float(sent / exact), 1.0)
+    sums: list[float] = []
+    jax.eval_shape(workers.map(_silent_update(setup, min(phases), sums), (0, 0)),
+                   state_lib.abstract(setup.model.init, method.tx, workers, setup.config.seed),
+                   state_lib.abstract(setup.model.init, method.tx, workers, setup.config.seed).params)
+    return Form(name, setup, tuple(sorted(phases)), float(sent / (2 * (n - 1) / n * whole)), sum(sums))
+
+
+def _silent_update(setup: assemble.Setup, phase: int | None = None, sums: list[float] | None = None) -> Callable[..., Any]:
+    """All that a worker computes once it has its gradient."""
+    def update(state, grads):
+        updates, opt_state = setup.method.tx.update(grads, state.opt_state, state.params, phase=phase)
+        return state_lib.State(optax.apply_updates(state.params, updates), opt_state)
+    return silence.silent(update, setup.workers.axis_name, sums)
+
+
+def coding_actions(forms: Sequence[Form]) -> Actions:
+    """The updates of compressed methods without their messages, by name and phase."""
+    actions = {}
+    for name, setup, phases, *_ in forms:
+        state = [state_lib.init(setup.model.init, setup.method.tx, setup.workers, setup.config.seed)]
+        grads = jax.tree.map(lambda x: 1e-3 * x, state[0].params)
+        for phase in phases:
+            run = setup.workers.jit(_silent_update(setup, phase), (0, 0), donate_argnums=(0,))
+
+            def update(run=run, state=state, grads=grads):
+                state[0] = run(state[0], grads)
+                return state[0]
+
+            actions[name, phase] = update
+    return actions
 
 
 # -- Timing -----------------------------------------------------------------------------------------------------------
@@ -246,14 +325,15 @@ def sizes_up_to_model(setup: assemble.Setup) -> tuple[int, ...]:
     return tuple(largest // RATIO**k for k in reversed(range(SIZES)))
 
 
-def measure(setup: assemble.Setup, *, name: str, sizes: Sequence[int] = (), seconds: float = 60.0, rounds: int | None = None,
-            note: Callable[[int, int], None] = lambda done, total: None) -> Measured:
+def measure(setup: assemble.Setup, *, name: str, sizes: Sequence[int] = (), forms: Sequence[Form] = (), seconds: float = 60.0,
+            rounds: int | None = None, note: Callable[[int, int], None] = lambda done, total: None) -> Measured:
     """Measures a worker's step, exchanges and codecs, and fits a profile to them. Every process calls it.
 
     Args:
         setup: from `prepare`.
         name: of the cluster.
         sizes: of exchanges in bytes; none: up to the model's.
+        forms: compressed methods.
         seconds: about how long, without compiling.
         rounds: how many; None: as many as fit.
         note: told (rounds done, rounds to do).
@@ -267,8 +347,9 @@ def measure(setup: assemble.Setup, *, name: str, sizes: Sequence[int] = (), seco
     watch = Stopwatch(setup.workers)
     steps, codings = step_actions(setup), codec_actions(setup)
     exchanges = exchange_actions(setup, sizes or sizes_up_to_model(setup))
-    times_s = take_rounds(watch, steps | exchanges | codings, seconds, rounds, note)
+    times_s = take_rounds(watch, steps | exchanges | codings | coding_actions(forms), seconds, rounds, note)
     step_s, codec_s = {part: times_s[part] for part in steps}, {codec: times_s[codec] for codec in codings}
+    coding_s = {form.name: np.mean([times_s[form.name, phase] for phase in form.phases], axis=0) for form in forms}
     exchange_s = {what: times_s[what].max(axis=0) for what in exchanges}
     total_bytes = _layout(setup).num_bytes
     measurements = [calibrate.Measurement(what.kind, what.num_bytes, float(np.median(slowest_s)), what.scope, what.num_workers)
@@ -278,7 +359,9 @@ def measure(setup: assemble.Setup, *, name: str, sizes: Sequence[int] = (), seco
                      for codec, both_s in codec_s.items()]
     n, L = setup.workers.num_workers, setup.workers.local_size
     cluster = calibrate.fit_cluster(measurements, name=name, num_nodes=n // L, workers_per_node=L)
-    return Measured(cluster, _workload(step_s, total_bytes), lines, step_s, exchange_s, codec_s)
+    workload = _workload(step_s, total_bytes)
+    return Measured(cluster, dataclasses.replace(workload, compressed=_compressed(forms, coding_s, workload)), lines, step_s,
+                    exchange_s, codec_s, coding_s)
 
 
 def _workload(step_s: dict[str, np.ndarray], total_bytes: int) -> Workload:
@@ -286,3 +369,14 @@ def _workload(step_s: dict[str, np.ndarray], total_bytes: int) -> Workload:
         float(np.median(step_s[part])) for part in ("forward", "gradient", "optimizer", "combine"))
     return Workload(forward_s, (max(0.0, gradient_s - forward_s),), (float(total_bytes),), optimizer_s, combine_s,
                     calibrate.fit_jitter(calibrate.own_variation(step_s["gradient"])))
+
+
+def _compressed(forms: Sequence[Form], coding_s: dict[str, np.ndarray], workload: Workload) -> tuple[Compressed, ...]:
+    """What a compressed method's update takes beyond the optimizer, and the combining of exact messages, which the model adds."""
+    found = []
+    for form in forms:
+        topology = form.setup.topology
+        known_s = workload.optimizer_s + (workload.combine_s if topology else 0.0)
+        found.append(Compressed(form.name, form.setup.workers.num_workers, topology.name if topology else "", form.ratio,
+                                max(0.0, float(np.median(coding_s[form.name])) - known_s), form.latencies))
+    return tuple(found)

@@ -4,7 +4,7 @@ Every worker trains the same transformer of 5.9M parameters (`MODEL`) on the sam
 takes a few steps of one row and drops the first, so that what was sent before has to arrive; rows take turns.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 import contextlib
 import statistics
 from typing import Any, NamedTuple
@@ -26,12 +26,14 @@ class Row(NamedTuple):
         how: arguments of the worker's `prepare`.
         peer: whether PyTorch runs it; else decjax.
         local_size: processes per host.
+        apart: whether it has processes of its own, which end with it if it cannot run.
     """
 
     name: str
     how: dict[str, Any]
     peer: bool = False
     local_size: int = 1
+    apart: bool = False
 
     @property
     def alone(self) -> bool:
@@ -41,19 +43,19 @@ class Row(NamedTuple):
     @property
     def group(self) -> str:
         """Rows of one group share processes."""
-        return f"{'PyTorch' if self.peer else 'decjax'}, {self.local_size} a host"
+        return f"{'PyTorch' if self.peer else 'decjax'}, {self.local_size} a host" + (f", {self.name}" if self.apart else "")
 
 
 def decjax(name: str, argument: str, bucket_bytes: int = BUCKET, local_size: int = 1, model: dict[str, int] = MODEL,
-           batch_size: int = BATCH_SIZE, pauses: bool = False) -> Row:
-    """A row of decjax: a shorthand of configs/lm.py; with `pauses`, steps may pause."""
-    fields = {"bucket_bytes": bucket_bytes, "local_size": local_size, **{f"model.{key}": size for key, size in model.items()}}
+           batch_size: int = BATCH_SIZE, pauses: bool = False, **fields: Any) -> Row:
+    """A row of decjax: a shorthand of configs/lm.py, and fields of it by dotted names; with `pauses`, steps may pause."""
+    fields |= {"bucket_bytes": bucket_bytes, "local_size": local_size, **{f"model.{key}": size for key, size in model.items()}}
     return Row(name, {"argument": argument, "fields": fields, "batch_size": batch_size, "pauses": pauses}, False, local_size)
 
 
-def torch(name: str, kind: str, local_size: int = 1, **options: Any) -> Row:
+def torch(name: str, kind: str, local_size: int = 1, batch_size: int = BATCH_SIZE, apart: bool = False, **options: Any) -> Row:
     """A row of PyTorch: a kind of torch_worker's METHODS."""
-    return Row(name, {"kind": kind, "model": MODEL, "batch_size": BATCH_SIZE, **options}, True, local_size)
+    return Row(name, {"kind": kind, "model": MODEL, "batch_size": batch_size, **options}, True, local_size, apart)
 
 
 class Visit(NamedTuple):
@@ -69,10 +71,11 @@ class Box(contextlib.AbstractContextManager):
     Args:
         network: the hosts.
         peers: a Python with requirements-peers.txt; None: rows of peers cannot run.
+        pin: whether processes stay on a core, so that hosts are equally fast, and nobody waits for one that happened to share.
     """
 
-    def __init__(self, network: cluster.Network, peers: str | None = None):
-        self.network, self.peers = network, peers
+    def __init__(self, network: cluster.Network, peers: str | None = None, pin: bool = False):
+        self.network, self.peers, self.pin = network, peers, pin
         self.periods: dict[str, int] = {}  # row -> steps after which its schedule repeats
         self.num_parameters = 0
         self.refused: dict[str, str] = {}  # row -> why it cannot run
@@ -88,13 +91,17 @@ class Box(contextlib.AbstractContextManager):
             answer, *_ = self._group(row).ask("prepare", method=row.name, **row.how)
             self._group(row).ask("steps", method=row.name, count=2 * answer["period"])
         except Failed as failure:
-            self._groups.pop(row.group, None)
-            lost = [name for name, group in self._of.items() if group == row.group]
-            self.refused |= {name: f"its processes ended with {row.name!r}" for name in lost} | {row.name: str(failure)}
-            self.periods = {name: period for name, period in self.periods.items() if name not in lost}
+            self.refuse(row, failure)
         else:
             self.periods[row.name], self.num_parameters = answer["period"], answer["parameters"]
             self._of[row.name] = row.group
+
+    def refuse(self, row: Row, failure: Failed) -> None:
+        """Notes that a row's processes have ended, and with them all rows that shared them."""
+        self._groups.pop(row.group, None)
+        lost = [name for name, group in self._of.items() if group == row.group]
+        self.refused |= {name: f"its processes ended with {row.name!r}" for name in lost} | {row.name: str(failure)}
+        self.periods = {name: period for name, period in self.periods.items() if name not in lost}
 
     def _group(self, row: Row) -> Group:
         if row.peer and self.peers is None:
@@ -104,7 +111,7 @@ class Box(contextlib.AbstractContextManager):
             # Products on one thread, as in PyTorch's workers, since hosts share cores.
             environment = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false",
                            "LOCAL_WORLD_SIZE": str(row.local_size)}
-            self._groups[row.group] = Group(self.network, module, processes_per_host=row.local_size,
+            self._groups[row.group] = Group(self.network, module, processes_per_host=row.local_size, pin=self.pin,
                                             python=self.peers if row.peer else None, environment=environment)
         return self._groups[row.group]
 
@@ -130,10 +137,21 @@ class Box(contextlib.AbstractContextManager):
         self.close()
 
 
-def interleaved(box: Box, rows: Sequence[Row], rounds: int) -> Iterator[tuple[Row, Visit]]:
-    """Visits rows in turn, `rounds` times, from another first one each time; whoever cannot run is left out."""
+def interleaved(box: Box, rows: Sequence[Row], rounds: int,
+                steps: Callable[[Row], int] = lambda row: 1) -> Iterator[tuple[Row, Visit]]:
+    """Visits rows in turn, `rounds` times, from another first one each time, for whole periods of at least so many steps.
+
+    Whoever cannot run is left out, from then on.
+    """
     rows = [row for row in rows if row.name in box.periods]
     for k in range(rounds):
         first = k * len(rows) // rounds
         for row in rows[first:] + rows[:first]:
-            yield row, box.visit(row)
+            if row.name not in box.periods:
+                continue
+            try:
+                visit = box.visit(row, -(-steps(row) // box.periods[row.name]))
+            except Failed as failure:
+                box.refuse(row, failure)
+            else:
+                yield row, visit

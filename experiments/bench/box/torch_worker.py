@@ -1,4 +1,4 @@
-"""A PyTorch worker of a box: the model of decjax.models in PyTorch, alone, under DDP or under decent-dp; see `group`.
+"""A PyTorch worker of a box: the model of decjax.models in PyTorch, alone, under DDP (with PowerSGD), or under decent-dp; see `group`.
 
 Needs requirements-peers.txt and nothing of decjax. One thread computes, as in a decjax worker; gloo has its own.
 """
@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch import nn
 import torch.nn.functional as F
 
@@ -92,6 +93,15 @@ class DDP(Alone):
         super().__init__(nn.parallel.DistributedDataParallel(model, **options))
 
 
+class PowerSGD(Alone):
+    """torch's DistributedDataParallel with its PowerSGD hook."""
+
+    def __init__(self, model: nn.Module, rank: int, **options: Any):
+        super().__init__(nn.parallel.DistributedDataParallel(model, **options))
+        self.model.register_comm_hook(powerSGD_hook.PowerSGDState(
+            process_group=None, matrix_approximation_rank=rank, start_powerSGD_iter=2), powerSGD_hook.powerSGD_hook)
+
+
 class DecentDP(Alone):
     """decent-dp's DecentralizedDataParallel, whose hooks update and send bucket by bucket."""
 
@@ -109,7 +119,7 @@ class DecentDP(Alone):
                 operation.wait()
 
 
-METHODS = {"alone": Alone, "ddp": DDP, "decent_dp": DecentDP}
+METHODS = {"alone": Alone, "ddp": DDP, "power_sgd": PowerSGD, "decent_dp": DecentDP}
 
 
 class Worker:

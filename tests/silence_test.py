@@ -1,0 +1,79 @@
+"""decjax/train/silence.py: no message, all of the arithmetic; what compressed methods' messages come to, in measure.form."""
+
+import jax
+import numpy as np
+import pytest
+
+from configs import lm
+from decjax import mesh
+from decjax import train
+from decjax.train import measure
+from decjax.train import silence
+from decjax.train import wire
+
+WORKERS = 4
+
+
+def config_of(shorthand):
+    config = lm.get_config(f"smoke,workers={WORKERS},{shorthand}")
+    config.model.update(width=32, hidden=64)
+    return config
+
+
+def test_a_worker_hears_itself():
+    workers, sums = mesh.make_workers(WORKERS), []
+
+    def talk(x_P):
+        return (mesh.group_mean(x_P, WORKERS, workers.axis_name), mesh.all_gather(x_P, workers.axis_name),
+                mesh.exchange(x_P, [(0, 1), (1, 0)], workers.axis_name), 2 * x_P)
+
+    x_NxP = np.arange(4.0 * WORKERS, dtype=np.float32).reshape(WORKERS, 4)
+    mean, gathered, heard, twice = workers.jit(silence.silent(talk, workers.axis_name, sums), (0,))(x_NxP)
+    np.testing.assert_array_equal(mean, x_NxP / WORKERS)  # Its own value is the sum.
+    np.testing.assert_array_equal(gathered, np.repeat(x_NxP[:, None], WORKERS, axis=1))
+    np.testing.assert_array_equal(heard, x_NxP)
+    np.testing.assert_array_equal(twice, 2 * x_NxP)
+    assert sums == [1.0, 0.5, 0.0]
+
+
+@pytest.mark.parametrize("shorthand", ["method=allreduce,reducer=powersgd,rank=2", "method=allreduce,reducer=codec,codec=int8",
+                                       "mixer=choco,codec=int8", "topology=base_k,mixer=power_gossip,rank=1"])
+def test_an_update_computes_all_and_sends_nothing(shorthand):
+    form = measure.form(shorthand, config_of(shorthand))
+    setup, phase = form.setup, form.phases[-1]
+    state = measure.state_lib.init(setup.model.init, setup.method.tx, setup.workers, 0)
+
+    def update(state, grads):
+        return setup.method.tx.update(grads, state.opt_state, state.params, phase=phase)
+
+    def compiled(fn):
+        return setup.workers.jit(fn, (0, 0)).lower(state, state.params).compile()
+
+    loud, silent = compiled(update), compiled(silence.silent(update, setup.workers.axis_name))
+    assert wire.bytes_sent(loud.as_text(), WORKERS).min() > 0 and not wire.bytes_sent(silent.as_text(), WORKERS).any()
+    assert silent.cost_analysis()["flops"] == pytest.approx(loud.cost_analysis()["flops"], rel=0.05)
+
+
+@pytest.mark.parametrize("shorthand, ratio, latencies", [
+    ("method=allreduce", 1.0, None), ("topology=ring", 1.0, 1.0),
+    ("method=allreduce,reducer=codec,codec=bfloat16", WORKERS / 2 / 2, 0.5),  # N − 1 messages of half the size, where a sum is 2(N−1)/N
+    ("codec=bfloat16", 1 / 2, 1.0)])
+def test_what_messages_come_to(shorthand, ratio, latencies):
+    form = measure.form(shorthand, config_of(shorthand))
+    assert form.ratio == pytest.approx(ratio, rel=1e-3)
+    assert latencies is None or form.latencies == latencies
+
+
+@pytest.mark.parametrize("shorthand", ["method=diloco", "order=atc,codec=int8", "method=allreduce,reducer=gravac", "method=local",
+                                       "method=allreduce,stale"])
+def test_other_methods_are_refused(shorthand):
+    with pytest.raises(train.ConfigError, match="cannot be measured as a compressed method"):
+        measure.form(shorthand, config_of(shorthand))
+
+
+def test_updates_run_again_and_again():
+    forms = [measure.form(text, config_of(text)) for text in ("method=allreduce,reducer=powersgd,rank=2", "mixer=choco,codec=int8")]
+    actions = measure.coding_actions(forms)
+    assert set(actions) == {(forms[0].name, 0), (forms[1].name, 0), (forms[1].name, 1)}
+    for action in [*actions.values()] * 2:
+        jax.block_until_ready(action())
