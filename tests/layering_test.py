@@ -27,7 +27,7 @@ MAY_IMPORT = {
 }
 MAY_IMPORT["train"] = set(MAY_IMPORT)
 NUMPY_ONLY = ("decjax.topology", "decjax.schedules", "decjax.runtime.profile", "decjax.runtime.exchange", "decjax.runtime.model",
-              "decjax.runtime.plan")
+              "decjax.runtime.transformer", "decjax.runtime.layout", "decjax.runtime.plan")
 
 # Module of another directory -> the modules of this repository it may import (and what is below them).
 OUTSIDE = {

@@ -26,8 +26,8 @@ def line(n, per_node=1, inter=FREE, intra=FREE, **options):
 
 def even(layout, forward_s=1.0, backward_s=2.0, boundary_bytes=0.0, tensor_bytes=0.0, gradient_bytes=0.0, **others):
     """Work of equal virtual stages, each with two all-reduces a pass."""
-    C = layout.num_virtual
-    return Work((forward_s,) * C, (backward_s,) * C, boundary_bytes, tensor_bytes, (2,) * C, (2,) * C,
+    U = layout.num_virtual
+    return Work((forward_s,) * U, (backward_s,) * U, boundary_bytes, tensor_bytes, (2,) * U, (2,) * U,
                 (gradient_bytes,) * layout.stages, **others)
 
 

@@ -46,8 +46,8 @@ class Layout:
         tensor: K devices that split every layer.
         microbatches: M parts of a worker's batch.
         schedule: "gpipe", "1f1b" or "interleaved".
-        chunks: V virtual stages of a stage, for "interleaved".
-        layers: how many layers each of the S·V virtual stages has, in the model's order; (): equally many.
+        chunks: C virtual stages of a stage, for "interleaved".
+        layers: how many layers each of the S·C virtual stages has, in the model's order; (): equally many.
         inner: which axis comes next to the tensor axis on a node: "stage" or "worker".
         rematerialize: what a layer keeps for its backward pass: "none" is computed anew, "products" are kept, or "layers" are
             computed anew from their inputs.
@@ -211,13 +211,13 @@ class Traffic:
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """What the devices of a layout compute and send; counted by `work`, or measured. C = S·V virtual stages in order.
+    """What the devices of a layout compute and send; counted by `work`, or measured. U = S·C virtual stages in the model's order.
 
     Args:
-        forward_s, backward_s: [C] of one microbatch, without messages.
+        forward_s, backward_s: [U] of one microbatch, without messages.
         boundary_bytes: of one microbatch's activations between stages, all of them.
         tensor_bytes: of one all-reduce over the tensor axis.
-        forward_reductions, backward_reductions: [C] how many of them a pass has.
+        forward_reductions, backward_reductions: [U] how many of them a pass has.
         gradient_bytes: [S] of one device, without a tied embedding of several stages.
         embedding_bytes: of that one, on one device; 0: there is none.
         optimizer_s: time of the optimizer.
@@ -250,28 +250,28 @@ def work(model: Transformer, layout: Layout, flops: float) -> Work:
     layout.check(model)
     check_number("flops", flops, positive=True, fix="give it in the cluster's profile")
     B, K, S = layout.microbatch_size(model), layout.tensor, layout.stages
-    layers_C = layout.layers_of(model)
-    first, last = np.eye(1, len(layers_C))[0], np.eye(1, len(layers_C), len(layers_C) - 1)[0]
+    layers_U = layout.layers_of(model)
+    first, last = np.eye(1, len(layers_U))[0], np.eye(1, len(layers_U), len(layers_U) - 1)[0]
     layer_s, head_s = model.layer_flops(B) / (K * flops), model.head_flops(B) / (K * flops)
     anew = layout.rematerialize == "layers"
-    forward_C = np.array(layers_C) * layer_s + last * head_s
-    backward_C = np.array(layers_C) * layer_s * (3 if anew else 2) + last * 2 * head_s
+    forward_U = np.array(layers_U) * layer_s + last * head_s
+    backward_U = np.array(layers_U) * layer_s * (3 if anew else 2) + last * 2 * head_s
     # A K-th of the vocabulary each: the embedding sums up what it finds, the head its gradient.
-    reductions_C = 2 * np.array(layers_C)
+    reductions_U = 2 * np.array(layers_U)
     tied_apart = model.tied and S > 1
     embedding = model.embedding_parameters / K
-    parameters_S = np.array(_per_stage(layout, layers_C)) * model.layer_parameters_on(K)
+    parameters_S = np.array(_per_stage(layout, layers_U)) * model.layer_parameters_on(K)
     parameters_S[-1] += model.width
     if not tied_apart:
         parameters_S[0] += embedding
         parameters_S[-1] += 0 if model.tied else embedding
-    return Work(tuple(forward_C), tuple(backward_C), model.boundary_bytes(B), model.boundary_bytes(B),
-                tuple(reductions_C + first), tuple(reductions_C * (2 if anew else 1) + last),
+    return Work(tuple(forward_U), tuple(backward_U), model.boundary_bytes(B), model.boundary_bytes(B),
+                tuple(reductions_U + first), tuple(reductions_U * (2 if anew else 1) + last),
                 tuple(parameters_S * model.gradient_bytes), embedding * model.gradient_bytes if tied_apart else 0.0)
 
 
-def _per_stage(layout: Layout, of_chunk_C: Sequence[float]) -> list[float]:
-    return [sum(of_chunk_C[s::layout.stages]) for s in range(layout.stages)]
+def _per_stage(layout: Layout, of_chunk_U: Sequence[float]) -> list[float]:
+    return [sum(of_chunk_U[s::layout.stages]) for s in range(layout.stages)]
 
 
 def embedding_sync_bytes(num_bytes: float, workers: int, fused: bool) -> float:
@@ -298,12 +298,12 @@ class Hop(NamedTuple):
     decode_s: float
 
 
-def run_pipeline(schedule: Schedule, forward_ZxC, backward_ZxC, hop, pays_Z, *, blocking: bool = False) -> np.ndarray:
+def run_pipeline(schedule: Schedule, forward_ZxU, backward_ZxU, hop, pays_Z, *, blocking: bool = False) -> np.ndarray:
     """The recursion of the module's docstring, for Z variants at once.
 
     Args:
         schedule: what each stage does, in which order.
-        forward_ZxC, backward_ZxC: seconds of a pass of each virtual stage.
+        forward_ZxU, backward_ZxU: seconds of a pass of each virtual stage.
         hop: `hop(send) -> Hop`, what a message costs.
         pays_Z: [Z] 1 or 0, whether messages take that time.
         blocking: see `Layout`.
@@ -311,7 +311,7 @@ def run_pipeline(schedule: Schedule, forward_ZxC, backward_ZxC, hop, pays_Z, *, 
     Returns:
         end_ZxS, when each stage has done its last pass.
     """
-    seconds = {FORWARD: np.asarray(forward_ZxC, float), BACKWARD: np.asarray(backward_ZxC, float)}
+    seconds = {FORWARD: np.asarray(forward_ZxU, float), BACKWARD: np.asarray(backward_ZxU, float)}
     end_SxZ = np.zeros((schedule.num_stages, len(pays_Z)))
     out_SxZ = np.zeros_like(end_SxZ)
     arrived = {}  # (kind, microbatch, stage, chunk) -> (seconds [Z], decode [Z])
@@ -509,9 +509,9 @@ def _stage_ends_ZxS(cluster: Cluster, load: Work, layout: Layout, traffic: Traff
     latency_G, per_byte_G, *_ = mean_cost(cluster, layout.devices_NxSxK().reshape(-1, layout.tensor))
     reduction_s = latency_G.max() + load.tensor_bytes * per_byte_G.max()
     tensor_Zx1 = np.array([[0.0], [1.0], [1.0]]) * reduction_s
-    forward_ZxC = np.array(load.forward_s) + tensor_Zx1 * np.array(load.forward_reductions)
-    backward_ZxC = np.array(load.backward_s) + tensor_Zx1 * np.array(load.backward_reductions)
-    return run_pipeline(layout.passes, forward_ZxC, backward_ZxC, _hops(cluster, load, layout, traffic),
+    forward_ZxU = np.array(load.forward_s) + tensor_Zx1 * np.array(load.forward_reductions)
+    backward_ZxU = np.array(load.backward_s) + tensor_Zx1 * np.array(load.backward_reductions)
+    return run_pipeline(layout.passes, forward_ZxU, backward_ZxU, _hops(cluster, load, layout, traffic),
                         np.array([0.0, 0.0, 1.0]), blocking=layout.blocking)
 
 
@@ -542,8 +542,8 @@ def predict_layout(cluster: Cluster, load: Work, layout: Layout, traffic: Traffi
     _check(cluster, load, layout, traffic)
     plain_S, tensor_S, ready_S = _stage_ends_ZxS(cluster, load, layout, traffic)
     mean_s = functools.partial(_mean_s, cluster, load, layout, traffic)
-    passes_C = np.array(load.forward_s) + np.array(load.backward_s)
-    compute_s = layout.microbatches * max(_per_stage(layout, passes_C)) + load.optimizer_s
+    passes_U = np.array(load.forward_s) + np.array(load.backward_s)
+    compute_s = layout.microbatches * max(_per_stage(layout, passes_U)) + load.optimizer_s
     total_s = [compute_s, *(mean_s(end_S, workers=False, embedding=False) for end_S in (plain_S, tensor_S, ready_S)),
                mean_s(ready_S, embedding=False), mean_s(ready_S)]
     return LayoutPrediction(total_s[-1], compute_s, *map(float, np.diff(total_s)), ready_S, *_sent(cluster, load, layout, traffic))
