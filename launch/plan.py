@@ -421,8 +421,8 @@ if __name__ == "__main__":  # Other commands have a --workers as well, and one p
     flags.DEFINE_enum("schedule", "1f1b", ["gpipe", "1f1b", "interleaved"], "Of the pipeline.")
     flags.DEFINE_integer("chunks", 1, "Virtual stages of a stage, for --schedule=interleaved.", lower_bound=1)
     flags.DEFINE_enum("inner", "stage", ["stage", "worker"], "Which axis comes next to the tensor axis on a node.")
-    flags.DEFINE_enum("rematerialize", "products", ["none", "products", "layers"],
-                      "What of a layer is computed anew: nothing, all but its matrix products, or all.")
+    flags.DEFINE_enum("rematerialize", "products", ["none", "products", "layers", "stages"],
+                      "What is computed anew: nothing, all of a layer but its matrix products, whole layers, or whole stages.")
     flags.DEFINE_float("flops", None, "Operations per second that a device sustains; none: the profile's.", lower_bound=0.0)
     flags.DEFINE_integer("top", 20, "How many layouts to show.", lower_bound=1)
     command.run(main, errors=(ValueError, OSError, config_file.ConfigFileError))

@@ -288,17 +288,17 @@ def test_better_links_are_never_slower():
         traffic = Traffic(all_reduce(2, ratio=0.2), backward=Boundary(0.1), fused_embedding=True)
         return predict_layout(cluster, load, dataclasses.replace(layout, **options), traffic).time_s
 
-    for options in ({}, dict(inner="worker"), dict(schedule="gpipe"), dict(blocking=True)):
+    for options in ({}, dict(inner="worker"), dict(schedule="gpipe"), dict(blocking=False)):
         better = [time_s(**{what: 4.0}, **options) for what in ("inter", "intra", "codec")] + [time_s(latency=0, **options)]
         assert all(better_s <= time_s(**options) for better_s in better) and min(better) < time_s(**options)
-    assert time_s(blocking=True) >= time_s()
+    assert time_s() > time_s(blocking=False)
 
 
 @pytest.mark.parametrize("make, problem", [
     (lambda: Layout(stages=0), "stages=0"),
     (lambda: Layout(stages=4, microbatches=6, schedule="interleaved", chunks=2), "multiple of stages=4"),
     (lambda: Layout(inner="tensor"), "choose from stage, worker"),
-    (lambda: Layout(rematerialize="all"), "choose from none, products, layers"),
+    (lambda: Layout(rematerialize="all"), "choose from none, products, layers, stages"),
     (lambda: Layout(stages=2, layers=(3,)), "a positive number for each"),
     (lambda: Layout(stages=2, layers=(3, 4)).check(GPT), "are 7, the model has 8"),
     (lambda: Layout(stages=3).check(GPT), "do not divide layers=8"),
@@ -346,8 +346,9 @@ def test_a_matrix_that_gains_nothing_travels_as_it_is():
 def test_work_adds_up_over_layouts():
     whole = lay.work(GPT, Layout(microbatches=4), 1e9)
     tokens = 4 * 128
-    assert whole.forward_s[0] == pytest.approx((2 * tokens * (8 * 12 * 32**2 + 256 * 32) + 8 * 4 * tokens * 128 * 32) / 1e9)
-    assert whole.backward_s[0] == pytest.approx(2 * whole.forward_s[0]) and whole.embedding_bytes == 0
+    assert whole.forward_s[0] == pytest.approx((2 * tokens * 8 * 12 * 32**2 + 8 * 4 * tokens * 128 * 32) / 1e9)
+    head_s = 2 * tokens * 256 * 32 / 1e9
+    assert whole.backward_s[0] == pytest.approx(2 * whole.forward_s[0] + 3 * head_s) and whole.embedding_bytes == 0
     assert whole.gradient_bytes[0] == pytest.approx(4 * GPT.parameters)
     for stages, tensor, chunks in ((4, 1, 1), (2, 4, 1), (2, 2, 2)):
         part = lay.work(GPT, Layout(1, stages, tensor, 4, "interleaved" if chunks > 1 else "1f1b", chunks), 1e9)
@@ -356,10 +357,12 @@ def test_work_adds_up_over_layouts():
         norms = 4 * (8 * 2 + 1) * 32 * (tensor - 1) / tensor  # every device holds them
         assert sum(part.gradient_bytes) == pytest.approx(whole.gradient_bytes[0] / tensor + norms)
     anew = lay.work(GPT, Layout(microbatches=4, rematerialize="layers"), 1e9)
-    head_s = GPT.head_flops(4) / 1e9
-    assert anew.backward_s[0] == pytest.approx(3 * whole.forward_s[0] - head_s)
+    assert anew.backward_s[0] - 3 * head_s == pytest.approx(3 * whole.forward_s[0])
+    skipping = lay.work(GPT, Layout(stages=2, microbatches=4, rematerialize="stages"), 1e9)
+    assert skipping.forward_s[1] == 0 and skipping.forward_reductions == (9, 0)
+    assert skipping.backward_s[1] - 3 * head_s == pytest.approx(skipping.backward_s[0]) == pytest.approx(3 * skipping.forward_s[0])
     uneven = lay.work(GPT, Layout(stages=2, layers=(5, 3), microbatches=4), 1e9)
-    assert uneven.forward_s[0] / 5 == pytest.approx((uneven.forward_s[1] - head_s) / 3)
+    assert uneven.forward_s[0] / 5 == pytest.approx(uneven.forward_s[1] / 3)
 
 
 def test_a_tied_embedding_is_on_both_ends():
@@ -380,9 +383,11 @@ def test_memory_follows_the_schedule():
         return lay.memory(model, Layout(1, 4, 1, M, schedule, rematerialize=rematerialize), Traffic(no_communication())).activations
 
     assert activations("1f1b", 8) == activations("1f1b", 64)
-    assert activations("gpipe", 64) == pytest.approx(8 * activations("gpipe", 8))
+    assert activations("gpipe", 64) == pytest.approx(8 * activations("gpipe", 8), rel=0.01)
     assert activations("gpipe", 64) > 15 * activations("1f1b", 64)
     assert activations("1f1b", 8) > activations("1f1b", 8, "products") > activations("1f1b", 8, "layers")
+    # 64 inputs of a stage instead of 64 × 2 layers' products; what one backward pass needs comes on top.
+    assert activations("gpipe", 64, "stages") - activations("gpipe", 8, "stages") == 56 * 128 * 32 * 4
 
 
 def test_a_layer_keeps_what_differentiation_keeps():

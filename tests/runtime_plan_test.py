@@ -268,7 +268,7 @@ def test_layouts_fit_the_terminal(columns):
     assert result.returncode == 0 and result.stderr == "", result.stderr
     rows, left_out = (part.splitlines() for part in result.stdout.split("left out:", 1))
     assert max(map(len, rows)) <= columns and "…" not in result.stdout
-    assert "2×4×1" in result.stdout and "CB FE SC" in result.stdout and "tensor=8 does not divide heads=4" in left_out[0]
+    assert "2×4×1" in result.stdout and "all-reduce CB FE" in result.stdout and "tensor=8 does not divide heads=4" in left_out[0]
 
 
 def test_a_config_is_a_model_of_layouts():

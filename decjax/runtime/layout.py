@@ -7,7 +7,8 @@ order. With F and B the time of a pass, and `end*` that of the pass before it on
     end     = start + F or B + encode
     arrival = max(end, arrival of what this stage sent before) + b·β⁻¹, and α + gather later
 
-so a bubble is nothing but waiting. F and B hold their all-reduces over the tensor axis. When a stage's last backward pass is
+so a bubble is nothing but waiting. (Sent between passes, "blocking", messages also keep both stages until they are out and in.)
+F and B hold their all-reduces over the tensor axis. When a stage's last backward pass is
 done, its gradients are exchanged with those of other workers, while earlier stages still compute; stages that leave through
 the same NIC take turns. The optimizer waits for all stages, since a gradient is clipped by its norm over all of them. Gossip
 is of parameters, and takes place beside an iteration ("awc") or behind it ("atc"), as in `runtime.model`.
@@ -31,6 +32,7 @@ from decjax.runtime.transformer import KEPT, Transformer
 from decjax.schedules import BACKWARD, FORWARD, Schedule
 
 ALWAYS, CRITICAL = "always", "critical"
+REMATERIALIZE = (*KEPT, "stages")
 
 
 # -- What is asked ----------------------------------------------------------------------------------------------------
@@ -49,11 +51,13 @@ class Layout:
         chunks: C virtual stages of a stage, for "interleaved".
         layers: how many layers each of the S·C virtual stages has, in the model's order; (): equally many.
         inner: which axis comes next to the tensor axis on a node: "stage" or "worker".
-        rematerialize: what a layer keeps for its backward pass: "none" is computed anew, "products" are kept, or "layers" are
-            computed anew from their inputs.
+        rematerialize: what is kept for the backward pass: of a layer everything ("none"), its matrix products ("products"), or its
+            input ("layers"); or of a virtual stage its input ("stages"), and then the last one takes no forward pass of its own.
+            `decjax.pipeline` does "products", and "stages" with rematerialization.
         split_boundary: each of the K devices sends a K-th of what goes to another stage, and the receivers gather it; else
             each sends all of it.
-        blocking: a stage sends and receives between its passes, tick by tick; else messages travel beside them.
+        blocking: a stage sends and receives between its passes, tick by tick, as `decjax.pipeline` does; else messages travel
+            beside them.
 
     Raises:
         ValueError: naming the value, the constraint and the fix.
@@ -69,12 +73,12 @@ class Layout:
     inner: str = "stage"
     rematerialize: str = "none"
     split_boundary: bool = True
-    blocking: bool = False
+    blocking: bool = True
 
     def __post_init__(self):
         for name in ("workers", "stages", "tensor", "microbatches", "chunks"):
             check_count(name, getattr(self, name), 1)
-        for name, choices in (("inner", ("stage", "worker")), ("rematerialize", tuple(KEPT))):
+        for name, choices in (("inner", ("stage", "worker")), ("rematerialize", REMATERIALIZE)):
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name}={getattr(self, name)!r}: choose from {', '.join(choices)}")
         if self.layers and (len(self.layers) != self.num_virtual or min(self.layers) < 1):
@@ -253,9 +257,11 @@ def work(model: Transformer, layout: Layout, flops: float) -> Work:
     layers_U = layout.layers_of(model)
     first, last = np.eye(1, len(layers_U))[0], np.eye(1, len(layers_U), len(layers_U) - 1)[0]
     layer_s, head_s = model.layer_flops(B) / (K * flops), model.head_flops(B) / (K * flops)
-    anew = layout.rematerialize == "layers"
-    forward_U = np.array(layers_U) * layer_s + last * head_s
-    backward_U = np.array(layers_U) * layer_s * (3 if anew else 2) + last * 2 * head_s
+    anew = layout.rematerialize in ("layers", "stages")
+    skipped_U = 1 - last if layout.rematerialize == "stages" else 1
+    # The head and the loss belong to the backward pass, which follows at once.
+    forward_U = np.array(layers_U) * layer_s * skipped_U
+    backward_U = np.array(layers_U) * layer_s * (3 if anew else 2) + last * 3 * head_s
     # A K-th of the vocabulary each: the embedding sums up what it finds, the head its gradient.
     reductions_U = 2 * np.array(layers_U)
     tied_apart = model.tied and S > 1
@@ -266,7 +272,7 @@ def work(model: Transformer, layout: Layout, flops: float) -> Work:
         parameters_S[0] += embedding
         parameters_S[-1] += 0 if model.tied else embedding
     return Work(tuple(forward_U), tuple(backward_U), model.boundary_bytes(B), model.boundary_bytes(B),
-                tuple(reductions_U + first), tuple(reductions_U * (2 if anew else 1) + last),
+                tuple(reductions_U * skipped_U + first), tuple(reductions_U * (2 if anew else 1) + last),
                 tuple(parameters_S * model.gradient_bytes), embedding * model.gradient_bytes if tied_apart else 0.0)
 
 
@@ -329,9 +335,10 @@ def run_pipeline(schedule: Schedule, forward_ZxU, backward_ZxU, hop, pays_Z, *, 
                 out_SxZ[send.source] + cost.late_s * pays_Z, cost.decode_s * pays_Z)
         if blocking:
             for send, _ in hops:
-                there_Z, _ = arrived[send.kind, send.microbatch, send.target, send.target_chunk]
                 end_SxZ[send.source] = np.maximum(end_SxZ[send.source], out_SxZ[send.source])
-                end_SxZ[send.target] = np.maximum(end_SxZ[send.target], there_Z)
+            for send, _ in hops:
+                there_Z, decode_Z = arrived.pop((send.kind, send.microbatch, send.target, send.target_chunk))
+                end_SxZ[send.target] = np.maximum(end_SxZ[send.target], there_Z) + decode_Z
     return end_SxZ.T
 
 
@@ -537,7 +544,7 @@ def predict_layout(cluster: Cluster, load: Work, layout: Layout, traffic: Traffi
         >>> model = Transformer(8, 64, 2, 256, 128, batch_size=16)
         >>> prediction = predict_layout(four, work(model, layout, 1e9), layout, Traffic(all_reduce(1)))
         >>> round(prediction.compute_s, 2), round(prediction.time_s, 2)
-        (2.04, 2.87)
+        (1.81, 2.45)
     """
     _check(cluster, load, layout, traffic)
     plain_S, tensor_S, ready_S = _stage_ends_ZxS(cluster, load, layout, traffic)
@@ -595,7 +602,7 @@ class Memory(NamedTuple):
     Attributes:
         stage: which one that is.
         parameters, gradients, moments: of its part of the model.
-        activations: of the microbatches that went forward and not yet backward, and one layer's and the head's in use.
+        activations: of the microbatches that went forward and not yet backward, those computed anew, one layer's and the logits.
         errors: what compression remembers in float32, and messages on their way.
     """
 
@@ -630,13 +637,15 @@ def _stage_memory(model: Transformer, layout: Layout, traffic: Traffic, stage: i
     of_layers = _per_stage(layout, layout.layers_of(model))[stage] * model.layer_parameters_on(K) + model.width * is_last
     tables = (stage == 0) + (is_last and not (model.tied and S == 1))
     parameters = of_layers + tables * model.embedding_parameters / K
-    kept, boundary = model.activation_bytes(B, K, layout.rematerialize), model.boundary_bytes(B)
-    activations = layout.passes.live[stage] * max(layout.layers_of(model)[stage::S]) * kept
+    layers, live, boundary = max(layout.layers_of(model)[stage::S]), layout.passes.live[stage], model.boundary_bytes(B)
+    if layout.rematerialize == "stages":
+        activations = live * boundary + layers * model.activation_bytes(B, K, "products")
+    else:
+        activations = live * layers * model.activation_bytes(B, K, layout.rematerialize)
     if layout.rematerialize != "none":
         activations += model.activation_bytes(B, K)
-    if is_last:  # Logits in float32; a backward pass follows at once, except where all forward passes come first.
-        waiting = layout.microbatches if layout.schedule == "gpipe" and layout.rematerialize == "none" else 1
-        activations += waiting * 4 * B * model.context * model.vocabulary / K
+    if is_last:  # Logits in float32, of the one microbatch whose loss is computed.
+        activations += 4 * B * model.context * model.vocabulary / K
     sent_bytes = boundary / (K if layout.split_boundary else 1)
     errors = sum(sent_bytes * (4 / model.value_bytes + coded.ratio) for coded, sends in
                  ((traffic.backward, stage > 0), (traffic.forward, not is_last)) if coded.ratio != 1 and sends)
