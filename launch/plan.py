@@ -18,7 +18,20 @@ From flops, a step takes 6 · params · tokens / flops, a third of it forward.
 The profiles of GPUs in configs/clusters have the links of the datasheets, and the efficiency and flops that
 `experiments.paper_runtime` finds in the paper's measurements.
 
-Columns: ms per iteration, mean and 95 % quantile; speed-up over synchronous all-reduce; of the mean, how long a worker waits
+With --devices=N, or a model of layers=52,width=1920,heads=24,vocabulary=51200,context=1024,batch=512 (and hidden=4·width,
+tied=0, bytes=4 of what is computed and sent), or a config and --devices, all divisions of so many devices into workers × stages
+× tensor are ranked, each with all-reduce, with one part of Optimus-CC after the other, and with gossip between pipelines
+(--topologies, --orders). Layouts that do not divide the model or need more than the profile's memory_bytes are left out, with
+the reason. Times follow from flops and links; nothing of it is measured.
+
+    python -m launch.plan --cluster=configs/clusters/optimus_a100.json --microbatch=8 --rematerialize=layers \\
+        --model=layers=52,width=1920,heads=24,vocabulary=51200,context=1024,batch=512,tied=1,bytes=2
+
+Columns there: seconds per iteration; speed-up over the fastest layout with plain all-reduce; ms that a pass of the busiest stage
+computes (all microbatches), that stages wait for each other, and that messages of the tensor axis, between stages, between
+workers and of a tied embedding add to that; GB on the fullest device.
+
+Columns of data parallelism: ms per iteration, mean and 95 % quantile; speed-up over synchronous all-reduce; of the mean, how long a worker waits
 for slower ones and what messages add; MB a worker sends, and MB that leave the busiest node, per step; the spectral gap of a
 period of rounds (1: exact averaging). Compressed methods that launch.calibrate has measured are among the rows, but the verdict is on
 messages as they are. --plot draws in which regions of bandwidth and variation of compute time each method is
@@ -39,6 +52,9 @@ from launch import config_file
 
 FLAGS = flags.FLAGS
 
+_MODEL_KEYS = dict(layers=None, width=None, heads=None, vocabulary=None, context=None, batch=None, hidden=0.0, tied=0.0, bytes=4.0)
+_DATA_PARALLEL_FLAGS = ("workers", "compute_s", "variation", "ratio", "codec", "every", "plot")
+_LAYOUT_FLAGS = ("microbatch", "schedule", "chunks", "inner", "rematerialize", "flops", "top")
 _KEYS = dict(params=None, forward_s=None, backward_s=None, tokens=None, buckets=1.0, bytes=4.0, optimizer_s=0.0, combine_s=0.0)
 COLORS = ("#0072B2", "#56B4E9", "#009E73", "#D55E00", "#E69F00", "#CC79A7", "#999999", "#7A5195", "#8C564B", "#BCBD22")
 TIMELINE_WORKERS = 16  # more bars than that are not legible
@@ -47,17 +63,17 @@ TIMELINE_WORKERS = 16  # more bars than that are not legible
 # -- What is asked ----------------------------------------------------------------------------------------------------
 
 
-def parse_pairs(text: str) -> dict[str, float]:
+def parse_pairs(text: str, keys: dict[str, float | None] = _KEYS) -> dict[str, float]:
     """`params=65e6,tokens=1600` as numbers, with defaults.
 
     Raises:
         ValueError: naming the key or value.
     """
-    values = dict(_KEYS)
+    values = dict(keys)
     for part in filter(None, (part.strip() for part in text.split(","))):
         key, _, value = part.partition("=")
-        if key not in _KEYS:
-            raise ValueError(f"--model: {key!r} is unknown; use some of {', '.join(_KEYS)}, or a .json or .py file")
+        if key not in keys:
+            raise ValueError(f"--model: {key!r} is unknown; use some of {', '.join(keys)}, or a .json or .py file")
         try:
             values[key] = float(value)
         except ValueError:
@@ -147,6 +163,71 @@ def ask() -> tuple[runtime.Cluster, runtime.Workload]:
     return cluster.resize(workers) if workers is not None else cluster, workload
 
 
+def asks_for_layouts() -> bool:
+    """Whether devices are to be divided into workers × stages × tensor."""
+    return FLAGS.devices is not None or (FLAGS.model or "").startswith("layers=") or ",layers=" in (FLAGS.model or "")
+
+
+def refuse_flags(names: tuple[str, ...], reason: str) -> None:
+    """Flags that would be without effect.
+
+    Raises:
+        ValueError: for the first of them that was given.
+    """
+    for name in names:
+        if FLAGS[name].present:
+            raise ValueError(f"--{name}={FLAGS[name].value} {reason}")
+
+
+def make_transformer(values: dict[str, float]) -> runtime.Transformer:
+    """A model from numbers.
+
+    Raises:
+        ValueError: if one is missing, or not a whole number.
+    """
+    sizes = {key: value for key, value in values.items() if key not in ("tied", "bytes")}
+    for key, value in sizes.items():
+        if value is None or not float(value).is_integer():
+            raise ValueError(f"--model: {key}={value} must be a whole number, as in layers=52,width=1920,heads=24,"
+                             "vocabulary=51200,context=1024,batch=512")
+    sizes = {key: int(value) for key, value in sizes.items()}
+    if values["tied"] not in (0, 1):
+        raise ValueError(f"--model: tied={values['tied']:g} must be 0 or 1")
+    num_bytes = values["bytes"]
+    return runtime.Transformer(batch_size=sizes.pop("batch"), tied=bool(values["tied"]), value_bytes=num_bytes,
+                               gradient_bytes=num_bytes, parameter_bytes=4 + (num_bytes if num_bytes < 4 else 0), **sizes)
+
+
+def transformer_of(text: str) -> runtime.Transformer:
+    """The model that a config trains, on the batch of all its workers.
+
+    Raises:
+        ValueError: if it describes no possible run.
+    """
+    size, model = size_of(text), config_file.get_config(text).model
+    num_bytes = 4.0 if model.dtype == "float32" else 2.0
+    return runtime.Transformer(model.depth, model.width, model.heads, model.vocabulary, model.context,
+                               size.workers * size.tokens // model.context, model.hidden, bool(model.get("tied", False)),
+                               value_bytes=num_bytes)
+
+
+def ask_layouts() -> tuple[runtime.Cluster, runtime.Transformer]:
+    """The cluster at its size, and the model, from the flags.
+
+    Raises:
+        ValueError: for a flag that says nothing about layouts.
+    """
+    refuse_flags(_DATA_PARALLEL_FLAGS, "is for workers of one device each; leave it out, or --devices and layers=")
+    cluster, _ = runtime.load(FLAGS.cluster)
+    if FLAGS.devices is not None:
+        cluster = cluster.resize(FLAGS.devices)
+    if FLAGS.flops is not None:
+        cluster = dataclasses.replace(cluster, flops=FLAGS.flops)
+    text = FLAGS.model or ""
+    model = transformer_of(text) if text.partition(":")[0].endswith(".py") else make_transformer(parse_pairs(text, _MODEL_KEYS))
+    return cluster, model
+
+
 def _train():
     """`decjax.train`, imported when it is needed: it brings JAX, which takes seconds, and needs no device for this."""
     from decjax import train
@@ -199,6 +280,47 @@ def _gap(r: plan.Ranked) -> str:
 def _ms(time_s: float) -> str:
     ms = 1e3 * max(time_s, 0.0)
     return "0" if ms < 5e-4 else f"{ms:.0f}" if ms >= 1000 else f"{ms:.3g}"
+
+
+def report_layouts(cluster: runtime.Cluster, model: runtime.Transformer, ranked: list[plan.RankedLayout],
+                   width: int) -> table.Table:
+    """The ranking of layouts; terminals of less than 110 columns get fewer."""
+    title = (f"{cluster.name}: {cluster.num_nodes} × {cluster.workers_per_node} devices; {model.parameters / 1e6:.4g} million "
+             f"parameters, {model.batch_size} sequences of {model.context}")
+    rows = table.Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), title=markup.escape(title), title_justify="left",
+                       caption="predicted; a layout is workers × stages × tensor", caption_justify="left")
+    rows.add_column("layout", vertical="bottom", no_wrap=True)
+    rows.add_column("method", vertical="bottom", no_wrap=True)
+    parts = {"compute\nms": "compute_s", "bubble\nms": "bubble_s", "tensor\nms": "tensor_s", "stages\nms": "boundary_s",
+             "workers\nms": "workers_s", "embed.\nms": "embedding_s"}
+    columns = {"s": lambda r: f"{r.prediction.time_s:.4g}", "speed-\nup": lambda r: f"{r.speedup:.2f}",
+               **{header: lambda r, part=part: _ms(getattr(r.prediction, part)) for header, part in parts.items() if width >= 110},
+               "GB": lambda r: f"{r.memory.total / 1e9:.3g}"}
+    for header in columns:
+        rows.add_column(header, justify="right", vertical="bottom", no_wrap=True)
+    for r in ranked:
+        rows.add_row(r.layout.name, r.name, *(cell(r) for cell in columns.values()))
+    return rows
+
+
+def plan_layouts(terminal: console.Console) -> None:
+    """Ranks all layouts of the devices and prints the best, and why others were left out."""
+    cluster, model = ask_layouts()
+    found, refused = plan.layouts(model, cluster.num_workers, microbatch_size=FLAGS.microbatch, schedule=FLAGS.schedule,
+                                  chunks=FLAGS.chunks, inner=FLAGS.inner, rematerialize=FLAGS.rematerialize)
+    ranked, too_large = plan.rank_layouts(cluster, model, found, topologies=FLAGS.topologies or ("one_peer_exponential",),
+                                          orders=FLAGS.orders)
+    reasons: dict[str, list[str]] = {}
+    for name, reason in (refused | too_large).items():
+        reasons.setdefault(reason, []).append(name)
+    if not ranked:
+        reason, names = next(reversed(reasons.items()))
+        raise ValueError(f"no layout of {cluster.num_workers} devices fits; {', '.join(names)}: {reason}")
+    terminal.print(report_layouts(cluster, model, ranked[:FLAGS.top], terminal.width))
+    if len(ranked) > FLAGS.top:
+        terminal.print(f"{len(ranked) - FLAGS.top} more; --top={len(ranked)} shows them", style="dim")
+    for reason, names in reasons.items():
+        terminal.print(f"left out: {', '.join(names)}: {reason}", markup=False, style="dim", soft_wrap=True)
 
 
 def plot(path: str, cluster: runtime.Cluster, workload: runtime.Workload, ranked: list[plan.Ranked]) -> None:
@@ -260,6 +382,10 @@ def _draw_timeline(axis, line: plan.Timeline, name: str) -> None:
 def main(argv: list[str]) -> int:
     if argv:
         command.fail(f"unexpected argument {argv[0]!r}; options start with --")
+    if asks_for_layouts():
+        plan_layouts(console.Console(highlight=False))
+        return 0
+    refuse_flags(_LAYOUT_FLAGS, "is for layouts of workers × stages × tensor; leave it out, or give --devices or layers=")
     cluster, workload = ask()
     names = topology_lib.names() if FLAGS.topologies == ["all"] else FLAGS.topologies or plan.TOPOLOGIES
     methods, refused = plan.candidates(cluster, names, FLAGS.orders, bucketed=len(workload.num_bytes) > 1,
@@ -294,4 +420,14 @@ if __name__ == "__main__":  # Other commands have a --workers as well, and one p
     flags.DEFINE_string("codec", None, "Codec of gossip's messages, such as int8: its ratio, and its time if it was measured.")
     flags.DEFINE_integer("every", 1, "Communicate in every p-th step.")
     flags.DEFINE_string("plot", None, "Where to write the figure, such as plan.png.")
+    flags.DEFINE_integer("devices", None, "Devices to divide into workers × stages × tensor; none: all, if --model has layers.",
+                         lower_bound=1)
+    flags.DEFINE_integer("microbatch", 1, "Sequences in a microbatch.", lower_bound=1)
+    flags.DEFINE_enum("schedule", "1f1b", ["gpipe", "1f1b", "interleaved"], "Of the pipeline.")
+    flags.DEFINE_integer("chunks", 1, "Virtual stages of a stage, for --schedule=interleaved.", lower_bound=1)
+    flags.DEFINE_enum("inner", "stage", ["stage", "worker"], "Which axis comes next to the tensor axis on a node.")
+    flags.DEFINE_enum("rematerialize", "products", ["none", "products", "layers", "stages"],
+                      "What is computed anew: nothing, all of a layer but its matrix products, whole layers, or whole stages.")
+    flags.DEFINE_float("flops", None, "Operations per second that a device sustains; none: the profile's.", lower_bound=0.0)
+    flags.DEFINE_integer("top", 20, "How many layouts to show.", lower_bound=1)
     command.run(main, errors=(ValueError, OSError, config_file.ConfigFileError))

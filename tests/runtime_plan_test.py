@@ -174,6 +174,53 @@ def test_the_box_at_another_rate():
         assert predicted == pytest.approx([row[column] for row in measured.values()], rel=0.08)
 
 
+# -- Three dimensions -------------------------------------------------------------------------------------------------
+
+GPT = runtime.Transformer(8, 256, 8, 4096, 128, batch_size=64, tied=True)
+SIXTEEN = dataclasses.replace(SLOW.resize(16), flops=1e12)
+
+
+def test_all_divisions_are_found_or_refused():
+    found, refused = plan.layouts(GPT, 16, microbatch_size=2)
+    assert len(found) + len(refused) == 15  # ordered triples of powers of two with product 16
+    assert all(layout.num_devices == 16 and layout.microbatches * layout.workers == 32 for layout in found)
+    assert {name: reason.split(";")[0] for name, reason in refused.items()} == {
+        "1×1×16": "tensor=16 does not divide heads=8", "1×16×1": "stages=16 × chunks=1 do not divide layers=8"}
+    assert plan.layouts(GPT, 16, microbatch_size=8)[1]["16×1×1"].startswith("batch_size=64 does not divide into workers=16")
+    interleaved, _ = plan.layouts(GPT, 16, schedule="interleaved", chunks=2)
+    assert {layout.schedule for layout in interleaved if layout.stages > 1} == {"interleaved"}
+
+
+def test_layouts_are_ranked_and_what_they_send_is_named():
+    found, _ = plan.layouts(GPT, 16, microbatch_size=2)
+    rows, refused = plan.rank_layouts(SIXTEEN, GPT, found, boundary_rank=4, workers_rank=4)
+    assert not refused and [r.prediction.time_s for r in rows] == sorted(r.prediction.time_s for r in rows)
+    plain = min(r.prediction.time_s for r in rows if r.name == "all-reduce")
+    assert all(r.speedup == pytest.approx(plain / r.prediction.time_s) for r in rows)
+    names = {name: {r.name.rstrip("01234") for r in rows if r.layout.name == name} for name in ("4×4×1", "16×1×1", "1×8×2")}
+    gossip_names = {"one_peer_exponential awc", "one_peer_exponential awc CB"}
+    assert names["4×4×1"] == {"all-reduce", "all-reduce CB", "all-reduce CB FE", "all-reduce CB FE SC "} | gossip_names
+    assert names["16×1×1"] == {"all-reduce", "all-reduce PowerSGD", "one_peer_exponential awc"}
+    assert names["1×8×2"] == {"all-reduce", "all-reduce CB", "all-reduce CB FE"}
+    for layout in found:  # One part after the other never costs time, where codecs are free.
+        times_s = [r.prediction.time_s for name in ("all-reduce", "all-reduce CB", "all-reduce CB FE", "all-reduce CB FE SC ")
+                   for r in rows if r.layout == layout and r.name.rstrip("01234") == name]
+        assert times_s == sorted(times_s, reverse=True)
+
+
+def test_what_does_not_fit_is_refused():
+    found, _ = plan.layouts(GPT, 16, microbatch_size=2)
+    held = {layout.name: runtime.memory(GPT, layout, runtime.Traffic(runtime.no_communication())).total for layout in found}
+    limit = sorted(held.values())[len(held) // 2]
+    rows, refused = plan.rank_layouts(dataclasses.replace(SIXTEEN, memory_bytes=limit), GPT, found)
+    assert {name for name in refused if " " not in name} == {name for name, num_bytes in held.items() if num_bytes > limit}
+    assert rows and all(r.memory.total <= limit for r in rows)
+    assert any(" with one_peer_exponential awc" in name for name in refused)  # what arrives needs room
+    assert all(f"and has {limit / 1e9:.3g}; use more stages" in reason and "\n" not in reason for reason in refused.values())
+    with pytest.raises(ValueError, match="does not tell flops"):
+        plan.rank_layouts(SLOW, GPT, found)
+
+
 # -- The command -------------------------------------------------------------------------------------------------------
 
 
@@ -211,7 +258,33 @@ def test_a_config_gives_parameters_and_workers():
     assert "8 × 1 workers" in result.stdout and "computes for 50 ms" in result.stdout
 
 
+SIZES = "layers=4,width=64,heads=4,vocabulary=256,context=64,batch=32"
+T4 = "--cluster=configs/clusters/t4_infiniband.json"
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+def test_layouts_fit_the_terminal(columns):
+    result = run(T4, "--devices=8", f"--model={SIZES},tied=1", "--topologies=one_peer_exponential", columns=columns)
+    assert result.returncode == 0 and result.stderr == "", result.stderr
+    rows, left_out = (part.splitlines() for part in result.stdout.split("left out:", 1))
+    assert max(map(len, rows)) <= columns and "…" not in result.stdout
+    assert "2×4×1" in result.stdout and "all-reduce CB FE" in result.stdout and "tensor=8 does not divide heads=4" in left_out[0]
+
+
+def test_a_config_is_a_model_of_layouts():
+    result = run("--cluster=configs/clusters/box_200mbit.json", "--devices=4", "--model=configs/lm.py:workers=8", "--flops=1e10")
+    assert result.returncode == 0, result.stderr
+    assert "16 sequences of 128" in result.stdout and "2×2×1" in result.stdout
+
+
 @pytest.mark.parametrize("args, problem", [
+    ((T4, f"--model={SIZES}", "--workers=8"), "--workers=8 is for workers of one device"),
+    ((T4, "--model=params=1e6,tokens=10", "--microbatch=2"), "--microbatch=2 is for layouts"),
+    ((T4, "--model=layers=4,width=64"), "heads=None must be a whole number"),
+    ((T4, f"--model={SIZES},colour=1"), "'colour' is unknown"),
+    ((T4, f"--model={SIZES}", "--devices=12"), "use 8 or 16"),
+    ((T4, "--devices=8", "--model=layers=96,width=12288,heads=96,vocabulary=51200,context=2048,batch=512"), "and has 16; use more stages"),
+    (("--cluster=configs/clusters/box_200mbit.json", f"--model={SIZES}"), "does not tell flops"),
     ((), "--cluster"),
     (("--cluster=nowhere.json",), "nowhere.json"),
     (("--cluster=configs/clusters/a40_ethernet.json",), "has no workload"),

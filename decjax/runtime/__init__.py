@@ -3,8 +3,10 @@
     profile     clusters, workloads and jitter as data, with a JSON form
     exchange    what a round of messages costs on a cluster
     model       time per iteration of a method: a max-plus recursion, and closed forms
+    transformer a decoder as numbers: parameters, operations, bytes
+    layout      time per iteration and memory of workers × stages × tensor, under a pipeline schedule
     calibrate   fit a cluster's numbers to measurements
-    plan        rank methods; regions in which each one wins
+    plan        rank methods, and layouts; regions in which each one wins
 
 Example:
   >>> from decjax import topology
@@ -15,6 +17,18 @@ Example:
   '2.44 times faster'
 """
 
+from decjax.runtime.layout import (
+    Boundary,
+    Layout,
+    LayoutPrediction,
+    Memory,
+    Traffic,
+    Work,
+    choose_compressed_stages,
+    memory,
+    predict_layout,
+    work,
+)
 from decjax.runtime.model import (
     Method,
     Prediction,
@@ -26,22 +40,34 @@ from decjax.runtime.model import (
     predict,
 )
 from decjax.runtime.profile import Cluster, Compressed, Jitter, Link, Workload, load, load_workload, save
+from decjax.runtime.transformer import Transformer
 
 __all__ = [
+    "Boundary",
     "Cluster",
     "Compressed",
     "Jitter",
+    "Layout",
+    "LayoutPrediction",
     "Link",
+    "Memory",
     "Method",
     "Prediction",
+    "Traffic",
+    "Transformer",
+    "Work",
     "Workload",
     "all_reduce",
+    "choose_compressed_stages",
     "closed_form",
     "compressed",
     "gossip",
     "load",
     "load_workload",
+    "memory",
     "no_communication",
     "predict",
+    "predict_layout",
     "save",
+    "work",
 ]

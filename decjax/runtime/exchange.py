@@ -42,7 +42,7 @@ class Exchange(NamedTuple):
         return latest if g == 1 else np.repeat(latest, g, axis=1)
 
 
-def _mean(cluster: Cluster, members_GxM: np.ndarray) -> tuple[np.ndarray, ...]:
+def mean_cost(cluster: Cluster, members_GxM: np.ndarray) -> tuple[np.ndarray, ...]:
     """Means over G groups of M workers at the same time: (latency_G, per_byte_G, sent_G, nic_M).
 
     Ring: 2(M−1) steps of 1/M of the bytes each, and the slowest hop sets the pace,
@@ -81,11 +81,12 @@ def _mean(cluster: Cluster, members_GxM: np.ndarray) -> tuple[np.ndarray, ...]:
     return latency_G, per_byte_G / cluster.all_reduce_efficiency, sent_G, nic_M
 
 
-def _messages(cluster: Cluster, shifts: Sequence[np.ndarray], num_workers: int) -> tuple[np.ndarray, ...]:
+def messages_cost(cluster: Cluster, shifts: Sequence[np.ndarray]) -> tuple[np.ndarray, ...]:
     """Point-to-point messages at the same time, [2, E] workers (source, target) a shift: (latency_N, per_byte_N, nic_M).
 
     A NIC is shared by all messages that leave (or enter) its node; inside a node, by those of one worker.
     """
+    num_workers = cluster.num_workers
     latency_N, per_byte_N = np.zeros(num_workers), np.zeros(num_workers)
     if not shifts:
         return latency_N, per_byte_N, np.zeros(cluster.num_nodes)
@@ -107,7 +108,7 @@ def _messages(cluster: Cluster, shifts: Sequence[np.ndarray], num_workers: int) 
     return latency_N, per_byte_N, np.bincount(from_E[leaves_E], minlength=cluster.num_nodes).astype(float)
 
 
-def exchange_cost(cluster: Cluster, round_: Round, joint_ring: bool = False) -> Exchange:
+def exchange_cost(cluster: Cluster, round_: Round, joint_ring: bool = False, devices_NxK: np.ndarray | None = None) -> Exchange:
     """What one round costs on a cluster.
 
     A group mean of g workers is a reduce-scatter and an all-gather, 2(g−1)/g of the bytes; with messages between groups,
@@ -117,13 +118,19 @@ def exchange_cost(cluster: Cluster, round_: Round, joint_ring: bool = False) -> 
         cluster: where.
         round_: who mixes with whom.
         joint_ring: see `Method`; only for rounds in which groups meet in pairs.
+        devices_NxK: the K devices that a worker is made of, numbered through the nodes; each exchanges its own message with
+            those of the same number in other workers, and costs are of the slowest, bytes of one. None: a worker is a device.
 
     Raises:
         ValueError: if the round is for another number of workers, or `joint_ring` does not fit.
     """
     N, g = round_.num_workers, round_.group_size
-    if N != cluster.num_workers:
-        raise ValueError(f"the round is for {N} workers, cluster {cluster.name!r} has {cluster.num_workers}; resize one of them")
+    if devices_NxK is None:
+        if N != cluster.num_workers:
+            raise ValueError(f"the round is for {N} workers, cluster {cluster.name!r} has {cluster.num_workers}; "
+                             "resize one of them")
+        devices_NxK = np.arange(N)[:, None]
+    K = devices_NxK.shape[1]
     workers_GxM = np.arange(N).reshape(-1, g)
     pairs = [np.array(shift.pairs).T for shift in round_.shifts]
     sources = []
@@ -131,8 +138,13 @@ def exchange_cost(cluster: Cluster, round_: Round, joint_ring: bool = False) -> 
         heard = np.arange(round_.num_nodes)
         heard[target] = source
         sources.append(heard)
-    *mean, mean_nic_M = _mean(cluster, workers_GxM)
-    latency_N, per_byte_N, sent_N = (np.repeat(of_group_G, g) for of_group_G in mean)
+
+    def mean(members_GxM):
+        *of_KG, nic_M = mean_cost(cluster, np.moveaxis(devices_NxK[members_GxM], -1, 0).reshape(-1, members_GxM.shape[1]))
+        return [of.reshape(K, -1).max(axis=0) for of in of_KG], nic_M
+
+    of_mean, mean_nic_M = mean(workers_GxM)
+    latency_N, per_byte_N, sent_N = (np.repeat(of_group_G, g) for of_group_G in of_mean)
     if joint_ring and g > 1 and pairs:
         (source, target), = pairs if len(pairs) == 1 else [(np.array([0]), np.array([0]))]
         if len(pairs) > 1 or not np.isin(source * N + target, target * N + source).all():
@@ -141,12 +153,14 @@ def exchange_cost(cluster: Cluster, round_: Round, joint_ring: bool = False) -> 
         # Both groups are busy with one ring of 2g workers instead of their own.
         first = source < target
         joint_GxM = np.concatenate([workers_GxM[source[first]], workers_GxM[target[first]]], axis=1)
-        *joint, nic_M = _mean(cluster, joint_GxM)
+        joint, nic_M = mean(joint_GxM)
         for of_all_N, of_joint_G in zip((latency_N, per_byte_N, sent_N), joint, strict=True):
             of_all_N[joint_GxM] = of_joint_G[:, None]
         return Exchange(g, tuple(sources), latency_N, per_byte_N, sent_N, nic_M)
-    shifts = [np.stack([workers_GxM[source].ravel(), workers_GxM[target].ravel()]) for source, target in pairs]
-    latency, per_byte, nic_M = _messages(cluster, shifts, N)
-    for source, _ in shifts:
-        sent_N[source] += 1 / g
-    return Exchange(g, tuple(sources), latency_N + latency, per_byte_N + per_byte / g, sent_N, mean_nic_M + nic_M / g)
+    for source, _ in pairs:
+        sent_N[workers_GxM[source]] += 1 / g
+    shifts = [devices_NxK[np.stack([workers_GxM[source].ravel(), workers_GxM[target].ravel()])].reshape(2, -1)
+              for source, target in pairs]
+    latency, per_byte, nic_M = messages_cost(cluster, shifts)
+    latency_N, per_byte_N = latency_N + latency[devices_NxK].max(axis=1), per_byte_N + per_byte[devices_NxK].max(axis=1) / g
+    return Exchange(g, tuple(sources), latency_N, per_byte_N, sent_N, mean_nic_M + nic_M / g)

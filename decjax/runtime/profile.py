@@ -23,7 +23,7 @@ import numpy as np
 JITTERS = ("constant", "normal", "exponential", "lognormal", "trace")
 
 
-def _number(what: str, value: Any, *, low: float = 0.0, positive: bool = False, fix: str = "") -> float:
+def check_number(what: str, value: Any, *, low: float = 0.0, positive: bool = False, fix: str = "") -> float:
     """`value` as a float; refused unless it is a finite number ≥ low (> low if `positive`)."""
     if isinstance(value, bool) or not isinstance(value, (int, float, np.number)) or not math.isfinite(value) or (
             value <= low if positive else value < low):
@@ -32,7 +32,7 @@ def _number(what: str, value: Any, *, low: float = 0.0, positive: bool = False, 
     return float(value)
 
 
-def _count(what: str, value: Any, low: int, fix: str = "") -> None:
+def check_count(what: str, value: Any, low: int, fix: str = "") -> None:
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < low:
         raise ValueError(f"{what}={value!r} must be a whole number of at least {low}" + (f"; {fix}" if fix else ""))
 
@@ -49,8 +49,8 @@ class Link:
     bandwidth_Bps: float
 
     def __post_init__(self):
-        _number("latency_s", self.latency_s)
-        _number("bandwidth_Bps", self.bandwidth_Bps, positive=True, fix="25 Gbit/s are 25e9/8 = 3.125e9 bytes/s")
+        check_number("latency_s", self.latency_s)
+        check_number("bandwidth_Bps", self.bandwidth_Bps, positive=True, fix="25 Gbit/s are 25e9/8 = 3.125e9 bytes/s")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,15 +90,15 @@ class Cluster:
     memory_bytes: float | None = None
 
     def __post_init__(self):
-        _count("num_nodes", self.num_nodes, 1)
-        _count("workers_per_node", self.workers_per_node, 1)
+        check_count("num_nodes", self.num_nodes, 1)
+        check_count("workers_per_node", self.workers_per_node, 1)
         for name in ("intra", "inter"):
             if not isinstance(getattr(self, name), Link):
                 raise ValueError(f"{name}={getattr(self, name)!r} must be a Link with latency_s and bandwidth_Bps")
         for name, hint in (("full_duplex_pairs", "false where a swap takes turns"), ("hierarchical_all_reduce", "false for gloo")):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name}={getattr(self, name)!r} must be true or false; {hint}")
-        _number("all_reduce_efficiency", self.all_reduce_efficiency, positive=True)
+        check_number("all_reduce_efficiency", self.all_reduce_efficiency, positive=True)
         if self.all_reduce_efficiency > 1:
             raise ValueError(f"all_reduce_efficiency={self.all_reduce_efficiency} must be at most 1; "
                              "raise bandwidth_Bps instead if the links are faster")
@@ -107,7 +107,7 @@ class Cluster:
         optional |= {"codec_Bps" + (f"[{codec!r}]" if codec else ""): rate_Bps for codec, rate_Bps in by_codec.items()}
         for name, value in optional.items():
             if value is not None:
-                _number(name, value, positive=True, fix="leave it out if it is unknown")
+                check_number(name, value, positive=True, fix="leave it out if it is unknown")
 
     @property
     def num_workers(self) -> int:
@@ -132,7 +132,7 @@ class Cluster:
         Raises:
             ValueError: if the workers do not fill whole nodes.
         """
-        _count("workers", num_workers, 1)
+        check_count("workers", num_workers, 1)
         per_node = min(self.workers_per_node, num_workers)
         if num_workers % per_node:
             fits = num_workers // per_node * per_node
@@ -172,7 +172,7 @@ class Jitter:
     def __post_init__(self):
         if self.kind not in JITTERS:
             raise ValueError(f"jitter kind {self.kind!r} is unknown; choose from {', '.join(JITTERS)}")
-        _number("scale_s", self.scale_s)
+        check_number("scale_s", self.scale_s)
         object.__setattr__(self, "trace_s", _numbers("trace_s", self.trace_s))
         if (self.kind == "trace") != bool(self.trace_s):
             raise ValueError(f"jitter kind {self.kind!r} with {len(self.trace_s)} values in trace_s: kind 'trace' needs them, "
@@ -180,8 +180,8 @@ class Jitter:
         if (self.kind in ("constant", "trace")) and self.scale_s:
             raise ValueError(f"jitter kind {self.kind!r} has no scale_s, got {self.scale_s}; use 'normal', 'exponential' or "
                              "'lognormal'")
-        _count("slow_workers", self.slow_workers, 0)
-        _number("slow_factor", self.slow_factor, low=1.0)
+        check_count("slow_workers", self.slow_workers, 0)
+        check_number("slow_factor", self.slow_factor, low=1.0)
 
     @property
     def is_deterministic(self) -> bool:
@@ -213,7 +213,7 @@ class Jitter:
 def _numbers(what: str, values: Any) -> tuple[float, ...]:
     if isinstance(values, (str, bytes)) or not hasattr(values, "__iter__"):
         raise ValueError(f"{what}={values!r} must be a list of numbers")
-    return tuple(_number(f"{what}[{index}]", value) for index, value in enumerate(values))
+    return tuple(check_number(f"{what}[{index}]", value) for index, value in enumerate(values))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -274,13 +274,13 @@ class Workload:
 
     def __post_init__(self):
         for name in ("forward_s", "optimizer_s", "combine_s"):
-            _number(name, getattr(self, name))
+            check_number(name, getattr(self, name))
         for name in ("backward_s", "num_bytes"):
             object.__setattr__(self, name, _numbers(name, getattr(self, name)))
         if not self.num_bytes or len(self.num_bytes) != len(self.backward_s):
             raise ValueError(f"backward_s has {len(self.backward_s)} buckets and num_bytes {len(self.num_bytes)}; "
                              "both need one number per bucket, and at least one")
-        _number("forward_s + backward_s", self.compute_s, positive=True)
+        check_number("forward_s + backward_s", self.compute_s, positive=True)
         if not isinstance(self.jitter, Jitter):
             raise ValueError(f"jitter={self.jitter!r} must be a Jitter, such as Jitter('normal', scale_s=0.01)")
 
@@ -302,7 +302,7 @@ class Workload:
     def even(cls, *, compute_s: float, num_bytes: float, num_buckets: int = 1, backward_share: float = 2 / 3,
              **others) -> "Workload":
         """Equal buckets; the backward pass takes `backward_share` of the time (two of three matmuls of a layer)."""
-        _count("buckets", num_buckets, 1)
+        check_count("buckets", num_buckets, 1)
         if not 0 <= backward_share <= 1:
             raise ValueError(f"backward_share={backward_share} must lie between 0 and 1; 2/3 is usual")
         return cls(forward_s=(1 - backward_share) * compute_s, num_bytes=(num_bytes / num_buckets,) * num_buckets,

@@ -1,0 +1,66 @@
+"""What compression on every axis should bring on Optimus-CC's cluster: predicted, nothing here is measured.
+
+    python -m experiments.optimus_runtime
+    python -m experiments.optimus_runtime --nic=0.25 --blocking
+
+GPT-2.5B and 8.3B as in arXiv 2301.09830: 8 devices a tensor group, 4 stages, sequences of 1024, microbatches of 8, batch 512, so
+with 16 microbatches 4 workers on 16 nodes of 8 A100. Half-precision messages, 1F1B, activations computed anew from each layer's
+input. The cluster (configs/clusters/optimus_a100.json) is its datasheets: links at their full rate unless --nic tells which
+fraction of it messages between nodes reach, and passes at 45 % of the peak. Codecs are taken to cost no time, so gains are upper bounds for
+these links.
+
+CB: rank-16 gradients between stages in the cool-down; FE: one average of the tied embedding; SC k: rank-128 gradients between
+workers from the first k stages, k as the model chooses it. Parts of the time as in `runtime.LayoutPrediction`.
+"""
+
+import dataclasses
+
+from absl import flags
+from rich import box, console, table
+
+from decjax import runtime
+from decjax.runtime import plan
+from launch import command
+
+FLAGS = flags.FLAGS
+
+CLUSTER = "configs/clusters/optimus_a100.json"
+MODELS = {size: runtime.Transformer(layers, width, 24, 51200, 1024, 512, tied=True, value_bytes=2, gradient_bytes=2,
+                                    parameter_bytes=6) for size, layers, width in (("2.5b", 52, 1920), ("8.3b", 72, 3072))}
+LAYOUT = runtime.Layout(workers=4, stages=4, tensor=8, microbatches=16, inner="worker", rematerialize="layers")
+PARTS = ("compute_s", "bubble_s", "tensor_s", "boundary_s", "workers_s", "embedding_s")
+
+
+def predict(size: str, *, nic: float = 1.0, blocking: bool = False) -> dict[str, runtime.LayoutPrediction]:
+    """Baseline, CB, CB+FE, CB+FE+SC k of a model, on NICs that reach a fraction of their rate."""
+    cluster, _ = runtime.load(CLUSTER)
+    inter = dataclasses.replace(cluster.inter, bandwidth_Bps=nic * cluster.inter.bandwidth_Bps)
+    cluster, layout = dataclasses.replace(cluster, inter=inter), dataclasses.replace(LAYOUT, blocking=blocking)
+    load = runtime.work(MODELS[size], layout, cluster.flops)
+    ways = plan.compressions(cluster, MODELS[size], load, layout)
+    return {name: runtime.predict_layout(cluster, load, layout, traffic) for name, traffic in ways.items()}
+
+
+def main(argv: list[str]) -> int:
+    if argv:
+        command.fail(f"unexpected argument {argv[0]!r}; options start with --")
+    if not 0 < FLAGS.nic <= 1:
+        command.fail(f"--nic={FLAGS.nic:g} must be above 0 and at most 1; 0.5 is half of the datasheet's rate")
+    rows = table.Table(box=box.MARKDOWN, title="predicted", title_justify="left")
+    for header in ("model", "sent", "s per iteration", "speed-up", *(part.removesuffix("_s") for part in PARTS)):
+        rows.add_column(header, justify="left" if header in ("model", "sent") else "right", no_wrap=True)
+    for size in MODELS:
+        predictions = predict(size, nic=FLAGS.nic, blocking=FLAGS.blocking)
+        baseline_s = next(iter(predictions.values())).time_s
+        for name, prediction in predictions.items():
+            name = name.removeprefix("all-reduce").strip().replace(" ", "+").replace("SC+", "SC ") or "baseline"
+            rows.add_row(size, name, f"{prediction.time_s:.3f}", f"{baseline_s / prediction.time_s:.3f}",
+                         *(f"{max(getattr(prediction, part), 0):.3f}" for part in PARTS))
+    console.Console(highlight=False, width=140).print(rows)
+    return 0
+
+
+if __name__ == "__main__":
+    flags.DEFINE_float("nic", 1.0, "Fraction of the datasheet's rate that messages between nodes reach.")
+    flags.DEFINE_bool("blocking", False, "Stages send and receive between their passes, not beside them.")
+    command.run(main, errors=(ValueError, OSError))
