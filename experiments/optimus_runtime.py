@@ -5,7 +5,7 @@
 
 GPT-2.5B and 8.3B as in arXiv 2301.09830: 8 devices a tensor group, 4 stages, sequences of 1024, microbatches of 8, batch 512, so
 with 16 microbatches 4 workers on 16 nodes of 8 A100. Half-precision messages, 1F1B, activations computed anew from each layer's
-input. The cluster (configs/clusters/optimus_a100.json) is its datasheets: links at their full rate unless --nic tells which
+input. The cluster (configs/clusters/optimus_a100.json) is its datasheets: links at their full rate, unless --nic tells which
 fraction of it messages between nodes reach, and passes at 45 % of the peak. Codecs are taken to cost no time, so gains are upper bounds for
 these links.
 

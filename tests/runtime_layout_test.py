@@ -387,7 +387,7 @@ def test_memory_follows_the_schedule():
     assert activations("gpipe", 64) > 15 * activations("1f1b", 64)
     assert activations("1f1b", 8) > activations("1f1b", 8, "products") > activations("1f1b", 8, "layers")
     # 64 inputs of a stage instead of 64 × 2 layers' products; what one backward pass needs comes on top.
-    assert activations("gpipe", 64, "stages") - activations("gpipe", 8, "stages") == 56 * 128 * 32 * 4
+    assert activations("gpipe", 64, "stages") - activations("gpipe", 8, "stages") == 56 * (4 * 128 * 32 * 4)
 
 
 def test_a_layer_keeps_what_differentiation_keeps():
