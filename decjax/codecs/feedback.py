@@ -6,8 +6,7 @@
     none        c = C(g)                                                ĝ = ĉ     for unbiased C
 
 ĉ is what the codec C makes of its own message, and so what arrives. With γ = 1, Σ ĉ + e_T = Σ g holds to rounding. None of these
-is a property of a codec: the first three need no more of C than that it is contractive, and take the contracted form of an
-unbiased one.
+is a property of a codec: the first three need no more of C than that it is contractive, as `contracted` makes an unbiased one.
 
 A gradient or message that is not finite leaves all memory as it was, at the sender and, for h, at every receiver too.
 
@@ -47,7 +46,7 @@ class Feedback(NamedTuple):
     """A codec with memory, for one array.
 
     Attributes:
-        codec: what messages are made with; receivers use its `decode`. Of an unbiased codec, the contracted one.
+        codec: what messages are made with; receivers use its `decode`.
         init: `init(shape, dtype) -> Memory`.
         encode: `encode(x, memory, key) -> (message, memory)`.
         receive: `receive(estimate, ĉ) -> estimate`, at every receiver: ĉ itself, or for EF21 what came before plus ĉ. It may be
@@ -66,11 +65,6 @@ class Feedback(NamedTuple):
 
 def _feedback(codec: Codec, wanted, memorize, receive, relay, storage: Codec | None, momentum: bool = False) -> Feedback:
     """From `wanted(x, error, v) -> (what to encode, v)` and `memorize(what was encoded, ĉ, error) -> error`."""
-    if codec.traits.contractive is None:
-        if codec.traits.unbiased is None:
-            raise ValueError(f"codec {codec.name!r} is neither contractive nor unbiased, so the memory of its errors may grow "
-                             "without bound; use one that is, such as 'int8' or 'topk'")
-        codec = contracted(codec)
     if storage and (storage.traits.matrix or storage.traits.state_key != "none"):
         raise ValueError(f"error memory cannot be stored by codec {storage.name!r}, which keeps a state or needs matrices; use 'int8'")
 
@@ -112,7 +106,7 @@ def residual(codec: Codec, decay: float = 1.0, storage: Codec | None = None) -> 
     """The error is added to what is sent next: c = C(γe + g), e <- γe + g − ĉ.
 
     Args:
-        codec: C, contractive or unbiased.
+        codec: C, contractive.
         decay: γ in (0, 1]. Below 1, e is a momentum that what was sent is taken out of, as in DeMo.
         storage: the form in which e is kept; None: in full.
     """
@@ -125,7 +119,7 @@ def momentum(codec: Codec, beta: float = 0.9, storage: Codec | None = None) -> F
     """The error of a momentum that is not touched by compression: v <- βv + g, c = C(e + v), e <- e + v − ĉ.
 
     Args:
-        codec: C, contractive or unbiased.
+        codec: C, contractive.
         beta: β in [0, 1).
         storage: the form in which e is kept; None: in full.
     """
@@ -143,7 +137,7 @@ def ef21(codec: Codec, beta: float = 0.0, storage: Codec | None = None) -> Feedb
     """Differences are sent, and both ends hold their sum: c = C(v − h), h <- h + ĉ, v <- βv + (1−β)g.
 
     Args:
-        codec: C, contractive or unbiased.
+        codec: C, contractive.
         beta: β in [0, 1); 0 is EF21 without momentum.
         storage: refused: h must be the same at both ends.
     """

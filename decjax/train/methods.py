@@ -180,7 +180,8 @@ def _feedback(config):
     if config.storage and error == "none":
         raise ValueError(f"reducer.storage={config.storage!r} with reducer.error='none', which stores nothing; leave it empty")
     storage = dict(storage=make_codec(config.storage)) if config.storage else {}
-    return functools.partial(getattr(codecs.feedback, error), **options[error], **storage)
+    feedback = getattr(codecs.feedback, error)
+    return functools.partial(feedback, **options[error], **storage) if error != "none" else feedback
 
 
 def _gravac(config, **common):
