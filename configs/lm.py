@@ -71,7 +71,7 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
     config.local_size = given.get("local_size", 1)  # workers that share a node
     config.simulate = given.get("simulate", False)  # all workers on one device
     config.batch_size = workers * 2  # sequences per step, over all workers
-    config.steps = given.get("steps", 20 if smoke else 3000)
+    config.steps = given.get("steps", 20 if smoke else 5000)
 
     config.method = given.get("method", "decentralized")  # decentralized | allreduce | diloco | sparseloco | local
     reducer = given.get("reducer", "codec" if config.method == "sparseloco" else "mean")
