@@ -71,11 +71,10 @@ class Box(contextlib.AbstractContextManager):
     Args:
         network: the hosts.
         peers: a Python with requirements-peers.txt; None: rows of peers cannot run.
-        pin: whether processes stay on a core, so that hosts are equally fast, and nobody waits for one that happened to share.
     """
 
-    def __init__(self, network: cluster.Network, peers: str | None = None, pin: bool = False):
-        self.network, self.peers, self.pin = network, peers, pin
+    def __init__(self, network: cluster.Network, peers: str | None = None):
+        self.network, self.peers = network, peers
         self.periods: dict[str, int] = {}  # row -> steps after which its schedule repeats
         self.num_parameters = 0
         self.refused: dict[str, str] = {}  # row -> why it cannot run
@@ -111,7 +110,7 @@ class Box(contextlib.AbstractContextManager):
             # Products on one thread, as in PyTorch's workers, since hosts share cores.
             environment = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false",
                            "LOCAL_WORLD_SIZE": str(row.local_size)}
-            self._groups[row.group] = Group(self.network, module, processes_per_host=row.local_size, pin=self.pin,
+            self._groups[row.group] = Group(self.network, module, processes_per_host=row.local_size,
                                             python=self.peers if row.peer else None, environment=environment)
         return self._groups[row.group]
 
