@@ -148,6 +148,13 @@ def test_consensus_every_replaces_replicas_and_counts_its_bytes(launch):
     assert "every 4 steps" in outcome.summary["protocol"]
 
 
+@pytest.mark.parametrize("argument", ["topology=ring,mixer=dcd,codec=int8", "topology=random_digraph,mixer=push_sum"])
+def test_consensus_of_mixers_that_own_the_parameters(launch, argument):
+    run, _ = launch(argument, consensus_every=4)
+    distances = {row["step"]: row["consensus_distance"] for row in rows(run)}
+    assert distances[4] < 1e-5 and distances[8] < 1e-5 and distances[6] > 1e-4
+
+
 def test_two_hundred_and_fifty_six_simulated_workers(launch):
     run, outcome = launch("simulate,workers=256", steps=2, batch_size=256, **{"optimizer.warmup_steps": 0})
     assert outcome.step == 2 and np.isfinite(outcome.summary["eval_loss"])
