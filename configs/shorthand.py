@@ -1,8 +1,15 @@
 """The argument of a config file: `configs/lm.py:workers=12,topology=torus,smoke`."""
 
-import re
 
-COMMA = re.compile(r",(?![^()]*\))")  # not those within brackets, as of codec=topk(fraction=0.01,values=int4)
+def split(text: str) -> list[str]:
+    """The parts between commas, but not those within brackets: codec=topk(fraction=0.01,values=int4) is one."""
+    parts = [""]
+    for piece in text.split(","):
+        if parts[-1].count("(") > parts[-1].count(")"):
+            parts[-1] += "," + piece
+        else:
+            parts.append(piece)
+    return parts
 
 
 def parse(arg: str, keys: dict) -> dict:
@@ -19,7 +26,7 @@ def parse(arg: str, keys: dict) -> dict:
         ValueError: naming the unknown key or value, and the valid ones.
     """
     given = {}
-    for part in filter(None, (part.strip() for part in COMMA.split(arg or ""))):
+    for part in filter(None, (part.strip() for part in split(arg or ""))):
         key, equals, value = part.partition("=")
         if key not in keys:
             raise ValueError(f"config argument {key!r} is unknown; use some of {', '.join(keys)}")

@@ -587,7 +587,7 @@ def test_many_small_tensors_become_few_messages(name, options, arrays):
     ("float8_e4m3", {"block": 0}, "block=0 must be at least 1"),
     ("scaled_sign", {"block": 0}, "block=0 must be at least 1"),
     ("qsgd", {"levels": 0}, "levels=0 must be a whole number from 1 to 127"),
-    ("topk", {"k": 0}, "topk k=0 must be at least 1; k=1 sends one value"),
+    ("topk", {"k": 0}, "topk k=0 must be a whole number of at least 1; k=1 sends one value"),
     ("topk", {"fraction": 0}, r"fraction=0 must lie in \(0, 1\]; 0.01 sends one value of a hundred"),
     ("topk", {"values": "qsgd"}, "values='qsgd': values take a codec without state, key or matrices; try 'int8'"),
     ("dct", {"values": "low_rank"}, "values='low_rank': values take a codec without"),

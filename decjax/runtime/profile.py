@@ -241,10 +241,10 @@ class Compressed:
     latencies: float = 1.0
 
     def __post_init__(self):
-        _count("num_workers", self.num_workers, 2)
-        _number("ratio", self.ratio, positive=True)
-        _number("coding_s", self.coding_s)
-        _number("latencies", self.latencies)
+        check_count("num_workers", self.num_workers, 2)
+        check_number("ratio", self.ratio, positive=True)
+        check_number("coding_s", self.coding_s)
+        check_number("latencies", self.latencies)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -77,7 +77,9 @@ def build(config: ml_collections.ConfigDict, devices: Sequence[jax.Device] | Non
         method, topology = methods.make_method(config, workers, schedule)
         engine.choose(config.engine, method)
         model = models.decoder_lm(**config.model)
-        state_lib.abstract(model.init, method.tx, workers, config.seed)  # Some mixers and reducers refuse arrays of some shapes.
+        # Some mixers and reducers refuse arrays of some shapes, or messages that are no smaller.
+        like = state_lib.abstract(model.init, method.tx, workers, config.seed)
+        method.num_bytes(state_lib.one_worker(like.params), method.phase(config.steps - 1))
         corpus = data.load_corpus(config.data.path, min_bytes=model.context + 1)
         batch = data.batches(
             corpus.train, context=model.context, batch_size=config.batch_size // config.workers,
