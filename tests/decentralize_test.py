@@ -244,7 +244,7 @@ def test_contract(tx, phase):
     start = float(jnp.linalg.norm(optimum))
     steps = {p: w.jit(functools.partial(step, phase=p), in_axes=(0, 0, 0)) for p in {phase(t) for t in range(6)}}
     for t in range(150):
-        params, state = steps[phase(t)](params, state, target)
+        params, state = jax.block_until_ready(steps[phase(t)](params, state, target))
     assert describe((params, state)) == before
     assert all(fn._cache_size() == 1 for fn in steps.values()), "a second call recompiled"
     distance = float(jnp.linalg.norm(params["x"].mean(axis=0) - optimum))
