@@ -3,6 +3,7 @@
 A training method is a composition of small, pure things, each usable alone. From the bottom up:
 
     topology    who talks to whom, when                    NumPy only
+    schedules   which pipeline stage does what, when       NumPy only
     runtime     when decentralized beats all-reduce        NumPy only
     mesh        workers as mesh axes, the collectives      JAX
     buckets     a pytree as a few flat messages
@@ -11,6 +12,7 @@ A training method is a composition of small, pure things, each usable alone. Fro
     reduce      averaging gradients over all workers
     optim       optax transformations built on the two
     models      Flax models, ignorant of all this
+    pipeline    models divided into stages
     data        corpora and per-worker batches
     train       the one loop, checkpoints, evaluation, metrics
 
@@ -22,6 +24,7 @@ from decjax import gossip
 from decjax import mesh
 from decjax import reduce
 from decjax import runtime
+from decjax import schedules
 from decjax import topology
 from decjax.mesh import make_workers
 from decjax.optim import accumulated_adam

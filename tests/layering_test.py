@@ -13,19 +13,21 @@ TOP_LEVEL = ("configs", "decjax", "experiments", "launch", "tests")
 BASE = {"mesh", "buckets", "codecs"}
 MAY_IMPORT = {
     "topology": set(),
-    "runtime": {"topology"},
+    "schedules": set(),
+    "runtime": {"topology", "schedules"},
     "mesh": set(),
     "buckets": set(),
     "codecs": set(),
     "gossip": BASE | {"topology"},
     "reduce": BASE,
     "optim": {"gossip", "reduce"},
-    "pipeline": BASE | {"reduce"},
+    "pipeline": BASE | {"reduce", "schedules"},
     "models": set(),
     "data": set(),
 }
 MAY_IMPORT["train"] = set(MAY_IMPORT)
-NUMPY_ONLY = ("decjax.topology", "decjax.runtime.profile", "decjax.runtime.exchange", "decjax.runtime.model", "decjax.runtime.plan")
+NUMPY_ONLY = ("decjax.topology", "decjax.schedules", "decjax.runtime.profile", "decjax.runtime.exchange", "decjax.runtime.model",
+              "decjax.runtime.plan")
 
 # Module of another directory -> the modules of this repository it may import (and what is below them).
 OUTSIDE = {
@@ -177,6 +179,7 @@ def test_no_module_of_leftovers():
     ("decjax.codecs.sign", "from decjax.mesh import exchange", "decjax.mesh.exchange"),
     ("decjax.topology.graphs", "import jax.numpy as jnp", "jax.numpy"),
     ("decjax.topology.graphs", "import scipy", "scipy"),
+    ("decjax.schedules", "import jax", "jax"),
     ("decjax.runtime.model", "import jax", "jax"),
     ("decjax.data", "import ml_collections", "ml_collections"),
     ("decjax.leftovers", "import numpy", "decjax.leftovers is not in the table of parts"),
