@@ -17,6 +17,7 @@ waits at the same time.
 """
 
 from collections.abc import Callable, Iterable
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -297,10 +298,7 @@ class _Passes:
             embed = lambda: self.parts.embed(table_VxD, inputs_BxT)
             return jax.lax.cond(is_first, embed, lambda: _take(carry.boxes["input"], at["input"], activation))
 
-        def idle(carry):
-            return carry, jnp.zeros(activation.shape, activation.dtype)
-
-        def forward(carry):
+        def forward(carry, made):
             run, blocks = self._blocks(at["chunk"])
             if self.remat:
                 return carry, run(blocks, given())
@@ -310,38 +308,48 @@ class _Passes:
             boxes = carry.boxes | {"input": _put(carry.boxes["input"], jnp.where(is_last, at["input"], NOWHERE), y)}
             return carry._replace(kept=kept, boxes=boxes), y
 
-        def from_loss(y, grads):
-            def loss(norm, table_VxD, y):
+        def from_loss(y, grads, loss, g):
+            def mean(norm, table_VxD, y):
                 return self.parts.nll(norm, table_VxD, y, targets_BxT).mean() / len(self.tokens_MxBxT1)
-            value, (d_norm, d_table, g) = jax.value_and_grad(loss, (0, 1, 2))(norm, table_VxD, y)
-            return value, g, grads | {"norm": _add(grads["norm"], d_norm), "table_VxD": grads["table_VxD"] + d_table}
+            value, (d_norm, d_table, g) = jax.value_and_grad(mean, (0, 1, 2))(norm, table_VxD, y)
+            grads = grads | {"norm": jax.tree.map(jnp.add, grads["norm"], d_norm), "table_VxD": grads["table_VxD"] + d_table}
+            return grads, loss + value, g
 
         def to_embedding(dx, grads):
             _, pullback = jax.vjp(lambda table_VxD: self.parts.embed(table_VxD, inputs_BxT), table_VxD)
-            return grads | {"table_VxD": grads["table_VxD"] + pullback(dx)[0]}
+            return (grads | {"table_VxD": grads["table_VxD"] + pullback(dx)[0]},)
 
-        def backward(carry):
+        def backward(carry, made):
             run, blocks = self._blocks(at["chunk"])
             if self.remat:
                 y, pullback = jax.vjp(run, blocks, given())
             else:
                 y = _take(carry.boxes["input"], at["input"], activation)
                 pullback = self._pullback([slots[at["kept"]] for slots in carry.kept], blocks)
-            ends = {name: carry.grads[name] for name in ("norm", "table_VxD")}
-            loss, g, ends = jax.lax.cond(
-                is_last, from_loss,
-                lambda y, ends: (jnp.zeros(()), _take(carry.boxes["gradient"], at["gradient"], activation), ends), y, ends)
+            g = _take(carry.boxes["gradient"], at["gradient"], activation)
+            grads, loss, g = _when(is_last, functools.partial(from_loss, y), carry.grads, carry.loss, g)
             d_blocks, dx = pullback(g)
-            ends = jax.lax.cond(is_first, to_embedding, lambda dx, ends: ends, dx, ends)
-            grads = ends | {"blocks": jax.tree.map(lambda x, d: x.at[at["chunk"]].add(d), carry.grads["blocks"], d_blocks)}
-            return carry._replace(grads=grads, loss=carry.loss + loss), dx
+            grads, = _when(is_first, functools.partial(to_embedding, dx), grads)
+            blocks = jax.tree.map(lambda x, d: x.at[at["chunk"]].add(d), grads["blocks"], d_blocks)
+            return carry._replace(grads=grads | {"blocks": blocks}, loss=loss), dx
 
-        return jax.lax.switch(at["op"], [idle, forward, backward], carry)
+        made = jnp.zeros(activation.shape, activation.dtype)
+        carry, made = _when(at["op"] == FORWARD, forward, carry, made)
+        return _when(at["op"] == BACKWARD, backward, carry, made)
+
+
+def _when(condition: jax.Array, fn: Callable, *carry: Any) -> Any:
+    """`fn(*carry)` if the condition holds, else the carry.
+
+    A loop of one turn at most: what a loop carries stays where it is, whereas a branch that returns it unchanged copies it.
+    """
+    def turn(state):
+        _, *carry = state
+        return (jnp.zeros((), bool), *fn(*carry))
+
+    return jax.lax.while_loop(lambda state: state[0], turn, (condition, *carry))[1:]
 
 
 def _take(box, slot, activation):
     return box[slot] if len(box) else jnp.zeros(activation.shape, activation.dtype)
 
-
-def _add(tree, other):
-    return jax.tree.map(jnp.add, tree, other)
