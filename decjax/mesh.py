@@ -264,11 +264,6 @@ class Workers:
         return 1 if self.simulated else self.mesh.shape[TENSOR]
 
     @property
-    def num_devices(self) -> int:
-        """Devices that a program runs on: partitions of its HLO."""
-        return 1 if self.simulated else self.mesh.size
-
-    @property
     def axis_name(self) -> AxisName:
         """The axis name that a per-worker function passes to collectives."""
         return SIMULATED if self.simulated else WORKER

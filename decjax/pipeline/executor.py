@@ -58,6 +58,11 @@ class Table(NamedTuple):
     patterns: tuple[tuple[Message, ...], ...]
     slots: dict[str, int]
 
+    @property
+    def runs(self) -> list[int]:
+        """In how many ticks each pattern is used."""
+        return np.bincount(self.pattern, minlength=len(self.patterns)).tolist()
+
 
 def tabulate(schedule: schedules.Schedule, compresses: Callable[[schedules.Send], bool], remat: bool) -> Table:
     """The tables of a schedule.
@@ -182,7 +187,7 @@ def make_gradient(division: stages.Division, schedule: schedules.Schedule, *, re
             columns, pattern = row
             at = {name: column_S[stage] for name, column_S in columns.items()}
             carry, made = run.take(carry, at, activation)
-            arrived, state = _exchange(boundary, table.patterns, pattern, made, carry.boundary)
+            arrived, state = _exchange(boundary, table, pattern, made, carry.boundary)
             boxes = {name: _put(carry.boxes[name], at[f"next_{name}"], arrived[name]) for name in carry.boxes}
             return carry._replace(boxes=boxes, boundary=state), None
 
@@ -211,7 +216,7 @@ def _put(box: jax.Array, slot: jax.Array, x: jax.Array) -> jax.Array:
     return box.at[safe].set(jnp.where(slot == NOWHERE, box[safe], x))
 
 
-def _exchange(boundary, patterns, pattern, made, state):
+def _exchange(boundary, table, pattern, made, state):
     """Sends what each stage has made to whom it belongs: ({"input", "gradient"} that arrive, the boundary's state)."""
     def send(message, x, state):
         if boundary.send is None:
@@ -226,17 +231,18 @@ def _exchange(boundary, patterns, pattern, made, state):
         return jax.lax.cond(targets, lambda encoded, state: boundary.receive(encoded, state, **how),
                             lambda encoded, state: (jnp.zeros_like(x), state), encoded, state)
 
-    def branch(messages):
+    def branch(messages, runs):
         def exchange(x, state):
             arrived = {"input": jnp.zeros_like(x), "gradient": jnp.zeros_like(x)}
             for message in messages:
                 name = "input" if message.kind == schedules.FORWARD else "gradient"
-                received, state = send(message, x, state)
+                with jax.named_scope(f"runs={runs}"):  # In the compiled program: for those who count bytes.
+                    received, state = send(message, x, state)
                 arrived[name] += received  # A stage receives one of a kind at most.
             return arrived, state
         return exchange
 
-    return jax.lax.switch(pattern, [branch(messages) for messages in patterns], made, state)
+    return jax.lax.switch(pattern, [branch(*of) for of in zip(table.patterns, table.runs)], made, state)
 
 
 def _is_among(some: tuple[int, ...]) -> jax.Array:

@@ -2,6 +2,7 @@
 
     assemble     config -> parts; the only place that reads a ConfigDict
     state        the stacked state
+    source       where gradients come from: a whole model, or one divided into stages
     engine       one compiled step per phase: fused, or with the exchange beside the gradient
     loop         steps, logging, signals, the end of a run
     evaluate     the averaged model and the local models
@@ -13,6 +14,7 @@
 """
 
 from decjax.train.assemble import build
+from decjax.train.assemble import devices_of_worker
 from decjax.train.assemble import message_ratio
 from decjax.train.assemble import Setup
 from decjax.train.assemble import SIMULATED_WORKERS

@@ -55,9 +55,13 @@ def resolve(config: ml_collections.ConfigDict, devices: Sequence[jax.Device] | N
         if not config.simulate:
             devices = jax.devices() if devices is None else devices
             config.simulate = len(devices) == 1 and jax.process_count() == 1 and devices[0].platform != "cpu"
-        each = config.pipeline.stages * config.tensor
-        config.workers = SIMULATED_WORKERS if config.simulate else max(1, len(devices) // each)
+        config.workers = SIMULATED_WORKERS if config.simulate else max(1, len(devices) // devices_of_worker(config))
     return ml_collections.ConfigDict(json.loads(config.to_json()))
+
+
+def devices_of_worker(config: ml_collections.ConfigDict) -> int:
+    """S·T, devices that hold one worker's model."""
+    return max(1, config.pipeline.stages * config.tensor)
 
 
 def build(config: ml_collections.ConfigDict, devices: Sequence[jax.Device] | None = None) -> Setup:

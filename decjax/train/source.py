@@ -36,6 +36,11 @@ class Source(NamedTuple):
     norm: Callable[[Any], jax.Array] = optax.global_norm
 
 
+def stateless(gradient: Callable[[Any, Any, jax.Array], tuple[jax.Array, Any]]) -> Callable:
+    """A source's gradient from `gradient(params, batch, key) -> (loss, grads)`, which remembers nothing."""
+    return lambda params, state, batch, key: (*gradient(params, batch, key), state)
+
+
 def plain(nll: Callable, microbatches: int = 1) -> Source:
     """The gradient of a whole model.
 
@@ -45,18 +50,18 @@ def plain(nll: Callable, microbatches: int = 1) -> Source:
     """
     value_and_grad = jax.value_and_grad(lambda params, batch, key: nll(params, batch, key).mean())
 
-    def gradient(params, state, batch, key):
-        if microbatches == 1:
-            return *value_and_grad(params, batch, key), state
+    if microbatches == 1:
+        return Source(stateless(value_and_grad))
 
+    def gradient(params, batch, key):
         def add(total, inputs):
             return jax.tree.map(jnp.add, total, value_and_grad(params, *inputs)), None
 
         parts = jax.tree.map(lambda x: x.reshape(microbatches, -1, *x.shape[1:]), batch), jax.random.split(key, microbatches)
         total, _ = jax.lax.scan(add, (jnp.zeros(()), jax.tree.map(jnp.zeros_like, params)), parts)
-        return *jax.tree.map(lambda x: x / microbatches, total), state
+        return jax.tree.map(lambda x: x / microbatches, total)
 
-    return Source(gradient)
+    return Source(stateless(gradient))
 
 
 def pipelined(division: pipeline.Division, executor: pipeline.Pipeline, batch_size: int, context: int) -> Source:
