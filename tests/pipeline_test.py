@@ -84,7 +84,10 @@ def train(N, S, T, name, C=1, *, tied=False, remat=False, layers=(), microbatche
         due = program(0, state, batch, np.int32(number))
         state, loss = due.run(state, batch, np.int32(number))
         losses.append(workers.fetch_first(loss).mean())
-    return losses, jax.jit(jax.vmap(source.join))(workers.fetch(state.params)), due
+    params = workers.fetch(state.params)
+    if S > 1 and tied:
+        np.testing.assert_array_equal(params["table_VxD"][:, 0], params["table_VxD"][:, -1])
+    return losses, jax.jit(jax.vmap(source.join))(params), due
 
 
 def check(losses, params, tied, depth=DEPTH):

@@ -8,5 +8,6 @@
 from decjax.pipeline.boundary import Boundary
 from decjax.pipeline.boundary import identity
 from decjax.pipeline.executor import make_gradient
+from decjax.pipeline.executor import Pipeline
 from decjax.pipeline.stages import divide
 from decjax.pipeline.stages import Division

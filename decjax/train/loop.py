@@ -28,7 +28,7 @@ from decjax.train.errors import Diverged
 from decjax.train.errors import TrainingError
 
 
-LAYOUT = ("stages", "chunks", "layers")  # of config.pipeline, which decide where parameters live
+LAYOUT = {"stages": 1, "chunks": 1, "layers": ""}  # of config.pipeline, what decides where parameters live; of a whole model
 
 
 class Outcome(NamedTuple):
@@ -122,13 +122,12 @@ class Run:
         step = checkpoints.latest()
         try:
             config = json.loads((folder / "config.json").read_text())
-            n, theirs = config["workers"], {name: config["pipeline"][name] for name in LAYOUT}
+            n, theirs = config["workers"], LAYOUT | config.get("pipeline", {})
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise CheckpointError(f"{folder / 'config.json'} cannot be read: not a run of decjax") from error
-        if differing := [f"{name}={value!r} there, {self.config.pipeline[name]!r} here" for name, value in theirs.items()
-                         if value != self.config.pipeline[name]]:
-            raise CheckpointError(f"{folder} is of a model divided otherwise (pipeline.{'; pipeline.'.join(differing)}); "
-                                  "start with the same")
+        if differing := [f"pipeline.{name}={theirs[name]!r} there, {self.config.pipeline[name]!r} here" for name in LAYOUT
+                         if theirs[name] != self.config.pipeline[name]]:
+            raise CheckpointError(f"{folder} is of a model divided otherwise ({'; '.join(differing)}); start with the same")
         if step is None or step >= self.config.steps:
             raise CheckpointError(f"{folder} has " + ("no complete checkpoint; choose another --resume_from" if step is None else
                                   f"done {step} of steps={self.config.steps}; set more steps to go on from there"))
