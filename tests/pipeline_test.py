@@ -40,7 +40,9 @@ def init(model, key):
 
 
 def tokens(step):
-    return np.random.default_rng(step).integers(0, VOCABULARY, (BATCH, CONTEXT + 1)).astype(np.int32)
+    """Counting from anywhere, in ones or in threes: something to learn."""
+    start_Bx1, stride_Bx1 = np.random.default_rng(step).integers(0, [[[VOCABULARY]], [[2]]], (2, BATCH, 1))
+    return ((start_Bx1 + (1 + 2 * stride_Bx1) * np.arange(CONTEXT + 1)) % VOCABULARY).astype(np.int32)
 
 
 def optimizer(norm):
@@ -93,7 +95,7 @@ def train(N, S, T, name, C=1, *, tied=False, remat=False, layers=(), microbatche
 def check(losses, params, tied, depth=DEPTH):
     expected, final = one_device(tied, depth)
     assert expected[-1] < 0.9 * expected[0]
-    np.testing.assert_allclose(losses, expected, rtol=1e-4)
+    np.testing.assert_allclose(losses, expected, rtol=5e-5)
     # Adam divides by the root of what may be tiny: elements may differ more than losses, and by less than a step's length.
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, np.broadcast_to(y, x.shape), rtol=2e-2, atol=2e-3), params, final)
 
@@ -278,7 +280,7 @@ def test_join_is_the_inverse_of_split_and_norms_agree(S, C, layers, tied):
 @pytest.mark.parametrize("make, complaint", [
     (lambda parts: pipeline.divide(parts, 3), "depth=8 layers do not divide evenly into stages=3; use depth=6 or 9"),
     (lambda parts: pipeline.divide(parts, 2, 8), "into stages=2 x chunks=8; use depth=16, or"),
-    (lambda parts: pipeline.divide(parts, 2, 1, (3, 4)), "layers=3,4: must be 2 numbers .* add up to depth=8"),
+    (lambda parts: pipeline.divide(parts, 2, 1, (3, 4)), "layers=3,4: must be 2 numbers.* add up to depth=8"),
     (lambda parts: pipeline.divide(parts, 2, 1, (8, 0)), "at least 1 each"), (lambda parts: pipeline.divide(parts, 1), "at least 2"),
     (lambda parts: pipeline.make_gradient(pipeline.divide(parts, 2), schedules.make("1f1b", 4, 4), remat=False), "is for"),
     (lambda parts: mesh.make_workers(4, stages=2, tensor=2), "workers=4 of stages=2 x tensor=2 but there are 8 devices; use workers=2"),
