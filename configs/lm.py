@@ -7,7 +7,10 @@ Shorthand, comma-separated after a colon, as `--config=configs/lm.py:workers=12,
     workers=N  local_size=L  topology=NAME  method=decentralized|allreduce|diloco|sparseloco|local
     optimizer=adamw|accum_adamw|sgdm|sign  order=awc|atc  mixer=exact|choco|deepsqueeze|dcd|beer|push_sum|power_gossip
     reducer=mean|powersgd|codec|demo|onebit_adam|gravac  codec=NAME  rank=R  every=H  engine=auto|fused|split
+    stages=S  tensor=T  microbatches=M  schedule=gpipe|1f1b|interleaved  chunks=C  remat  tied
     steps=N  stale  simulate  smoke
+
+Each worker is stages x tensor devices, which hold one model between them: 2 workers of 4 devices with stages=2,tensor=2,workers=2.
 
 Any field below can be set with `--config.FIELD=VALUE`. The defaults are for two CPU cores, where the run
 takes two to three minutes; expect 1.02 nats/byte on validation text.
@@ -33,6 +36,7 @@ KEYS = dict(workers=int, local_size=int, topology=str, method=("decentralized", 
             optimizer=("adamw", "accum_adamw", "sgdm", "sign"), order=("awc", "atc"), engine=("auto", "fused", "split"), steps=int,
             mixer=("exact", "choco", "deepsqueeze", "dcd", "beer", "push_sum", "power_gossip"),
             reducer=("mean", "powersgd", "codec", "demo", "onebit_adam", "gravac"), codec=str, rank=int, every=int,
+            stages=int, tensor=int, microbatches=int, schedule=("gpipe", "1f1b", "interleaved"), chunks=int, remat=bool, tied=bool,
             stale=bool, simulate=bool, smoke=bool)
 
 # What each mixer's graph has to be, where the default one is not: symmetric, or symmetric and the same in all steps.
@@ -70,8 +74,19 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
     config.workers = workers  # 0: one per device; 8 simulated ones on a lone accelerator
     config.local_size = given.get("local_size", 1)  # workers that share a node
     config.simulate = given.get("simulate", False)  # all workers on one device
-    config.batch_size = workers * 2  # sequences per step, over all workers
+    microbatches = given.get("microbatches", 1)
+    config.batch_size = workers * (2 * microbatches)  # sequences per step, over all workers
     config.steps = given.get("steps", 20 if smoke else 5000)
+
+    config.tensor = given.get("tensor", 1)  # devices that divide the arrays of a stage
+    config.pipeline = ml_collections.ConfigDict(dict(
+        stages=given.get("stages", 1),
+        microbatches=microbatches,  # parts of a worker's batch, which are under way one behind the other
+        schedule=given.get("schedule", "1f1b"),  # gpipe | 1f1b | interleaved
+        chunks=given.get("chunks", 2 if given.get("schedule") == "interleaved" else 1),  # interleaved: runs of layers on each stage
+        layers="",  # of each of the stages x chunks runs, as "2,1,1,2"; empty: equally many
+        remat=given.get("remat", False),  # compute a stage's forward pass anew in its backward pass
+    ))
 
     config.method = given.get("method", "decentralized")  # decentralized | allreduce | diloco | sparseloco | local
     reducer = given.get("reducer", "codec" if config.method == "sparseloco" else "mean")
@@ -142,7 +157,8 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
         width=16 if smoke else 64,
         hidden=32 if smoke else 256,
         heads=2,
-        depth=2,
+        depth=max(2, given.get("stages", 1) * given.get("chunks", 2 if given.get("schedule") == "interleaved" else 1)),
+        tied=given.get("tied", False),  # one table for embedding and head
         dtype="float32",  # of the computation; parameters are float32
     ))
     config.data = ml_collections.ConfigDict(dict(

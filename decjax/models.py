@@ -4,7 +4,13 @@
 matmul is a two-dimensional product of rows, (B·T)xD @ DxF, because XLA's CPU backend runs the three-dimensional form
 about 1.8 times slower. Layers are stacked and scanned, so compile time does not grow with depth.
 
-A model enters training as a `Model`: pure functions of plain pytrees of parameters.
+A model enters training as a `Model`: pure functions of plain pytrees of parameters. Its `Parts` are the same functions in pieces,
+for those who divide it between devices: layers by `cut` and `join`, single layers by `divide`, a function that says along which
+axis an array lies on the devices of a tensor-parallel group, and does nothing without one. Divided are, after Megatron, the
+columns of what a half layer begins with (`qkv`, by heads, and `up`) and the rows of what it ends with (`out`, `down`), whose
+product is then summed over the group: one sum a half layer. Tables are divided by vocabulary.
+
+Reference: Shoeybi et al. 2019, arXiv 1909.08053 (Megatron), section 3.
 """
 
 from collections.abc import Callable
@@ -27,12 +33,61 @@ class Model(NamedTuple):
         nll: `nll(params, tokens_BxT1, key) -> nll_BxT`, negative log-likelihood of tokens 1 … T in nats.
         logits: `logits(params, tokens_BxT) -> logits_BxTxV`.
         context: T, the longest sequence the model accepts.
+        parts: the model in pieces; None if it does not come apart.
+        divided: pairs of the end of a parameter's path, as "up/kernel", and the axis, counted from the end, along which it is
+            divided within a tensor-parallel group.
     """
 
     init: Callable[[jax.Array], Any]
     nll: Callable[[Any, jax.Array, jax.Array], jax.Array]
     logits: Callable[[Any, jax.Array], jax.Array]
     context: int
+    parts: "Parts | None" = None
+    divided: tuple[tuple[str, int], ...] = ()
+
+
+class Pieces(NamedTuple):
+    """The parameters of a model in the order of computation."""
+
+    embedding_VxD: Any
+    blocks: Any  # leaves [L, ...]
+    norm: Any
+    output_VxD: Any  # the embedding once more where the two are tied
+
+
+class Parts(NamedTuple):
+    """A model in pieces: a table that is read, a stack of equal layers, and a table that is multiplied with.
+
+    Attributes:
+        cut: `cut(params) -> Pieces`.
+        join: `join(*pieces) -> params`, its inverse.
+        embed: `embed(embedding_VxD, tokens_BxT) -> x_BxTxD`.
+        blocks: `blocks(blocks, x_BxTxD) -> x_BxTxD`, through any number of stacked layers.
+        logits: `logits(norm, output_VxD, x_BxTxD) -> logits_BxTxV`.
+        nll: `nll(norm, output_VxD, x_BxTxD, targets_BxT) -> nll_BxT` in nats.
+        activation: `activation(B, T)` -> shape and dtype of x_BxTxD.
+        depth: L.
+        tied: whether one table is both.
+    """
+
+    cut: Callable[[Any], Pieces]
+    join: Callable[..., Any]
+    embed: Callable[[jax.Array, jax.Array], jax.Array]
+    blocks: Callable[[Any, jax.Array], jax.Array]
+    logits: Callable[[Any, jax.Array, jax.Array], jax.Array]
+    nll: Callable[[Any, jax.Array, jax.Array, jax.Array], jax.Array]
+    activation: Callable[[int, int], jax.ShapeDtypeStruct]
+    depth: int
+    tied: bool
+
+
+Divide = Callable[[jax.Array, int | None], jax.Array]  # (x, axis) -> x, divided along this axis, or whole
+
+
+def whole(x: jax.Array, axis: int | None) -> jax.Array:
+    """The `Divide` of a model that lives on one device."""
+    del axis
+    return x
 
 
 def fan_in(scale: float = 1.0) -> nnx.Initializer:
@@ -44,10 +99,17 @@ def fan_in(scale: float = 1.0) -> nnx.Initializer:
 
 
 class RowLinear(nnx.Linear):
-    """`nnx.Linear` that flattens all leading dimensions into rows."""
+    """`nnx.Linear` without bias, which flattens all leading dimensions into rows; its kernel may be divided along `axis`."""
+
+    def __init__(self, *sizes: int, divide: Divide, axis: int, **options):
+        super().__init__(*sizes, use_bias=False, **options)
+        self.divide, self.axis = divide, axis
 
     def __call__(self, x):
-        return super().__call__(x.reshape(-1, x.shape[-1])).reshape(*x.shape[:-1], self.out_features)
+        kernel_DxF = self.divide(self.kernel[...], self.axis).astype(self.dtype)
+        rows = x.reshape(-1, self.in_features).astype(self.dtype) @ kernel_DxF
+        # Divided columns stay where they are; divided rows are summed.
+        return self.divide(rows.reshape(*x.shape[:-1], self.out_features), -1 if self.axis == 1 else None)
 
 
 def rotate(x_BxTxHxK: jax.Array) -> jax.Array:
@@ -78,31 +140,33 @@ class Attention(nnx.Module):
         Henry et al. 2020, arXiv 2010.04245 (normalized queries and keys).
     """
 
-    def __init__(self, width: int, heads: int, *, depth: int, dtype, rngs: nnx.Rngs):
-        self.heads = heads
+    def __init__(self, width: int, heads: int, *, depth: int, dtype, rngs: nnx.Rngs, divide: Divide = whole):
+        self.heads, self.divide = heads, divide
         self.query_norm = nnx.RMSNorm(width // heads, dtype=dtype, rngs=rngs)
         self.key_norm = nnx.RMSNorm(width // heads, dtype=dtype, rngs=rngs)
-        self.qkv = RowLinear(width, 3 * width, use_bias=False, dtype=dtype, kernel_init=fan_in(), rngs=rngs)
+        self.qkv = RowLinear(width, 3 * width, divide=divide, axis=1, dtype=dtype, kernel_init=fan_in(), rngs=rngs)
         # 2 · depth branches add up to the variance of one.
-        self.out = RowLinear(width, width, use_bias=False, dtype=dtype, kernel_init=fan_in(0.5 / depth), rngs=rngs)
+        self.out = RowLinear(width, width, divide=divide, axis=0, dtype=dtype, kernel_init=fan_in(0.5 / depth), rngs=rngs)
 
     def __call__(self, x_BxTxD):
         B, T, D = x_BxTxD.shape
-        q, k, v = jnp.split(self.qkv(x_BxTxD).reshape(B, T, 3 * self.heads, D // self.heads), 3, axis=2)
+        # Columns are ordered by heads, so that a share of them holds whole heads.
+        qkv_BxTxHx3xK = self.divide(self.qkv(x_BxTxD).reshape(B, T, self.heads, 3, D // self.heads), 2)
+        q, k, v = (qkv_BxTxHx3xK[..., i, :] for i in range(3))
         q, k = rotate(self.query_norm(q)), rotate(self.key_norm(k))
-        mixed_BxTxHxK = jax.nn.dot_product_attention(q, k, v, is_causal=True)
+        mixed_BxTxHxK = self.divide(jax.nn.dot_product_attention(q, k, v, is_causal=True), 2)
         return self.out(mixed_BxTxHxK.reshape(B, T, D))
 
 
 class Block(nnx.Module):
     """One pre-norm transformer layer: x + Attention(norm(x)), then x + MLP(norm(x))."""
 
-    def __init__(self, width: int, hidden: int, heads: int, *, depth: int, dtype, rngs: nnx.Rngs):
+    def __init__(self, width: int, hidden: int, heads: int, *, depth: int, dtype, rngs: nnx.Rngs, divide: Divide = whole):
         self.attention_norm = nnx.RMSNorm(width, dtype=dtype, rngs=rngs)
-        self.attention = Attention(width, heads, depth=depth, dtype=dtype, rngs=rngs)
+        self.attention = Attention(width, heads, depth=depth, dtype=dtype, rngs=rngs, divide=divide)
         self.mlp_norm = nnx.RMSNorm(width, dtype=dtype, rngs=rngs)
-        self.up = RowLinear(width, hidden, use_bias=False, dtype=dtype, kernel_init=fan_in(), rngs=rngs)
-        self.down = RowLinear(hidden, width, use_bias=False, dtype=dtype, kernel_init=fan_in(0.5 / depth), rngs=rngs)
+        self.up = RowLinear(width, hidden, divide=divide, axis=1, dtype=dtype, kernel_init=fan_in(), rngs=rngs)
+        self.down = RowLinear(hidden, width, divide=divide, axis=0, dtype=dtype, kernel_init=fan_in(0.5 / depth), rngs=rngs)
 
     def __call__(self, x_BxTxD):
         x_BxTxD = x_BxTxD + self.attention(self.attention_norm(x_BxTxD))
@@ -110,39 +174,63 @@ class Block(nnx.Module):
 
 
 class DecoderLM(nnx.Module):
-    """Token embedding, L scanned blocks, norm, linear head."""
+    """The parameters of a decoder: token embedding, L stacked blocks, norm, and a linear head unless it is tied."""
 
-    def __init__(self, vocabulary: int, width: int, hidden: int, heads: int, depth: int, *, dtype, rngs: nnx.Rngs):
-        self.embedding = nnx.Embed(
-            vocabulary, width, dtype=dtype, embedding_init=nnx.initializers.normal(1.0), rngs=rngs)
+    def __init__(self, vocabulary: int, width: int, depth: int, block: Callable[[nnx.Rngs], Block], *, tied: bool, rngs: nnx.Rngs):
+        # A tied table, which is multiplied by √D where it is read, gives logits of order one.
+        deviation = width**-0.5 if tied else 1.0
+        self.embedding = nnx.Embed(vocabulary, width, embedding_init=nnx.initializers.normal(deviation), rngs=rngs)
+        self.blocks = nnx.split_rngs(splits=depth)(nnx.vmap(block))(rngs)
+        self.norm = nnx.RMSNorm(width, rngs=rngs)
+        if not tied:
+            self.head = nnx.Linear(width, vocabulary, use_bias=False, kernel_init=nnx.initializers.zeros, rngs=rngs)
 
-        @nnx.split_rngs(splits=depth)
-        @nnx.vmap
-        def stack(rngs):
-            return Block(width, hidden, heads, depth=depth, dtype=dtype, rngs=rngs)
 
-        self.blocks = stack(rngs)
-        self.norm = nnx.RMSNorm(width, dtype=dtype, rngs=rngs)
-        self.head = RowLinear(
-            width, vocabulary, use_bias=False, dtype=dtype, kernel_init=nnx.initializers.zeros, rngs=rngs)
+def _decoder_parts(width: int, depth: int, block: Callable[[nnx.Rngs], Block], *, tied: bool, dtype: jnp.dtype,
+                   divide: Divide) -> Parts:
+    def graph(module):
+        return nnx.graphdef(nnx.eval_shape(lambda: module(nnx.Rngs(0))))
 
-    def __call__(self, tokens_BxT):
-        # Weight products are kept for the backward pass and the rest is computed anew: on CPUs writing and reading it
-        # costs more (a seventh of a step), on accelerators it costs memory.
-        @functools.partial(nnx.remat, prevent_cse=False, policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable)
-        def through_block(x_BxTxD, block):
-            return block(x_BxTxD)
+    block_graph, norm_graph = graph(block), graph(lambda rngs: nnx.RMSNorm(width, dtype=dtype, rngs=rngs))
 
-        @nnx.scan
-        def through_blocks(x_BxTxD, block):
-            return through_block(x_BxTxD, block), None
+    def cut(params):
+        embedding_VxD = params["embedding"]["embedding"]
+        output_VxD = embedding_VxD if tied else params["head"]["kernel"].T
+        return Pieces(embedding_VxD, params["blocks"], params["norm"], output_VxD)
 
-        x_BxTxD, _ = through_blocks(self.embedding(tokens_BxT), self.blocks)
-        return self.head(self.norm(x_BxTxD)).astype(jnp.float32)
+    def join(embedding_VxD, blocks, norm, output_VxD):
+        params = {"embedding": {"embedding": embedding_VxD}, "blocks": blocks, "norm": norm}
+        return params if tied else params | {"head": {"kernel": output_VxD.T}}
+
+    def embed(embedding_VxD, tokens_BxT):
+        x_BxTxD = jnp.take(divide(embedding_VxD, 0), tokens_BxT, axis=0).astype(dtype)
+        return divide(x_BxTxD * width**0.5 if tied else x_BxTxD, None)
+
+    # Weight products are kept for the backward pass and the rest is computed anew: on CPUs writing and reading it
+    # costs more (a seventh of a step), on accelerators it costs memory.
+    @functools.partial(jax.checkpoint, prevent_cse=False, policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable)
+    def through_block(x_BxTxD, params):
+        return nnx.merge(block_graph, nnx.State(params))(x_BxTxD)
+
+    def blocks(params, x_BxTxD):
+        return jax.lax.scan(lambda x, layer: (through_block(x, layer), None), x_BxTxD, params)[0]
+
+    def logits(norm, output_VxD, x_BxTxD):
+        rows = nnx.merge(norm_graph, nnx.State(norm))(x_BxTxD).reshape(-1, width)
+        logits_RxV = divide(rows @ divide(output_VxD, 0).astype(dtype).T, 1)
+        return logits_RxV.reshape(*x_BxTxD.shape[:-1], -1).astype(jnp.float32)
+
+    def nll(norm, output_VxD, x_BxTxD, targets_BxT):
+        return optax.softmax_cross_entropy_with_integer_labels(logits(norm, output_VxD, x_BxTxD), targets_BxT)
+
+    def activation(batch_size, length):
+        return jax.ShapeDtypeStruct((batch_size, length, width), dtype)
+
+    return Parts(cut, join, embed, blocks, logits, nll, activation, depth, tied)
 
 
 def decoder_lm(*, vocabulary: int, context: int, width: int, hidden: int, heads: int, depth: int,
-               dtype: str = "float32") -> Model:
+               dtype: str = "float32", tied: bool = False, divide: Divide = whole) -> Model:
     """A decoder-only language model; predicts token t + 1 from tokens 0 … t.
 
     Parameters are float32; `dtype` is the compute dtype of the blocks. The loss and the logits are float32.
@@ -155,6 +243,8 @@ def decoder_lm(*, vocabulary: int, context: int, width: int, hidden: int, heads:
         heads: H.
         depth: L.
         dtype: compute dtype, "float32" or "bfloat16".
+        tied: one table serves as embedding and as head.
+        divide: lays arrays out within a tensor-parallel group; see the module.
 
     Returns:
         The `Model`.
@@ -172,24 +262,33 @@ def decoder_lm(*, vocabulary: int, context: int, width: int, hidden: int, heads:
         raise ValueError(
             f"model width={width} with heads={heads}: heads must have an even size; use a width divisible by {2 * heads}")
 
-    def create(key):
-        return DecoderLM(vocabulary, width, hidden, heads, depth, dtype=jnp.dtype(dtype), rngs=nnx.Rngs(key))
+    compute = jnp.dtype(dtype)
 
-    graph = nnx.graphdef(nnx.eval_shape(lambda: create(jax.random.key(0))))
+    def block(rngs):
+        return Block(width, hidden, heads, depth=depth, dtype=compute, rngs=rngs, divide=divide)
+
+    parts = _decoder_parts(width, depth, block, tied=tied, dtype=compute, divide=divide)
 
     def init(key):
-        return nnx.to_pure_dict(nnx.state(create(key)))
+        return nnx.to_pure_dict(nnx.state(DecoderLM(vocabulary, width, depth, block, tied=tied, rngs=nnx.Rngs(key))))
+
+    def last(params, tokens_BxT):
+        pieces = parts.cut(params)
+        return pieces.norm, pieces.output_VxD, parts.blocks(pieces.blocks, parts.embed(pieces.embedding_VxD, tokens_BxT))
 
     def logits(params, tokens_BxT):
-        model = nnx.merge(graph, nnx.State(params))
-        return model(tokens_BxT)
+        return parts.logits(*last(params, tokens_BxT))
 
     def nll(params, tokens_BxT1, key):
         del key  # No dropout.
-        logits_BxTxV = logits(params, tokens_BxT1[:, :-1])
-        return optax.softmax_cross_entropy_with_integer_labels(logits_BxTxV, tokens_BxT1[:, 1:])
+        return parts.nll(*last(params, tokens_BxT1[:, :-1]), tokens_BxT1[:, 1:])
 
-    return Model(init, nll, logits, context)
+    return Model(init, nll, logits, context, parts, DIVIDED)
+
+
+# Paths of the parameters above that a tensor-parallel group divides, and of the tables of `Pieces`; the axis from the end.
+DIVIDED = (("qkv/kernel", -1), ("up/kernel", -1), ("out/kernel", -2), ("down/kernel", -2), ("embedding/embedding", -2),
+           ("head/kernel", -1), ("table_VxD", -2))
 
 
 def sample(model: Model, params: Any, prompt: bytes, num_tokens: int, key: jax.Array, temperature: float = 0.8) -> bytes:

@@ -1,17 +1,17 @@
 """Pipeline schedules as tables: which stage does what, when, and who sends to whom. NumPy only.
 
-A model cut into S·V virtual stages lives on S devices; chunk c of stage s is virtual stage v = c·S + s. Of each of M
+A model cut into S·C virtual stages lives on S devices; chunk c of stage s is virtual stage v = c·S + s. Of each of M
 microbatches, a virtual stage takes the forward pass F, which needs v − 1's, and the backward pass B, which needs its own F and
 v + 1's B. A schedule is the order of these on every device:
 
     name         order on stage s                                       live activations    bubble ÷ work
     gpipe        F of all microbatches, then B of all                   M                   (S − 1) / M
     1f1b         S − 1 − s times F, then F and B in turn, then B        S − s               (S − 1) / M
-    interleaved  2(S − 1 − s) + (V − 1)S times F, then as 1f1b; V       2(S − 1 − s) +      (S − 1) / (V·M)
-                 chunks take S microbatches in turn                     (V − 1)S + 1
+    interleaved  2(S − 1 − s) + (C − 1)S times F, then as 1f1b; C       2(S − 1 − s) +      (S − 1) / (C·M)
+                 chunks take S microbatches in turn                     (C − 1)S + 1
 
-(an interleaved activation is that of 1/V as many layers). Time is counted in ticks: in each a stage does one thing, if its
-inputs have come, and what it sends is there in the next tick. All three take 2(V·M + S − 1) ticks.
+(an interleaved activation is that of 1/C as many layers). Time is counted in ticks: in each a stage does one thing, if its
+inputs have come, and what it sends is there in the next tick. All three take 2(C·M + S − 1) ticks.
 
 References: Huang et al. 2019, arXiv 1811.06965 (GPipe); Narayanan et al. 2019, SOSP (1F1B); Narayanan et al. 2021, arXiv
 2104.04473, section 2.2 (interleaved).
@@ -55,7 +55,7 @@ class Schedule:
         name: as in `NAMES`.
         num_stages: S, devices in a pipeline.
         num_microbatches: M.
-        num_chunks: V, virtual stages of a device.
+        num_chunks: C, virtual stages of a device.
         orders: for every stage its ops.
         warm_ups: for every stage how many forward passes come before its turns of one forward and one backward, and so how many
             backward passes are left after them: its cool-down.
@@ -70,7 +70,7 @@ class Schedule:
 
     @property
     def num_virtual(self) -> int:
-        """S·V."""
+        """S·C."""
         return self.num_stages * self.num_chunks
 
     def virtual(self, stage: int, chunk: int) -> int:
@@ -139,7 +139,7 @@ class Schedule:
 
     @property
     def bubble(self) -> float:
-        """Share of the ticks in which a stage waits: (S − 1) / (V·M + S − 1) in all three schedules."""
+        """Share of the ticks in which a stage waits: (S − 1) / (C·M + S − 1) in all three schedules."""
         return 1 - 2 * self.num_microbatches * self.num_chunks / self.num_ticks
 
 
@@ -150,7 +150,7 @@ def make(name: str, num_stages: int, num_microbatches: int, num_chunks: int = 1)
         name: "gpipe", "1f1b" or "interleaved".
         num_stages: S ≥ 1.
         num_microbatches: M ≥ 1; "interleaved" needs a multiple of S.
-        num_chunks: V; 1 but for "interleaved".
+        num_chunks: C; 1 but for "interleaved".
 
     Returns:
         The `Schedule`.
@@ -162,25 +162,25 @@ def make(name: str, num_stages: int, num_microbatches: int, num_chunks: int = 1)
         >>> make("1f1b", 4, 16).num_ticks
         38
     """
-    S, M, V = num_stages, num_microbatches, num_chunks
+    S, M, C = num_stages, num_microbatches, num_chunks
     if name not in NAMES:
         raise ValueError(f"schedule {name!r} is unknown; use one of {', '.join(NAMES)}")
-    for what, value in (("stages", S), ("microbatches", M), ("chunks", V)):
+    for what, value in (("stages", S), ("microbatches", M), ("chunks", C)):
         if value < 1:
             raise ValueError(f"{what}={value}: must be at least 1")
-    if name != "interleaved" and V > 1:
-        raise ValueError(f"chunks={V} belong to schedule 'interleaved', got {name!r}; use chunks=1")
-    if name == "interleaved" and (V < 2 or S < 2):
-        raise ValueError(f"schedule 'interleaved' with chunks={V}, stages={S}: needs at least 2 of each; use schedule '1f1b'")
+    if name != "interleaved" and C > 1:
+        raise ValueError(f"chunks={C} belong to schedule 'interleaved', got {name!r}; use chunks=1")
+    if name == "interleaved" and (C < 2 or S < 2):
+        raise ValueError(f"schedule 'interleaved' with chunks={C}, stages={S}: needs at least 2 of each; use schedule '1f1b'")
     if name == "interleaved" and M % S:
         fits = max(1, M // S) * S
         raise ValueError(f"microbatches={M} with schedule 'interleaved': must be a multiple of stages={S}; "
                          f"use {fits if fits > M else f'{fits} or {fits + S}'}, or schedule '1f1b'")
-    turns = [(first + j, chunk) for first in range(0, M, S) for chunk in range(V) for j in range(min(S, M - first))]
-    forward, backward = [Op(FORWARD, *turn) for turn in turns], [Op(BACKWARD, j, V - 1 - chunk) for j, chunk in turns]
-    warm_up = {"gpipe": lambda s: M, "1f1b": lambda s: S - 1 - s, "interleaved": lambda s: 2 * (S - 1 - s) + (V - 1) * S}[name]
-    warm_ups = tuple(min(M * V, warm_up(s)) for s in range(S))
-    return Schedule(name, S, M, V, tuple(_alternate(forward, backward, count) for count in warm_ups), warm_ups)
+    turns = [(first + j, chunk) for first in range(0, M, S) for chunk in range(C) for j in range(min(S, M - first))]
+    forward, backward = [Op(FORWARD, *turn) for turn in turns], [Op(BACKWARD, j, C - 1 - chunk) for j, chunk in turns]
+    warm_up = {"gpipe": lambda s: M, "1f1b": lambda s: S - 1 - s, "interleaved": lambda s: 2 * (S - 1 - s) + (C - 1) * S}[name]
+    warm_ups = tuple(min(M * C, warm_up(s)) for s in range(S))
+    return Schedule(name, S, M, C, tuple(_alternate(forward, backward, count) for count in warm_ups), warm_ups)
 
 
 def _alternate(forward: list[Op], backward: list[Op], warm_up: int) -> tuple[Op, ...]:

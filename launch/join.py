@@ -32,12 +32,13 @@ def started_tasks() -> int:
     return int(os.environ.get("SLURM_STEP_NUM_TASKS") or os.environ.get("OMPI_COMM_WORLD_SIZE") or 1)
 
 
-def set_up_devices(workers: int, simulate: bool = False) -> None:
-    """Joins the other processes, and forces one CPU device per worker; both must precede the first use of a device.
+def set_up_devices(workers: int, simulate: bool = False, each: int = 1) -> None:
+    """Joins the other processes, and forces the CPU devices of all workers; both must precede the first use of a device.
 
     Args:
-        workers: over all processes; 0: one per process, or `train.SIMULATED_WORKERS` in a lone one.
+        workers: over all processes; 0: one device per process, or `train.SIMULATED_WORKERS` in a lone one.
         simulate: whether all workers share one device.
+        each: devices of a worker.
     """
     coordinator, processes = _COORDINATOR.value, _NUM_PROCESSES.value or started_tasks()
     if coordinator and coordinator != "auto":
@@ -47,9 +48,9 @@ def set_up_devices(workers: int, simulate: bool = False) -> None:
                                    heartbeat_timeout_seconds=HEARTBEAT_TIMEOUT_S)
     elif coordinator == "auto" or processes > 1:
         jax.distributed.initialize(heartbeat_timeout_seconds=HEARTBEAT_TIMEOUT_S)
-    workers = workers or (processes if processes > 1 else train.SIMULATED_WORKERS)
+    devices = workers * each or (processes if processes > 1 else train.SIMULATED_WORKERS)
     if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
-        jax.config.update("jax_num_cpu_devices", 1 if simulate else max(1, workers // processes))
+        jax.config.update("jax_num_cpu_devices", 1 if simulate else max(1, devices // processes))
 
 
 @contextlib.contextmanager

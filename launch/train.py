@@ -25,7 +25,7 @@ def main(argv: list[str]) -> int:
         command.fail(f"unexpected argument {argv[0]!r}; options start with --")
     with join.leaving_at_once((train.TrainingError,), "run the same command to continue from the last checkpoint"):
         config = _CONFIG.value
-        join.set_up_devices(config.workers, config.simulate)
+        join.set_up_devices(config.workers, config.simulate, train.devices_of_worker(config))
         outcome = train.Run(train.build(config), _WORKDIR.value, _RESUME_FROM.value).train()
     if jax.process_index() == 0:
         report(outcome)

@@ -15,6 +15,7 @@ from decjax import optim
 from decjax import reduce
 from decjax import topology as topology_lib
 from decjax.train import engine
+from decjax.train import source
 from decjax.train import state as state_lib
 
 N, STEPS, LR = 4, 24, 0.05
@@ -78,7 +79,7 @@ def batches(step):
 
 def trajectory(method, which):
     """(final state, loss of every step and worker, bytes of every step, executables of the first step)."""
-    program = engine.make_step(gradients, method, workers(), 0, which)
+    program = engine.make_step(source.stateless(gradients), method, workers(), 0, which)
     state = state_lib.init(init, method.tx, workers(), 0)
     losses, sent, first = [], [], None
     for step in range(STEPS):
@@ -146,7 +147,7 @@ def test_stale_adam_has_no_step_without_a_gradient():
     state = before = state_lib.init(init, method.tx, workers(), 0)
     before = jax.tree.map(np.asarray, before)
     batch = workers().build(lambda worker: batches(0)[worker])
-    program = engine.make_step(gradients, method, workers(), 0)
+    program = engine.make_step(source.stateless(gradients), method, workers(), 0)
     state, _ = program(0, state, batch, np.int32(0)).run(state, batch, np.int32(0))
     jax.tree.map(np.testing.assert_array_equal, before.params, jax.tree.map(np.asarray, state.params))
     jax.tree.map(np.testing.assert_array_equal, before.opt_state.inner, jax.tree.map(np.asarray, state.opt_state.inner))

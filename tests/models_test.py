@@ -158,7 +158,7 @@ def dense_attention(x_BxTxD, qkv_Dx3D, out_DxD, query_scale_K=1.0, key_scale_K=1
     """softmax(norm(q) norm(k)' / √K + causal mask) v, one head at a time, in float64."""
     batch, length, width = x_BxTxD.shape
     size = width // H
-    q, k, v = np.split((x_BxTxD @ qkv_Dx3D).reshape(batch, length, 3 * H, size), 3, axis=2)
+    q, k, v = np.moveaxis((x_BxTxD @ qkv_Dx3D).reshape(batch, length, H, 3, size), 3, 0)
     q, k = rotate_complex(norm(q, query_scale_K)), rotate_complex(norm(k, key_scale_K))
     mixed = np.zeros((batch, length, H, size))
     for b in range(batch):

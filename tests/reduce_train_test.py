@@ -14,6 +14,7 @@ from decjax import optim
 from decjax import reduce
 from decjax import train
 from decjax.train import engine
+from decjax.train import source
 from decjax.train import state as state_lib
 from decjax.train import wire
 
@@ -80,9 +81,9 @@ def test_resume_is_bit_exact_and_bytes_go_on(configured, tmp_path, name):
 def test_declared_bytes_are_those_of_the_compiled_step(configured, name):
     setup = train.build(configured(*METHODS[name], mode="devices"))
     state = state_lib.abstract(setup.model.init, setup.method.tx, setup.workers, 0)
-    one = state_lib.one_worker(state.params)
+    one = state_lib.one_device(state.params, setup.workers)
     gradients = lambda params, batch, key: (0.0 * jax.tree.leaves(params)[0].sum(), params)
-    program = engine.make_step(gradients, setup.method, setup.workers, 0)
+    program = engine.make_step(source.stateless(gradients), setup.method, setup.workers, 0)
     batch = setup.workers.build(lambda worker: setup.batch(worker, 0))
     for phase in dict.fromkeys(map(setup.method.phase, range(STEPS))):
         step = program(phase, state, batch, np.int32(0))

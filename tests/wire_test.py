@@ -11,6 +11,7 @@ from configs import lm
 from decjax import topology as topology_lib
 from decjax import train
 from decjax.train import engine
+from decjax.train import source
 from decjax.train import state as state_lib
 from decjax.train import wire
 
@@ -191,9 +192,9 @@ def steps(folder, argument, options="", gradients=None, **mixing):
     config.mixing.update(mixing)
     setup = train.build(config)
     state = state_lib.abstract(setup.model.init, setup.method.tx, setup.workers, 0)
-    program = engine.make_step(gradients or setup.gradients, setup.method, setup.workers, 0)
+    program = engine.make_step(source.stateless(gradients) if gradients else setup.source.gradient, setup.method, setup.workers, 0)
     batch = setup.workers.build(lambda worker: setup.batch(worker, 0))
-    one = state_lib.one_worker(state.params)
+    one = state_lib.one_device(state.params, setup.workers)
     num_bytes = sum(4 * leaf.size for leaf in jax.tree.leaves(one))
     num_phases = (setup.topology.period if setup.topology else 1) * config.mixing.every
     found = {}

@@ -4,6 +4,7 @@ from decjax.optim.accumulated import accumulated_adam
 from decjax.optim.accumulated import accumulated_adamw
 from decjax.optim.accumulated import AccumulatedAdamState
 from decjax.optim.accumulated import scale_by_accumulated_adam
+from decjax.optim.clip import clip_by_norm
 from decjax.optim.decentralize import decentralize
 from decjax.optim.decentralize import decentralized_adam
 from decjax.optim.decentralize import decentralized_adamw

@@ -3,6 +3,7 @@
     assemble     config -> parts; with methods, where a ConfigDict ends
     methods      config -> what happens to gradients and parameters
     state        the stacked state
+    source       where gradients come from: a whole model, or one divided into stages
     engine       one compiled step per phase: fused, or with the exchange beside the gradient
     divide       what of an update needs no message, and is computed meanwhile
     loop         steps, logging, signals, the end of a run
@@ -16,6 +17,7 @@
 """
 
 from decjax.train.assemble import build
+from decjax.train.assemble import devices_of_worker
 from decjax.train.assemble import message_ratio
 from decjax.train.assemble import Setup
 from decjax.train.assemble import SIMULATED_WORKERS

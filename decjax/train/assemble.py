@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 import copy
 import functools
 import json
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -18,6 +19,7 @@ from decjax import models
 from decjax import topology as topology_lib
 from decjax.train import engine
 from decjax.train import methods
+from decjax.train import source as source_lib
 from decjax.train import state as state_lib
 from decjax.train.errors import ConfigError
 
@@ -25,7 +27,7 @@ SIMULATED_WORKERS = 8  # on a lone accelerator, and forced CPU devices without o
 MINIMA = {"steps": 1, "log_every": 1, "consensus_every": 0, "sample_bytes": 1, "eval.every": 1, "eval.batch_size": 1,
           "eval.num_windows": 0, "checkpoint.every": 1, "checkpoint.keep": 1, "model.vocabulary": 256,
           "bucket_bytes": 0, "optimizer.clip_norm": 0, "optimizer.weight_decay": 0, "optimizer.eps": 0, "mixing.strength_power": 0,
-          "reducer.start": 0, "outer.learning_rate": 0}
+          "reducer.start": 0, "pipeline.stages": 1, "tensor": 1, "outer.learning_rate": 0}
 FRACTIONS = ("mixing.strength", "mixing.gamma", "optimizer.final_fraction")  # 0 to 1
 DECAYS = ("optimizer.b1", "optimizer.b2", "optimizer.momentum", "outer.momentum")  # 0 to less than 1
 MAX_SEED = 2**32 - 1
@@ -40,7 +42,7 @@ class Setup(NamedTuple):
     method: state_lib.Method
     schedule: optax.Schedule
     model: models.Model
-    gradients: Callable  # the gradient source, (params, tokens_BxT1, key) -> (loss, grads)
+    source: source_lib.Source
     corpus: data.Corpus
     batch: Callable[[int, int], np.ndarray]  # (worker, step) -> tokens_BxT1
 
@@ -52,8 +54,13 @@ def resolve(config: ml_collections.ConfigDict, devices: Sequence[jax.Device] | N
         if not config.simulate:
             devices = jax.devices() if devices is None else devices
             config.simulate = len(devices) == 1 and jax.process_count() == 1 and devices[0].platform != "cpu"
-        config.workers = SIMULATED_WORKERS if config.simulate else len(devices)
+        config.workers = SIMULATED_WORKERS if config.simulate else max(1, len(devices) // devices_of_worker(config))
     return ml_collections.ConfigDict(json.loads(config.to_json()))
+
+
+def devices_of_worker(config: ml_collections.ConfigDict) -> int:
+    """S·T, devices that hold one worker's model."""
+    return max(1, config.pipeline.stages * config.tensor)
 
 
 def build(config: ml_collections.ConfigDict, devices: Sequence[jax.Device] | None = None) -> Setup:
@@ -71,23 +78,35 @@ def build(config: ml_collections.ConfigDict, devices: Sequence[jax.Device] | Non
     """
     try:
         config = resolve(config, devices)
-        workers = mesh.make_workers(config.workers, local_size=config.local_size, simulate=config.simulate, devices=devices)
+        model = models.decoder_lm(**config.model, divide=mesh.divide)
+        workers = mesh.make_workers(
+            config.workers, local_size=config.local_size, stages=config.pipeline.stages, tensor=config.tensor,
+            simulate=config.simulate, devices=devices, divided=model.divided)
         _check_sizes(config)
+        source = make_source(config, model)
         schedule = make_schedule(config.optimizer, config.steps)
-        method, topology = methods.make_method(config, workers, schedule)
+        method, topology = methods.make_method(config, workers, schedule, source.norm)
         engine.choose(config.engine, method)
-        model = models.decoder_lm(**config.model)
         # Some mixers and reducers refuse arrays of some shapes, or messages that are no smaller.
-        like = state_lib.abstract(model.init, method.tx, workers, config.seed)
-        method.num_bytes(state_lib.one_worker(like.params), method.phase(config.steps - 1))
+        like = state_lib.abstract(lambda key: source.split(model.init(key)), method.tx, workers, config.seed, source.init)
+        method.num_bytes(state_lib.one_device(like.params, workers), method.phase(config.steps - 1))
         corpus = data.load_corpus(config.data.path, min_bytes=model.context + 1)
         batch = data.batches(
             corpus.train, context=model.context, batch_size=config.batch_size // config.workers,
             num_workers=config.workers, seed=config.seed, partition=config.data.partition)
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    gradients = jax.value_and_grad(lambda params, tokens_BxT1, key: model.nll(params, tokens_BxT1, key).mean())
-    return Setup(config, workers, topology, method, schedule, model, gradients, corpus, batch)
+    return Setup(config, workers, topology, method, schedule, model, source, corpus, batch)
+
+
+def make_source(config: ml_collections.ConfigDict, model: models.Model) -> source_lib.Source:
+    """The gradient source of the config's `pipeline`."""
+    options = config.pipeline.to_dict()
+    try:
+        options["layers"] = tuple(int(layers) for layers in options["layers"].split(",") if layers)
+    except ValueError:
+        raise ValueError(f"pipeline.layers={options['layers']!r} must read like '3,4,4,3', one number for each virtual stage") from None
+    return source_lib.of_model(model, batch_size=config.batch_size // config.workers, **options)
 
 
 class Size(NamedTuple):
@@ -132,6 +151,11 @@ def _check_sizes(config: ml_collections.ConfigDict) -> None:
         multiples = dict.fromkeys(max(1, batch_size // n + more) * n for more in (0, 1))
         raise ValueError(f"batch_size={batch_size} is not a positive multiple of workers={n}; "
                          f"use {' or '.join(map(str, multiples))}")
+
+    for name in ("heads", "hidden", "vocabulary"):
+        if config.model[name] % config.tensor:
+            raise ValueError(f"model.{name}={config.model[name]} is not divisible by tensor={config.tensor}, the devices that "
+                             f"divide it; use tensor={math.gcd(config.model[name], config.tensor)}")
 
     def value(name):
         return functools.reduce(lambda node, part: node[part], name.split("."), config)

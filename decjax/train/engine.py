@@ -33,8 +33,9 @@ PARTS = 2  # in which a split exchange travels, at most
 class Program(NamedTuple):
     """A compiled step of one phase."""
 
-    run: Callable  # (state, batch, step) -> (state, loss_N)
-    sent_N: np.ndarray  # bytes that each worker sends
+    run: Callable  # (state, batch, step) -> (state, loss_N), with stages loss_NxS, whose columns are equal
+    sent_N: np.ndarray  # bytes that each worker's devices send to other workers
+    sent: dict[str, np.ndarray]  # by axis: the same to other workers, to other stages, within tensor-parallel groups
     executables: tuple[jax.stages.Compiled, ...]
 
 
@@ -54,12 +55,13 @@ def choose(engine: str, method: state_lib.Method) -> str:
     return engine
 
 
-def make_step(gradients: Callable, method: state_lib.Method, workers: mesh.Workers, seed: int,
+def make_step(gradient: Callable, method: state_lib.Method, workers: mesh.Workers, seed: int,
               engine: str = "fused") -> Callable[..., Program]:
     """Joins a gradient source, a method and an engine.
 
     Args:
-        gradients: `gradients(params, batch, key) -> (loss, grads)` of one worker; no collectives inside.
+        gradient: of a `source.Source`: `gradient(params, source, batch, key) -> (loss, grads, source)` of one worker, or of
+            one stage of it.
         method: what happens to the gradient.
         workers: where the workers live.
         seed: keys are fold_in(fold_in(seed, worker), step).
@@ -70,26 +72,27 @@ def make_step(gradients: Callable, method: state_lib.Method, workers: mesh.Worke
         the compiled collectives. They are the declared ones where workers are simulated and nothing is sent, and where the
         phase is traced and the program holds all of them.
     """
-    def gradient(params, batch, step):
+    def take(params, source, batch, step):
         worker_key = jax.random.fold_in(jax.random.key(seed), mesh.worker_index(workers.axis_name))
-        return gradients(params, batch, jax.random.fold_in(worker_key, step))
+        return gradient(params, source, batch, jax.random.fold_in(worker_key, step))
 
     def apply(state, grads, **extra):
         updates, opt_state = method.tx.update(grads, state.opt_state, state.params, **extra)
-        return state_lib.State(optax.apply_updates(state.params, updates), opt_state)
+        return state_lib.State(optax.apply_updates(state.params, updates), opt_state, state.source)
 
     make = _split if choose(engine, method) == "split" else _fused
-    compile_phase = make(gradient, apply, method, workers)
+    compile_phase = make(take, apply, method, workers)
     compiled: dict[int | None, Program] = {}
 
     def program(phase, state, batch, step):
         if phase not in compiled:
             run, executables = compile_phase(phase, state, batch, step)
             if workers.simulated or phase is None:
-                sent_N = method.num_bytes(state_lib.one_worker(state.params), phase)
+                sent = {"worker": workers.stages * method.num_bytes(state_lib.one_device(state.params, workers), phase)}
             else:
-                sent_N = sum(wire.bytes_sent(executable.as_text(), workers.num_workers) for executable in executables)
-            compiled[phase] = Program(run, sent_N, executables)
+                found = [wire.bytes_by_axis(executable.as_text(), workers) for executable in executables]
+                sent = {axis: sum(of[axis] for of in found) for axis in found[0]}
+            compiled[phase] = Program(run, sent["worker"], sent, executables)
         return compiled[phase]
 
     return program
@@ -118,7 +121,8 @@ def _early_exchange(platform: str | None, program: str) -> dict[str, bool | int]
 
 def _fused(gradient, apply, method, workers):
     def worker_step(state, batch, step, phase):
-        loss, grads = gradient(state.params, batch, step)
+        loss, grads, source = gradient(state.params, state.source, batch, step)
+        state = state._replace(source=source)
         if workers.on_cpu:
             # CPU devices overlap nothing within one executable. An exchange that starts before the gradient only blocks
             # threads which others need for computing: it costs a third of a small step, after the gradient a tenth.
@@ -142,7 +146,7 @@ def _split(gradient, apply, method, workers):
 
     def compile_phase(phase, state, batch, step):
         if not shared:
-            shared.append(workers.jit(gradient, (0, 0, None)).lower(state.params, batch, step).compile())
+            shared.append(workers.jit(gradient, (0, 0, 0, None)).lower(state.params, state.source, batch, step).compile())
         take_gradient, = shared
         known, tree = (state, take_gradient.out_info[1]), jax.tree.structure(state)
         exchange = functools.partial(method.exchange, phase=phase)
@@ -172,8 +176,8 @@ def _split(gradient, apply, method, workers):
                         for send in sends]
             if workers.on_cpu and not mesh.between_cpu_processes():
                 concurrent.futures.wait(arriving)  # Devices of one process share threads: waiting collectives could starve the rest.
-            loss_N, grads = take_gradient(state.params, batch, step)
-            known, leaves, arrived = (state, grads), {}, []
+            loss_N, grads, source = take_gradient(state.params, state.source, batch, step)
+            known, leaves, arrived = (state._replace(source=source), grads), {}, []
             for part, own, join in zip(arriving, prepare(known), joins, strict=True):
                 arrived.append(part.result())
                 leaves |= join(known, own, *arrived)

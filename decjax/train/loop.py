@@ -29,6 +29,9 @@ from decjax.train.errors import Diverged
 from decjax.train.errors import TrainingError
 
 
+LAYOUT = {"stages": 1, "chunks": 1, "layers": ""}  # of config.pipeline, what decides where parameters live; of a whole model
+
+
 class Outcome(NamedTuple):
     """How a run ended.
 
@@ -83,20 +86,26 @@ class Run:
         self.start, self.state = self._restore(source)
         if setup.topology:
             try:
-                gossip.check_exchange(setup.workers, setup.topology, setup.method.mixer.permutations)
+                gossip.check_exchange(setup.workers.whole, setup.topology, setup.method.mixer.permutations)
             except RuntimeError as error:
                 raise TrainingError(str(error)) from error
         self._program = engine.make_step(
-            setup.gradients, setup.method, self.workers, self.config.seed, self.config.engine)
-        self._distance = jax.jit(state_lib.consensus_distance, out_shardings=self.workers.replicated)
-        self._average = jax.jit(functools.partial(state_lib.averaged, mixer=setup.method.mixer), out_shardings=self.workers.replicated)
+            setup.source.gradient, setup.method, self.workers, self.config.seed, self.config.engine)
+        join, whole, mixer = jax.vmap(setup.source.join), self.workers.whole, setup.method.mixer
+        joined = jax.eval_shape(join, self.state.params)
+        self._join = jax.jit(join, out_shardings=whole.shardings(joined)) if self.workers.stages > 1 else lambda params: params
+        self._distance = jax.jit(lambda params: state_lib.consensus_distance(join(params)), out_shardings=self.workers.replicated)
+        self._average = jax.jit(
+            lambda state: state_lib.averaged(state._replace(params=join(state.params)), mixer, self.workers.num_axes),
+            out_shardings=self.workers.replicated)
         self._usage = self.workers.jit(setup.method.usage, (0,)) if setup.method.usage else None
         self._saved = self.start if self.checkpoints.latest() == self.start else None
 
     # -- Beginning ----------------------------------------------------------------------------------------------------
 
     def _parts(self):
-        return self.setup.model.init, self.setup.method.tx, self.workers, self.config.seed
+        model, source = self.setup.model, self.setup.source
+        return lambda key: source.split(model.init(key)), self.setup.method.tx, self.workers, self.config.seed, source.init
 
     def _restore(self, source) -> tuple[int, state_lib.State]:
         if (step := self.checkpoints.latest()) is not None:
@@ -112,13 +121,17 @@ class Run:
         return self._restore_resized(*source)
 
     def _open(self, folder: pathlib.Path) -> tuple[pathlib.Path, checkpoint.Checkpoints, int, int]:
-        """The run to start from: its folder, checkpoints, newest step and number of workers."""
+        """The run to start from: its folder, checkpoints, newest step and number of workers; its stages must be ours."""
         checkpoints = checkpoint.Checkpoints(folder, read_only=True)
         step = checkpoints.latest()
         try:
-            n = json.loads((folder / "config.json").read_text())["workers"]
+            config = json.loads((folder / "config.json").read_text())
+            n, theirs = config["workers"], LAYOUT | config.get("pipeline", {})
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise CheckpointError(f"{folder / 'config.json'} cannot be read: not a run of decjax") from error
+        if differing := [f"pipeline.{name}={theirs[name]!r} there, {self.config.pipeline[name]!r} here" for name in LAYOUT
+                         if theirs[name] != self.config.pipeline[name]]:
+            raise CheckpointError(f"{folder} is of a model divided otherwise ({'; '.join(differing)}); start with the same")
         if step is None or step >= self.config.steps:
             raise CheckpointError(f"{folder} has " + ("no complete checkpoint; choose another --resume_from" if step is None else
                                   f"done {step} of steps={self.config.steps}; set more steps to go on from there"))
@@ -132,18 +145,18 @@ class Run:
         state = self.workers.fetch(state)
         # What mixers remember of neighbours starts from one and the same model: here the average of the replicas.
         average = jax.tree.map(lambda mean, x: np.asarray(mean, x.dtype), state_lib.mean_over_workers(state.params), state.params)
-        fresh = self.workers.fetch(state_lib.start(average, self.setup.method.tx, self.workers))
+        fresh = self.workers.fetch(state_lib.start(average, self.setup.method.tx, self.workers, self.setup.source.init))
         state = state_lib.resize(state, fresh, self.workers.num_workers)
         self.counters["first_step"] = step
         self.note = (f"starting from step {step} of {folder}; {n} replicas became {self.workers.num_workers}, "
                      "mixer and reducer state begin afresh")
-        return step, jax.tree.map(lambda x: self.workers.build(x.__getitem__), state)
+        return step, self.workers.place(state)
 
     # -- Measuring ----------------------------------------------------------------------------------------------------
 
     def _flush(self, losses: collections.deque) -> np.ndarray:
         """Mean loss of each worker over the pending (step, loss_N); raises `Diverged` on the first that is not finite."""
-        fetched = [(step, self.workers.fetch(loss_N)) for step, loss_N in losses]
+        fetched = [(step, self.workers.fetch_first(loss)) for step, loss in losses]
         for step, loss_N in fetched:
             if not np.isfinite(loss_N).all():
                 self._diverged(f"loss is {loss_N[~np.isfinite(loss_N)][0]} on worker "
@@ -177,7 +190,9 @@ class Run:
         return data.validation_windows(self.setup.corpus.valid, context=self.setup.model.context, limit=limit)
 
     def _make_evaluate(self, limit: int):
-        return evaluate_lib.make_evaluate(self.setup.model.nll, self.workers, self._windows(limit), self.config.eval.batch_size)
+        evaluate = evaluate_lib.make_evaluate(
+            self.setup.model.nll, self.workers.whole, self._windows(limit), self.config.eval.batch_size)
+        return lambda params, average: evaluate(self._join(params), average)
 
     # -- The loop -----------------------------------------------------------------------------------------------------
 
@@ -227,9 +242,9 @@ class Run:
         for step in range(self.start, config.steps):
             batch = workers.build(lambda worker: self.setup.batch(worker, step))
             program = self._program(self.setup.method.phase(step), self.state, batch, np.int32(step))
-            self.state, loss_N = program.run(self.state, batch, np.int32(step))
+            self.state, loss = program.run(self.state, batch, np.int32(step))
             self.counters["bytes_sent_per_worker"] += float(program.sent_N.mean())
-            losses.append((step, loss_N))
+            losses.append((step, loss))
             if len(losses) > 1:
                 losses[-2][1].block_until_ready()  # One step in flight while the host prepares the next.
             done = step + 1
@@ -275,10 +290,10 @@ class Run:
         method = self.setup.method
         if not method.usage:
             return 0.0
-        used_NxS = self.workers.fetch(self._usage(self.state.opt_state))
-        one = state_lib.one_worker(self.state.params)
-        per_step_S = [method.num_bytes(one, phase).mean() for phase in method.phases]
-        return float(used_NxS.mean(axis=0) @ per_step_S)
+        used = self.workers.fetch(self._usage(self.state.opt_state))  # [N, (stages,) phases]
+        one = state_lib.one_device(self.state.params, self.workers)
+        per_step = [method.num_bytes(one, phase).mean() for phase in method.phases]
+        return float(used.reshape(-1, len(per_step)).mean(axis=0) @ per_step) * self.workers.stages
 
     def _stop_requested(self, caught, step: int) -> bool:
         if jax.process_count() == 1:
@@ -286,7 +301,7 @@ class Run:
         # Processes must agree on the step at which they stop; ask at logging steps, which synchronise them anyway.
         if step % self.config.log_every:
             return False
-        return bool(self.workers.fetch(self.workers.build(lambda worker: np.int32(bool(caught)))).any())
+        return bool(self.workers.fetch(self.workers.whole.build(lambda worker: np.int32(bool(caught)))).any())
 
     def _record(self, recorder, display, row) -> None:
         if recorder:
@@ -295,12 +310,14 @@ class Run:
 
     def _make_consensus(self):
         """The destructive protocol of the paper's runs: every replica becomes the average."""
-        consensus = functools.partial(state_lib.consensus, mixer=self.setup.method.mixer, workers=self.workers)
-        compiled = jax.jit(consensus, out_shardings=self.workers.stacked, donate_argnums=0).lower(self.state).compile()
-        if self.workers.simulated:
-            sent_N = reduce.mean().num_bytes(state_lib.one_worker(self.state.params), self.workers.num_workers)
+        state, workers = self.state, self.workers
+        consensus = functools.partial(state_lib.consensus, mixer=self.setup.method.mixer, workers=workers)
+        compiled = jax.jit(consensus, out_shardings=workers.shardings(state), donate_argnums=0).lower(state).compile()
+        if workers.simulated:
+            one = state_lib.one_device(state.params, workers)
+            sent_N = workers.stages * reduce.mean().num_bytes(one, workers.num_workers)
         else:
-            sent_N = wire.bytes_sent(compiled.as_text(), self.workers.num_workers)
+            sent_N = wire.bytes_by_axis(compiled.as_text(), workers)["worker"]
         sent = float(sent_N.mean())
         return lambda state: (compiled(state), sent)
 

@@ -92,6 +92,9 @@ def prepare(config: ml_collections.ConfigDict) -> assemble.Setup:
     """
     if config.simulate:
         raise ConfigError("simulate=True: workers on one device exchange nothing that could be timed; leave it out")
+    if assemble.devices_of_worker(config) > 1:
+        raise ConfigError(f"stages={config.pipeline.stages}, tensor={config.tensor}: what is measured is a worker on one device; "
+                          "leave them out")
     if config.workers == 1 or jax.device_count() == 1:
         raise ConfigError(f"workers={config.workers or 'auto'}, devices={jax.device_count()}: an exchange is timed between at "
                           "least two workers, each on a device of its own; JAX_PLATFORMS=cpu makes devices of CPU threads")
@@ -118,7 +121,7 @@ def step_actions(setup: assemble.Setup) -> Actions:
         return layout.unpack([(own + other) / 2 for own, other in zip(layout.pack(params), received)], like=params)
 
     forward = workers.jit(lambda params, batch: setup.model.nll(params, batch, key).mean(), (0, 0))
-    gradient = workers.jit(lambda params, batch: setup.gradients(params, batch, key), (0, 0))
+    gradient = workers.jit(lambda params, batch: setup.source.gradient(params, (), batch, key)[:2], (0, 0))
     optimize = workers.jit(_silent_update(setup), (0, 0), donate_argnums=(0,))
     join = workers.jit(combine, (0, 0))
     params, received = jax.tree.map(jnp.copy, state.params), workers.jit(layout.pack, (0,))(state.params)

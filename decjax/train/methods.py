@@ -1,9 +1,11 @@
 """From a config to what happens to gradients and parameters: optimizer, topology, codec, mixer or reducer, and their method."""
 
 import ast
+from collections.abc import Callable
 import functools
 from typing import Any
 
+import jax
 import ml_collections
 import numpy as np
 import optax
@@ -15,6 +17,8 @@ from decjax import optim
 from decjax import reduce
 from decjax import topology as topology_lib
 from decjax.train.state import Method
+
+Norm = Callable[[Any], jax.Array]  # of a whole model's gradient, from a worker's or stage's share
 
 
 def _adamw(config, schedule):
@@ -38,10 +42,10 @@ def _sign_descent(config, schedule):
 OPTIMIZERS = {"adamw": _adamw, "accum_adamw": _accumulated_adamw, "sgdm": _momentum_sgd, "sign": _sign_descent}
 
 
-def make_optimizer(config: ml_collections.ConfigDict, schedule: optax.Schedule) -> optax.GradientTransformation:
+def make_optimizer(config: ml_collections.ConfigDict, schedule: optax.Schedule, norm: Norm) -> optax.GradientTransformation:
     """What one worker does with its gradient: clipping by its own global norm, then the named optimizer."""
     optimizer = OPTIMIZERS[_known("optimizer", config.name, OPTIMIZERS)](config, schedule)
-    return optax.chain(optax.clip_by_global_norm(config.clip_norm), optimizer) if config.clip_norm else optimizer
+    return optax.chain(optim.clip_by_norm(config.clip_norm, norm), optimizer) if config.clip_norm else optimizer
 
 
 def _known(what: str, name: str, valid) -> str:
@@ -51,7 +55,7 @@ def _known(what: str, name: str, valid) -> str:
 
 
 def make_method(config: ml_collections.ConfigDict, workers: mesh.Workers,
-                schedule: optax.Schedule) -> tuple[Method, topology_lib.Topology | None]:
+                schedule: optax.Schedule, norm: Norm = optax.global_norm) -> tuple[Method, topology_lib.Topology | None]:
     """What happens to gradients and parameters, as one transformation; and the topology of gossip."""
     build = METHODS[_known("method", config.method, METHODS)]
     if config.stale and config.method != "allreduce":
@@ -64,7 +68,7 @@ def make_method(config: ml_collections.ConfigDict, workers: mesh.Workers,
             raise ValueError(f"mixing.{field}={config.mixing[field]!r} belongs to method 'decentralized', got {config.method!r}; "
                              f"leave it {repr(empty) if empty else 'empty'}")
     _check_communicates(config)
-    return build(config, workers, schedule)
+    return build(config, workers, schedule, norm)
 
 
 def _check_communicates(config) -> None:
@@ -80,10 +84,10 @@ def _check_communicates(config) -> None:
                          f"{config.reducer.name!r} would never be used; use less than {-(-config.steps // between)}, or reducer 'mean'")
 
 
-def _decentralized(config, workers, schedule):
+def _decentralized(config, workers, schedule, norm):
     topology = make_topology(config.topology, workers.num_workers, workers.local_size)
     mixer = make_mixer(config, topology, workers.axis_name, schedule)
-    inner, order = make_optimizer(config.optimizer, schedule), config.mixing.order
+    inner, order = make_optimizer(config.optimizer, schedule, norm), config.mixing.order
     if config.mixing.mixer == "beer":
         tx, exchange = optim.track(inner, mixer, order), functools.partial(optim.tracked_exchange, mixer)
     else:
@@ -103,30 +107,31 @@ def _decentralized(config, workers, schedule):
     return Method(tx, mixer.phase, num_bytes, exchange if order == "awc" else None, mixer=mixer), topology
 
 
-def _allreduce(config, workers, schedule):
+def _allreduce(config, workers, schedule, norm):
     reducer = make_reducer(config, workers.axis_name)
     if config.reducer.name == "onebit_adam":
-        return _averaging(_onebit_adam(config, reducer, schedule), reducer, workers), None
+        return _averaging(_onebit_adam(config, reducer, schedule, norm), reducer, workers), None
 
     def exchange(params, opt_state, phase):
         del params
         return optim.stale_exchange(reducer, opt_state, phase)
 
-    tx = optim.synchronize(make_optimizer(config.optimizer, schedule), reducer, config.stale)
+    tx = optim.synchronize(make_optimizer(config.optimizer, schedule, norm), reducer, config.stale)
     return _averaging(tx, reducer, workers, exchange if config.stale else None), None
 
 
-def _local_updates(config, workers, schedule):
+def _local_updates(config, workers, schedule, norm):
     if config.reducer.name == "onebit_adam" or config.method == "sparseloco" and config.reducer.name != "codec":
         raise ValueError(f"method {config.method!r} cannot have reducer {config.reducer.name!r}; 'sparseloco' takes reducer 'codec', "
                          "'diloco' any but 'onebit_adam'")
     reducer = reduce.every(make_reducer(config, workers.axis_name), config.outer.every)
     outer = optax.sgd(config.outer.learning_rate, config.outer.momentum or None, nesterov=True)
-    return _averaging(optim.local_updates(make_optimizer(config.optimizer, schedule), reducer, outer), reducer, workers), None
+    inner = make_optimizer(config.optimizer, schedule, norm)
+    return _averaging(optim.local_updates(inner, reducer, outer), reducer, workers), None
 
 
-def _local(config, workers, schedule):
-    inner = optax.with_extra_args_support(make_optimizer(config.optimizer, schedule))
+def _local(config, workers, schedule, norm):
+    inner = optax.with_extra_args_support(make_optimizer(config.optimizer, schedule, norm))
 
     def update(grads, state, params=None, *, phase=None, **extra):
         del phase
@@ -148,7 +153,7 @@ def _averaging(tx: optax.GradientTransformationExtraArgs, reducer: reduce.Reduce
                   reducer.phases)
 
 
-def _onebit_adam(config, reducer, schedule) -> optax.GradientTransformation:
+def _onebit_adam(config, reducer, schedule, norm) -> optax.GradientTransformation:
     optimizer = config.optimizer
     if config.stale or optimizer.name != "adamw":
         raise ValueError("reducer 'onebit_adam' is an optimizer as well: it takes optimizer 'adamw' and no stale, "
@@ -156,7 +161,7 @@ def _onebit_adam(config, reducer, schedule) -> optax.GradientTransformation:
     if not 0 < config.reducer.start < config.steps:
         raise ValueError(f"reducer.start={config.reducer.start}: 1-bit Adam takes its variance from the steps before, "
                          f"at least 1 and less than steps={config.steps}")
-    clip = [optax.clip_by_global_norm(optimizer.clip_norm)] if optimizer.clip_norm else []
+    clip = [optim.clip_by_norm(optimizer.clip_norm, norm)] if optimizer.clip_norm else []
     return optax.chain(*clip, optim.scale_by_onebit_adam(reducer, optimizer.b1, optimizer.b2, optimizer.eps),
                        optax.add_decayed_weights(optimizer.weight_decay), optax.scale_by_learning_rate(schedule))
 

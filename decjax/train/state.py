@@ -1,4 +1,4 @@
-"""The training state and what is measured on it. Everything is stacked over workers: `[N, ...]`."""
+"""The training state and what is measured on it. Everything is stacked over workers: `[N, ...]`, with stages `[N, S, ...]`."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -17,6 +17,7 @@ class State(NamedTuple):
 
     params: Any  # [N, ...] float32 masters
     opt_state: Any  # [N, ...]
+    source: Any = ()  # [N, ...] what the gradient source remembers
 
 
 class Method(NamedTuple):
@@ -43,26 +44,36 @@ class Method(NamedTuple):
     mixer: gossip.Mixer | None = None
 
 
-def init(model_init: Callable, tx: optax.GradientTransformation, workers: mesh.Workers, seed: int) -> State:
-    """The initial state: the same parameters on every worker."""
-    return start(jax.jit(model_init)(jax.random.key(seed)), tx, workers)
+def no_source(params: Any) -> tuple[()]:
+    """The state of a gradient source that remembers nothing."""
+    del params
+    return ()
 
 
-def start(params: Any, tx: optax.GradientTransformation, workers: mesh.Workers) -> State:
+def init(model_init: Callable, tx: optax.GradientTransformation, workers: mesh.Workers, seed: int,
+         source_init: Callable[[Any], Any] = no_source) -> State:
+    """The initial state: the same parameters on every worker; `model_init(key)` gives leaves [S, ...] with stages."""
+    return start(jax.jit(model_init)(jax.random.key(seed)), tx, workers, source_init)
+
+
+def start(params: Any, tx: optax.GradientTransformation, workers: mesh.Workers,
+          source_init: Callable[[Any], Any] = no_source) -> State:
     """The initial state from given parameters of one model."""
     params = workers.stack(params)
-    return State(params, workers.jit(tx.init, in_axes=(0,))(params))
+    return State(params, workers.jit(tx.init, in_axes=(0,))(params), workers.jit(source_init, in_axes=(0,))(params))
 
 
-def abstract(model_init: Callable, tx: optax.GradientTransformation, workers: mesh.Workers, seed: int) -> State:
+def abstract(model_init: Callable, tx: optax.GradientTransformation, workers: mesh.Workers, seed: int,
+             source_init: Callable[[Any], Any] = no_source) -> State:
     """Shapes, dtypes and shardings of `init`'s result, without its arrays."""
-    shapes = jax.eval_shape(lambda: init(model_init, tx, workers, seed))
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=workers.stacked), shapes)
+    shapes = jax.eval_shape(lambda: init(model_init, tx, workers, seed, source_init))
+    return jax.tree.map(lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), shapes,
+                        workers.shardings(shapes))
 
 
-def one_worker(tree: Any) -> Any:
-    """Shapes and dtypes of one worker's share of a stacked tree."""
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), tree)
+def one_device(tree: Any, workers: mesh.Workers) -> Any:
+    """Shapes and dtypes of one worker's, or stage's, share of a stacked tree."""
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[workers.num_axes:], x.dtype), tree)
 
 
 def mean_over_workers(params: Any, weight_N: jax.Array | None = None) -> Any:
@@ -74,20 +85,22 @@ def mean_over_workers(params: Any, weight_N: jax.Array | None = None) -> Any:
     return jax.tree.map(mean, params)
 
 
-def averaged(state: State, mixer: gossip.Mixer | None) -> Any:
-    """The averaged model of a state, with the weights of its mixer."""
-    weighted = mixer and mixer.weight
-    return mean_over_workers(state.params, jax.vmap(mixer.weight)(state.opt_state.mixer) if weighted else None)
+def averaged(state: State, mixer: gossip.Mixer | None, num_axes: int = 1) -> Any:
+    """The averaged model of a state of `num_axes` leading axes, with the weights of its mixer: those of stages are equal."""
+    if not (mixer and mixer.weight):
+        return mean_over_workers(state.params)
+    weight = jax.vmap(mixer.weight) if num_axes == 1 else jax.vmap(lambda mixer_S: jax.vmap(mixer.weight)(mixer_S)[0])
+    return mean_over_workers(state.params, weight(state.opt_state.mixer))
 
 
 def consensus(state: State, mixer: gossip.Mixer | None, workers: mesh.Workers) -> State:
     """The state in which every replica is the average, and the mixer knows."""
-    mean = averaged(state, mixer)
+    mean = averaged(state, mixer, workers.num_axes)
     params = jax.tree.map(lambda x, m: jnp.broadcast_to(m.astype(x.dtype), x.shape), state.params, mean)
     if not (mixer and mixer.restart):
         return state._replace(params=params)
     restarted = workers.map(mixer.restart, (0, 0))(params, state.opt_state.mixer)
-    return State(params, state.opt_state._replace(mixer=restarted))
+    return state._replace(params=params, opt_state=state.opt_state._replace(mixer=restarted))
 
 
 def consensus_distance(params: Any) -> jax.Array:
@@ -97,8 +110,8 @@ def consensus_distance(params: Any) -> jax.Array:
     return jnp.sqrt(sum((jnp.sum(d**2) / len(d) for d in deviations), jnp.zeros(())))
 
 
-# What belongs to edges between workers, and the gradient that a stale all-reduce has not applied yet.
-FLEETING = ("mixer", "reducer", "pending", "tracker", "gradient")
+# What belongs to edges between workers or stages, and the gradient that a stale all-reduce has not applied yet.
+FLEETING = ("mixer", "reducer", "pending", "tracker", "gradient", "source")
 
 
 def lasting(state: Any) -> Any:

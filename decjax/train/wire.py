@@ -1,11 +1,14 @@
 """Bytes on the wire, read from compiled HLO.
 
-Per worker, for a payload of b bytes (the full buffer) and groups of g:
+Per device, for a payload of b bytes (the full buffer) and groups of g:
 
     collective-permute            b               self-edges excluded; only sources send
     all-reduce                    2 (g−1)/g · b
     reduce-scatter, all-gather    (g−1)/g · b
     all-to-all                    (g−1)/g · b
+
+An operation in a loop counts once, unless its name has the scope `runs=n`: the pipeline's executor knows how often a loop over
+ticks sends along each pattern, and says so there.
 """
 
 import math
@@ -14,6 +17,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from decjax import mesh
+
 _KINDS = ("collective-permute", "all-reduce", "reduce-scatter", "all-gather", "all-to-all")
 _UNKNOWN = re.compile(r" (collective-broadcast|ragged-all-to-all)(?:-start)?\(")
 _OPERATION = re.compile(rf" = (?P<shape>.+?) (?P<kind>{'|'.join(_KINDS)})(?P<start>-start)?\(")
@@ -21,6 +26,7 @@ _ARRAY = re.compile(r"(?P<dtype>pred|[a-z]+[0-9]+[a-z0-9]*)\[(?P<dims>[0-9,]*)\]
 _PAIRS = re.compile(r"source_target_pairs=\{((?:\{\d+,\d+\},?)*)\}")
 _GROUPS = re.compile(r"replica_groups=\{((?:\{[\d,]+\},?)*)\}")
 _IOTA_GROUPS = re.compile(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
+_RUNS = re.compile(r"\bruns=(\d+)")
 _MESH_GROUPS = re.compile(r"replica_groups=mesh\[([^\]]*)\] \{((?:'[^']+',?)*)\}")
 
 
@@ -31,11 +37,13 @@ class Collective(NamedTuple):
         kind: HLO name, as "collective-permute".
         groups: worker indices; for a permute, the pairs (source, target) without self-edges.
         num_bytes: the full buffer: of the operand for a permute or an all-reduce, before a scatter, after a gather.
+        runs: how often it runs.
     """
 
     kind: str
     groups: tuple[tuple[int, ...], ...]
     num_bytes: int
+    runs: int = 1
 
     @property
     def group_size(self) -> int:
@@ -47,10 +55,10 @@ class Collective(NamedTuple):
         sent_N = np.zeros(num_workers)
         for group in self.groups:
             if self.kind == "collective-permute":
-                sent_N[group[0]] += self.num_bytes
+                sent_N[group[0]] += self.runs * self.num_bytes
             else:
                 passes = 2 if self.kind == "all-reduce" else 1
-                sent_N[list(group)] += passes * (len(group) - 1) / len(group) * self.num_bytes
+                sent_N[list(group)] += self.runs * passes * (len(group) - 1) / len(group) * self.num_bytes
         return sent_N
 
 
@@ -106,7 +114,7 @@ def collectives(hlo: str, num_workers: int) -> list[Collective]:
         num_workers: N, the number of partitions.
 
     Returns:
-        One `Collective` per operation. A collective in a loop body counts once.
+        One `Collective` per operation.
     """
     found = []
     for line in hlo.splitlines():
@@ -116,17 +124,35 @@ def collectives(hlo: str, num_workers: int) -> list[Collective]:
             continue
         kind = match["kind"]
         num_bytes = _payload(match["shape"], kind, bool(match["start"]))
+        runs = math.prod(map(int, _RUNS.findall(line)))
         if kind == "collective-permute":
             pairs = [tuple(_integers(pair)) for pair in re.findall(r"\{([\d,]+)\}", _PAIRS.search(line)[1])]
-            found.append(Collective(kind, tuple(pair for pair in pairs if pair[0] != pair[1]), num_bytes))
+            found.append(Collective(kind, tuple(pair for pair in pairs if pair[0] != pair[1]), num_bytes, runs))
             continue
         groups = _groups(line, num_workers)
         if kind == "reduce-scatter":
             num_bytes *= len(groups[0])
-        found.append(Collective(kind, groups, num_bytes))
+        found.append(Collective(kind, groups, num_bytes, runs))
     return found
 
 
 def bytes_sent(hlo: str, num_workers: int) -> np.ndarray:
     """Bytes that each worker sends when the program runs once, float64 of shape (N,)."""
     return sum((collective.sent(num_workers) for collective in collectives(hlo, num_workers)), np.zeros(num_workers))
+
+
+AXES = ("worker", "stage", "tensor")
+
+
+def bytes_by_axis(hlo: str, workers: mesh.Workers) -> dict[str, np.ndarray]:
+    """Bytes that each worker's devices send when the program runs once: to other workers, to other stages of the same worker, and
+    within tensor-parallel groups; float64 of shape (N,) each."""
+    devices = workers.mesh.size
+    sizes = workers.num_workers, workers.mesh.devices.shape[2], workers.mesh.devices.shape[3]
+    sent = {axis: np.zeros(devices) for axis in AXES}
+    for collective in collectives(hlo, devices):
+        members = np.unravel_index([list(group) for group in collective.groups if len(group) > 1] or [[0]], sizes)
+        crossed = [axis for axis, index in zip(AXES, members) if (index != index[:, :1]).any()]
+        if crossed:
+            sent[crossed[0]] += collective.sent(devices)
+    return {axis: per_device.reshape(workers.num_workers, -1).sum(axis=1) for axis, per_device in sent.items()}

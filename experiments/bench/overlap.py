@@ -104,7 +104,7 @@ def schedules(argument: str, devices: Sequence[jax.Device], **mixing: bool) -> I
     state = state_lib.abstract(setup.model.init, setup.method.tx, setup.workers, config.seed)
     tokens_BxT1 = setup.batch(0, 0)
     batch = jax.ShapeDtypeStruct((n, *tokens_BxT1.shape), tokens_BxT1.dtype, sharding=setup.workers.stacked)
-    program = engine.make_step(setup.gradients, setup.method, setup.workers, config.seed)
+    program = engine.make_step(setup.source.gradient, setup.method, setup.workers, config.seed)
     num_steps = setup.topology.period if setup.topology else 1
     for phase in dict.fromkeys(map(setup.method.phase, range(num_steps))):
         executable, = program(phase, state, batch, np.int32(0)).executables

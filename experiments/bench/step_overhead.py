@@ -38,7 +38,7 @@ class Stepper:
         config.batch_size = batch_size * (config.workers or train.SIMULATED_WORKERS)
         self.setup = setup = train.build(config)
         self.state = state_lib.init(setup.model.init, setup.method.tx, setup.workers, setup.config.seed)
-        self.program = engine.make_step(setup.gradients, setup.method, setup.workers, setup.config.seed)
+        self.program = engine.make_step(setup.source.gradient, setup.method, setup.workers, setup.config.seed)
         self.batch = setup.workers.build(lambda worker: setup.batch(worker, 0))
         self.count = 0
 

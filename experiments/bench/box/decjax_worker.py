@@ -38,20 +38,20 @@ class Stepper:
             {"workers": jax.device_count(), "batch_size": batch_size * jax.device_count(), **fields})
         self.setup = setup = train.build(config)
         self.state = state_lib.init(setup.model.init, setup.method.tx, setup.workers, config.seed)
-        gradients = self.pausing_gradients if pauses else setup.gradients
-        self.program = engine.make_step(gradients, setup.method, setup.workers, config.seed, config.engine)
+        gradient = self.pausing_gradient if pauses else setup.source.gradient
+        self.program = engine.make_step(gradient, setup.method, setup.workers, config.seed, config.engine)
         self.batch = setup.workers.build(lambda worker: setup.batch(worker, 0))
         self.pauses = pauses
         self.pauses_s: collections.deque[float] = collections.deque()  # of steps that have not begun yet
         self.count = 0
 
-    def pausing_gradients(self, params, tokens_BxT1, key):
+    def pausing_gradient(self, params, state, tokens_BxT1, key):
         """The gradient, once a pause is over that stands for slower computing: it waits, but keeps no core busy."""
         def sleep(_):
             time.sleep(self.pauses_s.popleft())
             return np.int32(0)
         after = io_callback(sleep, jax.ShapeDtypeStruct((), np.int32), tokens_BxT1[0, 0])
-        return self.setup.gradients(params, tokens_BxT1 + after, key)
+        return self.setup.source.gradient(params, state, tokens_BxT1 + after, key)
 
     def compile(self, step: int) -> engine.Program:
         """The program of a step."""
@@ -82,7 +82,7 @@ class Worker:
         period = len({stepper.setup.method.phase(step) for step in range(64)})
         for step in range(period):
             stepper.compile(step)
-        params = state_lib.one_worker(stepper.state.params)
+        params = state_lib.one_device(stepper.state.params, stepper.setup.workers)
         return {"period": period, "parameters": sum(x.size for x in jax.tree.leaves(params))}
 
     def steps(self, method: str, count: int, pause_s: tuple[float, float] = (0.0, 0.0), seed: int = 0) -> list[float]:

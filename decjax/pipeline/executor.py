@@ -1,0 +1,361 @@
+"""The gradient of a divided model, by any schedule: one program that runs the schedule's table tick by tick.
+
+In a tick a stage takes one pass of one microbatch, or none:
+
+    F    y = blocks(x);              send y to the next virtual stage
+    B    dx, dθ = blocks'(x)ᵀ g;     θ̄ ← θ̄ + dθ;   send dx to the one before
+
+and messages are exchanged at its end, by exactly those pairs of stages that have one. The first virtual stage reads x from the
+embedding; the last one takes g from the loss, of which F is no part. With rematerialization B computes F anew from x, so
+the last virtual stage leaves F out; without it F keeps what B needs, but for the parameters.
+
+All that differs between stages is looked up in tables by the stage's index, so that all run one program: a scan over ticks.
+What a stage has to do decides between branches that hold no collective of several stages (a stage in a bubble skips its work);
+who sends to whom decides between branches as well, but these are the same on all stages. The size of the program depends
+neither on microbatches nor, nearly, on stages. Buffers are those of the schedule: slots are given at compile time to what
+waits at the same time.
+"""
+
+from collections.abc import Callable, Iterable
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.extend
+import jax.numpy as jnp
+import numpy as np
+
+from decjax import mesh
+from decjax import schedules
+from decjax.pipeline import boundary as boundary_lib
+from decjax.pipeline import stages
+
+IDLE, FORWARD, BACKWARD = 0, 1, 2
+NOWHERE = -1
+
+
+class Message(NamedTuple):
+    """Messages of one tick that are sent alike."""
+
+    kind: str
+    compress: bool
+    pairs: tuple[tuple[int, int], ...]
+
+
+class Table(NamedTuple):
+    """A schedule as arrays, one row a tick.
+
+    Attributes:
+        columns: [ticks, S] integers: what each stage does (`op`, `microbatch`, `chunk`), the slots that it reads (`input`,
+            `kept`, `gradient`), and those in which it puts what arrives (`next_input`, `next_gradient`) or NOWHERE.
+        pattern: [ticks] index into `patterns`.
+        patterns: the messages of a tick.
+        slots: how many of "input", "kept" and "gradient" any stage needs.
+    """
+
+    columns: dict[str, np.ndarray]
+    pattern: np.ndarray
+    patterns: tuple[tuple[Message, ...], ...]
+    slots: dict[str, int]
+
+    @property
+    def runs(self) -> list[int]:
+        """In how many ticks each pattern is used."""
+        return np.bincount(self.pattern, minlength=len(self.patterns)).tolist()
+
+
+def tabulate(schedule: schedules.Schedule, compresses: Callable[[schedules.Send], bool], remat: bool) -> Table:
+    """The tables of a schedule.
+
+    Args:
+        schedule: which stage does what, when.
+        compresses: which messages are compressed.
+        remat: whether B computes F anew; inputs then wait for B instead of F, and the last virtual stage leaves F out.
+    """
+    shape, last = (schedule.num_ticks, schedule.num_stages), schedule.num_virtual - 1
+    columns = {name: np.zeros(shape, np.int32) for name in ("op", "microbatch", "chunk", "input", "kept", "gradient")}
+    columns |= {name: np.full(shape, NOWHERE, np.int32) for name in ("next_input", "next_gradient")}
+    taken: dict[tuple, int] = {}  # (op, stage) -> tick
+    for t, row in enumerate(schedule.ticks):
+        for s, op in enumerate(row):
+            if op:
+                taken[op, s] = t
+                is_left_out = remat and op.kind == schedules.FORWARD and schedule.virtual(s, op.chunk) == last
+                columns["op"][t, s] = IDLE if is_left_out else FORWARD if op.kind == schedules.FORWARD else BACKWARD
+                columns["microbatch"][t, s], columns["chunk"][t, s] = op.microbatch, op.chunk
+
+    # (stage, from the end of this tick, until this one, ticks that read it)
+    waits: dict[str, list] = {"input": [], "kept": [], "gradient": []}
+    for (op, s), t in taken.items():
+        if op.kind == schedules.BACKWARD:
+            forward = taken[schedules.Op(schedules.FORWARD, op.microbatch, op.chunk), s]
+            if not remat:
+                waits["kept"].append((s, forward, t, (forward, t)))
+    for t, sends in enumerate(schedule.sends):
+        for send in sends:
+            s = send.target
+            use, back = (taken[schedules.Op(kind, send.microbatch, send.target_chunk), s] for kind in (send.kind, schedules.BACKWARD))
+            if send.kind == schedules.BACKWARD:
+                waits["gradient"].append((s, t, use, (use,)))
+            else:
+                # Without rematerialization the last virtual stage puts its output, of which B takes the loss, in its input's place.
+                is_last = schedule.virtual(s, send.target_chunk) == last
+                waits["input"].append((s, t, back if remat or is_last else use, (use, back) if remat or is_last else (use,)))
+    slots = {name: _give_slots(columns, name, intervals) for name, intervals in waits.items()}
+
+    found = [_messages(sends, compresses) for sends in schedule.sends]
+    patterns = tuple(dict.fromkeys(found))
+    return Table(columns, np.array([patterns.index(messages) for messages in found], np.int32), patterns, slots)
+
+
+def _give_slots(columns: dict[str, np.ndarray], name: str, waits: Iterable[tuple]) -> int:
+    """Gives every wait the lowest slot of its stage that is free, enters it in the table, and returns how many are needed."""
+    free_from: dict[int, list[int]] = {}
+    for s, begin, end, reads in sorted(waits):
+        ends = free_from.setdefault(s, [])
+        slot = next((i for i, earlier in enumerate(ends) if earlier <= begin), len(ends))
+        ends[slot:slot + 1] = [end]
+        if f"next_{name}" in columns:
+            columns[f"next_{name}"][begin, s] = slot
+        for t in reads:
+            columns[name][t, s] = slot
+    return max(map(len, free_from.values()), default=0)
+
+
+def _messages(sends: Iterable[schedules.Send], compresses) -> tuple[Message, ...]:
+    groups: dict[tuple[str, bool], list] = {}
+    for send in sends:
+        groups.setdefault((send.kind, compresses(send)), []).append((send.source, send.target))
+    return tuple(Message(kind, compress, tuple(sorted(pairs))) for (kind, compress), pairs in sorted(groups.items()))
+
+
+class Pipeline(NamedTuple):
+    """A divided model's gradient.
+
+    Attributes:
+        init: `init(tokens_BxT1) -> state` of the boundary, of one stage; tokens may be shapes.
+        gradient: `gradient(params, state, tokens_BxT1) -> (loss, grads, state)` of one stage of one worker: the loss, the
+            same on all stages, is the mean over microbatches.
+        table: what is run.
+    """
+
+    init: Callable[[Any], Any]
+    gradient: Callable[[Any, Any, jax.Array], tuple[jax.Array, Any, Any]]
+    table: Table
+
+
+def make_gradient(division: stages.Division, schedule: schedules.Schedule, *, remat: bool,
+                  boundary: boundary_lib.Boundary | None = None) -> Pipeline:
+    """The gradient of a divided model, by a schedule.
+
+    Args:
+        division: the model's stages.
+        schedule: for as many stages and chunks.
+        remat: compute F anew in B, so that a microbatch under way takes the memory of one activation.
+        boundary: what travels between stages; None: `identity`.
+
+    Returns:
+        The `Pipeline`.
+
+    Raises:
+        ValueError: if division and schedule differ in stages or chunks.
+    """
+    own = division.num_stages, division.num_chunks
+    if own != (schedule.num_stages, schedule.num_chunks):
+        raise ValueError(f"the model is divided into stages x chunks = {own}, the schedule {schedule.name!r} is for "
+                         f"{(schedule.num_stages, schedule.num_chunks)}")
+    boundary = boundary or boundary_lib.identity()
+    table, M = tabulate(schedule, boundary.compresses, remat), schedule.num_microbatches
+
+    def like(tokens_BxT1):
+        B, T1 = tokens_BxT1.shape
+        if B % M:
+            raise ValueError(f"a worker's batch of {B} sequences does not divide into microbatches={M}")
+        return division.activation(B // M, T1 - 1)
+
+    def gradient(params, state, tokens_BxT1):
+        activation = like(tokens_BxT1)
+        tokens_MxBxT1 = tokens_BxT1.reshape(M, -1, tokens_BxT1.shape[-1])
+        run = _Passes(division, params, tokens_MxBxT1, remat)
+        stage = mesh.stage_index()
+        carry = _Carry(
+            {name: jnp.zeros((table.slots[name], *activation.shape), activation.dtype) for name in ("input", "gradient")},
+            [jnp.zeros((table.slots["kept"], *x.shape), x.dtype) for x in run.kept_like(activation)],
+            jax.tree.map(jnp.zeros_like, params), jnp.zeros(()), state)
+
+        def tick(carry, row):
+            columns, pattern = row
+            at = {name: column_S[stage] for name, column_S in columns.items()}
+            carry, made = run.take(carry, at, activation)
+            arrived, state = _exchange(boundary, table, pattern, made, carry.boundary)
+            boxes = {name: _put(carry.boxes[name], at[f"next_{name}"], arrived[name]) for name in carry.boxes}
+            return carry._replace(boxes=boxes, boundary=state), None
+
+        columns = {name: jnp.asarray(column_TxS) for name, column_TxS in table.columns.items()}
+        carry, _ = jax.lax.scan(tick, carry, (columns, jnp.asarray(table.pattern)))
+        return mesh.sum_over_stages(carry.loss), division.sum_tied(carry.grads), carry.boundary
+
+    return Pipeline(lambda tokens_BxT1: boundary.init(like(tokens_BxT1)), gradient, table)
+
+
+class _Carry(NamedTuple):
+    """What goes from tick to tick on one stage."""
+
+    boxes: dict[str, jax.Array]  # "input", "gradient": [slots, B, T, D], what has arrived and waits
+    kept: list[jax.Array]  # [slots, ...], what F keeps for B
+    grads: Any
+    loss: jax.Array
+    boundary: Any
+
+
+def _put(box: jax.Array, slot: jax.Array, x: jax.Array) -> jax.Array:
+    """Puts `x` in a slot, or nowhere."""
+    if not len(box):
+        return box
+    safe = jnp.maximum(slot, 0)
+    return box.at[safe].set(jnp.where(slot == NOWHERE, box[safe], x))
+
+
+def _exchange(boundary, table, pattern, made, state):
+    """Sends what each stage has made to whom it belongs: ({"input", "gradient"} that arrive, the boundary's state)."""
+    def send(message, x, state):
+        if boundary.send is None:
+            return mesh.exchange(x, message.pairs, mesh.STAGE), state
+        how = dict(kind=message.kind, compress=message.compress)
+        sources, targets = (_is_among(stages_) for stages_ in zip(*message.pairs))
+        like = jax.eval_shape(lambda: boundary.send(x, state, **how)[0])
+        encoded, state = jax.lax.cond(
+            sources, lambda x, state: boundary.send(x, state, **how),
+            lambda x, state: (jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), like), state), x, state)
+        encoded = jax.tree.map(lambda leaf: mesh.exchange(leaf, message.pairs, mesh.STAGE), encoded)
+        return jax.lax.cond(targets, lambda encoded, state: boundary.receive(encoded, state, **how),
+                            lambda encoded, state: (jnp.zeros_like(x), state), encoded, state)
+
+    def branch(messages, runs):
+        def exchange(x, state):
+            arrived = {"input": jnp.zeros_like(x), "gradient": jnp.zeros_like(x)}
+            for message in messages:
+                name = "input" if message.kind == schedules.FORWARD else "gradient"
+                with jax.named_scope(f"runs={runs}"):  # In the compiled program: for those who count bytes.
+                    received, state = send(message, x, state)
+                arrived[name] += received  # A stage receives one of a kind at most.
+            return arrived, state
+        return exchange
+
+    return jax.lax.switch(pattern, [branch(*of) for of in zip(table.patterns, table.runs)], made, state)
+
+
+def _is_among(some: tuple[int, ...]) -> jax.Array:
+    return (mesh.stage_index() == np.array(some)).any()
+
+
+class _Passes:
+    """The passes of one stage: what F and B of a microbatch do."""
+
+    def __init__(self, division: stages.Division, params: Any, tokens_MxBxT1: jax.Array, remat: bool):
+        self.division, self.params, self.tokens_MxBxT1, self.remat = division, params, tokens_MxBxT1, remat
+        self.parts = division.parts
+        self.stage = mesh.stage_index()
+
+    # -- What B needs of F --------------------------------------------------------------------------------------------
+
+    def _chunk(self, tree, chunk):
+        if self.division.num_chunks == 1:
+            return jax.tree.map(lambda x: x[0], tree)
+        return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, chunk, keepdims=False), tree)
+
+    def _blocks(self, chunk):
+        """(function of one chunk's parameters and input, the parameters)."""
+        layers = jnp.asarray(self.division.layers_SxC)[self.stage, chunk]
+        return lambda blocks, x: self.division.run(blocks, x, layers), self._chunk(self.params["blocks"], chunk)
+
+    def _trace(self, activation) -> tuple[list[int | None], list[jax.ShapeDtypeStruct], Any]:
+        """For what a pass keeps: which parameter each leaf is, or None; the shapes of the others; and the tree of all."""
+        blocks, run = jax.eval_shape(lambda: self._blocks(0)[1]), self._blocks(0)[0]
+        _, pullback = jax.eval_shape(lambda blocks, x: jax.vjp(run, blocks, x), blocks, activation)
+        program = jax.make_jaxpr(lambda blocks, x: jax.tree.leaves(jax.vjp(run, blocks, x)[1]))(blocks, activation).jaxpr
+        parameters = {variable: i for i, variable in enumerate(program.invars[:len(jax.tree.leaves(blocks))])}
+        known = [None if isinstance(atom, jax.extend.core.Literal) else parameters.get(atom) for atom in program.outvars]
+        return known, [x.aval for x, i in zip(program.outvars, known) if i is None], jax.tree.structure(pullback)
+
+    def kept_like(self, activation) -> list[jax.ShapeDtypeStruct]:
+        """Shapes of what F keeps for B."""
+        if self.remat:
+            return []
+        self._known, shapes, self._tree = self._trace(activation)
+        return shapes
+
+    def _pullback(self, kept, blocks):
+        parameters, kept = jax.tree.leaves(blocks), iter(kept)
+        return self._tree.unflatten([next(kept) if i is None else parameters[i] for i in self._known])
+
+    # -- A tick -------------------------------------------------------------------------------------------------------
+
+    def take(self, carry: _Carry, at: dict[str, jax.Array], activation) -> tuple[_Carry, jax.Array]:
+        """One tick without its messages: (carry, what is made for another stage)."""
+        last = self.division.num_chunks - 1, self.division.num_stages - 1
+        is_first = (at["chunk"] == 0) & (self.stage == 0)
+        is_last = (at["chunk"] == last[0]) & (self.stage == last[1])
+        tokens_BxT1 = self.tokens_MxBxT1[at["microbatch"]]
+        inputs_BxT, targets_BxT = tokens_BxT1[:, :-1], tokens_BxT1[:, 1:]
+        table_VxD, norm = self.params["table_VxD"], self.params["norm"]
+
+        def given():
+            embed = lambda: self.parts.embed(table_VxD, inputs_BxT)
+            return jax.lax.cond(is_first, embed, lambda: _take(carry.boxes["input"], at["input"], activation))
+
+        def forward(carry, made):
+            run, blocks = self._blocks(at["chunk"])
+            if self.remat:
+                return carry, run(blocks, given())
+            y, pullback = jax.vjp(run, blocks, given())
+            leaves = [leaf for leaf, i in zip(jax.tree.leaves(pullback), self._known, strict=True) if i is None]
+            kept = [slots.at[at["kept"]].set(leaf) for slots, leaf in zip(carry.kept, leaves, strict=True)]
+            boxes = carry.boxes | {"input": _put(carry.boxes["input"], jnp.where(is_last, at["input"], NOWHERE), y)}
+            return carry._replace(kept=kept, boxes=boxes), y
+
+        def from_loss(y, grads, loss, g):
+            def mean(norm, table_VxD, y):
+                return self.parts.nll(norm, table_VxD, y, targets_BxT).mean() / len(self.tokens_MxBxT1)
+            value, (d_norm, d_table, g) = jax.value_and_grad(mean, (0, 1, 2))(norm, table_VxD, y)
+            grads = grads | {"norm": jax.tree.map(jnp.add, grads["norm"], d_norm), "table_VxD": grads["table_VxD"] + d_table}
+            return grads, loss + value, g
+
+        def to_embedding(dx, grads):
+            _, pullback = jax.vjp(lambda table_VxD: self.parts.embed(table_VxD, inputs_BxT), table_VxD)
+            return (grads | {"table_VxD": grads["table_VxD"] + pullback(dx)[0]},)
+
+        def backward(carry, made):
+            run, blocks = self._blocks(at["chunk"])
+            if self.remat:
+                y, pullback = jax.vjp(run, blocks, given())
+            else:
+                y = _take(carry.boxes["input"], at["input"], activation)
+                pullback = self._pullback([slots[at["kept"]] for slots in carry.kept], blocks)
+            g = _take(carry.boxes["gradient"], at["gradient"], activation)
+            grads, loss, g = _when(is_last, functools.partial(from_loss, y), carry.grads, carry.loss, g)
+            d_blocks, dx = pullback(g)
+            grads, = _when(is_first, functools.partial(to_embedding, dx), grads)
+            blocks = jax.tree.map(lambda x, d: x.at[at["chunk"]].add(d), grads["blocks"], d_blocks)
+            return carry._replace(grads=grads | {"blocks": blocks}, loss=loss), dx
+
+        made = jnp.zeros(activation.shape, activation.dtype)
+        carry, made = _when(at["op"] == FORWARD, forward, carry, made)
+        return _when(at["op"] == BACKWARD, backward, carry, made)
+
+
+def _when(condition: jax.Array, fn: Callable, *carry: Any) -> Any:
+    """`fn(*carry)` if the condition holds, else the carry.
+
+    A loop of one turn at most: what a loop carries stays where it is, whereas a branch that returns it unchanged copies it.
+    """
+    def turn(state):
+        _, *carry = state
+        return (jnp.zeros((), bool), *fn(*carry))
+
+    return jax.lax.while_loop(lambda state: state[0], turn, (condition, *carry))[1:]
+
+
+def _take(box, slot, activation):
+    return box[slot] if len(box) else jnp.zeros(activation.shape, activation.dtype)
+

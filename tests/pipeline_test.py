@@ -1,0 +1,293 @@
+"""A divided model takes the steps of the whole one: every layout of the mesh, every schedule; and the executor's tables."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from decjax import mesh
+from decjax import models
+from decjax import pipeline
+from decjax import reduce
+from decjax import schedules
+from decjax.optim import synchronize
+from decjax.optim import clip_by_norm
+from decjax.pipeline import executor
+from decjax.train import engine
+from decjax.train import source as source_lib
+from decjax.train import state as state_lib
+from decjax.train import wire
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+BATCH, M, CONTEXT, VOCABULARY, DEPTH, STEPS = 16, 4, 6, 16, 8, 20
+
+
+@functools.cache
+def model(tied=False, depth=DEPTH, heads=2):
+    return models.decoder_lm(vocabulary=VOCABULARY, context=CONTEXT, width=8, hidden=8, heads=heads, depth=depth, tied=tied,
+                             divide=mesh.divide)
+
+
+def init(model, key):
+    """Nothing at zero or one, so that every parameter matters from the first step."""
+    params = model.init(key)
+    leaves, tree = jax.tree.flatten(params)
+    keys = tree.unflatten(list(jax.random.split(jax.random.key(1), len(leaves))))
+    return jax.tree.map(lambda x, key: x + 0.2 * jax.random.normal(key, x.shape), params, keys)
+
+
+def tokens(step):
+    """Counting from anywhere, in ones or in threes: something to learn."""
+    start_Bx1, stride_Bx1 = np.random.default_rng(step).integers(0, [[[VOCABULARY]], [[2]]], (2, BATCH, 1))
+    return ((start_Bx1 + (1 + 2 * stride_Bx1) * np.arange(CONTEXT + 1)) % VOCABULARY).astype(np.int32)
+
+
+def optimizer(norm):
+    """Clips in every step, so that the norm counts."""
+    return optax.chain(clip_by_norm(0.5, norm), optax.adamw(0.02, weight_decay=0.1))
+
+
+@functools.cache
+def one_device(tied, depth=DEPTH):
+    """(losses, final parameters) of one device that sees the whole batch."""
+    whole, tx = model(tied, depth), optimizer(optax.global_norm)
+    params = jax.jit(functools.partial(init, whole))(jax.random.key(0))
+
+    @jax.jit
+    def step(params, opt_state, batch):
+        loss, grads = jax.value_and_grad(lambda params: whole.nll(params, batch, None).mean())(params)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, loss
+
+    opt_state, losses = tx.init(params), []
+    for number in range(STEPS):
+        params, opt_state, loss = step(params, opt_state, tokens(number))
+        losses.append(float(loss))
+    return losses, jax.tree.map(np.asarray, params)
+
+
+def train(N, S, T, name, C=1, *, tied=False, remat=False, layers=(), microbatches=M, depth=DEPTH, simulate=False):
+    """(losses, final parameters of every worker, program) of a layout, by the library's own engine."""
+    whole = model(tied, depth)
+    workers = mesh.make_workers(N, stages=S, tensor=T, simulate=simulate, divided=whole.divided)
+    source = source_lib.of_model(whole, stages=S, microbatches=microbatches, schedule=name, chunks=C, layers=layers, remat=remat,
+                                 batch_size=BATCH // N)
+    reducer = reduce.mean(axis_name=workers.axis_name)
+    method = state_lib.Method(synchronize(optimizer(source.norm), reducer), reducer.phase,
+                              lambda params, phase: reducer.num_bytes(params, N))
+    program = engine.make_step(source.gradient, method, workers, 0)
+    state = state_lib.init(lambda key: source.split(init(whole, key)), method.tx, workers, 0, source.init)
+    losses = []
+    for number in range(STEPS):
+        batch = workers.build(lambda worker: tokens(number)[worker::N])
+        due = program(0, state, batch, np.int32(number))
+        state, loss = due.run(state, batch, np.int32(number))
+        losses.append(workers.fetch_first(loss).mean())
+    params = workers.fetch(state.params)
+    if S > 1 and tied:
+        np.testing.assert_array_equal(params["table_VxD"][:, 0], params["table_VxD"][:, -1])
+    return losses, jax.jit(jax.vmap(source.join))(params), due
+
+
+def check(losses, params, tied, depth=DEPTH):
+    expected, final = one_device(tied, depth)
+    assert expected[-1] < 0.9 * expected[0]
+    np.testing.assert_allclose(losses, expected, rtol=5e-5)
+    # Adam divides by the root of what may be tiny: elements may differ more than losses, and by less than a step's length.
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, np.broadcast_to(y, x.shape), rtol=2e-2, atol=2e-3), params, final)
+
+
+LAYOUTS = [
+    (8, 1, 1, "1f1b", 1, dict(microbatches=2)), (4, 1, 2, "1f1b", 1, dict(tied=True)),
+    (4, 2, 1, "gpipe", 1, dict(tied=True)), (4, 2, 1, "1f1b", 1, dict(remat=True)), (4, 2, 1, "interleaved", 2, dict(tied=True)),
+    (2, 4, 1, "gpipe", 1, dict(remat=True)), (2, 4, 1, "1f1b", 1, dict(tied=True)),
+    (2, 4, 1, "interleaved", 2, dict(tied=True, remat=True)),
+    (1, 8, 1, "gpipe", 1, dict()), (1, 8, 1, "1f1b", 1, dict(tied=True, remat=True, microbatches=16)),
+    (1, 8, 1, "interleaved", 2, dict(microbatches=8, depth=16)),
+    (2, 2, 2, "gpipe", 1, dict(remat=True)), (2, 2, 2, "1f1b", 1, dict(tied=True)), (2, 2, 2, "interleaved", 2, dict()),
+    (1, 4, 2, "gpipe", 1, dict(tied=True)), (1, 4, 2, "1f1b", 1, dict()), (1, 4, 2, "interleaved", 2, dict(tied=True, remat=True)),
+    (2, 3, 1, "1f1b", 1, dict(tied=True, layers=(1, 3, 4))), (1, 2, 1, "interleaved", 2, dict(layers=(1, 3, 2, 2))),
+]
+
+
+@pytest.mark.parametrize("N, S, T, name, C, options", LAYOUTS, ids=lambda value: None if isinstance(value, dict) else str(value))
+def test_every_layout_and_schedule_is_one_device(N, S, T, name, C, options):
+    losses, params, _ = train(N, S, T, name, C, **options)
+    check(losses, params, options.get("tied", False), options.get("depth", DEPTH))
+
+
+def test_simulated_stages_take_the_same_steps():
+    losses, params, _ = train(2, 2, 1, "interleaved", 2, tied=True, simulate=True)
+    check(losses, params, True)
+
+
+# -- Tables -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("remat", [True, False])
+@pytest.mark.parametrize("name, S, C", [("gpipe", 4, 1), ("1f1b", 4, 1), ("1f1b", 8, 1), ("interleaved", 2, 2), ("interleaved", 4, 3)])
+def test_what_waits_in_a_slot_is_there_when_it_is_read(name, S, C, remat):
+    """Plays the tables with labels in place of arrays."""
+    schedule = schedules.make(name, S, 2 * S, C)
+    table = executor.tabulate(schedule, lambda send: False, remat)
+    boxes = {kind: [[None] * table.slots[kind] for _ in range(S)] for kind in table.slots}
+    for t, row in enumerate(schedule.ticks):
+        at = {name: column[t] for name, column in table.columns.items()}
+        for s, op in enumerate(row):
+            if op is None:
+                continue
+            v, label = schedule.virtual(s, op.chunk), (op.microbatch, op.chunk)
+            is_backward, is_last = op.kind == "B", v == schedule.num_virtual - 1
+            assert at["op"][s] == (executor.BACKWARD if is_backward else executor.IDLE if remat and is_last else executor.FORWARD)
+            assert (at["microbatch"][s], at["chunk"][s]) == label
+            if (not is_backward or remat) and v > 0:
+                assert boxes["input"][s][at["input"][s]] == label
+            if is_backward and not is_last:
+                assert boxes["gradient"][s][at["gradient"][s]] == label
+            if not remat and is_last:
+                if is_backward:
+                    assert boxes["input"][s][at["input"][s]] == ("y", *label)
+                else:
+                    boxes["input"][s][at["input"][s]] = ("y", *label)
+            if not remat and is_backward:
+                assert boxes["kept"][s][at["kept"][s]] == label
+            if not remat and not is_backward:
+                boxes["kept"][s][at["kept"][s]] = label
+        sends = {(send.kind, send.target): (send.microbatch, send.target_chunk) for send in schedule.sends[t]}
+        for s in range(S):
+            for kind, name in (("F", "input"), ("B", "gradient")):
+                slot = at[f"next_{name}"][s]
+                assert (slot != executor.NOWHERE) == ((kind, s) in sends)
+                if slot != executor.NOWHERE:
+                    boxes[name][s][slot] = sends[kind, s]
+        pairs = {(message.kind, pair) for message in table.patterns[table.pattern[t]] for pair in message.pairs}
+        assert pairs == {(send.kind, (send.source, send.target)) for send in schedule.sends[t]}
+
+
+@pytest.mark.parametrize("remat", [True, False])
+def test_slots_of_1f1b_do_not_grow_with_microbatches(remat):
+    tables = [executor.tabulate(schedules.make("1f1b", 4, count), lambda send: False, remat) for count in (8, 64)]
+    assert tables[0].slots == tables[1].slots and max(tables[0].slots.values()) <= 4
+    assert len(tables[0].patterns) == len(tables[1].patterns)
+
+
+# -- The compiled program ---------------------------------------------------------------------------------------------
+
+
+def compiled(S, name, microbatches, C=1, *, remat=False, tied=False, boundary=None, depth=DEPTH):
+    """The gradient of one worker, one sequence a microbatch."""
+    workers, whole = mesh.make_workers(1, stages=S), model(tied, depth)
+    division = pipeline.divide(whole.parts, S, C)
+    of = pipeline.make_gradient(division, schedules.make(name, S, microbatches, C), remat=remat, boundary=boundary)
+    params = jax.eval_shape(lambda: jax.tree.map(lambda x: x[None], division.split(whole.init(jax.random.key(0)))))
+    batch = jax.ShapeDtypeStruct((1, S, microbatches, CONTEXT + 1), jnp.int32)
+    return workers, workers.jit(lambda params, batch: of.gradient(params, of.init(batch), batch), (0, 0)).lower(params, batch).compile()
+
+
+@pytest.mark.parametrize("remat", [True, False])
+def test_memory_of_1f1b_does_not_grow_with_microbatches(remat):
+    few, many = (compiled(2, "1f1b", count, remat=remat)[1].memory_analysis().temp_size_in_bytes for count in (8, 64))
+    activation = CONTEXT * 8 * 4  # One more for each microbatch would be 56 of them.
+    gpipe = compiled(2, "gpipe", 64, remat=remat)[1].memory_analysis().temp_size_in_bytes
+    assert many - few < 16 * activation and gpipe - many > 48 * activation, (few, many, gpipe)
+
+
+@pytest.mark.parametrize("name, S, C, tied", [("1f1b", 4, 1, True), ("interleaved", 2, 2, False)])
+def test_stages_send_an_activation_for_every_link_and_microbatch(name, S, C, tied):
+    workers, program = compiled(S, name, M, C, tied=tied)
+    sent = wire.bytes_by_axis(program.as_text(), workers)
+    activation = CONTEXT * 8 * 4
+    table = VOCABULARY * 8 * 4
+    loss = S * 2 * (S - 1) / S * 4  # Summed over stages.
+    assert sent["stage"] == 2 * M * (S * C - 1) * activation + (2 * table if tied else 0) + loss
+    assert sent["worker"] == sent["tensor"] == 0
+
+
+def test_parameters_are_not_kept_for_the_backward_pass():
+    whole = model()
+    division = pipeline.divide(whole.parts, 2)
+    stage = jax.eval_shape(lambda: jax.tree.map(lambda x: x[0], division.split(whole.init(jax.random.key(0)))))
+    weights = {x.shape[1:] for x in jax.tree.leaves(stage["blocks"]) if x.ndim > 3}
+    kept = []
+
+    def trace(params, batch):
+        passes = executor._Passes(division, params, batch, False)
+        kept.extend(passes.kept_like(division.activation(1, CONTEXT)))
+        return batch
+
+    workers = mesh.make_workers(1, stages=2)
+    jax.eval_shape(workers.map(trace, (0, 0)), jax.tree.map(lambda x: jax.ShapeDtypeStruct((1, 2, *x.shape), x.dtype), stage),
+                   jax.ShapeDtypeStruct((1, 2, M, 1, CONTEXT + 1), jnp.int32))
+    assert kept and weights and not weights & {x.shape for x in kept}
+
+
+# -- What travels between stages --------------------------------------------------------------------------------------
+
+
+def counting():
+    """Messages of twice the value; counts what is sent and received, by (kind, compressed)."""
+    def count(state, what):
+        return state | {what: state.get(what, 0) + 1}
+
+    kinds = [f"{way} {kind} {compress}" for way in ("sent", "received") for kind in "FB" for compress in (False, True)]
+
+    def send(x, state, kind, compress):
+        return {"double": 2 * x}, count(state, f"sent {kind} {compress}")
+
+    def receive(message, state, kind, compress):
+        return message["double"] / 2, count(state, f"received {kind} {compress}")
+
+    return pipeline.Boundary(lambda like: dict.fromkeys(kinds, jnp.int32(0)), lambda send: send.critical, send, receive)
+
+
+@pytest.mark.parametrize("S", [2, 4])
+def test_epilogue_messages_are_compressed_once_each(S):
+    workers, whole = mesh.make_workers(1, stages=S), model()
+    division = pipeline.divide(whole.parts, S)
+    of = pipeline.make_gradient(division, schedules.make("1f1b", S, 8), remat=True, boundary=counting())
+    plain = pipeline.make_gradient(division, schedules.make("1f1b", S, 8), remat=True)
+    params = workers.stack(jax.jit(lambda: division.split(init(whole, jax.random.key(0))))())
+    batch = workers.build(lambda worker: tokens(0))
+    loss, grads, state = workers.jit(lambda params, batch: of.gradient(params, of.init(batch), batch), (0, 0))(params, batch)
+    expected = workers.jit(lambda params, batch: plain.gradient(params, (), batch), (0, 0))(params, batch)
+    jax.tree.map(np.testing.assert_array_equal, (loss, grads), expected[:2])  # Twice and half are exact.
+    total = {what: int(np.sum(x)) for what, x in state.items()}
+    for way in ("sent", "received"):
+        assert total[f"{way} B True"] == S * (S - 1) // 2
+        assert total[f"{way} B False"] == 8 * (S - 1) - S * (S - 1) // 2
+        assert total[f"{way} F False"] == 8 * (S - 1) and total[f"{way} F True"] == 0
+
+
+# -- Divisions --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("S, C, layers", [(2, 1, ()), (4, 2, ()), (2, 2, (1, 3, 2, 2)), (3, 1, (5, 1, 2))])
+def test_join_is_the_inverse_of_split_and_norms_agree(S, C, layers, tied):
+    params = jax.jit(functools.partial(init, model(tied)))(jax.random.key(0))
+    division = pipeline.divide(model(tied).parts, S, C, layers)
+    stacked = division.split(params)
+    assert all(len(x) == S for x in jax.tree.leaves(stacked))
+    jax.tree.map(np.testing.assert_array_equal, division.join(stacked), params)
+    workers = mesh.make_workers(1, stages=S, simulate=True)
+    norms = workers.jit(division.global_norm, (0,))(jax.tree.map(lambda x: x[None], stacked))
+    np.testing.assert_allclose(norms, np.broadcast_to(optax.global_norm(params), (1, S)), rtol=1e-6)
+
+
+@pytest.mark.parametrize("make, complaint", [
+    (lambda parts: pipeline.divide(parts, 3), "depth=8 layers do not divide evenly into stages=3; use depth=6 or 9"),
+    (lambda parts: pipeline.divide(parts, 2, 8), "into stages=2 x chunks=8; use depth=16, or"),
+    (lambda parts: pipeline.divide(parts, 2, 1, (3, 4)), "layers=3,4: must be 2 numbers.* add up to depth=8"),
+    (lambda parts: pipeline.divide(parts, 2, 1, (8, 0)), "at least 1 each"), (lambda parts: pipeline.divide(parts, 1), "at least 2"),
+    (lambda parts: pipeline.make_gradient(pipeline.divide(parts, 2), schedules.make("1f1b", 4, 4), remat=False), "is for"),
+    (lambda parts: mesh.make_workers(4, stages=2, tensor=2), "workers=4 of stages=2 x tensor=2 but there are 8 devices; use workers=2"),
+    (lambda parts: mesh.make_workers(1, stages=16), "use stages x tensor <= 8"),
+    (lambda parts: mesh.make_workers(1, stages=0), "stages=0"), (lambda parts: mesh.make_workers(1, tensor=0), "tensor=0"),
+    (lambda parts: mesh.make_workers(2, tensor=2, simulate=True), "tensor=2 with simulate")])
+def test_impossible_divisions_are_refused(make, complaint):
+    with pytest.raises(ValueError, match=complaint) as error:
+        make(model().parts)
+    assert "\n" not in str(error.value)

@@ -1,0 +1,130 @@
+"""Pipelines in the loop: resume, simulation, gossip between pipelines, another number of them, and configs that cannot be."""
+
+import json
+import shutil
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+
+from configs import lm
+from decjax import train
+
+STEPS = 12
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+
+@pytest.fixture(scope="module")
+def launch(tmp_path_factory):
+    """Runs a config in a fresh or given directory and returns (workdir, outcome)."""
+    text = tmp_path_factory.mktemp("text") / "text.txt"
+    text.write_bytes(np.random.default_rng(0).integers(97, 101, 4000, dtype=np.uint8).tobytes())
+
+    def launch(argument, workdir=None, resume_from=None, **fields):
+        config = lm.get_config(f"smoke,{argument}")
+        config.update_from_flattened_dict({
+            "data.path": str(text), "steps": STEPS, "model.width": 8, "model.hidden": 8, "model.heads": 2, "model.context": 8,
+            "log_every": 2, "eval.every": 6, "eval.num_windows": 5, "checkpoint.every": 4, "checkpoint.keep": 9,
+            "sample_bytes": 2} | fields)
+        workdir = workdir or tmp_path_factory.mktemp("run")
+        return workdir, train.Run(train.build(config), workdir, resume_from).train()
+    return launch
+
+
+def rows(workdir, kind="train"):
+    lines = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+    return [row for row in lines if row["kind"] == kind]
+
+
+def losses(workdir, kind="train"):
+    return [row["loss"] for row in rows(workdir, kind)]
+
+
+def saved_state(workdir, step=STEPS):
+    path = (workdir / "checkpoints" / str(step) / "state").absolute()
+    return ocp.StandardCheckpointer().restore(path)
+
+
+GOSSIP = "topology=one_peer_exponential,optimizer=accum_adamw,workers=4"
+PIPELINE = "stages=2,microbatches=4,tied"
+
+
+@pytest.fixture(scope="module")
+def reference(launch):
+    """Decentralized AccumAdamW between four pipelines of two stages."""
+    return launch(f"{GOSSIP},{PIPELINE}")[0]
+
+
+def test_resume_is_bit_exact(launch, reference, tmp_path):
+    part = tmp_path / "run"
+    shutil.copytree(reference, part)
+    for step in (8, STEPS):
+        shutil.rmtree(part / "checkpoints" / str(step))
+    (part / "summary.json").unlink()
+    launch(f"{GOSSIP},{PIPELINE}", workdir=part)
+    whole, resumed = saved_state(reference), saved_state(part)
+    assert {x.shape[:2] for x in jax.tree.leaves(whole)} == {(4, 2)}
+    jax.tree.map(np.testing.assert_array_equal, whole, resumed)
+    assert losses(part) == losses(reference)
+
+
+def test_gossip_between_pipelines_is_gossip_between_whole_models(launch, reference):
+    """Evaluation, distance to consensus and bytes included: a tied table, which two stages hold, is sent by both."""
+    whole, outcome = launch(f"{GOSSIP},tied,microbatches=4")
+    for kind in ("train", "eval"):
+        np.testing.assert_allclose(losses(reference, kind), losses(whole, kind), rtol=2e-4)
+        np.testing.assert_allclose([row["consensus_distance"] for row in rows(reference, kind)],
+                                   [row["consensus_distance"] for row in rows(whole, kind)], rtol=2e-2)
+    assert losses(whole, "eval")[-1] < losses(whole)[0]
+    summary = json.loads((reference / "summary.json").read_text())
+    assert summary["num_params"] == outcome.summary["num_params"]
+    width, vocabulary = 8, 256
+    extra = 4 * (vocabulary * width + width)  # The table and the last norm, which all stages hold.
+    assert summary["bytes_per_step_per_worker"] == outcome.summary["bytes_per_step_per_worker"] + extra
+
+
+def test_simulated_pipelines_follow_the_same_trajectory(launch, reference):
+    simulated, _ = launch(f"{GOSSIP},{PIPELINE},simulate")
+    np.testing.assert_allclose(losses(simulated), losses(reference), rtol=2e-4)
+    assert [r["bytes_sent_per_worker"] for r in rows(simulated)] == [r["bytes_sent_per_worker"] for r in rows(reference)]
+
+
+def test_split_exchanges_take_the_same_steps(launch, reference):
+    split, _ = launch(f"{GOSSIP},{PIPELINE},engine=split")
+    np.testing.assert_allclose(losses(split), losses(reference), rtol=2e-4)
+
+
+def test_another_number_of_pipelines(launch, reference, tmp_path):
+    target, outcome = launch(f"{GOSSIP.replace('workers=4', 'workers=2')},{PIPELINE}", resume_from=reference, steps=STEPS + 4)
+    assert outcome.step == STEPS + 4 and losses(target)[-1] < losses(reference)[0]
+    with pytest.raises(train.CheckpointError, match="stages=2 there, 4 here.*start with the same"):
+        launch(f"{GOSSIP.replace('workers=4', 'workers=2')},stages=4,microbatches=4,tied", resume_from=reference, workdir=tmp_path / "never", steps=STEPS + 4)
+
+
+@pytest.mark.parametrize("argument", ["reducer=powersgd,rank=1", "reducer=codec,codec=int8", "stale"])
+def test_reducers_average_between_pipelines(launch, argument):
+    """Three axes: two workers of two stages of two devices."""
+    run, outcome = launch(f"method=allreduce,{argument},workers=2,stages=2,tensor=2,microbatches=2,schedule=interleaved")
+    simulated, _ = launch(f"method=allreduce,{argument},workers=2,stages=2,microbatches=2,schedule=interleaved,simulate")
+    np.testing.assert_allclose(losses(run), losses(simulated), rtol=2e-3)
+    assert losses(run)[-1] < losses(run)[0] and outcome.summary["bytes_per_step_per_worker"] > 0
+
+
+@pytest.mark.parametrize("argument, fields, complaint", [
+    ("stages=2", {"model.depth": 3}, "depth=3 layers do not divide evenly into stages=2; use depth=2 or 4"),
+    ("stages=2,workers=8", {}, "workers=8 of stages=2 x tensor=1 but there are 8 devices; use workers=4"),
+    ("stages=4,tensor=4", {}, "but there are 8 devices; use stages x tensor <= 8"),
+    ("stages=4,microbatches=2,schedule=interleaved", {}, "microbatches=2 with schedule 'interleaved': must be a multiple of stages=4"),
+    ("stages=2,microbatches=4", {"batch_size": 24}, "microbatches=4 does not divide a worker's batch of 6 sequences; use one of"),
+    ("stages=2,microbatches=0", {"batch_size": 8}, "microbatches=0"),
+    ("stages=2,chunks=2", {}, "chunks=2 belong to schedule 'interleaved'"), ("remat", {}, "pipeline.remat belongs to a pipeline"),
+    ("schedule=interleaved", {}, "stages=1: needs at least 2"),
+    ("stages=2", {"pipeline.layers": "1;1"}, "pipeline.layers='1;1' must read like"),
+    ("stages=2", {"pipeline.layers": "2,1"}, "layers=2,1: must be 2 numbers"),
+    ("stages=2,tensor=2", {"model.heads": 1}, "model.heads=1 is not divisible by tensor=2"),
+    ("tensor=2,simulate", {}, "tensor=2 with simulate"), ("stages=0", {}, "stages=0")])
+def test_impossible_pipelines_are_refused_with_the_reason(launch, argument, fields, complaint, tmp_path):
+    with pytest.raises(train.ConfigError, match=complaint) as error:
+        launch(argument, workdir=tmp_path / "never", **fields)
+    assert "\n" not in str(error.value) and not (tmp_path / "never").exists()
