@@ -29,6 +29,16 @@ def quick_compilation():
     jax.config.update("jax_disable_most_optimizations", before)
 
 
+@pytest.fixture(scope="module")
+def uncached_programs():
+    """Programs are compiled anew each time: loaded from the cache, those of several CPU devices of jax 0.10 take collectives that do
+    not need each other, as gossip and those of a pipeline's ticks, in an order that differs by device, and wait for ever."""
+    before = jax.config.jax_persistent_cache_min_compile_time_secs
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 3600.0)
+    yield
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", before)
+
+
 def pytest_unconfigure(config):
     if _OWNER:
         shutil.rmtree(os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)

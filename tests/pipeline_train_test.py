@@ -12,7 +12,7 @@ from configs import lm
 from decjax import train
 
 STEPS = 12
-pytestmark = pytest.mark.usefixtures("quick_compilation")
+pytestmark = pytest.mark.usefixtures("quick_compilation", "uncached_programs")
 
 
 @pytest.fixture(scope="module")
