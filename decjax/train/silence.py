@@ -34,8 +34,7 @@ def silent(fn: Callable[..., Any], axis_name: mesh.AxisName, sums: list[float] |
             variables = [atom for atom in equation.invars if not isinstance(atom, jax.extend.core.Literal)]
             given = [values[variable] for variable in variables]
             if (name := equation.primitive.name) in SUMS:
-                results = [jnp.resize(x + zero.astype(x.dtype), variable.aval.shape) for x, variable in
-                           zip(given, equation.outvars, strict=True)]
+                results = [_heard(x, variable.aval.shape, zero) for x, variable in zip(given, equation.outvars, strict=True)]
                 if sums is not None:
                     sums.append(SUMS[name])
             else:
@@ -46,3 +45,10 @@ def silent(fn: Callable[..., Any], axis_name: mesh.AxisName, sums: list[float] |
         return jax.tree.unflatten(jax.tree.structure(shape), results)
 
     return run
+
+
+def _heard(x: jax.Array, shape: tuple[int, ...], zero: jax.Array) -> jax.Array:
+    """`x` in another shape, as rows of which the compiler does not know that they are equal: else it would decode one of them."""
+    if shape == x.shape:
+        return x + zero.astype(x.dtype)
+    return jnp.resize(x, shape) + zero.astype(x.dtype) * jax.lax.broadcasted_iota(x.dtype, shape, 0)
