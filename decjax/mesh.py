@@ -363,7 +363,7 @@ class Workers:
         ones = (1,) * (self.num_axes - 1)
         shape = next(iter(rows.values())).shape
         if self.simulated:
-            stacked = np.stack([rows[worker].reshape(*ones, *shape) for worker in self.own])
+            stacked = np.stack([rows[worker].reshape((*ones, *shape)) for worker in self.own])
             return jax.device_put(np.broadcast_to(stacked, (*self._sizes, *shape)), self.stacked)
         return jax.make_array_from_callback(
             (*self._sizes, *shape), self.stacked, lambda index: rows[index[0].start or 0].reshape(1, *ones, *shape))
