@@ -13,7 +13,7 @@ Shorthand, comma-separated after a colon, as `--config=configs/lm.py:workers=12,
 Each worker is stages x tensor devices, which hold one model between them: 2 workers of 4 devices with stages=2,tensor=2,workers=2.
 
 Any field below can be set with `--config.FIELD=VALUE`. The defaults are for two CPU cores, where the run
-takes two to three minutes; expect 1.02 nats/byte on validation text.
+takes about three minutes; expect 0.96 to 0.97 nats/byte on validation text.
 """
 
 import ml_collections
