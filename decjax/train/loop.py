@@ -144,12 +144,8 @@ class Run:
         state, _ = checkpoints.restore(step, like, partial=True)
         state = self.workers.fetch(state)
         # What mixers remember of neighbours starts from one and the same model: here the average of the replicas.
-<<<<<<< HEAD
-        average = jax.tree.map(lambda mean, x: np.asarray(mean, x.dtype), state_lib.mean_over_workers(state["params"]), state["params"])
-=======
         params = state["params"]
         average = jax.tree.map(lambda mean, x: np.asarray(mean, x.dtype), state_lib.mean_over_workers(params), params)
->>>>>>> pipeline
         fresh = self.workers.fetch(state_lib.start(average, self.setup.method.tx, self.workers, self.setup.source.init))
         state = state_lib.resize(state, fresh, self.workers.num_workers)
         self.counters["first_step"] = step
