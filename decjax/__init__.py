@@ -12,7 +12,7 @@ A training method is a composition of small, pure things, each usable alone. Fro
     reduce      averaging gradients over all workers
     optim       optax transformations built on the two
     models      Flax models, ignorant of all this
-    pipeline    models divided into stages
+    pipeline    models divided into stages, and what these send each other
     data        corpora and per-worker batches
     train       the one loop, checkpoints, evaluation, metrics
 

@@ -50,11 +50,18 @@ class Layout:
     def num_bytes(self) -> int:
         return sum(bucket.num_bytes for bucket in self.buckets)
 
-    def pack(self, tree: Any) -> list[jax.Array]:
-        """The tree's floating-point leaves as flat vectors, one per bucket."""
+    def pack(self, tree: Any, *, flat: bool = True) -> list[jax.Array]:
+        """The tree's floating-point leaves as flat vectors, one per bucket.
+
+        Unless `flat`, the leaf of a bucket that holds but one keeps its shape, and so the way it is divided within a tensor-parallel
+        group, which would have to gather it first.
+        """
         leaves = self.treedef.flatten_up_to(tree)
         vectors = []
         for bucket in self.buckets:
+            if not flat and len(bucket.leaves) == 1 and not bucket.padding:
+                vectors.append(leaves[bucket.leaves[0]])
+                continue
             parts = [jnp.ravel(leaves[i]) for i in bucket.leaves]
             if bucket.padding:
                 parts.append(jnp.zeros(bucket.padding, bucket.dtype))
@@ -65,6 +72,9 @@ class Layout:
         """The inverse of `pack`; leaves that are in no bucket come from `like`."""
         leaves = list(self.treedef.flatten_up_to(like))
         for bucket, vector in zip(self.buckets, vectors, strict=True):
+            if vector.ndim != 1:
+                leaves[bucket.leaves[0]] = vector
+                continue
             start = 0
             for i in bucket.leaves:
                 size = math.prod(self.shapes[i])

@@ -17,7 +17,9 @@ This module holds every axis-name literal. `shard_map` runs with `check_vma=Fals
 user's model may scan over constants. The price is a rule: no collective inside a loss that is differentiated.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+import contextlib
+import contextvars
 import dataclasses
 import functools
 from typing import Any
@@ -111,6 +113,32 @@ def sum_over_stages(x: jax.Array) -> jax.Array:
     return jax.lax.psum(x, STAGE)
 
 
+_senders: contextvars.ContextVar[tuple[int, ...] | None] = contextvars.ContextVar("senders", default=None)
+
+
+@contextlib.contextmanager
+def sent_by(stages: Sequence[int]) -> Iterator[None]:
+    """While this is traced, means and gathers over workers are of these stages only; on others they return anything of that shape.
+
+    Nothing else is conditional: the compiler may divide what is computed between the devices of a tensor-parallel group, and
+    some of its messages wait for all devices. All workers of a stage take the same branch, and so meet in their collective,
+    which carries the scope `stages=…` in the compiled program, for those who count bytes.
+    """
+    token = _senders.set(tuple(stages))
+    try:
+        yield
+    finally:
+        _senders.reset(token)
+
+
+def _sent(collective: Callable[[jax.Array], jax.Array], anything: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
+    stages = _senders.get()
+    if stages is None or len(stages) == jax.lax.axis_size(STAGE):
+        return collective(x)
+    scoped = jax.named_scope(f"stages={','.join(map(str, stages))}")(collective)
+    return jax.lax.cond((stage_index() == np.array(stages)).any(), scoped, anything, x)
+
+
 def divide(x: jax.Array, axis: int | None) -> jax.Array:
     """Lays `x` out within its tensor-parallel group: divided along `axis`, or whole on every device of it.
 
@@ -151,7 +179,8 @@ def group_mean(x: jax.Array, group_size: int, axis_name: AxisName) -> jax.Array:
         return x
     if _is_simulated(axis_name):
         return _simulated_block_means(x, group_size, axis_name)
-    return jax.lax.psum(x, axis_name, axis_index_groups=_blocks(group_size, axis_name)) / group_size
+    groups = _blocks(group_size, axis_name)
+    return _sent(lambda x: jax.lax.psum(x, axis_name, axis_index_groups=groups), lambda x: x, x) / group_size
 
 
 def mean(x_P: jax.Array, axis_name: AxisName, wire_dtype: Any = None) -> jax.Array:
@@ -194,15 +223,19 @@ def mean_bytes(size: int, dtype: Any, num_workers: int, wire_dtype: Any = None) 
 
 def all_gather(x: jax.Array, axis_name: AxisName) -> jax.Array:
     """The arrays of all workers, stacked: [N, ...]. Narrow values travel as unsigned integers, as in `exchange`."""
+    def gather(x):
+        n = jax.lax.axis_size(axis_name)
+        return _sent(lambda x: jax.lax.all_gather(x, axis_name), lambda x: jnp.zeros((n, *x.shape), x.dtype), x)
+
     if x.dtype.itemsize >= 4:
-        return jax.lax.all_gather(x, axis_name)
+        return gather(x)
     bits = jax.lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}")
-    return jax.lax.bitcast_convert_type(jax.lax.all_gather(bits, axis_name), x.dtype)
+    return jax.lax.bitcast_convert_type(gather(bits), x.dtype)
 
 
 def all_to_all(x: jax.Array, axis_name: AxisName) -> jax.Array:
     """Row i of what every worker gives goes to worker i: [N, ...] of a row for each to [N, ...] of a row from each."""
-    return jax.lax.all_to_all(x, axis_name, 0, 0)
+    return _sent(lambda x: jax.lax.all_to_all(x, axis_name, 0, 0), lambda x: x, x)
 
 
 def scatter_mean(x_P: jax.Array, group_size: int, axis_name: AxisName) -> jax.Array:

@@ -51,10 +51,23 @@ def optimizer(norm):
 
 
 @functools.cache
-def one_device(tied, depth=DEPTH):
+def start(tied, depth, runs=(), autoencoder=0):
+    """The parameters that every layout starts from; with autoencoders between runs of layers."""
+    whole = completed(tied, depth, runs, autoencoder)
+    return jax.tree.map(np.asarray, jax.jit(functools.partial(init, whole))(jax.random.key(0)))
+
+
+def completed(tied, depth, runs, autoencoder):
+    """The model, with autoencoders between runs of layers."""
+    whole = model(tied, depth)
+    return pipeline.divide(whole.parts, len(runs), layers=runs, autoencoder=autoencoder).complete(whole) if autoencoder else whole
+
+
+@functools.cache
+def one_device(tied, depth=DEPTH, runs=(), autoencoder=0):
     """(losses, final parameters) of one device that sees the whole batch."""
-    whole, tx = model(tied, depth), optimizer(optax.global_norm)
-    params = jax.jit(functools.partial(init, whole))(jax.random.key(0))
+    whole, tx = completed(tied, depth, runs, autoencoder), optimizer(optax.global_norm)
+    params = start(tied, depth, runs, autoencoder)
 
     @jax.jit
     def step(params, opt_state, batch):
@@ -69,17 +82,21 @@ def one_device(tied, depth=DEPTH):
     return losses, jax.tree.map(np.asarray, params)
 
 
-def train(N, S, T, name, C=1, *, tied=False, remat=False, layers=(), microbatches=M, depth=DEPTH, simulate=False):
+def train(N, S, T, name, C=1, *, tied=False, remat=False, layers=(), microbatches=M, depth=DEPTH, simulate=False,
+          autoencoder=0, fused=False):
     """(losses, final parameters of every worker, program) of a layout, by the library's own engine."""
     whole = model(tied, depth)
     workers = mesh.make_workers(N, stages=S, tensor=T, simulate=simulate, divided=whole.divided)
     source = source_lib.of_model(whole, stages=S, microbatches=microbatches, schedule=name, chunks=C, layers=layers, remat=remat,
-                                 batch_size=BATCH // N)
+                                 autoencoder=autoencoder, fused_embedding=fused, batch_size=BATCH // N)
+    whole = source.division.complete(whole) if S > 1 else whole
     reducer = reduce.mean(axis_name=workers.axis_name)
+    reducer = pipeline.with_tied_table(reducer, source.division, axis_name=workers.axis_name) if S > 1 else reducer
     method = state_lib.Method(synchronize(optimizer(source.norm), reducer), reducer.phase,
                               lambda params, phase: reducer.num_bytes(params, N))
     program = engine.make_step(source.gradient, method, workers, 0)
-    state = state_lib.init(lambda key: source.split(init(whole, key)), method.tx, workers, 0, source.init)
+    params = start(tied, depth, source.division.layers if autoencoder else (), autoencoder)
+    state = state_lib.init(lambda key: source.split(params), method.tx, workers, 0, source.init)
     losses = []
     for number in range(STEPS):
         batch = workers.build(lambda worker: tokens(number)[worker::N])
@@ -103,11 +120,11 @@ def check(losses, params, tied, depth=DEPTH):
 LAYOUTS = [
     (8, 1, 1, "1f1b", 1, dict(microbatches=2)), (4, 1, 2, "1f1b", 1, dict(tied=True)),
     (4, 2, 1, "gpipe", 1, dict(tied=True)), (4, 2, 1, "1f1b", 1, dict(remat=True)), (4, 2, 1, "interleaved", 2, dict(tied=True)),
-    (2, 4, 1, "gpipe", 1, dict(remat=True)), (2, 4, 1, "1f1b", 1, dict(tied=True)),
+    (2, 4, 1, "gpipe", 1, dict(remat=True)), (2, 4, 1, "1f1b", 1, dict(tied=True, fused=True)),
     (2, 4, 1, "interleaved", 2, dict(tied=True, remat=True)),
     (1, 8, 1, "gpipe", 1, dict()), (1, 8, 1, "1f1b", 1, dict(tied=True, remat=True, microbatches=16)),
     (1, 8, 1, "interleaved", 2, dict(microbatches=8, depth=16)),
-    (2, 2, 2, "gpipe", 1, dict(remat=True)), (2, 2, 2, "1f1b", 1, dict(tied=True)), (2, 2, 2, "interleaved", 2, dict()),
+    (2, 2, 2, "gpipe", 1, dict(remat=True)), (2, 2, 2, "1f1b", 1, dict(tied=True, fused=True)), (2, 2, 2, "interleaved", 2, dict()),
     (1, 4, 2, "gpipe", 1, dict(tied=True)), (1, 4, 2, "1f1b", 1, dict()), (1, 4, 2, "interleaved", 2, dict(tied=True, remat=True)),
     (2, 3, 1, "1f1b", 1, dict(tied=True, layers=(1, 3, 4))), (1, 2, 1, "interleaved", 2, dict(layers=(1, 3, 2, 2))),
 ]
@@ -120,8 +137,34 @@ def test_every_layout_and_schedule_is_one_device(N, S, T, name, C, options):
 
 
 def test_simulated_stages_take_the_same_steps():
-    losses, params, _ = train(2, 2, 1, "interleaved", 2, tied=True, simulate=True)
+    losses, params, _ = train(2, 2, 1, "interleaved", 2, tied=True, simulate=True, fused=True)
     check(losses, params, True)
+
+
+@pytest.mark.parametrize("S, T, name, C, runs, remat", [(2, 1, "interleaved", 2, (2, 2, 2, 2), False), (2, 2, "1f1b", 1, (5, 3), True)])
+def test_autoencoders_between_stages_are_those_of_the_whole_model(S, T, name, C, runs, remat):
+    """Trained jointly, with the gradients that one device finds for them; the learned directions are three of eight."""
+    losses, params, _ = train(2, S, T, name, C, tied=True, remat=remat, layers=runs, autoencoder=3)
+    expected, _ = one_device(True, runs=runs, autoencoder=3)
+    assert expected[-1] < 0.7 * expected[0]
+    # Through so few directions losses are steep, and Adam amplifies rounding: tenfold in three steps.
+    np.testing.assert_allclose(losses[:10], expected[:10], rtol=5e-5)
+    np.testing.assert_allclose(losses, expected, rtol=2e-2)
+    encoder_NxUxDxR = params["autoencoder"]["encoder_DxR"]
+    before = start(True, DEPTH, runs, 3)["autoencoder"]["encoder_DxR"]
+    assert np.abs(encoder_NxUxDxR[0] - before).max() > 0.05
+
+
+def test_an_autoencoder_of_full_width_changes_nothing_at_first():
+    whole = model()
+    full = pipeline.divide(whole.parts, 4, autoencoder=8).complete(whole)
+    params = full.init(jax.random.key(0))
+    params["head"]["kernel"] = jax.random.normal(jax.random.key(1), params["head"]["kernel"].shape)
+    expected, found = (of.nll(params, tokens(0), None) for of in (whole, full))
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
+    narrow = pipeline.divide(whole.parts, 4, autoencoder=4).complete(whole)
+    codes = narrow.init(jax.random.key(0))["autoencoder"]
+    np.testing.assert_allclose(codes["decoder_RxD"] @ codes["encoder_DxR"], np.broadcast_to(np.eye(4), (3, 4, 4)), atol=1e-5)
 
 
 # -- Tables -----------------------------------------------------------------------------------------------------------
@@ -132,7 +175,7 @@ def test_simulated_stages_take_the_same_steps():
 def test_what_waits_in_a_slot_is_there_when_it_is_read(name, S, C, remat):
     """Plays the tables with labels in place of arrays."""
     schedule = schedules.make(name, S, 2 * S, C)
-    table = executor.tabulate(schedule, lambda send: False, remat)
+    table = executor.tabulate(schedule, lambda send: send.critical, remat)
     boxes = {kind: [[None] * table.slots[kind] for _ in range(S)] for kind in table.slots}
     for t, row in enumerate(schedule.ticks):
         at = {name: column[t] for name, column in table.columns.items()}
@@ -157,13 +200,18 @@ def test_what_waits_in_a_slot_is_there_when_it_is_read(name, S, C, remat):
             if not remat and not is_backward:
                 boxes["kept"][s][at["kept"][s]] = label
         sends = {(send.kind, send.target): (send.microbatch, send.target_chunk) for send in schedule.sends[t]}
+        arriving = {(send.kind, send.target): (send.critical, send.microbatch, send.target_chunk) for send in schedule.sends[t]}
         for s in range(S):
             for kind, name in (("F", "input"), ("B", "gradient")):
                 slot = at[f"next_{name}"][s]
                 assert (slot != executor.NOWHERE) == ((kind, s) in sends)
                 if slot != executor.NOWHERE:
                     boxes[name][s][slot] = sends[kind, s]
-        pairs = {(message.kind, pair) for message in table.patterns[table.pattern[t]] for pair in message.pairs}
+                arrives = at[f"{kind} label"][s], at[f"{kind} microbatch"][s], at[f"{kind} chunk"][s]
+                compress, *where = arriving.get((kind, s), (False, 0, 0))
+                assert arrives == (table.labels.index((kind, compress)) if (kind, s) in arriving else executor.NOWHERE, *where)
+        assert [label != executor.NOWHERE for label in at["sent"]] == [s in {send.source for send in schedule.sends[t]} for s in range(S)]
+        pairs = {(message.label[0], pair) for message in table.patterns[table.pattern[t]] for pair in message.pairs}
         assert pairs == {(send.kind, (send.source, send.target)) for send in schedule.sends[t]}
 
 
@@ -177,11 +225,12 @@ def test_slots_of_1f1b_do_not_grow_with_microbatches(remat):
 # -- The compiled program ---------------------------------------------------------------------------------------------
 
 
-def compiled(S, name, microbatches, C=1, *, remat=False, tied=False, boundary=None, depth=DEPTH):
+def compiled(S, name, microbatches, C=1, *, remat=False, tied=False, boundary=None, depth=DEPTH, autoencoder=0):
     """The gradient of one worker, one sequence a microbatch."""
     workers, whole = mesh.make_workers(1, stages=S), model(tied, depth)
-    division = pipeline.divide(whole.parts, S, C)
+    division = pipeline.divide(whole.parts, S, C, autoencoder=autoencoder)
     of = pipeline.make_gradient(division, schedules.make(name, S, microbatches, C), remat=remat, boundary=boundary)
+    whole = division.complete(whole)
     params = jax.eval_shape(lambda: jax.tree.map(lambda x: x[None], division.split(whole.init(jax.random.key(0)))))
     batch = jax.ShapeDtypeStruct((1, S, microbatches, CONTEXT + 1), jnp.int32)
     return workers, workers.jit(lambda params, batch: of.gradient(params, of.init(batch), batch), (0, 0)).lower(params, batch).compile()
@@ -195,11 +244,12 @@ def test_memory_of_1f1b_does_not_grow_with_microbatches(remat):
     assert many - few < 16 * activation and gpipe - many > 48 * activation, (few, many, gpipe)
 
 
-@pytest.mark.parametrize("name, S, C, tied", [("1f1b", 4, 1, True), ("interleaved", 2, 2, False)])
-def test_stages_send_an_activation_for_every_link_and_microbatch(name, S, C, tied):
-    workers, program = compiled(S, name, M, C, tied=tied)
+@pytest.mark.parametrize("name, S, C, tied, autoencoder", [("1f1b", 4, 1, True, 0), ("interleaved", 2, 2, False, 0),
+                                                           ("interleaved", 2, 2, False, 3)])
+def test_stages_send_an_activation_for_every_link_and_microbatch(name, S, C, tied, autoencoder):
+    workers, program = compiled(S, name, M, C, tied=tied, autoencoder=autoencoder)
     sent = wire.bytes_by_axis(program.as_text(), workers)
-    activation = CONTEXT * 8 * 4
+    activation = CONTEXT * (autoencoder or 8) * 4
     table = VOCABULARY * 8 * 4
     loss = S * 2 * (S - 1) / S * 4  # Summed over stages.
     assert sent["stage"] == 2 * M * (S * C - 1) * activation + (2 * table if tied else 0) + loss
@@ -234,13 +284,12 @@ def counting():
 
     kinds = [f"{way} {kind} {compress}" for way in ("sent", "received") for kind in "FB" for compress in (False, True)]
 
-    def send(x, state, kind, compress):
-        return {"double": 2 * x}, count(state, f"sent {kind} {compress}")
+    def transfer(kind, compress):
+        return pipeline.Transfer(lambda x, state, place: ({"double": 2 * x}, count(state, f"sent {kind} {compress}")),
+                                 lambda message, state, place: (message["double"] / 2, count(state, f"received {kind} {compress}")))
 
-    def receive(message, state, kind, compress):
-        return message["double"] / 2, count(state, f"received {kind} {compress}")
-
-    return pipeline.Boundary(lambda like: dict.fromkeys(kinds, jnp.int32(0)), lambda send: send.critical, send, receive)
+    transfers = {(kind, compress): transfer(kind, compress) for kind in "FB" for compress in (False, True)}
+    return pipeline.Boundary(lambda like, schedule: dict.fromkeys(kinds, jnp.int32(0)), lambda send: send.critical, transfers)
 
 
 @pytest.mark.parametrize("S", [2, 4])
@@ -249,7 +298,7 @@ def test_epilogue_messages_are_compressed_once_each(S):
     division = pipeline.divide(whole.parts, S)
     of = pipeline.make_gradient(division, schedules.make("1f1b", S, 8), remat=True, boundary=counting())
     plain = pipeline.make_gradient(division, schedules.make("1f1b", S, 8), remat=True)
-    params = workers.stack(jax.jit(lambda: division.split(init(whole, jax.random.key(0))))())
+    params = workers.stack(division.split(start(False, DEPTH)))
     batch = workers.build(lambda worker: tokens(0))
     loss, grads, state = workers.jit(lambda params, batch: of.gradient(params, of.init(batch), batch), (0, 0))(params, batch)
     expected = workers.jit(lambda params, batch: plain.gradient(params, (), batch), (0, 0))(params, batch)
@@ -264,11 +313,11 @@ def test_epilogue_messages_are_compressed_once_each(S):
 # -- Divisions --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("tied, autoencoder", [(False, 0), (True, 3)])
 @pytest.mark.parametrize("S, C, layers", [(2, 1, ()), (4, 2, ()), (2, 2, (1, 3, 2, 2)), (3, 1, (5, 1, 2))])
-def test_join_is_the_inverse_of_split_and_norms_agree(S, C, layers, tied):
-    params = jax.jit(functools.partial(init, model(tied)))(jax.random.key(0))
-    division = pipeline.divide(model(tied).parts, S, C, layers)
+def test_join_is_the_inverse_of_split_and_norms_agree(S, C, layers, tied, autoencoder):
+    division = pipeline.divide(model(tied).parts, S, C, layers, autoencoder=autoencoder)
+    params = jax.jit(functools.partial(init, division.complete(model(tied))))(jax.random.key(0))
     stacked = division.split(params)
     assert all(len(x) == S for x in jax.tree.leaves(stacked))
     jax.tree.map(np.testing.assert_array_equal, division.join(stacked), params)
@@ -281,6 +330,8 @@ def test_join_is_the_inverse_of_split_and_norms_agree(S, C, layers, tied):
     (lambda parts: pipeline.divide(parts, 3), "depth=8 layers do not divide evenly into stages=3; use depth=6 or 9"),
     (lambda parts: pipeline.divide(parts, 2, 8), "into stages=2 x chunks=8; use depth=16, or"),
     (lambda parts: pipeline.divide(parts, 2, 1, (3, 4)), "layers=3,4: must be 2 numbers.* add up to depth=8"),
+    (lambda parts: pipeline.divide(parts, 2, autoencoder=9), "autoencoder=9: must be at most the model's width of 8"),
+    (lambda parts: pipeline.divide(parts, 2, fused_embedding=True), "fused_embedding: an embedding and a head that are not tied"),
     (lambda parts: pipeline.divide(parts, 2, 1, (8, 0)), "at least 1 each"), (lambda parts: pipeline.divide(parts, 1), "at least 2"),
     (lambda parts: pipeline.make_gradient(pipeline.divide(parts, 2), schedules.make("1f1b", 4, 4), remat=False), "is for"),
     (lambda parts: mesh.make_workers(4, stages=2, tensor=2), "workers=4 of stages=2 x tensor=2 but there are 8 devices; use workers=2"),

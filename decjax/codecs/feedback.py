@@ -186,6 +186,20 @@ def contracted(codec: Codec) -> Codec:
     return dataclasses.replace(codec, name=f"contracted {codec.name}", decode=decode, traits=traits)
 
 
+def contractive(codec: Codec) -> Codec:
+    """The codec as an error memory needs it; an unbiased one is contracted.
+
+    Raises:
+        ValueError: if it is neither.
+    """
+    if codec.traits.contractive is not None:
+        return codec
+    if codec.traits.unbiased is None:
+        raise ValueError(f"codec {codec.name!r} is neither contractive nor unbiased, so the memory of its errors may grow without "
+                         "bound; use one that is, such as 'int8' or 'topk'")
+    return contracted(codec)
+
+
 def _check_share(what: str, option: str, value: float, at_most_one: bool = False) -> None:
     if not (0 < value <= 1 if at_most_one else 0 <= value < 1):
         raise ValueError(f"{what} {option}={value} must lie in {'(0, 1]' if at_most_one else '[0, 1)'}")

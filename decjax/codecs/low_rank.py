@@ -6,7 +6,8 @@ The message is P and Q, R(I + J) values instead of I·J. Q of the last message i
 many messages of a slowly changing matrix P comes to span its leading singular vectors. Columns of Q are kept at magnitude 1, so
 that no scale of A makes A Q vanish; a column that died (a zero matrix, or one of lower rank) begins anew from its first value.
 
-‖x − x̂‖² ≤ ‖x‖² always, since P Pᵀ projects. From a random Q the energy kept is R/min(I, J) at least, on average.
+‖x − x̂‖² ≤ ‖x‖² always, since P Pᵀ projects. From a random Q the energy kept is R/min(I, J) at least, on average. The factors may be
+made smaller by a second codec, `values`; x̂ is then the product of what is left of them.
 
 Reference: Vogels et al. 2019, "PowerSGD", Algorithm 1, with the error of x̂ = P Pᵀ A as sent.
 """
@@ -16,7 +17,9 @@ import math
 import jax
 import jax.numpy as jnp
 
+from decjax.codecs import cast
 from decjax.codecs import noise
+from decjax.codecs.sparse import check_values
 from decjax.codecs.codec import Codec, Traits, finite, matrix_shape, working_dtype
 
 HIGHEST = jax.lax.Precision.HIGHEST  # Factors are what is sent: they must not be computed in half of float32.
@@ -34,14 +37,16 @@ def revived(found_JxR: jax.Array, fresh_JxR: jax.Array) -> jax.Array:
     return jnp.where(alive_R, found_JxR / jnp.where(alive_R, largest_R, 1), fresh_JxR)
 
 
-def low_rank(rank: int = 4) -> Codec:
+def low_rank(rank: int = 4, values: Codec = cast.identity()) -> Codec:
     """Rank-R messages of tensors with at least two dimensions; vectors are sent as they are.
 
     Args:
         rank: R, at most min(I, J) of every matrix that it is given.
+        values: the form of the factors that are sent, such as `bfloat16`.
 
     State: Qᵀ [R, J], from the last finite message.
     """
+    check_values("low_rank", values)
     if rank < 1:
         raise ValueError(f"low_rank rank={rank} must be at least 1")
 
@@ -67,29 +72,39 @@ def low_rank(rank: int = 4) -> Codec:
         a_IxJ = x.reshape(matrix).astype(working_dtype(x.dtype))
         p_IxR = jnp.linalg.qr(jnp.matmul(a_IxJ, q_RxJ.T, precision=HIGHEST))[0]
         # Pᵀ A instead of Aᵀ P: XLA on CPUs is ten times slower where the large matrix is transposed.
-        return {"p": p_IxR, "q": jnp.matmul(p_IxR.T, a_IxJ, precision=HIGHEST)}
+        q_RxJ = jnp.matmul(p_IxR.T, a_IxJ, precision=HIGHEST)
+        return {"p": values.encode(p_IxR, (), None), "q": values.encode(q_RxJ, (), None)}
 
     def decode(message, shape, dtype):
-        if not view(shape):
+        matrix = view(shape)
+        if not matrix:
             return message["dense"].astype(dtype)
-        return jnp.matmul(message["p"], message["q"], precision=HIGHEST).reshape(shape).astype(dtype)
+        wide = working_dtype(dtype)
+        p_IxR, q_RxJ = values.decode(message["p"], (matrix[0], rank), wide), values.decode(message["q"], (rank, matrix[1]), wide)
+        return jnp.matmul(p_IxR, q_RxJ, precision=HIGHEST).reshape(shape).astype(dtype)
 
     def advance(q_RxJ, message):
         if "dense" in message:
             return q_RxJ
-        new_RxJ = message["q"]
+        new_RxJ = values.decode(message["q"], q_RxJ.shape, q_RxJ.dtype)
         alive_RxJ = revived(new_RxJ.T, start(new_RxJ.shape[1], new_RxJ.dtype).T).T
-        return jnp.where(finite(message), alive_RxJ, q_RxJ)
+        return jnp.where(finite((message, new_RxJ)), alive_RxJ, q_RxJ)
 
     def num_bytes(shape, dtype):
         matrix = view(shape)
         if not matrix:
             return jnp.dtype(dtype).itemsize * math.prod(shape)
-        return rank * sum(matrix) * jnp.dtype(working_dtype(dtype)).itemsize
+        return sum(values.num_bytes((size, rank), working_dtype(dtype)) for size in matrix)
 
     def delta(shape):
         matrix = view(shape)
-        return rank / min(matrix) if matrix else 1.0
+        if not matrix:
+            return 1.0
+        kept = rank / min(matrix)
+        lost = max(1 - values.traits.contractive((size, rank)) for size in matrix) ** 0.5  # ‖P̂ − P‖ ≤ lost ‖P‖, and of Q
+        # ‖P̂Q̂ − PQ‖ ≤ ε‖Q‖; and (√(1−κ) + ε√κ)² ≤ (1+ε)(1 − (1−ε)κ) of a share κ = ‖Q‖²/‖x‖² kept.
+        epsilon = lost * (1 + rank**0.5 * (1 + lost))
+        return max(0.0, 1 - (1 + epsilon) * (1 - (1 - epsilon) * kept))
 
     return Codec(name="low_rank", encode=encode, decode=decode, num_bytes=num_bytes, init=init, advance=advance,
-                 traits=Traits(contractive=delta, state_key="tensor", matrix=True))
+                 traits=Traits(contractive=delta if values.traits.contractive else None, state_key="tensor", matrix=True))

@@ -29,8 +29,12 @@ def words(key: jax.Array | None) -> tuple[jax.Array, jax.Array]:
 
 def bits(shape: tuple[int, ...], seed: tuple[jax.Array, jax.Array]) -> jax.Array:
     """uint32 of a shape, one of each index and pair of words."""
-    x = jax.lax.iota(jnp.uint32, math.prod(shape)).reshape(shape) + seed[0]
-    x = (x ^ (x >> 16)) * jnp.uint32(0x7FEB352D) ^ seed[1]
+    return mix(jax.lax.iota(jnp.uint32, math.prod(shape)).reshape(shape) + seed[0], seed[1])
+
+
+def mix(x: jax.Array, word: jax.Array) -> jax.Array:
+    """h(x, word) of uint32."""
+    x = (x ^ (x >> 16)) * jnp.uint32(0x7FEB352D) ^ word
     x = (x ^ (x >> 15)) * jnp.uint32(0x846CA68B)
     return x ^ (x >> 16)
 

@@ -1,38 +1,231 @@
 """What travels between stages, and what both ends remember of it.
 
-    sender      (message, state) = send(x, state, kind, compress)
-    receiver    (x, state) = receive(message, state, kind, compress)
+    sender      (message, state) = send(x, state, place)
+    receiver    (x, state) = receive(message, state, place)
 
-`kind` is "F" for activations and "B" for their gradients; `compress` is decided by `compresses`, from the message's place in
-the schedule, once for both ends. Both are static. Sender and receiver are stages of the same pipeline, which run the same program:
-`send` is computed by stages that send, `receive` by those that receive, and neither may talk to anybody. The state is carried
-from step to step as ordinary state.
+A message belongs to a label: its kind, "F" for activations and "B" for their gradients, and whether it is compressed, which
+`compresses` decides from its place in the schedule, once for both ends. Each label has a pair of such functions, or none: then x
+travels as it is. Sender and receiver are stages of the same pipeline, which run the same program: `send` is computed by stages that
+send, `receive` by those that receive, and neither may talk to anybody. The state is carried from step to step as ordinary state.
+
+Compressed backpropagation sends those gradients compressed that a stage waits for in its cool-down, S(S − 1)/2 an iteration of 1F1B,
+and what such a message loses goes with the next one of its link (lazy error propagation). `links` has the forms of memory.
+
+Deviation from the paper: at the end of an iteration, between whose messages the parameters change, the error may stay (as there),
+join the first message of the next iteration that is not compressed, or be forgotten.
+
+Reference: Song et al. 2023, arXiv 2301.09830 (Optimus-CC).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+import dataclasses
+import math
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
+from decjax import codecs
 from decjax import schedules
+from decjax.pipeline import links
+from decjax.pipeline.links import Place
+
+WHEN = ("epilogue", "always")
+ERRORS = ("carry", "flush", "reset", "ef21", "none")
+FORWARD_ERRORS = ("none", "carry", "reset", "ef21", "samples")
+CHOOSING = ("topk", "threshold")  # Codecs whose messages hold positions of values.
+
+Label = tuple[str, bool]  # kind, compressed
+
+
+class Transfer(NamedTuple):
+    """How messages of one label are made and read; see the module."""
+
+    send: Callable[[jax.Array, Any, Place], tuple[Any, Any]]
+    receive: Callable[[Any, Any, Place], tuple[jax.Array, Any]]
 
 
 class Boundary(NamedTuple):
     """How values pass from stage to stage.
 
     Attributes:
-        init: `init(like) -> state` of one stage; `like` has shape and dtype of what travels.
+        init: `init(like, schedule) -> state` of one stage; `like` has shape and dtype of what travels.
         compresses: `compresses(send) -> bool`, whether a message of the schedule is compressed.
-        send: see the module; None: everything travels as it is.
-        receive: see the module.
+        transfers: of every label; what has none travels as it is.
+        finish: `finish(state) -> state`, at the end of an iteration.
+        received: `received(x, key) -> x`, what arrives of activations; None where that is x, or depends on what is remembered.
     """
 
-    init: Callable[[jax.ShapeDtypeStruct], Any]
+    init: Callable[[jax.ShapeDtypeStruct, schedules.Schedule], Any]
     compresses: Callable[[schedules.Send], bool]
-    send: Callable[..., tuple[Any, Any]] | None = None
-    receive: Callable[..., tuple[jax.Array, Any]] | None = None
+    transfers: Mapping[Label, Transfer] = {}
+    finish: Callable[[Any], Any] = lambda state: state
+    received: Callable[[jax.Array, jax.Array], jax.Array] | None = None
 
 
 def identity() -> Boundary:
     """Everything travels as it is."""
-    return Boundary(lambda like: (), lambda send: False)
+    return Boundary(lambda like, schedule: (), lambda send: False)
+
+
+def rows(shape: tuple[int, ...]) -> tuple[int, int]:
+    """The view of B×T×D as I×J = (B·T)×D."""
+    return math.prod(shape[:-1]), shape[-1]
+
+
+def coded(backward: codecs.Codec | None = None, forward: codecs.Codec | None = None, *, when: str = "epilogue",
+          error: str = "carry", forward_error: str = "none", slots: int = 0, reuse_indices: bool = False,
+          view: Callable[[tuple[int, ...]], tuple[int, ...]] = rows) -> Boundary:
+    """Messages in the form of a codec.
+
+    Args:
+        backward: of gradients; None: they travel as they are.
+        forward: of activations, all of them; None: they travel as they are.
+        when: which gradients: "epilogue": those that a stage waits for in its cool-down, which with gpipe are all; "always": all.
+        error: what is remembered of what compressed gradients lose: "carry", "flush", "reset": the error, which goes with the next
+            compressed message of the link, and at the end of an iteration stays, joins the next iteration's first message that is not
+            compressed, or is forgotten; "ef21": both ends hold an estimate, and its change is sent; "none": nothing.
+        forward_error: the same of activations: "none", "carry", "reset", "ef21", or "samples", an estimate for every sample (AQ-SGD).
+        slots: places for samples that "samples" remembers, some times as many as a worker has; see `links.per_sample`.
+        reuse_indices: gradients are sent at those places only that top-k chose of the same activations, and `backward` is the form
+            of these values; no indices are sent for them.
+        view: from the shape B×T×D to the one that codecs are shown.
+
+    Returns:
+        The `Boundary`.
+
+    Raises:
+        ValueError: if a codec cannot be had; from `init`, if it does not suit the shape, or nothing would ever be flushed.
+
+    Example:
+        >>> coded(codecs.low_rank(rank=16))
+
+    Reference:
+        arXiv 2301.09830; arXiv 2206.01299 for "samples".
+    """
+    for what, value, known in (("when", when, WHEN), ("error", error, ERRORS), ("forward_error", forward_error, FORWARD_ERRORS)):
+        if value not in known:
+            raise ValueError(f"boundary {what}={value!r} is unknown; use one of {', '.join(known)}")
+    if slots and forward_error != "samples":
+        raise ValueError(f"boundary slots={slots} with forward_error={forward_error!r}, which remembers no samples; use 'samples', "
+                         "or slots=0")
+    given = {schedules.BACKWARD: (backward, error), schedules.FORWARD: (forward, forward_error)}
+    made = {kind: _link(codec, memory, slots, view) for kind, (codec, memory) in given.items() if codec}
+
+    def compresses(send):
+        return send.kind in made and (send.kind == schedules.FORWARD or when == "always" or send.critical)
+
+    def init(like, schedule):
+        if error == "flush" and backward:
+            _check_flushes(schedule, compresses)
+        return {kind: link.init(like, schedule.num_chunks) for kind, link in made.items()}
+
+    def transfer(kind, link):
+        def send(x, state, place):
+            message, sender = link.send(x, state[kind].sender, _with_own_key(place, kind))
+            return message, state | {kind: state[kind]._replace(sender=sender)}
+
+        def receive(message, state, place):
+            x, receiver = link.receive(message, state[kind].receiver, place)
+            return x, state | {kind: state[kind]._replace(receiver=receiver)}
+
+        return Transfer(send, receive)
+
+    def flush(x, state, place):
+        ends = state[schedules.BACKWARD]
+        message, sender = links.flushed(x, ends.sender, place)
+        return message, state | {schedules.BACKWARD: ends._replace(sender=sender)}
+
+    def finish(state):
+        return state | {kind: links.forgotten(state[kind]) for kind in made if given[kind][1] == "reset"}
+
+    def received(x, key):
+        codec = _viewed(forward, view)
+        return codec.decode(codec.encode(x, (), key), x.shape, x.dtype)
+
+    transfers = {(kind, True): transfer(kind, link) for kind, link in made.items()}
+    if error == "flush" and backward:
+        transfers[schedules.BACKWARD, False] = Transfer(flush, lambda x, state, place: (x, state))
+    depends = not forward or forward.traits.state_key != "none" or forward_error in ("ef21", "samples")
+    boundary = Boundary(init, compresses, transfers, finish, None if depends else received)
+    return _reusing(boundary, backward, forward, view) if reuse_indices else boundary
+
+
+def _link(codec: codecs.Codec, error: str, slots: int, view) -> links.Link:
+    if not codec.traits.static_bytes:
+        raise ValueError(f"codec {codec.name!r} has messages of varying size, and stages wait for one of known size; use 'int8', or "
+                         "'bounded(raw=False)', which has room for a fixed number of outliers")
+    if error == "none":
+        return links.remembering(links.memoryless, _viewed(codec, view))
+    codec = _viewed(codecs.feedback.contractive(codec), view)
+    if error == "samples":
+        return links.per_sample(codec, slots)
+    return links.remembering(codecs.feedback.ef21 if error == "ef21" else codecs.feedback.residual, codec)
+
+
+def _viewed(codec: codecs.Codec, view) -> codecs.Codec:
+    """The codec, shown arrays in another shape; vectors as they are."""
+    return dataclasses.replace(
+        codec,
+        init=lambda shape, dtype: codec.init(view(shape), dtype),
+        encode=lambda x, state, key: codec.encode(x.reshape(view(x.shape)) if x.ndim > 1 else x, state, key),
+        decode=lambda message, shape, dtype: codec.decode(message, view(shape) if len(shape) > 1 else shape, dtype).reshape(shape),
+        num_bytes=lambda shape, dtype: codec.num_bytes(view(shape), dtype))
+
+
+def _reusing(boundary: Boundary, backward: codecs.Codec | None, forward: codecs.Codec | None, view) -> Boundary:
+    """The boundary, whose gradients are sent at those places that the activations of the same microbatch were.
+
+    Whoever sends these gradients has received the activations, and whoever receives them has sent those.
+    """
+    if not forward or forward.name not in CHOOSING:
+        raise ValueError(f"boundary reuse_indices with forward={forward and forward.name!r}: indices are those of "
+                         f"{' and '.join(CHOOSING)}; use forward=topk")
+    if not backward or backward.traits.matrix or backward.traits.state_key != "none":
+        raise ValueError(f"boundary reuse_indices with backward={backward and backward.name!r}: it is the form of the values at these "
+                         "indices, without state or matrices; use backward=identity")
+    gradients, activations = (boundary.transfers[kind, True] for kind in (schedules.BACKWARD, schedules.FORWARD))
+
+    def init(like, schedule):
+        """With the indices of every microbatch, at both ends."""
+        x = jax.ShapeDtypeStruct(view(like.shape), links.WIDE)
+        where_k = jax.eval_shape(lambda x: forward.encode(x, (), None), x)["where"]
+        places = jnp.zeros((schedule.num_chunks, schedule.num_microbatches, *where_k.shape), where_k.dtype)
+        return boundary.init(like, schedule) | {"where": links.Ends(places, places)}
+
+    def noted(state, end, message, place):
+        places = getattr(state["where"], end).at[place.chunk, place.microbatch].set(message["where"])
+        return state | {"where": state["where"]._replace(**{end: places})}
+
+    def there(state, end, place):
+        return place._replace(where_k=getattr(state["where"], end)[place.chunk, place.microbatch])
+
+    def send(x, state, place):
+        message, state = activations.send(x, state, place)
+        return message, noted(state, "sender", message, place)
+
+    def receive(message, state, place):
+        x, state = activations.receive(message, state, place)
+        return x, noted(state, "receiver", message, place)
+
+    transfers = boundary.transfers | {
+        (schedules.FORWARD, True): Transfer(send, receive),
+        (schedules.BACKWARD, True): Transfer(
+            lambda x, state, place: gradients.send(x, state, there(state, "receiver", place)),
+            lambda message, state, place: gradients.receive(message, state, there(state, "sender", place)))}
+    return boundary._replace(init=init, transfers=transfers)
+
+
+def _with_own_key(place: Place, kind: str) -> Place:
+    return place if place.key is None else place._replace(key=jax.random.fold_in(place.key, ord(kind)))
+
+
+def _check_flushes(schedule: schedules.Schedule, compresses) -> None:
+    """Refuses errors that no message of their link would ever take along."""
+    of_link: dict[tuple[int, int], set[bool]] = {}
+    for send in (send for sends in schedule.sends for send in sends if send.kind == schedules.BACKWARD):
+        of_link.setdefault((send.source, send.source_chunk), set()).add(compresses(send))
+    if {True} in of_link.values():
+        raise ValueError(f"boundary error='flush' with schedule {schedule.name!r}, microbatches={schedule.num_microbatches}: there are "
+                         "links with compressed messages only, whose error nothing would take along; use when='epilogue' with schedule "
+                         f"'1f1b' and microbatches of at least stages={schedule.num_stages}, or error='carry'")

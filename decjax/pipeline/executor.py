@@ -32,13 +32,14 @@ from decjax.pipeline import stages
 
 IDLE, FORWARD, BACKWARD = 0, 1, 2
 NOWHERE = -1
+DENSE = "as they are"
+BOXES = {schedules.FORWARD: "input", schedules.BACKWARD: "gradient"}  # where messages of a kind wait
 
 
 class Message(NamedTuple):
     """Messages of one tick that are sent alike."""
 
-    kind: str
-    compress: bool
+    label: boundary_lib.Label
     pairs: tuple[tuple[int, int], ...]
 
 
@@ -47,13 +48,16 @@ class Table(NamedTuple):
 
     Attributes:
         columns: [ticks, S] integers: what each stage does (`op`, `microbatch`, `chunk`), the slots that it reads (`input`,
-            `kept`, `gradient`), and those in which it puts what arrives (`next_input`, `next_gradient`) or NOWHERE.
+            `kept`, `gradient`), and those in which it puts what arrives (`next_input`, `next_gradient`) or NOWHERE; the label of what
+            it sends (`sent`) or NOWHERE; and of what arrives, by kind ("F", "B"), label or NOWHERE, microbatch and this end's chunk.
+        labels: of messages: their kind, and whether they are compressed.
         pattern: [ticks] index into `patterns`.
         patterns: the messages of a tick.
         slots: how many of "input", "kept" and "gradient" any stage needs.
     """
 
     columns: dict[str, np.ndarray]
+    labels: tuple[boundary_lib.Label, ...]
     pattern: np.ndarray
     patterns: tuple[tuple[Message, ...], ...]
     slots: dict[str, int]
@@ -74,7 +78,9 @@ def tabulate(schedule: schedules.Schedule, compresses: Callable[[schedules.Send]
     """
     shape, last = (schedule.num_ticks, schedule.num_stages), schedule.num_virtual - 1
     columns = {name: np.zeros(shape, np.int32) for name in ("op", "microbatch", "chunk", "input", "kept", "gradient")}
-    columns |= {name: np.full(shape, NOWHERE, np.int32) for name in ("next_input", "next_gradient")}
+    columns |= {name: np.full(shape, NOWHERE, np.int32) for name in ("next_input", "next_gradient", "sent")}
+    columns |= {f"{kind} {what}": np.full(shape, NOWHERE if what == "label" else 0, np.int32)
+                for kind in BOXES for what in ("label", "microbatch", "chunk")}
     taken: dict[tuple, int] = {}  # (op, stage) -> tick
     for t, row in enumerate(schedule.ticks):
         for s, op in enumerate(row):
@@ -91,9 +97,12 @@ def tabulate(schedule: schedules.Schedule, compresses: Callable[[schedules.Send]
             forward = taken[schedules.Op(schedules.FORWARD, op.microbatch, op.chunk), s]
             if not remat:
                 waits["kept"].append((s, forward, t, (forward, t)))
+    labels = tuple(sorted({(send.kind, compresses(send)) for sends in schedule.sends for send in sends}))
     for t, sends in enumerate(schedule.sends):
         for send in sends:
             s = send.target
+            columns["sent"][t, send.source] = columns[f"{send.kind} label"][t, s] = labels.index((send.kind, compresses(send)))
+            columns[f"{send.kind} microbatch"][t, s], columns[f"{send.kind} chunk"][t, s] = send.microbatch, send.target_chunk
             use, back = (taken[schedules.Op(kind, send.microbatch, send.target_chunk), s] for kind in (send.kind, schedules.BACKWARD))
             if send.kind == schedules.BACKWARD:
                 waits["gradient"].append((s, t, use, (use,)))
@@ -105,7 +114,7 @@ def tabulate(schedule: schedules.Schedule, compresses: Callable[[schedules.Send]
 
     found = [_messages(sends, compresses) for sends in schedule.sends]
     patterns = tuple(dict.fromkeys(found))
-    return Table(columns, np.array([patterns.index(messages) for messages in found], np.int32), patterns, slots)
+    return Table(columns, labels, np.array([patterns.index(messages) for messages in found], np.int32), patterns, slots)
 
 
 def _give_slots(columns: dict[str, np.ndarray], name: str, waits: Iterable[tuple]) -> int:
@@ -123,10 +132,11 @@ def _give_slots(columns: dict[str, np.ndarray], name: str, waits: Iterable[tuple
 
 
 def _messages(sends: Iterable[schedules.Send], compresses) -> tuple[Message, ...]:
-    groups: dict[tuple[str, bool], list] = {}
+    groups: dict[boundary_lib.Label, list] = {}
     for send in sends:
         groups.setdefault((send.kind, compresses(send)), []).append((send.source, send.target))
-    return tuple(Message(kind, compress, tuple(sorted(pairs))) for (kind, compress), pairs in sorted(groups.items()))
+    # Activations first: nothing that a stage still has to do keeps them waiting, as it may keep a gradient.
+    return tuple(Message(label, tuple(sorted(pairs))) for label, pairs in sorted(groups.items(), reverse=True))
 
 
 class Pipeline(NamedTuple):
@@ -134,13 +144,13 @@ class Pipeline(NamedTuple):
 
     Attributes:
         init: `init(tokens_BxT1) -> state` of the boundary, of one stage; tokens may be shapes.
-        gradient: `gradient(params, state, tokens_BxT1) -> (loss, grads, state)` of one stage of one worker: the loss, the
-            same on all stages, is the mean over microbatches.
+        gradient: `gradient(params, state, tokens_BxT1, key) -> (loss, grads, state)` of one stage of one worker: the loss, the
+            same on all stages, is the mean over microbatches; the key is for codecs that draw noise.
         table: what is run.
     """
 
     init: Callable[[Any], Any]
-    gradient: Callable[[Any, Any, jax.Array], tuple[jax.Array, Any, Any]]
+    gradient: Callable[..., tuple[jax.Array, Any, Any]]
     table: Table
 
 
@@ -173,8 +183,9 @@ def make_gradient(division: stages.Division, schedule: schedules.Schedule, *, re
             raise ValueError(f"a worker's batch of {B} sequences does not divide into microbatches={M}")
         return division.activation(B // M, T1 - 1)
 
-    def gradient(params, state, tokens_BxT1):
+    def gradient(params, state, tokens_BxT1, key=None):
         activation = like(tokens_BxT1)
+        sent = jax.eval_shape(division.narrow, activation)
         tokens_MxBxT1 = tokens_BxT1.reshape(M, -1, tokens_BxT1.shape[-1])
         run = _Passes(division, params, tokens_MxBxT1, remat)
         stage = mesh.stage_index()
@@ -187,15 +198,23 @@ def make_gradient(division: stages.Division, schedule: schedules.Schedule, *, re
             columns, pattern = row
             at = {name: column_S[stage] for name, column_S in columns.items()}
             carry, made = run.take(carry, at, activation)
-            arrived, state = _exchange(boundary, table, pattern, made, carry.boundary)
-            boxes = {name: _put(carry.boxes[name], at[f"next_{name}"], arrived[name]) for name in carry.boxes}
+
+            def place(microbatch, chunk):
+                return boundary_lib.Place(sent, stage, microbatch, chunk, tokens_MxBxT1[microbatch], key)
+
+            arrived, state = _exchange(boundary, table, at, pattern, place, division.narrow(made), carry.boundary)
+            boxes = {name: _put(carry.boxes[name], at[f"next_{name}"], division.widen(arrived[kind], made.shape[-1]))
+                     for kind, name in BOXES.items()}
             return carry._replace(boxes=boxes, boundary=state), None
 
         columns = {name: jnp.asarray(column_TxS) for name, column_TxS in table.columns.items()}
         carry, _ = jax.lax.scan(tick, carry, (columns, jnp.asarray(table.pattern)))
-        return mesh.sum_over_stages(carry.loss), division.sum_tied(carry.grads), carry.boundary
+        return mesh.sum_over_stages(carry.loss), division.sum_tied(carry.grads), boundary.finish(carry.boundary)
 
-    return Pipeline(lambda tokens_BxT1: boundary.init(like(tokens_BxT1)), gradient, table)
+    def init(tokens_BxT1):
+        return boundary.init(jax.eval_shape(division.narrow, like(tokens_BxT1)), schedule)
+
+    return Pipeline(init, gradient, table)
 
 
 class _Carry(NamedTuple):
@@ -216,37 +235,68 @@ def _put(box: jax.Array, slot: jax.Array, x: jax.Array) -> jax.Array:
     return box.at[safe].set(jnp.where(slot == NOWHERE, box[safe], x))
 
 
-def _exchange(boundary, table, pattern, made, state):
-    """Sends what each stage has made to whom it belongs: ({"input", "gradient"} that arrive, the boundary's state)."""
-    def send(message, x, state):
-        if boundary.send is None:
-            return mesh.exchange(x, message.pairs, mesh.STAGE), state
-        how = dict(kind=message.kind, compress=message.compress)
-        sources, targets = (_is_among(stages_) for stages_ in zip(*message.pairs))
-        like = jax.eval_shape(lambda: boundary.send(x, state, **how)[0])
-        encoded, state = jax.lax.cond(
-            sources, lambda x, state: boundary.send(x, state, **how),
-            lambda x, state: (jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), like), state), x, state)
-        encoded = jax.tree.map(lambda leaf: mesh.exchange(leaf, message.pairs, mesh.STAGE), encoded)
-        return jax.lax.cond(targets, lambda encoded, state: boundary.receive(encoded, state, **how),
-                            lambda encoded, state: (jnp.zeros_like(x), state), encoded, state)
+def _exchange(boundary, table, at, pattern, place, made, state):
+    """Sends what each stage has made to whom it belongs: (what arrives, by kind; the boundary's state).
+
+    What arrives of a kind counts only where the table gives it a slot.
+    """
+    channels, outgoing = {}, {}  # label -> the form of its messages; form -> message of this stage
+    for i, label in enumerate(table.labels):
+        if transfer := boundary.transfers.get(label):
+            message, state = _send(transfer, at["sent"] == i, made, state, place(at["microbatch"], at["chunk"]))
+            channels[label] = form = str(jax.tree.map(jax.typeof, message))
+            # A stage sends one message a tick, and the others are zeros.
+            outgoing[form] = jax.tree.map(jnp.add, outgoing[form], message) if form in outgoing else message
+        else:
+            channels[label] = DENSE
+            outgoing[DENSE] = made
 
     def branch(messages, runs):
-        def exchange(x, state):
-            arrived = {"input": jnp.zeros_like(x), "gradient": jnp.zeros_like(x)}
-            for message in messages:
-                name = "input" if message.kind == schedules.FORWARD else "gradient"
+        def exchange(outgoing):
+            nothing = jax.tree.map(jnp.zeros_like, outgoing)
+            arrived = {label: nothing[channel] for label, channel in channels.items()}
+            for group in _joint(messages, channels):
+                pairs = sorted(pair for message in group for pair in message.pairs)
                 with jax.named_scope(f"runs={runs}"):  # In the compiled program: for those who count bytes.
-                    received, state = send(message, x, state)
-                arrived[name] += received  # A stage receives one of a kind at most.
-            return arrived, state
+                    moved = jax.tree.map(lambda leaf: mesh.exchange(leaf, pairs, mesh.STAGE), outgoing[channels[group[0].label]])
+                arrived |= {message.label: moved for message in group}
+                # In the same order on all stages, or they would wait for each other.
+                _, outgoing = jax.lax.optimization_barrier((moved, outgoing))
+            return arrived
         return exchange
 
-    return jax.lax.switch(pattern, [branch(*of) for of in zip(table.patterns, table.runs)], made, state)
+    incoming = jax.lax.switch(pattern, [branch(*of) for of in zip(table.patterns, table.runs)], outgoing)
+    arrived = {kind: jnp.zeros_like(made) for kind in BOXES}
+    arrived |= {kind: incoming[kind, compress] for kind, compress in table.labels if channels[kind, compress] == DENSE}
+    for i, label in enumerate(table.labels):
+        kind, _ = label
+        if transfer := boundary.transfers.get(label):
+            here = place(at[f"{kind} microbatch"], at[f"{kind} chunk"])
+            arrived[kind], state = _receive(transfer, at[f"{kind} label"] == i, incoming[label], arrived[kind], state, here)
+    return arrived, state
 
 
-def _is_among(some: tuple[int, ...]) -> jax.Array:
-    return (mesh.stage_index() == np.array(some)).any()
+def _joint(messages: Iterable[Message], channels: dict[boundary_lib.Label, str]) -> Iterable[list[Message]]:
+    """Messages of a tick that travel in one permutation, so that a stage sends while it receives: those of one form, unless a stage
+    gets two of them."""
+    groups: dict[str, list[Message]] = {}
+    for message in messages:
+        groups.setdefault(channels[message.label], []).append(message)
+    for group in groups.values():
+        targets = [target for message in group for _, target in message.pairs]
+        yield from [group] if len(set(targets)) == len(targets) else [[message] for message in group]
+
+
+def _send(transfer, condition, x, state, place):
+    """(message, state); zeros unless the condition holds."""
+    like = jax.eval_shape(lambda: transfer.send(x, state, place)[0])
+    empty = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), like)
+    return _when(condition, lambda message, state: transfer.send(x, state, place), empty, state)
+
+
+def _receive(transfer, condition, message, x, state, place):
+    """(what arrives, state); `x` unless the condition holds."""
+    return _when(condition, lambda x, state: transfer.receive(message, state, place), x, state)
 
 
 class _Passes:
@@ -266,8 +316,11 @@ class _Passes:
 
     def _blocks(self, chunk):
         """(function of one chunk's parameters and input, the parameters)."""
-        layers = jnp.asarray(self.division.layers_SxC)[self.stage, chunk]
-        return lambda blocks, x: self.division.run(blocks, x, layers), self._chunk(self.params["blocks"], chunk)
+        run = functools.partial(self.division.run, stage=self.stage, number=chunk)
+        return run, self._chunk(self._chunked(self.params), chunk)
+
+    def _chunked(self, tree):
+        return {name: tree[name] for name in self.division.chunked}
 
     def _trace(self, activation) -> tuple[list[int | None], list[jax.ShapeDtypeStruct], Any]:
         """For what a pass keeps: which parameter each leaf is, or None; the shapes of the others; and the tree of all."""
@@ -336,8 +389,8 @@ class _Passes:
             grads, loss, g = _when(is_last, functools.partial(from_loss, y), carry.grads, carry.loss, g)
             d_blocks, dx = pullback(g)
             grads, = _when(is_first, functools.partial(to_embedding, dx), grads)
-            blocks = jax.tree.map(lambda x, d: x.at[at["chunk"]].add(d), grads["blocks"], d_blocks)
-            return carry._replace(grads=grads | {"blocks": blocks}, loss=loss), dx
+            own = jax.tree.map(lambda x, d: x.at[at["chunk"]].add(d), self._chunked(grads), d_blocks)
+            return carry._replace(grads=grads | own, loss=loss), dx
 
         made = jnp.zeros(activation.shape, activation.dtype)
         carry, made = _when(at["op"] == FORWARD, forward, carry, made)

@@ -6,10 +6,12 @@ run one program, so they hold arrays of the same shapes:
     blocks       leaves [C, K, …], K the longest run; zeros behind shorter ones
     table_VxD    the embedding on the first stage, the output on the last, zeros between; both hold the same table if they are tied
     norm         on the last stage, zeros elsewhere
+    autoencoder  if there is one: leaves [C, …], the decoder of what comes and the encoder of what goes, zeros where nothing does
 
 Stacked over stages they are [S, …], and `split` and `join` carry a whole model's parameters there and back.
 """
 
+from collections.abc import Callable
 from collections.abc import Sequence
 import dataclasses
 import functools
@@ -20,6 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from decjax import mesh
+from decjax.pipeline import autoencoder as autoencoder_lib
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,12 +34,16 @@ class Division:
         num_stages: S.
         num_chunks: C, runs of layers on each stage.
         layers: layers in each of the S·C runs.
+        autoencoder: R, the width of what travels between stages; 0: that of the model. See `pipeline.autoencoder`.
+        fused_embedding: leave the two gradients of a tied table as they are, to be averaged at once; see `pipeline.embedding`.
     """
 
     parts: Any
     num_stages: int
     num_chunks: int
     layers: tuple[int, ...]
+    autoencoder: int = 0
+    fused_embedding: bool = False
 
     @property
     def longest(self) -> int:
@@ -64,7 +71,9 @@ class Division:
         empty = self.num_stages, self.num_chunks, self.longest
         embedding_VxD = pieces.embedding_VxD
         zeros = functools.partial(jnp.zeros, dtype=embedding_VxD.dtype)
-        return {
+        codes = {name: zeros((*empty[:2], *x.shape[1:])).at[self._at_boundaries(name)].set(x)
+                 for name, x in params["autoencoder"].items()} if self.autoencoder else {}
+        return ({"autoencoder": codes} if codes else {}) | {
             "blocks": jax.tree.map(lambda x: jnp.zeros((*empty, *x.shape[1:]), x.dtype).at[stage, chunk, position].set(x),
                                    pieces.blocks),
             "norm": jax.tree.map(lambda x: jnp.zeros((self.num_stages, *x.shape), x.dtype).at[last].set(x), pieces.norm),
@@ -74,16 +83,55 @@ class Division:
         """From stages' parameters, leaves [S, …], to a whole model's."""
         last = self.num_stages - 1
         table_SxVxD = stacked["table_VxD"]
-        return self.parts.join(
+        codes = {name: x[self._at_boundaries(name)] for name, x in stacked["autoencoder"].items()} if self.autoencoder else {}
+        return ({"autoencoder": codes} if codes else {}) | self.parts.join(
             table_SxVxD[0], jax.tree.map(lambda x: x[tuple(self._places.T)], stacked["blocks"]),
             jax.tree.map(lambda x: x[last], stacked["norm"]), table_SxVxD[last])
 
+    def _at_boundaries(self, name: str) -> tuple[np.ndarray, np.ndarray]:
+        """Stages and chunks that hold the encoder before, or the decoder behind, each boundary of virtual stages."""
+        v = np.arange(len(self.layers) - 1) + (name == "decoder_RxD")
+        return v % self.num_stages, v // self.num_stages
+
+    def complete(self, model: Any) -> Any:
+        """The whole model that the division stands for: with autoencoders, if it has them."""
+        return autoencoder_lib.insert(model, self.layers, self.autoencoder) if self.autoencoder else model
+
+    @property
+    def chunked(self) -> tuple[str, ...]:
+        """Names of the parameters that are chunks', leaves [C, …]."""
+        return ("blocks", "autoencoder") if self.autoencoder else ("blocks",)
+
     def activation(self, batch_size: int, length: int) -> jax.ShapeDtypeStruct:
-        """Shape and dtype of what travels between stages, [B, T, D]."""
+        """Shape and dtype of what a stage works on, [B, T, D]."""
         return self.parts.activation(batch_size, length)
 
-    def run(self, blocks: Any, x_BxTxD: jax.Array, layers: jax.Array) -> jax.Array:
-        """Through one chunk, leaves [K, …], of which the first `layers` count."""
+    def narrow(self, x_BxTxD: jax.Array) -> jax.Array:
+        """Of what a stage makes for another one, that which travels: with autoencoders the first R columns, the others are zeros."""
+        return x_BxTxD[..., :self.autoencoder] if self.autoencoder else x_BxTxD
+
+    def widen(self, x_BxTxR: jax.Array, width: int) -> jax.Array:
+        """The inverse, so that all that waits on a stage has one shape."""
+        if not self.autoencoder:
+            return x_BxTxR
+        return jnp.pad(x_BxTxR, [*[(0, 0)] * (x_BxTxR.ndim - 1), (0, width - x_BxTxR.shape[-1])])
+
+    def run(self, chunk: dict[str, Any], x_BxTxD: jax.Array, stage: jax.Array, number: jax.Array) -> jax.Array:
+        """Through chunk `number` of a stage, whose parameters have leaves [K, …] or [D, R]; decodes what comes, and encodes what goes."""
+        layers = jnp.asarray(self.layers_SxC)[stage, number]
+        if not self.autoencoder:
+            return self._through(chunk["blocks"], x_BxTxD, layers)
+        # Whole on every device of a tensor-parallel group: columns that are cut off must not be sent around in a stage's branch.
+        codes, x_BxTxD = jax.tree.map(lambda x: mesh.divide(x, None), (chunk["autoencoder"], x_BxTxD))
+        virtual = number * self.num_stages + stage
+        decoded_BxTxD = mesh.divide(autoencoder_lib.apply(self.narrow(x_BxTxD), codes["decoder_RxD"]), None)
+        y_BxTxD = self._through(chunk["blocks"], jnp.where(virtual == 0, x_BxTxD, decoded_BxTxD), layers)
+        encoded_BxTxR = mesh.divide(autoencoder_lib.apply(mesh.divide(y_BxTxD, None), codes["encoder_DxR"]), None)
+        encoded_BxTxD = self.widen(encoded_BxTxR, y_BxTxD.shape[-1])
+        return jnp.where(virtual == len(self.layers) - 1, y_BxTxD, encoded_BxTxD)
+
+    def _through(self, blocks: Any, x_BxTxD: jax.Array, layers: jax.Array) -> jax.Array:
+        """Through the first `layers` of a chunk's layers."""
         if self.is_even:
             return self.parts.blocks(blocks, x_BxTxD)
 
@@ -94,6 +142,17 @@ class Division:
 
         return jax.lax.scan(step, x_BxTxD, (blocks, jnp.arange(self.longest)))[0]
 
+    def nll(self, params: Any, tokens_BxT1: jax.Array, between: Callable[[jax.Array, int], jax.Array]) -> jax.Array:
+        """nll_BxT of a whole model, with `between(x_BxTxD, v)` done to what virtual stage v gives to the next."""
+        pieces, ends = self.parts.cut(params), np.cumsum(self.layers)
+        x_BxTxD = self.parts.embed(pieces.embedding_VxD, tokens_BxT1[:, :-1])
+        for v, end in enumerate(ends):
+            run = slice(end - self.layers[v], end)
+            x_BxTxD = self.parts.blocks(jax.tree.map(lambda x: x[run], pieces.blocks), x_BxTxD)
+            if end < self.parts.depth:
+                x_BxTxD = between(x_BxTxD, v)
+        return self.parts.nll(pieces.norm, pieces.output_VxD, x_BxTxD, tokens_BxT1[:, 1:])
+
     def global_norm(self, tree: dict[str, Any]) -> jax.Array:
         """The ℓ2 norm, over all stages, of one stage's share of a tree like the parameters; a tied table counts once."""
         tables = tree["table_VxD"]
@@ -103,15 +162,25 @@ class Division:
         return jnp.sqrt(mesh.sum_over_stages(sum(jnp.sum(jnp.square(x)) for x in jax.tree.leaves(counted))))
 
     def sum_tied(self, grads: dict[str, Any]) -> dict[str, Any]:
-        """Adds up a tied table's gradients, those of reading it on the first stage and those of the output on the last."""
-        if not self.parts.tied:
+        """Adds up a tied table's gradients, those of reading it on the first stage and those of the output on the last, unless
+        they are summed where they are averaged."""
+        if not self.parts.tied or self.fused_embedding:
             return grads
-        last = self.num_stages - 1
-        arrived_VxD = mesh.exchange(grads["table_VxD"], [(0, last), (last, 0)], mesh.STAGE)
-        return grads | {"table_VxD": grads["table_VxD"] + arrived_VxD}
+        return grads | {"table_VxD": grads["table_VxD"] + self.swap(grads["table_VxD"])}
+
+    @property
+    def ends(self) -> tuple[int, int]:
+        """The stages that hold a table: the embedding, and the output."""
+        return 0, self.num_stages - 1
+
+    def swap(self, x: jax.Array) -> jax.Array:
+        """What the other end has; zeros on stages between them."""
+        first, last = self.ends
+        return mesh.exchange(x, [(first, last), (last, first)], mesh.STAGE)
 
 
-def divide(parts: Any, num_stages: int, num_chunks: int = 1, layers: Sequence[int] = ()) -> Division:
+def divide(parts: Any, num_stages: int, num_chunks: int = 1, layers: Sequence[int] = (), *,
+           autoencoder: int = 0, fused_embedding: bool = False) -> Division:
     """Divides a model into stages.
 
     Args:
@@ -119,12 +188,14 @@ def divide(parts: Any, num_stages: int, num_chunks: int = 1, layers: Sequence[in
         num_stages: S ≥ 2.
         num_chunks: C ≥ 1.
         layers: layers of each virtual stage in the order of computation; empty: equally many.
+        autoencoder, fused_embedding: see `Division`.
 
     Returns:
         The `Division`.
 
     Raises:
-        ValueError: if layers do not divide, or the given ones are not those of the model.
+        ValueError: if layers do not divide, or the given ones are not those of the model; if an autoencoder is wider than the
+            model; or if there is no tied table to fuse.
     """
     count, depth = num_stages * num_chunks, parts.depth
     what = f"stages={num_stages}" + (f" x chunks={num_chunks}" if num_chunks > 1 else "")
@@ -138,4 +209,9 @@ def divide(parts: Any, num_stages: int, num_chunks: int = 1, layers: Sequence[in
     if len(layers) != count or sum(layers) != depth or min(layers) < 1:
         raise ValueError(f"layers={','.join(map(str, layers))}: must be {count} numbers, one for each virtual stage of {what}, at "
                          f"least 1 each, which add up to depth={depth}")
-    return Division(parts, num_stages, num_chunks, layers)
+    if fused_embedding and not parts.tied:
+        raise ValueError("fused_embedding: an embedding and a head that are not tied have nothing to add up; leave it out, or tie them")
+    width = parts.activation(1, 1).shape[-1]
+    if not 0 <= autoencoder <= width:
+        raise ValueError(f"autoencoder={autoencoder}: must be at most the model's width of {width}, or 0 for none")
+    return Division(parts, num_stages, num_chunks, layers, autoencoder, fused_embedding)

@@ -1,0 +1,248 @@
+"""Compressed messages along one direction of a link, and what its two ends remember of them.
+
+With X a message, C its codec, Ĉ what the receiver makes of it (casts to the activation's type included) and e, h, m float32,
+
+    residual    c = C(X + e);     e <- X + e − ĉ            X̂ = ĉ             lazy error propagation: e joins the next message
+    ef21        c = C(X − h);     h <- h + ĉ                X̂ = h             both ends hold h
+    samples     c = C(X − m_ξ);   m_ξ <- m_ξ + ĉ            X̂ = m_ξ           both ends hold an m for each sample ξ
+    none        c = C(X)                                    X̂ = ĉ
+
+A message or gradient that is not finite leaves all of this as it was. A codec's own state, such as the warm start of low rank,
+lives from message to message too. Every chunk of a stage is the end of links of its own: arrays begin with [C, …].
+
+Deviations: AQ-SGD sends a sample in full when it first occurs, here its m is zero; and samples have `slots` places, given by a hash
+of their tokens, so that memory is fixed: one that takes another's place makes it unknown again.
+
+References: Song et al. 2023, arXiv 2301.09830 (lazy error propagation); Richtárik et al. 2021 (EF21); Wang et al. 2022, arXiv
+2206.01299 (AQ-SGD).
+"""
+
+from collections.abc import Callable
+import dataclasses
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from decjax import codecs
+from decjax.codecs import noise
+
+WIDE = jnp.float32  # of what is remembered
+
+
+class Place(NamedTuple):
+    """A message as one of its ends knows it.
+
+    Attributes:
+        like: shape [B, T, D] and dtype of what travels.
+        stage, chunk: of this end.
+        microbatch: its index.
+        tokens_BxT1: the microbatch, which all stages know.
+        key: of the iteration; None if there is none.
+        where_k: positions in the flattened message that both ends know; None: there are none.
+    """
+
+    like: jax.ShapeDtypeStruct
+    stage: jax.Array
+    microbatch: jax.Array
+    chunk: jax.Array
+    tokens_BxT1: jax.Array
+    key: jax.Array | None
+    where_k: jax.Array | None = None
+
+
+class Ends(NamedTuple):
+    """What a stage remembers of a direction: as sender of its own messages, and as receiver of others'."""
+
+    sender: Any
+    receiver: Any
+
+
+class Link(NamedTuple):
+    """One direction's compressed messages.
+
+    Attributes:
+        init: `init(like, num_chunks) -> Ends`.
+        send: `send(x, sender, place) -> (message, sender)`.
+        receive: `receive(message, receiver, place) -> (x, receiver)`.
+    """
+
+    init: Callable[[jax.ShapeDtypeStruct, int], Ends]
+    send: Callable[..., tuple[Any, Any]]
+    receive: Callable[..., tuple[jax.Array, Any]]
+
+
+def remembering(form: Callable[[codecs.Codec], codecs.feedback.Feedback], codec: codecs.Codec) -> Link:
+    """A link with one memory for all its messages.
+
+    Args:
+        form: the memory of a codec, such as `codecs.feedback.residual`.
+        codec: of messages, or of the values at those places that both ends know.
+    """
+    def settled_at(place):
+        return form(settled(on_support(codec, place.where_k) if place.where_k is not None else codec, place.like.dtype))
+
+    def init(like, num_chunks):
+        feedback = form(codec)
+        memory = feedback.init(like.shape, WIDE)
+        estimate = jnp.zeros(like.shape, WIDE) if feedback.builds else ()
+        return Ends(*_chunked((memory, estimate), num_chunks))
+
+    def send(x, sender, place):
+        message, memory = settled_at(place).encode(x.astype(WIDE), _chunk(sender, place), _key(codec, place))
+        return message, _with_chunk(sender, place, memory)
+
+    def receive(message, receiver, place):
+        feedback = settled_at(place)
+        arrived = feedback.codec.decode(message, place.like.shape, WIDE)
+        x = feedback.receive(_chunk(receiver, place), arrived)
+        return x.astype(place.like.dtype), _with_chunk(receiver, place, x) if feedback.builds else receiver
+
+    return Link(init, send, receive)
+
+
+def settled(codec: codecs.Codec, dtype: Any) -> codecs.Codec:
+    """The codec, of whose messages both ends make the same: values of this type, computed before anything is done with them."""
+    def decode(message, shape, out):
+        # Fused with what follows, a product and a sum would be rounded once here and twice there.
+        return jax.lax.optimization_barrier(codec.decode(message, shape, dtype)).astype(out)
+
+    return dataclasses.replace(codec, decode=decode)
+
+
+def memoryless(codec: codecs.Codec) -> codecs.feedback.Feedback:
+    """No memory of what messages lose, whatever the codec; its own state advances."""
+    def encode(x, memory, key):
+        message = codec.encode(x, memory.codec, key)
+        return message, memory._replace(codec=codec.advance(memory.codec, message))
+
+    def init(shape, dtype):
+        return codecs.feedback.Memory(codec.init(shape, dtype), (), ())
+
+    return codecs.feedback.Feedback(codec, init, encode, lambda estimate, arrived: arrived, lambda: memoryless(codec))
+
+
+def flushed(x: jax.Array, sender: codecs.feedback.Memory, place: Place) -> tuple[jax.Array, codecs.feedback.Memory]:
+    """A message that is not compressed and takes the error along: (x + e, e <- what its type cannot hold of the sum)."""
+    error = sender.error[place.chunk]
+    target = x.astype(WIDE) + error
+    sent = jax.lax.optimization_barrier(target.astype(x.dtype))
+    left = jnp.where(codecs.finite(target), target - sent.astype(WIDE), error)
+    return sent, sender._replace(error=sender.error.at[place.chunk].set(left))
+
+
+def forgotten(ends: Ends) -> Ends:
+    """Without the sender's errors."""
+    return ends._replace(sender=ends.sender._replace(error=jnp.zeros_like(ends.sender.error)))
+
+
+def on_support(values: codecs.Codec, where_k: jax.Array) -> codecs.Codec:
+    """A codec that sends values at places that both ends know, and nothing else.
+
+    Args:
+        values: the form of the values, without state.
+        where_k: positions in the flattened array.
+    """
+    def decode(message, shape, dtype):
+        chosen_k = values.decode(message, where_k.shape, dtype)
+        return jnp.zeros(math.prod(shape), dtype).at[where_k].set(chosen_k, mode="drop", unique_indices=True).reshape(shape)
+
+    return dataclasses.replace(
+        values, encode=lambda x, state, key: values.encode(x.ravel()[where_k], state, key), decode=decode,
+        num_bytes=lambda shape, dtype: values.num_bytes(where_k.shape, dtype))
+
+
+# -- A memory for each sample -----------------------------------------------------------------------------------------
+
+
+class Samples(NamedTuple):
+    """The last reconstructions of samples, one end's.
+
+    Attributes:
+        codec: state of the codec, at the sender, [C, …].
+        tag_K: whose reconstruction is in a slot, 0: nobody's; K = C · slots.
+        value_KxP: the reconstructions, of P = T·D values.
+    """
+
+    codec: Any
+    tag_K: jax.Array
+    value_KxP: jax.Array
+
+
+def per_sample(codec: codecs.Codec, slots: int) -> Link:
+    """A link that sends how samples have changed since they were last seen.
+
+    Args:
+        codec: of the changes of a microbatch.
+        slots: places for samples, of T·D float32 at both ends. Of n samples in turn a share exp(−n/slots) has its place to itself.
+    """
+    if slots < 1:
+        raise ValueError(f"slots={slots}: samples need places to be remembered in; use some times as many as a worker has samples")
+    decode = settled(codec, WIDE).decode
+
+    def init(like, num_chunks):
+        count, size = num_chunks * slots, math.prod(like.shape[1:])
+        sender, nothing = _chunked((codec.init(like.shape, WIDE), ()), num_chunks)
+        return Ends(*(Samples(state, jnp.zeros(count, jnp.uint32), jnp.zeros((count, size), WIDE)) for state in (sender, nothing)))
+
+    def find(samples, place):
+        """(slot, tag and memory of every sample of a microbatch)."""
+        tag_B, slot_B = (_hash(place.tokens_BxT1, word) for word in (1, 2))
+        tag_B = jnp.maximum(tag_B, 1)
+        slot_B = (slot_B % slots).astype(jnp.int32) + place.chunk * slots
+        known_B = samples.tag_K[slot_B] == tag_B
+        memory_BxP = jnp.where(known_B[:, None], samples.value_KxP[slot_B], 0)
+        return slot_B, tag_B, memory_BxP.reshape(place.like.shape)
+
+    def learn(samples, found, arrived, place):
+        """(reconstruction, samples)."""
+        slot_B, tag_B, memory = found
+        x = memory + arrived
+        # Of samples that share a slot the last one stays, at both ends.
+        is_taken_B = jnp.triu(slot_B[:, None] == slot_B, 1).any(axis=1)
+        slot_B = jnp.where(is_taken_B | ~codecs.finite(x), len(samples.tag_K), slot_B)
+        return x, samples._replace(tag_K=samples.tag_K.at[slot_B].set(tag_B, mode="drop"),
+                                   value_KxP=samples.value_KxP.at[slot_B].set(x.reshape(len(slot_B), -1), mode="drop"))
+
+    def send(x, sender, place):
+        found, state = find(sender, place), _chunk(sender.codec, place)
+        message = codec.encode(x.astype(WIDE) - found[-1], state, _key(codec, place))
+        _, sender = learn(sender, found, decode(message, x.shape, WIDE), place)
+        return message, sender._replace(codec=_with_chunk(sender.codec, place, codec.advance(state, message)))
+
+    def receive(message, receiver, place):
+        x, receiver = learn(receiver, find(receiver, place), decode(message, place.like.shape, WIDE), place)
+        return x.astype(place.like.dtype), receiver
+
+    return Link(init, send, receive)
+
+
+def _hash(tokens_BxT: jax.Array, word: int) -> jax.Array:
+    """A uint32 of each sequence: the sum of random ones of every pair of position and token."""
+    position_T = jnp.arange(tokens_BxT.shape[-1], dtype=jnp.uint32)
+    seeds_T = noise.mix(position_T, jnp.uint32(word))
+    return noise.mix(tokens_BxT.astype(jnp.uint32) + seeds_T, jnp.uint32(word)).sum(axis=-1, dtype=jnp.uint32)
+
+
+# -- Chunks and keys --------------------------------------------------------------------------------------------------
+
+
+def _chunked(tree, num_chunks: int):
+    return jax.tree.map(lambda x: jnp.broadcast_to(x, (num_chunks, *jnp.shape(x))), tree)
+
+
+def _chunk(tree, place: Place):
+    return jax.tree.map(lambda x: x[place.chunk], tree)
+
+
+def _with_chunk(tree, place: Place, new):
+    return jax.tree.map(lambda x, own: x.at[place.chunk].set(own), tree, new)
+
+
+def _key(codec: codecs.Codec, place: Place) -> jax.Array | None:
+    """Of a message's noise: another one for every message of an iteration."""
+    if not codec.traits.random or place.key is None:
+        return None
+    key = jax.random.fold_in(jax.random.fold_in(place.key, place.stage), place.chunk)
+    return jax.random.fold_in(key, place.microbatch)

@@ -1,0 +1,424 @@
+"""Coded messages between stages: a dense reference of low rank with lazy error propagation, memories at both ends, bytes, and training."""
+
+import functools
+import json
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from configs import lm
+from decjax import codecs
+from decjax import mesh
+from decjax import models
+from decjax import pipeline
+from decjax import schedules
+from decjax import train
+from decjax.pipeline import links
+from decjax.pipeline import executor
+from decjax.train import wire
+
+pytestmark = pytest.mark.usefixtures("quick_compilation", "uncached_programs")
+B, T, D, M = 2, 4, 6, 4
+I, J = B * T, D
+SCHEDULE = schedules.make("1f1b", 3, M)  # Of link 1 → 0 the last two of four gradients are compressed.
+SEND = {kind: [send for sends in SCHEDULE.sends for send in sends if send.kind == kind and send.source == source]
+        for kind, source in (("B", 1), ("F", 0))}
+
+
+class Ends:
+    """Both ends of a link in one state, without a pipeline: what one sends, the other receives at once."""
+
+    def __init__(self, boundary, dtype="float32"):
+        self.like = jax.ShapeDtypeStruct((B, T, D), dtype)
+        self.boundary, self.state = boundary, boundary.init(self.like, SCHEDULE)
+        self._finish = jax.jit(boundary.finish)
+
+    @functools.cached_property
+    def _transfer(self):
+        def transfer(x, state, tokens_BxT1, microbatch, key, label):
+            place = links.Place(self.like, jnp.int32(1), microbatch, jnp.int32(0), tokens_BxT1, key)
+            if label not in self.boundary.transfers:
+                return x, x, state
+            message, state = self.boundary.transfers[label].send(x, state, place)
+            return message, *self.boundary.transfers[label].receive(message, state, place)
+        return jax.jit(transfer, static_argnums=5)
+
+    def send(self, x, microbatch=0, kind="B", compress=True, tokens=None):
+        tokens_BxT1 = np.zeros((B, T + 1), np.int32) if tokens is None else tokens
+        self.message, received, self.state = self._transfer(
+            jnp.asarray(x, self.like.dtype), self.state, tokens_BxT1, np.int32(microbatch), jax.random.key(microbatch), (kind, compress))
+        return np.asarray(received, np.float32)
+
+    def iteration(self, xs):
+        """One iteration's gradients, as the schedule has it: what arrives."""
+        received = [self.send(x, send.microbatch, "B", self.boundary.compresses(send)) for x, send in zip(xs, SEND["B"], strict=True)]
+        self.state = self._finish(self.state)
+        return received
+
+    @property
+    def error(self):
+        return np.asarray(self.state["B"].sender.error[0])
+
+
+def gradients(iterations, seed=0):
+    """[iterations, M, B, T, D] that change slowly."""
+    random = np.random.default_rng(seed)
+    steps = random.normal(size=(iterations * M, B, T, D))
+    return (random.normal(size=(B, T, D)) * 3 + np.cumsum(0.3 * steps, axis=0)).reshape(iterations, M, B, T, D).astype(np.float32)
+
+
+# -- Lazy error propagation -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("error", ["carry", "flush", "reset"])
+def test_low_rank_with_lazy_errors_follows_its_equations(error):
+    """Against the equations in NumPy: A = g + e, P = orth(A Q), Q = Aᵀ P, e = A − P Qᵀ; and conservation."""
+    ends = Ends(pipeline.coded(codecs.low_rank(rank=2), error=error))
+    q_JxR, e_IxJ = np.asarray(ends.state["B"].sender.codec[0], np.float64).T, np.zeros((I, J))
+    arrived, given, lost = 0, 0, 0
+    for xs in gradients(5):
+        received = ends.iteration(xs)
+        for j, (x, y) in enumerate(zip(xs, received)):
+            g_IxJ = x.reshape(I, J).astype(np.float64)
+            if j < 2:
+                expected = g_IxJ + e_IxJ if error == "flush" else g_IxJ
+                e_IxJ = np.zeros((I, J)) if error == "flush" else e_IxJ
+            else:
+                a_IxJ = g_IxJ + e_IxJ
+                p_IxR = np.linalg.qr(a_IxJ @ q_JxR)[0]
+                q_JxR = a_IxJ.T @ p_IxR
+                expected = p_IxR @ q_JxR.T
+                e_IxJ = a_IxJ - expected
+            np.testing.assert_allclose(y.reshape(I, J), expected, rtol=1e-4, atol=1e-4)
+        arrived, given = arrived + sum(received), given + xs.sum(axis=0)
+        if error == "reset":
+            lost, e_IxJ = lost + e_IxJ, np.zeros((I, J))
+        np.testing.assert_allclose(ends.error.reshape(I, J), e_IxJ, atol=1e-4)
+        np.testing.assert_allclose((arrived + ends.error).reshape(I, J) + lost, given.reshape(I, J), atol=2e-3)
+    assert np.linalg.norm(e_IxJ if error != "reset" else lost) > 0.1  # Something is compressed away.
+
+
+@pytest.mark.parametrize("codec, dtype", [("low_rank(rank=2,values=bfloat16)", "bfloat16"), ("topk(fraction=0.2,values=int8)", "float32"),
+                                          ("qsgd", "float32")])
+def test_what_is_flushed_arrives_once(codec, dtype):
+    """Sum of what arrives + e is the sum of the gradients: casts of factors and of activations included."""
+    ends = Ends(pipeline.coded(train.methods.make_codec(codec), error="flush"), dtype)
+    arrived = given = 0
+    for xs in gradients(6):
+        xs = np.asarray(jnp.asarray(xs, dtype), np.float32)
+        arrived, given = arrived + sum(ends.iteration(xs)), given + xs.sum(axis=0)
+        np.testing.assert_allclose(arrived + ends.error, given, atol=1e-4)
+    error = ends.error
+    assert np.abs(error).max() > 1e-3
+    arrived, given = arrived + ends.send(xs[0], 0, "B", False), given + xs[0]
+    # What the type of a message that is not compressed cannot hold stays.
+    assert np.abs(ends.error).max() <= (np.abs(xs[0] + error).max() * 2.0**-8 if dtype == "bfloat16" else 0)
+    np.testing.assert_allclose(arrived + ends.error, given, atol=1e-4)
+
+
+def test_factors_are_sent_in_the_type_that_is_asked_for():
+    codec = codecs.low_rank(rank=2, values=codecs.bfloat16())
+    ends = Ends(pipeline.coded(codec), "bfloat16")
+    x = np.asarray(jnp.asarray(gradients(1)[0, 0], "bfloat16"), np.float32)
+    y = ends.send(x)
+    assert {name: (leaf.shape, leaf.dtype) for name, leaf in ends.message.items()} == {
+        "p": ((I, 2), np.dtype("uint16")), "q": ((2, J), np.dtype("uint16"))}
+    assert codecs.message_bytes(ends.message) == codec.num_bytes((I, J), "bfloat16") == 2 * 2 * (I + J)
+    assert ends.error.dtype == np.float32
+    np.testing.assert_array_equal(ends.error, x - y)
+
+
+def test_zeros_and_infinities_poison_nothing():
+    """After a gradient of zeros, or one that is not finite, messages are as good as before."""
+    x = np.linalg.qr(np.random.default_rng(0).normal(size=(I, 2)))[0] @ np.random.default_rng(1).normal(size=(2, J)) * 3
+    x = x.reshape(B, T, D).astype(np.float32)
+    ends = Ends(pipeline.coded(codecs.low_rank(rank=2)))
+    np.testing.assert_array_equal(ends.send(0 * x), 0)
+    np.testing.assert_allclose(ends.send(x), x, atol=1e-5)  # Of rank 2, so one message holds it.
+    for bad in (np.inf, np.nan):
+        before = jax.tree.map(np.asarray, ends.state)
+        assert not np.isfinite(ends.send(np.where(x == x[0, 0, 0], bad, x))).all()
+        jax.tree.map(np.testing.assert_array_equal, ends.state, before)
+    np.testing.assert_allclose(ends.send(2 * x), 2 * x, atol=1e-4)
+
+
+# -- Other memories ---------------------------------------------------------------------------------------------------
+
+
+def test_both_ends_hold_the_same_estimate():
+    """EF21: what stays the same arrives ever better, here by at least √(1 − δ) a message."""
+    ends, x = Ends(pipeline.coded(codecs.topk(fraction=0.25), error="ef21")), gradients(1)[0, 0]
+    misses = [np.linalg.norm(ends.send(x) - x) for _ in range(5)]
+    sender, receiver = ends.state["B"]
+    np.testing.assert_array_equal(sender.error, receiver)
+    assert all(after <= 0.75**0.5 * before + 1e-6 for before, after in zip([np.linalg.norm(x), *misses], misses))
+    ends.send(np.full_like(x, np.nan))
+    jax.tree.map(np.testing.assert_array_equal, ends.state["B"], links.Ends(sender, receiver))
+
+
+def samples(*starts):
+    return np.array([[start + t for t in range(T + 1)] for start in starts], np.int32)
+
+
+def test_a_sample_seen_again_costs_a_smaller_error():
+    """AQ-SGD: changes of a sample are small, and so is what their messages lose; whoever is unknown, or evicted, starts from zero."""
+    ends = Ends(pipeline.coded(forward=codecs.int4(), forward_error="samples", slots=1024))
+    x, other = gradients(1)[0, :2]
+    alone = Ends(pipeline.coded(forward=codecs.int4())).send(x, 0, "F")
+
+    def same():
+        sender, receiver = ends.state["F"]
+        np.testing.assert_array_equal(sender.value_KxP, receiver.value_KxP)
+        np.testing.assert_array_equal(sender.tag_K, receiver.tag_K)
+        return receiver
+
+    first = ends.send(x, 0, "F", tokens=samples(0, 7))
+    np.testing.assert_array_equal(first, alone)
+    ends.send(other, 1, "F", tokens=samples(20, 40))
+    assert (np.asarray(same().tag_K) > 0).sum() == 4
+    swapped = (1.01 * x)[::-1]  # The same samples in another order.
+    again = ends.send(swapped, 2, "F", tokens=samples(7, 0))
+    change = np.abs(first - x).max() + 0.01 * np.abs(x).max()  # What was lost, and what is new.
+    assert np.abs(again - swapped).max() <= 1.001 * change / (2 * 7) < 0.1 * np.abs(first - x).max()  # Half a step of ±7.
+    before = same()
+    assert not np.isfinite(ends.send(np.full_like(x, np.inf), 0, "F", tokens=samples(0, 7))).any()
+    jax.tree.map(np.testing.assert_array_equal, same(), before)
+
+    ends = Ends(pipeline.coded(forward=codecs.int4(), forward_error="samples", slots=1))
+    ends.send(x, 0, "F", tokens=samples(0, 7))
+    np.testing.assert_allclose(same().value_KxP[0], alone[1].ravel(), rtol=1e-6)  # Of two that share a slot the last one stays.
+    np.testing.assert_array_equal(ends.send(x, 0, "F", tokens=samples(20, 40)), alone)
+
+
+def test_gradients_go_where_top_k_sent_activations():
+    forward = codecs.topk(fraction=0.25)
+    ends = Ends(pipeline.coded(codecs.bfloat16(), forward, when="always", reuse_indices=True))
+    xs, k = gradients(2), 12
+    places = [ends.send(x, j, "F") != 0 for j, x in enumerate(xs[0])]
+    assert codecs.message_bytes(ends.message) == forward.num_bytes((I, J), "float32") == k * (4 + 1)
+    arrived = 0
+    for j in (2, 0, 3, 1):  # Indices are those of the microbatch.
+        y = ends.send(xs[1, j], j, "B")
+        arrived += y
+        assert codecs.message_bytes(ends.message) == 2 * k
+        np.testing.assert_array_equal(y != 0, places[j])
+    np.testing.assert_allclose(arrived + ends.error, xs[1].sum(axis=0), atol=1e-4)
+
+
+def test_a_probe_compares_errors_with_changes():
+    ends = Ends(pipeline.probed(pipeline.coded(codecs.low_rank(rank=1))))
+    before = error = None
+    for xs in gradients(3):
+        for x, send in zip(xs, SEND["B"], strict=True):
+            compress = ends.boundary.compresses(send)
+            ends.send(x, send.microbatch, "B", compress)
+            if compress:
+                if before is not None:
+                    expected = np.sum(error * (before - x)) / np.linalg.norm(error) / np.linalg.norm(before - x)
+                    np.testing.assert_allclose(ends.state.cosine_CxM[0, send.microbatch], expected, atol=1e-5)
+                before, error = x, np.asarray(ends.state.boundary["B"].sender.error[0])
+    assert np.isnan(ends.state.cosine_CxM[0, :2]).all() and np.isfinite(ends.state.cosine_CxM[0, 2:]).all()
+
+
+# -- Schedules and bytes ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name, S, C", [("1f1b", 2, 1), ("1f1b", 4, 1), ("1f1b", 8, 1), ("gpipe", 4, 1), ("interleaved", 4, 2)])
+def test_compressed_messages_of_an_iteration(name, S, C):
+    schedule = schedules.make(name, S, 2 * S, C)
+    for when in ("epilogue", "always"):
+        table = executor.tabulate(schedule, pipeline.coded(codecs.identity(), when=when).compresses, True)
+        count = sum(runs * len(message.pairs) for messages, runs in zip(table.patterns, table.runs) for message in messages
+                    if message.label == ("B", True))
+        every = 2 * S * (S * C - 1)
+        assert count == (every if when == "always" or name == "gpipe" else S * (S - 1) // 2 if C == 1 else
+                         sum(send.critical for sends in schedule.sends for send in sends if send.kind == "B"))
+        assert count < every or when == "always" or name == "gpipe"
+
+
+VOCABULARY, WIDTH, CONTEXT, DEPTH = 16, 8, 6, 4
+
+
+@functools.cache
+def model():
+    return models.decoder_lm(vocabulary=VOCABULARY, context=CONTEXT, width=WIDTH, hidden=8, heads=2, depth=DEPTH)
+
+
+def tokens(step, batch):
+    start_Bx1 = np.random.default_rng(step).integers(0, VOCABULARY, (batch, 1))
+    return ((start_Bx1 + np.arange(CONTEXT + 1)) % VOCABULARY).astype(np.int32)
+
+
+class Pipe:
+    """One worker's pipeline, one sequence a microbatch."""
+
+    def __init__(self, boundary, S, name="1f1b", C=1, microbatches=4):
+        self.workers, self.batch = mesh.make_workers(1, stages=S), microbatches
+        self.division = pipeline.divide(model().parts, S, C)
+        self.of = pipeline.make_gradient(self.division, schedules.make(name, S, microbatches, C), remat=True, boundary=boundary)
+        like = jax.ShapeDtypeStruct((microbatches, CONTEXT + 1), jnp.int32)
+        self.state = self.workers.stack(jax.tree.map(lambda x: np.broadcast_to(x, (S, *x.shape)), jax.jit(lambda: self.of.init(like))()))
+        self.params = self.workers.stack(jax.jit(lambda: self.division.split(model().init(jax.random.key(0))))())
+
+    @functools.cached_property
+    def step(self):
+        def step(params, state, batch, rate):
+            loss, grads, state = self.of.gradient(params, state, batch, jax.random.key(0))
+            return loss, jax.tree.map(lambda x, g: x - rate * g, params, grads), state
+        arguments = self.params, self.state, self.build(0), np.float32(0)
+        return self.workers.jit(step, (0, 0, 0, None)).lower(*arguments).compile()
+
+    def build(self, step):
+        return self.workers.build(lambda worker: tokens(step, self.batch))
+
+    def train(self, steps, rate=0.3):
+        losses = []
+        for step in range(steps):
+            loss, self.params, self.state = self.step(self.params, self.state, self.build(step), np.float32(rate))
+            losses.append(self.workers.fetch_first(loss).item())
+        return losses
+
+
+@pytest.mark.parametrize("S, name, C, options", [
+    (4, "1f1b", 1, dict(backward="low_rank(rank=2)")),
+    (2, "interleaved", 2, dict(backward="low_rank(rank=2,values=bfloat16)", forward="int8")),
+    (2, "gpipe", 1, dict(backward="identity", forward="topk(fraction=0.25)", when="always", reuse_indices=True))])
+def test_bytes_in_the_compiled_program_are_those_of_the_codecs(S, name, C, options):
+    given = {key: train.methods.make_codec(value) if key in ("backward", "forward") else value for key, value in options.items()}
+    pipe = Pipe(pipeline.coded(**given), S, name, C)
+    sent = wire.bytes_by_axis(pipe.step.as_text(), pipe.workers)["stage"].item()
+    dense, links_, schedule = CONTEXT * WIDTH * 4, S * C - 1, schedules.make(name, S, 4, C)
+    critical = sum(send.critical for sends in schedule.sends for send in sends if send.kind == "B")
+    assert critical == S * (S - 1) // 2 or name != "1f1b"
+    loss = 2 * (S - 1) * 4  # Summed over stages.
+    if S == 4:
+        expected = dense / (CONTEXT * WIDTH / (2 * (CONTEXT + WIDTH)))
+        assert sent - loss == (4 * 2 * links_ - critical) * dense + critical * expected
+    elif name == "interleaved":
+        expected = 2 * 2 * (CONTEXT + WIDTH)
+        int8 = given["forward"].num_bytes((CONTEXT, WIDTH), "float32")
+        assert sent - loss == (4 * links_ - critical) * dense + critical * expected + 4 * links_ * int8
+    else:
+        assert sent - loss == 4 * links_ * 12 * ((4 + 1) + 4)
+
+
+def test_full_rank_and_identity_are_no_compression():
+    """25 steps, everything coded in both directions, to the last bit where nothing is computed."""
+    plain = Pipe(None, 2).train(25)
+    same = Pipe(pipeline.coded(codecs.identity(), codecs.identity(), when="always"), 2).train(25)
+    codec = codecs.low_rank(rank=CONTEXT)
+    full = Pipe(pipeline.coded(codec, codec, when="always", forward_error="ef21"), 2).train(25)
+    assert plain[-1] < 0.7 * plain[0] and same == plain
+    np.testing.assert_allclose(full, plain, rtol=1e-4)
+
+
+def test_ends_agree_on_every_link_of_an_interleaved_schedule():
+    """Both remember: estimates of chunk c of a stage are those of the chunk before, or behind, on its other end."""
+    S, C = 2, 2
+    boundary = pipeline.coded(codecs.topk(fraction=0.3), codecs.int4(), error="ef21", forward_error="samples", slots=16)
+    pipe = Pipe(boundary, S, "interleaved", C)
+    losses = pipe.train(3)
+    assert np.isfinite(losses).all()
+    state = pipe.workers.fetch(pipe.state)
+    place = {v: (0, v % S, v // S) for v in range(S * C)}
+    forward = jax.tree.map(lambda x: x.reshape(1, S, C, 16, *x.shape[3:]), [end._replace(codec=()) for end in state["F"]])
+    for v in range(S * C - 1):
+        np.testing.assert_array_equal(state["B"].sender.error[place[v + 1]], state["B"].receiver[place[v]])
+        assert np.abs(state["B"].receiver[place[v]]).max() > 0
+        jax.tree.map(np.testing.assert_array_equal, *(jax.tree.map(lambda x, at=at: x[at], end)
+                                                      for end, at in zip(forward, (place[v], place[v + 1]))))
+        assert (forward[0].tag_K[place[v]] > 0).any()
+
+
+# -- Configs ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def launch(tmp_path_factory):
+    text = tmp_path_factory.mktemp("text") / "text.txt"
+    text.write_bytes(np.random.default_rng(0).integers(97, 101, 4000, dtype=np.uint8).tobytes())
+
+    def launch(argument, workdir=None, **fields):
+        config = lm.get_config(f"smoke,{argument}")
+        config.update_from_flattened_dict({
+            "data.path": str(text), "steps": 8, "model.width": 8, "model.hidden": 8, "model.heads": 2, "model.context": 8,
+            "log_every": 2, "eval.every": 4, "eval.num_windows": 5, "checkpoint.every": 4, "checkpoint.keep": 9,
+            "sample_bytes": 2} | fields)
+        workdir = workdir or tmp_path_factory.mktemp("run")
+        run = train.Run(train.build(config), workdir)
+        outcome = run.train()
+        rows = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+        return workdir, jax.tree.map(np.asarray, run.state), rows, outcome.summary
+    return launch
+
+
+CODED = "workers=2,stages=2,microbatches=2,backward=low_rank(rank=1),forward=int8(block=16,rounding=stochastic)"
+
+
+@pytest.fixture(scope="module")
+def reference(launch):
+    """Gossip between two pipelines, each of which remembers its own errors."""
+    return launch(CODED)
+
+
+def test_resume_is_bit_exact(launch, reference, tmp_path):
+    workdir, state, rows, _ = reference
+    part = tmp_path / "run"
+    shutil.copytree(workdir, part)
+    shutil.rmtree(part / "checkpoints" / "8")
+    (part / "summary.json").unlink()
+    _, resumed, again, _ = launch(CODED, workdir=part)
+    jax.tree.map(np.testing.assert_array_equal, resumed, state)
+    assert [row["loss"] for row in again] == [row["loss"] for row in rows]
+    assert again[-1]["bytes_between_stages_per_worker"] == rows[-1]["bytes_between_stages_per_worker"]
+
+
+def test_bytes_and_the_loss_with_codecs_are_reported(reference):
+    _, state, rows, summary = reference
+    error_NxS = np.abs(state.source["B"].sender.error).max(axis=(2, 3, 4, 5))
+    assert (error_NxS[:, 1] > 0).all() and (error_NxS[:, 0] == 0).all() and error_NxS[0, 1] != error_NxS[1, 1]
+    forward, steady, epilogue, sums = 2 * (128 + 128 // 16 * 4), 16 * 8 * 4, 4 * (16 + 8), 2 * 2 * 4  # Sums: of loss and norm.
+    per_step = forward + steady + epilogue + sums
+    assert summary["bytes_between_stages_per_step_per_worker"] == per_step
+    assert rows[-1]["bytes_between_stages_per_worker"] == 8 * per_step
+    assert 0 < abs(summary["eval_loss_coded"] - summary["eval_loss"]) < 0.1
+    assert rows[-1]["loss_coded"] == summary["eval_loss_coded"]
+
+
+def test_simulated_pipelines_remember_the_same(launch, reference):
+    _, state, rows, _ = reference
+    _, simulated, simulated_rows, _ = launch(f"{CODED},simulate")
+    np.testing.assert_allclose([row["loss"] for row in simulated_rows], [row["loss"] for row in rows], rtol=2e-3)
+    error, other = (of.source["B"].sender.error for of in (state, simulated))
+    assert np.linalg.norm(error - other) < 0.1 * np.linalg.norm(error)
+
+
+@pytest.mark.parametrize("argument, fields, complaint", [
+    ("stages=2,backward=low_rank(rank=9)", {}, "low_rank rank=9 exceeds 8, the smaller side of .16, 8. as a 16x8 matrix; use rank=8"),
+    ("stages=2,forward=fp8", {}, "codec 'fp8' is unknown; use one of identity, "),
+    ("stages=2,forward=bounded", {}, "codec 'bounded' has messages of varying size, and stages wait"),
+    ("stages=2,backward=float16", {}, "codec 'float16' is neither contractive nor unbiased"),
+    ("", {"boundary.backward": "int8"}, "got stages=1; leave them empty, or use stages=2"),
+    ("stages=2", {"boundary.error": "flush"}, "boundary.error='flush' changes nothing without boundary.backward"),
+    ("stages=2,backward=int8", {"boundary.slots": 8}, "boundary.slots=8 changes nothing without boundary.forward"),
+    ("stages=2,backward=int8", {"boundary.error": "samples"}, "boundary error='samples' is unknown; use one of carry, flush"),
+    ("stages=2,backward=int8", {"boundary.when": "never"}, "boundary when='never' is unknown; use one of epilogue, always"),
+    ("stages=2,forward=int8", {"boundary.forward_error": "samples"}, "slots=0: samples need places"),
+    ("stages=2,forward=int8", {"boundary.slots": 4}, "slots=4 with forward_error='none', which remembers no samples"),
+    ("stages=2,forward=int8,backward=int8", {"boundary.reuse_indices": True}, "reuse_indices with forward='int8'.*use forward=topk"),
+    ("stages=2,forward=topk,backward=low_rank", {"boundary.reuse_indices": True}, "with backward='low_rank'.*use backward=identity"),
+    ("stages=2,microbatches=2,backward=int8", {"boundary.error": "flush", "boundary.when": "always"}, "error='flush' with schedule '1f1b'"),
+    ("stages=2,microbatches=2,backward=int8,schedule=gpipe", {"boundary.error": "flush"}, "error='flush' with schedule 'gpipe'")])
+def test_impossible_boundaries_are_refused_with_the_reason(launch, argument, fields, complaint, tmp_path):
+    with pytest.raises(train.ConfigError, match=complaint) as error:
+        launch(f"method=allreduce,workers=2,{argument}", workdir=tmp_path / "never", **fields)
+    assert "\n" not in str(error.value) and not (tmp_path / "never").exists()
+
+
+@pytest.mark.parametrize("key", ["forward", "backward"])
+def test_keys_without_a_pipeline_are_refused(key):
+    with pytest.raises(ValueError, match=f"{key}=int8 changes nothing with stages=1; leave it out, or use stages=2"):
+        lm.get_config(f"{key}=int8")
