@@ -8,6 +8,7 @@ Shorthand, comma-separated after a colon, as `--config=configs/lm.py:workers=12,
     optimizer=adamw|accum_adamw|sgdm|sign  order=awc|atc  mixer=exact|choco|deepsqueeze|dcd|beer|push_sum|power_gossip
     reducer=mean|powersgd|codec|demo|onebit_adam|gravac  codec=NAME  rank=R  every=H  engine=auto|fused|split
     stages=S  tensor=T  microbatches=M  schedule=gpipe|1f1b|interleaved  chunks=C  remat  tied
+    backward=CODEC  forward=CODEC  autoencoder=R  fused  compressed=K|auto
     steps=N  stale  simulate  smoke
 
 Each worker is stages x tensor devices, which hold one model between them: 2 workers of 4 devices with stages=2,tensor=2,workers=2.
@@ -37,17 +38,21 @@ KEYS = dict(workers=int, local_size=int, topology=str, method=("decentralized", 
             mixer=("exact", "choco", "deepsqueeze", "dcd", "beer", "push_sum", "power_gossip"),
             reducer=("mean", "powersgd", "codec", "demo", "onebit_adam", "gravac"), codec=str, rank=int, every=int,
             stages=int, tensor=int, microbatches=int, schedule=("gpipe", "1f1b", "interleaved"), chunks=int, remat=bool, tied=bool,
-            stale=bool, simulate=bool, smoke=bool)
+            backward=str, forward=str, autoencoder=int, fused=bool, compressed=str, stale=bool, simulate=bool, smoke=bool)
 
 # What each mixer's graph has to be, where the default one is not: symmetric, or symmetric and the same in all steps.
 TOPOLOGIES = dict(power_gossip=("one_peer_exponential", "pairwise=True"), dcd=("ring", ""), beer=("ring", ""))
+PIPELINED = ("schedule", "chunks", "backward", "forward")  # keys that change nothing where a worker has one stage
 # Keys of what is sent, and the methods that they change.
-SENDING = dict(mixer=("decentralized",), reducer=("allreduce", "diloco", "sparseloco"), stale=("allreduce",),
+SENDING = dict(topology=("decentralized",), mixer=("decentralized",), reducer=("allreduce", "diloco", "sparseloco"), stale=("allreduce",),
                every=("decentralized", "diloco", "sparseloco"), codec=("decentralized", "allreduce", "diloco", "sparseloco"))
 
 
 def _refuse_idle(given: dict) -> None:
     """Refuses keys of what is sent that would change nothing: nobody should believe in a compression that is not there."""
+    if given.get("stages", 1) == 1 and (idle := [key for key in PIPELINED if key in given]):
+        key = idle[0]
+        raise ValueError(f"config argument {key}={given[key]} changes nothing with stages=1; leave it out, or use stages=2")
     method = given.get("method", "decentralized")
     for key in SENDING.keys() & given.keys():
         if method not in SENDING[key]:
@@ -56,7 +61,7 @@ def _refuse_idle(given: dict) -> None:
     reducer = given.get("reducer", "codec" if method == "sparseloco" else "mean")
     if "codec" in given and (given.get("mixer") == "power_gossip" or method != "decentralized" and reducer not in CODED):
         raise ValueError(f"config argument codec={given['codec']} changes nothing here: mixer=power_gossip and reducers other than "
-                         f"{', '.join(CODED)} have none; leave it out")
+                         f"{', '.join(CODED)} have none; leave it out" + ("" if method == "decentralized" else ", or use reducer=codec"))
     if "rank" in given and given.get("mixer") != "power_gossip" and reducer != "powersgd":
         raise ValueError(f"config argument rank={given['rank']} changes nothing here; use it with mixer=power_gossip or "
                          "reducer=powersgd")
@@ -86,6 +91,17 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
         chunks=given.get("chunks", 2 if given.get("schedule") == "interleaved" else 1),  # interleaved: runs of layers on each stage
         layers="",  # of each of the stages x chunks runs, as "2,1,1,2"; empty: equally many
         remat=given.get("remat", False),  # compute a stage's forward pass anew in its backward pass
+        autoencoder=given.get("autoencoder", 0),  # R: what travels between stages is learned to be so wide; 0: as wide as the model
+        fused_embedding=given.get("fused", False),  # allreduce, tied: add the two gradients of the table up where they are averaged
+    ))
+    config.boundary = ml_collections.ConfigDict(dict(  # messages between stages
+        backward=given.get("backward", ""),  # of gradients, as low_rank(rank=4); empty: as they are
+        when="epilogue",  # which gradients: epilogue: those that a stage waits for in its cool-down | always
+        error="carry",  # what they lose joins the next: carry | flush: a step's last, any of the next step's | reset: none; ef21 | none
+        forward=given.get("forward", ""),  # of activations, as int8; empty: as they are
+        forward_error="none",  # none | carry | reset | ef21 | samples: an estimate for each (AQ-SGD)
+        slots=0,  # its places for samples: some times as many as a worker has
+        reuse_indices=False,  # gradients at those places only that forward=topk chose; backward is then the form of these values
     ))
 
     config.method = given.get("method", "decentralized")  # decentralized | allreduce | diloco | sparseloco | local
@@ -115,6 +131,8 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
     config.reducer = ml_collections.ConfigDict(dict(
         name=reducer,  # allreduce, diloco: mean | powersgd | codec | demo | gravac; allreduce: onebit_adam; sparseloco: codec
         start=config.steps // 6 if reducer == "onebit_adam" else 0,  # the plain mean before this step, or outer step
+        stages=given.get("compressed", ""),  # of a pipeline, the first k compress: k | auto: as `cluster` needs it | empty: all
+        cluster="",  # auto: a profile, as configs/clusters/optimus_a100.json
         rank=given.get("rank", 4),  # powersgd: R
         gate=1.0,  # powersgd: arrays I×J with (I + J)R ≥ gate·IJ travel as they are
         wire_dtype="",  # powersgd: of the factors' messages: bfloat16 | float16 | empty: float32

@@ -102,13 +102,30 @@ def test_another_number_of_pipelines(launch, reference, tmp_path):
         launch(f"{GOSSIP.replace('workers=4', 'workers=2')},stages=4,microbatches=4,tied", resume_from=reference, workdir=tmp_path / "never", steps=STEPS + 4)
 
 
-@pytest.mark.parametrize("argument", ["reducer=powersgd,rank=1", "reducer=codec,codec=int8", "stale"])
-def test_reducers_average_between_pipelines(launch, argument):
-    """Three axes: two workers of two stages of two devices."""
-    run, outcome = launch(f"method=allreduce,{argument},workers=2,stages=2,tensor=2,microbatches=2,schedule=interleaved")
-    simulated, _ = launch(f"method=allreduce,{argument},workers=2,stages=2,microbatches=2,schedule=interleaved,simulate")
+@pytest.mark.parametrize("argument, axes", [
+    ("reducer=powersgd,rank=1,compressed=1,tied,fused", "stages=2,tensor=2,schedule=interleaved"),
+    ("reducer=codec,codec=int8", "stages=2"), ("stale", "stages=2")])
+def test_reducers_average_between_pipelines(launch, argument, axes):
+    """As between simulated ones; with three axes, two workers of two stages of two devices."""
+    run, outcome = launch(f"method=allreduce,{argument},workers=2,microbatches=2,{axes}")
+    simulated, _ = launch(f"method=allreduce,{argument},workers=2,microbatches=2,{axes.replace('tensor=2,', '')},simulate")
     np.testing.assert_allclose(losses(run), losses(simulated), rtol=2e-3)
     assert losses(run)[-1] < losses(run)[0] and outcome.summary["bytes_per_step_per_worker"] > 0
+
+
+@pytest.mark.parametrize("bandwidth_Bps, stages", [(1e12, None), (1e8, "1"), (1e6, "4")])
+def test_the_runtime_model_chooses_who_compresses(tmp_path, bandwidth_Bps, stages):
+    """Nobody on fast links, which is refused; all on slow ones; between them the first, which is done last."""
+    profile = tmp_path / "cluster.json"
+    link = dict(latency_s=0.0, bandwidth_Bps=bandwidth_Bps)
+    profile.write_text(json.dumps(dict(name="box", num_nodes=8, workers_per_node=1, intra=link, inter=link, flops=1e9)))
+    config = lm.get_config("smoke,method=allreduce,reducer=powersgd,rank=1,compressed=auto,stages=4,microbatches=4,workers=2")
+    config.update_from_flattened_dict({"reducer.cluster": str(profile), "model.width": 32})
+    if stages is None:
+        with pytest.raises(train.ConfigError, match="no stage gains from reducer 'powersgd'; use reducer 'mean'"):
+            train.build(config)
+    else:
+        assert train.build(config).config.reducer.stages == stages
 
 
 @pytest.mark.parametrize("argument, fields, complaint", [
@@ -119,11 +136,22 @@ def test_reducers_average_between_pipelines(launch, argument):
     ("stages=2,microbatches=4", {"batch_size": 24}, "microbatches=4 does not divide a worker's batch of 6 sequences; use one of"),
     ("stages=2,microbatches=0", {"batch_size": 8}, "microbatches=0"),
     ("stages=2,chunks=2", {}, "chunks=2 belong to schedule 'interleaved'"), ("remat", {}, "pipeline.remat belongs to a pipeline"),
-    ("schedule=interleaved", {}, "stages=1: needs at least 2"),
+    ("", {"pipeline.schedule": "interleaved", "pipeline.chunks": 2}, "stages=1: needs at least 2"),
     ("stages=2", {"pipeline.layers": "1;1"}, "pipeline.layers='1;1' must read like"),
     ("stages=2", {"pipeline.layers": "2,1"}, "layers=2,1: must be 2 numbers"),
     ("stages=2,tensor=2", {"model.heads": 1}, "model.heads=1 is not divisible by tensor=2"),
-    ("tensor=2,simulate", {}, "tensor=2 with simulate"), ("stages=0", {}, "stages=0")])
+    ("tensor=2,simulate", {}, "tensor=2 with simulate"), ("stages=0", {}, "stages=0"),
+    ("fused", {}, "pipeline.fused_embedding belongs to a pipeline"), ("autoencoder=4", {}, "pipeline.autoencoder belongs to a pipeline"),
+    ("stages=2,autoencoder=9", {}, "autoencoder=9: must be at most the model's width of 8"),
+    ("stages=2,fused,method=allreduce", {}, "not tied have nothing to add up"),
+    ("stages=2,tied,fused", {}, "fused_embedding with method 'decentralized' has no gradients that are averaged"),
+    ("stages=2,tied,fused,method=allreduce,reducer=onebit_adam", {}, "'onebit_adam', which averages momenta"),
+    ("stages=2,compressed=1", {}, "reducer.stages='1' says which stages compress, got method 'decentralized'"),
+    ("stages=2,compressed=1,method=allreduce", {}, "reducer 'mean', which compress nothing"),
+    ("stages=2,compressed=1,method=allreduce,reducer=gravac", {}, "whose state decides in each stage by itself"),
+    ("compressed=1,method=allreduce,reducer=powersgd", {}, "reducer.stages='1' belongs to a pipeline"),
+    ("stages=2,compressed=3,method=allreduce,reducer=powersgd", {}, "must be a number from 1 to stages=2, 'auto', or empty"),
+    ("stages=2,compressed=auto,method=allreduce,reducer=powersgd,rank=1", {}, "'auto' needs reducer.cluster, a profile")])
 def test_impossible_pipelines_are_refused_with_the_reason(launch, argument, fields, complaint, tmp_path):
     with pytest.raises(train.ConfigError, match=complaint) as error:
         launch(argument, workdir=tmp_path / "never", **fields)

@@ -15,6 +15,7 @@ from decjax.train import checkpoint
 from decjax.train import evaluate
 from decjax.train import state as state_lib
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 STEPS = 12
 
 
@@ -32,7 +33,8 @@ def launch(text, tmp_path_factory):
     """Runs a config in a fresh or given directory and returns (workdir, outcome)."""
     def launch(argument="", workdir=None, resume_from=None, **fields):
         # A period of two: the shortest with phases to keep track of.
-        config = lm.get_config(",".join(filter(None, ("smoke,topology=one_peer_ring", argument))))
+        given = "smoke" if "method=" in argument else "smoke,topology=one_peer_ring"
+        config = lm.get_config(",".join(filter(None, (given, argument))))
         fields = {"data.path": text, "steps": STEPS, "model.depth": 1, "model.width": 8, "model.hidden": 8,
                   "model.heads": 1, "model.context": 16, "log_every": 4, "eval.every": 6, "eval.num_windows": 5,
                   "checkpoint.every": 4, "checkpoint.keep": 10, "sample_bytes": 2} | fields
@@ -241,6 +243,51 @@ def test_a_run_that_is_finished_stays_as_it_is(launch, reference):
     assert outcome.step == STEPS and (reference / "metrics.jsonl").read_bytes() == before
 
 
+@pytest.mark.parametrize("damaged", ['{"a": ', "{}", "[1]", None])
+def test_a_damaged_summary_is_found_anew(launch, reference, damaged, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(reference, run)
+    if damaged is None:
+        (run / "summary.json").unlink()
+    else:
+        (run / "summary.json").write_text(damaged)
+    launch("optimizer=accum_adamw", workdir=run, **RICH)
+    assert json.loads((run / "summary.json").read_text()) == json.loads((reference / "summary.json").read_text())
+    assert rows(run) + rows(run, "eval") == rows(reference) + rows(reference, "eval"), "no step stands twice"
+
+
+def test_lost_checkpoints_are_noticed_and_nothing_is_overwritten(launch, reference, tmp_path):
+    for finished, complaint in ((True, "a finished run but no checkpoints"), (False, "steps after 8, which was saved")):
+        run = tmp_path / str(finished)
+        shutil.copytree(reference, run)
+        shutil.rmtree(run / "checkpoints")
+        if not finished:
+            (run / "summary.json").unlink()
+        with pytest.raises(train.CheckpointError, match=complaint):
+            launch("optimizer=accum_adamw", workdir=run, **RICH)
+        assert rows(run) == rows(reference)
+    (run / "checkpoints").touch()
+    with pytest.raises(train.CheckpointError, match="is a file where a folder must be"):
+        launch("optimizer=accum_adamw", workdir=run, **RICH)
+
+
+def test_a_run_that_ended_before_its_first_checkpoint_starts_again(launch, reference, tmp_path, capsys):
+    run = forget_after(reference, 0, tmp_path / "run")
+    lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (run / "metrics.jsonl").write_text(lines[0])  # Step 4, which was about to be saved.
+    launch("optimizer=accum_adamw", workdir=run, **RICH)
+    assert "no checkpoint yet: starting again" in capsys.readouterr().out
+    assert losses(run) == losses(reference)
+
+
+def test_metrics_that_lack_steps_before_the_checkpoint_are_told(launch, reference, tmp_path, capsys):
+    run = forget_after(reference, 8, tmp_path / "run")
+    (run / "metrics.jsonl").write_text("".join((run / "metrics.jsonl").read_text().splitlines(keepends=True)[:1]))
+    launch("optimizer=accum_adamw", workdir=run, **RICH)
+    assert "continuing from step 8; metrics.jsonl ends at step 4, what came between is lost" in capsys.readouterr().out
+    assert [row["step"] for row in rows(run)] == [4, 12]
+
+
 def test_resume_from_needs_steps_that_are_left(launch, reference, tmp_path):
     with pytest.raises(train.CheckpointError, match="set more steps"):
         launch("optimizer=accum_adamw", workdir=tmp_path / "run", resume_from=reference, **RICH)
@@ -257,6 +304,8 @@ def test_checkpoints_of_nothing():
     ("optimizer.b2", float("nan"), "less than 1"), ("optimizer.momentum", -0.1, "at least 0"),
     ("optimizer.weight_decay", -1.0, "at least 0"), ("optimizer.final_fraction", 2.0, "between 0 and 1"),
     ("mixing.strength", 1.5, "between 0 and 1"), ("optimizer.learning_rate", 0.0, "positive"),
+    ("optimizer.learning_rate", float("inf"), "finite"), ("optimizer.eps", float("inf"), "finite"), ("reducer.gate", float("nan"), "finite"),
+    ("pipeline.microbatches", 0, "at least 1"),
     ("batch_size", -8, "use 8"), ("batch_size", 20, "use 16 or 24")])
 def test_a_number_out_of_range_is_named_with_its_range(name, value, constraint):
     config = lm.get_config("smoke,workers=8")

@@ -66,7 +66,7 @@ def coded(codec: codecs.Codec, *, feedback: Callable[[codecs.Codec], codecs.feed
     if form not in FORMS:
         raise ValueError(f"form={form!r} of coded messages is unknown; use one of {', '.join(FORMS)}")
     remembers = feedback is not codecs.feedback.none
-    ends = feedback(codecs.of_any_shape(messages.contractive(codec) if remembers else codec))
+    ends = feedback(codecs.of_any_shape(codecs.feedback.contractive(codec) if remembers else codec))
 
     def cut_of(name, num_workers):
         return messages.Cut((codec,), bucket_bytes, num_workers if name == "shards" else 0)

@@ -83,7 +83,7 @@ def gravac(ladder: Sequence[codecs.Codec], *, window: int = 50, threshold: float
     num_rungs = len(ladder) + 1
     if speed and (len(speed) != num_rungs or min(speed) <= 0):
         raise ValueError(f"GraVAC speed={tuple(speed)}: needs {num_rungs} positive values, one without a codec and one for each")
-    ends = [codecs.feedback.residual(codecs.of_any_shape(messages.contractive(codec))) for codec in ladder]
+    ends = [codecs.feedback.residual(codecs.of_any_shape(codecs.feedback.contractive(codec))) for codec in ladder]
 
     def cut_of(num_workers=None):
         return messages.Cut(ladder, bucket_bytes, num_workers or mesh.num_workers(axis_name))

@@ -105,20 +105,6 @@ def check(codec: codecs.Codec) -> None:
         raise ValueError(f"codec {codec.name!r} remembers samples of a batch, which gradients are not; use 'int8'")
 
 
-def contractive(codec: codecs.Codec) -> codecs.Codec:
-    """The codec as an error memory needs it; an unbiased one is contracted.
-
-    Raises:
-        ValueError: if it is neither.
-    """
-    if codec.traits.contractive is not None:
-        return codec
-    if codec.traits.unbiased is None:
-        raise ValueError(f"codec {codec.name!r} is neither contractive nor unbiased, so the memory of its errors may grow without "
-                         "bound; use one that is, such as 'int8' or 'topk'")
-    return codecs.feedback.contracted(codec)
-
-
 def worker_side(feedback: codecs.feedback.Feedback, cut: Cut, params: Any) -> Side:
     """What a worker starts with, for its own messages."""
     one = _start(feedback, cut.shapes(params))

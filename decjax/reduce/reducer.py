@@ -72,7 +72,7 @@ def mean(*, axis_name: mesh.AxisName = mesh.WORKER, bucket_bytes: int = buckets.
         del phase
         layout = buckets.layout(grads, bucket_bytes=bucket_bytes)
         num_workers = jax.lax.axis_size(axis_name)
-        means = [mesh.group_mean(x_P, num_workers, axis_name) for x_P in layout.pack(grads)]
+        means = [mesh.group_mean(x_P, num_workers, axis_name) for x_P in layout.pack(grads, flat=False)]
         return layout.unpack(means, like=grads), state
 
     def num_bytes(params, num_workers, phase=0):
@@ -130,6 +130,55 @@ def start_at(reducer: Reducer, step: int, before: Reducer) -> Reducer:
     usage = reducer.usage and (lambda state: jnp.pad(reducer.usage(state[1]), (1, 0)))
     return Reducer(lambda params: (before.init(params), reducer.init(params)), reduce, num_bytes, phase, range(1 + num_own),
                    usage)
+
+
+def first_stages(reducer: Reducer, count: int, num_stages: int, others: Reducer) -> Reducer:
+    """Averages by one reducer in the first stages of a pipeline, and by another in those behind them.
+
+    A stage's last backward pass waits for those of all stages behind it, so what the last stages send may travel meanwhile, and
+    needs no compression.
+
+    Args:
+        reducer: of the first stages; its phases and its state are those of all.
+        count: k ≥ 1, how many they are.
+        num_stages: S ≥ k.
+        others: of the other stages, such as `mean`; without phases of its own.
+
+    Returns:
+        The `Reducer`; `reducer` itself if k = S. Bytes that it declares are the mean over stages.
+
+    Raises:
+        ValueError: if k is not between 1 and S, or a reducer has phases that do not fit.
+
+    Reference:
+        arXiv 2301.09830 (Optimus-CC), selective stage compression.
+    """
+    if not 1 <= count <= num_stages:
+        raise ValueError(f"{count} compressed stages of {num_stages}: must be between 1 and {num_stages}")
+    if count == num_stages:
+        return reducer
+    if len(others.phases) > 1 or reducer.usage:
+        raise ValueError("the reducers of first and other stages take their steps together: use reducers whose phases are known "
+                         "beforehand, and one of a single phase, such as mean, for the others")
+
+    def reduce(grads, state, phase=reducer.phases[-1]):
+        # Every stage computes both, and sends one: see `mesh.sent_by`.
+        with mesh.sent_by(range(count)):
+            compressed = reducer.reduce(grads, state[0], phase)
+        with mesh.sent_by(range(count, num_stages)):
+            plain = others.reduce(grads, state[1])
+        is_first = mesh.stage_index() < count
+
+        def chosen(first, other):
+            return jax.tree.map(lambda x, y: jnp.where(is_first, x, y), first, other)
+
+        return chosen(compressed[0], plain[0]), (chosen(compressed[1], state[0]), chosen(state[1], plain[1]))
+
+    def num_bytes(params, num_workers, phase=reducer.phases[-1]):
+        sent = reducer.num_bytes(params, num_workers, phase), others.num_bytes(params, num_workers)
+        return (count * sent[0] + (num_stages - count) * sent[1]) / num_stages
+
+    return reducer._replace(init=lambda params: (reducer.init(params), others.init(params)), reduce=reduce, num_bytes=num_bytes)
 
 
 def every(reducer: Reducer, period: int) -> Reducer:

@@ -3,6 +3,7 @@
     assemble     config -> parts; with methods, where a ConfigDict ends
     methods      config -> what happens to gradients and parameters
     state        the stacked state
+    selective    how many stages of a pipeline should compress
     source       where gradients come from: a whole model, or one divided into stages
     engine       one compiled step per phase: fused, or with the exchange beside the gradient
     divide       what of an update needs no message, and is computed meanwhile

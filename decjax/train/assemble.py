@@ -16,9 +16,11 @@ from decjax import codecs
 from decjax import data
 from decjax import mesh
 from decjax import models
+from decjax import pipeline
 from decjax import topology as topology_lib
 from decjax.train import engine
 from decjax.train import methods
+from decjax.train import selective
 from decjax.train import source as source_lib
 from decjax.train import state as state_lib
 from decjax.train.errors import ConfigError
@@ -27,7 +29,7 @@ SIMULATED_WORKERS = 8  # on a lone accelerator, and forced CPU devices without o
 MINIMA = {"steps": 1, "log_every": 1, "consensus_every": 0, "sample_bytes": 1, "eval.every": 1, "eval.batch_size": 1,
           "eval.num_windows": 0, "checkpoint.every": 1, "checkpoint.keep": 1, "model.vocabulary": 256,
           "bucket_bytes": 0, "optimizer.clip_norm": 0, "optimizer.weight_decay": 0, "optimizer.eps": 0, "mixing.strength_power": 0,
-          "reducer.start": 0, "pipeline.stages": 1, "tensor": 1, "outer.learning_rate": 0}
+          "reducer.start": 0, "pipeline.stages": 1, "pipeline.microbatches": 1, "pipeline.autoencoder": 0, "tensor": 1, "boundary.slots": 0, "outer.learning_rate": 0}
 FRACTIONS = ("mixing.strength", "mixing.gamma", "optimizer.final_fraction")  # 0 to 1
 DECAYS = ("optimizer.b1", "optimizer.b2", "optimizer.momentum", "outer.momentum")  # 0 to less than 1
 MAX_SEED = 2**32 - 1
@@ -45,6 +47,12 @@ class Setup(NamedTuple):
     source: source_lib.Source
     corpus: data.Corpus
     batch: Callable[[int, int], np.ndarray]  # (worker, step) -> tokens_BxT1
+
+    @property
+    def beginning(self) -> tuple[Any, ...]:
+        """The arguments of `state.init` and `state.abstract`."""
+        source, model = self.source, self.model
+        return lambda key: source.split(model.init(key)), self.method.tx, self.workers, self.config.seed, source.init
 
 
 def resolve(config: ml_collections.ConfigDict, devices: Sequence[jax.Device] | None = None) -> ml_collections.ConfigDict:
@@ -84,8 +92,11 @@ def build(config: ml_collections.ConfigDict, devices: Sequence[jax.Device] | Non
             simulate=config.simulate, devices=devices, divided=model.divided)
         _check_sizes(config)
         source = make_source(config, model)
+        model = source.division.complete(model) if source.division else model
         schedule = make_schedule(config.optimizer, config.steps)
-        method, topology = methods.make_method(config, workers, schedule, source.norm)
+        if config.reducer.stages == methods.AUTO:
+            config.reducer.stages = str(_compressed_stages(config, model, source, workers))
+        method, topology = methods.make_method(config, workers, schedule, source)
         engine.choose(config.engine, method)
         # Some mixers and reducers refuse arrays of some shapes, or messages that are no smaller.
         like = state_lib.abstract(lambda key: source.split(model.init(key)), method.tx, workers, config.seed, source.init)
@@ -99,14 +110,38 @@ def build(config: ml_collections.ConfigDict, devices: Sequence[jax.Device] | Non
     return Setup(config, workers, topology, method, schedule, model, source, corpus, batch)
 
 
-def make_source(config: ml_collections.ConfigDict, model: models.Model) -> source_lib.Source:
-    """The gradient source of the config's `pipeline`."""
-    options = config.pipeline.to_dict()
+def make_source(config: ml_collections.ConfigDict, model: models.Model, watch: Callable = lambda boundary: boundary) -> source_lib.Source:
+    """The gradient source of the config's `pipeline`; `watch` wraps what travels between stages, as `pipeline.probed` does."""
+    options, boundary = config.pipeline.to_dict(), make_boundary(config.boundary)
     try:
         options["layers"] = tuple(int(layers) for layers in options["layers"].split(",") if layers)
     except ValueError:
         raise ValueError(f"pipeline.layers={options['layers']!r} must read like '3,4,4,3', one number for each virtual stage") from None
-    return source_lib.of_model(model, batch_size=config.batch_size // config.workers, **options)
+    return source_lib.of_model(model, batch_size=config.batch_size // config.workers, boundary=boundary and watch(boundary), **options)
+
+
+# Options of `config.boundary` that belong to one of its codecs, as they are without it.
+IDLE = {"backward": {"when": "epilogue", "error": "carry"}, "forward": {"forward_error": "none", "slots": 0, "reuse_indices": False}}
+
+
+def make_boundary(config: ml_collections.ConfigDict) -> pipeline.Boundary | None:
+    """What travels between stages, None: everything as it is; options of codecs that are not there are refused."""
+    for codec, defaults in IDLE.items():
+        for name, default in defaults.items():
+            if not config[codec] and config[name] != default:
+                raise ValueError(f"boundary.{name}={config[name]!r} changes nothing without boundary.{codec}, the form of messages; "
+                                 f"leave it {default!r}, or set boundary.{codec}")
+    given = {name: methods.make_codec(config[name]) for name in IDLE if config[name]}
+    if not given:
+        return None
+    return pipeline.coded(**given, **{name: config[name] for defaults in IDLE.values() for name in defaults})
+
+
+def _compressed_stages(config, model, source, workers) -> int:
+    """What `reducer.stages` should be, by the runtime model."""
+    methods.check_stages(config)
+    shapes = jax.eval_shape(lambda: source.split(model.init(jax.random.key(0))))
+    return selective.choose(config, model, selective.one_stage(shapes), methods.make_compressor(config, workers.axis_name))
 
 
 class Size(NamedTuple):
@@ -129,6 +164,8 @@ def size(config: ml_collections.ConfigDict) -> Size:
         config = resolve(config)
         _check_sizes(config)
         model = models.decoder_lm(**config.model)
+        if division := make_source(config, model).division:
+            model = division.complete(model)
     except ValueError as error:
         raise ConfigError(str(error)) from error
     leaves = jax.tree.leaves(jax.eval_shape(lambda: model.init(jax.random.key(0))))
@@ -146,6 +183,13 @@ def message_ratio(codec: str) -> float:
 
 
 def _check_sizes(config: ml_collections.ConfigDict) -> None:
+    def value(name):
+        return functools.reduce(lambda node, part: node[part], name.split("."), config)
+
+    for name, least in MINIMA.items():
+        if not value(name) >= least:
+            raise ValueError(f"{name}={value(name)}: must be at least {least}")
+
     n, batch_size = config.workers, config.batch_size
     if batch_size < 1 or batch_size % n:
         multiples = dict.fromkeys(max(1, batch_size // n + more) * n for more in (0, 1))
@@ -156,13 +200,6 @@ def _check_sizes(config: ml_collections.ConfigDict) -> None:
         if config.model[name] % config.tensor:
             raise ValueError(f"model.{name}={config.model[name]} is not divisible by tensor={config.tensor}, the devices that "
                              f"divide it; use tensor={math.gcd(config.model[name], config.tensor)}")
-
-    def value(name):
-        return functools.reduce(lambda node, part: node[part], name.split("."), config)
-
-    for name, least in MINIMA.items():
-        if not value(name) >= least:
-            raise ValueError(f"{name}={value(name)}: must be at least {least}")
     for name in FRACTIONS:
         if not 0 <= value(name) <= 1:
             raise ValueError(f"{name}={value(name)}: must lie between 0 and 1")
@@ -173,6 +210,10 @@ def _check_sizes(config: ml_collections.ConfigDict) -> None:
         raise ValueError(f"seed={config.seed}: must lie between 0 and {MAX_SEED}")
     if not config.optimizer.learning_rate > 0:
         raise ValueError(f"optimizer.learning_rate={config.optimizer.learning_rate} must be positive")
+    for path, number in jax.tree_util.tree_leaves_with_path(config.to_dict()):
+        if isinstance(number, float) and not math.isfinite(number):
+            name = jax.tree_util.keystr(path, simple=True, separator=".")
+            raise ValueError(f"{name}={number}: must be finite")
 
 
 def make_schedule(config: ml_collections.ConfigDict, steps: int) -> optax.Schedule:

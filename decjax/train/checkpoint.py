@@ -14,6 +14,7 @@ from jax.experimental import multihost_utils
 import numpy as np
 import orbax.checkpoint as ocp
 
+from decjax.train import metrics
 from decjax.train.errors import CheckpointError
 
 # What may change between a run and its continuation: none of it touches the trajectory, but for rounding.
@@ -50,7 +51,9 @@ def claim(workdir: pathlib.Path, config: dict) -> IO | None:
 
 
 def _claim(workdir: pathlib.Path, config: dict) -> IO:
-    path = workdir / "config.json"
+    path, folder = workdir / "config.json", workdir / "checkpoints"
+    if folder.exists() and not folder.is_dir():
+        raise CheckpointError(f"{folder} is a file where a folder must be; move it away, or choose another --workdir")
     saved = has_checkpoints(workdir)
     if saved and not path.exists():
         raise CheckpointError(f"{workdir} holds checkpoints but no config.json: not a run of decjax; choose another --workdir")
@@ -66,6 +69,9 @@ def _claim(workdir: pathlib.Path, config: dict) -> IO:
                                   f"--workdir, and --resume_from={workdir} to start from its parameters")
     elif path.exists() and '"workers"' not in path.read_text(errors="replace"):
         raise CheckpointError(f"{path} is not of a run of decjax; choose another --workdir")
+    elif lost := _lost(workdir):
+        raise CheckpointError(f"{workdir} holds {lost} but no checkpoints, from which it could go on; put them back, or choose "
+                              "another --workdir")
     try:
         workdir.mkdir(parents=True, exist_ok=True)
         lock = (workdir / ".lock").open("w")
@@ -80,6 +86,19 @@ def _claim(workdir: pathlib.Path, config: dict) -> IO:
     except OSError as error:
         raise CheckpointError(f"workdir {str(workdir)!r} cannot be written ({error.strerror}); "
                               "choose a --workdir that you own") from error
+
+
+def _lost(workdir: pathlib.Path) -> str:
+    """What tells that a run once had checkpoints which are no longer there; empty if it may have ended before the first."""
+    if (workdir / "summary.json").exists():
+        return "a finished run"
+    try:
+        every = json.loads((workdir / "config.json").read_text())["checkpoint"]["every"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return ""
+    steps = [row["step"] for row in metrics.read(workdir)]
+    saved = [step for step in steps if step % every == 0 and step < max(steps)]  # Each is logged, then saved, before any other.
+    return f"metrics of steps after {saved[-1]}, which was saved," if saved else ""
 
 
 def has_checkpoints(workdir: pathlib.Path) -> bool:

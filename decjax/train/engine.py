@@ -35,7 +35,7 @@ class Program(NamedTuple):
 
     run: Callable  # (state, batch, step) -> (state, loss_N), with stages loss_NxS, whose columns are equal
     sent_N: np.ndarray  # bytes that each worker's devices send to other workers
-    sent: dict[str, np.ndarray]  # by axis: the same to other workers, to other stages, within tensor-parallel groups
+    sent: dict[str, np.ndarray]  # by axis: the same to other workers; unless simulated, to other stages, within tensor-parallel groups
     executables: tuple[jax.stages.Compiled, ...]
 
 
@@ -87,11 +87,12 @@ def make_step(gradient: Callable, method: state_lib.Method, workers: mesh.Worker
     def program(phase, state, batch, step):
         if phase not in compiled:
             run, executables = compile_phase(phase, state, batch, step)
-            if workers.simulated or phase is None:
-                sent = {"worker": workers.stages * method.num_bytes(state_lib.one_device(state.params, workers), phase)}
-            else:
+            sent = {}
+            if not workers.simulated:
                 found = [wire.bytes_by_axis(executable.as_text(), workers) for executable in executables]
                 sent = {axis: sum(of[axis] for of in found) for axis in found[0]}
+            if workers.simulated or phase is None:
+                sent["worker"] = workers.stages * method.num_bytes(state_lib.one_device(state.params, workers), phase)
             compiled[phase] = Program(run, sent["worker"], sent, executables)
         return compiled[phase]
 

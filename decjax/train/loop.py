@@ -29,7 +29,13 @@ from decjax.train.errors import Diverged
 from decjax.train.errors import TrainingError
 
 
-LAYOUT = {"stages": 1, "chunks": 1, "layers": ""}  # of config.pipeline, what decides where parameters live; of a whole model
+BYTES = {"bytes_sent_per_worker": "worker", "bytes_between_stages_per_worker": "stage"}  # counters, and the mesh axis of each
+REPORTED = ("steps", "time_s", "eval_loss", "local_eval_loss_min", "local_eval_loss_max", "bytes_per_step_per_worker",
+            "corpus_order1_entropy")  # what a whole summary has at least
+SUMMARIZED = {"bytes_sent_per_worker": "bytes_per_step_per_worker",
+              "bytes_between_stages_per_worker": "bytes_between_stages_per_step_per_worker"}
+# Of config.pipeline, what decides where parameters live; of a whole model.
+LAYOUT = {"stages": 1, "chunks": 1, "layers": "", "autoencoder": 0}
 
 
 class Outcome(NamedTuple):
@@ -66,6 +72,10 @@ def _signals():
             signal.signal(number, handler)
 
 
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'s' if number != 1 else ''}"
+
+
 class Run:
     """One run: a `Setup` in a work directory. `train()` takes it from where it stands to its end."""
 
@@ -82,6 +92,8 @@ class Run:
         self.first = jax.process_index() == 0
         # `first_step` is where this run's time and bytes begin to count.
         self.counters = {"time_s": 0.0, "bytes_sent_per_worker": 0.0, "first_step": 0, "corpus": setup.corpus.fingerprint}
+        if self.workers.stages > 1 and not self.workers.simulated:
+            self.counters["bytes_between_stages_per_worker"] = 0.0
         self.note = ""
         self.start, self.state = self._restore(source)
         if setup.topology:
@@ -103,21 +115,18 @@ class Run:
 
     # -- Beginning ----------------------------------------------------------------------------------------------------
 
-    def _parts(self):
-        model, source = self.setup.model, self.setup.source
-        return lambda key: source.split(model.init(key)), self.setup.method.tx, self.workers, self.config.seed, source.init
-
     def _restore(self, source) -> tuple[int, state_lib.State]:
         if (step := self.checkpoints.latest()) is not None:
-            state, counters = self.checkpoints.restore(step, like=state_lib.abstract(*self._parts()))
+            state, counters = self.checkpoints.restore(step, like=state_lib.abstract(*self.setup.beginning))
             if counters["corpus"] != self.counters["corpus"]:
                 raise CheckpointError(f"the text has changed since step {step} ({counters['corpus']} then, "
                                       f"{self.counters['corpus']} now); restore it, or start in another --workdir")
-            self.counters = counters
+            self.counters |= counters
             self.note = f"continuing from step {step}"
             return step, state
         if source is None:
-            return 0, state_lib.init(*self._parts())
+            self.note = "no checkpoint yet: starting again" if metrics.read(self.workdir) else ""
+            return 0, state_lib.init(*self.setup.beginning)
         return self._restore_resized(*source)
 
     def _open(self, folder: pathlib.Path) -> tuple[pathlib.Path, checkpoint.Checkpoints, int, int]:
@@ -140,7 +149,7 @@ class Run:
     def _restore_resized(self, folder, checkpoints, step: int, n: int) -> tuple[int, state_lib.State]:
         like = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct((n, *x.shape[1:]), x.dtype, sharding=self.workers.replicated),
-            state_lib.lasting(state_lib.abstract(*self._parts())))
+            state_lib.lasting(state_lib.abstract(*self.setup.beginning)))
         state, _ = checkpoints.restore(step, like, partial=True)
         state = self.workers.fetch(state)
         # What mixers remember of neighbours starts from one and the same model: here the average of the replicas.
@@ -182,7 +191,10 @@ class Run:
                 "loss_min": float(result.local_N.min()), "loss_max": float(result.local_N.max()),
                 "consensus_distance": self._finite_distance(step),
                 "tokens_per_s": self._tokens(step - self.counters["first_step"]) / time_s,
-                "bytes_sent_per_worker": self.counters["bytes_sent_per_worker"]}
+                **self._bytes()} | ({} if result.coded is None else {"loss_coded": result.coded})
+
+    def _bytes(self) -> dict[str, float]:
+        return {name: self.counters[name] for name in BYTES if name in self.counters}
 
     def _tokens(self, steps: int) -> int:
         return steps * self.config.batch_size * self.setup.model.context
@@ -192,7 +204,7 @@ class Run:
 
     def _make_evaluate(self, limit: int):
         evaluate = evaluate_lib.make_evaluate(
-            self.setup.model.nll, self.workers.whole, self._windows(limit), self.config.eval.batch_size)
+            self.setup.model.nll, self.workers.whole, self._windows(limit), self.config.eval.batch_size, self.setup.source.coded_nll)
         return lambda params, average: evaluate(self._join(params), average)
 
     # -- The loop -----------------------------------------------------------------------------------------------------
@@ -206,12 +218,14 @@ class Run:
         Raises:
             Diverged: if a loss or the parameters are not finite; the last good checkpoint stays.
         """
-        if self.start == self.config.steps and (self.workdir / "summary.json").exists():
+        if self.start == self.config.steps and (summary := self._summary()):
             self._close()
-            return Outcome(self.start, None, json.loads((self.workdir / "summary.json").read_text()), None)
-        recorder = metrics.Recorder(self.workdir, self.start) if self.first else None
+            return Outcome(self.start, None, summary, None)
+        recorder = metrics.Recorder(self.workdir, self.start, self.config.steps) if self.first else None
         display = (metrics.Display(self.start, self.counters["first_step"], self.config.steps) if self.first
                    else metrics.Silent())
+        if recorder and self._saved == self.start != recorder.last:
+            self.note += f"; metrics.jsonl ends at step {recorder.last}, what came between is lost"
         try:
             with _signals() as caught:
                 with display:
@@ -223,6 +237,14 @@ class Run:
             if recorder:
                 recorder.close()
             self._close()
+
+    def _summary(self) -> dict | None:
+        """What the run ended with; None if that is missing or damaged, and is to be found anew."""
+        try:
+            summary = json.loads((self.workdir / "summary.json").read_text())
+        except (OSError, ValueError):
+            return None
+        return summary if isinstance(summary, dict) and summary.keys() >= set(REPORTED) else None
 
     def _close(self) -> None:
         self.checkpoints.close()
@@ -237,14 +259,19 @@ class Run:
         losses: collections.deque = collections.deque()
         begun, logged = time.monotonic() - self.counters["time_s"], (time.monotonic(), self.start)
         counted = self._bytes_by_usage()
+        display.say(self._title())
         if self.note:
             display.say(self.note)
 
         for step in range(self.start, config.steps):
             batch = workers.build(lambda worker: self.setup.batch(worker, step))
+            asked = time.monotonic()
             program = self._program(self.setup.method.phase(step), self.state, batch, np.int32(step))
+            logged = logged[0] + time.monotonic() - asked, logged[1]  # Compilation is no part of the rate.
             self.state, loss = program.run(self.state, batch, np.int32(step))
-            self.counters["bytes_sent_per_worker"] += float(program.sent_N.mean())
+            for name, axis in BYTES.items():
+                if name in self.counters:
+                    self.counters[name] += float(program.sent[axis].mean())
             losses.append((step, loss))
             if len(losses) > 1:
                 losses[-2][1].block_until_ready()  # One step in flight while the host prepares the next.
@@ -270,8 +297,7 @@ class Run:
                 row = {"step": done, "time_s": time_s, "kind": "train", "loss": float(local_N.mean()),
                        "loss_min": float(local_N.min()), "loss_max": float(local_N.max()),
                        "consensus_distance": self._finite_distance(done), "tokens_per_s": rate,
-                       "bytes_sent_per_worker": self.counters["bytes_sent_per_worker"],
-                       "learning_rate": float(self.setup.schedule(step))}
+                       **self._bytes(), "learning_rate": float(self.setup.schedule(step))}
                 self._record(recorder, display, row)
                 if evaluates:
                     result = evaluate(self.state.params, self._average(self.state))
@@ -285,6 +311,16 @@ class Run:
             if stop and not last:
                 return done
         return None
+
+    def _title(self) -> str:
+        """As "8 workers on 8 cpu devices, one_peer_exponential, 0.13 M parameters"."""
+        setup, workers = self.setup, self.workers
+        devices = jax.local_devices()[:1] if workers.simulated else [*workers.mesh.devices.flat]
+        params = jax.eval_shape(lambda: setup.model.init(jax.random.key(0)))
+        return (f"{_count(workers.num_workers, 'worker')} {'simulated ' if workers.simulated else ''}on "
+                f"{_count(len(devices), f'{devices[0].device_kind} device')}, "
+                f"{setup.topology.name if setup.topology else self.config.method}, "
+                f"{sum(x.size for x in jax.tree.leaves(params)) / 1e6:.3g} M parameters")
 
     def _bytes_by_usage(self) -> float:
         """Bytes that a worker has sent in steps whose phase the state has decided on."""
@@ -333,10 +369,12 @@ class Run:
             "local_eval_loss_min": float(result.local_N.min()), "local_eval_loss_max": float(result.local_N.max()),
             "num_params": sum(x.size for x in jax.tree.leaves(params)), "steps": config.steps,
             "time_s": self.counters["time_s"],
-            "bytes_per_step_per_worker": self.counters["bytes_sent_per_worker"] / (config.steps - self.counters["first_step"]),
+            **{SUMMARIZED[name]: sent / (config.steps - self.counters["first_step"]) for name, sent in self._bytes().items()},
             "corpus_order1_entropy": data.order1_entropy(self.setup.corpus.train),
             "protocol": f"replicas replaced by their average every {config.consensus_every} steps"
                         if config.consensus_every else "averaged model, training undisturbed"}
+        if result.coded is not None:
+            summary["eval_loss_coded"] = result.coded
         sample = None
         if self.first:
             prompt = bytes(self._windows(1)[0, :32].astype(np.uint8))

@@ -114,7 +114,7 @@ def _layout(setup: assemble.Setup) -> buckets.Layout:
 def step_actions(setup: assemble.Setup) -> Actions:
     """The parts of a training step, each a program of its own on all workers."""
     workers, layout, key = setup.workers, _layout(setup), jax.random.key(setup.config.seed)
-    state = state_lib.init(setup.model.init, setup.method.tx, workers, setup.config.seed)
+    state = state_lib.init(*setup.beginning)
     batch = workers.build(lambda worker: setup.batch(worker, 0))
 
     def combine(params, received):
@@ -225,10 +225,9 @@ def form(name: str, config: ml_collections.ConfigDict) -> Form:
     if topology:
         exact = np.mean([rounds_lib.sent_bytes(round_, _layout(setup)).mean() for round_ in topology.rounds])
         return Form(name, setup, tuple(sorted(phases)), float(sent / exact), 1.0)
-    sums: list[float] = []
+    sums, like = [], state_lib.abstract(*setup.beginning)
     jax.eval_shape(workers.map(_silent_update(setup, min(phases), sums), (0, 0)),
-                   state_lib.abstract(setup.model.init, method.tx, workers, setup.config.seed),
-                   state_lib.abstract(setup.model.init, method.tx, workers, setup.config.seed).params)
+                   like, like.params)
     return Form(name, setup, tuple(sorted(phases)), float(sent / (2 * (n - 1) / n * whole)), sum(sums))
 
 
@@ -244,7 +243,7 @@ def coding_actions(forms: Sequence[Form]) -> Actions:
     """The updates of compressed methods without their messages, by name and phase."""
     actions = {}
     for name, setup, phases, *_ in forms:
-        state = [state_lib.init(setup.model.init, setup.method.tx, setup.workers, setup.config.seed)]
+        state = [state_lib.init(*setup.beginning)]
         grads = jax.tree.map(lambda x: 1e-3 * x, state[0].params)
         for phase in phases:
             run = setup.workers.jit(_silent_update(setup, phase), (0, 0), donate_argnums=(0,))

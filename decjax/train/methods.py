@@ -14,8 +14,10 @@ from decjax import codecs
 from decjax import gossip
 from decjax import mesh
 from decjax import optim
+from decjax import pipeline
 from decjax import reduce
 from decjax import topology as topology_lib
+from decjax.train import source as source_lib
 from decjax.train.state import Method
 
 Norm = Callable[[Any], jax.Array]  # of a whole model's gradient, from a worker's or stage's share
@@ -55,7 +57,7 @@ def _known(what: str, name: str, valid) -> str:
 
 
 def make_method(config: ml_collections.ConfigDict, workers: mesh.Workers,
-                schedule: optax.Schedule, norm: Norm = optax.global_norm) -> tuple[Method, topology_lib.Topology | None]:
+                schedule: optax.Schedule, source: source_lib.Source) -> tuple[Method, topology_lib.Topology | None]:
     """What happens to gradients and parameters, as one transformation; and the topology of gossip."""
     build = METHODS[_known("method", config.method, METHODS)]
     if config.stale and config.method != "allreduce":
@@ -63,12 +65,17 @@ def make_method(config: ml_collections.ConfigDict, workers: mesh.Workers,
     if config.reducer.name != "mean" and config.method not in REDUCING:
         raise ValueError(f"reducer {config.reducer.name!r} belongs to methods {', '.join(REDUCING)}, got {config.method!r}; "
                          "use 'mean'")
+    check_stages(config)
     for field, empty in (("mixer", "exact"), ("codec", "")):
         if config.mixing[field] != empty and config.method != "decentralized":
             raise ValueError(f"mixing.{field}={config.mixing[field]!r} belongs to method 'decentralized', got {config.method!r}; "
                              f"leave it {repr(empty) if empty else 'empty'}")
+    if config.pipeline.fused_embedding and (config.method != "allreduce" or config.reducer.name == "onebit_adam"):
+        what = f"method {config.method!r}" if config.method != "allreduce" else "reducer 'onebit_adam', which averages momenta,"
+        raise ValueError(f"pipeline.fused_embedding with {what} has no gradients that are averaged over workers, with which to add up "
+                         "the two of a tied table; leave it out")
     _check_communicates(config)
-    return build(config, workers, schedule, norm)
+    return build(config, workers, schedule, source)
 
 
 def _check_communicates(config) -> None:
@@ -84,10 +91,10 @@ def _check_communicates(config) -> None:
                          f"{config.reducer.name!r} would never be used; use less than {-(-config.steps // between)}, or reducer 'mean'")
 
 
-def _decentralized(config, workers, schedule, norm):
+def _decentralized(config, workers, schedule, source):
     topology = make_topology(config.topology, workers.num_workers, workers.local_size)
     mixer = make_mixer(config, topology, workers.axis_name, schedule)
-    inner, order = make_optimizer(config.optimizer, schedule, norm), config.mixing.order
+    inner, order = make_optimizer(config.optimizer, schedule, source.norm), config.mixing.order
     if config.mixing.mixer == "beer":
         tx, exchange = optim.track(inner, mixer, order), functools.partial(optim.tracked_exchange, mixer)
     else:
@@ -107,31 +114,31 @@ def _decentralized(config, workers, schedule, norm):
     return Method(tx, mixer.phase, num_bytes, exchange if order == "awc" else None, mixer=mixer), topology
 
 
-def _allreduce(config, workers, schedule, norm):
-    reducer = make_reducer(config, workers.axis_name)
+def _allreduce(config, workers, schedule, source):
+    reducer = make_reducer(config, workers.axis_name, source.division)
     if config.reducer.name == "onebit_adam":
-        return _averaging(_onebit_adam(config, reducer, schedule, norm), reducer, workers), None
+        return _averaging(_onebit_adam(config, reducer, schedule, source.norm), reducer, workers), None
 
     def exchange(params, opt_state, phase):
         del params
         return optim.stale_exchange(reducer, opt_state, phase)
 
-    tx = optim.synchronize(make_optimizer(config.optimizer, schedule, norm), reducer, config.stale)
+    tx = optim.synchronize(make_optimizer(config.optimizer, schedule, source.norm), reducer, config.stale)
     return _averaging(tx, reducer, workers, exchange if config.stale else None), None
 
 
-def _local_updates(config, workers, schedule, norm):
+def _local_updates(config, workers, schedule, source):
     if config.reducer.name == "onebit_adam" or config.method == "sparseloco" and config.reducer.name != "codec":
         raise ValueError(f"method {config.method!r} cannot have reducer {config.reducer.name!r}; 'sparseloco' takes reducer 'codec', "
                          "'diloco' any but 'onebit_adam'")
-    reducer = reduce.every(make_reducer(config, workers.axis_name), config.outer.every)
+    reducer = reduce.every(make_reducer(config, workers.axis_name, source.division), config.outer.every)
     outer = optax.sgd(config.outer.learning_rate, config.outer.momentum or None, nesterov=True)
-    inner = make_optimizer(config.optimizer, schedule, norm)
+    inner = make_optimizer(config.optimizer, schedule, source.norm)
     return _averaging(optim.local_updates(inner, reducer, outer), reducer, workers), None
 
 
-def _local(config, workers, schedule, norm):
-    inner = optax.with_extra_args_support(make_optimizer(config.optimizer, schedule, norm))
+def _local(config, workers, schedule, source):
+    inner = optax.with_extra_args_support(make_optimizer(config.optimizer, schedule, source.norm))
 
     def update(grads, state, params=None, *, phase=None, **extra):
         del phase
@@ -194,16 +201,42 @@ def _gravac(config, **common):
     return reduce.gravac(ladder, window=config.window, threshold=config.threshold, **common)
 
 
+AUTO = "auto"  # of reducer.stages
 REDUCERS = {"powersgd": _powersgd, "codec": _coded, "demo": _coded, "onebit_adam": _coded, "gravac": _gravac}
 
 
-def make_reducer(config: ml_collections.ConfigDict, axis_name: mesh.AxisName) -> reduce.Reducer:
-    """How gradients, or the changes of several local steps, are averaged; plainly before step `start`."""
-    common = dict(axis_name=axis_name, bucket_bytes=config.bucket_bytes)
-    mean, name = reduce.mean(**common), config.reducer.name
-    if _known("reducer", name, ("mean", *REDUCERS)) == "mean":
-        return mean
-    return reduce.start_at(REDUCERS[name](config.reducer, seed=config.seed, **common), config.reducer.start, mean)
+def make_reducer(config: ml_collections.ConfigDict, axis_name: mesh.AxisName,
+                 division: pipeline.Division | None = None) -> reduce.Reducer:
+    """How gradients, or the changes of several local steps, are averaged: plainly before step `start`, and in all but the first
+    `stages`; a tied table, which two stages hold, by itself."""
+    mean, name = reduce.mean(axis_name=axis_name, bucket_bytes=config.bucket_bytes), config.reducer.name
+    reducer = mean
+    if _known("reducer", name, ("mean", *REDUCERS)) != "mean":
+        reducer = make_compressor(config, axis_name)
+        if config.reducer.stages:
+            reducer = reduce.first_stages(reducer, int(config.reducer.stages), config.pipeline.stages, mean)
+        reducer = reduce.start_at(reducer, config.reducer.start, mean)
+    return pipeline.with_tied_table(reducer, division, axis_name=axis_name) if division else reducer
+
+
+def make_compressor(config: ml_collections.ConfigDict, axis_name: mesh.AxisName) -> reduce.Reducer:
+    """The named reducer, other than "mean", by itself."""
+    return REDUCERS[config.reducer.name](config.reducer, seed=config.seed, axis_name=axis_name, bucket_bytes=config.bucket_bytes)
+
+
+def check_stages(config: ml_collections.ConfigDict) -> None:
+    """Refuses `reducer.stages` where nothing is compressed, or there are no such stages."""
+    text, stages, reducer = config.reducer.stages, config.pipeline.stages, config.reducer.name
+    if not text:
+        return
+    if config.method not in REDUCING or reducer in ("mean", "gravac"):
+        why = ("whose state decides in each stage by itself what is sent" if reducer == "gravac" else "which compress nothing")
+        raise ValueError(f"reducer.stages={text!r} says which stages compress, got method {config.method!r} and reducer {reducer!r}, "
+                         f"{why}; leave it empty")
+    if stages == 1:
+        raise ValueError(f"reducer.stages={text!r} belongs to a pipeline, got stages=1; leave it empty")
+    if text != AUTO and not (text.isdecimal() and 1 <= int(text) <= stages):
+        raise ValueError(f"reducer.stages={text!r}: must be a number from 1 to stages={stages}, {AUTO!r}, or empty for all")
 
 
 def make_codec(text: str) -> codecs.Codec:

@@ -12,24 +12,35 @@ import tensorboardX
 _ON_SCREEN = ("loss", "consensus_distance", "tokens_per_s")
 
 
+def read(workdir: pathlib.Path) -> list[dict[str, Any]]:
+    """The rows of a run so far, without lines that a crash cut short."""
+    path, rows = workdir / "metrics.jsonl", []
+    for line in path.read_text(errors="replace").splitlines(keepends=True) if path.exists() else ():
+        try:
+            row = json.loads(line)
+            if line.endswith("\n") and isinstance(row["step"], int):
+                rows.append(row)
+        except (ValueError, KeyError, TypeError):
+            continue
+    return rows
+
+
 class Recorder:
     """Appends one JSON object per line and mirrors every number to TensorBoard.
 
-    A continued run drops the lines after the step it continues from, so that no step stands twice.
+    A continued run drops the rows after the step it continues from, and the evaluation of the last step, which comes after its
+    checkpoint, so that no step stands twice.
+
+    Attributes:
+        last: step of the last row that was kept; 0: none.
     """
 
-    def __init__(self, workdir: pathlib.Path, start: int):
+    def __init__(self, workdir: pathlib.Path, start: int, steps: int):
         path = workdir / "metrics.jsonl"
-        kept = []
-        if start and path.exists():
-            for line in path.read_text().splitlines(keepends=True):
-                try:
-                    if line.endswith("\n") and json.loads(line)["step"] <= start:
-                        kept.append(line)
-                except (ValueError, KeyError, TypeError):  # A line that a crash cut short.
-                    continue
+        kept = [row for row in read(workdir) if row["step"] <= start and (row.get("kind"), row["step"]) != ("eval", steps)]
+        self.last = kept[-1]["step"] if kept else 0
         temporary = path.with_suffix(".tmp")
-        temporary.write_text("".join(kept))
+        temporary.write_text("".join(json.dumps(row) + "\n" for row in kept))
         temporary.replace(path)
         self._file = path.open("a")
         self._events = tensorboardX.SummaryWriter(str(workdir / "tensorboard"), purge_step=start + 1)

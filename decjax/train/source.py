@@ -7,6 +7,7 @@ worker's batch, taken in microbatches. The state is what a source remembers from
 """
 
 from collections.abc import Callable
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -27,6 +28,9 @@ class Source(NamedTuple):
         split: from a whole model's parameters to a worker's, leaves [S, …] with stages.
         join: its inverse.
         norm: `norm(tree)`, the ℓ2 norm of a whole model's gradient, from a worker's or stage's share.
+        coded_nll: `nll` of a whole model whose activations arrive from stage to stage as in training; None where they arrive as
+            they are, or depend on what is remembered.
+        division: into stages; None: a whole model.
     """
 
     gradient: Callable[[Any, Any, jax.Array, jax.Array], tuple[jax.Array, Any, Any]]
@@ -34,6 +38,8 @@ class Source(NamedTuple):
     split: Callable[[Any], Any] = lambda params: params
     join: Callable[[Any], Any] = lambda params: params
     norm: Callable[[Any], jax.Array] = optax.global_norm
+    coded_nll: Callable[[Any, jax.Array, jax.Array], jax.Array] | None = None
+    division: pipeline.Division | None = None
 
 
 def stateless(gradient: Callable[[Any, Any, jax.Array], tuple[jax.Array, Any]]) -> Callable:
@@ -64,7 +70,8 @@ def plain(nll: Callable, microbatches: int = 1) -> Source:
     return Source(stateless(gradient))
 
 
-def pipelined(division: pipeline.Division, executor: pipeline.Pipeline, batch_size: int, context: int) -> Source:
+def pipelined(division: pipeline.Division, executor: pipeline.Pipeline, batch_size: int, context: int,
+              coded_nll: Callable | None = None) -> Source:
     """The gradient of a model that is divided into stages.
 
     Args:
@@ -72,14 +79,16 @@ def pipelined(division: pipeline.Division, executor: pipeline.Pipeline, batch_si
         executor: of a schedule, from `pipeline.make_gradient`.
         batch_size: sequences of a worker's batch.
         context: T.
+        coded_nll: see `Source`.
     """
     tokens = jax.ShapeDtypeStruct((batch_size, context + 1), jnp.int32)
-    return Source(lambda params, state, tokens_BxT1, key: executor.gradient(params, state, tokens_BxT1),
-                  lambda params: executor.init(tokens), division.split, division.join, division.global_norm)
+    return Source(lambda params, state, tokens_BxT1, key: executor.gradient(params, state, tokens_BxT1, key),
+                  lambda params: executor.init(tokens), division.split, division.join, division.global_norm, coded_nll, division)
 
 
 def of_model(model: models.Model, *, stages: int, microbatches: int, schedule: str, chunks: int, layers: tuple[int, ...],
-             remat: bool, batch_size: int) -> Source:
+             remat: bool, autoencoder: int = 0, fused_embedding: bool = False, batch_size: int,
+             boundary: pipeline.Boundary | None = None) -> Source:
     """The source of a config's `pipeline` section.
 
     Args:
@@ -89,7 +98,9 @@ def of_model(model: models.Model, *, stages: int, microbatches: int, schedule: s
         schedule, chunks: see `schedules.make`.
         layers: of each virtual stage; empty: equally many.
         remat: see `pipeline.make_gradient`.
+        autoencoder, fused_embedding: see `pipeline.Division`.
         batch_size: sequences of a worker's batch.
+        boundary: what travels between stages; None: everything as it is.
 
     Raises:
         ValueError: in one line: the value, the constraint and the fix.
@@ -99,8 +110,29 @@ def of_model(model: models.Model, *, stages: int, microbatches: int, schedule: s
                          f"use one of {[m for m in range(1, batch_size + 1) if batch_size % m == 0]}, or another batch_size")
     table = schedules.make(schedule, stages, microbatches, chunks)
     if stages == 1:
-        if remat or layers:
-            raise ValueError(f"pipeline.{'remat' if remat else 'layers'} belongs to a pipeline, got stages=1; leave it out")
+        given = dict(remat=remat, layers=layers, autoencoder=autoencoder, fused_embedding=fused_embedding)
+        if idle := next((name for name, value in given.items() if value), None):
+            raise ValueError(f"pipeline.{idle} belongs to a pipeline, got stages=1; leave it out")
+        if boundary:
+            raise ValueError("boundary.backward and boundary.forward are forms of messages between stages, got stages=1; leave them "
+                             "empty, or use stages=2")
         return plain(model.nll, microbatches)
-    division = pipeline.divide(model.parts, stages, chunks, layers)
-    return pipelined(division, pipeline.make_gradient(division, table, remat=remat), batch_size, model.context)
+    if boundary and autoencoder:
+        raise ValueError(f"pipeline.autoencoder={autoencoder} is itself a form of messages between stages; leave it out, or leave "
+                         "boundary.backward and boundary.forward empty")
+    division = pipeline.divide(model.parts, stages, chunks, layers, autoencoder=autoencoder, fused_embedding=fused_embedding)
+    return pipelined(division, pipeline.make_gradient(division, table, remat=remat, boundary=boundary), batch_size, model.context,
+                     _coded_nll(division, boundary.received, batch_size // microbatches) if boundary and boundary.received else None)
+
+
+def _coded_nll(division: pipeline.Division, received: Callable, microbatch_size: int) -> Callable:
+    """`nll` of a whole model, with what arrives of activations in place of what is sent.
+
+    Messages are those of a microbatch, or of as many sequences as divide it and the batch.
+    """
+    def between(x_BxTxD, key):
+        count = len(x_BxTxD) // math.gcd(len(x_BxTxD), microbatch_size)
+        groups = jax.vmap(received)(x_BxTxD.reshape(count, -1, *x_BxTxD.shape[1:]), jax.random.split(key, count))
+        return groups.reshape(x_BxTxD.shape)
+
+    return lambda params, tokens_BxT1, key: division.nll(params, tokens_BxT1, lambda x, v: between(x, jax.random.fold_in(key, v)))

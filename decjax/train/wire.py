@@ -8,7 +8,8 @@ Per device, for a payload of b bytes (the full buffer) and groups of g:
     all-to-all                    (g−1)/g · b
 
 An operation in a loop counts once, unless its name has the scope `runs=n`: the pipeline's executor knows how often a loop over
-ticks sends along each pattern, and says so there.
+ticks sends along each pattern, and says so there. One in a branch that only some stages of a pipeline take has the scope
+`stages=…`, which `bytes_by_axis` reads.
 """
 
 import math
@@ -27,6 +28,7 @@ _PAIRS = re.compile(r"source_target_pairs=\{((?:\{\d+,\d+\},?)*)\}")
 _GROUPS = re.compile(r"replica_groups=\{((?:\{[\d,]+\},?)*)\}")
 _IOTA_GROUPS = re.compile(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
 _RUNS = re.compile(r"\bruns=(\d+)")
+_STAGES = re.compile(r"\bstages=([\d,]+)")
 _MESH_GROUPS = re.compile(r"replica_groups=mesh\[([^\]]*)\] \{((?:'[^']+',?)*)\}")
 
 
@@ -38,12 +40,14 @@ class Collective(NamedTuple):
         groups: worker indices; for a permute, the pairs (source, target) without self-edges.
         num_bytes: the full buffer: of the operand for a permute or an all-reduce, before a scatter, after a gather.
         runs: how often it runs.
+        stages: those that take the branch in which it is; None: it is in none.
     """
 
     kind: str
     groups: tuple[tuple[int, ...], ...]
     num_bytes: int
     runs: int = 1
+    stages: tuple[int, ...] | None = None
 
     @property
     def group_size(self) -> int:
@@ -125,14 +129,15 @@ def collectives(hlo: str, num_workers: int) -> list[Collective]:
         kind = match["kind"]
         num_bytes = _payload(match["shape"], kind, bool(match["start"]))
         runs = math.prod(map(int, _RUNS.findall(line)))
+        stages = tuple(_integers(match[1])) if (match := _STAGES.search(line)) else None
         if kind == "collective-permute":
             pairs = [tuple(_integers(pair)) for pair in re.findall(r"\{([\d,]+)\}", _PAIRS.search(line)[1])]
-            found.append(Collective(kind, tuple(pair for pair in pairs if pair[0] != pair[1]), num_bytes, runs))
+            found.append(Collective(kind, tuple(pair for pair in pairs if pair[0] != pair[1]), num_bytes, runs, stages))
             continue
         groups = _groups(line, num_workers)
         if kind == "reduce-scatter":
             num_bytes *= len(groups[0])
-        found.append(Collective(kind, groups, num_bytes, runs))
+        found.append(Collective(kind, groups, num_bytes, runs, stages))
     return found
 
 
@@ -147,12 +152,20 @@ AXES = ("worker", "stage", "tensor")
 def bytes_by_axis(hlo: str, workers: mesh.Workers) -> dict[str, np.ndarray]:
     """Bytes that each worker's devices send when the program runs once: to other workers, to other stages of the same worker, and
     within tensor-parallel groups; float64 of shape (N,) each."""
+    return {axis: sent_NxS.sum(axis=1) for axis, sent_NxS in bytes_by_stage(hlo, workers).items()}
+
+
+def bytes_by_stage(hlo: str, workers: mesh.Workers) -> dict[str, np.ndarray]:
+    """`bytes_by_axis` of the devices of each stage, float64 of shape (N, S) each."""
     devices = workers.mesh.size
     sizes = workers.num_workers, workers.mesh.devices.shape[2], workers.mesh.devices.shape[3]
+    stage_of = np.unravel_index(np.arange(devices), sizes)[1]
     sent = {axis: np.zeros(devices) for axis in AXES}
     for collective in collectives(hlo, devices):
-        members = np.unravel_index([list(group) for group in collective.groups if len(group) > 1] or [[0]], sizes)
+        taken = range(sizes[1]) if collective.stages is None else collective.stages
+        groups = [list(group) for group in collective.groups if len(group) > 1 and stage_of[group[0]] in taken]
+        members = np.unravel_index(groups or [[0]], sizes)
         crossed = [axis for axis, index in zip(AXES, members) if (index != index[:, :1]).any()]
         if crossed:
-            sent[crossed[0]] += collective.sent(devices)
-    return {axis: per_device.reshape(workers.num_workers, -1).sum(axis=1) for axis, per_device in sent.items()}
+            sent[crossed[0]] += collective._replace(groups=tuple(map(tuple, groups))).sent(devices)
+    return {axis: per_device.reshape(*sizes[:2], -1).sum(axis=2) for axis, per_device in sent.items()}

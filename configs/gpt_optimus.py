@@ -1,0 +1,55 @@
+"""The models of Optimus-CC (arXiv 2301.09830): workers × stages × tensor, with less sent on every axis.
+
+    python -m launch.train --config=configs/gpt_optimus.py:size=tiny --workdir=runs/optimus          8 devices
+    python -m launch.train --config=configs/gpt_optimus.py:size=2.5b --workdir=runs/optimus          128 devices
+
+    size    layers  width  heads  vocabulary  context  layout (workers × stages × tensor)  microbatches     parameters
+    2.5b    52      1920   24     51200       1024     4 × 4 × 8                           16 of 8          2.4e9
+    8.3b    72      3072   24     51200       1024     4 × 4 × 8                           16 of 8          8.3e9
+    tiny    4       64     2      bytes       64       2 × 4 × 1                           16 of 1          2.1e5
+
+Their batch of 512 sequences, 230,000 steps, learning rate 1.5e-4 with 1 % warm-up and a cosine to 1e-5, weight decay 0.01, clipping
+at 1. Adam's moments are its usual ones. All three techniques are on, as fields of configs/lm.py, of which this is a setting; its keys
+may follow `size`, as size=2.5b,fused=false,compressed=auto:
+
+    FE    pipeline.fused_embedding              the tied table is averaged over its holders at once
+    SC    reducer.stages=3 of 4, powersgd       gradients of the first 75 % of stages, rank 128 (tiny: 4)
+    CB    backward=low_rank(rank=16)            gradients that stages wait for in the cool-down, with the error carried
+
+Differences: PowerSGD sees the 13 or 18 layers of a stage as one matrix, taller than theirs of one layer and one of eight devices, so
+that its messages are smaller at the same rank; layers have rotary positions, RMS norms and no biases; the corpus is one of bytes,
+whatever the vocabulary. The two large ones are checked in shapes, and compiled by experiments/bench/optimus_step.py, not run.
+"""
+
+import ml_collections
+
+from configs import lm
+from configs import shorthand
+
+PUBLISHED = "workers=4,stages=4,tensor=8,microbatches=16,rank=128,backward=low_rank(rank=16)"
+LAYOUTS = {"2.5b": PUBLISHED, "8.3b": PUBLISHED, "tiny": "workers=2,stages=4,microbatches=16,rank=4,backward=low_rank(rank=16)"}
+MODELS = {"2.5b": dict(depth=52, width=1920), "8.3b": dict(depth=72, width=3072)}
+METHOD = "method=allreduce,tied,remat,fused,reducer=powersgd,compressed=3"
+
+
+def get_config(arg: str = "size=2.5b") -> ml_collections.ConfigDict:
+    """The config; `arg` is `size=…`, then any shorthand of configs/lm.py."""
+    parts = shorthand.split(arg)
+    size = shorthand.parse(",".join(part for part in parts if part.startswith("size")), dict(size=tuple(LAYOUTS))).get("size", "2.5b")
+    rest = [part for part in parts if part and not part.startswith("size")]
+    config = lm.get_config(",".join([METHOD, LAYOUTS[size], *rest]))
+    config.optimizer.weight_decay, config.optimizer.clip_norm = 0.01, 1.0
+    if size in MODELS:
+        _as_published(config, size, steps=config.steps if any(part.startswith("steps=") for part in rest) else 230_000)
+    else:
+        config.batch_size = config.workers * config.pipeline.microbatches
+        config.model.context = 64
+    return config
+
+
+def _as_published(config: ml_collections.ConfigDict, size: str, steps: int) -> None:
+    config.batch_size = 512
+    config.steps = steps
+    width = MODELS[size]["width"]
+    config.model.update(MODELS[size], hidden=4 * width, heads=24, vocabulary=51200, context=1024, dtype="bfloat16")
+    config.optimizer.update(learning_rate=1.5e-4, final_fraction=1 / 15, warmup_steps=steps // 100, b1=0.9, b2=0.999)

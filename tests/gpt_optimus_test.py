@@ -1,0 +1,89 @@
+"""The published models in shapes only; the tiny one in a few steps."""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+
+from configs import gpt_optimus
+from decjax import train
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+
+SHAPES = """
+import json, sys
+import jax
+jax.config.update("jax_num_cpu_devices", 128)
+import numpy as np
+from configs import gpt_optimus
+from decjax import train
+from decjax.train import assemble, engine, state as state_lib
+
+found = {}
+for size in ("2.5b", "8.3b"):
+    config = gpt_optimus.get_config("size=" + size)
+    config.data.path = sys.argv[1]
+    setup = train.build(config)
+    source, workers = setup.source, setup.workers
+    state = state_lib.abstract(lambda key: source.split(setup.model.init(key)), setup.method.tx, workers, 0, source.init)
+    tokens = setup.config.batch_size // workers.num_workers, setup.model.context + 1
+    batch = jax.ShapeDtypeStruct((workers.num_workers, workers.stages, *tokens), np.int32)
+
+    def step(state, batch):
+        loss, grads, remembered = source.gradient(state.params, state.source, batch, jax.random.key(0))
+        updates, opt_state = setup.method.tx.update(grads, state.opt_state, state.params, phase=setup.method.phase(0))
+        return state_lib.State(jax.tree.map(lambda x, u: x + u, state.params, updates), opt_state, remembered), loss
+
+    after, loss = jax.eval_shape(workers.map(step, (0, 0)), state, batch)
+    same = jax.tree.all(jax.tree.map(lambda x, y: (x.shape, x.dtype) == (y.shape, y.dtype), state, after))
+    shard_bytes = sum(np.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(state))
+    found[size] = dict(params=train.size(config).params, same=same, loss=loss.shape, devices=workers.mesh.size,
+                       shard_bytes=float(shard_bytes), microbatch=tokens[0] // config.pipeline.microbatches)
+print(json.dumps(found))
+"""
+
+
+def test_the_published_models_in_shapes(tmp_path):
+    """The whole train state and a whole step of 128 devices; nothing is computed or held."""
+    text = tmp_path / "text.txt"
+    text.write_bytes(bytes(range(97, 123)) * 200)
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", SHAPES, str(text)], capture_output=True, text=True, env=environment, cwd=ROOT)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    for size, billions, width in (("2.5b", 2.5, 1920), ("8.3b", 8.3, 3072)):
+        of = found[size]
+        assert abs(of["params"] / (billions * 1e9) - 1) < 0.05
+        assert of["same"] and of["loss"] == [4, 4] and of["devices"] == 128 and of["microbatch"] == 8
+        # A stage's quarter of the layers and its table: parameters and two moments in float32, divided by 8 devices. PowerSGD's
+        # errors lie whole on each of them, and so does that of a message between stages, 8 sequences of 1024. Factors and norms come
+        # on top.
+        table, layers = 51200 * width, (of["params"] - 51200 * width) / 4
+        held = 12 / 8 * (layers + table) + 4 * layers + 4 * 8 * 1024 * width
+        assert held < of["shard_bytes"] < 1.02 * held
+
+
+def test_the_tiny_one_trains(tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_bytes(np.random.default_rng(0).integers(97, 101, 4000, dtype=np.uint8).tobytes())
+    config = gpt_optimus.get_config("size=tiny,steps=12,microbatches=4,backward=low_rank(rank=2)")
+    config.update_from_flattened_dict({
+        "data.path": str(text), "model.width": 16, "model.hidden": 16, "model.context": 8, "reducer.rank": 2, "log_every": 2,
+        "eval.every": 12, "eval.num_windows": 2, "checkpoint.every": 12, "sample_bytes": 1})
+    outcome = train.Run(train.build(config), tmp_path / "run").train()
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    losses = [row["loss"] for row in rows if row["kind"] == "train"]
+    assert outcome.step == 12 and losses[-1] < 0.8 * losses[0]
+
+
+def test_keys_of_the_language_model_follow_the_size():
+    config = gpt_optimus.get_config("size=8.3b,fused=false,compressed=auto,steps=50")
+    assert (config.model.width, config.pipeline.fused_embedding, config.reducer.stages, config.steps) == (3072, False, "auto", 50)
+    assert gpt_optimus.get_config().optimizer.learning_rate * gpt_optimus.get_config().optimizer.final_fraction == pytest.approx(1e-5)
+    with pytest.raises(ValueError, match="size='huge': use one of 2.5b, 8.3b, tiny"):
+        gpt_optimus.get_config("size=huge")
