@@ -206,7 +206,7 @@ def cells(results: list[Result]) -> tuple[list[str], list[list[str]]]:
         periodic = "*" if each.eval_loss is not None and not each.finished else ""
         rows.append([
             each.label, each.steps, _cell(each.eval_loss, ".4f") + periodic,
-            "first" if each is results[0] else _cell(to_first, "+.2f") + ("" if to_first is None else " %"),
+            "first" if each is results[0] else _cell(to_first, "+.2f").replace("-", "−") + ("" if to_first is None else " %"),
             "–" if each.local_min is None else f"{each.local_min:.3f} to {each.local_max:.3f}",
             "0" if not each.consensus_distance else f"{each.consensus_distance:.1e}", f"{each.time_s:.0f}",
             _cell(each.tokens_per_s, ",.0f"), f"{each.num_bytes_per_step / 1e6:.3g}"])
@@ -254,7 +254,7 @@ def column(rows: list[dict[str, Any]], key: str) -> np.ndarray:
 
 def draw_loss(axis, run: Run, against: str, style: dict[str, Any]) -> None:
     """Training loss light, validation loss of the averaged model dark with markers."""
-    light = style | dict(marker="", label=None, alpha=0.4, linewidth=1.1)
+    light = style | dict(marker="" if len(run.train) > 1 else ".", label=None, alpha=0.4, linewidth=1.1)
     axis.plot(column(run.train, against), smooth(column(run.train, "loss")), **light)
     axis.plot(column(run.evaluations, against), column(run.evaluations, "loss"), markersize=4, linewidth=1.6, **style)
 
@@ -274,7 +274,8 @@ def plot(runs: list[Run], names: list[str], path: str) -> None:
         draw_loss(by_time, run, "time_s", style)
         apart_N = column(run.train, "consensus_distance")
         steps_N = column(run.train, "step")
-        distance.plot(steps_N[apart_N > 0], apart_N[apart_N > 0], linewidth=1.4, **style | dict(marker=""))
+        distance.plot(steps_N[apart_N > 0], apart_N[apart_N > 0], linewidth=1.4,
+                      **style | dict(marker="" if len(run.train) > 1 else "."))
     _label_axes(by_step, by_time, distance, runs, names)
     figure.suptitle("dark with markers: validation loss of the averaged model; light: training loss, "
                     "running mean over a twentieth of the run", fontsize=9, color="0.35")
@@ -308,6 +309,8 @@ def _label_axes(by_step, by_time, distance, runs: list[Run], names: list[str]) -
 def main(argv: list[str]) -> int:
     if not argv:
         command.fail("no runs; give the directories that launch.train has written")
+    if _OUT.value:
+        command.output("out", _OUT.value, figure=True)
     runs = [load(pathlib.Path(os.path.normpath(directory))) for directory in argv]
     names = labels(runs)
     header, rows = cells([result(run, name) for run, name in zip(runs, names, strict=True)])
@@ -326,4 +329,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    command.run(main, errors=(RunError, OSError, ValueError))  # ValueError: a file type matplotlib does not know.
+    command.run(main, errors=(RunError, OSError))

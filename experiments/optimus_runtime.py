@@ -32,13 +32,17 @@ PARTS = ("compute_s", "bubble_s", "tensor_s", "boundary_s", "workers_s", "embedd
 
 
 def predict(size: str, *, nic: float = 1.0, blocking: bool = False) -> dict[str, runtime.LayoutPrediction]:
-    """Baseline, CB, CB+FE, CB+FE+SC k of a model, on NICs that reach a fraction of their rate."""
+    """Of "baseline", "CB", "CB+FE" and "CB+FE+SC k" of a model, on NICs that reach a fraction of their rate."""
     cluster, _ = runtime.load(CLUSTER)
     inter = dataclasses.replace(cluster.inter, bandwidth_Bps=nic * cluster.inter.bandwidth_Bps)
     cluster, layout = dataclasses.replace(cluster, inter=inter), dataclasses.replace(LAYOUT, blocking=blocking)
     load = runtime.work(MODELS[size], layout, cluster.flops)
     ways = plan.compressions(cluster, MODELS[size], load, layout)
-    return {name: runtime.predict_layout(cluster, load, layout, traffic) for name, traffic in ways.items()}
+    return {_label(name): runtime.predict_layout(cluster, load, layout, traffic) for name, traffic in ways.items()}
+
+
+def _label(method: str) -> str:
+    return method.removeprefix("all-reduce").strip().replace(" ", "+").replace("SC+", "SC ") or "baseline"
 
 
 def main(argv: list[str]) -> int:
@@ -53,7 +57,6 @@ def main(argv: list[str]) -> int:
         predictions = predict(size, nic=FLAGS.nic, blocking=FLAGS.blocking)
         baseline_s = next(iter(predictions.values())).time_s
         for name, prediction in predictions.items():
-            name = name.removeprefix("all-reduce").strip().replace(" ", "+").replace("SC+", "SC ") or "baseline"
             rows.add_row(size, name, f"{prediction.time_s:.3f}", f"{baseline_s / prediction.time_s:.3f}",
                          *(f"{max(getattr(prediction, part), 0):.3f}" for part in PARTS))
     console.Console(highlight=False, width=140).print(rows)

@@ -101,7 +101,7 @@ def schedules(argument: str, devices: Sequence[jax.Device], **mixing: bool) -> I
     config.model.update(MODEL)
     config.mixing.update(mixing)
     setup = train.build(config, devices)
-    state = state_lib.abstract(setup.model.init, setup.method.tx, setup.workers, config.seed)
+    state = state_lib.abstract(*setup.beginning)
     tokens_BxT1 = setup.batch(0, 0)
     batch = jax.ShapeDtypeStruct((n, *tokens_BxT1.shape), tokens_BxT1.dtype, sharding=setup.workers.stacked)
     program = engine.make_step(setup.source.gradient, setup.method, setup.workers, config.seed)

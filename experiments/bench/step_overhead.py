@@ -8,19 +8,16 @@ round's step without communication. Phases of the one-peer exponential graph alt
 """
 
 import statistics
-import time
 
 from absl import flags
 import jax
-import numpy as np
 import rich.box
 import rich.console
 import rich.table
 
 from configs import lm
 from decjax import train
-from decjax.train import engine
-from decjax.train import state as state_lib
+from experiments.bench.stepper import Stepper
 from launch import command
 
 _CONFIG = flags.DEFINE_string("config_argument", "", "Shorthand of configs/lm.py for all three, as workers=4.")
@@ -30,34 +27,19 @@ METHODS = {"no communication": "method=local", "one-peer exponential": "topology
            "all-reduce": "method=allreduce"}
 
 
-class Stepper:
-    """One method on the main job's model: `step()` returns the seconds that a step took."""
-
-    def __init__(self, argument: str, batch_size: int):
-        config = lm.get_config(",".join(filter(None, (_CONFIG.value, argument))))
-        config.batch_size = batch_size * (config.workers or train.SIMULATED_WORKERS)
-        self.setup = setup = train.build(config)
-        self.state = state_lib.init(setup.model.init, setup.method.tx, setup.workers, setup.config.seed)
-        self.program = engine.make_step(setup.source.gradient, setup.method, setup.workers, setup.config.seed)
-        self.batch = setup.workers.build(lambda worker: setup.batch(worker, 0))
-        self.count = 0
-
-    def step(self) -> float:
-        number = np.int32(self.count)
-        program = self.program(self.setup.method.phase(self.count), self.state, self.batch, number)
-        begun = time.perf_counter()
-        self.state, loss_N = program.run(self.state, self.batch, number)
-        jax.block_until_ready((self.state, loss_N))
-        self.count += 1
-        return time.perf_counter() - begun
+def stepper(argument: str, batch_size: int) -> Stepper:
+    """One method on the main job's model."""
+    config = lm.get_config(",".join(filter(None, (_CONFIG.value, argument))))
+    config.batch_size = batch_size * (config.workers or train.SIMULATED_WORKERS)
+    return Stepper(config)
 
 
 def measure(batch_size: int, rounds: int) -> dict[str, list[float]]:
     """Seconds of every round for every method; the warm-up visits each phase once."""
-    steppers = {name: Stepper(argument, batch_size) for name, argument in METHODS.items()}
-    for stepper in steppers.values():
+    steppers = {name: stepper(argument, batch_size) for name, argument in METHODS.items()}
+    for each in steppers.values():
         for _ in range(4):
-            stepper.step()
+            each.step()
     times = {name: [] for name in METHODS}
     for k in range(rounds):
         names = list(METHODS)

@@ -1,6 +1,7 @@
 """A decjax worker of a box: takes steps of any method of configs/lm.py when asked; see `group`."""
 
 import collections
+from collections.abc import Callable
 import contextlib
 import ctypes
 import socket
@@ -9,65 +10,50 @@ from typing import Any
 
 import jax
 from jax.experimental import io_callback
+import ml_collections
 import numpy as np
 
 from configs import lm
 from decjax import train
-from decjax.train import engine
 from decjax.train import state as state_lib
 from experiments.bench.box.serve import serve
+from experiments.bench.stepper import Stepper
 from launch import command
 from launch import join
 
 THROUGHPUT_PORT = 4999
 
 
-class Stepper:
-    """One method: its state, its compiled steps and one batch.
+class Pausing(Stepper):
+    """A method whose steps may pause."""
 
-    Args:
-        argument: shorthand of configs/lm.py.
-        fields: of the config, by dotted name.
-        batch_size: sequences per worker.
-        pauses: whether steps may pause.
-    """
-
-    def __init__(self, argument: str, fields: dict[str, Any], batch_size: int, pauses: bool = False):
-        config = lm.get_config(argument)
-        config.update_from_flattened_dict(
-            {"workers": jax.device_count(), "batch_size": batch_size * jax.device_count(), **fields})
-        self.setup = setup = train.build(config)
-        self.state = state_lib.init(setup.model.init, setup.method.tx, setup.workers, config.seed)
-        gradient = self.pausing_gradient if pauses else setup.source.gradient
-        self.program = engine.make_step(gradient, setup.method, setup.workers, config.seed, config.engine)
-        self.batch = setup.workers.build(lambda worker: setup.batch(worker, 0))
-        self.pauses = pauses
+    def __init__(self, config: ml_collections.ConfigDict):
         self.pauses_s: collections.deque[float] = collections.deque()  # of steps that have not begun yet
-        self.count = 0
+        super().__init__(config, self.pausing)
 
-    def pausing_gradient(self, params, state, tokens_BxT1, key):
+    def pausing(self, gradient: Callable) -> Callable:
         """The gradient, once a pause is over that stands for slower computing: it waits, but keeps no core busy."""
         def sleep(_):
             time.sleep(self.pauses_s.popleft())
             return np.int32(0)
-        after = io_callback(sleep, jax.ShapeDtypeStruct((), np.int32), tokens_BxT1[0, 0])
-        return self.setup.source.gradient(params, state, tokens_BxT1 + after, key)
 
-    def compile(self, step: int) -> engine.Program:
-        """The program of a step."""
-        return self.program(self.setup.method.phase(step), self.state, self.batch, np.int32(step))
+        def paused(params, state, tokens_BxT1, key):
+            after = io_callback(sleep, jax.ShapeDtypeStruct((), np.int32), tokens_BxT1[0, 0])
+            return gradient(params, state, tokens_BxT1 + after, key)
+        return paused
 
-    def step(self, pause_s: float = 0.0) -> None:
-        """Starts a step, as a training loop does: nothing waits for its result but the next one."""
-        if self.pauses:
-            self.pauses_s.append(pause_s)
-        number = np.int32(self.count)
-        self.state, self.loss_N = self.compile(self.count).run(self.state, self.batch, number)
-        self.count += 1
+    def start(self, pause_s: float = 0.0) -> None:
+        self.pauses_s.append(pause_s)
+        super().start()
 
-    def wait(self) -> None:
-        """Until all steps are over."""
-        jax.block_until_ready((self.state, self.loss_N))
+
+def configured(argument: str, fields: dict[str, Any], batch_size: int) -> ml_collections.ConfigDict:
+    """A config with one worker on all devices of each pipeline, and so many sequences a worker."""
+    config = lm.get_config(argument)
+    config.update_from_flattened_dict(fields)
+    config.workers = jax.device_count() // train.devices_of_worker(config)
+    config.batch_size = batch_size * config.workers
+    return config
 
 
 class Worker:
@@ -76,9 +62,12 @@ class Worker:
     def __init__(self):
         self.steppers: dict[str, Stepper] = {}
 
-    def prepare(self, method: str, **how: Any) -> dict[str, Any]:
-        """Builds and compiles a method. Nothing runs yet: gloo gives up on processes that compile 30 s longer than others."""
-        self.steppers[method] = stepper = Stepper(**how)
+    def prepare(self, method: str, argument: str, fields: dict[str, Any], batch_size: int, pauses: bool = False) -> dict[str, Any]:
+        """Builds and compiles a method, whose steps may pause.
+
+        Nothing runs yet: gloo gives up on processes that compile 30 s longer than others.
+        """
+        self.steppers[method] = stepper = (Pausing if pauses else Stepper)(configured(argument, fields, batch_size))
         period = len({stepper.setup.method.phase(step) for step in range(64)})
         for step in range(period):
             stepper.compile(step)
@@ -94,7 +83,7 @@ class Worker:
         rng = np.random.default_rng((seed, jax.process_index()))
         stepper, marks_s = self.steppers[method], [time.perf_counter()]
         for number in range(count):
-            stepper.step(fixed + rng.exponential(mean))
+            stepper.start(*([fixed + rng.exponential(mean)] if isinstance(stepper, Pausing) else []))
             if number in (0, count - 1):
                 stepper.wait()
             marks_s.append(time.perf_counter())

@@ -109,7 +109,7 @@ class Box(contextlib.AbstractContextManager):
             module = f"experiments.bench.box.{'torch' if row.peer else 'decjax'}_worker"
             # Products on one thread, as in PyTorch's workers, since hosts share cores.
             environment = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false",
-                           "LOCAL_WORLD_SIZE": str(row.local_size)}
+                           "OPENBLAS_NUM_THREADS": "1", "LOCAL_WORLD_SIZE": str(row.local_size)}
             self._groups[row.group] = Group(self.network, module, processes_per_host=row.local_size,
                                             python=self.peers if row.peer else None, environment=environment)
         return self._groups[row.group]

@@ -1,0 +1,86 @@
+"""What a pipeline waits: the time of a step against the bubble formula.
+
+    python -m experiments.bench.bubble
+
+Two stages on two forced CPU devices in one process, a core each. Beside them, interleaved, two workers without communication
+that take the same microbatches of the same model, a core each as well: what one core costs the other falls on both alike. A
+worker passes through all layers, a stage through half of them, so that a pipeline without bubbles takes half of a worker's time,
+and one of GPipe or 1F1B, with M microbatches and S stages,
+
+    (M + S − 1) / M
+
+of that. Figures are medians over the rounds of the ratio within a round. Of more stages than there are cores only the schedule
+tells the bubble: its ticks ÷ 2M, in the second table.
+"""
+
+import os
+import statistics
+
+from absl import flags
+import jax
+import rich.box
+import rich.console
+import rich.table
+
+from configs import lm
+from decjax import schedules
+from decjax import train
+from experiments.bench.stepper import Stepper
+from launch import command
+
+_MICROBATCHES = flags.DEFINE_list("microbatches", ["2", "4", "8", "16"], "M, one row each.")
+_SCHEDULE = flags.DEFINE_enum("schedule", "1f1b", ("gpipe", "1f1b"), "Of the pipeline.")
+_REMAT = flags.DEFINE_bool("remat", False, "Compute forward passes anew in backward passes.")
+_ROUNDS = flags.DEFINE_integer("rounds", 8, "Timed steps of each.", lower_bound=1)
+STAGES = 2
+MODEL = {"model.width": 192, "model.hidden": 768, "model.heads": 4, "model.depth": 8, "model.context": 128}
+
+
+def stepper(argument: str, M: int, **fields: object) -> Stepper:
+    """Steps of M microbatches of two sequences."""
+    config = lm.get_config(f"method=local,microbatches={M},{argument}")
+    config.update_from_flattened_dict(MODEL | fields)
+    return Stepper(config)
+
+
+def ratios(M: int, rounds: int) -> tuple[float, float]:
+    """(median seconds of a worker's step, median of a pipeline's ÷ half a worker's in the same round)."""
+    alone = stepper(f"workers={STAGES}", M)
+    divided = stepper(f"workers=1,stages={STAGES},schedule={_SCHEDULE.value}", M, **{"pipeline.remat": _REMAT.value})
+    for each in (alone, divided) * 2:
+        each.step()
+    times_s = [(alone.step(), divided.step()) for _ in range(rounds)]
+    return statistics.median(s for s, _ in times_s), statistics.median(STAGES * t / s for s, t in times_s)
+
+
+def main(argv: list[str]) -> None:
+    del argv
+    # Products on one thread, so that a device has a core.
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_multi_thread_eigen=false"
+    jax.config.update("jax_num_cpu_devices", STAGES)
+    table = rich.table.Table(box=rich.box.MARKDOWN)
+    for column in ("microbatches", "a worker's step, ms", "pipeline ÷ half of it", "(M + S − 1) / M", "difference"):
+        table.add_column(column, justify="right")
+    for M in map(int, _MICROBATCHES.value):
+        worker_s, ratio = ratios(M, _ROUNDS.value)
+        formula = (M + STAGES - 1) / M
+        table.add_row(str(M), f"{worker_s * 1e3:.0f}", f"{ratio:.3f}", f"{formula:.3f}", f"{100 * (ratio / formula - 1):+.1f} %")
+    console = rich.console.Console(width=120, highlight=False)
+    console.print(table)
+    console.print(counted())
+
+
+def counted(M: int = 16) -> rich.table.Table:
+    """Ticks of every schedule ÷ those of work."""
+    table = rich.table.Table(box=rich.box.MARKDOWN, title=f"ticks ÷ ticks of work, {M} microbatches", title_justify="left")
+    kinds = {"gpipe": ("gpipe", 1), "1f1b": ("1f1b", 1), "interleaved, 2 chunks": ("interleaved", 2)}
+    for column in ("stages", *kinds, "(M + S − 1) / M"):
+        table.add_column(column, justify="right")
+    for S in (2, 4, 8):
+        found = [schedules.make(name, S, M, C).num_ticks / (2 * M * C) for name, C in kinds.values()]
+        table.add_row(str(S), *(f"{ratio:.3f}" for ratio in found), f"{(M + S - 1) / M:.3f}")
+    return table
+
+
+if __name__ == "__main__":
+    command.run(main, errors=(train.TrainingError, ValueError))

@@ -1,0 +1,57 @@
+"""What lazy error propagation rests on: cosines of the error and the change from message to message, over a training.
+
+    python -m experiments.bench.error_cosine --config=configs/gpt_optimus.py:size=tiny --out=cosines.json
+
+The config is trained with a probed boundary, whose messages are the same. Written are steps and, of every stage that sends compressed
+gradients, the cosine at each of them: {"step": [K], "cosines": {stage: [K, messages]}}, of worker 0.
+"""
+
+import json
+import pathlib
+
+from absl import flags
+import jax
+from ml_collections import config_flags
+import numpy as np
+
+from decjax import pipeline
+from decjax import train
+from decjax.train import assemble
+from decjax.train import engine
+from decjax.train import state as state_lib
+from launch import command
+
+FLAGS = flags.FLAGS
+
+
+def record(config, every: int) -> dict:
+    """Trains, and reads the probes after each `every` steps; of the first step there is nothing to compare with."""
+    setup = train.build(config)
+    setup = setup._replace(source=assemble.make_source(setup.config, setup.model, watch=pipeline.probed))
+    program = engine.make_step(setup.source.gradient, setup.method, setup.workers, setup.config.seed, setup.config.engine)
+    state, taken, read = state_lib.init(*setup.beginning), [], []
+    for step in range(setup.config.steps):
+        batch = setup.workers.build(lambda worker: setup.batch(worker, step))
+        compiled = program(setup.method.phase(step), state, batch, np.int32(step))
+        state, _ = jax.block_until_ready(compiled.run(state, batch, np.int32(step)))
+        if (step + 1) % every == 0:
+            taken.append(step + 1)
+            read.append(np.asarray(state.source.cosine_CxM[0]))
+    of_stage_SxKxM = np.moveaxis(np.array(read), 1, 0).reshape(setup.workers.stages, len(taken), -1)
+    found = {s: cosine_KxM[:, ~np.isnan(cosine_KxM).all(axis=0)] for s, cosine_KxM in enumerate(of_stage_SxKxM)}
+    return dict(step=taken, cosines={s: cosine_KxM.tolist() for s, cosine_KxM in found.items() if cosine_KxM.size})
+
+
+def main(argv: list[str]) -> None:
+    if argv:
+        command.fail(f"unexpected argument {argv[0]!r}; options start with --")
+    config = FLAGS.config
+    jax.config.update("jax_num_cpu_devices", config.workers * train.devices_of_worker(config))
+    pathlib.Path(FLAGS.out).write_text(json.dumps(record(config, FLAGS.every)))
+
+
+if __name__ == "__main__":
+    config_flags.DEFINE_config_file("config", "configs/gpt_optimus.py:size=tiny", "Config file, with an optional shorthand after a colon.")
+    flags.DEFINE_string("out", "cosines.json", "Where to write.")
+    flags.DEFINE_integer("every", 5, "Steps between two readings.", lower_bound=1)
+    command.run(main, errors=(train.TrainingError, OSError))

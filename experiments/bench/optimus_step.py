@@ -1,0 +1,71 @@
+"""The whole training step of GPT-2.5B or 8.3B, compiled for 128 devices that are not there: bytes on every axis, and memory.
+
+    python -m experiments.bench.optimus_step                          GPT-2.5B, 4 workers × 4 stages × 8
+    python -m experiments.bench.optimus_step --config=size=8.3b,fused=false
+    python -m experiments.bench.optimus_step --devices=8 --config=size=tiny
+
+The devices are forced ones of the CPU backend, so nothing is computed, and no array of the model is ever made; the program is the
+one that they would run. Bytes are read from it, per device of each stage and step (those of the CPU backend, which widens 16-bit
+sums to 32). Memory is the compiler's own account for one device.
+"""
+
+import time
+
+from absl import flags
+import jax
+import numpy as np
+from rich import box, console, table
+
+from configs import gpt_optimus
+from decjax import train
+from decjax.train import state as state_lib
+from decjax.train import wire
+from launch import command
+
+FLAGS = flags.FLAGS
+
+
+def lowered(argument: str):
+    """(what is trained, the step of its last phase, lowered)."""
+    setup = train.build(gpt_optimus.get_config(argument))
+    source, workers, method = setup.source, setup.workers, setup.method
+    state = state_lib.abstract(lambda key: source.split(setup.model.init(key)), method.tx, workers, 0, source.init)
+    shape = (workers.num_workers, workers.stages, setup.config.batch_size // workers.num_workers, setup.model.context + 1)
+    batch = jax.ShapeDtypeStruct(shape, np.int32, sharding=workers.stacked)
+
+    def step(state, batch):
+        loss, grads, remembered = source.gradient(state.params, state.source, batch, jax.random.key(0))
+        updates, opt_state = method.tx.update(grads, state.opt_state, state.params, phase=method.phase(setup.config.steps - 1))
+        return state_lib.State(jax.tree.map(jax.numpy.add, state.params, updates), opt_state, remembered), loss
+
+    return setup, workers.jit(step, (0, 0), donate_argnums=(0,)).lower(state, batch)
+
+
+def main(argv: list[str]) -> int:
+    if argv:
+        command.fail(f"unexpected argument {argv[0]!r}; options start with --")
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", FLAGS.devices)
+    begun = time.monotonic()
+    setup, program = lowered(FLAGS.config)
+    between = time.monotonic()
+    executable = program.compile()
+    sent = wire.bytes_by_stage(executable.as_text(), setup.workers)
+    rows = table.Table(box=box.MARKDOWN, title="MB that a device sends in a step", title_justify="left")
+    for header in ("stage", *(f"to another {axis}" if axis != "tensor" else "within its tensor group" for axis in sent)):
+        rows.add_column(header, justify="right")
+    for stage in range(setup.workers.stages):
+        rows.add_row(str(stage), *(f"{sent_NxS[0, stage] / setup.workers.tensor / 1e6:.3f}" for sent_NxS in sent.values()))
+    screen = console.Console(highlight=False, width=140)
+    screen.print(rows)
+    memory = executable.memory_analysis()
+    screen.print(f"{train.size(setup.config).params / 1e9:.3f}e9 parameters; a device holds {memory.argument_size_in_bytes / 1e9:.2f} GB "
+                 f"of state and needs {memory.temp_size_in_bytes / 1e9:.2f} GB beside it; lowered in {between - begun:.0f} s, "
+                 f"compiled in {time.monotonic() - between:.0f} s")
+    return 0
+
+
+if __name__ == "__main__":
+    flags.DEFINE_string("config", "size=2.5b", "Argument of configs/gpt_optimus.py.")
+    flags.DEFINE_integer("devices", 128, "How many the layout has.")
+    command.run(main, errors=(ValueError,))
