@@ -50,7 +50,7 @@ SCOPES = {"inter": "between nodes", "intra": "inside nodes"}
 
 
 class CalibrationError(Exception):
-    """What cannot be measured or written, told in one line."""
+    """What cannot be measured, told in one line."""
 
 
 def parse_sizes(texts: list[str]) -> list[int]:
@@ -80,23 +80,6 @@ def forms(config: ml_collections.ConfigDict, texts: list[str]) -> list[measure.F
         own.update({field: given[field] for field in METHOD})
         found.append(measure.form(text, own))
     return found
-
-
-def check_writable(path: pathlib.Path) -> None:
-    """Refuses a path that could not be written after minutes of measuring.
-
-    Raises:
-        CalibrationError: with the system's reason.
-    """
-    probe = path.with_name(f"{path.name}.probe")
-    try:
-        if path.is_dir():
-            raise IsADirectoryError("it is a folder")
-        probe.touch()
-        probe.unlink()
-    except OSError as error:
-        reason = error.strerror or error
-        raise CalibrationError(f"out={str(path)!r} cannot be written ({reason}); choose another --out") from error
 
 
 def name_of(workers: int, local_size: int) -> str:
@@ -146,7 +129,7 @@ def main(argv: list[str]) -> int:
         join.set_up_devices(config.workers)
         first = jax.process_index() == 0
         if first:
-            check_writable(path)
+            command.output("out", _OUT.value)
         setup = measure.prepare(config)
         name = _NAME.value or name_of(setup.workers.num_workers, setup.workers.local_size)
         with terminal.status("compiling …") if first else contextlib.nullcontext() as shown:

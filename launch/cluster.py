@@ -52,8 +52,10 @@ from launch import processes
 NAME = "decjax"
 SUBNET = "10.77.0.0/24"
 UNLIMITED = "none"
-# A bucket that holds 10 ms of 200 Mbit/s, and a queue of 50 ms before packets are dropped, as in a small switch.
-_SHAPE = ("burst", "256kb", "latency", "50ms")
+# A bucket that holds 10 ms of the rate, but never less than the largest packet, and a queue of 50 ms before packets are dropped, as in a
+# small switch. A larger bucket would carry messages for nothing after every pause.
+_BURST_S, _LEAST_BURST, _QUEUE = 0.01, 2**16, "50ms"
+_BITS = {"": 1, "k": 1e3, "m": 1e6, "g": 1e9}
 # Where machines default to BBR, its pause of 200 ms every ten seconds, for a look at the delay, would hit some steps and miss others.
 _CONGESTION_CONTROL = "reno"  # every kernel has it
 _HOSTS_FILES = pathlib.Path("/etc/netns")  # `ip netns exec` shows a host NAME/hosts from here as its /etc/hosts.
@@ -107,7 +109,7 @@ class Network:
     def set_rate(self, rate: str) -> None:
         """Limits every link, both ways, to a rate as `200mbit`, or frees it with `none`."""
         rate = _checked_rate(rate)
-        discipline = ["noqueue"] if rate == UNLIMITED else ["tbf", "rate", rate, *_SHAPE]
+        discipline = ["noqueue"] if rate == UNLIMITED else ["tbf", "rate", rate, "burst", str(_burst(rate)), "latency", _QUEUE]
         for port, host in enumerate(self.hosts):
             _do("tc", "-n", host, "qdisc", "replace", "dev", "eth0", "root", *discipline)
             _do("tc", "-n", self.switch, "qdisc", "replace", "dev", f"p{port}", "root", *discipline)
@@ -373,6 +375,12 @@ def _checked_rate(rate: str) -> str:
     return rate
 
 
+def _burst(rate: str) -> int:
+    """Bytes of the bucket of a link."""
+    number, unit = re.fullmatch(r"([\d.]+)([kmg]?)bit", rate).groups()
+    return max(_LEAST_BURST, int(_BURST_S * float(number) * _BITS[unit] / 8))
+
+
 # -- The command ------------------------------------------------------------------------------------------------------
 
 
@@ -393,8 +401,7 @@ def run(arguments: list[str], console: rich.console.Console) -> int:
     chosen = flags.FLAGS
     if chosen.processes_per_host < 1:
         raise ClusterError(f"processes_per_host={chosen.processes_per_host}: must be at least 1")
-    if not processes.exists(chosen.module):
-        raise ClusterError(f"module={chosen.module!r}: there is no such module here; write it as in {processes.TRAIN}")
+    processes.check(chosen.module, arguments)
     again = processes.how_to_continue("launch.cluster", chosen.module)
     with network(chosen.hosts, chosen.rate, chosen.name, chosen.subnet) as links:
         before = links.bytes()
@@ -415,9 +422,8 @@ def main(argv: list[str]) -> int:
     for option, verbs in _VERBS_OF.items():
         if chosen[option].present and verb not in verbs:
             raise ClusterError(f"--{option}: not an option of {verb}, but of {', '.join(verbs)}")
-    if arguments and (verb != "run" or chosen.module == processes.TRAIN and not arguments[0].startswith("-")):
-        raise ClusterError(f"unexpected argument {arguments[0]!r}; options of launch.train go behind run … --, "
-                           "as in run -- --config=configs/lm.py --workdir=runs/lm")
+    if arguments and verb != "run":
+        raise ClusterError(f"unexpected argument {arguments[0]!r}; {verb} takes options only")
     if verb == "run":
         return run(arguments, console)
     if verb == "up":

@@ -5,6 +5,8 @@ A mistake of the user ends with `error: …` on standard error and exit code 2, 
 """
 
 from collections.abc import Callable
+import os
+import pathlib
 import re
 import signal
 import sys
@@ -14,9 +16,15 @@ from absl import app
 from absl import flags
 from absl import logging
 
+from launch import config_file
+
 USER_ERROR = 2
 LAUNCHER = "DECJAX_LAUNCHER"  # Set in the environment of commands that another command started.
 _DEBUG = flags.DEFINE_bool("debug", False, "Show tracebacks of errors.")
+
+
+class UserError(Exception):
+    """A mistake of the user, told in one line; `run` knows it."""
 
 
 def fail(message: object, code: int = USER_ERROR) -> NoReturn:
@@ -26,13 +34,56 @@ def fail(message: object, code: int = USER_ERROR) -> NoReturn:
     sys.exit(code)
 
 
-def _one_line(error: Exception) -> str:
+def folder(option: str, text: str) -> pathlib.Path:
+    """A directory that can be written, or made; nothing is made yet.
+
+    Raises:
+        UserError: with the reason why not.
+    """
+    if not text.strip():
+        raise UserError(f"--{option} is empty; choose a --{option}, such as runs/lm")
+    path = pathlib.Path(text)
+    there = next(place for place in (path.absolute(), *path.absolute().parents) if os.path.exists(place))
+    reason = f"{there} is not a directory" if not there.is_dir() else "" if os.access(there, os.W_OK | os.X_OK) else "Permission denied"
+    if reason:
+        raise UserError(f"{option} {text!r} cannot be written ({reason}); choose a --{option} that you own")
+    return path
+
+
+def output(option: str, text: str, figure: bool = False) -> pathlib.Path:
+    """A file that can be written, tried before minutes of work; a figure is of a kind that matplotlib knows.
+
+    Raises:
+        UserError: with the reason why not.
+    """
+    path = pathlib.Path(text)
+    if figure:
+        from matplotlib import backend_bases  # Takes a second, which only figures need.
+
+        if (kind := path.suffix[1:].lower()) not in (kinds := backend_bases.FigureCanvasBase.filetypes):
+            raise UserError(f"{option}={text!r}: a figure cannot be of type {kind!r}; use one of {', '.join(sorted(kinds))}")
+    try:
+        if path.is_dir():
+            raise IsADirectoryError("it is a folder")
+        probe = path.with_name(f"{path.name}.probe")
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise UserError(f"{option}={text!r} cannot be written ({error.strerror or error}); choose another --{option}") from error
+    return path
+
+
+def one_line(error: Exception) -> str:
     """What a config file or a flag complains of. Its text may hold a whole traceback, of which the last line matters."""
     text = str(error).replace("\\n", "\n").replace("\\'", "'")  # A KeyError's message is the repr of its text.
     last = ([line.strip() for line in text.splitlines() if line.strip()] or [type(error).__name__])[-1].removeprefix("ValueError: ")
     if missing := re.search(r"Flag (--\w+) must have a value other than None", last):
         return f"{missing[1]} is missing; --help lists the flags"
+    if number := re.search(r"[Ff]lag (--[\w.]+=.*): (invalid literal for int|could not convert string to float)", last):
+        return f"{number[1]} must be a {'whole number' if 'int' in number[2] else 'number'}"
     if isinstance(error, (AttributeError, KeyError)):
+        if meant := re.search(r'Did you mean "(.+)" instead of "(.+)"', last):
+            return f"unknown config field: {meant[2]!r}; did you mean {meant[1]!r}?"
         last = last.strip('"')
         return f"unknown config field: {last}; the config file lists the fields"
     return last.removesuffix("'") if last.count("'") % 2 else last
@@ -46,21 +97,23 @@ def run(main: Callable[[list[str]], int | None], errors: tuple[type[Exception], 
         errors: exceptions that speak to the user; told in one line.
     """
     def parse(argv):
+        if "--debug" not in argv and (problem := config_file.complaint(argv)):
+            fail(problem)
         try:
             return flags.FLAGS(argv)
-        except (flags.Error, ValueError, AttributeError, KeyError, TypeError, OSError) as error:
+        except Exception as error:  # Whatever a config file makes of the fields.
             if "--debug" in argv:
                 raise
-            fail(_one_line(error) + ("; --help lists the flags" if isinstance(error, flags.UnrecognizedFlagError) else ""))
+            fail(one_line(error) + ("; --help lists the flags" if isinstance(error, flags.UnrecognizedFlagError) else ""))
 
     def guarded(argv):
         logging.set_verbosity(logging.ERROR)  # JAX and Orbax report every backend and every file.
         try:
             return main(argv[1:])
-        except errors as error:
+        except (UserError, *errors) as error:
             if _DEBUG.value:
                 raise
-            fail(_one_line(error))
+            fail(one_line(error))
         except KeyboardInterrupt:
             fail("interrupted; the same command starts again from what was saved", 128 + signal.SIGINT)
 

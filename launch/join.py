@@ -7,6 +7,7 @@ processes use the flags that are defined here, once for all commands that train 
 from collections.abc import Iterator
 import contextlib
 import os
+import re
 import sys
 import traceback
 from typing import NoReturn
@@ -24,6 +25,7 @@ _NUM_PROCESSES = flags.DEFINE_integer("num_processes", None, "Number of processe
 _PROCESS_INDEX = flags.DEFINE_integer("process_index", None, "Index of this process, with --coordinator=HOST:PORT.")
 
 LOST_CONTACT = 3
+MAX_CPU_DEVICES = 1024  # of a process; many more take JAX hours to make
 HEARTBEAT_TIMEOUT_S = 30
 
 
@@ -39,18 +41,44 @@ def set_up_devices(workers: int, simulate: bool = False, each: int = 1) -> None:
         workers: over all processes; 0: one device per process, or `train.SIMULATED_WORKERS` in a lone one.
         simulate: whether all workers share one device.
         each: devices of a worker.
+
+    Raises:
+        UserError: if the flags do not fit, or no machine has so many devices.
     """
     coordinator, processes = _COORDINATOR.value, _NUM_PROCESSES.value or started_tasks()
+    devices = workers * each or max(each, processes if processes > 1 else train.SIMULATED_WORKERS)
+    check_flags(coordinator, _NUM_PROCESSES.value, _PROCESS_INDEX.value)
+    if not simulate and devices > MAX_CPU_DEVICES * processes:
+        raise command.UserError(f"workers={workers} need {devices} devices, and a process has {MAX_CPU_DEVICES} at most; use fewer, or "
+                                "simulate them on one device")
     if coordinator and coordinator != "auto":
-        if _NUM_PROCESSES.value is None or _PROCESS_INDEX.value is None:
-            command.fail("--coordinator=HOST:PORT needs --num_processes and --process_index")
         jax.distributed.initialize(coordinator, processes, _PROCESS_INDEX.value, cluster_detection_method="deactivate",
                                    heartbeat_timeout_seconds=HEARTBEAT_TIMEOUT_S)
     elif coordinator == "auto" or processes > 1:
         jax.distributed.initialize(heartbeat_timeout_seconds=HEARTBEAT_TIMEOUT_S)
-    devices = workers * each or (processes if processes > 1 else train.SIMULATED_WORKERS)
     if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
         jax.config.update("jax_num_cpu_devices", 1 if simulate else max(1, devices // processes))
+
+
+def check_flags(coordinator: str | None, num_processes: int | None, process_index: int | None) -> None:
+    """Refuses coordinator flags with which no process finds the others.
+
+    Raises:
+        UserError: naming the flag.
+    """
+    if not coordinator:
+        for name, value in (("num_processes", num_processes), ("process_index", process_index)):
+            if value is not None:
+                raise command.UserError(f"--{name}={value} needs --coordinator=HOST:PORT; leave it out under srun and mpirun")
+    elif coordinator != "auto":
+        if not re.fullmatch(r".+:\d+", coordinator):
+            raise command.UserError(f"--coordinator={coordinator}: must be HOST:PORT of process 0, or 'auto'")
+        if num_processes is None or process_index is None:
+            raise command.UserError("--coordinator=HOST:PORT needs --num_processes and --process_index")
+        if not 0 <= process_index < num_processes:
+            raise command.UserError(f"--process_index={process_index}: must be from 0 to {num_processes - 1}, one less than "
+                                    f"--num_processes={num_processes}" if num_processes > 0 else
+                                    f"--num_processes={num_processes}: must be at least 1")
 
 
 @contextlib.contextmanager
@@ -70,7 +98,7 @@ def leaving_at_once(errors: tuple[type[Exception], ...], again: str) -> Iterator
 
 
 def _leave(error: BaseException, errors: tuple[type[Exception], ...], again: str) -> NoReturn:
-    if isinstance(error, errors):
+    if isinstance(error, (command.UserError, *errors)):
         message, code = f"error: {' '.join(str(error).split())}", command.USER_ERROR
     elif isinstance(error, jax.errors.JaxRuntimeError):
         message, code = (f"error: process {jax.process_index()} lost contact with another, whose own output says why "

@@ -19,11 +19,7 @@ def main(argv: list[str]) -> int:
     num_processes, module = flags.FLAGS.num_processes, flags.FLAGS.module
     if num_processes < 1:
         command.fail(f"num_processes={num_processes}: must be at least 1")
-    if not processes.exists(module):
-        command.fail(f"module={module!r}: there is no such module here; write it as in {processes.TRAIN}")
-    if module == processes.TRAIN and not (argv and argv[0].startswith("-")):
-        command.fail((f"unexpected argument {argv[0]!r}; " if argv else "")
-                     + "options of launch.train go behind --, as in -- --config=configs/lm.py --workdir=runs/lm")
+    processes.check(module, argv)
     return processes.run_together(processes.members(module, argv, num_processes, "127.0.0.1"),
                                   processes.how_to_continue("launch.local", module))
 

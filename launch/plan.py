@@ -39,10 +39,11 @@ to be preferred (of those within 3 % of the fastest the one that averages best),
 """
 
 import dataclasses
+import math
 
 from absl import flags
 import numpy as np
-from rich import box, console, markup, table
+from rich import box, console, table, text
 
 from decjax import runtime
 from decjax import topology as topology_lib
@@ -57,6 +58,7 @@ _DATA_PARALLEL_FLAGS = ("workers", "compute_s", "variation", "ratio", "codec", "
 _LAYOUT_FLAGS = ("microbatch", "schedule", "chunks", "inner", "rematerialize", "flops", "top")
 _KEYS = dict(params=None, forward_s=None, backward_s=None, tokens=None, buckets=1.0, bytes=4.0, optimizer_s=0.0, combine_s=0.0)
 COLORS = ("#0072B2", "#56B4E9", "#009E73", "#D55E00", "#E69F00", "#CC79A7", "#999999", "#7A5195", "#8C564B", "#BCBD22")
+MAX_WORKERS = 4096  # the spectral gap of as many takes minutes
 TIMELINE_WORKERS = 16  # more bars than that are not legible
 
 
@@ -78,6 +80,8 @@ def parse_pairs(text: str, keys: dict[str, float | None] = _KEYS) -> dict[str, f
             values[key] = float(value)
         except ValueError:
             raise ValueError(f"--model: {key}={value!r} must be a number, such as 65e6") from None
+        if not 0 <= values[key] < math.inf:
+            raise ValueError(f"--model: {key}={value} must be finite and not negative")
     return values
 
 
@@ -160,7 +164,11 @@ def ask() -> tuple[runtime.Cluster, runtime.Workload]:
     if FLAGS.variation is not None:
         jitter = runtime.Jitter("lognormal", scale_s=FLAGS.variation * workload.compute_s)
         workload = dataclasses.replace(workload, jitter=jitter)
-    return cluster.resize(workers) if workers is not None else cluster, workload
+    cluster = cluster.resize(workers) if workers is not None else cluster
+    if cluster.num_workers > MAX_WORKERS:
+        raise ValueError(f"workers={cluster.num_workers}: their graphs cannot be compared in reasonable time; use --workers={MAX_WORKERS}, "
+                         "or fewer")
+    return cluster, workload
 
 
 def asks_for_layouts() -> bool:
@@ -251,11 +259,11 @@ def message_options() -> dict[str, float | str]:
 # -- What is answered -------------------------------------------------------------------------------------------------
 
 
-def report(cluster: runtime.Cluster, workload: runtime.Workload, ranked: list[plan.Ranked], width: int) -> table.Table:
+def report(cluster: runtime.Cluster, workload: runtime.Workload, ranked: list[plan.Ranked], width: int) -> console.Group:
     """The ranking; terminals of less than 100 columns get fewer."""
     title = (f"{cluster.name}: {cluster.num_nodes} × {cluster.workers_per_node} workers; a step computes for "
              f"{1e3 * workload.compute_s:.4g} ms and has {workload.total_bytes / 1e6:.4g} MB of parameters")
-    rows = table.Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), title=markup.escape(title), title_justify="left",
+    rows = table.Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0),
                        caption="gap of a period / rounds in it; 1: exact averaging", caption_justify="left")
     rows.add_column("method", vertical="bottom", no_wrap=True)
     columns = {
@@ -270,7 +278,7 @@ def report(cluster: runtime.Cluster, workload: runtime.Workload, ranked: list[pl
         rows.add_column(header, justify="right", vertical="bottom", no_wrap=True)
     for r in ranked:
         rows.add_row(r.method.name, *(cell(r) for cell in columns.values()), style=None if r.method.topology else "dim")
-    return rows
+    return console.Group(text.Text(title, style="table.title"), rows)  # A table would wrap its title at its own width.
 
 
 def _gap(r: plan.Ranked) -> str:
@@ -283,11 +291,11 @@ def _ms(time_s: float) -> str:
 
 
 def report_layouts(cluster: runtime.Cluster, model: runtime.Transformer, ranked: list[plan.RankedLayout],
-                   width: int) -> table.Table:
+                   width: int) -> console.Group:
     """The ranking of layouts; terminals of less than 110 columns get fewer."""
     title = (f"{cluster.name}: {cluster.num_nodes} × {cluster.workers_per_node} devices; {model.parameters / 1e6:.4g} million "
              f"parameters, {model.batch_size} sequences of {model.context}")
-    rows = table.Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), title=markup.escape(title), title_justify="left",
+    rows = table.Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0),
                        caption="predicted; a layout is workers × stages × tensor", caption_justify="left")
     rows.add_column("layout", vertical="bottom", no_wrap=True)
     rows.add_column("method", vertical="bottom", no_wrap=True)
@@ -300,7 +308,7 @@ def report_layouts(cluster: runtime.Cluster, model: runtime.Transformer, ranked:
         rows.add_column(header, justify="right", vertical="bottom", no_wrap=True)
     for r in ranked:
         rows.add_row(r.layout.name, r.name, *(cell(r) for cell in columns.values()))
-    return rows
+    return console.Group(text.Text(title, style="table.title"), rows)
 
 
 def plan_layouts(terminal: console.Console) -> None:
@@ -382,6 +390,8 @@ def _draw_timeline(axis, line: plan.Timeline, name: str) -> None:
 def main(argv: list[str]) -> int:
     if argv:
         command.fail(f"unexpected argument {argv[0]!r}; options start with --")
+    if FLAGS.plot:
+        command.output("plot", FLAGS.plot, figure=True)
     if asks_for_layouts():
         plan_layouts(console.Console(highlight=False))
         return 0

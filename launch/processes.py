@@ -21,6 +21,7 @@ import time
 from typing import Any, BinaryIO, NamedTuple
 
 from launch import command
+from launch import config_file
 
 TRAIN = "launch.train"
 GRACE_S = 15  # between SIGTERM and SIGKILL, once a process has died: well below a minute
@@ -124,6 +125,25 @@ def exists(module: str) -> bool:
         return importlib.util.find_spec(module) is not None
     except (ImportError, ValueError):  # Its package is missing; its name is none.
         return False
+
+
+def check(module: str, arguments: Sequence[str]) -> None:
+    """Refuses what every process would refuse, before anything is started.
+
+    Raises:
+        UserError: in one line.
+    """
+    if not exists(module):
+        raise command.UserError(f"module={module!r}: there is no such module here; write it as in {TRAIN}")
+    if module == TRAIN:
+        example = "as in -- --config=configs/lm.py --workdir=runs/lm"
+        if not (arguments and arguments[0].startswith("-")):
+            raise command.UserError((f"unexpected argument {arguments[0]!r}; " if arguments else "")
+                                    + f"options of launch.train go behind --, {example}")
+        for option in ("config", "workdir"):
+            if config_file.given(option, arguments) is None:
+                raise command.UserError(f"--{option} is missing behind --, {example}")
+        command.folder("workdir", config_file.given("workdir", arguments))
 
 
 # -- The group --------------------------------------------------------------------------------------------------------

@@ -33,6 +33,7 @@ _WORKDIR = flags.DEFINE_string("workdir", None, "Directory of the sweep; each ru
 _SWEEP = flags.DEFINE_string("sweep", None, "'key=value,value;key=value,value'; none: the config file's own.")
 
 COMMA = re.compile(r",(?![^()]*\))")  # not those within brackets, as of codec=topk(fraction=0.01,values=int4)
+TABULATED = ("eval_loss", "local_eval_loss_min", "local_eval_loss_max", "time_s", "bytes_per_step_per_worker")  # of a summary
 SEED = "seed"  # the key whose values make the spread
 POLL_S = 0.1
 
@@ -57,14 +58,12 @@ class Member(NamedTuple):
         return self.directory / "train.log"
 
     def summary(self) -> dict | None:
-        """Contents of `summary.json`, or None while the run is not finished."""
+        """Contents of `summary.json`, or None while the run is not finished: launch.train mends a damaged one."""
         try:
-            return json.loads((self.directory / "summary.json").read_text())
-        except FileNotFoundError:
+            summary = json.loads((self.directory / "summary.json").read_text())
+        except (OSError, ValueError):
             return None
-        except (OSError, ValueError) as error:
-            raise SweepError(f"{self.directory / 'summary.json'} cannot be read ({error}); "
-                             "delete it to finish that run again") from error
+        return summary if isinstance(summary, dict) and summary.keys() >= set(TABULATED) else None
 
 
 # -- What to run ------------------------------------------------------------------------------------------------------
@@ -141,8 +140,7 @@ def check(member: Member, get_config) -> None:
     try:
         parsed(argv)
     except (flags.Error, ValueError, AttributeError, KeyError, TypeError, OSError) as error:
-        reason = str(error).strip('"').replace("\\n", "; ").replace("\\'", "'")  # A KeyError's text is quoted.
-        raise SweepError(f"{member.name}: {reason}") from error
+        raise SweepError(f"{member.name}: {command.one_line(error)}") from error
 
 
 def claim(workdir: pathlib.Path, config: str, extra: list[str]) -> None:
@@ -261,7 +259,7 @@ def tabulate(members: list[Member]) -> rich.table.Table:
 def main(argv: list[str]) -> int:
     if argv and not argv[0].startswith("-"):
         command.fail(f"unexpected argument {argv[0]!r}; options of launch.train go behind --")
-    workdir = pathlib.Path(_WORKDIR.value)
+    workdir = command.folder("workdir", _WORKDIR.value)
     path, _, argument = _CONFIG.value.partition(":")
     module = config_file.load_module(path)
     swept = parse_sweep(sweep_of(module, path, argument) if _SWEEP.value is None else _SWEEP.value)

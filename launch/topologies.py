@@ -35,6 +35,7 @@ _OPTIONS = {
     "base": flags.DEFINE_string("base", None, "Graph whose matchings are activated (matcha)."),
     "budget": flags.DEFINE_float("budget", None, "Share of active matchings (matcha)."),
 }
+MAX_WORKERS = 4096
 _ALIASES = {"local": "local_size"}  # option of a topology -> flag
 
 
@@ -44,7 +45,8 @@ def build(num_workers: int, chosen: dict[str, object]) -> tuple[list[tp.Topology
     Raises:
       ValueError: if there is no such number of workers.
     """
-    tp.make("complete", num_workers)
+    if not 1 <= num_workers <= MAX_WORKERS:
+        raise ValueError(f"--workers={num_workers}: must be at least 1, and at most {MAX_WORKERS}, which take minutes")
     built, refused = [], {}
     for name in tp.names():
         own = {option: _ALIASES.get(option, option) for option in tp.options(name)}
@@ -55,6 +57,18 @@ def build(num_workers: int, chosen: dict[str, object]) -> tuple[list[tp.Topology
         except ValueError as error:
             refused[name] = str(error).removeprefix(f"topology {name!r} ")
     return built, refused
+
+
+def check_used(chosen: dict[str, object], refused: dict[str, str]) -> None:
+    """Refuses an option that no topology can use.
+
+    Raises:
+      ValueError: with the reason of the first that has the option.
+    """
+    for flag, value in chosen.items():
+        having = [name for name in tp.names() if flag in (_ALIASES.get(option, option) for option in tp.options(name))]
+        if all(name in refused for name in having):
+            raise ValueError(f"--{flag}={value}: {having[0]}: {refused[having[0]]}")
 
 
 def report(topologies: list[tp.Topology], refused: dict[str, str], num_workers: int) -> list[table.Table]:
@@ -185,7 +199,12 @@ def main(argv):
     chosen = {name: holder.value for name, holder in _OPTIONS.items() if holder.value is not None}
     if "shape" in chosen:
         chosen["shape"] = tuple(int(side) if side.strip().isdigit() else side for side in chosen["shape"])
+    if FLAGS.plot:
+        command.output("out", FLAGS.out, figure=True)
+    elif FLAGS["out"].present:
+        command.fail(f"--out={FLAGS.out} changes nothing without --plot; add --plot")
     topologies, refused = build(FLAGS.workers, chosen)
+    check_used(chosen, refused)
     terminal = console.Console()
     for part in report(topologies, refused, FLAGS.workers):
         terminal.print(part)

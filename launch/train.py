@@ -24,9 +24,9 @@ def main(argv: list[str]) -> int:
     if argv:
         command.fail(f"unexpected argument {argv[0]!r}; options start with --")
     with join.leaving_at_once((train.TrainingError,), "run the same command to continue from the last checkpoint"):
-        config = _CONFIG.value
+        config, workdir = _CONFIG.value, command.folder("workdir", _WORKDIR.value)
         join.set_up_devices(config.workers, config.simulate, train.devices_of_worker(config))
-        outcome = train.Run(train.build(config), _WORKDIR.value, _RESUME_FROM.value).train()
+        outcome = train.Run(train.build(config), workdir, _RESUME_FROM.value).train()
     if jax.process_index() == 0:
         report(outcome)
     return 128 + outcome.signal if outcome.signal else 0

@@ -179,7 +179,7 @@ def test_what_the_machine_lacks_is_told(monkeypatch, lacking, problem):
 @needs_namespaces
 def test_up_rate_bytes_down():
     verbs = [["up", "--hosts=3", "--rate=200mbit", "--subnet=10.9.8.0/24"], ["up", "--hosts=3"], ["rate", "--rate=50mbit"],
-             ["run", "--hosts=4", "--", "--workdir=unused"], ["rate", "--rate=none"], ["down"], ["down"], ["bytes"]]
+             ["run", "--hosts=4", "--", "--config=configs/lm.py", "--workdir=unused"], ["rate", "--rate=none"], ["down"], ["down"], ["bytes"]]
     outcomes = [ended(launch(verb, f"--name={NAME}", *options)) for verb, *options in verbs]
     assert [code for _, _, code in outcomes] == [0, 2, 0, 2, 0, 0, 0, 2]
     assert f"{NAME}0, {NAME}1, {NAME}2" in outcomes[0][0]

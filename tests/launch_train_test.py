@@ -11,7 +11,12 @@ import signal
 import subprocess
 import sys
 
+from absl import flags
 import pytest
+
+from launch import command
+from launch import config_file
+from launch import join
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 TINY = ["--config.model.depth=1", "--config.model.width=8", "--config.model.heads=1", "--config.model.hidden=8",
@@ -91,6 +96,7 @@ MISTAKES = {
     "unknown word": ([], "smoke,optimizer=adagrad", "a", "'adagrad'", "accum_adamw"),
     "unknown field": (["--config.colour=red"], "smoke,workers=2", "a", "'colour'", "the config file lists"),
     "no workdir": ([], "smoke,workers=2", None, "--workdir", "--help"),
+    "empty workdir": (["--workdir="], "smoke,workers=2", None, "--workdir is empty", "such as runs/lm"),
     "unwritable workdir": ([], "smoke,workers=2", "text/run", "text/run", "choose a --workdir"),
 }
 
@@ -114,6 +120,44 @@ def test_mistake_is_one_line_with_value_and_fix(place, mistakes, name):
     assert re.search(value.format(folder=re.escape(str(place.folder))), message), message
     assert fix in message, message
     assert not (place.folder / "a").exists(), "a refused run leaves a work directory behind"
+
+
+@pytest.mark.parametrize("path, reason", [("README.md", "does not end in .py"), ("configs/nope.py", "No such file"), ("", "''"),
+                                          ("configs/lm.py:speed=3", "'speed' is unknown")])
+def test_a_config_that_cannot_be_loaded_is_told(path, reason):
+    assert reason in config_file.complaint(["launch.train", "--config=configs/lm.py", f"--config={path}", "--x"])
+    assert config_file.complaint(["launch.train", "--config", "configs/lm.py:smoke"]) == ""
+
+
+@pytest.mark.parametrize("given, value, fix", [
+    (("a:1", 2, 5), "--process_index=5", "from 0 to 1"), (("a:1", 0, 0), "--num_processes=0", "at least 1"),
+    (("a", 1, 0), "--coordinator=a:", "HOST:PORT"), ((None, 2, None), "--num_processes=2", "--coordinator=HOST:PORT"),
+    (("a:1", 2, None), "needs", "--process_index")])
+def test_coordinator_flags_that_do_not_fit_are_refused(given, value, fix):
+    with pytest.raises(command.UserError, match=f"{value}.*{fix}"):
+        join.check_flags(*given)
+    join.check_flags("a:1", 2, 1)
+
+
+def test_more_devices_than_any_machine_has_are_refused_before_they_are_made():
+    flags.FLAGS.mark_as_parsed()
+    for workers, each in ((10**6, 1), (1, 10**5), (0, 10**5)):
+        with pytest.raises(command.UserError, match="use fewer"):
+            join.set_up_devices(workers, each=each)
+
+
+def test_outputs_are_tried_before_the_work(tmp_path):
+    (tmp_path / "file").touch()
+    for text, figure, reason in ((tmp_path / "none/a.png", True, "No such file"), (tmp_path / "a.xyz", True, "'xyz'; use one of"),
+                                 (tmp_path, False, "it is a folder"), ("", False, "it is a folder")):
+        with pytest.raises(command.UserError, match=reason):
+            command.output("out", str(text), figure)
+    for text in (tmp_path / "file/run", ""):
+        with pytest.raises(command.UserError, match="choose a --workdir"):
+            command.folder("workdir", str(text))
+    command.output("out", str(tmp_path / "a.png"), figure=True)
+    command.folder("workdir", str(tmp_path / "a/b"))
+    assert [*tmp_path.iterdir()] == [tmp_path / "file"]
 
 
 # -- A run, and what can go wrong with its directory ------------------------------------------------------------------

@@ -119,8 +119,8 @@ def test_a_config_file_may_define_its_sweep(tmp_path):
 @pytest.mark.parametrize("arguments, problem", [
     (["--config=configs/lm.py:smoke"], "no --sweep is given and configs/lm.py defines none"),
     (["--config=configs/lm.py:smoke", "--sweep=method=allreduce,magic"], "magic"),
-    (["--config=configs/lm.py:smoke", "--sweep=seed=0,x"], "seed=x"),
-    (["--config=configs/lm.py:smoke", "--sweep=sed=0"], "seed"),
+    (["--config=configs/lm.py:smoke", "--sweep=seed=0,x"], "seed=x must be a whole number"),
+    (["--config=configs/lm.py:smoke", "--sweep=sed=0"], "unknown config field: 'sed'; did you mean 'seed'?"),
     (["--config=configs/none.py", "--sweep=seed=0"], "configs/none.py"),
     (["--sweep=seed=0"], "--config"),
 ])

@@ -1,6 +1,7 @@
 """launch/topologies.py as a user runs it: the table, the reasons, the figure, and one-line errors."""
 
 import os
+import re
 import subprocess
 import sys
 
@@ -53,6 +54,15 @@ def test_a_bad_option_costs_only_its_topologies():
     assert len(topologies) + len(refused) == len(tp.names())
 
 
+@pytest.mark.parametrize("chosen", [
+    {"k": 0}, {"p": 2.0}, {"degree": 100}, {"seed": -1}, {"local_size": 5}, {"shape": ("a", "b")}, {"outer": "moebius"}, {"eta": 3.0}])
+def test_an_option_that_no_topology_can_use_is_refused(chosen):
+    (flag, value), = chosen.items()
+    with pytest.raises(ValueError, match=re.escape(f"--{flag}={value}: ")):
+        cli.check_used(chosen, cli.build(12, chosen)[1])
+    cli.check_used({"local_size": 4}, cli.build(12, {"local_size": 4})[1])
+
+
 def test_plot_writes_a_picture(tmp_path):
     path = tmp_path / "topologies.png"
     result = run("--workers=4", "--shape=2,2", "--plot", f"--out={path}")
@@ -64,8 +74,12 @@ def test_plot_writes_a_picture(tmp_path):
     "args, problem",
     [
         ((), "--workers"),
-        (("--workers=0",), "got 0"),
-        (("--workers=many",), "many"),
+        (("--workers=0",), "--workers=0: must be at least 1"),
+        (("--workers=1000000",), "at most 4096"),
+        (("--workers=many",), "--workers=many must be a whole number"),
+        (("--workers=4", "--out=a.png"), "add --plot"),
+        (("--workers=4", "--plot", "--out=a.xyz"), "'xyz'; use one of"),
+        (("--workers=4", "--k=0"), "--k=0: base_k: 'k' has to be an integer"),
         (("--workers=4", "--colour=red"), "colour"),
         (("--workers=4", "ring"), "'ring'"),
         (("--workers=2", "--plot", "--out=/nonexistent/a.png"), "/nonexistent"),
