@@ -12,8 +12,11 @@ import pytest
 from decjax import schedules
 from decjax import topology as tp
 from decjax.runtime import Cluster, Link, Workload, all_reduce, gossip, no_communication, predict
+from decjax.runtime import footprint
+from decjax.runtime import iteration
 from decjax.runtime import layout as lay
-from decjax.runtime.layout import Boundary, Hop, Layout, Traffic, Work, predict_layout
+from decjax.runtime.iteration import Hop, predict_layout
+from decjax.runtime.layout import Boundary, Layout, Traffic, Work
 from decjax.runtime.transformer import Transformer, low_rank_ratio
 
 FREE = Link(0, 1e18)
@@ -32,7 +35,7 @@ def even(layout, forward_s=1.0, backward_s=2.0, boundary_bytes=0.0, tensor_bytes
 
 
 def ends(schedule, forward_s, backward_s, hop=lambda send: SILENT, **options):
-    return lay.run_pipeline(schedule, np.array([forward_s]), np.array([backward_s]), hop, np.ones(1), **options)[0]
+    return iteration.run_pipeline(schedule, np.array([forward_s]), np.array([backward_s]), hop, np.ones(1), **options)[0]
 
 
 # -- The recursion ----------------------------------------------------------------------------------------------------
@@ -173,7 +176,7 @@ def test_parts_of_the_time_sum_up():
 
 
 def hop_of(cluster, layout, load, send, **traffic):
-    return lay._hops(cluster, load, layout, Traffic(all_reduce(layout.workers), **traffic))(send)
+    return iteration._hops(cluster, load, layout, Traffic(all_reduce(layout.workers), **traffic))(send)
 
 
 def test_placement_decides_which_link_a_message_takes():
@@ -204,8 +207,8 @@ def test_tensor_reductions_are_paid_in_every_pass():
 
 
 def test_exchanges_on_one_nic_take_turns():
-    done = lay.take_turns([3.0, 1.0, 2.0, 0.0], [lay.Exchange(1.0, (0, 1)), lay.Exchange(5.0, (0,)), lay.Exchange(1.0, (2,)),
-                                                 lay.Exchange(9.0, ())])
+    exchanges = [iteration.Exchange(time_s, nodes) for time_s, nodes in ((1.0, (0, 1)), (5.0, (0,)), (1.0, (2,)), (9.0, ()))]
+    done = iteration.take_turns([3.0, 1.0, 2.0, 0.0], exchanges)
     assert done == [7.0, 6.0, 3.0, 9.0]
 
 
@@ -216,7 +219,7 @@ def test_later_stages_hide_their_exchange():
     for dense_s, k in ((0.1, 1), (1.2, 1), (2.9, 3), (4.1, 4)):
         load = even(layout, 0.5, 1.0, gradient_bytes=dense_s * 1e9)  # 2(N − 1)/N = 1
         traffic = Traffic(all_reduce(2, ratio=0.25))
-        chosen, times_s = lay.choose_compressed_stages(cluster, load, layout, traffic)
+        chosen, times_s = iteration.choose_compressed_stages(cluster, load, layout, traffic)
         assert chosen == k == math.ceil(0.75 * dense_s)
         pipeline_s = 11 * 1.5
         for compressed, time_s in enumerate(times_s):
@@ -229,9 +232,9 @@ def test_later_stages_hide_their_exchange():
 def test_compressing_gains_nothing_where_messages_are_free():
     layout = Layout(2, 4, 1, microbatches=8)
     load = even(layout, gradient_bytes=1e9)
-    assert lay.choose_compressed_stages(line(8), load, layout, Traffic(all_reduce(2, ratio=0.25)))[0] == 0
+    assert iteration.choose_compressed_stages(line(8), load, layout, Traffic(all_reduce(2, ratio=0.25)))[0] == 0
     slow_codec = line(8, inter=Link(0, 1e9), codec_Bps=1e7)
-    assert lay.choose_compressed_stages(slow_codec, load, layout, Traffic(all_reduce(2, ratio=0.25)))[0] == 0
+    assert iteration.choose_compressed_stages(slow_codec, load, layout, Traffic(all_reduce(2, ratio=0.25)))[0] == 0
 
 
 @pytest.mark.parametrize("N", [2, 4, 8])
@@ -370,7 +373,7 @@ def test_a_tied_embedding_is_on_both_ends():
     load = lay.work(tied, Layout(stages=2, microbatches=4), 1e9)
     assert load.embedding_bytes == 4 * 256 * 32 and sum(load.gradient_bytes) + load.embedding_bytes == 4 * tied.parameters
     assert lay.work(tied, Layout(microbatches=4), 1e9).embedding_bytes == 0
-    held = [lay._stage_memory(tied, Layout(stages=4, microbatches=4), Traffic(no_communication()), s).parameters for s in range(4)]
+    held = [footprint._stage_memory(tied, Layout(stages=4, microbatches=4), Traffic(no_communication()), s).parameters for s in range(4)]
     assert held[0] - held[1] == 4 * 256 * 32 and sum(held) == 4 * (tied.parameters + 256 * 32)
 
 
@@ -380,7 +383,7 @@ def test_a_tied_embedding_is_on_both_ends():
 def test_memory_follows_the_schedule():
     def activations(schedule, M, rematerialize="none"):
         model = dataclasses.replace(GPT, batch_size=4 * M, vocabulary=4)
-        return lay.memory(model, Layout(1, 4, 1, M, schedule, rematerialize=rematerialize), Traffic(no_communication())).activations
+        return footprint.memory(model, Layout(1, 4, 1, M, schedule, rematerialize=rematerialize), Traffic(no_communication())).activations
 
     assert activations("1f1b", 8) == activations("1f1b", 64)
     assert activations("gpipe", 64) == pytest.approx(8 * activations("gpipe", 8), rel=0.01)
@@ -412,12 +415,12 @@ def test_a_layer_keeps_what_differentiation_keeps():
 def test_memory_by_hand():
     model = Transformer(2, 8, 2, 16, 4, batch_size=4, hidden=32)
     layout = Layout(2, 1, 1, microbatches=2)
-    held = lay.memory(model, layout, Traffic(all_reduce(2)))
+    held = footprint.memory(model, layout, Traffic(all_reduce(2)))
     parameters = 2 * (4 * 64 + 2 * 8 * 32 + 16) + 8 + 2 * 16 * 8
     assert held[:4] == (0, 4 * parameters, 4 * parameters, 8 * parameters) and model.parameters == parameters
     values = 2 * 4 * (18 * 8 + 6 * 32 + 2 * 2 * 4)  # of 4 tokens and each of 2 layers
     assert held.activations == 4 * (values + 4 * 16) and held.errors == 0
-    coded = lay.memory(model, layout, Traffic(all_reduce(2, ratio=0.25)))
+    coded = footprint.memory(model, layout, Traffic(all_reduce(2, ratio=0.25)))
     of_layers = parameters - 2 * 16 * 8
     assert coded.errors == of_layers * (4 + 1)
-    assert lay.memory(model, layout, Traffic(gossip(tp.make("ring", 2)))).errors == 4 * parameters  # what arrives
+    assert footprint.memory(model, layout, Traffic(gossip(tp.make("ring", 2)))).errors == 4 * parameters  # what arrives

@@ -4,7 +4,9 @@
     exchange    what a round of messages costs on a cluster
     model       time per iteration of a method: a max-plus recursion, and closed forms
     transformer a decoder as numbers: parameters, operations, bytes
-    layout      time per iteration and memory of workers × stages × tensor, under a pipeline schedule
+    layout      workers × stages × tensor: what devices compute and send
+    iteration   time per iteration of a layout, under a pipeline schedule
+    footprint   what a layout keeps on a device
     calibrate   fit a cluster's numbers to measurements
     plan        rank methods, and layouts; regions in which each one wins
 
@@ -17,18 +19,9 @@ Example:
   '2.44 times faster'
 """
 
-from decjax.runtime.layout import (
-    Boundary,
-    Layout,
-    LayoutPrediction,
-    Memory,
-    Traffic,
-    Work,
-    choose_compressed_stages,
-    memory,
-    predict_layout,
-    work,
-)
+from decjax.runtime.iteration import LayoutPrediction, choose_compressed_stages, predict_layout
+from decjax.runtime.layout import Boundary, Layout, Traffic, Work, work
+from decjax.runtime.footprint import Memory, memory
 from decjax.runtime.model import (
     Method,
     Prediction,

@@ -10,19 +10,9 @@ import numpy as np
 
 from decjax import topology as topology_lib
 from decjax.runtime import model
-from decjax.runtime.layout import (
-    CRITICAL,
-    Boundary,
-    Layout,
-    LayoutPrediction,
-    Memory,
-    Traffic,
-    Work,
-    choose_compressed_stages,
-    memory,
-    predict_layout,
-    work,
-)
+from decjax.runtime.iteration import LayoutPrediction, choose_compressed_stages, predict_layout
+from decjax.runtime.layout import CRITICAL, Boundary, Layout, Traffic, Work, work
+from decjax.runtime.footprint import Memory, memory
 from decjax.runtime.model import GRADIENTS, Method, Prediction, all_reduce, gossip, no_communication, predict
 from decjax.runtime.profile import Cluster, Jitter, Workload
 from decjax.runtime.transformer import Transformer, low_rank_ratio

@@ -1,0 +1,236 @@
+"""Mapping a function of one stage of one worker over the workers of a mesh, or of one device."""
+
+from collections.abc import Callable, Sequence
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from decjax.mesh.collectives import LOCAL, NODE, SIMULATED, STAGE, TENSOR, WORKER, AxisName, divide
+
+
+@dataclasses.dataclass(frozen=True)
+class Workers:
+    """N workers of S stages, and how a function of one stage of one worker is mapped over them.
+
+    Attributes:
+        num_workers: N.
+        local_size: L, consecutive workers that share a node.
+        mesh: the device mesh, or None when workers are simulated on one device.
+        stages: S; state is stacked [N, ...], or [N, S, ...] if S > 1.
+        divided: pairs of the end of an array's path, and its axis, counted from the end, that a tensor-parallel group divides.
+    """
+
+    num_workers: int
+    local_size: int
+    mesh: jax.sharding.Mesh | None
+    stages: int = 1
+    divided: tuple[tuple[str, int], ...] = ()
+
+    @property
+    def simulated(self) -> bool:
+        return self.mesh is None
+
+    @property
+    def platform(self) -> str | None:
+        """Platform of the devices, as "cpu", "gpu" or "tpu"; None where workers are simulated."""
+        return None if self.simulated else self.mesh.devices.flat[0].platform
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether the workers are CPU devices (not simulated ones)."""
+        return self.platform == "cpu"
+
+    @property
+    def tensor(self) -> int:
+        """Devices of a tensor-parallel group."""
+        return 1 if self.simulated else self.mesh.shape[TENSOR]
+
+    @property
+    def axis_name(self) -> AxisName:
+        """The axis name that a per-worker function passes to collectives."""
+        return SIMULATED if self.simulated else WORKER
+
+    @property
+    def whole(self) -> "Workers":
+        """The same workers for state [N, ...] that is not divided into stages: all of a worker's stages hold and do the same."""
+        return dataclasses.replace(self, stages=1)
+
+    @property
+    def num_axes(self) -> int:
+        """Leading axes of stacked state: 1, or 2 with stages."""
+        return 2 if self.stages > 1 else 1
+
+    @property
+    def _spec(self) -> jax.sharding.PartitionSpec:
+        return jax.sharding.PartitionSpec(*(WORKER, STAGE)[:self.num_axes])
+
+    @property
+    def stacked(self) -> jax.sharding.Sharding:
+        """Sharding of an array with a leading worker axis (and stage axis), whole within tensor-parallel groups."""
+        if self.simulated:
+            return jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+        return jax.sharding.NamedSharding(self.mesh, self._spec)
+
+    def shardings(self, tree: Any) -> Any:
+        """For each array of stacked state its sharding, from its path."""
+        if self.tensor == 1:
+            return jax.tree.map(lambda x: self.stacked, tree)
+
+        def sharding(path, x):
+            spec = [*self._spec, *[None] * (x.ndim - self.num_axes)]
+            if (axis := self._divided_axis(path, x.shape[self.num_axes:])) is not None:
+                spec[axis] = TENSOR
+            return jax.sharding.NamedSharding(self.mesh, jax.sharding.PartitionSpec(*spec))
+        return jax.tree_util.tree_map_with_path(sharding, tree)
+
+    def _divided_axis(self, path, shape) -> int | None:
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        axis = next((axis for end, axis in self.divided if name.endswith(end)), None)
+        return axis if axis is not None and len(shape) >= -axis and shape[axis] % self.tensor == 0 else None
+
+    @property
+    def replicated(self) -> jax.sharding.Sharding:
+        """Sharding of an array that every device holds whole."""
+        if self.simulated:
+            return self.stacked
+        return jax.sharding.NamedSharding(self.mesh, jax.sharding.PartitionSpec())
+
+    def map(self, fn: Callable, in_axes: Sequence[int | None]) -> Callable:
+        """Maps a per-worker function over stacked arguments.
+
+        Args:
+            fn: function of per-worker pytrees (of one stage, with stages), which may use `axis_name` and `STAGE`.
+            in_axes: for each argument, 0 if it is stacked, None if all workers see the same.
+
+        Returns:
+            A function of stacked and shared pytrees, whose outputs are all stacked. Not jitted.
+        """
+        if self.simulated:
+            if self.stages > 1:
+                fn = jax.vmap(fn, in_axes=tuple(in_axes), axis_name=STAGE, axis_size=self.stages)
+            return jax.vmap(fn, in_axes=tuple(in_axes), axis_name=SIMULATED, axis_size=self.num_workers)
+
+        first = (0,) * self.num_axes
+
+        def on_device(*args):
+            own = [arg if axis is None else jax.tree.map(lambda x: x[first], arg) for arg, axis in zip(args, in_axes)]
+            return jax.tree_util.tree_map_with_path(lay_out, fn(*own))
+
+        def lay_out(path, x):
+            x = divide(x, self._divided_axis(path, x.shape)) if self.tensor > 1 else x
+            return x[(None,) * self.num_axes]
+
+        shared = jax.sharding.PartitionSpec()
+        # Axes of one device are manual as well: host callbacks, jax.debug.print among them, refuse to run beside others.
+        manual = {name for name, size in self.mesh.shape.items() if name != TENSOR or size == 1}
+        return jax.shard_map(
+            on_device, mesh=self.mesh, in_specs=tuple(shared if axis is None else self._spec for axis in in_axes),
+            out_specs=self._spec, axis_names=manual, check_vma=False)
+
+    def jit(self, fn: Callable, in_axes: Sequence[int | None], donate_argnums: Sequence[int] = ()) -> Callable:
+        """`map`, jitted. Outputs are laid out as `shardings` says, so that feeding them back compiles nothing anew."""
+        # With a tensor axis the layout depends on the array, and `map` has fixed it already.
+        out_shardings = {} if self.tensor > 1 else {"out_shardings": self.stacked}
+        return jax.jit(self.map(fn, in_axes), donate_argnums=tuple(donate_argnums), **out_shardings)
+
+    def stack(self, tree: Any) -> Any:
+        """Gives every worker the same copy of `tree`, whose leaves are [...], or [S, ...] with stages."""
+        def copy(tree):
+            return jax.tree.map(lambda x: jnp.broadcast_to(x, (self.num_workers, *jnp.shape(x))), tree)
+        return jax.jit(copy, out_shardings=self.shardings(jax.eval_shape(copy, tree)))(tree)
+
+    def build(self, values: Callable[[int], np.ndarray]) -> jax.Array:
+        """Builds a stacked array from `values(worker)`, the same for all its stages; called for this process's own workers only."""
+        rows = {worker: np.asarray(values(worker)) for worker in self.own}
+        ones = (1,) * (self.num_axes - 1)
+        shape = next(iter(rows.values())).shape
+        if self.simulated:
+            stacked = np.stack([rows[worker].reshape((*ones, *shape)) for worker in self.own])
+            return jax.device_put(np.broadcast_to(stacked, (*self._sizes, *shape)), self.stacked)
+        return jax.make_array_from_callback(
+            (*self._sizes, *shape), self.stacked, lambda index: rows[index[0].start or 0].reshape((1, *ones, *shape)))
+
+    def place(self, tree: Any) -> Any:
+        """Puts stacked NumPy arrays, which every process has, on the devices where they belong."""
+        return jax.tree.map(lambda x, sharding: jax.make_array_from_callback(x.shape, sharding, x.__getitem__),
+                            tree, self.shardings(tree))
+
+    @property
+    def _sizes(self) -> tuple[int, ...]:
+        return (self.num_workers, self.stages)[:self.num_axes]
+
+    @functools.cached_property
+    def own(self) -> tuple[int, ...]:
+        """Indices of the workers of which this process holds state."""
+        if self.simulated:
+            return tuple(range(self.num_workers))
+        index_map = self.whole.stacked.addressable_devices_indices_map((self.num_workers,))
+        return tuple(sorted({index[0].start or 0 for index in index_map.values()}))
+
+    def fetch(self, tree: Any) -> Any:
+        """Copies stacked or replicated arrays to NumPy in every process. A collective: call it everywhere or nowhere."""
+        return jax.tree.map(np.asarray, self._replicate(tree))
+
+    def fetch_first(self, x: jax.Array) -> np.ndarray:
+        """`fetch` of what is the same on all stages of a worker: [N, ...]."""
+        fetched = self.fetch(x)
+        return fetched[:, 0] if self.stages > 1 else fetched
+
+    @functools.cached_property
+    def _replicate(self) -> Callable:
+        return jax.jit(lambda tree: tree, out_shardings=self.replicated)  # Kept: a new one each time would compile anew.
+
+
+def make_workers(num_workers: int, *, local_size: int = 1, stages: int = 1, tensor: int = 1, simulate: bool = False,
+                 devices: Sequence[jax.Device] | None = None, divided: Sequence[tuple[str, int]] = ()) -> Workers:
+    """Places N workers of S·T devices each on the devices of all processes, or simulates them on one device.
+
+    Args:
+        num_workers: N ≥ 1.
+        local_size: L, workers that share a node; divides N.
+        stages: S, pipeline stages of a worker.
+        tensor: T, devices that divide the arrays of a stage.
+        simulate: run all workers and stages on one device by `vmap`.
+        devices: where to place them; None: `jax.devices()`. Programs can be compiled, but not run, for devices that are only
+            described (`jax.experimental.topologies`).
+        divided: how a model divides its parameters; see `Workers`.
+
+    Returns:
+        The `Workers`.
+
+    Raises:
+        ValueError: if L does not divide N, if there are fewer devices than N·S·T, or if several processes, or tensor-parallel
+            groups, are asked to simulate.
+    """
+    for what, value in (("workers", num_workers), ("stages", stages), ("tensor", tensor)):
+        if value < 1:
+            raise ValueError(f"{what}={value}: at least one {'worker' if what == 'workers' else 'device'} is needed")
+    if local_size < 1 or num_workers % local_size:
+        raise ValueError(f"local_size={local_size} does not divide workers={num_workers}; "
+                         f"use one of {[d for d in range(1, num_workers + 1) if num_workers % d == 0]}")
+    if simulate:
+        if jax.process_count() > 1:
+            raise ValueError(f"simulate runs all workers on one device, but there are {jax.process_count()} processes; "
+                             "start a single one")
+        if tensor > 1:
+            raise ValueError(f"tensor={tensor} with simulate: a lone device divides no arrays; use tensor=1, whose trajectory "
+                             "is the same")
+        return Workers(num_workers, local_size, None, stages)
+    devices = jax.devices() if devices is None else devices
+    size = stages * tensor
+    needed, each = num_workers * size, f" of stages={stages} x tensor={tensor}" if size > 1 else ""
+    if len(devices) < needed:
+        fits = f"use workers={len(devices) // size}" if len(devices) >= size else f"use stages x tensor <= {len(devices)}"
+        raise ValueError(f"workers={num_workers}{each} but there are {len(devices)} devices; "
+                         f"{fits} or simulate the workers on one device")
+    if jax.process_count() > 1 and len(devices) != needed:
+        raise ValueError(f"workers={num_workers}{each} but {jax.process_count()} processes hold {len(devices)} devices; "
+                         "with several processes every device belongs to a worker")
+    mesh = jax.make_mesh(
+        (num_workers // local_size, local_size, stages, tensor), (NODE, LOCAL, STAGE, TENSOR),
+        axis_types=(jax.sharding.AxisType.Auto,) * 4, devices=devices[:needed])
+    return Workers(num_workers, local_size, mesh, stages, tuple(divided))

@@ -1,0 +1,68 @@
+"""What a layout of workers × stages × tensor keeps on a device."""
+
+from typing import NamedTuple
+
+from decjax.runtime.layout import Layout, Traffic, by_stage
+from decjax.runtime.model import PARAMETERS
+from decjax.runtime.transformer import Transformer
+
+
+class Memory(NamedTuple):
+    """Bytes on the fullest device.
+
+    Attributes:
+        stage: which one that is.
+        parameters, gradients, moments: of its part of the model.
+        activations: of the microbatches that went forward and not yet backward, those computed anew, one layer's and the logits.
+        errors: what compression remembers in float32, and messages on their way.
+    """
+
+    stage: int
+    parameters: float
+    gradients: float
+    moments: float
+    activations: float
+    errors: float
+
+    @property
+    def total(self) -> float:
+        return sum(self[1:])
+
+
+def memory(model: Transformer, layout: Layout, traffic: Traffic) -> Memory:
+    """What a layout keeps on a device.
+
+    Compression keeps the error of what it sends in float32 (of gradients as many values as there are parameters, of a boundary
+    one message's), and factors or indices no larger than the message. Gossip keeps a copy of what arrives.
+
+    Raises:
+        ValueError: if the model does not divide.
+    """
+    layout.check(model)
+    return max((_stage_memory(model, layout, traffic, stage) for stage in range(layout.stages)), key=lambda m: m.total)
+
+
+def _stage_memory(model: Transformer, layout: Layout, traffic: Traffic, stage: int) -> Memory:
+    S, K, B, method = layout.stages, layout.tensor, layout.microbatch_size(model), traffic.method
+    is_last = stage == S - 1
+    of_layers = by_stage(layout, layout.layers_of(model))[stage] * model.layer_parameters_on(K) + model.width * is_last
+    tables = (stage == 0) + (is_last and not (model.tied and S == 1))
+    parameters = of_layers + tables * model.embedding_parameters / K
+    layers, live, boundary = max(layout.layers_of(model)[stage::S]), layout.passes.live[stage], model.boundary_bytes(B)
+    if layout.rematerialize == "stages":
+        activations = live * boundary + layers * model.activation_bytes(B, K, "products")
+    else:
+        activations = live * layers * model.activation_bytes(B, K, layout.rematerialize)
+    if layout.rematerialize != "none":
+        activations += model.activation_bytes(B, K)
+    if is_last:  # Logits in float32, of the one microbatch whose loss is computed.
+        activations += 4 * B * model.context * model.vocabulary / K
+    sent_bytes = boundary / (K if layout.split_boundary else 1)
+    errors = sum(sent_bytes * (4 / model.value_bytes + coded.ratio) for coded, sends in
+                 ((traffic.backward, stage > 0), (traffic.forward, not is_last)) if coded.ratio != 1 and sends)
+    if traffic.ratio(stage) != 1:
+        errors += of_layers * (4 + traffic.ratio(stage) * model.gradient_bytes)
+    if method.topology is not None and method.message == PARAMETERS:
+        errors += parameters * model.gradient_bytes * method.ratio
+    return Memory(stage, parameters * model.parameter_bytes, parameters * model.gradient_bytes,
+                  parameters * model.moment_bytes, activations, errors)

@@ -1,0 +1,330 @@
+"""How long an iteration takes in three dimensions: workers × stages × tensor, under a pipeline schedule.
+
+A worker is a pipeline of S stages, a stage K devices of the tensor axis. Every stage works through its passes in the schedule's
+order. With F and B the time of a pass, and `end*` that of the pass before it on the same stage,
+
+    start   = max(end*, arrival of what it needs) + decode
+    end     = start + F or B + encode
+    arrival = max(end, arrival of what this stage sent before) + b·β⁻¹, and α + gather later
+
+so a bubble is nothing but waiting. (Sent between passes, "blocking", messages also keep both stages until they are out and in.)
+F and B hold their all-reduces over the tensor axis. When a stage's last backward pass is done, its gradients are exchanged with those
+of other workers, while earlier stages still compute; stages that leave through the same NIC take turns. The optimizer waits for all
+stages, since a gradient is clipped by its norm over all of them. Gossip is of parameters, and takes place beside an iteration
+("awc") or behind it ("atc"), as in `runtime.model`.
+
+Nothing is random here, and workers are alike. Messages between stages do not slow down those between workers that pass the same NIC.
+"""
+
+from collections.abc import Sequence
+import dataclasses
+import functools
+from typing import NamedTuple
+
+import numpy as np
+
+from decjax.runtime.exchange import exchange_cost, mean_cost, messages_cost
+from decjax.runtime.layout import Layout, Traffic, Work, by_stage
+from decjax.runtime.model import GRADIENTS, PARAMETERS
+from decjax.runtime.profile import Cluster
+from decjax.schedules import BACKWARD, FORWARD, Schedule
+
+# -- The pipeline -----------------------------------------------------------------------------------------------------
+
+
+class Hop(NamedTuple):
+    """A message between two stages: seconds it occupies the sender's way out, and until it is there after that; codec time."""
+
+    out_s: float
+    late_s: float
+    encode_s: float
+    decode_s: float
+
+
+def run_pipeline(schedule: Schedule, forward_ZxU, backward_ZxU, hop, pays_Z, *, blocking: bool = False) -> np.ndarray:
+    """The recursion of the module's docstring, for Z variants at once.
+
+    Args:
+        schedule: what each stage does, in which order.
+        forward_ZxU, backward_ZxU: seconds of a pass of each virtual stage.
+        hop: `hop(send) -> Hop`, what a message costs.
+        pays_Z: [Z] 1 or 0, whether messages take that time.
+        blocking: see `Layout`.
+
+    Returns:
+        end_ZxS, when each stage has done its last pass.
+    """
+    seconds = {FORWARD: np.asarray(forward_ZxU, float), BACKWARD: np.asarray(backward_ZxU, float)}
+    end_SxZ = np.zeros((schedule.num_stages, len(pays_Z)))
+    out_SxZ = np.zeros_like(end_SxZ)
+    arrived = {}  # (kind, microbatch, stage, chunk) -> (seconds [Z], decode [Z])
+    for row, sends in zip(schedule.ticks, schedule.sends, strict=True):
+        for stage, op in enumerate(row):
+            if op is not None:
+                at_Z, decode_Z = arrived.pop((op.kind, op.microbatch, stage, op.chunk), (0.0, 0.0))
+                seconds_Z = seconds[op.kind][:, schedule.virtual(stage, op.chunk)]
+                end_SxZ[stage] = np.maximum(end_SxZ[stage], at_Z) + decode_Z + seconds_Z
+        hops = [(send, hop(send)) for send in sends]
+        for send, cost in hops:
+            end_SxZ[send.source] += cost.encode_s * pays_Z
+            out_SxZ[send.source] = np.maximum(out_SxZ[send.source], end_SxZ[send.source]) + cost.out_s * pays_Z
+            arrived[send.kind, send.microbatch, send.target, send.target_chunk] = (
+                out_SxZ[send.source] + cost.late_s * pays_Z, cost.decode_s * pays_Z)
+        if blocking:
+            for send, _ in hops:
+                end_SxZ[send.source] = np.maximum(end_SxZ[send.source], out_SxZ[send.source])
+            for send, _ in hops:
+                there_Z, decode_Z = arrived.pop((send.kind, send.microbatch, send.target, send.target_chunk))
+                end_SxZ[send.target] = np.maximum(end_SxZ[send.target], there_Z) + decode_Z
+    return end_SxZ.T
+
+
+def _hops(cluster: Cluster, load: Work, layout: Layout, traffic: Traffic):
+    """`hop(send)`: what messages between stages cost, the slowest of all workers' and devices'."""
+    devices_NxSxK = layout.devices_NxSxK()
+    K = layout.tensor
+    parts = K if layout.split_boundary else 1
+    dense_bytes = load.boundary_bytes / parts
+
+    @functools.cache
+    def route(source, target):
+        pairs = np.stack([devices_NxSxK[:, stage].ravel() for stage in (source, target)])
+        latency_N, per_byte_N, _ = messages_cost(cluster, [pairs])
+        return latency_N.max(), per_byte_N.max()
+
+    @functools.cache
+    def gather_s(target):
+        """An all-gather is the second half of an all-reduce."""
+        if parts == 1:
+            return 0.0
+        latency_G, per_byte_G, *_ = mean_cost(cluster, devices_NxSxK[:, target])
+        return (latency_G.max() + load.boundary_bytes * per_byte_G.max()) / 2
+
+    @functools.cache
+    def cost(source, target, kind, coded):
+        if source == target:
+            return Hop(0.0, 0.0, 0.0, 0.0)
+        boundary = traffic.forward if kind == FORWARD else traffic.backward
+        latency_s, per_byte_s = route(source, target)
+        codec_s = dense_bytes / rate_Bps if coded and (rate_Bps := cluster.codec_rate(boundary.codec)) else 0.0
+        num_bytes = dense_bytes * (boundary.ratio if coded else 1)
+        return Hop(num_bytes * per_byte_s, latency_s + gather_s(target), codec_s / 2, codec_s / 2)
+
+    def hop(send):
+        boundary = traffic.forward if send.kind == FORWARD else traffic.backward
+        return cost(send.source, send.target, send.kind, boundary.codes(send.critical))
+
+    return hop
+
+
+# -- Between workers --------------------------------------------------------------------------------------------------
+
+
+class Exchange(NamedTuple):
+    """Messages that all devices of a stage exchange with those of other workers."""
+
+    time_s: float
+    nodes: tuple[int, ...]  # whose NICs they pass
+
+
+SILENCE = Exchange(0.0, ())
+
+
+def take_turns(ready_s: Sequence[float], exchanges: Sequence[Exchange]) -> list[float]:
+    """When each exchange is done, if those that pass the same NIC take turns in the order in which they are ready."""
+    free_s: dict[int, float] = {}
+    done_s = list(ready_s)
+    for index in sorted(range(len(ready_s)), key=lambda i: ready_s[i]):
+        exchange = exchanges[index]
+        done_s[index] = max([ready_s[index], *(free_s.get(node, 0.0) for node in exchange.nodes)]) + exchange.time_s
+        free_s |= dict.fromkeys(exchange.nodes, done_s[index])
+    return done_s
+
+
+def _exchanges(cluster: Cluster, load: Work, layout: Layout, traffic: Traffic, phase: int, embedding: bool) -> list[Exchange]:
+    """What every stage exchanges between workers in a phase, with or without its shared embedding; codec included."""
+    devices_NxSxK, method = layout.devices_NxSxK(), traffic.method
+    round_ = method.topology.round(phase)
+
+    def exchange(stage, num_bytes):
+        route = exchange_cost(cluster, round_, method.joint_ring, devices_NxSxK[:, stage])
+        ratio = traffic.ratio(stage)
+        rate_Bps = cluster.codec_rate(method.codec) if ratio != 1 else None
+        shared = load.embedding_bytes if embedding and not traffic.fused_embedding and stage in (0, layout.stages - 1) else 0.0
+        time_s = route.latency_N.max() + (ratio * num_bytes + shared) * route.per_byte_N.max()
+        return Exchange(float(time_s + (num_bytes / rate_Bps if rate_Bps else 0)), tuple(np.flatnonzero(route.nic_M)))
+
+    return [exchange(stage, num_bytes) for stage, num_bytes in enumerate(load.gradient_bytes)]
+
+
+def _joint(cluster: Cluster, load: Work, layout: Layout, fused: bool) -> Exchange:
+    """The mean of the embedding's gradient over the first and last stage of each worker, or of all workers."""
+    if not load.embedding_bytes:
+        return SILENCE
+    holders_NxHxK = layout.devices_NxSxK()[:, [0, -1]]
+    members_GxH = np.moveaxis(holders_NxHxK, 2, 0).reshape(-1, 2 * layout.workers if fused else 2)
+    members_GxH = np.sort(members_GxH, axis=1)  # A ring visits the holders on a node one after the other.
+    latency_G, per_byte_G, _, nic_M = mean_cost(cluster, members_GxH)
+    return Exchange(float(latency_G.max() + load.embedding_bytes * per_byte_G.max()), tuple(np.flatnonzero(nic_M)))
+
+
+def _iteration_s(load: Work, traffic: Traffic, ready_S: np.ndarray, per_stage: list[Exchange] | None, joint: Exchange) -> float:
+    """Seconds of an iteration whose stages have computed at `ready_S`; `per_stage`: what they exchange, None: nothing."""
+    method, ready_s = traffic.method, [*map(float, ready_S)]
+    averages = method.message == GRADIENTS and not method.overlap
+    waits_for = per_stage if averages and per_stage else [SILENCE] * len(ready_s)
+    ends_s = max(ready_s[0], ready_s[-1])
+    if traffic.fused_embedding:
+        updated_s = max(take_turns([*ready_s, ends_s], [*waits_for, joint]))
+    else:
+        done_s = take_turns(ready_s, waits_for)
+        updated_s = max(*done_s, max(done_s[0], done_s[-1]) + joint.time_s)
+    updated_s += load.optimizer_s
+    if averages or per_stage is None:
+        return updated_s
+    exchange_s = max(take_turns([0.0] * len(ready_s), per_stage))
+    together_s = max(updated_s, exchange_s) if method.overlap else updated_s + exchange_s
+    return together_s + (load.combine_s if method.message == PARAMETERS else 0.0)
+
+
+def _mean_s(cluster: Cluster, load: Work, layout: Layout, traffic: Traffic, ready_S: np.ndarray, *, workers: bool = True,
+            embedding: bool = True) -> float:
+    """Seconds of an iteration, mean over the method's phases and local steps; flags tell who pays for messages."""
+    method, joint = traffic.method, _joint(cluster, load, layout, traffic.fused_embedding) if embedding else SILENCE
+    local_s = _iteration_s(load, traffic, ready_S, None, joint)
+    if method.topology is None or not workers:
+        return local_s
+    phases = range(method.topology.period)
+    exchanged_s = [_iteration_s(load, traffic, ready_S, _exchanges(cluster, load, layout, traffic, phase, embedding), joint)
+                   for phase in phases]
+    return (float(np.mean(exchanged_s)) + (method.every - 1) * local_s) / method.every
+
+
+# -- Prediction -------------------------------------------------------------------------------------------------------
+
+
+class LayoutPrediction(NamedTuple):
+    """Time of an iteration and where it goes: each part is what it adds to those before it, and they sum to `time_s`.
+
+    Attributes:
+        time_s: an iteration.
+        compute_s: passes of the busiest stage, and the optimizer.
+        bubble_s: a stage waits for others, as it would if messages took no time.
+        tensor_s: all-reduces over the tensor axis.
+        boundary_s: messages between stages, and their codec.
+        workers_s: messages between workers, and their codec.
+        embedding_s: averaging a tied embedding.
+        stage_end_S: when every stage has done its last backward pass, seconds.
+        boundary_bytes: that the busiest device sends to other stages in an iteration.
+        workers_bytes: that the busiest device sends to other workers, without a tied embedding of several stages.
+        embedding_bytes: that a holder of it sends.
+    """
+
+    time_s: float
+    compute_s: float
+    bubble_s: float
+    tensor_s: float
+    boundary_s: float
+    workers_s: float
+    embedding_s: float
+    stage_end_S: np.ndarray
+    boundary_bytes: float
+    workers_bytes: float
+    embedding_bytes: float
+
+
+def _check(cluster: Cluster, load: Work, layout: Layout, traffic: Traffic) -> None:
+    if cluster.num_workers != layout.num_devices:
+        raise ValueError(f"layout {layout.name} has {layout.num_devices} devices, cluster {cluster.name!r} has "
+                         f"{cluster.num_workers}; use cluster.resize({layout.num_devices})")
+    topology = traffic.method.topology
+    if topology is not None and topology.num_workers != layout.workers:
+        raise ValueError(f"method {traffic.method.name!r} is for {topology.num_workers} workers, layout {layout.name} has "
+                         f"{layout.workers}; make them equal")
+    if (traffic.compressed_stages or 0) > layout.stages:
+        raise ValueError(f"compressed_stages={traffic.compressed_stages} of stages={layout.stages}; use at most {layout.stages}")
+    if len(load.forward_s) != layout.num_virtual or len(load.gradient_bytes) != layout.stages:
+        raise ValueError(f"the work is of {len(load.forward_s)} virtual stages on {len(load.gradient_bytes)}, layout "
+                         f"{layout.name} has {layout.num_virtual} on {layout.stages}; count it with work(model, layout, flops)")
+
+
+def _stage_ends_ZxS(cluster: Cluster, load: Work, layout: Layout, traffic: Traffic) -> np.ndarray:
+    """When stages have computed: without messages; with those of the tensor axis; with those between stages, too."""
+    latency_G, per_byte_G, *_ = mean_cost(cluster, layout.devices_NxSxK().reshape(-1, layout.tensor))
+    reduction_s = latency_G.max() + load.tensor_bytes * per_byte_G.max()
+    tensor_Zx1 = np.array([[0.0], [1.0], [1.0]]) * reduction_s
+    forward_ZxU = np.array(load.forward_s) + tensor_Zx1 * np.array(load.forward_reductions)
+    backward_ZxU = np.array(load.backward_s) + tensor_Zx1 * np.array(load.backward_reductions)
+    return run_pipeline(layout.passes, forward_ZxU, backward_ZxU, _hops(cluster, load, layout, traffic),
+                        np.array([0.0, 0.0, 1.0]), blocking=layout.blocking)
+
+
+def predict_layout(cluster: Cluster, load: Work, layout: Layout, traffic: Traffic) -> LayoutPrediction:
+    """Predicts the time of an iteration of a 3D layout.
+
+    Args:
+        cluster: whose `num_workers` are the layout's devices.
+        load: from `work`, or measured.
+        layout: workers × stages × tensor and the schedule.
+        traffic: what is sent.
+
+    Returns:
+        The `LayoutPrediction`.
+
+    Raises:
+        ValueError: if sizes do not fit together.
+
+    Example:
+        >>> from decjax.runtime import Cluster, Link, all_reduce
+        >>> four = Cluster("four hosts", 4, 1, Link(0, 1e9), Link(0, 25e6))
+        >>> layout = Layout(stages=4, microbatches=8)
+        >>> model = Transformer(8, 64, 2, 256, 128, batch_size=16)
+        >>> prediction = predict_layout(four, work(model, layout, 1e9), layout, Traffic(all_reduce(1)))
+        >>> round(prediction.compute_s, 2), round(prediction.time_s, 2)
+        (1.81, 2.45)
+    """
+    _check(cluster, load, layout, traffic)
+    plain_S, tensor_S, ready_S = _stage_ends_ZxS(cluster, load, layout, traffic)
+    mean_s = functools.partial(_mean_s, cluster, load, layout, traffic)
+    passes_U = np.array(load.forward_s) + np.array(load.backward_s)
+    compute_s = layout.microbatches * max(by_stage(layout, passes_U)) + load.optimizer_s
+    total_s = [compute_s, *(mean_s(end_S, workers=False, embedding=False) for end_S in (plain_S, tensor_S, ready_S)),
+               mean_s(ready_S, embedding=False), mean_s(ready_S)]
+    return LayoutPrediction(total_s[-1], compute_s, *map(float, np.diff(total_s)), ready_S, *_sent(cluster, load, layout, traffic))
+
+
+def _sent(cluster: Cluster, load: Work, layout: Layout, traffic: Traffic) -> tuple[float, float, float]:
+    """(boundary_bytes, workers_bytes, embedding_bytes) of the busiest device in an iteration."""
+    dense_bytes = load.boundary_bytes / (layout.tensor if layout.split_boundary else 1)
+    boundary_S = np.zeros(layout.stages)
+    for send in (send for sends in layout.passes.sends for send in sends if send.source != send.target):
+        boundary = traffic.forward if send.kind == FORWARD else traffic.backward
+        boundary_S[send.source] += dense_bytes * (boundary.ratio if boundary.codes(send.critical) else 1)
+    method, workers = traffic.method, 0.0
+    if method.topology is not None:
+        devices_NxK = layout.devices_NxSxK()[:, 0]
+        routes = [exchange_cost(cluster, round_, method.joint_ring, devices_NxK) for round_ in method.topology.rounds]
+        workers = float(np.mean([route.sent_N.max() for route in routes])) / method.every
+    workers_bytes = workers * max(traffic.ratio(s) * num_bytes for s, num_bytes in enumerate(load.gradient_bytes))
+    holders = 2 * layout.workers if traffic.fused_embedding else 2
+    shares = 2 * (holders - 1) / holders + (0 if traffic.fused_embedding else workers)
+    return float(boundary_S.max()), workers_bytes, load.embedding_bytes * shares
+
+
+def choose_compressed_stages(cluster: Cluster, load: Work, layout: Layout, traffic: Traffic, *,
+                             tolerance: float = 1e-3) -> tuple[int, tuple[float, ...]]:
+    """How many stages should compress what they send to other workers: stage 0 is done last, the others have slack.
+
+    Args:
+        cluster, load, layout: as in `predict_layout`.
+        traffic: whose method has the ratio of a compressed stage; its `compressed_stages` do not count.
+        tolerance: a larger k has to shorten an iteration by more than this fraction.
+
+    Returns:
+        (k, seconds of an iteration for 0, 1, … S): the smallest k from which on compressing more stages gains nothing.
+    """
+    _check(cluster, load, layout, traffic)
+    ready_S = _stage_ends_ZxS(cluster, load, layout, traffic)[-1]
+    times_s = tuple(_mean_s(cluster, load, layout, dataclasses.replace(traffic, compressed_stages=k), ready_S)
+                    for k in range(layout.stages + 1))
+    return next(k for k, time_s in enumerate(times_s) if time_s <= (1 + tolerance) * min(times_s)), times_s
