@@ -55,18 +55,17 @@ def exchange(x: jax.Array, pairs: Sequence[tuple[int, int]], axis_name: AxisName
         What arrives; zeros on a worker that is nobody's target.
     """
     if not _is_simulated(axis_name):
-        swaps = between_cpu_processes() and all(
-            source != target and (target, source) in pairs for source, target in pairs)
+        swaps = [pair for pair in pairs if pair[0] != pair[1] and pair[::-1] in pairs] if between_cpu_processes() else []
+        others = [pair for pair in pairs if pair not in swaps]
         if not swaps and x.dtype.itemsize >= 4:
             return jax.lax.ppermute(x, axis_name, pairs)
         bits = jax.lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}")
+        arrived = jax.lax.ppermute(bits, axis_name, others) if others or not swaps else None
         if swaps:
-            paired = {worker for pair in pairs for worker in pair}
-            alone = [[worker] for worker in range(jax.lax.axis_size(axis_name)) if worker not in paired]
-            groups = [[source, target] for source, target in pairs if source < target] + alone
-            arrived = jax.lax.psum(bits, axis_name, axis_index_groups=groups) - bits
-        else:
-            arrived = jax.lax.ppermute(bits, axis_name, pairs)
+            # One after the other, in the same order everywhere; nobody takes part in both, and whoever takes none gets zeros.
+            bits, arrived = jax.lax.optimization_barrier((bits, arrived))
+            swapped = _swap(bits, swaps, axis_name)
+            arrived = swapped if arrived is None else arrived + swapped
         return jax.lax.bitcast_convert_type(arrived, x.dtype)
     # vmap has no partial permutations: read the source's row, and blank those who receive nothing.
     n = jax.lax.axis_size(axis_name)
@@ -77,6 +76,13 @@ def exchange(x: jax.Array, pairs: Sequence[tuple[int, int]], axis_name: AxisName
     index = worker_index(axis_name)
     arrived = jax.lax.all_gather(x, axis_name)[jnp.asarray(source_of)[index]]
     return arrived if receives.all() else jnp.where(jnp.asarray(receives)[index], arrived, jnp.zeros_like(x))
+
+
+def _swap(bits: jax.Array, swaps: Sequence[tuple[int, int]], axis_name: AxisName) -> jax.Array:
+    """What the partner holds; zeros on a worker that has none."""
+    alone = [[worker] for worker in range(jax.lax.axis_size(axis_name)) if not any(worker in pair for pair in swaps)]
+    groups = [[source, target] for source, target in swaps if source < target] + alone
+    return jax.lax.psum(bits, axis_name, axis_index_groups=groups) - bits
 
 
 def stage_index() -> jax.Array:
