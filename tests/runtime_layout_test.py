@@ -127,7 +127,7 @@ def test_recursion_is_what_events_make_of_it(seed):
     run = ends(schedule, forward_s, backward_s, hop)
     assert run == pytest.approx(naive_simulation(schedule, forward_s, backward_s, hop), rel=1e-12)
     assert (run > ends(schedule, forward_s, backward_s)).all()
-    # What travels beside the passes is never later than what travels between them.
+    # What nobody waits for between passes is never later than what somebody does.
     assert (ends(schedule, forward_s, backward_s, hop, blocking=True) >= run - 1e-9).all()
 
 
@@ -142,10 +142,18 @@ def test_two_stages_by_hand():
     # stage 0: B0 arrives at 5.6, until 7.7; B1 arrives at 8.7, until 10.8.
     coded = ends(schedule, [1, 1], [2, 2], lambda send: Hop(0.5, 0.25, *((0.1, 0.1) if send.kind == "B" else (0, 0))))
     assert coded == pytest.approx([10.8, 7.95])
-    # Sent between passes: stage 0 F0 until 1, out at 1.5, F1 until 2.5, out at 3; stage 1 has F0 at 1.75 … 2.75, gets F1's
-    # input at 3.25 before it goes on: B0 until 5.25, out at 5.75, there at 6; F1 5.75 … 6.75, B1 until 8.75, out at 9.25.
-    # Stage 0: B0 6 … 8; B1 there at 9.5, until 11.5.
-    assert ends(schedule, [1, 1], [2, 2], lambda send: Hop(0.5, 0.25, 0, 0), blocking=True) == pytest.approx([11.5, 9.25])
+
+
+def test_messages_between_passes_by_hand():
+    """As above with four microbatches: what arrives between passes is waited for, and forms travel one after the other."""
+    schedule = schedules.make("1f1b", 2, 4)
+    # Stage 0: F0 1, F1 2, waits for B0's gradient until 5.5, B0 7.5, F2 8.5; stage 1: F0 1.75 … 2.75, B0 4.75, F1 5.75, B1 7.75.
+    # Then F2 and B1's gradient are under way at once: stage 1 has F2's input at 9.25, stage 0 the gradient at 8.5. And so on.
+    alike = ends(schedule, [1] * 2, [2] * 2, lambda send: Hop(0.5, 0.25, 0, 0), blocking=True)
+    assert alike == pytest.approx([18, 15.25])
+    # In another form the gradient leaves when stage 1 has F2's input, at 9.25, and is there at 10; B2's at 14.5, B3's at 17.5.
+    unlike = ends(schedule, [1] * 2, [2] * 2, lambda send: Hop(0.5, 0.25, 0, 0, send.kind), blocking=True)
+    assert unlike == pytest.approx([19.5, 16.75])
 
 
 # -- Layouts ----------------------------------------------------------------------------------------------------------
@@ -263,7 +271,8 @@ def test_pipelines_that_gossip_still_share_their_embedding():
 
 @pytest.mark.parametrize("S, M", [(2, 8), (4, 16), (8, 16)])
 def test_compressed_backpropagation_sends_what_it_should(S, M):
-    layout = Layout(stages=S, microbatches=M)
+    # Between passes a gradient in a form of its own leaves after the activations, which may take longer than it saves.
+    layout = Layout(stages=S, microbatches=M, blocking=False)
     load = even(layout, boundary_bytes=1e6)
     cluster = line(S, inter=Link(1e-3, 1e7))
 

@@ -1,4 +1,4 @@
-"""Low rank: a matrix as a product of two thin ones, by a step of power iteration, or several.
+"""Low rank: a matrix as a product of two thin ones, by one step of power iteration.
 
     A = x as I×J;   P = orth(A Q);   Q ← Aᵀ P;   x̂ = P Qᵀ = P Pᵀ A
 
@@ -37,22 +37,18 @@ def revived(found_JxR: jax.Array, fresh_JxR: jax.Array) -> jax.Array:
     return jnp.where(alive_R, found_JxR / jnp.where(alive_R, largest_R, 1), fresh_JxR)
 
 
-def low_rank(rank: int = 4, values: Codec = cast.identity(), steps: int = 1) -> Codec:
+def low_rank(rank: int = 4, values: Codec = cast.identity()) -> Codec:
     """Rank-R messages of tensors with at least two dimensions; vectors are sent as they are.
 
     Args:
         rank: R, at most min(I, J) of every matrix that it is given.
         values: the form of the factors that are sent, such as `bfloat16`.
-        steps: of power iteration for each message: more bring P closer to the leading singular vectors of a matrix that has little
-            to do with the one before, such as another microbatch's, for no more bytes.
 
     State: Qᵀ [R, J], from the last finite message.
     """
     check_values("low_rank", values)
     if rank < 1:
         raise ValueError(f"low_rank rank={rank} must be at least 1")
-    if steps < 1:
-        raise ValueError(f"low_rank steps={steps} must be at least 1")
 
     def view(shape):
         matrix = matrix_shape(tuple(shape))
@@ -74,10 +70,9 @@ def low_rank(rank: int = 4, values: Codec = cast.identity(), steps: int = 1) -> 
         if not matrix:
             return {"dense": x}
         a_IxJ = x.reshape(matrix).astype(working_dtype(x.dtype))
-        for _ in range(steps):
-            p_IxR = jnp.linalg.qr(jnp.matmul(a_IxJ, q_RxJ.T, precision=HIGHEST))[0]
-            # Pᵀ A instead of Aᵀ P: XLA on CPUs is ten times slower where the large matrix is transposed.
-            q_RxJ = jnp.matmul(p_IxR.T, a_IxJ, precision=HIGHEST)
+        p_IxR = jnp.linalg.qr(jnp.matmul(a_IxJ, q_RxJ.T, precision=HIGHEST))[0]
+        # Pᵀ A instead of Aᵀ P: XLA on CPUs is ten times slower where the large matrix is transposed.
+        q_RxJ = jnp.matmul(p_IxR.T, a_IxJ, precision=HIGHEST)
         return {"p": values.encode(p_IxR, (), None), "q": values.encode(q_RxJ, (), None)}
 
     def decode(message, shape, dtype):

@@ -7,7 +7,8 @@ order. With F and B the time of a pass, and `end*` that of the pass before it on
     end     = start + F or B + encode
     arrival = max(end, arrival of what this stage sent before) + b·β⁻¹, and α + gather later
 
-so a bubble is nothing but waiting. (Sent between passes, "blocking", messages also keep both stages until they are out and in.)
+so a bubble is nothing but waiting. Sent between passes ("blocking"), a tick's messages keep those who receive them until they are
+in; those of one form travel at once, activations before gradients, and the next form once a stage has what it gets of the one before.
 F and B hold their all-reduces over the tensor axis. When a stage's last backward pass is done, its gradients are exchanged with those
 of other workers, while earlier stages still compute; stages that leave through the same NIC take turns. The optimizer waits for all
 stages, since a gradient is clipped by its norm over all of them. Gossip is of parameters, and takes place beside an iteration
@@ -27,18 +28,19 @@ from decjax.runtime.exchange import exchange_cost, mean_cost, messages_cost
 from decjax.runtime.layout import Layout, Traffic, Work, by_stage
 from decjax.runtime.model import GRADIENTS, PARAMETERS
 from decjax.runtime.profile import Cluster
-from decjax.schedules import BACKWARD, FORWARD, Schedule
+from decjax.schedules import BACKWARD, FORWARD, Schedule, Send
 
 # -- The pipeline -----------------------------------------------------------------------------------------------------
 
 
 class Hop(NamedTuple):
-    """A message between two stages: seconds it occupies the sender's way out, and until it is there after that; codec time."""
+    """A message between two stages: seconds it occupies the sender's way out, and until it is there after that; codec time; its form."""
 
     out_s: float
     late_s: float
     encode_s: float
     decode_s: float
+    form: str = ""
 
 
 def run_pipeline(schedule: Schedule, forward_ZxU, backward_ZxU, hop, pays_Z, *, blocking: bool = False) -> np.ndarray:
@@ -58,25 +60,37 @@ def run_pipeline(schedule: Schedule, forward_ZxU, backward_ZxU, hop, pays_Z, *, 
     end_SxZ = np.zeros((schedule.num_stages, len(pays_Z)))
     out_SxZ = np.zeros_like(end_SxZ)
     arrived = {}  # (kind, microbatch, stage, chunk) -> (seconds [Z], decode [Z])
+
+    def receive(*what):
+        at_Z, decode_Z = arrived.pop(what, (0.0, 0.0))
+        end_SxZ[what[2]] = np.maximum(end_SxZ[what[2]], at_Z)
+        return decode_Z
+
     for row, sends in zip(schedule.ticks, schedule.sends, strict=True):
         for stage, op in enumerate(row):
             if op is not None:
-                at_Z, decode_Z = arrived.pop((op.kind, op.microbatch, stage, op.chunk), (0.0, 0.0))
-                seconds_Z = seconds[op.kind][:, schedule.virtual(stage, op.chunk)]
-                end_SxZ[stage] = np.maximum(end_SxZ[stage], at_Z) + decode_Z + seconds_Z
+                end_SxZ[stage] += receive(op.kind, op.microbatch, stage, op.chunk) + seconds[op.kind][:, schedule.virtual(stage, op.chunk)]
         hops = [(send, hop(send)) for send in sends]
         for send, cost in hops:
             end_SxZ[send.source] += cost.encode_s * pays_Z
-            out_SxZ[send.source] = np.maximum(out_SxZ[send.source], end_SxZ[send.source]) + cost.out_s * pays_Z
-            arrived[send.kind, send.microbatch, send.target, send.target_chunk] = (
-                out_SxZ[send.source] + cost.late_s * pays_Z, cost.decode_s * pays_Z)
-        if blocking:
-            for send, _ in hops:
-                end_SxZ[send.source] = np.maximum(end_SxZ[send.source], out_SxZ[send.source])
-            for send, _ in hops:
-                there_Z, decode_Z = arrived.pop((send.kind, send.microbatch, send.target, send.target_chunk))
-                end_SxZ[send.target] = np.maximum(end_SxZ[send.target], there_Z) + decode_Z
+        decode_SxZ = np.zeros_like(end_SxZ)
+        for group in _at_once(hops) if blocking else [hops]:
+            for send, cost in group:
+                out_SxZ[send.source] = np.maximum(out_SxZ[send.source], end_SxZ[send.source]) + cost.out_s * pays_Z
+                arrived[send.kind, send.microbatch, send.target, send.target_chunk] = (
+                    out_SxZ[send.source] + cost.late_s * pays_Z, cost.decode_s * pays_Z)
+            for send, _ in group if blocking else ():
+                decode_SxZ[send.target] += receive(send.kind, send.microbatch, send.target, send.target_chunk)
+        end_SxZ += decode_SxZ
     return end_SxZ.T
+
+
+def _at_once(hops: Sequence[tuple[Send, Hop]]) -> list[list[tuple[Send, Hop]]]:
+    """Messages of a tick by their form, activations first."""
+    groups: dict[str, list[tuple[Send, Hop]]] = {}
+    for send, cost in sorted(hops, key=lambda each: each[0].kind, reverse=True):
+        groups.setdefault(cost.form, []).append((send, cost))
+    return list(groups.values())
 
 
 def _hops(cluster: Cluster, load: Work, layout: Layout, traffic: Traffic):
@@ -108,7 +122,8 @@ def _hops(cluster: Cluster, load: Work, layout: Layout, traffic: Traffic):
         latency_s, per_byte_s = route(source, target)
         codec_s = dense_bytes / rate_Bps if coded and (rate_Bps := cluster.codec_rate(boundary.codec)) else 0.0
         num_bytes = dense_bytes * (boundary.ratio if coded else 1)
-        return Hop(num_bytes * per_byte_s, latency_s + gather_s(target), codec_s / 2, codec_s / 2)
+        form = f"{boundary.codec}, {boundary.ratio}" if coded else ""
+        return Hop(num_bytes * per_byte_s, latency_s + gather_s(target), codec_s / 2, codec_s / 2, form)
 
     def hop(send):
         boundary = traffic.forward if send.kind == FORWARD else traffic.backward
