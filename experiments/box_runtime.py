@@ -53,13 +53,14 @@ def methods() -> dict[str, runtime.Method]:
 
 
 def calibrate(network: cluster.Network, rate: str, seconds: float, batch_size: int = systems.BATCH_SIZE,
-              compressed: Sequence[str] = (), pin: bool = False) -> tuple[runtime.Cluster, runtime.Workload]:
+              compressed: Sequence[str] = (), pin: bool = False,
+              model: dict[str, int] = systems.MODEL, bucket_bytes: int = systems.BUCKET) -> tuple[runtime.Cluster, runtime.Workload]:
     """What launch.calibrate measures at a rate, and of compressed methods."""
     network.set_rate(rate)
     with tempfile.TemporaryDirectory() as directory:
         path = pathlib.Path(directory) / "profile.json"
-        fields = {f"model.{key}": size for key, size in systems.MODEL.items()}
-        fields |= {"bucket_bytes": systems.BUCKET, "batch_size": HOSTS * batch_size}
+        fields = {f"model.{key}": size for key, size in model.items()}
+        fields |= {"bucket_bytes": bucket_bytes, "batch_size": HOSTS * batch_size}
         code = network.run("launch.calibrate", [
             f"--config=configs/lm.py:workers={HOSTS}", f"--out={path}", f"--seconds={seconds}", f"--name={rate}",
             *(f"--compressed={text}" for text in compressed),

@@ -2,17 +2,19 @@
 
     python -m experiments.pipeline_speed --out=runs/pipeline_speed.json
 
-Four hosts in a box (launch.cluster: root and iproute2) are the four stages of one pipeline; a transformer of width 128 with a layer a
-host, 1F1B, 16 sequences of 128 tokens in a microbatch, float32. It is so narrow that hosts that share two cores seldom compute at
+Four hosts in a box (launch.cluster: root and iproute2) are the four stages of one pipeline; a transformer of width 32 with a layer a
+host, 1F1B, 128 sequences of 64 tokens in a microbatch, float32. It is so narrow that hosts that share two cores seldom compute at
 the same time: a message travels several times as long as its microbatch is computed. Rows take turns; a figure is the median
 over the rounds of the mean time of an iteration.
 
-The model is told what was measured without the slow link and without a pipeline's overlap: an iteration of a single microbatch
-on free links, where one stage works at a time. That is the time of all passes together, which it divides among stages and
-between F and B as their operations are; what it takes longer with coded messages is their codecs' time. The link is the throughput
-of one TCP connection. Nothing is fitted to the times that are predicted.
+The model is told what was measured without pipelines, or without the slow link: α and β of exchanges between the hosts (launch.calibrate at the
+rate in question), and how long each row's iteration takes on free links. The latter is the time of all passes, on cores that hosts
+share, which it divides among stages and between F and B as their operations are; what it takes longer with coded messages is
+their codecs' time. Nothing is fitted to the times that are predicted.
 """
 
+from collections.abc import Callable
+import dataclasses
 import json
 import pathlib
 
@@ -23,16 +25,18 @@ import rich.table
 
 from decjax import runtime
 from decjax.runtime.transformer import low_rank_ratio
+from experiments import box_runtime
 from experiments import speedup
 from experiments.bench.box import systems
 from experiments.bench.box.group import Failed
 from launch import cluster
 from launch import command
 
-STAGES, SIZE = 4, 16  # SIZE: sequences of a microbatch
+STAGES, SIZE = 4, 128  # SIZE: sequences of a microbatch
 STEPS = 2  # of a visit at least
-MODEL = dict(vocabulary=256, context=128, width=128, hidden=512, heads=4, depth=STAGES)
-DENSE, LOW_RANK = "as they are", "low_rank(rank=16)"
+MODEL = dict(vocabulary=256, context=64, width=32, hidden=128, heads=2, depth=STAGES)
+DENSE, RANK = "as they are", 4
+LOW_RANK = f"low_rank(rank={RANK})"
 ROWS = {  # name -> codec of gradients, of activations, which gradients
     DENSE: ("", "", "epilogue"),
     "gradients of the cool-down, low rank": (LOW_RANK, "", "epilogue"),
@@ -41,17 +45,18 @@ ROWS = {  # name -> codec of gradients, of activations, which gradients
     "gradients and activations, int8": ("int8", "int8", "always"),
 }
 # Messages are a microbatch's activations, one row a token; int8 has a scale for each block of 256 values.
-RATIOS = {LOW_RANK: 1 / low_rank_ratio(SIZE * MODEL["context"], MODEL["width"], 16), "int8": 1 / 4 + 1 / 256}
-ALONE = "one microbatch, "
+RATIOS = {LOW_RANK: 1 / low_rank_ratio(SIZE * MODEL["context"], MODEL["width"], RANK), "int8": 1 / 4 + 1 / 256}
+MESSAGE_BYTES = 4 * SIZE * MODEL["context"] * MODEL["width"]
+FREE_BPS = 1e15  # of links that are not limited
 
 
-def row(name: str, microbatches: int, prefix: str = "") -> systems.Row:
+def row(name: str, microbatches: int) -> systems.Row:
     """A pipeline of four hosts."""
     backward, forward, when = ROWS[name]
     argument = ",".join(filter(None, (
         f"method=local,stages={STAGES},schedule=1f1b,microbatches={microbatches}", backward and f"backward={backward}",
         forward and f"forward={forward}")))
-    return systems.decjax(prefix + name, argument, batch_size=SIZE * microbatches, model=MODEL, **{"boundary.when": when})
+    return systems.decjax(name, argument, batch_size=SIZE * microbatches, model=MODEL, **{"boundary.when": when})
 
 
 def boundary(codec: str, when: str) -> runtime.Boundary:
@@ -59,14 +64,15 @@ def boundary(codec: str, when: str) -> runtime.Boundary:
     return runtime.Boundary(RATIOS[codec], codec, "critical" if when == "epilogue" else "always")
 
 
-def predict(name: str, microbatches: int, alone_s: dict[str, float], throughput_Bps: float) -> float:
-    """Seconds of an iteration.
+def iteration_s(name: str, microbatches: int, link: runtime.Link, compute_s: float, codec_s: float) -> float:
+    """Seconds of an iteration, as the model has it.
 
     Args:
         name: of the row.
         microbatches: M.
-        alone_s: row -> seconds of an iteration of one microbatch on free links.
-        throughput_Bps: bytes per second that a link carries one way.
+        link: of every host.
+        compute_s: of all passes of one microbatch.
+        codec_s: of one message, at both ends together.
     """
     backward, forward, when = ROWS[name]
     layers, width = MODEL["depth"], MODEL["width"]
@@ -74,16 +80,37 @@ def predict(name: str, microbatches: int, alone_s: dict[str, float], throughput_
                                 batch_size=SIZE * microbatches, hidden=MODEL["hidden"])
     layout = runtime.Layout(stages=STAGES, microbatches=microbatches)
     counted = runtime.work(model, layout, 1.0)
-    scale_s = alone_s[DENSE] / (sum(counted.forward_s) + sum(counted.backward_s))
+    scale_s = compute_s / (sum(counted.forward_s) + sum(counted.backward_s))
     load = runtime.Work(*(tuple(scale_s * seconds for seconds in passes) for passes in (counted.forward_s, counted.backward_s)),
                         counted.boundary_bytes, 0.0, (0.0,) * STAGES, (0.0,) * STAGES, (0.0,) * STAGES)
-    messages = (STAGES - 1) * ((backward != "") + (forward != ""))  # All gradients of one microbatch are of the cool-down.
-    codec_s = max(alone_s[name] - alone_s[DENSE], 1e-6) / messages if messages else 0.0
-    host = runtime.Link(0.0, throughput_Bps)
-    box = runtime.Cluster("box", STAGES, 1, host, host, codec_Bps=counted.boundary_bytes / codec_s if codec_s else None)
+    box = runtime.Cluster("box", STAGES, 1, link, link, codec_Bps=counted.boundary_bytes / codec_s if codec_s else None)
     traffic = runtime.Traffic(runtime.no_communication(), backward=boundary(backward, when) if backward else runtime.Boundary(),
                               forward=boundary(forward, "always") if forward else runtime.Boundary())
     return runtime.predict_layout(box, load, layout, traffic).time_s
+
+
+def inverse(function: Callable[[float], float], value: float, high: float) -> float:
+    """Where a growing function, linear in parts, takes a value: between 0 and `high`, or the nearer end."""
+    low = 0.0
+    for _ in range(50):
+        middle = (low + high) / 2
+        low, high = (middle, high) if function(middle) < value else (low, middle)
+    return high
+
+
+def predict(microbatches: int, free_s: dict[str, float], link: runtime.Link) -> dict[str, float]:
+    """Seconds of an iteration of every row.
+
+    Args:
+        microbatches: M.
+        free_s: row -> seconds of an iteration on free links.
+        link: of every host, as calibrated.
+    """
+    free = runtime.Link(0.0, FREE_BPS)
+    compute_s = free_s[DENSE] / iteration_s(DENSE, microbatches, free, 1.0, 0.0)
+    codec_s = {name: inverse(lambda s, name=name: iteration_s(name, microbatches, free, compute_s, s), seconds, seconds)
+               for name, seconds in free_s.items()}
+    return {name: iteration_s(name, microbatches, link, compute_s, codec_s[name]) for name in free_s}
 
 
 def tabulate(measured: speedup.Measured, predicted_s: dict[str, float]) -> rich.table.Table:
@@ -103,23 +130,25 @@ def main(argv: list[str]) -> None:
     if argv:
         command.fail(f"unexpected argument {argv[0]!r}; options start with --")
     M = chosen.microbatches
-    rows, alone = [row(name, M) for name in ROWS], [row(name, 1, ALONE) for name in ROWS]
-    with cluster.network(hosts=STAGES, rate=cluster.UNLIMITED) as network, systems.Box(network) as box:
-        for each in (*rows, *alone):
+    rows = [row(name, M) for name in ROWS]
+    with cluster.network(hosts=STAGES, rate=chosen.rate) as network, systems.Box(network) as box:
+        profile, _ = box_runtime.calibrate(network, chosen.rate, chosen.seconds, model=MODEL, bucket_bytes=MESSAGE_BYTES)
+        network.set_rate(cluster.UNLIMITED)
+        for each in rows:
             box.prepare(each)
             if each.name in box.refused:
                 raise Failed(f"{each.name}: {box.refused[each.name]}")
             print(f"{each.name}: ready", flush=True)
-        free = speedup.measure(box, alone, cluster.UNLIMITED, chosen.rounds, steps=lambda _: 3 * STEPS)
+        free = speedup.measure(box, rows, cluster.UNLIMITED, chosen.rounds, steps=lambda _: 3 * STEPS)
         measured = speedup.measure(box, rows, chosen.rate, chosen.rounds, steps=lambda _: STEPS)
-    alone_s = {name: free.time_s(ALONE + name) for name in ROWS}
-    predicted_s = {name: predict(name, M, alone_s, measured.throughput_Bps) for name in ROWS}
+    free_s = {name: free.time_s(name) for name in ROWS}
+    predicted_s = predict(M, free_s, profile.inter)
     console = rich.console.Console(width=140, highlight=False)
     console.print(tabulate(measured, predicted_s))
-    console.print(f"{M} microbatches; {measured.throughput_Bps * 8 / 1e6:.1f} Mbit/s one way; a single microbatch on free links takes "
-                  f"{alone_s[DENSE] * 1e3:.0f} ms")
+    console.print(f"{M} microbatches; {profile.inter.bandwidth_Bps * 8 / 1e6:.1f} Mbit/s and {profile.inter.latency_s * 1e3:.1f} ms by calibration; "
+                  f"an iteration on free links takes {free_s[DENSE] * 1e3:.0f} ms")
     if chosen.out:
-        pathlib.Path(chosen.out).write_text(json.dumps({"alone_s": alone_s, "predicted_s": predicted_s,
+        pathlib.Path(chosen.out).write_text(json.dumps({"free_s": free_s, "predicted_s": predicted_s, "link": dataclasses.asdict(profile.inter),
                                                         "measured": measured._asdict()}, indent=2) + "\n")
 
 
@@ -127,6 +156,7 @@ if __name__ == "__main__":
     # Defined here, because tests import several experiments.
     flags.DEFINE_string("rate", "50mbit", "Of every link, both ways.")
     flags.DEFINE_integer("microbatches", 8, "M.", lower_bound=STAGES)
+    flags.DEFINE_float("seconds", 40.0, "About how long to calibrate.", lower_bound=1.0)
     flags.DEFINE_integer("rounds", 3, "Visits of each row.", lower_bound=1)
     flags.DEFINE_string("out", None, "JSON of everything measured.")
     command.run(main, errors=(cluster.ClusterError, Failed, OSError))

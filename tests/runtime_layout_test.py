@@ -145,15 +145,16 @@ def test_two_stages_by_hand():
 
 
 def test_messages_between_passes_by_hand():
-    """As above with four microbatches: what arrives between passes is waited for, and forms travel one after the other."""
+    """As above with four microbatches: messages keep both stages, and forms travel one after the other."""
     schedule = schedules.make("1f1b", 2, 4)
-    # Stage 0: F0 1, F1 2, waits for B0's gradient until 5.5, B0 7.5, F2 8.5; stage 1: F0 1.75 … 2.75, B0 4.75, F1 5.75, B1 7.75.
-    # Then F2 and B1's gradient are under way at once: stage 1 has F2's input at 9.25, stage 0 the gradient at 8.5. And so on.
+    # Stage 0: F0 until 1, out at 1.5, F1 until 2.5, out at 3, has B0's gradient at 6, B0 8, F2 9; stage 1: F0 1.75 … 2.75, has F1's
+    # input at 3.25, B0 5.25, out at 5.75, F1 6.75, B1 8.75. Then F2's output and B1's gradient travel at once: stage 1 has what
+    # it gets at 9.75, stage 0 at 9.5. And so on.
     alike = ends(schedule, [1] * 2, [2] * 2, lambda send: Hop(0.5, 0.25, 0, 0), blocking=True)
-    assert alike == pytest.approx([18, 15.25])
-    # In another form the gradient leaves when stage 1 has F2's input, at 9.25, and is there at 10; B2's at 14.5, B3's at 17.5.
+    assert alike == pytest.approx([19, 16.75])
+    # In a form of its own the gradient leaves when stage 1 has F2's input, at 9.75, and is there at 10.5; B2's at 15, B3's at 18.5.
     unlike = ends(schedule, [1] * 2, [2] * 2, lambda send: Hop(0.5, 0.25, 0, 0, send.kind), blocking=True)
-    assert unlike == pytest.approx([19.5, 16.75])
+    assert unlike == pytest.approx([20.5, 18.25])
 
 
 # -- Layouts ----------------------------------------------------------------------------------------------------------

@@ -7,8 +7,9 @@ order. With F and B the time of a pass, and `end*` that of the pass before it on
     end     = start + F or B + encode
     arrival = max(end, arrival of what this stage sent before) + b·β⁻¹, and α + gather later
 
-so a bubble is nothing but waiting. Sent between passes ("blocking"), a tick's messages keep those who receive them until they are
-in; those of one form travel at once, activations before gradients, and the next form once a stage has what it gets of the one before.
+so a bubble is nothing but waiting. Sent between passes ("blocking"), a tick's messages keep both stages until they are out and in, one
+after the other on a stage's way in as on its way out; those of one form travel at once, activations before gradients, and the
+next form once a stage is done with the one before.
 F and B hold their all-reduces over the tensor axis. When a stage's last backward pass is done, its gradients are exchanged with those
 of other workers, while earlier stages still compute; stages that leave through the same NIC take turns. The optimizer waits for all
 stages, since a gradient is clipped by its norm over all of them. Gossip is of parameters, and takes place beside an iteration
@@ -58,31 +59,38 @@ def run_pipeline(schedule: Schedule, forward_ZxU, backward_ZxU, hop, pays_Z, *, 
     """
     seconds = {FORWARD: np.asarray(forward_ZxU, float), BACKWARD: np.asarray(backward_ZxU, float)}
     end_SxZ = np.zeros((schedule.num_stages, len(pays_Z)))
-    out_SxZ = np.zeros_like(end_SxZ)
+    out_SxZ, in_SxZ = np.zeros_like(end_SxZ), np.zeros_like(end_SxZ)
     arrived = {}  # (kind, microbatch, stage, chunk) -> (seconds [Z], decode [Z])
-
-    def receive(*what):
-        at_Z, decode_Z = arrived.pop(what, (0.0, 0.0))
-        end_SxZ[what[2]] = np.maximum(end_SxZ[what[2]], at_Z)
-        return decode_Z
-
     for row, sends in zip(schedule.ticks, schedule.sends, strict=True):
         for stage, op in enumerate(row):
             if op is not None:
-                end_SxZ[stage] += receive(op.kind, op.microbatch, stage, op.chunk) + seconds[op.kind][:, schedule.virtual(stage, op.chunk)]
+                at_Z, decode_Z = arrived.pop((op.kind, op.microbatch, stage, op.chunk), (0.0, 0.0))
+                seconds_Z = seconds[op.kind][:, schedule.virtual(stage, op.chunk)]
+                end_SxZ[stage] = np.maximum(end_SxZ[stage], at_Z) + decode_Z + seconds_Z
         hops = [(send, hop(send)) for send in sends]
         for send, cost in hops:
             end_SxZ[send.source] += cost.encode_s * pays_Z
-        decode_SxZ = np.zeros_like(end_SxZ)
-        for group in _at_once(hops) if blocking else [hops]:
-            for send, cost in group:
-                out_SxZ[send.source] = np.maximum(out_SxZ[send.source], end_SxZ[send.source]) + cost.out_s * pays_Z
-                arrived[send.kind, send.microbatch, send.target, send.target_chunk] = (
-                    out_SxZ[send.source] + cost.late_s * pays_Z, cost.decode_s * pays_Z)
-            for send, _ in group if blocking else ():
-                decode_SxZ[send.target] += receive(send.kind, send.microbatch, send.target, send.target_chunk)
-        end_SxZ += decode_SxZ
+        if blocking:
+            _talk(hops, end_SxZ, in_SxZ, pays_Z)
+            continue
+        for send, cost in hops:
+            out_SxZ[send.source] = np.maximum(out_SxZ[send.source], end_SxZ[send.source]) + cost.out_s * pays_Z
+            arrived[send.kind, send.microbatch, send.target, send.target_chunk] = (
+                out_SxZ[send.source] + cost.late_s * pays_Z, cost.decode_s * pays_Z)
     return end_SxZ.T
+
+
+def _talk(hops: Sequence[tuple[Send, Hop]], end_SxZ, in_SxZ, pays_Z) -> None:
+    """A tick's messages between passes: moves on when stages, and their ways in, are free again."""
+    for group in _at_once(hops):
+        done = []
+        for send, cost in group:
+            in_SxZ[send.target] = np.maximum(in_SxZ[send.target], end_SxZ[send.source]) + cost.out_s * pays_Z
+            done += [(send.source, in_SxZ[send.target]), (send.target, in_SxZ[send.target] + cost.late_s * pays_Z)]
+        for stage, done_Z in done:
+            end_SxZ[stage] = np.maximum(end_SxZ[stage], done_Z)
+    for send, cost in hops:
+        end_SxZ[send.target] += cost.decode_s * pays_Z
 
 
 def _at_once(hops: Sequence[tuple[Send, Hop]]) -> list[list[tuple[Send, Hop]]]:

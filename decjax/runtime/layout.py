@@ -41,7 +41,7 @@ class Layout:
             `decjax.pipeline` does "products", and "stages" with rematerialization.
         split_boundary: each of the K devices sends a K-th of what goes to another stage, and the receivers gather it; else
             each sends all of it.
-        blocking: a stage waits for what it gets between its passes, tick by tick, as `decjax.pipeline` does; else messages travel
+        blocking: a stage sends and receives between its passes, tick by tick, as `decjax.pipeline` does; else messages travel
             beside them.
 
     Raises:
