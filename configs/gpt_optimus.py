@@ -14,7 +14,10 @@ may follow `size`, as size=2.5b,fused=false,compressed=auto:
 
     FE    pipeline.fused_embedding              the tied table is averaged over its holders at once
     SC    reducer.stages=3 of 4, powersgd       gradients of the first 75 % of stages, rank 128 (tiny: 4)
-    CB    backward=low_rank(rank=16)            gradients that stages wait for in the cool-down, with the error carried
+    CB    backward=low_rank(rank=16)            gradients that stages wait for in the cool-down, lazy error propagation
+
+At the end of a step the paper's error stays with its link; here (boundary.error="flush") it goes with the next step's first gradient,
+which measures better (experiments/optimus.py).
 
 Differences: PowerSGD sees the 13 or 18 layers of a stage as one matrix, taller than theirs of one layer and one of eight devices, so
 that its messages are smaller at the same rank; layers have rotary positions, RMS norms and no biases; the corpus is one of bytes,
@@ -38,6 +41,8 @@ def get_config(arg: str = "size=2.5b") -> ml_collections.ConfigDict:
     size = shorthand.parse(",".join(part for part in parts if part.startswith("size")), dict(size=tuple(LAYOUTS))).get("size", "2.5b")
     rest = [part for part in parts if part and not part.startswith("size")]
     config = lm.get_config(",".join([METHOD, LAYOUTS[size], *rest]))
+    if config.boundary.backward:
+        config.boundary.error = "flush"
     config.optimizer.weight_decay, config.optimizer.clip_norm = 0.01, 1.0
     if size in MODELS:
         _as_published(config, size, steps=config.steps if any(part.startswith("steps=") for part in rest) else 230_000)

@@ -5,9 +5,11 @@
 One run of configs/gpt_optimus.py:size=tiny for each row: 2 workers of 4 stages, 1F1B with 16 microbatches of a sequence, on real text; equal steps, equal
 data, the learning rate of the uncompressed baseline: nothing was tuned for compression. Runs that have finished are not repeated.
 
-    A   CB: low-rank gradients between stages in the cool-down, the error carried (lazy error propagation); FE: one average of the
-        tied embedding; SC: PowerSGD of the first 3 of 4 stages. Speed-ups are those of GPT-2.5B that experiments.optimus_runtime predicts.
-    B   every gradient between stages at rank 1: 42.7 times fewer bytes, as theirs at rank 16 (41.7); what is remembered of the error.
+    A   CB: gradients between stages in the cool-down at rank 16 of 64, what they lose goes with the next (lazy error propagation), the last
+        error of a step with the first gradient of the next step ("flush"); the same with other memories, and in blocks of 4 bits;
+        FE: one average of the tied embedding; SC: PowerSGD of the first 3 of 4 stages. Speed-ups are those of GPT-2.5B that
+        experiments.optimus_runtime predicts for the published system, whose messages travel beside the passes.
+    B   every gradient between stages at rank 1, 32 times fewer bytes; what is remembered of the error.
     C   the same top-k on gradients only and on activations only, no error remembered; then a learned linear autoencoder of width R,
         which sends R/D of the values both ways, beside top-k at equal bytes, with indices of its own or those of the activations.
 
@@ -31,14 +33,19 @@ from experiments.rows import Row
 from launch import command
 
 CONFIG = "configs/gpt_optimus.py"
-DENSE, AS_IT_IS = ("reducer.name=mean", "reducer.stages="), "boundary.backward="
-BASELINE = Row("baseline", "size=tiny,fused=false", (*DENSE, AS_IT_IS), "baseline")
+DENSE, AS_IT_IS = ("reducer.name=mean", "reducer.stages="), ("boundary.backward=", "boundary.error=carry")
+BASELINE = Row("baseline", "size=tiny,fused=false", (*DENSE, *AS_IT_IS), "baseline")
 
 
 def between_stages(name: str, shorthand: str, *fields: str) -> Row:
     """The baseline with other messages between stages; `shorthand` names their form."""
-    given = () if "backward=" in shorthand else (AS_IT_IS,)
+    given = () if "backward=" in shorthand else AS_IT_IS
     return Row(name, f"{BASELINE.shorthand},{shorthand}", (*DENSE, *given, *fields), BASELINE.name)
+
+
+def cool_down(name: str, *fields: str) -> Row:
+    """The gradients that stages wait for in their cool-down, compressed."""
+    return Row(name, "size=tiny,fused=false", (*DENSE, *fields), BASELINE.name)
 
 
 def every_gradient(name: str, error: str) -> Row:
@@ -55,7 +62,11 @@ def topk(percent: int) -> tuple[Row, Row]:
 TECHNIQUES = (
     BASELINE,
     BASELINE._replace(name="baseline, another seed", fields=(*BASELINE.fields, "seed=1")),
-    Row("CB", "size=tiny,fused=false", DENSE, BASELINE.name),
+    cool_down("CB"),
+    cool_down("CB, error carried", "boundary.error=carry"),
+    cool_down("CB, forgotten after each step", "boundary.error=reset"),
+    cool_down("CB, not remembered", "boundary.error=none"),
+    cool_down("CB, int4", "boundary.backward=int4"),
     Row("CB+FE", "size=tiny", DENSE, BASELINE.name),
     Row("CB+FE+SC", "size=tiny", (), BASELINE.name),
 )
@@ -169,7 +180,7 @@ def draw(curves: dict[str, tuple[np.ndarray, np.ndarray]], found: dict, out: str
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 3.8), layout="constrained")
     for name, (step_K, loss_K) in curves.items():
         left.plot(step_K, loss_K, label=name, linewidth=1.2)
-    left.set(xlabel="step", ylabel="training loss, nats/byte", title="every gradient at rank 1, and CB at rank 4")
+    left.set(xlabel="step", ylabel="training loss, nats/byte", title="every gradient at rank 1, and CB")
     left.legend(frameon=False)
     step_K = np.array(found["step"])
     for stage, cosine_KxM in found["cosines"].items():

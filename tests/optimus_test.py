@@ -46,9 +46,10 @@ def test_rows_differ_from_the_baseline_in_what_they_are_called_for(text):
         return {"when": found.boundary.when, "error": found.boundary.error, "backward": found.boundary.backward,
                 "fused": found.pipeline.fused_embedding, "reducer": found.reducer.name}
 
-    dense = dict(when="epilogue", error="carry", backward="", fused=False, reducer="mean")
-    assert config("baseline") == dense
+    dense = dict(when="epilogue", error="flush", backward="", fused=False, reducer="mean")
+    assert config("baseline") == dense | dict(error="carry")
     assert config("CB") == dense | dict(backward="low_rank(rank=16)")
+    assert config("CB, error carried") == dense | dict(backward="low_rank(rank=16)", error="carry")
     assert config("CB+FE+SC") == dense | dict(backward="low_rank(rank=16)", fused=True, reducer="powersgd")
     assert config("not remembered") == dense | dict(backward="low_rank(rank=1)", when="always", error="none")
 
