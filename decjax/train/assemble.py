@@ -98,7 +98,7 @@ def build(config: ml_collections.ConfigDict, devices: Sequence[jax.Device] | Non
         if config.reducer.stages == methods.AUTO:
             config.reducer.stages = str(_compressed_stages(config, model, source, workers))
         method, topology = methods.make_method(config, workers, schedule, source)
-        engine.choose(config.engine, method)
+        engine.choose(config.engine, method, workers)
         # Some mixers and reducers refuse arrays of some shapes, or messages that are no smaller.
         like = state_lib.abstract(lambda key: source.split(model.init(key)), method.tx, workers, config.seed, source.init)
         method.num_bytes(state_lib.one_device(like.params, workers), method.phase(config.steps - 1))
