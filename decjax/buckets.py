@@ -5,6 +5,7 @@ with how much padding depends only on the tree's structure, shapes and dtypes: a
 Leaves that are not floating point (counters, keys) are never averaged and stay out of the buckets.
 """
 
+from collections.abc import Sequence
 import dataclasses
 import itertools
 import math
@@ -83,7 +84,7 @@ class Layout:
         return self.treedef.unflatten(leaves)
 
 
-def layout(tree: Any, *, bucket_bytes: int, multiple_of: int = 1) -> Layout:
+def layout(tree: Any, *, bucket_bytes: int, multiple_of: int = 1, alone: Sequence[str] = ()) -> Layout:
     """Cuts a pytree into buckets of one dtype each, of about `bucket_bytes`, in leaf order.
 
     A leaf is never split: a bucket is closed when the next leaf would make it longer than `bucket_bytes`.
@@ -92,11 +93,14 @@ def layout(tree: Any, *, bucket_bytes: int, multiple_of: int = 1) -> Layout:
         tree: pytree of arrays or `ShapeDtypeStruct`s.
         bucket_bytes: target size of a bucket in bytes; 0 puts every leaf in a bucket of its own.
         multiple_of: every bucket is padded to a multiple of this many values.
+        alone: ends of the paths of leaves that get a bucket each, whatever their size.
 
     Returns:
         The `Layout`.
     """
-    leaves, treedef = jax.tree.flatten(tree)
+    paths, treedef = jax.tree.flatten_with_path(tree)
+    leaves = [leaf for _, leaf in paths]
+    own = {i for i, (path, _) in enumerate(paths) if jax.tree_util.keystr(path, simple=True, separator="/").endswith(tuple(alone))}
     floating = [i for i, leaf in enumerate(leaves) if leaf.size and jnp.issubdtype(leaf.dtype, jnp.floating)]
     buckets = []
     # A stable sort by dtype keeps leaf order within each dtype.
@@ -105,7 +109,7 @@ def layout(tree: Any, *, bucket_bytes: int, multiple_of: int = 1) -> Layout:
         open_bucket, num_bytes = [], 0
         for i in group:
             leaf_bytes = leaves[i].size * jnp.dtype(dtype).itemsize
-            if open_bucket and num_bytes + leaf_bytes > bucket_bytes:
+            if open_bucket and (num_bytes + leaf_bytes > bucket_bytes or own & {i, open_bucket[-1]}):
                 buckets.append(_close(open_bucket, dtype, leaves, multiple_of))
                 open_bucket, num_bytes = [], 0
             open_bucket.append(i)

@@ -186,10 +186,10 @@ def result(run: Run, label: str) -> Result:
     else:
         eval_loss = low = high = None
     rates = [row["tokens_per_s"] for row in run.train]
+    sent = run.summary["bytes_per_step_per_worker"] if run.summary else last["bytes_sent_per_worker"] / last["step"]
     return Result(label, f"{last['step']}" if run.summary else f"{last['step']} of {total}", eval_loss, low, high,
                   last["consensus_distance"], run.summary["time_s"] if run.summary else last["time_s"],
-                  statistics.median(rates) if rates else None, run.summary["bytes_per_step_per_worker"] if run.summary else last["bytes_sent_per_worker"] / last["step"],
-                  bool(run.summary))
+                  statistics.median(rates) if rates else None, sent, bool(run.summary))
 
 
 def _cell(value: float | None, form: str) -> str:

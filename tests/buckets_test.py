@@ -34,3 +34,9 @@ def test_unpack_inverts_pack(specs, bucket_bytes, multiple_of):
 def test_small_leaves_share_a_bucket(bucket_bytes, expected):
     tree = [jnp.zeros(1), jnp.zeros(1), jnp.zeros(10), jnp.zeros(1)]
     assert [b.num_bytes for b in buckets.layout(tree, bucket_bytes=bucket_bytes).buckets] == expected
+
+
+def test_some_leaves_have_a_bucket_each():
+    tree = {"a": jnp.zeros(1), "b": {"table": jnp.zeros(2)}, "c": {"table": jnp.zeros(3)}, "d": jnp.zeros(1), "e": jnp.zeros(1)}
+    layout = buckets.layout(tree, bucket_bytes=10**6, alone=("table",))
+    assert [bucket.leaves for bucket in layout.buckets] == [(0,), (1,), (2,), (3, 4)]

@@ -178,6 +178,22 @@ def test_the_devices_of_a_tensor_parallel_group_send_each_its_part():
     np.testing.assert_allclose(training.sent()["worker"], np.full(2, expected))
 
 
+@pytest.mark.parametrize("simulate", [False, True])
+@pytest.mark.parametrize("name, collective", [
+    ("exchange", lambda x, axis_name: mesh.exchange(x, [(0, 1), (1, 0)], axis_name)),
+    ("scatter_mean", lambda x, axis_name: mesh.scatter_mean(x, 2, axis_name)), ("gather", lambda x, axis_name: mesh.gather(x, 2, axis_name))])
+def test_only_collectives_that_some_stages_can_send_are_sent_by_some(name, collective, simulate):
+    """The others would be of all stages, whatever `sent_by` says."""
+    w = mesh.make_workers(2, stages=2, simulate=simulate)
+
+    def of_first_stage(x):
+        with mesh.sent_by([0]):
+            return collective(x, w.axis_name)
+
+    with pytest.raises(RuntimeError, match=f"mesh.{name} is of all stages, and only stages 0 send here"):
+        jax.eval_shape(w.map(of_first_stage, (0,)), jax.ShapeDtypeStruct((2, 2, 8), np.float32))
+
+
 @pytest.mark.parametrize("make, complaint", [
     (lambda: reduce.first_stages(POWERSGD(), 0, 4, reduce.mean()), "0 compressed stages of 4: must be between 1 and 4"),
     (lambda: reduce.first_stages(POWERSGD(), 5, 4, reduce.mean()), "must be between 1 and 4"),

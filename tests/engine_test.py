@@ -156,7 +156,21 @@ def test_stale_adam_has_no_step_without_a_gradient():
 def test_engines_that_cannot_be_are_refused():
     atc = decentralized("ring", optax.adamw(LR))._replace(exchange=None)
     with pytest.raises(ValueError, match="engine 'warp' is unknown; use one of auto, fused, split"):
-        engine.choose("warp", atc)
+        engine.choose("warp", atc, workers())
     with pytest.raises(ValueError, match="engine 'split' needs an exchange .* use engine 'fused'"):
-        engine.choose("split", atc)
-    assert engine.choose("auto", decentralized("ring", optax.adamw(LR))) == "fused"  # One process.
+        engine.choose("split", atc, workers())
+    assert engine.choose("auto", decentralized("ring", optax.adamw(LR)), workers()) == "fused"  # One process.
+
+
+@pytest.mark.parametrize("options", [{}, dict(stages=2), dict(tensor=2)])
+def test_processes_split_no_step_whose_gradient_has_collectives_of_its_own(options, monkeypatch):
+    method, w = decentralized("ring", optax.adamw(LR)), mesh.make_workers(N, **options)
+    assert engine.choose("split", method, w) == "split"  # One process takes them in one order.
+    monkeypatch.setattr(jax, "process_count", lambda: 4)
+    if not options:
+        assert engine.choose("split", method, w) == engine.choose("auto", method, w) == "split"
+        return
+    assert engine.choose("auto", method, w) == "fused"
+    with pytest.raises(ValueError, match="engine 'split' with stages=. and tensor=. over 4 processes: .* use engine 'fused'") as error:
+        engine.choose("split", method, w)
+    assert "\n" not in str(error.value)

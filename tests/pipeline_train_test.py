@@ -9,6 +9,8 @@ import orbax.checkpoint as ocp
 import pytest
 
 from configs import lm
+from decjax import gossip
+from decjax import mesh
 from decjax import train
 
 STEPS = 12
@@ -100,6 +102,42 @@ def test_another_number_of_pipelines(launch, reference, tmp_path):
     assert outcome.step == STEPS + 4 and losses(target)[-1] < losses(reference)[0]
     with pytest.raises(train.CheckpointError, match="stages=2 there, 4 here.*start with the same"):
         launch(f"{GOSSIP.replace('workers=4', 'workers=2')},stages=4,microbatches=4,tied", resume_from=reference, workdir=tmp_path / "never", steps=STEPS + 4)
+
+
+def break_exchange(monkeypatch, hit):
+    """The defect: zeros arrive."""
+    intact = mesh.exchange
+    monkeypatch.setattr(mesh, "exchange", lambda x, pairs, axis_name: intact(x, pairs, axis_name) * (not hit(x, pairs, axis_name)))
+
+
+def test_broken_messages_between_stages_are_refused_before_training(launch, monkeypatch, tmp_path):
+    break_exchange(monkeypatch, lambda x, pairs, axis_name: axis_name == mesh.STAGE)
+    with pytest.raises(train.TrainingError, match="stage 1 did not receive the uint8 values of stage 0; refusing to train"):
+        launch(f"method=local,workers=1,{PIPELINE}", workdir=tmp_path)
+
+
+@pytest.mark.parametrize("simulate", [False, True])
+def test_the_check_sees_every_permutation_of_stages_and_type(simulate, monkeypatch):
+    w, ends = mesh.make_workers(2, stages=4, simulate=simulate), ((0, 3), (3, 0))
+    chain = ((0, 1), (1, 2), (2, 3))
+    gossip.check_stage_exchange(w, [chain, ends])
+    break_exchange(monkeypatch, lambda x, pairs, axis_name: pairs == ends and x.dtype == np.uint32)
+    gossip.check_stage_exchange(w, [chain])
+    with pytest.raises(RuntimeError, match="stage 3 did not receive the uint32 values of stage 0"):
+        gossip.check_stage_exchange(w, [chain, ends])
+
+
+@pytest.mark.parametrize("argument", ["", "schedule=interleaved,forward=int8,backward=low_rank(rank=1)", "forward=int8", "autoencoder=2"])
+def test_every_permutation_of_a_gradient_is_among_those_that_are_checked(argument, monkeypatch):
+    config = lm.get_config(f"smoke,simulate,workers=1,method=local,stages=4,microbatches=4,tied,{argument}")
+    setup, used, intact = train.build(config), set(), mesh.exchange
+    monkeypatch.setattr(mesh, "exchange", lambda x, pairs, axis_name: used.add(tuple(pairs)) or intact(x, pairs, axis_name))
+    w, source = setup.workers, setup.source
+    params = jax.eval_shape(lambda: w.stack(source.split(setup.model.init(jax.random.key(0)))))
+    state = jax.eval_shape(w.map(source.init, (0,)), params)
+    gradient = w.map(lambda params, state, tokens: source.gradient(params, state, tokens, jax.random.key(0)), (0, 0, 0))
+    jax.eval_shape(gradient, params, state, jax.ShapeDtypeStruct((1, 4, config.batch_size, setup.model.context + 1), np.int32))
+    assert ((0, 3), (3, 0)) in used and len(used) > 3 and used <= set(source.permutations)
 
 
 @pytest.mark.parametrize("argument, axes", [

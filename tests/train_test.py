@@ -29,9 +29,9 @@ def text(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def launch(text, tmp_path_factory):
-    """Runs a config in a fresh or given directory and returns (workdir, outcome)."""
-    def launch(argument="", workdir=None, resume_from=None, **fields):
+def prepare(text, tmp_path_factory):
+    """The run of a config in a fresh or given directory, before its first step."""
+    def prepare(argument="", workdir=None, resume_from=None, **fields):
         # A period of two: the shortest with phases to keep track of.
         given = "smoke" if "method=" in argument else "smoke,topology=one_peer_ring"
         config = lm.get_config(",".join(filter(None, (given, argument))))
@@ -39,8 +39,16 @@ def launch(text, tmp_path_factory):
                   "model.heads": 1, "model.context": 16, "log_every": 4, "eval.every": 6, "eval.num_windows": 5,
                   "checkpoint.every": 4, "checkpoint.keep": 10, "sample_bytes": 2} | fields
         config.update_from_flattened_dict(fields)
-        workdir = workdir or tmp_path_factory.mktemp("run")
-        return workdir, train.Run(train.build(config), workdir, resume_from).train()
+        return train.Run(train.build(config), workdir or tmp_path_factory.mktemp("run"), resume_from)
+    return prepare
+
+
+@pytest.fixture(scope="module")
+def launch(prepare):
+    """Runs a config in a fresh or given directory and returns (workdir, outcome)."""
+    def launch(*given, **fields):
+        run = prepare(*given, **fields)
+        return run.workdir, run.train()
     return launch
 
 
@@ -175,6 +183,33 @@ def test_memories_of_another_number_of_workers_start_afresh(launch, tmp_path):
     source, _ = launch(argument)
     target, outcome = launch(argument + ",workers=4,simulate", resume_from=source, steps=STEPS + 8)
     assert outcome.step == STEPS + 8 and losses(target)[-1] < losses(source)[0]
+
+
+@pytest.fixture(scope="module")
+def push_sum(prepare):
+    """On a graph whose rows do not sum to one: weights differ, and so do the plain mean and the one that is kept."""
+    run = prepare("mixer=push_sum,codec=int8,workers=4,optimizer=sgdm", **{"topology.name": "random_digraph", "topology.options": "degree=2"})
+    run.train()
+    return run
+
+
+@pytest.mark.parametrize("argument", ["mixer=push_sum,codec=int8,workers=2", "mixer=push_sum,workers=4", "workers=3", "workers=8"])
+def test_what_push_sum_has_averaged_is_what_others_start_from(prepare, push_sum, argument):
+    target = prepare(f"{argument},optimizer=sgdm", resume_from=push_sum.workdir, steps=STEPS + 4, **{"topology.name": "directed_exponential"})
+    before, after = (jax.tree.map(np.asarray, run._average(run.state)) for run in (push_sum, target))
+    plain = jax.tree.map(lambda x: np.asarray(x).mean(axis=0), push_sum.state.params)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6), after, before)
+    assert max(jax.tree.leaves(jax.tree.map(lambda x, y: np.abs(x - y).max(), plain, before))) > 1e-4
+
+
+def test_members_of_a_group_count_by_their_weights():
+    state, weight_N = make_state(5), np.array([0.5, 2.0, 1.0, 0.25, 1.25])
+    params, resized = state.params["w"], state_lib.resize(state, make_state(2), 2, weight_N)
+    first, second = (np.average(params[own], axis=0, weights=weight_N[own]) for own in ([0, 1, 2], [3, 4]))
+    new = resized.params["w"]
+    np.testing.assert_allclose(new.mean(axis=0), np.average(params, axis=0, weights=weight_N), rtol=1e-6)
+    np.testing.assert_allclose(new[1] - new[0], second - first, rtol=1e-5)
+    np.testing.assert_allclose(resized.opt_state.inner["m"][1], state.opt_state.inner["m"][3:].mean(axis=0), rtol=1e-6)
 
 
 def make_state(n, mixer=0.0):

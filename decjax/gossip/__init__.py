@@ -33,6 +33,7 @@ it, and `fits` which codecs and topologies go together.
 """
 
 from decjax.gossip.check import check_exchange
+from decjax.gossip.check import check_stage_exchange
 from decjax.gossip.compressed import beer, choco, deepsqueeze
 from decjax.gossip.fits import typical_contraction
 from decjax.gossip.mixer import LOCAL, Mixer, damp, every, mix, mix_due
@@ -44,6 +45,6 @@ from decjax.gossip.schemes import CompressedState
 
 __all__ = [
     "LOCAL", "CompressedState", "Mixer", "PowerState", "PushSumState", "ReplicaState", "accelerated", "beer", "check_exchange",
-    "choco", "damp", "dcd", "deepsqueeze", "every", "exact", "mix", "mix_due", "mix_round", "power_gossip", "push_sum",
-    "typical_contraction",
+    "check_stage_exchange", "choco", "damp", "dcd", "deepsqueeze", "every", "exact", "mix", "mix_due", "mix_round",
+    "power_gossip", "push_sum", "typical_contraction",
 ]

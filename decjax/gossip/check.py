@@ -15,11 +15,14 @@ from decjax.gossip.rounds import member_pairs, mix_round
 from decjax.topology import Topology
 
 DTYPES = (np.uint8, np.uint16, np.uint32, np.float32)  # What messages are made of, coded ones and whole ones.
-FIX = "refusing to train on wrong data (try another jax or driver version, or topology 'complete')"
+BROKEN = "the exchange is broken on this backend"
+FIX = {"stage": "refusing to train on wrong data (try another jax or driver version)",
+       "worker": "refusing to train on wrong data (try another jax or driver version, or topology 'complete')"}
+
+Permutations = Sequence[Sequence[tuple[int, int]]]
 
 
-def check_exchange(workers: mesh.Workers, topology: Topology,
-                   permutations: Sequence[Sequence[tuple[int, int]]] | None = None) -> None:
+def check_exchange(workers: mesh.Workers, topology: Topology, permutations: Permutations | None = None) -> None:
     """Sends known values along every permutation and worker indices through every round, and looks at what arrives.
 
     Each round mixes the one-hot vector of the worker's index, so that row i of W must arrive at worker i. Each permutation moves
@@ -36,28 +39,51 @@ def check_exchange(workers: mesh.Workers, topology: Topology,
     n = workers.num_workers
     if permutations is None:
         permutations = [member_pairs(shift, round_.group_size) for round_ in topology.rounds for shift in round_.shifts]
-    permutations = list(dict.fromkeys(tuple(pairs) for pairs in permutations))
-    bits_NxP = np.random.default_rng(0).integers(1, 2**32, (n, 16), np.uint32)
-    sent = [bits_NxP.astype(dtype) for dtype in DTYPES]
 
-    def probe(index, values):
+    def probe(index):
         rows = []
         for round_ in topology.rounds:
             # Nodes average shares of equal size, so pad the one-hot vector to a multiple of the group.
             own = (jnp.arange(n + -n % round_.group_size) == index).astype(jnp.float32)
             rows.append(mix_round(own, round_, workers.axis_name)[:n])
-        return rows, [[mesh.exchange(x_P, pairs, workers.axis_name) for x_P in values] for pairs in permutations]
+        return rows
 
-    index, values = workers.build(lambda worker: np.int32(worker)), [workers.build(x_NxP.__getitem__) for x_NxP in sent]
-    mixed, moved = workers.fetch(jax.jit(workers.map(probe, in_axes=(0, 0)))(index, values))
+    mixed = workers.fetch(jax.jit(workers.map(probe, in_axes=(0,)))(workers.build(lambda worker: np.int32(worker))))
     for phase, mixed_NxN in enumerate(mixed):
         wrong_N = np.abs(mixed_NxN - topology.matrix(phase)).max(axis=1) > 1e-5
         if wrong_N.any():
-            raise RuntimeError(f"the exchange is broken on this backend: in phase {phase} of topology {topology.name!r} worker "
-                               f"{np.flatnonzero(wrong_N)[0]} did not receive its neighbours' values; {FIX}")
+            raise RuntimeError(f"{BROKEN}: in phase {phase} of topology {topology.name!r} worker "
+                               f"{np.flatnonzero(wrong_N)[0]} did not receive its neighbours' values; {FIX['worker']}")
+    _check_permutations(workers, permutations, workers.axis_name, "worker")
+
+
+def check_stage_exchange(workers: mesh.Workers, permutations: Permutations) -> None:
+    """Sends known values from stage to stage of every worker, as `check_exchange` does between workers.
+
+    Args:
+        workers: of several stages.
+        permutations: pairs (source, target) of stages.
+
+    Raises:
+        RuntimeError: naming the source, and the stage that received something else.
+    """
+    _check_permutations(workers, permutations, mesh.STAGE, "stage")
+
+
+def _check_permutations(workers, permutations, axis_name, what: str) -> None:
+    permutations = list(dict.fromkeys(tuple(pairs) for pairs in permutations))
+    sizes = (workers.num_workers, workers.stages)[:workers.num_axes]
+    bits = np.random.default_rng(0).integers(1, 2**32, (*sizes, 16), np.uint32)
+    sent = [bits.astype(dtype) for dtype in DTYPES]
+
+    def probe(values):
+        return [[mesh.exchange(x_P, pairs, axis_name) for x_P in values] for pairs in permutations]
+
+    moved = workers.fetch(jax.jit(workers.map(probe, in_axes=(0,)))(workers.place(sent)))
+    axis = len(sizes) - 1  # Workers where there are no stages, else stages.
     for pairs, arrived in zip(permutations, moved):
-        for x_NxP, arrived_NxP in zip(sent, arrived):
+        for x, arrived_x in zip(sent, arrived):
             for source, target in pairs:
-                if (arrived_NxP[target] != x_NxP[source]).any():
-                    raise RuntimeError(f"the exchange is broken on this backend: worker {target} did not receive the "
-                                       f"{x_NxP.dtype} values of worker {source}; {FIX}")
+                if (np.take(arrived_x, target, axis) != np.take(x, source, axis)).any():
+                    raise RuntimeError(f"{BROKEN}: {what} {target} did not receive the {x.dtype} values of {what} {source}; "
+                                       f"{FIX[what]}")

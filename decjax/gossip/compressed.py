@@ -30,7 +30,7 @@ from decjax.topology import Topology
 
 
 def differences(topology: Topology, *, codec: codecs.Codec, rounds: int = 1, axis_name: mesh.AxisName = mesh.WORKER,
-                bucket_bytes: int = buckets.BUCKET_BYTES, seed: int = 0) -> Mixer:
+                bucket_bytes: int = buckets.BUCKET_BYTES, seed: int = 0, alone: tuple[str, ...] = ()) -> Mixer:
     """Whole parameters are encoded and mixed as differences: x_i <- x_i + Σ_j w_ij (C(x_j) − C(x_i)).
 
     Nothing is remembered, so any graph will do, and what the codec loses comes back as noise of the size of C(x) − x.
@@ -42,6 +42,7 @@ def differences(topology: Topology, *, codec: codecs.Codec, rounds: int = 1, axi
         axis_name: the worker axis.
         bucket_bytes: size of the flat messages, before they are encoded, in bytes.
         seed: of the codec's noise.
+        alone: ends of the paths of arrays that are encoded by themselves, so that copies beside others become the same messages.
 
     Returns:
         The `Mixer`; `exact(codec=…)` is the same.
@@ -50,11 +51,12 @@ def differences(topology: Topology, *, codec: codecs.Codec, rounds: int = 1, axi
         ValueError: if R < 1, or topology and codec do not fit; from `init` and `num_bytes`, if the codec makes nothing smaller.
     """
     check_messages("exact", topology, codec)
-    return schemes.scheme_mixer(schemes.differences(), Messages(topology, codec, axis_name, bucket_bytes, seed), rounds)
+    return schemes.scheme_mixer(schemes.differences(), Messages(topology, codec, axis_name, bucket_bytes, seed, alone), rounds)
 
 
 def deepsqueeze(topology: Topology, *, codec: codecs.Codec, gamma: float | None = None, rounds: int = 1,
-                 axis_name: mesh.AxisName = mesh.WORKER, bucket_bytes: int = buckets.BUCKET_BYTES, seed: int = 0) -> Mixer:
+                 axis_name: mesh.AxisName = mesh.WORKER, bucket_bytes: int = buckets.BUCKET_BYTES, seed: int = 0,
+                 alone: tuple[str, ...] = ()) -> Mixer:
     """DeepSqueeze: whole parameters, with what earlier messages have lost.
 
         c_i = C(x_i + e_i)     e_i <- x_i + e_i − c_i     x_i <- x_i + γ Σ_j w_ij (c_j − c_i)
@@ -65,7 +67,7 @@ def deepsqueeze(topology: Topology, *, codec: codecs.Codec, gamma: float | None 
         topology: doubly stochastic.
         codec: C, contractive.
         gamma: γ in (0, 1]; None: 1 for a codec that keeps 0.9 of the energy of noise, else half of what it keeps.
-        rounds, axis_name, bucket_bytes, seed: see `differences`.
+        rounds, axis_name, bucket_bytes, seed, alone: see `differences`.
 
     Returns:
         The `Mixer`.
@@ -80,11 +82,12 @@ def deepsqueeze(topology: Topology, *, codec: codecs.Codec, gamma: float | None 
     check_doubly_stochastic("deepsqueeze", topology)
     check_contractive("deepsqueeze", codec)
     scheme = schemes.deepsqueeze(strength("deepsqueeze", gamma, codec))
-    return schemes.scheme_mixer(scheme, Messages(topology, codec, axis_name, bucket_bytes, seed), rounds)
+    return schemes.scheme_mixer(scheme, Messages(topology, codec, axis_name, bucket_bytes, seed, alone), rounds)
 
 
 def choco(topology: Topology, *, codec: codecs.Codec, gamma: float | None = None, rounds: int = 1,
-          axis_name: mesh.AxisName = mesh.WORKER, bucket_bytes: int = buckets.BUCKET_BYTES, seed: int = 0) -> Mixer:
+          axis_name: mesh.AxisName = mesh.WORKER, bucket_bytes: int = buckets.BUCKET_BYTES, seed: int = 0,
+          alone: tuple[str, ...] = ()) -> Mixer:
     """CHOCO gossip: neighbours know an estimate x̂_i of each other, and what has changed since travels.
 
         c_i = C(x_i − x̂_i)     x̂_i <- x̂_i + c_i     x_i <- x_i + γ Σ_j w_ij (x̂_j − x̂_i)
@@ -97,7 +100,7 @@ def choco(topology: Topology, *, codec: codecs.Codec, gamma: float | None = None
         topology: doubly stochastic; if it varies in time, each of its rounds keeps estimates of its own.
         codec: C, contractive.
         gamma: γ in (0, 1]; None: 1 for a codec that keeps 0.9 of the energy of noise, else half of what it keeps.
-        rounds, axis_name, bucket_bytes, seed: see `differences`.
+        rounds, axis_name, bucket_bytes, seed, alone: see `differences`.
 
     Returns:
         The `Mixer`.
@@ -112,16 +115,17 @@ def choco(topology: Topology, *, codec: codecs.Codec, gamma: float | None = None
     check_doubly_stochastic("choco", topology)
     check_contractive("choco", codec)
     scheme = schemes.choco(strength("choco", gamma, codec))
-    return schemes.scheme_mixer(scheme, Messages(topology, codec, axis_name, bucket_bytes, seed), rounds)
+    return schemes.scheme_mixer(scheme, Messages(topology, codec, axis_name, bucket_bytes, seed, alone), rounds)
 
 
 def beer(topology: Topology, *, codec: codecs.Codec, gamma: float | None = None, rounds: int = 1,
-         axis_name: mesh.AxisName = mesh.WORKER, bucket_bytes: int = buckets.BUCKET_BYTES, seed: int = 0) -> Mixer:
+         axis_name: mesh.AxisName = mesh.WORKER, bucket_bytes: int = buckets.BUCKET_BYTES, seed: int = 0,
+         alone: tuple[str, ...] = ()) -> Mixer:
     """The mixer of BEER: `choco` on a static symmetric graph. BEER itself is `optim.track(inner, beer(…))`.
 
     Args:
         topology: static and symmetric, as the proof needs it.
-        codec, gamma, rounds, axis_name, bucket_bytes, seed: see `choco`.
+        codec, gamma, rounds, axis_name, bucket_bytes, seed, alone: see `choco`.
 
     Returns:
         The `Mixer`.
@@ -140,5 +144,5 @@ def beer(topology: Topology, *, codec: codecs.Codec, gamma: float | None = None,
     check_messages("beer", topology, codec)
     check_contractive("beer", codec)
     scheme = schemes.choco(strength("beer", gamma, codec))
-    mixer = schemes.scheme_mixer(scheme, Messages(topology, codec, axis_name, bucket_bytes, seed), rounds)
+    mixer = schemes.scheme_mixer(scheme, Messages(topology, codec, axis_name, bucket_bytes, seed, alone), rounds)
     return mixer._replace(restart=None)  # Its memory is of trackers as well, which no average of parameters makes equal.

@@ -17,13 +17,14 @@ from decjax.topology import Topology
 
 @dataclasses.dataclass(frozen=True)
 class Messages:
-    """How a pytree travels: the codec, the buckets it encodes, and its noise."""
+    """How a pytree travels: the codec, the buckets it encodes, its noise, and ends of the paths of arrays with a bucket each."""
 
     topology: Topology
     codec: codecs.Codec
     axis_name: mesh.AxisName
     bucket_bytes: int
     seed: int
+    alone: tuple[str, ...] = ()
 
     @property
     def group_size(self) -> int:
@@ -36,7 +37,7 @@ class Messages:
         Raises:
             ValueError: if the codec does not make it smaller.
         """
-        layout = layout_of(params, self.topology, 0 if self.codec.traits.matrix else self.bucket_bytes)
+        layout = layout_of(params, self.topology, 0 if self.codec.traits.matrix else self.bucket_bytes, self.alone)
         encoded, plain = self._message_bytes(layout), layout.num_bytes / self.group_size
         if layout.buckets and encoded >= plain and self.codec.name != "identity":
             raise ValueError(f"codec {self.codec.name!r} makes messages of {encoded} bytes of parameters that have {plain:.0f}; "

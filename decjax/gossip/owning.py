@@ -40,7 +40,8 @@ class ReplicaState(NamedTuple):
 
 
 def push_sum(topology: Topology, *, codec: codecs.Codec | None = None, gamma: float | None = None, rounds: int = 1,
-             axis_name: mesh.AxisName = mesh.WORKER, bucket_bytes: int = buckets.BUCKET_BYTES, seed: int = 0) -> Mixer:
+             axis_name: mesh.AxisName = mesh.WORKER, bucket_bytes: int = buckets.BUCKET_BYTES, seed: int = 0,
+             alone: tuple[str, ...] = ()) -> Mixer:
     """Quantized push-sum: on directed graphs, where only columns of A sum to one, workers agree on Σ_i w_i / Σ_i y_i.
 
         w = y_i z_i     c_i = C(w_i − x̂_i)     x̂_i <- x̂_i + c_i
@@ -53,7 +54,7 @@ def push_sum(topology: Topology, *, codec: codecs.Codec | None = None, gamma: fl
         topology: column-stochastic; if it varies in time, each of its rounds keeps estimates of its own.
         codec: C, contractive; None: w travels as it is, and nothing is remembered.
         gamma: γ in (0, 1]; None: 1 for a codec that keeps 0.9 of the energy of noise, else half of what it keeps.
-        rounds, axis_name, bucket_bytes, seed: see `differences`.
+        rounds, axis_name, bucket_bytes, seed, alone: see `differences`.
 
     Returns:
         The `Mixer`.
@@ -72,7 +73,7 @@ def push_sum(topology: Topology, *, codec: codecs.Codec | None = None, gamma: fl
         check_messages("push_sum", topology, codec)
         check_contractive("push_sum", codec)
     gamma = strength("push_sum", 1.0 if codec is None and gamma is None else gamma, codec)
-    wire = Messages(topology, codec or codecs.identity(), axis_name, bucket_bytes, seed)
+    wire = Messages(topology, codec or codecs.identity(), axis_name, bucket_bytes, seed, alone)
     values = schemes.scheme_mixer(schemes.choco(gamma) if codec else schemes.differences(gamma), wire, rounds)
 
     def scale(params, factor):
@@ -109,7 +110,7 @@ def _weight_dtype(params: Any) -> Any:
 
 
 def dcd(topology: Topology, *, codec: codecs.Codec, axis_name: mesh.AxisName = mesh.WORKER,
-        bucket_bytes: int = buckets.BUCKET_BYTES, seed: int = 0) -> Mixer:
+        bucket_bytes: int = buckets.BUCKET_BYTES, seed: int = 0, alone: tuple[str, ...] = ()) -> Mixer:
     """DCD-PSGD: a worker moves by what its message says, so that its neighbours hold its very parameters.
 
         x½_i = Σ_j w_ij x_j + u_i     c_i = C(x½_i − x_i)     x_i <- x_i + c_i
@@ -120,7 +121,7 @@ def dcd(topology: Topology, *, codec: codecs.Codec, axis_name: mesh.AxisName = m
     Args:
         topology: static and doubly stochastic, with one worker to a node.
         codec: C; keeps 0.9 of the energy of noise at least.
-        axis_name, bucket_bytes, seed: see `differences`.
+        axis_name, bucket_bytes, seed, alone: see `differences`.
 
     Returns:
         The `Mixer`.
@@ -133,7 +134,7 @@ def dcd(topology: Topology, *, codec: codecs.Codec, axis_name: mesh.AxisName = m
     """
     check_messages("dcd", topology, codec)
     check_doubly_stochastic("dcd", topology)
-    wire = Messages(topology, codec, axis_name, bucket_bytes, seed)
+    wire = Messages(topology, codec, axis_name, bucket_bytes, seed, alone)
     round_, *others = topology.rounds
     if others or wire.group_size > 1:
         kind = "varies in time" if others else f"has nodes of {wire.group_size} workers"

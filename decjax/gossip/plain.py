@@ -15,7 +15,8 @@ from decjax.topology import Topology
 
 
 def exact(topology: Topology, *, rounds: int = 1, axis_name: mesh.AxisName = mesh.WORKER,
-          bucket_bytes: int = buckets.BUCKET_BYTES, codec: codecs.Codec | None = None, seed: int = 0) -> Mixer:
+          bucket_bytes: int = buckets.BUCKET_BYTES, codec: codecs.Codec | None = None, seed: int = 0,
+          alone: tuple[str, ...] = ()) -> Mixer:
     """Plain gossip: step t applies rounds tR … tR + R − 1 of the topology, x_i <- Σ_j W_ij x_j each.
 
     Args:
@@ -25,6 +26,7 @@ def exact(topology: Topology, *, rounds: int = 1, axis_name: mesh.AxisName = mes
         bucket_bytes: size of the flat messages in bytes; 0 sends every array by itself.
         codec: the form of messages between nodes; None: as they are. See `compressed.differences`.
         seed: of the codec's noise.
+        alone: of coded messages, as in `compressed.differences`.
 
     Returns:
         The `Mixer`.
@@ -34,7 +36,7 @@ def exact(topology: Topology, *, rounds: int = 1, axis_name: mesh.AxisName = mes
     """
     if codec:
         return compressed.differences(topology, codec=codec, rounds=rounds, axis_name=axis_name, bucket_bytes=bucket_bytes,
-                                      seed=seed)
+                                      seed=seed, alone=alone)
     check_rounds(rounds)
     cycle = num_phases(topology, rounds)
 

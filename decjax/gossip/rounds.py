@@ -1,6 +1,6 @@
 """One round of a topology, executed: messages along its shifts, means inside its nodes, and the bytes of both."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 import math
 from typing import Any
 
@@ -102,10 +102,10 @@ def sent_bytes(round_: Round, layout: buckets.Layout, message_bytes: int | None 
     return 2 * (L - 1) / L * layout.num_bytes + messages(round_) * share_bytes
 
 
-def layout_of(params: Any, topology: Topology, bucket_bytes: int) -> buckets.Layout:
+def layout_of(params: Any, topology: Topology, bucket_bytes: int, alone: Sequence[str] = ()) -> buckets.Layout:
     """Buckets that split evenly among the members of every node."""
     multiple_of = math.lcm(*(round_.group_size for round_ in topology.rounds))
-    return buckets.layout(params, bucket_bytes=bucket_bytes, multiple_of=multiple_of)
+    return buckets.layout(params, bucket_bytes=bucket_bytes, multiple_of=multiple_of, alone=alone)
 
 
 def check_rounds(rounds: int) -> None:

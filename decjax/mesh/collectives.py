@@ -53,7 +53,11 @@ def exchange(x: jax.Array, pairs: Sequence[tuple[int, int]], axis_name: AxisName
 
     Returns:
         What arrives; zeros on a worker that is nobody's target.
+
+    Raises:
+        RuntimeError: within `sent_by`.
     """
+    _check_all_send("exchange")
     if not _is_simulated(axis_name):
         swaps = [pair for pair in pairs if pair[0] != pair[1] and pair[::-1] in pairs] if between_cpu_processes() else []
         others = [pair for pair in pairs if pair not in swaps]
@@ -104,7 +108,8 @@ def sent_by(stages: Sequence[int]) -> Iterator[None]:
 
     Nothing else is conditional: the compiler may divide what is computed between the devices of a tensor-parallel group, and
     some of its messages wait for all devices. All workers of a stage take the same branch, and so meet in their collective,
-    which carries the scope `stages=…` in the compiled program, for those who count bytes.
+    which carries the scope `stages=…` in the compiled program, for those who count bytes. Other collectives are refused: they
+    would be of all stages.
     """
     token = _senders.set(tuple(stages))
     try:
@@ -119,6 +124,12 @@ def _sent(collective: Callable[[jax.Array], jax.Array], anything: Callable[[jax.
         return collective(x)
     scoped = jax.named_scope(f"stages={','.join(map(str, stages))}")(collective)
     return jax.lax.cond((stage_index() == np.array(stages)).any(), scoped, anything, x)
+
+
+def _check_all_send(what: str) -> None:
+    if (stages := _senders.get()) is not None:
+        raise RuntimeError(f"mesh.{what} is of all stages, and only stages {', '.join(map(str, stages))} send here; take it out of "
+                           "`sent_by`, or use group_mean, all_gather or all_to_all")
 
 
 def divide(x: jax.Array, axis: int | None) -> jax.Array:
@@ -233,7 +244,11 @@ def scatter_mean(x_P: jax.Array, group_size: int, axis_name: AxisName) -> jax.Ar
 
     Returns:
         The share, P/L values (P when simulated).
+
+    Raises:
+        RuntimeError: within `sent_by`.
     """
+    _check_all_send("scatter_mean")
     if group_size == 1:
         return x_P
     if _is_simulated(axis_name):
@@ -251,7 +266,12 @@ def own_share(x_P: jax.Array, group_size: int, axis_name: AxisName) -> jax.Array
 
 
 def gather(share: jax.Array, group_size: int, axis_name: AxisName) -> jax.Array:
-    """Joins the shares of a block of `group_size` consecutive workers; the inverse of `scatter_mean`'s split."""
+    """Joins the shares of a block of `group_size` consecutive workers; the inverse of `scatter_mean`'s split.
+
+    Raises:
+        RuntimeError: within `sent_by`.
+    """
+    _check_all_send("gather")
     if group_size == 1 or _is_simulated(axis_name):
         return share
     return jax.lax.all_gather(share, axis_name, axis_index_groups=_blocks(group_size, axis_name), tiled=True)

@@ -13,6 +13,7 @@ from decjax.pipeline.boundary import Boundary
 from decjax.pipeline.boundary import coded
 from decjax.pipeline.boundary import identity
 from decjax.pipeline.boundary import Transfer
+from decjax.pipeline.embedding import tied_tables
 from decjax.pipeline.embedding import with_tied_table
 from decjax.pipeline.executor import make_gradient
 from decjax.pipeline.executor import Pipeline

@@ -25,6 +25,11 @@ from decjax.pipeline import stages
 TABLE = "table_VxD"
 
 
+def tied_tables(division: stages.Division | None) -> tuple[str, ...]:
+    """Names of the arrays of which two stages hold a copy each. Messages of copies have to be equal, whatever is coded beside them."""
+    return (TABLE,) if division and division.parts.tied else ()
+
+
 def with_tied_table(reducer: reduce.Reducer, division: stages.Division, *,
                     axis_name: mesh.AxisName = mesh.WORKER) -> reduce.Reducer:
     """A reducer of a divided model's gradient that averages a tied table by itself; see the module.

@@ -18,6 +18,7 @@ waits at the same time.
 
 from collections.abc import Callable, Iterable
 import functools
+import itertools
 from typing import Any, NamedTuple
 
 import jax
@@ -61,6 +62,13 @@ class Table(NamedTuple):
     pattern: np.ndarray
     patterns: tuple[tuple[Message, ...], ...]
     slots: dict[str, int]
+
+    @property
+    def permutations(self) -> tuple[tuple[tuple[int, int], ...], ...]:
+        """Pairs of stages of every permutation that messages may travel in: those of a tick alone, or some of them joined."""
+        groups = (group for messages in self.patterns for size in range(1, len(messages) + 1)
+                  for group in itertools.combinations(messages, size) if _is_one_permutation(group))
+        return tuple(dict.fromkeys(tuple(sorted(pair for message in group for pair in message.pairs)) for group in groups))
 
     @property
     def runs(self) -> list[int]:
@@ -283,8 +291,12 @@ def _joint(messages: Iterable[Message], channels: dict[boundary_lib.Label, str])
     for message in messages:
         groups.setdefault(channels[message.label], []).append(message)
     for group in groups.values():
-        targets = [target for message in group for _, target in message.pairs]
-        yield from [group] if len(set(targets)) == len(targets) else [[message] for message in group]
+        yield from [group] if _is_one_permutation(group) else [[message] for message in group]
+
+
+def _is_one_permutation(group: Iterable[Message]) -> bool:
+    targets = [target for message in group for _, target in message.pairs]
+    return len(set(targets)) == len(targets)
 
 
 def _send(transfer, condition, x, state, place):

@@ -173,10 +173,15 @@ class Division:
         """The stages that hold a table: the embedding, and the output."""
         return 0, self.num_stages - 1
 
-    def swap(self, x: jax.Array) -> jax.Array:
-        """What the other end has; zeros on stages between them."""
+    @property
+    def permutations(self) -> tuple[tuple[tuple[int, int], ...], ...]:
+        """Pairs of stages of the exchange between the two ends of a tied table."""
         first, last = self.ends
-        return mesh.exchange(x, [(first, last), (last, first)], mesh.STAGE)
+        return (((first, last), (last, first)),) if self.parts.tied else ()
+
+    def swap(self, x: jax.Array) -> jax.Array:
+        """What the other end of a tied table has; zeros on stages between them."""
+        return mesh.exchange(x, self.permutations[0], mesh.STAGE)
 
 
 def divide(parts: Any, num_stages: int, num_chunks: int = 1, layers: Sequence[int] = (), *,

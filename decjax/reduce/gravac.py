@@ -93,9 +93,10 @@ def gravac(ladder: Sequence[codecs.Codec], *, window: int = 50, threshold: float
         sides = [(messages.worker_side(end, cut, params).memory, messages.owner_side(end, cut, params).memory) for end in ends]
         error, owner_error = (tuple(memory.error for memory in side) for side in sides[0])
         states = tuple(tuple(tuple(memory.codec for memory in side) for side in rung) for rung in sides)
-        zero, count = jnp.zeros((), jnp.result_type(jnp.float32, *error)), jnp.zeros((), jnp.int32)
-        return GravacState(error, owner_error, states, count, jnp.zeros(num_rungs, jnp.int32), count, jnp.zeros((), bool),
-                           zero, zero, zero)
+        zero, none = jnp.zeros((), jnp.result_type(jnp.float32, *error)), jnp.zeros((), jnp.int32)
+        return GravacState(error=error, owner_error=owner_error, codec=states, count=none,
+                           usage=jnp.zeros(num_rungs, jnp.int32), rung=none, settled=jnp.zeros((), bool),
+                           energy_sent=zero, energy=zero, score=zero)
 
     def without_codec(arrays, state):
         targets = [e + x for e, x in zip(state.error, arrays)]

@@ -29,7 +29,8 @@ SIMULATED_WORKERS = 8  # on a lone accelerator, and forced CPU devices without o
 MINIMA = {"steps": 1, "log_every": 1, "consensus_every": 0, "sample_bytes": 1, "eval.every": 1, "eval.batch_size": 1,
           "eval.num_windows": 0, "checkpoint.every": 1, "checkpoint.keep": 1, "model.vocabulary": 256,
           "bucket_bytes": 0, "optimizer.clip_norm": 0, "optimizer.weight_decay": 0, "optimizer.eps": 0, "mixing.strength_power": 0,
-          "reducer.start": 0, "pipeline.stages": 1, "pipeline.microbatches": 1, "pipeline.autoencoder": 0, "tensor": 1, "boundary.slots": 0, "outer.learning_rate": 0}
+          "reducer.start": 0, "pipeline.stages": 1, "pipeline.microbatches": 1, "pipeline.autoencoder": 0, "tensor": 1,
+          "boundary.slots": 0, "outer.learning_rate": 0}
 FRACTIONS = ("mixing.strength", "mixing.gamma", "optimizer.final_fraction")  # 0 to 1
 DECAYS = ("optimizer.b1", "optimizer.b2", "optimizer.momentum", "outer.momentum")  # 0 to less than 1
 MAX_SEED = 2**32 - 1
@@ -97,7 +98,7 @@ def build(config: ml_collections.ConfigDict, devices: Sequence[jax.Device] | Non
         if config.reducer.stages == methods.AUTO:
             config.reducer.stages = str(_compressed_stages(config, model, source, workers))
         method, topology = methods.make_method(config, workers, schedule, source)
-        engine.choose(config.engine, method)
+        engine.choose(config.engine, method, workers)
         # Some mixers and reducers refuse arrays of some shapes, or messages that are no smaller.
         like = state_lib.abstract(lambda key: source.split(model.init(key)), method.tx, workers, config.seed, source.init)
         method.num_bytes(state_lib.one_device(like.params, workers), method.phase(config.steps - 1))

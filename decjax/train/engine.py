@@ -5,7 +5,9 @@
     split    the exchange, in a few parts, is dispatched by a thread of its own; meanwhile the gradient and all of the update
              that needs no message; as a part arrives, what it completes. So the next step's first part can leave while this
              step's last is joined. CPU devices overlap nothing within one executable, but executables run beside each other. A
-             step returns when its exchange is complete, so that collectives of two threads never meet.
+             step returns when its exchange is complete, so that collectives of two threads never meet: the gradient of a whole model
+             has none. That of stages or tensor-parallel groups has, so between processes, which would take those of the two
+             threads in different orders, it is refused.
 
 A step is compiled once per phase of the topology, so that none holds a conditional.
 """
@@ -39,19 +41,24 @@ class Program(NamedTuple):
     executables: tuple[jax.stages.Compiled, ...]
 
 
-def choose(engine: str, method: state_lib.Method) -> str:
-    """Resolves "auto": split where several CPU processes have an exchange to hide, fused elsewhere.
+def choose(engine: str, method: state_lib.Method, workers: mesh.Workers) -> str:
+    """Resolves "auto": split where several CPU processes have an exchange to hide behind a gradient without collectives, else fused.
 
     Raises:
         ValueError: if the engine is unknown, or cannot be split.
     """
+    alone = workers.stages == workers.tensor == 1  # A worker's gradient needs nothing of other devices.
     if engine not in ENGINES:
         raise ValueError(f"engine {engine!r} is unknown; use one of {', '.join(ENGINES)}")
     if engine == "auto":
-        return "split" if method.exchange and mesh.between_cpu_processes() else "fused"
+        return "split" if method.exchange and alone and mesh.between_cpu_processes() else "fused"
     if engine == "split" and not method.exchange:
         raise ValueError("engine 'split' needs an exchange that does not wait for the gradient: method 'decentralized' "
                          "with order 'awc' and a static phase, or 'allreduce' with stale; use engine 'fused'")
+    if engine == "split" and not alone and jax.process_count() > 1:
+        raise ValueError(f"engine 'split' with stages={workers.stages} and tensor={workers.tensor} over {jax.process_count()} processes: "
+                         "messages of the gradient and of the exchange would be sent by two threads, in an order that differs by "
+                         "process; use engine 'fused'")
     return engine
 
 
@@ -80,7 +87,7 @@ def make_step(gradient: Callable, method: state_lib.Method, workers: mesh.Worker
         updates, opt_state = method.tx.update(grads, state.opt_state, state.params, **extra)
         return state_lib.State(optax.apply_updates(state.params, updates), opt_state, state.source)
 
-    make = _split if choose(engine, method) == "split" else _fused
+    make = _split if choose(engine, method, workers) == "split" else _fused
     compile_phase = make(take, apply, method, workers)
     compiled: dict[int | None, Program] = {}
 

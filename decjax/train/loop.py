@@ -96,11 +96,7 @@ class Run:
             self.counters["bytes_between_stages_per_worker"] = 0.0
         self.note = ""
         self.start, self.state = self._restore(source)
-        if setup.topology:
-            try:
-                gossip.check_exchange(setup.workers.whole, setup.topology, setup.method.mixer.permutations)
-            except RuntimeError as error:
-                raise TrainingError(str(error)) from error
+        self._check_exchanges()
         self._program = engine.make_step(
             setup.source.gradient, setup.method, self.workers, self.config.seed, self.config.engine)
         join, whole, mixer = jax.vmap(setup.source.join), self.workers.whole, setup.method.mixer
@@ -111,6 +107,7 @@ class Run:
             lambda state: state_lib.averaged(state._replace(params=join(state.params)), mixer, self.workers.num_axes),
             out_shardings=self.workers.replicated)
         self._usage = self.workers.jit(setup.method.usage, (0,)) if setup.method.usage else None
+        self._counted = self._bytes_by_usage()  # as far as the counters know of them
         self._saved = self.start if self.checkpoints.latest() == self.start else None
 
     # -- Beginning ----------------------------------------------------------------------------------------------------
@@ -129,13 +126,15 @@ class Run:
             return 0, state_lib.init(*self.setup.beginning)
         return self._restore_resized(*source)
 
-    def _open(self, folder: pathlib.Path) -> tuple[pathlib.Path, checkpoint.Checkpoints, int, int]:
-        """The run to start from: its folder, checkpoints, newest step and number of workers; its stages must be ours."""
+    def _open(self, folder: pathlib.Path) -> tuple[pathlib.Path, checkpoint.Checkpoints, int, int, bool]:
+        """The run to start from: its folder, checkpoints, newest step, number of workers, and whether they have weights; its stages
+        must be ours."""
         checkpoints = checkpoint.Checkpoints(folder, read_only=True)
         step = checkpoints.latest()
         try:
             config = json.loads((folder / "config.json").read_text())
             n, theirs = config["workers"], LAYOUT | config.get("pipeline", {})
+            has_weights = config["method"] == "decentralized" and config["mixing"]["mixer"] == "push_sum"
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise CheckpointError(f"{folder / 'config.json'} cannot be read: not a run of decjax") from error
         if differing := [f"pipeline.{name}={theirs[name]!r} there, {self.config.pipeline[name]!r} here" for name in LAYOUT
@@ -144,23 +143,41 @@ class Run:
         if step is None or step >= self.config.steps:
             raise CheckpointError(f"{folder} has " + ("no complete checkpoint; choose another --resume_from" if step is None else
                                   f"done {step} of steps={self.config.steps}; set more steps to go on from there"))
-        return folder, checkpoints, step, n
+        return folder, checkpoints, step, n, has_weights
 
-    def _restore_resized(self, folder, checkpoints, step: int, n: int) -> tuple[int, state_lib.State]:
+    def _weights(self, checkpoints, step: int, n: int) -> np.ndarray:
+        """y_i of each replica of another run, those of its mixer."""
+        shape = (n, self.workers.stages)[:self.workers.num_axes]
+        like = {"opt_state": {"mixer": {"weight": jax.ShapeDtypeStruct(shape, np.float32, sharding=self.workers.replicated)}}}
+        state, _ = checkpoints.restore(step, like, partial=True)
+        return self.workers.fetch(state)["opt_state"]["mixer"]["weight"].reshape(n, -1)[:, 0]  # Those of stages are equal.
+
+    def _restore_resized(self, folder, checkpoints, step: int, n: int, has_weights: bool) -> tuple[int, state_lib.State]:
         like = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct((n, *x.shape[1:]), x.dtype, sharding=self.workers.replicated),
             state_lib.lasting(state_lib.abstract(*self.setup.beginning)))
         state, _ = checkpoints.restore(step, like, partial=True)
         state = self.workers.fetch(state)
         # What mixers remember of neighbours starts from one and the same model: here the average of the replicas.
-        params = state["params"]
-        average = jax.tree.map(lambda mean, x: np.asarray(mean, x.dtype), state_lib.mean_over_workers(params), params)
+        params, weight_N = state["params"], self._weights(checkpoints, step, n) if has_weights else None
+        average = jax.tree.map(lambda mean, x: np.asarray(mean, x.dtype), state_lib.mean_over_workers(params, weight_N), params)
         fresh = self.workers.fetch(state_lib.start(average, self.setup.method.tx, self.workers, self.setup.source.init))
-        state = state_lib.resize(state, fresh, self.workers.num_workers)
+        state = state_lib.resize(state, fresh, self.workers.num_workers, weight_N)
         self.counters["first_step"] = step
         self.note = (f"starting from step {step} of {folder}; {n} replicas became {self.workers.num_workers}, "
                      "mixer and reducer state begin afresh")
         return step, self.workers.place(state)
+
+    def _check_exchanges(self) -> None:
+        """Do messages between workers, and between stages, arrive?"""
+        setup = self.setup
+        try:
+            if setup.topology:
+                gossip.check_exchange(self.workers.whole, setup.topology, setup.method.mixer.permutations)
+            if setup.source.permutations:
+                gossip.check_stage_exchange(self.workers, setup.source.permutations)
+        except RuntimeError as error:
+            raise TrainingError(str(error)) from error
 
     # -- Measuring ----------------------------------------------------------------------------------------------------
 
@@ -183,6 +200,18 @@ class Run:
         if not np.isfinite(distance):
             self._diverged(f"parameters are no longer finite after step {step}")
         return distance
+
+    def _training_row(self, losses: collections.deque, step: int, begun: float, logged: float, logged_step: int) -> dict[str, Any]:
+        """What has happened since `logged`, a time, and the step before it; waits for the last step."""
+        local_N = self._flush(losses)
+        before, self._counted = self._counted, self._bytes_by_usage()
+        self.counters["bytes_sent_per_worker"] += self._counted - before
+        now = time.monotonic()
+        return {"step": step, "time_s": now - begun, "kind": "train", "loss": float(local_N.mean()),
+                "loss_min": float(local_N.min()), "loss_max": float(local_N.max()),
+                "consensus_distance": self._finite_distance(step),
+                "tokens_per_s": self._tokens(step - logged_step) / (now - logged),
+                **self._bytes(), "learning_rate": float(self.setup.schedule(step - 1))}
 
     def _evaluation_row(self, result: evaluate_lib.Evaluation, step: int, time_s: float) -> dict[str, Any]:
         if not np.isfinite(result.averaged):
@@ -258,7 +287,6 @@ class Run:
         consensus = self._make_consensus() if config.consensus_every else None
         losses: collections.deque = collections.deque()
         begun, logged = time.monotonic() - self.counters["time_s"], (time.monotonic(), self.start)
-        counted = self._bytes_by_usage()
         display.say(self._title())
         if self.note:
             display.say(self.note)
@@ -288,21 +316,11 @@ class Run:
             evaluates = done % config.eval.every == 0 and not last
             saves = done % config.checkpoint.every == 0 or last or stop
             if done % config.log_every == 0 or evaluates or saves or last:
-                local_N = self._flush(losses)
+                self._record(recorder, display, self._training_row(losses, done, begun, *logged))
                 losses.clear()
-                before, counted = counted, self._bytes_by_usage()
-                self.counters["bytes_sent_per_worker"] += counted - before
-                now = time.monotonic()
-                time_s, rate = now - begun, self._tokens(done - logged[1]) / (now - logged[0])
-                row = {"step": done, "time_s": time_s, "kind": "train", "loss": float(local_N.mean()),
-                       "loss_min": float(local_N.min()), "loss_max": float(local_N.max()),
-                       "consensus_distance": self._finite_distance(done), "tokens_per_s": rate,
-                       **self._bytes(), "learning_rate": float(self.setup.schedule(step))}
-                self._record(recorder, display, row)
                 if evaluates:
                     result = evaluate(self.state.params, self._average(self.state))
-                    row = self._evaluation_row(result, done, time.monotonic() - begun)
-                    self._record(recorder, display, row)
+                    self._record(recorder, display, self._evaluation_row(result, done, time.monotonic() - begun))
                 self.counters["time_s"] = time.monotonic() - begun
                 if saves:
                     self.checkpoints.save(done, self.state, self.counters)

@@ -93,7 +93,7 @@ def _check_communicates(config) -> None:
 
 def _decentralized(config, workers, schedule, source):
     topology = make_topology(config.topology, workers.num_workers, workers.local_size)
-    mixer = make_mixer(config, topology, workers.axis_name, schedule)
+    mixer = make_mixer(config, topology, workers.axis_name, schedule, source.division)
     inner, order = make_optimizer(config.optimizer, schedule, source.norm), config.mixing.order
     if config.mixing.mixer == "beer":
         tx, exchange = optim.track(inner, mixer, order), functools.partial(optim.tracked_exchange, mixer)
@@ -282,17 +282,19 @@ MIXERS = ("exact", *COMPRESSED, "power_gossip")
 
 
 def make_mixer(config: ml_collections.ConfigDict, topology: topology_lib.Topology, axis_name: mesh.AxisName,
-               schedule: optax.Schedule) -> gossip.Mixer:
-    """The named mixer over the topology: rounds, codec, period and strength γ = strength · (lr / lr_max)^strength_power."""
+               schedule: optax.Schedule, division: pipeline.Division | None = None) -> gossip.Mixer:
+    """The named mixer over the topology: rounds, codec, period and strength γ = strength · (lr / lr_max)^strength_power; a tied
+    table, which two stages hold, is coded by itself."""
     mixing, peak = config.mixing, config.optimizer.learning_rate
-    mixer = gossip.every(_every_step_mixer(mixing, topology, axis_name=axis_name, bucket_bytes=config.bucket_bytes,
-                                           seed=config.seed), mixing.every)
+    mixer = _every_step_mixer(mixing, topology, pipeline.tied_tables(division), axis_name=axis_name,
+                              bucket_bytes=config.bucket_bytes, seed=config.seed)
+    mixer = gossip.every(mixer, mixing.every)
     if not mixing.strength_power:
         return gossip.damp(mixer, mixing.strength)
     return gossip.damp(mixer, lambda step: mixing.strength * (schedule(step) / peak) ** mixing.strength_power)
 
 
-def _every_step_mixer(mixing, topology, **common) -> gossip.Mixer:
+def _every_step_mixer(mixing, topology, alone, **common) -> gossip.Mixer:
     """The mixer of `mixing.mixer`; options that it does not have are refused rather than ignored."""
     name = _known("mixing.mixer", mixing.mixer, MIXERS)
     codec = make_codec(mixing.codec) if mixing.codec else None
@@ -312,11 +314,11 @@ def _every_step_mixer(mixing, topology, **common) -> gossip.Mixer:
         return gossip.power_gossip(topology, rank=mixing.rank, **common)
     if name != "exact":
         rounds = {} if name == "dcd" else dict(rounds=mixing.rounds, gamma=mixing.gamma or None)
-        return COMPRESSED[name](topology, codec=codec, **rounds, **common)
+        return COMPRESSED[name](topology, codec=codec, alone=alone, **rounds, **common)
     if not topology_lib.is_doubly_stochastic(topology):
         raise ValueError(f"topology {topology.name!r} is not doubly stochastic, so plain gossip would drift from the mean; "
                          "use 'directed_exponential' or another graph whose columns and rows sum to one, or mixer 'push_sum'")
     if mixing.accelerated:
         del common["seed"]
         return gossip.accelerated(topology, rounds=mixing.rounds, **common)
-    return gossip.exact(topology, rounds=mixing.rounds, codec=codec, **common)
+    return gossip.exact(topology, rounds=mixing.rounds, codec=codec, alone=alone, **common)

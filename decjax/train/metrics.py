@@ -9,8 +9,6 @@ import rich.console
 import rich.progress
 import tensorboardX
 
-_ON_SCREEN = ("loss", "consensus_distance", "tokens_per_s")
-
 
 def read(workdir: pathlib.Path) -> list[dict[str, Any]]:
     """The rows of a run so far, without lines that a crash cut short."""

@@ -31,6 +31,7 @@ class Source(NamedTuple):
         coded_nll: `nll` of a whole model whose activations arrive from stage to stage as in training; None where they arrive as
             they are, or depend on what is remembered.
         division: into stages; None: a whole model.
+        permutations: pairs (source, target) of stages of every exchange between them.
     """
 
     gradient: Callable[[Any, Any, jax.Array, jax.Array], tuple[jax.Array, Any, Any]]
@@ -40,6 +41,7 @@ class Source(NamedTuple):
     norm: Callable[[Any], jax.Array] = optax.global_norm
     coded_nll: Callable[[Any, jax.Array, jax.Array], jax.Array] | None = None
     division: pipeline.Division | None = None
+    permutations: tuple[tuple[tuple[int, int], ...], ...] = ()
 
 
 def stateless(gradient: Callable[[Any, Any, jax.Array], tuple[jax.Array, Any]]) -> Callable:
@@ -83,7 +85,8 @@ def pipelined(division: pipeline.Division, executor: pipeline.Pipeline, batch_si
     """
     tokens = jax.ShapeDtypeStruct((batch_size, context + 1), jnp.int32)
     return Source(lambda params, state, tokens_BxT1, key: executor.gradient(params, state, tokens_BxT1, key),
-                  lambda params: executor.init(tokens), division.split, division.join, division.global_norm, coded_nll, division)
+                  lambda params: executor.init(tokens), division.split, division.join, division.global_norm, coded_nll, division,
+                  (*executor.table.permutations, *division.permutations))
 
 
 def of_model(model: models.Model, *, stages: int, microbatches: int, schedule: str, chunks: int, layers: tuple[int, ...],

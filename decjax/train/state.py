@@ -124,7 +124,7 @@ def lasting(state: Any) -> Any:
     return type(state)(**kept) if len(kept) == len(state) else kept
 
 
-def resize(state: State, fresh: State, num_workers: int) -> State:
+def resize(state: State, fresh: State, num_workers: int, weight_N: np.ndarray | None = None) -> State:
     """Carries a host-side state of N replicas over to N' workers.
 
     New worker j stands for the replicas i with ⌊i N'/N⌋ = j: it takes their average if workers were removed, and a copy of
@@ -134,20 +134,28 @@ def resize(state: State, fresh: State, num_workers: int) -> State:
         state: NumPy leaves of shape (N, ...); whole, or what is lasting of it.
         fresh: an initial state for N' workers, from which the rest comes.
         num_workers: N'.
+        weight_N: y_i of the replicas, whose average is Σ_i y_i x_i / Σ_i y_i: those of parameters are weighted, too, and all new
+            parameters are moved alike, so that their plain mean is what the weighted one was; None: y_i = 1.
 
     Returns:
         NumPy leaves of shape (N', ...).
     """
-    def spread(x):
+    def spread(x, weights=None):
         n = len(x)
         if num_workers >= n:
             return x[np.arange(num_workers) * n // num_workers]
-        groups = np.arange(n) * num_workers // n
-        members = [x[groups == j] for j in range(num_workers)]
+        members = [np.flatnonzero(np.arange(n) * num_workers // n == j) for j in range(num_workers)]
         if not np.issubdtype(x.dtype, np.floating):
-            return np.stack([own[0] for own in members])
+            return np.stack([x[own[0]] for own in members])
         # In float64 the mean of equal values is that value, so that equal replicas stay equal.
-        return np.stack([own.mean(axis=0, dtype=np.float64) for own in members]).astype(x.dtype)
+        weights = np.ones(n) if weights is None else np.asarray(weights, np.float64)
+        return np.stack([np.average(x[own], axis=0, weights=weights[own]) for own in members]).astype(x.dtype)
+
+    def spread_weighted(x):
+        new = spread(x, weight_N)
+        if not np.issubdtype(x.dtype, np.floating):
+            return new
+        return (new + (np.average(x, axis=0, weights=weight_N) - new.mean(axis=0, dtype=np.float64))).astype(x.dtype)
 
     def complete(old, new):
         if isinstance(old, dict) and hasattr(new, "_fields"):
@@ -157,4 +165,8 @@ def resize(state: State, fresh: State, num_workers: int) -> State:
         parts = tuple(map(complete, old, new))
         return type(old)(*parts) if hasattr(old, "_fields") else parts
 
-    return complete(jax.tree.map(spread, lasting(state)), fresh)
+    kept = lasting(state)
+    spread_all = {name: jax.tree.map(spread, part) for name, part in kept.items()}
+    if weight_N is not None:
+        spread_all["params"] = jax.tree.map(spread_weighted, kept["params"])
+    return complete(spread_all, fresh)

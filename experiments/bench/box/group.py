@@ -7,10 +7,8 @@ A system that waits uses no processor and no link, so several of them measure on
 whatever else the machine does falls on all alike.
 """
 
-from collections.abc import Sequence
 import contextlib
 import json
-import os
 import signal
 import subprocess
 import tempfile
@@ -35,25 +33,21 @@ class Group(contextlib.AbstractContextManager):
     Args:
         network: the hosts.
         module: the worker; takes --coordinator, --num_processes and --process_index, and calls `serve`.
-        arguments: others of its flags.
         processes_per_host: neighbours in the order of the processes' indices share a host.
-        pin: whether process i stays on core i modulo their number.
         environment: added to ours.
         python: an interpreter with what the module imports; None: this one.
     """
 
-    def __init__(self, network: cluster.Network, module: str, arguments: Sequence[str] = (), *, processes_per_host: int = 1,
-                 pin: bool = False, environment: dict[str, str] | None = None, python: str | None = None):
+    def __init__(self, network: cluster.Network, module: str, *, processes_per_host: int = 1,
+                 environment: dict[str, str] | None = None, python: str | None = None):
         count = len(network.hosts) * processes_per_host
-        cores = sorted(os.sched_getaffinity(0))
         self.processes_per_host = processes_per_host
         self._children: list[processes.Child] = []
-        lines = processes.members(module, arguments, count, network.addresses[0])
+        lines = processes.members(module, (), count, network.addresses[0])
         for index, line in enumerate(lines):
             log = tempfile.TemporaryFile()
             inside = network.inside(index // processes_per_host, [python or line[0], *line[1:]])
-            process = processes.start(inside, cores[index % len(cores)] if pin else None, env=environment or {},
-                                      stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True)
+            process = processes.start(inside, env=environment or {}, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True)
             self._children.append(processes.Child(process, log))
 
     def ask(self, do: str, **arguments: Any) -> list[Any]:
