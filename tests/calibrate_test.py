@@ -1,10 +1,6 @@
 """launch/calibrate.py: exchanges are what they are called, launch.plan takes the profile, mistakes are one line."""
 
 import json
-import os
-import pathlib
-import subprocess
-import sys
 
 import jax
 import numpy as np
@@ -14,18 +10,15 @@ from configs import lm
 from decjax import runtime
 from decjax import train
 from decjax.train import measure
+from tests import commands
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
 TINY = ("--config.model.depth=1", "--config.model.width=8", "--config.model.hidden=8", "--config.model.context=8")
 QUICK = ("--rounds=2", "--sizes=1e4,1.6e7")  # So far apart that the larger ones take longer on any machine.
 
 
-def launch(module, *arguments, **environment):
+def launch(module, *arguments):
     """Runs a command on forced CPU devices."""
-    ours = {key: value for key, value in os.environ.items() if not key.startswith("XLA_")} | {
-        "COLUMNS": "120", "JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
-    return subprocess.run([sys.executable, "-m", module, *arguments], cwd=ROOT, env=ours | environment, text=True,
-                          capture_output=True, check=False, timeout=300)
+    return commands.run(module, *arguments, COLUMNS="120")
 
 
 # -- What is timed ----------------------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ import pytest
 from launch import command
 from launch import config_file
 from launch import join
+from tests import commands
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 TINY = ["--config.model.depth=1", "--config.model.width=8", "--config.model.heads=1", "--config.model.hidden=8",
@@ -101,22 +102,12 @@ MISTAKES = {
 }
 
 
-@pytest.fixture(scope="module")
-def mistakes(place):
-    """Runs all mistakes, two at a time."""
-    def run(name):
-        args, shorthand, workdir, _, _ = MISTAKES[name]
-        command = place.command(*(arg.format(folder=place.folder) for arg in args), shorthand=shorthand, workdir=workdir)
-        few = {"XLA_FLAGS": "--xla_force_host_platform_device_count=4"} if name == "few devices" else {}
-        return place.run(command, **few)
-    with concurrent.futures.ThreadPoolExecutor(2) as pool:
-        return dict(zip(MISTAKES, pool.map(run, MISTAKES)))
-
-
 @pytest.mark.parametrize("name", MISTAKES)
-def test_mistake_is_one_line_with_value_and_fix(place, mistakes, name):
-    *_, value, fix = MISTAKES[name]
-    message = one_error(mistakes[name])
+def test_mistake_is_one_line_with_value_and_fix(place, name):
+    args, shorthand, workdir, value, fix = MISTAKES[name]
+    command = place.command(*(arg.format(folder=place.folder) for arg in args), shorthand=shorthand, workdir=workdir)
+    few = {"XLA_FLAGS": "--xla_force_host_platform_device_count=4"} if name == "few devices" else {}
+    message = one_error(commands.run(*command[2:], **few))
     assert re.search(value.format(folder=re.escape(str(place.folder))), message), message
     assert fix in message, message
     assert not (place.folder / "a").exists(), "a refused run leaves a work directory behind"

@@ -12,11 +12,12 @@ from decjax.train import silence
 from decjax.train import wire
 
 WORKERS = 4
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
 def config_of(shorthand):
     config = lm.get_config(f"smoke,workers={WORKERS},{shorthand}")
-    config.model.update(width=32, hidden=64)
+    config.model.update(width=32, hidden=64, depth=1)
     return config
 
 
