@@ -23,6 +23,7 @@ A = _rng.normal(size=(N, DIM, DIM)) / np.sqrt(DIM) + np.eye(DIM)
 B = _rng.normal(size=(N, DIM))
 NOISE = 0.1 * _rng.normal(size=(STEPS, N, DIM))
 X0 = _rng.normal(size=DIM)
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
 def gradients(x_NxD, step):

@@ -1,6 +1,5 @@
 """launch/train.py as a user runs it: one line for every mistake, and signals from which a run continues bit for bit."""
 
-import concurrent.futures
 import json
 import os
 import pathlib
@@ -17,12 +16,13 @@ import pytest
 from launch import command
 from launch import config_file
 from launch import join
+from tests import commands
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 TINY = ["--config.model.depth=1", "--config.model.width=8", "--config.model.heads=1", "--config.model.hidden=8",
         "--config.model.context=8", "--config.sample_bytes=4"]
-STEPS = 120
-LONG = [f"--config.steps={STEPS}", "--config.log_every=4", "--config.eval.every=40", "--config.checkpoint.every=40"]
+EVERY, STEPS = 200, 600  # So many that a run is still under way when a signal reaches it, twice.
+LONG = [f"--config.steps={STEPS}", "--config.log_every=4", f"--config.eval.every={EVERY}", f"--config.checkpoint.every={EVERY}"]
 
 
 class Place:
@@ -33,12 +33,10 @@ class Place:
         self.text = folder / "text"
         self.text.write_bytes(b"the quick brown fox jumps over the lazy dog. " * 400)
         (folder / "empty").touch()
-        self.environment = {key: value for key, value in os.environ.items() if not key.startswith(("XLA_", "JAX_"))}
         # Every program compiles once for all runs here.
-        self.environment |= {
-            "JAX_PLATFORMS": "cpu", "JAX_COMPILATION_CACHE_DIR": str(folder / "cache"),
-            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0", "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
-            "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+        self.environment = os.environ | {
+            "JAX_COMPILATION_CACHE_DIR": str(folder / "cache"), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+            "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
 
     def command(self, *args, shorthand="smoke,workers=2", workdir="run"):
         command = [sys.executable, "-m", "launch.train"]
@@ -46,9 +44,9 @@ class Place:
             command += [f"--config=configs/lm.py:{shorthand}", *TINY, f"--config.data.path={self.text}"]
         return command + ([f"--workdir={self.folder / workdir}"] if workdir else []) + list(args)
 
-    def run(self, command, **environment):
-        return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False, timeout=300,
-                              env=self.environment | environment)
+    def run(self, command):
+        return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False, timeout=commands.TIMEOUT_S,
+                              env=self.environment)
 
     def interrupt(self, command, number):
         """Runs until the first line with a loss, then sends a signal; returns the exit code and all lines of stdout."""
@@ -68,6 +66,11 @@ class Place:
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
     return Place(tmp_path_factory.mktemp("launch"))
+
+
+def forked(command, **environment):
+    """Runs a command of `Place`, quicker where no signal is meant to reach it."""
+    return commands.run(*command[2:], **environment)
 
 
 def one_error(result, code=2):
@@ -101,22 +104,12 @@ MISTAKES = {
 }
 
 
-@pytest.fixture(scope="module")
-def mistakes(place):
-    """Runs all mistakes, two at a time."""
-    def run(name):
-        args, shorthand, workdir, _, _ = MISTAKES[name]
-        command = place.command(*(arg.format(folder=place.folder) for arg in args), shorthand=shorthand, workdir=workdir)
-        few = {"XLA_FLAGS": "--xla_force_host_platform_device_count=4"} if name == "few devices" else {}
-        return place.run(command, **few)
-    with concurrent.futures.ThreadPoolExecutor(2) as pool:
-        return dict(zip(MISTAKES, pool.map(run, MISTAKES)))
-
-
 @pytest.mark.parametrize("name", MISTAKES)
-def test_mistake_is_one_line_with_value_and_fix(place, mistakes, name):
-    *_, value, fix = MISTAKES[name]
-    message = one_error(mistakes[name])
+def test_mistake_is_one_line_with_value_and_fix(place, name):
+    args, shorthand, workdir, value, fix = MISTAKES[name]
+    command = place.command(*(arg.format(folder=place.folder) for arg in args), shorthand=shorthand, workdir=workdir)
+    few = {"XLA_FLAGS": "--xla_force_host_platform_device_count=4"} if name == "few devices" else {}
+    message = one_error(forked(command, **few))
     assert re.search(value.format(folder=re.escape(str(place.folder))), message), message
     assert fix in message, message
     assert not (place.folder / "a").exists(), "a refused run leaves a work directory behind"
@@ -205,7 +198,7 @@ def test_signals_stop_a_run_that_then_continues_bit_for_bit(place, finished):
     assert f"continuing from step {stopped_at}" in result.stdout
     assert summary(workdir) == summary(finished)
     ours, theirs = evaluations(workdir), evaluations(finished)
-    assert STEPS in ours and set(ours) <= set(theirs) == {40, 80, STEPS}
+    assert STEPS in ours and set(ours) <= set(theirs) == {EVERY, 2 * EVERY, STEPS}
     assert all(ours[step] == theirs[step] for step in ours)
     assert summary(finished)["eval_loss"] < 4  # of ln 256 = 5.5: there was something to disturb
 
@@ -245,17 +238,15 @@ def test_unusable_directories_are_refused(place, finished):
     before = summary(finished), evaluations(finished)
     cases = {
         "another config": (other_config(), r"optimizer.learning_rate: [0-9.]+ there, 0.5 here", "choose another --workdir"),
-        "cut": (damaged("cut"), rf"cut/checkpoints/{STEPS} cannot be restored", "move it away to continue from step 80"),
-        "garbled": (damaged("garbled"), rf"garbled/checkpoints/{STEPS} cannot", "move it away to continue from step 80"),
-        "flip": (damaged("flip"), rf"flip/checkpoints/{STEPS} cannot", "move it away to continue from step 80"),
+        "cut": (damaged("cut"), rf"cut/checkpoints/{STEPS} cannot be restored", f"move it away to continue from step {2 * EVERY}"),
+        "garbled": (damaged("garbled"), rf"garbled/checkpoints/{STEPS} cannot", f"move it away to continue from step {2 * EVERY}"),
+        "flip": (damaged("flip"), rf"flip/checkpoints/{STEPS} cannot", f"move it away to continue from step {2 * EVERY}"),
         "foreign": (foreign("foreign", {"checkpoints/10/model.pt": "x"}), "foreign holds", "choose another --workdir"),
         "foreign config": (foreign("foreign2", {"checkpoints/10/model.pt": "x", "config.json": "[1]"}), "foreign2",
                            "choose another --workdir"),
     }
-    with concurrent.futures.ThreadPoolExecutor(2) as pool:
-        results = dict(zip(cases, pool.map(lambda case: place.run(case[0]), cases.values())))
-    for name, (_, value, fix) in cases.items():
-        message = one_error(results[name])
+    for name, (arguments, value, fix) in cases.items():
+        message = one_error(forked(arguments))
         assert re.search(value, message) and fix in message, f"{name}: {message}"
     assert (summary(finished), evaluations(finished)) == before
     assert (place.folder / "foreign/checkpoints/10/model.pt").read_text() == "x"
@@ -267,7 +258,7 @@ def test_divergence_names_the_step_and_keeps_the_last_good_checkpoint(place):
     command = place.command(
         "--config.optimizer.name=sgdm", "--config.optimizer.learning_rate=1e10", "--config.optimizer.clip_norm=0",
         "--config.log_every=100", "--config.eval.every=100", "--config.checkpoint.every=2", workdir="diverged")
-    message = one_error(place.run(command))
+    message = one_error(forked(command))
     good = int(re.search(r"the last good checkpoint is of step (\d+)", message)[1])
     assert int(re.search(r"loss is (?:nan|inf|-inf) on worker [01] in step (\d+)", message)[1]) >= good
     assert "Lower optimizer.learning_rate" in message

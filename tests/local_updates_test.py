@@ -12,6 +12,7 @@ from decjax import codecs
 from decjax import mesh
 from decjax import optim
 from decjax import reduce
+from tests.stand_ins import dense_top, top
 
 N, DIM, STEPS, LR = 4, 6, 60, 0.05
 MODES = ("devices", "simulated")
@@ -58,23 +59,6 @@ def trajectory(make, mode="devices", noise=NOISE):
             path.append(np.asarray(params["x"]))
         assert all(fn._cache_size() == 1 for fn in compiled.values()), "a second call recompiled"
     return np.stack(path), jax.tree.map(np.asarray, state)
-
-
-def top(k):
-    """The k largest values."""
-    def encode(x, state, key):
-        _, index = jax.lax.top_k(jnp.abs(x), k)
-        return index.astype(jnp.uint8), x[index]
-
-    return codecs.Codec(name="top", encode=encode, decode=lambda message, shape, dtype: jnp.zeros(shape, dtype).at[message[0]].set(message[1]),
-                        num_bytes=lambda shape, dtype: k * 9, traits=codecs.Traits(contractive=lambda shape: k / np.prod(shape)))
-
-
-def dense_top(x, k):
-    kept = np.zeros_like(x)
-    largest = np.argsort(-np.abs(x))[:k]
-    kept[largest] = x[largest]
-    return kept
 
 
 class DenseAdam:
@@ -140,7 +124,7 @@ def test_sparseloco_is_the_dense_reference(mode):
         x = x - LR * direction(gradients(x, t))
         if (t + 1) % H == 0:
             e = decay * e + anchor - x
-            q = np.stack([dense_top(row, k) for row in e])
+            q = np.stack([dense_top(k)(row) for row in e])
             e, anchor = e - q, anchor - rate * q.mean(axis=0)
             x = np.tile(anchor, (N, 1))
         np.testing.assert_allclose(path[t + 1], x, rtol=1e-6, atol=1e-8)
@@ -167,7 +151,7 @@ def test_demo_is_the_dense_reference():
     x, m = np.tile(X0, (N, 1)), np.zeros((N, DIM))
     for t in range(STEPS):
         m = decay * m + gradients(x, t)
-        q = np.stack([D.T @ dense_top(D @ row, k) for row in m])
+        q = np.stack([D.T @ dense_top(k)(D @ row) for row in m])
         m, x = m - q, x - LR * np.sign(q.mean(axis=0))
         np.testing.assert_allclose(path[t + 1], x, atol=1e-8)
 
@@ -195,7 +179,7 @@ def test_onebit_adam_is_the_dense_reference(mode):
             x = x - LR * adam(g.mean(axis=0))
         else:
             sent = b1 * adam.m + (1 - b1) * g + e
-            q = np.stack([dense_top(row, k) for row in sent])
+            q = np.stack([dense_top(k)(row) for row in sent])
             e, adam.m = sent - q, q.mean(axis=0)
             x = x - LR * adam.m / (1 - b1**(t + 1)) / (np.sqrt(adam.v / (1 - adam.b2**warm)) + adam.eps)
         np.testing.assert_allclose(path[t + 1], x, rtol=1e-6, atol=1e-7)

@@ -1,17 +1,12 @@
 """The paper's iteration times: the fit holds on its rows, and what it says beyond them is possible."""
 
 import json
-import os
-import pathlib
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 
 from experiments import paper_runtime as paper
-
-ROOT = pathlib.Path(__file__).parents[1]
+from tests import commands
 
 
 @pytest.fixture(scope="module", params=["a40"])
@@ -45,8 +40,7 @@ def test_one_node_needs_no_nic():
 
 
 def run(*args):
-    return subprocess.run([sys.executable, "-m", "experiments.paper_runtime", *args], capture_output=True, text=True,
-                          cwd=ROOT, env=os.environ | {"OPENBLAS_NUM_THREADS": "1"}, check=False)
+    return commands.run("experiments.paper_runtime", *args)
 
 
 def test_json_is_what_the_table_says(predicted):

@@ -5,12 +5,14 @@ import re
 
 import jax
 import jax.numpy as jnp
+import ml_collections
 import numpy as np
 import pytest
 
 from configs import lm
 from decjax import train
 from experiments import compression
+from tests import commands
 
 README = pathlib.Path(__file__).parents[1] / "README.md"
 
@@ -31,11 +33,35 @@ def test_the_loop_of_the_readme_learns():
     np.testing.assert_allclose(scope["average"]["w"], truth, atol=0.05)
 
 
-def test_every_command_of_the_readme_exists():
-    modules = set(re.findall(r"python -m ((?:launch|experiments)[\w.]+)", README.read_text()))
-    assert len(modules) >= 6
-    for module in modules:
-        assert (README.parent / (module.replace(".", "/") + ".py")).is_file(), module
+def commands_of_the_readme():
+    """(module, its flags) of all commands. What stands behind a lone -- is for the module that it starts, launch.train."""
+    found = []
+    for module, line in re.findall(r"python -m ((?:launch|experiments)[\w.]+)([^`\n#]*)", README.read_text()):
+        own, _, passed = f"{line} ".partition(" -- ")
+        found += [(module, own)] + ([("launch.train", passed)] if passed else [])
+    return [(module, set(re.findall(r"--([\w.]+)", line))) for module, line in found]
+
+
+@pytest.mark.parametrize("module", sorted({module for module, _ in commands_of_the_readme()}))
+def test_commands_of_the_readme_have_the_flags_it_gives_them(module):
+    given = set().union(*(flags for name, flags in commands_of_the_readme() if name == module))
+    told = commands.run(module, "--helpfull")
+    known = set(re.findall(r"^ +-\w,--(?:\[no\])?(\w+)|^ +--(?:\[no\])?(\w+)", told.stdout, re.MULTILINE))
+    assert told.returncode == 1 and known, told.stderr
+    fields = {name for name in given if name.startswith("config.")}
+    assert given - fields <= {name for names in known for name in names}
+    assert {name.removeprefix("config.") for name in fields} <= set(leaves(lm.get_config()))
+
+
+def test_fields_in_the_prose_of_the_readme_exist():
+    fields = set(re.findall(r"--config\.([\w.]+)", README.read_text()))
+    assert fields and fields <= set(leaves(lm.get_config()))
+
+
+def leaves(config, above=""):
+    """Names of all fields, as data.path."""
+    for name, value in config.items():
+        yield from leaves(value, f"{above}{name}.") if isinstance(value, ml_collections.ConfigDict) else [above + name]
 
 
 SHORTHANDS = sorted({*re.findall(r"--config=configs/lm\.py:(\S+)", README.read_text()), *(row.shorthand for row in compression.ROWS)})

@@ -1,10 +1,7 @@
 """Ranking, verdicts, regions, fits, and launch/plan.py as a user runs it."""
 
 import dataclasses
-import os
 import pathlib
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -15,6 +12,7 @@ from decjax.runtime import Cluster, Jitter, Link, Workload, all_reduce, gossip, 
 from decjax.runtime import calibrate, plan
 from decjax.runtime.calibrate import Measurement
 from launch import plan as cli
+from tests import commands
 
 ROOT = pathlib.Path(__file__).parents[1]
 PROFILES = sorted((ROOT / "configs" / "clusters").glob("*.json"))
@@ -225,9 +223,7 @@ def test_what_does_not_fit_is_refused():
 
 
 def run(*args, columns=120):
-    environment = os.environ | {"COLUMNS": str(columns), "MPLBACKEND": "Agg", "OPENBLAS_NUM_THREADS": "1"}
-    return subprocess.run([sys.executable, "-m", "launch.plan", *args], capture_output=True, text=True, env=environment,
-                          cwd=ROOT, check=False)
+    return commands.run("launch.plan", *args, COLUMNS=str(columns), MPLBACKEND="Agg")
 
 
 @pytest.mark.parametrize("path", PROFILES, ids=lambda path: path.stem)

@@ -1,23 +1,32 @@
 """decjax/train/silence.py: no message, all of the arithmetic; what compressed methods' messages come to, in measure.form."""
 
+import functools
+
 import jax
 import numpy as np
 import pytest
 
 from configs import lm
 from decjax import mesh
+from decjax import runtime
 from decjax import train
 from decjax.train import measure
 from decjax.train import silence
 from decjax.train import wire
 
 WORKERS = 4
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
 def config_of(shorthand):
     config = lm.get_config(f"smoke,workers={WORKERS},{shorthand}")
-    config.model.update(width=32, hidden=64)
+    config.model.update(width=32, hidden=64, depth=1)
     return config
+
+
+@functools.cache
+def form_of(shorthand):
+    return measure.form(shorthand, config_of(shorthand))
 
 
 def test_a_worker_hears_itself():
@@ -39,7 +48,7 @@ def test_a_worker_hears_itself():
 @pytest.mark.parametrize("shorthand", ["method=allreduce,reducer=powersgd,rank=2", "method=allreduce,reducer=codec,codec=int8",
                                        "mixer=choco,codec=int8", "topology=base_k,mixer=power_gossip,rank=1"])
 def test_an_update_computes_all_and_sends_nothing(shorthand):
-    form = measure.form(shorthand, config_of(shorthand))
+    form = form_of(shorthand)
     setup, phase = form.setup, form.phases[-1]
     state = measure.state_lib.init(setup.model.init, setup.method.tx, setup.workers, 0)
 
@@ -72,8 +81,21 @@ def test_other_methods_are_refused(shorthand):
 
 
 def test_updates_run_again_and_again():
-    forms = [measure.form(text, config_of(text)) for text in ("method=allreduce,reducer=powersgd,rank=2", "mixer=choco,codec=int8")]
+    forms = [form_of(text) for text in ("method=allreduce,reducer=powersgd,rank=2", "mixer=choco,codec=int8")]
     actions = measure.coding_actions(forms)
     assert set(actions) == {(forms[0].name, 0), (forms[1].name, 0), (forms[1].name, 1)}
     for action in [*actions.values()] * 2:
         jax.block_until_ready(action())
+
+
+def test_coding_is_what_an_update_takes_beyond_what_the_model_adds():
+    """The optimizer, and what combines exact messages; where noise makes the update seem quicker, nothing."""
+    forms = [form_of("method=allreduce,reducer=powersgd,rank=2"), form_of("mixer=choco,codec=int8")]
+    workload = runtime.Workload(0.1, (0.2,), (1e6,), optimizer_s=2e-3, combine_s=1e-3)
+
+    def coding_s(*times_s):
+        updates_s = {form.name: np.array([times_s]) for form in forms}
+        return [found.coding_s for found in measure._compressed(forms, updates_s, workload)]
+
+    assert coding_s(4e-3, 5e-3, 9e-3) == pytest.approx([3e-3, 2e-3])
+    assert coding_s(2.5e-3) == [pytest.approx(0.5e-3), 0.0]

@@ -2,7 +2,6 @@
 
 import json
 import os
-import pathlib
 import re
 import signal
 import subprocess
@@ -14,15 +13,14 @@ import rich.console
 from launch import processes
 from launch import config_file
 from launch import sweep
+from tests import commands
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
 TINY = ("--config.model.depth=1", "--config.model.width=8", "--config.model.hidden=8", "--config.model.context=8",
         "--config.sample_bytes=1", "--config.eval.num_windows=2", "--config.eval.every=100")
 
 
 def launch(*arguments, **environment):
-    return subprocess.run([sys.executable, "-m", "launch.sweep", *arguments], cwd=ROOT, capture_output=True, text=True,
-                          check=False, timeout=300, env=os.environ | {"COLUMNS": "120"} | environment)
+    return commands.run("launch.sweep", *arguments, COLUMNS="120", **environment)
 
 
 # -- With real training -----------------------------------------------------------------------------------------------

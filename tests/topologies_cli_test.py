@@ -1,21 +1,16 @@
 """launch/topologies.py as a user runs it: the table, the reasons, the figure, and one-line errors."""
 
-import os
 import re
-import subprocess
-import sys
 
 import pytest
 
 from decjax import topology as tp
 from launch import topologies as cli
+from tests import commands
 
 
 def run(*args, columns=120):
-    environment = os.environ | {"COLUMNS": str(columns), "MPLBACKEND": "Agg"}
-    command = [sys.executable, "-m", "launch.topologies", *args]
-    root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-    return subprocess.run(command, capture_output=True, text=True, env=environment, cwd=root, check=False)
+    return commands.run("launch.topologies", *args, COLUMNS=str(columns), MPLBACKEND="Agg")
 
 
 def cells(output, name):

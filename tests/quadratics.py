@@ -1,0 +1,128 @@
+"""What tests of compressed gossip share: N workers with a quadratic each, mixed on their way down, in float64."""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import decjax
+from decjax import gossip
+from decjax import optim
+from decjax import topology as topology_lib
+from tests.stand_ins import four_bits
+
+N, P, STEPS, LR = 8, 17, 60, 0.05
+MATRIX = (4, 3)  # The shape of the first of P values; the others are a vector.
+MODES = ("devices", "simulated")
+_rng = np.random.default_rng(0)
+H = _rng.normal(size=(N, P, P)) / np.sqrt(P) + np.eye(P)
+H = np.einsum("nji,njk->nik", H, H) / 4
+B = _rng.normal(size=(N, P))
+X0 = _rng.normal(size=P)
+
+
+def gradients(x_NxP):
+    return np.einsum("nij,nj->ni", H, x_NxP) - B
+
+
+@functools.cache
+def workers(mode, local_size=1):
+    return decjax.make_workers(N, local_size=local_size, simulate=mode == "simulated")
+
+
+def tree(x_P, shape=MATRIX):
+    """A matrix, or a stack of them, and a vector."""
+    return {"matrix": x_P[:math.prod(shape)].reshape(shape), "vector": x_P[math.prod(shape):]}
+
+
+def flat(params):
+    return jnp.concatenate([params["matrix"].ravel(), params["vector"]])
+
+
+def scanned(one_step, mixer, steps):
+    """`one_step(carry, phase) -> (carry, out)` over all steps, whole periods at a time: one compilation for all phases."""
+    period = len(mixer.phases)
+    assert mixer.phases.start == 0
+
+    def whole_period(carry, _):
+        outs = []
+        for phase in range(period):
+            carry, out = one_step(carry, phase)
+            outs.append(out)
+        return carry, jnp.stack(outs)
+
+    def run(carry):
+        carry, outs = jax.lax.scan(whole_period, carry, length=-(-steps // period))
+        return carry, outs.reshape(-1, *outs.shape[2:])
+    return run
+
+
+def trajectory(make_mixer, order="awc", mode="devices", wrap=optim.decentralize, local_size=1, shape=MATRIX):
+    """x_{STEPS+1 x N x P} of SGD on heterogeneous quadratics."""
+    w = workers(mode, local_size)
+    with jax.enable_x64(True):
+        mixer = make_mixer(w.axis_name)
+        tx = wrap(optax.sgd(LR), mixer, order)
+
+        def whole(x_P, h_PxP, b_P):
+            def one_step(carry, phase):
+                params, state = carry
+                updates, state = tx.update(tree(h_PxP @ flat(params) - b_P, shape), state, params, phase=phase)
+                params = optax.apply_updates(params, updates)
+                return (params, state), flat(params)
+            start = tree(x_P, shape)
+            return scanned(one_step, mixer, STEPS)((start, tx.init(start)))[1]
+
+        path = np.asarray(w.jit(whole, (0, 0, 0))(np.tile(X0, (N, 1)), H, B))
+        assert path.dtype == np.float64
+    return np.concatenate([np.tile(X0, (1, N, 1)), path.transpose(1, 0, 2)[:STEPS]])
+
+
+def mixed(make_mixer, x_NxP, steps, mode="devices", local_size=1, shape=MATRIX):
+    """The path of parameters that are only mixed, x_{steps x N x P}, and of push-sum's weights y_{steps x N}."""
+    w = workers(mode, local_size)
+    with jax.enable_x64(True):
+        mixer = make_mixer(w.axis_name)
+
+        def whole(x_P):
+            def one_step(carry, phase):
+                params, state = gossip.mix(mixer, *carry, phase, 0)
+                weight = state.weight if isinstance(state, gossip.PushSumState) else 1.0
+                return (params, state), jnp.append(flat(params), weight)
+            # Memories start from the same on all workers.
+            return scanned(one_step, mixer, steps)((tree(x_P, shape), mixer.init(tree(0 * x_P, shape))))[1]
+
+        path = np.asarray(w.jit(whole, (0,))(x_NxP)).transpose(1, 0, 2)[:steps]
+    return path[..., :-1], path[..., -1]
+
+
+def wrapper(name):
+    return optim.track if name == "beer" else optim.decentralize
+
+
+def mixers(codec=None):
+    """Every mixer over graphs of all kinds that it takes: name -> axis name -> mixer."""
+    def make(build, graph, **options):
+        graph_options = {"hierarchical": dict(local=2), "alternating_exponential_ring": dict(local_size=2)}.get(graph, {})
+        topology = topology_lib.make(graph, N, **graph_options)
+        return lambda axis_name: build(topology, axis_name=axis_name, **options)
+
+    codec = codec or four_bits(stochastic=True)
+    return {
+        "exact": make(gossip.exact, "one_peer_exponential", codec=codec),
+        "choco": make(gossip.choco, "one_peer_exponential", codec=codec),
+        "choco, two rounds": make(gossip.choco, "ring", codec=codec, rounds=2),
+        "choco, idle workers": make(gossip.choco, "line", codec=codec),
+        "choco, nodes": make(gossip.choco, "hierarchical", codec=codec),
+        "deepsqueeze": make(gossip.deepsqueeze, "random_matching", codec=codec),
+        "deepsqueeze, nodes": make(gossip.deepsqueeze, "alternating_exponential_ring", codec=codec),
+        "dcd": make(gossip.dcd, "exponential", codec=codec),
+        "beer": make(gossip.beer, "torus", codec=codec),
+        "push_sum": make(gossip.push_sum, "random_digraph", codec=codec),
+        "push_sum, nodes": make(gossip.push_sum, "alternating_exponential_ring", codec=codec),
+        "power_gossip": make(gossip.power_gossip, "ring", rank=2),
+        "power_gossip, idle workers": make(gossip.power_gossip, "line", rank=1),
+    }
