@@ -1,16 +1,12 @@
 """experiments/compare.py on run directories with known numbers."""
 
 import json
-import pathlib
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 
 from experiments import compare
-
-ROOT = pathlib.Path(__file__).resolve().parent.parent
+from tests import commands
 
 
 def write_run(directory, *, losses=(4.0, 3.0, 2.0), finished=True, distance=0.5, **config):
@@ -33,8 +29,7 @@ def write_run(directory, *, losses=(4.0, 3.0, 2.0), finished=True, distance=0.5,
 
 
 def launch(*arguments):
-    return subprocess.run([sys.executable, "-m", "experiments.compare", *map(str, arguments)], cwd=ROOT,
-                          capture_output=True, text=True, check=False, timeout=120)
+    return commands.run("experiments.compare", *map(str, arguments))
 
 
 def test_the_table_and_the_figure(tmp_path):
