@@ -33,6 +33,15 @@ def quick_compilation():
     jax.config.update("jax_disable_most_optimizations", before)
 
 
+@pytest.fixture
+def users_generator(monkeypatch):
+    """Steps of training as users have them compiled, where bits count: the older generator rounds sums and products elsewhere."""
+    if "xla_cpu_use_fusion_emitters" in os.environ.get("XLA_FLAGS", ""):
+        compiled = jax.stages.Lowered.compile
+        monkeypatch.setattr(jax.stages.Lowered, "compile", lambda lowered, options=None: compiled(
+            lowered, (options or {}) | {"xla_cpu_use_fusion_emitters": True}))
+
+
 @pytest.fixture(scope="module")
 def uncached_programs():
     """Programs are compiled anew each time: loaded from the cache, those of several CPU devices of jax 0.10 take collectives that do

@@ -19,7 +19,7 @@ from decjax.train import source
 from decjax.train import state as state_lib
 
 N, STEPS, LR = 4, 24, 0.05
-pytestmark = pytest.mark.usefixtures("quick_compilation")
+pytestmark = pytest.mark.usefixtures("quick_compilation", "users_generator")
 
 
 @functools.cache
