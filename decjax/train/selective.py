@@ -88,6 +88,7 @@ def boundaries(config: ml_collections.ConfigDict, shape: tuple[int, int]) -> tup
         ratio = made[name].num_bytes(shapes[name], jnp.float32) / (math.prod(shape) * jnp.dtype(dtype).itemsize)
         return runtime.Boundary(ratio, made[name].name, when)
 
+    # What an epilogue is, and that of "gpipe" every gradient, both know from the schedule.
     return boundary("backward", CRITICAL if given.when == "epilogue" else ALWAYS), boundary("forward", ALWAYS)
 
 
