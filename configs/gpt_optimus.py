@@ -14,7 +14,9 @@ may follow `size`, as size=2.5b,fused=false,compressed=auto:
 
     FE    pipeline.fused_embedding              the tied table is averaged over its holders at once
     SC    reducer.stages=3 of 4, powersgd       gradients of the first 75 % of stages, rank 128 (tiny: 4)
-    CB    backward=low_rank(rank=16)            gradients that stages wait for in the cool-down, lazy error propagation
+    CB    backward=low_rank(rank=16)            gradients that stages wait for in the cool-down, lazy error propagation; each of the
+                                                8 devices codes its own 1024 rows, factors in half precision as all else: 41.7 or
+                                                48 times fewer bytes
 
 At the end of a step the paper's error stays with its link; here (boundary.error="flush") it goes with the next step's first gradient,
 which measures better (experiments/optimus.py).
@@ -29,7 +31,7 @@ import ml_collections
 from configs import lm
 from configs import shorthand
 
-PUBLISHED = "workers=4,stages=4,tensor=8,microbatches=16,rank=128,backward=low_rank(rank=16)"
+PUBLISHED = "workers=4,stages=4,tensor=8,microbatches=16,rank=128,backward=low_rank(rank=16,values=bfloat16)"
 LAYOUTS = {"2.5b": PUBLISHED, "8.3b": PUBLISHED, "tiny": "workers=2,stages=4,microbatches=16,rank=4,backward=low_rank(rank=16)"}
 MODELS = {"2.5b": dict(depth=52, width=1920), "8.3b": dict(depth=72, width=3072)}
 METHOD = "method=allreduce,tied,remat,fused,reducer=powersgd,compressed=3"

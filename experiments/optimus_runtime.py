@@ -5,7 +5,8 @@
 
 GPT-2.5B and 8.3B as in arXiv 2301.09830: 8 devices a tensor group, 4 stages, sequences of 1024, microbatches of 8, batch 512, so
 with 16 microbatches 4 workers on 16 nodes of 8 A100. Half-precision messages, 1F1B, activations computed anew from each layer's
-input. The cluster (configs/clusters/optimus_a100.json) is its datasheets: links at their full rate, unless --nic tells which
+input. Messages between stages travel beside the passes, as in the published system; --blocking has them between the passes, as
+`decjax.pipeline` does. The cluster (configs/clusters/optimus_a100.json) is its datasheets: links at their full rate, unless --nic tells which
 fraction of it messages between nodes reach, and passes at 45 % of the peak. Codecs are taken to cost no time, so gains are upper bounds for
 these links.
 
@@ -50,7 +51,8 @@ def main(argv: list[str]) -> int:
         command.fail(f"unexpected argument {argv[0]!r}; options start with --")
     if not 0 < FLAGS.nic <= 1:
         command.fail(f"--nic={FLAGS.nic:g} must be above 0 and at most 1; 0.5 is half of the datasheet's rate")
-    rows = table.Table(box=box.MARKDOWN, title="predicted", title_justify="left")
+    title = f"predicted; messages between stages travel {'between the passes' if FLAGS.blocking else 'beside the passes'}"
+    rows = table.Table(box=box.MARKDOWN, title=title, title_justify="left")
     for header in ("model", "sent", "s per iteration", "speed-up", *(part.removesuffix("_s") for part in PARTS)):
         rows.add_column(header, justify="left" if header in ("model", "sent") else "right", no_wrap=True)
     for size in MODELS:

@@ -244,7 +244,7 @@ VOCABULARY, WIDTH, CONTEXT, DEPTH = 16, 8, 6, 4
 
 @functools.cache
 def model():
-    return models.decoder_lm(vocabulary=VOCABULARY, context=CONTEXT, width=WIDTH, hidden=8, heads=2, depth=DEPTH)
+    return models.decoder_lm(vocabulary=VOCABULARY, context=CONTEXT, width=WIDTH, hidden=8, heads=2, depth=DEPTH, divide=mesh.divide)
 
 
 def tokens(step, batch):
@@ -253,14 +253,13 @@ def tokens(step, batch):
 
 
 class Pipe:
-    """One worker's pipeline, one sequence a microbatch."""
+    """One worker's pipeline, one sequence a microbatch, or as many as a tensor-parallel group has devices."""
 
-    def __init__(self, boundary, S, name="1f1b", C=1, microbatches=4):
-        self.workers, self.batch = mesh.make_workers(1, stages=S), microbatches
+    def __init__(self, boundary, S, name="1f1b", C=1, microbatches=4, T=1, batch=0):
+        self.workers, self.batch = mesh.make_workers(1, stages=S, tensor=T, divided=model().divided), batch or T * microbatches
         self.division = pipeline.divide(model().parts, S, C)
         self.of = pipeline.make_gradient(self.division, schedules.make(name, S, microbatches, C), remat=True, boundary=boundary)
-        like = jax.ShapeDtypeStruct((microbatches, CONTEXT + 1), jnp.int32)
-        self.state = self.workers.stack(jax.tree.map(lambda x: np.broadcast_to(x, (S, *x.shape)), jax.jit(lambda: self.of.init(like))()))
+        self.state = self.workers.jit(self.of.init, (0,))(self.build(0))
         self.params = self.workers.stack(jax.jit(lambda: self.division.split(model().init(jax.random.key(0))))())
 
     @functools.cached_property
@@ -312,6 +311,47 @@ def test_full_rank_and_identity_are_no_compression():
     codec = codecs.low_rank(rank=CONTEXT)
     full = Pipe(pipeline.coded(codec, codec, when="always", forward_error="ef21"), 2).train(25)
     assert plain[-1] < 0.7 * plain[0] and same == plain
+    np.testing.assert_allclose(full, plain, rtol=1e-4)
+
+
+# -- Tensor-parallel groups -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("batch, options", [
+    (0, dict(backward="low_rank(rank=2)", forward="int8(block=16,rounding=stochastic)")),
+    (4, dict(backward="low_rank(rank=2,values=bfloat16)", error="flush", forward="topk(fraction=0.25)")),
+    (0, dict(backward="int8(block=16)", when="always", error="ef21", forward="int4(block=16)", forward_error="samples", slots=16)),
+    (0, dict(backward="bfloat16", forward="topk(fraction=0.75)", when="always", reuse_indices=True))])
+def test_each_device_of_a_group_codes_and_sends_its_own_part(batch, options):
+    """K = 2 devices: each has the codec's state for its half of the rows, 6 of 12, or 3 of a single sequence's 6. Nothing is compiled
+    anew for the second step."""
+    given = {key: train.methods.make_codec(value) if key in ("backward", "forward") else value for key, value in options.items()}
+    pipe = Pipe(pipeline.coded(**given), 2, T=2, batch=batch)
+    losses = pipe.train(3, rate=0.05)
+    assert np.isfinite(losses).all() and losses[-1] < losses[0]
+    rows = 6 * (pipe.batch // 4) // 2
+    coded = {"backward": 4 if options.get("when") == "always" else 1, "forward": 4}  # of 4 microbatches
+    sent = {name: count * given[name].num_bytes((rows, WIDTH), "float32") + (4 - count) * rows * WIDTH * 4
+            for name, count in coded.items()}
+    if "reuse_indices" in options:
+        sent["backward"] = 4 * 2 * 36  # Three quarters of 48 values, whose places both ends know.
+    loss = 2 * (2 - 1) * 4 * 2  # Summed over stages, on both devices.
+    assert wire.bytes_by_axis(pipe.step.as_text(), pipe.workers)["stage"].item() == 2 * sum(sent.values()) + loss
+    for leaf, sharding in zip(*map(jax.tree.leaves, (pipe.state, pipe.workers.shardings(pipe.state))), strict=True):
+        assert leaf.shape[:3] == (1, 2, 2) and leaf.addressable_data(0).shape[:3] == (1, 1, 1)
+        assert leaf.sharding.is_equivalent_to(sharding, leaf.ndim)
+    first, second = np.asarray(pipe.state.of_each_device["B"].sender.error)[0, 1]
+    assert first.size == rows * WIDTH and np.abs(first).max() > 0 and np.abs(second).max() > 0 and (first != second).any()
+
+
+def test_full_rank_is_no_compression_on_groups_of_devices_either():
+    """25 steps; and parts of messages, joined, are the messages that one device would send."""
+    alone = Pipe(None, 2, batch=8).train(25)
+    plain = Pipe(None, 2, T=2).train(25)
+    codec = codecs.low_rank(rank=CONTEXT)
+    full = Pipe(pipeline.coded(codec, codec, when="always", forward_error="ef21"), 2, T=2).train(25)
+    assert plain[-1] < 0.7 * plain[0]
+    np.testing.assert_allclose(plain, alone, rtol=1e-4)
     np.testing.assert_allclose(full, plain, rtol=1e-4)
 
 
@@ -403,6 +443,19 @@ def test_resume_is_bit_exact_whatever_is_remembered(launch, cached_programs, tmp
     assert all(np.any(memory) for memory in remembered(state.source))
 
 
+def test_resume_is_bit_exact_where_each_device_has_its_own_errors(launch, tmp_path):
+    coded = CODED.replace("workers=2,stages=2", "workers=1,method=allreduce,stages=2,tensor=2")
+    workdir, state, rows, summary = launch(coded, workdir=tmp_path / "run")
+    error = state.source.of_each_device["B"].sender.error
+    assert error.shape == (1, 2, 2, 1, 1, 8, 8) and (np.abs(error[0, 1]).max(axis=(1, 2, 3, 4)) > 0).all()
+    assert 0 < abs(summary["eval_loss_coded"] - summary["eval_loss"]) < 0.1
+    shutil.rmtree(workdir / "checkpoints" / "8")
+    (workdir / "summary.json").unlink()
+    _, resumed, again, _ = launch(coded, workdir=workdir)
+    jax.tree.map(np.testing.assert_array_equal, resumed, state)
+    assert [row["loss"] for row in again][-len(rows):] == [row["loss"] for row in rows]
+
+
 def test_bytes_and_the_loss_with_codecs_are_reported(reference):
     _, state, rows, summary = reference
     error_NxS = np.abs(state.source["B"].sender.error).max(axis=(2, 3, 4, 5))
@@ -437,6 +490,10 @@ def test_simulated_pipelines_remember_the_same(launch, reference):
     ("stages=2,forward=int8", {"boundary.slots": 4}, "slots=4 with forward_error='none', which remembers no samples"),
     ("stages=2,forward=int8,backward=int8", {"boundary.reuse_indices": True}, "reuse_indices with forward='int8'.*use forward=topk"),
     ("stages=2,forward=topk,backward=low_rank", {"boundary.reuse_indices": True}, "with backward='low_rank'.*use backward=identity"),
+    ("stages=2,tensor=4,backward=int8", {"model.heads": 4, "model.context": 7, "workers": 1, "batch_size": 2},
+     "tensor=4 does not divide the 14 tokens of a microbatch.*use microbatches of a multiple of 4 sequences"),
+    ("stages=2,tensor=2,forward=int8", {"boundary.forward_error": "samples", "boundary.slots": 8, "batch_size": 2},
+     "forward_error='samples' with tensor=2 and microbatches of 1 sequences.*use microbatches of a multiple of 2"),
     ("stages=2,microbatches=2,backward=int8", {"boundary.error": "flush", "boundary.when": "always"}, "error='flush' with schedule '1f1b'"),
     ("stages=2,microbatches=2,backward=int8,schedule=gpipe", {"boundary.error": "flush"}, "error='flush' with schedule 'gpipe'")])
 def test_impossible_boundaries_are_refused_with_the_reason(launch, argument, fields, complaint, tmp_path):

@@ -6,18 +6,18 @@ import pathlib
 import subprocess
 import sys
 
-import jax
 import numpy as np
 import pytest
 
 from configs import gpt_optimus
 from decjax import train
+from decjax.runtime.transformer import low_rank_ratio
+from decjax.train import methods
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 
 SHAPES = """
-import json, sys
-import jax
+import json, re, sys
 jax.config.update("jax_num_cpu_devices", 128)
 import numpy as np
 from configs import gpt_optimus
@@ -30,19 +30,16 @@ for size in ("2.5b", "8.3b"):
     config.data.path = sys.argv[1]
     setup = train.build(config)
     source, workers = setup.source, setup.workers
-    state = state_lib.abstract(lambda key: source.split(setup.model.init(key)), setup.method.tx, workers, 0, source.init)
+    state = state_lib.abstract(*setup.beginning)
     tokens = setup.config.batch_size // workers.num_workers, setup.model.context + 1
-    batch = jax.ShapeDtypeStruct((workers.num_workers, workers.stages, *tokens), np.int32)
-
-    def step(state, batch):
-        loss, grads, remembered = source.gradient(state.params, state.source, batch, jax.random.key(0))
-        updates, opt_state = setup.method.tx.update(grads, state.opt_state, state.params, phase=setup.method.phase(0))
-        return state_lib.State(jax.tree.map(lambda x, u: x + u, state.params, updates), opt_state, remembered), loss
-
-    after, loss = jax.eval_shape(workers.map(step, (0, 0)), state, batch)
+    batch = jax.ShapeDtypeStruct((workers.num_workers, workers.stages, *tokens), np.int32, sharding=workers.stacked)
+    step = engine.whole_step(source.gradient, setup.method, workers, 0, setup.method.phase(0))
+    traced = step.trace(state, batch, np.int32(0))
+    after, loss = traced.out_info
     same = jax.tree.all(jax.tree.map(lambda x, y: (x.shape, x.dtype) == (y.shape, y.dtype), state, after))
     shard_bytes = sum(np.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(state))
-    found[size] = dict(params=train.size(config).params, same=same, loss=loss.shape, devices=workers.mesh.size,
+    sent = set(re.findall(r":(\\w+\\[[\\d,]*\\])[^\\n]* = ppermute", str(traced.jaxpr)))
+    found[size] = dict(sent=sorted(sent), params=train.size(config).params, same=same, loss=loss.shape, devices=workers.mesh.size,
                        shard_bytes=float(shard_bytes), microbatch=tokens[0] // config.pipeline.microbatches)
 print(json.dumps(found))
 """
@@ -61,11 +58,18 @@ def test_the_published_models_in_shapes(tmp_path):
         assert abs(of["params"] / (billions * 1e9) - 1) < 0.05
         assert of["same"] and of["loss"] == [4, 4] and of["devices"] == 128 and of["microbatch"] == 8
         # A stage's quarter of the layers and its table: parameters and two moments in float32, divided by 8 devices. PowerSGD's
-        # errors lie whole on each of them, and so does that of a message between stages, 8 sequences of 1024. Factors and norms come
+        # errors lie whole on each of them; of a message between stages, 8 sequences of 1024, each has its own. Factors and norms come
         # on top.
         table, layers = 51200 * width, (of["params"] - 51200 * width) / 4
-        held = 12 / 8 * (layers + table) + 4 * layers + 4 * 8 * 1024 * width
+        held = 12 / 8 * (layers + table) + 4 * layers + 4 * 1024 * width
         assert held < of["shard_bytes"] < 1.02 * held
+        # What a device sends to another stage: its eighth of 8192 rows as they are, or factors of that; and half of a table's columns.
+        dense, p, q = f"u16[1,1024,{width}]", "u16[1024,16]", f"u16[16,{width}]"
+        assert of["sent"] == sorted([dense, p, q, f"f32[51200,{width // 2}]"])
+        ratio = 1024 * width / (16 * (1024 + width))
+        assert ratio == low_rank_ratio(1024, width, 16) == pytest.approx({1920: 41.7, 3072: 48.0}[width], abs=0.05)
+        codec = methods.make_codec(gpt_optimus.get_config("size=" + size).boundary.backward)
+        assert 2 * 1024 * width / codec.num_bytes((1024, width), "float32") == ratio
 
 
 def test_the_tiny_one_trains(tmp_path):

@@ -44,7 +44,7 @@ def test_the_table_says_predicted():
     result = run("--nic=0.5", "--blocking")
     assert result.returncode == 0 and result.stderr == "", result.stderr
     lines = result.stdout.splitlines()
-    assert lines[0].strip() == "predicted" and sum("CB+FE+SC" in line for line in lines) == len(optimus.MODELS)
+    assert lines[0].strip() == "predicted; messages between stages travel between the passes" and sum("CB+FE+SC" in line for line in lines) == len(optimus.MODELS)
 
 
 def test_mistakes_are_one_line():

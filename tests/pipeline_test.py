@@ -8,10 +8,12 @@ import numpy as np
 import optax
 import pytest
 
+from decjax import codecs
 from decjax import mesh
 from decjax import models
 from decjax import pipeline
 from decjax import reduce
+from decjax import runtime
 from decjax import schedules
 from decjax.optim import synchronize
 from decjax.optim import clip_by_norm
@@ -253,7 +255,37 @@ def test_stages_send_an_activation_for_every_link_and_microbatch(name, S, C, tie
     table = VOCABULARY * 8 * 4
     loss = S * 2 * (S - 1) / S * 4  # Summed over stages.
     assert sent["stage"] == 2 * M * (S * C - 1) * activation + (2 * table if tied else 0) + loss
-    assert sent["worker"] == sent["tensor"] == 0
+    assert sent["worker"] == 0
+
+
+@pytest.mark.parametrize("N, S, T, ratio", [(1, 2, 2, 1.0), (2, 2, 1, 1.0), (2, 2, 2, 0.5)])
+def test_the_runtime_model_tells_what_a_device_of_the_program_sends(N, S, T, ratio):
+    """Between stages, as it is or coded into half of the bytes, and between workers."""
+    whole, workers = model(), mesh.make_workers(N, stages=S, tensor=T, divided=model().divided)
+    boundary = pipeline.coded(codecs.bfloat16(), codecs.bfloat16(), when="always") if ratio < 1 else None
+    source = source_lib.of_model(whole, stages=S, microbatches=M, schedule="1f1b", chunks=1, layers=(), remat=True, batch_size=BATCH // N,
+                                 boundary=boundary)
+    reducer = reduce.mean(axis_name=workers.axis_name)
+    method = state_lib.Method(synchronize(optax.sgd(0.1), reducer), reducer.phase, lambda params, phase: reducer.num_bytes(params, N))
+    state = state_lib.abstract(lambda key: source.split(whole.init(key)), method.tx, workers, 0, source.init)
+    batch = jax.ShapeDtypeStruct((N, S, BATCH // N, CONTEXT + 1), jnp.int32, sharding=workers.stacked)
+    program = engine.whole_step(source.gradient, method, workers, 0, 0).lower(state, batch, np.int32(0)).compile()
+    sent = {axis: sent_NxS / T for axis, sent_NxS in wire.bytes_by_stage(program.as_text(), workers).items()}
+
+    layout = runtime.Layout(N, S, T, microbatches=M, rematerialize="stages")
+    transformer = runtime.Transformer(DEPTH, 8, 2, VOCABULARY, CONTEXT, BATCH, hidden=8)
+    link = runtime.Link(0.0, 1e9)
+    cluster = runtime.Cluster("devices", N * S * T, 1, link, link)
+    coded = runtime.Boundary(ratio)
+    predicted = runtime.predict_layout(cluster, runtime.work(transformer, layout, 1e9), layout,
+                                       runtime.Traffic(runtime.all_reduce(N), backward=coded, forward=coded))
+    loss = 2 * (S - 1) / S * 4  # Summed over stages.
+    np.testing.assert_allclose(sent["stage"] - loss, predicted.boundary_bytes)
+    # The runtime model leaves out norms of queries and keys; and it has norms whole on each device, where the program, which joins all
+    # gradients, sends parts of them.
+    layers, width, head = DEPTH // S, 8, 4
+    known, all_norms = layers * 2 * width + width, layers * 2 * (width + head) + width
+    np.testing.assert_allclose(sent["worker"], predicted.workers_bytes + 2 * (N - 1) / N * 4 * (all_norms / T - known))
 
 
 def test_parameters_are_not_kept_for_the_backward_pass():

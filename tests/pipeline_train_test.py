@@ -11,6 +11,7 @@ import pytest
 from configs import lm
 from decjax import gossip
 from decjax import mesh
+from decjax import runtime
 from decjax import train
 
 STEPS = 12
@@ -164,6 +165,25 @@ def test_the_runtime_model_chooses_who_compresses(tmp_path, bandwidth_Bps, stage
             train.build(config)
     else:
         assert train.build(config).config.reducer.stages == stages
+
+
+@pytest.mark.parametrize("keys, backward, forward", [
+    ("backward=low_rank(rank=4),forward=int8(block=32)", (4 * 4 * (64 + 32) / (64 * 32 * 4), "critical"), ((1 + 4 / 32) / 4, "always")),
+    ("autoencoder=8", (8 / 32, "always"), (8 / 32, "always")), ("", (1, "always"), (1, "always"))])
+def test_the_runtime_model_knows_what_travels_between_stages(tmp_path, monkeypatch, keys, backward, forward):
+    """Of one device's half of a microbatch's rows, 64 of 128: 4 sequences of 32."""
+    profile, asked = tmp_path / "cluster.json", []
+    link = dict(latency_s=0.0, bandwidth_Bps=1e6)
+    profile.write_text(json.dumps(dict(name="box", num_nodes=8, workers_per_node=1, intra=link, inter=link, flops=1e9)))
+    config = lm.get_config("smoke,method=allreduce,reducer=powersgd,rank=1,compressed=auto,stages=2,tensor=2,microbatches=2,workers=2"
+                           + (f",{keys}" if keys else ""))
+    config.update_from_flattened_dict({"reducer.cluster": str(profile), "model.width": 32, "batch_size": 16})
+    choose = runtime.choose_compressed_stages
+    monkeypatch.setattr(runtime, "choose_compressed_stages", lambda *args: asked.append(args) or choose(*args))
+    assert train.build(config).config.reducer.stages
+    (*_, layout, traffic), = asked
+    assert (layout.tensor, traffic.backward.when, traffic.forward.when) == (2, backward[1], forward[1])
+    assert (traffic.backward.ratio, traffic.forward.ratio) == pytest.approx((backward[0], forward[0]))
 
 
 @pytest.mark.parametrize("argument, fields, complaint", [

@@ -1,7 +1,6 @@
 """launch/sweep.py: what it runs, skips, continues and tabulates; one sweep with real training."""
 
 import json
-import os
 import re
 import signal
 import subprocess

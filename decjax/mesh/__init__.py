@@ -11,7 +11,8 @@ is gone. Worker i is local worker i mod L of node i div L, so that blocks of L c
 The mesh has the axes (node, local, stage, tensor); any may be 1. With S pipeline stages a worker is S·T devices, and its state
 is `[N, S, ...]`: a function is written for one stage of one worker, sees neither axis, and talks to other workers' devices of its
 own stage along the worker axes, and to the worker's other stages along `STAGE`. The tensor axis is the compiler's: functions
-see whole arrays, and `divide` says how they lie on the group.
+see whole arrays, and `divide` says how they lie on the group. Only inside of `each_device` they see what one device has: there each
+sends its own part of what goes to other stages.
 
     collectives  axis names, exchanges, means, gathers
     workers      the mesh, and mapping over it
@@ -21,14 +22,15 @@ user's model may scan over constants. The price is a rule: no collective inside 
 """
 
 from decjax.mesh.collectives import (
-    all_gather, all_to_all, AxisName, between_cpu_processes, divide, exchange, gather, group_mean, LOCAL, mean, mean_bytes,
-    NODE, num_workers, own_share, scatter_mean, sent_by, SIMULATED, STAGE, stage_index, sum_over_stages, TENSOR, WORKER,
-    worker_index,
+    all_gather, all_rows, all_to_all, AxisName, between_cpu_processes, divide, each_device, EachDevice, exchange,
+    for_each_device, gather, group_mean, LOCAL, mean, mean_bytes, NODE, num_workers, own_key, own_rows, own_share,
+    scatter_mean, sent_by, SIMULATED, STAGE, stage_index, sum_over_stages, TENSOR, tensor_size, WORKER, worker_index,
 )
 from decjax.mesh.workers import Workers, make_workers
 
 __all__ = [
-    "AxisName", "LOCAL", "NODE", "SIMULATED", "STAGE", "TENSOR", "WORKER", "Workers", "all_gather", "all_to_all",
-    "between_cpu_processes", "divide", "exchange", "gather", "group_mean", "make_workers", "mean", "mean_bytes",
-    "num_workers", "own_share", "scatter_mean", "sent_by", "stage_index", "sum_over_stages", "worker_index",
+    "AxisName", "EachDevice", "LOCAL", "NODE", "SIMULATED", "STAGE", "TENSOR", "WORKER", "Workers", "all_gather", "all_rows",
+    "all_to_all", "between_cpu_processes", "divide", "each_device", "exchange", "for_each_device", "gather", "group_mean",
+    "make_workers", "mean", "mean_bytes", "num_workers", "own_key", "own_rows", "own_share", "scatter_mean", "sent_by",
+    "stage_index", "sum_over_stages", "tensor_size", "worker_index",
 ]

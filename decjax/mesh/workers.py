@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from decjax.mesh.collectives import LOCAL, NODE, SIMULATED, STAGE, TENSOR, WORKER, AxisName, divide
+from decjax.mesh.collectives import LOCAL, NODE, SIMULATED, STAGE, TENSOR, WORKER, AxisName, EachDevice, divide
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,6 +88,9 @@ class Workers:
         return jax.tree_util.tree_map_with_path(sharding, tree)
 
     def _divided_axis(self, path, shape) -> int | None:
+        """The axis that a tensor-parallel group divides, counted from the end; None: none."""
+        if jax.tree_util.GetAttrKey(EachDevice._fields[0]) in path:
+            return -len(shape)
         name = jax.tree_util.keystr(path, simple=True, separator="/")
         axis = next((axis for end, axis in self.divided if name.endswith(end)), None)
         return axis if axis is not None and len(shape) >= -axis and shape[axis] % self.tensor == 0 else None

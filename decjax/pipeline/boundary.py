@@ -54,6 +54,7 @@ class Boundary(NamedTuple):
         transfers: of every label; what has none travels as it is.
         finish: `finish(state) -> state`, at the end of an iteration.
         received: `received(x, key) -> x`, what arrives of activations; None where that is x, or depends on what is remembered.
+        of_samples: whether messages must be of whole sequences.
     """
 
     init: Callable[[jax.ShapeDtypeStruct, schedules.Schedule], Any]
@@ -61,6 +62,7 @@ class Boundary(NamedTuple):
     transfers: Mapping[Label, Transfer] = {}
     finish: Callable[[Any], Any] = lambda state: state
     received: Callable[[jax.Array, jax.Array], jax.Array] | None = None
+    of_samples: bool = False
 
 
 def identity() -> Boundary:
@@ -147,7 +149,8 @@ def coded(backward: codecs.Codec | None = None, forward: codecs.Codec | None = N
     if error == "flush" and backward:
         transfers[schedules.BACKWARD, False] = Transfer(flush, lambda x, state, place: (x, state))
     depends = not forward or forward.traits.state_key != "none" or forward_error in ("ef21", "samples")
-    boundary = Boundary(init, compresses, transfers, finish, None if depends else received)
+    boundary = Boundary(init, compresses, transfers, finish, None if depends else received,
+                        forward_error == "samples")
     return _reusing(boundary, backward, forward, view) if reuse_indices else boundary
 
 

@@ -19,6 +19,7 @@ waits at the same time.
 from collections.abc import Callable, Iterable
 import functools
 import itertools
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -193,7 +194,6 @@ def make_gradient(division: stages.Division, schedule: schedules.Schedule, *, re
 
     def gradient(params, state, tokens_BxT1, key=None):
         activation = like(tokens_BxT1)
-        sent = jax.eval_shape(division.narrow, activation)
         tokens_MxBxT1 = tokens_BxT1.reshape(M, -1, tokens_BxT1.shape[-1])
         run = _Passes(division, params, tokens_MxBxT1, remat)
         stage = mesh.stage_index()
@@ -206,21 +206,21 @@ def make_gradient(division: stages.Division, schedule: schedules.Schedule, *, re
             columns, pattern = row
             at = {name: column_S[stage] for name, column_S in columns.items()}
             carry, made = run.take(carry, at, activation)
-
-            def place(microbatch, chunk):
-                return boundary_lib.Place(sent, stage, microbatch, chunk, tokens_MxBxT1[microbatch], key)
-
-            arrived, state = _exchange(boundary, table, at, pattern, place, division.narrow(made), carry.boundary)
+            given = at | {"stage": stage}, pattern, division.narrow(made), tokens_MxBxT1, key
+            state, arrived = mesh.each_device(functools.partial(_exchange, boundary, table), carry.boundary, given)
             boxes = {name: _put(carry.boxes[name], at[f"next_{name}"], division.widen(arrived[kind], made.shape[-1]))
                      for kind, name in BOXES.items()}
             return carry._replace(boxes=boxes, boundary=state), None
 
         columns = {name: jnp.asarray(column_TxS) for name, column_TxS in table.columns.items()}
         carry, _ = jax.lax.scan(tick, carry, (columns, jnp.asarray(table.pattern)))
-        return mesh.sum_over_stages(carry.loss), division.sum_tied(carry.grads), boundary.finish(carry.boundary)
+        state, _ = mesh.each_device(lambda state, nothing: (boundary.finish(state), nothing), carry.boundary, ())
+        return mesh.sum_over_stages(carry.loss), division.sum_tied(carry.grads), state
 
     def init(tokens_BxT1):
-        return boundary.init(jax.eval_shape(division.narrow, like(tokens_BxT1)), schedule)
+        whole = jax.eval_shape(division.narrow, like(tokens_BxT1))
+        part = jax.ShapeDtypeStruct(_part(whole.shape, boundary.of_samples), whole.dtype)
+        return mesh.for_each_device(boundary.init(part, schedule))
 
     return Pipeline(init, gradient, table)
 
@@ -243,11 +243,36 @@ def _put(box: jax.Array, slot: jax.Array, x: jax.Array) -> jax.Array:
     return box.at[safe].set(jnp.where(slot == NOWHERE, box[safe], x))
 
 
-def _exchange(boundary, table, at, pattern, place, made, state):
-    """Sends what each stage has made to whom it belongs: (what arrives, by kind; the boundary's state).
+def _part(shape: tuple[int, int, int], of_samples: bool) -> tuple[int, int, int]:
+    """The shape of what each device of a tensor-parallel group sends of B×T×D: some of its sequences, or else of its B·T rows."""
+    (B, T, D), K = shape, mesh.tensor_size()
+    if B % K == 0:
+        return B // K, T, D
+    if of_samples:
+        raise ValueError(f"boundary forward_error='samples' with tensor={K} and microbatches of {B} sequences: each device remembers "
+                         f"its own ones; use microbatches of a multiple of {K} sequences")
+    if B * T % K:
+        raise ValueError(f"tensor={K} does not divide the {B * T} tokens of a microbatch, of which each device sends its part to the "
+                         f"next stage; use microbatches of a multiple of {K // math.gcd(T, K)} sequences")
+    return 1, B * T // K, D
 
-    What arrives of a kind counts only where the table gives it a slot.
+
+def _exchange(boundary, table, state, given):
+    """Sends what each stage has made to whom it belongs: (the boundary's state, what arrives, by kind).
+
+    What arrives of a kind counts only where the table gives it a slot. Each device of a tensor-parallel group codes and sends a part of
+    its own, to that one of the next stage which has its place there; the receivers gather them.
     """
+    at, pattern, whole, tokens_MxBxT1, key = given
+    shape = _part(whole.shape, boundary.of_samples)
+    made = mesh.own_rows(whole.reshape(-1, whole.shape[-1])).reshape(shape)
+    like, key = jax.ShapeDtypeStruct(made.shape, made.dtype), mesh.own_key(key)
+
+    def place(microbatch, chunk):
+        tokens_BxT1 = tokens_MxBxT1[microbatch]
+        tokens_BxT1 = mesh.own_rows(tokens_BxT1) if boundary.of_samples else tokens_BxT1
+        return boundary_lib.Place(like, at["stage"], microbatch, chunk, tokens_BxT1, key)
+
     channels, outgoing = {}, {}  # label -> the form of its messages; form -> message of this stage
     for i, label in enumerate(table.labels):
         if transfer := boundary.transfers.get(label):
@@ -281,7 +306,21 @@ def _exchange(boundary, table, at, pattern, place, made, state):
         if transfer := boundary.transfers.get(label):
             here = place(at[f"{kind} microbatch"], at[f"{kind} chunk"])
             arrived[kind], state = _receive(transfer, at[f"{kind} label"] == i, incoming[label], arrived[kind], state, here)
-    return arrived, state
+    return state, _gathered(arrived, at, whole)
+
+
+def _gathered(arrived: dict[str, jax.Array], at: dict[str, jax.Array], like: jax.Array) -> dict[str, jax.Array]:
+    """From each device's part of what has arrived to all of it, where something has."""
+    if mesh.tensor_size() == 1:
+        return arrived
+    whole = {}
+    for kind, name in BOXES.items():
+        rows = arrived[kind].reshape(-1, like.shape[-1])
+        gather = lambda x, rows=rows: (mesh.all_rows(rows).reshape(x.shape),)
+        whole[kind], = _when(at[f"next_{name}"] != NOWHERE, gather, jnp.zeros_like(like))
+        # In the same order on all devices, or they would wait for each other.
+        _, arrived = jax.lax.optimization_barrier((whole[kind], arrived))
+    return whole
 
 
 def _joint(messages: Iterable[Message], channels: dict[boundary_lib.Label, str]) -> Iterable[list[Message]]:

@@ -32,8 +32,9 @@ class Memory(NamedTuple):
 def memory(model: Transformer, layout: Layout, traffic: Traffic) -> Memory:
     """What a layout keeps on a device.
 
-    Compression keeps the error of what it sends in float32 (of gradients as many values as there are parameters, of a boundary
-    one message's), and factors or indices no larger than the message. Gossip keeps a copy of what arrives.
+    Compression keeps the error of what it sends in float32, and factors or indices no larger than the message. Of a boundary that is
+    one message's, a device's own part of it; of gradients a stage's, which lie whole on each device of the tensor axis, as in
+    `decjax.reduce`. Gossip keeps a copy of what arrives.
 
     Raises:
         ValueError: if the model does not divide.
@@ -45,9 +46,11 @@ def memory(model: Transformer, layout: Layout, traffic: Traffic) -> Memory:
 def _stage_memory(model: Transformer, layout: Layout, traffic: Traffic, stage: int) -> Memory:
     S, K, B, method = layout.stages, layout.tensor, layout.microbatch_size(model), traffic.method
     is_last = stage == S - 1
-    of_layers = by_stage(layout, layout.layers_of(model))[stage] * model.layer_parameters_on(K) + model.width * is_last
+    def of_layers(devices):
+        return by_stage(layout, layout.layers_of(model))[stage] * model.layer_parameters_on(devices) + model.width * is_last
+
     tables = (stage == 0) + (is_last and not (model.tied and S == 1))
-    parameters = of_layers + tables * model.embedding_parameters / K
+    parameters = of_layers(K) + tables * model.embedding_parameters / K
     layers, live, boundary = max(layout.layers_of(model)[stage::S]), layout.passes.live[stage], model.boundary_bytes(B)
     if layout.rematerialize == "stages":
         activations = live * boundary + layers * model.activation_bytes(B, K, "products")
@@ -61,7 +64,7 @@ def _stage_memory(model: Transformer, layout: Layout, traffic: Traffic, stage: i
     errors = sum(sent_bytes * (4 / model.value_bytes + coded.ratio) for coded, sends in
                  ((traffic.backward, stage > 0), (traffic.forward, not is_last)) if coded.ratio != 1 and sends)
     if traffic.ratio(stage) != 1:
-        errors += of_layers * (4 + traffic.ratio(stage) * model.gradient_bytes)
+        errors += 4 * of_layers(1) + traffic.ratio(stage) * model.gradient_bytes * of_layers(K)
     if method.topology is not None and method.message == PARAMETERS:
         errors += parameters * model.gradient_bytes * method.ratio
     return Memory(stage, parameters * model.parameter_bytes, parameters * model.gradient_bytes,

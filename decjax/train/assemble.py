@@ -12,7 +12,6 @@ import ml_collections
 import numpy as np
 import optax
 
-from decjax import codecs
 from decjax import data
 from decjax import mesh
 from decjax import models

@@ -37,7 +37,7 @@ class Program(NamedTuple):
 
     run: Callable  # (state, batch, step) -> (state, loss_N), with stages loss_NxS, whose columns are equal
     sent_N: np.ndarray  # bytes that each worker's devices send to other workers
-    sent: dict[str, np.ndarray]  # by axis: the same to other workers; unless simulated, to other stages, within tensor-parallel groups
+    sent: dict[str, np.ndarray]  # by axis: the same to other workers; unless simulated, to other stages
     executables: tuple[jax.stages.Compiled, ...]
 
 
@@ -79,14 +79,7 @@ def make_step(gradient: Callable, method: state_lib.Method, workers: mesh.Worker
         the compiled collectives. They are the declared ones where workers are simulated and nothing is sent, and where the
         phase is traced and the program holds all of them.
     """
-    def take(params, source, batch, step):
-        worker_key = jax.random.fold_in(jax.random.key(seed), mesh.worker_index(workers.axis_name))
-        return gradient(params, source, batch, jax.random.fold_in(worker_key, step))
-
-    def apply(state, grads, **extra):
-        updates, opt_state = method.tx.update(grads, state.opt_state, state.params, **extra)
-        return state_lib.State(optax.apply_updates(state.params, updates), opt_state, state.source)
-
+    take, apply = _halves(gradient, method, workers, seed)
     make = _split if choose(engine, method, workers) == "split" else _fused
     compile_phase = make(take, apply, method, workers)
     compiled: dict[int | None, Program] = {}
@@ -104,6 +97,24 @@ def make_step(gradient: Callable, method: state_lib.Method, workers: mesh.Worker
         return compiled[phase]
 
     return program
+
+
+def whole_step(gradient: Callable, method: state_lib.Method, workers: mesh.Workers, seed: int, phase: int | None) -> Callable:
+    """What the engine "fused" compiles for a phase: `(state, batch, step) -> (state, loss_N)`, jitted; arguments as of `make_step`."""
+    return _joined(*_halves(gradient, method, workers, seed), workers, phase)
+
+
+def _halves(gradient, method, workers, seed):
+    """The two halves of a step: its gradient, and what becomes of it."""
+    def take(params, source, batch, step):
+        worker_key = jax.random.fold_in(jax.random.key(seed), mesh.worker_index(workers.axis_name))
+        return gradient(params, source, batch, jax.random.fold_in(worker_key, step))
+
+    def apply(state, grads, **extra):
+        updates, opt_state = method.tx.update(grads, state.opt_state, state.params, **extra)
+        return state_lib.State(optax.apply_updates(state.params, updates), opt_state, state.source)
+
+    return take, apply
 
 
 def _early_exchange(platform: str | None, program: str) -> dict[str, bool | int]:
@@ -127,8 +138,8 @@ def _early_exchange(platform: str | None, program: str) -> dict[str, bool | int]
     return {}
 
 
-def _fused(gradient, apply, method, workers):
-    def worker_step(state, batch, step, phase):
+def _joined(gradient, apply, workers, phase):
+    def worker_step(state, batch, step):
         loss, grads, source = gradient(state.params, state.source, batch, step)
         state = state._replace(source=source)
         if workers.on_cpu:
@@ -137,9 +148,12 @@ def _fused(gradient, apply, method, workers):
             grads, state = jax.lax.optimization_barrier((grads, state))
         return apply(state, grads, phase=phase), loss
 
+    return workers.jit(worker_step, (0, 0, None), donate_argnums=(0,))
+
+
+def _fused(gradient, apply, method, workers):
     def compile_phase(phase, state, batch, step):
-        mapped = workers.jit(functools.partial(worker_step, phase=phase), (0, 0, None), donate_argnums=(0,))
-        lowered = mapped.lower(state, batch, step)
+        lowered = _joined(gradient, apply, workers, phase).lower(state, batch, step)
         options = _early_exchange(workers.platform, lowered.as_text()) if method.exchange else {}
         executable = lowered.compile(options)
         return executable, (executable,)

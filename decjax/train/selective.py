@@ -4,16 +4,20 @@ Stage 0 is done with its backward passes last. What the stages behind it send ma
 fast enough; the first k, whose messages would be waited for, compress.
 """
 
+import math
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import ml_collections
 
 from decjax import models
 from decjax import reduce
 from decjax import runtime
+from decjax.train import methods
 
 REMATERIALIZE = {False: "products", True: "stages"}  # what `decjax.pipeline` keeps, in the runtime model's words
+ALWAYS, CRITICAL = "always", "critical"  # which messages are coded
 VALUE_BYTES = {"float32": 4, "bfloat16": 2}  # of what is computed
 
 
@@ -51,12 +55,41 @@ def choose(config: ml_collections.ConfigDict, model: models.Model, stage_params:
         value_bytes=VALUE_BYTES[size.dtype])
     ratio = float(reducer.num_bytes(stage_params, N)[0] / reduce.mean().num_bytes(stage_params, N)[0]) if N > 1 else 1.0
     codec = given.codec.partition("(")[0] or given.name
-    traffic = runtime.Traffic(runtime.all_reduce(N, ratio=ratio, codec=codec), fused_embedding=config.pipeline.fused_embedding)
+    rows = layout.microbatch_size(transformer) * model.context // layout.tensor
+    backward, forward = boundaries(config, (rows, size.width))
+    traffic = runtime.Traffic(runtime.all_reduce(N, ratio=ratio, codec=codec), backward=backward, forward=forward,
+                              fused_embedding=config.pipeline.fused_embedding)
     count, _ = runtime.choose_compressed_stages(cluster, runtime.work(transformer, layout, cluster.flops), layout, traffic)
     if not count:
         raise ValueError(f"reducer.stages='auto': on cluster {cluster.name!r} all-reduce is hidden or cheap enough that no stage "
                          f"gains from reducer {given.name!r}; use reducer 'mean'")
     return count
+
+
+def boundaries(config: ml_collections.ConfigDict, shape: tuple[int, int]) -> tuple[runtime.Boundary, runtime.Boundary]:
+    """Of gradients and of activations between stages, how many bytes of those of an I×J message are sent.
+
+    Args:
+        config: of the run.
+        shape: I×J, the rows of a microbatch that one device sends.
+    """
+    given, dtype = config.boundary, config.model.dtype
+    if narrow := config.pipeline.autoencoder:
+        return (runtime.Boundary(narrow / shape[1]),) * 2
+    made = {name: methods.make_codec(given[name]) for name in ("backward", "forward") if given[name]}
+    shapes = dict.fromkeys(made, shape)
+    if given.reuse_indices:
+        message = jax.eval_shape(lambda x: made["forward"].encode(x, (), None), jax.ShapeDtypeStruct(shape, jnp.float32))
+        shapes["backward"] = message["where"].shape
+
+    def boundary(name, when):
+        if name not in made:
+            return runtime.Boundary()
+        ratio = made[name].num_bytes(shapes[name], jnp.float32) / (math.prod(shape) * jnp.dtype(dtype).itemsize)
+        return runtime.Boundary(ratio, made[name].name, when)
+
+    # What an epilogue is, and that of "gpipe" every gradient, both know from the schedule.
+    return boundary("backward", CRITICAL if given.when == "epilogue" else ALWAYS), boundary("forward", ALWAYS)
 
 
 def one_stage(stage_shapes: Any) -> Any:

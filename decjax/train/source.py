@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from decjax import mesh
 from decjax import models
 from decjax import pipeline
 from decjax import schedules
@@ -131,11 +132,14 @@ def of_model(model: models.Model, *, stages: int, microbatches: int, schedule: s
 def _coded_nll(division: pipeline.Division, received: Callable, microbatch_size: int) -> Callable:
     """`nll` of a whole model, with what arrives of activations in place of what is sent.
 
-    Messages are those of a microbatch, or of as many sequences as divide it and the batch.
+    Messages are those of a microbatch, or of as many sequences as divide it and the batch: the parts that devices of a tensor-parallel
+    group send.
     """
     def between(x_BxTxD, key):
-        count = len(x_BxTxD) // math.gcd(len(x_BxTxD), microbatch_size)
-        groups = jax.vmap(received)(x_BxTxD.reshape(count, -1, *x_BxTxD.shape[1:]), jax.random.split(key, count))
-        return groups.reshape(x_BxTxD.shape)
+        B, T, D = x_BxTxD.shape
+        size = math.gcd(B, microbatch_size)
+        count = B // size * math.gcd(size * T, mesh.tensor_size())
+        parts = jax.vmap(received)(x_BxTxD.reshape(count, -1, D), jax.random.split(key, count))
+        return parts.reshape(x_BxTxD.shape)
 
     return lambda params, tokens_BxT1, key: division.nll(params, tokens_BxT1, lambda x, v: between(x, jax.random.fold_in(key, v)))

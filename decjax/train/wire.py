@@ -9,7 +9,8 @@ Per device, for a payload of b bytes (the full buffer) and groups of g:
 
 An operation in a loop counts once, unless its name has the scope `runs=n`: the pipeline's executor knows how often a loop over
 ticks sends along each pattern, and says so there. One in a branch that only some stages of a pipeline take has the scope
-`stages=…`, which `bytes_by_axis` reads.
+`stages=…`, which `bytes_by_axis` reads. What devices of a tensor-parallel group send each other is left out there: it is in loops
+over layers, and in passes that a stage takes in some ticks and not in others, and nothing in the text says how often.
 """
 
 import math
@@ -146,12 +147,12 @@ def bytes_sent(hlo: str, num_workers: int) -> np.ndarray:
     return sum((collective.sent(num_workers) for collective in collectives(hlo, num_workers)), np.zeros(num_workers))
 
 
-AXES = ("worker", "stage", "tensor")
+AXES = ("worker", "stage")
 
 
 def bytes_by_axis(hlo: str, workers: mesh.Workers) -> dict[str, np.ndarray]:
-    """Bytes that each worker's devices send when the program runs once: to other workers, to other stages of the same worker, and
-    within tensor-parallel groups; float64 of shape (N,) each."""
+    """Bytes that each worker's devices send when the program runs once: to other workers, and to other stages of the same worker;
+    float64 of shape (N,) each."""
     return {axis: sent_NxS.sum(axis=1) for axis, sent_NxS in bytes_by_stage(hlo, workers).items()}
 
 
@@ -165,7 +166,7 @@ def bytes_by_stage(hlo: str, workers: mesh.Workers) -> dict[str, np.ndarray]:
         taken = range(sizes[1]) if collective.stages is None else collective.stages
         groups = [list(group) for group in collective.groups if len(group) > 1 and stage_of[group[0]] in taken]
         members = np.unravel_index(groups or [[0]], sizes)
-        crossed = [axis for axis, index in zip(AXES, members) if (index != index[:, :1]).any()]
+        crossed = [axis for axis, index in zip(AXES, members) if (index != index[:, :1]).any()]  # None: a tensor-parallel group.
         if crossed:
             sent[crossed[0]] += collective._replace(groups=tuple(map(tuple, groups))).sent(devices)
     return {axis: per_device.reshape(*sizes[:2], -1).sum(axis=2) for axis, per_device in sent.items()}

@@ -1,4 +1,4 @@
-"""The whole training step of GPT-2.5B or 8.3B, compiled for 128 devices that are not there: bytes on every axis, and memory.
+"""The whole training step of GPT-2.5B or 8.3B, compiled for 128 devices that are not there: bytes to others, and memory.
 
     python -m experiments.bench.optimus_step                          GPT-2.5B, 4 workers × 4 stages × 8
     python -m experiments.bench.optimus_step --config=size=8.3b,fused=false
@@ -6,7 +6,7 @@
 
 The devices are forced ones of the CPU backend, so nothing is computed, and no array of the model is ever made; the program is the
 one that they would run. Bytes are read from it, per device of each stage and step (those of the CPU backend, which widens 16-bit
-sums to 32). Memory is the compiler's own account for one device.
+sums to 32); those within tensor-parallel groups are not counted, see `train.wire`. Memory is the compiler's own account for one device.
 """
 
 import time
@@ -18,6 +18,7 @@ from rich import box, console, table
 
 from configs import gpt_optimus
 from decjax import train
+from decjax.train import engine
 from decjax.train import state as state_lib
 from decjax.train import wire
 from launch import command
@@ -28,17 +29,11 @@ FLAGS = flags.FLAGS
 def lowered(argument: str):
     """(what is trained, the step of its last phase, lowered)."""
     setup = train.build(gpt_optimus.get_config(argument))
-    source, workers, method = setup.source, setup.workers, setup.method
-    state = state_lib.abstract(lambda key: source.split(setup.model.init(key)), method.tx, workers, 0, source.init)
-    shape = (workers.num_workers, workers.stages, setup.config.batch_size // workers.num_workers, setup.model.context + 1)
+    config, workers, method = setup.config, setup.workers, setup.method
+    shape = (workers.num_workers, workers.stages, config.batch_size // workers.num_workers, setup.model.context + 1)
     batch = jax.ShapeDtypeStruct(shape, np.int32, sharding=workers.stacked)
-
-    def step(state, batch):
-        loss, grads, remembered = source.gradient(state.params, state.source, batch, jax.random.key(0))
-        updates, opt_state = method.tx.update(grads, state.opt_state, state.params, phase=method.phase(setup.config.steps - 1))
-        return state_lib.State(jax.tree.map(jax.numpy.add, state.params, updates), opt_state, remembered), loss
-
-    return setup, workers.jit(step, (0, 0), donate_argnums=(0,)).lower(state, batch)
+    step = engine.whole_step(setup.source.gradient, method, workers, config.seed, method.phase(config.steps - 1))
+    return setup, step.lower(state_lib.abstract(*setup.beginning), batch, np.int32(0))
 
 
 def main(argv: list[str]) -> int:
@@ -52,7 +47,7 @@ def main(argv: list[str]) -> int:
     executable = program.compile()
     sent = wire.bytes_by_stage(executable.as_text(), setup.workers)
     rows = table.Table(box=box.MARKDOWN, title="MB that a device sends in a step", title_justify="left")
-    for header in ("stage", *(f"to another {axis}" if axis != "tensor" else "within its tensor group" for axis in sent)):
+    for header in ("stage", *(f"to another {axis}" for axis in sent)):
         rows.add_column(header, justify="right")
     for stage in range(setup.workers.stages):
         rows.add_row(str(stage), *(f"{sent_NxS[0, stage] / setup.workers.tensor / 1e6:.3f}" for sent_NxS in sent.values()))
