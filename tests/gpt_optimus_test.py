@@ -18,6 +18,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 
 SHAPES = """
 import json, re, sys
+import jax
 jax.config.update("jax_num_cpu_devices", 128)
 import numpy as np
 from configs import gpt_optimus
