@@ -107,7 +107,7 @@ def techniques(summaries: rows_lib.Summaries, markdown: bool) -> rich.table.Tabl
 
 def memories(summaries: rows_lib.Summaries, markdown: bool) -> rich.table.Table:
     """Table B."""
-    made = rows_lib.table(("error", "kB between stages", "loss", "to the baseline"), markdown, "B. Every gradient between stages, rank 1")
+    made = rows_lib.table(("", "kB between stages", "loss", "to the baseline"), markdown, "B. Every gradient between stages, rank 1: what is remembered of the error")
     for row in _told((BASELINE, *MEMORIES), summaries):
         made.add_row(row.name, _bytes(summaries[row.name])[0], *_loss(row, summaries))
     return made
