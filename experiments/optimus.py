@@ -181,7 +181,7 @@ def draw(curves: dict[str, tuple[np.ndarray, np.ndarray]], found: dict, out: str
     for name, (step_K, loss_K) in curves.items():
         left.plot(step_K, loss_K, label=name, linewidth=1.2)
     left.set(xlabel="step", ylabel="training loss, nats/byte", title="every gradient at rank 1, and CB")
-    left.legend(frameon=False)
+    left.legend(frameon=False, ncols=2)
     step_K = np.array(found["step"])
     for stage, cosine_KxM in found["cosines"].items():
         cosine_KxM = np.array(cosine_KxM, float)
