@@ -150,7 +150,8 @@ def test_autoencoders_between_stages_are_those_of_the_whole_model(S, T, name, C,
     expected, _ = one_device(True, runs=runs, autoencoder=3)
     assert expected[-1] < 0.7 * expected[0]
     # Through so few directions losses are steep, and Adam amplifies rounding: tenfold in three steps.
-    np.testing.assert_allclose(losses[:10], expected[:10], rtol=5e-5)
+    np.testing.assert_allclose(losses[:5], expected[:5], rtol=1e-5)
+    np.testing.assert_allclose(losses[:10], expected[:10], rtol=1e-3)
     np.testing.assert_allclose(losses, expected, rtol=2e-2)
     encoder_NxUxDxR = params["autoencoder"]["encoder_DxR"]
     before = start(True, DEPTH, runs, 3)["autoencoder"]["encoder_DxR"]

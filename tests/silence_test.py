@@ -60,7 +60,8 @@ def test_an_update_computes_all_and_sends_nothing(shorthand):
 
     loud, silent = compiled(update), compiled(silence.silent(update, setup.workers.axis_name))
     assert wire.bytes_sent(loud.as_text(), WORKERS).min() > 0 and not wire.bytes_sent(silent.as_text(), WORKERS).any()
-    assert silent.cost_analysis()["flops"] == pytest.approx(loud.cost_analysis()["flops"], rel=0.05)
+    # Nothing is left out; where no message stands between, the compiler may find it quicker to compute something twice.
+    assert 0.95 <= silent.cost_analysis()["flops"] / loud.cost_analysis()["flops"] < 1.3
 
 
 @pytest.mark.parametrize("shorthand, ratio, latencies", [
