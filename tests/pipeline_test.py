@@ -145,16 +145,13 @@ def test_simulated_stages_take_the_same_steps():
 
 @pytest.mark.parametrize("S, T, name, C, runs, remat", [(2, 1, "interleaved", 2, (2, 2, 2, 2), False), (2, 2, "1f1b", 1, (5, 3), True)])
 def test_autoencoders_between_stages_are_those_of_the_whole_model(S, T, name, C, runs, remat):
-    """Trained jointly, with the gradients that one device finds for them; the learned directions are three of eight."""
-    losses, params, _ = train(2, S, T, name, C, tied=True, remat=remat, layers=runs, autoencoder=3)
-    expected, _ = one_device(True, runs=runs, autoencoder=3)
+    """Trained jointly, with the gradients that one device finds for them; the learned directions are six of eight."""
+    losses, params, _ = train(2, S, T, name, C, tied=True, remat=remat, layers=runs, autoencoder=6)
+    expected, _ = one_device(True, runs=runs, autoencoder=6)
     assert expected[-1] < 0.7 * expected[0]
-    # Through so few directions losses are steep, and Adam amplifies rounding: tenfold in three steps.
-    np.testing.assert_allclose(losses[:5], expected[:5], rtol=1e-5)
-    np.testing.assert_allclose(losses[:10], expected[:10], rtol=1e-3)
-    np.testing.assert_allclose(losses, expected, rtol=2e-2)
+    np.testing.assert_allclose(losses, expected, rtol=1e-4)  # Through fewer directions Adam amplifies rounding tenfold in three steps.
     encoder_NxUxDxR = params["autoencoder"]["encoder_DxR"]
-    before = start(True, DEPTH, runs, 3)["autoencoder"]["encoder_DxR"]
+    before = start(True, DEPTH, runs, 6)["autoencoder"]["encoder_DxR"]
     assert np.abs(encoder_NxUxDxR[0] - before).max() > 0.05
 
 
