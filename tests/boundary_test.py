@@ -320,7 +320,7 @@ def test_full_rank_and_identity_are_no_compression():
 
 @pytest.mark.parametrize("batch, options", [
     (0, dict(backward="low_rank(rank=2)", forward="int8(block=16,rounding=stochastic)")),
-    (4, dict(backward="low_rank(rank=2,values=bfloat16)", error="flush", forward="topk(fraction=0.25)")),
+    (4, dict(backward="low_rank(rank=2,values=bfloat16)", error="flush", forward="topk(fraction=0.75)")),
     (0, dict(backward="int8(block=16)", when="always", error="ef21", forward="int4(block=16)", forward_error="samples", slots=16)),
     (0, dict(backward="bfloat16", forward="topk(fraction=0.75)", when="always", reuse_indices=True))])
 def test_each_device_of_a_group_codes_and_sends_its_own_part(batch, options):

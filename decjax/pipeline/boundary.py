@@ -8,6 +8,9 @@ A message belongs to a label: its kind, "F" for activations and "B" for their gr
 travels as it is. Sender and receiver are stages of the same pipeline, which run the same program: `send` is computed by stages that
 send, `receive` by those that receive, and neither may talk to anybody. The state is carried from step to step as ordinary state.
 
+A stage of several devices sends a message from each of them: all of this is of one device, which codes its own part and remembers what
+that has lost, and talks to the device in its place in the other stage.
+
 Compressed backpropagation sends those gradients compressed that a stage waits for in its cool-down, S(S − 1)/2 an iteration of 1F1B,
 and what such a message loses goes with the next one of its link (lazy error propagation). `links` has the forms of memory.
 
@@ -54,7 +57,7 @@ class Boundary(NamedTuple):
         transfers: of every label; what has none travels as it is.
         finish: `finish(state) -> state`, at the end of an iteration.
         received: `received(x, key) -> x`, what arrives of activations; None where that is x, or depends on what is remembered.
-        of_samples: whether messages must be of whole sequences.
+        of_samples: whether messages must be of whole sequences, also where the devices of a stage each send a part.
     """
 
     init: Callable[[jax.ShapeDtypeStruct, schedules.Schedule], Any]

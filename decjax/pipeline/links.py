@@ -35,10 +35,10 @@ class Place(NamedTuple):
     """A message as one of its ends knows it.
 
     Attributes:
-        like: shape [B, T, D] and dtype of what travels.
+        like: shape [B, T, D] and dtype of what travels; in a tensor-parallel group, of this device's part of it.
         stage, chunk: of this end.
         microbatch: its index.
-        tokens_BxT1: the microbatch, which all stages know.
+        tokens_BxT1: the microbatch, which all stages know; where samples are remembered, those of this device's part.
         key: of the iteration; None if there is none.
         where_k: positions in the flattened message that both ends know; None: there are none.
     """

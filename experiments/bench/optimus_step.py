@@ -1,8 +1,8 @@
 """The whole training step of GPT-2.5B or 8.3B, compiled for 128 devices that are not there: bytes to others, and memory.
 
     python -m experiments.bench.optimus_step                          GPT-2.5B, 4 workers × 4 stages × 8
-    python -m experiments.bench.optimus_step --config=size=8.3b,fused=false
-    python -m experiments.bench.optimus_step --devices=8 --config=size=tiny
+    python -m experiments.bench.optimus_step --arg=size=8.3b,fused=false
+    python -m experiments.bench.optimus_step --devices=8 --arg=size=tiny
 
 The devices are forced ones of the CPU backend, so nothing is computed, and no array of the model is ever made; the program is the
 one that they would run. Bytes are read from it, per device of each stage and step (those of the CPU backend, which widens 16-bit
@@ -42,7 +42,7 @@ def main(argv: list[str]) -> int:
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", FLAGS.devices)
     begun = time.monotonic()
-    setup, program = lowered(FLAGS.config)
+    setup, program = lowered(FLAGS.arg)
     between = time.monotonic()
     executable = program.compile()
     sent = wire.bytes_by_stage(executable.as_text(), setup.workers)
@@ -61,6 +61,6 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    flags.DEFINE_string("config", "size=2.5b", "Argument of configs/gpt_optimus.py.")
+    flags.DEFINE_string("arg", "size=2.5b", "Argument of configs/gpt_optimus.py.")
     flags.DEFINE_integer("devices", 128, "How many the layout has.")
     command.run(main, errors=(ValueError,))
