@@ -329,7 +329,7 @@ def test_each_device_of_a_group_codes_and_sends_its_own_part(batch, options):
     given = {key: train.methods.make_codec(value) if key in ("backward", "forward") else value for key, value in options.items()}
     pipe = Pipe(pipeline.coded(**given), 2, T=2, batch=batch)
     losses = pipe.train(3, rate=0.05)
-    assert np.isfinite(losses).all() and losses[1] < losses[0]  # A quarter of the activations learns no more than that.
+    assert np.isfinite(losses).all() and losses[-1] < losses[0]
     rows = 6 * (pipe.batch // 4) // 2
     coded = {"backward": 4 if options.get("when") == "always" else 1, "forward": 4}  # of 4 microbatches
     sent = {name: count * given[name].num_bytes((rows, WIDTH), "float32") + (4 - count) * rows * WIDTH * 4
