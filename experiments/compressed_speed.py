@@ -25,10 +25,12 @@ import rich.table
 from decjax import runtime
 from decjax import topology
 from experiments import box_runtime
+from experiments import checks as checks_lib
 from experiments import speedup
 from experiments.bench.box import systems
 from experiments.bench.box.group import Failed
-from experiments.speedup import ALONE, HOSTS, ONE_PEER, SYNC, TORCH_ALONE, Check, Measured
+from experiments.checks import Check
+from experiments.speedup import ALONE, HOSTS, ONE_PEER, SYNC, TORCH_ALONE, Measured
 from launch import cluster
 from launch import command
 
@@ -121,7 +123,7 @@ def main(argv: list[str]) -> None:
     predicted_s = {name: step_s for name, step_s in predict(profile, workload).items() if name in measured.step_s}
     console, num_bytes = rich.console.Console(width=140, highlight=False), 4 * box.num_parameters
     console.print(tabulate(measured, predicted_s, box.refused))
-    console.print(speedup.tabulate_checks(checks(measured, predicted_s)))
+    console.print(checks_lib.tabulate(checks(measured, predicted_s)))
     console.print(f"{chosen.batch_size} sequences a worker; X = {measured.once_s(num_bytes) * 1e3:.0f} ms")
     for name, why in box.refused.items():
         console.print(f"{name} cannot run: {why}", markup=False)

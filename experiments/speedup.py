@@ -22,8 +22,10 @@ import rich.box
 import rich.console
 import rich.table
 
+from experiments import checks as checks_lib
 from experiments.bench.box.group import Failed
 from experiments.bench.box.systems import WHOLE, Box, Row, decjax, interleaved, torch
+from experiments.checks import Check
 from launch import cluster
 from launch import command
 
@@ -94,20 +96,6 @@ def measure(box: Box, rows: list[Row], rate: str, rounds: int, steps: Callable[[
 # -- What is asked of the figures -------------------------------------------------------------------------------------
 
 
-class Check(NamedTuple):
-    """A figure that is asked for: met if it is at most (or at least) the bound."""
-
-    what: str
-    rate: str
-    figure: float
-    bound: float
-    at_most: bool
-
-    @property
-    def met(self) -> bool:
-        return self.figure <= self.bound if self.at_most else self.figure >= self.bound
-
-
 def checks(measured: Measured, num_bytes: float) -> list[Check]:
     """What overlap should reach at one rate; nan (not met) where a row did not run.
 
@@ -161,17 +149,6 @@ def tabulate(measured: list[Measured], rows: list[Row], refused: dict[str, str])
     return table
 
 
-def tabulate_checks(found: list[Check]) -> rich.table.Table:
-    """Every figure that is asked for."""
-    table = rich.table.Table(box=rich.box.MARKDOWN)
-    for column in ("figure", "at", "measured", "asked", "met"):
-        table.add_column(column, justify="left" if column == "figure" else "right")
-    for check in found:
-        table.add_row(check.what, check.rate, f"{check.figure:.2f}", f"{'≤' if check.at_most else '≥'} {check.bound:.2f}",
-                      "yes" if check.met else "NO")
-    return table
-
-
 def main(argv: list[str]) -> None:
     chosen = flags.FLAGS
     if argv:
@@ -187,7 +164,7 @@ def main(argv: list[str]) -> None:
         measured = [measure(box, rows, rate, chosen.rounds) for rate in chosen.rates]
     num_bytes = 4 * box.num_parameters
     console.print(tabulate(measured, rows, box.refused))
-    console.print(tabulate_checks([check for at in measured for check in checks(at, num_bytes)]))
+    console.print(checks_lib.tabulate([check for at in measured for check in checks(at, num_bytes)]))
     for at in measured:
         console.print(f"{at.rate}: {at.throughput_Bps * 8 / 1e6:.1f} Mbit/s one way, X = {at.once_s(num_bytes) * 1e3:.0f} ms")
     for name, why in box.refused.items():
