@@ -2,27 +2,33 @@
 
     python -m experiments.compression --workdir=runs/compression --markdown
 
-One run of configs/lm.py for each row: 8 workers, equal steps, equal data, the learning rate of the uncompressed method. Runs that have
-finished are not repeated. Bytes are those of the compiled program's messages, means over workers and steps. Loss is that of the averaged
-model on all of the validation text.
+One run of configs/lm.py for each row: 8 workers, equal steps, equal data, the learning rate of the uncompressed method. Runs
+that have finished are not repeated. Bytes are those of the compiled program's messages, means over workers and steps. Loss is
+that of the averaged model on all of the validation text, and compared with the uncompressed method that mixes in the same
+order.
+
+CHOCO takes a step of half of what its codec keeps of noise, which any graph bears; where the period of the graph averages
+exactly, as here, signs bear the whole step (γ = 1), and values of top-k do not.
 """
 
 import pathlib
+from typing import NamedTuple
 
 from absl import flags
-import rich.console
 import rich.table
 
+from experiments import checks as checks_lib
 from experiments import rows as rows_lib
+from experiments.checks import Check
 from experiments.rows import Row
 from launch import command
 
-GOSSIP, REDUCE = "exact gossip", "all-reduce"
+GOSSIP, ATC, REDUCE = "exact gossip", "exact gossip, atc", "all-reduce"
 
 
 def gossip(name: str, shorthand: str = "", *fields: str) -> Row:
-    """A row of gossip over the one-peer exponential graph, in order "awc"."""
-    return Row(name, shorthand, fields, GOSSIP)
+    """A row of gossip over the one-peer exponential graph."""
+    return Row(name, shorthand, fields, ATC if "order=atc" in shorthand else GOSSIP)
 
 
 def reduce(name: str, shorthand: str, *fields: str) -> Row:
@@ -36,40 +42,77 @@ ROWS = (
     reduce("PowerSGD, rank 1", "method=allreduce,reducer=powersgd,rank=1"),
     reduce("DeMo", "method=allreduce,reducer=demo"),
     reduce("SparseLoCo", "method=sparseloco"),
+    reduce("DiLoCo, every 4 steps, sign", "method=diloco,every=4,reducer=codec,codec=scaled_sign", "outer.learning_rate=1.0",
+           "outer.momentum=0.0"),
     gossip(GOSSIP),
     gossip("int8", "codec=int8"),
     gossip("int4", "codec=int4"),
     gossip("int4, CHOCO", "codec=int4,mixer=choco"),
+    gossip("int8, CHOCO", "codec=int8,mixer=choco"),
     gossip("fp8, CHOCO", "codec=float8_e4m3,mixer=choco"),
     gossip("sign, CHOCO", "codec=scaled_sign,mixer=choco"),
     gossip("top-k 1 %, CHOCO", "codec=topk,mixer=choco"),
+    gossip(ATC, "order=atc"),
+    gossip("sign, CHOCO, atc, γ = 1", "codec=scaled_sign,mixer=choco,order=atc", "mixing.gamma=1.0"),
     gossip("PowerGossip, rank 1", "mixer=power_gossip,rank=1"),
     gossip("PowerGossip, rank 2", "mixer=power_gossip,rank=2"),
     gossip("PowerGossip, rank 4", "mixer=power_gossip,rank=4"),
 )
 
 
+class Cost(NamedTuple):
+    """What a row's compression gains and costs, next to the uncompressed method."""
+
+    row: Row
+    fewer: float  # times fewer bytes
+    loss: float  # percent more of it
+
+
+def costs(rows: list[Row], summaries: rows_lib.Summaries) -> list[Cost]:
+    """Of all compressed rows that ran."""
+    found = []
+    for row in rows:
+        summary, reference = summaries.get(row.name), summaries.get(row.reference)
+        if row.name != row.reference and summary and reference:
+            found.append(Cost(row, reference["bytes_per_step_per_worker"] / summary["bytes_per_step_per_worker"],
+                              100 * (summary["eval_loss"] / reference["eval_loss"] - 1)))
+    return found
+
+
 def tabulate(rows: list[Row], summaries: rows_lib.Summaries, markdown: bool) -> rich.table.Table:
     """Bytes, their ratio to the uncompressed method, loss, and by how much it differs."""
     table = rows_lib.table(("", "kB per step", "times fewer", "loss", "to the uncompressed"), markdown)
+    of = {cost.row.name: cost for cost in costs(rows, summaries)}
     for row in rows:
-        summary, reference = summaries.get(row.name), summaries.get(row.reference) if row.name != row.reference else None
+        summary, cost = summaries.get(row.name), of.get(row.name)
         if summary is None:
             table.add_row(row.name, "", "", "failed", "")
             continue
-        sent = summary["bytes_per_step_per_worker"]
-        table.add_row(row.name, f"{sent / 1e3:.1f}", f"{reference['bytes_per_step_per_worker'] / sent:.1f}" if reference else "",
-                      f"{summary['eval_loss']:.4f}", rows_lib.difference(summary['eval_loss'], reference))
+        table.add_row(row.name, f"{summary['bytes_per_step_per_worker'] / 1e3:.1f}", f"{cost.fewer:.1f}" if cost else "",
+                      f"{summary['eval_loss']:.4f}", f"{cost.loss:+.1f} %" if cost else "")
     return table
+
+
+def checks(found: list[Cost]) -> list[Check]:
+    """What is asked for: percent of loss that compression may cost."""
+    def best(what, bound, chosen):
+        cost = min((cost for cost in found if chosen(cost)), key=lambda cost: cost.loss, default=None)
+        return [Check(f"{what}: {cost.row.name}", f"{cost.fewer:.0f} ×", cost.loss, bound, True)] if cost else []
+
+    return [*best("8 bits, % of loss", 0.5, lambda cost: cost.row.name.startswith("int8")),
+            *best("4 bits, % of loss", 0.5, lambda cost: cost.row.name.startswith("int4")),
+            *best("gossip, 30 × fewer bytes", 2.0, lambda cost: cost.row.reference != REDUCE and cost.fewer >= 30),
+            *best("all-reduce, 100 × fewer bytes", 2.0, lambda cost: cost.row.reference == REDUCE and cost.fewer >= 100)]
 
 
 def main(argv: list[str]) -> int:
     chosen = flags.FLAGS
     if argv:
         command.fail(f"unexpected argument {argv[0]!r}; options start with --")
-    rows, console = rows_lib.choose(ROWS, chosen.row), rich.console.Console(highlight=False)
+    rows, console = rows_lib.choose(ROWS, chosen.row), command.console()
     summaries = rows_lib.train(rows, "configs/lm.py", pathlib.Path(chosen.workdir), chosen.steps, chosen.field, console)
     console.print(tabulate(rows, summaries, chosen.markdown))
+    console.print(checks_lib.tabulate(checks(costs(rows, summaries))))
     return 0 if all(summaries.values()) else 1
 
 

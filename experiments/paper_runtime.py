@@ -36,7 +36,6 @@ import json
 from absl import flags
 import numpy as np
 import rich.box
-import rich.console
 import rich.table
 
 from decjax import runtime
@@ -203,7 +202,7 @@ def main(argv: list[str]) -> int:
         lines = (f"{METHODS[key]}: {ms:.1f} ms" for key, ms in predicted.items())
         print(json.dumps(predicted) if FLAGS.json else "\n".join(lines))
         return 0
-    console = rich.console.Console(highlight=False)
+    console = command.console()
     rows, left_out = [], []
     for name in [FLAGS.cluster] if FLAGS.cluster else MEASURED_MS:
         sizes = tuple(MEASURED_MS[name])

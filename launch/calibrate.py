@@ -24,7 +24,7 @@ import jax
 import ml_collections
 from ml_collections import config_flags
 import numpy as np
-from rich import box, console, markup, table
+from rich import box, markup, table
 
 from decjax import runtime
 from decjax import train
@@ -124,7 +124,7 @@ def main(argv: list[str]) -> int:
     if argv:
         command.fail(f"unexpected argument {argv[0]!r}; options start with --")
     sizes, path, config = parse_sizes(_SIZES.value), pathlib.Path(_OUT.value), _CONFIG.value
-    terminal = console.Console(highlight=False)
+    terminal = command.console()
     with join.leaving_at_once((train.TrainingError, CalibrationError, ValueError), "run the same command again"):
         join.set_up_devices(config.workers)
         first = jax.process_index() == 0

@@ -15,6 +15,7 @@ from typing import NoReturn
 from absl import app
 from absl import flags
 from absl import logging
+import rich.console
 
 from launch import config_file
 
@@ -25,6 +26,12 @@ _DEBUG = flags.DEFINE_bool("debug", False, "Show tracebacks of errors.")
 
 class UserError(Exception):
     """A mistake of the user, told in one line; `run` knows it."""
+
+
+def console() -> rich.console.Console:
+    """Where tables go. A file or a pipe takes lines as long as ours are; only a terminal, or the user, has a say in that."""
+    chosen = sys.stdout.isatty() or "COLUMNS" in os.environ
+    return rich.console.Console(highlight=False, width=None if chosen else 140)
 
 
 def fail(message: object, code: int = USER_ERROR) -> NoReturn:

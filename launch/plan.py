@@ -393,7 +393,7 @@ def main(argv: list[str]) -> int:
     if FLAGS.plot:
         command.output("plot", FLAGS.plot, figure=True)
     if asks_for_layouts():
-        plan_layouts(console.Console(highlight=False))
+        plan_layouts(command.console())
         return 0
     refuse_flags(_LAYOUT_FLAGS, "is for layouts of workers × stages × tensor; leave it out, or give --devices or layers=")
     cluster, workload = ask()
@@ -404,7 +404,7 @@ def main(argv: list[str]) -> int:
     refused |= {form.name: f"{form.name!r} was measured among {form.num_workers} workers, not {cluster.num_workers}"
                 for form in workload.compressed if form.num_workers != cluster.num_workers}
     ranked = plan.rank(cluster, workload, methods)
-    terminal = console.Console(highlight=False)
+    terminal = command.console()
     terminal.print(report(cluster, workload, ranked, terminal.width))
     compressed = {form.name for form in workload.compressed}
     terminal.print(plan.verdict(cluster, workload, [r for r in ranked if r.method.name not in compressed]), markup=False)
