@@ -53,7 +53,7 @@ def methods() -> dict[str, runtime.Method]:
 
 
 def calibrate(network: cluster.Network, rate: str, seconds: float, batch_size: int = systems.BATCH_SIZE,
-              compressed: Sequence[str] = (), pin: bool = False,
+              compressed: Sequence[str] = (),
               model: dict[str, int] = systems.MODEL, bucket_bytes: int = systems.BUCKET) -> tuple[runtime.Cluster, runtime.Workload]:
     """What launch.calibrate measures at a rate, and of compressed methods."""
     network.set_rate(rate)
@@ -64,7 +64,7 @@ def calibrate(network: cluster.Network, rate: str, seconds: float, batch_size: i
         code = network.run("launch.calibrate", [
             f"--config=configs/lm.py:workers={HOSTS}", f"--out={path}", f"--seconds={seconds}", f"--name={rate}",
             *(f"--compressed={text}" for text in compressed),
-            *(f"--config.{key}={value}" for key, value in fields.items())], pin=pin)
+            *(f"--config.{key}={value}" for key, value in fields.items())])
         if code:
             raise Failed(f"launch.calibrate at {rate} ended with exit code {code}")
         measured, workload = runtime.load(path)

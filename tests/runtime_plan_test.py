@@ -100,6 +100,12 @@ def test_a_cluster_is_recovered_from_its_own_times():
     assert cluster.all_reduce_efficiency == pytest.approx(0.9, rel=0.05)
 
 
+def test_latency_is_the_lesser_one_of_shifts_and_pairs():
+    measured = [Measurement(kind, b, alpha + b / 2e7) for kind, alpha in (("shift", 2e-2), ("pair", 3e-4)) for b in (1e6, 4e6, 16e6)]
+    cluster = calibrate.fit_cluster(measured, name="box", num_nodes=4, workers_per_node=1)
+    assert (cluster.inter.latency_s, cluster.inter.bandwidth_Bps) == pytest.approx((3e-4, 2e7))
+
+
 def test_jitter_is_kept_as_quantiles_of_the_same_mean():
     times_s = 0.05 + np.random.default_rng(0).exponential(0.05, 5000)
     jitter = calibrate.fit_jitter(times_s)

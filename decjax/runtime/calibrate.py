@@ -113,8 +113,9 @@ def line_of(measurements: Sequence[Measurement], kind: str, scope: str) -> Link 
 def fit_cluster(measurements: Sequence[Measurement], *, name: str, num_nodes: int, workers_per_node: int) -> Cluster:
     """A cluster's profile from timed exchanges.
 
-    One-way shifts give α and β of a scope (pairs do where there are no shifts); pairs that take more than 1.5 times as long
-    per byte are half-duplex. All-reduces give the efficiency: expected ÷ measured time per byte, at most 1. Links of a scope
+    One-way shifts give α and β of a scope (pairs do where there are no shifts), pairs that take more than 1.5 times as long
+    per byte are half-duplex. α is the lesser one of both: large messages tell it up to milliseconds only, too many of which
+    would add up where a method sends many small ones. All-reduces give the efficiency: expected ÷ measured time per byte, at most 1. Links of a scope
     that was not measured are those of the other one. Throughputs of codecs are medians, by name if they have names.
 
     Raises:
@@ -125,7 +126,7 @@ def fit_cluster(measurements: Sequence[Measurement], *, name: str, num_nodes: in
         shift, pair = line_of(measurements, "shift", scope), line_of(measurements, "pair", scope)
         if shift and pair and shift.bandwidth_Bps > 1.5 * pair.bandwidth_Bps:
             full_duplex = False
-        links[scope] = shift or pair
+        links[scope] = Link(min(shift.latency_s, pair.latency_s), shift.bandwidth_Bps) if shift and pair else shift or pair
     if not any(links.values()):
         raise ValueError("no 'shift' or 'pair' was measured; links need one of them, with at least two sizes")
     intra, inter = links["intra"] or links["inter"], links["inter"] or links["intra"]

@@ -33,7 +33,7 @@ _SCHEDULE = flags.DEFINE_enum("schedule", "1f1b", ("gpipe", "1f1b"), "Of the pip
 _REMAT = flags.DEFINE_bool("remat", False, "Compute forward passes anew in backward passes.")
 _ROUNDS = flags.DEFINE_integer("rounds", 8, "Timed steps of each.", lower_bound=1)
 STAGES = 2
-MODEL = {"model.width": 192, "model.hidden": 768, "model.heads": 4, "model.depth": 8, "model.context": 128}
+MODEL = {"model.width": 384, "model.hidden": 1536, "model.heads": 6, "model.depth": 8, "model.context": 128}
 
 
 def stepper(argument: str, M: int, **fields: object) -> Stepper:
