@@ -159,8 +159,8 @@ def coded(backward: codecs.Codec | None = None, forward: codecs.Codec | None = N
 
 def _link(codec: codecs.Codec, error: str, slots: int, view) -> links.Link:
     if not codec.traits.static_bytes:
-        raise ValueError(f"codec {codec.name!r} has messages of varying size, and stages wait for one of known size; use 'int8', or "
-                         "'bounded(raw=False)', which has room for a fixed number of outliers")
+        raise ValueError(f"codec {codec.name!r} has messages of varying size, and stages wait for one of known size; use 'int8', or, "
+                         "where errors are not remembered, 'bounded(raw=False)'")
     if error == "none":
         return links.remembering(links.memoryless, _viewed(codec, view))
     codec = _viewed(codecs.feedback.contractive(codec), view)
