@@ -189,7 +189,7 @@ def make_gradient(division: stages.Division, schedule: schedules.Schedule, *, re
     def like(tokens_BxT1):
         B, T1 = tokens_BxT1.shape
         if B % M:
-            raise ValueError(f"a worker's batch of {B} sequences does not divide into microbatches={M}")
+            raise ValueError(f"a worker's batch of {B} sequences does not divide into microbatches={M}; use a multiple of {M}")
         return division.activation(B // M, T1 - 1)
 
     def gradient(params, state, tokens_BxT1, key=None):
