@@ -46,6 +46,7 @@ def memory(model: Transformer, layout: Layout, traffic: Traffic) -> Memory:
 def _stage_memory(model: Transformer, layout: Layout, traffic: Traffic, stage: int) -> Memory:
     S, K, B, method = layout.stages, layout.tensor, layout.microbatch_size(model), traffic.method
     is_last = stage == S - 1
+
     def of_layers(devices):
         return by_stage(layout, layout.layers_of(model))[stage] * model.layer_parameters_on(devices) + model.width * is_last
 

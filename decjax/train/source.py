@@ -85,9 +85,8 @@ def pipelined(division: pipeline.Division, executor: pipeline.Pipeline, batch_si
         coded_nll: see `Source`.
     """
     tokens = jax.ShapeDtypeStruct((batch_size, context + 1), jnp.int32)
-    return Source(lambda params, state, tokens_BxT1, key: executor.gradient(params, state, tokens_BxT1, key),
-                  lambda params: executor.init(tokens), division.split, division.join, division.global_norm, coded_nll, division,
-                  (*executor.table.permutations, *division.permutations))
+    return Source(executor.gradient, lambda params: executor.init(tokens), division.split, division.join, division.global_norm,
+                  coded_nll, division, (*executor.table.permutations, *division.permutations))
 
 
 def of_model(model: models.Model, *, stages: int, microbatches: int, schedule: str, chunks: int, layers: tuple[int, ...],
