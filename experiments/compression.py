@@ -2,9 +2,9 @@
 
     python -m experiments.compression --workdir=runs/compression --markdown
 
-One run of configs/lm.py for each row: 8 workers, equal steps, equal data, the learning rate of the uncompressed method. Runs that have
-finished are not repeated. Bytes are those of the compiled program's messages, means over workers and steps. Loss is that of the averaged
-model on all of the validation text.
+One run of configs/lm.py for each row: 8 workers, equal steps, equal data, the learning rate of the uncompressed method. Runs that
+have finished are not repeated. Bytes are those of the compiled program's messages, means over workers and steps. Loss is that of
+the averaged model on all of the validation text.
 """
 
 import pathlib
