@@ -54,8 +54,8 @@ class Layout:
     def pack(self, tree: Any, *, flat: bool = True) -> list[jax.Array]:
         """The tree's floating-point leaves as flat vectors, one per bucket.
 
-        Unless `flat`, the leaf of a bucket that holds but one keeps its shape, and so the way it is divided within a tensor-parallel
-        group, which would have to gather it first.
+        Unless `flat`, the leaf of a bucket that holds but one keeps its shape, and so the way it is divided within a
+        tensor-parallel group, which would have to gather it first.
         """
         leaves = self.treedef.flatten_up_to(tree)
         vectors = []

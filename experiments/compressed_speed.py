@@ -4,13 +4,13 @@
 
 Four hosts in a box (launch.cluster: root and iproute2), the transformer of experiments.speedup with 5.9M parameters, float32, one
 process a host and a core for two of them. First launch.calibrate measures a worker's step, the links and what each compressed
-method computes, without any message; from that the runtime model predicts every row of decjax. Then the rows take turns; a figure is
-the median over the rounds of the mean time of a step.
+method computes, without any message; from that the runtime model predicts every row of decjax. Then the rows take turns; a figure
+is the median over the rounds of the mean time of a step.
 
 With c the step without communication and X the time in which a link carries the parameters, all-reduce takes c + 1.5 X, so nothing
 is 8 times as fast where c > 1.5/7 X; and what compressing costs, some 60 ms, is less than a tenth of c only if c is long enough. At
-50 Mbit/s on two cores both leave room for five sequences a worker, the default; four miss the one, eight, as experiments.speedup has,
-the other.
+50 Mbit/s on two cores both leave room for five sequences a worker, the default; four miss the one, eight, as experiments.speedup
+has, the other.
 """
 
 import json
@@ -42,11 +42,13 @@ EXACT = {ALONE: "method=local", SYNC: "method=allreduce", ONE_PEER: "topology=on
 # Family -> row -> shorthand of configs/lm.py. PowerGossip needs pairs, which of four workers base_k makes, as a hypercube does.
 COMPRESSED = {
     GOSSIP: {
-        "int8": "codec=int8", "int4": "codec=int4", "int4, CHOCO": "codec=int4,mixer=choco", "sign, CHOCO": "codec=scaled_sign,mixer=choco",
+        "int8": "codec=int8", "int4": "codec=int4", "int4, CHOCO": "codec=int4,mixer=choco",
+        "sign, CHOCO": "codec=scaled_sign,mixer=choco",
         "PowerGossip, rank 1": "topology=base_k,mixer=power_gossip,rank=1",
         "PowerGossip, rank 2": "topology=base_k,mixer=power_gossip,rank=2"},
     REDUCE: {
-        "PowerSGD, rank 4": "method=allreduce,reducer=powersgd,rank=4", "PowerSGD, rank 1": "method=allreduce,reducer=powersgd,rank=1",
+        "PowerSGD, rank 4": "method=allreduce,reducer=powersgd,rank=4",
+        "PowerSGD, rank 1": "method=allreduce,reducer=powersgd,rank=1",
         "DeMo": "method=allreduce,reducer=demo", "block top-k 1 %": "method=allreduce,reducer=codec,codec=block_topk",
         "1-bit Adam": "method=allreduce,reducer=onebit_adam"}}
 SHORTHANDS = {f"{family}, {name}": text for family, rows in COMPRESSED.items() for name, text in rows.items()}
@@ -77,7 +79,8 @@ def checks(measured: Measured, predicted_s: dict[str, float]) -> list[Check]:
     """What compression should reach, by the fastest row of each family; nan (not met) where no row ran."""
     found = []
     for family, names in COMPRESSED.items():
-        best = min((f"{family}, {name}" for name in names), key=lambda row: (math.isnan(measured.time_s(row)), measured.time_s(row)))
+        best = min((f"{family}, {name}" for name in names),
+                   key=lambda row: (math.isnan(measured.time_s(row)), measured.time_s(row)))
         step_s = measured.time_s(best)
         found += [Check(f"{best} ÷ {ALONE}", measured.rate, step_s / measured.time_s(ALONE), 1.10, True),
                   Check(f"speed-up of {best} over {SYNC}", measured.rate, measured.time_s(SYNC) / step_s, 8.0, False)]
@@ -97,8 +100,8 @@ def tabulate(measured: Measured, predicted_s: dict[str, float], refused: dict[st
             continue
         alone, sync = (TORCH_ALONE, DDP) if row.peer else (ALONE, SYNC)
         told = predicted_s.get(row.name)
-        table.add_row(row.name, f"{step_s * 1e3:.0f}", f"{step_s / measured.time_s(alone):.2f}", f"{measured.time_s(sync) / step_s:.2f}",
-                      f"{measured.sent_bytes[row.name] / 1e6:.2f}",
+        table.add_row(row.name, f"{step_s * 1e3:.0f}", f"{step_s / measured.time_s(alone):.2f}",
+                      f"{measured.time_s(sync) / step_s:.2f}", f"{measured.sent_bytes[row.name] / 1e6:.2f}",
                       *((f"{told * 1e3:.0f}", f"{100 * (told / step_s - 1):+.1f} %") if told else ("", "")))
     return table
 

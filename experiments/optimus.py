@@ -2,19 +2,22 @@
 
     python -m experiments.optimus --workdir=runs/optimus --markdown --out=experiments/optimus.png
 
-One run of configs/gpt_optimus.py:size=tiny for each row: 2 workers of 4 stages, 1F1B with 16 microbatches of a sequence, on real text; equal steps, equal
-data, the learning rate of the uncompressed baseline: nothing was tuned for compression. Runs that have finished are not repeated.
+One run of configs/gpt_optimus.py:size=tiny for each row: 2 workers of 4 stages, 1F1B with 16 microbatches of a sequence, on real
+text; equal steps, equal data, the learning rate of the uncompressed baseline: nothing was tuned for compression. Runs that have
+finished are not repeated.
 
-    A   CB: gradients between stages in the cool-down at rank 16 of 64, what they lose goes with the next (lazy error propagation), the last
-        error of a step with the first gradient of the next step ("flush"); the same with other memories, and in blocks of 4 bits;
+    A   CB: gradients between stages in the cool-down at rank 16 of 64, what they lose goes with the next (lazy error propagation),
+        the last error of a step with the first gradient of the next step ("flush"); the same with other memories, and in blocks of
+        4 bits;
         FE: one average of the tied embedding; SC: PowerSGD of the first 3 of 4 stages. Speed-ups are those of GPT-2.5B that
         experiments.optimus_runtime predicts for the published system, whose messages travel beside the passes.
     B   every gradient between stages at rank 1, 32 times fewer bytes; what is remembered of the error.
     C   the same top-k on gradients only and on activations only, no error remembered; then a learned linear autoencoder of width R,
         which sends R/D of the values both ways, beside top-k at equal bytes, with indices of its own or those of the activations.
 
-Loss is that of the averaged model on all of the validation text; "coded": with activations coded as in training. Bytes are those of the
-compiled program, means over workers. The figure: the loss, and the cosine that lazy error propagation rests on (bench.error_cosine).
+Loss is that of the averaged model on all of the validation text; "coded": with activations coded as in training. Bytes are those
+of the compiled program, means over workers. The figure: the loss, and the cosine that lazy error propagation rests on
+(bench.error_cosine).
 """
 
 import json
@@ -94,8 +97,8 @@ ROWS = (*TECHNIQUES, *MEMORIES, *FINDINGS)
 def techniques(summaries: rows_lib.Summaries, markdown: bool) -> rich.table.Table:
     """Table A."""
     predicted = {name.split(" ")[0]: (name, p.time_s) for name, p in optimus_runtime.predict("2.5b").items()}
-    made = rows_lib.table(("", "kB between stages", "kB between workers", "loss", "to the baseline", "predicted speed-up, 2.5B"), markdown,
-                          "A. Techniques")
+    made = rows_lib.table(("", "kB between stages", "kB between workers", "loss", "to the baseline", "predicted speed-up, 2.5B"),
+                          markdown, "A. Techniques")
     for row in _told(TECHNIQUES, summaries):
         speedup = ""
         if row.name in predicted and row != BASELINE:
@@ -107,7 +110,8 @@ def techniques(summaries: rows_lib.Summaries, markdown: bool) -> rich.table.Tabl
 
 def memories(summaries: rows_lib.Summaries, markdown: bool) -> rich.table.Table:
     """Table B."""
-    made = rows_lib.table(("", "kB between stages", "loss", "to the baseline"), markdown, "B. Every gradient between stages, rank 1: what is remembered of the error")
+    made = rows_lib.table(("", "kB between stages", "loss", "to the baseline"), markdown,
+                          "B. Every gradient between stages, rank 1: what is remembered of the error")
     for row in _told((BASELINE, *MEMORIES), summaries):
         made.add_row(row.name, _bytes(summaries[row.name])[0], *_loss(row, summaries))
     return made
@@ -151,8 +155,9 @@ def cosines(workdir: pathlib.Path, steps: int, extra: list[str]) -> pathlib.Path
     path = workdir / "cosines.json"
     if not path.exists():
         row = next(row for row in TECHNIQUES if row.name == "CB")
-        done = subprocess.run([sys.executable, "-m", "experiments.bench.error_cosine", f"--config={CONFIG}:{row.shorthand},steps={steps}",
-                               f"--out={path}", *(f"--config.{field}" for field in row.fields), *extra], check=False)
+        done = subprocess.run([sys.executable, "-m", "experiments.bench.error_cosine",
+                               f"--config={CONFIG}:{row.shorthand},steps={steps}", f"--out={path}",
+                               *(f"--config.{field}" for field in row.fields), *extra], check=False)
         if done.returncode:
             return None
     return path
@@ -201,7 +206,8 @@ def main(argv: list[str]) -> int:
     chosen = flags.FLAGS
     if argv:
         command.fail(f"unexpected argument {argv[0]!r}; options start with --")
-    rows, console, workdir = rows_lib.choose(ROWS, chosen.row), rich.console.Console(highlight=False, width=140), pathlib.Path(chosen.workdir)
+    rows, workdir = rows_lib.choose(ROWS, chosen.row), pathlib.Path(chosen.workdir)
+    console = rich.console.Console(highlight=False, width=140)
     summaries = rows_lib.train(rows, CONFIG, workdir, chosen.steps, chosen.field, console)
     for tabulate in (techniques, memories, findings):
         console.print(tabulate(summaries, chosen.markdown))

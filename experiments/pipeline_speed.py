@@ -2,15 +2,15 @@
 
     python -m experiments.pipeline_speed --out=runs/pipeline_speed.json
 
-Four hosts in a box (launch.cluster: root and iproute2) are the four stages of one pipeline; a transformer of width 32 with a layer a
-host, 1F1B, 128 sequences of 64 tokens in a microbatch, float32. It is so narrow that hosts that share two cores seldom compute at
+Four hosts in a box (launch.cluster: root and iproute2) are the four stages of one pipeline; a transformer of width 32 with a layer
+a host, 1F1B, 128 sequences of 64 tokens in a microbatch, float32. It is so narrow that hosts that share two cores seldom compute at
 the same time: a message travels several times as long as its microbatch is computed. Rows take turns; a figure is the median
 over the rounds of the mean time of an iteration.
 
-The model is told what was measured without pipelines, or without the slow link: α and β of exchanges between the hosts (launch.calibrate at the
-rate in question), and how long each row's iteration takes on free links. The latter is the time of all passes, on cores that hosts
-share, which it divides among stages and between F and B as their operations are; what it takes longer with coded messages is
-their codecs' time. Nothing is fitted to the times that are predicted.
+The model is told what was measured without pipelines, or without the slow link: α and β of exchanges between the hosts
+(launch.calibrate at the rate in question), and how long each row's iteration takes on free links. The latter is the time of all
+passes, on cores that hosts share, which it divides among stages and between F and B as their operations are; what it takes longer
+with coded messages is their codecs' time. Nothing is fitted to the times that are predicted.
 """
 
 from collections.abc import Callable
@@ -120,8 +120,8 @@ def tabulate(measured: speedup.Measured, predicted_s: dict[str, float]) -> rich.
         table.add_column(column, justify="left" if column.startswith("messages") else "right")
     for name, told in predicted_s.items():
         step_s = measured.time_s(name)
-        table.add_row(name, f"{step_s * 1e3:.0f}", f"{measured.time_s(DENSE) / step_s:.2f}", f"{measured.sent_bytes[name] / 1e6:.2f}",
-                      f"{told * 1e3:.0f}", f"{100 * (told / step_s - 1):+.1f} %")
+        table.add_row(name, f"{step_s * 1e3:.0f}", f"{measured.time_s(DENSE) / step_s:.2f}",
+                      f"{measured.sent_bytes[name] / 1e6:.2f}", f"{told * 1e3:.0f}", f"{100 * (told / step_s - 1):+.1f} %")
     return table
 
 
@@ -141,15 +141,15 @@ def main(argv: list[str]) -> None:
             print(f"{each.name}: ready", flush=True)
         free = speedup.measure(box, rows, cluster.UNLIMITED, chosen.rounds, steps=lambda _: 3 * STEPS)
         measured = speedup.measure(box, rows, chosen.rate, chosen.rounds, steps=lambda _: STEPS)
-    free_s = {name: free.time_s(name) for name in ROWS}
-    predicted_s = predict(M, free_s, profile.inter)
+    free_s, link = {name: free.time_s(name) for name in ROWS}, profile.inter
+    predicted_s = predict(M, free_s, link)
     console = rich.console.Console(width=140, highlight=False)
     console.print(tabulate(measured, predicted_s))
-    console.print(f"{M} microbatches; {profile.inter.bandwidth_Bps * 8 / 1e6:.1f} Mbit/s and {profile.inter.latency_s * 1e3:.1f} ms by calibration; "
+    console.print(f"{M} microbatches; {link.bandwidth_Bps * 8 / 1e6:.1f} Mbit/s and {link.latency_s * 1e3:.1f} ms by calibration; "
                   f"an iteration on free links takes {free_s[DENSE] * 1e3:.0f} ms")
     if chosen.out:
-        pathlib.Path(chosen.out).write_text(json.dumps({"free_s": free_s, "predicted_s": predicted_s, "link": dataclasses.asdict(profile.inter),
-                                                        "measured": measured._asdict()}, indent=2) + "\n")
+        found = {"free_s": free_s, "predicted_s": predicted_s, "link": dataclasses.asdict(link), "measured": measured._asdict()}
+        pathlib.Path(chosen.out).write_text(json.dumps(found, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -146,6 +146,19 @@ def test_noise_is_uniform_and_keys_are_independent():
     np.testing.assert_array_equal(noise.uniform((9,), noise.words(jax.random.PRNGKey(5))), noise.uniform((9,), noise.words(jax.random.key(5))))
 
 
+@pytest.mark.parametrize("limit", [1, 3, 100, 3 * 2**14, 2**16])
+def test_whole_numbers_below_a_limit_are_equally_likely(limit):
+    """Of 16 bits alone, every third number below 3·2¹⁴ would come twice as often as the others."""
+    n, seed = 2**16, noise.words(jax.random.key(1))
+    drawn_P = np.asarray(noise.below(limit, (n,), seed), np.int64)
+    np.testing.assert_array_equal(drawn_P, np.asarray(noise.bits((n,), seed), np.int64) * limit >> 32)
+    for kinds in (3, 64):
+        sizes = np.bincount(np.arange(limit) % kinds, minlength=kinds)
+        expected = n / limit * sizes[sizes > 0]
+        counts = np.bincount(drawn_P % kinds, minlength=kinds)[sizes > 0]
+        assert (np.square(counts - expected) / expected).sum() < len(expected) - 1 + 5 * math.sqrt(2 * len(expected))
+
+
 @pytest.mark.parametrize("name, dtype", [("bfloat16", jnp.bfloat16), ("float16", jnp.float16)])
 def test_compilers_do_not_take_a_cast_for_none(name, dtype):
     x_P = np.random.default_rng(0).normal(size=240).astype(np.float32)

@@ -256,6 +256,7 @@ def test_error_feedback_returns_what_the_message_lost(name):
     ("topk", {"fraction": 0}, r"fraction=0 must lie in \(0, 1\]; 0.01 sends one value of a hundred"),
     ("topk", {"values": "qsgd"}, "values='qsgd': values take a codec without state, key or matrices; try 'int8'"),
     ("dct", {"values": "low_rank"}, "values='low_rank': values take a codec without"),
+    ("topk", {"values": 8}, "codec 'topk' option values=8 must be a codec or the name of one"),
     ("block_topk", {"k": 0}, "k=0 must be at least 1"),
     ("block_topk", {"fraction": 1e-6}, "groups may have 4096 values; use a larger fraction"),
     ("randomk", {"fraction": 1e-6}, "at least one of 65536 is sent"),

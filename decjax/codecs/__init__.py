@@ -21,7 +21,7 @@ from decjax.codecs.bitwise import natural, scaled_sign, sign
 from decjax.codecs.blocks import int2, int4, int8, integers, qsgd, ternary
 from decjax.codecs.bounded import bounded
 from decjax.codecs.cast import bfloat16, float8_e4m3, float8_e5m2, float16, identity
-from decjax.codecs.codec import Codec, Traits, finite, matrix_shape, message_bytes, of_any_shape, seen_shape
+from decjax.codecs.codec import Codec, Traits, finite, matrix_shape, message_bytes, of_any_shape, seen_shape, working_dtype
 from decjax.codecs.dct import dct
 from decjax.codecs.low_rank import low_rank, revived
 from decjax.codecs.sparse import block_topk, randomk, threshold, topk
@@ -68,9 +68,11 @@ def make(name: str, **given: Any) -> Codec:
             raise ValueError(f"codec {name!r} has no option {option!r}; "
                              + (f"use {', '.join(known)}" if known else "it has none, leave it out"))
     for option, value in given.items():
-        if isinstance(known[option], Codec) and isinstance(value, str):
-            given = given | {option: make(value)}
-        elif isinstance(value, str) != isinstance(known[option], str) and not isinstance(value, Codec):
+        if isinstance(known[option], Codec):
+            if not isinstance(value, str | Codec):
+                raise ValueError(f"codec {name!r} option {option}={value!r} must be a codec or the name of one, such as 'int8'")
+            given = given | {option: make(value) if isinstance(value, str) else value}
+        elif isinstance(value, str) != isinstance(known[option], str):
             raise ValueError(f"codec {name!r} option {option}={value!r}: give a value such as {known[option]!r}")
         elif type(known[option]) is int and type(value) is not int:
             raise ValueError(f"codec {name!r} option {option}={value!r} must be a whole number, such as {known[option]}")

@@ -3,11 +3,11 @@
     x̂ = 2e′ ⌊x/2e′⌉,   whole numbers of b bits: |x| ≤ 2e′L, L = 2^(b−1) − 1
 
 Rounding to the nearest multiple of 2e in floating-point arithmetic errs by a hair more than e now and then. Here e′ is smaller
-than e by the share 2⁻²⁰L, more than all roundings of x/2e′, of 2e′·c and of x̂ to float32 together; where x̂ is a shorter type, what
-its rounding adds is looked at value by value.
+than e by the share 2⁻²⁰L, more than all roundings of x/2e′, of 2e′·c and of x̂ to float32 together; where x̂ is a shorter type,
+what its rounding adds is looked at value by value.
 
-A value that cannot be had so (too large, infinite, NaN) is an outlier. Each group of g values has room for a few, which are sent as they
-are. A group with more is sent raw. No message of fixed size smaller than x itself can keep a bound for all x, so this is a
+A value that cannot be had so (too large, infinite, NaN) is an outlier. Each group of g values has room for a few, which are sent
+as they are. A group with more is sent raw. No message of fixed size smaller than x itself can keep a bound for all x, so this is a
 message with room for all groups raw, of which only those marked in "overflow" need to travel: `static_bytes` is false. With
 raw=False there is no such room, the size is fixed, and in a group of too many outliers the others are clipped to ±2e′L; NaN, if one
 of the group's values is not finite.

@@ -66,7 +66,8 @@ class Feedback(NamedTuple):
 def _feedback(codec: Codec, wanted, memorize, receive, relay, storage: Codec | None, momentum: bool = False) -> Feedback:
     """From `wanted(x, error, v) -> (what to encode, v)` and `memorize(what was encoded, ĉ, error) -> error`."""
     if storage and (storage.traits.matrix or storage.traits.state_key != "none"):
-        raise ValueError(f"error memory cannot be stored by codec {storage.name!r}, which keeps a state or needs matrices; use 'int8'")
+        raise ValueError(f"error memory cannot be stored by codec {storage.name!r}, which keeps a state or needs matrices; use "
+                         "'int8'")
 
     def store(error, key):
         return storage.encode(error, (), key) if storage else error

@@ -6,8 +6,8 @@ The message is P and Q, R(I + J) values instead of I·J. Q of the last message i
 many messages of a slowly changing matrix P comes to span its leading singular vectors. Columns of Q are kept at magnitude 1, so
 that no scale of A makes A Q vanish; a column that died (a zero matrix, or one of lower rank) begins anew from its first value.
 
-‖x − x̂‖² ≤ ‖x‖² always, since P Pᵀ projects. From a random Q the energy kept is R/min(I, J) at least, on average. The factors may be
-made smaller by a second codec, `values`; x̂ is then the product of what is left of them.
+‖x − x̂‖² ≤ ‖x‖² always, since P Pᵀ projects. From a random Q the energy kept is R/min(I, J) at least, on average. The factors may
+be made smaller by a second codec, `values`; x̂ is then the product of what is left of them.
 
 Reference: Vogels et al. 2019, "PowerSGD", Algorithm 1, with the error of x̂ = P Pᵀ A as sent.
 """

@@ -46,5 +46,7 @@ def uniform(shape: tuple[int, ...], seed: tuple[jax.Array, jax.Array], start: in
 
 
 def below(limit: int, shape: tuple[int, ...], seed: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """int32 in [0, limit), for limits up to 2¹⁶."""
-    return ((bits(shape, seed) >> 16) * jnp.uint32(limit) >> 16).astype(jnp.int32)
+    """int32 in [0, limit), for limits up to 2¹⁶: ⌊b·limit/2³²⌋, of which none is likelier than another by more than limit/2³²."""
+    word, limit = bits(shape, seed), jnp.uint32(limit)
+    # In halves, since products of 64 bits are not to be had: the upper half's, and what the lower half's carries into it.
+    return ((word >> 16) * limit + ((word & 0xFFFF) * limit >> 16) >> 16).astype(jnp.int32)

@@ -154,7 +154,8 @@ def threshold(multiple: float = 1.0, fraction: float = 0.01, values: Codec = cas
 def _topk(name: str, fraction: float, k: int | None, multiple: float, values: Codec) -> Codec:
     check_fraction(name, fraction)
     if k is not None and (type(k) is not int or k < 1):
-        raise ValueError(f"{name} k={k} must be a whole number of at least 1; k=1 sends one value of a tensor, fraction=0.01 one of a hundred")
+        raise ValueError(f"{name} k={k} must be a whole number of at least 1; k=1 sends one value of a tensor, fraction=0.01 one "
+                         "of a hundred")
 
     def count(size):
         return min(size, k if k is not None else math.ceil(fraction * size))

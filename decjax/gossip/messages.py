@@ -5,7 +5,6 @@ import dataclasses
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from decjax import buckets
@@ -46,7 +45,7 @@ class Messages:
 
     def _message_bytes(self, layout: buckets.Layout) -> int:
         sizes = [bucket.size // self.group_size for bucket in layout.buckets]
-        return sum(self.codec.num_bytes(self.shape(layout, b, size), wide(layout.buckets[b].dtype))
+        return sum(self.codec.num_bytes(self.shape(layout, b, size), codecs.working_dtype(layout.buckets[b].dtype))
                    for b, size in enumerate(sizes))
 
     def shape(self, layout: buckets.Layout, bucket: int, size: int) -> tuple[int, ...]:
@@ -54,7 +53,7 @@ class Messages:
         if not self.codec.traits.matrix:
             return (size,)
         found = layout.buckets[bucket]  # Of one array.
-        return codecs.seen_shape(self.codec, layout.shapes[found.leaves[0]], wide(found.dtype))
+        return codecs.seen_shape(self.codec, layout.shapes[found.leaves[0]], codecs.working_dtype(found.dtype))
 
     def init(self, layout: buckets.Layout, shares: list[jax.Array]) -> tuple:
         return tuple(self.codec.init(self.shape(layout, b, x.size), x.dtype) for b, x in enumerate(shares))
@@ -76,8 +75,3 @@ class Messages:
         layout = self.layout(params)
         message_bytes = self._message_bytes(layout)
         return sum(sent_bytes(self.topology.rounds[index], layout, message_bytes) for index in indices)
-
-
-def wide(dtype: Any) -> np.dtype:
-    """The type in which parameters are encoded and mixed: float32 at least."""
-    return jnp.promote_types(dtype, jnp.float32)

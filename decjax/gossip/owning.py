@@ -16,7 +16,7 @@ from decjax import mesh
 from decjax import topology as topology_lib
 from decjax.gossip import schemes
 from decjax.gossip.fits import FINE, check_contractive, check_doubly_stochastic, check_messages, strength, typical_contraction
-from decjax.gossip.messages import Messages, wide
+from decjax.gossip.messages import Messages
 from decjax.gossip.mixer import Mixer, is_floating
 from decjax.gossip.rounds import due, is_mean, messages, pull
 from decjax.topology import Topology
@@ -152,7 +152,7 @@ def dcd(topology: Topology, *, codec: codecs.Codec, axis_name: mesh.AxisName = m
         return [wire.decode(wire.shape(layout, b, x_P.size), x_P.dtype) for b, x_P in enumerate(vectors)]
 
     def pack(layout, params):
-        return [x_P.astype(wide(x_P.dtype)) for x_P in layout.pack(params)]
+        return [x_P.astype(codecs.working_dtype(x_P.dtype)) for x_P in layout.pack(params)]
 
     def unpack(layout, vectors, like):
         dtypes = [bucket.dtype for bucket in layout.buckets]

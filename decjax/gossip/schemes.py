@@ -6,8 +6,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from decjax import codecs
 from decjax import mesh
-from decjax.gossip.messages import Messages, wide
+from decjax.gossip.messages import Messages
 from decjax.gossip.mixer import Mixer
 from decjax.gossip.rounds import check_rounds, due, is_mean, num_phases, own_weight, pull
 
@@ -60,7 +61,8 @@ def scheme_mixer(scheme: Scheme, wire: Messages, rounds: int) -> Mixer:
 
     def init(params):
         layout = wire.layout(params)
-        shares = [mesh.own_share(x_P, wire.group_size, axis_name).astype(wide(x_P.dtype)) for x_P in layout.pack(params)]
+        shares = [mesh.own_share(x_P, wire.group_size, axis_name).astype(codecs.working_dtype(x_P.dtype))
+                  for x_P in layout.pack(params)]
 
         def memory(round_):
             if is_mean(round_):
@@ -83,7 +85,7 @@ def scheme_mixer(scheme: Scheme, wire: Messages, rounds: int) -> Mixer:
                 continue
             memory = memories[index if scheme.per_round else 0]
             for b, x_P in enumerate(vectors):
-                share = mesh.scatter_mean(x_P, L, axis_name).astype(wide(x_P.dtype))
+                share = mesh.scatter_mean(x_P, L, axis_name).astype(codecs.working_dtype(x_P.dtype))
                 shape = wire.shape(layout, b, share.size)
                 decode = wire.decode(shape, share.dtype)
                 message = wire.encode(scheme.encoded(share, memory[b]), shape, codec_states[b], state.count,

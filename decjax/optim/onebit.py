@@ -66,7 +66,10 @@ def scale_by_onebit_adam(reducer: reduce.Reducer, b1: float = 0.9, b2: float = 0
         del params, extra
         due = reduce.due_phase(reducer, phase)
         warm = due == reduce.BEFORE
-        momentum = lambda g: jax.tree.map(lambda m, g: b1 * m + (1 - b1) * g, state.mu, g)
+
+        def momentum(grads):
+            return jax.tree.map(lambda m, g: b1 * m + (1 - b1) * g, state.mu, grads)
+
         averaged, reducer_state = reducer.reduce(grads if warm else momentum(grads), state.reducer, due)
         new = state._replace(count=optax.safe_increment(state.count), mu=momentum(averaged) if warm else averaged)
         if warm:

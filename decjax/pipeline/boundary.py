@@ -8,11 +8,11 @@ A message belongs to a label: its kind, "F" for activations and "B" for their gr
 travels as it is. Sender and receiver are stages of the same pipeline, which run the same program: `send` is computed by stages that
 send, `receive` by those that receive, and neither may talk to anybody. The state is carried from step to step as ordinary state.
 
-A stage of several devices sends a message from each of them: all of this is of one device, which codes its own part and remembers what
-that has lost, and talks to the device in its place in the other stage.
+A stage of several devices sends a message from each of them: all of this is of one device, which codes its own part and remembers
+what that has lost, and talks to the device in its place in the other stage.
 
-Compressed backpropagation sends those gradients compressed that a stage waits for in its cool-down, S(S − 1)/2 an iteration of 1F1B,
-and what such a message loses goes with the next one of its link (lazy error propagation). `links` has the forms of memory.
+Compressed backpropagation sends those gradients compressed that a stage waits for in its cool-down, S(S − 1)/2 an iteration of
+1F1B, and what such a message loses goes with the next one of its link (lazy error propagation). `links` has the forms of memory.
 
 Deviation from the paper: at the end of an iteration, between whose messages the parameters change, the error may stay (as there),
 join the first message of the next iteration that is not compressed, or be forgotten.
@@ -88,9 +88,10 @@ def coded(backward: codecs.Codec | None = None, forward: codecs.Codec | None = N
         forward: of activations, all of them; None: they travel as they are.
         when: which gradients: "epilogue": those that a stage waits for in its cool-down, which with gpipe are all; "always": all.
         error: what is remembered of what compressed gradients lose: "carry", "flush", "reset": the error, which goes with the next
-            compressed message of the link, and at the end of an iteration stays, joins the next iteration's first message that is not
-            compressed, or is forgotten; "ef21": both ends hold an estimate, and its change is sent; "none": nothing.
-        forward_error: the same of activations: "none", "carry", "reset", "ef21", or "samples", an estimate for every sample (AQ-SGD).
+            compressed message of the link, and at the end of an iteration stays, joins the next iteration's first message that is
+            not compressed, or is forgotten; "ef21": both ends hold an estimate, and its change is sent; "none": nothing.
+        forward_error: the same of activations: "none", "carry", "reset", "ef21", or "samples", an estimate for every sample
+            (AQ-SGD).
         slots: places for samples that "samples" remembers, some times as many as a worker has; see `links.per_sample`.
         reuse_indices: gradients are sent at those places only that top-k chose of the same activations, and `backward` is the form
             of these values; no indices are sent for them.
@@ -159,8 +160,8 @@ def coded(backward: codecs.Codec | None = None, forward: codecs.Codec | None = N
 
 def _link(codec: codecs.Codec, error: str, slots: int, view) -> links.Link:
     if not codec.traits.static_bytes:
-        raise ValueError(f"codec {codec.name!r} has messages of varying size, and stages wait for one of known size; use 'int8', or "
-                         "'bounded(raw=False)', which has room for a fixed number of outliers")
+        raise ValueError(f"codec {codec.name!r} has messages of varying size, and stages wait for one of known size; use 'int8', "
+                         "or, where errors are not remembered, 'bounded(raw=False)'")
     if error == "none":
         return links.remembering(links.memoryless, _viewed(codec, view))
     codec = _viewed(codecs.feedback.contractive(codec), view)
@@ -188,8 +189,8 @@ def _reusing(boundary: Boundary, backward: codecs.Codec | None, forward: codecs.
         raise ValueError(f"boundary reuse_indices with forward={forward and forward.name!r}: indices are those of "
                          f"{' and '.join(CHOOSING)}; use forward=topk")
     if not backward or backward.traits.matrix or backward.traits.state_key != "none":
-        raise ValueError(f"boundary reuse_indices with backward={backward and backward.name!r}: it is the form of the values at these "
-                         "indices, without state or matrices; use backward=identity")
+        raise ValueError(f"boundary reuse_indices with backward={backward and backward.name!r}: it is the form of the values at "
+                         "these indices, without state or matrices; use backward=identity")
     gradients, activations = (boundary.transfers[kind, True] for kind in (schedules.BACKWARD, schedules.FORWARD))
 
     def init(like, schedule):
@@ -232,6 +233,6 @@ def _check_flushes(schedule: schedules.Schedule, compresses) -> None:
     for send in (send for sends in schedule.sends for send in sends if send.kind == schedules.BACKWARD):
         of_link.setdefault((send.source, send.source_chunk), set()).add(compresses(send))
     if {True} in of_link.values():
-        raise ValueError(f"boundary error='flush' with schedule {schedule.name!r}, microbatches={schedule.num_microbatches}: there are "
-                         "links with compressed messages only, whose error nothing would take along; use when='epilogue' with schedule "
-                         f"'1f1b' and microbatches of at least stages={schedule.num_stages}, or error='carry'")
+        raise ValueError(f"boundary error='flush' with schedule {schedule.name!r}, microbatches={schedule.num_microbatches}: there "
+                         "are links with compressed messages only, whose error nothing would take along; use when='epilogue' with "
+                         f"schedule '1f1b' and microbatches of at least stages={schedule.num_stages}, or error='carry'")

@@ -26,7 +26,7 @@ TABLE = "table_VxD"
 
 
 def tied_tables(division: stages.Division | None) -> tuple[str, ...]:
-    """Names of the arrays of which two stages hold a copy each. Messages of copies have to be equal, whatever is coded beside them."""
+    """Names of arrays of which two stages hold a copy each. Messages of copies must be equal, whatever is coded beside them."""
     return (TABLE,) if division and division.parts.tied else ()
 
 

@@ -50,8 +50,9 @@ class Table(NamedTuple):
 
     Attributes:
         columns: [ticks, S] integers: what each stage does (`op`, `microbatch`, `chunk`), the slots that it reads (`input`,
-            `kept`, `gradient`), and those in which it puts what arrives (`next_input`, `next_gradient`) or NOWHERE; the label of what
-            it sends (`sent`) or NOWHERE; and of what arrives, by kind ("F", "B"), label or NOWHERE, microbatch and this end's chunk.
+            `kept`, `gradient`), and those in which it puts what arrives (`next_input`, `next_gradient`) or NOWHERE; the label of
+            what it sends (`sent`) or NOWHERE; and of what arrives, by kind ("F", "B"), label or NOWHERE, microbatch and this
+            end's chunk.
         labels: of messages: their kind, and whether they are compressed.
         pattern: [ticks] index into `patterns`.
         patterns: the messages of a tick.
@@ -112,7 +113,8 @@ def tabulate(schedule: schedules.Schedule, compresses: Callable[[schedules.Send]
             s = send.target
             columns["sent"][t, send.source] = columns[f"{send.kind} label"][t, s] = labels.index((send.kind, compresses(send)))
             columns[f"{send.kind} microbatch"][t, s], columns[f"{send.kind} chunk"][t, s] = send.microbatch, send.target_chunk
-            use, back = (taken[schedules.Op(kind, send.microbatch, send.target_chunk), s] for kind in (send.kind, schedules.BACKWARD))
+            use, back = (taken[schedules.Op(kind, send.microbatch, send.target_chunk), s]
+                         for kind in (send.kind, schedules.BACKWARD))
             if send.kind == schedules.BACKWARD:
                 waits["gradient"].append((s, t, use, (use,)))
             else:
@@ -189,7 +191,7 @@ def make_gradient(division: stages.Division, schedule: schedules.Schedule, *, re
     def like(tokens_BxT1):
         B, T1 = tokens_BxT1.shape
         if B % M:
-            raise ValueError(f"a worker's batch of {B} sequences does not divide into microbatches={M}")
+            raise ValueError(f"a worker's batch of {B} sequences does not divide into microbatches={M}; use a multiple of {M}")
         return division.activation(B // M, T1 - 1)
 
     def gradient(params, state, tokens_BxT1, key=None):
@@ -249,19 +251,19 @@ def _part(shape: tuple[int, int, int], of_samples: bool) -> tuple[int, int, int]
     if B % K == 0:
         return B // K, T, D
     if of_samples:
-        raise ValueError(f"boundary forward_error='samples' with tensor={K} and microbatches of {B} sequences: each device remembers "
-                         f"its own ones; use microbatches of a multiple of {K} sequences")
+        raise ValueError(f"boundary forward_error='samples' with tensor={K} and microbatches of {B} sequences: each device "
+                         f"remembers its own ones; use microbatches of a multiple of {K} sequences")
     if B * T % K:
-        raise ValueError(f"tensor={K} does not divide the {B * T} tokens of a microbatch, of which each device sends its part to the "
-                         f"next stage; use microbatches of a multiple of {K // math.gcd(T, K)} sequences")
+        raise ValueError(f"tensor={K} does not divide the {B * T} tokens of a microbatch, of which each device sends its part to "
+                         f"the next stage; use microbatches of a multiple of {K // math.gcd(T, K)} sequences")
     return 1, B * T // K, D
 
 
 def _exchange(boundary, table, state, given):
     """Sends what each stage has made to whom it belongs: (the boundary's state, what arrives, by kind).
 
-    What arrives of a kind counts only where the table gives it a slot. Each device of a tensor-parallel group codes and sends a part of
-    its own, to that one of the next stage which has its place there; the receivers gather them.
+    What arrives of a kind counts only where the table gives it a slot. Each device of a tensor-parallel group codes and sends a
+    part of its own, to that one of the next stage which has its place there; the receivers gather them.
     """
     at, pattern, whole, tokens_MxBxT1, key = given
     shape = _part(whole.shape, boundary.of_samples)

@@ -107,7 +107,7 @@ class Division:
         return self.parts.activation(batch_size, length)
 
     def narrow(self, x_BxTxD: jax.Array) -> jax.Array:
-        """Of what a stage makes for another one, that which travels: with autoencoders the first R columns, the others are zeros."""
+        """Of what a stage makes for another one, that which travels: with autoencoders the first R columns, others are zeros."""
         return x_BxTxD[..., :self.autoencoder] if self.autoencoder else x_BxTxD
 
     def widen(self, x_BxTxR: jax.Array, width: int) -> jax.Array:
@@ -117,7 +117,7 @@ class Division:
         return jnp.pad(x_BxTxR, [*[(0, 0)] * (x_BxTxR.ndim - 1), (0, width - x_BxTxR.shape[-1])])
 
     def run(self, chunk: dict[str, Any], x_BxTxD: jax.Array, stage: jax.Array, number: jax.Array) -> jax.Array:
-        """Through chunk `number` of a stage, whose parameters have leaves [K, …] or [D, R]; decodes what comes, and encodes what goes."""
+        """Through chunk `number` of a stage, of parameters with leaves [K, …] or [D, R]; decodes what comes, encodes what goes."""
         layers = jnp.asarray(self.layers_SxC)[stage, number]
         if not self.autoencoder:
             return self._through(chunk["blocks"], x_BxTxD, layers)
@@ -215,7 +215,8 @@ def divide(parts: Any, num_stages: int, num_chunks: int = 1, layers: Sequence[in
         raise ValueError(f"layers={','.join(map(str, layers))}: must be {count} numbers, one for each virtual stage of {what}, at "
                          f"least 1 each, which add up to depth={depth}")
     if fused_embedding and not parts.tied:
-        raise ValueError("fused_embedding: an embedding and a head that are not tied have nothing to add up; leave it out, or tie them")
+        raise ValueError("fused_embedding: an embedding and a head that are not tied have nothing to add up; leave it out, or tie "
+                         "them")
     width = parts.activation(1, 1).shape[-1]
     if not 0 <= autoencoder <= width:
         raise ValueError(f"autoencoder={autoencoder}: must be at most the model's width of {width}, or 0 for none")

@@ -47,7 +47,7 @@ class Cut(NamedTuple):
             matrix = codecs.matrix_shape(leaf.shape)
             if leaf.size and matrix and jnp.issubdtype(leaf.dtype, jnp.floating):
                 shape = (-(-matrix[0] // self.num_shards), matrix[1]) if self.num_shards else matrix
-                if any(len(codecs.seen_shape(codec, shape, _wide(leaf.dtype))) > 1 for codec in self.codecs):
+                if any(len(codecs.seen_shape(codec, shape, codecs.working_dtype(leaf.dtype))) > 1 for codec in self.codecs):
                     alone[i] = matrix
         rest = [leaf for i, leaf in enumerate(leaves) if i not in alone]
         return alone, buckets.layout(rest, bucket_bytes=self.bucket_bytes)
@@ -58,7 +58,7 @@ class Cut(NamedTuple):
         leaves = jax.tree.leaves(tree)
         whole = [leaves[i].reshape(shape) for i, shape in alone.items()]
         whole += layout.pack([leaf for i, leaf in enumerate(leaves) if i not in alone])
-        whole = [x.astype(_wide(x.dtype)) for x in whole]
+        whole = [x.astype(codecs.working_dtype(x.dtype)) for x in whole]
         return [self._shards(x) for x in whole] if self.num_shards else whole
 
     def _shards(self, x):
@@ -82,10 +82,6 @@ class Cut(NamedTuple):
         return [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in arrays] if self.num_shards else arrays
 
 
-def _wide(dtype) -> Any:
-    return jnp.promote_types(dtype, jnp.float32)
-
-
 def num_bytes(codec: codecs.Codec, cut: Cut, params: Any, num_workers: int, header_bytes: int) -> float:
     """Bytes that each worker sends for the average of `params`."""
     message = sum(codec.num_bytes(x.shape, x.dtype) for x in cut.shapes(params))
@@ -99,8 +95,8 @@ def check(codec: codecs.Codec) -> None:
         ValueError: naming the codec and what to use.
     """
     if not codec.traits.static_bytes:
-        raise ValueError(f"codec {codec.name!r} has messages of varying size, and collectives have buffers of one; use 'int8', "
-                         "or 'bounded(raw=False)', which has room for a fixed number of outliers")
+        raise ValueError(f"codec {codec.name!r} has messages of varying size, and collectives have buffers of one; use 'int8', or "
+                         "'topk'")
     if codec.traits.state_key == "sample":
         raise ValueError(f"codec {codec.name!r} remembers samples of a batch, which gradients are not; use 'int8'")
 

@@ -58,7 +58,8 @@ def powersgd(rank: int = 4, *, gate: float = 1.0, wire_dtype: Any = None, seed: 
         rank: R, at most min(I, J) of any array; more is taken as that.
         gate: ρ; arrays with (I + J)R ≥ ρIJ are averaged as they are. Infinity compresses all matrices.
         wire_dtype: floating-point type of the factors' messages, as "bfloat16"; None: that of the arithmetic. Errors hold what
-            the cast loses. Narrow values are summed in float32, by all-to-all and all-gather.
+            the cast of a worker's own Q_i loses; the mean Q is rounded once more, the same on all workers, and nobody keeps that.
+            Narrow values are summed in float32, by all-to-all and all-gather.
         seed: of the first factors.
         axis_name: the worker axis.
 

@@ -207,8 +207,8 @@ def every(reducer: Reducer, period: int) -> Reducer:
             return 0 * reducer.num_bytes(params, num_workers, reducer.phases[-1])
         return reducer.num_bytes(params, num_workers, phase)
 
-    usage = reducer.usage and (lambda state: jnp.pad(reducer.usage(state), (1, 0)))
     def phase(step):
         return LOCAL if (step + 1) % period else reducer.phase(step // period)
 
+    usage = reducer.usage and (lambda state: jnp.pad(reducer.usage(state), (1, 0)))
     return Reducer(reducer.init, reduce, num_bytes, phase, range(LOCAL, reducer.phases.stop), usage)

@@ -32,8 +32,8 @@ class Memory(NamedTuple):
 def memory(model: Transformer, layout: Layout, traffic: Traffic) -> Memory:
     """What a layout keeps on a device.
 
-    Compression keeps the error of what it sends in float32, and factors or indices no larger than the message. Of a boundary that is
-    one message's, a device's own part of it; of gradients a stage's, which lie whole on each device of the tensor axis, as in
+    Compression keeps the error of what it sends in float32, and factors or indices no larger than the message. Of a boundary that
+    is one message's, a device's own part of it; of gradients a stage's, which lie whole on each device of the tensor axis, as in
     `decjax.reduce`. Gossip keeps a copy of what arrives.
 
     Raises:
@@ -46,6 +46,7 @@ def memory(model: Transformer, layout: Layout, traffic: Traffic) -> Memory:
 def _stage_memory(model: Transformer, layout: Layout, traffic: Traffic, stage: int) -> Memory:
     S, K, B, method = layout.stages, layout.tensor, layout.microbatch_size(model), traffic.method
     is_last = stage == S - 1
+
     def of_layers(devices):
         return by_stage(layout, layout.layers_of(model))[stage] * model.layer_parameters_on(devices) + model.width * is_last
 

@@ -7,15 +7,16 @@ order. With F and B the time of a pass, and `end*` that of the pass before it on
     end     = start + F or B + encode
     arrival = max(end, arrival of what this stage sent before) + b·β⁻¹, and α + gather later
 
-so a bubble is nothing but waiting. Sent between passes ("blocking"), a tick's messages keep both stages until they are out and in, one
-after the other on a stage's way in as on its way out; those of one form travel at once, activations before gradients, and the
+so a bubble is nothing but waiting. Sent between passes ("blocking"), a tick's messages keep both stages until they are out and in,
+one after the other on a stage's way in as on its way out; those of one form travel at once, activations before gradients, and the
 next form once a stage is done with the one before.
-F and B hold their all-reduces over the tensor axis. When a stage's last backward pass is done, its gradients are exchanged with those
-of other workers, while earlier stages still compute; stages that leave through the same NIC take turns. The optimizer waits for all
-stages, since a gradient is clipped by its norm over all of them. Gossip is of parameters, and takes place beside an iteration
-("awc") or behind it ("atc"), as in `runtime.model`.
+F and B hold their all-reduces over the tensor axis. When a stage's last backward pass is done, its gradients are exchanged with
+those of other workers, while earlier stages still compute; stages that leave through the same NIC take turns. The optimizer waits
+for all stages, since a gradient is clipped by its norm over all of them. Gossip is of parameters, and takes place beside an
+iteration ("awc") or behind it ("atc"), as in `runtime.model`.
 
-Nothing is random here, and workers are alike. Messages between stages do not slow down those between workers that pass the same NIC.
+Nothing is random here, and workers are alike. Messages between stages do not slow down those between workers that pass the same
+NIC.
 """
 
 from collections.abc import Sequence
@@ -35,7 +36,7 @@ from decjax.schedules import BACKWARD, FORWARD, Schedule, Send
 
 
 class Hop(NamedTuple):
-    """A message between two stages: seconds it occupies the sender's way out, and until it is there after that; codec time; its form."""
+    """A message between stages: seconds it occupies the sender's way out, until it is there after that; codec time; its form."""
 
     out_s: float
     late_s: float

@@ -15,6 +15,7 @@
     overlap      what is computed while messages travel, read from compiled HLO
     errors       what ends a run, in one line
     measure      what a step, an exchange and a codec take: profiles for `decjax.runtime`
+    silence      programs without their messages, for `measure`
 """
 
 from decjax.train.assemble import build

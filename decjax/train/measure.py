@@ -48,7 +48,7 @@ ROUNDS = (3, 400)  # fewest and most
 STEPS = 20  # most gradients in a round; about half of the time is theirs
 
 PHASES = 64  # last steps of a compressed method, of which the phases are taken
-CODECS = ("bfloat16", "int8")  # unless others are asked for: every one compiles for seconds
+CODECS = ("bfloat16", "int8")  # Few: every one compiles for seconds.
 
 Actions = dict[Hashable, Callable[[], Any]]  # what is timed -> what dispatches it; its result is waited for
 
@@ -167,7 +167,7 @@ def _patterns(members: int) -> dict[str, list[tuple[int, int]]]:
     return {"pair": pairs} | ({"shift": [(i, (i + 1) % members) for i in range(members)]} if members > 2 else {})
 
 
-def codec_actions(setup: assemble.Setup, names: Sequence[str] = CODECS) -> Actions:
+def codec_actions(setup: assemble.Setup) -> Actions:
     """Encoding and decoding the model's buckets, by the codec's name."""
     workers = setup.workers
     vectors = [workers.build(lambda worker, size=bucket.size: np.linspace(-1, 1, size, dtype=np.float32))
@@ -180,7 +180,7 @@ def codec_actions(setup: assemble.Setup, names: Sequence[str] = CODECS) -> Actio
         return codec.decode(message, x_P.shape, x_P.dtype)
 
     programs = {name: workers.jit(lambda vectors, codec=codecs.make(name): [code(codec, x_P) for x_P in vectors], (0,))
-                for name in names}
+                for name in CODECS}
     return {name: lambda run=run: run(vectors) for name, run in programs.items()}
 
 

@@ -17,7 +17,6 @@ from decjax import runtime
 from decjax.train import methods
 
 REMATERIALIZE = {False: "products", True: "stages"}  # what `decjax.pipeline` keeps, in the runtime model's words
-ALWAYS, CRITICAL = "always", "critical"  # which messages are coded
 VALUE_BYTES = {"float32": 4, "bfloat16": 2}  # of what is computed
 
 
@@ -47,8 +46,8 @@ def choose(config: ml_collections.ConfigDict, model: models.Model, stage_params:
         rematerialize=REMATERIALIZE[config.pipeline.remat])
     cluster = runtime.load(given.cluster)[0].resize(layout.num_devices)
     if cluster.flops is None:
-        raise ValueError(f"cluster {cluster.name!r} does not tell flops, which the time of a pass follows from; enter what a device "
-                         "sustains, or give reducer.stages as a number")
+        raise ValueError(f"cluster {cluster.name!r} does not tell flops, which the time of a pass follows from; enter what a "
+                         "device sustains, or give reducer.stages as a number")
     size = config.model
     transformer = runtime.Transformer(
         size.depth, size.width, size.heads, size.vocabulary, model.context, config.batch_size, hidden=size.hidden, tied=size.tied,
@@ -89,7 +88,8 @@ def boundaries(config: ml_collections.ConfigDict, shape: tuple[int, int]) -> tup
         return runtime.Boundary(ratio, made[name].name, when)
 
     # What an epilogue is, and that of "gpipe" every gradient, both know from the schedule.
-    return boundary("backward", CRITICAL if given.when == "epilogue" else ALWAYS), boundary("forward", ALWAYS)
+    backward = runtime.layout.CRITICAL if given.when == "epilogue" else runtime.layout.ALWAYS
+    return boundary("backward", backward), boundary("forward", runtime.layout.ALWAYS)
 
 
 def one_stage(stage_shapes: Any) -> Any:

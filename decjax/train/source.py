@@ -85,9 +85,8 @@ def pipelined(division: pipeline.Division, executor: pipeline.Pipeline, batch_si
         coded_nll: see `Source`.
     """
     tokens = jax.ShapeDtypeStruct((batch_size, context + 1), jnp.int32)
-    return Source(lambda params, state, tokens_BxT1, key: executor.gradient(params, state, tokens_BxT1, key),
-                  lambda params: executor.init(tokens), division.split, division.join, division.global_norm, coded_nll, division,
-                  (*executor.table.permutations, *division.permutations))
+    return Source(executor.gradient, lambda params: executor.init(tokens), division.split, division.join, division.global_norm,
+                  coded_nll, division, (*executor.table.permutations, *division.permutations))
 
 
 def of_model(model: models.Model, *, stages: int, microbatches: int, schedule: str, chunks: int, layers: tuple[int, ...],
@@ -118,22 +117,23 @@ def of_model(model: models.Model, *, stages: int, microbatches: int, schedule: s
         if idle := next((name for name, value in given.items() if value), None):
             raise ValueError(f"pipeline.{idle} belongs to a pipeline, got stages=1; leave it out")
         if boundary:
-            raise ValueError("boundary.backward and boundary.forward are forms of messages between stages, got stages=1; leave them "
-                             "empty, or use stages=2")
+            raise ValueError("boundary.backward and boundary.forward are forms of messages between stages, got stages=1; leave "
+                             "them empty, or use stages=2")
         return plain(model.nll, microbatches)
     if boundary and autoencoder:
         raise ValueError(f"pipeline.autoencoder={autoencoder} is itself a form of messages between stages; leave it out, or leave "
                          "boundary.backward and boundary.forward empty")
     division = pipeline.divide(model.parts, stages, chunks, layers, autoencoder=autoencoder, fused_embedding=fused_embedding)
+    received = boundary and boundary.received
     return pipelined(division, pipeline.make_gradient(division, table, remat=remat, boundary=boundary), batch_size, model.context,
-                     _coded_nll(division, boundary.received, batch_size // microbatches) if boundary and boundary.received else None)
+                     _coded_nll(division, received, batch_size // microbatches) if received else None)
 
 
 def _coded_nll(division: pipeline.Division, received: Callable, microbatch_size: int) -> Callable:
     """`nll` of a whole model, with what arrives of activations in place of what is sent.
 
-    Messages are those of a microbatch, or of as many sequences as divide it and the batch: the parts that devices of a tensor-parallel
-    group send.
+    Messages are those of a microbatch, or of as many sequences as divide it and the batch: the parts that devices of a
+    tensor-parallel group send.
     """
     def between(x_BxTxD, key):
         B, T, D = x_BxTxD.shape

@@ -4,19 +4,17 @@
     python -m experiments.bench.codecs --accelerator --side=16384
 
 On one core, in rounds: every codec's encode and decode, each beside a copy of its own, and the straightforward PyTorch
-equivalent, if PYTHON is an interpreter that has torch. A number is the median over the rounds of the copy's time ÷ the codec's: 1 is
-as fast as a copy. Beside it stands how much smaller a message is, and which share of the energy of normal values it loses.
+equivalent, if PYTHON is an interpreter that has torch. A number is the median over the rounds of the copy's time ÷ the codec's:
+1 is as fast as a copy. Beside it stands how much smaller a message is, and which share of the energy of normal values it loses.
 
-On an accelerator, where a copy runs at the bandwidth of its memory, ratios above 1 are no mistake: a codec reads all values, but writes
-few. Arrays have to be large there, or the start of a program is what is timed.
+On an accelerator, where a copy runs at the bandwidth of its memory, ratios above 1 are no mistake: a codec reads all values, but
+writes few. Arrays have to be large there, or the start of a program is what is timed.
 """
 
 import functools
-import json
 import math
 import os
 import statistics
-import subprocess
 import time
 
 from absl import flags
@@ -29,6 +27,7 @@ import rich.table
 from decjax import codecs
 from experiments import checks as checks_lib
 from experiments.bench import memory
+from experiments.bench.peer import Peer
 from experiments.checks import Check
 from launch import command
 
@@ -36,7 +35,7 @@ _SIDE = flags.DEFINE_integer("side", 2048, "The array is a matrix of side × sid
 _ROUNDS = flags.DEFINE_integer("rounds", 15, "Timed rounds.")
 _CODECS = flags.DEFINE_list("codecs", None, "Rows of the table; all by default.")
 _ACCELERATOR = flags.DEFINE_bool("accelerator", False, "On JAX's default device, without peers, instead of a core.")
-_PEERS = flags.DEFINE_string("peers", None, "An interpreter that has torch, such as /opt/torch/bin/python.")
+_PEERS = flags.DEFINE_string("peers", None, "An interpreter that has torch, such as .venv-peers/bin/python.")
 
 VARIANTS = {"int8 stochastic": functools.partial(codecs.make, "int8", rounding="stochastic"),
             "int4 stochastic": functools.partial(codecs.make, "int4", rounding="stochastic")}
@@ -44,28 +43,6 @@ ROWS = (*(name for name in codecs.names() if name != "integers"), *VARIANTS)
 TOP_K, BLOCK_TOP_K = "jax.lax.top_k, 1 %", "block_topk"
 # The least ratios to a copy's speed that are asked for on one core: of encoding and decoding, or of encoding alone.
 ASKED = {("int8", "both"): 0.4, ("int4", "both"): 0.25, ("int8 stochastic", "encode"): 0.2, ("int4 stochastic", "encode"): 0.2}
-
-
-class BenchError(Exception):
-    """A mistake of the user."""
-
-
-class Peer:
-    """PyTorch in a process of its own, which waits while it is not asked."""
-
-    def __init__(self, python: str, size: int):
-        line = [python, "-m", "experiments.bench.codecs_torch", str(size)]
-        try:
-            self._process = subprocess.Popen(line, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-            self.times_s("identity")
-        except (OSError, ValueError) as error:
-            raise BenchError(f"--peers={python} does not run torch ({error}); give an interpreter that imports it") from error
-
-    def times_s(self, name: str) -> list[float] | None:
-        """Seconds of one encode and one decode; None where there is no equivalent."""
-        self._process.stdin.write(name + "\n")
-        self._process.stdin.flush()
-        return json.loads(self._process.stdout.readline())
 
 
 class Row:
@@ -102,13 +79,13 @@ def checks(medians: dict[tuple[str, str], float]) -> list[Check]:
     """What is asked for of the rows that ran.
 
     Args:
-        medians: (row, "encode" | "decode" | "both" | "peer") -> a copy's time ÷ its own; of `TOP_K` "encode" alone.
+        medians: as of `measure`.
     """
     found = [Check(f"{name}, {part} ÷ copy", "one core", medians[name, part], least, False)
              for (name, part), least in ASKED.items() if (name, part) in medians]
     if (BLOCK_TOP_K, "encode") in medians:
-        found.append(Check(f"speed of {BLOCK_TOP_K} ÷ {TOP_K}", "one core", medians[BLOCK_TOP_K, "encode"] / medians[TOP_K, "encode"],
-                           5.0, False))
+        ratio = medians[BLOCK_TOP_K, "encode"] / medians[TOP_K, "encode"]
+        found.append(Check(f"speed of {BLOCK_TOP_K} ÷ {TOP_K}", "one core", ratio, 5.0, False))
     beside = {name: medians[name, "both"] / ratio for (name, part), ratio in medians.items() if part == "peer"}
     if beside:
         slowest = min(beside, key=beside.get)
@@ -116,24 +93,12 @@ def checks(medians: dict[tuple[str, str], float]) -> list[Check]:
     return found
 
 
-def main(argv: list[str]) -> None:
-    del argv
-    if _SIDE.value < 64 or _SIDE.value % 64:
-        raise BenchError(f"--side={_SIDE.value} must be a positive multiple of 64")
-    names = _CODECS.value or ROWS
-    if unknown := [name for name in names if name not in ROWS]:
-        raise BenchError(f"--codecs={unknown[0]}: unknown; use some of {', '.join(ROWS)}")
-    if _ACCELERATOR.value and _PEERS.value:
-        raise BenchError("--peers with --accelerator: PyTorch is timed on a core; leave one of them out")
-    if not _ACCELERATOR.value:
-        on_one_core()
-    x = jax.random.normal(jax.random.key(1), (_SIDE.value, _SIDE.value))
-    peer = Peer(_PEERS.value, x.size) if _PEERS.value else None
-    rows = {name: Row(name, x) for name in names}
-    copy = jax.jit(jnp.copy)
+def measure(x: jax.Array, rows: dict[str, Row], peer: Peer | None, rounds: int) -> dict[tuple[str, str], float]:
+    """(row, "encode" | "decode" | "both" | "peer") -> a copy's time ÷ its own, median of the rounds; of `TOP_K` "encode" alone."""
+    names, copy = list(rows), jax.jit(jnp.copy)
     top_k = jax.jit(lambda x: jax.lax.top_k(jnp.abs(x).ravel(), math.ceil(0.01 * x.size)))
     ratios = {(name, part): [] for name in (*names, TOP_K) for part in ("encode", "decode", "both", "peer")}
-    for k in range(-1, _ROUNDS.value):  # The first one warms up.
+    for k in range(-1, rounds):  # The first one warms up.
         for i in range(len(names)):
             name = names[(i + k) % len(names)]  # Nobody always goes first.
             row = rows[name]
@@ -141,7 +106,7 @@ def main(argv: list[str]) -> None:
             encode_s, message = seconds(row.encode, row.x)
             decode_s, _ = seconds(row.decode, message)
             del message
-            peer_s = peer and peer.times_s(name)
+            peer_s = peer and peer.ask("times_s", name=name)
             copy_s = (copy_s + seconds(copy, row.x)[0]) / 2
             if k >= 0:
                 ratios[name, "encode"].append(copy_s / encode_s)
@@ -151,27 +116,49 @@ def main(argv: list[str]) -> None:
                     ratios[name, "peer"].append(copy_s / sum(peer_s))
         if k >= 0:
             ratios[TOP_K, "encode"].append(seconds(copy, x)[0] / seconds(top_k, x)[0])
-    where = jax.devices()[0].device_kind if _ACCELERATOR.value else "one core"
-    table = rich.table.Table(box=rich.box.MARKDOWN, title=f"speed of codecs on {where}, as a ratio to a copy of {x.size / 1e6:.1f}M float32")
+    return {at: statistics.median(found) for at, found in ratios.items() if found}
+
+
+def tabulate(title: str, rows: dict[str, Row], medians: dict[tuple[str, str], float], has_peer: bool) -> rich.table.Table:
+    """Every row, and `TOP_K` last."""
+    table = rich.table.Table(box=rich.box.MARKDOWN, title=title)
     table.add_column("codec")
-    theirs = "PyTorch, both" if peer else "PyTorch, both (no --peers)"
+    theirs = "PyTorch, both" if has_peer else "PyTorch, both (no --peers)"
     for column in ("times smaller", "error share", "encode", "decode", "both", theirs, "ours ÷ PyTorch"):
         table.add_column(column, justify="right")
-
-    medians = {at: statistics.median(found) for at, found in ratios.items() if found}
 
     def cell(value):
         return "–" if value is None else f"{value:.3g}"
 
-    for name in (*names, TOP_K):
+    for name in (*rows, TOP_K):
         row, (both, other) = rows.get(name), (medians.get((name, part)) for part in ("both", "peer"))
         table.add_row(name, cell(row and row.smaller), cell(row and row.error), cell(medians.get((name, "encode"))),
                       cell(medians.get((name, "decode"))), cell(both), cell(other), cell(both / other if both and other else None))
+    return table
+
+
+def main(argv: list[str]) -> None:
+    del argv
+    if _SIDE.value < 64 or _SIDE.value % 64:
+        raise command.UserError(f"--side={_SIDE.value} must be a positive multiple of 64")
+    names = _CODECS.value or ROWS
+    if unknown := [name for name in names if name not in ROWS]:
+        raise command.UserError(f"--codecs={unknown[0]}: unknown; use some of {', '.join(ROWS)}")
+    if _ACCELERATOR.value and _PEERS.value:
+        raise command.UserError("--peers with --accelerator: PyTorch is timed on a core; leave one of them out")
+    if not _ACCELERATOR.value:
+        on_one_core()
+    x = jax.random.normal(jax.random.key(1), (_SIDE.value, _SIDE.value))
+    peer = Peer(_PEERS.value, "experiments.bench.codecs_torch", str(x.size)) if _PEERS.value else None
+    rows = {name: Row(name, x) for name in names}
+    medians = measure(x, rows, peer, _ROUNDS.value)
+    where = jax.devices()[0].device_kind if _ACCELERATOR.value else "one core"
+    title = f"speed of codecs on {where}, as a ratio to a copy of {x.size / 1e6:.1f}M float32"
     console = rich.console.Console(width=140)
-    console.print(table)
+    console.print(tabulate(title, rows, medians, peer is not None))
     if not _ACCELERATOR.value:
         console.print(checks_lib.tabulate(checks(medians)))
 
 
 if __name__ == "__main__":
-    command.run(main, errors=(BenchError,))
+    command.run(main)

@@ -1,9 +1,7 @@
-"""Codecs as one would write them in PyTorch, timed on request; `experiments.bench.codecs` starts it under an interpreter that has torch.
-
-Reads the name of a codec from every line of standard input and answers with the seconds of one encode and one decode, or null.
+"""Codecs as one would write them in PyTorch, timed on request; `experiments.bench.codecs` starts it under an interpreter that has
+torch.
 """
 
-import json
 import math
 import sys
 import time
@@ -11,6 +9,7 @@ import time
 import torch
 
 from experiments.bench import memory
+from experiments.bench.box.serve import serve
 
 BLOCK, FRACTION, RANK, CHUNK, COEFFICIENTS = 256, 0.01, 4, 64, 32
 
@@ -150,7 +149,8 @@ def equivalents(size):
         "int8 stochastic": block_codec(127, 8, True), "int4 stochastic": block_codec(7, 4, True),
         "qsgd": block_codec(7, 4, True, True), "ternary": block_codec(1, 2, True), "natural": natural(),
         "sign": (sign_bits, signs), "scaled_sign": scaled_sign(), "topk": topk(size), "threshold": topk(size, 1.0),
-        "block_topk": groups(size), "randomk": groups(size, True), "low_rank": low_rank(size), "dct": dct(size), "bounded": bounded(),
+        "block_topk": groups(size), "randomk": groups(size, True), "low_rank": low_rank(size), "dct": dct(size),
+        "bounded": bounded(),
     }
 
 
@@ -159,16 +159,19 @@ def main():
     torch.set_num_threads(1)
     size = int(sys.argv[1])
     x, codecs = torch.randn(size), equivalents(size)
-    for line in sys.stdin:
-        if (codec := codecs.get(line.strip())) is None:
-            print("null", flush=True)
-            continue
-        encode, decode = codec
+
+    def times_s(name):
+        """Seconds of one encode and one decode; None where there is no equivalent."""
+        if name not in codecs:
+            return None
+        encode, decode = codecs[name]
         begun = time.perf_counter()
         message = encode(x)
         between = time.perf_counter()
         decode(message)
-        print(json.dumps([between - begun, time.perf_counter() - between]), flush=True)
+        return between - begun, time.perf_counter() - between
+
+    serve({"version": lambda: torch.__version__, "times_s": times_s})
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ on one and the same core; a ratio is the copy's time over the one in question in
 import json
 import os
 import statistics
-import subprocess
 import time
 
 from absl import flags
@@ -24,6 +23,7 @@ import rich.table
 from decjax import mesh
 from decjax import reduce
 from experiments.bench import memory
+from experiments.bench.peer import Peer
 from launch import command
 
 RANK = 4
@@ -70,38 +70,26 @@ class Copy:
         return time.perf_counter() - begun
 
 
-class Peer:
-    """Another interpreter that takes a step when told."""
+class Theirs(Peer):
+    """The hook, in an interpreter that has PyTorch."""
 
     def __init__(self, python: str):
-        self.process = subprocess.Popen([python, "-m", "experiments.bench.powersgd_torch"], stdin=subprocess.PIPE,
-                                        stdout=subprocess.PIPE, text=True)
-        self.version = self._ask(json.dumps(shapes()))
-
-    def _ask(self, line: str) -> str:
-        try:
-            print(line, file=self.process.stdin, flush=True)
-        except BrokenPipeError:
-            pass
-        if not (answer := self.process.stdout.readline().strip()):
-            command.fail(f"--peers={_PEERS.value}: no answer; it needs the packages of experiments/requirements-peers.txt")
-        return answer
+        super().__init__(python, "experiments.bench.powersgd_torch", json.dumps(shapes()))
 
     def step(self) -> float:
-        return float(self._ask("step"))
+        return self.ask("step")
 
 
 def main(argv: list[str]) -> None:
     del argv
     if hasattr(os, "sched_setaffinity"):
+        if _CORE.value not in (cores := os.sched_getaffinity(0)):
+            raise command.UserError(f"--core={_CORE.value} is not ours to use; use one of {', '.join(map(str, sorted(cores)))}")
         os.sched_setaffinity(0, {_CORE.value})  # Before the backend starts its threads; the peer inherits it.
     memory.keep_freed()
     contenders = {"copy": Copy(), "decjax": Ours()}
     if _PEERS.value:
-        try:
-            peer = Peer(_PEERS.value)
-        except OSError as error:
-            command.fail(f"--peers={_PEERS.value}: {error.strerror}")
+        peer = Theirs(_PEERS.value)
         contenders[f"PyTorch {peer.version}"] = peer
     for contender in contenders.values():
         for _ in range(3):

@@ -1,6 +1,5 @@
-"""The arithmetic of PyTorch's `powerSGD_hook` on one core, without its collectives; run by `experiments.bench.powersgd`.
-
-Reads a line per command from standard input and answers with a line: the shapes as JSON, then `step` as often as wanted.
+"""The arithmetic of PyTorch's `powerSGD_hook` on one core, without its collectives; `experiments.bench.powersgd` starts it with the
+shapes of the gradients.
 """
 
 import collections
@@ -12,6 +11,7 @@ import torch
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 
 from experiments.bench import memory
+from experiments.bench.box.serve import serve
 
 RANK = 4
 
@@ -63,10 +63,8 @@ class Hook:
 def main() -> None:
     memory.keep_freed()
     torch.set_num_threads(1)
-    hook = Hook(json.loads(sys.stdin.readline()))
-    print(torch.__version__, flush=True)
-    for _ in sys.stdin:
-        print(hook.step(), flush=True)
+    hook = Hook(json.loads(sys.argv[1]))
+    serve({"version": lambda: torch.__version__, "step": hook.step})
 
 
 if __name__ == "__main__":

@@ -1,0 +1,45 @@
+"""PyTorch beside decjax: a process of another interpreter, which waits while it is not asked, so that the two take turns."""
+
+import contextlib
+import json
+import subprocess
+from typing import Any
+
+from launch import command
+
+
+class Peer:
+    """A module that another interpreter runs, and that answers by `experiments.bench.box.serve`.
+
+    Args:
+        python: the interpreter that --peers names; it inherits the cores that this process may use.
+        module: such as `experiments.bench.codecs_torch`.
+        *arguments: of its command line.
+
+    Attributes:
+        version: of PyTorch.
+
+    Raises:
+        UserError: in one line, if it does not start, or ever ends without an answer.
+    """
+
+    def __init__(self, python: str, module: str, *arguments: str):
+        self._python = python
+        try:
+            self._process = subprocess.Popen([python, "-m", module, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                                             text=True)
+        except OSError as error:
+            raise self._unusable(error.strerror) from error
+        self.version = self.ask("version")
+
+    def ask(self, do: str, **arguments: Any) -> Any:
+        """What the module's handler of that name returns."""
+        with contextlib.suppress(BrokenPipeError):  # Then it has no answer either.
+            print(json.dumps({"do": do, **arguments}), file=self._process.stdin, flush=True)
+        if not (answer := self._process.stdout.readline()):
+            raise self._unusable("no answer")
+        return json.loads(answer)
+
+    def _unusable(self, why: str) -> command.UserError:
+        return command.UserError(f"--peers={self._python}: {why}; give an interpreter with the packages of "
+                                 "experiments/requirements-peers.txt")
