@@ -14,6 +14,7 @@ numbers.
 """
 
 import inspect
+import numbers
 from typing import Any
 
 from decjax.codecs import feedback
@@ -70,8 +71,13 @@ def make(name: str, **given: Any) -> Codec:
     for option, value in given.items():
         if isinstance(known[option], Codec) and isinstance(value, str):
             given = given | {option: make(value)}
-        elif isinstance(value, str) != isinstance(known[option], str) and not isinstance(value, Codec):
+        elif isinstance(known[option], Codec) != isinstance(value, Codec):
+            example = known[option].name if isinstance(known[option], Codec) else known[option]
+            raise ValueError(f"codec {name!r} option {option}={value!r}: give a value such as {example!r}")
+        elif isinstance(value, str) != isinstance(known[option], str):
             raise ValueError(f"codec {name!r} option {option}={value!r}: give a value such as {known[option]!r}")
+        elif type(known[option]) is float and (not isinstance(value, numbers.Real) or isinstance(value, bool)):
+            raise ValueError(f"codec {name!r} option {option}={value!r} must be a number, such as {known[option]}")
         elif type(known[option]) is int and type(value) is not int:
             raise ValueError(f"codec {name!r} option {option}={value!r} must be a whole number, such as {known[option]}")
     return CODECS[name](**given)
