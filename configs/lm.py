@@ -143,7 +143,7 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
         momentum=0.9,  # momentum, ef21: β
         storage="",  # the memory's form: int8, or any codec without state | empty: in full
         ladder="bfloat16; int8; int4",  # gravac: codecs from the mildest to the strongest
-        window=50,  # gravac: steps between its decisions
+        window=2 if smoke else 50,  # gravac: steps between its decisions
         threshold=0.5,  # gravac: the least gain
     ))
     config.outer = ml_collections.ConfigDict(dict(  # diloco, sparseloco: the step along the average change

@@ -114,7 +114,8 @@ def run(main: Callable[[list[str]], int | None], errors: tuple[type[Exception], 
             fail(one_line(error) + ("; --help lists the flags" if isinstance(error, flags.UnrecognizedFlagError) else ""))
 
     def guarded(argv):
-        logging.set_verbosity(logging.ERROR)  # JAX and Orbax report every backend and every file.
+        # JAX and Orbax report every backend and every file, and Orbax the traceback of every error that it raises as well.
+        logging.set_verbosity(logging.ERROR if _DEBUG.value else logging.FATAL)
         try:
             return main(argv[1:])
         except (UserError, *errors) as error:

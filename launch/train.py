@@ -46,9 +46,14 @@ def report(outcome: train.Outcome) -> None:
           f"{summary['eval_loss']:.4f} nats/byte on validation text "
           f"(a bigram model's limit: {summary['corpus_order1_entropy']:.2f}); "
           f"single workers {summary['local_eval_loss_min']:.4f} to {summary['local_eval_loss_max']:.4f}; "
-          f"{summary['bytes_per_step_per_worker'] / 1e6:.2f} MB sent per worker and step")
+          f"{_size(summary['bytes_per_step_per_worker'])} sent per worker and step")
     if outcome.sample is not None:
         print(f"--- text by the averaged model, after 32 bytes of validation text ---\n{outcome.sample}\n---")
+
+
+def _size(num_bytes: float) -> str:
+    """In kB what is little beside a MB: compressed messages often are."""
+    return f"{num_bytes / 1e6:.2f} MB" if num_bytes >= 1e5 else f"{num_bytes / 1e3:.2f} kB"
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 import pathlib
 import re
+import subprocess
 
 import jax
 import jax.numpy as jnp
@@ -64,7 +65,8 @@ def leaves(config, above=""):
         yield from leaves(value, f"{above}{name}.") if isinstance(value, ml_collections.ConfigDict) else [above + name]
 
 
-SHORTHANDS = sorted({*re.findall(r"--config=configs/lm\.py:(\S+)", README.read_text()), *(row.shorthand for row in compression.ROWS)})
+SHORTHANDS = sorted({*re.findall(r"--config='?configs/lm\.py:([^\s']+)", README.read_text()),
+                     *(row.shorthand for row in compression.ROWS)})
 
 
 @pytest.mark.parametrize("shorthand", SHORTHANDS)
@@ -74,6 +76,12 @@ def test_every_config_of_the_readme_and_of_the_compression_table_can_be_trained(
     config = lm.get_config(f"{shorthand},smoke,steps=60" + (",simulate" if many else ""))
     config.data.path = str(README)
     train.build(config)
+
+
+def test_commands_of_the_readme_are_what_a_shell_takes():
+    lines = [line.strip() for line in README.read_text().splitlines() if line.startswith("    ") and "python -m" in line]
+    told = subprocess.run(["sh", "-n"], input="\n".join(lines), capture_output=True, text=True)
+    assert len(lines) > 10 and told.returncode == 0, told.stderr
 
 
 def test_every_dependency_is_explained():

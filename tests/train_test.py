@@ -1,6 +1,8 @@
 """The loop as a whole, on a tiny model: resume, evaluation, simulation, methods, another number of workers."""
 
 import json
+import pathlib
+import resource
 import shutil
 
 import jax
@@ -328,8 +330,24 @@ def test_resume_from_needs_steps_that_are_left(launch, reference, tmp_path):
         launch("optimizer=accum_adamw", workdir=tmp_path / "run", resume_from=reference, **RICH)
 
 
+def test_a_checkpoint_that_finds_no_room_is_told_and_the_one_before_stays(tmp_path):
+    def state(size):
+        return {"x": jnp.asarray(np.random.default_rng(0).normal(size=size), jnp.float32)}  # Which nothing compresses.
+
+    saved, room = checkpoint.Checkpoints(tmp_path, keep=2), resource.getrlimit(resource.RLIMIT_FSIZE)
+    saved.save(1, state(10), {"corpus": "a"})
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**16, room[1]))  # No file may be larger, as if the disk was full.
+    try:
+        with pytest.raises(train.CheckpointError, match="step 2 cannot be written.*File too large.*make room") as error:
+            saved.save(2, state(10**5), {"corpus": "a"})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, room)
+    assert "\n" not in str(error.value)
+    again = checkpoint.Checkpoints(tmp_path, keep=2)
+    assert again.latest() == 1 and again.restore(1, state(10))[1] == {"corpus": "a"}
+
+
 def test_checkpoints_of_nothing():
-    import pathlib
     with pytest.raises(train.CheckpointError, match="no checkpoints"):
         checkpoint.Checkpoints(pathlib.Path("does-not-exist"), read_only=True)
 

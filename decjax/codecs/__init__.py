@@ -14,6 +14,7 @@ numbers.
 """
 
 import inspect
+import numbers
 from typing import Any
 
 from decjax.codecs import feedback
@@ -72,8 +73,10 @@ def make(name: str, **given: Any) -> Codec:
             if not isinstance(value, str | Codec):
                 raise ValueError(f"codec {name!r} option {option}={value!r} must be a codec or the name of one, such as 'int8'")
             given = given | {option: make(value) if isinstance(value, str) else value}
-        elif isinstance(value, str) != isinstance(known[option], str):
+        elif isinstance(value, Codec) or isinstance(value, str) != isinstance(known[option], str):
             raise ValueError(f"codec {name!r} option {option}={value!r}: give a value such as {known[option]!r}")
+        elif type(known[option]) is float and (not isinstance(value, numbers.Real) or isinstance(value, bool)):
+            raise ValueError(f"codec {name!r} option {option}={value!r} must be a number, such as {known[option]}")
         elif type(known[option]) is int and type(value) is not int:
             raise ValueError(f"codec {name!r} option {option}={value!r} must be a whole number, such as {known[option]}")
     return CODECS[name](**given)

@@ -68,6 +68,9 @@ def _feedback(codec: Codec, wanted, memorize, receive, relay, storage: Codec | N
     if storage and (storage.traits.matrix or storage.traits.state_key != "none"):
         raise ValueError(f"error memory cannot be stored by codec {storage.name!r}, which keeps a state or needs matrices; use "
                          "'int8'")
+    if storage and storage.traits.contractive is None and storage.traits.unbiased is None:
+        raise ValueError(f"error memory cannot be stored by codec {storage.name!r}, which is neither contractive nor unbiased, so "
+                         "that errors of storing them add up; use 'int8'")
 
     def store(error, key):
         return storage.encode(error, (), key) if storage else error

@@ -343,7 +343,9 @@ def read_json(path: str | os.PathLike) -> dict[str, Any]:
     try:
         with open(path, encoding="utf-8") as file:
             content = json.load(file)
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read ({error.strerror}); give a JSON file, such as one of configs/clusters") from error
+    except ValueError as error:
         raise ValueError(f"{path} cannot be read as JSON ({' '.join(str(error).split())})") from error
     if not isinstance(content, dict):
         raise ValueError(f"{path} must hold one JSON object, got {type(content).__name__}")

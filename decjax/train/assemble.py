@@ -29,7 +29,7 @@ MINIMA = {"steps": 1, "log_every": 1, "consensus_every": 0, "sample_bytes": 1, "
           "eval.num_windows": 0, "checkpoint.every": 1, "checkpoint.keep": 1, "model.vocabulary": 256,
           "bucket_bytes": 0, "optimizer.clip_norm": 0, "optimizer.weight_decay": 0, "optimizer.eps": 0, "mixing.strength_power": 0,
           "reducer.start": 0, "pipeline.stages": 1, "pipeline.microbatches": 1, "pipeline.autoencoder": 0, "tensor": 1,
-          "boundary.slots": 0, "outer.learning_rate": 0}
+          "boundary.slots": 0}
 FRACTIONS = ("mixing.strength", "mixing.gamma", "optimizer.final_fraction")  # 0 to 1
 DECAYS = ("optimizer.b1", "optimizer.b2", "optimizer.momentum", "outer.momentum")  # 0 to less than 1
 MAX_SEED = 2**32 - 1
@@ -92,6 +92,7 @@ def build(config: ml_collections.ConfigDict, devices: Sequence[jax.Device] | Non
             simulate=config.simulate, devices=devices, divided=model.divided)
         _check_sizes(config)
         source = make_source(config, model)
+        _check_boundary(config, model)
         model = source.division.complete(model) if source.division else model
         schedule = make_schedule(config.optimizer, config.steps)
         if config.reducer.stages == methods.AUTO:
@@ -135,6 +136,15 @@ def make_boundary(config: ml_collections.ConfigDict) -> pipeline.Boundary | None
     if not given:
         return None
     return pipeline.coded(**given, **{name: config[name] for defaults in IDLE.values() for name in defaults})
+
+
+def _check_boundary(config, model) -> None:
+    """Refuses messages between stages that a codec makes larger."""
+    rows = config.batch_size // config.workers // config.pipeline.microbatches * model.context // config.tensor
+    for name, message in zip(IDLE, selective.boundaries(config, (rows, config.model.width)), strict=True):
+        if message.ratio > 1:
+            raise ValueError(f"boundary.{name}={config.boundary[name]!r} makes messages of {message.ratio:.3g} times the bytes of "
+                             f"{config.model.dtype} values as they are; use a lower rank, fewer bits or values, or leave it empty")
 
 
 def _compressed_stages(config, model, source, workers) -> int:
@@ -208,8 +218,9 @@ def _check_sizes(config: ml_collections.ConfigDict) -> None:
             raise ValueError(f"{name}={value(name)}: must be at least 0 and less than 1")
     if not 0 <= config.seed <= MAX_SEED:
         raise ValueError(f"seed={config.seed}: must lie between 0 and {MAX_SEED}")
-    if not config.optimizer.learning_rate > 0:
-        raise ValueError(f"optimizer.learning_rate={config.optimizer.learning_rate} must be positive")
+    for name in ("optimizer.learning_rate", "outer.learning_rate"):
+        if not value(name) > 0:
+            raise ValueError(f"{name}={value(name)} must be positive")
     for path, number in jax.tree_util.tree_leaves_with_path(config.to_dict()):
         if isinstance(number, float) and not math.isfinite(number):
             name = jax.tree_util.keystr(path, simple=True, separator=".")

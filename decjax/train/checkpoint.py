@@ -137,11 +137,20 @@ class Checkpoints:
         return self._manager.latest_step()
 
     def save(self, step: int, state: Any, counters: dict) -> None:
-        """Writes a checkpoint; it counts only once it is complete. A collective."""
+        """Writes a checkpoint; it counts only once it is complete. A collective.
+
+        Raises:
+            CheckpointError: if the disk is full, or the directory cannot be written any more.
+        """
         extra = {"counters": counters, "checksums": np.asarray(checksums(state)).tolist()}
-        self._manager.save(step, force=True, args=ocp.args.Composite(
-            state=ocp.args.StandardSave(state), extra=ocp.args.JsonSave(extra)))
-        self._manager.wait_until_finished()
+        try:
+            self._manager.save(step, force=True, args=ocp.args.Composite(
+                state=ocp.args.StandardSave(state), extra=ocp.args.JsonSave(extra)))
+            self._manager.wait_until_finished()
+        except (OSError, ValueError) as error:  # The latter are TensorStore's, of which the end tells the cause.
+            reason = " ".join(str(error).split())[-100:]
+            raise CheckpointError(f"checkpoint of step {step} cannot be written in {self._directory} (… {reason}); make room "
+                                  "there, and the same command continues from the last whole checkpoint") from error
 
     def restore(self, step: int, like: Any, partial: bool = False) -> tuple[Any, dict]:
         """Reads the state and the counters of a step.

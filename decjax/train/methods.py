@@ -62,9 +62,7 @@ def make_method(config: ml_collections.ConfigDict, workers: mesh.Workers,
     build = METHODS[_known("method", config.method, METHODS)]
     if config.stale and config.method != "allreduce":
         raise ValueError(f"stale belongs to method 'allreduce', got {config.method!r}; gossip overlaps with mixing.order=awc")
-    if config.reducer.name != "mean" and config.method not in REDUCING:
-        raise ValueError(f"reducer {config.reducer.name!r} belongs to methods {', '.join(REDUCING)}, got {config.method!r}; "
-                         "use 'mean'")
+    _check_reducer(config)
     check_stages(config)
     for field, empty in (("mixer", "exact"), ("codec", "")):
         if config.mixing[field] != empty and config.method != "decentralized":
@@ -78,6 +76,20 @@ def make_method(config: ml_collections.ConfigDict, workers: mesh.Workers,
     return build(config, workers, schedule, source)
 
 
+def _check_reducer(config) -> None:
+    """Refuses a reducer that the method cannot have, and forms of messages that the reducer does not send."""
+    method, name = config.method, config.reducer.name
+    if name != "mean" and method not in REDUCING:
+        raise ValueError(f"reducer {name!r} belongs to methods {', '.join(REDUCING)}, got {method!r}; use 'mean'")
+    if method == "sparseloco" and name != "codec" or method == "diloco" and name == "onebit_adam":
+        raise ValueError(f"method {method!r} cannot have reducer {name!r}; 'sparseloco' takes reducer 'codec', 'diloco' any but "
+                         "'onebit_adam'")
+    for field, reducers in FORMS.items():
+        if config.reducer[field] and name not in reducers:
+            raise ValueError(f"reducer.{field}={config.reducer[field]!r} changes nothing with reducer {name!r}; leave it empty, or "
+                             f"use reducer {' or '.join(map(repr, reducers))}")
+
+
 def _check_communicates(config) -> None:
     """Refuses a run that would end before it first exchanges, or compresses, anything."""
     between = {"decentralized": config.mixing.every, "diloco": config.outer.every, "sparseloco": config.outer.every}.get(
@@ -86,9 +98,14 @@ def _check_communicates(config) -> None:
         field = "mixing.every" if config.method == "decentralized" else "outer.every"
         raise ValueError(f"{field}={between} is more than steps={config.steps}, so nothing would ever be exchanged; use at most "
                          f"{config.steps}, or method 'local'")
-    if config.method in REDUCING and config.reducer.name != "mean" and config.reducer.start * between >= config.steps:
+    if config.method not in REDUCING or config.reducer.name == "mean":
+        return
+    if config.reducer.start * between >= config.steps:
         raise ValueError(f"reducer.start={config.reducer.start} is not reached in steps={config.steps}, so reducer "
                          f"{config.reducer.name!r} would never be used; use less than {-(-config.steps // between)}, or reducer 'mean'")
+    if config.reducer.name == "gravac" and (config.reducer.start + config.reducer.window) * between >= config.steps:
+        raise ValueError(f"reducer.window={config.reducer.window} after reducer.start={config.reducer.start} is not over in "
+                         f"steps={config.steps}, so reducer 'gravac' would compress nothing; use a shorter window, or reducer 'mean'")
 
 
 def _decentralized(config, workers, schedule, source):
@@ -128,9 +145,6 @@ def _allreduce(config, workers, schedule, source):
 
 
 def _local_updates(config, workers, schedule, source):
-    if config.reducer.name == "onebit_adam" or config.method == "sparseloco" and config.reducer.name != "codec":
-        raise ValueError(f"method {config.method!r} cannot have reducer {config.reducer.name!r}; 'sparseloco' takes reducer 'codec', "
-                         "'diloco' any but 'onebit_adam'")
     reducer = reduce.every(make_reducer(config, workers.axis_name, source.division), config.outer.every)
     outer = optax.sgd(config.outer.learning_rate, config.outer.momentum or None, nesterov=True)
     inner = make_optimizer(config.optimizer, schedule, source.norm)
@@ -203,6 +217,8 @@ def _gravac(config, **common):
 
 AUTO = "auto"  # of reducer.stages
 REDUCERS = {"powersgd": _powersgd, "codec": _coded, "demo": _coded, "onebit_adam": _coded, "gravac": _gravac}
+CODED = tuple(name for name, build in REDUCERS.items() if build is _coded)
+FORMS = {"codec": CODED, "storage": CODED, "wire_dtype": ("powersgd",)}  # empty by default, and the reducers that have them
 
 
 def make_reducer(config: ml_collections.ConfigDict, axis_name: mesh.AxisName,
@@ -268,7 +284,8 @@ def parse_options(what: str, text: str, example: str = "k=2,seed=1") -> dict[str
         return {}
     try:
         call = ast.parse(f"f({text})", mode="eval").body
-        if call.args or any(keyword.arg is None for keyword in call.keywords):
+        is_one_call = isinstance(call, ast.Call) and isinstance(call.func, ast.Name)  # Not f(block=8)(block=16), nor a sum of two.
+        if not is_one_call or call.args or any(keyword.arg is None for keyword in call.keywords):
             raise ValueError
         return {keyword.arg: keyword.value.id if isinstance(keyword.value, ast.Name) else ast.literal_eval(keyword.value)
                 for keyword in call.keywords}
