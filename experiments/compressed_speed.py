@@ -15,7 +15,6 @@ has, the other.
 
 import json
 import math
-import os
 import pathlib
 
 from absl import flags
@@ -113,10 +112,6 @@ def main(argv: list[str]) -> None:
     known = {row.name: row for row in rows(chosen.batch_size)}
     if unknown := set(chosen.row) - set(known):
         command.fail(f"row={sorted(unknown)[0]!r} is unknown; the rows are: {'; '.join(known)}")
-    if HOSTS > len(os.sched_getaffinity(0)):
-        # One thread of XLA's a host. With more, hosts that share cores wait for each other's halves of an operation; pinned to a
-        # core, a message would wait for the gradient that it is to overlap.
-        os.environ["NPROC"] = "1"
     wanted = [row for row in known.values() if not chosen.row or row.name in (ALONE, SYNC, *chosen.row)]
     with cluster.network(hosts=HOSTS, rate=chosen.rate) as network, systems.Box(network, chosen.peers) as box:
         texts = [SHORTHANDS[row.name] for row in wanted if row.name in SHORTHANDS]
