@@ -17,6 +17,7 @@ import jax
 
 from decjax import train
 from launch import command
+from launch import memory
 
 _COORDINATOR = flags.DEFINE_string(
     "coordinator", None,
@@ -51,6 +52,8 @@ def set_up_devices(workers: int, simulate: bool = False, each: int = 1) -> None:
     if not simulate and devices > MAX_CPU_DEVICES * processes:
         raise command.UserError(f"workers={workers} need {devices} devices, and a process has {MAX_CPU_DEVICES} at most; use fewer, or "
                                 "simulate them on one device")
+    if devices == processes:  # Several devices of a process would wait for each other where its memory is given out.
+        memory.keep_freed()
     if coordinator and coordinator != "auto":
         jax.distributed.initialize(coordinator, processes, _PROCESS_INDEX.value, cluster_detection_method="deactivate",
                                    heartbeat_timeout_seconds=HEARTBEAT_TIMEOUT_S)

@@ -26,10 +26,10 @@ import rich.table
 
 from decjax import codecs
 from experiments import checks as checks_lib
-from experiments.bench import memory
 from experiments.bench.peer import Peer
 from experiments.checks import Check
 from launch import command
+from launch import memory
 
 _SIDE = flags.DEFINE_integer("side", 2048, "The array is a matrix of side × side float32, a multiple of 64.")
 _ROUNDS = flags.DEFINE_integer("rounds", 15, "Timed rounds.")

@@ -8,8 +8,8 @@ import time
 
 import torch
 
-from experiments.bench import memory
 from experiments.bench.box.serve import serve
+from launch import memory
 
 BLOCK, FRACTION, RANK, CHUNK, COEFFICIENTS = 256, 0.01, 4, 64, 32
 

@@ -22,9 +22,9 @@ import rich.table
 
 from decjax import mesh
 from decjax import reduce
-from experiments.bench import memory
 from experiments.bench.peer import Peer
 from launch import command
+from launch import memory
 
 RANK = 4
 _PEERS = flags.DEFINE_string("peers", "", "Python interpreter with PyTorch; empty: leave it out.")

@@ -10,8 +10,8 @@ import time
 import torch
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 
-from experiments.bench import memory
 from experiments.bench.box.serve import serve
+from launch import memory
 
 RANK = 4
 
