@@ -53,6 +53,8 @@ ROWS = (
     gossip("sign, CHOCO", "codec=scaled_sign,mixer=choco"),
     gossip("top-k 1 %, CHOCO", "codec=topk,mixer=choco"),
     gossip(ATC, "order=atc"),
+    gossip("int8, atc", "codec=int8,order=atc"),
+    gossip("int4, CHOCO, atc", "codec=int4,mixer=choco,order=atc"),
     gossip("sign, CHOCO, atc, γ = 1", "codec=scaled_sign,mixer=choco,order=atc", "mixing.gamma=1.0"),
     gossip("PowerGossip, rank 1", "mixer=power_gossip,rank=1"),
     gossip("PowerGossip, rank 2", "mixer=power_gossip,rank=2"),

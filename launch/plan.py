@@ -58,7 +58,7 @@ _DATA_PARALLEL_FLAGS = ("workers", "compute_s", "variation", "ratio", "codec", "
 _LAYOUT_FLAGS = ("microbatch", "schedule", "chunks", "inner", "rematerialize", "flops", "top")
 _KEYS = dict(params=None, forward_s=None, backward_s=None, tokens=None, buckets=1.0, bytes=4.0, optimizer_s=0.0, combine_s=0.0)
 COLORS = ("#0072B2", "#56B4E9", "#009E73", "#D55E00", "#E69F00", "#CC79A7", "#999999", "#7A5195", "#8C564B", "#BCBD22")
-MAX_WORKERS = 4096  # the spectral gap of as many takes minutes
+MAX_WORKERS = 4096  # the spectral gap of as many takes minutes; devices, of which all may be workers, as well
 TIMELINE_WORKERS = 16  # more bars than that are not legible
 
 
@@ -431,7 +431,7 @@ if __name__ == "__main__":  # Other commands have a --workers as well, and one p
     flags.DEFINE_integer("every", 1, "Communicate in every p-th step.")
     flags.DEFINE_string("plot", None, "Where to write the figure, such as plan.png.")
     flags.DEFINE_integer("devices", None, "Devices to divide into workers × stages × tensor; none: all, if --model has layers.",
-                         lower_bound=1)
+                         lower_bound=1, upper_bound=MAX_WORKERS)
     flags.DEFINE_integer("microbatch", 1, "Sequences in a microbatch.", lower_bound=1)
     flags.DEFINE_enum("schedule", "1f1b", ["gpipe", "1f1b", "interleaved"], "Of the pipeline.")
     flags.DEFINE_integer("chunks", 1, "Virtual stages of a stage, for --schedule=interleaved.", lower_bound=1)
