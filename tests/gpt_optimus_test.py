@@ -92,3 +92,8 @@ def test_keys_of_the_language_model_follow_the_size():
     assert gpt_optimus.get_config().optimizer.learning_rate * gpt_optimus.get_config().optimizer.final_fraction == pytest.approx(1e-5)
     with pytest.raises(ValueError, match="size='huge': use one of 2.5b, 8.3b, tiny"):
         gpt_optimus.get_config("size=huge")
+
+
+def test_a_smoke_run_of_the_tiny_one_compresses_what_its_narrower_stages_send():
+    config = train.build(gpt_optimus.get_config("size=tiny,smoke")).config
+    assert config.boundary.backward == "low_rank(rank=4)" and config.model.width == 16

@@ -22,8 +22,7 @@ def built(row, text, steps=20):
         for part in name.split("."):
             known = known[part]
         config.update_from_flattened_dict({name: value == "true" if isinstance(known, bool) else type(known)(value)})
-    config.data.path, config.model.width, config.model.hidden = str(text), 32, 32
-    config.model.context = 16
+    config.data.path = str(text)
     return train.build(config)
 
 
