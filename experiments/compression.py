@@ -7,8 +7,8 @@ that have finished are not repeated. Bytes are those of the compiled program's m
 that of the averaged model on all of the validation text, and compared with the uncompressed method that mixes in the same
 order.
 
-CHOCO takes a step of half of what its codec keeps of noise, which any graph bears; where the period of the graph averages
-exactly, as here, signs bear the whole step (γ = 1), and values of top-k do not.
+CHOCO by itself takes a cautious step, half of what its codec keeps of noise. Here, where the period of the graph averages
+exactly, signs bear the whole step (γ = 1); values of top-k do not.
 """
 
 import pathlib

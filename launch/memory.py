@@ -10,7 +10,7 @@ def keep_freed() -> None:
 
     Else every large result is made of pages that the system must first fill with zeros, which takes several times as long as to
     write them, and whether it is depends on what was freed before. XLA's CPU backend asks for the memory of a step in every step
-    anew: one of a model of 5.9M parameters takes an eighth longer where pages are zeroed each time. No-op without glibc.
+    anew. No-op without glibc.
     """
     if mallopt := getattr(ctypes.CDLL(None), "mallopt", None):
         for option, value in ((_TRIM_THRESHOLD, 2**31 - 1), (_MMAP_THRESHOLD, 2**30), (_ARENA_MAX, 1)):

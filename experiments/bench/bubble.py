@@ -31,15 +31,18 @@ from launch import command
 _MICROBATCHES = flags.DEFINE_list("microbatches", ["2", "4", "8", "16"], "M, one row each.")
 _SCHEDULE = flags.DEFINE_enum("schedule", "1f1b", ("gpipe", "1f1b"), "Of the pipeline.")
 _REMAT = flags.DEFINE_bool("remat", False, "Compute forward passes anew in backward passes.")
+_WIDTH = flags.DEFINE_enum("width", "192", ("192", "384"), "Of the model, which has eight layers.")
 _ROUNDS = flags.DEFINE_integer("rounds", 8, "Timed steps of each.", lower_bound=1)
 STAGES = 2
-MODEL = {"model.width": 384, "model.hidden": 1536, "model.heads": 6, "model.depth": 8, "model.context": 128}
+HEADS = {"192": 4, "384": 6}  # by width
 
 
 def stepper(argument: str, M: int, **fields: object) -> Stepper:
     """Steps of M microbatches of two sequences."""
     config = lm.get_config(f"method=local,microbatches={M},{argument}")
-    config.update_from_flattened_dict(MODEL | fields)
+    width = _WIDTH.value
+    model = dict(width=int(width), hidden=4 * int(width), heads=HEADS[width], depth=8, context=128)
+    config.update_from_flattened_dict({f"model.{name}": value for name, value in model.items()} | fields)
     return Stepper(config)
 
 
