@@ -42,7 +42,9 @@ def get_config(arg: str = "size=2.5b") -> ml_collections.ConfigDict:
     parts = shorthand.split(arg)
     size = shorthand.parse(",".join(part for part in parts if part.startswith("size")), dict(size=tuple(LAYOUTS))).get("size", "2.5b")
     rest = [part for part in parts if part and not part.startswith("size")]
-    layout = LAYOUTS[size].replace("rank=16", "rank=4") if {"smoke", "smoke=true"} & {*rest} else LAYOUTS[size]  # A quarter of the width.
+    layout = LAYOUTS[size]
+    if {"smoke", "smoke=true"} & {*rest}:
+        layout = layout.replace("rank=16", "rank=4")  # Of a quarter of the width.
     config = lm.get_config(",".join([METHOD, layout, *rest]))
     if config.boundary.backward:
         config.boundary.error = "flush"
