@@ -28,8 +28,7 @@ whatever the vocabulary. The two large ones are checked in shapes, and compiled 
 
 import ml_collections
 
-from configs import lm
-from configs import shorthand
+from configs import lm, shorthand
 
 PUBLISHED = "workers=4,stages=4,tensor=8,microbatches=16,rank=128,backward=low_rank(rank=16,values=bfloat16)"
 LAYOUTS = {"2.5b": PUBLISHED, "8.3b": PUBLISHED, "tiny": "workers=2,stages=4,microbatches=16,rank=4,backward=low_rank(rank=16)"}
@@ -40,7 +39,9 @@ METHOD = "method=allreduce,tied,remat,fused,reducer=powersgd,compressed=3"
 def get_config(arg: str = "size=2.5b") -> ml_collections.ConfigDict:
     """The config; `arg` is `size=…`, then any shorthand of configs/lm.py."""
     parts = shorthand.split(arg)
-    size = shorthand.parse(",".join(part for part in parts if part.startswith("size")), dict(size=tuple(LAYOUTS))).get("size", "2.5b")
+    size = shorthand.parse(",".join(part for part in parts if part.startswith("size")), dict(size=tuple(LAYOUTS))).get(
+        "size", "2.5b"
+    )
     rest = [part for part in parts if part and not part.startswith("size")]
     layout = LAYOUTS[size]
     if {"smoke", "smoke=true"} & {*rest}:

@@ -19,19 +19,15 @@ A training method is a composition of small, pure things, each usable alone. Fro
 `launch` (command lines), `configs` (data) and `experiments` (one script per claim) stand outside and above.
 """
 
-from decjax import codecs
-from decjax import gossip
-from decjax import mesh
-from decjax import reduce
-from decjax import runtime
-from decjax import schedules
-from decjax import topology
+from decjax import codecs, gossip, mesh, reduce, runtime, schedules, topology
 from decjax.mesh import make_workers
-from decjax.optim import accumulated_adam
-from decjax.optim import accumulated_adamw
-from decjax.optim import decentralize
-from decjax.optim import decentralized_adam
-from decjax.optim import decentralized_adamw
-from decjax.optim import local_updates
-from decjax.optim import synchronize
-from decjax.optim import track
+from decjax.optim import (
+    accumulated_adam,
+    accumulated_adamw,
+    decentralize,
+    decentralized_adam,
+    decentralized_adamw,
+    local_updates,
+    synchronize,
+    track,
+)

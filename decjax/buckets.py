@@ -104,8 +104,7 @@ def layout(tree: Any, *, bucket_bytes: int, multiple_of: int = 1, alone: Sequenc
     floating = [i for i, leaf in enumerate(leaves) if leaf.size and jnp.issubdtype(leaf.dtype, jnp.floating)]
     buckets = []
     # A stable sort by dtype keeps leaf order within each dtype.
-    for dtype, group in itertools.groupby(sorted(floating, key=lambda i: str(leaves[i].dtype)),
-                                          key=lambda i: str(leaves[i].dtype)):
+    for dtype, group in itertools.groupby(sorted(floating, key=lambda i: str(leaves[i].dtype)), key=lambda i: str(leaves[i].dtype)):
         open_bucket, num_bytes = [], 0
         for i in group:
             leaf_bytes = leaves[i].size * jnp.dtype(dtype).itemsize

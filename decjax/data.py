@@ -59,8 +59,9 @@ def load_corpus(path: str = "", *, min_bytes: int = 1) -> Corpus:
     if path:
         root = pathlib.Path(os.path.expanduser(path))
         if not os.path.exists(root):  # Unlike pathlib's, neither this nor expanduser raises on an odd path.
-            raise ValueError(f"data path {path!r} does not exist; give a text file or a folder, "
-                             "or leave it empty for the embedded corpus")
+            raise ValueError(
+                f"data path {path!r} does not exist; give a text file or a folder, or leave it empty for the embedded corpus"
+            )
         files = [root] if root.is_file() else sorted(p for p in root.rglob("*") if p.is_file() and not _hidden(p, root))
     else:
         root = pathlib.Path(sysconfig.get_path("stdlib"))
@@ -78,11 +79,12 @@ def load_corpus(path: str = "", *, min_bytes: int = 1) -> Corpus:
         whole = train + valid
         cut = len(whole) - max(int(len(whole) * VALIDATION_SHARE), min_bytes)
         if cut < min_bytes:
-            raise ValueError(f"data path {str(path or root)!r} holds {len(whole)} bytes, but training and validation take at "
-                             f"least {min_bytes} each; use more text or a shorter context")
+            raise ValueError(
+                f"data path {str(path or root)!r} holds {len(whole)} bytes, but training and validation take at "
+                f"least {min_bytes} each; use more text or a shorter context"
+            )
         train, valid = whole[:cut], whole[cut:]
-    return Corpus(np.frombuffer(train, np.uint8), np.frombuffer(valid, np.uint8),
-                  path or f"Python standard library ({root})")
+    return Corpus(np.frombuffer(train, np.uint8), np.frombuffer(valid, np.uint8), path or f"Python standard library ({root})")
 
 
 def _hidden(path: pathlib.Path, root: pathlib.Path) -> bool:
@@ -103,8 +105,10 @@ class Windows:
 
     def __init__(self, text: np.ndarray, context: int):
         if len(text) < context + 1:
-            raise ValueError(f"the text has {len(text)} bytes, but one window takes context + 1 = {context + 1}; "
-                             "use more text or a shorter context")
+            raise ValueError(
+                f"the text has {len(text)} bytes, but one window takes context + 1 = {context + 1}; "
+                "use more text or a shorter context"
+            )
         self._text = text
         self._context = context
 
@@ -113,14 +117,15 @@ class Windows:
 
     def __getitem__(self, i: int) -> np.ndarray:
         start = i * self._context
-        return self._text[start:start + self._context + 1].astype(np.int32)
+        return self._text[start : start + self._context + 1].astype(np.int32)
 
     def __repr__(self) -> str:
         return f"Windows({len(self)} of {self._context} + 1)"
 
 
-def batches(text: np.ndarray, *, context: int, batch_size: int, num_workers: int, seed: int,
-            partition: str = "iid") -> Callable[[int, int], np.ndarray]:
+def batches(
+    text: np.ndarray, *, context: int, batch_size: int, num_workers: int, seed: int, partition: str = "iid"
+) -> Callable[[int, int], np.ndarray]:
     """Per-worker training batches as a pure function of (worker, step).
 
     Args:
@@ -140,16 +145,16 @@ def batches(text: np.ndarray, *, context: int, batch_size: int, num_workers: int
     """
     windows = Windows(text, context)
     if len(windows) < num_workers:
-        raise ValueError(f"the text has {len(windows)} windows of {context} bytes for {num_workers} workers; "
-                         "use more text or fewer workers")
+        raise ValueError(
+            f"the text has {len(windows)} windows of {context} bytes for {num_workers} workers; use more text or fewer workers"
+        )
     if partition == "iid":
         dealt = grain.MapDataset.source(windows).seed(seed).shuffle().repeat()
         shards = [dealt[worker::num_workers] for worker in range(num_workers)]
     elif partition == "contiguous":
         whole = grain.MapDataset.source(windows)
         cuts = [worker * len(windows) // num_workers for worker in range(num_workers + 1)]
-        shards = [whole[cuts[worker]:cuts[worker + 1]].seed(seed + worker).shuffle().repeat()
-                  for worker in range(num_workers)]
+        shards = [whole[cuts[worker] : cuts[worker + 1]].seed(seed + worker).shuffle().repeat() for worker in range(num_workers)]
     else:
         raise ValueError(f"data partition {partition!r} is unknown; use one of {', '.join(PARTITIONS)}")
     shards = [shard.batch(batch_size) for shard in shards]

@@ -186,8 +186,9 @@ class DecoderLM(nnx.Module):
             self.head = nnx.Linear(width, vocabulary, use_bias=False, kernel_init=nnx.initializers.zeros, rngs=rngs)
 
 
-def _decoder_parts(width: int, depth: int, block: Callable[[nnx.Rngs], Block], *, tied: bool, dtype: jnp.dtype,
-                   divide: Divide) -> Parts:
+def _decoder_parts(
+    width: int, depth: int, block: Callable[[nnx.Rngs], Block], *, tied: bool, dtype: jnp.dtype, divide: Divide
+) -> Parts:
     def graph(module):
         return nnx.graphdef(nnx.eval_shape(lambda: module(nnx.Rngs(0))))
 
@@ -229,8 +230,18 @@ def _decoder_parts(width: int, depth: int, block: Callable[[nnx.Rngs], Block], *
     return Parts(cut, join, embed, blocks, logits, nll, activation, depth, tied)
 
 
-def decoder_lm(*, vocabulary: int, context: int, width: int, hidden: int, heads: int, depth: int,
-               dtype: str = "float32", tied: bool = False, divide: Divide = whole) -> Model:
+def decoder_lm(
+    *,
+    vocabulary: int,
+    context: int,
+    width: int,
+    hidden: int,
+    heads: int,
+    depth: int,
+    dtype: str = "float32",
+    tied: bool = False,
+    divide: Divide = whole,
+) -> Model:
     """A decoder-only language model; predicts token t + 1 from tokens 0 … t.
 
     Parameters are float32; `dtype` is the compute dtype of the blocks. The loss and the logits are float32.
@@ -260,7 +271,8 @@ def decoder_lm(*, vocabulary: int, context: int, width: int, hidden: int, heads:
         raise ValueError(f"model dtype={dtype!r} is unknown; use one of {', '.join(DTYPES)}")
     if width % (2 * heads):
         raise ValueError(
-            f"model width={width} with heads={heads}: heads must have an even size; use a width divisible by {2 * heads}")
+            f"model width={width} with heads={heads}: heads must have an even size; use a width divisible by {2 * heads}"
+        )
 
     compute = jnp.dtype(dtype)
 
@@ -287,8 +299,15 @@ def decoder_lm(*, vocabulary: int, context: int, width: int, hidden: int, heads:
 
 
 # Paths of the parameters above that a tensor-parallel group divides, and of the tables of `Pieces`; the axis from the end.
-DIVIDED = (("qkv/kernel", -1), ("up/kernel", -1), ("out/kernel", -2), ("down/kernel", -2), ("embedding/embedding", -2),
-           ("head/kernel", -1), ("table_VxD", -2))
+DIVIDED = (
+    ("qkv/kernel", -1),
+    ("up/kernel", -1),
+    ("out/kernel", -2),
+    ("down/kernel", -2),
+    ("embedding/embedding", -2),
+    ("head/kernel", -1),
+    ("table_VxD", -2),
+)
 
 
 def sample(model: Model, params: Any, prompt: bytes, num_tokens: int, key: jax.Array, temperature: float = 0.8) -> bytes:
@@ -307,7 +326,7 @@ def sample(model: Model, params: Any, prompt: bytes, num_tokens: int, key: jax.A
     """
     T = model.context
     start = jnp.frombuffer(prompt[-T:], jnp.uint8).astype(jnp.int32)
-    window_T = jnp.zeros(T, jnp.int32).at[:start.size].set(start)
+    window_T = jnp.zeros(T, jnp.int32).at[: start.size].set(start)
 
     def step(carry, key):
         window_T, length = carry
@@ -319,5 +338,6 @@ def sample(model: Model, params: Any, prompt: bytes, num_tokens: int, key: jax.A
         return (window_T, jnp.minimum(length + 1, T)), token
 
     _, tokens = jax.jit(lambda carry, keys: jax.lax.scan(step, carry, keys))(
-        (window_T, jnp.int32(start.size)), jax.random.split(key, num_tokens))
+        (window_T, jnp.int32(start.size)), jax.random.split(key, num_tokens)
+    )
     return bytes(tokens.astype(jnp.uint8).tolist())

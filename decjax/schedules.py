@@ -88,8 +88,9 @@ class Schedule:
         upcoming = [list(reversed(order)) for order in self.orders]
         table: list[tuple[Op | None, ...]] = []
         while any(upcoming):
-            row = tuple(order[-1] if order and self._is_ready(stage, order[-1], done) else None
-                        for stage, order in enumerate(upcoming))
+            row = tuple(
+                order[-1] if order and self._is_ready(stage, order[-1], done) else None for stage, order in enumerate(upcoming)
+            )
             if not any(row):
                 raise ValueError(f"schedule {self.name!r}: the orders of its stages wait for each other in tick {len(table)}")
             for stage, op in enumerate(row):
@@ -118,7 +119,7 @@ class Schedule:
         microbatch j of link s → s − 1 where j ≥ M − (S − s), S(S − 1)/2 in all if M ≥ S − 1. Sender and receiver both read
         this label, so they cannot disagree.
         """
-        cool_downs = [set(order[len(order) - warm_up:]) for order, warm_up in zip(self.orders, self.warm_ups)]
+        cool_downs = [set(order[len(order) - warm_up :]) for order, warm_up in zip(self.orders, self.warm_ups)]
 
         def send(stage, op):
             v = self.virtual(stage, op.chunk) + (1 if op.kind == FORWARD else -1)
@@ -128,8 +129,7 @@ class Schedule:
             critical = Op(op.kind, op.microbatch, chunk) in cool_downs[target]
             return Send(op.kind, op.microbatch, stage, op.chunk, target, chunk, critical)
 
-        return tuple(tuple(found for stage, op in enumerate(row) if op and (found := send(stage, op)))
-                     for row in self.ticks)
+        return tuple(tuple(found for stage, op in enumerate(row) if op and (found := send(stage, op))) for row in self.ticks)
 
     @functools.cached_property
     def live(self) -> tuple[int, ...]:
@@ -174,8 +174,10 @@ def make(name: str, num_stages: int, num_microbatches: int, num_chunks: int = 1)
         raise ValueError(f"schedule 'interleaved' with chunks={C}, stages={S}: needs at least 2 of each; use schedule '1f1b'")
     if name == "interleaved" and M % S:
         fits = max(1, M // S) * S
-        raise ValueError(f"microbatches={M} with schedule 'interleaved': must be a multiple of stages={S}; "
-                         f"use {fits if fits > M else f'{fits} or {fits + S}'}, or schedule '1f1b'")
+        raise ValueError(
+            f"microbatches={M} with schedule 'interleaved': must be a multiple of stages={S}; "
+            f"use {fits if fits > M else f'{fits} or {fits + S}'}, or schedule '1f1b'"
+        )
     turns = [(first + j, chunk) for first in range(0, M, S) for chunk in range(C) for j in range(min(S, M - first))]
     forward, backward = [Op(FORWARD, *turn) for turn in turns], [Op(BACKWARD, j, C - 1 - chunk) for j, chunk in turns]
     warm_up = {"gpipe": lambda s: M, "1f1b": lambda s: S - 1 - s, "interleaved": lambda s: 2 * (S - 1 - s) + (C - 1) * S}[name]
@@ -186,4 +188,4 @@ def make(name: str, num_stages: int, num_microbatches: int, num_chunks: int = 1)
 def _alternate(forward: list[Op], backward: list[Op], warm_up: int) -> tuple[Op, ...]:
     """`warm_up` forward passes, then one forward and one backward in turn, then the backward passes that are left."""
     steady = [op for pair in zip(forward[warm_up:], backward) for op in pair]
-    return (*forward[:warm_up], *steady, *backward[len(forward) - warm_up:])
+    return (*forward[:warm_up], *steady, *backward[len(forward) - warm_up :])

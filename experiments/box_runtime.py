@@ -23,48 +23,76 @@ import rich.box
 import rich.console
 import rich.table
 
-from decjax import runtime
-from decjax import topology
+from decjax import runtime, topology
 from experiments.bench.box import systems
 from experiments.bench.box.group import Failed
-from launch import cluster
-from launch import command
+from launch import cluster, command
 
 HOSTS = 4
 STEPS = 12  # of a visit with jitter
 ALONE = "no communication"
 SHORTHANDS = {
-    ALONE: "method=local", "all-reduce": "method=allreduce", "all-reduce, one step stale": "method=allreduce,stale",
-    "one-peer exponential": "topology=one_peer_exponential", "one-peer exponential, atc": "topology=one_peer_exponential,order=atc",
+    ALONE: "method=local",
+    "all-reduce": "method=allreduce",
+    "all-reduce, one step stale": "method=allreduce,stale",
+    "one-peer exponential": "topology=one_peer_exponential",
+    "one-peer exponential, atc": "topology=one_peer_exponential,order=atc",
     "one-peer exponential, bfloat16": "topology=one_peer_exponential,codec=bfloat16",
-    "one-peer exponential, int8": "topology=one_peer_exponential,codec=int8", "ring": "topology=ring"}
+    "one-peer exponential, int8": "topology=one_peer_exponential,codec=int8",
+    "ring": "topology=ring",
+}
 
 
 def methods() -> dict[str, runtime.Method]:
     """The same methods, as the model knows them."""
     one_peer = topology.make("one_peer_exponential", HOSTS)
-    return dict(zip(SHORTHANDS, (
-        runtime.no_communication(), runtime.all_reduce(HOSTS), runtime.all_reduce(HOSTS, overlap=True), runtime.gossip(one_peer),
-        runtime.gossip(one_peer, order="atc"), runtime.gossip(one_peer, ratio=1 / 2, codec="bfloat16"),
-        runtime.gossip(one_peer, ratio=1 / 4 + 1 / 256, codec="int8"), runtime.gossip(topology.make("ring", HOSTS))), strict=True))
+    return dict(
+        zip(
+            SHORTHANDS,
+            (
+                runtime.no_communication(),
+                runtime.all_reduce(HOSTS),
+                runtime.all_reduce(HOSTS, overlap=True),
+                runtime.gossip(one_peer),
+                runtime.gossip(one_peer, order="atc"),
+                runtime.gossip(one_peer, ratio=1 / 2, codec="bfloat16"),
+                runtime.gossip(one_peer, ratio=1 / 4 + 1 / 256, codec="int8"),
+                runtime.gossip(topology.make("ring", HOSTS)),
+            ),
+            strict=True,
+        )
+    )
 
 
 # -- What the model is told -------------------------------------------------------------------------------------------
 
 
-def calibrate(network: cluster.Network, rate: str, seconds: float, batch_size: int = systems.BATCH_SIZE,
-              compressed: Sequence[str] = (),
-              model: dict[str, int] = systems.MODEL, bucket_bytes: int = systems.BUCKET) -> tuple[runtime.Cluster, runtime.Workload]:
+def calibrate(
+    network: cluster.Network,
+    rate: str,
+    seconds: float,
+    batch_size: int = systems.BATCH_SIZE,
+    compressed: Sequence[str] = (),
+    model: dict[str, int] = systems.MODEL,
+    bucket_bytes: int = systems.BUCKET,
+) -> tuple[runtime.Cluster, runtime.Workload]:
     """What launch.calibrate measures at a rate, and of compressed methods."""
     network.set_rate(rate)
     with tempfile.TemporaryDirectory() as directory:
         path = pathlib.Path(directory) / "profile.json"
         fields = {f"model.{key}": size for key, size in model.items()}
         fields |= {"bucket_bytes": bucket_bytes, "batch_size": HOSTS * batch_size}
-        code = network.run("launch.calibrate", [
-            f"--config=configs/lm.py:workers={HOSTS}", f"--out={path}", f"--seconds={seconds}", f"--name={rate}",
-            *(f"--compressed={text}" for text in compressed),
-            *(f"--config.{key}={value}" for key, value in fields.items())])
+        code = network.run(
+            "launch.calibrate",
+            [
+                f"--config=configs/lm.py:workers={HOSTS}",
+                f"--out={path}",
+                f"--seconds={seconds}",
+                f"--name={rate}",
+                *(f"--compressed={text}" for text in compressed),
+                *(f"--config.{key}={value}" for key, value in fields.items()),
+            ],
+        )
         if code:
             raise Failed(f"launch.calibrate at {rate} ended with exit code {code}")
         measured, workload = runtime.load(path)
@@ -74,31 +102,38 @@ def calibrate(network: cluster.Network, rate: str, seconds: float, batch_size: i
 
 def interpolate(low: runtime.Cluster, high: runtime.Cluster, share: float) -> runtime.Cluster:
     """The cluster between two that differ in rate; a `share` of 0 is the first one's rate, of 1 the second one's."""
+
     def between(get):
         return (1 - share) * get(low) + share * get(high)
 
     inter = runtime.Link(between(lambda c: c.inter.latency_s), between(lambda c: c.inter.bandwidth_Bps))
     codec_Bps = {codec: between(lambda c, codec=codec: c.codec_rate(codec)) for codec in low.codec_Bps}
-    return dataclasses.replace(low, name="between", inter=inter, codec_Bps=codec_Bps,
-                               all_reduce_efficiency=between(lambda c: c.all_reduce_efficiency))
+    return dataclasses.replace(
+        low, name="between", inter=inter, codec_Bps=codec_Bps, all_reduce_efficiency=between(lambda c: c.all_reduce_efficiency)
+    )
 
 
 def average(first: runtime.Workload, second: runtime.Workload) -> runtime.Workload:
     """The mean of two measurements of one workload."""
+
     def mean(name):
         return float(np.mean([getattr(first, name), getattr(second, name)], axis=0))
 
     traces = [workload.jitter.trace_s or (workload.compute_s,) * 100 for workload in (first, second)]
-    return dataclasses.replace(first, backward_s=tuple(np.mean([first.backward_s, second.backward_s], axis=0).tolist()),
-                               jitter=runtime.Jitter("trace", trace_s=(*traces[0], *traces[1])),
-                               **{name: mean(name) for name in ("forward_s", "optimizer_s", "combine_s")})
+    return dataclasses.replace(
+        first,
+        backward_s=tuple(np.mean([first.backward_s, second.backward_s], axis=0).tolist()),
+        jitter=runtime.Jitter("trace", trace_s=(*traces[0], *traces[1])),
+        **{name: mean(name) for name in ("forward_s", "optimizer_s", "combine_s")},
+    )
 
 
 def paused(workload: runtime.Workload, step_s: float, jitter_s: float) -> runtime.Workload:
     """The workload of a step that takes `step_s` without communication, of which the optimizer takes what it took, with jitter."""
     compute_s = step_s - workload.optimizer_s
-    return dataclasses.replace(workload, forward_s=0.0, backward_s=(compute_s,),
-                               jitter=runtime.Jitter("exponential", scale_s=jitter_s))
+    return dataclasses.replace(
+        workload, forward_s=0.0, backward_s=(compute_s,), jitter=runtime.Jitter("exponential", scale_s=jitter_s)
+    )
 
 
 # -- What it is compared with -----------------------------------------------------------------------------------------
@@ -129,7 +164,9 @@ def tabulate(measured_s: dict[str, float], predicted_s: dict[str, float]) -> ric
     for column in ("ms per step", "measured", "predicted", "error"):
         table.add_column(column, justify="left" if column == "ms per step" else "right")
     for name, step_s in measured_s.items():
-        table.add_row(name, f"{step_s * 1e3:.0f}", f"{predicted_s[name] * 1e3:.0f}", f"{100 * (predicted_s[name] / step_s - 1):+.1f} %")
+        table.add_row(
+            name, f"{step_s * 1e3:.0f}", f"{predicted_s[name] * 1e3:.0f}", f"{100 * (predicted_s[name] / step_s - 1):+.1f} %"
+        )
     return table
 
 
@@ -147,7 +184,9 @@ def main(argv: list[str]) -> None:
             nominal_Bps.append(network.rate_Bps(0) or float("inf"))
         low, high, wanted = nominal_Bps
         if not low < wanted < high < float("inf"):
-            command.fail(f"predict_at={chosen.predict_at}: must lie between the rates of calibrate_at={','.join(chosen.calibrate_at)}")
+            command.fail(
+                f"predict_at={chosen.predict_at}: must lie between the rates of calibrate_at={','.join(chosen.calibrate_at)}"
+            )
         profiles, workloads = zip(*(calibrate(network, rate, chosen.seconds) for rate in chosen.calibrate_at))
         network.set_rate(chosen.predict_at)
         with systems.Box(network) as box:

@@ -26,6 +26,11 @@ def tabulate(found: list[Check]) -> rich.table.Table:
     for column in ("figure", "at", "measured", "asked", "met"):
         table.add_column(column, justify="left" if column == "figure" else "right")
     for check in found:
-        table.add_row(check.what, check.at, f"{check.figure:.2f}", f"{'≤' if check.at_most else '≥'} {check.bound:.2f}",
-                      "yes" if check.met else "NO")
+        table.add_row(
+            check.what,
+            check.at,
+            f"{check.figure:.2f}",
+            f"{'≤' if check.at_most else '≥'} {check.bound:.2f}",
+            "yes" if check.met else "NO",
+        )
     return table

@@ -36,8 +36,17 @@ SMOOTHED_SHARE = 20  # the running mean is over 1/20 of the logged values
 
 UNINFORMATIVE = ("eval.", "checkpoint.", "log_every", "sample_bytes")  # of how a run is watched, not of what it is
 DECENTRALIZED_ONLY = ("topology.", "mixing.")
-NUMBERS_OF_ROW = ("kind", "step", "time_s", "loss", "loss_min", "loss_max", "consensus_distance", "tokens_per_s",
-                  "bytes_sent_per_worker")
+NUMBERS_OF_ROW = (
+    "kind",
+    "step",
+    "time_s",
+    "loss",
+    "loss_min",
+    "loss_max",
+    "consensus_distance",
+    "tokens_per_s",
+    "bytes_sent_per_worker",
+)
 NUMBERS_OF_SUMMARY = ("eval_loss", "local_eval_loss_min", "local_eval_loss_max", "time_s", "bytes_per_step_per_worker")
 NAME_FIRST = ("method", "topology.name", "optimizer.name")
 
@@ -92,8 +101,11 @@ def _read_json(path: pathlib.Path, needed: tuple[str, ...] = ()) -> dict:
     except (OSError, ValueError) as error:
         raise RunError(f"{path} cannot be read ({error}); give directories that launch.train has written") from error
     if not isinstance(content, dict) or not content.keys() >= set(needed):
-        raise RunError(f"{path} is no JSON object" + (f" with {', '.join(needed)}" if needed else "")
-                       + "; give directories that launch.train has written")
+        raise RunError(
+            f"{path} is no JSON object"
+            + (f" with {', '.join(needed)}" if needed else "")
+            + "; give directories that launch.train has written"
+        )
     return content
 
 
@@ -106,8 +118,7 @@ def read_metrics(path: pathlib.Path) -> list[dict[str, Any]]:
     try:
         lines = path.read_text(errors="replace").splitlines(keepends=True)
     except OSError as error:
-        raise RunError(f"{path} cannot be read ({error.strerror}); "
-                       "give directories that launch.train has written") from error
+        raise RunError(f"{path} cannot be read ({error.strerror}); give directories that launch.train has written") from error
     rows = []
     for number, line in enumerate(lines, start=1):
         try:
@@ -136,8 +147,9 @@ def load(directory: pathlib.Path) -> Run:
     rows = read_metrics(directory / "metrics.jsonl")
     path = directory / "summary.json"
     summary = _read_json(path, NUMBERS_OF_SUMMARY) if path.exists() else None
-    return Run(directory, config, [row for row in rows if row["kind"] == "train"],
-               [row for row in rows if row["kind"] == "eval"], summary)
+    return Run(
+        directory, config, [row for row in rows if row["kind"] == "train"], [row for row in rows if row["kind"] == "eval"], summary
+    )
 
 
 # -- Names ------------------------------------------------------------------------------------------------------------
@@ -164,12 +176,17 @@ def labels(runs: list[Run]) -> list[str]:
     identities = [_identity(run) for run in runs]
     keys = set().union(*identities)
     keys = [*(key for key in NAME_FIRST if key in keys), *sorted(keys.difference(NAME_FIRST))]
-    differing = [key for key in keys
-                 if len({json.dumps(identity[key]) for identity in identities if key in identity}) > 1
-                 or (key in NAME_FIRST and any(key not in identity for identity in identities))]
+    differing = [
+        key
+        for key in keys
+        if len({json.dumps(identity[key]) for identity in identities if key in identity}) > 1
+        or (key in NAME_FIRST and any(key not in identity for identity in identities))
+    ]
     named = [" ".join(_part(key, identity[key]) for key in differing if key in identity) for identity in identities]
-    return [run.directory.name if not name else name if named.count(name) == 1 else f"{name} ({run.directory.name})"
-            for name, run in zip(named, runs, strict=True)]
+    return [
+        run.directory.name if not name else name if named.count(name) == 1 else f"{name} ({run.directory.name})"
+        for name, run in zip(named, runs, strict=True)
+    ]
 
 
 # -- The table --------------------------------------------------------------------------------------------------------
@@ -187,9 +204,18 @@ def result(run: Run, label: str) -> Result:
         eval_loss = low = high = None
     rates = [row["tokens_per_s"] for row in run.train]
     sent = run.summary["bytes_per_step_per_worker"] if run.summary else last["bytes_sent_per_worker"] / last["step"]
-    return Result(label, f"{last['step']}" if run.summary else f"{last['step']} of {total}", eval_loss, low, high,
-                  last["consensus_distance"], run.summary["time_s"] if run.summary else last["time_s"],
-                  statistics.median(rates) if rates else None, sent, bool(run.summary))
+    return Result(
+        label,
+        f"{last['step']}" if run.summary else f"{last['step']} of {total}",
+        eval_loss,
+        low,
+        high,
+        last["consensus_distance"],
+        run.summary["time_s"] if run.summary else last["time_s"],
+        statistics.median(rates) if rates else None,
+        sent,
+        bool(run.summary),
+    )
 
 
 def _cell(value: float | None, form: str) -> str:
@@ -204,12 +230,19 @@ def cells(results: list[Result]) -> tuple[list[str], list[list[str]]]:
     for each in results:
         to_first = None if each.eval_loss is None or first is None else 100 * (each.eval_loss / first - 1)
         periodic = "*" if each.eval_loss is not None and not each.finished else ""
-        rows.append([
-            each.label, each.steps, _cell(each.eval_loss, ".4f") + periodic,
-            "first" if each is results[0] else _cell(to_first, "+.2f").replace("-", "−") + ("" if to_first is None else " %"),
-            "–" if each.local_min is None else f"{each.local_min:.3f} to {each.local_max:.3f}",
-            "0" if not each.consensus_distance else f"{each.consensus_distance:.1e}", f"{each.time_s:.0f}",
-            _cell(each.tokens_per_s, ",.0f"), f"{each.num_bytes_per_step / 1e6:.3g}"])
+        rows.append(
+            [
+                each.label,
+                each.steps,
+                _cell(each.eval_loss, ".4f") + periodic,
+                "first" if each is results[0] else _cell(to_first, "+.2f").replace("-", "−") + ("" if to_first is None else " %"),
+                "–" if each.local_min is None else f"{each.local_min:.3f} to {each.local_max:.3f}",
+                "0" if not each.consensus_distance else f"{each.consensus_distance:.1e}",
+                f"{each.time_s:.0f}",
+                _cell(each.tokens_per_s, ",.0f"),
+                f"{each.num_bytes_per_step / 1e6:.3g}",
+            ]
+        )
     return header, rows
 
 
@@ -217,10 +250,15 @@ def markdown(header: list[str], rows: list[list[str]]) -> str:
     """A Markdown table, aligned so that it is legible as text too."""
     rows = [[cell.replace("|", "\\|") for cell in row] for row in [header, *rows]]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["| " + " | ".join(cell.ljust(width) if i == 0 else cell.rjust(width)
-                               for i, (cell, width) in enumerate(zip(row, widths, strict=True))) + " |" for row in rows]
-    rule = "|" + "|".join((":" if i == 0 else "-") + "-" * width + ("-" if i == 0 else ":")
-                          for i, width in enumerate(widths)) + "|"
+    lines = [
+        "| "
+        + " | ".join(
+            cell.ljust(width) if i == 0 else cell.rjust(width) for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        + " |"
+        for row in rows
+    ]
+    rule = "|" + "|".join((":" if i == 0 else "-") + "-" * width + ("-" if i == 0 else ":") for i, width in enumerate(widths)) + "|"
     return "\n".join([lines[0], rule, *lines[1:]])
 
 
@@ -274,19 +312,22 @@ def plot(runs: list[Run], names: list[str], path: str) -> None:
         draw_loss(by_time, run, "time_s", style)
         apart_N = column(run.train, "consensus_distance")
         steps_N = column(run.train, "step")
-        distance.plot(steps_N[apart_N > 0], apart_N[apart_N > 0], linewidth=1.4,
-                      **style | dict(marker="" if len(run.train) > 1 else "."))
+        distance.plot(
+            steps_N[apart_N > 0], apart_N[apart_N > 0], linewidth=1.4, **style | dict(marker="" if len(run.train) > 1 else ".")
+        )
     _label_axes(by_step, by_time, distance, runs, names)
-    figure.suptitle("dark with markers: validation loss of the averaged model; light: training loss, "
-                    "running mean over a twentieth of the run", fontsize=9, color="0.35")
+    figure.suptitle(
+        "dark with markers: validation loss of the averaged model; light: training loss, running mean over a twentieth of the run",
+        fontsize=9,
+        color="0.35",
+    )
     figure.legend(loc="outside lower center", ncols=1, frameon=False, fontsize=9)
     figure.savefig(path, dpi=150)
     plt.close(figure)
 
 
 def _label_axes(by_step, by_time, distance, runs: list[Run], names: list[str]) -> None:
-    together = [name for run, name in zip(runs, names, strict=True)
-                if not any(row["consensus_distance"] for row in run.train)]
+    together = [name for run, name in zip(runs, names, strict=True) if not any(row["consensus_distance"] for row in run.train)]
     zero = "\n(zero throughout: " + ", ".join(together) + ")" if together else ""
     by_step.set(title="loss against step", xlabel="step", ylabel="loss, nats per token")
     by_time.set(title="loss against time", xlabel="time, s", ylabel="loss, nats per token")
@@ -320,8 +361,7 @@ def main(argv: list[str]) -> int:
     else:
         console.print(table(header, rows), soft_wrap=False)
     if not all(run.summary for run in runs):
-        console.print("* unfinished run: its last periodic evaluation, on fewer windows of the validation text",
-                      markup=False)
+        console.print("* unfinished run: its last periodic evaluation, on fewer windows of the validation text", markup=False)
     if _OUT.value:
         plot(runs, names, _OUT.value)
         console.print(f"wrote {_OUT.value}", markup=False)

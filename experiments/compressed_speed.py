@@ -22,17 +22,14 @@ import rich.box
 import rich.console
 import rich.table
 
-from decjax import runtime
-from decjax import topology
-from experiments import box_runtime
+from decjax import runtime, topology
+from experiments import box_runtime, speedup
 from experiments import checks as checks_lib
-from experiments import speedup
 from experiments.bench.box import systems
 from experiments.bench.box.group import Failed
 from experiments.checks import Check
 from experiments.speedup import ALONE, HOSTS, ONE_PEER, SYNC, TORCH_ALONE, Measured
-from launch import cluster
-from launch import command
+from launch import cluster, command
 
 STEPS = 6  # of a visit at least; less of rows that take seconds
 GOSSIP, REDUCE = "gossip", "all-reduce"
@@ -41,34 +38,50 @@ EXACT = {ALONE: "method=local", SYNC: "method=allreduce", ONE_PEER: "topology=on
 # Family -> row -> shorthand of configs/lm.py. PowerGossip needs pairs, which of four workers base_k makes, as a hypercube does.
 COMPRESSED = {
     GOSSIP: {
-        "int8": "codec=int8", "int4": "codec=int4", "int4, CHOCO": "codec=int4,mixer=choco",
+        "int8": "codec=int8",
+        "int4": "codec=int4",
+        "int4, CHOCO": "codec=int4,mixer=choco",
         "sign, CHOCO": "codec=scaled_sign,mixer=choco",
         "PowerGossip, rank 1": "topology=base_k,mixer=power_gossip,rank=1",
-        "PowerGossip, rank 2": "topology=base_k,mixer=power_gossip,rank=2"},
+        "PowerGossip, rank 2": "topology=base_k,mixer=power_gossip,rank=2",
+    },
     REDUCE: {
         "PowerSGD, rank 4": "method=allreduce,reducer=powersgd,rank=4",
         "PowerSGD, rank 1": "method=allreduce,reducer=powersgd,rank=1",
-        "DeMo": "method=allreduce,reducer=demo", "block top-k 1 %": "method=allreduce,reducer=codec,codec=block_topk",
-        "1-bit Adam": "method=allreduce,reducer=onebit_adam"}}
+        "DeMo": "method=allreduce,reducer=demo",
+        "block top-k 1 %": "method=allreduce,reducer=codec,codec=block_topk",
+        "1-bit Adam": "method=allreduce,reducer=onebit_adam",
+    },
+}
 SHORTHANDS = {f"{family}, {name}": text for family, rows in COMPRESSED.items() for name, text in rows.items()}
 
 
 def rows(batch_size: int) -> list[systems.Row]:
     """All rows, each system's behind one another."""
-    ours = [systems.decjax(name, text, systems.WHOLE if name == SYNC else systems.BUCKET, batch_size=batch_size)
-            for name, text in EXACT.items()]
+    ours = [
+        systems.decjax(name, text, systems.WHOLE if name == SYNC else systems.BUCKET, batch_size=batch_size)
+        for name, text in EXACT.items()
+    ]
     # 1-bit Adam averages plainly at first: its state and its messages are then another method's.
-    ours += [systems.decjax(name, text, batch_size=batch_size, **({"reducer.start": 1} if "onebit" in text else {}))
-             for name, text in SHORTHANDS.items()]
-    return ours + [systems.torch(TORCH_ALONE, "alone", batch_size=batch_size), systems.torch(DDP, "ddp", batch_size=batch_size),
-                   systems.torch(f"{HOOK}, one bucket", "power_sgd", batch_size=batch_size, rank=4, bucket_cap_mb=1000),
-                   systems.torch(f"{HOOK}, default buckets", "power_sgd", batch_size=batch_size, apart=True, rank=4)]
+    ours += [
+        systems.decjax(name, text, batch_size=batch_size, **({"reducer.start": 1} if "onebit" in text else {}))
+        for name, text in SHORTHANDS.items()
+    ]
+    return ours + [
+        systems.torch(TORCH_ALONE, "alone", batch_size=batch_size),
+        systems.torch(DDP, "ddp", batch_size=batch_size),
+        systems.torch(f"{HOOK}, one bucket", "power_sgd", batch_size=batch_size, rank=4, bucket_cap_mb=1000),
+        systems.torch(f"{HOOK}, default buckets", "power_sgd", batch_size=batch_size, apart=True, rank=4),
+    ]
 
 
 def predict(profile: runtime.Cluster, workload: runtime.Workload) -> dict[str, float]:
     """Seconds per step of every row of decjax, from what was measured beforehand."""
-    methods = {ALONE: runtime.no_communication(), SYNC: runtime.all_reduce(HOSTS),
-               ONE_PEER: runtime.gossip(topology.make("one_peer_exponential", HOSTS))}
+    methods = {
+        ALONE: runtime.no_communication(),
+        SYNC: runtime.all_reduce(HOSTS),
+        ONE_PEER: runtime.gossip(topology.make("one_peer_exponential", HOSTS)),
+    }
     named = {text: name for name, text in SHORTHANDS.items()}
     methods |= {named[form.name]: runtime.compressed(form) for form in workload.compressed}
     return {name: runtime.predict(profile, workload, method).mean_s for name, method in methods.items()}
@@ -78,11 +91,14 @@ def checks(measured: Measured, predicted_s: dict[str, float]) -> list[Check]:
     """What compression should reach, by the fastest row of each family; nan (not met) where no row ran."""
     found = []
     for family, names in COMPRESSED.items():
-        best = min((f"{family}, {name}" for name in names),
-                   key=lambda row: (math.isnan(measured.time_s(row)), measured.time_s(row)))
+        best = min(
+            (f"{family}, {name}" for name in names), key=lambda row: (math.isnan(measured.time_s(row)), measured.time_s(row))
+        )
         step_s = measured.time_s(best)
-        found += [Check(f"{best} ÷ {ALONE}", measured.rate, step_s / measured.time_s(ALONE), 1.10, True),
-                  Check(f"speed-up of {best} over {SYNC}", measured.rate, measured.time_s(SYNC) / step_s, 8.0, False)]
+        found += [
+            Check(f"{best} ÷ {ALONE}", measured.rate, step_s / measured.time_s(ALONE), 1.10, True),
+            Check(f"speed-up of {best} over {SYNC}", measured.rate, measured.time_s(SYNC) / step_s, 8.0, False),
+        ]
     errors = [abs(predicted / measured.time_s(row) - 1) for row, predicted in predicted_s.items()]
     return [*found, Check("the runtime model's worst error", measured.rate, max(errors, default=math.nan), 0.10, True)]
 
@@ -99,9 +115,14 @@ def tabulate(measured: Measured, predicted_s: dict[str, float], refused: dict[st
             continue
         alone, sync = (TORCH_ALONE, DDP) if row.peer else (ALONE, SYNC)
         told = predicted_s.get(row.name)
-        table.add_row(row.name, f"{step_s * 1e3:.0f}", f"{step_s / measured.time_s(alone):.2f}",
-                      f"{measured.time_s(sync) / step_s:.2f}", f"{measured.sent_bytes[row.name] / 1e6:.2f}",
-                      *((f"{told * 1e3:.0f}", f"{100 * (told / step_s - 1):+.1f} %") if told else ("", "")))
+        table.add_row(
+            row.name,
+            f"{step_s * 1e3:.0f}",
+            f"{step_s / measured.time_s(alone):.2f}",
+            f"{measured.time_s(sync) / step_s:.2f}",
+            f"{measured.sent_bytes[row.name] / 1e6:.2f}",
+            *((f"{told * 1e3:.0f}", f"{100 * (told / step_s - 1):+.1f} %") if told else ("", "")),
+        )
     return table
 
 
@@ -119,8 +140,9 @@ def main(argv: list[str]) -> None:
         for row in wanted:
             box.prepare(row)
             print(f"{row.name}: {box.refused.get(row.name) or 'ready'}", flush=True)
-        measured = speedup.measure(box, wanted, chosen.rate, chosen.rounds,
-                                   steps=lambda row: 1 if row.name in (SYNC, ONE_PEER, DDP) else STEPS)
+        measured = speedup.measure(
+            box, wanted, chosen.rate, chosen.rounds, steps=lambda row: 1 if row.name in (SYNC, ONE_PEER, DDP) else STEPS
+        )
     predicted_s = {name: step_s for name, step_s in predict(profile, workload).items() if name in measured.step_s}
     console, num_bytes = rich.console.Console(width=140, highlight=False), 4 * box.num_parameters
     console.print(tabulate(measured, predicted_s, box.refused))
@@ -129,8 +151,13 @@ def main(argv: list[str]) -> None:
     for name, why in box.refused.items():
         console.print(f"{name} cannot run: {why}", markup=False)
     if chosen.out:
-        pathlib.Path(chosen.out).write_text(json.dumps({"num_bytes": num_bytes, "refused": box.refused, "predicted_s": predicted_s,
-                                                        "measured": measured._asdict()}, indent=2) + "\n")
+        pathlib.Path(chosen.out).write_text(
+            json.dumps(
+                {"num_bytes": num_bytes, "refused": box.refused, "predicted_s": predicted_s, "measured": measured._asdict()},
+                indent=2,
+            )
+            + "\n"
+        )
 
 
 if __name__ == "__main__":

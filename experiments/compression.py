@@ -42,8 +42,12 @@ ROWS = (
     reduce("PowerSGD, rank 1", "method=allreduce,reducer=powersgd,rank=1"),
     reduce("DeMo", "method=allreduce,reducer=demo"),
     reduce("SparseLoCo", "method=sparseloco"),
-    reduce("DiLoCo, every 4 steps, sign", "method=diloco,every=4,reducer=codec,codec=scaled_sign", "outer.learning_rate=1.0",
-           "outer.momentum=0.0"),
+    reduce(
+        "DiLoCo, every 4 steps, sign",
+        "method=diloco,every=4,reducer=codec,codec=scaled_sign",
+        "outer.learning_rate=1.0",
+        "outer.momentum=0.0",
+    ),
     gossip(GOSSIP),
     gossip("int8", "codec=int8"),
     gossip("int4", "codec=int4"),
@@ -76,8 +80,13 @@ def costs(rows: list[Row], summaries: rows_lib.Summaries) -> list[Cost]:
     for row in rows:
         summary, reference = summaries.get(row.name), summaries.get(row.reference)
         if row.name != row.reference and summary and reference:
-            found.append(Cost(row, reference["bytes_per_step_per_worker"] / summary["bytes_per_step_per_worker"],
-                              100 * (summary["eval_loss"] / reference["eval_loss"] - 1)))
+            found.append(
+                Cost(
+                    row,
+                    reference["bytes_per_step_per_worker"] / summary["bytes_per_step_per_worker"],
+                    100 * (summary["eval_loss"] / reference["eval_loss"] - 1),
+                )
+            )
     return found
 
 
@@ -90,21 +99,29 @@ def tabulate(rows: list[Row], summaries: rows_lib.Summaries, markdown: bool) -> 
         if summary is None:
             table.add_row(row.name, "", "", "failed", "")
             continue
-        table.add_row(row.name, f"{summary['bytes_per_step_per_worker'] / 1e3:.1f}", f"{cost.fewer:.1f}" if cost else "",
-                      f"{summary['eval_loss']:.4f}", f"{cost.loss:+.1f} %" if cost else "")
+        table.add_row(
+            row.name,
+            f"{summary['bytes_per_step_per_worker'] / 1e3:.1f}",
+            f"{cost.fewer:.1f}" if cost else "",
+            f"{summary['eval_loss']:.4f}",
+            f"{cost.loss:+.1f} %" if cost else "",
+        )
     return table
 
 
 def checks(found: list[Cost]) -> list[Check]:
     """What is asked for: percent of loss that compression may cost."""
+
     def best(what, bound, chosen):
         cost = min((cost for cost in found if chosen(cost)), key=lambda cost: cost.loss, default=None)
         return [Check(f"{what}: {cost.row.name}", f"{cost.fewer:.0f} ×", cost.loss, bound, True)] if cost else []
 
-    return [*best("8 bits, % of loss", 0.5, lambda cost: cost.row.name.startswith("int8")),
-            *best("4 bits, % of loss", 0.5, lambda cost: cost.row.name.startswith("int4")),
-            *best("gossip, 30 × fewer bytes", 2.0, lambda cost: cost.row.reference != REDUCE and cost.fewer >= 30),
-            *best("all-reduce, 100 × fewer bytes", 2.0, lambda cost: cost.row.reference == REDUCE and cost.fewer >= 100)]
+    return [
+        *best("8 bits, % of loss", 0.5, lambda cost: cost.row.name.startswith("int8")),
+        *best("4 bits, % of loss", 0.5, lambda cost: cost.row.name.startswith("int4")),
+        *best("gossip, 30 × fewer bytes", 2.0, lambda cost: cost.row.reference != REDUCE and cost.fewer >= 30),
+        *best("all-reduce, 100 × fewer bytes", 2.0, lambda cost: cost.row.reference == REDUCE and cost.fewer >= 100),
+    ]
 
 
 def main(argv: list[str]) -> int:

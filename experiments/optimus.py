@@ -58,8 +58,10 @@ def every_gradient(name: str, error: str) -> Row:
 def topk(percent: int) -> tuple[Row, Row]:
     """On gradients only, on activations only."""
     codec = f"topk(fraction={percent / 100:g})"
-    return (between_stages(f"gradients, top-k {percent} %", f"backward={codec}", "boundary.when=always", "boundary.error=none"),
-            between_stages(f"activations, top-k {percent} %", f"forward={codec}"))
+    return (
+        between_stages(f"gradients, top-k {percent} %", f"backward={codec}", "boundary.when=always", "boundary.error=none"),
+        between_stages(f"activations, top-k {percent} %", f"forward={codec}"),
+    )
 
 
 TECHNIQUES = (
@@ -83,10 +85,19 @@ FINDINGS = (
     *topk(10),
     *topk(2),
     between_stages("autoencoder, R = D/4", "autoencoder=16"),
-    between_stages("top-k 1/6, own indices", "forward=topk(fraction=0.1667),backward=topk(fraction=0.1667)", "boundary.when=always",
-                   "boundary.error=none"),
-    between_stages("top-k 1/5, shared indices", "forward=topk(fraction=0.2),backward=identity", "boundary.when=always",
-                   "boundary.error=none", "boundary.reuse_indices=true"),
+    between_stages(
+        "top-k 1/6, own indices",
+        "forward=topk(fraction=0.1667),backward=topk(fraction=0.1667)",
+        "boundary.when=always",
+        "boundary.error=none",
+    ),
+    between_stages(
+        "top-k 1/5, shared indices",
+        "forward=topk(fraction=0.2),backward=identity",
+        "boundary.when=always",
+        "boundary.error=none",
+        "boundary.reuse_indices=true",
+    ),
 )
 ROWS = (*TECHNIQUES, *MEMORIES, *FINDINGS)
 
@@ -97,8 +108,11 @@ ROWS = (*TECHNIQUES, *MEMORIES, *FINDINGS)
 def techniques(summaries: rows_lib.Summaries, markdown: bool) -> rich.table.Table:
     """Table A."""
     predicted = {name.split(" ")[0]: (name, p.time_s) for name, p in optimus_runtime.predict("2.5b").items()}
-    made = rows_lib.table(("", "kB between stages", "kB between workers", "loss", "to the baseline", "predicted speed-up, 2.5B"),
-                          markdown, "A. Techniques")
+    made = rows_lib.table(
+        ("", "kB between stages", "kB between workers", "loss", "to the baseline", "predicted speed-up, 2.5B"),
+        markdown,
+        "A. Techniques",
+    )
     for row in _told(TECHNIQUES, summaries):
         speedup = ""
         if row.name in predicted and row != BASELINE:
@@ -110,8 +124,11 @@ def techniques(summaries: rows_lib.Summaries, markdown: bool) -> rich.table.Tabl
 
 def memories(summaries: rows_lib.Summaries, markdown: bool) -> rich.table.Table:
     """Table B."""
-    made = rows_lib.table(("", "kB between stages", "loss", "to the baseline"), markdown,
-                          "B. Every gradient between stages, rank 1: what is remembered of the error")
+    made = rows_lib.table(
+        ("", "kB between stages", "loss", "to the baseline"),
+        markdown,
+        "B. Every gradient between stages, rank 1: what is remembered of the error",
+    )
     for row in _told((BASELINE, *MEMORIES), summaries):
         made.add_row(row.name, _bytes(summaries[row.name])[0], *_loss(row, summaries))
     return made
@@ -119,8 +136,11 @@ def memories(summaries: rows_lib.Summaries, markdown: bool) -> rich.table.Table:
 
 def findings(summaries: rows_lib.Summaries, markdown: bool) -> rich.table.Table:
     """Table C."""
-    made = rows_lib.table(("", "kB between stages", "loss", "to the baseline", "loss, coded", "to the baseline"), markdown,
-                          "C. Gradients and activations")
+    made = rows_lib.table(
+        ("", "kB between stages", "loss", "to the baseline", "loss, coded", "to the baseline"),
+        markdown,
+        "C. Gradients and activations",
+    )
     for row in _told((BASELINE, *FINDINGS), summaries):
         made.add_row(row.name, _bytes(summaries[row.name])[0], *_loss(row, summaries), *_loss(row, summaries, "eval_loss_coded"))
     return made
@@ -155,9 +175,18 @@ def cosines(workdir: pathlib.Path, steps: int, extra: list[str]) -> pathlib.Path
     path = workdir / "cosines.json"
     if not path.exists():
         row = next(row for row in TECHNIQUES if row.name == "CB")
-        done = subprocess.run([sys.executable, "-m", "experiments.bench.error_cosine",
-                               f"--config={CONFIG}:{row.shorthand},steps={steps}", f"--out={path}",
-                               *(f"--config.{field}" for field in row.fields), *extra], check=False)
+        done = subprocess.run(
+            [
+                sys.executable,
+                "-m",
+                "experiments.bench.error_cosine",
+                f"--config={CONFIG}:{row.shorthand},steps={steps}",
+                f"--out={path}",
+                *(f"--config.{field}" for field in row.fields),
+                *extra,
+            ],
+            check=False,
+        )
         if done.returncode:
             return None
     return path
@@ -168,7 +197,7 @@ def training_loss(directory: pathlib.Path) -> tuple[np.ndarray, np.ndarray]:
     rows = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
     step_K, loss_K = np.array([(row["step"], row["loss"]) for row in rows if row["kind"] == "train"]).T
     window = min(5, len(loss_K))
-    return step_K[window - 1:], np.convolve(loss_K, np.full(window, 1 / window), "valid")
+    return step_K[window - 1 :], np.convolve(loss_K, np.full(window, 1 / window), "valid")
 
 
 def draw(curves: dict[str, tuple[np.ndarray, np.ndarray]], found: dict, out: str) -> None:
@@ -180,8 +209,10 @@ def draw(curves: dict[str, tuple[np.ndarray, np.ndarray]], found: dict, out: str
         out: its file.
     """
     import matplotlib
+
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
+
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 3.8), layout="constrained")
     for name, (step_K, loss_K) in curves.items():
         left.plot(step_K, loss_K, label=name, linewidth=1.2)

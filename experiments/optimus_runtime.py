@@ -26,8 +26,10 @@ from launch import command
 FLAGS = flags.FLAGS
 
 CLUSTER = "configs/clusters/optimus_a100.json"
-MODELS = {size: runtime.Transformer(layers, width, 24, 51200, 1024, 512, tied=True, value_bytes=2, gradient_bytes=2,
-                                    parameter_bytes=6) for size, layers, width in (("2.5b", 52, 1920), ("8.3b", 72, 3072))}
+MODELS = {
+    size: runtime.Transformer(layers, width, 24, 51200, 1024, 512, tied=True, value_bytes=2, gradient_bytes=2, parameter_bytes=6)
+    for size, layers, width in (("2.5b", 52, 1920), ("8.3b", 72, 3072))
+}
 LAYOUT = runtime.Layout(workers=4, stages=4, tensor=8, microbatches=16, inner="worker", rematerialize="layers")
 PARTS = ("compute_s", "bubble_s", "tensor_s", "boundary_s", "workers_s", "embedding_s")
 
@@ -59,8 +61,13 @@ def main(argv: list[str]) -> int:
         predictions = predict(size, nic=FLAGS.nic, blocking=FLAGS.blocking)
         baseline_s = next(iter(predictions.values())).time_s
         for name, prediction in predictions.items():
-            rows.add_row(size, name, f"{prediction.time_s:.3f}", f"{baseline_s / prediction.time_s:.3f}",
-                         *(f"{max(getattr(prediction, part), 0):.3f}" for part in PARTS))
+            rows.add_row(
+                size,
+                name,
+                f"{prediction.time_s:.3f}",
+                f"{baseline_s / prediction.time_s:.3f}",
+                *(f"{max(getattr(prediction, part), 0):.3f}" for part in PARTS),
+            )
     console.Console(highlight=False, width=140).print(rows)
     return 0
 

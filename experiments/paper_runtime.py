@@ -53,8 +53,11 @@ MEASURED_MS = {
     "a100": {8: (73.0, 69.4, 63.4, 61.7), 16: (54.8, 53.0, 46.8, 45.8)},
     "a40": {8: (166.1, 150.5, 122.8, 122.0), 16: (195.5, 99.9, 97.4, 78.9)},
 }
-TITLES = {"t4": "8 T4 per node, 100 Gb/s InfiniBand", "a100": "4 A100 per node, 100 Gb/s InfiniBand",
-          "a40": "4 A40 per node, 25 Gb/s Ethernet"}
+TITLES = {
+    "t4": "8 T4 per node, 100 Gb/s InfiniBand",
+    "a100": "4 A100 per node, 100 Gb/s InfiniBand",
+    "a40": "4 A40 per node, 25 Gb/s Ethernet",
+}
 GPUS_PER_NODE = {"t4": 8, "a100": 4, "a40": 4}
 LATENCY_S = {"t4": 1e-5, "a100": 1e-5, "a40": 5e-5}  # of a message between nodes: InfiniBand; TCP
 INTRA_LATENCY_S = 5e-6
@@ -66,42 +69,58 @@ LAYER_BUCKETS = 7
 PARAMETERS = ("work_s", "overhead_s", "nic_Bps", "intra_Bps", "efficiency", "variation")
 # (what is expected, by what factor e^sd it may be off). InfiniBand and Ethernet as stated; PCIe 3, NVLink, PCIe 4.
 PRIORS = {
-    name: dict(overhead_s=(0.03, 0.4), nic_Bps=(nic_Bps, 0.7), intra_Bps=(intra_Bps, 0.7), efficiency=(0.6, 0.4),
-               variation=(0.04, 0.5))
-    for name, nic_Bps, intra_Bps in (("t4", 12.5e9, 5e9), ("a100", 12.5e9, 100e9), ("a40", 3.125e9, 10e9))}
+    name: dict(
+        overhead_s=(0.03, 0.4), nic_Bps=(nic_Bps, 0.7), intra_Bps=(intra_Bps, 0.7), efficiency=(0.6, 0.4), variation=(0.04, 0.5)
+    )
+    for name, nic_Bps, intra_Bps in (("t4", 12.5e9, 5e9), ("a100", 12.5e9, 100e9), ("a40", 3.125e9, 10e9))
+}
 RESIDUAL_UNIT = 0.03
 
 
 @functools.cache
 def methods(num_gpus: int, per_node: int) -> tuple[runtime.Method, ...]:
     """The four methods at a size, in the order of METHODS."""
+
     def graph(name, **options):
         return topology_lib.make(name, num_gpus, **options)
 
     several = num_gpus > per_node  # One node: everything is an exact mean inside it.
     sgp = graph("hierarchical", local=per_node, outer="one_peer_exponential") if several else graph("complete")
     aer = graph("alternating_exponential_ring", local_size=per_node) if several else graph("complete")
-    return (runtime.all_reduce(num_gpus, bucketed=True),
-            runtime.gossip(sgp, order="atc", name="SGP"),
-            runtime.gossip(graph("one_peer_exponential", pairwise=True), bucketed=True),
-            runtime.gossip(aer, bucketed=True, joint_ring=several))
+    return (
+        runtime.all_reduce(num_gpus, bucketed=True),
+        runtime.gossip(sgp, order="atc", name="SGP"),
+        runtime.gossip(graph("one_peer_exponential", pairwise=True), bucketed=True),
+        runtime.gossip(aer, bucketed=True, joint_ring=several),
+    )
 
 
 def predict_ms(name: str, num_gpus: int, theta: np.ndarray, **options) -> np.ndarray:
     """ms per iteration of the four methods on a cluster with fitted logarithms θ of PARAMETERS."""
     value = dict(zip(PARAMETERS, np.exp(theta).tolist(), strict=True))
     cluster = runtime.Cluster(
-        name, 1, GPUS_PER_NODE[name], runtime.Link(INTRA_LATENCY_S, value["intra_Bps"]),
-        runtime.Link(LATENCY_S[name], value["nic_Bps"]), all_reduce_efficiency=min(1.0, value["efficiency"]),
-        hierarchical_all_reduce=True).resize(num_gpus)
+        name,
+        1,
+        GPUS_PER_NODE[name],
+        runtime.Link(INTRA_LATENCY_S, value["intra_Bps"]),
+        runtime.Link(LATENCY_S[name], value["nic_Bps"]),
+        all_reduce_efficiency=min(1.0, value["efficiency"]),
+        hierarchical_all_reduce=True,
+    ).resize(num_gpus)
     compute_s = value["work_s"] / num_gpus + value["overhead_s"]
     layers = np.full(LAYER_BUCKETS, 1 / LAYER_BUCKETS)
     workload = runtime.Workload(
-        compute_s / 3, (*(2 / 3 * compute_s * layers).tolist(), 0.0),
+        compute_s / 3,
+        (*(2 / 3 * compute_s * layers).tolist(), 0.0),
         (*((1 - EMBEDDING_SHARE) * NUM_BYTES * layers).tolist(), EMBEDDING_SHARE * NUM_BYTES),
-        jitter=runtime.Jitter("lognormal", scale_s=value["variation"] * compute_s))
-    return np.array([1e3 * runtime.predict(cluster, workload, method, **options).mean_s
-                     for method in methods(num_gpus, cluster.workers_per_node)])
+        jitter=runtime.Jitter("lognormal", scale_s=value["variation"] * compute_s),
+    )
+    return np.array(
+        [
+            1e3 * runtime.predict(cluster, workload, method, **options).mean_s
+            for method in methods(num_gpus, cluster.workers_per_node)
+        ]
+    )
 
 
 @functools.cache
@@ -112,8 +131,7 @@ def fit(name: str, sizes: tuple[int, ...]) -> np.ndarray:
     spread = np.array([priors[parameter][1] for parameter in PARAMETERS[1:]])
 
     def residuals(theta):
-        errors = [np.log(predict_ms(name, size, theta, num_steps=96, num_replicas=4) / MEASURED_MS[name][size])
-                  for size in sizes]
+        errors = [np.log(predict_ms(name, size, theta, num_steps=96, num_replicas=4) / MEASURED_MS[name][size]) for size in sizes]
         return np.concatenate([np.concatenate(errors) / RESIDUAL_UNIT, (theta[1:] - expected) / spread])
 
     work_s = sizes[0] * MEASURED_MS[name][sizes[0]][-1] / 1e3
@@ -145,8 +163,12 @@ def tabulate(title: str, rows: list[tuple[str, int, np.ndarray]]) -> rich.table.
         table.add_column(header, justify="right")
     for name, num_gpus, predicted_ms in rows:
         if num_gpus in MEASURED_MS[name]:
-            cells = [f"{measured:.1f} | {predicted:.1f} ({error:+.1f} %)" for measured, predicted, error in zip(
-                MEASURED_MS[name][num_gpus], predicted_ms, errors(name, num_gpus, predicted_ms), strict=True)]
+            cells = [
+                f"{measured:.1f} | {predicted:.1f} ({error:+.1f} %)"
+                for measured, predicted, error in zip(
+                    MEASURED_MS[name][num_gpus], predicted_ms, errors(name, num_gpus, predicted_ms), strict=True
+                )
+            ]
         else:
             cells = [f"– | {predicted:.1f}" for predicted in predicted_ms]
         table.add_row(name, str(num_gpus), *cells)
@@ -178,15 +200,24 @@ def plot(path: str, rows: list[tuple[str, int, np.ndarray]]) -> None:
             axis.plot(sizes, predicted[:, index], color=color, linewidth=width, label=label)
             axis.plot(list(MEASURED_MS[name]), measured[:, index], marker, color=color, markersize=6, markeredgecolor="white")
         axis.axvspan(max(MEASURED_MS[name]) * 2**0.25, sizes[-1] * 2**0.25, color="0.93", zorder=0)
-        axis.set(title=TITLES[name], xscale="log", xlabel="GPUs", ylabel="ms per iteration", ylim=(0, None),
-                 xlim=(sizes[0] * 2**-0.25, sizes[-1] * 2**0.25))
+        axis.set(
+            title=TITLES[name],
+            xscale="log",
+            xlabel="GPUs",
+            ylabel="ms per iteration",
+            ylim=(0, None),
+            xlim=(sizes[0] * 2**-0.25, sizes[-1] * 2**0.25),
+        )
         axis.set_xticks(sizes, [str(size) for size in sizes])
         axis.minorticks_off()
         axis.grid(alpha=0.25, linewidth=0.6)
         axis.spines[["top", "right"]].set_visible(False)
         axis.title.set_fontsize(10)
-    figure.suptitle("points: measured (arXiv 2410.11998, Fig. 6); lines: predicted, fitted to the points; "
-                    "grey: sizes that were not fitted", fontsize=9, color="0.35")
+    figure.suptitle(
+        "points: measured (arXiv 2410.11998, Fig. 6); lines: predicted, fitted to the points; grey: sizes that were not fitted",
+        fontsize=9,
+        color="0.35",
+    )
     figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False, fontsize=9)
     figure.savefig(path, dpi=150)
     plt.close(figure)

@@ -25,12 +25,10 @@ import rich.table
 
 from decjax import runtime
 from decjax.runtime.transformer import low_rank_ratio
-from experiments import box_runtime
-from experiments import speedup
+from experiments import box_runtime, speedup
 from experiments.bench.box import systems
 from experiments.bench.box.group import Failed
-from launch import cluster
-from launch import command
+from launch import cluster, command
 
 STAGES, SIZE = 4, 128  # SIZE: sequences of a microbatch
 STEPS = 2  # of a visit at least
@@ -53,9 +51,16 @@ FREE_BPS = 1e15  # of links that are not limited
 def row(name: str, microbatches: int) -> systems.Row:
     """A pipeline of four hosts."""
     backward, forward, when = ROWS[name]
-    argument = ",".join(filter(None, (
-        f"method=local,stages={STAGES},schedule=1f1b,microbatches={microbatches}", backward and f"backward={backward}",
-        forward and f"forward={forward}")))
+    argument = ",".join(
+        filter(
+            None,
+            (
+                f"method=local,stages={STAGES},schedule=1f1b,microbatches={microbatches}",
+                backward and f"backward={backward}",
+                forward and f"forward={forward}",
+            ),
+        )
+    )
     return systems.decjax(name, argument, batch_size=SIZE * microbatches, model=MODEL, **{"boundary.when": when})
 
 
@@ -76,16 +81,26 @@ def iteration_s(name: str, microbatches: int, link: runtime.Link, compute_s: flo
     """
     backward, forward, when = ROWS[name]
     layers, width = MODEL["depth"], MODEL["width"]
-    model = runtime.Transformer(layers, width, MODEL["heads"], MODEL["vocabulary"], MODEL["context"],
-                                batch_size=SIZE * microbatches, hidden=MODEL["hidden"])
+    model = runtime.Transformer(
+        layers, width, MODEL["heads"], MODEL["vocabulary"], MODEL["context"], batch_size=SIZE * microbatches, hidden=MODEL["hidden"]
+    )
     layout = runtime.Layout(stages=STAGES, microbatches=microbatches)
     counted = runtime.work(model, layout, 1.0)
     scale_s = compute_s / (sum(counted.forward_s) + sum(counted.backward_s))
-    load = runtime.Work(*(tuple(scale_s * seconds for seconds in passes) for passes in (counted.forward_s, counted.backward_s)),
-                        counted.boundary_bytes, 0.0, (0.0,) * STAGES, (0.0,) * STAGES, (0.0,) * STAGES)
+    load = runtime.Work(
+        *(tuple(scale_s * seconds for seconds in passes) for passes in (counted.forward_s, counted.backward_s)),
+        counted.boundary_bytes,
+        0.0,
+        (0.0,) * STAGES,
+        (0.0,) * STAGES,
+        (0.0,) * STAGES,
+    )
     box = runtime.Cluster("box", STAGES, 1, link, link, codec_Bps=counted.boundary_bytes / codec_s if codec_s else None)
-    traffic = runtime.Traffic(runtime.no_communication(), backward=boundary(backward, when) if backward else runtime.Boundary(),
-                              forward=boundary(forward, "always") if forward else runtime.Boundary())
+    traffic = runtime.Traffic(
+        runtime.no_communication(),
+        backward=boundary(backward, when) if backward else runtime.Boundary(),
+        forward=boundary(forward, "always") if forward else runtime.Boundary(),
+    )
     return runtime.predict_layout(box, load, layout, traffic).time_s
 
 
@@ -108,8 +123,10 @@ def predict(microbatches: int, free_s: dict[str, float], link: runtime.Link) -> 
     """
     free = runtime.Link(0.0, FREE_BPS)
     compute_s = free_s[DENSE] / iteration_s(DENSE, microbatches, free, 1.0, 0.0)
-    codec_s = {name: inverse(lambda s, name=name: iteration_s(name, microbatches, free, compute_s, s), seconds, seconds)
-               for name, seconds in free_s.items()}
+    codec_s = {
+        name: inverse(lambda s, name=name: iteration_s(name, microbatches, free, compute_s, s), seconds, seconds)
+        for name, seconds in free_s.items()
+    }
     return {name: iteration_s(name, microbatches, link, compute_s, codec_s[name]) for name in free_s}
 
 
@@ -120,8 +137,14 @@ def tabulate(measured: speedup.Measured, predicted_s: dict[str, float]) -> rich.
         table.add_column(column, justify="left" if column.startswith("messages") else "right")
     for name, told in predicted_s.items():
         step_s = measured.time_s(name)
-        table.add_row(name, f"{step_s * 1e3:.0f}", f"{measured.time_s(DENSE) / step_s:.2f}",
-                      f"{measured.sent_bytes[name] / 1e6:.2f}", f"{told * 1e3:.0f}", f"{100 * (told / step_s - 1):+.1f} %")
+        table.add_row(
+            name,
+            f"{step_s * 1e3:.0f}",
+            f"{measured.time_s(DENSE) / step_s:.2f}",
+            f"{measured.sent_bytes[name] / 1e6:.2f}",
+            f"{told * 1e3:.0f}",
+            f"{100 * (told / step_s - 1):+.1f} %",
+        )
     return table
 
 
@@ -145,8 +168,10 @@ def main(argv: list[str]) -> None:
     predicted_s = predict(M, free_s, link)
     console = rich.console.Console(width=140, highlight=False)
     console.print(tabulate(measured, predicted_s))
-    console.print(f"{M} microbatches; {link.bandwidth_Bps * 8 / 1e6:.1f} Mbit/s and {link.latency_s * 1e3:.1f} ms by calibration; "
-                  f"an iteration on free links takes {free_s[DENSE] * 1e3:.0f} ms")
+    console.print(
+        f"{M} microbatches; {link.bandwidth_Bps * 8 / 1e6:.1f} Mbit/s and {link.latency_s * 1e3:.1f} ms by calibration; "
+        f"an iteration on free links takes {free_s[DENSE] * 1e3:.0f} ms"
+    )
     if chosen.out:
         found = {"free_s": free_s, "predicted_s": predicted_s, "link": dataclasses.asdict(link), "measured": measured._asdict()}
         pathlib.Path(chosen.out).write_text(json.dumps(found, indent=2) + "\n")

@@ -48,7 +48,9 @@ def directory(row: Row, workdir: pathlib.Path) -> pathlib.Path:
     return workdir / "".join(c if c.isalnum() else "_" for c in row.name)
 
 
-def train(rows: list[Row], config: str, workdir: pathlib.Path, steps: int, extra: list[str], console: rich.console.Console) -> Summaries:
+def train(
+    rows: list[Row], config: str, workdir: pathlib.Path, steps: int, extra: list[str], console: rich.console.Console
+) -> Summaries:
     """The summaries of all rows, each trained unless it is finished.
 
     Args:
@@ -70,8 +72,19 @@ def _train(row, config, directory, steps, extra) -> dict[str, float] | None:
     summary = directory / "summary.json"
     if not summary.exists():
         shorthand = ",".join(part for part in (row.shorthand, f"steps={steps}") if part)
-        done = subprocess.run([sys.executable, "-m", "launch.train", f"--config={config}:{shorthand}", f"--workdir={directory}",
-                               *(f"--config.{field}" for field in row.fields), *extra], stdout=subprocess.DEVNULL, check=False)
+        done = subprocess.run(
+            [
+                sys.executable,
+                "-m",
+                "launch.train",
+                f"--config={config}:{shorthand}",
+                f"--workdir={directory}",
+                *(f"--config.{field}" for field in row.fields),
+                *extra,
+            ],
+            stdout=subprocess.DEVNULL,
+            check=False,
+        )
         if done.returncode:
             return None
     return json.loads(summary.read_text())

@@ -10,8 +10,8 @@ The model is told two numbers, from steps without jitter in the same run: a step
 it, which gives the latency of a hop. The rest is predicted: who waits for whom.
 """
 
-from collections.abc import Iterator, Sequence
 import collections
+from collections.abc import Iterator, Sequence
 import statistics
 
 from absl import flags
@@ -19,24 +19,31 @@ import rich.box
 import rich.console
 import rich.table
 
-from decjax import runtime
-from decjax import topology
+from decjax import runtime, topology
 from experiments.bench.box.group import Failed
 from experiments.bench.box.systems import Box, decjax
-from launch import cluster
-from launch import command
+from launch import cluster, command
 
 TINY = dict(vocabulary=256, context=32, width=16, hidden=32, heads=2, depth=1)
 ALONE, SYNC, STALE = "no communication", "all-reduce", "all-reduce, one step stale"
-SHORTHANDS = {ALONE: "method=local", SYNC: "method=allreduce", STALE: "method=allreduce,stale",
-              "one-peer exponential": "topology=one_peer_exponential", "ring": "topology=ring"}
+SHORTHANDS = {
+    ALONE: "method=local",
+    SYNC: "method=allreduce",
+    STALE: "method=allreduce,stale",
+    "one-peer exponential": "topology=one_peer_exponential",
+    "ring": "topology=ring",
+}
 
 
 def methods(hosts: int) -> dict[str, runtime.Method]:
     """The same methods, as the model knows them."""
-    return {ALONE: runtime.no_communication(), SYNC: runtime.all_reduce(hosts), STALE: runtime.all_reduce(hosts, overlap=True),
-            "one-peer exponential": runtime.gossip(topology.make("one_peer_exponential", hosts)),
-            "ring": runtime.gossip(topology.make("ring", hosts))}
+    return {
+        ALONE: runtime.no_communication(),
+        SYNC: runtime.all_reduce(hosts),
+        STALE: runtime.all_reduce(hosts, overlap=True),
+        "one-peer exponential": runtime.gossip(topology.make("one_peer_exponential", hosts)),
+        "ring": runtime.gossip(topology.make("ring", hosts)),
+    }
 
 
 def measure(box: Box, compute_s: float, jitters_s: Sequence[float], steps: int, rounds: int) -> Iterator[tuple[str, float, float]]:
@@ -58,8 +65,10 @@ def predict(steady_s: dict[str, float], hosts: int, jitter_s: float) -> dict[str
     hop_s = max(0.0, steady_s[SYNC] - steady_s[ALONE]) / (2 * (hosts - 1))
     link = runtime.Link(hop_s, 1e12)  # The messages are tiny.
     workload = runtime.Workload(steady_s[ALONE], (0.0,), (1.0,), jitter=runtime.Jitter("exponential", scale_s=jitter_s))
-    return {name: runtime.predict(runtime.Cluster("box", hosts, 1, link, link), workload, method).mean_s
-            for name, method in methods(hosts).items()}
+    return {
+        name: runtime.predict(runtime.Cluster("box", hosts, 1, link, link), workload, method).mean_s
+        for name, method in methods(hosts).items()
+    }
 
 
 def main(argv: list[str]) -> None:
@@ -79,8 +88,14 @@ def main(argv: list[str]) -> None:
     for column in ("no jitter", f"jitter of mean {chosen.jitter_ms:g} ms", "predicted", "stale all-reduce ÷ this", "predicted"):
         table.add_column(column, justify="right")
     for name in SHORTHANDS:
-        table.add_row(name, f"{steady_s[name] * 1e3:.0f}", f"{jittered_s[name] * 1e3:.0f}", f"{predicted_s[name] * 1e3:.0f}",
-                      f"{jittered_s[STALE] / jittered_s[name]:.2f}", f"{predicted_s[STALE] / predicted_s[name]:.2f}")
+        table.add_row(
+            name,
+            f"{steady_s[name] * 1e3:.0f}",
+            f"{jittered_s[name] * 1e3:.0f}",
+            f"{predicted_s[name] * 1e3:.0f}",
+            f"{jittered_s[STALE] / jittered_s[name]:.2f}",
+            f"{predicted_s[STALE] / predicted_s[name]:.2f}",
+        )
     rich.console.Console(width=140, highlight=False).print(table)
 
 

@@ -26,15 +26,13 @@ from ml_collections import config_flags
 import numpy as np
 from rich import box, markup, table
 
-from decjax import runtime
-from decjax import train
+from decjax import runtime, train
 from decjax.train import measure
-from launch import command
-from launch import config_file
-from launch import join
+from launch import command, config_file, join
 
 _CONFIG = config_flags.DEFINE_config_file(
-    "config", None, "Config file, with an optional shorthand after a colon: configs/lm.py:workers=4.")
+    "config", None, "Config file, with an optional shorthand after a colon: configs/lm.py:workers=4."
+)
 _OUT = flags.DEFINE_string("out", None, "The profile to write, such as box.json.")
 _NAME = flags.DEFINE_string("name", None, "What the profile calls the cluster; none: its workers and devices.")
 _SIZES = flags.DEFINE_list("sizes", [], "Bytes of exchanges, as 1e5,1e6,1e7; none: up to the model's.")
@@ -99,9 +97,14 @@ def spread(times_s: np.ndarray) -> list[str]:
 
 def report(measured: measure.Measured) -> table.Table:
     """What was measured, one row per action."""
-    rows = table.Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), title=markup.escape(measured.cluster.name),
-                       title_justify="left", caption_justify="left",
-                       caption=f"all-reduce reaches {measured.cluster.all_reduce_efficiency:.0%} of the links' bandwidth")
+    rows = table.Table(
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+        title=markup.escape(measured.cluster.name),
+        title_justify="left",
+        caption_justify="left",
+        caption=f"all-reduce reaches {measured.cluster.all_reduce_efficiency:.0%} of the links' bandwidth",
+    )
     for header in ("", "MB", "ms", "5 – 95 %", "α, ms", "β, Mbit/s"):
         rows.add_column(header, justify="right" if header else "left", no_wrap=True)
     model_mb = f"{measured.workload.total_bytes / 1e6:.3g}"
@@ -134,13 +137,20 @@ def main(argv: list[str]) -> int:
         name = _NAME.value or name_of(setup.workers.num_workers, setup.workers.local_size)
         with terminal.status("compiling …") if first else contextlib.nullcontext() as shown:
             measured = measure.measure(
-                setup, name=name, sizes=sizes, forms=forms(config, _COMPRESSED.value), seconds=_SECONDS.value, rounds=_ROUNDS.value,
-                note=lambda done, total: shown and shown.update(f"round {done} of {total}"))
+                setup,
+                name=name,
+                sizes=sizes,
+                forms=forms(config, _COMPRESSED.value),
+                seconds=_SECONDS.value,
+                rounds=_ROUNDS.value,
+                note=lambda done, total: shown and shown.update(f"round {done} of {total}"),
+            )
     if first:
         terminal.print(report(measured))
         runtime.save(path, measured.cluster, measured.workload)
-        terminal.print(f"wrote {path}; python -m launch.plan --cluster={path} says which method pays there", markup=False,
-                       soft_wrap=True)
+        terminal.print(
+            f"wrote {path}; python -m launch.plan --cluster={path} says which method pays there", markup=False, soft_wrap=True
+        )
     return 0
 
 

@@ -24,8 +24,7 @@ nothing of the machine's own network is touched. Token buckets at both ends of a
 what it receives, each to the rate; TCP is Reno's, whatever the machine prefers. It needs Linux, root and iproute2.
 """
 
-from collections.abc import Iterator
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 import contextlib
 import dataclasses
 import ipaddress
@@ -46,8 +45,7 @@ import rich.box
 import rich.console
 import rich.table
 
-from launch import command
-from launch import processes
+from launch import command, processes
 
 NAME = "decjax"
 SUBNET = "10.77.0.0/24"
@@ -63,8 +61,14 @@ _NAMESPACES = pathlib.Path("/var/run/netns")
 _STATE = pathlib.Path("/run")  # Forgotten at a reboot, as the namespaces are.
 
 # Option -> the verbs that have it.
-_VERBS_OF = {"hosts": ("up", "run"), "rate": ("up", "run", "rate"), "subnet": ("up", "run"),
-             "processes_per_host": ("run",), "module": ("run",), "pin": ("run",)}
+_VERBS_OF = {
+    "hosts": ("up", "run"),
+    "rate": ("up", "run", "rate"),
+    "subnet": ("up", "run"),
+    "processes_per_host": ("run",),
+    "module": ("run",),
+    "pin": ("run",),
+}
 _VERBS = ("up", "run", "rate", "bytes", "down")
 
 
@@ -124,8 +128,9 @@ class Network:
         shown = [json.loads(_do("ip", "-j", "-s", "-n", host, "link", "show", "eth0")) for host in self.hosts]
         return [Traffic(link["stats64"]["tx"]["bytes"], link["stats64"]["rx"]["bytes"]) for (link,) in shown]
 
-    def run(self, module: str, arguments: Sequence[str] = (), processes_per_host: int = 1, pin: bool = False,
-            again: str = "") -> int:
+    def run(
+        self, module: str, arguments: Sequence[str] = (), processes_per_host: int = 1, pin: bool = False, again: str = ""
+    ) -> int:
         """Runs a module on every host until all processes have ended; if one dies, the others are ended.
 
         Args:
@@ -163,8 +168,10 @@ def network(hosts: int | None = None, rate: str | None = None, name: str = NAME,
     existing = _find_free(name)
     if existing:
         if hosts is not None and not 1 <= hosts <= len(existing.hosts):
-            raise ClusterError(f"hosts={hosts}: network {name!r} is up with {len(existing.hosts)}; take it down first "
-                               "(python -m launch.cluster down)")
+            raise ClusterError(
+                f"hosts={hosts}: network {name!r} is up with {len(existing.hosts)}; take it down first "
+                "(python -m launch.cluster down)"
+            )
         if rate is not None:
             existing.set_rate(rate)
         yield dataclasses.replace(existing, addresses=existing.addresses[:hosts])
@@ -183,8 +190,9 @@ def up(hosts: int, rate: str = UNLIMITED, name: str = NAME, subnet: str = SUBNET
         ClusterError: if it cannot be made, or is there already.
     """
     if existing := _find_free(name):
-        raise ClusterError(f"network {name!r} is up already, with {len(existing.hosts)} hosts; `rate` changes its links, "
-                           "`down` removes it")
+        raise ClusterError(
+            f"network {name!r} is up already, with {len(existing.hosts)} hosts; `rate` changes its links, `down` removes it"
+        )
     with processes.unwinding_signals(), _made(hosts, rate, name, subnet) as made:
         kept = dataclasses.replace(made, owner="")
         _write_state(kept)
@@ -214,8 +222,10 @@ def _find_free(name: str) -> Network | None:
     """
     found = find(name)
     if found and found.owner:
-        raise ClusterError(f"network {name!r} belongs to process {found.owner.split()[0]} and ends with it; "
-                           "wait, stop that process, or choose another --name")
+        raise ClusterError(
+            f"network {name!r} belongs to process {found.owner.split()[0]} and ends with it; "
+            "wait, stop that process, or choose another --name"
+        )
     return found
 
 
@@ -262,8 +272,10 @@ def _planned(hosts: int, name: str, subnet: str) -> Network:
     except ValueError as error:
         raise ClusterError(f"subnet={subnet!r}: {error}; write it as in {SUBNET}") from None
     if not 1 <= hosts <= addresses.num_addresses - 2:
-        raise ClusterError(f"hosts={hosts}: must be at least 1, and at most {addresses.num_addresses - 2} in subnet "
-                           f"{subnet}; --subnet chooses a larger one")
+        raise ClusterError(
+            f"hosts={hosts}: must be at least 1, and at most {addresses.num_addresses - 2} in subnet "
+            f"{subnet}; --subnet chooses a larger one"
+        )
     return Network(name, tuple(str(addresses[host + 1]) for host in range(hosts)))
 
 
@@ -344,14 +356,16 @@ def _require_privileges() -> None:
         ClusterError: with what is missing.
     """
     if sys.platform != "linux":
-        raise ClusterError(f"platform {sys.platform!r}: network namespaces need Linux; "
-                           "launch.local runs several processes anywhere")
+        raise ClusterError(
+            f"platform {sys.platform!r}: network namespaces need Linux; launch.local runs several processes anywhere"
+        )
     if missing := [tool for tool in ("ip", "tc") if shutil.which(tool) is None]:
-        raise ClusterError(f"{' and '.join(missing)} not found: network namespaces need iproute2 "
-                           "(apt-get install iproute2)")
+        raise ClusterError(f"{' and '.join(missing)} not found: network namespaces need iproute2 (apt-get install iproute2)")
     if os.geteuid() != 0:
-        raise ClusterError(f"user id {os.geteuid()}: network namespaces need root; start the command with sudo, "
-                           "or use launch.local, which needs no network")
+        raise ClusterError(
+            f"user id {os.geteuid()}: network namespaces need root; start the command with sudo, "
+            "or use launch.local, which needs no network"
+        )
 
 
 def _do(*command_line: str) -> str:
@@ -370,8 +384,9 @@ def _processes_in(space: str) -> list[int]:
 
 def _checked_rate(rate: str) -> str:
     if rate != UNLIMITED and not (re.fullmatch(r"\d+(\.\d+)?[kmg]?bit", rate) and float(rate.rstrip("kmgbit"))):
-        raise ClusterError(f"rate={rate!r}: must be a number with bit, kbit, mbit or gbit (per second), as in 200mbit, "
-                           f"or {UNLIMITED}")
+        raise ClusterError(
+            f"rate={rate!r}: must be a number with bit, kbit, mbit or gbit (per second), as in 200mbit, or {UNLIMITED}"
+        )
     return rate
 
 
@@ -391,8 +406,13 @@ def tabulate(links: Network, counted: list[Traffic]) -> rich.table.Table:
         table.add_column(header, justify="left" if header in ("host", "address") else "right", no_wrap=True)
     for index, (name, address, traffic) in enumerate(zip(links.hosts, links.addresses, counted, strict=True)):
         rate_Bps = links.rate_Bps(index)
-        table.add_row(name, address, f"{rate_Bps * 8 / 1e6:g}" if rate_Bps else UNLIMITED,
-                      f"{traffic.sent / 1e6:.3f}", f"{traffic.received / 1e6:.3f}")
+        table.add_row(
+            name,
+            address,
+            f"{rate_Bps * 8 / 1e6:g}" if rate_Bps else UNLIMITED,
+            f"{traffic.sent / 1e6:.3f}",
+            f"{traffic.received / 1e6:.3f}",
+        )
     return table
 
 
@@ -407,8 +427,10 @@ def run(arguments: list[str], console: rich.console.Console) -> int:
         before = links.bytes()
         code = links.run(chosen.module, arguments, chosen.processes_per_host, chosen.pin, again)
         if code != command.USER_ERROR:
-            during = [Traffic(late.sent - early.sent, late.received - early.received)
-                      for early, late in zip(before, links.bytes(), strict=True)]
+            during = [
+                Traffic(late.sent - early.sent, late.received - early.received)
+                for early, late in zip(before, links.bytes(), strict=True)
+            ]
             console.print(tabulate(links, during))
     return code
 
@@ -417,8 +439,7 @@ def main(argv: list[str]) -> int:
     chosen, console = flags.FLAGS, rich.console.Console(highlight=False)
     verb, *arguments = argv or [""]
     if verb not in _VERBS:
-        raise ClusterError(f"verb {verb!r}: must be one of {', '.join(_VERBS)}, "
-                           "as in: python -m launch.cluster up --hosts=4")
+        raise ClusterError(f"verb {verb!r}: must be one of {', '.join(_VERBS)}, as in: python -m launch.cluster up --hosts=4")
     for option, verbs in _VERBS_OF.items():
         if chosen[option].present and verb not in verbs:
             raise ClusterError(f"--{option}: not an option of {verb}, but of {', '.join(verbs)}")

@@ -12,9 +12,7 @@ import signal
 import sys
 from typing import NoReturn
 
-from absl import app
-from absl import flags
-from absl import logging
+from absl import app, flags, logging
 import rich.console
 
 from launch import config_file
@@ -51,7 +49,9 @@ def folder(option: str, text: str) -> pathlib.Path:
         raise UserError(f"--{option} is empty; choose a --{option}, such as runs/lm")
     path = pathlib.Path(text)
     there = next(place for place in (path.absolute(), *path.absolute().parents) if os.path.exists(place))
-    reason = f"{there} is not a directory" if not there.is_dir() else "" if os.access(there, os.W_OK | os.X_OK) else "Permission denied"
+    reason = (
+        f"{there} is not a directory" if not there.is_dir() else "" if os.access(there, os.W_OK | os.X_OK) else "Permission denied"
+    )
     if reason:
         raise UserError(f"{option} {text!r} cannot be written ({reason}); choose a --{option} that you own")
     return path
@@ -103,6 +103,7 @@ def run(main: Callable[[list[str]], int | None], errors: tuple[type[Exception], 
         main: gets the positional arguments behind the program's name; returns the exit code.
         errors: exceptions that speak to the user; told in one line.
     """
+
     def parse(argv):
         if "--debug" not in argv and (problem := config_file.complaint(argv)):
             fail(problem)

@@ -24,8 +24,9 @@ def load_module(path: str) -> types.ModuleType:
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
     except Exception as error:  # Whatever a config file does wrong.
-        raise ConfigFileError(f"config file {path!r} cannot be loaded ({' '.join(str(error).split())}); "
-                              "give a Python file with get_config") from error
+        raise ConfigFileError(
+            f"config file {path!r} cannot be loaded ({' '.join(str(error).split())}); give a Python file with get_config"
+        ) from error
     return module
 
 

@@ -16,12 +16,13 @@ from absl import flags
 import jax
 
 from decjax import train
-from launch import command
-from launch import memory
+from launch import command, memory
 
 _COORDINATOR = flags.DEFINE_string(
-    "coordinator", None,
-    "HOST:PORT of process 0, or 'auto' to ask the cluster (Kubernetes); under srun and mpirun nothing is needed.")
+    "coordinator",
+    None,
+    "HOST:PORT of process 0, or 'auto' to ask the cluster (Kubernetes); under srun and mpirun nothing is needed.",
+)
 _NUM_PROCESSES = flags.DEFINE_integer("num_processes", None, "Number of processes, with --coordinator=HOST:PORT.")
 _PROCESS_INDEX = flags.DEFINE_integer("process_index", None, "Index of this process, with --coordinator=HOST:PORT.")
 
@@ -50,13 +51,20 @@ def set_up_devices(workers: int, simulate: bool = False, each: int = 1) -> None:
     devices = workers * each or max(each, processes if processes > 1 else train.SIMULATED_WORKERS)
     check_flags(coordinator, _NUM_PROCESSES.value, _PROCESS_INDEX.value)
     if not simulate and devices > MAX_CPU_DEVICES * processes:
-        raise command.UserError(f"workers={workers} need {devices} devices, and a process has {MAX_CPU_DEVICES} at most; use fewer, or "
-                                "simulate them on one device")
+        raise command.UserError(
+            f"workers={workers} need {devices} devices, and a process has {MAX_CPU_DEVICES} at most; use fewer, or "
+            "simulate them on one device"
+        )
     if devices == processes:  # Several devices of a process would wait for each other where its memory is given out.
         memory.keep_freed()
     if coordinator and coordinator != "auto":
-        jax.distributed.initialize(coordinator, processes, _PROCESS_INDEX.value, cluster_detection_method="deactivate",
-                                   heartbeat_timeout_seconds=HEARTBEAT_TIMEOUT_S)
+        jax.distributed.initialize(
+            coordinator,
+            processes,
+            _PROCESS_INDEX.value,
+            cluster_detection_method="deactivate",
+            heartbeat_timeout_seconds=HEARTBEAT_TIMEOUT_S,
+        )
     elif coordinator == "auto" or processes > 1:
         jax.distributed.initialize(heartbeat_timeout_seconds=HEARTBEAT_TIMEOUT_S)
     if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
@@ -79,9 +87,12 @@ def check_flags(coordinator: str | None, num_processes: int | None, process_inde
         if num_processes is None or process_index is None:
             raise command.UserError("--coordinator=HOST:PORT needs --num_processes and --process_index")
         if not 0 <= process_index < num_processes:
-            raise command.UserError(f"--process_index={process_index}: must be from 0 to {num_processes - 1}, one less than "
-                                    f"--num_processes={num_processes}" if num_processes > 0 else
-                                    f"--num_processes={num_processes}: must be at least 1")
+            raise command.UserError(
+                f"--process_index={process_index}: must be from 0 to {num_processes - 1}, one less than "
+                f"--num_processes={num_processes}"
+                if num_processes > 0
+                else f"--num_processes={num_processes}: must be at least 1"
+            )
 
 
 @contextlib.contextmanager
@@ -104,8 +115,11 @@ def _leave(error: BaseException, errors: tuple[type[Exception], ...], again: str
     if isinstance(error, (command.UserError, *errors)):
         message, code = f"error: {' '.join(str(error).split())}", command.USER_ERROR
     elif isinstance(error, jax.errors.JaxRuntimeError):
-        message, code = (f"error: process {jax.process_index()} lost contact with another, whose own output says why "
-                         f"({str(error).splitlines()[0][:160]}); {again}", LOST_CONTACT)
+        message, code = (
+            f"error: process {jax.process_index()} lost contact with another, whose own output says why "
+            f"({str(error).splitlines()[0][:160]}); {again}",
+            LOST_CONTACT,
+        )
     else:
         message, code = "".join(traceback.format_exception(error)), 1
     print(message, file=sys.stderr, flush=True)

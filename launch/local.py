@@ -11,8 +11,7 @@ the next logging step. The same command continues in both cases.
 
 from absl import flags
 
-from launch import command
-from launch import processes
+from launch import command, processes
 
 
 def main(argv: list[str]) -> int:
@@ -20,8 +19,9 @@ def main(argv: list[str]) -> int:
     if num_processes < 1:
         command.fail(f"num_processes={num_processes}: must be at least 1")
     processes.check(module, argv)
-    return processes.run_together(processes.members(module, argv, num_processes, "127.0.0.1"),
-                                  processes.how_to_continue("launch.local", module))
+    return processes.run_together(
+        processes.members(module, argv, num_processes, "127.0.0.1"), processes.how_to_continue("launch.local", module)
+    )
 
 
 if __name__ == "__main__":

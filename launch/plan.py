@@ -48,8 +48,7 @@ from rich import box, console, table, text
 from decjax import runtime
 from decjax import topology as topology_lib
 from decjax.runtime import plan
-from launch import command
-from launch import config_file
+from launch import command, config_file
 
 FLAGS = flags.FLAGS
 
@@ -99,8 +98,9 @@ def times_of(values: dict[str, float], cluster: runtime.Cluster, compute_s: floa
     if compute_s is None and not each and values["tokens"] and cluster.flops:
         compute_s = 6 * values["params"] * values["tokens"] / cluster.flops
     if compute_s is None:
-        raise ValueError("--model: how long does a step compute? Give forward_s and backward_s, --compute_s, or tokens and a "
-                         "profile with flops")
+        raise ValueError(
+            "--model: how long does a step compute? Give forward_s and backward_s, --compute_s, or tokens and a profile with flops"
+        )
     return compute_s / 3, 2 * compute_s / 3
 
 
@@ -117,9 +117,13 @@ def make_workload(values: dict[str, float], cluster: runtime.Cluster, compute_s:
     if not (values["buckets"] >= 1 and float(values["buckets"]).is_integer()):
         raise ValueError(f"--model: buckets={values['buckets']:g} must be a whole number of at least 1")
     buckets = int(values["buckets"])
-    return runtime.Workload(forward_s, (backward_s / buckets,) * buckets,
-                            (values["params"] * values["bytes"] / buckets,) * buckets,
-                            optimizer_s=values["optimizer_s"], combine_s=values["combine_s"])
+    return runtime.Workload(
+        forward_s,
+        (backward_s / buckets,) * buckets,
+        (values["params"] * values["bytes"] / buckets,) * buckets,
+        optimizer_s=values["optimizer_s"],
+        combine_s=values["combine_s"],
+    )
 
 
 def size_of(text: str):
@@ -144,8 +148,10 @@ def measured_workload(measured: runtime.Workload | None) -> runtime.Workload:
     if not FLAGS.model and measured is None:
         raise ValueError(f"{FLAGS.cluster} has no workload; give --model=params=…,forward_s=…,backward_s=… or a config")
     if FLAGS.compute_s is not None:
-        raise ValueError(f"--compute_s={FLAGS.compute_s:g}: the workload of {FLAGS.model or FLAGS.cluster} has its own times; "
-                         "leave it out, or give --model=params=… or a config")
+        raise ValueError(
+            f"--compute_s={FLAGS.compute_s:g}: the workload of {FLAGS.model or FLAGS.cluster} has its own times; "
+            "leave it out, or give --model=params=… or a config"
+        )
     return runtime.load_workload(FLAGS.model) if FLAGS.model else measured
 
 
@@ -166,8 +172,10 @@ def ask() -> tuple[runtime.Cluster, runtime.Workload]:
         workload = dataclasses.replace(workload, jitter=jitter)
     cluster = cluster.resize(workers) if workers is not None else cluster
     if cluster.num_workers > MAX_WORKERS:
-        raise ValueError(f"workers={cluster.num_workers}: their graphs cannot be compared in reasonable time; use --workers={MAX_WORKERS}, "
-                         "or fewer")
+        raise ValueError(
+            f"workers={cluster.num_workers}: their graphs cannot be compared in reasonable time; use --workers={MAX_WORKERS}, "
+            "or fewer"
+        )
     return cluster, workload
 
 
@@ -196,14 +204,22 @@ def make_transformer(values: dict[str, float]) -> runtime.Transformer:
     sizes = {key: value for key, value in values.items() if key not in ("tied", "bytes")}
     for key, value in sizes.items():
         if value is None or not float(value).is_integer():
-            raise ValueError(f"--model: {key}={value} must be a whole number, as in layers=52,width=1920,heads=24,"
-                             "vocabulary=51200,context=1024,batch=512")
+            raise ValueError(
+                f"--model: {key}={value} must be a whole number, as in layers=52,width=1920,heads=24,"
+                "vocabulary=51200,context=1024,batch=512"
+            )
     sizes = {key: int(value) for key, value in sizes.items()}
     if values["tied"] not in (0, 1):
         raise ValueError(f"--model: tied={values['tied']:g} must be 0 or 1")
     num_bytes = values["bytes"]
-    return runtime.Transformer(batch_size=sizes.pop("batch"), tied=bool(values["tied"]), value_bytes=num_bytes,
-                               gradient_bytes=num_bytes, parameter_bytes=4 + (num_bytes if num_bytes < 4 else 0), **sizes)
+    return runtime.Transformer(
+        batch_size=sizes.pop("batch"),
+        tied=bool(values["tied"]),
+        value_bytes=num_bytes,
+        gradient_bytes=num_bytes,
+        parameter_bytes=4 + (num_bytes if num_bytes < 4 else 0),
+        **sizes,
+    )
 
 
 def transformer_of(text: str) -> runtime.Transformer:
@@ -214,9 +230,17 @@ def transformer_of(text: str) -> runtime.Transformer:
     """
     size, model = size_of(text), config_file.get_config(text).model
     num_bytes = 4.0 if model.dtype == "float32" else 2.0
-    return runtime.Transformer(model.depth, model.width, model.heads, model.vocabulary, model.context,
-                               size.workers * size.tokens // model.context, model.hidden, bool(model.get("tied", False)),
-                               value_bytes=num_bytes)
+    return runtime.Transformer(
+        model.depth,
+        model.width,
+        model.heads,
+        model.vocabulary,
+        model.context,
+        size.workers * size.tokens // model.context,
+        model.hidden,
+        bool(model.get("tied", False)),
+        value_bytes=num_bytes,
+    )
 
 
 def ask_layouts() -> tuple[runtime.Cluster, runtime.Transformer]:
@@ -261,17 +285,27 @@ def message_options() -> dict[str, float | str]:
 
 def report(cluster: runtime.Cluster, workload: runtime.Workload, ranked: list[plan.Ranked], width: int) -> console.Group:
     """The ranking; terminals of less than 100 columns get fewer."""
-    title = (f"{cluster.name}: {cluster.num_nodes} × {cluster.workers_per_node} workers; a step computes for "
-             f"{1e3 * workload.compute_s:.4g} ms and has {workload.total_bytes / 1e6:.4g} MB of parameters")
-    rows = table.Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0),
-                       caption="gap of a period / rounds in it; 1: exact averaging", caption_justify="left")
+    title = (
+        f"{cluster.name}: {cluster.num_nodes} × {cluster.workers_per_node} workers; a step computes for "
+        f"{1e3 * workload.compute_s:.4g} ms and has {workload.total_bytes / 1e6:.4g} MB of parameters"
+    )
+    rows = table.Table(
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+        caption="gap of a period / rounds in it; 1: exact averaging",
+        caption_justify="left",
+    )
     rows.add_column("method", vertical="bottom", no_wrap=True)
     columns = {
-        "ms": lambda r: _ms(r.prediction.mean_s), "95 %\nms": lambda r: _ms(r.prediction.quantiles_s[0.95]),
-        "speed-\nup": lambda r: f"{r.speedup:.2f}", "waits\nms": lambda r: _ms(r.prediction.waiting_s),
+        "ms": lambda r: _ms(r.prediction.mean_s),
+        "95 %\nms": lambda r: _ms(r.prediction.quantiles_s[0.95]),
+        "speed-\nup": lambda r: f"{r.speedup:.2f}",
+        "waits\nms": lambda r: _ms(r.prediction.waiting_s),
         "adds\nms": lambda r: _ms(r.prediction.exposed_s),
         "MB per\nworker": lambda r: f"{r.prediction.bytes_per_worker / 1e6:.3g}",
-        "MB per\nNIC": lambda r: f"{r.prediction.bytes_per_nic / 1e6:.3g}", "gap": _gap}
+        "MB per\nNIC": lambda r: f"{r.prediction.bytes_per_nic / 1e6:.3g}",
+        "gap": _gap,
+    }
     if width < 100:
         del columns["95 %\nms"], columns["MB per\nworker"]
     for header in columns:
@@ -290,20 +324,36 @@ def _ms(time_s: float) -> str:
     return "0" if ms < 5e-4 else f"{ms:.0f}" if ms >= 1000 else f"{ms:.3g}"
 
 
-def report_layouts(cluster: runtime.Cluster, model: runtime.Transformer, ranked: list[plan.RankedLayout],
-                   width: int) -> console.Group:
+def report_layouts(
+    cluster: runtime.Cluster, model: runtime.Transformer, ranked: list[plan.RankedLayout], width: int
+) -> console.Group:
     """The ranking of layouts; terminals of less than 110 columns get fewer."""
-    title = (f"{cluster.name}: {cluster.num_nodes} × {cluster.workers_per_node} devices; {model.parameters / 1e6:.4g} million "
-             f"parameters, {model.batch_size} sequences of {model.context}")
-    rows = table.Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0),
-                       caption="predicted; a layout is workers × stages × tensor", caption_justify="left")
+    title = (
+        f"{cluster.name}: {cluster.num_nodes} × {cluster.workers_per_node} devices; {model.parameters / 1e6:.4g} million "
+        f"parameters, {model.batch_size} sequences of {model.context}"
+    )
+    rows = table.Table(
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+        caption="predicted; a layout is workers × stages × tensor",
+        caption_justify="left",
+    )
     rows.add_column("layout", vertical="bottom", no_wrap=True)
     rows.add_column("method", vertical="bottom", no_wrap=True)
-    parts = {"compute\nms": "compute_s", "bubble\nms": "bubble_s", "tensor\nms": "tensor_s", "stages\nms": "boundary_s",
-             "workers\nms": "workers_s", "embed.\nms": "embedding_s"}
-    columns = {"s": lambda r: f"{r.prediction.time_s:.4g}", "speed-\nup": lambda r: f"{r.speedup:.2f}",
-               **{header: lambda r, part=part: _ms(getattr(r.prediction, part)) for header, part in parts.items() if width >= 110},
-               "GB": lambda r: f"{r.memory.total / 1e9:.3g}"}
+    parts = {
+        "compute\nms": "compute_s",
+        "bubble\nms": "bubble_s",
+        "tensor\nms": "tensor_s",
+        "stages\nms": "boundary_s",
+        "workers\nms": "workers_s",
+        "embed.\nms": "embedding_s",
+    }
+    columns = {
+        "s": lambda r: f"{r.prediction.time_s:.4g}",
+        "speed-\nup": lambda r: f"{r.speedup:.2f}",
+        **{header: lambda r, part=part: _ms(getattr(r.prediction, part)) for header, part in parts.items() if width >= 110},
+        "GB": lambda r: f"{r.memory.total / 1e9:.3g}",
+    }
     for header in columns:
         rows.add_column(header, justify="right", vertical="bottom", no_wrap=True)
     for r in ranked:
@@ -314,17 +364,25 @@ def report_layouts(cluster: runtime.Cluster, model: runtime.Transformer, ranked:
 def plan_layouts(terminal: console.Console) -> None:
     """Ranks all layouts of the devices and prints the best, and why others were left out."""
     cluster, model = ask_layouts()
-    found, refused = plan.layouts(model, cluster.num_workers, microbatch_size=FLAGS.microbatch, schedule=FLAGS.schedule,
-                                  chunks=FLAGS.chunks, inner=FLAGS.inner, rematerialize=FLAGS.rematerialize)
-    ranked, too_large = plan.rank_layouts(cluster, model, found, topologies=FLAGS.topologies or ("one_peer_exponential",),
-                                          orders=FLAGS.orders)
+    found, refused = plan.layouts(
+        model,
+        cluster.num_workers,
+        microbatch_size=FLAGS.microbatch,
+        schedule=FLAGS.schedule,
+        chunks=FLAGS.chunks,
+        inner=FLAGS.inner,
+        rematerialize=FLAGS.rematerialize,
+    )
+    ranked, too_large = plan.rank_layouts(
+        cluster, model, found, topologies=FLAGS.topologies or ("one_peer_exponential",), orders=FLAGS.orders
+    )
     reasons: dict[str, list[str]] = {}
     for name, reason in (refused | too_large).items():
         reasons.setdefault(reason, []).append(name)
     if not ranked:
         reason, names = next(reversed(reasons.items()))
         raise ValueError(f"no layout of {cluster.num_workers} devices fits; {', '.join(names)}: {reason}")
-    terminal.print(report_layouts(cluster, model, ranked[:FLAGS.top], terminal.width))
+    terminal.print(report_layouts(cluster, model, ranked[: FLAGS.top], terminal.width))
     if len(ranked) > FLAGS.top:
         terminal.print(f"{len(ranked) - FLAGS.top} more; --top={len(ranked)} shows them", style="dim")
     for reason, names in reasons.items():
@@ -349,16 +407,41 @@ def plot(path: str, cluster: runtime.Cluster, workload: runtime.Workload, ranked
 
     axis = left.subplots()
     shown = np.searchsorted(winners, regions.winner)
-    axis.pcolormesh(8e-9 * bandwidths, variations, shown, shading="nearest", vmin=-0.5, vmax=len(COLORS) - 0.5,
-                    cmap=colors.ListedColormap(COLORS), rasterized=True)
+    axis.pcolormesh(
+        8e-9 * bandwidths,
+        variations,
+        shown,
+        shading="nearest",
+        vmin=-0.5,
+        vmax=len(COLORS) - 0.5,
+        cmap=colors.ListedColormap(COLORS),
+        rasterized=True,
+    )
     own = workload.jitter.sample(np.random.default_rng(0), workload.compute_s, (1000, 1, cluster.num_workers))
-    axis.plot(8e-9 * link.bandwidth_Bps, min(own.std() / own.mean(), variations[-1]), "o", color="black", markersize=9,
-              markeredgecolor="white", clip_on=False, zorder=5)
-    axis.set(xscale="log", xlabel=f"bandwidth {'between nodes' if cluster.num_nodes > 1 else 'inside the node'}, Gbit/s",
-             ylabel="variation of compute times (standard deviation ÷ mean)")
+    axis.plot(
+        8e-9 * link.bandwidth_Bps,
+        min(own.std() / own.mean(), variations[-1]),
+        "o",
+        color="black",
+        markersize=9,
+        markeredgecolor="white",
+        clip_on=False,
+        zorder=5,
+    )
+    axis.set(
+        xscale="log",
+        xlabel=f"bandwidth {'between nodes' if cluster.num_nodes > 1 else 'inside the node'}, Gbit/s",
+        ylabel="variation of compute times (standard deviation ÷ mean)",
+    )
     axis.set_title("the method to prefer (dot: this cluster)", fontsize=10)
-    left.legend([patches.Patch(color=COLORS[k % len(COLORS)]) for k in range(len(winners))],
-                [regions.methods[m].name for m in winners], loc="outside lower center", ncols=2, frameon=False, fontsize=8.5)
+    left.legend(
+        [patches.Patch(color=COLORS[k % len(COLORS)]) for k in range(len(winners))],
+        [regions.methods[m].name for m in winners],
+        loc="outside lower center",
+        ncols=2,
+        frameon=False,
+        fontsize=8.5,
+    )
 
     gossip = [r for r in ranked if r.is_gossip]
     chosen = [r.method for r in ranked if r.method.message == "gradients" and not r.method.bucketed][::-1][:2]
@@ -367,9 +450,14 @@ def plot(path: str, cluster: runtime.Cluster, workload: runtime.Workload, ranked
     for axis, method in zip(axes, chosen, strict=True):
         _draw_timeline(axis, plan.timeline(cluster, workload, method), method.name)
     axes[-1].set_xlabel("ms from when the first worker starts the iteration")
-    right.legend([patches.Patch(color="#0072B2"), patches.Patch(facecolor="0.9"), patches.Patch(color="#D55E00")],
-                 ["computes", "waits, updates", "message on its way"], loc="outside lower center", ncols=3, frameon=False,
-                 fontsize=8.5)
+    right.legend(
+        [patches.Patch(color="#0072B2"), patches.Patch(facecolor="0.9"), patches.Patch(color="#D55E00")],
+        ["computes", "waits, updates", "message on its way"],
+        loc="outside lower center",
+        ncols=3,
+        frameon=False,
+        fontsize=8.5,
+    )
     figure.savefig(path, dpi=140)
     plt.close(figure)
 
@@ -398,11 +486,15 @@ def main(argv: list[str]) -> int:
     refuse_flags(_LAYOUT_FLAGS, "is for layouts of workers × stages × tensor; leave it out, or give --devices or layers=")
     cluster, workload = ask()
     names = topology_lib.names() if FLAGS.topologies == ["all"] else FLAGS.topologies or plan.TOPOLOGIES
-    methods, refused = plan.candidates(cluster, names, FLAGS.orders, bucketed=len(workload.num_bytes) > 1,
-                                       every=FLAGS.every, **message_options())
+    methods, refused = plan.candidates(
+        cluster, names, FLAGS.orders, bucketed=len(workload.num_bytes) > 1, every=FLAGS.every, **message_options()
+    )
     methods += [runtime.compressed(form) for form in workload.compressed if form.num_workers == cluster.num_workers]
-    refused |= {form.name: f"{form.name!r} was measured among {form.num_workers} workers, not {cluster.num_workers}"
-                for form in workload.compressed if form.num_workers != cluster.num_workers}
+    refused |= {
+        form.name: f"{form.name!r} was measured among {form.num_workers} workers, not {cluster.num_workers}"
+        for form in workload.compressed
+        if form.num_workers != cluster.num_workers
+    }
     ranked = plan.rank(cluster, workload, methods)
     terminal = command.console()
     terminal.print(report(cluster, workload, ranked, terminal.width))
@@ -418,26 +510,35 @@ def main(argv: list[str]) -> int:
 
 if __name__ == "__main__":  # Other commands have a --workers as well, and one process may import several.
     flags.DEFINE_string("cluster", None, "The cluster's profile, a JSON file; configs/clusters has some.", required=True)
-    flags.DEFINE_string("model", None,
-                        "A config, a workload in JSON, or params=…,forward_s=…,backward_s=…; none: the profile's.")
+    flags.DEFINE_string("model", None, "A config, a workload in JSON, or params=…,forward_s=…,backward_s=…; none: the profile's.")
     flags.DEFINE_integer("workers", None, "Number of workers; none: the config's, or all of the profile.", lower_bound=1)
     flags.DEFINE_float("compute_s", None, "Seconds that a worker computes for one step.", lower_bound=0.0)
-    flags.DEFINE_float("variation", None, "Standard deviation ÷ mean of compute times, log-normal; none: the workload's.",
-                       lower_bound=0.0)
+    flags.DEFINE_float(
+        "variation", None, "Standard deviation ÷ mean of compute times, log-normal; none: the workload's.", lower_bound=0.0
+    )
     flags.DEFINE_list("topologies", [], "Graphs to consider, or 'all'; none: a choice of good ones.")
     flags.DEFINE_list("orders", ["awc", "atc"], "awc (overlaps with the gradient), atc (after the update), or both.")
     flags.DEFINE_float("ratio", None, "Bytes of a message ÷ bytes of the parameters: 0.5 for 16 bits; none: 1.")
     flags.DEFINE_string("codec", None, "Codec of gossip's messages, such as int8: its ratio, and its time if it was measured.")
     flags.DEFINE_integer("every", 1, "Communicate in every p-th step.")
     flags.DEFINE_string("plot", None, "Where to write the figure, such as plan.png.")
-    flags.DEFINE_integer("devices", None, "Devices to divide into workers × stages × tensor; none: all, if --model has layers.",
-                         lower_bound=1, upper_bound=MAX_WORKERS)
+    flags.DEFINE_integer(
+        "devices",
+        None,
+        "Devices to divide into workers × stages × tensor; none: all, if --model has layers.",
+        lower_bound=1,
+        upper_bound=MAX_WORKERS,
+    )
     flags.DEFINE_integer("microbatch", 1, "Sequences in a microbatch.", lower_bound=1)
     flags.DEFINE_enum("schedule", "1f1b", ["gpipe", "1f1b", "interleaved"], "Of the pipeline.")
     flags.DEFINE_integer("chunks", 1, "Virtual stages of a stage, for --schedule=interleaved.", lower_bound=1)
     flags.DEFINE_enum("inner", "stage", ["stage", "worker"], "Which axis comes next to the tensor axis on a node.")
-    flags.DEFINE_enum("rematerialize", "products", ["none", "products", "layers", "stages"],
-                      "What is computed anew: nothing, all of a layer but its matrix products, whole layers, or whole stages.")
+    flags.DEFINE_enum(
+        "rematerialize",
+        "products",
+        ["none", "products", "layers", "stages"],
+        "What is computed anew: nothing, all of a layer but its matrix products, whole layers, or whole stages.",
+    )
     flags.DEFINE_float("flops", None, "Operations per second that a device sustains; none: the profile's.", lower_bound=0.0)
     flags.DEFINE_integer("top", 20, "How many layouts to show.", lower_bound=1)
     command.run(main, errors=(ValueError, OSError, config_file.ConfigFileError))

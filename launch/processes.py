@@ -5,8 +5,7 @@ only if one fails; if one dies, the others are ended; Ctrl-C and SIGTERM reach e
 processes take turns, uses the parts.
 """
 
-from collections.abc import Iterator
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 import contextlib
 import ctypes
 import importlib.util
@@ -20,8 +19,7 @@ import tempfile
 import time
 from typing import Any, BinaryIO, NamedTuple
 
-from launch import command
-from launch import config_file
+from launch import command, config_file
 
 TRAIN = "launch.train"
 GRACE_S = 15  # between SIGTERM and SIGKILL, once a process has died: well below a minute
@@ -49,8 +47,10 @@ class Child(NamedTuple):
 def caught_signals() -> Iterator[list[signal.Signals]]:
     """Collects Ctrl-C, SIGTERM and SIGHUP in a list instead of dying from them."""
     caught: list[signal.Signals] = []
-    before = {number: signal.signal(number, lambda number, frame: caught.append(signal.Signals(number)))
-              for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    before = {
+        number: signal.signal(number, lambda number, frame: caught.append(signal.Signals(number)))
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    }
     try:
         yield caught
     finally:
@@ -61,6 +61,7 @@ def caught_signals() -> Iterator[list[signal.Signals]]:
 @contextlib.contextmanager
 def unwinding_signals() -> Iterator[None]:
     """SIGTERM and SIGHUP leave through `finally` clauses, as Ctrl-C does by itself."""
+
     def leave(number, frame):
         raise SystemExit(128 + number)
 
@@ -85,6 +86,7 @@ def start(command_line: list[str], core: int | None = None, **options: Any) -> s
         core: the only CPU core it may use; None: any.
         **options: of `subprocess.Popen`; `env` is added to our environment, `stdin` is empty unless given.
     """
+
     def before_it_runs():
         _end_with_parent()
         if core is not None:
@@ -94,8 +96,13 @@ def start(command_line: list[str], core: int | None = None, **options: Any) -> s
     ours = {"JAX_ENABLE_PREEMPTION_SERVICE": "false", command.LAUNCHER: "1"}
     environment = os.environ | ours | options.pop("env", {})
     return subprocess.Popen(
-        command_line, stdin=options.pop("stdin", subprocess.DEVNULL), start_new_session=True, env=environment,
-        preexec_fn=before_it_runs if sys.platform == "linux" else None, **options)
+        command_line,
+        stdin=options.pop("stdin", subprocess.DEVNULL),
+        start_new_session=True,
+        env=environment,
+        preexec_fn=before_it_runs if sys.platform == "linux" else None,
+        **options,
+    )
 
 
 def _end_with_parent() -> None:
@@ -138,8 +145,10 @@ def check(module: str, arguments: Sequence[str]) -> None:
     if module == TRAIN:
         example = "as in -- --config=configs/lm.py --workdir=runs/lm"
         if not (arguments and arguments[0].startswith("-")):
-            raise command.UserError((f"unexpected argument {arguments[0]!r}; " if arguments else "")
-                                    + f"options of launch.train go behind --, {example}")
+            raise command.UserError(
+                (f"unexpected argument {arguments[0]!r}; " if arguments else "")
+                + f"options of launch.train go behind --, {example}"
+            )
         for option in ("config", "workdir"):
             if config_file.given(option, arguments) is None:
                 raise command.UserError(f"--{option} is missing behind --, {example}")
@@ -250,6 +259,5 @@ def report(children: list[Child], failed: list[int], caught: list[signal.Signals
         return code
     for line in said:
         print(f"[process {index}] {line}", file=sys.stderr)
-    print(f"error: process {index} {how_it_ended(code)}, the other processes were ended{again}",
-          file=sys.stderr, flush=True)
+    print(f"error: process {index} {how_it_ended(code)}, the other processes were ended{again}", file=sys.stderr, flush=True)
     return max(code, 1)

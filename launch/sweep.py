@@ -24,9 +24,7 @@ import rich.console
 import rich.markup
 import rich.table
 
-from launch import command
-from launch import config_file
-from launch import processes
+from launch import command, config_file, processes
 
 _CONFIG = flags.DEFINE_string("config", None, "Config file, with an optional shorthand after a colon.", required=True)
 _WORKDIR = flags.DEFINE_string("workdir", None, "Directory of the sweep; each run has its own below.", required=True)
@@ -79,8 +77,7 @@ def parse_sweep(text: str) -> dict[str, list[str]]:
     for part in text.split(";"):
         key, equals, values = (piece.strip() for piece in part.partition("="))
         if not key or not equals:
-            raise SweepError(f"sweep: {part.strip()!r} is not key=value,value; "
-                             "write as in 'topology=ring,torus;seed=0,1'")
+            raise SweepError(f"sweep: {part.strip()!r} is not key=value,value; write as in 'topology=ring,torus;seed=0,1'")
         if key in swept:
             raise SweepError(f"sweep: key {key!r} stands twice; list all its values once, after commas")
         swept[key] = [value.strip() for value in COMMA.split(values)]
@@ -97,8 +94,7 @@ def sweep_of(module, path: str, argument: str) -> str:
         return module.get_sweep(argument)
     if hasattr(module, "SWEEP"):
         return module.SWEEP
-    raise SweepError(f"no --sweep is given and {path} defines none; write --sweep='seed=0,1', "
-                     "or get_sweep(arg) in the config")
+    raise SweepError(f"no --sweep is given and {path} defines none; write --sweep='seed=0,1', or get_sweep(arg) in the config")
 
 
 def expand(config: str, swept: dict[str, list[str]], keys, workdir: pathlib.Path, extra: list[str]) -> list[Member]:
@@ -215,8 +211,7 @@ def run_all(members: list[Member], caught: list, console: rich.console.Console) 
             continue
         failures += 1
         reason = last_line(member.log, "error:") or f"error: {last_line(member.log)}"
-        console.print(f"{title}: FAILED, it {processes.how_it_ended(code)}; {reason}\n    all it said: {member.log}",
-                      markup=False)
+        console.print(f"{title}: FAILED, it {processes.how_it_ended(code)}; {reason}\n    all it said: {member.log}", markup=False)
     return failures
 
 
@@ -237,9 +232,15 @@ def tabulate(members: list[Member]) -> rich.table.Table:
     settings: dict[tuple, list[dict | None]] = {}
     for member in members:
         settings.setdefault(tuple(member.values[key] for key in keys), []).append(member.summary())
-    table = rich.table.Table(box=rich.box.SIMPLE_HEAD, padding=(0, 1, 0, 0), caption_justify="left", caption=(
-        "mean ± sample standard deviation over n finished runs; "
-        "local spread: best to worst worker's own evaluation loss; MB/step: sent per worker"))
+    table = rich.table.Table(
+        box=rich.box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+        caption_justify="left",
+        caption=(
+            "mean ± sample standard deviation over n finished runs; "
+            "local spread: best to worst worker's own evaluation loss; MB/step: sent per worker"
+        ),
+    )
     for key in keys:
         table.add_column(key.rpartition(".")[2], no_wrap=True)
     for header in ("n", "eval_loss", "local spread", "time, s", "MB/step"):
@@ -252,7 +253,8 @@ def tabulate(members: list[Member]) -> rich.table.Table:
             mean_and_spread([summary["eval_loss"] for summary in done], 4),
             mean_and_spread([summary["local_eval_loss_max"] - summary["local_eval_loss_min"] for summary in done], 4),
             mean_and_spread([summary["time_s"] for summary in done], 0),
-            mean_and_spread([summary["bytes_per_step_per_worker"] / 1e6 for summary in done], 3))
+            mean_and_spread([summary["bytes_per_step_per_worker"] / 1e6 for summary in done], 3),
+        )
     return table
 
 

@@ -11,8 +11,8 @@ Topologies that do not exist for the number of workers follow with the reason.
 
 import collections
 
-import numpy as np
 from absl import flags
+import numpy as np
 from rich import box, console, markup, table
 
 from decjax import topology as tp
@@ -51,9 +51,7 @@ def build(num_workers: int, chosen: dict[str, object]) -> tuple[list[tp.Topology
     for name in tp.names():
         own = {option: _ALIASES.get(option, option) for option in tp.options(name)}
         try:
-            built.append(
-                tp.make(name, num_workers, **{option: chosen[f] for option, f in own.items() if f in chosen})
-            )
+            built.append(tp.make(name, num_workers, **{option: chosen[f] for option, f in own.items() if f in chosen}))
         except ValueError as error:
             refused[name] = str(error).removeprefix(f"topology {name!r} ")
     return built, refused
@@ -75,21 +73,10 @@ def report(topologies: list[tp.Topology], refused: dict[str, str], num_workers: 
     """The table of topologies and, if there are any, that of those which do not exist at this size."""
     width = max(map(len, tp.names()))
     main = table.Table(
-        box=box.SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
-        title=f"{num_workers} workers",
-        title_justify="left",
-        caption_justify="left",
+        box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), title=f"{num_workers} workers", title_justify="left", caption_justify="left"
     )
     main.add_column("topology", no_wrap=True, min_width=width)
-    headers = (
-        "period",
-        "max\ndegree",
-        "messages\nper step",
-        "gap of\nworst\nround",
-        "gap of\nperiod",
-        "exact\nafter",
-    )
+    headers = ("period", "max\ndegree", "messages\nper step", "gap of\nworst\nround", "gap of\nperiod", "exact\nafter")
     for header in headers:
         main.add_column(header, justify="right", vertical="bottom", no_wrap=True)
     for topology in topologies:
@@ -110,13 +97,7 @@ def report(topologies: list[tp.Topology], refused: dict[str, str], num_workers: 
     main.caption = "gap = 1 − ‖W − J/n‖₂; 1: exact averaging; –: only columns sum to one (push-sum)"
     if not refused:
         return [main]
-    rest = table.Table(
-        box=box.SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
-        title="not possible",
-        title_justify="left",
-        show_header=False,
-    )
+    rest = table.Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), title="not possible", title_justify="left", show_header=False)
     rest.add_column(no_wrap=True, min_width=width, style="dim")
     rest.add_column(style="dim")
     for name, reason in refused.items():
@@ -141,20 +122,14 @@ def plot(topologies: list[tp.Topology], path: str) -> None:
     num_columns = min(6, len(topologies))
     num_rows = -(-len(topologies) // num_columns)
     figure, axes = plt.subplots(
-        num_rows,
-        num_columns,
-        figsize=(2.5 * num_columns, 2.75 * num_rows),
-        layout="constrained",
-        squeeze=False,
+        num_rows, num_columns, figsize=(2.5 * num_columns, 2.75 * num_rows), layout="constrained", squeeze=False
     )
     for axis in axes.flat:
         axis.set_axis_off()
     for axis, topology in zip(axes.flat, topologies, strict=False):
         angles = np.pi / 2 - 2 * np.pi * np.arange(topology.num_workers) / topology.num_workers
         xy_Nx2 = np.stack([np.cos(angles), np.sin(angles)], axis=1)
-        colors = (
-            plt.cm.turbo(np.linspace(0.08, 0.92, topology.period)) if topology.period > 1 else ["#33506b"]
-        )
+        colors = plt.cm.turbo(np.linspace(0.08, 0.92, topology.period)) if topology.period > 1 else ["#33506b"]
         times_drawn = collections.Counter()
         for phase, color in enumerate(colors):
             W_NxN = topology.matrix(phase)
@@ -185,8 +160,7 @@ def plot(topologies: list[tp.Topology], path: str) -> None:
         axis.set_title(f"{topology.name}\n{rounds}, degree {topology.max_degree}", fontsize=9)
         axis.set(xlim=(-1.2, 1.2), ylim=(-1.2, 1.2), aspect="equal")
     figure.suptitle(
-        f"Topologies of {topologies[0].num_workers} workers: edges coloured by phase (blue first, red last), "
-        "arrows where one-way",
+        f"Topologies of {topologies[0].num_workers} workers: edges coloured by phase (blue first, red last), arrows where one-way",
         fontsize=11,
     )
     figure.savefig(path, dpi=140)

@@ -9,14 +9,15 @@ import jax
 from ml_collections import config_flags
 
 from decjax import train
-from launch import command
-from launch import join
+from launch import command, join
 
 _CONFIG = config_flags.DEFINE_config_file(
-    "config", None, "Config file, with an optional shorthand after a colon: configs/lm.py:workers=4,smoke.")
+    "config", None, "Config file, with an optional shorthand after a colon: configs/lm.py:workers=4,smoke."
+)
 _WORKDIR = flags.DEFINE_string("workdir", None, "Directory of the run: config, metrics, checkpoints, summary.")
 _RESUME_FROM = flags.DEFINE_string(
-    "resume_from", None, "Start from the newest checkpoint of another run, with any number of workers.")
+    "resume_from", None, "Start from the newest checkpoint of another run, with any number of workers."
+)
 flags.mark_flags_as_required(["config", "workdir"])
 
 
@@ -42,11 +43,13 @@ def report(outcome: train.Outcome) -> None:
             print(f"To continue:\n  {shlex.join(['python', '-m', 'launch.train', *sys.argv[1:]])}")
         return
     summary = outcome.summary
-    print(f"averaged model after {summary['steps']} steps and {summary['time_s']:.0f} s: "
-          f"{summary['eval_loss']:.4f} nats/byte on validation text "
-          f"(a bigram model's limit: {summary['corpus_order1_entropy']:.2f}); "
-          f"single workers {summary['local_eval_loss_min']:.4f} to {summary['local_eval_loss_max']:.4f}; "
-          f"{_size(summary['bytes_per_step_per_worker'])} sent per worker and step")
+    print(
+        f"averaged model after {summary['steps']} steps and {summary['time_s']:.0f} s: "
+        f"{summary['eval_loss']:.4f} nats/byte on validation text "
+        f"(a bigram model's limit: {summary['corpus_order1_entropy']:.2f}); "
+        f"single workers {summary['local_eval_loss_min']:.4f} to {summary['local_eval_loss_max']:.4f}; "
+        f"{_size(summary['bytes_per_step_per_worker'])} sent per worker and step"
+    )
     if outcome.sample is not None:
         print(f"--- text by the averaged model, after 32 bytes of validation text ---\n{outcome.sample}\n---")
 

@@ -36,9 +36,11 @@ def test_gossip_starts_before_the_forward_pass_and_ends_after_the_backward_pass_
         check_overlap(schedule)
 
 
-@pytest.mark.parametrize("argument, topology", [
-    (f"{GOSSIP},codec=bfloat16", "v5e:2x4"), (f"{GOSSIP},codec=int8", "v5e:2x4"), (GOSSIP, "v6e:2x4"),
-], ids=["16 bits", "8 bits", "v6e"])
+@pytest.mark.parametrize(
+    "argument, topology",
+    [(f"{GOSSIP},codec=bfloat16", "v5e:2x4"), (f"{GOSSIP},codec=int8", "v5e:2x4"), (GOSSIP, "v6e:2x4")],
+    ids=["16 bits", "8 bits", "v6e"],
+)
 def test_so_do_narrow_messages_and_on_other_chips(argument, topology):
     check_overlap(next(schedules(argument, topology)))
 
@@ -57,14 +59,15 @@ def test_adapt_then_communicate_starts_after_the_backward_pass():
 
 def test_a_traced_phase_waits_in_a_conditional():
     transfers = next(schedules(GOSSIP, static_phase=False)).transfers
-    assert transfers and all(transfer.inside == "conditional" and not transfer.asynchronous and transfer.hidden == 0
-                             for transfer in transfers)
+    assert transfers and all(
+        transfer.inside == "conditional" and not transfer.asynchronous and transfer.hidden == 0 for transfer in transfers
+    )
 
 
 @pytest.mark.parametrize("argument", ["method=allreduce", "method=allreduce,stale"])
 def test_all_reduce_is_one_message_that_the_step_waits_for(argument):
     """The gradients of scanned layers are all there at the end, and this compiler does nothing beside a reduction."""
-    transfer, = next(schedules(argument)).transfers
+    (transfer,) = next(schedules(argument)).transfers
     assert transfer.collective.kind == "all-reduce" and not transfer.asynchronous and transfer.hidden == 0
     assert (transfer.started, transfer.finished) == ((0, 0) if "stale" in argument else (1, 1))
 

@@ -10,22 +10,18 @@ import numpy as np
 import pytest
 
 from configs import lm
-from decjax import codecs
-from decjax import mesh
-from decjax import models
-from decjax import pipeline
-from decjax import schedules
-from decjax import train
-from decjax.pipeline import links
-from decjax.pipeline import executor
+from decjax import codecs, mesh, models, pipeline, schedules, train
+from decjax.pipeline import executor, links
 from decjax.train import wire
 
 pytestmark = pytest.mark.usefixtures("quick_compilation", "uncached_programs")
 B, T, D, M = 2, 4, 6, 4
 I, J = B * T, D
 SCHEDULE = schedules.make("1f1b", 3, M)  # Of link 1 → 0 the last two of four gradients are compressed.
-SEND = {kind: [send for sends in SCHEDULE.sends for send in sends if send.kind == kind and send.source == source]
-        for kind, source in (("B", 1), ("F", 0))}
+SEND = {
+    kind: [send for sends in SCHEDULE.sends for send in sends if send.kind == kind and send.source == source]
+    for kind, source in (("B", 1), ("F", 0))
+}
 
 
 class Ends:
@@ -44,17 +40,26 @@ class Ends:
                 return x, x, state
             message, state = self.boundary.transfers[label].send(x, state, place)
             return message, *self.boundary.transfers[label].receive(message, state, place)
+
         return jax.jit(transfer, static_argnums=5)
 
     def send(self, x, microbatch=0, kind="B", compress=True, tokens=None):
         tokens_BxT1 = np.zeros((B, T + 1), np.int32) if tokens is None else tokens
         self.message, received, self.state = self._transfer(
-            jnp.asarray(x, self.like.dtype), self.state, tokens_BxT1, np.int32(microbatch), jax.random.key(microbatch), (kind, compress))
+            jnp.asarray(x, self.like.dtype),
+            self.state,
+            tokens_BxT1,
+            np.int32(microbatch),
+            jax.random.key(microbatch),
+            (kind, compress),
+        )
         return np.asarray(received, np.float32)
 
     def iteration(self, xs):
         """One iteration's gradients, as the schedule has it: what arrives."""
-        received = [self.send(x, send.microbatch, "B", self.boundary.compresses(send)) for x, send in zip(xs, SEND["B"], strict=True)]
+        received = [
+            self.send(x, send.microbatch, "B", self.boundary.compresses(send)) for x, send in zip(xs, SEND["B"], strict=True)
+        ]
         self.state = self._finish(self.state)
         return received
 
@@ -101,8 +106,10 @@ def test_low_rank_with_lazy_errors_follows_its_equations(error):
     assert np.linalg.norm(e_IxJ if error != "reset" else lost) > 0.1  # Something is compressed away.
 
 
-@pytest.mark.parametrize("codec, dtype", [("low_rank(rank=2,values=bfloat16)", "bfloat16"), ("topk(fraction=0.2,values=int8)", "float32"),
-                                          ("qsgd", "float32")])
+@pytest.mark.parametrize(
+    "codec, dtype",
+    [("low_rank(rank=2,values=bfloat16)", "bfloat16"), ("topk(fraction=0.2,values=int8)", "float32"), ("qsgd", "float32")],
+)
 def test_what_is_flushed_arrives_once(codec, dtype):
     """Sum of what arrives + e is the sum of the gradients: casts of factors and of activations included."""
     ends = Ends(pipeline.coded(train.methods.make_codec(codec), error="flush"), dtype)
@@ -125,7 +132,9 @@ def test_factors_are_sent_in_the_type_that_is_asked_for():
     x = np.asarray(jnp.asarray(gradients(1)[0, 0], "bfloat16"), np.float32)
     y = ends.send(x)
     assert {name: (leaf.shape, leaf.dtype) for name, leaf in ends.message.items()} == {
-        "p": ((I, 2), np.dtype("uint16")), "q": ((2, J), np.dtype("uint16"))}
+        "p": ((I, 2), np.dtype("uint16")),
+        "q": ((2, J), np.dtype("uint16")),
+    }
     assert codecs.message_bytes(ends.message) == codec.num_bytes((I, J), "bfloat16") == 2 * 2 * (I + J)
     assert ends.error.dtype == np.float32
     np.testing.assert_array_equal(ends.error, x - y)
@@ -231,11 +240,20 @@ def test_compressed_messages_of_an_iteration(name, S, C):
     schedule = schedules.make(name, S, 2 * S, C)
     for when in ("epilogue", "always"):
         table = executor.tabulate(schedule, pipeline.coded(codecs.identity(), when=when).compresses, True)
-        count = sum(runs * len(message.pairs) for messages, runs in zip(table.patterns, table.runs) for message in messages
-                    if message.label == ("B", True))
+        count = sum(
+            runs * len(message.pairs)
+            for messages, runs in zip(table.patterns, table.runs)
+            for message in messages
+            if message.label == ("B", True)
+        )
         every = 2 * S * (S * C - 1)
-        assert count == (every if when == "always" or name == "gpipe" else S * (S - 1) // 2 if C == 1 else
-                         sum(send.critical for sends in schedule.sends for send in sends if send.kind == "B"))
+        assert count == (
+            every
+            if when == "always" or name == "gpipe"
+            else S * (S - 1) // 2
+            if C == 1
+            else sum(send.critical for sends in schedule.sends for send in sends if send.kind == "B")
+        )
         assert count < every or when == "always" or name == "gpipe"
 
 
@@ -244,7 +262,9 @@ VOCABULARY, WIDTH, CONTEXT, DEPTH = 16, 8, 6, 4
 
 @functools.cache
 def model():
-    return models.decoder_lm(vocabulary=VOCABULARY, context=CONTEXT, width=WIDTH, hidden=8, heads=2, depth=DEPTH, divide=mesh.divide)
+    return models.decoder_lm(
+        vocabulary=VOCABULARY, context=CONTEXT, width=WIDTH, hidden=8, heads=2, depth=DEPTH, divide=mesh.divide
+    )
 
 
 def tokens(step, batch):
@@ -267,6 +287,7 @@ class Pipe:
         def step(params, state, batch, rate):
             loss, grads, state = self.of.gradient(params, state, batch, jax.random.key(0))
             return loss, jax.tree.map(lambda x, g: x - rate * g, params, grads), state
+
         arguments = self.params, self.state, self.build(0), np.float32(0)
         return self.workers.jit(step, (0, 0, 0, None)).lower(*arguments).compile()
 
@@ -281,10 +302,14 @@ class Pipe:
         return losses
 
 
-@pytest.mark.parametrize("S, name, C, options", [
-    (4, "1f1b", 1, dict(backward="low_rank(rank=2)")),
-    (2, "interleaved", 2, dict(backward="low_rank(rank=2,values=bfloat16)", forward="int8")),
-    (2, "gpipe", 1, dict(backward="identity", forward="topk(fraction=0.25)", when="always", reuse_indices=True))])
+@pytest.mark.parametrize(
+    "S, name, C, options",
+    [
+        (4, "1f1b", 1, dict(backward="low_rank(rank=2)")),
+        (2, "interleaved", 2, dict(backward="low_rank(rank=2,values=bfloat16)", forward="int8")),
+        (2, "gpipe", 1, dict(backward="identity", forward="topk(fraction=0.25)", when="always", reuse_indices=True)),
+    ],
+)
 def test_bytes_in_the_compiled_program_are_those_of_the_codecs(S, name, C, options):
     given = {key: train.methods.make_codec(value) if key in ("backward", "forward") else value for key, value in options.items()}
     pipe = Pipe(pipeline.coded(**given), S, name, C)
@@ -318,11 +343,20 @@ def test_full_rank_and_identity_are_no_compression():
 # -- Tensor-parallel groups -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("batch, options", [
-    (0, dict(backward="low_rank(rank=2)", forward="int8(block=16,rounding=stochastic)")),
-    (4, dict(backward="low_rank(rank=2,values=bfloat16)", error="flush", forward="topk(fraction=0.75)")),
-    (0, dict(backward="int8(block=16)", when="always", error="ef21", forward="int4(block=16)", forward_error="samples", slots=16)),
-    (0, dict(backward="bfloat16", forward="topk(fraction=0.75)", when="always", reuse_indices=True))])
+@pytest.mark.parametrize(
+    "batch, options",
+    [
+        (0, dict(backward="low_rank(rank=2)", forward="int8(block=16,rounding=stochastic)")),
+        (4, dict(backward="low_rank(rank=2,values=bfloat16)", error="flush", forward="topk(fraction=0.75)")),
+        (
+            0,
+            dict(
+                backward="int8(block=16)", when="always", error="ef21", forward="int4(block=16)", forward_error="samples", slots=16
+            ),
+        ),
+        (0, dict(backward="bfloat16", forward="topk(fraction=0.75)", when="always", reuse_indices=True)),
+    ],
+)
 def test_each_device_of_a_group_codes_and_sends_its_own_part(batch, options):
     """K = 2 devices: each has the codec's state for its half of the rows, 6 of 12, or 3 of a single sequence's 6. Nothing is compiled
     anew for the second step."""
@@ -332,8 +366,10 @@ def test_each_device_of_a_group_codes_and_sends_its_own_part(batch, options):
     assert np.isfinite(losses).all() and losses[-1] < losses[0]
     rows = 6 * (pipe.batch // 4) // 2
     coded = {"backward": 4 if options.get("when") == "always" else 1, "forward": 4}  # of 4 microbatches
-    sent = {name: count * given[name].num_bytes((rows, WIDTH), "float32") + (4 - count) * rows * WIDTH * 4
-            for name, count in coded.items()}
+    sent = {
+        name: count * given[name].num_bytes((rows, WIDTH), "float32") + (4 - count) * rows * WIDTH * 4
+        for name, count in coded.items()
+    }
     if "reuse_indices" in options:
         sent["backward"] = 4 * 2 * 36  # Three quarters of 48 values, whose places both ends know.
     loss = 2 * (2 - 1) * 4 * 2  # Summed over stages, on both devices.
@@ -369,8 +405,10 @@ def test_ends_agree_on_every_link_of_an_interleaved_schedule():
     for v in range(S * C - 1):
         np.testing.assert_array_equal(state["B"].sender.error[place[v + 1]], state["B"].receiver[place[v]])
         assert np.abs(state["B"].receiver[place[v]]).max() > 0
-        jax.tree.map(np.testing.assert_array_equal, *(jax.tree.map(lambda x, at=at: x[at], end)
-                                                      for end, at in zip(forward, (place[v], place[v + 1]))))
+        jax.tree.map(
+            np.testing.assert_array_equal,
+            *(jax.tree.map(lambda x, at=at: x[at], end) for end, at in zip(forward, (place[v], place[v + 1]))),
+        )
         assert (forward[0].tag_K[place[v]] > 0).any()
 
 
@@ -384,15 +422,29 @@ def launch(tmp_path_factory):
 
     def launch(argument, workdir=None, **fields):
         config = lm.get_config(f"smoke,{argument}")
-        config.update_from_flattened_dict({
-            "data.path": str(text), "steps": 8, "model.width": 8, "model.hidden": 8, "model.heads": 2, "model.context": 8,
-            "log_every": 2, "eval.every": 4, "eval.num_windows": 5, "checkpoint.every": 4, "checkpoint.keep": 9,
-            "sample_bytes": 2} | fields)
+        config.update_from_flattened_dict(
+            {
+                "data.path": str(text),
+                "steps": 8,
+                "model.width": 8,
+                "model.hidden": 8,
+                "model.heads": 2,
+                "model.context": 8,
+                "log_every": 2,
+                "eval.every": 4,
+                "eval.num_windows": 5,
+                "checkpoint.every": 4,
+                "checkpoint.keep": 9,
+                "sample_bytes": 2,
+            }
+            | fields
+        )
         workdir = workdir or tmp_path_factory.mktemp("run")
         run = train.Run(train.build(config), workdir)
         outcome = run.train()
         rows = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
         return workdir, jax.tree.map(np.asarray, run.state), rows, outcome.summary
+
     return launch
 
 
@@ -413,7 +465,10 @@ def assert_resume_is_bit_exact(launch, run, part, argument, **fields):
     (part / "summary.json").unlink()
     _, resumed, again, _ = launch(argument, workdir=part, **fields)
     jax.tree.map(np.testing.assert_array_equal, resumed, state)
-    counted = [[{name: value for name, value in row.items() if name not in ("time_s", "tokens_per_s")} for row in of] for of in (again, rows)]
+    counted = [
+        [{name: value for name, value in row.items() if name not in ("time_s", "tokens_per_s")} for row in of]
+        for of in (again, rows)
+    ]
     assert counted[0] == counted[1]
     return resumed
 
@@ -431,12 +486,22 @@ def cached_programs(uncached_programs):
     jax.config.update("jax_persistent_cache_min_compile_time_secs", before)
 
 
-@pytest.mark.parametrize("argument, fields, remembered", [
-    ("backward=int4,forward=int8", {"error": "ef21", "forward_error": "samples", "slots": 64},
-     lambda state: (state["B"].receiver, state["B"].sender.error, state["F"].sender.value_KxP, state["F"].receiver.tag_K)),
-    ("backward=int4,forward=topk(fraction=0.3)", {"error": "flush", "reuse_indices": True, "forward_error": "carry"},
-     lambda state: (state["B"].sender.error, state["where"].receiver, state["F"].sender.error)),
-    ("autoencoder=4", {}, lambda state: ())])
+@pytest.mark.parametrize(
+    "argument, fields, remembered",
+    [
+        (
+            "backward=int4,forward=int8",
+            {"error": "ef21", "forward_error": "samples", "slots": 64},
+            lambda state: (state["B"].receiver, state["B"].sender.error, state["F"].sender.value_KxP, state["F"].receiver.tag_K),
+        ),
+        (
+            "backward=int4,forward=topk(fraction=0.3)",
+            {"error": "flush", "reuse_indices": True, "forward_error": "carry"},
+            lambda state: (state["B"].sender.error, state["where"].receiver, state["F"].sender.error),
+        ),
+        ("autoencoder=4", {}, lambda state: ()),
+    ],
+)
 def test_resume_is_bit_exact_whatever_is_remembered(launch, cached_programs, tmp_path, argument, fields, remembered):
     argument = f"simulate,workers=1,method=local,stages=2,microbatches=2,{argument}"
     fields = {f"boundary.{name}": value for name, value in fields.items()}
@@ -454,7 +519,7 @@ def test_resume_is_bit_exact_where_each_device_has_its_own_errors(launch, tmp_pa
     (workdir / "summary.json").unlink()
     _, resumed, again, _ = launch(coded, workdir=workdir)
     jax.tree.map(np.testing.assert_array_equal, resumed, state)
-    assert [row["loss"] for row in again][-len(rows):] == [row["loss"] for row in rows]
+    assert [row["loss"] for row in again][-len(rows) :] == [row["loss"] for row in rows]
 
 
 def test_bytes_and_the_loss_with_codecs_are_reported(reference):
@@ -477,28 +542,58 @@ def test_simulated_pipelines_remember_the_same(launch, reference):
     assert np.linalg.norm(error - other) < 0.1 * np.linalg.norm(error)
 
 
-@pytest.mark.parametrize("argument, fields, complaint", [
-    ("stages=2,backward=low_rank(rank=9)", {}, "low_rank rank=9 exceeds 8, the smaller side of .16, 8. as a 16x8 matrix; use rank=8"),
-    ("stages=2,backward=low_rank(rank=8)", {}, "boundary.backward=.* makes messages of 1.5 times the bytes of float32"),
-    ("stages=2,forward=topk(fraction=1)", {}, "boundary.forward=.* makes messages of 1.25 times"),
-    ("stages=2,forward=fp8", {}, "codec 'fp8' is unknown; use one of identity, "),
-    ("stages=2,forward=bounded", {}, "codec 'bounded' has messages of varying size, and stages wait"),
-    ("stages=2,backward=float16", {}, "codec 'float16' is neither contractive nor unbiased"),
-    ("", {"boundary.backward": "int8"}, "got stages=1; leave them empty, or use stages=2"),
-    ("stages=2", {"boundary.error": "flush"}, "boundary.error='flush' changes nothing without boundary.backward"),
-    ("stages=2,backward=int8", {"boundary.slots": 8}, "boundary.slots=8 changes nothing without boundary.forward"),
-    ("stages=2,backward=int8", {"boundary.error": "samples"}, "boundary error='samples' is unknown; use one of carry, flush"),
-    ("stages=2,backward=int8", {"boundary.when": "never"}, "boundary when='never' is unknown; use one of epilogue, always"),
-    ("stages=2,forward=int8", {"boundary.forward_error": "samples"}, "slots=0: samples need places"),
-    ("stages=2,forward=int8", {"boundary.slots": 4}, "slots=4 with forward_error='none', which remembers no samples"),
-    ("stages=2,forward=int8,backward=int8", {"boundary.reuse_indices": True}, "reuse_indices with forward='int8'.*use forward=topk"),
-    ("stages=2,forward=topk,backward=low_rank", {"boundary.reuse_indices": True}, "with backward='low_rank'.*use backward=identity"),
-    ("stages=2,tensor=4,backward=int8", {"model.heads": 4, "model.context": 7, "workers": 1, "batch_size": 2},
-     "tensor=4 does not divide the 14 tokens of a microbatch.*use microbatches of a multiple of 4 sequences"),
-    ("stages=2,tensor=2,forward=int8", {"boundary.forward_error": "samples", "boundary.slots": 8, "batch_size": 2},
-     "forward_error='samples' with tensor=2 and microbatches of 1 sequences.*use microbatches of a multiple of 2"),
-    ("stages=2,microbatches=2,backward=int8", {"boundary.error": "flush", "boundary.when": "always"}, "error='flush' with schedule '1f1b'"),
-    ("stages=2,microbatches=2,backward=int8,schedule=gpipe", {"boundary.error": "flush"}, "error='flush' with schedule 'gpipe'")])
+@pytest.mark.parametrize(
+    "argument, fields, complaint",
+    [
+        (
+            "stages=2,backward=low_rank(rank=9)",
+            {},
+            "low_rank rank=9 exceeds 8, the smaller side of .16, 8. as a 16x8 matrix; use rank=8",
+        ),
+        ("stages=2,backward=low_rank(rank=8)", {}, "boundary.backward=.* makes messages of 1.5 times the bytes of float32"),
+        ("stages=2,forward=topk(fraction=1)", {}, "boundary.forward=.* makes messages of 1.25 times"),
+        ("stages=2,forward=fp8", {}, "codec 'fp8' is unknown; use one of identity, "),
+        ("stages=2,forward=bounded", {}, "codec 'bounded' has messages of varying size, and stages wait"),
+        ("stages=2,backward=float16", {}, "codec 'float16' is neither contractive nor unbiased"),
+        ("", {"boundary.backward": "int8"}, "got stages=1; leave them empty, or use stages=2"),
+        ("stages=2", {"boundary.error": "flush"}, "boundary.error='flush' changes nothing without boundary.backward"),
+        ("stages=2,backward=int8", {"boundary.slots": 8}, "boundary.slots=8 changes nothing without boundary.forward"),
+        ("stages=2,backward=int8", {"boundary.error": "samples"}, "boundary error='samples' is unknown; use one of carry, flush"),
+        ("stages=2,backward=int8", {"boundary.when": "never"}, "boundary when='never' is unknown; use one of epilogue, always"),
+        ("stages=2,forward=int8", {"boundary.forward_error": "samples"}, "slots=0: samples need places"),
+        ("stages=2,forward=int8", {"boundary.slots": 4}, "slots=4 with forward_error='none', which remembers no samples"),
+        (
+            "stages=2,forward=int8,backward=int8",
+            {"boundary.reuse_indices": True},
+            "reuse_indices with forward='int8'.*use forward=topk",
+        ),
+        (
+            "stages=2,forward=topk,backward=low_rank",
+            {"boundary.reuse_indices": True},
+            "with backward='low_rank'.*use backward=identity",
+        ),
+        (
+            "stages=2,tensor=4,backward=int8",
+            {"model.heads": 4, "model.context": 7, "workers": 1, "batch_size": 2},
+            "tensor=4 does not divide the 14 tokens of a microbatch.*use microbatches of a multiple of 4 sequences",
+        ),
+        (
+            "stages=2,tensor=2,forward=int8",
+            {"boundary.forward_error": "samples", "boundary.slots": 8, "batch_size": 2},
+            "forward_error='samples' with tensor=2 and microbatches of 1 sequences.*use microbatches of a multiple of 2",
+        ),
+        (
+            "stages=2,microbatches=2,backward=int8",
+            {"boundary.error": "flush", "boundary.when": "always"},
+            "error='flush' with schedule '1f1b'",
+        ),
+        (
+            "stages=2,microbatches=2,backward=int8,schedule=gpipe",
+            {"boundary.error": "flush"},
+            "error='flush' with schedule 'gpipe'",
+        ),
+    ],
+)
 def test_impossible_boundaries_are_refused_with_the_reason(launch, argument, fields, complaint, tmp_path):
     with pytest.raises(train.ConfigError, match=complaint) as error:
         launch(f"method=allreduce,workers=2,{argument}", workdir=tmp_path / "never", **fields)

@@ -5,18 +5,27 @@ import pathlib
 import pytest
 
 from decjax import runtime
-from experiments import speedup
-from experiments import stragglers
-from experiments.bench.box import group
-from experiments.bench.box import systems
+from experiments import speedup, stragglers
+from experiments.bench.box import group, systems
 from launch import cluster
 from tests.cluster_test import NAME, needs_namespaces
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 TINY = dict(vocabulary=256, context=8, width=8, hidden=8, heads=2, depth=1)
-SECONDS = {speedup.ALONE: 1.0, speedup.SYNC: 4.0, speedup.STALE: 3.2, speedup.ONE_PEER: 2.1,
-           f"{speedup.ONE_PEER}, bfloat16": 1.1, f"{speedup.ONE_PEER}, int8": 1.0, speedup.ALONE_2: 2.0, speedup.AER: 2.2,
-           speedup.TORCH_ALONE: 1.0, speedup.DECENT: 2.2, speedup.TORCH_ALONE_2: 2.0, speedup.DECENT_AER: 3.0}
+SECONDS = {
+    speedup.ALONE: 1.0,
+    speedup.SYNC: 4.0,
+    speedup.STALE: 3.2,
+    speedup.ONE_PEER: 2.1,
+    f"{speedup.ONE_PEER}, bfloat16": 1.1,
+    f"{speedup.ONE_PEER}, int8": 1.0,
+    speedup.ALONE_2: 2.0,
+    speedup.AER: 2.2,
+    speedup.TORCH_ALONE: 1.0,
+    speedup.DECENT: 2.2,
+    speedup.TORCH_ALONE_2: 2.0,
+    speedup.DECENT_AER: 3.0,
+}
 
 
 @pytest.fixture(scope="module")
@@ -32,8 +41,11 @@ def tiny(name, argument, **others):
 @needs_namespaces
 def test_rows_take_turns_and_count_what_a_link_carries(network, monkeypatch):
     monkeypatch.chdir(ROOT)
-    rows = [tiny("alone", "method=local", pauses=True), tiny("gossip", "topology=one_peer_exponential"),
-            systems.torch("peer", "alone")]
+    rows = [
+        tiny("alone", "method=local", pauses=True),
+        tiny("gossip", "topology=one_peer_exponential"),
+        systems.torch("peer", "alone"),
+    ]
     with systems.Box(network) as box:
         for row in rows:
             box.prepare(row)
@@ -56,7 +68,10 @@ def test_a_worker_that_fails_says_why(network, monkeypatch):
 
 
 def test_complaint_is_the_line_that_names_an_error():
-    assert group._complaint(["Traceback", "ValueError: too small", "For simplicity, JAX has removed frames"]) == "ValueError: too small"
+    assert (
+        group._complaint(["Traceback", "ValueError: too small", "For simplicity, JAX has removed frames"])
+        == "ValueError: too small"
+    )
     assert group._complaint(["killed"]) == "killed" and "without a word" in group._complaint([])
 
 
@@ -83,5 +98,7 @@ def test_stragglers_model_orders_the_methods():
     # All-reduce waits for the slowest of 8 exponential variables: 50 ms times their expected maximum, the 8th harmonic number.
     harmonic = sum(1 / k for k in range(1, 9))
     assert predicted[stragglers.SYNC] == pytest.approx(0.064 + 0.05 * harmonic, rel=0.05)
-    assert predicted[stragglers.ALONE] < predicted["one-peer exponential"] < predicted[stragglers.STALE] < predicted[stragglers.SYNC]
+    assert (
+        predicted[stragglers.ALONE] < predicted["one-peer exponential"] < predicted[stragglers.STALE] < predicted[stragglers.SYNC]
+    )
     assert isinstance(stragglers.methods(8)[stragglers.STALE], runtime.Method)

@@ -1,14 +1,14 @@
 """Buckets: pack and unpack are inverse, sizes are as declared."""
 
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, settings
+from hypothesis import strategies as st
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from decjax import buckets
 
-leaves = st.lists(st.tuples(st.lists(st.integers(0, 4), max_size=3), st.sampled_from(["float32", "bfloat16", "int32"])),
-                  max_size=6)
+leaves = st.lists(st.tuples(st.lists(st.integers(0, 4), max_size=3), st.sampled_from(["float32", "bfloat16", "int32"])), max_size=6)
 
 
 def make_tree(specs):

@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 
 from configs import lm
-from decjax import runtime
-from decjax import train
+from decjax import runtime, train
 from decjax.train import measure
 from tests import commands
 
@@ -38,14 +37,25 @@ def setup_of(workers, local_size):
     return measure.prepare(tiny_config(f"smoke,workers={workers},local_size={local_size},method=allreduce,stale"))
 
 
-@pytest.mark.parametrize("workers, local_size, expected", [
-    # Worker i sends i; -1: nothing arrives. Between nodes it is the first worker of each that takes part.
-    (8, 2, {("shift", "inter"): [6, -1, 0, -1, 2, -1, 4, -1], ("pair", "inter"): [2, -1, 0, -1, 6, -1, 4, -1],
-            ("pair", "intra"): [1, 0, 3, 2, 5, 4, 7, 6], ("all_reduce", "inter"): [3.5] * 8}),
-    (3, 1, {("shift", "inter"): [2, 0, 1], ("pair", "inter"): [1, 0, -1], ("all_reduce", "inter"): [1] * 3}),
-    (2, 1, {("pair", "inter"): [1, 0], ("all_reduce", "inter"): [0.5] * 2}),
-    (4, 4, {("shift", "intra"): [3, 0, 1, 2], ("pair", "intra"): [1, 0, 3, 2], ("all_reduce", "intra"): [1.5] * 4}),
-])
+@pytest.mark.parametrize(
+    "workers, local_size, expected",
+    [
+        # Worker i sends i; -1: nothing arrives. Between nodes it is the first worker of each that takes part.
+        (
+            8,
+            2,
+            {
+                ("shift", "inter"): [6, -1, 0, -1, 2, -1, 4, -1],
+                ("pair", "inter"): [2, -1, 0, -1, 6, -1, 4, -1],
+                ("pair", "intra"): [1, 0, 3, 2, 5, 4, 7, 6],
+                ("all_reduce", "inter"): [3.5] * 8,
+            },
+        ),
+        (3, 1, {("shift", "inter"): [2, 0, 1], ("pair", "inter"): [1, 0, -1], ("all_reduce", "inter"): [1] * 3}),
+        (2, 1, {("pair", "inter"): [1, 0], ("all_reduce", "inter"): [0.5] * 2}),
+        (4, 4, {("shift", "intra"): [3, 0, 1, 2], ("pair", "intra"): [1, 0, 3, 2], ("all_reduce", "intra"): [1.5] * 4}),
+    ],
+)
 def test_exchanges_are_what_they_are_called(workers, local_size, expected):
     setup = setup_of(workers, local_size)
     layout = measure._layout(setup)
@@ -67,7 +77,9 @@ def test_all_parts_of_a_step_run_again_and_again():
     actions = measure.step_actions(setup) | measure.codec_actions(setup)
     assert set(actions) == {"forward", "gradient", "optimizer", "combine", *measure.CODECS}
     told = []
-    times_s = measure.take_rounds(measure.Stopwatch(setup.workers), actions, 0.0, None, lambda done, total: told.append((done, total)))
+    times_s = measure.take_rounds(
+        measure.Stopwatch(setup.workers), actions, 0.0, None, lambda done, total: told.append((done, total))
+    )
     assert told == [(1, 3), (2, 3), (3, 3)]
     steps = times_s.pop("gradient").shape[1]
     assert steps % 3 == 0 and steps <= 3 * measure.STEPS
@@ -91,17 +103,31 @@ def check_profile(path, nodes, per_node):
 def test_a_profile_of_devices_in_one_process(tmp_path):
     path = tmp_path / "here.json"
     path.write_text("an old one")
-    result = launch("launch.calibrate", "--config=configs/lm.py:smoke,workers=4,local_size=2", *TINY, *QUICK,
-                    f"--out={path}", "--name=here [2]", "--compressed=method=allreduce,reducer=powersgd,rank=1")
+    result = launch(
+        "launch.calibrate",
+        "--config=configs/lm.py:smoke,workers=4,local_size=2",
+        *TINY,
+        *QUICK,
+        f"--out={path}",
+        "--name=here [2]",
+        "--compressed=method=allreduce,reducer=powersgd,rank=1",
+    )
     assert result.returncode == 0 and result.stderr == "", result.stderr
-    for told in ("here [2]", "forward and backward", "pair between nodes", "pair inside nodes", "all-reduce between nodes",
-                 "int8", f"--cluster={path}"):
+    for told in (
+        "here [2]",
+        "forward and backward",
+        "pair between nodes",
+        "pair inside nodes",
+        "all-reduce between nodes",
+        "int8",
+        f"--cluster={path}",
+    ):
         assert told in result.stdout
     assert json.loads(path.read_text())["name"] == "here [2]" and [*tmp_path.iterdir()] == [path]
     check_profile(path, 2, 2)
     workload = runtime.load(path)[1]
     assert workload.jitter.is_deterministic  # Workers of one process are timed together.
-    form, = workload.compressed
+    (form,) = workload.compressed
     assert (form.num_workers, form.topology, form.latencies) == (4, "", 2.0) and 0 < form.ratio < 1
     for workers, told in ((4, f"│ {form.name}"), (8, f"{form.name!r} was measured among 4 workers, not 8")):
         planned = launch("launch.plan", f"--cluster={path}", f"--workers={workers}", "--topologies=ring")
@@ -110,30 +136,41 @@ def test_a_profile_of_devices_in_one_process(tmp_path):
 
 def test_a_profile_of_two_processes(tmp_path):
     path = tmp_path / "two.json"
-    result = launch("launch.local", "--num_processes=2", "--module=launch.calibrate", "--", "--config=configs/lm.py:smoke",
-                    *TINY, *QUICK, f"--out={path}")
+    result = launch(
+        "launch.local",
+        "--num_processes=2",
+        "--module=launch.calibrate",
+        "--",
+        "--config=configs/lm.py:smoke",
+        *TINY,
+        *QUICK,
+        f"--out={path}",
+    )
     assert result.returncode == 0, result.stderr
     assert result.stdout.count("pair between nodes") == 1 and "2 nodes × 1 workers, cpu" in result.stdout
     check_profile(path, 2, 1)
 
 
-@pytest.mark.parametrize("arguments, problem", [
-    ((), "is missing"),
-    (("--config=configs/none.py", "--out={tmp}/x.json"), "configs/none.py"),
-    (("--config=configs/lm.py:smoke",), "--out"),
-    (("--config=configs/lm.py:smoke,workers=1", "--out={tmp}/x.json"), "least two workers"),
-    (("--config=configs/lm.py:smoke,simulate", "--out={tmp}/x.json"), "simulate=True"),
-    (("--config=configs/lm.py:smoke,workers=3,local_size=2", "--out={tmp}/x.json"), "local_size=2"),
-    (("--config=configs/lm.py:smoke", "--out={tmp}/none/x.json"), "(No such file or directory); choose another --out"),
-    (("--config=configs/lm.py:smoke", "--out={tmp}"), "it is a folder"),
-    (("--config=configs/lm.py:smoke", "--out={tmp}/x.json", "--sizes=1e5,-1"), "sizes=1e5,-1: must be two different ones"),
-    (("--config=configs/lm.py:smoke", "--out={tmp}/x.json", "--sizes=1e5"), "two different ones"),
-    (("--config=configs/lm.py:smoke", "--out={tmp}/x.json", "--sizes=1e5,large"), "must be numbers of bytes"),
-    (("--config=configs/lm.py:smoke", "--out={tmp}/x.json", "--rounds=0"), "rounds"),
-    (("--config=configs/lm.py:smoke", "--out={tmp}/x.json", "--compressed=reducer=zip"), "reducer=zip"),
-    (("--config=configs/lm.py:smoke", "--out={tmp}/x.json", "--compressed=method=diloco"), "cannot be measured"),
-    (("--config=configs/lm.py:smoke", "--out={tmp}/x.json", "now"), "unexpected argument 'now'"),
-])
+@pytest.mark.parametrize(
+    "arguments, problem",
+    [
+        ((), "is missing"),
+        (("--config=configs/none.py", "--out={tmp}/x.json"), "configs/none.py"),
+        (("--config=configs/lm.py:smoke",), "--out"),
+        (("--config=configs/lm.py:smoke,workers=1", "--out={tmp}/x.json"), "least two workers"),
+        (("--config=configs/lm.py:smoke,simulate", "--out={tmp}/x.json"), "simulate=True"),
+        (("--config=configs/lm.py:smoke,workers=3,local_size=2", "--out={tmp}/x.json"), "local_size=2"),
+        (("--config=configs/lm.py:smoke", "--out={tmp}/none/x.json"), "(No such file or directory); choose another --out"),
+        (("--config=configs/lm.py:smoke", "--out={tmp}"), "it is a folder"),
+        (("--config=configs/lm.py:smoke", "--out={tmp}/x.json", "--sizes=1e5,-1"), "sizes=1e5,-1: must be two different ones"),
+        (("--config=configs/lm.py:smoke", "--out={tmp}/x.json", "--sizes=1e5"), "two different ones"),
+        (("--config=configs/lm.py:smoke", "--out={tmp}/x.json", "--sizes=1e5,large"), "must be numbers of bytes"),
+        (("--config=configs/lm.py:smoke", "--out={tmp}/x.json", "--rounds=0"), "rounds"),
+        (("--config=configs/lm.py:smoke", "--out={tmp}/x.json", "--compressed=reducer=zip"), "reducer=zip"),
+        (("--config=configs/lm.py:smoke", "--out={tmp}/x.json", "--compressed=method=diloco"), "cannot be measured"),
+        (("--config=configs/lm.py:smoke", "--out={tmp}/x.json", "now"), "unexpected argument 'now'"),
+    ],
+)
 def test_mistakes_are_one_line_and_exit_code_two(arguments, problem, tmp_path):
     result = launch("launch.calibrate", *(argument.format(tmp=tmp_path) for argument in arguments))
     assert result.returncode == 2 and result.stdout == ""

@@ -16,8 +16,14 @@ from launch import cluster
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 TIMEOUT_S = 240
 NAME = f"test{os.getpid()}-"  # Nobody else's, so that a network that is up stays untouched.
-TINY = ("--config.model.depth=1", "--config.model.width=8", "--config.model.hidden=8", "--config.model.context=8",
-        "--config.sample_bytes=1", "--config.eval.num_windows=2")
+TINY = (
+    "--config.model.depth=1",
+    "--config.model.width=8",
+    "--config.model.hidden=8",
+    "--config.model.context=8",
+    "--config.sample_bytes=1",
+    "--config.eval.num_windows=2",
+)
 
 # Notes its process id and waits.
 IDLE = """
@@ -58,9 +64,10 @@ def why_not():
     probe = f"{NAME}probe"
     made = subprocess.run(["ip", "netns", "add", probe], capture_output=True, text=True, check=False)
     if made.returncode == 0:
-        shape = "tbf rate 1mbit burst 10kb latency 50ms".split()
-        made = subprocess.run(["tc", "-n", probe, "qdisc", "add", "dev", "lo", "root", *shape],
-                              capture_output=True, text=True, check=False)
+        shape = ["tbf", "rate", "1mbit", "burst", "10kb", "latency", "50ms"]
+        made = subprocess.run(
+            ["tc", "-n", probe, "qdisc", "add", "dev", "lo", "root", *shape], capture_output=True, text=True, check=False
+        )
         subprocess.run(["ip", "netns", "delete", probe], check=True)
     return made.stderr.strip()
 
@@ -75,8 +82,14 @@ def left_over():
 
 
 def launch(*arguments, **environment):
-    return subprocess.Popen([sys.executable, "-m", "launch.cluster", *arguments], cwd=ROOT, text=True,
-                            env=os.environ | environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    return subprocess.Popen(
+        [sys.executable, "-m", "launch.cluster", *arguments],
+        cwd=ROOT,
+        text=True,
+        env=os.environ | environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
 
 
 def ended(process):
@@ -112,17 +125,20 @@ def alive(process_id):
 # -- Anywhere ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("arguments, problems", [
-    ([], ["verb ''", "up, run, rate, bytes, down"]),
-    (["start"], ["verb 'start'", "up, run, rate, bytes, down"]),
-    (["down", "--rate=50mbit"], ["--rate", "not an option of down"]),
-    (["up", "all", "--hosts=2"], ["unexpected argument 'all'"]),
-    (["run", "configs/lm.py", "--hosts=2"], ["unexpected argument 'configs/lm.py'", "--"]),
-    (["run", "--hosts=2", "--config=configs/lm.py"], ["config"]),
-    (["run", "--hosts=2", "--module=experiments.nothing"], ["module='experiments.nothing'"]),
-    (["run", "--hosts=2", "--processes_per_host=0", "--", "--x"], ["processes_per_host=0", "at least 1"]),
-    (["up", "--hosts=many"], ["many"]),
-])
+@pytest.mark.parametrize(
+    "arguments, problems",
+    [
+        ([], ["verb ''", "up, run, rate, bytes, down"]),
+        (["start"], ["verb 'start'", "up, run, rate, bytes, down"]),
+        (["down", "--rate=50mbit"], ["--rate", "not an option of down"]),
+        (["up", "all", "--hosts=2"], ["unexpected argument 'all'"]),
+        (["run", "configs/lm.py", "--hosts=2"], ["unexpected argument 'configs/lm.py'", "--"]),
+        (["run", "--hosts=2", "--config=configs/lm.py"], ["config"]),
+        (["run", "--hosts=2", "--module=experiments.nothing"], ["module='experiments.nothing'"]),
+        (["run", "--hosts=2", "--processes_per_host=0", "--", "--x"], ["processes_per_host=0", "at least 1"]),
+        (["up", "--hosts=many"], ["many"]),
+    ],
+)
 def test_mistakes_are_told_in_one_line(arguments, problems):
     output, errors, code = ended(launch(*arguments))
     (line,) = errors.splitlines()
@@ -141,13 +157,16 @@ def test_rates_as_tc_writes_them(rate):
     assert cluster._checked_rate(rate) == rate
 
 
-@pytest.mark.parametrize("hosts, name, subnet, problem", [
-    (0, "box", "10.77.0.0/24", "hosts=0: must be at least 1, and at most 254"),
-    (7, "box", "10.77.0.0/29", "at most 6 in subnet 10.77.0.0/29"),
-    (2, "../box", "10.77.0.0/24", "name='../box'"),
-    (2, "box", "10.77.0.1/24", "subnet='10.77.0.1/24': 10.77.0.1/24 has host bits set"),
-    (2, "box", "here", "subnet='here'"),
-])
+@pytest.mark.parametrize(
+    "hosts, name, subnet, problem",
+    [
+        (0, "box", "10.77.0.0/24", "hosts=0: must be at least 1, and at most 254"),
+        (7, "box", "10.77.0.0/29", "at most 6 in subnet 10.77.0.0/29"),
+        (2, "../box", "10.77.0.0/24", "name='../box'"),
+        (2, "box", "10.77.0.1/24", "subnet='10.77.0.1/24': 10.77.0.1/24 has host bits set"),
+        (2, "box", "here", "subnet='here'"),
+    ],
+)
 def test_a_network_that_cannot_be_is_refused(hosts, name, subnet, problem):
     with pytest.raises(cluster.ClusterError) as refused:
         cluster._planned(hosts, name, subnet)
@@ -160,11 +179,14 @@ def test_hosts_have_the_first_addresses():
     assert planned.inside(2, ["true"]) == ["ip", "netns", "exec", "box2", "true"]
 
 
-@pytest.mark.parametrize("lacking, problem", [
-    (("os.geteuid", lambda: 1000), "user id 1000: network namespaces need root"),
-    (("shutil.which", lambda tool: None if tool == "tc" else tool), "tc not found: network namespaces need iproute2"),
-    (("sys.platform", "darwin"), "platform 'darwin': network namespaces need Linux"),
-])
+@pytest.mark.parametrize(
+    "lacking, problem",
+    [
+        (("os.geteuid", lambda: 1000), "user id 1000: network namespaces need root"),
+        (("shutil.which", lambda tool: None if tool == "tc" else tool), "tc not found: network namespaces need iproute2"),
+        (("sys.platform", "darwin"), "platform 'darwin': network namespaces need Linux"),
+    ],
+)
 def test_what_the_machine_lacks_is_told(monkeypatch, lacking, problem):
     monkeypatch.setattr("os.geteuid", lambda: 0)
     monkeypatch.setattr("shutil.which", lambda tool: tool)
@@ -178,14 +200,25 @@ def test_what_the_machine_lacks_is_told(monkeypatch, lacking, problem):
 
 @needs_namespaces
 def test_up_rate_bytes_down():
-    verbs = [["up", "--hosts=3", "--rate=200mbit", "--subnet=10.9.8.0/24"], ["up", "--hosts=3"], ["rate", "--rate=50mbit"],
-             ["run", "--hosts=4", "--", "--config=configs/lm.py", "--workdir=unused"], ["rate", "--rate=none"], ["down"], ["down"], ["bytes"]]
+    verbs = [
+        ["up", "--hosts=3", "--rate=200mbit", "--subnet=10.9.8.0/24"],
+        ["up", "--hosts=3"],
+        ["rate", "--rate=50mbit"],
+        ["run", "--hosts=4", "--", "--config=configs/lm.py", "--workdir=unused"],
+        ["rate", "--rate=none"],
+        ["down"],
+        ["down"],
+        ["bytes"],
+    ]
     outcomes = [ended(launch(verb, f"--name={NAME}", *options)) for verb, *options in verbs]
     assert [code for _, _, code in outcomes] == [0, 2, 0, 2, 0, 0, 0, 2]
     assert f"{NAME}0, {NAME}1, {NAME}2" in outcomes[0][0]
     assert "is up already, with 3 hosts" in outcomes[1][1]
     assert [line.split()[1:3] for line in outcomes[2][0].splitlines() if NAME in line] == [
-        ["10.9.8.1", "50"], ["10.9.8.2", "50"], ["10.9.8.3", "50"]]
+        ["10.9.8.1", "50"],
+        ["10.9.8.2", "50"],
+        ["10.9.8.3", "50"],
+    ]
     assert "hosts=4" in outcomes[3][1] and "is up with 3" in outcomes[3][1]
     assert outcomes[4][0].count("none") == 3
     assert "is down" in outcomes[5][0] and "was not up" in outcomes[6][0]
@@ -195,6 +228,7 @@ def test_up_rate_bytes_down():
 
 def transfer_s(network, senders, num_bytes):
     """Seconds that host 0 takes to receive `num_bytes` from each of the hosts behind it."""
+
     def python(host, program, *arguments, **options):
         line = [sys.executable, "-c", textwrap.dedent(program), *map(str, arguments)]
         return subprocess.Popen(network.inside(host, line), **options)
@@ -232,9 +266,20 @@ def test_a_link_carries_its_rate_and_no_more_both_ways():
 
 @needs_namespaces
 def test_two_hosts_train_over_their_links(tmp_path):
-    output, errors, code = ended(launch(
-        "run", f"--name={NAME}", "--hosts=2", "--rate=100mbit", "--pin", "--",
-        "--config=configs/lm.py:smoke,steps=4", *TINY, f"--workdir={tmp_path}", XLA_FLAGS="--xla_backend_optimization_level=0"))
+    output, errors, code = ended(
+        launch(
+            "run",
+            f"--name={NAME}",
+            "--hosts=2",
+            "--rate=100mbit",
+            "--pin",
+            "--",
+            "--config=configs/lm.py:smoke,steps=4",
+            *TINY,
+            f"--workdir={tmp_path}",
+            XLA_FLAGS="--xla_backend_optimization_level=0",
+        )
+    )
     assert code == 0, errors
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["steps"] == 4 and json.loads((tmp_path / "config.json").read_text())["workers"] == 2
@@ -248,7 +293,8 @@ def test_two_hosts_train_over_their_links(tmp_path):
 
 @needs_namespaces
 def test_processes_of_a_host_are_neighbours_and_see_each_other(tmp_path):
-    (tmp_path / "tell.py").write_text(textwrap.dedent("""
+    (tmp_path / "tell.py").write_text(
+        textwrap.dedent("""
         import os, pathlib, socket, sys
         flags = dict(argument.lstrip("-").partition("=")[::2] for argument in sys.argv[1:])
         host = os.stat("/proc/self/ns/net").st_ino
@@ -256,9 +302,21 @@ def test_processes_of_a_host_are_neighbours_and_see_each_other(tmp_path):
         address, cores = flags["coordinator"].partition(":")[0], len(os.sched_getaffinity(0))
         told = " ".join(map(str, [address, flags["num_processes"], own, host, cores]))
         pathlib.Path(flags["out"], flags["process_index"]).write_text(told)
-    """))
-    _, errors, code = ended(launch("run", f"--name={NAME}", "--hosts=2", "--processes_per_host=2", "--module=tell",
-                                   "--pin", "--", f"--out={tmp_path}", PYTHONPATH=str(tmp_path)))
+    """)
+    )
+    _, errors, code = ended(
+        launch(
+            "run",
+            f"--name={NAME}",
+            "--hosts=2",
+            "--processes_per_host=2",
+            "--module=tell",
+            "--pin",
+            "--",
+            f"--out={tmp_path}",
+            PYTHONPATH=str(tmp_path),
+        )
+    )
     assert (code, errors) == (0, "")
     told = [(tmp_path / str(index)).read_text().split() for index in range(4)]
     assert [line[:3] for line in told] == [["10.77.0.1", "4", f"10.77.0.{host}"] for host in (1, 1, 2, 2)]

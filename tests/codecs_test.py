@@ -8,8 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from decjax import codecs
-from decjax import mesh
+from decjax import codecs, mesh
 from decjax.train import wire
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -17,29 +16,40 @@ pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 def halves() -> codecs.Codec:
     """A user's own codec: every second value is sent, the even ones and the odd ones in turn."""
+
     def encode(x, odd, key):
         flat = jnp.pad(x.ravel(), (0, x.size % 2)).reshape(-1, 2)
         return {"half": jnp.where(odd, flat[:, 1], flat[:, 0]), "odd": odd}
 
     def decode(message, shape, dtype):
         places = jax.nn.one_hot(message["odd"], 2, dtype=dtype)
-        return (message["half"].astype(dtype)[:, None] * places).ravel()[:math.prod(shape)].reshape(shape)
+        return (message["half"].astype(dtype)[:, None] * places).ravel()[: math.prod(shape)].reshape(shape)
 
     return codecs.Codec(
-        name="halves", encode=encode, decode=decode,
+        name="halves",
+        encode=encode,
+        decode=decode,
         num_bytes=lambda shape, dtype: 1 + -(-math.prod(shape) // 2) * jnp.dtype(dtype).itemsize,
-        init=lambda shape, dtype: jnp.uint8(0), advance=lambda odd, message: 1 - odd,
-        traits=codecs.Traits(linear=True, state_key="edge"))
+        init=lambda shape, dtype: jnp.uint8(0),
+        advance=lambda odd, message: 1 - odd,
+        traits=codecs.Traits(linear=True, state_key="edge"),
+    )
 
 
 VARIANTS = {
-    "int8 stochastic": lambda: codecs.make("int8", rounding="stochastic"), "int4 stochastic": lambda: codecs.make("int4", rounding="stochastic"),
-    "integers 5": lambda: codecs.make("integers", bits=5, block=16), "int2 block 8": lambda: codecs.make("int2", block=8),
-    "qsgd 1": lambda: codecs.make("qsgd", levels=1, block=8), "topk 0.2 int8": lambda: codecs.make("topk", fraction=0.2, values="int8"),
-    "block_topk 3": lambda: codecs.make("block_topk", fraction=0.1, k=3), "randomk unbiased": lambda: codecs.make("randomk", fraction=0.25, unbiased=True),
-    "dct chunk 5": lambda: codecs.make("dct", fraction=0.2, chunk=5), "zfp 13": lambda: codecs.make("zfp", rate=13),
+    "int8 stochastic": lambda: codecs.make("int8", rounding="stochastic"),
+    "int4 stochastic": lambda: codecs.make("int4", rounding="stochastic"),
+    "integers 5": lambda: codecs.make("integers", bits=5, block=16),
+    "int2 block 8": lambda: codecs.make("int2", block=8),
+    "qsgd 1": lambda: codecs.make("qsgd", levels=1, block=8),
+    "topk 0.2 int8": lambda: codecs.make("topk", fraction=0.2, values="int8"),
+    "block_topk 3": lambda: codecs.make("block_topk", fraction=0.1, k=3),
+    "randomk unbiased": lambda: codecs.make("randomk", fraction=0.25, unbiased=True),
+    "dct chunk 5": lambda: codecs.make("dct", fraction=0.2, chunk=5),
+    "zfp 13": lambda: codecs.make("zfp", rate=13),
     "bounded 12": lambda: codecs.make("bounded", bits_per_value=12, outliers=0),
-    "bounded static": lambda: codecs.make("bounded", bound=0.01, raw=False, group=16), "halves": halves,
+    "bounded static": lambda: codecs.make("bounded", bound=0.01, raw=False, group=16),
+    "halves": halves,
     "contracted qsgd": lambda: codecs.feedback.contracted(codecs.make("qsgd", levels=1)),
 }
 ALL = (*codecs.names(), *VARIANTS)
@@ -109,14 +119,26 @@ def test_any_size_and_type_arrives(name):
     """Scalars, nothing at all, and sizes that fill no block: what arrives is as near as declared."""
     codec, rng = make(name), np.random.default_rng(2)
     with jax.enable_x64(True):
-        cases = [jnp.asarray(rng.normal(size=shape), dtype) for shape, dtype in (
-            ((), "float32"), ((1,), "bfloat16"), ((0,), "float32"), ((3, 0), "bfloat16"), ((7,), "float64"), ((257,), "float32"),
-            ((13, 20), "float16"))]
+        cases = [
+            jnp.asarray(rng.normal(size=shape), dtype)
+            for shape, dtype in (
+                ((), "float32"),
+                ((1,), "bfloat16"),
+                ((0,), "float32"),
+                ((3, 0), "bfloat16"),
+                ((7,), "float64"),
+                ((257,), "float32"),
+                ((13, 20), "float16"),
+            )
+        ]
         states = [codec.init(x.shape, x.dtype) for x in cases]
         backs = jax.jit(lambda xs: [transfer(codec, x, state, KEYS[0])[1] for x, state in zip(xs, states)])(cases)
         for x, back in zip(cases, backs):
             assert (back.shape, back.dtype) == (x.shape, x.dtype) and np.isfinite(back).all()
-            error, length = energy(np.asarray(back, np.float64)[None] - np.asarray(x, np.float64))[0], energy(np.asarray(x)[None])[0]
+            error, length = (
+                energy(np.asarray(back, np.float64)[None] - np.asarray(x, np.float64))[0],
+                energy(np.asarray(x)[None])[0],
+            )
             rounding = float(jnp.finfo(x.dtype).eps)
             if codec.traits.unbiased:  # One draw: a multiple of what is expected.
                 assert error <= 10 * (codec.traits.unbiased(x.size) + 0.1) * length
@@ -144,8 +166,11 @@ def test_many_at_once_are_one_after_the_other(name):
     batch = many(name)(x, state, KEYS)
     one = jax.jit(functools.partial(transfer, codec))
     for i in (0, 7):
-        jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5), jax.tree.map(lambda y: y[i], batch[1:]),
-                     one(x[i], state, KEYS[i])[1:])
+        jax.tree.map(
+            functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5),
+            jax.tree.map(lambda y: y[i], batch[1:]),
+            one(x[i], state, KEYS[i])[1:],
+        )
         for arrays in zip(jax.tree.leaves(batch[0]), jax.tree.leaves(one(x[i], state, KEYS[i])[0])):
             assert arrays[0][i].shape == arrays[1].shape and arrays[0].dtype == arrays[1].dtype
 
@@ -241,54 +266,71 @@ def test_error_feedback_returns_what_the_message_lost(name):
 # -- Mistakes ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name, options, message", [
-    ("zip", {}, "codec 'zip' is unknown; use one of identity, bfloat16"),
-    ("int8", {"width": 3}, "codec 'int8' has no option 'width'; use block, rounding"),
-    ("natural", {"block": 3}, "codec 'natural' has no option 'block'; it has none, leave it out"),
-    ("int8", {"block": 100}, "block=100 must be a positive multiple of 8"),
-    ("int8", {"block": "large"}, "option block='large': give a value such as 256"),
-    ("topk", {"fraction": None}, "option fraction=None must be a number, such as 0.01"),
-    ("topk", {"fraction": True}, "option fraction=True must be a number"),
-    ("topk", {"values": None}, "option values=None must be a codec or the name of one"),
-    ("int8", {"block": codecs.make("int4")}, "give a value such as 256"),
-    ("int4", {"rounding": "up"}, "rounding='up' is unknown; use one of nearest, stochastic"),
-    ("integers", {"bits": 1}, "bits=1 must be a whole number from 2 to 8; 'sign' sends 1 bit"),
-    ("float8_e4m3", {"block": 0}, "block=0 must be at least 1"),
-    ("scaled_sign", {"block": 0}, "block=0 must be at least 1"),
-    ("qsgd", {"levels": 0}, "levels=0 must be a whole number from 1 to 127"),
-    ("topk", {"k": 0}, "topk k=0 must be a whole number of at least 1; k=1 sends one value"),
-    ("topk", {"fraction": 0}, r"fraction=0 must lie in \(0, 1\]; 0.01 sends one value of a hundred"),
-    ("topk", {"values": "qsgd"}, "values='qsgd': values take a codec without state, key or matrices; try 'int8'"),
-    ("dct", {"values": "low_rank"}, "values='low_rank': values take a codec without"),
-    ("topk", {"values": 8}, "codec 'topk' option values=8 must be a codec or the name of one"),
-    ("block_topk", {"k": 0}, "k=0 must be at least 1"),
-    ("block_topk", {"fraction": 1e-6}, "groups may have 4096 values; use a larger fraction"),
-    ("randomk", {"fraction": 1e-6}, "at least one of 65536 is sent"),
-    ("threshold", {"multiple": -1}, "multiple=-1 must be at least 0"),
-    ("low_rank", {"rank": 0}, "rank=0 must be at least 1"),
-    ("dct", {"chunk": 0}, "chunk=0 must be at least 1"),
-    ("zfp", {"rate": 3}, "rate=3 must be a whole number of bits from 4 to 24"),
-    ("bounded", {"bound": 0.0}, "bound=0.0 must be a positive number"),
-    ("bounded", {"bits_per_value": 16}, "bits_per_value=16 must be a whole number from 2 to 12"),
-    ("bounded", {"outliers": -1}, "outliers=-1: a group has 1 to 65536 values"),
-])
+@pytest.mark.parametrize(
+    "name, options, message",
+    [
+        ("zip", {}, "codec 'zip' is unknown; use one of identity, bfloat16"),
+        ("int8", {"width": 3}, "codec 'int8' has no option 'width'; use block, rounding"),
+        ("natural", {"block": 3}, "codec 'natural' has no option 'block'; it has none, leave it out"),
+        ("int8", {"block": 100}, "block=100 must be a positive multiple of 8"),
+        ("int8", {"block": "large"}, "option block='large': give a value such as 256"),
+        ("topk", {"fraction": None}, "option fraction=None must be a number, such as 0.01"),
+        ("topk", {"fraction": True}, "option fraction=True must be a number"),
+        ("topk", {"values": None}, "option values=None must be a codec or the name of one"),
+        ("int8", {"block": codecs.make("int4")}, "give a value such as 256"),
+        ("int4", {"rounding": "up"}, "rounding='up' is unknown; use one of nearest, stochastic"),
+        ("integers", {"bits": 1}, "bits=1 must be a whole number from 2 to 8; 'sign' sends 1 bit"),
+        ("float8_e4m3", {"block": 0}, "block=0 must be at least 1"),
+        ("scaled_sign", {"block": 0}, "block=0 must be at least 1"),
+        ("qsgd", {"levels": 0}, "levels=0 must be a whole number from 1 to 127"),
+        ("topk", {"k": 0}, "topk k=0 must be a whole number of at least 1; k=1 sends one value"),
+        ("topk", {"fraction": 0}, r"fraction=0 must lie in \(0, 1\]; 0.01 sends one value of a hundred"),
+        ("topk", {"values": "qsgd"}, "values='qsgd': values take a codec without state, key or matrices; try 'int8'"),
+        ("dct", {"values": "low_rank"}, "values='low_rank': values take a codec without"),
+        ("topk", {"values": 8}, "codec 'topk' option values=8 must be a codec or the name of one"),
+        ("block_topk", {"k": 0}, "k=0 must be at least 1"),
+        ("block_topk", {"fraction": 1e-6}, "groups may have 4096 values; use a larger fraction"),
+        ("randomk", {"fraction": 1e-6}, "at least one of 65536 is sent"),
+        ("threshold", {"multiple": -1}, "multiple=-1 must be at least 0"),
+        ("low_rank", {"rank": 0}, "rank=0 must be at least 1"),
+        ("dct", {"chunk": 0}, "chunk=0 must be at least 1"),
+        ("zfp", {"rate": 3}, "rate=3 must be a whole number of bits from 4 to 24"),
+        ("bounded", {"bound": 0.0}, "bound=0.0 must be a positive number"),
+        ("bounded", {"bits_per_value": 16}, "bits_per_value=16 must be a whole number from 2 to 12"),
+        ("bounded", {"outliers": -1}, "outliers=-1: a group has 1 to 65536 values"),
+    ],
+)
 def test_mistakes_name_the_value_and_the_fix(name, options, message):
     with pytest.raises(ValueError, match=message) as caught:
         codecs.make(name, **options)
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("call, message", [
-    (lambda: codecs.make("low_rank", rank=8).init((4, 100), np.float32),
-     r"rank=8 exceeds 4, the smaller side of \(4, 100\) as a 4x100 matrix; use rank=4 or less"),
-    (lambda: codecs.make("qsgd").encode(jnp.ones(3), (), None), "this codec draws random numbers, but key=None; pass a jax.random key"),
-    (lambda: codecs.feedback.ef21(codecs.make("topk"), storage=codecs.make("int8")), "ef21 with storage='int8': its memory is held by receivers"),
-    (lambda: codecs.feedback.residual(codecs.make("topk"), storage=codecs.make("low_rank")), "cannot be stored by codec 'low_rank'"),
-    (lambda: codecs.feedback.residual(codecs.make("topk"), storage=codecs.make("sign")), "'sign', which is neither"),
-    (lambda: codecs.feedback.residual(codecs.make("topk"), decay=0), r"decay=0 must lie in \(0, 1\]"),
-    (lambda: codecs.feedback.momentum(codecs.make("topk"), beta=1), r"beta=1 must lie in \[0, 1\)"),
-    (lambda: codecs.feedback.contracted(codecs.make("topk")), "codec 'topk' is biased, and need not be contracted"),
-])
+@pytest.mark.parametrize(
+    "call, message",
+    [
+        (
+            lambda: codecs.make("low_rank", rank=8).init((4, 100), np.float32),
+            r"rank=8 exceeds 4, the smaller side of \(4, 100\) as a 4x100 matrix; use rank=4 or less",
+        ),
+        (
+            lambda: codecs.make("qsgd").encode(jnp.ones(3), (), None),
+            "this codec draws random numbers, but key=None; pass a jax.random key",
+        ),
+        (
+            lambda: codecs.feedback.ef21(codecs.make("topk"), storage=codecs.make("int8")),
+            "ef21 with storage='int8': its memory is held by receivers",
+        ),
+        (
+            lambda: codecs.feedback.residual(codecs.make("topk"), storage=codecs.make("low_rank")),
+            "cannot be stored by codec 'low_rank'",
+        ),
+        (lambda: codecs.feedback.residual(codecs.make("topk"), storage=codecs.make("sign")), "'sign', which is neither"),
+        (lambda: codecs.feedback.residual(codecs.make("topk"), decay=0), r"decay=0 must lie in \(0, 1\]"),
+        (lambda: codecs.feedback.momentum(codecs.make("topk"), beta=1), r"beta=1 must lie in \[0, 1\)"),
+        (lambda: codecs.feedback.contracted(codecs.make("topk")), "codec 'topk' is biased, and need not be contracted"),
+    ],
+)
 def test_wrong_uses_name_the_value_and_the_fix(call, message):
     with pytest.raises(ValueError, match=message):
         call()

@@ -16,9 +16,17 @@ def model_tree(dtype=np.float32):
     return tree | {"half": rng.normal(size=9).astype(np.float16), "count": np.int32(7)}
 
 
-@pytest.mark.parametrize("name, options, arrays", [
-    ("int8", {}, 2), ("topk", {}, 4), ("int4", {"rounding": "stochastic"}, 2), ("low_rank", {"rank": 3}, 2), ("dct", {}, 4),
-    ("identity", {}, 2)])
+@pytest.mark.parametrize(
+    "name, options, arrays",
+    [
+        ("int8", {}, 2),
+        ("topk", {}, 4),
+        ("int4", {"rounding": "stochastic"}, 2),
+        ("low_rank", {"rank": 3}, 2),
+        ("dct", {}, 4),
+        ("identity", {}, 2),
+    ],
+)
 def test_many_small_tensors_become_few_messages(name, options, arrays):
     codec, tree = codecs.make(name, **options), model_tree()
     on_tree = codecs.on_tree(codec, tree, join_bytes=200)
@@ -26,7 +34,9 @@ def test_many_small_tensors_become_few_messages(name, options, arrays):
     message = jax.jit(on_tree.encode)(tree, state, jax.random.key(1))
     assert codecs.message_bytes(message) == on_tree.num_bytes and len(message) <= arrays
     back = jax.jit(on_tree.decode)(message, tree)
-    assert jax.tree.map(lambda x, y: (np.shape(x), x.dtype) == (np.shape(y), y.dtype), tree, back) == jax.tree.map(lambda x: True, tree)
+    assert jax.tree.map(lambda x, y: (np.shape(x), x.dtype) == (np.shape(y), y.dtype), tree, back) == jax.tree.map(
+        lambda x: True, tree
+    )
     assert back["count"] == 7
     if name in ("identity", "int8"):
         jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=0.02), tree, back)

@@ -18,8 +18,15 @@ from unittest import mock
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 TIMEOUT_S = 600
-IMPORTED = ("absl.app", "decjax.runtime.plan", "decjax.topology", "decjax.train.measure", "ml_collections.config_flags",
-            "rich.console", "rich.table")
+IMPORTED = (
+    "absl.app",
+    "decjax.runtime.plan",
+    "decjax.topology",
+    "decjax.train.measure",
+    "ml_collections.config_flags",
+    "rich.console",
+    "rich.table",
+)
 # A process of several threads does not fork well, and numpy would start one per core.
 SERVER = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "OPENBLAS_NUM_THREADS": "1"}
 

@@ -13,7 +13,13 @@ from tests import commands
 def test_a_fork_is_the_command(arguments, code):
     command = ["launch.topologies", *arguments]
     ours = commands.run(*command, COLUMNS="100")
-    theirs = subprocess.run([sys.executable, "-m", *command], cwd=commands.ROOT, capture_output=True, text=True, check=False,
-                            env=os.environ | {"COLUMNS": "100"})
+    theirs = subprocess.run(
+        [sys.executable, "-m", *command],
+        cwd=commands.ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+        env=os.environ | {"COLUMNS": "100"},
+    )
     assert (ours.returncode, ours.stdout, ours.stderr) == (theirs.returncode, theirs.stdout, theirs.stderr)
     assert ours.returncode == code and ours.stdout + ours.stderr

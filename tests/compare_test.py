@@ -12,19 +12,43 @@ from tests import commands
 def write_run(directory, *, losses=(4.0, 3.0, 2.0), finished=True, distance=0.5, **config):
     """A run with 10 steps between rows; `config` replaces or adds fields."""
     directory.mkdir(parents=True)
-    base = {"method": "decentralized", "topology": {"name": "ring", "options": ""}, "optimizer": {"name": "adamw"},
-            "workers": 4, "batch_size": 8, "steps": 30, "log_every": 10, "seed": 0}
+    base = {
+        "method": "decentralized",
+        "topology": {"name": "ring", "options": ""},
+        "optimizer": {"name": "adamw"},
+        "workers": 4,
+        "batch_size": 8,
+        "steps": 30,
+        "log_every": 10,
+        "seed": 0,
+    }
     (directory / "config.json").write_text(json.dumps(base | config))
     with (directory / "metrics.jsonl").open("w") as file:
         for i, loss in enumerate(losses, start=1):
-            row = {"step": 10 * i, "time_s": 2.0 * i, "loss": loss, "loss_min": loss - 0.1, "loss_max": loss + 0.1,
-                   "consensus_distance": distance / i, "tokens_per_s": 100.0 * i**2, "bytes_sent_per_worker": 5e7 * i}
+            row = {
+                "step": 10 * i,
+                "time_s": 2.0 * i,
+                "loss": loss,
+                "loss_min": loss - 0.1,
+                "loss_max": loss + 0.1,
+                "consensus_distance": distance / i,
+                "tokens_per_s": 100.0 * i**2,
+                "bytes_sent_per_worker": 5e7 * i,
+            }
             file.write(json.dumps(row | {"kind": "train"}) + "\n")
             file.write(json.dumps(row | {"kind": "eval", "tokens_per_s": 1.0}) + "\n")
     if finished:
-        (directory / "summary.json").write_text(json.dumps({
-            "eval_loss": losses[-1] + 0.5, "local_eval_loss_min": 2.25, "local_eval_loss_max": 2.75, "time_s": 7.0,
-            "bytes_per_step_per_worker": row["bytes_sent_per_worker"] / row["step"]}))
+        (directory / "summary.json").write_text(
+            json.dumps(
+                {
+                    "eval_loss": losses[-1] + 0.5,
+                    "local_eval_loss_min": 2.25,
+                    "local_eval_loss_max": 2.75,
+                    "time_s": 7.0,
+                    "bytes_per_step_per_worker": row["bytes_sent_per_worker"] / row["step"],
+                }
+            )
+        )
     return directory
 
 
@@ -37,14 +61,14 @@ def test_the_table_and_the_figure(tmp_path):
     second = write_run(tmp_path / "b", losses=(4.0, 2.75), finished=False)
     result = launch(first, second, f"--out={tmp_path / 'runs.png'}")
     assert result.returncode == 0, result.stderr
-    header, rule, *rows = [[cell.strip() for cell in line.strip("|").split("|")]
-                           for line in result.stdout.splitlines() if line.startswith("|")]
+    header, rule, *rows = [
+        [cell.strip() for cell in line.strip("|").split("|")] for line in result.stdout.splitlines() if line.startswith("|")
+    ]
     assert header == ["run", "steps", "eval loss", "to first", "workers", "consensus", "time, s", "tokens/s", "MB/step"]
     assert set("".join(rule)) == set(":-")
     assert rows[0] == ["allreduce", "30", "2.5000", "first", "2.250 to 2.750", "0", "7", "400", "5"]
     # Unfinished: the last periodic evaluation; the median of 100 and 400 tokens/s; +10 % of 2.5.
-    assert rows[1] == [
-        "decentralized ring", "20 of 30", "2.7500*", "+10.00 %", "2.650 to 2.850", "2.5e-01", "4", "250", "5"]
+    assert rows[1] == ["decentralized ring", "20 of 30", "2.7500*", "+10.00 %", "2.650 to 2.850", "2.5e-01", "4", "250", "5"]
     assert "* unfinished" in result.stdout
     assert (tmp_path / "runs.png").read_bytes().startswith(b"\x89PNG")
 
@@ -54,8 +78,10 @@ def test_the_figure_shows_the_numbers(tmp_path, monkeypatch):
 
     drawn = []
     monkeypatch.setattr(figure.Figure, "savefig", lambda self, path, **options: drawn.append(self))
-    runs = [compare.load(write_run(tmp_path / "a", distance=0.0)),
-            compare.load(write_run(tmp_path / "b", losses=(4.0, 2.75), finished=False))]
+    runs = [
+        compare.load(write_run(tmp_path / "a", distance=0.0)),
+        compare.load(write_run(tmp_path / "b", losses=(4.0, 2.75), finished=False)),
+    ]
     compare.plot(runs, ["one", "two"], "unused.png")
     by_step, by_time, distance = drawn[0].axes
     train, evaluation = by_step.lines[2:]
@@ -68,15 +94,18 @@ def test_the_figure_shows_the_numbers(tmp_path, monkeypatch):
     assert "zero throughout: one" in distance.get_xlabel()
 
 
-@pytest.mark.parametrize("configs, expected", [
-    # Fields of gossip say nothing about all-reduce; how often a run is logged says nothing about any.
-    ([{"method": "allreduce", "topology": {"name": "torus"}}, {"log_every": 5}], ["allreduce", "decentralized ring"]),
-    ([{"method": "allreduce"}, {"method": "allreduce", "optimizer": {"name": "sgdm"}}], ["adamw", "sgdm"]),
-    ([{"workers": 8, "batch_size": 16, "seed": 1}, {}], ["seed=1 workers=8", "seed=0 workers=4"]),
-    ([{}, {}], ["run0", "run1"]),
-    ([{"seed": 1}, {"seed": 1}, {}], ["seed=1 (run0)", "seed=1 (run1)", "seed=0"]),
-    ([{}], ["run0"]),
-])
+@pytest.mark.parametrize(
+    "configs, expected",
+    [
+        # Fields of gossip say nothing about all-reduce; how often a run is logged says nothing about any.
+        ([{"method": "allreduce", "topology": {"name": "torus"}}, {"log_every": 5}], ["allreduce", "decentralized ring"]),
+        ([{"method": "allreduce"}, {"method": "allreduce", "optimizer": {"name": "sgdm"}}], ["adamw", "sgdm"]),
+        ([{"workers": 8, "batch_size": 16, "seed": 1}, {}], ["seed=1 workers=8", "seed=0 workers=4"]),
+        ([{}, {}], ["run0", "run1"]),
+        ([{"seed": 1}, {"seed": 1}, {}], ["seed=1 (run0)", "seed=1 (run1)", "seed=0"]),
+        ([{}], ["run0"]),
+    ],
+)
 def test_labels_name_what_differs(configs, expected, tmp_path):
     runs = [compare.load(write_run(tmp_path / f"run{i}", **config)) for i, config in enumerate(configs)]
     assert compare.labels(runs) == expected
@@ -85,7 +114,7 @@ def test_labels_name_what_differs(configs, expected, tmp_path):
 def test_smoothing_is_a_mean_over_a_twentieth():
     values = np.random.default_rng(0).normal(size=100)
     smoothed = compare.smooth(values)
-    dense = [values[max(0, i - 2):i + 3].mean() for i in range(100)]
+    dense = [values[max(0, i - 2) : i + 3].mean() for i in range(100)]
     np.testing.assert_allclose(smoothed, dense, atol=1e-12)
     np.testing.assert_allclose(compare.smooth(values[:30]), values[:30], atol=1e-12)  # Too few to need it.
 
@@ -101,13 +130,16 @@ def test_a_truncated_last_line_is_tolerated_and_a_damaged_one_is_not(tmp_path):
         compare.load(run)
 
 
-@pytest.mark.parametrize("damage, problem", [
-    (lambda run: (run / "metrics.jsonl").unlink(), "metrics.jsonl cannot be read"),
-    (lambda run: (run / "metrics.jsonl").write_text(""), "no complete line"),
-    (lambda run: (run / "metrics.jsonl").write_text('{"step": 1}\n'), "line 1 is damaged"),
-    (lambda run: (run / "config.json").unlink(), "config.json cannot be read"),
-    (lambda run: (run / "summary.json").write_text("{}"), "summary.json is no JSON object with eval_loss"),
-])
+@pytest.mark.parametrize(
+    "damage, problem",
+    [
+        (lambda run: (run / "metrics.jsonl").unlink(), "metrics.jsonl cannot be read"),
+        (lambda run: (run / "metrics.jsonl").write_text(""), "no complete line"),
+        (lambda run: (run / "metrics.jsonl").write_text('{"step": 1}\n'), "line 1 is damaged"),
+        (lambda run: (run / "config.json").unlink(), "config.json cannot be read"),
+        (lambda run: (run / "summary.json").write_text("{}"), "summary.json is no JSON object with eval_loss"),
+    ],
+)
 def test_what_is_no_run_is_refused(damage, problem, tmp_path):
     run = write_run(tmp_path / "a")
     damage(run)
@@ -115,9 +147,15 @@ def test_what_is_no_run_is_refused(damage, problem, tmp_path):
         compare.load(run)
 
 
-@pytest.mark.parametrize("arguments, problem", [
-    ([], "no runs"), (["{tmp}/none"], "none is not a directory"), (["{tmp}/a", "--out={tmp}/a.xyz"], "xyz"),
-    (["{tmp}/a", "--out={tmp}/none/a.png"], "none")])
+@pytest.mark.parametrize(
+    "arguments, problem",
+    [
+        ([], "no runs"),
+        (["{tmp}/none"], "none is not a directory"),
+        (["{tmp}/a", "--out={tmp}/a.xyz"], "xyz"),
+        (["{tmp}/a", "--out={tmp}/none/a.png"], "none"),
+    ],
+)
 def test_mistakes_are_one_line(arguments, problem, tmp_path):
     write_run(tmp_path / "a")
     result = launch(*(argument.format(tmp=tmp_path) for argument in arguments))

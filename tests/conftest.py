@@ -38,8 +38,11 @@ def users_generator(monkeypatch):
     """Steps of training as users have them compiled, where bits count: the older generator rounds sums and products elsewhere."""
     if "xla_cpu_use_fusion_emitters" in os.environ.get("XLA_FLAGS", ""):
         compiled = jax.stages.Lowered.compile
-        monkeypatch.setattr(jax.stages.Lowered, "compile", lambda lowered, options=None: compiled(
-            lowered, (options or {}) | {"xla_cpu_use_fusion_emitters": True}))
+        monkeypatch.setattr(
+            jax.stages.Lowered,
+            "compile",
+            lambda lowered, options=None: compiled(lowered, (options or {}) | {"xla_cpu_use_fusion_emitters": True}),
+        )
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,8 @@ import math
 import sysconfig
 import zlib
 
-from hypothesis import example, given, settings, strategies as st
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 import numpy as np
 import pytest
 
@@ -65,8 +66,18 @@ def test_split_does_not_depend_on_where_the_folder_is_or_on_other_files(tmp_path
 
 
 def test_hidden_and_binary_files_are_passed_over(tmp_path):
-    write(tmp_path, {"a.txt": b"A" * 200, "sub/b.txt": b"B" * 200, ".hidden": b"h", ".git/config": b"g", "sub/.x/y.txt": b"x",
-                     "image.png": b"\x89PNG\0data", "empty.txt": b""})
+    write(
+        tmp_path,
+        {
+            "a.txt": b"A" * 200,
+            "sub/b.txt": b"B" * 200,
+            ".hidden": b"h",
+            ".git/config": b"g",
+            "sub/.x/y.txt": b"x",
+            "image.png": b"\x89PNG\0data",
+            "empty.txt": b"",
+        },
+    )
     assert set(b"".join(text_of(data.load_corpus(str(tmp_path))))) == set(b"AB")
 
 
@@ -96,9 +107,20 @@ def test_validation_takes_more_of_a_short_text(tmp_path):
         data.load_corpus(str(tmp_path / "text"), min_bytes=51)
 
 
-@pytest.mark.parametrize("files, path", [
-    ({}, "absent"), ({"empty": b""}, "empty"), ({"empty": b""}, "."), ({"binary": b"a\0b"}, "binary"), ({}, "."),
-    ({".hidden": b"text"}, "."), ({}, "~no_such_user/text"), ({}, "a" * 5000)], ids=lambda value: str(value)[:20])
+@pytest.mark.parametrize(
+    "files, path",
+    [
+        ({}, "absent"),
+        ({"empty": b""}, "empty"),
+        ({"empty": b""}, "."),
+        ({"binary": b"a\0b"}, "binary"),
+        ({}, "."),
+        ({".hidden": b"text"}, "."),
+        ({}, "~no_such_user/text"),
+        ({}, "a" * 5000),
+    ],
+    ids=lambda value: str(value)[:20],
+)
 def test_unusable_paths_are_named(tmp_path, files, path):
     write(tmp_path, files)
     given_path = path if path.startswith("~") else str(tmp_path / path)
@@ -111,11 +133,13 @@ def test_unusable_paths_are_named(tmp_path, files, path):
 @pytest.mark.parametrize("length", [0, 1, CONTEXT])
 def test_too_short_text_names_its_length_and_the_need(length):
     short = TEXT[:length]
-    for use in (lambda: data.validation_windows(short, context=CONTEXT),
-                lambda: data.batches(short, context=CONTEXT, batch_size=1, num_workers=1, seed=0)):
+    for use in (
+        lambda: data.validation_windows(short, context=CONTEXT),
+        lambda: data.batches(short, context=CONTEXT, batch_size=1, num_workers=1, seed=0),
+    ):
         with pytest.raises(ValueError, match=rf"{length} bytes.* {CONTEXT + 1}; use more text or a shorter context"):
             use()
-    assert len(data.Windows(TEXT[:CONTEXT + 1], CONTEXT)) == 1
+    assert len(data.Windows(TEXT[: CONTEXT + 1], CONTEXT)) == 1
 
 
 # -- Entropy ----------------------------------------------------------------------------------------------------------
@@ -130,10 +154,16 @@ def test_order1_entropy_is_the_bigram_cross_entropy_of_the_text_itself(text):
     assert data.order1_entropy(np.frombuffer(text, np.uint8)) == pytest.approx(loss, abs=1e-12)
 
 
-@pytest.mark.parametrize("text, entropy", [
-    (b"aaaa", 0.0), (b"abababab", 0.0), (b"aabba", math.log(2)),  # pairs aa, ab, bb, ba: the next byte is a fair coin
-    (bytes([0, 0, 1, 1, 2, 2, 0, 2, 1, 0]), math.log(3)),  # a de Bruijn cycle: each of nine pairs once
-], ids=["constant", "alternating", "coin", "three"])
+@pytest.mark.parametrize(
+    "text, entropy",
+    [
+        (b"aaaa", 0.0),
+        (b"abababab", 0.0),
+        (b"aabba", math.log(2)),  # pairs aa, ab, bb, ba: the next byte is a fair coin
+        (bytes([0, 0, 1, 1, 2, 2, 0, 2, 1, 0]), math.log(3)),  # a de Bruijn cycle: each of nine pairs once
+    ],
+    ids=["constant", "alternating", "coin", "three"],
+)
 def test_order1_entropy_of_known_texts(text, entropy):
     assert data.order1_entropy(np.frombuffer(text, np.uint8)) == pytest.approx(entropy, abs=1e-12)
 
@@ -142,14 +172,13 @@ def test_order1_entropy_of_known_texts(text, entropy):
 
 
 def make(num_workers=3, batch_size=2, seed=0, partition="iid"):
-    return data.batches(
-        TEXT, context=CONTEXT, batch_size=batch_size, num_workers=num_workers, seed=seed, partition=partition)
+    return data.batches(TEXT, context=CONTEXT, batch_size=batch_size, num_workers=num_workers, seed=seed, partition=partition)
 
 
 def window_ids(tokens_BxT1):
     """Which windows a batch holds; checks that they are windows."""
     for tokens in tokens_BxT1:
-        np.testing.assert_array_equal(tokens, TEXT[tokens[0]:tokens[0] + CONTEXT + 1])
+        np.testing.assert_array_equal(tokens, TEXT[tokens[0] : tokens[0] + CONTEXT + 1])
     return (tokens_BxT1[:, 0] // CONTEXT).tolist()
 
 
@@ -178,7 +207,7 @@ def test_iid_shards_are_disjoint_and_cover_every_epoch(num_workers):
     batch = make(num_workers)
     rounds = -(-2 * WINDOWS // num_workers)  # of one window for each worker: two epochs
     dealt = np.array([stream(batch, worker, rounds) for worker in range(num_workers)]).T.ravel()
-    first, second = dealt[:WINDOWS], dealt[WINDOWS:2 * WINDOWS]
+    first, second = dealt[:WINDOWS], dealt[WINDOWS : 2 * WINDOWS]
     assert sorted(first) == sorted(second) == list(range(WINDOWS))
     assert list(first) != list(second), "both epochs have the same order"
     assert list(first) != list(range(WINDOWS)), "not shuffled"
@@ -187,8 +216,9 @@ def test_iid_shards_are_disjoint_and_cover_every_epoch(num_workers):
 def test_a_change_of_n_deals_the_same_global_batches():
     one, two, six = make(1, 6), make(2, 3), make(6, 1)
     for step in range(2 * WINDOWS // 6):
-        union = [sorted(sum((window_ids(batch(worker, step)) for worker in range(n)), []))
-                 for batch, n in ((one, 1), (two, 2), (six, 6))]
+        union = [
+            sorted(sum((window_ids(batch(worker, step)) for worker in range(n)), [])) for batch, n in ((one, 1), (two, 2), (six, 6))
+        ]
         assert union[0] == union[1] == union[2]
 
 

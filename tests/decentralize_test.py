@@ -9,9 +9,7 @@ import optax
 import pytest
 
 import decjax
-from decjax import gossip
-from decjax import optim
-from decjax import reduce
+from decjax import gossip, optim, reduce
 from decjax import topology as topology_lib
 
 N, DIM, STEPS = 8, 6, 30
@@ -120,9 +118,12 @@ INNER = {
     "adam": (lambda: optax.adam(LR, b2=0.99), lambda: DenseAdam(), 0.0),
     "adamw": (lambda: optax.adamw(LR, b2=0.99, weight_decay=0.2), lambda: DenseAdam(), 0.2),
     "accum_adam": (lambda: decjax.accumulated_adam(LR, b2=0.99, window=4), lambda: DenseAccumulatedAdam(4), 0.0),
-    "accum_adamw": (lambda: decjax.accumulated_adamw(LR, b2=0.99, weight_decay=0.2, window=3),
-                    lambda: DenseAccumulatedAdam(3), 0.2),
-    "sgd": (lambda: optax.sgd(LR), lambda: (lambda g: g), 0.0),
+    "accum_adamw": (
+        lambda: decjax.accumulated_adamw(LR, b2=0.99, weight_decay=0.2, window=3),
+        lambda: DenseAccumulatedAdam(3),
+        0.2,
+    ),
+    "sgd": (lambda: optax.sgd(LR), lambda: lambda g: g, 0.0),
 }
 
 
@@ -148,16 +149,22 @@ def test_several_rounds_and_local_steps_compose_in_the_optimizer():
     topology = topology_lib.make("ring", N)
     mixer = gossip.every(gossip.exact(topology, rounds=2), 3)
     tx = decjax.decentralize(optax.sgd(LR), mixer, "atc")
+
     def W(t):
         return np.linalg.matrix_power(topology.matrix(0), 2) if (t + 1) % 3 == 0 else np.eye(N)
+
     np.testing.assert_allclose(trajectory(tx, phase=mixer.phase), dense_path(lambda g: g, W, "atc"), atol=1e-9)
 
 
 def test_aliases_are_the_composition():
     mixer = gossip.exact(topology_lib.make("ring", N))
-    pairs = [(decjax.decentralized_adam(LR, mixer, b1=0.8), decjax.decentralize(optax.adam(LR, b1=0.8), mixer)),
-             (decjax.decentralized_adamw(LR, mixer, "atc", weight_decay=0.1),
-              decjax.decentralize(optax.adamw(LR, weight_decay=0.1), mixer, "atc"))]
+    pairs = [
+        (decjax.decentralized_adam(LR, mixer, b1=0.8), decjax.decentralize(optax.adam(LR, b1=0.8), mixer)),
+        (
+            decjax.decentralized_adamw(LR, mixer, "atc", weight_decay=0.1),
+            decjax.decentralize(optax.adamw(LR, weight_decay=0.1), mixer, "atc"),
+        ),
+    ]
     for alias, composition in pairs:
         np.testing.assert_array_equal(trajectory(alias), trajectory(composition))
 
@@ -195,8 +202,10 @@ def test_identical_data_on_all_workers_is_one_worker(monkeypatch, mode, order):
 
 
 def test_window_of_one_is_optax():
-    for accumulated, plain in ((decjax.accumulated_adamw(LR, weight_decay=0.1, window=1), optax.adamw(LR, weight_decay=0.1)),
-                               (decjax.accumulated_adam(LR, window=1), optax.adam(LR))):
+    for accumulated, plain in (
+        (decjax.accumulated_adamw(LR, weight_decay=0.1, window=1), optax.adamw(LR, weight_decay=0.1)),
+        (decjax.accumulated_adam(LR, window=1), optax.adam(LR)),
+    ):
         tx, reference = (decjax.synchronize(inner, reduce.mean()) for inner in (accumulated, plain))
         np.testing.assert_allclose(trajectory(tx), trajectory(reference), atol=1e-6)
 
@@ -215,6 +224,7 @@ def test_unknown_order_is_refused():
 
 
 # -- Contract of every transformation ---------------------------------------------------------------------------------
+
 
 def contracts():
     mixer = gossip.exact(topology_lib.make("one_peer_exponential", N))

@@ -7,13 +7,8 @@ import numpy as np
 import optax
 import pytest
 
-from decjax import mesh
-from decjax import models
-from decjax import pipeline
-from decjax import reduce
-from decjax import runtime
-from decjax.optim import clip_by_norm
-from decjax.optim import synchronize
+from decjax import mesh, models, pipeline, reduce, runtime
+from decjax.optim import clip_by_norm, synchronize
 from decjax.train import wire
 
 pytestmark = pytest.mark.usefixtures("quick_compilation", "uncached_programs")
@@ -50,10 +45,15 @@ class Training:
 
     def gradients(self, step):
         """Of every stage of every worker: a common part that changes slowly, and one of one's own; none of what is not there."""
+
         def of(path, x_NxS):
             key = len(jax.tree_util.keystr(path)), x_NxS.size
-            common, own = np.random.default_rng(key).normal(size=x_NxS.shape[1:]), np.random.default_rng((step, *key)).normal(size=x_NxS.shape)
+            common, own = (
+                np.random.default_rng(key).normal(size=x_NxS.shape[1:]),
+                np.random.default_rng((step, *key)).normal(size=x_NxS.shape),
+            )
             return (np.cos(0.1 * step) * common + 0.3 * own).astype(np.float32) * (np.asarray(x_NxS) != 0)
+
         return self.workers.place(jax.tree_util.tree_map_with_path(of, self.workers.fetch(self.params)))
 
     def run(self):
@@ -72,7 +72,9 @@ class Training:
         """Bytes that the devices of a stage send, [S], of each axis."""
         hlo = self.program.as_text()
         sent = wire.bytes_by_stage(hlo, self.workers)
-        self.sent_within_groups = wire.bytes_sent(hlo, self.workers.mesh.size).sum() - sum(sent_NxS.sum() for sent_NxS in sent.values())
+        self.sent_within_groups = wire.bytes_sent(hlo, self.workers.mesh.size).sum() - sum(
+            sent_NxS.sum() for sent_NxS in sent.values()
+        )
         assert all((sent_NxS == sent_NxS[0]).all() for sent_NxS in sent.values())
         return {axis: sent_NxS[0] for axis, sent_NxS in sent.items()}
 
@@ -93,9 +95,15 @@ def close(found, expected):
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-3, atol=1e-3), found, expected)
 
 
-@pytest.mark.parametrize("N, S, T, make_reducer, by_stage", [
-    (4, 2, 1, reduce.mean, [reduce.mean] * 2), (2, 2, 2, POWERSGD, [POWERSGD] * 2), (2, 4, 1, selective, [POWERSGD] * 3 + [reduce.mean]),
-], ids=["mean", "PowerSGD, tensor=2", "PowerSGD on three stages of four"])
+@pytest.mark.parametrize(
+    "N, S, T, make_reducer, by_stage",
+    [
+        (4, 2, 1, reduce.mean, [reduce.mean] * 2),
+        (2, 2, 2, POWERSGD, [POWERSGD] * 2),
+        (2, 4, 1, selective, [POWERSGD] * 3 + [reduce.mean]),
+    ],
+    ids=["mean", "PowerSGD, tensor=2", "PowerSGD on three stages of four"],
+)
 def test_fused_is_apart_for_fewer_bytes(N, S, T, make_reducer, by_stage):
     """With T = 2 the shards of a table hold rows of different words, which nobody may add up. Where only some stages compress, the
     two copies of the table lie on one that does and one that does not."""
@@ -103,8 +111,11 @@ def test_fused_is_apart_for_fewer_bytes(N, S, T, make_reducer, by_stage):
     close(fused_path, path)
     assert np.abs(path[-1]["table_VxD"] - path[0]["table_VxD"]).max() > 0.1
 
-    rest = {name: jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[2:], x.dtype), part)
-            for name, part in apart.params.items() if name != "table_VxD"}
+    rest = {
+        name: jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[2:], x.dtype), part)
+        for name, part in apart.params.items()
+        if name != "table_VxD"
+    }
     others_S = np.array([make().num_bytes(rest, N)[0] for make in by_stage])
     ends_S, (apart_sent, fused_sent) = np.array([1.0, *[0.0] * (S - 2), 1.0]), (apart.sent(), fused.sent())
     np.testing.assert_allclose(apart_sent["worker"] - others_S, 2 * (N - 1) / N * TABLE_BYTES * ends_S)
@@ -146,6 +157,7 @@ def test_only_the_first_stages_compress():
 
 def test_selective_stages_are_divided_by_tensor_parallel_groups():
     """What the compiler sends within a group waits for all devices of all stages: no branch may hold it."""
+
     def first_of_two(axis_name=mesh.WORKER):
         return reduce.first_stages(POWERSGD(axis_name=axis_name), 1, 2, reduce.mean(axis_name=axis_name))
 
@@ -173,16 +185,24 @@ def test_the_devices_of_a_tensor_parallel_group_send_each_its_part():
     """An array that travels by itself is not gathered first; what every device holds whole, each sends whole."""
     training = Training(2, 2, 2, functools.partial(reduce.mean, bucket_bytes=0), fused=True)
     w = training.workers
-    copies = jax.tree.map(lambda x, sharding: 4 * x.size / 4 * (1 if sharding.shard_shape(x.shape) != (1, 1, *x.shape[2:]) else 2),
-                          training.params, w.shardings(training.params))
+    copies = jax.tree.map(
+        lambda x, sharding: 4 * x.size / 4 * (1 if sharding.shard_shape(x.shape) != (1, 1, *x.shape[2:]) else 2),
+        training.params,
+        w.shardings(training.params),
+    )
     expected = sum(jax.tree.leaves(copies)) - copies["table_VxD"] / 2
     np.testing.assert_allclose(training.sent()["worker"], np.full(2, expected))
 
 
 @pytest.mark.parametrize("simulate", [False, True])
-@pytest.mark.parametrize("name, collective", [
-    ("exchange", lambda x, axis_name: mesh.exchange(x, [(0, 1), (1, 0)], axis_name)),
-    ("scatter_mean", lambda x, axis_name: mesh.scatter_mean(x, 2, axis_name)), ("gather", lambda x, axis_name: mesh.gather(x, 2, axis_name))])
+@pytest.mark.parametrize(
+    "name, collective",
+    [
+        ("exchange", lambda x, axis_name: mesh.exchange(x, [(0, 1), (1, 0)], axis_name)),
+        ("scatter_mean", lambda x, axis_name: mesh.scatter_mean(x, 2, axis_name)),
+        ("gather", lambda x, axis_name: mesh.gather(x, 2, axis_name)),
+    ],
+)
 def test_only_collectives_that_some_stages_can_send_are_sent_by_some(name, collective, simulate):
     """The others would be of all stages, whatever `sent_by` says."""
     w = mesh.make_workers(2, stages=2, simulate=simulate)
@@ -195,11 +215,14 @@ def test_only_collectives_that_some_stages_can_send_are_sent_by_some(name, colle
         jax.eval_shape(w.map(of_first_stage, (0,)), jax.ShapeDtypeStruct((2, 2, 8), np.float32))
 
 
-@pytest.mark.parametrize("make, complaint", [
-    (lambda: reduce.first_stages(POWERSGD(), 0, 4, reduce.mean()), "0 compressed stages of 4: must be between 1 and 4"),
-    (lambda: reduce.first_stages(POWERSGD(), 5, 4, reduce.mean()), "must be between 1 and 4"),
-    (lambda: reduce.first_stages(POWERSGD(), 2, 4, reduce.start_at(POWERSGD(), 3, reduce.mean())), "one of a single phase"),
-])
+@pytest.mark.parametrize(
+    "make, complaint",
+    [
+        (lambda: reduce.first_stages(POWERSGD(), 0, 4, reduce.mean()), "0 compressed stages of 4: must be between 1 and 4"),
+        (lambda: reduce.first_stages(POWERSGD(), 5, 4, reduce.mean()), "must be between 1 and 4"),
+        (lambda: reduce.first_stages(POWERSGD(), 2, 4, reduce.start_at(POWERSGD(), 3, reduce.mean())), "one of a single phase"),
+    ],
+)
 def test_impossible_choices_of_stages_are_refused(make, complaint):
     with pytest.raises(ValueError, match=complaint) as error:
         make()

@@ -8,14 +8,9 @@ import numpy as np
 import optax
 import pytest
 
-from decjax import codecs
-from decjax import gossip
-from decjax import mesh
-from decjax import optim
-from decjax import reduce
+from decjax import codecs, gossip, mesh, optim, reduce
 from decjax import topology as topology_lib
-from decjax.train import engine
-from decjax.train import source
+from decjax.train import engine, source
 from decjax.train import state as state_lib
 
 N, STEPS, LR = 4, 24, 0.05
@@ -34,6 +29,7 @@ def gradients(params, batch, key):
 
     def loss(params):
         return jnp.mean((jnp.tanh(x @ params["in"]) @ params["out"] - y) ** 2)
+
     return jax.value_and_grad(loss)(params)
 
 
@@ -43,34 +39,55 @@ def init(key):
 
 
 def decentralized(name, inner, **options):
-    mixer = gossip.exact(topology_lib.make(name, N, **options), bucket_bytes=0)  # An array a message: split ones travel in two parts.
-    return state_lib.Method(optim.decentralize(inner, mixer), mixer.phase, mixer.num_bytes,
-                            lambda params, opt_state, phase: mixer.exchange(params, opt_state.mixer, phase))
+    mixer = gossip.exact(
+        topology_lib.make(name, N, **options), bucket_bytes=0
+    )  # An array a message: split ones travel in two parts.
+    return state_lib.Method(
+        optim.decentralize(inner, mixer),
+        mixer.phase,
+        mixer.num_bytes,
+        lambda params, opt_state, phase: mixer.exchange(params, opt_state.mixer, phase),
+    )
 
 
 def compressed(inner, make, name):
     mixer = make(topology_lib.make(name, N), codec=codecs.make("int8"))
-    return state_lib.Method(optim.decentralize(inner, mixer), mixer.phase, mixer.num_bytes,
-                            lambda params, opt_state, phase: mixer.exchange(params, opt_state.mixer, phase))
+    return state_lib.Method(
+        optim.decentralize(inner, mixer),
+        mixer.phase,
+        mixer.num_bytes,
+        lambda params, opt_state, phase: mixer.exchange(params, opt_state.mixer, phase),
+    )
 
 
 def beer(inner):
     mixer = gossip.beer(topology_lib.make("ring", N), codec=codecs.make("int8"))
-    return state_lib.Method(optim.track(inner, mixer), mixer.phase, lambda params, phase: mixer.num_bytes((params, params), phase),
-                            functools.partial(optim.tracked_exchange, mixer))
+    return state_lib.Method(
+        optim.track(inner, mixer),
+        mixer.phase,
+        lambda params, phase: mixer.num_bytes((params, params), phase),
+        functools.partial(optim.tracked_exchange, mixer),
+    )
 
 
 def every_other(inner):
     mixer = gossip.damp(gossip.every(gossip.exact(topology_lib.make("one_peer_ring", N)), 2), 0.7)
-    return state_lib.Method(optim.decentralize(inner, mixer), mixer.phase, mixer.num_bytes,
-                            lambda params, opt_state, phase: mixer.exchange(params, opt_state.mixer, phase))
+    return state_lib.Method(
+        optim.decentralize(inner, mixer),
+        mixer.phase,
+        mixer.num_bytes,
+        lambda params, opt_state, phase: mixer.exchange(params, opt_state.mixer, phase),
+    )
 
 
 def stale_allreduce(inner):
     reducer = reduce.mean()
-    return state_lib.Method(optim.synchronize(inner, reducer, stale=True), lambda step: 0,
-                            lambda params, phase: reducer.num_bytes(params, N),
-                            lambda params, opt_state, phase: optim.stale_exchange(reducer, opt_state))
+    return state_lib.Method(
+        optim.synchronize(inner, reducer, stale=True),
+        lambda step: 0,
+        lambda params, phase: reducer.num_bytes(params, N),
+        lambda params, opt_state, phase: optim.stale_exchange(reducer, opt_state),
+    )
 
 
 def batches(step):
@@ -171,6 +188,8 @@ def test_processes_split_no_step_whose_gradient_has_collectives_of_its_own(optio
         assert engine.choose("split", method, w) == engine.choose("auto", method, w) == "split"
         return
     assert engine.choose("auto", method, w) == "fused"
-    with pytest.raises(ValueError, match="engine 'split' with stages=. and tensor=. over 4 processes: .* use engine 'fused'") as error:
+    with pytest.raises(
+        ValueError, match="engine 'split' with stages=. and tensor=. over 4 processes: .* use engine 'fused'"
+    ) as error:
         engine.choose("split", method, w)
     assert "\n" not in str(error.value)

@@ -9,18 +9,36 @@ import numpy as np
 import optax
 import pytest
 
-from decjax import codecs
-from decjax import gossip
+from decjax import codecs, gossip
 from decjax import topology as topology_lib
-from decjax.train import checkpoint
-from decjax.train import wire
-from tests.quadratics import (B, H, LR, MATRIX, MODES, N, P, STEPS, X0, flat, gradients, mixed, mixers, trajectory,
-                              tree, workers, wrapper)
+from decjax.train import checkpoint, wire
+from tests.quadratics import (
+    LR,
+    MATRIX,
+    MODES,
+    STEPS,
+    X0,
+    B,
+    H,
+    N,
+    P,
+    flat,
+    gradients,
+    mixed,
+    mixers,
+    trajectory,
+    tree,
+    workers,
+    wrapper,
+)
 from tests.stand_ins import dense_four_bits, dense_top, four_bits, identity, top
 
 # Codecs, and the same in NumPy on all workers' values.
-CODECS = {"identity": (identity(), lambda x_NxP: x_NxP), "four_bits": (four_bits(), dense_four_bits),
-          "top": (top(0.3), lambda x_NxP: np.stack([dense_top(0.3)(x_P) for x_P in x_NxP]))}
+CODECS = {
+    "identity": (identity(), lambda x_NxP: x_NxP),
+    "four_bits": (four_bits(), dense_four_bits),
+    "top": (top(0.3), lambda x_NxP: np.stack([dense_top(0.3)(x_P) for x_P in x_NxP])),
+}
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
@@ -108,8 +126,13 @@ def push_sum(W, C, gamma, order):
         yield x / y
 
 
-MIXERS = {"choco": (gossip.choco, choco), "deepsqueeze": (gossip.deepsqueeze, deepsqueeze), "dcd": (gossip.dcd, dcd),
-          "beer": (gossip.beer, beer), "push_sum": (gossip.push_sum, push_sum)}
+MIXERS = {
+    "choco": (gossip.choco, choco),
+    "deepsqueeze": (gossip.deepsqueeze, deepsqueeze),
+    "dcd": (gossip.dcd, dcd),
+    "beer": (gossip.beer, beer),
+    "push_sum": (gossip.push_sum, push_sum),
+}
 GRAPHS = {"push_sum": ("random_digraph", dict(degree=2))}
 
 
@@ -122,9 +145,14 @@ def built(name, codec, gamma, graph=None, **options):
 
 
 @pytest.mark.parametrize("order, mode", [("awc", "devices"), ("atc", "simulated")])
-@pytest.mark.parametrize("name, codec, gamma", [
-    *((name, *coded) for name in MIXERS if name != "dcd" for coded in (("top", 0.3), ("four_bits", 0.8))),
-    ("dcd", "identity", 1.0), ("dcd", "four_bits", 0.8)])  # It refuses codecs that lose much.
+@pytest.mark.parametrize(
+    "name, codec, gamma",
+    [
+        *((name, *coded) for name in MIXERS if name != "dcd" for coded in (("top", 0.3), ("four_bits", 0.8))),
+        ("dcd", "identity", 1.0),
+        ("dcd", "four_bits", 0.8),
+    ],
+)  # It refuses codecs that lose much.
 def test_trajectory_is_that_of_the_paper(name, codec, gamma, order, mode):
     coded, C = CODECS[codec]
     topology, make_mixer = built(name, coded, gamma)
@@ -227,6 +255,7 @@ def test_resume_is_bit_exact(name, tmp_path):
 
 def rows_in_turn():
     """A matrix row by row, one a message; vectors as they are."""
+
     def encode(x, state, key):
         return {"row": state["next"], "values": x[state["next"]]} if x.ndim == 2 else x
 
@@ -237,18 +266,22 @@ def rows_in_turn():
         return jnp.dtype(dtype).itemsize * shape[-1] + 4 * (len(shape) == 2)
 
     return codecs.Codec(
-        name="rows_in_turn", encode=encode, decode=decode, num_bytes=num_bytes,
+        name="rows_in_turn",
+        encode=encode,
+        decode=decode,
+        num_bytes=num_bytes,
         init=lambda shape, dtype: {"next": jnp.int32(0), "rows": jnp.int32(shape[0])} if len(shape) == 2 else (),
         advance=lambda state, message: state | {"next": (message["row"] + 1) % state["rows"]} if state else (),
-        traits=codecs.Traits(contractive=lambda shape: 1 / shape[0], state_key="tensor", matrix=True))
+        traits=codecs.Traits(contractive=lambda shape: 1 / shape[0], state_key="tensor", matrix=True),
+    )
 
 
 def test_a_codec_of_matrices_sees_them_and_keeps_its_state():
     topology = topology_lib.make("ring", N)
     x_NxP = np.random.default_rng(3).normal(size=(N, P))
     path, _ = mixed(lambda axis_name: gossip.choco(topology, codec=rows_in_turn(), gamma=0.3, axis_name=axis_name), x_NxP, 400)
-    rows = path[:, :, :math.prod(MATRIX)].reshape(-1, N, *MATRIX)
-    first = np.abs(rows[0] - x_NxP[:, :math.prod(MATRIX)].reshape(N, *MATRIX)).max(axis=(0, 2)) > 0
+    rows = path[:, :, : math.prod(MATRIX)].reshape(-1, N, *MATRIX)
+    first = np.abs(rows[0] - x_NxP[:, : math.prod(MATRIX)].reshape(N, *MATRIX)).max(axis=(0, 2)) > 0
     second = np.abs(rows[1] - rows[0]).max(axis=(0, 2)) > 0
     np.testing.assert_array_equal(first, [True, False, False, False])
     np.testing.assert_array_equal(second, [True, True, False, False])
@@ -272,27 +305,30 @@ def unbiased():
     return four_bits(contractive=None, unbiased=lambda size: 3.0)
 
 
-@pytest.mark.parametrize("build, graph, options, complaint", [
-    (gossip.choco, "ring", dict(codec=None), "needs a codec"),
-    (gossip.choco, "ring", dict(codec=unbiased()), "needs a contractive codec"),
-    (gossip.deepsqueeze, "ring", dict(codec=unbiased()), "needs a contractive codec"),
-    (gossip.beer, "ring", dict(codec=unbiased()), "needs a contractive codec"),
-    (gossip.push_sum, "ring", dict(codec=unbiased()), "needs a contractive codec"),
-    (gossip.choco, "random_digraph", dict(codec=four_bits()), "doubly stochastic.*use mixer 'push_sum'"),
-    (gossip.choco, "complete", dict(codec=four_bits()), "has no messages"),
-    (gossip.choco, "ring", dict(codec=four_bits(), gamma=1.5), "gamma=1.5: must be"),
-    (gossip.choco, "ring", dict(codec=four_bits(state_key="sample")), "remembers samples"),
-    (gossip.choco, "hierarchical", dict(codec=four_bits(matrix=True)), "sees whole matrices"),
-    (gossip.exact, "ring", dict(codec=codecs.bounded()), r"would send the largest; use 'bounded\(raw=False\)'"),
-    (gossip.dcd, "ring", dict(codec=top(0.1)), "keeps 0.4.* of the energy of noise"),
-    (gossip.dcd, "one_peer_exponential", dict(codec=four_bits()), "varies in time; use 'ring'"),
-    (gossip.dcd, "hierarchical", dict(codec=four_bits(), local=2, outer="ring"), "has nodes of 2 workers"),
-    (gossip.beer, "exponential", dict(codec=four_bits()), "is directed; use 'ring'"),
-    (gossip.beer, "one_peer_ring", dict(codec=four_bits()), "varies in time"),
-    (gossip.power_gossip, "exponential", dict(rank=1), "is not symmetric; use 'ring'"),
-    (gossip.power_gossip, "ring", dict(rank=0), "rank=0: at least one"),
-    (gossip.power_gossip, "hierarchical", dict(rank=1, outer="ring"), "whole matrices on every worker"),
-])
+@pytest.mark.parametrize(
+    "build, graph, options, complaint",
+    [
+        (gossip.choco, "ring", dict(codec=None), "needs a codec"),
+        (gossip.choco, "ring", dict(codec=unbiased()), "needs a contractive codec"),
+        (gossip.deepsqueeze, "ring", dict(codec=unbiased()), "needs a contractive codec"),
+        (gossip.beer, "ring", dict(codec=unbiased()), "needs a contractive codec"),
+        (gossip.push_sum, "ring", dict(codec=unbiased()), "needs a contractive codec"),
+        (gossip.choco, "random_digraph", dict(codec=four_bits()), "doubly stochastic.*use mixer 'push_sum'"),
+        (gossip.choco, "complete", dict(codec=four_bits()), "has no messages"),
+        (gossip.choco, "ring", dict(codec=four_bits(), gamma=1.5), "gamma=1.5: must be"),
+        (gossip.choco, "ring", dict(codec=four_bits(state_key="sample")), "remembers samples"),
+        (gossip.choco, "hierarchical", dict(codec=four_bits(matrix=True)), "sees whole matrices"),
+        (gossip.exact, "ring", dict(codec=codecs.bounded()), r"would send the largest; use 'bounded\(raw=False\)'"),
+        (gossip.dcd, "ring", dict(codec=top(0.1)), "keeps 0.4.* of the energy of noise"),
+        (gossip.dcd, "one_peer_exponential", dict(codec=four_bits()), "varies in time; use 'ring'"),
+        (gossip.dcd, "hierarchical", dict(codec=four_bits(), local=2, outer="ring"), "has nodes of 2 workers"),
+        (gossip.beer, "exponential", dict(codec=four_bits()), "is directed; use 'ring'"),
+        (gossip.beer, "one_peer_ring", dict(codec=four_bits()), "varies in time"),
+        (gossip.power_gossip, "exponential", dict(rank=1), "is not symmetric; use 'ring'"),
+        (gossip.power_gossip, "ring", dict(rank=0), "rank=0: at least one"),
+        (gossip.power_gossip, "hierarchical", dict(rank=1, outer="ring"), "whole matrices on every worker"),
+    ],
+)
 def test_what_does_not_fit_is_refused(build, graph, options, complaint):
     graph_options = {name: options[name] for name in ("local", "outer") if name in options}
     topology = topology_lib.make(graph, N, **graph_options)
@@ -301,14 +337,18 @@ def test_what_does_not_fit_is_refused(build, graph, options, complaint):
     assert "\n" not in str(refusal.value)
 
 
-@pytest.mark.parametrize("build, graph", [
-    (gossip.choco, "ring"), (gossip.dcd, "ring"), (gossip.push_sum, "random_digraph"), (gossip.exact, "hierarchical")])
+@pytest.mark.parametrize(
+    "build, graph",
+    [(gossip.choco, "ring"), (gossip.dcd, "ring"), (gossip.push_sum, "random_digraph"), (gossip.exact, "hierarchical")],
+)
 def test_codecs_that_make_nothing_smaller_are_refused(build, graph):
     topology, like = topology_lib.make(graph, N), jax.eval_shape(tree, jax.ShapeDtypeStruct((P,), jnp.float32))
     mixer = build(topology, codec=codecs.topk(fraction=1.0, values=codecs.bfloat16()))  # 2 bytes, and 1 to say where.
     assert mixer.num_bytes(like, 0).max() > 0
     mixer = build(topology, codec=codecs.topk(fraction=1.0))
     for refused in (lambda: mixer.num_bytes(like, 0), lambda: jax.eval_shape(mixer.init, like)):
-        with pytest.raises(ValueError, match="codec 'topk' makes messages of .* bytes of parameters that have .*; use fewer") as refusal:
+        with pytest.raises(
+            ValueError, match="codec 'topk' makes messages of .* bytes of parameters that have .*; use fewer"
+        ) as refusal:
             refused()
         assert "\n" not in str(refusal.value)

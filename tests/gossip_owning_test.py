@@ -8,11 +8,10 @@ import numpy as np
 import optax
 import pytest
 
-from decjax import gossip
-from decjax import optim
+from decjax import gossip, optim
 from decjax import topology as topology_lib
 from decjax.train import state as state_lib
-from tests.quadratics import B, H, LR, MODES, N, P, STEPS, X0, flat, mixed, mixers, scanned, tree, workers
+from tests.quadratics import LR, MODES, STEPS, X0, B, H, N, P, flat, mixed, mixers, scanned, tree, workers
 from tests.stand_ins import four_bits
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -62,8 +61,10 @@ def test_push_sum_damps_its_own_weights():
 # -- Replicas replaced by their average ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name, order", [
-    ("choco", "awc"), ("choco, nodes", "atc"), ("dcd", "awc"), ("dcd", "atc"), ("push_sum", "awc"), ("power_gossip", "atc")])
+@pytest.mark.parametrize(
+    "name, order",
+    [("choco", "awc"), ("choco, nodes", "atc"), ("dcd", "awc"), ("dcd", "atc"), ("push_sum", "awc"), ("power_gossip", "atc")],
+)
 def test_replicas_that_were_replaced_by_their_average_stay_equal(name, order):
     """Over 20 steps without a gradient, after 20 with one; and the average is what the mixer preserves."""
     w = workers("devices", 2 if "nodes" in name else 1)
@@ -78,6 +79,7 @@ def test_replicas_that_were_replaced_by_their_average_stay_equal(name, order):
                 updates, opt_state = tx.update(grads, state.opt_state, state.params, phase=phase)
                 state = state_lib.State(optax.apply_updates(state.params, updates), opt_state)
                 return state, jnp.append(flat(state.params), mixer.weight(opt_state.mixer) if mixer.weight else 1.0)
+
             return scanned(one_step, mixer, 20)(state)
 
         def path(state, gain):

@@ -9,7 +9,7 @@ import pytest
 
 from decjax import gossip
 from decjax import topology as topology_lib
-from tests.quadratics import LR, MATRIX, N, P, STEPS, X0, gradients, mixed, trajectory, tree
+from tests.quadratics import LR, MATRIX, STEPS, X0, N, P, gradients, mixed, trajectory, tree
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -44,8 +44,10 @@ def power(W, rank, start, order):
         yield x
 
 
-@pytest.mark.parametrize("name, rank, order, mode", [
-    ("ring", 1, "awc", "devices"), ("one_peer_ring", 2, "atc", "simulated"), ("line", 1, "atc", "devices")])
+@pytest.mark.parametrize(
+    "name, rank, order, mode",
+    [("ring", 1, "awc", "devices"), ("one_peer_ring", 2, "atc", "simulated"), ("line", 1, "atc", "devices")],
+)
 def test_power_gossip_is_that_of_the_paper(name, rank, order, mode):
     topology = topology_lib.make(name, N)
     make_mixer = lambda axis_name: gossip.power_gossip(topology, rank=rank, axis_name=axis_name)

@@ -9,9 +9,7 @@ import numpy as np
 import pytest
 
 import decjax
-from decjax import codecs
-from decjax import gossip
-from decjax import mesh
+from decjax import codecs, gossip, mesh
 from decjax import topology as topology_lib
 from decjax.train import wire
 
@@ -27,13 +25,16 @@ def workers(mode, local_size=1):
 
 def stacked_tree():
     rng = np.random.default_rng(0)
-    return {"a": rng.normal(size=(N, 3, 5)).astype(np.float32), "scalar": rng.normal(size=(N,)).astype(np.float32),
-            "b": rng.normal(size=(N, 7)).astype(np.float32), "count": np.arange(N, dtype=np.int32)}
+    return {
+        "a": rng.normal(size=(N, 3, 5)).astype(np.float32),
+        "scalar": rng.normal(size=(N,)).astype(np.float32),
+        "b": rng.normal(size=(N, 7)).astype(np.float32),
+        "count": np.arange(N, dtype=np.int32),
+    }
 
 
 def dense(W_NxN, tree):
-    return {name: x if x.dtype == np.int32 else np.einsum("ij,j...->i...", W_NxN, x.astype(np.float64))
-            for name, x in tree.items()}
+    return {name: x if x.dtype == np.int32 else np.einsum("ij,j...->i...", W_NxN, x.astype(np.float64)) for name, x in tree.items()}
 
 
 def assert_trees_close(actual, expected, atol=2e-6):
@@ -161,7 +162,8 @@ def test_damp_follows_a_schedule():
 
     w = workers("devices")
     expected = functools.reduce(
-        lambda x, step: dense(topology.matrix(0) / (1 + step) + np.eye(N) * (1 - 1 / (1 + step)), x), range(3), tree)
+        lambda x, step: dense(topology.matrix(0) / (1 + step) + np.eye(N) * (1 - 1 / (1 + step)), x), range(3), tree
+    )
     assert_trees_close(w.fetch(jax.jit(w.map(three, in_axes=(0,)))(tree)), expected)
 
 
@@ -175,8 +177,15 @@ def test_sixteen_bit_parameters_are_averaged_in_float32():
     np.testing.assert_allclose(mixed.astype(np.float32), expected, rtol=2**-8 * 1.02, atol=1e-6)
 
 
-@pytest.mark.parametrize("bad", [lambda t: gossip.exact(t, rounds=0), lambda t: gossip.every(gossip.exact(t), 0),
-                                 lambda t: gossip.damp(gossip.exact(t), 1.5), lambda t: gossip.damp(gossip.exact(t), -0.1)])
+@pytest.mark.parametrize(
+    "bad",
+    [
+        lambda t: gossip.exact(t, rounds=0),
+        lambda t: gossip.every(gossip.exact(t), 0),
+        lambda t: gossip.damp(gossip.exact(t), 1.5),
+        lambda t: gossip.damp(gossip.exact(t), -0.1),
+    ],
+)
 def test_impossible_options_are_refused(bad):
     with pytest.raises(ValueError, match="must|needed"):
         bad(topology_lib.make("ring", N))
@@ -189,8 +198,10 @@ def test_declared_bytes_are_those_of_the_compiled_program(name):
     one = {"a": jax.ShapeDtypeStruct((16, 4), jnp.float32), "b": jax.ShapeDtypeStruct((24,), jnp.float32)}
     stacked = jax.tree.map(lambda x: jax.ShapeDtypeStruct((N, *x.shape), x.dtype), one)
     for phase in mixer.phases:
+
         def exchange(params, phase=phase):
             return mixer.exchange(params, (), phase)
+
         hlo = jax.jit(w.map(exchange, in_axes=(0,))).lower(stacked).compile().as_text()
         np.testing.assert_allclose(wire.bytes_sent(hlo, N), mixer.num_bytes(one, phase))
 

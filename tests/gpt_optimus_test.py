@@ -77,9 +77,20 @@ def test_the_tiny_one_trains(tmp_path):
     text = tmp_path / "text.txt"
     text.write_bytes(np.random.default_rng(0).integers(97, 101, 4000, dtype=np.uint8).tobytes())
     config = gpt_optimus.get_config("size=tiny,steps=12,microbatches=4,backward=low_rank(rank=2)")
-    config.update_from_flattened_dict({
-        "data.path": str(text), "model.width": 16, "model.hidden": 16, "model.context": 8, "reducer.rank": 2, "log_every": 2,
-        "eval.every": 12, "eval.num_windows": 2, "checkpoint.every": 12, "sample_bytes": 1})
+    config.update_from_flattened_dict(
+        {
+            "data.path": str(text),
+            "model.width": 16,
+            "model.hidden": 16,
+            "model.context": 8,
+            "reducer.rank": 2,
+            "log_every": 2,
+            "eval.every": 12,
+            "eval.num_windows": 2,
+            "checkpoint.every": 12,
+            "sample_bytes": 1,
+        }
+    )
     outcome = train.Run(train.build(config), tmp_path / "run").train()
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     losses = [row["loss"] for row in rows if row["kind"] == "train"]
@@ -89,7 +100,9 @@ def test_the_tiny_one_trains(tmp_path):
 def test_keys_of_the_language_model_follow_the_size():
     config = gpt_optimus.get_config("size=8.3b,fused=false,compressed=auto,steps=50")
     assert (config.model.width, config.pipeline.fused_embedding, config.reducer.stages, config.steps) == (3072, False, "auto", 50)
-    assert gpt_optimus.get_config().optimizer.learning_rate * gpt_optimus.get_config().optimizer.final_fraction == pytest.approx(1e-5)
+    assert gpt_optimus.get_config().optimizer.learning_rate * gpt_optimus.get_config().optimizer.final_fraction == pytest.approx(
+        1e-5
+    )
     with pytest.raises(ValueError, match="size='huge': use one of 2.5b, 8.3b, tiny"):
         gpt_optimus.get_config("size=huge")
 

@@ -56,6 +56,4 @@ def matching_reference(n, pairs):
 def assert_same_rounds(topology, references):
     assert topology.period == len(references)
     for phase, W_NxN in enumerate(references):
-        np.testing.assert_allclose(
-            topology.matrix(phase), W_NxN, rtol=0, atol=1e-12, err_msg=f"phase {phase}"
-        )
+        np.testing.assert_allclose(topology.matrix(phase), W_NxN, rtol=0, atol=1e-12, err_msg=f"phase {phase}")

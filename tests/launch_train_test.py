@@ -13,14 +13,18 @@ import sys
 from absl import flags
 import pytest
 
-from launch import command
-from launch import config_file
-from launch import join
+from launch import command, config_file, join
 from tests import commands
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-TINY = ["--config.model.depth=1", "--config.model.width=8", "--config.model.heads=1", "--config.model.hidden=8",
-        "--config.model.context=8", "--config.sample_bytes=4"]
+TINY = [
+    "--config.model.depth=1",
+    "--config.model.width=8",
+    "--config.model.heads=1",
+    "--config.model.hidden=8",
+    "--config.model.context=8",
+    "--config.sample_bytes=4",
+]
 EVERY, STEPS = 200, 600  # So many that a run is still under way when a signal reaches it, twice.
 LONG = [f"--config.steps={STEPS}", "--config.log_every=4", f"--config.eval.every={EVERY}", f"--config.checkpoint.every={EVERY}"]
 
@@ -35,8 +39,11 @@ class Place:
         (folder / "empty").touch()
         # Every program compiles once for all runs here.
         self.environment = os.environ | {
-            "JAX_COMPILATION_CACHE_DIR": str(folder / "cache"), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-            "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+            "JAX_COMPILATION_CACHE_DIR": str(folder / "cache"),
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+            "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+            "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
+        }
 
     def command(self, *args, shorthand="smoke,workers=2", workdir="run"):
         command = [sys.executable, "-m", "launch.train"]
@@ -45,13 +52,15 @@ class Place:
         return command + ([f"--workdir={self.folder / workdir}"] if workdir else []) + list(args)
 
     def run(self, command):
-        return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False, timeout=commands.TIMEOUT_S,
-                              env=self.environment)
+        return subprocess.run(
+            command, capture_output=True, text=True, cwd=ROOT, check=False, timeout=commands.TIMEOUT_S, env=self.environment
+        )
 
     def interrupt(self, command, number):
         """Runs until the first line with a loss, then sends a signal; returns the exit code and all lines of stdout."""
-        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT,
-                              env=self.environment) as process:
+        with subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT, env=self.environment
+        ) as process:
             lines = []
             for line in process.stdout:
                 lines.append(line.rstrip("\n"))
@@ -115,17 +124,30 @@ def test_mistake_is_one_line_with_value_and_fix(place, name):
     assert not (place.folder / "a").exists(), "a refused run leaves a work directory behind"
 
 
-@pytest.mark.parametrize("path, reason", [("README.md", "does not end in .py"), ("configs/nope.py", "No such file"), ("", "''"),
-                                          ("configs/lm.py:speed=3", "'speed' is unknown")])
+@pytest.mark.parametrize(
+    "path, reason",
+    [
+        ("README.md", "does not end in .py"),
+        ("configs/nope.py", "No such file"),
+        ("", "''"),
+        ("configs/lm.py:speed=3", "'speed' is unknown"),
+    ],
+)
 def test_a_config_that_cannot_be_loaded_is_told(path, reason):
     assert reason in config_file.complaint(["launch.train", "--config=configs/lm.py", f"--config={path}", "--x"])
     assert config_file.complaint(["launch.train", "--config", "configs/lm.py:smoke"]) == ""
 
 
-@pytest.mark.parametrize("given, value, fix", [
-    (("a:1", 2, 5), "--process_index=5", "from 0 to 1"), (("a:1", 0, 0), "--num_processes=0", "at least 1"),
-    (("a", 1, 0), "--coordinator=a:", "HOST:PORT"), ((None, 2, None), "--num_processes=2", "--coordinator=HOST:PORT"),
-    (("a:1", 2, None), "needs", "--process_index")])
+@pytest.mark.parametrize(
+    "given, value, fix",
+    [
+        (("a:1", 2, 5), "--process_index=5", "from 0 to 1"),
+        (("a:1", 0, 0), "--num_processes=0", "at least 1"),
+        (("a", 1, 0), "--coordinator=a:", "HOST:PORT"),
+        ((None, 2, None), "--num_processes=2", "--coordinator=HOST:PORT"),
+        (("a:1", 2, None), "needs", "--process_index"),
+    ],
+)
 def test_coordinator_flags_that_do_not_fit_are_refused(given, value, fix):
     with pytest.raises(command.UserError, match=f"{value}.*{fix}"):
         join.check_flags(*given)
@@ -141,8 +163,12 @@ def test_more_devices_than_any_machine_has_are_refused_before_they_are_made():
 
 def test_outputs_are_tried_before_the_work(tmp_path):
     (tmp_path / "file").touch()
-    for text, figure, reason in ((tmp_path / "none/a.png", True, "No such file"), (tmp_path / "a.xyz", True, "'xyz'; use one of"),
-                                 (tmp_path, False, "it is a folder"), ("", False, "it is a folder")):
+    for text, figure, reason in (
+        (tmp_path / "none/a.png", True, "No such file"),
+        (tmp_path / "a.xyz", True, "'xyz'; use one of"),
+        (tmp_path, False, "it is a folder"),
+        ("", False, "it is a folder"),
+    ):
         with pytest.raises(command.UserError, match=reason):
             command.output("out", str(text), figure)
     for text in (tmp_path / "file/run", ""):
@@ -172,8 +198,11 @@ def summary(workdir):
 
 def evaluations(workdir):
     rows = map(json.loads, (workdir / "metrics.jsonl").read_text().splitlines())
-    return {row["step"]: {key: value for key, value in row.items() if key not in ("time_s", "tokens_per_s")}
-            for row in rows if row["kind"] == "eval"}
+    return {
+        row["step"]: {key: value for key, value in row.items() if key not in ("time_s", "tokens_per_s")}
+        for row in rows
+        if row["kind"] == "eval"
+    }
 
 
 def test_signals_stop_a_run_that_then_continues_bit_for_bit(place, finished):
@@ -214,8 +243,13 @@ def damage(workdir, how):
     for path in [path for path in files if path.is_file() and path.stat().st_size > 1000]:
         content = path.read_bytes()
         middle = len(content) // 2
-        path.write_bytes({"cut": content[:middle], "garbled": b"garbage!" * (len(content) // 8),
-                          "flip": content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1:]}[how])
+        path.write_bytes(
+            {
+                "cut": content[:middle],
+                "garbled": b"garbage!" * (len(content) // 8),
+                "flip": content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :],
+            }[how]
+        )
 
 
 def test_unusable_directories_are_refused(place, finished):
@@ -241,8 +275,11 @@ def test_unusable_directories_are_refused(place, finished):
         "garbled": (damaged("garbled"), rf"garbled/checkpoints/{STEPS} cannot", f"move it away to continue from step {2 * EVERY}"),
         "flip": (damaged("flip"), rf"flip/checkpoints/{STEPS} cannot", f"move it away to continue from step {2 * EVERY}"),
         "foreign": (foreign("foreign", {"checkpoints/10/model.pt": "x"}), "foreign holds", "choose another --workdir"),
-        "foreign config": (foreign("foreign2", {"checkpoints/10/model.pt": "x", "config.json": "[1]"}), "foreign2",
-                           "choose another --workdir"),
+        "foreign config": (
+            foreign("foreign2", {"checkpoints/10/model.pt": "x", "config.json": "[1]"}),
+            "foreign2",
+            "choose another --workdir",
+        ),
     }
     for name, (arguments, value, fix) in cases.items():
         message = one_error(forked(arguments))
@@ -255,8 +292,14 @@ def test_unusable_directories_are_refused(place, finished):
 def test_divergence_names_the_step_and_keeps_the_last_good_checkpoint(place):
     """Step 1 moves the parameters by 10⁹, which is still finite and saved; two steps later the loss is not."""
     command = place.command(
-        "--config.optimizer.name=sgdm", "--config.optimizer.learning_rate=1e10", "--config.optimizer.clip_norm=0",
-        "--config.log_every=100", "--config.eval.every=100", "--config.checkpoint.every=2", workdir="diverged")
+        "--config.optimizer.name=sgdm",
+        "--config.optimizer.learning_rate=1e10",
+        "--config.optimizer.clip_norm=0",
+        "--config.log_every=100",
+        "--config.eval.every=100",
+        "--config.checkpoint.every=2",
+        workdir="diverged",
+    )
     message = one_error(forked(command))
     good = int(re.search(r"the last good checkpoint is of step (\d+)", message)[1])
     assert int(re.search(r"loss is (?:nan|inf|-inf) on worker [01] in step (\d+)", message)[1]) >= good

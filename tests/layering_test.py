@@ -26,9 +26,18 @@ MAY_IMPORT = {
     "data": set(),
 }
 MAY_IMPORT["train"] = set(MAY_IMPORT)
-NUMPY_ONLY = ("decjax.topology", "decjax.schedules", "decjax.runtime.profile", "decjax.runtime.exchange", "decjax.runtime.model",
-              "decjax.runtime.transformer", "decjax.runtime.layout", "decjax.runtime.iteration", "decjax.runtime.footprint",
-              "decjax.runtime.plan")
+NUMPY_ONLY = (
+    "decjax.topology",
+    "decjax.schedules",
+    "decjax.runtime.profile",
+    "decjax.runtime.exchange",
+    "decjax.runtime.model",
+    "decjax.runtime.transformer",
+    "decjax.runtime.layout",
+    "decjax.runtime.iteration",
+    "decjax.runtime.footprint",
+    "decjax.runtime.plan",
+)
 
 # Module of another directory -> the modules of this repository it may import (and what is below them).
 OUTSIDE = {
@@ -39,8 +48,21 @@ OUTSIDE = {
 }
 EXPERIMENTS_THIRD_PARTY = {"absl", "matplotlib", "numpy", "rich"}  # flags, figures, numbers, tables
 
-COLLECTIVES = {"ppermute", "pshuffle", "psum", "pmean", "pmax", "pmin", "all_gather", "psum_scatter", "all_to_all",
-               "ragged_all_to_all", "pbroadcast", "pswapaxes", "axis_index"}
+COLLECTIVES = {
+    "ppermute",
+    "pshuffle",
+    "psum",
+    "pmean",
+    "pmax",
+    "pmin",
+    "all_gather",
+    "psum_scatter",
+    "all_to_all",
+    "ragged_all_to_all",
+    "pbroadcast",
+    "pswapaxes",
+    "axis_index",
+}
 MESH_MAKERS = {"make_mesh", "shard_map", "pmap", "Mesh", "AbstractMesh", "PartitionSpec", "NamedSharding"}
 
 
@@ -56,7 +78,7 @@ def imported(tree: ast.AST, module: str, is_package: bool = False) -> list[str]:
         if isinstance(node, ast.Import):
             names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            anchor = ".".join(package[:len(package) - node.level + 1]) if node.level else ""
+            anchor = ".".join(package[: len(package) - node.level + 1]) if node.level else ""
             origin = ".".join(filter(None, (anchor, node.module)))
             names += [f"{origin}.{alias.name}" for alias in node.names]
     return names
@@ -143,8 +165,9 @@ def modules(top: str) -> list[tuple[str, pathlib.Path]]:
     return found
 
 
-SOURCES = [pytest.param(module, path, id=module)
-           for top in ("decjax", "launch", "configs", "experiments") for module, path in modules(top)]
+SOURCES = [
+    pytest.param(module, path, id=module) for top in ("decjax", "launch", "configs", "experiments") for module, path in modules(top)
+]
 
 
 @pytest.mark.parametrize("module, path", SOURCES)
@@ -167,71 +190,85 @@ def test_no_module_of_leftovers():
     assert "mesh" in names and not names & {"utils", "util", "helpers", "helper", "common", "misc"}
 
 
-@pytest.mark.parametrize("module, source, fault", [
-    ("decjax.gossip", "from configs import lm", "configs.lm"),
-    ("decjax.train.loop", "import launch.train", "launch.train"),
-    ("decjax.mesh", "def f():\n  from experiments.bench import step_overhead", "experiments.bench.step_overhead"),
-    ("decjax.models", "from decjax import gossip", "decjax.gossip"),
-    ("decjax.models.lm", "from decjax.optim.decentralize import decentralize", "decjax.optim.decentralize.decentralize"),
-    ("decjax.models", "import decjax", "decjax"),
-    ("decjax.reduce", "from decjax import topology", "decjax.topology"),
-    ("decjax.gossip", "from decjax import reduce", "decjax.reduce"),
-    ("decjax.optim.tracking", "from decjax import train", "decjax.train"),
-    ("decjax.optim.tracking", "from .. import mesh", "decjax.mesh"),
-    ("decjax.codecs.sign", "from decjax.mesh import exchange", "decjax.mesh.exchange"),
-    ("decjax.topology.graphs", "import jax.numpy as jnp", "jax.numpy"),
-    ("decjax.topology.graphs", "import scipy", "scipy"),
-    ("decjax.schedules", "import jax", "jax"),
-    ("decjax.runtime.model", "import jax", "jax"),
-    ("decjax.data", "import ml_collections", "ml_collections"),
-    ("decjax.leftovers", "import numpy", "decjax.leftovers is not in the table of parts"),
-    ("configs.lm", "import jax", "jax"),
-    ("configs.lm", "import json", "json"),
-    ("configs.lm", "from decjax import train", "decjax.train"),
-    ("launch.train", "from decjax import gossip", "decjax.gossip"),
-    ("launch.train", "from decjax import training", "decjax.training"),
-    ("launch.train", "from configs import lm", "configs.lm"),
-    ("experiments.curves", "from decjax import train", "decjax.train"),
-    ("experiments.curves", "from launch import train", "launch.train"),
-    ("experiments.curves", "from launch import processes", "launch.processes"),
-    ("experiments.curves", "import jax", "jax"),
-    ("experiments.bench.step", "from tests import conftest", "tests.conftest"),
-])
+@pytest.mark.parametrize(
+    "module, source, fault",
+    [
+        ("decjax.gossip", "from configs import lm", "configs.lm"),
+        ("decjax.train.loop", "import launch.train", "launch.train"),
+        ("decjax.mesh", "def f():\n  from experiments.bench import step_overhead", "experiments.bench.step_overhead"),
+        ("decjax.models", "from decjax import gossip", "decjax.gossip"),
+        ("decjax.models.lm", "from decjax.optim.decentralize import decentralize", "decjax.optim.decentralize.decentralize"),
+        ("decjax.models", "import decjax", "decjax"),
+        ("decjax.reduce", "from decjax import topology", "decjax.topology"),
+        ("decjax.gossip", "from decjax import reduce", "decjax.reduce"),
+        ("decjax.optim.tracking", "from decjax import train", "decjax.train"),
+        ("decjax.optim.tracking", "from .. import mesh", "decjax.mesh"),
+        ("decjax.codecs.sign", "from decjax.mesh import exchange", "decjax.mesh.exchange"),
+        ("decjax.topology.graphs", "import jax.numpy as jnp", "jax.numpy"),
+        ("decjax.topology.graphs", "import scipy", "scipy"),
+        ("decjax.schedules", "import jax", "jax"),
+        ("decjax.runtime.model", "import jax", "jax"),
+        ("decjax.data", "import ml_collections", "ml_collections"),
+        ("decjax.leftovers", "import numpy", "decjax.leftovers is not in the table of parts"),
+        ("configs.lm", "import jax", "jax"),
+        ("configs.lm", "import json", "json"),
+        ("configs.lm", "from decjax import train", "decjax.train"),
+        ("launch.train", "from decjax import gossip", "decjax.gossip"),
+        ("launch.train", "from decjax import training", "decjax.training"),
+        ("launch.train", "from configs import lm", "configs.lm"),
+        ("experiments.curves", "from decjax import train", "decjax.train"),
+        ("experiments.curves", "from launch import train", "launch.train"),
+        ("experiments.curves", "from launch import processes", "launch.processes"),
+        ("experiments.curves", "import jax", "jax"),
+        ("experiments.bench.step", "from tests import conftest", "tests.conftest"),
+    ],
+)
 def test_a_forbidden_import_is_seen(module, source, fault):
     assert import_faults(source, module) == [fault]
 
 
-@pytest.mark.parametrize("module, source", [
-    ("decjax", "from decjax import gossip\nfrom decjax.optim import decentralize"),
-    ("decjax.train.loop", "import jax\nimport ml_collections\nfrom decjax import gossip, mesh, models"),
-    ("decjax.topology.graphs", "import math\nimport numpy as np\nfrom decjax.topology import schedule\nfrom . import base_k"),
-    ("decjax.runtime.calibrate", "import jax\nfrom decjax import topology"),
-    ("configs.lm", "import ml_collections\nfrom configs import shorthand"),
-    ("launch.train", "import jax\nfrom decjax import train\nfrom launch import command"),
-    ("experiments.curves", "import json\nimport numpy as np\nfrom decjax import runtime\nfrom launch import command"),
-    ("experiments.speedup", "from launch import cluster"),
-    ("experiments.bench.step", "import jax\nfrom configs import lm\nfrom decjax import gossip\nfrom launch import command"),
-])
+@pytest.mark.parametrize(
+    "module, source",
+    [
+        ("decjax", "from decjax import gossip\nfrom decjax.optim import decentralize"),
+        ("decjax.train.loop", "import jax\nimport ml_collections\nfrom decjax import gossip, mesh, models"),
+        ("decjax.topology.graphs", "import math\nimport numpy as np\nfrom decjax.topology import schedule\nfrom . import base_k"),
+        ("decjax.runtime.calibrate", "import jax\nfrom decjax import topology"),
+        ("configs.lm", "import ml_collections\nfrom configs import shorthand"),
+        ("launch.train", "import jax\nfrom decjax import train\nfrom launch import command"),
+        ("experiments.curves", "import json\nimport numpy as np\nfrom decjax import runtime\nfrom launch import command"),
+        ("experiments.speedup", "from launch import cluster"),
+        ("experiments.bench.step", "import jax\nfrom configs import lm\nfrom decjax import gossip\nfrom launch import command"),
+    ],
+)
 def test_an_allowed_import_passes(module, source):
     assert import_faults(source, module) == []
 
 
-@pytest.mark.parametrize("source, fault", [
-    ("import jax\njax.lax.psum(x, a)", "jax.lax.psum"),
-    ("from jax import lax\nlax.ppermute(x, a, p)", "jax.lax.ppermute"),
-    ("from jax.lax import all_gather as join\njoin(x, a)", "jax.lax.all_gather"),
-    ("import jax.lax as L\ntotal = map(L.pmean, xs)", "jax.lax.pmean"),
-    ("import jax\njax.make_mesh((2,), a)", "jax.make_mesh"),
-    ("def f(x, *, axis_name='worker'): pass", "axis_name='worker'"),
-    ("def f(x, axis_name=('node', LOCAL), y=0): pass", "axis_name='node'"),
-    ("f(x, axis_name='worker')", "axis_name='worker'"),
-    ("AXIS_NAME = 'stage'", "AXIS_NAME='stage'"),
-    ("axis_name: str = 'stage'", "axis_name='stage'"),
-])
+@pytest.mark.parametrize(
+    "source, fault",
+    [
+        ("import jax\njax.lax.psum(x, a)", "jax.lax.psum"),
+        ("from jax import lax\nlax.ppermute(x, a, p)", "jax.lax.ppermute"),
+        ("from jax.lax import all_gather as join\njoin(x, a)", "jax.lax.all_gather"),
+        ("import jax.lax as L\ntotal = map(L.pmean, xs)", "jax.lax.pmean"),
+        ("import jax\njax.make_mesh((2,), a)", "jax.make_mesh"),
+        ("def f(x, *, axis_name='worker'): pass", "axis_name='worker'"),
+        ("def f(x, axis_name=('node', LOCAL), y=0): pass", "axis_name='node'"),
+        ("f(x, axis_name='worker')", "axis_name='worker'"),
+        ("AXIS_NAME = 'stage'", "AXIS_NAME='stage'"),
+        ("axis_name: str = 'stage'", "axis_name='stage'"),
+    ],
+)
 def test_a_collective_or_axis_name_is_seen(source, fault):
     assert mesh_faults(source) == [fault]
 
 
 def test_harmless_names_pass():
-    assert mesh_faults("import jax\nMETHODS = ('local',)\nn = jax.lax.axis_size(axis_name)\ny = mesh.all_gather(x)\n"
-                       "def f(axis_name=mesh.WORKER, method='local'): pass") == []
+    assert (
+        mesh_faults(
+            "import jax\nMETHODS = ('local',)\nn = jax.lax.axis_size(axis_name)\ny = mesh.all_gather(x)\n"
+            "def f(axis_name=mesh.WORKER, method='local'): pass"
+        )
+        == []
+    )

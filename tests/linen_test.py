@@ -51,20 +51,25 @@ def loss(params, batch):
 
 def own_step(tx, traces):
     """One worker's step, as a user writes it; `traces` counts how often each phase is traced."""
+
     def step(params, state, batch, phase):
         traces.append(phase)
         value, grads = jax.value_and_grad(loss)(params, batch)
         updates, state = tx.update(grads, state, params, phase=phase)
         return optax.apply_updates(params, updates), state, value
+
     return step
 
 
 def on_devices(mesh, spec, **options):
     """(map of a per-worker function over a mesh, with plain `jax.shard_map`; initial parameters on that mesh)."""
+
     def mapped(fn):
         def local(*args):
             return jax.tree.map(lambda x: x[None], fn(*jax.tree.map(lambda x: x[0], args)))
+
         return jax.shard_map(local, mesh=mesh, in_specs=spec, out_specs=spec, **options)
+
     return mapped, jax.device_put(stacked_params(), jax.sharding.NamedSharding(mesh, spec))
 
 
@@ -122,7 +127,8 @@ def reference(topology_name):
         updates, state = apply(grads, state)
         W_NxN = topology.matrix(t)
         params = jax.tree.map(
-            lambda x, u, W=W_NxN: np.einsum("ij,j...->i...", W, x).astype(np.float32) + np.asarray(u), params, updates)
+            lambda x, u, W=W_NxN: np.einsum("ij,j...->i...", W, x).astype(np.float32) + np.asarray(u), params, updates
+        )
         path.append(params)
         losses.append(np.asarray(value_N))
     return path, np.array(losses)

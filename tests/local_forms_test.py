@@ -28,10 +28,23 @@ def runs(tmp_path_factory):
     text = folder / "text.txt"
     text.write_bytes(np.random.default_rng(0).integers(97, 101, 4000, dtype=np.uint8).tobytes())
     together = subprocess.run(
-        [sys.executable, "-m", "launch.local", f"--num_processes={several_runs.NUM_DEVICES}", "--module=tests.several_runs", "--",
-         f"--text={text}", f"--into={folder / 'together'}", *RUNS],
-        cwd=ROOT, env=os.environ | {"JAX_ENABLE_COMPILATION_CACHE": "false", "JAX_DISABLE_MOST_OPTIMIZATIONS": "true"},
-        capture_output=True, text=True, timeout=TIMEOUT_S)  # In the cache nobody would find a program: all compile at once.
+        [
+            sys.executable,
+            "-m",
+            "launch.local",
+            f"--num_processes={several_runs.NUM_DEVICES}",
+            "--module=tests.several_runs",
+            "--",
+            f"--text={text}",
+            f"--into={folder / 'together'}",
+            *RUNS,
+        ],
+        cwd=ROOT,
+        env=os.environ | {"JAX_ENABLE_COMPILATION_CACHE": "false", "JAX_DISABLE_MOST_OPTIMIZATIONS": "true"},
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+    )  # In the cache nobody would find a program: all compile at once.
     assert together.returncode == 0, together.stderr
     several_runs.take(RUNS, str(text), folder / "alone")
     return folder / "together", folder / "alone"

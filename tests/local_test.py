@@ -15,22 +15,37 @@ import pytest
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 TIMEOUT_S = 600
 STEPS = 160  # Checkpoints at every tenth: it is still running when it is killed, however late that is.
-TINY = ("--config.model.depth=1", "--config.model.width=8", "--config.model.hidden=8", "--config.model.context=8",
-        "--config.sample_bytes=1", "--config.eval.num_windows=2", "--config.eval.every=100")
+TINY = (
+    "--config.model.depth=1",
+    "--config.model.width=8",
+    "--config.model.hidden=8",
+    "--config.model.context=8",
+    "--config.sample_bytes=1",
+    "--config.eval.num_windows=2",
+    "--config.eval.every=100",
+)
 
 
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory):
     """Compiled programs are kept between the processes of this file: compilation is most of a tiny run."""
-    return os.environ | {"JAX_COMPILATION_CACHE_DIR": str(tmp_path_factory.mktemp("compiled")),
-                         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-                         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
-                         "XLA_FLAGS": "--xla_backend_optimization_level=0"}
+    return os.environ | {
+        "JAX_COMPILATION_CACHE_DIR": str(tmp_path_factory.mktemp("compiled")),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+        "XLA_FLAGS": "--xla_backend_optimization_level=0",
+    }
 
 
 def launch(*arguments, environment=None):
-    return subprocess.Popen([sys.executable, "-m", "launch.local", *arguments], cwd=ROOT, env=environment, text=True,
-                            stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    return subprocess.Popen(
+        [sys.executable, "-m", "launch.local", *arguments],
+        cwd=ROOT,
+        env=environment,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
 
 
 def command_lines():
@@ -78,8 +93,7 @@ def reached(workdir, step):
 def story(tmp_path_factory, environment):
     """One run of four processes: process 1 is killed, then the launcher is interrupted, then it runs to its end."""
     workdir = tmp_path_factory.mktemp("local") / "run"
-    arguments = ["--num_processes=4", "--", f"--config=configs/lm.py:smoke,steps={STEPS}", *TINY,
-                 f"--workdir={workdir}"]
+    arguments = ["--num_processes=4", "--", f"--config=configs/lm.py:smoke,steps={STEPS}", *TINY, f"--workdir={workdir}"]
     ends = []
 
     first = launch(*arguments, environment=environment)
@@ -131,8 +145,14 @@ def test_four_processes_and_four_devices_have_the_same_trajectory(story, tmp_pat
     """Step by step, and in the averaged and the local models at the end."""
     workdir, _, _ = story
     single = [f"--config=configs/lm.py:smoke,steps={STEPS},workers=4", *TINY, f"--workdir={tmp_path}"]
-    subprocess.run([sys.executable, "-m", "launch.train", *single], cwd=ROOT, env=environment, check=True,
-                   stdout=subprocess.DEVNULL, timeout=TIMEOUT_S)
+    subprocess.run(
+        [sys.executable, "-m", "launch.train", *single],
+        cwd=ROOT,
+        env=environment,
+        check=True,
+        stdout=subprocess.DEVNULL,
+        timeout=TIMEOUT_S,
+    )
     assert [row["step"] for row in training_rows(workdir)] == list(range(5, STEPS + 1, 5))
     for ours, theirs in zip(training_rows(workdir), training_rows(tmp_path), strict=True):
         for key in ("step", "loss", "loss_min", "loss_max", "consensus_distance", "bytes_sent_per_worker"):
@@ -154,15 +174,18 @@ def test_a_killed_launcher_leaves_nothing_behind(tmp_path):
         time.sleep(0.05)
 
 
-@pytest.mark.parametrize("arguments, problem", [
-    (["--num_processes=0", "--", "--config=configs/lm.py", "--workdir=unused"], "num_processes=0: must be at least 1"),
-    (["--num_processes=2"], "behind --"),
-    (["--num_processes=2", "--module=launch.nothing", "--", "--x"], "module='launch.nothing'"),
-    (["--num_processes=2", "configs/lm.py"], "'configs/lm.py'"),
-    (["--", "--config=configs/lm.py"], "--num_processes"),
-    (["--num_processes=2", "--", "--config=configs/lm.py:smoke"], "--workdir"),
-    (["--num_processes=2", "--", "--config=configs/lm.py:workers=3,smoke", "--workdir={tmp}"], "workers=3"),
-])
+@pytest.mark.parametrize(
+    "arguments, problem",
+    [
+        (["--num_processes=0", "--", "--config=configs/lm.py", "--workdir=unused"], "num_processes=0: must be at least 1"),
+        (["--num_processes=2"], "behind --"),
+        (["--num_processes=2", "--module=launch.nothing", "--", "--x"], "module='launch.nothing'"),
+        (["--num_processes=2", "configs/lm.py"], "'configs/lm.py'"),
+        (["--", "--config=configs/lm.py"], "--num_processes"),
+        (["--num_processes=2", "--", "--config=configs/lm.py:smoke"], "--workdir"),
+        (["--num_processes=2", "--", "--config=configs/lm.py:workers=3,smoke", "--workdir={tmp}"], "workers=3"),
+    ],
+)
 def test_mistakes_are_told_once_in_one_line(arguments, problem, tmp_path):
     process = launch(*(argument.format(tmp=tmp_path) for argument in arguments))
     _, errors = process.communicate(timeout=TIMEOUT_S)

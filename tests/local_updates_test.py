@@ -8,10 +8,7 @@ import numpy as np
 import optax
 import pytest
 
-from decjax import codecs
-from decjax import mesh
-from decjax import optim
-from decjax import reduce
+from decjax import codecs, mesh, optim, reduce
 from tests.stand_ins import dense_top, top
 
 N, DIM, STEPS, LR = 4, 6, 60, 0.05
@@ -81,6 +78,7 @@ def local(inner, H, outer, make_reducer=reduce.mean):
     def make(axis_name):
         reducer = reduce.every(make_reducer(axis_name=axis_name), H)
         return optim.local_updates(inner, reducer, outer), reducer
+
     return make
 
 
@@ -104,8 +102,9 @@ def test_diloco_is_the_dense_reference(mode):
 def test_local_updates_of_one_step_and_rate_one_are_the_mean():
     """H = 1 with an outer step of SGD at rate 1: parameters are averaged in every step, which with SGD is all-reduce."""
     path, _ = trajectory(local(optax.sgd(LR), 1, optax.sgd(1.0)))
-    synchronous, _ = trajectory(lambda axis_name: (optim.synchronize(optax.sgd(LR), reduce.mean(axis_name=axis_name)),
-                                                   reduce.mean(axis_name=axis_name)))
+    synchronous, _ = trajectory(
+        lambda axis_name: (optim.synchronize(optax.sgd(LR), reduce.mean(axis_name=axis_name)), reduce.mean(axis_name=axis_name))
+    )
     np.testing.assert_allclose(path, synchronous, atol=1e-12)
 
 
@@ -138,9 +137,13 @@ def test_demo_is_the_dense_reference():
     D = np.sqrt(2 / DIM) * np.cos(np.pi * u[:, None] * (2 * u + 1) / (2 * DIM))
     D[0] = np.sqrt(1 / DIM)
     plain = top(k)
-    dct = codecs.Codec(name="dct", encode=lambda x, state, key: plain.encode(D @ x, state, key),
-                       decode=lambda message, shape, dtype: D.T @ plain.decode(message, shape, dtype),
-                       num_bytes=plain.num_bytes, traits=plain.traits)
+    dct = codecs.Codec(
+        name="dct",
+        encode=lambda x, state, key: plain.encode(D @ x, state, key),
+        decode=lambda message, shape, dtype: D.T @ plain.decode(message, shape, dtype),
+        num_bytes=plain.num_bytes,
+        traits=plain.traits,
+    )
     tx = optax.sign_sgd(LR)
 
     def make(axis_name):
@@ -164,6 +167,7 @@ def onebit(warm, codec=None):
         compressing = reduce.coded(codec or top(2), form="gather", axis_name=axis_name)
         reducer = reduce.start_at(compressing, warm, reduce.mean(axis_name=axis_name))
         return optax.chain(optim.scale_by_onebit_adam(reducer, b2=0.99), optax.scale_by_learning_rate(LR)), reducer
+
     return make
 
 
@@ -181,7 +185,7 @@ def test_onebit_adam_is_the_dense_reference(mode):
             sent = b1 * adam.m + (1 - b1) * g + e
             q = np.stack([dense_top(k)(row) for row in sent])
             e, adam.m = sent - q, q.mean(axis=0)
-            x = x - LR * adam.m / (1 - b1**(t + 1)) / (np.sqrt(adam.v / (1 - adam.b2**warm)) + adam.eps)
+            x = x - LR * adam.m / (1 - b1 ** (t + 1)) / (np.sqrt(adam.v / (1 - adam.b2**warm)) + adam.eps)
         np.testing.assert_allclose(path[t + 1], x, rtol=1e-6, atol=1e-7)
 
 

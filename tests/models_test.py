@@ -42,9 +42,11 @@ def logits(dtype="float32"):
 @functools.cache
 def loss_and_gradient(dtype="float32"):
     """(params, tokens_BxT1) -> ((mean nll, nll_BxT), gradient)."""
+
     def loss(params, tokens_BxT1):
         nll_BxT = make(dtype).nll(params, tokens_BxT1, jax.random.key(0))
         return nll_BxT.mean(), nll_BxT
+
     return jax.jit(jax.value_and_grad(loss, has_aux=True))
 
 
@@ -164,8 +166,8 @@ def dense_attention(x_BxTxD, qkv_Dx3D, out_DxD, query_scale_K=1.0, key_scale_K=1
     for b in range(batch):
         for h in range(H):
             for t in range(length):
-                weights = np.exp(q[b, t, h] @ k[b, :t + 1, h].T / np.sqrt(size))
-                mixed[b, t, h] = weights / weights.sum() @ v[b, :t + 1, h]
+                weights = np.exp(q[b, t, h] @ k[b, : t + 1, h].T / np.sqrt(size))
+                mixed[b, t, h] = weights / weights.sum() @ v[b, : t + 1, h]
     return mixed.reshape(batch, length, width) @ out_DxD
 
 
@@ -187,9 +189,13 @@ def test_model_is_a_dense_pre_norm_transformer():
     x = params["embedding"]["embedding"][tokens()]
     for layer in range(DEPTH):
         p = jax.tree.map(lambda leaf, layer=layer: leaf[layer], params["blocks"])
-        x = x + dense_attention(norm(x, p["attention_norm"]["scale"]), p["attention"]["qkv"]["kernel"],
-                                p["attention"]["out"]["kernel"], p["attention"]["query_norm"]["scale"],
-                                p["attention"]["key_norm"]["scale"])
+        x = x + dense_attention(
+            norm(x, p["attention_norm"]["scale"]),
+            p["attention"]["qkv"]["kernel"],
+            p["attention"]["out"]["kernel"],
+            p["attention"]["query_norm"]["scale"],
+            p["attention"]["key_norm"]["scale"],
+        )
         x = x + gelu(norm(x, p["mlp_norm"]["scale"]) @ p["up"]["kernel"]) @ p["down"]["kernel"]
     expected = norm(x, params["norm"]["scale"]) @ params["head"]["kernel"]
     np.testing.assert_allclose(logits()(randomized(), tokens()), expected, rtol=1e-4, atol=1e-4)
@@ -201,9 +207,15 @@ def test_width_must_divide_into_heads_of_even_size(width, heads):
         models.decoder_lm(vocabulary=V, context=T, width=width, hidden=F, heads=heads, depth=1)
 
 
-@pytest.mark.parametrize("bad, message", [
-    (dict(depth=0), "depth=0: must be at least 1"), (dict(heads=0), "heads=0: must be at least 1"),
-    (dict(context=-1), "context=-1: must be at least 1"), (dict(dtype="float99"), "'float99' .* float32, bfloat16")])
+@pytest.mark.parametrize(
+    "bad, message",
+    [
+        (dict(depth=0), "depth=0: must be at least 1"),
+        (dict(heads=0), "heads=0: must be at least 1"),
+        (dict(context=-1), "context=-1: must be at least 1"),
+        (dict(dtype="float99"), "'float99' .* float32, bfloat16"),
+    ],
+)
 def test_impossible_models_are_refused(bad, message):
     with pytest.raises(ValueError, match=message):
         models.decoder_lm(**dict(vocabulary=V, context=T, width=D, hidden=F, heads=H, depth=1) | bad)
@@ -240,7 +252,7 @@ def greedy(logits_fn, prompt, num_tokens):
         window = text[-T:]
         padded = np.array([window + [0] * (T - len(window))], np.int32)
         text.append(int(np.argmax(logits_fn(padded)[0, len(window) - 1])))
-    return bytes(text[len(prompt):])
+    return bytes(text[len(prompt) :])
 
 
 @pytest.mark.parametrize("prompt", [b"a", b"abcde", b"abcdef", b"xyzabcdefgh"], ids=len)

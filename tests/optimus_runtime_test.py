@@ -28,8 +28,14 @@ def test_each_part_gains_and_no_more_than_what_it_replaces(size):
 
 
 def run(*args):
-    return subprocess.run([sys.executable, "-m", "experiments.optimus_runtime", *args], capture_output=True, text=True, cwd=ROOT,
-                          env=os.environ | {"OPENBLAS_NUM_THREADS": "1"}, check=False)
+    return subprocess.run(
+        [sys.executable, "-m", "experiments.optimus_runtime", *args],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env=os.environ | {"OPENBLAS_NUM_THREADS": "1"},
+        check=False,
+    )
 
 
 def test_slower_nics_gain_more():
@@ -44,9 +50,14 @@ def test_the_table_says_predicted():
     result = run("--nic=0.5", "--blocking")
     assert result.returncode == 0 and result.stderr == "", result.stderr
     lines = result.stdout.splitlines()
-    assert lines[0].strip() == "predicted; messages between stages travel between the passes" and sum("CB+FE+SC" in line for line in lines) == len(optimus.MODELS)
+    assert lines[0].strip() == "predicted; messages between stages travel between the passes" and sum(
+        "CB+FE+SC" in line for line in lines
+    ) == len(optimus.MODELS)
 
 
 def test_mistakes_are_one_line():
     result = run("--nic=2")
-    assert result.returncode == 2 and result.stderr == "error: --nic=2 must be above 0 and at most 1; 0.5 is half of the datasheet's rate\n"
+    assert (
+        result.returncode == 2
+        and result.stderr == "error: --nic=2 must be above 0 and at most 1; 0.5 is half of the datasheet's rate\n"
+    )

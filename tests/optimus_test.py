@@ -42,8 +42,13 @@ def test_every_row_can_be_trained(row, text):
 def test_rows_differ_from_the_baseline_in_what_they_are_called_for(text):
     def config(name):
         found = built(next(row for row in optimus.ROWS if row.name == name), text).config
-        return {"when": found.boundary.when, "error": found.boundary.error, "backward": found.boundary.backward,
-                "fused": found.pipeline.fused_embedding, "reducer": found.reducer.name}
+        return {
+            "when": found.boundary.when,
+            "error": found.boundary.error,
+            "backward": found.boundary.backward,
+            "fused": found.pipeline.fused_embedding,
+            "reducer": found.reducer.name,
+        }
 
     dense = dict(when="epilogue", error="flush", backward="", fused=False, reducer="mean")
     assert config("baseline") == dense | dict(error="carry")
@@ -53,8 +58,10 @@ def test_rows_differ_from_the_baseline_in_what_they_are_called_for(text):
     assert config("not remembered") == dense | dict(backward="low_rank(rank=1)", when="always", error="none")
 
 
-SUMMARIES = {row.name: dict(eval_loss=2.0 + i / 100, bytes_between_stages_per_step_per_worker=1e6 - 1e4 * i,
-                            bytes_per_step_per_worker=5e5) for i, row in enumerate(optimus.ROWS)}
+SUMMARIES = {
+    row.name: dict(eval_loss=2.0 + i / 100, bytes_between_stages_per_step_per_worker=1e6 - 1e4 * i, bytes_per_step_per_worker=5e5)
+    for i, row in enumerate(optimus.ROWS)
+}
 
 
 def lines(table):
@@ -79,8 +86,9 @@ def test_the_tables():
 
 
 def test_the_figure(tmp_path):
-    (tmp_path / "metrics.jsonl").write_text("".join(
-        json.dumps(dict(step=10 * k, kind=kind, loss=float(k))) + "\n" for k in range(1, 8) for kind in ("train", "eval")))
+    (tmp_path / "metrics.jsonl").write_text(
+        "".join(json.dumps(dict(step=10 * k, kind=kind, loss=float(k))) + "\n" for k in range(1, 8) for kind in ("train", "eval"))
+    )
     step_K, loss_K = optimus.training_loss(tmp_path)
     np.testing.assert_allclose(step_K, [50, 60, 70])
     np.testing.assert_allclose(loss_K, [3, 4, 5])

@@ -60,9 +60,10 @@ def test_table_and_figure(tmp_path):
     assert path.read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize("args, problem", [
-    (("--cluster=v100",), "v100"), (("--json",), "--gpus"), (("--cluster=a40", "--gpus=12"), "gpus=12 must be a power of two"),
-])
+@pytest.mark.parametrize(
+    "args, problem",
+    [(("--cluster=v100",), "v100"), (("--json",), "--gpus"), (("--cluster=a40", "--gpus=12"), "gpus=12 must be a power of two")],
+)
 def test_mistakes_are_one_line(args, problem):
     result = run(*args)
     assert result.returncode == 2 and result.stderr.startswith("error: ") and problem in result.stderr

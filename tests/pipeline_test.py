@@ -8,20 +8,12 @@ import numpy as np
 import optax
 import pytest
 
-from decjax import codecs
-from decjax import mesh
-from decjax import models
-from decjax import pipeline
-from decjax import reduce
-from decjax import runtime
-from decjax import schedules
-from decjax.optim import synchronize
-from decjax.optim import clip_by_norm
+from decjax import codecs, mesh, models, pipeline, reduce, runtime, schedules
+from decjax.optim import clip_by_norm, synchronize
 from decjax.pipeline import executor
-from decjax.train import engine
+from decjax.train import engine, wire
 from decjax.train import source as source_lib
 from decjax.train import state as state_lib
-from decjax.train import wire
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 BATCH, M, CONTEXT, VOCABULARY, DEPTH, STEPS = 16, 4, 6, 16, 8, 20
@@ -29,8 +21,9 @@ BATCH, M, CONTEXT, VOCABULARY, DEPTH, STEPS = 16, 4, 6, 16, 8, 20
 
 @functools.cache
 def model(tied=False, depth=DEPTH, heads=2):
-    return models.decoder_lm(vocabulary=VOCABULARY, context=CONTEXT, width=8, hidden=8, heads=heads, depth=depth, tied=tied,
-                             divide=mesh.divide)
+    return models.decoder_lm(
+        vocabulary=VOCABULARY, context=CONTEXT, width=8, hidden=8, heads=heads, depth=depth, tied=tied, divide=mesh.divide
+    )
 
 
 def init(model, key):
@@ -84,18 +77,43 @@ def one_device(tied, depth=DEPTH, runs=(), autoencoder=0):
     return losses, jax.tree.map(np.asarray, params)
 
 
-def train(N, S, T, name, C=1, *, tied=False, remat=False, layers=(), microbatches=M, depth=DEPTH, simulate=False,
-          autoencoder=0, fused=False):
+def train(
+    N,
+    S,
+    T,
+    name,
+    C=1,
+    *,
+    tied=False,
+    remat=False,
+    layers=(),
+    microbatches=M,
+    depth=DEPTH,
+    simulate=False,
+    autoencoder=0,
+    fused=False,
+):
     """(losses, final parameters of every worker, program) of a layout, by the library's own engine."""
     whole = model(tied, depth)
     workers = mesh.make_workers(N, stages=S, tensor=T, simulate=simulate, divided=whole.divided)
-    source = source_lib.of_model(whole, stages=S, microbatches=microbatches, schedule=name, chunks=C, layers=layers, remat=remat,
-                                 autoencoder=autoencoder, fused_embedding=fused, batch_size=BATCH // N)
+    source = source_lib.of_model(
+        whole,
+        stages=S,
+        microbatches=microbatches,
+        schedule=name,
+        chunks=C,
+        layers=layers,
+        remat=remat,
+        autoencoder=autoencoder,
+        fused_embedding=fused,
+        batch_size=BATCH // N,
+    )
     whole = source.division.complete(whole) if S > 1 else whole
     reducer = reduce.mean(axis_name=workers.axis_name)
     reducer = pipeline.with_tied_table(reducer, source.division, axis_name=workers.axis_name) if S > 1 else reducer
-    method = state_lib.Method(synchronize(optimizer(source.norm), reducer), reducer.phase,
-                              lambda params, phase: reducer.num_bytes(params, N))
+    method = state_lib.Method(
+        synchronize(optimizer(source.norm), reducer), reducer.phase, lambda params, phase: reducer.num_bytes(params, N)
+    )
     program = engine.make_step(source.gradient, method, workers, 0)
     params = start(tied, depth, source.division.layers if autoencoder else (), autoencoder)
     state = state_lib.init(lambda key: source.split(params), method.tx, workers, 0, source.init)
@@ -120,15 +138,25 @@ def check(losses, params, tied, depth=DEPTH):
 
 
 LAYOUTS = [
-    (8, 1, 1, "1f1b", 1, dict(microbatches=2)), (4, 1, 2, "1f1b", 1, dict(tied=True)),
-    (4, 2, 1, "gpipe", 1, dict(tied=True)), (4, 2, 1, "1f1b", 1, dict(remat=True)), (4, 2, 1, "interleaved", 2, dict(tied=True)),
-    (2, 4, 1, "gpipe", 1, dict(remat=True)), (2, 4, 1, "1f1b", 1, dict(tied=True, fused=True)),
+    (8, 1, 1, "1f1b", 1, dict(microbatches=2)),
+    (4, 1, 2, "1f1b", 1, dict(tied=True)),
+    (4, 2, 1, "gpipe", 1, dict(tied=True)),
+    (4, 2, 1, "1f1b", 1, dict(remat=True)),
+    (4, 2, 1, "interleaved", 2, dict(tied=True)),
+    (2, 4, 1, "gpipe", 1, dict(remat=True)),
+    (2, 4, 1, "1f1b", 1, dict(tied=True, fused=True)),
     (2, 4, 1, "interleaved", 2, dict(tied=True, remat=True)),
-    (1, 8, 1, "gpipe", 1, dict()), (1, 8, 1, "1f1b", 1, dict(tied=True, remat=True, microbatches=16)),
+    (1, 8, 1, "gpipe", 1, dict()),
+    (1, 8, 1, "1f1b", 1, dict(tied=True, remat=True, microbatches=16)),
     (1, 8, 1, "interleaved", 2, dict(microbatches=8, depth=16)),
-    (2, 2, 2, "gpipe", 1, dict(remat=True)), (2, 2, 2, "1f1b", 1, dict(tied=True, fused=True)), (2, 2, 2, "interleaved", 2, dict()),
-    (1, 4, 2, "gpipe", 1, dict(tied=True)), (1, 4, 2, "1f1b", 1, dict()), (1, 4, 2, "interleaved", 2, dict(tied=True, remat=True)),
-    (2, 3, 1, "1f1b", 1, dict(tied=True, layers=(1, 3, 4))), (1, 2, 1, "interleaved", 2, dict(layers=(1, 3, 2, 2))),
+    (2, 2, 2, "gpipe", 1, dict(remat=True)),
+    (2, 2, 2, "1f1b", 1, dict(tied=True, fused=True)),
+    (2, 2, 2, "interleaved", 2, dict()),
+    (1, 4, 2, "gpipe", 1, dict(tied=True)),
+    (1, 4, 2, "1f1b", 1, dict()),
+    (1, 4, 2, "interleaved", 2, dict(tied=True, remat=True)),
+    (2, 3, 1, "1f1b", 1, dict(tied=True, layers=(1, 3, 4))),
+    (1, 2, 1, "interleaved", 2, dict(layers=(1, 3, 2, 2))),
 ]
 
 
@@ -143,13 +171,17 @@ def test_simulated_stages_take_the_same_steps():
     check(losses, params, True)
 
 
-@pytest.mark.parametrize("S, T, name, C, runs, remat", [(2, 1, "interleaved", 2, (2, 2, 2, 2), False), (2, 2, "1f1b", 1, (5, 3), True)])
+@pytest.mark.parametrize(
+    "S, T, name, C, runs, remat", [(2, 1, "interleaved", 2, (2, 2, 2, 2), False), (2, 2, "1f1b", 1, (5, 3), True)]
+)
 def test_autoencoders_between_stages_are_those_of_the_whole_model(S, T, name, C, runs, remat):
     """Trained jointly, with the gradients that one device finds for them; the learned directions are six of eight."""
     losses, params, _ = train(2, S, T, name, C, tied=True, remat=remat, layers=runs, autoencoder=6)
     expected, _ = one_device(True, runs=runs, autoencoder=6)
     assert expected[-1] < 0.7 * expected[0]
-    np.testing.assert_allclose(losses, expected, rtol=1e-4)  # Through fewer directions Adam amplifies rounding tenfold in three steps.
+    np.testing.assert_allclose(
+        losses, expected, rtol=1e-4
+    )  # Through fewer directions Adam amplifies rounding tenfold in three steps.
     encoder_NxUxDxR = params["autoencoder"]["encoder_DxR"]
     before = start(True, DEPTH, runs, 6)["autoencoder"]["encoder_DxR"]
     assert np.abs(encoder_NxUxDxR[0] - before).max() > 0.05
@@ -171,7 +203,9 @@ def test_an_autoencoder_of_full_width_changes_nothing_at_first():
 
 
 @pytest.mark.parametrize("remat", [True, False])
-@pytest.mark.parametrize("name, S, C", [("gpipe", 4, 1), ("1f1b", 4, 1), ("1f1b", 8, 1), ("interleaved", 2, 2), ("interleaved", 4, 3)])
+@pytest.mark.parametrize(
+    "name, S, C", [("gpipe", 4, 1), ("1f1b", 4, 1), ("1f1b", 8, 1), ("interleaved", 2, 2), ("interleaved", 4, 3)]
+)
 def test_what_waits_in_a_slot_is_there_when_it_is_read(name, S, C, remat):
     """Plays the tables with labels in place of arrays."""
     schedule = schedules.make(name, S, 2 * S, C)
@@ -210,7 +244,9 @@ def test_what_waits_in_a_slot_is_there_when_it_is_read(name, S, C, remat):
                 arrives = at[f"{kind} label"][s], at[f"{kind} microbatch"][s], at[f"{kind} chunk"][s]
                 compress, *where = arriving.get((kind, s), (False, 0, 0))
                 assert arrives == (table.labels.index((kind, compress)) if (kind, s) in arriving else executor.NOWHERE, *where)
-        assert [label != executor.NOWHERE for label in at["sent"]] == [s in {send.source for send in schedule.sends[t]} for s in range(S)]
+        assert [label != executor.NOWHERE for label in at["sent"]] == [
+            s in {send.source for send in schedule.sends[t]} for s in range(S)
+        ]
         pairs = {(message.label[0], pair) for message in table.patterns[table.pattern[t]] for pair in message.pairs}
         assert pairs == {(send.kind, (send.source, send.target)) for send in schedule.sends[t]}
 
@@ -233,7 +269,9 @@ def compiled(S, name, microbatches, C=1, *, remat=False, tied=False, boundary=No
     whole = division.complete(whole)
     params = jax.eval_shape(lambda: jax.tree.map(lambda x: x[None], division.split(whole.init(jax.random.key(0)))))
     batch = jax.ShapeDtypeStruct((1, S, microbatches, CONTEXT + 1), jnp.int32)
-    return workers, workers.jit(lambda params, batch: of.gradient(params, of.init(batch), batch), (0, 0)).lower(params, batch).compile()
+    return workers, workers.jit(lambda params, batch: of.gradient(params, of.init(batch), batch), (0, 0)).lower(
+        params, batch
+    ).compile()
 
 
 @pytest.mark.parametrize("remat", [True, False])
@@ -244,8 +282,9 @@ def test_memory_of_1f1b_does_not_grow_with_microbatches(remat):
     assert many - few < 16 * activation and gpipe - many > 48 * activation, (few, many, gpipe)
 
 
-@pytest.mark.parametrize("name, S, C, tied, autoencoder", [("1f1b", 4, 1, True, 0), ("interleaved", 2, 2, False, 0),
-                                                           ("interleaved", 2, 2, False, 3)])
+@pytest.mark.parametrize(
+    "name, S, C, tied, autoencoder", [("1f1b", 4, 1, True, 0), ("interleaved", 2, 2, False, 0), ("interleaved", 2, 2, False, 3)]
+)
 def test_stages_send_an_activation_for_every_link_and_microbatch(name, S, C, tied, autoencoder):
     workers, program = compiled(S, name, M, C, tied=tied, autoencoder=autoencoder)
     sent = wire.bytes_by_axis(program.as_text(), workers)
@@ -261,10 +300,13 @@ def test_the_runtime_model_tells_what_a_device_of_the_program_sends(N, S, T, rat
     """Between stages, as it is or coded into half of the bytes, and between workers."""
     whole, workers = model(), mesh.make_workers(N, stages=S, tensor=T, divided=model().divided)
     boundary = pipeline.coded(codecs.bfloat16(), codecs.bfloat16(), when="always") if ratio < 1 else None
-    source = source_lib.of_model(whole, stages=S, microbatches=M, schedule="1f1b", chunks=1, layers=(), remat=True, batch_size=BATCH // N,
-                                 boundary=boundary)
+    source = source_lib.of_model(
+        whole, stages=S, microbatches=M, schedule="1f1b", chunks=1, layers=(), remat=True, batch_size=BATCH // N, boundary=boundary
+    )
     reducer = reduce.mean(axis_name=workers.axis_name)
-    method = state_lib.Method(synchronize(optax.sgd(0.1), reducer), reducer.phase, lambda params, phase: reducer.num_bytes(params, N))
+    method = state_lib.Method(
+        synchronize(optax.sgd(0.1), reducer), reducer.phase, lambda params, phase: reducer.num_bytes(params, N)
+    )
     state = state_lib.abstract(lambda key: source.split(whole.init(key)), method.tx, workers, 0, source.init)
     batch = jax.ShapeDtypeStruct((N, S, BATCH // N, CONTEXT + 1), jnp.int32, sharding=workers.stacked)
     program = engine.whole_step(source.gradient, method, workers, 0, 0).lower(state, batch, np.int32(0)).compile()
@@ -275,8 +317,12 @@ def test_the_runtime_model_tells_what_a_device_of_the_program_sends(N, S, T, rat
     link = runtime.Link(0.0, 1e9)
     cluster = runtime.Cluster("devices", N * S * T, 1, link, link)
     coded = runtime.Boundary(ratio)
-    predicted = runtime.predict_layout(cluster, runtime.work(transformer, layout, 1e9), layout,
-                                       runtime.Traffic(runtime.all_reduce(N), backward=coded, forward=coded))
+    predicted = runtime.predict_layout(
+        cluster,
+        runtime.work(transformer, layout, 1e9),
+        layout,
+        runtime.Traffic(runtime.all_reduce(N), backward=coded, forward=coded),
+    )
     loss = 2 * (S - 1) / S * 4  # Summed over stages.
     np.testing.assert_allclose(sent["stage"] - loss, predicted.boundary_bytes)
     # The runtime model leaves out norms of queries and keys; and it has norms whole on each device, where the program, which joins all
@@ -299,8 +345,11 @@ def test_parameters_are_not_kept_for_the_backward_pass():
         return batch
 
     workers = mesh.make_workers(1, stages=2)
-    jax.eval_shape(workers.map(trace, (0, 0)), jax.tree.map(lambda x: jax.ShapeDtypeStruct((1, 2, *x.shape), x.dtype), stage),
-                   jax.ShapeDtypeStruct((1, 2, M, 1, CONTEXT + 1), jnp.int32))
+    jax.eval_shape(
+        workers.map(trace, (0, 0)),
+        jax.tree.map(lambda x: jax.ShapeDtypeStruct((1, 2, *x.shape), x.dtype), stage),
+        jax.ShapeDtypeStruct((1, 2, M, 1, CONTEXT + 1), jnp.int32),
+    )
     assert kept and weights and not weights & {x.shape for x in kept}
 
 
@@ -309,14 +358,17 @@ def test_parameters_are_not_kept_for_the_backward_pass():
 
 def counting():
     """Messages of twice the value; counts what is sent and received, by (kind, compressed)."""
+
     def count(state, what):
         return state | {what: state.get(what, 0) + 1}
 
     kinds = [f"{way} {kind} {compress}" for way in ("sent", "received") for kind in "FB" for compress in (False, True)]
 
     def transfer(kind, compress):
-        return pipeline.Transfer(lambda x, state, place: ({"double": 2 * x}, count(state, f"sent {kind} {compress}")),
-                                 lambda message, state, place: (message["double"] / 2, count(state, f"received {kind} {compress}")))
+        return pipeline.Transfer(
+            lambda x, state, place: ({"double": 2 * x}, count(state, f"sent {kind} {compress}")),
+            lambda message, state, place: (message["double"] / 2, count(state, f"received {kind} {compress}")),
+        )
 
     transfers = {(kind, compress): transfer(kind, compress) for kind in "FB" for compress in (False, True)}
     return pipeline.Boundary(lambda like, schedule: dict.fromkeys(kinds, jnp.int32(0)), lambda send: send.critical, transfers)
@@ -361,18 +413,30 @@ def test_join_is_the_inverse_of_split_and_norms_agree(S, C, layers, tied, autoen
     np.testing.assert_allclose(norms, np.broadcast_to(optax.global_norm(params), (1, S)), rtol=1e-6)
 
 
-@pytest.mark.parametrize("make, complaint", [
-    (lambda parts: pipeline.divide(parts, 3), "depth=8 layers do not divide evenly into stages=3; use depth=6 or 9"),
-    (lambda parts: pipeline.divide(parts, 2, 8), "into stages=2 x chunks=8; use depth=16, or"),
-    (lambda parts: pipeline.divide(parts, 2, 1, (3, 4)), "layers=3,4: must be 2 numbers.* add up to depth=8"),
-    (lambda parts: pipeline.divide(parts, 2, autoencoder=9), "autoencoder=9: must be at most the model's width of 8"),
-    (lambda parts: pipeline.divide(parts, 2, fused_embedding=True), "fused_embedding: an embedding and a head that are not tied"),
-    (lambda parts: pipeline.divide(parts, 2, 1, (8, 0)), "at least 1 each"), (lambda parts: pipeline.divide(parts, 1), "at least 2"),
-    (lambda parts: pipeline.make_gradient(pipeline.divide(parts, 2), schedules.make("1f1b", 4, 4), remat=False), "is for"),
-    (lambda parts: mesh.make_workers(4, stages=2, tensor=2), "workers=4 of stages=2 x tensor=2 but there are 8 devices; use workers=2"),
-    (lambda parts: mesh.make_workers(1, stages=16), "use stages x tensor <= 8"),
-    (lambda parts: mesh.make_workers(1, stages=0), "stages=0"), (lambda parts: mesh.make_workers(1, tensor=0), "tensor=0"),
-    (lambda parts: mesh.make_workers(2, tensor=2, simulate=True), "tensor=2 with simulate")])
+@pytest.mark.parametrize(
+    "make, complaint",
+    [
+        (lambda parts: pipeline.divide(parts, 3), "depth=8 layers do not divide evenly into stages=3; use depth=6 or 9"),
+        (lambda parts: pipeline.divide(parts, 2, 8), "into stages=2 x chunks=8; use depth=16, or"),
+        (lambda parts: pipeline.divide(parts, 2, 1, (3, 4)), "layers=3,4: must be 2 numbers.* add up to depth=8"),
+        (lambda parts: pipeline.divide(parts, 2, autoencoder=9), "autoencoder=9: must be at most the model's width of 8"),
+        (
+            lambda parts: pipeline.divide(parts, 2, fused_embedding=True),
+            "fused_embedding: an embedding and a head that are not tied",
+        ),
+        (lambda parts: pipeline.divide(parts, 2, 1, (8, 0)), "at least 1 each"),
+        (lambda parts: pipeline.divide(parts, 1), "at least 2"),
+        (lambda parts: pipeline.make_gradient(pipeline.divide(parts, 2), schedules.make("1f1b", 4, 4), remat=False), "is for"),
+        (
+            lambda parts: mesh.make_workers(4, stages=2, tensor=2),
+            "workers=4 of stages=2 x tensor=2 but there are 8 devices; use workers=2",
+        ),
+        (lambda parts: mesh.make_workers(1, stages=16), "use stages x tensor <= 8"),
+        (lambda parts: mesh.make_workers(1, stages=0), "stages=0"),
+        (lambda parts: mesh.make_workers(1, tensor=0), "tensor=0"),
+        (lambda parts: mesh.make_workers(2, tensor=2, simulate=True), "tensor=2 with simulate"),
+    ],
+)
 def test_impossible_divisions_are_refused(make, complaint):
     with pytest.raises(ValueError, match=complaint) as error:
         make(model().parts)

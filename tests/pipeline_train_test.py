@@ -9,10 +9,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 from configs import lm
-from decjax import gossip
-from decjax import mesh
-from decjax import runtime
-from decjax import train
+from decjax import gossip, mesh, runtime, train
 
 STEPS = 12
 pytestmark = pytest.mark.usefixtures("quick_compilation", "uncached_programs")
@@ -26,12 +23,26 @@ def launch(tmp_path_factory):
 
     def launch(argument, workdir=None, resume_from=None, **fields):
         config = lm.get_config(f"smoke,{argument}")
-        config.update_from_flattened_dict({
-            "data.path": str(text), "steps": STEPS, "model.width": 8, "model.hidden": 8, "model.heads": 2, "model.context": 8,
-            "log_every": 2, "eval.every": 6, "eval.num_windows": 5, "checkpoint.every": 4, "checkpoint.keep": 9,
-            "sample_bytes": 2} | fields)
+        config.update_from_flattened_dict(
+            {
+                "data.path": str(text),
+                "steps": STEPS,
+                "model.width": 8,
+                "model.hidden": 8,
+                "model.heads": 2,
+                "model.context": 8,
+                "log_every": 2,
+                "eval.every": 6,
+                "eval.num_windows": 5,
+                "checkpoint.every": 4,
+                "checkpoint.keep": 9,
+                "sample_bytes": 2,
+            }
+            | fields
+        )
         workdir = workdir or tmp_path_factory.mktemp("run")
         return workdir, train.Run(train.build(config), workdir, resume_from).train()
+
     return launch
 
 
@@ -77,8 +88,11 @@ def test_gossip_between_pipelines_is_gossip_between_whole_models(launch, referen
     whole, outcome = launch(f"{GOSSIP},tied,microbatches=4")
     for kind in ("train", "eval"):
         np.testing.assert_allclose(losses(reference, kind), losses(whole, kind), rtol=2e-4)
-        np.testing.assert_allclose([row["consensus_distance"] for row in rows(reference, kind)],
-                                   [row["consensus_distance"] for row in rows(whole, kind)], rtol=2e-2)
+        np.testing.assert_allclose(
+            [row["consensus_distance"] for row in rows(reference, kind)],
+            [row["consensus_distance"] for row in rows(whole, kind)],
+            rtol=2e-2,
+        )
     assert losses(whole, "eval")[-1] < losses(whole)[0]
     summary = json.loads((reference / "summary.json").read_text())
     assert summary["num_params"] == outcome.summary["num_params"]
@@ -102,7 +116,12 @@ def test_another_number_of_pipelines(launch, reference, tmp_path):
     target, outcome = launch(f"{GOSSIP.replace('workers=4', 'workers=2')},{PIPELINE}", resume_from=reference, steps=STEPS + 4)
     assert outcome.step == STEPS + 4 and losses(target)[-1] < losses(reference)[0]
     with pytest.raises(train.CheckpointError, match="stages=2 there, 4 here.*start with the same"):
-        launch(f"{GOSSIP.replace('workers=4', 'workers=2')},stages=4,microbatches=4,tied", resume_from=reference, workdir=tmp_path / "never", steps=STEPS + 4)
+        launch(
+            f"{GOSSIP.replace('workers=4', 'workers=2')},stages=4,microbatches=4,tied",
+            resume_from=reference,
+            workdir=tmp_path / "never",
+            steps=STEPS + 4,
+        )
 
 
 def break_exchange(monkeypatch, hit):
@@ -128,7 +147,9 @@ def test_the_check_sees_every_permutation_of_stages_and_type(simulate, monkeypat
         gossip.check_stage_exchange(w, [chain, ends])
 
 
-@pytest.mark.parametrize("argument", ["", "schedule=interleaved,forward=int8,backward=low_rank(rank=1)", "forward=int8", "autoencoder=2"])
+@pytest.mark.parametrize(
+    "argument", ["", "schedule=interleaved,forward=int8,backward=low_rank(rank=1)", "forward=int8", "autoencoder=2"]
+)
 def test_every_permutation_of_a_gradient_is_among_those_that_are_checked(argument, monkeypatch):
     config = lm.get_config(f"smoke,simulate,workers=1,method=local,stages=4,microbatches=4,tied,{argument}")
     setup, used, intact = train.build(config), set(), mesh.exchange
@@ -141,9 +162,14 @@ def test_every_permutation_of_a_gradient_is_among_those_that_are_checked(argumen
     assert ((0, 3), (3, 0)) in used and len(used) > 3 and used <= set(source.permutations)
 
 
-@pytest.mark.parametrize("argument, axes", [
-    ("reducer=powersgd,rank=1,compressed=1,tied,fused", "stages=2,tensor=2,schedule=interleaved"),
-    ("reducer=codec,codec=int8", "stages=2"), ("stale", "stages=2")])
+@pytest.mark.parametrize(
+    "argument, axes",
+    [
+        ("reducer=powersgd,rank=1,compressed=1,tied,fused", "stages=2,tensor=2,schedule=interleaved"),
+        ("reducer=codec,codec=int8", "stages=2"),
+        ("stale", "stages=2"),
+    ],
+)
 def test_reducers_average_between_pipelines(launch, argument, axes):
     """As between simulated ones; with three axes, two workers of two stages of two devices."""
     run, outcome = launch(f"method=allreduce,{argument},workers=2,microbatches=2,{axes}")
@@ -167,49 +193,75 @@ def test_the_runtime_model_chooses_who_compresses(tmp_path, bandwidth_Bps, stage
         assert train.build(config).config.reducer.stages == stages
 
 
-@pytest.mark.parametrize("keys, backward, forward", [
-    ("backward=low_rank(rank=4),forward=int8(block=32)", (4 * 4 * (64 + 32) / (64 * 32 * 4), "critical"), ((1 + 4 / 32) / 4, "always")),
-    ("autoencoder=8", (8 / 32, "always"), (8 / 32, "always")), ("", (1, "always"), (1, "always"))])
+@pytest.mark.parametrize(
+    "keys, backward, forward",
+    [
+        (
+            "backward=low_rank(rank=4),forward=int8(block=32)",
+            (4 * 4 * (64 + 32) / (64 * 32 * 4), "critical"),
+            ((1 + 4 / 32) / 4, "always"),
+        ),
+        ("autoencoder=8", (8 / 32, "always"), (8 / 32, "always")),
+        ("", (1, "always"), (1, "always")),
+    ],
+)
 def test_the_runtime_model_knows_what_travels_between_stages(tmp_path, monkeypatch, keys, backward, forward):
     """Of one device's half of a microbatch's rows, 64 of 128: 4 sequences of 32."""
     profile, asked = tmp_path / "cluster.json", []
     link = dict(latency_s=0.0, bandwidth_Bps=1e6)
     profile.write_text(json.dumps(dict(name="box", num_nodes=8, workers_per_node=1, intra=link, inter=link, flops=1e9)))
-    config = lm.get_config("smoke,method=allreduce,reducer=powersgd,rank=1,compressed=auto,stages=2,tensor=2,microbatches=2,workers=2"
-                           + (f",{keys}" if keys else ""))
+    config = lm.get_config(
+        "smoke,method=allreduce,reducer=powersgd,rank=1,compressed=auto,stages=2,tensor=2,microbatches=2,workers=2"
+        + (f",{keys}" if keys else "")
+    )
     config.update_from_flattened_dict({"reducer.cluster": str(profile), "model.width": 32, "batch_size": 16})
     choose = runtime.choose_compressed_stages
     monkeypatch.setattr(runtime, "choose_compressed_stages", lambda *args: asked.append(args) or choose(*args))
     assert train.build(config).config.reducer.stages
-    (*_, layout, traffic), = asked
+    ((*_, layout, traffic),) = asked
     assert (layout.tensor, traffic.backward.when, traffic.forward.when) == (2, backward[1], forward[1])
     assert (traffic.backward.ratio, traffic.forward.ratio) == pytest.approx((backward[0], forward[0]))
 
 
-@pytest.mark.parametrize("argument, fields, complaint", [
-    ("stages=2", {"model.depth": 3}, "depth=3 layers do not divide evenly into stages=2; use depth=2 or 4"),
-    ("stages=2,workers=8", {}, "workers=8 of stages=2 x tensor=1 but there are 8 devices; use workers=4"),
-    ("stages=4,tensor=4", {}, "but there are 8 devices; use stages x tensor <= 8"),
-    ("stages=4,microbatches=2,schedule=interleaved", {}, "microbatches=2 with schedule 'interleaved': must be a multiple of stages=4"),
-    ("stages=2,microbatches=4", {"batch_size": 24}, "microbatches=4 does not divide a worker's batch of 6 sequences; use one of"),
-    ("stages=2,microbatches=0", {"batch_size": 8}, "microbatches=0"),
-    ("stages=2,chunks=2", {}, "chunks=2 belong to schedule 'interleaved'"), ("remat", {}, "pipeline.remat belongs to a pipeline"),
-    ("", {"pipeline.schedule": "interleaved", "pipeline.chunks": 2}, "stages=1: needs at least 2"),
-    ("stages=2", {"pipeline.layers": "1;1"}, "pipeline.layers='1;1' must read like"),
-    ("stages=2", {"pipeline.layers": "2,1"}, "layers=2,1: must be 2 numbers"),
-    ("stages=2,tensor=2", {"model.heads": 1}, "model.heads=1 is not divisible by tensor=2"),
-    ("tensor=2,simulate", {}, "tensor=2 with simulate"), ("stages=0", {}, "stages=0"),
-    ("fused", {}, "pipeline.fused_embedding belongs to a pipeline"), ("autoencoder=4", {}, "pipeline.autoencoder belongs to a pipeline"),
-    ("stages=2,autoencoder=9", {}, "autoencoder=9: must be at most the model's width of 8"),
-    ("stages=2,fused,method=allreduce", {}, "not tied have nothing to add up"),
-    ("stages=2,tied,fused", {}, "fused_embedding with method 'decentralized' has no gradients that are averaged"),
-    ("stages=2,tied,fused,method=allreduce,reducer=onebit_adam", {}, "'onebit_adam', which averages momenta"),
-    ("stages=2,compressed=1", {}, "reducer.stages='1' says which stages compress, got method 'decentralized'"),
-    ("stages=2,compressed=1,method=allreduce", {}, "reducer 'mean', which compress nothing"),
-    ("stages=2,compressed=1,method=allreduce,reducer=gravac", {}, "whose state decides in each stage by itself"),
-    ("compressed=1,method=allreduce,reducer=powersgd", {}, "reducer.stages='1' belongs to a pipeline"),
-    ("stages=2,compressed=3,method=allreduce,reducer=powersgd", {}, "must be a number from 1 to stages=2, 'auto', or empty"),
-    ("stages=2,compressed=auto,method=allreduce,reducer=powersgd,rank=1", {}, "'auto' needs reducer.cluster, a profile")])
+@pytest.mark.parametrize(
+    "argument, fields, complaint",
+    [
+        ("stages=2", {"model.depth": 3}, "depth=3 layers do not divide evenly into stages=2; use depth=2 or 4"),
+        ("stages=2,workers=8", {}, "workers=8 of stages=2 x tensor=1 but there are 8 devices; use workers=4"),
+        ("stages=4,tensor=4", {}, "but there are 8 devices; use stages x tensor <= 8"),
+        (
+            "stages=4,microbatches=2,schedule=interleaved",
+            {},
+            "microbatches=2 with schedule 'interleaved': must be a multiple of stages=4",
+        ),
+        (
+            "stages=2,microbatches=4",
+            {"batch_size": 24},
+            "microbatches=4 does not divide a worker's batch of 6 sequences; use one of",
+        ),
+        ("stages=2,microbatches=0", {"batch_size": 8}, "microbatches=0"),
+        ("stages=2,chunks=2", {}, "chunks=2 belong to schedule 'interleaved'"),
+        ("remat", {}, "pipeline.remat belongs to a pipeline"),
+        ("", {"pipeline.schedule": "interleaved", "pipeline.chunks": 2}, "stages=1: needs at least 2"),
+        ("stages=2", {"pipeline.layers": "1;1"}, "pipeline.layers='1;1' must read like"),
+        ("stages=2", {"pipeline.layers": "2,1"}, "layers=2,1: must be 2 numbers"),
+        ("stages=2,tensor=2", {"model.heads": 1}, "model.heads=1 is not divisible by tensor=2"),
+        ("tensor=2,simulate", {}, "tensor=2 with simulate"),
+        ("stages=0", {}, "stages=0"),
+        ("fused", {}, "pipeline.fused_embedding belongs to a pipeline"),
+        ("autoencoder=4", {}, "pipeline.autoencoder belongs to a pipeline"),
+        ("stages=2,autoencoder=9", {}, "autoencoder=9: must be at most the model's width of 8"),
+        ("stages=2,fused,method=allreduce", {}, "not tied have nothing to add up"),
+        ("stages=2,tied,fused", {}, "fused_embedding with method 'decentralized' has no gradients that are averaged"),
+        ("stages=2,tied,fused,method=allreduce,reducer=onebit_adam", {}, "'onebit_adam', which averages momenta"),
+        ("stages=2,compressed=1", {}, "reducer.stages='1' says which stages compress, got method 'decentralized'"),
+        ("stages=2,compressed=1,method=allreduce", {}, "reducer 'mean', which compress nothing"),
+        ("stages=2,compressed=1,method=allreduce,reducer=gravac", {}, "whose state decides in each stage by itself"),
+        ("compressed=1,method=allreduce,reducer=powersgd", {}, "reducer.stages='1' belongs to a pipeline"),
+        ("stages=2,compressed=3,method=allreduce,reducer=powersgd", {}, "must be a number from 1 to stages=2, 'auto', or empty"),
+        ("stages=2,compressed=auto,method=allreduce,reducer=powersgd,rank=1", {}, "'auto' needs reducer.cluster, a profile"),
+    ],
+)
 def test_impossible_pipelines_are_refused_with_the_reason(launch, argument, fields, complaint, tmp_path):
     with pytest.raises(train.ConfigError, match=complaint) as error:
         launch(argument, workdir=tmp_path / "never", **fields)

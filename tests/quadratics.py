@@ -9,8 +9,7 @@ import numpy as np
 import optax
 
 import decjax
-from decjax import gossip
-from decjax import optim
+from decjax import gossip, optim
 from decjax import topology as topology_lib
 from tests.stand_ins import four_bits
 
@@ -35,7 +34,7 @@ def workers(mode, local_size=1):
 
 def tree(x_P, shape=MATRIX):
     """A matrix, or a stack of them, and a vector."""
-    return {"matrix": x_P[:math.prod(shape)].reshape(shape), "vector": x_P[math.prod(shape):]}
+    return {"matrix": x_P[: math.prod(shape)].reshape(shape), "vector": x_P[math.prod(shape) :]}
 
 
 def flat(params):
@@ -57,6 +56,7 @@ def scanned(one_step, mixer, steps):
     def run(carry):
         carry, outs = jax.lax.scan(whole_period, carry, length=-(-steps // period))
         return carry, outs.reshape(-1, *outs.shape[2:])
+
     return run
 
 
@@ -73,6 +73,7 @@ def trajectory(make_mixer, order="awc", mode="devices", wrap=optim.decentralize,
                 updates, state = tx.update(tree(h_PxP @ flat(params) - b_P, shape), state, params, phase=phase)
                 params = optax.apply_updates(params, updates)
                 return (params, state), flat(params)
+
             start = tree(x_P, shape)
             return scanned(one_step, mixer, STEPS)((start, tx.init(start)))[1]
 
@@ -92,6 +93,7 @@ def mixed(make_mixer, x_NxP, steps, mode="devices", local_size=1, shape=MATRIX):
                 params, state = gossip.mix(mixer, *carry, phase, 0)
                 weight = state.weight if isinstance(state, gossip.PushSumState) else 1.0
                 return (params, state), jnp.append(flat(params), weight)
+
             # Memories start from the same on all workers.
             return scanned(one_step, mixer, steps)((tree(x_P, shape), mixer.init(tree(0 * x_P, shape))))[1]
 
@@ -105,6 +107,7 @@ def wrapper(name):
 
 def mixers(codec=None):
     """Every mixer over graphs of all kinds that it takes: name -> axis name -> mixer."""
+
     def make(build, graph, **options):
         graph_options = {"hierarchical": dict(local=2), "alternating_exponential_ring": dict(local_size=2)}.get(graph, {})
         topology = topology_lib.make(graph, N, **graph_options)

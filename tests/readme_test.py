@@ -27,8 +27,11 @@ def test_the_loop_of_the_readme_learns():
         x = np.random.default_rng(t).normal(size=(8, 16, 4)).astype(np.float32)
         return x, (x @ truth).astype(np.float32)
 
-    scope = {"loss": lambda params, batch: jnp.mean((batch[0] @ params["w"] - batch[1]) ** 2),
-             "batches": batches, "init_params": {"w": jnp.zeros(4)}}
+    scope = {
+        "loss": lambda params, batch: jnp.mean((batch[0] @ params["w"] - batch[1]) ** 2),
+        "batches": batches,
+        "init_params": {"w": jnp.zeros(4)},
+    }
     exec(code, scope)
     assert jax.device_count() == 8
     np.testing.assert_allclose(scope["average"]["w"], truth, atol=0.05)
@@ -65,8 +68,9 @@ def leaves(config, above=""):
         yield from leaves(value, f"{above}{name}.") if isinstance(value, ml_collections.ConfigDict) else [above + name]
 
 
-SHORTHANDS = sorted({*re.findall(r"--config='?configs/lm\.py:([^\s']+)", README.read_text()),
-                     *(row.shorthand for row in compression.ROWS)})
+SHORTHANDS = sorted(
+    {*re.findall(r"--config='?configs/lm\.py:([^\s']+)", README.read_text()), *(row.shorthand for row in compression.ROWS)}
+)
 
 
 @pytest.mark.parametrize("shorthand", SHORTHANDS)
@@ -85,7 +89,11 @@ def test_commands_of_the_readme_are_what_a_shell_takes():
 
 
 def test_every_dependency_is_explained():
-    names = [re.split(r"[=;]", line)[0] for name in ("requirements.txt", "tests/requirements.txt", "tests/requirements-aot.txt")
-             for line in (README.parent / name).read_text().splitlines() if line and not line.startswith("#")]
+    names = [
+        re.split(r"[=;]", line)[0]
+        for name in ("requirements.txt", "tests/requirements.txt", "tests/requirements-aot.txt")
+        for line in (README.parent / name).read_text().splitlines()
+        if line and not line.startswith("#")
+    ]
     table = README.read_text().split("## Dependencies")[1].split("## Sources")[0]
     assert [name for name in names if not re.search(rf"[| ,]{re.escape(name)}[ ,|]", table)] == []

@@ -8,11 +8,22 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from decjax import codecs
-from decjax import reduce
+from decjax import codecs, reduce
 from decjax.train import wire
-from tests.reducers import (DenseShards, MODES, N, Runner, STEPS, all_close, assert_equal_replicas, flat, gradients,
-                            mean_of, workers, x64)
+from tests.reducers import (
+    MODES,
+    STEPS,
+    DenseShards,
+    N,
+    Runner,
+    all_close,
+    assert_equal_replicas,
+    flat,
+    gradients,
+    mean_of,
+    workers,
+    x64,
+)
 from tests.stand_ins import dense_top, dithered, one_bit, top
 
 CODES = {"top": (top(7), dense_top(7)), "one bit": (one_bit(), lambda x: np.abs(x).mean() * np.where(x >= 0, 1, -1))}
@@ -90,7 +101,7 @@ def test_momentum_is_taken_before_anything_is_lost(form):
         expected += v
     kept = np.asarray(run.state.worker.memory[0].error).mean(axis=0).ravel()
     kept = kept + (np.asarray(run.state.owner.memory[0].error).ravel() if form == "shards" else 0)
-    np.testing.assert_allclose(total + kept[:total.size], expected, atol=1e-9)
+    np.testing.assert_allclose(total + kept[: total.size], expected, atol=1e-9)
 
 
 @pytest.mark.parametrize("storage", [None, codecs.make("int8")], ids=["in full", "in 8 bits"])
@@ -109,6 +120,7 @@ def test_errors_of_shards_stay_bounded(storage):
         def step(state, t):
             _, state = reducer.reduce({"w": 0.3 + jax.random.normal(jax.random.fold_in(worker_key, t), (64,))}, state)
             return state, jnp.stack([length(state.worker), length(state.owner)])
+
         return jax.lax.scan(step, reducer.init(like), jnp.arange(3000))[1]
 
     norms_NxTx2 = np.asarray(w.jit(worker, in_axes=(0,))(jax.random.split(jax.random.key(0), N)))
@@ -167,7 +179,8 @@ MAKERS = {
     "shards": functools.partial(reduce.coded, one_bit(), form="shards"),
     "ef21": functools.partial(reduce.coded, top(7), form="shards", feedback=functools.partial(ef21, beta=0.5)),
     "8 bits": functools.partial(reduce.coded, top(7), feedback=functools.partial(residual, storage=codecs.make("int8"))),
-    "gravac": functools.partial(reduce.gravac, [top(9), top(4)], window=1)}
+    "gravac": functools.partial(reduce.gravac, [top(9), top(4)], window=1),
+}
 
 
 @pytest.mark.parametrize("name", MAKERS)
@@ -197,16 +210,22 @@ def test_a_message_that_overflows_leaves_all_memory_as_it_was():
     jax.tree.map(np.testing.assert_array_equal, before, jax.tree.map(np.asarray, memory_of(run.state)))
 
 
-@pytest.mark.parametrize("make, message", [
-    (lambda: reduce.coded(codecs.make("sign")), "codec 'sign' is neither contractive nor unbiased"),
-    (lambda: reduce.coded(codecs.make("bounded")), "codec 'bounded' has messages of varying size, .*use 'int8', or"),
-    (lambda: reduce.coded(top(3), feedback=none), "codec 'top 3' is biased, and without a memory its errors would add up"),
-    (lambda: reduce.coded(top(3), feedback=functools.partial(residual, decay=0.0)), r"decay=0.0 must lie in \(0, 1\]"),
-    (lambda: reduce.coded(top(3), form="ring"), "form='ring' of coded messages is unknown; use one of auto, gather, shards"),
-    (lambda: reduce.coded(codecs.make("int8"), form="gather").num_bytes({"w": jnp.ones(10**4)}, 8),
-     "'int8' in form 'gather' sends .* plain all-reduce among 8 workers 70000; use form 'shards', which sends"),
-    (lambda: reduce.coded(codecs.make("identity")).num_bytes({"w": jnp.ones(10**4)}, 8), "use a codec of fewer bytes, or"),
-    (lambda: reduce.coded(top(3)).init({"w": jnp.ones(9)}), r"is not there: call this from a function mapped over workers")])
+@pytest.mark.parametrize(
+    "make, message",
+    [
+        (lambda: reduce.coded(codecs.make("sign")), "codec 'sign' is neither contractive nor unbiased"),
+        (lambda: reduce.coded(codecs.make("bounded")), "codec 'bounded' has messages of varying size, .*use 'int8', or"),
+        (lambda: reduce.coded(top(3), feedback=none), "codec 'top 3' is biased, and without a memory its errors would add up"),
+        (lambda: reduce.coded(top(3), feedback=functools.partial(residual, decay=0.0)), r"decay=0.0 must lie in \(0, 1\]"),
+        (lambda: reduce.coded(top(3), form="ring"), "form='ring' of coded messages is unknown; use one of auto, gather, shards"),
+        (
+            lambda: reduce.coded(codecs.make("int8"), form="gather").num_bytes({"w": jnp.ones(10**4)}, 8),
+            "'int8' in form 'gather' sends .* plain all-reduce among 8 workers 70000; use form 'shards', which sends",
+        ),
+        (lambda: reduce.coded(codecs.make("identity")).num_bytes({"w": jnp.ones(10**4)}, 8), "use a codec of fewer bytes, or"),
+        (lambda: reduce.coded(top(3)).init({"w": jnp.ones(9)}), r"is not there: call this from a function mapped over workers"),
+    ],
+)
 def test_impossible_codes_are_refused(make, message):
     with pytest.raises(ValueError, match=message):
         make()

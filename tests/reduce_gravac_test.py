@@ -7,10 +7,9 @@ import numpy as np
 import pytest
 
 from configs import lm
-from decjax import codecs
-from decjax import reduce
+from decjax import codecs, reduce
 from decjax.train import wire
-from tests.reducers import DenseShards, MODES, N, Runner, STEPS, assert_equal_replicas, flat, gradients, x64
+from tests.reducers import MODES, STEPS, DenseShards, N, Runner, assert_equal_replicas, flat, gradients, x64
 from tests.stand_ins import dense_top, top
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -34,7 +33,7 @@ class DenseGravac:
         if self.steps % self.window == 0:
             gain = self.sums[0] / self.sums[1]
             score = self.speed[self.rung] * gain
-            if self.rung and gain < self.threshold or not self.settled and self.rung and score <= self.below:
+            if (self.rung and gain < self.threshold) or (not self.settled and self.rung and score <= self.below):
                 self.rung, self.settled = self.rung - 1, True
             elif not self.settled and self.rung + 1 < len(self.codes):
                 self.rung, self.below = self.rung + 1, score
@@ -44,8 +43,11 @@ class DenseGravac:
         return averaged
 
 
-@pytest.mark.parametrize("speed, threshold, last", [((1, 9, 81, 729), 0.0, 3), ((1, 9, 81, 729), 0.6, 1), ((1, 2, 2.1, 4), 0.0, 1)],
-                         ids=["climbs", "falls back", "stops"])
+@pytest.mark.parametrize(
+    "speed, threshold, last",
+    [((1, 9, 81, 729), 0.0, 3), ((1, 9, 81, 729), 0.6, 1), ((1, 2, 2.1, 4), 0.0, 1)],
+    ids=["climbs", "falls back", "stops"],
+)
 @pytest.mark.parametrize("mode", MODES)
 @x64
 def test_gravac_is_the_dense_reference(mode, speed, threshold, last):
@@ -69,7 +71,9 @@ def test_gravac_climbs_the_default_ladder_and_falls_back_when_the_gain_drops():
     defaults = [codecs.make(name.strip()) for name in lm.get_config().reducer.ladder.split(";")]
     rng = np.random.default_rng(0)
     like = {"w": np.zeros((N, 2048), np.float32)}
-    run = Runner(functools.partial(reduce.gravac, [*defaults, codecs.make("topk", fraction=0.05)], window=4), like=like, dtype=np.float32)
+    run = Runner(
+        functools.partial(reduce.gravac, [*defaults, codecs.make("topk", fraction=0.05)], window=4), like=like, dtype=np.float32
+    )
     sent_on = np.array([run.reducer.num_bytes(run.like, N, rung)[0] for rung in run.reducer.phases])
     rungs, usage = [], [np.zeros(5)]
     for step in range(40):
@@ -91,7 +95,7 @@ def test_gravac_delivers_everything_in_the_end():
     assert (np.asarray(run.reducer.usage(run.state))[0] > 0).sum() > 1
     kept = np.asarray(run.state.error[0]).mean(axis=0).ravel() + np.asarray(run.state.owner_error[0]).ravel()
     expected = sum(flat(gradients(step)).mean(axis=0) for step in range(30))
-    np.testing.assert_allclose(total + kept[:total.size], expected, atol=1e-4)
+    np.testing.assert_allclose(total + kept[: total.size], expected, atol=1e-4)
 
 
 def test_gravac_sends_what_the_rung_in_use_declares():
@@ -102,14 +106,20 @@ def test_gravac_sends_what_the_rung_in_use_declares():
     assert not run.reducer.num_bytes(run.like, N, None).any()
 
 
-@pytest.mark.parametrize("make, message", [
-    (lambda: reduce.gravac([codecs.make("int4"), codecs.make("int8")]).num_bytes({"w": jnp.ones(10**4)}, 8),
-     "GraVAC's rung 'int8' sends .*; use a ladder from the mildest"),
-    (lambda: reduce.gravac([]), "needs a ladder of at least one codec"),
-    (lambda: reduce.gravac([codecs.make("sign")]), "codec 'sign' is neither contractive"),
-    (lambda: reduce.gravac([top(3)], window=0), "window=0 steps: must be at least 1"),
-    (lambda: reduce.gravac([top(3)], threshold=2.0), "threshold=2.0: a gain, must lie between 0 and 1"),
-    (lambda: reduce.gravac([top(3)], speed=(1.0,)), "needs 2 positive values")])
+@pytest.mark.parametrize(
+    "make, message",
+    [
+        (
+            lambda: reduce.gravac([codecs.make("int4"), codecs.make("int8")]).num_bytes({"w": jnp.ones(10**4)}, 8),
+            "GraVAC's rung 'int8' sends .*; use a ladder from the mildest",
+        ),
+        (lambda: reduce.gravac([]), "needs a ladder of at least one codec"),
+        (lambda: reduce.gravac([codecs.make("sign")]), "codec 'sign' is neither contractive"),
+        (lambda: reduce.gravac([top(3)], window=0), "window=0 steps: must be at least 1"),
+        (lambda: reduce.gravac([top(3)], threshold=2.0), "threshold=2.0: a gain, must lie between 0 and 1"),
+        (lambda: reduce.gravac([top(3)], speed=(1.0,)), "needs 2 positive values"),
+    ],
+)
 def test_impossible_ladders_are_refused(make, message):
     with pytest.raises(ValueError, match=message):
         make()

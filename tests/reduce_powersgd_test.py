@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from decjax import reduce
-from tests.reducers import MODES, N, Runner, SHAPES, STEPS, all_close, assert_equal_replicas, gradients, mean_of, workers, x64
+from tests.reducers import MODES, SHAPES, STEPS, N, Runner, all_close, assert_equal_replicas, gradients, mean_of, workers, x64
 
 VIEWS = {"a": (6, 5), "b": (6, 5), "c": (6, 8)}
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -82,6 +82,7 @@ def test_powersgd_errors_stay_bounded():
             grads = {"w": common + jax.random.normal(jax.random.fold_in(worker_key, t), (4, 4))}
             _, state = reducer.reduce(grads, state)
             return state, jnp.linalg.norm(state.error[0])
+
         return jax.lax.scan(step, reducer.init({"w": common}), jnp.arange(3000))[1]
 
     norms_NxT = np.asarray(w.jit(worker, in_axes=(0,))(jax.random.split(jax.random.key(0), N)))
@@ -126,9 +127,14 @@ def test_powersgd_gates_arrays_that_would_not_get_smaller():
     assert len(reduce.powersgd(4, gate=0.8).init(like | {"large": jnp.zeros((20, 20))}).error) == 1
 
 
-@pytest.mark.parametrize("options, message", [
-    (dict(rank=0), "rank=0: must be at least 1"), (dict(gate=0.0), "gate=0.0: must be positive"),
-    (dict(rank=99), "rank=99 makes no array smaller: the smaller sides of the matrices are at most 6; use a rank of at most 3")])
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (dict(rank=0), "rank=0: must be at least 1"),
+        (dict(gate=0.0), "gate=0.0: must be positive"),
+        (dict(rank=99), "rank=99 makes no array smaller: the smaller sides of the matrices are at most 6; use a rank of at most 3"),
+    ],
+)
 def test_impossible_powersgd_is_refused(options, message):
     like = jax.tree.map(lambda x: x[0], gradients(0))
     with pytest.raises(ValueError, match=message):

@@ -7,8 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from decjax import codecs
-from decjax import reduce
+from decjax import codecs, reduce
 from decjax.train import wire
 from tests.reducers import MODES, N, Runner, all_close, assert_equal_replicas, gradients, mean_of, workers, x64
 from tests.stand_ins import dithered, one_bit, top
@@ -49,10 +48,14 @@ def test_phases_of_a_ladder_pass_through():
     assert reducer.num_bytes(grads, N, 2)[0] == 3 * (2 * 3 * 6 + 8)
 
 
-@pytest.mark.parametrize("make, message", [
-    (lambda: reduce.every(reduce.mean(), 0), "every=0 steps: must be at least 1"),
-    (lambda: reduce.start_at(reduce.powersgd(), -1, reduce.mean()), "start=-1: must be at least 0"),
-    (lambda: reduce.due_phase(reduce.every(reduce.mean(), 2), None), r"2 phases: give update\(…, phase=")])
+@pytest.mark.parametrize(
+    "make, message",
+    [
+        (lambda: reduce.every(reduce.mean(), 0), "every=0 steps: must be at least 1"),
+        (lambda: reduce.start_at(reduce.powersgd(), -1, reduce.mean()), "start=-1: must be at least 0"),
+        (lambda: reduce.due_phase(reduce.every(reduce.mean(), 2), None), r"2 phases: give update\(…, phase="),
+    ],
+)
 def test_impossible_reducers_of_reducers_are_refused(make, message):
     with pytest.raises(ValueError, match=message):
         make()
@@ -63,7 +66,9 @@ def test_impossible_reducers_of_reducers_are_refused(make, message):
 REDUCERS = {
     "mean": reduce.mean,
     "powersgd": functools.partial(reduce.powersgd, 2, gate=2.0),
-    "powersgd after the mean": lambda **options: reduce.start_at(reduce.powersgd(2, gate=2.0, **options), 2, reduce.mean(**options)),
+    "powersgd after the mean": lambda **options: reduce.start_at(
+        reduce.powersgd(2, gate=2.0, **options), 2, reduce.mean(**options)
+    ),
     "every third": lambda **options: reduce.every(reduce.start_at(reduce.coded(top(7), **options), 1, reduce.mean(**options)), 3),
     "powersgd, bfloat16": functools.partial(reduce.powersgd, 2, gate=2.0, wire_dtype="bfloat16"),
     "int8": functools.partial(reduce.coded, codecs.make("int8")),

@@ -10,13 +10,9 @@ import orbax.checkpoint as ocp
 import pytest
 
 from configs import lm
-from decjax import optim
-from decjax import reduce
-from decjax import train
-from decjax.train import engine
-from decjax.train import source
+from decjax import optim, reduce, train
+from decjax.train import engine, source, wire
 from decjax.train import state as state_lib
-from decjax.train import wire
 
 N, STEPS = 4, 8
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -42,11 +38,25 @@ def configured(tmp_path_factory):
 
     def configured(argument, fields, mode="simulate"):
         config = lm.get_config(f"smoke,workers={N},steps={STEPS},{argument}" + (",simulate" if mode == "simulate" else ""))
-        config.update_from_flattened_dict({
-            "data.path": str(text), "model.depth": 1, "model.width": 8, "model.hidden": 8, "model.heads": 1, "model.context": 8,
-            "log_every": 2, "eval.every": STEPS, "eval.num_windows": 2, "checkpoint.every": 4, "checkpoint.keep": 9,
-            "sample_bytes": 1} | fields)
+        config.update_from_flattened_dict(
+            {
+                "data.path": str(text),
+                "model.depth": 1,
+                "model.width": 8,
+                "model.hidden": 8,
+                "model.heads": 1,
+                "model.context": 8,
+                "log_every": 2,
+                "eval.every": STEPS,
+                "eval.num_windows": 2,
+                "checkpoint.every": 4,
+                "checkpoint.keep": 9,
+                "sample_bytes": 1,
+            }
+            | fields
+        )
         return config
+
     return configured
 
 
@@ -115,53 +125,89 @@ def test_errors_begin_afresh_for_another_number_of_workers():
     assert {int(x.flat[0]) for x in jax.tree.leaves((resized.params, resized.opt_state[0].mu))} == {2}
 
 
-@pytest.mark.parametrize("argument, fields, message", [
-    ("reducer=powersgd", {}, "reducer=powersgd changes nothing with method=decentralized; leave it out, or use method=allreduce"),
-    ("mixer=choco,codec=int8,rank=2", {}, "rank=2 changes nothing here; use it with mixer=power_gossip or reducer=powersgd"),
-    ("method=allreduce,codec=int8", {}, "codec=int8 changes nothing here"),
-    ("", {"reducer.name": "powersgd"}, "reducer 'powersgd' belongs to methods allreduce, diloco, sparseloco, got 'decentralized'; use 'mean'"),
-    ("method=allreduce,reducer=powersgd,rank=0", {}, "rank=0: must be at least 1"),
-    ("method=allreduce,reducer=powersgd,rank=99", {}, "rank=99 makes no array smaller"),
-    ("method=allreduce,reducer=powersgd", {"reducer.wire_dtype": "int8"}, "wire_dtype='int8' is no floating-point type"),
-    ("method=allreduce,reducer=powersgd", {"reducer.wire_dtype": "narrow"}, "wire_dtype='narrow' is no floating-point type"),
-    ("method=allreduce,reducer=codec", {"reducer.codec": "zip"}, "codec 'zip' is unknown; use one of"),
-    ("method=allreduce,reducer=codec", {"reducer.codec": ""}, "reducer 'codec' needs reducer.codec"),
-    ("method=allreduce,reducer=codec", {"reducer.codec": "int8(block=128"}, "must read like 'int8"),
-    ("method=allreduce,reducer=codec", {"reducer.codec": "int8(width=3)"}, "codec 'int8.*width"),
-    ("method=allreduce,reducer=codec", {"reducer.decay": 1.5}, "decay=1.5"),
-    ("method=allreduce,reducer=codec", {"reducer.error": "memory"}, "reducer.error 'memory' is unknown; use one of residual"),
-    ("method=allreduce,reducer=codec", {"reducer.error": "none", "reducer.storage": "int8"}, "storage='int8' with reducer.error"),
-    ("method=allreduce,reducer=codec", {"reducer.error": "ef21", "reducer.storage": "int8"}, "ef21 with storage='int8'"),
-    ("method=allreduce,reducer=codec", {"reducer.form": "tree"}, "form='tree' of coded messages is unknown"),
-    ("method=allreduce,reducer=codec,codec=bounded", {}, "codec 'bounded' has messages of varying size"),
-    ("method=allreduce,reducer=codec,codec=identity", {}, "codec 'identity' in form .*; use a codec of fewer bytes"),
-    ("method=diloco,every=3,reducer=codec,codec=identity", {}, "codec 'identity' in form"),
-    ("method=allreduce,reducer=gravac", {"reducer.ladder": "int8; bfloat16"}, "GraVAC's rung 'bfloat16' sends"),
-    ("method=allreduce", {"reducer.name": "sum"}, "reducer 'sum' is unknown; use one of mean, powersgd"),
-    ("method=allreduce", {"reducer.start": -1}, "reducer.start=-1: must be at least 0"),
-    ("method=allreduce,reducer=onebit_adam,codec=int8,optimizer=sgdm", {}, "it takes optimizer 'adamw' and no stale, got 'sgdm'"),
-    ("method=allreduce,reducer=onebit_adam,codec=int8,stale", {}, "and no stale"),
-    ("method=allreduce,reducer=onebit_adam,codec=int8", {"reducer.start": 0}, "reducer.start=0: 1-bit Adam takes its variance"),
-    ("method=allreduce,reducer=gravac", {"reducer.window": 8}, "reducer.window=8 after .* not over in steps=8.*use a shorter window"),
-    ("method=allreduce,reducer=gravac", {"reducer.ladder": ""}, "needs a ladder of at least one codec"),
-    ("method=diloco,every=0", {}, "every=0 steps: must be at least 1"),
-    ("method=diloco", {"outer.momentum": 1.0}, "outer.momentum=1.0: must be at least 0 and less than 1"),
-    ("method=sparseloco,reducer=powersgd", {}, "method 'sparseloco' cannot have reducer 'powersgd'; 'sparseloco' takes reducer 'codec'"),
-    ("method=diloco,every=4", {"reducer.name": "onebit_adam", "reducer.start": 4}, "'diloco' cannot have reducer"),
-    ("method=allreduce", {"reducer.codec": "int8"}, "reducer.codec='int8' changes nothing with reducer 'mean'"),
-    ("method=allreduce,reducer=powersgd", {"reducer.storage": "int8"}, "storage='int8' changes nothing with reducer 'powersgd'"),
-    ("method=allreduce,reducer=codec", {"reducer.wire_dtype": "bfloat16"}, "use reducer 'powersgd'"),
-    ("method=diloco", {"outer.learning_rate": 0.0}, "outer.learning_rate=0.0 must be positive"),
-    ("codec=int8(block=128)(block=64)", {}, "must read like 'int8.block=128.'"),
-    ("codec=int8(block=128) + f(block=64)", {}, "must read like 'int8.block=128.'"),
-    ("method=diloco,every=9", {}, "outer.every=9 is more than steps=8, so nothing would ever be exchanged; use at most 8"),
-    ("every=9", {}, "mixing.every=9 is more than steps=8"),
-    ("method=diloco,every=4,reducer=powersgd", {"reducer.start": 2}, "reducer.start=2 is not reached in steps=8.*use less than 2"),
-    ("method=diloco,every=4,reducer=powersgd,rank=99", {}, "rank=99 makes no array smaller"),
-    ("mixer=power_gossip,rank=99", {}, "rank=99"),
-    ("codec=topk(k=2.5),mixer=choco", {}, "k=2.5 must be a whole number"),
-    ("codec=qsgd(levels=7.0)", {}, "levels=7.0 must be a whole number"),
-    ("method=diloco", {"stale": True}, "stale belongs to method 'allreduce', got 'diloco'")])
+@pytest.mark.parametrize(
+    "argument, fields, message",
+    [
+        (
+            "reducer=powersgd",
+            {},
+            "reducer=powersgd changes nothing with method=decentralized; leave it out, or use method=allreduce",
+        ),
+        ("mixer=choco,codec=int8,rank=2", {}, "rank=2 changes nothing here; use it with mixer=power_gossip or reducer=powersgd"),
+        ("method=allreduce,codec=int8", {}, "codec=int8 changes nothing here"),
+        (
+            "",
+            {"reducer.name": "powersgd"},
+            "reducer 'powersgd' belongs to methods allreduce, diloco, sparseloco, got 'decentralized'; use 'mean'",
+        ),
+        ("method=allreduce,reducer=powersgd,rank=0", {}, "rank=0: must be at least 1"),
+        ("method=allreduce,reducer=powersgd,rank=99", {}, "rank=99 makes no array smaller"),
+        ("method=allreduce,reducer=powersgd", {"reducer.wire_dtype": "int8"}, "wire_dtype='int8' is no floating-point type"),
+        ("method=allreduce,reducer=powersgd", {"reducer.wire_dtype": "narrow"}, "wire_dtype='narrow' is no floating-point type"),
+        ("method=allreduce,reducer=codec", {"reducer.codec": "zip"}, "codec 'zip' is unknown; use one of"),
+        ("method=allreduce,reducer=codec", {"reducer.codec": ""}, "reducer 'codec' needs reducer.codec"),
+        ("method=allreduce,reducer=codec", {"reducer.codec": "int8(block=128"}, "must read like 'int8"),
+        ("method=allreduce,reducer=codec", {"reducer.codec": "int8(width=3)"}, "codec 'int8.*width"),
+        ("method=allreduce,reducer=codec", {"reducer.decay": 1.5}, "decay=1.5"),
+        ("method=allreduce,reducer=codec", {"reducer.error": "memory"}, "reducer.error 'memory' is unknown; use one of residual"),
+        (
+            "method=allreduce,reducer=codec",
+            {"reducer.error": "none", "reducer.storage": "int8"},
+            "storage='int8' with reducer.error",
+        ),
+        ("method=allreduce,reducer=codec", {"reducer.error": "ef21", "reducer.storage": "int8"}, "ef21 with storage='int8'"),
+        ("method=allreduce,reducer=codec", {"reducer.form": "tree"}, "form='tree' of coded messages is unknown"),
+        ("method=allreduce,reducer=codec,codec=bounded", {}, "codec 'bounded' has messages of varying size"),
+        ("method=allreduce,reducer=codec,codec=identity", {}, "codec 'identity' in form .*; use a codec of fewer bytes"),
+        ("method=diloco,every=3,reducer=codec,codec=identity", {}, "codec 'identity' in form"),
+        ("method=allreduce,reducer=gravac", {"reducer.ladder": "int8; bfloat16"}, "GraVAC's rung 'bfloat16' sends"),
+        ("method=allreduce", {"reducer.name": "sum"}, "reducer 'sum' is unknown; use one of mean, powersgd"),
+        ("method=allreduce", {"reducer.start": -1}, "reducer.start=-1: must be at least 0"),
+        (
+            "method=allreduce,reducer=onebit_adam,codec=int8,optimizer=sgdm",
+            {},
+            "it takes optimizer 'adamw' and no stale, got 'sgdm'",
+        ),
+        ("method=allreduce,reducer=onebit_adam,codec=int8,stale", {}, "and no stale"),
+        ("method=allreduce,reducer=onebit_adam,codec=int8", {"reducer.start": 0}, "reducer.start=0: 1-bit Adam takes its variance"),
+        (
+            "method=allreduce,reducer=gravac",
+            {"reducer.window": 8},
+            "reducer.window=8 after .* not over in steps=8.*use a shorter window",
+        ),
+        ("method=allreduce,reducer=gravac", {"reducer.ladder": ""}, "needs a ladder of at least one codec"),
+        ("method=diloco,every=0", {}, "every=0 steps: must be at least 1"),
+        ("method=diloco", {"outer.momentum": 1.0}, "outer.momentum=1.0: must be at least 0 and less than 1"),
+        (
+            "method=sparseloco,reducer=powersgd",
+            {},
+            "method 'sparseloco' cannot have reducer 'powersgd'; 'sparseloco' takes reducer 'codec'",
+        ),
+        ("method=diloco,every=4", {"reducer.name": "onebit_adam", "reducer.start": 4}, "'diloco' cannot have reducer"),
+        ("method=allreduce", {"reducer.codec": "int8"}, "reducer.codec='int8' changes nothing with reducer 'mean'"),
+        (
+            "method=allreduce,reducer=powersgd",
+            {"reducer.storage": "int8"},
+            "storage='int8' changes nothing with reducer 'powersgd'",
+        ),
+        ("method=allreduce,reducer=codec", {"reducer.wire_dtype": "bfloat16"}, "use reducer 'powersgd'"),
+        ("method=diloco", {"outer.learning_rate": 0.0}, "outer.learning_rate=0.0 must be positive"),
+        ("codec=int8(block=128)(block=64)", {}, "must read like 'int8.block=128.'"),
+        ("codec=int8(block=128) + f(block=64)", {}, "must read like 'int8.block=128.'"),
+        ("method=diloco,every=9", {}, "outer.every=9 is more than steps=8, so nothing would ever be exchanged; use at most 8"),
+        ("every=9", {}, "mixing.every=9 is more than steps=8"),
+        (
+            "method=diloco,every=4,reducer=powersgd",
+            {"reducer.start": 2},
+            "reducer.start=2 is not reached in steps=8.*use less than 2",
+        ),
+        ("method=diloco,every=4,reducer=powersgd,rank=99", {}, "rank=99 makes no array smaller"),
+        ("mixer=power_gossip,rank=99", {}, "rank=99"),
+        ("codec=topk(k=2.5),mixer=choco", {}, "k=2.5 must be a whole number"),
+        ("codec=qsgd(levels=7.0)", {}, "levels=7.0 must be a whole number"),
+        ("method=diloco", {"stale": True}, "stale belongs to method 'allreduce', got 'diloco'"),
+    ],
+)
 def test_impossible_configs_are_refused_in_one_line(configured, argument, fields, message):
     with pytest.raises((train.ConfigError, ValueError), match=message) as error:
         train.build(configured(argument, fields))

@@ -6,8 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from decjax import mesh
-from decjax import reduce
+from decjax import mesh, reduce
 
 N, STEPS = 4, 50
 MODES = ("devices", "simulated")
@@ -23,8 +22,9 @@ def gradients(step, seed=0):
     """Of every worker [N, ...]: a common part that changes slowly, and a part of one's own."""
     rng = np.random.default_rng((seed, step))
     common = np.random.default_rng(seed)
-    return {name: np.cos(0.05 * step) * common.normal(size=shape) + 0.5 * rng.normal(size=(N, *shape))
-            for name, shape in SHAPES.items()}
+    return {
+        name: np.cos(0.05 * step) * common.normal(size=shape) + 0.5 * rng.normal(size=(N, *shape)) for name, shape in SHAPES.items()
+    }
 
 
 class Runner:
@@ -56,6 +56,7 @@ def x64(test):
     def with_x64(*args, **kwargs):
         with jax.enable_x64(True):
             return test(*args, **kwargs)
+
     return with_x64
 
 

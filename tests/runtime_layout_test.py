@@ -11,9 +11,7 @@ import pytest
 
 from decjax import schedules
 from decjax import topology as tp
-from decjax.runtime import Cluster, Link, Workload, all_reduce, gossip, no_communication, predict
-from decjax.runtime import footprint
-from decjax.runtime import iteration
+from decjax.runtime import Cluster, Link, Workload, all_reduce, footprint, gossip, iteration, no_communication, predict
 from decjax.runtime import layout as lay
 from decjax.runtime.iteration import Hop, predict_layout
 from decjax.runtime.layout import Boundary, Layout, Traffic, Work
@@ -30,8 +28,16 @@ def line(n, per_node=1, inter=FREE, intra=FREE, **options):
 def even(layout, forward_s=1.0, backward_s=2.0, boundary_bytes=0.0, tensor_bytes=0.0, gradient_bytes=0.0, **others):
     """Work of equal virtual stages, each with two all-reduces a pass."""
     U = layout.num_virtual
-    return Work((forward_s,) * U, (backward_s,) * U, boundary_bytes, tensor_bytes, (2,) * U, (2,) * U,
-                (gradient_bytes,) * layout.stages, **others)
+    return Work(
+        (forward_s,) * U,
+        (backward_s,) * U,
+        boundary_bytes,
+        tensor_bytes,
+        (2,) * U,
+        (2,) * U,
+        (gradient_bytes,) * layout.stages,
+        **others,
+    )
 
 
 def ends(schedule, forward_s, backward_s, hop=lambda send: SILENT, **options):
@@ -166,12 +172,21 @@ def test_one_stage_is_plain_data_parallelism():
     load = Work((0.01,), (0.02,), 0, 0, (0,), (0,), (24e6,), optimizer_s=0.003, combine_s=0.002)
     plain = Workload(0.01, (0.02,), (24e6,), optimizer_s=0.003, combine_s=0.002)
     methods = [no_communication(), all_reduce(8), all_reduce(8, overlap=True), all_reduce(8, every=3), all_reduce(8, ratio=0.1)]
-    methods += [gossip(tp.make(name, 8, **options), order=order, ratio=ratio) for name, options in (
-        ("ring", {}), ("one_peer_exponential", dict(pairwise=True)), ("alternating_exponential_ring", dict(local_size=4)))
-        for order in ("awc", "atc") for ratio in (1.0, 0.25) if (order, ratio) != ("awc", 0.25)]
+    methods += [
+        gossip(tp.make(name, 8, **options), order=order, ratio=ratio)
+        for name, options in (
+            ("ring", {}),
+            ("one_peer_exponential", dict(pairwise=True)),
+            ("alternating_exponential_ring", dict(local_size=4)),
+        )
+        for order in ("awc", "atc")
+        for ratio in (1.0, 0.25)
+        if (order, ratio) != ("awc", 0.25)
+    ]
     for method in methods:
         assert predict_layout(cluster, load, layout, Traffic(method)).time_s == pytest.approx(
-            predict(cluster, plain, method).mean_s, rel=1e-9), method.name
+            predict(cluster, plain, method).mean_s, rel=1e-9
+        ), method.name
 
 
 def test_parts_of_the_time_sum_up():
@@ -234,8 +249,9 @@ def test_later_stages_hide_their_exchange():
         for compressed, time_s in enumerate(times_s):
             expected_s = max(pipeline_s - s + dense_s * (0.25 if s < compressed else 1) for s in range(4))
             assert time_s == pytest.approx(expected_s)
-            assert predict_layout(cluster, load, layout, dataclasses.replace(
-                traffic, compressed_stages=compressed)).time_s == pytest.approx(time_s)
+            assert predict_layout(
+                cluster, load, layout, dataclasses.replace(traffic, compressed_stages=compressed)
+            ).time_s == pytest.approx(time_s)
 
 
 def test_compressing_gains_nothing_where_messages_are_free():
@@ -284,7 +300,8 @@ def test_compressed_backpropagation_sends_what_it_should(S, M):
     both = sent(backward=Boundary(0.1), forward=Boundary(0.1))
     inner = 2 if S > 2 else 1  # A stage in the middle sends both ways.
     assert (dense.boundary_bytes, always.boundary_bytes, both.boundary_bytes) == pytest.approx(
-        (inner * M * 1e6, 1.1 * M * 1e6 if S > 2 else M * 1e6, inner * 0.1 * M * 1e6))
+        (inner * M * 1e6, 1.1 * M * 1e6 if S > 2 else M * 1e6, inner * 0.1 * M * 1e6)
+    )
     labels = [send for sends in layout.passes.sends for send in sends if send.critical]
     assert len(labels) == S * (S - 1) // 2
     assert dense.time_s > critical.time_s > always.time_s > both.time_s
@@ -307,27 +324,33 @@ def test_better_links_are_never_slower():
     assert time_s() > time_s(blocking=False)
 
 
-@pytest.mark.parametrize("make, problem", [
-    (lambda: Layout(stages=0), "stages=0"),
-    (lambda: Layout(stages=4, microbatches=6, schedule="interleaved", chunks=2), "multiple of stages=4"),
-    (lambda: Layout(inner="tensor"), "choose from stage, worker"),
-    (lambda: Layout(rematerialize="all"), "choose from none, products, layers, stages"),
-    (lambda: Layout(stages=2, layers=(3,)), "a positive number for each"),
-    (lambda: Layout(stages=2, layers=(3, 4)).check(GPT), "are 7, the model has 8"),
-    (lambda: Layout(stages=3).check(GPT), "do not divide layers=8"),
-    (lambda: Layout(tensor=3).check(GPT), "does not divide heads=4"),
-    (lambda: Layout(workers=3, microbatches=2).check(GPT), "use a multiple of 6"),
-    (lambda: Boundary(0), "ratio=0"),
-    (lambda: Boundary(0.1, when="never"), "when='never'"),
-    (lambda: Traffic(all_reduce(2), forward=Boundary(0.1, when="critical")), "use 'always'"),
-    (lambda: Traffic(gossip(tp.make("ring", 4)), fused_embedding=True), "use all-reduce"),
-    (lambda: Transformer(8, 30, 4, 256, 128, 16), "width=30"),
-    (lambda: lay.work(GPT, Layout(), 0), "flops=0"),
-    (lambda: predict_layout(line(4), even(Layout(2)), Layout(2), Traffic(all_reduce(2))), "use cluster.resize(2)"),
-    (lambda: predict_layout(line(2), even(Layout(2)), Layout(2), Traffic(all_reduce(4))), "is for 4 workers, layout 2×1×1 has 2"),
-    (lambda: predict_layout(line(2), even(Layout(2)), Layout(2), Traffic(all_reduce(2), compressed_stages=2)), "use at most 1"),
-    (lambda: predict_layout(line(2), even(Layout(2)), Layout(1, 2), Traffic(all_reduce(1))), "work(model, layout, flops)"),
-])
+@pytest.mark.parametrize(
+    "make, problem",
+    [
+        (lambda: Layout(stages=0), "stages=0"),
+        (lambda: Layout(stages=4, microbatches=6, schedule="interleaved", chunks=2), "multiple of stages=4"),
+        (lambda: Layout(inner="tensor"), "choose from stage, worker"),
+        (lambda: Layout(rematerialize="all"), "choose from none, products, layers, stages"),
+        (lambda: Layout(stages=2, layers=(3,)), "a positive number for each"),
+        (lambda: Layout(stages=2, layers=(3, 4)).check(GPT), "are 7, the model has 8"),
+        (lambda: Layout(stages=3).check(GPT), "do not divide layers=8"),
+        (lambda: Layout(tensor=3).check(GPT), "does not divide heads=4"),
+        (lambda: Layout(workers=3, microbatches=2).check(GPT), "use a multiple of 6"),
+        (lambda: Boundary(0), "ratio=0"),
+        (lambda: Boundary(0.1, when="never"), "when='never'"),
+        (lambda: Traffic(all_reduce(2), forward=Boundary(0.1, when="critical")), "use 'always'"),
+        (lambda: Traffic(gossip(tp.make("ring", 4)), fused_embedding=True), "use all-reduce"),
+        (lambda: Transformer(8, 30, 4, 256, 128, 16), "width=30"),
+        (lambda: lay.work(GPT, Layout(), 0), "flops=0"),
+        (lambda: predict_layout(line(4), even(Layout(2)), Layout(2), Traffic(all_reduce(2))), "use cluster.resize(2)"),
+        (
+            lambda: predict_layout(line(2), even(Layout(2)), Layout(2), Traffic(all_reduce(4))),
+            "is for 4 workers, layout 2×1×1 has 2",
+        ),
+        (lambda: predict_layout(line(2), even(Layout(2)), Layout(2), Traffic(all_reduce(2), compressed_stages=2)), "use at most 1"),
+        (lambda: predict_layout(line(2), even(Layout(2)), Layout(1, 2), Traffic(all_reduce(1))), "work(model, layout, flops)"),
+    ],
+)
 def test_mistakes_are_one_line(make, problem):
     with pytest.raises(ValueError) as error:
         make()
@@ -337,7 +360,10 @@ def test_mistakes_are_one_line(make, problem):
 # -- The model as numbers ---------------------------------------------------------------------------------------------
 
 GPT = Transformer(8, 32, 4, 256, 128, 16)
-PAPER = {"2.5b": Transformer(52, 1920, 24, 51200, 1024, 512, tied=True), "8.3b": Transformer(72, 3072, 24, 51200, 1024, 512, tied=True)}
+PAPER = {
+    "2.5b": Transformer(52, 1920, 24, 51200, 1024, 512, tied=True),
+    "8.3b": Transformer(72, 3072, 24, 51200, 1024, 512, tied=True),
+}
 
 
 def test_formulas_of_the_paper():
@@ -383,7 +409,9 @@ def test_a_tied_embedding_is_on_both_ends():
     load = lay.work(tied, Layout(stages=2, microbatches=4), 1e9)
     assert load.embedding_bytes == 4 * 256 * 32 and sum(load.gradient_bytes) + load.embedding_bytes == 4 * tied.parameters
     assert lay.work(tied, Layout(microbatches=4), 1e9).embedding_bytes == 0
-    held = [footprint._stage_memory(tied, Layout(stages=4, microbatches=4), Traffic(no_communication()), s).parameters for s in range(4)]
+    held = [
+        footprint._stage_memory(tied, Layout(stages=4, microbatches=4), Traffic(no_communication()), s).parameters for s in range(4)
+    ]
     assert held[0] - held[1] == 4 * 256 * 32 and sum(held) == 4 * (tied.parameters + 256 * 32)
 
 
@@ -393,7 +421,9 @@ def test_a_tied_embedding_is_on_both_ends():
 def test_memory_follows_the_schedule():
     def activations(schedule, M, rematerialize="none"):
         model = dataclasses.replace(GPT, batch_size=4 * M, vocabulary=4)
-        return footprint.memory(model, Layout(1, 4, 1, M, schedule, rematerialize=rematerialize), Traffic(no_communication())).activations
+        return footprint.memory(
+            model, Layout(1, 4, 1, M, schedule, rematerialize=rematerialize), Traffic(no_communication())
+        ).activations
 
     assert activations("1f1b", 8) == activations("1f1b", 64)
     assert activations("gpipe", 64) == pytest.approx(8 * activations("gpipe", 8), rel=0.01)

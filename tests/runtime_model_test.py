@@ -9,8 +9,7 @@ import pytest
 
 from decjax import runtime
 from decjax import topology as tp
-from decjax.runtime import Cluster, Jitter, Link, Method, Workload, all_reduce, gossip, no_communication, predict
-from decjax.runtime import model
+from decjax.runtime import Cluster, Jitter, Link, Method, Workload, all_reduce, gossip, model, no_communication, predict
 
 EIGHT = Cluster("two nodes", 2, 4, Link(1e-5, 2e9), Link(1e-4, 1e9), all_reduce_efficiency=0.8, codec_Bps=1e9)
 HALF_DUPLEX = Cluster("box", 8, 1, Link(0, 1e12), Link(1e-3, 2e7), full_duplex_pairs=False)
@@ -27,14 +26,27 @@ def topology(name, n=8, **options):
 
 METHODS = [
     no_communication(),
-    all_reduce(8), all_reduce(8, bucketed=True), all_reduce(8, overlap=True), all_reduce(8, overlap=True, bucketed=True),
-    all_reduce(8, every=3), all_reduce(8, ratio=0.5),
-    *(gossip(topology(name, **options), order=order, bucketed=bucketed, name=f"{name} {order} {bucketed}")
-      for name, options in [("ring", {}), ("one_peer_exponential", {}), ("one_peer_exponential", dict(pairwise=True)),
-                            ("exponential", {}), ("star", {}), ("base_k", {}), ("random_digraph", {}),
-                            ("alternating_exponential_ring", dict(local_size=4)),
-                            ("hierarchical", dict(local=2, outer="ring"))]
-      for order, bucketed in itertools.product(("awc", "atc"), (False, True))),
+    all_reduce(8),
+    all_reduce(8, bucketed=True),
+    all_reduce(8, overlap=True),
+    all_reduce(8, overlap=True, bucketed=True),
+    all_reduce(8, every=3),
+    all_reduce(8, ratio=0.5),
+    *(
+        gossip(topology(name, **options), order=order, bucketed=bucketed, name=f"{name} {order} {bucketed}")
+        for name, options in [
+            ("ring", {}),
+            ("one_peer_exponential", {}),
+            ("one_peer_exponential", dict(pairwise=True)),
+            ("exponential", {}),
+            ("star", {}),
+            ("base_k", {}),
+            ("random_digraph", {}),
+            ("alternating_exponential_ring", dict(local_size=4)),
+            ("hierarchical", dict(local=2, outer="ring")),
+        ]
+        for order, bucketed in itertools.product(("awc", "atc"), (False, True))
+    ),
     gossip(topology("alternating_exponential_ring", local_size=4), joint_ring=True, bucketed=True, name="aer joint ring"),
     gossip(topology("one_peer_exponential"), every=3, ratio=0.25, name="one_peer_exponential every 3, a quarter of the bytes"),
 ]
@@ -81,8 +93,12 @@ def reference_cost(cluster, round_, num_bytes, joint_ring):
                 cost[i] = 2 * (m - 1) * (latency + num_bytes / m * slowest / cluster.all_reduce_efficiency)
     if joint_ring and pairs:
         return cost
-    sent = [(s * g + k, t * g + k, 1 + ((t, s) in shift and not cluster.full_duplex_pairs))
-            for shift in pairs for s, t in shift for k in range(g)]
+    sent = [
+        (s * g + k, t * g + k, 1 + ((t, s) in shift and not cluster.full_duplex_pairs))
+        for shift in pairs
+        for s, t in shift
+        for k in range(g)
+    ]
     for i in range(N):
         longest, latency = 0.0, 0.0
         for s, t, weight in sent:
@@ -166,8 +182,14 @@ def reference_starts(cluster, workload, method, compute_TxN):
 @pytest.mark.parametrize("cluster", [EIGHT, HALF_DUPLEX], ids=lambda cluster: cluster.name)
 def test_recursion_equals_the_plain_reference(cluster, method):
     compute_TxKxN = Jitter("exponential", scale_s=0.01).sample(np.random.default_rng(3), LOAD.compute_s, (22, 2, 8))
-    run = model.simulate(method, LOAD, model.exchanges(cluster, method), model.durations(cluster, LOAD, method), compute_TxKxN,
-                         model.codec_time_s(cluster, LOAD, method))
+    run = model.simulate(
+        method,
+        LOAD,
+        model.exchanges(cluster, method),
+        model.durations(cluster, LOAD, method),
+        compute_TxKxN,
+        model.codec_time_s(cluster, LOAD, method),
+    )
     for k in range(2):
         expected = reference_starts(cluster, LOAD, method, compute_TxKxN[:, k])
         np.testing.assert_allclose(run.start_TxKxN[1:, k], expected, rtol=1e-12, atol=0)
@@ -179,8 +201,14 @@ def test_recursion_equals_the_plain_reference(cluster, method):
 def simulated_mean(cluster, workload, method, num_steps, num_replicas=1, seed=0):
     shape = (num_steps, num_replicas, cluster.num_workers)
     compute_TxKxN = workload.jitter.sample(np.random.default_rng(seed), workload.compute_s, shape)
-    run = model.simulate(method, workload, model.exchanges(cluster, method), model.durations(cluster, workload, method),
-                         compute_TxKxN, model.codec_time_s(cluster, workload, method))
+    run = model.simulate(
+        method,
+        workload,
+        model.exchanges(cluster, method),
+        model.durations(cluster, workload, method),
+        compute_TxKxN,
+        model.codec_time_s(cluster, workload, method),
+    )
     half = num_steps // 2
     return (run.start_TxKxN[-1] - run.start_TxKxN[half]).mean() / (num_steps - half)
 
@@ -211,8 +239,11 @@ def test_closed_forms_are_the_formulas():
     assert runtime.closed_form(EIGHT, jittery, all_reduce(n)) == pytest.approx(0.033 + 0.02 * harmonic + ring_s)
 
 
-@pytest.mark.parametrize("jitter", [Jitter("exponential", 0.02), Jitter("lognormal", 0.02), Jitter("trace", trace_s=(0.03, 0.04, 0.1))],
-                         ids=lambda jitter: jitter.kind)
+@pytest.mark.parametrize(
+    "jitter",
+    [Jitter("exponential", 0.02), Jitter("lognormal", 0.02), Jitter("trace", trace_s=(0.03, 0.04, 0.1))],
+    ids=lambda jitter: jitter.kind,
+)
 def test_monte_carlo_meets_the_expectation(jitter):
     workload = with_jitter(jitter)
     mean_s = runtime.closed_form(EIGHT, workload, no_communication())
@@ -226,8 +257,9 @@ def test_all_reduce_waits_for_the_largest_of_n():
     # The largest of three equally likely values: P(max ≤ v_k) = (k/3)^8.
     trace = with_jitter(Jitter("trace", trace_s=(0.03, 0.04, 0.1)))
     largest_s = 0.03 * 3**-8 + 0.04 * (2**8 - 1) * 3**-8 + 0.1 * (3**8 - 2**8) * 3**-8
-    assert predict(EIGHT, trace, all_reduce(8)).mean_s == pytest.approx(exact_s - 0.03 - 0.02 * sum(1 / k for k in range(1, 9))
-                                                                       + largest_s, rel=0.01)
+    assert predict(EIGHT, trace, all_reduce(8)).mean_s == pytest.approx(
+        exact_s - 0.03 - 0.02 * sum(1 / k for k in range(1, 9)) + largest_s, rel=0.01
+    )
 
 
 @pytest.mark.parametrize("kind, expected", [("normal", (0.05, 0.01)), ("exponential", (0.06, 0.01)), ("lognormal", (0.05, 0.01))])
@@ -269,8 +301,10 @@ def test_overlap_is_never_slower(jitter):
         graph = topology(name)
         awc, atc = (predict(EIGHT, workload, gossip(graph, order=order), num_steps=120) for order in ("awc", "atc"))
         assert awc.mean_s <= atc.mean_s * (1 + 1e-9)
-    plain, bucketed, stale = (predict(EIGHT, workload, all_reduce(8, **options), num_steps=120).mean_s
-                              for options in ({}, dict(bucketed=True), dict(overlap=True)))
+    plain, bucketed, stale = (
+        predict(EIGHT, workload, all_reduce(8, **options), num_steps=120).mean_s
+        for options in ({}, dict(bucketed=True), dict(overlap=True))
+    )
     assert stale <= plain and bucketed <= plain + 3 * 14e-4  # buckets pay the latency each
 
 
@@ -290,8 +324,9 @@ def test_messages_of_a_node_share_its_nic():
     aer = topology("alternating_exponential_ring", n, local_size=4)
     shards, ring = (model.exchange_cost(slow, aer.rounds[0], joint_ring) for joint_ring in (False, True))
     assert shards.nic_M.max() == 1 and ring.nic_M.max() == 1.75  # P against 2(2L−1)/2L·P out of a node
-    assert predict(slow, LOAD, gossip(aer)).bytes_per_nic == pytest.approx(P * np.mean(
-        [model.exchange_cost(slow, round_).nic_M for round_ in aer.rounds], axis=0).max())
+    assert predict(slow, LOAD, gossip(aer)).bytes_per_nic == pytest.approx(
+        P * np.mean([model.exchange_cost(slow, round_).nic_M for round_ in aer.rounds], axis=0).max()
+    )
 
 
 def test_hierarchical_means_leave_a_node_once():
@@ -311,7 +346,9 @@ def test_hierarchical_means_leave_a_node_once():
 
 def test_pairs_take_turns_where_half_duplex():
     slow = HALF_DUPLEX.inter.bandwidth_Bps
-    shift, pair = (model.exchange_cost(HALF_DUPLEX, round_).per_byte_N * slow for round_ in topology("one_peer_exponential").rounds[1:])
+    shift, pair = (
+        model.exchange_cost(HALF_DUPLEX, round_).per_byte_N * slow for round_ in topology("one_peer_exponential").rounds[1:]
+    )
     assert shift == pytest.approx(np.ones(8)) and pair == pytest.approx(2 * np.ones(8))
     ring = model.exchange_cost(HALF_DUPLEX, topology("ring").rounds[0]).per_byte_N * slow
     assert ring == pytest.approx(2 * np.ones(8))  # two messages; its shifts are one-way
@@ -330,15 +367,24 @@ def test_a_persistent_straggler_slows_every_synchronous_scheme():
 MEASURED_MS = {"exponential": (98, 215, 161, 160, 129, 119), "a tenth": (97, 363, 251, 270, 238, 189)}
 
 
-@pytest.mark.parametrize("kind, jitter", [("exponential", Jitter("exponential", 0.05)),
-                                          ("a tenth", Jitter("trace", trace_s=(0.05,) * 9 + (0.55,)))])
+@pytest.mark.parametrize(
+    "kind, jitter", [("exponential", Jitter("exponential", 0.05)), ("a tenth", Jitter("trace", trace_s=(0.05,) * 9 + (0.55,)))]
+)
 def test_stragglers_as_measured(kind, jitter):
     workload = Workload(0.02, (0.03,), (1.0,), jitter=jitter)
     exp = topology("one_peer_exponential")
-    methods = [(0, no_communication()), (0.031 / 14, all_reduce(8)), (0.011, gossip(topology("directed_ring"), order="atc")),
-               (0.012, gossip(exp, order="atc")), (0.031 / 14, all_reduce(8, overlap=True)), (0.012, gossip(exp))]
-    predicted = [1e3 * predict(Cluster("8 processes", 8, 1, Link(0, 1e12), Link(latency_s, 1e12)), workload, method).mean_s
-                 for latency_s, method in methods]
+    methods = [
+        (0, no_communication()),
+        (0.031 / 14, all_reduce(8)),
+        (0.011, gossip(topology("directed_ring"), order="atc")),
+        (0.012, gossip(exp, order="atc")),
+        (0.031 / 14, all_reduce(8, overlap=True)),
+        (0.012, gossip(exp)),
+    ]
+    predicted = [
+        1e3 * predict(Cluster("8 processes", 8, 1, Link(0, 1e12), Link(latency_s, 1e12)), workload, method).mean_s
+        for latency_s, method in methods
+    ]
     assert predicted == pytest.approx(MEASURED_MS[kind], rel=0.09)
     stale, exchange = predicted[-2:]
     assert stale / exchange == pytest.approx(MEASURED_MS[kind][-2] / MEASURED_MS[kind][-1], rel=0.15) and exchange < stale
@@ -354,15 +400,20 @@ def test_profiles_survive_json(tmp_path):
         assert runtime.load(path) == (EIGHT, workload)
 
 
-@pytest.mark.parametrize("text, problem", [
-    ("{", "cannot be read as JSON"),
-    ("[]", "one JSON object"),
-    ('{"name": "x"}', "'num_nodes' is missing"),
-    ('{"name": "x", "num_nodes": 1, "workers_per_node": 1, "intra": 3, "inter": {}}', "intra"),
-    ('{"name": "x", "num_nodes": 1, "workers_per_node": 1, "intra": {"latency_s": 0, "bandwidth_Bps": 0}, "inter": {}}',
-     "bandwidth_Bps=0 must be a number above 0"),
-    ('{"name": "x", "num_nodes": 1, "workers_per_node": 1, "colour": 2}', "unknown field 'colour'"),
-])
+@pytest.mark.parametrize(
+    "text, problem",
+    [
+        ("{", "cannot be read as JSON"),
+        ("[]", "one JSON object"),
+        ('{"name": "x"}', "'num_nodes' is missing"),
+        ('{"name": "x", "num_nodes": 1, "workers_per_node": 1, "intra": 3, "inter": {}}', "intra"),
+        (
+            '{"name": "x", "num_nodes": 1, "workers_per_node": 1, "intra": {"latency_s": 0, "bandwidth_Bps": 0}, "inter": {}}',
+            "bandwidth_Bps=0 must be a number above 0",
+        ),
+        ('{"name": "x", "num_nodes": 1, "workers_per_node": 1, "colour": 2}', "unknown field 'colour'"),
+    ],
+)
 def test_bad_profiles_are_one_line(tmp_path, text, problem):
     path = tmp_path / "profile.json"
     path.write_text(text)
@@ -371,31 +422,34 @@ def test_bad_profiles_are_one_line(tmp_path, text, problem):
     assert problem in str(error.value) and "\n" not in str(error.value) and "profile.json" in str(error.value)
 
 
-@pytest.mark.parametrize("build, problem", [
-    (lambda: Link(-1, 1), "latency_s=-1"),
-    (lambda: Link(0, math.nan), "bandwidth_Bps=nan"),
-    (lambda: Cluster("c", 0, 1, Link(0, 1), Link(0, 1)), "num_nodes=0"),
-    (lambda: Cluster("c", 1, 1.5, Link(0, 1), Link(0, 1)), "workers_per_node=1.5"),
-    (lambda: Cluster("c", 1, 1, Link(0, 1), Link(0, 1), all_reduce_efficiency=1.5), "at most 1"),
-    (lambda: Cluster("c", 1, 1, Link(0, 1), Link(0, 1), codec_Bps=0), "leave it out"),
-    (lambda: EIGHT.resize(6), "use 4 or 8"),
-    (lambda: Jitter("gaussian"), "choose from constant, normal"),
-    (lambda: Jitter("trace"), "needs them"),
-    (lambda: Jitter("constant", 0.1), "has no scale_s"),
-    (lambda: Jitter("normal", -0.1), "scale_s=-0.1"),
-    (lambda: Jitter(slow_workers=1, slow_factor=0.5), "slow_factor=0.5"),
-    (lambda: Workload(0.1, (0.1, 0.1), (1e6,)), "one number per bucket"),
-    (lambda: Workload(0.0, (0.0,), (1e6,)), "above 0"),
-    (lambda: Workload(0.1, 0.1, (1e6,)), "must be a list of numbers"),
-    (lambda: Workload.even(compute_s=1, num_bytes=1, backward_share=2), "between 0 and 1"),
-    (lambda: gossip(topology("ring"), order="now"), "'awc'"),
-    (lambda: Method("x", None, message="hope"), "'gradients' or 'parameters'"),
-    (lambda: all_reduce(8, every=0), "every=0"),
-    (lambda: all_reduce(8, ratio=0), "ratio=0"),
-    (lambda: predict(EIGHT, LOAD, all_reduce(4)), "use cluster.resize(4)"),
-    (lambda: predict(EIGHT, LOAD, all_reduce(8), num_steps=0), "num_steps=0"),
-    (lambda: predict(EIGHT, LOAD, gossip(topology("hierarchical", local=2, outer="ring"), joint_ring=True)), "meet in pairs"),
-])
+@pytest.mark.parametrize(
+    "build, problem",
+    [
+        (lambda: Link(-1, 1), "latency_s=-1"),
+        (lambda: Link(0, math.nan), "bandwidth_Bps=nan"),
+        (lambda: Cluster("c", 0, 1, Link(0, 1), Link(0, 1)), "num_nodes=0"),
+        (lambda: Cluster("c", 1, 1.5, Link(0, 1), Link(0, 1)), "workers_per_node=1.5"),
+        (lambda: Cluster("c", 1, 1, Link(0, 1), Link(0, 1), all_reduce_efficiency=1.5), "at most 1"),
+        (lambda: Cluster("c", 1, 1, Link(0, 1), Link(0, 1), codec_Bps=0), "leave it out"),
+        (lambda: EIGHT.resize(6), "use 4 or 8"),
+        (lambda: Jitter("gaussian"), "choose from constant, normal"),
+        (lambda: Jitter("trace"), "needs them"),
+        (lambda: Jitter("constant", 0.1), "has no scale_s"),
+        (lambda: Jitter("normal", -0.1), "scale_s=-0.1"),
+        (lambda: Jitter(slow_workers=1, slow_factor=0.5), "slow_factor=0.5"),
+        (lambda: Workload(0.1, (0.1, 0.1), (1e6,)), "one number per bucket"),
+        (lambda: Workload(0.0, (0.0,), (1e6,)), "above 0"),
+        (lambda: Workload(0.1, 0.1, (1e6,)), "must be a list of numbers"),
+        (lambda: Workload.even(compute_s=1, num_bytes=1, backward_share=2), "between 0 and 1"),
+        (lambda: gossip(topology("ring"), order="now"), "'awc'"),
+        (lambda: Method("x", None, message="hope"), "'gradients' or 'parameters'"),
+        (lambda: all_reduce(8, every=0), "every=0"),
+        (lambda: all_reduce(8, ratio=0), "ratio=0"),
+        (lambda: predict(EIGHT, LOAD, all_reduce(4)), "use cluster.resize(4)"),
+        (lambda: predict(EIGHT, LOAD, all_reduce(8), num_steps=0), "num_steps=0"),
+        (lambda: predict(EIGHT, LOAD, gossip(topology("hierarchical", local=2, outer="ring"), joint_ring=True)), "meet in pairs"),
+    ],
+)
 def test_mistakes_are_one_line(build, problem):
     with pytest.raises(ValueError) as error:
         build()

@@ -8,8 +8,7 @@ import pytest
 
 from decjax import runtime
 from decjax import topology as tp
-from decjax.runtime import Cluster, Jitter, Link, Workload, all_reduce, gossip, predict
-from decjax.runtime import calibrate, plan
+from decjax.runtime import Cluster, Jitter, Link, Workload, all_reduce, calibrate, gossip, plan, predict
 from decjax.runtime.calibrate import Measurement
 from launch import plan as cli
 from tests import commands
@@ -32,15 +31,20 @@ def test_ranking_is_by_time_and_speedups_fit():
     times_s = [r.prediction.mean_s for r in rows]
     assert all(later >= earlier * (1 - 2e-3) for earlier, later in zip(times_s, times_s[1:]))
     sync = next(r for r in rows if r.method.name == "all-reduce")
-    assert sync.speedup == pytest.approx(1) and all(r.speedup == pytest.approx(sync.prediction.mean_s / r.prediction.mean_s) for r in rows)
+    assert sync.speedup == pytest.approx(1) and all(
+        r.speedup == pytest.approx(sync.prediction.mean_s / r.prediction.mean_s) for r in rows
+    )
     exp = next(r for r in rows if r.method.name == "one_peer_exponential awc")
     assert (exp.gap, exp.period) == (pytest.approx(1), 3)
 
 
 def test_graphs_that_are_the_same_are_listed_once():
-    methods, refused = plan.candidates(Cluster("four", 4, 1, SLOW.intra, SLOW.inter), ("ring", "one_peer_exponential", "hierarchical"))
+    methods, refused = plan.candidates(
+        Cluster("four", 4, 1, SLOW.intra, SLOW.inter), ("ring", "one_peer_exponential", "hierarchical")
+    )
     assert [m.name for m in methods if m.message == "parameters" and m.topology] == [
-        f"{name} {order}" for name in ("ring", "one_peer_exponential") for order in ("awc", "atc")]
+        f"{name} {order}" for name in ("ring", "one_peer_exponential") for order in ("awc", "atc")
+    ]
     _, refused = plan.candidates(SLOW.resize(6), ("hypercube",))
     assert "power of two" in refused["hypercube"]
 
@@ -51,7 +55,9 @@ def test_verdicts():
     useless = plan.verdict(FAST, LOAD, ranked(FAST))
     assert useless.startswith("Decentralization does not pay on 'fast'") and "would below about" in useless
     # The threshold is where the gain is what counts as paying.
-    bits = float(pays.split("above about ")[1].split()[0]) * {"Gbit/s": 1e9, "Mbit/s": 1e6}[pays.split("above about ")[1].split()[1]]
+    bits = (
+        float(pays.split("above about ")[1].split()[0]) * {"Gbit/s": 1e9, "Mbit/s": 1e6}[pays.split("above about ")[1].split()[1]]
+    )
     there = ranked(dataclasses.replace(SLOW, inter=Link(1e-5, bits / 8)))
     sync = min(r.prediction.mean_s for r in there if r.method.message == "gradients" and not r.method.overlap)
     assert sync / min(r.prediction.mean_s for r in there if r.is_gossip) == pytest.approx(plan.PAYS, abs=0.02)
@@ -101,7 +107,9 @@ def test_a_cluster_is_recovered_from_its_own_times():
 
 
 def test_latency_is_the_lesser_one_of_shifts_and_pairs():
-    measured = [Measurement(kind, b, alpha + b / 2e7) for kind, alpha in (("shift", 2e-2), ("pair", 3e-4)) for b in (1e6, 4e6, 16e6)]
+    measured = [
+        Measurement(kind, b, alpha + b / 2e7) for kind, alpha in (("shift", 2e-2), ("pair", 3e-4)) for b in (1e6, 4e6, 16e6)
+    ]
     cluster = calibrate.fit_cluster(measured, name="box", num_nodes=4, workers_per_node=1)
     assert (cluster.inter.latency_s, cluster.inter.bandwidth_Bps) == pytest.approx((3e-4, 2e7))
 
@@ -116,8 +124,10 @@ def test_jitter_is_kept_as_quantiles_of_the_same_mean():
 
 def test_throughputs_are_told_apart_by_the_codecs_names(tmp_path):
     shifts = [Measurement("shift", b, b / 1e8) for b in (1e6, 1e7)]
-    coded = [Measurement("codec", 1e7, time_s, codec=codec) for codec, time_s in
-             (("int8", 0.02), ("int8", 0.021), ("int8", 9.0), ("bfloat16", 0.01))]
+    coded = [
+        Measurement("codec", 1e7, time_s, codec=codec)
+        for codec, time_s in (("int8", 0.02), ("int8", 0.021), ("int8", 9.0), ("bfloat16", 0.01))
+    ]
     cluster = calibrate.fit_cluster(shifts + coded, name="box", num_nodes=4, workers_per_node=1)
     assert cluster.codec_Bps == {"int8": pytest.approx(1e7 / 0.021), "bfloat16": pytest.approx(1e9)}
     runtime.save(tmp_path / "box.json", cluster)
@@ -148,15 +158,18 @@ def test_least_squares_finds_the_minimum():
     assert theta == pytest.approx([-0.7, 0.3], abs=1e-4)
 
 
-@pytest.mark.parametrize("call, problem", [
-    (lambda: Measurement("ping", 1, 1), "choose from shift, pair"),
-    (lambda: Measurement("shift", 0, 1), "must be positive"),
-    (lambda: Measurement("shift", 1, 1, scope="rack"), "choose from intra, inter"),
-    (lambda: calibrate.fit_line([1e6, 1e6], [1, 1]), "at least two sizes"),
-    (lambda: calibrate.fit_line([1e6, 2e6], [1, 0.5]), "do not take longer"),
-    (lambda: calibrate.fit_jitter([]), "at least one is needed"),
-    (lambda: calibrate.fit_cluster([], name="x", num_nodes=2, workers_per_node=1), "links need one of them"),
-])
+@pytest.mark.parametrize(
+    "call, problem",
+    [
+        (lambda: Measurement("ping", 1, 1), "choose from shift, pair"),
+        (lambda: Measurement("shift", 0, 1), "must be positive"),
+        (lambda: Measurement("shift", 1, 1, scope="rack"), "choose from intra, inter"),
+        (lambda: calibrate.fit_line([1e6, 1e6], [1, 1]), "at least two sizes"),
+        (lambda: calibrate.fit_line([1e6, 2e6], [1, 0.5]), "do not take longer"),
+        (lambda: calibrate.fit_jitter([]), "at least one is needed"),
+        (lambda: calibrate.fit_cluster([], name="x", num_nodes=2, workers_per_node=1), "links need one of them"),
+    ],
+)
 def test_bad_measurements_are_one_line(call, problem):
     with pytest.raises(ValueError) as error:
         call()
@@ -172,9 +185,15 @@ def test_the_box_at_another_rate():
     for column, rate in enumerate((200e6, 100e6)):
         box = Cluster("box", 4, 1, Link(0, 1e10), Link(0, rate / 8 / 1.09), full_duplex_pairs=False)
         duplex = dataclasses.replace(box, full_duplex_pairs=True)
-        predicted = [predict(*each).mean_s * 1e3 for each in (
-            (box, workload, all_reduce(4)), (box, workload, all_reduce(4, overlap=True)), (box, workload, exp),
-            (duplex, workload, exp))]
+        predicted = [
+            predict(*each).mean_s * 1e3
+            for each in (
+                (box, workload, all_reduce(4)),
+                (box, workload, all_reduce(4, overlap=True)),
+                (box, workload, exp),
+                (duplex, workload, exp),
+            )
+        ]
         assert predicted == pytest.approx([row[column] for row in measured.values()], rel=0.08)
 
 
@@ -189,7 +208,9 @@ def test_all_divisions_are_found_or_refused():
     assert len(found) + len(refused) == 15  # ordered triples of powers of two with product 16
     assert all(layout.num_devices == 16 and layout.microbatches * layout.workers == 32 for layout in found)
     assert {name: reason.split(";")[0] for name, reason in refused.items()} == {
-        "1×1×16": "tensor=16 does not divide heads=8", "1×16×1": "stages=16 × chunks=1 do not divide layers=8"}
+        "1×1×16": "tensor=16 does not divide heads=8",
+        "1×16×1": "stages=16 × chunks=1 do not divide layers=8",
+    }
     assert plan.layouts(GPT, 16, microbatch_size=8)[1]["16×1×1"].startswith("batch_size=64 does not divide into workers=16")
     interleaved, _ = plan.layouts(GPT, 16, schedule="interleaved", chunks=2)
     assert {layout.schedule for layout in interleaved if layout.stages > 1} == {"interleaved"}
@@ -207,8 +228,12 @@ def test_layouts_are_ranked_and_what_they_send_is_named():
     assert names["16×1×1"] == {"all-reduce", "all-reduce PowerSGD", "one_peer_exponential awc"}
     assert names["1×8×2"] == {"all-reduce", "all-reduce CB", "all-reduce CB FE"}
     for layout in found:  # One part after the other never costs time, where codecs are free.
-        times_s = [r.prediction.time_s for name in ("all-reduce", "all-reduce CB", "all-reduce CB FE", "all-reduce CB FE SC ")
-                   for r in rows if r.layout == layout and r.name.rstrip("01234") == name]
+        times_s = [
+            r.prediction.time_s
+            for name in ("all-reduce", "all-reduce CB", "all-reduce CB FE", "all-reduce CB FE SC ")
+            for r in rows
+            if r.layout == layout and r.name.rstrip("01234") == name
+        ]
         assert times_s == sorted(times_s, reverse=True)
 
 
@@ -254,8 +279,12 @@ def test_the_figure_is_written(tmp_path):
 
 
 def test_a_config_gives_parameters_and_workers():
-    result = run("--cluster=configs/clusters/box_200mbit.json", "--model=configs/lm.py:workers=8,smoke", "--compute_s=0.05",
-                 "--topologies=ring")
+    result = run(
+        "--cluster=configs/clusters/box_200mbit.json",
+        "--model=configs/lm.py:workers=8,smoke",
+        "--compute_s=0.05",
+        "--topologies=ring",
+    )
     assert result.returncode == 0, result.stderr
     assert "8 × 1 workers" in result.stdout and "computes for 50 ms" in result.stdout
 
@@ -279,28 +308,37 @@ def test_a_config_is_a_model_of_layouts():
     assert "16 sequences of 128" in result.stdout and "2×2×1" in result.stdout
 
 
-@pytest.mark.parametrize("args, problem", [
-    ((T4, f"--model={SIZES}", "--workers=8"), "--workers=8 is for workers of one device"),
-    ((T4, "--model=params=1e6,tokens=10", "--microbatch=2"), "--microbatch=2 is for layouts"),
-    ((T4, "--model=layers=4,width=64"), "heads=None must be a whole number"),
-    ((T4, f"--model={SIZES},colour=1"), "'colour' is unknown"),
-    ((T4, f"--model={SIZES}", "--devices=12"), "use 8 or 16"),
-    ((T4, "--devices=8", "--model=layers=96,width=12288,heads=96,vocabulary=51200,context=2048,batch=512"), "and has 16; use more stages"),
-    (("--cluster=configs/clusters/box_200mbit.json", f"--model={SIZES}"), "does not tell flops"),
-    ((), "--cluster"),
-    (("--cluster=nowhere.json",), "nowhere.json"),
-    (("--cluster=configs/clusters/a40_ethernet.json",), "has no workload"),
-    (("--cluster=configs/clusters/box_200mbit.json", "--model=nowhere.py"), "config file 'nowhere.py' cannot be loaded"),
-    (("--cluster=configs/clusters/box_200mbit.json", "--model={tmp}/broken.py:x"), "broken.py' cannot be loaded (no such thing)"),
-    (("--cluster=configs/clusters/box_200mbit.json", "--model=configs/lm.py:speed=3"), "'speed' is unknown"),
-    (("--cluster=configs/clusters/box_200mbit.json", "--model=configs/lm.py:workers=-1"), "batch_size=-2"),
-    (("--cluster=configs/clusters/box_200mbit.json", "--compute_s=0.1"), "has its own times"),
-    (("--cluster=configs/clusters/box_200mbit.json", "--model={tmp}/load.json", "--compute_s=0.1"), "has its own times"),
-    (("--cluster=configs/clusters/box_200mbit.json", "--codec=int8", "--ratio=0.5"), "leave out --ratio=0.5"),
-    (("--cluster=configs/clusters/box_200mbit.json", "--codec=zip"), "codec 'zip' is unknown"),
-    (("--cluster=configs/clusters/a40_ethernet.json", "--model=params=1e6,tokens=10", "--workers=6"), "use 4 or 8"),
-    (("--cluster=configs/clusters/box_200mbit.json", "--topologies=rings"), "unknown topology 'rings'"),
-])
+@pytest.mark.parametrize(
+    "args, problem",
+    [
+        ((T4, f"--model={SIZES}", "--workers=8"), "--workers=8 is for workers of one device"),
+        ((T4, "--model=params=1e6,tokens=10", "--microbatch=2"), "--microbatch=2 is for layouts"),
+        ((T4, "--model=layers=4,width=64"), "heads=None must be a whole number"),
+        ((T4, f"--model={SIZES},colour=1"), "'colour' is unknown"),
+        ((T4, f"--model={SIZES}", "--devices=12"), "use 8 or 16"),
+        (
+            (T4, "--devices=8", "--model=layers=96,width=12288,heads=96,vocabulary=51200,context=2048,batch=512"),
+            "and has 16; use more stages",
+        ),
+        (("--cluster=configs/clusters/box_200mbit.json", f"--model={SIZES}"), "does not tell flops"),
+        ((), "--cluster"),
+        (("--cluster=nowhere.json",), "nowhere.json"),
+        (("--cluster=configs/clusters/a40_ethernet.json",), "has no workload"),
+        (("--cluster=configs/clusters/box_200mbit.json", "--model=nowhere.py"), "config file 'nowhere.py' cannot be loaded"),
+        (
+            ("--cluster=configs/clusters/box_200mbit.json", "--model={tmp}/broken.py:x"),
+            "broken.py' cannot be loaded (no such thing)",
+        ),
+        (("--cluster=configs/clusters/box_200mbit.json", "--model=configs/lm.py:speed=3"), "'speed' is unknown"),
+        (("--cluster=configs/clusters/box_200mbit.json", "--model=configs/lm.py:workers=-1"), "batch_size=-2"),
+        (("--cluster=configs/clusters/box_200mbit.json", "--compute_s=0.1"), "has its own times"),
+        (("--cluster=configs/clusters/box_200mbit.json", "--model={tmp}/load.json", "--compute_s=0.1"), "has its own times"),
+        (("--cluster=configs/clusters/box_200mbit.json", "--codec=int8", "--ratio=0.5"), "leave out --ratio=0.5"),
+        (("--cluster=configs/clusters/box_200mbit.json", "--codec=zip"), "codec 'zip' is unknown"),
+        (("--cluster=configs/clusters/a40_ethernet.json", "--model=params=1e6,tokens=10", "--workers=6"), "use 4 or 8"),
+        (("--cluster=configs/clusters/box_200mbit.json", "--topologies=rings"), "unknown topology 'rings'"),
+    ],
+)
 def test_mistakes_are_one_line_and_exit_code_two(args, problem, tmp_path):
     (tmp_path / "broken.py").write_text("raise RuntimeError('no such thing')")
     result = run(*(arg.format(tmp=tmp_path) for arg in args))
@@ -309,11 +347,18 @@ def test_mistakes_are_one_line_and_exit_code_two(args, problem, tmp_path):
     assert len(errors) == 1 and errors[0].startswith("error: ") and problem in errors[0]
 
 
-@pytest.mark.parametrize("text, problem", [("params=1e6,colour=1", "'colour' is unknown"), ("params=many", "must be a number"),
-                                           ("tokens=10", "params=None"), ("params=1e6", "how long does a step compute"),
-                                           ("params=1e6,forward_s=1,backward_s=2,buckets=0", "at least 1"),
-                                           ("params=1e6,forward_s=-1,backward_s=2", "forward_s=-1"),
-                                           ("params=1e6,forward_s=1", "how long does a step compute")])
+@pytest.mark.parametrize(
+    "text, problem",
+    [
+        ("params=1e6,colour=1", "'colour' is unknown"),
+        ("params=many", "must be a number"),
+        ("tokens=10", "params=None"),
+        ("params=1e6", "how long does a step compute"),
+        ("params=1e6,forward_s=1,backward_s=2,buckets=0", "at least 1"),
+        ("params=1e6,forward_s=-1,backward_s=2", "forward_s=-1"),
+        ("params=1e6,forward_s=1", "how long does a step compute"),
+    ],
+)
 def test_bad_models_are_refused(text, problem):
     with pytest.raises(ValueError, match=problem):
         cli.make_workload(cli.parse_pairs(text), SLOW, None)

@@ -11,8 +11,12 @@ CASES += [("interleaved", S, M, V) for S in (2, 3, 4, 8) for M in (S, 2 * S, 4 *
 
 def positions(schedule):
     """(kind, microbatch, virtual stage) -> tick."""
-    return {(op.kind, op.microbatch, schedule.virtual(stage, op.chunk)): t
-            for t, row in enumerate(schedule.ticks) for stage, op in enumerate(row) if op}
+    return {
+        (op.kind, op.microbatch, schedule.virtual(stage, op.chunk)): t
+        for t, row in enumerate(schedule.ticks)
+        for stage, op in enumerate(row)
+        if op
+    }
 
 
 @pytest.mark.parametrize("name, S, M, V", CASES)
@@ -38,8 +42,11 @@ def test_ticks_and_bubble_are_those_of_the_formula(name, S, M, V):
 
 @pytest.mark.parametrize("name, S, M, V", CASES)
 def test_live_activations(name, S, M, V):
-    expected = {"gpipe": [M] * S, "1f1b": [min(M, S - s) for s in range(S)],
-                "interleaved": [min(M * V, 2 * (S - 1 - s) + (V - 1) * S + 1) for s in range(S)]}[name]
+    expected = {
+        "gpipe": [M] * S,
+        "1f1b": [min(M, S - s) for s in range(S)],
+        "interleaved": [min(M * V, 2 * (S - 1 - s) + (V - 1) * S + 1) for s in range(S)],
+    }[name]
     assert list(schedules.make(name, S, M, V).live) == expected
 
 
@@ -93,12 +100,20 @@ def test_waiting_for_each_other_is_told():
         schedules.Schedule("crossed", 2, 1, 1, ((B, F), (F, B)), (0, 0)).ticks
 
 
-@pytest.mark.parametrize("arguments, complaint", [
-    (("zigzag", 2, 4), "'zigzag' is unknown; use one of gpipe, 1f1b, interleaved"), (("1f1b", 0, 4), "stages=0"),
-    (("1f1b", 2, 0), "microbatches=0"), (("gpipe", 2, 4, 2), "chunks=2 belong to schedule 'interleaved'"),
-    (("interleaved", 4, 2, 2), "microbatches=2 .* multiple of stages=4; use 4, or"),
-    (("interleaved", 4, 6, 2), "use 4 or 8"), (("interleaved", 2, 4, 1), "chunks=1, stages=2: needs at least 2"),
-    (("interleaved", 1, 4, 2), "use schedule '1f1b'"), (("interleaved", 2, 4, 0), "chunks=0")])
+@pytest.mark.parametrize(
+    "arguments, complaint",
+    [
+        (("zigzag", 2, 4), "'zigzag' is unknown; use one of gpipe, 1f1b, interleaved"),
+        (("1f1b", 0, 4), "stages=0"),
+        (("1f1b", 2, 0), "microbatches=0"),
+        (("gpipe", 2, 4, 2), "chunks=2 belong to schedule 'interleaved'"),
+        (("interleaved", 4, 2, 2), "microbatches=2 .* multiple of stages=4; use 4, or"),
+        (("interleaved", 4, 6, 2), "use 4 or 8"),
+        (("interleaved", 2, 4, 1), "chunks=1, stages=2: needs at least 2"),
+        (("interleaved", 1, 4, 2), "use schedule '1f1b'"),
+        (("interleaved", 2, 4, 0), "chunks=0"),
+    ],
+)
 def test_impossible_schedules_are_refused(arguments, complaint):
     with pytest.raises(ValueError, match=complaint) as error:
         schedules.make(*arguments)

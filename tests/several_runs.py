@@ -11,8 +11,7 @@ from absl import flags
 
 from configs import lm
 from decjax import train
-from launch import command
-from launch import join
+from launch import command, join
 
 NUM_DEVICES = 4
 
@@ -21,10 +20,23 @@ def take(arguments: list[str], text: str, into: pathlib.Path) -> None:
     """Trains all of them for a few steps."""
     for index, argument in enumerate(arguments):
         config = lm.get_config(f"smoke,steps=5,{argument}")
-        config.update_from_flattened_dict({
-            "data.path": text, "model.width": 8, "model.hidden": 8, "model.context": 8, "model.heads": 1,
-            "model.depth": config.pipeline.stages, "log_every": 1, "eval.num_windows": 2, "eval.every": 100, "checkpoint.every": 100,
-            "sample_bytes": 1, "optimizer.warmup_steps": 0, "reducer.form": "shards"})
+        config.update_from_flattened_dict(
+            {
+                "data.path": text,
+                "model.width": 8,
+                "model.hidden": 8,
+                "model.context": 8,
+                "model.heads": 1,
+                "model.depth": config.pipeline.stages,
+                "log_every": 1,
+                "eval.num_windows": 2,
+                "eval.every": 100,
+                "checkpoint.every": 100,
+                "sample_bytes": 1,
+                "optimizer.warmup_steps": 0,
+                "reducer.form": "shards",
+            }
+        )
         train.Run(train.build(config), into / str(index)).train()
 
 

@@ -7,12 +7,8 @@ import numpy as np
 import pytest
 
 from configs import lm
-from decjax import mesh
-from decjax import runtime
-from decjax import train
-from decjax.train import measure
-from decjax.train import silence
-from decjax.train import wire
+from decjax import mesh, runtime, train
+from decjax.train import measure, silence, wire
 
 WORKERS = 4
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -33,8 +29,12 @@ def test_a_worker_hears_itself():
     workers, sums = mesh.make_workers(WORKERS), []
 
     def talk(x_P):
-        return (mesh.group_mean(x_P, WORKERS, workers.axis_name), mesh.all_gather(x_P, workers.axis_name),
-                mesh.exchange(x_P, [(0, 1), (1, 0)], workers.axis_name), 2 * x_P)
+        return (
+            mesh.group_mean(x_P, WORKERS, workers.axis_name),
+            mesh.all_gather(x_P, workers.axis_name),
+            mesh.exchange(x_P, [(0, 1), (1, 0)], workers.axis_name),
+            2 * x_P,
+        )
 
     x_NxP = np.arange(4.0 * WORKERS, dtype=np.float32).reshape(WORKERS, 4)
     mean, gathered, heard, twice = workers.jit(silence.silent(talk, workers.axis_name, sums), (0,))(x_NxP)
@@ -45,8 +45,15 @@ def test_a_worker_hears_itself():
     assert sums == [1.0, 0.5, 0.0]
 
 
-@pytest.mark.parametrize("shorthand", ["method=allreduce,reducer=powersgd,rank=2", "method=allreduce,reducer=codec,codec=int8",
-                                       "mixer=choco,codec=int8", "topology=base_k,mixer=power_gossip,rank=1"])
+@pytest.mark.parametrize(
+    "shorthand",
+    [
+        "method=allreduce,reducer=powersgd,rank=2",
+        "method=allreduce,reducer=codec,codec=int8",
+        "mixer=choco,codec=int8",
+        "topology=base_k,mixer=power_gossip,rank=1",
+    ],
+)
 def test_an_update_computes_all_and_sends_nothing(shorthand):
     form = form_of(shorthand)
     setup, phase = form.setup, form.phases[-1]
@@ -64,18 +71,25 @@ def test_an_update_computes_all_and_sends_nothing(shorthand):
     assert 0.95 <= silent.cost_analysis()["flops"] / loud.cost_analysis()["flops"] < 1.3
 
 
-@pytest.mark.parametrize("shorthand, ratio, latencies", [
-    ("method=allreduce", 1.0, None), ("topology=ring", 1.0, 1.0),
-    ("method=allreduce,reducer=codec,codec=bfloat16", 1 / 2, 1.0),  # scattered and gathered
-    ("codec=bfloat16", 1 / 2, 1.0)])
+@pytest.mark.parametrize(
+    "shorthand, ratio, latencies",
+    [
+        ("method=allreduce", 1.0, None),
+        ("topology=ring", 1.0, 1.0),
+        ("method=allreduce,reducer=codec,codec=bfloat16", 1 / 2, 1.0),  # scattered and gathered
+        ("codec=bfloat16", 1 / 2, 1.0),
+    ],
+)
 def test_what_messages_come_to(shorthand, ratio, latencies):
     form = measure.form(shorthand, config_of(shorthand))
     assert form.ratio == pytest.approx(ratio, rel=1e-3)
     assert latencies is None or form.latencies == latencies
 
 
-@pytest.mark.parametrize("shorthand", ["method=diloco", "order=atc,codec=int8", "method=allreduce,reducer=gravac", "method=local",
-                                       "method=allreduce,stale"])
+@pytest.mark.parametrize(
+    "shorthand",
+    ["method=diloco", "order=atc,codec=int8", "method=allreduce,reducer=gravac", "method=local", "method=allreduce,stale"],
+)
 def test_other_methods_are_refused(shorthand):
     with pytest.raises(train.ConfigError, match="cannot be measured as a compressed method"):
         measure.form(shorthand, config_of(shorthand))

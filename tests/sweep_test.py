@@ -9,13 +9,18 @@ import sys
 import pytest
 import rich.console
 
-from launch import processes
-from launch import config_file
-from launch import sweep
+from launch import config_file, processes, sweep
 from tests import commands
 
-TINY = ("--config.model.depth=1", "--config.model.width=8", "--config.model.hidden=8", "--config.model.context=8",
-        "--config.sample_bytes=1", "--config.eval.num_windows=2", "--config.eval.every=100")
+TINY = (
+    "--config.model.depth=1",
+    "--config.model.width=8",
+    "--config.model.hidden=8",
+    "--config.model.context=8",
+    "--config.sample_bytes=1",
+    "--config.eval.num_windows=2",
+    "--config.eval.every=100",
+)
 
 
 def launch(*arguments, **environment):
@@ -29,11 +34,19 @@ def launch(*arguments, **environment):
 def swept(tmp_path_factory):
     """Two settings, of which `steps=0` cannot be trained, with two seeds; then the same command again."""
     workdir = tmp_path_factory.mktemp("sweep")
-    command = ["--config=configs/lm.py:smoke,workers=1,method=local", "--sweep=steps=4,0;seed=0,1",
-               f"--workdir={workdir}", "--", *TINY]
+    command = [
+        "--config=configs/lm.py:smoke,workers=1,method=local",
+        "--sweep=steps=4,0;seed=0,1",
+        f"--workdir={workdir}",
+        "--",
+        *TINY,
+    ]
     # Compiled programs are kept between the runs: compilation is most of a tiny one.
-    environment = {"JAX_COMPILATION_CACHE_DIR": str(tmp_path_factory.mktemp("compiled")),
-                   "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0", "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1"}
+    environment = {
+        "JAX_COMPILATION_CACHE_DIR": str(tmp_path_factory.mktemp("compiled")),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+    }
     first = launch(*command, **environment)
     finished = workdir / "steps=4,seed=0" / "metrics.jsonl"
     before = finished.stat().st_mtime_ns
@@ -88,17 +101,32 @@ def test_shorthand_keys_go_into_the_argument_and_fields_into_flags(tmp_path):
     swept = sweep.parse_sweep("topology=ring,torus; optimizer.learning_rate=1e-3")
     members = sweep.expand("configs/lm.py:smoke", swept, {"topology"}, tmp_path, ["--debug"])
     assert [member.name for member in members] == [
-        "topology=ring,optimizer.learning_rate=1e-3", "topology=torus,optimizer.learning_rate=1e-3"]
+        "topology=ring,optimizer.learning_rate=1e-3",
+        "topology=torus,optimizer.learning_rate=1e-3",
+    ]
     assert members[1].arguments == [
-        "--config=configs/lm.py:smoke,topology=torus", "--config.optimizer.learning_rate=1e-3", "--debug",
-        f"--workdir={members[1].directory}"]
+        "--config=configs/lm.py:smoke,topology=torus",
+        "--config.optimizer.learning_rate=1e-3",
+        "--debug",
+        f"--workdir={members[1].directory}",
+    ]
     (bare,) = sweep.expand("configs/lm.py", {"data.path": ["/a/b"]}, {"topology"}, tmp_path, [])
     assert bare.arguments[0] == "--config=configs/lm.py" and bare.directory.parent == tmp_path
 
 
-@pytest.mark.parametrize("text, problem", [
-    ("", "''"), ("seed", "'seed'"), ("seed=0;", "''"), ("=1", "'=1'"), ("seed=", "empty"), ("seed=0,,1", "empty"),
-    ("seed=0,0", "twice"), ("seed=0;seed=1", "twice")])
+@pytest.mark.parametrize(
+    "text, problem",
+    [
+        ("", "''"),
+        ("seed", "'seed'"),
+        ("seed=0;", "''"),
+        ("=1", "'=1'"),
+        ("seed=", "empty"),
+        ("seed=0,,1", "empty"),
+        ("seed=0,0", "twice"),
+        ("seed=0;seed=1", "twice"),
+    ],
+)
 def test_invalid_sweeps_are_refused(text, problem):
     with pytest.raises(sweep.SweepError, match=problem):
         sweep.parse_sweep(text)
@@ -113,14 +141,17 @@ def test_a_config_file_may_define_its_sweep(tmp_path):
     assert sweep.sweep_of(config_file.load_module(str(path)), str(path), "smoke") == "seed=0"
 
 
-@pytest.mark.parametrize("arguments, problem", [
-    (["--config=configs/lm.py:smoke"], "no --sweep is given and configs/lm.py defines none"),
-    (["--config=configs/lm.py:smoke", "--sweep=method=allreduce,magic"], "magic"),
-    (["--config=configs/lm.py:smoke", "--sweep=seed=0,x"], "seed=x must be a whole number"),
-    (["--config=configs/lm.py:smoke", "--sweep=sed=0"], "unknown config field: 'sed'; did you mean 'seed'?"),
-    (["--config=configs/none.py", "--sweep=seed=0"], "configs/none.py"),
-    (["--sweep=seed=0"], "--config"),
-])
+@pytest.mark.parametrize(
+    "arguments, problem",
+    [
+        (["--config=configs/lm.py:smoke"], "no --sweep is given and configs/lm.py defines none"),
+        (["--config=configs/lm.py:smoke", "--sweep=method=allreduce,magic"], "magic"),
+        (["--config=configs/lm.py:smoke", "--sweep=seed=0,x"], "seed=x must be a whole number"),
+        (["--config=configs/lm.py:smoke", "--sweep=sed=0"], "unknown config field: 'sed'; did you mean 'seed'?"),
+        (["--config=configs/none.py", "--sweep=seed=0"], "configs/none.py"),
+        (["--sweep=seed=0"], "--config"),
+    ],
+)
 def test_mistakes_are_one_line_before_anything_runs(arguments, problem, tmp_path):
     result = launch(*arguments, f"--workdir={tmp_path / 'sweep'}")
     assert result.returncode == 2 and not (tmp_path / "sweep").exists()

@@ -21,9 +21,18 @@ def gradients(params, step):
     return grads | {"table_VxD": np.repeat(grads["table_VxD"][:, :1], 2, axis=1)}
 
 
-@pytest.mark.parametrize("argument", [
-    "codec=int8", "codec=int4(rounding=stochastic)", "mixer=choco,codec=topk(fraction=0.1)", "mixer=deepsqueeze,codec=int8",
-    "mixer=dcd,codec=int8", "mixer=beer,codec=topk(fraction=0.1)", "mixer=push_sum,codec=int8"])
+@pytest.mark.parametrize(
+    "argument",
+    [
+        "codec=int8",
+        "codec=int4(rounding=stochastic)",
+        "mixer=choco,codec=topk(fraction=0.1)",
+        "mixer=deepsqueeze,codec=int8",
+        "mixer=dcd,codec=int8",
+        "mixer=beer,codec=topk(fraction=0.1)",
+        "mixer=push_sum,codec=int8",
+    ],
+)
 def test_both_copies_of_a_tied_table_stay_equal(argument):
     """Bit for bit, however different the parameters beside them are; and every worker's is another one."""
     config = lm.get_config(f"smoke,simulate,workers=2,stages=2,tied,optimizer=sgdm,{argument}")

@@ -49,10 +49,21 @@ def test_a_bad_option_costs_only_its_topologies():
     assert len(topologies) + len(refused) == len(tp.names())
 
 
-@pytest.mark.parametrize("chosen", [
-    {"k": 0}, {"p": 2.0}, {"degree": 100}, {"seed": -1}, {"local_size": 5}, {"shape": ("a", "b")}, {"outer": "moebius"}, {"eta": 3.0}])
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        {"k": 0},
+        {"p": 2.0},
+        {"degree": 100},
+        {"seed": -1},
+        {"local_size": 5},
+        {"shape": ("a", "b")},
+        {"outer": "moebius"},
+        {"eta": 3.0},
+    ],
+)
 def test_an_option_that_no_topology_can_use_is_refused(chosen):
-    (flag, value), = chosen.items()
+    ((flag, value),) = chosen.items()
     with pytest.raises(ValueError, match=re.escape(f"--{flag}={value}: ")):
         cli.check_used(chosen, cli.build(12, chosen)[1])
     cli.check_used({"local_size": 4}, cli.build(12, {"local_size": 4})[1])
@@ -83,7 +94,5 @@ def test_plot_writes_a_picture(tmp_path):
 def test_mistakes_are_one_line_and_exit_code_two(args, problem):
     result = run(*args)
     assert result.returncode == 2
-    errors = [
-        line for line in result.stderr.splitlines() if "font_manager" not in line
-    ]  # its first-run notice
+    errors = [line for line in result.stderr.splitlines() if "font_manager" not in line]  # its first-run notice
     assert len(errors) == 1 and errors[0].startswith("error: ") and problem in errors[0]

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from decjax import topology as tp
-from decjax.topology import coloring
-from decjax.topology import matcha
+from decjax.topology import coloring, matcha
 
 
 @hypothesis.settings(max_examples=200, deadline=None)
@@ -29,9 +28,7 @@ def test_matchings_partition_any_graph(n, data):
 
 def test_given_matrices_use_rotations_or_matchings_where_they_can():
     circulant = tp.make("exponential", 8).matrix(0)
-    assert set(tp.from_matrices(circulant).rounds[0].shifts) == set(
-        tp.make("exponential", 8).rounds[0].shifts
-    )
+    assert set(tp.from_matrices(circulant).rounds[0].shifts) == set(tp.make("exponential", 8).rounds[0].shifts)
     for shift in tp.from_matrices(tp.make("hypercube", 8).matrix(0)).rounds[0].shifts:
         assert {(t, s) for s, t in shift.pairs} == set(shift.pairs)
 

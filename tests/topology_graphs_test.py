@@ -195,9 +195,7 @@ def test_complete():
         np.testing.assert_allclose(topology.matrix(0), 1.0 / n, rtol=1e-15)
         assert tp.rounds_to_exact(topology) == 1 and topology.max_degree == n - 1
         assert tp.spectral_gap(topology) == pytest.approx(1.0, abs=1e-12)
-        np.testing.assert_allclose(
-            topology.rounds[0].volume(), 2 * (n - 1) / n
-        )  # a bandwidth-optimal all-reduce
+        np.testing.assert_allclose(topology.rounds[0].volume(), 2 * (n - 1) / n)  # a bandwidth-optimal all-reduce
 
 
 @pytest.mark.parametrize("k", [1, 2, 3, 4])
@@ -251,9 +249,7 @@ def test_static_equitopo_averages_basis_graphs(name):
         topology = tp.make(name, n, degree=degree, seed=1)
         W_NxN = topology.matrix(0)
         row = W_NxN[0]
-        np.testing.assert_allclose(
-            W_NxN, [np.roll(row, i) for i in range(n)], rtol=0, atol=1e-12
-        )  # circulant
+        np.testing.assert_allclose(W_NxN, [np.roll(row, i) for i in range(n)], rtol=0, atol=1e-12)  # circulant
         assert row[0] == pytest.approx(1 / n)
         if name == "equitopo_d":
             assert topology.max_degree == degree
@@ -292,15 +288,11 @@ def test_one_peer_equitopo(n):
 
 
 @pytest.mark.parametrize("local", [1, 2, 3])
-@pytest.mark.parametrize(
-    "outer", ["ring", "complete", "one_peer_exponential", "alternating_exponential_ring"]
-)
+@pytest.mark.parametrize("outer", ["ring", "complete", "one_peer_exponential", "alternating_exponential_ring"])
 def test_hierarchical_is_a_kronecker_product(outer, local):
     topology = tp.make("hierarchical", 4 * local, local=local, outer=outer)
     inner = tp.make(outer, 4)
-    assert_same_rounds(
-        topology, [np.kron(inner.matrix(p), np.full((local, local), 1 / local)) for p in range(inner.period)]
-    )
+    assert_same_rounds(topology, [np.kron(inner.matrix(p), np.full((local, local), 1 / local)) for p in range(inner.period)])
     for round_, inner_round in zip(topology.rounds, inner.rounds, strict=True):
         # Per worker: twice (L−1)/L inside the groups, plus its share of what the outer node sends.
         groups = round_.group_size
@@ -308,9 +300,7 @@ def test_hierarchical_is_a_kronecker_product(outer, local):
         for shift in inner_round.shifts:
             for source, _ in shift.pairs:
                 sent[source] += 1
-        np.testing.assert_allclose(
-            round_.volume(), np.repeat(2 * (groups - 1) / groups + sent / groups, groups)
-        )
+        np.testing.assert_allclose(round_.volume(), np.repeat(2 * (groups - 1) / groups + sent / groups, groups))
 
 
 def test_hierarchical_composes():

@@ -30,9 +30,7 @@ def test_spectral_gap_is_of_singular_values():
     assert tp.spectral_gap(topology) == pytest.approx(1 - math.cos(math.pi / 7), abs=1e-12)
     for name in ("one_peer_ring", "equitopo_od", "torus", "base_k"):
         topology = tp.make(name, 12)
-        assert tp.spectral_gap(topology) == pytest.approx(
-            1 - second_singular_value(topology.product()), abs=1e-12
-        )
+        assert tp.spectral_gap(topology) == pytest.approx(1 - second_singular_value(topology.product()), abs=1e-12)
         for phase in range(topology.period):
             expected = 1 - second_singular_value(topology.matrix(phase))
             assert tp.spectral_gap(topology, phase) == pytest.approx(expected, abs=1e-12)

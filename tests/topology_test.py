@@ -103,12 +103,7 @@ def test_other_seeds_give_other_graphs(name):
         ("equitopo_d", 4, {"degree": 4}, "from 1 to 3, got 4"),
         ("equitopo_od", 4, {"eta": 0}, "eta"),
         ("hierarchical", 8, {"local": 3}, "local=3"),
-        (
-            "hierarchical",
-            8,
-            {"locl": 2},
-            "'hierarchical' has no option 'locl'; its options are local, outer, pairwise",
-        ),
+        ("hierarchical", 8, {"locl": 2}, "'hierarchical' has no option 'locl'; its options are local, outer, pairwise"),
         ("hierarchical", 12, {"outer": "hypercube"}, "power of two workers, got 6"),
     ],
 )

@@ -13,8 +13,7 @@ import pytest
 from configs import lm
 import decjax
 from decjax import train
-from decjax.train import checkpoint
-from decjax.train import evaluate
+from decjax.train import checkpoint, evaluate
 from decjax.train import state as state_lib
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -33,24 +32,40 @@ def text(tmp_path_factory):
 @pytest.fixture(scope="module")
 def prepare(text, tmp_path_factory):
     """The run of a config in a fresh or given directory, before its first step."""
+
     def prepare(argument="", workdir=None, resume_from=None, **fields):
         # A period of two: the shortest with phases to keep track of.
         given = "smoke" if "method=" in argument else "smoke,topology=one_peer_ring"
         config = lm.get_config(",".join(filter(None, (given, argument))))
-        fields = {"data.path": text, "steps": STEPS, "model.depth": 1, "model.width": 8, "model.hidden": 8,
-                  "model.heads": 1, "model.context": 16, "log_every": 4, "eval.every": STEPS, "eval.num_windows": 5,
-                  "checkpoint.every": 4, "checkpoint.keep": 10, "sample_bytes": 2} | fields
+        fields = {
+            "data.path": text,
+            "steps": STEPS,
+            "model.depth": 1,
+            "model.width": 8,
+            "model.hidden": 8,
+            "model.heads": 1,
+            "model.context": 16,
+            "log_every": 4,
+            "eval.every": STEPS,
+            "eval.num_windows": 5,
+            "checkpoint.every": 4,
+            "checkpoint.keep": 10,
+            "sample_bytes": 2,
+        } | fields
         config.update_from_flattened_dict(fields)
         return train.Run(train.build(config), workdir or tmp_path_factory.mktemp("run"), resume_from)
+
     return prepare
 
 
 @pytest.fixture(scope="module")
 def launch(prepare):
     """Runs a config in a fresh or given directory and returns (workdir, outcome)."""
+
     def launch(*given, **fields):
         run = prepare(*given, **fields)
         return run.workdir, run.train()
+
     return launch
 
 
@@ -66,6 +81,7 @@ def losses(workdir):
 def saved_state(workdir, step=STEPS):
     """All arrays of a checkpoint, by whatever structure it was saved with."""
     import orbax.checkpoint as ocp
+
     path = (workdir / "checkpoints" / str(step) / "state").absolute()
     return [np.asarray(x) for x in jax.tree.leaves(ocp.StandardCheckpointer().restore(path))]
 
@@ -115,8 +131,10 @@ def test_run_directory_holds_what_it_promises(reference):
 def test_resume_is_bit_exact(launch, reference, tmp_path):
     resumed, _ = launch("optimizer=accum_adamw", workdir=forget_after(reference, 4, tmp_path / "run"), **RICH)
     assert_equal_states(reference, resumed)
-    untimed = [[{k: v for k, v in row.items() if k not in ("time_s", "tokens_per_s")} for row in rows(d) + rows(d, "eval")]
-               for d in (reference, resumed)]
+    untimed = [
+        [{k: v for k, v in row.items() if k not in ("time_s", "tokens_per_s")} for row in rows(d) + rows(d, "eval")]
+        for d in (reference, resumed)
+    ]
     assert untimed[0] == untimed[1]
     assert rows(resumed)[-1]["time_s"] > rows(reference)[0]["time_s"], "time continues, it does not restart"
 
@@ -167,8 +185,9 @@ def test_consensus_of_mixers_that_own_the_parameters(launch, argument):
 
 
 def test_two_hundred_and_fifty_six_simulated_workers(launch):
-    run, outcome = launch("topology=ring,simulate,workers=256", steps=2, batch_size=256,
-                          **{"optimizer.warmup_steps": 0, "eval.every": 2})
+    run, outcome = launch(
+        "topology=ring,simulate,workers=256", steps=2, batch_size=256, **{"optimizer.warmup_steps": 0, "eval.every": 2}
+    )
     assert outcome.step == 2 and np.isfinite(outcome.summary["eval_loss"])
 
 
@@ -190,14 +209,18 @@ def test_memories_of_another_number_of_workers_start_afresh(launch, tmp_path):
 @pytest.fixture(scope="module")
 def push_sum(prepare):
     """On a graph whose rows do not sum to one: weights differ, and so do the plain mean and the one that is kept."""
-    run = prepare("mixer=push_sum,codec=int8,workers=4,optimizer=sgdm", **{"topology.name": "random_digraph", "topology.options": "degree=2"})
+    run = prepare(
+        "mixer=push_sum,codec=int8,workers=4,optimizer=sgdm", **{"topology.name": "random_digraph", "topology.options": "degree=2"}
+    )
     run.train()
     return run
 
 
 @pytest.mark.parametrize("argument", ["mixer=push_sum,codec=int8,workers=2", "mixer=push_sum,workers=4", "workers=3", "workers=8"])
 def test_what_push_sum_has_averaged_is_what_others_start_from(prepare, push_sum, argument):
-    target = prepare(f"{argument},optimizer=sgdm", resume_from=push_sum.workdir, steps=STEPS + 4, **{"topology.name": "directed_exponential"})
+    target = prepare(
+        f"{argument},optimizer=sgdm", resume_from=push_sum.workdir, steps=STEPS + 4, **{"topology.name": "directed_exponential"}
+    )
     before, after = (jax.tree.map(np.asarray, run._average(run.state)) for run in (push_sum, target))
     plain = jax.tree.map(lambda x: np.asarray(x).mean(axis=0), push_sum.state.params)
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6), after, before)
@@ -216,9 +239,14 @@ def test_members_of_a_group_count_by_their_weights():
 
 def make_state(n, mixer=0.0):
     from decjax.optim import DecentralizeState
+
     rng = np.random.default_rng(n)
-    return state_lib.State({"w": rng.normal(size=(n, 3)).astype(np.float32)}, DecentralizeState(
-        np.full(n, 7, np.int32), {"m": rng.normal(size=(n, 3)).astype(np.float32)}, np.full(n, mixer, np.float32)))
+    return state_lib.State(
+        {"w": rng.normal(size=(n, 3)).astype(np.float32)},
+        DecentralizeState(
+            np.full(n, 7, np.int32), {"m": rng.normal(size=(n, 3)).astype(np.float32)}, np.full(n, mixer, np.float32)
+        ),
+    )
 
 
 @pytest.mark.parametrize("before, after", [(8, 4), (8, 1), (4, 8), (3, 7), (8, 3), (5, 5)])
@@ -245,9 +273,12 @@ def test_evaluation_is_the_mean_over_all_windows():
         return params["a"][tokens_BxT1[:, 1:]] ** 2 + params["a"][tokens_BxT1[:, :-1]]
 
     result = evaluate.make_evaluate(nll, w, windows, batch_size=2)(
-        *jax.device_put((params, jax.tree.map(lambda x: x.mean(axis=0), params)), (w.stacked, w.replicated)))
+        *jax.device_put((params, jax.tree.map(lambda x: x.mean(axis=0), params)), (w.stacked, w.replicated))
+    )
+
     def dense(a):
         return (a[windows[:, 1:]] ** 2 + a[windows[:, :-1]]).mean()
+
     np.testing.assert_allclose(result.averaged, dense(params["a"].mean(axis=0)), rtol=1e-5)
     np.testing.assert_allclose(result.local_N, [dense(a) for a in params["a"]], rtol=1e-5)
 
@@ -261,13 +292,23 @@ def test_consensus_distance_is_the_root_mean_square_deviation():
     np.testing.assert_allclose(state_lib.consensus_distance(params), expected, rtol=1e-5)
 
 
-@pytest.mark.parametrize("fields, complaint", [
-    ({"mixing.accelerated": True}, "static symmetric"), ({"mixing.every": 0}, "every=0"),
-    ({"topology.options": "k=("}, "k=2,seed=1"), ({"topology.options": "colour=3"}, "colour"),
-    ({"topology.name": "random_digraph"}, "doubly stochastic"), ({"optimizer.window": 0, "optimizer.name": "accum_adamw"}, "window"),
-    ({"optimizer.warmup_steps": 99}, "warmup_steps=99"), ({"log_every": 0}, "log_every=0"),
-    ({"data.partition": "sorted"}, "iid, contiguous"), ({"local_size": 3}, "local_size=3"),
-    ({"model.heads": 3}, "heads=3"), ({"mixing.order": "sync"}, "awc, atc")])
+@pytest.mark.parametrize(
+    "fields, complaint",
+    [
+        ({"mixing.accelerated": True}, "static symmetric"),
+        ({"mixing.every": 0}, "every=0"),
+        ({"topology.options": "k=("}, "k=2,seed=1"),
+        ({"topology.options": "colour=3"}, "colour"),
+        ({"topology.name": "random_digraph"}, "doubly stochastic"),
+        ({"optimizer.window": 0, "optimizer.name": "accum_adamw"}, "window"),
+        ({"optimizer.warmup_steps": 99}, "warmup_steps=99"),
+        ({"log_every": 0}, "log_every=0"),
+        ({"data.partition": "sorted"}, "iid, contiguous"),
+        ({"local_size": 3}, "local_size=3"),
+        ({"model.heads": 3}, "heads=3"),
+        ({"mixing.order": "sync"}, "awc, atc"),
+    ],
+)
 def test_impossible_configs_are_refused_with_the_reason(launch, fields, complaint, tmp_path):
     with pytest.raises(train.ConfigError, match=complaint):
         launch(workdir=tmp_path / "never", **fields)
@@ -352,14 +393,26 @@ def test_checkpoints_of_nothing():
         checkpoint.Checkpoints(pathlib.Path("does-not-exist"), read_only=True)
 
 
-@pytest.mark.parametrize("name, value, constraint", [
-    ("seed", -1, "between 0 and"), ("seed", 2**32, "between 0 and"), ("optimizer.b1", 1.0, "less than 1"),
-    ("optimizer.b2", float("nan"), "less than 1"), ("optimizer.momentum", -0.1, "at least 0"),
-    ("optimizer.weight_decay", -1.0, "at least 0"), ("optimizer.final_fraction", 2.0, "between 0 and 1"),
-    ("mixing.strength", 1.5, "between 0 and 1"), ("optimizer.learning_rate", 0.0, "positive"),
-    ("optimizer.learning_rate", float("inf"), "finite"), ("optimizer.eps", float("inf"), "finite"), ("reducer.gate", float("nan"), "finite"),
-    ("pipeline.microbatches", 0, "at least 1"),
-    ("batch_size", -8, "use 8"), ("batch_size", 20, "use 16 or 24")])
+@pytest.mark.parametrize(
+    "name, value, constraint",
+    [
+        ("seed", -1, "between 0 and"),
+        ("seed", 2**32, "between 0 and"),
+        ("optimizer.b1", 1.0, "less than 1"),
+        ("optimizer.b2", float("nan"), "less than 1"),
+        ("optimizer.momentum", -0.1, "at least 0"),
+        ("optimizer.weight_decay", -1.0, "at least 0"),
+        ("optimizer.final_fraction", 2.0, "between 0 and 1"),
+        ("mixing.strength", 1.5, "between 0 and 1"),
+        ("optimizer.learning_rate", 0.0, "positive"),
+        ("optimizer.learning_rate", float("inf"), "finite"),
+        ("optimizer.eps", float("inf"), "finite"),
+        ("reducer.gate", float("nan"), "finite"),
+        ("pipeline.microbatches", 0, "at least 1"),
+        ("batch_size", -8, "use 8"),
+        ("batch_size", 20, "use 16 or 24"),
+    ],
+)
 def test_a_number_out_of_range_is_named_with_its_range(name, value, constraint):
     config = lm.get_config("smoke,workers=8")
     config.update_from_flattened_dict({name: value})
@@ -386,16 +439,23 @@ def test_compressed_gossip_resumes_bit_for_bit_and_simulates(launch, argument, t
     assert [r["bytes_sent_per_worker"] for r in rows(simulated)] == [r["bytes_sent_per_worker"] for r in rows(whole)]
 
 
-@pytest.mark.parametrize("fields, complaint", [
-    ({"mixer": "gossip"}, "mixing.mixer 'gossip' is unknown; use one of exact, choco"), ({"mixer": "choco"}, "needs a codec"),
-    ({"codec": "zip"}, "codec 'zip' is unknown"), ({"codec": "int8(bits=4)"}, "no .*option.*bits"),
-    ({"codec": "int8(block=)"}, "codec 'int8.block=.' must read like"),
-    ({"gamma": 0.5}, "mixer 'exact' has none"),
-    ({"gamma": 2.0}, "mixing.gamma=2.0: must lie between 0 and 1"), ({"mixer": "power_gossip", "rank": 0}, "at least one column"),
-    ({"mixer": "power_gossip", "codec": "int8"}, "with mixer 'power_gossip'"),
-    ({"mixer": "dcd", "codec": "int8", "rounds": 2}, "one message a step"),
-    ({"mixer": "choco", "codec": "int8", "accelerated": True}, "with mixing.accelerated"),
-    ({"mixer": "push_sum", "strength": 0.5}, "use its own gamma")])
+@pytest.mark.parametrize(
+    "fields, complaint",
+    [
+        ({"mixer": "gossip"}, "mixing.mixer 'gossip' is unknown; use one of exact, choco"),
+        ({"mixer": "choco"}, "needs a codec"),
+        ({"codec": "zip"}, "codec 'zip' is unknown"),
+        ({"codec": "int8(bits=4)"}, "no .*option.*bits"),
+        ({"codec": "int8(block=)"}, "codec 'int8.block=.' must read like"),
+        ({"gamma": 0.5}, "mixer 'exact' has none"),
+        ({"gamma": 2.0}, "mixing.gamma=2.0: must lie between 0 and 1"),
+        ({"mixer": "power_gossip", "rank": 0}, "at least one column"),
+        ({"mixer": "power_gossip", "codec": "int8"}, "with mixer 'power_gossip'"),
+        ({"mixer": "dcd", "codec": "int8", "rounds": 2}, "one message a step"),
+        ({"mixer": "choco", "codec": "int8", "accelerated": True}, "with mixing.accelerated"),
+        ({"mixer": "push_sum", "strength": 0.5}, "use its own gamma"),
+    ],
+)
 def test_mixers_that_cannot_be_are_refused_with_the_reason(fields, complaint):
     config = lm.get_config("smoke,workers=8,topology=ring")
     config.mixing.update(fields)
@@ -403,14 +463,24 @@ def test_mixers_that_cannot_be_are_refused_with_the_reason(fields, complaint):
         train.build(config)
 
 
-@pytest.mark.parametrize("argument, message", [
-    ("method=allreduce,mixer=choco", "mixer=choco changes nothing with method=allreduce; leave it out, or use method=decentralized"),
-    ("mixer=beer,codec=int8,topology=one_peer_exponential", "needs a static symmetric graph, but topology 'one_peer_exponential' varies in time"),
-    ("mixer=choco,codec=int8,topology=random_digraph", "use mixer 'push_sum'"),
-    ("stale", "stale=True changes nothing with method=decentralized; leave it out, or use method=allreduce"),
-    ("method=allreduce,codec=int8", "codec=int8 changes nothing here: mixer=power_gossip and reducers other than"),
-    ("topology=complete,codec=int8", "topology 'complete' has no messages that a codec could encode"),
-    ("order=atc,engine=split", "engine 'split' needs an exchange .* use engine 'fused'")])
+@pytest.mark.parametrize(
+    "argument, message",
+    [
+        (
+            "method=allreduce,mixer=choco",
+            "mixer=choco changes nothing with method=allreduce; leave it out, or use method=decentralized",
+        ),
+        (
+            "mixer=beer,codec=int8,topology=one_peer_exponential",
+            "needs a static symmetric graph, but topology 'one_peer_exponential' varies in time",
+        ),
+        ("mixer=choco,codec=int8,topology=random_digraph", "use mixer 'push_sum'"),
+        ("stale", "stale=True changes nothing with method=decentralized; leave it out, or use method=allreduce"),
+        ("method=allreduce,codec=int8", "codec=int8 changes nothing here: mixer=power_gossip and reducers other than"),
+        ("topology=complete,codec=int8", "topology 'complete' has no messages that a codec could encode"),
+        ("order=atc,engine=split", "engine 'split' needs an exchange .* use engine 'fused'"),
+    ],
+)
 def test_compositions_that_do_not_fit_are_refused(argument, message):
     with pytest.raises((train.ConfigError, ValueError), match=message):
         train.build(lm.get_config(f"smoke,workers=8,{argument}"))

@@ -10,10 +10,8 @@ import pytest
 from configs import lm
 from decjax import topology as topology_lib
 from decjax import train
-from decjax.train import engine
-from decjax.train import source
+from decjax.train import engine, source, wire
 from decjax.train import state as state_lib
-from decjax.train import wire
 
 N = 8
 PAIRS = [[0, 1], [2, 3], [4, 5], [6, 7]]
@@ -38,19 +36,38 @@ def permute(x, axis_name=ALL):
     return jax.lax.ppermute(x, axis_name, [(0, 1), (2, 2), (3, 0), (1, 5)])
 
 
-@pytest.mark.parametrize("fn, kind, groups, num_bytes, sent_N", [
-    # 12 float32 are 48 bytes.
-    (permute, "collective-permute", ((0, 1), (3, 0), (1, 5)), 48, [48, 48, 0, 48, 0, 0, 0, 0]),
-    (lambda x: jax.lax.psum(x, ALL), "all-reduce", (tuple(range(N)),), 48, [2 * 7 / 8 * 48] * N),
-    (lambda x: jax.lax.psum(x, "local"), "all-reduce", tuple(map(tuple, PAIRS)), 48, [48] * N),
-    (lambda x: jax.lax.psum(x, "node"), "all-reduce", tuple(map(tuple, ODD_EVEN)), 48, [2 * 3 / 4 * 48] * N),
-    (lambda x: jax.lax.psum(x, ALL, axis_index_groups=ODD_EVEN), "all-reduce", tuple(map(tuple, ODD_EVEN)), 48,
-     [2 * 3 / 4 * 48] * N),
-    (lambda x: jax.lax.psum_scatter(x[0], ALL, axis_index_groups=PAIRS, tiled=True)[None], "reduce-scatter",
-     tuple(map(tuple, PAIRS)), 48, [24] * N),
-    (lambda x: jax.lax.all_gather(x[0], "node", tiled=True)[None], "all-gather", tuple(map(tuple, ODD_EVEN)), 4 * 48,
-     [3 * 48] * N),
-], ids=["permute", "all-reduce", "local axis", "node axis", "grouped", "reduce-scatter", "all-gather"])
+@pytest.mark.parametrize(
+    "fn, kind, groups, num_bytes, sent_N",
+    [
+        # 12 float32 are 48 bytes.
+        (permute, "collective-permute", ((0, 1), (3, 0), (1, 5)), 48, [48, 48, 0, 48, 0, 0, 0, 0]),
+        (lambda x: jax.lax.psum(x, ALL), "all-reduce", (tuple(range(N)),), 48, [2 * 7 / 8 * 48] * N),
+        (lambda x: jax.lax.psum(x, "local"), "all-reduce", tuple(map(tuple, PAIRS)), 48, [48] * N),
+        (lambda x: jax.lax.psum(x, "node"), "all-reduce", tuple(map(tuple, ODD_EVEN)), 48, [2 * 3 / 4 * 48] * N),
+        (
+            lambda x: jax.lax.psum(x, ALL, axis_index_groups=ODD_EVEN),
+            "all-reduce",
+            tuple(map(tuple, ODD_EVEN)),
+            48,
+            [2 * 3 / 4 * 48] * N,
+        ),
+        (
+            lambda x: jax.lax.psum_scatter(x[0], ALL, axis_index_groups=PAIRS, tiled=True)[None],
+            "reduce-scatter",
+            tuple(map(tuple, PAIRS)),
+            48,
+            [24] * N,
+        ),
+        (
+            lambda x: jax.lax.all_gather(x[0], "node", tiled=True)[None],
+            "all-gather",
+            tuple(map(tuple, ODD_EVEN)),
+            4 * 48,
+            [3 * 48] * N,
+        ),
+    ],
+    ids=["permute", "all-reduce", "local axis", "node axis", "grouped", "reduce-scatter", "all-gather"],
+)
 def test_compiled_collectives(fn, kind, groups, num_bytes, sent_N):
     hlo = compiled(fn)
     (collective,) = wire.collectives(hlo, N)
@@ -88,75 +105,92 @@ def test_several_collectives_add_up():
 LINES = {
     "permute": (
         "  %cp = f32[8]{0} collective-permute(%x), channel_id=1, source_target_pairs={{0,1},{1,1},{2,0}}",
-        ("collective-permute", ((0, 1), (2, 0)), 32)),
-    "permute to nobody": (
-        "  ROOT %cp = f32[8]{0} collective-permute(%x), source_target_pairs={}",
-        ("collective-permute", (), 32)),
+        ("collective-permute", ((0, 1), (2, 0)), 32),
+    ),
+    "permute to nobody": ("  ROOT %cp = f32[8]{0} collective-permute(%x), source_target_pairs={}", ("collective-permute", (), 32)),
     "permute-start": (
         "  %s = (f32[8,4]{1,0:T(8,128)}, f32[8,4]{1,0:T(8,128)S(1)}, u32[]{:S(2)}, u32[]{:S(2)}) "
         "collective-permute-start(f32[8,4]{1,0} %x), channel_id=3, source_target_pairs={{0,1},{1,0}}",
-        ("collective-permute", ((0, 1), (1, 0)), 128)),
+        ("collective-permute", ((0, 1), (1, 0)), 128),
+    ),
     "combined permute-start": (
-        "  %s = ((f32[8]{0}, bf16[6]{0}), (f32[8]{0}, bf16[6]{0})) collective-permute-start(%x, %y), "
-        "source_target_pairs={{0,1}}",
-        ("collective-permute", ((0, 1),), 32 + 12)),
+        "  %s = ((f32[8]{0}, bf16[6]{0}), (f32[8]{0}, bf16[6]{0})) collective-permute-start(%x, %y), source_target_pairs={{0,1}}",
+        ("collective-permute", ((0, 1),), 32 + 12),
+    ),
     "all-reduce of everyone": (
-        "  %ar = f32[8]{0} all-reduce(%x), replica_groups={}, to_apply=%add", ("all-reduce", (tuple(range(N)),), 32)),
+        "  %ar = f32[8]{0} all-reduce(%x), replica_groups={}, to_apply=%add",
+        ("all-reduce", (tuple(range(N)),), 32),
+    ),
     "all-reduce-start": (
         "  %ar.1 = f32[8]{0} all-reduce-start(f32[8]{0} %x), replica_groups={{0,1,2,3},{4,5,6,7}}, to_apply=%add",
-        ("all-reduce", ((0, 1, 2, 3), (4, 5, 6, 7)), 32)),
+        ("all-reduce", ((0, 1, 2, 3), (4, 5, 6, 7)), 32),
+    ),
     "combined all-reduce-start": (
-        "  %ar = (f32[8]{0}, /*index=1*/bf16[3]{0}, f32[]) all-reduce-start(%x, %y, %z), "
-        "replica_groups={{0,1},{2,3},{4,5},{6,7}}", ("all-reduce", tuple(map(tuple, PAIRS)), 32 + 6 + 4)),
+        "  %ar = (f32[8]{0}, /*index=1*/bf16[3]{0}, f32[]) all-reduce-start(%x, %y, %z), replica_groups={{0,1},{2,3},{4,5},{6,7}}",
+        ("all-reduce", tuple(map(tuple, PAIRS)), 32 + 6 + 4),
+    ),
     "all-gather-start": (
         "  %ag = (f32[2]{0}, f32[8]{0}) all-gather-start(%x), replica_groups={{0,2,4,6},{1,3,5,7}}, dimensions={0}",
-        ("all-gather", tuple(map(tuple, ODD_EVEN)), 32)),
+        ("all-gather", tuple(map(tuple, ODD_EVEN)), 32),
+    ),
     "combined all-gather-start": (
         "  %ag = ((f32[2]{0}, bf16[1]{0}), (f32[8]{0}, bf16[4]{0})) all-gather-start(%x, %y), "
-        "replica_groups={{0,2,4,6},{1,3,5,7}}, dimensions={0}", ("all-gather", tuple(map(tuple, ODD_EVEN)), 32 + 8)),
+        "replica_groups={{0,2,4,6},{1,3,5,7}}, dimensions={0}",
+        ("all-gather", tuple(map(tuple, ODD_EVEN)), 32 + 8),
+    ),
     "reduce-scatter-start": (
         "  %rs = ((f32[8]{0}), f32[4]{0}, u32[]) reduce-scatter-start(%x), replica_groups={{0,1},{2,3},{4,5},{6,7}}",
-        ("reduce-scatter", tuple(map(tuple, PAIRS)), 32)),
+        ("reduce-scatter", tuple(map(tuple, PAIRS)), 32),
+    ),
     "all-to-all-start": (
         "  %aa = ((f32[8]{0}), f32[8]{0}, s32[]) all-to-all-start(%x), replica_groups={{0,1},{2,3},{4,5},{6,7}}",
-        ("all-to-all", tuple(map(tuple, PAIRS)), 32)),
+        ("all-to-all", tuple(map(tuple, PAIRS)), 32),
+    ),
     "iota": (
         "  %ar = s8[8]{0} all-reduce(%x), replica_groups=[4,2]<=[8], use_global_device_ids=true",
-        ("all-reduce", tuple(map(tuple, PAIRS)), 8)),
-    "iota of one group": (
-        "  %ar = s8[8]{0} all-reduce(%x), replica_groups=[1,8]<=[8]", ("all-reduce", (tuple(range(N)),), 8)),
+        ("all-reduce", tuple(map(tuple, PAIRS)), 8),
+    ),
+    "iota of one group": ("  %ar = s8[8]{0} all-reduce(%x), replica_groups=[1,8]<=[8]", ("all-reduce", (tuple(range(N)),), 8)),
     # Devices 0 … 7 as a 4 x 2 array, transposed: its rows are the even and the odd devices.
     "iota transposed": (
         "  %ar = f8e4m3fn[8]{0} all-reduce(%x), replica_groups=[2,4]<=[4,2]T(1,0), use_global_device_ids=true",
-        ("all-reduce", tuple(map(tuple, ODD_EVEN)), 8)),
+        ("all-reduce", tuple(map(tuple, ODD_EVEN)), 8),
+    ),
     # As 2 x 2 x 2 (a, b, c), in the order (a, c, b): groups differ in b.
     "iota transposed in three": (
         "  %ar = pred[8]{0} all-reduce(%x), replica_groups=[4,2]<=[2,2,2]T(0,2,1)",
-        ("all-reduce", ((0, 2), (1, 3), (4, 6), (5, 7)), 8)),
+        ("all-reduce", ((0, 2), (1, 3), (4, 6), (5, 7)), 8),
+    ),
     "mesh of one axis": (
         "  %ar = f32[8]{0} all-reduce(%x), replica_groups=mesh['data'=8] {'data'}, use_global_device_ids=true",
-        ("all-reduce", (tuple(range(N)),), 32)),
+        ("all-reduce", (tuple(range(N)),), 32),
+    ),
     "mesh along the last axis": (
         "  %ar = f32[8]{0} all-reduce(%x), replica_groups=mesh['node'=4,'local'=2,'stage'=1] {'local'}",
-        ("all-reduce", tuple(map(tuple, PAIRS)), 32)),
+        ("all-reduce", tuple(map(tuple, PAIRS)), 32),
+    ),
     "mesh along two of three axes": (
         "  %ar = f32[8]{0} all-reduce(%x), replica_groups=mesh['a'=2,'b'=2,'c'=2] {'c','a'}",
-        ("all-reduce", ((0, 4, 1, 5), (2, 6, 3, 7)), 32)),
+        ("all-reduce", ((0, 4, 1, 5), (2, 6, 3, 7)), 32),
+    ),
 }
 
 
 @pytest.mark.parametrize("line, expected", LINES.values(), ids=LINES)
 def test_lines(line, expected):
-    assert wire.collectives(f"ENTRY %main {{\n{line}, metadata={{op_name=\"a(b)\"}}\n}}", N) == [wire.Collective(*expected)]
+    assert wire.collectives(f'ENTRY %main {{\n{line}, metadata={{op_name="a(b)"}}\n}}', N) == [wire.Collective(*expected)]
 
 
-@pytest.mark.parametrize("line", [
-    "  %d = f32[8]{0} collective-permute-done((f32[8]{0}, f32[8]{0}, u32[], u32[]) %collective-permute-start.1)",
-    "  %d = f32[8]{0} all-reduce-done(f32[8]{0} %all-reduce-start)",
-    "  %d = f32[8]{0} all-gather-done((f32[2]{0}, f32[8]{0}) %all-gather-start)",
-    "  %g = f32[8]{0} get-tuple-element((f32[8]{0}, f32[3]{0}) %all-reduce.1), index=0",
-    "  ROOT %f = f32[8]{0} fusion(f32[8]{0} %all-reduce, f32[8]{0} %all-gather.3), kind=kLoop, calls=%fused",
-])
+@pytest.mark.parametrize(
+    "line",
+    [
+        "  %d = f32[8]{0} collective-permute-done((f32[8]{0}, f32[8]{0}, u32[], u32[]) %collective-permute-start.1)",
+        "  %d = f32[8]{0} all-reduce-done(f32[8]{0} %all-reduce-start)",
+        "  %d = f32[8]{0} all-gather-done((f32[2]{0}, f32[8]{0}) %all-gather-start)",
+        "  %g = f32[8]{0} get-tuple-element((f32[8]{0}, f32[3]{0}) %all-reduce.1), index=0",
+        "  ROOT %f = f32[8]{0} fusion(f32[8]{0} %all-reduce, f32[8]{0} %all-gather.3), kind=kLoop, calls=%fused",
+    ],
+)
 def test_lines_that_send_nothing(line):
     assert wire.collectives(line, N) == []
 
@@ -222,13 +256,17 @@ def parties(collectives):
     return {len(workers) for workers in party.values()}
 
 
-@pytest.mark.parametrize("argument, options, messages, largest_group, largest_party", [
-    ("topology=one_peer_exponential", "", 1, 2, None),
-    ("topology=one_peer_exponential", "pairwise=True", 1, 2, 2),
-    ("topology=ring", "", 2, 2, None),
-    ("method=local", "", 0, 1, 1),
-    ("method=allreduce", "", 2 * (N - 1) / N, N, N),
-], ids=["one-peer", "pairs", "ring", "local", "all-reduce"])
+@pytest.mark.parametrize(
+    "argument, options, messages, largest_group, largest_party",
+    [
+        ("topology=one_peer_exponential", "", 1, 2, None),
+        ("topology=one_peer_exponential", "pairwise=True", 1, 2, 2),
+        ("topology=ring", "", 2, 2, None),
+        ("method=local", "", 0, 1, 1),
+        ("method=allreduce", "", 2 * (N - 1) / N, N, N),
+    ],
+    ids=["one-peer", "pairs", "ring", "local", "all-reduce"],
+)
 def test_bytes_of_a_step(folder, argument, options, messages, largest_group, largest_party):
     own = argument in ("topology=one_peer_exponential", "method=allreduce") and not options  # Gradients of the model.
     measured = steps(folder, argument, options, None if own else quick_gradients)
@@ -274,10 +312,17 @@ def test_bytes_of_alternating_exponential_ring(folder):
 
 
 @pytest.mark.usefixtures("quick_compilation")
-@pytest.mark.parametrize("argument", [
-    "topology=one_peer_exponential,mixer=choco,codec=int8", "topology=line,mixer=deepsqueeze,codec=bfloat16",
-    "topology=exponential,mixer=dcd,codec=int8", "topology=hypercube,mixer=beer,codec=int8",
-    "topology=random_digraph,mixer=push_sum,codec=int8", "topology=one_peer_ring,mixer=power_gossip,rank=2"])
+@pytest.mark.parametrize(
+    "argument",
+    [
+        "topology=one_peer_exponential,mixer=choco,codec=int8",
+        "topology=line,mixer=deepsqueeze,codec=bfloat16",
+        "topology=exponential,mixer=dcd,codec=int8",
+        "topology=hypercube,mixer=beer,codec=int8",
+        "topology=random_digraph,mixer=push_sum,codec=int8",
+        "topology=one_peer_ring,mixer=power_gossip,rank=2",
+    ],
+)
 def test_bytes_of_compressed_messages(folder, argument):
     plain = {"beer": 2}.get(argument.split("mixer=")[1].split(",")[0], 1)  # Messages as long as the parameters.
     for hlo, sent_N, declared_N, num_bytes in steps(folder, argument, gradients=quick_gradients):
@@ -294,6 +339,8 @@ def test_steps_without_mixing_send_nothing(folder):
 
 
 def test_a_traced_phase_reports_the_mean_over_phases(folder):
-    (_, sent_N, declared_N, num_bytes), = steps(folder, "topology=one_peer_exponential", gradients=quick_gradients, static_phase=False)
+    ((_, sent_N, declared_N, num_bytes),) = steps(
+        folder, "topology=one_peer_exponential", gradients=quick_gradients, static_phase=False
+    )
     np.testing.assert_allclose(declared_N, num_bytes)
     np.testing.assert_allclose(sent_N, num_bytes)

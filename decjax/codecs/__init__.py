@@ -29,9 +29,33 @@ from decjax.codecs.sparse import block_topk, randomk, threshold, topk
 from decjax.codecs.trees import TreeCodec, on_tree
 from decjax.codecs.zfp import zfp
 
-CODECS = {make.__name__: make for make in (
-    identity, bfloat16, float16, float8_e4m3, float8_e5m2, int8, int4, int2, integers, qsgd, ternary, natural, sign, scaled_sign,
-    topk, block_topk, randomk, threshold, low_rank, dct, zfp, bounded)}
+CODECS = {
+    make.__name__: make
+    for make in (
+        identity,
+        bfloat16,
+        float16,
+        float8_e4m3,
+        float8_e5m2,
+        int8,
+        int4,
+        int2,
+        integers,
+        qsgd,
+        ternary,
+        natural,
+        sign,
+        scaled_sign,
+        topk,
+        block_topk,
+        randomk,
+        threshold,
+        low_rank,
+        dct,
+        zfp,
+        bounded,
+    )
+}
 
 
 def names() -> tuple[str, ...]:
@@ -66,8 +90,9 @@ def make(name: str, **given: Any) -> Codec:
     known = options(name)
     for option in given:
         if option not in known:
-            raise ValueError(f"codec {name!r} has no option {option!r}; "
-                             + (f"use {', '.join(known)}" if known else "it has none, leave it out"))
+            raise ValueError(
+                f"codec {name!r} has no option {option!r}; " + (f"use {', '.join(known)}" if known else "it has none, leave it out")
+            )
     for option, value in given.items():
         if isinstance(known[option], Codec):
             if not isinstance(value, str | Codec):

@@ -5,8 +5,7 @@ import math
 import jax
 import jax.numpy as jnp
 
-from decjax.codecs import bits
-from decjax.codecs import noise
+from decjax.codecs import bits, noise
 from decjax.codecs.codec import Codec, Traits, by_rows, from_rows, rows, working_dtype
 
 
@@ -30,7 +29,8 @@ def sign() -> Codec:
         name="sign",
         encode=lambda x, state, key: _sign_bits(x),
         decode=lambda message, shape, dtype: _signs(message, math.prod(shape), dtype).reshape(shape),
-        num_bytes=lambda shape, dtype: bits.packed_bytes(math.prod(shape), 1))
+        num_bytes=lambda shape, dtype: bits.packed_bytes(math.prod(shape), 1),
+    )
 
 
 def scaled_sign(block: int = 1024) -> Codec:
@@ -63,8 +63,13 @@ def scaled_sign(block: int = 1024) -> Codec:
         size = math.prod(shape)
         return bits.packed_bytes(size, 1) + jnp.dtype(working_dtype(dtype)).itemsize * math.ceil(size / block)
 
-    return Codec(name="scaled_sign", encode=encode, decode=decode, num_bytes=num_bytes,
-                 traits=Traits(contractive=lambda shape: 1 / min(block, max(1, math.prod(shape)))))
+    return Codec(
+        name="scaled_sign",
+        encode=encode,
+        decode=decode,
+        num_bytes=num_bytes,
+        traits=Traits(contractive=lambda shape: 1 / min(block, max(1, math.prod(shape)))),
+    )
 
 
 def natural() -> Codec:
@@ -76,6 +81,7 @@ def natural() -> Codec:
 
     Reference: Horváth et al. 2019, "Natural compression for distributed deep learning", Theorem 1.
     """
+
     def encode(x, state, key):
         del state
         pattern_P = jax.lax.bitcast_convert_type(x.ravel().astype(jnp.float32), jnp.uint32)
@@ -92,6 +98,9 @@ def natural() -> Codec:
         return jax.lax.bitcast_convert_type(pattern_P, jnp.float32).reshape(shape).astype(dtype)
 
     return Codec(
-        name="natural", encode=encode, decode=decode,
+        name="natural",
+        encode=encode,
+        decode=decode,
         num_bytes=lambda shape, dtype: math.prod(shape) + bits.packed_bytes(math.prod(shape), 1),
-        traits=Traits(unbiased=lambda size: 1 / 8, random=True))
+        traits=Traits(unbiased=lambda size: 1 / 8, random=True),
+    )

@@ -21,8 +21,7 @@ import math
 
 import jax.numpy as jnp
 
-from decjax.codecs import bits
-from decjax.codecs import noise
+from decjax.codecs import bits, noise
 from decjax.codecs.codec import Codec, Traits, by_rows, from_rows, magnitude, rows, working_dtype
 
 ROUNDINGS = ("nearest", "stochastic")
@@ -52,7 +51,7 @@ def quantized(name: str, *, levels: int, width: int, block: int, rounding: str, 
             return jnp.minimum(steps_MxB.astype(jnp.int32), 2 * levels).astype(jnp.uint8), scale_Mx1[:, 0] / levels
 
         codes_MxB, scales_M = by_rows(coded, x, block)
-        return {"codes": bits.pack(codes_MxB.ravel(), width)[:bits.packed_bytes(x.size, width)], "scales": scales_M}
+        return {"codes": bits.pack(codes_MxB.ravel(), width)[: bits.packed_bytes(x.size, width)], "scales": scales_M}
 
     def decode(message, shape, dtype):
         codes = bits.unpack(message["codes"], width, math.prod(shape))
@@ -72,8 +71,13 @@ def quantized(name: str, *, levels: int, width: int, block: int, rounding: str, 
     def delta(shape):
         return 1 / (1 + (min(block, max(1, math.prod(shape))) - 1) / (2 * levels) ** 2)
 
-    return Codec(name=name, encode=encode, decode=decode, num_bytes=num_bytes,
-                 traits=Traits(unbiased=omega, random=True) if stochastic else Traits(contractive=delta))
+    return Codec(
+        name=name,
+        encode=encode,
+        decode=decode,
+        num_bytes=num_bytes,
+        traits=Traits(unbiased=omega, random=True) if stochastic else Traits(contractive=delta),
+    )
 
 
 def integers(bits: int = 8, block: int = 256, rounding: str = "nearest") -> Codec:

@@ -39,8 +39,10 @@ def bounded(bound: float = 1e-3, bits_per_value: int = 8, group: int = 256, outl
     if bits_per_value not in range(2, 13):
         raise ValueError(f"bounded bits_per_value={bits_per_value!r} must be a whole number from 2 to 12")
     if not 1 <= group <= 2**16 or not (0 if raw else 1) <= outliers <= group:
-        raise ValueError(f"bounded group={group}, outliers={outliers}: a group has 1 to 65536 values, and room for at most as "
-                         "many outliers; with raw=False for at least one")
+        raise ValueError(
+            f"bounded group={group}, outliers={outliers}: a group has 1 to 65536 values, and room for at most as "
+            "many outliers; with raw=False for at least one"
+        )
     levels = 2 ** (bits_per_value - 1) - 1
 
     def plan(size):
@@ -71,8 +73,11 @@ def bounded(bound: float = 1e-3, bits_per_value: int = 8, group: int = 256, outl
         outlier_OxM = jnp.take_along_axis(x_GxM, where_OxM, axis=0)
         if not raw:  # A clipped infinity must not pass for a number.
             outlier_OxM = jnp.where(jnp.isfinite(x_GxM).all(axis=0), outlier_OxM, jnp.nan)
-        message = {"codes": bits.pack((code_GxM + levels).astype(jnp.uint32).ravel(), bits_per_value),
-                   "outliers": outlier_OxM, "where": where_OxM.astype(bits.index_dtype(G))}
+        message = {
+            "codes": bits.pack((code_GxM + levels).astype(jnp.uint32).ravel(), bits_per_value),
+            "outliers": outlier_OxM,
+            "where": where_OxM.astype(bits.index_dtype(G)),
+        }
         if raw:
             overflow_M = (~fits_GxM & (place_GxM < before)).any(axis=0)
             message |= {"overflow": bits.pack(overflow_M.astype(jnp.uint8), 1), "raw": jnp.where(overflow_M, x_GxM, 0)}

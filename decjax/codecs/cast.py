@@ -28,7 +28,8 @@ def _cast(name: str, dtype: Any, traits: Traits) -> Codec:
         encode=lambda x, state, key: _rounded_bits(x, dtype),
         decode=lambda message, shape, out: jax.lax.bitcast_convert_type(message, dtype).astype(out),
         num_bytes=lambda shape, out: 2 * math.prod(shape),
-        traits=traits)
+        traits=traits,
+    )
 
 
 def identity() -> Codec:
@@ -38,7 +39,8 @@ def identity() -> Codec:
         encode=lambda x, state, key: x,
         decode=lambda message, shape, dtype: message.astype(dtype),
         num_bytes=lambda shape, dtype: jnp.dtype(dtype).itemsize * math.prod(shape),
-        traits=Traits(linear=True, unbiased=lambda size: 0.0, contractive=lambda shape: 1.0))
+        traits=Traits(linear=True, unbiased=lambda size: 0.0, contractive=lambda shape: 1.0),
+    )
 
 
 def bfloat16() -> Codec:
@@ -73,7 +75,7 @@ def _float8(name: str, dtype: Any, block: int) -> Codec:
             return _rounded_bits(jnp.clip(x_MxB * inverse_Mx1, -largest, largest), dtype), scale_Mx1[:, 0]
 
         values_MxB, scales_M = by_rows(coded, x, block)
-        return {"values": values_MxB.ravel()[:x.size], "scales": scales_M}
+        return {"values": values_MxB.ravel()[: x.size], "scales": scales_M}
 
     def decode(message, shape, out):
         values = jax.lax.bitcast_convert_type(message["values"], dtype).astype(message["scales"].dtype)
@@ -85,10 +87,14 @@ def _float8(name: str, dtype: Any, block: int) -> Codec:
         return 4.0**-precision + count * (float(info.smallest_subnormal) / 2 / largest) ** 2
 
     return Codec(
-        name=name, encode=encode, decode=decode,
-        num_bytes=lambda shape, out: (math.prod(shape)
-                                      + jnp.dtype(working_dtype(out)).itemsize * math.ceil(math.prod(shape) / block)),
-        traits=Traits(contractive=lambda shape: 1 - error(shape)))
+        name=name,
+        encode=encode,
+        decode=decode,
+        num_bytes=lambda shape, out: (
+            math.prod(shape) + jnp.dtype(working_dtype(out)).itemsize * math.ceil(math.prod(shape) / block)
+        ),
+        traits=Traits(contractive=lambda shape: 1 - error(shape)),
+    )
 
 
 def float8_e4m3(block: int = 256) -> Codec:

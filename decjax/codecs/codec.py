@@ -17,7 +17,6 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-
 _LANES = 16  # float32 in a vector register
 
 
@@ -104,7 +103,7 @@ def by_rows(function: Callable[[jax.Array, int], Any], x: jax.Array, length: int
 
 def from_rows(x_MxB: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
     """The inverse of `rows`."""
-    return x_MxB.ravel()[:math.prod(shape)].reshape(shape).astype(dtype)
+    return x_MxB.ravel()[: math.prod(shape)].reshape(shape).astype(dtype)
 
 
 def magnitude(x_MxB: jax.Array) -> jax.Array:
@@ -159,14 +158,15 @@ def of_any_shape(codec: Codec) -> Codec:
         return seen_shape(codec, tuple(shape), working_dtype(dtype))
 
     contractive = codec.traits.contractive
-    traits = dataclasses.replace(
-        codec.traits, contractive=contractive and (lambda shape: contractive(seen(shape, jnp.float32))))
+    traits = dataclasses.replace(codec.traits, contractive=contractive and (lambda shape: contractive(seen(shape, jnp.float32))))
     return dataclasses.replace(
-        codec, traits=traits,
+        codec,
+        traits=traits,
         init=lambda shape, dtype: codec.init(seen(shape, dtype), dtype),
         encode=lambda x, state, key: codec.encode(x.reshape(seen(x.shape, x.dtype)), state, key),
         decode=lambda message, shape, dtype: codec.decode(message, seen(shape, dtype), dtype).reshape(shape),
-        num_bytes=lambda shape, dtype: codec.num_bytes(seen(shape, dtype), dtype))
+        num_bytes=lambda shape, dtype: codec.num_bytes(seen(shape, dtype), dtype),
+    )
 
 
 def finite(tree: Any) -> jax.Array:

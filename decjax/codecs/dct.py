@@ -16,8 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from decjax.codecs import bits
-from decjax.codecs import cast
+from decjax.codecs import bits, cast
 from decjax.codecs.codec import Codec, Traits, matrix_shape, working_dtype
 from decjax.codecs.sparse import check_fraction, check_values, largest
 
@@ -54,8 +53,9 @@ def dct(fraction: float = 1 / 128, chunk: int = 64, values: Codec = cast.identit
         (I, J), (c, d), (m, n), k = plan(x.shape)
         dtype = working_dtype(x.dtype)
         x_IxJ = jnp.pad(x.reshape(I, J).astype(dtype), ((0, m * c - I), (0, n * d - J)))
-        coefficients_MxC = jnp.einsum("ui,minj,vj->mnuv", _basis(c, dtype), x_IxJ.reshape(m, c, n, d), _basis(d, dtype),
-                                      precision=jax.lax.Precision.HIGHEST).reshape(m * n, c * d)
+        coefficients_MxC = jnp.einsum(
+            "ui,minj,vj->mnuv", _basis(c, dtype), x_IxJ.reshape(m, c, n, d), _basis(d, dtype), precision=jax.lax.Precision.HIGHEST
+        ).reshape(m * n, c * d)
         magnitude_MxC = jnp.where(jnp.isnan(coefficients_MxC), jnp.inf, jnp.abs(coefficients_MxC))
         where_Mxk = largest(magnitude_MxC, k)
         sent_Mxk = jnp.take_along_axis(coefficients_MxC, where_Mxk, axis=1)
@@ -65,10 +65,18 @@ def dct(fraction: float = 1 / 128, chunk: int = 64, values: Codec = cast.identit
         (I, J), (c, d), (m, n), k = plan(shape)
         wide = working_dtype(dtype)
         sent_Mxk = values.decode(message["values"], (m * n * k,), wide).reshape(m * n, k)
-        coefficients_MxC = jnp.zeros((m * n, c * d), wide).at[
-            jnp.arange(m * n)[:, None], message["where"].astype(jnp.int32)].set(sent_Mxk, unique_indices=True)
-        x_IxJ = jnp.einsum("ui,mnuv,vj->minj", _basis(c, wide), coefficients_MxC.reshape(m, n, c, d), _basis(d, wide),
-                           precision=jax.lax.Precision.HIGHEST).reshape(m * c, n * d)
+        coefficients_MxC = (
+            jnp.zeros((m * n, c * d), wide)
+            .at[jnp.arange(m * n)[:, None], message["where"].astype(jnp.int32)]
+            .set(sent_Mxk, unique_indices=True)
+        )
+        x_IxJ = jnp.einsum(
+            "ui,mnuv,vj->minj",
+            _basis(c, wide),
+            coefficients_MxC.reshape(m, n, c, d),
+            _basis(d, wide),
+            precision=jax.lax.Precision.HIGHEST,
+        ).reshape(m * c, n * d)
         return x_IxJ[:I, :J].reshape(shape).astype(dtype)
 
     def num_bytes(shape, dtype):
@@ -82,5 +90,6 @@ def dct(fraction: float = 1 / 128, chunk: int = 64, values: Codec = cast.identit
         _, chunks, grid, k = plan(shape)
         return k / math.prod(chunks) * inner((math.prod(grid) * k,))
 
-    return Codec(name="dct", encode=encode, decode=decode, num_bytes=num_bytes,
-                 traits=Traits(contractive=inner and delta, matrix=True))
+    return Codec(
+        name="dct", encode=encode, decode=decode, num_bytes=num_bytes, traits=Traits(contractive=inner and delta, matrix=True)
+    )

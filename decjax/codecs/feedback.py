@@ -66,11 +66,14 @@ class Feedback(NamedTuple):
 def _feedback(codec: Codec, wanted, memorize, receive, relay, storage: Codec | None, momentum: bool = False) -> Feedback:
     """From `wanted(x, error, v) -> (what to encode, v)` and `memorize(what was encoded, ĉ, error) -> error`."""
     if storage and (storage.traits.matrix or storage.traits.state_key != "none"):
-        raise ValueError(f"error memory cannot be stored by codec {storage.name!r}, which keeps a state or needs matrices; use "
-                         "'int8'")
+        raise ValueError(
+            f"error memory cannot be stored by codec {storage.name!r}, which keeps a state or needs matrices; use 'int8'"
+        )
     if storage and storage.traits.contractive is None and storage.traits.unbiased is None:
-        raise ValueError(f"error memory cannot be stored by codec {storage.name!r}, which is neither contractive nor unbiased, so "
-                         "that errors of storing them add up; use 'int8'")
+        raise ValueError(
+            f"error memory cannot be stored by codec {storage.name!r}, which is neither contractive nor unbiased, so "
+            "that errors of storing them add up; use 'int8'"
+        )
 
     def store(error, key):
         return storage.encode(error, (), key) if storage else error
@@ -90,9 +93,11 @@ def _feedback(codec: Codec, wanted, memorize, receive, relay, storage: Codec | N
         lost = memorize(target, arrived, error)
         # Whether h advances must follow from the message alone, as at a receiver; a sum with what is not finite is not finite.
         ok, ok_v = finite((arrived, lost)), finite(v)
-        return message, Memory(codec.advance(memory.codec, message),
-                               jax.tree.map(lambda new, old: jnp.where(ok, new, old), store(lost, storage_key), memory.error),
-                               jax.tree.map(lambda new, old: jnp.where(ok_v, new, old), v, memory.momentum))
+        return message, Memory(
+            codec.advance(memory.codec, message),
+            jax.tree.map(lambda new, old: jnp.where(ok, new, old), store(lost, storage_key), memory.error),
+            jax.tree.map(lambda new, old: jnp.where(ok_v, new, old), v, memory.momentum),
+        )
 
     return Feedback(codec, init, encode, receive, relay, builds=receive is _add)
 
@@ -115,8 +120,14 @@ def residual(codec: Codec, decay: float = 1.0, storage: Codec | None = None) -> 
         storage: the form in which e is kept; None: in full.
     """
     _check_share("residual", "decay", decay, at_most_one=True)
-    return _feedback(codec, lambda x, e, v: (decay * e + x, v), lambda target, arrived, e: target - arrived, _replace,
-                     lambda: residual(codec, storage=storage), storage)
+    return _feedback(
+        codec,
+        lambda x, e, v: (decay * e + x, v),
+        lambda target, arrived, e: target - arrived,
+        _replace,
+        lambda: residual(codec, storage=storage),
+        storage,
+    )
 
 
 def momentum(codec: Codec, beta: float = 0.9, storage: Codec | None = None) -> Feedback:
@@ -133,8 +144,15 @@ def momentum(codec: Codec, beta: float = 0.9, storage: Codec | None = None) -> F
         v = beta * v + x
         return e + v, v
 
-    return _feedback(codec, wanted, lambda target, arrived, e: target - arrived, _replace,
-                     lambda: residual(codec, storage=storage), storage, momentum=True)
+    return _feedback(
+        codec,
+        wanted,
+        lambda target, arrived, e: target - arrived,
+        _replace,
+        lambda: residual(codec, storage=storage),
+        storage,
+        momentum=True,
+    )
 
 
 def ef21(codec: Codec, beta: float = 0.0, storage: Codec | None = None) -> Feedback:
@@ -147,8 +165,10 @@ def ef21(codec: Codec, beta: float = 0.0, storage: Codec | None = None) -> Feedb
     """
     _check_share("ef21", "beta", beta)
     if storage:
-        raise ValueError(f"ef21 with storage={storage.name!r}: its memory is held by receivers as well and must be exact; "
-                         "use residual, or no storage")
+        raise ValueError(
+            f"ef21 with storage={storage.name!r}: its memory is held by receivers as well and must be exact; "
+            "use residual, or no storage"
+        )
 
     def wanted(x, h, v):
         v = beta * v + (1 - beta) * x if beta else x
@@ -199,8 +219,10 @@ def contractive(codec: Codec) -> Codec:
     if codec.traits.contractive is not None:
         return codec
     if codec.traits.unbiased is None:
-        raise ValueError(f"codec {codec.name!r} is neither contractive nor unbiased, so the memory of its errors may grow without "
-                         "bound; use one that is, such as 'int8' or 'topk'")
+        raise ValueError(
+            f"codec {codec.name!r} is neither contractive nor unbiased, so the memory of its errors may grow without "
+            "bound; use one that is, such as 'int8' or 'topk'"
+        )
     return contracted(codec)
 
 

@@ -17,10 +17,9 @@ import math
 import jax
 import jax.numpy as jnp
 
-from decjax.codecs import cast
-from decjax.codecs import noise
-from decjax.codecs.sparse import check_values
+from decjax.codecs import cast, noise
 from decjax.codecs.codec import Codec, Traits, finite, matrix_shape, working_dtype
+from decjax.codecs.sparse import check_values
 
 HIGHEST = jax.lax.Precision.HIGHEST  # Factors are what is sent: they must not be computed in half of float32.
 
@@ -53,8 +52,10 @@ def low_rank(rank: int = 4, values: Codec = cast.identity()) -> Codec:
     def view(shape):
         matrix = matrix_shape(tuple(shape))
         if matrix and rank > min(matrix):
-            raise ValueError(f"low_rank rank={rank} exceeds {min(matrix)}, the smaller side of {tuple(shape)} as a "
-                             f"{matrix[0]}x{matrix[1]} matrix; use rank={min(matrix)} or less")
+            raise ValueError(
+                f"low_rank rank={rank} exceeds {min(matrix)}, the smaller side of {tuple(shape)} as a "
+                f"{matrix[0]}x{matrix[1]} matrix; use rank={min(matrix)} or less"
+            )
         return matrix
 
     def start(columns, dtype):
@@ -106,5 +107,12 @@ def low_rank(rank: int = 4, values: Codec = cast.identity()) -> Codec:
         epsilon = lost * (1 + rank**0.5 * (1 + lost))
         return max(0.0, 1 - (1 + epsilon) * (1 - (1 - epsilon) * kept))
 
-    return Codec(name="low_rank", encode=encode, decode=decode, num_bytes=num_bytes, init=init, advance=advance,
-                 traits=Traits(contractive=delta if values.traits.contractive else None, state_key="tensor", matrix=True))
+    return Codec(
+        name="low_rank",
+        encode=encode,
+        decode=decode,
+        num_bytes=num_bytes,
+        init=init,
+        advance=advance,
+        traits=Traits(contractive=delta if values.traits.contractive else None, state_key="tensor", matrix=True),
+    )

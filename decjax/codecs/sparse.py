@@ -20,9 +20,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from decjax.codecs import bits
-from decjax.codecs import cast
-from decjax.codecs import noise
+from decjax.codecs import bits, cast, noise
 from decjax.codecs.codec import Codec, Traits, working_dtype
 
 GROUP = 8  # of the first of two selections
@@ -78,8 +76,10 @@ def _bisected(x_P: jax.Array, k: int) -> jax.Array:
 
     t, _ = jax.lax.while_loop(lambda bounds: bounds[0] < bounds[1], halved, (jnp.maximum(x_P.min(), 0), x_P.max()))
     padded_Wx32 = jnp.pad(x_P, (0, -x_P.size % 32), constant_values=-1).reshape(-1, 32)
-    words = [(chosen.astype(jnp.uint32) << jnp.arange(32, dtype=jnp.uint32)).sum(axis=1, dtype=jnp.uint32)
-             for chosen in (padded_Wx32 > t, padded_Wx32 == t)]
+    words = [
+        (chosen.astype(jnp.uint32) << jnp.arange(32, dtype=jnp.uint32)).sum(axis=1, dtype=jnp.uint32)
+        for chosen in (padded_Wx32 > t, padded_Wx32 == t)
+    ]
     return bits.first_set(jnp.concatenate(words), k) % padded_Wx32.size
 
 
@@ -109,8 +109,7 @@ def _sparse(name: str, count, select, positions, num_index_bytes, values: Codec,
         if not size:
             return jnp.zeros(shape, dtype)
         chosen_k = values.decode(message["values"], (count(size),), dtype)
-        flat = jnp.zeros(size, dtype).at[positions(message["where"], size)].set(
-            chosen_k, mode="drop", unique_indices=True)
+        flat = jnp.zeros(size, dtype).at[positions(message["where"], size)].set(chosen_k, mode="drop", unique_indices=True)
         return flat.reshape(shape)
 
     def num_bytes(shape, dtype):
@@ -154,8 +153,9 @@ def threshold(multiple: float = 1.0, fraction: float = 0.01, values: Codec = cas
 def _topk(name: str, fraction: float, k: int | None, multiple: float, values: Codec) -> Codec:
     check_fraction(name, fraction)
     if k is not None and (type(k) is not int or k < 1):
-        raise ValueError(f"{name} k={k} must be a whole number of at least 1; k=1 sends one value of a tensor, fraction=0.01 one "
-                         "of a hundred")
+        raise ValueError(
+            f"{name} k={k} must be a whole number of at least 1; k=1 sends one value of a tensor, fraction=0.01 one of a hundred"
+        )
 
     def count(size):
         return min(size, k if k is not None else math.ceil(fraction * size))
@@ -177,9 +177,15 @@ def _topk(name: str, fraction: float, k: int | None, multiple: float, values: Co
         size = max(1, math.prod(shape))
         return count(size) / size if not multiple else 1 / size
 
-    return _sparse(name, count, select, lambda where, size: where.astype(jnp.int32),
-                   lambda size: count(size) * bits.index_dtype(size).itemsize, values,
-                   kept=delta if multiple <= 1 else None)
+    return _sparse(
+        name,
+        count,
+        select,
+        lambda where, size: where.astype(jnp.int32),
+        lambda size: count(size) * bits.index_dtype(size).itemsize,
+        values,
+        kept=delta if multiple <= 1 else None,
+    )
 
 
 def block_topk(fraction: float = 0.01, k: int = 1, values: Codec = cast.identity()) -> Codec:
@@ -198,8 +204,9 @@ def block_topk(fraction: float = 0.01, k: int = 1, values: Codec = cast.identity
         raise ValueError(f"block_topk k={k} must be at least 1 value of each group")
     group = math.ceil(k / fraction)
     if group > 2**12:
-        raise ValueError(f"block_topk of k={k} in groups of {group}: groups may have 4096 values; use a larger fraction or a "
-                         "smaller k")
+        raise ValueError(
+            f"block_topk of k={k} in groups of {group}: groups may have 4096 values; use a larger fraction or a smaller k"
+        )
     low = jnp.uint32(2 ** (group - 1).bit_length() - 1)
 
     def lanes(size):
@@ -230,9 +237,15 @@ def block_topk(fraction: float = 0.01, k: int = 1, values: Codec = cast.identity
     def positions(where, size):
         return (where.reshape(k, -1).astype(jnp.int32) * lanes(size) + jnp.arange(lanes(size))).ravel()
 
-    return _sparse("block_topk", lambda size: k * lanes(size), select, positions,
-                   lambda size: k * lanes(size) * bits.index_dtype(group).itemsize, values,
-                   kept=lambda shape: k / group * (1 - 2 * float(low) / 2**23))
+    return _sparse(
+        "block_topk",
+        lambda size: k * lanes(size),
+        select,
+        positions,
+        lambda size: k * lanes(size) * bits.index_dtype(group).itemsize,
+        values,
+        kept=lambda shape: k / group * (1 - 2 * float(low) / 2**23),
+    )
 
 
 def randomk(fraction: float = 0.01, unbiased: bool = False, values: Codec = cast.identity()) -> Codec:
@@ -264,6 +277,15 @@ def randomk(fraction: float = 0.01, unbiased: bool = False, values: Codec = cast
         chosen = x_P.at[positions(where, x_P.size)].get(mode="fill", fill_value=0)
         return chosen * group if unbiased else chosen, where
 
-    return _sparse("randomk", lanes, select, positions, lambda size: 8, values, random=True, linear=values.traits.linear,
-                   kept=None if unbiased else lambda shape: 1 / group,
-                   unbiased=(lambda size: group - 1.0) if unbiased and values.traits.linear else None)
+    return _sparse(
+        "randomk",
+        lanes,
+        select,
+        positions,
+        lambda size: 8,
+        values,
+        random=True,
+        linear=values.traits.linear,
+        kept=None if unbiased else lambda shape: 1 / group,
+        unbiased=(lambda size: group - 1.0) if unbiased and values.traits.linear else None,
+    )

@@ -83,5 +83,10 @@ def zfp(rate: int = 8) -> Codec:
         return bits.packed_bytes(4 * blocks, planes) + blocks
 
     bound = 4 * (60 * 2.0**-rate) ** 2
-    return Codec(name="zfp", encode=encode, decode=decode, num_bytes=num_bytes,
-                 traits=Traits(contractive=(lambda shape: 1 - bound) if bound < 1 else None))
+    return Codec(
+        name="zfp",
+        encode=encode,
+        decode=decode,
+        num_bytes=num_bytes,
+        traits=Traits(contractive=(lambda shape: 1 - bound) if bound < 1 else None),
+    )

@@ -32,8 +32,7 @@ Parameters travel in a few flat buckets. Weighted sums are formed in at least fl
 it, and `fits` which codecs and topologies go together.
 """
 
-from decjax.gossip.check import check_exchange
-from decjax.gossip.check import check_stage_exchange
+from decjax.gossip.check import check_exchange, check_stage_exchange
 from decjax.gossip.compressed import beer, choco, deepsqueeze
 from decjax.gossip.fits import typical_contraction
 from decjax.gossip.mixer import LOCAL, Mixer, damp, every, mix, mix_due
@@ -44,7 +43,26 @@ from decjax.gossip.rounds import mix_round
 from decjax.gossip.schemes import CompressedState
 
 __all__ = [
-    "LOCAL", "CompressedState", "Mixer", "PowerState", "PushSumState", "ReplicaState", "accelerated", "beer", "check_exchange",
-    "check_stage_exchange", "choco", "damp", "dcd", "deepsqueeze", "every", "exact", "mix", "mix_due", "mix_round",
-    "power_gossip", "push_sum", "typical_contraction",
+    "LOCAL",
+    "CompressedState",
+    "Mixer",
+    "PowerState",
+    "PushSumState",
+    "ReplicaState",
+    "accelerated",
+    "beer",
+    "check_exchange",
+    "check_stage_exchange",
+    "choco",
+    "damp",
+    "dcd",
+    "deepsqueeze",
+    "every",
+    "exact",
+    "mix",
+    "mix_due",
+    "mix_round",
+    "power_gossip",
+    "push_sum",
+    "typical_contraction",
 ]

@@ -16,8 +16,10 @@ from decjax.topology import Topology
 
 DTYPES = (np.uint8, np.uint16, np.uint32, np.float32)  # What messages are made of, coded ones and whole ones.
 BROKEN = "the exchange is broken on this backend"
-FIX = {"stage": "refusing to train on wrong data (try another jax or driver version)",
-       "worker": "refusing to train on wrong data (try another jax or driver version, or topology 'complete')"}
+FIX = {
+    "stage": "refusing to train on wrong data (try another jax or driver version)",
+    "worker": "refusing to train on wrong data (try another jax or driver version, or topology 'complete')",
+}
 
 Permutations = Sequence[Sequence[tuple[int, int]]]
 
@@ -52,8 +54,10 @@ def check_exchange(workers: mesh.Workers, topology: Topology, permutations: Perm
     for phase, mixed_NxN in enumerate(mixed):
         wrong_N = np.abs(mixed_NxN - topology.matrix(phase)).max(axis=1) > 1e-5
         if wrong_N.any():
-            raise RuntimeError(f"{BROKEN}: in phase {phase} of topology {topology.name!r} worker "
-                               f"{np.flatnonzero(wrong_N)[0]} did not receive its neighbours' values; {FIX['worker']}")
+            raise RuntimeError(
+                f"{BROKEN}: in phase {phase} of topology {topology.name!r} worker "
+                f"{np.flatnonzero(wrong_N)[0]} did not receive its neighbours' values; {FIX['worker']}"
+            )
     _check_permutations(workers, permutations, workers.axis_name, "worker")
 
 
@@ -72,7 +76,7 @@ def check_stage_exchange(workers: mesh.Workers, permutations: Permutations) -> N
 
 def _check_permutations(workers, permutations, axis_name, what: str) -> None:
     permutations = list(dict.fromkeys(tuple(pairs) for pairs in permutations))
-    sizes = (workers.num_workers, workers.stages)[:workers.num_axes]
+    sizes = (workers.num_workers, workers.stages)[: workers.num_axes]
     bits = np.random.default_rng(0).integers(1, 2**32, (*sizes, 16), np.uint32)
     sent = [bits.astype(dtype) for dtype in DTYPES]
 
@@ -85,5 +89,6 @@ def _check_permutations(workers, permutations, axis_name, what: str) -> None:
         for x, arrived_x in zip(sent, arrived):
             for source, target in pairs:
                 if (np.take(arrived_x, target, axis) != np.take(x, source, axis)).any():
-                    raise RuntimeError(f"{BROKEN}: {what} {target} did not receive the {x.dtype} values of {what} {source}; "
-                                       f"{FIX[what]}")
+                    raise RuntimeError(
+                        f"{BROKEN}: {what} {target} did not receive the {x.dtype} values of {what} {source}; {FIX[what]}"
+                    )

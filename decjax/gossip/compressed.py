@@ -19,9 +19,7 @@ on all workers; afterwards parameters may be anything.
 Members of a node (topologies with L > 1) average exactly, and each exchanges its share of the mean.
 """
 
-from decjax import buckets
-from decjax import codecs
-from decjax import mesh
+from decjax import buckets, codecs, mesh
 from decjax.gossip import schemes
 from decjax.gossip.fits import check_contractive, check_doubly_stochastic, check_messages, strength
 from decjax.gossip.messages import Messages
@@ -29,8 +27,16 @@ from decjax.gossip.mixer import Mixer
 from decjax.topology import Topology
 
 
-def differences(topology: Topology, *, codec: codecs.Codec, rounds: int = 1, axis_name: mesh.AxisName = mesh.WORKER,
-                bucket_bytes: int = buckets.BUCKET_BYTES, seed: int = 0, alone: tuple[str, ...] = ()) -> Mixer:
+def differences(
+    topology: Topology,
+    *,
+    codec: codecs.Codec,
+    rounds: int = 1,
+    axis_name: mesh.AxisName = mesh.WORKER,
+    bucket_bytes: int = buckets.BUCKET_BYTES,
+    seed: int = 0,
+    alone: tuple[str, ...] = (),
+) -> Mixer:
     """Whole parameters are encoded and mixed as differences: x_i <- x_i + Σ_j w_ij (C(x_j) − C(x_i)).
 
     Nothing is remembered, so any graph will do, and what the codec loses comes back as noise of the size of C(x) − x.
@@ -54,9 +60,17 @@ def differences(topology: Topology, *, codec: codecs.Codec, rounds: int = 1, axi
     return schemes.scheme_mixer(schemes.differences(), Messages(topology, codec, axis_name, bucket_bytes, seed, alone), rounds)
 
 
-def deepsqueeze(topology: Topology, *, codec: codecs.Codec, gamma: float | None = None, rounds: int = 1,
-                 axis_name: mesh.AxisName = mesh.WORKER, bucket_bytes: int = buckets.BUCKET_BYTES, seed: int = 0,
-                 alone: tuple[str, ...] = ()) -> Mixer:
+def deepsqueeze(
+    topology: Topology,
+    *,
+    codec: codecs.Codec,
+    gamma: float | None = None,
+    rounds: int = 1,
+    axis_name: mesh.AxisName = mesh.WORKER,
+    bucket_bytes: int = buckets.BUCKET_BYTES,
+    seed: int = 0,
+    alone: tuple[str, ...] = (),
+) -> Mixer:
     """DeepSqueeze: whole parameters, with what earlier messages have lost.
 
         c_i = C(x_i + e_i)     e_i <- x_i + e_i − c_i     x_i <- x_i + γ Σ_j w_ij (c_j − c_i)
@@ -85,9 +99,17 @@ def deepsqueeze(topology: Topology, *, codec: codecs.Codec, gamma: float | None 
     return schemes.scheme_mixer(scheme, Messages(topology, codec, axis_name, bucket_bytes, seed, alone), rounds)
 
 
-def choco(topology: Topology, *, codec: codecs.Codec, gamma: float | None = None, rounds: int = 1,
-          axis_name: mesh.AxisName = mesh.WORKER, bucket_bytes: int = buckets.BUCKET_BYTES, seed: int = 0,
-          alone: tuple[str, ...] = ()) -> Mixer:
+def choco(
+    topology: Topology,
+    *,
+    codec: codecs.Codec,
+    gamma: float | None = None,
+    rounds: int = 1,
+    axis_name: mesh.AxisName = mesh.WORKER,
+    bucket_bytes: int = buckets.BUCKET_BYTES,
+    seed: int = 0,
+    alone: tuple[str, ...] = (),
+) -> Mixer:
     """CHOCO gossip: neighbours know an estimate x̂_i of each other, and what has changed since travels.
 
         c_i = C(x_i − x̂_i)     x̂_i <- x̂_i + c_i     x_i <- x_i + γ Σ_j w_ij (x̂_j − x̂_i)
@@ -118,9 +140,17 @@ def choco(topology: Topology, *, codec: codecs.Codec, gamma: float | None = None
     return schemes.scheme_mixer(scheme, Messages(topology, codec, axis_name, bucket_bytes, seed, alone), rounds)
 
 
-def beer(topology: Topology, *, codec: codecs.Codec, gamma: float | None = None, rounds: int = 1,
-         axis_name: mesh.AxisName = mesh.WORKER, bucket_bytes: int = buckets.BUCKET_BYTES, seed: int = 0,
-         alone: tuple[str, ...] = ()) -> Mixer:
+def beer(
+    topology: Topology,
+    *,
+    codec: codecs.Codec,
+    gamma: float | None = None,
+    rounds: int = 1,
+    axis_name: mesh.AxisName = mesh.WORKER,
+    bucket_bytes: int = buckets.BUCKET_BYTES,
+    seed: int = 0,
+    alone: tuple[str, ...] = (),
+) -> Mixer:
     """The mixer of BEER: `choco` on a static symmetric graph. BEER itself is `optim.track(inner, beer(…))`.
 
     Args:
@@ -139,8 +169,10 @@ def beer(topology: Topology, *, codec: codecs.Codec, gamma: float | None = None,
     """
     if not (topology.is_static and topology.is_symmetric):
         kind = "varies in time" if not topology.is_static else "is directed"
-        raise ValueError(f"mixer 'beer' needs a static symmetric graph, but topology {topology.name!r} {kind}; use 'ring', "
-                         "'torus' or 'hypercube', or mixer 'choco'")
+        raise ValueError(
+            f"mixer 'beer' needs a static symmetric graph, but topology {topology.name!r} {kind}; use 'ring', "
+            "'torus' or 'hypercube', or mixer 'choco'"
+        )
     check_messages("beer", topology, codec)
     check_contractive("beer", codec)
     scheme = schemes.choco(strength("beer", gamma, codec))

@@ -23,35 +23,47 @@ def check_messages(name: str, topology: Topology, codec: codecs.Codec | None) ->
     if codec.traits.state_key == "sample":
         raise ValueError(f"codec {codec.name!r} remembers samples of a batch, which parameters are not; use codec 'int8'")
     if not codec.traits.static_bytes:
-        raise ValueError(f"codec {codec.name!r} has messages of any size up to more than the values themselves, and gossip, "
-                         "whose messages are of one size, would send the largest; use 'bounded(raw=False)', with mixer "
-                         "'exact', or 'int8'")
+        raise ValueError(
+            f"codec {codec.name!r} has messages of any size up to more than the values themselves, and gossip, "
+            "whose messages are of one size, would send the largest; use 'bounded(raw=False)', with mixer "
+            "'exact', or 'int8'"
+        )
     sending = [round_ for round_ in topology.rounds if not is_mean(round_)]
     if not any(round_.shifts for round_ in sending):
-        raise ValueError(f"topology {topology.name!r} has no messages that a codec could encode, it averages over all workers; "
-                         "use a graph such as 'one_peer_exponential', or no codec")
+        raise ValueError(
+            f"topology {topology.name!r} has no messages that a codec could encode, it averages over all workers; "
+            "use a graph such as 'one_peer_exponential', or no codec"
+        )
     sizes = sorted({round_.group_size for round_ in sending})
     if len(sizes) > 1:
-        raise ValueError(f"topology {topology.name!r} exchanges between nodes of {sizes} workers, and a codec's memory is of one "
-                         "size; use a graph with nodes of one size, or mixer 'exact' without a codec")
+        raise ValueError(
+            f"topology {topology.name!r} exchanges between nodes of {sizes} workers, and a codec's memory is of one "
+            "size; use a graph with nodes of one size, or mixer 'exact' without a codec"
+        )
     if codec.traits.matrix and sizes[0] > 1:
-        raise ValueError(f"codec {codec.name!r} sees whole matrices, but in topology {topology.name!r} each of a node's "
-                         f"{sizes[0]} workers sends a share; use a codec such as 'int8', or local_size=1")
+        raise ValueError(
+            f"codec {codec.name!r} sees whole matrices, but in topology {topology.name!r} each of a node's "
+            f"{sizes[0]} workers sends a share; use a codec such as 'int8', or local_size=1"
+        )
 
 
 def check_contractive(name: str, codec: codecs.Codec) -> None:
     """Refuses a codec that loses more than there is."""
     unbiased = codec.traits.unbiased  # With ω < 1, what is lost is on average shorter than what is encoded.
     if codec.traits.contractive is None and not (unbiased and unbiased(NOISE_VALUES) < 1):
-        raise ValueError(f"mixer {name!r} needs a contractive codec, but what {codec.name!r} loses may be longer than what it "
-                         "encodes, and is fed back; use 'int8' or another contractive codec, or mixer 'exact'")
+        raise ValueError(
+            f"mixer {name!r} needs a contractive codec, but what {codec.name!r} loses may be longer than what it "
+            "encodes, and is fed back; use 'int8' or another contractive codec, or mixer 'exact'"
+        )
 
 
 def check_doubly_stochastic(name: str, topology: Topology) -> None:
     """Refuses a graph on which the mean would drift."""
     if not topology_lib.is_doubly_stochastic(topology):
-        raise ValueError(f"mixer {name!r} needs a doubly stochastic graph, but rows or columns of {topology.name!r} do not "
-                         "sum to one; use mixer 'push_sum', or a graph such as 'ring'")
+        raise ValueError(
+            f"mixer {name!r} needs a doubly stochastic graph, but rows or columns of {topology.name!r} do not "
+            "sum to one; use mixer 'push_sum', or a graph such as 'ring'"
+        )
 
 
 def typical_contraction(codec: codecs.Codec) -> float:
@@ -78,6 +90,7 @@ def strength(name: str, gamma: float | None, codec: codecs.Codec) -> float:
         kept = typical_contraction(codec)
         gamma = 1.0 if kept >= FINE else max(kept / 2, 1e-3)
     if not 0 < gamma <= 1:
-        raise ValueError(f"mixer {name!r} with gamma={gamma}: must be more than 0 and at most 1; leave it out to derive it "
-                         "from the codec")
+        raise ValueError(
+            f"mixer {name!r} with gamma={gamma}: must be more than 0 and at most 1; leave it out to derive it from the codec"
+        )
     return gamma

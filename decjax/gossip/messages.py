@@ -7,9 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from decjax import buckets
-from decjax import codecs
-from decjax import mesh
+from decjax import buckets, codecs, mesh
 from decjax.gossip.rounds import is_mean, layout_of, sent_bytes
 from decjax.topology import Topology
 
@@ -39,14 +37,18 @@ class Messages:
         layout = layout_of(params, self.topology, 0 if self.codec.traits.matrix else self.bucket_bytes, self.alone)
         encoded, plain = self._message_bytes(layout), layout.num_bytes / self.group_size
         if layout.buckets and encoded >= plain and self.codec.name != "identity":
-            raise ValueError(f"codec {self.codec.name!r} makes messages of {encoded} bytes of parameters that have {plain:.0f}; "
-                             "use fewer bits or values, another codec such as 'int8', or none")
+            raise ValueError(
+                f"codec {self.codec.name!r} makes messages of {encoded} bytes of parameters that have {plain:.0f}; "
+                "use fewer bits or values, another codec such as 'int8', or none"
+            )
         return layout
 
     def _message_bytes(self, layout: buckets.Layout) -> int:
         sizes = [bucket.size // self.group_size for bucket in layout.buckets]
-        return sum(self.codec.num_bytes(self.shape(layout, b, size), codecs.working_dtype(layout.buckets[b].dtype))
-                   for b, size in enumerate(sizes))
+        return sum(
+            self.codec.num_bytes(self.shape(layout, b, size), codecs.working_dtype(layout.buckets[b].dtype))
+            for b, size in enumerate(sizes)
+        )
 
     def shape(self, layout: buckets.Layout, bucket: int, size: int) -> tuple[int, ...]:
         """What the codec is shown of a bucket: values in a row, or an array as it is if the codec makes that smaller."""

@@ -103,8 +103,9 @@ def every(mixer: Mixer, period: int) -> Mixer:
     def num_bytes(params, phase):
         return np.zeros(mixer.num_workers) if phase == LOCAL else mixer.num_bytes(params, phase)
 
-    return mixer._replace(exchange=exchange, combine=combine, phase=phase, num_bytes=num_bytes,
-                          phases=range(LOCAL, mixer.phases.stop))
+    return mixer._replace(
+        exchange=exchange, combine=combine, phase=phase, num_bytes=num_bytes, phases=range(LOCAL, mixer.phases.stop)
+    )
 
 
 def damp(mixer: Mixer, strength: float | Callable[[jax.Array], jax.Array]) -> Mixer:
@@ -126,8 +127,9 @@ def damp(mixer: Mixer, strength: float | Callable[[jax.Array], jax.Array]) -> Mi
         if strength == 1:
             return mixer
     if mixer.weight:
-        raise ValueError("mixing strength other than 1 with mixer 'push_sum', whose weights have to be damped with its values; "
-                         "use its own gamma")
+        raise ValueError(
+            "mixing strength other than 1 with mixer 'push_sum', whose weights have to be damped with its values; use its own gamma"
+        )
 
     def combine(params, received, state, phase, step):
         mixed, state = mixer.combine(params, received, state, phase, step)

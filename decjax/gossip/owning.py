@@ -10,9 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from decjax import buckets
-from decjax import codecs
-from decjax import mesh
+from decjax import buckets, codecs, mesh
 from decjax import topology as topology_lib
 from decjax.gossip import schemes
 from decjax.gossip.fits import FINE, check_contractive, check_doubly_stochastic, check_messages, strength, typical_contraction
@@ -39,9 +37,17 @@ class ReplicaState(NamedTuple):
     drift: tuple  # d_i = Σ_j w_ij x⁻_j − x⁻_i, for each bucket
 
 
-def push_sum(topology: Topology, *, codec: codecs.Codec | None = None, gamma: float | None = None, rounds: int = 1,
-             axis_name: mesh.AxisName = mesh.WORKER, bucket_bytes: int = buckets.BUCKET_BYTES, seed: int = 0,
-             alone: tuple[str, ...] = ()) -> Mixer:
+def push_sum(
+    topology: Topology,
+    *,
+    codec: codecs.Codec | None = None,
+    gamma: float | None = None,
+    rounds: int = 1,
+    axis_name: mesh.AxisName = mesh.WORKER,
+    bucket_bytes: int = buckets.BUCKET_BYTES,
+    seed: int = 0,
+    alone: tuple[str, ...] = (),
+) -> Mixer:
     """Quantized push-sum: on directed graphs, where only columns of A sum to one, workers agree on Σ_i w_i / Σ_i y_i.
 
         w = y_i z_i     c_i = C(w_i − x̂_i)     x̂_i <- x̂_i + c_i
@@ -67,8 +73,10 @@ def push_sum(topology: Topology, *, codec: codecs.Codec | None = None, gamma: fl
         Assran et al. 2019, "Stochastic gradient push", arXiv 1811.10792.
     """
     if not topology_lib.is_column_stochastic(topology):
-        raise ValueError("mixer 'push_sum' keeps the sum over workers, so columns of W have to sum to one, and those of "
-                         f"topology {topology.name!r} do not; use 'directed_exponential' or 'random_digraph'")
+        raise ValueError(
+            "mixer 'push_sum' keeps the sum over workers, so columns of W have to sum to one, and those of "
+            f"topology {topology.name!r} do not; use 'directed_exponential' or 'random_digraph'"
+        )
     if codec:
         check_messages("push_sum", topology, codec)
         check_contractive("push_sum", codec)
@@ -93,6 +101,7 @@ def push_sum(topology: Topology, *, codec: codecs.Codec | None = None, gamma: fl
     def settle(mixed, stepped, state):
         def step(z, x):
             return (z + (x - z) / state.weight).astype(x.dtype) if is_floating(x) else x
+
         return jax.tree.map(step, mixed, stepped), state
 
     def num_bytes(params, phase):
@@ -101,16 +110,24 @@ def push_sum(topology: Topology, *, codec: codecs.Codec | None = None, gamma: fl
 
     # No restart: what neighbours know is of y_i z_i, which equal z do not make equal; and with y_i = 1 anew, all that y moves by
     # would have to be sent as changes of w.
-    return values._replace(init=init, exchange=exchange, settle=settle, num_bytes=num_bytes,
-                           restart=None, weight=lambda state: state.weight)
+    return values._replace(
+        init=init, exchange=exchange, settle=settle, num_bytes=num_bytes, restart=None, weight=lambda state: state.weight
+    )
 
 
 def _weight_dtype(params: Any) -> Any:
     return jnp.result_type(jnp.float32, *(x.dtype for x in jax.tree.leaves(params) if is_floating(x)))
 
 
-def dcd(topology: Topology, *, codec: codecs.Codec, axis_name: mesh.AxisName = mesh.WORKER,
-        bucket_bytes: int = buckets.BUCKET_BYTES, seed: int = 0, alone: tuple[str, ...] = ()) -> Mixer:
+def dcd(
+    topology: Topology,
+    *,
+    codec: codecs.Codec,
+    axis_name: mesh.AxisName = mesh.WORKER,
+    bucket_bytes: int = buckets.BUCKET_BYTES,
+    seed: int = 0,
+    alone: tuple[str, ...] = (),
+) -> Mixer:
     """DCD-PSGD: a worker moves by what its message says, so that its neighbours hold its very parameters.
 
         x½_i = Σ_j w_ij x_j + u_i     c_i = C(x½_i − x_i)     x_i <- x_i + c_i
@@ -138,15 +155,18 @@ def dcd(topology: Topology, *, codec: codecs.Codec, axis_name: mesh.AxisName = m
     round_, *others = topology.rounds
     if others or wire.group_size > 1:
         kind = "varies in time" if others else f"has nodes of {wire.group_size} workers"
-        raise ValueError("mixer 'dcd' needs a static graph of single workers, whose neighbours hear of every step, but "
-                         f"topology {topology.name!r} {kind}; use 'ring' or 'exponential', or mixer 'choco'")
+        raise ValueError(
+            "mixer 'dcd' needs a static graph of single workers, whose neighbours hear of every step, but "
+            f"topology {topology.name!r} {kind}; use 'ring' or 'exponential', or mixer 'choco'"
+        )
     if (kept := typical_contraction(codec)) < FINE:
-        raise ValueError(f"mixer 'dcd' loses for good what its codec does, and {codec.name!r} keeps {kept:.2g} of the energy "
-                         f"of noise, less than {FINE}; use 'int8', or mixer 'choco'")
+        raise ValueError(
+            f"mixer 'dcd' loses for good what its codec does, and {codec.name!r} keeps {kept:.2g} of the energy "
+            f"of noise, less than {FINE}; use 'int8', or mixer 'choco'"
+        )
 
     def encode(layout, vectors, codec_states, count):
-        return tuple(wire.encode(x_P, wire.shape(layout, b, x_P.size), codec_states[b], count, b)
-                     for b, x_P in enumerate(vectors))
+        return tuple(wire.encode(x_P, wire.shape(layout, b, x_P.size), codec_states[b], count, b) for b, x_P in enumerate(vectors))
 
     def decoders(layout, vectors):
         return [wire.decode(wire.shape(layout, b, x_P.size), x_P.dtype) for b, x_P in enumerate(vectors)]
@@ -170,8 +190,10 @@ def dcd(topology: Topology, *, codec: codecs.Codec, axis_name: mesh.AxisName = m
         layout = wire.layout(params)
         vectors = pack(layout, params)
         steps = [decode(message) for decode, message in zip(decoders(layout, vectors), state.message)]
-        drift = tuple(d + pull(message, c, decode, round_, axis_name) for d, message, c, decode in
-                      zip(state.drift, state.message, steps, decoders(layout, vectors)))
+        drift = tuple(
+            d + pull(message, c, decode, round_, axis_name)
+            for d, message, c, decode in zip(state.drift, state.message, steps, decoders(layout, vectors))
+        )
         known = tuple(x + c for x, c in zip(state.known, steps))
         codec_states = tuple(map(codec.advance, state.codec, state.message))
         mixed = unpack(layout, [x + d for x, d in zip(vectors, drift)], params)
@@ -185,6 +207,13 @@ def dcd(topology: Topology, *, codec: codecs.Codec, axis_name: mesh.AxisName = m
         moved = [known + decode(m) for known, decode, m in zip(state.known, decoders(layout, vectors), message)]
         return unpack(layout, moved, stepped), state._replace(count=state.count + 1, message=message)
 
-    return Mixer(init=init, exchange=exchange, phase=lambda step: 0 * step, phases=range(1), settle=settle,
-                 num_bytes=lambda params, phase: wire.num_bytes(params, [0]), num_workers=topology.num_workers,
-                 restart=lambda average, state: init(average, state.count))
+    return Mixer(
+        init=init,
+        exchange=exchange,
+        phase=lambda step: 0 * step,
+        phases=range(1),
+        settle=settle,
+        num_bytes=lambda params, phase: wire.num_bytes(params, [0]),
+        num_workers=topology.num_workers,
+        restart=lambda average, state: init(average, state.count),
+    )

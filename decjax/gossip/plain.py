@@ -5,18 +5,23 @@ import math
 import jax.numpy as jnp
 import numpy as np
 
-from decjax import buckets
-from decjax import codecs
-from decjax import mesh
+from decjax import buckets, codecs, mesh
 from decjax.gossip import compressed
 from decjax.gossip.mixer import Mixer
 from decjax.gossip.rounds import check_rounds, due, layout_of, mix_round, num_phases, sent_bytes
 from decjax.topology import Topology
 
 
-def exact(topology: Topology, *, rounds: int = 1, axis_name: mesh.AxisName = mesh.WORKER,
-          bucket_bytes: int = buckets.BUCKET_BYTES, codec: codecs.Codec | None = None, seed: int = 0,
-          alone: tuple[str, ...] = ()) -> Mixer:
+def exact(
+    topology: Topology,
+    *,
+    rounds: int = 1,
+    axis_name: mesh.AxisName = mesh.WORKER,
+    bucket_bytes: int = buckets.BUCKET_BYTES,
+    codec: codecs.Codec | None = None,
+    seed: int = 0,
+    alone: tuple[str, ...] = (),
+) -> Mixer:
     """Plain gossip: step t applies rounds tR … tR + R − 1 of the topology, x_i <- Σ_j W_ij x_j each.
 
     Args:
@@ -35,8 +40,9 @@ def exact(topology: Topology, *, rounds: int = 1, axis_name: mesh.AxisName = mes
         ValueError: if R < 1, or the codec has no messages to encode.
     """
     if codec:
-        return compressed.differences(topology, codec=codec, rounds=rounds, axis_name=axis_name, bucket_bytes=bucket_bytes,
-                                      seed=seed, alone=alone)
+        return compressed.differences(
+            topology, codec=codec, rounds=rounds, axis_name=axis_name, bucket_bytes=bucket_bytes, seed=seed, alone=alone
+        )
     check_rounds(rounds)
     cycle = num_phases(topology, rounds)
 
@@ -51,12 +57,19 @@ def exact(topology: Topology, *, rounds: int = 1, axis_name: mesh.AxisName = mes
         layout = layout_of(params, topology, bucket_bytes)
         return sum(sent_bytes(topology.rounds[index], layout) for index in due(topology, rounds, phase))
 
-    return Mixer(init=lambda params: (), exchange=exchange, phase=lambda step: step % cycle, phases=range(cycle),
-                 num_bytes=num_bytes, num_workers=topology.num_workers)
+    return Mixer(
+        init=lambda params: (),
+        exchange=exchange,
+        phase=lambda step: step % cycle,
+        phases=range(cycle),
+        num_bytes=num_bytes,
+        num_workers=topology.num_workers,
+    )
 
 
-def accelerated(topology: Topology, *, rounds: int, axis_name: mesh.AxisName = mesh.WORKER,
-                bucket_bytes: int = buckets.BUCKET_BYTES) -> Mixer:
+def accelerated(
+    topology: Topology, *, rounds: int, axis_name: mesh.AxisName = mesh.WORKER, bucket_bytes: int = buckets.BUCKET_BYTES
+) -> Mixer:
     """Accelerated gossip on a static symmetric graph: z_{r+1} = (1+η) W z_r − η z_{r−1}, with z_0 = z_{−1} = x.
 
     η = (1 − √(1−β²)) / (1 + √(1−β²)), β the second largest modulus of W's eigenvalues. The mean is preserved, and over
@@ -82,8 +95,10 @@ def accelerated(topology: Topology, *, rounds: int, axis_name: mesh.AxisName = m
     check_rounds(rounds)
     if topology.period != 1 or not topology.is_symmetric:
         kind = f"varies over a period of {topology.period}" if topology.period != 1 else "is not symmetric"
-        raise ValueError(f"accelerated gossip needs a static symmetric graph, but topology {topology.name!r} {kind}; "
-                         "use 'ring', 'torus' or 'hypercube', or plain rounds")
+        raise ValueError(
+            f"accelerated gossip needs a static symmetric graph, but topology {topology.name!r} {kind}; "
+            "use 'ring', 'torus' or 'hypercube', or plain rounds"
+        )
     W_NxN = topology.matrix(0)
     # Eigenvalues of disagreement: of W without that of the mean.
     eigenvalues = np.linalg.eigvalsh(W_NxN - np.full_like(W_NxN, 1 / topology.num_workers))
@@ -94,8 +109,10 @@ def accelerated(topology: Topology, *, rounds: int, axis_name: mesh.AxisName = m
     for _ in range(rounds):
         before, now = now, (1 + eta) * eigenvalues * now - eta * before
     if np.abs(now).max() >= beta**rounds:
-        raise ValueError(f"accelerated gossip contracts by {np.abs(now).max():.3g} over rounds={rounds} on topology "
-                         f"{topology.name!r}, plain rounds by {beta**rounds:.3g}; use more rounds, or plain ones")
+        raise ValueError(
+            f"accelerated gossip contracts by {np.abs(now).max():.3g} over rounds={rounds} on topology "
+            f"{topology.name!r}, plain rounds by {beta**rounds:.3g}; use more rounds, or plain ones"
+        )
     plain = exact(topology, rounds=rounds, axis_name=axis_name, bucket_bytes=bucket_bytes)
 
     def exchange(params, state, phase):

@@ -16,15 +16,13 @@ arXiv 2008.01425, algorithms 1 and 2.
 """
 
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from decjax import buckets
-from decjax import codecs
-from decjax import mesh
+from decjax import buckets, codecs, mesh
 from decjax import topology as topology_lib
 from decjax.gossip.mixer import Mixer, is_floating
 from decjax.topology import Round, Topology, coloring
@@ -59,8 +57,14 @@ def _matchings(round_: Round) -> tuple[_Matching, ...]:
     return tuple(found)
 
 
-def power_gossip(topology: Topology, *, rank: int, axis_name: mesh.AxisName = mesh.WORKER,
-                 bucket_bytes: int = buckets.BUCKET_BYTES, seed: int = 0) -> Mixer:
+def power_gossip(
+    topology: Topology,
+    *,
+    rank: int,
+    axis_name: mesh.AxisName = mesh.WORKER,
+    bucket_bytes: int = buckets.BUCKET_BYTES,
+    seed: int = 0,
+) -> Mixer:
     """Gossip of which only R columns travel for each matrix, and each edge; see the module's equations.
 
     An array is the matrix I×J that `codecs.matrix_shape` sees in it: a stack of L scanned layers is one of L·I×J, and R columns
@@ -84,11 +88,15 @@ def power_gossip(topology: Topology, *, rank: int, axis_name: mesh.AxisName = me
     if rank < 1:
         raise ValueError(f"mixer 'power_gossip' with rank={rank}: at least one column has to travel; use rank 1, 2 or 4")
     if not (topology.is_symmetric and topology_lib.is_doubly_stochastic(topology)):
-        raise ValueError("mixer 'power_gossip' iterates over edges that carry messages both ways, but topology "
-                         f"{topology.name!r} is not symmetric; use 'ring', or 'one_peer_exponential' with pairwise=True")
+        raise ValueError(
+            "mixer 'power_gossip' iterates over edges that carry messages both ways, but topology "
+            f"{topology.name!r} is not symmetric; use 'ring', or 'one_peer_exponential' with pairwise=True"
+        )
     if (size := max(round_.group_size for round_ in topology.rounds)) > 1:
-        raise ValueError(f"mixer 'power_gossip' needs whole matrices on every worker, but in topology {topology.name!r} each "
-                         f"of a node's {size} workers sends a share; use local_size=1, or mixer 'choco'")
+        raise ValueError(
+            f"mixer 'power_gossip' needs whole matrices on every worker, but in topology {topology.name!r} each "
+            f"of a node's {size} workers sends a share; use local_size=1, or mixer 'choco'"
+        )
     period = topology.period
     matchings = tuple(map(_matchings, topology.rounds))
 
@@ -104,12 +112,15 @@ def power_gossip(topology: Topology, *, rank: int, axis_name: mesh.AxisName = me
     def init(params):
         matrices = [x for x in jax.tree.leaves(params) if view(x)]
         if not matrices:
-            raise ValueError(f"mixer 'power_gossip' with rank={rank}: no array has both sides that long; use a smaller rank, "
-                             "or mixer 'exact'")
+            raise ValueError(
+                f"mixer 'power_gossip' with rank={rank}: no array has both sides that long; use a smaller rank, or mixer 'exact'"
+            )
 
         def sides(side):
-            return tuple(tuple(tuple(start(x, side, 2 * m + 1 - side) for m, x in enumerate(matrices)) for _ in edges)
-                         for edges in matchings)
+            return tuple(
+                tuple(tuple(start(x, side, 2 * m + 1 - side) for m, x in enumerate(matrices)) for _ in edges) for edges in matchings
+            )
+
         return PowerState(sides(0), sides(1))
 
     def message(params, bases, odd: bool):
@@ -149,7 +160,7 @@ def power_gossip(topology: Topology, *, rank: int, axis_name: mesh.AxisName = me
                     after.append(codecs.revived(difference, next(before)))
                 mixed[k] -= jnp.where(weight == 0, 0, weight.astype(mixed[k].dtype) * step)
             news.append(tuple(after))
-        found = (*found[:index], tuple(news), *found[index + 1:])
+        found = (*found[:index], tuple(news), *found[index + 1 :])
         state = PowerState(known, found) if odd else PowerState(found, known)
         return treedef.unflatten([m.astype(x.dtype) for m, x in zip(mixed, leaves)]), state
 
@@ -163,9 +174,15 @@ def power_gossip(topology: Topology, *, rank: int, axis_name: mesh.AxisName = me
             sent += (matching.weights_N != 0) * buckets.layout(own, bucket_bytes=bucket_bytes).num_bytes
         return sent
 
-    return Mixer(init=init, exchange=exchange, phase=lambda step: step % (2 * period), phases=range(2 * period),
-                 num_bytes=num_bytes, num_workers=topology.num_workers,
-                 permutations=tuple(matching.pairs for edges in matchings for matching in edges))
+    return Mixer(
+        init=init,
+        exchange=exchange,
+        phase=lambda step: step % (2 * period),
+        phases=range(2 * period),
+        num_bytes=num_bytes,
+        num_workers=topology.num_workers,
+        permutations=tuple(matching.pairs for edges in matchings for matching in edges),
+    )
 
 
 def _dot(x_IxK: jax.Array, y_KxJ: jax.Array) -> jax.Array:

@@ -8,8 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from decjax import buckets
-from decjax import mesh
+from decjax import buckets, mesh
 from decjax.topology import Round, Shift, Topology
 
 
@@ -56,8 +55,7 @@ def mix_round(x_P: jax.Array, round_: Round, axis_name: mesh.AxisName) -> jax.Ar
     return mesh.gather(mixed.astype(x_P.dtype), L, axis_name)
 
 
-def pull(message: Any, own: jax.Array, decode: Callable[[Any], jax.Array], round_: Round,
-         axis_name: mesh.AxisName) -> jax.Array:
+def pull(message: Any, own: jax.Array, decode: Callable[[Any], jax.Array], round_: Round, axis_name: mesh.AxisName) -> jax.Array:
     """Where neighbours draw a worker: Σ_j W_ij c_j − c_i, from messages that stand for c.
 
     Its sum over workers is zero where columns of W sum to one, whatever the messages have lost.

@@ -6,8 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from decjax import codecs
-from decjax import mesh
+from decjax import codecs, mesh
 from decjax.gossip.messages import Messages
 from decjax.gossip.mixer import Mixer
 from decjax.gossip.rounds import check_rounds, due, is_mean, num_phases, own_weight, pull
@@ -40,6 +39,7 @@ def deepsqueeze(gamma: float) -> Scheme:
 
     def merge(x, c, pulled, error):
         return x + gamma * pulled, x + error - c
+
     return Scheme(lambda x, row_sum: jnp.zeros_like(x), jnp.add, merge)
 
 
@@ -50,6 +50,7 @@ def choco(gamma: float) -> Scheme:
         known, drift = memory
         drift = drift + pulled
         return x + gamma * drift, (known + c, drift)
+
     return Scheme(lambda x, row_sum: (x, (row_sum - 1) * x), lambda x, memory: x - memory[0], merge, per_round=True)
 
 
@@ -61,8 +62,9 @@ def scheme_mixer(scheme: Scheme, wire: Messages, rounds: int) -> Mixer:
 
     def init(params):
         layout = wire.layout(params)
-        shares = [mesh.own_share(x_P, wire.group_size, axis_name).astype(codecs.working_dtype(x_P.dtype))
-                  for x_P in layout.pack(params)]
+        shares = [
+            mesh.own_share(x_P, wire.group_size, axis_name).astype(codecs.working_dtype(x_P.dtype)) for x_P in layout.pack(params)
+        ]
 
         def memory(round_):
             if is_mean(round_):
@@ -88,8 +90,7 @@ def scheme_mixer(scheme: Scheme, wire: Messages, rounds: int) -> Mixer:
                 share = mesh.scatter_mean(x_P, L, axis_name).astype(codecs.working_dtype(x_P.dtype))
                 shape = wire.shape(layout, b, share.size)
                 decode = wire.decode(shape, share.dtype)
-                message = wire.encode(scheme.encoded(share, memory[b]), shape, codec_states[b], state.count,
-                                      r * len(vectors) + b)
+                message = wire.encode(scheme.encoded(share, memory[b]), shape, codec_states[b], state.count, r * len(vectors) + b)
                 c = decode(message)
                 mixed, memory[b] = scheme.merge(share, c, pull(message, c, decode, round_, axis_name), memory[b])
                 codec_states[b] = codec.advance(codec_states[b], message)
@@ -97,6 +98,12 @@ def scheme_mixer(scheme: Scheme, wire: Messages, rounds: int) -> Mixer:
         state = CompressedState(state.count + 1, tuple(codec_states), tuple(map(tuple, memories)))
         return layout.unpack(vectors, like=params), state
 
-    return Mixer(init=init, exchange=exchange, phase=lambda step: step % cycle, phases=range(cycle),
-                 num_bytes=lambda params, phase: wire.num_bytes(params, due(topology, rounds, phase)),
-                 num_workers=topology.num_workers, restart=lambda average, state: init(average)._replace(count=state.count))
+    return Mixer(
+        init=init,
+        exchange=exchange,
+        phase=lambda step: step % cycle,
+        phases=range(cycle),
+        num_bytes=lambda params, phase: wire.num_bytes(params, due(topology, rounds, phase)),
+        num_workers=topology.num_workers,
+        restart=lambda average, state: init(average)._replace(count=state.count),
+    )

@@ -30,8 +30,10 @@ def num_workers(axis_name: AxisName) -> int:
     try:
         return jax.lax.axis_size(axis_name)
     except NameError as error:
-        raise ValueError(f"worker axis {axis_name!r} is not there: call this from a function mapped over workers, as "
-                         "workers.jit(tx.init, in_axes=(0,))(workers.stack(params))") from error
+        raise ValueError(
+            f"worker axis {axis_name!r} is not there: call this from a function mapped over workers, as "
+            "workers.jit(tx.init, in_axes=(0,))(workers.stack(params))"
+        ) from error
 
 
 def _is_simulated(axis_name: AxisName) -> bool:
@@ -128,8 +130,10 @@ def _sent(collective: Callable[[jax.Array], jax.Array], anything: Callable[[jax.
 
 def _check_all_send(what: str) -> None:
     if (stages := _senders.get()) is not None:
-        raise RuntimeError(f"mesh.{what} is of all stages, and only stages {', '.join(map(str, stages))} send here; take it out of "
-                           "`sent_by`, or use group_mean, all_gather or all_to_all")
+        raise RuntimeError(
+            f"mesh.{what} is of all stages, and only stages {', '.join(map(str, stages))} send here; take it out of "
+            "`sent_by`, or use group_mean, all_gather or all_to_all"
+        )
 
 
 def tensor_size() -> int:
@@ -259,7 +263,7 @@ def mean(x_P: jax.Array, axis_name: AxisName, wire_dtype: Any = None) -> jax.Arr
 
     shares_NxS = jnp.pad(x_P, (0, -x_P.size % n)).reshape(n, -1)
     own_S = values(all_to_all(bits(shares_NxS), axis_name)).mean(axis=0)
-    return values(all_gather(bits(own_S), axis_name)).ravel()[:x_P.size]
+    return values(all_gather(bits(own_S), axis_name)).ravel()[: x_P.size]
 
 
 def mean_bytes(size: int, dtype: Any, num_workers: int, wire_dtype: Any = None) -> float:
@@ -271,6 +275,7 @@ def mean_bytes(size: int, dtype: Any, num_workers: int, wire_dtype: Any = None) 
 
 def all_gather(x: jax.Array, axis_name: AxisName) -> jax.Array:
     """The arrays of all workers, stacked: [N, ...]. Narrow values travel as unsigned integers, as in `exchange`."""
+
     def gather(x):
         n = jax.lax.axis_size(axis_name)
         return _sent(lambda x: jax.lax.all_gather(x, axis_name), lambda x: jnp.zeros((n, *x.shape), x.dtype), x)
@@ -308,8 +313,7 @@ def scatter_mean(x_P: jax.Array, group_size: int, axis_name: AxisName) -> jax.Ar
         return x_P
     if _is_simulated(axis_name):
         return _simulated_block_means(x_P, group_size, axis_name)
-    return jax.lax.psum_scatter(
-        x_P, axis_name, axis_index_groups=_blocks(group_size, axis_name), tiled=True) / group_size
+    return jax.lax.psum_scatter(x_P, axis_name, axis_index_groups=_blocks(group_size, axis_name), tiled=True) / group_size
 
 
 def own_share(x_P: jax.Array, group_size: int, axis_name: AxisName) -> jax.Array:

@@ -66,7 +66,7 @@ class Workers:
 
     @property
     def _spec(self) -> jax.sharding.PartitionSpec:
-        return jax.sharding.PartitionSpec(*(WORKER, STAGE)[:self.num_axes])
+        return jax.sharding.PartitionSpec(*(WORKER, STAGE)[: self.num_axes])
 
     @property
     def stacked(self) -> jax.sharding.Sharding:
@@ -82,9 +82,10 @@ class Workers:
 
         def sharding(path, x):
             spec = [*self._spec, *[None] * (x.ndim - self.num_axes)]
-            if (axis := self._divided_axis(path, x.shape[self.num_axes:])) is not None:
+            if (axis := self._divided_axis(path, x.shape[self.num_axes :])) is not None:
                 spec[axis] = TENSOR
             return jax.sharding.NamedSharding(self.mesh, jax.sharding.PartitionSpec(*spec))
+
         return jax.tree_util.tree_map_with_path(sharding, tree)
 
     def _divided_axis(self, path, shape) -> int | None:
@@ -131,8 +132,13 @@ class Workers:
         # Axes of one device are manual as well: host callbacks, jax.debug.print among them, refuse to run beside others.
         manual = {name for name, size in self.mesh.shape.items() if name != TENSOR or size == 1}
         return jax.shard_map(
-            on_device, mesh=self.mesh, in_specs=tuple(shared if axis is None else self._spec for axis in in_axes),
-            out_specs=self._spec, axis_names=manual, check_vma=False)
+            on_device,
+            mesh=self.mesh,
+            in_specs=tuple(shared if axis is None else self._spec for axis in in_axes),
+            out_specs=self._spec,
+            axis_names=manual,
+            check_vma=False,
+        )
 
     def jit(self, fn: Callable, in_axes: Sequence[int | None], donate_argnums: Sequence[int] = ()) -> Callable:
         """`map`, jitted. Outputs are laid out as `shardings` says, so that feeding them back compiles nothing anew."""
@@ -142,8 +148,10 @@ class Workers:
 
     def stack(self, tree: Any) -> Any:
         """Gives every worker the same copy of `tree`, whose leaves are [...], or [S, ...] with stages."""
+
         def copy(tree):
             return jax.tree.map(lambda x: jnp.broadcast_to(x, (self.num_workers, *jnp.shape(x))), tree)
+
         return jax.jit(copy, out_shardings=self.shardings(jax.eval_shape(copy, tree)))(tree)
 
     def build(self, values: Callable[[int], np.ndarray]) -> jax.Array:
@@ -155,16 +163,18 @@ class Workers:
             stacked = np.stack([rows[worker].reshape((*ones, *shape)) for worker in self.own])
             return jax.device_put(np.broadcast_to(stacked, (*self._sizes, *shape)), self.stacked)
         return jax.make_array_from_callback(
-            (*self._sizes, *shape), self.stacked, lambda index: rows[index[0].start or 0].reshape((1, *ones, *shape)))
+            (*self._sizes, *shape), self.stacked, lambda index: rows[index[0].start or 0].reshape((1, *ones, *shape))
+        )
 
     def place(self, tree: Any) -> Any:
         """Puts stacked NumPy arrays, which every process has, on the devices where they belong."""
-        return jax.tree.map(lambda x, sharding: jax.make_array_from_callback(x.shape, sharding, x.__getitem__),
-                            tree, self.shardings(tree))
+        return jax.tree.map(
+            lambda x, sharding: jax.make_array_from_callback(x.shape, sharding, x.__getitem__), tree, self.shardings(tree)
+        )
 
     @property
     def _sizes(self) -> tuple[int, ...]:
-        return (self.num_workers, self.stages)[:self.num_axes]
+        return (self.num_workers, self.stages)[: self.num_axes]
 
     @functools.cached_property
     def own(self) -> tuple[int, ...]:
@@ -188,8 +198,16 @@ class Workers:
         return jax.jit(lambda tree: tree, out_shardings=self.replicated)  # Kept: a new one each time would compile anew.
 
 
-def make_workers(num_workers: int, *, local_size: int = 1, stages: int = 1, tensor: int = 1, simulate: bool = False,
-                 devices: Sequence[jax.Device] | None = None, divided: Sequence[tuple[str, int]] = ()) -> Workers:
+def make_workers(
+    num_workers: int,
+    *,
+    local_size: int = 1,
+    stages: int = 1,
+    tensor: int = 1,
+    simulate: bool = False,
+    devices: Sequence[jax.Device] | None = None,
+    divided: Sequence[tuple[str, int]] = (),
+) -> Workers:
     """Places N workers of S·T devices each on the devices of all processes, or simulates them on one device.
 
     Args:
@@ -213,27 +231,37 @@ def make_workers(num_workers: int, *, local_size: int = 1, stages: int = 1, tens
         if value < 1:
             raise ValueError(f"{what}={value}: at least one {'worker' if what == 'workers' else 'device'} is needed")
     if local_size < 1 or num_workers % local_size:
-        raise ValueError(f"local_size={local_size} does not divide workers={num_workers}; "
-                         f"use one of {[d for d in range(1, num_workers + 1) if num_workers % d == 0]}")
+        raise ValueError(
+            f"local_size={local_size} does not divide workers={num_workers}; "
+            f"use one of {[d for d in range(1, num_workers + 1) if num_workers % d == 0]}"
+        )
     if simulate:
         if jax.process_count() > 1:
-            raise ValueError(f"simulate runs all workers on one device, but there are {jax.process_count()} processes; "
-                             "start a single one")
+            raise ValueError(
+                f"simulate runs all workers on one device, but there are {jax.process_count()} processes; start a single one"
+            )
         if tensor > 1:
-            raise ValueError(f"tensor={tensor} with simulate: a lone device divides no arrays; use tensor=1, whose trajectory "
-                             "is the same")
+            raise ValueError(
+                f"tensor={tensor} with simulate: a lone device divides no arrays; use tensor=1, whose trajectory is the same"
+            )
         return Workers(num_workers, local_size, None, stages)
     devices = jax.devices() if devices is None else devices
     size = stages * tensor
     needed, each = num_workers * size, f" of stages={stages} x tensor={tensor}" if size > 1 else ""
     if len(devices) < needed:
         fits = f"use workers={len(devices) // size}" if len(devices) >= size else f"use stages x tensor <= {len(devices)}"
-        raise ValueError(f"workers={num_workers}{each} but there are {len(devices)} devices; "
-                         f"{fits} or simulate the workers on one device")
+        raise ValueError(
+            f"workers={num_workers}{each} but there are {len(devices)} devices; {fits} or simulate the workers on one device"
+        )
     if jax.process_count() > 1 and len(devices) != needed:
-        raise ValueError(f"workers={num_workers}{each} but {jax.process_count()} processes hold {len(devices)} devices; "
-                         "with several processes every device belongs to a worker")
+        raise ValueError(
+            f"workers={num_workers}{each} but {jax.process_count()} processes hold {len(devices)} devices; "
+            "with several processes every device belongs to a worker"
+        )
     mesh = jax.make_mesh(
-        (num_workers // local_size, local_size, stages, tensor), (NODE, LOCAL, STAGE, TENSOR),
-        axis_types=(jax.sharding.AxisType.Auto,) * 4, devices=devices[:needed])
+        (num_workers // local_size, local_size, stages, tensor),
+        (NODE, LOCAL, STAGE, TENSOR),
+        axis_types=(jax.sharding.AxisType.Auto,) * 4,
+        devices=devices[:needed],
+    )
     return Workers(num_workers, local_size, mesh, stages, tuple(divided))

@@ -29,8 +29,9 @@ class AccumulatedAdamState(NamedTuple):
     window_mean: Any  # B, this window's gradients so far, summed and divided by s
 
 
-def scale_by_accumulated_adam(b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8,
-                              window: int = 4) -> optax.GradientTransformation:
+def scale_by_accumulated_adam(
+    b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8, window: int = 4
+) -> optax.GradientTransformation:
     """Rescales gradients as AccumAdam does; see the module's equations.
 
     Args:
@@ -54,6 +55,7 @@ def scale_by_accumulated_adam(b1: float = 0.9, b2: float = 0.999, eps: float = 1
     def init(params):
         def zeros():
             return jax.tree.map(jnp.zeros_like, params)
+
         return AccumulatedAdamState(jnp.zeros((), jnp.int32), zeros(), zeros(), zeros())
 
     def update(grads, state, params=None):
@@ -79,8 +81,9 @@ def scale_by_accumulated_adam(b1: float = 0.9, b2: float = 0.999, eps: float = 1
     return optax.GradientTransformation(init, update)
 
 
-def accumulated_adam(learning_rate: optax.ScalarOrSchedule, b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8,
-                     window: int = 4) -> optax.GradientTransformation:
+def accumulated_adam(
+    learning_rate: optax.ScalarOrSchedule, b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8, window: int = 4
+) -> optax.GradientTransformation:
     """AccumAdam without weight decay; for coupled L2 put `optax.add_decayed_weights` before it.
 
     Args:
@@ -93,8 +96,15 @@ def accumulated_adam(learning_rate: optax.ScalarOrSchedule, b1: float = 0.9, b2:
     return optax.chain(scale_by_accumulated_adam(b1, b2, eps, window), optax.scale_by_learning_rate(learning_rate))
 
 
-def accumulated_adamw(learning_rate: optax.ScalarOrSchedule, b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8,
-                      weight_decay: float = 1e-4, window: int = 4, mask: Any = None) -> optax.GradientTransformation:
+def accumulated_adamw(
+    learning_rate: optax.ScalarOrSchedule,
+    b1: float = 0.9,
+    b2: float = 0.999,
+    eps: float = 1e-8,
+    weight_decay: float = 1e-4,
+    window: int = 4,
+    mask: Any = None,
+) -> optax.GradientTransformation:
     """AccumAdam with decoupled weight decay, x ← (1−αλ) x before the step.
 
     Args:
@@ -106,5 +116,8 @@ def accumulated_adamw(learning_rate: optax.ScalarOrSchedule, b1: float = 0.9, b2
     Returns:
         An `optax.GradientTransformation`; `window=1` is `optax.adamw`.
     """
-    return optax.chain(scale_by_accumulated_adam(b1, b2, eps, window), optax.add_decayed_weights(weight_decay, mask),
-                       optax.scale_by_learning_rate(learning_rate))
+    return optax.chain(
+        scale_by_accumulated_adam(b1, b2, eps, window),
+        optax.add_decayed_weights(weight_decay, mask),
+        optax.scale_by_learning_rate(learning_rate),
+    )

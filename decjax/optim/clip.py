@@ -18,6 +18,7 @@ def clip_by_norm(max_norm: float, norm: Callable[[Any], jax.Array] = optax.globa
     Returns:
         An `optax.GradientTransformation`; with the default norm it is `optax.clip_by_global_norm`.
     """
+
     def update(grads, state, params=None):
         del params
         scale = jnp.minimum(1.0, max_norm / jnp.maximum(norm(grads), jnp.finfo(jnp.float32).tiny))

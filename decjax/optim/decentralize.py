@@ -19,8 +19,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from decjax import gossip
-from decjax import reduce
+from decjax import gossip, reduce
 
 ORDERS = ("awc", "atc")
 
@@ -53,8 +52,9 @@ class SynchronizeState(NamedTuple):
     pending: Any  # stale: (whether there is one, the gradient of the step before); else ()
 
 
-def decentralize(inner: optax.GradientTransformation, mixer: gossip.Mixer,
-                 order: Literal["awc", "atc"] = "awc") -> optax.GradientTransformationExtraArgs:
+def decentralize(
+    inner: optax.GradientTransformation, mixer: gossip.Mixer, order: Literal["awc", "atc"] = "awc"
+) -> optax.GradientTransformationExtraArgs:
     """Wraps an optimizer so that every update also mixes parameters with neighbours.
 
     The result's `update(grads, state, params, phase=None)` runs inside a function mapped over the worker axis and returns
@@ -118,8 +118,9 @@ def decentralize(inner: optax.GradientTransformation, mixer: gossip.Mixer,
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def synchronize(inner: optax.GradientTransformation, reducer: reduce.Reducer,
-                stale: bool = False) -> optax.GradientTransformationExtraArgs:
+def synchronize(
+    inner: optax.GradientTransformation, reducer: reduce.Reducer, stale: bool = False
+) -> optax.GradientTransformationExtraArgs:
     """Wraps an optimizer so that gradients are first averaged over all workers; replicas stay equal.
 
         x^{t+1} = x^t − α_{t−s} d( (1/N) Σ_i ∇F_i(x^{t−s}) ),     s = 1 if stale, else 0
@@ -172,13 +173,15 @@ def stale_exchange(reducer: reduce.Reducer, state: SynchronizeState, phase: int 
     return reducer.reduce(grads, state.reducer, reduce.due_phase(reducer, phase))
 
 
-def decentralized_adam(learning_rate: optax.ScalarOrSchedule, mixer: gossip.Mixer,
-                       order: Literal["awc", "atc"] = "awc", **adam: Any) -> optax.GradientTransformationExtraArgs:
+def decentralized_adam(
+    learning_rate: optax.ScalarOrSchedule, mixer: gossip.Mixer, order: Literal["awc", "atc"] = "awc", **adam: Any
+) -> optax.GradientTransformationExtraArgs:
     """`decentralize(optax.adam(learning_rate, **adam), mixer, order)`."""
     return decentralize(optax.adam(learning_rate, **adam), mixer, order)
 
 
-def decentralized_adamw(learning_rate: optax.ScalarOrSchedule, mixer: gossip.Mixer,
-                        order: Literal["awc", "atc"] = "awc", **adamw: Any) -> optax.GradientTransformationExtraArgs:
+def decentralized_adamw(
+    learning_rate: optax.ScalarOrSchedule, mixer: gossip.Mixer, order: Literal["awc", "atc"] = "awc", **adamw: Any
+) -> optax.GradientTransformationExtraArgs:
     """`decentralize(optax.adamw(learning_rate, **adamw), mixer, order)`; the decay acts on mixed parameters in "awc"."""
     return decentralize(optax.adamw(learning_rate, **adamw), mixer, order)

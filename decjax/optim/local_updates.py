@@ -30,8 +30,9 @@ class LocalUpdatesState(NamedTuple):
     reducer: Any  # state of the reducer
 
 
-def local_updates(inner: optax.GradientTransformation, reducer: reduce.Reducer,
-                  outer: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
+def local_updates(
+    inner: optax.GradientTransformation, reducer: reduce.Reducer, outer: optax.GradientTransformation
+) -> optax.GradientTransformationExtraArgs:
     """Wraps an optimizer so that workers go their own ways for H steps; see the module's equations.
 
     Args:

@@ -30,8 +30,9 @@ class OnebitAdamState(NamedTuple):
     reducer: Any  # state of the reducer
 
 
-def scale_by_onebit_adam(reducer: reduce.Reducer, b1: float = 0.9, b2: float = 0.999,
-                         eps: float = 1e-8) -> optax.GradientTransformationExtraArgs:
+def scale_by_onebit_adam(
+    reducer: reduce.Reducer, b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8
+) -> optax.GradientTransformationExtraArgs:
     """Averages and rescales gradients as 1-bit Adam does; see the module's equations.
 
     Args:
@@ -59,8 +60,9 @@ def scale_by_onebit_adam(reducer: reduce.Reducer, b1: float = 0.9, b2: float = 0
 
     def init(params):
         zero = jnp.zeros((), jnp.int32)
-        return OnebitAdamState(zero, zero, jax.tree.map(jnp.zeros_like, params), jax.tree.map(jnp.zeros_like, params),
-                               reducer.init(params))
+        return OnebitAdamState(
+            zero, zero, jax.tree.map(jnp.zeros_like, params), jax.tree.map(jnp.zeros_like, params), reducer.init(params)
+        )
 
     def update(grads, state, params=None, *, phase=None, **extra):
         del params, extra

@@ -19,8 +19,7 @@ import jax.numpy as jnp
 import optax
 
 from decjax import gossip
-from decjax.optim.decentralize import check_update
-from decjax.optim.decentralize import ORDERS
+from decjax.optim.decentralize import ORDERS, check_update
 
 
 class TrackState(NamedTuple):
@@ -33,8 +32,9 @@ class TrackState(NamedTuple):
     gradient: Any  # ∇F(x⁻), of the step before
 
 
-def track(inner: optax.GradientTransformation, mixer: gossip.Mixer,
-          order: Literal["awc", "atc"] = "awc") -> optax.GradientTransformationExtraArgs:
+def track(
+    inner: optax.GradientTransformation, mixer: gossip.Mixer, order: Literal["awc", "atc"] = "awc"
+) -> optax.GradientTransformationExtraArgs:
     """Wraps an optimizer so that it is given tracked gradients, and parameters and trackers are mixed.
 
     In order "awc", what is mixed are the parameters and trackers carried from the step before, so that the exchange may overlap
@@ -55,8 +55,9 @@ def track(inner: optax.GradientTransformation, mixer: gossip.Mixer,
     if order not in ORDERS:
         raise ValueError(f"order {order!r} is unknown; use one of {', '.join(ORDERS)}")
     if mixer.settle is not None:
-        raise ValueError("gradient tracking mixes trackers, which no optimizer steps; use mixer 'exact' or 'beer', not 'dcd' "
-                         "or 'push_sum'")
+        raise ValueError(
+            "gradient tracking mixes trackers, which no optimizer steps; use mixer 'exact' or 'beer', not 'dcd' or 'push_sum'"
+        )
     inner = optax.with_extra_args_support(inner)
 
     def init(params):

@@ -1,22 +1,16 @@
 """Models divided into pipeline stages, and the executor of their schedules.
 
-    stages       which layers, and which ends, a stage holds; from a model's parameters to stages' and back
-    executor     the gradient of a divided model, tick by tick of any schedule
-    boundary     what travels between stages: as it is, or in the form of a codec, with lazy error propagation
-    links        what both ends of such messages remember
-    probe        a boundary whose errors are compared with the changes between messages
-    autoencoder  narrower activations between stages, learned
-    embedding    the average of a table that two stages share
+stages       which layers, and which ends, a stage holds; from a model's parameters to stages' and back
+executor     the gradient of a divided model, tick by tick of any schedule
+boundary     what travels between stages: as it is, or in the form of a codec, with lazy error propagation
+links        what both ends of such messages remember
+probe        a boundary whose errors are compared with the changes between messages
+autoencoder  narrower activations between stages, learned
+embedding    the average of a table that two stages share
 """
 
-from decjax.pipeline.boundary import Boundary
-from decjax.pipeline.boundary import coded
-from decjax.pipeline.boundary import identity
-from decjax.pipeline.boundary import Transfer
-from decjax.pipeline.embedding import tied_tables
-from decjax.pipeline.embedding import with_tied_table
-from decjax.pipeline.executor import make_gradient
-from decjax.pipeline.executor import Pipeline
+from decjax.pipeline.boundary import Boundary, Transfer, coded, identity
+from decjax.pipeline.embedding import tied_tables, with_tied_table
+from decjax.pipeline.executor import Pipeline, make_gradient
 from decjax.pipeline.probe import probed
-from decjax.pipeline.stages import divide
-from decjax.pipeline.stages import Division
+from decjax.pipeline.stages import Division, divide

@@ -40,7 +40,7 @@ def insert(model: Any, layers: Sequence[int], narrow: int) -> Any:
     Returns:
         The model with parameters {"autoencoder": …} beside its own.
     """
-    parts, ends = model.parts, [sum(layers[:count + 1]) for count in range(len(layers))]
+    parts, ends = model.parts, [sum(layers[: count + 1]) for count in range(len(layers))]
     width = parts.activation(1, 1).shape[-1]
 
     def init_all(key):
@@ -53,7 +53,7 @@ def insert(model: Any, layers: Sequence[int], narrow: int) -> Any:
             if run:
                 for name in ("encoder_DxR", "decoder_RxD"):
                     x_BxTxD = apply(x_BxTxD, params["autoencoder"][name][run - 1])
-            x_BxTxD = parts.blocks(jax.tree.map(lambda leaf: leaf[end - size:end], pieces.blocks), x_BxTxD)
+            x_BxTxD = parts.blocks(jax.tree.map(lambda leaf: leaf[end - size : end], pieces.blocks), x_BxTxD)
         return pieces.norm, pieces.output_VxD, x_BxTxD
 
     def nll(params, tokens_BxT1, key):

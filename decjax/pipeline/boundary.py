@@ -28,8 +28,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from decjax import codecs
-from decjax import schedules
+from decjax import codecs, schedules
 from decjax.pipeline import links
 from decjax.pipeline.links import Place
 
@@ -78,9 +77,17 @@ def rows(shape: tuple[int, ...]) -> tuple[int, int]:
     return math.prod(shape[:-1]), shape[-1]
 
 
-def coded(backward: codecs.Codec | None = None, forward: codecs.Codec | None = None, *, when: str = "epilogue",
-          error: str = "carry", forward_error: str = "none", slots: int = 0, reuse_indices: bool = False,
-          view: Callable[[tuple[int, ...]], tuple[int, ...]] = rows) -> Boundary:
+def coded(
+    backward: codecs.Codec | None = None,
+    forward: codecs.Codec | None = None,
+    *,
+    when: str = "epilogue",
+    error: str = "carry",
+    forward_error: str = "none",
+    slots: int = 0,
+    reuse_indices: bool = False,
+    view: Callable[[tuple[int, ...]], tuple[int, ...]] = rows,
+) -> Boundary:
     """Messages in the form of a codec.
 
     Args:
@@ -113,8 +120,9 @@ def coded(backward: codecs.Codec | None = None, forward: codecs.Codec | None = N
         if value not in known:
             raise ValueError(f"boundary {what}={value!r} is unknown; use one of {', '.join(known)}")
     if slots and forward_error != "samples":
-        raise ValueError(f"boundary slots={slots} with forward_error={forward_error!r}, which remembers no samples; use 'samples', "
-                         "or slots=0")
+        raise ValueError(
+            f"boundary slots={slots} with forward_error={forward_error!r}, which remembers no samples; use 'samples', or slots=0"
+        )
     given = {schedules.BACKWARD: (backward, error), schedules.FORWARD: (forward, forward_error)}
     made = {kind: _link(codec, memory, slots, view) for kind, (codec, memory) in given.items() if codec}
 
@@ -153,15 +161,16 @@ def coded(backward: codecs.Codec | None = None, forward: codecs.Codec | None = N
     if error == "flush" and backward:
         transfers[schedules.BACKWARD, False] = Transfer(flush, lambda x, state, place: (x, state))
     depends = not forward or forward.traits.state_key != "none" or forward_error in ("ef21", "samples")
-    boundary = Boundary(init, compresses, transfers, finish, None if depends else received,
-                        forward_error == "samples")
+    boundary = Boundary(init, compresses, transfers, finish, None if depends else received, forward_error == "samples")
     return _reusing(boundary, backward, forward, view) if reuse_indices else boundary
 
 
 def _link(codec: codecs.Codec, error: str, slots: int, view) -> links.Link:
     if not codec.traits.static_bytes:
-        raise ValueError(f"codec {codec.name!r} has messages of varying size, and stages wait for one of known size; use 'int8', "
-                         "or, where errors are not remembered, 'bounded(raw=False)'")
+        raise ValueError(
+            f"codec {codec.name!r} has messages of varying size, and stages wait for one of known size; use 'int8', "
+            "or, where errors are not remembered, 'bounded(raw=False)'"
+        )
     if error == "none":
         return links.remembering(links.memoryless, _viewed(codec, view))
     codec = _viewed(codecs.feedback.contractive(codec), view)
@@ -177,7 +186,8 @@ def _viewed(codec: codecs.Codec, view) -> codecs.Codec:
         init=lambda shape, dtype: codec.init(view(shape), dtype),
         encode=lambda x, state, key: codec.encode(x.reshape(view(x.shape)) if x.ndim > 1 else x, state, key),
         decode=lambda message, shape, dtype: codec.decode(message, view(shape) if len(shape) > 1 else shape, dtype).reshape(shape),
-        num_bytes=lambda shape, dtype: codec.num_bytes(view(shape), dtype))
+        num_bytes=lambda shape, dtype: codec.num_bytes(view(shape), dtype),
+    )
 
 
 def _reusing(boundary: Boundary, backward: codecs.Codec | None, forward: codecs.Codec | None, view) -> Boundary:
@@ -186,11 +196,15 @@ def _reusing(boundary: Boundary, backward: codecs.Codec | None, forward: codecs.
     Whoever sends these gradients has received the activations, and whoever receives them has sent those.
     """
     if not forward or forward.name not in CHOOSING:
-        raise ValueError(f"boundary reuse_indices with forward={forward and forward.name!r}: indices are those of "
-                         f"{' and '.join(CHOOSING)}; use forward=topk")
+        raise ValueError(
+            f"boundary reuse_indices with forward={forward and forward.name!r}: indices are those of "
+            f"{' and '.join(CHOOSING)}; use forward=topk"
+        )
     if not backward or backward.traits.matrix or backward.traits.state_key != "none":
-        raise ValueError(f"boundary reuse_indices with backward={backward and backward.name!r}: it is the form of the values at "
-                         "these indices, without state or matrices; use backward=identity")
+        raise ValueError(
+            f"boundary reuse_indices with backward={backward and backward.name!r}: it is the form of the values at "
+            "these indices, without state or matrices; use backward=identity"
+        )
     gradients, activations = (boundary.transfers[kind, True] for kind in (schedules.BACKWARD, schedules.FORWARD))
 
     def init(like, schedule):
@@ -219,7 +233,9 @@ def _reusing(boundary: Boundary, backward: codecs.Codec | None, forward: codecs.
         (schedules.FORWARD, True): Transfer(send, receive),
         (schedules.BACKWARD, True): Transfer(
             lambda x, state, place: gradients.send(x, state, there(state, "receiver", place)),
-            lambda message, state, place: gradients.receive(message, state, there(state, "sender", place)))}
+            lambda message, state, place: gradients.receive(message, state, there(state, "sender", place)),
+        ),
+    }
     return boundary._replace(init=init, transfers=transfers)
 
 
@@ -233,6 +249,8 @@ def _check_flushes(schedule: schedules.Schedule, compresses) -> None:
     for send in (send for sends in schedule.sends for send in sends if send.kind == schedules.BACKWARD):
         of_link.setdefault((send.source, send.source_chunk), set()).add(compresses(send))
     if {True} in of_link.values():
-        raise ValueError(f"boundary error='flush' with schedule {schedule.name!r}, microbatches={schedule.num_microbatches}: there "
-                         "are links with compressed messages only, whose error nothing would take along; use when='epilogue' with "
-                         f"schedule '1f1b' and microbatches of at least stages={schedule.num_stages}, or error='carry'")
+        raise ValueError(
+            f"boundary error='flush' with schedule {schedule.name!r}, microbatches={schedule.num_microbatches}: there "
+            "are links with compressed messages only, whose error nothing would take along; use when='epilogue' with "
+            f"schedule '1f1b' and microbatches of at least stages={schedule.num_stages}, or error='carry'"
+        )

@@ -18,8 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from decjax import mesh
-from decjax import reduce
+from decjax import mesh, reduce
 from decjax.pipeline import stages
 
 TABLE = "table_VxD"
@@ -30,8 +29,9 @@ def tied_tables(division: stages.Division | None) -> tuple[str, ...]:
     return (TABLE,) if division and division.parts.tied else ()
 
 
-def with_tied_table(reducer: reduce.Reducer, division: stages.Division, *,
-                    axis_name: mesh.AxisName = mesh.WORKER) -> reduce.Reducer:
+def with_tied_table(
+    reducer: reduce.Reducer, division: stages.Division, *, axis_name: mesh.AxisName = mesh.WORKER
+) -> reduce.Reducer:
     """A reducer of a divided model's gradient that averages a tied table by itself; see the module.
 
     Args:

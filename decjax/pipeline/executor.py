@@ -27,8 +27,7 @@ import jax.extend
 import jax.numpy as jnp
 import numpy as np
 
-from decjax import mesh
-from decjax import schedules
+from decjax import mesh, schedules
 from decjax.pipeline import boundary as boundary_lib
 from decjax.pipeline import stages
 
@@ -68,8 +67,13 @@ class Table(NamedTuple):
     @property
     def permutations(self) -> tuple[tuple[tuple[int, int], ...], ...]:
         """Pairs of stages of every permutation that messages may travel in: those of a tick alone, or some of them joined."""
-        groups = (group for messages in self.patterns for size in range(1, len(messages) + 1)
-                  for group in itertools.combinations(messages, size) if _is_one_permutation(group))
+        groups = (
+            group
+            for messages in self.patterns
+            for size in range(1, len(messages) + 1)
+            for group in itertools.combinations(messages, size)
+            if _is_one_permutation(group)
+        )
         return tuple(dict.fromkeys(tuple(sorted(pair for message in group for pair in message.pairs)) for group in groups))
 
     @property
@@ -89,8 +93,11 @@ def tabulate(schedule: schedules.Schedule, compresses: Callable[[schedules.Send]
     shape, last = (schedule.num_ticks, schedule.num_stages), schedule.num_virtual - 1
     columns = {name: np.zeros(shape, np.int32) for name in ("op", "microbatch", "chunk", "input", "kept", "gradient")}
     columns |= {name: np.full(shape, NOWHERE, np.int32) for name in ("next_input", "next_gradient", "sent")}
-    columns |= {f"{kind} {what}": np.full(shape, NOWHERE if what == "label" else 0, np.int32)
-                for kind in BOXES for what in ("label", "microbatch", "chunk")}
+    columns |= {
+        f"{kind} {what}": np.full(shape, NOWHERE if what == "label" else 0, np.int32)
+        for kind in BOXES
+        for what in ("label", "microbatch", "chunk")
+    }
     taken: dict[tuple, int] = {}  # (op, stage) -> tick
     for t, row in enumerate(schedule.ticks):
         for s, op in enumerate(row):
@@ -113,8 +120,9 @@ def tabulate(schedule: schedules.Schedule, compresses: Callable[[schedules.Send]
             s = send.target
             columns["sent"][t, send.source] = columns[f"{send.kind} label"][t, s] = labels.index((send.kind, compresses(send)))
             columns[f"{send.kind} microbatch"][t, s], columns[f"{send.kind} chunk"][t, s] = send.microbatch, send.target_chunk
-            use, back = (taken[schedules.Op(kind, send.microbatch, send.target_chunk), s]
-                         for kind in (send.kind, schedules.BACKWARD))
+            use, back = (
+                taken[schedules.Op(kind, send.microbatch, send.target_chunk), s] for kind in (send.kind, schedules.BACKWARD)
+            )
             if send.kind == schedules.BACKWARD:
                 waits["gradient"].append((s, t, use, (use,)))
             else:
@@ -134,7 +142,7 @@ def _give_slots(columns: dict[str, np.ndarray], name: str, waits: Iterable[tuple
     for s, begin, end, reads in sorted(waits):
         ends = free_from.setdefault(s, [])
         slot = next((i for i, earlier in enumerate(ends) if earlier <= begin), len(ends))
-        ends[slot:slot + 1] = [end]
+        ends[slot : slot + 1] = [end]
         if f"next_{name}" in columns:
             columns[f"next_{name}"][begin, s] = slot
         for t in reads:
@@ -165,8 +173,9 @@ class Pipeline(NamedTuple):
     table: Table
 
 
-def make_gradient(division: stages.Division, schedule: schedules.Schedule, *, remat: bool,
-                  boundary: boundary_lib.Boundary | None = None) -> Pipeline:
+def make_gradient(
+    division: stages.Division, schedule: schedules.Schedule, *, remat: bool, boundary: boundary_lib.Boundary | None = None
+) -> Pipeline:
     """The gradient of a divided model, by a schedule.
 
     Args:
@@ -183,8 +192,10 @@ def make_gradient(division: stages.Division, schedule: schedules.Schedule, *, re
     """
     own = division.num_stages, division.num_chunks
     if own != (schedule.num_stages, schedule.num_chunks):
-        raise ValueError(f"the model is divided into stages x chunks = {own}, the schedule {schedule.name!r} is for "
-                         f"{(schedule.num_stages, schedule.num_chunks)}")
+        raise ValueError(
+            f"the model is divided into stages x chunks = {own}, the schedule {schedule.name!r} is for "
+            f"{(schedule.num_stages, schedule.num_chunks)}"
+        )
     boundary = boundary or boundary_lib.identity()
     table, M = tabulate(schedule, boundary.compresses, remat), schedule.num_microbatches
 
@@ -202,7 +213,10 @@ def make_gradient(division: stages.Division, schedule: schedules.Schedule, *, re
         carry = _Carry(
             {name: jnp.zeros((table.slots[name], *activation.shape), activation.dtype) for name in ("input", "gradient")},
             [jnp.zeros((table.slots["kept"], *x.shape), x.dtype) for x in run.kept_like(activation)],
-            jax.tree.map(jnp.zeros_like, params), jnp.zeros(()), state)
+            jax.tree.map(jnp.zeros_like, params),
+            jnp.zeros(()),
+            state,
+        )
 
         def tick(carry, row):
             columns, pattern = row
@@ -210,8 +224,10 @@ def make_gradient(division: stages.Division, schedule: schedules.Schedule, *, re
             carry, made = run.take(carry, at, activation)
             given = at | {"stage": stage}, pattern, division.narrow(made), tokens_MxBxT1, key
             state, arrived = mesh.each_device(functools.partial(_exchange, boundary, table), carry.boundary, given)
-            boxes = {name: _put(carry.boxes[name], at[f"next_{name}"], division.widen(arrived[kind], made.shape[-1]))
-                     for kind, name in BOXES.items()}
+            boxes = {
+                name: _put(carry.boxes[name], at[f"next_{name}"], division.widen(arrived[kind], made.shape[-1]))
+                for kind, name in BOXES.items()
+            }
             return carry._replace(boxes=boxes, boundary=state), None
 
         columns = {name: jnp.asarray(column_TxS) for name, column_TxS in table.columns.items()}
@@ -251,11 +267,15 @@ def _part(shape: tuple[int, int, int], of_samples: bool) -> tuple[int, int, int]
     if B % K == 0:
         return B // K, T, D
     if of_samples:
-        raise ValueError(f"boundary forward_error='samples' with tensor={K} and microbatches of {B} sequences: each device "
-                         f"remembers its own ones; use microbatches of a multiple of {K} sequences")
+        raise ValueError(
+            f"boundary forward_error='samples' with tensor={K} and microbatches of {B} sequences: each device "
+            f"remembers its own ones; use microbatches of a multiple of {K} sequences"
+        )
     if B * T % K:
-        raise ValueError(f"tensor={K} does not divide the {B * T} tokens of a microbatch, of which each device sends its part to "
-                         f"the next stage; use microbatches of a multiple of {K // math.gcd(T, K)} sequences")
+        raise ValueError(
+            f"tensor={K} does not divide the {B * T} tokens of a microbatch, of which each device sends its part to "
+            f"the next stage; use microbatches of a multiple of {K // math.gcd(T, K)} sequences"
+        )
     return 1, B * T // K, D
 
 
@@ -298,6 +318,7 @@ def _exchange(boundary, table, state, given):
                 # In the same order on all stages, or they would wait for each other.
                 _, outgoing = jax.lax.optimization_barrier((moved, outgoing))
             return arrived
+
         return exchange
 
     incoming = jax.lax.switch(pattern, [branch(*of) for of in zip(table.patterns, table.runs)], outgoing)
@@ -319,7 +340,7 @@ def _gathered(arrived: dict[str, jax.Array], at: dict[str, jax.Array], like: jax
     for kind, name in BOXES.items():
         rows = arrived[kind].reshape(-1, like.shape[-1])
         gather = lambda x, rows=rows: (mesh.all_rows(rows).reshape(x.shape),)
-        whole[kind], = _when(at[f"next_{name}"] != NOWHERE, gather, jnp.zeros_like(like))
+        (whole[kind],) = _when(at[f"next_{name}"] != NOWHERE, gather, jnp.zeros_like(like))
         # In the same order on all devices, or they would wait for each other.
         _, arrived = jax.lax.optimization_barrier((whole[kind], arrived))
     return whole
@@ -380,7 +401,7 @@ class _Passes:
         blocks, run = jax.eval_shape(lambda: self._blocks(0)[1]), self._blocks(0)[0]
         _, pullback = jax.eval_shape(lambda blocks, x: jax.vjp(run, blocks, x), blocks, activation)
         program = jax.make_jaxpr(lambda blocks, x: jax.tree.leaves(jax.vjp(run, blocks, x)[1]))(blocks, activation).jaxpr
-        parameters = {variable: i for i, variable in enumerate(program.invars[:len(jax.tree.leaves(blocks))])}
+        parameters = {variable: i for i, variable in enumerate(program.invars[: len(jax.tree.leaves(blocks))])}
         known = [None if isinstance(atom, jax.extend.core.Literal) else parameters.get(atom) for atom in program.outvars]
         return known, [x.aval for x, i in zip(program.outvars, known) if i is None], jax.tree.structure(pullback)
 
@@ -423,6 +444,7 @@ class _Passes:
         def from_loss(y, grads, loss, g):
             def mean(norm, table_VxD, y):
                 return self.parts.nll(norm, table_VxD, y, targets_BxT).mean() / len(self.tokens_MxBxT1)
+
             value, (d_norm, d_table, g) = jax.value_and_grad(mean, (0, 1, 2))(norm, table_VxD, y)
             grads = grads | {"norm": jax.tree.map(jnp.add, grads["norm"], d_norm), "table_VxD": grads["table_VxD"] + d_table}
             return grads, loss + value, g
@@ -441,7 +463,7 @@ class _Passes:
             g = _take(carry.boxes["gradient"], at["gradient"], activation)
             grads, loss, g = _when(is_last, functools.partial(from_loss, y), carry.grads, carry.loss, g)
             d_blocks, dx = pullback(g)
-            grads, = _when(is_first, functools.partial(to_embedding, dx), grads)
+            (grads,) = _when(is_first, functools.partial(to_embedding, dx), grads)
             own = jax.tree.map(lambda x, d: x.at[at["chunk"]].add(d), self._chunked(grads), d_blocks)
             return carry._replace(grads=grads | own, loss=loss), dx
 
@@ -455,6 +477,7 @@ def _when(condition: jax.Array, fn: Callable, *carry: Any) -> Any:
 
     A loop of one turn at most: what a loop carries stays where it is, whereas a branch that returns it unchanged copies it.
     """
+
     def turn(state):
         _, *carry = state
         return (jnp.zeros((), bool), *fn(*carry))
@@ -464,4 +487,3 @@ def _when(condition: jax.Array, fn: Callable, *carry: Any) -> Any:
 
 def _take(box, slot, activation):
     return box[slot] if len(box) else jnp.zeros(activation.shape, activation.dtype)
-

@@ -80,6 +80,7 @@ def remembering(form: Callable[[codecs.Codec], codecs.feedback.Feedback], codec:
         form: the memory of a codec, such as `codecs.feedback.residual`.
         codec: of messages, or of the values at those places that both ends know.
     """
+
     def settled_at(place):
         return form(settled(on_support(codec, place.where_k) if place.where_k is not None else codec, place.like.dtype))
 
@@ -104,6 +105,7 @@ def remembering(form: Callable[[codecs.Codec], codecs.feedback.Feedback], codec:
 
 def settled(codec: codecs.Codec, dtype: Any) -> codecs.Codec:
     """The codec, of whose messages both ends make the same: values of this type, computed before anything is done with them."""
+
     def decode(message, shape, out):
         # Fused with what follows, a product and a sum would be rounded once here and twice there.
         return jax.lax.optimization_barrier(codec.decode(message, shape, dtype)).astype(out)
@@ -113,6 +115,7 @@ def settled(codec: codecs.Codec, dtype: Any) -> codecs.Codec:
 
 def memoryless(codec: codecs.Codec) -> codecs.feedback.Feedback:
     """No memory of what messages lose, whatever the codec; its own state advances."""
+
     def encode(x, memory, key):
         message = codec.encode(x, memory.codec, key)
         return message, memory._replace(codec=codec.advance(memory.codec, message))
@@ -144,13 +147,17 @@ def on_support(values: codecs.Codec, where_k: jax.Array) -> codecs.Codec:
         values: the form of the values, without state.
         where_k: positions in the flattened array.
     """
+
     def decode(message, shape, dtype):
         chosen_k = values.decode(message, where_k.shape, dtype)
         return jnp.zeros(math.prod(shape), dtype).at[where_k].set(chosen_k, mode="drop", unique_indices=True).reshape(shape)
 
     return dataclasses.replace(
-        values, encode=lambda x, state, key: values.encode(x.ravel()[where_k], state, key), decode=decode,
-        num_bytes=lambda shape, dtype: values.num_bytes(where_k.shape, dtype))
+        values,
+        encode=lambda x, state, key: values.encode(x.ravel()[where_k], state, key),
+        decode=decode,
+        num_bytes=lambda shape, dtype: values.num_bytes(where_k.shape, dtype),
+    )
 
 
 # -- A memory for each sample -----------------------------------------------------------------------------------------
@@ -202,8 +209,10 @@ def per_sample(codec: codecs.Codec, slots: int) -> Link:
         # Of samples that share a slot the last one stays, at both ends.
         is_taken_B = jnp.triu(slot_B[:, None] == slot_B, 1).any(axis=1)
         slot_B = jnp.where(is_taken_B | ~codecs.finite(x), len(samples.tag_K), slot_B)
-        return x, samples._replace(tag_K=samples.tag_K.at[slot_B].set(tag_B, mode="drop"),
-                                   value_KxP=samples.value_KxP.at[slot_B].set(x.reshape(len(slot_B), -1), mode="drop"))
+        return x, samples._replace(
+            tag_K=samples.tag_K.at[slot_B].set(tag_B, mode="drop"),
+            value_KxP=samples.value_KxP.at[slot_B].set(x.reshape(len(slot_B), -1), mode="drop"),
+        )
 
     def send(x, sender, place):
         found, state = find(sender, place), _chunk(sender.codec, place)

@@ -13,8 +13,7 @@ import jax.numpy as jnp
 
 from decjax import schedules
 from decjax.pipeline import links
-from decjax.pipeline.boundary import Boundary
-from decjax.pipeline.boundary import Transfer
+from decjax.pipeline.boundary import Boundary, Transfer
 
 
 class Probe(NamedTuple):
@@ -50,8 +49,10 @@ def probed(boundary: Boundary) -> Boundary:
                 error = state.boundary[schedules.BACKWARD].sender.error[place.chunk]
                 wide = x.astype(links.WIDE)
                 cosine = _cosine(error, state.last[place.chunk] - wide)
-                state = state._replace(last=state.last.at[place.chunk].set(wide),
-                                       cosine_CxM=state.cosine_CxM.at[place.chunk, place.microbatch].set(cosine))
+                state = state._replace(
+                    last=state.last.at[place.chunk].set(wide),
+                    cosine_CxM=state.cosine_CxM.at[place.chunk, place.microbatch].set(cosine),
+                )
             return message, state._replace(boundary=inner)
 
         def receive(message, state, place):
@@ -61,8 +62,9 @@ def probed(boundary: Boundary) -> Boundary:
         return Transfer(send, receive)
 
     transfers = {own: watched(transfer, own == label) for own, transfer in boundary.transfers.items()}
-    return boundary._replace(init=init, transfers=transfers,
-                             finish=lambda state: state._replace(boundary=boundary.finish(state.boundary)))
+    return boundary._replace(
+        init=init, transfers=transfers, finish=lambda state: state._replace(boundary=boundary.finish(state.boundary))
+    )
 
 
 def _cosine(x: jax.Array, y: jax.Array) -> jax.Array:

@@ -11,8 +11,7 @@ run one program, so they hold arrays of the same shapes:
 Stacked over stages they are [S, …], and `split` and `join` carry a whole model's parameters there and back.
 """
 
-from collections.abc import Callable
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 import dataclasses
 import functools
 from typing import Any
@@ -71,13 +70,21 @@ class Division:
         empty = self.num_stages, self.num_chunks, self.longest
         embedding_VxD = pieces.embedding_VxD
         zeros = functools.partial(jnp.zeros, dtype=embedding_VxD.dtype)
-        codes = {name: zeros((*empty[:2], *x.shape[1:])).at[self._at_boundaries(name)].set(x)
-                 for name, x in params["autoencoder"].items()} if self.autoencoder else {}
+        codes = (
+            {
+                name: zeros((*empty[:2], *x.shape[1:])).at[self._at_boundaries(name)].set(x)
+                for name, x in params["autoencoder"].items()
+            }
+            if self.autoencoder
+            else {}
+        )
         return ({"autoencoder": codes} if codes else {}) | {
-            "blocks": jax.tree.map(lambda x: jnp.zeros((*empty, *x.shape[1:]), x.dtype).at[stage, chunk, position].set(x),
-                                   pieces.blocks),
+            "blocks": jax.tree.map(
+                lambda x: jnp.zeros((*empty, *x.shape[1:]), x.dtype).at[stage, chunk, position].set(x), pieces.blocks
+            ),
             "norm": jax.tree.map(lambda x: jnp.zeros((self.num_stages, *x.shape), x.dtype).at[last].set(x), pieces.norm),
-            "table_VxD": zeros((self.num_stages, *embedding_VxD.shape)).at[0].set(embedding_VxD).at[last].set(pieces.output_VxD)}
+            "table_VxD": zeros((self.num_stages, *embedding_VxD.shape)).at[0].set(embedding_VxD).at[last].set(pieces.output_VxD),
+        }
 
     def join(self, stacked: dict[str, Any]) -> Any:
         """From stages' parameters, leaves [S, …], to a whole model's."""
@@ -85,8 +92,11 @@ class Division:
         table_SxVxD = stacked["table_VxD"]
         codes = {name: x[self._at_boundaries(name)] for name, x in stacked["autoencoder"].items()} if self.autoencoder else {}
         return ({"autoencoder": codes} if codes else {}) | self.parts.join(
-            table_SxVxD[0], jax.tree.map(lambda x: x[tuple(self._places.T)], stacked["blocks"]),
-            jax.tree.map(lambda x: x[last], stacked["norm"]), table_SxVxD[last])
+            table_SxVxD[0],
+            jax.tree.map(lambda x: x[tuple(self._places.T)], stacked["blocks"]),
+            jax.tree.map(lambda x: x[last], stacked["norm"]),
+            table_SxVxD[last],
+        )
 
     def _at_boundaries(self, name: str) -> tuple[np.ndarray, np.ndarray]:
         """Stages and chunks that hold the encoder before, or the decoder behind, each boundary of virtual stages."""
@@ -108,7 +118,7 @@ class Division:
 
     def narrow(self, x_BxTxD: jax.Array) -> jax.Array:
         """Of what a stage makes for another one, that which travels: with autoencoders the first R columns, others are zeros."""
-        return x_BxTxD[..., :self.autoencoder] if self.autoencoder else x_BxTxD
+        return x_BxTxD[..., : self.autoencoder] if self.autoencoder else x_BxTxD
 
     def widen(self, x_BxTxR: jax.Array, width: int) -> jax.Array:
         """The inverse, so that all that waits on a stage has one shape."""
@@ -184,8 +194,15 @@ class Division:
         return mesh.exchange(x, self.permutations[0], mesh.STAGE)
 
 
-def divide(parts: Any, num_stages: int, num_chunks: int = 1, layers: Sequence[int] = (), *,
-           autoencoder: int = 0, fused_embedding: bool = False) -> Division:
+def divide(
+    parts: Any,
+    num_stages: int,
+    num_chunks: int = 1,
+    layers: Sequence[int] = (),
+    *,
+    autoencoder: int = 0,
+    fused_embedding: bool = False,
+) -> Division:
     """Divides a model into stages.
 
     Args:
@@ -208,15 +225,20 @@ def divide(parts: Any, num_stages: int, num_chunks: int = 1, layers: Sequence[in
         raise ValueError(f"stages={num_stages}: a pipeline has at least 2")
     if not layers and depth % count:
         fits = sorted({max(1, depth // count) * count, (depth // count + 1) * count})
-        raise ValueError(f"depth={depth} layers do not divide evenly into {what}; use depth={' or '.join(map(str, fits))}, or "
-                         f"give the layers of each of {count} virtual stages")
+        raise ValueError(
+            f"depth={depth} layers do not divide evenly into {what}; use depth={' or '.join(map(str, fits))}, or "
+            f"give the layers of each of {count} virtual stages"
+        )
     layers = tuple(layers) or (depth // count,) * count
     if len(layers) != count or sum(layers) != depth or min(layers) < 1:
-        raise ValueError(f"layers={','.join(map(str, layers))}: must be {count} numbers, one for each virtual stage of {what}, at "
-                         f"least 1 each, which add up to depth={depth}")
+        raise ValueError(
+            f"layers={','.join(map(str, layers))}: must be {count} numbers, one for each virtual stage of {what}, at "
+            f"least 1 each, which add up to depth={depth}"
+        )
     if fused_embedding and not parts.tied:
-        raise ValueError("fused_embedding: an embedding and a head that are not tied have nothing to add up; leave it out, or tie "
-                         "them")
+        raise ValueError(
+            "fused_embedding: an embedding and a head that are not tied have nothing to add up; leave it out, or tie them"
+        )
     width = parts.activation(1, 1).shape[-1]
     if not 0 <= autoencoder <= width:
         raise ValueError(f"autoencoder={autoencoder}: must be at most the model's width of {width}, or 0 for none")

@@ -13,17 +13,7 @@ message loses is kept by the worker that sent it, so that errors stay bounded: m
 random.
 """
 
-from decjax.reduce.coded import coded
-from decjax.reduce.coded import CodedState
-from decjax.reduce.gravac import gravac
-from decjax.reduce.gravac import GravacState
-from decjax.reduce.powersgd import powersgd
-from decjax.reduce.powersgd import PowerSGDState
-from decjax.reduce.reducer import BEFORE
-from decjax.reduce.reducer import due_phase
-from decjax.reduce.reducer import every
-from decjax.reduce.reducer import first_stages
-from decjax.reduce.reducer import LOCAL
-from decjax.reduce.reducer import mean
-from decjax.reduce.reducer import Reducer
-from decjax.reduce.reducer import start_at
+from decjax.reduce.coded import CodedState, coded
+from decjax.reduce.gravac import GravacState, gravac
+from decjax.reduce.powersgd import PowerSGDState, powersgd
+from decjax.reduce.reducer import BEFORE, LOCAL, Reducer, due_phase, every, first_stages, mean, start_at

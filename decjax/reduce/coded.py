@@ -13,15 +13,13 @@ Other memories are those of `codecs.feedback`: a momentum, EF21, none. How messa
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from decjax import buckets
-from decjax import codecs
-from decjax import mesh
+from decjax import buckets, codecs, mesh
 from decjax.reduce import messages
 from decjax.reduce import reducer as reducer_lib
 
@@ -37,9 +35,15 @@ class CodedState(NamedTuple):
     count: jax.Array  # int32 scalar, steps so far: random codecs draw by it
 
 
-def coded(codec: codecs.Codec, *, feedback: Callable[[codecs.Codec], codecs.feedback.Feedback] = codecs.feedback.residual,
-          form: str = "auto", seed: int = 0, axis_name: mesh.AxisName = mesh.WORKER,
-          bucket_bytes: int = buckets.BUCKET_BYTES) -> reducer_lib.Reducer:
+def coded(
+    codec: codecs.Codec,
+    *,
+    feedback: Callable[[codecs.Codec], codecs.feedback.Feedback] = codecs.feedback.residual,
+    form: str = "auto",
+    seed: int = 0,
+    axis_name: mesh.AxisName = mesh.WORKER,
+    bucket_bytes: int = buckets.BUCKET_BYTES,
+) -> reducer_lib.Reducer:
     """The average of coded gradients, with memory of what messages lose; see the module's equations.
 
     Args:
@@ -73,8 +77,10 @@ def coded(codec: codecs.Codec, *, feedback: Callable[[codecs.Codec], codecs.feed
 
     def sent_bytes(params, num_workers):
         """Bytes of both forms; the one that codes once comes first, and so is taken where they are equal."""
-        return {name: messages.num_bytes(ends.codec, cut_of(name, num_workers), params, num_workers, FLAG_BYTES)
-                for name in ("gather", "shards")}
+        return {
+            name: messages.num_bytes(ends.codec, cut_of(name, num_workers), params, num_workers, FLAG_BYTES)
+            for name in ("gather", "shards")
+        }
 
     def due_cut(params):
         if form == "gather":
@@ -98,8 +104,7 @@ def coded(codec: codecs.Codec, *, feedback: Callable[[codecs.Codec], codecs.feed
             return codecs.finite((arrays, own)).astype(jnp.uint8)
 
         if cut.num_shards:
-            averages, worker, owner, finite_N = messages.sharded(
-                ends, arrays, state.worker, state.owner, key, is_finite, axis_name)
+            averages, worker, owner, finite_N = messages.sharded(ends, arrays, state.worker, state.owner, key, is_finite, axis_name)
         else:
             averages, worker, finite_N = messages.gathered(ends, arrays, state.worker, key, is_finite, axis_name)
             owner = ()
@@ -115,8 +120,10 @@ def coded(codec: codecs.Codec, *, feedback: Callable[[codecs.Codec], codecs.feed
         plain = reducer_lib.mean().num_bytes(params, num_workers)[0]
         if num_workers > 1 and sent[due] >= plain:
             fix = f"form {best!r}, which sends {sent[best]:.0f}" if sent[best] < plain else "a codec of fewer bytes"
-            raise ValueError(f"codec {codec.name!r} in form {due!r} sends {sent[due]:.0f} bytes a step, and plain all-reduce "
-                             f"among {num_workers} workers {plain:.0f}; use {fix}, or reducer 'mean'")
+            raise ValueError(
+                f"codec {codec.name!r} in form {due!r} sends {sent[due]:.0f} bytes a step, and plain all-reduce "
+                f"among {num_workers} workers {plain:.0f}; use {fix}, or reducer 'mean'"
+            )
         return np.full(num_workers, sent[due])
 
     return reducer_lib.Reducer(init, reduce, num_bytes)

@@ -16,9 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from decjax import buckets
-from decjax import codecs
-from decjax import mesh
+from decjax import buckets, codecs, mesh
 from decjax.reduce import messages
 from decjax.reduce import reducer as reducer_lib
 
@@ -38,9 +36,17 @@ class GravacState(NamedTuple):
     score: jax.Array  # (steps per second) · gain of the rung below
 
 
-def gravac(ladder: Sequence[codecs.Codec], *, window: int = 50, threshold: float = 0.5, improvement: float = 0.0,
-           speed: Sequence[float] = (), seed: int = 0, axis_name: mesh.AxisName = mesh.WORKER,
-           bucket_bytes: int = buckets.BUCKET_BYTES) -> reducer_lib.Reducer:
+def gravac(
+    ladder: Sequence[codecs.Codec],
+    *,
+    window: int = 50,
+    threshold: float = 0.5,
+    improvement: float = 0.0,
+    speed: Sequence[float] = (),
+    seed: int = 0,
+    axis_name: mesh.AxisName = mesh.WORKER,
+    bucket_bytes: int = buckets.BUCKET_BYTES,
+) -> reducer_lib.Reducer:
     """The average of gradients, coded as strongly as their gain allows; see the module.
 
     After every window of steps on a rung, with gain = Σ E‖C(x)‖² / Σ E‖x‖² over it: below the threshold, one rung down, for
@@ -94,9 +100,18 @@ def gravac(ladder: Sequence[codecs.Codec], *, window: int = 50, threshold: float
         error, owner_error = (tuple(memory.error for memory in side) for side in sides[0])
         states = tuple(tuple(tuple(memory.codec for memory in side) for side in rung) for rung in sides)
         zero, none = jnp.zeros((), jnp.result_type(jnp.float32, *error)), jnp.zeros((), jnp.int32)
-        return GravacState(error=error, owner_error=owner_error, codec=states, count=none,
-                           usage=jnp.zeros(num_rungs, jnp.int32), rung=none, settled=jnp.zeros((), bool),
-                           energy_sent=zero, energy=zero, score=zero)
+        return GravacState(
+            error=error,
+            owner_error=owner_error,
+            codec=states,
+            count=none,
+            usage=jnp.zeros(num_rungs, jnp.int32),
+            rung=none,
+            settled=jnp.zeros((), bool),
+            energy_sent=zero,
+            energy=zero,
+            score=zero,
+        )
 
     def without_codec(arrays, state):
         targets = [e + x for e, x in zip(state.error, arrays)]
@@ -112,22 +127,38 @@ def gravac(ladder: Sequence[codecs.Codec], *, window: int = 50, threshold: float
     def with_codec(k, arrays, state):
         worker, owner = (
             messages.Side(tuple(codecs.feedback.Memory(own, e, ()) for own, e in zip(states, errors)), ((),) * len(arrays))
-            for states, errors in zip(state.codec[k], (state.error, state.owner_error)))
+            for states, errors in zip(state.codec[k], (state.error, state.owner_error))
+        )
         energy = _energy([e + x for e, x in zip(state.error, arrays)], state)
         means, worker, owner, energies_Nx2 = messages.sharded(
-            ends[k], arrays, worker, owner, messages.noise_key(seed, state.count, axis_name),
-            lambda own: jnp.stack([_energy(own, state), energy]), axis_name)
+            ends[k],
+            arrays,
+            worker,
+            owner,
+            messages.noise_key(seed, state.count, axis_name),
+            lambda own: jnp.stack([_energy(own, state), energy]),
+            axis_name,
+        )
         error, owner_error = (tuple(memory.error for memory in side.memory) for side in (worker, owner))
         states = tuple(tuple(memory.codec for memory in side.memory) for side in (worker, owner))
-        return means, error, owner_error, (*state.codec[:k], states, *state.codec[k + 1:]), energies_Nx2.mean(axis=0)
+        return means, error, owner_error, (*state.codec[:k], states, *state.codec[k + 1 :]), energies_Nx2.mean(axis=0)
 
     def reduce(grads, state, phase=None):
         del phase
         cut = cut_of()
         branches = [without_codec, *(functools.partial(with_codec, k) for k in range(len(ladder)))]
         means, error, owner_error, states, (sent, full) = jax.lax.switch(state.rung, branches, cut.arrays(grads), state)
-        new = _judged(state._replace(error=error, owner_error=owner_error, codec=states, energy_sent=state.energy_sent + sent,
-                                     energy=state.energy + full, usage=state.usage.at[state.rung].add(1)), grads)
+        new = _judged(
+            state._replace(
+                error=error,
+                owner_error=owner_error,
+                codec=states,
+                energy_sent=state.energy_sent + sent,
+                energy=state.energy + full,
+                usage=state.usage.at[state.rung].add(1),
+            ),
+            grads,
+        )
         finite = jnp.isfinite(sent) & jnp.isfinite(full) & codecs.finite(means)  # The same on all workers.
         new = jax.tree.map(lambda new, old: jnp.where(finite, new, old), new, state)
         # A step that is lost has been sent all the same.
@@ -146,8 +177,13 @@ def gravac(ladder: Sequence[codecs.Codec], *, window: int = 50, threshold: float
         stalls = ~state.settled & (state.rung > 0) & (score <= (1 + improvement) * state.score)
         climbs = ~(drops | stalls | state.settled) & (state.rung < num_rungs - 1)
         step = jnp.where(drops | stalls, -1, jnp.where(climbs, 1, 0))
-        judged = state._replace(rung=state.rung + step, settled=state.settled | ~climbs, score=score,
-                                energy=jnp.zeros_like(state.energy), energy_sent=jnp.zeros_like(state.energy))
+        judged = state._replace(
+            rung=state.rung + step,
+            settled=state.settled | ~climbs,
+            score=score,
+            energy=jnp.zeros_like(state.energy),
+            energy_sent=jnp.zeros_like(state.energy),
+        )
         return jax.tree.map(lambda new, old: jnp.where(over, new, old), judged, state)
 
     def rung_bytes(params, num_workers):
@@ -161,8 +197,10 @@ def gravac(ladder: Sequence[codecs.Codec], *, window: int = 50, threshold: float
         sent = rung_bytes(params, num_workers)
         for below, above, codec in zip(sent, sent[1:], ladder):
             if num_workers > 1 and above >= below:
-                raise ValueError(f"GraVAC's rung {codec.name!r} sends {above:.0f} bytes a step, and the one below it {below:.0f}; "
-                                 "use a ladder from the mildest codec to the strongest, as 'bfloat16; int8; int4'")
+                raise ValueError(
+                    f"GraVAC's rung {codec.name!r} sends {above:.0f} bytes a step, and the one below it {below:.0f}; "
+                    "use a ladder from the mildest codec to the strongest, as 'bfloat16; int8; int4'"
+                )
         return np.zeros(num_workers) if phase is None else np.full(num_workers, sent[phase])  # Only the state knows.
 
     return reducer_lib.Reducer(init, reduce, num_bytes, lambda step: None, range(num_rungs), lambda state: state.usage)

@@ -16,9 +16,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from decjax import buckets
-from decjax import codecs
-from decjax import mesh
+from decjax import buckets, codecs, mesh
 
 
 class Side(NamedTuple):
@@ -70,11 +68,12 @@ class Cut(NamedTuple):
         alone, layout = self._plan(like)
         leaves, treedef = jax.tree.flatten(like)
         rest = [leaf for i, leaf in enumerate(leaves) if i not in alone]
-        vectors = [x.ravel()[:bucket.size].astype(bucket.dtype) for x, bucket in zip(arrays[len(alone):], layout.buckets)]
+        vectors = [x.ravel()[: bucket.size].astype(bucket.dtype) for x, bucket in zip(arrays[len(alone) :], layout.buckets)]
         others = iter(layout.unpack(vectors, like=rest))
-        matrices = {i: x.ravel()[:math.prod(shape)] for (i, shape), x in zip(alone.items(), arrays)}
-        return treedef.unflatten([
-            matrices[i].reshape(leaf.shape).astype(leaf.dtype) if i in alone else next(others) for i, leaf in enumerate(leaves)])
+        matrices = {i: x.ravel()[: math.prod(shape)] for (i, shape), x in zip(alone.items(), arrays)}
+        return treedef.unflatten(
+            [matrices[i].reshape(leaf.shape).astype(leaf.dtype) if i in alone else next(others) for i, leaf in enumerate(leaves)]
+        )
 
     def shapes(self, params) -> list[jax.ShapeDtypeStruct]:
         """Of what a message stands for: of each array, or of a shard of it."""
@@ -95,8 +94,9 @@ def check(codec: codecs.Codec) -> None:
         ValueError: naming the codec and what to use.
     """
     if not codec.traits.static_bytes:
-        raise ValueError(f"codec {codec.name!r} has messages of varying size, and collectives have buffers of one; use 'int8', or "
-                         "'topk'")
+        raise ValueError(
+            f"codec {codec.name!r} has messages of varying size, and collectives have buffers of one; use 'int8', or 'topk'"
+        )
     if codec.traits.state_key == "sample":
         raise ValueError(f"codec {codec.name!r} remembers samples of a batch, which gradients are not; use 'int8'")
 
@@ -117,8 +117,10 @@ def owner_side(feedback: codecs.feedback.Feedback, cut: Cut, params: Any) -> Sid
 
 
 def _start(feedback, shapes) -> Side:
-    return Side(tuple(feedback.init(x.shape, x.dtype) for x in shapes),
-                tuple(jnp.zeros(x.shape, x.dtype) if feedback.builds else () for x in shapes))
+    return Side(
+        tuple(feedback.init(x.shape, x.dtype) for x in shapes),
+        tuple(jnp.zeros(x.shape, x.dtype) if feedback.builds else () for x in shapes),
+    )
 
 
 def noise_key(seed: int, count: jax.Array, axis_name: mesh.AxisName) -> jax.Array:
@@ -129,8 +131,14 @@ def noise_key(seed: int, count: jax.Array, axis_name: mesh.AxisName) -> jax.Arra
 Header = Callable[[list[jax.Array]], jax.Array]  # of what a worker's own messages decode to
 
 
-def gathered(feedback: codecs.feedback.Feedback, arrays: list[jax.Array], side: Side, key: jax.Array, header: Header,
-             axis_name: mesh.AxisName) -> tuple[list[jax.Array], Side, jax.Array]:
+def gathered(
+    feedback: codecs.feedback.Feedback,
+    arrays: list[jax.Array],
+    side: Side,
+    key: jax.Array,
+    header: Header,
+    axis_name: mesh.AxisName,
+) -> tuple[list[jax.Array], Side, jax.Array]:
     """The average of messages that all workers get.
 
     Args:
@@ -151,8 +159,15 @@ def gathered(feedback: codecs.feedback.Feedback, arrays: list[jax.Array], side: 
     return averages, Side(memory, estimate), headers
 
 
-def sharded(feedback: codecs.feedback.Feedback, arrays: list[jax.Array], worker: Side, owner: Side, key: jax.Array,
-            header: Header, axis_name: mesh.AxisName) -> tuple[list[jax.Array], Side, Side, jax.Array]:
+def sharded(
+    feedback: codecs.feedback.Feedback,
+    arrays: list[jax.Array],
+    worker: Side,
+    owner: Side,
+    key: jax.Array,
+    header: Header,
+    axis_name: mesh.AxisName,
+) -> tuple[list[jax.Array], Side, Side, jax.Array]:
     """The same of messages that go to the owner of each shard, who sends the coded mean to all; arrays are [N, …]."""
     keys = [jax.random.fold_in(key, end) for end in range(2)]
     shard_keys = jax.random.split(keys[0], len(arrays[0]))
@@ -188,6 +203,7 @@ def _received(feedback, estimates, arrived) -> tuple[list[jax.Array], tuple[Any,
 
 def _mean(feedback, joint_NxB, sent, like) -> tuple[list[jax.Array], jax.Array]:
     """Of what the messages of all workers decode to, one worker's after the other's, in the memory of one; their headers."""
+
     def add(sums, joint):
         messages, header = _from_bytes(joint, sent)
         return [total + x for total, x in zip(sums, _decoded(feedback, messages, like))], header
@@ -207,7 +223,7 @@ def _from_bytes(joint: jax.Array, like: Any) -> Any:
     found, start = [], 0
     for x in leaves:
         width = x.dtype.itemsize
-        part = joint[start:start + x.size * width].reshape(*x.shape, *([width] if width > 1 else []))
+        part = joint[start : start + x.size * width].reshape(*x.shape, *([width] if width > 1 else []))
         found.append(jax.lax.bitcast_convert_type(part, x.dtype))
         start += x.size * width
     return treedef.unflatten(found)

@@ -25,8 +25,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from decjax import codecs
-from decjax import mesh
+from decjax import codecs, mesh
 from decjax.codecs import noise
 from decjax.reduce import reducer as reducer_lib
 
@@ -48,8 +47,9 @@ class _Plan(NamedTuple):
     dtype: Any  # of the arithmetic, float32 at least
 
 
-def powersgd(rank: int = 4, *, gate: float = 1.0, wire_dtype: Any = None, seed: int = 0,
-             axis_name: mesh.AxisName = mesh.WORKER) -> reducer_lib.Reducer:
+def powersgd(
+    rank: int = 4, *, gate: float = 1.0, wire_dtype: Any = None, seed: int = 0, axis_name: mesh.AxisName = mesh.WORKER
+) -> reducer_lib.Reducer:
     """The mean of rank-R approximations, with error feedback; see the module's equations.
 
     Of an array seen as I×J, a worker sends 2(N−1)/N · (I + J)R values instead of 2(N−1)/N · IJ.
@@ -97,14 +97,17 @@ def powersgd(rank: int = 4, *, gate: float = 1.0, wire_dtype: Any = None, seed: 
             most = max((math.ceil(gate * I * J / (I + J)) - 1 for I, J in views.values()), default=0)
             raise ValueError(
                 f"PowerSGD rank={rank} makes no array smaller: the smaller sides of the matrices are at most {least}; "
-                + (f"use a rank of at most {most}, or reducer 'mean'" if most else "use reducer 'mean'"))
+                + (f"use a rank of at most {most}, or reducer 'mean'" if most else "use reducer 'mean'")
+            )
         dtype = jnp.result_type(jnp.float32, *(leaves[i].dtype for i in floating))
         return _Plan(matrices, tuple(i for i in floating if i not in matrices), dtype)
 
     def init(params):
         matrices, _, dtype = plan(params)
-        return PowerSGDState(tuple(jnp.zeros((I, J), dtype) for I, J, _ in matrices.values()),
-                             tuple(_drawn((J, R), seed, i, dtype) for i, (_, J, R) in matrices.items()))
+        return PowerSGDState(
+            tuple(jnp.zeros((I, J), dtype) for I, J, _ in matrices.values()),
+            tuple(_drawn((J, R), seed, i, dtype) for i, (_, J, R) in matrices.items()),
+        )
 
     def reduce(grads, state, phase=0):
         del phase
@@ -118,7 +121,7 @@ def powersgd(rank: int = 4, *, gate: float = 1.0, wire_dtype: Any = None, seed: 
         rest = [leaves[i].astype(dtype) for i in dense]
         if wire == dtype:
             means = _means([*bases, *rest], axis_name)
-            bases, rest = means[:len(bases)], means[len(bases):]
+            bases, rest = means[: len(bases)], means[len(bases) :]
         else:
             bases, rest = _means(bases, axis_name, wire), _means(rest, axis_name)
         received = [*bases, *rest]
@@ -142,8 +145,11 @@ def powersgd(rank: int = 4, *, gate: float = 1.0, wire_dtype: Any = None, seed: 
         leaves = jax.tree.leaves(params)
         matrices, dense, dtype = plan(params)
         wire = None if wire_dtype == dtype else wire_dtype
-        messages = [(sum(I * R for I, _, R in matrices.values()), wire), (sum(J * R for _, J, R in matrices.values()), wire),
-                    (sum(leaves[i].size for i in dense), None)]
+        messages = [
+            (sum(I * R for I, _, R in matrices.values()), wire),
+            (sum(J * R for _, J, R in matrices.values()), wire),
+            (sum(leaves[i].size for i in dense), None),
+        ]
         return np.full(num_workers, sum(mesh.mean_bytes(size, dtype, num_workers, wire) for size, wire in messages))
 
     return reducer_lib.Reducer(init, reduce, num_bytes)
@@ -168,7 +174,7 @@ def _means(arrays: list[jax.Array], axis_name: mesh.AxisName, wire_dtype: Any = 
     joint = arrays[0].ravel() if len(arrays) == 1 else jnp.concatenate([x.ravel() for x in arrays])
     joint = mesh.mean(joint, axis_name, wire_dtype)
     ends = np.cumsum([x.size for x in arrays])
-    return [joint[end - x.size:end].reshape(x.shape) for x, end in zip(arrays, ends)]
+    return [joint[end - x.size : end].reshape(x.shape) for x, end in zip(arrays, ends)]
 
 
 def _orthogonalized(bases: list[jax.Array]) -> list[jax.Array]:

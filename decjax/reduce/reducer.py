@@ -15,9 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from decjax import buckets
-from decjax import mesh
-
+from decjax import buckets, mesh
 
 LOCAL = -1  # The phase of a step that averages nothing.
 BEFORE = 0  # The first phase of `start_at`.
@@ -53,8 +51,7 @@ def due_phase(reducer: Reducer, phase: int | None) -> int | None:
     if len(reducer.phases) == 1:
         return reducer.phases[0]
     if phase is None and not reducer.usage:
-        raise ValueError(f"this reducer has {len(reducer.phases)} phases: give update(…, phase=reducer.phase(step)), "
-                         "a static int")
+        raise ValueError(f"this reducer has {len(reducer.phases)} phases: give update(…, phase=reducer.phase(step)), a static int")
     return phase
 
 
@@ -68,6 +65,7 @@ def mean(*, axis_name: mesh.AxisName = mesh.WORKER, bucket_bytes: int = buckets.
     Returns:
         The `Reducer`.
     """
+
     def reduce(grads, state, phase=0):
         del phase
         layout = buckets.layout(grads, bucket_bytes=bucket_bytes)
@@ -128,8 +126,7 @@ def start_at(reducer: Reducer, step: int, before: Reducer) -> Reducer:
         return due if due is None else 1 + reducer.phases.index(due)
 
     usage = reducer.usage and (lambda state: jnp.pad(reducer.usage(state[1]), (1, 0)))
-    return Reducer(lambda params: (before.init(params), reducer.init(params)), reduce, num_bytes, phase, range(1 + num_own),
-                   usage)
+    return Reducer(lambda params: (before.init(params), reducer.init(params)), reduce, num_bytes, phase, range(1 + num_own), usage)
 
 
 def first_stages(reducer: Reducer, count: int, num_stages: int, others: Reducer) -> Reducer:
@@ -158,8 +155,10 @@ def first_stages(reducer: Reducer, count: int, num_stages: int, others: Reducer)
     if count == num_stages:
         return reducer
     if len(others.phases) > 1 or reducer.usage:
-        raise ValueError("the reducers of first and other stages take their steps together: use reducers whose phases are known "
-                         "beforehand, and one of a single phase, such as mean, for the others")
+        raise ValueError(
+            "the reducers of first and other stages take their steps together: use reducers whose phases are known "
+            "beforehand, and one of a single phase, such as mean, for the others"
+        )
 
     def reduce(grads, state, phase=reducer.phases[-1]):
         # Every stage computes both, and sends one: see `mesh.sent_by`.

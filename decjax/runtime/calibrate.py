@@ -131,8 +131,16 @@ def fit_cluster(measurements: Sequence[Measurement], *, name: str, num_nodes: in
         raise ValueError("no 'shift' or 'pair' was measured; links need one of them, with at least two sizes")
     intra, inter = links["intra"] or links["inter"], links["inter"] or links["intra"]
     efficiency = _efficiency([m for m in measurements if m.kind == "all_reduce"], intra, inter)
-    return Cluster(name, num_nodes, workers_per_node, intra, inter, full_duplex_pairs=full_duplex,
-                   all_reduce_efficiency=efficiency, codec_Bps=_throughput([m for m in measurements if m.kind == "codec"]))
+    return Cluster(
+        name,
+        num_nodes,
+        workers_per_node,
+        intra,
+        inter,
+        full_duplex_pairs=full_duplex,
+        all_reduce_efficiency=efficiency,
+        codec_Bps=_throughput([m for m in measurements if m.kind == "codec"]),
+    )
 
 
 def _efficiency(all_reduces: Sequence[Measurement], intra: Link, inter: Link) -> float:
@@ -149,13 +157,21 @@ def _efficiency(all_reduces: Sequence[Measurement], intra: Link, inter: Link) ->
 
 def _throughput(codecs: Sequence[Measurement]) -> float | dict[str, float] | None:
     """Bytes per second: of each named codec, else of all of them."""
-    by_name = {codec: float(np.median([m.num_bytes / m.time_s for m in codecs if m.codec == codec]))
-               for codec in dict.fromkeys(m.codec for m in codecs)}
+    by_name = {
+        codec: float(np.median([m.num_bytes / m.time_s for m in codecs if m.codec == codec]))
+        for codec in dict.fromkeys(m.codec for m in codecs)
+    }
     return by_name.get("") if set(by_name) <= {""} else by_name
 
 
-def least_squares(residuals: Callable[[np.ndarray], np.ndarray], start: Sequence[float], *, num_steps: int = 30,
-                  difference: float = 1e-3, tolerance: float = 1e-6) -> np.ndarray:
+def least_squares(
+    residuals: Callable[[np.ndarray], np.ndarray],
+    start: Sequence[float],
+    *,
+    num_steps: int = 30,
+    difference: float = 1e-3,
+    tolerance: float = 1e-6,
+) -> np.ndarray:
     """Minimises Σ r(θ)² by Levenberg and Marquardt's method with a Jacobian of central differences.
 
     Args:
@@ -172,8 +188,9 @@ def least_squares(residuals: Callable[[np.ndarray], np.ndarray], start: Sequence
     r = np.asarray(residuals(theta), float)
     damping = 1e-2
     for _ in range(num_steps):
-        J = np.stack([(residuals(theta + h) - residuals(theta - h)) / (2 * difference)
-                      for h in difference * np.eye(len(theta))], axis=1)
+        J = np.stack(
+            [(residuals(theta + h) - residuals(theta - h)) / (2 * difference) for h in difference * np.eye(len(theta))], axis=1
+        )
         for _ in range(8):
             A = J.T @ J
             step = np.linalg.solve(A + damping * np.diag(np.diag(A) + 1e-12), -J.T @ r)

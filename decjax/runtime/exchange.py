@@ -67,8 +67,9 @@ def mean_cost(cluster: Cluster, members_GxM: np.ndarray) -> tuple[np.ndarray, ..
     if cluster.hierarchical_all_reduce:
         l_G = M / m_G
         inter_G, intra_G = 2 * (m_G - 1) / m_G, 2 * (l_G - 1) / l_G
-        per_byte_G = np.maximum(inter_G * sharing_GxM.max(axis=1) / cluster.inter.bandwidth_Bps,
-                                intra_G / cluster.intra.bandwidth_Bps)
+        per_byte_G = np.maximum(
+            inter_G * sharing_GxM.max(axis=1) / cluster.inter.bandwidth_Bps, intra_G / cluster.intra.bandwidth_Bps
+        )
         latency_G = 2 * (m_G - 1) * cluster.inter.latency_s + 2 * (l_G - 1) * cluster.intra.latency_s
         # Every worker sends its shard of 1/l through the NIC.
         sent_G, leaving_GxM = intra_G + inter_G / l_G, leaves_GxM * inter_G[:, None]
@@ -102,8 +103,7 @@ def messages_cost(cluster: Cluster, shifts: Sequence[np.ndarray]) -> tuple[np.nd
 
     nic = np.maximum(load(from_E, leaves_E, cluster.num_nodes)[from_E], load(to_E, leaves_E, cluster.num_nodes)[to_E])
     own = np.maximum(load(source_E, ~leaves_E, num_workers)[source_E], load(target_E, ~leaves_E, num_workers)[target_E])
-    np.maximum.at(per_byte_N, target_E,
-                  np.where(leaves_E, nic / cluster.inter.bandwidth_Bps, own / cluster.intra.bandwidth_Bps))
+    np.maximum.at(per_byte_N, target_E, np.where(leaves_E, nic / cluster.inter.bandwidth_Bps, own / cluster.intra.bandwidth_Bps))
     np.add.at(latency_N, target_E, np.where(leaves_E, cluster.inter.latency_s, cluster.intra.latency_s))
     return latency_N, per_byte_N, np.bincount(from_E[leaves_E], minlength=cluster.num_nodes).astype(float)
 
@@ -126,9 +126,10 @@ def exchange_cost(cluster: Cluster, round_: Round, joint_ring: bool = False, dev
     """
     N, g = round_.num_workers, round_.group_size
     if devices_NxK is None:
-        if N != cluster.num_workers:
-            raise ValueError(f"the round is for {N} workers, cluster {cluster.name!r} has {cluster.num_workers}; "
-                             "resize one of them")
+        if cluster.num_workers != N:
+            raise ValueError(
+                f"the round is for {N} workers, cluster {cluster.name!r} has {cluster.num_workers}; resize one of them"
+            )
         devices_NxK = np.arange(N)[:, None]
     K = devices_NxK.shape[1]
     workers_GxM = np.arange(N).reshape(-1, g)
@@ -146,10 +147,11 @@ def exchange_cost(cluster: Cluster, round_: Round, joint_ring: bool = False, dev
     of_mean, mean_nic_M = mean(workers_GxM)
     latency_N, per_byte_N, sent_N = (np.repeat(of_group_G, g) for of_group_G in of_mean)
     if joint_ring and g > 1 and pairs:
-        (source, target), = pairs if len(pairs) == 1 else [(np.array([0]), np.array([0]))]
+        ((source, target),) = pairs if len(pairs) == 1 else [(np.array([0]), np.array([0]))]
         if len(pairs) > 1 or not np.isin(source * N + target, target * N + source).all():
-            raise ValueError("joint_ring=True needs rounds in which nodes meet in pairs, as in "
-                             "'alternating_exponential_ring'; leave it out")
+            raise ValueError(
+                "joint_ring=True needs rounds in which nodes meet in pairs, as in 'alternating_exponential_ring'; leave it out"
+            )
         # Both groups are busy with one ring of 2g workers instead of their own.
         first = source < target
         joint_GxM = np.concatenate([workers_GxM[source[first]], workers_GxM[target[first]]], axis=1)
@@ -159,8 +161,9 @@ def exchange_cost(cluster: Cluster, round_: Round, joint_ring: bool = False, dev
         return Exchange(g, tuple(sources), latency_N, per_byte_N, sent_N, nic_M)
     for source, _ in pairs:
         sent_N[workers_GxM[source]] += 1 / g
-    shifts = [devices_NxK[np.stack([workers_GxM[source].ravel(), workers_GxM[target].ravel()])].reshape(2, -1)
-              for source, target in pairs]
+    shifts = [
+        devices_NxK[np.stack([workers_GxM[source].ravel(), workers_GxM[target].ravel()])].reshape(2, -1) for source, target in pairs
+    ]
     latency, per_byte, nic_M = messages_cost(cluster, shifts)
     latency_N, per_byte_N = latency_N + latency[devices_NxK].max(axis=1), per_byte_N + per_byte[devices_NxK].max(axis=1) / g
     return Exchange(g, tuple(sources), latency_N, per_byte_N, sent_N, mean_nic_M + nic_M / g)

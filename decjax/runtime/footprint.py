@@ -62,11 +62,20 @@ def _stage_memory(model: Transformer, layout: Layout, traffic: Traffic, stage: i
     if is_last:  # Logits in float32, of the one microbatch whose loss is computed.
         activations += 4 * B * model.context * model.vocabulary / K
     sent_bytes = boundary / (K if layout.split_boundary else 1)
-    errors = sum(sent_bytes * (4 / model.value_bytes + coded.ratio) for coded, sends in
-                 ((traffic.backward, stage > 0), (traffic.forward, not is_last)) if coded.ratio != 1 and sends)
+    errors = sum(
+        sent_bytes * (4 / model.value_bytes + coded.ratio)
+        for coded, sends in ((traffic.backward, stage > 0), (traffic.forward, not is_last))
+        if coded.ratio != 1 and sends
+    )
     if traffic.ratio(stage) != 1:
         errors += 4 * of_layers(1) + traffic.ratio(stage) * model.gradient_bytes * of_layers(K)
     if method.topology is not None and method.message == PARAMETERS:
         errors += parameters * model.gradient_bytes * method.ratio
-    return Memory(stage, parameters * model.parameter_bytes, parameters * model.gradient_bytes,
-                  parameters * model.moment_bytes, activations, errors)
+    return Memory(
+        stage,
+        parameters * model.parameter_bytes,
+        parameters * model.gradient_bytes,
+        parameters * model.moment_bytes,
+        activations,
+        errors,
+    )

@@ -77,7 +77,9 @@ def run_pipeline(schedule: Schedule, forward_ZxU, backward_ZxU, hop, pays_Z, *, 
         for send, cost in hops:
             out_SxZ[send.source] = np.maximum(out_SxZ[send.source], end_SxZ[send.source]) + cost.out_s * pays_Z
             arrived[send.kind, send.microbatch, send.target, send.target_chunk] = (
-                out_SxZ[send.source] + cost.late_s * pays_Z, cost.decode_s * pays_Z)
+                out_SxZ[send.source] + cost.late_s * pays_Z,
+                cost.decode_s * pays_Z,
+            )
     return end_SxZ.T
 
 
@@ -211,16 +213,26 @@ def _iteration_s(load: Work, traffic: Traffic, ready_S: np.ndarray, per_stage: l
     return together_s + (load.combine_s if method.message == PARAMETERS else 0.0)
 
 
-def _mean_s(cluster: Cluster, load: Work, layout: Layout, traffic: Traffic, ready_S: np.ndarray, *, workers: bool = True,
-            embedding: bool = True) -> float:
+def _mean_s(
+    cluster: Cluster,
+    load: Work,
+    layout: Layout,
+    traffic: Traffic,
+    ready_S: np.ndarray,
+    *,
+    workers: bool = True,
+    embedding: bool = True,
+) -> float:
     """Seconds of an iteration, mean over the method's phases and local steps; flags tell who pays for messages."""
     method, joint = traffic.method, _joint(cluster, load, layout, traffic.fused_embedding) if embedding else SILENCE
     local_s = _iteration_s(load, traffic, ready_S, None, joint)
     if method.topology is None or not workers:
         return local_s
     phases = range(method.topology.period)
-    exchanged_s = [_iteration_s(load, traffic, ready_S, _exchanges(cluster, load, layout, traffic, phase, embedding), joint)
-                   for phase in phases]
+    exchanged_s = [
+        _iteration_s(load, traffic, ready_S, _exchanges(cluster, load, layout, traffic, phase, embedding), joint)
+        for phase in phases
+    ]
     return (float(np.mean(exchanged_s)) + (method.every - 1) * local_s) / method.every
 
 
@@ -259,17 +271,23 @@ class LayoutPrediction(NamedTuple):
 
 def _check(cluster: Cluster, load: Work, layout: Layout, traffic: Traffic) -> None:
     if cluster.num_workers != layout.num_devices:
-        raise ValueError(f"layout {layout.name} has {layout.num_devices} devices, cluster {cluster.name!r} has "
-                         f"{cluster.num_workers}; use cluster.resize({layout.num_devices})")
+        raise ValueError(
+            f"layout {layout.name} has {layout.num_devices} devices, cluster {cluster.name!r} has "
+            f"{cluster.num_workers}; use cluster.resize({layout.num_devices})"
+        )
     topology = traffic.method.topology
     if topology is not None and topology.num_workers != layout.workers:
-        raise ValueError(f"method {traffic.method.name!r} is for {topology.num_workers} workers, layout {layout.name} has "
-                         f"{layout.workers}; make them equal")
+        raise ValueError(
+            f"method {traffic.method.name!r} is for {topology.num_workers} workers, layout {layout.name} has "
+            f"{layout.workers}; make them equal"
+        )
     if (traffic.compressed_stages or 0) > layout.stages:
         raise ValueError(f"compressed_stages={traffic.compressed_stages} of stages={layout.stages}; use at most {layout.stages}")
     if len(load.forward_s) != layout.num_virtual or len(load.gradient_bytes) != layout.stages:
-        raise ValueError(f"the work is of {len(load.forward_s)} virtual stages on {len(load.gradient_bytes)}, layout "
-                         f"{layout.name} has {layout.num_virtual} on {layout.stages}; count it with work(model, layout, flops)")
+        raise ValueError(
+            f"the work is of {len(load.forward_s)} virtual stages on {len(load.gradient_bytes)}, layout "
+            f"{layout.name} has {layout.num_virtual} on {layout.stages}; count it with work(model, layout, flops)"
+        )
 
 
 def _stage_ends_ZxS(cluster: Cluster, load: Work, layout: Layout, traffic: Traffic) -> np.ndarray:
@@ -279,8 +297,14 @@ def _stage_ends_ZxS(cluster: Cluster, load: Work, layout: Layout, traffic: Traff
     tensor_Zx1 = np.array([[0.0], [1.0], [1.0]]) * reduction_s
     forward_ZxU = np.array(load.forward_s) + tensor_Zx1 * np.array(load.forward_reductions)
     backward_ZxU = np.array(load.backward_s) + tensor_Zx1 * np.array(load.backward_reductions)
-    return run_pipeline(layout.passes, forward_ZxU, backward_ZxU, _hops(cluster, load, layout, traffic),
-                        np.array([0.0, 0.0, 1.0]), blocking=layout.blocking)
+    return run_pipeline(
+        layout.passes,
+        forward_ZxU,
+        backward_ZxU,
+        _hops(cluster, load, layout, traffic),
+        np.array([0.0, 0.0, 1.0]),
+        blocking=layout.blocking,
+    )
 
 
 def predict_layout(cluster: Cluster, load: Work, layout: Layout, traffic: Traffic) -> LayoutPrediction:
@@ -312,8 +336,12 @@ def predict_layout(cluster: Cluster, load: Work, layout: Layout, traffic: Traffi
     mean_s = functools.partial(_mean_s, cluster, load, layout, traffic)
     passes_U = np.array(load.forward_s) + np.array(load.backward_s)
     compute_s = layout.microbatches * max(by_stage(layout, passes_U)) + load.optimizer_s
-    total_s = [compute_s, *(mean_s(end_S, workers=False, embedding=False) for end_S in (plain_S, tensor_S, ready_S)),
-               mean_s(ready_S, embedding=False), mean_s(ready_S)]
+    total_s = [
+        compute_s,
+        *(mean_s(end_S, workers=False, embedding=False) for end_S in (plain_S, tensor_S, ready_S)),
+        mean_s(ready_S, embedding=False),
+        mean_s(ready_S),
+    ]
     return LayoutPrediction(total_s[-1], compute_s, *map(float, np.diff(total_s)), ready_S, *_sent(cluster, load, layout, traffic))
 
 
@@ -335,8 +363,9 @@ def _sent(cluster: Cluster, load: Work, layout: Layout, traffic: Traffic) -> tup
     return float(boundary_S.max()), workers_bytes, load.embedding_bytes * shares
 
 
-def choose_compressed_stages(cluster: Cluster, load: Work, layout: Layout, traffic: Traffic, *,
-                             tolerance: float = 1e-3) -> tuple[int, tuple[float, ...]]:
+def choose_compressed_stages(
+    cluster: Cluster, load: Work, layout: Layout, traffic: Traffic, *, tolerance: float = 1e-3
+) -> tuple[int, tuple[float, ...]]:
     """How many stages should compress what they send to other workers: stage 0 is done last, the others have slack.
 
     Args:
@@ -349,6 +378,7 @@ def choose_compressed_stages(cluster: Cluster, load: Work, layout: Layout, traff
     """
     _check(cluster, load, layout, traffic)
     ready_S = _stage_ends_ZxS(cluster, load, layout, traffic)[-1]
-    times_s = tuple(_mean_s(cluster, load, layout, dataclasses.replace(traffic, compressed_stages=k), ready_S)
-                    for k in range(layout.stages + 1))
+    times_s = tuple(
+        _mean_s(cluster, load, layout, dataclasses.replace(traffic, compressed_stages=k), ready_S) for k in range(layout.stages + 1)
+    )
     return next(k for k, time_s in enumerate(times_s) if time_s <= (1 + tolerance) * min(times_s)), times_s

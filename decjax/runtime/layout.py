@@ -67,8 +67,10 @@ class Layout:
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name}={getattr(self, name)!r}: choose from {', '.join(choices)}")
         if self.layers and (len(self.layers) != self.num_virtual or min(self.layers) < 1):
-            raise ValueError(f"layers={self.layers}: needs a positive number for each of stages={self.stages} × "
-                             f"chunks={self.chunks}; leave it out to divide evenly")
+            raise ValueError(
+                f"layers={self.layers}: needs a positive number for each of stages={self.stages} × "
+                f"chunks={self.chunks}; leave it out to divide evenly"
+            )
         self.passes  # Refuses what the schedule does not allow.
 
     @property
@@ -105,8 +107,10 @@ class Layout:
                 raise ValueError(f"layers={self.layers} are {sum(self.layers)}, the model has {model.layers}; make them add up")
             return self.layers
         if model.layers % self.num_virtual:
-            raise ValueError(f"stages={self.stages} × chunks={self.chunks} do not divide layers={model.layers}; use a divisor, "
-                             "or give the layers of each")
+            raise ValueError(
+                f"stages={self.stages} × chunks={self.chunks} do not divide layers={model.layers}; use a divisor, "
+                "or give the layers of each"
+            )
         return (model.layers // self.num_virtual,) * self.num_virtual
 
     def microbatch_size(self, model: Transformer) -> int:
@@ -117,8 +121,10 @@ class Layout:
         """
         parts = self.workers * self.microbatches
         if model.batch_size % parts:
-            raise ValueError(f"batch_size={model.batch_size} does not divide into workers={self.workers} × "
-                             f"microbatches={self.microbatches}; use a multiple of {parts}")
+            raise ValueError(
+                f"batch_size={model.batch_size} does not divide into workers={self.workers} × "
+                f"microbatches={self.microbatches}; use a multiple of {parts}"
+            )
         return model.batch_size // parts
 
     def check(self, model: Transformer) -> None:
@@ -190,8 +196,10 @@ class Traffic:
         if self.forward.when == CRITICAL:
             raise ValueError(f"forward: when='{CRITICAL}' is for gradients, no stage waits for activations alone; use '{ALWAYS}'")
         if self.fused_embedding and self.method.message != GRADIENTS:
-            raise ValueError(f"fused_embedding needs gradients that are averaged over all workers, got {self.method.name!r}; "
-                             "use all-reduce, or leave it out")
+            raise ValueError(
+                f"fused_embedding needs gradients that are averaged over all workers, got {self.method.name!r}; "
+                "use all-reduce, or leave it out"
+            )
 
     def ratio(self, stage: int) -> float:
         """Of messages between the workers' parts of a stage."""
@@ -256,14 +264,21 @@ def work(model: Transformer, layout: Layout, flops: float) -> Work:
     if not tied_apart:
         parameters_S[0] += embedding
         parameters_S[-1] += 0 if model.tied else embedding
-    return Work(tuple(forward_U), tuple(backward_U), model.boundary_bytes(B), model.boundary_bytes(B),
-                tuple(reductions_U * skipped_U + first), tuple(reductions_U * (2 if anew else 1) + last),
-                tuple(parameters_S * model.gradient_bytes), embedding * model.gradient_bytes if tied_apart else 0.0)
+    return Work(
+        tuple(forward_U),
+        tuple(backward_U),
+        model.boundary_bytes(B),
+        model.boundary_bytes(B),
+        tuple(reductions_U * skipped_U + first),
+        tuple(reductions_U * (2 if anew else 1) + last),
+        tuple(parameters_S * model.gradient_bytes),
+        embedding * model.gradient_bytes if tied_apart else 0.0,
+    )
 
 
 def by_stage(layout: Layout, of_chunk_U: Sequence[float]) -> list[float]:
     """Sums over the virtual stages of each stage: [U] to [S]."""
-    return [sum(of_chunk_U[s::layout.stages]) for s in range(layout.stages)]
+    return [sum(of_chunk_U[s :: layout.stages]) for s in range(layout.stages)]
 
 
 def embedding_sync_bytes(num_bytes: float, workers: int, fused: bool) -> float:

@@ -175,12 +175,20 @@ def codec_time_s(cluster: Cluster, workload: Workload, method: Method) -> float:
 def durations(cluster: Cluster, workload: Workload, method: Method) -> list[np.ndarray]:
     """c_{i,b} of every phase in seconds, [buckets, 1, N]."""
     bytes_b = method.ratio * np.array(messages(workload, method).num_bytes)
-    return [(method.latencies * exchange.latency_N + bytes_b[:, None] * exchange.per_byte_N)[:, None]
-            for exchange in exchanges(cluster, method)]
+    return [
+        (method.latencies * exchange.latency_N + bytes_b[:, None] * exchange.per_byte_N)[:, None]
+        for exchange in exchanges(cluster, method)
+    ]
 
 
-def simulate(method: Method, workload: Workload, routes: Sequence[Exchange], cost_s: Sequence[np.ndarray],
-             compute_TxKxN: np.ndarray, codec_s: float = 0.0) -> Run:
+def simulate(
+    method: Method,
+    workload: Workload,
+    routes: Sequence[Exchange],
+    cost_s: Sequence[np.ndarray],
+    compute_TxKxN: np.ndarray,
+    codec_s: float = 0.0,
+) -> Run:
     """Runs the recursion of the module's docstring.
 
     Args:
@@ -196,8 +204,11 @@ def simulate(method: Method, workload: Workload, routes: Sequence[Exchange], cos
     """
     workload = messages(workload, method)
     T, K, N = compute_TxKxN.shape
-    share_b = np.array(workload.num_bytes) / workload.total_bytes if workload.total_bytes else np.full(
-        len(workload.num_bytes), 1 / len(workload.num_bytes))
+    share_b = (
+        np.array(workload.num_bytes) / workload.total_bytes
+        if workload.total_bytes
+        else np.full(len(workload.num_bytes), 1 / len(workload.num_bytes))
+    )
     forward = workload.forward_s / workload.compute_s
     backward_b = [backward_s / workload.compute_s for backward_s in workload.backward_s]
     parameters = method.message == PARAMETERS
@@ -252,11 +263,11 @@ def simulate(method: Method, workload: Workload, routes: Sequence[Exchange], cos
 def closed_form(cluster: Cluster, workload: Workload, method: Method) -> float | None:
     """Mean time per iteration in seconds where a formula exists, else None. One bucket, p = 1, uniform workers:
 
-        nothing sent                         C + opt                                        any jitter; C its mean
-        all-reduce, C constant or C + s·Exp  C + s H_N + c + opt,  H_N = Σ_{k≤N} 1/k        E of the largest of N
-        all-reduce one step stale            max(C + opt, c)                                C constant
-        gossip, adapt while communicating    mean over phases of max(C + opt, c) + combine  C constant, c equal for all
-        gossip, adapt then communicate       C + opt + combine + mean over phases of c      C constant, c equal for all
+    nothing sent                         C + opt                                        any jitter; C its mean
+    all-reduce, C constant or C + s·Exp  C + s H_N + c + opt,  H_N = Σ_{k≤N} 1/k        E of the largest of N
+    all-reduce one step stale            max(C + opt, c)                                C constant
+    gossip, adapt while communicating    mean over phases of max(C + opt, c) + combine  C constant, c equal for all
+    gossip, adapt then communicate       C + opt + combine + mean over phases of c      C constant, c equal for all
     """
     if not workload.jitter.is_uniform or method.every > 1 or (method.bucketed and len(workload.num_bytes) > 1):
         return None
@@ -326,12 +337,21 @@ def check(cluster: Cluster, method: Method) -> None:
     """
     topology = method.topology
     if topology is not None and topology.num_workers != cluster.num_workers:
-        raise ValueError(f"method {method.name!r} is for {topology.num_workers} workers, cluster {cluster.name!r} has "
-                         f"{cluster.num_workers}; use cluster.resize({topology.num_workers})")
+        raise ValueError(
+            f"method {method.name!r} is for {topology.num_workers} workers, cluster {cluster.name!r} has "
+            f"{cluster.num_workers}; use cluster.resize({topology.num_workers})"
+        )
 
 
-def predict(cluster: Cluster, workload: Workload, method: Method, *, num_steps: int | None = None,
-            num_replicas: int | None = None, seed: int = 0) -> Prediction:
+def predict(
+    cluster: Cluster,
+    workload: Workload,
+    method: Method,
+    *,
+    num_steps: int | None = None,
+    num_replicas: int | None = None,
+    seed: int = 0,
+) -> Prediction:
     """Predicts the time per iteration.
 
     Methods that are compared share their random numbers: same seed, same compute times.
@@ -374,8 +394,14 @@ def predict(cluster: Cluster, workload: Workload, method: Method, *, num_steps: 
         busy_s = compute_s + workload.optimizer_s + (_busy_s(cluster, workload, method) - workload.optimizer_s) / method.every
         if exact_s is not None:  # What messages add, and how long workers wait for each other, is as in the simulation.
             mean_s, free_s = exact_s, free_s + exact_s - mean_s
-    return Prediction(float(mean_s), dict(zip(QUANTILES, map(float, np.quantile(step_s, QUANTILES)), strict=True)),
-                      float(busy_s), float(free_s - busy_s), float(mean_s - free_s), *_bytes(cluster, workload, method))
+    return Prediction(
+        float(mean_s),
+        dict(zip(QUANTILES, map(float, np.quantile(step_s, QUANTILES)), strict=True)),
+        float(busy_s),
+        float(free_s - busy_s),
+        float(mean_s - free_s),
+        *_bytes(cluster, workload, method),
+    )
 
 
 def horizon(method: Method, num_steps: int) -> tuple[int, int]:
@@ -384,8 +410,9 @@ def horizon(method: Method, num_steps: int) -> tuple[int, int]:
     return warm_up, warm_up + -(-num_steps // method.period) * method.period
 
 
-def _paid_and_free(cluster: Cluster, workload: Workload, method: Method, compute_TxRxN: np.ndarray,
-                   warm_up: int) -> tuple[np.ndarray, float]:
+def _paid_and_free(
+    cluster: Cluster, workload: Workload, method: Method, compute_TxRxN: np.ndarray, warm_up: int
+) -> tuple[np.ndarray, float]:
     """Seconds of all iterations behind the warm-up, and of a mean one if messages took no time.
 
     Both come from one simulation of 2R systems, of which the first half pays for messages.
@@ -393,8 +420,14 @@ def _paid_and_free(cluster: Cluster, workload: Workload, method: Method, compute
     R = compute_TxRxN.shape[1]
     pays_K = np.repeat([1.0, 0.0], R)[:, None]
     cost_s = [c * pays_K for c in durations(cluster, workload, method)]
-    run = simulate(method, workload, exchanges(cluster, method), cost_s, np.concatenate([compute_TxRxN] * 2, axis=1),
-                   codec_time_s(cluster, workload, method))
+    run = simulate(
+        method,
+        workload,
+        exchanges(cluster, method),
+        cost_s,
+        np.concatenate([compute_TxRxN] * 2, axis=1),
+        codec_time_s(cluster, workload, method),
+    )
     step_TxKxN = np.diff(run.start_TxKxN[warm_up:], axis=0)
     return step_TxKxN[:, :R], float(step_TxKxN[:, R:].mean())
 
@@ -405,5 +438,7 @@ def _bytes(cluster: Cluster, workload: Workload, method: Method) -> tuple[float,
     if not routes:
         return 0.0, 0.0
     num_bytes = method.ratio * workload.total_bytes / method.every
-    return (num_bytes * float(np.mean([route.sent_N.mean() for route in routes])),
-            num_bytes * float(np.mean([route.nic_M for route in routes], axis=0).max()))
+    return (
+        num_bytes * float(np.mean([route.sent_N.mean() for route in routes])),
+        num_bytes * float(np.mean([route.nic_M for route in routes], axis=0).max()),
+    )

@@ -10,17 +10,25 @@ import numpy as np
 
 from decjax import topology as topology_lib
 from decjax.runtime import model
+from decjax.runtime.footprint import Memory, memory
 from decjax.runtime.iteration import LayoutPrediction, choose_compressed_stages, predict_layout
 from decjax.runtime.layout import CRITICAL, Boundary, Layout, Traffic, Work, work
-from decjax.runtime.footprint import Memory, memory
 from decjax.runtime.model import GRADIENTS, Method, Prediction, all_reduce, gossip, no_communication, predict
 from decjax.runtime.profile import Cluster, Jitter, Workload
 from decjax.runtime.transformer import Transformer, low_rank_ratio
 from decjax.topology import Topology
 
 # Graphs that are compared unless told otherwise: one or few neighbours, known for mixing well.
-TOPOLOGIES = ("one_peer_exponential", "alternating_exponential_ring", "hierarchical", "base_k", "exponential", "ring",
-              "one_peer_ring", "torus")
+TOPOLOGIES = (
+    "one_peer_exponential",
+    "alternating_exponential_ring",
+    "hierarchical",
+    "base_k",
+    "exponential",
+    "ring",
+    "one_peer_ring",
+    "torus",
+)
 PAYS = 1.05  # A smaller speed-up is not worth a change of algorithm, nor within what the model can tell.
 TIE = 1.03  # Methods within this factor of the fastest count as equally fast.
 BANDWIDTHS_Bps = (1e5, 1e12)  # where a threshold is looked for
@@ -48,9 +56,16 @@ class Ranked(NamedTuple):
         return self.method.topology is not None and self.method.message != GRADIENTS
 
 
-def candidates(cluster: Cluster, topologies: Sequence[str] = TOPOLOGIES, orders: Sequence[str] = ("awc", "atc"), *,
-               bucketed: bool = True, ratio: float = 1.0, codec: str = "",
-               every: int = 1) -> tuple[list[Method], dict[str, str]]:
+def candidates(
+    cluster: Cluster,
+    topologies: Sequence[str] = TOPOLOGIES,
+    orders: Sequence[str] = ("awc", "atc"),
+    *,
+    bucketed: bool = True,
+    ratio: float = 1.0,
+    codec: str = "",
+    every: int = 1,
+) -> tuple[list[Method], dict[str, str]]:
     """No communication, three forms of all-reduce, and gossip over each topology that exists for the cluster's size.
 
     Args:
@@ -70,8 +85,12 @@ def candidates(cluster: Cluster, topologies: Sequence[str] = TOPOLOGIES, orders:
     """
     n, options = cluster.num_workers, dict(ratio=ratio, codec=codec, every=every)
     exact = options | ({"ratio": 1.0, "codec": ""} if codec else {})
-    methods = [no_communication(), all_reduce(n, **exact), *([all_reduce(n, bucketed=True, **exact)] if bucketed else []),
-               all_reduce(n, overlap=True, **exact)]
+    methods = [
+        no_communication(),
+        all_reduce(n, **exact),
+        *([all_reduce(n, bucketed=True, **exact)] if bucketed else []),
+        all_reduce(n, overlap=True, **exact),
+    ]
     refused, seen = {}, set()
     for name in topologies:
         known = topology_lib.options(name)
@@ -143,17 +162,24 @@ def verdict(cluster: Cluster, workload: Workload, ranked: Sequence[Ranked], **op
     reference, best = min(exact, key=lambda r: r.prediction.mean_s), _best(mixing)
     gain = reference.prediction.mean_s / best.prediction.mean_s
     if gain >= PAYS:
-        text = (f"Decentralization pays on {cluster.name!r}: an iteration of {best.method.name!r} is {gain:.2f} times as fast as "
-                f"that of the best synchronous form, {reference.method.name!r}")
+        text = (
+            f"Decentralization pays on {cluster.name!r}: an iteration of {best.method.name!r} is {gain:.2f} times as fast as "
+            f"that of the best synchronous form, {reference.method.name!r}"
+        )
         if stale:
             against = stale[0].prediction.mean_s / best.prediction.mean_s
-            text += (f", and {against:.2f} times as fast as one-step-stale all-reduce" if against >= TIE else
-                     "; but all-reduce one step stale is as fast, and averages exactly")
+            text += (
+                f", and {against:.2f} times as fast as one-step-stale all-reduce"
+                if against >= TIE
+                else "; but all-reduce one step stale is as fast, and averages exactly"
+            )
     else:
         idle = 1 - reference.prediction.compute_s / reference.prediction.mean_s
-        text = (f"Decentralization does not pay on {cluster.name!r}: {reference.method.name!r} already computes "
-                f"{100 * (1 - idle):.0f} % of the time, and the best gossip method ({best.method.name!r}) "
-                + (f"would make an iteration only {gain:.2f} times as fast" if gain > 1.005 else "is not faster"))
+        text = (
+            f"Decentralization does not pay on {cluster.name!r}: {reference.method.name!r} already computes "
+            f"{100 * (1 - idle):.0f} % of the time, and the best gossip method ({best.method.name!r}) "
+            + (f"would make an iteration only {gain:.2f} times as fast" if gain > 1.005 else "is not faster")
+        )
     return text + "." + _threshold(cluster, workload, reference.method, best.method, gain >= PAYS, **options)
 
 
@@ -164,16 +190,21 @@ def _threshold(cluster: Cluster, workload: Workload, reference: Method, best: Me
     def gain(bandwidth_Bps):
         link = dataclasses.replace(getattr(cluster, where), bandwidth_Bps=bandwidth_Bps)
         changed = dataclasses.replace(cluster, **{where: link})
-        first, second = (predict(changed, workload, method, **{"num_steps": 100, "num_replicas": 4} | options).mean_s
-                         for method in (reference, best))
+        first, second = (
+            predict(changed, workload, method, **{"num_steps": 100, "num_replicas": 4} | options).mean_s
+            for method in (reference, best)
+        )
         return first / second
 
     now = getattr(cluster, where).bandwidth_Bps
     low, high = (now, BANDWIDTHS_Bps[1]) if pays else (BANDWIDTHS_Bps[0], now)
     far = high if pays else low
     if (gain(far) >= PAYS) == pays:
-        return (" It does so on links of any bandwidth: latencies, and waiting for each other, remain." if pays else
-                " Nor would it with slower links.")
+        return (
+            " It does so on links of any bandwidth: latencies, and waiting for each other, remain."
+            if pays
+            else " Nor would it with slower links."
+        )
     for _ in range(12):
         middle = math.sqrt(low * high)
         low, high = (middle, high) if gain(middle) >= PAYS else (low, middle)
@@ -205,8 +236,17 @@ class Regions(NamedTuple):
     winner: np.ndarray
 
 
-def regions(cluster: Cluster, workload: Workload, methods: Sequence[Method], bandwidth_Bps: Sequence[float],
-            variation: Sequence[float], *, num_steps: int = 80, num_replicas: int = 4, seed: int = 0) -> Regions:
+def regions(
+    cluster: Cluster,
+    workload: Workload,
+    methods: Sequence[Method],
+    bandwidth_Bps: Sequence[float],
+    variation: Sequence[float],
+    *,
+    num_steps: int = 80,
+    num_replicas: int = 4,
+    seed: int = 0,
+) -> Regions:
     """Predicts methods over bandwidths and variations of compute time; all bandwidths in one simulation.
 
     Args:
@@ -223,8 +263,16 @@ def regions(cluster: Cluster, workload: Workload, methods: Sequence[Method], ban
     where = "inter" if cluster.num_nodes > 1 else "intra"
     methods = [method for method in methods if method.topology is not None]
     gaps = [_mixing(method.topology)[0] for method in methods]
-    order = sorted(range(len(methods)), key=lambda m: (methods[m].message != GRADIENTS, -round(gaps[m], 3), methods[m].overlap,
-                                                       methods[m].bucketed, methods[m].topology.max_degree))
+    order = sorted(
+        range(len(methods)),
+        key=lambda m: (
+            methods[m].message != GRADIENTS,
+            -round(gaps[m], 3),
+            methods[m].overlap,
+            methods[m].bucketed,
+            methods[m].topology.max_degree,
+        ),
+    )
     methods = [methods[m] for m in order]
     links = [dataclasses.replace(getattr(cluster, where), bandwidth_Bps=float(b)) for b in bandwidths]
     clusters = [dataclasses.replace(cluster, **{where: link}) for link in links]
@@ -232,8 +280,10 @@ def regions(cluster: Cluster, workload: Workload, methods: Sequence[Method], ban
     for m, method in enumerate(methods):
         model.check(cluster, method)
         per_bandwidth = [model.durations(changed, workload, method) for changed in clusters]
-        cost_s = [np.concatenate([c[phase].repeat(num_replicas, axis=1) for c in per_bandwidth], axis=1)
-                  for phase in range(method.topology.period)]
+        cost_s = [
+            np.concatenate([c[phase].repeat(num_replicas, axis=1) for c in per_bandwidth], axis=1)
+            for phase in range(method.topology.period)
+        ]
         routes, codec_s = model.exchanges(cluster, method), model.codec_time_s(cluster, workload, method)
         warm_up, T = model.horizon(method, num_steps)
         for v, cv in enumerate(variations):
@@ -273,12 +323,27 @@ def timeline(cluster: Cluster, workload: Workload, method: Method, *, step: int 
     """
     model.check(cluster, method)
     compute = workload.jitter.sample(np.random.default_rng(seed), workload.compute_s, (step + 2, 1, cluster.num_workers))
-    run = model.simulate(method, workload, model.exchanges(cluster, method), model.durations(cluster, workload, method), compute,
-                         model.codec_time_s(cluster, workload, method))
+    run = model.simulate(
+        method,
+        workload,
+        model.exchanges(cluster, method),
+        model.durations(cluster, workload, method),
+        compute,
+        model.codec_time_s(cluster, workload, method),
+    )
     zero = run.start_TxKxN[step].min()
-    return Timeline(*(times[index, 0] - zero for times, index in (
-        (run.start_TxKxN, step), (run.computed_TxKxN, step), (run.start_TxKxN, step + 1), (run.launched_TxKxN, step),
-        (run.arrived_TxKxN, step))))
+    return Timeline(
+        *(
+            times[index, 0] - zero
+            for times, index in (
+                (run.start_TxKxN, step),
+                (run.computed_TxKxN, step),
+                (run.start_TxKxN, step + 1),
+                (run.launched_TxKxN, step),
+                (run.arrived_TxKxN, step),
+            )
+        )
+    )
 
 
 # -- Three dimensions -------------------------------------------------------------------------------------------------
@@ -326,8 +391,10 @@ def layouts(model: Transformer, num_devices: int, *, microbatch_size: int = 1, *
         flat = dict(schedule="1f1b", chunks=1) if stages == 1 else {}
         try:
             if model.batch_size % (workers * microbatch_size):
-                raise ValueError(f"batch_size={model.batch_size} does not divide into workers={workers} × microbatches of "
-                                 f"{microbatch_size}; use a multiple of {workers * microbatch_size}")
+                raise ValueError(
+                    f"batch_size={model.batch_size} does not divide into workers={workers} × microbatches of "
+                    f"{microbatch_size}; use a multiple of {workers * microbatch_size}"
+                )
             microbatches = model.batch_size // (workers * microbatch_size)
             layout = Layout(workers, stages, tensor, microbatches, **options | flat)
             layout.check(model)
@@ -338,8 +405,15 @@ def layouts(model: Transformer, num_devices: int, *, microbatch_size: int = 1, *
     return found, refused
 
 
-def compressions(cluster: Cluster, model: Transformer, load: Work, layout: Layout, *, boundary_rank: int = BOUNDARY_RANK,
-                 workers_rank: int = WORKERS_RANK) -> dict[str, Traffic]:
+def compressions(
+    cluster: Cluster,
+    model: Transformer,
+    load: Work,
+    layout: Layout,
+    *,
+    boundary_rank: int = BOUNDARY_RANK,
+    workers_rank: int = WORKERS_RANK,
+) -> dict[str, Traffic]:
     """All-reduce plain, and with one part of Optimus-CC after the other, as far as the layout has a use for them.
 
     CB sends gradients that stages wait for as low-rank matrices of a device's share; FE averages a tied embedding at once; SC
@@ -364,8 +438,9 @@ def compressions(cluster: Cluster, model: Transformer, load: Work, layout: Layou
     return variants
 
 
-def gossips(cluster: Cluster, layout: Layout, topologies: Sequence[str], orders: Sequence[str],
-            boundaries: dict[str, Boundary]) -> dict[str, Traffic]:
+def gossips(
+    cluster: Cluster, layout: Layout, topologies: Sequence[str], orders: Sequence[str], boundaries: dict[str, Boundary]
+) -> dict[str, Traffic]:
     """Gossip between pipelines over each topology that exists for so many workers, with each way to send gradients back."""
     found: dict[str, Traffic] = {}
     local_size = max(1, cluster.workers_per_node // (layout.tensor * (layout.stages if layout.inner == "stage" else 1)))
@@ -375,14 +450,24 @@ def gossips(cluster: Cluster, layout: Layout, topologies: Sequence[str], orders:
             topology = topology_lib.make(name, layout.workers, **{o: local_size for o in ("local_size", "local") if o in known})
         except ValueError:
             continue  # Not of this size.
-        found |= {f"{name} {order}{suffix}": Traffic(gossip(topology, order=order), backward=boundary)
-                  for order in orders for suffix, boundary in boundaries.items()}
+        found |= {
+            f"{name} {order}{suffix}": Traffic(gossip(topology, order=order), backward=boundary)
+            for order in orders
+            for suffix, boundary in boundaries.items()
+        }
     return found
 
 
-def rank_layouts(cluster: Cluster, model: Transformer, candidates: Sequence[Layout], *,
-                 topologies: Sequence[str] = ("one_peer_exponential",), orders: Sequence[str] = ("awc",),
-                 boundary_rank: int = BOUNDARY_RANK, workers_rank: int = WORKERS_RANK) -> tuple[list[RankedLayout], dict[str, str]]:
+def rank_layouts(
+    cluster: Cluster,
+    model: Transformer,
+    candidates: Sequence[Layout],
+    *,
+    topologies: Sequence[str] = ("one_peer_exponential",),
+    orders: Sequence[str] = ("awc",),
+    boundary_rank: int = BOUNDARY_RANK,
+    workers_rank: int = WORKERS_RANK,
+) -> tuple[list[RankedLayout], dict[str, str]]:
     """Predicts every layout with every way to send, fastest first.
 
     Args:
@@ -399,8 +484,9 @@ def rank_layouts(cluster: Cluster, model: Transformer, candidates: Sequence[Layo
         ValueError: if the cluster does not tell `flops`, or a layout has another number of devices.
     """
     if cluster.flops is None:
-        raise ValueError(f"cluster {cluster.name!r} does not tell flops, which the time of a pass follows from; "
-                         "enter what a device sustains")
+        raise ValueError(
+            f"cluster {cluster.name!r} does not tell flops, which the time of a pass follows from; enter what a device sustains"
+        )
     rows, refused = [], {}
     for layout in candidates:
         bare = memory(model, layout, Traffic(no_communication()))
@@ -427,5 +513,7 @@ def _fits(cluster: Cluster, held: Memory) -> bool:
 
 def _needs(cluster: Cluster, held: Memory) -> str:
     parts = ", ".join(f"{name} {value / 1e9:.3g}" for name, value in held._asdict().items() if name != "stage" and value)
-    return (f"a device of stage {held.stage} needs {held.total / 1e9:.3g} GB ({parts}) and has {cluster.memory_bytes / 1e9:.3g}; "
-            "use more stages or tensor devices, smaller microbatches, or rematerialize")
+    return (
+        f"a device of stage {held.stage} needs {held.total / 1e9:.3g} GB ({parts}) and has {cluster.memory_bytes / 1e9:.3g}; "
+        "use more stages or tensor devices, smaller microbatches, or rematerialize"
+    )

@@ -25,8 +25,12 @@ JITTERS = ("constant", "normal", "exponential", "lognormal", "trace")
 
 def check_number(what: str, value: Any, *, low: float = 0.0, positive: bool = False, fix: str = "") -> float:
     """`value` as a float; refused unless it is a finite number ≥ low (> low if `positive`)."""
-    if isinstance(value, bool) or not isinstance(value, (int, float, np.number)) or not math.isfinite(value) or (
-            value <= low if positive else value < low):
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, (int, float, np.number))
+        or not math.isfinite(value)
+        or (value <= low if positive else value < low)
+    ):
         bound = f"{'above' if positive else 'at least'} {low:g}"
         raise ValueError(f"{what}={value!r} must be a number {bound}" + (f"; {fix}" if fix else ""))
     return float(value)
@@ -100,8 +104,10 @@ class Cluster:
                 raise ValueError(f"{name}={getattr(self, name)!r} must be true or false; {hint}")
         check_number("all_reduce_efficiency", self.all_reduce_efficiency, positive=True)
         if self.all_reduce_efficiency > 1:
-            raise ValueError(f"all_reduce_efficiency={self.all_reduce_efficiency} must be at most 1; "
-                             "raise bandwidth_Bps instead if the links are faster")
+            raise ValueError(
+                f"all_reduce_efficiency={self.all_reduce_efficiency} must be at most 1; "
+                "raise bandwidth_Bps instead if the links are faster"
+            )
         optional = {"flops": self.flops, "memory_bytes": self.memory_bytes}
         by_codec = self.codec_Bps if isinstance(self.codec_Bps, dict) else {"": self.codec_Bps}
         optional |= {"codec_Bps" + (f"[{codec!r}]" if codec else ""): rate_Bps for codec, rate_Bps in by_codec.items()}
@@ -122,8 +128,10 @@ class Cluster:
         if not isinstance(self.codec_Bps, dict):
             return self.codec_Bps
         if codec not in self.codec_Bps:
-            raise ValueError(f"codec {codec!r}: the profile {self.name!r} tells codecs apart, and knows "
-                             f"{', '.join(self.codec_Bps)}; name one of them")
+            raise ValueError(
+                f"codec {codec!r}: the profile {self.name!r} tells codecs apart, and knows "
+                f"{', '.join(self.codec_Bps)}; name one of them"
+            )
         return self.codec_Bps[codec]
 
     def resize(self, num_workers: int) -> "Cluster":
@@ -175,11 +183,14 @@ class Jitter:
         check_number("scale_s", self.scale_s)
         object.__setattr__(self, "trace_s", _numbers("trace_s", self.trace_s))
         if (self.kind == "trace") != bool(self.trace_s):
-            raise ValueError(f"jitter kind {self.kind!r} with {len(self.trace_s)} values in trace_s: kind 'trace' needs them, "
-                             "and no other kind takes them")
+            raise ValueError(
+                f"jitter kind {self.kind!r} with {len(self.trace_s)} values in trace_s: kind 'trace' needs them, "
+                "and no other kind takes them"
+            )
         if (self.kind in ("constant", "trace")) and self.scale_s:
-            raise ValueError(f"jitter kind {self.kind!r} has no scale_s, got {self.scale_s}; use 'normal', 'exponential' or "
-                             "'lognormal'")
+            raise ValueError(
+                f"jitter kind {self.kind!r} has no scale_s, got {self.scale_s}; use 'normal', 'exponential' or 'lognormal'"
+            )
         check_count("slow_workers", self.slow_workers, 0)
         check_number("slow_factor", self.slow_factor, low=1.0)
 
@@ -206,7 +217,7 @@ class Jitter:
             times_s = nominal_s * np.exp(math.sqrt(variance) * rng.standard_normal(shape) - variance / 2)
         else:
             times_s = np.full(shape, nominal_s)
-        times_s[..., :self.slow_workers] *= self.slow_factor
+        times_s[..., : self.slow_workers] *= self.slow_factor
         return times_s
 
 
@@ -278,8 +289,10 @@ class Workload:
         for name in ("backward_s", "num_bytes"):
             object.__setattr__(self, name, _numbers(name, getattr(self, name)))
         if not self.num_bytes or len(self.num_bytes) != len(self.backward_s):
-            raise ValueError(f"backward_s has {len(self.backward_s)} buckets and num_bytes {len(self.num_bytes)}; "
-                             "both need one number per bucket, and at least one")
+            raise ValueError(
+                f"backward_s has {len(self.backward_s)} buckets and num_bytes {len(self.num_bytes)}; "
+                "both need one number per bucket, and at least one"
+            )
         check_number("forward_s + backward_s", self.compute_s, positive=True)
         if not isinstance(self.jitter, Jitter):
             raise ValueError(f"jitter={self.jitter!r} must be a Jitter, such as Jitter('normal', scale_s=0.01)")
@@ -299,14 +312,19 @@ class Workload:
         return dataclasses.replace(self, backward_s=(sum(self.backward_s),), num_bytes=(self.total_bytes,))
 
     @classmethod
-    def even(cls, *, compute_s: float, num_bytes: float, num_buckets: int = 1, backward_share: float = 2 / 3,
-             **others) -> "Workload":
+    def even(
+        cls, *, compute_s: float, num_bytes: float, num_buckets: int = 1, backward_share: float = 2 / 3, **others
+    ) -> "Workload":
         """Equal buckets; the backward pass takes `backward_share` of the time (two of three matmuls of a layer)."""
         check_count("buckets", num_buckets, 1)
         if not 0 <= backward_share <= 1:
             raise ValueError(f"backward_share={backward_share} must lie between 0 and 1; 2/3 is usual")
-        return cls(forward_s=(1 - backward_share) * compute_s, num_bytes=(num_bytes / num_buckets,) * num_buckets,
-                   backward_s=(backward_share * compute_s / num_buckets,) * num_buckets, **others)
+        return cls(
+            forward_s=(1 - backward_share) * compute_s,
+            num_bytes=(num_bytes / num_buckets,) * num_buckets,
+            backward_s=(backward_share * compute_s / num_buckets,) * num_buckets,
+            **others,
+        )
 
 
 # -- JSON -------------------------------------------------------------------------------------------------------------
@@ -324,8 +342,7 @@ def _build(cls, fields: Any, where: str):
         if name not in fields and field.default is dataclasses.MISSING:
             raise ValueError(f"{where}: field {name!r} is missing; the fields are {', '.join(known)}")
     nested = {"intra": Link, "inter": Link, "jitter": Jitter}
-    values = {name: _build(nested[name], value, f"{where}: {name}") if name in nested else value
-              for name, value in fields.items()}
+    values = {name: _build(nested[name], value, f"{where}: {name}") if name in nested else value for name, value in fields.items()}
     if "compressed" in fields:
         values["compressed"] = tuple(_build(Compressed, form, f"{where}: compressed") for form in fields["compressed"])
     try:
@@ -363,8 +380,7 @@ def load(path: str | os.PathLike) -> tuple[Cluster, Workload | None]:
     """
     content = read_json(path)
     workload = content.pop("workload", None)
-    return (_build(Cluster, content, str(path)),
-            None if workload is None else _build(Workload, workload, f"{path}: workload"))
+    return (_build(Cluster, content, str(path)), None if workload is None else _build(Workload, workload, f"{path}: workload"))
 
 
 def load_workload(path: str | os.PathLike) -> Workload:

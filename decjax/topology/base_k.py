@@ -6,9 +6,9 @@ Reference: Takezawa et al., "Beyond Exponential Graph: Communication-Efficient T
 Learning via Finite-time Convergence", NeurIPS 2023.
 """
 
+from collections.abc import Sequence
 import functools
 import itertools
-from collections.abc import Sequence
 
 Edges = dict[tuple[int, int], float]  # (receiver, sender) -> weight, without the diagonal
 

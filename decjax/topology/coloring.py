@@ -79,9 +79,7 @@ def _color_bipartite(edges: Sequence[tuple[int, int]]) -> dict[tuple[int, int], 
     """
     ends = collections.Counter(end for u, v in edges for end in ((0, u), (1, v)))
     num_colors = max(ends.values(), default=0)
-    at: dict[tuple[int, int], dict[int, int]] = {
-        end: {} for end in ends
-    }  # at[side, node][color] = the other end
+    at: dict[tuple[int, int], dict[int, int]] = {end: {} for end in ends}  # at[side, node][color] = the other end
     used = dict.fromkeys(ends, 0)  # the colours at a node, as bits
 
     def toggle(left, right, color, on):

@@ -10,11 +10,11 @@ permutations, one per neighbour. Everything drawn at random depends on (size, op
 redrawn until repeating the schedule brings all workers together.
 """
 
+from collections.abc import Callable, Iterable
 import inspect
 import itertools
 import math
 import operator
-from collections.abc import Callable, Iterable
 
 import numpy as np
 
@@ -269,9 +269,7 @@ def _random_matching(n: int, rounds: int | None = None, seed: int = 0) -> Rounds
 
 
 @register("matcha", inner="base")
-def _matcha(
-    n: int, base: str = "ring", budget: float = 0.5, rounds: int | None = None, seed: int = 0, **base_options
-) -> Rounds:
+def _matcha(n: int, base: str = "ring", budget: float = 0.5, rounds: int | None = None, seed: int = 0, **base_options) -> Rounds:
     """MATCHA: the matchings of a base graph, each active at random so that `budget` of them are on average.
 
     The probabilities p_j maximise the algebraic connectivity λ2(Σ p_j L_j) of the expected graph, and a round
@@ -285,8 +283,7 @@ def _matcha(
     graph = make(base, n, **base_options)
     if not (graph.is_static and graph.is_symmetric):
         raise ValueError(
-            f"topology 'matcha' needs a static undirected base graph, got base={base!r}; use 'ring', "
-            f"'torus' or 'erdos_renyi'"
+            f"topology 'matcha' needs a static undirected base graph, got base={base!r}; use 'ring', 'torus' or 'erdos_renyi'"
         )
     edges = [(int(i), int(j)) for i, j in np.argwhere(np.triu(graph.matrix(0), 1))]
     pairings = coloring.matchings(edges, n)
@@ -389,9 +386,7 @@ def _equitopo_static(name: str, n: int, degree: int | None, seed: int, both_ways
         moves = [(_rotation(n, hop), (n - 1) / (n * len(hops))) for hop in sorted(hops)]
         return [schedule.round_from_moves([(range(n), 1.0 / n), *moves])]
 
-    return _first_mixing(
-        draw, f"topology {name!r} found no connected graph of {n} workers; raise degree={degree}"
-    )
+    return _first_mixing(draw, f"topology {name!r} found no connected graph of {n} workers; raise degree={degree}")
 
 
 @register("equitopo_od")
@@ -430,14 +425,9 @@ def _equitopo_one_peer(name: str, n: int, rounds: int | None, eta: float, seed: 
     weight = eta * (n - 1) / n
 
     def draw():
-        return [
-            schedule.round_from_moves([(range(n), 1.0 - weight), (draw_targets(rng), weight)])
-            for _ in range(rounds)
-        ]
+        return [schedule.round_from_moves([(range(n), 1.0 - weight), (draw_targets(rng), weight)]) for _ in range(rounds)]
 
-    return _first_mixing(
-        draw, f"topology {name!r} cannot connect {n} workers in rounds={rounds}; raise rounds"
-    )
+    return _first_mixing(draw, f"topology {name!r} cannot connect {n} workers in rounds={rounds}; raise rounds")
 
 
 # Composition ------------------------------------------------------------------------------------------------

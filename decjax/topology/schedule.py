@@ -14,8 +14,8 @@ bipartite graph (senders, receivers), and an edge colouring with as many colours
 exists (Kőnig), so `from_matrices` needs no more permutations than the busiest worker has messages.
 """
 
-import dataclasses
 from collections.abc import Iterable, Sequence
+import dataclasses
 
 import numpy as np
 
@@ -48,19 +48,13 @@ class Shift:
         sources = {source for source, _ in self.pairs}
         targets = {target for _, target in self.pairs}
         if len(sources) < len(self.pairs) or len(targets) < len(self.pairs):
-            raise ValueError(
-                f"pairs {self.pairs} use a source or a target twice; put the second one in another Shift"
-            )
+            raise ValueError(f"pairs {self.pairs} use a source or a target twice; put the second one in another Shift")
         for source, target in self.pairs:
             if source == target or not (0 <= source < num_nodes and 0 <= target < num_nodes):
-                raise ValueError(
-                    f"pair {(source, target)} has to join two different nodes of 0 … {num_nodes - 1}"
-                )
+                raise ValueError(f"pair {(source, target)} has to join two different nodes of 0 … {num_nodes - 1}")
         for node, weight in enumerate(self.weights):
             if not weight >= 0.0 or (weight and node not in targets):
-                raise ValueError(
-                    f"weight {weight} of node {node} has to be >= 0, and 0.0 where nothing arrives"
-                )
+                raise ValueError(f"weight {weight} of node {node} has to be >= 0, and 0.0 where nothing arrives")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,9 +78,7 @@ class Round:
 
     def __post_init__(self):
         if self.group_size < 1 or not self.self_weights:
-            raise ValueError(
-                f"a round needs nodes and group_size >= 1, got {self.num_nodes} and {self.group_size}"
-            )
+            raise ValueError(f"a round needs nodes and group_size >= 1, got {self.num_nodes} and {self.group_size}")
         if any(len(shift.weights) != self.num_nodes for shift in self.shifts):
             lengths = [len(shift.weights) for shift in self.shifts]
             raise ValueError(f"shifts have weights for {lengths} nodes, the round has {self.num_nodes}")
@@ -116,9 +108,7 @@ class Round:
 
     def row_sums(self) -> np.ndarray:
         """What each node's weights add up to, [num_nodes]: ones keep a consensus a consensus."""
-        return np.sum(
-            [self.self_weights, *(shift.weights for shift in self.shifts)], axis=0, dtype=np.float64
-        )
+        return np.sum([self.self_weights, *(shift.weights for shift in self.shifts)], axis=0, dtype=np.float64)
 
     def column_sums(self) -> np.ndarray:
         """What becomes of each node's mass, [num_nodes]: ones keep the mean over workers."""
@@ -169,9 +159,7 @@ class Topology:
             raise ValueError(f"topology {self.name!r} has no rounds; it needs at least one")
         sizes = sorted({round_.num_workers for round_ in self.rounds})
         if sizes != [self.num_workers]:
-            raise ValueError(
-                f"topology {self.name!r} is for {self.num_workers} workers, its rounds are for {sizes}"
-            )
+            raise ValueError(f"topology {self.name!r} is for {self.num_workers} workers, its rounds are for {sizes}")
 
     @property
     def period(self) -> int:
@@ -305,9 +293,7 @@ def from_matrices(matrices: np.ndarray | Sequence[np.ndarray], name: str = "from
         if W_NxN.ndim != 2 or W_NxN.shape[0] != W_NxN.shape[1] or not W_NxN.size:
             raise ValueError(f"{where} has shape {W_NxN.shape}; a mixing matrix is square, workers x workers")
         if W_NxN.shape != arrays[0].shape:
-            raise ValueError(
-                f"{where} is for {len(W_NxN)} workers, matrix 0 for {len(arrays[0])}; sizes must agree"
-            )
+            raise ValueError(f"{where} is for {len(W_NxN)} workers, matrix 0 for {len(arrays[0])}; sizes must agree")
         if not (np.isfinite(W_NxN).all() and (W_NxN >= 0.0).all()):
             i, j = np.argwhere(~(np.isfinite(W_NxN) & (W_NxN >= 0.0)))[0]
             raise ValueError(f"{where} has entry [{i}, {j}] = {W_NxN[i, j]}; weights are finite and >= 0")

@@ -12,24 +12,37 @@ import ml_collections
 import numpy as np
 import optax
 
-from decjax import data
-from decjax import mesh
-from decjax import models
-from decjax import pipeline
+from decjax import data, mesh, models, pipeline
 from decjax import topology as topology_lib
-from decjax.train import engine
-from decjax.train import methods
-from decjax.train import selective
+from decjax.train import engine, methods, selective
 from decjax.train import source as source_lib
 from decjax.train import state as state_lib
 from decjax.train.errors import ConfigError
 
 SIMULATED_WORKERS = 8  # on a lone accelerator, and forced CPU devices without one
-MINIMA = {"steps": 1, "log_every": 1, "consensus_every": 0, "sample_bytes": 1, "eval.every": 1, "eval.batch_size": 1,
-          "eval.num_windows": 0, "checkpoint.every": 1, "checkpoint.keep": 1, "model.vocabulary": 256,
-          "bucket_bytes": 0, "optimizer.clip_norm": 0, "optimizer.weight_decay": 0, "optimizer.eps": 0, "mixing.strength_power": 0,
-          "reducer.start": 0, "pipeline.stages": 1, "pipeline.microbatches": 1, "pipeline.autoencoder": 0, "tensor": 1,
-          "boundary.slots": 0}
+MINIMA = {
+    "steps": 1,
+    "log_every": 1,
+    "consensus_every": 0,
+    "sample_bytes": 1,
+    "eval.every": 1,
+    "eval.batch_size": 1,
+    "eval.num_windows": 0,
+    "checkpoint.every": 1,
+    "checkpoint.keep": 1,
+    "model.vocabulary": 256,
+    "bucket_bytes": 0,
+    "optimizer.clip_norm": 0,
+    "optimizer.weight_decay": 0,
+    "optimizer.eps": 0,
+    "mixing.strength_power": 0,
+    "reducer.start": 0,
+    "pipeline.stages": 1,
+    "pipeline.microbatches": 1,
+    "pipeline.autoencoder": 0,
+    "tensor": 1,
+    "boundary.slots": 0,
+}
 FRACTIONS = ("mixing.strength", "mixing.gamma", "optimizer.final_fraction")  # 0 to 1
 DECAYS = ("optimizer.b1", "optimizer.b2", "optimizer.momentum", "outer.momentum")  # 0 to less than 1
 MAX_SEED = 2**32 - 1
@@ -88,8 +101,14 @@ def build(config: ml_collections.ConfigDict, devices: Sequence[jax.Device] | Non
         config = resolve(config, devices)
         model = models.decoder_lm(**config.model, divide=mesh.divide)
         workers = mesh.make_workers(
-            config.workers, local_size=config.local_size, stages=config.pipeline.stages, tensor=config.tensor,
-            simulate=config.simulate, devices=devices, divided=model.divided)
+            config.workers,
+            local_size=config.local_size,
+            stages=config.pipeline.stages,
+            tensor=config.tensor,
+            simulate=config.simulate,
+            devices=devices,
+            divided=model.divided,
+        )
         _check_sizes(config)
         source = make_source(config, model)
         _check_boundary(config, model)
@@ -104,25 +123,39 @@ def build(config: ml_collections.ConfigDict, devices: Sequence[jax.Device] | Non
         method.num_bytes(state_lib.one_device(like.params, workers), method.phase(config.steps - 1))
         corpus = data.load_corpus(config.data.path, min_bytes=model.context + 1)
         batch = data.batches(
-            corpus.train, context=model.context, batch_size=config.batch_size // config.workers,
-            num_workers=config.workers, seed=config.seed, partition=config.data.partition)
+            corpus.train,
+            context=model.context,
+            batch_size=config.batch_size // config.workers,
+            num_workers=config.workers,
+            seed=config.seed,
+            partition=config.data.partition,
+        )
     except ValueError as error:
         raise ConfigError(str(error)) from error
     return Setup(config, workers, topology, method, schedule, model, source, corpus, batch)
 
 
-def make_source(config: ml_collections.ConfigDict, model: models.Model, watch: Callable = lambda boundary: boundary) -> source_lib.Source:
+def make_source(
+    config: ml_collections.ConfigDict, model: models.Model, watch: Callable = lambda boundary: boundary
+) -> source_lib.Source:
     """The gradient source of the config's `pipeline`; `watch` wraps what travels between stages, as `pipeline.probed` does."""
     options, boundary = config.pipeline.to_dict(), make_boundary(config.boundary)
     try:
         options["layers"] = tuple(int(layers) for layers in options["layers"].split(",") if layers)
     except ValueError:
-        raise ValueError(f"pipeline.layers={options['layers']!r} must read like '3,4,4,3', one number for each virtual stage") from None
-    return source_lib.of_model(model, batch_size=config.batch_size // config.workers, boundary=boundary and watch(boundary), **options)
+        raise ValueError(
+            f"pipeline.layers={options['layers']!r} must read like '3,4,4,3', one number for each virtual stage"
+        ) from None
+    return source_lib.of_model(
+        model, batch_size=config.batch_size // config.workers, boundary=boundary and watch(boundary), **options
+    )
 
 
 # Options of `config.boundary` that belong to one of its codecs, as they are without it.
-IDLE = {"backward": {"when": "epilogue", "error": "carry"}, "forward": {"forward_error": "none", "slots": 0, "reuse_indices": False}}
+IDLE = {
+    "backward": {"when": "epilogue", "error": "carry"},
+    "forward": {"forward_error": "none", "slots": 0, "reuse_indices": False},
+}
 
 
 def make_boundary(config: ml_collections.ConfigDict) -> pipeline.Boundary | None:
@@ -130,8 +163,10 @@ def make_boundary(config: ml_collections.ConfigDict) -> pipeline.Boundary | None
     for codec, defaults in IDLE.items():
         for name, default in defaults.items():
             if not config[codec] and config[name] != default:
-                raise ValueError(f"boundary.{name}={config[name]!r} changes nothing without boundary.{codec}, the form of messages; "
-                                 f"leave it {default!r}, or set boundary.{codec}")
+                raise ValueError(
+                    f"boundary.{name}={config[name]!r} changes nothing without boundary.{codec}, the form of messages; "
+                    f"leave it {default!r}, or set boundary.{codec}"
+                )
     given = {name: methods.make_codec(config[name]) for name in IDLE if config[name]}
     if not given:
         return None
@@ -143,8 +178,10 @@ def _check_boundary(config, model) -> None:
     rows = config.batch_size // config.workers // config.pipeline.microbatches * model.context // config.tensor
     for name, message in zip(IDLE, selective.boundaries(config, (rows, config.model.width)), strict=True):
         if message.ratio > 1:
-            raise ValueError(f"boundary.{name}={config.boundary[name]!r} makes messages of {message.ratio:.3g} times the bytes of "
-                             f"{config.model.dtype} values as they are; use a lower rank, fewer bits or values, or leave it empty")
+            raise ValueError(
+                f"boundary.{name}={config.boundary[name]!r} makes messages of {message.ratio:.3g} times the bytes of "
+                f"{config.model.dtype} values as they are; use a lower rank, fewer bits or values, or leave it empty"
+            )
 
 
 def _compressed_stages(config, model, source, workers) -> int:
@@ -203,13 +240,16 @@ def _check_sizes(config: ml_collections.ConfigDict) -> None:
     n, batch_size = config.workers, config.batch_size
     if batch_size < 1 or batch_size % n:
         multiples = dict.fromkeys(max(1, batch_size // n + more) * n for more in (0, 1))
-        raise ValueError(f"batch_size={batch_size} is not a positive multiple of workers={n}; "
-                         f"use {' or '.join(map(str, multiples))}")
+        raise ValueError(
+            f"batch_size={batch_size} is not a positive multiple of workers={n}; use {' or '.join(map(str, multiples))}"
+        )
 
     for name in ("heads", "hidden", "vocabulary"):
         if config.model[name] % config.tensor:
-            raise ValueError(f"model.{name}={config.model[name]} is not divisible by tensor={config.tensor}, the devices that "
-                             f"divide it; use tensor={math.gcd(config.model[name], config.tensor)}")
+            raise ValueError(
+                f"model.{name}={config.model[name]} is not divisible by tensor={config.tensor}, the devices that "
+                f"divide it; use tensor={math.gcd(config.model[name], config.tensor)}"
+            )
     for name in FRACTIONS:
         if not 0 <= value(name) <= 1:
             raise ValueError(f"{name}={value(name)}: must lie between 0 and 1")
@@ -232,5 +272,9 @@ def make_schedule(config: ml_collections.ConfigDict, steps: int) -> optax.Schedu
     if not 0 <= config.warmup_steps < steps:
         raise ValueError(f"optimizer.warmup_steps={config.warmup_steps} must be less than steps={steps}")
     return optax.warmup_cosine_decay_schedule(
-        0.0 if config.warmup_steps else config.learning_rate, config.learning_rate, config.warmup_steps, steps,
-        config.final_fraction * config.learning_rate)
+        0.0 if config.warmup_steps else config.learning_rate,
+        config.learning_rate,
+        config.warmup_steps,
+        steps,
+        config.final_fraction * config.learning_rate,
+    )

@@ -6,11 +6,11 @@ A work directory belongs to one config: `config.json` is written first and compa
 import fcntl
 import json
 import pathlib
-from typing import Any, IO
+from typing import IO, Any
 
 import jax
-import jax.numpy as jnp
 from jax.experimental import multihost_utils
+import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 
@@ -62,16 +62,22 @@ def _claim(workdir: pathlib.Path, config: dict) -> IO:
             before, now = _flat(json.loads(path.read_text())), _flat(config)
         except (OSError, ValueError, AttributeError) as error:
             raise CheckpointError(f"{path} cannot be read ({error}); repair it, or choose another --workdir") from error
-        differing = [f"{key}: {before.get(key)!r} there, {now.get(key)!r} here" for key in sorted(before.keys() | now.keys())
-                     if before.get(key) != now.get(key) and not key.startswith(FREE_KEYS)]
+        differing = [
+            f"{key}: {before.get(key)!r} there, {now.get(key)!r} here"
+            for key in sorted(before.keys() | now.keys())
+            if before.get(key) != now.get(key) and not key.startswith(FREE_KEYS)
+        ]
         if differing:
-            raise CheckpointError(f"{workdir} holds a run with another config ({'; '.join(differing)}); choose another "
-                                  f"--workdir, and --resume_from={workdir} to start from its parameters")
+            raise CheckpointError(
+                f"{workdir} holds a run with another config ({'; '.join(differing)}); choose another "
+                f"--workdir, and --resume_from={workdir} to start from its parameters"
+            )
     elif path.exists() and '"workers"' not in path.read_text(errors="replace"):
         raise CheckpointError(f"{path} is not of a run of decjax; choose another --workdir")
     elif lost := _lost(workdir):
-        raise CheckpointError(f"{workdir} holds {lost} but no checkpoints, from which it could go on; put them back, or choose "
-                              "another --workdir")
+        raise CheckpointError(
+            f"{workdir} holds {lost} but no checkpoints, from which it could go on; put them back, or choose another --workdir"
+        )
     try:
         workdir.mkdir(parents=True, exist_ok=True)
         lock = (workdir / ".lock").open("w")
@@ -81,11 +87,13 @@ def _claim(workdir: pathlib.Path, config: dict) -> IO:
         temporary.replace(path)
         return lock
     except BlockingIOError as error:
-        raise CheckpointError(f"workdir {str(workdir)!r} is in use by a run that is still going; "
-                              "wait for it, or choose another --workdir") from error
+        raise CheckpointError(
+            f"workdir {str(workdir)!r} is in use by a run that is still going; wait for it, or choose another --workdir"
+        ) from error
     except OSError as error:
-        raise CheckpointError(f"workdir {str(workdir)!r} cannot be written ({error.strerror}); "
-                              "choose a --workdir that you own") from error
+        raise CheckpointError(
+            f"workdir {str(workdir)!r} cannot be written ({error.strerror}); choose a --workdir that you own"
+        ) from error
 
 
 def _lost(workdir: pathlib.Path) -> str:
@@ -113,11 +121,13 @@ def checksums(state: Any) -> jax.Array:
 
     The files have no checksums of their own. A sum needs no order, so it is taken where the shards lie.
     """
+
     def one(x):
         x = x.astype(jnp.uint8) if x.dtype == bool else x
         words = jax.lax.bitcast_convert_type(x, {1: jnp.uint8, 2: jnp.uint16}.get(x.dtype.itemsize, jnp.uint32))
         weights = 2 * jax.lax.iota(jnp.uint32, words.size) + 1
         return jnp.sum(words.astype(jnp.uint32) * weights.reshape(words.shape), dtype=jnp.uint32)
+
     return jnp.stack([one(x) for x in jax.tree.leaves(state)])
 
 
@@ -129,7 +139,8 @@ class Checkpoints:
         if read_only and not self._directory.is_dir():
             raise CheckpointError(f"{workdir} has no checkpoints; give the --workdir of a run that saved some")
         options = ocp.CheckpointManagerOptions(
-            max_to_keep=keep, create=not read_only, read_only=read_only, enable_async_checkpointing=False)
+            max_to_keep=keep, create=not read_only, read_only=read_only, enable_async_checkpointing=False
+        )
         self._manager = ocp.CheckpointManager(self._directory, options=options)
 
     def latest(self) -> int | None:
@@ -144,13 +155,16 @@ class Checkpoints:
         """
         extra = {"counters": counters, "checksums": np.asarray(checksums(state)).tolist()}
         try:
-            self._manager.save(step, force=True, args=ocp.args.Composite(
-                state=ocp.args.StandardSave(state), extra=ocp.args.JsonSave(extra)))
+            self._manager.save(
+                step, force=True, args=ocp.args.Composite(state=ocp.args.StandardSave(state), extra=ocp.args.JsonSave(extra))
+            )
             self._manager.wait_until_finished()
         except (OSError, ValueError) as error:  # The latter are TensorStore's, of which the end tells the cause.
             reason = " ".join(str(error).split())[-100:]
-            raise CheckpointError(f"checkpoint of step {step} cannot be written in {self._directory} (… {reason}); make room "
-                                  "there, and the same command continues from the last whole checkpoint") from error
+            raise CheckpointError(
+                f"checkpoint of step {step} cannot be written in {self._directory} (… {reason}); make room "
+                "there, and the same command continues from the last whole checkpoint"
+            ) from error
 
     def restore(self, step: int, like: Any, partial: bool = False) -> tuple[Any, dict]:
         """Reads the state and the counters of a step.
@@ -171,7 +185,8 @@ class Checkpoints:
             state = ocp.args.StandardRestore(like)
             if partial:
                 state = ocp.args.PyTreeRestore(
-                    like, restore_args=ocp.checkpoint_utils.construct_restore_args(like), partial_restore=True)
+                    like, restore_args=ocp.checkpoint_utils.construct_restore_args(like), partial_restore=True
+                )
             restored = self._manager.restore(step, args=ocp.args.Composite(state=state, extra=ocp.args.JsonRestore()))
         except Exception as error:  # Orbax and TensorStore raise many kinds for a damaged file; each means the same here.
             reason = " ".join(str(error).split())[:200] or type(error).__name__

@@ -65,8 +65,9 @@ def before(fn: Callable, known: Any, received: Any, cut: Parts) -> list[list[jax
     return [[next(values) for _ in prepared] for _, _, prepared in finals]
 
 
-def after(fn: Callable, known: Any, prepared: Sequence[jax.Array], arrived: Sequence[Sequence[jax.Array]], received: Any,
-          cut: Parts) -> dict[int, jax.Array]:
+def after(
+    fn: Callable, known: Any, prepared: Sequence[jax.Array], arrived: Sequence[Sequence[jax.Array]], received: Any, cut: Parts
+) -> dict[int, jax.Array]:
     """The leaves of `fn(known, received)` that the latest part completes.
 
     Args:
@@ -79,10 +80,14 @@ def after(fn: Callable, known: Any, prepared: Sequence[jax.Array], arrived: Sequ
     """
     closed, _, finals = _divide(fn, known, received, cut)
     leaves, late, variables = finals[len(arrived) - 1]
-    here = [leaf for part in cut[:len(arrived)] for leaf in part]
-    arriving = closed.jaxpr.invars[len(_leading(closed, known)):]
-    run = _program(closed, [*_leading(closed, known), *(arriving[leaf] for leaf in here), *variables], late,
-                   [closed.jaxpr.outvars[leaf] for leaf in leaves])
+    here = [leaf for part in cut[: len(arrived)] for leaf in part]
+    arriving = closed.jaxpr.invars[len(_leading(closed, known)) :]
+    run = _program(
+        closed,
+        [*_leading(closed, known), *(arriving[leaf] for leaf in here), *variables],
+        late,
+        [closed.jaxpr.outvars[leaf] for leaf in leaves],
+    )
     return dict(zip(leaves, run(*jax.tree.leaves((known, arrived)), *prepared), strict=True))
 
 
@@ -90,7 +95,7 @@ def _divide(fn, known, received, cut):
     """(traced `fn`, equations that need no part, for each part: leaves it completes, equations, what these need of the early ones)."""
     closed = jax.make_jaxpr(fn)(known, received)
     program = closed.jaxpr
-    arriving = program.invars[len(_leading(closed, known)):]
+    arriving = program.invars[len(_leading(closed, known)) :]
     waits_for = {arriving[leaf]: number for number, leaves in enumerate(cut, 1) for leaf in leaves}
     for equation in program.eqns:
         if latest := max((waits_for.get(variable, 0) for variable in _variables(equation.invars)), default=0):
@@ -125,7 +130,7 @@ def _program(closed, invars, equations, outvars) -> Callable:
 
 
 def _leading(closed, known) -> list:
-    return closed.jaxpr.invars[:len(jax.tree.leaves(known))]
+    return closed.jaxpr.invars[: len(jax.tree.leaves(known))]
 
 
 def _variables(atoms) -> list:

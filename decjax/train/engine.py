@@ -24,9 +24,8 @@ import numpy as np
 import optax
 
 from decjax import mesh
-from decjax.train import divide
+from decjax.train import divide, wire
 from decjax.train import state as state_lib
-from decjax.train import wire
 
 ENGINES = ("auto", "fused", "split")
 PARTS = 2  # in which a split exchange travels, at most
@@ -53,17 +52,22 @@ def choose(engine: str, method: state_lib.Method, workers: mesh.Workers) -> str:
     if engine == "auto":
         return "split" if method.exchange and alone and mesh.between_cpu_processes() else "fused"
     if engine == "split" and not method.exchange:
-        raise ValueError("engine 'split' needs an exchange that does not wait for the gradient: method 'decentralized' "
-                         "with order 'awc' and a static phase, or 'allreduce' with stale; use engine 'fused'")
+        raise ValueError(
+            "engine 'split' needs an exchange that does not wait for the gradient: method 'decentralized' "
+            "with order 'awc' and a static phase, or 'allreduce' with stale; use engine 'fused'"
+        )
     if engine == "split" and not alone and jax.process_count() > 1:
-        raise ValueError(f"engine 'split' with stages={workers.stages} and tensor={workers.tensor} over {jax.process_count()} processes: "
-                         "messages of the gradient and of the exchange would be sent by two threads, in an order that differs by "
-                         "process; use engine 'fused'")
+        raise ValueError(
+            f"engine 'split' with stages={workers.stages} and tensor={workers.tensor} over {jax.process_count()} processes: "
+            "messages of the gradient and of the exchange would be sent by two threads, in an order that differs by "
+            "process; use engine 'fused'"
+        )
     return engine
 
 
-def make_step(gradient: Callable, method: state_lib.Method, workers: mesh.Workers, seed: int,
-              engine: str = "fused") -> Callable[..., Program]:
+def make_step(
+    gradient: Callable, method: state_lib.Method, workers: mesh.Workers, seed: int, engine: str = "fused"
+) -> Callable[..., Program]:
     """Joins a gradient source, a method and an engine.
 
     Args:
@@ -106,6 +110,7 @@ def whole_step(gradient: Callable, method: state_lib.Method, workers: mesh.Worke
 
 def _halves(gradient, method, workers, seed):
     """The two halves of a step: its gradient, and what becomes of it."""
+
     def take(params, source, batch, step):
         worker_key = jax.random.fold_in(jax.random.key(seed), mesh.worker_index(workers.axis_name))
         return gradient(params, source, batch, jax.random.fold_in(worker_key, step))
@@ -132,9 +137,12 @@ def _early_exchange(platform: str | None, program: str) -> dict[str, bool | int]
         return {"xla_tpu_use_aggressive_scheduling": True, "xla_max_concurrent_async_collective_permutes": max(1, len(routes))}
     if platform == "gpu":
         # All messages along one route travel as one, since each at a time costs a stream of its own.
-        return {"xla_gpu_experimental_collective_start_as_early_as_possible": True,
-                "xla_gpu_collective_permute_combine_threshold_bytes": 2**62, "xla_gpu_all_reduce_combine_threshold_bytes": 2**62,
-                "xla_gpu_experimental_parallel_collective_overlap_limit": 1 + len(set(routes))}
+        return {
+            "xla_gpu_experimental_collective_start_as_early_as_possible": True,
+            "xla_gpu_collective_permute_combine_threshold_bytes": 2**62,
+            "xla_gpu_all_reduce_combine_threshold_bytes": 2**62,
+            "xla_gpu_experimental_parallel_collective_overlap_limit": 1 + len(set(routes)),
+        }
     return {}
 
 
@@ -169,7 +177,7 @@ def _split(gradient, apply, method, workers):
     def compile_phase(phase, state, batch, step):
         if not shared:
             shared.append(workers.jit(gradient, (0, 0, 0, None)).lower(state.params, state.source, batch, step).compile())
-        take_gradient, = shared
+        (take_gradient,) = shared
         known, tree = (state, take_gradient.out_info[1]), jax.tree.structure(state)
         exchange = functools.partial(method.exchange, phase=phase)
 
@@ -182,7 +190,7 @@ def _split(gradient, apply, method, workers):
 
         found = []
         jax.eval_shape(workers.map(cut, (0, 0)), state.params, state.opt_state)  # Axis names are known inside only.
-        (parts, received), = found
+        ((parts, received),) = found
 
         def after(known, prepared, *arrived):
             return divide.after(combine, known, prepared, arrived, received, parts)
@@ -190,14 +198,21 @@ def _split(gradient, apply, method, workers):
         sends = [workers.jit(divide.only(exchange, part), (0, 0)).lower(state.params, state.opt_state).compile() for part in parts]
         prepare = workers.jit(lambda known: divide.before(combine, known, received, parts), (0,)).lower(known).compile()
         with warnings.catch_warnings(action="ignore", category=UserWarning):  # Prepared scalars have no result to live on in.
-            joins = [workers.jit(after, (0,) * (3 + k), donate_argnums=(1,)).lower(
-                known, prepare.out_info[k], *(send.out_info for send in sends[:k + 1])).compile() for k in range(len(parts))]
+            joins = [
+                workers.jit(after, (0,) * (3 + k), donate_argnums=(1,))
+                .lower(known, prepare.out_info[k], *(send.out_info for send in sends[: k + 1]))
+                .compile()
+                for k in range(len(parts))
+            ]
 
         def run(state, batch, step):
-            arriving = [thread.submit(lambda send=send: jax.block_until_ready(send(state.params, state.opt_state)))
-                        for send in sends]
+            arriving = [
+                thread.submit(lambda send=send: jax.block_until_ready(send(state.params, state.opt_state))) for send in sends
+            ]
             if workers.on_cpu and not mesh.between_cpu_processes():
-                concurrent.futures.wait(arriving)  # Devices of one process share threads: waiting collectives could starve the rest.
+                concurrent.futures.wait(
+                    arriving
+                )  # Devices of one process share threads: waiting collectives could starve the rest.
             loss_N, grads, source = take_gradient(state.params, state.source, batch, step)
             known, leaves, arrived = (state._replace(source=source), grads), {}, []
             for part, own, join in zip(arriving, prepare(known), joins, strict=True):

@@ -28,8 +28,9 @@ def _chunks(windows_WxT1: np.ndarray, count: int, batch_size: int) -> tuple[np.n
     return padded.reshape(count, C, batch_size, -1), mask.reshape(count, C, batch_size)
 
 
-def make_evaluate(nll: Callable, workers: mesh.Workers, windows_WxT1: np.ndarray, batch_size: int,
-                  coded_nll: Callable | None = None) -> Callable[[Any, Any], Evaluation]:
+def make_evaluate(
+    nll: Callable, workers: mesh.Workers, windows_WxT1: np.ndarray, batch_size: int, coded_nll: Callable | None = None
+) -> Callable[[Any, Any], Evaluation]:
     """Compiles the evaluation of stacked parameters on fixed windows.
 
     The averaged model is evaluated by all workers together, each on its share of the
@@ -52,6 +53,7 @@ def make_evaluate(nll: Callable, workers: mesh.Workers, windows_WxT1: np.ndarray
         def add(total, chunk):
             tokens_BxT1, mask_B = chunk
             return total + (nll(params, tokens_BxT1, key) * mask_B[:, None]).sum(), None
+
         return jax.lax.scan(add, jnp.zeros(()), (tokens_CxBxT1, mask_CxB))[0]
 
     shares, share_masks = _chunks(windows_WxT1, workers.num_workers, batch_size)

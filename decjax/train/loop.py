@@ -13,27 +13,26 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from decjax import data
-from decjax import gossip
-from decjax import models
-from decjax import reduce
-from decjax.train import assemble
-from decjax.train import checkpoint
-from decjax.train import engine
+from decjax import data, gossip, models, reduce
+from decjax.train import assemble, checkpoint, engine, metrics, wire
 from decjax.train import evaluate as evaluate_lib
-from decjax.train import metrics
 from decjax.train import state as state_lib
-from decjax.train import wire
-from decjax.train.errors import CheckpointError
-from decjax.train.errors import Diverged
-from decjax.train.errors import TrainingError
-
+from decjax.train.errors import CheckpointError, Diverged, TrainingError
 
 BYTES = {"bytes_sent_per_worker": "worker", "bytes_between_stages_per_worker": "stage"}  # counters, and the mesh axis of each
-REPORTED = ("steps", "time_s", "eval_loss", "local_eval_loss_min", "local_eval_loss_max", "bytes_per_step_per_worker",
-            "corpus_order1_entropy")  # what a whole summary has at least
-SUMMARIZED = {"bytes_sent_per_worker": "bytes_per_step_per_worker",
-              "bytes_between_stages_per_worker": "bytes_between_stages_per_step_per_worker"}
+REPORTED = (
+    "steps",
+    "time_s",
+    "eval_loss",
+    "local_eval_loss_min",
+    "local_eval_loss_max",
+    "bytes_per_step_per_worker",
+    "corpus_order1_entropy",
+)  # what a whole summary has at least
+SUMMARIZED = {
+    "bytes_sent_per_worker": "bytes_per_step_per_worker",
+    "bytes_between_stages_per_worker": "bytes_between_stages_per_step_per_worker",
+}
 # Of config.pipeline, what decides where parameters live; of a whole model.
 LAYOUT = {"stages": 1, "chunks": 1, "layers": "", "autoencoder": 0}
 
@@ -97,15 +96,15 @@ class Run:
         self.note = ""
         self.start, self.state = self._restore(source)
         self._check_exchanges()
-        self._program = engine.make_step(
-            setup.source.gradient, setup.method, self.workers, self.config.seed, self.config.engine)
+        self._program = engine.make_step(setup.source.gradient, setup.method, self.workers, self.config.seed, self.config.engine)
         join, whole, mixer = jax.vmap(setup.source.join), self.workers.whole, setup.method.mixer
         joined = jax.eval_shape(join, self.state.params)
         self._join = jax.jit(join, out_shardings=whole.shardings(joined)) if self.workers.stages > 1 else lambda params: params
         self._distance = jax.jit(lambda params: state_lib.consensus_distance(join(params)), out_shardings=self.workers.replicated)
         self._average = jax.jit(
             lambda state: state_lib.averaged(state._replace(params=join(state.params)), mixer, self.workers.num_axes),
-            out_shardings=self.workers.replicated)
+            out_shardings=self.workers.replicated,
+        )
         self._usage = self.workers.jit(setup.method.usage, (0,)) if setup.method.usage else None
         self._counted = self._bytes_by_usage()  # as far as the counters know of them
         self._saved = self.start if self.checkpoints.latest() == self.start else None
@@ -116,8 +115,10 @@ class Run:
         if (step := self.checkpoints.latest()) is not None:
             state, counters = self.checkpoints.restore(step, like=state_lib.abstract(*self.setup.beginning))
             if counters["corpus"] != self.counters["corpus"]:
-                raise CheckpointError(f"the text has changed since step {step} ({counters['corpus']} then, "
-                                      f"{self.counters['corpus']} now); restore it, or start in another --workdir")
+                raise CheckpointError(
+                    f"the text has changed since step {step} ({counters['corpus']} then, "
+                    f"{self.counters['corpus']} now); restore it, or start in another --workdir"
+                )
             self.counters |= counters
             self.note = f"continuing from step {step}"
             return step, state
@@ -137,17 +138,26 @@ class Run:
             has_weights = config["method"] == "decentralized" and config["mixing"]["mixer"] == "push_sum"
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise CheckpointError(f"{folder / 'config.json'} cannot be read: not a run of decjax") from error
-        if differing := [f"pipeline.{name}={theirs[name]!r} there, {self.config.pipeline[name]!r} here" for name in LAYOUT
-                         if theirs[name] != self.config.pipeline[name]]:
+        if differing := [
+            f"pipeline.{name}={theirs[name]!r} there, {self.config.pipeline[name]!r} here"
+            for name in LAYOUT
+            if theirs[name] != self.config.pipeline[name]
+        ]:
             raise CheckpointError(f"{folder} is of a model divided otherwise ({'; '.join(differing)}); start with the same")
         if step is None or step >= self.config.steps:
-            raise CheckpointError(f"{folder} has " + ("no complete checkpoint; choose another --resume_from" if step is None else
-                                  f"done {step} of steps={self.config.steps}; set more steps to go on from there"))
+            raise CheckpointError(
+                f"{folder} has "
+                + (
+                    "no complete checkpoint; choose another --resume_from"
+                    if step is None
+                    else f"done {step} of steps={self.config.steps}; set more steps to go on from there"
+                )
+            )
         return folder, checkpoints, step, n, has_weights
 
     def _weights(self, checkpoints, step: int, n: int) -> np.ndarray:
         """y_i of each replica of another run, those of its mixer."""
-        shape = (n, self.workers.stages)[:self.workers.num_axes]
+        shape = (n, self.workers.stages)[: self.workers.num_axes]
         like = {"opt_state": {"mixer": {"weight": jax.ShapeDtypeStruct(shape, np.float32, sharding=self.workers.replicated)}}}
         state, _ = checkpoints.restore(step, like, partial=True)
         return self.workers.fetch(state)["opt_state"]["mixer"]["weight"].reshape(n, -1)[:, 0]  # Those of stages are equal.
@@ -155,7 +165,8 @@ class Run:
     def _restore_resized(self, folder, checkpoints, step: int, n: int, has_weights: bool) -> tuple[int, state_lib.State]:
         like = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct((n, *x.shape[1:]), x.dtype, sharding=self.workers.replicated),
-            state_lib.lasting(state_lib.abstract(*self.setup.beginning)))
+            state_lib.lasting(state_lib.abstract(*self.setup.beginning)),
+        )
         state, _ = checkpoints.restore(step, like, partial=True)
         state = self.workers.fetch(state)
         # What mixers remember of neighbours starts from one and the same model: here the average of the replicas.
@@ -164,8 +175,10 @@ class Run:
         fresh = self.workers.fetch(state_lib.start(average, self.setup.method.tx, self.workers, self.setup.source.init))
         state = state_lib.resize(state, fresh, self.workers.num_workers, weight_N)
         self.counters["first_step"] = step
-        self.note = (f"starting from step {step} of {folder}; {n} replicas became {self.workers.num_workers}, "
-                     "mixer and reducer state begin afresh")
+        self.note = (
+            f"starting from step {step} of {folder}; {n} replicas became {self.workers.num_workers}, "
+            "mixer and reducer state begin afresh"
+        )
         return step, self.workers.place(state)
 
     def _check_exchanges(self) -> None:
@@ -186,14 +199,18 @@ class Run:
         fetched = [(step, self.workers.fetch_first(loss)) for step, loss in losses]
         for step, loss_N in fetched:
             if not np.isfinite(loss_N).all():
-                self._diverged(f"loss is {loss_N[~np.isfinite(loss_N)][0]} on worker "
-                               f"{np.flatnonzero(~np.isfinite(loss_N))[0]} in step {step + 1}")
+                self._diverged(
+                    f"loss is {loss_N[~np.isfinite(loss_N)][0]} on worker "
+                    f"{np.flatnonzero(~np.isfinite(loss_N))[0]} in step {step + 1}"
+                )
         return np.mean([loss_N for _, loss_N in fetched], axis=0)
 
     def _diverged(self, what: str) -> None:
         kept = f"the last good checkpoint is of step {self._saved}" if self._saved is not None else "no checkpoint was saved yet"
-        raise Diverged(f"{what}: training has diverged; {kept}. Lower optimizer.learning_rate, raise "
-                       "optimizer.warmup_steps or set optimizer.clip_norm")
+        raise Diverged(
+            f"{what}: training has diverged; {kept}. Lower optimizer.learning_rate, raise "
+            "optimizer.warmup_steps or set optimizer.clip_norm"
+        )
 
     def _finite_distance(self, step: int) -> float:
         distance = float(self._distance(self.state.params))
@@ -207,20 +224,33 @@ class Run:
         before, self._counted = self._counted, self._bytes_by_usage()
         self.counters["bytes_sent_per_worker"] += self._counted - before
         now = time.monotonic()
-        return {"step": step, "time_s": now - begun, "kind": "train", "loss": float(local_N.mean()),
-                "loss_min": float(local_N.min()), "loss_max": float(local_N.max()),
-                "consensus_distance": self._finite_distance(step),
-                "tokens_per_s": self._tokens(step - logged_step) / (now - logged),
-                **self._bytes(), "learning_rate": float(self.setup.schedule(step - 1))}
+        return {
+            "step": step,
+            "time_s": now - begun,
+            "kind": "train",
+            "loss": float(local_N.mean()),
+            "loss_min": float(local_N.min()),
+            "loss_max": float(local_N.max()),
+            "consensus_distance": self._finite_distance(step),
+            "tokens_per_s": self._tokens(step - logged_step) / (now - logged),
+            **self._bytes(),
+            "learning_rate": float(self.setup.schedule(step - 1)),
+        }
 
     def _evaluation_row(self, result: evaluate_lib.Evaluation, step: int, time_s: float) -> dict[str, Any]:
         if not np.isfinite(result.averaged):
             self._diverged(f"validation loss of the averaged model is {result.averaged} after step {step}")
-        return {"step": step, "time_s": time_s, "kind": "eval", "loss": result.averaged,
-                "loss_min": float(result.local_N.min()), "loss_max": float(result.local_N.max()),
-                "consensus_distance": self._finite_distance(step),
-                "tokens_per_s": self._tokens(step - self.counters["first_step"]) / time_s,
-                **self._bytes()} | ({} if result.coded is None else {"loss_coded": result.coded})
+        return {
+            "step": step,
+            "time_s": time_s,
+            "kind": "eval",
+            "loss": result.averaged,
+            "loss_min": float(result.local_N.min()),
+            "loss_max": float(result.local_N.max()),
+            "consensus_distance": self._finite_distance(step),
+            "tokens_per_s": self._tokens(step - self.counters["first_step"]) / time_s,
+            **self._bytes(),
+        } | ({} if result.coded is None else {"loss_coded": result.coded})
 
     def _bytes(self) -> dict[str, float]:
         return {name: self.counters[name] for name in BYTES if name in self.counters}
@@ -233,7 +263,8 @@ class Run:
 
     def _make_evaluate(self, limit: int):
         evaluate = evaluate_lib.make_evaluate(
-            self.setup.model.nll, self.workers.whole, self._windows(limit), self.config.eval.batch_size, self.setup.source.coded_nll)
+            self.setup.model.nll, self.workers.whole, self._windows(limit), self.config.eval.batch_size, self.setup.source.coded_nll
+        )
         return lambda params, average: evaluate(self._join(params), average)
 
     # -- The loop -----------------------------------------------------------------------------------------------------
@@ -251,8 +282,7 @@ class Run:
             self._close()
             return Outcome(self.start, None, summary, None)
         recorder = metrics.Recorder(self.workdir, self.start, self.config.steps) if self.first else None
-        display = (metrics.Display(self.start, self.counters["first_step"], self.config.steps) if self.first
-                   else metrics.Silent())
+        display = metrics.Display(self.start, self.counters["first_step"], self.config.steps) if self.first else metrics.Silent()
         if recorder and self._saved == self.start != recorder.last:
             self.note += f"; metrics.jsonl ends at step {recorder.last}, what came between is lost"
         try:
@@ -335,10 +365,12 @@ class Run:
         setup, workers = self.setup, self.workers
         devices = jax.local_devices()[:1] if workers.simulated else [*workers.mesh.devices.flat]
         params = jax.eval_shape(lambda: setup.model.init(jax.random.key(0)))
-        return (f"{_count(workers.num_workers, 'worker')} {'simulated ' if workers.simulated else ''}on "
-                f"{_count(len(devices), f'{devices[0].device_kind} device')}, "
-                f"{setup.topology.name if setup.topology else self.config.method}, "
-                f"{sum(x.size for x in jax.tree.leaves(params)) / 1e6:.3g} M parameters")
+        return (
+            f"{_count(workers.num_workers, 'worker')} {'simulated ' if workers.simulated else ''}on "
+            f"{_count(len(devices), f'{devices[0].device_kind} device')}, "
+            f"{setup.topology.name if setup.topology else self.config.method}, "
+            f"{sum(x.size for x in jax.tree.leaves(params)) / 1e6:.3g} M parameters"
+        )
 
     def _bytes_by_usage(self) -> float:
         """Bytes that a worker has sent in steps whose phase the state has decided on."""
@@ -383,21 +415,25 @@ class Run:
         self._record(recorder, display, self._evaluation_row(result, config.steps, self.counters["time_s"]))
         params = jax.tree.map(lambda x: np.asarray(x.addressable_data(0)), average)
         summary = {
-            "eval_loss": result.averaged, "local_eval_loss_mean": float(result.local_N.mean()),
-            "local_eval_loss_min": float(result.local_N.min()), "local_eval_loss_max": float(result.local_N.max()),
-            "num_params": sum(x.size for x in jax.tree.leaves(params)), "steps": config.steps,
+            "eval_loss": result.averaged,
+            "local_eval_loss_mean": float(result.local_N.mean()),
+            "local_eval_loss_min": float(result.local_N.min()),
+            "local_eval_loss_max": float(result.local_N.max()),
+            "num_params": sum(x.size for x in jax.tree.leaves(params)),
+            "steps": config.steps,
             "time_s": self.counters["time_s"],
             **{SUMMARIZED[name]: sent / (config.steps - self.counters["first_step"]) for name, sent in self._bytes().items()},
             "corpus_order1_entropy": data.order1_entropy(self.setup.corpus.train),
             "protocol": f"replicas replaced by their average every {config.consensus_every} steps"
-                        if config.consensus_every else "averaged model, training undisturbed"}
+            if config.consensus_every
+            else "averaged model, training undisturbed",
+        }
         if result.coded is not None:
             summary["eval_loss_coded"] = result.coded
         sample = None
         if self.first:
             prompt = bytes(self._windows(1)[0, :32].astype(np.uint8))
-            continuation = models.sample(
-                self.setup.model, params, prompt, config.sample_bytes, jax.random.key(config.seed))
+            continuation = models.sample(self.setup.model, params, prompt, config.sample_bytes, jax.random.key(config.seed))
             sample = (prompt + continuation).decode("utf-8", errors="replace")
             temporary = self.workdir / "summary.tmp"
             temporary.write_text(json.dumps(summary, indent=2) + "\n")

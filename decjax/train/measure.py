@@ -31,14 +31,10 @@ import ml_collections
 import numpy as np
 import optax
 
-from decjax import buckets
-from decjax import codecs
-from decjax import mesh
+from decjax import buckets, codecs, mesh
 from decjax.gossip import rounds as rounds_lib
-from decjax.runtime import Cluster, Compressed, Link, Workload
-from decjax.runtime import calibrate
-from decjax.train import assemble
-from decjax.train import silence
+from decjax.runtime import Cluster, Compressed, Link, Workload, calibrate
+from decjax.train import assemble, silence
 from decjax.train import state as state_lib
 from decjax.train.errors import ConfigError
 
@@ -93,11 +89,14 @@ def prepare(config: ml_collections.ConfigDict) -> assemble.Setup:
     if config.simulate:
         raise ConfigError("simulate=True: workers on one device exchange nothing that could be timed; leave it out")
     if assemble.devices_of_worker(config) > 1:
-        raise ConfigError(f"stages={config.pipeline.stages}, tensor={config.tensor}: what is measured is a worker on one device; "
-                          "leave them out")
+        raise ConfigError(
+            f"stages={config.pipeline.stages}, tensor={config.tensor}: what is measured is a worker on one device; leave them out"
+        )
     if config.workers == 1 or jax.device_count() == 1:
-        raise ConfigError(f"workers={config.workers or 'auto'}, devices={jax.device_count()}: an exchange is timed between at "
-                          "least two workers, each on a device of its own; JAX_PLATFORMS=cpu makes devices of CPU threads")
+        raise ConfigError(
+            f"workers={config.workers or 'auto'}, devices={jax.device_count()}: an exchange is timed between at "
+            "least two workers, each on a device of its own; JAX_PLATFORMS=cpu makes devices of CPU threads"
+        )
     config = copy.deepcopy(config)  # References included, such as a batch that follows the number of workers.
     config.method, config.stale, config.engine = "local", False, "auto"
     config.mixing.mixer, config.mixing.codec, config.reducer.name = "exact", "", "mean"
@@ -132,8 +131,12 @@ def step_actions(setup: assemble.Setup) -> Actions:
         state = optimize(state, grads)  # As in training, the new state takes the memory of the old one.
         return state
 
-    return {"forward": lambda: forward(params, batch), "gradient": lambda: gradient(params, batch),
-            "optimizer": optimizer, "combine": lambda: join(params, received)}
+    return {
+        "forward": lambda: forward(params, batch),
+        "gradient": lambda: gradient(params, batch),
+        "optimizer": optimizer,
+        "combine": lambda: join(params, received),
+    }
 
 
 def exchange_actions(setup: assemble.Setup, sizes: Sequence[int]) -> Actions:
@@ -142,11 +145,14 @@ def exchange_actions(setup: assemble.Setup, sizes: Sequence[int]) -> Actions:
     n, L, axis_name = workers.num_workers, workers.local_size, workers.axis_name
     sends = {}
     if n > L:
-        sends |= {(kind, "inter", 2): [(source * L, target * L) for source, target in pairs]
-                  for kind, pairs in _patterns(n // L).items()}
+        sends |= {
+            (kind, "inter", 2): [(source * L, target * L) for source, target in pairs] for kind, pairs in _patterns(n // L).items()
+        }
     if L > 1:
-        sends |= {(kind, "intra", 2): [(first + source, first + target) for first in range(0, n, L) for source, target in pairs]
-                  for kind, pairs in _patterns(L).items()}
+        sends |= {
+            (kind, "intra", 2): [(first + source, first + target) for first in range(0, n, L) for source, target in pairs]
+            for kind, pairs in _patterns(L).items()
+        }
 
     def on_all(talk):
         return workers.jit(lambda vectors: [talk(x_P) for x_P in vectors], (0,))
@@ -157,8 +163,10 @@ def exchange_actions(setup: assemble.Setup, sizes: Sequence[int]) -> Actions:
     for wanted in sizes:
         parts = [max(1, round(bucket.size * wanted / layout.num_bytes)) for bucket in layout.buckets]
         vectors = [workers.build(lambda worker, part=part: np.full(part, worker, np.float32)) for part in parts]
-        actions |= {Exchange(kind, 4 * sum(parts), scope, members): lambda run=run, vectors=vectors: run(vectors)
-                    for (kind, scope, members), run in programs.items()}
+        actions |= {
+            Exchange(kind, 4 * sum(parts), scope, members): lambda run=run, vectors=vectors: run(vectors)
+            for (kind, scope, members), run in programs.items()
+        }
     return actions
 
 
@@ -170,8 +178,10 @@ def _patterns(members: int) -> dict[str, list[tuple[int, int]]]:
 def codec_actions(setup: assemble.Setup) -> Actions:
     """Encoding and decoding the model's buckets, by the codec's name."""
     workers = setup.workers
-    vectors = [workers.build(lambda worker, size=bucket.size: np.linspace(-1, 1, size, dtype=np.float32))
-               for bucket in _layout(setup).buckets]
+    vectors = [
+        workers.build(lambda worker, size=bucket.size: np.linspace(-1, 1, size, dtype=np.float32))
+        for bucket in _layout(setup).buckets
+    ]
 
     def code(codec, x_P):
         key = jax.random.key(0) if codec.traits.random else None
@@ -179,12 +189,14 @@ def codec_actions(setup: assemble.Setup) -> Actions:
         message = jax.lax.optimization_barrier(message)  # Sent and received: nothing is known of it.
         return codec.decode(message, x_P.shape, x_P.dtype)
 
-    programs = {name: workers.jit(lambda vectors, codec=codecs.make(name): [code(codec, x_P) for x_P in vectors], (0,))
-                for name in CODECS}
+    programs = {
+        name: workers.jit(lambda vectors, codec=codecs.make(name): [code(codec, x_P) for x_P in vectors], (0,)) for name in CODECS
+    }
     return {name: lambda run=run: run(vectors) for name, run in programs.items()}
 
 
 # -- Compressed methods -----------------------------------------------------------------------------------------------
+
 
 class Form(NamedTuple):
     """A compressed method that is measured.
@@ -217,8 +229,10 @@ def form(name: str, config: ml_collections.ConfigDict) -> Form:
     method, workers, topology, last = setup.method, setup.workers, setup.topology, setup.config.steps
     phases = {method.phase(step) for step in range(max(last // 2, last - PHASES), last)}
     if None in phases or setup.config.method not in ("allreduce", "decentralized") or bool(method.exchange) != bool(topology):
-        raise ConfigError(f"{name!r} cannot be measured as a compressed method: it must be gossip in order 'awc', or an all-reduce "
-                          "that is not stale, with phases that are known beforehand")
+        raise ConfigError(
+            f"{name!r} cannot be measured as a compressed method: it must be gossip in order 'awc', or an all-reduce "
+            "that is not stale, with phases that are known beforehand"
+        )
     params = jax.eval_shape(setup.model.init, jax.random.key(0))
     sent = np.mean([method.num_bytes(params, phase).mean() for phase in phases])
     whole, n = _layout(setup).num_bytes, workers.num_workers
@@ -226,16 +240,17 @@ def form(name: str, config: ml_collections.ConfigDict) -> Form:
         exact = np.mean([rounds_lib.sent_bytes(round_, _layout(setup)).mean() for round_ in topology.rounds])
         return Form(name, setup, tuple(sorted(phases)), float(sent / exact), 1.0)
     sums, like = [], state_lib.abstract(*setup.beginning)
-    jax.eval_shape(workers.map(_silent_update(setup, min(phases), sums), (0, 0)),
-                   like, like.params)
+    jax.eval_shape(workers.map(_silent_update(setup, min(phases), sums), (0, 0)), like, like.params)
     return Form(name, setup, tuple(sorted(phases)), float(sent / (2 * (n - 1) / n * whole)), sum(sums))
 
 
 def _silent_update(setup: assemble.Setup, phase: int | None = None, sums: list[float] | None = None) -> Callable[..., Any]:
     """All that a worker computes once it has its gradient."""
+
     def update(state, grads):
         updates, opt_state = setup.method.tx.update(grads, state.opt_state, state.params, phase=phase)
         return state_lib.State(optax.apply_updates(state.params, updates), opt_state)
+
     return silence.silent(update, setup.workers.axis_name, sums)
 
 
@@ -288,8 +303,9 @@ class Stopwatch:
         return self._workers.fetch(self._workers.build(lambda worker: own)).astype(float)
 
 
-def take_rounds(watch: Stopwatch, actions: Actions, seconds: float, rounds: int | None,
-                note: Callable[[int, int], None]) -> dict[Hashable, np.ndarray]:
+def take_rounds(
+    watch: Stopwatch, actions: Actions, seconds: float, rounds: int | None, note: Callable[[int, int], None]
+) -> dict[Hashable, np.ndarray]:
     """Times all actions over and over.
 
     Args:
@@ -312,7 +328,7 @@ def take_rounds(watch: Stopwatch, actions: Actions, seconds: float, rounds: int 
     times_s = {name: [] for name in actions}
     for done in range(rounds):
         names = list(actions)
-        for name in names[done % len(names):] + names[:done % len(names)]:  # Nobody always goes first.
+        for name in names[done % len(names) :] + names[: done % len(names)]:  # Nobody always goes first.
             times_s[name] += watch.time(actions[name], steps if name == "gradient" else 1)
         note(done + 1, rounds)
     return {name: watch.gather(own) for name, own in times_s.items()}
@@ -327,8 +343,16 @@ def sizes_up_to_model(setup: assemble.Setup) -> tuple[int, ...]:
     return tuple(largest // RATIO**k for k in reversed(range(SIZES)))
 
 
-def measure(setup: assemble.Setup, *, name: str, sizes: Sequence[int] = (), forms: Sequence[Form] = (), seconds: float = 60.0,
-            rounds: int | None = None, note: Callable[[int, int], None] = lambda done, total: None) -> Measured:
+def measure(
+    setup: assemble.Setup,
+    *,
+    name: str,
+    sizes: Sequence[int] = (),
+    forms: Sequence[Form] = (),
+    seconds: float = 60.0,
+    rounds: int | None = None,
+    note: Callable[[int, int], None] = lambda done, total: None,
+) -> Measured:
     """Measures a worker's step, exchanges and codecs, and fits a profile to them. Every process calls it.
 
     Args:
@@ -354,23 +378,40 @@ def measure(setup: assemble.Setup, *, name: str, sizes: Sequence[int] = (), form
     coding_s = {form.name: np.mean([times_s[form.name, phase] for phase in form.phases], axis=0) for form in forms}
     exchange_s = {what: times_s[what].max(axis=0) for what in exchanges}
     total_bytes = _layout(setup).num_bytes
-    measurements = [calibrate.Measurement(what.kind, what.num_bytes, float(np.median(slowest_s)), what.scope, what.num_workers)
-                    for what, slowest_s in exchange_s.items()]
+    measurements = [
+        calibrate.Measurement(what.kind, what.num_bytes, float(np.median(slowest_s)), what.scope, what.num_workers)
+        for what, slowest_s in exchange_s.items()
+    ]
     lines = {(m.kind, m.scope): calibrate.line_of(measurements, m.kind, m.scope) for m in measurements}
-    measurements += [calibrate.Measurement("codec", total_bytes, float(np.median(both_s)), codec=codec)
-                     for codec, both_s in codec_s.items()]
+    measurements += [
+        calibrate.Measurement("codec", total_bytes, float(np.median(both_s)), codec=codec) for codec, both_s in codec_s.items()
+    ]
     n, L = setup.workers.num_workers, setup.workers.local_size
     cluster = calibrate.fit_cluster(measurements, name=name, num_nodes=n // L, workers_per_node=L)
     workload = _workload(step_s, total_bytes)
-    return Measured(cluster, dataclasses.replace(workload, compressed=_compressed(forms, coding_s, workload)), lines, step_s,
-                    exchange_s, codec_s, coding_s)
+    return Measured(
+        cluster,
+        dataclasses.replace(workload, compressed=_compressed(forms, coding_s, workload)),
+        lines,
+        step_s,
+        exchange_s,
+        codec_s,
+        coding_s,
+    )
 
 
 def _workload(step_s: dict[str, np.ndarray], total_bytes: int) -> Workload:
     forward_s, gradient_s, optimizer_s, combine_s = (
-        float(np.median(step_s[part])) for part in ("forward", "gradient", "optimizer", "combine"))
-    return Workload(forward_s, (max(0.0, gradient_s - forward_s),), (float(total_bytes),), optimizer_s, combine_s,
-                    calibrate.fit_jitter(calibrate.own_variation(step_s["gradient"])))
+        float(np.median(step_s[part])) for part in ("forward", "gradient", "optimizer", "combine")
+    )
+    return Workload(
+        forward_s,
+        (max(0.0, gradient_s - forward_s),),
+        (float(total_bytes),),
+        optimizer_s,
+        combine_s,
+        calibrate.fit_jitter(calibrate.own_variation(step_s["gradient"])),
+    )
 
 
 def _compressed(forms: Sequence[Form], coding_s: dict[str, np.ndarray], workload: Workload) -> tuple[Compressed, ...]:
@@ -379,6 +420,14 @@ def _compressed(forms: Sequence[Form], coding_s: dict[str, np.ndarray], workload
     for form in forms:
         topology = form.setup.topology
         known_s = workload.optimizer_s + (workload.combine_s if topology else 0.0)
-        found.append(Compressed(form.name, form.setup.workers.num_workers, topology.name if topology else "", form.ratio,
-                                max(0.0, float(np.median(coding_s[form.name])) - known_s), form.latencies))
+        found.append(
+            Compressed(
+                form.name,
+                form.setup.workers.num_workers,
+                topology.name if topology else "",
+                form.ratio,
+                max(0.0, float(np.median(coding_s[form.name])) - known_s),
+                form.latencies,
+            )
+        )
     return tuple(found)

@@ -10,12 +10,7 @@ import ml_collections
 import numpy as np
 import optax
 
-from decjax import codecs
-from decjax import gossip
-from decjax import mesh
-from decjax import optim
-from decjax import pipeline
-from decjax import reduce
+from decjax import codecs, gossip, mesh, optim, pipeline, reduce
 from decjax import topology as topology_lib
 from decjax.train import source as source_lib
 from decjax.train.state import Method
@@ -28,8 +23,9 @@ def _adamw(config, schedule):
 
 
 def _accumulated_adamw(config, schedule):
-    return optim.accumulated_adamw(schedule, b1=config.b1, b2=config.b2, eps=config.eps,
-                                   weight_decay=config.weight_decay, window=config.window)
+    return optim.accumulated_adamw(
+        schedule, b1=config.b1, b2=config.b2, eps=config.eps, weight_decay=config.weight_decay, window=config.window
+    )
 
 
 def _momentum_sgd(config, schedule):
@@ -37,8 +33,9 @@ def _momentum_sgd(config, schedule):
 
 
 def _sign_descent(config, schedule):
-    return optax.chain(optax.scale_by_sign(), optax.add_decayed_weights(config.weight_decay),
-                       optax.scale_by_learning_rate(schedule))
+    return optax.chain(
+        optax.scale_by_sign(), optax.add_decayed_weights(config.weight_decay), optax.scale_by_learning_rate(schedule)
+    )
 
 
 OPTIMIZERS = {"adamw": _adamw, "accum_adamw": _accumulated_adamw, "sgdm": _momentum_sgd, "sign": _sign_descent}
@@ -56,8 +53,9 @@ def _known(what: str, name: str, valid) -> str:
     return name
 
 
-def make_method(config: ml_collections.ConfigDict, workers: mesh.Workers,
-                schedule: optax.Schedule, source: source_lib.Source) -> tuple[Method, topology_lib.Topology | None]:
+def make_method(
+    config: ml_collections.ConfigDict, workers: mesh.Workers, schedule: optax.Schedule, source: source_lib.Source
+) -> tuple[Method, topology_lib.Topology | None]:
     """What happens to gradients and parameters, as one transformation; and the topology of gossip."""
     build = METHODS[_known("method", config.method, METHODS)]
     if config.stale and config.method != "allreduce":
@@ -66,12 +64,16 @@ def make_method(config: ml_collections.ConfigDict, workers: mesh.Workers,
     check_stages(config)
     for field, empty in (("mixer", "exact"), ("codec", "")):
         if config.mixing[field] != empty and config.method != "decentralized":
-            raise ValueError(f"mixing.{field}={config.mixing[field]!r} belongs to method 'decentralized', got {config.method!r}; "
-                             f"leave it {repr(empty) if empty else 'empty'}")
+            raise ValueError(
+                f"mixing.{field}={config.mixing[field]!r} belongs to method 'decentralized', got {config.method!r}; "
+                f"leave it {repr(empty) if empty else 'empty'}"
+            )
     if config.pipeline.fused_embedding and (config.method != "allreduce" or config.reducer.name == "onebit_adam"):
         what = f"method {config.method!r}" if config.method != "allreduce" else "reducer 'onebit_adam', which averages momenta,"
-        raise ValueError(f"pipeline.fused_embedding with {what} has no gradients that are averaged over workers, with which to add up "
-                         "the two of a tied table; leave it out")
+        raise ValueError(
+            f"pipeline.fused_embedding with {what} has no gradients that are averaged over workers, with which to add up "
+            "the two of a tied table; leave it out"
+        )
     _check_communicates(config)
     return build(config, workers, schedule, source)
 
@@ -81,31 +83,41 @@ def _check_reducer(config) -> None:
     method, name = config.method, config.reducer.name
     if name != "mean" and method not in REDUCING:
         raise ValueError(f"reducer {name!r} belongs to methods {', '.join(REDUCING)}, got {method!r}; use 'mean'")
-    if method == "sparseloco" and name != "codec" or method == "diloco" and name == "onebit_adam":
-        raise ValueError(f"method {method!r} cannot have reducer {name!r}; 'sparseloco' takes reducer 'codec', 'diloco' any but "
-                         "'onebit_adam'")
+    if (method == "sparseloco" and name != "codec") or (method == "diloco" and name == "onebit_adam"):
+        raise ValueError(
+            f"method {method!r} cannot have reducer {name!r}; 'sparseloco' takes reducer 'codec', 'diloco' any but 'onebit_adam'"
+        )
     for field, reducers in FORMS.items():
         if config.reducer[field] and name not in reducers:
-            raise ValueError(f"reducer.{field}={config.reducer[field]!r} changes nothing with reducer {name!r}; leave it empty, or "
-                             f"use reducer {' or '.join(map(repr, reducers))}")
+            raise ValueError(
+                f"reducer.{field}={config.reducer[field]!r} changes nothing with reducer {name!r}; leave it empty, or "
+                f"use reducer {' or '.join(map(repr, reducers))}"
+            )
 
 
 def _check_communicates(config) -> None:
     """Refuses a run that would end before it first exchanges, or compresses, anything."""
     between = {"decentralized": config.mixing.every, "diloco": config.outer.every, "sparseloco": config.outer.every}.get(
-        config.method, 1)
+        config.method, 1
+    )
     if between > config.steps:
         field = "mixing.every" if config.method == "decentralized" else "outer.every"
-        raise ValueError(f"{field}={between} is more than steps={config.steps}, so nothing would ever be exchanged; use at most "
-                         f"{config.steps}, or method 'local'")
+        raise ValueError(
+            f"{field}={between} is more than steps={config.steps}, so nothing would ever be exchanged; use at most "
+            f"{config.steps}, or method 'local'"
+        )
     if config.method not in REDUCING or config.reducer.name == "mean":
         return
     if config.reducer.start * between >= config.steps:
-        raise ValueError(f"reducer.start={config.reducer.start} is not reached in steps={config.steps}, so reducer "
-                         f"{config.reducer.name!r} would never be used; use less than {-(-config.steps // between)}, or reducer 'mean'")
+        raise ValueError(
+            f"reducer.start={config.reducer.start} is not reached in steps={config.steps}, so reducer "
+            f"{config.reducer.name!r} would never be used; use less than {-(-config.steps // between)}, or reducer 'mean'"
+        )
     if config.reducer.name == "gravac" and (config.reducer.start + config.reducer.window) * between >= config.steps:
-        raise ValueError(f"reducer.window={config.reducer.window} after reducer.start={config.reducer.start} is not over in "
-                         f"steps={config.steps}, so reducer 'gravac' would compress nothing; use a shorter window, or reducer 'mean'")
+        raise ValueError(
+            f"reducer.window={config.reducer.window} after reducer.start={config.reducer.start} is not over in "
+            f"steps={config.steps}, so reducer 'gravac' would compress nothing; use a shorter window, or reducer 'mean'"
+        )
 
 
 def _decentralized(config, workers, schedule, source):
@@ -162,29 +174,48 @@ def _local(config, workers, schedule, source):
     return Method(tx, lambda step: 0, lambda params, phase: np.zeros(workers.num_workers)), None
 
 
-METHODS = {"decentralized": _decentralized, "allreduce": _allreduce, "diloco": _local_updates, "sparseloco": _local_updates,
-           "local": _local}
+METHODS = {
+    "decentralized": _decentralized,
+    "allreduce": _allreduce,
+    "diloco": _local_updates,
+    "sparseloco": _local_updates,
+    "local": _local,
+}
 REDUCING = ("allreduce", "diloco", "sparseloco")  # methods that average over all workers
 
 
 def _averaging(tx: optax.GradientTransformationExtraArgs, reducer: reduce.Reducer, workers: mesh.Workers, exchange=None) -> Method:
     """The method of a transformation whose communication is a reducer's, with the state under `reducer`."""
     usage = reducer.usage and (lambda opt_state: reducer.usage(opt_state.reducer))
-    return Method(tx, reducer.phase, lambda params, phase: reducer.num_bytes(params, workers.num_workers, phase), exchange, usage,
-                  reducer.phases)
+    return Method(
+        tx,
+        reducer.phase,
+        lambda params, phase: reducer.num_bytes(params, workers.num_workers, phase),
+        exchange,
+        usage,
+        reducer.phases,
+    )
 
 
 def _onebit_adam(config, reducer, schedule, norm) -> optax.GradientTransformation:
     optimizer = config.optimizer
     if config.stale or optimizer.name != "adamw":
-        raise ValueError("reducer 'onebit_adam' is an optimizer as well: it takes optimizer 'adamw' and no stale, "
-                         f"got {optimizer.name!r} and stale={config.stale}")
+        raise ValueError(
+            "reducer 'onebit_adam' is an optimizer as well: it takes optimizer 'adamw' and no stale, "
+            f"got {optimizer.name!r} and stale={config.stale}"
+        )
     if not 0 < config.reducer.start < config.steps:
-        raise ValueError(f"reducer.start={config.reducer.start}: 1-bit Adam takes its variance from the steps before, "
-                         f"at least 1 and less than steps={config.steps}")
+        raise ValueError(
+            f"reducer.start={config.reducer.start}: 1-bit Adam takes its variance from the steps before, "
+            f"at least 1 and less than steps={config.steps}"
+        )
     clip = [optim.clip_by_norm(optimizer.clip_norm, norm)] if optimizer.clip_norm else []
-    return optax.chain(*clip, optim.scale_by_onebit_adam(reducer, optimizer.b1, optimizer.b2, optimizer.eps),
-                       optax.add_decayed_weights(optimizer.weight_decay), optax.scale_by_learning_rate(schedule))
+    return optax.chain(
+        *clip,
+        optim.scale_by_onebit_adam(reducer, optimizer.b1, optimizer.b2, optimizer.eps),
+        optax.add_decayed_weights(optimizer.weight_decay),
+        optax.scale_by_learning_rate(schedule),
+    )
 
 
 def _powersgd(config, *, bucket_bytes, **common):
@@ -194,8 +225,9 @@ def _powersgd(config, *, bucket_bytes, **common):
 
 def _coded(config, **common):
     if not config.codec:
-        raise ValueError(f"reducer {config.name!r} needs reducer.codec, the form of its messages; use one of "
-                         f"{', '.join(codecs.names())}")
+        raise ValueError(
+            f"reducer {config.name!r} needs reducer.codec, the form of its messages; use one of {', '.join(codecs.names())}"
+        )
     return reduce.coded(make_codec(config.codec), feedback=_feedback(config), form=config.form, **common)
 
 
@@ -221,8 +253,9 @@ CODED = tuple(name for name, build in REDUCERS.items() if build is _coded)
 FORMS = {"codec": CODED, "storage": CODED, "wire_dtype": ("powersgd",)}  # empty by default, and the reducers that have them
 
 
-def make_reducer(config: ml_collections.ConfigDict, axis_name: mesh.AxisName,
-                 division: pipeline.Division | None = None) -> reduce.Reducer:
+def make_reducer(
+    config: ml_collections.ConfigDict, axis_name: mesh.AxisName, division: pipeline.Division | None = None
+) -> reduce.Reducer:
     """How gradients, or the changes of several local steps, are averaged: plainly before step `start`, and in all but the first
     `stages`; a tied table, which two stages hold, by itself."""
     mean, name = reduce.mean(axis_name=axis_name, bucket_bytes=config.bucket_bytes), config.reducer.name
@@ -246,9 +279,11 @@ def check_stages(config: ml_collections.ConfigDict) -> None:
     if not text:
         return
     if config.method not in REDUCING or reducer in ("mean", "gravac"):
-        why = ("whose state decides in each stage by itself what is sent" if reducer == "gravac" else "which compress nothing")
-        raise ValueError(f"reducer.stages={text!r} says which stages compress, got method {config.method!r} and reducer {reducer!r}, "
-                         f"{why}; leave it empty")
+        why = "whose state decides in each stage by itself what is sent" if reducer == "gravac" else "which compress nothing"
+        raise ValueError(
+            f"reducer.stages={text!r} says which stages compress, got method {config.method!r} and reducer {reducer!r}, "
+            f"{why}; leave it empty"
+        )
     if stages == 1:
         raise ValueError(f"reducer.stages={text!r} belongs to a pipeline, got stages=1; leave it empty")
     if text != AUTO and not (text.isdecimal() and 1 <= int(text) <= stages):
@@ -287,24 +322,37 @@ def parse_options(what: str, text: str, example: str = "k=2,seed=1") -> dict[str
         is_one_call = isinstance(call, ast.Call) and isinstance(call.func, ast.Name)  # Not f(block=8)(block=16), nor a sum of two.
         if not is_one_call or call.args or any(keyword.arg is None for keyword in call.keywords):
             raise ValueError
-        return {keyword.arg: keyword.value.id if isinstance(keyword.value, ast.Name) else ast.literal_eval(keyword.value)
-                for keyword in call.keywords}
+        return {
+            keyword.arg: keyword.value.id if isinstance(keyword.value, ast.Name) else ast.literal_eval(keyword.value)
+            for keyword in call.keywords
+        }
     except (SyntaxError, ValueError) as error:
         raise ValueError(f"{what} must read like {example!r}") from error
 
 
-COMPRESSED = {"choco": gossip.choco, "deepsqueeze": gossip.deepsqueeze, "dcd": gossip.dcd, "beer": gossip.beer,
-              "push_sum": gossip.push_sum}
+COMPRESSED = {
+    "choco": gossip.choco,
+    "deepsqueeze": gossip.deepsqueeze,
+    "dcd": gossip.dcd,
+    "beer": gossip.beer,
+    "push_sum": gossip.push_sum,
+}
 MIXERS = ("exact", *COMPRESSED, "power_gossip")
 
 
-def make_mixer(config: ml_collections.ConfigDict, topology: topology_lib.Topology, axis_name: mesh.AxisName,
-               schedule: optax.Schedule, division: pipeline.Division | None = None) -> gossip.Mixer:
+def make_mixer(
+    config: ml_collections.ConfigDict,
+    topology: topology_lib.Topology,
+    axis_name: mesh.AxisName,
+    schedule: optax.Schedule,
+    division: pipeline.Division | None = None,
+) -> gossip.Mixer:
     """The named mixer over the topology: rounds, codec, period and strength γ = strength · (lr / lr_max)^strength_power; a tied
     table, which two stages hold, is coded by itself."""
     mixing, peak = config.mixing, config.optimizer.learning_rate
-    mixer = _every_step_mixer(mixing, topology, pipeline.tied_tables(division), axis_name=axis_name,
-                              bucket_bytes=config.bucket_bytes, seed=config.seed)
+    mixer = _every_step_mixer(
+        mixing, topology, pipeline.tied_tables(division), axis_name=axis_name, bucket_bytes=config.bucket_bytes, seed=config.seed
+    )
     mixer = gossip.every(mixer, mixing.every)
     if not mixing.strength_power:
         return gossip.damp(mixer, mixing.strength)
@@ -317,24 +365,26 @@ def _every_step_mixer(mixing, topology, alone, **common) -> gossip.Mixer:
     codec = make_codec(mixing.codec) if mixing.codec else None
     if mixing.accelerated and (codec or name != "exact"):
         what = f"mixing.codec={mixing.codec!r}" if codec else f"mixing.mixer={name!r}"
-        raise ValueError(f"{what} with mixing.accelerated: accelerated gossip amplifies what a codec distorts; use plain "
-                         "rounds")
+        raise ValueError(f"{what} with mixing.accelerated: accelerated gossip amplifies what a codec distorts; use plain rounds")
     if mixing.gamma and name in ("exact", "dcd", "power_gossip"):
         raise ValueError(f"mixing.gamma={mixing.gamma}: mixer {name!r} has none; use mixing.strength, or mixer 'choco'")
     if mixing.rounds != 1 and name in ("dcd", "power_gossip"):
-        raise ValueError(f"mixing.rounds={mixing.rounds}: mixer {name!r} sends one message a step; use rounds=1, or mixer "
-                         "'choco'")
+        raise ValueError(f"mixing.rounds={mixing.rounds}: mixer {name!r} sends one message a step; use rounds=1, or mixer 'choco'")
     if name == "power_gossip":
         if codec:
-            raise ValueError(f"mixing.codec={mixing.codec!r} with mixer 'power_gossip', whose products travel as they are; "
-                             "leave it empty, or use mixer 'choco'")
+            raise ValueError(
+                f"mixing.codec={mixing.codec!r} with mixer 'power_gossip', whose products travel as they are; "
+                "leave it empty, or use mixer 'choco'"
+            )
         return gossip.power_gossip(topology, rank=mixing.rank, **common)
     if name != "exact":
         rounds = {} if name == "dcd" else dict(rounds=mixing.rounds, gamma=mixing.gamma or None)
         return COMPRESSED[name](topology, codec=codec, alone=alone, **rounds, **common)
     if not topology_lib.is_doubly_stochastic(topology):
-        raise ValueError(f"topology {topology.name!r} is not doubly stochastic, so plain gossip would drift from the mean; "
-                         "use 'directed_exponential' or another graph whose columns and rows sum to one, or mixer 'push_sum'")
+        raise ValueError(
+            f"topology {topology.name!r} is not doubly stochastic, so plain gossip would drift from the mean; "
+            "use 'directed_exponential' or another graph whose columns and rows sum to one, or mixer 'push_sum'"
+        )
     if mixing.accelerated:
         del common["seed"]
         return gossip.accelerated(topology, rounds=mixing.rounds, **common)

@@ -84,8 +84,14 @@ class Display(Silent):
             rich.progress.TextColumn("step {task.completed}/{task.total}"),
             rich.progress.BarColumn(bar_width=None),
             rich.progress.TextColumn("{task.fields[numbers]}"),
-            rich.progress.TimeElapsedColumn(), rich.progress.TextColumn("left"), rich.progress.TimeRemainingColumn(),
-            console=self._console, disable=not self._console.is_terminal, expand=True, speed_estimate_period=60)
+            rich.progress.TimeElapsedColumn(),
+            rich.progress.TextColumn("left"),
+            rich.progress.TimeRemainingColumn(),
+            console=self._console,
+            disable=not self._console.is_terminal,
+            expand=True,
+            speed_estimate_period=60,
+        )
         self._task = self._progress.add_task("train", total=steps, completed=start, numbers="compiling …")
 
     def __enter__(self):
@@ -104,12 +110,13 @@ class Display(Silent):
     def show(self, row: dict[str, Any]) -> None:
         """Shows a row of metrics: the live line takes training rows; evaluations, and all rows off screen, are printed."""
         if row["kind"] == "train":
-            numbers = (f"loss {row['loss']:.3f}  {row['tokens_per_s']:,.0f} tokens/s  "
-                       f"consensus {row['consensus_distance']:.2e}")
+            numbers = f"loss {row['loss']:.3f}  {row['tokens_per_s']:,.0f} tokens/s  consensus {row['consensus_distance']:.2e}"
             self._progress.update(self._task, numbers=numbers)
             if not self._console.is_terminal:
                 left = row["time_s"] / (row["step"] - self._first) * (self._steps - row["step"])
                 self.say(f"step {row['step']}/{self._steps}  {numbers}  {left:.0f} s left")
         else:
-            self.say(f"step {row['step']}/{self._steps}  evaluation: averaged model {row['loss']:.4f} nats/token, "
-                     f"workers {row['loss_min']:.4f} to {row['loss_max']:.4f}, consensus {row['consensus_distance']:.2e}")
+            self.say(
+                f"step {row['step']}/{self._steps}  evaluation: averaged model {row['loss']:.4f} nats/token, "
+                f"workers {row['loss_min']:.4f} to {row['loss_max']:.4f}, consensus {row['consensus_distance']:.2e}"
+            )

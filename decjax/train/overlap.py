@@ -80,13 +80,14 @@ def read(hlo: str, num_workers: int) -> Schedule:
     work_Ix2 = np.array([program.work(instruction) for instruction in program.entry])
     total = work_Ix2.sum(axis=0)
     if not total.all():
-        raise ValueError("the program has no matrix products in its forward or its backward pass, so there is nothing to measure by")
+        raise ValueError(
+            "the program has no matrix products in its forward or its backward pass, so there is nothing to measure by"
+        )
     before_Ix2 = np.cumsum(work_Ix2, axis=0) - work_Ix2
     found = []
     for start, instruction in enumerate(program.entry):
         done = program.done(start)
-        shares = (before_Ix2[start, 0] / total[0], before_Ix2[done, 1] / total[1],
-                  work_Ix2[start + 1:done].sum() / total.sum())
+        shares = (before_Ix2[start, 0] / total[0], before_Ix2[done, 1] / total[1], work_Ix2[start + 1 : done].sum() / total.sum())
         for collective in wire.collectives(instruction.line, num_workers):
             found.append(Transfer(collective, done > start, "", *map(float, shares)))
         for collective in wire.collectives(program.text_below(instruction), num_workers):
@@ -114,9 +115,16 @@ class _Program:
                 if match["entry"]:
                     self.entry = body
             elif match := _INSTRUCTION.match(line):
-                body.append(_Instruction(
-                    match["name"], match["shape"], match["opcode"], tuple(_NAME.findall(match["operands"])),
-                    tuple(_NAME.findall(" ".join(_CALLED.findall(line)))), line))
+                body.append(
+                    _Instruction(
+                        match["name"],
+                        match["shape"],
+                        match["opcode"],
+                        tuple(_NAME.findall(match["operands"])),
+                        tuple(_NAME.findall(" ".join(_CALLED.findall(line)))),
+                        line,
+                    )
+                )
         self.instructions = {instruction.name: instruction for body in self.computations.values() for instruction in body}
         self._work_of = functools.cache(self._work_of)
 
@@ -126,13 +134,15 @@ class _Program:
         if not instruction.opcode.endswith("-start") or '"is_sync":true' in instruction.line:
             return start
         opcode = instruction.opcode.removesuffix("start") + "done"
-        return next(position for position, later in enumerate(self.entry)
-                    if later.opcode == opcode and instruction.name in later.operands)
+        return next(
+            position for position, later in enumerate(self.entry) if later.opcode == opcode and instruction.name in later.operands
+        )
 
     def text_below(self, instruction: _Instruction) -> str:
         """All lines of the computations that an instruction calls."""
-        return "\n".join(f"{below.line}\n{self.text_below(below)}"
-                         for name in instruction.called for below in self.computations[name])
+        return "\n".join(
+            f"{below.line}\n{self.text_below(below)}" for name in instruction.called for below in self.computations[name]
+        )
 
     def work(self, instruction: _Instruction) -> np.ndarray:
         """Operations of the matrix products in an instruction, (forward, backward)."""
@@ -150,7 +160,7 @@ class _Program:
         if known := _TRIPS.search(instruction.line):
             return int(known[1])
         condition = self.computations[_CONDITION.search(instruction.line)[1]]
-        limit, = (int(found[1]) for tested in condition if (found := _LIMIT.search(tested.line)))
+        (limit,) = (int(found[1]) for tested in condition if (found := _LIMIT.search(tested.line)))
         return limit
 
     def _flops(self, instruction: _Instruction) -> int:
@@ -170,8 +180,11 @@ class _Program:
         options = dict(part.split("=") for part in window[1].split()) if window else {}
         flops = 2 * kernel_dims[kernel.index("i")] * result_dims[result.index("b")] * result_dims[result.index("f")]
         for axis in range(len(image) - 2):
-            flops *= _taps(image_dims[image.index(str(axis))], result_dims[result.index(str(axis))],
-                           {name: option.split("x")[axis] for name, option in options.items() if name != "rhs_reversal"})
+            flops *= _taps(
+                image_dims[image.index(str(axis))],
+                result_dims[result.index(str(axis))],
+                {name: option.split("x")[axis] for name, option in options.items() if name != "rhs_reversal"},
+            )
         return flops
 
     def _dims(self, name: str) -> tuple[int, ...]:
@@ -181,10 +194,11 @@ class _Program:
 
 def _taps(image_size: int, result_size: int, option: dict[str, str]) -> int:
     """How often, along one axis of a convolution, the kernel meets a value of the image and not padding."""
+
     def of(name):
         return int(option.get(name, 1))
 
     low, _, _ = option.get("pad", "0_0").partition("_")
     offset = np.arange(of("size")) * of("rhs_dilate") - int(low)
     index, between = np.divmod(np.arange(result_size)[:, None] * of("stride") + offset, of("lhs_dilate"))
-    return int(((between == 0) & (0 <= index) & (index < image_size)).sum())
+    return int(((between == 0) & (index >= 0) & (index < image_size)).sum())

@@ -11,9 +11,7 @@ import jax
 import jax.numpy as jnp
 import ml_collections
 
-from decjax import models
-from decjax import reduce
-from decjax import runtime
+from decjax import models, reduce, runtime
 from decjax.train import methods
 
 REMATERIALIZE = {False: "products", True: "stages"}  # what `decjax.pipeline` keeps, in the runtime model's words
@@ -37,31 +35,54 @@ def choose(config: ml_collections.ConfigDict, model: models.Model, stage_params:
     """
     given, N = config.reducer, config.workers
     if not given.cluster:
-        raise ValueError("reducer.stages='auto' needs reducer.cluster, a profile as configs/clusters/optimus_a100.json; "
-                         "python -m launch.calibrate makes one")
+        raise ValueError(
+            "reducer.stages='auto' needs reducer.cluster, a profile as configs/clusters/optimus_a100.json; "
+            "python -m launch.calibrate makes one"
+        )
     layout = runtime.Layout(
-        workers=N, stages=config.pipeline.stages, tensor=config.tensor, microbatches=config.pipeline.microbatches,
-        schedule=config.pipeline.schedule, chunks=config.pipeline.chunks,
+        workers=N,
+        stages=config.pipeline.stages,
+        tensor=config.tensor,
+        microbatches=config.pipeline.microbatches,
+        schedule=config.pipeline.schedule,
+        chunks=config.pipeline.chunks,
         layers=tuple(int(layers) for layers in config.pipeline.layers.split(",") if layers),
-        rematerialize=REMATERIALIZE[config.pipeline.remat])
+        rematerialize=REMATERIALIZE[config.pipeline.remat],
+    )
     cluster = runtime.load(given.cluster)[0].resize(layout.num_devices)
     if cluster.flops is None:
-        raise ValueError(f"cluster {cluster.name!r} does not tell flops, which the time of a pass follows from; enter what a "
-                         "device sustains, or give reducer.stages as a number")
+        raise ValueError(
+            f"cluster {cluster.name!r} does not tell flops, which the time of a pass follows from; enter what a "
+            "device sustains, or give reducer.stages as a number"
+        )
     size = config.model
     transformer = runtime.Transformer(
-        size.depth, size.width, size.heads, size.vocabulary, model.context, config.batch_size, hidden=size.hidden, tied=size.tied,
-        value_bytes=VALUE_BYTES[size.dtype])
+        size.depth,
+        size.width,
+        size.heads,
+        size.vocabulary,
+        model.context,
+        config.batch_size,
+        hidden=size.hidden,
+        tied=size.tied,
+        value_bytes=VALUE_BYTES[size.dtype],
+    )
     ratio = float(reducer.num_bytes(stage_params, N)[0] / reduce.mean().num_bytes(stage_params, N)[0]) if N > 1 else 1.0
     codec = given.codec.partition("(")[0] or given.name
     rows = layout.microbatch_size(transformer) * model.context // layout.tensor
     backward, forward = boundaries(config, (rows, size.width))
-    traffic = runtime.Traffic(runtime.all_reduce(N, ratio=ratio, codec=codec), backward=backward, forward=forward,
-                              fused_embedding=config.pipeline.fused_embedding)
+    traffic = runtime.Traffic(
+        runtime.all_reduce(N, ratio=ratio, codec=codec),
+        backward=backward,
+        forward=forward,
+        fused_embedding=config.pipeline.fused_embedding,
+    )
     count, _ = runtime.choose_compressed_stages(cluster, runtime.work(transformer, layout, cluster.flops), layout, traffic)
     if not count:
-        raise ValueError(f"reducer.stages='auto': on cluster {cluster.name!r} all-reduce is hidden or cheap enough that no stage "
-                         f"gains from reducer {given.name!r}; use reducer 'mean'")
+        raise ValueError(
+            f"reducer.stages='auto': on cluster {cluster.name!r} all-reduce is hidden or cheap enough that no stage "
+            f"gains from reducer {given.name!r}; use reducer 'mean'"
+        )
     return count
 
 

@@ -24,6 +24,7 @@ def silent(fn: Callable[..., Any], axis_name: mesh.AxisName, sums: list[float] |
         axis_name: the worker axis.
         sums: gets, when the function is traced, the hops of every collective ÷ those of a sum.
     """
+
     def run(*args):
         closed, shape = jax.make_jaxpr(fn, return_shape=True)(*args)
         program = closed.jaxpr

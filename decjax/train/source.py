@@ -14,10 +14,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from decjax import mesh
-from decjax import models
-from decjax import pipeline
-from decjax import schedules
+from decjax import mesh, models, pipeline, schedules
 
 
 class Source(NamedTuple):
@@ -73,8 +70,9 @@ def plain(nll: Callable, microbatches: int = 1) -> Source:
     return Source(stateless(gradient))
 
 
-def pipelined(division: pipeline.Division, executor: pipeline.Pipeline, batch_size: int, context: int,
-              coded_nll: Callable | None = None) -> Source:
+def pipelined(
+    division: pipeline.Division, executor: pipeline.Pipeline, batch_size: int, context: int, coded_nll: Callable | None = None
+) -> Source:
     """The gradient of a model that is divided into stages.
 
     Args:
@@ -85,13 +83,32 @@ def pipelined(division: pipeline.Division, executor: pipeline.Pipeline, batch_si
         coded_nll: see `Source`.
     """
     tokens = jax.ShapeDtypeStruct((batch_size, context + 1), jnp.int32)
-    return Source(executor.gradient, lambda params: executor.init(tokens), division.split, division.join, division.global_norm,
-                  coded_nll, division, (*executor.table.permutations, *division.permutations))
+    return Source(
+        executor.gradient,
+        lambda params: executor.init(tokens),
+        division.split,
+        division.join,
+        division.global_norm,
+        coded_nll,
+        division,
+        (*executor.table.permutations, *division.permutations),
+    )
 
 
-def of_model(model: models.Model, *, stages: int, microbatches: int, schedule: str, chunks: int, layers: tuple[int, ...],
-             remat: bool, autoencoder: int = 0, fused_embedding: bool = False, batch_size: int,
-             boundary: pipeline.Boundary | None = None) -> Source:
+def of_model(
+    model: models.Model,
+    *,
+    stages: int,
+    microbatches: int,
+    schedule: str,
+    chunks: int,
+    layers: tuple[int, ...],
+    remat: bool,
+    autoencoder: int = 0,
+    fused_embedding: bool = False,
+    batch_size: int,
+    boundary: pipeline.Boundary | None = None,
+) -> Source:
     """The source of a config's `pipeline` section.
 
     Args:
@@ -109,24 +126,35 @@ def of_model(model: models.Model, *, stages: int, microbatches: int, schedule: s
         ValueError: in one line: the value, the constraint and the fix.
     """
     if microbatches < 1 or batch_size % microbatches:
-        raise ValueError(f"microbatches={microbatches} does not divide a worker's batch of {batch_size} sequences; "
-                         f"use one of {[m for m in range(1, batch_size + 1) if batch_size % m == 0]}, or another batch_size")
+        raise ValueError(
+            f"microbatches={microbatches} does not divide a worker's batch of {batch_size} sequences; "
+            f"use one of {[m for m in range(1, batch_size + 1) if batch_size % m == 0]}, or another batch_size"
+        )
     table = schedules.make(schedule, stages, microbatches, chunks)
     if stages == 1:
         given = dict(remat=remat, layers=layers, autoencoder=autoencoder, fused_embedding=fused_embedding)
         if idle := next((name for name, value in given.items() if value), None):
             raise ValueError(f"pipeline.{idle} belongs to a pipeline, got stages=1; leave it out")
         if boundary:
-            raise ValueError("boundary.backward and boundary.forward are forms of messages between stages, got stages=1; leave "
-                             "them empty, or use stages=2")
+            raise ValueError(
+                "boundary.backward and boundary.forward are forms of messages between stages, got stages=1; leave "
+                "them empty, or use stages=2"
+            )
         return plain(model.nll, microbatches)
     if boundary and autoencoder:
-        raise ValueError(f"pipeline.autoencoder={autoencoder} is itself a form of messages between stages; leave it out, or leave "
-                         "boundary.backward and boundary.forward empty")
+        raise ValueError(
+            f"pipeline.autoencoder={autoencoder} is itself a form of messages between stages; leave it out, or leave "
+            "boundary.backward and boundary.forward empty"
+        )
     division = pipeline.divide(model.parts, stages, chunks, layers, autoencoder=autoencoder, fused_embedding=fused_embedding)
     received = boundary and boundary.received
-    return pipelined(division, pipeline.make_gradient(division, table, remat=remat, boundary=boundary), batch_size, model.context,
-                     _coded_nll(division, received, batch_size // microbatches) if received else None)
+    return pipelined(
+        division,
+        pipeline.make_gradient(division, table, remat=remat, boundary=boundary),
+        batch_size,
+        model.context,
+        _coded_nll(division, received, batch_size // microbatches) if received else None,
+    )
 
 
 def _coded_nll(division: pipeline.Division, received: Callable, microbatch_size: int) -> Callable:
@@ -135,6 +163,7 @@ def _coded_nll(division: pipeline.Division, received: Callable, microbatch_size:
     Messages are those of a microbatch, or of as many sequences as divide it and the batch: the parts that devices of a
     tensor-parallel group send.
     """
+
     def between(x_BxTxD, key):
         B, T, D = x_BxTxD.shape
         size = math.gcd(B, microbatch_size)

@@ -8,8 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from decjax import gossip
-from decjax import mesh
+from decjax import gossip, mesh
 
 
 class State(NamedTuple):
@@ -50,38 +49,52 @@ def no_source(params: Any) -> tuple[()]:
     return ()
 
 
-def init(model_init: Callable, tx: optax.GradientTransformation, workers: mesh.Workers, seed: int,
-         source_init: Callable[[Any], Any] = no_source) -> State:
+def init(
+    model_init: Callable,
+    tx: optax.GradientTransformation,
+    workers: mesh.Workers,
+    seed: int,
+    source_init: Callable[[Any], Any] = no_source,
+) -> State:
     """The initial state: the same parameters on every worker; `model_init(key)` gives leaves [S, ...] with stages."""
     return start(jax.jit(model_init)(jax.random.key(seed)), tx, workers, source_init)
 
 
-def start(params: Any, tx: optax.GradientTransformation, workers: mesh.Workers,
-          source_init: Callable[[Any], Any] = no_source) -> State:
+def start(
+    params: Any, tx: optax.GradientTransformation, workers: mesh.Workers, source_init: Callable[[Any], Any] = no_source
+) -> State:
     """The initial state from given parameters of one model."""
     params = workers.stack(params)
     return State(params, workers.jit(tx.init, in_axes=(0,))(params), workers.jit(source_init, in_axes=(0,))(params))
 
 
-def abstract(model_init: Callable, tx: optax.GradientTransformation, workers: mesh.Workers, seed: int,
-             source_init: Callable[[Any], Any] = no_source) -> State:
+def abstract(
+    model_init: Callable,
+    tx: optax.GradientTransformation,
+    workers: mesh.Workers,
+    seed: int,
+    source_init: Callable[[Any], Any] = no_source,
+) -> State:
     """Shapes, dtypes and shardings of `init`'s result, without its arrays."""
     shapes = jax.eval_shape(lambda: init(model_init, tx, workers, seed, source_init))
-    return jax.tree.map(lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), shapes,
-                        workers.shardings(shapes))
+    return jax.tree.map(
+        lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), shapes, workers.shardings(shapes)
+    )
 
 
 def one_device(tree: Any, workers: mesh.Workers) -> Any:
     """Shapes and dtypes of one worker's, or stage's, share of a stacked tree."""
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[workers.num_axes:], x.dtype), tree)
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[workers.num_axes :], x.dtype), tree)
 
 
 def mean_over_workers(params: Any, weight_N: jax.Array | None = None) -> Any:
     """The averaged model, x̄ = (1/N) Σ x_i or Σ y_i x_i / Σ y_i, in float32 at least; integers are taken from worker 0."""
+
     def mean(x):
         if not jnp.issubdtype(x.dtype, jnp.floating):
             return x[0]
         return jnp.average(x.astype(jnp.promote_types(x.dtype, jnp.float32)), axis=0, weights=weight_N)
+
     return jax.tree.map(mean, params)
 
 
@@ -140,6 +153,7 @@ def resize(state: State, fresh: State, num_workers: int, weight_N: np.ndarray | 
     Returns:
         NumPy leaves of shape (N', ...).
     """
+
     def spread(x, weights=None):
         n = len(x)
         if num_workers >= n:

@@ -23,8 +23,7 @@ import rich.console
 import rich.table
 
 from configs import lm
-from decjax import schedules
-from decjax import train
+from decjax import schedules, train
 from experiments.bench.stepper import Stepper
 from launch import command
 

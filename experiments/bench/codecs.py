@@ -28,8 +28,7 @@ from decjax import codecs
 from experiments import checks as checks_lib
 from experiments.bench.peer import Peer
 from experiments.checks import Check
-from launch import command
-from launch import memory
+from launch import command, memory
 
 _SIDE = flags.DEFINE_integer("side", 2048, "The array is a matrix of side × side float32, a multiple of 64.")
 _ROUNDS = flags.DEFINE_integer("rounds", 15, "Timed rounds.")
@@ -37,8 +36,10 @@ _CODECS = flags.DEFINE_list("codecs", None, "Rows of the table; all by default."
 _ACCELERATOR = flags.DEFINE_bool("accelerator", False, "On JAX's default device, without peers, instead of a core.")
 _PEERS = flags.DEFINE_string("peers", None, "An interpreter that has torch, such as .venv-peers/bin/python.")
 
-VARIANTS = {"int8 stochastic": functools.partial(codecs.make, "int8", rounding="stochastic"),
-            "int4 stochastic": functools.partial(codecs.make, "int4", rounding="stochastic")}
+VARIANTS = {
+    "int8 stochastic": functools.partial(codecs.make, "int8", rounding="stochastic"),
+    "int4 stochastic": functools.partial(codecs.make, "int4", rounding="stochastic"),
+}
 ROWS = (*(name for name in codecs.names() if name != "integers"), *VARIANTS)
 TOP_K, BLOCK_TOP_K = "jax.lax.top_k, 1 %", "block_topk"
 # The least ratios to a copy's speed that are asked for on one core: of encoding and decoding, or of encoding alone.
@@ -81,8 +82,11 @@ def checks(medians: dict[tuple[str, str], float]) -> list[Check]:
     Args:
         medians: as of `measure`.
     """
-    found = [Check(f"{name}, {part} ÷ copy", "one core", medians[name, part], least, False)
-             for (name, part), least in ASKED.items() if (name, part) in medians]
+    found = [
+        Check(f"{name}, {part} ÷ copy", "one core", medians[name, part], least, False)
+        for (name, part), least in ASKED.items()
+        if (name, part) in medians
+    ]
     if (BLOCK_TOP_K, "encode") in medians:
         ratio = medians[BLOCK_TOP_K, "encode"] / medians[TOP_K, "encode"]
         found.append(Check(f"speed of {BLOCK_TOP_K} ÷ {TOP_K}", "one core", ratio, 5.0, False))
@@ -132,8 +136,16 @@ def tabulate(title: str, rows: dict[str, Row], medians: dict[tuple[str, str], fl
 
     for name in (*rows, TOP_K):
         row, (both, other) = rows.get(name), (medians.get((name, part)) for part in ("both", "peer"))
-        table.add_row(name, cell(row and row.smaller), cell(row and row.error), cell(medians.get((name, "encode"))),
-                      cell(medians.get((name, "decode"))), cell(both), cell(other), cell(both / other if both and other else None))
+        table.add_row(
+            name,
+            cell(row and row.smaller),
+            cell(row and row.error),
+            cell(medians.get((name, "encode"))),
+            cell(medians.get((name, "decode"))),
+            cell(both),
+            cell(other),
+            cell(both / other if both and other else None),
+        )
     return table
 
 

@@ -137,19 +137,35 @@ def bounded(bound=1e-3, levels=127):
 
 
 def scaled_sign():
-    return (lambda x: (sign_bits(x), x.abs().view(-1, 1024).mean(1, keepdim=True)),
-            lambda message: (signs(message[0]).view(-1, 1024) * message[1]).view(-1))
+    return (
+        lambda x: (sign_bits(x), x.abs().view(-1, 1024).mean(1, keepdim=True)),
+        lambda message: (signs(message[0]).view(-1, 1024) * message[1]).view(-1),
+    )
 
 
 def equivalents(size):
     return {
-        "identity": (torch.clone, torch.clone), "bfloat16": cast(torch.bfloat16), "float16": cast(torch.float16),
-        "float8_e4m3": float8(torch.float8_e4m3fn, 448), "float8_e5m2": float8(torch.float8_e5m2, 57344),
-        "int8": block_codec(127, 8), "int4": block_codec(7, 4), "int2": block_codec(1, 2),
-        "int8 stochastic": block_codec(127, 8, True), "int4 stochastic": block_codec(7, 4, True),
-        "qsgd": block_codec(7, 4, True, True), "ternary": block_codec(1, 2, True), "natural": natural(),
-        "sign": (sign_bits, signs), "scaled_sign": scaled_sign(), "topk": topk(size), "threshold": topk(size, 1.0),
-        "block_topk": groups(size), "randomk": groups(size, True), "low_rank": low_rank(size), "dct": dct(size),
+        "identity": (torch.clone, torch.clone),
+        "bfloat16": cast(torch.bfloat16),
+        "float16": cast(torch.float16),
+        "float8_e4m3": float8(torch.float8_e4m3fn, 448),
+        "float8_e5m2": float8(torch.float8_e5m2, 57344),
+        "int8": block_codec(127, 8),
+        "int4": block_codec(7, 4),
+        "int2": block_codec(1, 2),
+        "int8 stochastic": block_codec(127, 8, True),
+        "int4 stochastic": block_codec(7, 4, True),
+        "qsgd": block_codec(7, 4, True, True),
+        "ternary": block_codec(1, 2, True),
+        "natural": natural(),
+        "sign": (sign_bits, signs),
+        "scaled_sign": scaled_sign(),
+        "topk": topk(size),
+        "threshold": topk(size, 1.0),
+        "block_topk": groups(size),
+        "randomk": groups(size, True),
+        "low_rank": low_rank(size),
+        "dct": dct(size),
         "bounded": bounded(),
     }
 

@@ -14,10 +14,8 @@ import jax
 from ml_collections import config_flags
 import numpy as np
 
-from decjax import pipeline
-from decjax import train
-from decjax.train import assemble
-from decjax.train import engine
+from decjax import pipeline, train
+from decjax.train import assemble, engine
 from decjax.train import state as state_lib
 from launch import command
 
@@ -51,7 +49,9 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    config_flags.DEFINE_config_file("config", "configs/gpt_optimus.py:size=tiny", "Config file, with an optional shorthand after a colon.")
+    config_flags.DEFINE_config_file(
+        "config", "configs/gpt_optimus.py:size=tiny", "Config file, with an optional shorthand after a colon."
+    )
     flags.DEFINE_string("out", "cosines.json", "Where to write.")
     flags.DEFINE_integer("every", 5, "Steps between two readings.", lower_bound=1)
     command.run(main, errors=(train.TrainingError, OSError))

@@ -18,9 +18,8 @@ from rich import box, console, table
 
 from configs import gpt_optimus
 from decjax import train
-from decjax.train import engine
+from decjax.train import engine, wire
 from decjax.train import state as state_lib
-from decjax.train import wire
 from launch import command
 
 FLAGS = flags.FLAGS
@@ -54,9 +53,11 @@ def main(argv: list[str]) -> int:
     screen = console.Console(highlight=False, width=140)
     screen.print(rows)
     memory = executable.memory_analysis()
-    screen.print(f"{train.size(setup.config).params / 1e9:.3f}e9 parameters; a device holds {memory.argument_size_in_bytes / 1e9:.2f} GB "
-                 f"of state and needs {memory.temp_size_in_bytes / 1e9:.2f} GB beside it; lowered in {between - begun:.0f} s, "
-                 f"compiled in {time.monotonic() - between:.0f} s")
+    screen.print(
+        f"{train.size(setup.config).params / 1e9:.3f}e9 parameters; a device holds {memory.argument_size_in_bytes / 1e9:.2f} GB "
+        f"of state and needs {memory.temp_size_in_bytes / 1e9:.2f} GB beside it; lowered in {between - begun:.0f} s, "
+        f"compiled in {time.monotonic() - between:.0f} s"
+    )
     return 0
 
 

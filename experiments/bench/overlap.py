@@ -30,8 +30,7 @@ import rich.table
 
 from configs import lm
 from decjax import train
-from decjax.train import engine
-from decjax.train import overlap
+from decjax.train import engine, overlap
 from decjax.train import state as state_lib
 from launch import command
 
@@ -51,8 +50,13 @@ METHODS = {  # shorthand of configs/lm.py, fields of `mixing`
     "all-reduce, one step stale": ("method=allreduce,stale", {}),
 }
 # The compiler alone: libtpu asks for no hardware, locks none, and writes no logs.
-COMPILER_ONLY = dict(TPU_SKIP_MDS_QUERY="1", TPU_ACCELERATOR_TYPE="v5litepod-8", TPU_WORKER_HOSTNAMES="localhost",
-                     ALLOW_MULTIPLE_LIBTPU_LOAD="1", TPU_LOG_DIR="disabled")
+COMPILER_ONLY = dict(
+    TPU_SKIP_MDS_QUERY="1",
+    TPU_ACCELERATOR_TYPE="v5litepod-8",
+    TPU_WORKER_HOSTNAMES="localhost",
+    ALLOW_MULTIPLE_LIBTPU_LOAD="1",
+    TPU_LOG_DIR="disabled",
+)
 
 
 def described(topology: str) -> Sequence[jax.Device]:
@@ -83,8 +87,10 @@ def attached() -> Sequence[jax.Device]:
     """
     devices = jax.devices()
     if len(devices) == 1 or devices[0].platform == "cpu":
-        raise ValueError(f"--attached needs two or more GPUs or TPUs, one alone has nobody to exchange with, and JAX finds "
-                         f"{len(devices)} {devices[0].platform}; --topology={TOPOLOGY} needs none")
+        raise ValueError(
+            f"--attached needs two or more GPUs or TPUs, one alone has nobody to exchange with, and JAX finds "
+            f"{len(devices)} {devices[0].platform}; --topology={TOPOLOGY} needs none"
+        )
     return devices
 
 
@@ -107,7 +113,7 @@ def schedules(argument: str, devices: Sequence[jax.Device], **mixing: bool) -> I
     program = engine.make_step(setup.source.gradient, setup.method, setup.workers, config.seed)
     num_steps = setup.topology.period if setup.topology else 1
     for phase in dict.fromkeys(map(setup.method.phase, range(num_steps))):
-        executable, = program(phase, state, batch, np.int32(0)).executables
+        (executable,) = program(phase, state, batch, np.int32(0)).executables
         yield overlap.read(executable.as_text(), n)
 
 
@@ -117,10 +123,13 @@ def row(found: Sequence[overlap.Schedule]) -> tuple[str, ...]:
     number = len(transfers) // len(found)
     places = {f" in a {transfer.inside}" for transfer in transfers if transfer.inside}
     asynchronous = sum(transfer.asynchronous for transfer in transfers) // len(found)
-    return (f"{number} {transfers[0].collective.kind}{''.join(places)}", str(asynchronous),
-            f"{100 * max(transfer.started for transfer in transfers):.0f}",
-            f"{100 * min(transfer.finished for transfer in transfers):.0f}",
-            f"{100 * min(transfer.hidden for transfer in transfers):.0f}")
+    return (
+        f"{number} {transfers[0].collective.kind}{''.join(places)}",
+        str(asynchronous),
+        f"{100 * max(transfer.started for transfer in transfers):.0f}",
+        f"{100 * min(transfer.finished for transfer in transfers):.0f}",
+        f"{100 * min(transfer.hidden for transfer in transfers):.0f}",
+    )
 
 
 def main(argv: list[str]) -> None:

@@ -26,8 +26,9 @@ class Peer:
     def __init__(self, python: str, module: str, *arguments: str):
         self._python = python
         try:
-            self._process = subprocess.Popen([python, "-m", module, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                                             text=True)
+            self._process = subprocess.Popen(
+                [python, "-m", module, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            )
         except OSError as error:
             raise self._unusable(error.strerror) from error
         self.version = self.ask("version")
@@ -41,5 +42,6 @@ class Peer:
         return json.loads(answer)
 
     def _unusable(self, why: str) -> command.UserError:
-        return command.UserError(f"--peers={self._python}: {why}; give an interpreter with the packages of "
-                                 "experiments/requirements-peers.txt")
+        return command.UserError(
+            f"--peers={self._python}: {why}; give an interpreter with the packages of experiments/requirements-peers.txt"
+        )

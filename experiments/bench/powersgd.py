@@ -20,11 +20,9 @@ import rich.box
 import rich.console
 import rich.table
 
-from decjax import mesh
-from decjax import reduce
+from decjax import mesh, reduce
 from experiments.bench.peer import Peer
-from launch import command
-from launch import memory
+from launch import command, memory
 
 RANK = 4
 _PEERS = flags.DEFINE_string("peers", "", "Python interpreter with PyTorch; empty: leave it out.")
@@ -97,7 +95,7 @@ def main(argv: list[str]) -> None:
     times = {name: [] for name in contenders}
     for k in range(_ROUNDS.value):
         names = list(contenders)
-        for name in names[k % len(names):] + names[:k % len(names)]:  # Nobody always goes first.
+        for name in names[k % len(names) :] + names[: k % len(names)]:  # Nobody always goes first.
             times[name].append(contenders[name].step())
     num_bytes = contenders["copy"].source.nbytes
     table = rich.table.Table(box=rich.box.MARKDOWN, title=f"PowerSGD of rank {RANK}, {num_bytes / 4e6:.1f}M values, one core")
@@ -108,8 +106,9 @@ def main(argv: list[str]) -> None:
         ratio = statistics.median(copy / t for copy, t in zip(times["copy"], taken))
         faster = statistics.median(other / t for other, t in zip(theirs, taken)) if theirs and name == "decjax" else None
         median = statistics.median(taken)
-        table.add_row(name, f"{1e3 * median:.1f}", f"{1e-9 * num_bytes / median:.2f}", f"{ratio:.3f}",
-                      f"{faster:.2f}" if faster else "")
+        table.add_row(
+            name, f"{1e3 * median:.1f}", f"{1e-9 * num_bytes / median:.2f}", f"{ratio:.3f}", f"{faster:.2f}" if faster else ""
+        )
     rich.console.Console(width=120).print(table)
 
 

@@ -25,7 +25,7 @@ class Hook:
         self.bucket = torch.cat([g.flatten() for g in self.grads])
         self.views, start = [], 0
         for g in self.grads:
-            self.views.append(self.bucket[start:start + g.numel()].view(g.shape))
+            self.views.append(self.bucket[start : start + g.numel()].view(g.shape))
             start += g.numel()
         self.error = torch.zeros_like(self.bucket)
         self.qs = None

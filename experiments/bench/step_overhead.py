@@ -23,8 +23,11 @@ from launch import command
 _CONFIG = flags.DEFINE_string("config_argument", "", "Shorthand of configs/lm.py for all three, as workers=4.")
 _BATCH_SIZES = flags.DEFINE_list("batch_sizes", ["2", "4", "8"], "Sequences per worker and step.")
 _ROUNDS = flags.DEFINE_integer("rounds", 24, "Timed steps of each kind.")
-METHODS = {"no communication": "method=local", "one-peer exponential": "topology=one_peer_exponential",
-           "all-reduce": "method=allreduce"}
+METHODS = {
+    "no communication": "method=local",
+    "one-peer exponential": "topology=one_peer_exponential",
+    "all-reduce": "method=allreduce",
+}
 
 
 def stepper(argument: str, batch_size: int) -> Stepper:
@@ -43,7 +46,7 @@ def measure(batch_size: int, rounds: int) -> dict[str, list[float]]:
     times = {name: [] for name in METHODS}
     for k in range(rounds):
         names = list(METHODS)
-        for name in names[k % 3:] + names[:k % 3]:  # Nobody always goes first.
+        for name in names[k % 3 :] + names[: k % 3]:  # Nobody always goes first.
             times[name].append(steppers[name].step())
     return times
 

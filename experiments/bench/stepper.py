@@ -24,8 +24,9 @@ class Stepper:
         self.setup = setup = train.build(config)
         self.state = state_lib.init(*setup.beginning)
         source = setup.source.gradient
-        self.program = engine.make_step(gradient(source) if gradient else source, setup.method, setup.workers, config.seed,
-                                        setup.config.engine)
+        self.program = engine.make_step(
+            gradient(source) if gradient else source, setup.method, setup.workers, config.seed, setup.config.engine
+        )
         self.batch = setup.workers.build(lambda worker: setup.batch(worker, 0))
         self.count = 0
 

@@ -18,8 +18,7 @@ from decjax import train
 from decjax.train import state as state_lib
 from experiments.bench.box.serve import serve
 from experiments.bench.stepper import Stepper
-from launch import command
-from launch import join
+from launch import command, join
 
 THROUGHPUT_PORT = 4999
 
@@ -33,6 +32,7 @@ class Pausing(Stepper):
 
     def pausing(self, gradient: Callable) -> Callable:
         """The gradient, once a pause is over that stands for slower computing: it waits, but keeps no core busy."""
+
         def sleep(_):
             time.sleep(self.pauses_s.popleft())
             return np.int32(0)
@@ -40,6 +40,7 @@ class Pausing(Stepper):
         def paused(params, state, tokens_BxT1, key):
             after = io_callback(sleep, jax.ShapeDtypeStruct((), np.int32), tokens_BxT1[0, 0])
             return gradient(params, state, tokens_BxT1 + after, key)
+
         return paused
 
     def start(self, pause_s: float = 0.0) -> None:

@@ -14,8 +14,7 @@ import subprocess
 import tempfile
 from typing import Any
 
-from launch import cluster
-from launch import processes
+from launch import cluster, processes
 
 
 class Failed(Exception):
@@ -38,8 +37,15 @@ class Group(contextlib.AbstractContextManager):
         python: an interpreter with what the module imports; None: this one.
     """
 
-    def __init__(self, network: cluster.Network, module: str, *, processes_per_host: int = 1,
-                 environment: dict[str, str] | None = None, python: str | None = None):
+    def __init__(
+        self,
+        network: cluster.Network,
+        module: str,
+        *,
+        processes_per_host: int = 1,
+        environment: dict[str, str] | None = None,
+        python: str | None = None,
+    ):
         count = len(network.hosts) * processes_per_host
         self.processes_per_host = processes_per_host
         self._children: list[processes.Child] = []
@@ -47,7 +53,9 @@ class Group(contextlib.AbstractContextManager):
         for index, line in enumerate(lines):
             log = tempfile.TemporaryFile()
             inside = network.inside(index // processes_per_host, [python or line[0], *line[1:]])
-            process = processes.start(inside, env=environment or {}, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True)
+            process = processes.start(
+                inside, env=environment or {}, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True
+            )
             self._children.append(processes.Child(process, log))
 
     def ask(self, do: str, **arguments: Any) -> list[Any]:

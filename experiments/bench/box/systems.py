@@ -46,8 +46,16 @@ class Row(NamedTuple):
         return f"{'PyTorch' if self.peer else 'decjax'}, {self.local_size} a host" + (f", {self.name}" if self.apart else "")
 
 
-def decjax(name: str, argument: str, bucket_bytes: int = BUCKET, local_size: int = 1, model: dict[str, int] = MODEL,
-           batch_size: int = BATCH_SIZE, pauses: bool = False, **fields: Any) -> Row:
+def decjax(
+    name: str,
+    argument: str,
+    bucket_bytes: int = BUCKET,
+    local_size: int = 1,
+    model: dict[str, int] = MODEL,
+    batch_size: int = BATCH_SIZE,
+    pauses: bool = False,
+    **fields: Any,
+) -> Row:
     """A row of decjax: a shorthand of configs/lm.py, and fields of it by dotted names; with `pauses`, steps may pause."""
     fields |= {"bucket_bytes": bucket_bytes, "local_size": local_size, **{f"model.{key}": size for key, size in model.items()}}
     return Row(name, {"argument": argument, "fields": fields, "batch_size": batch_size, "pauses": pauses}, False, local_size)
@@ -99,7 +107,7 @@ class Box(contextlib.AbstractContextManager):
         """Notes that a row's processes have ended, and with them all rows that shared them."""
         self._groups.pop(row.group, None)
         lost = [name for name, group in self._of.items() if group == row.group]
-        self.refused |= {name: f"its processes ended with {row.name!r}" for name in lost} | {row.name: str(failure)}
+        self.refused |= dict.fromkeys(lost, f"its processes ended with {row.name!r}") | {row.name: str(failure)}
         self.periods = {name: period for name, period in self.periods.items() if name not in lost}
 
     def _group(self, row: Row) -> Group:
@@ -108,10 +116,19 @@ class Box(contextlib.AbstractContextManager):
         if row.group not in self._groups:
             module = f"experiments.bench.box.{'torch' if row.peer else 'decjax'}_worker"
             # Products on one thread, as in PyTorch's workers, since hosts share cores.
-            environment = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false",
-                           "OPENBLAS_NUM_THREADS": "1", "LOCAL_WORLD_SIZE": str(row.local_size)}
-            self._groups[row.group] = Group(self.network, module, processes_per_host=row.local_size,
-                                            python=self.peers if row.peer else None, environment=environment)
+            environment = {
+                "JAX_PLATFORMS": "cpu",
+                "XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false",
+                "OPENBLAS_NUM_THREADS": "1",
+                "LOCAL_WORLD_SIZE": str(row.local_size),
+            }
+            self._groups[row.group] = Group(
+                self.network,
+                module,
+                processes_per_host=row.local_size,
+                python=self.peers if row.peer else None,
+                environment=environment,
+            )
         return self._groups[row.group]
 
     def visit(self, row: Row, periods: int = 1, **how: Any) -> Visit:
@@ -136,8 +153,9 @@ class Box(contextlib.AbstractContextManager):
         self.close()
 
 
-def interleaved(box: Box, rows: Sequence[Row], rounds: int,
-                steps: Callable[[Row], int] = lambda row: 1) -> Iterator[tuple[Row, Visit]]:
+def interleaved(
+    box: Box, rows: Sequence[Row], rounds: int, steps: Callable[[Row], int] = lambda row: 1
+) -> Iterator[tuple[Row, Visit]]:
     """Visits rows in turn, `rounds` times, from another first one each time, for whole periods of at least so many steps.
 
     Whoever cannot run is left out, from then on.

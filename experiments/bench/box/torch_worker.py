@@ -8,9 +8,9 @@ import time
 from typing import Any
 
 import torch
+from torch import nn
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
-from torch import nn
 import torch.nn.functional as F
 
 from experiments.bench.box.serve import serve
@@ -98,8 +98,10 @@ class PowerSGD(Alone):
 
     def __init__(self, model: nn.Module, rank: int, **options: Any):
         super().__init__(nn.parallel.DistributedDataParallel(model, **options))
-        self.model.register_comm_hook(powerSGD_hook.PowerSGDState(
-            process_group=None, matrix_approximation_rank=rank, start_powerSGD_iter=2), powerSGD_hook.powerSGD_hook)
+        self.model.register_comm_hook(
+            powerSGD_hook.PowerSGDState(process_group=None, matrix_approximation_rank=rank, start_powerSGD_iter=2),
+            powerSGD_hook.powerSGD_hook,
+        )
 
 
 class DecentDP(Alone):
@@ -107,8 +109,8 @@ class DecentDP(Alone):
 
     def __init__(self, model: nn.Module, **options: Any):
         from decent_dp.ddp import DecentralizedDataParallel
-        self.model = DecentralizedDataParallel(
-            model, lambda named: adamw([parameter for _, parameter in named]), **options)
+
+        self.model = DecentralizedDataParallel(model, lambda named: adamw([parameter for _, parameter in named]), **options)
 
     def step(self, tokens: torch.Tensor) -> None:
         self.model(tokens).backward()
@@ -128,8 +130,9 @@ class Worker:
     def __init__(self, index: int):
         self.index, self.methods, self.tokens = index, {}, {}
 
-    def prepare(self, method: str, kind: str, model: dict[str, int], batch_size: int, period: int = 1,
-                **options: Any) -> dict[str, Any]:
+    def prepare(
+        self, method: str, kind: str, model: dict[str, int], batch_size: int, period: int = 1, **options: Any
+    ) -> dict[str, Any]:
         """Builds a method."""
         torch.manual_seed(0)
         net = DecoderLM(**model)
@@ -157,8 +160,9 @@ def main() -> None:
     chosen = parser.parse_args()
     torch.set_num_threads(1)
     if chosen.coordinator:
-        dist.init_process_group("gloo", init_method=f"tcp://{chosen.coordinator}", world_size=chosen.num_processes,
-                                rank=chosen.process_index)
+        dist.init_process_group(
+            "gloo", init_method=f"tcp://{chosen.coordinator}", world_size=chosen.num_processes, rank=chosen.process_index
+        )
     worker = Worker(chosen.process_index)
     serve({"prepare": worker.prepare, "steps": worker.steps})
 
