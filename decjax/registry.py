@@ -1,0 +1,275 @@
+"""Parts by name: what a config may choose from, and what each choice takes.
+
+A part is a factory, entered under a kind and a name where it is defined:
+
+    @registry.register("mixer", "choco", needs="a doubly stochastic topology, a contractive codec")
+    def choco(topology, channel=Channel(), *, codec="int8", gamma=None, rounds=1): ...
+
+Parameters that the kind names in `KINDS` are supplied by whoever builds the part; all others are its options. So the signature is
+the section of a config, the docstring is the help, and no part is listed anywhere else: modules of the package in which a kind is
+at home are imported when the kind is first asked for, and parts of one's own are entered by importing the file that holds them.
+"""
+
+import ast
+from collections.abc import Callable, Mapping
+import functools
+import importlib
+import inspect
+import pkgutil
+import types
+import typing
+from typing import Any, NamedTuple
+
+
+class Kind(NamedTuple):
+    """A kind of parts.
+
+    Attributes:
+        context: parameters that are no options: they are supplied by whoever builds the part.
+        home: the package whose modules are searched.
+    """
+
+    context: tuple[str, ...]
+    home: str
+
+
+KINDS = {
+    "task": Kind(("model",), "decjax.tasks"),
+    "model": Kind(("divide",), "decjax.models"),
+    "method": Kind(("inner", "mixer", "reducer", "channel", "learning_rate", "clip"), "decjax.optim"),
+    "optimizer": Kind(("learning_rate",), "decjax.optim"),
+    "schedule": Kind(("steps",), "decjax.optim"),
+    "mixer": Kind(("topology", "channel"), "decjax.gossip"),
+    "reducer": Kind(("channel",), "decjax.reduce"),
+    "codec": Kind((), "decjax.codecs"),
+    "topology": Kind(("num_workers",), "decjax.topology"),
+}
+
+
+class Option(NamedTuple):
+    """An option of a part.
+
+    Attributes:
+        default: as in the signature.
+        kind: type of its values; None where the signature does not say.
+        optional: whether None, for "decide by yourself" or "none", is a value.
+    """
+
+    default: Any
+    kind: type | None
+    optional: bool
+
+
+class Part(NamedTuple):
+    """A factory under its name.
+
+    Attributes:
+        traits: what a table should tell of it, such as what it needs.
+    """
+
+    kind: str
+    name: str
+    factory: Callable[..., Any]
+    traits: Mapping[str, Any]
+
+    @property
+    def options(self) -> dict[str, Option]:
+        """Its options, in the order of the signature."""
+        found = {}
+        for name, parameter in inspect.signature(self.factory).parameters.items():
+            if name not in KINDS[self.kind].context and parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL):
+                found[name] = _option(parameter)
+        return found
+
+    @property
+    def summary(self) -> str:
+        """The first line of its docstring."""
+        return (inspect.getdoc(self.factory) or "").partition("\n")[0]
+
+
+_parts: dict[str, dict[str, Part]] = {kind: {} for kind in KINDS}
+_fallbacks: dict[str, tuple[Callable[[str], Callable | None], Callable[[], tuple[str, ...]]]] = {}
+
+
+def register(kind: str, name: str, **traits: Any) -> Callable[[Callable], Callable]:
+    """Enters a factory under a name; used as a decorator, it leaves the factory as it is.
+
+    Args:
+        kind: one of `KINDS`.
+        name: unique among its kind.
+        **traits: see `Part`.
+
+    Raises:
+        ValueError: if the kind is unknown, or another part has the name.
+    """
+    _check_kind(kind)
+
+    def enter(factory):
+        known = _parts[kind].get(name)
+        if known and (known.factory.__module__, known.factory.__qualname__) != (factory.__module__, factory.__qualname__):
+            raise ValueError(
+                f"{kind} {name!r} is taken by {known.factory.__module__}.{known.factory.__qualname__}; use another name"
+            )
+        _parts[kind][name] = Part(kind, name, factory, traits)
+        return factory
+
+    return enter
+
+
+def fallback(kind: str, find: Callable[[str], Callable | None], names: Callable[[], tuple[str, ...]]) -> None:
+    """Where to look for factories of a kind that are entered under no name, as those of another library.
+
+    Args:
+        kind: one of `KINDS`.
+        find: the factory of a name, or None.
+        names: all names that it finds.
+    """
+    _fallbacks[kind] = find, names
+
+
+def names(kind: str) -> tuple[str, ...]:
+    """All names of a kind, those of other libraries last."""
+    _search(kind)
+    own = tuple(_parts[kind])
+    return own + tuple(name for name in _fallbacks[kind][1]() if name not in own) if kind in _fallbacks else own
+
+
+def part(kind: str, name: str) -> Part:
+    """The part of a name.
+
+    Raises:
+        ValueError: naming those there are.
+    """
+    _search(kind)
+    if name in _parts[kind]:
+        return _parts[kind][name]
+    if kind in _fallbacks and (factory := _fallbacks[kind][0](name)):
+        return Part(kind, name, factory, {})
+    raise ValueError(
+        f"{kind} {name!r} is unknown; use one of {', '.join(_parts[kind])}" + (" or an optax optimizer" * (kind in _fallbacks))
+    )
+
+
+def parse(what: str, text: str) -> tuple[str, dict[str, Any]]:
+    """Reads `name` or `name(key=value, …)`; values are Python literals, bare words, or such calls, which are kept as text.
+
+    Args:
+        what: is named in errors, as "codec".
+        text: such as "topk(fraction=0.01,values=int4)".
+
+    Raises:
+        ValueError: if it does not read like that, or an option is given twice.
+    """
+    example = f"{what} {text!r} must read like 'name' or 'name(option=1,other=word)'"
+    try:
+        node = ast.parse(text.strip(), mode="eval").body
+        if isinstance(node, ast.Name):
+            return node.id, {}
+        if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name) or node.args:
+            raise ValueError(example)
+        given: dict[str, Any] = {}
+        for keyword in node.keywords:
+            if keyword.arg is None or keyword.arg in given:
+                raise ValueError(f"{what} {text!r}: option {keyword.arg} is given twice; leave one out" if keyword.arg else example)
+            bare = isinstance(keyword.value, ast.Name | ast.Call)
+            given[keyword.arg] = ast.unparse(keyword.value) if bare else ast.literal_eval(keyword.value)
+        return node.func.id, given
+    except (SyntaxError, MemoryError, RecursionError, TypeError) as error:
+        raise ValueError(example) from error
+    except ValueError as error:
+        raise error if str(error).startswith(what) else ValueError(example) from error
+
+
+def complete(kind: str, name: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """All options of a part: the given ones, checked and in their type, and the defaults of the others.
+
+    Raises:
+        ValueError: naming the option, the value and what it may be.
+    """
+    known = part(kind, name).options
+    for option in given:
+        if option not in known:
+            fix = f"use {', '.join(known)}" if known else "it has none, leave it out"
+            raise ValueError(f"{kind} {name!r} has no option {option!r}; {fix}")
+    missing = [option for option, (default, *_) in known.items() if default is inspect.Parameter.empty and option not in given]
+    if missing:
+        raise ValueError(f"{kind} {name!r} needs option {missing[0]!r}; give it, as {name}({missing[0]}=…)")
+    return {
+        option: _checked(f"{kind} {name!r} option {option}", given[option], entry) if option in given else entry.default
+        for option, entry in known.items()
+    }
+
+
+def make(kind: str, chosen: Any, *context: Any, **given: Any) -> Any:
+    """Builds a part.
+
+    Args:
+        kind: one of `KINDS`.
+        chosen: its name, its call form as "int8(block=64)", or a part that is built already, which is returned.
+        *context: positional arguments of the factory.
+        **given: options, and further context by name.
+
+    Raises:
+        ValueError: naming the value, what is allowed and what to do, in one line.
+    """
+    _check_kind(kind)
+    if not isinstance(chosen, str):
+        return chosen
+    name, options = parse(kind, chosen)
+    if twice := options.keys() & given.keys():
+        raise ValueError(f"{kind} {chosen!r}: option {min(twice)} is given twice; leave one out")
+    supplied = {key: value for key, value in given.items() if key in KINDS[kind].context}
+    options |= {key: value for key, value in given.items() if key not in supplied}
+    found = part(kind, name)
+    takes = inspect.signature(found.factory).parameters
+    complete_options = complete(kind, name, options)
+    return found.factory(*context, **{key: value for key, value in supplied.items() if key in takes}, **complete_options)
+
+
+def _check_kind(kind: str) -> None:
+    if kind not in KINDS:
+        raise ValueError(f"kind {kind!r} is unknown; use one of {', '.join(KINDS)}")
+
+
+@functools.cache
+def _search(kind: str) -> None:
+    """Imports every module of the kind's home."""
+    _check_kind(kind)
+    package = importlib.import_module(KINDS[kind].home)
+    for module in pkgutil.iter_modules(getattr(package, "__path__", ())):
+        importlib.import_module(f"{package.__name__}.{module.name}")
+
+
+def _option(parameter: inspect.Parameter) -> Option:
+    """An option from its default, or where that is None, from its annotation."""
+    default, annotation = parameter.default, parameter.annotation
+    members = (
+        typing.get_args(annotation) if isinstance(annotation, types.UnionType) or typing.get_origin(annotation) else (annotation,)
+    )
+    optional = default is None or type(None) in members
+    plain = [member for member in members if member in (bool, int, float, str)]
+    if default is not None and default is not inspect.Parameter.empty:
+        kind = type(default) if isinstance(default, bool | int | float | str) else None
+    else:
+        kind = str if str in plain else float if float in plain else plain[0] if plain else None
+    return Option(default, kind, optional)
+
+
+def _checked(what: str, value: Any, option: Option) -> Any:
+    """The value, as its type asks."""
+    kind = option.kind
+    if value is None or (option.optional and value in ("auto", "none", "")):
+        if option.optional:
+            return None
+        raise ValueError(f"{what}=None must be a value such as {option.default!r}")
+    if kind is None:
+        return value
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if kind is str and not isinstance(value, bool | int | float):
+        return value  # A word, or a part that is built already.
+    if not isinstance(value, str) and isinstance(value, kind) and isinstance(value, bool) == (kind is bool):
+        return value
+    meant = {bool: "True or False", int: "a whole number", float: "a number", str: "a word"}[kind]
+    example = "" if option.default is None or option.default is inspect.Parameter.empty else f", such as {option.default!r}"
+    raise ValueError(f"{what}={value!r} must be {meant}{example}")
