@@ -47,9 +47,9 @@ def get_config(arg: str = "size=2.5b") -> ml_collections.ConfigDict:
     if {"smoke", "smoke=true"} & {*rest}:
         layout = layout.replace("rank=16", "rank=4")  # Of a quarter of the width.
     config = lm.get_config(",".join([METHOD, layout, *rest]))
-    if config.boundary.backward:
+    if config.get("boundary", {}).get("backward"):
         config.boundary.error = "flush"
-    config.optimizer.weight_decay, config.optimizer.clip_norm = 0.01, 1.0
+    config.optimizer.weight_decay, config.clip_norm = 0.01, 1.0
     if size in MODELS:
         _as_published(config, size, steps=config.steps if any(part.startswith("steps=") for part in rest) else 230_000)
     else:
@@ -63,4 +63,5 @@ def _as_published(config: ml_collections.ConfigDict, size: str, steps: int) -> N
     config.steps = steps
     width = MODELS[size]["width"]
     config.model.update(MODELS[size], hidden=4 * width, heads=24, vocabulary=51200, context=1024, dtype="bfloat16")
-    config.optimizer.update(learning_rate=1.5e-4, final_fraction=1 / 15, warmup_steps=steps // 100, b1=0.9, b2=0.999)
+    config.optimizer.update(b1=0.9, b2=0.999)
+    config.schedule.update(learning_rate=1.5e-4, final_fraction=1 / 15, warmup_steps=steps // 100)

@@ -36,7 +36,7 @@ class Kind(NamedTuple):
 KINDS = {
     "task": Kind(("model",), "decjax.tasks"),
     "model": Kind(("divide",), "decjax.models"),
-    "method": Kind(("inner", "mixer", "reducer", "channel", "learning_rate", "clip"), "decjax.optim"),
+    "method": Kind(("inner", "mixer", "reducer", "num_workers", "learning_rate", "share", "clip"), "decjax.optim"),
     "optimizer": Kind(("learning_rate",), "decjax.optim"),
     "schedule": Kind(("steps",), "decjax.optim"),
     "mixer": Kind(("topology", "channel"), "decjax.gossip"),
@@ -74,11 +74,12 @@ class Part(NamedTuple):
 
     @property
     def options(self) -> dict[str, Option]:
-        """Its options, in the order of the signature."""
+        """Its options, in the order of the signature; what no config can hold, such as a function, is none."""
         found = {}
-        for name, parameter in inspect.signature(self.factory).parameters.items():
-            if name not in KINDS[self.kind].context and parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL):
-                found[name] = _option(parameter)
+        for name, parameter in _signature(self.factory).parameters.items():
+            is_single = parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
+            if name not in KINDS[self.kind].context and is_single and (option := _option(parameter)):
+                found[name] = option
         return found
 
     @property
@@ -195,7 +196,7 @@ def complete(kind: str, name: str, given: Mapping[str, Any]) -> dict[str, Any]:
     if missing:
         raise ValueError(f"{kind} {name!r} needs option {missing[0]!r}; give it, as {name}({missing[0]}=…)")
     return {
-        option: _checked(f"{kind} {name!r} option {option}", given[option], entry) if option in given else entry.default
+        option: checked(f"{kind} {name!r} option {option}", given[option], entry) if option in given else entry.default
         for option, entry in known.items()
     }
 
@@ -240,22 +241,31 @@ def _search(kind: str) -> None:
         importlib.import_module(f"{package.__name__}.{module.name}")
 
 
-def _option(parameter: inspect.Parameter) -> Option:
-    """An option from its default, or where that is None, from its annotation."""
-    default, annotation = parameter.default, parameter.annotation
-    members = (
-        typing.get_args(annotation) if isinstance(annotation, types.UnionType) or typing.get_origin(annotation) else (annotation,)
-    )
-    optional = default is None or type(None) in members
-    plain = [member for member in members if member in (bool, int, float, str)]
-    if default is not None and default is not inspect.Parameter.empty:
-        kind = type(default) if isinstance(default, bool | int | float | str) else None
-    else:
-        kind = str if str in plain else float if float in plain else plain[0] if plain else None
-    return Option(default, kind, optional)
+def _signature(factory: Callable) -> inspect.Signature:
+    try:
+        return inspect.signature(factory, eval_str=True)
+    except (NameError, TypeError):  # Annotations that are there for type checkers only.
+        return inspect.signature(factory)
 
 
-def _checked(what: str, value: Any, option: Option) -> Any:
+def _option(parameter: inspect.Parameter) -> Option | None:
+    """An option from its default, or where that is None, from its annotation; None: it is no plain value."""
+    default, members = parameter.default, _members(parameter.annotation)
+    plain = [kind for kind in (str, float, int, bool) if kind in members]
+    if default is None or default is inspect.Parameter.empty:
+        kind = plain[0] if plain else str if parameter.name.endswith("dtype") else None
+        return Option(default, kind, default is None) if kind else None
+    if isinstance(default, bool | int | float | str):
+        return Option(default, type(default), type(None) in members)
+    return Option(default, None, type(None) in members) if isinstance(default, tuple) else None
+
+
+def _members(annotation: Any) -> tuple[Any, ...]:
+    """The types of a union; of anything else itself."""
+    return typing.get_args(annotation) if typing.get_origin(annotation) in (types.UnionType, typing.Union) else (annotation,)
+
+
+def checked(what: str, value: Any, option: Option) -> Any:
     """The value, as its type asks."""
     kind = option.kind
     if value is None or (option.optional and value in ("auto", "none", "")):

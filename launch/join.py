@@ -10,12 +10,12 @@ import os
 import re
 import sys
 import traceback
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from absl import flags
 import jax
 
-from decjax import train
+from decjax import config as parts
 from launch import command, memory
 
 _COORDINATOR = flags.DEFINE_string(
@@ -40,7 +40,7 @@ def set_up_devices(workers: int, simulate: bool = False, each: int = 1) -> None:
     """Joins the other processes, and forces the CPU devices of all workers; both must precede the first use of a device.
 
     Args:
-        workers: over all processes; 0: one device per process, or `train.SIMULATED_WORKERS` in a lone one.
+        workers: over all processes; 0: one device per process, or `parts.SIMULATED_WORKERS` in a lone one.
         simulate: whether all workers share one device.
         each: devices of a worker.
 
@@ -48,7 +48,7 @@ def set_up_devices(workers: int, simulate: bool = False, each: int = 1) -> None:
         UserError: if the flags do not fit, or no machine has so many devices.
     """
     coordinator, processes = _COORDINATOR.value, _NUM_PROCESSES.value or started_tasks()
-    devices = workers * each or max(each, processes if processes > 1 else train.SIMULATED_WORKERS)
+    devices = workers * each or max(each, processes if processes > 1 else parts.SIMULATED_WORKERS)
     check_flags(coordinator, _NUM_PROCESSES.value, _PROCESS_INDEX.value)
     if not simulate and devices > MAX_CPU_DEVICES * processes:
         raise command.UserError(
@@ -69,6 +69,12 @@ def set_up_devices(workers: int, simulate: bool = False, each: int = 1) -> None:
         jax.distributed.initialize(heartbeat_timeout_seconds=HEARTBEAT_TIMEOUT_S)
     if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
         jax.config.update("jax_num_cpu_devices", 1 if simulate else max(1, devices // processes))
+
+
+def resolved(config: Any) -> parts.RunSpec:
+    """The spec of a config, on the devices that there are."""
+    devices = jax.device_count()
+    return parts.resolve(config, devices, devices == 1 and jax.process_count() == 1 and jax.devices()[0].platform != "cpu")
 
 
 def check_flags(coordinator: str | None, num_processes: int | None, process_index: int | None) -> None:

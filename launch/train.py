@@ -8,7 +8,8 @@ from absl import flags
 import jax
 from ml_collections import config_flags
 
-from decjax import train
+from decjax import config as parts
+from decjax import tasks, train
 from launch import command, join
 
 _CONFIG = config_flags.DEFINE_config_file(
@@ -26,32 +27,39 @@ def main(argv: list[str]) -> int:
         command.fail(f"unexpected argument {argv[0]!r}; options start with --")
     with join.leaving_at_once((train.TrainingError,), "run the same command to continue from the last checkpoint"):
         config, workdir = _CONFIG.value, command.folder("workdir", _WORKDIR.value)
-        join.set_up_devices(config.workers, config.simulate, train.devices_of_worker(config))
-        outcome = train.Run(train.build(config), workdir, _RESUME_FROM.value).train()
+        join.set_up_devices(config.workers, config.simulate, parts.devices_of_worker(config))
+        trainer = train.Trainer(join.resolved(config))
+        outcome = train.Run(trainer, workdir, _RESUME_FROM.value).train()
     if jax.process_index() == 0:
-        report(outcome)
+        report(outcome, trainer.setup.task)
     return 128 + outcome.signal if outcome.signal else 0
 
 
-def report(outcome: train.Outcome) -> None:
+def report(outcome: train.Outcome, task: tasks.Task) -> None:
     """Prints how the run ended."""
-    if outcome.summary and outcome.sample is None:
-        print(f"the run in {_WORKDIR.value} is finished already, after {outcome.step} steps; another --workdir starts a new run")
     if outcome.signal:
         print(f"interrupted by {outcome.signal.name}; saved step {outcome.step} in {_WORKDIR.value}")
         if command.LAUNCHER not in os.environ:  # Otherwise the launcher knows the command that continues.
             print(f"To continue:\n  {shlex.join(['python', '-m', 'launch.train', *sys.argv[1:]])}")
         return
     summary = outcome.summary
+    if outcome.is_old:
+        print(f"the run in {_WORKDIR.value} is finished already, after {outcome.step} steps; another --workdir starts a new run")
+    limit = summary.get("corpus_order1_entropy")
     print(
         f"averaged model after {summary['steps']} steps and {summary['time_s']:.0f} s: "
-        f"{summary['eval_loss']:.4f} nats/byte on validation text "
-        f"(a bigram model's limit: {summary['corpus_order1_entropy']:.2f}); "
-        f"single workers {summary['local_eval_loss_min']:.4f} to {summary['local_eval_loss_max']:.4f}; "
-        f"{_size(summary['bytes_per_step_per_worker'])} sent per worker and step"
+        + ", ".join(_metric(summary, name, metric) for name, metric in task.metrics.items())
+        + (f" (a bigram model's limit: {limit:.2f})" if limit else "")
+        + f"; {_size(summary['bytes_per_step_per_worker'])} sent per worker and step"
     )
-    if outcome.sample is not None:
-        print(f"--- text by the averaged model, after 32 bytes of validation text ---\n{outcome.sample}\n---")
+    if outcome.shown is not None:
+        print(outcome.shown)
+
+
+def _metric(summary: dict, name: str, metric: tasks.Metric) -> str:
+    """As "loss 0.9709 nats/byte (single workers 0.9810 to 0.9902)"."""
+    low, high = summary[f"local_eval_{name}_min"], summary[f"local_eval_{name}_max"]
+    return f"{name} {summary[f'eval_{name}']:.4f}{f' {metric.unit}' * bool(metric.unit)} (single workers {low:.4f} to {high:.4f})"
 
 
 def _size(num_bytes: float) -> str:

@@ -19,11 +19,13 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from decjax.optim.transient import transient
 from decjax import gossip, reduce
 
 ORDERS = ("awc", "atc")
 
 
+@transient("mixer")
 class DecentralizeState(NamedTuple):
     """State of `decentralize`."""
 
@@ -44,6 +46,7 @@ def check_update(params: Any, order: str, phase: int | None, received: Any) -> N
         raise ValueError(f"received needs order 'awc' and a static phase, got order {order!r} and phase {phase}")
 
 
+@transient("reducer", "pending")
 class SynchronizeState(NamedTuple):
     """State of `synchronize`."""
 

@@ -18,9 +18,11 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from decjax.optim.transient import transient
 from decjax import reduce
 
 
+@transient("reducer")
 class LocalUpdatesState(NamedTuple):
     """State of `local_updates`."""
 

@@ -17,9 +17,11 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from decjax.optim.transient import transient
 from decjax import reduce
 
 
+@transient("reducer")
 class OnebitAdamState(NamedTuple):
     """State of `scale_by_onebit_adam`; the trees have the shapes of the parameters."""
 

@@ -18,10 +18,12 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from decjax.optim.transient import transient
 from decjax import gossip
 from decjax.optim.decentralize import ORDERS, check_update
 
 
+@transient("mixer", "tracker", "gradient")
 class TrackState(NamedTuple):
     """State of `track`; tracker and gradient have the shapes of the parameters."""
 

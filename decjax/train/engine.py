@@ -21,11 +21,12 @@ import warnings
 
 import jax
 import numpy as np
-import optax
 
 from decjax import mesh
+from decjax.optim.method import Method
 from decjax.train import divide, wire
 from decjax.train import state as state_lib
+from decjax.train.step import Step
 
 ENGINES = ("auto", "fused", "split")
 PARTS = 2  # in which a split exchange travels, at most
@@ -34,13 +35,12 @@ PARTS = 2  # in which a split exchange travels, at most
 class Program(NamedTuple):
     """A compiled step of one phase."""
 
-    run: Callable  # (state, batch, step) -> (state, loss_N), with stages loss_NxS, whose columns are equal
-    sent_N: np.ndarray  # bytes that each worker's devices send to other workers
-    sent: dict[str, np.ndarray]  # by axis: the same to other workers; unless simulated, to other stages
+    run: Callable  # (state, batch, number) -> (state, loss_N), with stages loss_NxS, whose columns are equal
+    sent: dict[str, np.ndarray]  # bytes that each worker's devices send, [N]: to other workers; unless simulated, to other stages
     executables: tuple[jax.stages.Compiled, ...]
 
 
-def choose(engine: str, method: state_lib.Method, workers: mesh.Workers) -> str:
+def choose(engine: str, method: Method, workers: mesh.Workers) -> str:
     """Resolves "auto": split where several CPU processes have an exchange to hide behind a gradient without collectives, else fused.
 
     Raises:
@@ -65,61 +65,40 @@ def choose(engine: str, method: state_lib.Method, workers: mesh.Workers) -> str:
     return engine
 
 
-def make_step(
-    gradient: Callable, method: state_lib.Method, workers: mesh.Workers, seed: int, engine: str = "fused"
-) -> Callable[..., Program]:
-    """Joins a gradient source, a method and an engine.
+def make_step(step: Step, engine: str = "fused") -> Callable[..., Program]:
+    """Compiles a train step once per phase.
 
     Args:
-        gradient: of a `source.Source`: `gradient(params, source, batch, key) -> (loss, grads, source)` of one worker, or of
-            one stage of it.
-        method: what happens to the gradient.
-        workers: where the workers live.
-        seed: keys are fold_in(fold_in(seed, worker), step).
+        step: what is compiled.
         engine: "fused", "split", or "auto"; see `choose`.
 
     Returns:
-        `program(phase, state, batch, step) -> Program`, compiled once per phase. The state is donated. Bytes are those of
-        the compiled collectives. They are the declared ones where workers are simulated and nothing is sent, and where the
-        phase is traced and the program holds all of them.
+        `program(phase, state, batch, number) -> Program`. The state is donated. Bytes are those of the compiled collectives. They are
+        the declared ones where workers are simulated and nothing is sent, and where the phase is traced and the program holds all
+        of them.
     """
-    take, apply = _halves(gradient, method, workers, seed)
-    make = _split if choose(engine, method, workers) == "split" else _fused
-    compile_phase = make(take, apply, method, workers)
+    workers, method = step.workers, step.method
+    compile_phase = (_split if choose(engine, method, workers) == "split" else _fused)(step)
     compiled: dict[int | None, Program] = {}
 
-    def program(phase, state, batch, step):
+    def program(phase, state, batch, number):
         if phase not in compiled:
-            run, executables = compile_phase(phase, state, batch, step)
+            run, executables = compile_phase(phase, state, batch, number)
             sent = {}
             if not workers.simulated:
                 found = [wire.bytes_by_axis(executable.as_text(), workers) for executable in executables]
                 sent = {axis: sum(of[axis] for of in found) for axis in found[0]}
             if workers.simulated or phase is None:
                 sent["worker"] = workers.stages * method.num_bytes(state_lib.one_device(state.params, workers), phase)
-            compiled[phase] = Program(run, sent["worker"], sent, executables)
+            compiled[phase] = Program(run, sent, executables)
         return compiled[phase]
 
     return program
 
 
-def whole_step(gradient: Callable, method: state_lib.Method, workers: mesh.Workers, seed: int, phase: int | None) -> Callable:
-    """What the engine "fused" compiles for a phase: `(state, batch, step) -> (state, loss_N)`, jitted; arguments as of `make_step`."""
-    return _joined(*_halves(gradient, method, workers, seed), workers, phase)
-
-
-def _halves(gradient, method, workers, seed):
-    """The two halves of a step: its gradient, and what becomes of it."""
-
-    def take(params, source, batch, step):
-        worker_key = jax.random.fold_in(jax.random.key(seed), mesh.worker_index(workers.axis_name))
-        return gradient(params, source, batch, jax.random.fold_in(worker_key, step))
-
-    def apply(state, grads, **extra):
-        updates, opt_state = method.tx.update(grads, state.opt_state, state.params, **extra)
-        return state_lib.State(optax.apply_updates(state.params, updates), opt_state, state.source)
-
-    return take, apply
+def whole_step(step: Step, phase: int | None) -> Callable:
+    """What the engine "fused" compiles for a phase: `(state, batch, number) -> (state, loss_N)`, jitted."""
+    return step.workers.jit(functools.partial(step.train_step, phase=phase), (0, 0, None), donate_argnums=(0,))
 
 
 def _early_exchange(platform: str | None, program: str) -> dict[str, bool | int]:
@@ -146,44 +125,34 @@ def _early_exchange(platform: str | None, program: str) -> dict[str, bool | int]
     return {}
 
 
-def _joined(gradient, apply, workers, phase):
-    def worker_step(state, batch, step):
-        loss, grads, source = gradient(state.params, state.source, batch, step)
-        state = state._replace(source=source)
-        if workers.on_cpu:
-            # CPU devices overlap nothing within one executable. An exchange that starts before the gradient only blocks
-            # threads which others need for computing: it costs a third of a small step, after the gradient a tenth.
-            grads, state = jax.lax.optimization_barrier((grads, state))
-        return apply(state, grads, phase=phase), loss
-
-    return workers.jit(worker_step, (0, 0, None), donate_argnums=(0,))
-
-
-def _fused(gradient, apply, method, workers):
-    def compile_phase(phase, state, batch, step):
-        lowered = _joined(gradient, apply, workers, phase).lower(state, batch, step)
-        options = _early_exchange(workers.platform, lowered.as_text()) if method.exchange else {}
+def _fused(step):
+    def compile_phase(phase, state, batch, number):
+        lowered = whole_step(step, phase).lower(state, batch, number)
+        options = _early_exchange(step.workers.platform, lowered.as_text()) if step.method.exchange else {}
         executable = lowered.compile(options)
         return executable, (executable,)
 
     return compile_phase
 
 
-def _split(gradient, apply, method, workers):
+def _split(step):
+    workers, method = step.workers, step.method
     # One thread, so that all processes dispatch their exchanges in the same order.
     thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="exchange")
     shared: list[jax.stages.Compiled] = []  # The gradient is the same in all phases.
 
-    def compile_phase(phase, state, batch, step):
+    def compile_phase(phase, state, batch, number):
         if not shared:
-            shared.append(workers.jit(gradient, (0, 0, 0, None)).lower(state.params, state.source, batch, step).compile())
+            shared.append(
+                workers.jit(step.take_gradient, (0, 0, 0, None)).lower(state.params, state.source, batch, number).compile()
+            )
         (take_gradient,) = shared
         known, tree = (state, take_gradient.out_info[1]), jax.tree.structure(state)
         exchange = functools.partial(method.exchange, phase=phase)
 
         def combine(known, received):
             state, grads = known
-            return apply(state, grads, received=received, phase=phase)
+            return step.update(state, grads, received=received, phase=phase)
 
         def cut(params, opt_state):
             found.append((divide.parts(exchange, params, opt_state, most=PARTS), jax.eval_shape(exchange, params, opt_state)))
@@ -205,7 +174,7 @@ def _split(gradient, apply, method, workers):
                 for k in range(len(parts))
             ]
 
-        def run(state, batch, step):
+        def run(state, batch, number):
             arriving = [
                 thread.submit(lambda send=send: jax.block_until_ready(send(state.params, state.opt_state))) for send in sends
             ]
@@ -213,7 +182,7 @@ def _split(gradient, apply, method, workers):
                 concurrent.futures.wait(
                     arriving
                 )  # Devices of one process share threads: waiting collectives could starve the rest.
-            loss_N, grads, source = take_gradient(state.params, state.source, batch, step)
+            loss_N, grads, source = take_gradient(state.params, state.source, batch, number)
             known, leaves, arrived = (state._replace(source=source), grads), {}, []
             for part, own, join in zip(arriving, prepare(known), joins, strict=True):
                 arrived.append(part.result())

@@ -20,23 +20,23 @@ it says. What the messages take follows from their bytes.
 """
 
 from collections.abc import Callable, Hashable, Sequence
-import copy
 import dataclasses
 import time
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import ml_collections
 import numpy as np
 import optax
 
 from decjax import buckets, codecs, mesh
+from decjax import config as config_lib
+from decjax.errors import ConfigError
 from decjax.gossip import rounds as rounds_lib
+from decjax.measure import silence
 from decjax.runtime import Cluster, Compressed, Link, Workload, calibrate
-from decjax.train import assemble, silence
-from decjax.train import state as state_lib
-from decjax.train.errors import ConfigError
+from decjax.train.state import State
+from decjax.train.trainer import Trainer
 
 LEAST_BYTES = 2**20  # of the largest message: smaller ones tell latency only
 SIZES, RATIO = 3, 4  # message sizes, and each one ÷ the one before; much smaller ones would pass in a switch's buffers
@@ -80,51 +80,57 @@ class Measured(NamedTuple):
     coding_s: dict[str, np.ndarray]
 
 
-def prepare(config: ml_collections.ConfigDict) -> assemble.Setup:
-    """The parts of a config that are measured: model, data, optimizer, workers. Its method does not matter.
+def prepare(spec: config_lib.RunSpec) -> Trainer:
+    """What is measured of a run: model, data, optimizer, workers. Its method does not matter.
 
     Raises:
         ConfigError: if it describes no possible run, or has no two devices.
     """
-    if config.simulate:
+    if spec.simulate:
         raise ConfigError("simulate=True: workers on one device exchange nothing that could be timed; leave it out")
-    if assemble.devices_of_worker(config) > 1:
+    if spec.pipeline.stages * spec.tensor > 1:
         raise ConfigError(
-            f"stages={config.pipeline.stages}, tensor={config.tensor}: what is measured is a worker on one device; leave them out"
+            f"stages={spec.pipeline.stages}, tensor={spec.tensor}: what is measured is a worker on one device; leave them out"
         )
-    if config.workers == 1 or jax.device_count() == 1:
+    if spec.workers == 1 or jax.device_count() == 1:
         raise ConfigError(
-            f"workers={config.workers or 'auto'}, devices={jax.device_count()}: an exchange is timed between at "
+            f"workers={spec.workers}, devices={jax.device_count()}: an exchange is timed between at "
             "least two workers, each on a device of its own; JAX_PLATFORMS=cpu makes devices of CPU threads"
         )
-    config = copy.deepcopy(config)  # References included, such as a batch that follows the number of workers.
-    config.method, config.stale, config.engine = "local", False, "auto"
-    config.mixing.mixer, config.mixing.codec, config.reducer.name = "exact", "", "mean"
-    return assemble.build(config)
+    optimizer = spec.optimizer or config_lib.Choice("adamw", spec.method.options)  # A method may be one itself.
+    local = config_lib.Choice("local", {})
+    return Trainer(spec._replace(method=local, optimizer=optimizer, mixer=None, topology=None, averaging=None, engine="auto"))
 
 
 # -- What is timed ----------------------------------------------------------------------------------------------------
 
 
-def _layout(setup: assemble.Setup) -> buckets.Layout:
-    return buckets.layout(jax.eval_shape(setup.model.init, jax.random.key(0)), bucket_bytes=setup.config.bucket_bytes)
+def _layout(trainer: Trainer) -> buckets.Layout:
+    return buckets.layout(_shapes(trainer), bucket_bytes=trainer.spec.bucket_bytes)
 
 
-def step_actions(setup: assemble.Setup) -> Actions:
+def _shapes(trainer: Trainer) -> Any:
+    """Of the parameters of one worker."""
+    return jax.eval_shape(trainer.setup.start, jax.random.key(0))
+
+
+def step_actions(trainer: Trainer) -> Actions:
     """The parts of a training step, each a program of its own on all workers."""
-    workers, layout, key = setup.workers, _layout(setup), jax.random.key(setup.config.seed)
-    state = state_lib.init(*setup.beginning)
-    batch = workers.build(lambda worker: setup.batch(worker, 0))
+    workers, layout, key = trainer.workers, _layout(trainer), jax.random.key(trainer.spec.seed)
+    state = trainer.init()
+    batch = trainer.batch(0)
 
     def combine(params, received):
         return layout.unpack([(own + other) / 2 for own, other in zip(layout.pack(params), received)], like=params)
 
-    forward = workers.jit(lambda params, batch: setup.model.nll(params, batch, key).mean(), (0, 0))
-    gradient = workers.jit(lambda params, batch: setup.source.gradient(params, (), batch, key)[:2], (0, 0))
-    optimize = workers.jit(_silent_update(setup), (0, 0), donate_argnums=(0,))
+    task, source = trainer.setup.task, trainer.setup.source
+    forward = workers.jit(lambda params, variables, batch: task.loss(params, variables, batch, key)[0], (0, 0, 0))
+    gradient = workers.jit(lambda params, variables, batch: source.gradient(params, variables, batch, key)[:2], (0, 0, 0))
+    optimize = workers.jit(_silent_update(trainer), (0, 0), donate_argnums=(0,))
     join = workers.jit(combine, (0, 0))
     params, received = jax.tree.map(jnp.copy, state.params), workers.jit(layout.pack, (0,))(state.params)
-    _, grads = gradient(params, batch)
+    variables = jax.tree.map(jnp.copy, state.source)
+    _, grads = gradient(params, variables, batch)
 
     def optimizer():
         nonlocal state
@@ -132,16 +138,16 @@ def step_actions(setup: assemble.Setup) -> Actions:
         return state
 
     return {
-        "forward": lambda: forward(params, batch),
-        "gradient": lambda: gradient(params, batch),
+        "forward": lambda: forward(params, variables, batch),
+        "gradient": lambda: gradient(params, variables, batch),
         "optimizer": optimizer,
         "combine": lambda: join(params, received),
     }
 
 
-def exchange_actions(setup: assemble.Setup, sizes: Sequence[int]) -> Actions:
+def exchange_actions(trainer: Trainer, sizes: Sequence[int]) -> Actions:
     """Every kind of exchange between these workers, in every size (bytes)."""
-    workers, layout = setup.workers, _layout(setup)
+    workers, layout = trainer.workers, _layout(trainer)
     n, L, axis_name = workers.num_workers, workers.local_size, workers.axis_name
     sends = {}
     if n > L:
@@ -175,12 +181,12 @@ def _patterns(members: int) -> dict[str, list[tuple[int, int]]]:
     return {"pair": pairs} | ({"shift": [(i, (i + 1) % members) for i in range(members)]} if members > 2 else {})
 
 
-def codec_actions(setup: assemble.Setup) -> Actions:
+def codec_actions(trainer: Trainer) -> Actions:
     """Encoding and decoding the model's buckets, by the codec's name."""
-    workers = setup.workers
+    workers = trainer.workers
     vectors = [
         workers.build(lambda worker, size=bucket.size: np.linspace(-1, 1, size, dtype=np.float32))
-        for bucket in _layout(setup).buckets
+        for bucket in _layout(trainer).buckets
     ]
 
     def code(codec, x_P):
@@ -203,65 +209,66 @@ class Form(NamedTuple):
 
     Attributes:
         name: what the profile calls it.
-        setup: its parts.
+        trainer: of it.
         phases: those of its last steps, when it does what it is meant to.
         ratio, latencies: see `runtime.Compressed`.
     """
 
     name: str
-    setup: assemble.Setup
+    trainer: Trainer
     phases: tuple[int, ...]
     ratio: float
     latencies: float
 
 
-def form(name: str, config: ml_collections.ConfigDict) -> Form:
+def form(name: str, spec: config_lib.RunSpec) -> Form:
     """What a compressed method's messages come to, from the bytes that it declares and the collectives of its update.
 
     Args:
         name: what to call it.
-        config: as `configs/lm.py` describes; gossip in order "awc", or all-reduce.
+        spec: of gossip in order "awc", or of all-reduce.
 
     Raises:
         ConfigError: if it describes no possible run, or a method of another kind.
     """
-    setup = assemble.build(config)
-    method, workers, topology, last = setup.method, setup.workers, setup.topology, setup.config.steps
+    trainer = Trainer(spec)
+    method, workers, topology, last = trainer.method, trainer.workers, trainer.setup.topology, spec.steps
     phases = {method.phase(step) for step in range(max(last // 2, last - PHASES), last)}
-    if None in phases or setup.config.method not in ("allreduce", "decentralized") or bool(method.exchange) != bool(topology):
+    is_averaging = spec.averaging is not None and method.every == 1
+    if None in phases or not (topology or is_averaging) or bool(method.exchange) != bool(topology):
         raise ConfigError(
             f"{name!r} cannot be measured as a compressed method: it must be gossip in order 'awc', or an all-reduce "
             "that is not stale, with phases that are known beforehand"
         )
-    params = jax.eval_shape(setup.model.init, jax.random.key(0))
+    params = _shapes(trainer)
     sent = np.mean([method.num_bytes(params, phase).mean() for phase in phases])
-    whole, n = _layout(setup).num_bytes, workers.num_workers
+    whole, n = _layout(trainer).num_bytes, workers.num_workers
     if topology:
-        exact = np.mean([rounds_lib.sent_bytes(round_, _layout(setup)).mean() for round_ in topology.rounds])
-        return Form(name, setup, tuple(sorted(phases)), float(sent / exact), 1.0)
-    sums, like = [], state_lib.abstract(*setup.beginning)
-    jax.eval_shape(workers.map(_silent_update(setup, min(phases), sums), (0, 0)), like, like.params)
-    return Form(name, setup, tuple(sorted(phases)), float(sent / (2 * (n - 1) / n * whole)), sum(sums))
+        exact = np.mean([rounds_lib.sent_bytes(round_, _layout(trainer)).mean() for round_ in topology.rounds])
+        return Form(name, trainer, tuple(sorted(phases)), float(sent / exact), 1.0)
+    sums, like = [], trainer.abstract
+    jax.eval_shape(workers.map(_silent_update(trainer, min(phases), sums), (0, 0)), like, like.params)
+    return Form(name, trainer, tuple(sorted(phases)), float(sent / (2 * (n - 1) / n * whole)), sum(sums))
 
 
-def _silent_update(setup: assemble.Setup, phase: int | None = None, sums: list[float] | None = None) -> Callable[..., Any]:
+def _silent_update(trainer: Trainer, phase: int | None = None, sums: list[float] | None = None) -> Callable[..., Any]:
     """All that a worker computes once it has its gradient."""
 
     def update(state, grads):
-        updates, opt_state = setup.method.tx.update(grads, state.opt_state, state.params, phase=phase)
-        return state_lib.State(optax.apply_updates(state.params, updates), opt_state)
+        updates, opt_state = trainer.method.tx.update(grads, state.opt_state, state.params, phase=phase)
+        return State(optax.apply_updates(state.params, updates), opt_state, state.source)
 
-    return silence.silent(update, setup.workers.axis_name, sums)
+    return silence.silent(update, trainer.workers.axis_name, sums)
 
 
 def coding_actions(forms: Sequence[Form]) -> Actions:
     """The updates of compressed methods without their messages, by name and phase."""
     actions = {}
-    for name, setup, phases, *_ in forms:
-        state = [state_lib.init(*setup.beginning)]
+    for name, trainer, phases, *_ in forms:
+        state = [trainer.init()]
         grads = jax.tree.map(lambda x: 1e-3 * x, state[0].params)
         for phase in phases:
-            run = setup.workers.jit(_silent_update(setup, phase), (0, 0), donate_argnums=(0,))
+            run = trainer.workers.jit(_silent_update(trainer, phase), (0, 0), donate_argnums=(0,))
 
             def update(run=run, state=state, grads=grads):
                 state[0] = run(state[0], grads)
@@ -337,14 +344,14 @@ def take_rounds(
 # -- What it comes to -------------------------------------------------------------------------------------------------
 
 
-def sizes_up_to_model(setup: assemble.Setup) -> tuple[int, ...]:
+def sizes_up_to_model(trainer: Trainer) -> tuple[int, ...]:
     """Bytes of exchanges, ascending."""
-    largest = max(_layout(setup).num_bytes, LEAST_BYTES)
+    largest = max(_layout(trainer).num_bytes, LEAST_BYTES)
     return tuple(largest // RATIO**k for k in reversed(range(SIZES)))
 
 
 def measure(
-    setup: assemble.Setup,
+    trainer: Trainer,
     *,
     name: str,
     sizes: Sequence[int] = (),
@@ -356,7 +363,7 @@ def measure(
     """Measures a worker's step, exchanges and codecs, and fits a profile to them. Every process calls it.
 
     Args:
-        setup: from `prepare`.
+        trainer: from `prepare`.
         name: of the cluster.
         sizes: of exchanges in bytes; none: up to the model's.
         forms: compressed methods.
@@ -370,14 +377,14 @@ def measure(
     Raises:
         ValueError: if larger exchanges do not take longer.
     """
-    watch = Stopwatch(setup.workers)
-    steps, codings = step_actions(setup), codec_actions(setup)
-    exchanges = exchange_actions(setup, sizes or sizes_up_to_model(setup))
+    watch = Stopwatch(trainer.workers)
+    steps, codings = step_actions(trainer), codec_actions(trainer)
+    exchanges = exchange_actions(trainer, sizes or sizes_up_to_model(trainer))
     times_s = take_rounds(watch, steps | exchanges | codings | coding_actions(forms), seconds, rounds, note)
     step_s, codec_s = {part: times_s[part] for part in steps}, {codec: times_s[codec] for codec in codings}
     coding_s = {form.name: np.mean([times_s[form.name, phase] for phase in form.phases], axis=0) for form in forms}
     exchange_s = {what: times_s[what].max(axis=0) for what in exchanges}
-    total_bytes = _layout(setup).num_bytes
+    total_bytes = _layout(trainer).num_bytes
     measurements = [
         calibrate.Measurement(what.kind, what.num_bytes, float(np.median(slowest_s)), what.scope, what.num_workers)
         for what, slowest_s in exchange_s.items()
@@ -386,7 +393,7 @@ def measure(
     measurements += [
         calibrate.Measurement("codec", total_bytes, float(np.median(both_s)), codec=codec) for codec, both_s in codec_s.items()
     ]
-    n, L = setup.workers.num_workers, setup.workers.local_size
+    n, L = trainer.workers.num_workers, trainer.workers.local_size
     cluster = calibrate.fit_cluster(measurements, name=name, num_nodes=n // L, workers_per_node=L)
     workload = _workload(step_s, total_bytes)
     return Measured(
@@ -418,12 +425,12 @@ def _compressed(forms: Sequence[Form], coding_s: dict[str, np.ndarray], workload
     """What a compressed method's update takes beyond the optimizer, and the combining of exact messages, which the model adds."""
     found = []
     for form in forms:
-        topology = form.setup.topology
+        topology = form.trainer.setup.topology
         known_s = workload.optimizer_s + (workload.combine_s if topology else 0.0)
         found.append(
             Compressed(
                 form.name,
-                form.setup.workers.num_workers,
+                form.trainer.workers.num_workers,
                 topology.name if topology else "",
                 form.ratio,
                 max(0.0, float(np.median(coding_s[form.name])) - known_s),

@@ -1,0 +1,200 @@
+"""What all configs share: who trains, by which method, and how often something is looked at.
+
+A shorthand names parts, `python -m launch.parts` lists them, and may give their options in brackets, as
+`mixer=choco(codec=int4,gamma=0.5)` or `optimizer=lion(b1=0.95)`. The sections of a config hold exactly the options of its parts.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import ml_collections
+
+from decjax import config as parts
+from decjax import registry
+
+KEYS = dict(
+    workers=int,
+    local_size=int,
+    simulate=bool,
+    steps=int,
+    smoke=bool,
+    method=str,
+    optimizer=str,
+    topology=str,
+    mixer=str,
+    reducer=str,
+    order=str,
+    codec=str,
+    rank=int,
+    every=int,
+    stale=bool,
+    engine=("auto", "fused", "split"),
+)
+PIPELINE_KEYS = dict(
+    stages=int,
+    tensor=int,
+    microbatches=int,
+    schedule=str,
+    chunks=int,
+    remat=bool,
+    backward=str,
+    forward=str,
+    autoencoder=int,
+    fused=bool,
+    compressed=str,
+)
+PLACES = {
+    "order": ("method",),
+    "every": ("method",),
+    "stale": ("method",),
+    "codec": ("mixer", "reducer"),
+    "rank": ("mixer", "reducer"),
+}
+STAGED = dict(schedule="schedule", chunks="chunks", remat="remat", autoencoder="autoencoder", fused="fused_embedding")
+PLAIN = dict(seed=0, local_size=1, simulate=False, consensus_every=0, tensor=1, engine="auto", bucket_bytes=2**18)
+
+
+def get_config(
+    given: Mapping[str, Any],
+    *,
+    steps: int,
+    batch: int,
+    clip_norm: float,
+    tuned: Callable[[str, str, str], Mapping[str, float]],
+    warmup_steps: int = 0,
+    defaults: Mapping[str, str] | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> ml_collections.ConfigDict:
+    """The sections of methods, pipelines and periods; a config adds task, data and model.
+
+    Args:
+        given: the parsed shorthand.
+        steps: of a run, unless it is given.
+        batch: examples of a worker's microbatch.
+        clip_norm: of each worker's own gradient; 0: none.
+        tuned: `tuned(method, order, optimizer)`: learning rate and weight decay of this task.
+        warmup_steps: at most; a tenth of the steps if that is less.
+        defaults: parts other than the usual ones, as method="allreduce".
+        options: of the optimizer, besides.
+    """
+    smoke = given.get("smoke", False)
+    config = ml_collections.ConfigDict(PLAIN | {name: given[name] for name in PLAIN.keys() & given.keys()})
+    workers = ml_collections.FieldReference(given.get("workers", 0))
+    microbatches = given.get("microbatches", 1)
+    config.workers = workers  # 0: one per device; 8 simulated ones on a lone accelerator
+    config.batch_size = workers * (batch * microbatches)  # examples per step, over all workers
+    config.steps = given.get("steps", steps)
+    config.clip_norm = clip_norm
+    _pipeline(config, given, microbatches)
+    names = _parts(config, given, dict(defaults or {}), options or {})
+    learning = dict(tuned(config.method.name, config.method.get("order", ""), names.get("optimizer", "adamw").partition("(")[0]))
+    learning_rate = learning.pop("learning_rate")
+    if "optimizer" in names:
+        config.optimizer = parts.choose("optimizer", names["optimizer"], **options or {}, **learning)
+    else:  # The method is an optimizer itself.
+        config.method.update(learning)
+    config.schedule = parts.section(
+        "schedule", "cosine", learning_rate=learning_rate, warmup_steps=min(warmup_steps, config.steps // 10), final_fraction=0.05
+    )
+    config.log_every = 5 if smoke else 10
+    config.eval = dict(
+        every=10 if smoke else 500, num_windows=16 if smoke else 128, batch_size=8
+    )  # 0 windows: all; the last takes all
+    config.checkpoint = dict(every=10 if smoke else 500, keep=2)
+    return config
+
+
+def _parts(
+    config: ml_collections.ConfigDict, given: Mapping[str, Any], defaults: dict[str, str], own: Mapping[str, Any]
+) -> dict[str, str]:
+    """Enters the sections of method, mixer and reducer; returns the names of all parts."""
+    names = {kind: given[kind] for kind in ("method", "mixer", "reducer", "optimizer") if kind in given}
+    if names.get("reducer", "").partition("(")[0] == "onebit_adam":  # It is a method: the optimizer is its own.
+        names |= {"method": "onebit_adam"}
+        del names["reducer"]
+
+    def wants(kind, name, what):
+        return registry.part(kind, name.partition("(")[0]).traits.get(what)
+
+    if "mixer" in names and (method := wants("mixer", names["mixer"], "method")):
+        names.setdefault("method", method)
+    method = names.setdefault("method", defaults.get("method", "decentralized"))
+    chooses = wants("method", method, "chooses") or ()
+    stages = config.pipeline.stages
+    for kind in ("mixer", "reducer", "optimizer", "topology"):
+        needed = "mixer" if kind == "topology" else kind
+        if needed not in chooses and kind in given and kind in ("topology", *names):
+            raise ValueError(
+                f"config argument {kind}={given[kind]} changes nothing with method={method}; leave it out, or use "
+                f"method={'|'.join(_methods_with(needed))}"
+            )
+    if "mixer" in chooses:
+        names.setdefault("mixer", defaults.get("mixer", "exact"))
+        config.mixer = parts.choose("mixer", names["mixer"])
+        config.topology = given.get("topology") or wants("mixer", names["mixer"], "topology") or "one_peer_exponential"
+    if "reducer" in chooses:
+        names.setdefault("reducer", wants("method", method, "reducer") or "mean")
+        start = {"start": config.steps // 6} if wants("method", method, "warm") else {}
+        config.reducer = parts.choose("reducer", names["reducer"], stages, **start)
+        if "optimizer" in chooses and (optimizer := wants("reducer", names["reducer"], "optimizer")):
+            names.setdefault("optimizer", optimizer)
+        if "compressed" in given:
+            if "stages" not in config.reducer:
+                raise ValueError(
+                    f"config argument compressed={given['compressed']} says which stages compress; use it with stages=2 or "
+                    "more and a reducer that compresses, as reducer=powersgd"
+                )
+            config.reducer.stages = given["compressed"]
+    elif "compressed" in given:
+        raise ValueError(f"config argument compressed={given['compressed']} changes nothing with method={method}; leave it out")
+    smoke = dict(every=5) if given.get("smoke") and "reducer" in chooses else {}
+    config.method = parts.choose("method", method, **({} if "optimizer" in chooses else own), **smoke)
+    if given.get("smoke") and "window" in config.get("reducer", {}):
+        config.reducer.window = 2
+    _place(config, given)
+    if "optimizer" in chooses:
+        names.setdefault("optimizer", defaults.get("optimizer", "adamw"))
+    return names
+
+
+def _methods_with(kind: str) -> list[str]:
+    return [name for name in registry.names("method") if kind in registry.part("method", name).traits.get("chooses", ())]
+
+
+def _place(config: ml_collections.ConfigDict, given: Mapping[str, Any]) -> None:
+    """Puts options that have a key of their own where the chosen part takes them: nobody should believe in a compression that is
+    not there."""
+    for key, sections in PLACES.items():
+        if key not in given:
+            continue
+        takers = [section for section in sections if section in config and key in config[section]]
+        if not takers:
+            chosen = " and ".join(
+                f"{section} {config[section].name!r}" for section in ("method", "mixer", "reducer") if section in config
+            )
+            raise ValueError(
+                f"config argument {key}={given[key]} changes nothing with {chosen}; leave it out, or choose a part that has "
+                f"{key}: python -m launch.parts lists them"
+            )
+        config[takers[0]][key] = given[key]
+
+
+def _pipeline(config: ml_collections.ConfigDict, given: Mapping[str, Any], microbatches: int) -> None:
+    """Enters how a worker's model lies on its devices, and the forms of messages between its stages."""
+    stages = given.get("stages", 1)
+    config.pipeline = dict(stages=stages, microbatches=microbatches)  # parts of a batch that are under way one behind the other
+    if stages == 1:
+        if idle := [key for key in (*STAGED, "backward", "forward") if given.get(key)]:
+            key = idle[0]
+            raise ValueError(f"config argument {key}={given[key]} changes nothing with stages=1; leave it out, or use stages=2")
+        return
+    chunks = 2 if given.get("schedule") == "interleaved" else 1
+    config.pipeline.update(schedule="1f1b", chunks=chunks, layers="", remat=False, autoencoder=0, fused_embedding=False)
+    config.pipeline.update({field: given[key] for key, field in STAGED.items() if key in given})
+    config.boundary = {}
+    if given.get("backward"):
+        config.boundary.update(backward=given["backward"], when="epilogue", error="carry")
+    if given.get("forward"):
+        config.boundary.update(forward=given["forward"], forward_error="none", slots=0, reuse_indices=False)
+    if not config.boundary:
+        del config.boundary

@@ -1,0 +1,13 @@
+"""From a config to the parts of a run. `ConfigDict` ends here: below are plain values.
+
+sections   a part's section of a config, from its signature
+legacy     configs of older runs, in today's form
+spec       `resolve(config) -> RunSpec`: pure, needs no device, makes every check there is and decides what is automatic
+assemble   `build(spec, devices) -> Setup`: fails on devices, memory and data only
+selective  how many stages of a pipeline should compress
+"""
+
+from decjax.config.assemble import Setup, build
+from decjax.config.resolve import Size, devices_of_worker, resolve, size
+from decjax.config.sections import choose, section
+from decjax.config.spec import SIMULATED_WORKERS, Choice, RunSpec

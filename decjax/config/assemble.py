@@ -1,0 +1,207 @@
+"""From a spec to the parts of a run: what is shared by the checks of `resolve`, and by `build`, which puts them on devices."""
+
+from collections.abc import Callable, Sequence
+import functools
+import os
+from typing import Any, NamedTuple
+
+import jax
+import optax
+
+from decjax import mesh, optim, pipeline, reduce, registry, tasks
+from decjax import topology as topology_lib
+from decjax.channel import Channel
+from decjax.config.spec import Averaging, Choice, RunSpec
+from decjax.errors import ConfigError
+from decjax.optim.method import Method
+from decjax.pipeline import source as source_lib
+
+
+class Setup(NamedTuple):
+    """All parts of a run.
+
+    Attributes:
+        spec: what they were made from.
+        workers: where they live.
+        task: what is trained.
+        source: where gradients come from.
+        method: what happens to them.
+        learning_rate: by step.
+        topology: of gossip; None: the method has none.
+        data: None before it is loaded.
+    """
+
+    spec: RunSpec
+    workers: mesh.Workers
+    task: tasks.Task
+    source: source_lib.Source
+    method: Method
+    learning_rate: optax.Schedule
+    topology: topology_lib.Topology | None
+    data: tasks.Data | None = None
+
+    @property
+    def start(self) -> Callable[[jax.Array], Any]:
+        """`start(key)`: the parameters of one model, leaves [S, …] with stages."""
+        return lambda key: self.source.split(self.task.init(key))
+
+
+def build(spec: RunSpec, devices: Sequence[jax.Device] | None = None) -> Setup:
+    """Puts a run on devices and reads its data.
+
+    Args:
+        spec: from `resolve`.
+        devices: where workers live unless they are simulated; None: `jax.devices()`.
+
+    Raises:
+        ConfigError: in one line: the value, the constraint and the fix.
+    """
+    try:
+        setup = assemble(spec, functools.partial(mesh.make_workers, simulate=spec.simulate, devices=devices))
+        _check_memory(setup)
+        return setup._replace(data=setup.task.load(spec.workers, spec.each, spec.seed))
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+
+
+def assemble(spec: RunSpec, make_workers: Callable[..., mesh.Workers]) -> Setup:
+    """The parts of a run, without its data.
+
+    Args:
+        spec: what the run is.
+        make_workers: `mesh.make_workers`, with what it needs besides sizes.
+    """
+    model = _make("model", spec.model, divide=mesh.divide) if spec.model else None
+    division = _division(spec, model)
+    task = _make("task", spec.task, model=division.complete(model) if division else model)
+    workers = make_workers(
+        spec.workers, local_size=spec.local_size, stages=spec.pipeline.stages, tensor=spec.tensor, divided=task.divided
+    )
+    source = make_source(spec, task, division)
+    learning_rate = _make("schedule", spec.schedule, steps=spec.steps)
+    method, topology = _method(spec, workers, source, learning_rate)
+    return Setup(spec, workers, task, source, method, learning_rate, topology)
+
+
+def _make(kind: str, choice: Choice, **context: Any) -> Any:
+    return registry.make(kind, choice.name, **context, **choice.options)
+
+
+# -- Where gradients come from ----------------------------------------------------------------------------------------
+
+
+def _division(spec: RunSpec, model: Any) -> pipeline.Division | None:
+    given = spec.pipeline
+    if given.stages == 1:
+        return None
+    try:
+        layers = tuple(int(layers) for layers in given.layers.split(",") if layers)
+    except ValueError:
+        raise ValueError(f"pipeline.layers={given.layers!r} must read like '3,4,4,3', one number for each virtual stage") from None
+    return source_lib.divide_model(
+        getattr(model, "parts", None),
+        given.stages,
+        chunks=given.chunks,
+        layers=layers,
+        autoencoder=given.autoencoder,
+        fused_embedding=given.fused_embedding,
+    )
+
+
+def make_source(
+    spec: RunSpec,
+    task: tasks.Task,
+    division: pipeline.Division | None,
+    watch: Callable[[pipeline.Boundary], pipeline.Boundary] = lambda boundary: boundary,
+) -> source_lib.Source:
+    """The gradient source of a spec; `watch` wraps what travels between stages, as `pipeline.probed` does."""
+    source_lib.check_microbatches(spec.pipeline.microbatches, spec.each)
+    if not division:
+        return source_lib.whole(task.loss, task.variables, spec.pipeline.microbatches)
+    codecs = {
+        name: registry.make("codec", spec.boundary[name])
+        for name in ("backward", "forward")
+        if spec.boundary and spec.boundary.get(name)
+    }
+    boundary = watch(pipeline.coded(**{**(spec.boundary or {}), **codecs})) if codecs else None
+    return source_lib.of_division(
+        division,
+        schedule=spec.pipeline.schedule,
+        microbatches=spec.pipeline.microbatches,
+        remat=spec.pipeline.remat,
+        batch=task.examples(spec.each),
+        boundary=boundary,
+    )
+
+
+# -- What happens to them ---------------------------------------------------------------------------------------------
+
+
+def _method(
+    spec: RunSpec, workers: mesh.Workers, source: source_lib.Source, learning_rate: optax.Schedule
+) -> tuple[Method, topology_lib.Topology | None]:
+    channel = Channel(workers.axis, spec.bucket_bytes, spec.seed, pipeline.tied_tables(source.division))
+    peak = spec.schedule.options.get("learning_rate", 1.0)
+    clip = optim.clip_by_global_norm(spec.clip_norm, source.norm) if spec.clip_norm else optax.identity()
+    context: dict[str, Any] = dict(
+        num_workers=spec.workers, learning_rate=learning_rate, clip=clip, share=lambda step: learning_rate(step) / peak
+    )
+    if spec.optimizer:
+        optimizer = _make("optimizer", spec.optimizer, learning_rate=learning_rate)
+        context["inner"] = optax.chain(clip, optimizer) if spec.clip_norm else optimizer
+    topology = None
+    if spec.mixer:
+        topology = make_topology(spec.topology, spec.workers, spec.local_size)
+        context["mixer"] = _make("mixer", spec.mixer, topology=topology, channel=channel)
+    if spec.averaging:
+        context["reducer"] = make_reducer(spec.averaging, channel, spec.pipeline.stages, source.division)
+    return _make("method", spec.method, **context), topology
+
+
+def make_topology(text: str, num_workers: int, local_size: int) -> topology_lib.Topology:
+    """The topology of a call form; graphs that know of nodes get `local_size` unless the text says otherwise."""
+    name, options = registry.parse("topology", text)
+    if num_workers == 1:
+        raise ValueError(f"topology {name!r} needs at least 2 workers, got 1; use method 'local' for a single worker")
+    if local_size > 1:
+        for option in {"local_size", "local"} & registry.part("topology", name).options.keys():
+            options.setdefault(option, local_size)
+    return topology_lib.make(name, num_workers, **options)
+
+
+def make_reducer(
+    given: Averaging, channel: Channel, num_stages: int = 1, division: pipeline.Division | None = None
+) -> reduce.Reducer:
+    """How gradients, or the changes of several local steps, are averaged: plainly before step `start`, and in all but the first
+    `stages`; a tied table, which two stages hold, by itself."""
+
+    def compressor(channel):
+        return _make("reducer", given.reducer, channel=channel)
+
+    reducer = compressor(channel)
+    if given.stages:
+        reducer = reduce.first_stages(compressor, int(given.stages), num_stages, reduce.mean, channel)
+    reducer = reduce.start_at(reducer, given.start, reduce.mean(channel))
+    return pipeline.with_tied_table(reducer, division, channel) if division else reducer
+
+
+# -- Memory -----------------------------------------------------------------------------------------------------------
+
+
+def _check_memory(setup: Setup) -> None:
+    """Refuses state that this machine's memory, where it is that of CPU devices, cannot hold."""
+    workers = setup.workers
+    if not (workers.simulated or workers.on_cpu):
+        return
+    stages = workers.stages
+    per_worker = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(jax.eval_shape(setup.start, jax.random.key(0))))
+    needed, there = len(workers.own) * per_worker * COPIES, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if needed > there:
+        raise ValueError(
+            f"{len(workers.own)} workers of {per_worker / 4e6:.3g}M parameters{f' in {stages} stages' * (stages > 1)} need at least "
+            f"{needed / 1e9:.3g} GB for parameters, moments and gradients, and this machine has {there / 1e9:.3g} GB; use "
+            "fewer workers or a smaller model"
+        )
+
+
+COPIES = 3  # of parameters that a worker holds at least: themselves, a gradient, and what most optimizers remember

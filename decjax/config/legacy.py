@@ -1,0 +1,123 @@
+"""Configs of runs that were begun before sections held a chosen part's fields only, in today's form; tested on files of that time."""
+
+from collections.abc import Mapping
+from typing import Any
+
+OWN = {
+    "adamw": ("b1", "b2", "eps", "weight_decay"),
+    "accum_adamw": ("b1", "b2", "eps", "weight_decay", "window"),
+    "sgdm": ("momentum", "weight_decay"),
+    "sign": ("weight_decay",),
+}
+CODED = ("codec", "form", "error", "decay", "momentum", "storage")
+REDUCERS = {
+    "mean": (),
+    "powersgd": ("rank", "gate", "wire_dtype"),
+    "codec": CODED,
+    "demo": CODED,
+    "onebit_adam": CODED,
+    "gravac": ("ladder", "window", "threshold"),
+}
+MIXERS = {
+    "exact": ("codec", "rounds"),
+    "choco": ("codec", "gamma", "rounds"),
+    "deepsqueeze": ("codec", "gamma", "rounds"),
+    "beer": ("codec", "gamma", "rounds"),
+    "push_sum": ("codec", "gamma", "rounds"),
+    "dcd": ("codec",),
+    "power_gossip": ("rank",),
+    "accelerated": ("rounds",),
+}
+BOUNDARY = {"backward": ("when", "error"), "forward": ("forward_error", "slots", "reuse_indices")}
+KEPT = (
+    "seed",
+    "workers",
+    "local_size",
+    "simulate",
+    "batch_size",
+    "steps",
+    "tensor",
+    "engine",
+    "bucket_bytes",
+    "consensus_every",
+    "log_every",
+    "eval",
+    "checkpoint",
+)
+
+
+def modern(document: Mapping[str, Any]) -> dict[str, Any]:
+    """A config in today's form; one that has it already is returned as it is."""
+    if "mixing" not in document:
+        return dict(document)
+    old: dict[str, Any] = {"tensor": 1, "boundary": {}, "pipeline": {"stages": 1, "microbatches": 1}, "stale": False} | dict(
+        document
+    )
+    optimizer, method = old["optimizer"], old["method"]
+    new = {name: old[name] for name in KEPT}
+    new |= {
+        "task": "lm",
+        "data": old["data"] | {"sample_bytes": old["sample_bytes"]},
+        "model": {"name": "decoder", **old["model"]},
+        "clip_norm": optimizer["clip_norm"],
+        "schedule": {"name": "cosine", **_only(optimizer, ("learning_rate", "warmup_steps", "final_fraction"))},
+    }
+    staged = old["pipeline"]["stages"] > 1
+    new["pipeline"] = dict(old["pipeline"]) if staged else _only(old["pipeline"], ("stages", "microbatches"))
+    boundary = {
+        field: old["boundary"][field] for codec, own in BOUNDARY.items() if old["boundary"].get(codec) for field in (codec, *own)
+    }
+    new |= {"boundary": boundary} if boundary else {}
+    if method == "allreduce" and old["reducer"]["name"] == "onebit_adam":
+        method = "onebit_adam"
+        new["method"] = {"name": method, **_only(optimizer, OWN["adamw"])}
+    else:
+        new["optimizer"] = {"name": optimizer["name"], **_only(optimizer, OWN[optimizer["name"]])}
+    if method == "decentralized":
+        new |= _gossip(old)
+    elif method == "allreduce":
+        new["method"] = {"name": method, "stale": old["stale"]}
+    elif method in ("diloco", "sparseloco"):
+        outer = old["outer"]
+        new["method"] = {
+            "name": method,
+            "every": outer["every"],
+            "outer_learning_rate": outer["learning_rate"],
+            "outer_momentum": outer["momentum"],
+        }
+    elif method == "local":
+        new["method"] = {"name": method}
+    if method not in ("decentralized", "local"):
+        new["reducer"] = _reducer(old["reducer"], staged)
+    return new
+
+
+def _only(section: Mapping[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
+    return {name: section[name] for name in names if name in section}
+
+
+def _gossip(old: Mapping[str, Any]) -> dict[str, Any]:
+    mixing, graph = old["mixing"], old["topology"]
+    name = "accelerated" if mixing["accelerated"] else mixing["mixer"]
+    mixer = {"name": name, **_only(mixing, MIXERS[name])}
+    for field in ("codec", "gamma"):  # Empty and zero stood for nothing, and for what the codec allows.
+        if field in mixer:
+            mixer[field] = mixer[field] or None
+    method = {
+        "name": "tracking" if name == "beer" else "decentralized",
+        **_only(mixing, ("order", "every", "strength", "strength_power", "static_phase")),
+    }
+    options = graph["options"]
+    return {"method": method, "mixer": mixer, "topology": f"{graph['name']}({options})" if options else graph["name"]}
+
+
+def _reducer(given: Mapping[str, Any], staged: bool) -> dict[str, Any]:
+    name = given["name"]
+    own = {field: given[field] for field in REDUCERS[name]}
+    for field in ("storage", "wire_dtype"):
+        if field in own:
+            own[field] = own[field] or None
+    around = {} if name == "mean" else {"start": given["start"]}
+    if staged and name not in ("mean", "gravac"):
+        around |= {field: given[field] or None for field in ("stages", "cluster")}
+    return {"name": "codec" if name == "onebit_adam" else name, **own, **around}

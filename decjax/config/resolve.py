@@ -1,0 +1,419 @@
+"""From a config to a `RunSpec`, with every check there is; no device is needed, no data is read."""
+
+from collections.abc import Mapping
+import functools
+import json
+import math
+from typing import Any, NamedTuple
+
+import jax
+import ml_collections
+import numpy as np
+
+from decjax import mesh, registry
+from decjax.config import assemble, legacy, sections, selective
+from decjax.config.spec import SIMULATED_WORKERS, Averaging, Choice, Layers, Periodic, RunSpec, Saving
+from decjax.errors import ConfigError
+
+PLAIN = (
+    "seed",
+    "steps",
+    "workers",
+    "local_size",
+    "simulate",
+    "batch_size",
+    "tensor",
+    "clip_norm",
+    "engine",
+    "bucket_bytes",
+    "consensus_every",
+    "log_every",
+    "task",
+)
+GROUPS = {"eval": Periodic._fields, "checkpoint": Saving._fields}
+MINIMA = {
+    "steps": 1,
+    "log_every": 1,
+    "consensus_every": 0,
+    "clip_norm": 0,
+    "bucket_bytes": 0,
+    "tensor": 1,
+    "eval.every": 1,
+    "eval.batch_size": 1,
+    "eval.num_windows": 0,
+    "checkpoint.every": 1,
+    "checkpoint.keep": 1,
+    "pipeline.stages": 1,
+    "pipeline.microbatches": 1,
+    "pipeline.chunks": 1,
+    "pipeline.autoencoder": 0,
+    "boundary.slots": 0,
+    "reducer.start": 0,
+    "optimizer.weight_decay": 0,
+    "optimizer.eps": 0,
+    "method.every": 1,
+    "method.strength_power": 0,
+}
+# What is unrolled into a program, or made before the first step.
+MAXIMA = {
+    "workers": 2**16,
+    "pipeline.stages": 2**10,
+    "pipeline.chunks": 2**8,
+    "pipeline.microbatches": 2**12,
+    "tensor": 2**12,
+    "mixer.rounds": 2**8,
+    "mixer.rank": 2**12,
+    "reducer.rank": 2**14,
+    "boundary.slots": 2**20,
+    "eval.batch_size": 2**20,
+    "batch_size": 2**26,
+    "bucket_bytes": 2**40,
+}
+LARGEST = 2**31 - 1  # any whole number
+FRACTIONS = (
+    "method.strength",
+    "schedule.final_fraction",
+    "optimizer.b1",
+    "optimizer.b2",
+    "optimizer.momentum",
+    "method.b1",
+    "method.b2",
+    "method.outer_momentum",
+)
+OPEN = ("b1", "b2", "momentum", "outer_momentum")  # 1 is too much
+MAX_SEED = 2**32 - 1
+
+
+def resolve(
+    config: ml_collections.ConfigDict | Mapping[str, Any], num_devices: int | None = None, lone_accelerator: bool = False
+) -> RunSpec:
+    """Checks a config and decides all that is automatic in it.
+
+    Args:
+        config: as `configs/lm.py` makes it, or a config.json of any version.
+        num_devices: that `workers=0` is to fill; None: `SIMULATED_WORKERS`.
+        lone_accelerator: whether there is exactly one, on which `workers=0` are simulated.
+
+    Returns:
+        The `RunSpec`.
+
+    Raises:
+        ConfigError: in one line: the value, the constraint and the fix.
+    """
+    try:
+        document = legacy.modern(_plain(config))
+        if lone_accelerator and not document.get("workers"):
+            document["simulate"] = True
+        spec = _spec(document, num_devices or SIMULATED_WORKERS)
+        _check_together(spec)
+        return _check_parts(spec)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    except (OverflowError, MemoryError, RecursionError) as error:
+        raise ConfigError(f"a number in the config is too large ({error}); use smaller sizes") from error
+
+
+def _plain(config: Any) -> dict[str, Any]:
+    """Nested dicts of plain values, references followed."""
+    return json.loads(config.to_json()) if isinstance(config, ml_collections.ConfigDict) else json.loads(json.dumps(dict(config)))
+
+
+def document_of(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A config.json of any version as today's runs write it."""
+    return _spec(legacy.modern(config), SIMULATED_WORKERS).document
+
+
+def devices_of_worker(config: Any) -> int:
+    """S·T, devices that hold one worker's model, of a config that was not resolved yet."""
+    return max(1, config.pipeline.stages * config.tensor)
+
+
+class Size(NamedTuple):
+    """How large a run is."""
+
+    workers: int
+    params: int  # values
+    tokens: int  # that a worker reads in a step
+
+
+def size(config: Any) -> Size:
+    """The size of a run from its config alone: no device is started, no data is read."""
+    spec = resolve(config)
+    setup = assemble.assemble(spec, _simulated)
+    leaves = jax.tree.leaves(jax.eval_shape(setup.task.init, jax.random.key(0)))
+    return Size(spec.workers, sum(leaf.size for leaf in leaves), spec.each * setup.task.items)
+
+
+# -- Reading ----------------------------------------------------------------------------------------------------------
+
+
+def _spec(document: dict[str, Any], num_devices: int) -> RunSpec:
+    """The document's values, each checked by itself."""
+    _check_numbers(document)
+    stages = _field(document.get("pipeline", {}), "pipeline", "stages")
+    method = registry.part("method", _name(document, "method"))
+    chooses = method.traits.get("chooses", ())
+    expected = {
+        *PLAIN,
+        *GROUPS,
+        "data",
+        "schedule",
+        "method",
+        "pipeline",
+        *(kind for kind in ("optimizer", "reducer") if kind in chooses),
+        *(("mixer", "topology") if "mixer" in chooses else ()),
+    }
+    task = registry.part("task", _field(document, "config", "task"))
+    expected |= {"model"} if task.traits.get("models") else set()
+    for field in document.keys() - expected - {"boundary"}:
+        raise ValueError(f"config.{field} changes nothing with method {method.name!r} and task {task.name!r}; leave it out")
+    chosen = {
+        kind: _choice(document, kind, stages) for kind in ("model", "schedule", "optimizer", "method", "mixer") if kind in expected
+    }
+    task_choice = Choice(task.name, sections.check("task", task.name, _section(document, "data")))
+    groups = {name: {field: _field(_section(document, name), name, field) for field in fields} for name, fields in GROUPS.items()}
+    plain = {name: _field(document, "config", name) for name in PLAIN}
+    tensor = plain["tensor"]
+    if not plain["workers"]:
+        plain["workers"] = SIMULATED_WORKERS if plain["simulate"] else max(1, num_devices // max(1, stages * tensor))
+        plain["batch_size"] = plain["batch_size"] or plain["workers"]
+    spec = RunSpec(
+        document={},
+        **plain | {"task": task_choice, "topology": _topology(document) if "topology" in expected else None},
+        model=chosen.get("model"),
+        schedule=chosen["schedule"],
+        optimizer=chosen.get("optimizer"),
+        method=chosen["method"],
+        mixer=chosen.get("mixer"),
+        averaging=_averaging(document, stages) if "reducer" in expected else None,
+        pipeline=_layers(_section(document, "pipeline")),
+        boundary=_boundary(document.get("boundary"), stages),
+        eval=Periodic(**groups["eval"]),
+        checkpoint=Saving(**groups["checkpoint"]),
+    )
+    return spec._replace(document=_document(spec))
+
+
+def _document(spec: RunSpec) -> dict[str, Any]:
+    """What config.json holds."""
+
+    def named(choice):
+        return {"name": choice.name, **choice.options}
+
+    document = {name: getattr(spec, name) for name in PLAIN} | {"task": spec.task.name, "data": dict(spec.task.options)}
+    document |= {
+        kind: named(choice) for kind in ("model", "schedule", "optimizer", "method", "mixer") if (choice := getattr(spec, kind))
+    }
+    if spec.topology:
+        document["topology"] = spec.topology
+    if averaging := spec.averaging:
+        known = sections.fields("reducer", averaging.reducer.name, spec.pipeline.stages)
+        around = {name: getattr(averaging, name) for name in ("start", "stages", "cluster") if name in known}
+        document["reducer"] = named(averaging.reducer) | around
+    shown = Layers._fields if spec.pipeline.stages > 1 else ("stages", "microbatches")
+    document["pipeline"] = {name: getattr(spec.pipeline, name) for name in shown}
+    if spec.boundary:
+        document["boundary"] = dict(spec.boundary)
+    return json.loads(json.dumps(document | {"eval": spec.eval._asdict(), "checkpoint": spec.checkpoint._asdict()}))
+
+
+def _section(document: Mapping[str, Any], name: str) -> dict[str, Any]:
+    found = document.get(name, {})
+    if not isinstance(found, dict):
+        raise ValueError(f"config.{name}={found!r} must be a section of fields; see configs/lm.py")
+    return found
+
+
+def _field(section: Mapping[str, Any], name: str, field: str) -> Any:
+    if field not in section:
+        raise ValueError(
+            f"config lacks {field if name == 'config' else f'{name}.{field}'}; a config holds every field, see configs/lm.py"
+        )
+    return section[field]
+
+
+def _name(document: Mapping[str, Any], kind: str) -> str:
+    name = _section(document, kind).get("name")
+    if not isinstance(name, str):
+        raise ValueError(f"config.{kind}.name={name!r} must be a name; python -m launch.parts {kind} lists them")
+    return name
+
+
+def _choice(document: Mapping[str, Any], kind: str, stages: int) -> Choice:
+    name, options = _name(document, kind), dict(_section(document, kind))
+    del options["name"]
+    return Choice(name, sections.check(kind, name, options, stages))
+
+
+def _averaging(document: Mapping[str, Any], stages: int) -> Averaging:
+    name, options = _choice(document, "reducer", stages)
+    around = {field: options.pop(field) for field in ("start", "stages", "cluster") if field in options}
+    return Averaging(Choice(name, options), **around)
+
+
+def _topology(document: Mapping[str, Any]) -> str:
+    text = _field(document, "config", "topology")
+    if not isinstance(text, str):
+        raise ValueError(
+            f"topology={text!r} must be a name, as 'ring' or 'torus(shape=(2,4))'; python -m launch.topologies lists them"
+        )
+    registry.parse("topology", text)
+    return text
+
+
+def _layers(given: dict[str, Any]) -> Layers:
+    known = {name: registry.Option(default, type(default), False) for name, default in Layers._field_defaults.items()}
+    values = _checked("pipeline", given, known)
+    if values["stages"] == 1 and (idle := [name for name in given if name not in ("stages", "microbatches")]):
+        raise ValueError(f"pipeline.{idle[0]}={given[idle[0]]!r} changes nothing with pipeline.stages=1; leave it out")
+    return Layers(**values)
+
+
+BACKWARD = {
+    "backward": registry.Option("", str, False),
+    "when": registry.Option("epilogue", str, False),
+    "error": registry.Option("carry", str, False),
+}
+FORWARD = {
+    "forward": registry.Option("", str, False),
+    "forward_error": registry.Option("none", str, False),
+    "slots": registry.Option(0, int, False),
+    "reuse_indices": registry.Option(False, bool, False),
+}
+
+
+def _boundary(given: dict[str, Any] | None, stages: int) -> dict[str, Any] | None:
+    """Options of messages between stages: of gradients, of activations, or of both."""
+    if not given:
+        return None
+    if stages == 1:
+        raise ValueError("config.boundary holds forms of messages between stages, got pipeline.stages=1; leave it out")
+    known = {
+        name: entry
+        for kind, entries in (("backward", BACKWARD), ("forward", FORWARD))
+        if given.get(kind)
+        for name, entry in entries.items()
+    }
+    return _checked(
+        "boundary", {name: value for name, value in given.items() if value != "" or name not in ("backward", "forward")}, known
+    )
+
+
+def _checked(what: str, given: Mapping[str, Any], known: Mapping[str, registry.Option]) -> dict[str, Any]:
+    if unknown := [name for name in given if name not in known]:
+        raise ValueError(f"{what}.{unknown[0]} is unknown here; use some of {', '.join(known) or 'none'}")
+    return {
+        name: registry.checked(f"{what}.{name}", given[name], entry) if name in given else entry.default
+        for name, entry in known.items()
+    }
+
+
+# -- Checking ---------------------------------------------------------------------------------------------------------
+
+
+def _check_numbers(document: Mapping[str, Any]) -> None:
+    """Refuses numbers that no run can have, one by one."""
+    for path, value in jax.tree_util.tree_leaves_with_path(document):
+        name = jax.tree_util.keystr(path, simple=True, separator=".")
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            continue
+        if not math.isfinite(value):
+            raise ValueError(f"{name}={value}: must be finite")
+        most = MAX_SEED if name == "seed" else MAXIMA.get(name, LARGEST)
+        if (abs(value) > most and isinstance(value, int)) or (name in MAXIMA and value > most):
+            raise ValueError(f"{name}={value}: must be at most {most}")
+        if value < MINIMA.get(name, -math.inf):
+            raise ValueError(f"{name}={value}: must be at least {MINIMA[name]}")
+        if name in FRACTIONS and not (0 <= value < 1 if name.split(".")[1] in OPEN else 0 <= value <= 1):
+            raise ValueError(f"{name}={value}: must be at least 0 and {'less than' if name.split('.')[1] in OPEN else 'at most'} 1")
+    if not isinstance(document.get("seed"), int) or document["seed"] < 0:
+        raise ValueError(f"seed={document.get('seed')!r}: must lie between 0 and {MAX_SEED}")
+
+
+def _check_together(spec: RunSpec) -> None:
+    """Refuses values that do not go together."""
+    n, batch_size = spec.workers, spec.batch_size
+    if n < 1:
+        raise ValueError(f"workers={n}: at least one worker is needed")
+    if batch_size < 1 or batch_size % n:
+        multiples = dict.fromkeys(max(1, batch_size // n + more) * n for more in (0, 1))
+        raise ValueError(
+            f"batch_size={batch_size} is not a positive multiple of workers={n}; use {' or '.join(map(str, multiples))}"
+        )
+    for name, least in (("learning_rate", spec.schedule.options), ("outer_learning_rate", spec.method.options)):
+        if name in least and not least[name] > 0:
+            raise ValueError(f"{name}={least[name]} must be positive")
+    for name in ("heads", "hidden", "vocabulary"):
+        value = (spec.model.options if spec.model else {}).get(name)
+        if spec.tensor > 1 and value is None:
+            raise ValueError(f"tensor={spec.tensor}: model {spec.model and spec.model.name!r} does not divide; use tensor=1")
+        if value is not None and value % spec.tensor:
+            raise ValueError(
+                f"model.{name}={value} is not divisible by tensor={spec.tensor}, the devices that "
+                f"divide it; use tensor={math.gcd(value, spec.tensor)}"
+            )
+    _check_communicates(spec)
+    _check_stages(spec)
+
+
+def _check_communicates(spec: RunSpec) -> None:
+    """Refuses a run that would end before it first exchanges, or compresses, anything."""
+    every, averaging = spec.method.options.get("every", 1), spec.averaging
+    if every > spec.steps:
+        raise ValueError(
+            f"method.every={every} is more than steps={spec.steps}, so nothing would ever be exchanged; use at most "
+            f"{spec.steps}, or method 'local'"
+        )
+    if not averaging:
+        return
+    if averaging.start and averaging.start * every >= spec.steps:
+        raise ValueError(
+            f"reducer.start={averaging.start} is not reached in steps={spec.steps}, so reducer {averaging.reducer.name!r} would "
+            f"never be used; use less than {-(-spec.steps // every)}, or reducer 'mean'"
+        )
+    window = averaging.reducer.options.get("window", 0)
+    if window and (averaging.start + window) * every >= spec.steps:
+        raise ValueError(
+            f"reducer.window={window} after reducer.start={averaging.start} is not over in steps={spec.steps}, so reducer "
+            f"{averaging.reducer.name!r} would compress nothing; use a shorter window, or reducer 'mean'"
+        )
+
+
+def _check_stages(spec: RunSpec) -> None:
+    """Refuses numbers of compressing stages that there are not, and a fused table without gradients that are averaged."""
+    stages, text = spec.pipeline.stages, spec.averaging and spec.averaging.stages
+    if text and text != selective.AUTO and not (text.isdecimal() and 1 <= int(text) <= stages):
+        raise ValueError(
+            f"reducer.stages={text!r}: must be a number from 1 to stages={stages}, {selective.AUTO!r}, or empty for all"
+        )
+    if spec.pipeline.fused_embedding and not registry.part("method", spec.method.name).traits.get("averages_gradients"):
+        raise ValueError(
+            f"pipeline.fused_embedding with method {spec.method.name!r} has no gradients that are averaged over workers, with "
+            "which to add up the two of a tied table; leave it out, or use method 'allreduce'"
+        )
+
+
+_simulated = functools.partial(mesh.make_workers, simulate=True)
+
+
+def _check_parts(spec: RunSpec) -> RunSpec:
+    """Builds every part for workers that are simulated, looks whether shapes fit, and decides which stages compress."""
+    if spec.tensor > 1 and spec.simulate:
+        raise ValueError(
+            f"tensor={spec.tensor} with simulate: a lone device divides no arrays; use tensor=1, whose trajectory is the same"
+        )
+    one_device = spec._replace(tensor=1)
+    if spec.averaging and spec.averaging.stages == selective.AUTO:
+        setup = assemble.assemble(one_device._replace(averaging=spec.averaging._replace(stages=None)), _simulated)
+        averaging = spec.averaging._replace(stages=str(selective.choose(spec, setup)))
+        spec, one_device = spec._replace(averaging=averaging), one_device._replace(averaging=averaging)
+        spec = spec._replace(document=_document(spec))
+    setup = assemble.assemble(one_device, _simulated)
+    selective.check_boundary(spec, setup)
+    params = jax.eval_shape(setup.start, jax.random.key(0))
+    if spec.pipeline.stages > 1:
+        params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), params)
+    # Some mixers and reducers refuse arrays of some shapes, or messages that are no smaller.
+    sent_N = setup.method.num_bytes(params, setup.method.phase(spec.steps - 1))
+    assert np.all(np.isfinite(sent_N))
+    return spec

@@ -1,0 +1,268 @@
+"""What happens to gradients and parameters, whole: an optimizer, what is exchanged around it, and when.
+
+    decentralized    x_i ← Σ_j w_ij x_j − α d_i(g_i)             an optimizer and a mixer
+    tracking         the same with trackers of the mean gradient   an optimizer and a mixer, such as beer
+    allreduce        x ← x − α d(ḡ)                                an optimizer and a reducer
+    onebit_adam      all-reduce of Adam's momentum                 a reducer; it is an optimizer itself
+    diloco           H local steps, then an outer one              an optimizer and a reducer
+    sparseloco       the same, its changes coded                   an optimizer and a reducer
+    local            each worker by itself                         an optimizer
+
+A method is built from parts that exist already; nobody above it asks for a mixer or reducer by its name.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import optax
+
+from decjax import gossip, reduce, registry
+from decjax.optim.decentralize import decentralize, stale_exchange, synchronize
+from decjax.optim.local_updates import local_updates
+from decjax.optim.onebit import scale_by_onebit_adam
+from decjax.optim.tracking import track, tracked_exchange
+
+Share = Callable[[Any], Any]  # step -> learning rate ÷ its peak
+
+
+class Method(NamedTuple):
+    """What happens to gradients and parameters: reduce, gossip or local.
+
+    Attributes:
+        tx: the transformation; its update takes `phase`, and `received` where there is an `exchange`.
+        phase: `phase(step)` -> the static phase of a step, or None to trace it.
+        num_bytes: `num_bytes(params, phase) -> (N,)`, the declared bytes that each worker sends.
+        exchange: `exchange(params, opt_state, phase) -> received`, all communication of the step, where it needs nothing of
+            the step's gradient; None where it does, or where there is none.
+        usage: `usage(opt_state) -> [phases]` steps so far in each of `phases`, where the phase is None because the state decides
+            on it; the bytes are then those of that many steps of each. None otherwise.
+        phases: what `usage` counts.
+        mixer: of a method whose state has a `mixer` field; None otherwise. It says how workers are averaged.
+        every: steps from one exchange to the next.
+    """
+
+    tx: optax.GradientTransformationExtraArgs
+    phase: Callable[[int], int | None]
+    num_bytes: Callable[[Any, int | None], np.ndarray]
+    exchange: Callable[[Any, Any, int], Any] | None = None
+    usage: Callable[[Any], jax.Array] | None = None
+    phases: range = range(0)
+    mixer: gossip.Mixer | None = None
+    every: int = 1
+
+
+@registry.register("method", "decentralized", chooses=("mixer", "optimizer"))
+def decentralized(
+    inner: optax.GradientTransformation,
+    mixer: gossip.Mixer,
+    share: Share | None = None,
+    *,
+    order: str = "awc",
+    every: int = 1,
+    strength: float = 1.0,
+    strength_power: float = 0.0,
+    static_phase: bool = True,
+) -> Method:
+    """Gossip around any optimizer: parameters are mixed with neighbours', see `decentralize`.
+
+    Args:
+        inner: the optimizer.
+        mixer: how parameters are mixed.
+        share: the learning rate ÷ its peak, by step.
+        order: "awc" mixes what was carried, and overlaps with the gradient; "atc" mixes after the step.
+        every: p, mix in every p-th step.
+        strength: γ of W' = γW + (1−γ)I; 0 none, 1 full.
+        strength_power: p of γ·(learning rate ÷ peak)^p.
+        static_phase: a program for each phase of the topology; else one that switches, and hides nothing.
+
+    Reference:
+        arXiv 2410.11998, decentralized Adam.
+    """
+    mixer = _every_and_damped(mixer, every, strength, strength_power, share)
+
+    def exchange(params, opt_state, phase):
+        return mixer.exchange(params, opt_state.mixer, phase)
+
+    return _gossip(decentralize(inner, mixer, order), mixer, exchange, order, every, static_phase)
+
+
+@registry.register("method", "tracking", chooses=("mixer", "optimizer"))
+def tracking(
+    inner: optax.GradientTransformation,
+    mixer: gossip.Mixer,
+    share: Share | None = None,
+    *,
+    order: str = "awc",
+    every: int = 1,
+    strength: float = 1.0,
+    strength_power: float = 0.0,
+    static_phase: bool = True,
+) -> Method:
+    """Gradient tracking: trackers of the mean gradient are mixed with the parameters, see `track`; with mixer "beer" it is BEER.
+
+    Args:
+        inner: the optimizer, which is given the tracked gradient.
+        mixer: how both are mixed.
+        share, order, every, strength, strength_power, static_phase: see `decentralized`.
+
+    Reference:
+        arXiv 1607.03218; arXiv 2201.13320.
+    """
+    mixer = _every_and_damped(mixer, every, strength, strength_power, share)
+
+    def exchange(params, opt_state, phase):
+        return tracked_exchange(mixer, params, opt_state, phase)
+
+    both = mixer._replace(num_bytes=lambda params, phase: mixer.num_bytes((params, params), phase))
+    method = _gossip(track(inner, mixer, order), both, exchange, order, every, static_phase)
+    return method._replace(mixer=mixer._replace(restart=None))  # Its memory is of trackers, which an average does not make equal.
+
+
+def _every_and_damped(mixer, every, strength, power, share) -> gossip.Mixer:
+    mixer = gossip.every(mixer, every)
+    if not power:
+        return gossip.damp(mixer, strength)
+    if share is None:
+        raise ValueError(f"strength_power={power} follows the learning rate: give `share`, or leave it 0")
+    return gossip.damp(mixer, lambda step: strength * share(step) ** power)
+
+
+def _gossip(tx, mixer, exchange, order, every, static_phase) -> Method:
+    if static_phase:
+        return Method(tx, mixer.phase, mixer.num_bytes, exchange if order == "awc" else None, mixer=mixer, every=every)
+
+    def num_bytes(params, phase):  # All phases in one program: the mean over a period.
+        del phase
+        mixing = sum(phase != gossip.LOCAL for phase in mixer.phases)
+        return np.mean([mixer.num_bytes(params, mixer.phase(step)) for step in range(every * mixing)], axis=0)
+
+    return Method(tx, lambda step: None, num_bytes, mixer=mixer, every=every)
+
+
+@registry.register("method", "allreduce", chooses=("reducer", "optimizer"), averages_gradients=True)
+def allreduce(inner: optax.GradientTransformation, reducer: reduce.Reducer, num_workers: int, *, stale: bool = False) -> Method:
+    """Gradients are averaged over all workers, plainly or compressed, see `synchronize`.
+
+    Args:
+        inner: the optimizer, which is given the average.
+        reducer: how gradients are averaged.
+        num_workers: N.
+        stale: apply the average of the step before, so that averaging overlaps with the gradient.
+    """
+
+    def exchange(params, opt_state, phase):
+        del params
+        return stale_exchange(reducer, opt_state, phase)
+
+    return _averaging(synchronize(inner, reducer, stale), reducer, num_workers, exchange if stale else None)
+
+
+@registry.register("method", "onebit_adam", chooses=("reducer",), warm=True, reducer="codec(codec=scaled_sign,form='shards')")
+def onebit_adam(
+    reducer: reduce.Reducer,
+    num_workers: int,
+    learning_rate: optax.Schedule,
+    clip: optax.GradientTransformation,
+    *,
+    b1: float = 0.9,
+    b2: float = 0.99,
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+) -> Method:
+    """1-bit Adam: momenta are averaged in the reducer's form once the variance, found in the reducer's first steps, is frozen.
+
+    Args:
+        reducer: plain before step `start`, coded from then on.
+        num_workers: N.
+        learning_rate: a schedule.
+        clip: of each worker's gradient.
+        b1, b2, eps: see `scale_by_onebit_adam`.
+        weight_decay: λ, decoupled.
+
+    Reference:
+        arXiv 2102.02888.
+    """
+    tx = optax.chain(
+        clip,
+        scale_by_onebit_adam(reducer, b1, b2, eps),
+        optax.add_decayed_weights(weight_decay),
+        optax.scale_by_learning_rate(learning_rate),
+    )
+    return _averaging(tx, reducer, num_workers)
+
+
+@registry.register("method", "diloco", chooses=("reducer", "optimizer"))
+def diloco(
+    inner: optax.GradientTransformation,
+    reducer: reduce.Reducer,
+    num_workers: int,
+    *,
+    every: int = 30,
+    outer_learning_rate: float = 0.7,
+    outer_momentum: float = 0.9,
+) -> Method:
+    """H local steps, then one of Nesterov's along the average change, see `local_updates`.
+
+    Args:
+        inner: the optimizer of local steps.
+        reducer: how changes are averaged.
+        num_workers: N.
+        every: H.
+        outer_learning_rate: of the outer step.
+        outer_momentum: Nesterov's; 0: none.
+
+    Reference:
+        arXiv 2311.08105.
+    """
+    reducer = reduce.every(reducer, every)
+    outer = optax.sgd(outer_learning_rate, outer_momentum or None, nesterov=True)
+    return _averaging(local_updates(inner, reducer, outer), reducer, num_workers)._replace(every=every)
+
+
+@registry.register(
+    "method",
+    "sparseloco",
+    chooses=("reducer", "optimizer"),
+    reducer="codec(codec=block_topk(values=int2),decay=0.95,form='gather')",
+)
+def sparseloco(
+    inner: optax.GradientTransformation,
+    reducer: reduce.Reducer,
+    num_workers: int,
+    *,
+    every: int = 30,
+    outer_learning_rate: float = 1.0,
+    outer_momentum: float = 0.0,
+) -> Method:
+    """DiLoCo whose outer step is the average change itself, for changes that a reducer codes with a decaying memory.
+
+    Args:
+        inner, reducer, num_workers, every, outer_learning_rate, outer_momentum: see `diloco`.
+
+    Reference:
+        arXiv 2508.15706.
+    """
+    return diloco(inner, reducer, num_workers, every=every, outer_learning_rate=outer_learning_rate, outer_momentum=outer_momentum)
+
+
+def _averaging(tx: Any, reducer: reduce.Reducer, num_workers: int, exchange: Any = None) -> Method:
+    """The method of a transformation whose communication is a reducer's."""
+    usage = reducer.usage and (lambda opt_state: reducer.usage(opt_state.reducer))
+    return Method(
+        tx, reducer.phase, lambda params, phase: reducer.num_bytes(params, num_workers, phase), exchange, usage, reducer.phases
+    )
+
+
+@registry.register("method", "local", chooses=("optimizer",))
+def local(inner: optax.GradientTransformation, num_workers: int) -> Method:
+    """Every worker trains by itself: nothing is sent."""
+    inner = optax.with_extra_args_support(inner)
+
+    def update(grads, state, params=None, *, phase=None, **extra):
+        del phase
+        return inner.update(grads, state, params, **extra)
+
+    tx = optax.GradientTransformationExtraArgs(inner.init, update)
+    return Method(tx, lambda step: 0, lambda params, phase: np.zeros(num_workers))

@@ -1,0 +1,412 @@
+"""A run in a work directory: steps, logging, checkpoints, signals, and how it ends. All methods and tasks share this loop."""
+
+import collections
+from collections.abc import Iterator
+import contextlib
+import json
+import os
+import pathlib
+import signal
+import time
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from decjax import config
+from decjax.errors import CheckpointError, Diverged
+from decjax.train import checkpoint, metrics
+from decjax.train import state as state_lib
+from decjax.train.evaluate import Evaluation
+from decjax.train.state import State
+from decjax.train.trainer import Trainer
+
+BYTES = {"bytes_sent_per_worker": "worker", "bytes_between_stages_per_worker": "stage"}  # counters, and the mesh axis of each
+REPORTED = ("steps", "time_s", "eval_loss", "local_eval_loss_min", "local_eval_loss_max", "bytes_per_step_per_worker")  # at least
+SUMMARIZED = {
+    "bytes_sent_per_worker": "bytes_per_step_per_worker",
+    "bytes_between_stages_per_worker": "bytes_between_stages_per_step_per_worker",
+}
+LAYOUT = ("stages", "chunks", "layers", "autoencoder")  # of a pipeline, what decides where parameters live
+
+
+class Outcome(NamedTuple):
+    """How a run ended.
+
+    Attributes:
+        step: the last step taken.
+        signal: the signal that interrupted it, or None if it is finished.
+        summary: contents of `summary.json`, or None if it is not finished.
+        shown: what the averaged model can do, such as text, or None.
+    """
+
+    step: int
+    signal: signal.Signals | None
+    summary: dict | None
+    shown: str | None
+    is_old: bool = False  # it was finished before
+
+
+class Origin(NamedTuple):
+    """Another run to start from: its folder, checkpoints and newest step, its number of workers, and whether replicas have weights."""
+
+    folder: pathlib.Path
+    checkpoints: checkpoint.Checkpoints
+    step: int
+    num_workers: int
+    has_weights: bool
+
+
+@contextlib.contextmanager
+def _signals() -> Iterator[list[signal.Signals]]:
+    """Collects SIGTERM and Ctrl-C in a list; a second Ctrl-C interrupts at once."""
+    caught: list[signal.Signals] = []
+
+    def note(number, frame):
+        if signal.SIGINT in caught and number == signal.SIGINT:
+            signal.default_int_handler(number, frame)
+        caught.append(signal.Signals(number))
+
+    before = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield caught
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+class Run:
+    """One run: a `Trainer` in a work directory. `train()` takes it from where it stands to its end."""
+
+    def __init__(self, trainer: Trainer, workdir: str | os.PathLike, resume_from: str | os.PathLike | None = None):
+        self.trainer, self.spec, self.workers = trainer, trainer.spec, trainer.workers
+        self.workdir = pathlib.Path(workdir)
+        origin = None
+        if resume_from is not None and not checkpoint.has_checkpoints(self.workdir):
+            origin = self._open(pathlib.Path(resume_from))  # Complains before anything is written.
+        self._lock = checkpoint.claim(self.workdir, self.spec.document)
+        self.checkpoints = checkpoint.Checkpoints(self.workdir, keep=self.spec.checkpoint.keep)
+        self.first = jax.process_index() == 0
+        # `first_step` is where this run's time and bytes begin to count.
+        self.counters = {"time_s": 0.0, "bytes_sent_per_worker": 0.0, "first_step": 0, "corpus": trainer.setup.data.fingerprint}
+        if self.workers.stages > 1 and not self.workers.simulated:
+            self.counters["bytes_between_stages_per_worker"] = 0.0
+        self.note = ""
+        self.start, self.state = self._restore(origin)
+        trainer.check_exchanges()
+        self._counted = trainer.bytes_by_usage(self.state)  # as far as the counters know of them
+        self._saved = self.start if self.checkpoints.latest() == self.start else None
+        loss = trainer.setup.task.metrics["loss"]
+        self._unit = f" {loss.unit}" if loss.unit else ""
+
+    # -- Beginning ----------------------------------------------------------------------------------------------------
+
+    def _restore(self, origin: Origin | None) -> tuple[int, State]:
+        if (step := self.checkpoints.latest()) is not None:
+            state, counters = self.checkpoints.restore(step, like=self.trainer.abstract)
+            if counters["corpus"] != self.counters["corpus"]:
+                raise CheckpointError(
+                    f"the data have changed since step {step} ({counters['corpus']} then, "
+                    f"{self.counters['corpus']} now); restore them, or start in another --workdir"
+                )
+            self.counters |= counters
+            self.note = f"continuing from step {step}"
+            return step, state
+        if origin is None:
+            self.note = "no checkpoint yet: starting again" if metrics.read(self.workdir) else ""
+            return 0, self.trainer.init()
+        return self._restore_resized(origin)
+
+    def _open(self, folder: pathlib.Path) -> Origin:
+        """The run to start from; its model must be divided as ours."""
+        checkpoints = checkpoint.Checkpoints(folder, read_only=True)
+        step = checkpoints.latest()
+        try:
+            theirs = config.document_of(json.loads((folder / "config.json").read_text()))
+            own = [
+                {"chunks": 1, "layers": "", "autoencoder": 0} | document["pipeline"] for document in (theirs, self.spec.document)
+            ]
+            has_weights = theirs.get("mixer", {}).get("name") == "push_sum"
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise CheckpointError(f"{folder / 'config.json'} cannot be read: not a run of decjax") from error
+        if differing := [
+            f"pipeline.{name}={own[0][name]!r} there, {own[1][name]!r} here" for name in LAYOUT if own[0][name] != own[1][name]
+        ]:
+            raise CheckpointError(f"{folder} is of a model divided otherwise ({'; '.join(differing)}); start with the same")
+        if step is None or step >= self.spec.steps:
+            raise CheckpointError(
+                f"{folder} has "
+                + (
+                    "no complete checkpoint; choose another --resume_from"
+                    if step is None
+                    else f"done {step} of steps={self.spec.steps}; set more steps to go on from there"
+                )
+            )
+        return Origin(folder, checkpoints, step, theirs["workers"], has_weights)
+
+    def _weights(self, origin: Origin) -> np.ndarray:
+        """y_i of each replica of another run, those of its mixer."""
+        shape = (origin.num_workers, self.workers.stages)[: self.workers.num_axes]
+        like = {"opt_state": {"mixer": {"weight": jax.ShapeDtypeStruct(shape, np.float32, sharding=self.workers.replicated)}}}
+        state, _ = origin.checkpoints.restore(origin.step, like, partial=True)
+        weight = self.workers.fetch(state)["opt_state"]["mixer"]["weight"]
+        return weight.reshape(origin.num_workers, -1)[:, 0]  # Those of stages are equal.
+
+    def _restore_resized(self, origin: Origin) -> tuple[int, State]:
+        n = origin.num_workers
+        like = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct((n, *x.shape[1:]), x.dtype, sharding=self.workers.replicated),
+            state_lib.kept(self.trainer.abstract, self.trainer.setup.source.lasts),
+        )
+        state, _ = origin.checkpoints.restore(origin.step, like, partial=True)
+        state = self.workers.fetch(state)
+        # What mixers remember of neighbours starts from one and the same model: here the average of the replicas.
+        params, weight_N = state["params"], self._weights(origin) if origin.has_weights else None
+        average = jax.tree.map(lambda mean, x: np.asarray(mean, x.dtype), state_lib.mean_over_workers(params, weight_N), params)
+        fresh = self.workers.fetch(self.trainer.start(average))
+        state = state_lib.resize(state, fresh, self.workers.num_workers, weight_N)
+        self.counters["first_step"] = origin.step
+        self.note = (
+            f"starting from step {origin.step} of {origin.folder}; {n} replicas became {self.workers.num_workers}, "
+            "mixer and reducer state begin afresh"
+        )
+        return origin.step, self.workers.place(state)
+
+    # -- Measuring ----------------------------------------------------------------------------------------------------
+
+    def _flush(self, losses: collections.deque) -> np.ndarray:
+        """Mean loss of each worker over the pending (step, loss_N); raises `Diverged` on the first that is not finite."""
+        fetched = [(step, self.workers.fetch_first(loss)) for step, loss in losses]
+        for step, loss_N in fetched:
+            if not np.isfinite(loss_N).all():
+                self._diverged(
+                    f"loss is {loss_N[~np.isfinite(loss_N)][0]} on worker "
+                    f"{np.flatnonzero(~np.isfinite(loss_N))[0]} in step {step + 1}"
+                )
+        return np.mean([loss_N for _, loss_N in fetched], axis=0)
+
+    def _diverged(self, what: str) -> None:
+        kept = f"the last good checkpoint is of step {self._saved}" if self._saved is not None else "no checkpoint was saved yet"
+        raise Diverged(
+            f"{what}: training has diverged; {kept}. Lower schedule.learning_rate, raise schedule.warmup_steps or set clip_norm"
+        )
+
+    def _finite_distance(self, step: int) -> float:
+        distance = self.trainer.consensus_distance(self.state)
+        if not np.isfinite(distance):
+            self._diverged(f"parameters are no longer finite after step {step}")
+        return distance
+
+    def _training_row(self, losses: collections.deque, step: int, begun: float, logged: float, logged_step: int) -> dict[str, Any]:
+        """What has happened since `logged`, a time, and the step before it; waits for the last step."""
+        local_N = self._flush(losses)
+        before, self._counted = self._counted, self.trainer.bytes_by_usage(self.state)
+        self.counters["bytes_sent_per_worker"] += self._counted - before
+        now = time.monotonic()
+        return {
+            "step": step,
+            "time_s": now - begun,
+            "kind": "train",
+            "loss": float(local_N.mean()),
+            "loss_min": float(local_N.min()),
+            "loss_max": float(local_N.max()),
+            "consensus_distance": self._finite_distance(step),
+            f"{self._items}_per_s": self._count(step - logged_step) / (now - logged),
+            **self._bytes(),
+            "learning_rate": float(self.trainer.setup.learning_rate(step - 1)),
+        }
+
+    def _evaluation_row(self, result: Evaluation, step: int, time_s: float) -> dict[str, Any]:
+        if not np.isfinite(result.averaged["loss"]):
+            self._diverged(f"validation loss of the averaged model is {result.averaged['loss']} after step {step}")
+        found = {}
+        for name, value in result.averaged.items():
+            local_N = result.local[name]
+            found |= {name: value, f"{name}_min": float(local_N.min()), f"{name}_max": float(local_N.max())}
+        return {
+            "step": step,
+            "time_s": time_s,
+            "kind": "eval",
+            **found,
+            "consensus_distance": self._finite_distance(step),
+            f"{self._items}_per_s": self._count(step - self.counters["first_step"]) / time_s,
+            **self._bytes(),
+        } | {f"{name}_coded": value for name, value in (result.coded or {}).items()}
+
+    def _bytes(self) -> dict[str, float]:
+        return {name: self.counters[name] for name in BYTES if name in self.counters}
+
+    @property
+    def _items(self) -> str:
+        return self.trainer.setup.task.item
+
+    def _count(self, steps: int) -> int:
+        return steps * self.spec.batch_size * self.trainer.setup.task.items
+
+    # -- The loop -----------------------------------------------------------------------------------------------------
+
+    def train(self) -> Outcome:
+        """Trains to the last step, or until a signal; saves in both cases.
+
+        Returns:
+            The `Outcome`.
+
+        Raises:
+            Diverged: if a loss or the parameters are not finite; the last good checkpoint stays.
+        """
+        if self.start == self.spec.steps and (summary := self._summary()):
+            self._close()
+            return Outcome(self.start, None, summary, None, is_old=True)
+        recorder = metrics.Recorder(self.workdir, self.start, self.spec.steps) if self.first else None
+        display = (
+            metrics.Display(self.start, self.counters["first_step"], self.spec.steps, self._unit)
+            if self.first
+            else metrics.Silent()
+        )
+        if recorder and self._saved == self.start != recorder.last:
+            self.note += f"; metrics.jsonl ends at step {recorder.last}, what came between is lost"
+        try:
+            with _signals() as caught:
+                with display:
+                    stopped_at = self._steps(recorder, display, caught)
+                if stopped_at is not None:
+                    return Outcome(stopped_at, caught[0] if caught else signal.SIGTERM, None, None)
+                return self._finish(recorder, display)  # A matter of seconds: a signal does not stop it.
+        finally:
+            if recorder:
+                recorder.close()
+            self._close()
+
+    def _summary(self) -> dict | None:
+        """What the run ended with; None if that is missing or damaged, and is to be found anew."""
+        try:
+            summary = json.loads((self.workdir / "summary.json").read_text())
+        except (OSError, ValueError):
+            return None
+        return summary if isinstance(summary, dict) and summary.keys() >= set(REPORTED) else None
+
+    def _close(self) -> None:
+        self.checkpoints.close()
+        if self._lock:
+            self._lock.close()
+
+    def _steps(self, recorder, display, caught) -> int | None:
+        """Takes all steps that are left; returns the step at which a signal stopped it, or None."""
+        spec, trainer = self.spec, self.trainer
+        losses: collections.deque = collections.deque()
+        begun, logged = time.monotonic() - self.counters["time_s"], (time.monotonic(), self.start)
+        display.say(self._title())
+        if self.note:
+            display.say(self.note)
+
+        for step in range(self.start, spec.steps):
+            compiling_s = self._take(step, losses)
+            logged = logged[0] + compiling_s, logged[1]  # Compilation is no part of the rate.
+            done = step + 1
+            if spec.consensus_every and done % spec.consensus_every == 0:
+                # The next step's exchange may be dispatched by another thread: none of ours may still be on its way.
+                state, sent = trainer.consensus(self.state)
+                self.state = jax.block_until_ready(state)
+                self.counters["bytes_sent_per_worker"] += sent
+            display.step(done)
+
+            last, stop = done == spec.steps, self._stop_requested(caught, done)
+            # The last step is evaluated on all examples, by `_finish`.
+            evaluates = done % spec.eval.every == 0 and not last
+            saves = done % spec.checkpoint.every == 0 or last or stop
+            if done % spec.log_every == 0 or evaluates or saves:
+                self._record(recorder, display, self._training_row(losses, done, begun, *logged))
+                losses.clear()
+                if evaluates:
+                    result = trainer.evaluate(self.state, spec.eval.num_windows)
+                    self._record(recorder, display, self._evaluation_row(result, done, time.monotonic() - begun))
+                self.counters["time_s"] = time.monotonic() - begun
+                if saves:
+                    self.checkpoints.save(done, self.state, self.counters)
+                    self._saved = done
+                logged = time.monotonic(), done
+            if stop and not last:
+                return done
+        return None
+
+    def _take(self, step: int, losses: collections.deque) -> float:
+        """Takes one step, counts its bytes, and notes its loss; returns the seconds that compiling took."""
+        batch, asked = self.trainer.batch(step), time.monotonic()
+        program = self.trainer.program(self.state, batch, step)
+        compiling_s = time.monotonic() - asked
+        self.state, loss = program.run(self.state, batch, np.int32(step))
+        for name, axis in BYTES.items():
+            if name in self.counters:
+                self.counters[name] += float(program.sent[axis].mean())
+        losses.append((step, loss))
+        if len(losses) > 1:
+            losses[-2][1].block_until_ready()  # One step in flight while the host prepares the next.
+        return compiling_s
+
+    def _title(self) -> str:
+        """As "8 workers on 8 cpu devices, one_peer_exponential, 0.13 M parameters"."""
+        setup, workers = self.trainer.setup, self.workers
+        devices = jax.local_devices()[:1] if workers.simulated else [*workers.mesh.devices.flat]
+        params = jax.eval_shape(setup.task.init, jax.random.key(0))
+        return (
+            f"{_count(workers.num_workers, 'worker')} {'simulated ' if workers.simulated else ''}on "
+            f"{_count(len(devices), f'{devices[0].device_kind} device')}, "
+            f"{setup.topology.name if setup.topology else self.spec.method.name}, "
+            f"{sum(x.size for x in jax.tree.leaves(params)) / 1e6:.3g} M parameters"
+        )
+
+    def _stop_requested(self, caught, step: int) -> bool:
+        if jax.process_count() == 1:
+            return bool(caught)
+        # Processes must agree on the step at which they stop; ask at logging steps, which synchronise them anyway.
+        if step % self.spec.log_every:
+            return False
+        return bool(self.workers.fetch(self.workers.whole.build(lambda worker: np.int32(bool(caught)))).any())
+
+    def _record(self, recorder, display, row) -> None:
+        if recorder:
+            recorder.write(row)
+        display.show(row)
+
+    # -- The end ------------------------------------------------------------------------------------------------------
+
+    def _finish(self, recorder, display) -> Outcome:
+        result = self.trainer.evaluate(self.state)
+        self._record(recorder, display, self._evaluation_row(result, self.spec.steps, self.counters["time_s"]))
+        model = jax.tree.map(lambda x: np.asarray(x.addressable_data(0)), self.trainer.average(self.state))
+        summary, setup, shown = self._summarize(result, model), self.trainer.setup, None
+        if self.first:
+            temporary = self.workdir / "summary.tmp"
+            temporary.write_text(json.dumps(summary, indent=2) + "\n")
+            temporary.replace(self.workdir / "summary.json")
+            if setup.task.show:
+                shown = setup.task.show(*model, setup.data, jax.random.key(self.spec.seed))
+        return Outcome(self.spec.steps, None, summary, shown)
+
+    def _summarize(self, result: Evaluation, model: Any) -> dict[str, Any]:
+        """What is left of a run: its metrics, size, time and bytes."""
+        spec, summary = self.spec, {}
+        for name, value in result.averaged.items():
+            local_N = result.local[name]
+            summary |= {
+                f"eval_{name}": value,
+                f"local_eval_{name}_mean": float(local_N.mean()),
+                f"local_eval_{name}_min": float(local_N.min()),
+                f"local_eval_{name}_max": float(local_N.max()),
+            }
+        summary |= {f"eval_{name}_coded": value for name, value in (result.coded or {}).items()}
+        every = spec.consensus_every
+        return summary | {
+            "num_params": sum(x.size for x in jax.tree.leaves(model[0])),
+            "steps": spec.steps,
+            "time_s": self.counters["time_s"],
+            **{SUMMARIZED[name]: sent / (spec.steps - self.counters["first_step"]) for name, sent in self._bytes().items()},
+            **self.trainer.setup.data.facts,
+            "protocol": f"replicas replaced by their average every {every} steps"
+            if every
+            else "averaged model, training undisturbed",
+        }
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'s' if number != 1 else ''}"

@@ -1,0 +1,176 @@
+"""The trainer: a run's parts on devices, and what is done with them: steps, averages, evaluation.
+
+    state = trainer.init()
+    for step in range(spec.steps):
+        state, loss_N = trainer.step(state, trainer.batch(step), step)
+
+The step itself is `train.step`; how it is dispatched, `train.engine`. Work directories, signals and logs are `train.run`'s.
+"""
+
+from collections.abc import Sequence
+import functools
+from typing import Any
+
+import jax
+import numpy as np
+
+from decjax import config, gossip, reduce
+from decjax.errors import TrainingError
+from decjax.train import engine, evaluate, wire
+from decjax.train import state as state_lib
+from decjax.train.state import State
+from decjax.train.step import Step
+
+
+class Trainer:
+    """Takes the steps of a run.
+
+    Args:
+        spec: what to train, or the parts that were made of it already.
+        devices: where workers live unless they are simulated; None: `jax.devices()`.
+
+    Raises:
+        ConfigError: if devices, memory or data do not suffice.
+    """
+
+    def __init__(self, spec: config.RunSpec | config.Setup, devices: Sequence[jax.Device] | None = None):
+        self.setup = setup = spec if isinstance(spec, config.Setup) else config.build(spec, devices)
+        self.spec, self.workers, self.method = setup.spec, setup.workers, setup.method
+        self.train_step = Step(setup.source.gradient, setup.method, setup.workers, setup.spec.seed)
+        self.program_of = engine.make_step(self.train_step, setup.spec.engine)
+
+    # -- State --------------------------------------------------------------------------------------------------------
+
+    def init(self) -> State:
+        """The state before the first step: the same parameters on every worker."""
+        return self.start(jax.jit(self.setup.start)(jax.random.key(self.spec.seed)))
+
+    def start(self, params: Any) -> State:
+        """The state before the first step, from given parameters of one model; leaves [S, …] with stages."""
+        params = self.workers.stack(params)
+        start = {"in_axes": (0,)}
+        return State(
+            params,
+            self.workers.jit(self.method.tx.init, **start)(params),
+            self.workers.jit(self.setup.source.init, **start)(params),
+        )
+
+    @functools.cached_property
+    def abstract(self) -> State:
+        """Shapes, dtypes and shardings of the state, without its arrays."""
+        shapes = jax.eval_shape(self.init)
+        return jax.tree.map(
+            lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), shapes, self.workers.shardings(shapes)
+        )
+
+    # -- Steps --------------------------------------------------------------------------------------------------------
+
+    def batch(self, step: int) -> Any:
+        """The examples of a step, [N, B, …]."""
+        return self.workers.build(lambda worker: self.setup.data.batch(worker, step))
+
+    def step(self, state: State, batch: Any, step: int) -> tuple[State, jax.Array]:
+        """Takes a step: (the next state, the loss of every worker before it, [N]); the given state is used up."""
+        return self.program(state, batch, step).run(state, batch, np.int32(step))
+
+    def program(self, state: State, batch: Any, step: int) -> engine.Program:
+        """The compiled step, one for each phase; arrays may be shapes."""
+        return self.program_of(self.method.phase(step), state, batch, np.int32(step))
+
+    def check_exchanges(self) -> None:
+        """Sends known values between workers, and between stages, and looks at what arrives.
+
+        Raises:
+            TrainingError: if a message is lost.
+        """
+        try:
+            if self.setup.topology:
+                gossip.check_exchange(self.workers.whole, self.setup.topology, self.method.mixer.permutations)
+            if self.setup.source.permutations:
+                gossip.check_stage_exchange(self.workers, self.setup.source.permutations)
+        except RuntimeError as error:
+            raise TrainingError(str(error)) from error
+
+    def bytes_by_usage(self, state: State) -> float:
+        """Bytes that a worker has sent in steps whose phase the state has decided on."""
+        if not self.method.usage:
+            return 0.0
+        used = self.workers.fetch(self._usage(state.opt_state))  # [N, (stages,) phases]
+        one = state_lib.one_device(state.params, self.workers)
+        per_step = [self.method.num_bytes(one, phase).mean() for phase in self.method.phases]
+        return float(used.reshape(-1, len(per_step)).mean(axis=0) @ per_step) * self.workers.stages
+
+    @functools.cached_property
+    def _usage(self):
+        return self.workers.jit(self.method.usage, (0,))
+
+    # -- Averages -----------------------------------------------------------------------------------------------------
+
+    def average(self, state: State) -> tuple[Any, Any]:
+        """The averaged model: (parameters, variables), in float32 at least, on every device."""
+        return self._average(state)
+
+    def consensus_distance(self, state: State) -> float:
+        """Ξ = sqrt( (1/N) Σ_i ‖x_i − x̄‖² )."""
+        return float(self._distance(state.params))
+
+    def consensus(self, state: State) -> tuple[State, float]:
+        """The state in which every replica is the average, and the bytes that a worker sent for it; the given one is used up."""
+        return self._consensus[0](state), self._consensus[1]
+
+    def models(self, state: State) -> tuple[Any, Any]:
+        """Every worker's whole model: (parameters, variables), [N, …]."""
+        return self._join(state.params), self.setup.source.variables(state.source)
+
+    @functools.cached_property
+    def _join(self):
+        if self.workers.stages == 1:
+            return lambda params: params
+        join = jax.vmap(self.setup.source.join)
+        return jax.jit(join, out_shardings=self.workers.whole.shardings(jax.eval_shape(join, self.abstract.params)))
+
+    @functools.cached_property
+    def _average(self):
+        join, source = jax.vmap(self.setup.source.join), self.setup.source
+
+        def average(state):
+            params = state_lib.averaged(state._replace(params=join(state.params)), self.method.mixer, self.workers.num_axes)
+            return params, state_lib.mean_over_workers(source.variables(state.source))
+
+        return jax.jit(average, out_shardings=self.workers.replicated)
+
+    @functools.cached_property
+    def _distance(self):
+        join = jax.vmap(self.setup.source.join)
+        return jax.jit(lambda params: state_lib.consensus_distance(join(params)), out_shardings=self.workers.replicated)
+
+    @functools.cached_property
+    def _consensus(self):
+        workers = self.workers
+        consensus = functools.partial(state_lib.consensus, mixer=self.method.mixer, workers=workers)
+        shardings = workers.shardings(self.abstract)
+        compiled = jax.jit(consensus, out_shardings=shardings, donate_argnums=0).lower(self.abstract).compile()
+        if workers.simulated:
+            one = state_lib.one_device(self.abstract.params, workers)
+            sent_N = workers.stages * reduce.mean().num_bytes(one, workers.num_workers)
+        else:
+            sent_N = wire.bytes_by_axis(compiled.as_text(), workers)["worker"]
+        return compiled, float(sent_N.mean())
+
+    # -- Evaluation ---------------------------------------------------------------------------------------------------
+
+    def evaluate(self, state: State, limit: int = 0) -> evaluate.Evaluation:
+        """Metrics of the averaged model and of every worker's own.
+
+        Args:
+            state: is not changed.
+            limit: how many validation examples; 0: all.
+        """
+        return self._evaluate(limit)(self.models(state), self.average(state))
+
+    @functools.cache  # noqa: B019  One trainer lives as long as its process.
+    def _evaluate(self, limit):
+        task, source, data = self.setup.task, self.setup.source, self.setup.data
+        return evaluate.make_evaluate(
+            task.measure, self.workers.whole, data.validation(limit), self.spec.eval.batch_size, source.coded
+        )
