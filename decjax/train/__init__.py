@@ -14,7 +14,7 @@ metrics      metrics.jsonl, TensorBoard, the screen
 wire         bytes sent, read from compiled HLO
 overlap      what is computed while messages travel, read from compiled HLO
 errors       what ends a run, in one line
-measure      what a step, an exchange and a codec take: profiles for `decjax.runtime`
+measure      what a step, an exchange and a codec take: profiles for `decjax.costmodel`
 silence      programs without their messages, for `measure`
 """
 

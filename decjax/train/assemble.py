@@ -185,7 +185,7 @@ def _check_boundary(config, model) -> None:
 
 
 def _compressed_stages(config, model, source, workers) -> int:
-    """What `reducer.stages` should be, by the runtime model."""
+    """What `reducer.stages` should be, by the cost model."""
     methods.check_stages(config)
     shapes = jax.eval_shape(lambda: source.split(model.init(jax.random.key(0))))
     return selective.choose(config, model, selective.one_stage(shapes), methods.make_compressor(config, workers.axis_name))

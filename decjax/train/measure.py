@@ -1,4 +1,4 @@
-"""Measures on the devices at hand what `decjax.runtime` asks for: a worker's step, exchanges between workers, codecs, and what
+"""Measures on the devices at hand what `decjax.costmodel` asks for: a worker's step, exchanges between workers, codecs, and what
 compressed methods compute.
 
 Everything is taken in rounds, one action after the other in an order that rotates, so that whatever else the machines do falls
@@ -32,8 +32,8 @@ import numpy as np
 import optax
 
 from decjax import buckets, codecs, mesh
+from decjax.costmodel import Cluster, Compressed, Link, Workload, calibrate
 from decjax.gossip import rounds as rounds_lib
-from decjax.runtime import Cluster, Compressed, Link, Workload, calibrate
 from decjax.train import assemble, silence
 from decjax.train import state as state_lib
 from decjax.train.errors import ConfigError
@@ -205,7 +205,7 @@ class Form(NamedTuple):
         name: what the profile calls it.
         setup: its parts.
         phases: those of its last steps, when it does what it is meant to.
-        ratio, latencies: see `runtime.Compressed`.
+        ratio, latencies: see `costmodel.Compressed`.
     """
 
     name: str

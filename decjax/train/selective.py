@@ -1,4 +1,4 @@
-"""How many stages of a pipeline should compress what they send to other workers, by the runtime model.
+"""How many stages of a pipeline should compress what they send to other workers, by the cost model.
 
 Stage 0 is done with its backward passes last. What the stages behind it send may travel until then, as long as their links are
 fast enough; the first k, whose messages would be waited for, compress.
@@ -11,10 +11,9 @@ import jax
 import jax.numpy as jnp
 import ml_collections
 
-from decjax import models, reduce, runtime
+from decjax import costmodel, models, reduce
 from decjax.train import methods
 
-REMATERIALIZE = {False: "products", True: "stages"}  # what `decjax.pipeline` keeps, in the runtime model's words
 VALUE_BYTES = {"float32": 4, "bfloat16": 2}  # of what is computed
 
 
@@ -39,7 +38,7 @@ def choose(config: ml_collections.ConfigDict, model: models.Model, stage_params:
             "reducer.stages='auto' needs reducer.cluster, a profile as configs/clusters/optimus_a100.json; "
             "python -m launch.calibrate makes one"
         )
-    layout = runtime.Layout(
+    layout = costmodel.Layout(
         workers=N,
         stages=config.pipeline.stages,
         tensor=config.tensor,
@@ -47,16 +46,16 @@ def choose(config: ml_collections.ConfigDict, model: models.Model, stage_params:
         schedule=config.pipeline.schedule,
         chunks=config.pipeline.chunks,
         layers=tuple(int(layers) for layers in config.pipeline.layers.split(",") if layers),
-        rematerialize=REMATERIALIZE[config.pipeline.remat],
+        remat=config.pipeline.remat,
     )
-    cluster = runtime.load(given.cluster)[0].resize(layout.num_devices)
+    cluster = costmodel.load(given.cluster)[0].resize(layout.num_devices)
     if cluster.flops is None:
         raise ValueError(
             f"cluster {cluster.name!r} does not tell flops, which the time of a pass follows from; enter what a "
             "device sustains, or give reducer.stages as a number"
         )
     size = config.model
-    transformer = runtime.Transformer(
+    transformer = costmodel.Transformer(
         size.depth,
         size.width,
         size.heads,
@@ -71,13 +70,13 @@ def choose(config: ml_collections.ConfigDict, model: models.Model, stage_params:
     codec = given.codec.partition("(")[0] or given.name
     rows = layout.microbatch_size(transformer) * model.context // layout.tensor
     backward, forward = boundaries(config, (rows, size.width))
-    traffic = runtime.Traffic(
-        runtime.all_reduce(N, ratio=ratio, codec=codec),
+    traffic = costmodel.Traffic(
+        costmodel.all_reduce(N, ratio=ratio, codec=codec),
         backward=backward,
         forward=forward,
         fused_embedding=config.pipeline.fused_embedding,
     )
-    count, _ = runtime.choose_compressed_stages(cluster, runtime.work(transformer, layout, cluster.flops), layout, traffic)
+    count, _ = costmodel.choose_compressed_stages(cluster, costmodel.work(transformer, layout, cluster.flops), layout, traffic)
     if not count:
         raise ValueError(
             f"reducer.stages='auto': on cluster {cluster.name!r} all-reduce is hidden or cheap enough that no stage "
@@ -86,7 +85,7 @@ def choose(config: ml_collections.ConfigDict, model: models.Model, stage_params:
     return count
 
 
-def boundaries(config: ml_collections.ConfigDict, shape: tuple[int, int]) -> tuple[runtime.Boundary, runtime.Boundary]:
+def boundaries(config: ml_collections.ConfigDict, shape: tuple[int, int]) -> tuple[costmodel.Boundary, costmodel.Boundary]:
     """Of gradients and of activations between stages, how many bytes of those of an I×J message are sent.
 
     Args:
@@ -95,7 +94,7 @@ def boundaries(config: ml_collections.ConfigDict, shape: tuple[int, int]) -> tup
     """
     given, dtype = config.boundary, config.model.dtype
     if narrow := config.pipeline.autoencoder:
-        return (runtime.Boundary(narrow / shape[1]),) * 2
+        return (costmodel.Boundary(narrow / shape[1]),) * 2
     made = {name: methods.make_codec(given[name]) for name in ("backward", "forward") if given[name]}
     shapes = dict.fromkeys(made, shape)
     if given.reuse_indices:
@@ -104,13 +103,12 @@ def boundaries(config: ml_collections.ConfigDict, shape: tuple[int, int]) -> tup
 
     def boundary(name, when):
         if name not in made:
-            return runtime.Boundary()
+            return costmodel.Boundary()
         ratio = made[name].num_bytes(shapes[name], jnp.float32) / (math.prod(shape) * jnp.dtype(dtype).itemsize)
-        return runtime.Boundary(ratio, made[name].name, when)
+        return costmodel.Boundary(ratio, made[name].name, when)
 
     # What an epilogue is, and that of "gpipe" every gradient, both know from the schedule.
-    backward = runtime.layout.CRITICAL if given.when == "epilogue" else runtime.layout.ALWAYS
-    return boundary("backward", backward), boundary("forward", runtime.layout.ALWAYS)
+    return boundary("backward", given.when), boundary("forward", "always")
 
 
 def one_stage(stage_shapes: Any) -> Any:
