@@ -4,7 +4,7 @@ A training method is a composition of small, pure things, each usable alone. Fro
 
     topology    who talks to whom, when                    NumPy only
     schedules   which pipeline stage does what, when       NumPy only
-    runtime     when decentralized beats all-reduce        NumPy only
+    costmodel   when decentralized beats all-reduce        NumPy only
     mesh        workers as mesh axes, the collectives      JAX
     buckets     a pytree as a few flat messages
     codecs      what a message looks like on the wire
@@ -19,7 +19,7 @@ A training method is a composition of small, pure things, each usable alone. Fro
 `launch` (command lines), `configs` (data) and `experiments` (one script per claim) stand outside and above.
 """
 
-from decjax import codecs, gossip, mesh, reduce, runtime, schedules, topology
+from decjax import codecs, costmodel, gossip, mesh, reduce, schedules, topology
 from decjax.mesh import make_workers
 from decjax.optim import (
     accumulated_adam,

@@ -44,7 +44,7 @@ class Send(NamedTuple):
     source_chunk: int
     target: int  # stage
     target_chunk: int
-    critical: bool  # the receiver has no forward pass left to take while it waits
+    in_epilogue: bool  # the receiver has no forward pass left to take while it waits
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,7 +115,7 @@ class Schedule:
     def sends(self) -> tuple[tuple[Send, ...], ...]:
         """For every tick the messages that are sent at its end.
 
-        A gradient is `critical` if its receiver takes it in its cool-down, where it does nothing but wait for such: in 1F1B
+        A gradient is `in_epilogue` if its receiver takes it in its cool-down, where it does nothing but wait for such: in 1F1B
         microbatch j of link s → s − 1 where j ≥ M − (S − s), S(S − 1)/2 in all if M ≥ S − 1. Sender and receiver both read
         this label, so they cannot disagree.
         """
@@ -126,8 +126,8 @@ class Schedule:
             if not 0 <= v < self.num_virtual:
                 return None
             chunk, target = divmod(v, self.num_stages)
-            critical = Op(op.kind, op.microbatch, chunk) in cool_downs[target]
-            return Send(op.kind, op.microbatch, stage, op.chunk, target, chunk, critical)
+            in_epilogue = Op(op.kind, op.microbatch, chunk) in cool_downs[target]
+            return Send(op.kind, op.microbatch, stage, op.chunk, target, chunk, in_epilogue)
 
         return tuple(tuple(found for stage, op in enumerate(row) if op and (found := send(stage, op))) for row in self.ticks)
 

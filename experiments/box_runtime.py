@@ -1,4 +1,4 @@
-"""The runtime model against real processes: calibrated at two rates, it predicts a third, and what jitter does there.
+"""The cost model against real processes: calibrated at two rates, it predicts a third, and what jitter does there.
 
     python -m experiments.box_runtime --calibrate_at=50mbit,200mbit --predict_at=100mbit
 
@@ -23,7 +23,7 @@ import rich.box
 import rich.console
 import rich.table
 
-from decjax import runtime, topology
+from decjax import costmodel, topology
 from experiments.bench.box import systems
 from experiments.bench.box.group import Failed
 from launch import cluster, command
@@ -43,21 +43,21 @@ SHORTHANDS = {
 }
 
 
-def methods() -> dict[str, runtime.Method]:
+def methods() -> dict[str, costmodel.Method]:
     """The same methods, as the model knows them."""
     one_peer = topology.make("one_peer_exponential", HOSTS)
     return dict(
         zip(
             SHORTHANDS,
             (
-                runtime.no_communication(),
-                runtime.all_reduce(HOSTS),
-                runtime.all_reduce(HOSTS, overlap=True),
-                runtime.gossip(one_peer),
-                runtime.gossip(one_peer, order="atc"),
-                runtime.gossip(one_peer, ratio=1 / 2, codec="bfloat16"),
-                runtime.gossip(one_peer, ratio=1 / 4 + 1 / 256, codec="int8"),
-                runtime.gossip(topology.make("ring", HOSTS)),
+                costmodel.no_communication(),
+                costmodel.all_reduce(HOSTS),
+                costmodel.all_reduce(HOSTS, overlap=True),
+                costmodel.gossip(one_peer),
+                costmodel.gossip(one_peer, order="atc"),
+                costmodel.gossip(one_peer, ratio=1 / 2, codec="bfloat16"),
+                costmodel.gossip(one_peer, ratio=1 / 4 + 1 / 256, codec="int8"),
+                costmodel.gossip(topology.make("ring", HOSTS)),
             ),
             strict=True,
         )
@@ -75,7 +75,7 @@ def calibrate(
     compressed: Sequence[str] = (),
     model: dict[str, int] = systems.MODEL,
     bucket_bytes: int = systems.BUCKET,
-) -> tuple[runtime.Cluster, runtime.Workload]:
+) -> tuple[costmodel.Cluster, costmodel.Workload]:
     """What launch.calibrate measures at a rate, and of compressed methods."""
     network.set_rate(rate)
     with tempfile.TemporaryDirectory() as directory:
@@ -95,25 +95,25 @@ def calibrate(
         )
         if code:
             raise Failed(f"launch.calibrate at {rate} ended with exit code {code}")
-        measured, workload = runtime.load(path)
+        measured, workload = costmodel.load(path)
     assert workload is not None  # Calibration always writes one.
     return measured, workload
 
 
-def interpolate(low: runtime.Cluster, high: runtime.Cluster, share: float) -> runtime.Cluster:
+def interpolate(low: costmodel.Cluster, high: costmodel.Cluster, share: float) -> costmodel.Cluster:
     """The cluster between two that differ in rate; a `share` of 0 is the first one's rate, of 1 the second one's."""
 
     def between(get):
         return (1 - share) * get(low) + share * get(high)
 
-    inter = runtime.Link(between(lambda c: c.inter.latency_s), between(lambda c: c.inter.bandwidth_Bps))
+    inter = costmodel.Link(between(lambda c: c.inter.latency_s), between(lambda c: c.inter.bandwidth_Bps))
     codec_Bps = {codec: between(lambda c, codec=codec: c.codec_rate(codec)) for codec in low.codec_Bps}
     return dataclasses.replace(
         low, name="between", inter=inter, codec_Bps=codec_Bps, all_reduce_efficiency=between(lambda c: c.all_reduce_efficiency)
     )
 
 
-def average(first: runtime.Workload, second: runtime.Workload) -> runtime.Workload:
+def average(first: costmodel.Workload, second: costmodel.Workload) -> costmodel.Workload:
     """The mean of two measurements of one workload."""
 
     def mean(name):
@@ -123,16 +123,16 @@ def average(first: runtime.Workload, second: runtime.Workload) -> runtime.Worklo
     return dataclasses.replace(
         first,
         backward_s=tuple(np.mean([first.backward_s, second.backward_s], axis=0).tolist()),
-        jitter=runtime.Jitter("trace", trace_s=(*traces[0], *traces[1])),
+        jitter=costmodel.Jitter("trace", trace_s=(*traces[0], *traces[1])),
         **{name: mean(name) for name in ("forward_s", "optimizer_s", "combine_s")},
     )
 
 
-def paused(workload: runtime.Workload, step_s: float, jitter_s: float) -> runtime.Workload:
+def paused(workload: costmodel.Workload, step_s: float, jitter_s: float) -> costmodel.Workload:
     """The workload of a step that takes `step_s` without communication, of which the optimizer takes what it took, with jitter."""
     compute_s = step_s - workload.optimizer_s
     return dataclasses.replace(
-        workload, forward_s=0.0, backward_s=(compute_s,), jitter=runtime.Jitter("exponential", scale_s=jitter_s)
+        workload, forward_s=0.0, backward_s=(compute_s,), jitter=costmodel.Jitter("exponential", scale_s=jitter_s)
     )
 
 
@@ -194,7 +194,7 @@ def main(argv: list[str]) -> None:
     between, workload = interpolate(*profiles, (wanted - low) / (high - low)), average(*workloads)
     console, errors = rich.console.Console(width=140, highlight=False), []
     for kind, told in (("as it is", workload), ("jitter", paused(workload, measured_s["pause"][ALONE], jitter_s))):
-        predicted_s = {name: runtime.predict(between, told, method).mean_s for name, method in methods().items()}
+        predicted_s = {name: costmodel.predict(between, told, method).mean_s for name, method in methods().items()}
         console.print(f"{chosen.predict_at}, {kind}", tabulate(measured_s[kind], predicted_s))
         errors += [abs(predicted_s[name] / step_s - 1) for name, step_s in measured_s[kind].items()]
     console.print(f"error: median {100 * statistics.median(errors):.1f} %, worst {100 * max(errors):.1f} %")

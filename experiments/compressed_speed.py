@@ -1,10 +1,10 @@
-"""What compression gains on slow links: one table, from one interleaved run, beside the runtime model and PyTorch's PowerSGD.
+"""What compression gains on slow links: one table, from one interleaved run, beside the cost model and PyTorch's PowerSGD.
 
     python -m experiments.compressed_speed --peers=.venv-peers/bin/python --out=runs/compressed_speed.json
 
 Four hosts in a box (launch.cluster: root and iproute2), the transformer of experiments.speedup with 5.9M parameters, float32, one
 process a host and a core for two of them. First launch.calibrate measures a worker's step, the links and what each compressed
-method computes, without any message; from that the runtime model predicts every row of decjax. Then the rows take turns; a figure
+method computes, without any message; from that the cost model predicts every row of decjax. Then the rows take turns; a figure
 is the median over the rounds of the mean time of a step.
 
 With c the step without communication and X the time in which a link carries the parameters, all-reduce takes c + 1.5 X, so nothing
@@ -22,7 +22,7 @@ import rich.box
 import rich.console
 import rich.table
 
-from decjax import runtime, topology
+from decjax import costmodel, topology
 from experiments import box_runtime, speedup
 from experiments import checks as checks_lib
 from experiments.bench.box import systems
@@ -75,16 +75,16 @@ def rows(batch_size: int) -> list[systems.Row]:
     ]
 
 
-def predict(profile: runtime.Cluster, workload: runtime.Workload) -> dict[str, float]:
+def predict(profile: costmodel.Cluster, workload: costmodel.Workload) -> dict[str, float]:
     """Seconds per step of every row of decjax, from what was measured beforehand."""
     methods = {
-        ALONE: runtime.no_communication(),
-        SYNC: runtime.all_reduce(HOSTS),
-        ONE_PEER: runtime.gossip(topology.make("one_peer_exponential", HOSTS)),
+        ALONE: costmodel.no_communication(),
+        SYNC: costmodel.all_reduce(HOSTS),
+        ONE_PEER: costmodel.gossip(topology.make("one_peer_exponential", HOSTS)),
     }
     named = {text: name for name, text in SHORTHANDS.items()}
-    methods |= {named[form.name]: runtime.compressed(form) for form in workload.compressed}
-    return {name: runtime.predict(profile, workload, method).mean_s for name, method in methods.items()}
+    methods |= {named[form.name]: costmodel.compressed(form) for form in workload.compressed}
+    return {name: costmodel.predict(profile, workload, method).mean_s for name, method in methods.items()}
 
 
 def checks(measured: Measured, predicted_s: dict[str, float]) -> list[Check]:
@@ -100,7 +100,7 @@ def checks(measured: Measured, predicted_s: dict[str, float]) -> list[Check]:
             Check(f"speed-up of {best} over {SYNC}", measured.rate, measured.time_s(SYNC) / step_s, 8.0, False),
         ]
     errors = [abs(predicted / measured.time_s(row) - 1) for row, predicted in predicted_s.items()]
-    return [*found, Check("the runtime model's worst error", measured.rate, max(errors, default=math.nan), 0.10, True)]
+    return [*found, Check("the cost model's worst error", measured.rate, max(errors, default=math.nan), 0.10, True)]
 
 
 def tabulate(measured: Measured, predicted_s: dict[str, float], refused: dict[str, str]) -> rich.table.Table:

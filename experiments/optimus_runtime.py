@@ -11,7 +11,7 @@ tells which fraction of it messages between nodes reach, and passes at 45 % of t
 are upper bounds for these links.
 
 CB: rank-16 gradients between stages in the cool-down; FE: one average of the tied embedding; SC k: rank-128 gradients between
-workers from the first k stages, k as the model chooses it. Parts of the time as in `runtime.LayoutPrediction`.
+workers from the first k stages, k as the model chooses it. Parts of the time as in `costmodel.LayoutPrediction`.
 """
 
 import dataclasses
@@ -19,29 +19,29 @@ import dataclasses
 from absl import flags
 from rich import box, console, table
 
-from decjax import runtime
-from decjax.runtime import plan
+from decjax import costmodel
+from decjax.costmodel import plan
 from launch import command
 
 FLAGS = flags.FLAGS
 
 CLUSTER = "configs/clusters/optimus_a100.json"
 MODELS = {
-    size: runtime.Transformer(layers, width, 24, 51200, 1024, 512, tied=True, value_bytes=2, gradient_bytes=2, parameter_bytes=6)
+    size: costmodel.Transformer(layers, width, 24, 51200, 1024, 512, tied=True, value_bytes=2, gradient_bytes=2, parameter_bytes=6)
     for size, layers, width in (("2.5b", 52, 1920), ("8.3b", 72, 3072))
 }
-LAYOUT = runtime.Layout(workers=4, stages=4, tensor=8, microbatches=16, inner="worker", rematerialize="layers")
+LAYOUT = costmodel.Layout(workers=4, stages=4, tensor=8, microbatches=16, inner="worker", remat="layers")
 PARTS = ("compute_s", "bubble_s", "tensor_s", "boundary_s", "workers_s", "embedding_s")
 
 
-def predict(size: str, *, nic: float = 1.0, blocking: bool = False) -> dict[str, runtime.LayoutPrediction]:
+def predict(size: str, *, nic: float = 1.0, blocking: bool = False) -> dict[str, costmodel.LayoutPrediction]:
     """Of "baseline", "CB", "CB+FE" and "CB+FE+SC k" of a model, on NICs that reach a fraction of their rate."""
-    cluster, _ = runtime.load(CLUSTER)
+    cluster, _ = costmodel.load(CLUSTER)
     inter = dataclasses.replace(cluster.inter, bandwidth_Bps=nic * cluster.inter.bandwidth_Bps)
     cluster, layout = dataclasses.replace(cluster, inter=inter), dataclasses.replace(LAYOUT, blocking=blocking)
-    load = runtime.work(MODELS[size], layout, cluster.flops)
+    load = costmodel.work(MODELS[size], layout, cluster.flops)
     ways = plan.compressions(cluster, MODELS[size], load, layout)
-    return {_label(name): runtime.predict_layout(cluster, load, layout, traffic) for name, traffic in ways.items()}
+    return {_label(name): costmodel.predict_layout(cluster, load, layout, traffic) for name, traffic in ways.items()}
 
 
 def _label(method: str) -> str:

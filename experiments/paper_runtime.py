@@ -1,11 +1,11 @@
-"""The runtime model against the paper's measured iteration times: fitted, predicted, and predicted beyond.
+"""The cost model against the paper's measured iteration times: fitted, predicted, and predicted beyond.
 
     python -m experiments.paper_runtime --out=paper_runtime.png
     python -m experiments.paper_runtime --leave_one_out
     python -m experiments.paper_runtime --cluster=a40 --gpus=32 --json
 
 Measured: arXiv 2410.11998, Fig. 6: Transformer-base, 25K tokens per step over all GPUs (strong scaling), three clusters, four
-methods, two sizes each. Predicted: `decjax.runtime`, whose equations are derived in this repository; they are not the
+methods, two sizes each. Predicted: `decjax.costmodel`, whose equations are derived in this repository; they are not the
 paper's. Per cluster six numbers are fitted to its eight measurements, all of them things one could measure:
 
     work_s          GPU-seconds of a step's 25K tokens: a worker computes for C = work_s / GPUs + overhead_s
@@ -38,9 +38,9 @@ import numpy as np
 import rich.box
 import rich.table
 
-from decjax import runtime
+from decjax import costmodel
 from decjax import topology as topology_lib
-from decjax.runtime import calibrate
+from decjax.costmodel import calibrate
 from launch import command
 
 FLAGS = flags.FLAGS
@@ -78,7 +78,7 @@ RESIDUAL_UNIT = 0.03
 
 
 @functools.cache
-def methods(num_gpus: int, per_node: int) -> tuple[runtime.Method, ...]:
+def methods(num_gpus: int, per_node: int) -> tuple[costmodel.Method, ...]:
     """The four methods at a size, in the order of METHODS."""
 
     def graph(name, **options):
@@ -88,36 +88,36 @@ def methods(num_gpus: int, per_node: int) -> tuple[runtime.Method, ...]:
     sgp = graph("hierarchical", local=per_node, outer="one_peer_exponential") if several else graph("complete")
     aer = graph("alternating_exponential_ring", local_size=per_node) if several else graph("complete")
     return (
-        runtime.all_reduce(num_gpus, bucketed=True),
-        runtime.gossip(sgp, order="atc", name="SGP"),
-        runtime.gossip(graph("one_peer_exponential", pairwise=True), bucketed=True),
-        runtime.gossip(aer, bucketed=True, joint_ring=several),
+        costmodel.all_reduce(num_gpus, bucketed=True),
+        costmodel.gossip(sgp, order="atc", name="SGP"),
+        costmodel.gossip(graph("one_peer_exponential", pairwise=True), bucketed=True),
+        costmodel.gossip(aer, bucketed=True, joint_ring=several),
     )
 
 
 def predict_ms(name: str, num_gpus: int, theta: np.ndarray, **options) -> np.ndarray:
     """ms per iteration of the four methods on a cluster with fitted logarithms θ of PARAMETERS."""
     value = dict(zip(PARAMETERS, np.exp(theta).tolist(), strict=True))
-    cluster = runtime.Cluster(
+    cluster = costmodel.Cluster(
         name,
         1,
         GPUS_PER_NODE[name],
-        runtime.Link(INTRA_LATENCY_S, value["intra_Bps"]),
-        runtime.Link(LATENCY_S[name], value["nic_Bps"]),
+        costmodel.Link(INTRA_LATENCY_S, value["intra_Bps"]),
+        costmodel.Link(LATENCY_S[name], value["nic_Bps"]),
         all_reduce_efficiency=min(1.0, value["efficiency"]),
         hierarchical_all_reduce=True,
     ).resize(num_gpus)
     compute_s = value["work_s"] / num_gpus + value["overhead_s"]
     layers = np.full(LAYER_BUCKETS, 1 / LAYER_BUCKETS)
-    workload = runtime.Workload(
+    workload = costmodel.Workload(
         compute_s / 3,
         (*(2 / 3 * compute_s * layers).tolist(), 0.0),
         (*((1 - EMBEDDING_SHARE) * NUM_BYTES * layers).tolist(), EMBEDDING_SHARE * NUM_BYTES),
-        jitter=runtime.Jitter("lognormal", scale_s=value["variation"] * compute_s),
+        jitter=costmodel.Jitter("lognormal", scale_s=value["variation"] * compute_s),
     )
     return np.array(
         [
-            1e3 * runtime.predict(cluster, workload, method, **options).mean_s
+            1e3 * costmodel.predict(cluster, workload, method, **options).mean_s
             for method in methods(num_gpus, cluster.workers_per_node)
         ]
     )

@@ -1,4 +1,4 @@
-"""What compressed messages between stages gain on a slow link: one table, from one interleaved run, beside the runtime model.
+"""What compressed messages between stages gain on a slow link: one table, from one interleaved run, beside the cost model.
 
     python -m experiments.pipeline_speed --out=runs/pipeline_speed.json
 
@@ -23,8 +23,8 @@ import rich.box
 import rich.console
 import rich.table
 
-from decjax import runtime
-from decjax.runtime.transformer import low_rank_ratio
+from decjax import costmodel
+from decjax.costmodel.transformer import low_rank_ratio
 from experiments import box_runtime, speedup
 from experiments.bench.box import systems
 from experiments.bench.box.group import Failed
@@ -64,12 +64,12 @@ def row(name: str, microbatches: int) -> systems.Row:
     return systems.decjax(name, argument, batch_size=SIZE * microbatches, model=MODEL, **{"boundary.when": when})
 
 
-def boundary(codec: str, when: str) -> runtime.Boundary:
-    """As the runtime model knows it."""
-    return runtime.Boundary(RATIOS[codec], codec, "critical" if when == "epilogue" else "always")
+def boundary(codec: str, when: str) -> costmodel.Boundary:
+    """As the cost model knows it."""
+    return costmodel.Boundary(RATIOS[codec], codec, when)
 
 
-def iteration_s(name: str, microbatches: int, link: runtime.Link, compute_s: float, codec_s: float) -> float:
+def iteration_s(name: str, microbatches: int, link: costmodel.Link, compute_s: float, codec_s: float) -> float:
     """Seconds of an iteration, as the model has it.
 
     Args:
@@ -81,13 +81,13 @@ def iteration_s(name: str, microbatches: int, link: runtime.Link, compute_s: flo
     """
     backward, forward, when = ROWS[name]
     layers, width = MODEL["depth"], MODEL["width"]
-    model = runtime.Transformer(
+    model = costmodel.Transformer(
         layers, width, MODEL["heads"], MODEL["vocabulary"], MODEL["context"], batch_size=SIZE * microbatches, hidden=MODEL["hidden"]
     )
-    layout = runtime.Layout(stages=STAGES, microbatches=microbatches)
-    counted = runtime.work(model, layout, 1.0)
+    layout = costmodel.Layout(stages=STAGES, microbatches=microbatches)
+    counted = costmodel.work(model, layout, 1.0)
     scale_s = compute_s / (sum(counted.forward_s) + sum(counted.backward_s))
-    load = runtime.Work(
+    load = costmodel.Work(
         *(tuple(scale_s * seconds for seconds in passes) for passes in (counted.forward_s, counted.backward_s)),
         counted.boundary_bytes,
         0.0,
@@ -95,13 +95,13 @@ def iteration_s(name: str, microbatches: int, link: runtime.Link, compute_s: flo
         (0.0,) * STAGES,
         (0.0,) * STAGES,
     )
-    box = runtime.Cluster("box", STAGES, 1, link, link, codec_Bps=counted.boundary_bytes / codec_s if codec_s else None)
-    traffic = runtime.Traffic(
-        runtime.no_communication(),
-        backward=boundary(backward, when) if backward else runtime.Boundary(),
-        forward=boundary(forward, "always") if forward else runtime.Boundary(),
+    box = costmodel.Cluster("box", STAGES, 1, link, link, codec_Bps=counted.boundary_bytes / codec_s if codec_s else None)
+    traffic = costmodel.Traffic(
+        costmodel.no_communication(),
+        backward=boundary(backward, when) if backward else costmodel.Boundary(),
+        forward=boundary(forward, "always") if forward else costmodel.Boundary(),
     )
-    return runtime.predict_layout(box, load, layout, traffic).time_s
+    return costmodel.predict_layout(box, load, layout, traffic).time_s
 
 
 def inverse(function: Callable[[float], float], value: float, high: float) -> float:
@@ -113,7 +113,7 @@ def inverse(function: Callable[[float], float], value: float, high: float) -> fl
     return high
 
 
-def predict(microbatches: int, free_s: dict[str, float], link: runtime.Link) -> dict[str, float]:
+def predict(microbatches: int, free_s: dict[str, float], link: costmodel.Link) -> dict[str, float]:
     """Seconds of an iteration of every row.
 
     Args:
@@ -121,7 +121,7 @@ def predict(microbatches: int, free_s: dict[str, float], link: runtime.Link) -> 
         free_s: row -> seconds of an iteration on free links.
         link: of every host, as calibrated.
     """
-    free = runtime.Link(0.0, FREE_BPS)
+    free = costmodel.Link(0.0, FREE_BPS)
     compute_s = free_s[DENSE] / iteration_s(DENSE, microbatches, free, 1.0, 0.0)
     codec_s = {
         name: inverse(lambda s, name=name: iteration_s(name, microbatches, free, compute_s, s), seconds, seconds)

@@ -1,4 +1,4 @@
-"""Waiting for the slowest: real processes whose compute times jitter, and what the runtime model says of them.
+"""Waiting for the slowest: real processes whose compute times jitter, and what the cost model says of them.
 
     python -m experiments.stragglers --hosts=8 --jitter_ms=50
 
@@ -19,7 +19,7 @@ import rich.box
 import rich.console
 import rich.table
 
-from decjax import runtime, topology
+from decjax import costmodel, topology
 from experiments.bench.box.group import Failed
 from experiments.bench.box.systems import Box, decjax
 from launch import cluster, command
@@ -35,14 +35,14 @@ SHORTHANDS = {
 }
 
 
-def methods(hosts: int) -> dict[str, runtime.Method]:
+def methods(hosts: int) -> dict[str, costmodel.Method]:
     """The same methods, as the model knows them."""
     return {
-        ALONE: runtime.no_communication(),
-        SYNC: runtime.all_reduce(hosts),
-        STALE: runtime.all_reduce(hosts, overlap=True),
-        "one-peer exponential": runtime.gossip(topology.make("one_peer_exponential", hosts)),
-        "ring": runtime.gossip(topology.make("ring", hosts)),
+        ALONE: costmodel.no_communication(),
+        SYNC: costmodel.all_reduce(hosts),
+        STALE: costmodel.all_reduce(hosts, overlap=True),
+        "one-peer exponential": costmodel.gossip(topology.make("one_peer_exponential", hosts)),
+        "ring": costmodel.gossip(topology.make("ring", hosts)),
     }
 
 
@@ -63,10 +63,10 @@ def measure(box: Box, compute_s: float, jitters_s: Sequence[float], steps: int, 
 def predict(steady_s: dict[str, float], hosts: int, jitter_s: float) -> dict[str, float]:
     """Seconds per step with jitter, from those without."""
     hop_s = max(0.0, steady_s[SYNC] - steady_s[ALONE]) / (2 * (hosts - 1))
-    link = runtime.Link(hop_s, 1e12)  # The messages are tiny.
-    workload = runtime.Workload(steady_s[ALONE], (0.0,), (1.0,), jitter=runtime.Jitter("exponential", scale_s=jitter_s))
+    link = costmodel.Link(hop_s, 1e12)  # The messages are tiny.
+    workload = costmodel.Workload(steady_s[ALONE], (0.0,), (1.0,), jitter=costmodel.Jitter("exponential", scale_s=jitter_s))
     return {
-        name: runtime.predict(runtime.Cluster("box", hosts, 1, link, link), workload, method).mean_s
+        name: costmodel.predict(costmodel.Cluster("box", hosts, 1, link, link), workload, method).mean_s
         for name, method in methods(hosts).items()
     }
 

@@ -26,7 +26,7 @@ from ml_collections import config_flags
 import numpy as np
 from rich import box, markup, table
 
-from decjax import runtime, train
+from decjax import costmodel, train
 from decjax.train import measure
 from launch import command, config_file, join
 
@@ -147,7 +147,7 @@ def main(argv: list[str]) -> int:
             )
     if first:
         terminal.print(report(measured))
-        runtime.save(path, measured.cluster, measured.workload)
+        costmodel.save(path, measured.cluster, measured.workload)
         terminal.print(
             f"wrote {path}; python -m launch.plan --cluster={path} says which method pays there", markup=False, soft_wrap=True
         )

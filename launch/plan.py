@@ -4,7 +4,7 @@
     python -m launch.plan --cluster=configs/clusters/a40_ethernet.json --model=params=65e6,tokens=1600,buckets=8 --workers=32
     python -m launch.plan --cluster=PROFILE.json --model=configs/lm.py:workers=8 --compute_s=0.09 --plot=plan.png
 
-The cluster is a profile (`decjax.runtime.profile` describes the fields): measured by launch.calibrate, or written by hand from
+The cluster is a profile (`decjax.costmodel.profile` describes the fields): measured by launch.calibrate, or written by hand from
 datasheets. The model is one of
 
     nothing                    the workload that was measured with the profile
@@ -18,14 +18,14 @@ From flops, a step takes 6 · params · tokens / flops, a third of it forward.
 The profiles of GPUs in configs/clusters have the links of the datasheets, and the efficiency and flops that
 `experiments.paper_runtime` finds in the paper's measurements.
 
-With --devices=N, or a model of layers=52,width=1920,heads=24,vocabulary=51200,context=1024,batch=512 (and hidden=4·width,
+With --devices=N, or a model of depth=52,width=1920,heads=24,vocabulary=51200,context=1024,batch=512 (and hidden=4·width,
 tied=0, bytes=4 of what is computed and sent), or a config and --devices, all divisions of so many devices into workers × stages
 × tensor are ranked, each with all-reduce, with one part of Optimus-CC after the other, and with gossip between pipelines
 (--topologies, --orders). Layouts that do not divide the model or need more than the profile's memory_bytes are left out, with
 the reason. Times follow from flops and links; nothing of it is measured.
 
-    python -m launch.plan --cluster=configs/clusters/optimus_a100.json --microbatch=8 --rematerialize=layers \\
-        --model=layers=52,width=1920,heads=24,vocabulary=51200,context=1024,batch=512,tied=1,bytes=2
+    python -m launch.plan --cluster=configs/clusters/optimus_a100.json --microbatch=8 --remat=layers \\
+        --model=depth=52,width=1920,heads=24,vocabulary=51200,context=1024,batch=512,tied=1,bytes=2
 
 Columns there: seconds per iteration; speed-up over the fastest layout with plain all-reduce; ms that a pass of the busiest stage
 computes (all microbatches), that stages wait for each other, and that messages of the tensor axis, between stages, between
@@ -45,16 +45,16 @@ from absl import flags
 import numpy as np
 from rich import box, console, table, text
 
-from decjax import runtime
+from decjax import costmodel
 from decjax import topology as topology_lib
-from decjax.runtime import plan
+from decjax.costmodel import plan
 from launch import command, config_file
 
 FLAGS = flags.FLAGS
 
-_MODEL_KEYS = dict(layers=None, width=None, heads=None, vocabulary=None, context=None, batch=None, hidden=0.0, tied=0.0, bytes=4.0)
+_MODEL_KEYS = dict(depth=None, width=None, heads=None, vocabulary=None, context=None, batch=None, hidden=0.0, tied=0.0, bytes=4.0)
 _DATA_PARALLEL_FLAGS = ("workers", "compute_s", "variation", "ratio", "codec", "every", "plot")
-_LAYOUT_FLAGS = ("microbatch", "schedule", "chunks", "inner", "rematerialize", "flops", "top")
+_LAYOUT_FLAGS = ("microbatch", "schedule", "chunks", "inner", "remat", "flops", "top")
 _KEYS = dict(params=None, forward_s=None, backward_s=None, tokens=None, buckets=1.0, bytes=4.0, optimizer_s=0.0, combine_s=0.0)
 COLORS = ("#0072B2", "#56B4E9", "#009E73", "#D55E00", "#E69F00", "#CC79A7", "#999999", "#7A5195", "#8C564B", "#BCBD22")
 MAX_WORKERS = 4096  # the spectral gap of as many takes minutes; devices, of which all may be workers, as well
@@ -73,6 +73,7 @@ def parse_pairs(text: str, keys: dict[str, float | None] = _KEYS) -> dict[str, f
     values = dict(keys)
     for part in filter(None, (part.strip() for part in text.split(","))):
         key, _, value = part.partition("=")
+        key = "depth" if key == "layers" else key  # As it was once called.
         if key not in keys:
             raise ValueError(f"--model: {key!r} is unknown; use some of {', '.join(keys)}, or a .json or .py file")
         try:
@@ -84,7 +85,7 @@ def parse_pairs(text: str, keys: dict[str, float | None] = _KEYS) -> dict[str, f
     return values
 
 
-def times_of(values: dict[str, float], cluster: runtime.Cluster, compute_s: float | None) -> tuple[float, float]:
+def times_of(values: dict[str, float], cluster: costmodel.Cluster, compute_s: float | None) -> tuple[float, float]:
     """(forward_s, backward_s): given, or a third and two thirds of a step, which tokens and flops may tell.
 
     Raises:
@@ -104,7 +105,7 @@ def times_of(values: dict[str, float], cluster: runtime.Cluster, compute_s: floa
     return compute_s / 3, 2 * compute_s / 3
 
 
-def make_workload(values: dict[str, float], cluster: runtime.Cluster, compute_s: float | None) -> runtime.Workload:
+def make_workload(values: dict[str, float], cluster: costmodel.Cluster, compute_s: float | None) -> costmodel.Workload:
     """A workload from numbers; times are given, or follow from tokens and flops.
 
     Raises:
@@ -117,7 +118,7 @@ def make_workload(values: dict[str, float], cluster: runtime.Cluster, compute_s:
     if not (values["buckets"] >= 1 and float(values["buckets"]).is_integer()):
         raise ValueError(f"--model: buckets={values['buckets']:g} must be a whole number of at least 1")
     buckets = int(values["buckets"])
-    return runtime.Workload(
+    return costmodel.Workload(
         forward_s,
         (backward_s / buckets,) * buckets,
         (values["params"] * values["bytes"] / buckets,) * buckets,
@@ -139,7 +140,7 @@ def size_of(text: str):
         raise ValueError(f"--model={text}: {error}") from error
 
 
-def measured_workload(measured: runtime.Workload | None) -> runtime.Workload:
+def measured_workload(measured: costmodel.Workload | None) -> costmodel.Workload:
     """The workload of the profile or of a JSON file, with its own times.
 
     Raises:
@@ -152,12 +153,12 @@ def measured_workload(measured: runtime.Workload | None) -> runtime.Workload:
             f"--compute_s={FLAGS.compute_s:g}: the workload of {FLAGS.model or FLAGS.cluster} has its own times; "
             "leave it out, or give --model=params=… or a config"
         )
-    return runtime.load_workload(FLAGS.model) if FLAGS.model else measured
+    return costmodel.load_workload(FLAGS.model) if FLAGS.model else measured
 
 
-def ask() -> tuple[runtime.Cluster, runtime.Workload]:
+def ask() -> tuple[costmodel.Cluster, costmodel.Workload]:
     """The cluster at its size, and the workload, from the flags."""
-    cluster, measured = runtime.load(FLAGS.cluster)
+    cluster, measured = costmodel.load(FLAGS.cluster)
     text, workers = FLAGS.model or "", FLAGS.workers
     if not text or text.endswith(".json"):
         workload = measured_workload(measured)
@@ -168,7 +169,7 @@ def ask() -> tuple[runtime.Cluster, runtime.Workload]:
     else:
         workload = make_workload(parse_pairs(text), cluster, FLAGS.compute_s)
     if FLAGS.variation is not None:
-        jitter = runtime.Jitter("lognormal", scale_s=FLAGS.variation * workload.compute_s)
+        jitter = costmodel.Jitter("lognormal", scale_s=FLAGS.variation * workload.compute_s)
         workload = dataclasses.replace(workload, jitter=jitter)
     cluster = cluster.resize(workers) if workers is not None else cluster
     if cluster.num_workers > MAX_WORKERS:
@@ -181,7 +182,9 @@ def ask() -> tuple[runtime.Cluster, runtime.Workload]:
 
 def asks_for_layouts() -> bool:
     """Whether devices are to be divided into workers × stages × tensor."""
-    return FLAGS.devices is not None or (FLAGS.model or "").startswith("layers=") or ",layers=" in (FLAGS.model or "")
+    return FLAGS.devices is not None or any(
+        part.strip().startswith(("depth=", "layers=")) for part in (FLAGS.model or "").split(",")
+    )
 
 
 def refuse_flags(names: tuple[str, ...], reason: str) -> None:
@@ -195,7 +198,7 @@ def refuse_flags(names: tuple[str, ...], reason: str) -> None:
             raise ValueError(f"--{name}={FLAGS[name].value} {reason}")
 
 
-def make_transformer(values: dict[str, float]) -> runtime.Transformer:
+def make_transformer(values: dict[str, float]) -> costmodel.Transformer:
     """A model from numbers.
 
     Raises:
@@ -205,14 +208,14 @@ def make_transformer(values: dict[str, float]) -> runtime.Transformer:
     for key, value in sizes.items():
         if value is None or not float(value).is_integer():
             raise ValueError(
-                f"--model: {key}={value} must be a whole number, as in layers=52,width=1920,heads=24,"
+                f"--model: {key}={value} must be a whole number, as in depth=52,width=1920,heads=24,"
                 "vocabulary=51200,context=1024,batch=512"
             )
     sizes = {key: int(value) for key, value in sizes.items()}
     if values["tied"] not in (0, 1):
         raise ValueError(f"--model: tied={values['tied']:g} must be 0 or 1")
     num_bytes = values["bytes"]
-    return runtime.Transformer(
+    return costmodel.Transformer(
         batch_size=sizes.pop("batch"),
         tied=bool(values["tied"]),
         value_bytes=num_bytes,
@@ -222,7 +225,7 @@ def make_transformer(values: dict[str, float]) -> runtime.Transformer:
     )
 
 
-def transformer_of(text: str) -> runtime.Transformer:
+def transformer_of(text: str) -> costmodel.Transformer:
     """The model that a config trains, on the batch of all its workers.
 
     Raises:
@@ -230,7 +233,7 @@ def transformer_of(text: str) -> runtime.Transformer:
     """
     size, model = size_of(text), config_file.get_config(text).model
     num_bytes = 4.0 if model.dtype == "float32" else 2.0
-    return runtime.Transformer(
+    return costmodel.Transformer(
         model.depth,
         model.width,
         model.heads,
@@ -243,14 +246,14 @@ def transformer_of(text: str) -> runtime.Transformer:
     )
 
 
-def ask_layouts() -> tuple[runtime.Cluster, runtime.Transformer]:
+def ask_layouts() -> tuple[costmodel.Cluster, costmodel.Transformer]:
     """The cluster at its size, and the model, from the flags.
 
     Raises:
         ValueError: for a flag that says nothing about layouts.
     """
-    refuse_flags(_DATA_PARALLEL_FLAGS, "is for workers of one device each; leave it out, or --devices and layers=")
-    cluster, _ = runtime.load(FLAGS.cluster)
+    refuse_flags(_DATA_PARALLEL_FLAGS, "is for workers of one device each; leave it out, or --devices and depth=")
+    cluster, _ = costmodel.load(FLAGS.cluster)
     if FLAGS.devices is not None:
         cluster = cluster.resize(FLAGS.devices)
     if FLAGS.flops is not None:
@@ -283,7 +286,7 @@ def message_options() -> dict[str, float | str]:
 # -- What is answered -------------------------------------------------------------------------------------------------
 
 
-def report(cluster: runtime.Cluster, workload: runtime.Workload, ranked: list[plan.Ranked], width: int) -> console.Group:
+def report(cluster: costmodel.Cluster, workload: costmodel.Workload, ranked: list[plan.Ranked], width: int) -> console.Group:
     """The ranking; terminals of less than 100 columns get fewer."""
     title = (
         f"{cluster.name}: {cluster.num_nodes} × {cluster.workers_per_node} workers; a step computes for "
@@ -325,7 +328,7 @@ def _ms(time_s: float) -> str:
 
 
 def report_layouts(
-    cluster: runtime.Cluster, model: runtime.Transformer, ranked: list[plan.RankedLayout], width: int
+    cluster: costmodel.Cluster, model: costmodel.Transformer, ranked: list[plan.RankedLayout], width: int
 ) -> console.Group:
     """The ranking of layouts; terminals of less than 110 columns get fewer."""
     title = (
@@ -371,7 +374,7 @@ def plan_layouts(terminal: console.Console) -> None:
         schedule=FLAGS.schedule,
         chunks=FLAGS.chunks,
         inner=FLAGS.inner,
-        rematerialize=FLAGS.rematerialize,
+        remat=FLAGS.remat,
     )
     ranked, too_large = plan.rank_layouts(
         cluster, model, found, topologies=FLAGS.topologies or ("one_peer_exponential",), orders=FLAGS.orders
@@ -389,7 +392,7 @@ def plan_layouts(terminal: console.Console) -> None:
         terminal.print(f"left out: {', '.join(names)}: {reason}", markup=False, style="dim", soft_wrap=True)
 
 
-def plot(path: str, cluster: runtime.Cluster, workload: runtime.Workload, ranked: list[plan.Ranked]) -> None:
+def plot(path: str, cluster: costmodel.Cluster, workload: costmodel.Workload, ranked: list[plan.Ranked]) -> None:
     """Regions of bandwidth and variation on the left, one iteration of each worker on the right."""
     import matplotlib
 
@@ -483,13 +486,13 @@ def main(argv: list[str]) -> int:
     if asks_for_layouts():
         plan_layouts(command.console())
         return 0
-    refuse_flags(_LAYOUT_FLAGS, "is for layouts of workers × stages × tensor; leave it out, or give --devices or layers=")
+    refuse_flags(_LAYOUT_FLAGS, "is for layouts of workers × stages × tensor; leave it out, or give --devices or depth=")
     cluster, workload = ask()
     names = topology_lib.names() if FLAGS.topologies == ["all"] else FLAGS.topologies or plan.TOPOLOGIES
     methods, refused = plan.candidates(
         cluster, names, FLAGS.orders, bucketed=len(workload.num_bytes) > 1, every=FLAGS.every, **message_options()
     )
-    methods += [runtime.compressed(form) for form in workload.compressed if form.num_workers == cluster.num_workers]
+    methods += [costmodel.compressed(form) for form in workload.compressed if form.num_workers == cluster.num_workers]
     refused |= {
         form.name: f"{form.name!r} was measured among {form.num_workers} workers, not {cluster.num_workers}"
         for form in workload.compressed
@@ -525,7 +528,7 @@ if __name__ == "__main__":  # Other commands have a --workers as well, and one p
     flags.DEFINE_integer(
         "devices",
         None,
-        "Devices to divide into workers × stages × tensor; none: all, if --model has layers.",
+        "Devices to divide into workers × stages × tensor; none: all, if --model has a depth.",
         lower_bound=1,
         upper_bound=MAX_WORKERS,
     )
@@ -534,11 +537,12 @@ if __name__ == "__main__":  # Other commands have a --workers as well, and one p
     flags.DEFINE_integer("chunks", 1, "Virtual stages of a stage, for --schedule=interleaved.", lower_bound=1)
     flags.DEFINE_enum("inner", "stage", ["stage", "worker"], "Which axis comes next to the tensor axis on a node.")
     flags.DEFINE_enum(
-        "rematerialize",
+        "remat",
         "products",
         ["none", "products", "layers", "stages"],
         "What is computed anew: nothing, all of a layer but its matrix products, whole layers, or whole stages.",
     )
+    flags.DEFINE_alias("rematerialize", "remat")
     flags.DEFINE_float("flops", None, "Operations per second that a device sustains; none: the profile's.", lower_bound=0.0)
     flags.DEFINE_integer("top", 20, "How many layouts to show.", lower_bound=1)
     command.run(main, errors=(ValueError, OSError, config_file.ConfigFileError))

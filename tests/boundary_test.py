@@ -252,7 +252,7 @@ def test_compressed_messages_of_an_iteration(name, S, C):
             if when == "always" or name == "gpipe"
             else S * (S - 1) // 2
             if C == 1
-            else sum(send.critical for sends in schedule.sends for send in sends if send.kind == "B")
+            else sum(send.in_epilogue for sends in schedule.sends for send in sends if send.kind == "B")
         )
         assert count < every or when == "always" or name == "gpipe"
 
@@ -315,7 +315,7 @@ def test_bytes_in_the_compiled_program_are_those_of_the_codecs(S, name, C, optio
     pipe = Pipe(pipeline.coded(**given), S, name, C)
     sent = wire.bytes_by_axis(pipe.step.as_text(), pipe.workers)["stage"].item()
     dense, links_, schedule = CONTEXT * WIDTH * 4, S * C - 1, schedules.make(name, S, 4, C)
-    critical = sum(send.critical for sends in schedule.sends for send in sends if send.kind == "B")
+    critical = sum(send.in_epilogue for sends in schedule.sends for send in sends if send.kind == "B")
     assert critical == S * (S - 1) // 2 or name != "1f1b"
     loss = 2 * (S - 1) * 4  # Summed over stages.
     if S == 4:

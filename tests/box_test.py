@@ -4,7 +4,7 @@ import pathlib
 
 import pytest
 
-from decjax import runtime
+from decjax import costmodel
 from experiments import speedup, stragglers
 from experiments.bench.box import group, systems
 from launch import cluster
@@ -101,4 +101,4 @@ def test_stragglers_model_orders_the_methods():
     assert (
         predicted[stragglers.ALONE] < predicted["one-peer exponential"] < predicted[stragglers.STALE] < predicted[stragglers.SYNC]
     )
-    assert isinstance(stragglers.methods(8)[stragglers.STALE], runtime.Method)
+    assert isinstance(stragglers.methods(8)[stragglers.STALE], costmodel.Method)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from configs import lm
-from decjax import runtime, train
+from decjax import costmodel, train
 from decjax.train import measure
 from tests import commands
 
@@ -90,7 +90,7 @@ def test_all_parts_of_a_step_run_again_and_again():
 
 
 def check_profile(path, nodes, per_node):
-    cluster, workload = runtime.load(path)
+    cluster, workload = costmodel.load(path)
     assert (cluster.num_nodes, cluster.workers_per_node) == (nodes, per_node)
     assert set(cluster.codec_Bps) == set(measure.CODECS)
     size = train.size(tiny_config())
@@ -125,7 +125,7 @@ def test_a_profile_of_devices_in_one_process(tmp_path):
         assert told in result.stdout
     assert json.loads(path.read_text())["name"] == "here [2]" and [*tmp_path.iterdir()] == [path]
     check_profile(path, 2, 2)
-    workload = runtime.load(path)[1]
+    workload = costmodel.load(path)[1]
     assert workload.jitter.is_deterministic  # Workers of one process are timed together.
     (form,) = workload.compressed
     assert (form.num_workers, form.topology, form.latencies) == (4, "", 2.0) and 0 < form.ratio < 1

@@ -20,7 +20,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 TIMEOUT_S = 600
 IMPORTED = (
     "absl.app",
-    "decjax.runtime.plan",
+    "decjax.costmodel.plan",
     "decjax.topology",
     "decjax.train.measure",
     "ml_collections.config_flags",

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from decjax import runtime
+from decjax import costmodel
 from experiments import compressed_speed as cs
 from experiments.speedup import Measured
 
@@ -27,7 +27,7 @@ def test_the_fastest_row_of_each_family_is_asked():
     assert gossip.figure == pytest.approx(0.75 / 0.7) and gossip.met
     assert found[f"speed-up of gossip, int4, CHOCO over {cs.SYNC}"].met
     assert not found[f"all-reduce, DeMo ÷ {cs.ALONE}"].met and found[f"speed-up of all-reduce, DeMo over {cs.SYNC}"].met
-    assert found["the runtime model's worst error"].figure == pytest.approx(0.2) and len(found) == 5
+    assert found["the cost model's worst error"].figure == pytest.approx(0.2) and len(found) == 5
 
 
 def test_a_family_that_did_not_run_meets_nothing():
@@ -46,11 +46,11 @@ def test_peers_are_compared_with_their_own():
 
 def test_every_row_of_the_box_is_predicted():
     """Messages of half the size, and a tenth of a second for coding, on a link that carries the parameters in a second."""
-    box = runtime.Cluster("box", cs.HOSTS, 1, runtime.Link(0, 1e9), runtime.Link(0, 24e6))
+    box = costmodel.Cluster("box", cs.HOSTS, 1, costmodel.Link(0, 1e9), costmodel.Link(0, 24e6))
     forms = tuple(
-        runtime.Compressed(text, cs.HOSTS, "" if "allreduce" in text else "base_k", 0.5, 0.1) for text in cs.SHORTHANDS.values()
+        costmodel.Compressed(text, cs.HOSTS, "" if "allreduce" in text else "base_k", 0.5, 0.1) for text in cs.SHORTHANDS.values()
     )
-    predicted = cs.predict(box, runtime.Workload(0.1, (0.2,), (24e6,), compressed=forms))
+    predicted = cs.predict(box, costmodel.Workload(0.1, (0.2,), (24e6,), compressed=forms))
     assert set(predicted) == set(cs.EXACT) | set(cs.SHORTHANDS)
     assert predicted[cs.SYNC] == pytest.approx(0.3 + 1.5) and predicted[cs.ALONE] == pytest.approx(0.3)
     assert predicted["all-reduce, DeMo"] == pytest.approx(0.3 + 0.1 + 0.75)

@@ -11,7 +11,7 @@ import pytest
 
 from configs import gpt_optimus
 from decjax import train
-from decjax.runtime.transformer import low_rank_ratio
+from decjax.costmodel.transformer import low_rank_ratio
 from decjax.train import methods
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent

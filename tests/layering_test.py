@@ -14,7 +14,7 @@ BASE = {"mesh", "buckets", "codecs"}
 MAY_IMPORT = {
     "topology": set(),
     "schedules": set(),
-    "runtime": {"topology", "schedules"},
+    "costmodel": {"topology", "schedules"},
     "mesh": set(),
     "buckets": set(),
     "codecs": set(),
@@ -24,27 +24,30 @@ MAY_IMPORT = {
     "pipeline": BASE | {"reduce", "schedules"},
     "models": set(),
     "data": set(),
+    "tasks": {"data", "models"},
 }
 MAY_IMPORT["train"] = set(MAY_IMPORT)
+MAY_IMPORT = {"registry": set()} | {part: allowed | {"registry"} for part, allowed in MAY_IMPORT.items()}
 NUMPY_ONLY = (
+    "decjax.registry",
     "decjax.topology",
     "decjax.schedules",
-    "decjax.runtime.profile",
-    "decjax.runtime.exchange",
-    "decjax.runtime.model",
-    "decjax.runtime.transformer",
-    "decjax.runtime.layout",
-    "decjax.runtime.iteration",
-    "decjax.runtime.footprint",
-    "decjax.runtime.plan",
+    "decjax.costmodel.profile",
+    "decjax.costmodel.exchange",
+    "decjax.costmodel.model",
+    "decjax.costmodel.transformer",
+    "decjax.costmodel.layout",
+    "decjax.costmodel.iteration",
+    "decjax.costmodel.footprint",
+    "decjax.costmodel.plan",
 )
 
 # Module of another directory -> the modules of this repository it may import (and what is below them).
 OUTSIDE = {
-    "launch": ("decjax.train", "decjax.runtime", "decjax.topology", "launch"),
+    "launch": ("decjax.train", "decjax.costmodel", "decjax.registry", "decjax.topology", "launch"),
     "configs": ("configs",),
     "experiments.bench": ("decjax", "configs", "launch", "experiments"),
-    "experiments": ("decjax.runtime", "decjax.topology", "experiments", "launch.command", "launch.cluster"),
+    "experiments": ("decjax.costmodel", "decjax.topology", "experiments", "launch.command", "launch.cluster"),
 }
 EXPERIMENTS_THIRD_PARTY = {"absl", "matplotlib", "numpy", "rich"}  # flags, figures, numbers, tables
 
@@ -207,7 +210,7 @@ def test_no_module_of_leftovers():
         ("decjax.topology.graphs", "import jax.numpy as jnp", "jax.numpy"),
         ("decjax.topology.graphs", "import scipy", "scipy"),
         ("decjax.schedules", "import jax", "jax"),
-        ("decjax.runtime.model", "import jax", "jax"),
+        ("decjax.costmodel.model", "import jax", "jax"),
         ("decjax.data", "import ml_collections", "ml_collections"),
         ("decjax.leftovers", "import numpy", "decjax.leftovers is not in the table of parts"),
         ("configs.lm", "import jax", "jax"),
@@ -233,10 +236,10 @@ def test_a_forbidden_import_is_seen(module, source, fault):
         ("decjax", "from decjax import gossip\nfrom decjax.optim import decentralize"),
         ("decjax.train.loop", "import jax\nimport ml_collections\nfrom decjax import gossip, mesh, models"),
         ("decjax.topology.graphs", "import math\nimport numpy as np\nfrom decjax.topology import schedule\nfrom . import base_k"),
-        ("decjax.runtime.calibrate", "import jax\nfrom decjax import topology"),
+        ("decjax.costmodel.calibrate", "import jax\nfrom decjax import topology"),
         ("configs.lm", "import ml_collections\nfrom configs import shorthand"),
         ("launch.train", "import jax\nfrom decjax import train\nfrom launch import command"),
-        ("experiments.curves", "import json\nimport numpy as np\nfrom decjax import runtime\nfrom launch import command"),
+        ("experiments.curves", "import json\nimport numpy as np\nfrom decjax import costmodel\nfrom launch import command"),
         ("experiments.speedup", "from launch import cluster"),
         ("experiments.bench.step", "import jax\nfrom configs import lm\nfrom decjax import gossip\nfrom launch import command"),
     ],

@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 
-from decjax import codecs, mesh, models, pipeline, reduce, runtime, schedules
+from decjax import codecs, costmodel, mesh, models, pipeline, reduce, schedules
 from decjax.optim import clip_by_norm, synchronize
 from decjax.pipeline import executor
 from decjax.train import engine, wire
@@ -209,7 +209,7 @@ def test_an_autoencoder_of_full_width_changes_nothing_at_first():
 def test_what_waits_in_a_slot_is_there_when_it_is_read(name, S, C, remat):
     """Plays the tables with labels in place of arrays."""
     schedule = schedules.make(name, S, 2 * S, C)
-    table = executor.tabulate(schedule, lambda send: send.critical, remat)
+    table = executor.tabulate(schedule, lambda send: send.in_epilogue, remat)
     boxes = {kind: [[None] * table.slots[kind] for _ in range(S)] for kind in table.slots}
     for t, row in enumerate(schedule.ticks):
         at = {name: column[t] for name, column in table.columns.items()}
@@ -234,7 +234,7 @@ def test_what_waits_in_a_slot_is_there_when_it_is_read(name, S, C, remat):
             if not remat and not is_backward:
                 boxes["kept"][s][at["kept"][s]] = label
         sends = {(send.kind, send.target): (send.microbatch, send.target_chunk) for send in schedule.sends[t]}
-        arriving = {(send.kind, send.target): (send.critical, send.microbatch, send.target_chunk) for send in schedule.sends[t]}
+        arriving = {(send.kind, send.target): (send.in_epilogue, send.microbatch, send.target_chunk) for send in schedule.sends[t]}
         for s in range(S):
             for kind, name in (("F", "input"), ("B", "gradient")):
                 slot = at[f"next_{name}"][s]
@@ -296,7 +296,7 @@ def test_stages_send_an_activation_for_every_link_and_microbatch(name, S, C, tie
 
 
 @pytest.mark.parametrize("N, S, T, ratio", [(1, 2, 2, 1.0), (2, 2, 1, 1.0), (2, 2, 2, 0.5)])
-def test_the_runtime_model_tells_what_a_device_of_the_program_sends(N, S, T, ratio):
+def test_the_cost_model_tells_what_a_device_of_the_program_sends(N, S, T, ratio):
     """Between stages, as it is or coded into half of the bytes, and between workers."""
     whole, workers = model(), mesh.make_workers(N, stages=S, tensor=T, divided=model().divided)
     boundary = pipeline.coded(codecs.bfloat16(), codecs.bfloat16(), when="always") if ratio < 1 else None
@@ -312,20 +312,20 @@ def test_the_runtime_model_tells_what_a_device_of_the_program_sends(N, S, T, rat
     program = engine.whole_step(source.gradient, method, workers, 0, 0).lower(state, batch, np.int32(0)).compile()
     sent = {axis: sent_NxS / T for axis, sent_NxS in wire.bytes_by_stage(program.as_text(), workers).items()}
 
-    layout = runtime.Layout(N, S, T, microbatches=M, rematerialize="stages")
-    transformer = runtime.Transformer(DEPTH, 8, 2, VOCABULARY, CONTEXT, BATCH, hidden=8)
-    link = runtime.Link(0.0, 1e9)
-    cluster = runtime.Cluster("devices", N * S * T, 1, link, link)
-    coded = runtime.Boundary(ratio)
-    predicted = runtime.predict_layout(
+    layout = costmodel.Layout(N, S, T, microbatches=M, remat="stages")
+    transformer = costmodel.Transformer(DEPTH, 8, 2, VOCABULARY, CONTEXT, BATCH, hidden=8)
+    link = costmodel.Link(0.0, 1e9)
+    cluster = costmodel.Cluster("devices", N * S * T, 1, link, link)
+    coded = costmodel.Boundary(ratio)
+    predicted = costmodel.predict_layout(
         cluster,
-        runtime.work(transformer, layout, 1e9),
+        costmodel.work(transformer, layout, 1e9),
         layout,
-        runtime.Traffic(runtime.all_reduce(N), backward=coded, forward=coded),
+        costmodel.Traffic(costmodel.all_reduce(N), backward=coded, forward=coded),
     )
     loss = 2 * (S - 1) / S * 4  # Summed over stages.
     np.testing.assert_allclose(sent["stage"] - loss, predicted.boundary_bytes)
-    # The runtime model leaves out norms of queries and keys; and it has norms whole on each device, where the program, which joins all
+    # The cost model leaves out norms of queries and keys; and it has norms whole on each device, where the program, which joins all
     # gradients, sends parts of them.
     layers, width, head = DEPTH // S, 8, 4
     known, all_norms = layers * 2 * width + width, layers * 2 * (width + head) + width
@@ -371,7 +371,7 @@ def counting():
         )
 
     transfers = {(kind, compress): transfer(kind, compress) for kind in "FB" for compress in (False, True)}
-    return pipeline.Boundary(lambda like, schedule: dict.fromkeys(kinds, jnp.int32(0)), lambda send: send.critical, transfers)
+    return pipeline.Boundary(lambda like, schedule: dict.fromkeys(kinds, jnp.int32(0)), lambda send: send.in_epilogue, transfers)
 
 
 @pytest.mark.usefixtures("users_generator")

@@ -9,7 +9,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 from configs import lm
-from decjax import gossip, mesh, runtime, train
+from decjax import costmodel, gossip, mesh, train
 
 STEPS = 12
 pytestmark = pytest.mark.usefixtures("quick_compilation", "uncached_programs")
@@ -179,7 +179,7 @@ def test_reducers_average_between_pipelines(launch, argument, axes):
 
 
 @pytest.mark.parametrize("bandwidth_Bps, stages", [(1e12, None), (1e8, "1"), (1e6, "4")])
-def test_the_runtime_model_chooses_who_compresses(tmp_path, bandwidth_Bps, stages):
+def test_the_cost_model_chooses_who_compresses(tmp_path, bandwidth_Bps, stages):
     """Nobody on fast links, which is refused; all on slow ones; between them the first, which is done last."""
     profile = tmp_path / "cluster.json"
     link = dict(latency_s=0.0, bandwidth_Bps=bandwidth_Bps)
@@ -198,14 +198,14 @@ def test_the_runtime_model_chooses_who_compresses(tmp_path, bandwidth_Bps, stage
     [
         (
             "backward=low_rank(rank=4),forward=int8(block=32)",
-            (4 * 4 * (64 + 32) / (64 * 32 * 4), "critical"),
+            (4 * 4 * (64 + 32) / (64 * 32 * 4), "epilogue"),
             ((1 + 4 / 32) / 4, "always"),
         ),
         ("autoencoder=8", (8 / 32, "always"), (8 / 32, "always")),
         ("", (1, "always"), (1, "always")),
     ],
 )
-def test_the_runtime_model_knows_what_travels_between_stages(tmp_path, monkeypatch, keys, backward, forward):
+def test_the_cost_model_knows_what_travels_between_stages(tmp_path, monkeypatch, keys, backward, forward):
     """Of one device's half of a microbatch's rows, 64 of 128: 4 sequences of 32."""
     profile, asked = tmp_path / "cluster.json", []
     link = dict(latency_s=0.0, bandwidth_Bps=1e6)
@@ -215,8 +215,8 @@ def test_the_runtime_model_knows_what_travels_between_stages(tmp_path, monkeypat
         + (f",{keys}" if keys else "")
     )
     config.update_from_flattened_dict({"reducer.cluster": str(profile), "model.width": 32, "batch_size": 16})
-    choose = runtime.choose_compressed_stages
-    monkeypatch.setattr(runtime, "choose_compressed_stages", lambda *args: asked.append(args) or choose(*args))
+    choose = costmodel.choose_compressed_stages
+    monkeypatch.setattr(costmodel, "choose_compressed_stages", lambda *args: asked.append(args) or choose(*args))
     assert train.build(config).config.reducer.stages
     ((*_, layout, traffic),) = asked
     assert (layout.tensor, traffic.backward.when, traffic.forward.when) == (2, backward[1], forward[1])

@@ -71,10 +71,10 @@ def test_every_message_reaches_the_pass_that_needs_it_in_time(name, S, M, V):
 def test_critical_gradients_of_1f1b_are_those_of_its_epilogue(S, M):
     """compress(s, j) ⇔ j ≥ M − (S − s)."""
     messages = [m for row in schedules.make("1f1b", S, M).sends for m in row]
-    assert all((m.microbatch >= M - (S - m.source)) == m.critical for m in messages if m.kind == "B")
-    assert not any(m.critical for m in messages if m.kind == "F")
+    assert all((m.microbatch >= M - (S - m.source)) == m.in_epilogue for m in messages if m.kind == "B")
+    assert not any(m.in_epilogue for m in messages if m.kind == "F")
     if M >= S - 1:
-        assert sum(m.critical for m in messages) == S * (S - 1) // 2
+        assert sum(m.in_epilogue for m in messages) == S * (S - 1) // 2
 
 
 def test_critical_gradients_come_last():
@@ -82,10 +82,10 @@ def test_critical_gradients_come_last():
     for name, S, M, V in CASES:
         schedule = schedules.make(name, S, M, V)
         taken = positions(schedule)
-        for message in (m for row in schedule.sends for m in row if m.critical):
+        for message in (m for row in schedule.sends for m in row if m.in_epilogue):
             at = taken["B", message.microbatch, schedule.virtual(message.target, message.target_chunk)]
             assert all(row[message.target] is None or row[message.target].kind == "B" for row in schedule.ticks[at:])
-    assert sum(m.critical for row in schedules.make("gpipe", 4, 8).sends for m in row) == 8 * 3, "all: none forward is left"
+    assert sum(m.in_epilogue for row in schedules.make("gpipe", 4, 8).sends for m in row) == 8 * 3, "all: none forward is left"
 
 
 def test_four_stages_of_1f1b_look_as_in_the_literature():

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from configs import lm
-from decjax import mesh, runtime, train
+from decjax import costmodel, mesh, train
 from decjax.train import measure, silence, wire
 
 WORKERS = 4
@@ -106,7 +106,7 @@ def test_updates_run_again_and_again():
 def test_coding_is_what_an_update_takes_beyond_what_the_model_adds():
     """The optimizer, and what combines exact messages; where noise makes the update seem quicker, nothing."""
     forms = [form_of("method=allreduce,reducer=powersgd,rank=2"), form_of("mixer=choco,codec=int8")]
-    workload = runtime.Workload(0.1, (0.2,), (1e6,), optimizer_s=2e-3, combine_s=1e-3)
+    workload = costmodel.Workload(0.1, (0.2,), (1e6,), optimizer_s=2e-3, combine_s=1e-3)
 
     def coding_s(*times_s):
         updates_s = {form.name: np.array([times_s]) for form in forms}

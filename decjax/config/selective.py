@@ -1,4 +1,4 @@
-"""How many stages of a pipeline should compress what they send to other workers, by the runtime model.
+"""How many stages of a pipeline should compress what they send to other workers, by the cost model.
 
 Stage 0 is done with its backward passes last. What the stages behind it send may travel until then, as long as their links are
 fast enough; the first k, whose messages would be waited for, compress.
@@ -10,13 +10,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from decjax import reduce, registry, runtime
+from decjax import costmodel, reduce, registry
 from decjax.channel import Channel
 from decjax.config.assemble import Setup, make_reducer
 from decjax.config.spec import RunSpec
 
 AUTO = "auto"
-REMATERIALIZE = {False: "products", True: "stages"}  # what `decjax.pipeline` keeps, in the cost model's words
 VALUE_BYTES = {"float32": 4, "bfloat16": 2}  # of what is computed
 SIZES = ("depth", "width", "heads", "vocabulary", "context", "hidden", "tied", "dtype")  # of a transformer
 
@@ -45,7 +44,7 @@ def choose(spec: RunSpec, setup: Setup) -> int:
             f"reducer.stages='auto': model {spec.model.name!r} does not tell {missing[0]}, which the cost model of a "
             "transformer needs; give reducer.stages as a number"
         )
-    layout = runtime.Layout(
+    layout = costmodel.Layout(
         workers=N,
         stages=spec.pipeline.stages,
         tensor=spec.tensor,
@@ -53,15 +52,15 @@ def choose(spec: RunSpec, setup: Setup) -> int:
         schedule=spec.pipeline.schedule,
         chunks=spec.pipeline.chunks,
         layers=tuple(int(layers) for layers in spec.pipeline.layers.split(",") if layers),
-        rematerialize=REMATERIALIZE[spec.pipeline.remat],
+        remat=spec.pipeline.remat,
     )
-    cluster = runtime.load(given.cluster)[0].resize(layout.num_devices)
+    cluster = costmodel.load(given.cluster)[0].resize(layout.num_devices)
     if cluster.flops is None:
         raise ValueError(
             f"cluster {cluster.name!r} does not tell flops, which the time of a pass follows from; enter what a "
             "device sustains, or give reducer.stages as a number"
         )
-    transformer = runtime.Transformer(
+    transformer = costmodel.Transformer(
         size["depth"],
         size["width"],
         size["heads"],
@@ -78,13 +77,13 @@ def choose(spec: RunSpec, setup: Setup) -> int:
     codec = str(given.reducer.options.get("codec") or given.reducer.name).partition("(")[0]
     rows = layout.microbatch_size(transformer) * size["context"] // layout.tensor
     backward, forward = boundaries(spec, (rows, size["width"]), size["dtype"])
-    traffic = runtime.Traffic(
-        runtime.all_reduce(N, ratio=ratio, codec=codec),
+    traffic = costmodel.Traffic(
+        costmodel.all_reduce(N, ratio=ratio, codec=codec),
         backward=backward,
         forward=forward,
         fused_embedding=spec.pipeline.fused_embedding,
     )
-    count, _ = runtime.choose_compressed_stages(cluster, runtime.work(transformer, layout, cluster.flops), layout, traffic)
+    count, _ = costmodel.choose_compressed_stages(cluster, costmodel.work(transformer, layout, cluster.flops), layout, traffic)
     if not count:
         raise ValueError(
             f"reducer.stages='auto': on cluster {cluster.name!r} all-reduce is hidden or cheap enough that no stage "
@@ -108,7 +107,7 @@ def check_boundary(spec: RunSpec, setup: Setup) -> None:
             )
 
 
-def boundaries(spec: RunSpec, shape: tuple[int, int], dtype: Any) -> tuple[runtime.Boundary, runtime.Boundary]:
+def boundaries(spec: RunSpec, shape: tuple[int, int], dtype: Any) -> tuple[costmodel.Boundary, costmodel.Boundary]:
     """Of gradients and of activations between stages, how many bytes of those of an I×J message are sent.
 
     Args:
@@ -118,7 +117,7 @@ def boundaries(spec: RunSpec, shape: tuple[int, int], dtype: Any) -> tuple[runti
     """
     given = spec.boundary or {}
     if narrow := spec.pipeline.autoencoder:
-        return (runtime.Boundary(narrow / shape[1]),) * 2
+        return (costmodel.Boundary(narrow / shape[1]),) * 2
     made = {name: registry.make("codec", given[name]) for name in ("backward", "forward") if given.get(name)}
     shapes = dict.fromkeys(made, shape)
     if given.get("reuse_indices"):
@@ -127,13 +126,13 @@ def boundaries(spec: RunSpec, shape: tuple[int, int], dtype: Any) -> tuple[runti
 
     def boundary(name, when):
         if name not in made:
-            return runtime.Boundary()
+            return costmodel.Boundary()
         ratio = made[name].num_bytes(shapes[name], jnp.float32) / (math.prod(shape) * jnp.dtype(dtype).itemsize)
-        return runtime.Boundary(ratio, made[name].name, when)
+        return costmodel.Boundary(ratio, made[name].name, when)
 
     # What an epilogue is, and that of "gpipe" every gradient, both know from the schedule.
-    backward = runtime.layout.CRITICAL if given.get("when") == "epilogue" else runtime.layout.ALWAYS
-    return boundary("backward", backward), boundary("forward", runtime.layout.ALWAYS)
+    backward = given.get("when", "epilogue")
+    return boundary("backward", backward), boundary("forward", "always")
 
 
 def _one_stage(stage_shapes: Any) -> Any:

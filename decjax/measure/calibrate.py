@@ -1,4 +1,4 @@
-"""Measures on the devices at hand what `decjax.runtime` asks for: a worker's step, exchanges between workers, codecs, and what
+"""Measures on the devices at hand what `decjax.costmodel` asks for: a worker's step, exchanges between workers, codecs, and what
 compressed methods compute.
 
 Everything is taken in rounds, one action after the other in an order that rotates, so that whatever else the machines do falls
@@ -34,7 +34,7 @@ from decjax import config as config_lib
 from decjax.errors import ConfigError
 from decjax.gossip import rounds as rounds_lib
 from decjax.measure import silence
-from decjax.runtime import Cluster, Compressed, Link, Workload, calibrate
+from decjax.costmodel import Cluster, Compressed, Link, Workload, calibrate
 from decjax.train.state import State
 from decjax.train.trainer import Trainer
 
@@ -211,7 +211,7 @@ class Form(NamedTuple):
         name: what the profile calls it.
         trainer: of it.
         phases: those of its last steps, when it does what it is meant to.
-        ratio, latencies: see `runtime.Compressed`.
+        ratio, latencies: see `costmodel.Compressed`.
     """
 
     name: str

@@ -127,7 +127,7 @@ def coded(
     made = {kind: _link(codec, memory, slots, view) for kind, (codec, memory) in given.items() if codec}
 
     def compresses(send):
-        return send.kind in made and (send.kind == schedules.FORWARD or when == "always" or send.critical)
+        return send.kind in made and (send.kind == schedules.FORWARD or when == "always" or send.in_epilogue)
 
     def init(like, schedule):
         if error == "flush" and backward:

@@ -58,7 +58,7 @@ def gravac(
         window: steps on a rung before it is judged.
         threshold: ε in [0, 1], the least gain.
         improvement: ω ≥ 0, relative.
-        speed: steps per second on each rung, with 0, relative to one another; `decjax.runtime` predicts them. Empty: 1 ÷ bytes,
+        speed: steps per second on each rung, with 0, relative to one another; `decjax.costmodel` predicts them. Empty: 1 ÷ bytes,
             as where communication takes all the time.
         seed: of random codecs' draws.
         axis_name: the worker axis.

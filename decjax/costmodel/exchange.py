@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from decjax.runtime.profile import Cluster
+from decjax.costmodel.profile import Cluster
 from decjax.topology import Round
 
 

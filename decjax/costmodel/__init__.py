@@ -19,12 +19,12 @@ Example:
   '2.44 times faster'
 """
 
-from decjax.runtime.footprint import Memory, memory
-from decjax.runtime.iteration import LayoutPrediction, choose_compressed_stages, predict_layout
-from decjax.runtime.layout import Boundary, Layout, Traffic, Work, work
-from decjax.runtime.model import Method, Prediction, all_reduce, closed_form, compressed, gossip, no_communication, predict
-from decjax.runtime.profile import Cluster, Compressed, Jitter, Link, Workload, load, load_workload, save
-from decjax.runtime.transformer import Transformer
+from decjax.costmodel.footprint import Memory, memory
+from decjax.costmodel.iteration import LayoutPrediction, choose_compressed_stages, predict_layout
+from decjax.costmodel.layout import Boundary, Layout, Traffic, Work, work
+from decjax.costmodel.model import Method, Prediction, all_reduce, closed_form, compressed, gossip, no_communication, predict
+from decjax.costmodel.profile import Cluster, Compressed, Jitter, Link, Workload, load, load_workload, save
+from decjax.costmodel.transformer import Transformer
 
 __all__ = [
     "Boundary",

@@ -2,9 +2,9 @@
 
 from typing import NamedTuple
 
-from decjax.runtime.layout import Layout, Traffic, by_stage
-from decjax.runtime.model import PARAMETERS
-from decjax.runtime.transformer import Transformer
+from decjax.costmodel.layout import Layout, Traffic, by_stage
+from decjax.costmodel.model import PARAMETERS
+from decjax.costmodel.transformer import Transformer
 
 
 class Memory(NamedTuple):
@@ -53,11 +53,11 @@ def _stage_memory(model: Transformer, layout: Layout, traffic: Traffic, stage: i
     tables = (stage == 0) + (is_last and not (model.tied and S == 1))
     parameters = of_layers(K) + tables * model.embedding_parameters / K
     layers, live, boundary = max(layout.layers_of(model)[stage::S]), layout.passes.live[stage], model.boundary_bytes(B)
-    if layout.rematerialize == "stages":
+    if layout.remat == "stages":
         activations = live * boundary + layers * model.activation_bytes(B, K, "products")
     else:
-        activations = live * layers * model.activation_bytes(B, K, layout.rematerialize)
-    if layout.rematerialize != "none":
+        activations = live * layers * model.activation_bytes(B, K, layout.remat)
+    if layout.remat != "none":
         activations += model.activation_bytes(B, K)
     if is_last:  # Logits in float32, of the one microbatch whose loss is computed.
         activations += 4 * B * model.context * model.vocabulary / K

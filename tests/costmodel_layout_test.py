@@ -1,4 +1,4 @@
-"""The runtime model in three dimensions: against closed forms, a naive simulation by events, hand-made examples, and plain data
+"""The cost model in three dimensions: against closed forms, a naive simulation by events, hand-made examples, and plain data
 parallelism."""
 
 import dataclasses
@@ -11,11 +11,11 @@ import pytest
 
 from decjax import schedules
 from decjax import topology as tp
-from decjax.runtime import Cluster, Link, Workload, all_reduce, footprint, gossip, iteration, no_communication, predict
-from decjax.runtime import layout as lay
-from decjax.runtime.iteration import Hop, predict_layout
-from decjax.runtime.layout import Boundary, Layout, Traffic, Work
-from decjax.runtime.transformer import Transformer, low_rank_ratio
+from decjax.costmodel import Cluster, Link, Workload, all_reduce, footprint, gossip, iteration, no_communication, predict
+from decjax.costmodel import layout as lay
+from decjax.costmodel.iteration import Hop, predict_layout
+from decjax.costmodel.layout import Boundary, Layout, Traffic, Work
+from decjax.costmodel.transformer import Transformer, low_rank_ratio
 
 FREE = Link(0, 1e18)
 SILENT = Hop(0.0, 0.0, 0.0, 0.0)
@@ -193,7 +193,7 @@ def test_parts_of_the_time_sum_up():
     cluster = line(16, 8, Link(1e-5, 1e9), Link(1e-6, 1e10), codec_Bps=1e10)
     layout = Layout(2, 4, 2, microbatches=8, inner="worker")
     load = even(layout, 0.01, 0.02, 1e7, 1e7, 1e8, embedding_bytes=4e7, optimizer_s=0.001)
-    prediction = predict_layout(cluster, load, layout, Traffic(all_reduce(2), backward=Boundary(0.1, when="critical")))
+    prediction = predict_layout(cluster, load, layout, Traffic(all_reduce(2), backward=Boundary(0.1, when="epilogue")))
     parts_s = prediction[1:7]
     assert sum(parts_s) == pytest.approx(prediction.time_s) and min(parts_s) > 0
     assert prediction.compute_s == pytest.approx(8 * 0.03 + 0.001) and prediction.bubble_s == pytest.approx(3 * 0.03)
@@ -296,13 +296,13 @@ def test_compressed_backpropagation_sends_what_it_should(S, M):
     def sent(**traffic):
         return predict_layout(cluster, load, layout, Traffic(all_reduce(1), **traffic))
 
-    dense, critical, always = sent(), sent(backward=Boundary(0.1, when="critical")), sent(backward=Boundary(0.1))
+    dense, critical, always = sent(), sent(backward=Boundary(0.1, when="epilogue")), sent(backward=Boundary(0.1))
     both = sent(backward=Boundary(0.1), forward=Boundary(0.1))
     inner = 2 if S > 2 else 1  # A stage in the middle sends both ways.
     assert (dense.boundary_bytes, always.boundary_bytes, both.boundary_bytes) == pytest.approx(
         (inner * M * 1e6, 1.1 * M * 1e6 if S > 2 else M * 1e6, inner * 0.1 * M * 1e6)
     )
-    labels = [send for sends in layout.passes.sends for send in sends if send.critical]
+    labels = [send for sends in layout.passes.sends for send in sends if send.in_epilogue]
     assert len(labels) == S * (S - 1) // 2
     assert dense.time_s > critical.time_s > always.time_s > both.time_s
     # The critical path holds S − 1 gradients at the end; each of them gets 0.9 of its 0.1 s back.
@@ -330,15 +330,15 @@ def test_better_links_are_never_slower():
         (lambda: Layout(stages=0), "stages=0"),
         (lambda: Layout(stages=4, microbatches=6, schedule="interleaved", chunks=2), "multiple of stages=4"),
         (lambda: Layout(inner="tensor"), "choose from stage, worker"),
-        (lambda: Layout(rematerialize="all"), "choose from none, products, layers, stages"),
+        (lambda: Layout(remat="all"), "choose from none, products, layers, stages"),
         (lambda: Layout(stages=2, layers=(3,)), "a positive number for each"),
         (lambda: Layout(stages=2, layers=(3, 4)).check(GPT), "are 7, the model has 8"),
-        (lambda: Layout(stages=3).check(GPT), "do not divide layers=8"),
+        (lambda: Layout(stages=3).check(GPT), "do not divide depth=8"),
         (lambda: Layout(tensor=3).check(GPT), "does not divide heads=4"),
         (lambda: Layout(workers=3, microbatches=2).check(GPT), "use a multiple of 6"),
         (lambda: Boundary(0), "ratio=0"),
         (lambda: Boundary(0.1, when="never"), "when='never'"),
-        (lambda: Traffic(all_reduce(2), forward=Boundary(0.1, when="critical")), "use 'always'"),
+        (lambda: Traffic(all_reduce(2), forward=Boundary(0.1, when="epilogue")), "use 'always'"),
         (lambda: Traffic(gossip(tp.make("ring", 4)), fused_embedding=True), "use all-reduce"),
         (lambda: Transformer(8, 30, 4, 256, 128, 16), "width=30"),
         (lambda: lay.work(GPT, Layout(), 0), "flops=0"),
@@ -395,9 +395,9 @@ def test_work_adds_up_over_layouts():
         assert sum(part.forward_reductions) == sum(part.backward_reductions) == 2 * 8 + 1
         norms = 4 * (8 * 2 + 1) * 32 * (tensor - 1) / tensor  # every device holds them
         assert sum(part.gradient_bytes) == pytest.approx(whole.gradient_bytes[0] / tensor + norms)
-    anew = lay.work(GPT, Layout(microbatches=4, rematerialize="layers"), 1e9)
+    anew = lay.work(GPT, Layout(microbatches=4, remat="layers"), 1e9)
     assert anew.backward_s[0] - 3 * head_s == pytest.approx(3 * whole.forward_s[0])
-    skipping = lay.work(GPT, Layout(stages=2, microbatches=4, rematerialize="stages"), 1e9)
+    skipping = lay.work(GPT, Layout(stages=2, microbatches=4, remat="stages"), 1e9)
     assert skipping.forward_s[1] == 0 and skipping.forward_reductions == (9, 0)
     assert skipping.backward_s[1] - 3 * head_s == pytest.approx(skipping.backward_s[0]) == pytest.approx(3 * skipping.forward_s[0])
     uneven = lay.work(GPT, Layout(stages=2, layers=(5, 3), microbatches=4), 1e9)
@@ -419,11 +419,9 @@ def test_a_tied_embedding_is_on_both_ends():
 
 
 def test_memory_follows_the_schedule():
-    def activations(schedule, M, rematerialize="none"):
+    def activations(schedule, M, remat="none"):
         model = dataclasses.replace(GPT, batch_size=4 * M, vocabulary=4)
-        return footprint.memory(
-            model, Layout(1, 4, 1, M, schedule, rematerialize=rematerialize), Traffic(no_communication())
-        ).activations
+        return footprint.memory(model, Layout(1, 4, 1, M, schedule, remat=remat), Traffic(no_communication())).activations
 
     assert activations("1f1b", 8) == activations("1f1b", 64)
     assert activations("gpipe", 64) == pytest.approx(8 * activations("gpipe", 8), rel=0.01)

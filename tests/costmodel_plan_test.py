@@ -6,10 +6,10 @@ import pathlib
 import numpy as np
 import pytest
 
-from decjax import runtime
+from decjax import costmodel
 from decjax import topology as tp
-from decjax.runtime import Cluster, Jitter, Link, Workload, all_reduce, calibrate, gossip, plan, predict
-from decjax.runtime.calibrate import Measurement
+from decjax.costmodel import Cluster, Jitter, Link, Workload, all_reduce, calibrate, gossip, plan, predict
+from decjax.costmodel.calibrate import Measurement
 from launch import plan as cli
 from tests import commands
 
@@ -130,8 +130,8 @@ def test_throughputs_are_told_apart_by_the_codecs_names(tmp_path):
     ]
     cluster = calibrate.fit_cluster(shifts + coded, name="box", num_nodes=4, workers_per_node=1)
     assert cluster.codec_Bps == {"int8": pytest.approx(1e7 / 0.021), "bfloat16": pytest.approx(1e9)}
-    runtime.save(tmp_path / "box.json", cluster)
-    assert runtime.load(tmp_path / "box.json") == (cluster, None) and [*tmp_path.iterdir()] == [tmp_path / "box.json"]
+    costmodel.save(tmp_path / "box.json", cluster)
+    assert costmodel.load(tmp_path / "box.json") == (cluster, None) and [*tmp_path.iterdir()] == [tmp_path / "box.json"]
     methods, _ = plan.candidates(cluster, ("ring",), codec="int8", ratio=0.25)
     coded = {m.name: predict(cluster, LOAD, m).compute_s for m in methods}
     assert coded["ring awc"] - coded["no communication"] == pytest.approx(LOAD.total_bytes / (1e7 / 0.021))
@@ -199,7 +199,7 @@ def test_the_box_at_another_rate():
 
 # -- Three dimensions -------------------------------------------------------------------------------------------------
 
-GPT = runtime.Transformer(8, 256, 8, 4096, 128, batch_size=64, tied=True)
+GPT = costmodel.Transformer(8, 256, 8, 4096, 128, batch_size=64, tied=True)
 SIXTEEN = dataclasses.replace(SLOW.resize(16), flops=1e12)
 
 
@@ -209,7 +209,7 @@ def test_all_divisions_are_found_or_refused():
     assert all(layout.num_devices == 16 and layout.microbatches * layout.workers == 32 for layout in found)
     assert {name: reason.split(";")[0] for name, reason in refused.items()} == {
         "1×1×16": "tensor=16 does not divide heads=8",
-        "1×16×1": "stages=16 × chunks=1 do not divide layers=8",
+        "1×16×1": "stages=16 × chunks=1 do not divide depth=8",
     }
     assert plan.layouts(GPT, 16, microbatch_size=8)[1]["16×1×1"].startswith("batch_size=64 does not divide into workers=16")
     interleaved, _ = plan.layouts(GPT, 16, schedule="interleaved", chunks=2)
@@ -239,7 +239,7 @@ def test_layouts_are_ranked_and_what_they_send_is_named():
 
 def test_what_does_not_fit_is_refused():
     found, _ = plan.layouts(GPT, 16, microbatch_size=2)
-    held = {layout.name: runtime.memory(GPT, layout, runtime.Traffic(runtime.no_communication())).total for layout in found}
+    held = {layout.name: costmodel.memory(GPT, layout, costmodel.Traffic(costmodel.no_communication())).total for layout in found}
     limit = sorted(held.values())[len(held) // 2]
     rows, refused = plan.rank_layouts(dataclasses.replace(SIXTEEN, memory_bytes=limit), GPT, found)
     assert {name for name in refused if " " not in name} == {name for name, num_bytes in held.items() if num_bytes > limit}
@@ -259,7 +259,7 @@ def run(*args, columns=120):
 
 @pytest.mark.parametrize("path", PROFILES, ids=lambda path: path.stem)
 def test_shipped_profiles_are_valid(path):
-    cluster, workload = runtime.load(path)
+    cluster, workload = costmodel.load(path)
     assert predict(cluster, workload or LOAD, all_reduce(cluster.num_workers), num_steps=20, num_replicas=1).mean_s > 0
 
 
@@ -272,7 +272,7 @@ def test_table_fits(columns):
 
 
 def test_the_figure_is_written(tmp_path):
-    cluster, workload = runtime.load(ROOT / "configs" / "clusters" / "box_200mbit.json")
+    cluster, workload = costmodel.load(ROOT / "configs" / "clusters" / "box_200mbit.json")
     path = tmp_path / "plan.png"
     cli.plot(str(path), cluster, workload, ranked(cluster, workload, topologies=("one_peer_exponential", "ring")))
     assert path.read_bytes().startswith(b"\x89PNG")
@@ -289,7 +289,7 @@ def test_a_config_gives_parameters_and_workers():
     assert "8 × 1 workers" in result.stdout and "computes for 50 ms" in result.stdout
 
 
-SIZES = "layers=4,width=64,heads=4,vocabulary=256,context=64,batch=32"
+SIZES = "depth=4,width=64,heads=4,vocabulary=256,context=64,batch=32"
 T4 = "--cluster=configs/clusters/t4_infiniband.json"
 
 
@@ -313,7 +313,7 @@ def test_a_config_is_a_model_of_layouts():
     [
         ((T4, f"--model={SIZES}", "--workers=8"), "--workers=8 is for workers of one device"),
         ((T4, "--model=params=1e6,tokens=10", "--microbatch=2"), "--microbatch=2 is for layouts"),
-        ((T4, "--model=layers=4,width=64"), "heads=None must be a whole number"),
+        ((T4, "--model=depth=4,width=64"), "heads=None must be a whole number"),
         ((T4, f"--model={SIZES},colour=1"), "'colour' is unknown"),
         ((T4, f"--model={SIZES}", "--devices=12"), "use 8 or 16"),
         (

@@ -9,7 +9,7 @@ import dataclasses
 
 import numpy as np
 
-from decjax.runtime.profile import Cluster, Jitter, Link
+from decjax.costmodel.profile import Cluster, Jitter, Link
 
 MAX_TRACE = 200  # values kept of a measured distribution: its quantiles
 STEADY = 0.02  # coefficient of variation below which compute times count as constant

@@ -1,4 +1,4 @@
-"""The runtime model against formulas, against a plain reference worker by worker, and against what was measured."""
+"""The cost model against formulas, against a plain reference worker by worker, and against what was measured."""
 
 import dataclasses
 import itertools
@@ -7,9 +7,9 @@ import math
 import numpy as np
 import pytest
 
-from decjax import runtime
+from decjax import costmodel
 from decjax import topology as tp
-from decjax.runtime import Cluster, Jitter, Link, Method, Workload, all_reduce, gossip, model, no_communication, predict
+from decjax.costmodel import Cluster, Jitter, Link, Method, Workload, all_reduce, gossip, model, no_communication, predict
 
 EIGHT = Cluster("two nodes", 2, 4, Link(1e-5, 2e9), Link(1e-4, 1e9), all_reduce_efficiency=0.8, codec_Bps=1e9)
 HALF_DUPLEX = Cluster("box", 8, 1, Link(0, 1e12), Link(1e-3, 2e7), full_duplex_pairs=False)
@@ -217,7 +217,7 @@ def simulated_mean(cluster, workload, method, num_steps, num_replicas=1, seed=0)
 def test_closed_forms_of_constant_compute(cluster):
     found = 0
     for method in METHODS:
-        exact_s = runtime.closed_form(cluster, LOAD, method)
+        exact_s = costmodel.closed_form(cluster, LOAD, method)
         if exact_s is not None:
             found += 1
             assert exact_s == pytest.approx(simulated_mean(cluster, LOAD, method, 24 * method.period), rel=1e-9), method.name
@@ -227,16 +227,16 @@ def test_closed_forms_of_constant_compute(cluster):
 def test_closed_forms_are_the_formulas():
     n, P = 8, LOAD.total_bytes
     ring_s = 2 * (n - 1) * 1e-4 + 2 * (n - 1) / n * P / (0.8 * 1e9)  # the NIC is the slowest hop
-    assert runtime.closed_form(EIGHT, LOAD, all_reduce(n)) == pytest.approx(0.030 + 0.003 + ring_s)
-    assert runtime.closed_form(EIGHT, LOAD, all_reduce(n, overlap=True)) == pytest.approx(max(0.033, ring_s))
+    assert costmodel.closed_form(EIGHT, LOAD, all_reduce(n)) == pytest.approx(0.030 + 0.003 + ring_s)
+    assert costmodel.closed_form(EIGHT, LOAD, all_reduce(n, overlap=True)) == pytest.approx(max(0.033, ring_s))
     # XOR hops 1 and 2 stay in the node; hop 4 takes four messages through each NIC.
     hops = np.array([1e-5 + P / 2e9, 1e-5 + P / 2e9, 1e-4 + 4 * P / 1e9])
     pairwise = topology("one_peer_exponential", pairwise=True)
-    assert runtime.closed_form(EIGHT, LOAD, gossip(pairwise)) == pytest.approx(np.maximum(0.033, hops).mean() + 0.002)
-    assert runtime.closed_form(EIGHT, LOAD, gossip(pairwise, order="atc")) == pytest.approx(0.035 + hops.mean())
+    assert costmodel.closed_form(EIGHT, LOAD, gossip(pairwise)) == pytest.approx(np.maximum(0.033, hops).mean() + 0.002)
+    assert costmodel.closed_form(EIGHT, LOAD, gossip(pairwise, order="atc")) == pytest.approx(0.035 + hops.mean())
     jittery = with_jitter(Jitter("exponential", scale_s=0.02))
     harmonic = sum(1 / k for k in range(1, 9))
-    assert runtime.closed_form(EIGHT, jittery, all_reduce(n)) == pytest.approx(0.033 + 0.02 * harmonic + ring_s)
+    assert costmodel.closed_form(EIGHT, jittery, all_reduce(n)) == pytest.approx(0.033 + 0.02 * harmonic + ring_s)
 
 
 @pytest.mark.parametrize(
@@ -246,13 +246,13 @@ def test_closed_forms_are_the_formulas():
 )
 def test_monte_carlo_meets_the_expectation(jitter):
     workload = with_jitter(jitter)
-    mean_s = runtime.closed_form(EIGHT, workload, no_communication())
+    mean_s = costmodel.closed_form(EIGHT, workload, no_communication())
     assert mean_s == pytest.approx(simulated_mean(EIGHT, workload, no_communication(), 2000, 16), rel=0.01)
 
 
 def test_all_reduce_waits_for_the_largest_of_n():
     workload = with_jitter(Jitter("exponential", scale_s=0.02))
-    exact_s = runtime.closed_form(EIGHT, workload, all_reduce(8))
+    exact_s = costmodel.closed_form(EIGHT, workload, all_reduce(8))
     assert simulated_mean(EIGHT, workload, all_reduce(8), 2000, 16) == pytest.approx(exact_s, rel=0.01)
     # The largest of three equally likely values: P(max ≤ v_k) = (k/3)^8.
     trace = with_jitter(Jitter("trace", trace_s=(0.03, 0.04, 0.1)))
@@ -396,8 +396,8 @@ def test_stragglers_as_measured(kind, jitter):
 def test_profiles_survive_json(tmp_path):
     path = tmp_path / "profile.json"
     for workload in (None, with_jitter(Jitter("trace", trace_s=(0.1, 0.25), slow_workers=1, slow_factor=2.0))):
-        runtime.save(path, EIGHT, workload)
-        assert runtime.load(path) == (EIGHT, workload)
+        costmodel.save(path, EIGHT, workload)
+        assert costmodel.load(path) == (EIGHT, workload)
 
 
 @pytest.mark.parametrize(
@@ -418,7 +418,7 @@ def test_bad_profiles_are_one_line(tmp_path, text, problem):
     path = tmp_path / "profile.json"
     path.write_text(text)
     with pytest.raises(ValueError) as error:
-        runtime.load(path)
+        costmodel.load(path)
     assert problem in str(error.value) and "\n" not in str(error.value) and "profile.json" in str(error.value)
 
 

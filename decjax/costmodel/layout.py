@@ -11,13 +11,13 @@ import functools
 import numpy as np
 
 from decjax import schedules
-from decjax.runtime.model import GRADIENTS, Method
-from decjax.runtime.profile import check_count, check_number
-from decjax.runtime.transformer import KEPT, Transformer
+from decjax.costmodel.model import GRADIENTS, Method
+from decjax.costmodel.profile import check_count, check_number
+from decjax.costmodel.transformer import KEPT, Transformer
 from decjax.schedules import Schedule
 
-ALWAYS, CRITICAL = "always", "critical"
-REMATERIALIZE = (*KEPT, "stages")
+ALWAYS, EPILOGUE = "always", "epilogue"
+REMAT = (*KEPT, "stages")
 
 
 # -- What is asked ----------------------------------------------------------------------------------------------------
@@ -36,9 +36,9 @@ class Layout:
         chunks: C virtual stages of a stage, for "interleaved".
         layers: how many layers each of the S·C virtual stages has, in the model's order; (): equally many.
         inner: which axis comes next to the tensor axis on a node: "stage" or "worker".
-        rematerialize: what is kept for the backward pass: of a layer everything ("none"), its matrix products ("products"), or its
-            input ("layers"); or of a virtual stage its input ("stages"), and then the last one takes no forward pass of its own.
-            `decjax.pipeline` does "products", and "stages" with rematerialization.
+        remat: what is computed anew in the backward pass: "none"; of a layer all but its matrix products ("products"); whole
+            layers from their inputs ("layers"); or whole virtual stages from theirs ("stages"), and then the last one takes no
+            forward pass of its own. As in `decjax.pipeline`, False is "products" and True is "stages".
         split_boundary: each of the K devices sends a K-th of what goes to another stage, and the receivers gather it; else
             each sends all of it.
         blocking: a stage sends and receives between its passes, tick by tick, as `decjax.pipeline` does; else messages travel
@@ -56,14 +56,16 @@ class Layout:
     chunks: int = 1
     layers: tuple[int, ...] = ()
     inner: str = "stage"
-    rematerialize: str = "none"
+    remat: str | bool = "none"
     split_boundary: bool = True
     blocking: bool = True
 
     def __post_init__(self):
+        if isinstance(self.remat, bool):
+            object.__setattr__(self, "remat", "stages" if self.remat else "products")
         for name in ("workers", "stages", "tensor", "microbatches", "chunks"):
             check_count(name, getattr(self, name), 1)
-        for name, choices in (("inner", ("stage", "worker")), ("rematerialize", REMATERIALIZE)):
+        for name, choices in (("inner", ("stage", "worker")), ("remat", REMAT)):
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name}={getattr(self, name)!r}: choose from {', '.join(choices)}")
         if self.layers and (len(self.layers) != self.num_virtual or min(self.layers) < 1):
@@ -103,15 +105,15 @@ class Layout:
             ValueError: if the model has another number of them.
         """
         if self.layers:
-            if sum(self.layers) != model.layers:
-                raise ValueError(f"layers={self.layers} are {sum(self.layers)}, the model has {model.layers}; make them add up")
+            if sum(self.layers) != model.depth:
+                raise ValueError(f"layers={self.layers} are {sum(self.layers)}, the model has {model.depth}; make them add up")
             return self.layers
-        if model.layers % self.num_virtual:
+        if model.depth % self.num_virtual:
             raise ValueError(
-                f"stages={self.stages} × chunks={self.chunks} do not divide layers={model.layers}; use a divisor, "
+                f"stages={self.stages} × chunks={self.chunks} do not divide depth={model.depth}; use a divisor, "
                 "or give the layers of each"
             )
-        return (model.layers // self.num_virtual,) * self.num_virtual
+        return (model.depth // self.num_virtual,) * self.num_virtual
 
     def microbatch_size(self, model: Transformer) -> int:
         """B, sequences in a microbatch.
@@ -150,7 +152,7 @@ class Boundary:
     Args:
         ratio: bytes of such a message ÷ bytes as it is, of what one device sends.
         codec: its name, for clusters that tell codecs apart.
-        when: "always", or only messages that are "critical": gradients that a stage does nothing but wait for.
+        when: "always", or in the "epilogue": only gradients that a stage does nothing but wait for.
 
     Raises:
         ValueError: naming the value, the constraint and the fix.
@@ -162,11 +164,11 @@ class Boundary:
 
     def __post_init__(self):
         check_number("ratio", self.ratio, positive=True, fix="1 / 41.7 for low rank 16 of a 1024×1920 matrix")
-        if self.when not in (ALWAYS, CRITICAL):
-            raise ValueError(f"when={self.when!r}: choose '{ALWAYS}' or '{CRITICAL}' (what a stage waits for in its cool-down)")
+        if self.when not in (ALWAYS, EPILOGUE):
+            raise ValueError(f"when={self.when!r}: choose '{ALWAYS}' or '{EPILOGUE}' (what a stage waits for in its cool-down)")
 
-    def codes(self, critical: bool) -> bool:
-        return self.ratio != 1 and (critical or self.when == ALWAYS)
+    def codes(self, in_epilogue: bool) -> bool:
+        return self.ratio != 1 and (in_epilogue or self.when == ALWAYS)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -193,8 +195,8 @@ class Traffic:
     def __post_init__(self):
         if self.compressed_stages is not None:
             check_count("compressed_stages", self.compressed_stages, 0)
-        if self.forward.when == CRITICAL:
-            raise ValueError(f"forward: when='{CRITICAL}' is for gradients, no stage waits for activations alone; use '{ALWAYS}'")
+        if self.forward.when == EPILOGUE:
+            raise ValueError(f"forward: when='{EPILOGUE}' is for gradients, no stage waits for activations alone; use '{ALWAYS}'")
         if self.fused_embedding and self.method.message != GRADIENTS:
             raise ValueError(
                 f"fused_embedding needs gradients that are averaged over all workers, got {self.method.name!r}; "
@@ -250,8 +252,8 @@ def work(model: Transformer, layout: Layout, flops: float) -> Work:
     layers_U = layout.layers_of(model)
     first, last = np.eye(1, len(layers_U))[0], np.eye(1, len(layers_U), len(layers_U) - 1)[0]
     layer_s, head_s = model.layer_flops(B) / (K * flops), model.head_flops(B) / (K * flops)
-    anew = layout.rematerialize in ("layers", "stages")
-    skipped_U = 1 - last if layout.rematerialize == "stages" else 1
+    anew = layout.remat in ("layers", "stages")
+    skipped_U = 1 - last if layout.remat == "stages" else 1
     # The head and the loss belong to the backward pass, which follows at once.
     forward_U = np.array(layers_U) * layer_s * skipped_U
     backward_U = np.array(layers_U) * layer_s * (3 if anew else 2) + last * 3 * head_s

@@ -13,7 +13,7 @@ next form once a stage is done with the one before.
 F and B hold their all-reduces over the tensor axis. When a stage's last backward pass is done, its gradients are exchanged with
 those of other workers, while earlier stages still compute; stages that leave through the same NIC take turns. The optimizer waits
 for all stages, since a gradient is clipped by its norm over all of them. Gossip is of parameters, and takes place beside an
-iteration ("awc") or behind it ("atc"), as in `runtime.model`.
+iteration ("awc") or behind it ("atc"), as in `costmodel.model`.
 
 Nothing is random here, and workers are alike. Messages between stages do not slow down those between workers that pass the same
 NIC.
@@ -26,10 +26,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from decjax.runtime.exchange import exchange_cost, mean_cost, messages_cost
-from decjax.runtime.layout import Layout, Traffic, Work, by_stage
-from decjax.runtime.model import GRADIENTS, PARAMETERS
-from decjax.runtime.profile import Cluster
+from decjax.costmodel.exchange import exchange_cost, mean_cost, messages_cost
+from decjax.costmodel.layout import Layout, Traffic, Work, by_stage
+from decjax.costmodel.model import GRADIENTS, PARAMETERS
+from decjax.costmodel.profile import Cluster
 from decjax.schedules import BACKWARD, FORWARD, Schedule, Send
 
 # -- The pipeline -----------------------------------------------------------------------------------------------------
@@ -138,7 +138,7 @@ def _hops(cluster: Cluster, load: Work, layout: Layout, traffic: Traffic):
 
     def hop(send):
         boundary = traffic.forward if send.kind == FORWARD else traffic.backward
-        return cost(send.source, send.target, send.kind, boundary.codes(send.critical))
+        return cost(send.source, send.target, send.kind, boundary.codes(send.in_epilogue))
 
     return hop
 
@@ -323,7 +323,7 @@ def predict_layout(cluster: Cluster, load: Work, layout: Layout, traffic: Traffi
         ValueError: if sizes do not fit together.
 
     Example:
-        >>> from decjax.runtime import Cluster, Link, all_reduce
+        >>> from decjax.costmodel import Cluster, Link, all_reduce
         >>> four = Cluster("four hosts", 4, 1, Link(0, 1e9), Link(0, 25e6))
         >>> layout = Layout(stages=4, microbatches=8)
         >>> model = Transformer(8, 64, 2, 256, 128, batch_size=16)
@@ -351,7 +351,7 @@ def _sent(cluster: Cluster, load: Work, layout: Layout, traffic: Traffic) -> tup
     boundary_S = np.zeros(layout.stages)
     for send in (send for sends in layout.passes.sends for send in sends if send.source != send.target):
         boundary = traffic.forward if send.kind == FORWARD else traffic.backward
-        boundary_S[send.source] += dense_bytes * (boundary.ratio if boundary.codes(send.critical) else 1)
+        boundary_S[send.source] += dense_bytes * (boundary.ratio if boundary.codes(send.in_epilogue) else 1)
     method, workers = traffic.method, 0.0
     if method.topology is not None:
         devices_NxK = layout.devices_NxSxK()[:, 0]

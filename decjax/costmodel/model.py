@@ -30,8 +30,8 @@ from typing import NamedTuple
 import numpy as np
 
 from decjax import topology as topology_lib
-from decjax.runtime.exchange import Exchange, exchange_cost
-from decjax.runtime.profile import Cluster, Compressed, Workload
+from decjax.costmodel.exchange import Exchange, exchange_cost
+from decjax.costmodel.profile import Cluster, Compressed, Workload
 from decjax.topology import Topology
 
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
@@ -372,7 +372,7 @@ def predict(
 
     Example:
         >>> from decjax import topology
-        >>> from decjax.runtime import Cluster, Link, Workload, gossip, predict
+        >>> from decjax.costmodel import Cluster, Link, Workload, gossip, predict
         >>> box = Cluster("box", 4, 1, Link(0, 1e9), Link(0, 25e6))
         >>> load = Workload(forward_s=0.1, backward_s=(0.2,), num_bytes=(24e6,))
         >>> round(predict(box, load, gossip(topology.make("one_peer_exponential", 4))).mean_s, 3)

@@ -9,13 +9,13 @@ from typing import NamedTuple
 import numpy as np
 
 from decjax import topology as topology_lib
-from decjax.runtime import model
-from decjax.runtime.footprint import Memory, memory
-from decjax.runtime.iteration import LayoutPrediction, choose_compressed_stages, predict_layout
-from decjax.runtime.layout import CRITICAL, Boundary, Layout, Traffic, Work, work
-from decjax.runtime.model import GRADIENTS, Method, Prediction, all_reduce, gossip, no_communication, predict
-from decjax.runtime.profile import Cluster, Jitter, Workload
-from decjax.runtime.transformer import Transformer, low_rank_ratio
+from decjax.costmodel import model
+from decjax.costmodel.footprint import Memory, memory
+from decjax.costmodel.iteration import LayoutPrediction, choose_compressed_stages, predict_layout
+from decjax.costmodel.layout import EPILOGUE, Boundary, Layout, Traffic, Work, work
+from decjax.costmodel.model import GRADIENTS, Method, Prediction, all_reduce, gossip, no_communication, predict
+from decjax.costmodel.profile import Cluster, Jitter, Workload
+from decjax.costmodel.transformer import Transformer, low_rank_ratio
 from decjax.topology import Topology
 
 # Graphs that are compared unless told otherwise: one or few neighbours, known for mixing well.
@@ -425,7 +425,7 @@ def compressions(
     rows = layout.microbatch_size(model) * model.context / (layout.tensor if layout.split_boundary else 1)
     if layout.stages > 1 and low_rank_ratio(rows, model.width, boundary_rank) > 1:
         ratio = 1 / low_rank_ratio(rows, model.width, boundary_rank)
-        name, traffic = f"{name} CB", dataclasses.replace(traffic, backward=Boundary(ratio, "low_rank", CRITICAL))
+        name, traffic = f"{name} CB", dataclasses.replace(traffic, backward=Boundary(ratio, "low_rank", EPILOGUE))
         variants[name] = traffic
     if load.embedding_bytes:
         name, traffic = f"{name} FE", dataclasses.replace(traffic, fused_embedding=True)
@@ -515,5 +515,5 @@ def _needs(cluster: Cluster, held: Memory) -> str:
     parts = ", ".join(f"{name} {value / 1e9:.3g}" for name, value in held._asdict().items() if name != "stage" and value)
     return (
         f"a device of stage {held.stage} needs {held.total / 1e9:.3g} GB ({parts}) and has {cluster.memory_bytes / 1e9:.3g}; "
-        "use more stages or tensor devices, smaller microbatches, or rematerialize"
+        "use more stages or tensor devices, smaller microbatches, or more remat"
     )

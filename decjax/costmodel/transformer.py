@@ -12,7 +12,7 @@ Counts are per layer and per device of the tensor axis, which splits the heads, 
 from collections.abc import Iterator
 import dataclasses
 
-from decjax.runtime.profile import check_count, check_number
+from decjax.costmodel.profile import check_count, check_number
 
 # Values that a layer keeps of one token for its backward pass: multiples of D on every device, of D and of F that the tensor
 # axis splits, and whether attention's scores are kept, before and behind the softmax. Of "none" and "products" the sums are
@@ -35,7 +35,7 @@ class Transformer:
     """A model and what one iteration trains it on.
 
     Args:
-        layers: L.
+        depth: L layers.
         width: D.
         heads: H, which divide the width.
         vocabulary: V.
@@ -52,7 +52,7 @@ class Transformer:
         ValueError: naming the value, the constraint and the fix.
     """
 
-    layers: int
+    depth: int
     width: int
     heads: int
     vocabulary: int
@@ -68,7 +68,7 @@ class Transformer:
     def __post_init__(self):
         if self.hidden == 0:
             object.__setattr__(self, "hidden", 4 * self.width)
-        for name in ("layers", "width", "heads", "vocabulary", "context", "batch_size", "hidden"):
+        for name in ("depth", "width", "heads", "vocabulary", "context", "batch_size", "hidden"):
             check_count(name, getattr(self, name), 1)
         for name in ("value_bytes", "gradient_bytes", "parameter_bytes"):
             check_number(name, getattr(self, name), positive=True)
@@ -87,7 +87,7 @@ class Transformer:
 
     @property
     def parameters(self) -> int:
-        return self.layers * self.layer_parameters + self.width + (1 if self.tied else 2) * self.embedding_parameters
+        return self.depth * self.layer_parameters + self.width + (1 if self.tied else 2) * self.embedding_parameters
 
     def matrices(self, tensor: int = 1) -> Iterator[tuple[float, float]]:
         """(I, J) of a layer's matrices on one device of the tensor axis: columns first, then rows are split."""
@@ -113,16 +113,16 @@ class Transformer:
         """Bytes of a layer's output on a microbatch, B·T·D values."""
         return microbatch_size * self.context * self.width * self.value_bytes
 
-    def activation_bytes(self, microbatch_size: int, tensor: int = 1, rematerialize: str = "none") -> float:
+    def activation_bytes(self, microbatch_size: int, tensor: int = 1, remat: str = "none") -> float:
         """Bytes that a layer keeps of one microbatch for its backward pass, on one device.
 
         Args:
             microbatch_size: B.
             tensor: devices of the tensor axis.
-            rematerialize: "none"; "products": a layer's input and what its matrix products give is kept and the rest computed
+            remat: "none"; "products": a layer's input and what its matrix products give is kept and the rest computed
                 anew, as `decjax.models` does; "layers": only its input is kept.
         """
-        whole, split, of_hidden, scores = KEPT[rematerialize]
+        whole, split, of_hidden, scores = KEPT[remat]
         values = whole * self.width + (split * self.width + of_hidden * self.hidden) / tensor
         if scores:
             values += 2 * self.heads * self.context / tensor

@@ -1,4 +1,4 @@
-"""What the runtime model is told: a cluster, a workload, how compute times vary. Plain data, with a JSON form.
+"""What the cost model is told: a cluster, a workload, how compute times vary. Plain data, with a JSON form.
 
 A *profile* is one JSON object: the fields of `Cluster`, and optionally a measured `Workload` under "workload". It is measured
 (launch.calibrate), fitted to timings (`calibrate`) or written by hand from datasheets. Units stand in the names; bytes per
