@@ -11,7 +11,8 @@ import pytest
 
 from decjax import codecs, gossip
 from decjax import topology as topology_lib
-from decjax.train import checkpoint, wire
+from decjax.hlo import wire
+from decjax.train import checkpoint
 from tests.quadratics import (
     LR,
     MATRIX,

@@ -14,6 +14,7 @@ BASE = {"mesh", "buckets", "codecs"}
 MAY_IMPORT = {
     "topology": set(),
     "schedules": set(),
+    "hlo": {"mesh"},
     "costmodel": {"topology", "schedules"},
     "mesh": set(),
     "buckets": set(),

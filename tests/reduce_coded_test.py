@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from decjax import codecs, reduce
-from decjax.train import wire
+from decjax.hlo import wire
 from tests.reducers import (
     MODES,
     STEPS,

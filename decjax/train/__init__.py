@@ -11,8 +11,6 @@ loop         steps, logging, signals, the end of a run
 evaluate     the averaged model and the local models
 checkpoint   Orbax, and whose directory it is
 metrics      metrics.jsonl, TensorBoard, the screen
-wire         bytes sent, read from compiled HLO
-overlap      what is computed while messages travel, read from compiled HLO
 errors       what ends a run, in one line
 measure      what a step, an exchange and a codec take: profiles for `decjax.costmodel`
 silence      programs without their messages, for `measure`

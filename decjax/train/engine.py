@@ -24,7 +24,8 @@ import numpy as np
 import optax
 
 from decjax import mesh
-from decjax.train import divide, wire
+from decjax.hlo import wire
+from decjax.train import divide
 from decjax.train import state as state_lib
 
 ENGINES = ("auto", "fused", "split")

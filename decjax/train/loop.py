@@ -14,7 +14,8 @@ import jax
 import numpy as np
 
 from decjax import data, gossip, models, reduce
-from decjax.train import assemble, checkpoint, engine, metrics, wire
+from decjax.hlo import wire
+from decjax.train import assemble, checkpoint, engine, metrics
 from decjax.train import evaluate as evaluate_lib
 from decjax.train import state as state_lib
 from decjax.train.errors import CheckpointError, Diverged, TrainingError
