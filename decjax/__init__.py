@@ -6,6 +6,7 @@ A training method is a composition of small, pure things, each usable alone. Fro
     schedules   which pipeline stage does what, when       NumPy only
     costmodel   when decentralized beats all-reduce        NumPy only
     mesh        workers as mesh axes, the collectives      JAX
+    hlo         what a compiled program sends, read from its text
     buckets     a pytree as a few flat messages
     codecs      what a message looks like on the wire
     gossip      mixing parameters over a topology

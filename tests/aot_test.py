@@ -23,8 +23,8 @@ def schedules(argument, topology=bench.TOPOLOGY, **mixing):
 
 
 def check_overlap(schedule):
-    assert len(schedule.transfers) > OWN_LIMIT
-    for transfer in schedule.transfers:
+    assert len(schedule.in_flight) > OWN_LIMIT
+    for transfer in schedule.in_flight:
         assert transfer.collective.kind == "collective-permute" and transfer.asynchronous and not transfer.inside
         assert transfer.started == 0 and transfer.finished >= MOST and transfer.hidden >= MOST
 
@@ -48,17 +48,17 @@ def test_so_do_narrow_messages_and_on_other_chips(argument, topology):
 def test_left_alone_the_compiler_lets_messages_wait_for_the_backward_pass(monkeypatch):
     """Or else `engine` gives it options that nobody needs."""
     monkeypatch.setattr(engine, "_early_exchange", lambda platform, program: {})
-    late = [transfer for transfer in next(schedules(GOSSIP)).transfers if transfer.started == 1]
+    late = [transfer for transfer in next(schedules(GOSSIP)).in_flight if transfer.started == 1]
     assert late and all(transfer.hidden == 0 for transfer in late)
 
 
 def test_adapt_then_communicate_starts_after_the_backward_pass():
-    found = {transfer[-3:] for transfer in next(schedules(f"{GOSSIP},order=atc")).transfers}
+    found = {transfer[-3:] for transfer in next(schedules(f"{GOSSIP},order=atc")).in_flight}
     assert found == {(1, 1, 0)}
 
 
 def test_a_traced_phase_waits_in_a_conditional():
-    transfers = next(schedules(GOSSIP, static_phase=False)).transfers
+    transfers = next(schedules(GOSSIP, static_phase=False)).in_flight
     assert transfers and all(
         transfer.inside == "conditional" and not transfer.asynchronous and transfer.hidden == 0 for transfer in transfers
     )
@@ -67,7 +67,7 @@ def test_a_traced_phase_waits_in_a_conditional():
 @pytest.mark.parametrize("argument", ["method=allreduce", "method=allreduce,stale"])
 def test_all_reduce_is_one_message_that_the_step_waits_for(argument):
     """The gradients of scanned layers are all there at the end, and this compiler does nothing beside a reduction."""
-    (transfer,) = next(schedules(argument)).transfers
+    (transfer,) = next(schedules(argument)).in_flight
     assert transfer.collective.kind == "all-reduce" and not transfer.asynchronous and transfer.hidden == 0
     assert (transfer.started, transfer.finished) == ((0, 0) if "stale" in argument else (1, 1))
 
@@ -82,4 +82,4 @@ def test_work_is_counted_in_full():
     least, most = 2 * B * T * (weights + attention), 2 * B * T * (weights + 2 * attention)
     assert least <= schedule.forward_flops <= most
     assert 2 * least <= schedule.backward_flops <= 2 * most
-    assert schedule.transfers == ()
+    assert schedule.in_flight == ()

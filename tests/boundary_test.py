@@ -11,8 +11,8 @@ import pytest
 
 from configs import lm
 from decjax import codecs, mesh, models, pipeline, schedules, train
+from decjax.hlo import wire
 from decjax.pipeline import executor, links
-from decjax.train import wire
 
 pytestmark = pytest.mark.usefixtures("quick_compilation", "uncached_programs")
 B, T, D, M = 2, 4, 6, 4

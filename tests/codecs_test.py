@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from decjax import codecs, mesh
-from decjax.train import wire
+from decjax.hlo import wire
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 

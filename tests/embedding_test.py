@@ -9,8 +9,8 @@ import pytest
 
 from decjax import costmodel, mesh, models, pipeline, reduce
 from decjax.channel import Channel
+from decjax.hlo import wire
 from decjax.optim import clip_by_norm, synchronize
-from decjax.train import wire
 
 pytestmark = pytest.mark.usefixtures("quick_compilation", "uncached_programs")
 VOCABULARY, WIDTH, STEPS = 16, 8, 20

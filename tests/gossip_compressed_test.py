@@ -12,7 +12,9 @@ import pytest
 from decjax import codecs, gossip
 from decjax import topology as topology_lib
 from decjax.channel import Channel
-from decjax.train import checkpoint, wire
+from decjax.train import checkpoint
+from decjax.hlo import wire
+from decjax.train import checkpoint
 from tests.quadratics import (
     LR,
     MATRIX,

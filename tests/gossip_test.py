@@ -12,7 +12,7 @@ import decjax
 from decjax import codecs, gossip, mesh
 from decjax import topology as topology_lib
 from decjax.channel import Channel
-from decjax.train import wire
+from decjax.hlo import wire
 
 N = 8
 NODE_OPTIONS = {"alternating_exponential_ring": dict(local_size=2), "hierarchical": dict(local=2)}

@@ -15,6 +15,7 @@ MAY_IMPORT = {
     "registry": set(),
     "topology": {"registry"},
     "schedules": set(),
+    "hlo": {"mesh"},
     "costmodel": {"topology", "schedules"},
     "mesh": set(),
     "buckets": set(),

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from decjax.train import overlap
+from decjax.hlo import overlap
 
 N = 4
 FORWARD, BACKWARD = (
@@ -37,7 +37,7 @@ def read(*entry, below="", a="f32[3,7]{1,0}", b="f32[7,5]{1,0}"):
 
 def places(schedule):
     """(asynchronous, inside, started, finished, hidden) of every transfer."""
-    return [tuple(transfer[1:]) for transfer in schedule.transfers]
+    return [tuple(transfer[1:]) for transfer in schedule.in_flight]
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ def test_a_collective_in_an_asynchronous_wrapper():
         "%s = ((f32[8]{0}), f32[2]{0}) async-start(%x), calls=%wrapped", F, B, "%d = f32[2]{0} async-done(%s)", below=below
     )
     assert places(schedule) == [(True, "async-start", 0, 1, 1)]
-    assert schedule.transfers[0].collective.kind == "reduce-scatter"
+    assert schedule.in_flight[0].collective.kind == "reduce-scatter"
 
 
 @pytest.mark.parametrize("known", ["", ', backend_config={"known_trip_count":{"n":"6"}}'], ids=["TPU", "GPU"])

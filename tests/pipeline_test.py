@@ -10,9 +10,10 @@ import pytest
 
 from decjax import codecs, costmodel, mesh, models, pipeline, reduce, schedules
 from decjax.channel import Channel
+from decjax.hlo import wire
 from decjax.optim import clip_by_norm, synchronize
 from decjax.pipeline import executor
-from decjax.train import engine, wire
+from decjax.train import engine
 from decjax.train import source as source_lib
 from decjax.train import state as state_lib
 

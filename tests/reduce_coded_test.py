@@ -10,7 +10,7 @@ import pytest
 
 from decjax import codecs, reduce
 from decjax.channel import Channel
-from decjax.train import wire
+from decjax.hlo import wire
 from tests.reducers import (
     MODES,
     STEPS,

@@ -8,7 +8,7 @@ import pytest
 
 from configs import lm
 from decjax import codecs, reduce
-from decjax.train import wire
+from decjax.hlo import wire
 from tests.reducers import MODES, STEPS, DenseShards, N, Runner, assert_equal_replicas, flat, gradients, x64
 from tests.stand_ins import dense_top, top
 

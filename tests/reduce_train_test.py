@@ -11,7 +11,8 @@ import pytest
 
 from configs import lm
 from decjax import optim, reduce, train
-from decjax.train import engine, source, wire
+from decjax.hlo import wire
+from decjax.train import engine, source
 from decjax.train import state as state_lib
 
 N, STEPS = 4, 8

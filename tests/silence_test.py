@@ -8,7 +8,8 @@ import pytest
 
 from configs import lm
 from decjax import costmodel, mesh, train
-from decjax.train import measure, silence, wire
+from decjax.hlo import wire
+from decjax.train import measure, silence
 
 WORKERS = 4
 pytestmark = pytest.mark.usefixtures("quick_compilation")

@@ -10,7 +10,8 @@ import pytest
 from configs import lm
 from decjax import topology as topology_lib
 from decjax import train
-from decjax.train import engine, source, wire
+from decjax.hlo import wire
+from decjax.train import engine, source
 from decjax.train import state as state_lib
 
 N = 8

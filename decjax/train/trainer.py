@@ -16,7 +16,8 @@ import numpy as np
 
 from decjax import config, gossip, reduce
 from decjax.errors import TrainingError
-from decjax.train import engine, evaluate, wire
+from decjax.hlo import wire
+from decjax.train import engine, evaluate
 from decjax.train import state as state_lib
 from decjax.train.state import State
 from decjax.train.step import Step

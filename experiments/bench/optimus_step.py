@@ -6,7 +6,7 @@
 
 The devices are forced ones of the CPU backend, so nothing is computed, and no array of the model is ever made; the program is the
 one that they would run. Bytes are read from it, per device of each stage and step (those of the CPU backend, which widens 16-bit
-sums to 32); those within tensor-parallel groups are not counted, see `train.wire`. Memory is the compiler's own account for one device.
+sums to 32); those within tensor-parallel groups are not counted, see `hlo.wire`. Memory is the compiler's own account for one device.
 """
 
 import time
@@ -18,7 +18,8 @@ from rich import box, console, table
 
 from configs import gpt_optimus
 from decjax import train
-from decjax.train import engine, wire
+from decjax.hlo import wire
+from decjax.train import engine
 from decjax.train import state as state_lib
 from launch import command
 

@@ -30,7 +30,8 @@ import rich.table
 
 from configs import lm
 from decjax import train
-from decjax.train import engine, overlap
+from decjax.hlo import overlap
+from decjax.train import engine
 from decjax.train import state as state_lib
 from launch import command
 
@@ -94,7 +95,7 @@ def attached() -> Sequence[jax.Device]:
     return devices
 
 
-def schedules(argument: str, devices: Sequence[jax.Device], **mixing: bool) -> Iterator[overlap.Schedule]:
+def schedules(argument: str, devices: Sequence[jax.Device], **mixing: bool) -> Iterator[overlap.Overlap]:
     """Compiles a method's step and reads its schedule, phase by phase.
 
     Args:
@@ -117,9 +118,9 @@ def schedules(argument: str, devices: Sequence[jax.Device], **mixing: bool) -> I
         yield overlap.read(executable.as_text(), n)
 
 
-def row(found: Sequence[overlap.Schedule]) -> tuple[str, ...]:
+def row(found: Sequence[overlap.Overlap]) -> tuple[str, ...]:
     """Cells of the table for the phases of a method."""
-    transfers = [transfer for schedule in found for transfer in schedule.transfers]
+    transfers = [transfer for schedule in found for transfer in schedule.in_flight]
     number = len(transfers) // len(found)
     places = {f" in a {transfer.inside}" for transfer in transfers if transfer.inside}
     asynchronous = sum(transfer.asynchronous for transfer in transfers) // len(found)

@@ -13,6 +13,7 @@ ticks sends along each pattern, and says so there. One in a branch that only som
 over layers, and in passes that a stage takes in some ticks and not in others, and nothing in the text says how often.
 """
 
+from collections.abc import Iterable
 import math
 import re
 from typing import NamedTuple
@@ -20,17 +21,17 @@ from typing import NamedTuple
 import numpy as np
 
 from decjax import mesh
+from decjax.hlo.program import Instruction, Program
 
-_KINDS = ("collective-permute", "all-reduce", "reduce-scatter", "all-gather", "all-to-all")
-_UNKNOWN = re.compile(r" (collective-broadcast|ragged-all-to-all)(?:-start)?\(")
-_OPERATION = re.compile(rf" = (?P<shape>.+?) (?P<kind>{'|'.join(_KINDS)})(?P<start>-start)?\(")
+_KIND = re.compile(r"(collective-permute|all-reduce|reduce-scatter|all-gather|all-to-all)(-start)?")
+_UNKNOWN = re.compile(r"(collective-broadcast|ragged-all-to-all)(-start)?")
 _ARRAY = re.compile(r"(?P<dtype>pred|[a-z]+[0-9]+[a-z0-9]*)\[(?P<dims>[0-9,]*)\]")
 _PAIRS = re.compile(r"source_target_pairs=\{((?:\{\d+,\d+\},?)*)\}")
 _GROUPS = re.compile(r"replica_groups=\{((?:\{[\d,]+\},?)*)\}")
 _IOTA_GROUPS = re.compile(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
+_MESH_GROUPS = re.compile(r"replica_groups=mesh\[([^\]]*)\] \{((?:'[^']+',?)*)\}")
 _RUNS = re.compile(r"\bruns=(\d+)")
 _STAGES = re.compile(r"\bstages=([\d,]+)")
-_MESH_GROUPS = re.compile(r"replica_groups=mesh\[([^\]]*)\] \{((?:'[^']+',?)*)\}")
 
 
 class Collective(NamedTuple):
@@ -111,35 +112,38 @@ def _groups(line: str, num_workers: int) -> tuple[tuple[int, ...], ...]:
     raise ValueError(f"cannot read the replica groups of this HLO line: {line.strip()}")
 
 
-def collectives(hlo: str, num_workers: int) -> list[Collective]:
+def collectives(hlo: str | Iterable[Instruction], num_workers: int) -> list[Collective]:
     """Reads the collectives of a compiled program, in the order of its text.
 
     Args:
-        hlo: `compiled.as_text()`, synchronous or asynchronous form (the `-start` halves count, the `-done` halves do not).
+        hlo: `compiled.as_text()`, or instructions of it; in synchronous or asynchronous form: of the latter the `-start` halves count.
         num_workers: N, the number of partitions.
 
     Returns:
         One `Collective` per operation.
+
+    Raises:
+        ValueError: if an operation's groups cannot be read, or its bytes not counted.
     """
-    found = []
-    for line in hlo.splitlines():
-        if unknown := _UNKNOWN.search(line):
-            raise ValueError(f"cannot count the bytes of {unknown[1]!r}: {line.strip()[:80]}")
-        if not (match := _OPERATION.search(line)):
-            continue
-        kind = match["kind"]
-        num_bytes = _payload(match["shape"], kind, bool(match["start"]))
-        runs = math.prod(map(int, _RUNS.findall(line)))
-        stages = tuple(_integers(match[1])) if (match := _STAGES.search(line)) else None
-        if kind == "collective-permute":
-            pairs = [tuple(_integers(pair)) for pair in re.findall(r"\{([\d,]+)\}", _PAIRS.search(line)[1])]
-            found.append(Collective(kind, tuple(pair for pair in pairs if pair[0] != pair[1]), num_bytes, runs, stages))
-            continue
-        groups = _groups(line, num_workers)
-        if kind == "reduce-scatter":
-            num_bytes *= len(groups[0])
-        found.append(Collective(kind, groups, num_bytes, runs, stages))
-    return found
+    if isinstance(hlo, str):
+        hlo = [instruction for body in Program(hlo).computations.values() for instruction in body]
+    return [found for instruction in hlo if (found := _collective(instruction, num_workers))]
+
+
+def _collective(instruction: Instruction, num_workers: int) -> Collective | None:
+    line = instruction.line
+    if unknown := _UNKNOWN.fullmatch(instruction.opcode):
+        raise ValueError(f"cannot count the bytes of {unknown[1]!r}: {line.strip()[:80]}")
+    if not (match := _KIND.fullmatch(instruction.opcode)):
+        return None
+    kind, num_bytes = match[1], _payload(instruction.shape, match[1], bool(match[2]))
+    runs = math.prod(map(int, _RUNS.findall(line)))
+    stages = tuple(_integers(match[1])) if (match := _STAGES.search(line)) else None
+    if kind == "collective-permute":
+        pairs = [tuple(_integers(pair)) for pair in re.findall(r"\{([\d,]+)\}", _PAIRS.search(line)[1])]
+        return Collective(kind, tuple(pair for pair in pairs if pair[0] != pair[1]), num_bytes, runs, stages)
+    groups = _groups(line, num_workers)
+    return Collective(kind, groups, num_bytes * (len(groups[0]) if kind == "reduce-scatter" else 1), runs, stages)
 
 
 def bytes_sent(hlo: str, num_workers: int) -> np.ndarray:

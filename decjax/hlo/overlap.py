@@ -12,12 +12,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from decjax.train import wire
+from decjax.hlo import wire
+from decjax.hlo.program import Instruction, Program
 
-_COMPUTATION = re.compile(r"^(?P<entry>ENTRY )?%(?P<name>[\w.-]+) .*\{$")
-_INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%(?P<name>[\w.-]+) = (?P<shape>.+?) (?P<opcode>[a-z][\w-]*)\((?P<operands>.*?)\)(?:,|$)")
-_NAME = re.compile(r"%([\w.-]+)")
-_CALLED = re.compile(r"\b(?:calls|body|to_apply|\w+_computations?)=(\{[^}]*\}|%[\w.-]+)")
 _CONDITION = re.compile(r"\bcondition=%([\w.-]+)")
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 _LIMIT = re.compile(r" s32\[\]\S* constant\((\d+)\)")
@@ -27,8 +24,8 @@ _LABELS = re.compile(r"\bdim_labels=(\w+)_(\w+)->(\w+)")
 _WINDOW = re.compile(r"\bwindow=\{([^}]*)\}")
 
 
-class Transfer(NamedTuple):
-    """One collective in the schedule of a step.
+class InFlight(NamedTuple):
+    """One collective in the order of a step.
 
     Attributes:
         collective: what is sent.
@@ -47,21 +44,21 @@ class Transfer(NamedTuple):
     hidden: float
 
 
-class Schedule(NamedTuple):
+class Overlap(NamedTuple):
     """The order of a compiled step.
 
     Attributes:
         forward_flops: operations of the forward pass's matrix products, on one worker.
         backward_flops: those of the backward pass.
-        transfers: all collectives, in the order of their starts.
+        in_flight: all collectives, in the order of their starts.
     """
 
     forward_flops: int
     backward_flops: int
-    transfers: tuple[Transfer, ...]
+    in_flight: tuple[InFlight, ...]
 
 
-def read(hlo: str, num_workers: int) -> Schedule:
+def read(hlo: str, num_workers: int) -> Overlap:
     """Reads where the collectives of a step stand in its schedule.
 
     Args:
@@ -69,15 +66,16 @@ def read(hlo: str, num_workers: int) -> Schedule:
         num_workers: N, the number of partitions.
 
     Returns:
-        The `Schedule`.
+        The `Overlap`.
 
     Raises:
         ValueError: if the program has no schedule, or no matrix products in one of its passes.
     """
     if "is_scheduled=true" not in hlo.partition("\n")[0]:
         raise ValueError("the program has no schedule, so its order says nothing; use the text of a compiled one")
-    program = _Program(hlo)
-    work_Ix2 = np.array([program.work(instruction) for instruction in program.entry])
+    program = Program(hlo)
+    work = _Work(program)
+    work_Ix2 = np.array([work(instruction) for instruction in program.entry])
     total = work_Ix2.sum(axis=0)
     if not total.all():
         raise ValueError(
@@ -86,65 +84,31 @@ def read(hlo: str, num_workers: int) -> Schedule:
     before_Ix2 = np.cumsum(work_Ix2, axis=0) - work_Ix2
     found = []
     for start, instruction in enumerate(program.entry):
-        done = program.done(start)
+        done = _done(program.entry, start)
         shares = (before_Ix2[start, 0] / total[0], before_Ix2[done, 1] / total[1], work_Ix2[start + 1 : done].sum() / total.sum())
-        for collective in wire.collectives(instruction.line, num_workers):
-            found.append(Transfer(collective, done > start, "", *map(float, shares)))
-        for collective in wire.collectives(program.text_below(instruction), num_workers):
-            found.append(Transfer(collective, done > start, instruction.opcode, *map(float, shares)))
-    return Schedule(*map(int, total), tuple(found))
+        for inside, instructions in (("", [instruction]), (instruction.opcode, program.below(instruction))):
+            for collective in wire.collectives(instructions, num_workers):
+                found.append(InFlight(collective, done > start, inside, *map(float, shares)))
+    return Overlap(*map(int, total), tuple(found))
 
 
-class _Instruction(NamedTuple):
-    name: str
-    shape: str
-    opcode: str
-    operands: tuple[str, ...]
-    called: tuple[str, ...]  # computations, but for the condition of a loop
-    line: str
+def _done(entry: list[Instruction], start: int) -> int:
+    """Position where the program waits for what it starts at `start`; the same one if it waits at once."""
+    instruction = entry[start]
+    if not instruction.opcode.endswith("-start") or '"is_sync":true' in instruction.line:
+        return start
+    opcode = instruction.opcode.removesuffix("start") + "done"
+    return next(position for position, later in enumerate(entry) if later.opcode == opcode and instruction.name in later.operands)
 
 
-class _Program:
-    """The computations of a module, and the matrix products in them."""
+class _Work:
+    """Operations of the matrix products of a program."""
 
-    def __init__(self, hlo: str):
-        self.computations: dict[str, list[_Instruction]] = {}
-        for line in hlo.splitlines():
-            if match := _COMPUTATION.match(line):
-                body = self.computations[match["name"]] = []
-                if match["entry"]:
-                    self.entry = body
-            elif match := _INSTRUCTION.match(line):
-                body.append(
-                    _Instruction(
-                        match["name"],
-                        match["shape"],
-                        match["opcode"],
-                        tuple(_NAME.findall(match["operands"])),
-                        tuple(_NAME.findall(" ".join(_CALLED.findall(line)))),
-                        line,
-                    )
-                )
-        self.instructions = {instruction.name: instruction for body in self.computations.values() for instruction in body}
+    def __init__(self, program: Program):
+        self.program = program
         self._work_of = functools.cache(self._work_of)
 
-    def done(self, start: int) -> int:
-        """Position where the entry computation waits for what it starts at `start`; the same one if it waits at once."""
-        instruction = self.entry[start]
-        if not instruction.opcode.endswith("-start") or '"is_sync":true' in instruction.line:
-            return start
-        opcode = instruction.opcode.removesuffix("start") + "done"
-        return next(
-            position for position, later in enumerate(self.entry) if later.opcode == opcode and instruction.name in later.operands
-        )
-
-    def text_below(self, instruction: _Instruction) -> str:
-        """All lines of the computations that an instruction calls."""
-        return "\n".join(
-            f"{below.line}\n{self.text_below(below)}" for name in instruction.called for below in self.computations[name]
-        )
-
-    def work(self, instruction: _Instruction) -> np.ndarray:
+    def __call__(self, instruction: Instruction) -> np.ndarray:
         """Operations of the matrix products in an instruction, (forward, backward)."""
         work = self._trips(instruction) * sum((self._work_of(name) for name in instruction.called), np.zeros(2))
         if "jvp(" in instruction.line:
@@ -152,18 +116,18 @@ class _Program:
         return work
 
     def _work_of(self, computation: str) -> np.ndarray:
-        return sum((self.work(instruction) for instruction in self.computations[computation]), np.zeros(2))
+        return sum((self(instruction) for instruction in self.program.computations[computation]), np.zeros(2))
 
-    def _trips(self, instruction: _Instruction) -> int:
+    def _trips(self, instruction: Instruction) -> int:
         if instruction.opcode != "while":
             return 1
         if known := _TRIPS.search(instruction.line):
             return int(known[1])
-        condition = self.computations[_CONDITION.search(instruction.line)[1]]
+        condition = self.program.computations[_CONDITION.search(instruction.line)[1]]
         (limit,) = (int(found[1]) for tested in condition if (found := _LIMIT.search(tested.line)))
         return limit
 
-    def _flops(self, instruction: _Instruction) -> int:
+    def _flops(self, instruction: Instruction) -> int:
         """2 · results · products summed in each; 0 of anything but a matrix product."""
         if labels := _LABELS.search(instruction.line):
             return self._convolution_flops(instruction, *labels.groups())
@@ -173,7 +137,7 @@ class _Program:
             return 2 * math.prod(self._dims(instruction.name)) * math.prod(dims[axis] for axis in axes)
         return 0
 
-    def _convolution_flops(self, instruction: _Instruction, image: str, kernel: str, result: str) -> int:
+    def _convolution_flops(self, instruction: Instruction, image: str, kernel: str, result: str) -> int:
         """A TPU's matrix products are convolutions, whose batches may be spatial axes of which most is padding."""
         image_dims, kernel_dims, result_dims = map(self._dims, (*instruction.operands[:2], instruction.name))
         window = _WINDOW.search(instruction.line)
@@ -189,7 +153,7 @@ class _Program:
 
     def _dims(self, name: str) -> tuple[int, ...]:
         """Dimensions of an instruction's result, the first one of several."""
-        return tuple(int(size) for size in _DIMS.search(self.instructions[name].shape)[1].split(",") if size)
+        return tuple(int(size) for size in _DIMS.search(self.program.instructions[name].shape)[1].split(",") if size)
 
 
 def _taps(image_size: int, result_size: int, option: dict[str, str]) -> int:
