@@ -8,7 +8,7 @@ import optax
 import pytest
 
 from decjax import mesh, models, pipeline, reduce, runtime
-from decjax.optim import clip_by_norm, synchronize
+from decjax.optim import clip_by_global_norm, synchronize
 from decjax.train import wire
 
 pytestmark = pytest.mark.usefixtures("quick_compilation", "uncached_programs")
@@ -34,7 +34,7 @@ class Training:
         self.workers = w = mesh.make_workers(N, stages=S, tensor=T, simulate=simulate, divided=model(S).divided)
         self.division = pipeline.divide(model(S).parts, S, fused_embedding=fused)
         self.reducer = pipeline.with_tied_table(make_reducer(axis_name=w.axis_name), self.division, axis_name=w.axis_name)
-        self.tx = synchronize(optax.chain(clip_by_norm(0.5, self.division.global_norm), optax.adam(0.02)), self.reducer)
+        self.tx = synchronize(optax.chain(clip_by_global_norm(0.5, self.division.global_norm), optax.adam(0.02)), self.reducer)
         self.params = w.stack(jax.jit(lambda: self.division.split(model(S).init(jax.random.key(0))))())
         self.state = w.jit(self.tx.init, (0,))(self.params)
         self.program = w.jit(self._step, (0, 0, 0)).lower(self.params, self.state, self.gradients(0)).compile()

@@ -9,7 +9,7 @@ import optax
 import pytest
 
 from decjax import codecs, mesh, models, pipeline, reduce, runtime, schedules
-from decjax.optim import clip_by_norm, synchronize
+from decjax.optim import clip_by_global_norm, synchronize
 from decjax.pipeline import executor
 from decjax.train import engine, wire
 from decjax.train import source as source_lib
@@ -42,7 +42,7 @@ def tokens(step):
 
 def optimizer(norm):
     """Clips in every step, so that the norm counts."""
-    return optax.chain(clip_by_norm(0.5, norm), optax.adamw(0.02, weight_decay=0.1))
+    return optax.chain(clip_by_global_norm(0.5, norm), optax.adamw(0.02, weight_decay=0.1))
 
 
 @functools.cache

@@ -44,7 +44,7 @@ OPTIMIZERS = {"adamw": _adamw, "accum_adamw": _accumulated_adamw, "sgdm": _momen
 def make_optimizer(config: ml_collections.ConfigDict, schedule: optax.Schedule, norm: Norm) -> optax.GradientTransformation:
     """What one worker does with its gradient: clipping by its own global norm, then the named optimizer."""
     optimizer = OPTIMIZERS[_known("optimizer", config.name, OPTIMIZERS)](config, schedule)
-    return optax.chain(optim.clip_by_norm(config.clip_norm, norm), optimizer) if config.clip_norm else optimizer
+    return optax.chain(optim.clip_by_global_norm(config.clip_norm, norm), optimizer) if config.clip_norm else optimizer
 
 
 def _known(what: str, name: str, valid) -> str:
@@ -209,7 +209,7 @@ def _onebit_adam(config, reducer, schedule, norm) -> optax.GradientTransformatio
             f"reducer.start={config.reducer.start}: 1-bit Adam takes its variance from the steps before, "
             f"at least 1 and less than steps={config.steps}"
         )
-    clip = [optim.clip_by_norm(optimizer.clip_norm, norm)] if optimizer.clip_norm else []
+    clip = [optim.clip_by_global_norm(optimizer.clip_norm, norm)] if optimizer.clip_norm else []
     return optax.chain(
         *clip,
         optim.scale_by_onebit_adam(reducer, optimizer.b1, optimizer.b2, optimizer.eps),
