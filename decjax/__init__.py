@@ -25,6 +25,7 @@ from decjax.mesh import make_workers
 from decjax.optim import (
     accumulated_adam,
     accumulated_adamw,
+    apply_if_finite,
     decentralize,
     decentralized_adam,
     decentralized_adamw,

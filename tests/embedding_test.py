@@ -10,7 +10,7 @@ import pytest
 from decjax import costmodel, mesh, models, pipeline, reduce
 from decjax.channel import Channel
 from decjax.hlo import wire
-from decjax.optim import clip_by_norm, synchronize
+from decjax.optim import clip_by_global_norm, synchronize
 
 pytestmark = pytest.mark.usefixtures("quick_compilation", "uncached_programs")
 VOCABULARY, WIDTH, STEPS = 16, 8, 20
@@ -36,7 +36,7 @@ class Training:
         self.division = pipeline.divide(model(S).parts, S, fused_embedding=fused)
         channel = Channel(w.axis, **channel_options)
         self.reducer = pipeline.with_tied_table(make_reducer(channel), self.division, channel)
-        self.tx = synchronize(optax.chain(clip_by_norm(0.5, self.division.global_norm), optax.adam(0.02)), self.reducer)
+        self.tx = synchronize(optax.chain(clip_by_global_norm(0.5, self.division.global_norm), optax.adam(0.02)), self.reducer)
         self.params = w.stack(jax.jit(lambda: self.division.split(model(S).init(jax.random.key(0))))())
         self.state = w.jit(self.tx.init, (0,))(self.params)
         self.program = w.jit(self._step, (0, 0, 0)).lower(self.params, self.state, self.gradients(0)).compile()

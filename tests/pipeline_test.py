@@ -11,7 +11,7 @@ import pytest
 from decjax import codecs, costmodel, mesh, models, pipeline, reduce, schedules
 from decjax.channel import Channel
 from decjax.hlo import wire
-from decjax.optim import clip_by_norm, synchronize
+from decjax.optim import clip_by_global_norm, synchronize
 from decjax.pipeline import executor
 from decjax.train import engine
 from decjax.train import source as source_lib
@@ -44,7 +44,7 @@ def tokens(step):
 
 def optimizer(norm):
     """Clips in every step, so that the norm counts."""
-    return optax.chain(clip_by_norm(0.5, norm), optax.adamw(0.02, weight_decay=0.1))
+    return optax.chain(clip_by_global_norm(0.5, norm), optax.adamw(0.02, weight_decay=0.1))
 
 
 @functools.cache

@@ -1,7 +1,7 @@
 """What a worker does with its gradient: optax transformations that know of workers, AccumAdam and 1-bit Adam."""
 
 from decjax.optim.accumulated import AccumulatedAdamState, accumulated_adam, accumulated_adamw, scale_by_accumulated_adam
-from decjax.optim.clip import clip_by_norm
+from decjax.optim.clip import clip_by_global_norm
 from decjax.optim.decentralize import (
     ORDERS,
     DecentralizeState,
@@ -12,6 +12,7 @@ from decjax.optim.decentralize import (
     stale_exchange,
     synchronize,
 )
+from decjax.optim.finite import apply_if_finite
 from decjax.optim.local_updates import LocalUpdatesState, local_updates
 from decjax.optim.onebit import OnebitAdamState, scale_by_onebit_adam
 from decjax.optim.tracking import TrackState, track, tracked_exchange

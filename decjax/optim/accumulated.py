@@ -30,7 +30,7 @@ class AccumulatedAdamState(NamedTuple):
 
 
 def scale_by_accumulated_adam(
-    b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8, window: int = 4
+    b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8, window: int = 4, mu_dtype: Any = None
 ) -> optax.GradientTransformation:
     """Rescales gradients as AccumAdam does; see the module's equations.
 
@@ -38,10 +38,11 @@ def scale_by_accumulated_adam(
         b1: β1 in [0, 1), decay of the first moment, per window.
         b2: β2 in [0, 1), decay of the second moment, per window.
         eps: ε, added outside of the root.
-        window: s ≥ 1 steps; about 4 for 8 workers, 8 for 16 to 32.
+        window: s ≥ 1 steps; about 4 for 8 workers, 8 for 16 to 32. `optax.inject_hyperparams` may trace it.
+        mu_dtype: dtype that M is kept in, as in `optax.scale_by_adam`; None: that of the parameters.
 
     Returns:
-        An `optax.GradientTransformation`.
+        An `optax.GradientTransformation`. Leaves that are not floating point get zero updates.
 
     Raises:
         ValueError: if the window is shorter than one step.
@@ -49,51 +50,57 @@ def scale_by_accumulated_adam(
     Reference:
         arXiv 2410.11998, AccumAdam.
     """
-    if window < 1:
+    if not isinstance(window, jax.Array) and window < 1:
         raise ValueError(f"AccumAdam window={window} steps: must be at least 1, which is Adam")
 
     def init(params):
-        def zeros():
-            return jax.tree.map(jnp.zeros_like, params)
-
-        return AccumulatedAdamState(jnp.zeros((), jnp.int32), zeros(), zeros(), zeros())
+        mu = optax.tree.zeros_like(params, dtype=mu_dtype)
+        nu, window_mean = (jax.tree.map(jnp.zeros_like, params) for _ in range(2))
+        return AccumulatedAdamState(jnp.zeros((), jnp.int32), mu, nu, window_mean)
 
     def update(grads, state, params=None):
         del params
         count = optax.safe_increment(state.count)
         num_windows = (count + window - 1) // window
         correction1, correction2 = 1 - b1**num_windows, 1 - b2**num_windows
+        ends = count % window == 0
 
-        def scale(g, m, v):
+        def one(g, m, v, b):
+            """A leaf's update, M, V and B."""
+            if not jnp.issubdtype(v.dtype, jnp.floating):
+                return jnp.zeros_like(v), m, v, b
             m_now, v_now = b1 * m + (1 - b1) * g, b2 * v + (1 - b2) * g**2
             # The corrections are float32 powers of a traced count; the cast keeps the dtype of float64 or bfloat16 trees.
-            return m_now / correction1.astype(m.dtype) / (jnp.sqrt(v_now / correction2.astype(v.dtype)) + eps)
+            direction = m_now / correction1.astype(m_now.dtype) / (jnp.sqrt(v_now / correction2.astype(v_now.dtype)) + eps)
+            b = b + g / window
+            new = b1 * m + (1 - b1) * b, b2 * v + (1 - b2) * b**2, jnp.zeros_like(b)
+            return direction, *(jnp.where(ends, x, y).astype(y.dtype) for x, y in zip(new, (m, v, b)))
 
-        updates = jax.tree.map(scale, grads, state.mu, state.nu)
-        window_mean = jax.tree.map(lambda b, g: b + g / window, state.window_mean, grads)
-        ends = count % window == 0
-        commit = lambda new, old: jax.tree.map(lambda x, y: jnp.where(ends, x, y), new, old)
-        mu = commit(jax.tree.map(lambda m, b: b1 * m + (1 - b1) * b, state.mu, window_mean), state.mu)
-        nu = commit(jax.tree.map(lambda v, b: b2 * v + (1 - b2) * b**2, state.nu, window_mean), state.nu)
-        window_mean = commit(jax.tree.map(jnp.zeros_like, window_mean), window_mean)
-        return updates, AccumulatedAdamState(count, mu, nu, window_mean)
+        found = jax.tree.map(one, grads, state.mu, state.nu, state.window_mean)
+        updates, *moments = jax.tree.transpose(jax.tree.structure(grads), jax.tree.structure((0,) * 4), found)
+        return updates, AccumulatedAdamState(count, *moments)
 
     return optax.GradientTransformation(init, update)
 
 
 def accumulated_adam(
-    learning_rate: optax.ScalarOrSchedule, b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8, window: int = 4
+    learning_rate: optax.ScalarOrSchedule,
+    b1: float = 0.9,
+    b2: float = 0.999,
+    eps: float = 1e-8,
+    window: int = 4,
+    mu_dtype: Any = None,
 ) -> optax.GradientTransformation:
     """AccumAdam without weight decay; for coupled L2 put `optax.add_decayed_weights` before it.
 
     Args:
         learning_rate: α, a number or a schedule.
-        b1, b2, eps, window: see `scale_by_accumulated_adam`.
+        b1, b2, eps, window, mu_dtype: see `scale_by_accumulated_adam`.
 
     Returns:
         An `optax.GradientTransformation`; `window=1` is `optax.adam`.
     """
-    return optax.chain(scale_by_accumulated_adam(b1, b2, eps, window), optax.scale_by_learning_rate(learning_rate))
+    return optax.chain(scale_by_accumulated_adam(b1, b2, eps, window, mu_dtype), optax.scale_by_learning_rate(learning_rate))
 
 
 def accumulated_adamw(
@@ -104,12 +111,13 @@ def accumulated_adamw(
     weight_decay: float = 1e-4,
     window: int = 4,
     mask: Any = None,
+    mu_dtype: Any = None,
 ) -> optax.GradientTransformation:
     """AccumAdam with decoupled weight decay, x ← (1−αλ) x before the step.
 
     Args:
         learning_rate: α, a number or a schedule.
-        b1, b2, eps, window: see `scale_by_accumulated_adam`.
+        b1, b2, eps, window, mu_dtype: see `scale_by_accumulated_adam`.
         weight_decay: λ.
         mask: which leaves decay, as in `optax.add_decayed_weights`.
 
@@ -117,7 +125,7 @@ def accumulated_adamw(
         An `optax.GradientTransformation`; `window=1` is `optax.adamw`.
     """
     return optax.chain(
-        scale_by_accumulated_adam(b1, b2, eps, window),
+        scale_by_accumulated_adam(b1, b2, eps, window, mu_dtype),
         optax.add_decayed_weights(weight_decay, mask),
         optax.scale_by_learning_rate(learning_rate),
     )

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 
 
-def clip_by_norm(max_norm: float, norm: Callable[[Any], jax.Array] = optax.global_norm) -> optax.GradientTransformation:
+def clip_by_global_norm(max_norm: float, norm: Callable[[Any], jax.Array] = optax.global_norm) -> optax.GradientTransformation:
     """g ← g · min(1, c / ‖g‖).
 
     Args:

@@ -21,6 +21,7 @@ import optax
 
 from decjax.optim.transient import transient
 from decjax import gossip, reduce
+from decjax.optim.memories import init_memory
 
 ORDERS = ("awc", "atc")
 
@@ -64,6 +65,10 @@ def decentralize(
     `(mixed − params) + update`, so that `optax.apply_updates` gives the equations above. In order "awc" the inner
     optimizer sees the *mixed* parameters, so decoupled weight decay acts on them: (1−αλ)(Wx)_i.
 
+    Put wrappers that may skip a worker's step, as `optax.apply_if_finite`, inside and not around: outside they decide worker by
+    worker whether to communicate, and a worker that skips leaves the others waiting for ever, or, simulated, loses the mix.
+    `decjax.apply_if_finite` is the one for the inside.
+
     Args:
         inner: any optax optimizer, clipping included.
         mixer: what is exchanged, and how; see `decjax.gossip`.
@@ -90,7 +95,7 @@ def decentralize(
     inner = optax.with_extra_args_support(inner)
 
     def init(params):
-        return DecentralizeState(jnp.zeros((), jnp.int32), inner.init(params), mixer.init(params))
+        return DecentralizeState(jnp.zeros((), jnp.int32), inner.init(params), init_memory(mixer.init, params))
 
     def mix(params, state, phase, received=None):
         if received is not None:
@@ -132,6 +137,10 @@ def synchronize(
     step then changes nothing. The result takes `phase`, as `reducer.phase(step)`, and ignores it where the reducer has only
     one. Clipping inside `inner` acts on the averaged gradient.
 
+    Put wrappers that may skip a worker's step, as `optax.apply_if_finite`, inside and not around: outside they decide worker by
+    worker whether to communicate, and a worker that skips leaves the others waiting for ever, or, simulated, loses the average.
+    `decjax.apply_if_finite` is the one for the inside.
+
     Args:
         inner: any optax optimizer.
         reducer: how gradients are averaged; see `decjax.reduce`.
@@ -147,7 +156,7 @@ def synchronize(
 
     def init(params):
         pending = (jnp.zeros((), bool), jax.tree.map(jnp.zeros_like, params)) if stale else ()
-        return SynchronizeState(inner.init(params), reducer.init(params), pending)
+        return SynchronizeState(inner.init(params), init_memory(reducer.init, params), pending)
 
     def update(grads, state, params=None, *, phase=None, received=None, **extra):
         if received is not None and not stale:
@@ -177,14 +186,35 @@ def stale_exchange(reducer: reduce.Reducer, state: SynchronizeState, phase: int 
 
 
 def decentralized_adam(
-    learning_rate: optax.ScalarOrSchedule, mixer: gossip.Mixer, order: Literal["awc", "atc"] = "awc", **adam: Any
+    learning_rate: optax.ScalarOrSchedule,
+    mixer: gossip.Mixer,
+    order: Literal["awc", "atc"] = "awc",
+    b1: float = 0.9,
+    b2: float = 0.999,
+    eps: float = 1e-8,
+    eps_root: float = 0.0,
+    mu_dtype: Any = None,
+    *,
+    nesterov: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
-    """`decentralize(optax.adam(learning_rate, **adam), mixer, order)`."""
-    return decentralize(optax.adam(learning_rate, **adam), mixer, order)
+    """`decentralize(optax.adam(learning_rate, …), mixer, order)`; the other arguments are those of `optax.adam`."""
+    return decentralize(optax.adam(learning_rate, b1, b2, eps, eps_root, mu_dtype, nesterov=nesterov), mixer, order)
 
 
 def decentralized_adamw(
-    learning_rate: optax.ScalarOrSchedule, mixer: gossip.Mixer, order: Literal["awc", "atc"] = "awc", **adamw: Any
+    learning_rate: optax.ScalarOrSchedule,
+    mixer: gossip.Mixer,
+    order: Literal["awc", "atc"] = "awc",
+    b1: float = 0.9,
+    b2: float = 0.999,
+    eps: float = 1e-8,
+    eps_root: float = 0.0,
+    mu_dtype: Any = None,
+    weight_decay: float = 1e-4,
+    mask: Any = None,
+    *,
+    nesterov: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
-    """`decentralize(optax.adamw(learning_rate, **adamw), mixer, order)`; the decay acts on mixed parameters in "awc"."""
-    return decentralize(optax.adamw(learning_rate, **adamw), mixer, order)
+    """`decentralize(optax.adamw(learning_rate, …), mixer, order)`; the decay acts on mixed parameters in "awc"."""
+    adamw = optax.adamw(learning_rate, b1, b2, eps, eps_root, mu_dtype, weight_decay, mask, nesterov=nesterov)
+    return decentralize(adamw, mixer, order)

@@ -20,6 +20,7 @@ import optax
 
 from decjax.optim.transient import transient
 from decjax import reduce
+from decjax.optim.memories import init_memory
 
 
 @transient("reducer")
@@ -36,6 +37,10 @@ def local_updates(
     inner: optax.GradientTransformation, reducer: reduce.Reducer, outer: optax.GradientTransformation
 ) -> optax.GradientTransformationExtraArgs:
     """Wraps an optimizer so that workers go their own ways for H steps; see the module's equations.
+
+    Put wrappers that may skip a worker's step, as `optax.apply_if_finite`, inside and not around: outside they decide worker by
+    worker whether to communicate, and a worker that skips leaves the others waiting for ever, or, simulated, loses the average.
+    `decjax.apply_if_finite` is the one for the inside.
 
     Args:
         inner: what a worker does with its own gradient, clipping included.
@@ -55,7 +60,8 @@ def local_updates(
     inner = optax.with_extra_args_support(inner)
 
     def init(params):
-        return LocalUpdatesState(inner.init(params), outer.init(params), jax.tree.map(jnp.copy, params), reducer.init(params))
+        memory = init_memory(reducer.init, params)
+        return LocalUpdatesState(inner.init(params), outer.init(params), jax.tree.map(jnp.copy, params), memory)
 
     def update(grads, state, params=None, *, phase=None, **extra):
         if params is None:

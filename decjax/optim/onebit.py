@@ -11,6 +11,7 @@ coordinate whose gradient was zero in all warm steps has no variance to divide b
 Reference: Tang et al. 2021, arXiv 2102.02888, algorithm 1.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -19,6 +20,7 @@ import optax
 
 from decjax.optim.transient import transient
 from decjax import reduce
+from decjax.optim.memories import init_memory
 
 
 @transient("reducer")
@@ -44,7 +46,8 @@ def scale_by_onebit_adam(
         eps: ε, added outside of the root.
 
     Returns:
-        A transformation whose update takes a static `phase`, `reducer.phase(step)`.
+        A transformation whose update takes a static `phase`, `reducer.phase(step)`. Leaves that are not floating point get zero
+        updates.
 
     Raises:
         ValueError: if the reducer has no warm phase, without which there is no variance.
@@ -62,9 +65,8 @@ def scale_by_onebit_adam(
 
     def init(params):
         zero = jnp.zeros((), jnp.int32)
-        return OnebitAdamState(
-            zero, zero, jax.tree.map(jnp.zeros_like, params), jax.tree.map(jnp.zeros_like, params), reducer.init(params)
-        )
+        mu, nu = (jax.tree.map(jnp.zeros_like, params) for _ in range(2))
+        return OnebitAdamState(zero, zero, mu, nu, init_memory(reducer.init, params))
 
     def update(grads, state, params=None, *, phase=None, **extra):
         del params, extra
@@ -72,12 +74,12 @@ def scale_by_onebit_adam(
         warm = due == reduce.BEFORE
 
         def momentum(grads):
-            return jax.tree.map(lambda m, g: b1 * m + (1 - b1) * g, state.mu, grads)
+            return _of_floating(lambda m, g: b1 * m + (1 - b1) * g, state.mu, grads)
 
         averaged, reducer_state = reducer.reduce(grads if warm else momentum(grads), state.reducer, due)
         new = state._replace(count=optax.safe_increment(state.count), mu=momentum(averaged) if warm else averaged)
         if warm:
-            nu = jax.tree.map(lambda v, g: b2 * v + (1 - b2) * g**2, state.nu, averaged)
+            nu = _of_floating(lambda v, g: b2 * v + (1 - b2) * g**2, state.nu, averaged)
             new = new._replace(nu=nu, warm_count=optax.safe_increment(state.warm_count))
         correction1, correction2 = 1 - b1**new.count, 1 - b2**new.warm_count
 
@@ -87,9 +89,14 @@ def scale_by_onebit_adam(
             # An average that is not finite must not look as if it were.
             return jnp.where(has_variance | ~jnp.isfinite(m), m / correction1.astype(m.dtype) / (root + eps), 0)
 
-        updates = jax.tree.map(scale, new.mu, new.nu)
+        updates = _of_floating(scale, new.mu, new.nu)
         finite = jnp.stack([jnp.isfinite(x).all() for x in jax.tree.leaves((new.mu, new.nu))]).all()
         new = jax.tree.map(lambda new, old: jnp.where(finite, new, old), new, state)
         return updates, new._replace(reducer=reducer_state)
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _of_floating(fn: Callable[..., jax.Array], tree: Any, *rest: Any) -> Any:
+    """`jax.tree.map` over floating-point leaves of `tree`; the others, counters that nothing averages, stay zero."""
+    return jax.tree.map(lambda x, *others: fn(x, *others) if jnp.issubdtype(x.dtype, jnp.floating) else x, tree, *rest)

@@ -21,6 +21,7 @@ import optax
 from decjax.optim.transient import transient
 from decjax import gossip
 from decjax.optim.decentralize import ORDERS, check_update
+from decjax.optim.memories import init_memory
 
 
 @transient("mixer", "tracker", "gradient")
@@ -41,6 +42,11 @@ def track(
 
     In order "awc", what is mixed are the parameters and trackers carried from the step before, so that the exchange may overlap
     the gradient; in order "atc" parameters are mixed after their step, x_i <- Σ_j w_ij (x_j − α d_j(v_j)).
+
+    Put wrappers that may skip a worker's step, as `optax.apply_if_finite`, inside and not around: outside they decide worker by
+    worker whether to communicate, and a worker that skips leaves the others waiting for ever, or, simulated, loses the mix. Nor
+    do they help inside, since trackers carry every gradient on: in place of one that is not finite give `state.gradient`, the one
+    before.
 
     Args:
         inner: any optax optimizer; clipping acts on the tracked gradient.
@@ -64,7 +70,8 @@ def track(
 
     def init(params):
         nothing = jax.tree.map(jnp.zeros_like, params)
-        return TrackState(jnp.zeros((), jnp.int32), inner.init(params), mixer.init((params, nothing)), nothing, nothing)
+        memory = init_memory(lambda params: mixer.init((params, nothing)), params)
+        return TrackState(jnp.zeros((), jnp.int32), inner.init(params), memory, nothing, nothing)
 
     def mix(params, tracker, state, phase, received=None):
         both = params, tracker

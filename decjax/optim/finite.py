@@ -1,0 +1,49 @@
+"""Leaving out a worker's step whose gradient is not finite, while the worker goes on communicating."""
+
+import jax
+import optax
+
+from decjax.optim.decentralize import DecentralizeState, SynchronizeState
+from decjax.optim.local_updates import LocalUpdatesState
+from decjax.optim.onebit import OnebitAdamState
+from decjax.optim.tracking import TrackState
+
+COMMUNICATING = (DecentralizeState, SynchronizeState, TrackState, LocalUpdatesState, OnebitAdamState)
+
+
+def apply_if_finite(inner: optax.GradientTransformation, max_consecutive_errors: int) -> optax.GradientTransformationExtraArgs:
+    """`optax.apply_if_finite` for the inside of `decentralize`, `synchronize` and `local_updates`.
+
+    A worker whose gradient is not finite leaves out its own step d_i, and communicates as ever. In `decentralize`, order "awc":
+
+        x_i ← Σ_j w_ij x_j − α d_i     if ∇F_i is finite, else     x_i ← Σ_j w_ij x_j
+
+    Args:
+        inner: an optimizer that does not communicate.
+        max_consecutive_errors: how many steps in a row may be left out; the next one is taken, whatever its gradient.
+
+    Returns:
+        The transformation.
+
+    Raises:
+        ValueError: from `init`, if `inner` communicates: a worker that skips would leave the others waiting.
+
+    Example:
+        >>> mixer = decjax.gossip.exact(decjax.topology.make("ring", 8))
+        >>> tx = decjax.decentralize(decjax.apply_if_finite(optax.adamw(1e-3), 5), mixer)
+    """
+    wrapped = optax.apply_if_finite(inner, max_consecutive_errors)
+
+    def communicates(x):
+        return isinstance(x, COMMUNICATING)
+
+    def init(params):
+        state = wrapped.init(params)
+        for part in filter(communicates, jax.tree.leaves(state, is_leaf=communicates)):
+            raise ValueError(
+                f"apply_if_finite stands around a transformation that communicates (its state is {type(part).__name__}): a worker "
+                "that skips would leave the others waiting; put it inside, as decentralize(apply_if_finite(optimizer, 5), mixer)"
+            )
+        return state
+
+    return optax.GradientTransformationExtraArgs(init, wrapped.update)
