@@ -16,3 +16,5 @@ from decjax.optim.finite import apply_if_finite
 from decjax.optim.local_updates import LocalUpdatesState, local_updates
 from decjax.optim.onebit import OnebitAdamState, scale_by_onebit_adam
 from decjax.optim.tracking import TrackState, track, tracked_exchange
+from decjax.optim.method import Method
+from decjax.optim.transient import lasting, transient

@@ -15,7 +15,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from decjax.train import metrics
-from decjax.train.errors import CheckpointError
+from decjax.errors import CheckpointError
 
 # What may change between a run and its continuation: none of it touches the trajectory, but for rounding.
 FREE_KEYS = ("eval.", "checkpoint.", "log_every", "sample_bytes", "engine")
