@@ -16,7 +16,6 @@ times, t = α + bytes/β. All-reduce makes 2(N−1) hops, of 2(N−1)/N of the b
 """
 
 import contextlib
-import copy
 import pathlib
 
 from absl import flags
@@ -26,8 +25,7 @@ from ml_collections import config_flags
 import numpy as np
 from rich import box, markup, table
 
-from decjax import costmodel, train
-from decjax.train import measure
+from decjax import costmodel, measure, train
 from launch import command, config_file, join
 
 _CONFIG = config_flags.DEFINE_config_file(
@@ -43,7 +41,7 @@ flags.mark_flags_as_required(["config", "out"])
 
 STEP = {"forward": "forward", "gradient": "forward and backward", "optimizer": "optimizer", "combine": "combine"}
 KINDS = {"shift": "shift", "pair": "pair", "all_reduce": "all-reduce"}
-METHOD = ("method", "stale", "topology", "mixing", "reducer", "optimizer")  # fields of a config that make a method
+METHOD = ("method", "topology", "mixer", "reducer", "optimizer", "schedule", "clip_norm")  # fields of a config that make a method
 SCOPES = {"inter": "between nodes", "intra": "inside nodes"}
 
 
@@ -72,11 +70,11 @@ def forms(config: ml_collections.ConfigDict, texts: list[str]) -> list[measure.F
     Raises:
         TrainingError, ConfigFileError: naming what is wrong.
     """
-    found, file = [], flags.FLAGS["config"].config_filename
+    found, file, own = [], flags.FLAGS["config"].config_filename, join.resolved(config).document
     for text in texts:
-        given, own = config_file.get_config(f"{file}{',' if ':' in file else ':'}{text}"), copy.deepcopy(config)
-        own.update({field: given[field] for field in METHOD})
-        found.append(measure.form(text, own))
+        given = join.resolved(config_file.get_config(f"{file}{',' if ':' in file else ':'}{text}")).document
+        kept = {field: value for field, value in own.items() if field not in METHOD}
+        found.append(measure.form(text, join.resolved(kept | {field: given[field] for field in METHOD if field in given})))
     return found
 
 
@@ -133,11 +131,11 @@ def main(argv: list[str]) -> int:
         first = jax.process_index() == 0
         if first:
             command.output("out", _OUT.value)
-        setup = measure.prepare(config)
-        name = _NAME.value or name_of(setup.workers.num_workers, setup.workers.local_size)
+        trainer = measure.prepare(join.resolved(config))
+        name = _NAME.value or name_of(trainer.workers.num_workers, trainer.workers.local_size)
         with terminal.status("compiling …") if first else contextlib.nullcontext() as shown:
             measured = measure.measure(
-                setup,
+                trainer,
                 name=name,
                 sizes=sizes,
                 forms=forms(config, _COMPRESSED.value),

@@ -128,15 +128,15 @@ def make_workload(values: dict[str, float], cluster: costmodel.Cluster, compute_
 
 
 def size_of(text: str):
-    """The `train.Size` of a config such as configs/lm.py:workers=8.
+    """The `config.Size` of a config such as configs/lm.py:workers=8.
 
     Raises:
         ValueError: if it describes no possible run.
     """
-    train = _train()
+    parts = _parts()
     try:
-        return train.size(config_file.get_config(text))
-    except train.ConfigError as error:
+        return parts.size(config_file.get_config(text))
+    except parts.ConfigError as error:
         raise ValueError(f"--model={text}: {error}") from error
 
 
@@ -263,11 +263,11 @@ def ask_layouts() -> tuple[costmodel.Cluster, costmodel.Transformer]:
     return cluster, model
 
 
-def _train():
-    """`decjax.train`, imported when it is needed: it brings JAX, which takes seconds, and needs no device for this."""
-    from decjax import train
+def _parts():
+    """`decjax.config`, imported when it is needed: it brings JAX, which takes seconds, and needs no device for this."""
+    from decjax import config
 
-    return train
+    return config
 
 
 def message_options() -> dict[str, float | str]:
@@ -280,7 +280,7 @@ def message_options() -> dict[str, float | str]:
         return dict(ratio=1.0 if FLAGS.ratio is None else FLAGS.ratio)
     if FLAGS.ratio is not None:
         raise ValueError(f"--codec={FLAGS.codec} has its own ratio; leave out --ratio={FLAGS.ratio:g}")
-    return dict(ratio=_train().message_ratio(FLAGS.codec), codec=FLAGS.codec)
+    return dict(ratio=_parts().message_ratio(FLAGS.codec), codec=FLAGS.codec)
 
 
 # -- What is answered -------------------------------------------------------------------------------------------------

@@ -144,6 +144,12 @@ def size(config: Any) -> Size:
     return Size(spec.workers, sum(leaf.size for leaf in leaves), spec.each * setup.task.items)
 
 
+def message_ratio(codec: str) -> float:
+    """Bytes of a codec's message ÷ bytes of its float32 values; ValueError naming the codecs there are."""
+    values = 2**20
+    return registry.make("codec", codec).num_bytes((values,), np.float32) / (4 * values)
+
+
 # -- Reading ----------------------------------------------------------------------------------------------------------
 
 

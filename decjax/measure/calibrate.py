@@ -31,10 +31,10 @@ import optax
 
 from decjax import buckets, codecs, mesh
 from decjax import config as config_lib
+from decjax.costmodel import Cluster, Compressed, Link, Workload, calibrate
 from decjax.errors import ConfigError
 from decjax.gossip import rounds as rounds_lib
 from decjax.measure import silence
-from decjax.costmodel import Cluster, Compressed, Link, Workload, calibrate
 from decjax.train.state import State
 from decjax.train.trainer import Trainer
 

@@ -19,9 +19,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from decjax.optim.transient import transient
 from decjax import gossip, reduce
 from decjax.optim.memories import init_memory
+from decjax.optim.transient import transient
 
 ORDERS = ("awc", "atc")
 

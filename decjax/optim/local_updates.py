@@ -18,9 +18,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from decjax.optim.transient import transient
 from decjax import reduce
 from decjax.optim.memories import init_memory
+from decjax.optim.transient import transient
 
 
 @transient("reducer")

@@ -18,10 +18,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from decjax.optim.transient import transient
 from decjax import gossip
 from decjax.optim.decentralize import ORDERS, check_update
 from decjax.optim.memories import init_memory
+from decjax.optim.transient import transient
 
 
 @transient("mixer", "tracker", "gradient")

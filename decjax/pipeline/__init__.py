@@ -13,5 +13,5 @@ from decjax.pipeline.boundary import Boundary, Transfer, coded, identity
 from decjax.pipeline.embedding import tied_tables, with_tied_table
 from decjax.pipeline.executor import Pipeline, make_gradient
 from decjax.pipeline.probe import probed
-from decjax.pipeline.stages import Division, divide
 from decjax.pipeline.source import Source, check_microbatches, divide_model, of_division, stateless, whole
+from decjax.pipeline.stages import Division, divide

@@ -17,8 +17,8 @@ import optax
 
 from decjax import mesh, schedules
 from decjax.pipeline.boundary import Boundary
-from decjax.pipeline.executor import make_gradient, Pipeline
-from decjax.pipeline.stages import divide, Division
+from decjax.pipeline.executor import make_gradient
+from decjax.pipeline.stages import Division, divide
 
 
 class Source(NamedTuple):

@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 
-from decjax.train import metrics
 from decjax.errors import CheckpointError
+from decjax.train import metrics
 
 # What may change between a run and its continuation: none of it touches the trajectory, but for rounding.
 FREE_KEYS = ("eval.", "checkpoint.", "log_every", "sample_bytes", "engine")

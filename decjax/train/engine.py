@@ -23,9 +23,8 @@ import jax
 import numpy as np
 
 from decjax import mesh
-from decjax.optim.method import Method
-from decjax.train import divide
 from decjax.hlo import wire
+from decjax.optim.method import Method
 from decjax.train import divide
 from decjax.train import state as state_lib
 from decjax.train.step import Step

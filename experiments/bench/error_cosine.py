@@ -14,9 +14,9 @@ import jax
 from ml_collections import config_flags
 import numpy as np
 
+from decjax import config as parts
 from decjax import pipeline, train
-from decjax.train import assemble, engine
-from decjax.train import state as state_lib
+from decjax.config import assemble
 from launch import command
 
 FLAGS = flags.FLAGS
@@ -24,14 +24,12 @@ FLAGS = flags.FLAGS
 
 def record(config, every: int) -> dict:
     """Trains, and reads the probes after each `every` steps; of the first step there is nothing to compare with."""
-    setup = train.build(config)
-    setup = setup._replace(source=assemble.make_source(setup.config, setup.model, watch=pipeline.probed))
-    program = engine.make_step(setup.source.gradient, setup.method, setup.workers, setup.config.seed, setup.config.engine)
-    state, taken, read = state_lib.init(*setup.beginning), [], []
-    for step in range(setup.config.steps):
-        batch = setup.workers.build(lambda worker: setup.batch(worker, step))
-        compiled = program(setup.method.phase(step), state, batch, np.int32(step))
-        state, _ = jax.block_until_ready(compiled.run(state, batch, np.int32(step)))
+    setup = parts.build(parts.resolve(config))
+    watched = assemble.make_source(setup.spec, setup.task, setup.source.division, watch=pipeline.probed)
+    trainer, taken, read = train.Trainer(setup._replace(source=watched)), [], []
+    state = trainer.init()
+    for step in range(setup.spec.steps):
+        state, _ = jax.block_until_ready(trainer.step(state, trainer.batch(step), step))
         if (step + 1) % every == 0:
             taken.append(step + 1)
             read.append(np.asarray(state.source.cosine_CxM[0]))
@@ -44,7 +42,7 @@ def main(argv: list[str]) -> None:
     if argv:
         command.fail(f"unexpected argument {argv[0]!r}; options start with --")
     config = FLAGS.config
-    jax.config.update("jax_num_cpu_devices", config.workers * train.devices_of_worker(config))
+    jax.config.update("jax_num_cpu_devices", config.workers * parts.devices_of_worker(config))
     pathlib.Path(FLAGS.out).write_text(json.dumps(record(config, FLAGS.every)))
 
 

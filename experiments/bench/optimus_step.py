@@ -17,10 +17,10 @@ import numpy as np
 from rich import box, console, table
 
 from configs import gpt_optimus
+from decjax import config as parts
 from decjax import train
 from decjax.hlo import wire
 from decjax.train import engine
-from decjax.train import state as state_lib
 from launch import command
 
 FLAGS = flags.FLAGS
@@ -28,12 +28,12 @@ FLAGS = flags.FLAGS
 
 def lowered(argument: str):
     """(what is trained, the step of its last phase, lowered)."""
-    setup = train.build(gpt_optimus.get_config(argument))
-    config, workers, method = setup.config, setup.workers, setup.method
-    shape = (workers.num_workers, workers.stages, config.batch_size // workers.num_workers, setup.model.context + 1)
-    batch = jax.ShapeDtypeStruct(shape, np.int32, sharding=workers.stacked)
-    step = engine.whole_step(setup.source.gradient, method, workers, config.seed, method.phase(config.steps - 1))
-    return setup, step.lower(state_lib.abstract(*setup.beginning), batch, np.int32(0))
+    trainer = train.Trainer(parts.resolve(gpt_optimus.get_config(argument)))
+    spec, workers = trainer.spec, trainer.workers
+    tokens = trainer.setup.task.examples(spec.each)
+    batch = jax.ShapeDtypeStruct((workers.num_workers, workers.stages, *tokens.shape), tokens.dtype, sharding=workers.stacked)
+    step = engine.whole_step(trainer.train_step, trainer.method.phase(spec.steps - 1))
+    return trainer, step.lower(trainer.abstract, batch, np.int32(0))
 
 
 def main(argv: list[str]) -> int:
@@ -42,20 +42,20 @@ def main(argv: list[str]) -> int:
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", FLAGS.devices)
     begun = time.monotonic()
-    setup, program = lowered(FLAGS.arg)
+    trainer, program = lowered(FLAGS.arg)
     between = time.monotonic()
     executable = program.compile()
-    sent = wire.bytes_by_stage(executable.as_text(), setup.workers)
+    sent = wire.bytes_by_stage(executable.as_text(), trainer.workers)
     rows = table.Table(box=box.MARKDOWN, title="MB that a device sends in a step", title_justify="left")
     for header in ("stage", *(f"to another {axis}" for axis in sent)):
         rows.add_column(header, justify="right")
-    for stage in range(setup.workers.stages):
-        rows.add_row(str(stage), *(f"{sent_NxS[0, stage] / setup.workers.tensor / 1e6:.3f}" for sent_NxS in sent.values()))
+    for stage in range(trainer.workers.stages):
+        rows.add_row(str(stage), *(f"{sent_NxS[0, stage] / trainer.workers.tensor / 1e6:.3f}" for sent_NxS in sent.values()))
     screen = console.Console(highlight=False, width=140)
     screen.print(rows)
     memory = executable.memory_analysis()
     screen.print(
-        f"{train.size(setup.config).params / 1e9:.3f}e9 parameters; a device holds {memory.argument_size_in_bytes / 1e9:.2f} GB "
+        f"{parts.size(trainer.spec.document).params / 1e9:.3f}e9 parameters; a device holds {memory.argument_size_in_bytes / 1e9:.2f} GB "
         f"of state and needs {memory.temp_size_in_bytes / 1e9:.2f} GB beside it; lowered in {between - begun:.0f} s, "
         f"compiled in {time.monotonic() - between:.0f} s"
     )

@@ -6,7 +6,7 @@
 
 Ahead of time takes no TPU, but its compiler: `pip install -r tests/requirements-aot.txt`. Nothing is run in either case.
 
-The step is the one that `launch.train` runs: `engine.make_step` of a method and of a dense language model whose layers are
+The step is the one that `launch.train` runs: `train.Trainer` of a method and of a dense language model whose layers are
 scanned, one worker per chip. A row tells the worst message of all phases of a method:
 
     messages       collectives of a step, as the compiler has joined them
@@ -23,16 +23,14 @@ import os
 from absl import flags
 import jax
 from jax.experimental import topologies
-import numpy as np
 import rich.box
 import rich.console
 import rich.table
 
 from configs import lm
+from decjax import config as parts
 from decjax import train
 from decjax.hlo import overlap
-from decjax.train import engine
-from decjax.train import state as state_lib
 from launch import command
 
 FLAGS = flags.FLAGS
@@ -101,20 +99,19 @@ def schedules(argument: str, devices: Sequence[jax.Device], **mixing: bool) -> I
     Args:
         argument: shorthand of `configs/lm.py`.
         devices: one per worker.
-        **mixing: fields of `config.mixing`.
+        **mixing: fields of `config.method`.
     """
     n = len(devices)
     config = lm.get_config(f"workers={n},{argument}")
     config.model.update(MODEL)
-    config.mixing.update(mixing)
-    setup = train.build(config, devices)
-    state = state_lib.abstract(*setup.beginning)
-    tokens_BxT1 = setup.batch(0, 0)
-    batch = jax.ShapeDtypeStruct((n, *tokens_BxT1.shape), tokens_BxT1.dtype, sharding=setup.workers.stacked)
-    program = engine.make_step(setup.source.gradient, setup.method, setup.workers, config.seed)
-    num_steps = setup.topology.period if setup.topology else 1
-    for phase in dict.fromkeys(map(setup.method.phase, range(num_steps))):
-        (executable,) = program(phase, state, batch, np.int32(0)).executables
+    config.method.update(mixing)
+    trainer = train.Trainer(parts.resolve(config, n), devices)
+    tokens = trainer.setup.task.examples(trainer.spec.each)
+    batch = jax.ShapeDtypeStruct((n, *tokens.shape), tokens.dtype, sharding=trainer.workers.stacked)
+    num_steps = trainer.setup.topology.period if trainer.setup.topology else 1
+    steps = {trainer.method.phase(step): step for step in reversed(range(num_steps))}
+    for phase in sorted(steps, key=steps.get):
+        (executable,) = trainer.program(trainer.abstract, batch, steps[phase]).executables
         yield overlap.read(executable.as_text(), n)
 
 

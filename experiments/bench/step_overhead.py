@@ -16,6 +16,7 @@ import rich.console
 import rich.table
 
 from configs import lm
+from decjax import config as parts
 from decjax import train
 from experiments.bench.stepper import Stepper
 from launch import command
@@ -33,7 +34,7 @@ METHODS = {
 def stepper(argument: str, batch_size: int) -> Stepper:
     """One method on the main job's model."""
     config = lm.get_config(",".join(filter(None, (_CONFIG.value, argument))))
-    config.batch_size = batch_size * (config.workers or train.SIMULATED_WORKERS)
+    config.batch_size = batch_size * (config.workers or parts.SIMULATED_WORKERS)
     return Stepper(config)
 
 
@@ -53,7 +54,7 @@ def measure(batch_size: int, rounds: int) -> dict[str, list[float]]:
 
 def main(argv: list[str]) -> None:
     del argv
-    jax.config.update("jax_num_cpu_devices", train.SIMULATED_WORKERS)
+    jax.config.update("jax_num_cpu_devices", parts.SIMULATED_WORKERS)
     table = rich.table.Table(box=rich.box.MARKDOWN, title="time of a step, ratio to the step without communication")
     for column in ("sequences per worker", "no communication, ms", *list(METHODS)[1:]):
         table.add_column(column, justify="right")

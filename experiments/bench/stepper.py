@@ -5,15 +5,13 @@ import time
 
 import jax
 import ml_collections
-import numpy as np
 
+from decjax import config as parts
 from decjax import train
-from decjax.train import engine
-from decjax.train import state as state_lib
 
 
 class Stepper:
-    """A method: its state, its compiled steps and one batch.
+    """A method: its trainer, its state and one batch.
 
     Args:
         config: as `configs/lm.py` describes.
@@ -21,22 +19,19 @@ class Stepper:
     """
 
     def __init__(self, config: ml_collections.ConfigDict, gradient: Callable[[Callable], Callable] | None = None):
-        self.setup = setup = train.build(config)
-        self.state = state_lib.init(*setup.beginning)
-        source = setup.source.gradient
-        self.program = engine.make_step(
-            gradient(source) if gradient else source, setup.method, setup.workers, config.seed, setup.config.engine
-        )
-        self.batch = setup.workers.build(lambda worker: setup.batch(worker, 0))
-        self.count = 0
+        setup = parts.build(parts.resolve(config, jax.device_count()))
+        if gradient:
+            setup = setup._replace(source=setup.source._replace(gradient=gradient(setup.source.gradient)))
+        self.trainer = train.Trainer(setup)
+        self.state, self.batch, self.count = self.trainer.init(), self.trainer.batch(0), 0
 
-    def compile(self, step: int) -> engine.Program:
-        """The program of a step."""
-        return self.program(self.setup.method.phase(step), self.state, self.batch, np.int32(step))
+    def compile(self, step: int) -> None:
+        """Compiles the program of a step, unless it is there."""
+        self.trainer.program(self.state, self.batch, step)
 
     def start(self) -> None:
         """Starts a step, as a training loop does: nothing waits for its result but the next one."""
-        self.state, self.loss_N = self.compile(self.count).run(self.state, self.batch, np.int32(self.count))
+        self.state, self.loss_N = self.trainer.step(self.state, self.batch, self.count)
         self.count += 1
 
     def wait(self) -> None:

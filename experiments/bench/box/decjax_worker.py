@@ -14,6 +14,7 @@ import ml_collections
 import numpy as np
 
 from configs import lm
+from decjax import config as parts
 from decjax import train
 from decjax.train import state as state_lib
 from experiments.bench.box.serve import serve
@@ -52,7 +53,7 @@ def configured(argument: str, fields: dict[str, Any], batch_size: int) -> ml_col
     """A config with one worker on all devices of each pipeline, and so many sequences a worker."""
     config = lm.get_config(argument)
     config.update_from_flattened_dict(fields)
-    config.workers = jax.device_count() // train.devices_of_worker(config)
+    config.workers = jax.device_count() // parts.devices_of_worker(config)
     config.batch_size = batch_size * config.workers
     return config
 
@@ -69,10 +70,10 @@ class Worker:
         Nothing runs yet: gloo gives up on processes that compile 30 s longer than others.
         """
         self.steppers[method] = stepper = (Pausing if pauses else Stepper)(configured(argument, fields, batch_size))
-        period = len({stepper.setup.method.phase(step) for step in range(64)})
+        period = len({stepper.trainer.method.phase(step) for step in range(64)})
         for step in range(period):
             stepper.compile(step)
-        params = state_lib.one_device(stepper.state.params, stepper.setup.workers)
+        params = state_lib.one_device(stepper.state.params, stepper.trainer.workers)
         return {"period": period, "parameters": sum(x.size for x in jax.tree.leaves(params))}
 
     def steps(self, method: str, count: int, pause_s: tuple[float, float] = (0.0, 0.0), seed: int = 0) -> list[float]:
