@@ -10,7 +10,7 @@
 
 Their batch of 512 sequences, 230,000 steps, learning rate 1.5e-4 with 1 % warm-up and a cosine to 1e-5, weight decay 0.01, clipping
 at 1. Adam's moments are its usual ones. All three techniques are on, as fields of configs/lm.py, of which this is a setting; its keys
-may follow `size`, as size=2.5b,fused=false,compressed=auto:
+may follow `size`, as size=2.5b,fused=false,compressed=auto or backward=none:
 
     FE    pipeline.fused_embedding              the tied table is averaged over its holders at once
     SC    reducer.stages=3 of 4, powersgd       gradients of the first 75 % of stages, rank 128 (tiny: 4)
@@ -38,20 +38,20 @@ METHOD = "method=allreduce,tied,remat,fused,reducer=powersgd,compressed=3"
 
 def get_config(arg: str = "size=2.5b") -> ml_collections.ConfigDict:
     """The config; `arg` is `size=…`, then any shorthand of configs/lm.py."""
-    parts = shorthand.split(arg)
-    size = shorthand.parse(",".join(part for part in parts if part.startswith("size")), dict(size=tuple(LAYOUTS))).get(
-        "size", "2.5b"
-    )
-    rest = [part for part in parts if part and not part.startswith("size")]
+    given = shorthand.parse(arg, dict(size=tuple(LAYOUTS)) | lm.KEYS)
+    size = given.pop("size", "2.5b")
     layout = LAYOUTS[size]
-    if {"smoke", "smoke=true"} & {*rest}:
+    if given.get("smoke"):
         layout = layout.replace("rank=16", "rank=4")  # Of a quarter of the width.
-    config = lm.get_config(",".join([METHOD, layout, *rest]))
+    usual = shorthand.parse(METHOD, lm.KEYS) | shorthand.parse(layout, lm.KEYS)
+    if given.get("reducer", "powersgd") != "powersgd":  # What its own options and selection are for.
+        usual = {key: value for key, value in usual.items() if key not in ("rank", "compressed")}
+    config = lm.of_keys({key: value for key, value in (usual | given).items() if value != "none"})
     if config.get("boundary", {}).get("backward"):
         config.boundary.error = "flush"
     config.optimizer.weight_decay, config.clip_norm = 0.01, 1.0
     if size in MODELS:
-        _as_published(config, size, steps=config.steps if any(part.startswith("steps=") for part in rest) else 230_000)
+        _as_published(config, size, steps=given.get("steps", 230_000))
     else:
         config.batch_size = config.workers * config.pipeline.microbatches
         config.model.context = 64

@@ -16,6 +16,9 @@ Any field of the config can be set with `--config.SECTION.FIELD=VALUE`; a run's 
 The defaults are for two CPU cores, where the run takes about three minutes; expect 0.96 to 0.97 nats/byte on validation text.
 """
 
+from collections.abc import Mapping
+from typing import Any
+
 import ml_collections
 
 from configs import base, shorthand
@@ -46,7 +49,11 @@ def tuned(method: str, order: str, optimizer: str) -> dict[str, float]:
 
 def get_config(arg: str = "") -> ml_collections.ConfigDict:
     """The config; `arg` is the shorthand."""
-    given = shorthand.parse(arg, KEYS)
+    return of_keys(shorthand.parse(arg, KEYS))
+
+
+def of_keys(given: Mapping[str, Any]) -> ml_collections.ConfigDict:
+    """The config of a parsed shorthand."""
     smoke, steps = given.get("smoke", False), 20 if given.get("smoke") else 5000
     options = ACCUM_ADAM if given.get("optimizer") == "accum_adamw" else ADAM
     config = base.get_config(given, steps=steps, batch=2, clip_norm=1.0, tuned=tuned, warmup_steps=150, options=options)

@@ -34,7 +34,7 @@ MARKERS = ("o", "s", "^", "D", "v", "P")
 LINES = ("-", "--", ":")  # for more runs than colours
 SMOOTHED_SHARE = 20  # the running mean is over 1/20 of the logged values
 
-UNINFORMATIVE = ("eval.", "checkpoint.", "log_every", "sample_bytes")  # of how a run is watched, not of what it is
+UNINFORMATIVE = ("eval.", "checkpoint.", "log_every", "data.sample_bytes")  # of how a run is watched, not of what it is
 DECENTRALIZED_ONLY = ("topology.", "mixing.")
 NUMBERS_OF_ROW = (
     "kind",

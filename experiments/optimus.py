@@ -36,19 +36,19 @@ from experiments.rows import Row
 from launch import command
 
 CONFIG = "configs/gpt_optimus.py"
-DENSE, AS_IT_IS = ("reducer.name=mean", "reducer.stages="), ("boundary.backward=", "boundary.error=carry")
-BASELINE = Row("baseline", "size=tiny,fused=false", (*DENSE, *AS_IT_IS), "baseline")
+PLAIN = "size=tiny,fused=false,reducer=mean"
+BASELINE = Row("baseline", f"{PLAIN},backward=none", (), "baseline")
 
 
 def between_stages(name: str, shorthand: str, *fields: str) -> Row:
     """The baseline with other messages between stages; `shorthand` names their form."""
-    given = () if "backward=" in shorthand else AS_IT_IS
-    return Row(name, f"{BASELINE.shorthand},{shorthand}", (*DENSE, *given, *fields), BASELINE.name)
+    given = shorthand if "backward=" in shorthand else f"backward=none,{shorthand}"
+    return Row(name, f"{PLAIN},{given}", fields, BASELINE.name)
 
 
 def cool_down(name: str, *fields: str) -> Row:
     """The gradients that stages wait for in their cool-down, compressed."""
-    return Row(name, "size=tiny,fused=false", (*DENSE, *fields), BASELINE.name)
+    return Row(name, PLAIN, fields, BASELINE.name)
 
 
 def every_gradient(name: str, error: str) -> Row:
@@ -66,13 +66,13 @@ def topk(percent: int) -> tuple[Row, Row]:
 
 TECHNIQUES = (
     BASELINE,
-    BASELINE._replace(name="baseline, another seed", fields=(*BASELINE.fields, "seed=1")),
+    BASELINE._replace(name="baseline, another seed", fields=("seed=1",)),
     cool_down("CB"),
     cool_down("CB, error carried", "boundary.error=carry"),
     cool_down("CB, forgotten after each step", "boundary.error=reset"),
     cool_down("CB, not remembered", "boundary.error=none"),
     cool_down("CB, int4", "boundary.backward=int4"),
-    Row("CB+FE", "size=tiny", DENSE, BASELINE.name),
+    Row("CB+FE", "size=tiny,reducer=mean", (), BASELINE.name),
     Row("CB+FE+SC", "size=tiny", (), BASELINE.name),
 )
 MEMORIES = (

@@ -13,6 +13,7 @@ from configs import lm
 from decjax import codecs, mesh, models, pipeline, schedules, train
 from decjax.hlo import wire
 from decjax.pipeline import executor, links
+from tests.runs import run_of
 
 pytestmark = pytest.mark.usefixtures("quick_compilation", "uncached_programs")
 B, T, D, M = 2, 4, 6, 4
@@ -435,12 +436,12 @@ def launch(tmp_path_factory):
                 "eval.num_windows": 5,
                 "checkpoint.every": 4,
                 "checkpoint.keep": 9,
-                "sample_bytes": 2,
+                "data.sample_bytes": 2,
             }
             | fields
         )
         workdir = workdir or tmp_path_factory.mktemp("run")
-        run = train.Run(train.build(config), workdir)
+        run = run_of(config, workdir)
         outcome = run.train()
         rows = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
         return workdir, jax.tree.map(np.asarray, run.state), rows, outcome.summary

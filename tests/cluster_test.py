@@ -21,7 +21,7 @@ TINY = (
     "--config.model.width=8",
     "--config.model.hidden=8",
     "--config.model.context=8",
-    "--config.sample_bytes=1",
+    "--config.data.sample_bytes=1",
     "--config.eval.num_windows=2",
 )
 

@@ -24,6 +24,7 @@ import numpy as np
 from configs import gpt_optimus
 from decjax import train
 from decjax.train import assemble, engine, state as state_lib
+from tests.runs import run_of
 
 found = {}
 for size in ("2.5b", "8.3b"):
@@ -88,10 +89,10 @@ def test_the_tiny_one_trains(tmp_path):
             "eval.every": 12,
             "eval.num_windows": 2,
             "checkpoint.every": 12,
-            "sample_bytes": 1,
+            "data.sample_bytes": 1,
         }
     )
-    outcome = train.Run(train.build(config), tmp_path / "run").train()
+    outcome = run_of(config, tmp_path / "run").train()
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     losses = [row["loss"] for row in rows if row["kind"] == "train"]
     assert outcome.step == 12 and losses[-1] < 0.8 * losses[0]

@@ -23,7 +23,7 @@ TINY = [
     "--config.model.heads=1",
     "--config.model.hidden=8",
     "--config.model.context=8",
-    "--config.sample_bytes=4",
+    "--config.data.sample_bytes=4",
 ]
 EVERY, STEPS = 200, 600  # So many that a run is still under way when a signal reaches it, twice.
 LONG = [f"--config.steps={STEPS}", "--config.log_every=4", f"--config.eval.every={EVERY}", f"--config.checkpoint.every={EVERY}"]
@@ -254,7 +254,7 @@ def damage(workdir, how):
 
 def test_unusable_directories_are_refused(place, finished):
     def other_config():
-        return place.command(*LONG, "--config.optimizer.learning_rate=0.5", workdir="finished")
+        return place.command(*LONG, "--config.schedule.learning_rate=0.5", workdir="finished")
 
     def damaged(how):
         shutil.copytree(finished, place.folder / how)
@@ -293,8 +293,8 @@ def test_divergence_names_the_step_and_keeps_the_last_good_checkpoint(place):
     """Step 1 moves the parameters by 10⁹, which is still finite and saved; two steps later the loss is not."""
     command = place.command(
         "--config.optimizer.name=sgdm",
-        "--config.optimizer.learning_rate=1e10",
-        "--config.optimizer.clip_norm=0",
+        "--config.schedule.learning_rate=1e10",
+        "--config.clip_norm=0",
         "--config.log_every=100",
         "--config.eval.every=100",
         "--config.checkpoint.every=2",

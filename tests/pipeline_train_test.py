@@ -10,6 +10,7 @@ import pytest
 
 from configs import lm
 from decjax import costmodel, gossip, mesh, train
+from tests.runs import run_of
 
 STEPS = 12
 pytestmark = pytest.mark.usefixtures("quick_compilation", "uncached_programs")
@@ -36,12 +37,12 @@ def launch(tmp_path_factory):
                 "eval.num_windows": 5,
                 "checkpoint.every": 4,
                 "checkpoint.keep": 9,
-                "sample_bytes": 2,
+                "data.sample_bytes": 2,
             }
             | fields
         )
         workdir = workdir or tmp_path_factory.mktemp("run")
-        return workdir, train.Run(train.build(config), workdir, resume_from).train()
+        return workdir, run_of(config, workdir, resume_from).train()
 
     return launch
 

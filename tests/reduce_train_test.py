@@ -14,6 +14,7 @@ from decjax import optim, reduce, train
 from decjax.hlo import wire
 from decjax.train import engine, source
 from decjax.train import state as state_lib
+from tests.runs import run_of
 
 N, STEPS = 4, 8
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -52,7 +53,7 @@ def configured(tmp_path_factory):
                 "eval.num_windows": 2,
                 "checkpoint.every": 4,
                 "checkpoint.keep": 9,
-                "sample_bytes": 1,
+                "data.sample_bytes": 1,
             }
             | fields
         )
@@ -69,11 +70,11 @@ def saved_state(workdir):
 @pytest.mark.parametrize("name", [name for name in METHODS if name not in ("codec", "demo", "low rank")])  # As sparseloco.
 def test_resume_is_bit_exact_and_bytes_go_on(configured, tmp_path, name):
     config = configured(*METHODS[name])
-    train.Run(train.build(config), tmp_path / "whole").train()
+    run_of(config, tmp_path / "whole").train()
     shutil.copytree(tmp_path / "whole", tmp_path / "part")
     shutil.rmtree(tmp_path / "part" / "checkpoints" / str(STEPS))
     (tmp_path / "part" / "summary.json").unlink()
-    outcome = train.Run(train.build(config), tmp_path / "part").train()
+    outcome = run_of(config, tmp_path / "part").train()
     assert outcome.step == STEPS
     for a, b in zip(saved_state(tmp_path / "whole"), saved_state(tmp_path / "part"), strict=True):
         np.testing.assert_array_equal(a, b)
@@ -106,7 +107,7 @@ def test_declared_bytes_are_those_of_the_compiled_step(configured, name):
 
 def test_local_steps_differ_and_outer_steps_agree(configured, tmp_path):
     config = configured("method=diloco,every=2", {"log_every": 1})
-    train.Run(train.build(config), tmp_path / "run").train()
+    run_of(config, tmp_path / "run").train()
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     distance = {row["step"]: row["consensus_distance"] for row in rows if row["kind"] == "train"}
     assert all(distance[step] < 1e-6 for step in (2, 4, 6)) and all(distance[step] > 1e-5 for step in (3, 5, 7))
@@ -178,7 +179,7 @@ def test_errors_begin_afresh_for_another_number_of_workers():
         ),
         ("method=allreduce,reducer=gravac", {"reducer.ladder": ""}, "needs a ladder of at least one codec"),
         ("method=diloco,every=0", {}, "every=0 steps: must be at least 1"),
-        ("method=diloco", {"outer.momentum": 1.0}, "outer.momentum=1.0: must be at least 0 and less than 1"),
+        ("method=diloco", {"method.outer_momentum": 1.0}, "method.outer_momentum=1.0: must be at least 0 and less than 1"),
         (
             "method=sparseloco,reducer=powersgd",
             {},
@@ -192,11 +193,11 @@ def test_errors_begin_afresh_for_another_number_of_workers():
             "storage='int8' changes nothing with reducer 'powersgd'",
         ),
         ("method=allreduce,reducer=codec", {"reducer.wire_dtype": "bfloat16"}, "use reducer 'powersgd'"),
-        ("method=diloco", {"outer.learning_rate": 0.0}, "outer.learning_rate=0.0 must be positive"),
+        ("method=diloco", {"method.outer_learning_rate": 0.0}, "method.outer_learning_rate=0.0 must be positive"),
         ("codec=int8(block=128)(block=64)", {}, "must read like 'int8.block=128.'"),
         ("codec=int8(block=128) + f(block=64)", {}, "must read like 'int8.block=128.'"),
-        ("method=diloco,every=9", {}, "outer.every=9 is more than steps=8, so nothing would ever be exchanged; use at most 8"),
-        ("every=9", {}, "mixing.every=9 is more than steps=8"),
+        ("method=diloco,every=9", {}, "method.every=9 is more than steps=8, so nothing would ever be exchanged; use at most 8"),
+        ("every=9", {}, "method.every=9 is more than steps=8"),
         (
             "method=diloco,every=4,reducer=powersgd",
             {"reducer.start": 2},

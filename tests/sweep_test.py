@@ -17,7 +17,7 @@ TINY = (
     "--config.model.width=8",
     "--config.model.hidden=8",
     "--config.model.context=8",
-    "--config.sample_bytes=1",
+    "--config.data.sample_bytes=1",
     "--config.eval.num_windows=2",
     "--config.eval.every=100",
 )
@@ -98,15 +98,15 @@ def test_another_config_is_refused_in_the_same_directory(swept):
 
 
 def test_shorthand_keys_go_into_the_argument_and_fields_into_flags(tmp_path):
-    swept = sweep.parse_sweep("topology=ring,torus; optimizer.learning_rate=1e-3")
+    swept = sweep.parse_sweep("topology=ring,torus; schedule.learning_rate=1e-3")
     members = sweep.expand("configs/lm.py:smoke", swept, {"topology"}, tmp_path, ["--debug"])
     assert [member.name for member in members] == [
-        "topology=ring,optimizer.learning_rate=1e-3",
-        "topology=torus,optimizer.learning_rate=1e-3",
+        "topology=ring,schedule.learning_rate=1e-3",
+        "topology=torus,schedule.learning_rate=1e-3",
     ]
     assert members[1].arguments == [
         "--config=configs/lm.py:smoke,topology=torus",
-        "--config.optimizer.learning_rate=1e-3",
+        "--config.schedule.learning_rate=1e-3",
         "--debug",
         f"--workdir={members[1].directory}",
     ]

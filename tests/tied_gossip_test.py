@@ -11,7 +11,7 @@ from decjax import train
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 STEPS = 20
-TINY = {"model.width": 8, "model.hidden": 8, "model.context": 4, "optimizer.clip_norm": 0.0}
+TINY = {"model.width": 8, "model.hidden": 8, "model.context": 4, "clip_norm": 0.0}
 
 
 def gradients(params, step):

@@ -15,6 +15,7 @@ import decjax
 from decjax import train
 from decjax.train import checkpoint, evaluate
 from decjax.train import state as state_lib
+from tests.runs import run_of
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 STEPS = 12
@@ -50,10 +51,10 @@ def prepare(text, tmp_path_factory):
             "eval.num_windows": 5,
             "checkpoint.every": 4,
             "checkpoint.keep": 10,
-            "sample_bytes": 2,
+            "data.sample_bytes": 2,
         } | fields
         config.update_from_flattened_dict(fields)
-        return train.Run(train.build(config), workdir or tmp_path_factory.mktemp("run"), resume_from)
+        return run_of(config, workdir or tmp_path_factory.mktemp("run"), resume_from)
 
     return prepare
 
@@ -109,7 +110,7 @@ def reference(launch):
     return launch("optimizer=accum_adamw", **RICH)[0]
 
 
-RICH = {"optimizer.window": 3, "mixing.strength_power": 1.0, "optimizer.clip_norm": 0.5, "eval.every": 6}
+RICH = {"optimizer.window": 3, "method.strength_power": 1.0, "clip_norm": 0.5, "eval.every": 6}
 
 
 def test_run_directory_holds_what_it_promises(reference):
@@ -163,7 +164,7 @@ def test_every_method_runs_in_the_same_loop_and_simulates(launch, method, factor
 
 
 def test_traced_phase_takes_the_same_steps(launch, reference):
-    traced, _ = launch("optimizer=accum_adamw", **RICH, **{"mixing.static_phase": False})
+    traced, _ = launch("optimizer=accum_adamw", **RICH, **{"method.static_phase": False})
     np.testing.assert_allclose(losses(reference), losses(traced), rtol=1e-5)
 
 
@@ -186,7 +187,7 @@ def test_consensus_of_mixers_that_own_the_parameters(launch, argument):
 
 def test_two_hundred_and_fifty_six_simulated_workers(launch):
     run, outcome = launch(
-        "topology=ring,simulate,workers=256", steps=2, batch_size=256, **{"optimizer.warmup_steps": 0, "eval.every": 2}
+        "topology=ring,simulate,workers=256", steps=2, batch_size=256, **{"schedule.warmup_steps": 0, "eval.every": 2}
     )
     assert outcome.step == 2 and np.isfinite(outcome.summary["eval_loss"])
 
@@ -296,17 +297,17 @@ def test_consensus_distance_is_the_root_mean_square_deviation():
     "fields, complaint",
     [
         ({"mixing.accelerated": True}, "static symmetric"),
-        ({"mixing.every": 0}, "every=0"),
+        ({"method.every": 0}, "every=0"),
         ({"topology.options": "k=("}, "k=2,seed=1"),
         ({"topology.options": "colour=3"}, "colour"),
         ({"topology.name": "random_digraph"}, "doubly stochastic"),
         ({"optimizer.window": 0, "optimizer.name": "accum_adamw"}, "window"),
-        ({"optimizer.warmup_steps": 99}, "warmup_steps=99"),
+        ({"schedule.warmup_steps": 99}, "warmup_steps=99"),
         ({"log_every": 0}, "log_every=0"),
         ({"data.partition": "sorted"}, "iid, contiguous"),
         ({"local_size": 3}, "local_size=3"),
         ({"model.heads": 3}, "heads=3"),
-        ({"mixing.order": "sync"}, "awc, atc"),
+        ({"method.order": "sync"}, "awc, atc"),
     ],
 )
 def test_impossible_configs_are_refused_with_the_reason(launch, fields, complaint, tmp_path):
@@ -402,10 +403,10 @@ def test_checkpoints_of_nothing():
         ("optimizer.b2", float("nan"), "less than 1"),
         ("optimizer.momentum", -0.1, "at least 0"),
         ("optimizer.weight_decay", -1.0, "at least 0"),
-        ("optimizer.final_fraction", 2.0, "between 0 and 1"),
-        ("mixing.strength", 1.5, "between 0 and 1"),
-        ("optimizer.learning_rate", 0.0, "positive"),
-        ("optimizer.learning_rate", float("inf"), "finite"),
+        ("schedule.final_fraction", 2.0, "between 0 and 1"),
+        ("method.strength", 1.5, "between 0 and 1"),
+        ("schedule.learning_rate", 0.0, "positive"),
+        ("schedule.learning_rate", float("inf"), "finite"),
         ("optimizer.eps", float("inf"), "finite"),
         ("reducer.gate", float("nan"), "finite"),
         ("pipeline.microbatches", 0, "at least 1"),
@@ -448,7 +449,7 @@ def test_compressed_gossip_resumes_bit_for_bit_and_simulates(launch, argument, t
         ({"codec": "int8(bits=4)"}, "no .*option.*bits"),
         ({"codec": "int8(block=)"}, "codec 'int8.block=.' must read like"),
         ({"gamma": 0.5}, "mixer 'exact' has none"),
-        ({"gamma": 2.0}, "mixing.gamma=2.0: must lie between 0 and 1"),
+        ({"gamma": 2.0}, "mixer.gamma=2.0: must lie between 0 and 1"),
         ({"mixer": "power_gossip", "rank": 0}, "at least one column"),
         ({"mixer": "power_gossip", "codec": "int8"}, "with mixer 'power_gossip'"),
         ({"mixer": "dcd", "codec": "int8", "rounds": 2}, "one message a step"),
