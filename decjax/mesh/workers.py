@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from decjax.mesh import order
 from decjax.mesh.collectives import LOCAL, NODE, SIMULATED, STAGE, TENSOR, WORKER, AxisName, EachDevice, divide
 
 
@@ -119,6 +120,8 @@ class Workers:
             return jax.vmap(fn, in_axes=tuple(in_axes), axis_name=SIMULATED, axis_size=self.num_workers)
 
         first = (0,) * self.num_axes
+        # Those of a tensor-parallel group are the compiler's own, and unknown here: see `make_workers`.
+        fn = order.in_order(fn) if self.on_cpu and self.tensor == 1 else fn
 
         def on_device(*args):
             own = [arg if axis is None else jax.tree.map(lambda x: x[first], arg) for arg, axis in zip(args, in_axes)]
