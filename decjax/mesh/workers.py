@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from decjax.mesh import order
 from decjax.mesh.axis import LOCAL, NODE, SIMULATED, STAGE, WORKERS, Axis
 from decjax.mesh.tensor import TENSOR, EachDevice, divide
 
@@ -120,6 +121,8 @@ class Workers:
             return jax.vmap(fn, in_axes=tuple(in_axes), axis_name=SIMULATED.name, axis_size=self.num_workers)
 
         first = (0,) * self.num_axes
+        # Those of a tensor-parallel group are the compiler's own, and unknown here: see `make_workers`.
+        fn = order.in_order(fn) if self.on_cpu and self.tensor == 1 else fn
 
         def on_device(*args):
             own = [arg if axis is None else jax.tree.map(lambda x: x[first], arg) for arg, axis in zip(args, in_axes)]
@@ -155,13 +158,16 @@ class Workers:
 
         return jax.jit(copy, out_shardings=self.shardings(jax.eval_shape(copy, tree)))(tree)
 
-    def build(self, values: Callable[[int], np.ndarray]) -> jax.Array:
-        """Builds a stacked array from `values(worker)`, the same for all its stages; called for this process's own workers only."""
-        rows = {worker: np.asarray(values(worker)) for worker in self.own}
-        ones = (1,) * (self.num_axes - 1)
-        shape = next(iter(rows.values())).shape
+    def build(self, values: Callable[[int], Any]) -> Any:
+        """Builds stacked arrays from a pytree `values(worker)` of each, the same for all its stages; called for this process's own
+        workers only."""
+        rows = [jax.tree.map(np.asarray, values(worker)) for worker in self.own]
+        return jax.tree.map(lambda *own: self._stacked_rows(dict(zip(self.own, own))), *rows)
+
+    def _stacked_rows(self, rows: dict[int, np.ndarray]) -> jax.Array:
+        ones, shape = (1,) * (self.num_axes - 1), next(iter(rows.values())).shape
         if self.simulated:
-            stacked = np.stack([rows[worker].reshape((*ones, *shape)) for worker in self.own])
+            stacked = np.stack([row.reshape((*ones, *shape)) for row in rows.values()])
             return jax.device_put(np.broadcast_to(stacked, (*self._sizes, *shape)), self.stacked)
         return jax.make_array_from_callback(
             (*self._sizes, *shape), self.stacked, lambda index: rows[index[0].start or 0].reshape((1, *ones, *shape))

@@ -1,0 +1,161 @@
+"""One order for the collectives of a program, on CPU devices.
+
+Devices that run a program must take its collectives in one order, or they wait for each other for ever. The compilers of GPUs and
+TPUs fix one schedule for all devices. The CPU runtime starts whatever has its operands. It orders the collectives of a
+computation among each other, and a program that was just compiled also those in the bodies of its loops and branches. A program
+that was loaded from the compilation cache has lost the latter. So here whatever runs a body with collectives waits for the
+collectives before it, and those after it wait for it, by data that they need:
+
+    waits      x becomes select(done, 1, x), where `done` is a boolean that depends on earlier results and is always false
+    body       `done` goes in as an operand, or with the carry of a loop, and comes back depending on the body's collectives
+
+What is sent does not change, and a program without such bodies is not touched. `optimization_barrier` would not do: this compiler
+drops it before it decides what depends on what.
+"""
+
+from collections.abc import Callable
+import contextlib
+import functools
+from typing import Any
+
+import jax
+from jax.extend import core
+import jax.numpy as jnp
+
+_COLLECTIVES = frozenset(
+    ("psum", "pmax", "pmin", "ppermute", "pbroadcast", "all_gather", "all_to_all", "ragged_all_to_all", "reduce_scatter")
+)
+_BODIES = ("scan", "while", "cond")
+
+
+def in_order(fn: Callable) -> Callable:
+    """The same function of one device, whose collectives run in the order of its equations, whatever the runtime."""
+
+    @functools.wraps(fn)
+    def ordered(*args):
+        closed, shapes = jax.make_jaxpr(fn, return_shape=True)(*args)
+        run = functools.partial(_Order().run, closed) if _has_bodies(closed) else core.jaxpr_as_fun(closed)
+        return jax.tree.unflatten(jax.tree.structure(shapes), run(*jax.tree.leaves(args)))
+
+    return ordered
+
+
+def _talks(eqn: Any) -> bool:
+    return eqn.primitive.name in _COLLECTIVES or any(_talks(inner) for body in _bodies(eqn) for inner in body.eqns)
+
+
+def _bodies(eqn: Any) -> list[Any]:
+    leaves = jax.tree.leaves(eqn.params, is_leaf=lambda x: hasattr(x, "eqns"))
+    return [leaf for leaf in leaves if hasattr(leaf, "eqns")]
+
+
+def _has_bodies(closed: Any) -> bool:
+    """Whether a loop or a branch sends something."""
+    return any(_talks(eqn) if eqn.primitive.name in _BODIES else any(map(_has_bodies, _bodies(eqn))) for eqn in closed.eqns)
+
+
+def _done(x: jax.Array) -> jax.Array:
+    """False, but the compiler does not know."""
+    first = jax.lax.slice(x, (0,) * x.ndim, (1,) * x.ndim).reshape(())
+    first = first.real if jnp.iscomplexobj(first) else first
+    narrow = first.dtype == bool or first.dtype.itemsize == 1
+    bits = first.astype("uint8") if narrow else jax.lax.bitcast_convert_type(first, f"uint{8 * first.dtype.itemsize}")
+    return (bits | 1) == 0
+
+
+def _wait(x: Any, done: jax.Array) -> Any:
+    return jax.lax.select(done, jnp.ones_like(x), jnp.asarray(x)) if _is_array(x) else x
+
+
+def _is_array(x: Any) -> bool:
+    return jnp.size(x) > 0 and not jnp.issubdtype(x.dtype, jax.dtypes.extended)
+
+
+class _Order:
+    """Runs equations, and knows what the next collectives wait for.
+
+    Args:
+        done: what the first ones wait for; None: nothing.
+    """
+
+    def __init__(self, done: jax.Array | None = None):
+        self.body = done  # Set by the last loop or branch.
+        self.since: list[jax.Array] = []  # By collectives behind it, which wait for it but not for each other.
+
+    @property
+    def done(self) -> jax.Array:
+        """False, once everything so far has been received."""
+        return functools.reduce(jnp.logical_or, self.since, jnp.zeros((), bool) if self.body is None else self.body)
+
+    def run(self, closed: Any, *args: Any) -> list[Any]:
+        values = dict(zip(closed.jaxpr.invars, args, strict=True)) | dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
+
+        def value(atom):
+            return atom.val if isinstance(atom, core.Literal) else values[atom]
+
+        for eqn in closed.jaxpr.eqns:
+            scope = str(eqn.source_info.name_stack)
+            with jax.named_scope(scope) if scope else contextlib.nullcontext(), eqn.ctx.manager:
+                results = self._equation(eqn, [value(atom) for atom in eqn.invars])
+            values.update(zip(eqn.outvars, results, strict=True))
+        return [value(atom) for atom in closed.jaxpr.outvars]
+
+    def _equation(self, eqn, args):
+        name, params = eqn.primitive.name, eqn.params
+        if not _talks(eqn):
+            return _bind(eqn, args)
+        if name in _BODIES:
+            self.body, *results = {"scan": _scan, "while": _while, "cond": _cond}[name](params, self.done, args)
+            self.since = []
+            return results
+        if (
+            name != "shard_map" and len(bodies := _bodies(eqn)) == 1
+        ):  # jax.jit, jax.checkpoint, a function with a gradient of its own
+            (inner,) = bodies
+            return self.run(inner if hasattr(inner, "consts") else core.ClosedJaxpr(inner, ()), *args)
+        results = _bind(eqn, args if self.body is None else [_wait(x, self.body) for x in args])
+        self.since += [_done(x) for x in results if _is_array(x)]
+        return results
+
+
+def _bind(eqn, args):
+    results = eqn.primitive.bind(*args, **eqn.primitive.get_bind_params(eqn.params))
+    return results if eqn.primitive.multiple_results else [results]
+
+
+def _run(closed, done, args):
+    order = _Order(done)
+    results = order.run(closed, *args)
+    return order.done, *results
+
+
+def _scan(params, done, args):
+    if "ft_in" in params:  # jax 0.12
+        consts, carry, xs = map(list, params["ft_in"].update(args).unpack())
+    else:
+        n, m = params["num_consts"], params["num_consts"] + params["num_carry"]
+        consts, carry, xs = args[:n], args[n:m], args[m:]
+
+    def body(carry, xs):
+        done, *results = _run(params["jaxpr"], carry[0], [*consts, *carry[1:], *xs])
+        return (done, *results[: len(carry) - 1]), results[len(carry) - 1 :]
+
+    options = {name: params[name] for name in ("length", "reverse", "unroll")}
+    carry, ys = jax.lax.scan(body, (done, *carry), xs, **options)
+    return *carry, *ys
+
+
+def _while(params, done, args):
+    n, m = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
+    tested, consts, carry = args[:n], args[n:m], args[m:]
+    return jax.lax.while_loop(
+        lambda carry: _run(params["cond_jaxpr"], carry[0], [*tested, *carry[1:]])[1],
+        lambda carry: _run(params["body_jaxpr"], carry[0], [*consts, *carry[1:]]),
+        (done, *carry),
+    )
+
+
+def _cond(params, done, args):
+    index, *operands = args
+    branches = [lambda done, *operands, closed=closed: _run(closed, done, operands) for closed in params["branches"]]
+    return jax.lax.switch(index, branches, done, *operands)
