@@ -193,13 +193,11 @@ def _check_memory(setup: Setup) -> None:
     workers = setup.workers
     if not (workers.simulated or workers.on_cpu):
         return
-    stages = workers.stages
     per_worker = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(jax.eval_shape(setup.start, jax.random.key(0))))
     needed, there = len(workers.own) * per_worker * COPIES, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if needed > there:
         raise ValueError(
-            f"{len(workers.own)} workers of {per_worker / 4e6:.3g}M parameters{f' in {stages} stages' * (stages > 1)} need at least "
-            f"{needed / 1e9:.3g} GB for parameters, moments and gradients, and this machine has {there / 1e9:.3g} GB; use "
+            f"{len(workers.own)} workers of {per_worker / 4e6:.3g}M parameters need at least {needed / 1e9:.3g} GB for parameters, moments and gradients, and this machine has {there / 1e9:.3g} GB; use "
             "fewer workers or a smaller model"
         )
 

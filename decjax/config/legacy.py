@@ -1,4 +1,4 @@
-"""Configs of runs that were begun before sections held a chosen part's fields only, in today's form; tested on files of that time."""
+"""Configs of older runs, whose sections held the fields of all parts, in today's form; tested on files of that time."""
 
 from collections.abc import Mapping
 from typing import Any

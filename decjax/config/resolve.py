@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 import functools
 import json
-import math
 from typing import Any, NamedTuple
 
 import jax
@@ -11,77 +10,14 @@ import ml_collections
 import numpy as np
 
 from decjax import mesh, registry
-from decjax.config import assemble, legacy, sections, selective
-from decjax.config.spec import SIMULATED_WORKERS, Averaging, Choice, Layers, Periodic, RunSpec, Saving
+from decjax.config import assemble, checks, legacy, sections, selective
+from decjax.config.spec import AUTO, SIMULATED_WORKERS, Averaging, Choice, Layers, Periodic, RunSpec, Saving
 from decjax.errors import ConfigError
 
-PLAIN = (
-    "seed",
-    "steps",
-    "workers",
-    "local_size",
-    "simulate",
-    "batch_size",
-    "tensor",
-    "clip_norm",
-    "engine",
-    "bucket_bytes",
-    "consensus_every",
-    "log_every",
-    "task",
+PLAIN = tuple(
+    "seed steps workers local_size simulate batch_size tensor clip_norm engine bucket_bytes consensus_every log_every task".split()
 )
 GROUPS = {"eval": Periodic._fields, "checkpoint": Saving._fields}
-MINIMA = {
-    "steps": 1,
-    "log_every": 1,
-    "consensus_every": 0,
-    "clip_norm": 0,
-    "bucket_bytes": 0,
-    "tensor": 1,
-    "eval.every": 1,
-    "eval.batch_size": 1,
-    "eval.num_windows": 0,
-    "checkpoint.every": 1,
-    "checkpoint.keep": 1,
-    "pipeline.stages": 1,
-    "pipeline.microbatches": 1,
-    "pipeline.chunks": 1,
-    "pipeline.autoencoder": 0,
-    "boundary.slots": 0,
-    "reducer.start": 0,
-    "optimizer.weight_decay": 0,
-    "optimizer.eps": 0,
-    "method.every": 1,
-    "method.strength_power": 0,
-}
-# What is unrolled into a program, or made before the first step.
-MAXIMA = {
-    "workers": 2**16,
-    "pipeline.stages": 2**10,
-    "pipeline.chunks": 2**8,
-    "pipeline.microbatches": 2**12,
-    "tensor": 2**12,
-    "mixer.rounds": 2**8,
-    "mixer.rank": 2**12,
-    "reducer.rank": 2**14,
-    "boundary.slots": 2**20,
-    "eval.batch_size": 2**20,
-    "batch_size": 2**26,
-    "bucket_bytes": 2**40,
-}
-LARGEST = 2**31 - 1  # any whole number
-FRACTIONS = (
-    "method.strength",
-    "schedule.final_fraction",
-    "optimizer.b1",
-    "optimizer.b2",
-    "optimizer.momentum",
-    "method.b1",
-    "method.b2",
-    "method.outer_momentum",
-)
-OPEN = ("b1", "b2", "momentum", "outer_momentum")  # 1 is too much
-MAX_SEED = 2**32 - 1
 
 
 def resolve(
@@ -105,7 +41,7 @@ def resolve(
         if lone_accelerator and not document.get("workers"):
             document["simulate"] = True
         spec = _spec(document, num_devices or SIMULATED_WORKERS)
-        _check_together(spec)
+        checks.check_together(spec)
         return _check_parts(spec)
     except ValueError as error:
         raise ConfigError(str(error)) from error
@@ -155,7 +91,7 @@ def message_ratio(codec: str) -> float:
 
 def _spec(document: dict[str, Any], num_devices: int) -> RunSpec:
     """The document's values, each checked by itself."""
-    _check_numbers(document)
+    checks.check_numbers(document)
     stages = _field(document.get("pipeline", {}), "pipeline", "stages")
     method = registry.part("method", _name(document, "method"))
     chooses = method.traits.get("chooses", ())
@@ -314,90 +250,7 @@ def _checked(what: str, given: Mapping[str, Any], known: Mapping[str, registry.O
     }
 
 
-# -- Checking ---------------------------------------------------------------------------------------------------------
-
-
-def _check_numbers(document: Mapping[str, Any]) -> None:
-    """Refuses numbers that no run can have, one by one."""
-    for path, value in jax.tree_util.tree_leaves_with_path(document):
-        name = jax.tree_util.keystr(path, simple=True, separator=".")
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            continue
-        if not math.isfinite(value):
-            raise ValueError(f"{name}={value}: must be finite")
-        most = MAX_SEED if name == "seed" else MAXIMA.get(name, LARGEST)
-        if (abs(value) > most and isinstance(value, int)) or (name in MAXIMA and value > most):
-            raise ValueError(f"{name}={value}: must be at most {most}")
-        if value < MINIMA.get(name, -math.inf):
-            raise ValueError(f"{name}={value}: must be at least {MINIMA[name]}")
-        if name in FRACTIONS and not (0 <= value < 1 if name.split(".")[1] in OPEN else 0 <= value <= 1):
-            raise ValueError(f"{name}={value}: must be at least 0 and {'less than' if name.split('.')[1] in OPEN else 'at most'} 1")
-    if not isinstance(document.get("seed"), int) or document["seed"] < 0:
-        raise ValueError(f"seed={document.get('seed')!r}: must lie between 0 and {MAX_SEED}")
-
-
-def _check_together(spec: RunSpec) -> None:
-    """Refuses values that do not go together."""
-    n, batch_size = spec.workers, spec.batch_size
-    if n < 1:
-        raise ValueError(f"workers={n}: at least one worker is needed")
-    if batch_size < 1 or batch_size % n:
-        multiples = dict.fromkeys(max(1, batch_size // n + more) * n for more in (0, 1))
-        raise ValueError(
-            f"batch_size={batch_size} is not a positive multiple of workers={n}; use {' or '.join(map(str, multiples))}"
-        )
-    for name, least in (("learning_rate", spec.schedule.options), ("outer_learning_rate", spec.method.options)):
-        if name in least and not least[name] > 0:
-            raise ValueError(f"{name}={least[name]} must be positive")
-    for name in ("heads", "hidden", "vocabulary"):
-        value = (spec.model.options if spec.model else {}).get(name)
-        if spec.tensor > 1 and value is None:
-            raise ValueError(f"tensor={spec.tensor}: model {spec.model and spec.model.name!r} does not divide; use tensor=1")
-        if value is not None and value % spec.tensor:
-            raise ValueError(
-                f"model.{name}={value} is not divisible by tensor={spec.tensor}, the devices that "
-                f"divide it; use tensor={math.gcd(value, spec.tensor)}"
-            )
-    _check_communicates(spec)
-    _check_stages(spec)
-
-
-def _check_communicates(spec: RunSpec) -> None:
-    """Refuses a run that would end before it first exchanges, or compresses, anything."""
-    every, averaging = spec.method.options.get("every", 1), spec.averaging
-    if every > spec.steps:
-        raise ValueError(
-            f"method.every={every} is more than steps={spec.steps}, so nothing would ever be exchanged; use at most "
-            f"{spec.steps}, or method 'local'"
-        )
-    if not averaging:
-        return
-    if averaging.start and averaging.start * every >= spec.steps:
-        raise ValueError(
-            f"reducer.start={averaging.start} is not reached in steps={spec.steps}, so reducer {averaging.reducer.name!r} would "
-            f"never be used; use less than {-(-spec.steps // every)}, or reducer 'mean'"
-        )
-    window = averaging.reducer.options.get("window", 0)
-    if window and (averaging.start + window) * every >= spec.steps:
-        raise ValueError(
-            f"reducer.window={window} after reducer.start={averaging.start} is not over in steps={spec.steps}, so reducer "
-            f"{averaging.reducer.name!r} would compress nothing; use a shorter window, or reducer 'mean'"
-        )
-
-
-def _check_stages(spec: RunSpec) -> None:
-    """Refuses numbers of compressing stages that there are not, and a fused table without gradients that are averaged."""
-    stages, text = spec.pipeline.stages, spec.averaging and spec.averaging.stages
-    if text and text != selective.AUTO and not (text.isdecimal() and 1 <= int(text) <= stages):
-        raise ValueError(
-            f"reducer.stages={text!r}: must be a number from 1 to stages={stages}, {selective.AUTO!r}, or empty for all"
-        )
-    if spec.pipeline.fused_embedding and not registry.part("method", spec.method.name).traits.get("averages_gradients"):
-        raise ValueError(
-            f"pipeline.fused_embedding with method {spec.method.name!r} has no gradients that are averaged over workers, with "
-            "which to add up the two of a tied table; leave it out, or use method 'allreduce'"
-        )
-
+# -- Building -----------------------------------------------------------------------------------------------------------
 
 _simulated = functools.partial(mesh.make_workers, simulate=True)
 
@@ -409,7 +262,7 @@ def _check_parts(spec: RunSpec) -> RunSpec:
             f"tensor={spec.tensor} with simulate: a lone device divides no arrays; use tensor=1, whose trajectory is the same"
         )
     one_device = spec._replace(tensor=1)
-    if spec.averaging and spec.averaging.stages == selective.AUTO:
+    if spec.averaging and spec.averaging.stages == AUTO:
         setup = assemble.assemble(one_device._replace(averaging=spec.averaging._replace(stages=None)), _simulated)
         averaging = spec.averaging._replace(stages=str(selective.choose(spec, setup)))
         spec, one_device = spec._replace(averaging=averaging), one_device._replace(averaging=averaging)

@@ -8,8 +8,8 @@ from ml_collections import config_dict
 
 from decjax import registry
 
-# Around any reducer that codes what it sends: the plain mean before step `start`; and in a pipeline, which stages compress: the first
-# so many, or "auto" by the cost model with the profile of a cluster.
+# Around any reducer that codes what it sends: the plain mean before step `start`; and in a pipeline, which stages compress: the
+# first so many, or "auto" by the cost model with the profile of a cluster.
 AROUND_REDUCER = {"start": registry.Option(0, int, False)}
 AROUND_STAGES = {"stages": registry.Option(None, str, True), "cluster": registry.Option(None, str, True)}
 

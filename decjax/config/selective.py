@@ -15,7 +15,6 @@ from decjax.channel import Channel
 from decjax.config.assemble import Setup, make_reducer
 from decjax.config.spec import RunSpec
 
-AUTO = "auto"
 VALUE_BYTES = {"float32": 4, "bfloat16": 2}  # of what is computed
 SIZES = ("depth", "width", "heads", "vocabulary", "context", "hidden", "tied", "dtype")  # of a transformer
 

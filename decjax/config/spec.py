@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+AUTO = "auto"  # of `Averaging.stages`: as the cost model needs it
 SIMULATED_WORKERS = 8  # on a lone accelerator, and forced CPU devices without one
 
 

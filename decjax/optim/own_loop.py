@@ -9,8 +9,13 @@ import jax
 from decjax import gossip, mesh, reduce
 
 
-def make_step(fn: Callable[..., Any], workers: mesh.Workers, schedule: gossip.Mixer | reduce.Reducer, *,
-              donate_argnums: Sequence[int] = (0, 1)) -> Callable[..., Any]:
+def make_step(
+    fn: Callable[..., Any],
+    workers: mesh.Workers,
+    schedule: gossip.Mixer | reduce.Reducer,
+    *,
+    donate_argnums: Sequence[int] = (0, 1),
+) -> Callable[..., Any]:
     """Maps a step over the workers, compiles it once per phase, and waits for its result.
 
     Forced CPU devices may wait for each other for ever with many steps in flight: so one is taken after the other.

@@ -38,7 +38,10 @@ class Trainer:
         self.setup = setup = spec if isinstance(spec, config.Setup) else config.build(spec, devices)
         self.spec, self.workers, self.method = setup.spec, setup.workers, setup.method
         self.train_step = Step(setup.source.gradient, setup.method, setup.workers, setup.spec.seed)
-        self.program_of = engine.make_step(self.train_step, setup.spec.engine)
+        try:
+            self.program_of = engine.make_step(self.train_step, setup.spec.engine)
+        except ValueError as error:
+            raise config.ConfigError(str(error)) from error
 
     # -- State --------------------------------------------------------------------------------------------------------
 

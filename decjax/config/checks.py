@@ -1,0 +1,137 @@
+"""What no run can have: numbers by themselves, and values that do not go together."""
+
+from collections.abc import Mapping
+import math
+from typing import Any
+
+import jax
+
+from decjax import registry
+from decjax.config.spec import AUTO, RunSpec
+
+ENGINES = ("auto", "fused", "split")
+LARGEST = 2**31 - 1  # of whole numbers
+# Least and most. Bounds of what is unrolled into a program, or made before the first step, keep a slip from filling the memory.
+BOUNDS: dict[str, tuple[float, float]] = {
+    "seed": (0, 2**32 - 1),
+    "steps": (1, LARGEST),
+    "log_every": (1, LARGEST),
+    "consensus_every": (0, LARGEST),
+    "clip_norm": (0, math.inf),
+    "workers": (0, 2**16),
+    "local_size": (1, 2**16),
+    "tensor": (1, 2**12),
+    "batch_size": (0, 2**26),
+    "bucket_bytes": (0, 2**40),
+    "eval.every": (1, LARGEST),
+    "eval.num_windows": (0, LARGEST),
+    "eval.batch_size": (1, 2**20),
+    "checkpoint.every": (1, LARGEST),
+    "checkpoint.keep": (1, LARGEST),
+    "pipeline.stages": (1, 2**10),
+    "pipeline.microbatches": (1, 2**12),
+    "pipeline.chunks": (1, 2**8),
+    "pipeline.autoencoder": (0, 2**20),
+    "boundary.slots": (0, 2**20),
+    "mixer.rounds": (1, 2**8),
+    "mixer.rank": (1, 2**12),
+    "reducer.rank": (1, 2**14),
+    "reducer.start": (0, LARGEST),
+    "method.every": (1, LARGEST),
+    "method.strength": (0, 1),
+    "method.strength_power": (0, math.inf),
+    "schedule.final_fraction": (0, 1),
+    "optimizer.weight_decay": (0, math.inf),
+    "optimizer.eps": (0, math.inf),
+    "method.weight_decay": (0, math.inf),
+    "method.eps": (0, math.inf),
+    "optimizer.window": (1, LARGEST),
+}
+DECAYS = (
+    "optimizer.b1",
+    "optimizer.b2",
+    "optimizer.momentum",
+    "method.b1",
+    "method.b2",
+    "method.outer_momentum",
+)  # 0 to less than 1
+
+
+def check_numbers(document: Mapping[str, Any]) -> None:
+    """Refuses numbers that no run can have, one by one."""
+    for path, value in jax.tree_util.tree_leaves_with_path(document):
+        name = jax.tree_util.keystr(path, simple=True, separator=".")
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            continue
+        if not math.isfinite(value):
+            raise ValueError(f"{name}={value}: must be finite")
+        least, most = BOUNDS.get(name, (-math.inf, LARGEST if isinstance(value, int) else math.inf))
+        if value < least:
+            raise ValueError(f"{name}={value}: must be at least {least:g}")
+        if value > most:
+            raise ValueError(f"{name}={value}: must be at most {most:g}")
+        if name in DECAYS and not 0 <= value < 1:
+            raise ValueError(f"{name}={value}: must be at least 0 and less than 1")
+
+
+def check_together(spec: RunSpec) -> None:
+    """Refuses values that do not go together."""
+    n, batch_size = spec.workers, spec.batch_size
+    if spec.engine not in ENGINES:
+        raise ValueError(f"engine {spec.engine!r} is unknown; use one of {', '.join(ENGINES)}")
+    if n < 1:
+        raise ValueError(f"workers={n}: at least one worker is needed")
+    if batch_size < 1 or batch_size % n:
+        multiples = dict.fromkeys(max(1, batch_size // n + more) * n for more in (0, 1))
+        raise ValueError(
+            f"batch_size={batch_size} is not a positive multiple of workers={n}; use {' or '.join(map(str, multiples))}"
+        )
+    for name, least in (("learning_rate", spec.schedule.options), ("outer_learning_rate", spec.method.options)):
+        if name in least and not least[name] > 0:
+            raise ValueError(f"{name}={least[name]} must be positive")
+    for name in ("heads", "hidden", "vocabulary"):
+        value = (spec.model.options if spec.model else {}).get(name)
+        if spec.tensor > 1 and value is None:
+            raise ValueError(f"tensor={spec.tensor}: model {spec.model and spec.model.name!r} does not divide; use tensor=1")
+        if value is not None and value % spec.tensor:
+            raise ValueError(
+                f"model.{name}={value} is not divisible by tensor={spec.tensor}, the devices that "
+                f"divide it; use tensor={math.gcd(value, spec.tensor)}"
+            )
+    _check_communicates(spec)
+    _check_stages(spec)
+
+
+def _check_communicates(spec: RunSpec) -> None:
+    """Refuses a run that would end before it first exchanges, or compresses, anything."""
+    every, averaging = spec.method.options.get("every", 1), spec.averaging
+    if every > spec.steps:
+        raise ValueError(
+            f"method.every={every} is more than steps={spec.steps}, so nothing would ever be exchanged; use at most "
+            f"{spec.steps}, or method 'local'"
+        )
+    if not averaging:
+        return
+    if averaging.start and averaging.start * every >= spec.steps:
+        raise ValueError(
+            f"reducer.start={averaging.start} is not reached in steps={spec.steps}, so reducer {averaging.reducer.name!r} would "
+            f"never be used; use less than {-(-spec.steps // every)}, or reducer 'mean'"
+        )
+    window = averaging.reducer.options.get("window", 0)
+    if window and (averaging.start + window) * every >= spec.steps:
+        raise ValueError(
+            f"reducer.window={window} after reducer.start={averaging.start} is not over in steps={spec.steps}, so reducer "
+            f"{averaging.reducer.name!r} would compress nothing; use a shorter window, or reducer 'mean'"
+        )
+
+
+def _check_stages(spec: RunSpec) -> None:
+    """Refuses numbers of compressing stages that there are not, and a fused table without gradients that are averaged."""
+    stages, text = spec.pipeline.stages, spec.averaging and spec.averaging.stages
+    if text and text != AUTO and not (text.isdecimal() and 1 <= int(text) <= stages):
+        raise ValueError(f"reducer.stages={text!r}: must be a number from 1 to stages={stages}, {AUTO!r}, or empty for all")
+    if spec.pipeline.fused_embedding and not registry.part("method", spec.method.name).traits.get("averages_gradients"):
+        raise ValueError(
+            f"pipeline.fused_embedding with method {spec.method.name!r} has no gradients that are averaged over workers, with "
+            "which to add up the two of a tied table; leave it out, or use method 'allreduce'"
+        )
