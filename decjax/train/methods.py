@@ -306,10 +306,8 @@ def make_topology(config: ml_collections.ConfigDict, num_workers: int, local_siz
     if num_workers == 1:
         raise ValueError(f"topology {config.name!r} needs at least 2 workers, got 1; use method 'local' for a single worker")
     options = parse_options(f"topology.options={config.options!r}", config.options)
-    if local_size > 1:
-        for option in ("local_size", "local"):
-            if config.name in topology_lib.names() and option in topology_lib.options(config.name):
-                options.setdefault(option, local_size)
+    if local_size > 1 and "local_size" in topology_lib.options(config.name):
+        options.setdefault("local_size", local_size)
     return topology_lib.make(config.name, num_workers, **options)
 
 
