@@ -201,7 +201,7 @@ def complete(kind: str, name: str, given: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def make(kind: str, chosen: Any, *context: Any, **given: Any) -> Any:
+def make(kind: str, chosen: Any, /, *context: Any, **given: Any) -> Any:
     """Builds a part.
 
     Args:
@@ -219,7 +219,8 @@ def make(kind: str, chosen: Any, *context: Any, **given: Any) -> Any:
     name, options = parse(kind, chosen)
     if twice := options.keys() & given.keys():
         raise ValueError(f"{kind} {chosen!r}: option {min(twice)} is given twice; leave one out")
-    supplied = {key: value for key, value in given.items() if key in KINDS[kind].context}
+    by_name = KINDS[kind].context[len(context) :]
+    supplied = {key: value for key, value in given.items() if key in by_name}
     options |= {key: value for key, value in given.items() if key not in supplied}
     found = part(kind, name)
     takes = inspect.signature(found.factory).parameters

@@ -85,7 +85,7 @@ def methods(num_gpus: int, per_node: int) -> tuple[costmodel.Method, ...]:
         return topology_lib.make(name, num_gpus, **options)
 
     several = num_gpus > per_node  # One node: everything is an exact mean inside it.
-    sgp = graph("hierarchical", local=per_node, outer="one_peer_exponential") if several else graph("complete")
+    sgp = graph("hierarchical", local_size=per_node, outer="one_peer_exponential") if several else graph("complete")
     aer = graph("alternating_exponential_ring", local_size=per_node) if several else graph("complete")
     return (
         costmodel.all_reduce(num_gpus, bucketed=True),

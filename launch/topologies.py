@@ -36,7 +36,6 @@ _OPTIONS = {
     "budget": flags.DEFINE_float("budget", None, "Share of active matchings (matcha)."),
 }
 MAX_WORKERS = 4096
-_ALIASES = {"local": "local_size"}  # option of a topology -> flag
 
 
 def build(num_workers: int, chosen: dict[str, object]) -> tuple[list[tp.Topology], dict[str, str]]:
@@ -49,9 +48,8 @@ def build(num_workers: int, chosen: dict[str, object]) -> tuple[list[tp.Topology
         raise ValueError(f"--workers={num_workers}: must be at least 1, and at most {MAX_WORKERS}, which take minutes")
     built, refused = [], {}
     for name in tp.names():
-        own = {option: _ALIASES.get(option, option) for option in tp.options(name)}
         try:
-            built.append(tp.make(name, num_workers, **{option: chosen[f] for option, f in own.items() if f in chosen}))
+            built.append(tp.make(name, num_workers, **{o: chosen[o] for o in tp.options(name) if o in chosen}))
         except ValueError as error:
             refused[name] = str(error).removeprefix(f"topology {name!r} ")
     return built, refused
@@ -64,7 +62,7 @@ def check_used(chosen: dict[str, object], refused: dict[str, str]) -> None:
       ValueError: with the reason of the first that has the option.
     """
     for flag, value in chosen.items():
-        having = [name for name in tp.names() if flag in (_ALIASES.get(option, option) for option in tp.options(name))]
+        having = [name for name in tp.names() if flag in tp.options(name)]
         if all(name in refused for name in having):
             raise ValueError(f"--{flag}={value}: {having[0]}: {refused[having[0]]}")
 

@@ -43,7 +43,7 @@ METHODS = [
             ("base_k", {}),
             ("random_digraph", {}),
             ("alternating_exponential_ring", dict(local_size=4)),
-            ("hierarchical", dict(local=2, outer="ring")),
+            ("hierarchical", dict(local_size=2, outer="ring")),
         ]
         for order, bucketed in itertools.product(("awc", "atc"), (False, True))
     ),
@@ -447,7 +447,10 @@ def test_bad_profiles_are_one_line(tmp_path, text, problem):
         (lambda: all_reduce(8, ratio=0), "ratio=0"),
         (lambda: predict(EIGHT, LOAD, all_reduce(4)), "use cluster.resize(4)"),
         (lambda: predict(EIGHT, LOAD, all_reduce(8), num_steps=0), "num_steps=0"),
-        (lambda: predict(EIGHT, LOAD, gossip(topology("hierarchical", local=2, outer="ring"), joint_ring=True)), "meet in pairs"),
+        (
+            lambda: predict(EIGHT, LOAD, gossip(topology("hierarchical", local_size=2, outer="ring"), joint_ring=True)),
+            "meet in pairs",
+        ),
     ],
 )
 def test_mistakes_are_one_line(build, problem):

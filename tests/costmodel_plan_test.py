@@ -336,7 +336,7 @@ def test_a_config_is_a_model_of_layouts():
         (("--cluster=configs/clusters/box_200mbit.json", "--codec=int8", "--ratio=0.5"), "leave out --ratio=0.5"),
         (("--cluster=configs/clusters/box_200mbit.json", "--codec=zip"), "codec 'zip' is unknown"),
         (("--cluster=configs/clusters/a40_ethernet.json", "--model=params=1e6,tokens=10", "--workers=6"), "use 4 or 8"),
-        (("--cluster=configs/clusters/box_200mbit.json", "--topologies=rings"), "unknown topology 'rings'"),
+        (("--cluster=configs/clusters/box_200mbit.json", "--topologies=rings"), "topology 'rings' is unknown"),
     ],
 )
 def test_mistakes_are_one_line_and_exit_code_two(args, problem, tmp_path):

@@ -324,7 +324,7 @@ def unbiased():
         (gossip.exact, "ring", dict(codec=codecs.bounded()), r"would send the largest; use 'bounded\(raw=False\)'"),
         (gossip.dcd, "ring", dict(codec=top(0.1)), "keeps 0.4.* of the energy of noise"),
         (gossip.dcd, "one_peer_exponential", dict(codec=four_bits()), "varies in time; use 'ring'"),
-        (gossip.dcd, "hierarchical", dict(codec=four_bits(), local=2, outer="ring"), "has nodes of 2 workers"),
+        (gossip.dcd, "hierarchical", dict(codec=four_bits(), local_size=2, outer="ring"), "has nodes of 2 workers"),
         (gossip.beer, "exponential", dict(codec=four_bits()), "is directed; use 'ring'"),
         (gossip.beer, "one_peer_ring", dict(codec=four_bits()), "varies in time"),
         (gossip.power_gossip, "exponential", dict(rank=1), "is not symmetric; use 'ring'"),

@@ -13,7 +13,7 @@ EXISTS = {
     "one_peer_torus": (lambda n: n % 4 == 0, "even"),
     "alternating_exponential_ring": (lambda n: bin(n).count("1") == 1, "2^r"),
     "hypercube": (lambda n: bin(n).count("1") == 1, "power of two"),
-    "hierarchical": (lambda n: n % 2 == 0, "multiple of local=2"),
+    "hierarchical": (lambda n: n % 2 == 0, "multiple of local_size=2"),
 }
 
 

@@ -110,7 +110,7 @@ def mixers(codec=None):
     """Every mixer over graphs of all kinds that it takes: name -> axis name -> mixer."""
 
     def make(build, graph, **options):
-        graph_options = {"hierarchical": dict(local=2), "alternating_exponential_ring": dict(local_size=2)}.get(graph, {})
+        graph_options = {"hierarchical": dict(local_size=2), "alternating_exponential_ring": dict(local_size=2)}.get(graph, {})
         topology = topology_lib.make(graph, N, **graph_options)
         return lambda channel: build(topology, channel=channel, **options)
 

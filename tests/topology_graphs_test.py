@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from decjax import topology as tp
+from decjax.topology import base_k
 from tests.graphs import SIZES, assert_same_rounds, directed_reference, matching_reference
 
 
@@ -216,11 +217,23 @@ def test_base_k_takes_as_many_rounds_as_there_are_factors():
     assert tp.make("base_k", 7, k=6).period == 1
 
 
-def test_base_k_takes_the_shorter_construction():
+def test_base_k_takes_the_shorter_construction_and_of_equally_short_ones_that_of_fewer_messages():
     # 22 = 4·5 + 2: average 20 = 5·4 (2 rounds), exchange, finish 5. Not 2 · (11 = 2·5 + 1): that takes 4 + 1.
     assert tp.make("base_k", 22, k=4).period == 4
     # 12 = 4 · 3, where 3 = 2 + 1 takes 3 rounds and 4 takes 2. Not 8 + 4, which takes 3 + 1 + 3.
     assert tp.make("base_k", 12, k=1).period == 5
+    # 26 = 25 + 1: averages 25 = 5·5, exchanges, finishes 25: 402 messages in 5 rounds. 13 = 2·5 + 3, twice, then across: 242.
+    sent = sum(round_.volume().sum() for round_ in tp.make("base_k", 26, k=4).rounds)
+    assert tp.make("base_k", 26, k=4).period == 5 and sent == 242
+
+
+@pytest.mark.parametrize("n", range(2, 65))
+def test_base_k_never_sends_more_than_either_of_its_constructions(n):
+    for k in range(1, 5):
+        found, simple = base_k.base_graph(n, k), base_k._simple_base(range(n), k)
+        assert len(found) <= len(simple)
+        if len(found) == len(simple):
+            assert sum(map(len, found)) <= sum(map(len, simple))
 
 
 @pytest.mark.parametrize("n", [4, 9, 16, 33])
@@ -290,7 +303,7 @@ def test_one_peer_equitopo(n):
 @pytest.mark.parametrize("local", [1, 2, 3])
 @pytest.mark.parametrize("outer", ["ring", "complete", "one_peer_exponential", "alternating_exponential_ring"])
 def test_hierarchical_is_a_kronecker_product(outer, local):
-    topology = tp.make("hierarchical", 4 * local, local=local, outer=outer)
+    topology = tp.make("hierarchical", 4 * local, local_size=local, outer=outer)
     inner = tp.make(outer, 4)
     assert_same_rounds(topology, [np.kron(inner.matrix(p), np.full((local, local), 1 / local)) for p in range(inner.period)])
     for round_, inner_round in zip(topology.rounds, inner.rounds, strict=True):
@@ -304,8 +317,8 @@ def test_hierarchical_is_a_kronecker_product(outer, local):
 
 
 def test_hierarchical_composes():
-    nested = tp.make("hierarchical", 16, local=4, outer="complete")
+    nested = tp.make("hierarchical", 16, local_size=4, outer="complete")
     assert nested.rounds == tp.make("complete", 16).rounds
-    aer = tp.make("hierarchical", 16, local=2, outer="alternating_exponential_ring", local_size=2)
+    aer = tp.make("hierarchical", 16, local_size=2, outer="alternating_exponential_ring(local_size=2)")
     assert aer.rounds == tp.make("alternating_exponential_ring", 16, local_size=4).rounds
-    assert tp.make("hierarchical", 6, local=6, outer="ring").rounds == tp.make("complete", 6).rounds
+    assert tp.make("hierarchical", 6, local_size=6, outer="ring").rounds == tp.make("complete", 6).rounds

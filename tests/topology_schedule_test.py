@@ -124,12 +124,3 @@ def test_bad_matrices_are_refused(matrices, problem):
 def test_malformed_rounds_are_refused(build):
     with pytest.raises(ValueError):
         build()
-
-
-def test_given_matrices_through_make():
-    W_NxN = [[0.5, 0.5, 0.0], [0.0, 0.5, 0.5], [0.5, 0.0, 0.5]]
-    assert tp.make("from_matrices", 3, matrices=W_NxN) == tp.from_matrices(W_NxN)
-    with pytest.raises(ValueError, match="for 3 workers, not 4"):
-        tp.make("from_matrices", 4, matrices=W_NxN)
-    with pytest.raises(ValueError, match="needs the option matrices"):
-        tp.make("from_matrices", 3)

@@ -1,8 +1,11 @@
 """What every topology keeps, by any name and of any size, and how mistakes are told."""
 
+import time
+
 import numpy as np
 import pytest
 
+from decjax import registry
 from decjax import topology as tp
 from tests.graphs import EXISTS, SIZES, dense, exists
 
@@ -76,14 +79,14 @@ def test_other_seeds_give_other_graphs(name):
 @pytest.mark.parametrize(
     "name, num_workers, options, problem",
     [
-        ("rings", 4, {}, "unknown topology 'rings'.*ring.*base_k"),
+        ("rings", 4, {}, "topology 'rings' is unknown; use one of .*ring.*base_k"),
         ("ring", 0, {}, "num_workers.*>= 1, got 0"),
         ("ring", 2.0, {}, "num_workers.*integer"),
         ("ring", True, {}, "num_workers.*integer"),
-        ("ring", 4, {"k": 1}, "'ring' has no option 'k'; it has no options"),
-        ("base_k", 4, {"degree": 1}, "'base_k' has no option 'degree'; its options are k"),
+        ("ring", 4, {"k": 1}, "'ring' has no option 'k'; it has none"),
+        ("base_k", 4, {"degree": 1}, "'base_k' has no option 'degree'; use k"),
         ("base_k", 4, {"k": 0}, "'k'.*>= 1, got 0"),
-        ("base_k", 4, {"k": 1.5}, "'k'.*integer.*1.5"),
+        ("base_k", 4, {"k": 1.5}, "k=1.5 must be a whole number"),
         ("torus", 12, {"shape": (5, 2)}, "12 workers.*5x2"),
         ("torus", 12, {"shape": (1, 12)}, "'shape'.*>= 2, got 1"),
         ("torus", 12, {"shape": 12}, "rows, columns"),
@@ -94,20 +97,55 @@ def test_other_seeds_give_other_graphs(name):
         ("erdos_renyi", 8, {"p": 0.0}, r"'p'.*\(0, 1\].*0.0"),
         ("erdos_renyi", 30, {"p": 0.01}, "raise p"),
         ("random_matching", 8, {"rounds": 1}, "rounds=1; raise rounds"),
-        ("random_matching", 8, {"seed": -1}, "'seed'.*>= 0, got -1"),
+        ("random_matching", 8, {"seed": -1}, "'seed'.*from 0 to .* got -1"),
         ("matcha", 8, {"budget": 1.5}, "budget.*1.5"),
         ("matcha", 8, {"base": "exponential"}, "static undirected"),
-        ("matcha", 8, {"base": "rings"}, "unknown topology 'rings'"),
+        ("matcha", 8, {"base": "rings"}, "topology 'rings' is unknown"),
         ("matcha", 12, {"base": "star", "rounds": 1, "budget": 0.1}, "raise rounds or budget"),
         ("random_digraph", 4, {"degree": 4}, "from 1 to 3, got 4"),
         ("equitopo_d", 4, {"degree": 4}, "from 1 to 3, got 4"),
         ("equitopo_od", 4, {"eta": 0}, "eta"),
-        ("hierarchical", 8, {"local": 3}, "local=3"),
-        ("hierarchical", 8, {"locl": 2}, "'hierarchical' has no option 'locl'; its options are local, outer, pairwise"),
+        ("hierarchical", 8, {"local_size": 3}, "local_size=3"),
+        ("hierarchical", 8, {"locl": 2}, "'hierarchical' has no option 'locl'; use local_size, outer"),
         ("hierarchical", 12, {"outer": "hypercube"}, "power of two workers, got 6"),
+        ("hierarchical", 12, {"outer": "ring(k=2)"}, "'ring' has no option 'k'"),
+        ("ring", 4, {"num_workers": 3}, "'ring' has no option 'num_workers'"),
+        ("ring", 4, {"name": "x"}, "'ring' has no option 'name'"),
+        ("base_k(k={[]:1})", 4, {}, "must read like"),
+        ("base_k(k=2)", 4, {"k": 2}, "option k is given twice"),
+        ("random_matching", 64, {"rounds": 10**6}, "'rounds'.*from 1 to 1024"),
+        ("matcha", 64, {"rounds": 10**30}, "'rounds'.*from 1 to 1024"),
+        ("random_matching", 8, {"seed": 1e30}, "seed=1e.30 must be a whole number"),
+        ("random_matching", 8, {"seed": 10**30}, "'seed'.*from 0 to"),
+        ("erdos_renyi", 256, {"p": 1e-9}, "raise p"),
+        ("matcha", 64, {"base": "matcha"}, "static undirected"),
     ],
 )
-def test_mistakes_are_named(name, num_workers, options, problem):
+def test_mistakes_are_named_within_two_seconds(name, num_workers, options, problem):
+    start = time.monotonic()
     with pytest.raises(ValueError, match=problem) as error:
         tp.make(name, num_workers, **options)
-    assert "\n" not in str(error.value)
+    assert "\n" not in str(error.value) and time.monotonic() - start < 2
+
+
+def test_traits_are_true():
+    """Of default options, at sizes up to 17."""
+    for name in tp.names():
+        built = [tp.make(name, n) for n in range(2, 18) if exists(name, n)]
+        traits = registry.part("topology", name).traits
+        assert traits.get("static", False) == all(topology.is_static for topology in built), name
+        assert traits.get("directed", False) == any(not topology.is_symmetric for topology in built), name
+        assert traits.get("exact", False) == all(tp.rounds_to_exact(topology) == topology.period for topology in built), name
+        assert ("needs" in traits) == (len(built) < 16), name
+
+
+def test_a_topology_of_ones_own_is_one_function(monkeypatch):
+    monkeypatch.setitem(registry._parts, "topology", dict(registry._parts["topology"]))
+
+    @registry.register("topology", "pair_of_halves")
+    def pair_of_halves(num_workers, weight: float = 0.5):
+        J_NxN = np.full((num_workers, num_workers), 1 / num_workers)
+        return tp.from_matrices([weight * np.eye(num_workers) + (1 - weight) * J_NxN], "pair_of_halves")
+
+    assert tp.options("pair_of_halves") == {"weight": 0.5}
+    assert tp.make("pair_of_halves(weight=0.25)", 4).matrix(0)[0, 0] == 0.25 + 0.75 / 4

@@ -93,8 +93,7 @@ def candidates(
     ]
     refused, seen = {}, set()
     for name in topologies:
-        known = topology_lib.options(name)
-        local = {option: cluster.workers_per_node for option in ("local_size", "local") if option in known}
+        local = {"local_size": cluster.workers_per_node} if "local_size" in topology_lib.options(name) else {}
         try:
             topology = topology_lib.make(name, n, **local)
         except ValueError as error:
@@ -445,9 +444,9 @@ def gossips(
     found: dict[str, Traffic] = {}
     local_size = max(1, cluster.workers_per_node // (layout.tensor * (layout.stages if layout.inner == "stage" else 1)))
     for name in topologies if layout.workers > 1 else ():
-        known = topology_lib.options(name)
+        local = {"local_size": local_size} if "local_size" in topology_lib.options(name) else {}
         try:
-            topology = topology_lib.make(name, layout.workers, **{o: local_size for o in ("local_size", "local") if o in known})
+            topology = topology_lib.make(name, layout.workers, **local)
         except ValueError:
             continue  # Not of this size.
         found |= {

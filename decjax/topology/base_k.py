@@ -14,7 +14,7 @@ Edges = dict[tuple[int, int], float]  # (receiver, sender) -> weight, without th
 
 
 def base_graph(n: int, k: int) -> list[Edges]:
-    """Rounds whose product is J/n: the shorter of two constructions, at most 2 log_{k+1}(n) + 2 rounds.
+    """Rounds whose product is J/n: of two constructions the one with fewer rounds, at most 2 log_{k+1}(n) + 2, then with fewer messages.
 
     Simple: n is written in base k+1 as Σ a_l (k+1)^{p_l}. Parts of these sizes average internally; then each
     part in turn gives every worker of the later parts its share of the mean, takes up theirs, and finishes
@@ -30,7 +30,7 @@ def base_graph(n: int, k: int) -> list[Edges]:
     blocks = [range(start, start + rough) for start in range(0, n, rough)]
     composite = _in_parallel([_simple_base(block, k) for block in blocks])
     composite += _in_parallel([_hyper_hypercube(across, k) for across in zip(*blocks, strict=True)])
-    return min(_simple_base(range(n), k), composite, key=len)
+    return min(_simple_base(range(n), k), composite, key=lambda rounds: (len(rounds), sum(map(len, rounds))))
 
 
 def _simple_base(workers: Sequence[int], k: int) -> list[Edges]:
@@ -78,11 +78,13 @@ def _hyper_hypercube(workers: Sequence[int], k: int) -> list[Edges]:
 
 @functools.cache
 def _fewest_factors(n: int, largest: int) -> tuple[int, ...] | None:
-    """The shortest factorisation of n into numbers of 2 … largest, None if there is none."""
+    """The shortest factorisation of n into numbers of 2 … largest, of those the one of the least sum; None if there is none."""
     if n == 1:
         return ()
     tails = ((f, _fewest_factors(n // f, largest)) for f in range(min(n, largest), 1, -1) if n % f == 0)
-    return min(((f, *tail) for f, tail in tails if tail is not None), key=len, default=None)
+    return min(
+        ((f, *tail) for f, tail in tails if tail is not None), key=lambda factors: (len(factors), sum(factors)), default=None
+    )
 
 
 def _in_parallel(schedules: list[list[Edges]]) -> list[Edges]:

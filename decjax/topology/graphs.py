@@ -1,16 +1,21 @@
 """The catalogue: every named topology as a function from the number of workers (and options) to rounds.
 
-A builder is called with two or more workers (one worker is the identity for every name) and raises
-ValueError, in one line, when the size or an option does not fit. Its keyword arguments are the options of
-`make`, and their defaults work for every size the graph exists for. None as a default means "chosen from the
-size".
+A builder is called with two or more workers (one worker is the identity for every name) and raises ValueError, in one line, when
+the size or an option does not fit. Its keyword arguments are the options of `make`, and their defaults work for every size the graph
+exists for. None as a default means "chosen from the size". Traits:
 
-Wherever a graph looks the same from all workers (ring, torus, exponential, …) its rounds are whole
-permutations, one per neighbour. Everything drawn at random depends on (size, options, seed) alone and is
-redrawn until repeating the schedule brings all workers together.
+    needs       which numbers of workers it exists for; left out: any
+    directed    whether messages go one way, at some sizes
+    static      whether every round is the same
+    exact       whether a period of rounds averages exactly, at every size
+
+Wherever a graph looks the same from all workers (ring, torus, exponential, …) its rounds are whole permutations, one per
+neighbour. Everything drawn at random depends on (size, options, seed) alone and is redrawn until repeating the schedule brings all
+workers together.
 """
 
 from collections.abc import Callable, Iterable
+import functools
 import inspect
 import itertools
 import math
@@ -18,29 +23,29 @@ import operator
 
 import numpy as np
 
+from decjax import registry
 from decjax.topology import base_k, coloring, matcha, schedule
 
 Rounds = list[schedule.Round]
 
-_BUILDERS: dict[str, Callable[..., Rounds]] = {}
-_INNER: dict[str, str] = {}  # name -> the option that names the graph it is built from
 _MAX_DRAWS = 1000
+MAX_ROUNDS = 1024  # of a random schedule
 _ANY_SIZE = "'base_k' works for any number"
 
 
-def register(name: str, inner: str | None = None) -> Callable[[Callable[..., Rounds]], Callable[..., Rounds]]:
-    """Decorator that enters a builder in the catalogue.
-
-    Args:
-      name: its name.
-      inner: the option that names the graph it is built from, if any. The builder takes the options of that
-        graph as `**inner_options`.
-    """
+def _register(name: str, **traits) -> Callable[[Callable[..., Rounds]], Callable[..., Rounds]]:
+    """Decorator that registers a builder of rounds as a factory of topologies."""
 
     def enter(builder):
-        _BUILDERS[name] = builder
-        if inner:
-            _INNER[name] = inner
+        @functools.wraps(builder)
+        def factory(num_workers, **options):
+            n = _integer("num_workers", num_workers, 1)
+            return schedule.Topology(name, n, tuple(builder(n, **options)) if n > 1 else (schedule.Round((1.0,)),))
+
+        signature = inspect.signature(builder)
+        size, *options = signature.parameters.values()
+        factory.__signature__ = signature.replace(parameters=[size.replace(name="num_workers"), *options])
+        registry.register("topology", name, **traits)(factory)
         return builder
 
     return enter
@@ -48,7 +53,7 @@ def register(name: str, inner: str | None = None) -> Callable[[Callable[..., Rou
 
 def names() -> tuple[str, ...]:
     """All names `make` knows."""
-    return tuple(_BUILDERS)
+    return registry.names("topology")
 
 
 def options(name: str) -> dict[str, object]:
@@ -57,20 +62,16 @@ def options(name: str) -> dict[str, object]:
     Raises:
       ValueError: if the name is unknown.
     """
-    if not isinstance(name, str) or name not in _BUILDERS:
-        raise ValueError(f"unknown topology {name!r}; choose from {', '.join(names())}")
-    _, *parameters = inspect.signature(_BUILDERS[name]).parameters.values()
-    return {p.name: p.default for p in parameters if p.kind is not p.VAR_KEYWORD}
+    return {option: entry.default for option, entry in registry.part("topology", name).options.items()}
 
 
-def make(name: str, num_workers: int, **chosen) -> schedule.Topology:
-    """Builds a topology of the catalogue.
+def make(name: str, num_workers: int, /, **chosen) -> schedule.Topology:
+    """Builds a topology.
 
     Args:
-      name: one of `names()`, or "from_matrices" with the option `matrices` (see `from_matrices`).
+      name: one of `names()`, or in call form, as "base_k(k=2)".
       num_workers: N >= 1; with one worker every name gives the identity.
-      **chosen: options of that topology, see `options(name)`. 'hierarchical' and 'matcha' also take the
-        options of the graph they are built from.
+      **chosen: options of that topology, see `options(name)`.
 
     Returns:
       The topology. Same arguments, same topology: random ones take a seed.
@@ -79,56 +80,28 @@ def make(name: str, num_workers: int, **chosen) -> schedule.Topology:
       ValueError: for an unknown name or option, a size the graph does not exist for, or a bad option value.
 
     Example:
-      >>> make("hierarchical", 16, local=4, outer="ring").matrix(0).shape
+      >>> make("hierarchical", 16, local_size=4, outer="base_k(k=3)").matrix(0).shape
       (16, 16)
     """
-    if name == "from_matrices":
-        return _given(num_workers, **chosen)
-    accepted = _accepted_options(name, chosen)
-    for option in chosen:
-        if option not in accepted:
-            has = f"its options are {', '.join(accepted)}" if accepted else "it has no options"
-            raise ValueError(f"topology {name!r} has no option {option!r}; {has}")
-    num_workers = _integer("num_workers", num_workers, 1)
-    if num_workers == 1:
-        return schedule.Topology(name, 1, (schedule.Round((1.0,)),))
-    return schedule.Topology(name, num_workers, tuple(_BUILDERS[name](num_workers, **chosen)))
-
-
-def _given(num_workers: int, matrices=None, **others) -> schedule.Topology:
-    if matrices is None or others:
-        raise ValueError(f"topology 'from_matrices' needs the option matrices=[W, ...] and no other, got {sorted(others)}")
-    topology = schedule.from_matrices(matrices)
-    if topology.num_workers != num_workers:
-        raise ValueError(f"topology 'from_matrices': the matrices are for {topology.num_workers} workers, not {num_workers}")
-    return topology
-
-
-def _accepted_options(name: str, chosen: dict[str, object]) -> dict[str, object]:
-    """The options of a topology and, if it is built from another one, of that one."""
-    own = options(name)
-    if name not in _INNER:
-        return own
-    inner = chosen.get(_INNER[name], own[_INNER[name]])
-    return own | _accepted_options(inner, {k: v for k, v in chosen.items() if k not in own})
+    return registry.make("topology", name, num_workers, **chosen)
 
 
 # Exact and neighbour graphs ---------------------------------------------------------------------------------
 
 
-@register("complete")
+@_register("complete", static=True, exact=True)
 def _complete(n: int) -> Rounds:
     """W = J/n, one group of all workers."""
     return [schedule.Round((1.0,), group_size=n)]
 
 
-@register("ring")
+@_register("ring", static=True)
 def _ring(n: int) -> Rounds:
     """Self and both neighbours with 1/3 each (two workers: 1/2 each)."""
     return [_equal_weights(n, [_rotation(n, hop) for hop in sorted({1, n - 1})])]
 
 
-@register("one_peer_ring")
+@_register("one_peer_ring")
 def _one_peer_ring(n: int) -> Rounds:
     """The even edges of the ring, then the odd ones. Odd rings need three rounds, one worker idle in each."""
     if n % 2 == 0:
@@ -143,7 +116,7 @@ def _one_peer_ring(n: int) -> Rounds:
     return rounds
 
 
-@register("torus")
+@_register("torus", needs="a grid of two sides of at least 2", static=True)
 def _torus(n: int, shape: tuple[int, int] | None = None) -> Rounds:
     """Self and the four neighbours on a grid that wraps around, 1/5 each; worker = row · columns + column.
 
@@ -154,7 +127,7 @@ def _torus(n: int, shape: tuple[int, int] | None = None) -> Rounds:
     return [_equal_weights(n, neighbors)]
 
 
-@register("one_peer_torus")
+@_register("one_peer_torus", needs="a grid with even sides")
 def _one_peer_torus(n: int, shape: tuple[int, int] | None = None) -> Rounds:
     """The torus one matching at a time: even columns, even rows, odd columns, odd rows."""
     workers_RxC = _grid("one_peer_torus", n, shape, step=2)
@@ -166,13 +139,13 @@ def _one_peer_torus(n: int, shape: tuple[int, int] | None = None) -> Rounds:
     return rounds
 
 
-@register("exponential")
+@_register("exponential", directed=True, static=True)
 def _exponential(n: int) -> Rounds:
     """Self and the workers 2^k further on, k < ⌈log2 n⌉, equal weights."""
     return [_equal_weights(n, [_rotation(n, 2**k) for k in range(_log2_ceil(n))])]
 
 
-@register("one_peer_exponential")
+@_register("one_peer_exponential", directed=True)
 def _one_peer_exponential(n: int, pairwise: bool = False) -> Rounds:
     """One hop of the exponential graph per round, weight 1/2; exact over a period for powers of two.
 
@@ -182,15 +155,13 @@ def _one_peer_exponential(n: int, pairwise: bool = False) -> Rounds:
     Reference: Ying et al., "Exponential Graph is Provably Efficient for Decentralized Deep Training", NeurIPS
       2021.
     """
-    if not isinstance(pairwise, bool):
-        raise ValueError(f"'pairwise' has to be True or False, got {pairwise!r}")
     hops = [2**k for k in range(_log2_ceil(n))]
     if pairwise:
         return [_pairwise(n, [(i, i ^ hop) for i in range(n) if i < i ^ hop < n]) for hop in hops]
     return [_equal_weights(n, [_rotation(n, hop)]) for hop in hops]
 
 
-@register("alternating_exponential_ring")
+@_register("alternating_exponential_ring", needs="local_size * 2^r workers", exact=True)
 def _alternating_exponential_ring(n: int, local_size: int = 1) -> Rounds:
     """AER: nodes j ↔ j XOR 2^i meet in round i; half of the pairs in phase 2i, the others in phase 2i + 1.
 
@@ -217,7 +188,7 @@ def _alternating_exponential_ring(n: int, local_size: int = 1) -> Rounds:
     return rounds
 
 
-@register("hypercube")
+@_register("hypercube", needs="a power of two workers", static=True)
 def _hypercube(n: int) -> Rounds:
     """Self and all i XOR 2^k, equal weights."""
     if n & (n - 1):
@@ -225,13 +196,13 @@ def _hypercube(n: int) -> Rounds:
     return [_equal_weights(n, [np.arange(n) ^ 2**k for k in range(_log2_ceil(n))])]
 
 
-@register("star")
+@_register("star", static=True)
 def _star(n: int) -> Rounds:
     """Worker 0 and everybody else, Metropolis weights."""
     return [_metropolis(n, [(0, i) for i in range(1, n)])]
 
 
-@register("line")
+@_register("line", static=True)
 def _line(n: int) -> Rounds:
     """The ring without the edge (n−1, 0), Metropolis weights."""
     return [_metropolis(n, [(i, i + 1) for i in range(n - 1)])]
@@ -240,20 +211,25 @@ def _line(n: int) -> Rounds:
 # Random undirected graphs -----------------------------------------------------------------------------------
 
 
-@register("erdos_renyi")
+@_register("erdos_renyi", static=True)
 def _erdos_renyi(n: int, p: float | None = None, seed: int = 0) -> Rounds:
     """Each edge with probability p (default 2 ln(n)/n, where most are connected), Metropolis weights."""
     p = min(1.0, 2.0 * math.log(n) / n) if p is None else _real("p", p, 1.0)
     rng = _rng(seed)
-    pairs = list(itertools.combinations(range(n), 2))
+    pairs_Ex2 = np.stack(np.triu_indices(n, 1), axis=1)
+
+    def draw():
+        drawn_Ex2 = pairs_Ex2[rng.random(len(pairs_Ex2)) < p]
+        return [_metropolis(n, drawn_Ex2.tolist())] if len(np.unique(drawn_Ex2)) == n else []  # Nobody is alone.
+
     return _first_mixing(
-        lambda: [_metropolis(n, itertools.compress(pairs, rng.random(len(pairs)) < p))],
+        draw,
         f"topology 'erdos_renyi' found no connected graph of {n} workers with p={p:.3g}; raise p above "
         f"ln(n)/n = {math.log(n) / n:.2g}",
     )
 
 
-@register("random_matching")
+@_register("random_matching")
 def _random_matching(n: int, rounds: int | None = None, seed: int = 0) -> Rounds:
     """A random perfect matching per round, weight 1/2 (odd n: one is idle); default 2⌈log2 n⌉ rounds."""
     rounds = _num_rounds(n, rounds)
@@ -268,9 +244,9 @@ def _random_matching(n: int, rounds: int | None = None, seed: int = 0) -> Rounds
     )
 
 
-@register("matcha", inner="base")
-def _matcha(n: int, base: str = "ring", budget: float = 0.5, rounds: int | None = None, seed: int = 0, **base_options) -> Rounds:
-    """MATCHA: the matchings of a base graph, each active at random so that `budget` of them are on average.
+@_register("matcha")
+def _matcha(n: int, base: str = "ring", budget: float = 0.5, rounds: int | None = None, seed: int = 0) -> Rounds:
+    """MATCHA: the matchings of a base graph, as "ring" or "torus(shape=(2,4))", each active at random so that `budget` of them are on average.
 
     The probabilities p_j maximise the algebraic connectivity λ2(Σ p_j L_j) of the expected graph, and a round
     is W = I − α Σ_active L_j with the α that minimises ‖E[WᵀW] − J/n‖. The sequence is drawn once, `rounds`
@@ -280,8 +256,8 @@ def _matcha(n: int, base: str = "ring", budget: float = 0.5, rounds: int | None 
     Reference: Wang et al., "MATCHA: Speeding Up Decentralized SGD via Matching Decomposition Sampling", 2019.
     """
     budget, rounds, rng = _real("budget", budget, 1.0), _num_rounds(n, rounds), _rng(seed)
-    graph = make(base, n, **base_options)
-    if not (graph.is_static and graph.is_symmetric):
+    traits = registry.part("topology", registry.parse("topology", base)[0]).traits
+    if not traits.get("static") or traits.get("directed") or not (graph := make(base, n)).is_symmetric:
         raise ValueError(
             f"topology 'matcha' needs a static undirected base graph, got base={base!r}; use 'ring', 'torus' or 'erdos_renyi'"
         )
@@ -306,17 +282,17 @@ def _matcha(n: int, base: str = "ring", budget: float = 0.5, rounds: int | None 
 # Directed graphs for push-sum -------------------------------------------------------------------------------
 
 
-@register("directed_ring")
+@_register("directed_ring", directed=True, static=True)
 def _directed_ring(n: int) -> Rounds:
     """i → i + 1, half of the mass each."""
     return [_equal_weights(n, [_rotation(n, 1)])]
 
 
 # With equal weights the exponential graph is directed as it is.
-register("directed_exponential")(_exponential)
+_register("directed_exponential", directed=True, static=True)(_exponential)
 
 
-@register("random_digraph")
+@_register("random_digraph", directed=True, static=True)
 def _random_digraph(n: int, degree: int | None = None, seed: int = 0) -> Rounds:
     """Every worker splits its mass equally among itself and `degree` others (default ⌈log2 n⌉):
     column-stochastic.
@@ -337,14 +313,13 @@ def _random_digraph(n: int, degree: int | None = None, seed: int = 0) -> Rounds:
 # Exact in finite time for any number of workers -------------------------------------------------------------
 
 
-@register("base_k")
+@_register("base_k", exact=True)
 def _base_k(n: int, k: int = 1) -> Rounds:
     """Base-(k+1) graph: J/n after at most 2 log_{k+1}(n) + 2 rounds in which nobody has more than k
     neighbours.
 
     Reference: Takezawa et al., "Beyond Exponential Graph: Communication-Efficient Topologies for
-      Decentralized
-    Learning via Finite-time Convergence", NeurIPS 2023.
+    Decentralized Learning via Finite-time Convergence", NeurIPS 2023.
     """
     return [_round_from_edges(n, edges) for edges in base_k.base_graph(n, _integer("k", k, 1))]
 
@@ -355,7 +330,7 @@ def _base_k(n: int, k: int = 1) -> Rounds:
 # n−1. Their mean over all u is J/n, so already a few random ones are close to it at any n.
 
 
-@register("equitopo_d")
+@_register("equitopo_d", directed=True, static=True)
 def _equitopo_d(n: int, degree: int | None = None, seed: int = 0) -> Rounds:
     """D-EquiStatic: the mean of A(u) over `degree` random u (default ⌈log2 n⌉), without replacement.
 
@@ -366,7 +341,7 @@ def _equitopo_d(n: int, degree: int | None = None, seed: int = 0) -> Rounds:
     return _equitopo_static("equitopo_d", n, degree, seed, both_ways=False)
 
 
-@register("equitopo_u")
+@_register("equitopo_u", static=True)
 def _equitopo_u(n: int, degree: int | None = None, seed: int = 0) -> Rounds:
     """U-EquiStatic: the mean of (A(u) + A(u)ᵀ)/2 over `degree` random u, so up to 2·degree neighbours.
 
@@ -389,7 +364,7 @@ def _equitopo_static(name: str, n: int, degree: int | None, seed: int, both_ways
     return _first_mixing(draw, f"topology {name!r} found no connected graph of {n} workers; raise degree={degree}")
 
 
-@register("equitopo_od")
+@_register("equitopo_od", directed=True)
 def _equitopo_od(n: int, rounds: int | None = None, eta: float = 0.5, seed: int = 0) -> Rounds:
     """OD-EquiDyn: (1−η) I + η A(u) with a random u per round; default 2⌈log2 n⌉ rounds, then it repeats.
 
@@ -402,7 +377,7 @@ def _equitopo_od(n: int, rounds: int | None = None, eta: float = 0.5, seed: int 
     return _equitopo_one_peer("equitopo_od", n, rounds, eta, seed, draw_targets)
 
 
-@register("equitopo_ou")
+@_register("equitopo_ou")
 def _equitopo_ou(n: int, rounds: int | None = None, eta: float = 0.5, seed: int = 0) -> Rounds:
     """OU-EquiDyn: as OD-EquiDyn, but i and i+u exchange: from a random start every cycle of u is cut into
     pairs.
@@ -433,19 +408,19 @@ def _equitopo_one_peer(name: str, n: int, rounds: int | None, eta: float, seed: 
 # Composition ------------------------------------------------------------------------------------------------
 
 
-@register("hierarchical", inner="outer")
-def _hierarchical(n: int, local: int = 2, outer: str = "one_peer_exponential", **outer_options) -> Rounds:
-    """W = W_outer ⊗ J_local / local: exact mean over `local` consecutive workers, any graph between nodes."""
-    local = _integer("local", local, 1)
-    if n % local:
+@_register("hierarchical", needs="a multiple of local_size", directed=True)
+def _hierarchical(n: int, local_size: int = 2, outer: str = "one_peer_exponential") -> Rounds:
+    """W = W_outer ⊗ J_L / L: exact mean over L = `local_size` consecutive workers, any graph between nodes, as "base_k(k=2)"."""
+    local_size = _integer("local_size", local_size, 1)
+    if n % local_size:
         raise ValueError(
-            f"topology 'hierarchical' needs a multiple of local={local} workers, got {n}; set local to a "
+            f"topology 'hierarchical' needs a multiple of local_size={local_size} workers, got {n}; set it to a "
             f"divisor of {n}, or {_ANY_SIZE}"
         )
     # Kronecker products associate, so groups inside the outer graph only grow.
     return [
-        schedule.Round(round_.self_weights, round_.shifts, round_.group_size * local)
-        for round_ in make(outer, n // local, **outer_options).rounds
+        schedule.Round(round_.self_weights, round_.shifts, round_.group_size * local_size)
+        for round_ in make(outer, n // local_size).rounds
     ]
 
 
@@ -522,9 +497,9 @@ def _grid(name: str, n: int, shape: tuple[int, int] | None, step: int) -> np.nda
 
 
 def _first_mixing(draw: Callable[[], Rounds], problem: str) -> Rounds:
-    """The first of a bounded number of random schedules that brings all workers together."""
+    """The first of a bounded number of random schedules that brings all workers together; an empty one does not."""
     for _ in range(_MAX_DRAWS):
-        if schedule.is_mixing(rounds := draw()):
+        if (rounds := draw()) and schedule.is_mixing(rounds):
             return rounds
     raise ValueError(problem)
 
@@ -534,11 +509,11 @@ def _log2_ceil(n: int) -> int:
 
 
 def _num_rounds(n: int, rounds: int | None) -> int:
-    return 2 * _log2_ceil(n) if rounds is None else _integer("rounds", rounds, 1)
+    return 2 * _log2_ceil(n) if rounds is None else _integer("rounds", rounds, 1, MAX_ROUNDS)
 
 
 def _rng(seed: int) -> np.random.Generator:
-    return np.random.default_rng(_integer("seed", seed, 0))
+    return np.random.default_rng(_integer("seed", seed, 0, 2**63 - 1))
 
 
 def _integer(option: str, value: object, low: int, high: int | None = None) -> int:
