@@ -10,6 +10,7 @@ from ml_collections import config_flags
 
 from decjax import config as parts
 from decjax import tasks, train
+from decjax.errors import memory_told
 from launch import command, join
 
 _CONFIG = config_flags.DEFINE_config_file(
@@ -28,8 +29,9 @@ def main(argv: list[str]) -> int:
     with join.leaving_at_once((train.TrainingError,), "run the same command to continue from the last checkpoint"):
         config, workdir = _CONFIG.value, command.folder("workdir", _WORKDIR.value)
         join.set_up_devices(config.workers, config.simulate, parts.devices_of_worker(config))
-        trainer = train.Trainer(join.resolved(config))
-        outcome = train.Run(trainer, workdir, _RESUME_FROM.value).train()
+        with memory_told():
+            trainer = train.Trainer(join.resolved(config))
+            outcome = train.Run(trainer, workdir, _RESUME_FROM.value).train()
     if jax.process_index() == 0:
         report(outcome, trainer.setup.task)
     return 128 + outcome.signal if outcome.signal else 0
