@@ -195,12 +195,12 @@ def test_messages_have_the_declared_bytes_for_any_shape_and_type(name):
 def test_messages_travel_in_the_declared_bytes(name):
     """What two workers send each other in a compiled program, by permutes and by a gather: nothing is widened or padded."""
     codec, workers = make(name), mesh.make_workers(2, devices=jax.devices()[:2])
-    axis = workers.axis_name
+    axis = workers.axis
 
     def swap(x, state, key):
         message = codec.encode(x, state, key if codec.traits.random else None)
-        arrived = jax.tree.map(lambda leaf: mesh.exchange(leaf, [(0, 1), (1, 0)], axis), message)
-        gathered = jax.tree.map(lambda leaf: mesh.all_gather(leaf, axis), message)
+        arrived = jax.tree.map(lambda leaf: axis.exchange(leaf, [(0, 1), (1, 0)]), message)
+        gathered = jax.tree.map(lambda leaf: axis.all_gather(leaf), message)
         return codec.decode(arrived, x.shape, x.dtype), jax.vmap(lambda each: codec.decode(each, x.shape, x.dtype))(gathered)
 
     shape, dtypes = (9, 5), ("float32", "bfloat16")

@@ -11,6 +11,7 @@ import pytest
 import decjax
 from decjax import gossip, optim, reduce
 from decjax import topology as topology_lib
+from decjax.channel import Channel
 
 N, DIM, STEPS = 8, 6, 30
 LR = 0.05
@@ -133,7 +134,7 @@ INNER = {
 def test_trajectory_is_that_of_the_dense_reference(mode, inner, order):
     topology = topology_lib.make("one_peer_exponential", N)
     make, direction, decay = INNER[inner]
-    mixer = gossip.exact(topology, axis_name=workers(mode).axis_name)
+    mixer = gossip.exact(topology, channel=Channel(workers(mode).axis))
     path = trajectory(decjax.decentralize(make(), mixer, order), mode, mixer.phase)
     np.testing.assert_allclose(path, dense_path(direction(), topology.matrix, order, decay), rtol=1e-6, atol=1e-7)
 
@@ -195,7 +196,7 @@ def test_identical_data_on_all_workers_is_one_worker(monkeypatch, mode, order):
     monkeypatch.setitem(globals(), "NOISE", np.broadcast_to(NOISE[:, :1], NOISE.shape))
     for name in ("one_peer_exponential", "torus", "alternating_exponential_ring"):
         options = dict(local_size=2) if name.startswith("alternating") else {}
-        mixer = gossip.exact(topology_lib.make(name, N, **options), axis_name=workers(mode).axis_name)
+        mixer = gossip.exact(topology_lib.make(name, N, **options), channel=Channel(workers(mode).axis))
         path = trajectory(decjax.decentralize(optax.adamw(LR, b2=0.99, weight_decay=0.2), mixer, order), mode, mixer.phase)
         one = dense_path(DenseAdam(), lambda t: np.eye(N), order, 0.2)
         np.testing.assert_allclose(path, one, atol=1e-6)

@@ -8,13 +8,14 @@ import optax
 import pytest
 
 from decjax import mesh, models, pipeline, reduce, runtime
+from decjax.channel import Channel
 from decjax.optim import clip_by_norm, synchronize
 from decjax.train import wire
 
 pytestmark = pytest.mark.usefixtures("quick_compilation", "uncached_programs")
 VOCABULARY, WIDTH, STEPS = 16, 8, 20
 TABLE_BYTES = 4 * VOCABULARY * WIDTH
-POWERSGD = functools.partial(reduce.powersgd, 1)
+POWERSGD = functools.partial(reduce.powersgd, rank=1)
 
 
 @functools.cache
@@ -22,18 +23,19 @@ def model(depth):
     return models.decoder_lm(vocabulary=VOCABULARY, context=4, width=WIDTH, hidden=8, heads=2, depth=depth, tied=True)
 
 
-def selective(axis_name=mesh.WORKER):
+def selective(channel=Channel()):
     """PowerSGD on three stages of four."""
-    return reduce.first_stages(POWERSGD(axis_name=axis_name), 3, 4, reduce.mean(axis_name=axis_name))
+    return reduce.first_stages(POWERSGD, 3, 4, channel=channel)
 
 
 class Training:
     """All-reduce of gradients that come from nowhere; clips in every step, so that the norm counts."""
 
-    def __init__(self, N, S, T, make_reducer, *, fused, simulate=False):
+    def __init__(self, N, S, T, make_reducer, *, fused, simulate=False, **channel_options):
         self.workers = w = mesh.make_workers(N, stages=S, tensor=T, simulate=simulate, divided=model(S).divided)
         self.division = pipeline.divide(model(S).parts, S, fused_embedding=fused)
-        self.reducer = pipeline.with_tied_table(make_reducer(axis_name=w.axis_name), self.division, axis_name=w.axis_name)
+        channel = Channel(w.axis, **channel_options)
+        self.reducer = pipeline.with_tied_table(make_reducer(channel), self.division, channel)
         self.tx = synchronize(optax.chain(clip_by_norm(0.5, self.division.global_norm), optax.adam(0.02)), self.reducer)
         self.params = w.stack(jax.jit(lambda: self.division.split(model(S).init(jax.random.key(0))))())
         self.state = w.jit(self.tx.init, (0,))(self.params)
@@ -158,8 +160,7 @@ def test_only_the_first_stages_compress():
 def test_selective_stages_are_divided_by_tensor_parallel_groups():
     """What the compiler sends within a group waits for all devices of all stages: no branch may hold it."""
 
-    def first_of_two(axis_name=mesh.WORKER):
-        return reduce.first_stages(POWERSGD(axis_name=axis_name), 1, 2, reduce.mean(axis_name=axis_name))
+    first_of_two = functools.partial(reduce.first_stages, POWERSGD, 1, 2, reduce.mean)
 
     divided, whole = (Training(2, 2, T, first_of_two, fused=True) for T in (2, 1))
     close(divided.run()[-1], whole.run()[-1])
@@ -168,10 +169,8 @@ def test_selective_stages_are_divided_by_tensor_parallel_groups():
 
 
 def test_of_full_rank_the_compressed_stages_are_the_plain_ones():
-    def full(axis_name=mesh.WORKER):
-        exact = reduce.powersgd(8, gate=np.inf, axis_name=axis_name)
-        return reduce.first_stages(exact, 1, 2, reduce.mean(axis_name=axis_name))
-
+    exact = functools.partial(reduce.powersgd, rank=8, gate=np.inf)
+    full = functools.partial(reduce.first_stages, exact, 1, 2, reduce.mean)
     close(Training(4, 2, 1, full, fused=True).run()[-1], trained(4, 2, 1, reduce.mean, True)[1][-1])
 
 
@@ -183,7 +182,7 @@ def test_simulated_stages_take_the_same_steps_and_declare_the_bytes():
 
 def test_the_devices_of_a_tensor_parallel_group_send_each_its_part():
     """An array that travels by itself is not gathered first; what every device holds whole, each sends whole."""
-    training = Training(2, 2, 2, functools.partial(reduce.mean, bucket_bytes=0), fused=True)
+    training = Training(2, 2, 2, reduce.mean, fused=True, bucket_bytes=0)
     w = training.workers
     copies = jax.tree.map(
         lambda x, sharding: 4 * x.size / 4 * (1 if sharding.shard_shape(x.shape) != (1, 1, *x.shape[2:]) else 2),
@@ -198,29 +197,28 @@ def test_the_devices_of_a_tensor_parallel_group_send_each_its_part():
 @pytest.mark.parametrize(
     "name, collective",
     [
-        ("exchange", lambda x, axis_name: mesh.exchange(x, [(0, 1), (1, 0)], axis_name)),
-        ("scatter_mean", lambda x, axis_name: mesh.scatter_mean(x, 2, axis_name)),
-        ("gather", lambda x, axis_name: mesh.gather(x, 2, axis_name)),
+        ("exchange", lambda x, axis: axis.exchange(x, [(0, 1), (1, 0)])),
+        ("scatter_mean", lambda x, axis: axis.scatter_mean(x, 2)),
+        ("gather", lambda x, axis: axis.gather(x, 2)),
     ],
 )
 def test_only_collectives_that_some_stages_can_send_are_sent_by_some(name, collective, simulate):
     """The others would be of all stages, whatever `sent_by` says."""
     w = mesh.make_workers(2, stages=2, simulate=simulate)
 
-    def of_first_stage(x):
-        with mesh.sent_by([0]):
-            return collective(x, w.axis_name)
-
-    with pytest.raises(RuntimeError, match=f"mesh.{name} is of all stages, and only stages 0 send here"):
-        jax.eval_shape(w.map(of_first_stage, (0,)), jax.ShapeDtypeStruct((2, 2, 8), np.float32))
+    with pytest.raises(RuntimeError, match=f"Axis.{name} is of all stages, and only stages 0 send here"):
+        jax.eval_shape(w.map(lambda x: collective(x, w.axis.sent_by([0])), (0,)), jax.ShapeDtypeStruct((2, 2, 8), np.float32))
 
 
 @pytest.mark.parametrize(
     "make, complaint",
     [
-        (lambda: reduce.first_stages(POWERSGD(), 0, 4, reduce.mean()), "0 compressed stages of 4: must be between 1 and 4"),
-        (lambda: reduce.first_stages(POWERSGD(), 5, 4, reduce.mean()), "must be between 1 and 4"),
-        (lambda: reduce.first_stages(POWERSGD(), 2, 4, reduce.start_at(POWERSGD(), 3, reduce.mean())), "one of a single phase"),
+        (lambda: reduce.first_stages(POWERSGD, 0, 4), "0 compressed stages of 4: must be between 1 and 4"),
+        (lambda: reduce.first_stages(POWERSGD, 5, 4), "must be between 1 and 4"),
+        (
+            lambda: reduce.first_stages(POWERSGD, 2, 4, lambda channel: reduce.start_at(POWERSGD(), 3, reduce.mean())),
+            "one of a single phase",
+        ),
     ],
 )
 def test_impossible_choices_of_stages_are_refused(make, complaint):
@@ -231,4 +229,4 @@ def test_impossible_choices_of_stages_are_refused(make, complaint):
 
 def test_reducers_of_all_stages_are_themselves():
     reducer = POWERSGD()
-    assert reduce.first_stages(reducer, 4, 4, reduce.mean()) is reducer
+    assert reduce.first_stages(lambda channel: reducer, 4, 4) is reducer

@@ -11,6 +11,7 @@ import pytest
 
 from decjax import codecs, gossip
 from decjax import topology as topology_lib
+from decjax.channel import Channel
 from decjax.train import checkpoint, wire
 from tests.quadratics import (
     LR,
@@ -141,7 +142,7 @@ def built(name, codec, gamma, graph=None, **options):
     graph, graph_options = (graph, options) if graph else GRAPHS.get(name, ("ring", {}))
     topology = topology_lib.make(graph, N, **graph_options)
     strength = {} if name == "dcd" else dict(gamma=gamma)
-    return topology, lambda axis_name: MIXERS[name][0](topology, codec=codec, axis_name=axis_name, **strength)
+    return topology, lambda channel: MIXERS[name][0](topology, codec=codec, channel=channel, **strength)
 
 
 @pytest.mark.parametrize("order, mode", [("awc", "devices"), ("atc", "simulated")])
@@ -175,7 +176,7 @@ def test_an_exact_codec_is_plain_gossip(name, order, mode):
     """Wx − ηu in order "awc", W(x − ηu) in order "atc"."""
     graph = "exponential" if name == "dcd" else "one_peer_exponential"
     topology, make_mixer = built(name, identity(), 1.0, graph)
-    exact = trajectory(lambda axis_name: gossip.exact(topology, axis_name=axis_name), order, mode)
+    exact = trajectory(lambda channel: gossip.exact(topology, channel=channel), order, mode)
     np.testing.assert_allclose(trajectory(make_mixer, order, mode), exact, rtol=0, atol=1e-11)
     x = np.tile(X0, (N, 1))
     for t in range(STEPS):
@@ -210,7 +211,7 @@ def test_nodes_keep_the_mean_and_agree(name):
 @pytest.mark.parametrize("name", mixers())
 def test_declared_bytes_are_those_of_the_compiled_program(name):
     w = workers("devices", 2 if "nodes" in name else 1)
-    mixer = mixers()[name](w.axis_name)
+    mixer = mixers()[name](Channel(w.axis))
     one = jax.eval_shape(tree, jax.ShapeDtypeStruct((P,), jnp.float32))
     stacked = jax.tree.map(lambda x: jax.ShapeDtypeStruct((N, *x.shape), x.dtype), one)
     state = jax.eval_shape(w.map(mixer.init, (0,)), stacked)
@@ -226,7 +227,7 @@ def test_declared_bytes_are_those_of_the_compiled_program(name):
 @pytest.mark.parametrize("name", ["choco", "deepsqueeze", "dcd", "beer", "push_sum", "power_gossip"])
 def test_resume_is_bit_exact(name, tmp_path):
     w = workers("simulated")
-    mixer = mixers()[name](w.axis_name)
+    mixer = mixers()[name](Channel(w.axis))
     tx = wrapper(name)(optax.adam(LR), mixer)
 
     @functools.partial(w.jit, in_axes=(0, 0, 0))
@@ -279,7 +280,7 @@ def rows_in_turn():
 def test_a_codec_of_matrices_sees_them_and_keeps_its_state():
     topology = topology_lib.make("ring", N)
     x_NxP = np.random.default_rng(3).normal(size=(N, P))
-    path, _ = mixed(lambda axis_name: gossip.choco(topology, codec=rows_in_turn(), gamma=0.3, axis_name=axis_name), x_NxP, 400)
+    path, _ = mixed(lambda channel: gossip.choco(topology, codec=rows_in_turn(), gamma=0.3, channel=channel), x_NxP, 400)
     rows = path[:, :, : math.prod(MATRIX)].reshape(-1, N, *MATRIX)
     first = np.abs(rows[0] - x_NxP[:, : math.prod(MATRIX)].reshape(N, *MATRIX)).max(axis=(0, 2)) > 0
     second = np.abs(rows[1] - rows[0]).max(axis=(0, 2)) > 0
@@ -297,7 +298,7 @@ def test_typical_contraction_and_the_strength_that_follows():
     x_NxP = np.random.default_rng(3).normal(size=(N, P))
     topology = topology_lib.make("ring", N)
     for codec in (top(0.1), four_bits(True)):
-        path, _ = mixed(lambda axis_name: gossip.choco(topology, codec=codec, axis_name=axis_name), x_NxP, 400, "simulated")
+        path, _ = mixed(lambda channel: gossip.choco(topology, codec=codec, channel=channel), x_NxP, 400, "simulated")
         assert np.abs(path[-1] - x_NxP.mean(axis=0)).max() < 1e-3
 
 

@@ -10,6 +10,7 @@ import pytest
 
 from decjax import gossip, optim
 from decjax import topology as topology_lib
+from decjax.channel import Channel
 from decjax.train import state as state_lib
 from tests.quadratics import LR, MODES, STEPS, X0, B, H, N, P, flat, mixed, mixers, scanned, tree, workers
 from tests.stand_ins import four_bits
@@ -26,7 +27,7 @@ def test_push_sum_keeps_mass_and_agrees_exactly_at_four_bits(mode):
     assert not topology_lib.is_row_stochastic(topology)
     x_NxP = np.random.default_rng(3).normal(size=(N, P))
     codec = four_bits(stochastic=True)
-    z, y = mixed(lambda axis_name: gossip.push_sum(topology, codec=codec, axis_name=axis_name), x_NxP, 200, mode)
+    z, y = mixed(lambda channel: gossip.push_sum(topology, codec=codec, channel=channel), x_NxP, 200, mode)
     np.testing.assert_allclose(y.sum(axis=1), N, rtol=0, atol=1e-12)
     np.testing.assert_allclose(np.einsum("tn,tnp->tp", y, z), np.tile(x_NxP.sum(axis=0), (200, 1)), rtol=0, atol=1e-12)
     assert np.abs(z[-1] - x_NxP.mean(axis=0)).max() < 1e-12
@@ -36,7 +37,7 @@ def test_push_sum_keeps_mass_and_agrees_exactly_at_four_bits(mode):
 def test_push_sum_without_a_codec_is_push_sum():
     topology = topology_lib.make("random_digraph", N, degree=2)
     x = x_NxP = np.random.default_rng(3).normal(size=(N, P))
-    path, weights = mixed(lambda axis_name: gossip.push_sum(topology, axis_name=axis_name), x_NxP, STEPS)
+    path, weights = mixed(lambda channel: gossip.push_sum(topology, channel=channel), x_NxP, STEPS)
     y = np.ones(N)
     for z, weight in zip(path, weights):
         x, y = topology.matrix(0) @ x, topology.matrix(0) @ y
@@ -69,7 +70,7 @@ def test_replicas_that_were_replaced_by_their_average_stay_equal(name, order):
     """Over 20 steps without a gradient, after 20 with one; and the average is what the mixer preserves."""
     w = workers("devices", 2 if "nodes" in name else 1)
     with jax.enable_x64(True):
-        mixer = mixers()[name](w.axis_name)
+        mixer = mixers()[name](Channel(w.axis))
         tx = optim.decentralize(optax.sgd(LR), mixer, order)
 
         @functools.partial(w.jit, in_axes=(0, 0, 0, None))

@@ -50,7 +50,7 @@ def power(W, rank, start, order):
 )
 def test_power_gossip_is_that_of_the_paper(name, rank, order, mode):
     topology = topology_lib.make(name, N)
-    make_mixer = lambda axis_name: gossip.power_gossip(topology, rank=rank, axis_name=axis_name)
+    make_mixer = lambda channel: gossip.power_gossip(topology, rank=rank, channel=channel)
     with jax.enable_x64(True):
         state = make_mixer(None).init(tree(jnp.asarray(X0)))
         (p0,), (q0,) = state.left[0][0], state.right[0][0]
@@ -60,8 +60,8 @@ def test_power_gossip_is_that_of_the_paper(name, rank, order, mode):
 
 def test_power_gossip_at_full_rank_is_plain_gossip():
     topology, square = topology_lib.make("torus", N), (4, 4)
-    power_gossip = trajectory(lambda axis_name: gossip.power_gossip(topology, rank=4, axis_name=axis_name), shape=square)
-    plain = trajectory(lambda axis_name: gossip.exact(topology, axis_name=axis_name), shape=square)
+    power_gossip = trajectory(lambda channel: gossip.power_gossip(topology, rank=4, channel=channel), shape=square)
+    plain = trajectory(lambda channel: gossip.exact(topology, channel=channel), shape=square)
     np.testing.assert_allclose(power_gossip, plain, rtol=0, atol=1e-11)
 
 
@@ -69,7 +69,7 @@ def test_power_gossip_at_full_rank_is_plain_gossip():
 def test_power_gossip_keeps_the_mean_and_agrees(rank, name):
     topology = topology_lib.make(name, N)
     x_NxP = np.random.default_rng(3).normal(size=(N, P))
-    make_mixer = lambda axis_name: gossip.power_gossip(topology, rank=rank, axis_name=axis_name)
+    make_mixer = lambda channel: gossip.power_gossip(topology, rank=rank, channel=channel)
     path, _ = mixed(make_mixer, x_NxP, 600, shape=(2, 4, 2))
     assert np.abs(path.mean(axis=1) - x_NxP.mean(axis=0)).max() < 1e-12
     assert np.abs(path[-1] - x_NxP.mean(axis=0)).max() < 1e-6

@@ -11,6 +11,7 @@ import pytest
 import decjax
 from decjax import codecs, gossip, mesh
 from decjax import topology as topology_lib
+from decjax.channel import Channel
 from decjax.train import wire
 
 N = 8
@@ -57,7 +58,7 @@ def test_every_topology_mixes_as_its_matrix_says(name):
     topology = topology_lib.make(name, N, **NODE_OPTIONS.get(name, {}))
     tree = stacked_tree()
     for mode in MODES:
-        mixer = gossip.exact(topology, axis_name=workers(mode).axis_name)
+        mixer = gossip.exact(topology, channel=Channel(workers(mode).axis))
         for phase, mixed in enumerate(run(mode, mixer, tree, mixer.phases)):
             assert_trees_close(mixed, dense(topology.matrix(phase), tree))
 
@@ -67,7 +68,7 @@ def test_every_topology_mixes_as_its_matrix_says(name):
 def test_mix_does_not_depend_on_the_buckets(name, bucket_bytes):
     topology = topology_lib.make(name, N, **NODE_OPTIONS.get(name, {}))
     tree = stacked_tree()
-    mixer = gossip.exact(topology, bucket_bytes=bucket_bytes)
+    mixer = gossip.exact(topology, Channel(bucket_bytes=bucket_bytes))
     assert_trees_close(run("devices", mixer, tree, [0], local_size=2)[0], dense(topology.matrix(0), tree))
 
 
@@ -93,14 +94,14 @@ def test_given_matrices_mix():
     W_NxN /= W_NxN.sum(axis=1, keepdims=True)
     tree = stacked_tree()
     for mode in MODES:
-        mixer = gossip.exact(topology_lib.from_matrices([W_NxN]), axis_name=workers(mode).axis_name)
+        mixer = gossip.exact(topology_lib.from_matrices([W_NxN]), channel=Channel(workers(mode).axis))
         assert_trees_close(run(mode, mixer, tree, [0])[0], dense(W_NxN, tree))
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_rounds_per_step_follow_the_schedule(mode):
     topology = topology_lib.make("one_peer_exponential", N)  # Period 3.
-    mixer = gossip.exact(topology, rounds=2, axis_name=workers(mode).axis_name)
+    mixer = gossip.exact(topology, rounds=2, channel=Channel(workers(mode).axis))
     tree = stacked_tree()
     for step, mixed in enumerate(run(mode, mixer, tree, [mixer.phase(step) for step in range(6)])):
         W_NxN = topology.matrix(2 * step + 1) @ topology.matrix(2 * step)
@@ -117,7 +118,7 @@ def test_accelerated_gossip_is_the_chebyshev_recursion_and_beats_plain_rounds(mo
     for _ in range(rounds):
         before, now = now, (1 + eta) * W_NxN @ now - eta * before
     tree = stacked_tree()
-    mixer = gossip.accelerated(topology, rounds=rounds, axis_name=workers(mode).axis_name)
+    mixer = gossip.accelerated(topology, rounds=rounds, channel=Channel(workers(mode).axis))
     assert_trees_close(run(mode, mixer, tree, [0])[0], dense(now, tree), atol=1e-5)
     J = np.full((N, N), 1 / N)
     plain = np.linalg.norm(np.linalg.matrix_power(W_NxN, rounds) - J, 2)
@@ -227,13 +228,13 @@ def test_exchange_check_passes_on_every_topology_and_catches_a_broken_one():
 @pytest.mark.parametrize("mode", MODES)
 def test_exchange_check_sees_every_permutation_and_type(mode, monkeypatch):
     """The defect zeroes what it hits: values of some types, or permutations of which a round as a whole has none."""
-    w, topology, intact = workers(mode), topology_lib.make("ring", N), mesh.exchange
-    power = gossip.power_gossip(topology, rank=1, axis_name=w.axis_name)
+    w, topology, intact = workers(mode), topology_lib.make("ring", N), mesh.Axis.exchange
+    power = gossip.power_gossip(topology, rank=1, channel=Channel(w.axis))
     gossip.check_exchange(w, topology, power.permutations)
     matchings = [set(pairs) for pairs in power.permutations]
 
     def zeroed(hit):
-        monkeypatch.setattr(mesh, "exchange", lambda x, pairs, axis_name: intact(x, pairs, axis_name) * (not hit(x, pairs)))
+        monkeypatch.setattr(mesh.Axis, "exchange", lambda axis, x, pairs: intact(axis, x, pairs) * (not hit(x, pairs)))
 
     zeroed(lambda x, pairs: x.dtype == np.uint16)
     with pytest.raises(RuntimeError, match="did not receive the uint16 values of worker"):

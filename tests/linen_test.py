@@ -11,6 +11,8 @@ import pytest
 
 import decjax
 from decjax import gossip
+from decjax.channel import Channel
+from decjax.mesh import Axis
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -74,7 +76,7 @@ def on_devices(mesh, spec, **options):
 
 
 def worker_mesh():
-    return on_devices(decjax.make_workers(N).mesh, jax.sharding.PartitionSpec(decjax.mesh.WORKER), check_vma=False)
+    return on_devices(decjax.make_workers(N).mesh, jax.sharding.PartitionSpec(decjax.mesh.WORKERS.name), check_vma=False)
 
 
 def data_mesh():
@@ -86,8 +88,12 @@ def one_device():
     return functools.partial(jax.vmap, axis_name="worker"), stacked_params()
 
 
-# name -> (how to map, axis name)
-WAYS = {"workers": (worker_mesh, decjax.mesh.WORKER), "data": (data_mesh, "data"), "vmap": (one_device, "worker")}
+# name -> (how to map, axis)
+WAYS = {
+    "workers": (worker_mesh, decjax.mesh.WORKERS),
+    "data": (data_mesh, Axis("data")),
+    "vmap": (one_device, decjax.mesh.SIMULATED),
+}
 
 
 def chain():
@@ -97,9 +103,9 @@ def chain():
 @functools.cache
 def train(way, topology_name, steps=STEPS):
     """(params of every step, losses_TxN, traces) of a run."""
-    make_map, axis_name = WAYS[way]
+    make_map, axis = WAYS[way]
     (mapped, params), traces = make_map(), []
-    mixer = gossip.exact(decjax.topology.make(topology_name, N), axis_name=axis_name)
+    mixer = gossip.exact(decjax.topology.make(topology_name, N), channel=Channel(axis))
     tx = decjax.decentralize(chain(), mixer)
     step = own_step(tx, traces)
     compiled = {phase: jax.jit(mapped(functools.partial(step, phase=phase))) for phase in mixer.phases}
@@ -169,7 +175,7 @@ def test_each_phase_compiles_once(way):
 
 def test_phase_may_be_left_to_the_state():
     """Without `phase`, one compilation serves all phases: the counter in the state tells which is due."""
-    mixer = gossip.exact(decjax.topology.make("one_peer_exponential", N), axis_name="data")
+    mixer = gossip.exact(decjax.topology.make("one_peer_exponential", N), channel=Channel(Axis("data")))
     tx = decjax.decentralize(chain(), mixer)
     traces, (mapped, params) = [], data_mesh()
     step = jax.jit(mapped(functools.partial(own_step(tx, traces), phase=None)))
@@ -183,12 +189,12 @@ def test_phase_may_be_left_to_the_state():
 @pytest.mark.parametrize("way", WAYS)
 def test_each_worker_clips_by_its_own_norm(way):
     """After one step of SGD with rate 1 from equal replicas, worker i has moved by min(‖g_i‖, c): the mix moved nothing."""
-    make_map, axis_name = WAYS[way]
+    make_map, axis = WAYS[way]
     batch = jax.tree.map(lambda x: x[0], data())
     norms_N = np.asarray(jax.vmap(lambda p, b: optax.global_norm(jax.grad(loss)(p, b)))(stacked_params(), batch))
     limit = float(np.median(norms_N))
     assert (norms_N > 1.1 * limit).any() and (norms_N < 0.9 * limit).any()
-    mixer = gossip.exact(decjax.topology.make("ring", N), axis_name=axis_name)
+    mixer = gossip.exact(decjax.topology.make("ring", N), channel=Channel(axis))
     tx = decjax.decentralize(optax.chain(optax.clip_by_global_norm(limit), optax.sgd(1.0)), mixer)
     mapped, start = make_map()
     step = jax.jit(mapped(functools.partial(own_step(tx, []), phase=0)))

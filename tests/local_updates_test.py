@@ -9,6 +9,7 @@ import optax
 import pytest
 
 from decjax import codecs, mesh, optim, reduce
+from decjax.channel import Channel
 from tests.stand_ins import dense_top, top
 
 N, DIM, STEPS, LR = 4, 6, 60, 0.05
@@ -33,9 +34,9 @@ def workers(mode):
 
 
 def trajectory(make, mode="devices", noise=NOISE):
-    """x_{STEPS+1 x N x DIM} of `make(axis_name) -> (transformation, reducer)`, one program per phase."""
+    """x_{STEPS+1 x N x DIM} of `make(channel) -> (transformation, reducer)`, one program per phase."""
     w = workers(mode)
-    tx, reducer = make(w.axis_name)
+    tx, reducer = make(Channel(w.axis))
 
     def step(params, state, data, *, phase):
         a, b, noise = data
@@ -75,8 +76,8 @@ class DenseAdam:
 
 
 def local(inner, H, outer, make_reducer=reduce.mean):
-    def make(axis_name):
-        reducer = reduce.every(make_reducer(axis_name=axis_name), H)
+    def make(channel):
+        reducer = reduce.every(make_reducer(channel=channel), H)
         return optim.local_updates(inner, reducer, outer), reducer
 
     return make
@@ -103,7 +104,7 @@ def test_local_updates_of_one_step_and_rate_one_are_the_mean():
     """H = 1 with an outer step of SGD at rate 1: parameters are averaged in every step, which with SGD is all-reduce."""
     path, _ = trajectory(local(optax.sgd(LR), 1, optax.sgd(1.0)))
     synchronous, _ = trajectory(
-        lambda axis_name: (optim.synchronize(optax.sgd(LR), reduce.mean(axis_name=axis_name)), reduce.mean(axis_name=axis_name))
+        lambda channel: (optim.synchronize(optax.sgd(LR), reduce.mean(channel=channel)), reduce.mean(channel=channel))
     )
     np.testing.assert_allclose(path, synchronous, atol=1e-12)
 
@@ -116,7 +117,7 @@ def decaying(decay):
 def test_sparseloco_is_the_dense_reference(mode):
     """e ← βe + Δ_i, q_i = top-k(e), e ← e − q_i, a ← a − α mean q_i."""
     H, decay, k, rate = 4, 0.95, 2, 0.8
-    coded = functools.partial(reduce.coded, top(k), feedback=decaying(decay), form="gather")
+    coded = functools.partial(reduce.coded, codec=top(k), error=decaying(decay), form="gather")
     path, state = trajectory(local(optax.adam(LR, b2=0.99), H, optax.sgd(rate), coded), mode)
     direction, x, anchor, e = DenseAdam(), np.tile(X0, (N, 1)), X0, np.zeros((N, DIM))
     for t in range(STEPS):
@@ -146,8 +147,8 @@ def test_demo_is_the_dense_reference():
     )
     tx = optax.sign_sgd(LR)
 
-    def make(axis_name):
-        reducer = reduce.coded(dct, feedback=decaying(decay), form="gather", axis_name=axis_name)
+    def make(channel):
+        reducer = reduce.coded(codec=dct, error=decaying(decay), form="gather", channel=channel)
         return optim.synchronize(tx, reducer), reducer
 
     path, _ = trajectory(make)
@@ -163,9 +164,9 @@ def test_demo_is_the_dense_reference():
 
 
 def onebit(warm, codec=None):
-    def make(axis_name):
-        compressing = reduce.coded(codec or top(2), form="gather", axis_name=axis_name)
-        reducer = reduce.start_at(compressing, warm, reduce.mean(axis_name=axis_name))
+    def make(channel):
+        compressing = reduce.coded(codec=codec or top(2), form="gather", channel=channel)
+        reducer = reduce.start_at(compressing, warm, reduce.mean(channel=channel))
         return optax.chain(optim.scale_by_onebit_adam(reducer, b2=0.99), optax.scale_by_learning_rate(LR)), reducer
 
     return make
@@ -190,8 +191,8 @@ def test_onebit_adam_is_the_dense_reference(mode):
 
 
 def test_onebit_adam_survives_a_gradient_that_is_not_finite():
-    def make(axis_name):
-        tx, reducer = onebit(10)(axis_name)
+    def make(channel):
+        tx, reducer = onebit(10)(channel)
 
         def update(grads, state, params=None, **extra):
             updates, state = tx.update(grads, state, params, **extra)
@@ -211,7 +212,7 @@ def test_onebit_adam_leaves_what_has_no_variance():
     with pytest.raises(ValueError, match="needs warm steps"):
         optim.scale_by_onebit_adam(reduce.mean())
     w = workers("simulated")
-    tx, _ = onebit(1, codecs.make("int8"))(w.axis_name)
+    tx, _ = onebit(1, codecs.make("int8"))(Channel(w.axis))
     grads = w.stack({"x": jnp.array([1.0, 0.0])})
     state = w.jit(tx.init, (0,))(grads)
     _, state = w.jit(functools.partial(tx.update, phase=0), (0, 0))(grads, state)

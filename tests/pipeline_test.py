@@ -9,6 +9,7 @@ import optax
 import pytest
 
 from decjax import codecs, mesh, models, pipeline, reduce, runtime, schedules
+from decjax.channel import Channel
 from decjax.optim import clip_by_norm, synchronize
 from decjax.pipeline import executor
 from decjax.train import engine, wire
@@ -109,8 +110,8 @@ def train(
         batch_size=BATCH // N,
     )
     whole = source.division.complete(whole) if S > 1 else whole
-    reducer = reduce.mean(axis_name=workers.axis_name)
-    reducer = pipeline.with_tied_table(reducer, source.division, axis_name=workers.axis_name) if S > 1 else reducer
+    reducer = reduce.mean(channel=Channel(workers.axis))
+    reducer = pipeline.with_tied_table(reducer, source.division, channel=Channel(workers.axis)) if S > 1 else reducer
     method = state_lib.Method(
         synchronize(optimizer(source.norm), reducer), reducer.phase, lambda params, phase: reducer.num_bytes(params, N)
     )
@@ -303,7 +304,7 @@ def test_the_runtime_model_tells_what_a_device_of_the_program_sends(N, S, T, rat
     source = source_lib.of_model(
         whole, stages=S, microbatches=M, schedule="1f1b", chunks=1, layers=(), remat=True, batch_size=BATCH // N, boundary=boundary
     )
-    reducer = reduce.mean(axis_name=workers.axis_name)
+    reducer = reduce.mean(channel=Channel(workers.axis))
     method = state_lib.Method(
         synchronize(optax.sgd(0.1), reducer), reducer.phase, lambda params, phase: reducer.num_bytes(params, N)
     )

@@ -126,12 +126,12 @@ def test_another_number_of_pipelines(launch, reference, tmp_path):
 
 def break_exchange(monkeypatch, hit):
     """The defect: zeros arrive."""
-    intact = mesh.exchange
-    monkeypatch.setattr(mesh, "exchange", lambda x, pairs, axis_name: intact(x, pairs, axis_name) * (not hit(x, pairs, axis_name)))
+    intact = mesh.Axis.exchange
+    monkeypatch.setattr(mesh.Axis, "exchange", lambda axis, x, pairs: intact(axis, x, pairs) * (not hit(axis, x, pairs)))
 
 
 def test_broken_messages_between_stages_are_refused_before_training(launch, monkeypatch, tmp_path):
-    break_exchange(monkeypatch, lambda x, pairs, axis_name: axis_name == mesh.STAGE)
+    break_exchange(monkeypatch, lambda axis, x, pairs: axis == mesh.STAGES)
     with pytest.raises(train.TrainingError, match="stage 1 did not receive the uint8 values of stage 0; refusing to train"):
         launch(f"method=local,workers=1,{PIPELINE}", workdir=tmp_path)
 
@@ -141,7 +141,7 @@ def test_the_check_sees_every_permutation_of_stages_and_type(simulate, monkeypat
     w, ends = mesh.make_workers(2, stages=4, simulate=simulate), ((0, 3), (3, 0))
     chain = ((0, 1), (1, 2), (2, 3))
     gossip.check_stage_exchange(w, [chain, ends])
-    break_exchange(monkeypatch, lambda x, pairs, axis_name: pairs == ends and x.dtype == np.uint32)
+    break_exchange(monkeypatch, lambda axis, x, pairs: pairs == ends and x.dtype == np.uint32)
     gossip.check_stage_exchange(w, [chain])
     with pytest.raises(RuntimeError, match="stage 3 did not receive the uint32 values of stage 0"):
         gossip.check_stage_exchange(w, [chain, ends])
@@ -152,8 +152,8 @@ def test_the_check_sees_every_permutation_of_stages_and_type(simulate, monkeypat
 )
 def test_every_permutation_of_a_gradient_is_among_those_that_are_checked(argument, monkeypatch):
     config = lm.get_config(f"smoke,simulate,workers=1,method=local,stages=4,microbatches=4,tied,{argument}")
-    setup, used, intact = train.build(config), set(), mesh.exchange
-    monkeypatch.setattr(mesh, "exchange", lambda x, pairs, axis_name: used.add(tuple(pairs)) or intact(x, pairs, axis_name))
+    setup, used, intact = train.build(config), set(), mesh.Axis.exchange
+    monkeypatch.setattr(mesh.Axis, "exchange", lambda axis, x, pairs: used.add(tuple(pairs)) or intact(axis, x, pairs))
     w, source = setup.workers, setup.source
     params = jax.eval_shape(lambda: w.stack(source.split(setup.model.init(jax.random.key(0)))))
     state = jax.eval_shape(w.map(source.init, (0,)), params)

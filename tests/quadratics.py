@@ -11,6 +11,7 @@ import optax
 import decjax
 from decjax import gossip, optim
 from decjax import topology as topology_lib
+from decjax.channel import Channel
 from tests.stand_ins import four_bits
 
 N, P, STEPS, LR = 8, 17, 60, 0.05
@@ -64,7 +65,7 @@ def trajectory(make_mixer, order="awc", mode="devices", wrap=optim.decentralize,
     """x_{STEPS+1 x N x P} of SGD on heterogeneous quadratics."""
     w = workers(mode, local_size)
     with jax.enable_x64(True):
-        mixer = make_mixer(w.axis_name)
+        mixer = make_mixer(Channel(w.axis))
         tx = wrap(optax.sgd(LR), mixer, order)
 
         def whole(x_P, h_PxP, b_P):
@@ -86,7 +87,7 @@ def mixed(make_mixer, x_NxP, steps, mode="devices", local_size=1, shape=MATRIX):
     """The path of parameters that are only mixed, x_{steps x N x P}, and of push-sum's weights y_{steps x N}."""
     w = workers(mode, local_size)
     with jax.enable_x64(True):
-        mixer = make_mixer(w.axis_name)
+        mixer = make_mixer(Channel(w.axis))
 
         def whole(x_P):
             def one_step(carry, phase):
@@ -111,7 +112,7 @@ def mixers(codec=None):
     def make(build, graph, **options):
         graph_options = {"hierarchical": dict(local=2), "alternating_exponential_ring": dict(local_size=2)}.get(graph, {})
         topology = topology_lib.make(graph, N, **graph_options)
-        return lambda axis_name: build(topology, axis_name=axis_name, **options)
+        return lambda channel: build(topology, channel=channel, **options)
 
     codec = codec or four_bits(stochastic=True)
     return {

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from decjax import codecs, reduce
+from decjax.channel import Channel
 from decjax.train import wire
 from tests.reducers import (
     MODES,
@@ -38,7 +39,7 @@ pytestmark = pytest.mark.usefixtures("quick_compilation")
 def test_coded_is_the_dense_reference(name, decay, mode):
     """x = βe + g; averaged = mean C(x); e = x − C(x), of all arrays joined; with β = 1, Σ sent + e = Σ g."""
     codec, code = CODES[name]
-    run = Runner(functools.partial(reduce.coded, codec, feedback=functools.partial(residual, decay=decay), form="gather"), mode)
+    run = Runner(functools.partial(reduce.coded, codec=codec, error=functools.partial(residual, decay=decay), form="gather"), mode)
     e = sent = 0.0
     for step in range(STEPS):
         out = run(gradients(step))
@@ -58,7 +59,7 @@ def test_coded_is_the_dense_reference(name, decay, mode):
 def test_shards_are_the_dense_reference(name, mode):
     """With error feedback on both sides, Σ averaged + e_owner + mean e = Σ mean g."""
     codec, code = CODES[name]
-    run = Runner(functools.partial(reduce.coded, codec, form="shards"), mode)
+    run = Runner(functools.partial(reduce.coded, codec=codec, form="shards"), mode)
     size = flat(gradients(0)).shape[1]
     e = np.zeros((N, size + -size % N))
     dense, total = DenseShards(), 0.0
@@ -80,7 +81,7 @@ def test_shards_are_the_dense_reference(name, mode):
 @x64
 def test_ef21_finds_what_stays(form):
     """The estimate of a constant mean becomes exact, though every message is a few values of it."""
-    run = Runner(functools.partial(reduce.coded, top(7), feedback=ef21, form=form))
+    run = Runner(functools.partial(reduce.coded, codec=top(7), error=ef21, form=form))
     errors = []
     for _ in range(STEPS):
         out = run(gradients(0))
@@ -93,7 +94,7 @@ def test_ef21_finds_what_stays(form):
 @x64
 def test_momentum_is_taken_before_anything_is_lost(form):
     """Σ averaged + what owners and, on average, workers keep = Σ mean v."""
-    run = Runner(functools.partial(reduce.coded, top(7), feedback=functools.partial(momentum, beta=0.5), form=form))
+    run = Runner(functools.partial(reduce.coded, codec=top(7), error=functools.partial(momentum, beta=0.5), form=form))
     v = expected = total = 0.0
     for step in range(STEPS):
         total += flat(run(gradients(step)))[0]
@@ -109,7 +110,7 @@ def test_errors_of_shards_stay_bounded(storage):
     """Over 3,000 steps, on both sides."""
     w = workers("simulated")
     memory = functools.partial(residual, storage=storage)
-    reducer = reduce.coded(one_bit(), feedback=memory, form="shards", axis_name=w.axis_name)
+    reducer = reduce.coded(codec=one_bit(), error=memory, form="shards", channel=Channel(w.axis))
     like = {"w": jnp.ones(64)}
 
     def length(side):
@@ -130,7 +131,7 @@ def test_errors_of_shards_stay_bounded(storage):
 
 @pytest.mark.parametrize("form", ["gather", "shards"])
 def test_unbiased_codes_need_no_memory(form):
-    run = Runner(functools.partial(reduce.coded, dithered(), feedback=none, form=form), dtype=np.float32)
+    run = Runner(functools.partial(reduce.coded, codec=dithered(), error=none, form=form), dtype=np.float32)
     outs = [run(gradients(0)) for _ in range(400)]
     assert not any(memory.error for memory in run.state.worker.memory)
     all_close(jax.tree.map(lambda *x: np.mean(x, axis=0), *outs), mean_of(gradients(0)), atol=0.12)
@@ -139,13 +140,15 @@ def test_unbiased_codes_need_no_memory(form):
 def test_unbiased_codes_with_a_memory_are_contracted():
     """What the codec would amplify, of ω = 9, arrives in the end all the same."""
     codec = codecs.make("randomk", fraction=0.1, unbiased=True)
-    run = Runner(functools.partial(reduce.coded, codec, form="gather"), dtype=np.float32)
+    run = Runner(functools.partial(reduce.coded, codec=codec, form="gather"), dtype=np.float32)
     sent = sum(flat(run(gradients(0)))[0] for _ in range(200)) / 200
     np.testing.assert_allclose(sent, flat(gradients(0)).mean(axis=0), atol=0.5)
 
 
 def test_draws_follow_the_seed():
-    runs = [Runner(functools.partial(reduce.coded, dithered(), feedback=none, seed=seed), dtype=np.float32) for seed in (0, 0, 1)]
+    runs = [
+        Runner(functools.partial(reduce.coded, codec=dithered(), error=none), dtype=np.float32, seed=seed) for seed in (0, 0, 1)
+    ]
     outs = [flat(run(gradients(0))) for run in runs]
     np.testing.assert_array_equal(outs[0], outs[1])
     assert (outs[0] != outs[2]).any()
@@ -157,7 +160,7 @@ def test_matrices_too_small_for_a_codec_travel_as_values(form):
     """Rank 3 makes "w" smaller, and neither the thin matrix nor vectors, which arrive as they are."""
     rng = np.random.default_rng(0)
     grads = {"w": rng.normal(size=(N, 40, 16)), "thin": rng.normal(size=(N, 2, 32)), "bias": rng.normal(size=(N, 5))}
-    run = Runner(functools.partial(reduce.coded, codecs.make("low_rank", rank=3), form=form), like=grads)
+    run = Runner(functools.partial(reduce.coded, codec=codecs.make("low_rank", rank=3), form=form), like=grads)
     sent = 0.0
     for step in range(30):
         out = run(grads)
@@ -175,11 +178,11 @@ def memory_of(state):
 
 
 MAKERS = {
-    "gathered": functools.partial(reduce.coded, top(7), form="gather"),
-    "shards": functools.partial(reduce.coded, one_bit(), form="shards"),
-    "ef21": functools.partial(reduce.coded, top(7), form="shards", feedback=functools.partial(ef21, beta=0.5)),
-    "8 bits": functools.partial(reduce.coded, top(7), feedback=functools.partial(residual, storage=codecs.make("int8"))),
-    "gravac": functools.partial(reduce.gravac, [top(9), top(4)], window=1),
+    "gathered": functools.partial(reduce.coded, codec=top(7), form="gather"),
+    "shards": functools.partial(reduce.coded, codec=one_bit(), form="shards"),
+    "ef21": functools.partial(reduce.coded, codec=top(7), form="shards", error=functools.partial(ef21, beta=0.5)),
+    "8 bits": functools.partial(reduce.coded, codec=top(7), error=functools.partial(residual, storage=codecs.make("int8"))),
+    "gravac": functools.partial(reduce.gravac, ladder=[top(9), top(4)], window=1),
 }
 
 
@@ -203,7 +206,7 @@ def test_codes_recover_from_a_gradient_that_is_not_finite(name, bad):
 def test_a_message_that_overflows_leaves_all_memory_as_it_was():
     """1e6 is finite, and infinite in float16, which is contractive below 65504."""
     half = dataclasses.replace(codecs.make("float16"), traits=codecs.Traits(contractive=lambda shape: 0.99))
-    run = Runner(functools.partial(reduce.coded, half, form="shards"), dtype=np.float32)
+    run = Runner(functools.partial(reduce.coded, codec=half, form="shards"), dtype=np.float32)
     run(gradients(0))
     before = jax.tree.map(np.asarray, memory_of(run.state))
     assert not np.isfinite(run(jax.tree.map(lambda x: 1e6 * x, gradients(1)))["a"]).any()
@@ -213,17 +216,26 @@ def test_a_message_that_overflows_leaves_all_memory_as_it_was():
 @pytest.mark.parametrize(
     "make, message",
     [
-        (lambda: reduce.coded(codecs.make("sign")), "codec 'sign' is neither contractive nor unbiased"),
-        (lambda: reduce.coded(codecs.make("bounded")), "codec 'bounded' has messages of varying size, .*use 'int8', or"),
-        (lambda: reduce.coded(top(3), feedback=none), "codec 'top 3' is biased, and without a memory its errors would add up"),
-        (lambda: reduce.coded(top(3), feedback=functools.partial(residual, decay=0.0)), r"decay=0.0 must lie in \(0, 1\]"),
-        (lambda: reduce.coded(top(3), form="ring"), "form='ring' of coded messages is unknown; use one of auto, gather, shards"),
+        (lambda: reduce.coded(codec=codecs.make("sign")), "codec 'sign' is neither contractive nor unbiased"),
+        (lambda: reduce.coded(codec=codecs.make("bounded")), "codec 'bounded' has messages of varying size, .*use 'int8', or"),
+        (lambda: reduce.coded(codec=top(3), error=none), "codec 'top 3' is biased, and without a memory its errors would add up"),
+        (lambda: reduce.coded(codec=top(3), error=functools.partial(residual, decay=0.0)), r"decay=0.0 must lie in \(0, 1\]"),
         (
-            lambda: reduce.coded(codecs.make("int8"), form="gather").num_bytes({"w": jnp.ones(10**4)}, 8),
+            lambda: reduce.coded(codec=top(3), form="ring"),
+            "form='ring' of coded messages is unknown; use one of auto, gather, shards",
+        ),
+        (
+            lambda: reduce.coded(codec=codecs.make("int8"), form="gather").num_bytes({"w": jnp.ones(10**4)}, 8),
             "'int8' in form 'gather' sends .* plain all-reduce among 8 workers 70000; use form 'shards', which sends",
         ),
-        (lambda: reduce.coded(codecs.make("identity")).num_bytes({"w": jnp.ones(10**4)}, 8), "use a codec of fewer bytes, or"),
-        (lambda: reduce.coded(top(3)).init({"w": jnp.ones(9)}), r"is not there: call this from a function mapped over workers"),
+        (
+            lambda: reduce.coded(codec=codecs.make("identity")).num_bytes({"w": jnp.ones(10**4)}, 8),
+            "use a codec of fewer bytes, or",
+        ),
+        (
+            lambda: reduce.coded(codec=top(3)).init({"w": jnp.ones(9)}),
+            r"is not there: call this from a function mapped over workers",
+        ),
     ],
 )
 def test_impossible_codes_are_refused(make, message):

@@ -52,7 +52,7 @@ class DenseGravac:
 @x64
 def test_gravac_is_the_dense_reference(mode, speed, threshold, last):
     ks = (15, 6, 4)  # Of 29 values in a shard.
-    run = Runner(functools.partial(reduce.gravac, [top(k) for k in ks], window=4, speed=speed, threshold=threshold), mode)
+    run = Runner(functools.partial(reduce.gravac, ladder=[top(k) for k in ks], window=4, speed=speed, threshold=threshold), mode)
     dense = DenseGravac(ks, speed, 4, threshold)
     padded = lambda grads: np.pad(flat(grads), [(0, 0), (0, 1)])  # 115 values are 4 shards of 29.
     used = np.zeros(4)
@@ -72,7 +72,9 @@ def test_gravac_climbs_the_default_ladder_and_falls_back_when_the_gain_drops():
     rng = np.random.default_rng(0)
     like = {"w": np.zeros((N, 2048), np.float32)}
     run = Runner(
-        functools.partial(reduce.gravac, [*defaults, codecs.make("topk", fraction=0.05)], window=4), like=like, dtype=np.float32
+        functools.partial(reduce.gravac, ladder=[*defaults, codecs.make("topk", fraction=0.05)], window=4),
+        like=like,
+        dtype=np.float32,
     )
     sent_on = np.array([run.reducer.num_bytes(run.like, N, rung)[0] for rung in run.reducer.phases])
     rungs, usage = [], [np.zeros(5)]
@@ -90,7 +92,7 @@ def test_gravac_climbs_the_default_ladder_and_falls_back_when_the_gain_drops():
 
 def test_gravac_delivers_everything_in_the_end():
     """Over climbing and falling back: Σ averaged + what owners and, on average, workers keep = Σ mean g."""
-    run = Runner(functools.partial(reduce.gravac, [top(9), top(4)], window=5, threshold=0.7), dtype=np.float32)
+    run = Runner(functools.partial(reduce.gravac, ladder=[top(9), top(4)], window=5, threshold=0.7), dtype=np.float32)
     total = sum(flat(run(gradients(step)))[0] for step in range(30))
     assert (np.asarray(run.reducer.usage(run.state))[0] > 0).sum() > 1
     kept = np.asarray(run.state.error[0]).mean(axis=0).ravel() + np.asarray(run.state.owner_error[0]).ravel()
@@ -100,7 +102,7 @@ def test_gravac_delivers_everything_in_the_end():
 
 def test_gravac_sends_what_the_rung_in_use_declares():
     """The program holds all rungs as branches; its collectives add up to the declared bytes of all."""
-    run = Runner(functools.partial(reduce.gravac, [codecs.make("int8"), top(3)]), dtype=np.float32)
+    run = Runner(functools.partial(reduce.gravac, ladder=[codecs.make("int8"), top(3)]), dtype=np.float32)
     declared = sum(run.reducer.num_bytes(run.like, N, rung) for rung in run.reducer.phases)
     np.testing.assert_allclose(wire.bytes_sent(run.program(None).as_text(), N), declared, rtol=1e-12)
     assert not run.reducer.num_bytes(run.like, N, None).any()
@@ -110,14 +112,14 @@ def test_gravac_sends_what_the_rung_in_use_declares():
     "make, message",
     [
         (
-            lambda: reduce.gravac([codecs.make("int4"), codecs.make("int8")]).num_bytes({"w": jnp.ones(10**4)}, 8),
+            lambda: reduce.gravac(ladder=[codecs.make("int4"), codecs.make("int8")]).num_bytes({"w": jnp.ones(10**4)}, 8),
             "GraVAC's rung 'int8' sends .*; use a ladder from the mildest",
         ),
-        (lambda: reduce.gravac([]), "needs a ladder of at least one codec"),
-        (lambda: reduce.gravac([codecs.make("sign")]), "codec 'sign' is neither contractive"),
-        (lambda: reduce.gravac([top(3)], window=0), "window=0 steps: must be at least 1"),
-        (lambda: reduce.gravac([top(3)], threshold=2.0), "threshold=2.0: a gain, must lie between 0 and 1"),
-        (lambda: reduce.gravac([top(3)], speed=(1.0,)), "needs 2 positive values"),
+        (lambda: reduce.gravac(ladder=[]), "needs a ladder of at least one codec"),
+        (lambda: reduce.gravac(ladder=[codecs.make("sign")]), "codec 'sign' is neither contractive"),
+        (lambda: reduce.gravac(ladder=[top(3)], window=0), "window=0 steps: must be at least 1"),
+        (lambda: reduce.gravac(ladder=[top(3)], threshold=2.0), "threshold=2.0: a gain, must lie between 0 and 1"),
+        (lambda: reduce.gravac(ladder=[top(3)], speed=(1.0,)), "needs 2 positive values"),
     ],
 )
 def test_impossible_ladders_are_refused(make, message):

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from decjax import reduce
+from decjax.channel import Channel
 from tests.reducers import MODES, SHAPES, STEPS, N, Runner, all_close, assert_equal_replicas, gradients, mean_of, workers, x64
 
 VIEWS = {"a": (6, 5), "b": (6, 5), "c": (6, 8)}
@@ -38,7 +39,7 @@ class DensePowerSGD:
 @pytest.mark.parametrize("rank", [1, 2])
 @x64
 def test_powersgd_is_the_dense_reference(mode, rank):
-    run = Runner(functools.partial(reduce.powersgd, rank, gate=2.0), mode)
+    run = Runner(functools.partial(reduce.powersgd, rank=rank, gate=2.0), mode)
     dense = DensePowerSGD(run.state, rank)
     for step in range(STEPS):
         out = run(gradients(step))
@@ -50,7 +51,7 @@ def test_powersgd_is_the_dense_reference(mode, rank):
 
 @x64
 def test_powersgd_of_full_rank_is_the_mean():
-    run = Runner(functools.partial(reduce.powersgd, 8, gate=np.inf))
+    run = Runner(functools.partial(reduce.powersgd, rank=8, gate=np.inf))
     for step in range(5):
         all_close(run(gradients(step)), mean_of(gradients(step)), atol=1e-12)
 
@@ -58,7 +59,7 @@ def test_powersgd_of_full_rank_is_the_mean():
 @pytest.mark.parametrize("wire_dtype", [None, "bfloat16", "float16"])
 def test_powersgd_delivers_everything_in_the_end(wire_dtype):
     """Σ sent + e = Σ g on the mean over workers; narrow messages lose the rounding of their mean and nothing else."""
-    run = Runner(functools.partial(reduce.powersgd, 1, gate=2.0, wire_dtype=wire_dtype), dtype=np.float32)
+    run = Runner(functools.partial(reduce.powersgd, rank=1, gate=2.0, wire_dtype=wire_dtype), dtype=np.float32)
     sent, total = (jax.tree.map(lambda x: np.zeros(x.shape[1:]), gradients(0)) for _ in range(2))
     for step in range(STEPS):
         out = run(gradients(step))
@@ -74,7 +75,7 @@ def test_powersgd_delivers_everything_in_the_end(wire_dtype):
 def test_powersgd_errors_stay_bounded():
     """Over 3,000 steps; the residual of the average, as in PyTorch's hook, would grow like √t."""
     w = workers("simulated")
-    reducer = reduce.powersgd(1, gate=np.inf, axis_name=w.axis_name)
+    reducer = reduce.powersgd(rank=1, gate=np.inf, channel=Channel(w.axis))
     common = jax.random.normal(jax.random.key(1), (4, 4))
 
     def worker(worker_key):
@@ -93,7 +94,7 @@ def test_powersgd_errors_stay_bounded():
 @pytest.mark.parametrize("bad", [np.inf, np.nan])
 @x64
 def test_powersgd_recovers_from_a_gradient_that_is_not_finite(bad):
-    run, other = (Runner(functools.partial(reduce.powersgd, 2, gate=2.0)) for _ in range(2))
+    run, other = (Runner(functools.partial(reduce.powersgd, rank=2, gate=2.0)) for _ in range(2))
     for step in range(6):
         if step == 3:
             poisoned = gradients(99)
@@ -107,7 +108,7 @@ def test_powersgd_recovers_from_a_gradient_that_is_not_finite(bad):
 
 @x64
 def test_powersgd_recovers_from_gradients_of_zeros():
-    run = Runner(functools.partial(reduce.powersgd, 2, gate=2.0))
+    run = Runner(functools.partial(reduce.powersgd, rank=2, gate=2.0))
     zeros = jax.tree.map(np.zeros_like, gradients(0))
     run(zeros)
     assert not any(np.asarray(q).any() for q in run.state.factor), "with Q = 0, A Q is zero for ever"
@@ -122,9 +123,9 @@ def test_powersgd_recovers_from_gradients_of_zeros():
 def test_powersgd_gates_arrays_that_would_not_get_smaller():
     like = {"square": (9, 9), "flat": (2, 40), "vector": (40,)}
     like = {name: jnp.zeros(shape) for name, shape in like.items()}
-    assert len(reduce.powersgd(4).init(like).error) == 1  # (9 + 9) 4 < 81
-    assert len(reduce.powersgd(1).init(like).error) == 2
-    assert len(reduce.powersgd(4, gate=0.8).init(like | {"large": jnp.zeros((20, 20))}).error) == 1
+    assert len(reduce.powersgd(rank=4).init(like).error) == 1  # (9 + 9) 4 < 81
+    assert len(reduce.powersgd(rank=1).init(like).error) == 2
+    assert len(reduce.powersgd(rank=4, gate=0.8).init(like | {"large": jnp.zeros((20, 20))}).error) == 1
 
 
 @pytest.mark.parametrize(

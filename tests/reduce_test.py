@@ -1,5 +1,6 @@
 """What any reducer promises, and reducers of reducers."""
 
+import dataclasses
 import functools
 
 import jax
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 
 from decjax import codecs, reduce
+from decjax.channel import Channel
 from decjax.train import wire
 from tests.reducers import MODES, N, Runner, all_close, assert_equal_replicas, gradients, mean_of, workers, x64
 from tests.stand_ins import dithered, one_bit, top
@@ -21,8 +23,8 @@ pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 @x64
 def test_start_at_leaves_the_later_reducer_alone_until_then():
-    run = Runner(lambda **options: reduce.start_at(reduce.coded(top(7), **options), 3, reduce.mean(**options)))
-    other = Runner(functools.partial(reduce.coded, top(7)))
+    run = Runner(lambda **options: reduce.start_at(reduce.coded(codec=top(7), **options), 3, reduce.mean(**options)))
+    other = Runner(functools.partial(reduce.coded, codec=top(7)))
     assert [run.reducer.phase(step) for step in range(5)] == [0, 0, 0, 1, 1] and run.reducer.phases == range(2)
     for step in range(6):
         expected = mean_of(gradients(step)) if step < 3 else other(gradients(step))
@@ -30,7 +32,7 @@ def test_start_at_leaves_the_later_reducer_alone_until_then():
 
 
 def test_every_averages_in_every_third_step():
-    reducer = reduce.every(reduce.start_at(reduce.powersgd(1), 1, reduce.mean()), 3)
+    reducer = reduce.every(reduce.start_at(reduce.powersgd(rank=1), 1, reduce.mean()), 3)
     assert [reducer.phase(step) for step in range(9)] == [-1, -1, 0, -1, -1, 1, -1, -1, 1] and reducer.phases == range(-1, 2)
     grads = {"w": jnp.ones((9, 9))}
     state = reducer.init(grads)
@@ -40,7 +42,7 @@ def test_every_averages_in_every_third_step():
 
 def test_phases_of_a_ladder_pass_through():
     w = workers("simulated")
-    reducer = reduce.every(reduce.start_at(reduce.gravac([top(3)], axis_name=w.axis_name), 1, reduce.mean()), 2)
+    reducer = reduce.every(reduce.start_at(reduce.gravac(ladder=[top(3)], channel=Channel(w.axis)), 1, reduce.mean()), 2)
     assert [reducer.phase(step) for step in range(5)] == [-1, 0, -1, None, -1] and reducer.phases == range(-1, 3)
     grads = {"w": jnp.ones(99)}
     state = w.jit(reducer.init, in_axes=(0,))(w.stack(grads))
@@ -65,19 +67,23 @@ def test_impossible_reducers_of_reducers_are_refused(make, message):
 
 REDUCERS = {
     "mean": reduce.mean,
-    "powersgd": functools.partial(reduce.powersgd, 2, gate=2.0),
+    "powersgd": functools.partial(reduce.powersgd, rank=2, gate=2.0),
     "powersgd after the mean": lambda **options: reduce.start_at(
-        reduce.powersgd(2, gate=2.0, **options), 2, reduce.mean(**options)
+        reduce.powersgd(rank=2, gate=2.0, **options), 2, reduce.mean(**options)
     ),
-    "every third": lambda **options: reduce.every(reduce.start_at(reduce.coded(top(7), **options), 1, reduce.mean(**options)), 3),
-    "powersgd, bfloat16": functools.partial(reduce.powersgd, 2, gate=2.0, wire_dtype="bfloat16"),
-    "int8": functools.partial(reduce.coded, codecs.make("int8")),
-    "int8, gathered": functools.partial(reduce.coded, codecs.make("int8"), form="gather"),
-    "top": functools.partial(reduce.coded, top(1), bucket_bytes=0, feedback=functools.partial(residual, decay=0.9)),
-    "one bit": functools.partial(reduce.coded, one_bit(), form="gather"),
-    "low rank": functools.partial(reduce.coded, codecs.make("low_rank", rank=1), form="gather"),
-    "ef21": functools.partial(reduce.coded, top(7), feedback=functools.partial(ef21, beta=0.5), form="shards"),
-    "dithered": functools.partial(reduce.coded, dithered(), feedback=none),
+    "every third": lambda **options: reduce.every(
+        reduce.start_at(reduce.coded(codec=top(7), **options), 1, reduce.mean(**options)), 3
+    ),
+    "powersgd, bfloat16": functools.partial(reduce.powersgd, rank=2, gate=2.0, wire_dtype="bfloat16"),
+    "int8": functools.partial(reduce.coded, codec=codecs.make("int8")),
+    "int8, gathered": functools.partial(reduce.coded, codec=codecs.make("int8"), form="gather"),
+    "top": lambda channel: reduce.coded(
+        dataclasses.replace(channel, bucket_bytes=0), codec=top(1), error=functools.partial(residual, decay=0.9)
+    ),
+    "one bit": functools.partial(reduce.coded, codec=one_bit(), form="gather"),
+    "low rank": functools.partial(reduce.coded, codec=codecs.make("low_rank", rank=1), form="gather"),
+    "ef21": functools.partial(reduce.coded, codec=top(7), error=functools.partial(ef21, beta=0.5), form="shards"),
+    "dithered": functools.partial(reduce.coded, codec=dithered(), error=none),
 }
 
 

@@ -113,7 +113,7 @@ def test_local_steps_differ_and_outer_steps_agree(configured, tmp_path):
 
 def test_errors_begin_afresh_for_another_number_of_workers():
     """Wherever in the optimizer's state the reducer keeps them."""
-    reducer = reduce.start_at(reduce.powersgd(1), 1, reduce.mean())
+    reducer = reduce.start_at(reduce.powersgd(rank=1), 1, reduce.mean())
     tx = optax.chain(optim.scale_by_onebit_adam(reducer), optax.scale(-1))
     params = {"w": np.ones((9, 9), np.float32)}
 

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from decjax import mesh, reduce
+from decjax.channel import Channel
 
 N, STEPS = 4, 50
 MODES = ("devices", "simulated")
@@ -30,9 +31,9 @@ def gradients(step, seed=0):
 class Runner:
     """A reducer on stacked gradients, compiled once per phase."""
 
-    def __init__(self, make, mode="devices", dtype=np.float64, like=None):
+    def __init__(self, make, mode="devices", dtype=np.float64, like=None, **channel_options):
         w = self.workers = workers(mode)
-        self.reducer = make(axis_name=w.axis_name)
+        self.reducer = make(channel=Channel(w.axis, **channel_options))
         self.dtype, self.compiled = dtype, {}
         like = jax.tree.map(lambda x: jnp.zeros(x.shape[1:], dtype), gradients(0) if like is None else like)
         self.like = like

@@ -29,15 +29,10 @@ def test_a_worker_hears_itself():
     workers, sums = mesh.make_workers(WORKERS), []
 
     def talk(x_P):
-        return (
-            mesh.group_mean(x_P, WORKERS, workers.axis_name),
-            mesh.all_gather(x_P, workers.axis_name),
-            mesh.exchange(x_P, [(0, 1), (1, 0)], workers.axis_name),
-            2 * x_P,
-        )
+        return (workers.axis.mean(x_P), workers.axis.all_gather(x_P), workers.axis.exchange(x_P, [(0, 1), (1, 0)]), 2 * x_P)
 
     x_NxP = np.arange(4.0 * WORKERS, dtype=np.float32).reshape(WORKERS, 4)
-    mean, gathered, heard, twice = workers.jit(silence.silent(talk, workers.axis_name, sums), (0,))(x_NxP)
+    mean, gathered, heard, twice = workers.jit(silence.silent(talk, workers.axis, sums), (0,))(x_NxP)
     np.testing.assert_array_equal(mean, x_NxP / WORKERS)  # Its own value is the sum.
     np.testing.assert_array_equal(gathered, np.repeat(x_NxP[:, None], WORKERS, axis=1))
     np.testing.assert_array_equal(heard, x_NxP)
@@ -65,7 +60,7 @@ def test_an_update_computes_all_and_sends_nothing(shorthand):
     def compiled(fn):
         return setup.workers.jit(fn, (0, 0)).lower(state, state.params).compile()
 
-    loud, silent = compiled(update), compiled(silence.silent(update, setup.workers.axis_name))
+    loud, silent = compiled(update), compiled(silence.silent(update, setup.workers.axis))
     assert wire.bytes_sent(loud.as_text(), WORKERS).min() > 0 and not wire.bytes_sent(silent.as_text(), WORKERS).any()
     # Nothing is left out; where no message stands between, the compiler may find it quicker to compute something twice.
     assert 0.95 <= silent.cost_analysis()["flops"] / loud.cost_analysis()["flops"] < 1.3

@@ -47,7 +47,7 @@ def check_exchange(workers: mesh.Workers, topology: Topology, permutations: Perm
         for round_ in topology.rounds:
             # Nodes average shares of equal size, so pad the one-hot vector to a multiple of the group.
             own = (jnp.arange(n + -n % round_.group_size) == index).astype(jnp.float32)
-            rows.append(mix_round(own, round_, workers.axis_name)[:n])
+            rows.append(mix_round(own, round_, workers.axis)[:n])
         return rows
 
     mixed = workers.fetch(jax.jit(workers.map(probe, in_axes=(0,)))(workers.build(lambda worker: np.int32(worker))))
@@ -58,7 +58,7 @@ def check_exchange(workers: mesh.Workers, topology: Topology, permutations: Perm
                 f"{BROKEN}: in phase {phase} of topology {topology.name!r} worker "
                 f"{np.flatnonzero(wrong_N)[0]} did not receive its neighbours' values; {FIX['worker']}"
             )
-    _check_permutations(workers, permutations, workers.axis_name, "worker")
+    _check_permutations(workers, permutations, workers.axis, "worker")
 
 
 def check_stage_exchange(workers: mesh.Workers, permutations: Permutations) -> None:
@@ -71,24 +71,24 @@ def check_stage_exchange(workers: mesh.Workers, permutations: Permutations) -> N
     Raises:
         RuntimeError: naming the source, and the stage that received something else.
     """
-    _check_permutations(workers, permutations, mesh.STAGE, "stage")
+    _check_permutations(workers, permutations, mesh.STAGES, "stage")
 
 
-def _check_permutations(workers, permutations, axis_name, what: str) -> None:
+def _check_permutations(workers, permutations, axis, what: str) -> None:
     permutations = list(dict.fromkeys(tuple(pairs) for pairs in permutations))
     sizes = (workers.num_workers, workers.stages)[: workers.num_axes]
     bits = np.random.default_rng(0).integers(1, 2**32, (*sizes, 16), np.uint32)
     sent = [bits.astype(dtype) for dtype in DTYPES]
 
     def probe(values):
-        return [[mesh.exchange(x_P, pairs, axis_name) for x_P in values] for pairs in permutations]
+        return [[axis.exchange(x_P, pairs) for x_P in values] for pairs in permutations]
 
     moved = workers.fetch(jax.jit(workers.map(probe, in_axes=(0,)))(workers.place(sent)))
-    axis = len(sizes) - 1  # Workers where there are no stages, else stages.
+    dimension = len(sizes) - 1  # Workers where there are no stages, else stages.
     for pairs, arrived in zip(permutations, moved):
         for x, arrived_x in zip(sent, arrived):
             for source, target in pairs:
-                if (np.take(arrived_x, target, axis) != np.take(x, source, axis)).any():
+                if (np.take(arrived_x, target, dimension) != np.take(x, source, dimension)).any():
                     raise RuntimeError(
                         f"{BROKEN}: {what} {target} did not receive the {x.dtype} values of {what} {source}; {FIX[what]}"
                     )

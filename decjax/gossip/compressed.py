@@ -19,7 +19,8 @@ on all workers; afterwards parameters may be anything.
 Members of a node (topologies with L > 1) average exactly, and each exchanges its share of the mean.
 """
 
-from decjax import buckets, codecs, mesh
+from decjax import codecs
+from decjax.channel import Channel
 from decjax.gossip import schemes
 from decjax.gossip.fits import check_contractive, check_doubly_stochastic, check_messages, strength
 from decjax.gossip.messages import Messages
@@ -27,28 +28,16 @@ from decjax.gossip.mixer import Mixer
 from decjax.topology import Topology
 
 
-def differences(
-    topology: Topology,
-    *,
-    codec: codecs.Codec,
-    rounds: int = 1,
-    axis_name: mesh.AxisName = mesh.WORKER,
-    bucket_bytes: int = buckets.BUCKET_BYTES,
-    seed: int = 0,
-    alone: tuple[str, ...] = (),
-) -> Mixer:
+def differences(topology: Topology, channel: Channel = Channel(), *, codec: codecs.Codec, rounds: int = 1) -> Mixer:
     """Whole parameters are encoded and mixed as differences: x_i <- x_i + Σ_j w_ij (C(x_j) − C(x_i)).
 
     Nothing is remembered, so any graph will do, and what the codec loses comes back as noise of the size of C(x) − x.
 
     Args:
         topology: who talks to whom.
+        channel: how parameters travel.
         codec: C.
         rounds: R, rounds per step.
-        axis_name: the worker axis.
-        bucket_bytes: size of the flat messages, before they are encoded, in bytes.
-        seed: of the codec's noise.
-        alone: ends of the paths of arrays that are encoded by themselves, so that copies beside others become the same messages.
 
     Returns:
         The `Mixer`; `exact(codec=…)` is the same.
@@ -57,19 +46,11 @@ def differences(
         ValueError: if R < 1, or topology and codec do not fit; from `init` and `num_bytes`, if the codec makes nothing smaller.
     """
     check_messages("exact", topology, codec)
-    return schemes.scheme_mixer(schemes.differences(), Messages(topology, codec, axis_name, bucket_bytes, seed, alone), rounds)
+    return schemes.scheme_mixer(schemes.differences(), Messages(topology, codec, channel), rounds)
 
 
 def deepsqueeze(
-    topology: Topology,
-    *,
-    codec: codecs.Codec,
-    gamma: float | None = None,
-    rounds: int = 1,
-    axis_name: mesh.AxisName = mesh.WORKER,
-    bucket_bytes: int = buckets.BUCKET_BYTES,
-    seed: int = 0,
-    alone: tuple[str, ...] = (),
+    topology: Topology, channel: Channel = Channel(), *, codec: codecs.Codec, gamma: float | None = None, rounds: int = 1
 ) -> Mixer:
     """DeepSqueeze: whole parameters, with what earlier messages have lost.
 
@@ -81,7 +62,7 @@ def deepsqueeze(
         topology: doubly stochastic.
         codec: C, contractive.
         gamma: γ in (0, 1]; None: 1 for a codec that keeps 0.9 of the energy of noise, else half of what it keeps.
-        rounds, axis_name, bucket_bytes, seed, alone: see `differences`.
+        channel, rounds: see `differences`.
 
     Returns:
         The `Mixer`.
@@ -96,19 +77,11 @@ def deepsqueeze(
     check_doubly_stochastic("deepsqueeze", topology)
     check_contractive("deepsqueeze", codec)
     scheme = schemes.deepsqueeze(strength("deepsqueeze", gamma, codec))
-    return schemes.scheme_mixer(scheme, Messages(topology, codec, axis_name, bucket_bytes, seed, alone), rounds)
+    return schemes.scheme_mixer(scheme, Messages(topology, codec, channel), rounds)
 
 
 def choco(
-    topology: Topology,
-    *,
-    codec: codecs.Codec,
-    gamma: float | None = None,
-    rounds: int = 1,
-    axis_name: mesh.AxisName = mesh.WORKER,
-    bucket_bytes: int = buckets.BUCKET_BYTES,
-    seed: int = 0,
-    alone: tuple[str, ...] = (),
+    topology: Topology, channel: Channel = Channel(), *, codec: codecs.Codec, gamma: float | None = None, rounds: int = 1
 ) -> Mixer:
     """CHOCO gossip: neighbours know an estimate x̂_i of each other, and what has changed since travels.
 
@@ -122,7 +95,7 @@ def choco(
         topology: doubly stochastic; if it varies in time, each of its rounds keeps estimates of its own.
         codec: C, contractive.
         gamma: γ in (0, 1]; None: 1 for a codec that keeps 0.9 of the energy of noise, else half of what it keeps.
-        rounds, axis_name, bucket_bytes, seed, alone: see `differences`.
+        channel, rounds: see `differences`.
 
     Returns:
         The `Mixer`.
@@ -137,25 +110,17 @@ def choco(
     check_doubly_stochastic("choco", topology)
     check_contractive("choco", codec)
     scheme = schemes.choco(strength("choco", gamma, codec))
-    return schemes.scheme_mixer(scheme, Messages(topology, codec, axis_name, bucket_bytes, seed, alone), rounds)
+    return schemes.scheme_mixer(scheme, Messages(topology, codec, channel), rounds)
 
 
 def beer(
-    topology: Topology,
-    *,
-    codec: codecs.Codec,
-    gamma: float | None = None,
-    rounds: int = 1,
-    axis_name: mesh.AxisName = mesh.WORKER,
-    bucket_bytes: int = buckets.BUCKET_BYTES,
-    seed: int = 0,
-    alone: tuple[str, ...] = (),
+    topology: Topology, channel: Channel = Channel(), *, codec: codecs.Codec, gamma: float | None = None, rounds: int = 1
 ) -> Mixer:
     """The mixer of BEER: `choco` on a static symmetric graph. BEER itself is `optim.track(inner, beer(…))`.
 
     Args:
         topology: static and symmetric, as the proof needs it.
-        codec, gamma, rounds, axis_name, bucket_bytes, seed, alone: see `choco`.
+        channel, codec, gamma, rounds: see `choco`.
 
     Returns:
         The `Mixer`.
@@ -176,5 +141,5 @@ def beer(
     check_messages("beer", topology, codec)
     check_contractive("beer", codec)
     scheme = schemes.choco(strength("beer", gamma, codec))
-    mixer = schemes.scheme_mixer(scheme, Messages(topology, codec, axis_name, bucket_bytes, seed, alone), rounds)
+    mixer = schemes.scheme_mixer(scheme, Messages(topology, codec, channel), rounds)
     return mixer._replace(restart=None)  # Its memory is of trackers as well, which no average of parameters makes equal.

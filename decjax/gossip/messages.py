@@ -7,21 +7,19 @@ from typing import Any
 import jax
 import numpy as np
 
-from decjax import buckets, codecs, mesh
+from decjax import buckets, codecs
+from decjax.channel import Channel
 from decjax.gossip.rounds import is_mean, layout_of, sent_bytes
 from decjax.topology import Topology
 
 
 @dataclasses.dataclass(frozen=True)
 class Messages:
-    """How a pytree travels: the codec, the buckets it encodes, its noise, and ends of the paths of arrays with a bucket each."""
+    """How a pytree travels, coded."""
 
     topology: Topology
     codec: codecs.Codec
-    axis_name: mesh.AxisName
-    bucket_bytes: int
-    seed: int
-    alone: tuple[str, ...] = ()
+    channel: Channel
 
     @property
     def group_size(self) -> int:
@@ -34,7 +32,7 @@ class Messages:
         Raises:
             ValueError: if the codec does not make it smaller.
         """
-        layout = layout_of(params, self.topology, 0 if self.codec.traits.matrix else self.bucket_bytes, self.alone)
+        layout = layout_of(params, self.topology, 0 if self.codec.traits.matrix else self.channel.bucket_bytes, self.channel.alone)
         encoded, plain = self._message_bytes(layout), layout.num_bytes / self.group_size
         if layout.buckets and encoded >= plain and self.codec.name != "identity":
             raise ValueError(
@@ -64,8 +62,8 @@ class Messages:
         key = None
         if self.codec.traits.random:
             # Members of a node draw alike: simulated ones all hold the whole mean, and have to stay equal.
-            node = mesh.worker_index(self.axis_name) // self.group_size
-            key = jax.random.fold_in(jax.random.fold_in(jax.random.key(self.seed), node), count)
+            node = self.channel.axis.index // self.group_size
+            key = jax.random.fold_in(jax.random.fold_in(jax.random.key(self.channel.seed), node), count)
             key = jax.random.fold_in(key, position)
         return self.codec.encode(x_P.reshape(shape), state, key)
 

@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from decjax import buckets, codecs, mesh
+from decjax import codecs
 from decjax import topology as topology_lib
+from decjax.channel import Channel
 from decjax.gossip import schemes
 from decjax.gossip.fits import FINE, check_contractive, check_doubly_stochastic, check_messages, strength, typical_contraction
 from decjax.gossip.messages import Messages
@@ -39,14 +40,11 @@ class ReplicaState(NamedTuple):
 
 def push_sum(
     topology: Topology,
+    channel: Channel = Channel(),
     *,
     codec: codecs.Codec | None = None,
     gamma: float | None = None,
     rounds: int = 1,
-    axis_name: mesh.AxisName = mesh.WORKER,
-    bucket_bytes: int = buckets.BUCKET_BYTES,
-    seed: int = 0,
-    alone: tuple[str, ...] = (),
 ) -> Mixer:
     """Quantized push-sum: on directed graphs, where only columns of A sum to one, workers agree on Σ_i w_i / Σ_i y_i.
 
@@ -60,7 +58,7 @@ def push_sum(
         topology: column-stochastic; if it varies in time, each of its rounds keeps estimates of its own.
         codec: C, contractive; None: w travels as it is, and nothing is remembered.
         gamma: γ in (0, 1]; None: 1 for a codec that keeps 0.9 of the energy of noise, else half of what it keeps.
-        rounds, axis_name, bucket_bytes, seed, alone: see `differences`.
+        channel, rounds: see `differences`.
 
     Returns:
         The `Mixer`.
@@ -81,7 +79,7 @@ def push_sum(
         check_messages("push_sum", topology, codec)
         check_contractive("push_sum", codec)
     gamma = strength("push_sum", 1.0 if codec is None and gamma is None else gamma, codec)
-    wire = Messages(topology, codec or codecs.identity(), axis_name, bucket_bytes, seed, alone)
+    wire = Messages(topology, codec or codecs.identity(), channel)
     values = schemes.scheme_mixer(schemes.choco(gamma) if codec else schemes.differences(gamma), wire, rounds)
 
     def scale(params, factor):
@@ -95,7 +93,7 @@ def push_sum(
         weight = state.weight
         for index in due(topology, rounds, phase):
             if not is_mean(topology.rounds[index]):
-                weight = weight + gamma * pull(weight, weight, lambda y: y, topology.rounds[index], axis_name)
+                weight = weight + gamma * pull(weight, weight, lambda y: y, topology.rounds[index], channel.axis)
         return scale(mixed, 1 / weight), PushSumState(weight, values_state)
 
     def settle(mixed, stepped, state):
@@ -119,15 +117,7 @@ def _weight_dtype(params: Any) -> Any:
     return jnp.result_type(jnp.float32, *(x.dtype for x in jax.tree.leaves(params) if is_floating(x)))
 
 
-def dcd(
-    topology: Topology,
-    *,
-    codec: codecs.Codec,
-    axis_name: mesh.AxisName = mesh.WORKER,
-    bucket_bytes: int = buckets.BUCKET_BYTES,
-    seed: int = 0,
-    alone: tuple[str, ...] = (),
-) -> Mixer:
+def dcd(topology: Topology, channel: Channel = Channel(), *, codec: codecs.Codec) -> Mixer:
     """DCD-PSGD: a worker moves by what its message says, so that its neighbours hold its very parameters.
 
         x½_i = Σ_j w_ij x_j + u_i     c_i = C(x½_i − x_i)     x_i <- x_i + c_i
@@ -138,7 +128,7 @@ def dcd(
     Args:
         topology: static and doubly stochastic, with one worker to a node.
         codec: C; keeps 0.9 of the energy of noise at least.
-        axis_name, bucket_bytes, seed, alone: see `differences`.
+        channel: see `differences`.
 
     Returns:
         The `Mixer`.
@@ -151,7 +141,7 @@ def dcd(
     """
     check_messages("dcd", topology, codec)
     check_doubly_stochastic("dcd", topology)
-    wire = Messages(topology, codec, axis_name, bucket_bytes, seed, alone)
+    wire = Messages(topology, codec, channel)
     round_, *others = topology.rounds
     if others or wire.group_size > 1:
         kind = "varies in time" if others else f"has nodes of {wire.group_size} workers"
@@ -191,7 +181,7 @@ def dcd(
         vectors = pack(layout, params)
         steps = [decode(message) for decode, message in zip(decoders(layout, vectors), state.message)]
         drift = tuple(
-            d + pull(message, c, decode, round_, axis_name)
+            d + pull(message, c, decode, round_, channel.axis)
             for d, message, c, decode in zip(state.drift, state.message, steps, decoders(layout, vectors))
         )
         known = tuple(x + c for x, c in zip(state.known, steps))

@@ -5,33 +5,22 @@ import math
 import jax.numpy as jnp
 import numpy as np
 
-from decjax import buckets, codecs, mesh
+from decjax import codecs
+from decjax.channel import Channel
 from decjax.gossip import compressed
 from decjax.gossip.mixer import Mixer
 from decjax.gossip.rounds import check_rounds, due, layout_of, mix_round, num_phases, sent_bytes
 from decjax.topology import Topology
 
 
-def exact(
-    topology: Topology,
-    *,
-    rounds: int = 1,
-    axis_name: mesh.AxisName = mesh.WORKER,
-    bucket_bytes: int = buckets.BUCKET_BYTES,
-    codec: codecs.Codec | None = None,
-    seed: int = 0,
-    alone: tuple[str, ...] = (),
-) -> Mixer:
+def exact(topology: Topology, channel: Channel = Channel(), *, rounds: int = 1, codec: codecs.Codec | None = None) -> Mixer:
     """Plain gossip: step t applies rounds tR … tR + R − 1 of the topology, x_i <- Σ_j W_ij x_j each.
 
     Args:
         topology: who talks to whom.
+        channel: how parameters travel.
         rounds: R, rounds per step.
-        axis_name: the worker axis, as in `Workers.axis_name`.
-        bucket_bytes: size of the flat messages in bytes; 0 sends every array by itself.
         codec: the form of messages between nodes; None: as they are. See `compressed.differences`.
-        seed: of the codec's noise.
-        alone: of coded messages, as in `compressed.differences`.
 
     Returns:
         The `Mixer`.
@@ -40,21 +29,19 @@ def exact(
         ValueError: if R < 1, or the codec has no messages to encode.
     """
     if codec:
-        return compressed.differences(
-            topology, codec=codec, rounds=rounds, axis_name=axis_name, bucket_bytes=bucket_bytes, seed=seed, alone=alone
-        )
+        return compressed.differences(topology, channel, codec=codec, rounds=rounds)
     check_rounds(rounds)
     cycle = num_phases(topology, rounds)
 
     def exchange(params, state, phase):
-        layout = layout_of(params, topology, bucket_bytes)
+        layout = layout_of(params, topology, channel.bucket_bytes)
         vectors = layout.pack(params)
         for index in due(topology, rounds, phase):
-            vectors = [mix_round(x_P, topology.rounds[index], axis_name) for x_P in vectors]
+            vectors = [mix_round(x_P, topology.rounds[index], channel.axis) for x_P in vectors]
         return layout.unpack(vectors, like=params), state
 
     def num_bytes(params, phase):
-        layout = layout_of(params, topology, bucket_bytes)
+        layout = layout_of(params, topology, channel.bucket_bytes)
         return sum(sent_bytes(topology.rounds[index], layout) for index in due(topology, rounds, phase))
 
     return Mixer(
@@ -67,9 +54,7 @@ def exact(
     )
 
 
-def accelerated(
-    topology: Topology, *, rounds: int, axis_name: mesh.AxisName = mesh.WORKER, bucket_bytes: int = buckets.BUCKET_BYTES
-) -> Mixer:
+def accelerated(topology: Topology, channel: Channel = Channel(), *, rounds: int) -> Mixer:
     """Accelerated gossip on a static symmetric graph: z_{r+1} = (1+η) W z_r − η z_{r−1}, with z_0 = z_{−1} = x.
 
     η = (1 − √(1−β²)) / (1 + √(1−β²)), β the second largest modulus of W's eigenvalues. The mean is preserved, and over
@@ -78,9 +63,8 @@ def accelerated(
 
     Args:
         topology: a graph of period 1 with symmetric W.
+        channel: how parameters travel.
         rounds: R ≥ 1, rounds per step.
-        axis_name: the worker axis.
-        bucket_bytes: size of the flat messages in bytes.
 
     Returns:
         The `Mixer`.
@@ -113,16 +97,16 @@ def accelerated(
             f"accelerated gossip contracts by {np.abs(now).max():.3g} over rounds={rounds} on topology "
             f"{topology.name!r}, plain rounds by {beta**rounds:.3g}; use more rounds, or plain ones"
         )
-    plain = exact(topology, rounds=rounds, axis_name=axis_name, bucket_bytes=bucket_bytes)
+    plain = exact(topology, channel, rounds=rounds)
 
     def exchange(params, state, phase):
         del phase
-        layout = layout_of(params, topology, bucket_bytes)
+        layout = layout_of(params, topology, channel.bucket_bytes)
 
         def accelerate(x_P):
             before = now = x_P.astype(jnp.promote_types(x_P.dtype, jnp.float32))
             for _ in range(rounds):
-                before, now = now, (1 + eta) * mix_round(now.astype(x_P.dtype), topology.rounds[0], axis_name) - eta * before
+                before, now = now, (1 + eta) * mix_round(now.astype(x_P.dtype), topology.rounds[0], channel.axis) - eta * before
             return now.astype(x_P.dtype)
 
         return layout.unpack([accelerate(x_P) for x_P in layout.pack(params)], like=params), state

@@ -22,8 +22,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from decjax import buckets, codecs, mesh
+from decjax import buckets, codecs
 from decjax import topology as topology_lib
+from decjax.channel import Channel
 from decjax.gossip.mixer import Mixer, is_floating
 from decjax.topology import Round, Topology, coloring
 
@@ -57,14 +58,7 @@ def _matchings(round_: Round) -> tuple[_Matching, ...]:
     return tuple(found)
 
 
-def power_gossip(
-    topology: Topology,
-    *,
-    rank: int,
-    axis_name: mesh.AxisName = mesh.WORKER,
-    bucket_bytes: int = buckets.BUCKET_BYTES,
-    seed: int = 0,
-) -> Mixer:
+def power_gossip(topology: Topology, channel: Channel = Channel(), *, rank: int) -> Mixer:
     """Gossip of which only R columns travel for each matrix, and each edge; see the module's equations.
 
     An array is the matrix I×J that `codecs.matrix_shape` sees in it: a stack of L scanned layers is one of L·I×J, and R columns
@@ -74,10 +68,8 @@ def power_gossip(
 
     Args:
         topology: symmetric, with one worker to a node; it may vary in time.
+        channel: how products and vectors travel; its seed is that of the first q and p, the same on all workers.
         rank: R ≥ 1.
-        axis_name: the worker axis.
-        bucket_bytes: size of the flat messages in bytes: products and vectors are joined up to this.
-        seed: of the first q and p, the same on all workers.
 
     Returns:
         The `Mixer`, of twice the topology's period.
@@ -106,7 +98,7 @@ def power_gossip(
         return sides if is_floating(x) and sides and x.size and rank <= min(sides) else None
 
     def start(x, side: int, position: int):
-        key = jax.random.fold_in(jax.random.key(seed), position)
+        key = jax.random.fold_in(jax.random.key(channel.seed), position)
         return jax.random.normal(key, (view(x)[side], rank), jnp.promote_types(x.dtype, jnp.float32))
 
     def init(params):
@@ -142,10 +134,10 @@ def power_gossip(
             # Householder's Q is orthonormal whatever it is given, zeros and dependent columns among it.
             bases = [jnp.linalg.qr(x_SxR)[0] for x_SxR in known[index][e]]
             own = message(params, bases, odd)
-            layout = buckets.layout(own, bucket_bytes=bucket_bytes)
-            vectors = [mesh.exchange(x_P, matching.pairs, axis_name) for x_P in layout.pack(own)]
+            layout = buckets.layout(own, bucket_bytes=channel.bucket_bytes)
+            vectors = [channel.axis.exchange(x_P, matching.pairs) for x_P in layout.pack(own)]
             arrived = layout.unpack(vectors, like=own)
-            weight = jnp.asarray(matching.weights_N)[mesh.worker_index(axis_name)]
+            weight = jnp.asarray(matching.weights_N)[channel.axis.index]
             bases, before, after = iter(bases), iter(found[index][e]), []
             for k, x in enumerate(leaves):
                 if not is_floating(x):
@@ -171,7 +163,7 @@ def power_gossip(
             matrices = [x for x in jax.tree.leaves(params) if view(x)]
             bases = [jax.eval_shape(functools.partial(start, x, 0 if odd else 1, 0)) for x in matrices]
             own = jax.eval_shape(lambda params, bases: message(params, bases, odd), params, bases)
-            sent += (matching.weights_N != 0) * buckets.layout(own, bucket_bytes=bucket_bytes).num_bytes
+            sent += (matching.weights_N != 0) * buckets.layout(own, bucket_bytes=channel.bucket_bytes).num_bytes
         return sent
 
     return Mixer(

@@ -12,11 +12,11 @@ from decjax import buckets, mesh
 from decjax.topology import Round, Shift, Topology
 
 
-def own_weight(weights: tuple[float, ...], group_size: int, axis_name: mesh.AxisName, dtype) -> Any:
+def own_weight(weights: tuple[float, ...], group_size: int, axis: mesh.Axis, dtype) -> Any:
     """This worker's entry of per-node weights; a plain float where all are equal, which saves the look-up."""
     if len(set(weights)) == 1:
         return weights[0]
-    return jnp.asarray(weights, dtype)[mesh.worker_index(axis_name) // group_size]
+    return jnp.asarray(weights, dtype)[axis.index // group_size]
 
 
 def is_mean(round_: Round) -> bool:
@@ -29,7 +29,7 @@ def member_pairs(shift: Shift, group_size: int) -> list[tuple[int, int]]:
     return [(source * group_size + k, target * group_size + k) for source, target in shift.pairs for k in range(group_size)]
 
 
-def mix_round(x_P: jax.Array, round_: Round, axis_name: mesh.AxisName) -> jax.Array:
+def mix_round(x_P: jax.Array, round_: Round, axis: mesh.Axis) -> jax.Array:
     """Applies one round to a flat array: (Wx)_i for W = W_nodes ⊗ J_L/L.
 
     With L > 1, members of a node average by reduce-scatter, exchange their share with the same member of other nodes,
@@ -38,24 +38,24 @@ def mix_round(x_P: jax.Array, round_: Round, axis_name: mesh.AxisName) -> jax.Ar
     Args:
         x_P: this worker's values; P divisible by L.
         round_: the round.
-        axis_name: the worker axis.
+        axis: the worker axis.
 
     Returns:
         The mixed values, same shape and dtype.
     """
     L = round_.group_size
     if is_mean(round_):
-        return mesh.group_mean(x_P, L, axis_name)
-    share = mesh.scatter_mean(x_P, L, axis_name)
+        return axis.group_mean(x_P, L)
+    share = axis.scatter_mean(x_P, L)
     dtype = jnp.promote_types(x_P.dtype, jnp.float32)
-    mixed = own_weight(round_.self_weights, L, axis_name, dtype) * share.astype(dtype)
+    mixed = own_weight(round_.self_weights, L, axis, dtype) * share.astype(dtype)
     for shift in round_.shifts:
-        arrived = mesh.exchange(share, member_pairs(shift, L), axis_name)
-        mixed += own_weight(shift.weights, L, axis_name, dtype) * arrived.astype(dtype)
-    return mesh.gather(mixed.astype(x_P.dtype), L, axis_name)
+        arrived = axis.exchange(share, member_pairs(shift, L))
+        mixed += own_weight(shift.weights, L, axis, dtype) * arrived.astype(dtype)
+    return axis.gather(mixed.astype(x_P.dtype), L)
 
 
-def pull(message: Any, own: jax.Array, decode: Callable[[Any], jax.Array], round_: Round, axis_name: mesh.AxisName) -> jax.Array:
+def pull(message: Any, own: jax.Array, decode: Callable[[Any], jax.Array], round_: Round, axis: mesh.Axis) -> jax.Array:
     """Where neighbours draw a worker: Σ_j W_ij c_j − c_i, from messages that stand for c.
 
     Its sum over workers is zero where columns of W sum to one, whatever the messages have lost.
@@ -65,17 +65,17 @@ def pull(message: Any, own: jax.Array, decode: Callable[[Any], jax.Array], round
         own: c_i, what the message decodes to.
         decode: from a message to c.
         round_: the round; of its nodes, W_nodes is applied.
-        axis_name: the worker axis.
+        axis: the worker axis.
 
     Returns:
         An array like `own`.
     """
     L = round_.group_size
-    drawn = (own_weight(round_.self_weights, L, axis_name, own.dtype) - 1) * own
+    drawn = (own_weight(round_.self_weights, L, axis, own.dtype) - 1) * own
     for shift in round_.shifts:
         pairs = member_pairs(shift, L)
-        arrived = decode(jax.tree.map(lambda x: mesh.exchange(x, pairs, axis_name), message))
-        weight = own_weight(shift.weights, L, axis_name, own.dtype)
+        arrived = decode(jax.tree.map(lambda x: axis.exchange(x, pairs), message))
+        weight = own_weight(shift.weights, L, axis, own.dtype)
         # Those to whom nothing is sent have a message of zeros, which may decode to anything.
         drawn += weight * arrived if isinstance(weight, float) else jnp.where(weight > 0, weight * arrived, 0)
     return drawn

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from decjax import codecs, mesh
+from decjax import codecs
 from decjax.gossip.messages import Messages
 from decjax.gossip.mixer import Mixer
 from decjax.gossip.rounds import check_rounds, due, is_mean, num_phases, own_weight, pull
@@ -57,20 +57,18 @@ def choco(gamma: float) -> Scheme:
 def scheme_mixer(scheme: Scheme, wire: Messages, rounds: int) -> Mixer:
     """The mixer of a scheme: R rounds a step, a message per shift and bucket."""
     check_rounds(rounds)
-    topology, codec, axis_name = wire.topology, wire.codec, wire.axis_name
+    topology, codec, axis = wire.topology, wire.codec, wire.channel.axis
     cycle = num_phases(topology, rounds)
 
     def init(params):
         layout = wire.layout(params)
-        shares = [
-            mesh.own_share(x_P, wire.group_size, axis_name).astype(codecs.working_dtype(x_P.dtype)) for x_P in layout.pack(params)
-        ]
+        shares = [axis.own_share(x_P, wire.group_size).astype(codecs.working_dtype(x_P.dtype)) for x_P in layout.pack(params)]
 
         def memory(round_):
             if is_mean(round_):
                 return ()
             row_sums = tuple(round_.row_sums().round(12).tolist())
-            return tuple(scheme.init(x, own_weight(row_sums, round_.group_size, axis_name, x.dtype)) for x in shares)
+            return tuple(scheme.init(x, own_weight(row_sums, round_.group_size, axis, x.dtype)) for x in shares)
 
         sending = [round_ for round_ in topology.rounds if not is_mean(round_)]
         memories = tuple(memory(round_) for round_ in (topology.rounds if scheme.per_round else sending[:1]))
@@ -83,18 +81,18 @@ def scheme_mixer(scheme: Scheme, wire: Messages, rounds: int) -> Mixer:
             round_ = topology.rounds[index]
             L = round_.group_size
             if is_mean(round_):
-                vectors = [mesh.group_mean(x_P, L, axis_name) for x_P in vectors]
+                vectors = [axis.group_mean(x_P, L) for x_P in vectors]
                 continue
             memory = memories[index if scheme.per_round else 0]
             for b, x_P in enumerate(vectors):
-                share = mesh.scatter_mean(x_P, L, axis_name).astype(codecs.working_dtype(x_P.dtype))
+                share = axis.scatter_mean(x_P, L).astype(codecs.working_dtype(x_P.dtype))
                 shape = wire.shape(layout, b, share.size)
                 decode = wire.decode(shape, share.dtype)
                 message = wire.encode(scheme.encoded(share, memory[b]), shape, codec_states[b], state.count, r * len(vectors) + b)
                 c = decode(message)
-                mixed, memory[b] = scheme.merge(share, c, pull(message, c, decode, round_, axis_name), memory[b])
+                mixed, memory[b] = scheme.merge(share, c, pull(message, c, decode, round_, axis), memory[b])
                 codec_states[b] = codec.advance(codec_states[b], message)
-                vectors[b] = mesh.gather(mixed.astype(x_P.dtype), L, axis_name)
+                vectors[b] = axis.gather(mixed.astype(x_P.dtype), L)
         state = CompressedState(state.count + 1, tuple(codec_states), tuple(map(tuple, memories)))
         return layout.unpack(vectors, like=params), state
 

@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from decjax.mesh.collectives import LOCAL, NODE, SIMULATED, STAGE, TENSOR, WORKER, AxisName, EachDevice, divide
+from decjax.mesh.axis import LOCAL, NODE, SIMULATED, STAGE, WORKERS, Axis
+from decjax.mesh.tensor import TENSOR, EachDevice, divide
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,9 +51,9 @@ class Workers:
         return 1 if self.simulated else self.mesh.shape[TENSOR]
 
     @property
-    def axis_name(self) -> AxisName:
-        """The axis name that a per-worker function passes to collectives."""
-        return SIMULATED if self.simulated else WORKER
+    def axis(self) -> Axis:
+        """The axis along which a per-worker function talks to other workers."""
+        return SIMULATED if self.simulated else WORKERS
 
     @property
     def whole(self) -> "Workers":
@@ -66,7 +67,7 @@ class Workers:
 
     @property
     def _spec(self) -> jax.sharding.PartitionSpec:
-        return jax.sharding.PartitionSpec(*(WORKER, STAGE)[: self.num_axes])
+        return jax.sharding.PartitionSpec(*(WORKERS.name, STAGE)[: self.num_axes])
 
     @property
     def stacked(self) -> jax.sharding.Sharding:
@@ -107,7 +108,7 @@ class Workers:
         """Maps a per-worker function over stacked arguments.
 
         Args:
-            fn: function of per-worker pytrees (of one stage, with stages), which may use `axis_name` and `STAGE`.
+            fn: function of per-worker pytrees (of one stage, with stages), which may talk along `axis` and `STAGES`.
             in_axes: for each argument, 0 if it is stacked, None if all workers see the same.
 
         Returns:
@@ -116,7 +117,7 @@ class Workers:
         if self.simulated:
             if self.stages > 1:
                 fn = jax.vmap(fn, in_axes=tuple(in_axes), axis_name=STAGE, axis_size=self.stages)
-            return jax.vmap(fn, in_axes=tuple(in_axes), axis_name=SIMULATED, axis_size=self.num_workers)
+            return jax.vmap(fn, in_axes=tuple(in_axes), axis_name=SIMULATED.name, axis_size=self.num_workers)
 
         first = (0,) * self.num_axes
 

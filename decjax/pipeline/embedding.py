@@ -14,11 +14,11 @@ stages compress differently.
 Reference: arXiv 2301.09830 (Optimus-CC), fused embedding synchronization.
 """
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
 from decjax import mesh, reduce
+from decjax.channel import Channel
 from decjax.pipeline import stages
 
 TABLE = "table_VxD"
@@ -29,15 +29,13 @@ def tied_tables(division: stages.Division | None) -> tuple[str, ...]:
     return (TABLE,) if division and division.parts.tied else ()
 
 
-def with_tied_table(
-    reducer: reduce.Reducer, division: stages.Division, *, axis_name: mesh.AxisName = mesh.WORKER
-) -> reduce.Reducer:
+def with_tied_table(reducer: reduce.Reducer, division: stages.Division, channel: Channel = Channel()) -> reduce.Reducer:
     """A reducer of a divided model's gradient that averages a tied table by itself; see the module.
 
     Args:
         reducer: of everything else.
         division: which says whether the table's two gradients come as their sum (apart), or as they are (fused).
-        axis_name: the worker axis.
+        channel: how the table travels.
 
     Returns:
         The `Reducer`, `reducer` itself if nothing is tied. Bytes that it declares are the mean over stages, of what they send to
@@ -46,12 +44,10 @@ def with_tied_table(
     if not division.parts.tied:
         return reducer
 
-    def average(x):
-        with mesh.sent_by(division.ends):
-            return mesh.group_mean(x, jax.lax.axis_size(axis_name), axis_name)  # Between the ends: zeros, which they were.
+    average = channel.axis.sent_by(division.ends).mean  # Between the ends: zeros, which they were.
 
     def average_fused(table_VxD):
-        is_first = mesh.stage_index() == division.ends[0]
+        is_first = mesh.STAGES.index == division.ends[0]
         left, right = jnp.split(table_VxD, 2, axis=1)
         own = jnp.where(is_first, left, right) + division.swap(jnp.where(is_first, right, left))
         own = average(own)

@@ -209,7 +209,7 @@ def make_gradient(
         activation = like(tokens_BxT1)
         tokens_MxBxT1 = tokens_BxT1.reshape(M, -1, tokens_BxT1.shape[-1])
         run = _Passes(division, params, tokens_MxBxT1, remat)
-        stage = mesh.stage_index()
+        stage = mesh.STAGES.index
         carry = _Carry(
             {name: jnp.zeros((table.slots[name], *activation.shape), activation.dtype) for name in ("input", "gradient")},
             [jnp.zeros((table.slots["kept"], *x.shape), x.dtype) for x in run.kept_like(activation)],
@@ -233,7 +233,7 @@ def make_gradient(
         columns = {name: jnp.asarray(column_TxS) for name, column_TxS in table.columns.items()}
         carry, _ = jax.lax.scan(tick, carry, (columns, jnp.asarray(table.pattern)))
         state, _ = mesh.each_device(lambda state, nothing: (boundary.finish(state), nothing), carry.boundary, ())
-        return mesh.sum_over_stages(carry.loss), division.sum_tied(carry.grads), state
+        return mesh.STAGES.sum(carry.loss), division.sum_tied(carry.grads), state
 
     def init(tokens_BxT1):
         whole = jax.eval_shape(division.narrow, like(tokens_BxT1))
@@ -313,7 +313,7 @@ def _exchange(boundary, table, state, given):
             for group in _joint(messages, channels):
                 pairs = sorted(pair for message in group for pair in message.pairs)
                 with jax.named_scope(f"runs={runs}"):  # In the compiled program: for those who count bytes.
-                    moved = jax.tree.map(lambda leaf: mesh.exchange(leaf, pairs, mesh.STAGE), outgoing[channels[group[0].label]])
+                    moved = jax.tree.map(lambda leaf: mesh.STAGES.exchange(leaf, pairs), outgoing[channels[group[0].label]])
                 arrived |= {message.label: moved for message in group}
                 # In the same order on all stages, or they would wait for each other.
                 _, outgoing = jax.lax.optimization_barrier((moved, outgoing))
@@ -379,7 +379,7 @@ class _Passes:
     def __init__(self, division: stages.Division, params: Any, tokens_MxBxT1: jax.Array, remat: bool):
         self.division, self.params, self.tokens_MxBxT1, self.remat = division, params, tokens_MxBxT1, remat
         self.parts = division.parts
-        self.stage = mesh.stage_index()
+        self.stage = mesh.STAGES.index
 
     # -- What B needs of F --------------------------------------------------------------------------------------------
 

@@ -167,9 +167,9 @@ class Division:
         """The ℓ2 norm, over all stages, of one stage's share of a tree like the parameters; a tied table counts once."""
         tables = tree["table_VxD"]
         if self.parts.tied:
-            tables = jnp.where(mesh.stage_index() == 0, tables, jnp.zeros_like(tables))
+            tables = jnp.where(mesh.STAGES.index == 0, tables, jnp.zeros_like(tables))
         counted = tree | {"table_VxD": tables}
-        return jnp.sqrt(mesh.sum_over_stages(sum(jnp.sum(jnp.square(x)) for x in jax.tree.leaves(counted))))
+        return jnp.sqrt(mesh.STAGES.sum(sum(jnp.sum(jnp.square(x)) for x in jax.tree.leaves(counted))))
 
     def sum_tied(self, grads: dict[str, Any]) -> dict[str, Any]:
         """Adds up a tied table's gradients, those of reading it on the first stage and those of the output on the last, unless
@@ -191,7 +191,7 @@ class Division:
 
     def swap(self, x: jax.Array) -> jax.Array:
         """What the other end of a tied table has; zeros on stages between them."""
-        return mesh.exchange(x, self.permutations[0], mesh.STAGE)
+        return mesh.STAGES.exchange(x, self.permutations[0])
 
 
 def divide(

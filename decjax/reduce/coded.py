@@ -19,7 +19,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from decjax import buckets, codecs, mesh
+from decjax import codecs
+from decjax.channel import Channel
 from decjax.reduce import messages
 from decjax.reduce import reducer as reducer_lib
 
@@ -36,23 +37,19 @@ class CodedState(NamedTuple):
 
 
 def coded(
-    codec: codecs.Codec,
+    channel: Channel = Channel(),
     *,
-    feedback: Callable[[codecs.Codec], codecs.feedback.Feedback] = codecs.feedback.residual,
+    codec: codecs.Codec,
+    error: Callable[[codecs.Codec], codecs.feedback.Feedback] = codecs.feedback.residual,
     form: str = "auto",
-    seed: int = 0,
-    axis_name: mesh.AxisName = mesh.WORKER,
-    bucket_bytes: int = buckets.BUCKET_BYTES,
 ) -> reducer_lib.Reducer:
     """The average of coded gradients, with memory of what messages lose; see the module's equations.
 
     Args:
+        channel: how gradients travel; matrices that a codec sees as such are coded alone.
         codec: C, of messages of static size; an unbiased one is contracted where there is a memory.
-        feedback: the memory, such as `codecs.feedback.residual`, or a `functools.partial` of it with options.
+        error: the memory, such as `codecs.feedback.residual`, or a `functools.partial` of it with options.
         form: "gather", "shards" or "auto", that of the two which sends less; see `decjax.reduce.messages`.
-        seed: of a random codec's draws, which are functions of (seed, worker, step).
-        axis_name: the worker axis.
-        bucket_bytes: size of the flat vectors that are coded, in bytes. Matrices that a codec sees as such are coded alone.
 
     Returns:
         The `Reducer`. Its `init` is called inside a function that is mapped over workers, unless the form is "gather".
@@ -61,7 +58,7 @@ def coded(
         ValueError: if the codec and its use do not fit; from `num_bytes`, if messages are not smaller than plain all-reduce's.
 
     Example:
-        >>> tx = decjax.synchronize(optax.adamw(1e-3), decjax.reduce.coded(decjax.codecs.make("int8")))
+        >>> tx = decjax.synchronize(optax.adamw(1e-3), decjax.reduce.coded(codec=decjax.codecs.make("int8")))
 
     Reference:
         arXiv 1809.07599; arXiv 2102.02888 for the shards; see the module for others.
@@ -69,11 +66,11 @@ def coded(
     messages.check(codec)
     if form not in FORMS:
         raise ValueError(f"form={form!r} of coded messages is unknown; use one of {', '.join(FORMS)}")
-    remembers = feedback is not codecs.feedback.none
-    ends = feedback(codecs.of_any_shape(codecs.feedback.contractive(codec) if remembers else codec))
+    remembers = error is not codecs.feedback.none
+    ends = error(codecs.of_any_shape(codecs.feedback.contractive(codec) if remembers else codec))
 
     def cut_of(name, num_workers):
-        return messages.Cut((codec,), bucket_bytes, num_workers if name == "shards" else 0)
+        return messages.Cut((codec,), channel.bucket_bytes, num_workers if name == "shards" else 0)
 
     def sent_bytes(params, num_workers):
         """Bytes of both forms; the one that codes once comes first, and so is taken where they are equal."""
@@ -85,7 +82,7 @@ def coded(
     def due_cut(params):
         if form == "gather":
             return cut_of(form, 0)
-        num_workers = mesh.num_workers(axis_name)
+        num_workers = channel.axis.size
         sent = sent_bytes(params, num_workers)
         return cut_of(min(sent, key=sent.get) if form == "auto" else form, num_workers)
 
@@ -98,15 +95,17 @@ def coded(
         del phase
         cut = due_cut(grads)
         arrays = cut.arrays(grads)
-        key = messages.noise_key(seed, state.count, axis_name)
+        key = messages.noise_key(channel, state.count)
 
         def is_finite(own):
             return codecs.finite((arrays, own)).astype(jnp.uint8)
 
         if cut.num_shards:
-            averages, worker, owner, finite_N = messages.sharded(ends, arrays, state.worker, state.owner, key, is_finite, axis_name)
+            averages, worker, owner, finite_N = messages.sharded(
+                ends, arrays, state.worker, state.owner, key, is_finite, channel.axis
+            )
         else:
-            averages, worker, finite_N = messages.gathered(ends, arrays, state.worker, key, is_finite, axis_name)
+            averages, worker, finite_N = messages.gathered(ends, arrays, state.worker, key, is_finite, channel.axis)
             owner = ()
         finite = (finite_N == 1).all() & codecs.finite(averages)
         new = jax.tree.map(lambda new, old: jnp.where(finite, new, old), CodedState(worker, owner, state.count), state)

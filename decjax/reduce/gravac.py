@@ -16,7 +16,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from decjax import buckets, codecs, mesh
+from decjax import codecs, mesh
+from decjax.channel import Channel
 from decjax.reduce import messages
 from decjax.reduce import reducer as reducer_lib
 
@@ -37,15 +38,13 @@ class GravacState(NamedTuple):
 
 
 def gravac(
-    ladder: Sequence[codecs.Codec],
+    channel: Channel = Channel(),
     *,
+    ladder: Sequence[codecs.Codec],
     window: int = 50,
     threshold: float = 0.5,
     improvement: float = 0.0,
     speed: Sequence[float] = (),
-    seed: int = 0,
-    axis_name: mesh.AxisName = mesh.WORKER,
-    bucket_bytes: int = buckets.BUCKET_BYTES,
 ) -> reducer_lib.Reducer:
     """The average of gradients, coded as strongly as their gain allows; see the module.
 
@@ -54,15 +53,13 @@ def gravac(
     back there, for good. All rungs are branches of one program, of which all workers take the same.
 
     Args:
+        channel: see `coded`.
         ladder: codecs from the mildest to the strongest. Rung 0, without a codec, comes before them.
         window: steps on a rung before it is judged.
         threshold: ε in [0, 1], the least gain.
         improvement: ω ≥ 0, relative.
         speed: steps per second on each rung, with 0, relative to one another; `decjax.runtime` predicts them. Empty: 1 ÷ bytes,
             as where communication takes all the time.
-        seed: of random codecs' draws.
-        axis_name: the worker axis.
-        bucket_bytes: as in `coded`.
 
     Returns:
         The `Reducer`. Its phases are the rungs, and its state decides on them: `usage(state)` counts the steps on each. Its
@@ -92,7 +89,7 @@ def gravac(
     ends = [codecs.feedback.residual(codecs.of_any_shape(codecs.feedback.contractive(codec))) for codec in ladder]
 
     def cut_of(num_workers=None):
-        return messages.Cut(ladder, bucket_bytes, num_workers or mesh.num_workers(axis_name))
+        return messages.Cut(ladder, channel.bucket_bytes, num_workers or channel.axis.size)
 
     def init(params):
         cut = cut_of()
@@ -116,9 +113,9 @@ def gravac(
     def without_codec(arrays, state):
         targets = [e + x for e, x in zip(state.error, arrays)]
         energy = _energy(targets, state)
-        index, num_workers = mesh.worker_index(axis_name), mesh.num_workers(axis_name)
+        index, num_workers = channel.axis.index, channel.axis.size
         targets = [x.at[index].add(num_workers * e) for x, e in zip(targets, state.owner_error)]
-        joint = mesh.mean(jnp.concatenate([energy[None], *(x.ravel().astype(energy.dtype) for x in targets)]), axis_name)
+        joint = channel.axis.mean(jnp.concatenate([energy[None], *(x.ravel().astype(energy.dtype) for x in targets)]))
         ends = np.cumsum([1, *(x.size for x in targets)])
         means = [joint[start:end].reshape(x.shape).astype(x.dtype) for start, end, x in zip(ends, ends[1:], targets)]
         error, owner_error = (jax.tree.map(jnp.zeros_like, x) for x in (state.error, state.owner_error))
@@ -135,9 +132,9 @@ def gravac(
             arrays,
             worker,
             owner,
-            messages.noise_key(seed, state.count, axis_name),
+            messages.noise_key(channel, state.count),
             lambda own: jnp.stack([_energy(own, state), energy]),
-            axis_name,
+            channel.axis,
         )
         error, owner_error = (tuple(memory.error for memory in side.memory) for side in (worker, owner))
         states = tuple(tuple(memory.codec for memory in side.memory) for side in (worker, owner))
@@ -167,7 +164,7 @@ def gravac(
 
     def _judged(state, like):
         """The rung of the next step."""
-        sent = rung_bytes(like, mesh.num_workers(axis_name))
+        sent = rung_bytes(like, channel.axis.size)
         rates = speed or [1 / max(1, each) for each in sent]
         rate = jnp.asarray(np.divide(rates, max(rates)), state.score.dtype)[state.rung]
         gain = jnp.where(state.energy > 0, state.energy_sent / jnp.where(state.energy > 0, state.energy, 1), 1)

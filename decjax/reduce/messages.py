@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from decjax import buckets, codecs, mesh
+from decjax.channel import Channel
 
 
 class Side(NamedTuple):
@@ -123,21 +124,16 @@ def _start(feedback, shapes) -> Side:
     )
 
 
-def noise_key(seed: int, count: jax.Array, axis_name: mesh.AxisName) -> jax.Array:
+def noise_key(channel: Channel, count: jax.Array) -> jax.Array:
     """Of a worker's draws at a step."""
-    return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), mesh.worker_index(axis_name)), count)
+    return jax.random.fold_in(jax.random.fold_in(jax.random.key(channel.seed), channel.axis.index), count)
 
 
 Header = Callable[[list[jax.Array]], jax.Array]  # of what a worker's own messages decode to
 
 
 def gathered(
-    feedback: codecs.feedback.Feedback,
-    arrays: list[jax.Array],
-    side: Side,
-    key: jax.Array,
-    header: Header,
-    axis_name: mesh.AxisName,
+    feedback: codecs.feedback.Feedback, arrays: list[jax.Array], side: Side, key: jax.Array, header: Header, axis: mesh.Axis
 ) -> tuple[list[jax.Array], Side, jax.Array]:
     """The average of messages that all workers get.
 
@@ -147,14 +143,14 @@ def gathered(
         side: what is remembered.
         key: of the codec's draws.
         header: a small array that travels with them.
-        axis_name: the worker axis.
+        axis: the worker axis.
 
     Returns:
         (averages, what is remembered, [N, …] headers of all).
     """
     messages, memory = _encoded(feedback, arrays, side.memory, key)
     sent = messages, header(_decoded(feedback, messages, arrays))
-    means, headers = _mean(feedback, mesh.all_gather(_as_bytes(sent), axis_name), sent, arrays)
+    means, headers = _mean(feedback, axis.all_gather(_as_bytes(sent)), sent, arrays)
     averages, estimate = _received(feedback, side.estimate, means)
     return averages, Side(memory, estimate), headers
 
@@ -166,7 +162,7 @@ def sharded(
     owner: Side,
     key: jax.Array,
     header: Header,
-    axis_name: mesh.AxisName,
+    axis: mesh.Axis,
 ) -> tuple[list[jax.Array], Side, Side, jax.Array]:
     """The same of messages that go to the owner of each shard, who sends the coded mean to all; arrays are [N, …]."""
     keys = [jax.random.fold_in(key, end) for end in range(2)]
@@ -176,12 +172,12 @@ def sharded(
     head = header(jax.vmap(lambda messages: _decoded(feedback, messages, shards))(messages))
     sent = jax.tree.map(lambda x: x[0], messages), head
     rows_NxB = jax.vmap(lambda messages: _as_bytes((messages, head)))(messages)
-    means, headers = _mean(feedback, mesh.all_to_all(rows_NxB, axis_name), sent, shards)
+    means, headers = _mean(feedback, axis.all_to_all(rows_NxB), sent, shards)
     means, own_estimate = _received(feedback, worker.estimate, means)
 
     relay = feedback.relay()
     messages, owner_memory = _encoded(relay, means, owner.memory, keys[1])
-    joint_NxB = mesh.all_gather(_as_bytes(messages), axis_name)
+    joint_NxB = axis.all_gather(_as_bytes(messages))
     arrived = jax.vmap(lambda row: _decoded(relay, _from_bytes(row, messages), shards))(joint_NxB)
     averages, estimate = _received(relay, owner.estimate, arrived)
     return averages, Side(memory, own_estimate), Side(owner_memory, estimate), headers

@@ -26,6 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from decjax import codecs, mesh
+from decjax.channel import Channel
 from decjax.codecs import noise
 from decjax.reduce import reducer as reducer_lib
 
@@ -47,21 +48,18 @@ class _Plan(NamedTuple):
     dtype: Any  # of the arithmetic, float32 at least
 
 
-def powersgd(
-    rank: int = 4, *, gate: float = 1.0, wire_dtype: Any = None, seed: int = 0, axis_name: mesh.AxisName = mesh.WORKER
-) -> reducer_lib.Reducer:
+def powersgd(channel: Channel = Channel(), *, rank: int = 4, gate: float = 1.0, wire_dtype: Any = None) -> reducer_lib.Reducer:
     """The mean of rank-R approximations, with error feedback; see the module's equations.
 
     Of an array seen as I×J, a worker sends 2(N−1)/N · (I + J)R values instead of 2(N−1)/N · IJ.
 
     Args:
+        channel: how gradients travel, all in two messages; its seed is that of the first factors.
         rank: R, at most min(I, J) of any array; more is taken as that.
         gate: ρ; arrays with (I + J)R ≥ ρIJ are averaged as they are. Infinity compresses all matrices.
         wire_dtype: floating-point type of the factors' messages, as "bfloat16"; None: that of the arithmetic. Errors hold what
             the cast of a worker's own Q_i loses; the mean Q is rounded once more, the same on all workers, and nobody keeps that.
             Narrow values are summed in float32, by all-to-all and all-gather.
-        seed: of the first factors.
-        axis_name: the worker axis.
 
     Returns:
         The `Reducer`.
@@ -106,7 +104,7 @@ def powersgd(
         matrices, _, dtype = plan(params)
         return PowerSGDState(
             tuple(jnp.zeros((I, J), dtype) for I, J, _ in matrices.values()),
-            tuple(_drawn((J, R), seed, i, dtype) for i, (_, J, R) in matrices.items()),
+            tuple(_drawn((J, R), channel.seed, i, dtype) for i, (_, J, R) in matrices.items()),
         )
 
     def reduce(grads, state, phase=0):
@@ -116,19 +114,19 @@ def powersgd(
         out = list(leaves)
         wire = wire_dtype or dtype
         targets = [leaves[i].reshape(I, J).astype(dtype) + e for (i, (I, J, _)), e in zip(matrices.items(), state.error)]
-        factors = [_unit(codecs.revived(q, _drawn(q.shape, seed, i, q.dtype))) for i, q in zip(matrices, state.factor)]
+        factors = [_unit(codecs.revived(q, _drawn(q.shape, channel.seed, i, q.dtype))) for i, q in zip(matrices, state.factor)]
         bases = [_dot(a, q) for a, q in zip(targets, factors)]
         rest = [leaves[i].astype(dtype) for i in dense]
         if wire == dtype:
-            means = _means([*bases, *rest], axis_name)
+            means = _means([*bases, *rest], channel.axis)
             bases, rest = means[: len(bases)], means[len(bases) :]
         else:
-            bases, rest = _means(bases, axis_name, wire), _means(rest, axis_name)
+            bases, rest = _means(bases, channel.axis, wire), _means(rest, channel.axis)
         received = [*bases, *rest]
         bases = _orthogonalized(bases)
         # (PᵀA) rather than (AᵀP): compilers for CPUs transpose large matrices badly.
         own = [_dot(p.T, a).astype(wire).astype(dtype) for p, a in zip(bases, targets)]
-        means = _means(own, axis_name, wire)
+        means = _means(own, channel.axis, wire)
 
         # Equal on all workers, since it is read from means.
         finite = jnp.stack([jnp.isfinite(x).all() for x in (*received, *means)]).all()
@@ -167,12 +165,12 @@ def _product(p_IxR: jax.Array, q_RxJ: jax.Array) -> jax.Array:
     return sum(p_I[:, None] * q_J for p_I, q_J in zip(p_IxR.T, q_RxJ))
 
 
-def _means(arrays: list[jax.Array], axis_name: mesh.AxisName, wire_dtype: Any = None) -> list[jax.Array]:
+def _means(arrays: list[jax.Array], axis: mesh.Axis, wire_dtype: Any = None) -> list[jax.Array]:
     """Means over all workers of arrays of one dtype, as one message."""
     if not arrays:
         return []
     joint = arrays[0].ravel() if len(arrays) == 1 else jnp.concatenate([x.ravel() for x in arrays])
-    joint = mesh.mean(joint, axis_name, wire_dtype)
+    joint = axis.mean(joint, wire_dtype)
     ends = np.cumsum([x.size for x in arrays])
     return [joint[end - x.size : end].reshape(x.shape) for x, end in zip(arrays, ends)]
 

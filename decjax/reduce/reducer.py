@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from decjax import buckets, mesh
+from decjax.channel import Channel
 
 LOCAL = -1  # The phase of a step that averages nothing.
 BEFORE = 0  # The first phase of `start_at`.
@@ -55,12 +56,11 @@ def due_phase(reducer: Reducer, phase: int | None) -> int | None:
     return phase
 
 
-def mean(*, axis_name: mesh.AxisName = mesh.WORKER, bucket_bytes: int = buckets.BUCKET_BYTES) -> Reducer:
+def mean(channel: Channel = Channel()) -> Reducer:
     """All-reduce: g_i <- (1/N) Σ_j g_j. A worker sends 2(N−1)/N of the gradient's bytes.
 
     Args:
-        axis_name: the worker axis.
-        bucket_bytes: size of the flat messages in bytes; 0 reduces every array by itself.
+        channel: how gradients travel.
 
     Returns:
         The `Reducer`.
@@ -68,14 +68,13 @@ def mean(*, axis_name: mesh.AxisName = mesh.WORKER, bucket_bytes: int = buckets.
 
     def reduce(grads, state, phase=0):
         del phase
-        layout = buckets.layout(grads, bucket_bytes=bucket_bytes)
-        num_workers = jax.lax.axis_size(axis_name)
-        means = [mesh.group_mean(x_P, num_workers, axis_name) for x_P in layout.pack(grads, flat=False)]
+        layout = buckets.layout(grads, bucket_bytes=channel.bucket_bytes)
+        means = [channel.axis.mean(x_P) for x_P in layout.pack(grads, flat=False)]
         return layout.unpack(means, like=grads), state
 
     def num_bytes(params, num_workers, phase=0):
         del phase
-        layout = buckets.layout(params, bucket_bytes=bucket_bytes)
+        layout = buckets.layout(params, bucket_bytes=channel.bucket_bytes)
         return np.full(num_workers, 2 * (num_workers - 1) / num_workers * layout.num_bytes)
 
     return Reducer(lambda params: (), reduce, num_bytes)
@@ -129,20 +128,27 @@ def start_at(reducer: Reducer, step: int, before: Reducer) -> Reducer:
     return Reducer(lambda params: (before.init(params), reducer.init(params)), reduce, num_bytes, phase, range(1 + num_own), usage)
 
 
-def first_stages(reducer: Reducer, count: int, num_stages: int, others: Reducer) -> Reducer:
+def first_stages(
+    make: Callable[[Channel], Reducer],
+    count: int,
+    num_stages: int,
+    others: Callable[[Channel], Reducer] = mean,
+    channel: Channel = Channel(),
+) -> Reducer:
     """Averages by one reducer in the first stages of a pipeline, and by another in those behind them.
 
     A stage's last backward pass waits for those of all stages behind it, so what the last stages send may travel meanwhile, and
     needs no compression.
 
     Args:
-        reducer: of the first stages; its phases and its state are those of all.
+        make: the reducer of the first stages on a channel; its phases and its state are those of all.
         count: k ≥ 1, how many they are.
         num_stages: S ≥ k.
-        others: of the other stages, such as `mean`; without phases of its own.
+        others: that of the other stages; without phases of its own.
+        channel: how gradients travel.
 
     Returns:
-        The `Reducer`; `reducer` itself if k = S. Bytes that it declares are the mean over stages.
+        The `Reducer`; `make(channel)` if k = S. Bytes that it declares are the mean over stages.
 
     Raises:
         ValueError: if k is not between 1 and S, or a reducer has phases that do not fit.
@@ -153,20 +159,18 @@ def first_stages(reducer: Reducer, count: int, num_stages: int, others: Reducer)
     if not 1 <= count <= num_stages:
         raise ValueError(f"{count} compressed stages of {num_stages}: must be between 1 and {num_stages}")
     if count == num_stages:
-        return reducer
-    if len(others.phases) > 1 or reducer.usage:
+        return make(channel)
+    reducer, other = make(channel.sent_by(range(count))), others(channel.sent_by(range(count, num_stages)))
+    if len(other.phases) > 1 or reducer.usage:
         raise ValueError(
             "the reducers of first and other stages take their steps together: use reducers whose phases are known "
             "beforehand, and one of a single phase, such as mean, for the others"
         )
 
     def reduce(grads, state, phase=reducer.phases[-1]):
-        # Every stage computes both, and sends one: see `mesh.sent_by`.
-        with mesh.sent_by(range(count)):
-            compressed = reducer.reduce(grads, state[0], phase)
-        with mesh.sent_by(range(count, num_stages)):
-            plain = others.reduce(grads, state[1])
-        is_first = mesh.stage_index() < count
+        # Every stage computes both, and sends one: see `mesh.Axis.sent_by`.
+        compressed, plain = reducer.reduce(grads, state[0], phase), other.reduce(grads, state[1])
+        is_first = mesh.STAGES.index < count
 
         def chosen(first, other):
             return jax.tree.map(lambda x, y: jnp.where(is_first, x, y), first, other)
@@ -174,10 +178,10 @@ def first_stages(reducer: Reducer, count: int, num_stages: int, others: Reducer)
         return chosen(compressed[0], plain[0]), (chosen(compressed[1], state[0]), chosen(state[1], plain[1]))
 
     def num_bytes(params, num_workers, phase=reducer.phases[-1]):
-        sent = reducer.num_bytes(params, num_workers, phase), others.num_bytes(params, num_workers)
+        sent = reducer.num_bytes(params, num_workers, phase), other.num_bytes(params, num_workers)
         return (count * sent[0] + (num_stages - count) * sent[1]) / num_stages
 
-    return reducer._replace(init=lambda params: (reducer.init(params), others.init(params)), reduce=reduce, num_bytes=num_bytes)
+    return reducer._replace(init=lambda params: (reducer.init(params), other.init(params)), reduce=reduce, num_bytes=num_bytes)
 
 
 def every(reducer: Reducer, period: int) -> Reducer:

@@ -188,7 +188,7 @@ def _compressed_stages(config, model, source, workers) -> int:
     """What `reducer.stages` should be, by the runtime model."""
     methods.check_stages(config)
     shapes = jax.eval_shape(lambda: source.split(model.init(jax.random.key(0))))
-    return selective.choose(config, model, selective.one_stage(shapes), methods.make_compressor(config, workers.axis_name))
+    return selective.choose(config, model, selective.one_stage(shapes), methods.make_compressor(config, workers.axis))
 
 
 class Size(NamedTuple):

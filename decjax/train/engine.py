@@ -112,7 +112,7 @@ def _halves(gradient, method, workers, seed):
     """The two halves of a step: its gradient, and what becomes of it."""
 
     def take(params, source, batch, step):
-        worker_key = jax.random.fold_in(jax.random.key(seed), mesh.worker_index(workers.axis_name))
+        worker_key = jax.random.fold_in(jax.random.key(seed), workers.axis.index)
         return gradient(params, source, batch, jax.random.fold_in(worker_key, step))
 
     def apply(state, grads, **extra):

@@ -5,7 +5,7 @@ Everything is taken in rounds, one action after the other in an order that rotat
 on all actions alike; medians over rounds count. All workers meet before an action and begin it at once, so that those that
 share cores share them as in training. An exchange takes as long as on the slowest worker.
 
-Exchanges run through `mesh.exchange` and `mesh.group_mean`, in as many messages as the model has buckets, each scaled to the
+Exchanges run through `mesh.Axis`, in as many messages as the model has buckets, each scaled to the
 size in question; what they cost is that of the whole exchange, and the profile's workload is a single bucket.
 
     shift       worker i → i + 1, around a ring
@@ -142,7 +142,7 @@ def step_actions(setup: assemble.Setup) -> Actions:
 def exchange_actions(setup: assemble.Setup, sizes: Sequence[int]) -> Actions:
     """Every kind of exchange between these workers, in every size (bytes)."""
     workers, layout = setup.workers, _layout(setup)
-    n, L, axis_name = workers.num_workers, workers.local_size, workers.axis_name
+    n, L, axis = workers.num_workers, workers.local_size, workers.axis
     sends = {}
     if n > L:
         sends |= {
@@ -157,8 +157,8 @@ def exchange_actions(setup: assemble.Setup, sizes: Sequence[int]) -> Actions:
     def on_all(talk):
         return workers.jit(lambda vectors: [talk(x_P) for x_P in vectors], (0,))
 
-    programs = {what: on_all(lambda x_P, pairs=pairs: mesh.exchange(x_P, pairs, axis_name)) for what, pairs in sends.items()}
-    programs["all_reduce", "inter" if n > L else "intra", n] = on_all(lambda x_P: mesh.group_mean(x_P, n, axis_name))
+    programs = {what: on_all(lambda x_P, pairs=pairs: axis.exchange(x_P, pairs)) for what, pairs in sends.items()}
+    programs["all_reduce", "inter" if n > L else "intra", n] = on_all(axis.mean)
     actions = {}
     for wanted in sizes:
         parts = [max(1, round(bucket.size * wanted / layout.num_bytes)) for bucket in layout.buckets]
@@ -251,7 +251,7 @@ def _silent_update(setup: assemble.Setup, phase: int | None = None, sums: list[f
         updates, opt_state = setup.method.tx.update(grads, state.opt_state, state.params, phase=phase)
         return state_lib.State(optax.apply_updates(state.params, updates), opt_state)
 
-    return silence.silent(update, setup.workers.axis_name, sums)
+    return silence.silent(update, setup.workers.axis, sums)
 
 
 def coding_actions(forms: Sequence[Form]) -> Actions:
@@ -280,7 +280,7 @@ class Stopwatch:
     def __init__(self, workers: mesh.Workers):
         self._workers = workers
         self._token = workers.build(lambda worker: np.float32(0))
-        self._meet = workers.jit(lambda x: mesh.group_mean(x, workers.num_workers, workers.axis_name), (0,))
+        self._meet = workers.jit(workers.axis.mean, (0,))
         self.meet()  # Connections between CPU processes are made within half a minute: before anybody compiles for longer.
 
     def meet(self) -> None:

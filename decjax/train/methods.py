@@ -12,6 +12,7 @@ import optax
 
 from decjax import codecs, gossip, mesh, optim, pipeline, reduce
 from decjax import topology as topology_lib
+from decjax.channel import Channel
 from decjax.train import source as source_lib
 from decjax.train.state import Method
 
@@ -122,7 +123,7 @@ def _check_communicates(config) -> None:
 
 def _decentralized(config, workers, schedule, source):
     topology = make_topology(config.topology, workers.num_workers, workers.local_size)
-    mixer = make_mixer(config, topology, workers.axis_name, schedule, source.division)
+    mixer = make_mixer(config, topology, workers.axis, schedule, source.division)
     inner, order = make_optimizer(config.optimizer, schedule, source.norm), config.mixing.order
     if config.mixing.mixer == "beer":
         tx, exchange = optim.track(inner, mixer, order), functools.partial(optim.tracked_exchange, mixer)
@@ -144,7 +145,7 @@ def _decentralized(config, workers, schedule, source):
 
 
 def _allreduce(config, workers, schedule, source):
-    reducer = make_reducer(config, workers.axis_name, source.division)
+    reducer = make_reducer(config, workers.axis, source.division)
     if config.reducer.name == "onebit_adam":
         return _averaging(_onebit_adam(config, reducer, schedule, source.norm), reducer, workers), None
 
@@ -157,7 +158,7 @@ def _allreduce(config, workers, schedule, source):
 
 
 def _local_updates(config, workers, schedule, source):
-    reducer = reduce.every(make_reducer(config, workers.axis_name, source.division), config.outer.every)
+    reducer = reduce.every(make_reducer(config, workers.axis, source.division), config.outer.every)
     outer = optax.sgd(config.outer.learning_rate, config.outer.momentum or None, nesterov=True)
     inner = make_optimizer(config.optimizer, schedule, source.norm)
     return _averaging(optim.local_updates(inner, reducer, outer), reducer, workers), None
@@ -218,17 +219,16 @@ def _onebit_adam(config, reducer, schedule, norm) -> optax.GradientTransformatio
     )
 
 
-def _powersgd(config, *, bucket_bytes, **common):
-    del bucket_bytes  # Its messages are joined anyway.
-    return reduce.powersgd(config.rank, gate=config.gate, wire_dtype=config.wire_dtype or None, **common)
+def _powersgd(config, channel):
+    return reduce.powersgd(channel, rank=config.rank, gate=config.gate, wire_dtype=config.wire_dtype or None)
 
 
-def _coded(config, **common):
+def _coded(config, channel):
     if not config.codec:
         raise ValueError(
             f"reducer {config.name!r} needs reducer.codec, the form of its messages; use one of {', '.join(codecs.names())}"
         )
-    return reduce.coded(make_codec(config.codec), feedback=_feedback(config), form=config.form, **common)
+    return reduce.coded(channel, codec=make_codec(config.codec), error=_feedback(config), form=config.form)
 
 
 def _feedback(config):
@@ -242,9 +242,9 @@ def _feedback(config):
     return functools.partial(feedback, **options[error], **storage) if error != "none" else feedback
 
 
-def _gravac(config, **common):
+def _gravac(config, channel):
     ladder = [make_codec(text) for text in config.ladder.split(";") if text.strip()]
-    return reduce.gravac(ladder, window=config.window, threshold=config.threshold, **common)
+    return reduce.gravac(channel, ladder=ladder, window=config.window, threshold=config.threshold)
 
 
 AUTO = "auto"  # of reducer.stages
@@ -253,24 +253,24 @@ CODED = tuple(name for name, build in REDUCERS.items() if build is _coded)
 FORMS = {"codec": CODED, "storage": CODED, "wire_dtype": ("powersgd",)}  # empty by default, and the reducers that have them
 
 
-def make_reducer(
-    config: ml_collections.ConfigDict, axis_name: mesh.AxisName, division: pipeline.Division | None = None
-) -> reduce.Reducer:
+def make_reducer(config: ml_collections.ConfigDict, axis: mesh.Axis, division: pipeline.Division | None = None) -> reduce.Reducer:
     """How gradients, or the changes of several local steps, are averaged: plainly before step `start`, and in all but the first
     `stages`; a tied table, which two stages hold, by itself."""
-    mean, name = reduce.mean(axis_name=axis_name, bucket_bytes=config.bucket_bytes), config.reducer.name
-    reducer = mean
+    channel, name = Channel(axis, config.bucket_bytes, config.seed), config.reducer.name
+    mean = reducer = reduce.mean(channel)
     if _known("reducer", name, ("mean", *REDUCERS)) != "mean":
-        reducer = make_compressor(config, axis_name)
+        make = functools.partial(REDUCERS[name], config.reducer)
         if config.reducer.stages:
-            reducer = reduce.first_stages(reducer, int(config.reducer.stages), config.pipeline.stages, mean)
+            reducer = reduce.first_stages(make, int(config.reducer.stages), config.pipeline.stages, channel=channel)
+        else:
+            reducer = make(channel)
         reducer = reduce.start_at(reducer, config.reducer.start, mean)
-    return pipeline.with_tied_table(reducer, division, axis_name=axis_name) if division else reducer
+    return pipeline.with_tied_table(reducer, division, channel) if division else reducer
 
 
-def make_compressor(config: ml_collections.ConfigDict, axis_name: mesh.AxisName) -> reduce.Reducer:
+def make_compressor(config: ml_collections.ConfigDict, axis: mesh.Axis) -> reduce.Reducer:
     """The named reducer, other than "mean", by itself."""
-    return REDUCERS[config.reducer.name](config.reducer, seed=config.seed, axis_name=axis_name, bucket_bytes=config.bucket_bytes)
+    return REDUCERS[config.reducer.name](config.reducer, Channel(axis, config.bucket_bytes, config.seed))
 
 
 def check_stages(config: ml_collections.ConfigDict) -> None:
@@ -343,23 +343,22 @@ MIXERS = ("exact", *COMPRESSED, "power_gossip")
 def make_mixer(
     config: ml_collections.ConfigDict,
     topology: topology_lib.Topology,
-    axis_name: mesh.AxisName,
+    axis: mesh.Axis,
     schedule: optax.Schedule,
     division: pipeline.Division | None = None,
 ) -> gossip.Mixer:
     """The named mixer over the topology: rounds, codec, period and strength γ = strength · (lr / lr_max)^strength_power; a tied
     table, which two stages hold, is coded by itself."""
     mixing, peak = config.mixing, config.optimizer.learning_rate
-    mixer = _every_step_mixer(
-        mixing, topology, pipeline.tied_tables(division), axis_name=axis_name, bucket_bytes=config.bucket_bytes, seed=config.seed
-    )
+    channel = Channel(axis, config.bucket_bytes, config.seed, pipeline.tied_tables(division))
+    mixer = _every_step_mixer(mixing, topology, channel)
     mixer = gossip.every(mixer, mixing.every)
     if not mixing.strength_power:
         return gossip.damp(mixer, mixing.strength)
     return gossip.damp(mixer, lambda step: mixing.strength * (schedule(step) / peak) ** mixing.strength_power)
 
 
-def _every_step_mixer(mixing, topology, alone, **common) -> gossip.Mixer:
+def _every_step_mixer(mixing, topology, channel) -> gossip.Mixer:
     """The mixer of `mixing.mixer`; options that it does not have are refused rather than ignored."""
     name = _known("mixing.mixer", mixing.mixer, MIXERS)
     codec = make_codec(mixing.codec) if mixing.codec else None
@@ -376,16 +375,15 @@ def _every_step_mixer(mixing, topology, alone, **common) -> gossip.Mixer:
                 f"mixing.codec={mixing.codec!r} with mixer 'power_gossip', whose products travel as they are; "
                 "leave it empty, or use mixer 'choco'"
             )
-        return gossip.power_gossip(topology, rank=mixing.rank, **common)
+        return gossip.power_gossip(topology, channel, rank=mixing.rank)
     if name != "exact":
         rounds = {} if name == "dcd" else dict(rounds=mixing.rounds, gamma=mixing.gamma or None)
-        return COMPRESSED[name](topology, codec=codec, alone=alone, **rounds, **common)
+        return COMPRESSED[name](topology, channel, codec=codec, **rounds)
     if not topology_lib.is_doubly_stochastic(topology):
         raise ValueError(
             f"topology {topology.name!r} is not doubly stochastic, so plain gossip would drift from the mean; "
             "use 'directed_exponential' or another graph whose columns and rows sum to one, or mixer 'push_sum'"
         )
     if mixing.accelerated:
-        del common["seed"]
-        return gossip.accelerated(topology, rounds=mixing.rounds, **common)
-    return gossip.exact(topology, rounds=mixing.rounds, codec=codec, alone=alone, **common)
+        return gossip.accelerated(topology, channel, rounds=mixing.rounds)
+    return gossip.exact(topology, channel, rounds=mixing.rounds, codec=codec)

@@ -16,12 +16,12 @@ from decjax import mesh
 SUMS = {"psum": 1.0, "ppermute": 0.0, "all_gather": 0.5, "all_to_all": 0.5, "reduce_scatter": 0.5}  # collective -> of a sum's hops
 
 
-def silent(fn: Callable[..., Any], axis_name: mesh.AxisName, sums: list[float] | None = None) -> Callable[..., Any]:
+def silent(fn: Callable[..., Any], axis: mesh.Axis, sums: list[float] | None = None) -> Callable[..., Any]:
     """`fn` of one worker, in which the worker hears itself.
 
     Args:
         fn: to be called inside a mapped function, where axis names are known; collectives in branches and loops are left alone.
-        axis_name: the worker axis.
+        axis: the worker axis.
         sums: gets, when the function is traced, the hops of every collective ÷ those of a sum.
     """
 
@@ -30,7 +30,7 @@ def silent(fn: Callable[..., Any], axis_name: mesh.AxisName, sums: list[float] |
         program = closed.jaxpr
         values = dict(zip((*program.constvars, *program.invars), (*closed.consts, *jax.tree.leaves(args))))
         # Zero, which the compiler does not know: else it would see that what arrives is what was sent, and decode one of them.
-        zero = mesh.worker_index(axis_name) >> 20
+        zero = axis.index >> 20
         for equation in program.eqns:
             variables = [atom for atom in equation.invars if not isinstance(atom, jax.extend.core.Literal)]
             given = [values[variable] for variable in variables]

@@ -21,6 +21,7 @@ import rich.console
 import rich.table
 
 from decjax import mesh, reduce
+from decjax.channel import Channel
 from experiments.bench.peer import Peer
 from launch import command, memory
 
@@ -42,7 +43,7 @@ class Ours:
     def __init__(self):
         rng = np.random.default_rng(0)
         self.workers = mesh.make_workers(1, devices=jax.devices()[:1])
-        reducer = reduce.powersgd(RANK, axis_name=self.workers.axis_name)
+        reducer = reduce.powersgd(Channel(self.workers.axis), rank=RANK)
         self.grads = self.workers.stack([jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in shapes()])
         self.copy = jax.jit(lambda grads: jax.tree.map(jnp.copy, grads))
         self.state = self.workers.jit(reducer.init, (0,))(self.grads)
