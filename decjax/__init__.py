@@ -2,12 +2,14 @@
 
 A training method is a composition of small, pure things, each usable alone. From the bottom up:
 
+    registry    parts by name, which a config chooses      no dependencies
     topology    who talks to whom, when                    NumPy only
     schedules   which pipeline stage does what, when       NumPy only
     runtime     when decentralized beats all-reduce        NumPy only
     mesh        workers as mesh axes, the collectives      JAX
     buckets     a pytree as a few flat messages
     codecs      what a message looks like on the wire
+    channel     between whom a pytree travels, in which pieces, with which noise
     gossip      mixing parameters over a topology
     reduce      averaging gradients over all workers
     optim       optax transformations built on the two
@@ -20,6 +22,7 @@ A training method is a composition of small, pure things, each usable alone. Fro
 """
 
 from decjax import codecs, gossip, mesh, reduce, runtime, schedules, topology
+from decjax.channel import Channel
 from decjax.mesh import make_workers
 from decjax.optim import (
     accumulated_adam,

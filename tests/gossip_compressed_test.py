@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 
-from decjax import codecs, gossip
+from decjax import codecs, gossip, registry
 from decjax import topology as topology_lib
 from decjax.channel import Channel
 from decjax.train import checkpoint, wire
@@ -302,6 +302,9 @@ def test_typical_contraction_and_the_strength_that_follows():
         assert np.abs(path[-1] - x_NxP.mean(axis=0)).max() < 1e-3
 
 
+MADE_WITH = {"choco": dict(codec="int4(block=64)", gamma=0.5), "accelerated": dict(rounds=6), "power_gossip": dict(rank=2)}
+
+
 def unbiased():
     return four_bits(contractive=None, unbiased=lambda size: 3.0)
 
@@ -353,3 +356,15 @@ def test_codecs_that_make_nothing_smaller_are_refused(build, graph):
         ) as refusal:
             refused()
         assert "\n" not in str(refusal.value)
+
+
+def test_graphs_on_which_plain_gossip_drifts_are_refused():
+    with pytest.raises(ValueError, match="'random_digraph' is not doubly stochastic, .* or mixer 'push_sum'"):
+        gossip.exact(topology_lib.make("random_digraph", N))
+
+
+@pytest.mark.parametrize("name", registry.names("mixer"))
+def test_every_mixer_is_made_by_its_name(name):
+    """With the options of its signature; what it needs, sends and keeps is told."""
+    made = registry.make("mixer", name, topology_lib.make("ring", N), Channel(workers("simulated").axis), **MADE_WITH.get(name, {}))
+    assert made.num_workers == N and {"needs", "messages", "memory"} == registry.part("mixer", name).traits.keys()
