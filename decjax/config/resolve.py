@@ -15,7 +15,21 @@ from decjax.config.spec import AUTO, SIMULATED_WORKERS, Averaging, Choice, Layer
 from decjax.errors import ConfigError
 
 PLAIN = tuple(
-    "seed steps workers local_size simulate batch_size tensor clip_norm engine bucket_bytes consensus_every log_every task".split()
+    [
+        "seed",
+        "steps",
+        "workers",
+        "local_size",
+        "simulate",
+        "batch_size",
+        "tensor",
+        "clip_norm",
+        "engine",
+        "bucket_bytes",
+        "consensus_every",
+        "log_every",
+        "task",
+    ]
 )
 GROUPS = {"eval": Periodic._fields, "checkpoint": Saving._fields}
 
