@@ -28,7 +28,8 @@ def main(argv: list[str]) -> int:
         command.fail(f"unexpected argument {argv[0]!r}; options start with --")
     with join.leaving_at_once((train.TrainingError,), "run the same command to continue from the last checkpoint"):
         config, workdir = _CONFIG.value, command.folder("workdir", _WORKDIR.value)
-        join.set_up_devices(config.workers, config.simulate, parts.devices_of_worker(config))
+        spec = parts.read(config)
+        join.set_up_devices(spec.workers, spec.simulate, spec.devices_of_worker)
         with memory_told():
             trainer = train.Trainer(join.resolved(config))
             outcome = train.Run(trainer, workdir, _RESUME_FROM.value).train()

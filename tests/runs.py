@@ -1,9 +1,12 @@
-"""From a config to a trainer or a run, as `launch.train` does it."""
+"""From a config to a trainer or a run, as `launch.train` does it; and training states of parts that no config holds."""
+
+from collections.abc import Callable
+from typing import Any
 
 import jax
 
 from decjax import config as parts
-from decjax import train
+from decjax import mesh, optim, train
 
 
 def spec_of(config) -> parts.RunSpec:
@@ -16,3 +19,19 @@ def trainer_of(config) -> train.Trainer:
 
 def run_of(config, workdir, resume_from=None) -> train.Run:
     return train.Run(trainer_of(config), workdir, resume_from)
+
+
+def start(
+    params: Any, method: optim.Method, workers: mesh.Workers, source_init: Callable[[Any], Any] = lambda params: ()
+) -> train.State:
+    """The state before the first step, from the parameters of one model; leaves [S, …] with stages."""
+    params = workers.stack(params)
+    return train.State(params, workers.jit(method.tx.init, (0,))(params), workers.jit(source_init, (0,))(params))
+
+
+def shapes(make: Callable[[], Any], workers: mesh.Workers) -> Any:
+    """Shapes, dtypes and shardings of what `make()` returns, without its arrays."""
+    found = jax.eval_shape(make)
+    return jax.tree.map(
+        lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), found, workers.shardings(found)
+    )

@@ -8,7 +8,7 @@ selective  how many stages of a pipeline should compress
 """
 
 from decjax.config.assemble import Setup, build
-from decjax.config.resolve import Size, devices_of_worker, document_of, message_ratio, resolve, size
+from decjax.config.resolve import Size, message_ratio, read, resolve, size
 from decjax.config.sections import choose, section
 from decjax.config.spec import SIMULATED_WORKERS, Choice, RunSpec
 from decjax.errors import ConfigError

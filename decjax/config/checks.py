@@ -8,6 +8,7 @@ import jax
 
 from decjax import registry
 from decjax.config.spec import AUTO, RunSpec
+from decjax.optim.method import Method
 
 ENGINES = ("auto", "fused", "split")
 LARGEST = 2**31 - 1  # of whole numbers
@@ -67,18 +68,27 @@ def check_numbers(document: Mapping[str, Any]) -> None:
             raise ValueError(f"{name}={value}: must be finite")
         least, most = BOUNDS.get(name, (-math.inf, LARGEST if isinstance(value, int) else math.inf))
         if value < least:
-            raise ValueError(f"{name}={value}: must be at least {least:g}")
+            raise ValueError(f"{name}={value}: must be at least {least}")
         if value > most:
-            raise ValueError(f"{name}={value}: must be at most {most:g}")
+            raise ValueError(f"{name}={value}: must be at most {most}")
         if name in DECAYS and not 0 <= value < 1:
             raise ValueError(f"{name}={value}: must be at least 0 and less than 1")
+
+
+def check_engine(engine: str, method: Method) -> None:
+    """Refuses exchange engines that there are not, or that the method leaves nothing to do."""
+    if engine not in ENGINES:
+        raise ValueError(f"engine {engine!r} is unknown; use one of {', '.join(ENGINES)}")
+    if engine == "split" and not method.exchange:
+        raise ValueError(
+            "engine 'split' needs an exchange that does not wait for the gradient: method 'decentralized' "
+            "with order 'awc' and a static phase, or 'allreduce' with stale; use engine 'fused'"
+        )
 
 
 def check_together(spec: RunSpec) -> None:
     """Refuses values that do not go together."""
     n, batch_size = spec.workers, spec.batch_size
-    if spec.engine not in ENGINES:
-        raise ValueError(f"engine {spec.engine!r} is unknown; use one of {', '.join(ENGINES)}")
     if n < 1:
         raise ValueError(f"workers={n}: at least one worker is needed")
     if batch_size < 1 or batch_size % n:
@@ -86,9 +96,10 @@ def check_together(spec: RunSpec) -> None:
         raise ValueError(
             f"batch_size={batch_size} is not a positive multiple of workers={n}; use {' or '.join(map(str, multiples))}"
         )
-    for name, least in (("learning_rate", spec.schedule.options), ("outer_learning_rate", spec.method.options)):
-        if name in least and not least[name] > 0:
-            raise ValueError(f"{name}={least[name]} must be positive")
+    for section, name in (("schedule", "learning_rate"), ("method", "outer_learning_rate")):
+        rate = getattr(spec, section).options.get(name, 1.0)
+        if not rate > 0:
+            raise ValueError(f"{section}.{name}={rate} must be positive")
     for name in ("heads", "hidden", "vocabulary"):
         value = (spec.model.options if spec.model else {}).get(name)
         if spec.tensor > 1 and value is None:

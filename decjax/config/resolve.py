@@ -1,9 +1,10 @@
 """From a config to a `RunSpec`, with every check there is; no device is needed, no data is read."""
 
 from collections.abc import Mapping
+import copy
 import functools
 import json
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import ml_collections
@@ -31,7 +32,8 @@ PLAIN = tuple(
         "task",
     ]
 )
-GROUPS = {"eval": Periodic._fields, "checkpoint": Saving._fields}
+Group = TypeVar("Group", Periodic, Saving)
+GROUPS = {"eval": Periodic, "checkpoint": Saving}
 
 
 def resolve(
@@ -51,10 +53,13 @@ def resolve(
         ConfigError: in one line: the value, the constraint and the fix.
     """
     try:
-        document = legacy.modern(_plain(config))
-        if lone_accelerator and not document.get("workers"):
-            document["simulate"] = True
-        spec = _spec(document, num_devices or SIMULATED_WORKERS)
+        spec = read(config)
+        if not spec.workers:
+            config = copy.deepcopy(config)  # References included, so that fields which follow `workers` do.
+            config["simulate"] = spec.simulate or lone_accelerator
+            fitting = (num_devices or SIMULATED_WORKERS) // spec.devices_of_worker
+            config["workers"] = SIMULATED_WORKERS if config["simulate"] else max(1, fitting)
+            spec = read(config)
         checks.check_together(spec)
         return _check_parts(spec)
     except ValueError as error:
@@ -63,19 +68,30 @@ def resolve(
         raise ConfigError(f"a number in the config is too large ({error}); use smaller sizes") from error
 
 
+def read(config: ml_collections.ConfigDict | Mapping[str, Any]) -> RunSpec:
+    """A config's values, each checked by itself; `workers` may be 0.
+
+    Args:
+        config: as `configs/lm.py` makes it, or a config.json of any version.
+
+    Raises:
+        ConfigError: in one line: the value, the constraint and the fix.
+    """
+    try:
+        return _spec(legacy.modern(_plain(config)))
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+
+
 def _plain(config: Any) -> dict[str, Any]:
     """Nested dicts of plain values, references followed."""
-    return json.loads(config.to_json()) if isinstance(config, ml_collections.ConfigDict) else json.loads(json.dumps(dict(config)))
-
-
-def document_of(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A config.json of any version as today's runs write it."""
-    return _spec(legacy.modern(config), SIMULATED_WORKERS).document
-
-
-def devices_of_worker(config: Any) -> int:
-    """S·T, devices that hold one worker's model, of a config that was not resolved yet."""
-    return max(1, config.pipeline.stages * config.tensor)
+    try:
+        text = config.to_json() if isinstance(config, ml_collections.ConfigDict) else json.dumps(config)
+    except TypeError as error:
+        raise ValueError(f"the config holds what no file can hold ({error}); use numbers and words") from error
+    if not isinstance(found := json.loads(text), dict):
+        raise ValueError(f"config={text[:40]} must be a dict of fields; see configs/lm.py")
+    return found
 
 
 class Size(NamedTuple):
@@ -90,7 +106,7 @@ def size(config: Any) -> Size:
     """The size of a run from its config alone: no device is started, no data is read."""
     spec = resolve(config)
     setup = assemble.assemble(spec, _simulated)
-    leaves = jax.tree.leaves(jax.eval_shape(setup.task.init, jax.random.key(0)))
+    leaves = jax.tree.leaves(jax.eval_shape(lambda: setup.task.init(jax.random.key(0))))
     return Size(spec.workers, sum(leaf.size for leaf in leaves), spec.each * setup.task.items)
 
 
@@ -103,10 +119,9 @@ def message_ratio(codec: str) -> float:
 # -- Reading ----------------------------------------------------------------------------------------------------------
 
 
-def _spec(document: dict[str, Any], num_devices: int) -> RunSpec:
+def _spec(document: dict[str, Any]) -> RunSpec:
     """The document's values, each checked by itself."""
     checks.check_numbers(document)
-    stages = _field(document.get("pipeline", {}), "pipeline", "stages")
     method = registry.part("method", _name(document, "method"))
     chooses = method.traits.get("chooses", ())
     expected = {
@@ -119,33 +134,31 @@ def _spec(document: dict[str, Any], num_devices: int) -> RunSpec:
         *(kind for kind in ("optimizer", "reducer") if kind in chooses),
         *(("mixer", "topology") if "mixer" in chooses else ()),
     }
-    task = registry.part("task", _field(document, "config", "task"))
+    task = registry.part("task", _field(document, "config", "task", str))
     expected |= {"model"} if task.traits.get("models") else set()
-    for field in document.keys() - expected - {"boundary"}:
+    for field in sorted(document.keys() - expected - {"boundary"}):
         raise ValueError(f"config.{field} changes nothing with method {method.name!r} and task {task.name!r}; leave it out")
+    for field in sorted(expected - document.keys()):
+        raise ValueError(f"config lacks {field}; a config holds every field, see configs/lm.py")
+    layers = _layers(_section(document, "pipeline"))
     chosen = {
-        kind: _choice(document, kind, stages) for kind in ("model", "schedule", "optimizer", "method", "mixer") if kind in expected
+        kind: _choice(document, kind, layers.stages) for kind in ("model", "schedule", "optimizer", "method", "mixer") if kind in expected
     }
     task_choice = Choice(task.name, sections.check("task", task.name, _section(document, "data")))
-    groups = {name: {field: _field(_section(document, name), name, field) for field in fields} for name, fields in GROUPS.items()}
-    plain = {name: _field(document, "config", name) for name in PLAIN}
-    tensor = plain["tensor"]
-    if not plain["workers"]:
-        plain["workers"] = SIMULATED_WORKERS if plain["simulate"] else max(1, num_devices // max(1, stages * tensor))
-        plain["batch_size"] = plain["batch_size"] or plain["workers"]
     spec = RunSpec(
         document={},
-        **plain | {"task": task_choice, "topology": _topology(document) if "topology" in expected else None},
+        **{name: _field(document, "config", name, RunSpec.__annotations__[name]) for name in PLAIN if name != "task"},
+        task=task_choice,
         model=chosen.get("model"),
         schedule=chosen["schedule"],
         optimizer=chosen.get("optimizer"),
         method=chosen["method"],
+        topology=_topology(document["topology"]) if "topology" in expected else None,
         mixer=chosen.get("mixer"),
-        averaging=_averaging(document, stages) if "reducer" in expected else None,
-        pipeline=_layers(_section(document, "pipeline")),
-        boundary=_boundary(document.get("boundary"), stages),
-        eval=Periodic(**groups["eval"]),
-        checkpoint=Saving(**groups["checkpoint"]),
+        averaging=_averaging(document, layers.stages) if "reducer" in expected else None,
+        pipeline=layers,
+        boundary=_boundary(document.get("boundary"), layers.stages),
+        **{name: _group(_section(document, name), name, kind) for name, kind in GROUPS.items()},
     )
     return spec._replace(document=_document(spec))
 
@@ -180,12 +193,18 @@ def _section(document: Mapping[str, Any], name: str) -> dict[str, Any]:
     return found
 
 
-def _field(section: Mapping[str, Any], name: str, field: str) -> Any:
+def _field(section: Mapping[str, Any], name: str, field: str, kind: type) -> Any:
+    path = field if name == "config" else f"{name}.{field}"
     if field not in section:
-        raise ValueError(
-            f"config lacks {field if name == 'config' else f'{name}.{field}'}; a config holds every field, see configs/lm.py"
-        )
-    return section[field]
+        raise ValueError(f"config lacks {path}; a config holds every field, see configs/lm.py")
+    return registry.checked(path, section[field], registry.Option(kind(), kind, False))
+
+
+def _group(section: Mapping[str, Any], name: str, kind: type[Group]) -> Group:
+    """A section of whole numbers."""
+    if unknown := section.keys() - set(kind._fields):
+        raise ValueError(f"{name}.{min(unknown)} is unknown; use {', '.join(kind._fields)}")
+    return kind(**{field: _field(section, name, field, int) for field in kind._fields})
 
 
 def _name(document: Mapping[str, Any], kind: str) -> str:
@@ -207,8 +226,7 @@ def _averaging(document: Mapping[str, Any], stages: int) -> Averaging:
     return Averaging(Choice(name, options), **around)
 
 
-def _topology(document: Mapping[str, Any]) -> str:
-    text = _field(document, "config", "topology")
+def _topology(text: Any) -> str:
     if not isinstance(text, str):
         raise ValueError(
             f"topology={text!r} must be a name, as 'ring' or 'torus(shape=(2,4))'; python -m launch.topologies lists them"
@@ -282,8 +300,9 @@ def _check_parts(spec: RunSpec) -> RunSpec:
         spec, one_device = spec._replace(averaging=averaging), one_device._replace(averaging=averaging)
         spec = spec._replace(document=_document(spec))
     setup = assemble.assemble(one_device, _simulated)
+    checks.check_engine(spec.engine, setup.method)
     selective.check_boundary(spec, setup)
-    params = jax.eval_shape(setup.start, jax.random.key(0))
+    params = jax.eval_shape(lambda: setup.start(jax.random.key(0)))
     if spec.pipeline.stages > 1:
         params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), params)
     # Some mixers and reducers refuse arrays of some shapes, or messages that are no smaller.

@@ -110,6 +110,11 @@ class RunSpec(NamedTuple):
         return self.batch_size // self.workers
 
     @property
+    def devices_of_worker(self) -> int:
+        """S·T, devices that hold one worker's model."""
+        return self.pipeline.stages * self.tensor
+
+    @property
     def devices(self) -> int:
         """Devices that the run takes."""
-        return 1 if self.simulate else self.workers * self.pipeline.stages * self.tensor
+        return 1 if self.simulate else self.workers * self.devices_of_worker

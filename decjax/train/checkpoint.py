@@ -18,7 +18,7 @@ from decjax.errors import CheckpointError
 from decjax.train import metrics
 
 # What may change between a run and its continuation: none of it touches the trajectory, but for rounding.
-FREE_KEYS = ("eval.", "checkpoint.", "log_every", "sample_bytes", "engine")
+FREE_KEYS = ("eval.", "checkpoint.", "log_every", "data.sample_bytes", "engine")
 
 
 def _flat(config: dict, prefix: str = "") -> dict[str, Any]:

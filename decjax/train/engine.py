@@ -23,6 +23,7 @@ import jax
 import numpy as np
 
 from decjax import mesh
+from decjax.config.checks import check_engine
 from decjax.hlo import wire
 from decjax.optim.method import Method
 from decjax.train import divide
@@ -44,16 +45,12 @@ def choose(engine: str, method: Method, workers: mesh.Workers) -> str:
     """Resolves "auto": split where several CPU processes have an exchange to hide behind a gradient without collectives, else fused.
 
     Raises:
-        ValueError: if it cannot be split.
+        ValueError: if the engine is unknown, or cannot be split.
     """
+    check_engine(engine, method)
     alone = workers.stages == workers.tensor == 1  # A worker's gradient needs nothing of other devices.
     if engine == "auto":
         return "split" if method.exchange and alone and mesh.between_cpu_processes() else "fused"
-    if engine == "split" and not method.exchange:
-        raise ValueError(
-            "engine 'split' needs an exchange that does not wait for the gradient: method 'decentralized' "
-            "with order 'awc' and a static phase, or 'allreduce' with stale; use engine 'fused'"
-        )
     if engine == "split" and not alone and jax.process_count() > 1:
         raise ValueError(
             f"engine 'split' with stages={workers.stages} and tensor={workers.tensor} over {jax.process_count()} processes: "

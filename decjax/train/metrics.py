@@ -75,11 +75,17 @@ class Silent:
 
 
 class Display(Silent):
-    """A live line on a terminal, plain lines elsewhere: step, loss, tokens/s, consensus distance, time left."""
+    """A live line on a terminal, plain lines elsewhere: step, loss, items/s, consensus distance, time left.
 
-    def __init__(self, start: int, first: int, steps: int):
+    Args:
+        start, first, steps: where the run begins, where its time began to count, and where it ends.
+        items: what is counted, such as "tokens".
+        unit: of the loss, with a space before it; or nothing.
+    """
+
+    def __init__(self, start: int, first: int, steps: int, items: str, unit: str):
         self._console = rich.console.Console(file=sys.stdout, highlight=False, soft_wrap=True)
-        self._first, self._steps = first, steps  # `first`: the step at which time began to count
+        self._first, self._steps, self._items, self._unit = first, steps, items, unit
         self._progress = rich.progress.Progress(
             rich.progress.TextColumn("step {task.completed}/{task.total}"),
             rich.progress.BarColumn(bar_width=None),
@@ -110,13 +116,14 @@ class Display(Silent):
     def show(self, row: dict[str, Any]) -> None:
         """Shows a row of metrics: the live line takes training rows; evaluations, and all rows off screen, are printed."""
         if row["kind"] == "train":
-            numbers = f"loss {row['loss']:.3f}  {row['tokens_per_s']:,.0f} tokens/s  consensus {row['consensus_distance']:.2e}"
+            rate = f"{row[f'{self._items}_per_s']:,.0f} {self._items}/s"
+            numbers = f"loss {row['loss']:.3f}  {rate}  consensus {row['consensus_distance']:.2e}"
             self._progress.update(self._task, numbers=numbers)
             if not self._console.is_terminal:
                 left = row["time_s"] / (row["step"] - self._first) * (self._steps - row["step"])
                 self.say(f"step {row['step']}/{self._steps}  {numbers}  {left:.0f} s left")
         else:
             self.say(
-                f"step {row['step']}/{self._steps}  evaluation: averaged model {row['loss']:.4f} nats/token, "
+                f"step {row['step']}/{self._steps}  evaluation: averaged model {row['loss']:.4f}{self._unit}, "
                 f"workers {row['loss_min']:.4f} to {row['loss_max']:.4f}, consensus {row['consensus_distance']:.2e}"
             )

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from decjax import config
-from decjax.errors import CheckpointError, Diverged
+from decjax.errors import CheckpointError, ConfigError, Diverged
 from decjax.train import checkpoint, metrics
 from decjax.train import state as state_lib
 from decjax.train.evaluate import Evaluation
@@ -96,8 +96,8 @@ class Run:
         trainer.check_exchanges()
         self._counted = trainer.bytes_by_usage(self.state)  # as far as the counters know of them
         self._saved = self.start if self.checkpoints.latest() == self.start else None
-        loss = trainer.setup.task.metrics["loss"]
-        self._unit = f" {loss.unit}" if loss.unit else ""
+        unit = trainer.setup.task.metrics["loss"].unit
+        self._unit = f" {unit}" if unit else ""
 
     # -- Beginning ----------------------------------------------------------------------------------------------------
 
@@ -122,15 +122,13 @@ class Run:
         checkpoints = checkpoint.Checkpoints(folder, read_only=True)
         step = checkpoints.latest()
         try:
-            theirs = config.document_of(json.loads((folder / "config.json").read_text()))
-            own = [
-                {"chunks": 1, "layers": "", "autoencoder": 0} | document["pipeline"] for document in (theirs, self.spec.document)
-            ]
-            has_weights = theirs.get("mixer", {}).get("name") == "push_sum"
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise CheckpointError(f"{folder / 'config.json'} cannot be read: not a run of decjax") from error
+            theirs = config.read(json.loads((folder / "config.json").read_text()))
+        except (OSError, ValueError, ConfigError) as error:
+            raise CheckpointError(f"{folder / 'config.json'} cannot be read: not a run of decjax ({error})") from error
         if differing := [
-            f"pipeline.{name}={own[0][name]!r} there, {own[1][name]!r} here" for name in LAYOUT if own[0][name] != own[1][name]
+            f"pipeline.{name}={there!r} there, {here!r} here"
+            for name in LAYOUT
+            if (there := getattr(theirs.pipeline, name)) != (here := getattr(self.spec.pipeline, name))
         ]:
             raise CheckpointError(f"{folder} is of a model divided otherwise ({'; '.join(differing)}); start with the same")
         if step is None or step >= self.spec.steps:
@@ -142,7 +140,8 @@ class Run:
                     else f"done {step} of steps={self.spec.steps}; set more steps to go on from there"
                 )
             )
-        return Origin(folder, checkpoints, step, theirs["workers"], has_weights)
+        has_weights = theirs.mixer is not None and theirs.mixer.name == "push_sum"
+        return Origin(folder, checkpoints, step, theirs.workers, has_weights)
 
     def _weights(self, origin: Origin) -> np.ndarray:
         """y_i of each replica of another run, those of its mixer."""
@@ -258,11 +257,8 @@ class Run:
             self._close()
             return Outcome(self.start, None, summary, None, is_old=True)
         recorder = metrics.Recorder(self.workdir, self.start, self.spec.steps) if self.first else None
-        display = (
-            metrics.Display(self.start, self.counters["first_step"], self.spec.steps, self._unit)
-            if self.first
-            else metrics.Silent()
-        )
+        counted = self.start, self.counters["first_step"], self.spec.steps
+        display = metrics.Display(*counted, self._items, self._unit) if self.first else metrics.Silent()
         if recorder and self._saved == self.start != recorder.last:
             self.note += f"; metrics.jsonl ends at step {recorder.last}, what came between is lost"
         try:

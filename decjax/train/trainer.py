@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 from decjax import config, gossip, reduce
-from decjax.errors import TrainingError
+from decjax.errors import ConfigError, TrainingError
 from decjax.hlo import wire
 from decjax.train import engine, evaluate
 from decjax.train import state as state_lib
@@ -41,7 +41,7 @@ class Trainer:
         try:
             self.program_of = engine.make_step(self.train_step, setup.spec.engine)
         except ValueError as error:
-            raise config.ConfigError(str(error)) from error
+            raise ConfigError(str(error)) from error
 
     # -- State --------------------------------------------------------------------------------------------------------
 

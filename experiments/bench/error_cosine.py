@@ -42,7 +42,7 @@ def main(argv: list[str]) -> None:
     if argv:
         command.fail(f"unexpected argument {argv[0]!r}; options start with --")
     config = FLAGS.config
-    jax.config.update("jax_num_cpu_devices", config.workers * parts.devices_of_worker(config))
+    jax.config.update("jax_num_cpu_devices", parts.read(config).devices)
     pathlib.Path(FLAGS.out).write_text(json.dumps(record(config, FLAGS.every)))
 
 

@@ -53,7 +53,7 @@ def configured(argument: str, fields: dict[str, Any], batch_size: int) -> ml_col
     """A config with one worker on all devices of each pipeline, and so many sequences a worker."""
     config = lm.get_config(argument)
     config.update_from_flattened_dict(fields)
-    config.workers = jax.device_count() // parts.devices_of_worker(config)
+    config.workers = jax.device_count() // parts.read(config).devices_of_worker
     config.batch_size = batch_size * config.workers
     return config
 
