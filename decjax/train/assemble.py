@@ -12,8 +12,9 @@ import ml_collections
 import numpy as np
 import optax
 
-from decjax import data, mesh, models, pipeline
+from decjax import mesh, models, pipeline
 from decjax import topology as topology_lib
+from decjax.tasks import text
 from decjax.train import engine, methods, selective
 from decjax.train import source as source_lib
 from decjax.train import state as state_lib
@@ -58,7 +59,7 @@ class Setup(NamedTuple):
     schedule: optax.Schedule
     model: models.Model
     source: source_lib.Source
-    corpus: data.Corpus
+    corpus: text.Corpus
     batch: Callable[[int, int], np.ndarray]  # (worker, step) -> tokens_BxT1
 
     @property
@@ -121,9 +122,9 @@ def build(config: ml_collections.ConfigDict, devices: Sequence[jax.Device] | Non
         # Some mixers and reducers refuse arrays of some shapes, or messages that are no smaller.
         like = state_lib.abstract(lambda key: source.split(model.init(key)), method.tx, workers, config.seed, source.init)
         method.num_bytes(state_lib.one_device(like.params, workers), method.phase(config.steps - 1))
-        corpus = data.load_corpus(config.data.path, min_bytes=model.context + 1)
-        batch = data.batches(
-            corpus.train,
+        corpus = text.load_corpus(config.data.path, min_bytes=model.context + 1)
+        batch = text.batches(
+            corpus,
             context=model.context,
             batch_size=config.batch_size // config.workers,
             num_workers=config.workers,

@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from decjax import data, gossip, models, reduce
+from decjax import gossip, models, reduce
+from decjax.tasks import text
 from decjax.train import assemble, checkpoint, engine, metrics, wire
 from decjax.train import evaluate as evaluate_lib
 from decjax.train import state as state_lib
@@ -259,7 +260,7 @@ class Run:
         return steps * self.config.batch_size * self.setup.model.context
 
     def _windows(self, limit: int) -> np.ndarray:
-        return data.validation_windows(self.setup.corpus.valid, context=self.setup.model.context, limit=limit)
+        return text.validation_windows(self.setup.corpus.valid, context=self.setup.model.context, limit=limit)
 
     def _make_evaluate(self, limit: int):
         evaluate = evaluate_lib.make_evaluate(
@@ -423,7 +424,7 @@ class Run:
             "steps": config.steps,
             "time_s": self.counters["time_s"],
             **{SUMMARIZED[name]: sent / (config.steps - self.counters["first_step"]) for name, sent in self._bytes().items()},
-            "corpus_order1_entropy": data.order1_entropy(self.setup.corpus.train),
+            "corpus_order1_entropy": text.order1_entropy(self.setup.corpus.train),
             "protocol": f"replicas replaced by their average every {config.consensus_every} steps"
             if config.consensus_every
             else "averaged model, training undisturbed",
