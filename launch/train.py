@@ -9,6 +9,7 @@ import jax
 from ml_collections import config_flags
 
 from decjax import train
+from decjax.train import metrics
 from launch import command, join
 
 _CONFIG = config_flags.DEFINE_config_file(
@@ -45,7 +46,7 @@ def report(outcome: train.Outcome) -> None:
     summary = outcome.summary
     print(
         f"averaged model after {summary['steps']} steps and {summary['time_s']:.0f} s: "
-        f"{summary['eval_loss']:.4f} nats/byte on validation text "
+        f"{summary['eval_loss']:.4f} {metrics.UNIT} on validation text "
         f"(a bigram model's limit: {summary['corpus_order1_entropy']:.2f}); "
         f"single workers {summary['local_eval_loss_min']:.4f} to {summary['local_eval_loss_max']:.4f}; "
         f"{_size(summary['bytes_per_step_per_worker'])} sent per worker and step"

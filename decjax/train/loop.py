@@ -17,7 +17,7 @@ from decjax import data, gossip, models, reduce
 from decjax.train import assemble, checkpoint, engine, metrics, wire
 from decjax.train import evaluate as evaluate_lib
 from decjax.train import state as state_lib
-from decjax.train.errors import CheckpointError, Diverged, TrainingError
+from decjax.train.errors import CheckpointError, TrainingError
 
 BYTES = {"bytes_sent_per_worker": "worker", "bytes_between_stages_per_worker": "stage"}  # counters, and the mesh axis of each
 REPORTED = (
@@ -206,11 +206,7 @@ class Run:
         return np.mean([loss_N for _, loss_N in fetched], axis=0)
 
     def _diverged(self, what: str) -> None:
-        kept = f"the last good checkpoint is of step {self._saved}" if self._saved is not None else "no checkpoint was saved yet"
-        raise Diverged(
-            f"{what}: training has diverged; {kept}. Lower optimizer.learning_rate, raise "
-            "optimizer.warmup_steps or set optimizer.clip_norm"
-        )
+        raise self.checkpoints.diverged(what, self.state)
 
     def _finite_distance(self, step: int) -> float:
         distance = float(self._distance(self.state.params))
@@ -282,7 +278,9 @@ class Run:
             self._close()
             return Outcome(self.start, None, summary, None)
         recorder = metrics.Recorder(self.workdir, self.start, self.config.steps) if self.first else None
-        display = metrics.Display(self.start, self.counters["first_step"], self.config.steps) if self.first else metrics.Silent()
+        display = metrics.Silent()
+        if self.first:
+            display = metrics.Display(self.start, self.counters["first_step"], self.config.steps, metrics.UNIT)
         if recorder and self._saved == self.start != recorder.last:
             self.note += f"; metrics.jsonl ends at step {recorder.last}, what came between is lost"
         try:

@@ -9,6 +9,8 @@ import rich.console
 import rich.progress
 import tensorboardX
 
+UNIT = "nats/byte"  # of the loss
+
 
 def read(workdir: pathlib.Path) -> list[dict[str, Any]]:
     """The rows of a run so far, without lines that a crash cut short."""
@@ -75,11 +77,18 @@ class Silent:
 
 
 class Display(Silent):
-    """A live line on a terminal, plain lines elsewhere: step, loss, tokens/s, consensus distance, time left."""
+    """A live line on a terminal, plain lines elsewhere: step, loss, tokens/s, consensus distance, time left.
 
-    def __init__(self, start: int, first: int, steps: int):
+    Args:
+        start: the step that the run stands at.
+        first: the step at which time began to count.
+        steps: at which it ends.
+        unit: of the loss, as "nats/byte".
+    """
+
+    def __init__(self, start: int, first: int, steps: int, unit: str):
         self._console = rich.console.Console(file=sys.stdout, highlight=False, soft_wrap=True)
-        self._first, self._steps = first, steps  # `first`: the step at which time began to count
+        self._first, self._steps, self._unit = first, steps, unit
         self._progress = rich.progress.Progress(
             rich.progress.TextColumn("step {task.completed}/{task.total}"),
             rich.progress.BarColumn(bar_width=None),
@@ -117,6 +126,6 @@ class Display(Silent):
                 self.say(f"step {row['step']}/{self._steps}  {numbers}  {left:.0f} s left")
         else:
             self.say(
-                f"step {row['step']}/{self._steps}  evaluation: averaged model {row['loss']:.4f} nats/token, "
+                f"step {row['step']}/{self._steps}  evaluation: averaged model {row['loss']:.4f} {self._unit}, "
                 f"workers {row['loss_min']:.4f} to {row['loss_max']:.4f}, consensus {row['consensus_distance']:.2e}"
             )
