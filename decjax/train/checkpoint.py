@@ -20,6 +20,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from decjax import codecs
+from decjax.config import document_of
 from decjax.errors import CheckpointError, Diverged
 from decjax.train import metrics
 
@@ -68,8 +69,8 @@ def _claim(workdir: pathlib.Path, config: dict) -> IO:
         raise CheckpointError(f"{workdir} holds checkpoints but no config.json: not a run of decjax; choose another --workdir")
     if saved:
         try:
-            before, now = _flat(json.loads(path.read_text())), _flat(config)
-        except (OSError, ValueError, AttributeError) as error:
+            before, now = _flat(document_of(json.loads(path.read_text()))), _flat(config)
+        except (OSError, ValueError, AttributeError, KeyError, TypeError) as error:
             raise CheckpointError(f"{path} cannot be read ({error}); repair it, or choose another --workdir") from error
         differing = [
             f"{key}: {before.get(key)!r} there, {now.get(key)!r} here"
