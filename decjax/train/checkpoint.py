@@ -20,8 +20,8 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from decjax import codecs
-from decjax.config import document_of
-from decjax.errors import CheckpointError, Diverged
+from decjax import config as config_lib
+from decjax.errors import CheckpointError, ConfigError, Diverged
 from decjax.train import metrics
 
 # What may change between a run and its continuation: none of it touches the trajectory, but for rounding.
@@ -69,8 +69,8 @@ def _claim(workdir: pathlib.Path, config: dict) -> IO:
         raise CheckpointError(f"{workdir} holds checkpoints but no config.json: not a run of decjax; choose another --workdir")
     if saved:
         try:
-            before, now = _flat(document_of(json.loads(path.read_text()))), _flat(config)
-        except (OSError, ValueError, AttributeError, KeyError, TypeError) as error:
+            before, now = _flat(config_lib.read(json.loads(path.read_text())).document), _flat(config)
+        except (OSError, ValueError, AttributeError, KeyError, TypeError, ConfigError) as error:
             raise CheckpointError(f"{path} cannot be read ({error}); repair it, or choose another --workdir") from error
         differing = [
             f"{key}: {before.get(key)!r} there, {now.get(key)!r} here"

@@ -394,7 +394,7 @@ class Run:
             "steps": spec.steps,
             "time_s": self.counters["time_s"],
             **{SUMMARIZED[name]: sent / (spec.steps - self.counters["first_step"]) for name, sent in self._bytes().items()},
-            **self.trainer.setup.data.facts,
+            **self.trainer.setup.data.facts(),
             "protocol": f"replicas replaced by their average every {every} steps"
             if every
             else "averaged model, training undisturbed",
