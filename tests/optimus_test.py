@@ -9,9 +9,9 @@ import pytest
 import rich.console
 
 from configs import gpt_optimus
-from decjax import train
 from experiments import optimus
 from experiments import rows as rows_lib
+from tests.runs import spec_of, trainer_of
 
 
 def built(row, text, steps=20):
@@ -23,7 +23,7 @@ def built(row, text, steps=20):
             known = known[part]
         config.update_from_flattened_dict({name: value == "true" if isinstance(known, bool) else type(known)(value)})
     config.data.path = str(text)
-    return train.build(config)
+    return trainer_of(config)
 
 
 @pytest.fixture(scope="module")
