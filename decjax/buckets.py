@@ -5,7 +5,7 @@ with how much padding depends only on the tree's structure, shapes and dtypes: a
 Leaves that are not floating point (counters, keys) are never averaged and stay out of the buckets.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 import dataclasses
 import itertools
 import math
@@ -20,19 +20,23 @@ BUCKET_BYTES = 2**18
 
 @dataclasses.dataclass(frozen=True)
 class Bucket:
-    """One flat vector: leaves in order, then `padding` zeros.
+    """One array: leaves in order, then zeros.
 
     Attributes:
         dtype: dtype name of all its leaves.
         leaves: positions in the flattened tree.
-        padding: zeros at the end.
-        size: values, padding included.
+        shape: [P], a vector; [I, J] of a leaf that stays a matrix. Padding included.
+        padding: zeros at the end of a vector, or rows of zeros at the end of a matrix.
     """
 
     dtype: str
     leaves: tuple[int, ...]
+    shape: tuple[int, ...]
     padding: int
-    size: int
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
 
     @property
     def num_bytes(self) -> int:
@@ -41,42 +45,64 @@ class Bucket:
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """How a pytree is cut into buckets."""
+    """How a pytree is cut into buckets.
+
+    Attributes:
+        treedef: structure of the tree.
+        shapes: of all its leaves.
+        buckets: in the order of the packed arrays.
+        num_shards: N; packed arrays are [N, …], N equal parts of a bucket's values or rows. 0: they are whole.
+    """
 
     treedef: Any
     shapes: tuple[tuple[int, ...], ...]
     buckets: tuple[Bucket, ...]
+    num_shards: int = 0
 
     @property
     def num_bytes(self) -> int:
         return sum(bucket.num_bytes for bucket in self.buckets)
 
-    def pack(self, tree: Any, *, flat: bool = True) -> list[jax.Array]:
-        """The tree's floating-point leaves as flat vectors, one per bucket.
+    def parts(self) -> list[jax.ShapeDtypeStruct]:
+        """What a message stands for, in float32 at least: each bucket, or a shard of it."""
+        N = max(1, self.num_shards)
+        return [
+            jax.ShapeDtypeStruct((bucket.shape[0] // N, *bucket.shape[1:]), jnp.promote_types(bucket.dtype, jnp.float32))
+            for bucket in self.buckets
+        ]
 
-        Unless `flat`, the leaf of a bucket that holds but one keeps its shape, and so the way it is divided within a
-        tensor-parallel group, which would have to gather it first.
+    def pack(self, tree: Any, *, flat: bool = True, wide: bool = False) -> list[jax.Array]:
+        """The tree's floating-point leaves, one array per bucket.
+
+        Args:
+            tree: pytree of arrays.
+            flat: unless it is set, a leaf without others in its bucket keeps its shape, and so the way it is divided within a
+                tensor-parallel group, which would have to gather it first.
+            wide: values in float32 at least.
         """
         leaves = self.treedef.flatten_up_to(tree)
-        vectors = []
-        for bucket in self.buckets:
-            if not flat and len(bucket.leaves) == 1 and not bucket.padding:
-                vectors.append(leaves[bucket.leaves[0]])
-                continue
-            parts = [jnp.ravel(leaves[i]) for i in bucket.leaves]
-            if bucket.padding:
-                parts.append(jnp.zeros(bucket.padding, bucket.dtype))
-            vectors.append(parts[0] if len(parts) == 1 else jnp.concatenate(parts))
-        return vectors
+        return [self._packed(bucket, leaves, flat, wide) for bucket in self.buckets]
 
-    def unpack(self, vectors: list[jax.Array], like: Any) -> Any:
-        """The inverse of `pack`; leaves that are in no bucket come from `like`."""
+    def _packed(self, bucket: Bucket, leaves: list[jax.Array], flat: bool, wide: bool) -> jax.Array:
+        if not flat and len(bucket.leaves) == 1 and not bucket.padding:
+            return leaves[bucket.leaves[0]]
+        length, *rest = bucket.shape
+        parts = [leaves[i].reshape(-1, *rest) for i in bucket.leaves]
+        if bucket.padding:
+            parts.append(jnp.zeros((bucket.padding, *rest), bucket.dtype))
+        x = parts[0] if len(parts) == 1 else jnp.concatenate(parts)
+        x = x.astype(jnp.promote_types(x.dtype, jnp.float32)) if wide else x
+        return x.reshape(self.num_shards, length // self.num_shards, *rest) if self.num_shards else x
+
+    def unpack(self, arrays: Sequence[jax.Array], like: Any) -> Any:
+        """The inverse of `pack`, in the leaves' own types; leaves that are in no bucket come from `like`."""
         leaves = list(self.treedef.flatten_up_to(like))
-        for bucket, vector in zip(self.buckets, vectors, strict=True):
-            if vector.ndim != 1:
-                leaves[bucket.leaves[0]] = vector
+        for bucket, x in zip(self.buckets, arrays, strict=True):
+            x = x.astype(bucket.dtype)
+            if len(bucket.leaves) == 1 and not bucket.padding:
+                leaves[bucket.leaves[0]] = x.reshape(self.shapes[bucket.leaves[0]])
                 continue
-            start = 0
+            vector, start = x.ravel(), 0
             for i in bucket.leaves:
                 size = math.prod(self.shapes[i])
                 leaves[i] = jax.lax.slice(vector, (start,), (start + size,)).reshape(self.shapes[i])
@@ -84,7 +110,15 @@ class Layout:
         return self.treedef.unflatten(leaves)
 
 
-def layout(tree: Any, *, bucket_bytes: int, multiple_of: int = 1, alone: Sequence[str] = ()) -> Layout:
+def layout(
+    tree: Any,
+    *,
+    bucket_bytes: int,
+    multiple_of: int = 1,
+    alone: Sequence[str] = (),
+    matrix: Callable[[Any], tuple[int, int] | None] | None = None,
+    num_shards: int = 0,
+) -> Layout:
     """Cuts a pytree into buckets of one dtype each, of about `bucket_bytes`, in leaf order.
 
     A leaf is never split: a bucket is closed when the next leaf would make it longer than `bucket_bytes`.
@@ -94,30 +128,35 @@ def layout(tree: Any, *, bucket_bytes: int, multiple_of: int = 1, alone: Sequenc
         bucket_bytes: target size of a bucket in bytes; 0 puts every leaf in a bucket of its own.
         multiple_of: every bucket is padded to a multiple of this many values.
         alone: ends of the paths of leaves that get a bucket each, whatever their size.
+        matrix: of a leaf that stays a matrix I×J, (I, J); else None. Matrices come first.
+        num_shards: N, see `Layout`; buckets are padded to a multiple of N values, or rows.
 
     Returns:
         The `Layout`.
     """
     paths, treedef = jax.tree.flatten_with_path(tree)
     leaves = [leaf for _, leaf in paths]
+    multiple_of = num_shards or multiple_of
     own = {i for i, (path, _) in enumerate(paths) if jax.tree_util.keystr(path, simple=True, separator="/").endswith(tuple(alone))}
     floating = [i for i, leaf in enumerate(leaves) if leaf.size and jnp.issubdtype(leaf.dtype, jnp.floating)]
-    buckets = []
+    matrices = {i: shape for i in floating if (shape := matrix and matrix(leaves[i]))}
+    buckets = [_bucket([i], leaves, multiple_of, shape) for i, shape in matrices.items()]
     # A stable sort by dtype keeps leaf order within each dtype.
-    for dtype, group in itertools.groupby(sorted(floating, key=lambda i: str(leaves[i].dtype)), key=lambda i: str(leaves[i].dtype)):
+    joined = sorted((i for i in floating if i not in matrices), key=lambda i: str(leaves[i].dtype))
+    for dtype, group in itertools.groupby(joined, key=lambda i: str(leaves[i].dtype)):
         open_bucket, num_bytes = [], 0
         for i in group:
             leaf_bytes = leaves[i].size * jnp.dtype(dtype).itemsize
             if open_bucket and (num_bytes + leaf_bytes > bucket_bytes or own & {i, open_bucket[-1]}):
-                buckets.append(_close(open_bucket, dtype, leaves, multiple_of))
+                buckets.append(_bucket(open_bucket, leaves, multiple_of))
                 open_bucket, num_bytes = [], 0
             open_bucket.append(i)
             num_bytes += leaf_bytes
-        buckets.append(_close(open_bucket, dtype, leaves, multiple_of))
-    return Layout(treedef, tuple(leaf.shape for leaf in leaves), tuple(buckets))
+        buckets.append(_bucket(open_bucket, leaves, multiple_of))
+    return Layout(treedef, tuple(leaf.shape for leaf in leaves), tuple(buckets), num_shards)
 
 
-def _close(indices, dtype, leaves, multiple_of) -> Bucket:
-    size = sum(leaves[i].size for i in indices)
-    padding = -size % multiple_of
-    return Bucket(dtype, tuple(indices), padding, size + padding)
+def _bucket(indices: list[int], leaves: list[Any], multiple_of: int, shape: tuple[int, ...] | None = None) -> Bucket:
+    length, *rest = shape or (sum(leaves[i].size for i in indices),)
+    padding = -length % multiple_of
+    return Bucket(str(leaves[indices[0]].dtype), tuple(indices), (length + padding, *rest), padding)

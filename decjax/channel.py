@@ -1,9 +1,12 @@
-"""What all that exchange arrays have in common: between whom they travel, in which pieces, and with which noise."""
+"""What all that exchange arrays have in common: between whom they travel, in which pieces, in which form and with which noise."""
 
 from collections.abc import Sequence
 import dataclasses
+from typing import Any
 
-from decjax import buckets, mesh
+import jax
+
+from decjax import buckets, codecs, mesh
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,3 +29,75 @@ class Channel:
     def sent_by(self, stages: Sequence[int]) -> "Channel":
         """The same channel, on which only these stages of a pipeline send; see `mesh.Axis.sent_by`."""
         return dataclasses.replace(self, axis=self.axis.sent_by(stages))
+
+    def layout(self, tree: Any, **how: Any) -> buckets.Layout:
+        """The buckets in which a tree travels; see `buckets.layout`."""
+        return buckets.layout(tree, **{"bucket_bytes": self.bucket_bytes} | how)
+
+    def key(self, count: jax.Array, group_size: int = 1) -> jax.Array:
+        """Of a worker's draws at a step: a function of (seed, worker, count), the same for all members of a group."""
+        return jax.random.fold_in(jax.random.fold_in(jax.random.key(self.seed), self.axis.index // group_size), count)
+
+    def coded(self, codec: codecs.Codec, group_size: int = 1, multiple_of: int = 1) -> "Coded":
+        """This channel for messages that a codec makes; see `Coded`."""
+        return Coded(self, codec, group_size, multiple_of)
+
+
+@dataclasses.dataclass(frozen=True)
+class Coded:
+    """A channel, and the codec that makes its messages.
+
+    Attributes:
+        channel: how they travel.
+        codec: what they look like.
+        group_size: L, members of a node, of which each sends its share of a bucket. They draw the same noise: simulated ones all
+            hold the whole bucket, and have to stay equal.
+        multiple_of: buckets are padded to a multiple of this many values.
+    """
+
+    channel: Channel
+    codec: codecs.Codec
+    group_size: int = 1
+    multiple_of: int = 1
+
+    def layout(self, tree: Any) -> buckets.Layout:
+        """The buckets of a pytree; a codec that sees matrices gets each array by itself.
+
+        Raises:
+            ValueError: if the codec does not make it smaller.
+        """
+        each = {"bucket_bytes": 0} if self.codec.traits.matrix else {}
+        layout = self.channel.layout(tree, multiple_of=self.multiple_of, alone=self.channel.alone, **each)
+        coded, plain = self.num_bytes(layout), layout.num_bytes / self.group_size
+        if layout.buckets and coded >= plain and self.codec.name != "identity":
+            raise ValueError(
+                f"codec {self.codec.name!r} makes messages of {coded} bytes of parameters that have {plain:.0f}; "
+                "use fewer bits or values, another codec such as 'int8', or none"
+            )
+        return layout
+
+    def codecs(self, layout: buckets.Layout) -> list[codecs.Codec]:
+        """The codec of each bucket's share, a vector; one that sees matrices is shown the array that the vector is made of."""
+        if not self.codec.traits.matrix:
+            return [self.codec] * len(layout.buckets)
+
+        def of_array(bucket):
+            shape = codecs.seen_shape(self.codec, layout.shapes[bucket.leaves[0]], codecs.working_dtype(bucket.dtype))
+            return codecs.shown(self.codec, lambda *_: shape)
+
+        return [of_array(bucket) for bucket in layout.buckets]
+
+    def num_bytes(self, layout: buckets.Layout) -> int:
+        """Bytes of a worker's messages of all buckets."""
+        return sum(
+            codec.num_bytes((bucket.size // self.group_size,), codecs.working_dtype(bucket.dtype))
+            for codec, bucket in zip(self.codecs(layout), layout.buckets)
+        )
+
+    def init(self, layout: buckets.Layout, shares: Sequence[jax.Array]) -> tuple:
+        """States of the codecs."""
+        return tuple(codec.init(x.shape, x.dtype) for codec, x in zip(self.codecs(layout), shares, strict=True))
+
+    def key(self, count: jax.Array, position: int) -> jax.Array | None:
+        """Of the codec's draws for one message of many; None for a codec that draws nothing."""
+        return jax.random.fold_in(self.channel.key(count, self.group_size), position) if self.codec.traits.random else None

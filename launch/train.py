@@ -10,6 +10,7 @@ from ml_collections import config_flags
 
 from decjax import config as parts
 from decjax import tasks, train
+from decjax.errors import memory_told
 from launch import command, join
 
 _CONFIG = config_flags.DEFINE_config_file(
@@ -29,8 +30,9 @@ def main(argv: list[str]) -> int:
         config, workdir = _CONFIG.value, command.folder("workdir", _WORKDIR.value)
         spec = parts.read(config)
         join.set_up_devices(spec.workers, spec.simulate, spec.devices_of_worker)
-        trainer = train.Trainer(join.resolved(config))
-        outcome = train.Run(trainer, workdir, _RESUME_FROM.value).train()
+        with memory_told():
+            trainer = train.Trainer(join.resolved(config))
+            outcome = train.Run(trainer, workdir, _RESUME_FROM.value).train()
     if jax.process_index() == 0:
         report(outcome, trainer.setup.task)
     return 128 + outcome.signal if outcome.signal else 0

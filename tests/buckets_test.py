@@ -40,3 +40,23 @@ def test_some_leaves_have_a_bucket_each():
     tree = {"a": jnp.zeros(1), "b": {"table": jnp.zeros(2)}, "c": {"table": jnp.zeros(3)}, "d": jnp.zeros(1), "e": jnp.zeros(1)}
     layout = buckets.layout(tree, bucket_bytes=10**6, alone=("table",))
     assert [bucket.leaves for bucket in layout.buckets] == [(0,), (1,), (2,), (3, 4)]
+
+
+@settings(max_examples=40, deadline=None)
+@given(leaves, st.sampled_from([0, 24, 10**6]), st.integers(0, 5))
+def test_matrices_come_first_and_shards_are_padded_rows(specs, bucket_bytes, num_shards):
+    tree = make_tree(specs)
+    layout = buckets.layout(
+        tree, bucket_bytes=bucket_bytes, matrix=lambda x: x.shape if x.ndim == 2 else None, num_shards=num_shards
+    )
+    arrays = layout.pack(tree, wide=True)
+    shapes = [x.shape[1:] if num_shards else x.shape for x in arrays]
+    assert [x.shape for x in layout.parts()] == shapes and {x.dtype for x in arrays} <= {np.dtype(np.float32)}
+    matrices = [x for x in tree.values() if x.dtype != jnp.int32 and x.ndim == 2 and x.size]
+    assert [len(shape) for shape in shapes] == sorted((len(shape) for shape in shapes), reverse=True)
+    for x, array in zip(matrices, arrays):
+        np.testing.assert_array_equal(array.reshape(-1, x.shape[1])[: len(x)], np.asarray(x, np.float32))
+    blank = {name: x if x.dtype == jnp.int32 else jnp.zeros_like(x) for name, x in tree.items()}
+    for name, x in layout.unpack(arrays, like=blank).items():
+        assert x.dtype == tree[name].dtype and x.shape == tree[name].shape
+        np.testing.assert_array_equal(np.asarray(x, np.float32), np.asarray(tree[name], np.float32))

@@ -9,10 +9,9 @@ import numpy as np
 import optax
 import pytest
 
-from decjax import codecs, gossip
+from decjax import codecs, gossip, registry
 from decjax import topology as topology_lib
 from decjax.channel import Channel
-from decjax.train import checkpoint
 from decjax.hlo import wire
 from decjax.train import checkpoint
 from tests.quadratics import (
@@ -304,6 +303,9 @@ def test_typical_contraction_and_the_strength_that_follows():
         assert np.abs(path[-1] - x_NxP.mean(axis=0)).max() < 1e-3
 
 
+MADE_WITH = {"choco": dict(codec="int4(block=64)", gamma=0.5), "accelerated": dict(rounds=6), "power_gossip": dict(rank=2)}
+
+
 def unbiased():
     return four_bits(contractive=None, unbiased=lambda size: 3.0)
 
@@ -324,7 +326,7 @@ def unbiased():
         (gossip.exact, "ring", dict(codec=codecs.bounded()), r"would send the largest; use 'bounded\(raw=False\)'"),
         (gossip.dcd, "ring", dict(codec=top(0.1)), "keeps 0.4.* of the energy of noise"),
         (gossip.dcd, "one_peer_exponential", dict(codec=four_bits()), "varies in time; use 'ring'"),
-        (gossip.dcd, "hierarchical", dict(codec=four_bits(), local_size=2, outer="ring"), "has nodes of 2 workers"),
+        (gossip.dcd, "hierarchical", dict(codec=four_bits(), local=2, outer="ring"), "has nodes of 2 workers"),
         (gossip.beer, "exponential", dict(codec=four_bits()), "is directed; use 'ring'"),
         (gossip.beer, "one_peer_ring", dict(codec=four_bits()), "varies in time"),
         (gossip.power_gossip, "exponential", dict(rank=1), "is not symmetric; use 'ring'"),
@@ -355,3 +357,15 @@ def test_codecs_that_make_nothing_smaller_are_refused(build, graph):
         ) as refusal:
             refused()
         assert "\n" not in str(refusal.value)
+
+
+def test_graphs_on_which_plain_gossip_drifts_are_refused():
+    with pytest.raises(ValueError, match="'random_digraph' is not doubly stochastic, .* or mixer 'push_sum'"):
+        gossip.exact(topology_lib.make("random_digraph", N))
+
+
+@pytest.mark.parametrize("name", registry.names("mixer"))
+def test_every_mixer_is_made_by_its_name(name):
+    """With the options of its signature; what it needs, sends and keeps is told."""
+    made = registry.make("mixer", name, topology_lib.make("ring", N), Channel(workers("simulated").axis), **MADE_WITH.get(name, {}))
+    assert made.num_workers == N and {"needs", "messages", "memory"} == registry.part("mixer", name).traits.keys()

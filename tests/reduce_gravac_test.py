@@ -120,6 +120,8 @@ def test_gravac_sends_what_the_rung_in_use_declares():
         (lambda: reduce.gravac(ladder=[top(3)], window=0), "window=0 steps: must be at least 1"),
         (lambda: reduce.gravac(ladder=[top(3)], threshold=2.0), "threshold=2.0: a gain, must lie between 0 and 1"),
         (lambda: reduce.gravac(ladder=[top(3)], speed=(1.0,)), "needs 2 positive values"),
+        (lambda: reduce.gravac(ladder="int8; int4", speed="1; 2"), "needs 3 positive values"),
+        (lambda: reduce.gravac(ladder="int8; int5"), "codec 'int5' is unknown"),
     ],
 )
 def test_impossible_ladders_are_refused(make, message):

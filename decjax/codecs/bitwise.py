@@ -5,6 +5,7 @@ import math
 import jax
 import jax.numpy as jnp
 
+from decjax import registry
 from decjax.codecs import bits, noise
 from decjax.codecs.codec import Codec, Traits, by_rows, from_rows, rows, working_dtype
 
@@ -17,6 +18,7 @@ def _signs(packed: jax.Array, size: int, dtype) -> jax.Array:
     return 2 * bits.unpack(packed, 1, size).astype(dtype) - 1
 
 
+@registry.register("codec", "sign", messages="1 bit a value")
 def sign() -> Codec:
     """±1: one bit a value, and 0 counts as positive.
 
@@ -33,6 +35,7 @@ def sign() -> Codec:
     )
 
 
+@registry.register("codec", "scaled_sign", messages="1 bit a value, a scale per block")
 def scaled_sign(block: int = 1024) -> Codec:
     """x̂ = (‖x‖₁/n) sgn(x) over blocks of n values: one bit a value and a scale per block.
 
@@ -72,6 +75,7 @@ def scaled_sign(block: int = 1024) -> Codec:
     )
 
 
+@registry.register("codec", "natural", messages="9 bits a value")
 def natural() -> Codec:
     """x̂ = ± a power of two next to |x|, drawn so that the mean is right: sign and exponent, 9 bits a value.
 

@@ -21,6 +21,7 @@ import math
 
 import jax.numpy as jnp
 
+from decjax import registry
 from decjax.codecs import bits, noise
 from decjax.codecs.codec import Codec, Traits, by_rows, from_rows, magnitude, rows, working_dtype
 
@@ -80,6 +81,7 @@ def quantized(name: str, *, levels: int, width: int, block: int, rounding: str, 
     )
 
 
+@registry.register("codec", "integers", messages="2 to 8 bits a value, a scale per block")
 def integers(bits: int = 8, block: int = 256, rounding: str = "nearest") -> Codec:
     """Whole numbers of any width from 2 to 8 bits: an error of at most c/(2^b − 2), c the block's largest magnitude.
 
@@ -93,21 +95,25 @@ def integers(bits: int = 8, block: int = 256, rounding: str = "nearest") -> Code
     return quantized(f"int{bits}", levels=2 ** (bits - 1) - 1, width=bits, block=block, rounding=rounding)
 
 
+@registry.register("codec", "int8", messages="8 bits a value, a scale per block")
 def int8(block: int = 256, rounding: str = "nearest") -> Codec:
     """`integers(8)`: −127 … 127, an error of at most c/254; 1/8 bit a value for the scales."""
     return integers(8, block, rounding)
 
 
+@registry.register("codec", "int4", messages="4 bits a value, a scale per block")
 def int4(block: int = 256, rounding: str = "nearest") -> Codec:
     """`integers(4)`: −7 … 7 in half a byte, an error of at most c/14."""
     return integers(4, block, rounding)
 
 
+@registry.register("codec", "int2", messages="2 bits a value, a scale per block")
 def int2(block: int = 256, rounding: str = "nearest") -> Codec:
     """`integers(2)`: −1, 0, 1 in a quarter of a byte, an error of at most c/2."""
     return integers(2, block, rounding)
 
 
+@registry.register("codec", "qsgd", messages="2 to 8 bits a value, a norm per block")
 def qsgd(levels: int = 7, block: int = 256) -> Codec:
     """x̂ = ‖x‖₂ sgn(x) ξ/s with ξ the two multiples next to s|x|/‖x‖₂, drawn so that the mean is right.
 
@@ -124,6 +130,7 @@ def qsgd(levels: int = 7, block: int = 256) -> Codec:
     return quantized("qsgd", levels=levels, width=(2 * levels).bit_length(), block=block, rounding="stochastic", euclidean=True)
 
 
+@registry.register("codec", "ternary", messages="2 bits a value, a scale per block")
 def ternary(block: int = 256) -> Codec:
     """x̂ = c·b with b in {−1, 0, 1}, |b| = 1 with probability |x|/c, c = max |x| over a block; 2 bits a value.
 

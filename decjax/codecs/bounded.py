@@ -15,15 +15,18 @@ of the group's values is not finite.
 Reference: Tao et al. 2017, "SZ", linear-scaling quantization without its predictor.
 """
 
+import dataclasses
 import math
 
 import jax
 import jax.numpy as jnp
 
+from decjax import registry
 from decjax.codecs import bits
 from decjax.codecs.codec import Codec, Traits, working_dtype
 
 
+@registry.register("codec", "bounded", messages="a few bits a value, and outliers")
 def bounded(bound: float = 1e-3, bits_per_value: int = 8, group: int = 256, outliers: int = 2, raw: bool = True) -> Codec:
     """Values within ±e of what they were.
 
@@ -44,62 +47,75 @@ def bounded(bound: float = 1e-3, bits_per_value: int = 8, group: int = 256, outl
             "many outliers; with raw=False for at least one"
         )
     levels = 2 ** (bits_per_value - 1) - 1
+    form = _Bounded(bound, bits_per_value, levels, group, outliers, raw)
+    traits = Traits(static_bytes=not raw)
+    return Codec(name="bounded", encode=form.encode, decode=form.decode, num_bytes=form.num_bytes, traits=traits)
 
-    def plan(size):
+
+@dataclasses.dataclass(frozen=True)
+class _Bounded:
+    """The codec's functions."""
+
+    bound: float
+    bits_per_value: int
+    levels: int
+    group: int
+    outliers: int
+    raw: bool
+
+    def plan(self, size):
         """Number of groups, and values in each: about equal, at most g."""
-        M = math.ceil(size / group)
+        M = math.ceil(size / self.group)
         return M, math.ceil(size / max(1, M))
 
-    def step(dtype):
-        return jnp.asarray(2 * bound * (1 - levels * 2.0**-20), dtype)
+    def step(self, dtype):
+        return jnp.asarray(2 * self.bound * (1 - self.levels * 2.0**-20), dtype)
 
-    def encode(x, state, key):
+    def encode(self, x, state, key):
         del state, key
-        M, G = plan(x.size)
+        M, G = self.plan(x.size)
         x_GxM = jnp.pad(x.ravel(), (0, M * G - x.size)).reshape(G, M)
         wide_GxM = x_GxM.astype(working_dtype(x.dtype))
-        width = step(wide_GxM.dtype)
-        code_GxM = jnp.clip(jnp.round(wide_GxM * (1 / width)), -levels, levels)
+        width = self.step(wide_GxM.dtype)
+        code_GxM = jnp.clip(jnp.round(wide_GxM * (1 / width)), -self.levels, self.levels)
         info = jnp.finfo(x.dtype)
         # As a receiver will see it in x's own type; a cast there and back might be taken for none.
         arrived_GxM = jax.lax.reduce_precision(code_GxM * width, info.nexp, info.nmant)
-        fits_GxM = jnp.abs(wide_GxM - arrived_GxM) <= width / 2 * (1 + levels * 2.0**-21)
+        fits_GxM = jnp.abs(wide_GxM - arrived_GxM) <= width / 2 * (1 + self.levels * 2.0**-21)
         place_GxM = jax.lax.broadcasted_iota(jnp.int32, x_GxM.shape, 0)
         where, before = [], jnp.full(M, G)
-        for _ in range(outliers):  # From the last to the first. A place not taken holds the first value, as it is.
+        for _ in range(self.outliers):  # From the last to the first. A place not taken holds the first value, as it is.
             before = jnp.where(fits_GxM | (place_GxM >= before), -1, place_GxM).max(axis=0, initial=-1)
             where.append(jnp.maximum(before, 0))
         where_OxM = jnp.stack(where) if where else jnp.zeros((0, M), jnp.int32)
         outlier_OxM = jnp.take_along_axis(x_GxM, where_OxM, axis=0)
-        if not raw:  # A clipped infinity must not pass for a number.
+        if not self.raw:  # A clipped infinity must not pass for a number.
             outlier_OxM = jnp.where(jnp.isfinite(x_GxM).all(axis=0), outlier_OxM, jnp.nan)
         message = {
-            "codes": bits.pack((code_GxM + levels).astype(jnp.uint32).ravel(), bits_per_value),
+            "codes": bits.pack((code_GxM + self.levels).astype(jnp.uint32).ravel(), self.bits_per_value),
             "outliers": outlier_OxM,
             "where": where_OxM.astype(bits.index_dtype(G)),
         }
-        if raw:
+        if self.raw:
             overflow_M = (~fits_GxM & (place_GxM < before)).any(axis=0)
             message |= {"overflow": bits.pack(overflow_M.astype(jnp.uint8), 1), "raw": jnp.where(overflow_M, x_GxM, 0)}
         return message
 
-    def decode(message, shape, dtype):
+    def decode(self, message, shape, dtype):
         size = math.prod(shape)
-        M, G = plan(size)
+        M, G = self.plan(size)
         wide = working_dtype(message["outliers"].dtype)
-        codes = bits.unpack(message["codes"], bits_per_value, G * M).reshape(G, M)
-        x_GxM = ((codes.astype(wide) - levels) * step(wide)).astype(dtype)
+        codes = bits.unpack(message["codes"], self.bits_per_value, G * M).reshape(G, M)
+        x_GxM = ((codes.astype(wide) - self.levels) * self.step(wide)).astype(dtype)
         place_GxM = jax.lax.broadcasted_iota(message["where"].dtype, x_GxM.shape, 0)
         for place_M, value_M in zip(message["where"], message["outliers"]):
             x_GxM = jnp.where(place_GxM == place_M, value_M.astype(dtype), x_GxM)
-        if raw:
+        if self.raw:
             overflow_M = bits.unpack(message["overflow"], 1, M) > 0
             x_GxM = jnp.where(overflow_M, message["raw"].astype(dtype), x_GxM)
         return x_GxM.ravel()[:size].reshape(shape)
 
-    def num_bytes(shape, dtype):
-        (M, G), item = plan(math.prod(shape)), jnp.dtype(dtype).itemsize
-        coded = bits.packed_bytes(G * M, bits_per_value) + M * outliers * (item + bits.index_dtype(G).itemsize)
-        return coded + (bits.packed_bytes(M, 1) + M * G * item if raw else 0)
-
-    return Codec(name="bounded", encode=encode, decode=decode, num_bytes=num_bytes, traits=Traits(static_bytes=not raw))
+    def num_bytes(self, shape, dtype):
+        (M, G), item = self.plan(math.prod(shape)), jnp.dtype(dtype).itemsize
+        coded = bits.packed_bytes(G * M, self.bits_per_value) + M * self.outliers * (item + bits.index_dtype(G).itemsize)
+        return coded + (bits.packed_bytes(M, 1) + M * G * item if self.raw else 0)

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from decjax import registry
 from decjax.codecs.codec import Codec, Traits, by_rows, from_rows, magnitude, rows, working_dtype
 
 
@@ -32,6 +33,7 @@ def _cast(name: str, dtype: Any, traits: Traits) -> Codec:
     )
 
 
+@registry.register("codec", "identity", messages="values as they are")
 def identity() -> Codec:
     """x itself: no error, and no saving."""
     return Codec(
@@ -43,11 +45,13 @@ def identity() -> Codec:
     )
 
 
+@registry.register("codec", "bfloat16", messages="2 bytes a value")
 def bfloat16() -> Codec:
     """Values rounded to the nearest bfloat16, a relative error of at most 2⁻⁸; the range is that of float32."""
     return _cast("bfloat16", jnp.bfloat16, Traits(contractive=lambda shape: 1 - 2.0**-16))
 
 
+@registry.register("codec", "float16", messages="2 bytes a value")
 def float16() -> Codec:
     """Values rounded to the nearest float16: a relative error of at most 2⁻¹¹ between 6·10⁻⁵ and 65504.
 
@@ -97,6 +101,7 @@ def _float8(name: str, dtype: Any, block: int) -> Codec:
     )
 
 
+@registry.register("codec", "float8_e4m3", messages="8 bits a value, a scale per block")
 def float8_e4m3(block: int = 256) -> Codec:
     """8-bit floats of 3 bits mantissa: a relative error of at most 2⁻⁴ down to 3·10⁻⁵ of the block's largest magnitude.
 
@@ -108,6 +113,7 @@ def float8_e4m3(block: int = 256) -> Codec:
     return _float8("float8_e4m3", jnp.float8_e4m3fn, block)
 
 
+@registry.register("codec", "float8_e5m2", messages="8 bits a value, a scale per block")
 def float8_e5m2(block: int = 256) -> Codec:
     """8-bit floats of 2 bits mantissa: a relative error of at most 2⁻³ down to 10⁻⁹ of the block's largest magnitude.
 

@@ -149,14 +149,8 @@ def seen_shape(codec: Codec, shape: tuple[int, ...], dtype: Any) -> tuple[int, .
     return (size,)
 
 
-def of_any_shape(codec: Codec) -> Codec:
-    """A codec that takes arrays of any shape; one of matrices is shown them as `seen_shape` says."""
-    if not codec.traits.matrix:
-        return codec
-
-    def seen(shape, dtype):
-        return seen_shape(codec, tuple(shape), working_dtype(dtype))
-
+def shown(codec: Codec, seen: Callable[[tuple[int, ...], Any], tuple[int, ...]]) -> Codec:
+    """A codec that is shown arrays in another shape, `seen(shape, dtype)`."""
     contractive = codec.traits.contractive
     traits = dataclasses.replace(codec.traits, contractive=contractive and (lambda shape: contractive(seen(shape, jnp.float32))))
     return dataclasses.replace(
@@ -167,6 +161,13 @@ def of_any_shape(codec: Codec) -> Codec:
         decode=lambda message, shape, dtype: codec.decode(message, seen(shape, dtype), dtype).reshape(shape),
         num_bytes=lambda shape, dtype: codec.num_bytes(seen(shape, dtype), dtype),
     )
+
+
+def of_any_shape(codec: Codec) -> Codec:
+    """A codec that takes arrays of any shape; one of matrices is shown them as `seen_shape` says."""
+    if not codec.traits.matrix:
+        return codec
+    return shown(codec, lambda shape, dtype: seen_shape(codec, tuple(shape), working_dtype(dtype)))
 
 
 def finite(tree: Any) -> jax.Array:

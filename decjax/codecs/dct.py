@@ -10,15 +10,17 @@ A side shorter than c has chunks of its own length; the last chunk of a longer o
 Reference: Peng et al. 2024, "DeMo: decoupled momentum optimization", which takes the largest divisor up to c instead.
 """
 
+import dataclasses
 import math
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from decjax.codecs import bits, cast
+from decjax import registry
+from decjax.codecs import bits
 from decjax.codecs.codec import Codec, Traits, matrix_shape, working_dtype
-from decjax.codecs.sparse import check_fraction, check_values, largest
+from decjax.codecs.sparse import check_fraction, largest, made_values
 
 
 def _basis(length: int, dtype) -> jax.Array:
@@ -28,7 +30,8 @@ def _basis(length: int, dtype) -> jax.Array:
     return jnp.asarray(basis_LxL, dtype)
 
 
-def dct(fraction: float = 1 / 128, chunk: int = 64, values: Codec = cast.identity()) -> Codec:
+@registry.register("codec", "dct", messages="the largest cosine coefficients of each chunk")
+def dct(fraction: float = 1 / 128, chunk: int = 64, values: Codec | str = "identity") -> Codec:
     """The largest share φ of the cosine coefficients of every chunk.
 
     Args:
@@ -37,20 +40,32 @@ def dct(fraction: float = 1 / 128, chunk: int = 64, values: Codec = cast.identit
         values: the form of the coefficients that are sent.
     """
     check_fraction("dct", fraction)
-    check_values("dct", values)
+    values = made_values("dct", values)
     if chunk < 1:
         raise ValueError(f"dct chunk={chunk} must be at least 1 value; 64 is the default")
+    form = _Chunked(fraction, chunk, values)
+    traits = Traits(contractive=form.delta if values.traits.contractive else None, matrix=True)
+    return Codec(name="dct", encode=form.encode, decode=form.decode, num_bytes=form.num_bytes, traits=traits)
 
-    def plan(shape):
+
+@dataclasses.dataclass(frozen=True)
+class _Chunked:
+    """The codec's functions."""
+
+    fraction: float
+    chunk: int
+    values: Codec
+
+    def plan(self, shape):
         """Sides of the matrix, of a chunk, the grid of chunks, and coefficients sent of each."""
         sides = matrix_shape(tuple(shape)) or (1, math.prod(shape))
-        chunks = tuple(max(1, min(chunk, side)) for side in sides)
+        chunks = tuple(max(1, min(self.chunk, side)) for side in sides)
         grid = tuple(-(-side // length) for side, length in zip(sides, chunks))
-        return sides, chunks, grid, math.ceil(fraction * math.prod(chunks))
+        return sides, chunks, grid, math.ceil(self.fraction * math.prod(chunks))
 
-    def encode(x, state, key):
+    def encode(self, x, state, key):
         del state, key
-        (I, J), (c, d), (m, n), k = plan(x.shape)
+        (I, J), (c, d), (m, n), k = self.plan(x.shape)
         dtype = working_dtype(x.dtype)
         x_IxJ = jnp.pad(x.reshape(I, J).astype(dtype), ((0, m * c - I), (0, n * d - J)))
         coefficients_MxC = jnp.einsum(
@@ -59,12 +74,12 @@ def dct(fraction: float = 1 / 128, chunk: int = 64, values: Codec = cast.identit
         magnitude_MxC = jnp.where(jnp.isnan(coefficients_MxC), jnp.inf, jnp.abs(coefficients_MxC))
         where_Mxk = largest(magnitude_MxC, k)
         sent_Mxk = jnp.take_along_axis(coefficients_MxC, where_Mxk, axis=1)
-        return {"values": values.encode(sent_Mxk.ravel(), (), None), "where": where_Mxk.astype(bits.index_dtype(c * d))}
+        return {"values": self.values.encode(sent_Mxk.ravel(), (), None), "where": where_Mxk.astype(bits.index_dtype(c * d))}
 
-    def decode(message, shape, dtype):
-        (I, J), (c, d), (m, n), k = plan(shape)
+    def decode(self, message, shape, dtype):
+        (I, J), (c, d), (m, n), k = self.plan(shape)
         wide = working_dtype(dtype)
-        sent_Mxk = values.decode(message["values"], (m * n * k,), wide).reshape(m * n, k)
+        sent_Mxk = self.values.decode(message["values"], (m * n * k,), wide).reshape(m * n, k)
         coefficients_MxC = (
             jnp.zeros((m * n, c * d), wide)
             .at[jnp.arange(m * n)[:, None], message["where"].astype(jnp.int32)]
@@ -79,17 +94,11 @@ def dct(fraction: float = 1 / 128, chunk: int = 64, values: Codec = cast.identit
         ).reshape(m * c, n * d)
         return x_IxJ[:I, :J].reshape(shape).astype(dtype)
 
-    def num_bytes(shape, dtype):
-        _, chunks, grid, k = plan(shape)
+    def num_bytes(self, shape, dtype):
+        _, chunks, grid, k = self.plan(shape)
         count = math.prod(grid) * k
-        return values.num_bytes((count,), working_dtype(dtype)) + count * bits.index_dtype(math.prod(chunks)).itemsize
+        return self.values.num_bytes((count,), working_dtype(dtype)) + count * bits.index_dtype(math.prod(chunks)).itemsize
 
-    inner = values.traits.contractive
-
-    def delta(shape):
-        _, chunks, grid, k = plan(shape)
-        return k / math.prod(chunks) * inner((math.prod(grid) * k,))
-
-    return Codec(
-        name="dct", encode=encode, decode=decode, num_bytes=num_bytes, traits=Traits(contractive=inner and delta, matrix=True)
-    )
+    def delta(self, shape):
+        _, chunks, grid, k = self.plan(shape)
+        return k / math.prod(chunks) * self.values.traits.contractive((math.prod(grid) * k,))

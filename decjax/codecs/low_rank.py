@@ -12,14 +12,16 @@ be made smaller by a second codec, `values`; x̂ is then the product of what is 
 Reference: Vogels et al. 2019, "PowerSGD", Algorithm 1, with the error of x̂ = P Pᵀ A as sent.
 """
 
+import dataclasses
 import math
 
 import jax
 import jax.numpy as jnp
 
-from decjax.codecs import cast, noise
+from decjax import registry
+from decjax.codecs import noise
 from decjax.codecs.codec import Codec, Traits, finite, matrix_shape, working_dtype
-from decjax.codecs.sparse import check_values
+from decjax.codecs.sparse import made_values
 
 HIGHEST = jax.lax.Precision.HIGHEST  # Factors are what is sent: they must not be computed in half of float32.
 
@@ -36,7 +38,8 @@ def revived(found_JxR: jax.Array, fresh_JxR: jax.Array) -> jax.Array:
     return jnp.where(alive_R, found_JxR / jnp.where(alive_R, largest_R, 1), fresh_JxR)
 
 
-def low_rank(rank: int = 4, values: Codec = cast.identity()) -> Codec:
+@registry.register("codec", "low_rank", messages="two thin matrices")
+def low_rank(rank: int = 4, values: Codec | str = "identity") -> Codec:
     """Rank-R messages of tensors with at least two dimensions; vectors are sent as they are.
 
     Args:
@@ -45,74 +48,85 @@ def low_rank(rank: int = 4, values: Codec = cast.identity()) -> Codec:
 
     State: Qᵀ [R, J], from the last finite message.
     """
-    check_values("low_rank", values)
+    values = made_values("low_rank", values)
     if rank < 1:
         raise ValueError(f"low_rank rank={rank} must be at least 1")
+    form = _LowRank(rank, values)
+    return Codec(
+        name="low_rank",
+        encode=form.encode,
+        decode=form.decode,
+        num_bytes=form.num_bytes,
+        init=form.init,
+        advance=form.advance,
+        traits=Traits(contractive=form.delta if values.traits.contractive else None, state_key="tensor", matrix=True),
+    )
 
-    def view(shape):
+
+@dataclasses.dataclass(frozen=True)
+class _LowRank:
+    """The codec's functions; its state is Qᵀ, () for what is no matrix."""
+
+    rank: int
+    values: Codec
+
+    def view(self, shape):
         matrix = matrix_shape(tuple(shape))
-        if matrix and rank > min(matrix):
+        if matrix and self.rank > min(matrix):
             raise ValueError(
-                f"low_rank rank={rank} exceeds {min(matrix)}, the smaller side of {tuple(shape)} as a "
+                f"low_rank rank={self.rank} exceeds {min(matrix)}, the smaller side of {tuple(shape)} as a "
                 f"{matrix[0]}x{matrix[1]} matrix; use rank={min(matrix)} or less"
             )
         return matrix
 
-    def start(columns, dtype):
-        return noise.uniform((rank, columns), (jnp.uint32(columns), jnp.uint32(rank))).astype(dtype) - 0.5
+    def start(self, columns, dtype):
+        return noise.uniform((self.rank, columns), (jnp.uint32(columns), jnp.uint32(self.rank))).astype(dtype) - 0.5
 
-    def init(shape, dtype):
-        matrix = view(shape)
-        return start(matrix[1], working_dtype(dtype)) if matrix else ()
+    def init(self, shape, dtype):
+        matrix = self.view(shape)
+        return self.start(matrix[1], working_dtype(dtype)) if matrix else ()
 
-    def encode(x, q_RxJ, key):
+    def encode(self, x, q_RxJ, key):
         del key
-        matrix = view(x.shape)
+        matrix = self.view(x.shape)
         if not matrix:
             return {"dense": x}
         a_IxJ = x.reshape(matrix).astype(working_dtype(x.dtype))
         p_IxR = jnp.linalg.qr(jnp.matmul(a_IxJ, q_RxJ.T, precision=HIGHEST))[0]
         # Pᵀ A instead of Aᵀ P: XLA on CPUs is ten times slower where the large matrix is transposed.
         q_RxJ = jnp.matmul(p_IxR.T, a_IxJ, precision=HIGHEST)
-        return {"p": values.encode(p_IxR, (), None), "q": values.encode(q_RxJ, (), None)}
+        return {"p": self.values.encode(p_IxR, (), None), "q": self.values.encode(q_RxJ, (), None)}
 
-    def decode(message, shape, dtype):
-        matrix = view(shape)
+    def decode(self, message, shape, dtype):
+        matrix = self.view(shape)
         if not matrix:
             return message["dense"].astype(dtype)
         wide = working_dtype(dtype)
-        p_IxR, q_RxJ = values.decode(message["p"], (matrix[0], rank), wide), values.decode(message["q"], (rank, matrix[1]), wide)
+        p_IxR, q_RxJ = (
+            self.values.decode(message["p"], (matrix[0], self.rank), wide),
+            self.values.decode(message["q"], (self.rank, matrix[1]), wide),
+        )
         return jnp.matmul(p_IxR, q_RxJ, precision=HIGHEST).reshape(shape).astype(dtype)
 
-    def advance(q_RxJ, message):
+    def advance(self, q_RxJ, message):
         if "dense" in message:
             return q_RxJ
-        new_RxJ = values.decode(message["q"], q_RxJ.shape, q_RxJ.dtype)
-        alive_RxJ = revived(new_RxJ.T, start(new_RxJ.shape[1], new_RxJ.dtype).T).T
+        new_RxJ = self.values.decode(message["q"], q_RxJ.shape, q_RxJ.dtype)
+        alive_RxJ = revived(new_RxJ.T, self.start(new_RxJ.shape[1], new_RxJ.dtype).T).T
         return jnp.where(finite((message, new_RxJ)), alive_RxJ, q_RxJ)
 
-    def num_bytes(shape, dtype):
-        matrix = view(shape)
+    def num_bytes(self, shape, dtype):
+        matrix = self.view(shape)
         if not matrix:
             return jnp.dtype(dtype).itemsize * math.prod(shape)
-        return sum(values.num_bytes((size, rank), working_dtype(dtype)) for size in matrix)
+        return sum(self.values.num_bytes((size, self.rank), working_dtype(dtype)) for size in matrix)
 
-    def delta(shape):
-        matrix = view(shape)
+    def delta(self, shape):
+        matrix = self.view(shape)
         if not matrix:
             return 1.0
-        kept = rank / min(matrix)
-        lost = max(1 - values.traits.contractive((size, rank)) for size in matrix) ** 0.5  # ‖P̂ − P‖ ≤ lost ‖P‖, and of Q
+        kept = self.rank / min(matrix)
+        lost = max(1 - self.values.traits.contractive((size, self.rank)) for size in matrix) ** 0.5  # ‖P̂ − P‖ ≤ lost ‖P‖, and of Q
         # ‖P̂Q̂ − PQ‖ ≤ ε‖Q‖; and (√(1−κ) + ε√κ)² ≤ (1+ε)(1 − (1−ε)κ) of a share κ = ‖Q‖²/‖x‖² kept.
-        epsilon = lost * (1 + rank**0.5 * (1 + lost))
+        epsilon = lost * (1 + self.rank**0.5 * (1 + lost))
         return max(0.0, 1 - (1 + epsilon) * (1 - (1 - epsilon) * kept))
-
-    return Codec(
-        name="low_rank",
-        encode=encode,
-        decode=decode,
-        num_bytes=num_bytes,
-        init=init,
-        advance=advance,
-        traits=Traits(contractive=delta if values.traits.contractive else None, state_key="tensor", matrix=True),
-    )

@@ -20,7 +20,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from decjax.codecs import bits, cast, noise
+from decjax import registry
+from decjax.codecs import bits, noise
 from decjax.codecs.codec import Codec, Traits, working_dtype
 
 GROUP = 8  # of the first of two selections
@@ -32,9 +33,12 @@ def check_fraction(name: str, fraction: float) -> None:
         raise ValueError(f"{name} fraction={fraction} must lie in (0, 1]; 0.01 sends one value of a hundred")
 
 
-def check_values(name: str, values: Codec) -> None:
+def made_values(name: str, values: Codec | str) -> Codec:
+    """The codec of values that are sent."""
+    values = registry.make("codec", values)
     if values.traits.matrix or values.traits.random or values.traits.state_key != "none":
         raise ValueError(f"{name} values={values.name!r}: values take a codec without state, key or matrices; try 'int8'")
+    return values
 
 
 def largest(magnitude_xP: jax.Array, k: int) -> jax.Array:
@@ -96,7 +100,6 @@ def combined(kept, count, values: Codec):
 
 def _sparse(name: str, count, select, positions, num_index_bytes, values: Codec, kept=None, **traits: Any) -> Codec:
     """A codec from `select(flat, key) -> (values, where)` and `positions(where, size) -> positions` of the values."""
-    check_values(name, values)
     traits["contractive"] = combined(kept, count, values)
 
     def encode(x, state, key):
@@ -119,7 +122,8 @@ def _sparse(name: str, count, select, positions, num_index_bytes, values: Codec,
     return Codec(name=name, encode=encode, decode=decode, num_bytes=num_bytes, traits=Traits(**traits))
 
 
-def topk(fraction: float = 0.01, k: int | None = None, values: Codec = cast.identity()) -> Codec:
+@registry.register("codec", "topk", messages="the largest values and their places")
+def topk(fraction: float = 0.01, k: int | None = None, values: Codec | str = "identity") -> Codec:
     """The k largest magnitudes, exactly: ‖x − x̂‖² ≤ (1 − k/P)‖x‖².
 
     Args:
@@ -132,7 +136,8 @@ def topk(fraction: float = 0.01, k: int | None = None, values: Codec = cast.iden
     return _topk("topk", fraction, k, 0.0, values)
 
 
-def threshold(multiple: float = 1.0, fraction: float = 0.01, values: Codec = cast.identity()) -> Codec:
+@registry.register("codec", "threshold", messages="the largest values above a threshold and their places")
+def threshold(multiple: float = 1.0, fraction: float = 0.01, values: Codec | str = "identity") -> Codec:
     """Magnitudes of at least τ = multiple · rms(x), the ⌈φP⌉ largest at most; x̂ differs by less than τ elsewhere if they fit.
 
     The message has room for ⌈φP⌉ values; places not taken hold zeros. With a multiple of at most 1 something is always sent, and
@@ -150,12 +155,14 @@ def threshold(multiple: float = 1.0, fraction: float = 0.01, values: Codec = cas
     return _topk("threshold", fraction, None, multiple, values)
 
 
-def _topk(name: str, fraction: float, k: int | None, multiple: float, values: Codec) -> Codec:
+def _topk(name: str, fraction: float, k: int | None, multiple: float, values: Codec | str) -> Codec:
     check_fraction(name, fraction)
     if k is not None and (type(k) is not int or k < 1):
         raise ValueError(
             f"{name} k={k} must be a whole number of at least 1; k=1 sends one value of a tensor, fraction=0.01 one of a hundred"
         )
+
+    values = made_values(name, values)
 
     def count(size):
         return min(size, k if k is not None else math.ceil(fraction * size))
@@ -188,7 +195,8 @@ def _topk(name: str, fraction: float, k: int | None, multiple: float, values: Co
     )
 
 
-def block_topk(fraction: float = 0.01, k: int = 1, values: Codec = cast.identity()) -> Codec:
+@registry.register("codec", "block_topk", messages="the largest values of each group and their places")
+def block_topk(fraction: float = 0.01, k: int = 1, values: Codec | str = "identity") -> Codec:
     """The k largest magnitudes of every group of g = ⌈k/φ⌉ values: ‖x − x̂‖² ≤ (1 − k/g)‖x‖².
 
     Magnitudes are compared as float32 without their last bits, which hold the position: a value that is chosen may be smaller
@@ -200,6 +208,7 @@ def block_topk(fraction: float = 0.01, k: int = 1, values: Codec = cast.identity
         values: the form of the values that are sent.
     """
     check_fraction("block_topk", fraction)
+    values = made_values("block_topk", values)
     if k < 1:
         raise ValueError(f"block_topk k={k} must be at least 1 value of each group")
     group = math.ceil(k / fraction)
@@ -248,7 +257,8 @@ def block_topk(fraction: float = 0.01, k: int = 1, values: Codec = cast.identity
     )
 
 
-def randomk(fraction: float = 0.01, unbiased: bool = False, values: Codec = cast.identity()) -> Codec:
+@registry.register("codec", "randomk", messages="values drawn by a seed")
+def randomk(fraction: float = 0.01, unbiased: bool = False, values: Codec | str = "identity") -> Codec:
     """One value of every group of g = ⌈1/φ⌉, drawn by a seed that is sent instead of indices; linear for a given key.
 
     Every value is sent with probability 1/g: E‖x − x̂‖² = (1 − 1/g)‖x‖².
@@ -261,6 +271,7 @@ def randomk(fraction: float = 0.01, unbiased: bool = False, values: Codec = cast
     Reference: Stich et al. 2018; Konečný et al. 2016 for the shared seed.
     """
     check_fraction("randomk", fraction)
+    values = made_values("randomk", values)
     group = math.ceil(1 / fraction)
     if group > 2**16:
         raise ValueError(f"randomk fraction={fraction} leaves one value of {group}; at least one of 65536 is sent")

@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from decjax import registry
 from decjax.codecs import bits
 from decjax.codecs.codec import Codec, Traits, by_rows, from_rows
 
@@ -40,6 +41,7 @@ def _scale(x: jax.Array, exponent: jax.Array) -> jax.Array:
     return x * _power_of_two(half) * _power_of_two(exponent - half)
 
 
+@registry.register("codec", "zfp", messages="any number of bits a value")
 def zfp(rate: int = 8) -> Codec:
     """Blocks of four values in 4·rate bits.
 

@@ -16,7 +16,21 @@ from decjax.config.spec import AUTO, SIMULATED_WORKERS, Averaging, Choice, Layer
 from decjax.errors import ConfigError
 
 PLAIN = tuple(
-    "seed steps workers local_size simulate batch_size tensor clip_norm engine bucket_bytes consensus_every log_every task".split()
+    [
+        "seed",
+        "steps",
+        "workers",
+        "local_size",
+        "simulate",
+        "batch_size",
+        "tensor",
+        "clip_norm",
+        "engine",
+        "bucket_bytes",
+        "consensus_every",
+        "log_every",
+        "task",
+    ]
 )
 Group = TypeVar("Group", Periodic, Saving)
 GROUPS = {"eval": Periodic, "checkpoint": Saving}

@@ -27,20 +27,23 @@ and around any of them
 
 Parameters travel in a few flat buckets. Weighted sums are formed in at least float32, and cast back.
 
-`mixer` says what a mixer is, `rounds` executes a round of a topology, `check` looks whether messages arrive; `plain`,
-`compressed`, `owning` and `power` hold the mixers. For compressed ones, `messages` says what travels, `schemes` what is made of
-it, and `fits` which codecs and topologies go together.
+Every mixer has a file of its name, with its equations, state and factory (`beer` is in `choco`). `mixer` says what a mixer is,
+`rounds` executes a round of a topology, `coded` is what mixers of coded messages share, `fits` says which codecs and topologies go
+together, and `check` looks whether messages arrive.
 """
 
+from decjax.gossip.accelerated import accelerated
 from decjax.gossip.check import check_exchange, check_stage_exchange
-from decjax.gossip.compressed import beer, choco, deepsqueeze
+from decjax.gossip.choco import beer, choco
+from decjax.gossip.coded import CompressedState
+from decjax.gossip.dcd import ReplicaState, dcd
+from decjax.gossip.deepsqueeze import deepsqueeze
+from decjax.gossip.exact import exact
 from decjax.gossip.fits import typical_contraction
 from decjax.gossip.mixer import LOCAL, Mixer, damp, every, mix, mix_due
-from decjax.gossip.owning import PushSumState, ReplicaState, dcd, push_sum
-from decjax.gossip.plain import accelerated, exact
-from decjax.gossip.power import PowerState, power_gossip
+from decjax.gossip.power_gossip import PowerState, power_gossip
+from decjax.gossip.push_sum import PushSumState, push_sum
 from decjax.gossip.rounds import mix_round
-from decjax.gossip.schemes import CompressedState
 
 __all__ = [
     "LOCAL",

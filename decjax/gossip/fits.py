@@ -84,7 +84,7 @@ def typical_contraction(codec: codecs.Codec) -> float:
         return 1 - float(jax.jit(loss)(x))
 
 
-def strength(name: str, gamma: float | None, codec: codecs.Codec) -> float:
+def strength(name: str, gamma: float | None, codec: codecs.Codec | None = None) -> float:
     """γ, or where none is given: 1 for a fine codec, else half of its typical contraction."""
     if gamma is None:
         kept = typical_contraction(codec)

@@ -31,7 +31,8 @@ class Mixer(NamedTuple):
         num_bytes: `num_bytes(params, phase) -> (N,)` bytes that each worker sends, the declared formula.
         num_workers: N.
         combine: `combine(params, received, state, phase, step) -> (mixed, state)`; cheap and local. `step` counts all
-            steps, also those that do not mix, as an int or a traced int32. By default it is what was received.
+            steps, also those that do not mix, as an int or a traced int32. By default it is what was received; `damp` needs the
+            step, which an exchange, compiled for a phase, does not know, and `every` sends nothing where parameters stay.
         settle: `settle(mixed, stepped, state) -> (params, state)`, local: how the step of the optimizer, from `mixed` to
             `stepped`, enters the parameters; None: as it is.
         restart: `restart(average, state) -> state`, local: the state once every worker's parameters have been replaced by their

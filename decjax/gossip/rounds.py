@@ -1,6 +1,5 @@
 """One round of a topology, executed: messages along its shifts, means inside its nodes, and the bytes of both."""
 
-from collections.abc import Callable, Sequence
 import math
 from typing import Any
 
@@ -8,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from decjax import buckets, mesh
+from decjax import buckets, codecs, mesh
 from decjax.topology import Round, Shift, Topology
 
 
@@ -55,15 +54,15 @@ def mix_round(x_P: jax.Array, round_: Round, axis: mesh.Axis) -> jax.Array:
     return axis.gather(mixed.astype(x_P.dtype), L)
 
 
-def pull(message: Any, own: jax.Array, decode: Callable[[Any], jax.Array], round_: Round, axis: mesh.Axis) -> jax.Array:
+def pull(codec: codecs.Codec, message: Any, own: jax.Array, round_: Round, axis: mesh.Axis) -> jax.Array:
     """Where neighbours draw a worker: Σ_j W_ij c_j − c_i, from messages that stand for c.
 
     Its sum over workers is zero where columns of W sum to one, whatever the messages have lost.
 
     Args:
+        codec: decodes messages.
         message: this worker's message, a pytree.
         own: c_i, what the message decodes to.
-        decode: from a message to c.
         round_: the round; of its nodes, W_nodes is applied.
         axis: the worker axis.
 
@@ -74,14 +73,14 @@ def pull(message: Any, own: jax.Array, decode: Callable[[Any], jax.Array], round
     drawn = (own_weight(round_.self_weights, L, axis, own.dtype) - 1) * own
     for shift in round_.shifts:
         pairs = member_pairs(shift, L)
-        arrived = decode(jax.tree.map(lambda x: axis.exchange(x, pairs), message))
+        arrived = codec.decode(jax.tree.map(lambda x: axis.exchange(x, pairs), message), own.shape, own.dtype)
         weight = own_weight(shift.weights, L, axis, own.dtype)
         # Those to whom nothing is sent have a message of zeros, which may decode to anything.
         drawn += weight * arrived if isinstance(weight, float) else jnp.where(weight > 0, weight * arrived, 0)
     return drawn
 
 
-def messages(round_: Round) -> np.ndarray:
+def num_messages(round_: Round) -> np.ndarray:
     """Messages to other nodes that each worker sends in a round, [N]."""
     L = round_.group_size
     return round_.volume() * L - 2 * (L - 1)
@@ -97,13 +96,12 @@ def sent_bytes(round_: Round, layout: buckets.Layout, message_bytes: int | None 
     """
     L = round_.group_size
     share_bytes = layout.num_bytes / L if message_bytes is None else message_bytes
-    return 2 * (L - 1) / L * layout.num_bytes + messages(round_) * share_bytes
+    return 2 * (L - 1) / L * layout.num_bytes + num_messages(round_) * share_bytes
 
 
-def layout_of(params: Any, topology: Topology, bucket_bytes: int, alone: Sequence[str] = ()) -> buckets.Layout:
-    """Buckets that split evenly among the members of every node."""
-    multiple_of = math.lcm(*(round_.group_size for round_ in topology.rounds))
-    return buckets.layout(params, bucket_bytes=bucket_bytes, multiple_of=multiple_of, alone=alone)
+def common_multiple(topology: Topology) -> int:
+    """What the size of a bucket has to be a multiple of, to split evenly among the members of every node."""
+    return math.lcm(*(round_.group_size for round_ in topology.rounds))
 
 
 def check_rounds(rounds: int) -> None:

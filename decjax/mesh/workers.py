@@ -234,23 +234,8 @@ def make_workers(
         ValueError: if L does not divide N, if there are fewer devices than N·S·T, or if several processes, or tensor-parallel
             groups, are asked to simulate.
     """
-    for what, value in (("workers", num_workers), ("stages", stages), ("tensor", tensor)):
-        if value < 1:
-            raise ValueError(f"{what}={value}: at least one {'worker' if what == 'workers' else 'device'} is needed")
-    if local_size < 1 or num_workers % local_size:
-        raise ValueError(
-            f"local_size={local_size} does not divide workers={num_workers}; "
-            f"use one of {[d for d in range(1, num_workers + 1) if num_workers % d == 0]}"
-        )
+    _check_sizes(num_workers, local_size, stages, tensor, simulate)
     if simulate:
-        if jax.process_count() > 1:
-            raise ValueError(
-                f"simulate runs all workers on one device, but there are {jax.process_count()} processes; start a single one"
-            )
-        if tensor > 1:
-            raise ValueError(
-                f"tensor={tensor} with simulate: a lone device divides no arrays; use tensor=1, whose trajectory is the same"
-            )
         return Workers(num_workers, local_size, None, stages)
     devices = jax.devices() if devices is None else devices
     size = stages * tensor
@@ -272,3 +257,23 @@ def make_workers(
         devices=devices[:needed],
     )
     return Workers(num_workers, local_size, mesh, stages, tuple(divided))
+
+
+def _check_sizes(num_workers: int, local_size: int, stages: int, tensor: int, simulate: bool) -> None:
+    for what, value in (("workers", num_workers), ("stages", stages), ("tensor", tensor)):
+        if value < 1:
+            raise ValueError(f"{what}={value}: at least one {'worker' if what == 'workers' else 'device'} is needed")
+    if local_size < 1 or num_workers % local_size:
+        raise ValueError(
+            f"local_size={local_size} does not divide workers={num_workers}; "
+            f"use one of {[d for d in range(1, num_workers + 1) if num_workers % d == 0]}"
+        )
+    if simulate:
+        if jax.process_count() > 1:
+            raise ValueError(
+                f"simulate runs all workers on one device, but there are {jax.process_count()} processes; start a single one"
+            )
+        if tensor > 1:
+            raise ValueError(
+                f"tensor={tensor} with simulate: a lone device divides no arrays; use tensor=1, whose trajectory is the same"
+            )

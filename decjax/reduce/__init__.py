@@ -13,7 +13,7 @@ message loses is kept by the worker that sent it, so that errors stay bounded: m
 random.
 """
 
-from decjax.reduce.coded import CodedState, coded
+from decjax.reduce.coded import CodedState, coded, demo
 from decjax.reduce.gravac import GravacState, gravac
 from decjax.reduce.powersgd import PowerSGDState, powersgd
 from decjax.reduce.reducer import BEFORE, LOCAL, Reducer, due_phase, every, first_stages, mean, start_at

@@ -13,13 +13,15 @@ Other memories are those of `codecs.feedback`: a momentum, EF21, none. How messa
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+import dataclasses
+import functools
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from decjax import codecs
+from decjax import buckets, codecs, registry
 from decjax.channel import Channel
 from decjax.reduce import messages
 from decjax.reduce import reducer as reducer_lib
@@ -36,20 +38,32 @@ class CodedState(NamedTuple):
     count: jax.Array  # int32 scalar, steps so far: random codecs draw by it
 
 
+ERRORS = {"residual": "decay", "momentum": "momentum", "ef21": "momentum", "none": ""}  # and the option that each has
+
+
+@registry.register(
+    "reducer", "codec", needs="contractive or unbiased codec", messages="coded gradients", memory="1 copy; in shards 1/N more"
+)
 def coded(
     channel: Channel = Channel(),
     *,
-    codec: codecs.Codec,
-    error: Callable[[codecs.Codec], codecs.feedback.Feedback] = codecs.feedback.residual,
+    codec: codecs.Codec | str = "int8",
     form: str = "auto",
+    error: str | Callable[[codecs.Codec], codecs.feedback.Feedback] = "residual",
+    decay: float = 1.0,
+    momentum: float = 0.9,
+    storage: codecs.Codec | str | None = None,
 ) -> reducer_lib.Reducer:
     """The average of coded gradients, with memory of what messages lose; see the module's equations.
 
     Args:
         channel: how gradients travel; matrices that a codec sees as such are coded alone.
         codec: C, of messages of static size; an unbiased one is contracted where there is a memory.
-        error: the memory, such as `codecs.feedback.residual`, or a `functools.partial` of it with options.
         form: "gather", "shards" or "auto", that of the two which sends less; see `decjax.reduce.messages`.
+        error: the memory: "residual", "momentum", "ef21" or "none", see `codecs.feedback`; or a factory of one.
+        decay: β in (0, 1], of "residual".
+        momentum: in [0, 1), of "momentum" and "ef21".
+        storage: codec in whose form the memory is kept; None: in full.
 
     Returns:
         The `Reducer`. Its `init` is called inside a function that is mapped over workers, unless the form is "gather".
@@ -58,71 +72,137 @@ def coded(
         ValueError: if the codec and its use do not fit; from `num_bytes`, if messages are not smaller than plain all-reduce's.
 
     Example:
-        >>> tx = decjax.synchronize(optax.adamw(1e-3), decjax.reduce.coded(codec=decjax.codecs.make("int8")))
+        >>> tx = decjax.synchronize(optax.adamw(1e-3), decjax.reduce.coded(codec="int8"))
 
     Reference:
         arXiv 1809.07599; arXiv 2102.02888 for the shards; see the module for others.
     """
+    return _coded(channel, codec, form, _memory(error, storage, decay=(decay, 1.0), momentum=(momentum, 0.9)))
+
+
+@registry.register(
+    "reducer",
+    "demo",
+    optimizer="sign",
+    needs="contractive or unbiased codec, optimizer sign",
+    messages="cosine coefficients",
+    memory="1 copy",
+)
+def demo(
+    channel: Channel = Channel(),
+    *,
+    codec: codecs.Codec | str = "dct",
+    form: str = "gather",
+    error: str | Callable[[codecs.Codec], codecs.feedback.Feedback] = "residual",
+    decay: float = 0.999,
+    momentum: float = 0.9,
+    storage: codecs.Codec | str | None = None,
+) -> reducer_lib.Reducer:
+    """DeMo: `coded` with its codec, form and decay. The optimizer takes the sign of the average.
+
+    Args:
+        channel, codec, form, error, decay, momentum, storage: see `coded`.
+
+    Returns:
+        The `Reducer`.
+
+    Raises:
+        ValueError: as `coded`.
+
+    Reference:
+        arXiv 2411.19870.
+    """
+    return _coded(channel, codec, form, _memory(error, storage, decay=(decay, 0.999), momentum=(momentum, 0.9)))
+
+
+def _memory(error: Any, storage: Any, **given: tuple[float, float]) -> Callable[[codecs.Codec], codecs.feedback.Feedback]:
+    """The factory of a memory. Options come with their defaults; others than its own are refused."""
+    if isinstance(error, str) and error not in ERRORS:
+        raise ValueError(f"error={error!r} is unknown; use one of {', '.join(ERRORS)}")
+    own = ERRORS[error] if isinstance(error, str) else ""
+    for name, (value, default) in given.items():
+        if value != default and name != own:
+            others = " or ".join(repr(other) for other, option in ERRORS.items() if option == name)
+            raise ValueError(f"{name}={value} changes nothing with error={error!r}; leave it out, or use error={others}")
+    if storage and error == "none":
+        raise ValueError(f"storage={getattr(storage, 'name', storage)!r} with error='none', which stores nothing; leave it empty")
+    make = getattr(codecs.feedback, error) if isinstance(error, str) else error
+    options: dict[str, Any] = {"decay" if own == "decay" else "beta": given[own][0]} if own else {}
+    if storage:
+        options["storage"] = registry.make("codec", storage)
+    return functools.partial(make, **options) if options else make
+
+
+def _coded(channel: Channel, codec: codecs.Codec | str, form: str, memory: Callable) -> reducer_lib.Reducer:
+    codec = registry.make("codec", codec)
     messages.check(codec)
     if form not in FORMS:
         raise ValueError(f"form={form!r} of coded messages is unknown; use one of {', '.join(FORMS)}")
-    remembers = error is not codecs.feedback.none
-    ends = error(codecs.of_any_shape(codecs.feedback.contractive(codec) if remembers else codec))
+    remembers = memory is not codecs.feedback.none
+    ends = memory(codecs.of_any_shape(codecs.feedback.contractive(codec) if remembers else codec))
+    average = _Average(channel, codec, ends, form)
+    return reducer_lib.Reducer(average.init, average.reduce, average.num_bytes)
 
-    def cut_of(name, num_workers):
-        return messages.Cut((codec,), channel.bucket_bytes, num_workers if name == "shards" else 0)
 
-    def sent_bytes(params, num_workers):
+@dataclasses.dataclass(frozen=True)
+class _Average:
+    """Of coded gradients."""
+
+    channel: Channel
+    codec: codecs.Codec
+    ends: codecs.feedback.Feedback
+    form: str
+
+    def _layout(self, form: str, params: Any, num_workers: int) -> buckets.Layout:
+        return messages.layout(self.channel, (self.codec,), params, num_workers if form == "shards" else 0)
+
+    def _sent_bytes(self, params: Any, num_workers: int) -> dict[str, float]:
         """Bytes of both forms; the one that codes once comes first, and so is taken where they are equal."""
         return {
-            name: messages.num_bytes(ends.codec, cut_of(name, num_workers), params, num_workers, FLAG_BYTES)
-            for name in ("gather", "shards")
+            form: messages.num_bytes(self.ends.codec, self._layout(form, params, num_workers), num_workers, FLAG_BYTES)
+            for form in ("gather", "shards")
         }
 
-    def due_cut(params):
-        if form == "gather":
-            return cut_of(form, 0)
-        num_workers = channel.axis.size
-        sent = sent_bytes(params, num_workers)
-        return cut_of(min(sent, key=sent.get) if form == "auto" else form, num_workers)
+    def _due_layout(self, params: Any) -> buckets.Layout:
+        if self.form == "gather":
+            return self._layout(self.form, params, 0)
+        num_workers = self.channel.axis.size
+        sent = self._sent_bytes(params, num_workers)
+        return self._layout(min(sent, key=sent.get) if self.form == "auto" else self.form, params, num_workers)
 
-    def init(params):
-        cut = due_cut(params)
-        owner = messages.owner_side(ends, cut, params) if cut.num_shards else ()
-        return CodedState(messages.worker_side(ends, cut, params), owner, jnp.zeros((), jnp.int32))
+    def init(self, params: Any) -> CodedState:
+        layout = self._due_layout(params)
+        owner = messages.owner_side(self.ends, layout) if layout.num_shards else ()
+        return CodedState(messages.worker_side(self.ends, layout), owner, jnp.zeros((), jnp.int32))
 
-    def reduce(grads, state, phase=0):
+    def reduce(self, grads: Any, state: CodedState, phase: int = 0) -> tuple[Any, CodedState]:
         del phase
-        cut = due_cut(grads)
-        arrays = cut.arrays(grads)
-        key = messages.noise_key(channel, state.count)
+        layout, axis = self._due_layout(grads), self.channel.axis
+        arrays = layout.pack(grads, wide=True)
+        key = self.channel.key(state.count)
 
         def is_finite(own):
             return codecs.finite((arrays, own)).astype(jnp.uint8)
 
-        if cut.num_shards:
-            averages, worker, owner, finite_N = messages.sharded(
-                ends, arrays, state.worker, state.owner, key, is_finite, channel.axis
-            )
+        if layout.num_shards:
+            averages, worker, owner, finite_N = messages.sharded(self.ends, arrays, state.worker, state.owner, key, is_finite, axis)
         else:
-            averages, worker, finite_N = messages.gathered(ends, arrays, state.worker, key, is_finite, channel.axis)
+            averages, worker, finite_N = messages.gathered(self.ends, arrays, state.worker, key, is_finite, axis)
             owner = ()
         finite = (finite_N == 1).all() & codecs.finite(averages)
         new = jax.tree.map(lambda new, old: jnp.where(finite, new, old), CodedState(worker, owner, state.count), state)
-        return cut.tree([jnp.where(finite, x, jnp.nan) for x in averages], grads), new._replace(count=state.count + 1)
+        return layout.unpack([jnp.where(finite, x, jnp.nan) for x in averages], grads), new._replace(count=state.count + 1)
 
-    def num_bytes(params, num_workers, phase=0):
+    def num_bytes(self, params: Any, num_workers: int, phase: int = 0) -> np.ndarray:
         del phase
-        sent = sent_bytes(params, num_workers)
+        sent = self._sent_bytes(params, num_workers)
         best = min(sent, key=sent.get)
-        due = best if form == "auto" else form
+        due = best if self.form == "auto" else self.form
         plain = reducer_lib.mean().num_bytes(params, num_workers)[0]
         if num_workers > 1 and sent[due] >= plain:
             fix = f"form {best!r}, which sends {sent[best]:.0f}" if sent[best] < plain else "a codec of fewer bytes"
             raise ValueError(
-                f"codec {codec.name!r} in form {due!r} sends {sent[due]:.0f} bytes a step, and plain all-reduce "
+                f"codec {self.codec.name!r} in form {due!r} sends {sent[due]:.0f} bytes a step, and plain all-reduce "
                 f"among {num_workers} workers {plain:.0f}; use {fix}, or reducer 'mean'"
             )
         return np.full(num_workers, sent[due])
-
-    return reducer_lib.Reducer(init, reduce, num_bytes)

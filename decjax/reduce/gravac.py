@@ -9,14 +9,16 @@ Reference: Tyagi and Swany 2023, arXiv 2305.12201.
 """
 
 from collections.abc import Sequence
+import dataclasses
 import functools
+import math
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from decjax import codecs, mesh
+from decjax import buckets, codecs, mesh, registry
 from decjax.channel import Channel
 from decjax.reduce import messages
 from decjax.reduce import reducer as reducer_lib
@@ -37,14 +39,17 @@ class GravacState(NamedTuple):
     score: jax.Array  # (steps per second) · gain of the rung below
 
 
+@registry.register(
+    "reducer", "gravac", adaptive=True, needs="ladder of ever stronger codecs", messages="coded gradients", memory="1 copy and 1/N"
+)
 def gravac(
     channel: Channel = Channel(),
     *,
-    ladder: Sequence[codecs.Codec],
+    ladder: str | Sequence[codecs.Codec] = "bfloat16; int8; int4",
     window: int = 50,
     threshold: float = 0.5,
     improvement: float = 0.0,
-    speed: Sequence[float] = (),
+    speed: str | Sequence[float] = "",
 ) -> reducer_lib.Reducer:
     """The average of gradients, coded as strongly as their gain allows; see the module.
 
@@ -54,12 +59,12 @@ def gravac(
 
     Args:
         channel: see `coded`.
-        ladder: codecs from the mildest to the strongest. Rung 0, without a codec, comes before them.
+        ladder: codecs from the mildest to the strongest, or a text of their names. Rung 0, without a codec, comes before them.
         window: steps on a rung before it is judged.
         threshold: ε in [0, 1], the least gain.
         improvement: ω ≥ 0, relative.
-        speed: steps per second on each rung, with 0, relative to one another; `decjax.costmodel` predicts them. Empty: 1 ÷ bytes,
-            as where communication takes all the time.
+        speed: steps per second on each rung, with 0, relative to one another, or a text as "1; 1.8; 3"; `decjax.costmodel`
+            predicts them. Empty: 1 ÷ bytes, as where communication takes all the time.
 
     Returns:
         The `Reducer`. Its phases are the rungs, and its state decides on them: `usage(state)` counts the steps on each. Its
@@ -72,10 +77,11 @@ def gravac(
     Reference:
         arXiv 2305.12201. The paper measures steps per second as it goes; inside a program there is no clock, so they are given.
     """
-    ladder = tuple(ladder)
-    if not ladder:
+    rungs = tuple(registry.make("codec", each.strip() if isinstance(each, str) else each) for each in _listed(ladder))
+    speeds = tuple(map(float, _listed(speed)))
+    if not rungs:
         raise ValueError("GraVAC needs a ladder of at least one codec, from the mildest to the strongest")
-    for codec in ladder:
+    for codec in rungs:
         messages.check(codec)
     if window < 1:
         raise ValueError(f"GraVAC window={window} steps: must be at least 1")
@@ -83,17 +89,39 @@ def gravac(
         raise ValueError(f"GraVAC threshold={threshold}: a gain, must lie between 0 and 1")
     if not improvement >= 0:
         raise ValueError(f"GraVAC improvement={improvement}: must be at least 0")
-    num_rungs = len(ladder) + 1
-    if speed and (len(speed) != num_rungs or min(speed) <= 0):
-        raise ValueError(f"GraVAC speed={tuple(speed)}: needs {num_rungs} positive values, one without a codec and one for each")
-    ends = [codecs.feedback.residual(codecs.of_any_shape(codecs.feedback.contractive(codec))) for codec in ladder]
+    count = len(rungs) + 1
+    if speeds and (len(speeds) != count or min(speeds) <= 0):
+        raise ValueError(f"GraVAC speed={speeds}: needs {count} positive values, one without a codec and one for each")
+    ends = tuple(codecs.feedback.residual(codecs.of_any_shape(codecs.feedback.contractive(codec))) for codec in rungs)
+    climb = _Ladder(channel, rungs, ends, window, threshold, improvement, speeds)
+    return reducer_lib.Reducer(
+        climb.init, climb.reduce, climb.num_bytes, lambda step: None, range(count), lambda state: state.usage
+    )
 
-    def cut_of(num_workers=None):
-        return messages.Cut(ladder, channel.bucket_bytes, num_workers or channel.axis.size)
 
-    def init(params):
-        cut = cut_of()
-        sides = [(messages.worker_side(end, cut, params).memory, messages.owner_side(end, cut, params).memory) for end in ends]
+def _listed(entries: str | Sequence[Any]) -> Sequence[Any]:
+    """The entries of a text, which semicolons divide."""
+    return [text for text in entries.split(";") if text.strip()] if isinstance(entries, str) else entries
+
+
+@dataclasses.dataclass(frozen=True)
+class _Ladder:
+    """Rungs, and how they are climbed."""
+
+    channel: Channel
+    rungs: tuple[codecs.Codec, ...]
+    ends: tuple[codecs.feedback.Feedback, ...]  # of each rung
+    window: int
+    threshold: float
+    improvement: float
+    speeds: tuple[float, ...]
+
+    def _layout(self, tree: Any, num_workers: int | None = None) -> buckets.Layout:
+        return messages.layout(self.channel, self.rungs, tree, num_workers or self.channel.axis.size)
+
+    def init(self, params: Any) -> GravacState:
+        layout = self._layout(params)
+        sides = [(messages.worker_side(end, layout).memory, messages.owner_side(end, layout).memory) for end in self.ends]
         error, owner_error = (tuple(memory.error for memory in side) for side in sides[0])
         states = tuple(tuple(tuple(memory.codec for memory in side) for side in rung) for rung in sides)
         zero, none = jnp.zeros((), jnp.result_type(jnp.float32, *error)), jnp.zeros((), jnp.int32)
@@ -102,7 +130,7 @@ def gravac(
             owner_error=owner_error,
             codec=states,
             count=none,
-            usage=jnp.zeros(num_rungs, jnp.int32),
+            usage=jnp.zeros(len(self.rungs) + 1, jnp.int32),
             rung=none,
             settled=jnp.zeros((), bool),
             energy_sent=zero,
@@ -110,42 +138,45 @@ def gravac(
             score=zero,
         )
 
-    def without_codec(arrays, state):
+    def _without_codec(self, arrays: list[jax.Array], state: GravacState):
+        """Rung 0: (means, errors of workers and owners, codecs' states, energies sent and in all)."""
+        axis, num_workers = self.channel.axis, self.channel.axis.size
         targets = [e + x for e, x in zip(state.error, arrays)]
         energy = _energy(targets, state)
-        index, num_workers = channel.axis.index, channel.axis.size
-        targets = [x.at[index].add(num_workers * e) for x, e in zip(targets, state.owner_error)]
-        joint = channel.axis.mean(jnp.concatenate([energy[None], *(x.ravel().astype(energy.dtype) for x in targets)]))
+        targets = [x.at[axis.index].add(num_workers * e) for x, e in zip(targets, state.owner_error)]
+        joint = axis.mean(jnp.concatenate([energy[None], *(x.ravel().astype(energy.dtype) for x in targets)]))
         ends = np.cumsum([1, *(x.size for x in targets)])
         means = [joint[start:end].reshape(x.shape).astype(x.dtype) for start, end, x in zip(ends, ends[1:], targets)]
         error, owner_error = (jax.tree.map(jnp.zeros_like, x) for x in (state.error, state.owner_error))
         return means, error, owner_error, state.codec, jnp.stack([joint[0], joint[0]])
 
-    def with_codec(k, arrays, state):
+    def _with_codec(self, k: int, arrays: list[jax.Array], state: GravacState):
+        """The same on rung k + 1."""
         worker, owner = (
             messages.Side(tuple(codecs.feedback.Memory(own, e, ()) for own, e in zip(states, errors)), ((),) * len(arrays))
             for states, errors in zip(state.codec[k], (state.error, state.owner_error))
         )
         energy = _energy([e + x for e, x in zip(state.error, arrays)], state)
         means, worker, owner, energies_Nx2 = messages.sharded(
-            ends[k],
+            self.ends[k],
             arrays,
             worker,
             owner,
-            messages.noise_key(channel, state.count),
+            self.channel.key(state.count),
             lambda own: jnp.stack([_energy(own, state), energy]),
-            channel.axis,
+            self.channel.axis,
         )
         error, owner_error = (tuple(memory.error for memory in side.memory) for side in (worker, owner))
         states = tuple(tuple(memory.codec for memory in side.memory) for side in (worker, owner))
         return means, error, owner_error, (*state.codec[:k], states, *state.codec[k + 1 :]), energies_Nx2.mean(axis=0)
 
-    def reduce(grads, state, phase=None):
+    def reduce(self, grads: Any, state: GravacState, phase: int | None = None) -> tuple[Any, GravacState]:
         del phase
-        cut = cut_of()
-        branches = [without_codec, *(functools.partial(with_codec, k) for k in range(len(ladder)))]
-        means, error, owner_error, states, (sent, full) = jax.lax.switch(state.rung, branches, cut.arrays(grads), state)
-        new = _judged(
+        layout = self._layout(grads)
+        branches = [self._without_codec, *(functools.partial(self._with_codec, k) for k in range(len(self.rungs)))]
+        arrays = layout.pack(grads, wide=True)
+        means, error, owner_error, states, (sent, full) = jax.lax.switch(state.rung, branches, arrays, state)
+        new = self._judged(
             state._replace(
                 error=error,
                 owner_error=owner_error,
@@ -160,22 +191,20 @@ def gravac(
         new = jax.tree.map(lambda new, old: jnp.where(finite, new, old), new, state)
         # A step that is lost has been sent all the same.
         new = new._replace(count=state.count + 1, usage=state.usage.at[state.rung].add(1))
-        return cut.tree([jnp.where(finite, x, jnp.nan) for x in means], grads), new
+        return layout.unpack([jnp.where(finite, x, jnp.nan) for x in means], grads), new
 
-    def _judged(state, like):
-        """The rung of the next step."""
-        sent = rung_bytes(like, channel.axis.size)
-        rates = speed or [1 / max(1, each) for each in sent]
+    def _judged(self, state: GravacState, like: Any) -> GravacState:
+        """With the rung of the next step."""
+        rates = self.speeds or [1 / max(1, each) for each in self._sent_bytes(like, self.channel.axis.size)]
         rate = jnp.asarray(np.divide(rates, max(rates)), state.score.dtype)[state.rung]
         gain = jnp.where(state.energy > 0, state.energy_sent / jnp.where(state.energy > 0, state.energy, 1), 1)
         score = rate * gain
-        over = state.usage.sum() % window == 0
-        drops = (gain < threshold) & (state.rung > 0)
-        stalls = ~state.settled & (state.rung > 0) & (score <= (1 + improvement) * state.score)
-        climbs = ~(drops | stalls | state.settled) & (state.rung < num_rungs - 1)
-        step = jnp.where(drops | stalls, -1, jnp.where(climbs, 1, 0))
+        over = state.usage.sum() % self.window == 0
+        drops = (gain < self.threshold) & (state.rung > 0)
+        stalls = ~state.settled & (state.rung > 0) & (score <= (1 + self.improvement) * state.score)
+        climbs = ~(drops | stalls | state.settled) & (state.rung < len(self.rungs))
         judged = state._replace(
-            rung=state.rung + step,
+            rung=state.rung + jnp.where(drops | stalls, -1, jnp.where(climbs, 1, 0)),
             settled=state.settled | ~climbs,
             score=score,
             energy=jnp.zeros_like(state.energy),
@@ -183,24 +212,23 @@ def gravac(
         )
         return jax.tree.map(lambda new, old: jnp.where(over, new, old), judged, state)
 
-    def rung_bytes(params, num_workers):
-        cut = cut_of(num_workers)
-        shapes = cut.shapes(params)
-        itemsize = jnp.result_type(jnp.float32, *(x.dtype for x in shapes)).itemsize
-        dense = mesh.mean_bytes(1 + num_workers * sum(x.size for x in shapes), np.dtype(f"float{8 * itemsize}"), num_workers)
-        return [dense, *(messages.num_bytes(end.codec, cut, params, num_workers, 2 * itemsize) for end in ends)]
+    def _sent_bytes(self, params: Any, num_workers: int) -> list[float]:
+        """Bytes a step on each rung."""
+        layout = self._layout(params, num_workers)
+        itemsize = jnp.result_type(jnp.float32, *(x.dtype for x in layout.parts())).itemsize
+        values = num_workers * sum(math.prod(x.shape) for x in layout.parts())
+        dense = mesh.mean_bytes(1 + values, np.dtype(f"float{8 * itemsize}"), num_workers)
+        return [dense, *(messages.num_bytes(end.codec, layout, num_workers, 2 * itemsize) for end in self.ends)]
 
-    def num_bytes(params, num_workers, phase=None):
-        sent = rung_bytes(params, num_workers)
-        for below, above, codec in zip(sent, sent[1:], ladder):
+    def num_bytes(self, params: Any, num_workers: int, phase: int | None = None) -> np.ndarray:
+        sent = self._sent_bytes(params, num_workers)
+        for below, above, codec in zip(sent, sent[1:], self.rungs):
             if num_workers > 1 and above >= below:
                 raise ValueError(
                     f"GraVAC's rung {codec.name!r} sends {above:.0f} bytes a step, and the one below it {below:.0f}; "
                     "use a ladder from the mildest codec to the strongest, as 'bfloat16; int8; int4'"
                 )
         return np.zeros(num_workers) if phase is None else np.full(num_workers, sent[phase])  # Only the state knows.
-
-    return reducer_lib.Reducer(init, reduce, num_bytes, lambda step: None, range(num_rungs), lambda state: state.usage)
 
 
 def _energy(arrays: list[jax.Array], state: GravacState) -> jax.Array:

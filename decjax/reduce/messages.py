@@ -9,8 +9,7 @@ all-reduce of 1-bit Adam (Tang et al. 2021, arXiv 2102.02888) has it. All worker
 have the same average, bit for bit. The messages of a step, of whatever types, travel as one array of bytes.
 """
 
-from collections.abc import Callable
-import math
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -27,65 +26,33 @@ class Side(NamedTuple):
     estimate: tuple[Any, ...]  # what receivers take arrived changes to, () where messages are not changes
 
 
-class Cut(NamedTuple):
+def layout(channel: Channel, ends: Sequence[codecs.Codec], tree: Any, num_shards: int = 0) -> buckets.Layout:
     """How a tree is cut into the arrays that are coded.
 
     Arrays that a codec sees as matrices and makes smaller stay alone, as I×J; the others are joined to flat buckets. With
     shards, an array becomes [N, …], N parts of its values or rows, padded with zeros, which error memories take for values.
+
+    Args:
+        channel: how they travel.
+        ends: the codecs; an array stays a matrix if one of them wants it.
+        tree: pytree of arrays or shapes.
+        num_shards: N; 0: arrays are whole.
     """
 
-    codecs: tuple[codecs.Codec, ...]
-    bucket_bytes: int
-    num_shards: int = 0  # N; 0: arrays are whole
+    def matrix(leaf):
+        if sides := codecs.matrix_shape(leaf.shape):
+            part = (-(-sides[0] // max(1, num_shards)), sides[1])
+            if any(len(codecs.seen_shape(codec, part, codecs.working_dtype(leaf.dtype))) > 1 for codec in ends):
+                return sides
+        return None
 
-    def _plan(self, tree) -> tuple[dict[int, tuple[int, ...]], buckets.Layout]:
-        """Positions of leaves and the matrices that they are, and the buckets of the others."""
-        alone = {}
-        leaves = jax.tree.leaves(tree)
-        for i, leaf in enumerate(leaves):
-            matrix = codecs.matrix_shape(leaf.shape)
-            if leaf.size and matrix and jnp.issubdtype(leaf.dtype, jnp.floating):
-                shape = (-(-matrix[0] // self.num_shards), matrix[1]) if self.num_shards else matrix
-                if any(len(codecs.seen_shape(codec, shape, codecs.working_dtype(leaf.dtype))) > 1 for codec in self.codecs):
-                    alone[i] = matrix
-        rest = [leaf for i, leaf in enumerate(leaves) if i not in alone]
-        return alone, buckets.layout(rest, bucket_bytes=self.bucket_bytes)
-
-    def arrays(self, tree) -> list[jax.Array]:
-        """The arrays, in float32 at least."""
-        alone, layout = self._plan(tree)
-        leaves = jax.tree.leaves(tree)
-        whole = [leaves[i].reshape(shape) for i, shape in alone.items()]
-        whole += layout.pack([leaf for i, leaf in enumerate(leaves) if i not in alone])
-        whole = [x.astype(codecs.working_dtype(x.dtype)) for x in whole]
-        return [self._shards(x) for x in whole] if self.num_shards else whole
-
-    def _shards(self, x):
-        padding = [(0, -len(x) % self.num_shards)] + [(0, 0)] * (x.ndim - 1)
-        return jnp.pad(x, padding).reshape(self.num_shards, -1, *x.shape[1:])
-
-    def tree(self, arrays, like) -> Any:
-        """The inverse."""
-        alone, layout = self._plan(like)
-        leaves, treedef = jax.tree.flatten(like)
-        rest = [leaf for i, leaf in enumerate(leaves) if i not in alone]
-        vectors = [x.ravel()[: bucket.size].astype(bucket.dtype) for x, bucket in zip(arrays[len(alone) :], layout.buckets)]
-        others = iter(layout.unpack(vectors, like=rest))
-        matrices = {i: x.ravel()[: math.prod(shape)] for (i, shape), x in zip(alone.items(), arrays)}
-        return treedef.unflatten(
-            [matrices[i].reshape(leaf.shape).astype(leaf.dtype) if i in alone else next(others) for i, leaf in enumerate(leaves)]
-        )
-
-    def shapes(self, params) -> list[jax.ShapeDtypeStruct]:
-        """Of what a message stands for: of each array, or of a shard of it."""
-        arrays = jax.eval_shape(self.arrays, params)
-        return [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in arrays] if self.num_shards else arrays
+    return channel.layout(tree, alone=channel.alone, matrix=matrix, num_shards=num_shards)
 
 
-def num_bytes(codec: codecs.Codec, cut: Cut, params: Any, num_workers: int, header_bytes: int) -> float:
-    """Bytes that each worker sends for the average of `params`."""
-    message = sum(codec.num_bytes(x.shape, x.dtype) for x in cut.shapes(params))
-    return float((num_workers - 1) * ((2 if cut.num_shards else 1) * message + header_bytes))
+def num_bytes(codec: codecs.Codec, layout: buckets.Layout, num_workers: int, header_bytes: int) -> float:
+    """Bytes that each worker sends for the average of what has this layout."""
+    message = sum(codec.num_bytes(x.shape, x.dtype) for x in layout.parts())
+    return float((num_workers - 1) * ((2 if layout.num_shards else 1) * message + header_bytes))
 
 
 def check(codec: codecs.Codec) -> None:
@@ -102,31 +69,25 @@ def check(codec: codecs.Codec) -> None:
         raise ValueError(f"codec {codec.name!r} remembers samples of a batch, which gradients are not; use 'int8'")
 
 
-def worker_side(feedback: codecs.feedback.Feedback, cut: Cut, params: Any) -> Side:
+def worker_side(feedback: codecs.feedback.Feedback, layout: buckets.Layout) -> Side:
     """What a worker starts with, for its own messages."""
-    one = _start(feedback, cut.shapes(params))
-    if not cut.num_shards:
+    one = _start(feedback, layout)
+    if not layout.num_shards:
         return one
-    return one._replace(memory=jax.tree.map(lambda x: jnp.broadcast_to(x, (cut.num_shards, *jnp.shape(x))), one.memory))
+    return one._replace(memory=jax.tree.map(lambda x: jnp.broadcast_to(x, (layout.num_shards, *jnp.shape(x))), one.memory))
 
 
-def owner_side(feedback: codecs.feedback.Feedback, cut: Cut, params: Any) -> Side:
+def owner_side(feedback: codecs.feedback.Feedback, layout: buckets.Layout) -> Side:
     """What a worker starts with, for the messages of means that it owns."""
-    one = _start(feedback.relay(), cut.shapes(params))
-    whole = jax.tree.map(lambda x: jnp.zeros((cut.num_shards, *x.shape), x.dtype), one.estimate)
-    return one._replace(estimate=whole)
+    one = _start(feedback.relay(), layout)
+    return one._replace(estimate=jax.tree.map(lambda x: jnp.zeros((layout.num_shards, *x.shape), x.dtype), one.estimate))
 
 
-def _start(feedback, shapes) -> Side:
+def _start(feedback, layout) -> Side:
     return Side(
-        tuple(feedback.init(x.shape, x.dtype) for x in shapes),
-        tuple(jnp.zeros(x.shape, x.dtype) if feedback.builds else () for x in shapes),
+        tuple(feedback.init(x.shape, x.dtype) for x in layout.parts()),
+        tuple(jnp.zeros(x.shape, x.dtype) if feedback.builds else () for x in layout.parts()),
     )
-
-
-def noise_key(channel: Channel, count: jax.Array) -> jax.Array:
-    """Of a worker's draws at a step."""
-    return jax.random.fold_in(jax.random.fold_in(jax.random.key(channel.seed), channel.axis.index), count)
 
 
 Header = Callable[[list[jax.Array]], jax.Array]  # of what a worker's own messages decode to

@@ -18,6 +18,7 @@ would stay zero for ever. Reference: Vogels et al. 2019, arXiv 1905.13727, algor
 """
 
 import collections
+import dataclasses
 import math
 from typing import Any, NamedTuple
 
@@ -25,7 +26,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from decjax import codecs, mesh
+from decjax import codecs, mesh, registry
 from decjax.channel import Channel
 from decjax.codecs import noise
 from decjax.reduce import reducer as reducer_lib
@@ -48,7 +49,12 @@ class _Plan(NamedTuple):
     dtype: Any  # of the arithmetic, float32 at least
 
 
-def powersgd(channel: Channel = Channel(), *, rank: int = 4, gate: float = 1.0, wire_dtype: Any = None) -> reducer_lib.Reducer:
+@registry.register(
+    "reducer", "powersgd", needs="matrices", messages="thin matrices, the rest as it is", memory="1 copy, thin matrices"
+)
+def powersgd(
+    channel: Channel = Channel(), *, rank: int = 4, gate: float = 1.0, wire_dtype: str | None = None
+) -> reducer_lib.Reducer:
     """The mean of rank-R approximations, with error feedback; see the module's equations.
 
     Of an array seen as I×J, a worker sends 2(N−1)/N · (I + J)R values instead of 2(N−1)/N · IJ.
@@ -75,18 +81,29 @@ def powersgd(channel: Channel = Channel(), *, rank: int = 4, gate: float = 1.0, 
     """
     if rank < 1:
         raise ValueError(f"PowerSGD rank={rank}: must be at least 1; 4 is a common choice")
-    given = wire_dtype
     if not gate > 0:
         raise ValueError(f"PowerSGD gate={gate}: must be positive; 1 compresses whatever gets smaller")
     try:
-        wire_dtype = wire_dtype and jnp.dtype(wire_dtype)
+        wire = jnp.dtype(wire_dtype) if wire_dtype else None
     except TypeError:
-        wire_dtype = np.dtype(bool)
-    if wire_dtype and not jnp.issubdtype(wire_dtype, jnp.floating):
-        raise ValueError(f"PowerSGD wire_dtype={given!r} is no floating-point type; use 'bfloat16', 'float16' or none")
+        wire = np.dtype(bool)
+    if wire is not None and not jnp.issubdtype(wire, jnp.floating):
+        raise ValueError(f"PowerSGD wire_dtype={wire_dtype!r} is no floating-point type; use 'bfloat16', 'float16' or none")
+    power = _PowerSGD(channel, rank, gate, wire)
+    return reducer_lib.Reducer(power.init, power.reduce, power.num_bytes)
 
-    def plan(tree) -> _Plan:
-        leaves = jax.tree.leaves(tree)
+
+@dataclasses.dataclass(frozen=True)
+class _PowerSGD:
+    """The average by two thin matrices."""
+
+    channel: Channel
+    rank: int
+    gate: float
+    wire_dtype: np.dtype | None
+
+    def _plan(self, tree: Any) -> _Plan:
+        leaves, rank, gate = jax.tree.leaves(tree), self.rank, self.gate
         floating = [i for i, leaf in enumerate(leaves) if leaf.size and jnp.issubdtype(leaf.dtype, jnp.floating)]
         views = {i: view for i in floating if (view := codecs.matrix_shape(leaves[i].shape))}
         matrices = {i: (I, J, min(rank, I, J)) for i, (I, J) in views.items() if (I + J) * rank < gate * I * J}
@@ -100,33 +117,31 @@ def powersgd(channel: Channel = Channel(), *, rank: int = 4, gate: float = 1.0, 
         dtype = jnp.result_type(jnp.float32, *(leaves[i].dtype for i in floating))
         return _Plan(matrices, tuple(i for i in floating if i not in matrices), dtype)
 
-    def init(params):
-        matrices, _, dtype = plan(params)
+    def _factor(self, shape: tuple[int, ...], i: int, dtype: Any) -> jax.Array:
+        """A first Q."""
+        return _drawn(shape, self.channel.seed, i, dtype)
+
+    def init(self, params: Any) -> PowerSGDState:
+        matrices, _, dtype = self._plan(params)
         return PowerSGDState(
             tuple(jnp.zeros((I, J), dtype) for I, J, _ in matrices.values()),
-            tuple(_drawn((J, R), channel.seed, i, dtype) for i, (_, J, R) in matrices.items()),
+            tuple(self._factor((J, R), i, dtype) for i, (_, J, R) in matrices.items()),
         )
 
-    def reduce(grads, state, phase=0):
+    def reduce(self, grads: Any, state: PowerSGDState, phase: int = 0) -> tuple[Any, PowerSGDState]:
         del phase
         leaves, treedef = jax.tree.flatten(grads)
-        matrices, dense, dtype = plan(grads)
+        matrices, dense, dtype = self._plan(grads)
         out = list(leaves)
-        wire = wire_dtype or dtype
+        wire = self.wire_dtype or dtype
         targets = [leaves[i].reshape(I, J).astype(dtype) + e for (i, (I, J, _)), e in zip(matrices.items(), state.error)]
-        factors = [_unit(codecs.revived(q, _drawn(q.shape, channel.seed, i, q.dtype))) for i, q in zip(matrices, state.factor)]
-        bases = [_dot(a, q) for a, q in zip(targets, factors)]
-        rest = [leaves[i].astype(dtype) for i in dense]
-        if wire == dtype:
-            means = _means([*bases, *rest], channel.axis)
-            bases, rest = means[: len(bases)], means[len(bases) :]
-        else:
-            bases, rest = _means(bases, channel.axis, wire), _means(rest, channel.axis)
+        factors = [_unit(codecs.revived(q, self._factor(q.shape, i, q.dtype))) for i, q in zip(matrices, state.factor)]
+        bases, rest = self._first([_dot(a, q) for a, q in zip(targets, factors)], [leaves[i].astype(dtype) for i in dense], wire)
         received = [*bases, *rest]
         bases = _orthogonalized(bases)
         # (PᵀA) rather than (AᵀP): compilers for CPUs transpose large matrices badly.
         own = [_dot(p.T, a).astype(wire).astype(dtype) for p, a in zip(bases, targets)]
-        means = _means(own, channel.axis, wire)
+        means = _means(own, self.channel.axis, wire)
 
         # Equal on all workers, since it is read from means.
         finite = jnp.stack([jnp.isfinite(x).all() for x in (*received, *means)]).all()
@@ -138,19 +153,25 @@ def powersgd(channel: Channel = Channel(), *, rank: int = 4, gate: float = 1.0, 
         factor = tuple(jnp.where(finite, q.T, old) for q, old in zip(means, state.factor))
         return treedef.unflatten(out), PowerSGDState(error, factor)
 
-    def num_bytes(params, num_workers, phase=0):
+    def _first(self, bases: list[jax.Array], rest: list[jax.Array], wire: Any) -> tuple[list[jax.Array], list[jax.Array]]:
+        """Means of the Ps and of the rest, in one message where they are of one type."""
+        axis = self.channel.axis
+        if wire != bases[0].dtype:  # There is a matrix at least.
+            return _means(bases, axis, wire), _means(rest, axis)
+        means = _means([*bases, *rest], axis)
+        return means[: len(bases)], means[len(bases) :]
+
+    def num_bytes(self, params: Any, num_workers: int, phase: int = 0) -> np.ndarray:
         del phase
         leaves = jax.tree.leaves(params)
-        matrices, dense, dtype = plan(params)
-        wire = None if wire_dtype == dtype else wire_dtype
+        matrices, dense, dtype = self._plan(params)
+        wire = None if self.wire_dtype == dtype else self.wire_dtype
         messages = [
             (sum(I * R for I, _, R in matrices.values()), wire),
             (sum(J * R for _, J, R in matrices.values()), wire),
             (sum(leaves[i].size for i in dense), None),
         ]
         return np.full(num_workers, sum(mesh.mean_bytes(size, dtype, num_workers, wire) for size, wire in messages))
-
-    return reducer_lib.Reducer(init, reduce, num_bytes)
 
 
 def _dot(x: jax.Array, y: jax.Array) -> jax.Array:

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from decjax import buckets, mesh
+from decjax import mesh, registry
 from decjax.channel import Channel
 
 LOCAL = -1  # The phase of a step that averages nothing.
@@ -56,6 +56,7 @@ def due_phase(reducer: Reducer, phase: int | None) -> int | None:
     return phase
 
 
+@registry.register("reducer", "mean", exact=True, needs="nothing", messages="gradients", memory="none")
 def mean(channel: Channel = Channel()) -> Reducer:
     """All-reduce: g_i <- (1/N) Σ_j g_j. A worker sends 2(N−1)/N of the gradient's bytes.
 
@@ -68,13 +69,13 @@ def mean(channel: Channel = Channel()) -> Reducer:
 
     def reduce(grads, state, phase=0):
         del phase
-        layout = buckets.layout(grads, bucket_bytes=channel.bucket_bytes)
+        layout = channel.layout(grads)
         means = [channel.axis.mean(x_P) for x_P in layout.pack(grads, flat=False)]
         return layout.unpack(means, like=grads), state
 
     def num_bytes(params, num_workers, phase=0):
         del phase
-        layout = buckets.layout(params, bucket_bytes=channel.bucket_bytes)
+        layout = channel.layout(params)
         return np.full(num_workers, 2 * (num_workers - 1) / num_workers * layout.num_bytes)
 
     return Reducer(lambda params: (), reduce, num_bytes)

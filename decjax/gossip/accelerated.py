@@ -1,0 +1,81 @@
+"""Accelerated gossip: several rounds a step, with momentum between them.
+
+    z_{r+1} = (1+η) W z_r − η z_{r−1},   z_0 = z_{−1} = x,   η = (1 − √(1−β²)) / (1 + √(1−β²))
+
+β is the second largest modulus of W's eigenvalues. The mean is preserved, and over many rounds disagreement shrinks by about √η a
+round instead of β. Over few rounds it may grow: whether R are enough is checked on W's own eigenvalues.
+
+Reference: Liu and Morse 2011, "Accelerated linear iterations for distributed averaging".
+"""
+
+import math
+
+import jax.numpy as jnp
+import numpy as np
+
+from decjax import registry
+from decjax.channel import Channel
+from decjax.gossip.exact import exact
+from decjax.gossip.mixer import Mixer
+from decjax.gossip.rounds import check_rounds, mix_round
+from decjax.topology import Topology
+
+
+@registry.register("mixer", "accelerated", topology="ring", needs="static symmetric graph", messages="parameters", memory="none")
+def accelerated(topology: Topology, channel: Channel = Channel(), *, rounds: int = 4) -> Mixer:
+    """Accelerated gossip on a static symmetric graph; see the module's equation.
+
+    Args:
+        topology: a graph of period 1 with symmetric W.
+        channel: how parameters travel.
+        rounds: R ≥ 1, rounds per step.
+
+    Returns:
+        The `Mixer`.
+
+    Raises:
+        ValueError: if the graph varies in time or W is not symmetric, where the recursion stalls or diverges, or if R plain
+            rounds contract at least as well on this graph.
+    """
+    check_rounds(rounds)
+    if topology.period != 1 or not topology.is_symmetric:
+        kind = f"varies over a period of {topology.period}" if topology.period != 1 else "is not symmetric"
+        raise ValueError(
+            f"accelerated gossip needs a static symmetric graph, but topology {topology.name!r} {kind}; "
+            "use 'ring', 'torus' or 'hypercube', or plain rounds"
+        )
+    eta = _momentum(topology, rounds)
+    plain = exact(topology, channel, rounds=rounds)
+    (round_,) = topology.rounds
+
+    def accelerate(x_P):
+        before = now = x_P.astype(jnp.promote_types(x_P.dtype, jnp.float32))
+        for _ in range(rounds):
+            before, now = now, (1 + eta) * mix_round(now.astype(x_P.dtype), round_, channel.axis) - eta * before
+        return now.astype(x_P.dtype)
+
+    def exchange(params, state, phase):
+        del phase
+        layout = channel.layout(params, multiple_of=round_.group_size)
+        return layout.unpack([accelerate(x_P) for x_P in layout.pack(params)], like=params), state
+
+    return plain._replace(exchange=exchange)
+
+
+def _momentum(topology: Topology, rounds: int) -> float:
+    """η, if so many rounds gain by it."""
+    W_NxN = topology.matrix(0)
+    # Eigenvalues of disagreement: of W without that of the mean.
+    eigenvalues = np.linalg.eigvalsh(W_NxN - np.full_like(W_NxN, 1 / topology.num_workers))
+    beta = min(np.abs(eigenvalues).max(), 1.0)
+    root = math.sqrt(1 - beta**2)
+    eta = (1 - root) / (1 + root)
+    before = now = np.ones_like(eigenvalues)
+    for _ in range(rounds):
+        before, now = now, (1 + eta) * eigenvalues * now - eta * before
+    if np.abs(now).max() >= beta**rounds:
+        raise ValueError(
+            f"accelerated gossip contracts by {np.abs(now).max():.3g} over rounds={rounds} on topology "
+            f"{topology.name!r}, plain rounds by {beta**rounds:.3g}; use more rounds, or plain ones"
+        )
+    return eta

@@ -1,0 +1,110 @@
+"""CHOCO gossip: neighbours know an estimate x̂_i of each other, and what has changed since travels.
+
+    c_i = C(x_i − x̂_i)     x̂_i <- x̂_i + c_i     x_i <- x_i + γ d_i     d_i = Σ_j w_ij x̂_j − x̂_i
+
+d_i is kept as one array however many neighbours there are, d_i <- d_i + Σ_j w_ij c_j − c_i, which is right as long as every change
+of x̂_j reaches worker i. On a time-varying graph there is therefore one pair (x̂, d) for each round of the period; that is ours,
+the papers have static graphs. With an exact codec and γ = 1 this is Wx. In order "atc" it is CHOCO-SGD as first published; in order
+"awc" it is the form that sends after mixing, its message delayed to where it overlaps the next gradient, with the same trajectory.
+
+References: Koloskova, Stich and Jaggi 2019, arXiv 1902.00340, algorithms 1 and 2; Koloskova et al. 2020, arXiv 1907.09356. For
+`beer`: Zhao et al. 2022, "BEER: fast O(1/T) rate for decentralized nonconvex optimization with communication compression", arXiv
+2201.13320.
+"""
+
+from decjax import codecs, registry
+from decjax.channel import Channel
+from decjax.gossip import fits
+from decjax.gossip.coded import CodedGossip, Scheme, messages
+from decjax.gossip.mixer import Mixer
+from decjax.topology import Topology
+
+
+def estimates(gamma: float) -> Scheme:
+    """x <- x + γd for c = C(x − x̂); x̂ <- x̂ + c; d <- d + pull(c)."""
+
+    def merge(x, c, pulled, memory):
+        known, drift = memory
+        drift = drift + pulled
+        return x + gamma * drift, (known + c, drift)
+
+    return Scheme(lambda x, row_sum: (x, (row_sum - 1) * x), lambda x, memory: x - memory[0], merge, per_round=True)
+
+
+@registry.register(
+    "mixer",
+    "choco",
+    needs="doubly stochastic graph, contractive codec",
+    messages="coded changes",
+    memory="2 copies a round of the period",
+)
+def choco(
+    topology: Topology,
+    channel: Channel = Channel(),
+    *,
+    codec: codecs.Codec | str = "int8",
+    gamma: float | None = None,
+    rounds: int = 1,
+) -> Mixer:
+    """CHOCO gossip: what has changed since neighbours last heard of it travels; see the module's equations.
+
+    Args:
+        topology: doubly stochastic; if it varies in time, each of its rounds keeps estimates of its own.
+        channel: how parameters travel.
+        codec: C, contractive.
+        gamma: γ in (0, 1]; None: 1 for a codec that keeps 0.9 of the energy of noise, else half of what it keeps.
+        rounds: R, rounds per step.
+
+    Returns:
+        The `Mixer`.
+
+    Raises:
+        ValueError: if γ, topology or codec do not fit.
+    """
+    return _choco("choco", topology, channel, codec, gamma, rounds)
+
+
+@registry.register(
+    "mixer",
+    "beer",
+    method="tracking",
+    topology="ring",
+    needs="static symmetric graph, contractive codec",
+    messages="coded changes",
+    memory="2 copies",
+)
+def beer(
+    topology: Topology,
+    channel: Channel = Channel(),
+    *,
+    codec: codecs.Codec | str = "int8",
+    gamma: float | None = None,
+    rounds: int = 1,
+) -> Mixer:
+    """The mixer of BEER: `choco` on a static symmetric graph. BEER itself is `optim.track(inner, beer(…))`.
+
+    Args:
+        topology: static and symmetric, as the proof needs it.
+        channel, codec, gamma, rounds: see `choco`.
+
+    Returns:
+        The `Mixer`.
+
+    Raises:
+        ValueError: if γ, topology or codec do not fit.
+    """
+    if not (topology.is_static and topology.is_symmetric):
+        kind = "varies in time" if not topology.is_static else "is directed"
+        raise ValueError(
+            f"mixer 'beer' needs a static symmetric graph, but topology {topology.name!r} {kind}; use 'ring', "
+            "'torus' or 'hypercube', or mixer 'choco'"
+        )
+    # Its memory is of trackers as well, which no average of parameters makes equal.
+    return _choco("beer", topology, channel, codec, gamma, rounds)._replace(restart=None)
+
+
+def _choco(name, topology, channel, codec, gamma, rounds) -> Mixer:
+    wire = messages(name, topology, channel, codec)
+    fits.check_doubly_stochastic(name, topology)
+    fits.check_contractive(name, wire.codec)
+    return CodedGossip(topology, wire, estimates(fits.strength(name, gamma, wire.codec)), rounds).mixer()

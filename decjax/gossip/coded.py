@@ -1,0 +1,129 @@
+"""What compressed gossip has in common.
+
+Every mixer here rests on one operation, the pull of neighbours on what messages stand for, Σ_j w_ij c_j − c_i. Both ends
+decode the same message, so pulls add up to zero over workers, and the mean of the parameters stays what it is whatever
+a codec loses. Mixers differ in what is encoded, in what is remembered, and in what the pull is added to: in their `Scheme`.
+
+Memories start from the parameters that `init` is given, which have to be the same on all workers; afterwards parameters may be
+anything. Members of a node (topologies with L > 1) average exactly, and each exchanges its share of the mean.
+"""
+
+from collections.abc import Callable
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from decjax import codecs, registry
+from decjax.channel import Channel, Coded
+from decjax.gossip import fits
+from decjax.gossip.mixer import Mixer
+from decjax.gossip.rounds import check_rounds, common_multiple, due, is_mean, num_phases, own_weight, pull, sent_bytes
+from decjax.topology import Round, Topology
+
+
+class CompressedState(NamedTuple):
+    """State of a mixer whose messages are encoded as it sends them."""
+
+    count: jax.Array  # int32 scalar, exchanges so far: noise is a function of (seed, node, count)
+    codec: tuple  # the codec's state for each bucket
+    memory: tuple  # the scheme's memory for each round of the period (or one for all), and for each bucket
+
+
+class Scheme(NamedTuple):
+    """What is encoded of a flat array, what is remembered of it, and how the pull enters."""
+
+    init: Callable[[jax.Array, Any], Any]  # (x, what the row of W adds up to) -> memory
+    encoded: Callable[[jax.Array, Any], jax.Array]  # (x, memory) -> what is encoded
+    merge: Callable[[jax.Array, jax.Array, jax.Array, Any], tuple[jax.Array, Any]]  # (x, c, pull(c), memory) -> mixed, memory
+    per_round: bool = False  # whether each round of the period has a memory of its own
+
+
+def messages(name: str, topology: Topology, channel: Channel, codec: codecs.Codec | str | None) -> Coded:
+    """The channel with the codec of a mixer.
+
+    Raises:
+        ValueError: if the codec's messages do not fit the topology.
+    """
+    codec = registry.make("codec", codec)
+    fits.check_messages(name, topology, codec)
+    return coded(topology, channel, codec)
+
+
+def coded(topology: Topology, channel: Channel, codec: codecs.Codec) -> Coded:
+    """The same, unchecked."""
+    group_size = max((round_.group_size for round_ in topology.rounds if not is_mean(round_)), default=1)
+    return channel.coded(codec, group_size, common_multiple(topology))
+
+
+def num_bytes(wire: Coded, topology: Topology, indices: list[int], params: Any) -> np.ndarray:
+    """Bytes that each worker sends in the given rounds, [N]."""
+    layout = wire.layout(params)
+    message_bytes = wire.num_bytes(layout)
+    return sum(sent_bytes(topology.rounds[index], layout, message_bytes) for index in indices)
+
+
+@dataclasses.dataclass(frozen=True)
+class CodedGossip:
+    """R rounds a step, in each of which a message of every bucket travels to neighbours."""
+
+    topology: Topology
+    wire: Coded
+    scheme: Scheme
+    rounds: int
+
+    def __post_init__(self):
+        check_rounds(self.rounds)
+
+    def init(self, params: Any) -> CompressedState:
+        layout, axis, L = self.wire.layout(params), self.wire.channel.axis, self.wire.group_size
+        shares = [axis.own_share(x_P, L).astype(codecs.working_dtype(x_P.dtype)) for x_P in layout.pack(params)]
+
+        def memory(round_):
+            if is_mean(round_):
+                return ()
+            row_sums = tuple(round_.row_sums().round(12).tolist())
+            return tuple(self.scheme.init(x, own_weight(row_sums, round_.group_size, axis, x.dtype)) for x in shares)
+
+        rounds = self.topology.rounds
+        kept = rounds if self.scheme.per_round else [round_ for round_ in rounds if not is_mean(round_)][:1]
+        return CompressedState(jnp.zeros((), jnp.int32), self.wire.init(layout, shares), tuple(map(memory, kept)))
+
+    def exchange(self, params: Any, state: CompressedState, phase: int) -> tuple[Any, CompressedState]:
+        layout, axis = self.wire.layout(params), self.wire.channel.axis
+        forms, vectors = self.wire.codecs(layout), layout.pack(params)
+        states, memories = list(state.codec), list(map(list, state.memory))
+        for r, index in enumerate(due(self.topology, self.rounds, phase)):
+            round_ = self.topology.rounds[index]
+            if is_mean(round_):
+                vectors = [axis.group_mean(x_P, round_.group_size) for x_P in vectors]
+                continue
+            memory = memories[index if self.scheme.per_round else 0]
+            for b, form in enumerate(forms):
+                key = self.wire.key(state.count, r * len(vectors) + b)
+                vectors[b], states[b], memory[b] = self._mixed(round_, form, vectors[b], states[b], memory[b], key)
+        state = CompressedState(state.count + 1, tuple(states), tuple(map(tuple, memories)))
+        return layout.unpack(vectors, like=params), state
+
+    def _mixed(self, round_: Round, codec: codecs.Codec, x_P: jax.Array, state: Any, memory: Any, key: jax.Array | None):
+        """One bucket after one round, with the codec's state and the scheme's memory."""
+        axis, L = self.wire.channel.axis, round_.group_size
+        share = axis.scatter_mean(x_P, L).astype(codecs.working_dtype(x_P.dtype))
+        message = codec.encode(self.scheme.encoded(share, memory), state, key)
+        c = codec.decode(message, share.shape, share.dtype)
+        mixed, memory = self.scheme.merge(share, c, pull(codec, message, c, round_, axis), memory)
+        return axis.gather(mixed.astype(x_P.dtype), L), codec.advance(state, message), memory
+
+    def mixer(self) -> Mixer:
+        cycle = num_phases(self.topology, self.rounds)
+        return Mixer(
+            init=self.init,
+            exchange=self.exchange,
+            phase=lambda step: step % cycle,
+            phases=range(cycle),
+            num_bytes=lambda params, phase: num_bytes(self.wire, self.topology, due(self.topology, self.rounds, phase), params),
+            num_workers=self.topology.num_workers,
+            restart=lambda average, state: self.init(average)._replace(count=state.count),
+        )

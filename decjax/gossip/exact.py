@@ -1,0 +1,68 @@
+"""Plain gossip.
+
+x_i <- Σ_j w_ij x_j                          whole parameters
+x_i <- x_i + Σ_j w_ij (C(x_j) − C(x_i))      what a codec C makes of them: nothing is remembered, so any graph will do, and what
+                                             the codec loses comes back as noise of the size of C(x) − x
+"""
+
+from typing import Any
+
+from decjax import codecs, registry
+from decjax import topology as topology_lib
+from decjax.channel import Channel
+from decjax.gossip.coded import CodedGossip, Scheme, messages
+from decjax.gossip.mixer import Mixer
+from decjax.gossip.rounds import check_rounds, common_multiple, due, mix_round, num_phases, sent_bytes
+from decjax.topology import Topology
+
+
+def differences(gamma: float = 1.0) -> Scheme:
+    """x <- x + γ pull(c) for c = C(x)."""
+    return Scheme(lambda x, row_sum: (), lambda x, memory: x, lambda x, c, pulled, memory: (x + gamma * pulled, memory))
+
+
+@registry.register("mixer", "exact", needs="doubly stochastic graph", messages="parameters, coded if asked", memory="none")
+def exact(topology: Topology, channel: Channel = Channel(), *, rounds: int = 1, codec: codecs.Codec | str | None = None) -> Mixer:
+    """Plain gossip: step t applies rounds tR … tR + R − 1 of the topology; see the module's equations.
+
+    Args:
+        topology: who talks to whom; doubly stochastic.
+        channel: how parameters travel.
+        rounds: R, rounds per step.
+        codec: C, the form of messages between nodes; None: as they are.
+
+    Returns:
+        The `Mixer`.
+
+    Raises:
+        ValueError: if R < 1, or topology and codec do not fit; from `init` and `num_bytes`, if the codec makes nothing smaller.
+    """
+    if not topology_lib.is_doubly_stochastic(topology):
+        raise ValueError(
+            f"topology {topology.name!r} is not doubly stochastic, so plain gossip would drift from the mean; "
+            "use 'directed_exponential' or another graph whose columns and rows sum to one, or mixer 'push_sum'"
+        )
+    check_rounds(rounds)
+    if codec:
+        return CodedGossip(topology, messages("exact", topology, channel, codec), differences(), rounds).mixer()
+    cycle, multiple_of = num_phases(topology, rounds), common_multiple(topology)
+
+    def exchange(params: Any, state: Any, phase: int) -> tuple[Any, Any]:
+        layout = channel.layout(params, multiple_of=multiple_of)
+        vectors = layout.pack(params)
+        for index in due(topology, rounds, phase):
+            vectors = [mix_round(x_P, topology.rounds[index], channel.axis) for x_P in vectors]
+        return layout.unpack(vectors, like=params), state
+
+    def num_bytes(params, phase):
+        layout = channel.layout(params, multiple_of=multiple_of)
+        return sum(sent_bytes(topology.rounds[index], layout) for index in due(topology, rounds, phase))
+
+    return Mixer(
+        init=lambda params: (),
+        exchange=exchange,
+        phase=lambda step: step % cycle,
+        phases=range(cycle),
+        num_bytes=num_bytes,
+        num_workers=topology.num_workers,
+    )

@@ -1,0 +1,209 @@
+"""PowerGossip: differences between neighbours, through a power iteration over the link.
+
+For an edge {i, j} with i < j and a matrix D = X_i − X_j that neither end holds, the two ends know the same q and p, and send
+products of their own matrix only. Even meetings and odd ones take turns:
+
+    even    q̂ = orth(q),  p = X_i q̂ − X_j q̂,      Δ = p q̂ᵀ
+    odd     p̂ = orth(p),  q = X_iᵀ p̂ − X_jᵀ p̂,    Δ = p̂ qᵀ
+
+    X_i <- X_i − w_ij Δ,   X_j <- X_j + w_ij Δ
+
+Δ is the projection of D on R columns, and D is what power iterations across steps follow. Both ends subtract the same
+numbers, so that what one loses the other gains, and the mean stays what it is at any rank.
+
+Reference: Vogels, Karimireddy and Jaggi 2020, "Practical low-rank communication compression in decentralized deep learning",
+arXiv 2008.01425, algorithms 1 and 2.
+"""
+
+from collections.abc import Sequence
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from decjax import codecs, registry
+from decjax import topology as topology_lib
+from decjax.channel import Channel
+from decjax.gossip.mixer import Mixer, is_floating
+from decjax.topology import Round, Topology, coloring
+
+
+class PowerState(NamedTuple):
+    """State of `power_gossip`: one entry for each round of the period, each of its matchings and each matrix.
+
+    This worker's edge of that matching is meant; the worker at its other end holds the same.
+    """
+
+    left: tuple  # p_IxR
+    right: tuple  # q_JxR
+
+
+class _Matching(NamedTuple):
+    """Edges of a round that share no worker."""
+
+    pairs: tuple[tuple[int, int], ...]  # both directions of each edge
+    weights_N: np.ndarray  # w of each worker's edge, signed: positive at the lower end; 0 where there is none
+
+
+def _matchings(round_: Round) -> tuple[_Matching, ...]:
+    W_NxN = round_.matrix()
+    edges = [(i, j) for i, j in np.argwhere(W_NxN).tolist() if i < j]
+    found = []
+    for matching in coloring.matchings(edges, len(W_NxN)):
+        weights_N = np.zeros(len(W_NxN))
+        for i, j in matching:
+            weights_N[min(i, j)], weights_N[max(i, j)] = W_NxN[i, j], -W_NxN[i, j]
+        found.append(_Matching(tuple(sorted(pair for i, j in matching for pair in ((i, j), (j, i)))), weights_N))
+    return tuple(found)
+
+
+@registry.register(
+    "mixer",
+    "power_gossip",
+    topology="one_peer_exponential(pairwise=True)",
+    needs="symmetric graph",
+    messages="thin matrices",
+    memory="2 thin matrices an edge",
+)
+def power_gossip(topology: Topology, channel: Channel = Channel(), *, rank: int = 1) -> Mixer:
+    """Gossip of which only R columns travel for each matrix, and each edge; see the module's equations.
+
+    An array is the matrix I×J that `codecs.matrix_shape` sees in it: a stack of L scanned layers is one of L·I×J, and R columns
+    have to do for all of them. Vectors, and matrices with a side shorter than R, travel as they are. A worker sends I·R or J·R
+    values for a matrix, in turns, to each neighbour. At R = I = J this is plain gossip. Noise fades as workers agree, and full
+    strength is stable at any rank.
+
+    Args:
+        topology: symmetric, with one worker to a node; it may vary in time.
+        channel: how products and vectors travel; its seed is that of the first q and p, the same on all workers.
+        rank: R ≥ 1.
+
+    Returns:
+        The `Mixer`, of twice the topology's period.
+
+    Raises:
+        ValueError: if R < 1 or the graph does not fit; from `init`, if no matrix has sides of R.
+    """
+    if rank < 1:
+        raise ValueError(f"mixer 'power_gossip' with rank={rank}: at least one column has to travel; use rank 1, 2 or 4")
+    if not (topology.is_symmetric and topology_lib.is_doubly_stochastic(topology)):
+        raise ValueError(
+            "mixer 'power_gossip' iterates over edges that carry messages both ways, but topology "
+            f"{topology.name!r} is not symmetric; use 'ring', or 'one_peer_exponential' with pairwise=True"
+        )
+    if (size := max(round_.group_size for round_ in topology.rounds)) > 1:
+        raise ValueError(
+            f"mixer 'power_gossip' needs whole matrices on every worker, but in topology {topology.name!r} each "
+            f"of a node's {size} workers sends a share; use local_size=1, or mixer 'choco'"
+        )
+    return _PowerGossip(topology, channel, rank, tuple(map(_matchings, topology.rounds))).mixer()
+
+
+@dataclasses.dataclass(frozen=True)
+class _PowerGossip:
+    """What travels over each edge, and what becomes of it. In the first period meetings are even, in the second odd."""
+
+    topology: Topology
+    channel: Channel
+    rank: int
+    matchings: tuple[tuple[_Matching, ...], ...]  # of each round of the period
+
+    def _view(self, x: Any) -> tuple[int, int] | None:
+        """I, J of an array that is a matrix."""
+        sides = codecs.matrix_shape(x.shape)
+        return sides if is_floating(x) and sides and x.size and self.rank <= min(sides) else None
+
+    def _start(self, x: Any, side: int, position: int) -> jax.Array:
+        """The first p (side 0) or q (side 1) of a matrix."""
+        key = jax.random.fold_in(jax.random.key(self.channel.seed), position)
+        return jax.random.normal(key, (self._view(x)[side], self.rank), jnp.promote_types(x.dtype, jnp.float32))
+
+    def init(self, params: Any) -> PowerState:
+        matrices = [x for x in jax.tree.leaves(params) if self._view(x)]
+        if not matrices:
+            raise ValueError(
+                f"mixer 'power_gossip' with rank={self.rank}: no array has both sides that long; "
+                "use a smaller rank, or mixer 'exact'"
+            )
+
+        def sides(side):
+            found = [
+                [tuple(self._start(x, side, 2 * m + 1 - side) for m, x in enumerate(matrices)) for _ in edges]
+                for edges in self.matchings
+            ]
+            return tuple(map(tuple, found))
+
+        return PowerState(sides(0), sides(1))
+
+    def _message(self, params: Any, bases: Sequence[jax.Array], odd: bool) -> list[jax.Array]:
+        """What a worker sends over an edge: products of its matrices, and the rest as it is."""
+        bases = iter(bases)
+        return [self._product(x, next(bases), odd) if self._view(x) else x for x in jax.tree.leaves(params)]
+
+    def _product(self, x: jax.Array, basis_SxR: jax.Array, odd: bool) -> jax.Array:
+        x_IxJ = x.reshape(self._view(x)).astype(basis_SxR.dtype)
+        return _dot(basis_SxR.T, x_IxJ).T if odd else _dot(x_IxJ, basis_SxR)
+
+    def exchange(self, params: Any, state: PowerState, phase: int) -> tuple[Any, PowerState]:
+        odd, index = divmod(phase, self.topology.period)
+        leaves, treedef = jax.tree.flatten(params)
+        mixed = [x.astype(jnp.promote_types(x.dtype, jnp.float32)) if is_floating(x) else x for x in leaves]
+        known, found = (state.left, state.right) if odd else (state.right, state.left)
+        news = []
+        for matching, bases, before in zip(self.matchings[index], known[index], found[index]):
+            mixed, after = self._meeting(params, mixed, matching, bases, before, bool(odd))
+            news.append(after)
+        found = (*found[:index], tuple(news), *found[index + 1 :])
+        state = PowerState(known, found) if odd else PowerState(found, known)
+        return treedef.unflatten([m.astype(x.dtype) for m, x in zip(mixed, leaves)]), state
+
+    def _meeting(self, params, mixed, matching: _Matching, known, before, odd: bool) -> tuple[list[jax.Array], tuple]:
+        """One edge of each worker: what is mixed then, and the new p or q."""
+        # Householder's Q is orthonormal whatever it is given, zeros and dependent columns among it.
+        bases = [jnp.linalg.qr(x_SxR)[0] for x_SxR in known]
+        own = self._message(params, bases, odd)
+        layout = self.channel.layout(own)
+        arrived = layout.unpack([self.channel.axis.exchange(x_P, matching.pairs) for x_P in layout.pack(own)], like=own)
+        weight = jnp.asarray(matching.weights_N)[self.channel.axis.index]
+        mixed, bases, before, after = list(mixed), iter(bases), iter(before), []
+        for k, x in enumerate(jax.tree.leaves(params)):
+            if not is_floating(x):
+                continue
+            # Bit for bit the same at both ends, signs of zeros included: orth follows them, and q̂ must not differ.
+            difference = jnp.where(weight > 0, own[k] - arrived[k], arrived[k] - own[k])
+            step = difference
+            if self._view(x):
+                basis_SxR = next(bases)
+                step_IxJ = _dot(basis_SxR, difference.T) if odd else _dot(difference, basis_SxR.T)
+                step = step_IxJ.reshape(x.shape)
+                after.append(codecs.revived(difference, next(before)))
+            mixed[k] -= jnp.where(weight == 0, 0, weight.astype(mixed[k].dtype) * step)
+        return mixed, tuple(after)
+
+    def num_bytes(self, params: Any, phase: int) -> np.ndarray:
+        odd, index = divmod(phase, self.topology.period)
+        matrices = [x for x in jax.tree.leaves(params) if self._view(x)]
+        bases = [jax.eval_shape(functools.partial(self._start, x, 0 if odd else 1, 0)) for x in matrices]
+        own = jax.eval_shape(lambda params, bases: self._message(params, bases, bool(odd)), params, bases)
+        message_bytes = self.channel.layout(own).num_bytes
+        return sum(((m.weights_N != 0) * message_bytes for m in self.matchings[index]), np.zeros(self.topology.num_workers))
+
+    def mixer(self) -> Mixer:
+        period = self.topology.period
+        return Mixer(
+            init=self.init,
+            exchange=self.exchange,
+            phase=lambda step: step % (2 * period),
+            phases=range(2 * period),
+            num_bytes=self.num_bytes,
+            num_workers=self.topology.num_workers,
+            permutations=tuple(matching.pairs for edges in self.matchings for matching in edges),
+        )
+
+
+def _dot(x_IxK: jax.Array, y_KxJ: jax.Array) -> jax.Array:
+    # Accelerators would round the operands, and the two ends of an edge, if of different kinds, differently.
+    return jnp.matmul(x_IxK, y_KxJ, precision=jax.lax.Precision.HIGHEST)

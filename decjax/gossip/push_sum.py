@@ -1,0 +1,135 @@
+"""Quantized push-sum: on directed graphs, where only columns of A sum to one, workers agree on Σ_i w_i / Σ_i y_i.
+
+    w = y_i z_i     c_i = C(w_i − x̂_i)     x̂_i <- x̂_i + c_i
+    w_i <- w_i + γ (Σ_j a_ij x̂_j − x̂_i)     y_i <- y_i + γ (Σ_j a_ij y_j − y_i)     z_i <- w_i / y_i
+
+z are the parameters: gradients are taken there. A local step u is added to w, so to z as u / y. γ < 1 damps the graph
+itself, A <- γ A + (1−γ) I, for values and weights alike. y travels exactly, one number a message.
+
+References: Taheri et al. 2020, "Quantized decentralized stochastic learning over directed graphs", arXiv 2002.09964; Assran et al.
+2019, "Stochastic gradient push", arXiv 1811.10792.
+"""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from decjax import codecs, registry
+from decjax import topology as topology_lib
+from decjax.channel import Channel
+from decjax.gossip import fits
+from decjax.gossip.choco import estimates
+from decjax.gossip.coded import CodedGossip, CompressedState, coded, messages
+from decjax.gossip.exact import differences
+from decjax.gossip.mixer import Mixer, is_floating
+from decjax.gossip.rounds import due, is_mean, num_messages, pull
+from decjax.topology import Topology
+
+
+class PushSumState(NamedTuple):
+    """State of `push_sum`."""
+
+    weight: jax.Array  # y_i, a scalar of the parameters' dtype
+    values: CompressedState  # of what is mixed, y_i x_i
+
+
+@registry.register(
+    "mixer",
+    "push_sum",
+    needs="column-stochastic graph, contractive codec",
+    messages="coded changes, a weight",
+    memory="a weight; with a codec as choco",
+)
+def push_sum(
+    topology: Topology,
+    channel: Channel = Channel(),
+    *,
+    codec: codecs.Codec | str | None = None,
+    gamma: float | None = None,
+    rounds: int = 1,
+) -> Mixer:
+    """Push-sum for directed graphs, quantized if there is a codec; see the module's equations.
+
+    Args:
+        topology: column-stochastic; if it varies in time, each of its rounds keeps estimates of its own.
+        channel: how parameters travel.
+        codec: C, contractive; None: w travels as it is, and nothing is remembered.
+        gamma: γ in (0, 1]; None: 1 for a codec that keeps 0.9 of the energy of noise, else half of what it keeps.
+        rounds: R, rounds per step.
+
+    Returns:
+        The `Mixer`.
+
+    Raises:
+        ValueError: if γ, topology or codec do not fit.
+    """
+    if not topology_lib.is_column_stochastic(topology):
+        raise ValueError(
+            "mixer 'push_sum' keeps the sum over workers, so columns of W have to sum to one, and those of "
+            f"topology {topology.name!r} do not; use 'directed_exponential' or 'random_digraph'"
+        )
+    if not codec:
+        gamma = fits.strength("push_sum", 1.0 if gamma is None else gamma)
+        values = CodedGossip(topology, coded(topology, channel, codecs.identity()), differences(gamma), rounds)
+        return _PushSum(values, gamma).mixer()
+    wire = messages("push_sum", topology, channel, codec)
+    fits.check_contractive("push_sum", wire.codec)
+    gamma = fits.strength("push_sum", gamma, wire.codec)
+    return _PushSum(CodedGossip(topology, wire, estimates(gamma), rounds), gamma).mixer()
+
+
+@dataclasses.dataclass(frozen=True)
+class _PushSum:
+    """Gossip of y_i z_i, and of y_i beside it."""
+
+    values: CodedGossip
+    gamma: float
+
+    def _rounds(self, phase: int) -> list[topology_lib.Round]:
+        return [self.values.topology.rounds[index] for index in due(self.values.topology, self.values.rounds, phase)]
+
+    def init(self, params: Any) -> PushSumState:
+        return PushSumState(jnp.ones((), _weight_dtype(params)), self.values.init(params))
+
+    def exchange(self, params: Any, state: PushSumState, phase: int) -> tuple[Any, PushSumState]:
+        mixed, values = self.values.exchange(_scaled(params, state.weight), state.values, phase)
+        weight, axis = state.weight, self.values.wire.channel.axis
+        for round_ in self._rounds(phase):
+            if not is_mean(round_):
+                weight = weight + self.gamma * pull(codecs.identity(), weight, weight, round_, axis)
+        return _scaled(mixed, 1 / weight), PushSumState(weight, values)
+
+    def settle(self, mixed: Any, stepped: Any, state: PushSumState) -> tuple[Any, PushSumState]:
+        def step(z, x):
+            return (z + (x - z) / state.weight).astype(x.dtype) if is_floating(x) else x
+
+        return jax.tree.map(step, mixed, stepped), state
+
+    def mixer(self) -> Mixer:
+        values = self.values.mixer()
+
+        def num_bytes(params: Any, phase: int) -> np.ndarray:
+            sent = sum(map(num_messages, self._rounds(phase)))
+            return values.num_bytes(params, phase) + jnp.dtype(_weight_dtype(params)).itemsize * sent
+
+        # No restart: what neighbours know is of y_i z_i, which equal z do not make equal; and with y_i = 1 anew, all that y moves
+        # by would have to be sent as changes of w.
+        return values._replace(
+            init=self.init,
+            exchange=self.exchange,
+            settle=self.settle,
+            num_bytes=num_bytes,
+            restart=None,
+            weight=lambda state: state.weight,
+        )
+
+
+def _scaled(params: Any, factor: jax.Array) -> Any:
+    return jax.tree.map(lambda x: (x * factor).astype(x.dtype) if is_floating(x) else x, params)
+
+
+def _weight_dtype(params: Any) -> Any:
+    return jnp.result_type(jnp.float32, *(x.dtype for x in jax.tree.leaves(params) if is_floating(x)))

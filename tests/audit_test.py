@@ -1,0 +1,115 @@
+"""No option is without effect: every field of ten configs is changed, one at a time, and the programs are compared.
+
+A field that changes neither the compiled steps, the start, the batches nor what is sent must be refused, or be one of those that say
+how a run is watched and not what it is.
+"""
+
+import functools
+import hashlib
+
+import jax
+import numpy as np
+import pytest
+
+from configs import lm
+from decjax import config as parts
+from decjax import train
+from tests.runs import spec_of
+
+pytestmark = pytest.mark.slow
+SHORTHANDS = (
+    "topology=one_peer_exponential",
+    "topology=hierarchical,local_size=2,optimizer=accum_adamw,order=atc",
+    "mixer=choco,codec=int8,topology=ring",
+    "mixer=push_sum,topology=directed_exponential,optimizer=sgdm",
+    "mixer=power_gossip,rank=2",
+    "mixer=beer,codec=int8",
+    "method=allreduce,reducer=powersgd,rank=2",
+    "method=allreduce,reducer=onebit_adam,codec=int8",
+    "method=diloco,every=3,reducer=codec,codec=int4",
+    "stages=2,microbatches=2,method=allreduce,tied,backward=int8,forward=int8",
+)
+# Of how a run is watched, dispatched or where it lies.
+WATCHING = (
+    "eval.",
+    "checkpoint.",
+    "log_every",
+    "engine",
+    "data.sample_bytes",
+    "data.path",
+    "simulate",
+    "local_size",
+    "consensus_every",
+)
+OTHER = {
+    "order": "atc", "form": "gather", "error": "ef21", "dtype": "bfloat16", "codec": "int4", "partition": "contiguous", "when": "always",
+    "forward_error": "ef21", "backward": "int4", "forward": "int4", "topology": "torus", "storage": "int8", "wire_dtype": "bfloat16",
+    "mu_dtype": "bfloat16", "schedule": "gpipe", "gamma": 0.3, "layers": "1,1",
+}  # fmt: skip
+
+
+def flat(document, prefix=""):
+    for name, value in document.items():
+        yield from flat(value, f"{prefix}{name}.") if isinstance(value, dict) else [(prefix + name, value)]
+
+
+def changed(document, path, value):
+    """A copy with another value at a path."""
+    first, _, rest = path.partition(".")
+    return document | {first: changed(document[first], rest, value) if rest else value}
+
+
+def another(name, value):
+    """A different value of a field; None: there is none to try."""
+    if name.split(".")[-1] in OTHER:
+        return OTHER[name.split(".")[-1]]
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, int):
+        return {"bucket_bytes": 64, "batch_size": 2 * value, "workers": 2 * value, "pipeline.stages": 2 * value}.get(
+            name, value + 1
+        )
+    return value / 2 + 0.1 if isinstance(value, float) else None
+
+
+def fingerprint(spec) -> str:
+    """Of all that a run does: its steps, its start, its batches, and what it sends."""
+    trainer = train.Trainer(spec)
+    batch = trainer.batch(0)
+    texts = [
+        str(jax.make_jaxpr(trainer.setup.start)(jax.random.key(0))),
+        str([np.asarray(x).tolist() for x in jax.tree.leaves(batch)]),
+    ]
+    number, phases = np.int32(0), []
+    for step in range(8):
+        phase = trainer.method.phase(step)
+        phases.append(phase)
+        if phase not in phases[:-1]:
+            fn = functools.partial(trainer.train_step.train_step, phase=phase)
+            texts.append(trainer.workers.jit(fn, (0, 0, None)).lower(trainer.abstract, batch, number).as_text())
+    return hashlib.sha256(
+        "".join([*texts, str(phases), str(spec.steps), str(spec.seed), str(trainer.workers)]).encode()
+    ).hexdigest()
+
+
+@pytest.mark.parametrize("shorthand", SHORTHANDS)
+def test_every_field_has_an_effect_or_is_refused(shorthand, tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_bytes(bytes(range(97, 123)) * 100)
+    config = lm.get_config(f"smoke,workers=4,{shorthand}" if "stages" not in shorthand else f"smoke,workers=2,{shorthand}")
+    config.update_from_flattened_dict(
+        {"data.path": str(text), "model.width": 8, "model.hidden": 8, "model.heads": 1, "model.context": 8}
+    )
+    document = spec_of(config).document
+    before, idle = fingerprint(parts.resolve(document)), []
+    for name, value in flat(document):
+        if name.startswith(WATCHING) or name.endswith("name") or name == "task" or (other := another(name, value)) is None:
+            continue
+        try:
+            after = fingerprint(parts.resolve(changed(document, name, other)))
+        except parts.ConfigError as error:
+            assert "\n" not in str(error)
+            continue
+        if after == before:
+            idle.append(f"{name}: {value!r} -> {other!r}")
+    assert not idle
