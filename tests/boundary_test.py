@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from configs import lm
-from decjax import codecs, mesh, models, pipeline, schedules, train
+from decjax import codecs, mesh, models, pipeline, registry, schedules, train
 from decjax.hlo import wire
 from decjax.pipeline import executor, links
 from tests.runs import run_of
@@ -113,7 +113,7 @@ def test_low_rank_with_lazy_errors_follows_its_equations(error):
 )
 def test_what_is_flushed_arrives_once(codec, dtype):
     """Sum of what arrives + e is the sum of the gradients: casts of factors and of activations included."""
-    ends = Ends(pipeline.coded(train.methods.make_codec(codec), error="flush"), dtype)
+    ends = Ends(pipeline.coded(registry.make("codec", codec), error="flush"), dtype)
     arrived = given = 0
     for xs in gradients(6):
         xs = np.asarray(jnp.asarray(xs, dtype), np.float32)
@@ -312,7 +312,7 @@ class Pipe:
     ],
 )
 def test_bytes_in_the_compiled_program_are_those_of_the_codecs(S, name, C, options):
-    given = {key: train.methods.make_codec(value) if key in ("backward", "forward") else value for key, value in options.items()}
+    given = {key: registry.make("codec", value) if key in ("backward", "forward") else value for key, value in options.items()}
     pipe = Pipe(pipeline.coded(**given), S, name, C)
     sent = wire.bytes_by_axis(pipe.step.as_text(), pipe.workers)["stage"].item()
     dense, links_, schedule = CONTEXT * WIDTH * 4, S * C - 1, schedules.make(name, S, 4, C)
@@ -361,7 +361,7 @@ def test_full_rank_and_identity_are_no_compression():
 def test_each_device_of_a_group_codes_and_sends_its_own_part(batch, options):
     """K = 2 devices: each has the codec's state for its half of the rows, 6 of 12, or 3 of a single sequence's 6. Nothing is compiled
     anew for the second step."""
-    given = {key: train.methods.make_codec(value) if key in ("backward", "forward") else value for key, value in options.items()}
+    given = {key: registry.make("codec", value) if key in ("backward", "forward") else value for key, value in options.items()}
     pipe = Pipe(pipeline.coded(**given), 2, T=2, batch=batch)
     losses = pipe.train(3, rate=0.05)
     assert np.isfinite(losses).all() and losses[-1] < losses[0]
@@ -556,9 +556,6 @@ def test_simulated_pipelines_remember_the_same(launch, reference):
         ("stages=2,forward=fp8", {}, "codec 'fp8' is unknown; use one of identity, "),
         ("stages=2,forward=bounded", {}, "codec 'bounded' has messages of varying size, and stages wait"),
         ("stages=2,backward=float16", {}, "codec 'float16' is neither contractive nor unbiased"),
-        ("", {"boundary.backward": "int8"}, "got stages=1; leave them empty, or use stages=2"),
-        ("stages=2", {"boundary.error": "flush"}, "boundary.error='flush' changes nothing without boundary.backward"),
-        ("stages=2,backward=int8", {"boundary.slots": 8}, "boundary.slots=8 changes nothing without boundary.forward"),
         ("stages=2,backward=int8", {"boundary.error": "samples"}, "boundary error='samples' is unknown; use one of carry, flush"),
         ("stages=2,backward=int8", {"boundary.when": "never"}, "boundary when='never' is unknown; use one of epilogue, always"),
         ("stages=2,forward=int8", {"boundary.forward_error": "samples"}, "slots=0: samples need places"),

@@ -7,9 +7,11 @@ import numpy as np
 import pytest
 
 from configs import lm
+from decjax import config as parts
 from decjax import costmodel, train
-from decjax.train import measure
+from decjax.measure import calibrate as measure
 from tests import commands
+from tests.runs import spec_of
 
 TINY = ("--config.model.depth=1", "--config.model.width=8", "--config.model.hidden=8", "--config.model.context=8")
 # So far apart that the larger ones take longer on any machine, and so often that a pause in two of the rounds changes no median.
@@ -34,7 +36,7 @@ def tiny_config(shorthand="smoke"):
 
 
 def setup_of(workers, local_size):
-    return measure.prepare(tiny_config(f"smoke,workers={workers},local_size={local_size},method=allreduce,stale"))
+    return measure.prepare(spec_of(tiny_config(f"smoke,workers={workers},local_size={local_size},method=allreduce,stale")))
 
 
 @pytest.mark.parametrize(
@@ -93,7 +95,7 @@ def check_profile(path, nodes, per_node):
     cluster, workload = costmodel.load(path)
     assert (cluster.num_nodes, cluster.workers_per_node) == (nodes, per_node)
     assert set(cluster.codec_Bps) == set(measure.CODECS)
-    size = train.size(tiny_config())
+    size = parts.size(tiny_config())
     assert workload.total_bytes == 4 * size.params and min(workload.forward_s, workload.optimizer_s, workload.combine_s) > 0
     planned = launch("launch.plan", f"--cluster={path}", "--codec=int8")
     assert planned.returncode == 0 and planned.stderr == "", planned.stderr
@@ -181,5 +183,5 @@ def test_mistakes_are_one_line_and_exit_code_two(arguments, problem, tmp_path):
 
 def test_one_device_is_too_few(monkeypatch):
     monkeypatch.setattr(jax, "device_count", lambda: 1)
-    with pytest.raises(train.ConfigError, match="workers=auto, devices=1"):
-        measure.prepare(lm.get_config("smoke"))
+    with pytest.raises(train.ConfigError, match="workers=1, devices=1"):
+        measure.prepare(spec_of(lm.get_config("smoke")))

@@ -10,8 +10,11 @@ import pytest
 
 from decjax import codecs, gossip, mesh, optim, reduce
 from decjax import topology as topology_lib
-from decjax.train import engine, source
-from decjax.train import state as state_lib
+from decjax.channel import Channel
+from decjax.pipeline import stateless
+from decjax.train import engine
+from decjax.train.step import Step
+from tests import runs
 
 N, STEPS, LR = 4, 24, 0.05
 pytestmark = pytest.mark.usefixtures("quick_compilation", "users_generator")
@@ -39,10 +42,9 @@ def init(key):
 
 
 def decentralized(name, inner, **options):
-    mixer = gossip.exact(
-        topology_lib.make(name, N, **options), bucket_bytes=0
-    )  # An array a message: split ones travel in two parts.
-    return state_lib.Method(
+    # An array a message: split ones travel in two parts.
+    mixer = gossip.exact(topology_lib.make(name, N, **options), Channel(bucket_bytes=0))
+    return optim.Method(
         optim.decentralize(inner, mixer),
         mixer.phase,
         mixer.num_bytes,
@@ -52,7 +54,7 @@ def decentralized(name, inner, **options):
 
 def compressed(inner, make, name):
     mixer = make(topology_lib.make(name, N), codec=codecs.make("int8"))
-    return state_lib.Method(
+    return optim.Method(
         optim.decentralize(inner, mixer),
         mixer.phase,
         mixer.num_bytes,
@@ -62,7 +64,7 @@ def compressed(inner, make, name):
 
 def beer(inner):
     mixer = gossip.beer(topology_lib.make("ring", N), codec=codecs.make("int8"))
-    return state_lib.Method(
+    return optim.Method(
         optim.track(inner, mixer),
         mixer.phase,
         lambda params, phase: mixer.num_bytes((params, params), phase),
@@ -72,7 +74,7 @@ def beer(inner):
 
 def every_other(inner):
     mixer = gossip.damp(gossip.every(gossip.exact(topology_lib.make("one_peer_ring", N)), 2), 0.7)
-    return state_lib.Method(
+    return optim.Method(
         optim.decentralize(inner, mixer),
         mixer.phase,
         mixer.num_bytes,
@@ -82,7 +84,7 @@ def every_other(inner):
 
 def stale_allreduce(inner):
     reducer = reduce.mean()
-    return state_lib.Method(
+    return optim.Method(
         optim.synchronize(inner, reducer, stale=True),
         lambda step: 0,
         lambda params, phase: reducer.num_bytes(params, N),
@@ -96,8 +98,8 @@ def batches(step):
 
 def trajectory(method, which):
     """(final state, loss of every step and worker, bytes of every step, executables of the first step)."""
-    program = engine.make_step(source.stateless(gradients), method, workers(), 0, which)
-    state = state_lib.init(init, method.tx, workers(), 0)
+    program = engine.make_step(Step(stateless(gradients), method, workers(), 0), which)
+    state = runs.start(init(jax.random.key(0)), method, workers())
     losses, sent, first = [], [], None
     for step in range(STEPS):
         batch = workers().build(lambda worker: batches(step)[worker])
@@ -105,7 +107,7 @@ def trajectory(method, which):
         first = first or due.executables
         state, loss_N = due.run(state, batch, np.int32(step))
         losses.append(np.asarray(loss_N))
-        sent.append(due.sent_N)
+        sent.append(due.sent["worker"])
     return jax.tree.map(np.asarray, state), np.array(losses), np.array(sent), first
 
 
@@ -161,10 +163,10 @@ def test_stale_allreduce_applies_the_mean_gradient_of_the_step_before():
 def test_stale_adam_has_no_step_without_a_gradient():
     """After the first step parameters, moments and their counter are those of the start."""
     method = stale_allreduce(optax.adamw(LR))
-    state = before = state_lib.init(init, method.tx, workers(), 0)
+    state = before = runs.start(init(jax.random.key(0)), method, workers())
     before = jax.tree.map(np.asarray, before)
     batch = workers().build(lambda worker: batches(0)[worker])
-    program = engine.make_step(source.stateless(gradients), method, workers(), 0)
+    program = engine.make_step(Step(stateless(gradients), method, workers(), 0))
     state, _ = program(0, state, batch, np.int32(0)).run(state, batch, np.int32(0))
     jax.tree.map(np.testing.assert_array_equal, before.params, jax.tree.map(np.asarray, state.params))
     jax.tree.map(np.testing.assert_array_equal, before.opt_state.inner, jax.tree.map(np.asarray, state.opt_state.inner))

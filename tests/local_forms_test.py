@@ -18,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("quick_compilation", "uncached_programs")
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 TIMEOUT_S = 600
 PIPELINES = "workers=2,stages=2,microbatches=2"
-RUNS = [f"mixer=choco,codec=int8,tied,{PIPELINES}", f"method=allreduce,reducer=codec,codec=int8,{PIPELINES}"]
+RUNS = [f"mixer=choco,codec=int8,tied,{PIPELINES}", f"method=allreduce,reducer=codec(codec=int8,form=shards),{PIPELINES}"]
 
 
 @pytest.fixture(scope="module")

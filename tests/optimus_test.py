@@ -9,9 +9,9 @@ import pytest
 import rich.console
 
 from configs import gpt_optimus
-from decjax import train
 from experiments import optimus
 from experiments import rows as rows_lib
+from tests.runs import trainer_of
 
 
 def built(row, text, steps=20):
@@ -23,7 +23,7 @@ def built(row, text, steps=20):
             known = known[part]
         config.update_from_flattened_dict({name: value == "true" if isinstance(known, bool) else type(known)(value)})
     config.data.path = str(text)
-    return train.build(config)
+    return trainer_of(config)
 
 
 @pytest.fixture(scope="module")
@@ -35,27 +35,22 @@ def text(tmp_path_factory):
 
 @pytest.mark.parametrize("row", optimus.ROWS, ids=[row.name for row in optimus.ROWS])
 def test_every_row_can_be_trained(row, text):
-    setup = built(row, text)
-    assert (setup.workers.num_workers, setup.workers.stages, setup.config.method) == (2, 4, "allreduce")
+    trainer = built(row, text)
+    assert (trainer.workers.num_workers, trainer.workers.stages, trainer.spec.method.name) == (2, 4, "allreduce")
 
 
 def test_rows_differ_from_the_baseline_in_what_they_are_called_for(text):
     def config(name):
-        found = built(next(row for row in optimus.ROWS if row.name == name), text).config
-        return {
-            "when": found.boundary.when,
-            "error": found.boundary.error,
-            "backward": found.boundary.backward,
-            "fused": found.pipeline.fused_embedding,
-            "reducer": found.reducer.name,
-        }
+        found = built(next(row for row in optimus.ROWS if row.name == name), text).spec
+        return {"fused": found.pipeline.fused_embedding, "reducer": found.averaging.reducer.name, **(found.boundary or {})}
 
-    dense = dict(when="epilogue", error="flush", backward="", fused=False, reducer="mean")
-    assert config("baseline") == dense | dict(error="carry")
-    assert config("CB") == dense | dict(backward="low_rank(rank=16)")
-    assert config("CB, error carried") == dense | dict(backward="low_rank(rank=16)", error="carry")
-    assert config("CB+FE+SC") == dense | dict(backward="low_rank(rank=16)", fused=True, reducer="powersgd")
-    assert config("not remembered") == dense | dict(backward="low_rank(rank=1)", when="always", error="none")
+    dense = dict(fused=False, reducer="mean")
+    coded = dense | dict(when="epilogue", error="flush", backward="low_rank(rank=16)")
+    assert config("baseline") == dense
+    assert config("CB") == coded
+    assert config("CB, error carried") == coded | dict(error="carry")
+    assert config("CB+FE+SC") == coded | dict(fused=True, reducer="powersgd")
+    assert config("not remembered") == coded | dict(backward="low_rank(rank=1)", when="always", error="none")
 
 
 SUMMARIES = {

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from configs import lm
-from decjax import train
 from experiments import compression
 from tests import commands
+from tests.runs import trainer_of
 
 README = pathlib.Path(__file__).parents[1] / "README.md"
 
@@ -79,7 +79,7 @@ def test_every_config_of_the_readme_and_of_the_compression_table_can_be_trained(
     many = workers and int(workers[1]) > jax.device_count()
     config = lm.get_config(f"{shorthand},smoke,steps=60" + (",simulate" if many else ""))
     config.data.path = str(README)
-    train.build(config)
+    trainer_of(config)
 
 
 def test_commands_of_the_readme_are_what_a_shell_takes():

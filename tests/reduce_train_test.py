@@ -12,18 +12,20 @@ import pytest
 from configs import lm
 from decjax import optim, reduce, train
 from decjax.hlo import wire
-from decjax.train import engine, source
+from decjax.pipeline import stateless
+from decjax.train import engine
 from decjax.train import state as state_lib
-from tests.runs import run_of
+from decjax.train.step import Step
+from tests.runs import run_of, spec_of, trainer_of
 
 N, STEPS = 4, 8
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 METHODS = {
     "powersgd": ("method=allreduce,reducer=powersgd,rank=1", {"reducer.start": 2}),
     "codec": ("method=allreduce,reducer=codec,codec=int8", {}),
-    "low rank": ("method=allreduce,reducer=codec,codec=low_rank(rank=1)", {"reducer.form": "gather"}),
-    "ef21": ("method=allreduce,reducer=codec,codec=int4(rounding=stochastic)", {"reducer.error": "ef21"}),
-    "8-bit memory": ("method=allreduce,reducer=codec,codec=int4", {"reducer.error": "momentum", "reducer.storage": "int8"}),
+    "low rank": ("method=allreduce,reducer=codec(form=gather),codec=low_rank(rank=1)", {}),
+    "ef21": ("method=allreduce,reducer=codec(error=ef21),codec=int4(rounding=stochastic)", {}),
+    "8-bit memory": ("method=allreduce,reducer=codec(error=momentum,storage=int8),codec=int4", {}),
     "demo": ("method=allreduce,reducer=demo,codec=int8", {}),
     "onebit_adam": ("method=allreduce,reducer=onebit_adam,codec=int8", {"reducer.start": 3}),
     "gravac": ("method=allreduce,reducer=gravac", {"reducer.window": 2}),
@@ -83,24 +85,23 @@ def test_resume_is_bit_exact_and_bytes_go_on(configured, tmp_path, name):
     if name == "gravac":
         used = next(x for x in saved_state(tmp_path / "whole") if x.shape == (N, 4) and x.dtype == np.int32)[0]
         assert used.sum() == STEPS and (used > 0).sum() > 1
-        setup = train.build(config)
-        params = jax.eval_shape(setup.model.init, jax.random.key(0))
-        per_step = [setup.method.num_bytes(params, rung)[0] for rung in setup.method.phases]
+        trainer = trainer_of(config)
+        params = jax.eval_shape(trainer.setup.start, jax.random.key(0))
+        per_step = [trainer.method.num_bytes(params, rung)[0] for rung in trainer.method.phases]
         assert summaries[0]["bytes_per_step_per_worker"] == used @ per_step / STEPS
 
 
 @pytest.mark.parametrize("name", METHODS)
 def test_declared_bytes_are_those_of_the_compiled_step(configured, name):
-    setup = train.build(configured(*METHODS[name], mode="devices"))
-    state = state_lib.abstract(setup.model.init, setup.method.tx, setup.workers, 0)
-    one = state_lib.one_device(state.params, setup.workers)
+    trainer = trainer_of(configured(*METHODS[name], mode="devices"))
+    state, method = trainer.abstract, trainer.method
+    one = state_lib.one_device(state.params, trainer.workers)
     gradients = lambda params, batch, key: (0.0 * jax.tree.leaves(params)[0].sum(), params)
-    program = engine.make_step(source.stateless(gradients), setup.method, setup.workers, 0)
-    batch = setup.workers.build(lambda worker: setup.batch(worker, 0))
-    for phase in dict.fromkeys(map(setup.method.phase, range(STEPS))):
-        step = program(phase, state, batch, np.int32(0))
+    program = engine.make_step(Step(stateless(gradients), method, trainer.workers, 0))
+    for phase in dict.fromkeys(map(method.phase, range(STEPS))):
+        step = program(phase, state, trainer.batch(0), np.int32(0))
         measured_N = wire.bytes_sent(step.executables[0].as_text(), N)
-        declared = sum(setup.method.num_bytes(one, p) for p in (setup.method.phases if phase is None else [phase]))
+        declared = sum(method.num_bytes(one, p) for p in (method.phases if phase is None else [phase]))
         np.testing.assert_allclose(measured_N, declared, rtol=1e-12)
         assert (measured_N > 0).all() == (phase != reduce.LOCAL)
 
@@ -122,7 +123,7 @@ def test_errors_begin_afresh_for_another_number_of_workers():
     def stacked(n, value):
         return state_lib.State(*jax.tree.map(lambda x: np.full((n, *x.shape), value, x.dtype), (params, tx.init(params))))
 
-    resized = state_lib.resize(stacked(4, 2), stacked(2, 7), 2)
+    resized = state_lib.resize(state_lib.kept(stacked(4, 2), True), stacked(2, 7), 2)
     assert {int(x.flat[0]) for x in jax.tree.leaves(resized.opt_state[0].reducer)} == {7}
     assert {int(x.flat[0]) for x in jax.tree.leaves((resized.params, resized.opt_state[0].mu))} == {2}
 
@@ -133,65 +134,46 @@ def test_errors_begin_afresh_for_another_number_of_workers():
         (
             "reducer=powersgd",
             {},
-            "reducer=powersgd changes nothing with method=decentralized; leave it out, or use method=allreduce",
+            r"reducer=powersgd changes nothing with method=decentralized; leave it out, or use method=allreduce\|",
         ),
-        ("mixer=choco,codec=int8,rank=2", {}, "rank=2 changes nothing here; use it with mixer=power_gossip or reducer=powersgd"),
-        ("method=allreduce,codec=int8", {}, "codec=int8 changes nothing here"),
-        (
-            "",
-            {"reducer.name": "powersgd"},
-            "reducer 'powersgd' belongs to methods allreduce, diloco, sparseloco, got 'decentralized'; use 'mean'",
-        ),
+        ("mixer=choco,codec=int8,rank=2", {}, "rank=2 changes nothing with method 'decentralized' and mixer 'choco'; leave it out"),
+        ("method=allreduce,codec=int8", {}, "codec=int8 changes nothing with method 'allreduce' and reducer 'mean'"),
         ("method=allreduce,reducer=powersgd,rank=0", {}, "rank=0: must be at least 1"),
         ("method=allreduce,reducer=powersgd,rank=99", {}, "rank=99 makes no array smaller"),
-        ("method=allreduce,reducer=powersgd", {"reducer.wire_dtype": "int8"}, "wire_dtype='int8' is no floating-point type"),
-        ("method=allreduce,reducer=powersgd", {"reducer.wire_dtype": "narrow"}, "wire_dtype='narrow' is no floating-point type"),
-        ("method=allreduce,reducer=codec", {"reducer.codec": "zip"}, "codec 'zip' is unknown; use one of"),
-        ("method=allreduce,reducer=codec", {"reducer.codec": ""}, "reducer 'codec' needs reducer.codec"),
+        ("method=allreduce,reducer=powersgd(wire_dtype=int8)", {}, "wire_dtype='int8' is no floating-point type"),
+        ("method=allreduce,reducer=powersgd(wire_dtype=narrow)", {}, "wire_dtype='narrow' is no floating-point type"),
+        ("method=allreduce,reducer=codec(codec=zip)", {}, "codec 'zip' is unknown; use one of"),
+        ("method=allreduce,reducer=codec", {"reducer.codec": ""}, "codec"),
         ("method=allreduce,reducer=codec", {"reducer.codec": "int8(block=128"}, "must read like 'name'"),
-        ("method=allreduce,reducer=codec", {"reducer.codec": "int8(width=3)"}, "codec 'int8.*width"),
-        ("method=allreduce,reducer=codec", {"reducer.decay": 1.5}, "decay=1.5"),
-        ("method=allreduce,reducer=codec", {"reducer.error": "memory"}, "error='memory' is unknown; use one of residual"),
-        ("method=allreduce,reducer=codec", {"reducer.error": "none", "reducer.storage": "int8"}, "storage='int8' with error"),
-        ("method=allreduce,reducer=codec", {"reducer.error": "ef21", "reducer.storage": "int8"}, "ef21 with storage='int8'"),
-        ("method=allreduce,reducer=codec", {"reducer.form": "tree"}, "form='tree' of coded messages is unknown"),
+        ("method=allreduce,reducer=codec(codec=int8(width=3))", {}, "codec 'int8.*width"),
+        ("method=allreduce,reducer=codec(decay=1.5)", {}, "decay=1.5"),
+        ("method=allreduce,reducer=codec(error=memory)", {}, "memory'.* use one of residual"),
+        ("method=allreduce,reducer=codec(error=none,storage=int8)", {}, "storage"),
+        ("method=allreduce,reducer=codec(error=ef21,storage=int8)", {}, "storage"),
+        ("method=allreduce,reducer=codec(form=tree)", {}, "form='tree' of coded messages is unknown"),
         ("method=allreduce,reducer=codec,codec=bounded", {}, "codec 'bounded' has messages of varying size"),
         ("method=allreduce,reducer=codec,codec=identity", {}, "codec 'identity' in form .*; use a codec of fewer bytes"),
         ("method=diloco,every=3,reducer=codec,codec=identity", {}, "codec 'identity' in form"),
-        ("method=allreduce,reducer=gravac", {"reducer.ladder": "int8; bfloat16"}, "GraVAC's rung 'bfloat16' sends"),
-        ("method=allreduce", {"reducer.name": "sum"}, "reducer 'sum' is unknown; use one of mean, powersgd"),
-        ("method=allreduce", {"reducer.start": -1}, "reducer.start=-1: must be at least 0"),
-        (
-            "method=allreduce,reducer=onebit_adam,codec=int8,optimizer=sgdm",
-            {},
-            "it takes optimizer 'adamw' and no stale, got 'sgdm'",
-        ),
-        ("method=allreduce,reducer=onebit_adam,codec=int8,stale", {}, "and no stale"),
-        ("method=allreduce,reducer=onebit_adam,codec=int8", {"reducer.start": 0}, "reducer.start=0: 1-bit Adam takes its variance"),
+        ("method=allreduce,reducer=gravac(ladder='int8; bfloat16')", {}, "GraVAC's rung 'bfloat16' sends"),
+        ("method=allreduce,reducer=sum", {}, "reducer 'sum' is unknown; use one of "),
+        ("method=allreduce,reducer=powersgd", {"reducer.start": -1}, "reducer.start=-1: must be at least 0"),
+        ("method=onebit_adam,optimizer=sgdm", {}, "optimizer=sgdm changes nothing with method=onebit_adam"),
+        ("method=onebit_adam,stale", {}, "stale=True changes nothing with method 'onebit_adam'"),
+        ("method=onebit_adam", {"reducer.start": 0}, "1-bit Adam needs warm steps .* reducer.start, of at least 1"),
         (
             "method=allreduce,reducer=gravac",
             {"reducer.window": 8},
             "reducer.window=8 after .* not over in steps=8.*use a shorter window",
         ),
-        ("method=allreduce,reducer=gravac", {"reducer.ladder": ""}, "needs a ladder of at least one codec"),
-        ("method=diloco,every=0", {}, "every=0 steps: must be at least 1"),
+        ("method=allreduce,reducer=gravac", {"reducer.ladder": ""}, "ladder"),
+        ("method=diloco,every=0", {}, "method.every=0: must be at least 1"),
         ("method=diloco", {"method.outer_momentum": 1.0}, "method.outer_momentum=1.0: must be at least 0 and less than 1"),
-        (
-            "method=sparseloco,reducer=powersgd",
-            {},
-            "method 'sparseloco' cannot have reducer 'powersgd'; 'sparseloco' takes reducer 'codec'",
-        ),
-        ("method=diloco,every=4", {"reducer.name": "onebit_adam", "reducer.start": 4}, "'diloco' cannot have reducer"),
-        ("method=allreduce", {"reducer.codec": "int8"}, "reducer.codec='int8' changes nothing with reducer 'mean'"),
-        (
-            "method=allreduce,reducer=powersgd",
-            {"reducer.storage": "int8"},
-            "storage='int8' changes nothing with reducer 'powersgd'",
-        ),
-        ("method=allreduce,reducer=codec", {"reducer.wire_dtype": "bfloat16"}, "use reducer 'powersgd'"),
+        ("method=allreduce,reducer=mean(codec=int8)", {}, "reducer 'mean' has no option 'codec'; it has none, leave it out"),
+        ("method=allreduce,reducer=powersgd(storage=int8)", {}, "reducer 'powersgd' has no option 'storage'; use rank"),
+        ("method=allreduce,reducer=codec(wire_dtype=bfloat16)", {}, "reducer 'codec' has no option 'wire_dtype'; use codec"),
         ("method=diloco", {"method.outer_learning_rate": 0.0}, "method.outer_learning_rate=0.0 must be positive"),
-        ("codec=int8(block=128)(block=64)", {}, "must read like 'int8.block=128.'"),
-        ("codec=int8(block=128) + f(block=64)", {}, "must read like 'int8.block=128.'"),
+        ("codec=int8(block=128)(block=64)", {}, "must read like 'name'"),
+        ("codec=int8(block=128) + f(block=64)", {}, "must read like 'name'"),
         ("method=diloco,every=9", {}, "method.every=9 is more than steps=8, so nothing would ever be exchanged; use at most 8"),
         ("every=9", {}, "method.every=9 is more than steps=8"),
         (
@@ -203,10 +185,17 @@ def test_errors_begin_afresh_for_another_number_of_workers():
         ("mixer=power_gossip,rank=99", {}, "rank=99"),
         ("codec=topk(k=2.5),mixer=choco", {}, "k=2.5 must be a whole number"),
         ("codec=qsgd(levels=7.0)", {}, "levels=7.0 must be a whole number"),
-        ("method=diloco", {"stale": True}, "stale belongs to method 'allreduce', got 'diloco'"),
+        ("method=diloco,stale", {}, "stale=True changes nothing with method 'diloco'"),
     ],
 )
 def test_impossible_configs_are_refused_in_one_line(configured, argument, fields, message):
     with pytest.raises((train.ConfigError, ValueError), match=message) as error:
-        train.build(configured(argument, fields))
+        spec_of(configured(argument, fields))
     assert "\n" not in str(error.value)
+
+
+def test_sparse_local_updates_may_have_any_reducer(configured):
+    """Its own is only the usual one."""
+    usual, other = (spec_of(configured(f"method=sparseloco,every=4{key}", {})) for key in ("", ",reducer=powersgd,rank=1"))
+    assert usual.averaging.reducer.name == "codec" and "block_topk" in usual.averaging.reducer.options["codec"]
+    assert other.averaging.reducer.name == "powersgd"

@@ -32,12 +32,11 @@ def take(arguments: list[str], text: str, into: pathlib.Path) -> None:
                 "eval.num_windows": 2,
                 "eval.every": 100,
                 "checkpoint.every": 100,
-                "sample_bytes": 1,
-                "optimizer.warmup_steps": 0,
-                "reducer.form": "shards",
+                "data.sample_bytes": 1,
+                "schedule.warmup_steps": 0,
             }
         )
-        train.Run(train.build(config), into / str(index)).train()
+        train.Run(train.Trainer(join.resolved(config)), into / str(index)).train()
 
 
 def main(argv: list[str]) -> int:

@@ -1,4 +1,4 @@
-"""decjax/train/silence.py: no message, all of the arithmetic; what compressed methods' messages come to, in measure.form."""
+"""decjax/measure/silence.py: no message, all of the arithmetic; what compressed methods' messages come to, in measure.form."""
 
 import functools
 
@@ -9,21 +9,24 @@ import pytest
 from configs import lm
 from decjax import costmodel, mesh, train
 from decjax.hlo import wire
-from decjax.train import measure, silence
+from decjax import measure
+from decjax.measure import calibrate as measure_lib
+from decjax.measure import silence
+from tests.runs import spec_of
 
 WORKERS = 4
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
-def config_of(shorthand):
+def spec(shorthand):
     config = lm.get_config(f"smoke,workers={WORKERS},{shorthand}")
     config.model.update(width=32, hidden=64, depth=1)
-    return config
+    return spec_of(config)
 
 
 @functools.cache
 def form_of(shorthand):
-    return measure.form(shorthand, config_of(shorthand))
+    return measure.form(shorthand, spec(shorthand))
 
 
 def test_a_worker_hears_itself():
@@ -52,16 +55,15 @@ def test_a_worker_hears_itself():
 )
 def test_an_update_computes_all_and_sends_nothing(shorthand):
     form = form_of(shorthand)
-    setup, phase = form.setup, form.phases[-1]
-    state = measure.state_lib.init(setup.model.init, setup.method.tx, setup.workers, 0)
+    workers, state, phase = form.trainer.workers, form.trainer.init(), form.phases[-1]
 
     def update(state, grads):
-        return setup.method.tx.update(grads, state.opt_state, state.params, phase=phase)
+        return form.trainer.method.tx.update(grads, state.opt_state, state.params, phase=phase)
 
     def compiled(fn):
-        return setup.workers.jit(fn, (0, 0)).lower(state, state.params).compile()
+        return workers.jit(fn, (0, 0)).lower(state, state.params).compile()
 
-    loud, silent = compiled(update), compiled(silence.silent(update, setup.workers.axis))
+    loud, silent = compiled(update), compiled(silence.silent(update, workers.axis))
     assert wire.bytes_sent(loud.as_text(), WORKERS).min() > 0 and not wire.bytes_sent(silent.as_text(), WORKERS).any()
     # Nothing is left out; where no message stands between, the compiler may find it quicker to compute something twice.
     assert 0.95 <= silent.cost_analysis()["flops"] / loud.cost_analysis()["flops"] < 1.3
@@ -77,7 +79,7 @@ def test_an_update_computes_all_and_sends_nothing(shorthand):
     ],
 )
 def test_what_messages_come_to(shorthand, ratio, latencies):
-    form = measure.form(shorthand, config_of(shorthand))
+    form = measure.form(shorthand, spec(shorthand))
     assert form.ratio == pytest.approx(ratio, rel=1e-3)
     assert latencies is None or form.latencies == latencies
 
@@ -88,12 +90,12 @@ def test_what_messages_come_to(shorthand, ratio, latencies):
 )
 def test_other_methods_are_refused(shorthand):
     with pytest.raises(train.ConfigError, match="cannot be measured as a compressed method"):
-        measure.form(shorthand, config_of(shorthand))
+        measure.form(shorthand, spec(shorthand))
 
 
 def test_updates_run_again_and_again():
     forms = [form_of(text) for text in ("method=allreduce,reducer=powersgd,rank=2", "mixer=choco,codec=int8")]
-    actions = measure.coding_actions(forms)
+    actions = measure_lib.coding_actions(forms)
     assert set(actions) == {(forms[0].name, 0), (forms[1].name, 0), (forms[1].name, 1)}
     for action in [*actions.values()] * 2:
         jax.block_until_ready(action())
@@ -106,7 +108,7 @@ def test_coding_is_what_an_update_takes_beyond_what_the_model_adds():
 
     def coding_s(*times_s):
         updates_s = {form.name: np.array([times_s]) for form in forms}
-        return [found.coding_s for found in measure._compressed(forms, updates_s, workload)]
+        return [found.coding_s for found in measure_lib._compressed(forms, updates_s, workload)]
 
     assert coding_s(4e-3, 5e-3, 9e-3) == pytest.approx([3e-3, 2e-3])
     assert coding_s(2.5e-3) == [pytest.approx(0.5e-3), 0.0]

@@ -7,7 +7,7 @@ import optax
 import pytest
 
 from configs import lm
-from decjax import train
+from tests.runs import trainer_of
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 STEPS = 20
@@ -37,19 +37,19 @@ def test_both_copies_of_a_tied_table_stay_equal(argument):
     """Bit for bit, however different the parameters beside them are; and every worker's is another one."""
     config = lm.get_config(f"smoke,simulate,workers=2,stages=2,tied,optimizer=sgdm,{argument}")
     config.update_from_flattened_dict(TINY)
-    setup = train.build(config)
-    workers, method = setup.workers, setup.method
-    params = workers.stack(setup.source.split(setup.model.init(jax.random.key(0))))
+    trainer = trainer_of(config)
+    workers, method = trainer.workers, trainer.method
+    start = trainer.init()
 
     def step(params, opt_state, grads):
         updates, opt_state = method.tx.update(grads, opt_state, params, phase=0)
         return optax.apply_updates(params, updates), opt_state
 
-    state, step = workers.jit(method.tx.init, (0,))(params), workers.jit(step, (0, 0, 0))
+    params, state, step = start.params, start.opt_state, workers.jit(step, (0, 0, 0))
     assert method.phase(0) == method.phase(1) == 0  # Two workers: one round.
-    start = np.asarray(params["table_VxD"])
+    before = np.asarray(params["table_VxD"])
     for number in range(STEPS):
         params, state = step(params, state, jax.tree.map(jnp.asarray, gradients(params, number)))
     table_NxSxVxD = np.asarray(params["table_VxD"])
     np.testing.assert_array_equal(table_NxSxVxD[:, 0], table_NxSxVxD[:, 1])
-    assert np.abs(table_NxSxVxD[0] - table_NxSxVxD[1]).max() > 1e-4 < np.abs(table_NxSxVxD - start).max()
+    assert np.abs(table_NxSxVxD[0] - table_NxSxVxD[1]).max() > 1e-4 < np.abs(table_NxSxVxD - before).max()

@@ -9,10 +9,12 @@ import pytest
 
 from configs import lm
 from decjax import topology as topology_lib
-from decjax import train
 from decjax.hlo import wire
-from decjax.train import engine, source
+from decjax.pipeline import stateless
+from decjax.train import engine
 from decjax.train import state as state_lib
+from decjax.train.step import Step
+from tests.runs import trainer_of
 
 N = 8
 PAIRS = [[0, 1], [2, 3], [4, 5], [6, 7]]
@@ -216,27 +218,27 @@ def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("corpus")
 
 
-def steps(folder, argument, options="", gradients=None, **mixing):
+def steps(folder, argument, gradients=None, **method):
     """(compiled HLO, measured bytes_N, declared bytes_N, P) of every phase of a tiny model's training step.
 
     `gradients` takes the place of the model's own; with a quick one the mixing compiles as before, in a tenth of the time.
     """
     config = lm.get_config(f"smoke,workers={N},optimizer=sgdm,{argument}")
     config.model.update(context=4, width=4, hidden=4, heads=1, depth=1)
-    config.data.path, config.topology.options = corpus_file(folder), options
-    config.mixing.update(mixing)
-    setup = train.build(config)
-    state = state_lib.abstract(setup.model.init, setup.method.tx, setup.workers, 0)
-    program = engine.make_step(source.stateless(gradients) if gradients else setup.source.gradient, setup.method, setup.workers, 0)
-    batch = setup.workers.build(lambda worker: setup.batch(worker, 0))
-    one = state_lib.one_device(state.params, setup.workers)
+    config.data.path = corpus_file(folder)
+    config.method.update(method)
+    trainer = trainer_of(config)
+    state, method, topology = trainer.abstract, trainer.method, trainer.setup.topology
+    gradient = stateless(gradients) if gradients else trainer.setup.source.gradient
+    program = engine.make_step(Step(gradient, method, trainer.workers, 0))
+    one = state_lib.one_device(state.params, trainer.workers)
     num_bytes = sum(4 * leaf.size for leaf in jax.tree.leaves(one))
-    num_phases = (setup.topology.period if setup.topology else 1) * config.mixing.every
     found = {}
-    for step in range(num_phases):
-        phase = setup.method.phase(step)
-        compiled_step = program(phase, state, batch, np.int32(step))
-        found[phase] = (compiled_step.executables[0].as_text(), compiled_step.sent_N, setup.method.num_bytes(one, phase), num_bytes)
+    for step in range((topology.period if topology else 1) * method.every):
+        phase = method.phase(step)
+        compiled_step = program(phase, state, trainer.batch(step), np.int32(step))
+        sent_N = compiled_step.sent["worker"]
+        found[phase] = (compiled_step.executables[0].as_text(), sent_N, method.num_bytes(one, phase), num_bytes)
     return list(found.values())
 
 
@@ -258,19 +260,19 @@ def parties(collectives):
 
 
 @pytest.mark.parametrize(
-    "argument, options, messages, largest_group, largest_party",
+    "argument, messages, largest_group, largest_party",
     [
-        ("topology=one_peer_exponential", "", 1, 2, None),
-        ("topology=one_peer_exponential", "pairwise=True", 1, 2, 2),
-        ("topology=ring", "", 2, 2, None),
-        ("method=local", "", 0, 1, 1),
-        ("method=allreduce", "", 2 * (N - 1) / N, N, N),
+        ("topology=one_peer_exponential", 1, 2, None),
+        ("topology=one_peer_exponential(pairwise=True)", 1, 2, 2),
+        ("topology=ring", 2, 2, None),
+        ("method=local", 0, 1, 1),
+        ("method=allreduce", 2 * (N - 1) / N, N, N),
     ],
     ids=["one-peer", "pairs", "ring", "local", "all-reduce"],
 )
-def test_bytes_of_a_step(folder, argument, options, messages, largest_group, largest_party):
-    own = argument in ("topology=one_peer_exponential", "method=allreduce") and not options  # Gradients of the model.
-    measured = steps(folder, argument, options, None if own else quick_gradients)
+def test_bytes_of_a_step(folder, argument, messages, largest_group, largest_party):
+    own = argument in ("topology=one_peer_exponential", "method=allreduce")  # Gradients of the model.
+    measured = steps(folder, argument, None if own else quick_gradients)
     assert len(measured) == (3 if "exponential" in argument else 1)
     for hlo, sent_N, declared_N, num_bytes in measured:
         np.testing.assert_allclose(sent_N, messages * num_bytes, rtol=1e-12)
