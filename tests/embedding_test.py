@@ -11,7 +11,7 @@ from decjax import costmodel, mesh, models, pipeline, reduce
 from decjax.hlo import wire
 from decjax.optim import clip_by_norm, synchronize
 
-pytestmark = pytest.mark.usefixtures("quick_compilation", "uncached_programs")
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 VOCABULARY, WIDTH, STEPS = 16, 8, 20
 TABLE_BYTES = 4 * VOCABULARY * WIDTH
 POWERSGD = functools.partial(reduce.powersgd, 1)

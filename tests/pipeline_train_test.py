@@ -12,7 +12,7 @@ from configs import lm
 from decjax import costmodel, gossip, mesh, train
 
 STEPS = 12
-pytestmark = pytest.mark.usefixtures("quick_compilation", "uncached_programs")
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
 @pytest.fixture(scope="module")
