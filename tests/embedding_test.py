@@ -12,7 +12,7 @@ from decjax.channel import Channel
 from decjax.hlo import wire
 from decjax.optim import clip_by_global_norm, synchronize
 
-pytestmark = pytest.mark.usefixtures("quick_compilation", "uncached_programs")
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 VOCABULARY, WIDTH, STEPS = 16, 8, 20
 TABLE_BYTES = 4 * VOCABULARY * WIDTH
 POWERSGD = functools.partial(reduce.powersgd, rank=1)

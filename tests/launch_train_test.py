@@ -40,10 +40,10 @@ class Place:
         (folder / "empty").touch()
         # Every program compiles once for all runs here.
         self.environment = os.environ | {
-            "JAX_COMPILATION_CACHE_DIR": str(folder / "cache"),
+            "JAX_COMPILATION_CACHE_DIR": os.environ.get("DECJAX_TEST_CACHE") or str(folder / "cache"),
             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
             "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
-            "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
+            **commands.QUICK,
         }
 
     def command(self, *args, shorthand="smoke,workers=2", workdir="run"):
