@@ -16,9 +16,7 @@ from decjax import config as parts
 
 KEYS = base.KEYS | dict(model=("resnet", "mlp"), norm=("batch", "group"))
 # (learning rate, weight decay): Adam's and SGD's were tried, others are guesses.
-TUNED = dict(
-    adamw=(2e-2, 1e-4), accum_adamw=(1e-2, 1e-4), sgdm=(0.3, 1e-4), sign=(1e-3, 1e-4)
-)
+TUNED = dict(adamw=(2e-2, 1e-4), accum_adamw=(1e-2, 1e-4), sgdm=(0.3, 1e-4), sign=(1e-3, 1e-4))
 
 
 def tuned(method: str, order: str, optimizer: str) -> dict[str, float]:

@@ -128,7 +128,9 @@ def _spec(document: dict[str, Any]) -> RunSpec:
         raise ValueError(f"config lacks {field}; a config holds every field, see configs/lm.py")
     layers = _layers(_section(document, "pipeline"))
     chosen = {
-        kind: _choice(document, kind, layers.stages) for kind in ("model", "schedule", "optimizer", "method", "mixer") if kind in expected
+        kind: _choice(document, kind, layers.stages)
+        for kind in ("model", "schedule", "optimizer", "method", "mixer")
+        if kind in expected
     }
     task_choice = Choice(task.name, sections.check("task", task.name, _section(document, "data")))
     spec = RunSpec(

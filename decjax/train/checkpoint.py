@@ -29,8 +29,6 @@ FREE_KEYS = ("eval.", "checkpoint.", "log_every", "data.sample_bytes", "engine")
 VERSION = 2  # of the checksums; checkpoints that name none are of version 1
 
 
-
-
 def _flat(config: dict, prefix: str = "") -> dict[str, Any]:
     flat = {}
     for key, value in config.items():
@@ -301,8 +299,7 @@ class Checkpoints:
         good = self.last_good(like)
         kept = "no good checkpoint was saved" if good is None else f"the last good checkpoint is of step {good}"
         return Diverged(
-            f"{what}: training has diverged; {kept}. Lower schedule.learning_rate, raise schedule.warmup_steps or set "
-            "clip_norm"
+            f"{what}: training has diverged; {kept}. Lower schedule.learning_rate, raise schedule.warmup_steps or set clip_norm"
         )
 
     def _unusable(self, step: int, why: str) -> CheckpointError:
