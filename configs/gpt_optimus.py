@@ -46,7 +46,7 @@ def get_config(arg: str = "size=2.5b") -> ml_collections.ConfigDict:
     layout = LAYOUTS[size]
     if {"smoke", "smoke=true"} & {*rest}:
         layout = layout.replace("rank=16", "rank=4")  # Of a quarter of the width.
-    config = lm.get_config(",".join([METHOD, layout, *rest]))
+    config = lm.get_config(shorthand.override(f"{METHOD},{layout}", ",".join(rest)))
     if config.boundary.backward:
         config.boundary.error = "flush"
     config.optimizer.weight_decay, config.optimizer.clip_norm = 0.01, 1.0
