@@ -13,7 +13,7 @@ A training method is a composition of small, pure things, each usable alone. Fro
     optim       optax transformations built on the two
     models      Flax models, ignorant of all this
     pipeline    models divided into stages, and what these send each other
-    data        corpora and per-worker batches
+    tasks       losses, metrics and per-worker batches
     train       the one loop, checkpoints, evaluation, metrics
 
 `launch` (command lines), `configs` (data) and `experiments` (one script per claim) stand outside and above.
