@@ -1,6 +1,8 @@
 # make train    the main job, in runs/lm       make train JAX=cuda13 on NVIDIA GPUs
-# make test     the test suite
-# make test-aot what a TPU's compiler makes of a step; needs no TPU, but a download of its compiler
+# make test     what a change usually breaks: minutes
+# make test-all the other tests: processes, kills, full disks, programs as users compile them, and from a warm compilation cache;
+#               what a TPU's compiler makes of a step, which needs no TPU, but a download of its compiler
+# make lint     style and types
 # make clean    remove the virtual environment (runs stay)
 
 PYTHON ?= python3
@@ -14,18 +16,33 @@ INSTALLED := $(VENV)/installed$(if $(JAX),-$(JAX))
 CONFIG ?= configs/lm.py
 WORKDIR ?= runs/lm
 
-.PHONY: train test test-aot clean
+# Trajectories and launches, of which the suite's own quick compilation could hide something.
+AS_USERS := $(addprefix tests/,$(addsuffix _test.py,engine launch_train pipeline pipeline_train reduce_train train))
+KEPT := $(abspath $(VENV))/compiled
+
+.PHONY: train test test-all lint clean
 
 train: $(INSTALLED)
 	$(BIN)/python -m launch.train --config=$(CONFIG) --workdir=$(WORKDIR)
 
 test: $(VENV)/installed-tests
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -m "not slow"
 
-# Without the compiler this fails, where the suite would skip.
-test-aot: $(AOT)/installed
+# Without the compiler for TPUs this fails, where the suite would skip.
+test-all: $(VENV)/installed-tests $(AOT)/installed
 	@PYTHONPATH=$(AOT) $(BIN)/python -c 'import libtpu'
 	PYTHONPATH=$(AOT) $(BIN)/python -m pytest --dist load tests/aot_test.py
+	$(BIN)/python -m pytest -m slow --ignore tests/aot_test.py
+	rm -rf $(KEPT)
+	DECJAX_TEST_COMPILE=users DECJAX_TEST_CACHE=$(KEPT) $(BIN)/python -m pytest $(AS_USERS)
+	DECJAX_TEST_COMPILE=users DECJAX_TEST_CACHE=$(KEPT) $(BIN)/python -m pytest $(AS_USERS)
+	rm -rf $(KEPT)
+
+# Types are printed, and refused once there are none to print.
+lint: $(VENV)/installed-tests
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	-$(BIN)/pyright --pythonpath $(BIN)/python
 
 $(INSTALLED): requirements.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \

@@ -24,10 +24,10 @@ import ml_collections
 from configs import base, shorthand
 from decjax import config as parts
 
-# (learning rate, weight decay) of the main job, the best of those tried; sgdm's and sign's are not tuned, and others are guesses. Noise
-# in a worker's own small batch inflates Adam's second moment, so that the signal moves less per step: gossip takes a larger rate
-# than the averaged gradient. AccumAdam squares the mean of a window, and lies between; its moments stand still for a window, so that
-# at this rate it needs order "atc", where a step is mixed as soon as it is taken.
+# (learning rate, weight decay) of the main job, the best of those tried; only those of AdamW and AccumAdamW are tuned. Noise in a
+# worker's own small batch inflates Adam's second moment, so that the signal moves less per step: gossip takes a larger rate than
+# the averaged gradient. AccumAdam squares the mean of a window, and lies between; its moments stand still for a window, so that at
+# the rate of order "atc", where a step is mixed as soon as it is taken, order "awc" diverges.
 TUNED = dict(
     adamw=(2.8e-2, 0.03), accum_adamw=(1.6e-2, 0.1), sgdm=(0.5, 1e-4), sign=(2e-3, 0.1), lion=(2e-3, 0.1), muon=(1e-2, 0.03)
 )

@@ -24,6 +24,10 @@ A training method is a composition of small, pure things, each usable alone. Fro
 `launch` (command lines), `configs` (data) and `experiments` (one script per claim) stand outside and above.
 """
 
+import importlib.metadata
+import pathlib
+import tomllib
+
 from decjax import codecs, costmodel, gossip, mesh, reduce, registry, schedules, topology
 from decjax.channel import Channel
 from decjax.mesh import make_workers
@@ -38,4 +42,9 @@ from decjax.optim import (
     make_step,
     synchronize,
     track,
+)
+
+_SOURCE = pathlib.Path(__file__).parent.parent / "pyproject.toml"  # Of a source tree, which need not be installed.
+__version__ = (
+    tomllib.loads(_SOURCE.read_text())["project"]["version"] if _SOURCE.is_file() else importlib.metadata.version("decjax")
 )

@@ -14,6 +14,7 @@ import json
 import os
 import pathlib
 import statistics
+import sys
 from typing import Any, NamedTuple
 
 from absl import flags
@@ -36,17 +37,8 @@ SMOOTHED_SHARE = 20  # the running mean is over 1/20 of the logged values
 
 UNINFORMATIVE = ("eval.", "checkpoint.", "log_every", "data.sample_bytes")  # of how a run is watched, not of what it is
 DECENTRALIZED_ONLY = ("topology.", "mixing.")
-NUMBERS_OF_ROW = (
-    "kind",
-    "step",
-    "time_s",
-    "loss",
-    "loss_min",
-    "loss_max",
-    "consensus_distance",
-    "tokens_per_s",
-    "bytes_sent_per_worker",
-)
+KINDS = ("train", "eval")
+NUMBERS_OF_ROW = ("step", "time_s", "loss", "loss_min", "loss_max", "consensus_distance", "tokens_per_s", "bytes_sent_per_worker")
 NUMBERS_OF_SUMMARY = ("eval_loss", "local_eval_loss_min", "local_eval_loss_max", "time_s", "bytes_per_step_per_worker")
 NAME_FIRST = ("method", "topology.name", "optimizer.name")
 
@@ -95,18 +87,32 @@ def flatten(config: dict, prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def _read_json(path: pathlib.Path, needed: tuple[str, ...] = ()) -> dict:
+def parse(text: str, numbers: tuple[str, ...] = ()) -> dict[str, Any]:
+    """A JSON object with finite numbers of the given names; a step is at least 1, a row with a step has a kind of `KINDS`.
+
+    Raises:
+        ValueError: saying what is wrong.
+    """
     try:
-        content = json.loads(path.read_text())
+        content = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(" ".join(str(error).split())) from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{type(content).__name__} instead of an object")
+    for name in numbers:
+        value = content.get(name)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= sys.float_info.max:
+            raise ValueError(f"{name} is no number")
+    if "step" in numbers and not (content["step"] >= 1 and content.get("kind") in KINDS):
+        raise ValueError(f"it needs a step of at least 1 and a kind, {' or '.join(KINDS)}")
+    return content
+
+
+def _read_json(path: pathlib.Path, numbers: tuple[str, ...] = ()) -> dict[str, Any]:
+    try:
+        return parse(path.read_text(errors="replace"), numbers)
     except (OSError, ValueError) as error:
         raise RunError(f"{path} cannot be read ({error}); give directories that launch.train has written") from error
-    if not isinstance(content, dict) or not content.keys() >= set(needed):
-        raise RunError(
-            f"{path} is no JSON object"
-            + (f" with {', '.join(needed)}" if needed else "")
-            + "; give directories that launch.train has written"
-        )
-    return content
 
 
 def read_metrics(path: pathlib.Path) -> list[dict[str, Any]]:
@@ -122,14 +128,11 @@ def read_metrics(path: pathlib.Path) -> list[dict[str, Any]]:
     rows = []
     for number, line in enumerate(lines, start=1):
         try:
-            row = json.loads(line)
-            if not row.keys() >= set(NUMBERS_OF_ROW):
-                raise ValueError("numbers are missing")
-        except (ValueError, AttributeError) as error:
+            rows.append(parse(line, NUMBERS_OF_ROW))
+        except ValueError as error:
             if number == len(lines) and not line.endswith("\n"):
                 continue
-            raise RunError(f"{path}, line {number} is damaged: {line.strip()[:60]!r}; remove the line") from error
-        rows.append(row)
+            raise RunError(f"{path}, line {number} is damaged ({error}): {line.strip()[:60]!r}; remove the line") from error
     if not rows:
         raise RunError(f"{path} has no complete line yet; wait for the first logged step")
     return rows
@@ -147,9 +150,7 @@ def load(directory: pathlib.Path) -> Run:
     rows = read_metrics(directory / "metrics.jsonl")
     path = directory / "summary.json"
     summary = _read_json(path, NUMBERS_OF_SUMMARY) if path.exists() else None
-    return Run(
-        directory, config, [row for row in rows if row["kind"] == "train"], [row for row in rows if row["kind"] == "eval"], summary
-    )
+    return Run(directory, config, *([row for row in rows if row["kind"] == kind] for kind in KINDS), summary)
 
 
 # -- Names ------------------------------------------------------------------------------------------------------------
@@ -160,8 +161,9 @@ def _identity(run: Run) -> dict[str, Any]:
     config = {key: value for key, value in run.config.items() if not key.startswith(UNINFORMATIVE)}
     if config.get("method") != "decentralized":
         config = {key: value for key, value in config.items() if not key.startswith(DECENTRALIZED_ONLY)}
-    if config.get("batch_size") and config.get("workers"):  # Per worker, or it would differ whenever these do.
-        config["batch_size"] /= config["workers"]
+    sizes = [config.get(key) for key in ("batch_size", "workers")]
+    if all(type(size) is int and 0 < size < 2**53 for size in sizes):  # Per worker, or it would differ whenever these do.
+        config["batch_size"] = sizes[0] / sizes[1]
     return config
 
 
@@ -369,4 +371,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    command.run(main, errors=(RunError, OSError))
+    command.run(main, errors=(RunError, OSError, RecursionError))

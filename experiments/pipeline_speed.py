@@ -61,7 +61,9 @@ def row(name: str, microbatches: int) -> systems.Row:
             ),
         )
     )
-    return systems.decjax(name, argument, batch_size=SIZE * microbatches, model=MODEL, **({"boundary.when": when} if backward else {}))
+    return systems.decjax(
+        name, argument, batch_size=SIZE * microbatches, model=MODEL, **({"boundary.when": when} if backward else {})
+    )
 
 
 def boundary(codec: str, when: str) -> costmodel.Boundary:

@@ -39,7 +39,6 @@ to be preferred (of those within 3 % of the fastest the one that averages best),
 """
 
 import dataclasses
-import math
 
 from absl import flags
 import numpy as np
@@ -47,7 +46,7 @@ from rich import box, console, table, text
 
 from decjax import costmodel
 from decjax import topology as topology_lib
-from decjax.costmodel import plan
+from decjax.costmodel import plan, profile
 from launch import command, config_file
 
 FLAGS = flags.FLAGS
@@ -70,18 +69,21 @@ def parse_pairs(text: str, keys: dict[str, float | None] = _KEYS) -> dict[str, f
     Raises:
         ValueError: naming the key or value.
     """
-    values = dict(keys)
+    values, given = dict(keys), set()
     for part in filter(None, (part.strip() for part in text.split(","))):
         key, _, value = part.partition("=")
         key = "depth" if key == "layers" else key  # As it was once called.
+        if key in given:
+            raise ValueError(f"--model: {key} is given twice; leave one out")
+        given.add(key)
         if key not in keys:
             raise ValueError(f"--model: {key!r} is unknown; use some of {', '.join(keys)}, or a .json or .py file")
         try:
-            values[key] = float(value)
-        except ValueError:
-            raise ValueError(f"--model: {key}={value!r} must be a number, such as 65e6") from None
-        if not 0 <= values[key] < math.inf:
-            raise ValueError(f"--model: {key}={value} must be finite and not negative")
+            values[key] = profile.check_number(f"--model: {key}", float(value), fix="such as 65e6")
+        except ValueError as error:
+            raise ValueError(
+                str(error) if "--model" in str(error) else f"--model: {key}={value!r} must be a number, such as 65e6"
+            ) from None
     return values
 
 
@@ -115,9 +117,9 @@ def make_workload(values: dict[str, float], cluster: costmodel.Cluster, compute_
     if not values["params"] or values["params"] <= 0:
         raise ValueError(f"--model: params={values['params']} must be a positive number of parameters")
     forward_s, backward_s = times_of(values, cluster, compute_s)
-    if not (values["buckets"] >= 1 and float(values["buckets"]).is_integer()):
-        raise ValueError(f"--model: buckets={values['buckets']:g} must be a whole number of at least 1")
     buckets = int(values["buckets"])
+    if buckets != values["buckets"] or not 1 <= buckets <= profile.MAX_BUCKETS:
+        raise ValueError(f"--model: buckets={values['buckets']:g} must be a whole number from 1 to {profile.MAX_BUCKETS}")
     return costmodel.Workload(
         forward_s,
         (backward_s / buckets,) * buckets,
@@ -171,13 +173,21 @@ def ask() -> tuple[costmodel.Cluster, costmodel.Workload]:
     if FLAGS.variation is not None:
         jitter = costmodel.Jitter("lognormal", scale_s=FLAGS.variation * workload.compute_s)
         workload = dataclasses.replace(workload, jitter=jitter)
-    cluster = cluster.resize(workers) if workers is not None else cluster
+    return sized(cluster, "workers", workers), workload
+
+
+def sized(cluster: costmodel.Cluster, flag: str, number: int | None) -> costmodel.Cluster:
+    """The cluster with as many workers as a flag says, if it does.
+
+    Raises:
+        ValueError: if they do not fill nodes, or are too many to compare.
+    """
+    cluster = cluster if number is None else cluster.resize(number)
     if cluster.num_workers > MAX_WORKERS:
         raise ValueError(
-            f"workers={cluster.num_workers}: their graphs cannot be compared in reasonable time; use --workers={MAX_WORKERS}, "
-            "or fewer"
+            f"{flag}={cluster.num_workers}: their graphs cannot be compared in reasonable time; use --{flag}={MAX_WORKERS}, or fewer"
         )
-    return cluster, workload
+    return cluster
 
 
 def asks_for_layouts() -> bool:
@@ -254,8 +264,7 @@ def ask_layouts() -> tuple[costmodel.Cluster, costmodel.Transformer]:
     """
     refuse_flags(_DATA_PARALLEL_FLAGS, "is for workers of one device each; leave it out, or --devices and depth=")
     cluster, _ = costmodel.load(FLAGS.cluster)
-    if FLAGS.devices is not None:
-        cluster = cluster.resize(FLAGS.devices)
+    cluster = sized(cluster, "devices", FLAGS.devices)
     if FLAGS.flops is not None:
         cluster = dataclasses.replace(cluster, flops=FLAGS.flops)
     text = FLAGS.model or ""

@@ -1,6 +1,6 @@
 """What a TPU's compiler makes of the training step: in gossip, messages travel while the gradient is computed.
 
-Compiled ahead of time, for chips that nobody needs to have; `make test-aot` brings the compiler.
+Compiled ahead of time, for chips that nobody needs to have; `make test-all` brings the compiler.
 """
 
 import importlib.util
@@ -10,7 +10,7 @@ import pytest
 from decjax.train import engine
 from experiments.bench import overlap as bench
 
-pytestmark = pytest.mark.skipif(not importlib.util.find_spec("libtpu"), reason="libtpu is not installed; make test-aot brings it")
+pytestmark = pytest.mark.skipif(not importlib.util.find_spec("libtpu"), reason="libtpu is not installed; make test-all brings it")
 
 GOSSIP = "topology=one_peer_exponential"
 MOST = 0.8  # of the backward pass, and of both passes

@@ -15,7 +15,7 @@ from decjax.hlo import wire
 from decjax.pipeline import executor, links
 from tests.runs import run_of
 
-pytestmark = pytest.mark.usefixtures("quick_compilation", "uncached_programs")
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 B, T, D, M = 2, 4, 6, 4
 I, J = B * T, D
 SCHEDULE = schedules.make("1f1b", 3, M)  # Of link 1 → 0 the last two of four gradients are compressed.
@@ -478,15 +478,6 @@ def test_resume_is_bit_exact(launch, reference, tmp_path):
     assert_resume_is_bit_exact(launch, reference, tmp_path / "run", CODED)
 
 
-@pytest.fixture
-def cached_programs(uncached_programs):
-    """As for most tests: programs of one device do not wait for each other."""
-    before = jax.config.jax_persistent_cache_min_compile_time_secs
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
-    yield
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", before)
-
-
 @pytest.mark.parametrize(
     "argument, fields, remembered",
     [
@@ -503,7 +494,7 @@ def cached_programs(uncached_programs):
         ("autoencoder=4", {}, lambda state: ()),
     ],
 )
-def test_resume_is_bit_exact_whatever_is_remembered(launch, cached_programs, tmp_path, argument, fields, remembered):
+def test_resume_is_bit_exact_whatever_is_remembered(launch, tmp_path, argument, fields, remembered):
     argument = f"simulate,workers=1,method=local,stages=2,microbatches=2,{argument}"
     fields = {f"boundary.{name}": value for name, value in fields.items()}
     state = assert_resume_is_bit_exact(launch, launch(argument, **fields), tmp_path / "run", argument, **fields)

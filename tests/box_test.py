@@ -64,7 +64,7 @@ def test_a_worker_that_fails_says_why(network, monkeypatch):
     monkeypatch.chdir(ROOT)
     with systems.Box(network) as box:
         box.prepare(tiny("wrong", "topology=nonesuch"))
-    assert "unknown topology 'nonesuch'" in box.refused["wrong"]
+    assert "topology 'nonesuch' is unknown" in box.refused["wrong"]
 
 
 def test_complaint_is_the_line_that_names_an_error():

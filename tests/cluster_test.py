@@ -365,7 +365,7 @@ def test_a_killed_launcher_leaves_a_network_that_the_next_command_removes(idle):
 @needs_namespaces
 def test_a_network_goes_with_an_error_or_a_signal_and_stays_if_it_was_up():
     with pytest.raises(ZeroDivisionError), cluster.network(2, name=NAME):
-        1 / 0  # noqa: B018
+        1 / 0
     with pytest.raises(SystemExit, match=str(128 + signal.SIGTERM)), cluster.network(2, name=NAME):
         os.kill(os.getpid(), signal.SIGTERM)
     assert left_over() == []

@@ -137,7 +137,7 @@ def test_a_truncated_last_line_is_tolerated_and_a_damaged_one_is_not(tmp_path):
         (lambda run: (run / "metrics.jsonl").write_text(""), "no complete line"),
         (lambda run: (run / "metrics.jsonl").write_text('{"step": 1}\n'), "line 1 is damaged"),
         (lambda run: (run / "config.json").unlink(), "config.json cannot be read"),
-        (lambda run: (run / "summary.json").write_text("{}"), "summary.json is no JSON object with eval_loss"),
+        (lambda run: (run / "summary.json").write_text("{}"), "summary.json cannot be read .eval_loss is no number"),
     ],
 )
 def test_what_is_no_run_is_refused(damage, problem, tmp_path):
@@ -145,6 +145,37 @@ def test_what_is_no_run_is_refused(damage, problem, tmp_path):
     damage(run)
     with pytest.raises(compare.RunError, match=problem):
         compare.load(run)
+
+
+@pytest.mark.parametrize("value", ["text", [1], {"a": 1}, None, True, float("nan"), float("inf"), 10**400])
+@pytest.mark.parametrize("field", [*compare.NUMBERS_OF_ROW, *compare.NUMBERS_OF_SUMMARY[:3], "kind"])
+def test_a_number_that_is_none_is_refused(field, value, tmp_path):
+    run = write_run(tmp_path / "a", losses=(4.0,))
+    path = run / ("summary.json" if field in compare.NUMBERS_OF_SUMMARY[:3] else "metrics.jsonl")
+    lines = [json.dumps(json.loads(line) | {field: value}) for line in path.read_text().splitlines()]
+    path.write_text("\n".join(lines) + "\n")
+    with pytest.raises(compare.RunError, match="is no number|a kind, train or eval") as error:
+        compare.load(run)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["config.json", "metrics.jsonl", "summary.json"])
+@pytest.mark.parametrize("content", ["[]", "5", '"text"', "null", "{", "[" * 100_000, "\x00", '{"step": 0}'])
+def test_what_is_no_json_object_is_refused(name, content, tmp_path):
+    run = write_run(tmp_path / "a")
+    (run / name).write_text(content + "\n")
+    if (name, content) != ("config.json", '{"step": 0}'):
+        with pytest.raises(compare.RunError, match=name) as error:
+            compare.load(run)
+        assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("value", ["text", [1], None, 10**400, -1, 0.5])
+@pytest.mark.parametrize("field", ["workers", "batch_size", "steps", "method", "topology", "optimizer"])
+def test_any_value_of_a_config_can_be_told(field, value, tmp_path):
+    runs = [compare.load(write_run(tmp_path / "a", finished=False, **{field: value})), compare.load(write_run(tmp_path / "b"))]
+    names = compare.labels(runs)
+    compare.cells([compare.result(run, name) for run, name in zip(runs, names, strict=True)])
 
 
 @pytest.mark.parametrize(

@@ -1,21 +1,34 @@
 """Eight CPU devices for all tests, before any backend starts, and one compilation cache for the whole suite.
 
 Nearly all of the suite's time is compilation, much of it of equal programs: a run and its continuation, or the same command
-in two processes. The cache is empty at the start and gone at the end; processes started by tests inherit it. Of the two code generators
-of jax 0.10, the older one takes half the time.
+in two processes. The cache is empty at the start and gone at the end; processes started by tests inherit it. Of the two code
+generators of jax 0.10, the older one takes half the time. `make test-all` also compiles as users do, and then takes the programs
+from the cache:
+
+    DECJAX_TEST_COMPILE=users    the compiler's own options
+    DECJAX_TEST_CACHE=FOLDER     a cache that stays
+
+Tests that take long are listed in tests/slow.txt and marked `slow`.
 """
 
+import collections
+import gc
 import importlib.metadata
 import os
+import pathlib
+import resource
 import shutil
 import tempfile
 
 _OWNER = "PYTEST_XDIST_WORKER" not in os.environ  # The process that starts the others.
+AS_USERS = os.environ.get("DECJAX_TEST_COMPILE") == "users"
+MOST_MB = 1500  # of memory, in each process that runs tests
 if _OWNER:
-    os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="decjax-tests-")
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = os.environ.get("DECJAX_TEST_CACHE") or tempfile.mkdtemp(prefix="decjax-tests-")
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.1"
     os.environ["JAX_PLATFORMS"] = "cpu"
-    if importlib.metadata.version("jaxlib").startswith("0.10."):  # Later ones have one generator, and do not know the flag.
+    # Later versions have one generator, and do not know the flag.
+    if importlib.metadata.version("jaxlib").startswith("0.10.") and not AS_USERS:
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_use_fusion_emitters=false".strip()
 
 import jax  # noqa: E402
@@ -28,7 +41,7 @@ jax.config.update("jax_num_cpu_devices", 8)
 def quick_compilation():
     """Code generation at its quickest: these programs run for milliseconds."""
     before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)
+    jax.config.update("jax_disable_most_optimizations", not AS_USERS)
     yield
     jax.config.update("jax_disable_most_optimizations", before)
 
@@ -45,16 +58,56 @@ def users_generator(monkeypatch):
         )
 
 
-@pytest.fixture(scope="module")
-def uncached_programs():
-    """Programs are compiled anew each time: loaded from the cache, those of several CPU devices of jax 0.10 take collectives that do
-    not need each other, as gossip and those of a pipeline's ticks, in an order that differs by device, and wait for ever."""
+@pytest.fixture(scope="module", autouse=True)
+def forgotten_programs():
+    """A file's programs go with it: together they would take gigabytes. The next file's are kept in the cache again."""
     before = jax.config.jax_persistent_cache_min_compile_time_secs
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 3600.0)
     yield
     jax.config.update("jax_persistent_cache_min_compile_time_secs", before)
+    jax.clear_caches()
+    gc.collect()
 
 
-def pytest_unconfigure(config):
-    if _OWNER:
+def pytest_collection_modifyitems(items):
+    """Marks what tests/slow.txt lists: files, tests, or single cases."""
+    lines = pathlib.Path(__file__).with_name("slow.txt").read_text().splitlines()
+    listed = {line for line in lines if line and not line.startswith("#")}
+    found = collections.defaultdict(set)
+    for item in items:
+        path, _, test = item.nodeid.partition("::")
+        path = pathlib.PurePath(path).name
+        names = {path, f"{path}::{test}", f"{path}::{test.partition('[')[0]}"}
+        found[path] |= names
+        if names & listed:
+            item.add_marker("slow")
+    gone = {name for name in listed if name.partition("::")[0] in found} - set().union(*found.values(), ())
+    if gone and not any("::" in argument for argument in items[0].config.args):
+        raise pytest.UsageError(f"tests/slow.txt lists what is not there: {', '.join(sorted(gone))}")
+
+
+_memory_mb: dict[str, int] = {}
+
+
+def pytest_sessionfinish(session):
+    peak_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["peak_mb"] = peak_mb
+    elif not session.config.getoption("numprocesses", None):
+        _memory_mb["main"] = peak_mb
+    if any(peak > MOST_MB for peak in _memory_mb.values()):
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node):
+    _memory_mb[node.gateway.id] = getattr(node, "workeroutput", {}).get("peak_mb", 0)
+
+
+def pytest_terminal_summary(terminalreporter):
+    peaks = ", ".join(f"{name} {peak} MB" for name, peak in sorted(_memory_mb.items()))
+    terminalreporter.write_line(f"most memory of a process: {peaks}; allowed: {MOST_MB} MB")
+
+
+def pytest_unconfigure():
+    if _OWNER and "DECJAX_TEST_CACHE" not in os.environ:
         shutil.rmtree(os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)

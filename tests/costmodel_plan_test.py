@@ -1,7 +1,9 @@
 """Ranking, verdicts, regions, fits, and launch/plan.py as a user runs it."""
 
 import dataclasses
+import json
 import pathlib
+import time
 
 import numpy as np
 import pytest
@@ -354,7 +356,7 @@ def test_mistakes_are_one_line_and_exit_code_two(args, problem, tmp_path):
         ("params=many", "must be a number"),
         ("tokens=10", "params=None"),
         ("params=1e6", "how long does a step compute"),
-        ("params=1e6,forward_s=1,backward_s=2,buckets=0", "at least 1"),
+        ("params=1e6,forward_s=1,backward_s=2,buckets=0", "from 1 to 256"),
         ("params=1e6,forward_s=-1,backward_s=2", "forward_s=-1"),
         ("params=1e6,forward_s=1", "how long does a step compute"),
     ],
@@ -374,3 +376,66 @@ def test_flops_give_the_time_of_a_step():
     workload = cli.make_workload(cli.parse_pairs("params=1e6,tokens=1000,buckets=2"), cluster, None)
     assert (workload.compute_s, workload.forward_s, workload.total_bytes) == pytest.approx((6e-3, 2e-3, 4e6))
     assert len(workload.num_bytes) == 2
+
+
+DATA = "--model=params=1e6,forward_s=.1,backward_s=.2"
+
+
+def profile_with(**fields):
+    return json.dumps(json.loads((ROOT / "configs/clusters/t4_infiniband.json").read_text()) | fields)
+
+
+def workload_with(**fields):
+    return profile_with(workload=dict(forward_s=1, backward_s=[1], num_bytes=[1]) | fields)
+
+
+@pytest.mark.parametrize(
+    "content, args, problem",
+    [
+        ("[" * 100_000, (), "cannot be read as JSON (maximum recursion depth"),
+        ('{"a":' * 100_000, (), "cannot be read as JSON (maximum recursion depth"),
+        (profile_with(flops=10**400), ("--model=params=1e6,tokens=10",), "must be between 1e-18 and 1e+18"),
+        (profile_with(num_nodes=10**9), (DATA,), "workers=8000000000: their graphs"),
+        (profile_with(num_nodes=10**9), (f"--model={SIZES}",), "use --devices=4096"),
+        (profile_with(inter=dict(latency_s=1e300, bandwidth_Bps=1e9)), (DATA,), "latency_s=1e+300 must be between"),
+        (profile_with(inter=dict(latency_s=0, bandwidth_Bps=1e-300)), (DATA,), "bandwidth_Bps=1e-300 must be between"),
+        (profile_with(name=["x"]), (DATA,), "name=['x'] must be text"),
+        (workload_with(forward_s=1e300), (), "forward_s=1e+300 must be between"),
+        (workload_with(compressed=5), (), "compressed=5 must be a list"),
+        (
+            workload_with(compressed=[dict(name="x", num_workers=8, topology=5, ratio=1, coding_s=0)]),
+            (),
+            "compressed: topology=5 must be text",
+        ),
+        (workload_with(num_bytes=[1] * 300, backward_s=[1] * 300), (), "num_bytes has 300 buckets; join some"),
+        ("/dev/full", (DATA,), "it is larger than 64 MB"),
+        (None, ("--model=params=1e300,forward_s=.1,backward_s=.2",), "params=1e+300 must be between"),
+        (None, ("--model=params=1e6,params=1e7,forward_s=.1,backward_s=.2",), "params is given twice"),
+        (None, (f"{DATA},buckets=1e9",), "buckets=1e+09 must be a whole number from 1 to 256"),
+        (None, (f"{DATA},buckets=100000",), "buckets=100000 must be a whole number from 1 to 256"),
+        (None, (DATA, "--every=1000000000"), "every=1000000000 must be a whole number of at most 1000"),
+        (None, (DATA, "--variation=1e300"), "must be between"),
+        (None, (DATA, "--variation=nan"), "scale_s=nan must be a number"),
+        (None, (DATA, "--ratio=1e-300"), "ratio=1e-300 must be between"),
+        (None, (f"--model={SIZES}", "--flops=1e-300"), "flops=1e-300 must be between"),
+        (None, (f"--model={SIZES}", "--flops=nan"), "flops=nan must be a number above 0"),
+        (None, (f"--model={SIZES.replace('batch=32', 'batch=1e9')}",), "are more passes than the"),
+        (
+            None,
+            (f"--model={SIZES.replace('depth=4', 'depth=1e17')}",),
+            "depth=100000000000000000 must be a whole number of at most",
+        ),
+        (None, (f"--model={SIZES}", "--schedule=interleaved", f"--chunks={10**12}", "--devices=1", "--top=0"), "--top"),
+    ],
+)
+def test_hostile_numbers_end_in_one_line_within_two_seconds(content, args, problem, tmp_path):
+    path = (
+        "configs/clusters/t4_infiniband.json" if content is None else content if content.startswith("/dev") else tmp_path / "p.json"
+    )
+    if path == tmp_path / "p.json":
+        path.write_text(content)
+    start = time.monotonic()
+    result = run(f"--cluster={path}", *args)
+    assert result.returncode == 2 and time.monotonic() - start < 2 and not result.stdout
+    (error,) = result.stderr.splitlines()
+    assert error.startswith("error: ") and problem in error and len(error) < 300

@@ -12,7 +12,7 @@ from decjax.channel import Channel
 from decjax.hlo import wire
 from decjax.optim import clip_by_global_norm, synchronize
 
-pytestmark = pytest.mark.usefixtures("quick_compilation", "uncached_programs")
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 VOCABULARY, WIDTH, STEPS = 16, 8, 20
 TABLE_BYTES = 4 * VOCABULARY * WIDTH
 POWERSGD = functools.partial(reduce.powersgd, rank=1)
@@ -200,6 +200,7 @@ def test_the_devices_of_a_tensor_parallel_group_send_each_its_part():
         ("exchange", lambda x, axis: axis.exchange(x, [(0, 1), (1, 0)])),
         ("scatter_mean", lambda x, axis: axis.scatter_mean(x, 2)),
         ("gather", lambda x, axis: axis.gather(x, 2)),
+        ("sum", lambda x, axis: axis.sum(x)),
     ],
 )
 def test_only_collectives_that_some_stages_can_send_are_sent_by_some(name, collective, simulate):

@@ -9,6 +9,7 @@ import pytest
 
 from decjax import gossip
 from decjax import topology as topology_lib
+from decjax.channel import Channel
 from tests.quadratics import LR, MATRIX, STEPS, X0, N, P, gradients, mixed, trajectory, tree
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -52,7 +53,7 @@ def test_power_gossip_is_that_of_the_paper(name, rank, order, mode):
     topology = topology_lib.make(name, N)
     make_mixer = lambda channel: gossip.power_gossip(topology, rank=rank, channel=channel)
     with jax.enable_x64(True):
-        state = make_mixer(None).init(tree(jnp.asarray(X0)))
+        state = make_mixer(Channel()).init(tree(jnp.asarray(X0)))
         (p0,), (q0,) = state.left[0][0], state.right[0][0]
     expected = np.stack([np.tile(X0, (N, 1)), *power(topology, rank, (np.asarray(q0), np.asarray(p0)), order)])
     np.testing.assert_allclose(trajectory(make_mixer, order, mode), expected, rtol=0, atol=1e-8)

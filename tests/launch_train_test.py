@@ -4,6 +4,7 @@ import json
 import os
 import pathlib
 import re
+import resource
 import shlex
 import shutil
 import signal
@@ -39,10 +40,10 @@ class Place:
         (folder / "empty").touch()
         # Every program compiles once for all runs here.
         self.environment = os.environ | {
-            "JAX_COMPILATION_CACHE_DIR": str(folder / "cache"),
+            "JAX_COMPILATION_CACHE_DIR": os.environ.get("DECJAX_TEST_CACHE") or str(folder / "cache"),
             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
             "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
-            "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
+            **commands.QUICK,
         }
 
     def command(self, *args, shorthand="smoke,workers=2", workdir="run"):
@@ -188,6 +189,8 @@ def finished(place):
     result = place.run(place.command(*LONG, workdir="finished"))
     assert result.returncode == 0 and result.stderr == "", result.stderr
     assert f"averaged model after {STEPS} steps" in result.stdout
+    units = re.findall(r"nats/\w+", result.stdout)
+    assert len(units) > 1 and {*units} == {"nats/byte"}, "progress and summary speak of one unit"
     return place.folder / "finished"
 
 
@@ -287,6 +290,24 @@ def test_unusable_directories_are_refused(place, finished):
     assert (summary(finished), evaluations(finished)) == before
     assert (place.folder / "foreign/checkpoints/10/model.pt").read_text() == "x"
     assert (place.folder / "foreign2/config.json").read_text() == "[1]"
+
+
+def test_a_full_disk_is_one_line(place, finished):
+    """No file may be larger than a checkpoint's; the programs are those of `finished`, which no longer have to be cached."""
+    room = resource.getrlimit(resource.RLIMIT_FSIZE)
+    command = place.command(*LONG, workdir="full")
+    result = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        check=False,
+        timeout=commands.TIMEOUT_S,
+        env=place.environment,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (2**14, room[1])),
+    )
+    message = one_error(result)
+    assert re.search(rf"checkpoint of step {EVERY} cannot be written in .*full/checkpoints .*make room", message), message
 
 
 def test_divergence_names_the_step_and_keeps_the_last_good_checkpoint(place):

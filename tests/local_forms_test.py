@@ -14,7 +14,7 @@ import pytest
 
 from tests import several_runs
 
-pytestmark = pytest.mark.usefixtures("quick_compilation", "uncached_programs")
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 TIMEOUT_S = 600
 PIPELINES = "workers=2,stages=2,microbatches=2"

@@ -13,7 +13,7 @@ from decjax import costmodel, gossip, mesh, train
 from tests.runs import run_of
 
 STEPS = 12
-pytestmark = pytest.mark.usefixtures("quick_compilation", "uncached_programs")
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
 @pytest.fixture(scope="module")

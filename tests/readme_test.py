@@ -90,7 +90,7 @@ def test_commands_of_the_readme_are_what_a_shell_takes():
 
 def test_every_dependency_is_explained():
     names = [
-        re.split(r"[=;]", line)[0]
+        re.split(r"[=;\[]", line)[0]
         for name in ("requirements.txt", "tests/requirements.txt", "tests/requirements-aot.txt")
         for line in (README.parent / name).read_text().splitlines()
         if line and not line.startswith("#")

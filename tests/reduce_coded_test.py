@@ -218,8 +218,8 @@ def test_a_message_that_overflows_leaves_all_memory_as_it_was():
 )
 def test_a_memory_by_name_is_that_of_its_factory(name, factory):
     options = dict(codec="topk(fraction=0.2)", form="gather")
-    named = Runner(functools.partial(reduce.coded, error=name, momentum=0.5, **options))
-    built = Runner(functools.partial(reduce.coded, error=factory, **options))
+    named = Runner(functools.partial(reduce.coded, error=name, momentum=0.5, **options), dtype=np.float32)
+    built = Runner(functools.partial(reduce.coded, error=factory, **options), dtype=np.float32)
     for step in range(3):
         jax.tree.map(np.testing.assert_array_equal, named(gradients(step)), built(gradients(step)))
 

@@ -7,9 +7,8 @@ import numpy as np
 import pytest
 
 from configs import lm
-from decjax import costmodel, mesh, train
+from decjax import costmodel, measure, mesh, train
 from decjax.hlo import wire
-from decjax import measure
 from decjax.measure import calibrate as measure_lib
 from decjax.measure import silence
 from tests.runs import spec_of

@@ -218,9 +218,7 @@ def push_sum(prepare):
 
 @pytest.mark.parametrize("argument", ["mixer=push_sum,codec=int8,workers=2", "mixer=push_sum,workers=4", "workers=3", "workers=8"])
 def test_what_push_sum_has_averaged_is_what_others_start_from(prepare, push_sum, argument):
-    target = prepare(
-        f"{argument},optimizer=sgdm,topology=directed_exponential", resume_from=push_sum.workdir, steps=STEPS + 4
-    )
+    target = prepare(f"{argument},optimizer=sgdm,topology=directed_exponential", resume_from=push_sum.workdir, steps=STEPS + 4)
     before, after = (jax.tree.map(np.asarray, run.trainer.average(run.state)[0]) for run in (push_sum, target))
     plain = jax.tree.map(lambda x: np.asarray(x).mean(axis=0), push_sum.state.params)
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6), after, before)
@@ -276,7 +274,9 @@ def test_evaluation_is_the_mean_over_all_windows():
     variables = {"b": rng.normal(size=8).astype(np.float32)}
     models = params, variables
     average = jax.tree.map(lambda x: x.mean(axis=0), models)
-    result = evaluate.make_evaluate(measure, w, windows, batch_size=2)(*jax.device_put((models, average), (w.stacked, w.replicated)))
+    result = evaluate.make_evaluate(measure, w, windows, batch_size=2)(
+        *jax.device_put((models, average), (w.stacked, w.replicated))
+    )
 
     def dense(a):
         nll_W = (a[windows[:, 1:]] ** 2 + a[windows[:, :-1]]).mean(axis=1)

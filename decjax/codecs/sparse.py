@@ -35,10 +35,10 @@ def check_fraction(name: str, fraction: float) -> None:
 
 def made_values(name: str, values: Codec | str) -> Codec:
     """The codec of values that are sent."""
-    values = registry.make("codec", values)
-    if values.traits.matrix or values.traits.random or values.traits.state_key != "none":
-        raise ValueError(f"{name} values={values.name!r}: values take a codec without state, key or matrices; try 'int8'")
-    return values
+    made: Codec = registry.make("codec", values)
+    if made.traits.matrix or made.traits.random or made.traits.state_key != "none":
+        raise ValueError(f"{name} values={made.name!r}: values take a codec without state, key or matrices; try 'int8'")
+    return made
 
 
 def largest(magnitude_xP: jax.Array, k: int) -> jax.Array:

@@ -15,21 +15,7 @@ from decjax.config.spec import AUTO, SIMULATED_WORKERS, Averaging, Choice, Layer
 from decjax.errors import ConfigError
 
 PLAIN = tuple(
-    [
-        "seed",
-        "steps",
-        "workers",
-        "local_size",
-        "simulate",
-        "batch_size",
-        "tensor",
-        "clip_norm",
-        "engine",
-        "bucket_bytes",
-        "consensus_every",
-        "log_every",
-        "task",
-    ]
+    "seed steps workers local_size simulate batch_size tensor clip_norm engine bucket_bytes consensus_every log_every task".split()
 )
 Group = TypeVar("Group", Periodic, Saving)
 GROUPS = {"eval": Periodic, "checkpoint": Saving}
@@ -141,7 +127,9 @@ def _spec(document: dict[str, Any]) -> RunSpec:
         raise ValueError(f"config lacks {field}; a config holds every field, see configs/lm.py")
     layers = _layers(_section(document, "pipeline"))
     chosen = {
-        kind: _choice(document, kind, layers.stages) for kind in ("model", "schedule", "optimizer", "method", "mixer") if kind in expected
+        kind: _choice(document, kind, layers.stages)
+        for kind in ("model", "schedule", "optimizer", "method", "mixer")
+        if kind in expected
     }
     task_choice = Choice(task.name, sections.check("task", task.name, _section(document, "data")))
     spec = RunSpec(

@@ -323,13 +323,13 @@ def predict_layout(cluster: Cluster, load: Work, layout: Layout, traffic: Traffi
         ValueError: if sizes do not fit together.
 
     Example:
-        >>> from decjax.costmodel import Cluster, Link, all_reduce
+        >>> from decjax.costmodel import Cluster, Link, Transformer, all_reduce, work
         >>> four = Cluster("four hosts", 4, 1, Link(0, 1e9), Link(0, 25e6))
         >>> layout = Layout(stages=4, microbatches=8)
         >>> model = Transformer(8, 64, 2, 256, 128, batch_size=16)
         >>> prediction = predict_layout(four, work(model, layout, 1e9), layout, Traffic(all_reduce(1)))
-        >>> round(prediction.compute_s, 2), round(prediction.time_s, 2)
-        (1.81, 2.45)
+        >>> f"{prediction.compute_s:.2f} {prediction.time_s:.2f}"
+        '1.81 2.45'
     """
     _check(cluster, load, layout, traffic)
     plain_S, tensor_S, ready_S = _stage_ends_ZxS(cluster, load, layout, traffic)

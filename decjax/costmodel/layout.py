@@ -18,6 +18,7 @@ from decjax.schedules import Schedule
 
 ALWAYS, EPILOGUE = "always", "epilogue"
 REMAT = (*KEPT, "stages")
+MAX_PASSES = 2**15
 
 
 # -- What is asked ----------------------------------------------------------------------------------------------------
@@ -65,6 +66,11 @@ class Layout:
             object.__setattr__(self, "remat", "stages" if self.remat else "products")
         for name in ("workers", "stages", "tensor", "microbatches", "chunks"):
             check_count(name, getattr(self, name), 1)
+        if self.num_virtual * self.microbatches > MAX_PASSES:
+            raise ValueError(
+                f"stages={self.stages} × chunks={self.chunks} × microbatches={self.microbatches} are more passes than the "
+                f"{MAX_PASSES} that are simulated; use larger microbatches"
+            )
         for name, choices in (("inner", ("stage", "worker")), ("remat", REMAT)):
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name}={getattr(self, name)!r}: choose from {', '.join(choices)}")

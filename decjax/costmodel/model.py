@@ -24,18 +24,18 @@ independent systems (replicas, bandwidths, …) of N workers, so that nothing lo
 from collections.abc import Sequence
 import dataclasses
 import functools
-import math
 from typing import NamedTuple
 
 import numpy as np
 
 from decjax import topology as topology_lib
 from decjax.costmodel.exchange import Exchange, exchange_cost
-from decjax.costmodel.profile import Cluster, Compressed, Workload
+from decjax.costmodel.profile import Cluster, Compressed, Workload, check_count, check_number
 from decjax.topology import Topology
 
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 GRADIENTS, PARAMETERS = "gradients", "parameters"
+MAX_EVERY = 1000  # whole periods are simulated
 
 
 # -- Methods ----------------------------------------------------------------------------------------------------------
@@ -78,10 +78,8 @@ class Method:
     def __post_init__(self):
         if self.message not in (GRADIENTS, PARAMETERS):
             raise ValueError(f"message={self.message!r} must be '{GRADIENTS}' or '{PARAMETERS}'")
-        if not (isinstance(self.ratio, (int, float)) and 0 < self.ratio < math.inf):
-            raise ValueError(f"ratio={self.ratio!r} must be a positive number; 0.5 are 16-bit messages of float32 parameters")
-        if isinstance(self.every, bool) or not isinstance(self.every, int) or self.every < 1:
-            raise ValueError(f"every={self.every!r} must be a whole number of at least 1; 1 communicates in each step")
+        check_number("ratio", self.ratio, positive=True, fix="0.5 are 16-bit messages of float32 parameters")
+        check_count("every", self.every, 1, "1 communicates in each step", high=MAX_EVERY)
 
     def due(self, step: int) -> int | None:
         """The phase whose round is needed at the end of a step; None if the step is local (cf. `gossip.every`)."""

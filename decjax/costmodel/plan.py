@@ -494,7 +494,7 @@ def rank_layouts(
             continue
         load = work(model, layout, cluster.flops)
         ways = compressions(cluster, model, load, layout, boundary_rank=boundary_rank, workers_rank=workers_rank)
-        boundaries = {"": Boundary()} | {" CB": traffic.backward for name, traffic in ways.items() if name.endswith(" CB")}
+        boundaries = {"": Boundary()} | ({" CB": ways["all-reduce CB"].backward} if "all-reduce CB" in ways else {})
         for name, traffic in (ways | gossips(cluster, layout, topologies, orders, boundaries)).items():
             held = memory(model, layout, traffic)
             if _fits(cluster, held):

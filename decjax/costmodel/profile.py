@@ -23,22 +23,34 @@ import numpy as np
 JITTERS = ("constant", "normal", "exponential", "lognormal", "trace")
 
 
+LARGEST = 1e18  # of any number, and its inverse is the smallest positive one: what is beyond is a mistake, and would overflow
+MAX_BUCKETS = 256
+MAX_FILE_BYTES = 2**26
+
+
 def check_number(what: str, value: Any, *, low: float = 0.0, positive: bool = False, fix: str = "") -> float:
-    """`value` as a float; refused unless it is a finite number ≥ low (> low if `positive`)."""
-    if (
-        isinstance(value, bool)
-        or not isinstance(value, (int, float, np.number))
-        or not math.isfinite(value)
-        or (value <= low if positive else value < low)
-    ):
+    """`value` as a float; refused unless it is a number ≥ low (> low if `positive`) within `LARGEST`."""
+    is_number = isinstance(value, int | float | np.number) and not isinstance(value, bool)
+    if not is_number or not (value > low if positive else value >= low):
         bound = f"{'above' if positive else 'at least'} {low:g}"
-        raise ValueError(f"{what}={value!r} must be a number {bound}" + (f"; {fix}" if fix else ""))
+        raise ValueError(f"{what}={shown(value)} must be a number {bound}" + (f"; {fix}" if fix else ""))
+    if not (value == 0 or 1 / LARGEST <= abs(value) <= LARGEST):
+        raise ValueError(f"{what}={shown(value)} must be between {1 / LARGEST:g} and {LARGEST:g}; check its unit")
     return float(value)
 
 
-def check_count(what: str, value: Any, low: int, fix: str = "") -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < low:
-        raise ValueError(f"{what}={value!r} must be a whole number of at least {low}" + (f"; {fix}" if fix else ""))
+def check_count(what: str, value: Any, low: int, fix: str = "", high: int = 2**40) -> None:
+    """Refuses what is not a whole number of low … high."""
+    is_count = isinstance(value, int | np.integer) and not isinstance(value, bool)
+    if not is_count or not low <= value <= high:
+        bound = f"of at most {high}" if is_count and value > high else f"of at least {low}"
+        raise ValueError(f"{what}={shown(value)} must be a whole number {bound}" + (f"; {fix}" if fix else ""))
+
+
+def shown(value: Any) -> str:
+    """A value in an error's line."""
+    text = " ".join(repr(value).split())
+    return text if len(text) <= 60 else text[:57] + "…"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,14 +106,16 @@ class Cluster:
     memory_bytes: float | None = None
 
     def __post_init__(self):
+        if not isinstance(self.name, str):
+            raise ValueError(f"name={shown(self.name)} must be text")
         check_count("num_nodes", self.num_nodes, 1)
         check_count("workers_per_node", self.workers_per_node, 1)
         for name in ("intra", "inter"):
             if not isinstance(getattr(self, name), Link):
-                raise ValueError(f"{name}={getattr(self, name)!r} must be a Link with latency_s and bandwidth_Bps")
+                raise ValueError(f"{name}={shown(getattr(self, name))} must be a Link with latency_s and bandwidth_Bps")
         for name, hint in (("full_duplex_pairs", "false where a swap takes turns"), ("hierarchical_all_reduce", "false for gloo")):
             if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{name}={getattr(self, name)!r} must be true or false; {hint}")
+                raise ValueError(f"{name}={shown(getattr(self, name))} must be true or false; {hint}")
         check_number("all_reduce_efficiency", self.all_reduce_efficiency, positive=True)
         if self.all_reduce_efficiency > 1:
             raise ValueError(
@@ -179,7 +193,7 @@ class Jitter:
 
     def __post_init__(self):
         if self.kind not in JITTERS:
-            raise ValueError(f"jitter kind {self.kind!r} is unknown; choose from {', '.join(JITTERS)}")
+            raise ValueError(f"jitter kind {shown(self.kind)} is unknown; choose from {', '.join(JITTERS)}")
         check_number("scale_s", self.scale_s)
         object.__setattr__(self, "trace_s", _numbers("trace_s", self.trace_s))
         if (self.kind == "trace") != bool(self.trace_s):
@@ -223,7 +237,7 @@ class Jitter:
 
 def _numbers(what: str, values: Any) -> tuple[float, ...]:
     if isinstance(values, (str, bytes)) or not hasattr(values, "__iter__"):
-        raise ValueError(f"{what}={values!r} must be a list of numbers")
+        raise ValueError(f"{what}={shown(values)} must be a list of numbers")
     return tuple(check_number(f"{what}[{index}]", value) for index, value in enumerate(values))
 
 
@@ -252,6 +266,9 @@ class Compressed:
     latencies: float = 1.0
 
     def __post_init__(self):
+        for what in ("name", "topology"):
+            if not isinstance(getattr(self, what), str):
+                raise ValueError(f"{what}={shown(getattr(self, what))} must be text")
         check_count("num_workers", self.num_workers, 2)
         check_number("ratio", self.ratio, positive=True)
         check_number("coding_s", self.coding_s)
@@ -293,9 +310,13 @@ class Workload:
                 f"backward_s has {len(self.backward_s)} buckets and num_bytes {len(self.num_bytes)}; "
                 "both need one number per bucket, and at least one"
             )
+        if len(self.num_bytes) > MAX_BUCKETS:
+            raise ValueError(
+                f"num_bytes has {len(self.num_bytes)} buckets; join some, {MAX_BUCKETS} are the most that are simulated"
+            )
         check_number("forward_s + backward_s", self.compute_s, positive=True)
         if not isinstance(self.jitter, Jitter):
-            raise ValueError(f"jitter={self.jitter!r} must be a Jitter, such as Jitter('normal', scale_s=0.01)")
+            raise ValueError(f"jitter={shown(self.jitter)} must be a Jitter, such as Jitter('normal', scale_s=0.01)")
 
     @property
     def compute_s(self) -> float:
@@ -333,17 +354,21 @@ class Workload:
 def _build(cls, fields: Any, where: str):
     """An instance of a dataclass from a JSON object, nested ones included."""
     if not isinstance(fields, dict):
-        raise ValueError(f"{where}: {fields!r} must be a JSON object with {', '.join(f.name for f in dataclasses.fields(cls))}")
+        raise ValueError(
+            f"{where}: {shown(fields)} must be a JSON object with {', '.join(f.name for f in dataclasses.fields(cls))}"
+        )
     known = {field.name: field for field in dataclasses.fields(cls)}
     for name in fields:
         if name not in known:
-            raise ValueError(f"{where}: unknown field {name!r}; the fields are {', '.join(known)}")
+            raise ValueError(f"{where}: unknown field {shown(name)}; the fields are {', '.join(known)}")
     for name, field in known.items():
         if name not in fields and field.default is dataclasses.MISSING:
             raise ValueError(f"{where}: field {name!r} is missing; the fields are {', '.join(known)}")
     nested = {"intra": Link, "inter": Link, "jitter": Jitter}
     values = {name: _build(nested[name], value, f"{where}: {name}") if name in nested else value for name, value in fields.items()}
     if "compressed" in fields:
+        if not isinstance(fields["compressed"], list):
+            raise ValueError(f"{where}: compressed={shown(fields['compressed'])} must be a list of JSON objects")
         values["compressed"] = tuple(_build(Compressed, form, f"{where}: compressed") for form in fields["compressed"])
     try:
         return cls(**values)
@@ -359,10 +384,13 @@ def read_json(path: str | os.PathLike) -> dict[str, Any]:
     """
     try:
         with open(path, encoding="utf-8") as file:
-            content = json.load(file)
+            text = file.read(MAX_FILE_BYTES + 1)
+        if len(text) > MAX_FILE_BYTES:  # Such as /dev/zero.
+            raise ValueError(f"it is larger than {MAX_FILE_BYTES >> 20} MB")
+        content = json.loads(text)
     except OSError as error:
         raise ValueError(f"{path} cannot be read ({error.strerror}); give a JSON file, such as one of configs/clusters") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} cannot be read as JSON ({' '.join(str(error).split())})") from error
     if not isinstance(content, dict):
         raise ValueError(f"{path} must hold one JSON object, got {type(content).__name__}")

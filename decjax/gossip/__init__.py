@@ -2,8 +2,9 @@
 
 A `Mixer` is an exchange, which needs no gradient, and a combine. The split is what lets communication hide behind
 computation: the exchange of the carried parameters may run while the gradient is taken (order "awc"), and the combine
-joins the two. Both take a static `phase`, which says which round of the topology is due, so that every phase compiles to
-its own program and none holds a conditional.
+joins the two. Mixers themselves take what has arrived; `damp` needs the step there, which an exchange does not know, and `every`
+keeps the parameters of steps that exchange nothing. Both parts take a static `phase`, which says which round of the topology is
+due, so that every phase compiles to its own program and none holds a conditional.
 
 Whole parameters travel, or what a codec C makes of them:
 

@@ -47,9 +47,9 @@ def messages(name: str, topology: Topology, channel: Channel, codec: codecs.Code
     Raises:
         ValueError: if the codec's messages do not fit the topology.
     """
-    codec = registry.make("codec", codec)
-    fits.check_messages(name, topology, codec)
-    return coded(topology, channel, codec)
+    made: codecs.Codec = registry.make("codec", codec)
+    fits.check_messages(name, topology, made)
+    return coded(topology, channel, made)
 
 
 def coded(topology: Topology, channel: Channel, codec: codecs.Codec) -> Coded:
@@ -62,7 +62,8 @@ def num_bytes(wire: Coded, topology: Topology, indices: list[int], params: Any) 
     """Bytes that each worker sends in the given rounds, [N]."""
     layout = wire.layout(params)
     message_bytes = wire.num_bytes(layout)
-    return sum(sent_bytes(topology.rounds[index], layout, message_bytes) for index in indices)
+    sent = (sent_bytes(topology.rounds[index], layout, message_bytes) for index in indices)
+    return sum(sent, np.zeros(topology.num_workers))
 
 
 @dataclasses.dataclass(frozen=True)

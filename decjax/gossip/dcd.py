@@ -8,6 +8,7 @@ the parameters between steps are Σ_j w_ij x_j. What the codec loses of a step i
 Reference: Tang et al. 2018, "Communication compression for decentralized training", arXiv 1803.06443, algorithm 1 (DCD-PSGD).
 """
 
+from collections.abc import Sequence
 import dataclasses
 from typing import Any, NamedTuple
 
@@ -88,7 +89,7 @@ class _Replicas:
     wire: Coded
     round_: Round
 
-    def _encoded(self, layout: buckets.Layout, vectors: list[jax.Array], states: tuple, count: jax.Array) -> tuple:
+    def _encoded(self, layout: buckets.Layout, vectors: Sequence[jax.Array], states: tuple, count: jax.Array) -> tuple:
         forms = self.wire.codecs(layout)
         return tuple(form.encode(x_P, states[b], self.wire.key(count, b)) for b, (form, x_P) in enumerate(zip(forms, vectors)))
 

@@ -7,6 +7,8 @@ x_i <- x_i + Σ_j w_ij (C(x_j) − C(x_i))      what a codec C makes of them: no
 
 from typing import Any
 
+import numpy as np
+
 from decjax import codecs, registry
 from decjax import topology as topology_lib
 from decjax.channel import Channel
@@ -56,7 +58,8 @@ def exact(topology: Topology, channel: Channel = Channel(), *, rounds: int = 1, 
 
     def num_bytes(params, phase):
         layout = channel.layout(params, multiple_of=multiple_of)
-        return sum(sent_bytes(topology.rounds[index], layout) for index in due(topology, rounds, phase))
+        sent = (sent_bytes(topology.rounds[index], layout) for index in due(topology, rounds, phase))
+        return sum(sent, np.zeros(topology.num_workers))
 
     return Mixer(
         init=lambda params: (),

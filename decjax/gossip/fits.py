@@ -85,9 +85,9 @@ def typical_contraction(codec: codecs.Codec) -> float:
 
 
 def strength(name: str, gamma: float | None, codec: codecs.Codec | None = None) -> float:
-    """γ, or where none is given: 1 for a fine codec, else half of its typical contraction."""
+    """γ, or where none is given: 1 for a fine codec, or without one, else half of its typical contraction."""
     if gamma is None:
-        kept = typical_contraction(codec)
+        kept = typical_contraction(codec) if codec else 1.0
         gamma = 1.0 if kept >= FINE else max(kept / 2, 1e-3)
     if not 0 < gamma <= 1:
         raise ValueError(

@@ -140,8 +140,8 @@ class _PowerGossip:
 
     def _message(self, params: Any, bases: Sequence[jax.Array], odd: bool) -> list[jax.Array]:
         """What a worker sends over an edge: products of its matrices, and the rest as it is."""
-        bases = iter(bases)
-        return [self._product(x, next(bases), odd) if self._view(x) else x for x in jax.tree.leaves(params)]
+        basis = iter(bases)
+        return [self._product(x, next(basis), odd) if self._view(x) else x for x in jax.tree.leaves(params)]
 
     def _product(self, x: jax.Array, basis_SxR: jax.Array, odd: bool) -> jax.Array:
         x_IxJ = x.reshape(self._view(x)).astype(basis_SxR.dtype)

@@ -72,7 +72,7 @@ def push_sum(
             f"topology {topology.name!r} do not; use 'directed_exponential' or 'random_digraph'"
         )
     if not codec:
-        gamma = fits.strength("push_sum", 1.0 if gamma is None else gamma)
+        gamma = fits.strength("push_sum", gamma)
         values = CodedGossip(topology, coded(topology, channel, codecs.identity()), differences(gamma), rounds)
         return _PushSum(values, gamma).mixer()
     wire = messages("push_sum", topology, channel, codec)

@@ -11,6 +11,9 @@ collectives before it, and those after it wait for it, by data that they need:
 
 What is sent does not change, and a program without such bodies is not touched. `optimization_barrier` would not do: this compiler
 drops it before it decides what depends on what.
+
+Collectives that the compiler itself puts into programs of tensor-parallel groups cannot be reached from here. Processes with such
+groups on CPU devices write no programs into the compilation cache.
 """
 
 from collections.abc import Callable
@@ -38,6 +41,11 @@ def in_order(fn: Callable) -> Callable:
         return jax.tree.unflatten(jax.tree.structure(shapes), run(*jax.tree.leaves(args)))
 
     return ordered
+
+
+def cache_nothing() -> None:
+    """Programs that this process compiles from here on do not go into the compilation cache."""
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", float("inf"))
 
 
 def _talks(eqn: Any) -> bool:

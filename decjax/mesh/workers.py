@@ -121,7 +121,6 @@ class Workers:
             return jax.vmap(fn, in_axes=tuple(in_axes), axis_name=SIMULATED.name, axis_size=self.num_workers)
 
         first = (0,) * self.num_axes
-        # Those of a tensor-parallel group are the compiler's own, and unknown here: see `make_workers`.
         fn = order.in_order(fn) if self.on_cpu and self.tensor == 1 else fn
 
         def on_device(*args):
@@ -260,7 +259,10 @@ def make_workers(
         axis_types=(jax.sharding.AxisType.Auto,) * 4,
         devices=devices[:needed],
     )
-    return Workers(num_workers, local_size, mesh, stages, tuple(divided))
+    workers = Workers(num_workers, local_size, mesh, stages, tuple(divided))
+    if workers.on_cpu and tensor > 1:
+        order.cache_nothing()
+    return workers
 
 
 def simulated_workers(

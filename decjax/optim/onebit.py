@@ -61,7 +61,9 @@ def scale_by_onebit_adam(
         arXiv 2102.02888.
     """
     if len(reducer.phases) < 2 or reducer.phases[0] != reduce.BEFORE:
-        raise ValueError("1-bit Adam needs warm steps to find its variance: give reduce.start_at(…), or reducer.start, of at least 1 step")
+        raise ValueError(
+            "1-bit Adam needs warm steps to find its variance: give reduce.start_at(…), or reducer.start, of at least 1 step"
+        )
 
     def init(params):
         zero = jnp.zeros((), jnp.int32)

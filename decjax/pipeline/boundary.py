@@ -111,7 +111,7 @@ def coded(
         ValueError: if a codec cannot be had; from `init`, if it does not suit the shape, or nothing would ever be flushed.
 
     Example:
-        >>> coded(codecs.low_rank(rank=16))
+        >>> boundary = coded(codecs.low_rank(rank=16))
 
     Reference:
         arXiv 2301.09830; arXiv 2206.01299 for "samples".

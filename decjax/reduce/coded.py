@@ -34,7 +34,7 @@ class CodedState(NamedTuple):
     """State of `coded`."""
 
     worker: messages.Side  # of this worker's own messages
-    owner: messages.Side | tuple[()]  # of those of the means that it owns, in form "shards"
+    owner: Any  # () or the `Side` of those of the means that it owns, in form "shards"
     count: jax.Array  # int32 scalar, steps so far: random codecs draw by it
 
 
@@ -134,13 +134,13 @@ def _memory(error: Any, storage: Any, **given: tuple[float, float]) -> Callable[
 
 
 def _coded(channel: Channel, codec: codecs.Codec | str, form: str, memory: Callable) -> reducer_lib.Reducer:
-    codec = registry.make("codec", codec)
-    messages.check(codec)
+    made: codecs.Codec = registry.make("codec", codec)
+    messages.check(made)
     if form not in FORMS:
         raise ValueError(f"form={form!r} of coded messages is unknown; use one of {', '.join(FORMS)}")
     remembers = memory is not codecs.feedback.none
-    ends = memory(codecs.of_any_shape(codecs.feedback.contractive(codec) if remembers else codec))
-    average = _Average(channel, codec, ends, form)
+    ends = memory(codecs.of_any_shape(codecs.feedback.contractive(made) if remembers else made))
+    average = _Average(channel, made, ends, form)
     return reducer_lib.Reducer(average.init, average.reduce, average.num_bytes)
 
 
@@ -168,7 +168,7 @@ class _Average:
             return self._layout(self.form, params, 0)
         num_workers = self.channel.axis.size
         sent = self._sent_bytes(params, num_workers)
-        return self._layout(min(sent, key=sent.get) if self.form == "auto" else self.form, params, num_workers)
+        return self._layout(min(sent, key=lambda form: sent[form]) if self.form == "auto" else self.form, params, num_workers)
 
     def init(self, params: Any) -> CodedState:
         layout = self._due_layout(params)
@@ -196,7 +196,7 @@ class _Average:
     def num_bytes(self, params: Any, num_workers: int, phase: int = 0) -> np.ndarray:
         del phase
         sent = self._sent_bytes(params, num_workers)
-        best = min(sent, key=sent.get)
+        best = min(sent, key=lambda form: sent[form])
         due = best if self.form == "auto" else self.form
         plain = reducer_lib.mean().num_bytes(params, num_workers)[0]
         if num_workers > 1 and sent[due] >= plain:

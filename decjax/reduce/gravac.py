@@ -29,7 +29,7 @@ class GravacState(NamedTuple):
 
     error: tuple[jax.Array, ...]  # [N, …], this worker's own
     owner_error: tuple[jax.Array, ...]  # […], of the shard that this worker owns
-    codec: tuple[tuple[Any, Any], ...]  # states of each rung's codec, at workers and at owners
+    codec: tuple[tuple[Any, ...], ...]  # states of each rung's codec, at workers and at owners
     count: jax.Array  # int32 scalar, steps so far
     usage: jax.Array  # int32 [rungs], steps so far on each rung; 0 is without a codec
     rung: jax.Array  # int32 scalar, the one in use

@@ -125,7 +125,8 @@ def start_at(reducer: Reducer, step: int, before: Reducer) -> Reducer:
         due = reducer.phase(count - step)
         return due if due is None else 1 + reducer.phases.index(due)
 
-    usage = reducer.usage and (lambda state: jnp.pad(reducer.usage(state[1]), (1, 0)))
+    counts = reducer.usage
+    usage = counts and (lambda state: jnp.pad(counts(state[1]), (1, 0)))
     return Reducer(lambda params: (before.init(params), reducer.init(params)), reduce, num_bytes, phase, range(1 + num_own), usage)
 
 
@@ -214,5 +215,6 @@ def every(reducer: Reducer, period: int) -> Reducer:
     def phase(step):
         return LOCAL if (step + 1) % period else reducer.phase(step // period)
 
-    usage = reducer.usage and (lambda state: jnp.pad(reducer.usage(state), (1, 0)))
+    counts = reducer.usage
+    usage = counts and (lambda state: jnp.pad(counts(state), (1, 0)))
     return Reducer(reducer.init, reduce, num_bytes, phase, range(LOCAL, reducer.phases.stop), usage)

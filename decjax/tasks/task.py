@@ -3,8 +3,8 @@
     loss, variables = loss(params, variables, batch, key)      one worker's mean over its batch, to be differentiated
     sums_B, weight_B = measure(params, variables, examples)    of single examples; a metric is Σ sum ÷ Σ weight
 
-Variables are what a model keeps beside its parameters and no gradient moves, such as batch statistics; () where there are none. They
-stay with their worker, and are averaged where parameters are: for evaluation.
+Variables are what a model keeps beside its parameters and no gradient moves, such as batch statistics; () where there are none.
+They stay with their worker, and are averaged where parameters are: for evaluation.
 """
 
 from collections.abc import Callable, Mapping
@@ -32,17 +32,20 @@ class Data(NamedTuple):
         batch: `batch(worker, step) -> examples`, a pytree of NumPy arrays [B, …].
         validation: `validation(limit) -> examples`, [W, …], evenly spaced ones; 0: all.
         fingerprint: a run continues on the data it began with.
-        facts: what a run's summary tells of the data.
+        facts: `facts()` by name, what a run's summary tells of the data.
     """
 
     batch: Callable[[int, int], Any]
     validation: Callable[[int], Any]
     fingerprint: str
-    facts: Mapping[str, float] = {}
+    facts: Callable[[], Mapping[str, float]] = dict
 
 
 class Task(NamedTuple):
     """What is learned, of which data and model; pure functions of plain pytrees.
+
+    A registered factory takes the built model as `model`, and names those that it can train in the trait `models`; of a model of
+    images it builds the rest, as it knows their shape and classes (see `models.ImageModel`).
 
     Attributes:
         init: `init(key) -> params`.

@@ -3,22 +3,30 @@
 A work directory belongs to one config: `config.json` is written first and compared on every later start.
 """
 
+import asyncio
+import contextlib
 import fcntl
+import functools
 import json
 import pathlib
 from typing import IO, Any
+import zlib
 
+from absl import logging
 import jax
 from jax.experimental import multihost_utils
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 
-from decjax.errors import CheckpointError
+from decjax import codecs
+from decjax import config as config_lib
+from decjax.errors import CheckpointError, ConfigError, Diverged
 from decjax.train import metrics
 
 # What may change between a run and its continuation: none of it touches the trajectory, but for rounding.
 FREE_KEYS = ("eval.", "checkpoint.", "log_every", "data.sample_bytes", "engine")
+VERSION = 2  # of the checksums; checkpoints that name none are of version 1
 
 
 def _flat(config: dict, prefix: str = "") -> dict[str, Any]:
@@ -59,8 +67,8 @@ def _claim(workdir: pathlib.Path, config: dict) -> IO:
         raise CheckpointError(f"{workdir} holds checkpoints but no config.json: not a run of decjax; choose another --workdir")
     if saved:
         try:
-            before, now = _flat(json.loads(path.read_text())), _flat(config)
-        except (OSError, ValueError, AttributeError) as error:
+            before, now = _flat(config_lib.read(json.loads(path.read_text())).document), _flat(config)
+        except (OSError, ValueError, AttributeError, KeyError, TypeError, ConfigError) as error:
             raise CheckpointError(f"{path} cannot be read ({error}); repair it, or choose another --workdir") from error
         differing = [
             f"{key}: {before.get(key)!r} there, {now.get(key)!r} here"
@@ -115,20 +123,76 @@ def has_checkpoints(workdir: pathlib.Path) -> bool:
     return folder.is_dir() and any(child.name.isdigit() for child in folder.iterdir())
 
 
-@jax.jit
-def checksums(state: Any) -> jax.Array:
-    """Σ_i (2i + 1) · word_i mod 2³² of every array in `state`, uint32 [arrays]; any single flipped bit changes it.
+def _mixed(word: jax.Array) -> jax.Array:
+    """MurmurHash3's finalizer: a bijection of uint32 in which every bit of the input moves every bit of the result."""
+    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
+        word = (word ^ (word >> shift)) * jnp.uint32(factor)
+    return word ^ (word >> 16)
 
-    The files have no checksums of their own. A sum needs no order, so it is taken where the shards lie.
+
+@functools.partial(jax.jit, static_argnames="version")
+def checksums(state: Any, version: int = VERSION) -> jax.Array:
+    """Σ_i mixed(word_i ⊕ mixed(i)) mod 2³² of every array in `state`, uint32 [arrays].
+
+    The files have no checksums of their own. A sum needs no order, so it is taken where the shards lie; words are mixed before, so
+    that no changes of several cancel. Checkpoints of version 1 have Σ_i (2i + 1) · word_i, in which two flipped signs cancel.
     """
 
     def one(x):
         x = x.astype(jnp.uint8) if x.dtype == bool else x
         words = jax.lax.bitcast_convert_type(x, {1: jnp.uint8, 2: jnp.uint16}.get(x.dtype.itemsize, jnp.uint32))
-        weights = 2 * jax.lax.iota(jnp.uint32, words.size) + 1
-        return jnp.sum(words.astype(jnp.uint32) * weights.reshape(words.shape), dtype=jnp.uint32)
+        words, index = words.astype(jnp.uint32), jax.lax.iota(jnp.uint32, words.size).reshape(words.shape)
+        return jnp.sum(words * (2 * index + 1) if version == 1 else _mixed(words ^ _mixed(index)), dtype=jnp.uint32)
 
     return jnp.stack([one(x) for x in jax.tree.leaves(state)])
+
+
+def _counters_checksum(counters: dict) -> int:
+    return zlib.crc32(json.dumps(counters, sort_keys=True).encode())
+
+
+_finite = jax.jit(codecs.finite)
+
+
+def finite(state: Any) -> bool:
+    """Whether every floating-point value of a state is finite, found where its shards lie. A collective."""
+    return bool(_finite(state))
+
+
+class _PatientLoop(asyncio.SelectorEventLoop):
+    """Before it closes, waits for whatever was begun on it.
+
+    When an array cannot be read or written, Orbax closes its event loop, while TensorStore is still busy with other arrays and
+    reports to that loop: each such report would end in a traceback on stderr.
+    """
+
+    def close(self):
+        if not self.is_closed():
+            self.run_until_complete(self._finished())
+        super().close()
+
+    async def _finished(self):
+        await asyncio.sleep(0)
+        while others := asyncio.all_tasks(self) - {asyncio.current_task()}:
+            await asyncio.gather(*others, return_exceptions=True)
+
+
+class _PatientLoops(asyncio.DefaultEventLoopPolicy):
+    def new_event_loop(self):
+        return _PatientLoop()
+
+
+@contextlib.contextmanager
+def _errors_once():
+    """Errors of Orbax are raised, and not besides printed by its event loops and logged by its threads."""
+    policy, verbosity = asyncio.get_event_loop_policy(), logging.get_verbosity()
+    asyncio.set_event_loop_policy(_PatientLoops())
+    logging.set_verbosity(logging.FATAL)
+    try:
+        yield
+    finally:
+        asyncio.set_event_loop_policy(policy)
+        logging.set_verbosity(verbosity)
 
 
 class Checkpoints:
@@ -151,14 +215,22 @@ class Checkpoints:
         """Writes a checkpoint; it counts only once it is complete. A collective.
 
         Raises:
+            Diverged: if the state is not finite, memories and pending gradients included; nothing is written then.
             CheckpointError: if the disk is full, or the directory cannot be written any more.
         """
-        extra = {"counters": counters, "checksums": np.asarray(checksums(state)).tolist()}
+        if not finite(state):
+            raise self.diverged(f"the state of step {step} is not finite", state)
+        extra = {
+            "version": VERSION,
+            "counters": counters,
+            "counters_checksum": _counters_checksum(counters),
+            "checksums": np.asarray(checksums(state)).tolist(),
+        }
+        args = ocp.args.Composite(state=ocp.args.StandardSave(state), extra=ocp.args.JsonSave(extra))
         try:
-            self._manager.save(
-                step, force=True, args=ocp.args.Composite(state=ocp.args.StandardSave(state), extra=ocp.args.JsonSave(extra))
-            )
-            self._manager.wait_until_finished()
+            with _errors_once():
+                self._manager.save(step, force=True, args=args)
+                self._manager.wait_until_finished()
         except (OSError, ValueError) as error:  # The latter are TensorStore's, of which the end tells the cause.
             reason = " ".join(str(error).split())[-100:]
             raise CheckpointError(
@@ -178,7 +250,7 @@ class Checkpoints:
             (state, counters).
 
         Raises:
-            CheckpointError: if the checkpoint is damaged, or is that of another program or model.
+            CheckpointError: if the checkpoint is damaged, not finite, or that of another program or model.
         """
         try:
             like = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)
@@ -187,14 +259,48 @@ class Checkpoints:
                 state = ocp.args.PyTreeRestore(
                     like, restore_args=ocp.checkpoint_utils.construct_restore_args(like), partial_restore=True
                 )
-            restored = self._manager.restore(step, args=ocp.args.Composite(state=state, extra=ocp.args.JsonRestore()))
+            with _errors_once():
+                restored = self._manager.restore(step, args=ocp.args.Composite(state=state, extra=ocp.args.JsonRestore()))
+            state, extra = restored["state"], restored["extra"]
+            counters, saved_sums, version = extra["counters"], extra["checksums"], extra.get("version", 1)
         except Exception as error:  # Orbax and TensorStore raise many kinds for a damaged file; each means the same here.
             reason = " ".join(str(error).split())[:200] or type(error).__name__
             raise self._unusable(step, f"it is damaged or of another model, optimizer or method ({reason})") from error
-        sums, saved_sums = np.asarray(checksums(restored["state"])).tolist(), restored["extra"]["checksums"]
+        if version not in (1, VERSION):
+            raise self._unusable(step, f"its checksums are of version {version}, and this decjax knows those up to {VERSION}")
+        sums = np.asarray(checksums(state, version)).tolist()
         if not set(sums) <= set(saved_sums) if partial else sums != saved_sums:
             raise self._unusable(step, "it is damaged: its checksums do not match its arrays")
-        return restored["state"], restored["extra"]["counters"]
+        if version > 1 and extra.get("counters_checksum") != _counters_checksum(counters):
+            raise self._unusable(step, "it is damaged: its checksum does not match its counters")
+        if not finite(state):
+            raise self._unusable(step, "its state is not finite: training had diverged")
+        return state, counters
+
+    def last_good(self, like: Any) -> int | None:
+        """The newest step that can be restored, found by reading it back; None if there is none. A collective."""
+        for step in sorted(self._manager.all_steps(), reverse=True):
+            with contextlib.suppress(CheckpointError):
+                self.restore(step, like)
+                return step
+        return None
+
+    def diverged(self, what: str, state: Any) -> Diverged:
+        """The error that ends a diverged run, with the checkpoint to go back to. A collective.
+
+        Args:
+            what: the sign of it.
+            state: that of the run; its arrays are deleted, to make room for those that are read back.
+        """
+        like = jax.tree.map(ocp.utils.to_shape_dtype_struct, state)
+        for x in jax.tree.leaves(state):
+            if isinstance(x, jax.Array):
+                x.delete()
+        good = self.last_good(like)
+        kept = "no good checkpoint was saved" if good is None else f"the last good checkpoint is of step {good}"
+        return Diverged(
+            f"{what}: training has diverged; {kept}. Lower schedule.learning_rate, raise schedule.warmup_steps or set clip_norm"
+        )
 
     def _unusable(self, step: int, why: str) -> CheckpointError:
         others = [other for other in self._manager.all_steps() if other < step]

@@ -8,13 +8,13 @@ import os
 import pathlib
 import signal
 import time
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import jax
 import numpy as np
 
 from decjax import config
-from decjax.errors import CheckpointError, ConfigError, Diverged
+from decjax.errors import CheckpointError, ConfigError
 from decjax.train import checkpoint, metrics
 from decjax.train import state as state_lib
 from decjax.train.evaluate import Evaluation
@@ -184,11 +184,8 @@ class Run:
                 )
         return np.mean([loss_N for _, loss_N in fetched], axis=0)
 
-    def _diverged(self, what: str) -> None:
-        kept = f"the last good checkpoint is of step {self._saved}" if self._saved is not None else "no checkpoint was saved yet"
-        raise Diverged(
-            f"{what}: training has diverged; {kept}. Lower schedule.learning_rate, raise schedule.warmup_steps or set clip_norm"
-        )
+    def _diverged(self, what: str) -> NoReturn:
+        raise self.checkpoints.diverged(what, self.state)
 
     def _finite_distance(self, step: int) -> float:
         distance = self.trainer.consensus_distance(self.state)
@@ -397,7 +394,7 @@ class Run:
             "steps": spec.steps,
             "time_s": self.counters["time_s"],
             **{SUMMARIZED[name]: sent / (spec.steps - self.counters["first_step"]) for name, sent in self._bytes().items()},
-            **self.trainer.setup.data.facts,
+            **self.trainer.setup.data.facts(),
             "protocol": f"replicas replaced by their average every {every} steps"
             if every
             else "averaged model, training undisturbed",

@@ -1,4 +1,4 @@
-"""Flax models that know nothing of decentralization.
+"""A decoder-only language model.
 
 `DecoderLM` is a pre-norm, decoder-only transformer with rotary positions. One design choice is for CPUs: every weight
 matmul is a two-dimensional product of rows, (B·T)xD @ DxF, because XLA's CPU backend runs the three-dimensional form
@@ -22,6 +22,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from decjax import registry
+
 DTYPES = ("float32", "bfloat16")
 
 
@@ -36,6 +38,7 @@ class Model(NamedTuple):
         parts: the model in pieces; None if it does not come apart.
         divided: pairs of the end of a parameter's path, as "up/kernel", and the axis, counted from the end, along which it is
             divided within a tensor-parallel group.
+        vocabulary: V, more than any token.
     """
 
     init: Callable[[jax.Array], Any]
@@ -44,6 +47,7 @@ class Model(NamedTuple):
     context: int
     parts: "Parts | None" = None
     divided: tuple[tuple[str, int], ...] = ()
+    vocabulary: int = 256
 
 
 class Pieces(NamedTuple):
@@ -230,16 +234,17 @@ def _decoder_parts(
     return Parts(cut, join, embed, blocks, logits, nll, activation, depth, tied)
 
 
+@registry.register("model", "decoder", tasks="lm")
 def decoder_lm(
     *,
-    vocabulary: int,
-    context: int,
-    width: int,
-    hidden: int,
-    heads: int,
-    depth: int,
-    dtype: str = "float32",
+    vocabulary: int = 256,
+    context: int = 128,
+    width: int = 64,
+    hidden: int = 256,
+    heads: int = 2,
+    depth: int = 2,
     tied: bool = False,
+    dtype: str = "float32",
     divide: Divide = whole,
 ) -> Model:
     """A decoder-only language model; predicts token t + 1 from tokens 0 … t.
@@ -253,8 +258,8 @@ def decoder_lm(
         hidden: F.
         heads: H.
         depth: L.
-        dtype: compute dtype, "float32" or "bfloat16".
         tied: one table serves as embedding and as head.
+        dtype: compute dtype, "float32" or "bfloat16".
         divide: lays arrays out within a tensor-parallel group; see the module.
 
     Returns:
@@ -295,7 +300,7 @@ def decoder_lm(
         del key  # No dropout.
         return parts.nll(*last(params, tokens_BxT1[:, :-1]), tokens_BxT1[:, 1:])
 
-    return Model(init, nll, logits, context, parts, DIVIDED)
+    return Model(init, nll, logits, context, parts, DIVIDED, vocabulary)
 
 
 # Paths of the parameters above that a tensor-parallel group divides, and of the tables of `Pieces`; the axis from the end.

@@ -1,21 +1,28 @@
-"""Corpora and batches: what is read, how it is split, and that a batch depends on (seed, worker, step) only."""
+"""Texts and their batches: what is read, how it is split, and that a batch depends on (seed, worker, step) only."""
 
 import collections
 import math
+import os
 import sysconfig
 import zlib
 
+import grain
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 import numpy as np
 import pytest
 
-from decjax import data
+from decjax.tasks import text as data
 
 # Every window starts with a different value, so that a batch tells which windows it holds.
 CONTEXT = 4
 WINDOWS = 29
 TEXT = np.arange(WINDOWS * CONTEXT + 1, dtype=np.uint8)
+PARTITIONS = ("iid", "contiguous")
+
+
+def corpus_of(text, starts=(0,)):
+    return data.Corpus(text, text[:0], np.array(starts))
 
 
 def text_of(corpus):
@@ -130,16 +137,52 @@ def test_unusable_paths_are_named(tmp_path, files, path):
     assert "give a" in str(error.value) or "cannot be read" in str(error.value)
 
 
+@pytest.mark.parametrize("path", ["~", "~/", "/", "{home}/sub/..", "{link}"])
+def test_home_and_root_are_no_corpus(tmp_path, monkeypatch, path):
+    home, link = tmp_path / "home", tmp_path / "link"
+    write(home, {"secret.txt": b"text", "sub/text.txt": b"more text"})
+    link.symlink_to(home)
+    monkeypatch.setenv("HOME", str(home))
+    with pytest.raises(ValueError, match=r"^data path '.*' is a whole home or root folder; give a folder .*$"):
+        data.load_corpus(path.format(home=home, link=link))
+    assert text_of(data.load_corpus("~/sub")) == (b"more tex", b"t")
+    assert text_of(data.load_corpus("~/secret.txt")) == (b"tex", b"t")
+
+
+def test_a_corpus_that_does_not_fit_is_refused_unread(tmp_path):
+    with open(tmp_path / "holes.txt", "wb") as file:
+        file.truncate(data.MAX_BYTES + 2**30)  # Takes no space on the disk.
+    with pytest.raises(ValueError, match=r"holds 5\.0 GiB, and at most 4 GiB fit; give a smaller"):
+        data.load_corpus(str(tmp_path))
+
+
+def test_file_names_may_be_any_bytes(tmp_path):
+    for name in (b"caf\xe9.txt", b"line\nbreak.txt", "π.txt".encode()):
+        with open(os.fsencode(tmp_path) + b"/" + name, "wb") as file:
+            file.write(b"text" * 50)
+    assert len(b"".join(text_of(data.load_corpus(str(tmp_path))))) == 600
+
+
+def test_where_files_begin(tmp_path):
+    files = {f"{i:03}.txt": b"x" * (100 + i) for i in range(300)}
+    write(tmp_path, files)
+    corpus = data.load_corpus(str(tmp_path))
+    kept = [len(text) for name, text in files.items() if zlib.crc32(name.encode()) / 2**32 >= data.VALIDATION_SHARE]
+    np.testing.assert_array_equal(corpus.starts, np.cumsum([0, *kept[:-1]]))
+    tail = data.load_corpus(str(tmp_path), min_bytes=4000)  # Files that validation took wholly are not among them.
+    assert tail.starts.max() < len(tail.train) and len(tail.train) + len(tail.valid) == sum(map(len, files.values()))
+
+
 @pytest.mark.parametrize("length", [0, 1, CONTEXT])
 def test_too_short_text_names_its_length_and_the_need(length):
     short = TEXT[:length]
     for use in (
         lambda: data.validation_windows(short, context=CONTEXT),
-        lambda: data.batches(short, context=CONTEXT, batch_size=1, num_workers=1, seed=0),
+        lambda: data.batches(corpus_of(short), context=CONTEXT, batch_size=1, num_workers=1, seed=0),
     ):
         with pytest.raises(ValueError, match=rf"{length} bytes.* {CONTEXT + 1}; use more text or a shorter context"):
             use()
-    assert len(data.Windows(TEXT[: CONTEXT + 1], CONTEXT)) == 1
+    assert data.num_windows(TEXT[: CONTEXT + 1], CONTEXT) == 1
 
 
 # -- Entropy ----------------------------------------------------------------------------------------------------------
@@ -172,7 +215,9 @@ def test_order1_entropy_of_known_texts(text, entropy):
 
 
 def make(num_workers=3, batch_size=2, seed=0, partition="iid"):
-    return data.batches(TEXT, context=CONTEXT, batch_size=batch_size, num_workers=num_workers, seed=seed, partition=partition)
+    return data.batches(
+        corpus_of(TEXT), context=CONTEXT, batch_size=batch_size, num_workers=num_workers, seed=seed, partition=partition
+    )
 
 
 def window_ids(tokens_BxT1):
@@ -191,7 +236,7 @@ def stream(batch, worker, count):
     return ids[:count]
 
 
-@pytest.mark.parametrize("partition", data.PARTITIONS)
+@pytest.mark.parametrize("partition", PARTITIONS)
 def test_batch_is_a_function_of_worker_and_step(partition):
     batch, again = make(partition=partition), make(partition=partition)
     asked = [(worker, step) for step in range(8) for worker in range(3)]
@@ -235,15 +280,46 @@ def test_contiguous_shards_are_disjoint_stretches_of_the_text(num_workers):
     assert after == WINDOWS
 
 
-@pytest.mark.parametrize("partition", data.PARTITIONS)
+@pytest.mark.parametrize("partition", PARTITIONS)
 def test_seeds_and_epochs_shuffle_differently(partition):
     streams = [stream(make(1, seed=seed, partition=partition), 0, 2 * WINDOWS) for seed in (0, 1, 2)]
     orders = [tuple(s[:WINDOWS]) for s in streams] + [tuple(s[WINDOWS:]) for s in streams]
     assert len(set(orders)) == 6 and all(sorted(order) == list(range(WINDOWS)) for order in orders)
 
 
+@pytest.mark.parametrize("partition", PARTITIONS)
+def test_batches_are_those_of_grain_on_the_windows_themselves(partition):
+    """Runs continue bit by bit: these are the pipelines that text was first dealt out by."""
+    windows = grain.MapDataset.source([TEXT[i * CONTEXT :][: CONTEXT + 1].astype(np.int32) for i in range(WINDOWS)])
+    cuts = [worker * WINDOWS // 3 for worker in range(4)]
+    for worker in range(3):
+        if partition == "iid":
+            shard = windows.seed(7).shuffle().repeat()[worker::3]
+        else:
+            shard = windows[cuts[worker] : cuts[worker + 1]].seed(7 + worker).shuffle().repeat()
+        for step in range(20):
+            np.testing.assert_array_equal(make(seed=7, partition=partition)(worker, step), shard.batch(2)[step])
+
+
+def test_dirichlet_divides_files():
+    """Four files of seven windows each: alike for a large α, unlike for a small one."""
+    starts = np.arange(4) * 7 * CONTEXT
+    corpus = corpus_of(TEXT[: 28 * CONTEXT + 1], starts)
+
+    def largest(alpha):
+        sizes = dict(context=CONTEXT, batch_size=7, num_workers=4)
+        batch = data.batches(corpus, **sizes, seed=1, partition=f"dirichlet(alpha={alpha})")
+        own = np.array([np.bincount(np.array(window_ids(batch(worker, 0))) // 7, minlength=4) for worker in range(4)])
+        assert (own.sum(axis=0) == 7).all()  # An epoch.
+        return own.max(axis=1).mean()
+
+    assert largest(1e-4) >= 4 > 3 >= largest(1e6)
+    with pytest.raises(ValueError, match="all data is of one; use iid or contiguous"):
+        make(partition="dirichlet")
+
+
 def test_refused_partitions():
-    with pytest.raises(ValueError, match=f"{WINDOWS} windows .* {WINDOWS + 1} workers; use more text or fewer workers"):
+    with pytest.raises(ValueError, match=f"{WINDOWS} .* {WINDOWS + 1} workers; use more data or fewer workers"):
         make(WINDOWS + 1)
     with pytest.raises(ValueError, match="'striped' is unknown; use one of iid, contiguous"):
         make(partition="striped")

@@ -1,0 +1,105 @@
+"""A residual network for small images, after He et al. 2015 (arXiv 1512.03385), section 4.2: 3 stages of n blocks, 6n + 2 layers.
+
+Shortcuts have no parameters: where a stage halves the image and doubles the width, they take every other pixel and fill up with
+zeros. The last norm of a block starts at zero (Goyal et al. 2017, arXiv 1706.02677), so that a block starts as its shortcut.
+"""
+
+from collections.abc import Callable
+
+from flax import nnx
+import jax
+import jax.numpy as jnp
+
+from decjax import registry
+from decjax.models import images
+
+NORMS = ("batch", "group")
+GROUP = 8  # channels that are normalized together
+
+
+class Norm(nnx.Module):
+    """Batch norm, whose running statistics are variables, or group norm."""
+
+    def __init__(self, kind: str, width: int, rngs: nnx.Rngs, initial: nnx.Initializer = nnx.initializers.ones):
+        if kind == "batch":
+            self.norm = nnx.BatchNorm(width, momentum=0.9, scale_init=initial, rngs=rngs)
+        else:
+            self.norm = nnx.GroupNorm(width, num_groups=None, group_size=min(GROUP, width), scale_init=initial, rngs=rngs)
+
+    def __call__(self, x_BxHxWxC, train):
+        if isinstance(self.norm, nnx.BatchNorm):
+            return self.norm(x_BxHxWxC, use_running_average=not train)
+        return self.norm(x_BxHxWxC)
+
+
+class Convolution(nnx.Module):
+    """3 × 3, as one product of rows: every pixel's neighbourhood, R×9C, by the kernel, 9C×F."""
+
+    def __init__(self, inputs: int, width: int, stride: int, rngs: nnx.Rngs):
+        self.stride = stride
+        self.kernel = nnx.Param(nnx.initializers.he_uniform()(rngs.params(), (9 * inputs, width)))
+
+    def __call__(self, x_BxHxWxC):
+        _, H, W, C = x_BxHxWxC.shape
+        padded = jnp.pad(x_BxHxWxC, ((0, 0), (1, 1), (1, 1), (0, 0)))
+        shifted = [padded[:, i : i + H : self.stride, j : j + W : self.stride] for i in range(3) for j in range(3)]
+        patches = jnp.concatenate(shifted, axis=-1)
+        rows_RxF = patches.reshape(-1, 9 * C) @ self.kernel[...]
+        return rows_RxF.reshape(*patches.shape[:-1], -1)
+
+
+class Block(nnx.Module):
+    """x + norm(conv(relu(norm(conv(x))))), then relu."""
+
+    def __init__(self, inputs: int, width: int, norm: str, rngs: nnx.Rngs):
+        self.stride, self.more = width // inputs, width - inputs
+        self.first, self.first_norm = Convolution(inputs, width, self.stride, rngs), Norm(norm, width, rngs)
+        self.second = Convolution(width, width, 1, rngs)
+        self.second_norm = Norm(norm, width, rngs, nnx.initializers.zeros)
+
+    def __call__(self, x_BxHxWxC, train):
+        y_BxHxWxC = jax.nn.relu(self.first_norm(self.first(x_BxHxWxC), train))
+        y_BxHxWxC = self.second_norm(self.second(y_BxHxWxC), train)
+        shortcut = jnp.pad(x_BxHxWxC[:, :: self.stride, :: self.stride], [(0, 0)] * 3 + [(0, self.more)])
+        return jax.nn.relu(shortcut + y_BxHxWxC)
+
+
+class ResNet(nnx.Module):
+    """A convolution, 3 stages of blocks of width w, 2w and 4w, the mean over pixels, and a linear head."""
+
+    def __init__(self, channels: int, classes: int, blocks: int, width: int, norm: str, rngs: nnx.Rngs):
+        self.stem, self.stem_norm = Convolution(channels, width, 1, rngs), Norm(norm, width, rngs)
+        widths = [width * 2**stage for stage in range(3) for _ in range(blocks)]
+        self.blocks = nnx.List(Block(inputs, out, norm, rngs) for inputs, out in zip([width, *widths], widths))
+        self.head = nnx.Linear(widths[-1], classes, kernel_init=nnx.initializers.zeros, rngs=rngs)
+
+    def __call__(self, x_BxHxWxC, train):
+        x_BxHxWxC = jax.nn.relu(self.stem_norm(self.stem(x_BxHxWxC), train))
+        for block in self.blocks:
+            x_BxHxWxC = block(x_BxHxWxC, train)
+        return self.head(x_BxHxWxC.mean(axis=(1, 2)))
+
+
+@registry.register("model", "resnet", tasks="images")
+def resnet(*, depth: int = 8, width: int = 8, norm: str = "batch") -> Callable[[tuple[int, int, int], int], images.ImageModel]:
+    """A residual network for small images.
+
+    Args:
+        depth: 6n + 2 layers, as 8, 14 or 20.
+        width: channels of the first stage; the others have twice and four times as many.
+        norm: "batch", with statistics that stay with their worker, or "group", of 8 channels of one image, which needs none.
+
+    Returns:
+        `build(shape_HWC, classes) -> ImageModel`.
+
+    Raises:
+        ValueError: if the depth is no 6n + 2, the norm is unknown, or the width does not divide into groups.
+    """
+    if depth < 8 or depth % 6 != 2:
+        below = max(8, depth // 6 * 6 + 2 if depth % 6 >= 2 else depth // 6 * 6 - 4)
+        raise ValueError(f"model depth={depth} is not 6n + 2, n blocks in each of three stages; use {below}")
+    if norm not in NORMS:
+        raise ValueError(f"model norm={norm!r} is unknown; use one of {', '.join(NORMS)}")
+    if width < 1 or (norm == "group" and width > GROUP and width % GROUP):
+        raise ValueError(f"model width={width} must be positive, and divisible by {GROUP} where norm='group'; use 16")
+    return lambda shape, classes: images.pure(lambda rngs: ResNet(shape[-1], classes, (depth - 2) // 6, width, norm, rngs))

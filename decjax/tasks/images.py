@@ -1,0 +1,142 @@
+"""Classification of small images."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+import zlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from decjax import models, registry
+from decjax.tasks import partition as partition_lib
+from decjax.tasks.task import Data, Metric, Task, spaced
+
+
+class Dataset(NamedTuple):
+    """Images that are there to be read.
+
+    Attributes:
+        shape: of an image, (H, W, C).
+        classes: K.
+        read: `read() -> (images_ExHxWxC, labels_E)`, of uint8 and int32.
+        mirrored: whether a mirrored image is one of the same class.
+    """
+
+    shape: tuple[int, int, int]
+    classes: int
+    read: Callable[[], tuple[np.ndarray, np.ndarray]]
+    mirrored: bool = False
+
+
+def _digits() -> tuple[np.ndarray, np.ndarray]:
+    from sklearn import datasets  # Takes a second to import, and nothing else needs it.
+
+    digits: Any = datasets.load_digits()
+    return digits.images[..., None].astype(np.uint8), digits.target.astype(np.int32)
+
+
+DATASETS = {"digits": Dataset((8, 8, 1), 10, _digits)}
+
+
+class Examples(NamedTuple):
+    """Standardized images and their classes."""
+
+    images_BxHxWxC: Any
+    labels_B: Any
+
+
+@registry.register("task", "images", models=("resnet", "mlp"))
+def images(
+    model: Callable[[tuple[int, int, int], int], models.ImageModel],
+    *,
+    dataset: str = "digits",
+    partition: str = "iid",
+    validation: float = 0.2,
+    augment: bool = False,
+) -> Task:
+    """Classifies small images; tells the top-1 accuracy.
+
+    Args:
+        model: `build(shape_HWC, classes) -> ImageModel`.
+        dataset: "digits", 1797 of 8 × 8 pixels, which scikit-learn holds.
+        partition: of images to workers: "iid", "contiguous" or "dirichlet(alpha=0.1)", which divides classes.
+        validation: share of the images, the same ones in all runs, that is held out.
+        augment: shift training images by up to an eighth of their height, and mirror them where that is no other class.
+
+    Raises:
+        ValueError: if the dataset or the partition is unknown, or the share is none.
+    """
+    if dataset not in DATASETS:
+        raise ValueError(f"task dataset={dataset!r} is unknown; use one of {', '.join(DATASETS)}")
+    if not 0 < validation < 1:
+        raise ValueError(f"task validation={validation} must lie between 0 and 1, such as 0.2")
+    partition_lib.parse(partition)
+    shape, classes, read, mirrored = DATASETS[dataset]
+    built = model(shape, classes)
+
+    def loss(params, variables, batch, key):
+        logits_BxK, variables = built.apply(params, variables, batch.images_BxHxWxC, True)
+        return optax.softmax_cross_entropy_with_integer_labels(logits_BxK, batch.labels_B).mean(), variables
+
+    def measure(params, variables, examples):
+        logits_BxK, _ = built.apply(params, variables, examples.images_BxHxWxC, False)
+        nll_B = optax.softmax_cross_entropy_with_integer_labels(logits_BxK, examples.labels_B)
+        return {"loss": nll_B, "accuracy": (logits_BxK.argmax(axis=-1) == examples.labels_B) * 1.0}, jnp.ones_like(nll_B)
+
+    def load(num_workers, batch_size, seed):
+        change = _augmented(seed, mirrored) if augment else None
+        return _load(*read(), validation, partition, num_workers, batch_size, seed, change)
+
+    return Task(
+        init=lambda key: built.init(key)[0],
+        variables=lambda: built.init(jax.random.key(0))[1],
+        loss=loss,
+        measure=measure,
+        metrics={"loss": Metric("nats"), "accuracy": Metric(higher_is_better=True)},
+        examples=lambda batch_size: Examples(
+            jax.ShapeDtypeStruct((batch_size, *shape), jnp.float32), jax.ShapeDtypeStruct((batch_size,), jnp.int32)
+        ),
+        load=load,
+        item="images",
+    )
+
+
+def _load(images_ExHxWxC, labels_E, validation, partition, num_workers, batch_size, seed, change) -> Data:
+    order = np.random.default_rng(0).permutation(len(labels_E))
+    held_out = max(1, round(validation * len(order)))
+    valid, train = order[:held_out], order[held_out:]
+    indices = partition_lib.deal(partition, labels_E[train], num_workers, batch_size, seed)
+    # Standardized by channel; of values 0 … 255 sums of squares need all digits.
+    mean_C = images_ExHxWxC[train].mean(axis=(0, 1, 2), dtype=np.float64).astype(np.float32)
+    deviation_C = images_ExHxWxC[train].std(axis=(0, 1, 2), dtype=np.float64).astype(np.float32)
+
+    def examples(chosen, change=lambda images_BxHxWxC: images_BxHxWxC):
+        return Examples((change(images_ExHxWxC[chosen]) - mean_C) / deviation_C, labels_E[chosen])
+
+    def batch(worker, step):
+        chosen = train[indices(worker, step)]
+        return examples(chosen, lambda images_BxHxWxC: change(images_BxHxWxC, worker, step)) if change else examples(chosen)
+
+    crc = zlib.crc32(labels_E.tobytes(), zlib.crc32(images_ExHxWxC.tobytes()))
+    return Data(
+        batch=batch,
+        validation=lambda limit: examples(valid[spaced(len(valid), limit)]),
+        fingerprint=f"{len(train)}+{len(valid)} images, crc {crc:08x}",
+    )
+
+
+def _augmented(seed: int, mirrored: bool) -> Callable[[np.ndarray, int, int], np.ndarray]:
+    def change(images_BxHxWxC, worker, step):
+        rng = np.random.default_rng((seed, worker, step))
+        B, H, W, _ = images_BxHxWxC.shape
+        most = max(1, H // 8)
+        padded = np.pad(images_BxHxWxC, ((0, 0), (most, most), (most, most), (0, 0)))
+        row_Bx1x1, column_Bx1x1 = rng.integers(0, 2 * most + 1, (2, B, 1, 1))
+        columns_Bx1xW = np.broadcast_to(np.arange(W), (B, 1, W))
+        if mirrored:
+            columns_Bx1xW = np.where(rng.integers(0, 2, (B, 1, 1)), columns_Bx1xW[..., ::-1], columns_Bx1xW)
+        return padded[np.arange(B)[:, None, None], row_Bx1x1 + np.arange(H)[:, None], column_Bx1x1 + columns_Bx1xW]
+
+    return change

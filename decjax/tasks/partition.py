@@ -1,0 +1,144 @@
+"""Which examples each worker trains on; a function of (partition, labels, N, seed).
+
+    iid           shuffled examples are dealt out to workers, anew in every epoch
+    contiguous    worker i has the i-th of N stretches
+    dirichlet     workers have classes in different shares, alike for a large α, few classes each for a small one
+
+Workers' numbers of examples differ by one at most.
+
+Reference: Hsu et al. 2019, arXiv 1909.06335; here every example is used, and where a class runs out, its takers go on to others.
+"""
+
+from collections.abc import Callable
+import itertools
+import math
+
+import grain
+import numpy as np
+
+from decjax import registry
+
+PARTITIONS = ("iid", "contiguous", "dirichlet(alpha=0.1)")
+
+
+def parse(partition: str) -> tuple[str, float]:
+    """Reads a partition: its name, and α, which is ∞ of all but a dirichlet one.
+
+    Raises:
+        ValueError: if it is unknown or has other options.
+    """
+    name, options = registry.parse("partition", partition)
+    if name not in ("iid", "contiguous", "dirichlet"):
+        raise ValueError(f"partition {partition!r} is unknown; use one of {', '.join(PARTITIONS)}")
+    if name != "dirichlet":
+        if options:
+            raise ValueError(f"partition {partition!r}: {name!r} has no options; use {name!r}")
+        return name, math.inf
+    alpha = options.pop("alpha", 0.1)
+    if options:
+        raise ValueError(f"partition {partition!r} has no option {min(options)!r}; use dirichlet(alpha=0.1)")
+    if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not 0 < alpha < math.inf:
+        raise ValueError(f"partition {partition!r}: alpha={alpha} must be a positive number, such as 0.1")
+    return name, float(alpha)
+
+
+def split(partition: str, labels: np.ndarray, num_workers: int, seed: int) -> list[np.ndarray]:
+    """The indices of each worker's examples, of an iid partition those of its first epoch.
+
+    Args:
+        partition: "iid", "contiguous", or "dirichlet(alpha=0.1)".
+        labels: of all examples: classes, or the sources of a text.
+        num_workers: N.
+        seed: of the run.
+
+    Raises:
+        ValueError: if the partition is unknown, α is not positive, there are fewer examples than workers, or a single class.
+
+    Example:
+        >>> parts = split("dirichlet(alpha=0.1)", labels, 8, seed=0)
+        >>> print(table(labels, parts))
+    """
+    name, alpha = parse(partition)
+    _check_count(len(labels), num_workers)
+    if name == "iid":
+        order = grain.MapDataset.range(len(labels)).seed(seed).shuffle()
+        return [np.array([order[i] for i in range(worker, len(labels), num_workers)]) for worker in range(num_workers)]
+    cuts = np.arange(num_workers + 1) * len(labels) // num_workers
+    if name == "contiguous":
+        return [np.arange(begin, end) for begin, end in itertools.pairwise(cuts)]
+    return _dirichlet(labels, np.diff(cuts), seed, alpha)
+
+
+def deal(partition: str, labels: np.ndarray, num_workers: int, batch_size: int, seed: int) -> Callable[[int, int], np.ndarray]:
+    """Which examples make a batch; Grain's random-access shuffle makes every epoch another order.
+
+    Args:
+        partition, labels, num_workers, seed: see `split`.
+        batch_size: B, of a worker.
+
+    Returns:
+        `indices(worker, step)`, of B examples.
+
+    Raises:
+        ValueError: see `split`.
+    """
+    name, _ = parse(partition)
+    _check_count(len(labels), num_workers)
+    if name == "iid":
+        dealt = grain.MapDataset.range(len(labels)).seed(seed).shuffle().repeat()
+        shards = [dealt[worker::num_workers].batch(batch_size) for worker in range(num_workers)]
+        return lambda worker, step: np.asarray(shards[worker][step])
+    parts = split(partition, labels, num_workers, seed)
+    shards = [
+        grain.MapDataset.range(len(part)).seed(seed + worker).shuffle().repeat().batch(batch_size)
+        for worker, part in enumerate(parts)
+    ]
+    return lambda worker, step: parts[worker][shards[worker][step]]
+
+
+def table(labels: np.ndarray, parts: list[np.ndarray]) -> np.ndarray:
+    """How many examples of each class each worker has, counts_NxK, classes in the order of their labels."""
+    classes, labels = np.unique(labels, return_inverse=True)
+    return np.stack([np.bincount(labels[part], minlength=len(classes)) for part in parts])
+
+
+def _check_count(count: int, num_workers: int) -> None:
+    if count < num_workers:
+        raise ValueError(f"{count} training examples for {num_workers} workers; use more data or fewer workers")
+
+
+def _dirichlet(labels: np.ndarray, sizes_N: np.ndarray, seed: int, alpha: float) -> list[np.ndarray]:
+    classes, labels = np.unique(labels, return_inverse=True)
+    if len(classes) == 1:
+        raise ValueError("partition 'dirichlet' divides classes, but all data is of one; use iid or contiguous")
+    rng = np.random.default_rng(seed)
+    taken_NxK = _allot(_log_gamma(rng, alpha, (len(sizes_N), len(classes))), sizes_N, np.bincount(labels))
+    parts: list[list] = [[] for _ in sizes_N]
+    left = []
+    of_class = np.split(np.argsort(labels, kind="stable"), np.bincount(labels).cumsum()[:-1])
+    for examples, taken_N in zip(of_class, taken_NxK.T, strict=True):
+        *pieces, rest = np.split(rng.permutation(examples), taken_N.cumsum())
+        left.append(rest)
+        for part, piece in zip(parts, pieces, strict=True):
+            part.append(piece)
+    rest = rng.permutation(np.concatenate(left))
+    ends = (sizes_N - taken_NxK.sum(axis=1)).cumsum()
+    return [np.sort(np.concatenate([*part, more])) for part, more in zip(parts, np.split(rest, ends[:-1]), strict=True)]
+
+
+def _log_gamma(rng: np.random.Generator, alpha: float, shape: tuple[int, ...]) -> np.ndarray:
+    """ln g, g ~ Gamma(α): g of small α are 0 in floating point. Of Gamma(α + 1), times U^(1/α)."""
+    return np.log(rng.gamma(alpha + 1, size=shape)) + np.log(rng.uniform(np.finfo(float).tiny, 1, size=shape)) / alpha
+
+
+def _allot(log_weight_NxK: np.ndarray, sizes_N: np.ndarray, stock_K: np.ndarray) -> np.ndarray:
+    """How many of each class each worker takes: in the proportions of its weights, of classes that are left, as far as they go."""
+    need_N, stock_K, taken_NxK = sizes_N.copy(), stock_K.copy(), np.zeros(log_weight_NxK.shape, int)
+    while True:
+        weight_NxK = np.where(stock_K > 0, log_weight_NxK, -np.inf)
+        weight_NxK = np.exp(weight_NxK - weight_NxK.max(axis=1, keepdims=True, initial=-1e300))
+        wanted_NxK = need_N[:, None] * weight_NxK / np.maximum(weight_NxK.sum(axis=1, keepdims=True), 1e-300)
+        given_NxK = np.floor(wanted_NxK * np.minimum(1, stock_K / np.maximum(wanted_NxK.sum(axis=0), 1e-300)) + 1e-9).astype(int)
+        if not given_NxK.any():
+            return taken_NxK  # Less than one each is left: those are dealt out at random.
+        taken_NxK, need_N, stock_K = taken_NxK + given_NxK, need_N - given_NxK.sum(axis=1), stock_K - given_NxK.sum(axis=0)

@@ -1,0 +1,183 @@
+"""Byte corpora and per-worker batches.
+
+A corpus is two strings of bytes, training and validation. Text is cut into windows of T + 1 bytes which overlap by one, so
+that every byte is predicted once. A batch depends on (seed, worker, step) only, so resuming needs no iterator state.
+"""
+
+from collections.abc import Callable
+import os
+import pathlib
+import sysconfig
+from typing import NamedTuple
+import zlib
+
+import numpy as np
+
+from decjax.tasks import partition as partition_lib
+from decjax.tasks.task import spaced
+
+MAX_BYTES = 2**32  # of a corpus, which is held in memory
+VALIDATION_SHARE = 1 / 128  # of the files of a folder, or of the bytes of a single file
+_NOT_LIBRARY = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
+
+
+class Corpus(NamedTuple):
+    """A byte-level text corpus.
+
+    Attributes:
+        train: uint8 vector.
+        valid: uint8 vector, from other files than `train` where there are several.
+        starts: where each file begins in `train`.
+    """
+
+    train: np.ndarray
+    valid: np.ndarray
+    starts: np.ndarray
+
+    @property
+    def fingerprint(self) -> str:
+        """Lengths and CRC-32 of both parts: a run continues on the text it began with."""
+        return f"{len(self.train)}+{len(self.valid)} bytes, crc {zlib.crc32(self.valid.data, zlib.crc32(self.train.data)):08x}"
+
+
+def load_corpus(path: str = "", *, min_bytes: int = 1) -> Corpus:
+    """Reads a text file, a folder of text files, or the running Python's own standard-library sources.
+
+    Files are taken in the order of their names and split by a hash of their relative path, so the split does not depend on
+    the machine. Hidden and binary files (with a zero byte) are passed over. A single file gives its tail to validation.
+
+    Args:
+        path: a file or folder; empty for the embedded corpus.
+        min_bytes: what each part must have at least, a window of the model. Where the files chosen for validation fall
+            short of it, the tail of all text takes their place.
+
+    Returns:
+        The `Corpus`.
+
+    Raises:
+        ValueError: if the path does not exist, cannot be read, or holds no or too little text.
+    """
+    root, files = _text_files(path)
+    shown = repr(path or str(root))
+    try:
+        texts = _read(shown, root, files)
+    except OSError as error:
+        raise ValueError(f"data path {shown} cannot be read: {error.strerror}: {error.filename!r}") from error
+    if not texts:
+        raise ValueError(f"data path {shown} holds no text; give a non-empty text file or a folder with some")
+    # A file name is bytes, which are text on most machines only.
+    held_out = {name: zlib.crc32(name.encode("utf-8", "surrogateescape")) < VALIDATION_SHARE * 2**32 for name in texts}
+    train, valid = ([text for name, text in texts.items() if held_out[name] == out] for out in (False, True))
+    starts = np.cumsum([0, *map(len, train + valid)])[:-1]
+    cut = sum(map(len, train))
+    whole = np.frombuffer(b"".join(train + valid), np.uint8)
+    if len(texts) == 1 or cut < min_bytes or len(whole) - cut < min_bytes:
+        cut = len(whole) - max(int(len(whole) * VALIDATION_SHARE), min_bytes)
+        if cut < min_bytes:
+            raise ValueError(
+                f"data path {shown} holds {len(whole)} bytes, but training and validation take at "
+                f"least {min_bytes} each; use more text or a shorter context"
+            )
+    return Corpus(whole[:cut], whole[cut:], starts[starts < cut])
+
+
+def _text_files(path: str) -> tuple[pathlib.Path, list[pathlib.Path]]:
+    """What paths are relative to, and all files of a text file or folder, or of the standard library."""
+    if not path:
+        root = pathlib.Path(sysconfig.get_path("stdlib"))
+        return root, sorted(p for p in root.rglob("*.py") if not _NOT_LIBRARY & set(p.relative_to(root).parts))
+    root = pathlib.Path(os.path.expanduser(path))
+    if not os.path.exists(root):  # Unlike pathlib's, neither this nor expanduser raises on an odd path.
+        raise ValueError(
+            f"data path {path!r} does not exist; give a text file or a folder, or leave it empty for the embedded corpus"
+        )
+    if os.path.realpath(root) in (os.path.realpath(os.path.expanduser("~")), "/"):
+        raise ValueError(f"data path {path!r} is a whole home or root folder; give a folder that holds the text and nothing else")
+    return root, [root] if root.is_file() else sorted(p for p in root.rglob("*") if p.is_file() and not _hidden(p, root))
+
+
+def _read(shown: str, root: pathlib.Path, files: list[pathlib.Path]) -> dict[str, bytes]:
+    """The text of all files that have any, by their relative paths."""
+    sizes = {file: file.stat().st_size for file in files}
+    if (total := sum(sizes.values())) > MAX_BYTES:
+        raise ValueError(
+            f"data path {shown} holds {total / 2**30:.1f} GiB, and at most {MAX_BYTES / 2**30:.0f} GiB fit; "
+            "give a smaller file or folder"
+        )
+    # Files of no size are passed over unread: those of /proc never end.
+    texts = {file.relative_to(root).as_posix(): file.read_bytes() for file, size in sizes.items() if size}
+    return {name: text for name, text in texts.items() if text and b"\0" not in text}
+
+
+def _hidden(path: pathlib.Path, root: pathlib.Path) -> bool:
+    return any(part.startswith(".") for part in path.relative_to(root).parts)
+
+
+def order1_entropy(text: np.ndarray) -> float:
+    """H(x_{t+1} | x_t) = −Σ p(a, b) ln p(b | a) in nats per byte: the limit of a bigram model fitted to `text` itself."""
+    pairs_axb = np.zeros(65536, np.int64)
+    for begin in range(0, len(text) - 1, 2**22):  # A part at a time: of each byte, eight are made.
+        part = text[begin : begin + 2**22 + 1].astype(np.int64)
+        pairs_axb += np.bincount(part[:-1] * 256 + part[1:], minlength=65536)
+    pairs_axb = pairs_axb.reshape(256, 256)
+    a, b = np.nonzero(pairs_axb)
+    p_ab = pairs_axb[a, b] / pairs_axb.sum()
+    p_a = pairs_axb.sum(axis=1)[a] / pairs_axb.sum()
+    return float((p_ab * np.log(p_a / p_ab)).sum())
+
+
+def num_windows(text: np.ndarray, context: int) -> int:
+    """How many windows a text has.
+
+    Raises:
+        ValueError: if it has none.
+    """
+    if len(text) < context + 1:
+        raise ValueError(
+            f"the text has {len(text)} bytes, but one window takes context + 1 = {context + 1}; use more text or a shorter context"
+        )
+    return (len(text) - 1) // context
+
+
+def windows(text: np.ndarray, context: int, indices_W: np.ndarray) -> np.ndarray:
+    """Window i is bytes iT … iT + T: tokens_WxT1, int32 of shape (windows, T + 1)."""
+    return text[indices_W[:, None] * context + np.arange(context + 1)].astype(np.int32)
+
+
+def batches(
+    corpus: Corpus, *, context: int, batch_size: int, num_workers: int, seed: int, partition: str = "iid"
+) -> Callable[[int, int], np.ndarray]:
+    """Per-worker training batches as a pure function of (worker, step).
+
+    Args:
+        corpus: of which the training part is read.
+        context: T.
+        batch_size: B, windows per worker and step.
+        num_workers: N.
+        seed: of the shuffle; every epoch is shuffled anew.
+        partition: see `partition`; the classes of "dirichlet" are the files.
+
+    Returns:
+        `batch(worker, step) -> tokens_BxT1`, int32 of shape (B, T + 1).
+
+    Raises:
+        ValueError: if the partition is unknown or leaves a worker without a window.
+    """
+    starts_W = np.arange(num_windows(corpus.train, context)) * context
+    files_W = np.searchsorted(corpus.starts, starts_W, side="right")
+    indices = partition_lib.deal(partition, files_W, num_workers, batch_size, seed)
+    return lambda worker, step: windows(corpus.train, context, indices(worker, step))
+
+
+def validation_windows(text: np.ndarray, *, context: int, limit: int = 0) -> np.ndarray:
+    """The validation windows, all of them or `limit` evenly spaced ones.
+
+    Args:
+        text: the validation bytes.
+        context: T.
+        limit: at most this many windows; 0 for all.
+
+    Returns:
+        tokens_WxT1, int32 of shape (windows, T + 1).
+    """
+    return windows(text, context, spaced(num_windows(text, context), limit))

@@ -1,0 +1,184 @@
+"""Checkpoints: damage is seen and told in one line, only what is finite is saved, and those of older versions go on."""
+
+import json
+import pathlib
+import resource
+import shutil
+
+import jax.numpy as jnp
+import ml_collections
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+
+from configs import lm
+from decjax import train
+from decjax.train import checkpoint
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+# Written by `python -m launch.train` of commit f08f7a6 from text.txt, eight steps each, of which the checkpoint of the fourth is kept,
+# and what Orbax noted of the arrays' shardings is not.
+OLD_RUNS = ROOT / "tests/data/runs_f08f7a6"
+COUNTERS = {"time_s": 12.5, "bytes_sent_per_worker": 72320.0, "first_step": 0, "corpus": "4096+31 bytes, crc cad9eae3"}
+pytestmark = pytest.mark.usefixtures("quick_compilation", "uncached_programs")
+
+
+def state_of(seed=0, workers=4):
+    rng = np.random.default_rng(seed)
+    return {
+        "params": jnp.asarray(rng.normal(size=(workers, 300)), jnp.float32),
+        "half": jnp.asarray(rng.normal(size=(workers, 7)), jnp.bfloat16),
+        "pending": (jnp.ones(workers, bool), jnp.asarray(rng.normal(size=(workers, 5)), jnp.float32)),
+        "count": jnp.full(workers, 3),
+    }
+
+
+def saved(folder, *steps, state=None):
+    checkpoints = checkpoint.Checkpoints(folder, keep=9)
+    for step in steps:
+        checkpoints.save(step, state_of() if state is None else state, COUNTERS)
+    return checkpoints
+
+
+def overwrite(folder, step, state):
+    """Puts other arrays into a checkpoint."""
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save((folder / "checkpoints" / str(step) / "state").absolute(), state, force=True)
+
+
+# -- Damage -----------------------------------------------------------------------------------------------------------
+
+
+def flipped_signs(x):
+    """Of two of the first worker's values, which the sum of version 1 does not see."""
+    return x.at[0, 0].multiply(-1).at[0, 1].multiply(-1)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [flipped_signs, lambda x: x.at[2].multiply(-1), lambda x: -x, lambda x: x[::-1], lambda x: x.at[0, :2].set(x[0, 1::-1])],
+    ids=["two signs", "a replica", "all", "workers in reverse", "two values exchanged"],
+)
+def test_changed_arrays_are_seen(tmp_path, damage):
+    state = state_of()
+    damaged = state | {"params": damage(state["params"])}
+    assert (checkpoint.checksums(state) != checkpoint.checksums(damaged)).sum() == 1
+    checkpoints = saved(tmp_path, 1, 2)
+    overwrite(tmp_path, 2, damaged)
+    with pytest.raises(train.CheckpointError, match="checksums do not match its arrays; move it away to continue from step 1"):
+        checkpoints.restore(2, state)
+    assert checkpoints.restore(1, state)[1] == COUNTERS
+
+
+def test_the_first_version_sees_no_two_signs():
+    state = state_of()
+    damaged = state | {"params": flipped_signs(state["params"])}
+    np.testing.assert_array_equal(checkpoint.checksums(state, 1), checkpoint.checksums(damaged, 1))
+
+
+def test_a_flipped_bit_of_the_counters_is_seen(tmp_path):
+    state, checkpoints = state_of(), saved(tmp_path, 1)
+    path = tmp_path / "checkpoints/1/extra/metadata"
+    content = path.read_bytes()
+    for i in range(0, len(content), 3):
+        path.write_bytes(content[:i] + bytes([content[i] ^ (1 << i % 7)]) + content[i + 1 :])
+        try:
+            assert checkpoints.restore(1, state)[1] == COUNTERS
+        except train.CheckpointError as error:
+            assert "checkpoints/1 cannot be restored" in str(error) and "\n" not in str(error)
+        else:  # Only where the flip changes no value, as in white space.
+            assert json.loads(path.read_bytes()) == json.loads(content)
+    changed = json.loads(content)
+    changed["counters"]["bytes_sent_per_worker"] = 72321.0
+    path.write_text(json.dumps(changed))
+    with pytest.raises(train.CheckpointError, match="does not match its counters"):
+        checkpoints.restore(1, state)
+
+
+def test_damage_is_raised_and_not_printed_besides(tmp_path, capfd):
+    """Reads and writes of many arrays are under way when the first fails."""
+    state = {f"{i}": jnp.asarray(np.random.default_rng(i).normal(size=3000), jnp.float32) for i in range(40)}
+    checkpoints = saved(tmp_path, 1, 2, state=state)
+    for path in (tmp_path / "checkpoints/2/state").rglob("d/*"):
+        path.write_bytes(b"garbage!" * (path.stat().st_size // 8))
+    capfd.readouterr()
+    for _ in range(10):
+        with pytest.raises(train.CheckpointError, match="cannot be restored"):
+            checkpoints.restore(2, state)
+    room = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**14, room[1]))  # No file may be larger, as if the disk was full.
+    try:
+        with pytest.raises(train.CheckpointError, match="step 3 cannot be written"):
+            checkpoints.save(3, state, COUNTERS)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, room)
+    assert capfd.readouterr() == ("", "")
+
+
+# -- Only what is finite ----------------------------------------------------------------------------------------------
+
+
+def test_what_is_not_finite_is_not_saved_and_the_newest_good_one_is_named(tmp_path):
+    state = state_of()
+    assert checkpoint.finite(state) and checkpoint.finite({"count": jnp.arange(3)})
+
+    def bad(value=jnp.nan):
+        is_due, pending = state_of()["pending"]
+        return state_of() | {"pending": (is_due, pending.at[3, 4].set(value))}
+
+    assert not checkpoint.finite(bad()) and not checkpoint.finite(bad(-jnp.inf))
+    with pytest.raises(train.Diverged, match=r"the state of step 1 is not finite.*no good checkpoint was saved.*Lower"):
+        saved(tmp_path, 1, state=bad())
+    checkpoints = saved(tmp_path, 1, 2, 3)
+    overwrite(tmp_path, 3, bad())
+    for path in (tmp_path / "checkpoints/2/state").rglob("d/*"):
+        path.write_bytes(b"")
+    with pytest.raises(train.Diverged, match=r"step 4 is not finite.*the last good checkpoint is of step 1"):
+        checkpoints.save(4, bad(), COUNTERS)
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["1", "2", "3"]
+
+
+def test_a_checkpoint_that_is_not_finite_is_not_continued(tmp_path, monkeypatch):
+    """As earlier versions have saved them."""
+    bad = state_of() | {"half": jnp.full((4, 7), jnp.inf, jnp.bfloat16)}
+    saved(tmp_path, 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "finite", lambda state: True)
+        saved(tmp_path, 2, state=bad)
+    with pytest.raises(train.CheckpointError, match=r"checkpoints/2 .* had diverged; move it away to continue from step 1"):
+        checkpoint.Checkpoints(tmp_path).restore(2, state_of())
+
+
+def test_a_pending_gradient_that_is_not_finite_ends_the_run(tmp_path):
+    """After step 3 parameters and losses are finite; the gradient that the next step would apply is not."""
+    config = lm.get_config("smoke,workers=2,method=allreduce,stale")
+    tiny = {"depth": 1, "width": 8, "hidden": 8, "heads": 1, "context": 16}
+    config.update_from_flattened_dict(
+        {f"model.{name}": value for name, value in tiny.items()}
+        | {"data.path": str(OLD_RUNS / "text.txt"), "checkpoint.every": 1, "checkpoint.keep": 9}
+        | {"optimizer.name": "sgdm", "optimizer.learning_rate": 1e10, "optimizer.clip_norm": 0.0, "optimizer.warmup_steps": 0}
+    )
+    run = train.Run(train.build(config), tmp_path)
+    with pytest.raises(train.Diverged, match=r"the state of step 3 is not finite.*the last good checkpoint is of step 2"):
+        run.train()
+    assert checkpoint.Checkpoints(tmp_path).latest() == 2
+
+
+# -- Older versions ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["gossip", "choco", "stale_allreduce", "pipeline"])
+def test_runs_of_the_first_version_go_on(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)  # Their paths are relative.
+    shutil.copytree(OLD_RUNS / name, tmp_path / "run")
+    before = [json.loads(line) for line in (OLD_RUNS / name / "metrics.jsonl").read_text().splitlines()]
+    config = ml_collections.ConfigDict(json.loads((tmp_path / "run/config.json").read_text()))
+    run = train.Run(train.build(config), tmp_path / "run")
+    assert run.start == 4
+    run.train()
+    after = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in after] == [row["step"] for row in before] == [4, 8, 8]
+    np.testing.assert_allclose([row["loss"] for row in after], [row["loss"] for row in before], rtol=1e-5)
+    assert [row["bytes_sent_per_worker"] for row in after] == [row["bytes_sent_per_worker"] for row in before]
+    versions = {path.parent.parent.name: json.loads(path.read_text()).get("version") for path in tmp_path.rglob("extra/metadata")}
+    assert versions == {"4": None, "8": checkpoint.VERSION}
