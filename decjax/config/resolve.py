@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 import copy
-import functools
 import json
 from typing import Any, NamedTuple, TypeVar
 
@@ -91,7 +90,7 @@ class Size(NamedTuple):
 def size(config: Any) -> Size:
     """The size of a run from its config alone: no device is started, no data is read."""
     spec = resolve(config)
-    setup = assemble.assemble(spec, _simulated)
+    setup = assemble.assemble(spec, mesh.simulated_workers)
     leaves = jax.tree.leaves(jax.eval_shape(lambda: setup.task.init(jax.random.key(0))))
     return Size(spec.workers, sum(leaf.size for leaf in leaves), spec.each * setup.task.items)
 
@@ -272,22 +271,15 @@ def _checked(what: str, given: Mapping[str, Any], known: Mapping[str, registry.O
 
 # -- Building -----------------------------------------------------------------------------------------------------------
 
-_simulated = functools.partial(mesh.make_workers, simulate=True)
-
-
 def _check_parts(spec: RunSpec) -> RunSpec:
     """Builds every part for workers that are simulated, looks whether shapes fit, and decides which stages compress."""
-    if spec.tensor > 1 and spec.simulate:
-        raise ValueError(
-            f"tensor={spec.tensor} with simulate: a lone device divides no arrays; use tensor=1, whose trajectory is the same"
-        )
-    one_device = spec._replace(tensor=1)
+    one_device = spec if spec.simulate else spec._replace(tensor=1)
     if spec.averaging and spec.averaging.stages == AUTO:
-        setup = assemble.assemble(one_device._replace(averaging=spec.averaging._replace(stages=None)), _simulated)
+        setup = assemble.assemble(one_device._replace(averaging=spec.averaging._replace(stages=None)), mesh.simulated_workers)
         averaging = spec.averaging._replace(stages=str(selective.choose(spec, setup)))
         spec, one_device = spec._replace(averaging=averaging), one_device._replace(averaging=averaging)
         spec = spec._replace(document=_document(spec))
-    setup = assemble.assemble(one_device, _simulated)
+    setup = assemble.assemble(one_device, mesh.simulated_workers)
     checks.check_engine(spec.engine, setup.method)
     selective.check_boundary(spec, setup)
     whole = jax.eval_shape(lambda: setup.start(jax.random.key(0)))

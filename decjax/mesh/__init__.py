@@ -24,7 +24,7 @@ user's model may scan over constants. The price is a rule: no collective inside 
 
 from decjax.mesh.axis import SIMULATED, STAGES, WORKERS, Axis, between_cpu_processes, mean_bytes
 from decjax.mesh.tensor import EachDevice, all_rows, divide, each_device, for_each_device, own_key, own_rows, tensor_size
-from decjax.mesh.workers import Workers, make_workers
+from decjax.mesh.workers import Workers, make_workers, simulated_workers
 
 __all__ = [
     "Axis",
@@ -42,5 +42,6 @@ __all__ = [
     "mean_bytes",
     "own_key",
     "own_rows",
+    "simulated_workers",
     "tensor_size",
 ]

@@ -233,9 +233,13 @@ def make_workers(
         ValueError: if L does not divide N, if there are fewer devices than N·S·T, or if several processes, or tensor-parallel
             groups, are asked to simulate.
     """
-    _check_sizes(num_workers, local_size, stages, tensor, simulate)
     if simulate:
-        return Workers(num_workers, local_size, None, stages)
+        if jax.process_count() > 1:
+            raise ValueError(
+                f"simulate runs all workers on one device, but there are {jax.process_count()} processes; start a single one"
+            )
+        return simulated_workers(num_workers, local_size=local_size, stages=stages, tensor=tensor)
+    _check_sizes(num_workers, local_size, stages, tensor)
     devices = jax.devices() if devices is None else devices
     size = stages * tensor
     needed, each = num_workers * size, f" of stages={stages} x tensor={tensor}" if size > 1 else ""
@@ -261,7 +265,20 @@ def make_workers(
     return workers
 
 
-def _check_sizes(num_workers: int, local_size: int, stages: int, tensor: int, simulate: bool) -> None:
+def simulated_workers(
+    num_workers: int, *, local_size: int = 1, stages: int = 1, tensor: int = 1, divided: Sequence[tuple[str, int]] = ()
+) -> Workers:
+    """`make_workers` with `simulate`, but no device is asked for: shapes can be traced before there is any."""
+    del divided
+    _check_sizes(num_workers, local_size, stages, tensor)
+    if tensor > 1:
+        raise ValueError(
+            f"tensor={tensor} with simulate: a lone device divides no arrays; use tensor=1, whose trajectory is the same"
+        )
+    return Workers(num_workers, local_size, None, stages)
+
+
+def _check_sizes(num_workers: int, local_size: int, stages: int, tensor: int) -> None:
     for what, value in (("workers", num_workers), ("stages", stages), ("tensor", tensor)):
         if value < 1:
             raise ValueError(f"{what}={value}: at least one {'worker' if what == 'workers' else 'device'} is needed")
@@ -270,12 +287,3 @@ def _check_sizes(num_workers: int, local_size: int, stages: int, tensor: int, si
             f"local_size={local_size} does not divide workers={num_workers}; "
             f"use one of {[d for d in range(1, num_workers + 1) if num_workers % d == 0]}"
         )
-    if simulate:
-        if jax.process_count() > 1:
-            raise ValueError(
-                f"simulate runs all workers on one device, but there are {jax.process_count()} processes; start a single one"
-            )
-        if tensor > 1:
-            raise ValueError(
-                f"tensor={tensor} with simulate: a lone device divides no arrays; use tensor=1, whose trajectory is the same"
-            )
