@@ -62,8 +62,7 @@ def scale_by_onebit_adam(
         raise ValueError("1-bit Adam needs warm steps to find its variance: give reduce.start_at(…) with at least 1 step before")
 
     def init(params):
-        zero = jnp.zeros((), jnp.int32)
-        mu, nu = (jax.tree.map(jnp.zeros_like, params) for _ in range(2))
+        zero, (mu, nu) = jnp.zeros((), jnp.int32), (jax.tree.map(jnp.zeros_like, params) for _ in range(2))
         return OnebitAdamState(zero, zero, mu, nu, init_memory(reducer.init, params))
 
     def update(grads, state, params=None, *, phase=None, **extra):
