@@ -79,7 +79,7 @@ class Layout:
                 f"layers={self.layers}: needs a positive number for each of stages={self.stages} × "
                 f"chunks={self.chunks}; leave it out to divide evenly"
             )
-        self.passes  # Refuses what the schedule does not allow.
+        _ = self.passes  # Refuses what the schedule does not allow.
 
     @property
     def name(self) -> str:

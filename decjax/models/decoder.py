@@ -301,7 +301,8 @@ def _check_sizes(dtype: str, **sizes: int) -> None:
         raise ValueError(f"model dtype={dtype!r} is unknown; use one of {', '.join(DTYPES)}")
     if sizes["width"] % (2 * sizes["heads"]):
         raise ValueError(
-            f"model width={sizes['width']} with heads={sizes['heads']}: heads must have an even size; use a width divisible by {2 * sizes['heads']}"
+            f"model width={sizes['width']} with heads={sizes['heads']}: heads must have an even size; use a width divisible by "
+            f"{2 * sizes['heads']}"
         )
 
 
