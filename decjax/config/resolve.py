@@ -275,7 +275,7 @@ def _check_parts(spec: RunSpec) -> RunSpec:
     """Builds every part for workers that are simulated, looks whether shapes fit, and decides which stages compress."""
     one_device = spec if spec.simulate else spec._replace(tensor=1)
     if spec.averaging and spec.averaging.stages == AUTO:
-        setup = assemble.assemble(one_device._replace(averaging=spec.averaging._replace(stages=None)), mesh.simulated_workers)
+        setup = assemble.assemble(one_device._replace(averaging=spec.averaging._replace(stages="")), mesh.simulated_workers)
         averaging = spec.averaging._replace(stages=str(selective.choose(spec, setup)))
         spec, one_device = spec._replace(averaging=averaging), one_device._replace(averaging=averaging)
         spec = spec._replace(document=_document(spec))

@@ -70,7 +70,7 @@ def choose(spec: RunSpec, setup: Setup) -> int:
         tied=size["tied"],
         value_bytes=VALUE_BYTES[size["dtype"]],
     )
-    reducer = make_reducer(given._replace(start=0, stages=None), Channel(setup.workers.axis))
+    reducer = make_reducer(given._replace(start=0, stages=""), Channel(setup.workers.axis))
     params = _one_stage(jax.eval_shape(lambda: setup.start(jax.random.key(0))))
     ratio = float(reducer.num_bytes(params, N)[0] / reduce.mean().num_bytes(params, N)[0]) if N > 1 else 1.0
     codec = str(given.reducer.options.get("codec") or given.reducer.name).partition("(")[0]
