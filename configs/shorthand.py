@@ -23,13 +23,15 @@ def parse(arg: str, keys: dict) -> dict:
         The given keys and their values.
 
     Raises:
-        ValueError: naming the unknown key or value, and the valid ones.
+        ValueError: naming the unknown key or value, and the valid ones, or a key that is given twice.
     """
     given = {}
     for part in filter(None, (part.strip() for part in split(arg or ""))):
         key, equals, value = part.partition("=")
         if key not in keys:
             raise ValueError(f"config argument {key!r} is unknown; use some of {', '.join(keys)}")
+        if key in given:
+            raise ValueError(f"config argument {key!r} is given twice; leave one out")
         kind = keys[key]
         if kind is bool:
             if value not in ("", "true", "false"):
@@ -47,3 +49,10 @@ def parse(arg: str, keys: dict) -> dict:
         else:
             given[key] = value
     return given
+
+
+def override(base: str, text: str) -> str:
+    """The two as one argument, in which keys of the second replace those of the first."""
+    keys = {part.partition("=")[0].strip() for part in split(text)}
+    kept = [part for part in split(base) if part.partition("=")[0].strip() not in keys]
+    return ",".join(filter(None, [*kept, text]))

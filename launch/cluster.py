@@ -29,6 +29,7 @@ import contextlib
 import dataclasses
 import ipaddress
 import json
+import math
 import os
 import pathlib
 import re
@@ -53,6 +54,7 @@ UNLIMITED = "none"
 # A bucket that holds 10 ms of the rate, but never less than the largest packet, and a queue of 50 ms before packets are dropped, as in a
 # small switch. A larger bucket would carry messages for nothing after every pause.
 _BURST_S, _LEAST_BURST, _QUEUE = 0.01, 2**16, "50ms"
+_LEAST_RATE, _LARGEST_RATE = 1e3, 1e12  # bits per second
 _BITS = {"": 1, "k": 1e3, "m": 1e6, "g": 1e9}
 # Where machines default to BBR, its pause of 200 ms every ten seconds, for a look at the delay, would hit some steps and miss others.
 _CONGESTION_CONTROL = "reno"  # every kernel has it
@@ -235,12 +237,12 @@ def down(name: str = NAME) -> bool:
     Raises:
         ClusterError: if something still runs on it.
     """
-    existing = _find_free(name)
+    was_up, existing = _state_of(name).exists(), _find_free(name)  # Looking for it removes what a killed command left.
     if existing:
         if running := [process_id for host in existing.hosts for process_id in _processes_in(host)]:
             raise ClusterError(f"network {name!r} is in use; stop process {', '.join(map(str, running))} first")
         _remove(existing)
-    return existing is not None
+    return was_up
 
 
 @contextlib.contextmanager
@@ -330,11 +332,11 @@ def _write_state(made: Network, new: bool = False) -> None:
 def _read_state(name: str) -> Network | None:
     try:
         state = json.loads(_state_of(name).read_text())
+        return Network(name, tuple(state["addresses"]), state["owner"])
     except FileNotFoundError:
         return None
-    except ValueError:  # Killed while writing it, before anything else was made.
+    except (ValueError, TypeError, KeyError):  # Killed while writing it, before anything else was made.
         return Network(name, (), owner="0")
-    return Network(name, tuple(state["addresses"]), state["owner"])
 
 
 def _identity(process_id: int | str) -> str:
@@ -383,17 +385,24 @@ def _processes_in(space: str) -> list[int]:
 
 
 def _checked_rate(rate: str) -> str:
-    if rate != UNLIMITED and not (re.fullmatch(r"\d+(\.\d+)?[kmg]?bit", rate) and float(rate.rstrip("kmgbit"))):
+    if rate != UNLIMITED and not _LEAST_RATE <= _bits(rate) <= _LARGEST_RATE:
+        shown = rate if len(rate) <= 40 else f"{rate[:37]}…"
         raise ClusterError(
-            f"rate={rate!r}: must be a number with bit, kbit, mbit or gbit (per second), as in 200mbit, or {UNLIMITED}"
+            f"rate={shown!r}: must be a number with bit, kbit, mbit or gbit (per second), as in 200mbit, from 1kbit to 1000gbit, "
+            f"or {UNLIMITED}"
         )
     return rate
 
 
+def _bits(rate: str) -> float:
+    """Per second; nan of what is no rate."""
+    match = re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]{1,15})?)([kmg]?)bit", rate)
+    return float(match[1]) * _BITS[match[2]] if match else math.nan
+
+
 def _burst(rate: str) -> int:
     """Bytes of the bucket of a link."""
-    number, unit = re.fullmatch(r"([\d.]+)([kmg]?)bit", rate).groups()
-    return max(_LEAST_BURST, int(_BURST_S * float(number) * _BITS[unit] / 8))
+    return max(_LEAST_BURST, int(_BURST_S * _bits(rate) / 8))
 
 
 # -- The command ------------------------------------------------------------------------------------------------------

@@ -35,7 +35,7 @@ def console() -> rich.console.Console:
 def fail(message: object, code: int = USER_ERROR) -> NoReturn:
     """Ends the program with one line on standard error."""
     sys.unraisablehook = lambda unraisable: None  # Background tasks of libraries have nothing to add while we leave.
-    print(f"error: {message}", file=sys.stderr, flush=True)
+    print(f"error: {' '.join(str(message).splitlines())}", file=sys.stderr, flush=True)
     sys.exit(code)
 
 
@@ -82,10 +82,16 @@ def output(option: str, text: str, figure: bool = False) -> pathlib.Path:
 
 def one_line(error: Exception) -> str:
     """What a config file or a flag complains of. Its text may hold a whole traceback, of which the last line matters."""
-    text = str(error).replace("\\n", "\n").replace("\\'", "'")  # A KeyError's message is the repr of its text.
+    text = str(error)
+    if isinstance(error, KeyError) or "Traceback" in text:
+        text = text.replace("\\n", "\n").replace("\\'", "'")  # A KeyError's message is the repr of its text.
+    elif not isinstance(error, AttributeError | flags.Error):
+        text = " ".join(text.split())  # A value of the user's may hold a line's end.
     last = ([line.strip() for line in text.splitlines() if line.strip()] or [type(error).__name__])[-1].removeprefix("ValueError: ")
     if missing := re.search(r"Flag (--\w+) must have a value other than None", last):
         return f"{missing[1]} is missing; --help lists the flags"
+    if switch := re.search(r"[Ff]lag --([\w.]+)=(.*?): .*[Nn]on-boolean argument", " ".join(text.split())):
+        return f"--{switch[1]}={switch[2]} must be true or false; write --{switch[1]} or --no{switch[1]}"
     if number := re.search(r"[Ff]lag (--[\w.]+=.*): (invalid literal for int|could not convert string to float)", last):
         return f"{number[1]} must be a {'whole number' if 'int' in number[2] else 'number'}"
     if isinstance(error, (AttributeError, KeyError)):

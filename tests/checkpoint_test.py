@@ -16,8 +16,8 @@ from decjax import train
 from decjax.train import checkpoint
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-# Written by `python -m launch.train` of commit f08f7a6 from text.txt, eight steps each, of which the checkpoint of the fourth is kept,
-# and what Orbax noted of the arrays' shardings is not.
+# Written by `python -m launch.train` of commit f08f7a6 from text.txt, eight steps each. The checkpoint of the fourth is kept,
+# without what Orbax noted of the arrays' shardings.
 OLD_RUNS = ROOT / "tests/data/runs_f08f7a6"
 COUNTERS = {"time_s": 12.5, "bytes_sent_per_worker": 72320.0, "first_step": 0, "corpus": "4096+31 bytes, crc cad9eae3"}
 pytestmark = pytest.mark.usefixtures("quick_compilation", "uncached_programs")

@@ -146,10 +146,24 @@ def test_mistakes_are_told_in_one_line(arguments, problems):
     assert line.startswith("error: ") and all(problem in line for problem in problems)
 
 
-@pytest.mark.parametrize("rate", ["", "fast", "200", "200mbps", "-1mbit", "0mbit", "1e3mbit", "mbit"])
+@pytest.mark.parametrize(
+    "rate",
+    ["", "fast", "200", "200mbps", "-1mbit", "0mbit", "1e3mbit", "mbit", "9" * 160 + "mbit", "1" * 400 + "bit", "1bit", "٣mbit"],
+)
 def test_a_rate_that_is_none_is_refused(rate):
     with pytest.raises(cluster.ClusterError, match=r"rate='.*as in 200mbit"):
         cluster._checked_rate(rate)
+
+
+@pytest.mark.parametrize("state", ['{"addresses": ["10.77.0.1"], "owner": "1 0"}', '{"addres', "[]", "{}"])
+def test_down_after_a_kill_says_that_the_network_is_down(state, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(cluster, "_require_privileges", lambda: None)
+    monkeypatch.setattr(cluster, "_STATE", tmp_path)
+    monkeypatch.setattr(cluster, "_NAMESPACES", tmp_path)
+    monkeypatch.setattr(cluster, "_HOSTS_FILES", tmp_path / "netns")
+    cluster._state_of("x").write_text(state)
+    assert cluster.down("x") and "was killed" in capsys.readouterr().err
+    assert not cluster._state_of("x").exists() and not cluster.down("x")
 
 
 @pytest.mark.parametrize("rate", ["200mbit", "1.5gbit", "64kbit", "9600bit", "none"])

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from configs import lm
+from configs import shorthand as merge
 from experiments import compression
 from tests import commands
 from tests.runs import trainer_of
@@ -77,7 +78,7 @@ SHORTHANDS = sorted(
 def test_every_config_of_the_readme_and_of_the_compression_table_can_be_trained(shorthand):
     workers = re.search(r"workers=(\d+)", shorthand)
     many = workers and int(workers[1]) > jax.device_count()
-    config = lm.get_config(f"{shorthand},smoke,steps=60" + (",simulate" if many else ""))
+    config = lm.get_config(merge.override(shorthand, "smoke,steps=60" + (",simulate" if many else "")))
     config.data.path = str(README)
     trainer_of(config)
 

@@ -88,6 +88,11 @@ def test_plot_writes_a_picture(tmp_path):
         (("--workers=4", "--k=0"), "--k=0: base_k: 'k' has to be an integer"),
         (("--workers=4", "--colour=red"), "colour"),
         (("--workers=4", "ring"), "'ring'"),
+        (("--workers=4", "--rounds=100000"), "'rounds' has to be an integer from 1 to 1024"),
+        (("--workers=4", f"--seed={10**30}"), "'seed' has to be an integer from 0 to"),
+        (("--workers=4", "--seed=1e30"), "--seed=1e30 must be a whole number"),
+        (("--workers=4", "--plot=a.png"), "--plot=a.png must be true or false; write --plot or --noplot"),
+        (("--workers=4", "--outer=ri\nng"), "'ri\\nng' must read like"),
         (("--workers=2", "--plot", "--out=/nonexistent/a.png"), "/nonexistent"),
     ],
 )

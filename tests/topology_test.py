@@ -122,10 +122,10 @@ def test_other_seeds_give_other_graphs(name):
     ],
 )
 def test_mistakes_are_named_within_two_seconds(name, num_workers, options, problem):
-    start = time.monotonic()
+    start = time.process_time()
     with pytest.raises(ValueError, match=problem) as error:
         tp.make(name, num_workers, **options)
-    assert "\n" not in str(error.value) and time.monotonic() - start < 2
+    assert "\n" not in str(error.value) and time.process_time() - start < 2
 
 
 def test_traits_are_true():

@@ -271,6 +271,7 @@ def _checked(what: str, given: Mapping[str, Any], known: Mapping[str, registry.O
 
 # -- Building -----------------------------------------------------------------------------------------------------------
 
+
 def _check_parts(spec: RunSpec) -> RunSpec:
     """Builds every part for workers that are simulated, looks whether shapes fit, and decides which stages compress."""
     one_device = spec if spec.simulate else spec._replace(tensor=1)

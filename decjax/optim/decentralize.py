@@ -47,6 +47,18 @@ def check_update(params: Any, order: str, phase: int | None, received: Any) -> N
         raise ValueError(f"received needs order 'awc' and a static phase, got order {order!r} and phase {phase}")
 
 
+def mix_in_step(mixer: gossip.Mixer, x: Any, state: Any, phase: int | None, received: Any = None) -> tuple[Any, Any]:
+    """Mixes `x`, of which what others sent may be there already: (mixed, state of the mixer)."""
+    if received is not None:
+        return mixer.combine(x, received, state.mixer, phase, state.count)
+    return gossip.mix_due(mixer, x, state.mixer, phase, state.count)
+
+
+def _settle(mixer: gossip.Mixer, params: Any, updates: Any, mixer_state: Any) -> tuple[Any, Any]:
+    stepped = optax.apply_updates(params, updates)
+    return mixer.settle(params, stepped, mixer_state) if mixer.settle else (stepped, mixer_state)
+
+
 @transient("reducer", "pending")
 class SynchronizeState(NamedTuple):
     """State of `synchronize`."""
@@ -97,29 +109,20 @@ def decentralize(
     def init(params):
         return DecentralizeState(jnp.zeros((), jnp.int32), inner.init(params), init_memory(mixer.init, params))
 
-    def mix(params, state, phase, received=None):
-        if received is not None:
-            return mixer.combine(params, received, state.mixer, phase, state.count)
-        return gossip.mix_due(mixer, params, state.mixer, phase, state.count)
-
-    def settle(params, updates, mixer_state):
-        stepped = optax.apply_updates(params, updates)
-        return mixer.settle(params, stepped, mixer_state) if mixer.settle else (stepped, mixer_state)
-
     def update(grads, state, params=None, *, phase=None, received=None, **extra):
         check_update(params, order, phase, received)
         if order == "awc":
-            mixed, mixer_state = mix(params, state, phase, received)
+            mixed, mixer_state = mix_in_step(mixer, params, state, phase, received)
             updates, inner_state = inner.update(grads, state.inner, mixed, **extra)
             if mixer.settle is None:
                 updates = jax.tree.map(lambda y, x, u: (y - x) + u, mixed, params, updates)
             else:
-                settled, mixer_state = settle(mixed, updates, mixer_state)
+                settled, mixer_state = _settle(mixer, mixed, updates, mixer_state)
                 updates = jax.tree.map(jnp.subtract, settled, params)
         else:
             updates, inner_state = inner.update(grads, state.inner, params, **extra)
-            settled, mixer_state = settle(params, updates, state.mixer)
-            mixed, mixer_state = mix(settled, state._replace(mixer=mixer_state), phase)
+            settled, mixer_state = _settle(mixer, params, updates, state.mixer)
+            mixed, mixer_state = mix_in_step(mixer, settled, state._replace(mixer=mixer_state), phase)
             updates = jax.tree.map(jnp.subtract, mixed, params)
         return updates, DecentralizeState(optax.safe_increment(state.count), inner_state, mixer_state)
 

@@ -66,8 +66,7 @@ def scale_by_onebit_adam(
         )
 
     def init(params):
-        zero = jnp.zeros((), jnp.int32)
-        mu, nu = (jax.tree.map(jnp.zeros_like, params) for _ in range(2))
+        zero, (mu, nu) = jnp.zeros((), jnp.int32), (jax.tree.map(jnp.zeros_like, params) for _ in range(2))
         return OnebitAdamState(zero, zero, mu, nu, init_memory(reducer.init, params))
 
     def update(grads, state, params=None, *, phase=None, **extra):

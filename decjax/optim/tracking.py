@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import optax
 
 from decjax import gossip
-from decjax.optim.decentralize import ORDERS, check_update
+from decjax.optim.decentralize import ORDERS, check_update, mix_in_step
 from decjax.optim.memories import init_memory
 from decjax.optim.transient import transient
 
@@ -73,23 +73,18 @@ def track(
         memory = init_memory(lambda params: mixer.init((params, nothing)), params)
         return TrackState(jnp.zeros((), jnp.int32), inner.init(params), memory, nothing, nothing)
 
-    def mix(params, tracker, state, phase, received=None):
-        both = params, tracker
-        if received is not None:
-            return mixer.combine(both, received, state.mixer, phase, state.count)
-        return gossip.mix_due(mixer, both, state.mixer, phase, state.count)
-
     def update(grads, state, params=None, *, phase=None, received=None, **extra):
         check_update(params, order, phase, received)
         if order == "awc":
-            (mixed, tracker), mixer_state = mix(params, state.tracker, state, phase, received)
+            (mixed, tracker), mixer_state = mix_in_step(mixer, (params, state.tracker), state, phase, received)
             tracker = jax.tree.map(lambda v, g, before: v + (g - before), tracker, grads, state.gradient)
             updates, inner_state = inner.update(tracker, state.inner, mixed, **extra)
             updates = jax.tree.map(lambda y, x, u: (y - x) + u, mixed, params, updates)
         else:
             tracker = jax.tree.map(lambda v, g, before: v + (g - before), state.tracker, grads, state.gradient)
             updates, inner_state = inner.update(tracker, state.inner, params, **extra)
-            (mixed, tracker), mixer_state = mix(optax.apply_updates(params, updates), tracker, state, phase)
+            stepped = optax.apply_updates(params, updates)
+            (mixed, tracker), mixer_state = mix_in_step(mixer, (stepped, tracker), state, phase)
             updates = jax.tree.map(jnp.subtract, mixed, params)
         return updates, TrackState(optax.safe_increment(state.count), inner_state, mixer_state, tracker, grads)
 

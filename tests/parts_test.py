@@ -1,0 +1,81 @@
+"""launch/parts.py as a user runs it, and its tables against the registry."""
+
+import pytest
+
+from decjax import registry
+from launch import parts
+from tests import commands
+
+
+def run(*arguments):
+    result = commands.run("launch.parts", *arguments, COLUMNS="160")
+    assert max(map(len, result.stdout.splitlines()), default=0) <= parts.WIDTH
+    return result
+
+
+def words(text):
+    return " ".join(text.split())
+
+
+def test_all_kinds_with_their_parts():
+    result = run()
+    assert result.returncode == 0 and not result.stderr
+    for kind in registry.KINDS:
+        assert f"\n {kind} " in result.stdout
+    for name in registry.names("topology"):
+        assert f" {name}" in result.stdout
+
+
+def test_a_kind_with_summaries_and_traits():
+    result = run("topology")
+    assert result.returncode == 0 and not result.stderr
+    (line,) = [line for line in result.stdout.splitlines() if line.startswith(" exponential ")]
+    assert "Self and the workers" in line and "directed, static" in line
+    assert "needs a power of two workers" in words(result.stdout)
+
+
+def test_a_part_with_options_defaults_and_docstring():
+    result = run("topology", "matcha")
+    assert result.returncode == 0 and not result.stderr
+    rows = [line.split() for line in result.stdout.splitlines()]
+    assert (
+        ["budget", "float", "0.5"] in rows and ["rounds", "int", "or", "none", "None"] in rows and ["base", "str", "ring"] in rows
+    )
+    assert "Reference: Wang et al." in result.stdout
+    assert "It has no options." in run("topology", "ring").stdout
+
+
+def test_whatever_is_registered_is_listed(monkeypatch):
+    monkeypatch.setitem(registry._parts, "topology", dict(registry._parts["topology"]))
+
+    @registry.register("topology", "of_ones_own", static=True, directed=False, needs="patience")
+    def of_ones_own(num_workers, depth, share: float | None = None):
+        del num_workers, depth, share
+
+    (table,) = parts.parts("topology")
+    cells = [[str(cell) for cell in column.cells] for column in table.columns]
+    assert [column[-1] for column in cells] == ["of_ones_own", "", "static, needs patience"]
+    description, table = parts.part("topology", "of_ones_own")
+    assert "traits: static, needs patience" in str(description) and "no description" in str(description)
+    rows = [[str(cell) for cell in column.cells] for column in table.columns]
+    assert rows == [["depth", "share"], ["any", "float or none"], ["must be given", "None"]]
+
+
+@pytest.mark.parametrize(
+    "arguments, problem",
+    [
+        (("colour",), "kind 'colour' is unknown; use one of task, model, "),
+        (("topology", "rings"), "topology 'rings' is unknown; use one of complete, ring, "),
+        (("topology", "ring", "n"), "unexpected argument 'n'"),
+        (("--colour",), "colour"),
+    ],
+)
+def test_mistakes_are_one_line(arguments, problem):
+    result = run(*arguments)
+    assert result.returncode == 2 and not result.stdout
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("error: ") and problem in line
+
+
+def test_help_has_an_example():
+    assert "python -m launch.parts topology base_k" in commands.run("launch.parts", "--help").stdout

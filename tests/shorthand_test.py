@@ -1,0 +1,39 @@
+"""The argument of a config file."""
+
+import pytest
+
+from configs import gpt_optimus, lm, shorthand
+
+KEYS = dict(workers=int, codec=str, method=("local", "allreduce"), smoke=bool)
+
+
+def test_values_and_commas_within_brackets():
+    given = shorthand.parse("workers=4,codec=topk(fraction=0.1,values=int4),smoke", KEYS)
+    assert given == dict(workers=4, codec="topk(fraction=0.1,values=int4)", smoke=True)
+    assert shorthand.parse("smoke=false, method=local", KEYS) == dict(smoke=False, method="local")
+
+
+@pytest.mark.parametrize(
+    "text, problem",
+    [
+        ("workers=4,workers=2", "'workers' is given twice; leave one out"),
+        ("smoke,smoke=false", "'smoke' is given twice"),
+        ("colour=red", "'colour' is unknown; use some of workers"),
+        ("workers", "needs a value"),
+        ("workers=many", "must be a whole number"),
+        ("method=other", "use one of local, allreduce"),
+        ("smoke=2", "smoke=true or smoke=false"),
+    ],
+)
+def test_mistakes_are_named(text, problem):
+    with pytest.raises(ValueError, match=problem):
+        shorthand.parse(text, KEYS)
+
+
+def test_a_config_on_top_of_another_overrides_it():
+    assert shorthand.override("a=1,b=f(x=1,y=2),c", "b=3,d") == "a=1,c,b=3,d"
+    assert shorthand.override("a=1", "") == "a=1"
+    assert gpt_optimus.get_config("size=tiny,workers=1,fused=false").workers == 1
+    for get_config in (lm.get_config, gpt_optimus.get_config):
+        with pytest.raises(ValueError, match="'workers' is given twice"):
+            get_config("workers=4,workers=2")
