@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from configs import gpt_optimus
-from decjax import train
+from decjax import registry
 from decjax.costmodel.transformer import low_rank_ratio
-from decjax.train import methods
+from tests.runs import run_of, spec_of
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 
@@ -22,26 +22,25 @@ import jax
 jax.config.update("jax_num_cpu_devices", 128)
 import numpy as np
 from configs import gpt_optimus
-from decjax import train
-from decjax.train import assemble, engine, state as state_lib
-from tests.runs import run_of
+from decjax import config as parts
+from decjax.train import engine
+from tests.runs import trainer_of
 
 found = {}
 for size in ("2.5b", "8.3b"):
     config = gpt_optimus.get_config("size=" + size)
     config.data.path = sys.argv[1]
-    setup = train.build(config)
-    source, workers = setup.source, setup.workers
-    state = state_lib.abstract(*setup.beginning)
-    tokens = setup.config.batch_size // workers.num_workers, setup.model.context + 1
+    trainer = trainer_of(config)
+    workers, state = trainer.workers, trainer.abstract
+    tokens = trainer.setup.task.examples(trainer.spec.each).shape
     batch = jax.ShapeDtypeStruct((workers.num_workers, workers.stages, *tokens), np.int32, sharding=workers.stacked)
-    step = engine.whole_step(source.gradient, setup.method, workers, 0, setup.method.phase(0))
+    step = engine.whole_step(trainer.train_step, trainer.method.phase(0))
     traced = step.trace(state, batch, np.int32(0))
     after, loss = traced.out_info
     same = jax.tree.all(jax.tree.map(lambda x, y: (x.shape, x.dtype) == (y.shape, y.dtype), state, after))
     shard_bytes = sum(np.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(state))
     sent = set(re.findall(r":(\\w+\\[[\\d,]*\\])[^\\n]* = ppermute", str(traced.jaxpr)))
-    found[size] = dict(sent=sorted(sent), params=train.size(config).params, same=same, loss=loss.shape, devices=workers.mesh.size,
+    found[size] = dict(sent=sorted(sent), params=parts.size(config).params, same=same, loss=loss.shape, devices=workers.mesh.size,
                        shard_bytes=float(shard_bytes), microbatch=tokens[0] // config.pipeline.microbatches)
 print(json.dumps(found))
 """
@@ -70,7 +69,7 @@ def test_the_published_models_in_shapes(tmp_path):
         assert of["sent"] == sorted([dense, p, q, f"f32[51200,{width // 2}]"])
         ratio = 1024 * width / (16 * (1024 + width))
         assert ratio == low_rank_ratio(1024, width, 16) == pytest.approx({1920: 41.7, 3072: 48.0}[width], abs=0.05)
-        codec = methods.make_codec(gpt_optimus.get_config("size=" + size).boundary.backward)
+        codec = registry.make("codec", gpt_optimus.get_config("size=" + size).boundary.backward)
         assert 2 * 1024 * width / codec.num_bytes((1024, width), "float32") == ratio
 
 
@@ -101,13 +100,12 @@ def test_the_tiny_one_trains(tmp_path):
 def test_keys_of_the_language_model_follow_the_size():
     config = gpt_optimus.get_config("size=8.3b,fused=false,compressed=auto,steps=50")
     assert (config.model.width, config.pipeline.fused_embedding, config.reducer.stages, config.steps) == (3072, False, "auto", 50)
-    assert gpt_optimus.get_config().optimizer.learning_rate * gpt_optimus.get_config().optimizer.final_fraction == pytest.approx(
-        1e-5
-    )
+    schedule = gpt_optimus.get_config().schedule
+    assert schedule.learning_rate * schedule.final_fraction == pytest.approx(1e-5)
     with pytest.raises(ValueError, match="size='huge': use one of 2.5b, 8.3b, tiny"):
         gpt_optimus.get_config("size=huge")
 
 
 def test_a_smoke_run_of_the_tiny_one_compresses_what_its_narrower_stages_send():
-    config = train.build(gpt_optimus.get_config("size=tiny,smoke")).config
-    assert config.boundary.backward == "low_rank(rank=4)" and config.model.width == 16
+    spec = spec_of(gpt_optimus.get_config("size=tiny,smoke"))
+    assert spec.boundary["backward"] == "low_rank(rank=4)" and spec.model.options["width"] == 16

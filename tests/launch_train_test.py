@@ -106,7 +106,7 @@ MISTAKES = {
     "few devices": ([], "smoke,workers=6", "a", "workers=6.*4 devices", "workers=4 or simulate"),
     "unknown key": ([], "smoke,speed=3", "a", "'speed'", "topology"),
     "bad number": ([], "smoke,workers=many", "a", "'many'", "whole number"),
-    "unknown word": ([], "smoke,optimizer=adagrad", "a", "'adagrad'", "accum_adamw"),
+    "unknown word": ([], "smoke,optimizer=adamant", "a", "'adamant'", "accum_adamw"),
     "unknown field": (["--config.colour=red"], "smoke,workers=2", "a", "'colour'", "the config file lists"),
     "no workdir": ([], "smoke,workers=2", None, "--workdir", "--help"),
     "empty workdir": (["--workdir="], "smoke,workers=2", None, "--workdir is empty", "such as runs/lm"),
@@ -273,7 +273,7 @@ def test_unusable_directories_are_refused(place, finished):
 
     before = summary(finished), evaluations(finished)
     cases = {
-        "another config": (other_config(), r"optimizer.learning_rate: [0-9.]+ there, 0.5 here", "choose another --workdir"),
+        "another config": (other_config(), r"schedule.learning_rate: [0-9.]+ there, 0.5 here", "choose another --workdir"),
         "cut": (damaged("cut"), rf"cut/checkpoints/{STEPS} cannot be restored", f"move it away to continue from step {2 * EVERY}"),
         "garbled": (damaged("garbled"), rf"garbled/checkpoints/{STEPS} cannot", f"move it away to continue from step {2 * EVERY}"),
         "flip": (damaged("flip"), rf"flip/checkpoints/{STEPS} cannot", f"move it away to continue from step {2 * EVERY}"),
@@ -314,17 +314,17 @@ def test_a_full_disk_is_one_line(place, finished, every, what):
 def test_divergence_names_the_step_and_keeps_the_last_good_checkpoint(place):
     """Step 1 moves the parameters by 10⁹, which is still finite and saved; two steps later the loss is not."""
     command = place.command(
-        "--config.optimizer.name=sgdm",
         "--config.schedule.learning_rate=1e10",
         "--config.clip_norm=0",
         "--config.log_every=100",
         "--config.eval.every=100",
         "--config.checkpoint.every=2",
+        shorthand="smoke,workers=2,optimizer=sgdm",
         workdir="diverged",
     )
     message = one_error(forked(command))
     good = int(re.search(r"the last good checkpoint is of step (\d+)", message)[1])
     assert int(re.search(r"loss is (?:nan|inf|-inf) on worker [01] in step (\d+)", message)[1]) >= good
-    assert "Lower optimizer.learning_rate" in message
+    assert "Lower schedule.learning_rate" in message
     assert [path.name for path in (place.folder / "diverged/checkpoints").iterdir()] == [str(good)]
     assert not (place.folder / "diverged/summary.json").exists()

@@ -11,11 +11,11 @@ import pytest
 from decjax import codecs, costmodel, mesh, models, pipeline, reduce, schedules
 from decjax.channel import Channel
 from decjax.hlo import wire
-from decjax.optim import clip_by_global_norm, synchronize
+from decjax.optim import Method, clip_by_global_norm, synchronize
 from decjax.pipeline import executor
 from decjax.train import engine
-from decjax.train import source as source_lib
-from decjax.train import state as state_lib
+from decjax.train.step import Step
+from tests import runs
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 BATCH, M, CONTEXT, VOCABULARY, DEPTH, STEPS = 16, 4, 6, 16, 8, 20
@@ -79,6 +79,15 @@ def one_device(tied, depth=DEPTH, runs=(), autoencoder=0):
     return losses, jax.tree.map(np.asarray, params)
 
 
+def source_of(model, S, batch_size, *, schedule, microbatches, remat, boundary=None, **options):
+    """The gradient of a model in S stages."""
+    batch = jax.ShapeDtypeStruct((batch_size, CONTEXT + 1), jnp.int32)
+    division = pipeline.divide_model(model.parts, S, **options)
+    return pipeline.of_division(
+        division, schedule=schedule, microbatches=microbatches, remat=remat, batch=batch, boundary=boundary
+    )
+
+
 def train(
     N,
     S,
@@ -98,27 +107,19 @@ def train(
     """(losses, final parameters of every worker, program) of a layout, by the library's own engine."""
     whole = model(tied, depth)
     workers = mesh.make_workers(N, stages=S, tensor=T, simulate=simulate, divided=whole.divided)
-    source = source_lib.of_model(
-        whole,
-        stages=S,
-        microbatches=microbatches,
-        schedule=name,
-        chunks=C,
-        layers=layers,
-        remat=remat,
-        autoencoder=autoencoder,
-        fused_embedding=fused,
-        batch_size=BATCH // N,
-    )
-    whole = source.division.complete(whole) if S > 1 else whole
+    if S > 1:
+        options = dict(chunks=C, layers=layers, autoencoder=autoencoder, fused_embedding=fused)
+        source = source_of(whole, S, BATCH // N, schedule=name, microbatches=microbatches, remat=remat, **options)
+    else:
+        source = pipeline.whole(lambda params, variables, batch, key: (whole.nll(params, batch, key).mean(), variables))
     reducer = reduce.mean(channel=Channel(workers.axis))
     reducer = pipeline.with_tied_table(reducer, source.division, channel=Channel(workers.axis)) if S > 1 else reducer
-    method = state_lib.Method(
+    method = Method(
         synchronize(optimizer(source.norm), reducer), reducer.phase, lambda params, phase: reducer.num_bytes(params, N)
     )
-    program = engine.make_step(source.gradient, method, workers, 0)
+    program = engine.make_step(Step(source.gradient, method, workers, 0))
     params = start(tied, depth, source.division.layers if autoencoder else (), autoencoder)
-    state = state_lib.init(lambda key: source.split(params), method.tx, workers, 0, source.init)
+    state = runs.start(source.split(params), method, workers, source.init)
     losses = []
     for number in range(STEPS):
         batch = workers.build(lambda worker: tokens(number)[worker::N])
@@ -302,16 +303,14 @@ def test_the_cost_model_tells_what_a_device_of_the_program_sends(N, S, T, ratio)
     """Between stages, as it is or coded into half of the bytes, and between workers."""
     whole, workers = model(), mesh.make_workers(N, stages=S, tensor=T, divided=model().divided)
     boundary = pipeline.coded(codecs.bfloat16(), codecs.bfloat16(), when="always") if ratio < 1 else None
-    source = source_lib.of_model(
-        whole, stages=S, microbatches=M, schedule="1f1b", chunks=1, layers=(), remat=True, batch_size=BATCH // N, boundary=boundary
-    )
+    source = source_of(whole, S, BATCH // N, schedule="1f1b", microbatches=M, remat=True, boundary=boundary)
     reducer = reduce.mean(channel=Channel(workers.axis))
-    method = state_lib.Method(
+    method = Method(
         synchronize(optax.sgd(0.1), reducer), reducer.phase, lambda params, phase: reducer.num_bytes(params, N)
     )
-    state = state_lib.abstract(lambda key: source.split(whole.init(key)), method.tx, workers, 0, source.init)
+    state = runs.shapes(lambda: runs.start(source.split(whole.init(jax.random.key(0))), method, workers, source.init), workers)
     batch = jax.ShapeDtypeStruct((N, S, BATCH // N, CONTEXT + 1), jnp.int32, sharding=workers.stacked)
-    program = engine.whole_step(source.gradient, method, workers, 0, 0).lower(state, batch, np.int32(0)).compile()
+    program = engine.whole_step(Step(source.gradient, method, workers, 0), 0).lower(state, batch, np.int32(0)).compile()
     sent = {axis: sent_NxS / T for axis, sent_NxS in wire.bytes_by_stage(program.as_text(), workers).items()}
 
     layout = costmodel.Layout(N, S, T, microbatches=M, remat="stages")

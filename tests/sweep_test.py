@@ -59,7 +59,7 @@ def test_every_combination_is_trained_in_its_own_directory(swept):
     workdir, _, _, _ = swept
     for seed in (0, 1):
         config = json.loads((workdir / f"steps=4,seed={seed}" / "config.json").read_text())
-        assert (config["steps"], config["seed"], config["model"]["width"], config["method"]) == (4, seed, 8, "local")
+        assert (config["steps"], config["seed"], config["model"]["width"], config["method"]["name"]) == (4, seed, 8, "local")
 
 
 def test_a_failed_run_is_told_and_the_others_go_on(swept):

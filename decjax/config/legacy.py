@@ -119,5 +119,5 @@ def _reducer(given: Mapping[str, Any], staged: bool) -> dict[str, Any]:
             own[field] = own[field] or None
     around = {} if name == "mean" else {"start": given["start"]}
     if staged and name not in ("mean", "gravac"):
-        around |= {field: given[field] or None for field in ("stages", "cluster")}
+        around |= _only(given, ("stages", "cluster"))
     return {"name": "codec" if name == "onebit_adam" else name, **own, **around}

@@ -90,7 +90,7 @@ class Size(NamedTuple):
 def size(config: Any) -> Size:
     """The size of a run from its config alone: no device is started, no data is read."""
     spec = resolve(config)
-    setup = assemble.assemble(spec, mesh.simulated_workers)
+    setup = assemble.assemble(spec._replace(tensor=1), mesh.simulated_workers)
     leaves = jax.tree.leaves(jax.eval_shape(lambda: setup.task.init(jax.random.key(0))))
     return Size(spec.workers, sum(leaf.size for leaf in leaves), spec.each * setup.task.items)
 
@@ -216,7 +216,7 @@ def _averaging(document: Mapping[str, Any], stages: int) -> Averaging:
 def _topology(text: Any) -> str:
     if not isinstance(text, str):
         raise ValueError(
-            f"topology={text!r} must be a name, as 'ring' or 'torus(shape=(2,4))'; python -m launch.topologies lists them"
+            f"topology={text!r} must be a name, as 'ring' or 'base_k(k=2)'; python -m launch.topologies lists them"
         )
     registry.parse("topology", text)
     return text
@@ -276,7 +276,7 @@ def _check_parts(spec: RunSpec) -> RunSpec:
     """Builds every part for workers that are simulated, looks whether shapes fit, and decides which stages compress."""
     one_device = spec if spec.simulate else spec._replace(tensor=1)
     if spec.averaging and spec.averaging.stages == AUTO:
-        setup = assemble.assemble(one_device._replace(averaging=spec.averaging._replace(stages=None)), mesh.simulated_workers)
+        setup = assemble.assemble(one_device._replace(averaging=spec.averaging._replace(stages="")), mesh.simulated_workers)
         averaging = spec.averaging._replace(stages=str(selective.choose(spec, setup)))
         spec, one_device = spec._replace(averaging=averaging), one_device._replace(averaging=averaging)
         spec = spec._replace(document=_document(spec))

@@ -11,7 +11,7 @@ from decjax import registry
 # Around any reducer that codes what it sends: the plain mean before step `start`; and in a pipeline, which stages compress: the
 # first so many, or "auto" by the cost model with the profile of a cluster.
 AROUND_REDUCER = {"start": registry.Option(0, int, False)}
-AROUND_STAGES = {"stages": registry.Option(None, str, True), "cluster": registry.Option(None, str, True)}
+AROUND_STAGES = {"stages": registry.Option("", str, False), "cluster": registry.Option("", str, False)}
 
 
 def fields(kind: str, name: str, stages: int = 1) -> dict[str, registry.Option]:

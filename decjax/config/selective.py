@@ -50,7 +50,7 @@ def choose(spec: RunSpec, setup: Setup) -> int:
             f"cluster {cluster.name!r} does not tell flops, which the time of a pass follows from; enter what a "
             "device sustains, or give reducer.stages as a number"
         )
-    reducer = make_reducer(given._replace(start=0, stages=None), Channel(setup.workers.axis))
+    reducer = make_reducer(given._replace(start=0, stages=""), Channel(setup.workers.axis))
     params = _one_stage(jax.eval_shape(lambda: setup.start(jax.random.key(0))))
     ratio = float(reducer.num_bytes(params, N)[0] / reduce.mean().num_bytes(params, N)[0]) if N > 1 else 1.0
     codec = str(given.reducer.options.get("codec") or given.reducer.name).partition("(")[0]

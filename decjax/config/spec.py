@@ -20,14 +20,14 @@ class Averaging(NamedTuple):
     Attributes:
         reducer: the part.
         start: steps of the plain mean before it is used.
-        stages: of a pipeline, the first so many compress; None: all; "auto": as `cluster` needs it.
-        cluster: path of a profile.
+        stages: of a pipeline, the first so many compress; empty: all; "auto": as `cluster` needs it.
+        cluster: path of a profile; empty: none.
     """
 
     reducer: Choice
     start: int = 0
-    stages: str | None = None
-    cluster: str | None = None
+    stages: str = ""
+    cluster: str = ""
 
 
 class Layers(NamedTuple):

@@ -29,9 +29,9 @@ FREE_KEYS = ("eval.", "checkpoint.", "log_every", "data.sample_bytes", "engine")
 VERSION = 2  # of the checksums; checkpoints that name none are of version 1
 
 
-def _flat(config: dict, prefix: str = "") -> dict[str, Any]:
+def _flat(document: dict, prefix: str = "") -> dict[str, Any]:
     flat = {}
-    for key, value in config.items():
+    for key, value in document.items():
         flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
     return flat
 
