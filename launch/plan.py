@@ -31,10 +31,10 @@ Columns there: seconds per iteration; speed-up over the fastest layout with plai
 computes (all microbatches), that stages wait for each other, and that messages of the tensor axis, between stages, between
 workers and of a tied embedding add to that; GB on the fullest device.
 
-Columns of data parallelism: ms per iteration, mean and 95 % quantile; speed-up over synchronous all-reduce; of the mean, how long a worker waits
-for slower ones and what messages add; MB a worker sends, and MB that leave the busiest node, per step; the spectral gap of a
-period of rounds (1: exact averaging). Compressed methods that launch.calibrate has measured are among the rows, but the verdict is on
-messages as they are. --plot draws in which regions of bandwidth and variation of compute time each method is
+Columns of data parallelism: ms per iteration, mean and 95 % quantile; speed-up over synchronous all-reduce; of the mean, how
+long a worker waits for slower ones and what messages add; MB a worker sends, and MB that leave the busiest node, per step; the
+spectral gap of a period of rounds (1: exact averaging). Compressed methods that launch.calibrate has measured are among the
+rows, but the verdict is on messages as they are. --plot draws in which regions of bandwidth and variation of compute time each method is
 to be preferred (of those within 3 % of the fastest the one that averages best), and one iteration of each worker.
 """
 

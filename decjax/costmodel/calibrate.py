@@ -115,8 +115,9 @@ def fit_cluster(measurements: Sequence[Measurement], *, name: str, num_nodes: in
 
     One-way shifts give α and β of a scope (pairs do where there are no shifts), pairs that take more than 1.5 times as long
     per byte are half-duplex. α is the lesser one of both: large messages tell it up to milliseconds only, too many of which
-    would add up where a method sends many small ones. All-reduces give the efficiency: expected ÷ measured time per byte, at most 1. Links of a scope
-    that was not measured are those of the other one. Throughputs of codecs are medians, by name if they have names.
+    would add up where a method sends many small ones. All-reduces give the efficiency: expected ÷ measured time per byte, at
+    most 1. Links of a scope that was not measured are those of the other one. Throughputs of codecs are medians, by name if they
+    have names.
 
     Raises:
         ValueError: if neither shifts nor pairs were measured, or with fewer than two sizes.
