@@ -36,11 +36,11 @@ LINES = ("-", "--", ":")  # for more runs than colours
 SMOOTHED_SHARE = 20  # the running mean is over 1/20 of the logged values
 
 UNINFORMATIVE = ("eval.", "checkpoint.", "log_every", "data.sample_bytes")  # of how a run is watched, not of what it is
-DECENTRALIZED_ONLY = ("topology.", "mixing.")
+DECENTRALIZED_ONLY = ("topology.", "mixing.")  # in configs of older runs, whose sections held the fields of all parts
 KINDS = ("train", "eval")
-NUMBERS_OF_ROW = ("step", "time_s", "loss", "loss_min", "loss_max", "consensus_distance", "tokens_per_s", "bytes_sent_per_worker")
+NUMBERS_OF_ROW = ("step", "time_s", "loss", "loss_min", "loss_max", "consensus_distance", "bytes_sent_per_worker")
 NUMBERS_OF_SUMMARY = ("eval_loss", "local_eval_loss_min", "local_eval_loss_max", "time_s", "bytes_per_step_per_worker")
-NAME_FIRST = ("method", "topology.name", "optimizer.name")
+NAME_FIRST = ("task", "method", "method.name", "topology", "topology.name", "mixer.name", "reducer.name", "optimizer.name")
 
 
 class RunError(Exception):
@@ -159,7 +159,7 @@ def load(directory: pathlib.Path) -> Run:
 def _identity(run: Run) -> dict[str, Any]:
     """The part of a config that makes the run what it is."""
     config = {key: value for key, value in run.config.items() if not key.startswith(UNINFORMATIVE)}
-    if config.get("method") != "decentralized":
+    if config.get("method", "decentralized") != "decentralized":
         config = {key: value for key, value in config.items() if not key.startswith(DECENTRALIZED_ONLY)}
     sizes = [config.get(key) for key in ("batch_size", "workers")]
     if all(type(size) is int and 0 < size < 2**53 for size in sizes):  # Per worker, or it would differ whenever these do.
@@ -204,7 +204,7 @@ def result(run: Run, label: str) -> Result:
         eval_loss, low, high = (run.evaluations[-1][key] for key in ("loss", "loss_min", "loss_max"))
     else:
         eval_loss = low = high = None
-    rates = [row["tokens_per_s"] for row in run.train]
+    rates = [rate for row in run.train for name, rate in row.items() if name.endswith("_per_s") and isinstance(rate, int | float)]
     sent = run.summary["bytes_per_step_per_worker"] if run.summary else last["bytes_sent_per_worker"] / last["step"]
     return Result(
         label,
