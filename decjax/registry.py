@@ -110,13 +110,13 @@ def register(kind: str, name: str, **traits: Any) -> Callable[[Callable], Callab
             is_given = parameter.name in KINDS[kind].context or parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
             if not is_given and parameter.default is parameter.empty:
                 raise ValueError(
-                    f"{kind} {name!r}: nobody supplies parameter {parameter.name!r}; give it a default, or a name of "
+                    f"{kind} {shown(name)}: nobody supplies parameter {parameter.name!r}; give it a default, or a name of "
                     f"{', '.join(KINDS[kind].context) or 'none'}"
                 )
         known = _parts[kind].get(name)
         if known and (known.factory.__module__, known.factory.__qualname__) != (factory.__module__, factory.__qualname__):
             raise ValueError(
-                f"{kind} {name!r} is taken by {known.factory.__module__}.{known.factory.__qualname__}; use another name"
+                f"{kind} {shown(name)} is taken by {known.factory.__module__}.{known.factory.__qualname__}; use another name"
             )
         _parts[kind][name] = Part(kind, name, factory, traits)
         return factory
@@ -154,7 +154,7 @@ def part(kind: str, name: str) -> Part:
     if kind in _fallbacks and (factory := _fallbacks[kind][0](name)):
         return Part(kind, name, factory, {})
     raise ValueError(
-        f"{kind} {name!r} is unknown; use one of {', '.join(_parts[kind])}" + (" or an optax optimizer" * (kind in _fallbacks))
+        f"{kind} {shown(name)} is unknown; use one of {', '.join(_parts[kind])}" + (" or an optax optimizer" * (kind in _fallbacks))
     )
 
 
@@ -168,7 +168,7 @@ def parse(what: str, text: str) -> tuple[str, dict[str, Any]]:
     Raises:
         ValueError: if it does not read like that, or an option is given twice.
     """
-    example = f"{what} {text!r} must read like 'name' or 'name(option=1,other=word)'"
+    example = f"{what} {shown(text)} must read like 'name' or 'name(option=1,other=word)'"
     try:
         node = ast.parse(text.strip(), mode="eval").body
         if isinstance(node, ast.Name):
@@ -178,7 +178,9 @@ def parse(what: str, text: str) -> tuple[str, dict[str, Any]]:
         given: dict[str, Any] = {}
         for keyword in node.keywords:
             if keyword.arg is None or keyword.arg in given:
-                raise ValueError(f"{what} {text!r}: option {keyword.arg} is given twice; leave one out" if keyword.arg else example)
+                raise ValueError(
+                    f"{what} {shown(text)}: option {keyword.arg} is given twice; leave one out" if keyword.arg else example
+                )
             bare = isinstance(keyword.value, ast.Name | ast.Call)
             given[keyword.arg] = ast.unparse(keyword.value) if bare else ast.literal_eval(keyword.value)
         return node.func.id, given
@@ -190,7 +192,7 @@ def parse(what: str, text: str) -> tuple[str, dict[str, Any]]:
 
 def call(name: str, options: Mapping[str, Any]) -> str:
     """The inverse of `parse`: "name(key=value,…)"."""
-    return f"{name}({','.join(f'{key}={value!r}' for key, value in options.items())})" if options else name
+    return f"{name}({','.join(f'{key}={shown(value)}' for key, value in options.items())})" if options else name
 
 
 def complete(kind: str, name: str, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -203,12 +205,12 @@ def complete(kind: str, name: str, given: Mapping[str, Any]) -> dict[str, Any]:
     for option in given:
         if option not in known:
             fix = f"use {', '.join(known)}" if known else "it has none, leave it out"
-            raise ValueError(f"{kind} {name!r} has no option {option!r}; {fix}")
+            raise ValueError(f"{kind} {shown(name)} has no option {option!r}; {fix}")
     missing = [option for option, (default, *_) in known.items() if default is inspect.Parameter.empty and option not in given]
     if missing:
-        raise ValueError(f"{kind} {name!r} needs option {missing[0]!r}; give it, as {name}({missing[0]}=…)")
+        raise ValueError(f"{kind} {shown(name)} needs option {missing[0]!r}; give it, as {name}({missing[0]}=…)")
     return {
-        option: checked(f"{kind} {name!r} option {option}", given[option], entry) if option in given else entry.default
+        option: checked(f"{kind} {shown(name)} option {option}", given[option], entry) if option in given else entry.default
         for option, entry in known.items()
     }
 
@@ -230,7 +232,7 @@ def make(kind: str, chosen: Any, /, *context: Any, **given: Any) -> Any:
         return chosen
     name, options = parse(kind, chosen)
     if twice := options.keys() & given.keys():
-        raise ValueError(f"{kind} {chosen!r}: option {min(twice)} is given twice; leave one out")
+        raise ValueError(f"{kind} {shown(chosen)}: option {min(twice)} is given twice; leave one out")
     by_name = KINDS[kind].context[len(context) :]
     supplied = {key: value for key, value in given.items() if key in by_name}
     options |= {key: value for key, value in given.items() if key not in supplied}
@@ -238,6 +240,12 @@ def make(kind: str, chosen: Any, /, *context: Any, **given: Any) -> Any:
     takes = inspect.signature(found.factory).parameters
     complete_options = complete(kind, name, options)
     return found.factory(*context, **{key: value for key, value in supplied.items() if key in takes}, **complete_options)
+
+
+def shown(value: Any) -> str:
+    """A value in an error: as it is written, or its beginning."""
+    text = repr(value)
+    return text if len(text) <= 100 else f"{text[:97]}…"
 
 
 def _check_kind(kind: str) -> None:
@@ -295,4 +303,4 @@ def checked(what: str, value: Any, option: Option) -> Any:
         return value
     meant = {bool: "True or False", int: "a whole number", float: "a number", str: "a word"}[kind]
     example = "" if option.default is None or option.default is inspect.Parameter.empty else f", such as {option.default!r}"
-    raise ValueError(f"{what}={value!r} must be {meant}{example}")
+    raise ValueError(f"{what}={shown(value)} must be {meant}{example}")

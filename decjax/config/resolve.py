@@ -176,7 +176,7 @@ def _document(spec: RunSpec) -> dict[str, Any]:
 def _section(document: Mapping[str, Any], name: str) -> dict[str, Any]:
     found = document.get(name, {})
     if not isinstance(found, dict):
-        raise ValueError(f"config.{name}={found!r} must be a section of fields; see configs/lm.py")
+        raise ValueError(f"config.{name}={registry.shown(found)} must be a section of fields; see configs/lm.py")
     return found
 
 
@@ -197,7 +197,7 @@ def _group(section: Mapping[str, Any], name: str, kind: type[Group]) -> Group:
 def _name(document: Mapping[str, Any], kind: str) -> str:
     name = _section(document, kind).get("name")
     if not isinstance(name, str):
-        raise ValueError(f"config.{kind}.name={name!r} must be a name; python -m launch.parts {kind} lists them")
+        raise ValueError(f"config.{kind}.name={registry.shown(name)} must be a name; python -m launch.parts {kind} lists them")
     return name
 
 
@@ -215,7 +215,9 @@ def _averaging(document: Mapping[str, Any], stages: int) -> Averaging:
 
 def _topology(text: Any) -> str:
     if not isinstance(text, str):
-        raise ValueError(f"topology={text!r} must be a name, as 'ring' or 'base_k(k=2)'; python -m launch.topologies lists them")
+        raise ValueError(
+            f"topology={registry.shown(text)} must be a name, as 'ring' or 'base_k(k=2)'; python -m launch.topologies lists them"
+        )
     registry.parse("topology", text)
     return text
 
