@@ -39,7 +39,7 @@ def prepare(text, tmp_path_factory):
 
     def prepare(argument="", workdir=None, resume_from=None, **fields):
         # A period of two: the shortest with phases to keep track of.
-        given = "smoke" if "method=" in argument else "smoke,topology=one_peer_ring"
+        given = "smoke" if "method=" in argument or "topology=" in argument else "smoke,topology=one_peer_ring"
         config = lm.get_config(",".join(filter(None, (given, argument))))
         fields = {
             "data.path": text,

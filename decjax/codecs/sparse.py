@@ -19,6 +19,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from decjax import registry
 from decjax.codecs import bits, noise
@@ -216,7 +217,7 @@ def block_topk(fraction: float = 0.01, k: int = 1, values: Codec | str = "identi
         raise ValueError(
             f"block_topk of k={k} in groups of {group}: groups may have 4096 values; use a larger fraction or a smaller k"
         )
-    low = jnp.uint32(2 ** (group - 1).bit_length() - 1)
+    low = np.uint32(2 ** (group - 1).bit_length() - 1)
 
     def lanes(size):
         return math.ceil(size / group)
