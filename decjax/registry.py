@@ -181,6 +181,11 @@ def parse(what: str, text: str) -> tuple[str, dict[str, Any]]:
         raise error if str(error).startswith(what) else ValueError(example) from error
 
 
+def call(name: str, options: Mapping[str, Any]) -> str:
+    """The inverse of `parse`: "name(key=value,…)"."""
+    return f"{name}({','.join(f'{key}={value!r}' for key, value in options.items())})" if options else name
+
+
 def complete(kind: str, name: str, given: Mapping[str, Any]) -> dict[str, Any]:
     """All options of a part: the given ones, checked and in their type, and the defaults of the others.
 

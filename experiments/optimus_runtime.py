@@ -20,7 +20,7 @@ from absl import flags
 from rich import box, console, table
 
 from decjax import costmodel
-from decjax.costmodel import plan
+from decjax.costmodel import plan_layouts
 from launch import command
 
 FLAGS = flags.FLAGS
@@ -40,7 +40,7 @@ def predict(size: str, *, nic: float = 1.0, blocking: bool = False) -> dict[str,
     inter = dataclasses.replace(cluster.inter, bandwidth_Bps=nic * cluster.inter.bandwidth_Bps)
     cluster, layout = dataclasses.replace(cluster, inter=inter), dataclasses.replace(LAYOUT, blocking=blocking)
     load = costmodel.work(MODELS[size], layout, cluster.flops)
-    ways = plan.compressions(cluster, MODELS[size], load, layout)
+    ways = plan_layouts.compressions(cluster, MODELS[size], load, layout)
     return {_label(name): costmodel.predict_layout(cluster, load, layout, traffic) for name, traffic in ways.items()}
 
 

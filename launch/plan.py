@@ -41,13 +41,13 @@ to be preferred (of those within 3 % of the fastest the one that averages best),
 import dataclasses
 
 from absl import flags
-import numpy as np
-from rich import box, console, table, text
+from rich import console
 
 from decjax import costmodel
 from decjax import topology as topology_lib
 from decjax.costmodel import plan, profile
-from launch import command, config_file
+from decjax.costmodel import plan_layouts as layouts
+from launch import command, config_file, plan_report
 
 FLAGS = flags.FLAGS
 
@@ -55,9 +55,7 @@ _MODEL_KEYS = dict(depth=None, width=None, heads=None, vocabulary=None, context=
 _DATA_PARALLEL_FLAGS = ("workers", "compute_s", "variation", "ratio", "codec", "every", "plot")
 _LAYOUT_FLAGS = ("microbatch", "schedule", "chunks", "inner", "remat", "flops", "top")
 _KEYS = dict(params=None, forward_s=None, backward_s=None, tokens=None, buckets=1.0, bytes=4.0, optimizer_s=0.0, combine_s=0.0)
-COLORS = ("#0072B2", "#56B4E9", "#009E73", "#D55E00", "#E69F00", "#CC79A7", "#999999", "#7A5195", "#8C564B", "#BCBD22")
 MAX_WORKERS = 4096  # the spectral gap of as many takes minutes; devices, of which all may be workers, as well
-TIMELINE_WORKERS = 16  # more bars than that are not legible
 
 
 # -- What is asked ----------------------------------------------------------------------------------------------------
@@ -295,88 +293,10 @@ def message_options() -> dict[str, float | str]:
 # -- What is answered -------------------------------------------------------------------------------------------------
 
 
-def report(cluster: costmodel.Cluster, workload: costmodel.Workload, ranked: list[plan.Ranked], width: int) -> console.Group:
-    """The ranking; terminals of less than 100 columns get fewer."""
-    title = (
-        f"{cluster.name}: {cluster.num_nodes} × {cluster.workers_per_node} workers; a step computes for "
-        f"{1e3 * workload.compute_s:.4g} ms and has {workload.total_bytes / 1e6:.4g} MB of parameters"
-    )
-    rows = table.Table(
-        box=box.SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
-        caption="gap of a period / rounds in it; 1: exact averaging",
-        caption_justify="left",
-    )
-    rows.add_column("method", vertical="bottom", no_wrap=True)
-    columns = {
-        "ms": lambda r: _ms(r.prediction.mean_s),
-        "95 %\nms": lambda r: _ms(r.prediction.quantiles_s[0.95]),
-        "speed-\nup": lambda r: f"{r.speedup:.2f}",
-        "waits\nms": lambda r: _ms(r.prediction.waiting_s),
-        "adds\nms": lambda r: _ms(r.prediction.exposed_s),
-        "MB per\nworker": lambda r: f"{r.prediction.bytes_per_worker / 1e6:.3g}",
-        "MB per\nNIC": lambda r: f"{r.prediction.bytes_per_nic / 1e6:.3g}",
-        "gap": _gap,
-    }
-    if width < 100:
-        del columns["95 %\nms"], columns["MB per\nworker"]
-    for header in columns:
-        rows.add_column(header, justify="right", vertical="bottom", no_wrap=True)
-    for r in ranked:
-        rows.add_row(r.method.name, *(cell(r) for cell in columns.values()), style=None if r.method.topology else "dim")
-    return console.Group(text.Text(title, style="table.title"), rows)  # A table would wrap its title at its own width.
-
-
-def _gap(r: plan.Ranked) -> str:
-    return "–" if r.method.topology is None else f"{r.gap:.2f}" + (f" / {r.period}" if r.period > 1 else "")
-
-
-def _ms(time_s: float) -> str:
-    ms = 1e3 * max(time_s, 0.0)
-    return "0" if ms < 5e-4 else f"{ms:.0f}" if ms >= 1000 else f"{ms:.3g}"
-
-
-def report_layouts(
-    cluster: costmodel.Cluster, model: costmodel.Transformer, ranked: list[plan.RankedLayout], width: int
-) -> console.Group:
-    """The ranking of layouts; terminals of less than 110 columns get fewer."""
-    title = (
-        f"{cluster.name}: {cluster.num_nodes} × {cluster.workers_per_node} devices; {model.parameters / 1e6:.4g} million "
-        f"parameters, {model.batch_size} sequences of {model.context}"
-    )
-    rows = table.Table(
-        box=box.SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
-        caption="predicted; a layout is workers × stages × tensor",
-        caption_justify="left",
-    )
-    rows.add_column("layout", vertical="bottom", no_wrap=True)
-    rows.add_column("method", vertical="bottom", no_wrap=True)
-    parts = {
-        "compute\nms": "compute_s",
-        "bubble\nms": "bubble_s",
-        "tensor\nms": "tensor_s",
-        "stages\nms": "boundary_s",
-        "workers\nms": "workers_s",
-        "embed.\nms": "embedding_s",
-    }
-    columns = {
-        "s": lambda r: f"{r.prediction.time_s:.4g}",
-        "speed-\nup": lambda r: f"{r.speedup:.2f}",
-        **{header: lambda r, part=part: _ms(getattr(r.prediction, part)) for header, part in parts.items() if width >= 110},
-        "GB": lambda r: f"{r.memory.total / 1e9:.3g}",
-    }
-    for header in columns:
-        rows.add_column(header, justify="right", vertical="bottom", no_wrap=True)
-    for r in ranked:
-        rows.add_row(r.layout.name, r.name, *(cell(r) for cell in columns.values()))
-    return console.Group(text.Text(title, style="table.title"), rows)
-
-
 def plan_layouts(terminal: console.Console) -> None:
     """Ranks all layouts of the devices and prints the best, and why others were left out."""
     cluster, model = ask_layouts()
-    found, refused = plan.layouts(
+    found, refused = layouts.layouts(
         model,
         cluster.num_workers,
         microbatch_size=FLAGS.microbatch,
@@ -385,7 +305,7 @@ def plan_layouts(terminal: console.Console) -> None:
         inner=FLAGS.inner,
         remat=FLAGS.remat,
     )
-    ranked, too_large = plan.rank_layouts(
+    ranked, too_large = layouts.rank_layouts(
         cluster, model, found, topologies=FLAGS.topologies or ("one_peer_exponential",), orders=FLAGS.orders
     )
     reasons: dict[str, list[str]] = {}
@@ -394,97 +314,11 @@ def plan_layouts(terminal: console.Console) -> None:
     if not ranked:
         reason, names = next(reversed(reasons.items()))
         raise ValueError(f"no layout of {cluster.num_workers} devices fits; {', '.join(names)}: {reason}")
-    terminal.print(report_layouts(cluster, model, ranked[: FLAGS.top], terminal.width))
+    terminal.print(plan_report.report_layouts(cluster, model, ranked[: FLAGS.top], terminal.width))
     if len(ranked) > FLAGS.top:
         terminal.print(f"{len(ranked) - FLAGS.top} more; --top={len(ranked)} shows them", style="dim")
     for reason, names in reasons.items():
         terminal.print(f"left out: {', '.join(names)}: {reason}", markup=False, style="dim", soft_wrap=True)
-
-
-def plot(path: str, cluster: costmodel.Cluster, workload: costmodel.Workload, ranked: list[plan.Ranked]) -> None:
-    """Regions of bandwidth and variation on the left, one iteration of each worker on the right."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import colors, patches
-    from matplotlib import pyplot as plt
-
-    link = cluster.inter if cluster.num_nodes > 1 else cluster.intra
-    bandwidths = link.bandwidth_Bps * np.geomspace(1 / 30, 30, 33)
-    variations = np.linspace(0.0, 0.8, 25)
-    regions = plan.regions(cluster, workload, [r.method for r in ranked], bandwidths, variations)
-    winners = sorted(set(regions.winner.ravel().tolist()))
-    figure = plt.figure(figsize=(13, 6), layout="constrained")
-    left, right = figure.subfigures(1, 2, width_ratios=(1, 1.15))
-
-    axis = left.subplots()
-    shown = np.searchsorted(winners, regions.winner)
-    axis.pcolormesh(
-        8e-9 * bandwidths,
-        variations,
-        shown,
-        shading="nearest",
-        vmin=-0.5,
-        vmax=len(COLORS) - 0.5,
-        cmap=colors.ListedColormap(COLORS),
-        rasterized=True,
-    )
-    own = workload.jitter.sample(np.random.default_rng(0), workload.compute_s, (1000, 1, cluster.num_workers))
-    axis.plot(
-        8e-9 * link.bandwidth_Bps,
-        min(own.std() / own.mean(), variations[-1]),
-        "o",
-        color="black",
-        markersize=9,
-        markeredgecolor="white",
-        clip_on=False,
-        zorder=5,
-    )
-    axis.set(
-        xscale="log",
-        xlabel=f"bandwidth {'between nodes' if cluster.num_nodes > 1 else 'inside the node'}, Gbit/s",
-        ylabel="variation of compute times (standard deviation ÷ mean)",
-    )
-    axis.set_title("the method to prefer (dot: this cluster)", fontsize=10)
-    left.legend(
-        [patches.Patch(color=COLORS[k % len(COLORS)]) for k in range(len(winners))],
-        [regions.methods[m].name for m in winners],
-        loc="outside lower center",
-        ncols=2,
-        frameon=False,
-        fontsize=8.5,
-    )
-
-    gossip = [r for r in ranked if r.is_gossip]
-    chosen = [r.method for r in ranked if r.method.message == "gradients" and not r.method.bucketed][::-1][:2]
-    chosen += [gossip[0].method] if gossip else []
-    axes = right.subplots(len(chosen), 1, sharex=True, squeeze=False)[:, 0]
-    for axis, method in zip(axes, chosen, strict=True):
-        _draw_timeline(axis, plan.timeline(cluster, workload, method), method.name)
-    axes[-1].set_xlabel("ms from when the first worker starts the iteration")
-    right.legend(
-        [patches.Patch(color="#0072B2"), patches.Patch(facecolor="0.9"), patches.Patch(color="#D55E00")],
-        ["computes", "waits, updates", "message on its way"],
-        loc="outside lower center",
-        ncols=3,
-        frameon=False,
-        fontsize=8.5,
-    )
-    figure.savefig(path, dpi=140)
-    plt.close(figure)
-
-
-def _draw_timeline(axis, line: plan.Timeline, name: str) -> None:
-    workers = min(TIMELINE_WORKERS, len(line.start_N))
-    y = np.arange(workers)
-    start, computed, end, launched, arrived = (1e3 * times_N[:workers] for times_N in line)
-    axis.barh(y, end - start, left=start, height=0.8, color="0.9")
-    axis.barh(y + 0.12, computed - start, left=start, height=0.5, color="#0072B2")
-    axis.barh(y - 0.28, arrived - launched, left=launched, height=0.2, color="#D55E00")
-    axis.set_title(name + (f" (the first {workers} workers)" if workers < len(line.start_N) else ""), fontsize=10)
-    axis.set(ylabel="worker", yticks=y if workers <= 8 else y[::5])
-    axis.invert_yaxis()
-    axis.spines[["top", "right"]].set_visible(False)
 
 
 def main(argv: list[str]) -> int:
@@ -509,13 +343,13 @@ def main(argv: list[str]) -> int:
     }
     ranked = plan.rank(cluster, workload, methods)
     terminal = command.console()
-    terminal.print(report(cluster, workload, ranked, terminal.width))
+    terminal.print(plan_report.report(cluster, workload, ranked, terminal.width))
     compressed = {form.name for form in workload.compressed}
     terminal.print(plan.verdict(cluster, workload, [r for r in ranked if r.method.name not in compressed]), markup=False)
     for reason in refused.values():
         terminal.print("left out: " + reason, markup=False, style="dim")
     if FLAGS.plot:
-        plot(FLAGS.plot, cluster, workload, ranked)
+        plan_report.plot(FLAGS.plot, cluster, workload, ranked)
         terminal.print(f"wrote {FLAGS.plot}", markup=False)
     return 0
 

@@ -12,6 +12,7 @@ import time
 import pytest
 
 from launch import cluster
+from launch import network as network_lib
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 TIMEOUT_S = 240
@@ -58,7 +59,7 @@ SEND = """
 def why_not():
     """What keeps namespaces from working here, or nothing."""
     try:
-        cluster._require_privileges()
+        network_lib._require_privileges()
     except cluster.ClusterError as error:
         return str(error)
     probe = f"{NAME}probe"
@@ -119,7 +120,7 @@ def ids(notes):
 
 
 def alive(process_id):
-    return bool(cluster._identity(process_id))
+    return bool(network_lib._identity(process_id))
 
 
 # -- Anywhere ---------------------------------------------------------------------------------------------------------
@@ -152,23 +153,23 @@ def test_mistakes_are_told_in_one_line(arguments, problems):
 )
 def test_a_rate_that_is_none_is_refused(rate):
     with pytest.raises(cluster.ClusterError, match=r"rate='.*as in 200mbit"):
-        cluster._checked_rate(rate)
+        network_lib._checked_rate(rate)
 
 
 @pytest.mark.parametrize("state", ['{"addresses": ["10.77.0.1"], "owner": "1 0"}', '{"addres', "[]", "{}"])
 def test_down_after_a_kill_says_that_the_network_is_down(state, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(cluster, "_require_privileges", lambda: None)
-    monkeypatch.setattr(cluster, "_STATE", tmp_path)
-    monkeypatch.setattr(cluster, "_NAMESPACES", tmp_path)
-    monkeypatch.setattr(cluster, "_HOSTS_FILES", tmp_path / "netns")
-    cluster._state_of("x").write_text(state)
+    monkeypatch.setattr(network_lib, "_require_privileges", lambda: None)
+    monkeypatch.setattr(network_lib, "_STATE", tmp_path)
+    monkeypatch.setattr(network_lib, "_NAMESPACES", tmp_path)
+    monkeypatch.setattr(network_lib, "_HOSTS_FILES", tmp_path / "netns")
+    network_lib._state_of("x").write_text(state)
     assert cluster.down("x") and "was killed" in capsys.readouterr().err
-    assert not cluster._state_of("x").exists() and not cluster.down("x")
+    assert not network_lib._state_of("x").exists() and not cluster.down("x")
 
 
 @pytest.mark.parametrize("rate", ["200mbit", "1.5gbit", "64kbit", "9600bit", "none"])
 def test_rates_as_tc_writes_them(rate):
-    assert cluster._checked_rate(rate) == rate
+    assert network_lib._checked_rate(rate) == rate
 
 
 @pytest.mark.parametrize(
@@ -183,12 +184,12 @@ def test_rates_as_tc_writes_them(rate):
 )
 def test_a_network_that_cannot_be_is_refused(hosts, name, subnet, problem):
     with pytest.raises(cluster.ClusterError) as refused:
-        cluster._planned(hosts, name, subnet)
+        network_lib._planned(hosts, name, subnet)
     assert problem in str(refused.value)
 
 
 def test_hosts_have_the_first_addresses():
-    planned = cluster._planned(3, "box", "10.5.0.0/16")
+    planned = network_lib._planned(3, "box", "10.5.0.0/16")
     assert planned.addresses == ("10.5.0.1", "10.5.0.2", "10.5.0.3")
     assert planned.inside(2, ["true"]) == ["ip", "netns", "exec", "box2", "true"]
 
@@ -387,7 +388,7 @@ def test_a_network_goes_with_an_error_or_a_signal_and_stays_if_it_was_up():
     with cluster.network(2, "10mbit", NAME) as network:
         assert network.hosts == [f"{NAME}0", f"{NAME}1"] and network.rate_Bps(0) == 1.25e6
         with subprocess.Popen(network.inside(1, ["sleep", "100"])) as sleeper:
-            wait_for(lambda: cluster._processes_in(network.hosts[1]))
+            wait_for(lambda: network_lib._processes_in(network.hosts[1]))
             with pytest.raises(cluster.ClusterError, match=f"in use; stop process {sleeper.pid} first"):
                 cluster.down(NAME)
             sleeper.kill()

@@ -292,10 +292,11 @@ def test_unusable_directories_are_refused(place, finished):
     assert (place.folder / "foreign2/config.json").read_text() == "[1]"
 
 
-def test_a_full_disk_is_one_line(place, finished):
-    """No file may be larger than a checkpoint's; the programs are those of `finished`, which no longer have to be cached."""
+@pytest.mark.parametrize("every, what", [(4, "metrics of step"), (EVERY, f"checkpoint of step {EVERY}")])
+def test_a_full_disk_is_one_line(place, finished, every, what):
+    """No file may grow as large as the events of many rows, or a checkpoint. Programs are those of `finished`, cached already."""
     room = resource.getrlimit(resource.RLIMIT_FSIZE)
-    command = place.command(*LONG, workdir="full")
+    command = place.command(*LONG, f"--config.log_every={every}", workdir=f"full{every}")
     result = subprocess.run(
         command,
         capture_output=True,
@@ -307,7 +308,7 @@ def test_a_full_disk_is_one_line(place, finished):
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (2**14, room[1])),
     )
     message = one_error(result)
-    assert re.search(rf"checkpoint of step {EVERY} cannot be written in .*full/checkpoints .*make room", message), message
+    assert re.search(rf"{what}.* cannot be written in .*full{every}.*make room", message), message
 
 
 def test_divergence_names_the_step_and_keeps_the_last_good_checkpoint(place):

@@ -197,7 +197,8 @@ def _check_memory(setup: Setup) -> None:
     needed, there = len(workers.own) * per_worker * COPIES, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if needed > there:
         raise ValueError(
-            f"{len(workers.own)} workers of {per_worker / 4e6:.3g}M parameters need at least {needed / 1e9:.3g} GB for parameters, moments and gradients, and this machine has {there / 1e9:.3g} GB; use "
+            f"{len(workers.own)} workers of {per_worker / 4e6:.3g}M parameters need at least {needed / 1e9:.3g} GB "
+            f"for parameters, moments and gradients, and this machine has {there / 1e9:.3g} GB; use "
             "fewer workers or a smaller model"
         )
 

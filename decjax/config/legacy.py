@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
+from decjax import registry
+
 OWN = {
     "adamw": ("b1", "b2", "eps", "weight_decay"),
     "accum_adamw": ("b1", "b2", "eps", "weight_decay", "window"),
@@ -107,8 +109,22 @@ def _gossip(old: Mapping[str, Any]) -> dict[str, Any]:
         "name": "tracking" if name == "beer" else "decentralized",
         **_only(mixing, ("order", "every", "strength", "strength_power", "static_phase")),
     }
-    options = graph["options"]
-    return {"method": method, "mixer": mixer, "topology": f"{graph['name']}({options})" if options else graph["name"]}
+    return {"method": method, "mixer": mixer, "topology": _topology(graph["name"], graph["options"])}
+
+
+def _topology(name: str, options: str) -> str:
+    """In call form; options that a graph took for the one inside of it are now that one's own."""
+    if not options:
+        return name
+    _, given = registry.parse("topology", f"{name}({options})")
+    if "local" in given:
+        given["local_size"] = given.pop("local")
+    known = registry.part("topology", name).options
+    inner = next((option for option in ("outer", "base") if option in known), None)
+    own = {option: value for option, value in given.items() if option in known}
+    if inner and (rest := {option: value for option, value in given.items() if option not in known}):
+        own[inner] = registry.call(own.get(inner, known[inner].default), rest)
+    return registry.call(name, own)
 
 
 def _reducer(given: Mapping[str, Any], staged: bool) -> dict[str, Any]:

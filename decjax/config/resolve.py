@@ -215,9 +215,7 @@ def _averaging(document: Mapping[str, Any], stages: int) -> Averaging:
 
 def _topology(text: Any) -> str:
     if not isinstance(text, str):
-        raise ValueError(
-            f"topology={text!r} must be a name, as 'ring' or 'base_k(k=2)'; python -m launch.topologies lists them"
-        )
+        raise ValueError(f"topology={text!r} must be a name, as 'ring' or 'base_k(k=2)'; python -m launch.topologies lists them")
     registry.parse("topology", text)
     return text
 

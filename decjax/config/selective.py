@@ -43,33 +43,13 @@ def choose(spec: RunSpec, setup: Setup) -> int:
             f"reducer.stages='auto': model {spec.model.name!r} does not tell {missing[0]}, which the cost model of a "
             "transformer needs; give reducer.stages as a number"
         )
-    layout = costmodel.Layout(
-        workers=N,
-        stages=spec.pipeline.stages,
-        tensor=spec.tensor,
-        microbatches=spec.pipeline.microbatches,
-        schedule=spec.pipeline.schedule,
-        chunks=spec.pipeline.chunks,
-        layers=tuple(int(layers) for layers in spec.pipeline.layers.split(",") if layers),
-        remat=spec.pipeline.remat,
-    )
+    layout, transformer = _layout(spec), _transformer(spec)
     cluster = costmodel.load(given.cluster)[0].resize(layout.num_devices)
     if cluster.flops is None:
         raise ValueError(
             f"cluster {cluster.name!r} does not tell flops, which the time of a pass follows from; enter what a "
             "device sustains, or give reducer.stages as a number"
         )
-    transformer = costmodel.Transformer(
-        size["depth"],
-        size["width"],
-        size["heads"],
-        size["vocabulary"],
-        size["context"],
-        spec.batch_size,
-        hidden=size["hidden"],
-        tied=size["tied"],
-        value_bytes=VALUE_BYTES[size["dtype"]],
-    )
     reducer = make_reducer(given._replace(start=0, stages=""), Channel(setup.workers.axis))
     params = _one_stage(jax.eval_shape(lambda: setup.start(jax.random.key(0))))
     ratio = float(reducer.num_bytes(params, N)[0] / reduce.mean().num_bytes(params, N)[0]) if N > 1 else 1.0
@@ -89,6 +69,34 @@ def choose(spec: RunSpec, setup: Setup) -> int:
             f"gains from reducer {given.reducer.name!r}; use reducer 'mean'"
         )
     return count
+
+
+def _layout(spec: RunSpec) -> costmodel.Layout:
+    return costmodel.Layout(
+        workers=spec.workers,
+        stages=spec.pipeline.stages,
+        tensor=spec.tensor,
+        microbatches=spec.pipeline.microbatches,
+        schedule=spec.pipeline.schedule,
+        chunks=spec.pipeline.chunks,
+        layers=tuple(int(layers) for layers in spec.pipeline.layers.split(",") if layers),
+        remat=spec.pipeline.remat,
+    )
+
+
+def _transformer(spec: RunSpec) -> costmodel.Transformer:
+    size = spec.model.options
+    return costmodel.Transformer(
+        size["depth"],
+        size["width"],
+        size["heads"],
+        size["vocabulary"],
+        size["context"],
+        spec.batch_size,
+        hidden=size["hidden"],
+        tied=size["tied"],
+        value_bytes=VALUE_BYTES[size["dtype"]],
+    )
 
 
 def check_boundary(spec: RunSpec, setup: Setup) -> None:

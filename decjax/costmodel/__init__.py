@@ -1,14 +1,17 @@
 """When does decentralized training beat all-reduce, and by how much? A model to ask beforehand. NumPy only.
 
-    profile     clusters, workloads and jitter as data, with a JSON form
+    profile     clusters, workloads and jitter as data
+    files       their JSON form
     exchange    what a round of messages costs on a cluster
+    method      what is sent over which topology
     model       time per iteration of a method: a max-plus recursion, and closed forms
     transformer a decoder as numbers: parameters, operations, bytes
     layout      workers × stages × tensor: what devices compute and send
     iteration   time per iteration of a layout, under a pipeline schedule
     footprint   what a layout keeps on a device
     calibrate   fit a cluster's numbers to measurements
-    plan        rank methods, and layouts; regions in which each one wins
+    plan        rank methods; regions in which each one wins
+    plan_layouts rank layouts
 
 Example:
   >>> from decjax import topology
@@ -19,11 +22,13 @@ Example:
   '2.44 times faster'
 """
 
+from decjax.costmodel.files import load, load_workload, save
 from decjax.costmodel.footprint import Memory, memory
 from decjax.costmodel.iteration import LayoutPrediction, choose_compressed_stages, predict_layout
 from decjax.costmodel.layout import Boundary, Layout, Traffic, Work, work
-from decjax.costmodel.model import Method, Prediction, all_reduce, closed_form, compressed, gossip, no_communication, predict
-from decjax.costmodel.profile import Cluster, Compressed, Jitter, Link, Workload, load, load_workload, save
+from decjax.costmodel.method import Method, all_reduce, compressed, gossip, no_communication
+from decjax.costmodel.model import Prediction, closed_form, predict
+from decjax.costmodel.profile import Cluster, Compressed, Jitter, Link, Workload
 from decjax.costmodel.transformer import Transformer
 
 __all__ = [

@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 from decjax.costmodel.layout import Layout, Traffic, by_stage
-from decjax.costmodel.model import PARAMETERS
+from decjax.costmodel.method import PARAMETERS
 from decjax.costmodel.transformer import Transformer
 
 

@@ -11,7 +11,7 @@ import functools
 import numpy as np
 
 from decjax import schedules
-from decjax.costmodel.model import GRADIENTS, Method
+from decjax.costmodel.method import GRADIENTS, Method
 from decjax.costmodel.profile import check_count, check_number
 from decjax.costmodel.transformer import KEPT, Transformer
 from decjax.schedules import Schedule
@@ -79,7 +79,7 @@ class Layout:
                 f"layers={self.layers}: needs a positive number for each of stages={self.stages} × "
                 f"chunks={self.chunks}; leave it out to divide evenly"
             )
-        self.passes  # Refuses what the schedule does not allow.
+        _ = self.passes  # Refuses what the schedule does not allow.
 
     @property
     def name(self) -> str:

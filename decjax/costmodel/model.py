@@ -22,105 +22,16 @@ independent systems (replicas, bandwidths, …) of N workers, so that nothing lo
 """
 
 from collections.abc import Sequence
-import dataclasses
 import functools
 from typing import NamedTuple
 
 import numpy as np
 
-from decjax import topology as topology_lib
 from decjax.costmodel.exchange import Exchange, exchange_cost
-from decjax.costmodel.profile import Cluster, Compressed, Workload, check_count, check_number
-from decjax.topology import Topology
+from decjax.costmodel.method import GRADIENTS, PARAMETERS, Method
+from decjax.costmodel.profile import Cluster, Workload
 
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
-GRADIENTS, PARAMETERS = "gradients", "parameters"
-MAX_EVERY = 1000  # whole periods are simulated
-
-
-# -- Methods ----------------------------------------------------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True)
-class Method:
-    """What is sent over which topology, and whether it hides behind computation. See the module's equations.
-
-    Args:
-        name: what tables call it.
-        topology: who needs whose messages; None: nothing is sent.
-        message: "gradients" (the optimizer waits for them) or "parameters" (sent after the optimizer).
-        overlap: whether a message has a whole step to arrive.
-        bucketed: whether buckets travel as they get ready; else everything is one message.
-        ratio: bytes of a message ÷ bytes of the parameters. Anything but 1 costs codec time.
-        codec: which codec makes them so, for clusters that tell codecs apart.
-        every: p, messages are exchanged in every p-th step only.
-        joint_ring: nodes that meet in pairs run one all-reduce over all their workers, which as a ring takes
-            2(2L − 1)/2L parameter-sized messages out of a node, instead of exchanging shards, which takes one.
-        coding_s: seconds that a worker computes to code an exchange; None: as the cluster knows the codec.
-        latencies: how often an exchange takes its latency, see `Compressed`.
-
-    Raises:
-        ValueError: naming the value, the constraint and the fix.
-    """
-
-    name: str
-    topology: Topology | None
-    message: str = PARAMETERS
-    overlap: bool = False
-    bucketed: bool = False
-    ratio: float = 1.0
-    codec: str = ""
-    every: int = 1
-    joint_ring: bool = False
-    coding_s: float | None = None
-    latencies: float = 1.0
-
-    def __post_init__(self):
-        if self.message not in (GRADIENTS, PARAMETERS):
-            raise ValueError(f"message={self.message!r} must be '{GRADIENTS}' or '{PARAMETERS}'")
-        check_number("ratio", self.ratio, positive=True, fix="0.5 are 16-bit messages of float32 parameters")
-        check_count("every", self.every, 1, "1 communicates in each step", high=MAX_EVERY)
-
-    def due(self, step: int) -> int | None:
-        """The phase whose round is needed at the end of a step; None if the step is local (cf. `gossip.every`)."""
-        if self.topology is None or (step + 1) % self.every:
-            return None
-        return step // self.every % self.topology.period
-
-    @property
-    def period(self) -> int:
-        """Steps after which the schedule repeats."""
-        return 1 if self.topology is None else self.every * self.topology.period
-
-
-def no_communication() -> Method:
-    """Workers train apart: the lower bound of every method."""
-    return Method("no communication", None)
-
-
-def all_reduce(num_workers: int, *, overlap: bool = False, bucketed: bool = False, **options) -> Method:
-    """The mean of all gradients: synchronous, `bucketed` behind the backward pass, or with `overlap` one step stale."""
-    name = "all-reduce" + (", one step stale" if overlap else "") + (", bucketed" if bucketed else "")
-    return Method(name, topology_lib.make("complete", num_workers), GRADIENTS, overlap, bucketed, **options)
-
-
-def gossip(topology: Topology, *, order: str = "awc", name: str | None = None, **options) -> Method:
-    """Parameters mix over a topology: order "awc" (adapt while communicating, overlaps) or "atc" (after the update).
-
-    Raises:
-        ValueError: for another order.
-    """
-    if order not in ("awc", "atc"):
-        raise ValueError(f"order={order!r} must be 'awc' (overlaps with the gradient) or 'atc' (after the update)")
-    return Method(name or f"{topology.name} {order}", topology, PARAMETERS, order == "awc", **options)
-
-
-def compressed(form: Compressed) -> Method:
-    """A method whose messages have a compressed form: the mean of all gradients, or gossip in order "awc"."""
-    options = dict(ratio=form.ratio, coding_s=form.coding_s, latencies=form.latencies)
-    if not form.topology:
-        return dataclasses.replace(all_reduce(form.num_workers, **options), name=form.name)
-    return gossip(topology_lib.make(form.topology, form.num_workers), name=form.name, **options)
 
 
 # -- The recursion ----------------------------------------------------------------------------------------------------
@@ -202,17 +113,9 @@ def simulate(
     """
     workload = messages(workload, method)
     T, K, N = compute_TxKxN.shape
-    share_b = (
-        np.array(workload.num_bytes) / workload.total_bytes
-        if workload.total_bytes
-        else np.full(len(workload.num_bytes), 1 / len(workload.num_bytes))
-    )
-    forward = workload.forward_s / workload.compute_s
-    backward_b = [backward_s / workload.compute_s for backward_s in workload.backward_s]
-    parameters = method.message == PARAMETERS
     starts, computed = np.zeros((T + 1, K, N)), np.zeros((T, K, N))
     launched, arrived = np.full((T, K, N), np.nan), np.full((T, K, N), np.nan)
-    free = np.zeros((K, N))
+    parameters, free, pending = method.message == PARAMETERS, np.zeros((K, N)), None
 
     def exchange(step, phase, ready_b):
         nonlocal free
@@ -224,23 +127,12 @@ def simulate(
             launched[step], arrived[step] = arrivals[0] - cost_s[phase][0], free
         return arrivals
 
-    pending = None
     for t in range(T):
         phase = method.due(t)
         sends = method.due(t + 1) if method.overlap else phase  # The exchange that starts in this step.
-        u = starts[t] + forward * compute_TxKxN[t]
-        ready_b, join_s = [], join_time_s(workload, method) if phase is not None else 0.0
-        for b, backward in enumerate(backward_b):
-            u = u + backward * compute_TxKxN[t]
-            if parameters:
-                u = u + share_b[b] * workload.optimizer_s
-                if pending is not None:
-                    u = np.maximum(u, pending[b])
-                if method.overlap:
-                    u = u + share_b[b] * join_s
-            if sends is not None:
-                u = u + share_b[b] * codec_s
-            ready_b.append(u)
+        join_s = join_time_s(workload, method) if phase is not None else 0.0
+        ready_b = _ready(workload, method, starts[t], compute_TxKxN[t], pending, join_s, 0.0 if sends is None else codec_s)
+        u = ready_b[-1]
         computed[t] = starts[t] + compute_TxKxN[t]
         if not method.overlap and phase is not None:
             u = exchange(t, phase, ready_b)[-1]
@@ -253,6 +145,23 @@ def simulate(
             u = u + workload.optimizer_s
         starts[t + 1] = u
     return Run(starts, computed, launched, arrived)
+
+
+def _ready(workload: Workload, method: Method, start_KxN, compute_KxN, pending, join_s: float, codec_s: float) -> list[np.ndarray]:
+    """When each bucket of a step is ready to be sent; `pending`: when those on their way arrive."""
+    total, buckets = workload.total_bytes, len(workload.num_bytes)
+    u, ready_b = start_KxN + workload.forward_s / workload.compute_s * compute_KxN, []
+    for b, backward_s in enumerate(workload.backward_s):
+        share = workload.num_bytes[b] / total if total else 1 / buckets
+        u = u + backward_s / workload.compute_s * compute_KxN
+        if method.message == PARAMETERS:
+            u = u + share * workload.optimizer_s
+            if pending is not None:
+                u = np.maximum(u, pending[b])
+            if method.overlap:
+                u = u + share * join_s
+        ready_b.append(u := u + share * codec_s)
+    return ready_b
 
 
 # -- Closed forms -----------------------------------------------------------------------------------------------------

@@ -11,11 +11,7 @@ second, not bits.
 """
 
 import dataclasses
-import json
 import math
-import os
-import pathlib
-import re
 from typing import Any
 
 import numpy as np
@@ -25,7 +21,6 @@ JITTERS = ("constant", "normal", "exponential", "lognormal", "trace")
 
 LARGEST = 1e18  # of any number, and its inverse is the smallest positive one: what is beyond is a mistake, and would overflow
 MAX_BUCKETS = 256
-MAX_FILE_BYTES = 2**26
 
 
 def check_number(what: str, value: Any, *, low: float = 0.0, positive: bool = False, fix: str = "") -> float:
@@ -346,86 +341,3 @@ class Workload:
             backward_s=(backward_share * compute_s / num_buckets,) * num_buckets,
             **others,
         )
-
-
-# -- JSON -------------------------------------------------------------------------------------------------------------
-
-
-def _build(cls, fields: Any, where: str):
-    """An instance of a dataclass from a JSON object, nested ones included."""
-    if not isinstance(fields, dict):
-        raise ValueError(
-            f"{where}: {shown(fields)} must be a JSON object with {', '.join(f.name for f in dataclasses.fields(cls))}"
-        )
-    known = {field.name: field for field in dataclasses.fields(cls)}
-    for name in fields:
-        if name not in known:
-            raise ValueError(f"{where}: unknown field {shown(name)}; the fields are {', '.join(known)}")
-    for name, field in known.items():
-        if name not in fields and field.default is dataclasses.MISSING:
-            raise ValueError(f"{where}: field {name!r} is missing; the fields are {', '.join(known)}")
-    nested = {"intra": Link, "inter": Link, "jitter": Jitter}
-    values = {name: _build(nested[name], value, f"{where}: {name}") if name in nested else value for name, value in fields.items()}
-    if "compressed" in fields:
-        if not isinstance(fields["compressed"], list):
-            raise ValueError(f"{where}: compressed={shown(fields['compressed'])} must be a list of JSON objects")
-        values["compressed"] = tuple(_build(Compressed, form, f"{where}: compressed") for form in fields["compressed"])
-    try:
-        return cls(**values)
-    except ValueError as error:
-        raise ValueError(f"{where}: {error}") from error
-
-
-def read_json(path: str | os.PathLike) -> dict[str, Any]:
-    """A JSON object from a file.
-
-    Raises:
-        ValueError: if there is none.
-    """
-    try:
-        with open(path, encoding="utf-8") as file:
-            text = file.read(MAX_FILE_BYTES + 1)
-        if len(text) > MAX_FILE_BYTES:  # Such as /dev/zero.
-            raise ValueError(f"it is larger than {MAX_FILE_BYTES >> 20} MB")
-        content = json.loads(text)
-    except OSError as error:
-        raise ValueError(f"{path} cannot be read ({error.strerror}); give a JSON file, such as one of configs/clusters") from error
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} cannot be read as JSON ({' '.join(str(error).split())})") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"{path} must hold one JSON object, got {type(content).__name__}")
-    return content
-
-
-def load(path: str | os.PathLike) -> tuple[Cluster, Workload | None]:
-    """Reads a profile.
-
-    Returns:
-        The cluster, and the workload that was measured on it, None if the profile has none.
-
-    Raises:
-        ValueError: in one line: the file, the value, the constraint and the fix.
-    """
-    content = read_json(path)
-    workload = content.pop("workload", None)
-    return (_build(Cluster, content, str(path)), None if workload is None else _build(Workload, workload, f"{path}: workload"))
-
-
-def load_workload(path: str | os.PathLike) -> Workload:
-    """Reads a workload from a JSON file of its own; see `Workload` for the fields.
-
-    Raises:
-        ValueError: in one line: the file, the value, the constraint and the fix.
-    """
-    return _build(Workload, read_json(path), str(path))
-
-
-def save(path: str | os.PathLike, cluster: Cluster, workload: Workload | None = None) -> None:
-    """Writes a profile that `load` reads back unchanged; a file that was there is replaced at once, or not at all."""
-    content = dataclasses.asdict(cluster)
-    if workload is not None:
-        content["workload"] = dataclasses.asdict(workload)
-    temporary = pathlib.Path(f"{os.fspath(path)}.tmp")
-    text = re.sub(r"\[[^][{}]*\]", lambda numbers: " ".join(numbers[0].split()), json.dumps(content, indent=2))
-    temporary.write_text(text + "\n", encoding="utf-8")  # Lists of numbers stay on one line.
-    temporary.replace(path)

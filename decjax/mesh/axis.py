@@ -83,7 +83,7 @@ class Axis:
         if not swaps and x.dtype.itemsize >= 4:
             return jax.lax.ppermute(x, self.name, pairs)
         bits = _bits(x)
-        arrived = jax.lax.ppermute(bits, self.name, others) if others or not swaps else None
+        arrived: Any = jax.lax.ppermute(bits, self.name, others) if others or not swaps else None
         if swaps:
             # One after the other, in the same order everywhere; nobody takes part in both, and whoever takes none gets zeros.
             bits, arrived = jax.lax.optimization_barrier((bits, arrived))

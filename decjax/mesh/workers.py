@@ -39,7 +39,7 @@ class Workers:
     @property
     def platform(self) -> str | None:
         """Platform of the devices, as "cpu", "gpu" or "tpu"; None where workers are simulated."""
-        return None if self.simulated else self.mesh.devices.flat[0].platform
+        return None if self.mesh is None else self.mesh.devices.flat[0].platform
 
     @property
     def on_cpu(self) -> bool:
@@ -49,7 +49,7 @@ class Workers:
     @property
     def tensor(self) -> int:
         """Devices of a tensor-parallel group."""
-        return 1 if self.simulated else self.mesh.shape[TENSOR]
+        return 1 if self.mesh is None else self.mesh.shape[TENSOR]
 
     @property
     def axis(self) -> Axis:
@@ -73,13 +73,13 @@ class Workers:
     @property
     def stacked(self) -> jax.sharding.Sharding:
         """Sharding of an array with a leading worker axis (and stage axis), whole within tensor-parallel groups."""
-        if self.simulated:
+        if self.mesh is None:
             return jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
         return jax.sharding.NamedSharding(self.mesh, self._spec)
 
     def shardings(self, tree: Any) -> Any:
         """For each array of stacked state its sharding, from its path."""
-        if self.tensor == 1:
+        if self.mesh is None or self.tensor == 1:
             return jax.tree.map(lambda x: self.stacked, tree)
 
         def sharding(path, x):
@@ -101,7 +101,7 @@ class Workers:
     @property
     def replicated(self) -> jax.sharding.Sharding:
         """Sharding of an array that every device holds whole."""
-        if self.simulated:
+        if self.mesh is None:
             return self.stacked
         return jax.sharding.NamedSharding(self.mesh, jax.sharding.PartitionSpec())
 
@@ -115,7 +115,7 @@ class Workers:
         Returns:
             A function of stacked and shared pytrees, whose outputs are all stacked. Not jitted.
         """
-        if self.simulated:
+        if self.mesh is None:
             if self.stages > 1:
                 fn = jax.vmap(fn, in_axes=tuple(in_axes), axis_name=STAGE, axis_size=self.stages)
             return jax.vmap(fn, in_axes=tuple(in_axes), axis_name=SIMULATED.name, axis_size=self.num_workers)
@@ -146,7 +146,7 @@ class Workers:
     def jit(self, fn: Callable, in_axes: Sequence[int | None], donate_argnums: Sequence[int] = ()) -> Callable:
         """`map`, jitted. Outputs are laid out as `shardings` says, so that feeding them back compiles nothing anew."""
         # With a tensor axis the layout depends on the array, and `map` has fixed it already.
-        out_shardings = {} if self.tensor > 1 else {"out_shardings": self.stacked}
+        out_shardings: dict[str, Any] = {} if self.tensor > 1 else {"out_shardings": self.stacked}
         return jax.jit(self.map(fn, in_axes), donate_argnums=tuple(donate_argnums), **out_shardings)
 
     def stack(self, tree: Any) -> Any:
@@ -169,7 +169,7 @@ class Workers:
             stacked = np.stack([row.reshape((*ones, *shape)) for row in rows.values()])
             return jax.device_put(np.broadcast_to(stacked, (*self._sizes, *shape)), self.stacked)
         return jax.make_array_from_callback(
-            (*self._sizes, *shape), self.stacked, lambda index: rows[index[0].start or 0].reshape((1, *ones, *shape))
+            (*self._sizes, *shape), self.stacked, lambda index: rows[_worker(index)].reshape((1, *ones, *shape))
         )
 
     def place(self, tree: Any) -> Any:
@@ -188,7 +188,7 @@ class Workers:
         if self.simulated:
             return tuple(range(self.num_workers))
         index_map = self.whole.stacked.addressable_devices_indices_map((self.num_workers,))
-        return tuple(sorted({index[0].start or 0 for index in index_map.values()}))
+        return tuple(sorted(set(map(_worker, index_map.values()))))
 
     def fetch(self, tree: Any) -> Any:
         """Copies stacked or replicated arrays to NumPy in every process. A collective: call it everywhere or nowhere."""
@@ -202,6 +202,11 @@ class Workers:
     @functools.cached_property
     def _replicate(self) -> Callable:
         return jax.jit(lambda tree: tree, out_shardings=self.replicated)  # Kept: a new one each time would compile anew.
+
+
+def _worker(index: Any) -> int:
+    """The first worker of a part of a stacked array."""
+    return index[0].start or 0
 
 
 def make_workers(

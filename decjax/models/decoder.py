@@ -268,17 +268,7 @@ def decoder_lm(
     Raises:
         ValueError: if a size is not positive, the width does not divide into heads of even size, or the dtype is another.
     """
-    sizes = dict(vocabulary=vocabulary, context=context, width=width, hidden=hidden, heads=heads, depth=depth)
-    for name, size in sizes.items():
-        if size < 1:
-            raise ValueError(f"model {name}={size}: must be at least 1")
-    if dtype not in DTYPES:
-        raise ValueError(f"model dtype={dtype!r} is unknown; use one of {', '.join(DTYPES)}")
-    if width % (2 * heads):
-        raise ValueError(
-            f"model width={width} with heads={heads}: heads must have an even size; use a width divisible by {2 * heads}"
-        )
-
+    _check_sizes(dtype, vocabulary=vocabulary, context=context, width=width, hidden=hidden, heads=heads, depth=depth)
     compute = jnp.dtype(dtype)
 
     def block(rngs):
@@ -301,6 +291,19 @@ def decoder_lm(
         return parts.nll(*last(params, tokens_BxT1[:, :-1]), tokens_BxT1[:, 1:])
 
     return Model(init, nll, logits, context, parts, DIVIDED, vocabulary)
+
+
+def _check_sizes(dtype: str, **sizes: int) -> None:
+    for name, size in sizes.items():
+        if size < 1:
+            raise ValueError(f"model {name}={size}: must be at least 1")
+    if dtype not in DTYPES:
+        raise ValueError(f"model dtype={dtype!r} is unknown; use one of {', '.join(DTYPES)}")
+    if sizes["width"] % (2 * sizes["heads"]):
+        raise ValueError(
+            f"model width={sizes['width']} with heads={sizes['heads']}: heads must have an even size; use a width divisible by "
+            f"{2 * sizes['heads']}"
+        )
 
 
 # Paths of the parameters above that a tensor-parallel group divides, and of the tables of `Pieces`; the axis from the end.

@@ -12,6 +12,7 @@ Reference: Tang et al. 2021, arXiv 2102.02888, algorithm 1.
 """
 
 from collections.abc import Callable
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -82,20 +83,21 @@ def scale_by_onebit_adam(
         if warm:
             nu = _of_floating(lambda v, g: b2 * v + (1 - b2) * g**2, state.nu, averaged)
             new = new._replace(nu=nu, warm_count=optax.safe_increment(state.warm_count))
-        correction1, correction2 = 1 - b1**new.count, 1 - b2**new.warm_count
-
-        def scale(m, v):
-            has_variance = v > 0
-            root = jnp.sqrt(jnp.where(has_variance, v, 1) / correction2.astype(v.dtype))
-            # An average that is not finite must not look as if it were.
-            return jnp.where(has_variance | ~jnp.isfinite(m), m / correction1.astype(m.dtype) / (root + eps), 0)
-
+        scale = functools.partial(_scaled, eps=eps, correction1=1 - b1**new.count, correction2=1 - b2**new.warm_count)
         updates = _of_floating(scale, new.mu, new.nu)
         finite = jnp.stack([jnp.isfinite(x).all() for x in jax.tree.leaves((new.mu, new.nu))]).all()
         new = jax.tree.map(lambda new, old: jnp.where(finite, new, old), new, state)
         return updates, new._replace(reducer=reducer_state)
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _scaled(m: jax.Array, v: jax.Array, *, eps: float, correction1: jax.Array, correction2: jax.Array) -> jax.Array:
+    """m̂ / (√v̂ + ε); zero where there is no variance."""
+    has_variance = v > 0
+    root = jnp.sqrt(jnp.where(has_variance, v, 1) / correction2.astype(v.dtype))
+    # An average that is not finite must not look as if it were.
+    return jnp.where(has_variance | ~jnp.isfinite(m), m / correction1.astype(m.dtype) / (root + eps), 0)
 
 
 def _of_floating(fn: Callable[..., jax.Array], tree: Any, *rest: Any) -> Any:

@@ -22,6 +22,7 @@ Reference: Song et al. 2023, arXiv 2301.09830 (Optimus-CC).
 
 from collections.abc import Callable, Mapping
 import dataclasses
+import functools
 import math
 from typing import Any, NamedTuple
 
@@ -116,13 +117,7 @@ def coded(
     Reference:
         arXiv 2301.09830; arXiv 2206.01299 for "samples".
     """
-    for what, value, known in (("when", when, WHEN), ("error", error, ERRORS), ("forward_error", forward_error, FORWARD_ERRORS)):
-        if value not in known:
-            raise ValueError(f"boundary {what}={value!r} is unknown; use one of {', '.join(known)}")
-    if slots and forward_error != "samples":
-        raise ValueError(
-            f"boundary slots={slots} with forward_error={forward_error!r}, which remembers no samples; use 'samples', or slots=0"
-        )
+    _check_options(when, error, forward_error, slots)
     given = {schedules.BACKWARD: (backward, error), schedules.FORWARD: (forward, forward_error)}
     made = {kind: _link(codec, memory, slots, view) for kind, (codec, memory) in given.items() if codec}
 
@@ -134,35 +129,54 @@ def coded(
             _check_flushes(schedule, compresses)
         return {kind: link.init(like, schedule.num_chunks) for kind, link in made.items()}
 
-    def transfer(kind, link):
-        def send(x, state, place):
-            message, sender = link.send(x, state[kind].sender, _with_own_key(place, kind))
-            return message, state | {kind: state[kind]._replace(sender=sender)}
-
-        def receive(message, state, place):
-            x, receiver = link.receive(message, state[kind].receiver, place)
-            return x, state | {kind: state[kind]._replace(receiver=receiver)}
-
-        return Transfer(send, receive)
-
-    def flush(x, state, place):
-        ends = state[schedules.BACKWARD]
-        message, sender = links.flushed(x, ends.sender, place)
-        return message, state | {schedules.BACKWARD: ends._replace(sender=sender)}
-
     def finish(state):
         return state | {kind: links.forgotten(state[kind]) for kind in made if given[kind][1] == "reset"}
 
-    def received(x, key):
-        codec = _viewed(forward, view)
-        return codec.decode(codec.encode(x, (), key), x.shape, x.dtype)
-
-    transfers = {(kind, True): transfer(kind, link) for kind, link in made.items()}
+    transfers = {(kind, True): _transfer(kind, link) for kind, link in made.items()}
     if error == "flush" and backward:
-        transfers[schedules.BACKWARD, False] = Transfer(flush, lambda x, state, place: (x, state))
+        transfers[schedules.BACKWARD, False] = Transfer(_flush, lambda x, state, place: (x, state))
     depends = not forward or forward.traits.state_key != "none" or forward_error in ("ef21", "samples")
-    boundary = Boundary(init, compresses, transfers, finish, None if depends else received, forward_error == "samples")
+    boundary = Boundary(
+        init,
+        compresses,
+        transfers,
+        finish,
+        None if depends else functools.partial(_received, _viewed(forward, view)),
+        forward_error == "samples",
+    )
     return _reusing(boundary, backward, forward, view) if reuse_indices else boundary
+
+
+def _check_options(when: str, error: str, forward_error: str, slots: int) -> None:
+    for what, value, known in (("when", when, WHEN), ("error", error, ERRORS), ("forward_error", forward_error, FORWARD_ERRORS)):
+        if value not in known:
+            raise ValueError(f"boundary {what}={value!r} is unknown; use one of {', '.join(known)}")
+    if slots and forward_error != "samples":
+        raise ValueError(
+            f"boundary slots={slots} with forward_error={forward_error!r}, which remembers no samples; use 'samples', or slots=0"
+        )
+
+
+def _transfer(kind: str, link: links.Link) -> Transfer:
+    def send(x, state, place):
+        message, sender = link.send(x, state[kind].sender, _with_own_key(place, kind))
+        return message, state | {kind: state[kind]._replace(sender=sender)}
+
+    def receive(message, state, place):
+        x, receiver = link.receive(message, state[kind].receiver, place)
+        return x, state | {kind: state[kind]._replace(receiver=receiver)}
+
+    return Transfer(send, receive)
+
+
+def _flush(x: jax.Array, state: Any, place: Place) -> tuple[Any, Any]:
+    ends = state[schedules.BACKWARD]
+    message, sender = links.flushed(x, ends.sender, place)
+    return message, state | {schedules.BACKWARD: ends._replace(sender=sender)}
+
+
+def _received(codec: codecs.Codec, x: jax.Array, key: jax.Array) -> jax.Array:
+    return codec.decode(codec.encode(x, (), key), x.shape, x.dtype)
 
 
 def _link(codec: codecs.Codec, error: str, slots: int, view) -> links.Link:

@@ -104,11 +104,8 @@ def _ring(n: int) -> Rounds:
 @_register("one_peer_ring")
 def _one_peer_ring(n: int) -> Rounds:
     """The even edges of the ring, then the odd ones. Odd rings need three rounds, one worker idle in each."""
-    if n % 2 == 0:
-        idle_workers = [None, None]
-    else:
-        # Leaving out an odd worker is what puts the edge (n−1, 0) into the third round.
-        idle_workers = [n - 1, 0, (n // 2) | 1]
+    # Leaving out an odd worker is what puts the edge (n−1, 0) into the third round.
+    idle_workers = [None, None] if n % 2 == 0 else [n - 1, 0, (n // 2) | 1]
     rounds = []
     for phase, idle in enumerate(idle_workers):
         first = phase if idle is None else idle + 1
@@ -246,7 +243,7 @@ def _random_matching(n: int, rounds: int | None = None, seed: int = 0) -> Rounds
 
 @_register("matcha")
 def _matcha(n: int, base: str = "ring", budget: float = 0.5, rounds: int | None = None, seed: int = 0) -> Rounds:
-    """MATCHA: the matchings of a base graph, as "ring" or "torus(shape=(2,4))", each active at random so that `budget` of them are on average.
+    """MATCHA: the matchings of a base graph, as "ring" or "torus(shape=(2,4))", `budget` of them active on average.
 
     The probabilities p_j maximise the algebraic connectivity λ2(Σ p_j L_j) of the expected graph, and a round
     is W = I − α Σ_active L_j with the α that minimises ‖E[WᵀW] − J/n‖. The sequence is drawn once, `rounds`

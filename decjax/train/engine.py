@@ -130,60 +130,76 @@ def _fused(step):
     return compile_phase
 
 
+class _Split(NamedTuple):
+    """The programs of a split step: the exchange in parts, the gradient, and what becomes of both.
+
+    Attributes:
+        take_gradient: (params, source, batch, number) -> (loss, grads, source).
+        sends: (params, opt_state) -> received, of each part.
+        prepare: known -> for each part what can be computed without any.
+        joins: (known, prepared, *arrived) -> the leaves of the next state that a part completes.
+    """
+
+    take_gradient: jax.stages.Compiled
+    sends: list[jax.stages.Compiled]
+    prepare: jax.stages.Compiled
+    joins: list[jax.stages.Compiled]
+
+    def run(self, workers, thread, state, batch, number):
+        arriving = [
+            thread.submit(lambda send=send: jax.block_until_ready(send(state.params, state.opt_state))) for send in self.sends
+        ]
+        if workers.on_cpu and not mesh.between_cpu_processes():
+            concurrent.futures.wait(arriving)  # Devices of one process share threads: waiting collectives could starve the rest.
+        loss_N, grads, source = self.take_gradient(state.params, state.source, batch, number)
+        known, leaves, arrived = (state._replace(source=source), grads), {}, []
+        for part, own, join in zip(arriving, self.prepare(known), self.joins, strict=True):
+            arrived.append(part.result())
+            leaves |= join(known, own, *arrived)
+        tree = jax.tree.structure(state)
+        return tree.unflatten([leaves[leaf] for leaf in range(tree.num_leaves)]), loss_N
+
+
 def _split(step):
-    workers, method = step.workers, step.method
     # One thread, so that all processes dispatch their exchanges in the same order.
     thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="exchange")
-    shared: list[jax.stages.Compiled] = []  # The gradient is the same in all phases.
+    workers, shared = step.workers, []  # The gradient is the same in all phases.
 
     def compile_phase(phase, state, batch, number):
         if not shared:
-            shared.append(
-                workers.jit(step.take_gradient, (0, 0, 0, None)).lower(state.params, state.source, batch, number).compile()
-            )
-        (take_gradient,) = shared
-        known, tree = (state, take_gradient.out_info[1]), jax.tree.structure(state)
-        exchange = functools.partial(method.exchange, phase=phase)
-
-        def combine(known, received):
-            state, grads = known
-            return step.update(state, grads, received=received, phase=phase)
-
-        def cut(params, opt_state):
-            found.append((divide.parts(exchange, params, opt_state, most=PARTS), jax.eval_shape(exchange, params, opt_state)))
-
-        found = []
-        jax.eval_shape(workers.map(cut, (0, 0)), state.params, state.opt_state)  # Axis names are known inside only.
-        ((parts, received),) = found
-
-        def after(known, prepared, *arrived):
-            return divide.after(combine, known, prepared, arrived, received, parts)
-
-        sends = [workers.jit(divide.only(exchange, part), (0, 0)).lower(state.params, state.opt_state).compile() for part in parts]
-        prepare = workers.jit(lambda known: divide.before(combine, known, received, parts), (0,)).lower(known).compile()
-        with warnings.catch_warnings(action="ignore", category=UserWarning):  # Prepared scalars have no result to live on in.
-            joins = [
-                workers.jit(after, (0,) * (3 + k), donate_argnums=(1,))
-                .lower(known, prepare.out_info[k], *(send.out_info for send in sends[: k + 1]))
-                .compile()
-                for k in range(len(parts))
-            ]
-
-        def run(state, batch, number):
-            arriving = [
-                thread.submit(lambda send=send: jax.block_until_ready(send(state.params, state.opt_state))) for send in sends
-            ]
-            if workers.on_cpu and not mesh.between_cpu_processes():
-                concurrent.futures.wait(
-                    arriving
-                )  # Devices of one process share threads: waiting collectives could starve the rest.
-            loss_N, grads, source = take_gradient(state.params, state.source, batch, number)
-            known, leaves, arrived = (state._replace(source=source), grads), {}, []
-            for part, own, join in zip(arriving, prepare(known), joins, strict=True):
-                arrived.append(part.result())
-                leaves |= join(known, own, *arrived)
-            return tree.unflatten([leaves[leaf] for leaf in range(tree.num_leaves)]), loss_N
-
-        return run, (take_gradient, *sends, prepare, *joins)
+            gradient = workers.jit(step.take_gradient, (0, 0, 0, None))
+            shared.append(gradient.lower(state.params, state.source, batch, number).compile())
+        split = _Split(shared[0], *_compiled_exchange(step, phase, state, shared[0].out_info[1]))
+        run = functools.partial(split.run, workers, thread)
+        return run, (split.take_gradient, *split.sends, split.prepare, *split.joins)
 
     return compile_phase
+
+
+def _compiled_exchange(step, phase, state, grads):
+    """The sends of a phase, what is prepared meanwhile, and the joins; see `_Split`."""
+    workers, known = step.workers, (state, grads)
+    exchange = functools.partial(step.method.exchange, phase=phase)
+
+    def combine(known, received):
+        state, grads = known
+        return step.update(state, grads, received=received, phase=phase)
+
+    def cut(params, opt_state):
+        found.append((divide.parts(exchange, params, opt_state, most=PARTS), jax.eval_shape(exchange, params, opt_state)))
+
+    found = []
+    jax.eval_shape(workers.map(cut, (0, 0)), state.params, state.opt_state)  # Axis names are known inside only.
+    ((parts, received),) = found
+
+    def after(known, prepared, *arrived):
+        return divide.after(combine, known, prepared, arrived, received, parts)
+
+    sends = [workers.jit(divide.only(exchange, part), (0, 0)).lower(state.params, state.opt_state).compile() for part in parts]
+    prepare = workers.jit(lambda known: divide.before(combine, known, received, parts), (0,)).lower(known).compile()
+    joins = []
+    with warnings.catch_warnings(action="ignore", category=UserWarning):  # Prepared scalars have no result to live on in.
+        for k, own in enumerate(prepare.out_info):
+            join = workers.jit(after, (0,) * (3 + k), donate_argnums=(1,))
+            joins.append(join.lower(known, own, *(send.out_info for send in sends[: k + 1])).compile())
+    return sends, prepare, joins

@@ -1,13 +1,18 @@
 """Where numbers go: `metrics.jsonl`, TensorBoard events, and the screen."""
 
+import contextlib
 import json
 import pathlib
 import sys
+import time
 from typing import Any
 
 import rich.console
 import rich.progress
-import tensorboardX
+from tensorboardX import event_file_writer, summary
+from tensorboardX.proto import event_pb2
+
+from decjax.train.errors import CheckpointError
 
 
 def read(workdir: pathlib.Path) -> list[dict[str, Any]]:
@@ -27,13 +32,15 @@ class Recorder:
     """Appends one JSON object per line and mirrors every number to TensorBoard.
 
     A continued run drops the rows after the step it continues from, and the evaluation of the last step, which comes after its
-    checkpoint, so that no step stands twice.
+    checkpoint, so that no step stands twice. Events are written at once: the thread of tensorboardX's own `SummaryWriter` dies on a
+    full disk, and its queue waits for ever.
 
     Attributes:
         last: step of the last row that was kept; 0: none.
     """
 
     def __init__(self, workdir: pathlib.Path, start: int, steps: int):
+        self._workdir = workdir
         path = workdir / "metrics.jsonl"
         kept = [row for row in read(workdir) if row["step"] <= start and (row.get("kind"), row["step"]) != ("eval", steps)]
         self.last = kept[-1]["step"] if kept else 0
@@ -41,18 +48,37 @@ class Recorder:
         temporary.write_text("".join(json.dumps(row) + "\n" for row in kept))
         temporary.replace(path)
         self._file = path.open("a")
-        self._events = tensorboardX.SummaryWriter(str(workdir / "tensorboard"), purge_step=start + 1)
+        (workdir / "tensorboard").mkdir(exist_ok=True)
+        self._events = event_file_writer.EventsWriter(str(workdir / "tensorboard" / "events"))
+        begun = event_pb2.SessionLog(status=event_pb2.SessionLog.SessionStatus.Value("START"))
+        self._event(start + 1, session_log=begun)  # TensorBoard drops what it has of this step and later ones.
+
+    def _event(self, step: int, **what: Any) -> None:
+        self._events.write_event(event_pb2.Event(wall_time=time.time(), step=step, **what))
 
     def write(self, row: dict[str, Any]) -> None:
-        self._file.write(json.dumps(row) + "\n")
-        self._file.flush()
-        for name, value in row.items():
-            if name not in ("step", "kind"):
-                self._events.add_scalar(f"{row['kind']}/{name}", value, row["step"])
+        """Appends a row.
+
+        Raises:
+            CheckpointError: if the directory cannot be written any more.
+        """
+        numbers = {name: value for name, value in row.items() if name not in ("step", "kind")}
+        try:
+            self._file.write(json.dumps(row) + "\n")
+            self._file.flush()
+            for name, value in numbers.items():
+                self._event(row["step"], summary=summary.scalar(f"{row['kind']}/{name}", value))
+            self._events.flush()
+        except OSError as error:
+            raise CheckpointError(
+                f"metrics of step {row['step']} cannot be written in {self._workdir} ({error.strerror}); make room there, and the "
+                "same command continues from the last checkpoint"
+            ) from error
 
     def close(self) -> None:
-        self._file.close()
-        self._events.close()
+        for file in (self._file, self._events):
+            with contextlib.suppress(OSError):  # Every row was flushed; what could not be, cannot be now.
+                file.close()
 
 
 class Silent:

@@ -48,7 +48,7 @@ class Outcome(NamedTuple):
 
 
 class Origin(NamedTuple):
-    """Another run to start from: its folder, checkpoints and newest step, its number of workers, and whether replicas have weights."""
+    """Another run to start from: where it is, its newest step, number of workers, and whether its replicas have weights."""
 
     folder: pathlib.Path
     checkpoints: checkpoint.Checkpoints

@@ -51,7 +51,7 @@ class Group(contextlib.AbstractContextManager):
         self._children: list[processes.Child] = []
         lines = processes.members(module, (), count, network.addresses[0])
         for index, line in enumerate(lines):
-            log = tempfile.TemporaryFile()
+            log = tempfile.TemporaryFile()  # noqa: SIM115  It is open as long as the process lives.
             inside = network.inside(index // processes_per_host, [python or line[0], *line[1:]])
             process = processes.start(
                 inside, env=environment or {}, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True

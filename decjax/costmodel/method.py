@@ -1,0 +1,92 @@
+"""What a training method sends over which topology, as the cost model knows it; `model` has its times."""
+
+import dataclasses
+
+from decjax import topology as topology_lib
+from decjax.costmodel.profile import Compressed, check_count, check_number
+from decjax.topology import Topology
+
+GRADIENTS, PARAMETERS = "gradients", "parameters"
+MAX_EVERY = 1000  # whole periods are simulated
+
+
+@dataclasses.dataclass(frozen=True)
+class Method:
+    """What is sent over which topology, and whether it hides behind computation. See the equations of `model`.
+
+    Args:
+        name: what tables call it.
+        topology: who needs whose messages; None: nothing is sent.
+        message: "gradients" (the optimizer waits for them) or "parameters" (sent after the optimizer).
+        overlap: whether a message has a whole step to arrive.
+        bucketed: whether buckets travel as they get ready; else everything is one message.
+        ratio: bytes of a message ÷ bytes of the parameters. Anything but 1 costs codec time.
+        codec: which codec makes them so, for clusters that tell codecs apart.
+        every: p, messages are exchanged in every p-th step only.
+        joint_ring: nodes that meet in pairs run one all-reduce over all their workers, which as a ring takes
+            2(2L − 1)/2L parameter-sized messages out of a node, instead of exchanging shards, which takes one.
+        coding_s: seconds that a worker computes to code an exchange; None: as the cluster knows the codec.
+        latencies: how often an exchange takes its latency, see `Compressed`.
+
+    Raises:
+        ValueError: naming the value, the constraint and the fix.
+    """
+
+    name: str
+    topology: Topology | None
+    message: str = PARAMETERS
+    overlap: bool = False
+    bucketed: bool = False
+    ratio: float = 1.0
+    codec: str = ""
+    every: int = 1
+    joint_ring: bool = False
+    coding_s: float | None = None
+    latencies: float = 1.0
+
+    def __post_init__(self):
+        if self.message not in (GRADIENTS, PARAMETERS):
+            raise ValueError(f"message={self.message!r} must be '{GRADIENTS}' or '{PARAMETERS}'")
+        check_number("ratio", self.ratio, positive=True, fix="0.5 are 16-bit messages of float32 parameters")
+        check_count("every", self.every, 1, "1 communicates in each step", high=MAX_EVERY)
+
+    def due(self, step: int) -> int | None:
+        """The phase whose round is needed at the end of a step; None if the step is local (cf. `gossip.every`)."""
+        if self.topology is None or (step + 1) % self.every:
+            return None
+        return step // self.every % self.topology.period
+
+    @property
+    def period(self) -> int:
+        """Steps after which the schedule repeats."""
+        return 1 if self.topology is None else self.every * self.topology.period
+
+
+def no_communication() -> Method:
+    """Workers train apart: the lower bound of every method."""
+    return Method("no communication", None)
+
+
+def all_reduce(num_workers: int, *, overlap: bool = False, bucketed: bool = False, **options) -> Method:
+    """The mean of all gradients: synchronous, `bucketed` behind the backward pass, or with `overlap` one step stale."""
+    name = "all-reduce" + (", one step stale" if overlap else "") + (", bucketed" if bucketed else "")
+    return Method(name, topology_lib.make("complete", num_workers), GRADIENTS, overlap, bucketed, **options)
+
+
+def gossip(topology: Topology, *, order: str = "awc", name: str | None = None, **options) -> Method:
+    """Parameters mix over a topology: order "awc" (adapt while communicating, overlaps) or "atc" (after the update).
+
+    Raises:
+        ValueError: for another order.
+    """
+    if order not in ("awc", "atc"):
+        raise ValueError(f"order={order!r} must be 'awc' (overlaps with the gradient) or 'atc' (after the update)")
+    return Method(name or f"{topology.name} {order}", topology, PARAMETERS, order == "awc", **options)
+
+
+def compressed(form: Compressed) -> Method:
+    """A method whose messages have a compressed form: the mean of all gradients, or gossip in order "awc"."""
+    options = dict(ratio=form.ratio, coding_s=form.coding_s, latencies=form.latencies)
+    if not form.topology:
+        return dataclasses.replace(all_reduce(form.num_workers, **options), name=form.name)
+    return gossip(topology_lib.make(form.topology, form.num_workers), name=form.name, **options)

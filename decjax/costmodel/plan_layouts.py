@@ -1,0 +1,184 @@
+"""Which layout of workers × stages × tensor, and what to send in it? Ranks divisions of a model over a cluster's devices."""
+
+from collections.abc import Sequence
+import dataclasses
+import math
+from typing import NamedTuple
+
+from decjax import topology as topology_lib
+from decjax.costmodel.footprint import Memory, memory
+from decjax.costmodel.iteration import LayoutPrediction, choose_compressed_stages, predict_layout
+from decjax.costmodel.layout import EPILOGUE, Boundary, Layout, Traffic, Work, work
+from decjax.costmodel.method import all_reduce, gossip, no_communication
+from decjax.costmodel.profile import Cluster
+from decjax.costmodel.transformer import Transformer, low_rank_ratio
+
+BOUNDARY_RANK, WORKERS_RANK = 16, 128  # of Optimus-CC's runs, arXiv 2301.09830
+
+
+class RankedLayout(NamedTuple):
+    """A layout with what it takes on a cluster.
+
+    Attributes:
+        layout: workers × stages × tensor and the schedule.
+        name: of what is sent: "all-reduce" or a graph, with "CB" (compressed backpropagation), "FE" (fused embedding
+            synchronization) and "SC k" (the first k stages send low-rank gradients; "PowerSGD" where there is only one).
+        traffic: the same.
+        prediction: time and where it goes.
+        memory: of the fullest device.
+        speedup: time of the fastest layout with plain all-reduce ÷ time of this one.
+    """
+
+    layout: Layout
+    name: str
+    traffic: Traffic
+    prediction: LayoutPrediction
+    memory: Memory
+    speedup: float
+
+
+def layouts(model: Transformer, num_devices: int, *, microbatch_size: int = 1, **options) -> tuple[list[Layout], dict[str, str]]:
+    """All divisions of devices into workers × stages × tensor that the model allows.
+
+    Args:
+        model: is divided.
+        num_devices: of all axes together.
+        microbatch_size: sequences in a microbatch.
+        **options: of `Layout`; chunks count where there are stages to interleave.
+
+    Returns:
+        The layouts, and for the others the reason why not.
+    """
+    found, refused = [], {}
+    divisors = [d for d in range(1, num_devices + 1) if num_devices % d == 0]
+    for workers, stages in ((n, s) for n in divisors for s in divisors if num_devices % (n * s) == 0):
+        tensor = num_devices // (workers * stages)
+        flat = dict(schedule="1f1b", chunks=1) if stages == 1 else {}
+        try:
+            if model.batch_size % (workers * microbatch_size):
+                raise ValueError(
+                    f"batch_size={model.batch_size} does not divide into workers={workers} × microbatches of "
+                    f"{microbatch_size}; use a multiple of {workers * microbatch_size}"
+                )
+            microbatches = model.batch_size // (workers * microbatch_size)
+            layout = Layout(workers, stages, tensor, microbatches, **options | flat)
+            layout.check(model)
+        except ValueError as error:
+            refused[f"{workers}×{stages}×{tensor}"] = str(error)
+        else:
+            found.append(layout)
+    return found, refused
+
+
+def compressions(
+    cluster: Cluster,
+    model: Transformer,
+    load: Work,
+    layout: Layout,
+    *,
+    boundary_rank: int = BOUNDARY_RANK,
+    workers_rank: int = WORKERS_RANK,
+) -> dict[str, Traffic]:
+    """All-reduce plain, and with one part of Optimus-CC after the other, as far as the layout has a use for them.
+
+    CB sends gradients that stages wait for as low-rank matrices of a device's share; FE averages a tied embedding at once; SC
+    sends low-rank gradients between workers from the first k stages, k by `choose_compressed_stages`. Their codecs are called
+    "low_rank" and "powersgd" where the cluster tells codecs apart.
+    """
+    name, traffic = "all-reduce", Traffic(all_reduce(layout.workers))
+    variants = {name: traffic}
+    rows = layout.microbatch_size(model) * model.context / (layout.tensor if layout.split_boundary else 1)
+    if layout.stages > 1 and low_rank_ratio(rows, model.width, boundary_rank) > 1:
+        ratio = 1 / low_rank_ratio(rows, model.width, boundary_rank)
+        name, traffic = f"{name} CB", dataclasses.replace(traffic, backward=Boundary(ratio, "low_rank", EPILOGUE))
+        variants[name] = traffic
+    if load.embedding_bytes:
+        name, traffic = f"{name} FE", dataclasses.replace(traffic, fused_embedding=True)
+        variants[name] = traffic
+    if layout.workers > 1 and model.low_rank_ratio(workers_rank, layout.tensor) > 1:
+        method = all_reduce(layout.workers, ratio=1 / model.low_rank_ratio(workers_rank, layout.tensor), codec="powersgd")
+        traffic = dataclasses.replace(traffic, method=method)
+        k, _ = choose_compressed_stages(cluster, load, layout, traffic)
+        variants[f"{name} SC {k}" if layout.stages > 1 else f"{name} PowerSGD"] = dataclasses.replace(traffic, compressed_stages=k)
+    return variants
+
+
+def gossips(
+    cluster: Cluster, layout: Layout, topologies: Sequence[str], orders: Sequence[str], boundaries: dict[str, Boundary]
+) -> dict[str, Traffic]:
+    """Gossip between pipelines over each topology that exists for so many workers, with each way to send gradients back."""
+    found: dict[str, Traffic] = {}
+    local_size = max(1, cluster.workers_per_node // (layout.tensor * (layout.stages if layout.inner == "stage" else 1)))
+    for name in topologies if layout.workers > 1 else ():
+        local = {"local_size": local_size} if "local_size" in topology_lib.options(name) else {}
+        try:
+            topology = topology_lib.make(name, layout.workers, **local)
+        except ValueError:
+            continue  # Not of this size.
+        found |= {
+            f"{name} {order}{suffix}": Traffic(gossip(topology, order=order), backward=boundary)
+            for order in orders
+            for suffix, boundary in boundaries.items()
+        }
+    return found
+
+
+def rank_layouts(
+    cluster: Cluster,
+    model: Transformer,
+    candidates: Sequence[Layout],
+    *,
+    topologies: Sequence[str] = ("one_peer_exponential",),
+    orders: Sequence[str] = ("awc",),
+    boundary_rank: int = BOUNDARY_RANK,
+    workers_rank: int = WORKERS_RANK,
+) -> tuple[list[RankedLayout], dict[str, str]]:
+    """Predicts every layout with every way to send, fastest first.
+
+    Args:
+        cluster: as large as the layouts, with `flops`; layouts that need more than its `memory_bytes` are refused.
+        model: what is trained.
+        candidates: e.g. from `layouts`.
+        topologies, orders: of gossip between pipelines; none: all-reduce only.
+        boundary_rank, workers_rank: see `compressions`.
+
+    Returns:
+        The ranking; and for layouts that do not fit (or, after " with ", for ways to send that do not), what they need.
+
+    Raises:
+        ValueError: if the cluster does not tell `flops`, or a layout has another number of devices.
+    """
+    if cluster.flops is None:
+        raise ValueError(
+            f"cluster {cluster.name!r} does not tell flops, which the time of a pass follows from; enter what a device sustains"
+        )
+    rows, refused = [], {}
+    for layout in candidates:
+        bare = memory(model, layout, Traffic(no_communication()))
+        if not _fits(cluster, bare):
+            refused[layout.name] = _needs(cluster, bare)
+            continue
+        load = work(model, layout, cluster.flops)
+        ways = compressions(cluster, model, load, layout, boundary_rank=boundary_rank, workers_rank=workers_rank)
+        boundaries = {"": Boundary()} | ({" CB": ways["all-reduce CB"].backward} if "all-reduce CB" in ways else {})
+        for name, traffic in (ways | gossips(cluster, layout, topologies, orders, boundaries)).items():
+            held = memory(model, layout, traffic)
+            if _fits(cluster, held):
+                rows.append((layout, name, traffic, predict_layout(cluster, load, layout, traffic), held))
+            else:
+                refused[f"{layout.name} with {name}"] = _needs(cluster, held)
+    plain_s = min((row[3].time_s for row in rows if row[1] == "all-reduce"), default=math.nan)
+    ranked = [RankedLayout(*row, plain_s / row[3].time_s) for row in rows]
+    return sorted(ranked, key=lambda r: r.prediction.time_s), refused
+
+
+def _fits(cluster: Cluster, held: Memory) -> bool:
+    return cluster.memory_bytes is None or held.total <= cluster.memory_bytes
+
+
+def _needs(cluster: Cluster, held: Memory) -> str:
+    parts = ", ".join(f"{name} {value / 1e9:.3g}" for name, value in held._asdict().items() if name != "stage" and value)
+    return (
+        f"a device of stage {held.stage} needs {held.total / 1e9:.3g} GB ({parts}) and has {cluster.memory_bytes / 1e9:.3g}; "
+        "use more stages or tensor devices, smaller microbatches, or more remat"
+    )

@@ -1,0 +1,184 @@
+"""What launch.plan prints and draws."""
+
+import numpy as np
+from rich import box, console, table, text
+
+from decjax import costmodel
+from decjax.costmodel import plan, plan_layouts
+
+COLORS = ("#0072B2", "#56B4E9", "#009E73", "#D55E00", "#E69F00", "#CC79A7", "#999999", "#7A5195", "#8C564B", "#BCBD22")
+TIMELINE_WORKERS = 16  # more bars than that are not legible
+
+
+def report(cluster: costmodel.Cluster, workload: costmodel.Workload, ranked: list[plan.Ranked], width: int) -> console.Group:
+    """The ranking; terminals of less than 100 columns get fewer."""
+    title = (
+        f"{cluster.name}: {cluster.num_nodes} × {cluster.workers_per_node} workers; a step computes for "
+        f"{1e3 * workload.compute_s:.4g} ms and has {workload.total_bytes / 1e6:.4g} MB of parameters"
+    )
+    rows = table.Table(
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+        caption="gap of a period / rounds in it; 1: exact averaging",
+        caption_justify="left",
+    )
+    rows.add_column("method", vertical="bottom", no_wrap=True)
+    columns = {
+        "ms": lambda r: _ms(r.prediction.mean_s),
+        "95 %\nms": lambda r: _ms(r.prediction.quantiles_s[0.95]),
+        "speed-\nup": lambda r: f"{r.speedup:.2f}",
+        "waits\nms": lambda r: _ms(r.prediction.waiting_s),
+        "adds\nms": lambda r: _ms(r.prediction.exposed_s),
+        "MB per\nworker": lambda r: f"{r.prediction.bytes_per_worker / 1e6:.3g}",
+        "MB per\nNIC": lambda r: f"{r.prediction.bytes_per_nic / 1e6:.3g}",
+        "gap": _gap,
+    }
+    if width < 100:
+        del columns["95 %\nms"], columns["MB per\nworker"]
+    for header in columns:
+        rows.add_column(header, justify="right", vertical="bottom", no_wrap=True)
+    for r in ranked:
+        rows.add_row(r.method.name, *(cell(r) for cell in columns.values()), style=None if r.method.topology else "dim")
+    return console.Group(text.Text(title, style="table.title"), rows)  # A table would wrap its title at its own width.
+
+
+def _gap(r: plan.Ranked) -> str:
+    return "–" if r.method.topology is None else f"{r.gap:.2f}" + (f" / {r.period}" if r.period > 1 else "")
+
+
+def _ms(time_s: float) -> str:
+    ms = 1e3 * max(time_s, 0.0)
+    return "0" if ms < 5e-4 else f"{ms:.0f}" if ms >= 1000 else f"{ms:.3g}"
+
+
+def report_layouts(
+    cluster: costmodel.Cluster, model: costmodel.Transformer, ranked: list[plan_layouts.RankedLayout], width: int
+) -> console.Group:
+    """The ranking of layouts; terminals of less than 110 columns get fewer."""
+    title = (
+        f"{cluster.name}: {cluster.num_nodes} × {cluster.workers_per_node} devices; {model.parameters / 1e6:.4g} million "
+        f"parameters, {model.batch_size} sequences of {model.context}"
+    )
+    rows = table.Table(
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+        caption="predicted; a layout is workers × stages × tensor",
+        caption_justify="left",
+    )
+    rows.add_column("layout", vertical="bottom", no_wrap=True)
+    rows.add_column("method", vertical="bottom", no_wrap=True)
+    parts = {
+        "compute\nms": "compute_s",
+        "bubble\nms": "bubble_s",
+        "tensor\nms": "tensor_s",
+        "stages\nms": "boundary_s",
+        "workers\nms": "workers_s",
+        "embed.\nms": "embedding_s",
+    }
+    columns = {
+        "s": lambda r: f"{r.prediction.time_s:.4g}",
+        "speed-\nup": lambda r: f"{r.speedup:.2f}",
+        **{header: lambda r, part=part: _ms(getattr(r.prediction, part)) for header, part in parts.items() if width >= 110},
+        "GB": lambda r: f"{r.memory.total / 1e9:.3g}",
+    }
+    for header in columns:
+        rows.add_column(header, justify="right", vertical="bottom", no_wrap=True)
+    for r in ranked:
+        rows.add_row(r.layout.name, r.name, *(cell(r) for cell in columns.values()))
+    return console.Group(text.Text(title, style="table.title"), rows)
+
+
+def plot(path: str, cluster: costmodel.Cluster, workload: costmodel.Workload, ranked: list[plan.Ranked]) -> None:
+    """Regions of bandwidth and variation on the left, one iteration of each worker on the right."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure = plt.figure(figsize=(13, 6), layout="constrained")
+    left, right = figure.subfigures(1, 2, width_ratios=(1, 1.15))
+    _draw_regions(left, cluster, workload, [r.method for r in ranked])
+    gossip = [r.method for r in ranked if r.is_gossip][:1]
+    exact = [r.method for r in ranked if r.method.message == "gradients" and not r.method.bucketed][::-1][:2]
+    _draw_timelines(right, [(method.name, plan.timeline(cluster, workload, method)) for method in exact + gossip])
+    figure.savefig(path, dpi=140)
+    plt.close(figure)
+
+
+def _draw_regions(figure, cluster: costmodel.Cluster, workload: costmodel.Workload, methods: list[costmodel.Method]) -> None:
+    """Which method to prefer at each bandwidth and variation."""
+    from matplotlib import colors, patches
+
+    link = cluster.inter if cluster.num_nodes > 1 else cluster.intra
+    bandwidths = link.bandwidth_Bps * np.geomspace(1 / 30, 30, 33)
+    variations = np.linspace(0.0, 0.8, 25)
+    regions = plan.regions(cluster, workload, methods, bandwidths, variations)
+    winners = sorted(set(regions.winner.ravel().tolist()))
+    axis = figure.subplots()
+    shown = np.searchsorted(winners, regions.winner)
+    axis.pcolormesh(
+        8e-9 * bandwidths,
+        variations,
+        shown,
+        shading="nearest",
+        vmin=-0.5,
+        vmax=len(COLORS) - 0.5,
+        cmap=colors.ListedColormap(COLORS),
+        rasterized=True,
+    )
+    own = workload.jitter.sample(np.random.default_rng(0), workload.compute_s, (1000, 1, cluster.num_workers))
+    axis.plot(
+        8e-9 * link.bandwidth_Bps,
+        min(own.std() / own.mean(), variations[-1]),
+        "o",
+        color="black",
+        markersize=9,
+        markeredgecolor="white",
+        clip_on=False,
+        zorder=5,
+    )
+    axis.set(
+        xscale="log",
+        xlabel=f"bandwidth {'between nodes' if cluster.num_nodes > 1 else 'inside the node'}, Gbit/s",
+        ylabel="variation of compute times (standard deviation ÷ mean)",
+    )
+    axis.set_title("the method to prefer (dot: this cluster)", fontsize=10)
+    figure.legend(
+        [patches.Patch(color=COLORS[k % len(COLORS)]) for k in range(len(winners))],
+        [regions.methods[m].name for m in winners],
+        loc="outside lower center",
+        ncols=2,
+        frameon=False,
+        fontsize=8.5,
+    )
+
+
+def _draw_timelines(figure, lines: list[tuple[str, plan.Timeline]]) -> None:
+    """One iteration of each worker, below one another for several methods."""
+    from matplotlib import patches
+
+    axes = figure.subplots(len(lines), 1, sharex=True, squeeze=False)[:, 0]
+    for axis, (name, line) in zip(axes, lines, strict=True):
+        _draw_timeline(axis, line, name)
+    axes[-1].set_xlabel("ms from when the first worker starts the iteration")
+    figure.legend(
+        [patches.Patch(color="#0072B2"), patches.Patch(facecolor="0.9"), patches.Patch(color="#D55E00")],
+        ["computes", "waits, updates", "message on its way"],
+        loc="outside lower center",
+        ncols=3,
+        frameon=False,
+        fontsize=8.5,
+    )
+
+
+def _draw_timeline(axis, line: plan.Timeline, name: str) -> None:
+    workers = min(TIMELINE_WORKERS, len(line.start_N))
+    y = np.arange(workers)
+    start, computed, end, launched, arrived = (1e3 * times_N[:workers] for times_N in line)
+    axis.barh(y, end - start, left=start, height=0.8, color="0.9")
+    axis.barh(y + 0.12, computed - start, left=start, height=0.5, color="#0072B2")
+    axis.barh(y - 0.28, arrived - launched, left=launched, height=0.2, color="#D55E00")
+    axis.set_title(name + (f" (the first {workers} workers)" if workers < len(line.start_N) else ""), fontsize=10)
+    axis.set(ylabel="worker", yticks=y if workers <= 8 else y[::5])
+    axis.invert_yaxis()
+    axis.spines[["top", "right"]].set_visible(False)

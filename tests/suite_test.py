@@ -1,0 +1,16 @@
+"""The suite knows its own tests."""
+
+import pathlib
+
+import pytest
+
+from tests import conftest
+
+TESTS = pathlib.Path(__file__).parent
+
+
+@pytest.mark.parametrize("line", conftest.SLOW)
+def test_what_is_listed_as_slow_is_there(line):
+    file, _, case = line.partition("::")
+    name = case.partition("[")[0]
+    assert f"def {name}(" in (TESTS / file).read_text() if case else (TESTS / file).exists()
