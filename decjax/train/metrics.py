@@ -12,7 +12,7 @@ import rich.progress
 from tensorboardX import event_file_writer, summary
 from tensorboardX.proto import event_pb2
 
-from decjax.train.errors import CheckpointError
+from decjax.errors import CheckpointError
 
 
 def read(workdir: pathlib.Path) -> list[dict[str, Any]]:
