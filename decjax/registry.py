@@ -101,11 +101,18 @@ def register(kind: str, name: str, **traits: Any) -> Callable[[Callable], Callab
         **traits: see `Part`.
 
     Raises:
-        ValueError: if the kind is unknown, or another part has the name.
+        ValueError: if the kind is unknown, another part has the name, or a parameter is neither context nor has a default.
     """
     _check_kind(kind)
 
     def enter(factory):
+        for parameter in _signature(factory).parameters.values():
+            is_given = parameter.name in KINDS[kind].context or parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
+            if not is_given and parameter.default is parameter.empty:
+                raise ValueError(
+                    f"{kind} {name!r}: nobody supplies parameter {parameter.name!r}; give it a default, or a name of "
+                    f"{', '.join(KINDS[kind].context) or 'none'}"
+                )
         known = _parts[kind].get(name)
         if known and (known.factory.__module__, known.factory.__qualname__) != (factory.__module__, factory.__qualname__):
             raise ValueError(

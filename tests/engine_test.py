@@ -103,9 +103,11 @@ def trajectory(method, which):
     losses, sent, first = [], [], None
     for step in range(STEPS):
         batch = workers().build(lambda worker: batches(step)[worker])
-        due = program(method.phase(step), state, batch, np.int32(step))
+        number = jax.device_put(np.int32(step), workers().replicated)
+        due = program(method.phase(step), state, batch, number)
         first = first or due.executables
-        state, loss_N = due.run(state, batch, np.int32(step))
+        with jax.transfer_guard("disallow"):  # A step moves nothing between the host and the devices.
+            state, loss_N = due.run(state, batch, number)
         losses.append(np.asarray(loss_N))
         sent.append(due.sent["worker"])
     return jax.tree.map(np.asarray, state), np.array(losses), np.array(sent), first

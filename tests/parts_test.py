@@ -49,7 +49,7 @@ def test_whatever_is_registered_is_listed(monkeypatch):
     monkeypatch.setitem(registry._parts, "topology", dict(registry._parts["topology"]))
 
     @registry.register("topology", "of_ones_own", static=True, directed=False, needs="patience")
-    def of_ones_own(num_workers, depth, share: float | None = None):
+    def of_ones_own(num_workers, depth=(1, 2), share: float | None = None):
         del num_workers, depth, share
 
     (table,) = parts.parts("topology")
@@ -58,7 +58,7 @@ def test_whatever_is_registered_is_listed(monkeypatch):
     description, table = parts.part("topology", "of_ones_own")
     assert "traits: static, needs patience" in str(description) and "no description" in str(description)
     rows = [[str(cell) for cell in column.cells] for column in table.columns]
-    assert rows == [["depth", "share"], ["any", "float or none"], ["must be given", "None"]]
+    assert rows == [["depth", "share"], ["any", "float or none"], ["(1, 2)", "None"]]
 
 
 @pytest.mark.parametrize(

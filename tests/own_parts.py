@@ -1,0 +1,115 @@
+"""One part of each kind, as a project outside of decjax would write them: a file, and nothing else."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from decjax import codecs, gossip, reduce, registry, tasks
+from decjax import topology as graphs
+from decjax.channel import Channel
+from decjax.optim import Method
+
+
+@registry.register("model", "line", tasks="points")
+def line(*, degree: int = 2):
+    """A polynomial y = Σ a_k x^k."""
+
+    def init(key):
+        return {"a_K": 0.1 * jax.random.normal(key, (degree + 1,))}
+
+    def apply(params, x_B):
+        return sum(a * x_B**k for k, a in enumerate(params["a_K"]))
+
+    return init, apply
+
+
+@registry.register("task", "points", models=("line",))
+def points(model, *, noise: float = 0.1):
+    """Fits y = 1 + 2x."""
+    init, apply = model
+
+    def measure(params, variables, batch):
+        error_B = (apply(params, batch["x"]) - batch["y"]) ** 2
+        return {"loss": error_B}, jnp.ones_like(error_B)
+
+    def loss(params, variables, batch, key):
+        return measure(params, variables, batch)[0]["loss"].mean(), variables
+
+    def examples(count):
+        row = jax.ShapeDtypeStruct((count,), jnp.float32)
+        return {"x": row, "y": row}
+
+    def draw(rng, count):
+        x = rng.uniform(-1, 1, count).astype(np.float32)
+        return {"x": x, "y": (1 + 2 * x + noise * rng.normal(size=count)).astype(np.float32)}
+
+    def load(num_workers, batch_size, seed):
+        return tasks.Data(
+            lambda worker, step: draw(np.random.default_rng((seed, worker, step)), batch_size),
+            lambda limit: draw(np.random.default_rng(seed), 32),
+            "points",
+        )
+
+    return tasks.Task(init, loss, measure, {"loss": tasks.Metric()}, examples, load)
+
+
+@registry.register("topology", "wheel")
+def wheel(num_workers):
+    """Everybody sends to the next, halves."""
+    W_NxN = (np.eye(num_workers) + np.roll(np.eye(num_workers), 1, axis=0)) / 2
+    return graphs.from_matrices([W_NxN])
+
+
+@registry.register("codec", "halves")
+def halves(*, steps: int = 64):
+    """Whole multiples of 1/steps, as 16-bit numbers."""
+    return codecs.Codec(
+        name="halves",
+        encode=lambda x, state, key: jnp.round(x * steps).astype(jnp.int16),
+        decode=lambda message, shape, dtype: (message / steps).astype(dtype).reshape(shape),
+        num_bytes=lambda shape, dtype: 2 * int(np.prod(shape)),
+        traits=codecs.Traits(contractive=lambda shape: 0.9),
+    )
+
+
+@registry.register("mixer", "lazy", needs="any graph")
+def lazy(topology: graphs.Topology, channel: Channel = Channel(), *, share: float = 0.5):
+    """Plain gossip, of which a share counts."""
+    return gossip.damp(gossip.exact(topology, channel), share)
+
+
+@registry.register("reducer", "twice")
+def twice(channel: Channel = Channel(), *, scale: float = 2.0):
+    """The mean, scaled."""
+    mean = reduce.mean(channel)
+
+    def scaled(grads, state, phase=0):
+        averaged, state = mean.reduce(grads, state, phase)
+        return jax.tree.map(lambda g: scale * g, averaged), state
+
+    return mean._replace(reduce=scaled)
+
+
+@registry.register("optimizer", "plain")
+def plain(learning_rate, *, sign: bool = False):
+    """x ← x − αg."""
+    return optax.chain(optax.scale_by_sign() if sign else optax.identity(), optax.scale_by_learning_rate(learning_rate))
+
+
+@registry.register("schedule", "constant")
+def constant(steps, *, learning_rate: float = 0.1):
+    """The same in all steps."""
+    return optax.constant_schedule(learning_rate)
+
+
+@registry.register("method", "solo", chooses=("optimizer",))
+def solo(inner, num_workers, *, slower: float = 1.0):
+    """Everybody for himself."""
+    inner = optax.with_extra_args_support(optax.chain(inner, optax.scale(slower)))
+
+    def update(grads, state, params=None, *, phase=None, **extra):
+        return inner.update(grads, state, params)
+
+    tx = optax.GradientTransformationExtraArgs(inner.init, update)
+    return Method(tx, lambda step: 0, lambda params, phase: np.zeros(num_workers))
