@@ -544,7 +544,7 @@ def test_simulated_pipelines_remember_the_same(launch, reference):
         ),
         ("stages=2,backward=low_rank(rank=8)", {}, "boundary.backward=.* makes messages of 1.5 times the bytes of float32"),
         ("stages=2,forward=topk(fraction=1)", {}, "boundary.forward=.* makes messages of 1.25 times"),
-        ("stages=2,forward=fp8", {}, "codec 'fp8' is unknown; use one of identity, "),
+        ("stages=2,forward=fp8", {}, "codec 'fp8' is unknown; use one of "),
         ("stages=2,forward=bounded", {}, "codec 'bounded' has messages of varying size, and stages wait"),
         ("stages=2,backward=float16", {}, "codec 'float16' is neither contractive nor unbiased"),
         ("stages=2,backward=int8", {"boundary.error": "samples"}, "boundary error='samples' is unknown; use one of carry, flush"),

@@ -159,7 +159,7 @@ def test_a_profile_of_two_processes(tmp_path):
         ((), "is missing"),
         (("--config=configs/none.py", "--out={tmp}/x.json"), "configs/none.py"),
         (("--config=configs/lm.py:smoke",), "--out"),
-        (("--config=configs/lm.py:smoke,workers=1", "--out={tmp}/x.json"), "least two workers"),
+        (("--config=configs/lm.py:smoke,workers=1", "--out={tmp}/x.json"), "at least 2 workers"),
         (("--config=configs/lm.py:smoke,simulate", "--out={tmp}/x.json"), "simulate=True"),
         (("--config=configs/lm.py:smoke,workers=3,local_size=2", "--out={tmp}/x.json"), "local_size=2"),
         (("--config=configs/lm.py:smoke", "--out={tmp}/none/x.json"), "(No such file or directory); choose another --out"),
@@ -184,4 +184,4 @@ def test_mistakes_are_one_line_and_exit_code_two(arguments, problem, tmp_path):
 def test_one_device_is_too_few(monkeypatch):
     monkeypatch.setattr(jax, "device_count", lambda: 1)
     with pytest.raises(train.ConfigError, match="workers=1, devices=1"):
-        measure.prepare(spec_of(lm.get_config("smoke")))
+        measure.prepare(spec_of(lm.get_config("smoke,method=local")))

@@ -22,11 +22,11 @@ def workers():
 
 
 def total(x):
-    return jax.lax.psum(x, mesh.WORKER)
+    return jax.lax.psum(x, mesh.WORKERS.name)
 
 
 def passed_on(x):
-    return jax.lax.ppermute(x, mesh.WORKER, RING)
+    return jax.lax.ppermute(x, mesh.WORKERS.name, RING)
 
 
 @jax.custom_vjp
@@ -52,7 +52,7 @@ def in_bodies(x, step):
     found["remat"] = jax.checkpoint(lambda x: jax.lax.scan(tick, x, x)[0])(x)
     found["custom"] = summed(x)
     with jax.named_scope("runs=3"):
-        found["last"] = jax.lax.all_gather(3 * x, mesh.WORKER)
+        found["last"] = jax.lax.all_gather(3 * x, mesh.WORKERS.name)
     return found
 
 

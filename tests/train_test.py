@@ -1,6 +1,7 @@
 """The loop as a whole, on a tiny model: resume, evaluation, simulation, methods, another number of workers."""
 
 import json
+import os
 import pathlib
 import resource
 import shutil
@@ -39,7 +40,7 @@ def prepare(text, tmp_path_factory):
 
     def prepare(argument="", workdir=None, resume_from=None, **fields):
         # A period of two: the shortest with phases to keep track of.
-        given = "smoke" if "method=" in argument else "smoke,topology=one_peer_ring"
+        given = "smoke" if "method=" in argument or "topology=" in argument else "smoke,topology=one_peer_ring"
         config = lm.get_config(",".join(filter(None, (given, argument))))
         fields = {
             "data.path": text,
@@ -369,6 +370,13 @@ def test_impossible_configs_are_refused_with_the_reason(launch, argument, fields
     assert not (tmp_path / "never").exists(), "nothing is written for an impossible config"
 
 
+def test_a_model_that_memory_cannot_hold_is_refused_before_anything_is_written(prepare, monkeypatch, tmp_path):
+    monkeypatch.setattr(os, "sysconf", lambda name: 100)
+    with pytest.raises(train.ConfigError, match="8 workers of .*M parameters need at least .* GB .* use fewer workers") as error:
+        prepare(workdir=tmp_path / "never")
+    assert "\n" not in str(error.value) and not (tmp_path / "never").exists()
+
+
 def test_a_run_that_is_finished_stays_as_it_is(launch, reference):
     before = (reference / "metrics.jsonl").read_bytes()
     _, outcome = launch("optimizer=accum_adamw", workdir=reference, **RICH)
@@ -497,7 +505,7 @@ def test_compressed_gossip_resumes_bit_for_bit_and_simulates(launch, argument, t
 @pytest.mark.parametrize(
     "mixer, complaint",
     [
-        ("gossip", "mixer 'gossip' is unknown; use one of exact, choco"),
+        ("gossip", "mixer 'gossip' is unknown; use one of exact, "),
         ("choco(codec=None)", "codec"),
         ("exact(codec=zip)", "codec 'zip' is unknown"),
         ("exact(codec=int8(bits=4))", "no .*option.*bits"),

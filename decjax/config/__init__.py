@@ -7,7 +7,7 @@ assemble   `build(spec, devices) -> Setup`: fails on devices, memory and data on
 selective  how many stages of a pipeline should compress
 """
 
-from decjax.config.assemble import Setup, build
+from decjax.config.assemble import Setup, build, check_memory
 from decjax.config.resolve import Size, message_ratio, read, resolve, size
 from decjax.config.sections import choose, section
 from decjax.config.spec import SIMULATED_WORKERS, Choice, RunSpec

@@ -58,7 +58,7 @@ def build(spec: RunSpec, devices: Sequence[jax.Device] | None = None) -> Setup:
     """
     try:
         setup = assemble(spec, functools.partial(mesh.make_workers, simulate=spec.simulate, devices=devices))
-        _check_memory(setup)
+        trace_start(setup)
         return setup._replace(data=setup.task.load(spec.workers, spec.each, spec.seed))
     except ValueError as error:
         raise ConfigError(str(error)) from error
@@ -185,18 +185,33 @@ def make_reducer(
     return pipeline.with_tied_table(reducer, division, channel) if division else reducer
 
 
-# -- Memory -----------------------------------------------------------------------------------------------------------
+# -- Before the first step --------------------------------------------------------------------------------------------
 
 
-def _check_memory(setup: Setup) -> None:
-    """Refuses state that this machine's memory, where it is that of CPU devices, cannot hold."""
+def trace_start(setup: Setup) -> None:
+    """Traces what comes before the first step: parts refuse arrays of some shapes, and messages that are no smaller."""
+    workers, method = setup.workers, setup.method
+    whole = jax.eval_shape(lambda: setup.start(jax.random.key(0)))
+    params = jax.tree.map(lambda x: jax.ShapeDtypeStruct((workers.num_workers, *x.shape), x.dtype), whole)
+    for init in (method.tx.init, setup.source.init):
+        jax.eval_shape(workers.map(init, (0,)), params)
+    one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[workers.num_axes :], x.dtype), params)
+    method.num_bytes(one, method.phase(setup.spec.steps - 1))
+
+
+def check_memory(setup: Setup) -> None:
+    """Refuses state that this machine's memory, where it is that of CPU devices, cannot hold.
+
+    Raises:
+        ConfigError: naming what is needed and what there is.
+    """
     workers = setup.workers
-    if not (workers.simulated or workers.on_cpu):
+    if not (workers.on_cpu or (workers.simulated and jax.default_backend() == "cpu")):
         return
     per_worker = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(jax.eval_shape(setup.start, jax.random.key(0))))
     needed, there = len(workers.own) * per_worker * COPIES, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if needed > there:
-        raise ValueError(
+        raise ConfigError(
             f"{len(workers.own)} workers of {per_worker / 4e6:.3g}M parameters need at least {needed / 1e9:.3g} GB "
             f"for parameters, moments and gradients, and this machine has {there / 1e9:.3g} GB; use "
             "fewer workers or a smaller model"

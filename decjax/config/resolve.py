@@ -283,10 +283,5 @@ def _check_parts(spec: RunSpec) -> RunSpec:
     setup = assemble.assemble(one_device, mesh.simulated_workers)
     checks.check_engine(spec.engine, setup.method)
     selective.check_boundary(spec, setup)
-    whole = jax.eval_shape(lambda: setup.start(jax.random.key(0)))
-    # Some mixers and reducers refuse arrays of some shapes, or messages that are no smaller.
-    params = jax.tree.map(lambda x: jax.ShapeDtypeStruct((spec.workers, *x.shape), x.dtype), whole)
-    jax.eval_shape(setup.workers.map(setup.method.tx.init, (0,)), params)
-    one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[setup.workers.num_axes :], x.dtype), params)
-    setup.method.num_bytes(one, setup.method.phase(spec.steps - 1))
+    assemble.trace_start(setup)
     return spec

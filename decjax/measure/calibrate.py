@@ -83,7 +83,9 @@ def prepare(spec: config_lib.RunSpec) -> Trainer:
         ConfigError: if it describes no possible run, or has no two devices.
     """
     if spec.simulate:
-        raise ConfigError("simulate=True: workers on one device exchange nothing that could be timed; leave it out")
+        raise ConfigError(
+            "simulate=True: workers on one device exchange nothing that could be timed; leave it out, or use two devices"
+        )
     if spec.pipeline.stages * spec.tensor > 1:
         raise ConfigError(
             f"stages={spec.pipeline.stages}, tensor={spec.tensor}: what is measured is a worker on one device; leave them out"

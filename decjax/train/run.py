@@ -81,6 +81,7 @@ class Run:
     def __init__(self, trainer: Trainer, workdir: str | os.PathLike, resume_from: str | os.PathLike | None = None):
         self.trainer, self.spec, self.workers = trainer, trainer.spec, trainer.workers
         self.workdir = pathlib.Path(workdir)
+        config.check_memory(trainer.setup)
         origin = None
         if resume_from is not None and not checkpoint.has_checkpoints(self.workdir):
             origin = self._open(pathlib.Path(resume_from))  # Complains before anything is written.
