@@ -21,7 +21,7 @@ FORMS = [
     "workers=4,mixer=choco,codec=int8",
     "workers=4,mixer=power_gossip",
     "workers=4,method=allreduce,reducer=demo",
-    "workers=4,method=diloco",
+    "workers=4,method=diloco,every=2",
 ]
 # The compiler's own collectives, of which the order is open.
 DIVIDED = ["workers=2,tensor=2", "workers=2,stages=2,microbatches=2,tensor=2"]
