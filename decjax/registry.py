@@ -149,9 +149,9 @@ def part(kind: str, name: str) -> Part:
         ValueError: naming those there are.
     """
     _search(kind)
-    if name in _parts[kind]:
+    if isinstance(name, str) and name in _parts[kind]:
         return _parts[kind][name]
-    if kind in _fallbacks and (factory := _fallbacks[kind][0](name)):
+    if isinstance(name, str) and kind in _fallbacks and (factory := _fallbacks[kind][0](name)):
         return Part(kind, name, factory, {})
     raise ValueError(
         f"{kind} {shown(name)} is unknown; use one of {', '.join(_parts[kind])}" + (" or an optax optimizer" * (kind in _fallbacks))
