@@ -239,7 +239,13 @@ def make(kind: str, chosen: Any, /, *context: Any, **given: Any) -> Any:
     found = part(kind, name)
     takes = inspect.signature(found.factory).parameters
     complete_options = complete(kind, name, options)
-    return found.factory(*context, **{key: value for key, value in supplied.items() if key in takes}, **complete_options)
+    supplied = {key: value for key, value in supplied.items() if key in takes}
+    try:
+        return found.factory(*context, **supplied, **complete_options)
+    except TypeError as error:  # As a type of numbers that does not exist.
+        raise ValueError(
+            f"{kind} {shown(name)}: {shown(' '.join(str(error).split()))}; python -m launch.parts {kind} {name} says more"
+        ) from error
 
 
 def shown(value: Any) -> str:
