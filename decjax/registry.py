@@ -280,7 +280,8 @@ def _option(parameter: inspect.Parameter) -> Option | None:
     default, members = parameter.default, _members(parameter.annotation)
     plain = [kind for kind in (str, float, int, bool) if kind in members]
     if default is None or default is inspect.Parameter.empty:
-        kind = plain[0] if plain else str if parameter.name.endswith("dtype") else None
+        has_tuple = any(tuple in (member, typing.get_origin(member)) for member in members)
+        kind = plain[0] if plain else str if parameter.name.endswith("dtype") else tuple if has_tuple else None
         return Option(default, kind, default is None) if kind else None
     if isinstance(default, bool | int | float | str):
         return Option(default, type(default), type(None) in members)
@@ -307,6 +308,8 @@ def checked(what: str, value: Any, option: Option) -> Any:
         return value  # A word, or a part that is built already.
     if not isinstance(value, str) and isinstance(value, kind) and isinstance(value, bool) == (kind is bool):
         return value
-    meant = {bool: "True or False", int: "a whole number", float: "a number", str: "a word"}[kind]
+    if kind is tuple and isinstance(value, list):  # As in a JSON file.
+        return tuple(value)
+    meant = {bool: "True or False", int: "a whole number", float: "a number", str: "a word", tuple: "a tuple"}[kind]
     example = "" if option.default is None or option.default is inspect.Parameter.empty else f", such as {option.default!r}"
     raise ValueError(f"{what}={shown(value)} must be {meant}{example}")

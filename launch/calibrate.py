@@ -25,6 +25,7 @@ from ml_collections import config_flags
 import numpy as np
 from rich import box, markup, table
 
+from decjax import config as parts
 from decjax import costmodel, measure, train
 from launch import command, config_file, join
 
@@ -131,6 +132,7 @@ def main(argv: list[str]) -> int:
         first = jax.process_index() == 0
         if first:
             command.output("out", _OUT.value)
+        measure.check(parts.read(config))
         trainer = measure.prepare(join.resolved(config))
         name = _NAME.value or name_of(trainer.workers.num_workers, trainer.workers.local_size)
         with terminal.status("compiling …") if first else contextlib.nullcontext() as shown:

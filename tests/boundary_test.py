@@ -12,7 +12,8 @@ import pytest
 from configs import lm
 from decjax import codecs, mesh, models, pipeline, registry, schedules, train
 from decjax.hlo import wire
-from decjax.pipeline import executor, links
+from decjax.pipeline import links
+from decjax.pipeline import table as table_lib
 from tests.runs import run_of
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -240,7 +241,7 @@ def test_a_probe_compares_errors_with_changes():
 def test_compressed_messages_of_an_iteration(name, S, C):
     schedule = schedules.make(name, S, 2 * S, C)
     for when in ("epilogue", "always"):
-        table = executor.tabulate(schedule, pipeline.coded(codecs.identity(), when=when).compresses, True)
+        table = table_lib.tabulate(schedule, pipeline.coded(codecs.identity(), when=when).compresses, True)
         count = sum(
             runs * len(message.pairs)
             for messages, runs in zip(table.patterns, table.runs)

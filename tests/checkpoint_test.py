@@ -20,7 +20,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 # without what Orbax noted of the arrays' shardings.
 OLD_RUNS = ROOT / "tests/data/runs_f08f7a6"
 COUNTERS = {"time_s": 12.5, "bytes_sent_per_worker": 72320.0, "first_step": 0, "corpus": "4096+31 bytes, crc cad9eae3"}
-pytestmark = pytest.mark.usefixtures("quick_compilation", "uncached_programs")
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
 def state_of(seed=0, workers=4):

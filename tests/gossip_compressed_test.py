@@ -326,7 +326,7 @@ def unbiased():
         (gossip.exact, "ring", dict(codec=codecs.bounded()), r"would send the largest; use 'bounded\(raw=False\)'"),
         (gossip.dcd, "ring", dict(codec=top(0.1)), "keeps 0.4.* of the energy of noise"),
         (gossip.dcd, "one_peer_exponential", dict(codec=four_bits()), "varies in time; use 'ring'"),
-        (gossip.dcd, "hierarchical", dict(codec=four_bits(), local=2, outer="ring"), "has nodes of 2 workers"),
+        (gossip.dcd, "hierarchical", dict(codec=four_bits(), local_size=2, outer="ring"), "has nodes of 2 workers"),
         (gossip.beer, "exponential", dict(codec=four_bits()), "is directed; use 'ring'"),
         (gossip.beer, "one_peer_ring", dict(codec=four_bits()), "varies in time"),
         (gossip.power_gossip, "exponential", dict(rank=1), "is not symmetric; use 'ring'"),
@@ -368,4 +368,4 @@ def test_graphs_on_which_plain_gossip_drifts_are_refused():
 def test_every_mixer_is_made_by_its_name(name):
     """With the options of its signature; what it needs, sends and keeps is told."""
     made = registry.make("mixer", name, topology_lib.make("ring", N), Channel(workers("simulated").axis), **MADE_WITH.get(name, {}))
-    assert made.num_workers == N and {"needs", "messages", "memory"} == registry.part("mixer", name).traits.keys()
+    assert made.num_workers == N and {"needs", "messages", "memory"} <= registry.part("mixer", name).traits.keys()

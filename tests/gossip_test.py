@@ -15,7 +15,7 @@ from decjax.channel import Channel
 from decjax.hlo import wire
 
 N = 8
-NODE_OPTIONS = {"alternating_exponential_ring": dict(local_size=2), "hierarchical": dict(local=2)}
+NODE_OPTIONS = {"alternating_exponential_ring": dict(local_size=2), "hierarchical": dict(local_size=2)}
 MODES = ("devices", "simulated")
 DOUBLY_STOCHASTIC = [name for name in topology_lib.names() if name != "random_digraph"]
 

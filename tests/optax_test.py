@@ -9,8 +9,9 @@ import optax
 import pytest
 
 import decjax
-from decjax import codecs, gossip, mesh, optim, reduce
+from decjax import gossip, mesh, optim, reduce
 from decjax import topology as topology_lib
+from decjax.channel import Channel
 
 N, DIM, STEPS, LR = 4, 3, 6, 0.05
 MODES = ("devices", "simulated")
@@ -88,8 +89,8 @@ def test_the_first_moment_of_accumulated_adam_has_the_dtype_that_is_asked_for():
 @pytest.mark.parametrize("mode", MODES)
 def test_onebit_adam_leaves_integers_alone(mode):
     w = workers(mode)
-    compressing = reduce.coded(codecs.make("int8"), axis_name=w.axis_name)
-    reducer = reduce.start_at(compressing, 2, reduce.mean(axis_name=w.axis_name))
+    compressing = reduce.coded(Channel(w.axis), codec="int8")
+    reducer = reduce.start_at(compressing, 2, reduce.mean(Channel(w.axis)))
     tx = optax.chain(optim.scale_by_onebit_adam(reducer), optax.scale_by_learning_rate(LR))
     params = w.stack({"count": jnp.int32(7), "x": jnp.ones(DIM)})
     state = w.jit(tx.init, (0,))(params)
@@ -109,28 +110,29 @@ def test_onebit_adam_leaves_integers_alone(mode):
 # -- Maps over states -------------------------------------------------------------------------------------------------
 
 
-def transformations(axis_name):
+def transformations(axis):
     """Every wrapper around memories in buckets, and around none."""
-    choco = gossip.choco(RING, codec=codecs.make("int8"), axis_name=axis_name)
-    coded = reduce.coded(codecs.make("int8"), axis_name=axis_name)
-    powersgd = reduce.powersgd(rank=1, axis_name=axis_name)
-    late = reduce.start_at(coded, 1, reduce.mean(axis_name=axis_name))
+    channel = Channel(axis)
+    choco = gossip.choco(RING, channel, codec="int8")
+    coded = reduce.coded(channel, codec="int8")
+    powersgd = reduce.powersgd(channel, rank=1)
+    late = reduce.start_at(coded, 1, reduce.mean(channel))
     return {
         "decentralize": decjax.decentralize(optax.adam(LR), choco),
-        "decentralize, power": decjax.decentralize(optax.adam(LR), gossip.power_gossip(RING, rank=1, axis_name=axis_name)),
-        "decentralize, exact": decjax.decentralize(optax.adam(LR), gossip.exact(RING, axis_name=axis_name)),
+        "decentralize, power": decjax.decentralize(optax.adam(LR), gossip.power_gossip(RING, channel, rank=1)),
+        "decentralize, exact": decjax.decentralize(optax.adam(LR), gossip.exact(RING, channel)),
         "track": decjax.track(optax.adam(LR), choco),
         "synchronize": decjax.synchronize(optax.adam(LR), powersgd, stale=True),
-        "synchronize, gravac": decjax.synchronize(optax.adam(LR), reduce.gravac([codecs.make("int8")], axis_name=axis_name)),
+        "synchronize, gravac": decjax.synchronize(optax.adam(LR), reduce.gravac(channel, ladder="int8")),
         "local_updates": decjax.local_updates(optax.adam(LR), reduce.every(coded, 2), optax.sgd(1.0, momentum=0.9)),
         "onebit": optim.scale_by_onebit_adam(late),
     }
 
 
-@pytest.mark.parametrize("name", transformations("worker"))
+@pytest.mark.parametrize("name", transformations(mesh.SIMULATED))
 def test_maps_over_states_find_what_is_shaped_like_parameters(name):
     w = workers("simulated")
-    tx = transformations(w.axis_name)[name]
+    tx = transformations(w.axis)[name]
     params = w.stack({"x": jnp.ones((8, 8))})
     state = w.jit(tx.init, (0,))(params)
     doubled = optax.tree.map_params(tx, lambda x: x + 1, state)
@@ -149,7 +151,7 @@ def test_maps_over_states_find_what_is_shaped_like_parameters(name):
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("order", optim.ORDERS)
 def test_a_worker_leaves_out_its_own_step_and_mixes_on(mode, order):
-    mixer = gossip.exact(RING, axis_name=workers(mode).axis_name)
+    mixer = gossip.exact(RING, Channel(workers(mode).axis))
     found = path(decjax.decentralize(decjax.apply_if_finite(optax.sgd(LR), 5), mixer, order), mode, bad=2)
     W, x = RING.matrix(0), np.ones((N, DIM))
     for t in range(STEPS):
@@ -161,7 +163,7 @@ def test_a_worker_leaves_out_its_own_step_and_mixes_on(mode, order):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_an_average_that_is_not_finite_is_left_out_by_all(mode):
-    reducer = reduce.mean(axis_name=workers(mode).axis_name)
+    reducer = reduce.mean(Channel(workers(mode).axis))
     found = path(decjax.synchronize(decjax.apply_if_finite(optax.sgd(LR), 5), reducer), mode, bad=2)
     x = np.ones(DIM)
     for t in range(STEPS):
@@ -171,7 +173,7 @@ def test_an_average_that_is_not_finite_is_left_out_by_all(mode):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_local_steps_are_left_out_by_one(mode):
-    reducer = reduce.every(reduce.mean(axis_name=workers(mode).axis_name), 3)
+    reducer = reduce.every(reduce.mean(Channel(workers(mode).axis)), 3)
     found = path(
         decjax.local_updates(decjax.apply_if_finite(optax.sgd(LR), 5), reducer, optax.sgd(1.0)), mode, phases=reducer.phase, bad=1
     )

@@ -13,6 +13,7 @@ from decjax.channel import Channel
 from decjax.hlo import wire
 from decjax.optim import Method, clip_by_global_norm, synchronize
 from decjax.pipeline import executor
+from decjax.pipeline import table as table_lib
 from decjax.train import engine
 from decjax.train.step import Step
 from tests import runs
@@ -208,7 +209,7 @@ def test_an_autoencoder_of_full_width_changes_nothing_at_first():
 def test_what_waits_in_a_slot_is_there_when_it_is_read(name, S, C, remat):
     """Plays the tables with labels in place of arrays."""
     schedule = schedules.make(name, S, 2 * S, C)
-    table = executor.tabulate(schedule, lambda send: send.in_epilogue, remat)
+    table = table_lib.tabulate(schedule, lambda send: send.in_epilogue, remat)
     boxes = {kind: [[None] * table.slots[kind] for _ in range(S)] for kind in table.slots}
     for t, row in enumerate(schedule.ticks):
         at = {name: column[t] for name, column in table.columns.items()}
@@ -217,7 +218,9 @@ def test_what_waits_in_a_slot_is_there_when_it_is_read(name, S, C, remat):
                 continue
             v, label = schedule.virtual(s, op.chunk), (op.microbatch, op.chunk)
             is_backward, is_last = op.kind == "B", v == schedule.num_virtual - 1
-            assert at["op"][s] == (executor.BACKWARD if is_backward else executor.IDLE if remat and is_last else executor.FORWARD)
+            assert at["op"][s] == (
+                table_lib.BACKWARD if is_backward else table_lib.IDLE if remat and is_last else table_lib.FORWARD
+            )
             assert (at["microbatch"][s], at["chunk"][s]) == label
             if (not is_backward or remat) and v > 0:
                 assert boxes["input"][s][at["input"][s]] == label
@@ -237,13 +240,13 @@ def test_what_waits_in_a_slot_is_there_when_it_is_read(name, S, C, remat):
         for s in range(S):
             for kind, name in (("F", "input"), ("B", "gradient")):
                 slot = at[f"next_{name}"][s]
-                assert (slot != executor.NOWHERE) == ((kind, s) in sends)
-                if slot != executor.NOWHERE:
+                assert (slot != table_lib.NOWHERE) == ((kind, s) in sends)
+                if slot != table_lib.NOWHERE:
                     boxes[name][s][slot] = sends[kind, s]
                 arrives = at[f"{kind} label"][s], at[f"{kind} microbatch"][s], at[f"{kind} chunk"][s]
                 compress, *where = arriving.get((kind, s), (False, 0, 0))
-                assert arrives == (table.labels.index((kind, compress)) if (kind, s) in arriving else executor.NOWHERE, *where)
-        assert [label != executor.NOWHERE for label in at["sent"]] == [
+                assert arrives == (table.labels.index((kind, compress)) if (kind, s) in arriving else table_lib.NOWHERE, *where)
+        assert [label != table_lib.NOWHERE for label in at["sent"]] == [
             s in {send.source for send in schedule.sends[t]} for s in range(S)
         ]
         pairs = {(message.label[0], pair) for message in table.patterns[table.pattern[t]] for pair in message.pairs}
@@ -252,7 +255,7 @@ def test_what_waits_in_a_slot_is_there_when_it_is_read(name, S, C, remat):
 
 @pytest.mark.parametrize("remat", [True, False])
 def test_slots_of_1f1b_do_not_grow_with_microbatches(remat):
-    tables = [executor.tabulate(schedules.make("1f1b", 4, count), lambda send: False, remat) for count in (8, 64)]
+    tables = [table_lib.tabulate(schedules.make("1f1b", 4, count), lambda send: False, remat) for count in (8, 64)]
     assert tables[0].slots == tables[1].slots and max(tables[0].slots.values()) <= 4
     assert len(tables[0].patterns) == len(tables[1].patterns)
 

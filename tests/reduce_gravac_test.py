@@ -68,7 +68,7 @@ def test_gravac_is_the_dense_reference(mode, speed, threshold, last):
 
 def test_gravac_climbs_the_default_ladder_and_falls_back_when_the_gain_drops():
     """All rungs keep a few large values; of normal values, a rung of 5 % above the default ones keeps a quarter of the energy."""
-    defaults = [codecs.make(name.strip()) for name in lm.get_config().reducer.ladder.split(";")]
+    defaults = [codecs.make(name.strip()) for name in lm.get_config("method=allreduce,reducer=gravac").reducer.ladder.split(";")]
     rng = np.random.default_rng(0)
     like = {"w": np.zeros((N, 2048), np.float32)}
     run = Runner(

@@ -76,11 +76,11 @@ class Measured(NamedTuple):
     coding_s: dict[str, np.ndarray]
 
 
-def prepare(spec: config_lib.RunSpec) -> Trainer:
-    """What is measured of a run: model, data, optimizer, workers. Its method does not matter.
+def check(spec: config_lib.RunSpec) -> None:
+    """Refuses a run in which nothing can be timed; `workers` may be 0.
 
     Raises:
-        ConfigError: if it describes no possible run, or has no two devices.
+        ConfigError: if it has no two devices that exchange something.
     """
     if spec.simulate:
         raise ConfigError(
@@ -92,9 +92,18 @@ def prepare(spec: config_lib.RunSpec) -> Trainer:
         )
     if spec.workers == 1 or jax.device_count() == 1:
         raise ConfigError(
-            f"workers={spec.workers}, devices={jax.device_count()}: an exchange is timed between at "
+            f"workers={spec.workers or 'auto'}, devices={jax.device_count()}: an exchange is timed between at "
             "least two workers, each on a device of its own; JAX_PLATFORMS=cpu makes devices of CPU threads"
         )
+
+
+def prepare(spec: config_lib.RunSpec) -> Trainer:
+    """What is measured of a run: model, data, optimizer, workers. Its method does not matter.
+
+    Raises:
+        ConfigError: if nothing can be timed in it, or devices, memory or data do not suffice.
+    """
+    check(spec)
     optimizer = spec.optimizer or config_lib.Choice("adamw", spec.method.options)  # A method may be one itself.
     local = config_lib.Choice("local", {})
     return Trainer(spec._replace(method=local, optimizer=optimizer, mixer=None, topology=None, averaging=None, engine="auto"))
