@@ -310,6 +310,6 @@ def checked(what: str, value: Any, option: Option) -> Any:
         return value
     if kind is tuple and isinstance(value, list):  # As in a JSON file.
         return tuple(value)
-    meant = {bool: "True or False", int: "a whole number", float: "a number", str: "a word", tuple: "a tuple"}[kind]
+    meant = {bool: "True or False", int: "a whole number", float: "a number", str: "a word", tuple: "a tuple, as (2,4)"}[kind]
     example = "" if option.default is None or option.default is inspect.Parameter.empty else f", such as {option.default!r}"
     raise ValueError(f"{what}={shown(value)} must be {meant}{example}")

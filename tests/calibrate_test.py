@@ -159,7 +159,7 @@ def test_a_profile_of_two_processes(tmp_path):
         ((), "is missing"),
         (("--config=configs/none.py", "--out={tmp}/x.json"), "configs/none.py"),
         (("--config=configs/lm.py:smoke",), "--out"),
-        (("--config=configs/lm.py:smoke,workers=1", "--out={tmp}/x.json"), "at least 2 workers"),
+        (("--config=configs/lm.py:smoke,workers=1", "--out={tmp}/x.json"), "least two workers"),
         (("--config=configs/lm.py:smoke,simulate", "--out={tmp}/x.json"), "simulate=True"),
         (("--config=configs/lm.py:smoke,workers=3,local_size=2", "--out={tmp}/x.json"), "local_size=2"),
         (("--config=configs/lm.py:smoke", "--out={tmp}/none/x.json"), "(No such file or directory); choose another --out"),

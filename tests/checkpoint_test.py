@@ -6,7 +6,6 @@ import resource
 import shutil
 
 import jax.numpy as jnp
-import ml_collections
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
@@ -14,6 +13,7 @@ import pytest
 from configs import lm
 from decjax import train
 from decjax.train import checkpoint
+from tests.runs import run_of
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 # Written by `python -m launch.train` of commit f08f7a6 from text.txt, eight steps each. The checkpoint of the fourth is kept,
@@ -151,14 +151,14 @@ def test_a_checkpoint_that_is_not_finite_is_not_continued(tmp_path, monkeypatch)
 
 def test_a_pending_gradient_that_is_not_finite_ends_the_run(tmp_path):
     """After step 3 parameters and losses are finite; the gradient that the next step would apply is not."""
-    config = lm.get_config("smoke,workers=2,method=allreduce,stale")
+    config = lm.get_config("smoke,workers=2,method=allreduce,stale,optimizer=sgdm")
     tiny = {"depth": 1, "width": 8, "hidden": 8, "heads": 1, "context": 16}
     config.update_from_flattened_dict(
         {f"model.{name}": value for name, value in tiny.items()}
         | {"data.path": str(OLD_RUNS / "text.txt"), "checkpoint.every": 1, "checkpoint.keep": 9}
-        | {"optimizer.name": "sgdm", "optimizer.learning_rate": 1e10, "optimizer.clip_norm": 0.0, "optimizer.warmup_steps": 0}
+        | {"schedule.learning_rate": 1e10, "clip_norm": 0.0, "schedule.warmup_steps": 0}
     )
-    run = train.Run(train.build(config), tmp_path)
+    run = run_of(config, tmp_path)
     with pytest.raises(train.Diverged, match=r"the state of step 3 is not finite.*the last good checkpoint is of step 2"):
         run.train()
     assert checkpoint.Checkpoints(tmp_path).latest() == 2
@@ -172,8 +172,8 @@ def test_runs_of_the_first_version_go_on(name, tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)  # Their paths are relative.
     shutil.copytree(OLD_RUNS / name, tmp_path / "run")
     before = [json.loads(line) for line in (OLD_RUNS / name / "metrics.jsonl").read_text().splitlines()]
-    config = ml_collections.ConfigDict(json.loads((tmp_path / "run/config.json").read_text()))
-    run = train.Run(train.build(config), tmp_path / "run")
+    config = json.loads((tmp_path / "run/config.json").read_text())
+    run = run_of(config, tmp_path / "run")
     assert run.start == 4
     run.train()
     after = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]

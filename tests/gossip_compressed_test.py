@@ -335,7 +335,7 @@ def unbiased():
     ],
 )
 def test_what_does_not_fit_is_refused(build, graph, options, complaint):
-    graph_options = {name: options[name] for name in ("local", "outer") if name in options}
+    graph_options = {name: options[name] for name in ("local_size", "outer") if name in options}
     topology = topology_lib.make(graph, N, **graph_options)
     with pytest.raises(ValueError, match=complaint) as refusal:
         build(topology, **{name: value for name, value in options.items() if name not in graph_options})

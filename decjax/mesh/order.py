@@ -38,7 +38,11 @@ def in_order(fn: Callable) -> Callable:
     def ordered(*args):
         closed, shapes = jax.make_jaxpr(fn, return_shape=True)(*args)
         run = functools.partial(_Order().run, closed) if _has_bodies(closed) else core.jaxpr_as_fun(closed)
-        return jax.tree.unflatten(jax.tree.structure(shapes), run(*jax.tree.leaves(args)))
+        leaves, tree = jax.tree.flatten(shapes)
+        results = run(*jax.tree.leaves(args))  # Constants among them are numbers of Python.
+        return jax.tree.unflatten(
+            tree, [x if isinstance(x, jax.Array) else jnp.asarray(x, like.dtype) for x, like in zip(results, leaves, strict=True)]
+        )
 
     return ordered
 
