@@ -39,6 +39,7 @@ class PushSumState(NamedTuple):
 @registry.register(
     "mixer",
     "push_sum",
+    weights=True,
     needs="column-stochastic graph, contractive codec",
     messages="coded changes, a weight",
     memory="a weight; with a codec as choco",

@@ -94,15 +94,13 @@ def coded(
     Args:
         backward: of gradients; None: they travel as they are.
         forward: of activations, all of them; None: they travel as they are.
-        when: which gradients: "epilogue": those that a stage waits for in its cool-down, which with gpipe are all; "always": all.
+        when: which gradients: "epilogue": those that a stage waits for in its cool-down (gpipe: all); "always": all.
         error: what is remembered of what compressed gradients lose: "carry", "flush", "reset": the error, which goes with the next
             compressed message of the link, and at the end of an iteration stays, joins the next iteration's first message that is
             not compressed, or is forgotten; "ef21": both ends hold an estimate, and its change is sent; "none": nothing.
-        forward_error: the same of activations: "none", "carry", "reset", "ef21", or "samples", an estimate for every sample
-            (AQ-SGD).
-        slots: places for samples that "samples" remembers, some times as many as a worker has; see `links.per_sample`.
-        reuse_indices: gradients are sent at those places only that top-k chose of the same activations, and `backward` is the form
-            of these values; no indices are sent for them.
+        forward_error: the same of activations, or "samples": an estimate for every sample (AQ-SGD).
+        slots: places for what "samples" remembers, some times as many as samples; see `links.per_sample`.
+        reuse_indices: send gradients at the places that top-k chose of the same activations, in form `backward`, without indices.
         view: from the shape B×T×D to the one that codecs are shown.
 
     Returns:
@@ -132,18 +130,13 @@ def coded(
     def finish(state):
         return state | {kind: links.forgotten(state[kind]) for kind in made if given[kind][1] == "reset"}
 
-    transfers = {(kind, True): _transfer(kind, link) for kind, link in made.items()}
-    if error == "flush" and backward:
-        transfers[schedules.BACKWARD, False] = Transfer(_flush, lambda x, state, place: (x, state))
-    depends = not forward or forward.traits.state_key != "none" or forward_error in ("ef21", "samples")
-    boundary = Boundary(
-        init,
-        compresses,
-        transfers,
-        finish,
-        None if depends else functools.partial(_received, _viewed(forward, view)),
-        forward_error == "samples",
+    flush = {(schedules.BACKWARD, False): Transfer(_flush, lambda x, state, place: (x, state))}
+    transfers = {(kind, True): _transfer(kind, link) for kind, link in made.items()} | (
+        flush if error == "flush" and backward else {}
     )
+    depends = not forward or forward.traits.state_key != "none" or forward_error in ("ef21", "samples")
+    received = None if depends else functools.partial(_received, _viewed(forward, view))
+    boundary = Boundary(init, compresses, transfers, finish, received, forward_error == "samples")
     return _reusing(boundary, backward, forward, view) if reuse_indices else boundary
 
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, NoReturn
 import jax
 import numpy as np
 
-from decjax import config
+from decjax import config, registry
 from decjax.errors import CheckpointError, ConfigError
 from decjax.train import checkpoint, metrics
 from decjax.train import state as state_lib
@@ -96,7 +96,6 @@ class Run:
         self.start, self.state = self._restore(origin)
         trainer.check_exchanges()
         self._counted = trainer.bytes_by_usage(self.state)  # as far as the counters know of them
-        self._saved = self.start if self.checkpoints.latest() == self.start else None
         unit = trainer.setup.task.metrics["loss"].unit
         self._unit = f" {unit}" if unit else ""
 
@@ -133,15 +132,9 @@ class Run:
         ]:
             raise CheckpointError(f"{folder} is of a model divided otherwise ({'; '.join(differing)}); start with the same")
         if step is None or step >= self.spec.steps:
-            raise CheckpointError(
-                f"{folder} has "
-                + (
-                    "no complete checkpoint; choose another --resume_from"
-                    if step is None
-                    else f"done {step} of steps={self.spec.steps}; set more steps to go on from there"
-                )
-            )
-        has_weights = theirs.mixer is not None and theirs.mixer.name == "push_sum"
+            done = f"done {step} of steps={self.spec.steps}; set more steps to go on from there"
+            raise CheckpointError(f"{folder} has {done if step else 'no complete checkpoint; choose another --resume_from'}")
+        has_weights = theirs.mixer is not None and registry.part("mixer", theirs.mixer.name).traits.get("weights", False)
         return Origin(folder, checkpoints, step, theirs.workers, has_weights)
 
     def _weights(self, origin: Origin) -> np.ndarray:
@@ -257,7 +250,7 @@ class Run:
         recorder = metrics.Recorder(self.workdir, self.start, self.spec.steps) if self.first else None
         counted = self.start, self.counters["first_step"], self.spec.steps
         display = metrics.Display(*counted, self._items, self._unit) if self.first else metrics.Silent()
-        if recorder and self._saved == self.start != recorder.last:
+        if recorder and self.checkpoints.latest() == self.start != recorder.last:
             self.note += f"; metrics.jsonl ends at step {recorder.last}, what came between is lost"
         try:
             with _signals() as caught:
@@ -317,7 +310,6 @@ class Run:
                 self.counters["time_s"] = time.monotonic() - begun
                 if saves:
                     self.checkpoints.save(done, self.state, self.counters)
-                    self._saved = done
                 logged = time.monotonic(), done
             if stop and not last:
                 return done
