@@ -135,15 +135,10 @@ def coded(
     transfers = {(kind, True): _transfer(kind, link) for kind, link in made.items()}
     if error == "flush" and backward:
         transfers[schedules.BACKWARD, False] = Transfer(_flush, lambda x, state, place: (x, state))
-    depends = not forward or forward.traits.state_key != "none" or forward_error in ("ef21", "samples")
-    boundary = Boundary(
-        init,
-        compresses,
-        transfers,
-        finish,
-        None if depends else functools.partial(_received, _viewed(forward, view)),
-        forward_error == "samples",
-    )
+    received = None
+    if forward and forward.traits.state_key == "none" and forward_error not in ("ef21", "samples"):
+        received = functools.partial(_received, _viewed(forward, view))
+    boundary = Boundary(init, compresses, transfers, finish, received, forward_error == "samples")
     return _reusing(boundary, backward, forward, view) if reuse_indices else boundary
 
 
@@ -243,7 +238,7 @@ def _reusing(boundary: Boundary, backward: codecs.Codec | None, forward: codecs.
         x, state = activations.receive(message, state, place)
         return x, noted(state, "receiver", message, place)
 
-    transfers = boundary.transfers | {
+    transfers = dict(boundary.transfers) | {
         (schedules.FORWARD, True): Transfer(send, receive),
         (schedules.BACKWARD, True): Transfer(
             lambda x, state, place: gradients.send(x, state, there(state, "receiver", place)),
