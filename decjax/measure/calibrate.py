@@ -327,7 +327,7 @@ def measure(
     lines = {
         (m.kind, m.scope): line
         for m in measurements
-        if (line := calibrate.line_of(measurements, m.kind, m.scope)) is not None  # as it is never here
+        if (line := calibrate.line_of(measurements, m.kind, m.scope)) is not None  # They were measured.
     }
     measurements += [
         calibrate.Measurement("codec", total_bytes, float(np.median(both_s)), codec=codec) for codec, both_s in codec_s.items()
