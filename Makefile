@@ -38,11 +38,10 @@ test-all: $(VENV)/installed-tests $(AOT)/installed
 	DECJAX_TEST_COMPILE=users DECJAX_TEST_CACHE=$(KEPT) $(BIN)/python -m pytest $(AS_USERS)
 	rm -rf $(KEPT)
 
-# Types are printed, and refused once there are none to print.
 lint: $(VENV)/installed-tests
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
-	-$(BIN)/pyright --pythonpath $(BIN)/python
+	$(BIN)/pyright --pythonpath $(BIN)/python
 
 $(INSTALLED): requirements.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \

@@ -87,7 +87,9 @@ def get_config(
     config.clip_norm = clip_norm
     _pipeline(config, given, microbatches)
     names = _parts(config, given, dict(defaults or {}), options or {})
-    learning = dict(tuned(config.method.name, config.method.get("order", ""), names.get("optimizer", "adamw").partition("(")[0]))
+    learning: dict[str, Any] = dict(
+        tuned(config.method.name, config.method.get("order", ""), names.get("optimizer", "adamw").partition("(")[0])
+    )
     learning_rate = learning.pop("learning_rate")
     if "optimizer" in names:
         config.optimizer = parts.choose("optimizer", names["optimizer"], **options or {}, **learning)
@@ -150,7 +152,7 @@ def _parts(
         raise ValueError(f"config argument compressed={given['compressed']} changes nothing with method={method}; leave it out")
     smoke = dict(every=5) if given.get("smoke") and "reducer" in chooses else {}
     config.method = parts.choose("method", method, **({} if "optimizer" in chooses else own), **smoke)
-    if given.get("smoke") and "window" in config.get("reducer", {}):
+    if given.get("smoke") and "reducer" in config and "window" in config.reducer:
         config.reducer.window = 2
     _place(config, given)
     if "optimizer" in chooses:
@@ -168,16 +170,16 @@ def _place(config: ml_collections.ConfigDict, given: Mapping[str, Any]) -> None:
     for key, sections in PLACES.items():
         if key not in given:
             continue
-        takers = [section for section in sections if section in config and key in config[section]]
+        takers = [section for section in sections if section in config and key in getattr(config, section)]
         if not takers:
             chosen = " and ".join(
-                f"{section} {config[section].name!r}" for section in ("method", "mixer", "reducer") if section in config
+                f"{section} {getattr(config, section).name!r}" for section in ("method", "mixer", "reducer") if section in config
             )
             raise ValueError(
                 f"config argument {key}={given[key]} changes nothing with {chosen}; leave it out, or choose a part that has "
                 f"{key}: python -m launch.parts lists them"
             )
-        config[takers[0]][key] = given[key]
+        getattr(config, takers[0])[key] = given[key]
 
 
 def _pipeline(config: ml_collections.ConfigDict, given: Mapping[str, Any], microbatches: int) -> None:

@@ -47,7 +47,7 @@ def get_config(arg: str = "size=2.5b") -> ml_collections.ConfigDict:
     if given.get("reducer", "powersgd") != "powersgd":  # What its own options and selection are for.
         usual = {key: value for key, value in usual.items() if key not in ("rank", "compressed")}
     config = lm.of_keys({key: value for key, value in (usual | given).items() if value != "none"})
-    if config.get("boundary", {}).get("backward"):
+    if "boundary" in config and config.boundary.get("backward"):
         config.boundary.error = "flush"
     config.optimizer.weight_decay, config.clip_norm = 0.01, 1.0
     if size in MODELS:

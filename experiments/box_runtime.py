@@ -107,6 +107,7 @@ def interpolate(low: costmodel.Cluster, high: costmodel.Cluster, share: float) -
         return (1 - share) * get(low) + share * get(high)
 
     inter = costmodel.Link(between(lambda c: c.inter.latency_s), between(lambda c: c.inter.bandwidth_Bps))
+    assert isinstance(low.codec_Bps, dict)  # Profiles that are measured tell codecs apart.
     codec_Bps = {codec: between(lambda c, codec=codec: c.codec_rate(codec)) for codec in low.codec_Bps}
     return dataclasses.replace(
         low, name="between", inter=inter, codec_Bps=codec_Bps, all_reduce_efficiency=between(lambda c: c.all_reduce_efficiency)
@@ -191,7 +192,7 @@ def main(argv: list[str]) -> None:
         network.set_rate(chosen.predict_at)
         with systems.Box(network) as box:
             measured_s = measure(box, chosen.rounds, compute_s, jitter_s)
-    between, workload = interpolate(*profiles, (wanted - low) / (high - low)), average(*workloads)
+    between, workload = interpolate(profiles[0], profiles[1], (wanted - low) / (high - low)), average(*workloads)
     console, errors = rich.console.Console(width=140, highlight=False), []
     for kind, told in (("as it is", workload), ("jitter", paused(workload, measured_s["pause"][ALONE], jitter_s))):
         predicted_s = {name: costmodel.predict(between, told, method).mean_s for name, method in methods().items()}

@@ -150,7 +150,8 @@ def load(directory: pathlib.Path) -> Run:
     rows = read_metrics(directory / "metrics.jsonl")
     path = directory / "summary.json"
     summary = _read_json(path, NUMBERS_OF_SUMMARY) if path.exists() else None
-    return Run(directory, config, *([row for row in rows if row["kind"] == kind] for kind in KINDS), summary)
+    train, evaluations = ([row for row in rows if row["kind"] == kind] for kind in KINDS)
+    return Run(directory, config, train, evaluations, summary)
 
 
 # -- Names ------------------------------------------------------------------------------------------------------------
@@ -161,7 +162,7 @@ def _identity(run: Run) -> dict[str, Any]:
     config = {key: value for key, value in run.config.items() if not key.startswith(UNINFORMATIVE)}
     if config.get("method", "decentralized") != "decentralized":
         config = {key: value for key, value in config.items() if not key.startswith(DECENTRALIZED_ONLY)}
-    sizes = [config.get(key) for key in ("batch_size", "workers")]
+    sizes: list[Any] = [config.get(key) for key in ("batch_size", "workers")]
     if all(type(size) is int and 0 < size < 2**53 for size in sizes):  # Per worker, or it would differ whenever these do.
         config["batch_size"] = sizes[0] / sizes[1]
     return config

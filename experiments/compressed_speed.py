@@ -16,6 +16,7 @@ has, the other.
 import json
 import math
 import pathlib
+from typing import Any
 
 from absl import flags
 import rich.box
@@ -63,9 +64,9 @@ def rows(batch_size: int) -> list[systems.Row]:
         for name, text in EXACT.items()
     ]
     # 1-bit Adam averages plainly at first: its state and its messages are then another method's.
+    late: dict[str, Any] = {"reducer.start": 1}
     ours += [
-        systems.decjax(name, text, batch_size=batch_size, **({"reducer.start": 1} if "onebit" in text else {}))
-        for name, text in SHORTHANDS.items()
+        systems.decjax(name, text, batch_size=batch_size, **(late if "onebit" in text else {})) for name, text in SHORTHANDS.items()
     ]
     return ours + [
         systems.torch(TORCH_ALONE, "alone", batch_size=batch_size),

@@ -154,7 +154,8 @@ def _told(rows: tuple[Row, ...], summaries: rows_lib.Summaries) -> list[Row]:
 def _bytes(summary) -> tuple[str, str]:
     """Between stages and between workers, of a worker's step."""
     sent = ("bytes_between_stages_per_step_per_worker", "bytes_per_step_per_worker")
-    return tuple(f"{summary[name] / 1e3:.1f}" if summary else "" for name in sent)
+    stages, workers = (f"{summary[name] / 1e3:.1f}" if summary else "" for name in sent)
+    return stages, workers
 
 
 def _loss(row: Row, summaries: rows_lib.Summaries, name: str = "eval_loss") -> tuple[str, str]:

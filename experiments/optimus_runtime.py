@@ -39,6 +39,7 @@ def predict(size: str, *, nic: float = 1.0, blocking: bool = False) -> dict[str,
     cluster, _ = costmodel.load(CLUSTER)
     inter = dataclasses.replace(cluster.inter, bandwidth_Bps=nic * cluster.inter.bandwidth_Bps)
     cluster, layout = dataclasses.replace(cluster, inter=inter), dataclasses.replace(LAYOUT, blocking=blocking)
+    assert cluster.flops is not None
     load = costmodel.work(MODELS[size], layout, cluster.flops)
     ways = plan_layouts.compressions(cluster, MODELS[size], load, layout)
     return {_label(name): costmodel.predict_layout(cluster, load, layout, traffic) for name, traffic in ways.items()}

@@ -17,6 +17,7 @@ from collections.abc import Callable
 import dataclasses
 import json
 import pathlib
+from typing import Any
 
 from absl import flags
 import rich.box
@@ -61,9 +62,8 @@ def row(name: str, microbatches: int) -> systems.Row:
             ),
         )
     )
-    return systems.decjax(
-        name, argument, batch_size=SIZE * microbatches, model=MODEL, **({"boundary.when": when} if backward else {})
-    )
+    fields: dict[str, Any] = {"boundary.when": when} if backward else {}
+    return systems.decjax(name, argument, batch_size=SIZE * microbatches, model=MODEL, **fields)
 
 
 def boundary(codec: str, when: str) -> costmodel.Boundary:
@@ -90,7 +90,8 @@ def iteration_s(name: str, microbatches: int, link: costmodel.Link, compute_s: f
     counted = costmodel.work(model, layout, 1.0)
     scale_s = compute_s / (sum(counted.forward_s) + sum(counted.backward_s))
     load = costmodel.Work(
-        *(tuple(scale_s * seconds for seconds in passes) for passes in (counted.forward_s, counted.backward_s)),
+        tuple(scale_s * seconds for seconds in counted.forward_s),
+        tuple(scale_s * seconds for seconds in counted.backward_s),
         counted.boundary_bytes,
         0.0,
         (0.0,) * STAGES,

@@ -71,7 +71,7 @@ def forms(config: ml_collections.ConfigDict, texts: list[str]) -> list[measure.F
     Raises:
         TrainingError, ConfigFileError: naming what is wrong.
     """
-    found, file, own = [], flags.FLAGS["config"].config_filename, join.resolved(config).document
+    found, file, own = [], flags.FLAGS["config"].config_filename, join.resolved(config).document  # pyright: ignore[reportAttributeAccessIssue]
     for text in texts:
         given = join.resolved(config_file.get_config(f"{file}{',' if ':' in file else ':'}{text}")).document
         kept = {field: value for field, value in own.items() if field not in METHOD}
@@ -116,7 +116,9 @@ def report(measured: measure.Measured) -> table.Table:
                 rows.add_row(title, f"{what.num_bytes / 1e6:.3g}", *spread(slowest_s), *shown)
                 title, shown = "", []  # Told once.
     for codec, both_s in measured.codec_s.items():
-        rows.add_row(f"{codec}, both ways", model_mb, *spread(both_s), "", f"{8e-6 * measured.cluster.codec_rate(codec):.4g}")
+        rate_Bps = measured.cluster.codec_rate(codec)
+        assert rate_Bps is not None
+        rows.add_row(f"{codec}, both ways", model_mb, *spread(both_s), "", f"{8e-6 * rate_Bps:.4g}")
     for name, own_s in measured.coding_s.items():
         rows.add_row(f"update by {name}", model_mb, *spread(own_s))
     return rows
@@ -125,6 +127,7 @@ def report(measured: measure.Measured) -> table.Table:
 def main(argv: list[str]) -> int:
     if argv:
         command.fail(f"unexpected argument {argv[0]!r}; options start with --")
+    assert _OUT.value is not None  # It is required.
     sizes, path, config = parse_sizes(_SIZES.value), pathlib.Path(_OUT.value), _CONFIG.value
     terminal = command.console()
     with join.leaving_at_once((train.TrainingError, CalibrationError, ValueError), "run the same command again"):

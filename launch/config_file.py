@@ -19,7 +19,7 @@ def load_module(path: str) -> types.ModuleType:
     """
     try:
         spec = importlib.util.spec_from_file_location("config_file", path)
-        if spec is None:
+        if spec is None or spec.loader is None:
             raise ImportError("its name does not end in .py")
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)

@@ -39,6 +39,7 @@ to be preferred (of those within 3 % of the fastest the one that averages best),
 """
 
 import dataclasses
+from typing import Any
 
 from absl import flags
 from rich import console
@@ -61,7 +62,7 @@ MAX_WORKERS = 4096  # the spectral gap of as many takes minutes; devices, of whi
 # -- What is asked ----------------------------------------------------------------------------------------------------
 
 
-def parse_pairs(text: str, keys: dict[str, float | None] = _KEYS) -> dict[str, float]:
+def parse_pairs(text: str, keys: dict[str, float | None] = _KEYS) -> dict[str, Any]:
     """`params=65e6,tokens=1600` as numbers, with defaults.
 
     Raises:
@@ -85,7 +86,7 @@ def parse_pairs(text: str, keys: dict[str, float | None] = _KEYS) -> dict[str, f
     return values
 
 
-def times_of(values: dict[str, float], cluster: costmodel.Cluster, compute_s: float | None) -> tuple[float, float]:
+def times_of(values: dict[str, Any], cluster: costmodel.Cluster, compute_s: float | None) -> tuple[float, float]:
     """(forward_s, backward_s): given, or a third and two thirds of a step, which tokens and flops may tell.
 
     Raises:
@@ -105,7 +106,7 @@ def times_of(values: dict[str, float], cluster: costmodel.Cluster, compute_s: fl
     return compute_s / 3, 2 * compute_s / 3
 
 
-def make_workload(values: dict[str, float], cluster: costmodel.Cluster, compute_s: float | None) -> costmodel.Workload:
+def make_workload(values: dict[str, Any], cluster: costmodel.Cluster, compute_s: float | None) -> costmodel.Workload:
     """A workload from numbers; times are given, or follow from tokens and flops.
 
     Raises:
@@ -153,7 +154,7 @@ def measured_workload(measured: costmodel.Workload | None) -> costmodel.Workload
             f"--compute_s={FLAGS.compute_s:g}: the workload of {FLAGS.model or FLAGS.cluster} has its own times; "
             "leave it out, or give --model=params=… or a config"
         )
-    return costmodel.load_workload(FLAGS.model) if FLAGS.model else measured
+    return measured if measured is not None and not FLAGS.model else costmodel.load_workload(FLAGS.model)
 
 
 def ask() -> tuple[costmodel.Cluster, costmodel.Workload]:
@@ -277,7 +278,7 @@ def _parts():
     return config
 
 
-def message_options() -> dict[str, float | str]:
+def message_options() -> dict[str, Any]:
     """`ratio` and `codec` of messages, from the flags.
 
     Raises:

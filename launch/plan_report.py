@@ -96,7 +96,7 @@ def plot(path: str, cluster: costmodel.Cluster, workload: costmodel.Workload, ra
     from matplotlib import pyplot as plt
 
     figure = plt.figure(figsize=(13, 6), layout="constrained")
-    left, right = figure.subfigures(1, 2, width_ratios=(1, 1.15))
+    left, right = figure.subfigures(1, 2, width_ratios=(1, 1.15))  # pyright: ignore[reportGeneralTypeIssues]
     _draw_regions(left, cluster, workload, [r.method for r in ranked])
     gossip = [r.method for r in ranked if r.is_gossip][:1]
     exact = [r.method for r in ranked if r.method.message == "gradients" and not r.method.bucketed][::-1][:2]

@@ -152,7 +152,7 @@ def check(module: str, arguments: Sequence[str]) -> None:
         for option in ("config", "workdir"):
             if config_file.given(option, arguments) is None:
                 raise command.UserError(f"--{option} is missing behind --, {example}")
-        command.folder("workdir", config_file.given("workdir", arguments))
+        command.folder("workdir", config_file.given("workdir", arguments) or "")
 
 
 # -- The group --------------------------------------------------------------------------------------------------------

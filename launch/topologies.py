@@ -141,8 +141,7 @@ def plot(topologies: list[tp.Topology], path: str) -> None:
                 times_drawn[frozenset((source, target))] += 1
                 axis.add_patch(
                     patches.FancyArrowPatch(
-                        xy_Nx2[source],
-                        xy_Nx2[target],
+                        *xy_Nx2[[source, target]],
                         arrowstyle="-" if both_ways else "-|>",
                         connectionstyle=f"arc3,rad={bend}",
                         mutation_scale=7,

@@ -27,7 +27,7 @@ def main(argv: list[str]) -> int:
     if argv:
         command.fail(f"unexpected argument {argv[0]!r}; options start with --")
     with join.leaving_at_once((train.TrainingError,), "run the same command to continue from the last checkpoint"):
-        config, workdir = _CONFIG.value, command.folder("workdir", _WORKDIR.value)
+        config, workdir = _CONFIG.value, command.folder("workdir", _WORKDIR.value or "")
         spec = parts.read(config)
         join.set_up_devices(spec.workers, spec.simulate, spec.devices_of_worker)
         with memory_told():
@@ -46,6 +46,7 @@ def report(outcome: train.Outcome, task: tasks.Task) -> None:
             print(f"To continue:\n  {shlex.join(['python', '-m', 'launch.train', *sys.argv[1:]])}")
         return
     summary = outcome.summary
+    assert summary is not None  # It is finished.
     if outcome.is_old:
         print(f"the run in {_WORKDIR.value} is finished already, after {outcome.step} steps; another --workdir starts a new run")
     limit = summary.get("corpus_order1_entropy")

@@ -46,7 +46,7 @@ def quantized(name: str, *, levels: int, width: int, block: int, rounding: str, 
             if euclidean:  # Of x/max, whose squares neither overflow nor vanish.
                 unit_MxB = x_MxB * jnp.where(scale_Mx1 < tiny, 0, 1 / scale_Mx1)
                 scale_Mx1 = scale_Mx1 * jnp.sqrt(jnp.square(unit_MxB).sum(axis=1, keepdims=True))
-            shift = noise.uniform(x_MxB.shape, seed, start) if stochastic else 0.5
+            shift = noise.uniform(x_MxB.shape, seed, start) if seed is not None else 0.5
             # Shifted to positive numbers, where the cast to integers rounds down; sums of floats may reach the next number.
             steps_MxB = x_MxB * jnp.where(scale_Mx1 < tiny, 0, levels / scale_Mx1) + (shift + levels)
             return jnp.minimum(steps_MxB.astype(jnp.int32), 2 * levels).astype(jnp.uint8), scale_Mx1[:, 0] / levels

@@ -100,5 +100,7 @@ class _Chunked:
         return self.values.num_bytes((count,), working_dtype(dtype)) + count * bits.index_dtype(math.prod(chunks)).itemsize
 
     def delta(self, shape):
+        contractive = self.values.traits.contractive
+        assert contractive is not None  # Or nobody is told of this.
         _, chunks, grid, k = self.plan(shape)
-        return k / math.prod(chunks) * self.values.traits.contractive((math.prod(grid) * k,))
+        return k / math.prod(chunks) * contractive((math.prod(grid) * k,))

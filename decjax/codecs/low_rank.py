@@ -125,8 +125,10 @@ class _LowRank:
         matrix = self.view(shape)
         if not matrix:
             return 1.0
+        contractive = self.values.traits.contractive
+        assert contractive is not None  # Or nobody is told of this.
         kept = self.rank / min(matrix)
-        lost = max(1 - self.values.traits.contractive((size, self.rank)) for size in matrix) ** 0.5  # ‖P̂ − P‖ ≤ lost ‖P‖, and of Q
+        lost = max(1 - contractive((size, self.rank)) for size in matrix) ** 0.5  # ‖P̂ − P‖ ≤ lost ‖P‖, and of Q
         # ‖P̂Q̂ − PQ‖ ≤ ε‖Q‖; and (√(1−κ) + ε√κ)² ≤ (1+ε)(1 − (1−ε)κ) of a share κ = ‖Q‖²/‖x‖² kept.
         epsilon = lost * (1 + self.rank**0.5 * (1 + lost))
         return max(0.0, 1 - (1 + epsilon) * (1 - (1 - epsilon) * kept))

@@ -46,7 +46,7 @@ class Setup(NamedTuple):
         return lambda key: self.source.split(self.task.init(key))
 
 
-def build(spec: RunSpec, devices: Sequence[jax.Device] | None = None) -> Setup:
+def build(spec: RunSpec, devices: Sequence[jax.Device] | None = None) -> Setup:  # pyright: ignore[reportInvalidTypeForm]
     """Puts a run on devices and reads its data.
 
     Args:
@@ -151,6 +151,7 @@ def _method(
         context["inner"] = optax.chain(clip, optimizer) if spec.clip_norm else optimizer
     topology = None
     if spec.mixer:
+        assert spec.topology is not None
         topology = make_topology(spec.topology, spec.workers, spec.local_size)
         context["mixer"] = _make("mixer", spec.mixer, topology=topology, channel=channel)
     if spec.averaging:

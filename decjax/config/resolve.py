@@ -1,6 +1,6 @@
 """From a config to a `RunSpec`, with every check there is; no device is needed, no data is read."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 import copy
 import json
 from typing import Any, NamedTuple, TypeVar
@@ -22,7 +22,7 @@ GROUPS = {"eval": Periodic, "checkpoint": Saving}
 
 
 def resolve(
-    config: ml_collections.ConfigDict | Mapping[str, Any], num_devices: int | None = None, lone_accelerator: bool = False
+    config: ml_collections.ConfigDict | MutableMapping[str, Any], num_devices: int | None = None, lone_accelerator: bool = False
 ) -> RunSpec:
     """Checks a config and decides all that is automatic in it.
 
@@ -208,7 +208,8 @@ def _choice(document: Mapping[str, Any], kind: str, stages: int) -> Choice:
 
 
 def _averaging(document: Mapping[str, Any], stages: int) -> Averaging:
-    name, options = _choice(document, "reducer", stages)
+    name, given = _choice(document, "reducer", stages)
+    options = dict(given)
     around = {field: options.pop(field) for field in ("start", "stages", "cluster") if field in options}
     return Averaging(Choice(name, options), **around)
 

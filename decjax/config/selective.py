@@ -32,6 +32,7 @@ def choose(spec: RunSpec, setup: Setup) -> int:
     Raises:
         ValueError: in one line, if there is no profile, it does not fit, or no stage should compress.
     """
+    assert spec.averaging is not None and spec.model is not None
     given, N, size = spec.averaging, spec.workers, spec.model.options
     if not given.cluster:
         raise ValueError(
@@ -85,6 +86,7 @@ def _layout(spec: RunSpec) -> costmodel.Layout:
 
 
 def _transformer(spec: RunSpec) -> costmodel.Transformer:
+    assert spec.model is not None
     size = spec.model.options
     return costmodel.Transformer(
         size["depth"],
@@ -104,6 +106,7 @@ def check_boundary(spec: RunSpec, setup: Setup) -> None:
     if not spec.boundary:
         return
     tokens = setup.task.examples(spec.each // spec.pipeline.microbatches)
+    assert setup.source.division is not None  # Who has a boundary has stages.
     activation = setup.source.division.activation(tokens.shape[0], tokens.shape[1] - 1)
     B, T, D = activation.shape
     for name, message in zip(("backward", "forward"), boundaries(spec, (B * T // spec.tensor, D), activation.dtype), strict=True):
@@ -124,7 +127,8 @@ def boundaries(spec: RunSpec, shape: tuple[int, int], dtype: Any) -> tuple[costm
     """
     given = spec.boundary or {}
     if narrow := spec.pipeline.autoencoder:
-        return (costmodel.Boundary(narrow / shape[1]),) * 2
+        message = costmodel.Boundary(narrow / shape[1])
+        return message, message
     made = {name: registry.make("codec", given[name]) for name in ("backward", "forward") if given.get(name)}
     shapes = dict.fromkeys(made, shape)
     if given.get("reuse_indices"):

@@ -69,7 +69,7 @@ def fit_line(num_bytes: Sequence[float], time_s: Sequence[float]) -> Link:
     return Link(float(alpha), float(1 / slope))
 
 
-def fit_jitter(times_s: Sequence[float]) -> Jitter:
+def fit_jitter(times_s: Sequence[float] | np.ndarray) -> Jitter:
     """Constant where times hardly vary, else an empirical trace: quantiles of what was measured, of the same mean."""
     times = np.sort(np.asarray(times_s, float))
     if not (len(times) and times[0] > 0 and np.isfinite(times).all()):

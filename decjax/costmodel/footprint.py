@@ -56,6 +56,7 @@ def _stage_memory(model: Transformer, layout: Layout, traffic: Traffic, stage: i
     if layout.remat == "stages":
         activations = live * boundary + layers * model.activation_bytes(B, K, "products")
     else:
+        assert isinstance(layout.remat, str)
         activations = live * layers * model.activation_bytes(B, K, layout.remat)
     if layout.remat != "none":
         activations += model.activation_bytes(B, K)

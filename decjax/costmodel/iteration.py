@@ -170,6 +170,7 @@ def take_turns(ready_s: Sequence[float], exchanges: Sequence[Exchange]) -> list[
 def _exchanges(cluster: Cluster, load: Work, layout: Layout, traffic: Traffic, phase: int, embedding: bool) -> list[Exchange]:
     """What every stage exchanges between workers in a phase, with or without its shared embedding; codec included."""
     devices_NxSxK, method = layout.devices_NxSxK(), traffic.method
+    assert method.topology is not None
     round_ = method.topology.round(phase)
 
     def exchange(stage, num_bytes):
@@ -178,7 +179,7 @@ def _exchanges(cluster: Cluster, load: Work, layout: Layout, traffic: Traffic, p
         rate_Bps = cluster.codec_rate(method.codec) if ratio != 1 else None
         shared = load.embedding_bytes if embedding and not traffic.fused_embedding and stage in (0, layout.stages - 1) else 0.0
         time_s = route.latency_N.max() + (ratio * num_bytes + shared) * route.per_byte_N.max()
-        return Exchange(float(time_s + (num_bytes / rate_Bps if rate_Bps else 0)), tuple(np.flatnonzero(route.nic_M)))
+        return Exchange(float(time_s + (num_bytes / rate_Bps if rate_Bps else 0)), tuple(np.flatnonzero(route.nic_M).tolist()))
 
     return [exchange(stage, num_bytes) for stage, num_bytes in enumerate(load.gradient_bytes)]
 
@@ -191,7 +192,7 @@ def _joint(cluster: Cluster, load: Work, layout: Layout, fused: bool) -> Exchang
     members_GxH = np.moveaxis(holders_NxHxK, 2, 0).reshape(-1, 2 * layout.workers if fused else 2)
     members_GxH = np.sort(members_GxH, axis=1)  # A ring visits the holders on a node one after the other.
     latency_G, per_byte_G, _, nic_M = mean_cost(cluster, members_GxH)
-    return Exchange(float(latency_G.max() + load.embedding_bytes * per_byte_G.max()), tuple(np.flatnonzero(nic_M)))
+    return Exchange(float(latency_G.max() + load.embedding_bytes * per_byte_G.max()), tuple(np.flatnonzero(nic_M).tolist()))
 
 
 def _iteration_s(load: Work, traffic: Traffic, ready_S: np.ndarray, per_stage: list[Exchange] | None, joint: Exchange) -> float:
@@ -342,7 +343,8 @@ def predict_layout(cluster: Cluster, load: Work, layout: Layout, traffic: Traffi
         mean_s(ready_S, embedding=False),
         mean_s(ready_S),
     ]
-    return LayoutPrediction(total_s[-1], compute_s, *map(float, np.diff(total_s)), ready_S, *_sent(cluster, load, layout, traffic))
+    parts_s = map(float, np.diff(total_s))
+    return LayoutPrediction._make((total_s[-1], compute_s, *parts_s, ready_S, *_sent(cluster, load, layout, traffic)))
 
 
 def _sent(cluster: Cluster, load: Work, layout: Layout, traffic: Traffic) -> tuple[float, float, float]:

@@ -284,7 +284,7 @@ def work(model: Transformer, layout: Layout, flops: float) -> Work:
     )
 
 
-def by_stage(layout: Layout, of_chunk_U: Sequence[float]) -> list[float]:
+def by_stage(layout: Layout, of_chunk_U: Sequence[float] | np.ndarray) -> list[float]:
     """Sums over the virtual stages of each stage: [U] to [S]."""
     return [sum(of_chunk_U[s :: layout.stages]) for s in range(layout.stages)]
 

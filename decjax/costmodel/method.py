@@ -1,6 +1,7 @@
 """What a training method sends over which topology, as the cost model knows it; `model` has its times."""
 
 import dataclasses
+from typing import Any
 
 from decjax import topology as topology_lib
 from decjax.costmodel.profile import Compressed, check_count, check_number
@@ -86,7 +87,7 @@ def gossip(topology: Topology, *, order: str = "awc", name: str | None = None, *
 
 def compressed(form: Compressed) -> Method:
     """A method whose messages have a compressed form: the mean of all gradients, or gossip in order "awc"."""
-    options = dict(ratio=form.ratio, coding_s=form.coding_s, latencies=form.latencies)
+    options: dict[str, Any] = dict(ratio=form.ratio, coding_s=form.coding_s, latencies=form.latencies)
     if not form.topology:
         return dataclasses.replace(all_reduce(form.num_workers, **options), name=form.name)
     return gossip(topology_lib.make(form.topology, form.num_workers), name=form.name, **options)

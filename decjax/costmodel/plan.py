@@ -4,7 +4,7 @@ from collections.abc import Sequence
 import dataclasses
 import functools
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -80,7 +80,8 @@ def candidates(
     Raises:
         ValueError: for an unknown topology or order, or another bad option.
     """
-    n, options = cluster.num_workers, dict(ratio=ratio, codec=codec, every=every)
+    n = cluster.num_workers
+    options: dict[str, Any] = dict(ratio=ratio, codec=codec, every=every)
     exact = options | ({"ratio": 1.0, "codec": ""} if codec else {})
     methods = [
         no_communication(),
@@ -236,8 +237,8 @@ def regions(
     cluster: Cluster,
     workload: Workload,
     methods: Sequence[Method],
-    bandwidth_Bps: Sequence[float],
-    variation: Sequence[float],
+    bandwidth_Bps: Sequence[float] | np.ndarray,
+    variation: Sequence[float] | np.ndarray,
     *,
     num_steps: int = 80,
     num_replicas: int = 4,
@@ -258,7 +259,8 @@ def regions(
     bandwidths, variations = np.asarray(bandwidth_Bps, float), np.asarray(variation, float)
     where = "inter" if cluster.num_nodes > 1 else "intra"
     methods = [method for method in methods if method.topology is not None]
-    gaps = [_mixing(method.topology)[0] for method in methods]
+    graphs = [method.topology for method in methods if method.topology is not None]
+    gaps = [_mixing(graph)[0] for graph in graphs]
     order = sorted(
         range(len(methods)),
         key=lambda m: (
@@ -266,7 +268,7 @@ def regions(
             -round(gaps[m], 3),
             methods[m].overlap,
             methods[m].bucketed,
-            methods[m].topology.max_degree,
+            graphs[m].max_degree,
         ),
     )
     methods = [methods[m] for m in order]
@@ -278,7 +280,7 @@ def regions(
         per_bandwidth = [model.durations(changed, workload, method) for changed in clusters]
         cost_s = [
             np.concatenate([c[phase].repeat(num_replicas, axis=1) for c in per_bandwidth], axis=1)
-            for phase in range(method.topology.period)
+            for phase in range(graphs[order[m]].period)
         ]
         routes, codec_s = model.exchanges(cluster, method), model.codec_time_s(cluster, workload, method)
         warm_up, T = model.horizon(method, num_steps)

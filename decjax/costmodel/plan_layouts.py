@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 import dataclasses
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from decjax import topology as topology_lib
 from decjax.costmodel.footprint import Memory, memory
@@ -53,7 +53,7 @@ def layouts(model: Transformer, num_devices: int, *, microbatch_size: int = 1, *
     divisors = [d for d in range(1, num_devices + 1) if num_devices % d == 0]
     for workers, stages in ((n, s) for n in divisors for s in divisors if num_devices % (n * s) == 0):
         tensor = num_devices // (workers * stages)
-        flat = dict(schedule="1f1b", chunks=1) if stages == 1 else {}
+        flat: dict[str, Any] = dict(schedule="1f1b", chunks=1) if stages == 1 else {}
         try:
             if model.batch_size % (workers * microbatch_size):
                 raise ValueError(
@@ -152,7 +152,8 @@ def rank_layouts(
         raise ValueError(
             f"cluster {cluster.name!r} does not tell flops, which the time of a pass follows from; enter what a device sustains"
         )
-    rows, refused = [], {}
+    rows: list[tuple[Layout, str, Traffic, LayoutPrediction, Memory]] = []
+    refused = {}
     for layout in candidates:
         bare = memory(model, layout, Traffic(no_communication()))
         if not _fits(cluster, bare):
@@ -177,6 +178,7 @@ def _fits(cluster: Cluster, held: Memory) -> bool:
 
 
 def _needs(cluster: Cluster, held: Memory) -> str:
+    assert cluster.memory_bytes is not None  # Or it would fit.
     parts = ", ".join(f"{name} {value / 1e9:.3g}" for name, value in held._asdict().items() if name != "stage" and value)
     return (
         f"a device of stage {held.stage} needs {held.total / 1e9:.3g} GB ({parts}) and has {cluster.memory_bytes / 1e9:.3g}; "

@@ -118,8 +118,9 @@ class _PowerGossip:
 
     def _start(self, x: Any, side: int, position: int) -> jax.Array:
         """The first p (side 0) or q (side 1) of a matrix."""
-        key = jax.random.fold_in(jax.random.key(self.channel.seed), position)
-        return jax.random.normal(key, (self._view(x)[side], self.rank), jnp.promote_types(x.dtype, jnp.float32))
+        key, sides = jax.random.fold_in(jax.random.key(self.channel.seed), position), self._view(x)
+        assert sides is not None
+        return jax.random.normal(key, (sides[side], self.rank), jnp.promote_types(x.dtype, jnp.float32))
 
     def init(self, params: Any) -> PowerState:
         matrices = [x for x in jax.tree.leaves(params) if self._view(x)]

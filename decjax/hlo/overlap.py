@@ -89,7 +89,7 @@ def read(hlo: str, num_workers: int) -> Overlap:
         for inside, instructions in (("", [instruction]), (instruction.opcode, program.below(instruction))):
             for collective in wire.collectives(instructions, num_workers):
                 found.append(InFlight(collective, done > start, inside, *map(float, shares)))
-    return Overlap(*map(int, total), tuple(found))
+    return Overlap(int(total[0]), int(total[1]), tuple(found))
 
 
 def _done(entry: list[Instruction], start: int) -> int:
@@ -123,7 +123,7 @@ class _Work:
             return 1
         if known := _TRIPS.search(instruction.line):
             return int(known[1])
-        condition = self.program.computations[_CONDITION.search(instruction.line)[1]]
+        condition = self.program.computations[_CONDITION.findall(instruction.line)[0]]
         (limit,) = (int(found[1]) for tested in condition if (found := _LIMIT.search(tested.line)))
         return limit
 
@@ -153,7 +153,7 @@ class _Work:
 
     def _dims(self, name: str) -> tuple[int, ...]:
         """Dimensions of an instruction's result, the first one of several."""
-        return tuple(int(size) for size in _DIMS.search(self.program.instructions[name].shape)[1].split(",") if size)
+        return tuple(int(size) for size in _DIMS.findall(self.program.instructions[name].shape)[0].split(",") if size)
 
 
 def _taps(image_size: int, result_size: int, option: dict[str, str]) -> int:

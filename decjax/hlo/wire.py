@@ -76,7 +76,7 @@ def _array_bytes(shape: str) -> int:
     """Bytes of all arrays in an HLO shape without layouts, as "f32[8,4]" or "(f32[8], u32[])"."""
     total = 0
     for match in _ARRAY.finditer(shape):
-        bits = 8 if match["dtype"] == "pred" else int(re.search(r"\d+", match["dtype"])[0])
+        bits = 8 if match["dtype"] == "pred" else int(re.findall(r"\d+", match["dtype"])[0])
         total += math.ceil(math.prod(_integers(match["dims"])) * bits / 8)
     return total
 
@@ -140,7 +140,7 @@ def _collective(instruction: Instruction, num_workers: int) -> Collective | None
     runs = math.prod(map(int, _RUNS.findall(line)))
     stages = tuple(_integers(match[1])) if (match := _STAGES.search(line)) else None
     if kind == "collective-permute":
-        pairs = [tuple(_integers(pair)) for pair in re.findall(r"\{([\d,]+)\}", _PAIRS.search(line)[1])]
+        pairs = [tuple(_integers(pair)) for pair in re.findall(r"\{([\d,]+)\}", _PAIRS.findall(line)[0])]
         return Collective(kind, tuple(pair for pair in pairs if pair[0] != pair[1]), num_bytes, runs, stages)
     groups = _groups(line, num_workers)
     return Collective(kind, groups, num_bytes * (len(groups[0]) if kind == "reduce-scatter" else 1), runs, stages)
@@ -162,6 +162,7 @@ def bytes_by_axis(hlo: str, workers: mesh.Workers) -> dict[str, np.ndarray]:
 
 def bytes_by_stage(hlo: str, workers: mesh.Workers) -> dict[str, np.ndarray]:
     """`bytes_by_axis` of the devices of each stage, float64 of shape (N, S) each."""
+    assert workers.mesh is not None
     devices = workers.mesh.size
     sizes = workers.num_workers, workers.mesh.devices.shape[2], workers.mesh.devices.shape[3]
     stage_of = np.unravel_index(np.arange(devices), sizes)[1]

@@ -240,7 +240,7 @@ def form(name: str, spec: config_lib.RunSpec) -> Form:
     """
     trainer = Trainer(spec)
     method, workers, topology, last = trainer.method, trainer.workers, trainer.setup.topology, spec.steps
-    phases = {method.phase(step) for step in range(max(last // 2, last - PHASES), last)}
+    phases: set[Any] = {method.phase(step) for step in range(max(last // 2, last - PHASES), last)}
     is_averaging = spec.averaging is not None and method.every == 1
     if None in phases or not (topology or is_averaging) or bool(method.exchange) != bool(topology):
         raise ConfigError(
@@ -333,7 +333,11 @@ def measure(
         calibrate.Measurement(what.kind, what.num_bytes, float(np.median(slowest_s)), what.scope, what.num_workers)
         for what, slowest_s in exchange_s.items()
     ]
-    lines = {(m.kind, m.scope): calibrate.line_of(measurements, m.kind, m.scope) for m in measurements}
+    lines = {
+        (m.kind, m.scope): line
+        for m in measurements
+        if (line := calibrate.line_of(measurements, m.kind, m.scope)) is not None  # They were measured.
+    }
     measurements += [
         calibrate.Measurement("codec", total_bytes, float(np.median(both_s)), codec=codec) for codec, both_s in codec_s.items()
     ]

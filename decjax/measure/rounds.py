@@ -1,6 +1,6 @@
 """Timing: all workers begin an action together, and take all actions in rounds, in an order that rotates."""
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 import time
 from typing import Any
 
@@ -12,7 +12,7 @@ from decjax import mesh
 ROUNDS = (3, 400)  # fewest and most
 STEPS = 20  # most gradients in a round; about half of the time is theirs
 
-Actions = dict[Hashable, Callable[[], Any]]  # what is timed -> what dispatches it; its result is waited for
+Actions = dict[Any, Callable[[], Any]]  # what is timed -> what dispatches it; its result is waited for
 
 
 class Stopwatch:
@@ -46,7 +46,7 @@ class Stopwatch:
 
 def take_rounds(
     watch: Stopwatch, actions: Actions, seconds: float, rounds: int | None, note: Callable[[int, int], None]
-) -> dict[Hashable, np.ndarray]:
+) -> dict[Any, np.ndarray]:
     """Times all actions over and over.
 
     Args:

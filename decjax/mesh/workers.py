@@ -79,14 +79,14 @@ class Workers:
 
     def shardings(self, tree: Any) -> Any:
         """For each array of stacked state its sharding, from its path."""
-        if self.mesh is None or self.tensor == 1:
+        if (whole := self.mesh) is None or self.tensor == 1:
             return jax.tree.map(lambda x: self.stacked, tree)
 
         def sharding(path, x):
             spec = [*self._spec, *[None] * (x.ndim - self.num_axes)]
             if (axis := self._divided_axis(path, x.shape[self.num_axes :])) is not None:
                 spec[axis] = TENSOR
-            return jax.sharding.NamedSharding(self.mesh, jax.sharding.PartitionSpec(*spec))
+            return jax.sharding.NamedSharding(whole, jax.sharding.PartitionSpec(*spec))
 
         return jax.tree_util.tree_map_with_path(sharding, tree)
 
@@ -216,7 +216,7 @@ def make_workers(
     stages: int = 1,
     tensor: int = 1,
     simulate: bool = False,
-    devices: Sequence[jax.Device] | None = None,
+    devices: Sequence[jax.Device] | None = None,  # pyright: ignore[reportInvalidTypeForm]
     divided: Sequence[tuple[str, int]] = (),
 ) -> Workers:
     """Places N workers of S·T devices each on the devices of all processes, or simulates them on one device.

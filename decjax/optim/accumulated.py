@@ -60,7 +60,7 @@ def scale_by_accumulated_adam(
 
     def update(grads, state, params=None):
         del params
-        count = optax.safe_increment(state.count)
+        count: Any = optax.safe_increment(state.count)
         num_windows = (count + window - 1) // window
         correction1, correction2 = 1 - b1**num_windows, 1 - b2**num_windows
         ends = count % window == 0
@@ -80,7 +80,7 @@ def scale_by_accumulated_adam(
         updates, *moments = jax.tree.transpose(jax.tree.structure(grads), jax.tree.structure((0,) * 4), found)
         return updates, AccumulatedAdamState(count, *moments)
 
-    return optax.GradientTransformation(init, update)
+    return optax.GradientTransformation(init, update)  # pyright: ignore[reportArgumentType]
 
 
 def accumulated_adam(

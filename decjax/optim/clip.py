@@ -24,4 +24,4 @@ def clip_by_global_norm(max_norm: float, norm: Callable[[Any], jax.Array] = opta
         scale = jnp.minimum(1.0, max_norm / jnp.maximum(norm(grads), jnp.finfo(jnp.float32).tiny))
         return jax.tree.map(lambda g: g * scale.astype(g.dtype), grads), state
 
-    return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
+    return optax.GradientTransformation(lambda params: optax.EmptyState(), update)  # pyright: ignore[reportArgumentType]

@@ -42,7 +42,7 @@ def check_update(params: Any, order: str, phase: int | None, received: Any) -> N
         ValueError: naming what is missing.
     """
     if params is None:
-        raise ValueError(optax.NO_PARAMS_MSG)
+        raise ValueError("params=None, but the update needs them; call update(grads, state, params)")
     if received is not None and (order != "awc" or phase is None):
         raise ValueError(f"received needs order 'awc' and a static phase, got order {order!r} and phase {phase}")
 
@@ -50,6 +50,7 @@ def check_update(params: Any, order: str, phase: int | None, received: Any) -> N
 def mix_in_step(mixer: gossip.Mixer, x: Any, state: Any, phase: int | None, received: Any = None) -> tuple[Any, Any]:
     """Mixes `x`, of which what others sent may be there already: (mixed, state of the mixer)."""
     if received is not None:
+        assert phase is not None  # `check_update` has looked.
         return mixer.combine(x, received, state.mixer, phase, state.count)
     return gossip.mix_due(mixer, x, state.mixer, phase, state.count)
 
@@ -124,9 +125,10 @@ def decentralize(
             settled, mixer_state = _settle(mixer, params, updates, state.mixer)
             mixed, mixer_state = mix_in_step(mixer, settled, state._replace(mixer=mixer_state), phase)
             updates = jax.tree.map(jnp.subtract, mixed, params)
-        return updates, DecentralizeState(optax.safe_increment(state.count), inner_state, mixer_state)
+        count: Any = optax.safe_increment(state.count)
+        return updates, DecentralizeState(count, inner_state, mixer_state)
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    return optax.GradientTransformationExtraArgs(init, update)  # pyright: ignore[reportArgumentType]
 
 
 def synchronize(
@@ -179,7 +181,7 @@ def synchronize(
         inner_state = jax.tree.map(lambda new, old: jnp.where(is_due, new, old), inner_state, state.inner)
         return updates, SynchronizeState(inner_state, reducer_state, (jnp.ones((), bool), grads))
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    return optax.GradientTransformationExtraArgs(init, update)  # pyright: ignore[reportArgumentType]
 
 
 def stale_exchange(reducer: reduce.Reducer, state: SynchronizeState, phase: int | None = None) -> tuple[Any, Any]:

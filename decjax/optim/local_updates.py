@@ -65,7 +65,7 @@ def local_updates(
 
     def update(grads, state, params=None, *, phase=None, **extra):
         if params is None:
-            raise ValueError(optax.NO_PARAMS_MSG)
+            raise ValueError("params=None, but the update needs them; call update(grads, state, params)")
         due = reduce.due_phase(reducer, phase)
         updates, inner_state = inner.update(grads, state.inner, params, **extra)
         if due == reduce.LOCAL:
@@ -76,4 +76,4 @@ def local_updates(
         anchor = optax.apply_updates(state.anchor, moves)
         return jax.tree.map(jnp.subtract, anchor, params), LocalUpdatesState(inner_state, outer_state, anchor, reducer_state)
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    return optax.GradientTransformationExtraArgs(init, update)  # pyright: ignore[reportArgumentType]

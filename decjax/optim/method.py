@@ -12,7 +12,7 @@ A method is built from parts that exist already; nobody above it asks for a mixe
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import numpy as np
@@ -59,7 +59,7 @@ def decentralized(
     mixer: gossip.Mixer,
     share: Share | None = None,
     *,
-    order: str = "awc",
+    order: Literal["awc", "atc"] = "awc",
     every: int = 1,
     strength: float = 1.0,
     strength_power: float = 0.0,
@@ -94,7 +94,7 @@ def tracking(
     mixer: gossip.Mixer,
     share: Share | None = None,
     *,
-    order: str = "awc",
+    order: Literal["awc", "atc"] = "awc",
     every: int = 1,
     strength: float = 1.0,
     strength_power: float = 0.0,
@@ -249,7 +249,8 @@ def sparseloco(
 
 def _averaging(tx: Any, reducer: reduce.Reducer, num_workers: int, exchange: Any = None) -> Method:
     """The method of a transformation whose communication is a reducer's."""
-    usage = reducer.usage and (lambda opt_state: reducer.usage(opt_state.reducer))
+    steps = reducer.usage
+    usage = steps and (lambda opt_state: steps(opt_state.reducer))
     return Method(
         tx, reducer.phase, lambda params, phase: reducer.num_bytes(params, num_workers, phase), exchange, usage, reducer.phases
     )
@@ -264,5 +265,5 @@ def local(inner: optax.GradientTransformation, num_workers: int) -> Method:
         del phase
         return inner.update(grads, state, params, **extra)
 
-    tx = optax.GradientTransformationExtraArgs(inner.init, update)
+    tx = optax.GradientTransformationExtraArgs(inner.init, update)  # pyright: ignore[reportArgumentType]
     return Method(tx, lambda step: 0, lambda params, phase: np.zeros(num_workers))

@@ -89,7 +89,7 @@ def scale_by_onebit_adam(
         new = jax.tree.map(lambda new, old: jnp.where(finite, new, old), new, state)
         return updates, new._replace(reducer=reducer_state)
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    return optax.GradientTransformationExtraArgs(init, update)  # pyright: ignore[reportArgumentType]
 
 
 def _scaled(m: jax.Array, v: jax.Array, *, eps: float, correction1: jax.Array, correction2: jax.Array) -> jax.Array:

@@ -73,7 +73,7 @@ def track(
         memory = init_memory(lambda params: mixer.init((params, nothing)), params)
         return TrackState(jnp.zeros((), jnp.int32), inner.init(params), memory, nothing, nothing)
 
-    def update(grads, state, params=None, *, phase=None, received=None, **extra):
+    def update(grads, state, params: Any = None, *, phase=None, received=None, **extra):
         check_update(params, order, phase, received)
         if order == "awc":
             (mixed, tracker), mixer_state = mix_in_step(mixer, (params, state.tracker), state, phase, received)
@@ -86,9 +86,10 @@ def track(
             stepped = optax.apply_updates(params, updates)
             (mixed, tracker), mixer_state = mix_in_step(mixer, (stepped, tracker), state, phase)
             updates = jax.tree.map(jnp.subtract, mixed, params)
-        return updates, TrackState(optax.safe_increment(state.count), inner_state, mixer_state, tracker, grads)
+        count: Any = optax.safe_increment(state.count)
+        return updates, TrackState(count, inner_state, mixer_state, tracker, grads)
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    return optax.GradientTransformationExtraArgs(init, update)  # pyright: ignore[reportArgumentType]
 
 
 def tracked_exchange(mixer: gossip.Mixer, params: Any, state: TrackState, phase: int) -> Any:

@@ -29,8 +29,9 @@ def lasting(state: Any) -> Any:
         return state
     if not hasattr(state, "_fields"):
         return tuple(map(lasting, state))
+    named: Any = state
     marked = _FIELDS.get(type(state), frozenset())
-    kept = {name: lasting(part) for name, part in state._asdict().items() if name not in marked}
+    kept = {name: lasting(part) for name, part in named._asdict().items() if name not in marked}
     return kept if marked else type(state)(**kept)
 
 

@@ -130,12 +130,12 @@ def coded(
     def finish(state):
         return state | {kind: links.forgotten(state[kind]) for kind in made if given[kind][1] == "reset"}
 
-    flush = {(schedules.BACKWARD, False): Transfer(_flush, lambda x, state, place: (x, state))}
-    transfers = {(kind, True): _transfer(kind, link) for kind, link in made.items()} | (
-        flush if error == "flush" and backward else {}
-    )
-    depends = not forward or forward.traits.state_key != "none" or forward_error in ("ef21", "samples")
-    received = None if depends else functools.partial(_received, _viewed(forward, view))
+    transfers = {(kind, True): _transfer(kind, link) for kind, link in made.items()}
+    if error == "flush" and backward:
+        transfers[schedules.BACKWARD, False] = Transfer(_flush, lambda x, state, place: (x, state))
+    received = None
+    if forward and forward.traits.state_key == "none" and forward_error not in ("ef21", "samples"):
+        received = functools.partial(_received, _viewed(forward, view))
     boundary = Boundary(init, compresses, transfers, finish, received, forward_error == "samples")
     return _reusing(boundary, backward, forward, view) if reuse_indices else boundary
 
@@ -236,7 +236,7 @@ def _reusing(boundary: Boundary, backward: codecs.Codec | None, forward: codecs.
         x, state = activations.receive(message, state, place)
         return x, noted(state, "receiver", message, place)
 
-    transfers = boundary.transfers | {
+    transfers = dict(boundary.transfers) | {
         (schedules.FORWARD, True): Transfer(send, receive),
         (schedules.BACKWARD, True): Transfer(
             lambda x, state, place: gradients.send(x, state, there(state, "receiver", place)),

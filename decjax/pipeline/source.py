@@ -141,6 +141,7 @@ def of_division(
     received = boundary and boundary.received
 
     def measure(params, variables, tokens_BxT1):
+        assert received
         del variables
         nll_BxT = _coded_nll(division, received, batch.shape[0] // microbatches)(params, tokens_BxT1)
         return {"loss": nll_BxT.sum(axis=1)}, jnp.full(len(nll_BxT), nll_BxT.shape[1], nll_BxT.dtype)

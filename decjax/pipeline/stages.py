@@ -169,7 +169,8 @@ class Division:
         if self.parts.tied:
             tables = jnp.where(mesh.STAGES.index == 0, tables, jnp.zeros_like(tables))
         counted = tree | {"table_VxD": tables}
-        return jnp.sqrt(mesh.STAGES.sum(sum(jnp.sum(jnp.square(x)) for x in jax.tree.leaves(counted))))
+        own: Any = sum(jnp.sum(jnp.square(x)) for x in jax.tree.leaves(counted))
+        return jnp.sqrt(mesh.STAGES.sum(own))
 
     def sum_tied(self, grads: dict[str, Any]) -> dict[str, Any]:
         """Adds up a tied table's gradients, those of reading it on the first stage and those of the output on the last, unless

@@ -183,7 +183,8 @@ def _product(p_IxR: jax.Array, q_RxJ: jax.Array) -> jax.Array:
     """P Q of the approximation; of few columns as a sum of outer products, which fuses with what is done to it."""
     if len(q_RxJ) > FEW_COLUMNS:
         return _dot(p_IxR, q_RxJ)
-    return sum(p_I[:, None] * q_J for p_I, q_J in zip(p_IxR.T, q_RxJ))
+    product: Any = sum(p_I[:, None] * q_J for p_I, q_J in zip(p_IxR.T, q_RxJ))
+    return product
 
 
 def _means(arrays: list[jax.Array], axis: mesh.Axis, wire_dtype: Any = None) -> list[jax.Array]:

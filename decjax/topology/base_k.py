@@ -64,8 +64,9 @@ def _simple_base(workers: Sequence[int], k: int) -> list[Edges]:
 
 def _hyper_hypercube(workers: Sequence[int], k: int) -> list[Edges]:
     """Exact averaging in as few rounds as the size has factors up to k+1: one mixed-radix digit per round."""
-    rounds, stride = [], 1
-    for factor in _fewest_factors(len(workers), k + 1):
+    rounds, stride, factors = [], 1, _fewest_factors(len(workers), k + 1)
+    assert factors is not None
+    for factor in factors:
         edges = {}
         for start in range(len(workers)):
             if start // stride % factor == 0:

@@ -20,6 +20,7 @@ import inspect
 import itertools
 import math
 import operator
+from typing import Any
 
 import numpy as np
 
@@ -44,7 +45,7 @@ def _register(name: str, **traits) -> Callable[[Callable[..., Rounds]], Callable
 
         signature = inspect.signature(builder)
         size, *options = signature.parameters.values()
-        factory.__signature__ = signature.replace(parameters=[size.replace(name="num_workers"), *options])
+        factory.__signature__ = signature.replace(parameters=[size.replace(name="num_workers"), *options])  # pyright: ignore[reportAttributeAccessIssue]
         registry.register("topology", name, **traits)(factory)
         return builder
 
@@ -513,7 +514,7 @@ def _rng(seed: int) -> np.random.Generator:
     return np.random.default_rng(_integer("seed", seed, 0, 2**63 - 1))
 
 
-def _integer(option: str, value: object, low: int, high: int | None = None) -> int:
+def _integer(option: str, value: Any, low: int, high: int | None = None) -> int:
     try:
         number = None if isinstance(value, (bool, np.bool_)) else operator.index(value)
     except TypeError:
@@ -527,8 +528,9 @@ def _interval(low: int, high: int | None) -> str:
     return f">= {low}" if high is None else f"from {low} to {high}"
 
 
-def _real(option: str, value: object, high: float) -> float:
+def _real(option: str, value: Any, high: float) -> float:
     """A number of (0, high]."""
-    if isinstance(value, (bool, str)) or not np.isscalar(value) or not 0.0 < value <= high:
+    number = value  # numpy's types take a scalar for text and bytes as well.
+    if isinstance(value, (bool, str)) or not np.isscalar(value) or not 0.0 < number <= high:
         raise ValueError(f"{option!r} has to be a number in (0, {high:g}], got {value!r}")
-    return float(value)
+    return float(number)

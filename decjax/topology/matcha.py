@@ -18,8 +18,8 @@ def activation_probabilities(laplacians_MxNxN: np.ndarray, budget: float) -> np.
     all matchings equally useful (a ring, a torus) it is the first: the ascent gives up when it gains nothing.
     """
     num_steps, patience = 200, 25
-    best, best_value, best_step = None, -1.0, 0
     p = np.full(len(laplacians_MxNxN), budget)
+    best, best_value, best_step = p, -1.0, 0
     for step in range(num_steps):
         values, vectors_NxN = np.linalg.eigh(np.tensordot(p, laplacians_MxNxN, 1))
         if values[1] > best_value + 1e-9:  # equal probabilities stay unless something is really better

@@ -16,6 +16,7 @@ exists (Kőnig), so `from_matrices` needs no more permutations than the busiest 
 
 from collections.abc import Iterable, Sequence
 import dataclasses
+from typing import Any
 
 import numpy as np
 
@@ -108,7 +109,7 @@ class Round:
 
     def row_sums(self) -> np.ndarray:
         """What each node's weights add up to, [num_nodes]: ones keep a consensus a consensus."""
-        return np.sum([self.self_weights, *(shift.weights for shift in self.shifts)], axis=0, dtype=np.float64)
+        return np.array([self.self_weights, *(shift.weights for shift in self.shifts)], np.float64).sum(axis=0)
 
     def column_sums(self) -> np.ndarray:
         """What becomes of each node's mass, [num_nodes]: ones keep the mean over workers."""
@@ -254,7 +255,7 @@ def is_mixing(rounds: Sequence[Round]) -> bool:
 
     True iff one is a simple eigenvalue of the product, with all others strictly inside the unit circle.
     """
-    union_NxN = sum(round_.matrix() for round_ in rounds)
+    union_NxN: Any = sum(round_.matrix() for round_ in rounds)
     if not _is_strongly_connected(union_NxN != 0.0):  # cheap, and decides almost every random draw
         return False
     P_NxN = Topology("", rounds[0].num_workers, tuple(rounds)).product()
@@ -283,9 +284,8 @@ def from_matrices(matrices: np.ndarray | Sequence[np.ndarray], name: str = "from
       >>> from_matrices([[0.5, 0.5], [0.5, 0.5]]).rounds[0].shifts[0].pairs
       ((0, 1), (1, 0))
     """
-    if len(matrices) and np.ndim(matrices[0]) == 1:
-        matrices = [matrices]
-    arrays = [np.asarray(W_NxN, np.float64) for W_NxN in matrices]
+    is_one = len(matrices) and np.ndim(matrices[0]) == 1
+    arrays = [np.asarray(W_NxN, np.float64) for W_NxN in ([matrices] if is_one else matrices)]
     if not arrays:
         raise ValueError(f"topology {name!r} needs at least one matrix, got none")
     for index, W_NxN in enumerate(arrays):
@@ -307,7 +307,7 @@ def from_matrices(matrices: np.ndarray | Sequence[np.ndarray], name: str = "from
     return Topology(name, len(arrays[0]), tuple(round_from_matrix(W_NxN) for W_NxN in arrays))
 
 
-def round_from_moves(moves: Iterable[tuple[Sequence[int], float]], group_size: int = 1) -> Round:
+def round_from_moves(moves: Iterable[tuple[Sequence[int] | np.ndarray, float]], group_size: int = 1) -> Round:
     """The round W_nodes = Σ_m weight_m · P_m of whole permutations.
 
     Args:

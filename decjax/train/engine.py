@@ -16,7 +16,7 @@ from collections.abc import Callable
 import concurrent.futures
 import functools
 import re
-from typing import NamedTuple
+from typing import Any, NamedTuple
 import warnings
 
 import jax
@@ -79,9 +79,9 @@ def make_step(step: Step, engine: str = "fused") -> Callable[..., Program]:
     def program(phase, state, batch, number):
         if phase not in compiled:
             run, executables = compile_phase(phase, state, batch, number)
-            sent = {}
+            sent: dict[str, Any] = {}
             if not workers.simulated:
-                found = [wire.bytes_by_axis(executable.as_text(), workers) for executable in executables]
+                found = [wire.bytes_by_axis(executable.as_text(), workers) for executable in executables]  # pyright: ignore[reportArgumentType]
                 sent = {axis: sum(of[axis] for of in found) for axis in found[0]}
             if workers.simulated or phase is None:
                 sent["worker"] = workers.stages * method.num_bytes(state_lib.one_device(state.params, workers), phase)

@@ -50,11 +50,11 @@ class Recorder:
         self._file = path.open("a")
         (workdir / "tensorboard").mkdir(exist_ok=True)
         self._events = event_file_writer.EventsWriter(str(workdir / "tensorboard" / "events"))
-        begun = event_pb2.SessionLog(status=event_pb2.SessionLog.SessionStatus.Value("START"))
+        begun = event_pb2.SessionLog(status=event_pb2.SessionLog.SessionStatus.Value("START"))  # pyright: ignore[reportAttributeAccessIssue]
         self._event(start + 1, session_log=begun)  # TensorBoard drops what it has of this step and later ones.
 
     def _event(self, step: int, **what: Any) -> None:
-        self._events.write_event(event_pb2.Event(wall_time=time.time(), step=step, **what))
+        self._events.write_event(event_pb2.Event(wall_time=time.time(), step=step, **what))  # pyright: ignore[reportAttributeAccessIssue]
 
     def write(self, row: dict[str, Any]) -> None:
         """Appends a row.

@@ -89,7 +89,7 @@ class Run:
         self.checkpoints = checkpoint.Checkpoints(self.workdir, keep=self.spec.checkpoint.keep)
         self.first = jax.process_index() == 0
         # `first_step` is where this run's time and bytes begin to count.
-        self.counters = {"time_s": 0.0, "bytes_sent_per_worker": 0.0, "first_step": 0, "corpus": trainer.setup.data.fingerprint}
+        self.counters = {"time_s": 0.0, "bytes_sent_per_worker": 0.0, "first_step": 0, "corpus": trainer.data.fingerprint}
         if self.workers.stages > 1 and not self.workers.simulated:
             self.counters["bytes_between_stages_per_worker"] = 0.0
         self.note = ""
@@ -203,7 +203,7 @@ class Run:
             "consensus_distance": self._finite_distance(step),
             f"{self._items}_per_s": self._count(step - logged_step) / (now - logged),
             **self._bytes(),
-            "learning_rate": float(self.trainer.setup.learning_rate(step - 1)),
+            "learning_rate": float(self.trainer.setup.learning_rate(step - 1)),  # pyright: ignore[reportArgumentType]
         }
 
     def _evaluation_row(self, result: Evaluation, step: int, time_s: float) -> dict[str, Any]:
@@ -332,7 +332,7 @@ class Run:
     def _title(self) -> str:
         """As "8 workers on 8 cpu devices, one_peer_exponential, 0.13 M parameters"."""
         setup, workers = self.trainer.setup, self.workers
-        devices = jax.local_devices()[:1] if workers.simulated else [*workers.mesh.devices.flat]
+        devices = jax.local_devices()[:1] if workers.mesh is None else [*workers.mesh.devices.flat]
         params = jax.eval_shape(setup.task.init, jax.random.key(0))
         return (
             f"{_count(workers.num_workers, 'worker')} {'simulated ' if workers.simulated else ''}on "
@@ -366,7 +366,7 @@ class Run:
             temporary.write_text(json.dumps(summary, indent=2) + "\n")
             temporary.replace(self.workdir / "summary.json")
             if setup.task.show:
-                shown = setup.task.show(*model, setup.data, jax.random.key(self.spec.seed))
+                shown = setup.task.show(model[0], model[1], self.trainer.data, jax.random.key(self.spec.seed))
         return Outcome(self.spec.steps, None, summary, shown)
 
     def _summarize(self, result: Evaluation, model: Any) -> dict[str, Any]:
@@ -387,7 +387,7 @@ class Run:
             "steps": spec.steps,
             "time_s": self.counters["time_s"],
             **{SUMMARIZED[name]: sent / (spec.steps - self.counters["first_step"]) for name, sent in self._bytes().items()},
-            **self.trainer.setup.data.facts(),
+            **self.trainer.data.facts(),
             "protocol": f"replicas replaced by their average every {every} steps"
             if every
             else "averaged model, training undisturbed",

@@ -23,7 +23,7 @@ def one_device(tree: Any, workers: mesh.Workers) -> Any:
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[workers.num_axes :], x.dtype), tree)
 
 
-def mean_over_workers(params: Any, weight_N: jax.Array | None = None) -> Any:
+def mean_over_workers(params: Any, weight_N: jax.Array | np.ndarray | None = None) -> Any:
     """The averaged model, x̄ = (1/N) Σ x_i or Σ y_i x_i / Σ y_i, in float32 at least; integers are taken from worker 0."""
 
     def mean(x):
@@ -38,7 +38,8 @@ def averaged(state: State, mixer: gossip.Mixer | None, num_axes: int = 1) -> Any
     """The averaged model of a state of `num_axes` leading axes, with the weights of its mixer: those of stages are equal."""
     if not (mixer and mixer.weight):
         return mean_over_workers(state.params)
-    weight = jax.vmap(mixer.weight) if num_axes == 1 else jax.vmap(lambda mixer_S: jax.vmap(mixer.weight)(mixer_S)[0])
+    one = mixer.weight
+    weight = jax.vmap(one) if num_axes == 1 else jax.vmap(lambda mixer_S: jax.vmap(one)(mixer_S)[0])
     return mean_over_workers(state.params, weight(state.opt_state.mixer))
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from decjax import config, gossip, reduce
+from decjax import config, gossip, reduce, tasks
 from decjax.errors import ConfigError, TrainingError
 from decjax.hlo import wire
 from decjax.train import engine, evaluate
@@ -34,7 +34,7 @@ class Trainer:
         ConfigError: if devices, memory or data do not suffice.
     """
 
-    def __init__(self, spec: config.RunSpec | config.Setup, devices: Sequence[jax.Device] | None = None):
+    def __init__(self, spec: config.RunSpec | config.Setup, devices: Sequence[jax.Device] | None = None):  # pyright: ignore[reportInvalidTypeForm]
         self.setup = setup = spec if isinstance(spec, config.Setup) else config.build(spec, devices)
         self.spec, self.workers, self.method = setup.spec, setup.workers, setup.method
         self.train_step = Step(setup.source.gradient, setup.method, setup.workers, setup.spec.seed)
@@ -67,11 +67,17 @@ class Trainer:
             lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), shapes, self.workers.shardings(shapes)
         )
 
+    @property
+    def data(self) -> tasks.Data:
+        """What it trains on."""
+        assert self.setup.data is not None  # It was loaded.
+        return self.setup.data
+
     # -- Steps --------------------------------------------------------------------------------------------------------
 
     def batch(self, step: int) -> Any:
         """The examples of a step, [N, B, …]."""
-        return self.workers.build(lambda worker: self.setup.data.batch(worker, step))
+        return self.workers.build(lambda worker: self.data.batch(worker, step))
 
     def step(self, state: State, batch: Any, step: int) -> tuple[State, jax.Array]:
         """Takes a step: (the next state, the loss of every worker before it, [N]); the given state is used up."""
@@ -89,6 +95,7 @@ class Trainer:
         """
         try:
             if self.setup.topology:
+                assert self.method.mixer is not None
                 gossip.check_exchange(self.workers.whole, self.setup.topology, self.method.mixer.permutations)
             if self.setup.source.permutations:
                 gossip.check_stage_exchange(self.workers, self.setup.source.permutations)
@@ -106,6 +113,7 @@ class Trainer:
 
     @functools.cached_property
     def _usage(self):
+        assert self.method.usage is not None
         return self.workers.jit(self.method.usage, (0,))
 
     # -- Averages -----------------------------------------------------------------------------------------------------
@@ -158,7 +166,7 @@ class Trainer:
             one = state_lib.one_device(self.abstract.params, workers)
             sent_N = workers.stages * reduce.mean().num_bytes(one, workers.num_workers)
         else:
-            sent_N = wire.bytes_by_axis(compiled.as_text(), workers)["worker"]
+            sent_N = wire.bytes_by_axis(compiled.as_text(), workers)["worker"]  # pyright: ignore[reportArgumentType]
         return compiled, float(sent_N.mean())
 
     # -- Evaluation ---------------------------------------------------------------------------------------------------
@@ -174,7 +182,7 @@ class Trainer:
 
     @functools.cache  # noqa: B019  One trainer lives as long as its process.
     def _evaluate(self, limit):
-        task, source, data = self.setup.task, self.setup.source, self.setup.data
+        task, source, data = self.setup.task, self.setup.source, self.data
         return evaluate.make_evaluate(
             task.measure, self.workers.whole, data.validation(limit), self.spec.eval.batch_size, source.coded
         )

@@ -92,7 +92,7 @@ def checks(medians: dict[tuple[str, str], float]) -> list[Check]:
         found.append(Check(f"speed of {BLOCK_TOP_K} ÷ {TOP_K}", "one core", ratio, 5.0, False))
     beside = {name: medians[name, "both"] / ratio for (name, part), ratio in medians.items() if part == "peer"}
     if beside:
-        slowest = min(beside, key=beside.get)
+        slowest = min(beside, key=beside.__getitem__)
         found.append(Check(f"slowest beside PyTorch: {slowest}, speed ÷ PyTorch's", "one core", beside[slowest], 0.5, False))
     return found
 

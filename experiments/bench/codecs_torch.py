@@ -1,6 +1,7 @@
 """Codecs as one would write them in PyTorch, timed on request; `experiments.bench.codecs` starts it under an interpreter that has
 torch.
 """
+# pyright: reportMissingImports=false
 
 import math
 import sys

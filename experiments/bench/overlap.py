@@ -15,6 +15,7 @@ scanned, one worker per chip. A row tells the worst message of all phases of a m
     ends           share of the backward pass that comes before the program waits for the message
     meanwhile      share of the matrix products of both passes that are computed between the two
 """
+# pyright: reportInvalidTypeForm=false
 
 from collections.abc import Iterator, Sequence
 import importlib.util
@@ -110,9 +111,9 @@ def schedules(argument: str, devices: Sequence[jax.Device], **mixing: bool) -> I
     batch = jax.ShapeDtypeStruct((n, *tokens.shape), tokens.dtype, sharding=trainer.workers.stacked)
     num_steps = trainer.setup.topology.period if trainer.setup.topology else 1
     steps = {trainer.method.phase(step): step for step in reversed(range(num_steps))}
-    for phase in sorted(steps, key=steps.get):
+    for phase in sorted(steps, key=steps.__getitem__):
         (executable,) = trainer.program(trainer.abstract, batch, steps[phase]).executables
-        yield overlap.read(executable.as_text(), n)
+        yield overlap.read(executable.as_text(), n)  # pyright: ignore[reportArgumentType]
 
 
 def row(found: Sequence[overlap.Overlap]) -> tuple[str, ...]:

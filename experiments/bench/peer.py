@@ -30,13 +30,14 @@ class Peer:
                 [python, "-m", module, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
             )
         except OSError as error:
-            raise self._unusable(error.strerror) from error
+            raise self._unusable(str(error.strerror)) from error
         self.version = self.ask("version")
 
     def ask(self, do: str, **arguments: Any) -> Any:
         """What the module's handler of that name returns."""
         with contextlib.suppress(BrokenPipeError):  # Then it has no answer either.
             print(json.dumps({"do": do, **arguments}), file=self._process.stdin, flush=True)
+        assert self._process.stdout is not None
         if not (answer := self._process.stdout.readline()):
             raise self._unusable("no answer")
         return json.loads(answer)

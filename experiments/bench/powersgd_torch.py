@@ -1,6 +1,7 @@
 """The arithmetic of PyTorch's `powerSGD_hook` on one core, without its collectives; `experiments.bench.powersgd` starts it with the
 shapes of the gradients.
 """
+# pyright: reportMissingImports=false
 
 import collections
 import json

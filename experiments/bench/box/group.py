@@ -12,7 +12,7 @@ import json
 import signal
 import subprocess
 import tempfile
-from typing import Any
+from typing import IO, Any
 
 from launch import cluster, processes
 
@@ -24,6 +24,12 @@ class Failed(Exception):
 def _complaint(lines: list[str]) -> str:
     """The line of a log that names an error, or else the last one."""
     return next((line for line in reversed(lines) if "rror: " in line), lines[-1] if lines else "a worker ended without a word")
+
+
+def _pipes(child: processes.Child) -> tuple[IO[str], IO[str]]:
+    """Where it listens, and where it answers."""
+    assert child.process.stdin is not None and child.process.stdout is not None
+    return child.process.stdin, child.process.stdout
 
 
 class Group(contextlib.AbstractContextManager):
@@ -66,9 +72,10 @@ class Group(contextlib.AbstractContextManager):
         """
         try:
             for child in self._children:
-                child.process.stdin.write(json.dumps({"do": do, **arguments}) + "\n")
-                child.process.stdin.flush()
-            answers = [child.process.stdout.readline() for child in self._children]
+                stdin, _ = _pipes(child)
+                stdin.write(json.dumps({"do": do, **arguments}) + "\n")
+                stdin.flush()
+            answers = [_pipes(child)[1].readline() for child in self._children]
         except BrokenPipeError:
             answers = [""]
         if not all(answers):
@@ -84,7 +91,7 @@ class Group(contextlib.AbstractContextManager):
         """Hangs up, upon which workers end; those that do not are ended."""
         for child in self._children:
             with contextlib.suppress(OSError):
-                child.process.stdin.close()
+                _pipes(child)[0].close()
         for child in self._children:
             try:
                 child.process.wait(5)

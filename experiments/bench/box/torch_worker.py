@@ -2,6 +2,7 @@
 
 Needs requirements-peers.txt and nothing of decjax. One thread computes, as in a decjax worker; gloo has its own.
 """
+# pyright: reportMissingImports=false
 
 import argparse
 import time
