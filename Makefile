@@ -18,6 +18,7 @@ WORKDIR ?= runs/lm
 
 # Trajectories and launches, of which the suite's own quick compilation could hide something.
 AS_USERS := $(addprefix tests/,$(addsuffix _test.py,engine launch_train pipeline pipeline_train reduce_train train))
+PYTHON_FILES := decjax launch configs experiments tests
 KEPT := $(abspath $(VENV))/compiled
 
 .PHONY: train test test-all lint clean
@@ -39,8 +40,8 @@ test-all: $(VENV)/installed-tests $(AOT)/installed
 	rm -rf $(KEPT)
 
 lint: $(VENV)/installed-tests
-	$(BIN)/ruff check
-	$(BIN)/ruff format --check
+	$(BIN)/ruff check $(PYTHON_FILES)
+	$(BIN)/ruff format --check $(PYTHON_FILES)
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
 $(INSTALLED): requirements.txt
