@@ -150,7 +150,7 @@ def test_a_checkpoint_that_is_not_finite_is_not_continued(tmp_path, monkeypatch)
 
 
 def test_a_pending_gradient_that_is_not_finite_ends_the_run(tmp_path):
-    """After step 3 parameters and losses are finite; the gradient that the next step would apply is not."""
+    """After step 4 parameters and losses are finite; the gradient that the next step would apply is not."""
     config = lm.get_config("smoke,workers=2,method=allreduce,stale,optimizer=sgdm")
     tiny = {"depth": 1, "width": 8, "hidden": 8, "heads": 1, "context": 16}
     config.update_from_flattened_dict(
@@ -159,9 +159,9 @@ def test_a_pending_gradient_that_is_not_finite_ends_the_run(tmp_path):
         | {"schedule.learning_rate": 1e10, "clip_norm": 0.0, "schedule.warmup_steps": 0}
     )
     run = run_of(config, tmp_path)
-    with pytest.raises(train.Diverged, match=r"the state of step 3 is not finite.*the last good checkpoint is of step 2"):
+    with pytest.raises(train.Diverged, match=r"the state of step 4 is not finite.*the last good checkpoint is of step 3"):
         run.train()
-    assert checkpoint.Checkpoints(tmp_path).latest() == 2
+    assert checkpoint.Checkpoints(tmp_path).latest() == 3
 
 
 # -- Older versions ---------------------------------------------------------------------------------------------------
