@@ -11,6 +11,7 @@ from the cache:
 Tests that take long are listed in tests/slow.txt and marked `slow`.
 """
 
+import ctypes
 import gc
 import importlib.metadata
 import os
