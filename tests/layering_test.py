@@ -337,3 +337,19 @@ def test_harmless_names_pass():
         )
         == []
     )
+
+
+def lengths(node: ast.AST, inside: bool = False):
+    """(name, lines, whether it is defined inside of another function) of every function."""
+    for child in ast.iter_child_nodes(node):
+        is_function = isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef))
+        if is_function:
+            yield child.name, child.end_lineno - child.lineno + 1, inside
+        yield from lengths(child, inside or is_function)
+
+
+@pytest.mark.parametrize("module, path", [p for p in SOURCES if p.values[0].startswith(("decjax", "launch"))])
+def test_files_and_functions_are_short(module, path):
+    text = path.read_text()
+    assert text.count("\n") <= 400 or module == "decjax.topology.graphs"
+    assert not [(name, lines) for name, lines, inside in lengths(ast.parse(text)) if lines > (40 if inside else 60)]
