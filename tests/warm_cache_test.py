@@ -12,7 +12,7 @@ from decjax.hlo import order
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 TIMEOUT_S = 600
-STEPS = ["--config.steps=4", "--config.optimizer.warmup_steps=1"]
+STEPS = ["--config.steps=4", "--config.schedule.warmup_steps=1"]
 FORMS = [
     "workers=2,stages=2,microbatches=2",
     "workers=2,stages=2,microbatches=4,schedule=1f1b,backward=int8,forward=int8,tied",
