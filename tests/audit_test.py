@@ -61,8 +61,8 @@ def changed(document, path, value):
 
 def another(name, value):
     """A different value of a field; None: there is none to try."""
-    if name.split(".")[-1] in OTHER:
-        return OTHER[name.split(".")[-1]]
+    if (last := name.split(".")[-1]) in OTHER:
+        return OTHER[last] if OTHER[last] != value else "int8"
     if isinstance(value, bool):
         return not value
     if isinstance(value, int):
