@@ -1,5 +1,7 @@
 """The train step: what one worker, or one stage of one worker, does between two batches.
 
+Its two parts, in order:
+
     gradient   loss, g_i = ∇F_i(x_i)                         talks to no other worker
     update     x_i ← what the method makes of x_i and g_i    exchanges parameters or gradients, and steps
 """
