@@ -3,6 +3,7 @@
 # make test-all the other tests: processes, kills, full disks, programs as users compile them, and from a warm compilation cache;
 #               what a TPU's compiler makes of a step, which needs no TPU, but a download of its compiler
 # make lint     style and types
+# make docs     the documentation, in site/; dead links fail
 # make clean    remove the virtual environment (runs stay)
 
 PYTHON ?= python3
@@ -21,7 +22,7 @@ AS_USERS := $(addprefix tests/,$(addsuffix _test.py,engine launch_train pipeline
 PYTHON_FILES := decjax launch configs experiments tests
 KEPT := $(abspath $(VENV))/compiled
 
-.PHONY: train test test-all lint clean
+.PHONY: train test test-all lint docs clean
 
 train: $(INSTALLED)
 	$(BIN)/python -m launch.train --config=$(CONFIG) --workdir=$(WORKDIR)
@@ -44,9 +45,12 @@ lint: $(VENV)/installed-tests
 	$(BIN)/ruff format --check $(PYTHON_FILES)
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
+docs: $(VENV)/installed-docs
+	$(BIN)/mkdocs build --quiet
+
 $(INSTALLED): requirements.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
-		{ echo "error: decjax needs Python 3.11 or newer, $(PYTHON) is older; use make PYTHON=python3.12"; exit 1; }
+		{ echo "error: decjax needs Python 3.11 or newer, $(PYTHON) is older or not there; use make PYTHON=python3.12"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.txt
 	@# The backend's wheels must match the pinned jax.
@@ -56,6 +60,10 @@ $(INSTALLED): requirements.txt
 
 $(VENV)/installed-tests: $(INSTALLED) tests/requirements.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r tests/requirements.txt
+	@touch $@
+
+$(VENV)/installed-docs: $(INSTALLED) docs/requirements.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r docs/requirements.txt
 	@touch $@
 
 $(AOT)/installed: $(VENV)/installed-tests tests/requirements-aot.txt
