@@ -91,7 +91,7 @@ def test_the_decision_table_says_what_the_regions_say():
     assert len(rows) == len(plan_report.SHARES)
     regions = plan.regions(SLOW, LOAD, methods, [LOAD.total_bytes / (30 * LOAD.compute_s)], [0.0])
     best_s, (sync_s,) = regions.time_s.min(), [regions.time_s[m] for m, x in enumerate(regions.methods) if x.name == "all-reduce"]
-    assert f"{float(sync_s[0, 0] / best_s):.1f} × one peer" in rows[-1]
+    assert f"{float(sync_s[0, 0] / best_s):.1f} × one peer" in "".join(text.splitlines()[-4:])  # A cell may take two lines.
 
 
 def test_timeline_is_in_order():
