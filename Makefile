@@ -18,7 +18,7 @@ CONFIG ?= configs/lm.py
 WORKDIR ?= runs/lm
 
 # Trajectories and launches, of which the suite's own quick compilation could hide something.
-AS_USERS := $(addprefix tests/,$(addsuffix _test.py,engine launch_train pipeline_train train))
+AS_USERS := $(addprefix tests/,$(addsuffix _test.py,engine launch_train pipeline_train resume train))
 PYTHON_FILES := decjax launch configs experiments tests
 KEPT := $(abspath $(VENV))/compiled
 

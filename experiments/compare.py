@@ -30,8 +30,6 @@ from launch import command
 _OUT = flags.DEFINE_string("out", None, "Where to write the figure, such as compare.png or .pdf; none: the table only.")
 _MARKDOWN = flags.DEFINE_bool("markdown", False, "Print the table as Markdown.")
 
-# Okabe and Ito's palette, which colour-blind readers can tell apart, without its yellow and black.
-COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 MARKERS = ("o", "s", "^", "D", "v", "P")
 LINES = ("-", "--", ":")  # for more runs than colours
 SMOOTHED_SHARE = 20  # the running mean is over 1/20 of the logged values
@@ -292,8 +290,8 @@ def plot(runs: list[Record], names: list[str], path: str) -> None:
     """Draws the three panels."""
     with script.panels(path, 3, (13, 4.6)) as (figure, (by_step, by_time, distance)):
         for i, (run, name) in enumerate(zip(runs, names, strict=True)):
-            again, i = divmod(i, len(COLORS))
-            style = dict(color=COLORS[i], marker=MARKERS[i], linestyle=LINES[again % len(LINES)])
+            again, i = divmod(i, len(script.COLORS))
+            style = dict(color=script.COLORS[i], marker=MARKERS[i], linestyle=LINES[again % len(LINES)])
             draw_loss(by_step, run, "step", style | dict(label=name if run.summary else f"{name} (unfinished)"))
             draw_loss(by_time, run, "time_s", style)
             apart_N, steps_N = column(run.train, "consensus_distance"), column(run.train, "step")

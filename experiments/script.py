@@ -96,6 +96,9 @@ def tabulate(found: list[Check]) -> rich.table.Table:
 
 # -- Plots ------------------------------------------------------------------------------------------------------------
 
+# Okabe and Ito's palette, which colour-blind readers can tell apart, without its yellow.
+COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+
 
 @contextlib.contextmanager
 def panels(path: str, count: int, size: tuple[float, float], dpi: int = 150) -> Iterator[tuple[Any, Any]]:

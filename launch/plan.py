@@ -35,7 +35,8 @@ Columns of data parallelism: ms per iteration, mean and 95 % quantile; speed-up 
 long a worker waits for slower ones and what messages add; MB a worker sends, and MB that leave the busiest node, per step; the
 spectral gap of a period of rounds (1: exact averaging). Compressed methods that launch.calibrate has measured are among the
 rows, but the verdict is on messages as they are. --plot draws in which regions of bandwidth and variation of compute time each method is
-to be preferred (of those within 3 % of the fastest the one that averages best), and one iteration of each worker.
+to be preferred (of those within 3 % of the fastest the one that averages best), and one iteration of each worker. --table prints the
+same regions as a decision table, by how long a message takes beside computing.
 
 What cannot be answered raises a ValueError, which names the flag, the key of --model or the field.
 """
@@ -56,7 +57,7 @@ from launch import command, config_file, plan_report
 FLAGS = flags.FLAGS
 
 _MODEL_KEYS = dict(depth=None, width=None, heads=None, vocabulary=None, context=None, batch=None, hidden=0.0, tied=0.0, bytes=4.0)
-_DATA_PARALLEL_FLAGS = ("workers", "compute_s", "variation", "ratio", "codec", "every", "plot")
+_DATA_PARALLEL_FLAGS = ("workers", "compute_s", "variation", "ratio", "codec", "every", "plot", "table")
 _LAYOUT_FLAGS = ("microbatch", "schedule", "chunks", "inner", "remat", "flops", "top")
 _KEYS = dict(params=None, forward_s=None, backward_s=None, tokens=None, buckets=1.0, bytes=4.0, optimizer_s=0.0, combine_s=0.0)
 _WHOLE = ("depth", "width", "heads", "vocabulary", "context", "batch", "hidden")
@@ -306,6 +307,8 @@ def main(argv: list[str]) -> int:
     terminal.print(plan.verdict(cluster, workload, [r for r in ranked if r.method.name not in compressed]), markup=False)
     for reason in refused.values():
         terminal.print("left out: " + reason, markup=False, style="dim")
+    if FLAGS.table:
+        terminal.print(plan_report.decide(cluster, workload, [r.method for r in ranked if r.method.name not in compressed]))
     if FLAGS.plot:
         plan_report.plot(FLAGS.plot, cluster, workload, ranked)
         terminal.print(f"wrote {FLAGS.plot}", markup=False)
@@ -326,6 +329,7 @@ if __name__ == "__main__":  # Other commands have a --workers as well, and one p
     flags.DEFINE_string("codec", None, "Codec of gossip's messages, such as int8: its ratio, and its time if it was measured.")
     flags.DEFINE_integer("every", 1, "Communicate in every p-th step.")
     flags.DEFINE_string("plot", None, "Where to write the figure, such as plan.png.")
+    flags.DEFINE_bool("table", False, "Print which method to prefer at which bandwidth and variation of compute times.")
     flags.DEFINE_integer(
         "devices",
         None,

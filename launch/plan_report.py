@@ -9,6 +9,8 @@ from launch import command
 
 COLORS = ("#0072B2", "#56B4E9", "#009E73", "#D55E00", "#E69F00", "#CC79A7", "#999999", "#7A5195", "#8C564B", "#BCBD22")
 TIMELINE_WORKERS = 16  # more bars than that are not legible
+SHARES = (0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)  # time of a message of all parameters ÷ time of computing, in a decision table
+VARIATIONS = (0.0, 0.2, 0.5)
 _LEGEND = dict(loc="outside lower center", frameon=False, fontsize=8.5)
 
 
@@ -49,6 +51,26 @@ def _gap(r: plan.Ranked) -> str:
 def _ms(time_s: float) -> str:
     ms = 1e3 * max(time_s, 0.0)
     return "0" if ms < 5e-4 else f"{ms:.0f}" if ms >= 1000 else f"{ms:.3g}"
+
+
+def decide(cluster: costmodel.Cluster, workload: costmodel.Workload, methods: list[costmodel.Method]) -> console.Group:
+    """The decision table: which method to prefer at which bandwidth and variation of compute times, and its speed-up."""
+    bandwidths_Bps = [workload.total_bytes / (share * workload.compute_s) for share in SHARES]
+    regions = plan.regions(cluster, workload, methods, bandwidths_Bps, VARIATIONS)
+    names = [method.name for method in regions.methods]
+    reference_s = regions.time_s[names.index("all-reduce")]
+    rows = command.table("message ÷\ncomputing", "\nlinks", *(f"\nvariation {v:g}" for v in VARIATIONS), words=5)
+    for column in rows.columns:
+        column.overflow, column.no_wrap = "fold", False
+    for b, (share, bandwidth_Bps) in enumerate(zip(SHARES, bandwidths_Bps)):
+        best = [regions.winner[v, b] for v in range(len(VARIATIONS))]
+        cells = (f"{reference_s[v, b] / regions.time_s[m, v, b]:.1f} × {names[m].replace('_', ' ')}" for v, m in enumerate(best))
+        rows.add_row(f"{share:g}", plan.shown_rate(bandwidth_Bps).replace(" ", "\u00a0"), *cells)
+    title = (
+        "Which method to prefer, and how many times as fast as all-reduce it is. Rows: the time in which a link "
+        "carries the parameters once, over that of computing a step. Columns: standard deviation ÷ mean of computing times."
+    )
+    return _below(title, rows)
 
 
 def report_layouts(

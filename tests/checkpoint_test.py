@@ -182,3 +182,25 @@ def test_runs_of_the_first_version_go_on(name, tmp_path, monkeypatch):
     assert [row["bytes_sent_per_worker"] for row in after] == [row["bytes_sent_per_worker"] for row in before]
     versions = {path.parent.parent.name: json.loads(path.read_text()).get("version") for path in tmp_path.rglob("extra/metadata")}
     assert versions == {"4": None, "8": checkpoint.VERSION}
+
+
+def test_a_checkpoint_that_finds_no_room_is_told_and_the_one_before_stays(tmp_path):
+    def state(size):
+        return {"x": jnp.asarray(np.random.default_rng(0).normal(size=size), jnp.float32)}  # Which nothing compresses.
+
+    saved, room = checkpoint.Checkpoints(tmp_path, keep=2), resource.getrlimit(resource.RLIMIT_FSIZE)
+    saved.save(1, state(10), {"corpus": "a"})
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**16, room[1]))  # No file may be larger, as if the disk was full.
+    try:
+        with pytest.raises(train.CheckpointError, match="step 2 cannot be written.*File too large.*make room") as error:
+            saved.save(2, state(10**5), {"corpus": "a"})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, room)
+    assert "\n" not in str(error.value)
+    again = checkpoint.Checkpoints(tmp_path, keep=2)
+    assert again.latest() == 1 and again.restore(1, state(10))[1] == {"corpus": "a"}
+
+
+def test_checkpoints_of_nothing():
+    with pytest.raises(train.CheckpointError, match="no checkpoints"):
+        checkpoint.Checkpoints(pathlib.Path("does-not-exist"), read_only=True)

@@ -1,12 +1,14 @@
 """Ranking, verdicts, regions, fits, and launch/plan.py as a user runs it."""
 
 import dataclasses
+import io
 import json
 import pathlib
 import time
 
 import numpy as np
 import pytest
+import rich.console
 
 from decjax import costmodel
 from decjax import topology as tp
@@ -77,6 +79,19 @@ def test_regions_agree_with_predictions():
         assert regions.time_s[m, 0, 1] == pytest.approx(exact_s, rel=0.01)
     assert regions.methods[regions.winner[0, 0]].message == "parameters"  # slow links
     assert regions.methods[regions.winner[0, 2]].name == "all-reduce"  # links so fast that the simplest will do
+
+
+def test_the_decision_table_says_what_the_regions_say():
+    methods, _ = plan.candidates(SLOW, ("one_peer_exponential",), bucketed=False)
+    terminal = rich.console.Console(width=100, record=True, file=io.StringIO())
+    terminal.print(plan_report.decide(SLOW, LOAD, methods))
+    text = terminal.export_text()
+    assert max(map(len, text.splitlines())) <= 100
+    rows = [line for line in text.splitlines() if "bit/s" in line]
+    assert len(rows) == len(plan_report.SHARES)
+    regions = plan.regions(SLOW, LOAD, methods, [LOAD.total_bytes / (30 * LOAD.compute_s)], [0.0])
+    best_s, (sync_s,) = regions.time_s.min(), [regions.time_s[m] for m, x in enumerate(regions.methods) if x.name == "all-reduce"]
+    assert f"{float(sync_s[0, 0] / best_s):.1f} × one peer" in "".join(text.splitlines()[-4:])  # A cell may take two lines.
 
 
 def test_timeline_is_in_order():

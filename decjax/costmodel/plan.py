@@ -171,8 +171,8 @@ def _threshold(cluster: Cluster, workload: Workload, reference: Method, best: Me
         middle = math.sqrt(low * high)
         low, high = (middle, high) if gain(middle) >= PAYS else (low, middle)
     links = "between nodes" if cluster.num_nodes > 1 else "inside the node"
-    rate = _rate(math.sqrt(low * high))
-    return f" It {'no longer pays above' if pays else 'would below'} about {rate} {links} (now {_rate(now)})."
+    rate = shown_rate(math.sqrt(low * high))
+    return f" It {'no longer pays above' if pays else 'would below'} about {rate} {links} (now {shown_rate(now)})."
 
 
 def _links(cluster: Cluster) -> str:
@@ -185,7 +185,8 @@ def _at_bandwidth(cluster: Cluster, bandwidth_Bps: float) -> Cluster:
     return dataclasses.replace(cluster, **{where: dataclasses.replace(getattr(cluster, where), bandwidth_Bps=bandwidth_Bps)})
 
 
-def _rate(bandwidth_Bps: float) -> str:
+def shown_rate(bandwidth_Bps: float) -> str:
+    """A bandwidth in bits, as "100 Mbit/s"."""
     bits = 8 * bandwidth_Bps
     return f"{bits / 1e9:.3g} Gbit/s" if bits >= 1e9 else f"{bits / 1e6:.3g} Mbit/s"
 

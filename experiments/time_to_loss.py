@@ -1,0 +1,346 @@
+"""Validation loss against seconds on a slow network: how much sooner gossip reaches the loss that all-reduce ends with.
+
+    python -m experiments.time_to_loss --out=runs/time_to_loss
+    python -m experiments.time_to_loss --out=runs/time_to_loss --peers=.venv-peers/bin/python     # PyTorch's DDP, too
+
+Four hosts in a box (launch.cluster: root and iproute2), links of 100 Mbit/s, one process a host, the transformer of 5.9M parameters
+of experiments.speedup on two megabytes of Python's standard library. Every method takes the same number of steps on as many bytes.
+
+1. Each method's learning rate is tuned in simulation, without a network: three rates, and further ones while the best is at an edge.
+2. launch.calibrate measures the box, and the cost model foretells how long a step of each method takes. Times the steps that the
+   simulated run needed, this is the forecast.
+3. The methods train in the box, one after the other, in so many rounds, each with a seed of its own.
+
+Seconds are those of training: neither compiling nor evaluating counts. What is finished in `--out` is not repeated, so an
+interrupted command goes on where it was; the table and the figure are made from the run directories there.
+"""
+
+from collections.abc import Callable, Sequence
+import itertools
+import json
+import math
+import os
+import pathlib
+import statistics
+import subprocess
+from typing import Any, NamedTuple
+
+from absl import flags
+import numpy as np
+
+from decjax import costmodel
+from decjax.tasks import text
+from experiments import box_runtime, methods, script
+from experiments.bench.box import systems
+from experiments.bench.box.group import Failed
+from experiments.methods import HOSTS, ONE_PEER, SHORTHANDS, STALE, SYNC
+from launch import cluster, command, processes
+
+FLAGS = flags.FLAGS
+
+INT8, ACCUM, DDP = f"{ONE_PEER}, int8", f"{ONE_PEER}, AccumAdamW", "PyTorch DDP"
+ACCUM_INT8 = f"{ACCUM}, int8"
+ACCUMULATING = "optimizer=accum_adamw(window=2)"
+TRAINED = {
+    SYNC: SHORTHANDS[SYNC],
+    STALE: SHORTHANDS[STALE],
+    ONE_PEER: SHORTHANDS[ONE_PEER],
+    ACCUM: f"{SHORTHANDS[ONE_PEER]},{ACCUMULATING}",
+    INT8: SHORTHANDS[INT8],
+    ACCUM_INT8: f"{SHORTHANDS[INT8]},{ACCUMULATING}",
+}
+GRID = (2e-3, 4e-3, 8e-3)  # the learning rates that every method begins with
+FACTOR, MOST_RATES = 2.0, 8  # between neighbouring rates; of a grid
+VALIDATION_WINDOWS = 128
+SMOKE = dict(width=16, hidden=32, heads=2, depth=1, context=16, vocabulary=256)
+
+
+class Size(NamedTuple):
+    """What every run has in common."""
+
+    steps: int
+    batch_size: int  # sequences of a worker
+    model: dict[str, int]
+    every: int  # steps between evaluations
+    path: pathlib.Path  # of the text
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """Fields of configs/lm.py."""
+        return {
+            **{f"model.{key}": value for key, value in self.model.items()},
+            "batch_size": HOSTS * self.batch_size,
+            "log_every": self.every,
+            "eval.every": self.every,
+            "checkpoint.every": 4 * self.every,
+            "checkpoint.keep": 1,
+            "schedule.warmup_steps": self.steps // 10,
+            "eval.num_windows": 0,  # all, as at the end
+            "data.path": str(self.path),
+            "data.sample_bytes": 0,
+        }
+
+
+class Point(NamedTuple):
+    """The averaged model at one moment of a run."""
+
+    step: int
+    time_s: float  # of training so far
+    loss: float  # nats/byte on validation text
+
+
+def write_text(out: pathlib.Path, context: int) -> pathlib.Path:
+    """The text of all runs, whose last 128th is what they validate on: windows of the standard library's held-out files."""
+    path = out / "text.txt"
+    if not path.exists():
+        corpus = text.load_corpus(min_bytes=context + 1)
+        valid = text.validation_windows(corpus.valid, context=context, limit=VALIDATION_WINDOWS)[:, :-1].astype(np.uint8).tobytes()
+        share = round(1 / text.VALIDATION_SHARE)
+        path.write_bytes(corpus.train[: (share - 1) * len(valid)].tobytes() + valid)
+    return path
+
+
+def arguments(method: str, size: Size, learning_rate: float, workdir: pathlib.Path, seed: int, simulate: bool) -> list[str]:
+    """The options of launch.train."""
+    shorthand = ",".join([TRAINED[method], f"workers={HOSTS}", f"steps={size.steps}", *["simulate"][: int(simulate)]])
+    bucket_bytes = systems.WHOLE if "allreduce" in shorthand else systems.BUCKET  # What is quickest for each.
+    fields = size.fields | {"schedule.learning_rate": learning_rate, "seed": seed, "bucket_bytes": bucket_bytes}
+    options = [f"--config=configs/lm.py:{shorthand}", f"--workdir={workdir}"]
+    return options + [f"--config.{key}={value}" for key, value in fields.items()]
+
+
+def name_of(method: str) -> str:
+    """As a folder's name."""
+    return "".join(c if c.isalnum() else "_" for c in method.lower()).replace("__", "_")
+
+
+# -- What a run directory tells ---------------------------------------------------------------------------------------
+
+
+def finished(workdir: pathlib.Path) -> bool:
+    return (workdir / "summary.json").exists()
+
+
+def read(workdir: pathlib.Path) -> list[Point]:
+    """The validation losses of a run, with the seconds of training up to each.
+
+    Rates are logged without compiling and evaluating; tokens ÷ rate are the seconds of the steps since the last row.
+    """
+    found, time_s, step = [], 0.0, 0
+    config = json.loads((workdir / "config.json").read_text())
+    tokens = config["batch_size"] * config["model"]["context"]
+    for row in map(json.loads, (workdir / "metrics.jsonl").read_text().splitlines()):
+        if row["kind"] == "train":
+            time_s += (row["step"] - step) * tokens / row["tokens_per_s"]
+            step = row["step"]
+        else:
+            found.append(Point(row["step"], time_s, row["loss"]))
+    return found
+
+
+def reached(points: Sequence[Point], loss: float, get: Callable[[Point], float] = lambda point: point.time_s) -> float:
+    """When a run first had a loss, in seconds or as `get` says, interpolated between evaluations; nan if it never had."""
+    for before, after in itertools.pairwise(points):
+        if after.loss <= loss < before.loss:
+            share = (before.loss - loss) / (before.loss - after.loss)
+            return get(before) + share * (get(after) - get(before))
+    return get(points[0]) if points and points[0].loss <= loss else math.nan
+
+
+# -- Rates ------------------------------------------------------------------------------------------------------------
+
+
+def best_rate(measure: Callable[[float], float], grid: Sequence[float] = GRID) -> tuple[float, dict[float, float]]:
+    """The learning rate with the least loss, and all that were tried; a grid whose best is at its edge is extended."""
+    losses = {rate: measure(rate) for rate in grid}
+    while True:
+        best = min(losses, key=lambda rate: losses[rate])
+        further = best * FACTOR if best == max(losses) else best / FACTOR if best == min(losses) else None
+        if further is None or len(losses) >= MOST_RATES:
+            return best, losses
+        losses[further] = measure(further)
+
+
+def simulated(out: pathlib.Path, method: str, rate: float) -> pathlib.Path:
+    """Where the simulated run of a rate is."""
+    return out / "tuning" / name_of(method) / f"{rate:.3g}"
+
+
+def tune(out: pathlib.Path, size: Size) -> dict[str, float]:
+    """The best learning rate of every method, each found in simulated runs of one worker per host."""
+
+    def measure(method: str, rate: float) -> float:
+        workdir = simulated(out, method, rate)
+        if not finished(workdir):
+            options = arguments(method, size, rate, workdir, seed=99, simulate=True)
+            process = subprocess.run(processes.python("launch.train", options), stdout=subprocess.DEVNULL, check=False)
+            if process.returncode < 0 or process.returncode == 130:
+                raise Failed(f"tuning of {method} was interrupted")
+        return read(workdir)[-1].loss if finished(workdir) else math.inf  # It diverged.
+
+    rates = {}
+    for method in TRAINED:
+        rates[method], losses = best_rate(lambda rate, method=method: measure(method, rate))
+        tried = ", ".join(f"{rate:.3g}: {loss:.4f}" for rate, loss in sorted(losses.items()))
+        script.show(f"{method}: learning rate {rates[method]:.3g} of {tried}")
+    return rates
+
+
+# -- Forecast ---------------------------------------------------------------------------------------------------------
+
+
+def modelled() -> dict[str, costmodel.Method]:
+    """The methods as the cost model knows them: AccumAdamW sends what AdamW sends."""
+    known = methods.modelled(HOSTS)
+    exact, coded = known[ONE_PEER], known[INT8]
+    return {SYNC: known[SYNC], STALE: known[STALE], ONE_PEER: exact, ACCUM: exact, INT8: coded, ACCUM_INT8: coded}
+
+
+def calibrate(network: cluster.Network, out: pathlib.Path, size: Size, seconds: float) -> pathlib.Path:
+    """Where the profile of the box is; launch.calibrate writes it unless it is there."""
+    path = out / "profile.json"
+    if not path.exists():
+        measured, workload = box_runtime.calibrate(network, FLAGS.rate, seconds, size.batch_size, model=size.model)
+        costmodel.save(path, measured, workload)
+    return path
+
+
+# -- Runs -------------------------------------------------------------------------------------------------------------
+
+
+def measured(out: pathlib.Path, method: str, seed: int) -> pathlib.Path:
+    """Where a run in the box is."""
+    return out / f"round{seed}" / name_of(method)
+
+
+def train(network: cluster.Network, out: pathlib.Path, size: Size, rates: dict[str, float], rounds: int) -> None:
+    """Trains every method in the box, `rounds` times; PyTorch's DDP takes all-reduce's learning rate."""
+    for seed in range(rounds):
+        for method in [*TRAINED, *([DDP] if FLAGS.peers else [])]:
+            workdir = measured(out, method, seed)
+            if finished(workdir):
+                continue
+            if method == DDP:
+                code = train_ddp(network, measured(out, SYNC, seed), workdir)
+            else:
+                code = network.run("launch.train", arguments(method, size, rates[method], workdir, seed, simulate=False))
+            if code:
+                raise Failed(f"{method} ended with exit code {code}; the same command continues")
+
+
+def train_ddp(network: cluster.Network, twin: pathlib.Path, workdir: pathlib.Path) -> int:
+    """DDP on the batches of a run of decjax, whose schedule, optimizer and evaluations it copies; returns the exit code."""
+    config = json.loads((twin / "config.json").read_text())
+    context, steps, seed = config["model"]["context"], config["steps"], config["seed"]
+    corpus, batch_size = text.load_corpus(config["data"]["path"]), config["batch_size"] // HOSTS
+    batch = text.batches(corpus, context=context, batch_size=batch_size, num_workers=HOSTS, seed=seed)
+    tokens_SxNxBxT1 = np.array([[batch(worker, step) for worker in range(HOSTS)] for step in range(steps)], np.uint8)
+    workdir.mkdir(parents=True, exist_ok=True)
+    (workdir / "config.json").write_text(json.dumps(config))
+    valid_WxT1 = text.validation_windows(corpus.valid, context=context)
+    np.savez(workdir / "data.npz", train=tokens_SxNxBxT1, valid=valid_WxT1.astype(np.uint8))
+    lines = processes.members("experiments.bench.box.torch_train", [f"--workdir={workdir}"], HOSTS, network.addresses[0])
+    return processes.run_together([network.inside(k, [FLAGS.peers, *line[1:]]) for k, line in enumerate(lines)])
+
+
+# -- What is shown ----------------------------------------------------------------------------------------------------
+
+
+class Result(NamedTuple):
+    """What is known of a method after all rounds; None where there is no forecast."""
+
+    runs: list[list[Point]]
+    step_s: float  # median over rounds
+    told_step_s: float | None  # foretold by the cost model
+    to_loss_s: list[float]  # seconds to the loss that all-reduce ended with, a round each
+    told_to_loss_s: float | None
+
+
+def results(out: pathlib.Path, rates: dict[str, float], told_s: dict[str, float], rounds: int) -> dict[str, Result]:
+    """Every method's result, from the run directories."""
+    goal = read(simulated(out, SYNC, rates[SYNC]))[-1].loss
+    goals, found = [read(measured(out, SYNC, seed))[-1].loss for seed in range(rounds)], {}
+    for method in [*TRAINED, DDP]:
+        runs = [read(measured(out, method, seed)) for seed in range(rounds) if finished(measured(out, method, seed))]
+        if len(runs) < rounds:
+            continue
+        told = told_s.get(method)
+        needed = method in TRAINED and reached(read(simulated(out, method, rates[method])), goal, lambda point: point.step)
+        found[method] = Result(
+            runs,
+            statistics.median(run[-1].time_s / run[-1].step for run in runs),
+            told,
+            [reached(run, loss) for run, loss in zip(runs, goals)],
+            told and told * needed,
+        )
+    return found
+
+
+def tabulate(found: dict[str, Result]) -> Any:
+    """Seconds to all-reduce's loss, and how many times sooner that is, measured and foretold."""
+    table = script.table(
+        "", "ms per step", "foretold", "final loss", "seconds to all-reduce's loss", "times sooner", "foretold", "error"
+    )
+    first = found[SYNC]
+    for name, result in found.items():
+        ratios = [reference / own for reference, own in zip(first.to_loss_s, result.to_loss_s)]
+        ratio = statistics.mean(ratios)
+        told = first.told_to_loss_s / result.told_to_loss_s if first.told_to_loss_s and result.told_to_loss_s else None
+        table.add_row(
+            name,
+            script.ms(result.step_s),
+            script.ms(result.told_step_s) if result.told_step_s else "",
+            ", ".join(f"{run[-1].loss:.3f}" for run in result.runs),
+            ", ".join("never" if math.isnan(time_s) else f"{time_s:.0f}" for time_s in result.to_loss_s),
+            "never" if math.isnan(ratio) else f"{ratio:.2f}",
+            f"{told:.2f}" if told else "",
+            script.difference(told, ratio) if told and not math.isnan(ratio) else "",
+        )
+    return table
+
+
+def draw(path: str, found: dict[str, Result], rate: str) -> None:
+    """Loss against seconds: a line a round, a dot where a method first has the loss that all-reduce ends with."""
+    goal = statistics.mean(run[-1].loss for run in found[SYNC].runs)
+    with script.panels(path, 1, (8.0, 4.5)) as (figure, (axis,)):
+        for color, (name, result) in zip(script.COLORS, found.items()):
+            for k, run in enumerate(result.runs):
+                style = dict(color=color, linewidth=1.8, alpha=0.9, label=name if k == 0 else None)
+                axis.plot([point.time_s for point in run], [point.loss for point in run], **style)
+            if not any(map(math.isnan, result.to_loss_s)):
+                axis.plot(statistics.mean(result.to_loss_s), goal, "o", color=color, markersize=7, zorder=3)
+        axis.axhline(goal, color="0.5", linewidth=0.8, linestyle="--")
+        axis.set(xlabel="seconds of training", ylabel="validation loss, nats/byte", xlim=(0, None))
+        axis.legend(frameon=False, fontsize=8)
+        script.dress(figure, f"5.9M parameters, four hosts, links of {rate}; dots: the loss that all-reduce ends with")
+
+
+def main() -> None:
+    os.environ["XLA_FLAGS"] = "--xla_cpu_multi_thread_eigen=false"  # Hosts share cores: as many threads as PyTorch's workers.
+    out = command.folder("out", FLAGS.out)
+    out.mkdir(parents=True, exist_ok=True)
+    model = SMOKE if FLAGS.smoke else systems.MODEL
+    steps, batch_size, every = (8, 1, 2) if FLAGS.smoke else (FLAGS.steps, FLAGS.batch_size, FLAGS.every)
+    size = Size(steps, batch_size, model, every, write_text(out, model["context"]))
+    rates = tune(out, size)
+    with cluster.network(hosts=HOSTS, rate=FLAGS.rate) as network:
+        profile, workload = costmodel.load(calibrate(network, out, size, 2.0 if FLAGS.smoke else 60.0))
+        train(network, out, size, rates, FLAGS.rounds)
+    assert workload is not None
+    told_s = {name: costmodel.predict(profile, workload, method).mean_s for name, method in modelled().items()}
+    found = results(out, rates, told_s, FLAGS.rounds)
+    script.show(tabulate(found))
+    draw(str(out / "time_to_loss.png"), found, FLAGS.rate)
+    script.save(str(out / "time_to_loss.json"), rates=rates, **{name: result._asdict() for name, result in found.items()})
+
+
+if __name__ == "__main__":
+    flags.DEFINE_string("out", None, "Run directories, profile, table and figure go here.", required=True)
+    flags.DEFINE_string("rate", "100mbit", "Of every link.")
+    flags.DEFINE_integer("rounds", 2, "Runs of each method in the box.", lower_bound=1)
+    flags.DEFINE_integer("steps", 150, "Of each run.", lower_bound=10)
+    flags.DEFINE_integer("batch_size", 4, "Sequences of 128 bytes per worker and step.", lower_bound=1)
+    flags.DEFINE_integer("every", 15, "Steps between evaluations.", lower_bound=1)
+    flags.DEFINE_string("peers", None, "A Python with experiments/requirements-peers.txt; none: no DDP.")
+    flags.DEFINE_bool("smoke", False, "The whole way in a minute or two, with a tiny model.")
+    script.run(main, systems.ERRORS)
