@@ -1,6 +1,6 @@
 """What compression on every axis of 3D parallelism costs in loss: Optimus-CC's techniques, and what related studies found.
 
-    python -m experiments.optimus --workdir=runs/optimus --markdown --out=experiments/optimus.png
+    python -m experiments.optimus --workdir=runs/optimus --markdown --out=docs/images/optimus.png
 
 One run of configs/gpt_optimus.py:size=tiny for each row: 2 workers of 4 stages, 1F1B with 16 microbatches of a sequence, on real
 text; equal steps, equal data, the learning rate of the uncompressed baseline: nothing was tuned for compression. Runs that have
