@@ -10,10 +10,12 @@ import multiprocessing
 from multiprocessing import forkserver
 import os
 import pathlib
+import pickle
 import runpy
 import subprocess
 import sys
 import tempfile
+from typing import Any, NamedTuple
 from unittest import mock
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -43,13 +45,35 @@ def run(module: str, *arguments: str, **environment: str) -> subprocess.Complete
     """
     with tempfile.TemporaryDirectory() as folder:
         outputs = [pathlib.Path(folder, name) for name in ("stdout", "stderr")]
-        process = _server().Process(target=_become, args=(module, arguments, environment, outputs))
-        process.start()
-        process.join(TIMEOUT_S)
-        if process.is_alive():
-            process.kill()
-            raise subprocess.TimeoutExpired([module, *arguments], TIMEOUT_S)
-        return subprocess.CompletedProcess([module, *arguments], process.exitcode, *(path.read_text() for path in outputs))
+        code = _forked(_become, module, arguments, environment, outputs)
+        return subprocess.CompletedProcess([module, *arguments], code, *(path.read_text() for path in outputs))
+
+
+class Flag(NamedTuple):
+    """A flag of a command."""
+
+    parser: Any  # absl's, whose `parse` raises ValueError; None: some other library's
+    boolean: bool
+    required: bool
+
+
+@functools.cache
+def flags(module: str) -> dict[str, Flag]:
+    """The flags that `python -m module` has, by name, those of libraries included. Nothing of the command is run."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = pathlib.Path(folder, "flags")
+        _forked(_tell_flags, module, path)
+        return {name: Flag(*of) for name, of in pickle.loads(path.read_bytes()).items()}
+
+
+def _forked(target, module, *rest) -> int:
+    process = _server().Process(target=target, args=(module, *rest))
+    process.start()
+    process.join(TIMEOUT_S)
+    if process.is_alive():
+        process.kill()
+        raise subprocess.TimeoutExpired([module, *map(str, rest)], TIMEOUT_S)
+    return process.exitcode
 
 
 @functools.cache
@@ -65,7 +89,29 @@ def _become(module, arguments, environment, outputs):
     for number, path in zip((1, 2), outputs):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), number)
     os.environ.update(environment)
+    _start(module, *arguments)
+
+
+def _start(module, *arguments):
     os.chdir(ROOT)
     sys.path.insert(0, str(ROOT))
     sys.argv = [module, *arguments]
     runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+def _tell_flags(module, path):
+    from absl import app, flags
+
+    with mock.patch.object(app, "run"):  # All flags are defined when a command calls it.
+        _start(module)
+    found = flags.FLAGS
+    required = {name for name in found if any("other than None" in str(v.message) for v in found[name].validators)}
+    told = {name: (_if_picklable(found[name].parser), bool(found[name].boolean), name in required) for name in found}
+    path.write_bytes(pickle.dumps(told))
+
+
+def _if_picklable(value):
+    try:
+        return pickle.loads(pickle.dumps(value))
+    except Exception:  # Parsers of other libraries may be anything.
+        return None

@@ -1,0 +1,56 @@
+"""Processes find each other by what a cluster tells them, without flags: the variables of `srun` and of Open MPI 4, set by hand."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from launch.processes import free_port
+from tests.commands import ROOT
+
+PROCESSES = 2
+# What launch/join.py and jax.distributed read; docs/launching.md names the same.
+SLURM = {
+    "SLURM_JOB_ID": "1",
+    "SLURM_STEP_NODELIST": "localhost",
+    "SLURM_NTASKS": f"{PROCESSES}",
+    "SLURM_PROCID": "{}",
+    "SLURM_LOCALID": "{}",
+}
+MPI = {
+    "OMPI_MCA_orte_hnp_uri": "4096.0;tcp://127.0.0.1:34911",
+    "OMPI_COMM_WORLD_SIZE": f"{PROCESSES}",
+    "OMPI_COMM_WORLD_RANK": "{}",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "{}",
+}
+
+
+@pytest.mark.parametrize(
+    "variables, flags",
+    [
+        (SLURM | {"SLURM_STEP_NUM_TASKS": f"{PROCESSES}"}, []),
+        (MPI, []),
+        (SLURM, ["--coordinator=auto", f"--num_processes={PROCESSES}"]),  # As in Kubernetes: only jax.distributed knows.
+    ],
+    ids=["srun", "mpirun", "auto"],
+)
+def test_processes_join_by_what_the_cluster_tells_them(tmp_path, variables, flags):
+    command = [sys.executable, "-m", "launch.train", "--config=configs/quadratics.py:workers=2,simulate=false,smoke"]
+    command += [f"--workdir={tmp_path / 'run'}", *flags]
+    shared = os.environ | {"JAX_COORDINATOR_PORT": str(free_port()), "JAX_PLATFORMS": "cpu"}
+    started = [
+        subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env=shared | {name: value.format(index) for name, value in variables.items()},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for index in range(PROCESSES)
+    ]
+    told = [process.communicate(timeout=300) for process in started]
+    assert [process.returncode for process in started] == [0, 0], told
+    assert "2 workers on 2 cpu devices" in told[0][0] and "averaged model after 20 steps" in told[0][0]
+    assert "averaged model" not in told[1][0]
