@@ -51,7 +51,7 @@ class Codec:
     """A message format. A codec of your own needs these functions and nothing else.
 
     Attributes:
-        name: for tables and errors.
+        name: shown in tables and errors.
         encode: `encode(x, state, key) -> message`, a pytree of arrays, for a floating-point `x` of any shape. `key` is a
             `jax.random` key, None if `traits.random` is false.
         decode: `decode(message, shape, dtype) -> x̂`.

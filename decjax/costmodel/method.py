@@ -17,7 +17,7 @@ class Method:
     """What is sent over which topology, and whether it overlaps with computation; for the equations see `costmodel.model`.
 
     Args:
-        name: for tables.
+        name: shown in tables.
         topology: who needs whose messages; None: nothing is sent.
         message: "gradients" (the optimizer waits for them) or "parameters" (sent after the optimizer).
         overlap: whether a message has a whole step to arrive.
@@ -78,11 +78,11 @@ def no_communication() -> Method:
     return Method("no communication", None)
 
 
-def all_reduce(num_workers: int, *, overlap: bool = False, bucketed: bool = False, **options) -> Method:
+def all_reduce(num_workers: int, *, overlap: bool = False, bucketed: bool = False, **options: Any) -> Method:
     """The method that averages the gradients of all workers.
 
     Args:
-        num_workers: N.
+        num_workers: N, the number of workers.
         overlap: whether the average is used one step late, so that it has a whole step to arrive.
         bucketed: whether buckets are sent during the backward pass.
         **options: further fields of `Method`.
@@ -91,13 +91,13 @@ def all_reduce(num_workers: int, *, overlap: bool = False, bucketed: bool = Fals
     return Method(name, topology_lib.make("complete", num_workers), GRADIENTS, overlap, bucketed, **options)
 
 
-def gossip(topology: Topology, *, order: str = "awc", name: str | None = None, **options) -> Method:
+def gossip(topology: Topology, *, order: str = "awc", name: str | None = None, **options: Any) -> Method:
     """The method that mixes parameters over a topology.
 
     Args:
         topology: who mixes with whom.
         order: "awc" (adapt while communicating: messages travel during the gradient) or "atc" (adapt then communicate).
-        name: for tables; None: the topology's name and the order.
+        name: shown in tables; None: the topology's name and the order.
         **options: further fields of `Method`.
     """
     if order not in ("awc", "atc"):

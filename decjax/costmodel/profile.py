@@ -74,7 +74,7 @@ class Cluster:
     """Nodes of workers. Each L consecutive workers share a node and its NIC: worker i is on node i div L.
 
     Args:
-        name: for tables.
+        name: shown in tables.
         num_nodes: number of nodes.
         workers_per_node: L, workers on each node.
         intra: the link of *one worker* to the others of its node (NVLink, PCIe, shared memory).
@@ -232,7 +232,7 @@ class Compressed:
     """A measured compressed form of a workload's messages.
 
     Args:
-        name: for tables.
+        name: shown in tables.
         num_workers: number of workers among which it was measured.
         topology: name of the topology for gossip; empty: gradients are averaged over all workers.
         ratio: bytes that workers send ÷ bytes of the same exchange without compression.

@@ -36,12 +36,12 @@ class Transformer:
 
     Args:
         depth: L, number of layers.
-        width: D.
+        width: D, values of a token between layers.
         heads: H, a divisor of the width.
-        vocabulary: V.
+        vocabulary: V, number of different tokens.
         context: T, tokens in a sequence.
         batch_size: sequences in an iteration, over all workers.
-        hidden: F; 0: 4D.
+        hidden: F, values of a token inside the feed-forward block; 0: 4D.
         tied: whether the head is the embedding's transpose.
         value_bytes: bytes of a value that is computed, or sent between devices of a worker: 4 for float32, 2 for half precision.
         gradient_bytes: bytes per parameter of its gradient, kept and sent.
@@ -111,7 +111,7 @@ class Transformer:
         """Bytes that a layer keeps of one microbatch for its backward pass, on one device.
 
         Args:
-            microbatch_size: B.
+            microbatch_size: B, in sequences.
             tensor: devices of the tensor axis.
             remat: "none"; "products": a layer's input and the results of its matrix products are kept and the rest is recomputed, as
                 in `decjax.models`; "layers": only its input is kept.

@@ -23,7 +23,7 @@ def estimates(gamma: float) -> Scheme:
     "mixer",
     "choco",
     needs="doubly stochastic graph, contractive codec",
-    messages="coded changes",
+    messages="compressed changes",
     memory="2 copies a round of the period",
 )
 def choco(
@@ -57,7 +57,7 @@ def choco(
     method="tracking",
     topology="ring",
     needs="static symmetric graph, contractive codec",
-    messages="coded changes",
+    messages="compressed changes",
     memory="2 copies",
 )
 def beer(

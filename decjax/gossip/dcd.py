@@ -39,7 +39,7 @@ class ReplicaState(NamedTuple):
     "dcd",
     topology="ring",
     needs="static doubly stochastic graph, fine codec",
-    messages="coded steps",
+    messages="compressed steps",
     memory="2 copies, a message",
 )
 def dcd(topology: Topology, channel: Channel = Channel(), *, codec: codecs.Codec | str = "int8") -> Mixer:

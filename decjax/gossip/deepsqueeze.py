@@ -20,7 +20,7 @@ def remainders(gamma: float) -> Scheme:
 
 
 @registry.register(
-    "mixer", "deepsqueeze", needs="doubly stochastic graph, contractive codec", messages="coded parameters", memory="1 copy"
+    "mixer", "deepsqueeze", needs="doubly stochastic graph, contractive codec", messages="compressed parameters", memory="1 copy"
 )
 def deepsqueeze(
     topology: Topology, channel: Channel = Channel(), *, codec: Codec | str = "int8", gamma: float | None = None, rounds: int = 1

@@ -16,7 +16,7 @@ def differences(gamma: float = 1.0) -> Scheme:
     return Scheme(lambda x, row_sum: (), lambda x, memory: x, lambda x, c, pulled, memory: (x + gamma * pulled, memory))
 
 
-@registry.register("mixer", "exact", needs="doubly stochastic graph", messages="parameters, coded if asked", memory="none")
+@registry.register("mixer", "exact", needs="doubly stochastic graph", messages="parameters, compressed or not", memory="none")
 def exact(topology: Topology, channel: Channel = Channel(), *, rounds: int = 1, codec: codecs.Codec | str | None = None) -> Mixer:
     """Plain gossip: each worker takes a weighted mean of its own and its neighbours' parameters, x_i <- Σ_j w_ij x_j.
 

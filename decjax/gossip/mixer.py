@@ -26,7 +26,7 @@ class Mixer(NamedTuple):
         phase: `phase(step) -> phase`, for an int (static) or a traced int32 step.
         phases: all values that `phase` takes, a contiguous range.
         num_bytes: `num_bytes(params, phase) -> (N,)`, bytes that each worker sends, by formula.
-        num_workers: N.
+        num_workers: N, the number of workers.
         combine: `combine(params, received, state, phase, step) -> (mixed, state)`, local and cheap. `step` counts all steps, also
             those that do not mix, as an int or a traced int32. Left out, it returns what was received.
         settle: `settle(mixed, stepped, state) -> (params, state)`, local: the parameters after the optimizer has stepped from `mixed`

@@ -36,7 +36,7 @@ class PushSumState(NamedTuple):
     "push_sum",
     weights=True,
     needs="column-stochastic graph, contractive codec",
-    messages="coded changes, a weight",
+    messages="compressed changes, a weight",
     memory="a weight; with a codec as choco",
 )
 def push_sum(

@@ -19,7 +19,7 @@ class Workers:
     """N workers of S pipeline stages, and how functions are mapped over them; made by `make_workers`.
 
     Attributes:
-        num_workers: N.
+        num_workers: N, the number of workers.
         local_size: L, consecutive workers that share a node.
         mesh: the device mesh; None if all workers are simulated on one device.
         stages: S; stacked state is [N, ...], or [N, S, ...] if S > 1.

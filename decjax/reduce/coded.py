@@ -48,7 +48,7 @@ ERRORS = {"residual": "decay", "momentum": "momentum", "ef21": "momentum", "none
 
 
 @registry.register(
-    "reducer", "codec", needs="contractive or unbiased codec", messages="coded gradients", memory="1 copy; in shards 1/N more"
+    "reducer", "codec", needs="contractive or unbiased codec", messages="compressed gradients", memory="1 copy; in shards 1/N more"
 )
 def coded(
     channel: Channel = Channel(),
@@ -150,7 +150,7 @@ def _coded(channel: Channel, codec: codecs.Codec | str, form: str, memory: Calla
 
 @dataclasses.dataclass(frozen=True)
 class _Average:
-    """The average of coded gradients."""
+    """The functions of the reducer."""
 
     channel: Channel
     codec: codecs.Codec

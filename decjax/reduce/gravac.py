@@ -45,7 +45,7 @@ class GravacState(NamedTuple):
 
 
 @registry.register(
-    "reducer", "gravac", adaptive=True, needs="ladder of ever stronger codecs", messages="coded gradients", memory="1 copy and 1/N"
+    "reducer", "gravac", adaptive=True, needs="ladder of codecs", messages="compressed gradients", memory="1 copy and 1/N"
 )
 def gravac(
     channel: Channel = Channel(),

@@ -62,7 +62,7 @@ def options(name: str) -> dict[str, object]:
     return {option: entry.default for option, entry in registry.part("topology", name).options.items()}
 
 
-def make(name: str, num_workers: int, /, **chosen) -> schedule.Topology:
+def make(name: str, num_workers: int, /, **chosen: Any) -> schedule.Topology:
     """The topology of a name for N workers.
 
     Args:

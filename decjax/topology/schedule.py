@@ -130,8 +130,8 @@ class Topology:
     """A periodic schedule of rounds: x^{t+1} = W^{t mod period} x^t. Immutable, comparable, hashable.
 
     Attributes:
-      name: for messages and tables.
-      num_workers: N.
+      name: shown in tables and errors.
+      num_workers: N, the number of workers.
       rounds: those of one period, in order.
 
     Raises:
