@@ -1,27 +1,27 @@
 """decjax: training deep networks when the network between workers is the bottleneck.
 
-A training method is a composition of small, pure things, each usable alone. From the bottom up:
+A training method is composed of small, pure parts, each usable alone. From the bottom up:
 
-    registry    parts by name: a signature is a config section             standard library only
-    topology    who talks to whom, when                                    NumPy only
-    schedules   which pipeline stage does what, when                       NumPy only
-    costmodel   when decentralized beats all-reduce                        NumPy only
-    mesh        workers as mesh axes, the collectives                      JAX
-    hlo         what a compiled program sends, read from its text
-    buckets     a pytree as a few flat messages
-    codecs      what a message looks like on the wire
-    channel     along which axis messages travel, in which pieces, in which form
+    registry    parts by name; a part's signature is its section of a config           standard library only
+    topology    communication graphs: who sends to whom in each step                   NumPy only
+    schedules   pipeline schedules: which stage computes what in each tick             NumPy only
+    costmodel   predicted time per iteration of a method on a cluster                  NumPy only
+    mesh        workers as axes of a device mesh, and the collectives along them       JAX from here on
+    hlo         the messages of a compiled program, read from its text
+    buckets     a pytree as a few flat arrays
+    codecs      message formats: casts, quantization, sparsification, low rank
+    channel     how arrays travel: axis, bucket size, random seed
     gossip      mixing parameters over a topology
-    reduce      averaging gradients over all workers
-    optim       optax transformations built on the two, and methods: what happens to gradients and parameters
-    models      Flax models, ignorant of all this
-    tasks       what is trained on: a model's loss, per-worker data, metrics
-    pipeline    where gradients come from: a whole model, or one divided into stages
-    config      from a config to the parts of a run; where a ConfigDict ends
-    train       the train step, the trainer, the one loop in a work directory
-    measure     what a step, an exchange and a codec take on the devices at hand
+    reduce      averaging gradients over all workers, compressed or not
+    optim       optax transformations built on `gossip` and `reduce`, and the methods that a config names
+    models      Flax models; they depend on nothing else here
+    tasks       what is trained on: a model's loss, data for each worker, metrics
+    pipeline    gradients of a model, whole or divided into stages
+    config      from a ConfigDict to a checked specification of a run
+    train       the train step, the trainer, and the training loop in a work directory
+    measure     times of a step, an exchange and a codec on the devices at hand
 
-`launch` (command lines), `configs` (data) and `experiments` (one script per claim) stand outside and above.
+`launch` (command lines), `configs` (data) and `experiments` (one script per claim) are built on top of the package.
 """
 
 import importlib.metadata
@@ -68,7 +68,7 @@ __all__ = [
     "track",
 ]
 
-_SOURCE = pathlib.Path(__file__).parent.parent / "pyproject.toml"  # Of a source tree, which need not be installed.
+_SOURCE = pathlib.Path(__file__).parent.parent / "pyproject.toml"  # Of a source tree, where the package need not be installed.
 __version__ = (
     tomllib.loads(_SOURCE.read_text())["project"]["version"] if _SOURCE.is_file() else importlib.metadata.version("decjax")
 )

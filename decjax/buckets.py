@@ -1,6 +1,6 @@
 """Flat buckets: a pytree of many arrays as a few long vectors, and back.
 
-A message costs latency per array, so exchanges and codecs work on buckets. Which leaves a bucket holds, in which order and
+Every array that is sent costs latency, so exchanges and codecs work on buckets. Which leaves a bucket holds, in which order and
 with how much padding depends only on the tree's structure, shapes and dtypes: a `Layout` is static and hashable.
 Leaves that are not floating point (counters, keys) are never averaged and stay out of the buckets.
 """
@@ -14,43 +14,46 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-# Small arrays travel together, large ones alone: joining large ones would cost copies and save no latency.
+# Default size of a bucket. Small arrays are joined; joining large ones would cost copies and save hardly any latency.
 BUCKET_BYTES = 2**18
 
 
 @dataclasses.dataclass(frozen=True)
 class Bucket:
-    """One array: leaves in order, then zeros."""
+    """Which leaves of a pytree one array holds: the leaves in order, then zeros."""
 
-    dtype: str  # name of that of all its leaves
+    dtype: str  # name of the dtype, the same for all its leaves
     leaves: tuple[int, ...]  # positions in the flattened tree
-    shape: tuple[int, ...]  # [P], a vector; [I, J] of a leaf that stays a matrix. Padding included
+    shape: tuple[int, ...]  # with padding: [P] for a vector, [I, J] for a leaf that stays a matrix
     padding: int  # zeros at the end of a vector, or rows of zeros at the end of a matrix
 
     @property
     def size(self) -> int:
+        """Number of values, padding included."""
         return math.prod(self.shape)
 
     @property
     def num_bytes(self) -> int:
+        """Bytes of the array, padding included."""
         return self.size * jnp.dtype(self.dtype).itemsize
 
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """How a pytree is cut into buckets."""
+    """How a pytree is cut into buckets; made by `layout`."""
 
     treedef: Any  # structure of the tree
-    shapes: tuple[tuple[int, ...], ...]  # of all its leaves
+    shapes: tuple[tuple[int, ...], ...]  # of all leaves of the tree
     buckets: tuple[Bucket, ...]  # in the order of the packed arrays
-    num_shards: int = 0  # N; packed arrays are [N, …], N equal parts of a bucket's values or rows. 0: they are whole
+    num_shards: int = 0  # N; packed arrays are [N, …], N equal parts of a bucket's values or rows. 0: not divided
 
     @property
     def num_bytes(self) -> int:
+        """Bytes of all buckets together."""
         return sum(bucket.num_bytes for bucket in self.buckets)
 
     def parts(self) -> list[jax.ShapeDtypeStruct]:
-        """What a message stands for, in float32 at least: each bucket, or a shard of it."""
+        """Shape and dtype, float32 or wider, of each array that a codec encodes: of every bucket, or of one shard of it."""
         N = max(1, self.num_shards)
         return [
             jax.ShapeDtypeStruct((bucket.shape[0] // N, *bucket.shape[1:]), jnp.promote_types(bucket.dtype, jnp.float32))
@@ -58,13 +61,13 @@ class Layout:
         ]
 
     def pack(self, tree: Any, *, flat: bool = True, wide: bool = False) -> list[jax.Array]:
-        """The tree's floating-point leaves, one array per bucket.
+        """The tree's floating-point leaves as one array per bucket.
 
         Args:
             tree: pytree of arrays.
-            flat: unless it is set, a leaf without others in its bucket keeps its shape, and so the way it is divided within a
-                tensor-parallel group, which would have to gather it first.
-            wide: values in float32 at least.
+            flat: whether every bucket becomes a vector. If False, a leaf that is alone in its bucket keeps its shape, and so stays
+                divided within a tensor-parallel group, which would have to gather it to make it a vector.
+            wide: whether narrower values are converted to float32.
         """
         leaves = self.treedef.flatten_up_to(tree)
         return [self._packed(bucket, leaves, flat, wide) for bucket in self.buckets]
@@ -81,7 +84,7 @@ class Layout:
         return x.reshape(self.num_shards, length // self.num_shards, *rest) if self.num_shards else x
 
     def unpack(self, arrays: Sequence[jax.Array], like: Any) -> Any:
-        """The inverse of `pack`, in the leaves' own types; leaves that are in no bucket come from `like`."""
+        """The pytree that `pack` made these arrays of, in the dtypes of its leaves; leaves in no bucket are taken from `like`."""
         leaves = list(self.treedef.flatten_up_to(like))
         for bucket, x in zip(self.buckets, arrays, strict=True):
             x = x.astype(bucket.dtype)
@@ -105,17 +108,17 @@ def layout(
     matrix: Callable[[Any], tuple[int, int] | None] | None = None,
     num_shards: int = 0,
 ) -> Layout:
-    """Cuts a pytree into buckets of one dtype each, of about `bucket_bytes`, in leaf order.
+    """The layout of a pytree in buckets of one dtype each, of up to `bucket_bytes`, in leaf order.
 
-    A leaf is never split: a bucket is closed when the next leaf would make it longer than `bucket_bytes`.
+    A leaf is never split, so one larger than `bucket_bytes` has a bucket of its own.
 
     Args:
         tree: pytree of arrays or `ShapeDtypeStruct`s.
         bucket_bytes: target size of a bucket in bytes; 0 puts every leaf in a bucket of its own.
         multiple_of: every bucket is padded to a multiple of this many values.
-        alone: ends of the paths of leaves that get a bucket each, whatever their size.
-        matrix: of a leaf that stays a matrix I×J, (I, J); else None. Matrices come first.
-        num_shards: N, see `Layout`; buckets are padded to a multiple of N values, or rows.
+        alone: leaves whose path ends with one of these get a bucket each, whatever their size.
+        matrix: function of a leaf; (I, J) for one that stays a matrix I×J, in a bucket of its own, else None. Matrices come first.
+        num_shards: N, parts that each bucket is divided into; buckets are padded to a multiple of N values, or rows. 0: none.
     """
     paths, treedef = jax.tree.flatten_with_path(tree)
     leaves = [leaf for _, leaf in paths]

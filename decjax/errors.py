@@ -1,15 +1,15 @@
-"""What can go wrong through no fault of the program; each message names the value, the constraint and the fix."""
+"""Errors of use and of the environment: one line that names the value, the constraint and the fix, printed without a traceback."""
 
 from collections.abc import Iterator
 import contextlib
 
 
 class TrainingError(Exception):
-    """A mistake of the user or a condition of the run, told in one line."""
+    """Base class: a mistake in what was asked for, or a condition that ends a run."""
 
 
 class ConfigError(TrainingError):
-    """A config that describes no possible run."""
+    """A config of which no run can be made."""
 
 
 class CheckpointError(TrainingError):
@@ -17,12 +17,12 @@ class CheckpointError(TrainingError):
 
 
 class OutOfMemory(TrainingError):
-    """Arrays that no device, or this machine, can hold."""
+    """Arrays that do not fit into the memory of a device or of this machine."""
 
 
 @contextlib.contextmanager
 def memory_told() -> Iterator[None]:
-    """Turns a lack of memory, of whatever kind, into `OutOfMemory`."""
+    """Context manager that raises `OutOfMemory` for JAX's and Python's own errors about a lack of memory."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:  # JAX's errors are of the former kind.

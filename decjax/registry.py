@@ -1,15 +1,15 @@
-"""Parts by name: what a config may choose from, and what each choice takes.
+"""Parts by name: what a config may choose from, and the options of each choice.
 
-A part is a factory, entered under a kind and a name where it is defined:
+A part is a factory, registered under a kind and a name where it is defined:
 
     @registry.register("mixer", "choco", needs="a doubly stochastic topology, a contractive codec")
     def choco(topology, channel=Channel(), *, codec="int8", gamma=None, rounds=1): ...
 
-Parameters that the kind names in `KINDS` are supplied by whoever builds the part; all others are its options. So the signature is
-the section of a config, the docstring is the help, and no part is listed anywhere else: modules of the package in which a kind is
-at home are imported when the kind is first asked for, and parts of one's own are entered by importing the file that holds them.
+Parameters that `KINDS` lists for a kind are supplied by the code that builds the part; all others are its options. So the signature
+is the section of a config and the docstring is the help. No part is listed anywhere else: all modules of a kind's package are
+imported when the kind is first asked for, and your own parts are registered by importing the file that defines them.
 
-A name, option or value that cannot be raises a ValueError: in one line the value, what is allowed and what to do.
+An unknown name or option, or a value of the wrong type, raises a ValueError of one line: the value, what is allowed and what to do.
 """
 
 import ast
@@ -24,10 +24,15 @@ from typing import Any, NamedTuple
 
 
 class Kind(NamedTuple):
-    """A kind of parts."""
+    """A kind of parts.
 
-    context: tuple[str, ...]  # parameters that are no options: they are supplied by whoever builds the part
-    home: str  # the package whose modules are searched
+    Attributes:
+        context: parameters of a factory that are not options: the code that builds the part supplies them.
+        home: the package whose modules are imported to find the parts.
+    """
+
+    context: tuple[str, ...]
+    home: str
 
 
 KINDS = {
@@ -44,24 +49,37 @@ KINDS = {
 
 
 class Option(NamedTuple):
-    """An option of a part."""
+    """An option of a part.
 
-    default: Any  # as in the signature
-    kind: type | None  # type of its values; None where the signature does not say
-    optional: bool  # whether None, for "decide by yourself" or "none", is a value
+    Attributes:
+        default: as in the signature of the factory; `inspect.Parameter.empty` if there is none.
+        kind: type of the values; None where the signature does not say.
+        optional: whether None is a value, as for "none" or "derive it".
+    """
+
+    default: Any
+    kind: type | None
+    optional: bool
 
 
 class Part(NamedTuple):
-    """A factory under its name."""
+    """A factory with the kind and name that it is registered under.
+
+    Attributes:
+        kind: one of `KINDS`.
+        name: unique within its kind.
+        factory: builds the part from its context and options.
+        traits: its properties for tables and checks, such as `needs` or `static`.
+    """
 
     kind: str
     name: str
     factory: Callable[..., Any]
-    traits: Mapping[str, Any]  # what a table should tell of it, such as what it needs
+    traits: Mapping[str, Any]
 
     @property
     def options(self) -> dict[str, Option]:
-        """Its options, in the order of the signature; what no config can hold, such as a function, is none."""
+        """The options by name, in the order of the signature; without those that no config can hold, such as functions."""
         return {
             name: option
             for name, parameter in _signature(self.factory).parameters.items()
@@ -70,7 +88,7 @@ class Part(NamedTuple):
 
     @property
     def summary(self) -> str:
-        """The first line of its docstring."""
+        """The first line of the factory's docstring."""
         return (inspect.getdoc(self.factory) or "").partition("\n")[0]
 
 
@@ -79,7 +97,7 @@ _fallbacks: dict[str, tuple[Callable[[str], Callable | None], Callable[[], tuple
 
 
 def register(kind: str, name: str, **traits: Any) -> Callable[[Callable], Callable]:
-    """Enters a factory under a name; used as a decorator, it leaves the factory as it is.
+    """A decorator that registers a factory under a kind and a name, with traits, and returns it unchanged.
 
     Raises:
         ValueError: if the kind is unknown, another part has the name, or a parameter is neither context nor has a default.
@@ -90,8 +108,8 @@ def register(kind: str, name: str, **traits: Any) -> Callable[[Callable], Callab
         for parameter in _signature(factory).parameters.values():
             if not _is_supplied(kind, parameter) and parameter.default is parameter.empty:
                 raise ValueError(
-                    f"{kind} {shown(name)}: nobody supplies parameter {parameter.name!r}; give it a default, or a name of "
-                    f"{', '.join(KINDS[kind].context) or 'none'}"
+                    f"{kind} {shown(name)}: parameter {parameter.name!r} has no default; give it one, or a name that a {kind} is "
+                    f"called with: {', '.join(KINDS[kind].context) or 'there is none'}"
                 )
         known = _parts[kind].get(name)
         if known and (known.factory.__module__, known.factory.__qualname__) != (factory.__module__, factory.__qualname__):
@@ -105,25 +123,25 @@ def register(kind: str, name: str, **traits: Any) -> Callable[[Callable], Callab
 
 
 def fallback(kind: str, find: Callable[[str], Callable | None], names: Callable[[], tuple[str, ...]]) -> None:
-    """Where to look for factories of a kind that are entered under no name, as those of another library.
+    """Adds a second source of factories to a kind, used for names that are not registered, as those of another library.
 
     Args:
         kind: one of `KINDS`.
-        find: returns the factory of a name, or None.
-        names: returns the names that `find` knows and lists should show.
+        find: `find(name)` returns the factory of that name, or None.
+        names: `names()` returns the names to show in lists.
     """
     _fallbacks[kind] = find, names
 
 
 def names(kind: str) -> tuple[str, ...]:
-    """All names of a kind, those of other libraries last."""
+    """The names of all parts of a kind, those of other libraries last."""
     _search(kind)
     own = tuple(_parts[kind])
     return own + tuple(name for name in _fallbacks[kind][1]() if name not in own) if kind in _fallbacks else own
 
 
 def part(kind: str, name: str) -> Part:
-    """The part of a name."""
+    """The part of that kind and name; ValueError if there is none."""
     _search(kind)
     if isinstance(name, str) and name in _parts[kind]:
         return _parts[kind][name]
@@ -135,11 +153,16 @@ def part(kind: str, name: str) -> Part:
 
 
 def parse(what: str, text: str) -> tuple[str, dict[str, Any]]:
-    """Reads `name` or `name(key=value, …)`; values are Python literals, bare words, or such calls, which are kept as text.
+    """The name and options in a call form, `name` or `name(key=value, …)`.
+
+    Values are Python literals; bare words and nested calls are kept as text.
 
     Args:
-        what: is named in errors, as "codec".
+        what: kind of the part, for error messages.
         text: such as "topk(fraction=0.01,values=int4)".
+
+    Raises:
+        ValueError: if the text has another form, or gives an option twice.
     """
     example = f"{what} {shown(text)} must read like 'name' or 'name(option=1,other=word)'"
     try:
@@ -164,12 +187,15 @@ def parse(what: str, text: str) -> tuple[str, dict[str, Any]]:
 
 
 def call(name: str, options: Mapping[str, Any]) -> str:
-    """The inverse of `parse`: "name(key=value,…)"."""
+    """The call form "name(key=value,…)" of a name and options, which `parse` reads."""
     return f"{name}({','.join(f'{key}={shown(value)}' for key, value in options.items())})" if options else name
 
 
 def complete(kind: str, name: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """All options of a part: the given ones, checked and in their type, and the defaults of the others."""
+    """All options of a part: the given values, checked and converted to their type, and the defaults of the others.
+
+    An unknown option, a value of the wrong type, or an option without default that is not given raises ValueError.
+    """
     chosen = part(kind, name)
     known = chosen.options
     # Configs of older runs hold the None of what was an option then, as muon's trees: it is the default anyway.
@@ -185,20 +211,23 @@ def complete(kind: str, name: str, given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def fill(what: str, given: Mapping[str, Any], known: Mapping[str, Option]) -> dict[str, Any]:
-    """The values of all options that are known, as of `complete`; in errors, `what` stands before an option's name."""
+    """A value for each known option: the given one, checked, or its default. `what` precedes the option's name in errors."""
     return {
         name: checked(f"{what}{name}", given[name], option) if name in given else option.default for name, option in known.items()
     }
 
 
 def make(kind: str, chosen: Any, /, *context: Any, **given: Any) -> Any:
-    """Builds a part.
+    """Builds a part: what its factory returns.
 
     Args:
         kind: one of `KINDS`.
-        chosen: its name, its call form as "int8(block=64)", or a part that is built already, which is returned.
+        chosen: a name, a call form such as "int8(block=64)", or an object that is built already, which is returned as it is.
         *context: positional arguments of the factory.
         **given: options, and further context by name.
+
+    Raises:
+        ValueError: for an unknown kind, name or option, or a value that the factory refuses.
     """
     _check_kind(kind)
     if not isinstance(chosen, str):
@@ -219,7 +248,7 @@ def make(kind: str, chosen: Any, /, *context: Any, **given: Any) -> Any:
 
 
 def shown(value: Any) -> str:
-    """A value in an error: as it is written, or its beginning."""
+    """`repr(value)` for an error message, cut to 100 characters."""
     text = repr(value)
     return text if len(text) <= 100 else f"{text[:97]}…"
 
@@ -231,7 +260,7 @@ def _check_kind(kind: str) -> None:
 
 @functools.cache
 def _search(kind: str) -> None:
-    """Imports every module of the kind's home."""
+    """Imports every module of the kind's package, which registers its parts."""
     _check_kind(kind)
     package = importlib.import_module(KINDS[kind].home)
     for module in pkgutil.iter_modules(getattr(package, "__path__", ())):
@@ -246,12 +275,15 @@ def _signature(factory: Callable) -> inspect.Signature:
 
 
 def _is_supplied(kind: str, parameter: inspect.Parameter) -> bool:
-    """Whether it comes from whoever builds the part, or stands for any number of parameters: neither is an option."""
+    """Whether a parameter is no option: it is context, or stands for any number of parameters."""
     return parameter.name in KINDS[kind].context or parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
 
 
 def _option(parameter: inspect.Parameter) -> Option | None:
-    """An option from its default, or where that is None, from its annotation; None: its values are not plain, or trees."""
+    """The option of a parameter, its type read from the default or, where that is None, from the annotation.
+
+    None if its values are no words, numbers, booleans or tuples of such, as functions and pytrees.
+    """
     default, members = parameter.default, (parameter.annotation,)
     if typing.get_origin(parameter.annotation) in (types.UnionType, typing.Union):
         members = typing.get_args(parameter.annotation)
@@ -275,7 +307,10 @@ def _is_plain(value: Any) -> bool:
 
 
 def checked(what: str, value: Any, option: Option) -> Any:
-    """The value, as its type asks."""
+    """A value of an option, in the option's type; a ValueError names it by `what` if it has another type.
+
+    Where None is a value, "auto", "none" and "" stand for it. Whole numbers become floats and lists tuples where the type is such.
+    """
     kind = option.kind
     if value is None or (option.optional and value in ("auto", "none", "")):
         if option.optional:

@@ -1,8 +1,8 @@
 """Pipeline schedules as tables: which stage does what, when, and who sends to whom. NumPy only.
 
-A model cut into S·C virtual stages lives on S devices; chunk c of stage s is virtual stage v = c·S + s. Of each of M
-microbatches, a virtual stage takes the forward pass F, which needs v − 1's, and the backward pass B, which needs its own F and
-v + 1's B. A schedule is the order of these on every device:
+A model is cut into S·C virtual stages on S devices; chunk c of stage s is virtual stage v = c·S + s. For each of M microbatches,
+virtual stage v runs a forward pass F, which needs the output of stage v − 1, and a backward pass B, which needs its own F and the
+gradient from stage v + 1. A schedule is the order of these passes on every device:
 
     name         order on stage s                                       live activations    bubble ÷ work
     gpipe        F of all microbatches, then B of all                   M                   (S − 1) / M
@@ -10,9 +10,9 @@ v + 1's B. A schedule is the order of these on every device:
     interleaved  2(S − 1 − s) + (C − 1)S times F, then as 1f1b; C       2(S − 1 − s) +      (S − 1) / (C·M)
                  chunks take S microbatches in turn                     (C − 1)S + 1
 
-(an interleaved activation is that of 1/C as many layers). Time is counted in ticks: in each a stage does one thing, if its
-inputs have come, and what it sends is there in the next tick. All three take 2(C·M + S − 1) ticks, and in the share
-(S − 1) / (C·M + S − 1) of them a stage waits.
+(an interleaved activation is that of 1/C as many layers). Time is counted in ticks: in each, a stage runs one pass if its inputs
+have arrived, and what it sends has arrived in the next tick. All three take 2(C·M + S − 1) ticks, and a stage is idle in the
+fraction (S − 1) / (C·M + S − 1) of them.
 
 References: Huang et al. 2019, arXiv 1811.06965 (GPipe); Narayanan et al. 2019, SOSP (1F1B); Narayanan et al. 2021, arXiv
 2104.04473, section 2.2 (interleaved).
@@ -29,52 +29,76 @@ NAMES = ("gpipe", "1f1b", "interleaved")
 
 
 class Op(NamedTuple):
-    """One pass of one microbatch through one virtual stage."""
+    """One pass of one microbatch through one virtual stage.
 
-    kind: str  # FORWARD or BACKWARD
+    Attributes:
+        kind: `FORWARD` or `BACKWARD`.
+        microbatch: 0 … M − 1.
+        chunk: c, which of the device's virtual stages.
+    """
+
+    kind: str
     microbatch: int
     chunk: int
 
 
 class Send(NamedTuple):
-    """A message, sent at the end of the tick whose op made it."""
+    """A message from stage to stage, sent at the end of the tick in which it was computed.
 
-    kind: str  # of the op that made it, and of the one that it is for
+    Attributes:
+        kind: `FORWARD` for an activation, `BACKWARD` for a gradient: the pass that computed it and the one that needs it.
+        microbatch: 0 … M − 1.
+        source: the sending stage.
+        source_chunk: the chunk that computed it.
+        target: the receiving stage.
+        target_chunk: the chunk that needs it.
+        in_epilogue: whether the receiver has no forward pass left to run while it waits.
+    """
+
+    kind: str
     microbatch: int
-    source: int  # stage
+    source: int
     source_chunk: int
-    target: int  # stage
+    target: int
     target_chunk: int
-    in_epilogue: bool  # the receiver has no forward pass left to take while it waits
+    in_epilogue: bool
 
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """A schedule and what follows from it.
+    """A pipeline schedule, with the ticks, messages and memory that follow from it.
 
-    The warm-up of a stage is how many forward passes come before its turns of one forward and one backward, and so how many
-    backward passes are left after them: its cool-down.
+    A stage runs some forward passes (its warm-up), then alternates between forward and backward passes, then runs as many backward
+    passes as there were in its warm-up (its cool-down).
+
+    Attributes:
+        name: one of `NAMES`.
+        num_stages: S, devices of a pipeline.
+        num_microbatches: M.
+        num_chunks: C, virtual stages of a device.
+        orders: for each stage its passes in order.
+        warm_ups: for each stage the number of forward passes in its warm-up.
     """
 
-    name: str  # as in `NAMES`
-    num_stages: int  # S, devices in a pipeline
-    num_microbatches: int  # M
-    num_chunks: int  # C, virtual stages of a device
-    orders: tuple[tuple[Op, ...], ...]  # for every stage its ops
-    warm_ups: tuple[int, ...]  # for every stage
+    name: str
+    num_stages: int
+    num_microbatches: int
+    num_chunks: int
+    orders: tuple[tuple[Op, ...], ...]
+    warm_ups: tuple[int, ...]
 
     @property
     def num_virtual(self) -> int:
-        """S·C."""
+        """S·C, the number of virtual stages."""
         return self.num_stages * self.num_chunks
 
     def virtual(self, stage: int, chunk: int) -> int:
-        """v = c·S + s, the position of a chunk in the model."""
+        """The virtual stage v = c·S + s of chunk c on stage s: its position in the model."""
         return chunk * self.num_stages + stage
 
     @functools.cached_property
     def ticks(self) -> tuple[tuple[Op | None, ...], ...]:
-        """For every tick what each stage does; None while it waits."""
+        """For each tick the pass that each stage runs; None for a stage that is idle."""
         done: dict[tuple[str, int, int], int] = {}  # (kind, microbatch, virtual stage) -> tick
         upcoming = [list(reversed(order)) for order in self.orders]
         table: list[tuple[Op | None, ...]] = []
@@ -100,15 +124,16 @@ class Schedule:
 
     @property
     def num_ticks(self) -> int:
+        """Number of ticks until all passes are done."""
         return len(self.ticks)
 
     @functools.cached_property
     def sends(self) -> tuple[tuple[Send, ...], ...]:
-        """For every tick the messages that are sent at its end.
+        """For each tick the messages that are sent at its end.
 
-        A gradient is `in_epilogue` if its receiver takes it in its cool-down, where it does nothing but wait for such: in 1F1B
-        microbatch j of link s → s − 1 where j ≥ M − (S − s), S(S − 1)/2 in all if M ≥ S − 1. Sender and receiver both read
-        this label, so they cannot disagree.
+        A gradient is `in_epilogue` if its receiver needs it in its cool-down, where it can only wait for it: in 1F1B microbatch j
+        from stage s to s − 1 where j ≥ M − (S − s), S(S − 1)/2 messages in all if M ≥ S − 1. Sender and receiver decide by this
+        label whether a message is compressed.
         """
         cool_downs = [set(order[len(order) - warm_up :]) for order, warm_up in zip(self.orders, self.warm_ups)]
 
@@ -124,24 +149,24 @@ class Schedule:
 
     @functools.cached_property
     def live(self) -> tuple[int, ...]:
-        """For every stage the most activations it holds at once: of microbatches that went forward and not yet backward."""
+        """For each stage the most activations that it holds at once: forward passes whose backward pass has not run yet."""
         signs_TxS = np.array([[{FORWARD: 1, BACKWARD: -1}[op.kind] if op else 0 for op in row] for row in self.ticks])
         return tuple(int(most) for most in np.cumsum(signs_TxS, axis=0).max(axis=0))
 
 
 def make(name: str, num_stages: int, num_microbatches: int, num_chunks: int = 1) -> Schedule:
-    """The named schedule.
+    """The schedule of that name.
 
     Args:
         name: "gpipe", "1f1b" or "interleaved".
-        num_stages: S ≥ 1.
-        num_microbatches: M ≥ 1; "interleaved" needs a multiple of S.
-        num_chunks: C; 1 but for "interleaved".
+        num_stages: S ≥ 1; at least 2 for "interleaved".
+        num_microbatches: M ≥ 1; a multiple of S for "interleaved".
+        num_chunks: C; at least 2 for "interleaved", else 1.
 
     Raises:
-        ValueError: in one line: the value, the constraint and the fix.
+        ValueError: for an unknown name or numbers that do not fit it.
 
-    Example:
+    Examples:
         >>> make("1f1b", 4, 16).num_ticks
         38
     """

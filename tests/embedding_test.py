@@ -207,7 +207,7 @@ def test_only_collectives_that_some_stages_can_send_are_sent_by_some(name, colle
     """The others would be of all stages, whatever `sent_by` says."""
     w = mesh.make_workers(2, stages=2, simulate=simulate)
 
-    with pytest.raises(RuntimeError, match=f"Axis.{name} is of all stages, and only stages 0 send here"):
+    with pytest.raises(RuntimeError, match=f"Axis.{name} needs all stages, but only stages 0 send on this axis"):
         jax.eval_shape(w.map(lambda x: collective(x, w.axis.sent_by([0])), (0,)), jax.ShapeDtypeStruct((2, 2, 8), np.float32))
 
 

@@ -1,16 +1,16 @@
-"""Point-to-point messages: what an array looks like on the wire. See `decjax.codecs.codec` for what a codec is.
+"""Message formats: codecs that encode an array as a smaller message, and decode it. `Codec` says what a codec is.
 
     cast       identity, bfloat16, float16, float8_e4m3, float8_e5m2    narrower floats
     blocks     int8, int4, int2, integers, qsgd, ternary                whole numbers and a scale per block
     bitwise    sign, scaled_sign, natural                               1 bit or 9 bits a value
-    sparse     topk, block_topk, randomk, threshold                     a few values and where they belong
+    sparse     topk, block_topk, randomk, threshold                     a few values and their positions
     low_rank   low_rank                                                 two thin matrices
-    dct        dct                                                      a few cosine coefficients of each chunk
-    zfp        zfp                                                      any number of bits a value, for smooth arrays
-    bounded    bounded                                                  no value is off by more than e
+    dct        dct                                                      the largest cosine coefficients of each chunk
+    zfp        zfp                                                      4 to 24 bits a value, for smooth arrays
+    bounded    bounded                                                  a bound e on the error of each value
 
-`feedback` wraps any of them with a memory of what messages lost, `noise` draws the random numbers, `bits` packs numbers of few bits
-into bytes.
+x is an array, x̂ what is decoded from its message. `feedback` adds to any codec a memory of what its messages lost; `noise` draws
+random numbers, and `bits` packs numbers of few bits into bytes.
 """
 
 from typing import Any
@@ -67,18 +67,22 @@ __all__ = [
 
 
 def names() -> tuple[str, ...]:
-    """All names that `make` takes."""
+    """The names of all codecs that `make` builds."""
     return registry.names("codec")
 
 
 def make(name: str | Codec, **given: Any) -> Codec:
-    """The codec of that name, as `codecs.make("topk", fraction=0.01, values="int4")`.
+    """The codec of a name.
 
     Args:
-        name: one of `names()`, or its call form as "topk(fraction=0.01,values=int4)"; a codec is returned as it is.
-        **given: its options. Where one is a codec itself, such as `values` of top-k, its name will do.
+        name: one of `names()`, or a call form such as "topk(fraction=0.01,values=int4)"; a codec is returned as it is.
+        **given: options of the codec. An option that is a codec itself, such as `values` of top-k, may be given by name.
 
     Raises:
-        ValueError: naming the value, what is allowed and what to do, in one line.
+        ValueError: for an unknown name or option, or a bad option value.
+
+    Examples:
+        >>> make("topk", fraction=0.01, values="int4").num_bytes((1000,), "float32")
+        29
     """
     return registry.make("codec", name, **given)

@@ -1,8 +1,8 @@
-"""Packing: whole numbers of b bits each, without gaps, in bytes.
+"""Packs whole numbers of b bits each into bytes, without gaps.
 
-b in {1, 2, 4}      8/b neighbours share a byte, the first in its lowest bits
-b in {8, 16}        bytes as they are
-any other b ≤ 24    8/gcd(b, 8) neighbours share b/gcd(b, 8) bytes
+b in {1, 2, 4}      8/b consecutive numbers share a byte, the first in its lowest bits
+b in {8, 16}        one or two bytes a number
+any other b ≤ 24    8/gcd(b, 8) consecutive numbers share b/gcd(b, 8) bytes
 """
 
 import math
@@ -12,12 +12,12 @@ import jax.numpy as jnp
 
 
 def packed_bytes(size: int, width: int) -> int:
-    """Bytes of `size` numbers of `width` bits."""
+    """The number of bytes that `size` numbers of `width` bits take."""
     return -(-size * width // 8)
 
 
 def pack(codes_P: jax.Array, width: int) -> jax.Array:
-    """Numbers 0 … 2^width − 1 as uint8[⌈P·width/8⌉]."""
+    """P numbers 0 … 2^width − 1 packed into uint8[⌈P·width/8⌉]."""
     if width == 8:
         return codes_P.astype(jnp.uint8)
     size, per = codes_P.size, 8 // math.gcd(width, 8)
@@ -30,7 +30,7 @@ def pack(codes_P: jax.Array, width: int) -> jax.Array:
 
 
 def unpack(packed_Q: jax.Array, width: int, size: int) -> jax.Array:
-    """The inverse of `pack`: uint8[size] for widths up to 8, else uint32[size]."""
+    """The numbers that `pack` packed: uint8[size] for widths up to 8, else uint32[size]."""
     if width == 8:
         return packed_Q[:size]
     per = 8 // math.gcd(width, 8)
@@ -54,12 +54,12 @@ def _regrouped(numbers_MxG: jax.Array, old: int, new: int) -> jax.Array:
 
 
 def _shifted(x: jax.Array, left: int) -> jax.Array:
-    """Numbers with their bits moved to the left, or to the right where `left` is negative."""
+    """Numbers with their bits shifted to the left, or to the right if `left` is negative."""
     return x << left if left >= 0 else x >> -left
 
 
 def first_set(words_W: jax.Array, k: int) -> jax.Array:
-    """Positions of the first k bits that are set, int32[k], bit i of word w being 32w + i; of at least k set bits in uint32[W]."""
+    """Positions of the first k set bits of uint32[W], which has at least k, as int32[k]; bit i of word w has position 32w + i."""
     counts_W = jax.lax.population_count(words_W).astype(jnp.int32)
     ends_W = jnp.cumsum(counts_W, dtype=jnp.int32)
     number_k = jnp.arange(k, dtype=jnp.int32)

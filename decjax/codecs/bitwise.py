@@ -20,10 +20,10 @@ def _signs(packed: jax.Array, size: int, dtype) -> jax.Array:
 
 @registry.register("codec", "sign", messages="1 bit a value")
 def sign() -> Codec:
-    """±1: one bit a value, and 0 counts as positive.
+    """The sign of each value, ±1, in one bit; 0 counts as positive.
 
-    For majority votes and sign descent, where the size of a step is somebody else's: as an approximation of x it is not
-    contractive. NaN and infinity arrive as ±1 too.
+    For majority votes and sign descent, where the optimizer alone sets the size of a step: x̂ does not approximate x, so the codec is
+    not contractive. NaN and infinity are decoded to ±1 as well.
 
     Reference: Bernstein et al. 2018, "signSGD".
     """
@@ -37,20 +37,20 @@ def sign() -> Codec:
 
 @registry.register("codec", "scaled_sign", messages="1 bit a value, a scale per block")
 def scaled_sign(block: int = 1024) -> Codec:
-    """x̂ = (‖x‖₁/n) sgn(x) over blocks of n values: one bit a value and a scale per block.
+    """The sign of each value times the mean magnitude of its block of n values: x̂ = (‖x‖₁/n) sgn(x).
 
-    ‖x − x̂‖² = (1 − δ)‖x‖² with δ = ‖x‖₁²/(n‖x‖₂²): never below 1/n, and 2/π for normal values.
+    ‖x − x̂‖² = (1 − δ)‖x‖² with δ = ‖x‖₁²/(n‖x‖₂²), which is at least 1/n, and about 2/π for normal values.
 
     Args:
         block: n ≥ 1, values that share a scale.
 
-    Reference: Karimireddy et al. 2019, "Error feedback fixes signSGD", Lemma 8, with a block of a whole tensor.
+    Reference: Karimireddy et al. 2019, "Error feedback fixes signSGD", Lemma 8, where a whole tensor is one block.
     """
     if block < 1:
         raise ValueError(f"scaled_sign block={block} must be at least 1 value; 1024 is the default")
 
     def encode(x, state, key):
-        def means(x_MxB, start):  # Of quotients, since a sum of large values may overflow.
+        def means(x_MxB, start):  # Values are divided before they are added, since a sum of large ones may overflow.
             return (jnp.abs(x_MxB) * (1 / min(block, max(1, x.size - start)))).sum(axis=1)
 
         return {"signs": _sign_bits(x), "scales": by_rows(means, x, block)}
@@ -69,11 +69,11 @@ def scaled_sign(block: int = 1024) -> Codec:
 
 @registry.register("codec", "natural", messages="9 bits a value")
 def natural() -> Codec:
-    """x̂ = ± a power of two next to |x|, drawn so that the mean is right: sign and exponent, 9 bits a value.
+    """Each value rounded at random, without bias, to one of the two nearest powers of two: sign and exponent, 9 bits.
 
-    A float32 is 2^e (1 + m); with probability m it is rounded up. In its bits that is one addition: noise below the mantissa
-    carries into the exponent exactly that often. Unbiased with ω = 1/8. Values are taken as float32; those above 2¹²⁷ are
-    rounded down, since the next power is infinite.
+    A float32 of magnitude 2^e (1 + m) is rounded up with probability m. In its bits that is one addition: a random number added to
+    the mantissa carries into the exponent with that probability. Unbiased with ω = 1/8. Values are taken as float32; those above 2¹²⁷
+    are rounded down, since the next power is infinite.
 
     Reference: Horváth et al. 2019, "Natural compression for distributed deep learning", Theorem 1.
     """

@@ -2,10 +2,10 @@
 
     x̂ = (c/L) ⌊L x/c + u⌋,   c = max |x| or ‖x‖₂ over a block
 
-with u = ½ (nearest) or u uniform in [0, 1) (stochastic, unbiased), and L = 2^(b−1) − 1 or as many levels as asked for.
+with u = ½ (nearest) or u uniform in [0, 1) (stochastic, unbiased), and L = 2^(b−1) − 1, or an option of the codec.
 
-Nearest rounding never moves a value by more than its own magnitude, nor by more than c/2L, and leaves the largest as it is. With
-n values in a block and c = max |x| the worst block has n − 1 values c/2L, so that
+Nearest rounding changes a value by at most its own magnitude and by at most c/2L, and the largest not at all. With n values in a
+block and c = max |x| the worst block has n − 1 values c/2L, so that
 
     ‖x − x̂‖² ≤ (1 − δ)‖x‖²,   δ = 1 / (1 + (n−1)/4L²).
 
@@ -13,8 +13,8 @@ Stochastic rounding of a value v in the lowest cell has variance v(c/L − v), a
 
     E‖x − x̂‖² ≤ ω‖x‖²,   ω = (√(1 + (n−1)/L²) − 1)/2.
 
-Scales are float32, float64 for float64 values. A block whose largest magnitude is below L times the smallest normal number decodes
-to zeros.
+Scales are float32, or float64 for float64 values. A block whose largest magnitude is below L times the smallest normal number is
+decoded to zeros.
 """
 
 import math
@@ -29,7 +29,7 @@ ROUNDINGS = ("nearest", "stochastic")
 
 
 def quantized(name: str, *, levels: int, width: int, block: int, rounding: str, euclidean: bool = False) -> Codec:
-    """The codec above: 2·levels + 1 numbers in `width` bits, the scale the largest magnitude or the Euclidean norm."""
+    """A codec of the module's equation with L = `levels`, numbers of `width` bits, and largest magnitudes or norms as scales."""
     if block < 8 or block % 8:
         raise ValueError(f"{name} block={block} must be a positive multiple of 8, so that blocks end where bytes do; try 256")
     if rounding not in ROUNDINGS:
@@ -76,7 +76,9 @@ def quantized(name: str, *, levels: int, width: int, block: int, rounding: str, 
 
 @registry.register("codec", "integers", messages="2 to 8 bits a value, a scale per block")
 def integers(bits: int = 8, block: int = 256, rounding: str = "nearest") -> Codec:
-    """Whole numbers of b = 2 to 8 bits: an error of at most c/(2^b − 2), c the block's largest magnitude.
+    """Each value rounded to one of 2^b − 1 multiples of its block's scale, in b bits; the error is at most c/(2^b − 2).
+
+    c is the block's largest magnitude.
 
     Args:
         bits: b, from 2 to 8.
@@ -90,7 +92,9 @@ def integers(bits: int = 8, block: int = 256, rounding: str = "nearest") -> Code
 
 @registry.register("codec", "int8", messages="8 bits a value, a scale per block")
 def int8(block: int = 256, rounding: str = "nearest") -> Codec:
-    """`integers(8)`: −127 … 127, an error of at most c/254; 1/8 bit a value for the scales.
+    """Each value rounded to −127 … 127 times its block's scale, in 8 bits; the error is at most c/254.
+
+    c is the block's largest magnitude. Scales add 1/8 bit a value. The same as `integers(8)`.
 
     Args:
         block: values that share a scale, a multiple of 8.
@@ -101,7 +105,9 @@ def int8(block: int = 256, rounding: str = "nearest") -> Codec:
 
 @registry.register("codec", "int4", messages="4 bits a value, a scale per block")
 def int4(block: int = 256, rounding: str = "nearest") -> Codec:
-    """`integers(4)`: −7 … 7 in half a byte, an error of at most c/14.
+    """Each value rounded to −7 … 7 times its block's scale, in 4 bits; the error is at most c/14.
+
+    c is the block's largest magnitude. The same as `integers(4)`.
 
     Args:
         block: values that share a scale, a multiple of 8.
@@ -112,7 +118,9 @@ def int4(block: int = 256, rounding: str = "nearest") -> Codec:
 
 @registry.register("codec", "int2", messages="2 bits a value, a scale per block")
 def int2(block: int = 256, rounding: str = "nearest") -> Codec:
-    """`integers(2)`: −1, 0, 1 in a quarter of a byte, an error of at most c/2.
+    """Each value rounded to −1, 0 or 1 times its block's scale, in 2 bits; the error is at most c/2.
+
+    c is the block's largest magnitude. The same as `integers(2)`.
 
     Args:
         block: values that share a scale, a multiple of 8.
@@ -123,10 +131,10 @@ def int2(block: int = 256, rounding: str = "nearest") -> Codec:
 
 @registry.register("codec", "qsgd", messages="2 to 8 bits a value, a norm per block")
 def qsgd(levels: int = 7, block: int = 256) -> Codec:
-    """x̂ = ‖x‖₂ sgn(x) ξ/s with ξ the two multiples next to s|x|/‖x‖₂, drawn so that the mean is right.
+    """QSGD: each value rounded at random, without bias, to a multiple of its block's Euclidean norm over s.
 
-    Unbiased with ω = min(n/s², √n/s) for n values in a block. The 2s + 1 numbers of s levels, from 1 to 127, take ⌈log₂(2s+1)⌉ bits,
-    with no entropy coding.
+    x̂ = ‖x‖₂ sgn(x) ξ/s with ξ one of the two whole numbers next to s|x|/‖x‖₂. Unbiased with ω = min(n/s², √n/s) for n values in a
+    block. The 2s + 1 numbers take ⌈log₂(2s+1)⌉ bits; there is no entropy coding.
 
     Args:
         levels: s, from 1 to 127.
@@ -141,9 +149,9 @@ def qsgd(levels: int = 7, block: int = 256) -> Codec:
 
 @registry.register("codec", "ternary", messages="2 bits a value, a scale per block")
 def ternary(block: int = 256) -> Codec:
-    """x̂ = c·b with b in {−1, 0, 1}, |b| = 1 with probability |x|/c, c = max |x| over a block; 2 bits a value.
+    """TernGrad: each value rounded at random, without bias, to −c, 0 or c, its block's largest magnitude; 2 bits a value.
 
-    Unbiased with ω = (√n − 1)/2 for n values in a block.
+    x̂ = c·b with b in {−1, 0, 1} and |b| = 1 with probability |x|/c. Unbiased with ω = (√n − 1)/2 for n values in a block.
 
     Args:
         block: n, values that share a scale, a multiple of 8.

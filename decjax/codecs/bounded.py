@@ -2,15 +2,15 @@
 
     x̂ = 2e′ ⌊x/2e′⌉,   whole numbers of b bits: |x| ≤ 2e′L, L = 2^(b−1) − 1
 
-Rounding to the nearest multiple of 2e in floating-point arithmetic errs by a hair more than e now and then. Here e′ is smaller
-than e by the share 2⁻²⁰L, more than all roundings of x/2e′, of 2e′·c and of x̂ to float32 together; where x̂ is a shorter type,
-what its rounding adds is looked at value by value.
+In floating-point arithmetic, rounding to the nearest multiple of 2e sometimes errs by slightly more than e. So e′ = e(1 − 2⁻²⁰L) is
+used, which leaves room for the rounding of x/2e′, of 2e′·c and of x̂ to float32; where x̂ has a shorter type, the error of its
+rounding is checked value by value.
 
-A value that cannot be had so (too large, infinite, NaN) is an outlier. Each group of g values has room for a few, which are sent
-as they are. A group with more is sent raw. No message of fixed size smaller than x itself can keep a bound for all x, so this is a
-message with room for all groups raw, of which only those marked in "overflow" need to travel: `static_bytes` is false. With
-raw=False there is no such room, the size is fixed, and in a group of too many outliers the others are clipped to ±2e′L; NaN, if one
-of the group's values is not finite.
+A value for which this fails (too large, infinite, NaN) is an outlier. Each group of g values has room for a few outliers, which are
+sent as they are; a group with more of them is sent raw. No message of a fixed size smaller than x can keep a bound for all x, so
+this message has room for all groups raw, of which only those marked in "overflow" need to travel: `static_bytes` is false. With
+raw=False there is no such room and the size is fixed; in a group with too many outliers, those without room are clipped to ±2e′L, or
+become NaN if one of the group's values is not finite.
 
 Reference: Tao et al. 2017, "SZ", linear-scaling quantization without its predictor.
 """
@@ -28,14 +28,14 @@ from decjax.codecs.codec import Codec, Traits, working_dtype
 
 @registry.register("codec", "bounded", messages="a few bits a value, and outliers")
 def bounded(bound: float = 1e-3, bits_per_value: int = 8, group: int = 256, outliers: int = 2, raw: bool = True) -> Codec:
-    """Values within ±e of what they were.
+    """Each value rounded to a multiple of 2e, so that |x − x̂| ≤ e for every value; those for which that fails are sent as they are.
 
     Args:
-        bound: e, absolute, at least 1e-30.
-        bits_per_value: b, from 2 to 12.
-        group: g values, 1 to 65536, strided: value p belongs to group p mod M.
-        outliers: how many a group has room for, at most g; at least 1 without `raw`.
-        raw: whether groups with more of them are sent raw.
+        bound: e, the absolute error that is allowed, at least 1e-30.
+        bits_per_value: b, bits of each value's multiple, from 2 to 12.
+        group: g, values of a group, 1 to 65536. Groups are strided: value p belongs to group p mod M, M the number of groups.
+        outliers: number of outliers that a group has room for, at most g; at least 1 if `raw` is False.
+        raw: whether a group with more outliers is sent as it is, which makes messages vary in size; if False, they are clipped.
     """
     if not 1e-30 <= bound < math.inf:
         raise ValueError(f"bounded bound={bound} must be a positive number of at least 1e-30; it is the largest error of any value")
@@ -77,17 +77,17 @@ class _Bounded:
         width = self.step(wide_GxM.dtype)
         code_GxM = jnp.clip(jnp.round(wide_GxM * (1 / width)), -self.levels, self.levels)
         info = jnp.finfo(x.dtype)
-        # As a receiver will see it in x's own type; a cast there and back might be taken for none.
+        # As a receiver will decode it in x's own type. Compilers may remove a cast to that type and back.
         arrived_GxM = jax.lax.reduce_precision(code_GxM * width, info.nexp, info.nmant)
         fits_GxM = jnp.abs(wide_GxM - arrived_GxM) <= width / 2 * (1 + self.levels * 2.0**-21)
         place_GxM = jax.lax.broadcasted_iota(jnp.int32, x_GxM.shape, 0)
         where, before = [], jnp.full(M, G)
-        for _ in range(self.outliers):  # From the last to the first. A place not taken holds the first value, as it is.
+        for _ in range(self.outliers):  # From the last outlier to the first. A place that none takes holds the group's first value.
             before = jnp.where(fits_GxM | (place_GxM >= before), -1, place_GxM).max(axis=0, initial=-1)
             where.append(jnp.maximum(before, 0))
         where_OxM = jnp.stack(where) if where else jnp.zeros((0, M), jnp.int32)
         outlier_OxM = jnp.take_along_axis(x_GxM, where_OxM, axis=0)
-        if not self.raw:  # A clipped infinity must not pass for a number.
+        if not self.raw:  # A clipped infinity must not be decoded to a number.
             outlier_OxM = jnp.where(jnp.isfinite(x_GxM).all(axis=0), outlier_OxM, jnp.nan)
         message = {
             "codes": bits.pack((code_GxM + self.levels).astype(jnp.uint32).ravel(), self.bits_per_value),

@@ -1,8 +1,8 @@
-"""Casts: narrower floating-point numbers.
+"""Casts to narrower floating-point numbers.
 
     identity                    x itself
     bfloat16, float16           x rounded to nearest: 16 bits a value
-    float8_e4m3, float8_e5m2    x/c rounded to nearest, c per block of values so that its largest magnitude is the format's largest
+    float8_e4m3, float8_e5m2    x/c rounded to nearest; c scales each block's largest magnitude to the largest number of the format
 
 Messages hold the numbers' bits as unsigned integers: some backends widen short floats in collectives, and would send twice as much.
 
@@ -20,7 +20,7 @@ from decjax.codecs.codec import Codec, Traits, by_rows, from_rows, magnitude, ro
 
 
 def _rounded_bits(x: jax.Array, dtype: Any) -> jax.Array:
-    # Compilers may take a cast there and back for none at all; a sender would then believe that nothing was lost.
+    # Compilers may remove a cast and the cast back; a sender's error memory would then be zero although values were rounded.
     narrow = jax.lax.optimization_barrier(x.astype(dtype))
     return jax.lax.bitcast_convert_type(narrow, f"uint{8 * narrow.dtype.itemsize}")
 
@@ -37,7 +37,7 @@ def _cast(name: str, dtype: Any, traits: Traits) -> Codec:
 
 @registry.register("codec", "identity", messages="values as they are")
 def identity() -> Codec:
-    """x itself: no error, and no saving."""
+    """Values as they are: no error, and no compression."""
     return Codec(
         name="identity",
         encode=lambda x, state, key: x,
@@ -49,7 +49,7 @@ def identity() -> Codec:
 
 @registry.register("codec", "bfloat16", messages="2 bytes a value")
 def bfloat16() -> Codec:
-    """Values rounded to the nearest bfloat16, a relative error of at most 2⁻⁸; the range is that of float32."""
+    """Values rounded to the nearest bfloat16: a relative error of at most 2⁻⁸, and the range of float32."""
     return _cast("bfloat16", jnp.bfloat16, Traits(contractive=lambda shape: 1 - 2.0**-16))
 
 
@@ -57,7 +57,7 @@ def bfloat16() -> Codec:
 def float16() -> Codec:
     """Values rounded to the nearest float16: a relative error of at most 2⁻¹¹ between 6·10⁻⁵ and 65504.
 
-    Smaller ones have an error of at most 3·10⁻⁸, larger ones become infinite, so that it is not contractive for all x;
+    Smaller magnitudes have an absolute error of at most 3·10⁻⁸, larger ones become infinite; so the codec is not contractive, and
     gradients may need a loss scale.
     """
     return _cast("float16", jnp.float16, Traits())
@@ -74,7 +74,7 @@ def _float8(name: str, dtype: Any, block: int) -> Codec:
             scale_Mx1 = magnitude(x_MxB) / largest
             # Below the smallest normal number there is no inverse: such a block decodes to zeros.
             inverse_Mx1 = jnp.where(scale_Mx1 < jnp.finfo(scale_Mx1.dtype).tiny, 0, 1 / scale_Mx1)
-            # e4m3 has no infinity: beyond its range lies NaN, and a rounded quotient may be a hair too large.
+            # e4m3 has no infinity: larger numbers become NaN, and rounding may make a quotient slightly too large.
             return _rounded_bits(jnp.clip(x_MxB * inverse_Mx1, -largest, largest), dtype), scale_Mx1[:, 0]
 
         values_MxB, scales_M = by_rows(coded, x, block)
@@ -88,7 +88,7 @@ def _float8(name: str, dtype: Any, block: int) -> Codec:
         return math.prod(shape) + scale_bytes(shape, out, block)
 
     def delta(shape):
-        # Errors are 2^−p of normal numbers; half the smallest subnormal step of the block's range of the others.
+        # Errors are 2^−p relative to normal numbers, and half the smallest subnormal step for the others.
         count = min(block, max(1, math.prod(shape)))
         return 1 - (4.0**-precision + count * (float(info.smallest_subnormal) / 2 / largest) ** 2)
 
@@ -97,7 +97,7 @@ def _float8(name: str, dtype: Any, block: int) -> Codec:
 
 @registry.register("codec", "float8_e4m3", messages="8 bits a value, a scale per block")
 def float8_e4m3(block: int = 256) -> Codec:
-    """8-bit floats of 3 bits mantissa: a relative error of at most 2⁻⁴ down to 3·10⁻⁵ of the block's largest magnitude.
+    """8-bit floats with 3 bits mantissa: a relative error of at most 2⁻⁴ down to 3·10⁻⁵ of the block's largest magnitude.
 
     Args:
         block: values that share a scale, at least 1.
@@ -107,7 +107,7 @@ def float8_e4m3(block: int = 256) -> Codec:
 
 @registry.register("codec", "float8_e5m2", messages="8 bits a value, a scale per block")
 def float8_e5m2(block: int = 256) -> Codec:
-    """8-bit floats of 2 bits mantissa: a relative error of at most 2⁻³ down to 10⁻⁹ of the block's largest magnitude.
+    """8-bit floats with 2 bits mantissa: a relative error of at most 2⁻³ down to 10⁻⁹ of the block's largest magnitude.
 
     Args:
         block: values that share a scale, at least 1.

@@ -4,8 +4,8 @@ A matrix is cut into chunks of c×c values, a vector into chunks of c; each is t
 
     X = D x Dᵀ,   D_ui = √(2/c) cos(π u (2i + 1)/2c),   D_0i = √(1/c),
 
-and of its coefficients the largest are sent. The transform keeps lengths, so that ‖x − x̂‖² ≤ (1 − k/c²)‖x‖².
-A side shorter than c has chunks of its own length; the last chunk of a longer one is filled with zeros.
+and its k largest coefficients are sent. The transform preserves norms, so ‖x − x̂‖² ≤ (1 − k/c²)‖x‖².
+A side shorter than c has chunks of its own length; the last chunk of a longer side is filled with zeros.
 
 Reference: Peng et al. 2024, "DeMo: decoupled momentum optimization", which takes the largest divisor up to c instead.
 """
@@ -32,11 +32,13 @@ def _basis(length: int, dtype) -> jax.Array:
 
 @registry.register("codec", "dct", messages="the largest cosine coefficients of each chunk")
 def dct(fraction: float = 1 / 128, chunk: int = 64, values: Codec | str = "identity") -> Codec:
-    """The largest fraction φ of the cosine coefficients of every chunk of sides c, ⌈φC⌉ of C.
+    """The largest ⌈φC⌉ of the C cosine coefficients of every chunk of an array, as in DeMo.
+
+    A matrix is cut into chunks of c×c values, a vector into chunks of c.
 
     Args:
         fraction: φ in (0, 1].
-        chunk: c ≥ 1, in values.
+        chunk: c ≥ 1, the side of a chunk in values.
         values: codec of the coefficients that are sent, one without state, key or matrices, such as `int8`.
     """
     values = made_values("dct", values, fraction)

@@ -1,17 +1,17 @@
-"""Error feedback: what a message lost is sent later.
+"""Error feedback: what a message loses is remembered and added to later messages.
 
     residual    c = C(γe + g);   e <- γe + g − ĉ                        ĝ = ĉ     γ = 1; with γ < 1 DeMo's momentum
     momentum    v <- βv + g;     c = C(e + v);   e <- e + v − ĉ         ĝ = ĉ
     ef21        v <- βv + (1−β)g;   c = C(v − h);   h <- h + ĉ          ĝ = h     both ends hold h; β = 0: v = g
     none        c = C(g)                                                ĝ = ĉ     for unbiased C
 
-ĉ is what the codec C makes of its own message, and so what arrives. With γ = 1, Σ ĉ + e_T = Σ g holds to rounding. None of these
-is a property of a codec: the first three need no more of C than that it is contractive, as `contracted` makes an unbiased one.
+g is the gradient, c the message, ĉ what is decoded from it, and ĝ what receivers take for g. With γ = 1, Σ ĉ + e_T = Σ g up to
+rounding. The first three work with any contractive codec C; `contracted` makes an unbiased codec contractive.
 
 A gradient or message that is not finite leaves all memory as it was, at the sender and, for h, at every receiver too.
 
-The memory e may be kept in the message form of another codec, `storage`, such as int8: a quarter of the bytes, at the price of a
-second rounding error, which for C with parameter δ stays bounded where 1 − δ_storage is small against δ.
+The memory e may be stored encoded by another codec, `storage`: int8 takes a quarter of the bytes. This adds a second rounding error,
+which stays bounded if 1 − δ_storage is small against the δ of C.
 
 References: Seide et al. 2014; Karimireddy et al. 2019; Peng et al. 2024 (DeMo, γ); Lin et al. 2018 (deep gradient compression,
 its momentum correction, without masking); Richtárik et al. 2021 (EF21); Fatkhullin et al. 2023 (its momentum).
@@ -29,24 +29,30 @@ from decjax.codecs.codec import Codec, finite, working_dtype
 
 
 class Memory(NamedTuple):
-    """The sender's state."""
+    """The sender's state.
 
-    codec: Any  # of the codec, as `Codec.init`
-    error: Any  # e or h, of the array's shape, in the working type or in the form of `storage`
-    momentum: Any  # v, () without
+    Attributes:
+        codec: state of the codec, as of `Codec.init`.
+        error: e or h, of the array's shape in the working type, or as a message of `storage`.
+        momentum: v; () without momentum.
+    """
+
+    codec: Any
+    error: Any
+    momentum: Any
 
 
 class Feedback(NamedTuple):
     """A codec with memory, for one array.
 
     Attributes:
-        codec: what messages are made with; receivers use its `decode`.
+        codec: the codec of the messages; receivers use its `decode`.
         init: `init(shape, dtype) -> Memory`.
         encode: `encode(x, memory, key) -> (message, memory)`.
-        receive: `receive(estimate, ĉ) -> estimate`, at every receiver: ĉ itself, or for EF21 what came before plus ĉ. It may be
-            given means of all workers' ĉ, which is what a mean of estimates needs. The first estimate is zeros.
-        relay: `relay() -> Feedback` for whoever sends the mean of what arrived on: as this one, without a second momentum.
-        builds: whether receivers need the estimate before, as EF21's; else `receive` ignores it.
+        receive: `receive(estimate, ĉ) -> estimate`, at every receiver: ĉ itself, or for EF21 the estimate before plus ĉ; the first
+            one is zeros. Given the mean of all workers' ĉ, it returns the mean of their estimates.
+        relay: `relay() -> Feedback`, for a worker that sends on the mean of what arrived: the same, without a second momentum.
+        builds: whether `receive` needs the estimate before, as for EF21; else it ignores it.
     """
 
     codec: Codec
@@ -58,13 +64,13 @@ class Feedback(NamedTuple):
 
 
 def _feedback(codec: Codec, wanted, relay, storage: Codec | None, momentum: bool = False, builds: bool = False) -> Feedback:
-    """From `wanted(x, error, v) -> (what to encode, v)`; the error is what was lost, or, if it `builds`, the sum of what was sent."""
+    """A `Feedback` from `wanted(x, error, v) -> (what to encode, v)`; the error is what was lost or, if it `builds`, what was sent."""
     if storage:
         refused = f"error memory cannot be stored by codec {storage.name!r}, which"
         if storage.traits.matrix or storage.traits.state_key != "none":
             raise ValueError(f"{refused} keeps a state or needs matrices; use 'int8'")
         if storage.traits.contractive is None and storage.traits.unbiased is None:
-            raise ValueError(f"{refused} is neither contractive nor unbiased, so that errors of storing them add up; use 'int8'")
+            raise ValueError(f"{refused} is neither contractive nor unbiased, so that errors of storing would add up; use 'int8'")
 
     def store(error, key):
         return storage.encode(error, (), key) if storage else error
@@ -77,12 +83,12 @@ def _feedback(codec: Codec, wanted, relay, storage: Codec | None, momentum: bool
         dtype = working_dtype(x.dtype)
         error = storage.decode(memory.error, x.shape, dtype) if storage else memory.error
         target, v = wanted(x.astype(dtype), error, memory.momentum)
-        # Noise of its own for the storage: that of the message must not be used twice.
+        # The storage draws random numbers of its own: those of the message must not be used twice.
         storage_key = jax.random.fold_in(key, 1) if storage and storage.traits.random else None
         message = codec.encode(target, memory.codec, key)
         arrived = codec.decode(message, x.shape, dtype)
         kept = error + arrived if builds else target - arrived
-        # Whether h advances must follow from the message alone, as at a receiver; a sum with what is not finite is not finite.
+        # Whether h changes must follow from the message alone, as at a receiver; any sum with a value that is not finite is not finite.
         ok, ok_v = finite((arrived, kept)), finite(v)
         return message, Memory(
             codec.advance(memory.codec, message),
@@ -102,19 +108,25 @@ def _add(estimate, arrived):
 
 
 def residual(codec: Codec, decay: float = 1.0, storage: Codec | None = None) -> Feedback:
-    """The error is added to what is sent next: c = C(γe + g), e <- γe + g − ĉ.
+    """Error feedback: what a message loses is added to the next one, c = C(γe + g), e <- γe + g − ĉ.
 
     Args:
         codec: C, contractive.
-        decay: γ in (0, 1]. Below 1, e is a momentum that what was sent is taken out of, as in DeMo.
-        storage: the form in which e is kept; None: in full.
+        decay: γ in (0, 1]. Below 1, e is a momentum from which what was sent is subtracted, as in DeMo.
+        storage: codec that e is stored with; None: in full precision.
     """
     _check_share("residual", "decay", decay, at_most_one=True)
     return _feedback(codec, lambda x, e, v: (decay * e + x, v), lambda: residual(codec, storage=storage), storage)
 
 
 def momentum(codec: Codec, beta: float = 0.9, storage: Codec | None = None) -> Feedback:
-    """The error of a momentum, β in [0, 1), that is not touched by compression: v <- βv + g, c = C(e + v), e <- e + v − ĉ."""
+    """Error feedback of a momentum that compression does not change: v <- βv + g, c = C(e + v), e <- e + v − ĉ.
+
+    Args:
+        codec: C, contractive.
+        beta: β in [0, 1).
+        storage: codec that e is stored with; None: in full precision.
+    """
     _check_share("momentum", "beta", beta)
 
     def wanted(x, e, v):
@@ -125,9 +137,12 @@ def momentum(codec: Codec, beta: float = 0.9, storage: Codec | None = None) -> F
 
 
 def ef21(codec: Codec, beta: float = 0.0, storage: Codec | None = None) -> Feedback:
-    """Differences are sent, and both ends hold their sum: c = C(v − h), h <- h + ĉ, v <- βv + (1−β)g.
+    """EF21: differences are sent, and both ends hold their sum h: c = C(v − h), h <- h + ĉ, v <- βv + (1−β)g.
 
-    C is contractive; β in [0, 1), of which 0 is EF21 without momentum. Storage is refused.
+    Args:
+        codec: C, contractive.
+        beta: β in [0, 1); 0: EF21 without momentum.
+        storage: None only, since receivers hold h as well.
     """
     _check_share("ef21", "beta", beta)
     if storage:
@@ -143,7 +158,7 @@ def ef21(codec: Codec, beta: float = 0.0, storage: Codec | None = None) -> Feedb
 
 
 def none(codec: Codec) -> Feedback:
-    """No memory: c = C(g). What messages lose is lost, which in the mean is nothing for an unbiased C."""
+    """No memory: c = C(g). The codec must be unbiased, so that what messages lose is zero on average."""
     if codec.traits.unbiased is None:
         raise ValueError(f"codec {codec.name!r} is biased, and without a memory its errors would add up; use 'residual'")
 
@@ -155,7 +170,7 @@ def none(codec: Codec) -> Feedback:
 
 
 def contracted(codec: Codec) -> Codec:
-    """An unbiased codec as a contractive one: x̂/(1 + ω) errs by at most (1 − 1/(1+ω))‖x‖², in the mean.
+    """A contractive codec made from an unbiased one: E‖x − x̂/(1 + ω)‖² ≤ (1 − 1/(1+ω))‖x‖².
 
     Reference: Richtárik et al. 2021, Lemma 8.
     """
@@ -172,7 +187,7 @@ def contracted(codec: Codec) -> Codec:
 
 
 def contractive(codec: Codec) -> Codec:
-    """The codec as an error memory needs it; an unbiased one is contracted, one that is neither is refused."""
+    """A contractive codec, as error feedback needs it: the codec itself, or, if it is unbiased, `contracted`; else a ValueError."""
     if codec.traits.contractive is not None:
         return codec
     if codec.traits.unbiased is None:

@@ -1,13 +1,13 @@
-"""Low rank: a matrix as a product of two thin ones, by one step of power iteration.
+"""Low-rank messages: a matrix as the product of two thin ones, found by one step of power iteration.
 
     A = x as I×J;   P = orth(A Q);   Q ← Aᵀ P;   x̂ = P Qᵀ = P Pᵀ A
 
-The message is P and Q, R(I + J) values instead of I·J. Q of the last message is where the next power step begins, so that over
-many messages of a slowly changing matrix P comes to span its leading singular vectors. Columns of Q are kept at magnitude 1, so
-that no scale of A makes A Q vanish; a column that died (a zero matrix, or one of lower rank) begins anew from its first value.
+The message is P and Q, R(I + J) values instead of I·J. The next power step starts from this Q, so that over many messages of a
+slowly changing matrix P comes to span its leading singular vectors. Columns of Q are scaled to magnitude 1, so that A Q does not
+underflow; a column that has become zero (of a zero matrix, or one of lower rank) is replaced by its first value.
 
-‖x − x̂‖² ≤ ‖x‖² always, since P Pᵀ projects. From a random Q the energy kept is R/min(I, J) at least, on average. The factors may
-be made smaller by a second codec, `values`; x̂ is then the product of what is left of them.
+‖x − x̂‖² ≤ ‖x‖² always, since P Pᵀ projects. From a random Q at least R/min(I, J) of the energy ‖x‖² is kept on average. The factors
+may be encoded by a second codec, `values`; x̂ is then the product of the decoded factors.
 
 Reference: Vogels et al. 2019, "PowerSGD", Algorithm 1, with the error of x̂ = P Pᵀ A as sent.
 """
@@ -25,10 +25,10 @@ from decjax.codecs.sparse import made_values
 
 
 def revived(found_JxR: jax.Array, fresh_JxR: jax.Array) -> jax.Array:
-    """Columns to begin the next power step from: scaled to magnitude 1, and those of `fresh` where none were found.
+    """The columns of `found_JxR` scaled to magnitude 1, for the next power step; useless ones are replaced by those of `fresh_JxR`.
 
-    A column that is zero would stay so for ever, and one of rounding errors says nothing; neither does any beside one that is
-    not finite.
+    A column is useless if it is zero, since it would stay zero for ever, or consists of rounding errors only. If any column is not
+    finite, all are replaced.
     """
     info = jnp.finfo(found_JxR.dtype)
     largest_R = jnp.abs(found_JxR).max(axis=0)
@@ -38,11 +38,13 @@ def revived(found_JxR: jax.Array, fresh_JxR: jax.Array) -> jax.Array:
 
 @registry.register("codec", "low_rank", messages="two thin matrices")
 def low_rank(rank: int = 4, values: Codec | str = "identity") -> Codec:
-    """Rank-R messages of tensors with at least two dimensions; vectors are sent as they are. State: Qᵀ [R, J], of the last finite one.
+    """Each matrix as the product of two thin ones of rank R, found by a power iteration over messages; vectors as they are.
+
+    A tensor is seen as the matrix I×J that `matrix_shape` gives. The state is Qᵀ, [R, J], of the last finite message.
 
     Args:
-        rank: R, at most min(I, J) of every matrix that it is given.
-        values: the form of the factors that are sent, such as `bfloat16`.
+        rank: R, at most min(I, J) of every matrix that is encoded.
+        values: codec of the factors, one without state, key or matrices, such as `bfloat16`.
     """
     values = made_values("low_rank", values)
     if rank < 1:

@@ -1,15 +1,16 @@
-"""Sparse messages: a few values, and where they belong.
+"""Sparse messages: a few values and their positions.
 
     topk         the k = ⌈φP⌉ largest magnitudes of all P values        δ = k/P
-    threshold    of these, the ones above a multiple of the root mean square
+    threshold    those of them that are above a multiple of the root mean square
     block_topk   the k largest of every group of g = ⌈k/φ⌉ values       δ = k/g
     randomk      one of every group of g = ⌈1/φ⌉ values, at random      δ = 1/g, or unbiased with ω = g − 1
 
-What is sent arrives as it is, so that ‖x − x̂‖² is the energy of the rest. Groups are strided, value p belonging to group p mod M:
-a choice within them is a few passes over M lanes, where a choice among all values is a sort. Their δ is a worst case that equals
-that of `topk`; on normal values top-1 of 100 keeps 7.7 %, topk 8.4 % of the energy at the same size.
+Values that are sent arrive as they are, so ‖x − x̂‖² is the energy of those that are not. Groups are strided, value p belonging to
+group p mod M: a selection within groups takes a few passes over the array, where one among all values takes a sort or a bisection.
+In the worst case it keeps as large a fraction δ of the energy ‖x‖² as `topk`; of normal values, the largest of each 100 keep 7.7 % of
+the energy, and topk of the same size keeps 8.4 %.
 
-Indices are the smallest unsigned integers that fit; random-k sends a seed and no indices.
+Indices are sent as the smallest unsigned integers that fit; random-k sends a seed and no indices.
 """
 
 import functools
@@ -24,12 +25,12 @@ from decjax import registry
 from decjax.codecs import bits, noise
 from decjax.codecs.codec import Codec, Traits, working_dtype
 
-GROUP = 8  # of the first of two selections
-SORTED = 2**14  # Fewer values are sorted.
+GROUP = 8  # values of a group in the first of two selections
+SORTED = 2**14  # fewer values than this are sorted
 
 
 def made_values(name: str, values: Codec | str, fraction: float = 1.0) -> Codec:
-    """The codec of values that are sent, a fraction of all."""
+    """The codec of the values that codec `name` sends; ValueError if the codec, or the fraction of values, does not fit."""
     if not 0 < fraction <= 1:
         raise ValueError(f"{name} fraction={fraction} must lie in (0, 1]; 0.01 sends one value of a hundred")
     made: Codec = registry.make("codec", values)
@@ -39,9 +40,9 @@ def made_values(name: str, values: Codec | str, fraction: float = 1.0) -> Codec:
 
 
 def largest(magnitude_xP: jax.Array, k: int) -> jax.Array:
-    """Positions of the k largest magnitudes along the last axis, those of `jax.lax.top_k` in any order.
+    """Positions of the k largest magnitudes along the last axis: those of `jax.lax.top_k`, in any order.
 
-    The k largest values lie in those k groups whose maxima are largest; so a maximum per group and two smaller selections do.
+    The k largest values lie in the k groups with the largest maxima; so the maximum of each group and two smaller selections suffice.
     """
     size = magnitude_xP.shape[-1]
     if size < 4 * GROUP * k:
@@ -56,14 +57,14 @@ def largest(magnitude_xP: jax.Array, k: int) -> jax.Array:
 
 
 def _selected(x_xP: jax.Array, k: int) -> jax.Array:
-    """Positions of the k largest of numbers of which at least k are not negative.
+    """Positions of the k largest numbers, of which at least k are not negative.
 
-    Of many, by bisection: t, the k-th largest, is the largest number with k others at least as large. Values above t and then
-    values equal to t are bits in a row, of which the first k are set positions of what is wanted; so nothing is sorted.
+    Many numbers are not sorted: the k-th largest, t, is found by bisection, as the largest number that k numbers reach. Numbers above
+    t, followed by numbers equal to t, are marked by bits, and the positions of the first k set bits are those that are wanted.
     """
     if x_xP.shape[-1] < SORTED or not k:
         return jax.lax.top_k(x_xP, k)[1]
-    # Patterns of floats that are not negative are ordered as these are; those of negative floats are negative.
+    # Bit patterns of non-negative floats, as integers, are ordered as the floats are; those of negative floats are negative.
     pattern_xP = jax.lax.bitcast_convert_type(x_xP, f"int{8 * x_xP.dtype.itemsize}")
     return jnp.vectorize(functools.partial(_bisected, k=k), signature="(p)->(k)")(pattern_xP)
 
@@ -85,7 +86,7 @@ def _bisected(x_P: jax.Array, k: int) -> jax.Array:
 
 
 def comparable_magnitude(x: jax.Array) -> jax.Array:
-    """|x|, with ∞ for NaN: a message must not hide it, and maxima and sorts disagree on where NaN belongs."""
+    """|x|, with ∞ for NaN, so that NaN is always selected: maxima and sorts order NaN differently, and a message must not hide it."""
     return jnp.where(jnp.isnan(x), jnp.inf, jnp.abs(x))
 
 
@@ -95,7 +96,7 @@ def _num_groups(size: int, group: int) -> int:
 
 
 def combined(kept, count, values: Codec):
-    """δ of a selection that keeps a share `kept(shape)` of the energy, `count(shape)` values of which are coded once more."""
+    """δ, as a function of the shape, if a fraction `kept(shape)` of the energy is sent as `count(shape)` values encoded by `values`."""
     inner = values.traits.contractive
     return kept and inner and (lambda shape: kept(shape) * inner((count(shape),)))
 
@@ -124,11 +125,13 @@ def _sparse(name: str, count, select, positions, num_index_bytes, values: Codec,
 
 @registry.register("codec", "topk", messages="the largest values and their places")
 def topk(fraction: float = 0.01, k: int | None = None, values: Codec | str = "identity") -> Codec:
-    """The k = ⌈φP⌉ largest magnitudes, or a fixed number k of them, at most P; exactly: ‖x − x̂‖² ≤ (1 − k/P)‖x‖².
+    """The k = ⌈φP⌉ values of largest magnitude of all P, or a fixed number k of them, and their positions.
+
+    The selection is exact: ‖x − x̂‖² ≤ (1 − k/P)‖x‖².
 
     Args:
-        fraction: φ in (0, 1], the share of values that is sent.
-        k: how many values are sent, at least 1; None: ⌈φP⌉.
+        fraction: φ in (0, 1], the fraction of values that is sent.
+        k: number of values that are sent, at least 1; all, if there are fewer. None: ⌈φP⌉.
         values: codec of the values that are sent, one without state, key or matrices, such as `int8`.
 
     Reference: Stich et al. 2018, "Sparsified SGD with memory", Lemma A.1.
@@ -138,14 +141,14 @@ def topk(fraction: float = 0.01, k: int | None = None, values: Codec | str = "id
 
 @registry.register("codec", "threshold", messages="the largest values above a threshold and their places")
 def threshold(multiple: float = 1.0, fraction: float = 0.01, values: Codec | str = "identity") -> Codec:
-    """Magnitudes of at least τ = multiple · rms(x), the ⌈φP⌉ largest at most; x̂ differs by less than τ elsewhere if they fit.
+    """Values of magnitude at least τ = multiple · rms(x), at most the ⌈φP⌉ largest of all P, and their positions.
 
-    The message has room for ⌈φP⌉ values; places not taken hold zeros. With a multiple of at most 1 something is always sent, and
-    δ = 1/P; with more, nothing may be, and it is not contractive. A multiple of 0 is top-k.
+    The message has room for ⌈φP⌉ values; unused places hold zeros. If all values above τ fit, no error is larger than τ. With a
+    multiple of at most 1 some value is always sent, and δ = 1/P; with a larger one the codec is not contractive. 0 is `topk`.
 
     Args:
         multiple: τ/rms(x), at least 0.
-        fraction: φ in (0, 1], the largest share of values that is sent.
+        fraction: φ in (0, 1], the largest fraction of values that is sent.
         values: codec of the values that are sent, one without state, key or matrices, such as `int8`.
 
     Reference: Strom 2015, with a threshold that follows the scale; Sahu et al. 2021 for its error feedback.
@@ -194,14 +197,15 @@ def _topk(name: str, fraction: float, k: int | None, multiple: float, values: Co
 
 @registry.register("codec", "block_topk", messages="the largest values of each group and their places")
 def block_topk(fraction: float = 0.01, k: int = 1, values: Codec | str = "identity") -> Codec:
-    """The k largest magnitudes of every group of g = ⌈k/φ⌉ values: ‖x − x̂‖² ≤ (1 − k/g)‖x‖².
+    """The k values of largest magnitude of every group of g = ⌈k/φ⌉ values, and their positions.
 
-    Every further value of a group is a pass over the array; more of a larger group choose better. Magnitudes are compared as float32
-    without their last bits, which hold the position: a value that is chosen may be smaller than the largest by 2^(⌈log₂ g⌉ − 23) of it.
+    ‖x − x̂‖² ≤ (1 − k/g)‖x‖². The selection takes k passes over the array; at the same fraction, a larger k keeps more energy.
+    Magnitudes are compared as float32 without their last ⌈log₂ g⌉ bits, which hold the position, so a selected value may be smaller
+    than the largest by the fraction 2^(⌈log₂ g⌉ − 23).
 
     Args:
-        fraction: φ in (0, 1], the share of values that is sent; g may be 4096 at most.
-        k: how many values of a group are sent, at least 1.
+        fraction: φ in (0, 1], the fraction of values that is sent; g may be at most 4096.
+        k: number of values of a group that are sent, at least 1.
         values: codec of the values that are sent, one without state, key or matrices, such as `int8`.
     """
     values = made_values("block_topk", values, fraction)
@@ -218,7 +222,7 @@ def block_topk(fraction: float = 0.01, k: int = 1, values: Codec | str = "identi
         if not x_P.size:
             return x_P, jnp.zeros(0, bits.index_dtype(group))
         M = _num_groups(x_P.size, group)
-        full = x_P.size - x_P.size % M  # What is left fills a part of one more row. It is not joined to them: see by_rows.
+        full = x_P.size - x_P.size % M  # The rest fills a part of one more row, which is computed by itself: see `by_rows`.
 
         def keys(row_GxM, first):
             pattern_GxM = jax.lax.bitcast_convert_type(jnp.abs(row_GxM.astype(jnp.float32)), jnp.uint32)
@@ -228,7 +232,7 @@ def block_topk(fraction: float = 0.01, k: int = 1, values: Codec | str = "identi
         if full < x_P.size:
             parts.append(keys(jnp.pad(x_P[full:], (0, full + M - x_P.size))[None], full // M))
         where = []
-        for _ in range(k):  # Keys are all different in a lane.
+        for _ in range(k):  # All keys of a group are different.
             left = [jnp.where(keys_GxM < where[-1], keys_GxM, 0) if where else keys_GxM for keys_GxM in parts]
             where.append(functools.reduce(jnp.maximum, [keys_GxM.max(axis=0, initial=0) for keys_GxM in left]))
         where_kxM = (jnp.stack(where) & low).astype(bits.index_dtype(group))
@@ -252,13 +256,13 @@ def block_topk(fraction: float = 0.01, k: int = 1, values: Codec | str = "identi
 
 @registry.register("codec", "randomk", messages="values drawn by a seed")
 def randomk(fraction: float = 0.01, unbiased: bool = False, values: Codec | str = "identity") -> Codec:
-    """One value of every group of g = ⌈1/φ⌉, drawn by a seed that is sent instead of indices; linear for a given key.
+    """One random value of every group of g = ⌈1/φ⌉ values, and the seed that it was drawn by; linear for a given key.
 
-    Every value is sent with probability 1/g: E‖x − x̂‖² = (1 − 1/g)‖x‖². An unbiased one is multiplied by g, so that E x̂ = x and
-    E‖x − x̂‖² = (g − 1)‖x‖².
+    Every value is sent with probability 1/g, so E‖x − x̂‖² = (1 − 1/g)‖x‖². If `unbiased`, values are multiplied by g, so that
+    E x̂ = x and E‖x − x̂‖² = (g − 1)‖x‖².
 
     Args:
-        fraction: φ in [2⁻¹⁶, 1], the share of values that is sent.
+        fraction: φ in [2⁻¹⁶, 1], the fraction of values that is sent.
         unbiased: whether values are multiplied by g.
         values: codec of the values that are sent, one without state, key or matrices, such as `int8`.
 

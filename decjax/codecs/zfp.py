@@ -1,16 +1,16 @@
-"""Fixed-rate ZFP in one dimension: blocks of four neighbours, a common exponent, a transform, and the leading bits of each.
+"""Fixed-rate ZFP in one dimension: blocks of four neighbours with a common exponent, a transform, and the leading bits of its results.
 
     i = ⌊x 2^(26−e)⌉,  2^e > max |x|       one exponent byte per block
     X = T i,  T = [4 4 4 4; 5 1 −1 −5; −4 4 4 −4; −2 6 −6 2]
     u = negabinary(X), rounded             its leading rate − 2 of 32 bits
 
-so that a block of four takes 4·rate bits. Neighbours that vary smoothly have X in which all but the first is small, and errors of
-x̂ = T⁻¹X that are smooth as well. For any values,
+so that a block of four takes 4·rate bits. Where neighbours vary smoothly, all of X but the first is small, and the errors of
+x̂ = T⁻¹X are smooth as well. For any values,
 
     ‖x − x̂‖∞ ≤ 60·2^(−rate) max |x| over the block.
 
-Deviates from the reference implementation: its lifting steps, which divide T by 16 and round on the way, are one product of
-integers that fit in 32 bits; and where it codes bit planes with group tests, and so spends bits where they matter more, all
+Differences from the reference implementation: its lifting steps, which divide T by 16 and round in between, are one product of
+integers that fit in 32 bits here; and where it encodes bit planes with group tests, and so gives more bits to larger coefficients, all
 coefficients have the same number of bits here. Values are taken as float32.
 
 Reference: Lindstrom 2014, "Fixed-rate compressed floating-point arrays".
@@ -43,10 +43,14 @@ def _scale(x: jax.Array, exponent: jax.Array) -> jax.Array:
 
 @registry.register("codec", "zfp", messages="any number of bits a value")
 def zfp(rate: int = 8) -> Codec:
-    """Blocks of four values in 4·rate bits: a rate of 4 to 24 bits a value, of which 2 are the block's exponent.
+    """ZFP: blocks of four neighbouring values in 4·rate bits, of which 8 are the block's exponent; for smooth arrays.
+
+    |x − x̂| ≤ 60·2^(−rate) times the block's largest magnitude.
 
     Args:
         rate: whole number of bits a value, from 4 to 24.
+
+    Reference: Lindstrom 2014, "Fixed-rate compressed floating-point arrays".
     """
     if rate not in range(4, 25):
         raise ValueError(f"zfp rate={rate!r} must be a whole number of bits from 4 to 24, of which 2 are the block's exponent")

@@ -1,21 +1,21 @@
-"""When does decentralized training beat all-reduce, and by how much? A model to ask beforehand. NumPy only.
+"""Predicts the time per iteration of training methods on a cluster: when decentralized training beats all-reduce. NumPy only.
 
-    profile     clusters, workloads and jitter as data
-    files       their JSON form
-    exchange    what a round of messages costs on a cluster
-    method      what is sent over which topology
-    model       time per iteration of a method: a max-plus recursion, and closed forms
-    transformer a decoder as numbers: parameters, operations, bytes
-    layout      workers × stages × tensor: what devices compute and send
-    iteration   time per iteration of a layout, under a pipeline schedule
-    footprint   what a layout keeps on a device
-    calibrate   fit a cluster's numbers to measurements
-    plan        rank methods; regions in which each one wins
-    plan_layouts rank layouts
+    profile       clusters, workloads, and how compute times vary
+    files         their JSON form
+    exchange      latency and bandwidth cost of a round of messages on a cluster
+    method        what is sent over which topology
+    model         time per iteration of a method: a max-plus recursion, and closed forms
+    transformer   parameters, operations and bytes of a decoder
+    layout        workers × stages × tensor: what devices compute and send
+    iteration     time per iteration of a layout, under a pipeline schedule
+    footprint     memory that a layout takes on a device
+    calibrate     fits a cluster's numbers to measurements
+    plan          ranks methods, and says where each one is the fastest
+    plan_layouts  ranks layouts
 
-What does not make sense is refused by a ValueError of one line: the value, the constraint and the fix.
+Values that make no sense raise a ValueError of one line: the value, the constraint and the fix.
 
-Example:
+Examples:
   >>> from decjax import topology
   >>> cluster = Cluster("4 hosts", 4, 1, intra=Link(1e-6, 5e9), inter=Link(1e-4, 25e6))
   >>> workload = Workload(forward_s=0.3, backward_s=(0.6,), num_bytes=(24e6,))

@@ -1,7 +1,7 @@
-"""Fits the numbers of a cluster to measurements. NumPy only: who measures, and how, is another matter.
+"""Fits the numbers of a cluster to measured times. NumPy only; `decjax.measure` takes the measurements.
 
 A message of b bytes takes α + b/β; straight lines through measured times give both. Lines are fitted to *relative* errors, so
-that small messages, which tell α, count as much as large ones. `least_squares` fits whatever else a model predicts.
+that small messages, which determine α, count as much as large ones. `least_squares` fits other parameters of the model.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,7 +11,7 @@ import numpy as np
 
 from decjax.costmodel.profile import Cluster, Jitter, Link
 
-MAX_TRACE = 200  # values kept of a measured distribution: its quantiles
+MAX_TRACE = 200  # the most values kept of a measured distribution: its quantiles
 STEADY = 0.02  # coefficient of variation below which compute times count as constant
 DIFFERENCE = 1e-3  # h of central differences; larger than the noise of a simulation needs
 KINDS = ("shift", "pair", "all_reduce", "codec")
@@ -27,9 +27,9 @@ class Measurement:
             `num_workers`) or "codec" (encode and decode `num_bytes` of parameters).
         num_bytes: bytes of each worker's message or buffer.
         time_s: seconds.
-        scope: "inter" if messages leave the node, else "intra". Those that leave it are to be one per node at a time.
-        num_workers: workers that take part; matters for "all_reduce".
-        codec: which one, for kind "codec"; empty: any.
+        scope: "inter" if messages leave the node, one per node at a time; else "intra".
+        num_workers: workers that take part; used for "all_reduce".
+        codec: name of the codec, for kind "codec"; empty: all codecs.
     """
 
     kind: str
@@ -51,7 +51,10 @@ class Measurement:
 
 
 def fit_line(num_bytes: Sequence[float], time_s: Sequence[float]) -> Link:
-    """α and β of t = α + b/β, least squares of relative errors; α ≥ 0. Needs two sizes, of which the larger takes longer."""
+    """The link t = α + b/β fitted to messages of b bytes, by least squares of relative errors, with α ≥ 0.
+
+    There must be messages of at least two sizes, of which larger ones take longer; else a ValueError is raised.
+    """
     x, y = np.asarray(num_bytes, float), np.asarray(time_s, float)
     if len(set(x.tolist())) < 2:
         raise ValueError(f"latency and bandwidth need messages of at least two sizes, got {sorted(set(x.tolist()))} bytes")
@@ -64,22 +67,22 @@ def fit_line(num_bytes: Sequence[float], time_s: Sequence[float]) -> Link:
 
 
 def fit_jitter(times_s: Sequence[float] | np.ndarray) -> Jitter:
-    """Constant where times hardly vary, else an empirical trace: quantiles of what was measured, of the same mean."""
+    """The distribution of measured compute times: constant if they hardly vary, else a trace of quantiles with the same mean."""
     times = np.sort(np.asarray(times_s, float))
     if not (len(times) and times[0] > 0 and np.isfinite(times).all()):
         raise ValueError(f"{len(times)} compute times were given; at least one is needed, and all must be positive seconds")
     if times.std() <= STEADY * times.mean():
         return Jitter()
-    if len(times) > MAX_TRACE:  # Means of equal slices keep the mean; so the largest values are not lost.
+    if len(times) > MAX_TRACE:  # Means of equal slices keep the mean, and do not lose the largest values.
         times = np.array([part.mean() for part in np.array_split(times, MAX_TRACE)])
     return Jitter("trace", trace_s=tuple(times.tolist()))
 
 
 def own_variation(times_NxR: np.ndarray) -> np.ndarray:
-    """Compute times without what all workers have in common, since nobody waits for that.
+    """Compute times without the variation that all workers have in common, for which no worker waits.
 
-    What they have in common in step r is their median m_r. Deviations from it are widened by √(N/(N−1)), because m_r follows
-    each worker a little, and put around a constant, so that the mean is kept:
+    In step r that is their median m_r. Deviations from it are widened by √(N/(N−1)), because m_r follows each worker a little, and
+    added to a constant that keeps the mean:
 
         d_ir = √(N/(N−1)) (t_ir − m_r),     t'_ir = max(min t, mean t − mean d + d_ir)
 
@@ -95,7 +98,7 @@ def own_variation(times_NxR: np.ndarray) -> np.ndarray:
 
 
 def line_of(measurements: Sequence[Measurement], kind: str, scope: str) -> Link | None:
-    """α and β of one kind of exchange; None if it was not measured."""
+    """The link fitted to one kind of exchange in one scope; None if it was not measured."""
     chosen = [m for m in measurements if m.kind == kind and m.scope == scope]
     return fit_line([m.num_bytes for m in chosen], [m.time_s for m in chosen]) if chosen else None
 
@@ -103,11 +106,10 @@ def line_of(measurements: Sequence[Measurement], kind: str, scope: str) -> Link 
 def fit_cluster(measurements: Sequence[Measurement], *, name: str, num_nodes: int, workers_per_node: int) -> Cluster:
     """A cluster's profile from timed exchanges.
 
-    One-way shifts of at least two sizes give α and β of a scope (pairs do where there are no shifts; one of them is needed),
-    pairs that take more than 1.5 times as long per byte are half-duplex. α is the lesser one of both: large messages tell it up
-    to milliseconds only, too many of which would add up where a method sends many small ones. All-reduces give the efficiency:
-    expected ÷ measured time per byte, at most 1. Links of a scope that was not measured are those of the other one. Throughputs
-    of codecs are medians, by name if they have names.
+    One-way shifts of at least two sizes give α and β of a scope; where there are none, pairs do. If pairs take more than 1.5 times as
+    long per byte as shifts, links are half-duplex. α is the smaller one of the two fits, since times of large messages determine it
+    to milliseconds only. All-reduces give the efficiency: expected ÷ measured time per byte, at most 1. A scope that was not measured
+    gets the links of the other; if neither was, a ValueError is raised. Throughputs of codecs are medians, by name if they have one.
     """
     links, full_duplex = {}, True
     for scope in SCOPES:
@@ -138,13 +140,13 @@ def _efficiency(all_reduces: Sequence[Measurement], intra: Link, inter: Link) ->
         link = inter if m.scope == "inter" else intra
         hops = 2 * (m.num_workers - 1)
         wire_s = hops / m.num_workers * m.num_bytes / link.bandwidth_Bps
-        # What is left when the latency of all hops is taken off; never less than a tenth of the measured time.
+        # The measured time without the latency of all hops, but at least a tenth of it.
         ratios.append(wire_s / max(m.time_s - hops * link.latency_s, m.time_s / 10))
     return float(min(1.0, np.median(ratios))) if ratios else 1.0
 
 
 def _throughput(codecs: Sequence[Measurement]) -> float | dict[str, float] | None:
-    """Bytes per second: of each named codec, else of all of them."""
+    """Bytes per second: by codec where they have names, else one number; None if none was measured."""
     by_name = {
         codec: float(np.median([m.num_bytes / m.time_s for m in codecs if m.codec == codec]))
         for codec in dict.fromkeys(m.codec for m in codecs)
@@ -155,13 +157,13 @@ def _throughput(codecs: Sequence[Measurement]) -> float | dict[str, float] | Non
 def least_squares(
     residuals: Callable[[np.ndarray], np.ndarray], start: Sequence[float], *, num_steps: int = 30, tolerance: float = 1e-6
 ) -> np.ndarray:
-    """θ that minimises Σ r(θ)², by Levenberg and Marquardt's method with a Jacobian of central differences.
+    """The θ that minimises Σ r(θ)², by Levenberg and Marquardt's method with a Jacobian of central differences.
 
     Args:
-        residuals: θ → r. Take logarithms of positive parameters, and share random numbers between calls.
-        start: θ to begin with.
+        residuals: the function θ → r. Positive parameters are best given as logarithms; random numbers must be the same in all calls.
+        start: the first θ.
         num_steps: the most steps.
-        tolerance: ends when a step improves the sum by less than this fraction.
+        tolerance: the search ends when a step improves the sum by less than this fraction.
     """
     theta = np.array(start, float)
     r = np.asarray(residuals(theta), float)

@@ -1,7 +1,7 @@
-"""What an exchange costs on a cluster: who waits for whom, and c = α + b·β⁻¹ for every worker.
+"""What one round costs on a cluster: who waits for whom, and the time c = α + b·β⁻¹ that b bytes take, for every worker.
 
-A round is means over groups of workers and messages between groups. Messages that leave a node at the same time share its NIC;
-reductions run as rings, or inside nodes first. Whole arrays of workers are computed at once.
+A round is means over groups of workers and messages between groups. Messages that leave a node at the same time share its network
+card (NIC); reductions run as rings, or inside nodes first. Arrays hold all workers at once.
 """
 
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ class Exchange(NamedTuple):
     nic_M: np.ndarray  # parameter-sized messages that leave each of M nodes
 
     def arrival(self, ready_KxN: np.ndarray) -> np.ndarray:
-        """max_{j∈D(i)} ready_j, [K, N]."""
+        """When the messages that each worker needs are ready: max over those it waits for, i.e. max_{j∈D(i)} ready_j, [K, N]."""
         g = self.group_size
         ready_KxG = ready_KxN if g == 1 else ready_KxN.reshape(len(ready_KxN), -1, g).max(axis=2)
         latest = ready_KxG
@@ -34,7 +34,7 @@ class Exchange(NamedTuple):
 
 
 def mean_cost(cluster: Cluster, members_GxM: np.ndarray) -> tuple[np.ndarray, ...]:
-    """Means over G groups of M workers at the same time: (latency_G, per_byte_G, sent_G, nic_M).
+    """The cost of means over G groups of M workers at the same time: (latency_G, per_byte_G, sent_G, nic_M), as in `Exchange`.
 
     Ring: 2(M−1) steps of 1/M of the bytes each, and the slowest hop sets the pace,
 
@@ -72,9 +72,10 @@ def mean_cost(cluster: Cluster, members_GxM: np.ndarray) -> tuple[np.ndarray, ..
 
 
 def messages_cost(cluster: Cluster, shifts: Sequence[np.ndarray]) -> tuple[np.ndarray, ...]:
-    """Point-to-point messages at the same time, [2, E] workers (source, target) a shift: (latency_N, per_byte_N, nic_M).
+    """The cost of point-to-point messages at the same time: (latency_N, per_byte_N, nic_M), as in `Exchange`.
 
-    A NIC is shared by all messages that leave (or enter) its node; inside a node, by those of one worker.
+    Each shift is an array [2, E] of workers, sources and targets. A NIC is shared by all messages that leave (or enter) its node;
+    inside a node, a worker's link by those of that worker.
     """
     num_workers = cluster.num_workers
     latency_N, per_byte_N = np.zeros(num_workers), np.zeros(num_workers)
@@ -104,10 +105,11 @@ def exchange_cost(cluster: Cluster, round_: Round, joint_ring: bool = False, dev
     each member sends its share of 1/g in between, so that a joint mean of two nodes takes P bytes out of a node.
 
     Args:
-        cluster, round_: where, and who mixes with whom.
-        joint_ring: see `Method`; only for rounds in which groups meet in pairs.
-        devices_NxK: the K devices that a worker is made of, numbered through the nodes; each exchanges its own message with
-            those of the same number in other workers, and costs are of the slowest, bytes of one. None: a worker is a device.
+        cluster: nodes and links.
+        round_: who mixes with whom.
+        joint_ring: see `Method`; only for rounds in which groups exchange in pairs.
+        devices_NxK: the K devices of each worker, numbered through the nodes. Each exchanges its own message with the devices of the
+            same number in other workers; times are those of the slowest device, bytes those of one. None: a worker is one device.
 
     Raises:
         ValueError: if the round is for another number of workers, or `joint_ring` does not fit.

@@ -1,6 +1,6 @@
-"""Profiles and workloads as JSON files; see `profile` for what stands in them.
+"""Profiles and workloads as JSON files; for their fields see `profile`.
 
-A file that cannot be read, or says what cannot be, is refused by a ValueError of one line: the file, the value, the constraint and
+A file that cannot be read, or holds an impossible value, raises a ValueError of one line: the file, the value, the constraint and
 the fix.
 """
 
@@ -40,7 +40,7 @@ def _build(cls, fields: Any, where: str):
 
 
 def read_json(path: str | os.PathLike) -> dict[str, Any]:
-    """A JSON object from a file."""
+    """The JSON object that a file holds; ValueError if there is none."""
     try:
         with open(path, encoding="utf-8") as file:
             text = file.read(MAX_FILE_BYTES + 1)
@@ -57,19 +57,19 @@ def read_json(path: str | os.PathLike) -> dict[str, Any]:
 
 
 def load(path: str | os.PathLike) -> tuple[Cluster, Workload | None]:
-    """Reads a profile: the cluster, and the workload that was measured on it, None if the profile has none."""
+    """The cluster of a profile file, and the workload that was measured on it, None if there is none; ValueError as said above."""
     content = read_json(path)
     workload = content.pop("workload", None)
     return (_build(Cluster, content, str(path)), None if workload is None else _build(Workload, workload, f"{path}: workload"))
 
 
 def load_workload(path: str | os.PathLike) -> Workload:
-    """Reads a workload from a JSON file of its own; see `Workload` for the fields."""
+    """The workload of a JSON file that holds the fields of a `Workload` only; ValueError as for `load`."""
     return _build(Workload, read_json(path), str(path))
 
 
 def save(path: str | os.PathLike, cluster: Cluster, workload: Workload | None = None) -> None:
-    """Writes a profile that `load` reads back unchanged; a file that was there is replaced at once, or not at all."""
+    """Writes a profile that `load` reads back unchanged; an existing file is replaced in one atomic step."""
     content = dataclasses.asdict(cluster)
     if workload is not None:
         content["workload"] = dataclasses.asdict(workload)

@@ -1,4 +1,4 @@
-"""What a layout of workers × stages × tensor keeps on a device."""
+"""The memory that a layout of workers × stages × tensor takes on a device."""
 
 from typing import NamedTuple
 
@@ -8,13 +8,16 @@ from decjax.costmodel.transformer import Transformer
 
 
 class Footprint(NamedTuple):
-    """Bytes on the fullest device.
+    """Bytes in use on the device that needs the most memory.
 
     Attributes:
-        stage: which one that is.
-        parameters, gradients, moments: of its part of the model.
-        activations: of the microbatches that went forward and not yet backward, those computed anew, one layer's and the logits.
-        errors: what compression remembers in float32, and messages on their way.
+        stage: the pipeline stage of that device.
+        parameters: bytes of the parameters of its part of the model.
+        gradients: bytes of their gradients.
+        moments: bytes that the optimizer keeps for them.
+        activations: bytes of activations of microbatches that wait for their backward pass, of those that are recomputed, and of the
+            logits.
+        errors: bytes of the float32 error memory of compression, and of messages on their way.
     """
 
     stage: int
@@ -26,15 +29,21 @@ class Footprint(NamedTuple):
 
     @property
     def total(self) -> float:
+        """Bytes in all."""
         return sum(self[1:])
 
 
 def memory(model: Transformer, layout: DeviceLayout, traffic: Traffic) -> Footprint:
-    """What a layout keeps on its fullest device.
+    """The memory that a layout takes on the device that needs the most.
 
-    Compression keeps the error of what it sends in float32, and factors or indices no larger than the message. Of a boundary that
-    is one message's, a device's own part of it; of gradients a stage's, which lie whole on each device of the tensor axis, as in
-    `decjax.reduce`. Gossip keeps a copy of what arrives.
+    Compression keeps the error of what it sends in float32, and factors or indices no larger than the message: between stages for a
+    device's own part of one message, between workers for all gradients of a stage, whole on each device of the tensor axis, as
+    `decjax.reduce` does. Gossip keeps a copy of the parameters that arrive.
+
+    Args:
+        model: what is trained; ValueError if the layout does not divide it.
+        layout: how devices share it.
+        traffic: what is compressed.
     """
     layout.check(model)
     return max((_stage_memory(model, layout, traffic, stage) for stage in range(layout.stages)), key=lambda m: m.total)

@@ -1,22 +1,23 @@
-"""How long an iteration takes in three dimensions: workers × stages × tensor, under a pipeline schedule.
+"""Time per iteration of a layout of workers × stages × tensor, under a pipeline schedule.
 
-A worker is a pipeline of S stages, a stage K devices of the tensor axis. Every stage works through its passes in the schedule's
-order. With F and B the time of a pass, and `end*` that of the pass before it on the same stage,
+A worker is a pipeline of S stages, a stage K devices of the tensor axis. Every stage runs its passes in the schedule's order. With F
+and B the times of a forward and a backward pass, and `end*` the end of the stage's pass before,
 
     start   = max(end*, arrival of what it needs) + decode
     end     = start + F or B + encode
     arrival = max(end, arrival of what this stage sent before) + b·β⁻¹, and α + gather later
 
-so a bubble is nothing but waiting. Sent between passes ("blocking"), a tick's messages keep both stages until they are out and in,
-one after the other on a stage's way in as on its way out; those of one form travel at once, activations before gradients, and the
-next form once a stage is done with the one before.
-F and B hold their all-reduces over the tensor axis. When a stage's last backward pass is done, its gradients are exchanged with
-those of other workers, while earlier stages still compute; stages that leave through the same NIC take turns. The optimizer waits
-for all stages, since a gradient is clipped by its norm over all of them. Gossip is of parameters, and takes place beside an
-iteration ("awc") or behind it ("atc"), as in `costmodel.model`.
+so bubbles come out as waiting time. If messages are sent between passes ("blocking"), those of a tick occupy both stages until they
+have been sent and received, one after the other on each stage's link in either direction. Messages of one form (codec and ratio)
+travel at once, activations before gradients; those of the next form follow when a stage is done with these.
 
-Nothing is random here, and workers are alike. Messages between stages do not slow down those between workers that pass the same
-NIC.
+F and B include their all-reduces over the tensor axis. When a stage's last backward pass is done, its gradients are exchanged with
+those of other workers, while earlier stages still compute; stages that send through the same NIC take turns. The optimizer waits
+for all stages, since a gradient is clipped by its norm over all of them. Gossip exchanges parameters, during an iteration ("awc") or
+after it ("atc"), as in `costmodel.model`.
+
+Nothing is random here, and all workers are equally fast. Messages between stages are assumed not to slow down messages between
+workers through the same NIC.
 """
 
 from collections.abc import Sequence
@@ -33,29 +34,30 @@ from decjax.costmodel.profile import Cluster
 from decjax.schedules import BACKWARD, FORWARD, Schedule, Send
 from decjax.topology import Round
 
-GAIN = 1e-3  # by what fraction of an iteration it has to get shorter for another compressed stage
+GAIN = 1e-3  # fraction of an iteration that compressing one more stage has to save
 
 # -- The pipeline -----------------------------------------------------------------------------------------------------
 
 
 class Hop(NamedTuple):
-    """A message between stages: seconds it occupies the sender's way out, until it is there after that; codec time; its form."""
+    """What a message between stages costs."""
 
-    out_s: float
-    late_s: float
+    out_s: float  # seconds that it occupies the sender's link
+    late_s: float  # seconds from then until the receiver has it
     encode_s: float
     decode_s: float
-    form: str = ""
+    form: str = ""  # codec and ratio; empty: not compressed
 
 
 def run_pipeline(schedule: Schedule, forward_ZxU, backward_ZxU, hop, pays_Z, *, blocking: bool = False) -> np.ndarray:
-    """The recursion of the module's docstring, for Z variants at once: end_ZxS, when each stage has done its last pass.
+    """When each stage ends its last pass, [Z, S] seconds, by the recursion of the module's docstring, for Z variants at once.
 
     Args:
         schedule: what each stage does, in which order.
-        forward_ZxU, backward_ZxU: seconds of a pass of each virtual stage.
+        forward_ZxU: seconds of a forward pass of each virtual stage.
+        backward_ZxU: seconds of a backward pass of each virtual stage.
         hop: `hop(send) -> Hop`, what a message costs.
-        pays_Z: 1 or 0, whether messages take that time.
+        pays_Z: 1 where messages take that time, 0 where they take none.
         blocking: see `DeviceLayout`.
     """
     seconds = {FORWARD: np.asarray(forward_ZxU, float), BACKWARD: np.asarray(backward_ZxU, float)}
@@ -82,7 +84,7 @@ def run_pipeline(schedule: Schedule, forward_ZxU, backward_ZxU, hop, pays_Z, *, 
 
 
 def _talk(hops: Sequence[tuple[Send, Hop]], end_SxZ, in_SxZ, pays_Z) -> None:
-    """A tick's messages between passes: moves on when stages, and their ways in, are free again."""
+    """Adds a tick's blocking messages to the times at which stages (`end_SxZ`) and their incoming links (`in_SxZ`) are free again."""
     by_form: dict[str, list[tuple[Send, Hop]]] = {}
     for send, cost in sorted(hops, key=lambda each: each[0].kind, reverse=True):  # Activations first.
         by_form.setdefault(cost.form, []).append((send, cost))
@@ -98,7 +100,7 @@ def _talk(hops: Sequence[tuple[Send, Hop]], end_SxZ, in_SxZ, pays_Z) -> None:
 
 
 def _hops(cluster: Cluster, load: Work, layout: DeviceLayout, traffic: Traffic):
-    """`hop(send)`: what messages between stages cost, the slowest of all workers' and devices'."""
+    """The function `hop(send) -> Hop`: what a message between stages costs on the slowest of all workers and devices."""
     devices_NxSxK = layout.devices_NxSxK()
     parts = layout.tensor if layout.split_boundary else 1
     dense_bytes = load.boundary_bytes / parts
@@ -139,7 +141,7 @@ SILENCE = StageExchange(0.0, ())
 
 
 def take_turns(ready_s: Sequence[float], exchanges: Sequence[StageExchange]) -> list[float]:
-    """When each exchange is done, if those that pass the same NIC take turns in the order in which they are ready."""
+    """When each exchange is done, seconds, if those through the same NIC take turns in the order in which they are ready."""
     free_s: dict[int, float] = {}
     done_s = list(ready_s)
     for index in sorted(range(len(ready_s)), key=lambda i: ready_s[i]):
@@ -150,7 +152,7 @@ def take_turns(ready_s: Sequence[float], exchanges: Sequence[StageExchange]) -> 
 
 
 def _exchanges(cluster: Cluster, load: Work, layout: DeviceLayout, traffic: Traffic, round_: Round) -> list[StageExchange]:
-    """What every stage exchanges between workers in a round, with its shared embedding; codec included."""
+    """What each stage exchanges between workers in a round, with codec time and its part of a tied embedding."""
     devices_NxSxK, method = layout.devices_NxSxK(), traffic.method
 
     def exchange(stage, num_bytes):
@@ -213,20 +215,21 @@ def _mean_s(cluster: Cluster, load: Work, layout: DeviceLayout, traffic: Traffic
 
 
 class LayoutPrediction(NamedTuple):
-    """Time of an iteration and where it goes: each part is what it adds to those before it, and they sum to `time_s`.
+    """Time of an iteration and where it goes: each part is the time that it adds to the parts before it; they sum to `time_s`.
 
     Attributes:
-        time_s: an iteration.
+        time_s: seconds of an iteration.
         compute_s: passes of the busiest stage, and the optimizer.
-        bubble_s: a stage waits for others, as it would if messages took no time.
+        bubble_s: stages waiting for each other, as if messages took no time.
         tensor_s: all-reduces over the tensor axis.
         boundary_s: messages between stages, and their codec.
         workers_s: messages between workers, and their codec.
-        embedding_s: averaging a tied embedding.
-        boundary_bytes: that the busiest device sends to other stages in an iteration.
-        workers_bytes: that the busiest device sends to other workers, without a tied embedding of several stages.
-        embedding_bytes: that a holder of it sends. Of V bytes among N workers, over rings: V(3N − 2)/N, the mean over workers,
-            2V(N − 1)/N, and then the sum of the two stages, V; or V(2N − 1)/N if fused, one mean over 2N holders.
+        embedding_s: averaging a tied embedding over the stages that hold it.
+        boundary_bytes: bytes that the busiest device sends to other stages in an iteration.
+        workers_bytes: bytes that the busiest device sends to other workers, without a tied embedding of several stages.
+        embedding_bytes: bytes that each holder of such an embedding sends for it. For V bytes and N workers, over rings:
+            V(3N − 2)/N, which is 2V(N − 1)/N for the mean over workers and V for the sum of the two stages; if fused, V(2N − 1)/N,
+            one mean over 2N holders.
     """
 
     time_s: float
@@ -263,7 +266,7 @@ def _check(cluster: Cluster, load: Work, layout: DeviceLayout, traffic: Traffic)
 
 
 def _stage_ends_ZxS(cluster: Cluster, load: Work, layout: DeviceLayout, traffic: Traffic) -> np.ndarray:
-    """When stages have computed: without messages; with those of the tensor axis; with those between stages, too."""
+    """When stages end their last pass: without messages; with those of the tensor axis; and with those between stages too."""
     latency_G, per_byte_G, *_ = mean_cost(cluster, layout.devices_NxSxK().reshape(-1, layout.tensor))
     reduction_s = latency_G.max() + load.tensor_bytes * per_byte_G.max()
     tensor_Zx1 = np.array([[0.0], [1.0], [1.0]]) * reduction_s
@@ -274,9 +277,18 @@ def _stage_ends_ZxS(cluster: Cluster, load: Work, layout: DeviceLayout, traffic:
 
 
 def predict_layout(cluster: Cluster, load: Work, layout: DeviceLayout, traffic: Traffic) -> LayoutPrediction:
-    """Predicts the time of an iteration of a 3D layout, on a cluster of as many workers as that has devices.
+    """The predicted time of an iteration of a layout.
 
-    Example:
+    Args:
+        cluster: of as many workers as the layout has devices.
+        load: what devices compute and send, from `work(model, layout, flops)`.
+        layout: how devices share the model.
+        traffic: what is sent between workers and between stages.
+
+    Raises:
+        ValueError: if the numbers of devices, workers or stages disagree.
+
+    Examples:
         >>> from decjax.costmodel import Cluster, Link, Transformer, all_reduce, work
         >>> four = Cluster("four hosts", 4, 1, Link(0, 1e9), Link(0, 25e6))
         >>> layout = DeviceLayout(stages=4, microbatches=8)
@@ -320,14 +332,18 @@ def _sent(cluster: Cluster, load: Work, layout: DeviceLayout, traffic: Traffic) 
 
 
 def choose_compressed_stages(cluster: Cluster, load: Work, layout: DeviceLayout, traffic: Traffic) -> tuple[int, tuple[float, ...]]:
-    """How many stages should compress what they send to other workers: stage 0 is done last, the others have slack.
+    """How many stages, from the first on, should compress what they send to other workers.
+
+    Stage 0 ends its backward passes last; what later stages send travels meanwhile.
 
     Args:
-        cluster, load, layout: as in `predict_layout`.
-        traffic: whose method has the ratio of a compressed stage; its `compressed_stages` do not count.
+        cluster: as in `predict_layout`.
+        load: as in `predict_layout`.
+        layout: as in `predict_layout`.
+        traffic: its method has the ratio of a compressed stage; its `compressed_stages` is ignored.
 
     Returns:
-        (k, seconds of an iteration for 0, 1, … S): the smallest k from which on compressing more stages gains less than `GAIN`.
+        The smallest k whose time is within the fraction `GAIN` of the best, and the seconds of an iteration for k = 0, 1, … S.
     """
     _check(cluster, load, layout, traffic)
     ready_S = _stage_ends_ZxS(cluster, load, layout, traffic)[-1]

@@ -1,7 +1,7 @@
 """Layouts in three dimensions, workers × stages × tensor: how devices share a model, what they compute and what they send.
 
 A worker is a pipeline of S stages, a stage K devices of the tensor axis. Devices are numbered through the nodes: the tensor axis
-innermost, then stages (`inner="stage"`) or workers. `iteration` says how long an iteration takes, `footprint` whether it fits.
+innermost, then stages (`inner="stage"`) or workers. `iteration` predicts the time of an iteration, `footprint` the memory.
 """
 
 from collections.abc import Sequence
@@ -26,21 +26,21 @@ class DeviceLayout:
     """How devices share a model and its batch.
 
     Args:
-        workers: N pipelines, each with its own part of the batch.
-        stages: S.
-        tensor: K devices that split every layer.
-        microbatches: M parts of a worker's batch.
+        workers: N, pipelines, each with its own part of the batch.
+        stages: S, stages of a pipeline.
+        tensor: K, devices that split every layer.
+        microbatches: M, parts of a worker's batch.
         schedule: "gpipe", "1f1b" or "interleaved".
-        chunks: C virtual stages of a stage, for "interleaved".
-        layers: how many layers each of the S·C virtual stages has, in the model's order; (): equally many.
-        inner: which axis comes next to the tensor axis on a node: "stage" or "worker".
-        remat: what is computed anew in the backward pass: "none"; of a layer all but its matrix products ("products"); whole
-            layers from their inputs ("layers"); or whole virtual stages from theirs ("stages"), and then the last one takes no
-            forward pass of its own. As in `decjax.pipeline`, False is "products" and True is "stages".
-        split_boundary: each of the K devices sends a K-th of what goes to another stage, and the receivers gather it; else
-            each sends all of it.
-        blocking: a stage sends and receives between its passes, tick by tick, as `decjax.pipeline` does; else messages travel
-            beside them.
+        chunks: C, virtual stages of a device, for "interleaved".
+        layers: number of layers of each of the S·C virtual stages, in the model's order; (): equally many.
+        inner: the axis that comes next to the tensor axis on a node: "stage" or "worker".
+        remat: what the backward pass recomputes: "none"; all of a layer but its matrix products ("products"); whole layers from
+            their inputs ("layers"); or whole virtual stages from theirs ("stages"), where the last one needs no separate forward
+            pass. As in `decjax.pipeline`, False stands for "products" and True for "stages".
+        split_boundary: whether each of the K devices sends 1/K of a message to another stage, and the receivers gather it; else each
+            sends all of it.
+        blocking: whether a stage sends and receives between its passes, tick by tick, as `decjax.pipeline` does; else messages travel
+            while it computes.
     """
 
     workers: int = 1
@@ -77,29 +77,32 @@ class DeviceLayout:
 
     @property
     def name(self) -> str:
-        """As "4×2×8": workers, stages, tensor."""
+        """Workers, stages and tensor devices, as "4×2×8"."""
         return f"{self.workers}×{self.stages}×{self.tensor}"
 
     @property
     def num_devices(self) -> int:
+        """N·S·K, the number of devices."""
         return self.workers * self.stages * self.tensor
 
     @property
     def num_virtual(self) -> int:
+        """S·C, the number of virtual stages."""
         return self.stages * self.chunks
 
     @functools.cached_property
     def passes(self) -> Schedule:
+        """The pipeline schedule."""
         return schedules.make(self.schedule, self.stages, self.microbatches, self.chunks)
 
     def devices_NxSxK(self) -> np.ndarray:
-        """Which device works for which worker, stage and part of the tensor axis."""
+        """The number of the device of each worker, stage and place on the tensor axis, [N, S, K]."""
         if self.inner == "stage":
             return np.arange(self.num_devices).reshape(self.workers, self.stages, self.tensor)
         return np.arange(self.num_devices).reshape(self.stages, self.workers, self.tensor).swapaxes(0, 1)
 
     def layers_of(self, model: Transformer) -> tuple[int, ...]:
-        """Layers of every virtual stage."""
+        """The number of layers of each virtual stage; ValueError if the model's layers do not divide so."""
         if self.layers:
             if sum(self.layers) != model.depth:
                 raise ValueError(f"layers={self.layers} are {sum(self.layers)}, the model has {model.depth}; make them add up")
@@ -112,7 +115,7 @@ class DeviceLayout:
         return (model.depth // self.num_virtual,) * self.num_virtual
 
     def microbatch_size(self, model: Transformer) -> int:
-        """B, sequences in a microbatch."""
+        """B, the number of sequences in a microbatch; ValueError if the batch does not divide so."""
         parts = self.workers * self.microbatches
         if model.batch_size % parts:
             raise ValueError(
@@ -122,7 +125,7 @@ class DeviceLayout:
         return model.batch_size // parts
 
     def check(self, model: Transformer) -> None:
-        """Refuses a model that does not divide into this layout."""
+        """Raises ValueError for a model that does not divide into this layout."""
         for name in ("heads", "hidden", "vocabulary"):
             if getattr(model, name) % self.tensor:
                 raise ValueError(f"tensor={self.tensor} does not divide {name}={getattr(model, name)}; use a divisor, or pad it")
@@ -135,9 +138,9 @@ class Boundary:
     """How messages from stage to stage are compressed.
 
     Args:
-        ratio: bytes of such a message ÷ bytes as it is, of what one device sends.
-        codec: its name, for clusters that tell codecs apart.
-        when: "always", or in the "epilogue": only gradients that a stage does nothing but wait for.
+        ratio: bytes of a device's message ÷ bytes without compression.
+        codec: name of the codec, for clusters with a speed for each codec.
+        when: "always"; or "epilogue", only gradients for which the receiving stage can do nothing but wait.
     """
 
     ratio: float = 1.0
@@ -150,18 +153,20 @@ class Boundary:
             raise ValueError(f"when={self.when!r}: choose '{ALWAYS}' or '{EPILOGUE}' (what a stage waits for in its cool-down)")
 
     def codes(self, in_epilogue: bool) -> bool:
+        """Whether a message is compressed, given whether it is one of the epilogue."""
         return self.ratio != 1 and (in_epilogue or self.when == ALWAYS)
 
 
 @dataclasses.dataclass(frozen=True)
 class Traffic:
-    """What is sent on each axis.
+    """What is sent between workers and between stages.
 
     Args:
-        method: between workers, over a topology of them; its ratio does not hold for a tied embedding of several stages.
-        compressed_stages: the first k stages send messages of the method's ratio, the others as they are; None: all do.
-        backward, forward: between stages.
-        fused_embedding: the gradient of an embedding that the first and the last stage share is averaged over all 2N
+        method: what workers send each other; a tied embedding of several stages is sent without its compression.
+        compressed_stages: k; the first k stages send messages of the method's ratio, the others uncompressed ones. None: all stages.
+        backward: compression of gradients between stages.
+        forward: compression of activations between stages.
+        fused_embedding: whether the gradient of an embedding that the first and the last stage share is averaged over all 2N
             holders at once, instead of over workers and then over the two.
     """
 
@@ -183,27 +188,29 @@ class Traffic:
             )
 
     def boundary(self, kind: str) -> Boundary:
-        """Of messages that passes of a kind send to another stage."""
+        """How messages of a kind, `FORWARD` or `BACKWARD`, are compressed between stages."""
         return self.forward if kind == FORWARD else self.backward
 
     def ratio(self, stage: int) -> float:
-        """Of messages between the workers' parts of a stage."""
+        """Compression ratio of the messages between workers in a stage; 1: none."""
         return self.method.ratio if self.compressed_stages is None or stage < self.compressed_stages else 1.0
 
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """What the devices of a layout compute and send; counted by `work`, or measured. U = S·C virtual stages in the model's order.
+    """What the devices of a layout compute and send; counted by `work`, or measured. There are U = S·C virtual stages, in order.
 
     Args:
-        forward_s, backward_s: [U] of one microbatch, without messages.
-        boundary_bytes: of one microbatch's activations between stages, all of them.
-        tensor_bytes: of one all-reduce over the tensor axis.
-        forward_reductions, backward_reductions: [U] how many of them a pass has.
-        gradient_bytes: [S] of one device, without a tied embedding of several stages.
-        embedding_bytes: of that one, on one device; 0: there is none.
-        optimizer_s: time of the optimizer.
-        combine_s: time to join parameters that have arrived with a worker's own.
+        forward_s: [U] seconds of the forward pass of one microbatch, without messages.
+        backward_s: [U] seconds of its backward pass.
+        boundary_bytes: bytes of one microbatch's activations between two stages.
+        tensor_bytes: bytes of one all-reduce over the tensor axis.
+        forward_reductions: [U] number of these all-reduces in a forward pass.
+        backward_reductions: [U] number of them in a backward pass.
+        gradient_bytes: [S] bytes of a device's gradients, without a tied embedding of several stages.
+        embedding_bytes: bytes of such an embedding's gradient on one device; 0: there is none.
+        optimizer_s: seconds of the optimizer.
+        combine_s: seconds to combine parameters that have arrived with a worker's own.
     """
 
     forward_s: tuple[float, ...]
@@ -219,7 +226,13 @@ class Work:
 
 
 def work(model: Transformer, layout: DeviceLayout, flops: float) -> Work:
-    """Counts what a layout computes and sends, on devices that sustain so many operations per second."""
+    """What the devices of a layout compute and send, counted from the model.
+
+    Args:
+        model: what is trained; ValueError if the layout does not divide it.
+        layout: how devices share it.
+        flops: floating-point operations per second that a device sustains.
+    """
     layout.check(model)
     check_number("flops", flops, positive=True, fix="give it in the cluster's profile")
     B, K, S = layout.microbatch_size(model), layout.tensor, layout.stages
@@ -231,7 +244,7 @@ def work(model: Transformer, layout: DeviceLayout, flops: float) -> Work:
     # The head and the loss belong to the backward pass, which follows at once.
     forward_U = np.array(layers_U) * layer_s * skipped_U
     backward_U = np.array(layers_U) * layer_s * (3 if anew else 2) + last * 3 * head_s
-    # A K-th of the vocabulary each: the embedding sums up what it finds, the head its gradient.
+    # Each device has 1/K of the vocabulary: the embedding's output is summed over devices, and so is the gradient of the head's input.
     reductions_U = 2 * np.array(layers_U)
     tied_apart = model.tied and S > 1
     embedding = model.embedding_parameters / K
@@ -253,5 +266,5 @@ def work(model: Transformer, layout: DeviceLayout, flops: float) -> Work:
 
 
 def by_stage(layout: DeviceLayout, of_chunk_U: Sequence[float] | np.ndarray) -> list[float]:
-    """Sums over the virtual stages of each stage: [U] to [S]."""
+    """The sum over each stage's virtual stages: values [U] to values [S]."""
     return [sum(of_chunk_U[s :: layout.stages]) for s in range(layout.stages)]

@@ -1,4 +1,4 @@
-"""What a training method sends over which topology, as the cost model knows it; `model` has its times."""
+"""Training methods as the cost model describes them: what is sent over which topology; `model` predicts their times."""
 
 from collections.abc import Iterable
 import dataclasses
@@ -9,26 +9,26 @@ from decjax.costmodel.profile import Compressed, check_count, check_number
 from decjax.topology import Topology
 
 GRADIENTS, PARAMETERS = "gradients", "parameters"
-MAX_EVERY = 1000  # whole periods are simulated
+MAX_EVERY = 1000  # since whole periods are simulated
 
 
 @dataclasses.dataclass(frozen=True)
 class Method:
-    """What is sent over which topology, and whether it hides behind computation. See the equations of `model`.
+    """What is sent over which topology, and whether it overlaps with computation; for the equations see `costmodel.model`.
 
     Args:
-        name: what tables call it.
+        name: shown in tables.
         topology: who needs whose messages; None: nothing is sent.
         message: "gradients" (the optimizer waits for them) or "parameters" (sent after the optimizer).
         overlap: whether a message has a whole step to arrive.
-        bucketed: whether buckets travel as they get ready; else everything is one message.
-        ratio: bytes of a message ÷ bytes of the parameters. Anything but 1 costs codec time.
-        codec: which codec makes them so, for clusters that tell codecs apart.
+        bucketed: whether each bucket is sent as soon as it is ready; else everything is one message.
+        ratio: bytes of a message ÷ bytes of the parameters. Any ratio but 1 costs codec time.
+        codec: name of the codec, for clusters with a speed for each codec.
         every: p, messages are exchanged in every p-th step only.
-        joint_ring: nodes that meet in pairs run one all-reduce over all their workers, which as a ring takes
-            2(2L − 1)/2L parameter-sized messages out of a node, instead of exchanging shards, which takes one.
-        coding_s: seconds that a worker computes to code an exchange; None: as the cluster knows the codec.
-        latencies: how often an exchange takes its latency, see `Compressed`.
+        joint_ring: whether nodes that exchange in pairs run one all-reduce over all their workers, which as a ring sends
+            2(2L − 1)/2L times the parameters out of a node; else they exchange shards, which sends them once.
+        coding_s: seconds that a worker takes to encode and decode one exchange; None: by the cluster's speed of the codec.
+        latencies: how many times the latency of an uncompressed exchange it takes, see `Compressed`.
     """
 
     name: str
@@ -50,19 +50,19 @@ class Method:
         check_count("every", self.every, 1, "1 communicates in each step", high=MAX_EVERY)
 
     def due(self, step: int) -> int | None:
-        """The phase whose round is needed at the end of a step; None if the step is local (cf. `gossip.every`)."""
+        """The phase whose round is needed at the end of a step; None if nothing is sent in it (see `gossip.every`)."""
         if self.topology is None or (step + 1) % self.every:
             return None
         return step // self.every % self.topology.period
 
     @property
     def period(self) -> int:
-        """Steps after which the schedule repeats."""
+        """Number of steps after which the schedule repeats."""
         return 1 if self.topology is None else self.every * self.topology.period
 
 
 def graphs(names: Iterable[str], num_workers: int, local_size: int) -> tuple[dict[str, Topology], dict[str, str]]:
-    """The graphs of the catalogue that exist for so many workers, by name; of the others the reason why not."""
+    """The named topologies that exist for so many workers; and for the others the reason why they do not."""
     found, refused = {}, {}
     for name in names:
         local = {"local_size": local_size} if "local_size" in topology_lib.options(name) else {}
@@ -74,25 +74,39 @@ def graphs(names: Iterable[str], num_workers: int, local_size: int) -> tuple[dic
 
 
 def no_communication() -> Method:
-    """Workers train apart: the lower bound of every method."""
+    """The method that sends nothing: workers train independently, in the least time of all methods."""
     return Method("no communication", None)
 
 
-def all_reduce(num_workers: int, *, overlap: bool = False, bucketed: bool = False, **options) -> Method:
-    """The mean of all gradients: synchronous, `bucketed` behind the backward pass, or with `overlap` one step stale."""
+def all_reduce(num_workers: int, *, overlap: bool = False, bucketed: bool = False, **options: Any) -> Method:
+    """The method that averages the gradients of all workers.
+
+    Args:
+        num_workers: N, the number of workers.
+        overlap: whether the average is used one step late, so that it has a whole step to arrive.
+        bucketed: whether buckets are sent during the backward pass.
+        **options: further fields of `Method`.
+    """
     name = "all-reduce" + (", one step stale" if overlap else "") + (", bucketed" if bucketed else "")
     return Method(name, topology_lib.make("complete", num_workers), GRADIENTS, overlap, bucketed, **options)
 
 
-def gossip(topology: Topology, *, order: str = "awc", name: str | None = None, **options) -> Method:
-    """Parameters mix over a topology: order "awc" (adapt while communicating, overlaps) or "atc" (after the update)."""
+def gossip(topology: Topology, *, order: str = "awc", name: str | None = None, **options: Any) -> Method:
+    """The method that mixes parameters over a topology.
+
+    Args:
+        topology: who mixes with whom.
+        order: "awc" (adapt while communicating: messages travel during the gradient) or "atc" (adapt then communicate).
+        name: shown in tables; None: the topology's name and the order.
+        **options: further fields of `Method`.
+    """
     if order not in ("awc", "atc"):
         raise ValueError(f"order={order!r} must be 'awc' (overlaps with the gradient) or 'atc' (after the update)")
     return Method(name or f"{topology.name} {order}", topology, PARAMETERS, order == "awc", **options)
 
 
 def compressed(form: Compressed) -> Method:
-    """A method whose messages have a compressed form: the mean of all gradients, or gossip in order "awc"."""
+    """The method that sends messages of a measured compressed form: the mean of all gradients, or gossip in order "awc"."""
     options: dict[str, Any] = dict(ratio=form.ratio, coding_s=form.coding_s, latencies=form.latencies)
     if not form.topology:
         return dataclasses.replace(all_reduce(form.num_workers, **options), name=form.name)

@@ -1,7 +1,7 @@
-"""How long an iteration takes: a max-plus recursion over workers, by Monte Carlo, with closed forms where they exist.
+"""Time per iteration of a method: a max-plus recursion over workers, by Monte Carlo, with closed forms where they exist.
 
-A method sends messages over a topology's rounds. All-reduce is the topology "complete" with gradients as messages, so
-there is one recursion. For worker i, bucket b, step t, with D(i) the workers whose messages i needs in that phase,
+A method sends messages over a topology's rounds. All-reduce is the topology "complete" with gradients as messages, so there is one
+recursion for all methods. For worker i, bucket b and one step, with D(i) the workers whose messages i needs in that step's phase,
 
     compute        r_{i,b} = S_i + F_i + Σ_{k≤b} B_{i,k}                                 S_i: start of the step
     exchange       e_{i,b} = max_{j∈D(i)} max(ready_{j,b}, free_j) + c_{i,b}             free_j = e_{j,b−1}: one at a time
@@ -13,12 +13,12 @@ there is one recursion. For worker i, bucket b, step t, with D(i) the workers wh
         gradients    ready = r,                         S' = max(r_last, e⁻_last) + opt      (one step stale)
         parameters   u_b = max(u_{b−1} + B_b + opt_b, e⁻_b) + combine_b, ready = u,  S' = u_last   (adapt while communicating)
 
-where e⁻ was computed when it was sent. Nobody waits for workers outside D(i), and a late neighbour costs nothing as long
-as its message arrives within the step. An exchange of b bytes takes c = α + b·β⁻¹ (`exchange_cost`), where messages that
-leave a node at the same time share its NIC.
+where e⁻ is the e of the exchange that was sent in the step before. A worker waits only for those in D(i), and a late neighbour costs
+nothing as long as its message arrives within the step. An exchange of b bytes takes c = α + b·β⁻¹ (`exchange_cost`), where messages
+that leave a node at the same time share its NIC.
 
-The equations are derived here from how these systems work; they are not copied from a paper. Arrays are [K, N]: K
-independent systems (replicas, bandwidths, …) of N workers, so that nothing loops over workers.
+The equations are derived here from how these systems work, not taken from a paper. Arrays are [K, N]: K independent systems
+(replicas, bandwidths, …) of N workers, so that no loop runs over workers.
 """
 
 from collections.abc import Sequence
@@ -38,26 +38,26 @@ QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 
 
 class Times(NamedTuple):
-    """When things happen in K systems of N workers over T steps, in seconds from the start."""
+    """Times of events in K systems of N workers over T steps, in seconds from the start."""
 
-    start_TxKxN: np.ndarray  # [T + 1, K, N], when each step starts; the last one is the end
+    start_TxKxN: np.ndarray  # [T + 1, K, N], when each step starts; the last entry is the end of the last step
     computed_TxKxN: np.ndarray  # [T, K, N], when the gradient is done
-    launched_TxKxN: np.ndarray  # when the first message of the exchange needed in a step sets out; nan in local steps
-    arrived_TxKxN: np.ndarray  # when everything of it is there; nan in local steps
+    launched_TxKxN: np.ndarray  # when the first message of the exchange needed in a step is sent; nan in steps without one
+    arrived_TxKxN: np.ndarray  # when all messages of that exchange have arrived; nan in steps without one
 
 
 def messages(workload: Workload, method: Method) -> Workload:
-    """The workload in the buckets in which the method sends."""
+    """The workload in the method's messages: its buckets, or all of them as one."""
     return workload if method.bucketed else workload.one_bucket()
 
 
 def join_time_s(workload: Workload, method: Method) -> float:
-    """Seconds to join what has arrived with the worker's own parameters; averaged gradients are joined with nothing."""
+    """Seconds to combine arrived parameters with the worker's own; 0 for a method that averages gradients."""
     return workload.combine_s if method.message == PARAMETERS else 0.0
 
 
 def exchanges(cluster: Cluster, method: Method) -> list[Exchange]:
-    """The costs of all phases; equal rounds are looked at once. Refuses a topology of another size than the cluster's."""
+    """The cost of each phase's round on the cluster; ValueError if the topology is for another number of workers."""
     if method.topology is None:
         return []
     if method.topology.num_workers != cluster.num_workers:
@@ -70,14 +70,14 @@ def exchanges(cluster: Cluster, method: Method) -> list[Exchange]:
 
 
 def codec_time_s(cluster: Cluster, workload: Workload, method: Method) -> float:
-    """Time to encode and decode one exchange, seconds; it occupies the worker itself."""
+    """Seconds to encode and decode one exchange, during which the worker computes nothing else."""
     if method.topology is None or method.ratio == 1:
         return 0.0
     return cluster.coding_s(workload.total_bytes, method.codec) if method.coding_s is None else method.coding_s
 
 
 def durations(cluster: Cluster, workload: Workload, method: Method) -> list[np.ndarray]:
-    """c_{i,b} of every phase in seconds, [buckets, 1, N]."""
+    """For each phase the times c_{i,b} of its exchange, [buckets, 1, N] seconds."""
     bytes_b = method.ratio * np.array(messages(workload, method).num_bytes)
     return [
         (method.latencies * exchange.latency_N + bytes_b[:, None] * exchange.per_byte_N)[:, None]
@@ -88,10 +88,12 @@ def durations(cluster: Cluster, workload: Workload, method: Method) -> list[np.n
 def simulate(
     cluster: Cluster, workload: Workload, method: Method, compute_TxKxN: np.ndarray, cost_s: Sequence[np.ndarray] | None = None
 ) -> Times:
-    """Runs the recursion of the module's docstring.
+    """Times of all events over T steps, by the recursion of the module's docstring.
 
     Args:
-        cluster, workload, method: as in `predict`; nominal times of forward and backward are scaled to the sampled compute time.
+        cluster: as in `predict`.
+        workload: as in `predict`; its times of forward and backward are scaled to the sampled compute time.
+        method: as in `predict`.
         compute_TxKxN: compute times in seconds.
         cost_s: c of every phase, [buckets, K or 1, N] seconds; None: `durations` on the cluster.
     """
@@ -115,7 +117,7 @@ def simulate(
 
     for t in range(T):
         phase = method.due(t)
-        sends = method.due(t + 1) if method.overlap else phase  # The exchange that starts in this step.
+        sends = method.due(t + 1) if method.overlap else phase  # The phase of the exchange that starts in this step.
         join_s = join_time_s(workload, method) if phase is not None else 0.0
         ready_b = _ready(workload, method, starts[t], compute_TxKxN[t], pending, join_s, 0.0 if sends is None else codec_s)
         u = ready_b[-1]
@@ -153,13 +155,15 @@ def _ready(workload: Workload, method: Method, start_KxN, compute_KxN, pending, 
 
 
 def closed_form(cluster: Cluster, workload: Workload, method: Method) -> float | None:
-    """Mean time per iteration in seconds where a formula exists, else None. One bucket, p = 1, uniform workers:
+    """Mean seconds per iteration by a formula; None where there is none.
 
-    nothing sent                         C + opt                                        any jitter; C its mean
-    all-reduce, C constant or C + s·Exp  C + s H_N + c + opt,  H_N = Σ_{k≤N} 1/k        E of the largest of N
-    all-reduce one step stale            max(C + opt, c)                                C constant
-    gossip, adapt while communicating    mean over phases of max(C + opt, c) + combine  C constant, c equal for all
-    gossip, adapt then communicate       C + opt + combine + mean over phases of c      C constant, c equal for all
+    There are formulas for messages of one bucket in every step (p = 1) between workers that are equally fast:
+
+        nothing sent                         C + opt                                        any jitter; C its mean
+        all-reduce, C constant or C + s·Exp  C + s H_N + c + opt,  H_N = Σ_{k≤N} 1/k        mean of the slowest of N
+        all-reduce one step stale            max(C + opt, c)                                C constant
+        gossip, adapt while communicating    mean over phases of max(C + opt, c) + combine  C constant, c equal for all
+        gossip, adapt then communicate       C + opt + combine + mean over phases of c      C constant, c equal for all
     """
     if not workload.jitter.is_uniform or method.every > 1 or (method.bucketed and len(workload.num_bytes) > 1):
         return None
@@ -178,7 +182,7 @@ def closed_form(cluster: Cluster, workload: Workload, method: Method) -> float |
 
 
 def _expected_compute_s(cluster: Cluster, workload: Workload, method: Method) -> float | None:
-    """E of the time until a worker and all it waits for have computed; None where there is no formula."""
+    """Expected seconds until a worker and all that it waits for have computed; None where there is no formula."""
     jitter, compute_s = workload.jitter, workload.compute_s
     if jitter.is_deterministic:
         return jitter.trace_s[0] if jitter.kind == "trace" else compute_s
@@ -192,7 +196,7 @@ def _expected_compute_s(cluster: Cluster, workload: Workload, method: Method) ->
 
 
 def _busy_s(cluster: Cluster, workload: Workload, method: Method) -> float:
-    """What a worker does besides the gradient in a step that exchanges, seconds."""
+    """Seconds that a worker computes, besides the gradient, in a step with an exchange."""
     return workload.optimizer_s + join_time_s(workload, method) + codec_time_s(cluster, workload, method)
 
 
@@ -203,11 +207,11 @@ class Prediction(NamedTuple):
     """Time per iteration and where it goes: mean_s = compute_s + waiting_s + exposed_s.
 
     Attributes:
-        mean_s: mean over workers and steps, seconds.
-        quantiles_s: of one worker's iteration, for the levels in `QUANTILES`.
-        compute_s: forward, backward, optimizer, combine and codec of a worker, mean.
-        waiting_s: waiting for slower workers, as it would be if messages took no time.
-        exposed_s: what messages add to that.
+        mean_s: seconds per iteration, mean over workers and steps.
+        quantiles_s: quantiles of the time of one worker's iteration, by the levels in `QUANTILES`.
+        compute_s: mean seconds of a worker's forward, backward, optimizer, combine and codec.
+        waiting_s: mean seconds of waiting for slower workers, as if messages took no time.
+        exposed_s: mean seconds that messages add to that.
         bytes_per_worker: bytes that a worker sends per step, mean over workers and the period.
         bytes_per_nic: bytes that leave the busiest node per step, mean over the period.
     """
@@ -230,17 +234,20 @@ def predict(
     num_replicas: int | None = None,
     seed: int = 0,
 ) -> Prediction:
-    """Predicts the time per iteration. Methods that are compared share their random numbers: same seed, same compute times.
+    """The predicted time per iteration of a method. Equal seeds give all methods the same compute times.
 
     Args:
         cluster: links and nodes, of as many workers as the method is for.
         workload: one worker's iteration.
         method: what is sent, over which topology.
-        num_steps: T of the simulation, after a warm-up of a quarter of it. Default: 1,000; less if nothing is random.
-        num_replicas: independent repetitions. Default: as many as give about 1,000 workers, at most 16.
+        num_steps: steps that are simulated, after a quarter as many to warm up; None: 1,000, or fewer if nothing is random.
+        num_replicas: independent repetitions; None: as many as give about 1,000 workers, at most 16.
         seed: of the compute times.
 
-    Example:
+    Raises:
+        ValueError: if the method is for another number of workers than the cluster has.
+
+    Examples:
         >>> from decjax import topology
         >>> from decjax.costmodel import Cluster, Link, Workload, gossip, predict
         >>> box = Cluster("box", 4, 1, Link(0, 1e9), Link(0, 25e6))
@@ -278,13 +285,13 @@ def predict(
 
 
 def horizon(method: Method, num_steps: int) -> tuple[int, int]:
-    """(steps to warm up, all steps): a quarter more than `num_steps`, both in whole periods, so that all phases count alike."""
+    """(steps to warm up, all steps): a quarter of `num_steps` and as many more, in whole periods, so that all phases count alike."""
     warm_up = -(-num_steps // 4 // method.period) * method.period
     return warm_up, warm_up + -(-num_steps // method.period) * method.period
 
 
 def _bytes(cluster: Cluster, workload: Workload, method: Method) -> tuple[float, float]:
-    """Bytes per step that a worker sends, and that leave the busiest node; means over the period."""
+    """Bytes per step that a worker sends, and bytes per step that leave the busiest node; means over the period."""
     routes = exchanges(cluster, method)
     if not routes:
         return 0.0, 0.0

@@ -1,4 +1,4 @@
-"""Ranks methods for a cluster and a workload, and says when decentralized training does not pay there; ranks 3D layouts."""
+"""Ranks methods for a cluster and a workload, and says whether decentralized training pays there."""
 
 from collections.abc import Sequence
 import dataclasses
@@ -15,7 +15,7 @@ from decjax.costmodel.model import Prediction, predict
 from decjax.costmodel.profile import Cluster, Jitter, Workload
 from decjax.topology import Topology
 
-# Graphs that are compared unless told otherwise: one or few neighbours, known for mixing well.
+# Topologies that are compared by default: one or few neighbours in a round, and known to mix well.
 TOPOLOGIES = (
     "one_peer_exponential",
     "alternating_exponential_ring",
@@ -26,15 +26,15 @@ TOPOLOGIES = (
     "one_peer_ring",
     "torus",
 )
-PAYS = 1.05  # A smaller speed-up is not worth a change of algorithm, nor within what the model can tell.
-TIE = 1.03  # Methods within this factor of the fastest count as equally fast.
-BANDWIDTHS_Bps = (1e5, 1e12)  # where a threshold is looked for
+PAYS = 1.05  # least speed-up for which a change of algorithm is said to pay; smaller ones are within the model's error
+TIE = 1.03  # methods within this factor of the fastest count as equally fast
+BANDWIDTHS_Bps = (1e5, 1e12)  # interval in which a threshold is searched
 STEPS, REPLICAS = 80, 4  # of each simulation of `regions`
-SHOWN = 12  # which iteration a timeline shows, after those before it
+SHOWN = 12  # the iteration that a timeline shows; those before it are the warm-up
 
 
 class Ranked(NamedTuple):
-    """A method with what it takes on a cluster."""
+    """A method with its predicted time on a cluster."""
 
     method: Method
     prediction: Prediction
@@ -44,6 +44,7 @@ class Ranked(NamedTuple):
 
     @property
     def is_gossip(self) -> bool:
+        """Whether parameters are mixed over a topology."""
         return self.method.topology is not None and self.method.message != GRADIENTS
 
 
@@ -57,16 +58,17 @@ def candidates(
     codec: str = "",
     every: int = 1,
 ) -> tuple[list[Method], dict[str, str]]:
-    """No communication, three forms of all-reduce, and gossip over each topology that exists for the cluster's size.
+    """Methods to compare: no communication, three forms of all-reduce, and gossip over each topology that exists for this size.
 
     Args:
         cluster: gives the number of workers and how many share a node.
-        topologies: names of the catalogue.
+        topologies: names of topologies.
         orders: "awc", "atc" or both.
-        bucketed: whether all-reduce is also considered in buckets behind the backward pass.
-        ratio: of every message, see `Method`.
-        codec: which one makes gossip's messages of that ratio; gradients then travel as they are, since a sum cannot be coded.
-        every: communicate in every p-th step.
+        bucketed: whether to include all-reduce in buckets, sent during the backward pass.
+        ratio: compression of messages, see `Method`.
+        codec: name of the codec that compresses gossip's messages; all-reduce is then not compressed, since an encoded message
+            cannot be summed.
+        every: p, messages are exchanged in every p-th step.
 
     Returns:
         The methods, and for topologies that do not exist at this size the reason why not.
@@ -81,7 +83,7 @@ def candidates(
         all_reduce(n, overlap=True, **exact),
     ]
     found, refused = graphs(topologies, n, cluster.workers_per_node)
-    different: dict[Any, Topology] = {}  # On few workers, many graphs are the same.
+    different: dict[Any, Topology] = {}  # For few workers, many topologies are the same.
     for topology in found.values():
         different.setdefault(topology.rounds, topology)
     return methods + [gossip(topology, order=order, **options) for topology in different.values() for order in orders], refused
@@ -98,29 +100,33 @@ def _mixing(topology: Topology | None) -> tuple[float, int]:
 
 
 def rank(cluster: Cluster, workload: Workload, methods: Sequence[Method]) -> list[Ranked]:
-    """Predicts every method, fastest first. No communication comes first of all: nothing can be faster."""
+    """All methods with their predicted times, fastest first; no communication precedes them, since nothing can be faster."""
     reference_s = predict(cluster, workload, all_reduce(cluster.num_workers)).mean_s
     predicted = [(method, predict(cluster, workload, method)) for method in methods]
     ranked = [Ranked(method, found, reference_s / found.mean_s, *_mixing(method.topology)) for method, found in predicted]
-    # Equally fast ones in the order of how well they mix; tenths of a percent are noise.
+    # Equally fast ones, to a tenth of a percent, are ordered by their spectral gap.
     return sorted(ranked, key=lambda r: (r.method.topology is not None, round(math.log(r.prediction.mean_s), 3), -r.gap))
 
 
 def _best(ranked: Sequence[Ranked]) -> Ranked:
-    """Of the fastest ones, the one that mixes best."""
+    """Of the methods within `TIE` of the fastest, the one with the largest spectral gap."""
     fastest_s = min(r.prediction.mean_s for r in ranked)
     return max((r for r in ranked if r.prediction.mean_s <= TIE * fastest_s), key=lambda r: (r.gap, -r.prediction.mean_s))
 
 
 def verdict(cluster: Cluster, workload: Workload, ranked: Sequence[Ranked]) -> str:
-    """One or two plain sentences: whether decentralization pays on this cluster, and below which bandwidth it does.
+    """One or two sentences that say whether decentralized training pays on this cluster, and below which bandwidth it does.
+
+    It is compared with the fastest *exact* all-reduce, in one message or in buckets. All-reduce one step stale is mentioned
+    separately, since it changes the algorithm as well.
 
     Args:
-        cluster, workload: as they were ranked.
-        ranked: from `rank`; with an all-reduce and a gossip method at least.
+        cluster: as given to `rank`.
+        workload: as given to `rank`.
+        ranked: from `rank`.
 
-    The yardstick is the fastest *exact* all-reduce, in one message or in buckets; one-step-stale all-reduce is told apart,
-    since it changes the algorithm as well.
+    Raises:
+        ValueError: if there is no exact all-reduce or no gossip among the ranked methods.
     """
     reduces, mixing = [r for r in ranked if r.method.message == GRADIENTS], [r for r in ranked if r.is_gossip]
     exact, stale = [r for r in reduces if not r.method.overlap], [r for r in reduces if r.method.overlap]
@@ -151,7 +157,7 @@ def verdict(cluster: Cluster, workload: Workload, ranked: Sequence[Ranked]) -> s
 
 
 def _threshold(cluster: Cluster, workload: Workload, reference: Method, best: Method, pays: bool) -> str:
-    """At which bandwidth between nodes (inside, if there is one node) the answer changes, by bisection."""
+    """A sentence about the bandwidth at which the answer changes, found by bisection."""
 
     def gain(bandwidth_Bps):
         changed = _at_bandwidth(cluster, bandwidth_Bps)
@@ -176,7 +182,7 @@ def _threshold(cluster: Cluster, workload: Workload, reference: Method, best: Me
 
 
 def _links(cluster: Cluster) -> str:
-    """The links whose bandwidth is varied: those between nodes, or inside if there is one node."""
+    """The field of the links whose bandwidth is varied: between nodes, or inside if there is one node."""
     return "inter" if cluster.num_nodes > 1 else "intra"
 
 
@@ -192,9 +198,9 @@ def shown_rate(bandwidth_Bps: float) -> str:
 
 
 class Regions(NamedTuple):
-    """Which of M methods is to be preferred at V variations and B bandwidths."""
+    """Which of M methods to prefer at V variations of compute time and B bandwidths."""
 
-    methods: list[Method]  # in order of preference: exact ones first, then by spectral gap
+    methods: list[Method]  # in order of preference: all-reduce first, then by spectral gap
     time_s: np.ndarray  # [M, V, B], mean per iteration
     winner: np.ndarray  # [V, B], index of the first method that is within 3 % of the fastest
 
@@ -206,11 +212,11 @@ def regions(
     bandwidth_Bps: Sequence[float] | np.ndarray,
     variation: Sequence[float] | np.ndarray,
 ) -> Regions:
-    """Predicts methods over bandwidths and variations of compute time; all bandwidths in one simulation.
+    """The fastest of several methods at each bandwidth and variation of compute time.
 
     Args:
-        cluster: what else is fixed.
-        workload: its own jitter is replaced.
+        cluster: gives everything but the bandwidth.
+        workload: gives everything but the jitter.
         methods: those to compare; no communication is left out.
         bandwidth_Bps: B bandwidths between nodes (inside, if there is one node).
         variation: V coefficients of variation of compute times (log-normal).
@@ -242,17 +248,17 @@ def regions(
 
 
 class Timeline(NamedTuple):
-    """One iteration of N workers, seconds from when the first of them starts it."""
+    """Times of events in one iteration of N workers, in seconds from when the first of them starts it."""
 
     start_N: np.ndarray
-    computed_N: np.ndarray  # its gradient is done
-    end_N: np.ndarray  # the next iteration starts
-    launched_N: np.ndarray  # the exchange that is needed in this iteration; nan if there is none
-    arrived_N: np.ndarray
+    computed_N: np.ndarray  # when the gradient is done
+    end_N: np.ndarray  # when the next iteration starts
+    launched_N: np.ndarray  # when the exchange that this iteration needs is sent; nan if there is none
+    arrived_N: np.ndarray  # when all of it has arrived
 
 
 def timeline(cluster: Cluster, workload: Workload, method: Method) -> Timeline:
-    """One iteration, from a simulation. Methods that are compared share their compute times."""
+    """The times of one iteration, from a simulation in which all methods have the same compute times."""
     compute = workload.jitter.sample(np.random.default_rng(0), workload.compute_s, (SHOWN + 2, 1, cluster.num_workers))
     start, computed, launched, arrived = (times[:, 0] for times in model.simulate(cluster, workload, method, compute))
     times_N = (start[SHOWN], computed[SHOWN], start[SHOWN + 1], launched[SHOWN], arrived[SHOWN])

@@ -1,4 +1,4 @@
-"""Which layout of workers × stages × tensor, and what to send in it? Ranks divisions of a model over a cluster's devices."""
+"""Ranks layouts, workers × stages × tensor, of a model on a cluster's devices, and what to compress in each."""
 
 from collections.abc import Sequence
 import dataclasses
@@ -12,18 +12,18 @@ from decjax.costmodel.method import all_reduce, gossip, graphs, no_communication
 from decjax.costmodel.profile import Cluster
 from decjax.costmodel.transformer import Transformer, low_rank_ratio
 
-BOUNDARY_RANK, WORKERS_RANK = 16, 128  # of Optimus-CC's runs, arXiv 2301.09830
+BOUNDARY_RANK, WORKERS_RANK = 16, 128  # as in the experiments of Optimus-CC, arXiv 2301.09830
 
 
 class RankedLayout(NamedTuple):
-    """A layout with what it takes on a cluster.
+    """A layout with its predicted time and memory on a cluster.
 
-    What is sent is called "all-reduce" or by its graph, with "CB" (compressed backpropagation), "FE" (fused embedding
-    synchronization) and "SC k" (the first k stages send low-rank gradients; "PowerSGD" where there is only one).
+    Names of what is sent are "all-reduce" or a topology, with "CB" (compressed backpropagation), "FE" (fused embedding
+    synchronization) and "SC k" (the first k stages send low-rank gradients; "PowerSGD" where there is one stage only).
     """
 
     layout: DeviceLayout
-    name: str  # of what is sent
+    name: str  # of what is sent, see above
     prediction: LayoutPrediction
     memory: Footprint  # of the fullest device
     speedup: float  # time of the fastest layout with plain all-reduce ÷ time of this one
@@ -35,13 +35,13 @@ def layouts(
     """All divisions of devices into workers × stages × tensor that the model allows.
 
     Args:
-        model: is divided.
-        num_devices: of all axes together.
+        model: what is divided.
+        num_devices: workers × stages × tensor.
         microbatch_size: sequences in a microbatch.
-        **options: of `DeviceLayout`; chunks count where there are stages to interleave.
+        **options: further fields of `DeviceLayout`; layouts of one stage ignore schedule and chunks.
 
     Returns:
-        The layouts, and for the others the reason why not.
+        The layouts, and for the others, by name, the reason why the model does not allow them.
     """
     found, refused = [], {}
     divisors = [d for d in range(1, num_devices + 1) if num_devices % d == 0]
@@ -73,11 +73,11 @@ def compressions(
     boundary_rank: int = BOUNDARY_RANK,
     workers_rank: int = WORKERS_RANK,
 ) -> dict[str, Traffic]:
-    """All-reduce plain, and with one part of Optimus-CC after the other, as far as the layout has a use for them.
+    """By name: plain all-reduce, and all-reduce with more and more parts of Optimus-CC, as far as the layout has a use for them.
 
-    CB sends gradients that stages wait for as low-rank matrices of a device's share; FE averages a tied embedding at once; SC
-    sends low-rank gradients between workers from the first k stages, k by `choose_compressed_stages`. Their codecs are called
-    "low_rank" and "powersgd" where the cluster tells codecs apart.
+    CB sends those gradients for which stages wait as low-rank matrices; FE averages a tied embedding over all its holders at once;
+    SC sends low-rank gradients between workers in the first k stages, with k from `choose_compressed_stages`. On clusters with a
+    speed for each codec, theirs are those of "low_rank" and "powersgd".
     """
     name, traffic = "all-reduce", Traffic(all_reduce(layout.workers))
     variants = {name: traffic}
@@ -100,7 +100,7 @@ def compressions(
 def gossips(
     cluster: Cluster, layout: DeviceLayout, topologies: Sequence[str], orders: Sequence[str], boundaries: dict[str, Boundary]
 ) -> dict[str, Traffic]:
-    """Gossip between pipelines over each topology that exists for so many workers, with each way to send gradients back."""
+    """By name: gossip between pipelines over each topology that exists for so many workers, with each compression of `boundaries`."""
     local_size = max(1, cluster.workers_per_node // (layout.tensor * (layout.stages if layout.inner == "stage" else 1)))
     found, _ = graphs(topologies if layout.workers > 1 else (), layout.workers, local_size)
     return {
@@ -121,21 +121,27 @@ def rank_layouts(
     boundary_rank: int = BOUNDARY_RANK,
     workers_rank: int = WORKERS_RANK,
 ) -> tuple[list[RankedLayout], dict[str, str]]:
-    """Predicts every layout with every way to send, fastest first.
+    """All layouts, with every way to compress or to mix, by their predicted time, fastest first.
 
     Args:
-        cluster: as large as the layouts, with `flops`; layouts that need more than its `memory_bytes` are refused.
+        cluster: of as many workers as the layouts have devices, with `flops`; layouts that need more than `memory_bytes` are left out.
         model: what is trained.
-        candidates: e.g. from `layouts`.
-        topologies, orders: of gossip between pipelines; none: all-reduce only.
-        boundary_rank, workers_rank: see `compressions`.
+        candidates: layouts, such as those of `layouts`.
+        topologies: names of topologies for gossip between pipelines; (): all-reduce only.
+        orders: "awc", "atc" or both, for gossip.
+        boundary_rank: rank of gradients between stages.
+        workers_rank: rank of gradients between workers.
 
     Returns:
-        The ranking; and for layouts that do not fit (or, after " with ", for ways to send that do not), what they need.
+        The ranking; and for layouts (or "layout with what is sent") that do not fit into memory, the bytes that they need.
+
+    Raises:
+        ValueError: if the cluster has no `flops`.
     """
     if cluster.flops is None:
         raise ValueError(
-            f"cluster {cluster.name!r} does not tell flops, which the time of a pass follows from; enter what a device sustains"
+            f"cluster {cluster.name!r} does not tell flops, from which the time of a pass follows; enter the operations per second "
+            "that a device sustains"
         )
     rows: list[tuple[DeviceLayout, str, LayoutPrediction, Footprint]] = []
     refused = {}
@@ -158,7 +164,7 @@ def rank_layouts(
 
 
 def _excess(cluster: Cluster, held: Footprint) -> str:
-    """What a device needs and does not have; empty if it has it."""
+    """The reason why a layout does not fit into a device's memory; empty if it fits."""
     if cluster.memory_bytes is None or held.total <= cluster.memory_bytes:
         return ""
     parts = ", ".join(f"{name} {value / 1e9:.3g}" for name, value in held._asdict().items() if name != "stage" and value)

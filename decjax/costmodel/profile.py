@@ -1,8 +1,8 @@
-"""What the cost model is told: a cluster, a workload, how compute times vary. Plain data, with a JSON form.
+"""Inputs of the cost model: a cluster, a workload, and how compute times vary. Plain data, with a JSON form.
 
 A *profile* is one JSON object: the fields of `Cluster`, and optionally a measured `Workload` under "workload". It is measured
-(launch.calibrate), fitted to timings (`calibrate`) or written by hand from datasheets. Units stand in the names; bytes per
-second, not bits.
+(launch.calibrate), fitted to timings (`calibrate`) or written by hand from datasheets. Names of fields end in their unit; `_Bps` is
+bytes per second, not bits.
 
     {"name": "box", "num_nodes": 4, "workers_per_node": 1,
      "intra": {"latency_s": 2e-6, "bandwidth_Bps": 5e9}, "inter": {"latency_s": 1e-3, "bandwidth_Bps": 2.5e7},
@@ -17,12 +17,12 @@ from typing import Any
 import numpy as np
 
 JITTERS = ("constant", "normal", "exponential", "lognormal", "trace")
-LARGEST = 1e18  # of any number, and its inverse is the smallest positive one: what is beyond is a mistake, and would overflow
+LARGEST = 1e18  # positive numbers lie between 1/LARGEST and LARGEST: others are mistakes, and would overflow
 MAX_BUCKETS = 256
 
 
 def check_number(what: str, value: Any, *, low: float = 0.0, positive: bool = False, fix: str = "") -> float:
-    """`value` as a float; refused unless it is a number ≥ low (> low if `positive`) within `LARGEST`."""
+    """`value` as a float; ValueError unless it is a number ≥ low (> low if `positive`) within `LARGEST`."""
     is_number = isinstance(value, int | float | np.number) and not isinstance(value, bool)
     if not is_number or not (value > low if positive else value >= low):
         bound = f"{'above' if positive else 'at least'} {low:g}"
@@ -33,7 +33,7 @@ def check_number(what: str, value: Any, *, low: float = 0.0, positive: bool = Fa
 
 
 def check_count(what: str, value: Any, low: int, fix: str = "", high: int = 2**40) -> None:
-    """Refuses what is not a whole number of low … high."""
+    """Raises ValueError unless `value` is a whole number from `low` to `high`."""
     is_count = isinstance(value, int | np.integer) and not isinstance(value, bool)
     if not is_count or not low <= value <= high:
         bound = f"of at most {high}" if is_count and value > high else f"of at least {low}"
@@ -41,20 +41,25 @@ def check_count(what: str, value: Any, low: int, fix: str = "", high: int = 2**4
 
 
 def check_type(what: str, value: Any, kind: type, must: str) -> None:
-    """Refuses what is of another type, saying what it must be."""
+    """Raises ValueError, saying what it `must` be, unless `value` is of that type."""
     if not isinstance(value, kind):
         raise ValueError(f"{what}={shown(value)} must be {must}")
 
 
 def shown(value: Any) -> str:
-    """A value in an error's line."""
+    """`repr(value)` for an error message, cut to 60 characters."""
     text = " ".join(repr(value).split())
     return text if len(text) <= 60 else text[:57] + "…"
 
 
 @dataclasses.dataclass(frozen=True)
 class Link:
-    """A class of links: a message of b bytes takes α + b/β, α = `latency_s` ≥ 0, β = `bandwidth_Bps` > 0 in one direction."""
+    """A kind of link: a message of b bytes takes α + b/β seconds.
+
+    Args:
+        latency_s: α ≥ 0, seconds.
+        bandwidth_Bps: β > 0, bytes per second in one direction.
+    """
 
     latency_s: float
     bandwidth_Bps: float
@@ -66,21 +71,22 @@ class Link:
 
 @dataclasses.dataclass(frozen=True)
 class Cluster:
-    """Nodes of workers. Worker i is on node i div L; blocks of L consecutive workers share a node and its NIC.
+    """Nodes of workers. Each L consecutive workers share a node and its NIC: worker i is on node i div L.
 
     Args:
-        name: what tables call it.
-        num_nodes, workers_per_node: how many; the latter is L.
+        name: shown in tables.
+        num_nodes: number of nodes.
+        workers_per_node: L, workers on each node.
         intra: the link of *one worker* to the others of its node (NVLink, PCIe, shared memory).
-        inter: the NIC of *one node*: what its workers send to other nodes at the same time shares `bandwidth_Bps`.
-        full_duplex_pairs: False where two workers that exchange with each other take turns, twice the time: a raw
-            permutation over gloo does; decjax's own exchanges between CPU processes do not.
+        inter: the NIC of *one node*: all that its workers send to other nodes at the same time shares `bandwidth_Bps`.
+        full_duplex_pairs: False where two workers that exchange with each other take turns, and so twice the time, as with a raw
+            permutation over gloo; decjax's own exchanges between CPU processes do not.
         all_reduce_efficiency: fraction of the bandwidth that reductions over a group reach, in (0, 1].
-        hierarchical_all_reduce: True where reductions over several nodes work inside nodes first, so that 2(m−1)/m of the
+        hierarchical_all_reduce: True where reductions over several nodes reduce inside nodes first, so that 2(m−1)/m of the
             bytes leave each of m nodes; False where one ring runs through all n workers, with 2(n−1)/n.
         codec_Bps: bytes of parameters that a worker encodes and decodes per second: one number for all codecs, or one for
-            each by name; None: codecs cost no time.
-        flops: floating-point operations per second that a worker sustains; only to guess compute times. None: unknown.
+            each by name; None: codecs take no time.
+        flops: floating-point operations per second that a worker sustains, to estimate compute times; None: unknown.
         memory_bytes: memory of a worker; None: unknown.
     """
 
@@ -118,26 +124,27 @@ class Cluster:
 
     @property
     def num_workers(self) -> int:
+        """N, the number of workers on all nodes."""
         return self.num_nodes * self.workers_per_node
 
     def codec_rate(self, codec: str = "") -> float | None:
-        """Bytes of parameters per second that a worker encodes and decodes; None: no time. Refuses codecs unknown to it."""
+        """Bytes of parameters per second that a worker encodes and decodes; None: it takes no time. ValueError if it is not known."""
         if not isinstance(self.codec_Bps, dict):
             return self.codec_Bps
         if codec not in self.codec_Bps:
             raise ValueError(
-                f"codec {codec!r}: the profile {self.name!r} tells codecs apart, and knows "
-                f"{', '.join(self.codec_Bps)}; name one of them"
+                f"codec {codec!r}: the profile {self.name!r} has a speed for each codec, but none for this one; use one of "
+                f"{', '.join(self.codec_Bps)}"
             )
         return self.codec_Bps[codec]
 
     def coding_s(self, num_bytes: float, codec: str = "") -> float:
-        """Seconds that a worker takes to encode and decode so many bytes of parameters."""
+        """Seconds that a worker takes to encode and decode `num_bytes` of parameters."""
         rate_Bps = self.codec_rate(codec)
         return num_bytes / rate_Bps if rate_Bps else 0.0
 
     def resize(self, num_workers: int) -> "Cluster":
-        """The same cluster with more or fewer whole nodes; fewer workers than a node has shrink the node."""
+        """The same cluster with another number of nodes, or one smaller node; ValueError unless the workers fill whole nodes."""
         check_count("workers", num_workers, 1)
         per_node = min(self.workers_per_node, num_workers)
         if num_workers % per_node:
@@ -148,20 +155,20 @@ class Cluster:
 
 @dataclasses.dataclass(frozen=True)
 class Jitter:
-    """How the compute time of a worker's step varies around its nominal C, independently over workers and steps.
+    """How the compute time of a worker's step varies around its nominal value C, independently over workers and steps.
 
         constant     C
         normal       max(0, C + s Z)                         Z standard normal
         exponential  C + s E                                 E standard exponential: mean C + s
         lognormal    C exp(σZ − σ²/2), σ² = ln(1 + (s/C)²)   mean C, standard deviation s
-        trace        drawn with replacement from `trace_s`, which are whole compute times; C does not matter
+        trace        drawn with replacement from the compute times `trace_s`; C is not used
 
     Args:
         kind: one of the above.
-        scale_s: s.
-        trace_s: measured compute times, forward and backward.
-        slow_workers: how many persistent stragglers there are, the first workers.
-        slow_factor: how much longer these compute in every step, ≥ 1.
+        scale_s: s, seconds.
+        trace_s: measured compute times of forward and backward together, seconds.
+        slow_workers: number of workers, the first ones, that are slow in every step.
+        slow_factor: factor ≥ 1 by which these take longer.
     """
 
     kind: str = "constant"
@@ -198,7 +205,7 @@ class Jitter:
         return self.slow_workers == 0 or self.slow_factor == 1
 
     def sample(self, rng: np.random.Generator, nominal_s: float, shape: tuple[int, ...]) -> np.ndarray:
-        """Compute times in seconds, [..., N] = `shape`, for a nominal C = `nominal_s` > 0."""
+        """Random compute times in seconds, of shape [..., N], for a nominal C = `nominal_s` > 0."""
         if self.kind == "trace":
             times_s = rng.choice(np.asarray(self.trace_s), shape)
         elif self.kind == "normal":
@@ -222,16 +229,16 @@ def _numbers(what: str, values: Any) -> tuple[float, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class Compressed:
-    """A compressed form of a workload's messages.
+    """A measured compressed form of a workload's messages.
 
     Args:
-        name: what tables call it.
-        num_workers: among how many it was measured.
-        topology: of gossip, from the catalogue; empty: gradients are averaged over all workers.
-        ratio: bytes that workers send ÷ those of the same exchange without compression.
-        coding_s: what a worker computes to compress and decompress, seconds per step.
-        latencies: how often the latency of the uncompressed exchange: 2 for two sums one after the other; ½ where
-            messages are gathered, which is half of a sum.
+        name: shown in tables.
+        num_workers: number of workers among which it was measured.
+        topology: name of the topology for gossip; empty: gradients are averaged over all workers.
+        ratio: bytes that workers send ÷ bytes of the same exchange without compression.
+        coding_s: seconds per step that a worker takes to compress and decompress.
+        latencies: how many times the latency of the uncompressed exchange it takes: 2 for two sums one after the other; ½ for a
+            gather, which is half of a sum.
     """
 
     name: str
@@ -252,16 +259,16 @@ class Compressed:
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
-    """One worker's iteration without communication. Buckets are in the order in which their gradients get ready.
+    """One worker's iteration without communication. Buckets are in the order in which their gradients are computed.
 
     Args:
-        forward_s: F, time of the forward pass in seconds.
-        backward_s: B_b, time of the backward pass until bucket b is ready, counted from bucket b − 1.
+        forward_s: F, seconds of the forward pass.
+        backward_s: B_b, seconds of the backward pass from bucket b − 1 until bucket b is ready.
         num_bytes: bytes of each bucket's parameters, as they travel uncompressed.
-        optimizer_s: time of the optimizer, over all buckets.
-        combine_s: time to join what has arrived with the worker's own parameters, over all buckets.
+        optimizer_s: seconds of the optimizer, all buckets together.
+        combine_s: seconds to combine arrived parameters with the worker's own, all buckets together.
         jitter: how F + Σ B_b varies.
-        compressed: forms that its messages may have.
+        compressed: compressed forms of its messages that were measured.
     """
 
     forward_s: float
@@ -291,14 +298,14 @@ class Workload:
 
     @property
     def compute_s(self) -> float:
-        """C = F + Σ B_b, nominal."""
+        """C = F + Σ B_b, nominal seconds of forward and backward."""
         return self.forward_s + sum(self.backward_s)
 
     @property
     def total_bytes(self) -> float:
-        """P in bytes."""
+        """Bytes of all parameters."""
         return sum(self.num_bytes)
 
     def one_bucket(self) -> "Workload":
-        """The same with everything in one message."""
+        """The same workload with all parameters in one message."""
         return dataclasses.replace(self, backward_s=(sum(self.backward_s),), num_bytes=(self.total_bytes,))

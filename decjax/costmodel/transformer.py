@@ -1,12 +1,12 @@
-"""A decoder-only transformer as numbers: parameters, operations, bytes. NumPy only; nothing here knows a cluster.
+"""Parameters, operations and bytes of a decoder-only transformer. NumPy only.
 
 Counts are per layer and per device of the tensor axis, which splits the heads, the hidden width and the vocabulary
 (Megatron's layout). Letters: B sequences of T tokens in a microbatch, D width, F hidden width, H heads, V vocabulary.
 
-    parameters of a layer      4D² + 2DF                       and 2D of norms
-    operations forward         BT (8D² + 4DF) + 4BT²D          8D²: queries, keys, values, output; 4BT²D: scores and their use
-    of the head                2BTDV
-    backward                   twice as many; once more forward if activations are computed anew
+    parameters of a layer             4D² + 2DF                  and 2D of norms
+    operations of its forward pass    BT (8D² + 4DF) + 4BT²D     8D²: queries, keys, values, output; 4BT²D: attention scores and sums
+    operations of the head            2BTDV
+    operations of a backward pass     twice those of the forward pass; three times if activations are recomputed
 """
 
 from collections.abc import Iterator
@@ -14,16 +14,16 @@ import dataclasses
 
 from decjax.costmodel.profile import check_count, check_number
 
-# Values that a layer keeps of one token for its backward pass: multiples of D on every device, of D and of F that the tensor
-# axis splits, and whether attention's scores are kept, before and behind the softmax. Of "none" and "products" the sums are
-# those that XLA's memory analysis gives for `decjax.models` without and with its rematerialization.
+# Values that a layer keeps for each token until its backward pass, by remat: multiples of D on every device, multiples of D and of F
+# that the tensor axis splits, and whether attention scores are kept, before and after the softmax. For "none" and "products" the sums
+# are those that XLA's memory analysis gives for `decjax.models` without and with rematerialization.
 KEPT = {"none": (6, 12, 6, True), "products": (2, 3, 1, False), "layers": (1, 0, 0, False)}
 
 
 def low_rank_ratio(rows: float, columns: float, rank: int) -> float:
-    """IJ / (R(I + J)): values of an I×J matrix ÷ those of its factors of rank R.
+    """IJ / (R(I + J)): the number of values of an I×J matrix ÷ that of its two factors of rank R.
 
-    Example:
+    Examples:
         >>> [round(low_rank_ratio(*view, 16), 1) for view in [(1024, 1920), (1024, 3072), (8192, 1920)]]
         [41.7, 48.0, 97.2]
     """
@@ -32,21 +32,21 @@ def low_rank_ratio(rows: float, columns: float, rank: int) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class Transformer:
-    """A model and what one iteration trains it on.
+    """Sizes of a decoder-only transformer, and of the batch of one iteration.
 
     Args:
-        depth: L layers.
-        width: D.
-        heads: H, which divide the width.
-        vocabulary: V.
-        context: T tokens in a sequence.
+        depth: L, number of layers.
+        width: D, values of a token between layers.
+        heads: H, a divisor of the width.
+        vocabulary: V, number of different tokens.
+        context: T, tokens in a sequence.
         batch_size: sequences in an iteration, over all workers.
-        hidden: F; 0: 4D.
+        hidden: F, values of a token inside the feed-forward block; 0: 4D.
         tied: whether the head is the embedding's transpose.
-        value_bytes: bytes of a value that is computed or sent between devices of a worker: 4 float32, 2 half precision.
-        gradient_bytes: bytes of a parameter's gradient, kept and sent.
-        parameter_bytes: bytes that a device holds of a parameter: 4 float32; 6 where a half-precision copy is held too.
-        moment_bytes: bytes of what the optimizer keeps for a parameter: 8 for the two moments of Adam.
+        value_bytes: bytes of a value that is computed, or sent between devices of a worker: 4 for float32, 2 for half precision.
+        gradient_bytes: bytes per parameter of its gradient, kept and sent.
+        parameter_bytes: bytes per parameter that a device keeps: 4 for float32; 6 with a half-precision copy.
+        moment_bytes: bytes per parameter that the optimizer keeps: 8 for the two moments of Adam.
     """
 
     depth: int
@@ -75,31 +75,32 @@ class Transformer:
 
     @property
     def embedding_parameters(self) -> int:
-        """VD."""
+        """VD, the number of parameters of the embedding."""
         return self.vocabulary * self.width
 
     @property
     def parameters(self) -> int:
+        """Number of parameters of the whole model."""
         return self.depth * int(self.layer_parameters_on(1)) + self.width + (1 if self.tied else 2) * self.embedding_parameters
 
     def matrices(self, tensor: int = 1) -> Iterator[tuple[float, float]]:
-        """(I, J) of a layer's matrices on one device of the tensor axis: columns first, then rows are split."""
+        """The sizes (I, J) of a layer's matrices on one of `tensor` devices; their columns or their rows are split."""
         yield self.width, 3 * self.width / tensor
         yield self.width / tensor, self.width
         yield self.width, self.hidden / tensor
         yield self.hidden / tensor, self.width
 
     def layer_parameters_on(self, tensor: int) -> float:
-        """Parameters of a layer on one device; every device holds the norms."""
+        """Number of parameters of a layer on one of `tensor` devices; each of them holds all norms."""
         return sum(rows * columns for rows, columns in self.matrices(tensor)) + 2 * self.width
 
     def layer_flops(self, microbatch_size: int) -> float:
-        """Operations of a layer's forward pass on a microbatch."""
+        """Floating-point operations of a layer's forward pass on a microbatch."""
         tokens = microbatch_size * self.context
         return 2 * tokens * (4 * self.width**2 + 2 * self.width * self.hidden) + 4 * tokens * self.context * self.width
 
     def head_flops(self, microbatch_size: int) -> float:
-        """Operations of the head's forward pass on a microbatch."""
+        """Floating-point operations of the head's forward pass on a microbatch."""
         return 2 * microbatch_size * self.context * self.embedding_parameters
 
     def boundary_bytes(self, microbatch_size: int) -> float:
@@ -110,10 +111,10 @@ class Transformer:
         """Bytes that a layer keeps of one microbatch for its backward pass, on one device.
 
         Args:
-            microbatch_size: B.
+            microbatch_size: B, in sequences.
             tensor: devices of the tensor axis.
-            remat: "none"; "products": a layer's input and what its matrix products give is kept and the rest computed
-                anew, as `decjax.models` does; "layers": only its input is kept.
+            remat: "none"; "products": a layer's input and the results of its matrix products are kept and the rest is recomputed, as
+                in `decjax.models`; "layers": only its input is kept.
         """
         whole, split, of_hidden, scores = KEPT[remat]
         values = whole * self.width + (split * self.width + of_hidden * self.hidden) / tensor
@@ -122,11 +123,11 @@ class Transformer:
         return microbatch_size * self.context * values * self.value_bytes
 
     def low_rank_ratio(self, rank: int, tensor: int = 1) -> float:
-        """Values of a layer's matrices on one device ÷ what PowerSGD of that rank sends for them.
+        """The number of values of a layer's matrices on one device ÷ the number that PowerSGD of that rank sends for them.
 
-        Matrices with (I + J)R ≥ IJ travel as they are, cf. `reduce.powersgd`.
+        Matrices with (I + J)R ≥ IJ are sent uncompressed, as in `reduce.powersgd`.
 
-        Example:
+        Examples:
             >>> gpt = Transformer(52, 1920, 24, 51200, 1024, 512)
             >>> round(gpt.low_rank_ratio(128, tensor=8), 1)
             4.1

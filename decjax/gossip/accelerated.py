@@ -1,12 +1,4 @@
-"""Accelerated gossip: several rounds a step, with momentum between them.
-
-    z_{r+1} = (1+η) W z_r − η z_{r−1},   z_0 = z_{−1} = x,   η = (1 − √(1−β²)) / (1 + √(1−β²))
-
-β is the second largest modulus of W's eigenvalues. The mean is preserved, and over many rounds disagreement shrinks by about √η a
-round instead of β. Over few rounds it may grow: whether R are enough is checked on W's own eigenvalues.
-
-Reference: Liu and Morse 2011, "Accelerated linear iterations for distributed averaging".
-"""
+"""Accelerated gossip: several rounds a step, with momentum from round to round."""
 
 import math
 
@@ -23,14 +15,23 @@ from decjax.topology import Topology
 
 @registry.register("mixer", "accelerated", topology="ring", needs="static symmetric graph", messages="parameters", memory="none")
 def accelerated(topology: Topology, channel: Channel = Channel(), *, rounds: int = 4) -> Mixer:
-    """Accelerated gossip of R rounds per step on a static graph of symmetric W, see the module's equation.
+    """Accelerated gossip: R rounds per step with momentum between them, on a static graph with symmetric W.
+
+        z_{r+1} = (1+η) W z_r − η z_{r−1},   z_0 = z_{−1} = x,   η = (1 − √(1−β²)) / (1 + √(1−β²))
+
+    β is the second largest modulus of W's eigenvalues. The mean is preserved, and over many rounds disagreement shrinks by a factor
+    of about √η per round instead of β. Over few rounds it may grow; whether R rounds are enough is checked with W's eigenvalues.
 
     Args:
+        topology: static, with symmetric W.
+        channel: how parameters travel.
         rounds: R ≥ 1, rounds per step.
 
     Raises:
         ValueError: if the graph varies in time or W is not symmetric, where the recursion stalls or diverges, or if R plain
             rounds contract at least as well on this graph.
+
+    Reference: Liu and Morse 2011, "Accelerated linear iterations for distributed averaging".
     """
     check_rounds(rounds)
     if topology.period != 1 or not topology.is_symmetric:
@@ -57,7 +58,7 @@ def accelerated(topology: Topology, channel: Channel = Channel(), *, rounds: int
 
 
 def _momentum(topology: Topology, rounds: int) -> float:
-    """η, if so many rounds gain by it."""
+    """η for this graph; ValueError if it gains nothing over `rounds` plain rounds."""
     W_NxN = topology.matrix(0)
     # Eigenvalues of disagreement: of W without that of the mean.
     eigenvalues = np.linalg.eigvalsh(W_NxN - np.full_like(W_NxN, 1 / topology.num_workers))

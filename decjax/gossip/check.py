@@ -1,6 +1,6 @@
-"""The exchange check: do messages arrive, before any training relies on it?
+"""The exchange check: tests that messages arrive unchanged, before training relies on them.
 
-A compiler defect on some GPU builds returns zeros for permutations with several cycles; training on such data goes wrong silently.
+A compiler defect on some GPU builds returns zeros for permutations with several cycles; training on such data fails silently.
 """
 
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from decjax import mesh
 from decjax.gossip.rounds import member_pairs, mix_round
 from decjax.topology import Topology
 
-DTYPES = (np.uint8, np.uint16, np.uint32, np.float32)  # What messages are made of, coded ones and whole ones.
+DTYPES = (np.uint8, np.uint16, np.uint32, np.float32)  # the types of the arrays in messages, encoded or not
 BROKEN = "the exchange is broken on this backend"
 FIX = {
     "stage": "refusing to train on wrong data (try another jax or driver version)",
@@ -25,14 +25,18 @@ Permutations = Sequence[Sequence[tuple[int, int]]]
 
 
 def check_exchange(workers: mesh.Workers, topology: Topology, permutations: Permutations | None = None) -> None:
-    """Sends known values along every permutation and worker indices through every round, and looks at what arrives.
+    """Tests that every round and every permutation of messages brings known values to the right workers.
 
-    Each round mixes the one-hot vector of the worker's index, so that row i of W must arrive at worker i. Each permutation moves
-    values of every type that messages are made of. Permutations are pairs (source, target) of workers, as `Mixer.permutations`;
-    None: those of the topology's shifts.
+    Each round mixes the one-hot vectors of the workers' indices, so that row i of W must arrive at worker i. Each permutation sends
+    values of all types that messages have.
+
+    Args:
+        workers: those whose exchanges are tested.
+        topology: its rounds are tested.
+        permutations: lists of pairs (source, target) of workers, as `Mixer.permutations`; None: those of the topology's shifts.
 
     Raises:
-        RuntimeError: naming the phase or the source, and the worker that received something else.
+        RuntimeError: if other values arrive; it names the phase or the source, and the worker that received them.
     """
     n = workers.num_workers
     if permutations is None:
@@ -58,7 +62,7 @@ def check_exchange(workers: mesh.Workers, topology: Topology, permutations: Perm
 
 
 def check_stage_exchange(workers: mesh.Workers, permutations: Permutations) -> None:
-    """Sends known values from stage to stage of every worker, and raises RuntimeError, as `check_exchange` does between workers."""
+    """As `check_exchange`, for permutations of messages between the pipeline stages of every worker: pairs (source, target)."""
     _check_permutations(workers, permutations, mesh.STAGES, "stage")
 
 

@@ -1,11 +1,11 @@
-"""What compressed gossip has in common.
+"""What mixers with a codec share.
 
-Every mixer here rests on one operation, the pull of neighbours on what messages stand for, Σ_j w_ij c_j − c_i. Both ends decode the
-same message, so pulls add up to zero over workers, and the mean of the parameters stays what it is whatever a codec loses. Mixers
-differ in what is encoded, in what is remembered, and in what the pull is added to: in their `Scheme`.
+They are all built on one operation, the pull of neighbours, Σ_j w_ij c_j − c_i, where c_j is the decoded message of worker j. Both ends
+decode the same message, so pulls add up to zero over workers, and the mean of the parameters is preserved whatever a codec loses.
+Mixers differ in their `Scheme`: what is encoded, what is remembered, and how the pull changes the parameters.
 
-Memories start from the parameters that `init` is given, which have to be the same on all workers; afterwards parameters may be
-anything. Members of a node (topologies with L > 1) average exactly, and each exchanges its share of the mean.
+Memories are initialized from the parameters that `init` is given, which have to be the same on all workers. Members of a node
+(topologies with L > 1) average exactly, and each exchanges its share of the mean.
 """
 
 from collections.abc import Callable
@@ -25,44 +25,50 @@ from decjax.topology import Round, Topology
 
 
 class CompressedState(NamedTuple):
-    """State of a mixer whose messages are encoded as it sends them."""
+    """State of mixers with a codec, other than `dcd`.
 
-    count: jax.Array  # int32 scalar, exchanges so far: noise is a function of (seed, node, count)
-    codec: tuple  # the codec's state for each bucket
-    memory: tuple  # the scheme's memory for each round of the period (or one for all), and for each bucket
+    Attributes:
+        count: int32 scalar, exchanges so far; random numbers are a function of (seed, node, count).
+        codec: the codec's state for each bucket.
+        memory: what the mixer remembers for each round of the period (or once for all rounds), and in it for each bucket.
+    """
+
+    count: jax.Array
+    codec: tuple
+    memory: tuple
 
 
 class Scheme(NamedTuple):
-    """What is encoded of a flat array, what is remembered of it, and how the pull enters."""
+    """What a mixer encodes of a bucket x, what it remembers, and how it mixes."""
 
-    init: Callable[[jax.Array, Any], Any]  # (x, what the row of W adds up to) -> memory
-    encoded: Callable[[jax.Array, Any], jax.Array]  # (x, memory) -> what is encoded
+    init: Callable[[jax.Array, Any], Any]  # (x, row sum of W) -> memory
+    encoded: Callable[[jax.Array, Any], jax.Array]  # (x, memory) -> the array that is encoded
     merge: Callable[[jax.Array, jax.Array, jax.Array, Any], tuple[jax.Array, Any]]  # (x, c, pull(c), memory) -> mixed, memory
     per_round: bool = False  # whether each round of the period has a memory of its own
 
 
 def checked_channel(name: str, topology: Topology, channel: Channel, codec: codecs.Codec | str | None) -> Coded:
-    """The channel with the codec of a mixer, whose messages have to fit the topology."""
+    """The channel with a mixer's codec; ValueError if the codec's messages do not fit the topology."""
     made: codecs.Codec = registry.make("codec", codec)
     fits.check_messages(name, topology, made)
     return coded_channel(topology, channel, made)
 
 
 def coded_channel(topology: Topology, channel: Channel, codec: codecs.Codec) -> Coded:
-    """The channel with a codec; whether its messages fit the topology is not checked."""
+    """As `checked_channel`, for a codec that is built already, and without the check."""
     group_size = max((round_.group_size for round_ in topology.rounds if not is_mean(round_)), default=1)
     return channel.coded(codec, group_size, common_multiple(topology))
 
 
 def num_bytes(wire: Coded, topology: Topology, indices: list[int], params: Any) -> np.ndarray:
-    """Bytes that each worker sends in the given rounds, [N]."""
+    """Bytes that each worker sends in the rounds of the given indices together, [N]."""
     layout = wire.layout(params)
     return step_bytes(topology, indices, layout, wire.num_bytes(layout))
 
 
 @dataclasses.dataclass(frozen=True)
 class CodedGossip:
-    """R rounds a step, in each of which a message of every bucket travels to neighbours."""
+    """Gossip of R rounds a step, in each of which every bucket is encoded and sent to the neighbours."""
 
     topology: Topology
     wire: Coded
@@ -100,7 +106,7 @@ class CodedGossip:
         return layout.unpack(vectors, like=params), state
 
     def _mixed(self, round_: Round, codec: codecs.Codec, x_P: jax.Array, state: Any, memory: Any, key: jax.Array | None):
-        """One bucket after one round, with the codec's state and the scheme's memory."""
+        """One bucket after one round, and the new states of the codec and of the scheme."""
         axis, L = self.wire.channel.axis, round_.group_size
         share = axis.scatter_mean(x_P, L).astype(codecs.working_dtype(x_P.dtype))
         message = codec.encode(self.scheme.encoded(share, memory), state, key)
@@ -130,7 +136,7 @@ def compensated(
     rounds: int,
     scheme: Callable[[float], Scheme],
 ) -> Mixer:
-    """Gossip on a doubly stochastic graph, by the scheme of a strength γ that feeds back what a contractive codec loses."""
+    """The mixer of a scheme, given as a function of γ, that needs a doubly stochastic graph and a contractive codec; see `choco`."""
     wire = checked_channel(name, topology, channel, codec)
     fits.check_doubly_stochastic(name, topology)
     fits.check_contractive(name, wire.codec)

@@ -1,12 +1,4 @@
-"""DCD-PSGD: a worker moves by what its message says, so that its neighbours hold its very parameters.
-
-    x½_i = Σ_j w_ij x_j + u_i     c_i = C(x½_i − x_i)     x_i <- x_i + c_i
-
-u_i is the local step, taken at x_i in order "awc", where c_i travels while the next gradient is taken; in order "atc"
-the parameters between steps are Σ_j w_ij x_j. What the codec loses of a step is gone for good: it has to be a fine one.
-
-Reference: Tang et al. 2018, "Communication compression for decentralized training", arXiv 1803.06443, algorithm 1 (DCD-PSGD).
-"""
+"""DCD-PSGD: compressed steps travel, and neighbours hold exact copies of each other's parameters."""
 
 from collections.abc import Sequence
 import dataclasses
@@ -25,13 +17,21 @@ from decjax.topology import Round, Topology
 
 
 class ReplicaState(NamedTuple):
-    """State of `dcd`: parameters are known + the message that is due."""
+    """State of `dcd`; the parameters are x⁻_i plus the decoded message.
 
-    count: jax.Array  # int32 scalar, messages so far
-    codec: tuple  # the codec's state for each bucket
-    message: tuple  # what the next exchange sends, for each bucket
-    known: tuple  # x⁻_i, what neighbours hold of this worker, for each bucket
-    drift: tuple  # d_i = Σ_j w_ij x⁻_j − x⁻_i, for each bucket
+    Attributes:
+        count: int32 scalar, messages so far.
+        codec: the codec's state for each bucket.
+        message: for each bucket what the next exchange sends.
+        known: x⁻_i, the parameters of this worker that its neighbours hold, for each bucket.
+        drift: d_i = Σ_j w_ij x⁻_j − x⁻_i, for each bucket.
+    """
+
+    count: jax.Array
+    codec: tuple
+    message: tuple
+    known: tuple
+    drift: tuple
 
 
 @registry.register(
@@ -39,16 +39,24 @@ class ReplicaState(NamedTuple):
     "dcd",
     topology="ring",
     needs="static doubly stochastic graph, fine codec",
-    messages="coded steps",
+    messages="compressed steps",
     memory="2 copies, a message",
 )
 def dcd(topology: Topology, channel: Channel = Channel(), *, codec: codecs.Codec | str = "int8") -> Mixer:
-    """DCD-PSGD: coded steps travel, and neighbours hold each other's very parameters; see the module's equations.
+    """DCD-PSGD: compressed steps travel, and neighbours hold exact copies of each other's parameters.
 
-    The topology is static and doubly stochastic, with one worker to a node.
+        x½_i = Σ_j w_ij x_j + u_i     c_i = C(x½_i − x_i)     x_i <- x_i + c_i
+
+    A worker changes its parameters by its decoded message, so its neighbours can do the same with their copy. u_i is the optimizer's
+    step, computed at x_i in order "awc", where c_i travels while the next gradient is computed; in order "atc" the parameters
+    between steps are Σ_j w_ij x_j. What the codec loses of a step is lost for good, so it must lose little.
 
     Args:
-        codec: C, which keeps 0.9 of the energy of noise at least.
+        topology: static and doubly stochastic, with one worker to a node.
+        channel: how parameters travel.
+        codec: C; it has to keep at least 0.9 of the energy of noise.
+
+    Reference: Tang et al. 2018, "Communication compression for decentralized training", arXiv 1803.06443, algorithm 1.
     """
     wire = checked_channel("dcd", topology, channel, codec)
     fits.check_doubly_stochastic("dcd", topology)
@@ -60,7 +68,7 @@ def dcd(topology: Topology, channel: Channel = Channel(), *, codec: codecs.Codec
         )
     if (kept := fits.typical_contraction(wire.codec)) < fits.FINE:
         raise ValueError(
-            f"mixer 'dcd' loses for good what its codec does, and {wire.codec.name!r} keeps {kept:.2g} of the energy "
+            f"mixer 'dcd' never sends what its codec loses, and {wire.codec.name!r} keeps {kept:.2g} of the energy "
             f"of noise, less than {fits.FINE}; use 'int8', or mixer 'choco'"
         )
     replicas = _Replicas(wire, topology.rounds[0])
@@ -78,7 +86,7 @@ def dcd(topology: Topology, channel: Channel = Channel(), *, codec: codecs.Codec
 
 @dataclasses.dataclass(frozen=True)
 class _Replicas:
-    """Parameters of which neighbours hold a copy."""
+    """The functions of the mixer."""
 
     wire: Coded
     round_: Round
@@ -108,7 +116,7 @@ class _Replicas:
         return mixed, state._replace(codec=states, known=known, drift=drift)
 
     def settle(self, mixed: Any, stepped: Any, state: ReplicaState) -> tuple[Any, ReplicaState]:
-        """Moves by what the next message says of the optimizer's step."""
+        """Encodes the optimizer's step as the next message, and changes the parameters by what is decoded from it."""
         layout = self.wire.layout(stepped)
         steps = [x - known for x, known in zip(layout.pack(stepped, wide=True), state.known)]
         message = self._encoded(layout, steps, state.codec, state.count)

@@ -1,9 +1,4 @@
-"""Plain gossip.
-
-x_i <- Σ_j w_ij x_j                          whole parameters
-x_i <- x_i + Σ_j w_ij (C(x_j) − C(x_i))      what a codec C makes of them: nothing is remembered, so any graph will do, and what
-                                             the codec loses comes back as noise of the size of C(x) − x
-"""
+"""Plain gossip, with or without a codec."""
 
 from typing import Any
 
@@ -17,17 +12,22 @@ from decjax.topology import Topology
 
 
 def differences(gamma: float = 1.0) -> Scheme:
-    """x <- x + γ pull(c) for c = C(x)."""
+    """The scheme of plain gossip: c = C(x); x <- x + γ pull(c)."""
     return Scheme(lambda x, row_sum: (), lambda x, memory: x, lambda x, c, pulled, memory: (x + gamma * pulled, memory))
 
 
-@registry.register("mixer", "exact", needs="doubly stochastic graph", messages="parameters, coded if asked", memory="none")
+@registry.register("mixer", "exact", needs="doubly stochastic graph", messages="parameters, compressed or not", memory="none")
 def exact(topology: Topology, channel: Channel = Channel(), *, rounds: int = 1, codec: codecs.Codec | str | None = None) -> Mixer:
-    """Plain gossip: step t applies rounds tR … tR + R − 1 of the topology; see the module's equations.
+    """Plain gossip: each worker takes a weighted mean of its own and its neighbours' parameters, x_i <- Σ_j w_ij x_j.
+
+    With a codec C it is x_i <- x_i + Σ_j w_ij (C(x_j) − C(x_i)). Nothing is remembered, so the parameters keep an error of the size
+    of C(x) − x. Step t applies rounds tR … tR + R − 1 of the topology.
 
     Args:
+        topology: doubly stochastic; it may vary in time.
+        channel: how parameters travel.
         rounds: R ≥ 1, rounds per step.
-        codec: C, the form of messages between nodes; None: as they are.
+        codec: C, which encodes messages between nodes; None: they are sent as they are.
     """
     if not topology_lib.is_doubly_stochastic(topology):
         raise ValueError(

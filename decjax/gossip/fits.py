@@ -1,4 +1,4 @@
-"""What fits together: which codec a mixer may have on which topology, and how strongly it may mix then."""
+"""Checks which codec fits a mixer and a topology, and derives the mixing strength γ from the codec."""
 
 import math
 
@@ -11,26 +11,25 @@ from decjax import topology as topology_lib
 from decjax.gossip.rounds import is_mean
 from decjax.topology import Topology
 
-# A codec that keeps this share of the energy of noise counts as fine: mixing at full strength is stable with it.
-FINE = 0.9
-NOISE_VALUES = 4096
+FINE = 0.9  # a codec that keeps this fraction of the energy of noise is fine: mixing with γ = 1 is stable with it
+NOISE_VALUES = 4096  # values of noise that this is measured on
 
 
 def check_messages(name: str, topology: Topology, codec: codecs.Codec | None) -> None:
-    """Refuses a codec whose messages a topology does not have, or which are not of one size."""
+    """Raises ValueError if gossip on a topology cannot send a codec's messages, as those of varying size."""
     if codec is None:
         raise ValueError(f"mixer {name!r} needs a codec, which says what its messages are; use codec 'int8', or mixer 'exact'")
     if codec.traits.state_key == "sample":
-        raise ValueError(f"codec {codec.name!r} remembers samples of a batch, which parameters are not; use codec 'int8'")
+        raise ValueError(f"codec {codec.name!r} remembers samples of a batch, so it cannot encode parameters; use codec 'int8'")
     if not codec.traits.static_bytes:
         raise ValueError(
-            f"codec {codec.name!r} has messages of any size up to more than the values themselves, and gossip, whose messages are of "
-            "one size, would send the largest; use 'bounded(raw=False)', with mixer 'exact', or 'int8'"
+            f"codec {codec.name!r} has messages of varying size, and gossip, whose messages all have one size, would send the largest, "
+            "more than the values themselves; use 'bounded(raw=False)' with mixer 'exact', or 'int8'"
         )
     sending = [round_ for round_ in topology.rounds if not is_mean(round_)]
     if not any(round_.shifts for round_ in sending):
         raise ValueError(
-            f"topology {topology.name!r} has no messages that a codec could encode, it averages over all workers; "
+            f"topology {topology.name!r} has no messages that a codec could encode, since it averages over all workers; "
             "use a graph such as 'one_peer_exponential', or no codec"
         )
     sizes = sorted({round_.group_size for round_ in sending})
@@ -47,17 +46,17 @@ def check_messages(name: str, topology: Topology, codec: codecs.Codec | None) ->
 
 
 def check_contractive(name: str, codec: codecs.Codec) -> None:
-    """Refuses a codec that loses more than there is."""
-    unbiased = codec.traits.unbiased  # With ω < 1, what is lost is on average shorter than what is encoded.
+    """Raises ValueError for a codec whose errors, fed back, may grow without bound."""
+    unbiased = codec.traits.unbiased  # With ω < 1, the error is on average smaller than what is encoded.
     if codec.traits.contractive is None and not (unbiased and unbiased(NOISE_VALUES) < 1):
         raise ValueError(
-            f"mixer {name!r} needs a contractive codec, but what {codec.name!r} loses may be longer than what it "
-            "encodes, and is fed back; use 'int8' or another contractive codec, or mixer 'exact'"
+            f"mixer {name!r} needs a contractive codec, but the errors of {codec.name!r}, which are fed back, may exceed what "
+            "it encodes; use 'int8' or another contractive codec, or mixer 'exact'"
         )
 
 
 def check_doubly_stochastic(name: str, topology: Topology) -> None:
-    """Refuses a graph on which the mean would drift."""
+    """Raises ValueError for a graph on which the mean over workers would change."""
     if not topology_lib.is_doubly_stochastic(topology):
         raise ValueError(
             f"mixer {name!r} needs a doubly stochastic graph, but rows or columns of {topology.name!r} do not "
@@ -66,9 +65,9 @@ def check_doubly_stochastic(name: str, topology: Topology) -> None:
 
 
 def typical_contraction(codec: codecs.Codec) -> float:
-    """The share of its energy that a codec keeps of Gaussian noise, 1 − ‖C(x) − x‖²/‖x‖², on 4096 values.
+    """The fraction of the energy of Gaussian noise that a codec keeps: 1 − ‖C(x) − x‖²/‖x‖², measured on 4096 values.
 
-    Declared contractions hold for the worst input, which a codec hardly ever meets. This is what a step size may rely on.
+    The δ in `Traits.contractive` holds for the worst input, which hardly ever occurs; step sizes are derived from this value instead.
     """
     side = math.isqrt(NOISE_VALUES)
     shape = (side, side) if codec.traits.matrix else (NOISE_VALUES,)
@@ -84,7 +83,7 @@ def typical_contraction(codec: codecs.Codec) -> float:
 
 
 def strength(name: str, gamma: float | None, codec: codecs.Codec | None = None) -> float:
-    """γ, or where none is given: 1 for a fine codec, or without one, else half of its typical contraction."""
+    """The mixing strength γ that is given; for None 1 for a fine codec, or without one, else half of its typical contraction."""
     if gamma is None:
         kept = typical_contraction(codec) if codec else 1.0
         gamma = 1.0 if kept >= FINE else max(kept / 2, 1e-3)

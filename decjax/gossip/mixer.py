@@ -1,4 +1,4 @@
-"""What a mixer is, and what may be put around any of them."""
+"""What a mixer is, and wrappers of mixers."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -7,34 +7,34 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-LOCAL = -1  # The phase of a step that does not mix.
+LOCAL = -1
+"""The phase of a step that does not mix."""
 
 
 def is_floating(x: Any) -> bool:
-    """Whether an array is mixed; counters and keys are not."""
+    """Whether an array is mixed: floating-point arrays are, counters and keys are not."""
     return jnp.issubdtype(x.dtype, jnp.floating)
 
 
 class Mixer(NamedTuple):
-    """How parameters are exchanged and combined.
+    """How parameters are mixed: functions that exchange and combine them, called on each worker.
 
     Attributes:
         init: `init(params) -> state`, for parameters that are the same on all workers.
-        exchange: `exchange(params, state, phase) -> received`; the only part that communicates. Without a `combine` of its own, a
-            mixer returns (mixed, state) here.
+        exchange: `exchange(params, state, phase) -> received`, the only part that communicates. Where `combine` is left out, it
+            returns (mixed, state).
         phase: `phase(step) -> phase`, for an int (static) or a traced int32 step.
         phases: all values that `phase` takes, a contiguous range.
-        num_bytes: `num_bytes(params, phase) -> (N,)` bytes that each worker sends, the declared formula.
-        num_workers: N.
-        combine: `combine(params, received, state, phase, step) -> (mixed, state)`; cheap and local. `step` counts all
-            steps, also those that do not mix, as an int or a traced int32. By default it is what was received; `damp` needs the
-            step, which an exchange, compiled for a phase, does not know, and `every` sends nothing where parameters stay.
-        settle: `settle(mixed, stepped, state) -> (params, state)`, local: how the step of the optimizer, from `mixed` to
-            `stepped`, enters the parameters; None: as it is.
-        restart: `restart(average, state) -> state`, local: the state once every worker's parameters have been replaced by their
-            average, which is what all know of each other then; None: as it is.
-        weight: `weight(state) -> y_i`, a scalar: what is preserved, and agreed on, is Σ_i y_i x_i / Σ_i y_i; None: y_i = 1.
-        permutations: pairs (source, target) of workers of every exchange; None: those of its topology.
+        num_bytes: `num_bytes(params, phase) -> (N,)`, bytes that each worker sends, by formula.
+        num_workers: N, the number of workers.
+        combine: `combine(params, received, state, phase, step) -> (mixed, state)`, local and cheap. `step` counts all steps, also
+            those that do not mix, as an int or a traced int32. Left out, it returns what was received.
+        settle: `settle(mixed, stepped, state) -> (params, state)`, local: the parameters after the optimizer has stepped from `mixed`
+            to `stepped`; None: `stepped`.
+        restart: `restart(average, state) -> state`, local: the state after the parameters of all workers have been replaced by their
+            average; None: unchanged.
+        weight: `weight(state) -> y_i`, a scalar: mixing preserves, and workers agree on, Σ_i y_i x_i / Σ_i y_i. None: y_i = 1.
+        permutations: pairs (source, target) of workers of each message; None: those of the topology.
     """
 
     init: Callable[[Any], Any]
@@ -51,12 +51,12 @@ class Mixer(NamedTuple):
 
 
 def mix(mixer: Mixer, params: Any, state: Any, phase: int, step: Any) -> tuple[Any, Any]:
-    """One whole mixing step: exchange, then combine."""
+    """One mixing step, exchange and combine: the mixed parameters and the new state."""
     return mixer.combine(params, mixer.exchange(params, state, phase), state, phase, step)
 
 
 def mix_due(mixer: Mixer, params: Any, state: Any, phase: int | None, step: jax.Array) -> tuple[Any, Any]:
-    """`mix` in the given phase, or, where it is None, in that of a traced step: a conditional over all phases."""
+    """`mix` in the given static phase; if it is None, in the phase of a traced step, by a conditional over all phases."""
     if phase is not None:
         return mix(mixer, params, state, phase, step)
     branches = [lambda params, state, phase=phase: mix(mixer, params, state, phase, step) for phase in mixer.phases]
@@ -66,7 +66,7 @@ def mix_due(mixer: Mixer, params: Any, state: Any, phase: int | None, step: jax.
 
 
 def every(mixer: Mixer, period: int) -> Mixer:
-    """Mixes in steps p−1, 2p−1, … for a period p ≥ 1; the others are local and send nothing.
+    """The mixer that mixes in steps p−1, 2p−1, … only, for a period p ≥ 1; other steps send nothing.
 
     Reference: Zhang et al. 2020, adaptive serverless learning (Adam with gossip in every p-th step, order "atc").
     """
@@ -95,11 +95,14 @@ def every(mixer: Mixer, period: int) -> Mixer:
 
 
 def damp(mixer: Mixer, strength: float | Callable[[jax.Array], jax.Array]) -> Mixer:
-    """Mixes with strength γ: x_i <- γ (Wx)_i + (1−γ) x_i.
+    """The mixer with strength γ: x_i <- γ (Wx)_i + (1−γ) x_i.
 
     Args:
-        mixer: gives Wx; one with weights, which would have to be damped with its values, is refused.
-        strength: γ in [0, 1], or a schedule `step -> γ`. γ = (lr / lr_max)^p follows a learning-rate schedule.
+        mixer: gives Wx; not one with weights, such as `push_sum`.
+        strength: γ in [0, 1], or a schedule `step -> γ`, such as γ = (lr / lr_max)^p for a learning-rate schedule.
+
+    Raises:
+        ValueError: for a constant γ outside [0, 1], or a mixer with weights.
     """
     if not callable(strength):
         if not 0 <= strength <= 1:

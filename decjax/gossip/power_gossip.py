@@ -1,19 +1,4 @@
-"""PowerGossip: differences between neighbours, through a power iteration over the link.
-
-For an edge {i, j} with i < j and a matrix D = X_i − X_j that neither end holds, the two ends know the same q and p, and send
-products of their own matrix only. Even meetings and odd ones take turns:
-
-    even    q̂ = orth(q),  p = X_i q̂ − X_j q̂,      Δ = p q̂ᵀ
-    odd     p̂ = orth(p),  q = X_iᵀ p̂ − X_jᵀ p̂,    Δ = p̂ qᵀ
-
-    X_i <- X_i − w_ij Δ,   X_j <- X_j + w_ij Δ
-
-Δ is the projection of D on R columns, and D is what power iterations across steps follow. Both ends subtract the same
-numbers, so that what one loses the other gains, and the mean stays what it is at any rank.
-
-Reference: Vogels, Karimireddy and Jaggi 2020, "Practical low-rank communication compression in decentralized deep learning",
-arXiv 2008.01425, algorithms 1 and 2.
-"""
+"""PowerGossip: low-rank differences between neighbours, found by a power iteration over each edge."""
 
 from collections.abc import Sequence
 import dataclasses
@@ -33,17 +18,22 @@ from decjax.topology import Round, Topology, coloring
 
 
 class PowerState(NamedTuple):
-    """State of `power_gossip`, of this worker's edge in each matching of each round; the worker at its other end holds the same."""
+    """State of `power_gossip`: factors of this worker's edges; the worker at the other end of an edge holds the same.
 
-    left: tuple  # p_IxR, for each round of the period, each of its matchings and each matrix
-    right: tuple  # q_JxR, likewise
+    Attributes:
+        left: p_IxR for each round of the period, each matching of its edges and each matrix.
+        right: q_JxR, likewise.
+    """
+
+    left: tuple
+    right: tuple
 
 
 class _Matching(NamedTuple):
     """Edges of a round that share no worker."""
 
     pairs: tuple[tuple[int, int], ...]  # both directions of each edge
-    weights_N: np.ndarray  # w of each worker's edge, signed: positive at the lower end; 0 where there is none
+    weights_N: np.ndarray  # w of each worker's edge, positive at the end of lower index, negative at the other; 0: no edge
 
 
 def _matchings(round_: Round) -> tuple[_Matching, ...]:
@@ -67,16 +57,29 @@ def _matchings(round_: Round) -> tuple[_Matching, ...]:
     memory="2 thin matrices an edge",
 )
 def power_gossip(topology: Topology, channel: Channel = Channel(), *, rank: int = 1) -> Mixer:
-    """Gossip of which only R columns travel for each matrix, and each edge; see the module's equations.
+    """PowerGossip: only R columns travel for each matrix and edge, found by a power iteration on the neighbours' difference.
 
-    An array is the matrix I×J that `codecs.matrix_shape` sees in it: a stack of L scanned layers is one of L·I×J, and R columns
-    have to do for all of them. Vectors, and matrices with a side shorter than R, travel as they are; `init` refuses parameters of
-    nothing else. A worker sends I·R or J·R values for a matrix, in turns, to each neighbour. At R = I = J this is plain gossip. Noise
-    fades as workers agree, and full strength is stable at any rank. The topology is symmetric, with one worker to a node, and may vary
-    in time; phases are of twice its period. The channel's seed is that of the first q and p, the same on all workers.
+    For an edge {i, j} with i < j, both ends hold the same p and q, and send products with their own matrix X. Exchanges alternate:
+
+        even    q̂ = orth(q),  p = X_i q̂ − X_j q̂,      Δ = p q̂ᵀ
+        odd     p̂ = orth(p),  q = X_iᵀ p̂ − X_jᵀ p̂,    Δ = p̂ qᵀ
+
+        X_i <- X_i − w_ij Δ,   X_j <- X_j + w_ij Δ
+
+    Δ is the projection of X_i − X_j on R columns. Both ends use the same Δ, so the mean is preserved at any rank, and the error fades
+    as workers agree. A worker sends I·R or J·R values for a matrix, in turns, to each neighbour; at R = I = J this is plain gossip.
+
+    An array is seen as the matrix I×J that `codecs.matrix_shape` gives; a stack of L scanned layers is one matrix L·I×J with R columns
+    for all layers. Vectors, and matrices with a side shorter than R, travel as they are; `init` raises ValueError if nothing else
+    is left. There are twice as many phases as rounds in the period. The channel's seed determines the first p and q.
 
     Args:
+        topology: symmetric, with one worker to a node; it may vary in time.
+        channel: how the columns travel.
         rank: R ≥ 1, columns that travel.
+
+    Reference: Vogels, Karimireddy and Jaggi 2020, "Practical low-rank communication compression in decentralized deep learning",
+    arXiv 2008.01425, algorithms 1 and 2.
     """
     if rank < 1:
         raise ValueError(f"mixer 'power_gossip' with rank={rank}: at least one column has to travel; use rank 1, 2 or 4")
@@ -95,7 +98,7 @@ def power_gossip(topology: Topology, channel: Channel = Channel(), *, rank: int 
 
 @dataclasses.dataclass(frozen=True)
 class _PowerGossip:
-    """What travels over each edge, and what becomes of it. In the first period meetings are even, in the second odd."""
+    """The functions of the mixer. Exchanges of the first period are even, those of the second odd."""
 
     topology: Topology
     channel: Channel
@@ -103,7 +106,7 @@ class _PowerGossip:
     matchings: tuple[tuple[_Matching, ...], ...]  # of each round of the period
 
     def _view(self, x: Any) -> tuple[int, int] | None:
-        """I, J of an array that is a matrix."""
+        """(I, J) of an array that travels by columns; None of one that travels as it is."""
         sides = codecs.matrix_shape(x.shape)
         return sides if is_floating(x) and sides and x.size and self.rank <= min(sides) else None
 
@@ -126,7 +129,7 @@ class _PowerGossip:
         return PowerState(*(tuple(tuple(start(side) for _ in edges) for edges in self.matchings) for side in (0, 1)))
 
     def _message(self, params: Any, bases: Sequence[jax.Array], odd: bool) -> list[jax.Array]:
-        """What a worker sends over an edge: products of its matrices, and the rest as it is."""
+        """What a worker sends over an edge: products of its matrices, and all other arrays as they are."""
         basis = iter(bases)
 
         def product(x, basis_SxR):
@@ -149,8 +152,8 @@ class _PowerGossip:
         return treedef.unflatten([m.astype(x.dtype) for m, x in zip(mixed, leaves)]), state
 
     def _meeting(self, params, mixed, matching: _Matching, known, before, odd: bool) -> tuple[list[jax.Array], tuple]:
-        """One edge of each worker: what is mixed then, and the new p or q."""
-        # Householder's Q is orthonormal whatever it is given, zeros and dependent columns among it.
+        """The mixed arrays, and the new p or q, after each worker has exchanged over its edge in one matching."""
+        # Householder's Q is orthonormal for any input, also for zeros and dependent columns.
         bases = [jnp.linalg.qr(x_SxR)[0] for x_SxR in known]
         own = self._message(params, bases, odd)
         layout = self.channel.layout(own)
@@ -160,7 +163,7 @@ class _PowerGossip:
         for k, x in enumerate(jax.tree.leaves(params)):
             if not is_floating(x):
                 continue
-            # Bit for bit the same at both ends, signs of zeros included: orth follows them, and q̂ must not differ.
+            # Bit for bit the same at both ends, with the signs of zeros, on which orth depends: q̂ must not differ.
             step = difference = jnp.where(weight > 0, own[k] - arrived[k], arrived[k] - own[k])
             if self._view(x):
                 basis_SxR = next(bases)

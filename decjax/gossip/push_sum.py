@@ -1,14 +1,4 @@
-"""Quantized push-sum: on directed graphs, where only columns of A sum to one, workers agree on Σ_i w_i / Σ_i y_i.
-
-    w = y_i z_i     c_i = C(w_i − x̂_i)     x̂_i <- x̂_i + c_i
-    w_i <- w_i + γ (Σ_j a_ij x̂_j − x̂_i)     y_i <- y_i + γ (Σ_j a_ij y_j − y_i)     z_i <- w_i / y_i
-
-z are the parameters: gradients are taken there. A local step u is added to w, so to z as u / y. γ < 1 damps the graph
-itself, A <- γ A + (1−γ) I, for values and weights alike. y travels exactly, one number a message.
-
-References: Taheri et al. 2020, "Quantized decentralized stochastic learning over directed graphs", arXiv 2002.09964; Assran et al.
-2019, "Stochastic gradient push", arXiv 1811.10792.
-"""
+"""Push-sum: gossip on directed graphs, with or without a codec."""
 
 import dataclasses
 from typing import Any, NamedTuple
@@ -30,10 +20,15 @@ from decjax.topology import Topology
 
 
 class PushSumState(NamedTuple):
-    """State of `push_sum`."""
+    """State of `push_sum`.
 
-    weight: jax.Array  # y_i, a scalar of the parameters' dtype
-    values: CompressedState  # of what is mixed, y_i x_i
+    Attributes:
+        weight: y_i, a scalar of the parameters' dtype, float32 or wider.
+        values: state of the gossip of w_i = y_i z_i.
+    """
+
+    weight: jax.Array
+    values: CompressedState
 
 
 @registry.register(
@@ -41,7 +36,7 @@ class PushSumState(NamedTuple):
     "push_sum",
     weights=True,
     needs="column-stochastic graph, contractive codec",
-    messages="coded changes, a weight",
+    messages="compressed changes, a weight",
     memory="a weight; with a codec as choco",
 )
 def push_sum(
@@ -52,14 +47,24 @@ def push_sum(
     gamma: float | None = None,
     rounds: int = 1,
 ) -> Mixer:
-    """Push-sum for directed graphs, quantized if there is a codec; see the module's equations.
+    """Push-sum: gossip on directed graphs, where only columns of W sum to one, with a weight y_i that corrects for it.
 
-    If the topology, column-stochastic, varies in time, each of its rounds keeps estimates of its own.
+        w_i = y_i z_i     c_i = C(w_i − x̂_i)     x̂_i <- x̂_i + c_i
+        w_i <- w_i + γ (Σ_j a_ij x̂_j − x̂_i)     y_i <- y_i + γ (Σ_j a_ij y_j − y_i)     z_i <- w_i / y_i
+
+    a_ij are the entries of W. The parameters are z, at which gradients are computed; workers agree on Σ_i w_i / Σ_i y_i. A step u of
+    the optimizer is added to w_i, and so to z_i as u / y_i. γ < 1 replaces W by γ W + (1−γ) I, for w and y alike. y is sent exactly,
+    one number a message. On a time-varying graph there are estimates x̂ for each round of the period.
 
     Args:
+        topology: column-stochastic; it may vary in time.
+        channel: how parameters travel.
         codec: C, contractive; None: w travels as it is, and nothing is remembered.
         gamma: γ in (0, 1]; None: 1 without a codec or for one that keeps 0.9 of the energy of noise, else half of what it keeps.
         rounds: R ≥ 1, rounds per step.
+
+    References: Taheri et al. 2020, "Quantized decentralized stochastic learning over directed graphs", arXiv 2002.09964; Assran et
+    al. 2019, "Stochastic gradient push", arXiv 1811.10792.
     """
     if not topology_lib.is_column_stochastic(topology):
         raise ValueError(
@@ -75,7 +80,7 @@ def push_sum(
 
 @dataclasses.dataclass(frozen=True)
 class _PushSum:
-    """Gossip of y_i z_i, and of y_i beside it."""
+    """The functions of the mixer: gossip of w_i = y_i z_i, and of y_i."""
 
     values: CodedGossip
     gamma: float
@@ -107,8 +112,8 @@ class _PushSum:
             sent = sum(map(num_messages, self._rounds(phase)))
             return values.num_bytes(params, phase) + jnp.dtype(_weight_dtype(params)).itemsize * sent
 
-        # No restart: what neighbours know is of y_i z_i, which equal z do not make equal; and with y_i = 1 anew, all that y moves
-        # by would have to be sent as changes of w.
+        # No restart: neighbours hold estimates of y_i z_i, which are not equal where z_i are; and if y_i were set to 1, the change of w
+        # would have to be sent.
         own = {"init": self.init, "exchange": self.exchange, "settle": self.settle, "num_bytes": num_bytes}
         return values._replace(**own, restart=None, weight=lambda state: state.weight)
 

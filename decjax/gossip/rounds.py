@@ -1,4 +1,4 @@
-"""One round of a topology, executed: messages along its shifts, means inside its nodes, and the bytes of both."""
+"""Executes rounds of a topology: messages along shifts, means inside nodes, and the bytes that both send."""
 
 import math
 from typing import Any
@@ -12,27 +12,32 @@ from decjax.topology import Round, Shift, Topology
 
 
 def own_weight(weights: tuple[float, ...], group_size: int, axis: mesh.Axis, dtype) -> Any:
-    """This worker's entry of per-node weights; a plain float where all are equal, which saves the look-up."""
+    """This worker's entry of per-node weights; a Python float if all are equal, which saves the look-up."""
     if len(set(weights)) == 1:
         return weights[0]
     return jnp.asarray(weights, dtype)[axis.index // group_size]
 
 
 def is_mean(round_: Round) -> bool:
-    """Whether a round is nothing but means inside nodes, exact and without messages."""
+    """Whether a round consists of exact means inside nodes only, without messages between nodes."""
     return not round_.shifts and set(round_.self_weights) == {1.0}
 
 
 def member_pairs(shift: Shift, group_size: int) -> list[tuple[int, int]]:
-    """Pairs of workers: each member of a node sends to the same member of the other."""
+    """The pairs (source, target) of workers of a shift: member k of a node sends to member k of the other node."""
     return [(source * group_size + k, target * group_size + k) for source, target in shift.pairs for k in range(group_size)]
 
 
 def mix_round(x_P: jax.Array, round_: Round, axis: mesh.Axis) -> jax.Array:
-    """Applies one round to a flat array: (Wx)_i for W = W_nodes ⊗ J_L/L.
+    """This worker's vector after one round: (Wx)_i for W = W_nodes ⊗ J_L/L.
 
     With L > 1, members of a node average by reduce-scatter, exchange their share with the same member of other nodes, and gather: a
-    joint mean of two nodes takes P values, divisible by L, out of a node, not L·P.
+    joint mean of two nodes sends P values out of a node, not L·P.
+
+    Args:
+        x_P: this worker's vector; L divides P.
+        round_: gives W.
+        axis: the worker axis.
     """
     L = round_.group_size
     if is_mean(round_):
@@ -47,18 +52,18 @@ def mix_round(x_P: jax.Array, round_: Round, axis: mesh.Axis) -> jax.Array:
 
 
 def pull(codec: codecs.Codec, message: Any, own: jax.Array, round_: Round, axis: mesh.Axis) -> jax.Array:
-    """The pull of neighbours on this worker, i, with the shape and type of `own`.
+    """The pull of neighbours on worker i, with the shape and type of `own`.
 
         pull_i = Σ_j W_ij c_j − c_i,   c_j the decoded message of worker j
 
-    Its sum over workers is zero where columns of W sum to one, whatever the messages have lost. With L > 1, W is W_nodes.
+    Its sum over workers is zero if columns of W sum to one, whatever the codec loses. With L > 1, W is W_nodes.
 
     Args:
         codec: decodes messages.
-        message: this worker's, which is sent along the round's shifts.
-        own: c_i, what this worker's message decodes to.
+        message: this worker's message, which is sent along the round's shifts.
+        own: c_i, this worker's decoded message.
         round_: gives W.
-        axis: that of the workers.
+        axis: the worker axis.
     """
     L = round_.group_size
     drawn = (own_weight(round_.self_weights, L, axis, own.dtype) - 1) * own
@@ -66,47 +71,47 @@ def pull(codec: codecs.Codec, message: Any, own: jax.Array, round_: Round, axis:
         pairs = member_pairs(shift, L)
         arrived = codec.decode(jax.tree.map(lambda x: axis.exchange(x, pairs), message), own.shape, own.dtype)
         weight = own_weight(shift.weights, L, axis, own.dtype)
-        # Those to whom nothing is sent have a message of zeros, which may decode to anything.
+        # A worker to which nothing is sent has a message of zeros, which may be decoded to anything.
         drawn += weight * arrived if isinstance(weight, float) else jnp.where(weight > 0, weight * arrived, 0)
     return drawn
 
 
 def num_messages(round_: Round) -> np.ndarray:
-    """Messages to other nodes that each worker sends in a round, [N]."""
+    """The number of messages to other nodes that each worker sends in a round, [N]."""
     L = round_.group_size
     return round_.volume() * L - 2 * (L - 1)
 
 
 def sent_bytes(round_: Round, layout: buckets.Layout, message_bytes: int | None = None) -> np.ndarray:
-    """Bytes that each worker sends in a round, [N]: to another node a message of so many, or its share of parameters as they are."""
+    """Bytes that each worker sends in a round, [N]; a message to another node has `message_bytes`, or a share of the parameters'."""
     L = round_.group_size
     share_bytes = layout.num_bytes / L if message_bytes is None else message_bytes
     return 2 * (L - 1) / L * layout.num_bytes + num_messages(round_) * share_bytes
 
 
 def step_bytes(topology: Topology, indices: list[int], layout: buckets.Layout, message_bytes: int | None = None) -> np.ndarray:
-    """Bytes that each worker sends in the rounds of these indices together, [N]; the rest as of `sent_bytes`."""
+    """Bytes that each worker sends in the rounds of the given indices together, [N]; other arguments as of `sent_bytes`."""
     sent = (sent_bytes(topology.rounds[index], layout, message_bytes) for index in indices)
     return sum(sent, np.zeros(topology.num_workers))
 
 
 def common_multiple(topology: Topology) -> int:
-    """What the size of a bucket has to be a multiple of, to split evenly among the members of every node."""
+    """The number that the size of a bucket must be a multiple of to be divided evenly among the members of every node."""
     return math.lcm(*(round_.group_size for round_ in topology.rounds))
 
 
 def check_rounds(rounds: int) -> None:
-    """Refuses a step without a round."""
+    """Raises ValueError for less than one round per step."""
     if rounds < 1:
         raise ValueError(f"mixing rounds={rounds}: at least one round is needed; method 'local' does not communicate")
 
 
 def num_phases(topology: Topology, rounds: int) -> int:
-    """How many steps of R rounds, one at least, it takes until the schedule repeats."""
+    """The number of steps of R = `rounds` rounds after which the schedule repeats."""
     check_rounds(rounds)
     return topology.period // math.gcd(topology.period, rounds)
 
 
 def due(topology: Topology, rounds: int, phase: int) -> list[int]:
-    """Which of a topology's rounds a step of R rounds applies, in order."""
+    """The indices of the topology's rounds that a step of R = `rounds` rounds applies, in order."""
     return [(phase * rounds + r) % topology.period for r in range(rounds)]

@@ -1,22 +1,25 @@
-"""Collectives of a compiled CPU program whose order is left to the runtime."""
+"""Finds collectives of a compiled CPU program whose order is left to the runtime."""
 
 from decjax.hlo.program import COLLECTIVES, Instruction, Program
 
 
 def unordered(hlo: str) -> list[tuple[str, str]]:
-    """Names of pairs of instructions that send, of which neither needs the other, and one is a loop, a branch or a call.
+    """Pairs of instructions with collectives that devices may start in different orders, so that they wait for ever; by name.
 
-    The CPU runtime orders collectives of one computation by itself, and the bodies of loops, branches and calls only in programs
-    that do not come from the compilation cache. There, devices may take such a pair in different orders and wait for ever.
-    Both are of one computation, in the order of the text, `compiled.as_text()`.
+    Neither instruction of a pair depends on the other, both are in one computation, and at least one is a loop, a branch or a call.
+    The CPU runtime orders the collectives of one computation itself, but those in the bodies of loops, branches and calls only in
+    programs that do not come from the compilation cache.
+
+    Args:
+        hlo: `compiled.as_text()`.
     """
     program = Program(hlo)
     return [pair for instructions in program.computations.values() for pair in _pairs(program, instructions)]
 
 
 def _pairs(program: Program, instructions: list[Instruction]) -> list[tuple[str, str]]:
-    needs: dict[str, set[str]] = {}  # Of each instruction, those that send and come before it in any case.
-    senders: dict[str, bool] = {}  # Whether it sends in a body of its own.
+    needs: dict[str, set[str]] = {}  # For each instruction those with collectives that it depends on.
+    senders: dict[str, bool] = {}  # For each instruction with collectives, whether they are in a body that it runs.
     found = []
     here = {instruction.name: instruction for instruction in instructions}
     for instruction in instructions:
@@ -32,7 +35,7 @@ def _pairs(program: Program, instructions: list[Instruction]) -> list[tuple[str,
 
 
 def _sources(instruction: Instruction, here: dict[str, Instruction]) -> tuple[str, ...]:
-    """Operands; of an element of a tuple only that element, since tuples are put together without waiting for any."""
+    """The operands that an instruction waits for; of a tuple's element only that element, since tuples wait for none."""
     if instruction.opcode != "get-tuple-element":
         return instruction.operands
     operand = here[instruction.operands[0]]

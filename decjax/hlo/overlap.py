@@ -1,8 +1,8 @@
 """What is computed while a message travels, read from the schedule of a compiled step.
 
-Compilers of GPUs and TPUs cut a collective into a start and a done, and put all instructions of a program in an order. What
+Compilers of GPUs and TPUs split a collective into a start and a done, and fix the order of all instructions of a program. What
 stands between the two is computed while the message is on its way. Work is counted in floating-point operations of matrix
-products, loops included. Their names say which pass they belong to: `jvp` is the forward, its transpose the backward pass.
+products, with those in loops. Their names say which pass they belong to: `jvp` the forward pass, its transpose the backward pass.
 """
 
 import functools
@@ -24,7 +24,7 @@ _WINDOW = re.compile(r"\bwindow=\{([^}]*)\}")
 
 
 class InFlight(NamedTuple):
-    """One collective in the order of a step."""
+    """Where one collective stands in the schedule of a step."""
 
     collective: wire.Collective
     asynchronous: bool  # whether it has a start and a done; if not, the program waits for it
@@ -35,7 +35,7 @@ class InFlight(NamedTuple):
 
 
 class Overlap(NamedTuple):
-    """The order of a compiled step."""
+    """The schedule of a compiled step."""
 
     forward_flops: int  # operations of the forward pass's matrix products, on one worker
     backward_flops: int  # those of the backward pass
@@ -43,7 +43,7 @@ class Overlap(NamedTuple):
 
 
 def read(hlo: str, num_workers: int) -> Overlap:
-    """Reads where the collectives of a step stand in its schedule.
+    """Where all collectives of a step stand in its schedule.
 
     Args:
         hlo: `compiled.as_text()` of a step that takes a gradient by `jax.grad`.
@@ -60,7 +60,7 @@ def read(hlo: str, num_workers: int) -> Overlap:
     total = work_Ix2.sum(axis=0)
     if not total.all():
         raise ValueError(
-            "the program has no matrix products in its forward or its backward pass, so there is nothing to measure by"
+            "the program has no matrix products in its forward or its backward pass, so shares of them cannot be computed"
         )
     before_Ix2 = np.cumsum(work_Ix2, axis=0) - work_Ix2
     found = []
@@ -74,7 +74,7 @@ def read(hlo: str, num_workers: int) -> Overlap:
 
 
 def _done(entry: list[Instruction], start: int) -> int:
-    """Position where the program waits for what it starts at `start`; the same one if it waits at once."""
+    """The position at which the program waits for what starts at position `start`; `start` itself if it waits at once."""
     instruction = entry[start]
     if not instruction.opcode.endswith("-start") or '"is_sync":true' in instruction.line:
         return start

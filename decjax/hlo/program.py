@@ -1,4 +1,4 @@
-"""A compiled program as computations of instructions, read from its text."""
+"""The computations and instructions of a compiled program, read from its text."""
 
 from collections.abc import Iterator
 import re
@@ -11,46 +11,46 @@ _NAME = re.compile(r"%([\w.-]+)")
 _ARRAY = re.compile(r"(pred|[a-z]+[0-9]+[a-z0-9]*)\[([0-9,]*)\]")
 _CALLED = re.compile(r"\b(?:calls|body|to_apply|\w+_computations?)=(\{[^}]*\}|%[\w.-]+)")
 
-COUNTED = ("collective-permute", "all-reduce", "reduce-scatter", "all-gather", "all-to-all")  # collectives that `wire` knows
+COUNTED = ("collective-permute", "all-reduce", "reduce-scatter", "all-gather", "all-to-all")  # whose bytes `wire` counts
 COLLECTIVES = (*COUNTED, "collective-broadcast", "ragged-all-to-all")
 
 
 class Instruction(NamedTuple):
-    """One line of a program."""
+    """One instruction, a line of the program."""
 
     name: str  # without "%"
     shape: str  # of the result, layouts included
-    opcode: str  # as "all-reduce-start"
-    operands: tuple[str, ...]  # names
-    called: tuple[str, ...]  # computations that it runs, but for the condition of a loop
-    line: str  # all of its text
+    opcode: str  # such as "all-reduce-start"
+    operands: tuple[str, ...]  # names of instructions
+    called: tuple[str, ...]  # names of the computations that it runs, without the condition of a loop
+    line: str  # the whole text
 
     @property
     def kind(self) -> str:
-        """What it does, or starts: its opcode without "-start"."""
+        """The opcode without "-start"."""
         return self.opcode.removesuffix("-start")
 
 
 def integers(text: str) -> tuple[int, ...]:
-    """Numbers between commas."""
+    """The whole numbers in a text that separates them by commas."""
     return tuple(int(digits) for digits in text.split(",") if digits)
 
 
 def arrays(shape: str) -> list[tuple[str, tuple[int, ...]]]:
-    """(dtype, dimensions) of all arrays in an HLO shape, as "f32[8,4]{1,0}" or "(f32[8], u32[])"."""
+    """(dtype, dimensions) of all arrays in an HLO shape such as "f32[8,4]{1,0}" or "(f32[8], u32[])"."""
     return [(dtype, integers(dims)) for dtype, dims in _ARRAY.findall(shape)]
 
 
 class Program:
-    """The computations of a module.
+    """A program's instructions, by computation and by name.
 
     Args:
         hlo: `compiled.as_text()`, or some lines of it.
 
     Attributes:
-        computations: instructions by the name of their computation, in the order of the text.
-        entry: instructions of the program itself.
-        instructions: all of them by name.
+        computations: the instructions of each computation by its name, in the order of the text.
+        entry: the instructions of the entry computation.
+        instructions: all instructions by name.
     """
 
     def __init__(self, hlo: str):
@@ -69,7 +69,7 @@ class Program:
         self.instructions = {instruction.name: instruction for body in self.computations.values() for instruction in body}
 
     def below(self, instruction: Instruction) -> Iterator[Instruction]:
-        """All instructions that one of them runs."""
+        """All instructions in the computations that an instruction runs, at any depth."""
         for name in instruction.called:
             for inner in self.computations[name]:
                 yield inner

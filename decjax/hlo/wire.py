@@ -1,16 +1,16 @@
-"""Bytes on the wire, read from compiled HLO.
+"""Bytes that a compiled program sends, read from its HLO.
 
-Per device, for a payload of b bytes (the full buffer) and groups of g:
+Each device sends, for a buffer of b bytes and groups of g devices:
 
     collective-permute            b               self-edges excluded; only sources send
     all-reduce                    2 (g−1)/g · b
     reduce-scatter, all-gather    (g−1)/g · b
     all-to-all                    (g−1)/g · b
 
-An operation in a loop counts once, unless its name has the scope `runs=n`: the pipeline's executor knows how often a loop over
-ticks sends along each pattern, and says so there. One in a branch that only some stages of a pipeline take has the scope
-`stages=…`, which `bytes_by_axis` reads. What devices of a tensor-parallel group send each other is left out there: it is in loops
-over layers, and in passes that a stage takes in some ticks and not in others, and nothing in the text says how often.
+A collective in a loop counts once, unless its name has the scope `runs=n`, with which `decjax.pipeline` says how often a loop over
+ticks sends along each permutation. A collective in a branch that only some pipeline stages take has the scope `stages=…`, which
+`bytes_by_axis` reads. That function leaves out messages within tensor-parallel groups: they are in loops over layers and in passes
+that a stage runs in some ticks only, and the text does not say how often.
 """
 
 from collections.abc import Iterable
@@ -37,9 +37,9 @@ class Collective(NamedTuple):
 
     kind: str  # HLO name, as "collective-permute"
     groups: tuple[tuple[int, ...], ...]  # worker indices; for a permute, the pairs (source, target) without self-edges
-    num_bytes: int  # the full buffer: of the operand for a permute or an all-reduce, before a scatter, after a gather
+    num_bytes: int  # of the full buffer: the operand of a permute or an all-reduce, before a scatter, after a gather
     runs: int = 1  # how often it runs
-    stages: tuple[int, ...] | None = None  # those that take the branch in which it is; None: it is in none
+    stages: tuple[int, ...] | None = None  # pipeline stages that take the branch it is in; None: it is in no such branch
 
     def sent(self, num_workers: int) -> np.ndarray:
         """Bytes that each worker sends, float64 of shape (N,)."""
@@ -94,14 +94,14 @@ def _groups(line: str, num_workers: int) -> tuple[tuple[int, ...], ...]:
 
 
 def collectives(hlo: str | Iterable[Instruction], num_workers: int) -> list[Collective]:
-    """Reads the collectives of a compiled program, in the order of its text.
+    """The collectives of a compiled program, in the order of its text.
 
     Args:
-        hlo: `compiled.as_text()`, or instructions of it; in synchronous or asynchronous form: of the latter the `-start` halves count.
+        hlo: `compiled.as_text()`, or instructions of it. Of asynchronous collectives the `-start` halves count.
         num_workers: N, the number of partitions.
 
     Raises:
-        ValueError: if an operation's groups cannot be read, or its bytes not counted.
+        ValueError: if the groups of a collective cannot be read, or its bytes not be counted.
     """
     if isinstance(hlo, str):
         hlo = [instruction for body in Program(hlo).computations.values() for instruction in body]
@@ -130,13 +130,12 @@ def bytes_sent(hlo: str, num_workers: int) -> np.ndarray:
 
 
 def bytes_by_axis(hlo: str, workers: mesh.Workers) -> dict[str, np.ndarray]:
-    """Bytes that each worker's devices send when the program runs once: to other workers, and to other stages of the same worker;
-    float64 of shape (N,) each."""
+    """Bytes that each worker sends in one run, to other workers ("worker") and between its stages ("stage"): float64 (N,) each."""
     return {axis: sent_NxS.sum(axis=1) for axis, sent_NxS in bytes_by_stage(hlo, workers).items()}
 
 
 def bytes_by_stage(hlo: str, workers: mesh.Workers) -> dict[str, np.ndarray]:
-    """`bytes_by_axis` of the devices of each stage, float64 of shape (N, S) each."""
+    """As `bytes_by_axis`, by the stage of the sending devices: float64 of shape (N, S) each."""
     assert workers.mesh is not None
     devices = workers.mesh.size
     sizes = workers.num_workers, workers.mesh.devices.shape[2], workers.mesh.devices.shape[3]

@@ -1,25 +1,26 @@
-"""Where workers live: axes, the device mesh, and the only collectives along them.
+"""Workers as axes of a device mesh, functions mapped over them, and the collectives along each axis.
 
-A per-worker function is written once, with an axis, and runs in two ways:
+A function of one worker is written once, with an axis, and runs in two ways:
 
     devices      one worker per device, under `jax.shard_map`; its axis is `WORKERS`, the pair (node, local)
     simulated    all workers on one device, under `jax.vmap`; its axis is `SIMULATED`
 
-Both give the same trajectory. Stacked state carries a leading worker axis, `[N, ...]`; inside a mapped function that axis
-is gone. Worker i is local worker i mod L of node i div L, so that blocks of L consecutive workers share a node.
+Both give the same trajectory. Stacked state has a leading worker axis, `[N, ...]`, which functions of one worker do not see. Worker i
+is local worker i mod L of node i div L: each L consecutive workers share a node.
 
-The mesh has the axes (node, local, stage, tensor); any may be 1. With S pipeline stages a worker is S·T devices, and its state
-is `[N, S, ...]`: a function is written for one stage of one worker, sees neither axis, and talks to other workers' devices of its
-own stage along the worker axis, and to the worker's other stages along `STAGES`. The tensor axis is the compiler's: functions
-see whole arrays, and `divide` says how they lie on the group. Only inside of `each_device` they see what one device has: there each
-sends its own part of what goes to other stages.
+The mesh has the axes (node, local, stage, tensor); any may be 1. With S pipeline stages a worker is S·T devices, and stacked state is
+`[N, S, ...]`. A function is then written for one stage of one worker and sees neither axis; it sends to the same stage of other
+workers along the worker axis, and to other stages of its worker along `STAGES`. The tensor axis is left to the compiler: functions
+see whole arrays, and `divide` says how these are laid out on the group. Inside `each_device`, however, a function sees what one device
+holds, so that each device can send its own part of a message between stages.
 
     axis       `Axis`: exchanges, means, gathers
-    tensor     what the devices of a tensor-parallel group share
-    workers    the mesh, and mapping over it
+    tensor     arrays divided between the devices of a tensor-parallel group
+    workers    the mesh, and mapping functions over it
+    order      one order of collectives on CPU devices
 
-This package holds every axis-name literal. `shard_map` runs with `check_vma=False`: grouped collectives need it, and a
-user's model may scan over constants. The price is a rule: no collective inside a loss that is differentiated.
+Axis names are written in this package only. `shard_map` runs with `check_vma=False`: grouped collectives need it, and a user's model
+may scan over constants. Therefore no collective may be inside a loss that is differentiated.
 """
 
 from decjax.mesh.axis import SIMULATED, STAGES, WORKERS, Axis, between_cpu_processes, mean_bytes

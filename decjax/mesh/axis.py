@@ -1,4 +1,4 @@
-"""An axis of the mesh, and all that a function of one stage of one worker may say along it to others."""
+"""An axis of the mesh, and the collectives along it."""
 
 from collections.abc import Callable, Sequence
 import dataclasses
@@ -13,11 +13,11 @@ NODE, LOCAL, STAGE = "node", "local", "stage"
 
 @dataclasses.dataclass(frozen=True)
 class Axis:
-    """An axis that a function is mapped over, and its collectives: the only way to talk.
+    """An axis that a function is mapped over, and the collectives by which it exchanges arrays along it.
 
     Attributes:
-        name: as in `jax.shard_map` or `jax.vmap`; several names are one axis, the last of them the fastest.
-        senders: stages of a pipeline that send; None: all of them. See `sent_by`.
+        name: as in `jax.shard_map` or `jax.vmap`; several names form one axis, of which the last varies fastest.
+        senders: pipeline stages that send; None: all. See `sent_by`.
     """
 
     name: str | tuple[str, ...]
@@ -30,7 +30,7 @@ class Axis:
 
     @property
     def size(self) -> int:
-        """N, as a static int; a ValueError outside of a function that is mapped over the axis."""
+        """N, the number of workers on the axis, as a static int; ValueError outside a function that is mapped over it."""
         try:
             return jax.lax.axis_size(self.name)
         except NameError as error:
@@ -40,12 +40,12 @@ class Axis:
             ) from error
 
     def sent_by(self, stages: Sequence[int]) -> "Axis":
-        """The same axis, along which only these stages send; on others, means and gathers return anything of that shape.
+        """This axis with only the given pipeline stages sending; on the other stages means and gathers return arbitrary values.
 
-        Nothing else is conditional: the compiler may divide what is computed between the devices of a tensor-parallel group, and
-        some of its messages wait for all devices. All workers of a stage take the same branch, and so meet in their collective,
-        which carries the scope `stages=…` in the compiled program, for those who count bytes. `exchange`, `sum`, `scatter_mean`
-        and `gather`, which would be of all stages, raise a RuntimeError.
+        Only the collective is conditional, not what is computed for it: the compiler may divide that between the devices of a
+        tensor-parallel group, and some of its messages wait for all devices. All workers of a stage take the same branch, so their
+        collective is complete. In the compiled program it has the scope `stages=…`, from which `decjax.hlo` counts bytes.
+        `exchange`, `sum`, `scatter_mean` and `gather` are not conditional, and raise a RuntimeError on such an axis.
         """
         return dataclasses.replace(self, senders=tuple(stages))
 
@@ -55,15 +55,15 @@ class Axis:
         return not set(names) <= set(jax.sharding.get_abstract_mesh().manual_axes)
 
     def exchange(self, x: jax.Array, pairs: Sequence[tuple[int, int]]) -> jax.Array:
-        """Sends `x` along a partial permutation: worker `target` gets worker `source`'s array, bit for bit.
+        """The array that arrives along a partial permutation: worker `target` gets the `x` of worker `source`, bit for bit.
 
-        A worker that is nobody's target gets zeros. Narrow values travel as unsigned integers, because the CPU backend would widen
-        floats of 16 bits to 32. Between CPU processes a swap is a sum over the pair minus the own value, exact in integers modulo
-        2^k: gloo sends a permutation's two directions one after the other, but those of a sum at once.
+        A worker that is no target gets zeros. Values of fewer than 32 bits travel as unsigned integers, because the CPU backend would
+        widen floats of 16 bits to 32. Between CPU processes a swap is a sum over the pair minus the worker's own value, exact in
+        integers modulo 2^k: gloo sends the two directions of a permutation one after the other, but those of a sum at once.
 
         Args:
-            x: this worker's array, the same shape on every worker.
-            pairs: (source, target) worker indices; each source once, each target once. Pairs that are absent send nothing.
+            x: this worker's array, of the same shape on every worker.
+            pairs: (source, target) worker indices; each source once, each target once. Other workers send nothing.
         """
         self._check_all_send("exchange")
         if self._simulated:
@@ -75,14 +75,14 @@ class Axis:
         bits = _bits(x)
         arrived: Any = jax.lax.ppermute(bits, self.name, others) if others or not swaps else None
         if swaps:
-            # One after the other, in the same order everywhere; nobody takes part in both, and whoever takes none gets zeros.
+            # One after the other, in the same order on all workers. No worker takes part in both; one that is in neither gets zeros.
             bits, arrived = jax.lax.optimization_barrier((bits, arrived))
             swapped = self._swap(bits, swaps)
             arrived = swapped if arrived is None else arrived + swapped
         return jax.lax.bitcast_convert_type(arrived, x.dtype)
 
     def _read(self, x: jax.Array, pairs: Sequence[tuple[int, int]]) -> jax.Array:
-        """`exchange` of simulated workers. vmap has no partial permutations: read the source's row, and blank who gets nothing."""
+        """`exchange` of simulated workers: vmap has no partial permutations, so each reads its source's row, or zeros."""
         source_of, receives = np.arange(self.size), np.zeros(self.size, bool)
         for source, target in pairs:
             source_of[target], receives[target] = source, True
@@ -90,25 +90,25 @@ class Axis:
         return arrived if receives.all() else jnp.where(jnp.asarray(receives)[self.index], arrived, jnp.zeros_like(x))
 
     def _swap(self, bits: jax.Array, swaps: Sequence[tuple[int, int]]) -> jax.Array:
-        """What the partner holds; zeros on a worker that has none."""
+        """The values of the other worker of the pair; zeros on a worker in no pair."""
         alone = [[worker] for worker in range(self.size) if not any(worker in pair for pair in swaps)]
         groups = [[source, target] for source, target in swaps if source < target] + alone
         return jax.lax.psum(bits, self.name, axis_index_groups=groups) - bits
 
     def sum(self, x: jax.Array) -> jax.Array:
-        """The sum of `x` over the axis, the same everywhere."""
+        """The sum of `x` over all workers, the same on each."""
         self._check_all_send("sum")
         return jax.lax.psum(x, self.name)
 
     def mean(self, x: jax.Array, wire_dtype: Any = None) -> jax.Array:
-        """The mean of `x` over all workers, of its shape and dtype, the same bits on each; its values may travel in a narrower type.
+        """The mean of `x` over all workers, in its shape and dtype, with the same bits on each worker.
 
-        Sums of narrow values would round at every step of a ring, and the CPU backend would widen them on the wire. So they are
-        scattered by all-to-all, summed in the array's own type, rounded once and gathered: bytes as those of a ring.
+        Values may travel in a narrower type. A ring would round their sum at every step, and the CPU backend would widen them; so they
+        are scattered by all-to-all, summed in the dtype of `x`, rounded once and gathered, which sends as many bytes as a ring.
 
         Args:
-            x: this worker's array; flat, if there is a `wire_dtype`.
-            wire_dtype: floating-point type of the values on the wire; None: as they are.
+            x: this worker's array; a vector, if there is a `wire_dtype`.
+            wire_dtype: floating-point type in which values travel; None: that of `x`.
         """
         if wire_dtype is None or jnp.dtype(wire_dtype) == x.dtype or self.size == 1:
             return self.group_mean(x, self.size)
@@ -121,7 +121,7 @@ class Axis:
         return values(self.all_gather(_bits(own_S.astype(wire_dtype)))).ravel()[: x.size]
 
     def group_mean(self, x: jax.Array, group_size: int) -> jax.Array:
-        """The mean of `x` over each block of `group_size` consecutive workers (all of them, if `group_size` is N)."""
+        """The mean of `x` over the `group_size` consecutive workers to which this one belongs."""
         if group_size == 1:
             return x
         if self._simulated:
@@ -130,23 +130,23 @@ class Axis:
         return self._sent(lambda x: jax.lax.psum(x, self.name, axis_index_groups=groups), lambda x: x, x) / group_size
 
     def all_gather(self, x: jax.Array) -> jax.Array:
-        """The arrays of all workers, stacked: [N, ...]. Narrow values travel as unsigned integers, as in `exchange`."""
+        """The arrays of all workers, stacked as [N, ...]; values of fewer than 32 bits travel as unsigned integers."""
         n, sent = self.size, _bits(x) if x.dtype.itemsize < 4 else x
         arrived = self._sent(lambda x: jax.lax.all_gather(x, self.name), lambda x: jnp.zeros((n, *x.shape), x.dtype), sent)
         return arrived if sent is x else jax.lax.bitcast_convert_type(arrived, x.dtype)
 
     def all_to_all(self, x: jax.Array) -> jax.Array:
-        """Row i of what every worker gives goes to worker i: [N, ...] of a row for each to [N, ...] of a row from each."""
+        """The rows that all workers have for this one, [N, ...], if row i of each worker's `x`, [N, ...], is for worker i."""
         return self._sent(lambda x: jax.lax.all_to_all(x, self.name, 0, 0), lambda x: x, x)
 
     def scatter_mean(self, x_P: jax.Array, group_size: int) -> jax.Array:
-        """The block mean of a flat array, of which each member keeps its own share, P/L values; `gather` is the inverse.
+        """This worker's share, P/L values, of the mean of a vector over a block of L workers; `gather` joins the shares.
 
         Between the two, members of a block may exchange their shares with other blocks: a whole array then leaves a node
         once, not once per member. Simulated workers keep the whole mean, P values, since nothing is sent.
 
         Args:
-            x_P: flat array; P divisible by `group_size`.
+            x_P: this worker's vector; L divides P.
             group_size: L, the number of consecutive workers in a block.
         """
         self._check_all_send("scatter_mean")
@@ -157,14 +157,14 @@ class Axis:
         return jax.lax.psum_scatter(x_P, self.name, axis_index_groups=self._blocks(group_size), tiled=True) / group_size
 
     def own_share(self, x_P: jax.Array, group_size: int) -> jax.Array:
-        """The part of a flat array that `scatter_mean` leaves with this worker, cut out of its own values; sends nothing."""
+        """The part of this worker's own vector at the place of its share in `scatter_mean`; sends nothing."""
         if group_size == 1 or self._simulated:
             return x_P
         size = x_P.size // group_size
         return jax.lax.dynamic_slice(x_P, (self.index % group_size * size,), (size,))
 
     def gather(self, share: jax.Array, group_size: int) -> jax.Array:
-        """Joins the shares of a block of `group_size` consecutive workers; the inverse of `scatter_mean`'s split."""
+        """The vector of P values whose shares, as `scatter_mean` makes them, the `group_size` workers of a block hold."""
         self._check_all_send("gather")
         if group_size == 1 or self._simulated:
             return share
@@ -180,7 +180,7 @@ class Axis:
         return blocks[0] if len(blocks) == 1 else blocks[self.index // group_size]
 
     def _sent(self, collective: Callable[[jax.Array], jax.Array], anything: Callable[[jax.Array], jax.Array], x: jax.Array):
-        """A collective of the stages that send."""
+        """The result of a collective on the stages that send; on others that of `anything`, which has its shape."""
         stages = self.senders
         if stages is None or len(stages) == STAGES.size:
             return collective(x)
@@ -190,25 +190,28 @@ class Axis:
     def _check_all_send(self, what: str) -> None:
         if self.senders is not None:
             raise RuntimeError(
-                f"Axis.{what} is of all stages, and only stages {', '.join(map(str, self.senders))} send here; take it out of "
-                "`sent_by`, or use mean, group_mean, all_gather or all_to_all"
+                f"Axis.{what} needs all stages, but only stages {', '.join(map(str, self.senders))} send on this axis; use an axis "
+                "without `sent_by`, or mean, group_mean, all_gather or all_to_all"
             )
 
 
-WORKERS = Axis((NODE, LOCAL))  # one worker per device, or per group of devices
-SIMULATED = Axis("worker")  # all workers on one device
-STAGES = Axis(STAGE)  # of one worker's pipeline
+WORKERS = Axis((NODE, LOCAL))
+"""The worker axis where each worker has its own devices."""
+SIMULATED = Axis("worker")
+"""The worker axis where all workers are simulated on one device."""
+STAGES = Axis(STAGE)
+"""The axis of the pipeline stages of one worker."""
 
 
 def mean_bytes(size: int, dtype: Any, num_workers: int, wire_dtype: Any = None) -> float:
-    """Bytes that each worker sends in `Axis.mean` of `size` values."""
+    """Bytes that each of N workers sends in an `Axis.mean` of `size` values: 2(N−1)/N times their bytes in the type that travels."""
     if wire_dtype is not None and num_workers > 1:
         size, dtype = size + -size % num_workers, wire_dtype
     return 2 * (num_workers - 1) / num_workers * size * jnp.dtype(dtype).itemsize
 
 
 def between_cpu_processes() -> bool:
-    """Whether collectives cross processes over gloo, the CPU backend's transport."""
+    """Whether collectives run between processes on CPUs, where gloo carries them."""
     return jax.process_count() > 1 and jax.default_backend() == "cpu"
 
 

@@ -1,19 +1,19 @@
-"""One order for the collectives of a program, on CPU devices.
+"""One order for the collectives of a program on CPU devices, enforced by data dependencies.
 
-Devices that run a program must take its collectives in one order, or they wait for each other for ever. The compilers of GPUs and
-TPUs fix one schedule for all devices. The CPU runtime starts whatever has its operands. It orders the collectives of a
-computation among each other, and a program that was just compiled also those in the bodies of its loops and branches. A program
-that was loaded from the compilation cache has lost the latter. So here whatever runs a body with collectives waits for the
-collectives before it, and those after it wait for it, by data that they need:
+All devices that run a program must start its collectives in the same order, or they wait for each other for ever. The compilers of
+GPUs and TPUs fix one schedule for all devices. The CPU runtime starts whatever has its operands. It orders the collectives of one
+computation, and in a program that was just compiled also those in the bodies of loops and branches; in a program loaded from the
+compilation cache it does not order the latter. So here a loop or branch whose body has collectives waits for the collectives before
+it, and those after it wait for it, by data that they need:
 
     waits      x becomes select(done, 1, x), where `done` is a boolean that depends on earlier results and is always false
-    body       `done` goes in as an operand, or with the carry of a loop, and comes back depending on the body's collectives
+    body       `done` is passed in as an operand, or with the carry of a loop, and returned depending on the body's collectives
 
-What is sent does not change, and a program without such bodies is not touched. `optimization_barrier` would not do: this compiler
-drops it before it decides what depends on what.
+What is sent does not change, and a program without such bodies is not changed at all. `optimization_barrier` would have no effect:
+this compiler drops it before it decides what depends on what.
 
-Collectives that the compiler itself puts into programs of tensor-parallel groups cannot be reached from here. Processes with such
-groups on CPU devices write no programs into the compilation cache.
+Collectives that the compiler itself inserts for tensor-parallel groups cannot be ordered from here. Processes with such groups on CPU
+devices therefore write no programs into the compilation cache.
 """
 
 from collections.abc import Callable
@@ -31,14 +31,14 @@ _COLLECTIVES = frozenset(
 
 
 def in_order(fn: Callable) -> Callable:
-    """The same function of one device, whose collectives run in the order of its equations, whatever the runtime."""
+    """The same function of one device, with its collectives forced to run in the order in which they were traced."""
 
     @functools.wraps(fn)
     def ordered(*args):
         closed, shapes = jax.make_jaxpr(fn, return_shape=True)(*args)
         run = functools.partial(_Order().run, closed) if _has_bodies(closed) else core.jaxpr_as_fun(closed)
         leaves, tree = jax.tree.flatten(shapes)
-        results = run(*jax.tree.leaves(args))  # Constants among them are numbers of Python.
+        results = run(*jax.tree.leaves(args))  # Those that are constants are Python numbers.
         return jax.tree.unflatten(
             tree, [x if isinstance(x, jax.Array) else jnp.asarray(x, like.dtype) for x, like in zip(results, leaves, strict=True)]
         )
@@ -61,7 +61,7 @@ def _has_bodies(closed: Any) -> bool:
 
 
 def _done(x: jax.Array) -> jax.Array:
-    """False, but the compiler does not know."""
+    """A boolean computed from `x` that is always false, which the compiler cannot see."""
     first = jax.lax.slice(x, (0,) * x.ndim, (1,) * x.ndim).reshape(())
     first = first.real if jnp.iscomplexobj(first) else first
     narrow = first.dtype == bool or first.dtype.itemsize == 1
@@ -78,15 +78,15 @@ def _is_array(x: Any) -> bool:
 
 
 class _Order:
-    """Runs equations, and knows what the next collectives wait for."""
+    """Runs equations, and keeps what the next collectives have to wait for."""
 
     def __init__(self, done: jax.Array | None = None):
-        self.body = done  # What the first ones wait for, if anything; then set by the last loop or branch.
-        self.since: list[jax.Array] = []  # By collectives behind it, which wait for it but not for each other.
+        self.body = done  # `done` of the last loop or branch, or of what precedes the first; None: nothing to wait for.
+        self.since: list[jax.Array] = []  # `done` of the collectives after it, which wait for it but not for each other.
 
     @property
     def done(self) -> jax.Array:
-        """False, once everything so far has been received."""
+        """A boolean, always false, that depends on all collectives so far."""
         return functools.reduce(jnp.logical_or, self.since, jnp.zeros((), bool) if self.body is None else self.body)
 
     def run(self, closed: Any, *args: Any) -> list[Any]:

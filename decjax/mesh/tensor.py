@@ -1,4 +1,4 @@
-"""The devices of a tensor-parallel group: how they divide the arrays of a stage, and what each of them does by itself."""
+"""The devices of a tensor-parallel group: how arrays are divided between them, and functions that each runs by itself."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -12,14 +12,14 @@ TENSOR = "tensor"
 
 
 def tensor_size() -> int:
-    """K, devices of a tensor-parallel group; 1 where there is none."""
+    """K, the number of devices in a tensor-parallel group; 1 where there is none."""
     return jax.sharding.get_abstract_mesh().shape.get(TENSOR, 1)
 
 
 def divide(x: jax.Array, axis: int | None) -> jax.Array:
-    """Lays `x` out within its tensor-parallel group: divided along `axis`, or whole on every device of it.
+    """`x`, laid out within its tensor-parallel group: divided along `axis`, or, for None, whole on every device.
 
-    Only says where values lie, never changes them; does nothing where there is no such group.
+    Values do not change. Without such a group this does nothing.
     """
     if tensor_size() == 1 or TENSOR in jax.sharding.get_abstract_mesh().manual_axes:
         return x
@@ -30,24 +30,28 @@ def divide(x: jax.Array, axis: int | None) -> jax.Array:
 
 
 class EachDevice(NamedTuple):
-    """What the devices of a tensor-parallel group have for themselves: leaves [K, …], one entry on each."""
+    """A pytree of which each device of a tensor-parallel group has its own version.
+
+    Attributes:
+        of_each_device: the tree, with leaves [K, …], one entry on each device.
+    """
 
     of_each_device: Any
 
 
 def for_each_device(tree: Any) -> Any:
-    """The same for every device of a tensor-parallel group, as `each_device` takes it; the tree itself where there is none."""
+    """The tree in the form that `each_device` takes, equal on all devices of the group; unchanged where there is no group."""
     K = tensor_size()
     return tree if K == 1 else EachDevice(jax.tree.map(lambda x: divide(jnp.broadcast_to(x, (K, *jnp.shape(x))), 0), tree))
 
 
 def each_device(fn: Callable[[Any, Any], tuple[Any, Any]], own: Any, shared: Any) -> tuple[Any, Any]:
-    """Calls a function on each device of a tensor-parallel group by itself, where the compiler divides nothing.
+    """The results of a function that each device of a tensor-parallel group runs by itself, on the values that it holds.
 
     Args:
-        fn: `fn(own, shared) -> (own, shared)` of one device, which may use `own_rows`, `all_rows` and `own_key`, and `exchange`
-            along the other axes, and what it returns second is the same on all of them.
-        own: from `for_each_device`, or from this function, which returns it in the same form.
+        fn: `fn(own, shared) -> (own, shared)` of one device. It may use `own_rows`, `all_rows` and `own_key`, and `Axis.exchange` along
+            the other axes; the `shared` that it returns must be the same on all devices of the group.
+        own: from `for_each_device`, or returned by an earlier call, which has the same form.
         shared: arrays that all devices of the group see whole.
     """
     if tensor_size() == 1:
@@ -62,16 +66,16 @@ def each_device(fn: Callable[[Any, Any], tuple[Any, Any]], own: Any, shared: Any
 
 
 def own_rows(x: jax.Array) -> jax.Array:
-    """Inside of `each_device`: of the first axis, which K divides, the k-th part on the k-th device."""
+    """Inside `each_device`: the k-th of K equal parts of the first axis, on the k-th device; K divides the axis."""
     size = len(x) // tensor_size()
     return x if size == len(x) else jax.lax.dynamic_slice_in_dim(x, Axis(TENSOR).index * size, size)
 
 
 def all_rows(x: jax.Array) -> jax.Array:
-    """The inverse of `own_rows`: the parts of all devices of the group, one behind the other."""
+    """Inside `each_device`: the array whose parts, as of `own_rows`, the devices of the group hold."""
     return x if tensor_size() == 1 else Axis(TENSOR).all_gather(x).reshape(-1, *x.shape[1:])
 
 
 def own_key(key: jax.Array | None) -> jax.Array | None:
-    """Inside of `each_device`: another key on each device."""
+    """Inside `each_device`: a random key that differs between the devices of the group."""
     return key if key is None or tensor_size() == 1 else jax.random.fold_in(key, Axis(TENSOR).index)

@@ -1,4 +1,4 @@
-"""Mapping a function of one stage of one worker over the workers of a mesh, or of one device."""
+"""The mesh of workers, and functions of one worker (or one stage of it) mapped over them."""
 
 from collections.abc import Callable, Sequence
 import dataclasses
@@ -16,14 +16,14 @@ from decjax.mesh.tensor import TENSOR, EachDevice, divide
 
 @dataclasses.dataclass(frozen=True)
 class Workers:
-    """N workers of S stages, and how a function of one stage of one worker is mapped over them.
+    """N workers of S pipeline stages, and how functions are mapped over them; made by `make_workers`.
 
     Attributes:
-        num_workers: N.
+        num_workers: N, the number of workers.
         local_size: L, consecutive workers that share a node.
-        mesh: the device mesh, or None when workers are simulated on one device.
-        stages: S; state is stacked [N, ...], or [N, S, ...] if S > 1.
-        divided: pairs of the end of an array's path, and its axis, counted from the end, that a tensor-parallel group divides.
+        mesh: the device mesh; None if all workers are simulated on one device.
+        stages: S; stacked state is [N, ...], or [N, S, ...] if S > 1.
+        divided: which arrays a tensor-parallel group divides: pairs of the end of an array's path and the axis, counted from the end.
     """
 
     num_workers: int
@@ -34,11 +34,12 @@ class Workers:
 
     @property
     def simulated(self) -> bool:
+        """Whether all workers run on one device."""
         return self.mesh is None
 
     @property
     def platform(self) -> str | None:
-        """Platform of the devices, as "cpu", "gpu" or "tpu"; None where workers are simulated."""
+        """Platform of the devices: "cpu", "gpu" or "tpu"; None if workers are simulated."""
         return None if self.mesh is None else self.mesh.devices.flat[0].platform
 
     @property
@@ -48,22 +49,22 @@ class Workers:
 
     @property
     def tensor(self) -> int:
-        """Devices of a tensor-parallel group."""
+        """T, the number of devices in a tensor-parallel group."""
         return 1 if self.mesh is None else self.mesh.shape[TENSOR]
 
     @property
     def axis(self) -> Axis:
-        """The axis along which a per-worker function talks to other workers."""
+        """The axis along which a mapped function exchanges arrays with other workers."""
         return SIMULATED if self.simulated else WORKERS
 
     @property
     def whole(self) -> "Workers":
-        """The same workers for state [N, ...] that is not divided into stages: all of a worker's stages hold and do the same."""
+        """The same workers for state [N, ...] without a stage axis: all stages of a worker hold and compute the same."""
         return dataclasses.replace(self, stages=1)
 
     @property
     def num_axes(self) -> int:
-        """Leading axes of stacked state: 1, or 2 with stages."""
+        """The number of leading axes of stacked state: 1, or 2 with stages."""
         return 2 if self.stages > 1 else 1
 
     @property
@@ -77,16 +78,16 @@ class Workers:
 
     @property
     def stacked(self) -> jax.sharding.Sharding:
-        """Sharding of an array with a leading worker axis (and stage axis), whole within tensor-parallel groups."""
+        """The sharding of an array with a leading worker axis (and stage axis) that is whole within tensor-parallel groups."""
         return self._sharding(self._spec)
 
     @property
     def replicated(self) -> jax.sharding.Sharding:
-        """Sharding of an array that every device holds whole."""
+        """The sharding of an array that every device holds whole."""
         return self._sharding(jax.sharding.PartitionSpec())
 
     def shardings(self, tree: Any) -> Any:
-        """For each array of stacked state its sharding, from its path."""
+        """The sharding of each array of stacked state; which axis a tensor-parallel group divides follows from the array's path."""
         if self.tensor == 1:
             return jax.tree.map(lambda x: self.stacked, tree)
 
@@ -107,11 +108,11 @@ class Workers:
         return axis if axis is not None and len(shape) >= -axis and shape[axis] % self.tensor == 0 else None
 
     def map(self, fn: Callable, in_axes: Sequence[int | None]) -> Callable:
-        """Maps a per-worker function over stacked arguments; outputs are all stacked. Not jitted.
+        """A function of one worker as a function of all: of stacked arguments, with stacked results. Not jitted.
 
         Args:
-            fn: function of per-worker pytrees (of one stage, with stages), which may talk along `axis` and `STAGES`.
-            in_axes: for each argument, 0 if it is stacked, None if all workers see the same.
+            fn: function of one worker's (or stage's) pytrees, which may use collectives along `axis` and `STAGES`.
+            in_axes: for each argument 0 if it is stacked, None if all workers get the same.
         """
         if self.mesh is None:
             if self.stages > 1:
@@ -129,7 +130,7 @@ class Workers:
             return divide(x, self._divided_axis(path, x.shape))[(None,) * self.num_axes]
 
         shared = jax.sharding.PartitionSpec()
-        # Axes of one device are manual as well: host callbacks, jax.debug.print among them, refuse to run beside others.
+        # Axes of one device are manual as well: host callbacks such as jax.debug.print need all axes to be manual.
         manual = {name for name, size in self.mesh.shape.items() if name != TENSOR or size == 1}
         return jax.shard_map(
             on_device,
@@ -141,13 +142,13 @@ class Workers:
         )
 
     def jit(self, fn: Callable, in_axes: Sequence[int | None], donate_argnums: Sequence[int] = ()) -> Callable:
-        """`map`, jitted. Outputs are laid out as `shardings` says, so that feeding them back compiles nothing anew."""
+        """`map`, jitted; results have the layout of `shardings`, so that passing them in again compiles nothing new."""
         # With a tensor axis the layout depends on the array, and `map` has fixed it already.
         out_shardings: dict[str, Any] = {} if self.tensor > 1 else {"out_shardings": self.stacked}
         return jax.jit(self.map(fn, in_axes), donate_argnums=tuple(donate_argnums), **out_shardings)
 
     def stack(self, tree: Any) -> Any:
-        """Gives every worker the same copy of `tree`, whose leaves are [...], or [S, ...] with stages."""
+        """Stacked state in which every worker has a copy of `tree`, whose leaves are [...], or [S, ...] with stages."""
 
         def copy(tree):
             return jax.tree.map(lambda x: jnp.broadcast_to(x, (self.num_workers, *jnp.shape(x))), tree)
@@ -155,7 +156,7 @@ class Workers:
         return jax.jit(copy, out_shardings=self.shardings(jax.eval_shape(copy, tree)))(tree)
 
     def build(self, values: Callable[[int], Any]) -> Any:
-        """Stacked arrays from a pytree `values(worker)`, the same for all its stages, of each of this process's own workers."""
+        """Stacked arrays made of a pytree `values(worker)` for each worker of this process, the same for all its stages."""
         rows = [jax.tree.map(np.asarray, values(worker)) for worker in self.own]
         return jax.tree.map(lambda *own: self._stacked_rows(dict(zip(self.own, own))), *rows)
 
@@ -167,25 +168,25 @@ class Workers:
         return jax.make_array_from_callback(shape, self.stacked, lambda index: rows[_worker(index)][None])
 
     def place(self, tree: Any) -> Any:
-        """Puts stacked NumPy arrays, which every process has, on the devices where they belong."""
+        """Stacked NumPy arrays, which every process has whole, as arrays on the workers' devices."""
         return jax.tree.map(
             lambda x, sharding: jax.make_array_from_callback(x.shape, sharding, x.__getitem__), tree, self.shardings(tree)
         )
 
     @functools.cached_property
     def own(self) -> tuple[int, ...]:
-        """Indices of the workers of which this process holds state."""
+        """Indices of the workers whose state this process holds."""
         if self.simulated:
             return tuple(range(self.num_workers))
         index_map = self.whole.stacked.addressable_devices_indices_map((self.num_workers,))
         return tuple(sorted(set(map(_worker, index_map.values()))))
 
     def fetch(self, tree: Any) -> Any:
-        """Copies stacked or replicated arrays to NumPy in every process. A collective: call it everywhere or nowhere."""
+        """Stacked or replicated arrays as NumPy arrays, whole in every process. A collective: all processes must call it."""
         return jax.tree.map(np.asarray, self._replicate(tree))
 
     def fetch_first(self, x: jax.Array) -> np.ndarray:
-        """`fetch` of what is the same on all stages of a worker: [N, ...]."""
+        """`fetch` of an array that is the same on all stages of a worker, without its stage axis: [N, ...]."""
         return self.fetch(x)[:, 0] if self.stages > 1 else self.fetch(x)
 
     @functools.cached_property
@@ -208,21 +209,21 @@ def make_workers(
     devices: Sequence[jax.Device] | None = None,  # pyright: ignore[reportInvalidTypeForm]
     divided: Sequence[tuple[str, int]] = (),
 ) -> Workers:
-    """Places N workers of S·T devices each on the devices of all processes, or simulates them on one device.
+    """N workers of S·T devices each, placed on the devices of all processes, or simulated on one device.
 
     Args:
         num_workers: N ≥ 1.
         local_size: L, workers that share a node; divides N.
         stages: S, pipeline stages of a worker.
         tensor: T, devices that divide the arrays of a stage.
-        simulate: run all workers and stages on one device by `vmap`.
-        devices: where to place them; None: `jax.devices()`. Programs can be compiled, but not run, for devices that are only
-            described (`jax.experimental.topologies`).
-        divided: how a model divides its parameters; see `Workers`.
+        simulate: whether to run all workers and stages on one device by `vmap`.
+        devices: where to place them; None: `jax.devices()`. For devices that are only described (`jax.experimental.topologies`),
+            programs can be compiled but not run.
+        divided: which parameters tensor-parallel groups divide; see `Workers`.
 
     Raises:
-        ValueError: if L does not divide N, if there are fewer devices than N·S·T, or if several processes, or tensor-parallel
-            groups, are asked to simulate.
+        ValueError: if L does not divide N, if there are fewer devices than N·S·T, or for simulated workers if there are several
+            processes or T > 1.
     """
     if simulate:
         if jax.process_count() > 1:
@@ -259,11 +260,11 @@ def make_workers(
 def simulated_workers(
     num_workers: int, *, local_size: int = 1, stages: int = 1, tensor: int = 1, divided: Sequence[tuple[str, int]] = ()
 ) -> Workers:
-    """`make_workers` with `simulate`, but no device is asked for: shapes can be traced before there is any."""
+    """`make_workers` with `simulate`, without starting JAX's devices, so that shapes can be traced before."""
     _check_sizes(num_workers, local_size, stages, tensor)
     if tensor > 1:
         raise ValueError(
-            f"tensor={tensor} with simulate: a lone device divides no arrays; use tensor=1, whose trajectory is the same"
+            f"tensor={tensor} with simulate: one device cannot divide arrays; use tensor=1, whose trajectory is the same"
         )
     return Workers(num_workers, local_size, None, stages, tuple(divided))
 

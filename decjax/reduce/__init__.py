@@ -1,16 +1,19 @@
 """Averaging gradients over all workers.
 
-    mean          g_i <- (1/N) Σ_j g_j                                ring all-reduce of the gradient in a few flat buckets
-    powersgd      the same of a rank-R approximation, with the rest remembered
-    coded         any codec's messages, averaged, with what they lost remembered; DeMo and SparseLoCo are two of these
-    gravac        the same with a ladder of codecs, climbed as long as it pays
-    start_at      another one for the first steps
-    first_stages  another one for the last stages of a pipeline
-    every         one in every H-th step; in between nothing is sent
+    mean          g_i <- (1/N) Σ_j g_j, a ring all-reduce of the gradient in a few flat buckets
+    powersgd      the mean of rank-R approximations, with error feedback
+    coded         the mean of messages of any codec, with error feedback; DeMo and SparseLoCo are special cases
+    gravac        the same with a ladder of codecs, of which the strongest that pays is used
 
-See `decjax.reduce.reducer` for what a reducer is, and `decjax.reduce.messages` for how coded messages are averaged. Factories take the
-channel on which gradients travel. What a message loses is kept by the worker that sent it, so that errors stay bounded: memories of
-the *average's* error would walk at random.
+Wrappers of any of them:
+
+    start_at      another reducer for the first steps
+    first_stages  another reducer for the last stages of a pipeline
+    every         averages in every H-th step; in between nothing is sent
+
+`Reducer` says what a reducer is, `decjax.reduce.messages` how encoded messages are averaged. Factories take the channel on which
+gradients travel. Each worker remembers what its own messages lose, so that errors stay bounded; a memory of the error of the *average*
+would grow as a random walk.
 """
 
 from decjax.reduce.coded import CodedState, coded, demo

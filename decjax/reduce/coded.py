@@ -1,15 +1,15 @@
-"""Averages of coded messages: every worker sends C(x_i), and remembers what the message lost.
+"""Averages of messages of a codec C: every worker sends C(x_i) and remembers what the message loses.
 
     x_i = β e_i + g_i;     averaged = (1/N) Σ_j C(x_j);     e_i = x_i − C(x_i)
 
     β = 1, any codec                            error feedback: Σ sent + e = Σ g         (Stich et al. 2018, arXiv 1809.07599)
-    β = 0.999, top-k of a chunked DCT, then     DeMo: e is the momentum, from which the  (Peng et al. 2024, arXiv 2411.19870)
-      the sign of the average                   fast components are taken as they are sent
+    β = 0.999, top-k of a chunked DCT, then     DeMo: e is a momentum, from which what   (Peng et al. 2024, arXiv 2411.19870)
+      the sign of the average                   is sent is subtracted
     β = 0.95, 2-bit top-k of a chunk, on the    SparseLoCo                               (Sarfi et al. 2025, arXiv 2508.15706)
       change of H local steps
 
-Other memories are those of `codecs.feedback`: a momentum, EF21, none. How messages become an average, and what is sent, is for
-`decjax.reduce.messages` to say: gathered by all, as DeMo and SparseLoCo have it, or averaged and coded once more shard by shard.
+Other memories are those of `codecs.feedback`: a momentum, EF21, none. Messages are either gathered by all workers, as in DeMo and
+SparseLoCo, or averaged and encoded once more shard by shard; see `decjax.reduce.messages`.
 """
 
 from collections.abc import Callable
@@ -27,22 +27,28 @@ from decjax.reduce import messages
 from decjax.reduce import reducer as reducer_lib
 
 FORMS = ("auto", "gather", "shards")
-FLAG_BYTES = 1  # of the header that says whether a worker's values are finite
+FLAG_BYTES = 1  # of a message's header, which says whether the worker's values are finite
 
 
 class CodedState(NamedTuple):
-    """State of `coded`."""
+    """State of `coded`.
 
-    worker: messages.Side  # of this worker's own messages
-    owner: Any  # () or the `Side` of those of the means that it owns, in form "shards"
-    count: jax.Array  # int32 scalar, steps so far: random codecs draw by it
+    Attributes:
+        worker: the `messages.Side` of this worker's own messages.
+        owner: in form "shards" the `messages.Side` of the means that this worker sends on; else ().
+        count: int32 scalar, steps so far, by which random codecs draw.
+    """
+
+    worker: messages.Side
+    owner: Any
+    count: jax.Array
 
 
-ERRORS = {"residual": "decay", "momentum": "momentum", "ef21": "momentum", "none": ""}  # and the option that each has
+ERRORS = {"residual": "decay", "momentum": "momentum", "ef21": "momentum", "none": ""}  # each memory with its own option
 
 
 @registry.register(
-    "reducer", "codec", needs="contractive or unbiased codec", messages="coded gradients", memory="1 copy; in shards 1/N more"
+    "reducer", "codec", needs="contractive or unbiased codec", messages="compressed gradients", memory="1 copy; in shards 1/N more"
 )
 def coded(
     channel: Channel = Channel(),
@@ -54,20 +60,26 @@ def coded(
     momentum: float = 0.9,
     storage: codecs.Codec | str | None = None,
 ) -> reducer_lib.Reducer:
-    """The average of coded gradients, with memory of what messages lose; see the module's equations.
+    """The average of compressed gradients, with error feedback.
 
-    Its `init` is called inside a function that is mapped over workers, unless the form is "gather". Its `num_bytes` refuses messages
-    that are not smaller than plain all-reduce's. Matrices that a codec sees as such are coded alone.
+        x_i = β e_i + g_i;     averaged = (1/N) Σ_j C(x_j);     e_i = x_i − C(x_i)
+
+    Matrices that a codec sees as such are encoded alone. `num_bytes` raises ValueError if messages are not smaller than those of plain
+    all-reduce. `init` must be called inside a function that is mapped over workers, unless the form is "gather".
 
     Args:
-        codec: C, of messages of static size; an unbiased one is contracted where there is a memory.
-        form: "gather", "shards" or "auto", that of the two which sends less; see `decjax.reduce.messages`.
-        error: the memory: "residual", "momentum", "ef21" or "none", see `codecs.feedback`; or a factory of one.
-        decay: β in (0, 1], of "residual".
-        momentum: in [0, 1), of "momentum" and "ef21".
-        storage: codec in whose form the memory is kept; None: in full.
+        channel: how gradients travel.
+        codec: C, with messages of a fixed size. If there is a memory, an unbiased codec is made contractive.
+        form: "gather", "shards", or "auto" for the one that sends less; see `decjax.reduce.messages`.
+        error: the memory of what messages lose: "residual", "momentum", "ef21" or "none", see `codecs.feedback`; or a factory of one.
+        decay: β in (0, 1], for "residual".
+        momentum: in [0, 1), for "momentum" and "ef21".
+        storage: codec that the memory is stored with; None: in full precision.
 
-    Example:
+    Raises:
+        ValueError: if the options do not fit together, or the codec's messages cannot be averaged.
+
+    Examples:
         >>> tx = decjax.synchronize(optax.adamw(1e-3), decjax.reduce.coded(codec="int8"))
     """
     return _coded(channel, codec, form, _memory(error, storage, decay=(decay, 1.0), momentum=(momentum, 0.9)))
@@ -91,21 +103,24 @@ def demo(
     momentum: float = 0.9,
     storage: codecs.Codec | str | None = None,
 ) -> reducer_lib.Reducer:
-    """DeMo (arXiv 2411.19870): `coded` with its codec, form and decay. The optimizer takes the sign of the average.
+    """DeMo: the average of the largest cosine coefficients of a momentum; use an optimizer that takes the sign of it.
+
+    `coded` with the defaults of Peng et al. 2024, arXiv 2411.19870.
 
     Args:
-        codec: C, of messages of static size; an unbiased one is contracted where there is a memory.
-        form: "gather", "shards" or "auto", that of the two which sends less; see `decjax.reduce.messages`.
-        error: the memory: "residual", "momentum", "ef21" or "none", see `codecs.feedback`; or a factory of one.
-        decay: β in (0, 1], of "residual".
-        momentum: in [0, 1), of "momentum" and "ef21".
-        storage: codec in whose form the memory is kept; None: in full.
+        channel: how gradients travel.
+        codec: C, with messages of a fixed size. If there is a memory, an unbiased codec is made contractive.
+        form: "gather", "shards", or "auto" for the one that sends less; see `decjax.reduce.messages`.
+        error: the memory of what messages lose: "residual", "momentum", "ef21" or "none", see `codecs.feedback`; or a factory of one.
+        decay: β in (0, 1], for "residual".
+        momentum: in [0, 1), for "momentum" and "ef21".
+        storage: codec that the memory is stored with; None: in full precision.
     """
     return _coded(channel, codec, form, _memory(error, storage, decay=(decay, 0.999), momentum=(momentum, 0.9)))
 
 
 def _memory(error: Any, storage: Any, **given: tuple[float, float]) -> Callable[[codecs.Codec], codecs.feedback.Feedback]:
-    """The factory of a memory. Options come with their defaults; others than its own are refused."""
+    """The factory of a memory; each option is given as (value, default), and one that the memory does not have raises ValueError."""
     if isinstance(error, str) and error not in ERRORS:
         raise ValueError(f"error={error!r} is unknown; use one of {', '.join(ERRORS)}")
     own = ERRORS[error] if isinstance(error, str) else ""
@@ -135,7 +150,7 @@ def _coded(channel: Channel, codec: codecs.Codec | str, form: str, memory: Calla
 
 @dataclasses.dataclass(frozen=True)
 class _Average:
-    """The average of coded gradients."""
+    """The functions of the reducer."""
 
     channel: Channel
     codec: codecs.Codec
@@ -146,7 +161,7 @@ class _Average:
         return messages.layout(self.channel, (self.codec,), params, num_workers if form == "shards" else 0)
 
     def _sent_bytes(self, params: Any, num_workers: int) -> dict[str, float]:
-        """Bytes of both forms; the one that codes once comes first, and so is taken where they are equal."""
+        """Bytes of a step in each form; "gather" comes first, so that it is taken where both are equal."""
         return {
             form: messages.num_bytes(self.ends.codec, self._layout(form, params, num_workers), num_workers, FLAG_BYTES)
             for form in ("gather", "shards")

@@ -1,12 +1,4 @@
-"""GraVAC: codes as strong as their gain allows.
-
-With gain(θ) = E‖C_θ(x)‖² / E‖x‖² of what workers send, x = g + e, it starts without a codec and climbs a ladder of ever
-stronger ones as long as (steps per second) · gain grows; when the gain of the rung in use drops below a threshold, it goes back
-a rung. Messages are averaged shard by shard, so that their bytes follow the codec's whatever the number of workers; see
-`decjax.reduce.messages`. The error memories of workers and owners belong to all rungs; without a codec, both are sent out.
-
-Reference: Tyagi and Swany 2023, arXiv 2305.12201.
-"""
+"""GraVAC: compression that gets stronger as long as it pays."""
 
 from collections.abc import Sequence
 import dataclasses
@@ -25,22 +17,35 @@ from decjax.reduce import reducer as reducer_lib
 
 
 class GravacState(NamedTuple):
-    """State of `gravac`; all but the errors and the codecs' states is the same on all workers."""
+    """State of `gravac`; all but the errors and the codecs' states is the same on all workers.
 
-    error: tuple[jax.Array, ...]  # [N, …], this worker's own
-    owner_error: tuple[jax.Array, ...]  # […], of the shard that this worker owns
-    codec: tuple[tuple[Any, ...], ...]  # states of each rung's codec, at workers and at owners
-    count: jax.Array  # int32 scalar, steps so far
-    usage: jax.Array  # int32 [rungs], steps so far on each rung; 0 is without a codec
-    rung: jax.Array  # int32 scalar, the one in use
-    settled: jax.Array  # bool scalar: it climbs no more
-    energy_sent: jax.Array  # Σ E‖C(x)‖² since the window began
-    energy: jax.Array  # Σ E‖x‖² since the window began
-    score: jax.Array  # (steps per second) · gain of the rung below
+    Attributes:
+        error: [N, …], what this worker's own messages lost.
+        owner_error: […], what the messages of the shard that this worker owns lost.
+        codec: states of each rung's codec, for the worker's and for the owner's messages.
+        count: int32 scalar, steps so far.
+        usage: int32 [rungs], steps so far on each rung; rung 0 has no codec.
+        rung: int32 scalar, the rung in use.
+        settled: bool scalar, whether it climbs no more.
+        energy_sent: Σ E‖C(x)‖² since the window began.
+        energy: Σ E‖x‖² since the window began.
+        score: (steps per second) · gain of the rung below.
+    """
+
+    error: tuple[jax.Array, ...]
+    owner_error: tuple[jax.Array, ...]
+    codec: tuple[tuple[Any, ...], ...]
+    count: jax.Array
+    usage: jax.Array
+    rung: jax.Array
+    settled: jax.Array
+    energy_sent: jax.Array
+    energy: jax.Array
+    score: jax.Array
 
 
 @registry.register(
-    "reducer", "gravac", adaptive=True, needs="ladder of ever stronger codecs", messages="coded gradients", memory="1 copy and 1/N"
+    "reducer", "gravac", adaptive=True, needs="ladder of codecs", messages="compressed gradients", memory="1 copy and 1/N"
 )
 def gravac(
     channel: Channel = Channel(),
@@ -51,23 +56,29 @@ def gravac(
     improvement: float = 0.0,
     speed: str | Sequence[float] = "",
 ) -> reducer_lib.Reducer:
-    """The average of gradients, coded as strongly as their gain allows; see the module.
+    """GraVAC: the average of gradients, compressed by the strongest of several codecs that pays.
 
-    After every window of steps on a rung, with gain = Σ E‖C(x)‖² / Σ E‖x‖² over it: below the threshold, one rung down, for
-    good; else, unless settled, one rung up, if speed · gain has grown by more than `improvement` since the rung below, and else
-    back there, for good. All rungs are branches of one program, of which all workers take the same.
+    The rungs of a ladder are no codec (rung 0) and ever stronger codecs C. With x = g + e what a worker sends,
+    gain = Σ E‖C(x)‖² / Σ E‖x‖² is the fraction of the energy that arrives, over a window of steps. After each window: if the gain is
+    below the threshold, one rung down, for good. Else, if speed · gain has grown by more than `improvement` since the rung below, one
+    rung up; and if it has not, one rung down, for good. Errors are remembered across rungs, and sent out on rung 0. Messages are
+    averaged shard by shard, see `decjax.reduce.messages`.
 
-    Its phases are the rungs, and its state decides on them: `usage(state)` counts the steps on each. Its `init` is called inside a
-    function that is mapped over workers. Its `num_bytes` refuses a rung that does not send less than the one below.
+    All rungs are branches of one program. They are the reducer's phases, on which its state decides: `usage(state)` counts the steps
+    of each. `init` must be called inside a function that is mapped over workers. `num_bytes` raises ValueError for a rung that does
+    not send less than the one below.
 
     Args:
-        ladder: codecs from the mildest to the strongest, or a text of their names. Rung 0, without a codec, comes before them.
+        channel: how gradients travel.
+        ladder: codecs from the mildest to the strongest, or a text of their names divided by semicolons.
         window: steps on a rung before it is judged.
         threshold: ε in [0, 1], the least gain.
         improvement: ω ≥ 0, relative.
-        speed: steps per second on each rung, with 0, relative to one another, or a text as "1; 1.8; 3"; `decjax.costmodel`
-            predicts them. Empty: 1 ÷ bytes, as where communication takes all the time. The paper measures them as it goes; inside a
-            program there is no clock, so they are given.
+        speed: steps per second on each rung, from rung 0 on, relative to one another, or a text such as "1; 1.8; 3";
+            `decjax.costmodel` predicts them. Empty: 1 ÷ bytes, as if communication took all the time. The paper measures them during
+            training; a compiled program has no clock.
+
+    Reference: Tyagi and Swany 2023, arXiv 2305.12201.
     """
     rungs = tuple(registry.make("codec", each) for each in _listed(ladder))
     speeds = tuple(map(float, _listed(speed)))
@@ -92,13 +103,13 @@ def gravac(
 
 
 def _listed(entries: str | Sequence[Any]) -> Sequence[Any]:
-    """The entries of a text, which semicolons divide."""
+    """The entries of a text divided by semicolons; a sequence is returned as it is."""
     return [text.strip() for text in entries.split(";") if text.strip()] if isinstance(entries, str) else entries
 
 
 @dataclasses.dataclass(frozen=True)
 class _Ladder:
-    """Rungs, and how they are climbed."""
+    """The functions of the reducer."""
 
     channel: Channel
     rungs: tuple[codecs.Codec, ...]
@@ -120,7 +131,7 @@ class _Ladder:
         return GravacState(error, owner_error, tuple(states for _, states in rungs), none, usage, none, settled, zero, zero, zero)
 
     def _without_codec(self, arrays: list[jax.Array], state: GravacState):
-        """Rung 0: (means, errors of workers and owners, codecs' states, energies sent and in all)."""
+        """Rung 0: (means, errors of workers, errors of owners, codecs' states, (E‖C(x)‖², E‖x‖²))."""
         axis, num_workers = self.channel.axis, self.channel.axis.size
         targets = [e + x for e, x in zip(state.error, arrays)]
         energy = _energy(targets, state)
@@ -132,7 +143,7 @@ class _Ladder:
         return means, error, owner_error, state.codec, jnp.stack([joint[0], joint[0]])
 
     def _with_codec(self, k: int, arrays: list[jax.Array], state: GravacState):
-        """Rung k + 1: (means, errors of workers and owners, codecs' states, energies sent and in all)."""
+        """Rung k + 1, with results as of `_without_codec`."""
         worker, owner = (
             messages.Side(tuple(codecs.feedback.Memory(own, e, ()) for own, e in zip(states, errors)), ((),) * len(arrays))
             for states, errors in zip(state.codec[k], (state.error, state.owner_error))
@@ -157,11 +168,11 @@ class _Ladder:
         new = self._judged(new._replace(energy_sent=state.energy_sent + sent, energy=state.energy + full), grads)
         finite = jnp.isfinite(sent) & jnp.isfinite(full) & codecs.finite(means)  # The same on all workers.
         new = jax.tree.map(lambda new, old: jnp.where(finite, new, old), new, state)
-        new = new._replace(count=state.count + 1, usage=usage)  # A step that is lost has been sent all the same.
+        new = new._replace(count=state.count + 1, usage=usage)  # A step that is not finite has been sent all the same.
         return layout.unpack([jnp.where(finite, x, jnp.nan) for x in means], grads), new
 
     def _judged(self, state: GravacState, like: Any) -> GravacState:
-        """The state with the rung of the next step."""
+        """The state with the rung of the next step, which changes at the end of a window only."""
         rates = self.speeds or [1 / max(1, each) for each in self._sent_bytes(like, self.channel.axis.size)]
         rate = jnp.asarray(np.divide(rates, max(rates)), state.score.dtype)[state.rung]
         gain = jnp.where(state.energy > 0, state.energy_sent / jnp.where(state.energy > 0, state.energy, 1), 1)
@@ -199,7 +210,7 @@ class _Ladder:
 
 
 def _taken_apart(*sides: messages.Side) -> tuple[tuple, tuple]:
-    """Errors, and states of the codec, of each side."""
+    """The errors of each side, and the codec states of each side."""
     errors = tuple(tuple(memory.error for memory in side.memory) for side in sides)
     states = tuple(tuple(memory.codec for memory in side.memory) for side in sides)
     return errors, states

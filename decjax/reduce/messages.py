@@ -1,12 +1,12 @@
-"""How coded messages become an average. A sum cannot be coded, so there are two ways, with C a codec with error feedback:
+"""Averages encoded messages. Encoded messages cannot be added, so there are two forms, with C a codec with error feedback:
 
-    gather    every worker gets all messages:    averaged = (1/N) Σ_j C(x_j)                    N−1 messages sent
-    shards    worker k averages the k-th of      averaged_k = C((1/N) Σ_j C(x_jk))     2(N−1)/N of a message sent
-              N shards and codes the mean
+    gather    every worker gets all messages:    averaged = (1/N) Σ_j C(x_j)           each sends its message N−1 times
+    shards    worker k averages the k-th of      averaged_k = C((1/N) Σ_j C(x_jk))     each sends 2(N−1)/N of a message
+              N shards and encodes the mean
 
-In the second, who owns a shard remembers what the message of its mean lost: error feedback on both sides, as the compressed
-all-reduce of 1-bit Adam (Tang et al. 2021, arXiv 2102.02888) has it. All workers decode the same bytes in the same order, and so
-have the same average, bit for bit. A reducer's messages of a step, of whatever types, travel as one array of bytes.
+In form "shards" the owner of a shard remembers what the message of its mean loses: error feedback on both sides, as in the compressed
+all-reduce of 1-bit Adam (Tang et al. 2021, arXiv 2102.02888). All workers decode the same bytes in the same order, and so get the
+same average, bit for bit. All messages of a worker in a step travel as one array of bytes.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,17 +21,17 @@ from decjax.codecs.feedback import Feedback
 
 
 class Side(NamedTuple):
-    """What the two ends of messages remember; one entry for each array."""
+    """What the sender and the receivers of messages remember; one entry for each array."""
 
     memory: tuple[Any, ...]  # the sender's `codecs.feedback.Memory`
-    estimate: tuple[Any, ...]  # what receivers take arrived changes to, () where messages are not changes
+    estimate: tuple[Any, ...]  # the sum of changes that receivers have got so far; () if messages are not changes
 
 
 def layout(channel: Channel, ends: Sequence[codecs.Codec], tree: Any, num_shards: int = 0) -> buckets.Layout:
-    """How a tree of arrays or shapes is cut into the arrays that are coded.
+    """The layout of the buckets of a tree that are encoded.
 
-    Arrays that one of the codecs sees as matrices and makes smaller stay alone, as I×J; the others are joined to flat buckets. With
-    shards, an array becomes [N, …], N parts of its values or rows, padded with zeros, which error memories take for values.
+    Arrays that one of the codecs (`ends`) sees as matrices and makes smaller are matrices I×J of their own; the others are joined to
+    vectors. With N shards, buckets are [N, …], N parts of their values or rows, padded with zeros.
     """
 
     def matrix(leaf):
@@ -45,23 +45,23 @@ def layout(channel: Channel, ends: Sequence[codecs.Codec], tree: Any, num_shards
 
 
 def num_bytes(codec: codecs.Codec, layout: buckets.Layout, num_workers: int, header_bytes: int) -> float:
-    """Bytes that each worker sends for the average of what has this layout."""
+    """Bytes that each worker sends for the average of arrays of this layout; `header_bytes` are added to each message."""
     message = sum(codec.num_bytes(x.shape, x.dtype) for x in layout.parts())
     return float((num_workers - 1) * ((2 if layout.num_shards else 1) * message + header_bytes))
 
 
 def check(codec: codecs.Codec) -> None:
-    """Refuses codecs whose messages cannot be averaged."""
+    """Raises ValueError for a codec whose messages cannot be averaged."""
     if not codec.traits.static_bytes:
         raise ValueError(
-            f"codec {codec.name!r} has messages of varying size, and collectives have buffers of one; use 'int8', or 'topk'"
+            f"codec {codec.name!r} has messages of varying size, and collectives send buffers of one size; use 'int8', or 'topk'"
         )
     if codec.traits.state_key == "sample":
-        raise ValueError(f"codec {codec.name!r} remembers samples of a batch, which gradients are not; use 'int8'")
+        raise ValueError(f"codec {codec.name!r} remembers samples of a batch, so it cannot encode gradients; use 'int8'")
 
 
 def worker_side(feedback: Feedback, layout: buckets.Layout) -> Side:
-    """What a worker starts with, for its own messages."""
+    """The initial memory and estimate of a worker's own messages."""
     one = _start(feedback, layout)
     if not layout.num_shards:
         return one
@@ -69,7 +69,7 @@ def worker_side(feedback: Feedback, layout: buckets.Layout) -> Side:
 
 
 def owner_side(feedback: Feedback, layout: buckets.Layout) -> Side:
-    """What a worker starts with, for the messages of means that it owns."""
+    """The initial memory and estimate of the means of shards that a worker owns."""
     one = _start(feedback.relay(), layout)
     return one._replace(estimate=jax.tree.map(lambda x: jnp.zeros((layout.num_shards, *x.shape), x.dtype), one.estimate))
 
@@ -81,13 +81,13 @@ def _start(feedback, layout) -> Side:
     )
 
 
-Header = Callable[[list[jax.Array]], jax.Array]  # of what a worker's own messages decode to
+Header = Callable[[list[jax.Array]], jax.Array]  # from a worker's own decoded messages to an array that is sent with them
 
 
 def gathered(
     feedback: Feedback, arrays: list[jax.Array], side: Side, key: jax.Array, header: Header, axis: mesh.Axis
 ) -> tuple[list[jax.Array], Side, jax.Array]:
-    """The average of messages that all workers get, and what is remembered, and the [N, …] headers of all, which travel with them."""
+    """Form "gather": the averages, the new memory and estimate, and the headers of all workers, [N, …]."""
     messages, memory = _encoded(feedback, arrays, side.memory, key)
     sent = messages, header(_decoded(feedback, messages, arrays))
     means, headers = _mean(feedback, axis.all_gather(_as_bytes(sent)), sent, arrays)
@@ -98,8 +98,7 @@ def gathered(
 def sharded(
     feedback: Feedback, arrays: list[jax.Array], worker: Side, owner: Side, key: jax.Array, header: Header, axis: mesh.Axis
 ) -> tuple[list[jax.Array], Side, Side, jax.Array]:
-    """The average of messages that go to the owner of each shard, who sends the coded mean to all, and what is remembered of both,
-    and the [N, …] headers of all workers; arrays are [N, …]."""
+    """Form "shards", for arrays [N, …]: the averages, the new `worker` and `owner`, and the headers of all workers, [N, …]."""
     keys = [jax.random.fold_in(key, end) for end in range(2)]
     shard_keys = jax.random.split(keys[0], len(arrays[0]))
     messages, memory = jax.vmap(lambda *given: _encoded(feedback, *given))(arrays, worker.memory, shard_keys)
@@ -133,7 +132,7 @@ def _received(feedback, estimates, arrived) -> tuple[list[jax.Array], tuple[Any,
 
 
 def _mean(feedback, joint_NxB, sent, like) -> tuple[list[jax.Array], jax.Array]:
-    """The mean of what the messages of all workers decode to, one worker's after the other's, in the memory of one; their headers."""
+    """The mean of the decoded messages of all workers, and their headers; decoded one by one, to save memory."""
 
     def add(sums, joint):
         messages, header = _from_bytes(joint, sent)
@@ -144,12 +143,12 @@ def _mean(feedback, joint_NxB, sent, like) -> tuple[list[jax.Array], jax.Array]:
 
 
 def _as_bytes(tree: Any) -> jax.Array:
-    """All arrays of a tree as one array of bytes."""
+    """All arrays of a tree as one vector of bytes."""
     return jnp.concatenate([jax.lax.bitcast_convert_type(x, jnp.uint8).ravel() for x in jax.tree.leaves(tree)])
 
 
 def _from_bytes(joint: jax.Array, like: Any) -> Any:
-    """The arrays, like those of a tree, that `_as_bytes` joined."""
+    """The tree that `_as_bytes` has joined, with structure, shapes and types of `like`."""
     leaves, treedef = jax.tree.flatten(like)
     found, start = [], 0
     for x in leaves:

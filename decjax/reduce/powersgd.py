@@ -1,21 +1,4 @@
-"""PowerSGD: the mean of a rank-R approximation, found by one step of power iteration over all workers at once.
-
-Every array of two or more dimensions is seen as a matrix I×J, cut where I + J is least. With G_i a worker's gradient, e_i its
-error and Q the last step's factor, the same on all workers,
-
-    A_i = G_i + e_i;     P = orth( (1/N) Σ_i A_i Q );     Q_i = A_iᵀ P;     Q = (1/N) Σ_i Q_i
-    averaged = P Qᵀ;     e_i = A_i − P Q_iᵀ
-
-P Qᵀ is the mean of what the workers sent, P Q_iᵀ, and each keeps what it did not send: Σ sent + e = Σ G for every worker, and
-errors stay bounded. (PyTorch's hook keeps A_i − P Qᵀ instead, which holds the other workers' deviations and walks at random.)
-
-Arrays that would not get smaller, and those of fewer dimensions, are averaged as they are, in the message of the Ps. So there
-are two collectives per step: one for all P and the rest, one for all Q.
-
-Differences from the paper: the columns of Q are normalized before they are used, which changes no span and keeps products of
-small gradients from underflowing; a column that is zero beside the others, as after a gradient of zeros, is drawn anew, where it
-would stay zero for ever. Reference: Vogels et al. 2019, arXiv 1905.13727, algorithms 1 and 2.
-"""
+"""PowerSGD: the mean of a rank-R approximation, found by one step of power iteration over all workers at once."""
 
 import dataclasses
 import math
@@ -31,22 +14,27 @@ from decjax.codecs import noise
 from decjax.codecs.codec import dot
 from decjax.reduce import reducer as reducer_lib
 
-FEW_COLUMNS = 8
+FEW_COLUMNS = 8  # products of up to so many columns are computed as sums of outer products
 
 
 class PowerSGDState(NamedTuple):
-    """State of `powersgd`; one entry for each array that is compressed, in the order of the tree's leaves."""
+    """State of `powersgd`; one entry for each array that is compressed, in the order of the tree's leaves.
 
-    error: tuple[jax.Array, ...]  # e_IxJ, this worker's own
-    factor: tuple[jax.Array, ...]  # q_JxR, the same on all workers
+    Attributes:
+        error: e_IxJ, what this worker has not sent.
+        factor: q_JxR, the same on all workers.
+    """
+
+    error: tuple[jax.Array, ...]
+    factor: tuple[jax.Array, ...]
 
 
 class _Plan(NamedTuple):
-    """Which leaves travel how; static."""
+    """Which leaves of a tree are compressed."""
 
     matrices: dict[int, tuple[int, int, int]]  # position of a leaf -> I, J, R
     dense: tuple[int, ...]  # positions of the other floating-point leaves
-    dtype: Any  # of the arithmetic, float32 at least
+    dtype: Any  # of the arithmetic, float32 or wider
 
 
 @registry.register(
@@ -55,19 +43,31 @@ class _Plan(NamedTuple):
 def powersgd(
     channel: Channel = Channel(), *, rank: int = 4, gate: float = 1.0, wire_dtype: str | None = None
 ) -> reducer_lib.Reducer:
-    """The mean of rank-R approximations, with error feedback; see the module's equations.
+    """PowerSGD: the mean of rank-R approximations of the gradients, with error feedback.
 
-    Of an array seen as I×J, a worker sends 2(N−1)/N · (I + J)R values instead of 2(N−1)/N · IJ. The channel's seed is that of the
-    first factors. `init` and `num_bytes` raise ValueError if nothing would be compressed.
+        A_i = G_i + e_i;     P = orth( (1/N) Σ_i A_i Q );     Q_i = A_iᵀ P;     Q = (1/N) Σ_i Q_i
+        averaged = P Qᵀ;     e_i = A_i − P Q_iᵀ
+
+    G_i is a worker's gradient, e_i its error, Q the last step's factor, the same on all workers. Arrays of two or more dimensions are
+    seen as matrices I×J, cut where I + J is least; others, and those that would not get smaller, are averaged as they are, in one
+    message with all P. A worker sends 2(N−1)/N · (I + J)R values of a matrix instead of 2(N−1)/N · IJ, in two collectives per step.
+    Each worker keeps what it did not send, Σ sent + e = Σ G, so errors stay bounded. (PyTorch's hook keeps A_i − P Qᵀ, which includes
+    the other workers' deviations and grows as a random walk.) `init` and `num_bytes` raise ValueError if nothing would be compressed.
+
+    Differences from the paper: columns of Q are normalized before use, which changes no span and keeps products of small gradients
+    from underflowing; a column that is zero compared with the others, and would stay zero for ever, is drawn anew.
 
     Args:
-        rank: R, at most min(I, J) of any array; more is taken as that.
+        channel: how gradients travel; its seed determines the first factors.
+        rank: R; for a matrix with a smaller side, that side.
         gate: ρ; arrays with (I + J)R ≥ ρIJ are averaged as they are. Infinity compresses all matrices.
-        wire_dtype: floating-point type of the factors' messages, as "bfloat16"; None: that of the arithmetic. Errors hold what
-            the cast of a worker's own Q_i loses; the mean Q is rounded once more, the same on all workers, and nobody keeps that.
-            Narrow values are summed in float32, by all-to-all and all-gather.
+        wire_dtype: floating-point type in which the factors travel, such as "bfloat16"; None: that of the arithmetic. Errors include
+            what the cast of a worker's own Q_i loses, but not the rounding of the mean Q, which is the same on all workers. Narrow
+            values are summed in float32, by all-to-all and all-gather.
 
-    Example:
+    Reference: Vogels et al. 2019, arXiv 1905.13727, algorithms 1 and 2.
+
+    Examples:
         >>> tx = decjax.synchronize(optax.adamw(1e-3), decjax.reduce.powersgd(rank=4))
     """
     if rank < 1:
@@ -86,7 +86,7 @@ def powersgd(
 
 @dataclasses.dataclass(frozen=True)
 class _PowerSGD:
-    """The average by two thin matrices."""
+    """The functions of the reducer."""
 
     channel: Channel
     rank: int
@@ -109,7 +109,7 @@ class _PowerSGD:
         return _Plan(matrices, tuple(i for i in floating if i not in matrices), dtype)
 
     def _factor(self, shape: tuple[int, ...], i: int, dtype: Any) -> jax.Array:
-        """A first Q of the leaf at a position: numbers in [−1, 1) that look random, far cheaper than random bits."""
+        """The first Q of leaf i: pseudorandom numbers in [−1, 1), by a hash that is much cheaper than random bits."""
         return 2 * noise.uniform(shape, (jnp.uint32(self.channel.seed % 2**32), jnp.uint32(i))).astype(dtype) - 1
 
     def init(self, params: Any) -> PowerSGDState:
@@ -128,11 +128,11 @@ class _PowerSGD:
         bases, rest = self._first([dot(a, q) for a, q in zip(targets, factors)], [leaves[i].astype(dtype) for i in dense], wire)
         received = [*bases, *rest]
         bases = _orthogonalized(bases)
-        # (PᵀA) rather than (AᵀP): compilers for CPUs transpose large matrices badly.
+        # PᵀA rather than AᵀP: compilers for CPUs transpose large matrices slowly.
         own = [dot(p.T, a).astype(wire).astype(dtype) for p, a in zip(bases, targets)]
         means = _means(own, self.channel.axis, wire)
 
-        # Equal on all workers, since it is read from means.
+        # Equal on all workers, since it is computed from means.
         finite = jnp.stack([jnp.isfinite(x).all() for x in (*received, *means)]).all()
         products = (_product(jnp.where(finite, p, jnp.nan), q) for p, q in zip(bases, means))
         for i, mean in zip((*matrices, *dense), (*products, *rest)):
@@ -144,7 +144,7 @@ class _PowerSGD:
     def _first(self, bases: list[jax.Array], rest: list[jax.Array], wire: Any) -> tuple[list[jax.Array], list[jax.Array]]:
         """Means of the Ps and of the rest, in one message where they are of one type."""
         axis = self.channel.axis
-        if wire != bases[0].dtype:  # There is a matrix at least.
+        if wire != bases[0].dtype:  # There is at least one matrix.
             return _means(bases, axis, wire), _means(rest, axis)
         means = _means([*bases, *rest], axis)
         return means[: len(bases)], means[len(bases) :]
@@ -162,7 +162,7 @@ class _PowerSGD:
 
 
 def _product(p_IxR: jax.Array, q_RxJ: jax.Array) -> jax.Array:
-    """P Q of the approximation; of few columns as a sum of outer products, which fuses with what is done to it."""
+    """The matrix P Q; for few columns a sum of outer products, which the compiler fuses with what uses it."""
     if len(q_RxJ) > FEW_COLUMNS:
         return dot(p_IxR, q_RxJ)
     product: Any = sum(p_I[:, None] * q_J for p_I, q_J in zip(p_IxR.T, q_RxJ))
@@ -170,7 +170,7 @@ def _product(p_IxR: jax.Array, q_RxJ: jax.Array) -> jax.Array:
 
 
 def _means(arrays: list[jax.Array], axis: mesh.Axis, wire_dtype: Any = None) -> list[jax.Array]:
-    """Means over all workers of arrays of one dtype, as one message."""
+    """The means over all workers of arrays of one dtype, sent as one message."""
     if not arrays:
         return []
     joint = axis.mean(arrays[0].ravel() if len(arrays) == 1 else jnp.concatenate([x.ravel() for x in arrays]), wire_dtype)
@@ -179,7 +179,7 @@ def _means(arrays: list[jax.Array], axis: mesh.Axis, wire_dtype: Any = None) -> 
 
 
 def _orthogonalized(bases: list[jax.Array]) -> list[jax.Array]:
-    """Orthonormal columns with the same span; those of the same shape at once. Dependent columns become any others."""
+    """For each matrix orthonormal columns of the same span, dependent ones replaced by arbitrary ones; equal shapes at once."""
     orthogonal = list(bases)
     for shape in dict.fromkeys(p.shape for p in bases):
         positions = [i for i, p in enumerate(bases) if p.shape == shape]
@@ -189,5 +189,5 @@ def _orthogonalized(bases: list[jax.Array]) -> list[jax.Array]:
 
 
 def _unit(q_JxR: jax.Array) -> jax.Array:
-    """Columns of length one."""
+    """The matrix with columns scaled to length one."""
     return q_JxR / jnp.linalg.norm(q_JxR, axis=0)

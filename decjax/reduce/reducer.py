@@ -1,12 +1,4 @@
-"""What a reducer is, and the plain mean.
-
-A reducer owns its collectives, since some compress between two of them:
-
-    averaged, state = reduce(grads, state, phase)
-
-The average is the same on every worker, bit for bit. A gradient that is not finite, of any worker, makes the average not
-finite on all of them, as it does the plain mean's, and leaves the state as it was.
-"""
+"""What a reducer is, the plain mean, and wrappers of reducers."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -18,21 +10,26 @@ import numpy as np
 from decjax import mesh, registry
 from decjax.channel import Channel
 
-LOCAL = -1  # The phase of a step that averages nothing.
-BEFORE = 0  # The first phase of `start_at`.
+LOCAL = -1
+"""The phase of a step that averages nothing."""
+BEFORE = 0
+"""The first phase of `start_at`."""
 
 
 class Reducer(NamedTuple):
-    """How gradients become one.
+    """How gradients of all workers are averaged: functions called on each worker.
+
+    The average is the same on every worker, bit for bit. If the gradient of any worker is not finite, neither is the average, on all
+    workers, and the state stays as it was.
 
     Attributes:
         init: `init(params) -> state`.
-        reduce: `reduce(grads, state, phase) -> (averaged, state)`; the same on every worker. `phase` is static, so that no
-            program holds a conditional around a collective; left out, it is the last.
-        num_bytes: `num_bytes(params, num_workers, phase) -> (N,)` bytes that each worker sends, the declared formula.
-        phase: `phase(step) -> phase`, for an int; None where the state decides.
+        reduce: `reduce(grads, state, phase) -> (averaged, state)`, which contains the collectives. `phase` is static, so that no
+            program has a conditional around a collective; left out, it is the last.
+        num_bytes: `num_bytes(params, num_workers, phase) -> (N,)`, bytes that each worker sends, by formula.
+        phase: `phase(step) -> phase`, for an int; None if the state decides on the phase.
         phases: all values that `phase` takes.
-        usage: `usage(state) -> [phases]` steps so far in each phase, where the state decides on it; else None.
+        usage: `usage(state) -> [phases]`, steps so far in each phase, if the state decides on it; else None.
     """
 
     init: Callable[[Any], Any]
@@ -44,7 +41,7 @@ class Reducer(NamedTuple):
 
 
 def due_phase(reducer: Reducer, phase: int | None) -> int | None:
-    """The reducer's phase: the only one it has, else the given one, without which several are refused; None where its state decides."""
+    """The phase to call `reduce` with: the only one, else the given one, which must not be None unless the state decides."""
     if len(reducer.phases) == 1:
         return reducer.phases[0]
     if phase is None and not reducer.usage:
@@ -54,7 +51,7 @@ def due_phase(reducer: Reducer, phase: int | None) -> int | None:
 
 @registry.register("reducer", "mean", exact=True, needs="nothing", messages="gradients", memory="none")
 def mean(channel: Channel = Channel()) -> Reducer:
-    """All-reduce: g_i <- (1/N) Σ_j g_j. A worker sends 2(N−1)/N of the gradient's bytes."""
+    """All-reduce, the mean of all gradients: g_i <- (1/N) Σ_j g_j. A worker sends 2(N−1)/N of the gradient's bytes."""
 
     def reduce(grads, state, phase=0):
         layout = channel.layout(grads)
@@ -69,12 +66,12 @@ def mean(channel: Channel = Channel()) -> Reducer:
 
 
 def start_at(reducer: Reducer, step: int, before: Reducer) -> Reducer:
-    """Averages by another reducer in the first steps, as long as gradients are hard to compress.
+    """The reducer that uses another one in the first steps, while gradients are hard to compress.
 
     Args:
-        reducer: the one in use from `step` on.
-        step: how many steps are taken before.
-        before: the one in use until then, such as `mean`, without phases of its own; phase 0.
+        reducer: used from `step` on.
+        step: number of steps before.
+        before: used until then, as phase `BEFORE`; one with a single phase, such as `mean`.
     """
     if step < 0:
         raise ValueError(f"start={step}: must be at least 0 steps")
@@ -118,16 +115,16 @@ def first_stages(
     others: Callable[[Channel], Reducer] = mean,
     channel: Channel = Channel(),
 ) -> Reducer:
-    """Averages by one reducer in the first stages of a pipeline, and by another in those behind them.
+    """The reducer that averages by one reducer in the first stages of a pipeline, and by another in the later stages.
 
-    A stage's last backward pass waits for those of all stages behind it, so what the last stages send may travel meanwhile, and
-    needs no compression.
+    The last backward pass of a stage waits for those of all later stages. So what later stages send can travel meanwhile, and needs no
+    compression. `num_bytes` is the mean over stages.
 
     Args:
-        make: the reducer of the first stages on a channel; its phases and its state are those of all.
-        count: k ≥ 1, how many they are.
-        num_stages: S ≥ k; all stages are first ones if S = k. Bytes that are declared are the mean over stages.
-        others: that of the other stages; without phases of its own.
+        make: `make(channel)`, the reducer of the first stages; its phases are those of the whole.
+        count: k ≥ 1, the number of first stages.
+        num_stages: S ≥ k.
+        others: `others(channel)`, the reducer of the other stages; one with a single phase.
         channel: how gradients travel.
 
     Reference: arXiv 2301.09830 (Optimus-CC), selective stage compression.
@@ -161,7 +158,7 @@ def first_stages(
 
 
 def every(reducer: Reducer, period: int) -> Reducer:
-    """Averages in steps H−1, 2H−1, … for a period H ≥ 1; in the others, of phase LOCAL, nothing is sent: what is given is returned."""
+    """The reducer that averages in steps H−1, 2H−1, … only, for a period H ≥ 1; in others (phase `LOCAL`) it returns its input."""
     if period < 1:
         raise ValueError(f"every={period} steps: must be at least 1")
     if period == 1:

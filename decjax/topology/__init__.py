@@ -1,18 +1,19 @@
-"""Who talks to whom, when: graphs as periodic schedules of mixing rounds. NumPy only, no JAX.
+"""Communication graphs of decentralized training, as periodic schedules of mixing rounds. NumPy only, no JAX.
 
-A round replaces the stacked parameters of all workers by W x, W stochastic:
+A round multiplies the stacked parameters of all workers by a stochastic matrix W:
 
     x_i ← Σ_j W[i, j] x_j,     W = W_nodes ⊗ J_L / L,     W_nodes = diag(self_weights) + Σ_s diag(weights_s) P_s
 
-and is stored as it runs: an exact mean over groups of L consecutive workers (one group is a *node*), then a self weight and a few
-weighted partial permutations P_s between nodes (one `lax.ppermute` each). All-reduce is one group of everybody; gossip on a graph is
-L = 1. A topology is a period of such rounds: x^{t+1} = W^{t mod period} x^t, so rounds t = a … b−1 together apply the product
-W^{b−1} ⋯ W^a, which says how fast workers agree; some graphs agree exactly.
+It is stored in the form in which it runs: an exact mean over groups of L consecutive workers (one group is a *node*), then a self
+weight and a few weighted partial permutations P_s between nodes, each of which is one `lax.ppermute`. (J_L is the L×L matrix of
+ones.) All-reduce is one group of all workers; gossip on a graph has L = 1. A topology is a period of such rounds:
+x^{t+1} = W^{t mod period} x^t. Rounds a … b−1 together apply the product W^{b−1} ⋯ W^a, which says how fast workers agree; some
+topologies average exactly after finitely many rounds.
 
-`schedule` has the rounds and their analysis, `graphs` the catalogue of named topologies, `coloring` splits any graph into messages
-that travel at the same time.
+Modules: `schedule` defines rounds and their analysis, `graphs` the named topologies, `coloring` splits the edges of a graph into
+messages that can travel at the same time.
 
-Example:
+Examples:
   >>> topology = make("base_k", 6, k=1)
   >>> topology.max_degree, rounds_to_exact(topology) == topology.period
   (1, True)

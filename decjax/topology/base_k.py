@@ -1,6 +1,6 @@
-"""The base-(k+1) construction: exact averaging over any number of workers with few neighbours.
+"""The base-(k+1) graph: exact averaging over any number of workers, with at most k neighbours in each round.
 
-A round is given by its edges; what is left of a worker's weight stays with it.
+A round is given by its edges and their weights; the rest of a row of W is the worker's self weight.
 
 Reference: Takezawa et al. 2023, "Beyond exponential graph", arXiv 2305.11420.
 """
@@ -13,12 +13,12 @@ Edges = dict[tuple[int, int], float]  # (receiver, sender) -> weight, without th
 
 
 def base_graph(n: int, k: int) -> list[Edges]:
-    """Rounds whose product is J/n: of two constructions the one with fewer rounds, at most 2 log_{k+1}(n) + 2, then with fewer messages.
+    """Rounds whose product is J/n, at most 2 log_{k+1}(n) + 2 of them; no worker has more than k neighbours in a round.
 
-    Simple: n is written in base k+1 as Σ a_l (k+1)^{p_l}. Parts of these sizes average internally; then each part in turn gives every
-    worker of the later parts its share of the mean, takes up theirs, and finishes internally. Composite: with n = p·q and p the
-    largest divisor without prime factors above k+1, p blocks of q workers average by the simple construction, and the blocks average
-    across. No worker has more than k neighbours in a round.
+    Of two constructions the one with fewer rounds is taken, and of equally many that with fewer messages. Simple: n is written in
+    base k+1 as Σ a_l (k+1)^{p_l}. Parts of these sizes average internally; then each part in turn exchanges shares of the mean with
+    all workers of the later parts, and averages internally once more. Composite: n = p·q with p the largest divisor without prime
+    factors above k+1; p blocks of q workers average by the simple construction, then workers at the same place of all blocks average.
     """
     smooth = max(d for d in range(1, n + 1) if n % d == 0 and _fewest_factors(d, k + 1) is not None)
     rough = n // smooth
@@ -45,8 +45,8 @@ def _simple_base(workers: Sequence[int], k: int) -> list[Edges]:
     tails = []
     for index, part in enumerate(parts[:-1]):
         later = list(itertools.chain(*flat[index + 1 :]))
-        # Each later worker meets one worker of every subset (subsets have more members than there are later workers). It takes up this
-        # part's share of the mean; every subset then holds the whole mean.
+        # Each later worker exchanges with one worker of every subset (subsets have more members than there are later workers). It
+        # receives this part's share of the mean, and every subset then holds the whole mean.
         weight = len(part[0]) / (len(flat[index]) + len(later))
         meetings = [(ours, theirs) for subset in part for ours, theirs in zip(subset, later, strict=False)]
         exchange = dict.fromkeys([*meetings, *(pair[::-1] for pair in meetings)], weight)
@@ -69,7 +69,7 @@ def _hyper_hypercube(workers: Sequence[int], k: int) -> list[Edges]:
 
 @functools.cache
 def _fewest_factors(n: int, largest: int) -> tuple[int, ...] | None:
-    """The shortest factorisation of n into numbers of 2 … largest, of those the one of the least sum; None if there is none."""
+    """The shortest factorisation of n into factors 2 … largest, and of several that with the least sum; None if there is none."""
     if n == 1:
         return ()
     tails = ((f, _fewest_factors(n // f, largest)) for f in range(min(n, largest), 1, -1) if n % f == 0)

@@ -1,7 +1,7 @@
-"""Edge colourings: which messages of a graph can travel at the same time.
+"""Edge colourings: the edges of a graph split into sets of messages that can travel at the same time.
 
-A colour is a set of edges that share no end: a partial permutation of senders and receivers, or a matching of an undirected graph.
-Fewer colours are fewer collectives in a round.
+Edges of one colour share no end: they form a partial permutation of senders and receivers, or a matching of an undirected graph.
+With fewer colours a round takes fewer collectives.
 """
 
 import collections
@@ -10,14 +10,14 @@ import itertools
 
 
 def permutations(edges: Sequence[tuple[int, int]]) -> list[list[tuple[int, int]]]:
-    """Splits directed edges (source, target), each given once, into partial permutations, as many as the busiest end has (Kőnig)."""
+    """Partial permutations that together have the given directed edges (source, target): as many as the largest degree (Kőnig)."""
     return _classes(_color_bipartite(edges))
 
 
 def matchings(edges: Sequence[tuple[int, int]], num_nodes: int) -> list[list[tuple[int, int]]]:
-    """Splits an undirected graph into matchings: Δ of them if it is bipartite, else at most Δ + 1 (Vizing).
+    """Matchings that together have the given edges: Δ of them, the largest degree, in a bipartite graph, else at most Δ + 1 (Vizing).
 
-    Each edge is given once, and stands in one of the matchings; its ends may be swapped.
+    Each undirected edge is given once and is in one of the matchings, possibly with its ends swapped.
     """
     side = _two_coloring(edges, num_nodes)
     if side is not None:

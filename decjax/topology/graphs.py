@@ -1,17 +1,16 @@
-"""The catalogue: every named topology as a function from the number of workers (and options) to rounds.
+"""The named topologies: for each a function from the number of workers and options to rounds.
 
-A builder is called with two or more workers (one worker is the identity for every name) and raises ValueError, in one line, when the
-size or an option does not fit. Its keyword arguments are the options of `make`, and their defaults work for every size the graph
-exists for; None means "chosen from the size". Traits:
+A builder is called with two or more workers (for one worker every topology is the identity) and raises a ValueError of one line when
+the size or an option does not fit. Its keyword arguments are the options of `make`. Their defaults work for every size that the graph
+exists for; None means "derived from the size". Traits:
 
-    needs       which numbers of workers it exists for; left out: any
-    directed    whether messages go one way, at some sizes
+    needs       the numbers of workers it exists for; left out: any
+    directed    whether a worker may send to one that does not send back
     static      whether every round is the same
     exact       whether a period of rounds averages exactly, at every size
 
-Wherever a graph looks the same from all workers (ring, torus, exponential, …) its rounds are whole permutations, one per
-neighbour. Everything drawn at random depends on (size, options, seed) alone and is redrawn until repeating the schedule brings all
-workers together.
+Where a graph looks the same from all workers (ring, torus, exponential, …), its rounds are whole permutations, one per neighbour.
+Random graphs depend on (size, options, seed) alone, and are redrawn until repeating their rounds brings all workers to agreement.
 """
 
 from collections.abc import Callable, Iterable
@@ -31,12 +30,12 @@ from decjax.topology import base_k, coloring, matcha, schedule
 Rounds = list[schedule.Round]
 
 _MAX_DRAWS = 1000
-MAX_ROUNDS = 1024  # of a random schedule
+MAX_ROUNDS = 1024  # in a period that is drawn at random
 _ANY_SIZE = "'base_k' works for any number"
 
 
 def _register(name: str, **traits) -> Callable[[Callable[..., Rounds]], Callable[..., Rounds]]:
-    """Decorator that registers a builder of rounds as a factory of topologies."""
+    """A decorator that registers a builder of rounds as a factory of topologies."""
 
     def enter(builder):
         @functools.wraps(builder)
@@ -54,27 +53,27 @@ def _register(name: str, **traits) -> Callable[[Callable[..., Rounds]], Callable
 
 
 def names() -> tuple[str, ...]:
-    """All names `make` knows."""
+    """The names of all topologies that `make` builds."""
     return registry.names("topology")
 
 
 def options(name: str) -> dict[str, object]:
-    """The options of a topology with their defaults."""
+    """The options of a named topology with their defaults; ValueError for an unknown name."""
     return {option: entry.default for option, entry in registry.part("topology", name).options.items()}
 
 
-def make(name: str, num_workers: int, /, **chosen) -> schedule.Topology:
-    """Builds a topology.
+def make(name: str, num_workers: int, /, **chosen: Any) -> schedule.Topology:
+    """The topology of a name for N workers.
 
     Args:
-      name: one of `names()`, or in call form, as "base_k(k=2)".
-      num_workers: N >= 1; with one worker every name gives the identity.
-      **chosen: options of that topology, see `options(name)`. Same options, same topology: random ones take a seed.
+      name: one of `names()`, or a call form such as "base_k(k=2)".
+      num_workers: N >= 1; for one worker every topology is the identity.
+      **chosen: options of that topology, see `options(name)`. Equal options give equal topologies; random ones take a `seed`.
 
     Raises:
-      ValueError: for an unknown name or option, a size the graph does not exist for, or a bad option value.
+      ValueError: for an unknown name or option, a size that the graph does not exist for, or a bad option value.
 
-    Example:
+    Examples:
       >>> make("hierarchical", 16, local_size=4, outer="base_k(k=3)").matrix(0).shape
       (16, 16)
     """
@@ -86,29 +85,29 @@ def make(name: str, num_workers: int, /, **chosen) -> schedule.Topology:
 
 @_register("complete", static=True, exact=True)
 def _complete(n: int) -> Rounds:
-    """W = J/n, one group of all workers."""
+    """All workers average exactly in every round: W = J/n, an all-reduce."""
     return [schedule.Round((1.0,), group_size=n)]
 
 
 @_register("ring", static=True)
 def _ring(n: int) -> Rounds:
-    """Self and both neighbours with 1/3 each (two workers: 1/2 each)."""
+    """Self and both neighbours on a ring, weight 1/3 each (two workers: 1/2 each)."""
     return [_equal_weights(n, [_rotation(n, hop) for hop in sorted({1, n - 1})])]
 
 
 @_register("one_peer_ring")
 def _one_peer_ring(n: int) -> Rounds:
-    """The even edges of the ring, then the odd ones. Odd rings need three rounds, one worker idle in each."""
-    # The worker before the first is idle in odd rings; that it is an odd one puts the edge (n−1, 0) into the third round.
+    """The edges of the ring in turns, even ones, then odd ones, weight 1/2; odd rings take three rounds, one worker idle in each."""
+    # In odd rings the worker before the first one is idle; in the third round it is an odd one, so that the edge (n−1, 0) has its turn.
     firsts = [0, 1] if n % 2 == 0 else [n, 1, (n // 2 | 1) + 1]
     return [_pairwise(n, [((first + 2 * p) % n, (first + 2 * p + 1) % n) for p in range(n // 2)]) for first in firsts]
 
 
 @_register("torus", needs="a grid of two sides of at least 2", static=True)
 def _torus(n: int, shape: tuple[int, int] | None = None) -> Rounds:
-    """Self and the four neighbours on a grid that wraps around, 1/5 each; worker = row · columns + column.
+    """Self and the four neighbours on a grid that wraps around, weight 1/5 each; worker = row · columns + column.
 
-    On a side of two both neighbours are the same worker, which then counts twice (2/5).
+    Along a side of two, both neighbours are the same worker, which then has the weight 2/5.
 
     Args:
         shape: (rows, columns); None: as near to a square as n allows.
@@ -120,20 +119,20 @@ def _torus(n: int, shape: tuple[int, int] | None = None) -> Rounds:
 
 @_register("one_peer_torus", needs="a grid with even sides")
 def _one_peer_torus(n: int, shape: tuple[int, int] | None = None) -> Rounds:
-    """The torus one matching at a time: even columns, even rows, odd columns, odd rows.
+    """The edges of the torus in four rounds of pairs, weight 1/2: even columns, even rows, odd columns, odd rows.
 
     Args:
         shape: (rows, columns), both even; None: as near to a square as n allows.
     """
     workers_RxC = _grid("one_peer_torus", n, shape, step=2)
-    # The first partner of each pair is brought to the even positions along the axis.
+    # The first worker of each pair is moved to an even position along the axis.
     turned = [np.moveaxis(np.roll(workers_RxC, -first, axis), axis, 0) for first in (0, 1) for axis in (1, 0)]
     return [_pairwise(n, zip(grid[0::2].ravel(), grid[1::2].ravel(), strict=True)) for grid in turned]
 
 
 @_register("exponential", directed=True, static=True)
 def _exponential(n: int) -> Rounds:
-    """Self and the workers 2^k further on, k < ⌈log2 n⌉, equal weights.
+    """Self and the workers 2^k further on, k < ⌈log2 n⌉, with equal weights.
 
     Reference: Ying et al. 2021, arXiv 2110.13363.
     """
@@ -144,11 +143,10 @@ def _exponential(n: int) -> Rounds:
 def _one_peer_exponential(n: int, pairwise: bool = False) -> Rounds:
     """One hop of the exponential graph per round, weight 1/2; exact over a period for powers of two.
 
-    Directed by default, i → i + 2^k. `pairwise` takes i ↔ i XOR 2^k instead, another graph: workers without a partner below n are
-    idle.
+    In round k worker i sends to i + 2^k, modulo n.
 
     Args:
-        pairwise: whether i and i XOR 2^k exchange.
+        pairwise: whether i and i XOR 2^k exchange instead; workers whose partner would be n or more are then idle.
 
     Reference: Ying et al. 2021, "Exponential graph is provably efficient for decentralized deep training", arXiv 2110.13363.
     """
@@ -160,10 +158,10 @@ def _one_peer_exponential(n: int, pairwise: bool = False) -> Rounds:
 
 @_register("alternating_exponential_ring", needs="local_size * 2^r workers", exact=True)
 def _alternating_exponential_ring(n: int, local_size: int = 1) -> Rounds:
-    """AER: nodes j ↔ j XOR 2^i meet in round i; half of the pairs in phase 2i, the others in phase 2i + 1.
+    """AER: nodes j and j XOR 2^i average jointly, half of these pairs in phase 2i, the other half in phase 2i + 1.
 
-    A counter over all pairs of all rounds decides: odd pairs average jointly in the even phase, even pairs in the odd phase, and
-    whoever does not meet averages inside its node of `local_size` workers. About half of the links between nodes are in use at any
+    Pairs are numbered over all i: those of odd number average in the even phase, those of even number in the odd phase. Meanwhile
+    the other nodes average internally, over their `local_size` workers. So about half of the links between nodes are in use at any
     time. Exact over any period that starts at an even phase.
 
     Args:
@@ -178,14 +176,14 @@ def _alternating_exponential_ring(n: int, local_size: int = 1) -> Rounds:
             f"topology 'alternating_exponential_ring' needs local_size * 2^r workers with r >= 1, got {n} with "
             f"local_size={local_size}; {_ANY_SIZE}"
         )
-    # A round has an even number of pairs, or is the only one: the counter's parity is that of the place in the round.
+    # For each i there is an even number of pairs, or there is only one i: a pair's number and its place in the list have one parity.
     pairs_by_round = [[(j, j ^ 2**i) for j in range(nodes) if j < j ^ 2**i] for i in range(_log2_ceil(nodes))]
     return [_pairwise(nodes, pairs[parity::2], group_size=local_size) for pairs in pairs_by_round for parity in (1, 0)]
 
 
 @_register("hypercube", needs="a power of two workers", static=True)
 def _hypercube(n: int) -> Rounds:
-    """Self and all i XOR 2^k, equal weights."""
+    """Self and the log2 n workers i XOR 2^k, with equal weights."""
     if n & (n - 1):
         raise ValueError(f"topology 'hypercube' needs a power of two workers, got {n}; {_ANY_SIZE}")
     return [_equal_weights(n, [np.arange(n) ^ 2**k for k in range(_log2_ceil(n))])]
@@ -193,13 +191,13 @@ def _hypercube(n: int) -> Rounds:
 
 @_register("star", static=True)
 def _star(n: int) -> Rounds:
-    """Worker 0 and everybody else, Metropolis weights."""
+    """Worker 0 exchanges with all others, with Metropolis weights W_ij = 1/(1 + max(deg i, deg j))."""
     return [_metropolis(n, [(0, i) for i in range(1, n)])]
 
 
 @_register("line", static=True)
 def _line(n: int) -> Rounds:
-    """The ring without the edge (n−1, 0), Metropolis weights."""
+    """The ring without the edge (n−1, 0), with Metropolis weights W_ij = 1/(1 + max(deg i, deg j))."""
     return [_metropolis(n, [(i, i + 1) for i in range(n - 1)])]
 
 
@@ -208,10 +206,10 @@ def _line(n: int) -> Rounds:
 
 @_register("erdos_renyi", static=True)
 def _erdos_renyi(n: int, p: float | None = None, seed: int = 0) -> Rounds:
-    """Each edge with probability p (default 2 ln(n)/n, where most are connected), Metropolis weights.
+    """A random graph that has each edge with probability p, with Metropolis weights.
 
     Args:
-        p: probability of an edge; None: 2 ln(n)/n.
+        p: probability of an edge; None: 2 ln(n)/n, at which most graphs are connected.
         seed: of the random draws.
     """
     p = min(1.0, 2.0 * math.log(n) / n) if p is None else _real("p", p, 1.0)
@@ -228,10 +226,10 @@ def _erdos_renyi(n: int, p: float | None = None, seed: int = 0) -> Rounds:
 
 @_register("random_matching")
 def _random_matching(n: int, rounds: int | None = None, seed: int = 0) -> Rounds:
-    """A random perfect matching per round, weight 1/2 (odd n: one is idle); default 2⌈log2 n⌉ rounds.
+    """In every round workers average in random pairs, weight 1/2; for odd n one worker is idle.
 
     Args:
-        rounds: until it repeats; None: 2⌈log2 n⌉.
+        rounds: number of rounds until the schedule repeats; None: 2⌈log2 n⌉.
         seed: of the random draws.
     """
     count, rng = _num_rounds(n, rounds), _rng(seed)
@@ -243,16 +241,16 @@ def _random_matching(n: int, rounds: int | None = None, seed: int = 0) -> Rounds
 
 @_register("matcha")
 def _matcha(n: int, base: str = "ring", budget: float = 0.5, rounds: int | None = None, seed: int = 0) -> Rounds:
-    """MATCHA: the matchings of a base graph, as "ring" or "torus(shape=(2,4))", `budget` of them active on average.
+    """MATCHA: a base graph is split into matchings, of which a random subset is active in each round.
 
     The probabilities p_j maximise the algebraic connectivity λ2(Σ p_j L_j) of the expected graph, and a round is W = I − α Σ_active L_j
-    with the α that minimises ‖E[WᵀW] − J/n‖. The sequence is drawn once, `rounds` long (default 2⌈log2 n⌉), and repeats. Deviations:
-    α is at most 1/Δ, so that weights stay nonnegative, and probabilities come from projected supergradient ascent.
+    with the α that minimises ‖E[WᵀW] − J/n‖. The sequence is drawn once and repeats. Differences from the paper: α is at most 1/Δ, so
+    that weights stay nonnegative, and probabilities come from projected supergradient ascent.
 
     Args:
-        base: graph that the matchings are of, in call form.
-        budget: share of the matchings that is active on average, in (0, 1].
-        rounds: until it repeats; None: 2⌈log2 n⌉.
+        base: the static undirected graph that is split, in call form, as "ring" or "torus(shape=(2,4))".
+        budget: fraction of the matchings that is active on average, in (0, 1].
+        rounds: number of rounds until the schedule repeats; None: 2⌈log2 n⌉.
         seed: of the random draws.
 
     Reference: Wang et al. 2019, arXiv 1905.09435.
@@ -286,23 +284,23 @@ def _matcha(n: int, base: str = "ring", budget: float = 0.5, rounds: int | None 
 
 @_register("directed_ring", directed=True, static=True)
 def _directed_ring(n: int) -> Rounds:
-    """i → i + 1, half of the mass each."""
+    """Each worker keeps half of its value and sends the other half to the next on the ring: i → i + 1."""
     return [_equal_weights(n, [_rotation(n, 1)])]
 
 
-# With equal weights the exponential graph is directed as it is.
+# The exponential graph is directed as it is; the second name is for use with push-sum.
 _register("directed_exponential", directed=True, static=True)(_exponential)
 
 
 @_register("random_digraph", directed=True, static=True)
 def _random_digraph(n: int, degree: int | None = None, seed: int = 0) -> Rounds:
-    """Every worker splits its mass equally among itself and `degree` others (default ⌈log2 n⌉): column-stochastic.
+    """Each worker splits its value equally among itself and `degree` random others: a column-stochastic W, for push-sum.
 
     One of the others is the next on a random cycle through all workers, which makes the graph strongly connected; the remaining ones
-    are uniform.
+    are drawn uniformly.
 
     Args:
-        degree: others that a worker sends to; None: ⌈log2 n⌉.
+        degree: number of others that a worker sends to; None: ⌈log2 n⌉.
         seed: of the random draws.
     """
     degree = _log2_ceil(n) if degree is None else _integer("degree", degree, 1, n - 1)
@@ -320,10 +318,10 @@ def _random_digraph(n: int, degree: int | None = None, seed: int = 0) -> Rounds:
 
 @_register("base_k", exact=True)
 def _base_k(n: int, k: int = 1) -> Rounds:
-    """Base-(k+1) graph: J/n after at most 2 log_{k+1}(n) + 2 rounds in which nobody has more than k neighbours.
+    """Base-(k+1) graph: exact after at most 2 log_{k+1}(n) + 2 rounds, for any n, with at most k neighbours in each round.
 
     Args:
-        k: most neighbours of a worker in a round.
+        k: the most neighbours that a worker has in a round.
 
     Reference: Takezawa et al. 2023, arXiv 2305.11420.
     """
@@ -332,17 +330,19 @@ def _base_k(n: int, k: int = 1) -> Rounds:
 
 # Random circulant graphs ------------------------------------------------------------------------------------
 #
-# EquiTopo averages basis graphs A(u): worker i+u takes (n−1)/n from worker i and 1/n from itself, u = 1 … n−1. Their mean over all u
-# is J/n, so already a few random ones are close to it at any n. Reference: Song et al., "Communication-Efficient Topologies for
-# Decentralized Learning with O(1) Consensus Rate", NeurIPS 2022.
+# EquiTopo averages basis graphs A(u), in which worker i+u gives the weight (n−1)/n to worker i and 1/n to itself, u = 1 … n−1. Their
+# mean over all u is J/n, so the mean of a few random ones is close to it at any n. Reference: Song et al., "Communication-Efficient
+# Topologies for Decentralized Learning with O(1) Consensus Rate", NeurIPS 2022.
 
 
 @_register("equitopo_d", directed=True, static=True)
 def _equitopo_d(n: int, degree: int | None = None, seed: int = 0) -> Rounds:
-    """D-EquiStatic: the mean of A(u) over `degree` random u (default ⌈log2 n⌉), without replacement.
+    """D-EquiStatic: each worker hears from `degree` random distances u; the mean of the basis graphs A(u).
+
+    In A(u) worker i+u gives the weight (n−1)/n to worker i and 1/n to itself.
 
     Args:
-        degree: how many u; None: ⌈log2 n⌉.
+        degree: number of distances u, drawn without replacement; None: ⌈log2 n⌉.
         seed: of the random draws.
 
     Reference: Song et al. 2022, arXiv 2210.07881 (EquiTopo), which draws with replacement.
@@ -352,10 +352,10 @@ def _equitopo_d(n: int, degree: int | None = None, seed: int = 0) -> Rounds:
 
 @_register("equitopo_u", static=True)
 def _equitopo_u(n: int, degree: int | None = None, seed: int = 0) -> Rounds:
-    """U-EquiStatic: the mean of (A(u) + A(u)ᵀ)/2 over `degree` random u, so up to 2·degree neighbours.
+    """U-EquiStatic: the undirected form of `equitopo_d`, the mean of (A(u) + A(u)ᵀ)/2, with up to 2·degree neighbours.
 
     Args:
-        degree: how many u; None: ⌈log2 n⌉.
+        degree: number of distances u, drawn without replacement; None: ⌈log2 n⌉.
         seed: of the random draws.
 
     Reference: Song et al. 2022, arXiv 2210.07881 (EquiTopo).
@@ -379,10 +379,10 @@ def _equitopo_static(name: str, n: int, degree: int | None, seed: int, both_ways
 
 @_register("equitopo_od", directed=True)
 def _equitopo_od(n: int, rounds: int | None = None, eta: float = 0.5, seed: int = 0) -> Rounds:
-    """OD-EquiDyn: (1−η) I + η A(u), a random u per round; default 2⌈log2 n⌉ rounds, then it repeats.
+    """OD-EquiDyn: one neighbour per round, at a random distance u: W = (1−η) I + η A(u), with A(u) as in `equitopo_d`.
 
     Args:
-        rounds: until it repeats; None: 2⌈log2 n⌉.
+        rounds: number of rounds until the schedule repeats; None: 2⌈log2 n⌉.
         eta: η in (0, 1], the weight of what arrives.
         seed: of the random draws.
 
@@ -393,10 +393,10 @@ def _equitopo_od(n: int, rounds: int | None = None, eta: float = 0.5, seed: int 
 
 @_register("equitopo_ou")
 def _equitopo_ou(n: int, rounds: int | None = None, eta: float = 0.5, seed: int = 0) -> Rounds:
-    """OU-EquiDyn: as OD-EquiDyn, but i and i+u exchange: from a random start every cycle of u is cut into pairs.
+    """OU-EquiDyn: as `equitopo_od`, but workers at distance u exchange in pairs; each cycle i, i+u, … is paired from a random start.
 
     Args:
-        rounds: until it repeats; None: 2⌈log2 n⌉.
+        rounds: number of rounds until the schedule repeats; None: 2⌈log2 n⌉.
         eta: η in (0, 1], the weight of what arrives.
         seed: of the random draws.
 
@@ -428,11 +428,11 @@ def _equitopo_one_peer(name: str, n: int, rounds: int | None, eta: float, seed: 
 
 @_register("hierarchical", needs="a multiple of local_size", directed=True)
 def _hierarchical(n: int, local_size: int = 2, outer: str = "one_peer_exponential") -> Rounds:
-    """W = W_outer ⊗ J_L / L: exact mean over L = `local_size` consecutive workers, any graph between nodes, as "base_k(k=2)".
+    """An exact mean over each L consecutive workers, and any graph between these nodes: W = W_outer ⊗ J_L / L.
 
     Args:
         local_size: L, workers of a node.
-        outer: graph between nodes, in call form.
+        outer: graph between nodes, in call form, as "base_k(k=2)".
     """
     local_size = _integer("local_size", local_size, 1)
     if n % local_size:
@@ -440,7 +440,7 @@ def _hierarchical(n: int, local_size: int = 2, outer: str = "one_peer_exponentia
             f"topology 'hierarchical' needs a multiple of local_size={local_size} workers, got {n}; set it to a divisor of {n}, or "
             f"{_ANY_SIZE}"
         )
-    # Kronecker products associate, so groups inside the outer graph only grow.
+    # If the outer graph has groups itself, theirs are multiplied: Kronecker products associate.
     rounds = make(outer, n // local_size).rounds
     return [dataclasses.replace(round_, group_size=round_.group_size * local_size) for round_ in rounds]
 
@@ -460,13 +460,13 @@ def _swap(n: int, pairs: Iterable[tuple[int, int]]) -> list[int]:
 
 
 def _equal_weights(n: int, permutations: Iterable[Iterable[int]]) -> schedule.Round:
-    """Self and all permutations with one weight."""
+    """The round that gives self and all permutations the same weight."""
     moves = [range(n), *permutations]
     return schedule.round_from_moves([(targets, 1.0 / len(moves)) for targets in moves])
 
 
 def _pairwise(n: int, pairs: Iterable[tuple[int, int]], group_size: int = 1) -> schedule.Round:
-    """The two of a pair average, all others are idle."""
+    """The round in which each pair averages and all others are idle."""
     return schedule.round_from_moves([(range(n), 0.5), (_swap(n, pairs), 0.5)], group_size)
 
 
@@ -508,7 +508,7 @@ def _grid(name: str, n: int, shape: tuple[int, int] | None, step: int) -> np.nda
 
 
 def _first_mixing(draw: Callable[[], Rounds], problem: str) -> Rounds:
-    """The first of a bounded number of random schedules that brings all workers together; an empty one does not."""
+    """The first random schedule that brings all workers to agreement; a ValueError says `problem` if none of `_MAX_DRAWS` does."""
     for _ in range(_MAX_DRAWS):
         if (rounds := draw()) and schedule.is_mixing(rounds):
             return rounds
@@ -539,7 +539,7 @@ def _integer(option: str, value: Any, low: int, high: int | None = None) -> int:
 
 
 def _real(option: str, value: Any, high: float) -> float:
-    """A number of (0, high]."""
+    """The value of an option as a float in (0, high]; ValueError for any other."""
     number = value  # numpy's types take a scalar for text and bytes as well.
     if isinstance(value, (bool, str)) or not np.isscalar(value) or not 0.0 < number <= high:
         raise ValueError(f"{option!r} has to be a number in (0, {high:g}], got {value!r}")

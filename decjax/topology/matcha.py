@@ -1,4 +1,4 @@
-"""MATCHA's two optimisation problems: how often each matching of a graph is active, and its mixing weight.
+"""MATCHA's two optimisation problems: how often each matching of a graph is active, and with which weight it mixes.
 
 A round is W = I − α Σ_{j active} L_j, where matching j with Laplacian L_j is active with probability p_j, independently.
 
@@ -13,8 +13,8 @@ import numpy as np
 def activation_probabilities(laplacians_MxNxN: np.ndarray, budget: float) -> np.ndarray:
     """The p that maximises λ2(Σ p_j L_j) over 0 <= p_j <= 1 with mean(p) = budget, [M].
 
-    λ2 is concave in p: projected supergradient ascent from equal probabilities, the best iterate wins. With all matchings equally
-    useful (a ring, a torus) it is the first: the ascent gives up when it gains nothing.
+    λ2 is concave in p; projected supergradient ascent starts from equal probabilities, stops when it gains nothing for a while, and
+    the best iterate is returned. Where all matchings are equally useful (a ring, a torus) that is the first.
     """
     num_steps, patience = 200, 25
     p = np.full(len(laplacians_MxNxN), budget)

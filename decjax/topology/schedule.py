@@ -1,8 +1,8 @@
-"""Schedules of mixing rounds: how a stochastic matrix is executed, and what can be said about it.
+"""Mixing rounds and topologies: how a stochastic matrix is executed as messages, and how well it mixes.
 
-Any stochastic matrix can be brought into the form of a `Round`: the nonzeros outside its diagonal are the edges of a bipartite graph
-(senders, receivers), and an edge colouring with as many colours as the largest degree always exists (Kőnig), so `from_matrices`
-needs no more permutations than the busiest worker has messages.
+Any stochastic matrix can be written as a `Round`: its nonzeros outside the diagonal are the edges of a bipartite graph (senders,
+receivers), which always has an edge colouring with as many colours as the largest degree (Kőnig). So `from_matrices` needs no more
+permutations than the busiest worker sends or receives messages.
 """
 
 from collections.abc import Iterable, Sequence
@@ -19,14 +19,18 @@ EXACT_TOLERANCE = 1e-9  # how close a product has to come to the exact mean J/n 
 
 @dataclasses.dataclass(frozen=True)
 class Shift:
-    """One message of a round: a partial permutation with the weight each receiver gives to what arrives.
+    """Messages of a round that travel together: a partial permutation of nodes, and the weight each receiver gives to its message.
+
+    Attributes:
+      pairs: (source, target) nodes; source != target, each source once, each target once.
+      weights: for each node the weight of what it receives; 0.0 where nothing arrives.
 
     Raises:
       ValueError: if the pairs are no partial permutation of the nodes, or a weight is negative or belongs to no pair.
     """
 
-    pairs: tuple[tuple[int, int], ...]  # (source, target) nodes; source != target, each source once, each target once
-    weights: tuple[float, ...]  # one per node, the weight of what it receives; 0.0 where nothing arrives
+    pairs: tuple[tuple[int, int], ...]
+    weights: tuple[float, ...]
 
     def __post_init__(self):
         num_nodes = len(self.weights)
@@ -48,13 +52,18 @@ class Round:
 
         W_NxN = W_nodes ⊗ J_L / L,     W_nodes = diag(self_weights) + Σ_s diag(weights_s) P_s
 
+    Attributes:
+      self_weights: for each node the weight that it gives to itself.
+      shifts: the messages between nodes.
+      group_size: L, the workers of a node; the round is for L · len(self_weights) workers.
+
     Raises:
       ValueError: if the lengths disagree, or neither all rows nor all columns of W sum to one.
     """
 
-    self_weights: tuple[float, ...]  # one per node, the weight a node gives to itself
-    shifts: tuple[Shift, ...] = ()  # the messages between nodes
-    group_size: int = 1  # L, the workers in a node; the round has L · len(self_weights) workers
+    self_weights: tuple[float, ...]
+    shifts: tuple[Shift, ...] = ()
+    group_size: int = 1
 
     def __post_init__(self):
         if self.group_size < 1 or not self.self_weights:
@@ -70,14 +79,16 @@ class Round:
 
     @property
     def num_nodes(self) -> int:
+        """Number of groups of `group_size` workers."""
         return len(self.self_weights)
 
     @property
     def num_workers(self) -> int:
+        """N, the number of workers."""
         return self.group_size * self.num_nodes
 
     def matrix(self) -> np.ndarray:
-        """Dense float64 W_NxN; W[i, j] is the weight worker i gives to what it receives from worker j."""
+        """The dense float64 matrix W, [N, N]; W[i, j] is the weight that worker i gives to what it receives from worker j."""
         W_nodes = np.diag(np.asarray(self.self_weights, np.float64))
         for shift in self.shifts:
             for source, target in shift.pairs:
@@ -85,11 +96,11 @@ class Round:
         return np.kron(W_nodes, np.full((self.group_size, self.group_size), 1.0 / self.group_size))
 
     def row_sums(self) -> np.ndarray:
-        """What each node's weights add up to, [num_nodes]: ones keep a consensus a consensus."""
+        """The row sums of W_nodes, [num_nodes]: if all are one, workers with equal parameters keep them."""
         return np.array([self.self_weights, *(shift.weights for shift in self.shifts)], np.float64).sum(axis=0)
 
     def column_sums(self) -> np.ndarray:
-        """What becomes of each node's mass, [num_nodes]: ones keep the mean over workers."""
+        """The column sums of W_nodes, [num_nodes]: if all are one, the mean over workers stays what it is."""
         sums = np.array(self.self_weights, np.float64)
         for shift in self.shifts:
             for source, target in shift.pairs:
@@ -97,10 +108,10 @@ class Round:
         return sums
 
     def volume(self) -> np.ndarray:
-        """Parameter-sized messages each worker sends in this round, [N].
+        """What each worker sends in this round, in multiples of the parameters' size, [N]: 2(L−1)/L + (messages its node sends)/L.
 
-        Inside a node a reduce-scatter before and an all-gather after the exchange send (L−1)/L each; between nodes every worker
-        permutes only its shard of 1/L:  2(L−1)/L + (messages its node sends)/L.
+        A reduce-scatter inside the node before the exchange, and an all-gather after it, send (L−1)/L each. Between nodes every
+        worker sends its shard of 1/L.
         """
         sent = np.zeros(self.num_nodes)
         for shift in self.shifts:
@@ -108,7 +119,7 @@ class Round:
         return np.repeat(2.0 * (self.group_size - 1) + sent, self.group_size) / self.group_size
 
     def degree(self) -> int:
-        """The most distinct other workers that any worker's value comes from or goes to in this round."""
+        """The largest number of other workers whose parameters enter a worker's, or that a worker's parameters enter, in this round."""
         edges_NxN = self.matrix() != 0.0
         np.fill_diagonal(edges_NxN, False)
         return int(max(edges_NxN.sum(axis=0).max(), edges_NxN.sum(axis=1).max()))
@@ -116,15 +127,20 @@ class Round:
 
 @dataclasses.dataclass(frozen=True)
 class Topology:
-    """Who mixes with whom, and when: x^{t+1} = W^{t mod period} x^t. Immutable, comparable, hashable.
+    """A periodic schedule of rounds: x^{t+1} = W^{t mod period} x^t. Immutable, comparable, hashable.
+
+    Attributes:
+      name: shown in tables and errors.
+      num_workers: N, the number of workers.
+      rounds: those of one period, in order.
 
     Raises:
       ValueError: if there is no round, or a round is for another number of workers.
     """
 
-    name: str  # what messages and tables call it
-    num_workers: int  # N
-    rounds: tuple[Round, ...]  # of one period, in order
+    name: str
+    num_workers: int
+    rounds: tuple[Round, ...]
 
     def __post_init__(self):
         if not self.rounds:
@@ -135,11 +151,12 @@ class Topology:
 
     @property
     def period(self) -> int:
+        """Number of rounds after which the schedule repeats."""
         return len(self.rounds)
 
     @property
     def is_static(self) -> bool:
-        """Whether every step applies the same round (period 1)."""
+        """Whether every step applies the same round (a period of 1)."""
         return self.period == 1
 
     @property
@@ -150,19 +167,19 @@ class Topology:
 
     @property
     def max_degree(self) -> int:
-        """The most distinct other workers any worker receives from or sends to in one round."""
+        """The largest number of other workers that a worker receives from, or sends to, in one round."""
         return max(round_.degree() for round_ in self.rounds)
 
     def round(self, phase: int) -> Round:
-        """The round of a phase, taken modulo the period (so a step counter will do)."""
+        """The round of a phase; phases are taken modulo the period, so a step count may be given."""
         return self.rounds[phase % self.period]
 
     def matrix(self, phase: int) -> np.ndarray:
-        """W_NxN of a phase, taken modulo the period (so a step counter will do)."""
+        """The dense matrix W of a phase, [N, N]; phases are taken modulo the period, so a step count may be given."""
         return self.round(phase).matrix()
 
     def product(self, start: int = 0, num_rounds: int | None = None) -> np.ndarray:
-        """W^{start+R−1} ⋯ W^{start}, [N, N]: R rounds together (R = `num_rounds`, by default a period)."""
+        """The matrix W^{start+R−1} ⋯ W^{start} that R rounds together apply, [N, N]; R = `num_rounds`, by default a period."""
         P_NxN = np.eye(self.num_workers)
         for step in range(start, start + (self.period if num_rounds is None else num_rounds)):
             P_NxN = self.matrix(step) @ P_NxN
@@ -170,36 +187,39 @@ class Topology:
 
 
 def is_row_stochastic(topology: Topology) -> bool:
-    """Whether rows of every round sum to one: a consensus stays where it is."""
+    """Whether all rows of every round sum to one: workers with equal parameters keep them."""
     return all(_sums_to_one(round_.row_sums()) for round_ in topology.rounds)
 
 
 def is_column_stochastic(topology: Topology) -> bool:
-    """Whether columns of every round sum to one: the sum over workers is kept, all push-sum needs."""
+    """Whether all columns of every round sum to one: the sum over workers stays what it is, which is all that push-sum needs."""
     return all(_sums_to_one(round_.column_sums()) for round_ in topology.rounds)
 
 
 def is_doubly_stochastic(topology: Topology) -> bool:
-    """Whether rows and columns of every round sum to one, as plain gossip needs to agree on the mean."""
+    """Whether all rows and columns of every round sum to one, which plain gossip needs to agree on the mean."""
     return is_row_stochastic(topology) and is_column_stochastic(topology)
 
 
 def spectral_gap(topology: Topology, phase: int | None = None) -> float:
-    """1 − ‖W − J/n‖₂: how much of the distance to the mean is removed for certain: 1 is exact averaging, 0 no progress guaranteed.
+    """1 − ‖W − J/n‖₂, by which the distance to the mean shrinks at least: 1 is exact averaging, 0 guarantees no progress.
 
     For a doubly stochastic W this is one minus its second largest *singular* value (not eigenvalue: time-varying and directed rounds
-    are not symmetric). Where columns alone sum to one, it may be negative and bounds nothing. W is the round of a phase, modulo the
-    period; without one, the product over one period, from phase 0.
+    are not symmetric). Where only columns sum to one, it may be negative and is no bound.
+
+    Args:
+      topology: gives W.
+      phase: whose round is W, modulo the period; None: W is the product of all rounds of a period, from phase 0.
     """
     W_NxN = topology.product() if phase is None else topology.matrix(phase)
     return float(1.0 - np.linalg.norm(W_NxN - 1.0 / topology.num_workers, ord=2))
 
 
 def rounds_to_exact(topology: Topology, start: int = 0) -> int | None:
-    """How many rounds from phase `start` it takes until their product is J/n, to within 1e-9 in every entry.
+    """The number of rounds from phase `start` on whose product is J/n, to within 1e-9 in every entry: exact averaging.
 
-    None if two periods are not enough: then it is only reached in the limit, if at all. Finite-time topologies promise exactness for
-    aligned windows only.
+    None if two periods do not reach it: workers then agree in the limit only, if at all. Finite-time topologies are exact over
+    windows that start at certain phases only, such as 0.
     """
     P_NxN = np.eye(topology.num_workers)
     for count in range(1, 2 * topology.period + 1):
@@ -210,9 +230,9 @@ def rounds_to_exact(topology: Topology, start: int = 0) -> int | None:
 
 
 def is_mixing(rounds: Sequence[Round]) -> bool:
-    """Whether repeating these rounds brings all workers to one common value, whatever they start from.
+    """Whether repeating these rounds brings all workers to a common value, from any start.
 
-    True iff one is a simple eigenvalue of the product, with all others strictly inside the unit circle.
+    They do if and only if one is a simple eigenvalue of their product and all others lie strictly inside the unit circle.
     """
     union_NxN: Any = sum(round_.matrix() for round_ in rounds)
     if not _is_strongly_connected(union_NxN != 0.0):  # cheap, and decides almost every random draw
@@ -222,20 +242,20 @@ def is_mixing(rounds: Sequence[Round]) -> bool:
 
 
 def from_matrices(matrices: np.ndarray | Sequence[np.ndarray], name: str = "from_matrices") -> Topology:
-    """A topology whose rounds apply the given matrices, in order.
+    """The topology whose rounds apply the given matrices, in order.
 
     Each matrix becomes its diagonal and as many weighted partial permutations as the busiest worker sends or receives messages, which
-    is the least possible. `topology.matrix(t)` gives the matrices back, bit for bit.
+    is the least possible. `topology.matrix(t)` returns the matrices, bit for bit.
 
     Args:
       matrices: one [N, N] matrix or a sequence of them, nonnegative, each with all rows or all columns summing to one; W[i, j] is the
-        weight worker i gives to what it receives from worker j.
+        weight that worker i gives to what it receives from worker j.
       name: name of the topology.
 
     Raises:
-      ValueError: for anything else, naming the first matrix that does not fit.
+      ValueError: for other matrices, naming the first that does not fit.
 
-    Example:
+    Examples:
       >>> from_matrices([[0.5, 0.5], [0.5, 0.5]]).rounds[0].shifts[0].pairs
       ((0, 1), (1, 0))
     """
@@ -263,10 +283,10 @@ def from_matrices(matrices: np.ndarray | Sequence[np.ndarray], name: str = "from
 
 
 def round_from_moves(moves: Iterable[tuple[Sequence[int] | np.ndarray, float]], group_size: int = 1) -> Round:
-    """The round W_nodes = Σ_m weight_m · P_m of whole permutations.
+    """The round with W_nodes = Σ_m weight_m · P_m, for whole permutations P_m.
 
-    A move is (targets, weight): node s sends to targets[s]. Fixed points become self weights; equal permutations are merged into one
-    message.
+    A move is (targets, weight): node s sends to targets[s]. Fixed points become self weights, and equal permutations are merged into
+    one message.
     """
     merged: dict[tuple[int, ...], float] = {}
     for targets, weight in moves:
@@ -283,9 +303,9 @@ def round_from_moves(moves: Iterable[tuple[Sequence[int] | np.ndarray, float]], 
 
 
 def round_from_matrix(W_NxN: np.ndarray) -> Round:
-    """The round that applies a stochastic matrix, with as few shifts as its busiest worker has messages.
+    """The round that applies a stochastic matrix, with as many shifts as its busiest worker has messages.
 
-    Undirected graphs are split into matchings where that costs no additional shift: both ends of a link then talk to each other at
+    Undirected graphs are split into matchings where that costs no additional shift: both ends of a link then send to each other at
     the same time.
     """
     num_nodes = len(W_NxN)
