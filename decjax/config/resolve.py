@@ -92,11 +92,7 @@ def size(config: Any) -> Size:
 
 
 def message_ratio(codec: str) -> float:
-    """Bytes of a codec's message ÷ bytes of the float32 values in it, for an array of 2^20 values.
-
-    Raises:
-        ValueError: if the codec is unknown.
-    """
+    """Bytes of a codec's message ÷ bytes of its float32 values, for an array of 2^20; a ValueError if the codec is unknown."""
     values = 2**20
     return registry.make("codec", codec).num_bytes((values,), np.float32) / (4 * values)
 

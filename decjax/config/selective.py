@@ -84,11 +84,7 @@ def _layout(spec: RunSpec) -> costmodel.DeviceLayout:
 
 
 def transformer(spec: RunSpec) -> costmodel.Transformer:
-    """The run's model and global batch size as the cost model describes a transformer.
-
-    Raises:
-        ConfigError: if the model is no transformer.
-    """
+    """The run's model and global batch size as the cost model describes a transformer; a ConfigError if it is none."""
     if spec.model is None or not spec.model.options.keys() >= {*SIZES, "dtype"}:
         name = f"model {spec.model.name!r}" if spec.model else f"task {spec.task.name!r}"
         raise ConfigError(f"{name} is no transformer, and layouts are planned for those only; use a config with model 'decoder'")
@@ -115,10 +111,7 @@ def check_boundary(spec: RunSpec, setup: Setup) -> None:
 def boundaries(spec: RunSpec, shape: tuple[int, int], dtype: Any) -> tuple[costmodel.Boundary, costmodel.Boundary]:
     """(gradients, activations): how messages between stages are compressed, as the cost model describes it.
 
-    Args:
-        spec: of the run.
-        shape: I×J of a message, with I the rows of a microbatch that one device sends.
-        dtype: of the activations.
+    `shape` is I×J of a message, with I the rows of a microbatch that one device sends; `dtype` is that of the activations.
     """
     given = spec.boundary or {}
     if narrow := spec.pipeline.autoencoder:

@@ -30,12 +30,19 @@ class Choice(NamedTuple):
 
 
 class Averaging(NamedTuple):
-    """A chosen reducer, and when and where it is used."""
+    """A chosen reducer, and when and where it is used.
+
+    Attributes:
+        reducer: the reducer and its options.
+        start: steps of the exact mean before it is used.
+        stages: how many of the first stages of a pipeline compress; empty: all; "auto": decided by the cost model.
+        cluster: path of the cluster's profile for "auto"; empty: none.
+    """
 
     reducer: Choice
-    start: int = 0  # steps of the exact mean before it is used
-    stages: str = ""  # how many of the first stages of a pipeline compress; empty: all; "auto": decided by the cost model
-    cluster: str = ""  # path of the cluster's profile for "auto"; empty: none
+    start: int = 0
+    stages: str = ""
+    cluster: str = ""
 
 
 class Layers(NamedTuple):
@@ -73,18 +80,29 @@ class Layers(NamedTuple):
 
 
 class Periodic(NamedTuple):
-    """When and how the model is evaluated."""
+    """When and how the model is evaluated.
 
-    every: int  # steps between two evaluations
-    num_windows: int  # validation examples; 0: all. The last evaluation takes all.
-    batch_size: int  # examples of a forward pass
+    Attributes:
+        every: steps between two evaluations.
+        num_windows: how many validation examples; 0: all. The last evaluation takes all.
+        batch_size: examples of a forward pass.
+    """
+
+    every: int
+    num_windows: int
+    batch_size: int
 
 
 class Saving(NamedTuple):
-    """When checkpoints are saved."""
+    """When checkpoints are saved.
 
-    every: int  # steps between two checkpoints
-    keep: int  # how many of the newest are kept
+    Attributes:
+        every: steps between two checkpoints.
+        keep: how many of the newest are kept.
+    """
+
+    every: int
+    keep: int
 
 
 class RunSpec(NamedTuple):

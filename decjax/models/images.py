@@ -61,9 +61,6 @@ def mlp(*, hidden: int = 128) -> Build:
 
     Args:
         hidden: F ≥ 1, units of the hidden layer.
-
-    Raises:
-        ValueError: if `hidden` is less than 1.
     """
     if hidden < 1:
         raise ValueError(f"model hidden={hidden}: must be at least 1")

@@ -88,9 +88,6 @@ def resnet(*, depth: int = 8, width: int = 8, norm: str = "batch") -> images.Bui
         width: channels of the first stage; the others have twice and four times that. With norm="group", at most 8 or a multiple of
             8.
         norm: "batch", whose running statistics each worker keeps for itself, or "group", over 8 channels of one image, without any.
-
-    Raises:
-        ValueError: if a size or the norm is none of these.
     """
     if depth < 8 or depth % 6 != 2:
         below = max(8, depth // 6 * 6 + 2 if depth % 6 >= 2 else depth // 6 * 6 - 4)

@@ -30,15 +30,9 @@ def apply(x_BxTxD: jax.Array, weights_DxR: jax.Array) -> jax.Array:
 
 
 def insert(model: Any, layers: Sequence[int], narrow: int) -> Any:
-    """A `models.Model` with autoencoders of width R = `narrow` between groups of its layers.
+    """A `models.Model` that has parts, with autoencoders of width R = `narrow` between groups of so many of its layers each.
 
-    Args:
-        model: one that has `parts`.
-        layers: sizes of the consecutive groups of layers.
-        narrow: R.
-
-    Returns:
-        The model, whose parameters have an additional entry "autoencoder".
+    Its parameters have an additional entry "autoencoder".
     """
     width = model.parts.activation(1, 1).shape[-1]
 

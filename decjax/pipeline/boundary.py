@@ -87,22 +87,18 @@ def coded(
     Args:
         backward: codec of the gradients; None: sent uncompressed.
         forward: codec of the activations, all of them; None: sent uncompressed.
-        when: which gradients are compressed: "epilogue": those that a stage waits for in its cool-down (with gpipe all); "always":
-            all.
+        when: which gradients are compressed: "epilogue": those that a stage waits for in its cool-down (gpipe: all); "always": all.
         error: what is done with the compression error of gradients. "carry", "flush" and "reset" add it to the next compressed
             message of the link; over the end of an iteration "carry" keeps it, "flush" adds it to the next iteration's first
-            uncompressed message, "reset" drops it. "ef21": both ends hold an estimate, and messages are its changes. "none":
-            nothing is remembered.
-        forward_error: the same for activations ("none", "carry", "reset", "ef21"), or "samples": an estimate of every sample
-            (AQ-SGD).
-        slots: for "samples", how many samples' estimates are stored: a few times as many as a worker has samples; see
-            `links.per_sample`.
+            uncompressed message, "reset" drops it. "ef21": both ends hold an estimate, and its changes are sent. "none": nothing.
+        forward_error: the same for activations, without "flush", or "samples": an estimate of every sample is kept (AQ-SGD).
+        slots: how many samples "samples" stores: a few times as many as a worker has; see `links.per_sample`.
         reuse_indices: send gradients only at the positions that top-k chose for the activations of the same microbatch, compressed
             by `backward` and without indices.
 
     Raises:
-        ValueError: if an option is unknown, or a codec does not suit these messages; from `init`, if a codec does not suit the
-            shape, or "flush" has no uncompressed message on some link.
+        ValueError: if an option is unknown, or a codec does not suit; from `init`, if a codec does not suit the shape, or "flush"
+            has a link without uncompressed messages.
 
     Example:
         >>> boundary = coded(codecs.low_rank(rank=16))

@@ -17,24 +17,17 @@ from decjax.pipeline.boundary import Boundary, Transfer
 
 
 class Probe(NamedTuple):
-    """State of `probed`, of one stage.
+    """State of `probed`, of one stage."""
 
-    Attributes:
-        boundary: state of the boundary that is measured.
-        last: [C, B, T, D], X_j, the latest compressed gradient of each chunk's link, before compression.
-        cosine_CxM: the cosine at each microbatch's latest compressed gradient; NaN where none was sent, or e or the change is zero.
-    """
-
-    boundary: Any
-    last: jax.Array
-    cosine_CxM: jax.Array
+    boundary: Any  # state of the boundary that is measured
+    last: jax.Array  # [C, B, T, D], X_j, the latest compressed gradient of each chunk's link, before compression
+    cosine_CxM: jax.Array  # at each microbatch's latest compressed gradient; NaN where none was sent, or e or the change is zero
 
 
 def probed(boundary: Boundary) -> Boundary:
-    """A boundary with the same messages as the given one, which also records cosines in its state, a `Probe`.
+    """A boundary with the same messages, which also records the cosines in its state, a `Probe`.
 
-    Args:
-        boundary: a `coded` one that compresses gradients, with error "carry", "flush" or "reset".
+    The given one must be `coded`, with compressed gradients and error "carry", "flush" or "reset".
     """
     label = schedules.BACKWARD, True
 

@@ -105,14 +105,7 @@ class Division:
         return jnp.pad(x_BxTxR, [*[(0, 0)] * (x_BxTxR.ndim - 1), (0, width - x_BxTxR.shape[-1])])
 
     def run(self, chunk: dict[str, Any], x_BxTxD: jax.Array, stage: jax.Array, number: jax.Array) -> jax.Array:
-        """The output of chunk `number` of a stage; with autoencoders it decodes its input and encodes its output.
-
-        Args:
-            chunk: the chunk's parameters, leaves [K, …] of layers and [D, R] of autoencoders.
-            x_BxTxD: its input.
-            stage: index of the stage.
-            number: index of the chunk on its stage.
-        """
+        """The output of chunk `number` of a stage; an autoencoder decodes its input and encodes its output."""
         layers = jnp.asarray(np.reshape(self.layers, (self.num_chunks, self.num_stages)).T)[stage, number]
         if not self.autoencoder:
             return self._through(chunk["blocks"], x_BxTxD, layers)

@@ -56,12 +56,9 @@ class Table(NamedTuple):
 
 
 def tabulate(schedule: schedules.Schedule, compresses: Callable[[schedules.Send], bool], remat: bool) -> Table:
-    """The table of a schedule.
+    """The table of a schedule in which `compresses` says which messages are compressed.
 
-    Args:
-        schedule: the schedule.
-        compresses: whether a message is compressed; see `Boundary`.
-        remat: B recomputes F: inputs are then stored until B instead of F, and the last virtual stage skips F.
+    With `remat` B recomputes F: inputs are then stored until B instead of F, and the last virtual stage skips F.
     """
     label = lambda send: (send.kind, compresses(send))
     labels = tuple(sorted({label(send) for sends in schedule.sends for send in sends}))

@@ -57,9 +57,6 @@ def images(
         partition: which images each worker has: "iid", "contiguous" or "dirichlet(alpha=0.1)", by class; see `tasks.partition`.
         validation: share of the images that is held out, between 0 and 1; they are the same in all runs.
         augment: shift training images at random by up to an eighth of their height, and mirror them if that keeps their class.
-
-    Raises:
-        ValueError: if an option is none of these.
     """
     if dataset not in DATASETS:
         raise ValueError(f"task dataset={dataset!r} is unknown; use one of {', '.join(DATASETS)}")

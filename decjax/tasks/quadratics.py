@@ -32,9 +32,9 @@ class Examples(NamedTuple):
 def quadratics(
     model: None = None, *, dimension: int = 64, heterogeneity: float = 1.0, noise: float = 1.0, condition: float = 10.0
 ) -> Task:
-    """Minimizes a sum of noisy quadratics, one per worker, whose optimum x* is known.
+    """Minimizes a sum of noisy quadratics, one per worker, whose optimum `x*` is known.
 
-    Metrics are f(x) − f(x*), as "loss", and the squared distance from x*.
+    Metrics are `f(x) − f(x*)`, as "loss", and the squared distance from `x*`.
 
     Args:
         model: None; the parameters are x.

@@ -201,16 +201,7 @@ def _errors_once():
 
 
 class Checkpoints:
-    """The checkpoints of one run.
-
-    Args:
-        workdir: the run's directory.
-        keep: how many of the newest are kept; None: all.
-        read_only: whether they are another run's, to start from.
-
-    Raises:
-        CheckpointError: if `read_only` and there are none.
-    """
+    """The checkpoints in a run's work directory, of which the newest `keep` are kept (None: all); `read_only` for another run's."""
 
     def __init__(self, workdir: pathlib.Path, *, keep: int | None = None, read_only: bool = False):
         self._directory, self._read_only = (workdir / "checkpoints").absolute(), read_only
@@ -289,10 +280,7 @@ class Checkpoints:
         return state, counters
 
     def unlike(self, step: int, like: Any) -> str:
-        """The name of the first array of `like` that a saved step lacks or has in another shape; empty if there is none.
-
-        The number of workers may differ. Only metadata is read.
-        """
+        """The name of the first array of `like` that a saved step lacks or has in another shape per worker; empty: none."""
         try:
             with _errors_once(), ocp.StandardCheckpointer() as reader:
                 saved = reader.metadata(self._directory / str(step) / "state").item_metadata.tree

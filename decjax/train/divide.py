@@ -71,12 +71,9 @@ def after(
     """The leaves of `fn(known, received)` that can be computed once a further part has arrived.
 
     Args:
-        fn: as in `before`.
-        known: as in `before`.
+        fn, known, received, cut: as in `before`.
         prepared: the result of `before` for this part.
         arrived: all parts that have arrived, this one the last.
-        received: as in `before`.
-        cut: as in `before`.
 
     Returns:
         A dict from positions in the flattened result to leaves. Leaves that need no part come with the first.

@@ -33,16 +33,12 @@ PARTS = 2  # of a split exchange, at most
 
 
 class Program(NamedTuple):
-    """A compiled step of one phase.
+    """A compiled step of one phase."""
 
-    Attributes:
-        run: `run(state, batch, number) -> (state, loss_N)`; with stages loss_NxS, whose columns are equal.
-        sent: bytes that each worker's devices send, [N]: "worker" to other workers, and unless simulated "stage" to other stages.
-        executables: the compiled programs that it consists of.
-    """
-
-    run: Callable
-    sent: dict[str, np.ndarray]
+    run: Callable  # (state, batch, number) -> (state, loss_N); with stages loss_NxS, whose columns are equal
+    sent: dict[
+        str, np.ndarray
+    ]  # "worker": bytes that each worker's devices send to other ones, [N]; unless simulated, also "stage"
     executables: tuple[jax.stages.Compiled, ...]
 
 
@@ -66,14 +62,10 @@ def choose(engine: str, method: Method, workers: mesh.Workers) -> str:
 
 
 def compile_per_phase(step: Step, engine: str = "fused") -> Callable[..., Program]:
-    """`program(phase, state, batch, number) -> Program`, which compiles a train step when its phase is first asked for.
+    """`program(phase, state, batch, number) -> Program`, which compiles a train step once per phase; for engines see `choose`.
 
     The step's state is donated. Bytes are read from the compiled collectives; the declared ones are used where workers are
     simulated, so that nothing is sent, and where the phase is traced, so that one program holds the messages of all phases.
-
-    Args:
-        step: the parts of the train step.
-        engine: "auto", "fused" or "split"; see `choose`.
     """
     workers, method = step.workers, step.method
     compile_phase = _split(step) if choose(engine, method, workers) == "split" else functools.partial(_fused, step)

@@ -41,13 +41,7 @@ def make_evaluate(
     """Compiles the evaluation of the workers' models, and of their average, on fixed examples.
 
     The averaged model is evaluated by all workers together, each on a part of the examples; every local model on all of them.
-
-    Args:
-        measure: that of a `tasks.Task`.
-        workers: the workers and their devices.
-        examples: a pytree of NumPy arrays [W, …].
-        batch_size: examples of one forward pass.
-        coded: `measure` with compressed messages between stages, if there are any.
+    Examples are a pytree of NumPy arrays [W, …]; `coded` is `measure` with compressed messages between stages, if there are any.
 
     Returns:
         `evaluate(models, average) -> Evaluation`, of (parameters, variables) stacked over workers, and of the averaged model's. A

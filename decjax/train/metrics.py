@@ -39,11 +39,6 @@ class Recorder:
     A continued run drops the rows after the step from which it continues, and the last step's evaluation, which is logged after
     that step's checkpoint, so that no step is logged twice. Events are written directly, because the thread of tensorboardX's
     `SummaryWriter` dies on a full disk and leaves its caller waiting.
-
-    Args:
-        workdir: the run's directory.
-        start: the step from which the run continues; 0: a new run.
-        steps: the run's last step.
     """
 
     def __init__(self, workdir: pathlib.Path, start: int, steps: int):

@@ -11,12 +11,8 @@ from launch import command
 class Peer:
     """A module that another interpreter runs and that answers requests by `box.serve`, such as `experiments.bench.codecs_torch`.
 
-    The process inherits the cores that this one may use. Its attribute `version` is the version of PyTorch.
-
-    Args:
-        python: the interpreter, from --peers.
-        module: what it runs.
-        *arguments: of the module.
+    The interpreter is the one of --peers; it inherits the cores that this process may use. The attribute `version` is the version
+    of PyTorch.
 
     Raises:
         UserError: if the process does not start, or ends without an answer.
