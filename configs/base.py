@@ -1,6 +1,6 @@
-"""What all configs share: who trains, by which method, and how often something is looked at.
+"""What all configs share: workers, method, pipeline, and how often the run logs, evaluates and saves.
 
-A shorthand names parts, `python -m launch.parts` lists them, and may give their options in brackets, as
+A shorthand names parts (`python -m launch.parts` lists them) and may give their options in brackets, such as
 `mixer=choco(codec=int4,gamma=0.5)` or `optimizer=lion(b1=0.95)`. The sections of a config hold exactly the options of its parts.
 """
 
@@ -59,17 +59,20 @@ def get_config(
     defaults: Mapping[str, str] | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> ml_collections.ConfigDict:
-    """The sections of methods, pipelines and periods; a config adds task, data and model.
+    """The part of a config that does not depend on the task; the config file adds task, data and model.
 
     Args:
         given: the parsed shorthand.
-        steps: of a run, unless it is given.
-        batch: examples of a worker's microbatch.
-        clip_norm: of each worker's own gradient; 0: none.
-        tuned: `tuned(method, order, optimizer)`: learning rate and weight decay of this task.
-        warmup_steps: at most; a tenth of the steps if that is less.
-        defaults: parts other than the usual ones, as method="allreduce".
-        options: of the optimizer, besides.
+        steps: length of the run, unless the shorthand gives it.
+        batch: examples in a worker's microbatch.
+        clip_norm: largest norm of each worker's own gradient; 0: no clipping.
+        tuned: `tuned(method, order, optimizer)`, a dict with the learning rate and weight decay for this task.
+        warmup_steps: at most so many; a tenth of the steps if that is less.
+        defaults: names of parts that replace the usual ones, such as method="allreduce".
+        options: further options of the optimizer.
+
+    Raises:
+        ValueError: if the shorthand names a part or option that does not fit the others.
     """
     smoke = given.get("smoke", False)
     config = ml_collections.ConfigDict(PLAIN | {name: given[name] for name in PLAIN.keys() & given.keys()})
@@ -101,9 +104,9 @@ def get_config(
 def _parts(
     config: ml_collections.ConfigDict, given: Mapping[str, Any], defaults: dict[str, str], own: Mapping[str, Any]
 ) -> dict[str, str]:
-    """Enters the sections of method, mixer and reducer; returns the names of all parts."""
+    """Adds the sections of method, mixer, topology and reducer to the config; returns the names of all parts."""
     names = {kind: given[kind] for kind in ("method", "mixer", "reducer", "optimizer") if kind in given}
-    if names.get("reducer", "").partition("(")[0] == "onebit_adam":  # It is a method: the optimizer is its own.
+    if names.get("reducer", "").partition("(")[0] == "onebit_adam":  # It is a method, with an optimizer of its own.
         names["method"] = names.pop("reducer").partition("(")[0]
 
     def wants(kind, name, what):
@@ -152,8 +155,11 @@ def _parts(
 
 
 def _place(config: ml_collections.ConfigDict, given: Mapping[str, Any]) -> None:
-    """Puts options that have a key of their own where the chosen part takes them: nobody should believe in a compression that is
-    not there."""
+    """Sets options that have a shorthand key of their own in the section of the part that has them.
+
+    Raises:
+        ValueError: if no chosen part has the option, so that nobody takes a run for compressed that is not.
+    """
     for key, sections in PLACES.items():
         if key not in given:
             continue
@@ -170,8 +176,7 @@ def _place(config: ml_collections.ConfigDict, given: Mapping[str, Any]) -> None:
 
 
 def _pipeline(config: ml_collections.ConfigDict, given: Mapping[str, Any]) -> None:
-    """Enters how a worker's model lies on its devices, and the forms of messages between its stages."""
-    # Microbatches are parts of a batch that are under way one behind the other.
+    """Adds the sections of pipeline stages and of compressed messages between them to the config."""
     layers: dict[str, Any] = dict(stages=given.get("stages", 1), microbatches=given.get("microbatches", 1))
     config.pipeline = layers
     if layers["stages"] == 1:

@@ -1,4 +1,4 @@
-"""The models of Optimus-CC (arXiv 2301.09830): workers × stages × tensor, with less sent on every axis.
+"""The models of Optimus-CC (arXiv 2301.09830) on workers × stages × tensor devices, with compressed messages on every axis.
 
     python -m launch.train --config=configs/gpt_optimus.py:size=tiny --workdir=runs/optimus          8 devices
     python -m launch.train --config=configs/gpt_optimus.py:size=2.5b --workdir=runs/optimus          128 devices
@@ -8,22 +8,24 @@
     8.3b    72      3072   24     51200       1024     4 × 4 × 8                           16 of 8          8.3e9
     tiny    4       64     2      bytes       64       2 × 4 × 1                           16 of 1          2.1e5
 
-Their batch of 512 sequences, 230,000 steps, learning rate 1.5e-4 with 1 % warm-up and a cosine to 1e-5, weight decay 0.01, clipping
-at 1. Adam's moments are its usual ones. All three techniques are on, as fields of configs/lm.py, of which this is a setting; its keys
-may follow `size`, as size=2.5b,fused=false,compressed=auto or backward=none:
+The two large sizes have the paper's batch of 512 sequences, 230,000 steps, learning rate 1.5e-4 with 1 % warm-up and a cosine to
+1e-5, weight decay 0.01 and clipping at 1; Adam's b1 and b2 are the usual 0.9 and 0.999. The config is one of configs/lm.py with
+other values; that file's keys may follow `size`, as in size=2.5b,fused=false,compressed=auto or backward=none. All three techniques
+are on:
 
-    FE    pipeline.fused_embedding              the tied table is averaged over its holders at once
+    FE    pipeline.fused_embedding              the tied embedding is averaged over both stages and all workers at once
     SC    reducer.stages=3 of 4, powersgd       gradients of the first 75 % of stages, rank 128 (tiny: 4)
-    CB    backward=low_rank(rank=16)            gradients that stages wait for in the cool-down, lazy error propagation; each of the
-                                                8 devices codes its own 1024 rows, factors in half precision as all else: 41.7 or
+    CB    backward=low_rank(rank=16)            gradients that stages wait for in the cool-down, with lazy error propagation; each
+                                                of 8 devices compresses its own 1024 rows, to factors in half precision: 41.7 or
                                                 48 times fewer bytes
 
-At the end of a step the paper's error stays with its link; here (boundary.error="flush") it goes with the next step's first gradient,
-which measures better (experiments/optimus.py).
+At the end of a step the paper keeps the error of CB with its link; here (boundary.error="flush") it is added to the next step's
+first gradient, which gives a lower loss (experiments/optimus.py).
 
-Differences: PowerSGD sees the 13 or 18 layers of a stage as one matrix, taller than theirs of one layer and one of eight devices, so
-that its messages are smaller at the same rank; layers have rotary positions, RMS norms and no biases; the corpus is one of bytes,
-whatever the vocabulary. The two large ones are checked in shapes, and compiled by experiments/bench/optimus_step.py, not run.
+Differences from the paper: PowerSGD is applied to the 13 or 18 layers of a stage as one matrix, theirs to one layer's part on one
+of eight devices, so messages here are smaller at the same rank; layers have rotary positions, RMS norms and no biases; the data are
+bytes, whatever the vocabulary. The two large sizes were not trained: tests check their shapes, and
+experiments/bench/optimus_step.py compiles them.
 """
 
 import ml_collections
@@ -37,14 +39,14 @@ METHOD = "method=allreduce,tied,remat,fused,reducer=powersgd,compressed=3"
 
 
 def get_config(arg: str = "size=2.5b") -> ml_collections.ConfigDict:
-    """The config; `arg` is `size=…`, then any shorthand of configs/lm.py."""
+    """The config of a model size, from a shorthand such as "size=tiny,fused=false" with any further keys of configs/lm.py."""
     given = shorthand.parse(arg, dict(size=tuple(LAYOUTS)) | lm.KEYS)
     size = given.pop("size", "2.5b")
     layout = LAYOUTS[size]
     if given.get("smoke"):
-        layout = layout.replace("rank=16", "rank=4")  # Of a quarter of the width.
+        layout = layout.replace("rank=16", "rank=4")  # The width is a quarter, too.
     usual = shorthand.parse(METHOD, lm.KEYS) | shorthand.parse(layout, lm.KEYS)
-    if given.get("reducer", "powersgd") != "powersgd":  # What its own options and selection are for.
+    if given.get("reducer", "powersgd") != "powersgd":  # These two keys are for PowerSGD.
         usual = {key: value for key, value in usual.items() if key not in ("rank", "compressed")}
     config = lm.of_keys({key: value for key, value in (usual | given).items() if value != "none"})
     if "boundary" in config and config.boundary.get("backward"):

@@ -1,10 +1,10 @@
-"""A quadratic for each of 16 simulated workers, noisy and different: how near does their mean come to the optimum of the sum?
+"""A different noisy quadratic on each of 16 simulated workers: how close does their mean come to the optimum of the sum?
 
     python -m launch.train --config=configs/quadratics.py --workdir=runs/quadratics
     python -m launch.train --config=configs/quadratics.py:method=tracking,topology=ring --workdir=runs/tracking
 
-Shorthand as in configs/lm.py, without pipelines. Seconds on any machine; a summary tells the suboptimality and the squared
-distance from the optimum, of the mean of all workers and of each of them.
+Shorthand as in configs/lm.py, without pipelines. A run takes seconds; its summary has f(x) − f(x*) and the squared distance from
+the optimum, of the mean of all workers and of each of them.
 """
 
 import ml_collections
@@ -14,12 +14,12 @@ from decjax import config as parts
 
 
 def tuned(method: str, order: str, optimizer: str) -> dict[str, float]:
-    """The same for all: what is compared are methods at equal rates."""
+    """Learning rate and weight decay, the same for all methods, so that these are compared at equal learning rates."""
     return dict(learning_rate=0.02 if optimizer == "sgdm" else 1e-2, weight_decay=0.0)
 
 
 def get_config(arg: str = "") -> ml_collections.ConfigDict:
-    """The config; `arg` is the shorthand."""
+    """The config of the quadratics, changed by a shorthand such as "workers=8,method=tracking"."""
     given = dict(workers=16, simulate=True, optimizer="sgdm(momentum=0.0)") | shorthand.parse(arg, base.KEYS)
     smoke = given.get("smoke", False)
     config = base.get_config(given, steps=20 if smoke else 500, batch=1, clip_norm=0.0, tuned=tuned, defaults=dict(topology="ring"))

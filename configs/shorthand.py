@@ -1,8 +1,8 @@
-"""The argument of a config file: `configs/lm.py:workers=12,topology=torus,smoke`."""
+"""Parses the argument of a config file, as in `configs/lm.py:workers=12,topology=torus,smoke`."""
 
 
 def split(text: str) -> list[str]:
-    """The parts between commas, but not those within brackets: codec=topk(fraction=0.01,values=int4) is one."""
+    """The parts of a text between commas, except for those inside brackets: codec=topk(fraction=0.01,values=int4) is one part."""
     parts = [""]
     for piece in text.split(","):
         if parts[-1].count("(") > parts[-1].count(")"):
@@ -13,11 +13,14 @@ def split(text: str) -> list[str]:
 
 
 def parse(arg: str, keys: dict) -> dict:
-    """Reads comma-separated `key=value` pairs; a ValueError names an unknown key or value, or a key that is given twice.
+    """A dict of the values in a text of comma-separated `key=value` pairs.
 
     Args:
         arg: the text after the colon, possibly empty.
-        keys: for each key `int`, `str`, a tuple of valid words, or `bool` for a bare word such as `smoke`.
+        keys: the type of each key: `int`, `str`, a tuple of valid words, or `bool` for a key that may stand alone, such as `smoke`.
+
+    Raises:
+        ValueError: if a key is unknown or given twice, or a value is not of its type.
     """
     given = {}
     for part in filter(None, (part.strip() for part in split(arg or ""))):

@@ -45,7 +45,7 @@ def calibrate(
     model: dict[str, int] = systems.MODEL,
     bucket_bytes: int = systems.BUCKET,
 ) -> tuple[costmodel.Cluster, costmodel.Workload]:
-    """What launch.calibrate measures at a rate, and of compressed methods."""
+    """The profile that launch.calibrate measures at a rate: the cluster and the workload, with these compressed methods."""
     network.set_rate(rate)
     with tempfile.TemporaryDirectory() as directory:
         path = pathlib.Path(directory) / "profile.json"
@@ -62,7 +62,7 @@ def calibrate(
 
 
 def interpolate(low: costmodel.Cluster, high: costmodel.Cluster, share: float) -> costmodel.Cluster:
-    """The cluster between two that differ in rate; a `share` of 0 is the first one's rate, of 1 the second one's."""
+    """A cluster interpolated between two that differ in rate: `share` is 0 for the rate of the first, 1 for that of the second."""
 
     def between(get):
         return (1 - share) * get(low) + share * get(high)
@@ -91,7 +91,7 @@ def average(first: costmodel.Workload, second: costmodel.Workload) -> costmodel.
 
 
 def paused(workload: costmodel.Workload, step_s: float, jitter_s: float) -> costmodel.Workload:
-    """The workload of a step that takes `step_s` without communication, of which the optimizer takes what it took, with jitter."""
+    """The workload with jitter and a step of `step_s` without communication; the optimizer's time is the measured one."""
     jitter = costmodel.Jitter("exponential", scale_s=jitter_s)
     return dataclasses.replace(workload, forward_s=0.0, backward_s=(step_s - workload.optimizer_s,), jitter=jitter)
 
@@ -100,7 +100,7 @@ def paused(workload: costmodel.Workload, step_s: float, jitter_s: float) -> cost
 
 
 def measure(box: systems.Box, rounds: int, compute_s: float, jitter_s: float) -> dict[str, dict[str, float]]:
-    """Median seconds per step of every method: "as it is", "pause" (ALONE only) and "jitter"."""
+    """Median seconds per step, by kind and method: "as it is", "pause" (ALONE only, a fixed pause) and "jitter"."""
     plain = [systems.decjax(name, shorthand) for name, shorthand in SHORTHANDS.items()]
     pausing = [systems.decjax(f"{name}, pauses", shorthand, batch_size=1, pauses=True) for name, shorthand in SHORTHANDS.items()]
     for row in (*plain, *pausing):
@@ -116,7 +116,7 @@ def measure(box: systems.Box, rounds: int, compute_s: float, jitter_s: float) ->
 
 
 def tabulate(measured_s: dict[str, float], predicted_s: dict[str, float]) -> rich.table.Table:
-    """Every method, measured and predicted."""
+    """A table of every method's measured and predicted time."""
     table = script.table("ms per step", "measured", "predicted", "error")
     for name, step_s in measured_s.items():
         told_s = predicted_s[name]

@@ -45,11 +45,11 @@ NAME_FIRST = ("task", "method", "method.name", "topology", "topology.name", "mix
 
 
 class RunError(Exception):
-    """A directory that cannot be compared, told in one line."""
+    """A directory that cannot be compared; the message is one line."""
 
 
 class Record(NamedTuple):
-    """What one run's directory tells."""
+    """The contents of one run's directory."""
 
     directory: pathlib.Path
     config: dict[str, Any]  # flat: "optimizer.name"
@@ -59,7 +59,7 @@ class Record(NamedTuple):
 
     @property
     def task(self) -> str:
-        return str(self.config.get("task", "lm"))  # Older runs know no other.
+        return str(self.config.get("task", "lm"))  # Configs of older runs, all of them "lm", have no such field.
 
     @property
     def last(self) -> dict[str, Any]:
@@ -67,7 +67,7 @@ class Record(NamedTuple):
 
     @property
     def losses(self) -> tuple[float | None, ...]:
-        """Of the averaged model, the best and the worst worker; None if nothing was evaluated yet."""
+        """Validation losses of the averaged model, the best worker and the worst one; None where nothing was evaluated yet."""
         if self.summary:
             return tuple(self.summary[key] for key in NUMBERS_OF_SUMMARY[:3])
         evaluated = self.evaluations[-1] if self.evaluations else {}
@@ -78,7 +78,7 @@ class Record(NamedTuple):
 
 
 def flatten(config: dict, prefix: str = "") -> dict[str, Any]:
-    """{"a": {"b": 1}} as {"a.b": 1}."""
+    """A nested dict with dotted names: {"a.b": 1} for {"a": {"b": 1}}."""
     flat = {}
     for key, value in config.items():
         flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
@@ -86,7 +86,7 @@ def flatten(config: dict, prefix: str = "") -> dict[str, Any]:
 
 
 def parse(text: str, numbers: tuple[str, ...] = ()) -> dict[str, Any]:
-    """A JSON object with finite numbers of the given names; a step is at least 1, a row with a step has a kind of `KINDS`."""
+    """The JSON object in a text; a ValueError unless it has finite numbers of these names, a valid step, and a kind of `KINDS`."""
     try:
         content = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -103,7 +103,7 @@ def parse(text: str, numbers: tuple[str, ...] = ()) -> dict[str, Any]:
 
 
 def _read_json(path: pathlib.Path, fix: str, numbers: tuple[str, ...] = ()) -> dict[str, Any]:
-    """What a file holds; if it is damaged, `fix` says what helps."""
+    """The JSON object in a file; a RunError that ends with `fix`, what to do, if it is damaged."""
     try:
         return parse(path.read_text(errors="replace"), numbers)
     except OSError as error:
@@ -113,9 +113,9 @@ def _read_json(path: pathlib.Path, fix: str, numbers: tuple[str, ...] = ()) -> d
 
 
 def read_metrics(path: pathlib.Path) -> list[dict[str, Any]]:
-    """All rows of `metrics.jsonl`; there must be some, and none damaged.
+    """All rows of `metrics.jsonl`; a RunError if there are none, or one is damaged.
 
-    A last line without its end is what a running or killed run leaves: it is dropped.
+    An incomplete last line, as a running or killed run leaves it, is ignored.
     """
     try:
         lines = path.read_text(errors="replace").splitlines(keepends=True)
@@ -135,7 +135,7 @@ def read_metrics(path: pathlib.Path) -> list[dict[str, Any]]:
 
 
 def load(directory: pathlib.Path) -> Record:
-    """Reads a run's directory, or raises a `RunError`."""
+    """The contents of a run's directory; a `RunError` if it cannot be read."""
     if not directory.is_dir():
         raise RunError(f"{directory} is not a directory; give directories that launch.train has written")
     config = flatten(_read_json(directory / "config.json", "restore it from a copy, or train again in another --workdir"))
@@ -151,7 +151,7 @@ def load(directory: pathlib.Path) -> Record:
 
 
 def _identity(run: Record) -> dict[str, Any]:
-    """The part of a config that makes the run what it is."""
+    """The fields of a config that determine the training, by which runs are named."""
     config = {key: value for key, value in run.config.items() if not key.startswith(UNINFORMATIVE)}
     if config.get("method", "decentralized") != "decentralized":
         config = {key: value for key, value in config.items() if not key.startswith(DECENTRALIZED_ONLY)}
@@ -162,13 +162,16 @@ def _identity(run: Record) -> dict[str, Any]:
 
 
 def _part(key: str, value: Any) -> str:
-    """'ring' for a name, 'seed=1' for anything else."""
+    """A field in a label: 'ring' for the name of a part, 'seed=1' for anything else."""
     number = f"{value:g}" if isinstance(value, float) else str(value)
     return str(value) if key in NAME_FIRST else f"{key.removesuffix('.name').rpartition('.')[2]}={number}"
 
 
 def labels(runs: list[Record]) -> list[str]:
-    """What differs between the configs, and directory names where several runs share it; these alone if that gets long."""
+    """A label for each run: the fields in which configs differ, and its directory's name if others have the same ones.
+
+    If that gets longer than `LONGEST_LABEL`, all labels are directory names.
+    """
     identities = [_identity(run) for run in runs]
     keys = set().union(*identities)
     keys = [*(key for key in NAME_FIRST if key in keys), *sorted(keys.difference(NAME_FIRST))]
@@ -193,20 +196,20 @@ def labels(runs: list[Record]) -> list[str]:
 
 
 def throughputs(row: dict[str, Any]) -> dict[str, float]:
-    """What a row counts per second, as {"tokens": 1000.0}."""
+    """The throughput in a row by what it counts, such as {"tokens": 1000.0} per second."""
     return {
         key.removesuffix("_per_s"): value for key, value in row.items() if key.endswith("_per_s") and isinstance(value, int | float)
     }
 
 
 def items(runs: list[Record]) -> str:
-    """What all runs count, as "tokens"; "items" if that differs."""
+    """What the throughput of all runs counts, such as "tokens"; "items" if they differ."""
     counted = {item for run in runs for row in run.train for item in throughputs(row)}
     return counted.pop() if len(counted) == 1 else "items"
 
 
 def loss_unit(runs: list[Record]) -> str:
-    """The unit of the runs' losses, as "nats/byte"; empty if they are of several tasks, or of one that has none."""
+    """The unit of the runs' losses, such as "nats/byte"; empty if they are of several tasks, or of one without a unit."""
     tasks = {run.task for run in runs}
     return UNITS.get(tasks.pop(), "") if len(tasks) == 1 else ""
 
@@ -215,7 +218,7 @@ def loss_unit(runs: list[Record]) -> str:
 
 
 def cells(runs: list[Record], names: list[str]) -> tuple[list[str], list[list[str]]]:
-    """The table's header and rows as text; "–" where a run has not come so far."""
+    """(header, rows) of the table as text; "–" where a run has no value yet."""
     header = ["run", "steps", "eval loss", "to first", "workers' loss", "consensus", "time, s", f"{items(runs)}/s", "MB/step"]
     first = runs[0].losses[0]
     rows = []
@@ -252,7 +255,7 @@ def markdown(header: list[str], rows: list[list[str]]) -> str:
 
 
 def table(header: list[str], rows: list[list[str]]) -> rich.table.Table:
-    """The same for a terminal."""
+    """The same table for a terminal."""
     drawn = script.table(*header, box=rich.box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for column in drawn.columns:
         column.overflow = "fold"
@@ -266,7 +269,7 @@ def table(header: list[str], rows: list[list[str]]) -> rich.table.Table:
 
 
 def smooth(values: np.ndarray) -> np.ndarray:
-    """Running mean over a twentieth of the values, centred; at both ends over what there is of it."""
+    """Centred running mean over a twentieth of the values, over fewer of them at both ends."""
     reach = len(values) // SMOOTHED_SHARE // 2
     total = np.concatenate([[0.0], np.cumsum(values)])
     middle = np.arange(len(values))
@@ -275,7 +278,7 @@ def smooth(values: np.ndarray) -> np.ndarray:
 
 
 def column(rows: list[dict[str, Any]], key: str) -> np.ndarray:
-    """One number of every row."""
+    """The values of one key in all rows."""
     return np.array([row[key] for row in rows], float)
 
 
@@ -287,7 +290,7 @@ def draw_loss(axis, run: Record, against: str, style: dict[str, Any]) -> None:
 
 
 def plot(runs: list[Record], names: list[str], path: str) -> None:
-    """Draws the three panels."""
+    """Draws the figure: loss against step, loss against time, and consensus distance."""
     with script.panels(path, 3, (13, 4.6)) as (figure, (by_step, by_time, distance)):
         for i, (run, name) in enumerate(zip(runs, names, strict=True)):
             again, i = divmod(i, len(script.COLORS))
@@ -318,7 +321,7 @@ def _label_axes(by_step, by_time, distance, runs: list[Record], names: list[str]
         distance.set_yticks([])
     for axis in (by_step, by_time, distance):
         axis.margins(x=0.02)
-    if all(len(run.evaluations) > 1 for run in runs):  # The fall at the beginning would leave no room for the rest.
+    if all(len(run.evaluations) > 1 for run in runs):  # Cuts off the high losses of the first steps.
         bottom = by_step.get_ylim()[0]
         top = max(run.evaluations[0]["loss"] for run in runs)
         for axis in (by_step, by_time):

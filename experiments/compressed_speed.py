@@ -55,10 +55,10 @@ SHORTHANDS = {f"{family}, {name}": text for family, rows in COMPRESSED.items() f
 
 
 def rows(batch_size: int) -> list[Row]:
-    """All rows, each system's behind one another."""
+    """All rows, first those of decjax, then those of PyTorch."""
     made = [decjax(name, text, WHOLE if name == SYNC else BUCKET, batch_size=batch_size) for name, text in EXACT.items()]
     for name, text in SHORTHANDS.items():
-        # 1-bit Adam averages plainly at first: its state and its messages are then another method's.
+        # 1-bit Adam averages gradients exactly before `reducer.start`; what is timed are the compressed steps after it.
         late: dict[str, Any] = {"reducer.start": 1} if "onebit" in text else {}
         made.append(decjax(name, text, batch_size=batch_size, **late))
     return [
@@ -71,7 +71,7 @@ def rows(batch_size: int) -> list[Row]:
 
 
 def predict(profile: costmodel.Cluster, workload: costmodel.Workload) -> dict[str, float]:
-    """Seconds per step of every row of decjax, from what was measured beforehand."""
+    """Predicted seconds per step of every row of decjax, from the profile that was measured beforehand."""
     modelled = {name: method for name, method in methods.modelled().items() if name in EXACT}
     named = {text: name for name, text in SHORTHANDS.items()}
     modelled |= {named[form.name]: costmodel.compressed(form) for form in workload.compressed}
@@ -79,7 +79,7 @@ def predict(profile: costmodel.Cluster, workload: costmodel.Workload) -> dict[st
 
 
 def checks(measured: Measured, predicted_s: dict[str, float]) -> list[Check]:
-    """What compression should reach, by the fastest row of each family; nan (not met) where no row ran."""
+    """The checks of compression, for the fastest row of each family; nan (not met) where no row ran."""
     time_s, rate, found = measured.time_s, measured.rate, []
     for family, names in COMPRESSED.items():
         best = min((f"{family}, {name}" for name in names), key=lambda row: (math.isnan(time_s(row)), time_s(row)))
@@ -92,7 +92,7 @@ def checks(measured: Measured, predicted_s: dict[str, float]) -> list[Check]:
 
 
 def tabulate(measured: Measured, predicted_s: dict[str, float], refused: dict[str, str]) -> rich.table.Table:
-    """All rows: time, its ratios, bytes, and what the model said."""
+    """A table of all rows: time, ratios, bytes, and the predicted time."""
     columns = ("", "ms per step", "÷ no communication", f"speed-up over {SYNC}", "MB out of a host", "predicted", "error")
     table, time_s = script.table(*columns), measured.time_s
     for row in rows(1):

@@ -33,7 +33,7 @@ def gossip(name: str, shorthand: str = "", *fields: str) -> Row:
 
 
 def reduce(name: str, shorthand: str, *fields: str) -> Row:
-    """A row that averages over all workers."""
+    """A row of a method that averages over all workers."""
     return Row(name, shorthand, fields, REDUCE)
 
 
@@ -68,15 +68,15 @@ ROWS = (
 
 
 class Cost(NamedTuple):
-    """What a row's compression gains and costs, next to the uncompressed method."""
+    """What a row's compression gains and costs, relative to the uncompressed method."""
 
     row: Row
-    fewer: float  # times fewer bytes
-    loss: float  # percent more of it
+    fewer: float  # how many times fewer bytes
+    loss: float  # by how many percent the loss is higher
 
 
 def costs(rows: list[Row], summaries: rows_lib.Summaries) -> list[Cost]:
-    """Of all compressed rows that ran."""
+    """Gains and costs of all compressed rows that ran."""
     sent = "bytes_per_step_per_worker"
     compared = [(row, summaries[row.name], summaries[row.reference]) for row in rows if row.name != row.reference]
     return [
@@ -87,7 +87,7 @@ def costs(rows: list[Row], summaries: rows_lib.Summaries) -> list[Cost]:
 
 
 def tabulate(rows: list[Row], summaries: rows_lib.Summaries, markdown: bool) -> rich.table.Table:
-    """Bytes, their ratio to the uncompressed method, loss, and by how much it differs."""
+    """A table of bytes, their ratio to the uncompressed method's, loss, and its difference from the uncompressed method's."""
     table = rows_lib.table(("", "kB per step", "times fewer", "loss", "to the uncompressed"), markdown)
     of = {cost.row.name: cost for cost in costs(rows, summaries)}
     for row in rows:
@@ -100,7 +100,7 @@ def tabulate(rows: list[Row], summaries: rows_lib.Summaries, markdown: bool) -> 
 
 
 def checks(found: list[Cost]) -> list[Check]:
-    """What is asked for: percent of loss that compression may cost."""
+    """The checks: by how many percent compression may raise the loss."""
 
     def best(what, bound, chosen):
         cost = min((cost for cost in found if chosen(cost)), key=lambda cost: cost.loss, default=None)

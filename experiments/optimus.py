@@ -39,6 +39,7 @@ UNREMEMBERED = ("boundary.when=always", "boundary.error=none")
 
 
 def row(name: str, shorthand: str, *fields: str) -> Row:
+    """A row that is compared with the baseline."""
     return Row(name, shorthand, fields, "baseline")
 
 
@@ -81,7 +82,7 @@ ROWS = (*TECHNIQUES, *MEMORIES, *FINDINGS)
 
 
 def techniques(summaries: rows_lib.Summaries, markdown: bool) -> rich.table.Table:
-    """Table A."""
+    """Table A: the techniques of Optimus-CC."""
     predicted = {name.split(" ")[0]: (name, p.time_s) for name, p in optimus_runtime.predict("2.5b").items()}
     columns = ("", "kB between stages", "kB between workers", "loss", "to the baseline", "predicted speed-up, 2.5B")
     made = rows_lib.table(columns, markdown, "A. Techniques")
@@ -95,7 +96,7 @@ def techniques(summaries: rows_lib.Summaries, markdown: bool) -> rich.table.Tabl
 
 
 def memories(summaries: rows_lib.Summaries, markdown: bool) -> rich.table.Table:
-    """Table B."""
+    """Table B: what is remembered of the compression error."""
     title = "B. Every gradient between stages, rank 1: what is remembered of the error"
     made = rows_lib.table(("", "kB between stages", "loss", "to the baseline"), markdown, title)
     for row in _told((BASELINE, *MEMORIES), summaries):
@@ -104,7 +105,7 @@ def memories(summaries: rows_lib.Summaries, markdown: bool) -> rich.table.Table:
 
 
 def findings(summaries: rows_lib.Summaries, markdown: bool) -> rich.table.Table:
-    """Table C."""
+    """Table C: findings of related studies, on compressed gradients and activations."""
     columns = ("", "kB between stages", "loss", "to the baseline", "loss, coded", "to the baseline")
     made = rows_lib.table(columns, markdown, "C. Gradients and activations")
     for row in _told((BASELINE, *FINDINGS), summaries):
@@ -114,19 +115,19 @@ def findings(summaries: rows_lib.Summaries, markdown: bool) -> rich.table.Table:
 
 
 def _told(rows: tuple[Row, ...], summaries: rows_lib.Summaries) -> list[Row]:
-    """Those that were asked for."""
+    """The rows that were asked for."""
     return [row for row in rows if row.name in summaries]
 
 
 def _bytes(row: Row, summaries: rows_lib.Summaries) -> list[str]:
-    """Between stages and between workers, of a worker's step."""
+    """kB that a worker sends per step: between stages, between workers."""
     summary = summaries[row.name]
     sent = ("bytes_between_stages_per_step_per_worker", "bytes_per_step_per_worker")
     return [f"{summary[name] / 1e3:.1f}" if summary else "" for name in sent]
 
 
 def _loss(row: Row, summaries: rows_lib.Summaries, name: str = "eval_loss") -> tuple[str, str]:
-    """A loss and by how much it differs from the baseline's."""
+    """A loss, and its difference from the baseline's."""
     summary, reference = summaries[row.name], summaries[BASELINE.name]
     if not summary:
         return "failed", ""
@@ -140,7 +141,7 @@ def _loss(row: Row, summaries: rows_lib.Summaries, name: str = "eval_loss") -> t
 
 
 def training_loss(directory: pathlib.Path) -> tuple[np.ndarray, np.ndarray]:
-    """(steps, loss as the mean of five logged ones)."""
+    """(steps, training loss as a mean over five logged steps)."""
     rows = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
     step_K, loss_K = np.array([(row["step"], row["loss"]) for row in rows if row["kind"] == "train"]).T
     window = min(5, len(loss_K))
@@ -148,7 +149,7 @@ def training_loss(directory: pathlib.Path) -> tuple[np.ndarray, np.ndarray]:
 
 
 def draw(curves: dict[str, tuple[np.ndarray, np.ndarray]], found: dict, out: str) -> None:
-    """The figure: training losses by name, and cosines as `error_cosine` writes them."""
+    """Draws the figure: training losses by name, and the cosines in `found`, as `bench.error_cosine` writes them."""
     with script.panels(out, 2, (11, 3.8), dpi=130) as (_, (left, right)):
         for name, (step_K, loss_K) in curves.items():
             left.plot(step_K, loss_K, label=name, linewidth=1.2)

@@ -35,7 +35,7 @@ PARTS = ("compute_s", "bubble_s", "tensor_s", "boundary_s", "workers_s", "embedd
 
 
 def predict(size: str, *, nic: float = 1.0, blocking: bool = False) -> dict[str, costmodel.LayoutPrediction]:
-    """Of "baseline", "CB", "CB+FE" and "CB+FE+SC k" of a model, on NICs that reach a fraction of their rate."""
+    """Predictions for "baseline", "CB", "CB+FE" and "CB+FE+SC k" of a model size, with NICs that reach a fraction of their rate."""
     cluster, _ = costmodel.load(CLUSTER)
     inter = dataclasses.replace(cluster.inter, bandwidth_Bps=nic * cluster.inter.bandwidth_Bps)
     cluster, layout = dataclasses.replace(cluster, inter=inter), dataclasses.replace(LAYOUT, blocking=blocking)

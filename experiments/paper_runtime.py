@@ -79,7 +79,7 @@ EMBEDDING_SHARE = 0.29  # about 37,000 tokens × 512 of 65 million
 LAYER_BUCKETS = 7
 
 PARAMETERS = ("work_s", "overhead_s", "nic_Bps", "intra_Bps", "efficiency", "variation")
-# Of all but the first: (what is expected, by what factor e^sd it may be off).
+# Priors of all parameters but the first, log-normal: (median, standard deviation of the logarithm).
 PRIORS = {
     name: ((0.03, 0.4), (cluster.nic_Bps, 0.7), (cluster.intra_Bps, 0.7), (0.6, 0.4), (0.04, 0.5))
     for name, cluster in CLUSTERS.items()
@@ -89,12 +89,12 @@ RESIDUAL_UNIT = 0.03
 
 @functools.cache
 def methods(num_gpus: int, per_node: int) -> tuple[costmodel.Method, ...]:
-    """The four methods at a size, in the order of METHODS."""
+    """The four methods for so many GPUs, in the order of METHODS."""
 
     def graph(name, **options):
         return topology_lib.make(name, num_gpus, **options)
 
-    several = num_gpus > per_node  # One node: everything is an exact mean inside it.
+    several = num_gpus > per_node  # On one node all methods are an exact mean inside it.
     sgp = graph("hierarchical", local_size=per_node, outer="one_peer_exponential") if several else graph("complete")
     aer = graph("alternating_exponential_ring", local_size=per_node) if several else graph("complete")
     return (
@@ -106,7 +106,7 @@ def methods(num_gpus: int, per_node: int) -> tuple[costmodel.Method, ...]:
 
 
 def predict_ms(name: str, num_gpus: int, theta: np.ndarray, **options) -> np.ndarray:
-    """ms per iteration of the four methods on a cluster with fitted logarithms θ of PARAMETERS."""
+    """Predicted ms per iteration of the four methods on a cluster; `theta` are the logarithms of PARAMETERS."""
     value = dict(zip(PARAMETERS, np.exp(theta).tolist(), strict=True))
     cluster = costmodel.Cluster(
         name,
@@ -131,7 +131,7 @@ def predict_ms(name: str, num_gpus: int, theta: np.ndarray, **options) -> np.nda
 
 @functools.cache
 def fit(name: str, sizes: tuple[int, ...]) -> np.ndarray:
-    """Logarithms of PARAMETERS, fitted to the rows of a cluster's sizes."""
+    """The logarithms of PARAMETERS, fitted to a cluster's measurements at these sizes."""
     means, spread = map(np.array, zip(*PRIORS[name]))
     expected = np.log(means)
 
@@ -144,10 +144,10 @@ def fit(name: str, sizes: tuple[int, ...]) -> np.ndarray:
 
 
 def predict_at(name: str, num_gpus: int, sizes: tuple[int, ...] | None = None) -> np.ndarray:
-    """ms per iteration at any size, from a fit to the given sizes (all).
+    """Predicted ms per iteration at any size, from a fit to the measurements at `sizes` (None: all).
 
     Raises:
-        ValueError: if the graphs do not exist for a size.
+        ValueError: if `num_gpus` is no power of two, which two of the graphs need.
     """
     if num_gpus < 2 or num_gpus & (num_gpus - 1):
         raise ValueError(f"gpus={num_gpus} must be a power of two of at least 2, as 'exp' and 'aer' need it; use 8, 16, 32, …")
@@ -156,12 +156,12 @@ def predict_at(name: str, num_gpus: int, sizes: tuple[int, ...] | None = None) -
 
 
 def errors(name: str, num_gpus: int, predicted_ms: np.ndarray) -> np.ndarray:
-    """Relative errors of a row, in percent."""
+    """Relative errors of predictions at a measured size, in percent."""
     return 100 * (predicted_ms / np.array(MEASURED_MS[name][num_gpus]) - 1)
 
 
 def tabulate(title: str, rows: list[tuple[str, int, np.ndarray]]) -> rich.table.Table:
-    """measured | predicted (error) for each cell; predictions alone where nothing was measured."""
+    """A table with "measured | predicted (error)" in each cell, and predictions alone where nothing was measured."""
     style: dict[str, Any] = dict(padding=(0, 1, 0, 0), title=title, title_justify="left")
     table = script.table("cluster", "GPUs", *METHODS.values(), box=rich.box.SIMPLE_HEAD, **style)
     for name, num_gpus, predicted_ms in rows:
@@ -174,13 +174,13 @@ def tabulate(title: str, rows: list[tuple[str, int, np.ndarray]]) -> rich.table.
 
 
 def summary(rows: list[tuple[str, int, np.ndarray]]) -> str:
-    """'median error 1.6 %, worst 7.7 %'."""
+    """The errors of all measured rows as text, such as 'median error 1.6 %, worst 7.7 %'."""
     absolute = np.abs(np.concatenate([errors(*row) for row in rows if row[1] in MEASURED_MS[row[0]]]))
     return f"median error {np.median(absolute):.1f} %, worst {absolute.max():.1f} %"
 
 
 def plot(path: str, rows: list[tuple[str, int, np.ndarray]]) -> None:
-    """A panel per cluster: predictions as lines, measurements as points."""
+    """Draws a panel per cluster: predictions as lines, measurements as points."""
     colors, markers = ("#0072B2", "#CC79A7", "#D55E00", "#009E73"), ("o", "D", "s", "^")
     names = list(dict.fromkeys(name for name, _, _ in rows))
     with script.panels(path, len(names), (4.3 * len(names), 4.4)) as (figure, axes):
@@ -189,7 +189,7 @@ def plot(path: str, rows: list[tuple[str, int, np.ndarray]]) -> None:
             predicted = np.array([ms for cluster, _, ms in rows if cluster == name])
             measured = np.array(list(MEASURED_MS[name].values()))
             for index, (label, color, marker) in enumerate(zip(METHODS.values(), colors, markers, strict=True)):
-                width = 3.5 if label == METHODS["exp"] else 1.5  # AER often lies exactly on it.
+                width = 3.5 if label == METHODS["exp"] else 1.5  # Wide, since the line of AER often lies exactly on it.
                 axis.plot(sizes, predicted[:, index], color=color, linewidth=width, label=label)
                 axis.plot(list(MEASURED_MS[name]), measured[:, index], marker, color=color, markersize=6, markeredgecolor="white")
             axis.axvspan(max(MEASURED_MS[name]) * 2**0.25, sizes[-1] * 2**0.25, color="0.93", zorder=0)

@@ -47,7 +47,7 @@ FREE_BPS = 1e15  # of links that are not limited
 
 
 def row(name: str, microbatches: int) -> systems.Row:
-    """A pipeline of four hosts."""
+    """The row of this name in ROWS: a pipeline of four hosts with so many microbatches."""
     backward, forward, when = ROWS[name]
     argument = f"method=local,stages={STAGES},schedule=1f1b,microbatches={microbatches}"
     for end, codec in (("backward", backward), ("forward", forward)):
@@ -57,14 +57,14 @@ def row(name: str, microbatches: int) -> systems.Row:
 
 
 def boundary(codec: str, when: str = "always") -> costmodel.Boundary:
-    """As the cost model knows it."""
+    """Messages compressed by a codec, as the cost model describes them."""
     return costmodel.Boundary(RATIOS[codec], codec, when) if codec else costmodel.Boundary()
 
 
 def iteration_s(name: str, microbatches: int, link: costmodel.Link, compute_s: float, codec_s: float) -> float:
-    """Seconds of an iteration of a row on such links, as the model has it.
+    """Predicted seconds of an iteration of a row on links like `link`.
 
-    All passes of one microbatch compute for `compute_s`, and one message is coded in `codec_s`, at both ends together.
+    All passes of one microbatch together compute for `compute_s`; compressing and decompressing one message takes `codec_s`.
     """
     backward, forward, when = ROWS[name]
     layout = costmodel.DeviceLayout(stages=STAGES, microbatches=microbatches)
@@ -78,16 +78,16 @@ def iteration_s(name: str, microbatches: int, link: costmodel.Link, compute_s: f
 
 
 def inverse(function: Callable[[float], float], value: float, high: float) -> float:
-    """Where a growing function, linear in parts, takes a value: between 0 and `high`, or the nearer end."""
+    """The argument between 0 and `high` at which a growing function has a value, by bisection; else the nearer end."""
     low = 0.0
-    for _ in range(30):  # A codec that took no time at all would have no rate.
+    for _ in range(30):  # The upper end is returned, which is never 0: a codec's rate is computed from it.
         middle = (low + high) / 2
         low, high = (middle, high) if function(middle) < value else (low, middle)
     return high
 
 
 def predict(microbatches: int, free_s: dict[str, float], link: costmodel.Link) -> dict[str, float]:
-    """Seconds of an iteration of every row on calibrated links, from `free_s`, those on free links."""
+    """Predicted seconds of an iteration of every row on links like `link`, from `free_s`, those measured on unlimited links."""
     free = costmodel.Link(0.0, FREE_BPS)
     compute_s = free_s[DENSE] / iteration_s(DENSE, microbatches, free, 1.0, 0.0)
     predicted_s = {}
@@ -98,7 +98,7 @@ def predict(microbatches: int, free_s: dict[str, float], link: costmodel.Link) -
 
 
 def tabulate(measured: speedup.Measured, predicted_s: dict[str, float]) -> rich.table.Table:
-    """All rows: time, gain, bytes, and what the model said."""
+    """A table of all rows: time, speed-up, bytes, and the predicted time."""
     columns = ("messages between stages", "ms per iteration", "speed-up", "MB out of a host", "predicted", "error")
     table = script.table(*columns)
     for name, told in predicted_s.items():

@@ -17,11 +17,11 @@ from experiments import script
 
 
 class Row(NamedTuple):
-    """A run."""
+    """A training run that is a row of a table."""
 
-    name: str  # what the table calls it
+    name: str  # in the table
     shorthand: str  # of the config file
-    fields: tuple[str, ...]  # of the config, as flags set them
+    fields: tuple[str, ...]  # of the config, as in the flags --config.FIELD=VALUE
     reference: str  # the row that its loss is compared with: the uncompressed method of its family
 
 
@@ -29,18 +29,19 @@ Summaries = dict[str, dict[str, float] | None]  # by the row's name; None: faile
 
 
 def choose(rows: tuple[Row, ...], names: list[str]) -> list[Row]:
-    """The rows of these names, with what they are compared with; all, if there are no names."""
+    """The rows of these names and those that they are compared with; all rows if there are no names."""
     return script.choose(rows, names, *(row.reference for row in rows if row.name in names))
 
 
 def directory(row: Row, workdir: pathlib.Path) -> pathlib.Path:
+    """The work directory of a row's run."""
     return workdir / "".join(c if c.isalnum() else "_" for c in row.name)
 
 
 def train(rows: list[Row], config: str, workdir: pathlib.Path, steps: int, extra: list[str]) -> Summaries:
-    """The summaries of all rows, each trained unless it is finished; prints every loss.
+    """The summaries of all rows, each of which is trained unless it is finished; prints every loss.
 
-    Every run takes `steps` steps of a config file, as configs/lm.py, and the `extra` flags, as --config.seed=1.
+    Every run takes `steps` steps of a config file such as configs/lm.py, with `extra` flags such as --config.seed=1.
     """
     summaries = {}
     for row in rows:
@@ -54,9 +55,9 @@ def train(rows: list[Row], config: str, workdir: pathlib.Path, steps: int, extra
 def written(
     path: pathlib.Path, module: str, out: str, row: Row, config: str, steps: int, extra: list[str], stdout: int | None = None
 ) -> Any | None:
-    """The JSON that a module writes about a row; the module runs unless the file is there; None if it fails.
+    """The content of the JSON file `path` that a module writes for a row; None if the module fails.
 
-    What it prints goes to `stdout`, as of `subprocess.run`; None: to ours.
+    The module is run unless the file exists. Its output goes to `stdout`, as in `subprocess.run`.
     """
     shorthand = ",".join(filter(None, (row.shorthand, f"steps={steps}")))
     fields = (f"--config.{field}" for field in row.fields)
@@ -67,13 +68,13 @@ def written(
 
 
 def table(columns: tuple[str, ...], markdown: bool, title: str | None = None) -> rich.table.Table:
-    """An empty table of rows."""
+    """An empty table for rows, as Markdown or for a terminal."""
     box = rich.box.MARKDOWN if markdown else rich.box.SIMPLE_HEAD
     return script.table(*columns, box=box, title=title, title_justify="left")
 
 
 def define_flags(workdir: str, steps: int) -> None:
-    """What every table of runs takes."""
+    """Defines the flags of every experiment that is a table of runs."""
     flags.DEFINE_string("workdir", workdir, "A directory for each run goes here.")
     flags.DEFINE_integer("steps", steps, "Of each run.", lower_bound=1)
     flags.DEFINE_multi_string("row", [], "A row to train, with what it is compared with; may be repeated; none: all.")

@@ -14,7 +14,7 @@ from launch import command
 
 
 def run(main: Callable[[], int | None], errors: tuple[type[Exception], ...] = ()) -> None:
-    """Runs `main` as a command with options only.
+    """Runs `main` as a command that takes flags and no arguments.
 
     Flags are defined under `if __name__ == '__main__'`, because tests import several experiments into one process.
     """
@@ -28,14 +28,14 @@ def run(main: Callable[[], int | None], errors: tuple[type[Exception], ...] = ()
 
 
 def choose(rows: Sequence[Any], names: Sequence[str], *beside: str) -> list[Any]:
-    """The rows of these names, and of those that stand beside them; all, if there are no names."""
+    """The rows of these names and of the names in `beside`; all rows if there are no names."""
     if unknown := set(names) - {row.name for row in rows}:
         command.fail(f"row={sorted(unknown)[0]!r} is unknown; the rows are: {'; '.join(row.name for row in rows)}")
     return [row for row in rows if not names or row.name in (*names, *beside)]
 
 
 def save(path: str | None, **found: Any) -> None:
-    """Writes what was found as a JSON object, if there is a path."""
+    """Writes the keyword arguments as a JSON object to a file; does nothing if `path` is None."""
     if path:
         pathlib.Path(path).write_text(json.dumps(found, indent=2) + "\n")
 
@@ -44,7 +44,7 @@ def save(path: str | None, **found: Any) -> None:
 
 
 def table(*columns: str, left: int = 1, box: rich.box.Box = rich.box.MARKDOWN, **options: Any) -> rich.table.Table:
-    """An empty table; the first `left` columns are text, the others numbers."""
+    """An empty table whose first `left` columns are aligned to the left (texts), the others to the right (numbers)."""
     made = rich.table.Table(box=box, **options)
     for i, column in enumerate(columns):
         made.add_column(column, justify="left" if i < left else "right")
@@ -52,19 +52,19 @@ def table(*columns: str, left: int = 1, box: rich.box.Box = rich.box.MARKDOWN, *
 
 
 def show(*found: rich.table.Table | str) -> None:
-    """Prints tables and lines, whole also where a terminal is narrow: the README's tables are copied from here."""
+    """Prints tables and lines 140 characters wide, also on a narrow terminal, so that tables can be copied to the documentation."""
     console = rich.console.Console(width=140, highlight=False)
     for each in found:
         console.print(each, markup=False)
 
 
 def ms(seconds: float) -> str:
-    """In whole milliseconds."""
+    """Seconds as a text in whole milliseconds."""
     return f"{seconds * 1e3:.0f}"
 
 
 def difference(value: float, reference: float, digits: int = 1) -> str:
-    """By how much a value differs from another one, in percent of that."""
+    """The relative difference of a value from a reference as a text, in percent of the reference."""
     return f"{100 * (value / reference - 1):+.{digits}f} %"
 
 
@@ -72,9 +72,9 @@ def difference(value: float, reference: float, digits: int = 1) -> str:
 
 
 class Check(NamedTuple):
-    """A figure that is asked for: met if it is at most (or at least) the bound; nan is not met."""
+    """A bound that a figure should keep: at most, or at least, so much; nan does not meet it."""
 
-    what: str
+    what: str  # the figure's name
     at: str  # under which condition
     figure: float
     bound: float
@@ -82,11 +82,12 @@ class Check(NamedTuple):
 
     @property
     def met(self) -> bool:
+        """Whether the figure keeps the bound."""
         return self.figure <= self.bound if self.at_most else self.figure >= self.bound
 
 
 def tabulate(found: list[Check]) -> rich.table.Table:
-    """Every figure that is asked for."""
+    """A table of checks: figure, bound, and whether it is met."""
     made = table("figure", "at", "measured", "asked", "met")
     for check in found:
         bound = f"{'≤' if check.at_most else '≥'} {check.bound:.2f}"
@@ -102,7 +103,7 @@ COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#00
 
 @contextlib.contextmanager
 def panels(path: str, count: int, size: tuple[float, float], dpi: int = 150) -> Iterator[tuple[Any, Any]]:
-    """A figure and its axes beside each other, to draw on; `path` is written at the end."""
+    """A figure with `count` axes beside each other, to draw on; it is written to `path` at the end."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -115,7 +116,7 @@ def panels(path: str, count: int, size: tuple[float, float], dpi: int = 150) -> 
 
 
 def dress(figure: Any, caption: str) -> None:
-    """Light grids, no frames, and a caption on top."""
+    """Gives a figure light grids, no frames, and a caption on top."""
     for axis in figure.axes:
         axis.grid(alpha=0.25, linewidth=0.6)
         axis.spines[["top", "right"]].set_visible(False)

@@ -48,7 +48,7 @@ ROWS = (
 
 
 class Measured(NamedTuple):
-    """All figures of one rate."""
+    """What was measured at one rate."""
 
     rate: str  # of the links, as given
     throughput_Bps: float  # of one TCP connection, bytes per second
@@ -56,7 +56,7 @@ class Measured(NamedTuple):
     sent_bytes: dict[str, float]  # row -> bytes per step over the busiest link
 
     def time_s(self, row: str) -> float:
-        """Median time of a step, seconds; nan for a row that did not run."""
+        """A row's median seconds per step; nan for a row that did not run."""
         return statistics.median(self.step_s.get(row) or [float("nan")])
 
     def once_s(self, num_bytes: float) -> float:
@@ -65,7 +65,7 @@ class Measured(NamedTuple):
 
 
 def measure(box: Box, rows: list[Row], rate: str, rounds: int, steps: Callable[[Row], int] = lambda row: 1) -> Measured:
-    """Visits all rows in turn at one rate, for so many steps at least."""
+    """Measures all rows at one rate: visits them in turn, `rounds` times, for at least `steps(row)` steps each."""
     box.network.set_rate(rate)
     throughputs, step_s, sent_bytes = [], collections.defaultdict(list), collections.defaultdict(list)
     for k, (row, visit) in enumerate(interleaved(box, rows, rounds, steps)):
@@ -82,10 +82,11 @@ def measure(box: Box, rows: list[Row], rate: str, rounds: int, steps: Callable[[
 
 
 def checks(measured: Measured, num_bytes: float) -> list[Check]:
-    """What overlap should reach at one rate; nan (not met) where a row did not run.
+    """The checks of overlap at one rate; nan (not met) where a row did not run.
 
-    With c the step without communication and X the parameters over the link, the exchange hides if a step takes max(c, X), and
-    gains (c + 2(n−1)/n·X) / max(c, X) over synchronous all-reduce. Peers are each taken relative to their own c.
+    With c the time of a step without communication and X that of the parameters on the link, an exchange that overlaps completely
+    gives a step of max(c, X), a speed-up of (c + 2(n−1)/n·X) / max(c, X) over synchronous all-reduce. PyTorch's rows are divided by
+    its own c.
     """
     time_s, rate = measured.time_s, measured.rate
     c, X = time_s(ALONE), measured.once_s(num_bytes)
@@ -118,7 +119,7 @@ def checks(measured: Measured, num_bytes: float) -> list[Check]:
 
 
 def tabulate(measured: list[Measured], rows: list[Row], refused: dict[str, str]) -> rich.table.Table:
-    """Milliseconds per step and the ratio to the step without communication, for every rate."""
+    """A table of milliseconds per step, and their ratio to the step without communication, for every rate."""
     table = script.table("ms per step (÷ no communication)", *(at.rate for at in measured), "MB out of a host")
     for row in rows:
         if row.name in refused:

@@ -28,7 +28,7 @@ METHODS = (ALONE, SYNC, STALE, ONE_PEER, RING)
 
 
 def measure(box: Box, compute_s: float, jitters_s: Sequence[float], steps: int, rounds: int) -> list[dict[str, float]]:
-    """Median seconds per step of every method, for every mean of the jitter; methods take turns."""
+    """Median seconds per step by method, for every mean of the jitter; methods take turns."""
     rows = [decjax(name, SHORTHANDS[name], model=TINY, batch_size=1, pauses=True) for name in METHODS]
     for row in rows:
         box.prepare(row, needed=True)
@@ -42,7 +42,7 @@ def measure(box: Box, compute_s: float, jitters_s: Sequence[float], steps: int, 
 
 
 def predict(steady_s: dict[str, float], hosts: int, jitter_s: float) -> dict[str, float]:
-    """Seconds per step with jitter, from those without."""
+    """Predicted seconds per step with jitter of mean `jitter_s`, from those measured without jitter."""
     hop_s = max(0.0, steady_s[SYNC] - steady_s[ALONE]) / (2 * (hosts - 1))
     link = costmodel.Link(hop_s, 1e12)  # The messages are tiny.
     box = costmodel.Cluster("box", hosts, 1, link, link)

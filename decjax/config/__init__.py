@@ -1,12 +1,13 @@
-"""From a config to the parts of a run. `ConfigDict` ends here: below are plain values.
+"""From a config to the parts of a run; modules outside of this package take plain values and no `ConfigDict`.
 
-sections   a part's section of a config, from its signature
-legacy     configs of older runs, in today's form
-spec       `resolve(config) -> RunSpec`: pure, needs no device, makes every check there is and decides what is automatic
-assemble   `build(spec, devices) -> Setup`: fails on devices, memory and data only
-selective  how many stages of a pipeline should compress
+    resolve    `resolve(config) -> RunSpec`: makes all checks that need no device, and fills in what is automatic
+    assemble   `build(spec, devices) -> Setup`: places the parts on devices and reads the data
+    spec       `RunSpec`, a run as plain values
+    sections   the section of a config that belongs to a part, from the part's signature
+    legacy     configs of older runs, converted to today's form
+    selective  how many stages of a pipeline should compress
 
-What no run can have raises a `ConfigError`: in one line the value, the constraint and the fix.
+A config that describes no possible run raises a `ConfigError`, which names in one line the value, the constraint and the fix.
 """
 
 from decjax.config.assemble import Setup, build, check_memory

@@ -1,4 +1,4 @@
-"""From a spec to the parts of a run: what is shared by the checks of `resolve`, and by `build`, which puts them on devices."""
+"""Builds the parts of a run from a `RunSpec`: for the checks of `resolve` without devices, and for `build` on devices."""
 
 from collections.abc import Callable, Sequence
 import functools
@@ -18,24 +18,43 @@ from decjax.pipeline import source as source_lib
 
 
 class Setup(NamedTuple):
-    """All parts of a run."""
+    """The parts of a run.
 
-    spec: RunSpec  # what they were made from
-    workers: mesh.Workers  # where they live
-    task: tasks.Task  # what is trained
-    source: source_lib.Source  # where gradients come from
-    method: Method  # what happens to them
-    learning_rate: optax.Schedule  # by step
-    topology: topology_lib.Topology | None  # of gossip; None: the method has none
-    data: tasks.Data | None = None  # None before it is loaded
+    Attributes:
+        spec: the run as plain values.
+        workers: the workers and their devices.
+        task: the model's loss, data and metrics.
+        source: how a worker's gradient is computed.
+        method: what is done with gradients and parameters.
+        learning_rate: by step.
+        topology: the graph of gossip; None for methods without one.
+        data: the loaded data; None before it is loaded.
+    """
+
+    spec: RunSpec
+    workers: mesh.Workers
+    task: tasks.Task
+    source: source_lib.Source
+    method: Method
+    learning_rate: optax.Schedule
+    topology: topology_lib.Topology | None
+    data: tasks.Data | None = None
 
     def start(self, key: jax.Array) -> Any:
-        """The parameters of one model, leaves [S, …] with stages."""
+        """The initial parameters of one model; with stages, leaves [S, …]."""
         return self.source.split(self.task.init(key))
 
 
 def build(spec: RunSpec, devices: Sequence[jax.Device] | None = None) -> Setup:  # pyright: ignore[reportInvalidTypeForm]
-    """Puts a run on devices, where its workers live unless they are simulated, and reads its data; None: `jax.devices()`."""
+    """The parts of a run, with its workers placed on devices and its data loaded.
+
+    Args:
+        spec: of the run, from `resolve`.
+        devices: for the workers, unless they are simulated; None: `jax.devices()`.
+
+    Raises:
+        ConfigError: if there are too few devices, or the data cannot be read or are too few.
+    """
     try:
         setup = assemble(spec, functools.partial(mesh.make_workers, simulate=spec.simulate, devices=devices))
         trace_start(setup)
@@ -45,7 +64,7 @@ def build(spec: RunSpec, devices: Sequence[jax.Device] | None = None) -> Setup: 
 
 
 def assemble(spec: RunSpec, make_workers: Callable[..., mesh.Workers]) -> Setup:
-    """The parts of a run, without its data; `make_workers` is `mesh.make_workers`, with what it needs besides sizes."""
+    """The parts of a run, without its data; `make_workers` is `mesh.make_workers` or like it, called with the layout's sizes."""
     model = _make("model", spec.model, divide=mesh.divide) if spec.model else None
     division, given = None, spec.pipeline
     if given.stages > 1:
@@ -66,7 +85,7 @@ def assemble(spec: RunSpec, make_workers: Callable[..., mesh.Workers]) -> Setup:
 
 
 def on_paper(spec: RunSpec) -> Setup:
-    """The parts of a run whose workers are simulated."""
+    """The parts of a run without its data, with simulated workers, so that no devices are needed."""
     return assemble(spec if spec.simulate else spec._replace(tensor=1), mesh.simulated_workers)
 
 
@@ -78,7 +97,7 @@ def _make(kind: str, choice: Choice, **context: Any) -> Any:
 
 
 def boundary_codecs(spec: RunSpec) -> dict[str, codecs.Codec]:
-    """What codes messages between stages: gradients, activations, both or none."""
+    """The codecs of messages between stages: "backward" of gradients, "forward" of activations; both, one or none."""
     given = spec.boundary or {}
     return {kind: registry.make("codec", given[kind]) for kind in ("backward", "forward") if given.get(kind)}
 
@@ -89,7 +108,7 @@ def make_source(
     division: pipeline.Division | None,
     watch: Callable[[pipeline.Boundary], pipeline.Boundary] = lambda boundary: boundary,
 ) -> source_lib.Source:
-    """The gradient source of a spec; `watch` wraps what travels between stages, as `pipeline.probed` does."""
+    """The gradient source of a spec; `watch` is applied to its boundary, as `pipeline.probed` is."""
     source_lib.check_microbatches(spec.pipeline.microbatches, spec.each)
     if not division:
         return source_lib.whole(task.loss, task.variables, spec.pipeline.microbatches)
@@ -131,7 +150,7 @@ def _method(
 
 
 def make_topology(text: str, num_workers: int, local_size: int) -> topology_lib.Topology:
-    """The topology of a call form; graphs that know of nodes get `local_size` unless the text says otherwise."""
+    """The topology of a text such as "base_k(k=3)"; graphs with an option for the size of a node get `local_size` by default."""
     name, options = registry.parse("topology", text)
     if num_workers == 1:
         raise ValueError(f"topology {name!r} needs at least 2 workers, got 1; use method 'local' for a single worker")
@@ -144,8 +163,10 @@ def make_topology(text: str, num_workers: int, local_size: int) -> topology_lib.
 def make_reducer(
     given: Averaging, channel: Channel, num_stages: int = 1, division: pipeline.Division | None = None
 ) -> reduce.Reducer:
-    """How gradients, or the changes of several local steps, are averaged: plainly before step `start`, and in all but the first
-    `stages`; a tied table, which two stages hold, by itself."""
+    """The reducer of a spec: the chosen one from step `start` on and in the first `stages` of a pipeline, elsewhere the exact mean.
+
+    A tied table, which two stages hold, is averaged separately.
+    """
 
     def compressor(channel):
         return _make("reducer", given.reducer, channel=channel)
@@ -161,7 +182,7 @@ def make_reducer(
 
 
 def trace_start(setup: Setup) -> None:
-    """Traces what comes before the first step: parts refuse arrays of some shapes, and messages that are no smaller."""
+    """Traces the initialization of a run without computing it, so that parts can raise errors about shapes and message sizes."""
     workers, method = setup.workers, setup.method
     whole = jax.eval_shape(lambda: setup.start(jax.random.key(0)))
     params = jax.tree.map(lambda x: jax.ShapeDtypeStruct((workers.num_workers, *x.shape), x.dtype), whole)
@@ -172,7 +193,7 @@ def trace_start(setup: Setup) -> None:
 
 
 def check_memory(setup: Setup) -> None:
-    """Refuses state that this machine's memory, where it is that of CPU devices, cannot hold."""
+    """Raises a ConfigError if the workers are on CPU devices and the machine's memory cannot hold their state."""
     workers = setup.workers
     if not (workers.on_cpu or (workers.simulated and jax.default_backend() == "cpu")):
         return
@@ -186,4 +207,4 @@ def check_memory(setup: Setup) -> None:
         )
 
 
-COPIES = 3  # of parameters that a worker holds at least: themselves, a gradient, and what most optimizers remember
+COPIES = 3  # of the parameters that a worker holds at least: themselves, a gradient, and the state of most optimizers

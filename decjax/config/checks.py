@@ -1,4 +1,4 @@
-"""What no run can have: numbers by themselves, and values that do not go together."""
+"""Checks of a config: the range of every number, and values that exclude each other."""
 
 from collections.abc import Mapping
 import math
@@ -12,7 +12,7 @@ from decjax.optim.method import Method
 
 ENGINES = ("auto", "fused", "split")
 LARGEST = 2**31 - 1  # of whole numbers
-# (Least, most): those of what is unrolled into a program, or made before the first step, keep a slip from filling the memory.
+# (Least, most). The upper bounds of sizes are generous; they keep a typing error from filling the memory.
 BOUNDS: dict[str, tuple[float, float]] = {
     "seed": (0, 2**32 - 1),
     "steps": (1, LARGEST),
@@ -48,12 +48,12 @@ BOUNDS: dict[str, tuple[float, float]] = {
     "method.eps": (0, math.inf),
     "optimizer.window": (1, LARGEST),
 }
-# From 0 to less than 1.
+# Fields that must be at least 0 and less than 1.
 DECAYS = ("optimizer.b1", "optimizer.b2", "optimizer.momentum", "method.b1", "method.b2", "method.outer_momentum")
 
 
 def check_numbers(document: Mapping[str, Any]) -> None:
-    """Refuses numbers that no run can have, one by one."""
+    """Raises a ValueError for a number outside of its range, each field by itself."""
     for path, value in jax.tree_util.tree_leaves_with_path(document):
         name = jax.tree_util.keystr(path, simple=True, separator=".")
         if isinstance(value, bool) or not isinstance(value, int | float):
@@ -70,7 +70,7 @@ def check_numbers(document: Mapping[str, Any]) -> None:
 
 
 def check_engine(engine: str, method: Method) -> None:
-    """Refuses exchange engines that there are not, or that the method leaves nothing to do."""
+    """Raises a ValueError for an unknown exchange engine, and for "split" with a method whose exchange waits for the gradient."""
     if engine not in ENGINES:
         raise ValueError(f"engine {engine!r} is unknown; use one of {', '.join(ENGINES)}")
     if engine == "split" and not method.exchange:
@@ -81,7 +81,7 @@ def check_engine(engine: str, method: Method) -> None:
 
 
 def check_together(spec: RunSpec) -> None:
-    """Refuses values that do not go together."""
+    """Raises a ValueError for values that exclude each other."""
     n, batch_size = spec.workers, spec.batch_size
     if n < 1:
         raise ValueError(f"workers={n}: at least one worker is needed")
@@ -97,7 +97,7 @@ def check_together(spec: RunSpec) -> None:
     for name in ("heads", "hidden", "vocabulary"):
         value = (spec.model.options if spec.model else {}).get(name)
         if spec.tensor > 1 and value is None:
-            raise ValueError(f"tensor={spec.tensor}: model {spec.model and spec.model.name!r} does not divide; use tensor=1")
+            raise ValueError(f"tensor={spec.tensor}: model {spec.model and spec.model.name!r} cannot be divided; use tensor=1")
         if value is not None and value % spec.tensor:
             raise ValueError(
                 f"model.{name}={value} is not divisible by tensor={spec.tensor}, the devices that "
@@ -108,7 +108,7 @@ def check_together(spec: RunSpec) -> None:
 
 
 def _check_communicates(spec: RunSpec) -> None:
-    """Refuses a run that would end before it first exchanges, or compresses, anything."""
+    """Raises a ValueError for a run that would end before it exchanges or compresses anything."""
     every, averaging = spec.method.options.get("every", 1), spec.averaging
     if every > spec.steps:
         raise ValueError(
@@ -131,12 +131,12 @@ def _check_communicates(spec: RunSpec) -> None:
 
 
 def _check_stages(spec: RunSpec) -> None:
-    """Refuses numbers of compressing stages that there are not, and a fused table without gradients that are averaged."""
+    """Raises a ValueError for an impossible number of compressing stages, and for a fused embedding without averaged gradients."""
     stages, text = spec.pipeline.stages, spec.averaging and spec.averaging.stages
     if text and text != AUTO and not (text.isdecimal() and 1 <= int(text) <= stages):
         raise ValueError(f"reducer.stages={text!r}: must be a number from 1 to stages={stages}, {AUTO!r}, or empty for all")
     if spec.pipeline.fused_embedding and not registry.part("method", spec.method.name).traits.get("averages_gradients"):
         raise ValueError(
-            f"pipeline.fused_embedding with method {spec.method.name!r} has no gradients that are averaged over workers, with "
-            "which to add up the two of a tied table; leave it out, or use method 'allreduce'"
+            f"pipeline.fused_embedding with method {spec.method.name!r} has no gradients that are averaged over workers, where it "
+            "would add up the two of a tied table; leave it out, or use method 'allreduce'"
         )

@@ -1,4 +1,4 @@
-"""Configs of older runs, whose sections held the fields of all parts, in today's form; tested on files of that time."""
+"""Converts configs of older runs, whose sections held the fields of all parts, to today's form; tested on files of old runs."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -33,7 +33,7 @@ KEPT = (
 
 
 def modern(document: Mapping[str, Any]) -> dict[str, Any]:
-    """A config in today's form; one that has it already is returned as it is."""
+    """The config in today's form; unchanged if it has that form already."""
     if "mixing" not in document:
         return dict(document)
     absent = {"tensor": 1, "boundary": {}, "pipeline": {"stages": 1, "microbatches": 1}, "stale": False}
@@ -79,7 +79,7 @@ def _gossip(old: Mapping[str, Any]) -> dict[str, Any]:
     mixing, graph = old["mixing"], old["topology"]
     name = "accelerated" if mixing["accelerated"] else mixing["mixer"]
     mixer = {"name": name, **_only(mixing, MIXERS[name])}
-    # Empty and zero stood for nothing, and for what the codec allows.
+    # Formerly "" stood for no codec, and γ = 0 for the codec's own value; both are None now.
     mixer |= {field: mixer[field] or None for field in ("codec", "gamma") if field in mixer}
     method = {
         "name": "tracking" if name == "beer" else "decentralized",
@@ -89,7 +89,7 @@ def _gossip(old: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _topology(name: str, options: str) -> str:
-    """In call form; options that a graph took for the one inside of it are now that one's own."""
+    """The topology as a text with its options; options of an inner graph, formerly the outer one's, are moved into it."""
     if not options:
         return name
     _, given = registry.parse("topology", f"{name}({options})")

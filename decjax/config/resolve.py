@@ -1,4 +1,4 @@
-"""From a config to a `RunSpec`, with every check there is; no device is needed, no data is read."""
+"""From a config to a checked `RunSpec`; no device is needed and no data is read."""
 
 from collections.abc import Mapping, MutableMapping
 import copy
@@ -20,17 +20,20 @@ GROUPS = {"eval": Periodic, "checkpoint": Saving}
 def resolve(
     config: ml_collections.ConfigDict | MutableMapping[str, Any], num_devices: int | None = None, lone_accelerator: bool = False
 ) -> RunSpec:
-    """Checks a config and decides all that is automatic in it.
+    """The run that a config describes: checked, and with all automatic values filled in.
 
     Args:
         config: as `configs/lm.py` makes it, or a config.json of any version.
-        num_devices: that `workers=0` is to fill; None: `SIMULATED_WORKERS`.
-        lone_accelerator: whether there is exactly one, on which `workers=0` are simulated.
+        num_devices: how many devices `workers=0` fills; None: `SIMULATED_WORKERS`.
+        lone_accelerator: whether there is exactly one accelerator, on which the workers of `workers=0` are simulated.
+
+    Raises:
+        ConfigError: if the config describes no possible run.
     """
     try:
         spec = read(config)
         if not spec.workers:
-            config = copy.deepcopy(config)  # References included, so that fields which follow `workers` do.
+            config = copy.deepcopy(config)  # A deep copy keeps references, so that fields which depend on `workers` follow it.
             config["simulate"] = spec.simulate or lone_accelerator
             fitting = (num_devices or SIMULATED_WORKERS) // spec.devices_of_worker
             config["workers"] = SIMULATED_WORKERS if config["simulate"] else max(1, fitting)
@@ -44,7 +47,11 @@ def resolve(
 
 
 def read(config: ml_collections.ConfigDict | Mapping[str, Any]) -> RunSpec:
-    """A config's values as of `resolve`, but each checked by itself only; `workers` may be 0."""
+    """The run that a config describes, with each value checked only by itself; `workers` may still be 0 (automatic).
+
+    Raises:
+        ConfigError: if a field is missing, unknown, of another type or out of range.
+    """
     try:
         return _spec(legacy.modern(_plain(config)))
     except ValueError as error:
@@ -52,26 +59,32 @@ def read(config: ml_collections.ConfigDict | Mapping[str, Any]) -> RunSpec:
 
 
 def _plain(config: Any) -> dict[str, Any]:
-    """Nested dicts of plain values, references followed."""
+    """The config as nested dicts of plain values, with references resolved."""
     try:
         text = config.to_json() if isinstance(config, ml_collections.ConfigDict) else json.dumps(config)
     except TypeError as error:
-        raise ValueError(f"the config holds what no file can hold ({error}); use numbers and words") from error
+        raise ValueError(f"the config holds a value that JSON cannot store ({error}); use numbers and texts") from error
     if not isinstance(found := json.loads(text), dict):
         raise ValueError(f"config={text[:40]} must be a dict of fields; see configs/lm.py")
     return found
 
 
 class Size(NamedTuple):
-    """How large a run is."""
+    """How large a run is.
+
+    Attributes:
+        workers: N.
+        params: values in the model's parameters.
+        tokens: items (tokens, images) that a worker reads in a step.
+    """
 
     workers: int
-    params: int  # values
-    tokens: int  # that a worker reads in a step
+    params: int
+    tokens: int
 
 
 def size(config: Any) -> Size:
-    """The size of a run from its config alone: no device is started, no data is read."""
+    """The size of a run, from its config alone: no device is started and no data is read."""
     spec = resolve(config)
     task = assemble.on_paper(spec).task
     leaves = jax.tree.leaves(jax.eval_shape(lambda: task.init(jax.random.key(0))))
@@ -79,7 +92,7 @@ def size(config: Any) -> Size:
 
 
 def message_ratio(codec: str) -> float:
-    """Bytes of a codec's message ÷ bytes of its float32 values; ValueError naming the codecs there are."""
+    """Bytes of a codec's message ÷ bytes of its float32 values, for an array of 2^20; a ValueError if the codec is unknown."""
     values = 2**20
     return registry.make("codec", codec).num_bytes((values,), np.float32) / (4 * values)
 
@@ -88,7 +101,7 @@ def message_ratio(codec: str) -> float:
 
 
 def _spec(document: dict[str, Any]) -> RunSpec:
-    """The document's values, each checked by itself."""
+    """The `RunSpec` of a config in today's form, with each value checked by itself."""
     checks.check_numbers(document)
     method = registry.part("method", _name(document, "method"))
     task = registry.part("task", _field("task", document, str))
@@ -128,7 +141,7 @@ def _field(path: str, section: Mapping[str, Any], kind: type) -> Any:
 
 
 def _group(section: Mapping[str, Any], name: str, kind: type[Any]) -> Any:
-    """A section of whole numbers, as a named tuple."""
+    """A section of whole numbers as a named tuple of type `kind`."""
     if unknown := section.keys() - set(kind._fields):
         raise ValueError(f"{name}.{min(unknown)} is unknown; use {', '.join(kind._fields)}")
     return kind(**{field: _field(f"{name}.{field}", section, int) for field in kind._fields})
@@ -171,18 +184,18 @@ def _layers(given: dict[str, Any]) -> Layers:
 
 
 def _boundary(given: dict[str, Any] | None, stages: int) -> dict[str, Any] | None:
-    """Options of messages between stages: of gradients, of activations, or of both."""
+    """The options of compressed messages between stages, for gradients, activations or both; None if nothing is compressed."""
     if not given:
         return None
     if stages == 1:
-        raise ValueError("config.boundary holds forms of messages between stages, got pipeline.stages=1; leave it out")
+        raise ValueError("config.boundary compresses messages between stages, got pipeline.stages=1; leave it out")
     known = {field: value for kind, usual in sections.BOUNDARY.items() if given.get(kind) for field, value in usual.items()}
     own = {name: value for name, value in given.items() if value != "" or name not in sections.BOUNDARY}
     return sections.fill("boundary", own, known)
 
 
 def _check_parts(spec: RunSpec) -> RunSpec:
-    """Builds every part for workers that are simulated, looks whether shapes fit, and decides which stages compress."""
+    """The spec with "auto" stages decided, after building every part with simulated workers and checking that shapes fit."""
     if spec.averaging and spec.averaging.stages == AUTO:
         in_all = spec._replace(averaging=spec.averaging._replace(stages=""))
         count = selective.choose(spec, assemble.on_paper(in_all))

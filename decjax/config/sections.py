@@ -1,4 +1,4 @@
-"""Sections of a config: the name of a part and exactly its options; or plain fields, with defaults that tell their types."""
+"""Sections of a config: the name of a part and exactly its options, or plain fields whose defaults give their types."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -8,19 +8,19 @@ from ml_collections import config_dict
 
 from decjax import registry
 
-# Messages between stages of a pipeline, if gradients or activations are coded: the codec, and what goes with it.
+# Fields for compressed messages between pipeline stages: the codec of gradients or of activations, and its options.
 BOUNDARY: dict[str, dict[str, Any]] = {
     "backward": dict(backward="", when="epilogue", error="carry"),
     "forward": dict(forward="", forward_error="none", slots=0, reuse_indices=False),
 }
-# Around any reducer that codes what it sends: the plain mean before step `start`; and in a pipeline, which stages compress: the
-# first so many, or "auto" by the cost model with the profile of a cluster.
+# Additional fields of any reducer that compresses: the exact mean is used before step `start`. In a pipeline, `stages` says how
+# many of the first stages compress, or "auto": as many as the cost model finds best with the profile `cluster`.
 AROUND_REDUCER = {"start": 0}
 AROUND_STAGES = {"stages": "", "cluster": ""}
 
 
 def fill(what: str, given: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of plain fields: the given ones, checked and in the type of their default, and the defaults of the others."""
+    """The values of plain fields: the given ones, checked and converted to the type of their default, and the others' defaults."""
     if unknown := [name for name in given if name not in defaults]:
         raise ValueError(f"{what}.{unknown[0]} is unknown here; use some of {', '.join(defaults) or 'none'}")
     return registry.fill(f"{what}.", given, _plain(defaults))
@@ -31,7 +31,7 @@ def _plain(defaults: Mapping[str, Any]) -> dict[str, registry.Option]:
 
 
 def around(kind: str, name: str, stages: int = 1) -> dict[str, Any]:
-    """The defaults of fields in a part's section that are none of its own."""
+    """Defaults of the additional fields in a part's section, which are not options of the part itself."""
     traits = registry.part(kind, name).traits
     if kind != "reducer" or traits.get("exact"):
         return {}
@@ -39,24 +39,32 @@ def around(kind: str, name: str, stages: int = 1) -> dict[str, Any]:
 
 
 def fields(kind: str, name: str, stages: int = 1) -> dict[str, registry.Option]:
-    """The fields of a part's section besides its name."""
+    """All fields of a part's section but its name."""
     return registry.part(kind, name).options | _plain(around(kind, name, stages))
 
 
 def check(kind: str, name: str, given: Mapping[str, Any], stages: int = 1) -> dict[str, Any]:
-    """The values of all fields of a part's section, checked and in their type."""
+    """The values of all fields of a part's section, checked and converted to their types."""
     others = around(kind, name, stages)
     own = {option: value for option, value in given.items() if option not in others}
     return registry.complete(kind, name, own) | registry.fill(f"{kind}.", given, _plain(others))
 
 
 def section(kind: str, name: str, stages: int = 1, **given: Any) -> ml_collections.ConfigDict:
-    """The section of a part: its name and all its options; what is not given has the signature's default.
+    """The config section of a part: its name and all its options, with the signature's defaults for those not given.
 
     Args:
-        kind, name: of the part; see `decjax.registry`.
-        stages: S of a pipeline.
+        kind: kind of the part, such as "optimizer"; see `decjax.registry`.
+        name: of the part.
+        stages: S of a pipeline; reducers have additional fields there.
         **given: options.
+
+    Raises:
+        ValueError: if there is no such part or option, or a value is of the wrong type.
+
+    Example:
+        >>> section("mixer", "choco", codec="int4").codec
+        'int4'
     """
     known = fields(kind, name, stages)
     made = ml_collections.ConfigDict() if kind == "task" else ml_collections.ConfigDict({"name": name})
@@ -69,7 +77,14 @@ def section(kind: str, name: str, stages: int = 1, **given: Any) -> ml_collectio
 
 
 def choose(kind: str, text: str, stages: int = 1, **defaults: Any) -> ml_collections.ConfigDict:
-    """The section of a part in call form, as "choco(codec=int4)"; the part may lack some of the defaults."""
+    """The config section of a part written as a text with options, such as "choco(codec=int4)".
+
+    Args:
+        kind: kind of the part.
+        text: its name, and options in brackets.
+        stages: S of a pipeline.
+        **defaults: values of options that the text does not give; those that the part does not have are ignored.
+    """
     name, given = registry.parse(kind, text)
     known = fields(kind, name, stages)
     return section(kind, name, stages, **{option: value for option, value in defaults.items() if option in known} | given)

@@ -1,7 +1,7 @@
-"""How many stages of a pipeline should compress what they send to other workers, by the cost model.
+"""How many stages of a pipeline should compress what they send to other workers, decided by the cost model.
 
-Stage 0 is done with its backward passes last. What the stages behind it send may travel until then, as long as their links are
-fast enough; the first k, whose messages would be waited for, compress.
+Stage 0 finishes its backward passes last. Until then the messages of later stages are hidden, if their links are fast enough. The
+first k stages, whose messages would be waited for, compress.
 """
 
 import math
@@ -16,15 +16,18 @@ from decjax.config.assemble import Setup, boundary_codecs, make_reducer
 from decjax.config.spec import RunSpec
 from decjax.errors import ConfigError
 
-SIZES = ("depth", "width", "heads", "vocabulary", "context", "hidden", "tied")  # of a transformer
+SIZES = ("depth", "width", "heads", "vocabulary", "context", "hidden", "tied")  # options of a transformer
 
 
 def choose(spec: RunSpec, setup: Setup) -> int:
-    """k ≥ 1, the smallest number of stages from which on compressing more would gain nothing; a ValueError if no stage should.
+    """k ≥ 1, the smallest number of compressing stages at which compressing more gains nothing.
 
     Args:
-        spec: whose reducer has a `cluster`, a profile of the devices that tells `flops`.
+        spec: of a run whose reducer has a `cluster`, the profile of a cluster with `flops`.
         setup: of the spec, with compression in all stages.
+
+    Raises:
+        ValueError: if the profile or the model lacks what the cost model needs, or no stage should compress.
     """
     assert spec.averaging is not None and spec.model is not None
     given, N, size = spec.averaging, spec.workers, spec.model.options
@@ -35,15 +38,15 @@ def choose(spec: RunSpec, setup: Setup) -> int:
         )
     if missing := [name for name in (*SIZES, "dtype") if name not in size]:
         raise ValueError(
-            f"reducer.stages='auto': model {spec.model.name!r} does not tell {missing[0]}, which the cost model of a "
+            f"reducer.stages='auto': model {spec.model.name!r} has no option {missing[0]!r}, which the cost model of a "
             "transformer needs; give reducer.stages as a number"
         )
     layout, model = _layout(spec), transformer(spec)
     cluster = costmodel.load(given.cluster)[0].resize(layout.num_devices)
     if cluster.flops is None:
         raise ValueError(
-            f"cluster {cluster.name!r} does not tell flops, which the time of a pass follows from; enter what a "
-            "device sustains, or give reducer.stages as a number"
+            f"cluster {cluster.name!r} has no flops, from which the time of a pass is computed; enter what a device "
+            "sustains, or give reducer.stages as a number"
         )
     reducer = make_reducer(given._replace(start=0, stages=""), Channel(setup.workers.axis))
     blocks = jax.eval_shape(lambda: setup.start(jax.random.key(0)))["blocks"]
@@ -81,33 +84,35 @@ def _layout(spec: RunSpec) -> costmodel.DeviceLayout:
 
 
 def transformer(spec: RunSpec) -> costmodel.Transformer:
-    """The model of a run, on the batch of all its workers; a ConfigError for a model that is no transformer."""
+    """The run's model and global batch size as the cost model describes a transformer; a ConfigError if it is none."""
     if spec.model is None or not spec.model.options.keys() >= {*SIZES, "dtype"}:
         name = f"model {spec.model.name!r}" if spec.model else f"task {spec.task.name!r}"
-        raise ConfigError(f"{name} is no transformer, whose sizes layouts are planned by; use a config with model 'decoder'")
+        raise ConfigError(f"{name} is no transformer, and layouts are planned for those only; use a config with model 'decoder'")
     size, value_bytes = spec.model.options, jnp.dtype(spec.model.options["dtype"]).itemsize
     return costmodel.Transformer(batch_size=spec.batch_size, value_bytes=value_bytes, **{name: size[name] for name in SIZES})
 
 
 def check_boundary(spec: RunSpec, setup: Setup) -> None:
-    """Refuses messages between stages that a codec makes larger."""
+    """Raises a ValueError if a codec makes messages between stages larger than they are uncompressed."""
     if not spec.boundary:
         return
     tokens = setup.task.examples(spec.each // spec.pipeline.microbatches)
-    assert setup.source.division is not None  # Who has a boundary has stages.
+    assert setup.source.division is not None  # A boundary implies stages.
     activation = setup.source.division.activation(tokens.shape[0], tokens.shape[1] - 1)
     B, T, D = activation.shape
     for name, message in zip(("backward", "forward"), boundaries(spec, (B * T // spec.tensor, D), activation.dtype), strict=True):
         if message.ratio > 1:
             raise ValueError(
-                f"boundary.{name}={spec.boundary[name]!r} makes messages of {message.ratio:.3g} times the bytes of "
-                f"{activation.dtype} values as they are; use a lower rank, fewer bits or values, or leave it empty"
+                f"boundary.{name}={spec.boundary[name]!r} makes messages of {message.ratio:.3g} times the bytes of the "
+                f"uncompressed {activation.dtype} values; use a lower rank, fewer bits or values, or leave it empty"
             )
 
 
 def boundaries(spec: RunSpec, shape: tuple[int, int], dtype: Any) -> tuple[costmodel.Boundary, costmodel.Boundary]:
-    """Of gradients and of activations between stages, how many bytes of those of an I×J message are sent; I are the rows of a
-    microbatch that one device sends, and `dtype` is that of activations."""
+    """(gradients, activations): how messages between stages are compressed, as the cost model describes it.
+
+    `shape` is I×J of a message, with I the rows of a microbatch that one device sends; `dtype` is that of the activations.
+    """
     given = spec.boundary or {}
     if narrow := spec.pipeline.autoencoder:
         message = costmodel.Boundary(narrow / shape[1])
@@ -124,6 +129,6 @@ def boundaries(spec: RunSpec, shape: tuple[int, int], dtype: Any) -> tuple[costm
         ratio = made[name].num_bytes(shapes[name], jnp.float32) / (math.prod(shape) * jnp.dtype(dtype).itemsize)
         return costmodel.Boundary(ratio, made[name].name, when)
 
-    # What an epilogue is, and that of "gpipe" every gradient, both know from the schedule.
+    # The cost model, too, takes from the schedule which gradients "epilogue" means.
     backward = given.get("when", "epilogue")
     return boundary("backward", backward), boundary("forward", "always")

@@ -1,4 +1,4 @@
-"""What a run is, in plain values: a `RunSpec`."""
+"""A run as plain values: `RunSpec`."""
 
 from collections.abc import Mapping
 import json
@@ -8,45 +8,69 @@ from decjax.config import sections
 
 PLAIN = "seed steps workers local_size simulate batch_size tensor clip_norm engine bucket_bytes consensus_every log_every".split()
 CHOICES = ("model", "schedule", "optimizer", "method", "mixer")
-AUTO = "auto"  # of `Averaging.stages`: as the cost model needs it
-SIMULATED_WORKERS = 8  # on a lone accelerator, and forced CPU devices without one
+AUTO = "auto"  # value of `Averaging.stages` that leaves the number to the cost model
+SIMULATED_WORKERS = 8  # how many on a lone accelerator; without one, as many forced CPU devices
 
 
 class Choice(NamedTuple):
-    """A part that was chosen, with all its options."""
+    """A chosen part.
+
+    Attributes:
+        name: of the part.
+        options: all of them, by name.
+    """
 
     name: str
     options: Mapping[str, Any]
 
     @property
     def section(self) -> dict[str, Any]:
+        """The part's section of a config: its name and options."""
         return {"name": self.name, **self.options}
 
 
 class Averaging(NamedTuple):
-    """A reducer that was chosen, and what is around it."""
+    """A chosen reducer, and when and where it is used.
+
+    Attributes:
+        reducer: the reducer and its options.
+        start: steps of the exact mean before it is used.
+        stages: how many of the first stages of a pipeline compress; empty: all; "auto": decided by the cost model.
+        cluster: path of the cluster's profile for "auto"; empty: none.
+    """
 
     reducer: Choice
-    start: int = 0  # steps of the plain mean before it is used
-    stages: str = ""  # of a pipeline, the first so many compress; empty: all; "auto": as `cluster` needs it
-    cluster: str = ""  # path of a profile; empty: none
+    start: int = 0
+    stages: str = ""
+    cluster: str = ""
 
 
 class Layers(NamedTuple):
-    """How a worker's model lies on its devices, and when what is computed; see `pipeline.source`."""
+    """The section `pipeline`: how a worker's model is divided into stages, and by which schedule they compute.
 
-    stages: int = 1  # S
-    microbatches: int = 1  # M
-    schedule: str = "1f1b"  # see `schedules.make`
-    chunks: int = 1  # the same
-    layers: str = ""  # of each virtual stage, as "3,4,4,3"; empty: equally many
-    remat: bool = False  # compute a stage's forward pass anew in its backward pass
-    autoencoder: int = 0  # R, the width of what travels between stages; 0: that of the model
-    fused_embedding: bool = False  # average a tied table over all its holders at once
+    Attributes:
+        stages: S; 1: no pipeline.
+        microbatches: M, parts of a worker's batch.
+        schedule: name of the schedule, see `schedules.make`.
+        chunks: C, virtual stages per stage.
+        layers: how many layers each virtual stage has, such as "3,4,4,3"; empty: equally many.
+        remat: recompute a stage's forward pass in its backward pass.
+        autoencoder: R, the width of what is sent between stages; 0: that of the model.
+        fused_embedding: average a tied embedding over both stages and all workers at once.
+    """
+
+    stages: int = 1
+    microbatches: int = 1
+    schedule: str = "1f1b"
+    chunks: int = 1
+    layers: str = ""
+    remat: bool = False
+    autoencoder: int = 0
+    fused_embedding: bool = False
 
     @property
     def layer_counts(self) -> tuple[int, ...]:
-        """`layers` as numbers."""
+        """The field `layers` as numbers; a ValueError if it cannot be read."""
         try:
             return tuple(int(layers) for layers in self.layers.split(",") if layers)
         except ValueError:
@@ -56,7 +80,13 @@ class Layers(NamedTuple):
 
 
 class Periodic(NamedTuple):
-    """Evaluation: every so many steps, on so many examples (0: all; the last evaluation takes all), in batches of so many."""
+    """When and how the model is evaluated.
+
+    Attributes:
+        every: steps between two evaluations.
+        num_windows: how many validation examples; 0: all. The last evaluation takes all.
+        batch_size: examples of a forward pass.
+    """
 
     every: int
     num_windows: int
@@ -64,14 +94,46 @@ class Periodic(NamedTuple):
 
 
 class Saving(NamedTuple):
-    """Checkpoints: every so many steps; the newest so many are kept."""
+    """When checkpoints are saved.
+
+    Attributes:
+        every: steps between two checkpoints.
+        keep: how many of the newest are kept.
+    """
 
     every: int
     keep: int
 
 
 class RunSpec(NamedTuple):
-    """A run: everything that a config says, checked. Parts are None that the method or the task does not have."""
+    """A run as plain values: all that a config says, checked.
+
+    Attributes:
+        seed: of all random numbers.
+        steps: length of the run.
+        workers: N.
+        local_size: L, workers per node.
+        simulate: whether all workers are simulated on one device.
+        batch_size: examples per step, over all workers.
+        tensor: devices of a tensor-parallel group.
+        task: the task and its options (the section `data`).
+        model: None if the task has no choice of models.
+        schedule: of the learning rate.
+        clip_norm: largest norm of each worker's gradient; 0: no clipping.
+        optimizer: None if the method is an optimizer itself.
+        method: the training method.
+        topology: of gossip, as a text such as "base_k(k=3)"; None if the method has none.
+        mixer: None if the method has none.
+        averaging: the reducer, and when and where it is used; None if the method has none.
+        pipeline: stages and microbatches.
+        boundary: options of `pipeline.coded`; None: messages between stages are not compressed.
+        engine: how the exchange is dispatched: "auto", "fused" or "split"; see `train.engine`.
+        bucket_bytes: arrays are joined to messages of up to this size; 0: each array by itself.
+        consensus_every: replace all replicas by their average every so many steps; 0: never.
+        log_every: steps between two rows of metrics.
+        eval: when and how the model is evaluated.
+        checkpoint: when checkpoints are saved.
+    """
 
     seed: int
     steps: int
@@ -86,11 +148,11 @@ class RunSpec(NamedTuple):
     clip_norm: float
     optimizer: Choice | None
     method: Choice
-    topology: str | None  # in call form
+    topology: str | None
     mixer: Choice | None
     averaging: Averaging | None
     pipeline: Layers
-    boundary: Mapping[str, Any] | None  # options of `pipeline.coded`; None: messages between stages are as they are
+    boundary: Mapping[str, Any] | None
     engine: str
     bucket_bytes: int
     consensus_every: int
@@ -100,7 +162,7 @@ class RunSpec(NamedTuple):
 
     @property
     def document(self) -> dict[str, Any]:
-        """The run as a nested dict of plain values, which config.json holds."""
+        """The run as a nested dict of plain values, the contents of config.json."""
         document = {name: getattr(self, name) for name in PLAIN} | {"task": self.task.name, "data": dict(self.task.options)}
         document |= {kind: choice.section for kind in CHOICES if (choice := getattr(self, kind))}
         if self.topology:
@@ -116,7 +178,7 @@ class RunSpec(NamedTuple):
 
     @property
     def each(self) -> int:
-        """B, examples of a worker's batch."""
+        """B, examples in a worker's batch."""
         return self.batch_size // self.workers
 
     @property
@@ -126,5 +188,5 @@ class RunSpec(NamedTuple):
 
     @property
     def devices(self) -> int:
-        """Devices that the run takes."""
+        """How many devices the run needs."""
         return 1 if self.simulate else self.workers * self.devices_of_worker

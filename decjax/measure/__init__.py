@@ -1,6 +1,7 @@
-"""What a step, an exchange and a codec take on the devices at hand: profiles for `decjax.costmodel`.
+"""Measures how long a step, an exchange and a codec take on the devices at hand, as profiles for `decjax.costmodel`.
 
-calibrate    what is timed, and what it comes to
+calibrate    what is timed, and the profile that is computed from it
+rounds       how it is timed
 silence      programs without their messages
 """
 

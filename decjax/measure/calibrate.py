@@ -1,22 +1,20 @@
-"""Measures on the devices at hand what `decjax.costmodel` asks for: a worker's step, exchanges between workers, codecs, and what
-compressed methods compute.
+"""Measures what `decjax.costmodel` needs: a worker's step, exchanges between workers, codecs, and what compressed methods compute.
 
-Everything is taken in rounds, one action after the other in an order that rotates, so that whatever else the machines do falls
-on all actions alike; medians over rounds count. All workers meet before an action and begin it at once, so that those that
-share cores share them as in training. An exchange takes as long as on the slowest worker.
+Actions are timed in rounds, one after the other in an order that rotates, so that other load on the machines affects all of them
+alike; results are medians over rounds. All workers wait for each other before an action and start it together, so that those that
+share cores do so as in training. The time of an exchange is that of the slowest worker.
 
-Exchanges run through `mesh.Axis`, in as many messages as the model has buckets, each scaled to the
-size in question; what they cost is that of the whole exchange, and the profile's workload is a single bucket.
+Exchanges run through `mesh.Axis`, in as many messages as the model has buckets, scaled to the total size in question. Their time is
+that of the whole exchange, so the workload of the profile has a single bucket.
 
     shift       worker i → i + 1, around a ring
-    pair        i ↔ i XOR 1; among two workers there is nothing else
+    pair        i ↔ i XOR 1; with two workers the only kind
     all-reduce  the mean over all workers
 
-Shifts and pairs between nodes are those of one worker of each, so that no two messages share a NIC; inside nodes all workers
-take part.
+Between nodes, shifts and pairs use one worker per node, so that no two messages share a NIC; inside a node they use all workers.
 
-A compressed method is timed without its messages: the exchange or the reduction of its own program, in which a worker hears what
-it says. What the messages take follows from their bytes.
+A compressed method is timed without its messages: its own program, in which each worker receives what it sends itself (`silence`).
+The time of the messages follows from their bytes.
 """
 
 from collections.abc import Callable, Sequence
@@ -38,15 +36,22 @@ from decjax.measure.rounds import Actions, Stopwatch, take_rounds
 from decjax.train.state import State
 from decjax.train.trainer import Trainer
 
-LEAST_BYTES = 2**20  # of the largest message: smaller ones tell latency only
-SIZES, RATIO = 3, 4  # message sizes, and each one ÷ the one before; much smaller ones would pass in a switch's buffers
+LEAST_BYTES = 2**20  # of the largest message: the time of smaller ones is mostly latency
+SIZES, RATIO = 3, 4  # number of message sizes, and each one ÷ the one before; much smaller ones would fit in a switch's buffers
 
-PHASES = 64  # last steps of a compressed method, of which the phases are taken
-CODECS = ("bfloat16", "int8")  # Few: every one compiles for seconds.
+PHASES = 64  # how many of the last steps of a compressed method are searched for phases
+CODECS = ("bfloat16", "int8")  # few, since each takes seconds to compile
 
 
 class TimedExchange(NamedTuple):
-    """What is timed, in the words of `calibrate.Measurement`."""
+    """Which exchange is timed, with the names of `costmodel.calibrate.Measurement`.
+
+    Attributes:
+        kind: "shift", "pair" or "all_reduce".
+        num_bytes: of the whole exchange, per worker.
+        scope: "inter" between nodes or "intra" inside a node.
+        num_workers: how many exchange with each other.
+    """
 
     kind: str
     num_bytes: int
@@ -55,26 +60,36 @@ class TimedExchange(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """What was measured, times in seconds; the same in every process."""
+    """What was measured, times in seconds; the same in every process.
 
-    cluster: Cluster  # fitted to the exchanges and codecs
-    workload: Workload  # one worker's step; its time varies as workers did against each other
-    lines: dict[tuple[str, str], Link]  # α and β of every (kind, scope) of exchange
-    step_s: dict[str, np.ndarray]  # [N, rounds or more] on each worker, of "forward", "gradient", "optimizer" and "combine"
-    exchange_s: dict[TimedExchange, np.ndarray]  # [rounds] on the slowest worker
-    codec_s: dict[str, np.ndarray]  # [N, rounds] on each worker, by codec
-    coding_s: dict[str, np.ndarray]  # [N, rounds] on each worker, by the name of a compressed method
+    Attributes:
+        cluster: fitted to the exchanges and codecs.
+        workload: one worker's step; its jitter is how the workers' times varied against each other.
+        lines: latency and bandwidth of every (kind, scope) of exchange.
+        step_s: times of "forward", "gradient", "optimizer" and "combine" on each worker, [N, rounds or more].
+        exchange_s: times of the exchanges on the slowest worker, [rounds].
+        codec_s: times of encoding and decoding on each worker, [N, rounds], by codec.
+        coding_s: times of the updates of compressed methods on each worker, [N, rounds], by name.
+    """
+
+    cluster: Cluster
+    workload: Workload
+    lines: dict[tuple[str, str], Link]
+    step_s: dict[str, np.ndarray]
+    exchange_s: dict[TimedExchange, np.ndarray]
+    codec_s: dict[str, np.ndarray]
+    coding_s: dict[str, np.ndarray]
 
 
 def check(spec: config_lib.RunSpec) -> None:
-    """Refuses, by a ConfigError, a run without two devices that exchange something; `workers` may be 0."""
+    """Raises a ConfigError for a run without two workers on a device each; `workers` may be 0 (automatic)."""
     if spec.simulate:
         raise ConfigError(
-            "simulate=True: workers on one device exchange nothing that could be timed; leave it out, or use two devices"
+            "simulate=True: simulated workers send nothing that could be timed; leave it out, and use two or more devices"
         )
     if spec.pipeline.stages * spec.tensor > 1:
         raise ConfigError(
-            f"stages={spec.pipeline.stages}, tensor={spec.tensor}: what is measured is a worker on one device; leave them out"
+            f"stages={spec.pipeline.stages}, tensor={spec.tensor}: only workers of one device can be measured; leave them out"
         )
     if spec.workers == 1 or jax.device_count() == 1:
         raise ConfigError(
@@ -84,10 +99,10 @@ def check(spec: config_lib.RunSpec) -> None:
 
 
 def prepare(spec: config_lib.RunSpec) -> Trainer:
-    """What is measured of a run: model, data, optimizer, workers. Its method does not matter.
+    """A trainer with the model, data, optimizer and workers of a run, to be measured; the run's method does not matter.
 
     Raises:
-        ConfigError: if nothing can be timed in it, or devices, memory or data do not suffice.
+        ConfigError: if the run has nothing to time, or there are too few devices, or too little memory or data.
     """
     check(spec)
     optimizer = spec.optimizer or config_lib.Choice("adamw", spec.method.options)  # A method may be one itself.
@@ -103,12 +118,12 @@ def _layout(trainer: Trainer) -> buckets.Layout:
 
 
 def _shapes(trainer: Trainer) -> Any:
-    """Of the parameters of one worker."""
+    """Shapes and dtypes of one worker's parameters."""
     return jax.eval_shape(trainer.setup.start, jax.random.key(0))
 
 
 def step_actions(trainer: Trainer) -> Actions:
-    """The parts of a training step, each a program of its own on all workers."""
+    """The parts of a training step, "forward", "gradient", "optimizer" and "combine", each a program of its own on all workers."""
     workers, layout, key = trainer.workers, _layout(trainer), jax.random.key(trainer.spec.seed)
     state, batch = trainer.init(), trainer.batch(0)
 
@@ -126,7 +141,7 @@ def step_actions(trainer: Trainer) -> Actions:
 
     def optimizer():
         nonlocal state
-        state = optimize(state, grads)  # As in training, the new state takes the memory of the old one.
+        state = optimize(state, grads)  # As in training, the new state reuses the memory of the old one.
         return state
 
     return {
@@ -138,10 +153,10 @@ def step_actions(trainer: Trainer) -> Actions:
 
 
 def exchange_actions(trainer: Trainer, sizes: Sequence[int]) -> Actions:
-    """Every kind of exchange between these workers, in every size (bytes)."""
+    """Every kind of exchange between these workers, in each of the sizes (bytes); keys are `TimedExchange`s."""
     workers, layout = trainer.workers, _layout(trainer)
     n, L, axis = workers.num_workers, workers.local_size, workers.axis
-    scopes = {"inter": (n // L, L, [0]), "intra": (L, 1, range(0, n, L))}  # members, how far apart, where groups of them begin
+    scopes = {"inter": (n // L, L, [0]), "intra": (L, 1, range(0, n, L))}  # (members, distance between them, first ones of groups)
     sends = {
         (kind, scope, 2): [(first + source * apart, first + target * apart) for first in firsts for source, target in pairs]
         for scope, (members, apart, firsts) in scopes.items()
@@ -171,7 +186,7 @@ def _patterns(members: int) -> dict[str, list[tuple[int, int]]]:
 
 
 def codec_actions(trainer: Trainer) -> Actions:
-    """Encoding and decoding the model's buckets, by the codec's name."""
+    """Encoding and decoding of the model's buckets, by the codec's name."""
     workers = trainer.workers
     vectors = [
         workers.build(lambda worker, size=bucket.size: np.linspace(-1, 1, size, dtype=np.float32))
@@ -181,7 +196,7 @@ def codec_actions(trainer: Trainer) -> Actions:
     def code(codec, x_P):
         key = jax.random.key(0) if codec.traits.random else None
         message = codec.encode(x_P, codec.init(x_P.shape, x_P.dtype), key)
-        message = jax.lax.optimization_barrier(message)  # Sent and received: nothing is known of it.
+        message = jax.lax.optimization_barrier(message)  # As if sent and received: the compiler must not simplify across it.
         return codec.decode(message, x_P.shape, x_P.dtype)
 
     programs = {
@@ -194,24 +209,32 @@ def codec_actions(trainer: Trainer) -> Actions:
 
 
 class Form(NamedTuple):
-    """A compressed method that is measured."""
+    """A compressed method to be measured.
 
-    name: str  # what the profile calls it
+    Attributes:
+        name: its name in the profile.
+        trainer: a trainer with this method.
+        phases: those of its last steps, when it compresses.
+        ratio: bytes sent ÷ those of the uncompressed method; see `costmodel.Compressed`.
+        latencies: latency of its collectives ÷ that of one all-reduce; see `costmodel.Compressed`.
+    """
+
+    name: str
     trainer: Trainer
-    phases: tuple[int, ...]  # those of its last steps, when it does what it is meant to
-    ratio: float  # see `costmodel.Compressed`, as for `latencies`
+    phases: tuple[int, ...]
+    ratio: float
     latencies: float
 
 
 def form(name: str, spec: config_lib.RunSpec) -> Form:
-    """What a compressed method's messages come to, from the bytes that it declares and the collectives of its update.
+    """A compressed method to be measured, with its message sizes from the bytes that it declares and the collectives of its update.
 
     Args:
-        name: what to call it.
-        spec: of gossip in order "awc", or of all-reduce.
+        name: its name in the profile.
+        spec: a run of gossip in order "awc", or of all-reduce.
 
     Raises:
-        ConfigError: if it describes no possible run, or a method of another kind.
+        ConfigError: if the spec describes no possible run, or a method of another kind.
     """
     trainer = Trainer(spec)
     method, workers, topology, last = trainer.method, trainer.workers, trainer.setup.topology, spec.steps
@@ -234,7 +257,7 @@ def form(name: str, spec: config_lib.RunSpec) -> Form:
 
 
 def _silent_update(trainer: Trainer, phase: int | None = None, sums: list[float] | None = None) -> Callable[..., Any]:
-    """All that a worker computes once it has its gradient."""
+    """The update of a worker, without its messages: all that it computes after its gradient."""
 
     def update(state, grads):
         updates, opt_state = trainer.method.tx.update(grads, state.opt_state, state.params, phase=phase)
@@ -244,7 +267,7 @@ def _silent_update(trainer: Trainer, phase: int | None = None, sums: list[float]
 
 
 def coding_actions(forms: Sequence[Form]) -> Actions:
-    """The updates of compressed methods without their messages, by name and phase."""
+    """The updates of compressed methods without their messages, by (name, phase)."""
     actions = {}
     for name, trainer, phases, *_ in forms:
         state = [trainer.init()]
@@ -264,7 +287,7 @@ def coding_actions(forms: Sequence[Form]) -> Actions:
 
 
 def sizes_up_to_model(trainer: Trainer) -> tuple[int, ...]:
-    """Bytes of exchanges, ascending."""
+    """Sizes of exchanges to time, in bytes, ascending; the largest is the model's, or 1 MiB for a smaller model."""
     largest = max(_layout(trainer).num_bytes, LEAST_BYTES)
     return tuple(largest // RATIO**k for k in reversed(range(SIZES)))
 
@@ -279,19 +302,19 @@ def measure(
     rounds: int | None = None,
     note: Callable[[int, int], None] = lambda done, total: None,
 ) -> Measured:
-    """Measures a worker's step, exchanges and codecs, and fits a profile to them. Every process calls it.
+    """Measures a worker's step, exchanges and codecs, and fits a profile to them. A collective.
 
     Args:
         trainer: from `prepare`.
-        name: of the cluster.
-        sizes: of exchanges in bytes; none: up to the model's.
-        forms: compressed methods.
-        seconds: about how long, without compiling.
-        rounds: how many; None: as many as fit.
-        note: told (rounds done, rounds to do).
+        name: of the cluster, for the profile.
+        sizes: of exchanges, in bytes; empty: up to the model's size.
+        forms: compressed methods, from `form`.
+        seconds: about how long to measure, without compilation.
+        rounds: how many rounds; None: as many as fit in `seconds`.
+        note: called with (rounds done, rounds to do) after each round.
 
     Raises:
-        ValueError: if larger exchanges do not take longer.
+        ValueError: if larger exchanges do not take longer, so that no bandwidth can be fitted.
     """
     watch = Stopwatch(trainer.workers)
     steps, codings = step_actions(trainer), codec_actions(trainer)
@@ -308,7 +331,7 @@ def measure(
     lines = {
         (m.kind, m.scope): line
         for m in measurements
-        if (line := calibrate.line_of(measurements, m.kind, m.scope)) is not None  # They were measured.
+        if (line := calibrate.line_of(measurements, m.kind, m.scope)) is not None  # Never None here; for the type checker.
     }
     measurements += [
         calibrate.Measurement("codec", total_bytes, float(np.median(both_s)), codec=codec) for codec, both_s in codec_s.items()
@@ -330,7 +353,7 @@ def _workload(step_s: dict[str, np.ndarray], total_bytes: int) -> Workload:
 
 
 def _compressed(form: Form, update_s: np.ndarray, workload: Workload) -> Compressed:
-    """What a compressed method's update takes beyond the optimizer, and the combining of exact messages, which the model adds."""
+    """A compressed method for the profile; its time is that beyond the optimizer and the combining, which the cost model adds."""
     topology, num_workers = form.trainer.setup.topology, form.trainer.workers.num_workers
     known_s = workload.optimizer_s + (workload.combine_s if topology else 0.0)
     coding_s = max(0.0, float(np.median(update_s)) - known_s)

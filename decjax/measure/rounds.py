@@ -1,4 +1,4 @@
-"""Timing: all workers begin an action together, and take all actions in rounds, in an order that rotates."""
+"""Timing: all workers start an action together, and all actions are timed in rounds, in an order that rotates."""
 
 from collections.abc import Callable, Sequence
 import time
@@ -10,26 +10,26 @@ import numpy as np
 from decjax import mesh
 
 ROUNDS = (3, 400)  # fewest and most
-STEPS = 20  # most gradients in a round; about half of the time is theirs
+STEPS = 20  # most gradients in a round; they get about half of the time
 
-Actions = dict[Any, Callable[[], Any]]  # what is timed -> what dispatches it; its result is waited for
+Actions = dict[Any, Callable[[], Any]]  # what is timed -> a function that dispatches it, and whose result is waited for
 
 
 class Stopwatch:
-    """Times actions that all workers take together."""
+    """Times actions that all workers start together."""
 
     def __init__(self, workers: mesh.Workers):
         self._workers = workers
         self._token = workers.build(lambda worker: np.float32(0))
         self._meet = workers.jit(workers.axis.mean, (0,))
-        self.meet()  # Connections between CPU processes are made within half a minute: before anybody compiles for longer.
+        self.meet()  # CPU processes must connect within half a minute, so before one of them compiles for longer.
 
     def meet(self) -> None:
-        """Returns when all workers have come."""
+        """Waits until all workers have called it."""
         jax.block_until_ready(self._meet(self._token))
 
     def time(self, action: Callable[[], Any], repeats: int = 1) -> list[float]:
-        """Seconds in this process, each from dispatch to completion; all workers begin the first at once."""
+        """Seconds of each repeat in this process, from dispatch to completion; all workers start the first one together."""
         self.meet()
         times_s = []
         for _ in range(repeats):
@@ -39,7 +39,7 @@ class Stopwatch:
         return times_s
 
     def gather(self, times_s: Sequence[float]) -> np.ndarray:
-        """[N, R] from the R seconds of each process. A collective."""
+        """The R times of each process, for every worker: [N, R]. A collective."""
         own = np.asarray(times_s, np.float32)
         return self._workers.fetch(self._workers.build(lambda worker: own)).astype(float)
 
@@ -47,16 +47,18 @@ class Stopwatch:
 def take_rounds(
     watch: Stopwatch, actions: Actions, seconds: float, rounds: int | None, note: Callable[[int, int], None]
 ) -> dict[Any, np.ndarray]:
-    """Times all actions over and over: for every one [N, R] seconds.
+    """Seconds of every action, [N, R], timed in R rounds.
 
     Args:
-        watch: of the workers that take them.
-        actions: "gradient" is taken several times in a round, so that it gets about half of the time.
-        seconds, rounds, note: as in `measure`.
+        watch: a stopwatch of the workers.
+        actions: what is timed; "gradient" is repeated within a round, so that it gets about half of the time.
+        seconds: about how long to measure.
+        rounds: how many rounds; None: as many as fit in `seconds`.
+        note: called with (rounds done, rounds to do) after each round.
     """
     for action in actions.values():
-        watch.time(action)  # Compiles.
-    # All processes have to come to the same numbers, so the slowest worker's count.
+        watch.time(action)  # The first call compiles.
+    # All processes must choose the same numbers, so they use the slowest worker's times.
     slowest_s = watch.gather([watch.time(action)[0] for action in actions.values()]).max(axis=0)
     round_s, gradient_s = slowest_s.sum(), slowest_s[list(actions).index("gradient")]
     steps = int(np.clip(round_s / gradient_s - 1, 1, STEPS))
@@ -64,7 +66,7 @@ def take_rounds(
     times_s = {name: [] for name in actions}
     for done in range(rounds):
         names = list(actions)
-        for name in names[done % len(names) :] + names[: done % len(names)]:  # Nobody always goes first.
+        for name in names[done % len(names) :] + names[: done % len(names)]:  # Another one first in each round.
             times_s[name] += watch.time(actions[name], steps if name == "gradient" else 1)
         note(done + 1, rounds)
     return {name: watch.gather(own) for name, own in times_s.items()}

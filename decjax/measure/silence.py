@@ -1,7 +1,7 @@
-"""Programs without their messages: what a worker computes by itself.
+"""Programs without their messages, to time what a worker computes.
 
-A collective gives the worker what it has put in, in the shape of what would arrive. So a program takes the time that computing
-takes, whatever the links are like; its result means nothing.
+Each collective is replaced by its own input, in the shape of its result. The program then takes the time of its computing, however
+slow the links are; its result has no meaning.
 """
 
 from collections.abc import Callable
@@ -13,23 +13,23 @@ import jax.numpy as jnp
 
 from decjax import mesh
 
-SUMS = {"psum": 1.0, "ppermute": 0.0, "all_gather": 0.5, "all_to_all": 0.5, "reduce_scatter": 0.5}  # collective -> of a sum's hops
+SUMS = {"psum": 1.0, "ppermute": 0.0, "all_gather": 0.5, "all_to_all": 0.5, "reduce_scatter": 0.5}  # collective -> hops ÷ a sum's
 
 
 def silent(fn: Callable[..., Any], axis: mesh.Axis, sums: list[float] | None = None) -> Callable[..., Any]:
-    """`fn` of one worker, in which the worker hears itself.
+    """One worker's function `fn` with every collective replaced by its own input.
 
     Args:
-        fn: to be called inside a mapped function, where axis names are known; collectives in branches and loops are left alone.
+        fn: to be called inside a mapped function, where axis names are defined; collectives in branches and loops are not replaced.
         axis: the worker axis.
-        sums: gets, when the function is traced, the hops of every collective ÷ those of a sum.
+        sums: a list to which, when the function is traced, the number of hops of every collective ÷ that of a sum is appended.
     """
 
     def run(*args):
         closed, shape = jax.make_jaxpr(fn, return_shape=True)(*args)
         program = closed.jaxpr
         values = dict(zip((*program.constvars, *program.invars), (*closed.consts, *jax.tree.leaves(args))))
-        # Zero, which the compiler does not know: else it would see that what arrives is what was sent, and decode one of them.
+        # A zero that the compiler cannot know; otherwise it would see that what arrives is what was sent, and decode it only once.
         zero = axis.index >> 20
         for equation in program.eqns:
             variables = [atom for atom in equation.invars if not isinstance(atom, jax.extend.core.Literal)]
@@ -49,7 +49,7 @@ def silent(fn: Callable[..., Any], axis: mesh.Axis, sums: list[float] | None = N
 
 
 def _heard(x: jax.Array, shape: tuple[int, ...], zero: jax.Array) -> jax.Array:
-    """`x` in another shape, as rows of which the compiler does not know that they are equal: else it would decode one of them."""
+    """`x` repeated to another shape, in rows that the compiler cannot know to be equal; otherwise it would decode only one."""
     if shape == x.shape:
         return x + zero.astype(x.dtype)
     return jnp.resize(x, shape) + zero.astype(x.dtype) * jax.lax.broadcasted_iota(x.dtype, shape, 0)

@@ -1,7 +1,7 @@
-"""Flax models that know nothing of decentralization, as pure functions of plain pytrees.
+"""Flax models as pure functions of plain pytrees of parameters; they contain nothing about workers or communication.
 
-decoder     a decoder-only language model, which comes apart for pipelines and tensor-parallel groups
-images      what a classifier of small images is, and a perceptron
+decoder     a decoder-only language model, which can be divided into pipeline stages and tensor-parallel groups
+images      the interface of image classifiers, and a multilayer perceptron
 resnet      a residual network for small images
 """
 

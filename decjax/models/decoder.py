@@ -1,14 +1,15 @@
 """A decoder-only language model.
 
-`DecoderLM` is a pre-norm, decoder-only transformer with rotary positions. One design choice is for CPUs: every weight
-matmul is a two-dimensional product of rows, (B·T)xD @ DxF, because XLA's CPU backend runs the three-dimensional form
-about 1.8 times slower. Layers are stacked and scanned, so compile time does not grow with depth.
+`DecoderLM` is a pre-norm transformer with rotary positions. Every weight matmul is a two-dimensional product of rows,
+(B·T)×D @ D×F, because XLA's CPU backend runs the three-dimensional form about 1.8 times slower. Layers are stacked and scanned, so
+compile time does not grow with depth.
 
-A model enters training as a `Model`: pure functions of plain pytrees of parameters. Its `Parts` are the same functions in pieces,
-for those who divide it between devices: layers by `cut` and `join`, single layers by `divide`, a function that says along which
-axis an array lies on the devices of a tensor-parallel group, and does nothing without one. Divided are, after Megatron, the
-columns of what a half layer begins with (`qkv`, by heads, and `up`) and the rows of what it ends with (`out`, `down`), whose
-product is then summed over the group: one sum a half layer. Tables are divided by vocabulary.
+Training code is given a `Model`: pure functions of plain pytrees of parameters. Its `Parts` are the same functions split up, to
+divide the model between devices. Pipeline stages hold whole layers (`cut`, `join`). Within a layer the function `divide` says along
+which axis an array is divided between the devices of a tensor-parallel group; without a group it does nothing. As in Megatron, a
+half layer (attention or MLP) begins with weights divided by columns (`qkv`, by heads, and `up`) and ends with weights divided by
+rows (`out`, `down`), whose products are summed over the group: one sum per half layer. Embedding and output are divided by
+vocabulary.
 
 Reference: Shoeybi et al. 2019, arXiv 1909.08053 (Megatron), section 3.
 """
@@ -29,17 +30,17 @@ DTYPES = ("float32", "bfloat16")
 
 
 class Model(NamedTuple):
-    """A trainable function, free of framework objects.
+    """A language model as pure functions, without framework objects.
 
     Attributes:
         init: `init(key) -> params`.
         nll: `nll(params, tokens_BxT1, key) -> nll_BxT`, negative log-likelihood of tokens 1 … T in nats.
         logits: `logits(params, tokens_BxT) -> logits_BxTxV`.
         context: T, the longest sequence the model accepts.
-        parts: the model in pieces; None if it does not come apart.
-        divided: pairs of the end of a parameter's path, as "up/kernel", and the axis, counted from the end, along which it is
-            divided within a tensor-parallel group.
-        vocabulary: V, more than any token.
+        parts: the model split up for pipelines; None if it cannot be divided.
+        divided: pairs of the end of a parameter's path, such as "up/kernel", and the axis (negative, counted from the end) along
+            which that parameter is divided within a tensor-parallel group.
+        vocabulary: V; tokens are 0 … V − 1.
     """
 
     init: Callable[[jax.Array], Any]
@@ -52,35 +53,54 @@ class Model(NamedTuple):
 
 
 class Pieces(NamedTuple):
-    """The parameters of a model in the order of computation."""
+    """The parameters of a language model in the order of computation.
+
+    Attributes:
+        embedding_VxD: the token embedding.
+        blocks: parameters of the L layers, stacked: leaves [L, …].
+        norm: parameters of the final norm.
+        output_VxD: the output layer's table; the embedding itself where the two are tied.
+    """
 
     embedding_VxD: Any
-    blocks: Any  # leaves [L, ...]
+    blocks: Any
     norm: Any
-    output_VxD: Any  # the embedding once more where the two are tied
+    output_VxD: Any
 
 
 class Parts(NamedTuple):
-    """A model in pieces: a table that is read, a stack of equal layers, and a table that is multiplied with."""
+    """A language model split up, to be divided into stages: an embedding, a stack of L equal layers, and an output layer.
 
-    cut: Callable[[Any], Pieces]  # of params
-    join: Callable[..., Any]  # (*pieces) -> params, its inverse
-    embed: Callable[[jax.Array, jax.Array], jax.Array]  # (embedding_VxD, tokens_BxT) -> x_BxTxD
-    blocks: Callable[[Any, jax.Array], jax.Array]  # (blocks, x_BxTxD) -> x_BxTxD, through any number of stacked layers
-    logits: Callable[[Any, jax.Array, jax.Array], jax.Array]  # (norm, output_VxD, x_BxTxD) -> logits_BxTxV
-    nll: Callable[[Any, jax.Array, jax.Array, jax.Array], jax.Array]  # (norm, output_VxD, x_BxTxD, targets_BxT) -> nll_BxT, nats
-    activation: Callable[[int, int], jax.ShapeDtypeStruct]  # (B, T) -> shape and dtype of x_BxTxD
-    depth: int  # L
-    tied: bool  # whether one table is both
+    Attributes:
+        cut: `cut(params) -> Pieces`.
+        join: `join(*pieces) -> params`, the inverse of `cut`.
+        embed: `embed(embedding_VxD, tokens_BxT) -> x_BxTxD`.
+        blocks: `blocks(blocks, x_BxTxD) -> x_BxTxD`, the pass through any number of stacked layers.
+        logits: `logits(norm, output_VxD, x_BxTxD) -> logits_BxTxV`.
+        nll: `nll(norm, output_VxD, x_BxTxD, targets_BxT) -> nll_BxT`, in nats.
+        activation: `activation(B, T)`, shape and dtype of x_BxTxD.
+        depth: L, how many layers.
+        tied: whether one table serves as embedding and as output.
+    """
+
+    cut: Callable[[Any], Pieces]
+    join: Callable[..., Any]
+    embed: Callable[[jax.Array, jax.Array], jax.Array]
+    blocks: Callable[[Any, jax.Array], jax.Array]
+    logits: Callable[[Any, jax.Array, jax.Array], jax.Array]
+    nll: Callable[[Any, jax.Array, jax.Array, jax.Array], jax.Array]
+    activation: Callable[[int, int], jax.ShapeDtypeStruct]
+    depth: int
+    tied: bool
 
     def functions(
         self, layers: Sequence[int] = (), between: Callable[[Any, jax.Array, int], jax.Array] = lambda params, x_BxTxD, v: x_BxTxD
     ) -> tuple[Callable, Callable]:
-        """`nll` and `logits` of a `Model`.
+        """(nll, logits) of a whole `Model`, optionally with a function applied to the activations between groups of layers.
 
         Args:
-            layers: sizes of consecutive runs of layers; empty: one run of all.
-            between: `between(params, x_BxTxD, v)` is applied to what run v gives run v + 1.
+            layers: sizes of consecutive groups of layers; empty: one group of all.
+            between: `between(params, x_BxTxD, v)` is applied to the activations that group v passes to group v + 1.
         """
 
         def last(params, tokens_BxT):
@@ -93,21 +113,22 @@ class Parts(NamedTuple):
             return pieces.norm, pieces.output_VxD, x_BxTxD
 
         def nll(params, tokens_BxT1, key):
-            del key  # No dropout.
+            del key  # The model has no dropout.
             return self.nll(*last(params, tokens_BxT1[:, :-1]), tokens_BxT1[:, 1:])
 
         return nll, lambda params, tokens_BxT: self.logits(*last(params, tokens_BxT))
 
 
-Divide = Callable[[jax.Array, int | None], jax.Array]  # (x, axis) -> x, divided along this axis, or whole
-whole: Divide = lambda x, axis: x  # of a model that lives on one device
+# (x, axis) -> x, divided along this axis between the devices of a tensor-parallel group; axis None: whole on each of them.
+Divide = Callable[[jax.Array, int | None], jax.Array]
+whole: Divide = lambda x, axis: x  # for a model on one device
 
 
 class RowLinear(nnx.Linear):
     """`nnx.Linear` without bias, which flattens all leading dimensions into rows; its kernel may be divided along `axis`.
 
-    Weights have variance scale / inputs, so that activations are of order one at any width. The fixed deviation of 0.02 that suits
-    widths near 1,000 is five times too small for a width of 100.
+    Weights are drawn with variance scale / inputs, so that activations are of order one at any width (a fixed standard deviation of
+    0.02 suits widths near 1,000).
     """
 
     def __init__(self, *sizes: int, divide: Divide, axis: int, scale: float = 1.0, dtype: Any, rngs: nnx.Rngs):
@@ -118,12 +139,12 @@ class RowLinear(nnx.Linear):
     def __call__(self, x):
         kernel_DxF = self.divide(self.kernel[...], self.axis).astype(self.dtype)
         rows = x.reshape(-1, self.in_features).astype(self.dtype) @ kernel_DxF
-        # Divided columns stay where they are; divided rows are summed.
+        # With divided columns the result stays divided; with divided rows it is summed over the group.
         return self.divide(rows.reshape(*x.shape[:-1], self.out_features), -1 if self.axis == 1 else None)
 
 
 def rotate(x_BxTxHxK: jax.Array) -> jax.Array:
-    """Rotary position embedding of queries or keys, K even: rotates channel pairs (k, k + K/2) by the angle t · 10000^(−2k/K).
+    """Rotary position embedding of queries or keys, K even: rotates channels (k, k + K/2) at position t by t · 10000^(−2k/K).
 
     Reference: Su et al. 2021, arXiv 2104.09864, section 3.
     """
@@ -137,7 +158,7 @@ def rotate(x_BxTxHxK: jax.Array) -> jax.Array:
 
 
 class Attention(nnx.Module):
-    """Causal multi-head self-attention with normalized queries and keys, which bears larger learning rates.
+    """Causal multi-head self-attention with normalized queries and keys, which stays stable at larger learning rates.
 
     Reference: Henry et al. 2020, arXiv 2010.04245 (normalized queries and keys).
     """
@@ -147,12 +168,12 @@ class Attention(nnx.Module):
         self.query_norm = nnx.RMSNorm(width // heads, dtype=dtype, rngs=rngs)
         self.key_norm = nnx.RMSNorm(width // heads, dtype=dtype, rngs=rngs)
         self.qkv = RowLinear(width, 3 * width, divide=divide, axis=1, dtype=dtype, rngs=rngs)
-        # 2 · depth branches add up to the variance of one.
+        # Scaled so that the sum of all 2 · depth branches has the variance of one.
         self.out = RowLinear(width, width, divide=divide, axis=0, scale=0.5 / depth, dtype=dtype, rngs=rngs)
 
     def __call__(self, x_BxTxD):
         B, T, D = x_BxTxD.shape
-        # Columns are ordered by heads, so that a share of them holds whole heads.
+        # Columns are ordered by heads, so that each device of a tensor-parallel group holds whole heads.
         qkv_BxTxHx3xK = self.divide(self.qkv(x_BxTxD).reshape(B, T, self.heads, 3, D // self.heads), 2)
         q, k, v = (qkv_BxTxHx3xK[..., i, :] for i in range(3))
         q, k = rotate(self.query_norm(q)), rotate(self.key_norm(k))
@@ -176,10 +197,10 @@ class Block(nnx.Module):
 
 
 class DecoderLM(nnx.Module):
-    """The parameters of a decoder: token embedding, L stacked blocks, norm, and a linear head unless it is tied."""
+    """The parameters of a decoder: token embedding, L stacked layers, final norm, and a linear output layer unless it is tied."""
 
     def __init__(self, vocabulary: int, width: int, depth: int, block: Callable[[nnx.Rngs], Block], *, tied: bool, rngs: nnx.Rngs):
-        # A tied table, which is multiplied by √D where it is read, gives logits of order one.
+        # A tied table has small values, so that logits are of order one; `embed` multiplies what it reads by √D.
         deviation = width**-0.5 if tied else 1.0
         self.embedding = nnx.Embed(vocabulary, width, embedding_init=nnx.initializers.normal(deviation), rngs=rngs)
         self.blocks = nnx.split_rngs(splits=depth)(nnx.vmap(block))(rngs)
@@ -209,8 +230,8 @@ def _decoder_parts(
         x_BxTxD = jnp.take(divide(embedding_VxD, 0), tokens_BxT, axis=0).astype(dtype)
         return divide(x_BxTxD * width**0.5 if tied else x_BxTxD, None)
 
-    # Weight products are kept for the backward pass and the rest is computed anew: on CPUs writing and reading it
-    # costs more (a seventh of a step), on accelerators it costs memory.
+    # Results of weight matmuls are kept for the backward pass and all else is recomputed: storing it costs time on CPUs (a
+    # seventh of a step) and memory on accelerators.
     @functools.partial(jax.checkpoint, prevent_cse=False, policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable)
     def through_block(x_BxTxD, params):
         return nnx.merge(block_graph, nnx.State(params))(x_BxTxD)
@@ -243,20 +264,23 @@ def decoder_lm(
     dtype: str = "float32",
     divide: Divide = whole,
 ) -> Model:
-    """A decoder-only language model; predicts token t + 1 from tokens 0 … t.
+    """A decoder-only transformer language model; predicts token t + 1 from tokens 0 … t.
 
-    Parameters are float32; `dtype` is the compute dtype of the blocks. The loss and the logits are float32.
+    Parameters, loss and logits are float32.
 
     Args:
         vocabulary: V, how many tokens there are: 0 … V − 1.
         context: T, the longest sequence; a training sequence holds T + 1 tokens, inputs and shifted targets.
-        width: D, of what layers pass on, divisible by 2 · heads.
+        width: D, width of the activations between layers, divisible by 2 · heads.
         hidden: F, width of the hidden layer of an MLP.
-        heads: H, of attention, each D / H wide.
+        heads: H, attention heads, each D / H wide.
         depth: L, how many layers, each attention and an MLP.
-        tied: one table serves as embedding and as head.
-        dtype: in which layers compute, "float32" or "bfloat16".
-        divide: lays arrays out within a tensor-parallel group; see the module.
+        tied: use one table as embedding and as output layer.
+        dtype: the dtype in which layers compute, "float32" or "bfloat16".
+        divide: how arrays are divided within a tensor-parallel group, a function and no config field; see the module.
+
+    Raises:
+        ValueError: if a size is less than 1, the width is not divisible by 2 · heads, or the dtype is unknown.
     """
     _check_sizes(dtype, vocabulary=vocabulary, context=context, width=width, hidden=hidden, heads=heads, depth=depth)
     compute = jnp.dtype(dtype)
@@ -285,7 +309,7 @@ def _check_sizes(dtype: str, **sizes: int) -> None:
         )
 
 
-# Paths of the parameters above that a tensor-parallel group divides, and of the tables of `Pieces`; the axis from the end.
+# Ends of the paths of divided parameters (`Model.divided`); the last one is the table of a pipeline stage.
 DIVIDED = (
     ("qkv/kernel", -1),
     ("up/kernel", -1),
@@ -298,13 +322,15 @@ DIVIDED = (
 
 
 def sample(model: Model, params: Any, prompt: bytes, num_tokens: int, key: jax.Array, temperature: float = 0.8) -> bytes:
-    """Continues a prompt of bytes, token by token, in a sliding window of the model's context; the prompt is not repeated.
+    """The bytes with which a model continues a prompt, drawn one by one in a sliding window of the model's context.
 
     Args:
-        model: a byte-level model, of these `params`.
-        prompt: at least one byte; the last T of them are read.
-        num_tokens: bytes to append.
-        temperature: logits are divided by it; towards 0 the most likely byte is taken.
+        model: a byte-level model.
+        params: its parameters.
+        prompt: at least one byte; the last T of them are read. It is not part of the result.
+        num_tokens: how many bytes to draw.
+        key: PRNG key of the draws.
+        temperature: > 0, logits are divided by it; towards 0 the most likely byte is always taken.
     """
     T = model.context
     start = jnp.frombuffer(prompt[-T:], jnp.uint8).astype(jnp.int32)

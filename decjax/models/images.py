@@ -1,4 +1,4 @@
-"""What a classifier of images is: pure functions, made from a Flax module; and the smallest one, a multilayer perceptron."""
+"""The interface of image classifiers, pure functions made from a Flax module; and the smallest one, a multilayer perceptron."""
 
 from collections.abc import Callable
 import math
@@ -11,23 +11,25 @@ from decjax import registry
 
 
 class ImageModel(NamedTuple):
-    """A trainable classifier, free of framework objects; registered factories take a model's options and return its `Build`.
+    """An image classifier as pure functions, without framework objects.
+
+    A registered factory takes a model's options and returns `build(shape_HWC, classes) -> ImageModel`, which the task calls.
 
     Attributes:
-        init: `init(key) -> (params, variables)`; variables are batch statistics, () where there are none.
-        apply: `apply(params, variables, images_BxHxWxC, train) -> (logits_BxK, variables)`. In training, images are normalized by
-            the statistics of their own batch, which also update the variables; otherwise by the variables, which stay.
+        init: `init(key) -> (params, variables)`; variables are running batch statistics, () where there are none.
+        apply: `apply(params, variables, images_BxHxWxC, train) -> (logits_BxK, variables)`. With `train`, batch norm uses the
+            statistics of this batch and updates the variables with them; otherwise it uses the variables and leaves them unchanged.
     """
 
     init: Callable[[jax.Array], tuple[Any, Any]]
     apply: Callable[[Any, Any, jax.Array, bool], tuple[jax.Array, Any]]
 
 
-Build = Callable[[tuple[int, int, int], int], ImageModel]  # (shape_HWC, classes), which the task tells
+Build = Callable[[tuple[int, int, int], int], ImageModel]  # (shape_HWC, classes), which the task knows
 
 
 def pure(module: Callable[[nnx.Rngs], nnx.Module]) -> ImageModel:
-    """An `ImageModel` of the module that `module(rngs)` builds, which is called as `module(images_BxHxWxC, train)`."""
+    """An `ImageModel` from a Flax module: `module(rngs)` builds it, and the built one is called with (images_BxHxWxC, train)."""
     graph = nnx.graphdef(nnx.eval_shape(lambda: module(nnx.Rngs(0))))
 
     def split(built):
@@ -43,7 +45,7 @@ def pure(module: Callable[[nnx.Rngs], nnx.Module]) -> ImageModel:
 
 
 class MLP(nnx.Module):
-    """One hidden layer."""
+    """A perceptron of flattened images with one hidden layer of ReLU units."""
 
     def __init__(self, pixels: int, hidden: int, classes: int, rngs: nnx.Rngs):
         self.up = nnx.Linear(pixels, hidden, kernel_init=nnx.initializers.he_normal(), rngs=rngs)
@@ -55,7 +57,7 @@ class MLP(nnx.Module):
 
 @registry.register("model", "mlp", tasks="images")
 def mlp(*, hidden: int = 128) -> Build:
-    """A perceptron with one hidden layer, which compiles in no time.
+    """A multilayer perceptron with one hidden layer; it compiles faster than a ResNet.
 
     Args:
         hidden: F ≥ 1, units of the hidden layer.

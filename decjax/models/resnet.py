@@ -1,7 +1,8 @@
-"""A residual network for small images, after He et al. 2015 (arXiv 1512.03385), section 4.2: 3 stages of n blocks, 6n + 2 layers.
+"""A residual network for small images: 3 stages of n blocks, 6n + 2 layers (He et al. 2015, arXiv 1512.03385, section 4.2).
 
-Shortcuts have no parameters: where a stage halves the image and doubles the width, they take every other pixel and fill up with
-zeros. The last norm of a block starts at zero (Goyal et al. 2017, arXiv 1706.02677), so that a block starts as its shortcut.
+Shortcuts have no parameters: where a stage halves the image and doubles the width, they take every other pixel and pad the new
+channels with zeros. The scale of a block's last norm is initialized to zero (Goyal et al. 2017, arXiv 1706.02677), so that a block
+is at first equal to its shortcut.
 """
 
 from flax import nnx
@@ -16,7 +17,7 @@ GROUP = 8  # channels that are normalized together
 
 
 class Norm(nnx.Module):
-    """Batch norm, whose running statistics are variables, or group norm."""
+    """Batch norm, whose running statistics are variables of the model, or group norm, which has none."""
 
     def __init__(self, kind: str, width: int, rngs: nnx.Rngs, initial: nnx.Initializer = nnx.initializers.ones):
         if kind == "batch":
@@ -31,11 +32,11 @@ class Norm(nnx.Module):
 
 
 class Convolution(nnx.Module):
-    """3 × 3, without bias; the kernel is kept as the matrix 9C×F that a pixel's neighbourhood is multiplied with."""
+    """A 3 × 3 convolution without bias, whose kernel is stored as a matrix 9C×F: from a pixel's 9C inputs to F outputs."""
 
     def __init__(self, inputs: int, width: int, stride: int, rngs: nnx.Rngs):
         self.stride = stride
-        limit = (6 / (9 * inputs)) ** 0.5  # He's initialization.
+        limit = (6 / (9 * inputs)) ** 0.5  # Initialization of He et al., uniform.
         # Drawn as a vector: random arrays of rank 4 take ten times as long to compile.
         values = jax.random.uniform(rngs.params(), (9 * inputs * width,), minval=-limit, maxval=limit)
         self.kernel = nnx.Param(values.reshape(9 * inputs, width))
@@ -47,7 +48,7 @@ class Convolution(nnx.Module):
 
 
 class Block(nnx.Module):
-    """x + norm(conv(relu(norm(conv(x))))), then relu."""
+    """A residual block: relu(x + norm(conv(relu(norm(conv(x))))))."""
 
     def __init__(self, inputs: int, width: int, norm: str, rngs: nnx.Rngs):
         self.stride, self.more = width // inputs, width - inputs
@@ -63,7 +64,7 @@ class Block(nnx.Module):
 
 
 class ResNet(nnx.Module):
-    """A convolution, 3 stages of blocks of width w, 2w and 4w, the mean over pixels, and a linear head."""
+    """A convolution, 3 stages of blocks of width w, 2w and 4w, the mean over pixels, and a linear layer of classes."""
 
     def __init__(self, channels: int, classes: int, blocks: int, width: int, norm: str, rngs: nnx.Rngs):
         self.stem, self.stem_norm = Convolution(channels, width, 1, rngs), Norm(norm, width, rngs)
@@ -80,12 +81,13 @@ class ResNet(nnx.Module):
 
 @registry.register("model", "resnet", tasks="images")
 def resnet(*, depth: int = 8, width: int = 8, norm: str = "batch") -> images.Build:
-    """A residual network for small images.
+    """A residual network for small images (He et al. 2015, arXiv 1512.03385, section 4.2).
 
     Args:
-        depth: 6n + 2 layers, n ≥ 1 blocks in each of three stages, as 8, 14 or 20.
-        width: channels of the first stage, with norm="group" up to 8 or a multiple of it; the others have twice and four times that.
-        norm: "batch", with statistics that stay with their worker, or "group", of 8 channels of one image, which needs none.
+        depth: layers, 6n + 2 for n ≥ 1 blocks in each of three stages, such as 8, 14 or 20.
+        width: channels of the first stage; the others have twice and four times that. With norm="group", at most 8 or a multiple of
+            8.
+        norm: "batch", whose running statistics each worker keeps for itself, or "group", over 8 channels of one image, without any.
     """
     if depth < 8 or depth % 6 != 2:
         below = max(8, depth // 6 * 6 + 2 if depth % 6 >= 2 else depth // 6 * 6 - 4)

@@ -1,4 +1,4 @@
-"""What a worker does with its gradient: optax transformations that know of workers, AccumAdam and 1-bit Adam."""
+"""Optimizers for decentralized and synchronous training: optax transformations that also communicate, AccumAdam and 1-bit Adam."""
 
 from decjax.optim.accumulated import AccumulatedAdamState, accumulated_adam, accumulated_adamw, scale_by_accumulated_adam
 from decjax.optim.clip import clip_by_global_norm

@@ -1,14 +1,15 @@
-"""AccumAdam: Adam whose moments move once per window of s steps, while parameters move in every step.
+"""AccumAdam: Adam whose moments are updated once per window of s steps, while parameters are updated in every step.
 
-With k = ⌈t/s⌉ and t counted from 1:
+With g the gradient of step t (counted from 1) and k = ⌈t/s⌉ the number of the window:
 
     B ← B + g/s
     x ← x − α · [(β1 M + (1−β1) g) / (1−β1^k)] / ( sqrt((β2 V + (1−β2) g²) / (1−β2^k)) + ε )
     if t mod s == 0:  M ← β1 M + (1−β1) B;   V ← β2 V + (1−β2) B²;   B ← 0
 
-A worker of N sees a batch N times smaller, whose noise inflates V by σ²/b. V squares the window's *mean* gradient, which
-restores σ²/(s·b). Within a window M and V are frozen, and the current gradient corrects them for the moment. s = 1 is Adam.
-The first s steps are sign descent, so warm-up matters. State is three times the parameters.
+Each of N workers sees a batch b that is N times smaller than the global one; its gradient noise adds σ²/b to Adam's second moment.
+Here V averages squares of the window's *mean* gradient, which lowers that share to σ²/(s·b). Within a window M and V are constant;
+the current gradient enters only the update of x. s = 1 is Adam. In the first s steps the update is g/(|g| + ε), the sign of the
+gradient, so warm up the learning rate. The state takes three times the memory of the parameters.
 
 Reference: arXiv 2410.11998 (AccumAdam).
 """
@@ -21,25 +22,34 @@ import optax
 
 
 class AccumulatedAdamState(NamedTuple):
-    """State of `scale_by_accumulated_adam`; the trees have the shapes of the parameters."""
+    """State of `scale_by_accumulated_adam`; the trees have the shapes of the parameters.
 
-    count: jax.Array  # int32 scalar, t: updates so far; t mod s is the position in the window
-    mu: Any  # M, first moment of window means
-    nu: Any  # V, second moment of window means
-    window_mean: Any  # B, this window's gradients so far, summed and divided by s
+    Attributes:
+        count: t, updates so far, an int32 scalar; t mod s is the position in the window.
+        mu: M, first moment of the windows' mean gradients.
+        nu: V, second moment of the windows' mean gradients.
+        window_mean: B, the sum of this window's gradients so far, divided by s.
+    """
+
+    count: jax.Array
+    mu: Any
+    nu: Any
+    window_mean: Any
 
 
 def scale_by_accumulated_adam(
     b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8, window: int = 4, mu_dtype: Any = None
 ) -> optax.GradientTransformation:
-    """Rescales gradients as AccumAdam does, by the module's equations. Leaves that are not floating point get zero updates.
+    """AccumAdam's update direction, without the learning rate; equations at the top of `decjax.optim.accumulated`.
+
+    Leaves that are not floating point get zero updates.
 
     Args:
         b1: β1 in [0, 1), decay of the first moment, per window.
         b2: β2 in [0, 1), decay of the second moment, per window.
         eps: ε, added outside of the root.
-        window: s ≥ 1 steps; about 4 for 8 workers, 8 for 16 to 32. `optax.inject_hyperparams` may trace it.
-        mu_dtype: dtype that M is kept in, as in `optax.scale_by_adam`; None: that of the parameters.
+        window: s ≥ 1 steps; about 4 for 8 workers, 8 for 16 to 32. A traced value (`optax.inject_hyperparams`) is not checked.
+        mu_dtype: dtype in which M is stored, as in `optax.scale_by_adam`; None: that of the parameters.
 
     Raises:
         ValueError: if the window is shorter than one step.
@@ -66,7 +76,7 @@ def scale_by_accumulated_adam(
             if not jnp.issubdtype(v.dtype, jnp.floating):
                 return jnp.zeros_like(v), m, v, b
             m_now, v_now = b1 * m + (1 - b1) * g, b2 * v + (1 - b2) * g**2
-            # The corrections are float32 powers of a traced count; the cast keeps the dtype of float64 or bfloat16 trees.
+            # The corrections are float32; casting them keeps float64 and bfloat16 trees in their own dtype.
             direction = m_now / correction1.astype(m_now.dtype) / (jnp.sqrt(v_now / correction2.astype(v_now.dtype)) + eps)
             b = b + g / window
             new = b1 * m + (1 - b1) * b, b2 * v + (1 - b2) * b**2, jnp.zeros_like(b)
@@ -87,9 +97,10 @@ def accumulated_adam(
     window: int = 4,
     mu_dtype: Any = None,
 ) -> optax.GradientTransformation:
-    """`scale_by_accumulated_adam` at learning rate α; `window=1` is `optax.adam`.
+    """The AccumAdam optimizer: `scale_by_accumulated_adam` times −α, the learning rate; `window=1` is `optax.adam`.
 
-    For coupled L2 put `optax.add_decayed_weights` before it. Reference: arXiv 2410.11998 (AccumAdam).
+    For L2 regularization that enters the gradient, put `optax.add_decayed_weights` before it. Reference: arXiv 2410.11998
+    (AccumAdam).
     """
     return optax.chain(scale_by_accumulated_adam(b1, b2, eps, window, mu_dtype), optax.scale_by_learning_rate(learning_rate))
 
@@ -104,15 +115,17 @@ def accumulated_adamw(
     mask: Any = None,
     mu_dtype: Any = None,
 ) -> optax.GradientTransformation:
-    """`accumulated_adam` with decoupled weight decay λ, x ← (1−αλ) x before the step; `window=1` is `optax.adamw`.
+    """AccumAdamW: AccumAdam with decoupled weight decay, x ← (1−αλ) x before the step; `window=1` is `optax.adamw`.
 
     Args:
         learning_rate: α, a number or a function of the step.
-        b1, b2, eps: of Adam: decay of the moments, and what is added to the root of the second.
+        b1: β1 in [0, 1), decay of the first moment, per window.
+        b2: β2 in [0, 1), decay of the second moment, per window.
+        eps: ε, added to the root of the second moment.
         weight_decay: λ.
         window: s, steps whose gradients are accumulated before the moments change; about 4 for 8 workers, 8 for 16 to 32.
         mask: which leaves decay, as in `optax.add_decayed_weights`.
-        mu_dtype: of the first moment; None: that of the parameters.
+        mu_dtype: dtype of the first moment; None: that of the parameters.
 
     Reference: arXiv 2410.11998 (AccumAdam).
     """

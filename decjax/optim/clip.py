@@ -1,4 +1,4 @@
-"""Clipping by a norm that one device alone may not know."""
+"""Gradient clipping where a device may hold only a part of the gradient, such as one pipeline stage."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,9 +9,12 @@ import optax
 
 
 def clip_by_global_norm(max_norm: float, norm: Callable[[Any], jax.Array] = optax.global_norm) -> optax.GradientTransformation:
-    """g ← g · min(1, c / ‖g‖), with c = `max_norm` > 0; with the default norm it is `optax.clip_by_global_norm`.
+    """Clips the gradient to a largest norm: g ← g · min(1, c / ‖g‖).
 
-    The norm is that of the whole gradient, given one device's share of it; stages of a pipeline add up theirs.
+    Args:
+        max_norm: c > 0.
+        norm: the ℓ2 norm of the whole gradient, computed from the part that one device holds; pipeline stages sum over each other's
+            parts here. With the default this is `optax.clip_by_global_norm`.
     """
 
     def update(grads, state, params=None):

@@ -1,16 +1,18 @@
-"""Any optax optimizer, made decentralized or synchronous.
+"""Makes any optax optimizer decentralized (parameters are mixed) or synchronous (gradients are averaged).
 
-Adapt while communicating ("awc") takes the gradient at the carried x_i and applies it to the mixed parameters:
+With x_i^t the parameters of worker i before step t, d_i its optimizer's direction, α the learning rate and W^t the mixing matrix,
+adapt-while-communicate ("awc") mixes the parameters at which the gradient is taken and then applies the update:
 
     x_i^{t+1} = Σ_j W^t_ij x_j^t − α_t d_i(∇F_i(x_i^t))
 
-so the exchange needs nothing from the gradient and may overlap it. Adapt then communicate ("atc") mixes after the step:
+so the exchange does not depend on the gradient and can run while it is computed. Adapt-then-communicate ("atc") mixes after the
+update:
 
     x_i^{t+1} = Σ_j W^t_ij ( x_j^t − α_t d_j(∇F_j(x_j^t)) )
 
-Moments stay local. Nothing older than one step is mixed. Reference: arXiv 2410.11998, decentralized Adam.
+The optimizer's moments are not exchanged. Reference: arXiv 2410.11998, decentralized Adam.
 
-`decentralize` must be outermost: a later scale or clip would corrupt the mix.
+`decentralize` must be the outermost transformation: a scaling or clipping around it would also scale the mixing.
 """
 
 from typing import Any, Literal, NamedTuple
@@ -27,15 +29,21 @@ ORDERS = ("awc", "atc")
 
 @transient("mixer")
 class DecentralizeState(NamedTuple):
-    """State of `decentralize`."""
+    """State of `decentralize`.
 
-    count: jax.Array  # int32 scalar, steps so far: the phase of a traced schedule
-    inner: Any  # state of the wrapped optimizer
-    mixer: Any  # state of the mixer
+    Attributes:
+        count: steps so far, an int32 scalar; it gives the phase where the caller gives none.
+        inner: state of the wrapped optimizer.
+        mixer: state of the mixer.
+    """
+
+    count: jax.Array
+    inner: Any
+    mixer: Any
 
 
 def check_update(params: Any, order: str = "", phase: int | None = None, received: Any = None) -> None:
-    """Refuses an update without parameters, and one whose `received` cannot have been there in time."""
+    """Raises a ValueError if `params` is missing, or `received` comes with an order or a phase that does not allow it."""
     if params is None:
         raise ValueError("params=None, but the update needs them; call update(grads, state, params)")
     if received is not None and (order != "awc" or phase is None):
@@ -43,9 +51,9 @@ def check_update(params: Any, order: str = "", phase: int | None = None, receive
 
 
 def mix_in_step(mixer: gossip.Mixer, x: Any, state: Any, phase: int | None, received: Any = None) -> tuple[Any, Any]:
-    """Mixes `x`, of which what others sent may be there already: (mixed, state of the mixer)."""
+    """Mixes `x`, with the neighbours' messages exchanged here unless `received` holds them: (mixed, state of the mixer)."""
     if received is not None:
-        assert phase is not None  # `check_update` has looked.
+        assert phase is not None  # Checked by `check_update`.
         return mixer.combine(x, received, state.mixer, phase, state.count)
     return gossip.mix_due(mixer, x, state.mixer, phase, state.count)
 
@@ -57,35 +65,41 @@ def _settle(mixer: gossip.Mixer, params: Any, updates: Any, mixer_state: Any) ->
 
 @transient("reducer", "pending")
 class SynchronizeState(NamedTuple):
-    """State of `synchronize`."""
+    """State of `synchronize`.
 
-    inner: Any  # state of the wrapped optimizer
-    reducer: Any  # state of the reducer
-    pending: Any  # stale: (whether there is one, the gradient of the step before); else ()
+    Attributes:
+        inner: state of the wrapped optimizer.
+        reducer: state of the reducer.
+        pending: if stale, (whether there was a step before, its gradient); otherwise ().
+    """
+
+    inner: Any
+    reducer: Any
+    pending: Any
 
 
 def decentralize(
     inner: optax.GradientTransformation, mixer: gossip.Mixer, order: Literal["awc", "atc"] = "awc"
 ) -> optax.GradientTransformationExtraArgs:
-    """Wraps an optimizer so that every update also mixes parameters with neighbours.
+    """An optimizer whose every update also mixes parameters with the neighbours' (equations: `decjax.optim.decentralize`).
 
     The result's `update(grads, state, params, phase=None)` runs inside a function mapped over the worker axis and returns
-    `(mixed − params) + update`, so that `optax.apply_updates` gives the module's equations. In order "awc" the inner optimizer sees
-    the *mixed* parameters, so decoupled weight decay acts on them: (1−αλ)(Wx)_i.
+    `(mixed − params) + update`, so that `optax.apply_updates` gives x^{t+1}. In order "awc" the inner optimizer is given the
+    *mixed* parameters, so decoupled weight decay acts on them: (1−αλ)(Wx)_i.
 
-    Wrappers that may skip a step on one worker (`optax.apply_if_finite`, `optax.MultiSteps` with a `should_skip_update_fn`) belong
-    inside: outside, one worker's skip leaves the others waiting for ever (a deadlock) or, simulated, loses the mean;
-    `decjax.apply_if_finite` is the safe one, which refuses to stand outside.
+    Put wrappers that may skip a step on one worker (`optax.apply_if_finite`, `optax.MultiSteps` with a `should_skip_update_fn`)
+    inside, around `inner`. Outside, a worker that skips leaves the others waiting for its message, a deadlock; with simulated
+    workers the mean of the parameters changes. `decjax.apply_if_finite` checks this.
 
     Args:
         inner: any optax optimizer, clipping included.
         mixer: what is exchanged, and how; see `decjax.gossip`.
-        order: "awc" overlaps, "atc" does not.
+        order: "awc", whose exchange can overlap with the gradient, or "atc", whose exchange waits for it.
 
     Returns:
-        A transformation that takes `phase`: `mixer.phase(step)` as a static int, one compilation per phase. Without it the phase
-        follows the step counter in the state through `lax.switch`, one compilation for all phases, but an exchange that cannot
-        overlap. In order "awc", `received` may carry `mixer.exchange(params, state.mixer, phase)`, run meanwhile by another program.
+        A transformation whose update takes `phase`, `mixer.phase(step)` as a static int: compile one program per phase. Without it
+            one program holds all phases and chooses by the step counter in the state (`lax.switch`); its exchange cannot overlap.
+            In order "awc", `received` may hold the result of `mixer.exchange(params, state.mixer, phase)`, run by another program.
 
     Raises:
         ValueError: if the order is unknown; from `update`, if `received` comes with order "atc" or without a phase.
@@ -127,25 +141,23 @@ def decentralize(
 def synchronize(
     inner: optax.GradientTransformation, reducer: reduce.Reducer, stale: bool = False
 ) -> optax.GradientTransformationExtraArgs:
-    """Wraps an optimizer so that gradients are first averaged over all workers; replicas stay equal.
+    """An optimizer that is given the gradient averaged over all workers, so that all replicas stay equal.
 
         x^{t+1} = x^t − α_{t−s} d( (1/N) Σ_i ∇F_i(x^{t−s}) ),     s = 1 if stale, else 0
 
-    With `stale`, the average of the step before is applied: its all-reduce may run while the gradient is taken. The first step then
-    changes nothing. The result takes `phase`, as `reducer.phase(step)`, and ignores it where the reducer has only one. Clipping
-    inside `inner` acts on the averaged gradient.
+    With `stale`, a step applies the average of the previous step's gradients, so that their all-reduce can run while the gradient
+    is computed; the first step then changes nothing. The update takes `phase`, `reducer.phase(step)`, which may be left out where
+    the reducer has only one. Clipping inside `inner` acts on the averaged gradient.
 
-    Wrappers that may skip a step on one worker (`optax.apply_if_finite`, `optax.MultiSteps` with a `should_skip_update_fn`) belong
-    inside: outside, one worker's skip leaves the others waiting for ever (a deadlock) or, simulated, loses the mean;
-    `decjax.apply_if_finite` is the safe one, which refuses to stand outside.
+    Put wrappers that may skip a step on one worker inside, around `inner`; see `decentralize`.
 
     Args:
         inner: any optax optimizer.
         reducer: how gradients are averaged; see `decjax.reduce`.
-        stale: overlap the all-reduce, one step late. `received` may then carry the result of `stale_exchange`.
+        stale: overlap the all-reduce, one step late. `received` may then hold the result of `stale_exchange`.
 
     Raises:
-        ValueError: from `update`, if `received` comes without `stale`, or no phase with a reducer of several.
+        ValueError: from `update`, if `received` is given without `stale`, or no phase is given to a reducer with several.
     """
     inner = optax.with_extra_args_support(inner)
 
@@ -160,8 +172,8 @@ def synchronize(
             averaged, reducer_state = reducer.reduce(grads, state.reducer, reduce.due_phase(reducer, phase))
         else:
             averaged, reducer_state = stale_exchange(reducer, state, phase) if received is None else received
-            # Nothing else keeps the update, which needs no gradient of this step, behind it: compilers would wait for the
-            # all-reduce and update before the forward pass.
+            # Without this barrier compilers may put the update, which does not use this step's gradient, before the forward
+            # pass, which would then wait for the all-reduce.
             averaged, grads = jax.lax.optimization_barrier((averaged, grads))
         updates, inner_state = inner.update(averaged, state.inner, params, **extra)
         if not stale:
@@ -175,7 +187,10 @@ def synchronize(
 
 
 def stale_exchange(reducer: reduce.Reducer, state: SynchronizeState, phase: int | None = None) -> tuple[Any, Any]:
-    """The communication of a stale `synchronize`, which waits for no gradient: (averaged gradient, reducer state)."""
+    """Averages the previous step's gradients, all that a stale `synchronize` sends: (averaged gradient, reducer state).
+
+    It does not depend on this step's gradient, so another program can run it; pass the result to `update` as `received`.
+    """
     _, grads = state.pending
     return reducer.reduce(grads, state.reducer, reduce.due_phase(reducer, phase))
 
@@ -192,7 +207,7 @@ def decentralized_adam(
     *,
     nesterov: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
-    """`decentralize(optax.adam(learning_rate, …), mixer, order)`; the other arguments are those of `optax.adam`."""
+    """Decentralized Adam, `decentralize(optax.adam(learning_rate, …), mixer, order)`; other arguments are those of `optax.adam`."""
     return decentralize(optax.adam(learning_rate, b1, b2, eps, eps_root, mu_dtype, nesterov=nesterov), mixer, order)
 
 
@@ -210,6 +225,9 @@ def decentralized_adamw(
     *,
     nesterov: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
-    """`decentralize(optax.adamw(learning_rate, …), mixer, order)`; the decay acts on mixed parameters in "awc"."""
+    """Decentralized AdamW, `decentralize(optax.adamw(learning_rate, …), mixer, order)`; other arguments are those of `optax.adamw`.
+
+    In order "awc" the weight decay acts on the mixed parameters.
+    """
     adamw = optax.adamw(learning_rate, b1, b2, eps, eps_root, mu_dtype, weight_decay, mask, nesterov=nesterov)
     return decentralize(adamw, mixer, order)

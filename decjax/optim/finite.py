@@ -1,4 +1,4 @@
-"""Leaving out a worker's step whose gradient is not finite, while the worker goes on communicating."""
+"""Skips the update of a worker whose gradient is not finite, while the worker goes on communicating."""
 
 import jax
 import optax
@@ -12,18 +12,19 @@ COMMUNICATING = (DecentralizeState, SynchronizeState, TrackState, LocalUpdatesSt
 
 
 def apply_if_finite(inner: optax.GradientTransformation, max_consecutive_errors: int) -> optax.GradientTransformationExtraArgs:
-    """`optax.apply_if_finite` for the inside of `decentralize`, `synchronize` and `local_updates`.
+    """An optimizer that skips the update where the gradient is not finite, for use inside `decentralize` and its like.
 
-    A worker whose gradient is not finite leaves out its own step d_i, and communicates as ever. In `decentralize`, order "awc":
+    It is `optax.apply_if_finite` with a check: the worker leaves out its own update d_i and still communicates. In `decentralize`,
+    order "awc":
 
         x_i ← Σ_j w_ij x_j − α d_i     if ∇F_i is finite, else     x_i ← Σ_j w_ij x_j
 
     Args:
         inner: an optimizer that does not communicate.
-        max_consecutive_errors: how many steps in a row may be left out; the next one is taken, whatever its gradient.
+        max_consecutive_errors: how many updates in a row may be skipped; the next one is applied even if it is not finite.
 
     Raises:
-        ValueError: from `init`, if `inner` communicates: a worker that skips would leave the others waiting.
+        ValueError: from `init`, if `inner` communicates: a worker that skips would leave the others waiting for its message.
 
     Example:
         >>> mixer = decjax.gossip.exact(decjax.topology.make("ring", 8))
@@ -38,8 +39,8 @@ def apply_if_finite(inner: optax.GradientTransformation, max_consecutive_errors:
         state = wrapped.init(params)
         for part in filter(communicates, jax.tree.leaves(state, is_leaf=communicates)):
             raise ValueError(
-                f"apply_if_finite stands around a transformation that communicates (its state is {type(part).__name__}): a worker "
-                "that skips would leave the others waiting; put it inside, as decentralize(apply_if_finite(optimizer, 5), mixer)"
+                f"apply_if_finite wraps a transformation that communicates (its state is {type(part).__name__}): a worker that "
+                "skips would leave the others waiting; put it inside, as decentralize(apply_if_finite(optimizer, 5), mixer)"
             )
         return state
 

@@ -1,15 +1,17 @@
-"""Local updates: H steps of one's own, then an outer step along the average change, which is small next to H gradients.
+"""Local updates: every worker takes H steps alone, then all take one outer step along their average change.
 
-    x_i ← x_i − α d_i(∇F_i(x_i))                          in every step
+    x_i ← x_i − α d_i(∇F_i(x_i))                                in every step
     Δ = (1/N) Σ_i (a − x_i);   a ← a − outer(Δ);   x_i ← a      in every H-th, with the anchor a the same on all workers
 
-    inner        average               outer
-    any          mean                  SGD of rate 1                    local SGD, FedAvg; with H = 1 all-reduce of parameters
-    AdamW        mean                  SGD 0.7, Nesterov 0.9            DiLoCo        (Douillard et al. 2023, arXiv 2311.08105)
-    AdamW        coded with decay      SGD of rate 1                    SparseLoCo    (Sarfi et al. 2025, arXiv 2508.15706)
-                 0.95 and a top-k
+So one average of the size of the parameters is sent in H steps, where all-reduce sends H.
 
-Moments of the inner optimizer stay local and go on across outer steps.
+    inner        average               outer optimizer
+    any          mean                  SGD, learning rate 1             local SGD, FedAvg; with H = 1 all-reduce of parameters
+    AdamW        mean                  SGD 0.7, Nesterov 0.9            DiLoCo        (Douillard et al. 2023, arXiv 2311.08105)
+    AdamW        top-k codec, error    SGD, learning rate 1             SparseLoCo    (Sarfi et al. 2025, arXiv 2508.15706)
+                 decay 0.95
+
+The inner optimizer's moments are not averaged, and are not reset by outer steps.
 """
 
 from typing import Any, NamedTuple
@@ -25,35 +27,40 @@ from decjax.optim.memories import init_memory, transient
 
 @transient("reducer")
 class LocalUpdatesState(NamedTuple):
-    """State of `local_updates`."""
+    """State of `local_updates`.
 
-    inner: Any  # state of the inner optimizer
-    outer: Any  # state of the outer optimizer, the same on all workers
-    anchor: Any  # a, shapes of the parameters, the same on all workers
-    reducer: Any  # state of the reducer
+    Attributes:
+        inner: state of the inner optimizer.
+        outer: state of the outer optimizer, the same on all workers.
+        anchor: a, the parameters after the last outer step, the same on all workers.
+        reducer: state of the reducer.
+    """
+
+    inner: Any
+    outer: Any
+    anchor: Any
+    reducer: Any
 
 
 def local_updates(
     inner: optax.GradientTransformation, reducer: reduce.Reducer, outer: optax.GradientTransformation
 ) -> optax.GradientTransformationExtraArgs:
-    """Wraps an optimizer so that workers go their own ways for H steps, by the module's equations.
+    """An optimizer with H local steps between two averages (equations: `decjax.optim.local_updates`).
 
     The update takes a static `phase`, `reducer.phase(step)`. Steps of phase `reduce.LOCAL` send nothing.
 
-    Wrappers that may skip a step on one worker (`optax.apply_if_finite`, `optax.MultiSteps` with a `should_skip_update_fn`) belong
-    inside: outside, one worker's skip leaves the others waiting for ever (a deadlock) or, simulated, loses the mean;
-    `decjax.apply_if_finite` is the safe one, which refuses to stand outside.
+    Put wrappers that may skip a step on one worker inside, around `inner`; see `decentralize`.
 
     Args:
-        inner: what a worker does with its own gradient, clipping included.
+        inner: the optimizer of a worker's own steps, clipping included.
         reducer: how changes are averaged, and how often: `reduce.every(…, H)`.
-        outer: what is done with the average change, in place of a gradient.
+        outer: the optimizer of the outer step, which is given the average change Δ as its gradient.
 
     Example:
         >>> reducer = decjax.reduce.every(decjax.reduce.mean(), 30)
         >>> diloco = local_updates(optax.adamw(1e-3), reducer, optax.sgd(0.7, momentum=0.9, nesterov=True))
 
-    Reference: Douillard et al. 2023, arXiv 2311.08105 (DiLoCo); the module names the others.
+    Reference: Douillard et al. 2023, arXiv 2311.08105 (DiLoCo); the others are named at the top of the module.
     """
     inner = optax.with_extra_args_support(inner)
 

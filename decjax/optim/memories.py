@@ -1,8 +1,8 @@
-"""States of mixers and reducers within states of optax, and which of them do not outlive a change of workers.
+"""Which parts of an optimizer's state stay valid when a run continues with another number of workers.
 
-The latter are marked where their type is defined. What belongs to edges between workers or stages, such as what neighbours know of
-each other, means nothing to another number of workers, and begins afresh; all else, also of optimizers that are not ours, is averaged
-or copied.
+State that belongs to edges between workers, such as a mixer's copies of its neighbours' parameters, is meaningless for another
+number of workers and starts afresh. Its fields are marked with `transient` where the state's type is defined. All other state, also
+that of other libraries' optimizers, is averaged or copied.
 """
 
 from collections.abc import Callable
@@ -16,7 +16,11 @@ T = TypeVar("T")
 
 
 def transient(*fields: str) -> Callable[[type[T]], type[T]]:
-    """Marks fields of a NamedTuple: `@transient("mixer")`."""
+    """Class decorator that marks fields of a NamedTuple as not to be kept for another number of workers: `@transient("mixer")`.
+
+    Raises:
+        ValueError: if the class has no such field.
+    """
 
     def mark(kind):
         if unknown := set(fields) - set(kind._fields):
@@ -28,7 +32,7 @@ def transient(*fields: str) -> Callable[[type[T]], type[T]]:
 
 
 def lasting(state: Any) -> Any:
-    """What outlives a change of workers: the state without its marked fields; what had some becomes a dict."""
+    """An optimizer state without its `transient` fields; a tuple that had some becomes a dict of its other fields."""
     if not isinstance(state, tuple):
         return state
     if not hasattr(state, "_fields"):
@@ -40,7 +44,7 @@ def lasting(state: Any) -> Any:
 
 
 def completed(lasting_part: Any, fresh: Any) -> Any:
-    """The inverse: marked fields come from a fresh state."""
+    """The whole state again, from `lasting(state)` and, for the fields that it lacks, a freshly initialized state."""
     if isinstance(lasting_part, dict) and hasattr(fresh, "_fields"):
         return fresh._replace(**{name: completed(part, getattr(fresh, name)) for name, part in lasting_part.items()})
     if not isinstance(lasting_part, tuple):
@@ -50,23 +54,23 @@ def completed(lasting_part: Any, fresh: Any) -> Any:
 
 
 def init_memory(init: Callable[[Any], Any], params: Any) -> Any:
-    """`init(params)`, the state of a mixer or reducer, or what `optax.tree.map_params` is to see of it.
+    """`init(params)`, the state of a mixer or reducer; 0, or () for no state, when `optax.tree.map_params` calls.
 
-    That function gives `init` a placeholder for the parameters, to find the fields of a state that are shaped like them. What
-    mixers and reducers remember lies in buckets, whose number the placeholder does not tell: it counts as one field of another
-    shape, to which `transform_non_params` is applied as a whole.
+    That function calls `init` with a placeholder, to find the fields of a state that are shaped like the parameters. Mixers and
+    reducers keep their state in buckets, whose number a placeholder does not determine, so their state is shown as one field of
+    another shape, to which `transform_non_params` is applied as a whole.
     """
     if not isinstance(params, _placeholder()):
         return init(params)
     try:
         return () if init(params) == () else 0
-    except ValueError:  # It needs arrays, or a worker axis, so it remembers something.
+    except ValueError:  # `init` needs arrays or a worker axis, so there is a state.
         return 0
 
 
 @functools.cache
 def _placeholder() -> type:
-    """The type of that placeholder, which optax does not export."""
+    """The type of the placeholder that `optax.tree.map_params` passes to `init`; optax does not export it."""
     seen = []
     optax.tree.map_params(lambda params: seen.append(type(params)) or (), lambda x: x, ())
     return seen[0]

@@ -1,17 +1,17 @@
-"""What happens to gradients and parameters, whole: an optimizer, what is exchanged around it, and when.
+"""Training methods by name: an optimizer, what is exchanged around it, and when.
 
-    decentralized    x_i ← Σ_j w_ij x_j − α d_i(g_i)             an optimizer and a mixer
+    decentralized    x_i ← Σ_j w_ij x_j − α d_i(g_i)               an optimizer and a mixer
     tracking         the same with trackers of the mean gradient   an optimizer and a mixer, such as beer
     allreduce        x ← x − α d(ḡ)                                an optimizer and a reducer
     onebit_adam      all-reduce of Adam's momentum                 a reducer; it is an optimizer itself
     diloco           H local steps, then an outer one              an optimizer and a reducer
-    sparseloco       the same, its changes coded                   an optimizer and a reducer
+    sparseloco       the same, with the changes compressed         an optimizer and a reducer
     local            each worker by itself                         an optimizer
 
-A method is built from parts that exist already; nobody above it asks for a mixer or reducer by its name. Those that a factory takes
-before its options are: `inner`, the optimizer; `mixer`, how parameters are mixed, and trackers with them; `reducer`, how gradients,
-momenta or changes are averaged; `num_workers`, N; `learning_rate`, by step; `share`, the learning rate ÷ its peak, by step; and `clip`,
-of each worker's gradient.
+The registered factories take built parts first and their options after `*`. The parts, of which each takes what it needs: `inner`,
+the optimizer; `mixer`, how parameters (and trackers) are mixed; `reducer`, how gradients, momenta or changes are averaged;
+`num_workers`, N; `learning_rate`, by step; `share`, the learning rate ÷ its peak, by step; and `clip`, which clips each worker's
+own gradient.
 """
 
 from collections.abc import Callable
@@ -30,18 +30,29 @@ from decjax.optim.tracking import track, tracked_exchange
 
 
 class Method(NamedTuple):
-    """What happens to gradients and parameters: reduce, gossip or local."""
+    """A training method: what is done with gradients and parameters, and what is sent for it.
 
-    tx: optax.GradientTransformationExtraArgs  # its update takes `phase`, and `received` where there is an `exchange`
-    phase: Callable[[int], int | None]  # step -> its static phase; None: it is traced, or the state decides on it
-    num_bytes: Callable[[Any, int | None], np.ndarray]  # (params, phase) -> (N,), the declared bytes that each worker sends
-    # (params, opt_state, phase) -> received: all communication, where it needs nothing of the step's gradient, and there is some.
+    Attributes:
+        tx: the transformation; its update takes `phase`, and `received` where there is an `exchange`.
+        phase: `phase(step)`, a static int; None where it is traced, or the state decides on it.
+        num_bytes: `num_bytes(params, phase) -> (N,)`, the declared bytes that each worker sends.
+        exchange: `exchange(params, opt_state, phase) -> received`, all communication of a step whose exchange does not need that
+            step's gradient; None for other methods.
+        usage: `usage(opt_state) -> [phases]`, how many steps so far were in each of `phases`, where the state decides on the phase,
+            so that bytes can be counted; None where `phase` knows.
+        phases: the phases that `usage` counts.
+        mixer: the mixer of a method whose state has a `mixer` field; it says how workers are averaged.
+        every: steps from one exchange to the next.
+    """
+
+    tx: optax.GradientTransformationExtraArgs
+    phase: Callable[[int], int | None]
+    num_bytes: Callable[[Any, int | None], np.ndarray]
     exchange: Callable[[Any, Any, int], Any] | None = None
-    # opt_state -> [phases] steps so far in each of `phases`, where the state decides on the phase: the bytes are those of so many.
     usage: Callable[[Any], jax.Array] | None = None
-    phases: range = range(0)  # what `usage` counts
-    mixer: gossip.Mixer | None = None  # of a method whose state has a `mixer` field: it says how workers are averaged
-    every: int = 1  # steps from one exchange to the next
+    phases: range = range(0)
+    mixer: gossip.Mixer | None = None
+    every: int = 1
 
 
 @registry.register("method", "decentralized", chooses=("mixer", "optimizer"))
@@ -56,14 +67,16 @@ def decentralized(
     strength_power: float = 0.0,
     static_phase: bool = True,
 ) -> Method:
-    """Gossip around any optimizer: parameters are mixed with neighbours', see `decentralize`.
+    """Decentralized training (gossip): each worker mixes its parameters with its neighbours' around any optimizer's step.
+
+    See `decentralize`.
 
     Args:
-        order: "awc" mixes what was carried, and overlaps with the gradient; "atc" mixes after the step.
-        every: p, mix in every p-th step.
-        strength: γ of W' = γW + (1−γ)I; 0 none, 1 full.
-        strength_power: p of γ·(learning rate ÷ peak)^p.
-        static_phase: a program for each phase of the topology; else one that switches, and hides nothing.
+        order: "awc" mixes the parameters before the step, so the exchange overlaps with the gradient; "atc" mixes after the step.
+        every: p; mix in every p-th step only.
+        strength: γ in W' = γW + (1−γ)I, from 0 (no mixing) to 1 (full).
+        strength_power: q; γ is multiplied by (learning rate ÷ its peak)^q.
+        static_phase: compile one program for each phase of the topology; false: one program for all, whose exchange cannot overlap.
 
     Reference: arXiv 2410.11998, decentralized Adam.
     """
@@ -87,14 +100,16 @@ def tracking(
     strength_power: float = 0.0,
     static_phase: bool = True,
 ) -> Method:
-    """Gradient tracking: trackers of the mean gradient are mixed with the parameters, see `track`; with mixer "beer" it is BEER.
+    """Gradient tracking: each worker follows an estimate of the mean gradient, mixed with the parameters; with mixer "beer", BEER.
+
+    See `track`.
 
     Args:
-        order: "awc" mixes what the step before left, and overlaps with the gradient; "atc" mixes after the step.
-        every: p, mix in every p-th step.
-        strength: γ of W' = γW + (1−γ)I; 0 none, 1 full.
-        strength_power: p of γ·(learning rate ÷ peak)^p.
-        static_phase: a program for each phase of the topology; else one that switches, and hides nothing.
+        order: "awc" mixes the values before the step, so the exchange overlaps with the gradient; "atc" mixes after the step.
+        every: p; mix in every p-th step only.
+        strength: γ in W' = γW + (1−γ)I, from 0 (no mixing) to 1 (full).
+        strength_power: q; γ is multiplied by (learning rate ÷ its peak)^q.
+        static_phase: compile one program for each phase of the topology; false: one program for all, whose exchange cannot overlap.
 
     Reference: Nedić, Olshevsky and Shi 2017, arXiv 1607.03218; Zhao et al. 2022, arXiv 2201.13320 (BEER).
     """
@@ -102,7 +117,8 @@ def tracking(
     exchange = functools.partial(tracked_exchange, mixer)
     both = mixer._replace(num_bytes=lambda params, phase: mixer.num_bytes((params, params), phase))
     method = _gossip(track(inner, mixer, order), both, exchange, order, every, static_phase)
-    return method._replace(mixer=mixer._replace(restart=None))  # Its memory is of trackers, which an average does not make equal.
+    # The mixer's memory is also of trackers, which averaging the parameters does not make equal.
+    return method._replace(mixer=mixer._replace(restart=None))
 
 
 def _every_and_damped(mixer, every, strength, power, share) -> gossip.Mixer:
@@ -110,7 +126,7 @@ def _every_and_damped(mixer, every, strength, power, share) -> gossip.Mixer:
     if not power:
         return gossip.damp(mixer, strength)
     if share is None:
-        raise ValueError(f"strength_power={power} follows the learning rate: give `share`, or leave it 0")
+        raise ValueError(f"strength_power={power} scales mixing with the learning rate: give `share`, or leave it 0")
     return gossip.damp(mixer, lambda step: strength * share(step) ** power)
 
 
@@ -118,7 +134,7 @@ def _gossip(tx, mixer, exchange, order, every, static_phase) -> Method:
     if static_phase:
         return Method(tx, mixer.phase, mixer.num_bytes, exchange if order == "awc" else None, mixer=mixer, every=every)
 
-    # One program holds all phases, so the bytes are the mean over a period of steps.
+    # One program holds all phases, so its bytes are declared as the mean over a period of steps.
     steps = range(every * sum(phase != gossip.LOCAL for phase in mixer.phases))
     num_bytes = lambda params, phase: np.mean([mixer.num_bytes(params, mixer.phase(step)) for step in steps], axis=0)
     return Method(tx, lambda step: None, num_bytes, mixer=mixer, every=every)
@@ -126,10 +142,10 @@ def _gossip(tx, mixer, exchange, order, every, static_phase) -> Method:
 
 @registry.register("method", "allreduce", chooses=("reducer", "optimizer"), averages_gradients=True)
 def allreduce(inner: optax.GradientTransformation, reducer: reduce.Reducer, num_workers: int, *, stale: bool = False) -> Method:
-    """Gradients are averaged over all workers, plainly or compressed, see `synchronize`.
+    """Data-parallel training: gradients are averaged over all workers, exactly or compressed; see `synchronize`.
 
     Args:
-        stale: apply the average of the step before, so that averaging overlaps with the gradient.
+        stale: apply the average of the previous step's gradients, so that averaging overlaps with computing the next ones.
     """
     method = _averaging(synchronize(inner, reducer, stale), reducer, num_workers)
     exchange = lambda params, opt_state, phase: stale_exchange(reducer, opt_state, phase)
@@ -148,9 +164,9 @@ def onebit_adam(
     eps: float = 1e-8,
     weight_decay: float = 0.0,
 ) -> Method:
-    """1-bit Adam: momenta are averaged in the reducer's form once the variance, found in the reducer's first steps, is frozen.
+    """1-bit Adam: Adam for the first steps, then its variance is frozen and the workers' momenta are averaged in compressed form.
 
-    The reducer is plain before its step `start`, and coded from then on.
+    The reducer's `start` says after how many steps; until then it averages gradients exactly. See `scale_by_onebit_adam`.
 
     Args:
         b1: β1 in [0, 1), decay of the momentum.
@@ -179,12 +195,14 @@ def diloco(
     outer_learning_rate: float = 0.7,
     outer_momentum: float = 0.9,
 ) -> Method:
-    """H local steps, then one of Nesterov's along the average change, see `local_updates`.
+    """DiLoCo: every worker takes H local steps, then all take one step with Nesterov momentum along their average change.
+
+    See `local_updates`.
 
     Args:
         every: H, steps from one average to the next.
-        outer_learning_rate: of the outer step.
-        outer_momentum: Nesterov's; 0: none.
+        outer_learning_rate: learning rate of the outer step.
+        outer_momentum: Nesterov momentum of the outer step; 0: none.
 
     Reference: Douillard et al. 2023, arXiv 2311.08105.
     """
@@ -208,12 +226,14 @@ def sparseloco(
     outer_learning_rate: float = 1.0,
     outer_momentum: float = 0.0,
 ) -> Method:
-    """DiLoCo whose outer step is the average change itself, for changes that a reducer codes with a decaying memory.
+    """SparseLoCo: DiLoCo with compressed changes (a few of the values, in few bits), whose errors are added to later changes.
+
+    The default reducer keeps the largest values of each block in 2 bits, and multiplies the remembered error by 0.95 each time.
 
     Args:
         every: H, steps from one average to the next.
-        outer_learning_rate: of the outer step; 1: workers take on the average.
-        outer_momentum: Nesterov's; 0: none.
+        outer_learning_rate: learning rate of the outer step; 1: the average change is applied as it is.
+        outer_momentum: Nesterov momentum of the outer step; 0: none.
 
     Reference: Sarfi et al. 2025, arXiv 2508.15706.
     """
@@ -230,11 +250,11 @@ def _averaging(tx: Any, reducer: reduce.Reducer, num_workers: int) -> Method:
 
 @registry.register("method", "local", chooses=("optimizer",))
 def local(inner: optax.GradientTransformation, num_workers: int) -> Method:
-    """Every worker trains by itself: nothing is sent."""
+    """No communication: every worker trains by itself."""
     inner = optax.with_extra_args_support(inner)
 
     def update(grads, state, params=None, *, phase=None, **extra):
-        del phase  # Nothing is sent, and the optimizer is not to see it.
+        del phase  # Not an argument of the optimizer.
         return inner.update(grads, state, params, **extra)
 
     tx = optax.GradientTransformationExtraArgs(inner.init, update)  # pyright: ignore[reportArgumentType]

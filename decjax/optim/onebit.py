@@ -1,12 +1,13 @@
-"""1-bit Adam: once the variance is stable it is frozen, and the momentum, which is then linear in gradients, is compressed.
+"""1-bit Adam: Adam whose variance is frozen after some steps, from which on workers send compressed momenta instead of gradients.
 
-While warm, Adam of the averaged gradient ḡ. From then on, with v the variance so far and C a codec with error feedback,
+In the T warm-up steps it is Adam of the averaged gradient ḡ. From then on, with v the frozen variance, C a codec and e_j its error,
 
     m_i = β1 m + (1−β1) g_i;     m = (1/N) Σ_j C(m_j + e_j);     x ← x − α m̂ / (√v̂ + ε)
 
-so that m is again the same on all workers. Where the reducer averages shard by shard, as in the paper, the mean is coded once more,
-with error feedback of its own. Corrections for the start are kept: m̂ = m / (1−β1^t), v̂ = v / (1−β2^T), with T warm steps. A
-coordinate whose gradient was zero in all warm steps has no variance to divide by, and stays where it is.
+so that m is the same on all workers after the average. Freezing v makes the update linear in the gradients, which error feedback
+needs. Where the reducer averages shard by shard, as in the paper, the mean is compressed once more, with error feedback of its own.
+Bias corrections: m̂ = m / (1−β1^t), v̂ = v / (1−β2^T). A coordinate whose gradient was zero in all warm-up steps has v = 0, and is
+not updated.
 
 Reference: Tang et al. 2021, arXiv 2102.02888, algorithm 1.
 """
@@ -25,30 +26,38 @@ from decjax.optim.memories import init_memory, transient
 
 @transient("reducer")
 class OnebitAdamState(NamedTuple):
-    """State of `scale_by_onebit_adam`; the trees have the shapes of the parameters."""
+    """State of `scale_by_onebit_adam`; the trees have the shapes of the parameters.
 
-    count: jax.Array  # int32 scalar, t: updates so far
-    warm_count: jax.Array  # int32 scalar, T: those of them while warm
-    mu: Any  # m, the same on all workers
-    nu: Any  # v
-    reducer: Any  # state of the reducer
+    Attributes:
+        count: t, updates so far, an int32 scalar.
+        warm_count: T, how many of them were warm-up steps, an int32 scalar.
+        mu: m, the momentum, the same on all workers.
+        nu: v, the variance.
+        reducer: state of the reducer.
+    """
+
+    count: jax.Array
+    warm_count: jax.Array
+    mu: Any
+    nu: Any
+    reducer: Any
 
 
 def scale_by_onebit_adam(
     reducer: reduce.Reducer, b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8
 ) -> optax.GradientTransformationExtraArgs:
-    """Averages and rescales gradients as 1-bit Adam does, by the module's equations; leaves that are no floats are not updated.
+    """1-bit Adam's update direction, averaged over all workers (equations: `decjax.optim.onebit`), without the learning rate.
 
-    The update takes a static `phase`, `reducer.phase(step)`.
+    The update takes a static `phase`, `reducer.phase(step)`. Leaves that are not floating point are not updated.
 
     Args:
-        reducer: `reduce.start_at`: dense and warm before, compressing with error feedback from then on.
+        reducer: a `reduce.start_at`, which averages exactly before its first step (the warm-up) and compresses from then on.
         b1: β1 in [0, 1), decay of the momentum.
-        b2: β2 in [0, 1), decay of the variance while warm.
+        b2: β2 in [0, 1), decay of the variance in the warm-up.
         eps: ε, added outside of the root.
 
     Raises:
-        ValueError: if the reducer has no warm phase, without which there is no variance.
+        ValueError: if the reducer has no warm-up, in which the variance is estimated.
 
     Example:
         >>> one_bit = decjax.reduce.coded(decjax.codecs.make("int8"))
@@ -59,7 +68,8 @@ def scale_by_onebit_adam(
     """
     if len(reducer.phases) < 2 or reducer.phases[0] != reduce.BEFORE:
         raise ValueError(
-            "1-bit Adam needs warm steps to find its variance: give reduce.start_at(…), or reducer.start, of at least 1 step"
+            "1-bit Adam needs warm steps, in which it estimates its variance: give reduce.start_at(…), or reducer.start, of at least "
+            "1 step"
         )
 
     def init(params):
@@ -89,13 +99,13 @@ def scale_by_onebit_adam(
 
 
 def _scaled(m: jax.Array, v: jax.Array, *, eps: float, correction1: jax.Array, correction2: jax.Array) -> jax.Array:
-    """m̂ / (√v̂ + ε); zero where there is no variance."""
+    """m̂ / (√v̂ + ε); zero where v is."""
     has_variance = v > 0
     root = jnp.sqrt(jnp.where(has_variance, v, 1) / correction2.astype(v.dtype))
-    # An average that is not finite must not look as if it were.
+    # A momentum that is not finite stays so, for divergence to be seen.
     return jnp.where(has_variance | ~jnp.isfinite(m), m / correction1.astype(m.dtype) / (root + eps), 0)
 
 
 def _of_floating(fn: Callable[..., jax.Array], tree: Any, *rest: Any) -> Any:
-    """`jax.tree.map` over floating-point leaves of `tree`; the others, counters that nothing averages, stay zero."""
+    """`jax.tree.map` over floating-point leaves of `tree`; others, such as counters, are returned as they are."""
     return jax.tree.map(lambda x, *others: fn(x, *others) if jnp.issubdtype(x.dtype, jnp.floating) else x, tree, *rest)

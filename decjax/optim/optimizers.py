@@ -1,4 +1,4 @@
-"""Optimizers and learning rates by name: ours, and any of optax and optax.contrib that takes a learning rate."""
+"""Optimizers and learning-rate schedules by name: decjax's own, and all of optax and optax.contrib that take a learning rate."""
 
 from collections.abc import Callable
 import inspect
@@ -16,9 +16,10 @@ registry.register("optimizer", "accum_adamw", source="arXiv 2410.11998")(accumul
 def momentum_sgd(
     learning_rate: optax.Schedule, *, momentum: float = 0.9, weight_decay: float = 0.0
 ) -> optax.GradientTransformation:
-    """SGD with momentum and coupled weight decay: m ← βm + g + λx;  x ← x − αm.
+    """SGD with momentum, whose weight decay is added to the gradient: m ← βm + g + λx;  x ← x − αm.
 
     Args:
+        learning_rate: α, by step.
         momentum: β in [0, 1).
         weight_decay: λ.
     """
@@ -27,9 +28,10 @@ def momentum_sgd(
 
 @registry.register("optimizer", "sign")
 def sign_descent(learning_rate: optax.Schedule, *, weight_decay: float = 0.0) -> optax.GradientTransformation:
-    """x ← (1 − αλ) x − α sign(g), as DeMo takes its steps.
+    """Sign descent, x ← (1 − αλ) x − α sign(g), the step that DeMo takes.
 
     Args:
+        learning_rate: α, by step.
         weight_decay: λ.
     """
     return optax.chain(optax.scale_by_sign(), optax.add_decayed_weights(weight_decay), optax.scale_by_learning_rate(learning_rate))
@@ -44,7 +46,7 @@ def _find(name: str) -> Callable | None:
 
 
 def _names() -> tuple[str, ...]:
-    """Those that optax means as optimizers: not what they are made of, `scale_by_…`."""
+    """Names of optax's optimizers; their building blocks `scale_by_…` are left out."""
     known = {name for module in (optax, optax.contrib) for name in dir(module) if not name.startswith(("_", "scale_by_"))}
     return tuple(sorted(filter(_find, known)))
 
@@ -54,18 +56,22 @@ registry.fallback("optimizer", _find, _names)
 
 @registry.register("schedule", "cosine")
 def cosine(steps: int, *, learning_rate: float = 1e-3, warmup_steps: int = 0, final_fraction: float = 0.0) -> optax.Schedule:
-    """Linear warm-up from 0 to the largest learning rate, then a cosine to a fraction of it at the last of the run's steps.
+    """Learning rate by step: a linear warm-up from 0 to the peak, then half a cosine down to a fraction of it at the last step.
 
     Args:
-        learning_rate: the largest.
-        warmup_steps: steps of the warm-up.
-        final_fraction: of the largest learning rate, at the last step.
+        steps: length of the run.
+        learning_rate: the peak, > 0.
+        warmup_steps: steps of the warm-up, fewer than `steps`; 0: start at the peak.
+        final_fraction: learning rate of the last step ÷ the peak, in [0, 1].
+
+    Raises:
+        ValueError: if an option lies outside its range.
     """
     if not 0 <= warmup_steps < steps:
         raise ValueError(f"schedule.warmup_steps={warmup_steps} must be at least 0 and less than steps={steps}")
     if not learning_rate > 0:
         raise ValueError(f"schedule.learning_rate={learning_rate} must be positive")
     if not 0 <= final_fraction <= 1:
-        raise ValueError(f"schedule.final_fraction={final_fraction}: must lie between 0 and 1")
+        raise ValueError(f"schedule.final_fraction={final_fraction} must lie between 0 and 1")
     start = 0.0 if warmup_steps else learning_rate
     return optax.warmup_cosine_decay_schedule(start, learning_rate, warmup_steps, steps, final_fraction * learning_rate)

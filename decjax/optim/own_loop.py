@@ -1,4 +1,4 @@
-"""A step of one's own, compiled once for each phase of a schedule."""
+"""Compiles a training step that you wrote yourself, once for each phase of a mixer or reducer."""
 
 from collections.abc import Callable, Sequence
 import functools
@@ -16,18 +16,19 @@ def make_step(
     *,
     donate_argnums: Sequence[int] = (0, 1),
 ) -> Callable[..., Any]:
-    """Maps a step over the workers, compiles it once per phase, and waits for its result.
+    """Turns one worker's training step into a step of all workers: mapped over them, and compiled once per phase.
 
-    Many steps in flight may leave forced CPU devices waiting for each other for ever.
+    Every call waits for its result: several steps in flight at once can deadlock forced CPU devices.
 
     Args:
-        fn: `fn(*own, phase=phase)` of one worker, such as `fn(params, state, batch, phase=0) -> (params, state)`.
-        workers: where they live.
+        fn: one worker's step, `fn(*own, phase=phase)`, such as `fn(params, state, batch, phase=0) -> (params, state)`.
+        workers: the workers and their devices; see `make_workers`.
         schedule: the mixer or reducer, whose `phase(step)` says which messages are due.
-        donate_argnums: arguments whose memory the results take.
+        donate_argnums: positions of the arguments whose memory the results may reuse; those arrays cannot be used afterwards.
 
     Returns:
-        `step(number, *stacked)`, of arguments [N, …]; what `fn` returns, stacked.
+        `step(number, *stacked)`: takes the step's number and arguments stacked over workers, [N, …], and returns what `fn` returns,
+            stacked likewise.
 
     Example:
         >>> workers = decjax.make_workers(4, simulate=True)

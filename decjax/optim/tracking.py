@@ -1,10 +1,11 @@
-"""Gradient tracking: every worker follows the mean gradient, not its own.
+"""Gradient tracking: every worker's optimizer is given an estimate v_i of the mean gradient instead of its own gradient.
 
     v_i <- Σ_j w_ij v_j + ∇F_i(x_i) − ∇F_i(x_i⁻)     x_i <- Σ_j w_ij x_j − α d_i(v_i)
 
-The mean of v is the mean gradient at all times, so workers with different data agree on a stationary point of the sum,
-where plain gossip ends up at a distance that grows with α. Parameters and trackers are mixed in one exchange, twice the bytes
-of gossip. With an exact mixer this is gradient tracking; with `gossip.beer` both are mixed by CHOCO, and it is BEER:
+with x_i⁻ the parameters of the step before. The mean of the v_i is always the mean of the workers' gradients, so workers with
+different data converge to a stationary point of the sum; plain gossip with constant α ends at a distance from it that grows with α.
+Parameters and trackers are sent in one exchange, twice the bytes of gossip. With an exact mixer this is gradient tracking (DIGing);
+with `gossip.beer` both are compressed as in CHOCO, which is BEER:
 
     X <- X + γ H (W − I) − α V     H <- H + C(X − H)
     V <- V + γ G (W − I) + ∇F(X) − ∇F(X⁻)     G <- G + C(V − G)
@@ -25,41 +26,48 @@ from decjax.optim.memories import init_memory, transient
 
 @transient("mixer", "tracker", "gradient")
 class TrackState(NamedTuple):
-    """State of `track`; tracker and gradient have the shapes of the parameters."""
+    """State of `track`; tracker and gradient have the shapes of the parameters.
 
-    count: jax.Array  # int32 scalar, steps so far: the phase of a traced schedule
-    inner: Any  # state of the wrapped optimizer
-    mixer: Any  # state of the mixer, of parameters and trackers
-    tracker: Any  # v
-    gradient: Any  # ∇F(x⁻), of the step before
+    Attributes:
+        count: steps so far, an int32 scalar; it gives the phase where the caller gives none.
+        inner: state of the wrapped optimizer.
+        mixer: state of the mixer, of parameters and trackers.
+        tracker: v, the estimate of the mean gradient.
+        gradient: ∇F(x⁻), the gradient of the step before.
+    """
+
+    count: jax.Array
+    inner: Any
+    mixer: Any
+    tracker: Any
+    gradient: Any
 
 
 def track(
     inner: optax.GradientTransformation, mixer: gossip.Mixer, order: Literal["awc", "atc"] = "awc"
 ) -> optax.GradientTransformationExtraArgs:
-    """Wraps an optimizer so that it is given tracked gradients, and parameters and trackers are mixed.
+    """An optimizer that follows the tracked mean gradient, and mixes parameters and trackers (equations: `decjax.optim.tracking`).
 
-    The result takes `phase` and `received`, from `tracked_exchange`, as that of `decentralize`.
+    The update takes `phase` and `received` as that of `decentralize` does; `received` comes from `tracked_exchange`.
 
-    Wrappers that may skip a step on one worker (`optax.apply_if_finite`, `optax.MultiSteps` with a `should_skip_update_fn`) belong
-    inside: outside, one worker's skip leaves the others waiting for ever (a deadlock) or, simulated, loses the mean;
-    `decjax.apply_if_finite` is the safe one, which refuses to stand outside. Even so trackers carry every gradient on: in place of
-    one that is not finite give `state.gradient`, the one before.
+    Put wrappers that may skip a step on one worker inside, around `inner`; see `decentralize`. A tracker keeps every gradient that
+    it was given, so replace one that is not finite by `state.gradient`, the one before, ahead of the update.
 
     Args:
         inner: any optax optimizer; clipping acts on the tracked gradient.
         mixer: how parameters and trackers are mixed: `gossip.beer`, or an exact one.
-        order: "awc", the module's equations, mixes what the step before left, and overlaps with the gradient; "atc" mixes both after
-            the gradient, x_i <- Σ_j w_ij (x_j − α d_j(v_j)), and overlaps with nothing.
+        order: "awc" mixes the parameters and trackers from before the step, so that the exchange can overlap with the gradient;
+            "atc" mixes both after the update, x_i <- Σ_j w_ij (x_j − α d_j(v_j)), and waits for the gradient.
 
     Raises:
-        ValueError: if the order is unknown, or the mixer turns the step of the optimizer into another, as `gossip.dcd` does.
+        ValueError: if the order is unknown, or the mixer changes the optimizer's step itself, as `gossip.dcd` does.
     """
     if order not in ORDERS:
         raise ValueError(f"order {order!r} is unknown; use one of {', '.join(ORDERS)}")
     if mixer.settle is not None:
         raise ValueError(
-            "gradient tracking mixes trackers, which no optimizer steps; use mixer 'exact' or 'beer', not 'dcd' or 'push_sum'"
+            "gradient tracking also mixes trackers, for which this mixer is not made; use mixer 'exact' or 'beer', not 'dcd' or "
+            "'push_sum'"
         )
     inner = optax.with_extra_args_support(inner)
 
@@ -88,5 +96,8 @@ def track(
 
 
 def tracked_exchange(mixer: gossip.Mixer, params: Any, state: TrackState, phase: int) -> Any:
-    """The communication of `track` in order "awc", which waits for no gradient."""
+    """All that `track` sends in order "awc", to be passed to its update as `received`.
+
+    It does not depend on this step's gradient, so another program can run it meanwhile.
+    """
     return mixer.exchange((params, state.tracker), state.mixer, phase)

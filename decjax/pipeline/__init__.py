@@ -1,12 +1,14 @@
-"""Models divided into pipeline stages, and the executor of their schedules.
+"""Pipeline parallelism: models divided into stages, schedules of microbatches, and compressed messages between stages.
 
-stages       which layers, and which ends, a stage holds; from a model's parameters to stages' and back
-executor     the gradient of a divided model, tick by tick of any schedule
-boundary     what travels between stages: as it is, or in the form of a codec, with lazy error propagation
-links        what both ends of such messages remember
-probe        a boundary whose errors are compared with the changes between messages
-autoencoder  narrower activations between stages, learned
-embedding    the average of a table that two stages share
+source       where a gradient comes from: a whole model, or one divided into stages
+stages       which layers and tables a stage holds; from a model's parameters to the stages' and back
+executor     the gradient of a divided model by any schedule, tick by tick
+table        a schedule as arrays, which the executor reads
+boundary     messages between stages: uncompressed, or compressed with lazy error propagation
+links        the state that both ends of compressed messages keep
+probe        a boundary that records how compression errors relate to changes between messages
+autoencoder  learned autoencoders that narrow the activations between stages
+embedding    the average of a tied embedding, of which two stages hold a copy each
 """
 
 from decjax.pipeline.boundary import Boundary, Transfer, coded

@@ -1,12 +1,12 @@
-"""Learned linear autoencoders between virtual stages: narrow activations travel, and so do narrow gradients.
+"""Learned linear autoencoders between virtual stages, which narrow the activations and gradients that are sent from D to R values.
 
-    stage v    z = y E_v            sent forward: R values of D
-    stage v+1  x = z D_v            and back: ∂z = ∂x D_vᵀ,  ∂y = ∂z E_vᵀ
+    stage v    z = y E_v            z is sent forward
+    stage v+1  x = z D_v            ∂z = ∂x D_vᵀ is sent back; then stage v takes ∂y = ∂z E_vᵀ
 
-E_v (D×R) belongs to the stage that sends and D_v (R×D) to the one that receives, as parameters of the model: trained by the same
-optimizer, kept in evaluation and in checkpoints. There is no state and no error memory: forward and backward pass are those of
-one model, so gradients are exact. At the start E has orthonormal columns and D = Eᵀ, a projection onto R random directions; at
-full width, R = D, the identity up to rounding.
+E_v (D×R) belongs to the stage that sends and D_v (R×D) to the one that receives. They are parameters of the model: trained by the
+same optimizer, and part of evaluation and checkpoints. The gradients are the exact ones of that model, so no error is remembered.
+At the start E has orthonormal columns and D = Eᵀ, a projection onto R random directions; with R = D it is the identity up to
+rounding.
 """
 
 from collections.abc import Sequence
@@ -17,21 +17,23 @@ import jax.numpy as jnp
 
 
 def init(key: jax.Array, count: int, width: int, narrow: int) -> dict[str, jax.Array]:
-    """Autoencoders of `count` boundaries, leaves [count, …]."""
+    """Initial parameters of the autoencoders of `count` boundaries, of width D = `width` and R = `narrow`: leaves [count, …]."""
     orthogonal = jax.nn.initializers.orthogonal()
     encoder_UxDxR = jax.vmap(lambda key: orthogonal(key, (width, narrow)))(jax.random.split(key, count))
     return {"encoder_DxR": encoder_UxDxR, "decoder_RxD": jnp.swapaxes(encoder_UxDxR, 1, 2)}
 
 
 def apply(x_BxTxD: jax.Array, weights_DxR: jax.Array) -> jax.Array:
-    """Encodes or decodes, in the activation's own type."""
+    """Multiplies activations by an encoder or a decoder, in the activations' own dtype."""
     rows = x_BxTxD.reshape(-1, x_BxTxD.shape[-1]) @ weights_DxR.astype(x_BxTxD.dtype)
     return rows.reshape(*x_BxTxD.shape[:-1], -1)
 
 
 def insert(model: Any, layers: Sequence[int], narrow: int) -> Any:
-    """A `models.Model` that comes in parts, with autoencoders of width R = `narrow` between runs of so many of its layers, and
-    parameters {"autoencoder": …} beside its own."""
+    """A `models.Model` that has parts, with autoencoders of width R = `narrow` between groups of so many of its layers each.
+
+    Its parameters have an additional entry "autoencoder".
+    """
     width = model.parts.activation(1, 1).shape[-1]
 
     def init_all(key):

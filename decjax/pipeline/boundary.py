@@ -1,21 +1,22 @@
-"""What travels between stages, and what both ends remember of it.
+"""Messages between pipeline stages: activations and their gradients, uncompressed or compressed.
 
     sender      (message, state) = send(x, state, place)
     receiver    (x, state) = receive(message, state, place)
 
-A message belongs to a label: its kind, "F" for activations and "B" for their gradients, and whether it is compressed, which
-`compresses` decides from its place in the schedule, once for both ends. Each label has a pair of such functions, or none: then x
-travels as it is. Sender and receiver are stages of the same pipeline, which run the same program: `send` is computed by stages that
-send, `receive` by those that receive, and neither may talk to anybody. The state is carried from step to step as ordinary state.
+A message has a label: its kind, "F" for activations and "B" for their gradients, and whether it is compressed, which `compresses`
+decides from its place in the schedule, the same at both ends. A label has a pair of such functions, or none, if x is sent as it is.
+All stages run the same program: `send` is computed by stages that send, `receive` by those that receive, and neither communicates.
+Their state is carried from step to step with the rest of the training state.
 
-A stage of several devices sends a message from each of them: all of this is of one device, which codes its own part and remembers
-what that has lost, and talks to the device in its place in the other stage.
+Where a stage has several devices, all of this is about one device: it compresses and sends its own part to the device at the same
+place in the other stage, and remembers the error of that part.
 
-Compressed backpropagation sends those gradients compressed that a stage waits for in its cool-down, S(S − 1)/2 an iteration of
-1F1B, and what such a message loses goes with the next one of its link (lazy error propagation). `links` has the forms of memory.
+Compressed backpropagation (Optimus-CC) compresses the gradients that a stage waits for at the end of an iteration, in its
+cool-down: S(S − 1)/2 messages per iteration of 1F1B. The error of such a message is added to the next compressed one of its link
+(lazy error propagation). Other forms of memory are in `links`.
 
-Deviation from the paper: at the end of an iteration, between whose messages the parameters change, the error may stay (as there),
-join the first message of the next iteration that is not compressed, or be forgotten.
+Deviation from the paper: over the end of an iteration, where the parameters change, the error may be kept (as in the paper), be
+added to the first uncompressed message of the next iteration, or be dropped.
 
 Reference: Song et al. 2023, arXiv 2301.09830 (Optimus-CC).
 """
@@ -35,26 +36,32 @@ from decjax.pipeline.table import Label
 WHEN = ("epilogue", "always")
 ERRORS = ("carry", "flush", "reset", "ef21", "none")
 FORWARD_ERRORS = ("none", "carry", "reset", "ef21", "samples")
-CHOOSING = ("topk", "threshold")  # Codecs whose messages hold positions of values.
+CHOOSING = ("topk", "threshold")  # codecs whose messages contain the positions of the values that are sent
 
 
 class Transfer(NamedTuple):
-    """How messages of one label are made and read; see the module."""
+    """How the messages of one label are made and read.
+
+    Attributes:
+        send: `send(x, state, place) -> (message, state)`.
+        receive: `receive(message, state, place) -> (x, state)`.
+    """
 
     send: Callable[[jax.Array, Any, Place], tuple[Any, Any]]
     receive: Callable[[Any, Any, Place], tuple[jax.Array, Any]]
 
 
 class Boundary(NamedTuple):
-    """How values pass from stage to stage: as they are, unless it says otherwise.
+    """How activations and gradients are sent from stage to stage; with the defaults, uncompressed.
 
     Attributes:
-        init: `init(like, schedule) -> state` of one stage; `like` has shape and dtype of what travels.
+        init: `init(like, schedule) -> state` of one stage; `like` has the shape and dtype of what is sent.
         compresses: `compresses(send) -> bool`, whether a message of the schedule is compressed.
-        transfers: of every label; what has none travels as it is.
-        finish: `finish(state) -> state`, at the end of an iteration.
-        received: `received(x, key) -> x`, what arrives of activations; None where that is x, or depends on what is remembered.
-        of_samples: whether messages must be of whole sequences, also where the devices of a stage each send a part.
+        transfers: by label; messages of other labels are sent as they are.
+        finish: `finish(state) -> state`, applied at the end of an iteration.
+        received: `received(x, key) -> x`, the activations that arrive when x is sent; None where that is x itself, or depends on
+            state.
+        of_samples: whether a device that sends a part of a message must send whole sequences.
     """
 
     init: Callable[[jax.ShapeDtypeStruct, schedules.Schedule], Any] = lambda like, schedule: ()
@@ -75,26 +82,28 @@ def coded(
     slots: int = 0,
     reuse_indices: bool = False,
 ) -> Boundary:
-    """Messages in the form of a codec, which is shown B×T×D as the matrix I×J = (B·T)×D.
+    """A boundary with compressed messages; codecs are given B×T×D as the matrix I×J = (B·T)×D.
 
     Args:
-        backward: of gradients; None: they travel as they are.
-        forward: of activations, all of them; None: they travel as they are.
-        when: which gradients: "epilogue": those that a stage waits for in its cool-down (gpipe: all); "always": all.
-        error: what is remembered of what compressed gradients lose: "carry", "flush", "reset": the error, which goes with the next
-            compressed message of the link, and at the end of an iteration stays, joins the next iteration's first message that is
-            not compressed, or is forgotten; "ef21": both ends hold an estimate, and its change is sent; "none": nothing.
-        forward_error: the same of activations, or "samples": an estimate for every sample (AQ-SGD).
-        slots: places for what "samples" remembers, some times as many as samples; see `links.per_sample`.
-        reuse_indices: send gradients at the places that top-k chose of the same activations, in form `backward`, without indices.
+        backward: codec of the gradients; None: sent uncompressed.
+        forward: codec of the activations, all of them; None: sent uncompressed.
+        when: which gradients are compressed: "epilogue": those that a stage waits for in its cool-down (gpipe: all); "always": all.
+        error: what is done with the compression error of gradients. "carry", "flush" and "reset" add it to the next compressed
+            message of the link; over the end of an iteration "carry" keeps it, "flush" adds it to the next iteration's first
+            uncompressed message, "reset" drops it. "ef21": both ends hold an estimate, and its changes are sent. "none": nothing.
+        forward_error: the same for activations, without "flush", or "samples": an estimate of every sample is kept (AQ-SGD).
+        slots: how many samples "samples" stores: a few times as many as a worker has; see `links.per_sample`.
+        reuse_indices: send gradients only at the positions that top-k chose for the activations of the same microbatch, compressed
+            by `backward` and without indices.
 
     Raises:
-        ValueError: if a codec cannot be had; from `init`, if it does not suit the shape, or nothing would ever be flushed.
+        ValueError: if an option is unknown, or a codec does not suit; from `init`, if a codec does not suit the shape, or "flush"
+            has a link without uncompressed messages.
 
     Example:
         >>> boundary = coded(codecs.low_rank(rank=16))
 
-    Reference: arXiv 2301.09830; arXiv 2206.01299 for "samples".
+    Reference: Song et al. 2023, arXiv 2301.09830; Wang et al. 2022, arXiv 2206.01299 for "samples".
     """
     _check_options(when, error, forward_error, slots)
     given = {schedules.BACKWARD: (backward, error), schedules.FORWARD: (forward, forward_error)}
@@ -134,7 +143,7 @@ def _check_options(when: str, error: str, forward_error: str, slots: int) -> Non
 
 
 def _with(state: Any, kind: str, **ends: Any) -> Any:
-    """The state, with one or both ends of an entry replaced."""
+    """The state, with one or both ends of the entry `kind` replaced."""
     return state | {kind: state[kind]._replace(**ends)}
 
 
@@ -159,7 +168,7 @@ def _flush(x: jax.Array, state: Any, place: Place) -> tuple[Any, Any]:
 def _link(codec: codecs.Codec, error: str, slots: int) -> links.Link:
     if not codec.traits.static_bytes:
         raise ValueError(
-            f"codec {codec.name!r} has messages of varying size, and stages wait for one of known size; use 'int8', "
+            f"codec {codec.name!r} has messages of varying size, and stages wait for messages of a fixed one; use 'int8', "
             "or, where errors are not remembered, 'bounded(raw=False)'"
         )
     if error == "none":
@@ -171,29 +180,29 @@ def _link(codec: codecs.Codec, error: str, slots: int) -> links.Link:
 
 
 def _as_matrix(codec: codecs.Codec) -> codecs.Codec:
-    """The codec, shown B×T×D as I×J = (B·T)×D; vectors as they are."""
+    """The codec applied to B×T×D as the matrix I×J = (B·T)×D, and to vectors as they are."""
     return codecs.shown(codec, lambda shape, dtype: (math.prod(shape[:-1]), shape[-1]) if len(shape) > 1 else shape)
 
 
 def _reusing(boundary: Boundary, backward: codecs.Codec | None, forward: codecs.Codec | None) -> Boundary:
-    """The boundary, whose gradients are sent at those places that the activations of the same microbatch were.
+    """The boundary, with gradients sent only at the positions at which the activations of the same microbatch were sent.
 
-    Whoever sends these gradients has received the activations, and whoever receives them has sent those.
+    Both ends know these positions: the sender of the gradients has received the activations, their receiver has sent them.
     """
     if not forward or forward.name not in CHOOSING:
         raise ValueError(
-            f"boundary reuse_indices with forward={forward and forward.name!r}: indices are those of "
-            f"{' and '.join(CHOOSING)}; use forward=topk"
+            f"boundary reuse_indices with forward={forward and forward.name!r}: only {' and '.join(CHOOSING)} have indices; "
+            "use forward=topk"
         )
     if not backward or backward.traits.matrix or backward.traits.state_key != "none":
         raise ValueError(
-            f"boundary reuse_indices with backward={backward and backward.name!r}: it is the form of the values at "
-            "these indices, without state or matrices; use backward=identity"
+            f"boundary reuse_indices with backward={backward and backward.name!r}: the values at these indices need a codec "
+            "of vectors without state; use backward=identity"
         )
     gradients, activations = (boundary.transfers[kind, True] for kind in (schedules.BACKWARD, schedules.FORWARD))
 
     def init(like, schedule):
-        """With the indices of every microbatch, at both ends."""
+        """The boundary's state, and the indices of every microbatch at both ends."""
         x = jax.ShapeDtypeStruct(like.shape, links.WIDE)
         where_k = jax.eval_shape(lambda x: _as_matrix(forward).encode(x, (), None), x)["where"]
         places = jnp.zeros((schedule.num_chunks, schedule.num_microbatches, *where_k.shape), where_k.dtype)
@@ -223,13 +232,13 @@ def _reusing(boundary: Boundary, backward: codecs.Codec | None, forward: codecs.
 
 
 def _check_flushes(schedule: schedules.Schedule, compresses) -> None:
-    """Refuses errors that no message of their link would ever take along."""
+    """Raises a ValueError if "flush" finds a link without uncompressed messages, whose errors would never be sent."""
     of_link: dict[tuple[int, int], set[bool]] = {}
     for send in (send for sends in schedule.sends for send in sends if send.kind == schedules.BACKWARD):
         of_link.setdefault((send.source, send.source_chunk), set()).add(compresses(send))
     if {True} in of_link.values():
         raise ValueError(
-            f"boundary error='flush' with schedule {schedule.name!r}, microbatches={schedule.num_microbatches}: there "
-            "are links with compressed messages only, whose error nothing would take along; use when='epilogue' with "
+            f"boundary error='flush' with schedule {schedule.name!r}, microbatches={schedule.num_microbatches}: some links "
+            "have compressed messages only, so their error would never be sent; use when='epilogue' with "
             f"schedule '1f1b' and microbatches of at least stages={schedule.num_stages}, or error='carry'"
         )

@@ -1,15 +1,14 @@
-"""The average of a table that is embedding and output at once, of which the first and the last stage hold a copy each.
+"""The gradient average of a tied embedding (one table for embedding and output), which the first and the last stage both hold.
 
-Each of the two stages of each of N workers has a part of the gradient; what both need is the sum over stages of the mean over
-workers. For a table of V bytes a holder sends
+The two stages of each of N workers have a part of its gradient each; both need the sum over the two stages of the mean over
+workers. For a table of V bytes each holder sends
 
     apart    the sum of the two stages, V; the mean over workers, 2(N−1)/N·V                                  V(3N−2)/N
     fused    the other's half of the columns, V/2; the mean of its own half, 2(N−1)/N·V/2; that half, V/2     V(2N−1)/N
 
-which is what a ring over all 2N holders would send, without a group that crosses both axes. Columns are halved, and not rows,
-because rows lie on the devices of a tensor-parallel group: each of them then works on rows of its own only. Stages between
-the two send nothing. The table travels as it is, whatever compresses the rest: both copies stay equal, also where the two
-stages compress differently.
+"Fused" sends as much as one ring over all 2N holders would, without a group over both mesh axes. Columns are halved, not rows,
+because rows are divided between the devices of a tensor-parallel group. Stages between the two send nothing. The table's gradient
+is never compressed, so that both copies stay equal even if the two stages compress all else differently.
 
 Reference: arXiv 2301.09830 (Optimus-CC), fused embedding synchronization.
 """
@@ -25,24 +24,24 @@ TABLE = "table_VxD"
 
 
 def tied_tables(division: stages.Division | None) -> tuple[str, ...]:
-    """Names of arrays of which two stages hold a copy each. Messages of copies must be equal, whatever is coded beside them."""
+    """Names of the parameters that two stages share; each is compressed by itself, so that both copies get equal messages."""
     return (TABLE,) if division and division.parts.tied else ()
 
 
 def with_tied_table(reducer: reduce.Reducer, division: stages.Division, channel: Channel = Channel()) -> reduce.Reducer:
-    """A reducer of a divided model's gradient that averages a tied table by itself; `reducer` itself if nothing is tied.
+    """A reducer for a divided model that averages a tied table separately, uncompressed; `reducer` itself if nothing is tied.
 
-    Bytes that it declares are the mean over stages, of what they send to other workers.
+    The bytes that it declares are a mean over stages, of what they send to other workers.
 
     Args:
-        reducer: of everything else.
-        division: which says whether the table's two gradients come as their sum (apart), or as they are (fused).
-        channel: how the table travels.
+        reducer: averages everything else.
+        division: of the model; its `fused_embedding` says which of the two ways above is used.
+        channel: the worker axis and the message format of the table.
     """
     if not division.parts.tied:
         return reducer
 
-    average = channel.axis.sent_by(division.ends).mean  # Between the ends: zeros, which they were.
+    average = channel.axis.sent_by(division.ends).mean  # On other stages the gradient is zero, and stays so.
 
     def average_fused(table_VxD):
         is_first = mesh.STAGES.index == division.ends[0]

@@ -1,19 +1,18 @@
-"""The gradient of a divided model, by any schedule: one program that runs the schedule's table tick by tick.
+"""The gradient of a divided model by any schedule: one program for all stages, which executes the schedule's table tick by tick.
 
-In a tick a stage takes one pass of one microbatch, or none:
+In a tick a stage computes one pass of one microbatch, or none:
 
     F    y = blocks(x);              send y to the next virtual stage
     B    dx, dθ = blocks'(x)ᵀ g;     θ̄ ← θ̄ + dθ;   send dx to the one before
 
-and messages are exchanged at its end, by exactly those pairs of stages that have one. The first virtual stage reads x from the
-embedding; the last one takes g from the loss, of which F is no part. With rematerialization B computes F anew from x, so
-the last virtual stage leaves F out; without it F keeps what B needs, but for the parameters.
+At the end of the tick messages are exchanged, only between those pairs of stages that have one. The first virtual stage takes x
+from the embedding; the last one takes g from the loss, which is computed in B. With rematerialization (`remat`) B recomputes F from
+x, so the last virtual stage skips F; without it F stores what B needs, except for the parameters.
 
-All that differs between stages is looked up in tables by the stage's index, so that all run one program: a scan over ticks.
-What a stage has to do decides between branches that hold no collective of several stages (a stage in a bubble skips its work);
-who sends to whom decides between branches as well, but these are the same on all stages. The size of the program depends
-neither on microbatches nor, nearly, on stages. Buffers are those of the schedule: slots are given at compile time to what
-waits at the same time.
+What differs between stages is looked up in tables by the stage's index, so that all run one program, a scan over ticks. Which pass
+a stage computes selects a branch without collectives between stages (an idle stage computes nothing); who sends to whom selects a
+branch too, the same one on all stages. The size of the program does not depend on the number of microbatches, and hardly on that of
+stages. Buffers have as many slots as the schedule needs; they are assigned at compile time.
 """
 
 from collections.abc import Callable, Iterable
@@ -34,25 +33,34 @@ DENSE = "as they are"
 
 
 class Pipeline(NamedTuple):
-    """A divided model's gradient.
+    """The gradient of a divided model, as functions of one stage of one worker.
 
-    `gradient(params, state, tokens_BxT1, key) -> (loss, grads, state)` is of one stage of one worker: the loss, the same on all
-    stages, is the mean over microbatches; the key is for codecs that draw noise.
+    Attributes:
+        init: `init(tokens_BxT1) -> state` of the boundary; the tokens may be a `ShapeDtypeStruct`.
+        gradient: `gradient(params, state, tokens_BxT1, key) -> (loss, grads, state)`; the loss is the mean over microbatches and
+            the same on all stages, the key is for codecs that draw noise.
+        table: the schedule as arrays.
     """
 
-    init: Callable[[Any], Any]  # tokens_BxT1, which may be shapes -> state of the boundary, of one stage
+    init: Callable[[Any], Any]
     gradient: Callable[..., tuple[jax.Array, Any, Any]]
-    table: Table  # what is run
+    table: Table
 
 
 def make_gradient(
     division: stages.Division, schedule: schedules.Schedule, *, remat: bool, boundary: boundary_lib.Boundary | None = None
 ) -> Pipeline:
-    """The gradient of a divided model, by a schedule for as many stages and chunks.
+    """The gradient of a divided model, computed by a schedule.
 
     Args:
-        remat: compute F anew in B, so that a microbatch under way takes the memory of one activation.
-        boundary: what travels between stages; None: everything as it is.
+        division: of the model, into S stages of C chunks.
+        schedule: for the same S and C; see `schedules.make`.
+        remat: recompute F in B, so that a microbatch in flight needs the memory of one activation only.
+        boundary: how messages between stages are sent; None: uncompressed.
+
+    Raises:
+        ValueError: if the schedule is for other numbers of stages or chunks; from `init` and `gradient`, if microbatches do not
+            divide the batch.
     """
     own, its = (division.num_stages, division.num_chunks), (schedule.num_stages, schedule.num_chunks)
     if own != its:
@@ -98,17 +106,17 @@ def make_gradient(
 
 
 class _Carry(NamedTuple):
-    """What goes from tick to tick on one stage."""
+    """What a stage carries from tick to tick."""
 
-    boxes: dict[str, jax.Array]  # "input", "gradient": [slots, B, T, D], what has arrived and waits
-    kept: list[jax.Array]  # [slots, ...], what F keeps for B
+    boxes: dict[str, jax.Array]  # "input", "gradient": [slots, B, T, D], messages that have arrived and are not used yet
+    kept: list[jax.Array]  # [slots, ...], what F stores for B
     grads: Any
     loss: jax.Array
     boundary: Any
 
 
 def _put(box: jax.Array, slot: jax.Array, x: jax.Array) -> jax.Array:
-    """Puts `x` in a slot, or nowhere."""
+    """The box with `x` in a slot, or unchanged where the slot is NOWHERE."""
     if not len(box):
         return box
     safe = jnp.maximum(slot, 0)
@@ -116,14 +124,14 @@ def _put(box: jax.Array, slot: jax.Array, x: jax.Array) -> jax.Array:
 
 
 def _part(shape: tuple[int, int, int], of_samples: bool) -> tuple[int, int, int]:
-    """The shape of what each device of a tensor-parallel group sends of B×T×D: some of its sequences, or else of its B·T rows."""
+    """The shape of the part of B×T×D that each device of a tensor-parallel group sends: whole sequences, or some of B·T rows."""
     (B, T, D), K = shape, mesh.tensor_size()
     if B % K == 0:
         return B // K, T, D
     if of_samples:
         raise ValueError(
-            f"boundary forward_error='samples' with tensor={K} and microbatches of {B} sequences: each device "
-            f"remembers its own ones; use microbatches of a multiple of {K} sequences"
+            f"boundary forward_error='samples' with tensor={K} and microbatches of {B} sequences: each device stores whole "
+            f"sequences; use microbatches of a multiple of {K} sequences"
         )
     if B * T % K:
         raise ValueError(
@@ -134,10 +142,10 @@ def _part(shape: tuple[int, int, int], of_samples: bool) -> tuple[int, int, int]
 
 
 def _exchange(boundary, table, state, given):
-    """Sends what each stage has made to whom it belongs: (the boundary's state, what arrives, by kind).
+    """Sends what each stage has computed in a tick: (the boundary's state, what arrives, by kind).
 
-    What arrives of a kind counts only where the table gives it a slot. Each device of a tensor-parallel group codes and sends a
-    part of its own, to that one of the next stage which has its place there; the receivers gather them.
+    What arrives of a kind is used only where the table gives it a slot. Each device of a tensor-parallel group compresses and sends
+    its own part, to the device at the same place in the other stage; the receivers gather the parts.
     """
     at, pattern, whole, tokens_MxBxT1, key = given
     shape = _part(whole.shape, boundary.of_samples)
@@ -154,7 +162,7 @@ def _exchange(boundary, table, state, given):
         if transfer := boundary.transfers.get(label):
             message, state = _send(transfer, at["sent"] == i, made, state, place(at["microbatch"], at["chunk"]))
             channels[label] = form = str(jax.tree.map(jax.typeof, message))
-            # A stage sends one message a tick, and the others are zeros.
+            # A stage sends at most one message per tick; those of its other labels are zeros.
             outgoing[form] = jax.tree.map(jnp.add, outgoing[form], message) if form in outgoing else message
         else:
             channels[label] = DENSE
@@ -166,10 +174,10 @@ def _exchange(boundary, table, state, given):
             arrived = {label: nothing[channel] for label, channel in channels.items()}
             for group in _joint(messages, channels):
                 pairs = sorted(pair for message in group for pair in message.pairs)
-                with jax.named_scope(f"runs={runs}"):  # In the compiled program: for those who count bytes.
+                with jax.named_scope(f"runs={runs}"):  # `decjax.hlo` reads it, to count bytes.
                     moved = jax.tree.map(lambda leaf: mesh.STAGES.exchange(leaf, pairs), outgoing[channels[group[0].label]])
                 arrived |= {message.label: moved for message in group}
-                # In the same order on all stages, or they would wait for each other.
+                # The same order on all stages, or they would wait for each other's messages (a deadlock).
                 _, outgoing = jax.lax.optimization_barrier((moved, outgoing))
             return arrived
 
@@ -188,7 +196,7 @@ def _exchange(boundary, table, state, given):
 
 
 def _gathered(arrived: dict[str, jax.Array], at: dict[str, jax.Array], like: jax.Array) -> dict[str, jax.Array]:
-    """From each device's part of what has arrived to all of it, where something has."""
+    """The whole of what has arrived, gathered from the parts of a tensor-parallel group's devices; zeros where nothing has."""
     if mesh.tensor_size() == 1:
         return arrived
     whole = {}
@@ -196,14 +204,16 @@ def _gathered(arrived: dict[str, jax.Array], at: dict[str, jax.Array], like: jax
         rows = arrived[kind].reshape(-1, like.shape[-1])
         gather = lambda x, rows=rows: (mesh.all_rows(rows).reshape(x.shape),)
         (whole[kind],) = _when(at[f"next_{name}"] != NOWHERE, gather, jnp.zeros_like(like))
-        # In the same order on all devices, or they would wait for each other.
+        # The same order on all devices, or they would wait for each other's messages (a deadlock).
         _, arrived = jax.lax.optimization_barrier((whole[kind], arrived))
     return whole
 
 
 def _joint(messages: Iterable[Message], channels: dict[Label, str]) -> Iterable[list[Message]]:
-    """Messages of a tick that travel in one permutation, so that a stage sends while it receives: those of one form, unless a stage
-    gets two of them."""
+    """Groups of a tick's messages that one permutation sends, so that a stage can send and receive at once.
+
+    A group has all messages of one form, or a single one where a stage would receive two of them.
+    """
     groups: dict[str, list[Message]] = {}
     for message in messages:
         groups.setdefault(channels[message.label], []).append(message)
@@ -212,14 +222,14 @@ def _joint(messages: Iterable[Message], channels: dict[Label, str]) -> Iterable[
 
 
 def _send(transfer, condition, x, state, place):
-    """(message, state); zeros unless the condition holds."""
+    """(message, state) of a transfer; zeros and the old state unless the condition holds."""
     like = jax.eval_shape(lambda: transfer.send(x, state, place)[0])
     empty = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), like)
     return _when(condition, lambda message, state: transfer.send(x, state, place), empty, state)
 
 
 class _Passes:
-    """The passes of one stage: what F and B of a microbatch do."""
+    """Computes the passes F and B of one stage."""
 
     def __init__(self, division: stages.Division, params: Any, tokens_MxBxT1: jax.Array, activation: Any, remat: bool):
         self.division, self.params, self.tokens_MxBxT1 = division, params, tokens_MxBxT1
@@ -239,7 +249,7 @@ class _Passes:
         return {name: tree[name] for name in ("blocks", "autoencoder") if name in tree}
 
     def _trace(self) -> list[jax.ShapeDtypeStruct]:
-        """Shapes of what F keeps for B; notes which parameter each leaf of a pullback is, or None, and the tree of all."""
+        """Shapes of what F stores for B; sets `_tree`, a pullback's structure, and `_known`, which of its leaves are parameters."""
         blocks, run = jax.eval_shape(lambda: self._blocks(0)[1]), self._blocks(0)[0]
         _, pullback = jax.eval_shape(lambda blocks, x: jax.vjp(run, blocks, x), blocks, self.activation)
         program = jax.make_jaxpr(lambda blocks, x: jax.tree.leaves(jax.vjp(run, blocks, x)[1]))(blocks, self.activation).jaxpr
@@ -249,13 +259,13 @@ class _Passes:
         return [x.aval for x, i in zip(program.outvars, self._known) if i is None]
 
     def start(self, slots: dict[str, int], state: Any) -> _Carry:
-        """What there is before the first tick."""
+        """The carry before the first tick, all zeros but the boundary's state."""
         boxes = {name: jnp.zeros((slots[name], *self.activation.shape), self.activation.dtype) for name in BOXES.values()}
         kept = [jnp.zeros((slots["kept"], *x.shape), x.dtype) for x in self.kept]
         return _Carry(boxes, kept, jax.tree.map(jnp.zeros_like, self.params), jnp.zeros(()), state)
 
     def take(self, carry: _Carry, at: dict[str, jax.Array]) -> tuple[_Carry, jax.Array]:
-        """One tick without its messages: (carry, what is made for another stage)."""
+        """One tick without its messages: (carry, what is to be sent to another stage)."""
         is_first = (at["chunk"] == 0) & (self.stage == 0)
         is_last = (at["chunk"] == self.division.num_chunks - 1) & (self.stage == self.division.num_stages - 1)
         tokens_BxT1 = self.tokens_MxBxT1[at["microbatch"]]
@@ -315,7 +325,8 @@ class _Passes:
 def _when(condition: jax.Array, fn: Callable, *carry: Any) -> Any:
     """`fn(*carry)` if the condition holds, else the carry.
 
-    A loop of one turn at most: what a loop carries stays where it is, whereas a branch that returns it unchanged copies it.
+    A loop of at most one turn, because a loop updates its carry in place where `lax.cond` would copy what a branch returns
+    unchanged.
     """
 
     def turn(state):

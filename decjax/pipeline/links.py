@@ -1,17 +1,18 @@
-"""Compressed messages along one direction of a link, and what its two ends remember of them.
+"""Compressed messages in one direction between two stages, and the state that both ends keep for them.
 
-With X a message, C its codec, Ĉ what the receiver makes of it (casts to the activation's type included) and e, h, m float32,
+With X what is to be sent, c = C(…) the message, ĉ its value as the receiver decodes it (rounding to the activations' dtype
+included), X̂ what the receiver works with, and e, h, m in float32:
 
-    residual    c = C(X + e);     e <- X + e − ĉ            X̂ = ĉ             lazy error propagation: e joins the next message
-    ef21        c = C(X − h);     h <- h + ĉ                X̂ = h             both ends hold h
-    samples     c = C(X − m_ξ);   m_ξ <- m_ξ + ĉ            X̂ = m_ξ           both ends hold an m for each sample ξ
-    none        c = C(X)                                    X̂ = ĉ
+    residual    c = C(X + e);     e <- X + e − ĉ        X̂ = ĉ         lazy error propagation: e is added to the next message
+    ef21        c = C(X − h);     h <- h + ĉ            X̂ = h         both ends hold h
+    samples     c = C(X − m_ξ);   m_ξ <- m_ξ + ĉ        X̂ = m_ξ       both ends hold an m for each sample ξ
+    none        c = C(X)                                X̂ = ĉ
 
-A message or gradient that is not finite leaves all of this as it was. A codec's own state, such as the warm start of low rank,
-lives from message to message too. Every chunk of a stage is the end of links of its own: arrays begin with [C, …].
+A message that is not finite leaves e, h and m unchanged. A codec's own state, such as the warm start of low rank, is also kept from
+message to message. Each chunk of a stage has links of its own, so arrays begin with [C, …].
 
-Deviations: AQ-SGD sends a sample in full when it first occurs, here its m is zero; and samples have `slots` places, given by a hash
-of their tokens, so that memory is fixed: one that takes another's place makes it unknown again.
+Deviations from AQ-SGD: it sends a sample uncompressed the first time, here m is zero at first; and here memory is fixed: a hash of
+the sample's tokens gives one of `slots` places, and a sample that takes another's place makes that one unknown again.
 
 References: Song et al. 2023, arXiv 2301.09830 (lazy error propagation); Richtárik et al. 2021 (EF21); Wang et al. 2022, arXiv
 2206.01299 (AQ-SGD).
@@ -29,42 +30,42 @@ import jax.numpy as jnp
 from decjax import codecs
 from decjax.codecs import noise
 
-WIDE = jnp.float32  # of what is remembered
+WIDE = jnp.float32  # dtype of what is remembered
 
 
 class Place(NamedTuple):
-    """A message as one of its ends knows it."""
+    """Which message it is, as one of its two ends sees it."""
 
-    like: jax.ShapeDtypeStruct  # [B, T, D], of what travels; in a tensor-parallel group, of this device's part of it
-    stage: jax.Array  # of this end
-    microbatch: jax.Array
-    chunk: jax.Array  # of this end
-    tokens_BxT1: jax.Array  # of the microbatch, which all stages know; where samples are remembered, of this device's part
-    key: jax.Array | None  # of the iteration, if there is one
-    where_k: jax.Array | None = None  # positions in the flattened message that both ends know, if there are such
+    like: jax.ShapeDtypeStruct  # [B, T, D], of what is sent; in a tensor-parallel group, of this device's part of it
+    stage: jax.Array  # index of this end's stage
+    microbatch: jax.Array  # its index
+    chunk: jax.Array  # index of this end's chunk
+    tokens_BxT1: jax.Array  # of the microbatch, which all stages have; where samples are remembered, of this device's part
+    key: jax.Array | None  # PRNG key of the iteration, if there is one
+    where_k: jax.Array | None = None  # positions in the flattened array to which the message is limited, if it is
 
 
 class Ends(NamedTuple):
-    """What a stage remembers of a direction: as sender of its own messages, and as receiver of others'."""
+    """A stage's state for one direction: as sender of its own messages, and as receiver of another stage's."""
 
     sender: Any
     receiver: Any
 
 
 class Link(NamedTuple):
-    """One direction's compressed messages."""
+    """How the compressed messages of one direction are made and read."""
 
-    init: Callable[[jax.ShapeDtypeStruct, int], Ends]  # of (like, num_chunks)
+    init: Callable[[jax.ShapeDtypeStruct, int], Ends]  # (like, num_chunks) -> state of both ends
     send: Callable[[jax.Array, Any, Place], tuple[Any, Any]]  # (x, sender, place) -> (message, sender)
     receive: Callable[[Any, Any, Place], tuple[jax.Array, Any]]  # (message, receiver, place) -> (x, receiver)
 
 
 def remembering(form: Callable[[codecs.Codec], codecs.feedback.Feedback], codec: codecs.Codec) -> Link:
-    """A link with one memory for all its messages.
+    """A link with one memory (e or h above) for all its messages.
 
     Args:
-        form: the memory of a codec, such as `codecs.feedback.residual`.
-        codec: of messages, or of the values at those places that both ends know.
+        form: the kind of memory, a function of a codec, such as `codecs.feedback.residual`.
+        codec: of the messages; where `Place.where_k` limits them to some positions, of the values there.
     """
 
     def settled_at(place):
@@ -90,17 +91,17 @@ def remembering(form: Callable[[codecs.Codec], codecs.feedback.Feedback], codec:
 
 
 def settled(codec: codecs.Codec, dtype: Any) -> codecs.Codec:
-    """The codec, of whose messages both ends make the same: values of this type, computed before anything is done with them."""
+    """The codec with decoded values rounded to `dtype` first, so that sender and receiver compute the same ones."""
 
     def decode(message, shape, out):
-        # Fused with what follows, a product and a sum would be rounded once here and twice there.
+        # Without the barrier a compiler may fuse a product with the following sum at one end only, and round differently.
         return jax.lax.optimization_barrier(codec.decode(message, shape, dtype)).astype(out)
 
     return dataclasses.replace(codec, decode=decode)
 
 
 def memoryless(codec: codecs.Codec) -> codecs.feedback.Feedback:
-    """No memory of what messages lose, whatever the codec; its own state advances."""
+    """A codec without memory of its errors; the codec's own state, if it has one, is kept."""
 
     def encode(x, memory, key):
         message = codec.encode(x, memory.codec, key)
@@ -111,7 +112,7 @@ def memoryless(codec: codecs.Codec) -> codecs.feedback.Feedback:
 
 
 def flushed(x: jax.Array, sender: codecs.feedback.Memory, place: Place) -> tuple[jax.Array, codecs.feedback.Memory]:
-    """A message that is not compressed and takes the error along: (x + e, e <- what its type cannot hold of the sum)."""
+    """(x + e in x's dtype, sender's state with e = its rounding error): an uncompressed message with the remembered error."""
     error = sender.error[place.chunk]
     target = x.astype(WIDE) + error
     sent = jax.lax.optimization_barrier(target.astype(x.dtype))
@@ -120,12 +121,15 @@ def flushed(x: jax.Array, sender: codecs.feedback.Memory, place: Place) -> tuple
 
 
 def forgotten(ends: Ends) -> Ends:
-    """Without the sender's errors."""
+    """The state with the sender's errors set to zero."""
     return ends._replace(sender=ends.sender._replace(error=jnp.zeros_like(ends.sender.error)))
 
 
 def on_support(values: codecs.Codec, where_k: jax.Array) -> codecs.Codec:
-    """A codec that sends an array's `values` at these positions of the flattened array, which both ends know, and nothing else."""
+    """A codec that sends only the values at positions `where_k` of the flattened array, compressed by `values`.
+
+    Both ends know the positions, so they are not sent; decoded arrays are zero elsewhere.
+    """
 
     def decode(message, shape, dtype):
         chosen_k = values.decode(message, where_k.shape, dtype)
@@ -140,20 +144,24 @@ def on_support(values: codecs.Codec, where_k: jax.Array) -> codecs.Codec:
 
 
 class Samples(NamedTuple):
-    """The last reconstructions of samples, one end's."""
+    """One end's latest reconstructions m_ξ of samples."""
 
-    codec: Any  # its state, at the sender, [C, …]
-    tag_K: jax.Array  # whose reconstruction is in a slot, 0: nobody's; K = C · slots
+    codec: Any  # at the sender, state of the codec, [C, …]
+    tag_K: jax.Array  # hash of the sample that a slot belongs to, 0: none; K = C · slots
     value_KxP: jax.Array  # the reconstructions, of P = T·D values
 
 
 def per_sample(codec: codecs.Codec, slots: int) -> Link:
-    """A link that sends how samples have changed since they were last seen, the changes of a microbatch as one message.
+    """A link that sends how each sample has changed since it was last sent (AQ-SGD), one message per microbatch.
 
-    There are `slots` places for samples, of T·D float32 at both ends: of n samples in turn a share exp(−n/slots) has one to itself.
+    Both ends store `slots` samples per chunk, T·D float32 each. Of n samples in turn a share of about exp(−n/slots) shares its slot
+    with no other.
+
+    Raises:
+        ValueError: if `slots` is less than 1.
     """
     if slots < 1:
-        raise ValueError(f"slots={slots}: samples need places to be remembered in; use some times as many as a worker has samples")
+        raise ValueError(f"slots={slots}: must be at least 1 to store samples; use a few times as many as a worker has samples")
     decode = settled(codec, WIDE).decode
 
     def init(like, num_chunks):
@@ -162,7 +170,7 @@ def per_sample(codec: codecs.Codec, slots: int) -> Link:
         return Ends(*(Samples(state, jnp.zeros(count, jnp.uint32), jnp.zeros((count, size), WIDE)) for state in (sender, nothing)))
 
     def find(samples, place):
-        """(slot, tag and memory of every sample of a microbatch)."""
+        """(slots, tags, memories m_ξ) of the samples of a microbatch."""
         tag_B = jnp.maximum(_hash(place.tokens_BxT1, 1), 1)
         slot_B = (_hash(place.tokens_BxT1, 2) % slots).astype(jnp.int32) + place.chunk * slots
         known_B = samples.tag_K[slot_B] == tag_B
@@ -170,10 +178,10 @@ def per_sample(codec: codecs.Codec, slots: int) -> Link:
         return slot_B, tag_B, memory_BxP.reshape(place.like.shape)
 
     def learn(samples, found, arrived, place):
-        """(reconstruction, samples)."""
+        """(reconstruction X̂, state with it stored)."""
         slot_B, tag_B, memory = found
         x = memory + arrived
-        # Of samples that share a slot the last one stays, at both ends.
+        # If two samples of a microbatch have the same slot, the later one is stored, at both ends.
         is_taken_B = jnp.triu(slot_B[:, None] == slot_B, 1).any(axis=1)
         slot_B = jnp.where(is_taken_B | ~codecs.finite(x), len(samples.tag_K), slot_B)
         return x, samples._replace(
@@ -195,7 +203,7 @@ def per_sample(codec: codecs.Codec, slots: int) -> Link:
 
 
 def _hash(tokens_BxT: jax.Array, word: int) -> jax.Array:
-    """A uint32 of each sequence: the sum of random ones of every pair of position and token."""
+    """A uint32 hash of each sequence: the sum of a random number for every pair (position, token)."""
     seeds_T = noise.mix(jnp.arange(tokens_BxT.shape[-1], dtype=jnp.uint32), jnp.uint32(word))
     return noise.mix(tokens_BxT.astype(jnp.uint32) + seeds_T, jnp.uint32(word)).sum(axis=-1, dtype=jnp.uint32)
 
@@ -213,7 +221,7 @@ def _with_chunk(tree, place: Place, new):
 
 
 def _key(codec: codecs.Codec, place: Place) -> jax.Array | None:
-    """Of a message's noise: another one for every message of an iteration."""
+    """The key of a message's noise, different for every message of an iteration; None if the codec needs none."""
     if not codec.traits.random or place.key is None:
         return None
     return functools.reduce(jax.random.fold_in, (place.stage, place.chunk, place.microbatch), place.key)

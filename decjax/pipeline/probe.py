@@ -1,7 +1,7 @@
-"""What lazy error propagation rests on, measured while it runs: does the error look like the change from message to message?
+"""Measures an assumption of lazy error propagation: that compression errors are independent of the changes between messages.
 
-With X_j and X_{j+1} compressed gradients of one link, one after the other, before they are coded, and e what X_j (and the e before
-it) lost, recorded is cos(e, X_j − X_{j+1}). Independent of each other the two leave the descent undisturbed.
+Recorded is cos(e, X_j − X_{j+1}), with X_j and X_{j+1} successive gradients of one link that are compressed, and e the error
+remembered after X_j. The paper's argument for convergence needs the two to be independent, so the cosine to be near zero.
 
 Reference: Song et al. 2023, arXiv 2301.09830, figure 11.
 """
@@ -19,14 +19,16 @@ from decjax.pipeline.boundary import Boundary, Transfer
 class Probe(NamedTuple):
     """State of `probed`, of one stage."""
 
-    boundary: Any  # that of the boundary itself
-    last: jax.Array  # [C, B, T, D], the compressed gradient before, of each chunk's link
-    cosine_CxM: jax.Array  # at each microbatch's last compressed gradient; NaN where none was sent, or nothing was lost or changed
+    boundary: Any  # state of the boundary that is measured
+    last: jax.Array  # [C, B, T, D], X_j, the latest compressed gradient of each chunk's link, before compression
+    cosine_CxM: jax.Array  # at each microbatch's latest compressed gradient; NaN where none was sent, or e or the change is zero
 
 
 def probed(boundary: Boundary) -> Boundary:
-    """A `coded` boundary, with gradients compressed and an error that is carried, flushed or reset, which a `Probe` watches; messages
-    are the same."""
+    """A boundary with the same messages, which also records the cosines in its state, a `Probe`.
+
+    The given one must be `coded`, with compressed gradients and error "carry", "flush" or "reset".
+    """
     label = schedules.BACKWARD, True
 
     def init(like, schedule):

@@ -1,10 +1,10 @@
-"""Where a gradient comes from: a model on one device, or one divided into stages.
+"""Gradient sources: how a worker's gradient is computed, by a whole model or by one divided into pipeline stages.
 
     loss, grads, state = gradient(params, state, batch, key)
 
-of one worker, or of one stage of one worker, whose parameters and gradient are then its own share. The loss is the mean over the
-worker's batch, taken in microbatches. The state is what a source remembers from step to step: a whole model's variables, such as
-batch statistics, or what the messages between stages have lost.
+is a function of one worker, or of one stage of one worker, whose parameters and gradient are then that stage's part. The loss is
+the mean over the worker's batch, computed in microbatches. The state is what a source keeps from step to step: a whole model's
+variables, such as batch statistics, or the state of compressed messages between stages.
 """
 
 from collections.abc import Callable
@@ -22,37 +22,49 @@ from decjax.pipeline.stages import Division
 
 
 class Source(NamedTuple):
-    """A gradient source, which talks to no other worker, and how the model's parameters are laid out in it."""
+    """A gradient source, which does not communicate with other workers, and the layout of the parameters that it needs.
 
-    gradient: Callable[[Any, Any, Any, jax.Array], tuple[jax.Array, Any, Any]]  # see the module
-    init: Callable[[Any], Any] = lambda params: ()  # params -> state, of one worker or stage
-    split: Callable[[Any], Any] = lambda params: params  # from a whole model's parameters to a worker's, leaves [S, …] with stages
-    join: Callable[[Any], Any] = lambda params: params  # its inverse
-    norm: Callable[[Any], jax.Array] = optax.global_norm  # ℓ2, of a whole model's gradient, from a worker's or stage's share
-    lasts: bool = True  # whether state outlives a change of workers, as variables do; what belongs to edges between stages does not
-    # `measure` of a whole model whose activations arrive from stage to stage as in training, as that of a `tasks.Task`; None where
-    # they arrive as they are, or depend on what is remembered.
+    Attributes:
+        gradient: `gradient(params, state, batch, key) -> (loss, grads, state)`, of one worker or stage.
+        init: `init(params) -> state`, of one worker or stage.
+        split: from a whole model's parameters to a worker's; with stages, leaves [S, …].
+        join: the inverse of `split`.
+        norm: the ℓ2 norm of the whole gradient, from one worker's or stage's part of it.
+        lasts: whether the state is kept when a run continues with another number of workers: yes for variables, no for that of
+            messages between stages.
+        coded: `measure` of a `tasks.Task` for the whole model, with activations between stages compressed as in training; None
+            where they are not compressed, or what arrives depends on state.
+        division: of the model into stages; None: a whole model.
+        permutations: for every exchange between stages its pairs (source, target).
+    """
+
+    gradient: Callable[[Any, Any, Any, jax.Array], tuple[jax.Array, Any, Any]]
+    init: Callable[[Any], Any] = lambda params: ()
+    split: Callable[[Any], Any] = lambda params: params
+    join: Callable[[Any], Any] = lambda params: params
+    norm: Callable[[Any], jax.Array] = optax.global_norm
+    lasts: bool = True
     coded: Callable[[Any, Any, Any], tuple[dict[str, jax.Array], jax.Array]] | None = None
-    division: Division | None = None  # into stages; None: a whole model
-    permutations: tuple[tuple[tuple[int, int], ...], ...] = ()  # pairs (source, target) of stages of every exchange between them
+    division: Division | None = None
+    permutations: tuple[tuple[tuple[int, int], ...], ...] = ()
 
     def variables(self, state: Any) -> Any:
-        """The model's variables in a state; () where a model has none."""
+        """The model's variables, taken from a state of this source; () where it has none."""
         return state if self.lasts else ()
 
 
 def stateless(gradient: Callable[[Any, Any, jax.Array], tuple[jax.Array, Any]]) -> Callable:
-    """A source's gradient from `gradient(params, batch, key) -> (loss, grads)`, which remembers nothing."""
+    """A `Source.gradient` made from `gradient(params, batch, key) -> (loss, grads)`, which has no state."""
     return lambda params, state, batch, key: (*gradient(params, batch, key), state)
 
 
 def whole(loss: Callable, variables: Callable[[], Any] = lambda: (), microbatches: int = 1) -> Source:
-    """The gradient of a whole model.
+    """The gradient source of a whole model, on one device or a tensor-parallel group.
 
     Args:
         loss: `loss(params, variables, batch, key) -> (loss, variables)`, the mean over a batch; see `tasks.Task`.
-        variables: `variables()`, those of the beginning.
-        microbatches: M, parts of equal size that the batch is taken in, one after the other.
+        variables: `variables()`, the variables before the first step.
+        microbatches: M, equal parts of the batch whose gradients are computed one after the other, to save memory.
     """
     value_and_grad = jax.value_and_grad(loss, has_aux=True)
 
@@ -74,7 +86,7 @@ def whole(loss: Callable, variables: Callable[[], Any] = lambda: (), microbatche
 
 
 def check_microbatches(microbatches: int, batch_size: int) -> None:
-    """Refuses microbatches that do not divide a worker's batch."""
+    """Raises a ValueError if the number of microbatches does not divide a worker's batch."""
     if microbatches < 1 or batch_size % microbatches:
         fits = [m for m in range(1, min(batch_size, 10_000) + 1) if batch_size % m == 0]
         raise ValueError(
@@ -92,16 +104,22 @@ def of_division(
     batch: jax.ShapeDtypeStruct,
     boundary: Boundary | None = None,
 ) -> Source:
-    """The source of a divided model, by a named schedule (see `schedules.make`) of M microbatches.
+    """The gradient source of a model divided into pipeline stages.
 
     Args:
-        division: into stages.
-        batch: tokens_BxT1 of a worker.
-        remat, boundary: see `make_gradient`.
+        division: of the model into stages.
+        schedule: name of the schedule; see `schedules.make`.
+        microbatches: M.
+        remat: recompute forward passes in backward passes; see `make_gradient`.
+        batch: shape and dtype of a worker's tokens_BxT1.
+        boundary: how messages between stages are sent; None: uncompressed.
+
+    Raises:
+        ValueError: if a boundary is given for a division with autoencoders.
     """
     if boundary and division.autoencoder:
         raise ValueError(
-            f"pipeline.autoencoder={division.autoencoder} is itself a form of messages between stages; leave it out, or "
+            f"pipeline.autoencoder={division.autoencoder} already compresses messages between stages; leave it out, or "
             "leave boundary.backward and boundary.forward empty"
         )
     table = schedules.make(schedule, division.num_stages, microbatches, division.num_chunks)
@@ -120,10 +138,10 @@ def of_division(
 
 
 def _measure(division: Division, received: Callable, microbatch_size: int) -> Callable:
-    """`measure` of a whole model, with what arrives of activations in place of what is sent.
+    """`measure` of the whole model, with the activations between stages replaced by what arrives when they are compressed.
 
-    Messages are those of a microbatch, or of as many sequences as divide it and the batch: the parts that devices of a
-    tensor-parallel group send.
+    They are compressed in pieces of a microbatch, or of the largest size that divides it and the batch; with a tensor-parallel
+    group, in the parts that its devices send.
     """
 
     def between(params, x_BxTxD, v):

@@ -1,14 +1,14 @@
-"""A model divided into stages: which layers, and which of its ends, live where.
+"""A model divided into pipeline stages: which layers and tables each stage holds.
 
-Layers are cut into S·C consecutive runs, the virtual stages; stage s holds runs s, S + s, 2S + s, …, its C chunks. All stages
-run one program, so they hold arrays of the same shapes:
+The layers are cut into S·C consecutive groups, the virtual stages; stage s holds groups s, S + s, 2S + s, …, its C chunks. All
+stages run one program, so they hold arrays of the same shapes:
 
-    blocks       leaves [C, K, …], K the longest run; zeros behind shorter ones
-    table_VxD    the embedding on the first stage, the output on the last, zeros between; both hold the same table if they are tied
+    blocks       leaves [C, K, …], K the size of the largest group; smaller ones are padded with zeros
+    table_VxD    the embedding on the first stage, the output on the last, zeros between; tied, both hold the same table
     norm         on the last stage, zeros elsewhere
-    autoencoder  if there is one: leaves [C, …], the decoder of what comes and the encoder of what goes, zeros where nothing does
+    autoencoder  if there is one: leaves [C, …], decoders of the chunks' inputs and encoders of their outputs, zeros at the ends
 
-Stacked over stages they are [S, …], and `split` and `join` carry a whole model's parameters there and back.
+Stacked over stages they are [S, …]; `Division.split` makes them from a whole model's parameters, and `join` is its inverse.
 """
 
 from collections.abc import Sequence
@@ -26,15 +26,15 @@ from decjax.pipeline import autoencoder as autoencoder_lib
 
 @dataclasses.dataclass(frozen=True)
 class Division:
-    """A model divided into stages.
+    """A model divided into pipeline stages.
 
     Attributes:
-        parts: the model in pieces, a `models.Parts`.
+        parts: the model split up, a `models.Parts`.
         num_stages: S.
-        num_chunks: C, runs of layers on each stage.
-        layers: layers in each of the S·C runs.
-        autoencoder: R, the width of what travels between stages; 0: that of the model. See `pipeline.autoencoder`.
-        fused_embedding: leave the two gradients of a tied table as they are, to be averaged at once; see `pipeline.embedding`.
+        num_chunks: C, groups of layers on each stage.
+        layers: how many layers each of the S·C groups has.
+        autoencoder: R, the width of what is sent between stages; 0: that of the model. See `pipeline.autoencoder`.
+        fused_embedding: do not add up the two gradients of a tied table here; the average over workers does (`pipeline.embedding`).
     """
 
     parts: Any
@@ -51,17 +51,17 @@ class Division:
         return tuple(np.array(places).T)
 
     def _at_boundaries(self, name: str) -> tuple[np.ndarray, np.ndarray]:
-        """Stages and chunks that hold the encoder before, or the decoder behind, each boundary of virtual stages."""
+        """(stages, chunks) that hold each boundary's encoder, or its decoder, by `name`."""
         v = np.arange(len(self.layers) - 1) + (name == "decoder_RxD")
         return v % self.num_stages, v // self.num_stages
 
     def split(self, params: Any) -> dict[str, Any]:
-        """From a whole model's parameters to stages', leaves [S, …]."""
+        """The stages' parameters, leaves [S, …], from a whole model's."""
         pieces, last = self.parts.cut(params), self.num_stages - 1
         S, C, K = self.num_stages, self.num_chunks, max(self.layers)
 
         def placed(rows, at, *sizes):
-            """Rows of layers, or of boundaries, at their places among zeros."""
+            """Zeros of these sizes, with the rows put at these places."""
             return jnp.zeros_like(rows, shape=(*sizes, *rows.shape[1:])).at[at].set(rows)
 
         def zeros(x):
@@ -78,7 +78,7 @@ class Division:
         return stacked
 
     def join(self, stacked: dict[str, Any]) -> Any:
-        """From stages' parameters, leaves [S, …], to a whole model's."""
+        """A whole model's parameters, from the stages', leaves [S, …]."""
         last, table_SxVxD = self.num_stages - 1, stacked["table_VxD"]
         blocks = jax.tree.map(lambda x: x[self._places], stacked["blocks"])
         params = self.parts.join(table_SxVxD[0], blocks, jax.tree.map(lambda x: x[last], stacked["norm"]), table_SxVxD[last])
@@ -87,29 +87,29 @@ class Division:
         return params
 
     def complete(self, model: Any) -> Any:
-        """The whole model that the division stands for: with autoencoders, if it has them."""
+        """The whole `models.Model` that corresponds to this division: with autoencoders inserted if it has them."""
         return autoencoder_lib.insert(model, self.layers, self.autoencoder) if self.autoencoder else model
 
     def activation(self, batch_size: int, length: int) -> jax.ShapeDtypeStruct:
-        """Shape and dtype of what a stage works on, [B, T, D]."""
+        """Shape and dtype of a stage's activations, [B, T, D]."""
         return self.parts.activation(batch_size, length)
 
     def narrow(self, x_BxTxD: jax.Array) -> jax.Array:
-        """Of what a stage makes for another one, that which travels: with autoencoders the first R columns, others are zeros."""
+        """The part of a stage's output that is sent: with autoencoders its first R columns (the others are zeros), else all."""
         return x_BxTxD[..., : self.autoencoder] if self.autoencoder else x_BxTxD
 
     def widen(self, x_BxTxR: jax.Array, width: int) -> jax.Array:
-        """The inverse, so that all that waits on a stage has one shape."""
+        """What was sent by `narrow`, padded with zeros to the model's width, so that all messages in a buffer have one shape."""
         if not self.autoencoder:
             return x_BxTxR
         return jnp.pad(x_BxTxR, [*[(0, 0)] * (x_BxTxR.ndim - 1), (0, width - x_BxTxR.shape[-1])])
 
     def run(self, chunk: dict[str, Any], x_BxTxD: jax.Array, stage: jax.Array, number: jax.Array) -> jax.Array:
-        """Through chunk `number` of a stage, of parameters with leaves [K, …] or [D, R]; decodes what comes, encodes what goes."""
+        """The output of chunk `number` of a stage; an autoencoder decodes its input and encodes its output."""
         layers = jnp.asarray(np.reshape(self.layers, (self.num_chunks, self.num_stages)).T)[stage, number]
         if not self.autoencoder:
             return self._through(chunk["blocks"], x_BxTxD, layers)
-        # Whole on every device of a tensor-parallel group: columns that are cut off must not be sent around in a stage's branch.
+        # Whole on every device of a tensor-parallel group: cutting off columns that are divided would add a collective to a branch.
         codes, x_BxTxD = jax.tree.map(lambda x: mesh.divide(x, None), (chunk["autoencoder"], x_BxTxD))
         virtual = number * self.num_stages + stage
         decoded_BxTxD = mesh.divide(autoencoder_lib.apply(self.narrow(x_BxTxD), codes["decoder_RxD"]), None)
@@ -119,7 +119,7 @@ class Division:
         return jnp.where(virtual == len(self.layers) - 1, y_BxTxD, encoded_BxTxD)
 
     def _through(self, blocks: Any, x_BxTxD: jax.Array, layers: jax.Array) -> jax.Array:
-        """Through the first `layers` of a chunk's layers."""
+        """The output of the first `layers` of a chunk's layers."""
         if len(set(self.layers)) == 1:
             return self.parts.blocks(blocks, x_BxTxD)
 
@@ -131,7 +131,7 @@ class Division:
         return jax.lax.scan(step, x_BxTxD, (blocks, jnp.arange(max(self.layers))))[0]
 
     def global_norm(self, tree: dict[str, Any]) -> jax.Array:
-        """The ℓ2 norm, over all stages, of one stage's share of a tree like the parameters; a tied table counts once."""
+        """The ℓ2 norm of a whole tree like the parameters, from one stage's part of it; a tied table counts once. A collective."""
         table_VxD = tree["table_VxD"]
         if self.parts.tied:
             table_VxD = jnp.where(mesh.STAGES.index == 0, table_VxD, jnp.zeros_like(table_VxD))
@@ -139,44 +139,45 @@ class Division:
         return jnp.sqrt(mesh.STAGES.sum(own))
 
     def sum_tied(self, grads: dict[str, Any]) -> dict[str, Any]:
-        """Adds up a tied table's gradients, of reading it first and of the output last, unless they are summed where averaged."""
+        """The gradients, with a tied table's summed over its two stages unless `fused_embedding` leaves that to the average."""
         if not self.parts.tied or self.fused_embedding:
             return grads
         return grads | {"table_VxD": grads["table_VxD"] + self.swap(grads["table_VxD"])}
 
     @property
     def ends(self) -> tuple[int, int]:
-        """The stages that hold a table: the embedding, and the output."""
+        """Indices of the stages that hold a table: of the first (the embedding) and the last (the output)."""
         return 0, self.num_stages - 1
 
     @property
     def permutations(self) -> tuple[tuple[tuple[int, int], ...], ...]:
-        """Pairs of stages of the exchange between the two ends of a tied table."""
+        """Pairs (source, target) of the exchange between the two stages of a tied table; empty if nothing is tied."""
         first, last = self.ends
         return (((first, last), (last, first)),) if self.parts.tied else ()
 
     def swap(self, x: jax.Array) -> jax.Array:
-        """What the other end of a tied table has; zeros on stages between them."""
+        """The value of `x` at the other of the two stages of a tied table; zeros on stages between them. A collective."""
         return mesh.STAGES.exchange(x, self.permutations[0])
 
 
 def divide(
     parts: Any, stages: int, chunks: int = 1, layers: Sequence[int] = (), *, autoencoder: int = 0, fused_embedding: bool = False
 ) -> Division:
-    """Divides a model into stages.
+    """Divides a model into pipeline stages.
 
     Args:
-        parts: the model in pieces, a `models.Parts`; None, of a model that does not come apart, is refused.
+        parts: the model split up, a `models.Parts`; None stands for a model that cannot be divided.
         stages: S ≥ 2.
         chunks: C ≥ 1.
-        layers: layers of each virtual stage in the order of computation, all of the model's; empty: equally many.
+        layers: how many layers each of the S·C virtual stages has, in the order of computation; empty: equally many.
         autoencoder: see `Division`; at most the width of the model.
-        fused_embedding: see `Division`; only of a tied table.
+        fused_embedding: see `Division`; only for a model with a tied embedding.
+
+    Raises:
+        ValueError: if the model cannot be divided, or not in this way.
     """
     if parts is None:
-        raise ValueError(
-            f"pipeline.stages={stages}: this model does not say how it comes apart into stages; use stages=1, or model 'decoder'"
-        )
+        raise ValueError(f"pipeline.stages={stages}: this model cannot be divided into stages; use stages=1, or model 'decoder'")
     count, depth = stages * chunks, parts.depth
     what = f"stages={stages}" + (f" x chunks={chunks}" if chunks > 1 else "")
     if stages < 2:

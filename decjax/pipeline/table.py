@@ -1,4 +1,4 @@
-"""A schedule as arrays: what every stage does in each tick, which slots it reads and fills, and who sends to whom."""
+"""A schedule as arrays: what every stage does in each tick, which buffer slots it reads and fills, and who sends to whom."""
 
 from collections.abc import Callable, Iterable
 import itertools
@@ -10,24 +10,25 @@ from decjax import schedules
 
 IDLE, FORWARD, BACKWARD = 0, 1, 2
 NOWHERE = -1
-BOXES = {schedules.FORWARD: "input", schedules.BACKWARD: "gradient"}  # where messages of a kind wait
+BOXES = {schedules.FORWARD: "input", schedules.BACKWARD: "gradient"}  # the buffer for messages of a kind
 
 Label = tuple[str, bool]  # kind, compressed
 
 
 class Message(NamedTuple):
-    """Messages of one tick that are sent alike."""
+    """The messages of one tick that have the same label, as pairs (source, target) of stages."""
 
     label: Label
     pairs: tuple[tuple[int, int], ...]
 
 
 class Table(NamedTuple):
-    """A schedule as arrays, one row a tick.
+    """A schedule as arrays, one row per tick.
 
-    Columns, [ticks, S] integers, tell what each stage does (`op`, `microbatch`, `chunk`), the slots that it reads (`input`, `kept`,
-    `gradient`), and those in which it puts what arrives (`next_input`, `next_gradient`) or NOWHERE; the label of what it sends
-    (`sent`) or NOWHERE; and of what arrives, by kind ("F", "B"), label or NOWHERE, microbatch and this end's chunk.
+    Columns, [ticks, S] integers, hold what each stage does (`op`, `microbatch`, `chunk`), the slots that it reads (`input`, `kept`,
+    `gradient`) and those in which it stores what arrives (`next_input`, `next_gradient`; NOWHERE if nothing does), the label of
+    what it sends (`sent`, or NOWHERE), and for what arrives, by kind ("F label" …): its label or NOWHERE, its microbatch and this
+    end's chunk.
     """
 
     columns: dict[str, np.ndarray]
@@ -38,7 +39,7 @@ class Table(NamedTuple):
 
     @property
     def permutations(self) -> tuple[tuple[tuple[int, int], ...], ...]:
-        """Pairs of stages of every permutation that messages may travel in: those of a tick alone, or some of them joined."""
+        """The pairs (source, target) of every permutation that may be used: of one kind of message of a tick, or several joined."""
         groups = (
             group
             for messages in self.patterns
@@ -55,9 +56,9 @@ class Table(NamedTuple):
 
 
 def tabulate(schedule: schedules.Schedule, compresses: Callable[[schedules.Send], bool], remat: bool) -> Table:
-    """The tables of a schedule, of whose messages some are compressed.
+    """The table of a schedule in which `compresses` says which messages are compressed.
 
-    With `remat` B computes F anew: inputs then wait for B instead of F, and the last virtual stage leaves F out.
+    With `remat` B recomputes F: inputs are then stored until B instead of F, and the last virtual stage skips F.
     """
     label = lambda send: (send.kind, compresses(send))
     labels = tuple(sorted({label(send) for sends in schedule.sends for send in sends}))
@@ -86,7 +87,7 @@ def tabulate(schedule: schedules.Schedule, compresses: Callable[[schedules.Send]
             columns["sent"][t, send.source] = columns[f"{op.kind} label"][t, s] = labels.index(label(send))
             columns[f"{op.kind} microbatch"][t, s], columns[f"{op.kind} chunk"][t, s] = op.microbatch, op.chunk
             reads = [taken[op, s]]
-            # Without rematerialization the last virtual stage puts its output, of which B takes the loss, in its input's place.
+            # Without rematerialization the last virtual stage stores its output, which B needs for the loss, in its input's slot.
             if op.kind == schedules.FORWARD and (remat or schedule.virtual(s, op.chunk) == last):
                 reads.append(taken[op._replace(kind=schedules.BACKWARD), s])
             waits[BOXES[op.kind]].append((s, t, reads))
@@ -98,7 +99,7 @@ def tabulate(schedule: schedules.Schedule, compresses: Callable[[schedules.Send]
 
 
 def _give_slots(columns: dict[str, np.ndarray], name: str, waits: Iterable[tuple]) -> int:
-    """Gives every wait the lowest slot of its stage that is free, enters it in the table, and returns how many are needed."""
+    """Assigns to every wait the lowest free slot of its stage, enters it in the table, and returns how many slots are needed."""
     free_from: dict[int, list[int]] = {}
     for s, begin, reads in sorted(waits):
         ends = free_from.setdefault(s, [])
@@ -114,7 +115,7 @@ def _messages(sends: Iterable[schedules.Send], label_of: Callable[[schedules.Sen
     groups: dict[Label, list] = {}
     for send in sends:
         groups.setdefault(label_of(send), []).append((send.source, send.target))
-    # Activations first: nothing that a stage still has to do keeps them waiting, as it may keep a gradient.
+    # Activations first: they are ready as soon as a stage has computed them, a gradient may have to wait for other work.
     return tuple(Message(label, tuple(sorted(pairs))) for label, pairs in sorted(groups.items(), reverse=True))
 
 

@@ -1,9 +1,11 @@
-"""What is trained on: a model's loss, per-worker data, and how the result is judged. See `decjax.tasks.task`.
+"""Tasks: a model's loss, every worker's data, and the metrics of the result.
 
-lm          the next byte of any text
-images      classes of small images
-quadratics  a sum of quadratics, whose optimum is known
+task        what a task is
+lm          predicts the next byte of any text
+images      classifies small images
+quadratics  minimizes a sum of quadratics, whose optimum is known
 partition   which examples each worker trains on
+text        byte corpora and windows of them
 """
 
 from decjax.tasks.task import Data, Metric, Task

@@ -1,4 +1,4 @@
-"""Classification of small images."""
+"""The task "images": classification of small images."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -15,16 +15,16 @@ from decjax.tasks.task import Data, Metric, Task, spaced
 
 
 class Dataset(NamedTuple):
-    """Images that are there to be read."""
+    """A data set of labelled images, and how to read it."""
 
     shape: tuple[int, int, int]  # of an image, (H, W, C)
-    classes: int  # K
-    read: Callable[[], tuple[np.ndarray, np.ndarray]]  # () -> (images_ExHxWxC, labels_E), of uint8 and int32
-    mirrored: bool = False  # whether a mirrored image is one of the same class
+    classes: int  # K, how many
+    read: Callable[[], tuple[np.ndarray, np.ndarray]]  # () -> (images_ExHxWxC, labels_E), uint8 and int32
+    mirrored: bool = False  # whether the mirror image of an image is of the same class
 
 
 def _digits() -> tuple[np.ndarray, np.ndarray]:
-    from sklearn import datasets  # Takes a second to import, and nothing else needs it.
+    from sklearn import datasets  # Imported here because it takes a second, and only this function needs it.
 
     digits: Any = datasets.load_digits()
     return digits.images[..., None].astype(np.uint8), digits.target.astype(np.int32)
@@ -34,7 +34,7 @@ DATASETS = {"digits": Dataset((8, 8, 1), 10, _digits)}
 
 
 class Examples(NamedTuple):
-    """Standardized images and their classes."""
+    """A batch of images, standardized by channel, and their classes."""
 
     images_BxHxWxC: Any
     labels_B: Any
@@ -49,14 +49,14 @@ def images(
     validation: float = 0.2,
     augment: bool = False,
 ) -> Task:
-    """Classifies small images; tells the top-1 accuracy.
+    """Classification of small images; metrics are the loss and the top-1 accuracy.
 
     Args:
         model: `build(shape_HWC, classes) -> ImageModel`.
-        dataset: "digits", 1797 of 8 × 8 pixels, which scikit-learn holds.
-        partition: of images to workers: "iid", "contiguous" or "dirichlet(alpha=0.1)", which divides classes.
-        validation: share of the images, the same ones in all runs, that is held out.
-        augment: shift training images by up to an eighth of their height, and mirror them where that is no other class.
+        dataset: "digits": scikit-learn's 1797 handwritten digits of 8 × 8 pixels.
+        partition: which images each worker has: "iid", "contiguous" or "dirichlet(alpha=0.1)", by class; see `tasks.partition`.
+        validation: share of the images that is held out, between 0 and 1; they are the same in all runs.
+        augment: shift training images at random by up to an eighth of their height, and mirror them if that keeps their class.
     """
     if dataset not in DATASETS:
         raise ValueError(f"task dataset={dataset!r} is unknown; use one of {', '.join(DATASETS)}")
@@ -98,7 +98,7 @@ def _load(images_ExHxWxC, labels_E, validation, partition, num_workers, batch_si
     held_out = max(1, round(validation * len(order)))
     valid, train = order[:held_out], order[held_out:]
     indices = partition_lib.deal(partition, labels_E[train], num_workers, batch_size, seed)
-    # Standardized by channel; of values 0 … 255 sums of squares need all digits.
+    # Mean and deviation by channel, summed in float64: sums of squares of values 0 … 255 lose digits in float32.
     mean_C = images_ExHxWxC[train].mean(axis=(0, 1, 2), dtype=np.float64).astype(np.float32)
     deviation_C = images_ExHxWxC[train].std(axis=(0, 1, 2), dtype=np.float64).astype(np.float32)
 

@@ -1,4 +1,4 @@
-"""Language modelling: next-byte prediction on any text."""
+"""The task "lm": next-byte prediction on any text."""
 
 from typing import Any
 
@@ -17,12 +17,17 @@ PROMPT_BYTES = 32
 
 @registry.register("task", "lm", models=("decoder",))
 def lm(model: models.Model, *, path: str = "", partition: str = "iid", sample_bytes: int = 400) -> Task:
-    """Predicts the next byte of a text, with a language model whose vocabulary holds all 256.
+    """Byte-level language modelling: predicts the next byte of a text; the metric is the loss in nats per byte.
 
     Args:
+        model: a language model with a vocabulary of at least 256.
         path: a text file or a folder of them; empty: the sources of the running Python's standard library.
-        partition: of windows of the text to workers: "iid", "contiguous" or "dirichlet(alpha=0.1)", which divides files.
-        sample_bytes: of text that a finished model shows; 0: none.
+        partition: which windows of text each worker has: "iid", "contiguous" or "dirichlet(alpha=0.1)", by file; see
+            `tasks.partition`.
+        sample_bytes: how many bytes of text the trained model writes at the end; 0: none.
+
+    Raises:
+        ValueError: if an option is none of these; from `load`, if the path holds no or too little text.
     """
     partition_lib.parse(partition)
     if not 0 <= sample_bytes <= MAX_SAMPLE_BYTES:

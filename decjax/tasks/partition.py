@@ -1,12 +1,12 @@
-"""Which examples each worker trains on; a function of (partition, labels, N, seed).
+"""Which examples each worker trains on, for N workers:
 
-    iid           shuffled examples are dealt out to workers, anew in every epoch
-    contiguous    worker i has the i-th of N stretches
-    dirichlet     workers have classes in different shares, alike for a large α, few classes each for a small one
+    iid           in every epoch all examples are shuffled and distributed over the workers
+    contiguous    worker i has the i-th of N consecutive parts of the data
+    dirichlet     each worker has its own proportions of classes, drawn from Dirichlet(α): alike for large α, few for small α
 
-Workers' numbers of examples differ by one at most.
+The partition is a function of (its name and options, the labels, N, the seed). Workers' numbers of examples differ by at most one.
 
-Reference: Hsu et al. 2019, arXiv 1909.06335; here every example is used, and where a class runs out, its takers go on to others.
+Reference: Hsu et al. 2019, arXiv 1909.06335. Here every example is used: workers whose class has run out take examples of others.
 """
 
 from collections.abc import Callable
@@ -20,7 +20,7 @@ from decjax import registry
 
 
 def parse(partition: str) -> tuple[str, float]:
-    """Reads a partition: its name, and α, which is ∞ of all but a dirichlet one; a ValueError if it is unknown or has other options."""
+    """(name, α) of a partition such as "dirichlet(alpha=0.1)"; α is ∞ for the others. Raises a ValueError for anything else."""
     name, options = registry.parse("partition", partition)
     if name not in ("iid", "contiguous", "dirichlet"):
         raise ValueError(f"partition {partition!r} is unknown; use one of iid, contiguous, dirichlet(alpha=0.1)")
@@ -37,17 +37,18 @@ def parse(partition: str) -> tuple[str, float]:
 
 
 def deal(partition: str, labels: np.ndarray, num_workers: int, batch_size: int, seed: int) -> Callable[[int, int], np.ndarray]:
-    """Which B examples make a batch, `indices(worker, step)`; Grain's random-access shuffle makes every epoch another order.
+    """`indices(worker, step)`: the positions of the B examples of a worker's batch; every epoch has another order.
 
     Args:
         partition: "iid", "contiguous", or "dirichlet(alpha=0.1)".
-        labels: of all examples: classes, or the sources of a text.
+        labels: the class of every example, or the file that a window of text is from.
         num_workers: N.
-        batch_size: B, of a worker.
+        batch_size: B, examples in a worker's batch.
         seed: of the run.
 
     Raises:
-        ValueError: if the partition is unknown, α is not positive, there are fewer examples than workers, or a single class.
+        ValueError: if the partition is unknown, α is not positive, there are fewer examples than workers, or "dirichlet" is given a
+            single class.
 
     Example:
         >>> indices = deal("dirichlet(alpha=0.1)", np.arange(40) % 4, num_workers=8, batch_size=5, seed=0)
@@ -70,31 +71,31 @@ def deal(partition: str, labels: np.ndarray, num_workers: int, batch_size: int, 
 
 
 def split(alpha: float, labels: np.ndarray, num_workers: int, seed: int) -> list[np.ndarray]:
-    """The indices of each worker's own examples, in shares of classes that α makes unlike; contiguous ones for α = ∞."""
+    """The positions of each worker's own examples, with class proportions from Dirichlet(α); consecutive parts for α = ∞."""
     cuts = np.arange(num_workers + 1) * len(labels) // num_workers
     if alpha == math.inf:
         return [np.arange(begin, end) for begin, end in itertools.pairwise(cuts)]
     sizes_N = np.diff(cuts)
     classes, labels, stock_K = np.unique(labels, return_inverse=True, return_counts=True)
     if len(classes) == 1:
-        raise ValueError("partition 'dirichlet' divides classes, but all data is of one; use iid or contiguous")
+        raise ValueError("partition 'dirichlet' divides the data by class, but all data is of one; use iid or contiguous")
     rng = np.random.default_rng(seed)
     taken_NxK = _allot(_log_gamma(rng, alpha, (len(sizes_N), len(classes))), sizes_N, stock_K)
     of_class = np.split(np.argsort(labels, kind="stable"), stock_K.cumsum()[:-1])
     pieces = [np.split(rng.permutation(own), taken_N.cumsum()) for own, taken_N in zip(of_class, taken_NxK.T, strict=True)]
-    # Per class N pieces and a remainder; transposed, one list per worker and one of what is left.
+    # For each class N pieces and a remainder; transposed, one list for each worker and one of the remainders.
     *parts, left = zip(*pieces, strict=True)
     more = np.split(rng.permutation(np.concatenate(left)), (sizes_N - taken_NxK.sum(axis=1)).cumsum()[:-1])
     return [np.sort(np.concatenate([*part, rest])) for part, rest in zip(parts, more, strict=True)]
 
 
 def _log_gamma(rng: np.random.Generator, alpha: float, shape: tuple[int, ...]) -> np.ndarray:
-    """ln g, g ~ Gamma(α): g of small α are 0 in floating point. Of Gamma(α + 1), times U^(1/α)."""
+    """ln g with g ~ Gamma(α), as ln(Gamma(α + 1) · U^(1/α)): for small α, g itself would be 0 in floating point."""
     return np.log(rng.gamma(alpha + 1, size=shape)) + np.log(rng.uniform(np.finfo(float).tiny, 1, size=shape)) / alpha
 
 
 def _allot(log_weight_NxK: np.ndarray, sizes_N: np.ndarray, stock_K: np.ndarray) -> np.ndarray:
-    """How many of each class each worker takes: in the proportions of its weights, of classes that are left, as far as they go."""
+    """[N, K]: how many examples of each class each worker takes, in proportion to its weights among the classes not used up."""
     need_N, stock_K, taken_NxK = sizes_N.copy(), stock_K.copy(), np.zeros(log_weight_NxK.shape, int)
     while True:
         weight_NxK = np.where(stock_K > 0, log_weight_NxK, -np.inf)
@@ -102,5 +103,5 @@ def _allot(log_weight_NxK: np.ndarray, sizes_N: np.ndarray, stock_K: np.ndarray)
         wanted_NxK = need_N[:, None] * weight_NxK / np.maximum(weight_NxK.sum(axis=1, keepdims=True), 1e-300)
         given_NxK = np.floor(wanted_NxK * np.minimum(1, stock_K / np.maximum(wanted_NxK.sum(axis=0), 1e-300)) + 1e-9).astype(int)
         if not given_NxK.any():
-            return taken_NxK  # Less than one each is left: those are dealt out at random.
+            return taken_NxK  # Every share is below one example: the rest is distributed at random by the caller.
         taken_NxK, need_N, stock_K = taken_NxK + given_NxK, need_N - given_NxK.sum(axis=1), stock_K - given_NxK.sum(axis=0)

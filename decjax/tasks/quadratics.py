@@ -1,10 +1,11 @@
-"""Quadratics whose optimum, heterogeneity, noise and condition are known: where claims of convergence can be checked.
+"""The task "quadratics": a sum of quadratics whose optimum, heterogeneity, noise and condition are known, to check convergence.
 
     f_i(x) = ½ (x − x*)ᵀ H_i (x − x*) − ζ u_iᵀ (x − x*),    Σ u_i = 0,  mean ‖u_i‖² = 1
     f(x) = mean f_i(x) = ½ (x − x*)ᵀ H (x − x*)
 
-H and H_i are diagonal: the eigenvalues of H go geometrically from 1/κ to 1, each worker's differ from them by less than two thirds.
-An example's gradient is ∇f_i(x) − σ ξ with E‖ξ‖² = 1. So ζ² is the mean ‖∇f_i(x*)‖², and σ²/B the variance of a batch's gradient.
+H and H_i are diagonal: the eigenvalues of H are spaced geometrically from 1/κ to 1, those of H_i differ from them by less than two
+thirds. The gradient of one example is ∇f_i(x) − σ ξ with E‖ξ‖² = 1. So ζ² is the mean of ‖∇f_i(x*)‖² over the workers, and σ²/B the
+variance of the gradient of a batch of B.
 """
 
 import functools
@@ -21,7 +22,7 @@ MAX_DIMENSION = 10**6
 
 
 class Examples(NamedTuple):
-    """Quadratics ½ Σ_k h_k (x_k − t_k)²: those of a batch have the gradient above, the one for validation is f(x) − f(x*)."""
+    """Examples, each a quadratic ½ Σ_k h_k (x_k − t_k)² of curvature h and target t; the one for validation is f(x) − f(x*)."""
 
     curvature_BxP: Any
     target_BxP: Any
@@ -31,13 +32,19 @@ class Examples(NamedTuple):
 def quadratics(
     model: None = None, *, dimension: int = 64, heterogeneity: float = 1.0, noise: float = 1.0, condition: float = 10.0
 ) -> Task:
-    """Finds the optimum of a sum of quadratics, one a worker; tells the suboptimality, and the squared distance from the optimum.
+    """Minimizes a sum of noisy quadratics, one per worker, whose optimum `x*` is known.
+
+    Metrics are `f(x) − f(x*)`, as "loss", and the squared distance from `x*`.
 
     Args:
-        dimension: P.
-        heterogeneity: ζ, the root of the mean squared norm of workers' gradients at the optimum.
-        noise: σ, the standard deviation of an example's gradient.
-        condition: κ of the sum's Hessian.
+        model: None; the parameters are x.
+        dimension: P, of x, at most 10⁶.
+        heterogeneity: ζ ≥ 0, the root of the mean squared norm of the workers' gradients at the optimum.
+        noise: σ ≥ 0, the standard deviation of the gradient of one example.
+        condition: κ ≥ 1, the condition number of the Hessian of the sum.
+
+    Raises:
+        ValueError: if an option lies outside its range.
     """
     if not 1 <= dimension <= MAX_DIMENSION:
         raise ValueError(f"task dimension={dimension} must lie between 1 and {MAX_DIMENSION}")
@@ -65,7 +72,7 @@ def quadratics(
 
 
 def _load(num_workers, batch_size, seed, dimension, heterogeneity, noise, condition) -> Data:
-    # The optimum does not depend on N: a run may continue on more workers.
+    # The optimum does not depend on N, so that a run may continue with more workers.
     optimum_P = np.random.default_rng((seed, 0)).normal(size=dimension)
     rng = np.random.default_rng((seed, num_workers))
     curvature_P = np.geomspace(1 / condition, 1, dimension)

@@ -1,10 +1,10 @@
-"""What a task is: all that the trainer, a pipeline and the loop know of models and data.
+"""The interface of a task: all that the trainer and pipelines know of models and data.
 
-    loss, variables = loss(params, variables, batch, key)      one worker's mean over its batch, to be differentiated
-    sums_B, weight_B = measure(params, variables, examples)    of single examples; a metric is Σ sum ÷ Σ weight
+    loss, variables = loss(params, variables, batch, key)      mean over one worker's batch, to be differentiated
+    sums_B, weight_B = measure(params, variables, examples)    one value per example; a metric is Σ sum ÷ Σ weight
 
-Variables are what a model keeps beside its parameters and no gradient moves, such as batch statistics; () where there are none.
-They stay with their worker, and are averaged where parameters are: for evaluation.
+Variables are what a model stores beside its parameters and what no gradient changes, such as batch statistics; () where there are
+none. Each worker has its own; for evaluation they are averaged like the parameters.
 """
 
 from collections.abc import Callable, Mapping
@@ -14,44 +14,69 @@ import numpy as np
 
 
 class Metric(NamedTuple):
-    """A number that tells how good a model is."""
+    """A metric of a model's quality.
 
-    unit: str = ""  # as "nats/byte"; empty for a plain number
+    Attributes:
+        unit: such as "nats/byte"; empty for a plain number.
+    """
+
+    unit: str = ""
 
 
 class Data(NamedTuple):
-    """The data of a task; its random choices are functions of (seed, worker, step)."""
+    """The loaded data of a task; all random choices are functions of (seed, worker, step).
 
-    batch: Callable[[int, int], Any]  # (worker, step) -> examples, a pytree of NumPy arrays [B, …]
-    validation: Callable[[int], Any]  # limit -> examples [W, …], evenly spaced ones; 0: all
-    fingerprint: str  # a run continues on the data it began with
-    facts: Callable[[], Mapping[str, float]] = dict  # by name, what a run's summary tells of the data
+    Attributes:
+        batch: `batch(worker, step) -> examples`, a pytree of NumPy arrays [B, …].
+        validation: `validation(limit) -> examples`, evenly spaced ones, [W, …]; limit 0: all.
+        fingerprint: identifies the data; a run is continued only on data with the same one.
+        facts: `facts()`, numbers about the data by name, for a run's summary.
+    """
+
+    batch: Callable[[int, int], Any]
+    validation: Callable[[int], Any]
+    fingerprint: str
+    facts: Callable[[], Mapping[str, float]] = dict
 
 
 class Task(NamedTuple):
-    """What is learned, of which data and model; pure functions of plain pytrees.
+    """A task: the loss of a model, its data and its metrics, as pure functions of plain pytrees.
 
-    A registered factory takes the built model as `model`, and names those that it can train in the trait `models`; of a model of
-    images it builds the rest, as it knows their shape and classes (see `models.ImageModel`). It raises a ValueError that names an
-    option which cannot be, or does not fit the model.
+    A registered factory takes the built model as `model`, and its trait `models` names the models that it can train. Models of
+    images come as a function that the task calls with the images' shape and classes (see `models.ImageModel`). The factory raises a
+    ValueError for an option that is out of range or does not fit the model.
+
+    Attributes:
+        init: `init(key) -> params`.
+        loss: `loss(params, variables, batch, key) -> (loss, variables)`, the mean over a worker's batch; the key is for dropout.
+        measure: `measure(params, variables, examples) -> (sums, weight_B)`; sums [B] by the name of the metric, which is Σ sum ÷ Σ
+            weight.
+        metrics: the metrics by name; "loss" is the first.
+        examples: `examples(B)`, shapes and dtypes of a batch.
+        load: `load(num_workers, batch_size, seed) -> Data`, with B examples per worker; reads files.
+        items: how many items one example counts as in throughput: T tokens for a sequence.
+        item: what these are called, such as "tokens".
+        variables: `variables()`, the model's variables before training.
+        parts: the model split up for pipelines, a `models.Parts`; None if it cannot be divided.
+        divided: which parameters a tensor-parallel group divides; see `models.Model`.
+        show: `show(params, variables, data, key)`, a text for people that shows what the trained model does; None: nothing to show.
     """
 
-    init: Callable[[Any], Any]  # key -> params
-    loss: Callable[[Any, Any, Any, Any], tuple[Any, Any]]  # as above; the key is for dropout and the like
-    measure: Callable[[Any, Any, Any], tuple[dict[str, Any], Any]]  # as above; sums [B] by the name of the metric
-    metrics: Mapping[str, Metric]  # by name; "loss" is the first
-    examples: Callable[[int], Any]  # B -> shapes and dtypes of a batch
-    load: Callable[[int, int, int], Data]  # (num_workers, batch_size B of a worker, seed) -> data; reads files
-    items: int = 1  # of an example, which throughput counts: T tokens of a sequence
-    item: str = "examples"  # what they are called, as "tokens"
-    variables: Callable[[], Any] = lambda: ()  # those of a model that has seen nothing
-    parts: Any = None  # the model in pieces, a `models.Parts`, for pipelines; None if it does not come apart
-    divided: tuple[tuple[str, int], ...] = ()  # see `models.Model`
-    # (params, variables, data, key) -> what a finished model can do, for people; None: nothing to show.
+    init: Callable[[Any], Any]
+    loss: Callable[[Any, Any, Any, Any], tuple[Any, Any]]
+    measure: Callable[[Any, Any, Any], tuple[dict[str, Any], Any]]
+    metrics: Mapping[str, Metric]
+    examples: Callable[[int], Any]
+    load: Callable[[int, int, int], Data]
+    items: int = 1
+    item: str = "examples"
+    variables: Callable[[], Any] = lambda: ()
+    parts: Any = None
+    divided: tuple[tuple[str, int], ...] = ()
     show: Callable[[Any, Any, Data, Any], str] | None = None
 
 
 def spaced(count: int, limit: int) -> np.ndarray:
-    """Indices of `limit` evenly spaced ones of `count`; all for 0."""
+    """Indices of `limit` evenly spaced ones of `count` examples, or of all where `limit` is 0 or larger than `count`."""
     chosen = min(limit, count) if limit else count
     return np.arange(chosen) * count // chosen

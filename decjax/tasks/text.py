@@ -1,7 +1,7 @@
-"""Byte corpora and per-worker batches.
+"""Byte corpora, and batches of windows of them for every worker.
 
-A corpus is two strings of bytes, training and validation. Text is cut into windows of T + 1 bytes which overlap by one, so
-that every byte is predicted once. A batch depends on (seed, worker, step) only, so resuming needs no iterator state.
+A corpus is two strings of bytes, for training and validation. Text is cut into windows of T + 1 bytes that overlap by one byte, so
+that every byte but the first is predicted once. A batch depends on (seed, worker, step) only, so resuming needs no iterator state.
 """
 
 from collections.abc import Callable
@@ -22,7 +22,7 @@ _NOT_LIBRARY = {"site-packages", "dist-packages", "__pycache__", "test", "tests"
 
 
 class Corpus(NamedTuple):
-    """A byte-level text corpus."""
+    """Text as bytes, for training and for validation."""
 
     train: np.ndarray  # uint8 vector
     valid: np.ndarray  # uint8 vector, from other files than `train` where there are several
@@ -30,20 +30,21 @@ class Corpus(NamedTuple):
 
     @property
     def fingerprint(self) -> str:
-        """Lengths and CRC-32 of both parts: a run continues on the text it began with."""
+        """Lengths and CRC-32 of both parts, by which a continued run checks that the text is the same."""
         return f"{len(self.train)}+{len(self.valid)} bytes, crc {zlib.crc32(self.valid.data, zlib.crc32(self.train.data)):08x}"
 
 
 def load_corpus(path: str = "", *, min_bytes: int = 1) -> Corpus:
     """Reads a text file, a folder of text files, or the running Python's own standard-library sources.
 
-    Files are taken in the order of their names and split by a hash of their relative path, so the split does not depend on
-    the machine. Hidden and binary files (with a zero byte) are passed over. A single file gives its tail to validation.
+    Files are read in the order of their names and assigned to training or validation by a hash of their relative path, so the split
+    does not depend on the machine. Hidden and binary files (with a zero byte) are skipped. Of a single file the end is for
+    validation.
 
     Args:
-        path: a file or folder; empty for the embedded corpus.
-        min_bytes: what each part must have at least, a window of the model. Where the files chosen for validation fall
-            short of it, the tail of all text takes their place.
+        path: a file or folder; empty: the standard library's sources.
+        min_bytes: least size of each part, one window of the model. If the files chosen for validation are smaller than that, the
+            end of all text is used instead.
 
     Raises:
         ValueError: if the path does not exist, cannot be read, or holds no or too little text.
@@ -56,7 +57,7 @@ def load_corpus(path: str = "", *, min_bytes: int = 1) -> Corpus:
         raise ValueError(f"data path {shown} cannot be read: {error.strerror}: {error.filename!r}") from error
     if not texts:
         raise ValueError(f"data path {shown} holds no text; give a non-empty text file or a folder with some")
-    # A file name is bytes, which are text on most machines only.
+    # File names need not be valid UTF-8.
     held_out = {name: zlib.crc32(name.encode("utf-8", "surrogateescape")) < VALIDATION_SHARE * 2**32 for name in texts}
     train, valid = ([text for name, text in texts.items() if held_out[name] == out] for out in (False, True))
     starts = np.cumsum([0, *map(len, train + valid)])[:-1]
@@ -73,12 +74,12 @@ def load_corpus(path: str = "", *, min_bytes: int = 1) -> Corpus:
 
 
 def _text_files(path: str) -> tuple[pathlib.Path, list[pathlib.Path]]:
-    """What paths are relative to, and all files of a text file or folder, or of the standard library."""
+    """(folder that paths are relative to, files) of a text file, a folder, or the standard library."""
     if not path:
         root = pathlib.Path(sysconfig.get_path("stdlib"))
         return root, sorted(p for p in root.rglob("*.py") if not _NOT_LIBRARY & set(p.relative_to(root).parts))
     root = pathlib.Path(os.path.expanduser(path))
-    if not os.path.exists(root):  # Unlike pathlib's, neither this nor expanduser raises on an odd path.
+    if not os.path.exists(root):  # Unlike pathlib's functions, os.path's raise nothing on an invalid path.
         raise ValueError(
             f"data path {path!r} does not exist; give a text file or a folder, or leave it empty for the embedded corpus"
         )
@@ -91,22 +92,22 @@ def _text_files(path: str) -> tuple[pathlib.Path, list[pathlib.Path]]:
 
 
 def _read(shown: str, root: pathlib.Path, files: list[pathlib.Path]) -> dict[str, bytes]:
-    """The text of all files that have any, by their relative paths."""
+    """The content of all files that hold text, by their relative paths."""
     sizes = {file: file.stat().st_size for file in files}
     if (total := sum(sizes.values())) > MAX_BYTES:
         raise ValueError(
             f"data path {shown} holds {total / 2**30:.1f} GiB, and at most {MAX_BYTES / 2**30:.0f} GiB fit; "
             "give a smaller file or folder"
         )
-    # Files of no size are passed over unread: those of /proc never end.
+    # Files of size 0 are not opened: some of those in /proc never end.
     texts = {file.relative_to(root).as_posix(): file.read_bytes() for file, size in sizes.items() if size}
     return {name: text for name, text in texts.items() if text and b"\0" not in text}
 
 
 def order1_entropy(text: np.ndarray) -> float:
-    """H(x_{t+1} | x_t) = −Σ p(a, b) ln p(b | a) in nats per byte: the limit of a bigram model fitted to `text` itself."""
+    """H(x_{t+1} | x_t) = −Σ p(a, b) ln p(b | a) in nats per byte, the smallest loss that a bigram model of `text` can reach."""
     pairs_axb = np.zeros(65536, np.int64)
-    for begin in range(0, len(text) - 1, 2**22):  # A part at a time: of each byte, eight are made.
+    for begin in range(0, len(text) - 1, 2**22):  # Part by part, since every byte becomes an int64.
         part = text[begin : begin + 2**22 + 1].astype(np.int64)
         pairs_axb += np.bincount(part[:-1] * 256 + part[1:], minlength=65536)
     pairs_axb = pairs_axb.reshape(256, 256)
@@ -117,7 +118,7 @@ def order1_entropy(text: np.ndarray) -> float:
 
 
 def num_windows(text: np.ndarray, context: int) -> int:
-    """How many windows a text has; a ValueError if it has none."""
+    """How many windows of T + 1 bytes a text has, with T = `context`; a ValueError if it is too short for one."""
     if len(text) < context + 1:
         raise ValueError(
             f"the text has {len(text)} bytes, but one window takes context + 1 = {context + 1}; use more text or a shorter context"
@@ -126,16 +127,16 @@ def num_windows(text: np.ndarray, context: int) -> int:
 
 
 def windows(text: np.ndarray, context: int, indices_W: np.ndarray) -> np.ndarray:
-    """Window i is bytes iT … iT + T: tokens_WxT1, int32 of shape (windows, T + 1)."""
+    """The windows of these indices, tokens_WxT1, int32; window i is bytes iT … iT + T of the text, with T = `context`."""
     return text[indices_W[:, None] * context + np.arange(context + 1)].astype(np.int32)
 
 
 def batches(
     corpus: Corpus, *, context: int, batch_size: int, num_workers: int, seed: int, partition: str = "iid"
 ) -> Callable[[int, int], np.ndarray]:
-    """Training batches of B windows of T = `context`: `batch(worker, step) -> tokens_BxT1`, int32 of shape (B, T + 1).
+    """`batch(worker, step) -> tokens_BxT1`, int32: training batches of B windows of T + 1 bytes, with T = `context`.
 
-    The classes of partition "dirichlet" are the files; for partitions, and what is refused, see `partition.deal`.
+    Partition "dirichlet" divides by file; for partitions and errors see `partition.deal`.
     """
     starts_W = np.arange(num_windows(corpus.train, context)) * context
     files_W = np.searchsorted(corpus.starts, starts_W, side="right")
@@ -144,5 +145,5 @@ def batches(
 
 
 def validation_windows(text: np.ndarray, *, context: int, limit: int = 0) -> np.ndarray:
-    """`limit` evenly spaced windows of a text, or, where it is 0, all: tokens_WxT1, int32 of shape (windows, T + 1)."""
+    """Windows for validation, tokens_WxT1, int32: `limit` evenly spaced ones of a text; 0: all."""
     return windows(text, context, spaced(num_windows(text, context), limit))

@@ -1,14 +1,14 @@
-"""Training: a run's parts take steps, in a work directory.
+"""Training: from the parts of a run to a trained model, with logs and checkpoints in a work directory.
 
-step         the train step, as one worker sees it
-trainer      steps, averages and evaluation of a run's parts
-run          the one loop: a work directory, logging, signals, the end
-state        the stacked state
-engine       one compiled step per phase: fused, or with the exchange beside the gradient
-divide       what of an update needs no message, and is computed meanwhile
-evaluate     the averaged model and the local models
-checkpoint   Orbax, and whose directory it is
-metrics      metrics.jsonl, TensorBoard, the screen
+trainer      steps, averages and evaluation, for loops of your own
+run          the training loop: work directory, logging, signals, summary
+step         the train step of one worker
+state        the training state of all workers
+engine       the compiled step: as one program, or with the exchange beside the gradient
+divide       splits an update into what needs no message and what each message completes
+evaluate     evaluation of the averaged model and of every worker's own
+checkpoint   checkpoints with Orbax, and the check that a directory belongs to the run
+metrics      metrics.jsonl, TensorBoard events, the screen
 """
 
 from decjax.errors import CheckpointError, ConfigError, Diverged, TrainingError

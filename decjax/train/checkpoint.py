@@ -1,6 +1,6 @@
-"""Checkpoints of stacked state with Orbax: every worker's replica, bit for bit, and what the run has counted so far.
+"""Checkpoints with Orbax: the state of every worker, bit for bit, and the run's counters (time, bytes).
 
-A work directory belongs to one config: `config.json` is written first and compared on every later start.
+A work directory belongs to one config: `config.json` is written first, and compared on every later start.
 """
 
 import asyncio
@@ -25,17 +25,19 @@ from decjax import config as config_lib
 from decjax.errors import CheckpointError, ConfigError, Diverged
 from decjax.train import metrics
 
-# What may change between a run and its continuation: none of it touches the trajectory, but for rounding.
+# Fields that may differ between a run and its continuation; except for rounding, none of them changes the result of training.
 FREE_KEYS = ("eval.", "checkpoint.", "log_every", "data.sample_bytes", "engine")
-VERSION = 2  # of the checksums; checkpoints that name none are of version 1
+VERSION = 2  # of the checksums; checkpoints without this entry are of version 1
 
 
 def claim(workdir: pathlib.Path, config: dict) -> IO | None:
-    """Makes `workdir` the home of a run with this config, or checks that it already is. A collective.
+    """Makes `workdir` the directory of a run with this config, or checks that it already is. A collective.
 
-    Process 0 looks, creates what is absent and writes the resolved config; the others wait for it. The lock, which ends when it is
-    closed and is None in other processes, keeps other runs out. A directory whose run saved nothing yet may be claimed with
-    another config.
+    Process 0 checks the directory, creates it and writes the resolved config; the others wait for it. A directory in which nothing
+    was saved yet may be claimed with another config.
+
+    Returns:
+        A lock that keeps other runs out until it is closed; None in processes other than 0.
 
     Raises:
         CheckpointError: if the directory cannot be written, is in use, or belongs to a run with another config.
@@ -91,7 +93,7 @@ def _claim(workdir: pathlib.Path, config: dict) -> IO:
 
 
 def _lost(workdir: pathlib.Path) -> str:
-    """What tells that a run once had checkpoints which are no longer there; empty if it may have ended before the first."""
+    """Evidence that a run had checkpoints which are now missing; empty if it may have ended before the first."""
     if (workdir / "summary.json").exists():
         return "a finished run"
     try:
@@ -99,18 +101,35 @@ def _lost(workdir: pathlib.Path) -> str:
     except (OSError, ValueError, KeyError, TypeError):
         return ""
     steps = [row["step"] for row in metrics.read(workdir)]
-    saved = [step for step in steps if step % every == 0 and step < max(steps)]  # Each is logged, then saved, before any other.
+    saved = [step for step in steps if step % every == 0 and step < max(steps)]  # A later row exists only once these were saved.
     return f"metrics of steps after {saved[-1]}, which was saved," if saved else ""
 
 
+def differing(theirs: config_lib.RunSpec, ours: config_lib.RunSpec) -> str:
+    """How two runs differ in the parts that determine the arrays of a state: in their names, or if those agree in their options."""
+    kinds = ("task", "model", "optimizer", "method")
+    pairs = {kind: (getattr(theirs, kind), getattr(ours, kind)) for kind in kinds}
+    named = {kind: tuple(choice and choice.name for choice in pair) for kind, pair in pairs.items()}
+    named = {kind: names for kind, names in named.items() if names[0] != names[1]}
+    if not named:
+        for kind, (there, here) in pairs.items():
+            if there and here:
+                named |= {
+                    f"{kind}.{name}": (there.options.get(name), value)
+                    for name, value in here.options.items()
+                    if there.options.get(name) != value
+                }
+    return "; ".join(f"{name}: {there!r} there, {here!r} here" for name, (there, here) in named.items())
+
+
 def has_checkpoints(workdir: pathlib.Path) -> bool:
-    """Whether anything was saved below `workdir`."""
+    """Whether a work directory has at least one checkpoint."""
     folder = workdir / "checkpoints"
     return folder.is_dir() and any(child.name.isdigit() for child in folder.iterdir())
 
 
 def _mixed(word: jax.Array) -> jax.Array:
-    """MurmurHash3's finalizer: a bijection of uint32 in which every bit of the input moves every bit of the result."""
+    """MurmurHash3's finalizer, a bijection of uint32 in which every bit of the input affects every bit of the result."""
     for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
         word = (word ^ (word >> shift)) * jnp.uint32(factor)
     return word ^ (word >> 16)
@@ -118,10 +137,10 @@ def _mixed(word: jax.Array) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnames="version")
 def checksums(state: Any, version: int = VERSION) -> jax.Array:
-    """Σ_i mixed(word_i ⊕ mixed(i)) mod 2³² of every array in `state`, uint32 [arrays].
+    """A checksum of every array in `state`, uint32 [arrays]: Σ_i mixed(word_i ⊕ mixed(i)) mod 2³².
 
-    The files have no checksums of their own. A sum needs no order, so it is taken where the shards lie; words are mixed before, so
-    that no changes of several cancel. Checkpoints of version 1 have Σ_i (2i + 1) · word_i, in which two flipped signs cancel.
+    Orbax's files have none. A sum does not depend on the order, so each device sums its own shards; words are mixed first, so that
+    several changes do not cancel. Checkpoints of version 1 have Σ_i (2i + 1) · word_i, in which two flipped signs cancel.
     """
 
     def one(x):
@@ -141,13 +160,16 @@ _finite = jax.jit(codecs.finite)
 
 
 def finite(state: Any) -> bool:
-    """Whether every floating-point value of a state is finite, found where its shards lie. A collective."""
+    """Whether every floating-point value of a state is finite; each device checks its own shards. A collective."""
     return bool(_finite(state))
 
 
 class _PatientLoop(asyncio.SelectorEventLoop):
-    """Before it closes, waits for whatever was begun on it: TensorStore, busy with other arrays when Orbax closes its loop because
-    one cannot be read or written, reports to that loop, and each report would end in a traceback on stderr."""
+    """An event loop that waits for its tasks before it closes.
+
+    When one array cannot be read or written, Orbax closes its loop while TensorStore still works on others; each of their results
+    would then print a traceback on stderr.
+    """
 
     def close(self):
         if not self.is_closed():
@@ -167,7 +189,7 @@ class _PatientLoops(asyncio.DefaultEventLoopPolicy):
 
 @contextlib.contextmanager
 def _errors_once():
-    """Errors of Orbax are raised, and not besides printed by its event loops and logged by its threads."""
+    """Inside, errors of Orbax are raised but not also printed by its event loops or logged by its threads."""
     policy, verbosity = asyncio.get_event_loop_policy(), logging.get_verbosity()
     asyncio.set_event_loop_policy(_PatientLoops())
     logging.set_verbosity(logging.FATAL)
@@ -179,7 +201,7 @@ def _errors_once():
 
 
 class Checkpoints:
-    """The checkpoints of one run: `save`, `latest`, `restore`."""
+    """The checkpoints in a run's work directory, of which the newest `keep` are kept (None: all); `read_only` for another run's."""
 
     def __init__(self, workdir: pathlib.Path, *, keep: int | None = None, read_only: bool = False):
         self._directory, self._read_only = (workdir / "checkpoints").absolute(), read_only
@@ -191,15 +213,15 @@ class Checkpoints:
         self._manager = ocp.CheckpointManager(self._directory, options=options)
 
     def latest(self) -> int | None:
-        """The step of the newest complete checkpoint."""
+        """The step of the newest complete checkpoint; None if there is none."""
         return self._manager.latest_step()
 
     def save(self, step: int, state: Any, counters: dict) -> None:
         """Writes a checkpoint; it counts only once it is complete. A collective.
 
         Raises:
-            Diverged: if the state is not finite, memories and pending gradients included; nothing is written then.
-            CheckpointError: if the disk is full, or the directory cannot be written any more.
+            Diverged: if a value of the state is not finite, in parameters or any other part; nothing is written then.
+            CheckpointError: if the disk is full, or the directory can no longer be written.
         """
         if not finite(state):
             raise self.diverged(f"the state of step {step} is not finite", state)
@@ -214,7 +236,7 @@ class Checkpoints:
             with _errors_once():
                 self._manager.save(step, force=True, args=args)
                 self._manager.wait_until_finished()
-        except (OSError, ValueError) as error:  # The latter are TensorStore's, of which the end tells the cause.
+        except (OSError, ValueError) as error:  # TensorStore raises ValueErrors, whose text ends with the cause.
             reason = " ".join(str(error).split())[-100:]
             raise CheckpointError(
                 f"checkpoint of step {step} cannot be written in {self._directory} (… {reason}); make room "
@@ -222,11 +244,12 @@ class Checkpoints:
             ) from error
 
     def restore(self, step: int, like: Any, partial: bool = False) -> tuple[Any, dict]:
-        """Reads the state and the counters of a saved step.
+        """(state, counters) of a saved step, read and verified.
 
         Args:
+            step: one that was saved.
             like: arrays or `ShapeDtypeStruct`s whose structure, shapes, dtypes and shardings the state must have.
-            partial: `like` may lack some of what was saved.
+            partial: whether `like` may lack some of the saved arrays.
 
         Raises:
             CheckpointError: if the checkpoint is damaged, not finite, or that of another program or model.
@@ -242,7 +265,7 @@ class Checkpoints:
                 restored = self._manager.restore(step, args=ocp.args.Composite(state=state, extra=ocp.args.JsonRestore()))
             state, extra = restored["state"], restored["extra"]
             counters, saved_sums, version = extra["counters"], extra["checksums"], extra.get("version", 1)
-        except Exception as error:  # Orbax and TensorStore raise many kinds for a damaged file; each means the same here.
+        except Exception as error:  # Orbax and TensorStore raise many types of errors for a damaged file.
             reason = " ".join(str(error).split())[:200] or type(error).__name__
             raise self._unusable(step, f"it is damaged or of another model, optimizer or method ({reason})") from error
         if version not in (1, VERSION):
@@ -257,12 +280,12 @@ class Checkpoints:
         return state, counters
 
     def unlike(self, step: int, like: Any) -> str:
-        """The first array of `like` that a saved step lacks or has in other shapes, workers apart; empty: none. Nothing is read."""
+        """The name of the first array of `like` that a saved step lacks or has in another shape per worker; empty: none."""
         try:
             with _errors_once(), ocp.StandardCheckpointer() as reader:
                 saved = reader.metadata(self._directory / str(step) / "state").item_metadata.tree
             saved = ocp.tree.to_flat_dict(saved, sep=".")
-        except Exception:  # As of a damaged file, of which `restore` tells.
+        except Exception:  # Such as for a damaged file, for which `restore` raises a better error.
             return ""
         for name, x in ocp.tree.to_flat_dict(like, sep=".").items():
             if hasattr(x, "shape") and (name not in saved or saved[name].shape[1:] != x.shape[1:]):
@@ -270,7 +293,7 @@ class Checkpoints:
         return ""
 
     def last_good(self, like: Any) -> int | None:
-        """The newest step that can be restored, found by reading it back; None if there is none. A collective."""
+        """The newest step that can be restored, found by restoring it; None if there is none. A collective."""
         for step in sorted(self._manager.all_steps(), reverse=True):
             with contextlib.suppress(CheckpointError):
                 self.restore(step, like)
@@ -278,9 +301,9 @@ class Checkpoints:
         return None
 
     def diverged(self, what: str, state: Any) -> Diverged:
-        """The error that ends a run with this sign of divergence, and the checkpoint to go back to. A collective.
+        """The error that ends a diverged run: what was seen, and the last good checkpoint. A collective.
 
-        The arrays of the state are deleted, to make room for those that are read back.
+        The arrays of the state are deleted, to make room for those that are restored to find that checkpoint.
         """
         like = jax.tree.map(ocp.utils.to_shape_dtype_struct, state)
         for x in jax.tree.leaves(state):
@@ -295,9 +318,10 @@ class Checkpoints:
     def _unusable(self, step: int, why: str) -> CheckpointError:
         others = [other for other in self._manager.all_steps() if other < step]
         way_out = f"move it away to continue from step {max(others)}" if others else "start again in another --workdir"
-        if self._read_only:  # It is another run's.
+        if self._read_only:  # The checkpoint belongs to another run.
             way_out = "choose another --resume_from"
         return CheckpointError(f"checkpoint {self._directory / str(step)} cannot be restored, {why}; {way_out}")
 
     def close(self) -> None:
+        """Ends the use of the directory."""
         self._manager.close()

@@ -1,11 +1,11 @@
-"""Programs cut where they wait for messages, so that nothing waits longer than it must.
+"""Splits a program at the points where it waits for messages, so that all else is computed while they are sent.
 
-An exchange falls into parts that share no work, as its buckets do. A step that joins what they bring falls into what needs none
-of them, which can be computed while they travel, and, for each part, what can be finished once that part is there. Of decentralized
-Adam's step, the moments and the direction need no message; the mean and the weight decay of a parameter need that parameter's.
+An exchange is split into parts that share no computation, such as its buckets. The update that uses what they bring is split into
+what needs none of them, computed meanwhile, and what each part completes when it arrives. In decentralized Adam's update the
+moments and the direction need no message; the mixing and the weight decay of a parameter need the message with that parameter.
 
-The cuts follow the data flow of the traced program, so they hold for any method; where everything needs everything, nothing is cut.
-Functions are per worker, and are traced where their axis names are known: inside a mapped function.
+The split follows the data flow of the traced program, so it works for any method; where every result depends on every message there
+is a single part. The functions are those of one worker, and are traced inside a mapped function, where axis names are defined.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -18,7 +18,7 @@ Parts = tuple[tuple[int, ...], ...]
 
 
 def parts(fn: Callable, *args: Any, most: int) -> Parts:
-    """Cuts the leaves of `fn(*args)` into parts, of about equal bytes, that have no equation in common.
+    """Groups the leaves of `fn(*args)` into parts of about equal bytes whose computations have no equation in common.
 
     Args:
         fn: the exchange.
@@ -46,18 +46,18 @@ def parts(fn: Callable, *args: Any, most: int) -> Parts:
 
 
 def only(fn: Callable, leaves: Iterable[int]) -> Callable:
-    """`fn`, of whose result only these leaves are computed."""
+    """A function that computes only these leaves of `fn`'s flattened result."""
     return lambda *args: [jax.tree.leaves(fn(*args))[leaf] for leaf in leaves]
 
 
 def before(fn: Callable, known: Any, received: Any, cut: Parts) -> list[list[jax.Array]]:
-    """What `fn(known, received)` can compute from `known` alone: for every part of `received` what `after` needs of it.
+    """The values of `fn(known, received)` that can be computed from `known` alone: for every part those that `after` needs.
 
     Args:
-        fn: joins what was known with what was received.
+        fn: combines what is known with what is received.
         known: arrays.
-        received: shapes and dtypes.
-        cut: of `received`, as `parts` gives it.
+        received: shapes and dtypes of what is received.
+        cut: the parts of `received`, from `parts`.
     """
     closed, given, _, early, finals = _divide(fn, known, received, cut)
     run = _program(closed, given, early, [variable for _, _, prepared in finals for variable in prepared])
@@ -68,15 +68,15 @@ def before(fn: Callable, known: Any, received: Any, cut: Parts) -> list[list[jax
 def after(
     fn: Callable, known: Any, prepared: Sequence[jax.Array], arrived: Sequence[Sequence[jax.Array]], received: Any, cut: Parts
 ) -> dict[int, jax.Array]:
-    """The leaves of `fn(known, received)` that the part which arrived last completes.
+    """The leaves of `fn(known, received)` that can be computed once a further part has arrived.
 
     Args:
         fn, known, received, cut: as in `before`.
-        prepared: what `before` gave for this part.
-        arrived: the parts that are there, this one the last.
+        prepared: the result of `before` for this part.
+        arrived: all parts that have arrived, this one the last.
 
     Returns:
-        Position in the flattened result -> leaf. The leaves that need no part come with the first.
+        A dict from positions in the flattened result to leaves. Leaves that need no part come with the first.
     """
     closed, given, arriving, _, finals = _divide(fn, known, received, cut)
     leaves, late, variables = finals[len(arrived) - 1]
@@ -86,11 +86,11 @@ def after(
 
 
 def _divide(fn, known, received, cut):
-    """Traces `fn` and sorts its equations by the part that they wait for.
+    """Traces `fn` and sorts its equations by the last part that they depend on.
 
     Returns:
-        (traced `fn`, its variables for `known`, those for `received`, equations that need no part, finals); finals has for each part:
-        leaves that it completes, equations, what these need of the early ones.
+        (traced `fn`, its variables for `known`, those for `received`, early equations, finals). Early equations need no part;
+        finals holds for each part the leaves that it completes, their equations, and the results of early equations that these use.
     """
     closed = jax.make_jaxpr(fn)(known, received)
     program, num_known = closed.jaxpr, len(jax.tree.leaves(known))
@@ -114,7 +114,7 @@ def _divide(fn, known, received, cut):
 
 
 def _behind(program, atoms) -> list[int]:
-    """Positions of the equations that these values are computed by."""
+    """Positions of all equations from which these values are computed."""
     wanted, found = set(_variables(atoms)), []
     for index in reversed(range(len(program.eqns))):
         if wanted.intersection(program.eqns[index].outvars):

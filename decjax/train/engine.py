@@ -1,15 +1,14 @@
-"""Exchange engines: how the exchange and the gradient of a step are dispatched. The trajectory is the same up to rounding.
+"""Exchange engines: how the exchange and the gradient of a step are dispatched. Results are the same up to rounding.
 
-    fused    one executable. Where the exchange needs no gradient (order "awc", stale all-reduce), the compiler of a GPU or
-             TPU starts it before the forward pass and finishes it behind the backward pass.
-    split    the exchange, in a few parts, is dispatched by a thread of its own; meanwhile the gradient and all of the update
-             that needs no message; as a part arrives, what it completes. So the next step's first part can leave while this
-             step's last is joined. CPU devices overlap nothing within one executable, but executables run beside each other. A
-             step returns when its exchange is complete, so that collectives of two threads never meet: the gradient of a whole model
-             has none. That of stages or tensor-parallel groups has, so between processes, which would take those of the two
-             threads in different orders, it is refused.
+    fused    One executable. Where the exchange does not need the gradient (order "awc", stale all-reduce), the compiler of a GPU or
+             TPU starts it before the forward pass and waits for it after the backward pass.
+    split    Several executables, because CPU devices overlap nothing within one. A thread of its own dispatches the exchange, in a
+             few parts; meanwhile the main thread dispatches the gradient and all of the update that needs no message, and, as
+             each part arrives, what it completes. A step returns when its exchange is complete, so that the collectives of one
+             step never meet those of the next. The gradient itself must have no collectives: with stages or tensor-parallel groups,
+             processes could take those of the two threads in different orders, so that case raises an error.
 
-A step is compiled once per phase of the topology, so that none holds a conditional.
+A step is compiled once for each phase of the topology, so that no program contains a conditional over phases.
 """
 
 from collections.abc import Callable
@@ -30,21 +29,27 @@ from decjax.train import divide
 from decjax.train import state as state_lib
 from decjax.train.step import Step
 
-PARTS = 2  # in which a split exchange travels, at most
+PARTS = 2  # of a split exchange, at most
 
 
 class Program(NamedTuple):
     """A compiled step of one phase."""
 
-    run: Callable  # (state, batch, number) -> (state, loss_N), with stages loss_NxS, whose columns are equal
-    sent: dict[str, np.ndarray]  # bytes that each worker's devices send, [N]: to other workers; unless simulated, to other stages
+    run: Callable  # (state, batch, number) -> (state, loss_N); with stages loss_NxS, whose columns are equal
+    sent: dict[
+        str, np.ndarray
+    ]  # "worker": bytes that each worker's devices send to other ones, [N]; unless simulated, also "stage"
     executables: tuple[jax.stages.Compiled, ...]
 
 
 def choose(engine: str, method: Method, workers: mesh.Workers) -> str:
-    """Resolves "auto": split where several CPU processes have an exchange to hide behind a gradient without collectives, else fused."""
+    """The engine to use, "fused" or "split". "auto": "split" between CPU processes with an exchange that can overlap, else "fused".
+
+    Raises:
+        ValueError: if the engine is unknown, or "split" is impossible with this method or layout.
+    """
     check_engine(engine, method)
-    alone = workers.stages == workers.tensor == 1  # A worker's gradient needs nothing of other devices.
+    alone = workers.stages == workers.tensor == 1  # The gradient has no collectives.
     if engine == "auto":
         return "split" if method.exchange and alone and mesh.between_cpu_processes() else "fused"
     if engine == "split" and not alone and jax.process_count() > 1:
@@ -57,10 +62,10 @@ def choose(engine: str, method: Method, workers: mesh.Workers) -> str:
 
 
 def compile_per_phase(step: Step, engine: str = "fused") -> Callable[..., Program]:
-    """Compiles a train step once per phase: `program(phase, state, batch, number) -> Program`; for engines see `choose`.
+    """`program(phase, state, batch, number) -> Program`, which compiles a train step once per phase; for engines see `choose`.
 
-    The state is donated. Bytes are those of the compiled collectives. They are the declared ones where workers are simulated and
-    nothing is sent, and where the phase is traced and the program holds all of them.
+    The step's state is donated. Bytes are read from the compiled collectives; the declared ones are used where workers are
+    simulated, so that nothing is sent, and where the phase is traced, so that one program holds the messages of all phases.
     """
     workers, method = step.workers, step.method
     compile_phase = _split(step) if choose(engine, method, workers) == "split" else functools.partial(_fused, step)
@@ -82,21 +87,21 @@ def compile_per_phase(step: Step, engine: str = "fused") -> Callable[..., Progra
 
 
 def whole_step(step: Step, phase: int | None) -> Callable:
-    """What the engine "fused" compiles for a phase: `(state, batch, number) -> (state, loss_N)`, jitted."""
+    """The jitted step that engine "fused" compiles for a phase: `(state, batch, number) -> (state, loss_N)`."""
     return step.workers.jit(functools.partial(step.train_step, phase=phase), (0, 0, None), donate_argnums=(0,))
 
 
 def _early_exchange(platform: str | None, program: str) -> dict[str, bool | int]:
-    """Options that make a compiler start an exchange which waits for no gradient at once, and wait for it last.
+    """Compiler options for an exchange that does not need the gradient: start it as early and wait for it as late as possible.
 
-    Left alone, the compilers of GPUs and TPUs trust their idea of the links, which are fast ones, and start late; and they let
-    only one message travel at a time (GPU), or five (TPU), so that the others wait until the backward pass is over.
+    By default the compilers of GPUs and TPUs assume fast links and start late, and they allow only one message in flight (GPU) or
+    five (TPU), so that the others are sent after the backward pass.
     """
     routes = re.findall(r"stablehlo\.(collective_permute|all_reduce)\b.*?(?:source_target_pairs|replica_groups) = (.*?>)", program)
     if platform == "tpu":
         return {"xla_tpu_use_aggressive_scheduling": True, "xla_max_concurrent_async_collective_permutes": max(1, len(routes))}
     if platform == "gpu":
-        # All messages along one route travel as one, since each at a time costs a stream of its own.
+        # Messages along one route are combined, since each message in flight needs a stream of its own.
         return {
             "xla_gpu_experimental_collective_start_as_early_as_possible": True,
             "xla_gpu_collective_permute_combine_threshold_bytes": 2**62,
@@ -113,11 +118,11 @@ def _fused(step, phase, state, batch, number):
 
 
 class _Split(NamedTuple):
-    """The programs of a split step: the exchange in parts, the gradient, and what becomes of both."""
+    """The programs of a split step."""
 
     take_gradient: jax.stages.Compiled  # (params, source, batch, number) -> (loss, grads, source)
     sends: list[jax.stages.Compiled]  # (params, opt_state) -> received, of each part
-    prepare: jax.stages.Compiled  # known -> for each part what can be computed without any
+    prepare: jax.stages.Compiled  # known -> for each part the values that need no message
     joins: list[jax.stages.Compiled]  # (known, prepared, *arrived) -> the leaves of the next state that a part completes
 
     def run(self, workers, thread, state, batch, number):
@@ -125,7 +130,7 @@ class _Split(NamedTuple):
             thread.submit(lambda send=send: jax.block_until_ready(send(state.params, state.opt_state))) for send in self.sends
         ]
         if workers.on_cpu and not mesh.between_cpu_processes():
-            concurrent.futures.wait(arriving)  # Devices of one process share threads: waiting collectives could starve the rest.
+            concurrent.futures.wait(arriving)  # Devices of one process share threads, which waiting collectives could all occupy.
         loss_N, grads, source = self.take_gradient(state.params, state.source, batch, number)
         known, leaves, arrived = (state._replace(source=source), grads), {}, []
         for part, own, join in zip(arriving, self.prepare(known), self.joins, strict=True):
@@ -138,7 +143,7 @@ class _Split(NamedTuple):
 def _split(step):
     # One thread, so that all processes dispatch their exchanges in the same order.
     thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="exchange")
-    workers, shared = step.workers, []  # The gradient is the same in all phases.
+    workers, shared = step.workers, []  # The gradient's program is shared by all phases.
 
     def compile_phase(phase, state, batch, number):
         if not shared:
@@ -152,7 +157,7 @@ def _split(step):
 
 
 def _compiled_exchange(step, phase, state, grads):
-    """The sends of a phase, what is prepared meanwhile, and the joins; see `_Split`."""
+    """(sends, prepare, joins) of a phase; see `_Split`."""
     workers, known = step.workers, (state, grads)
     exchange = functools.partial(step.method.exchange, phase=phase)
 
@@ -163,7 +168,7 @@ def _compiled_exchange(step, phase, state, grads):
         found.append((divide.parts(exchange, params, opt_state, most=PARTS), jax.eval_shape(exchange, params, opt_state)))
 
     found = []
-    jax.eval_shape(workers.map(cut, (0, 0)), state.params, state.opt_state)  # Axis names are known inside only.
+    jax.eval_shape(workers.map(cut, (0, 0)), state.params, state.opt_state)  # Axis names are defined inside only.
     ((parts, received),) = found
 
     def after(known, prepared, *arrived):
@@ -172,7 +177,7 @@ def _compiled_exchange(step, phase, state, grads):
     sends = [workers.jit(divide.only(exchange, part), (0, 0)).lower(state.params, state.opt_state).compile() for part in parts]
     prepare = workers.jit(lambda known: divide.before(combine, known, received, parts), (0,)).lower(known).compile()
     joins = []
-    with warnings.catch_warnings(action="ignore", category=UserWarning):  # Prepared scalars have no result to live on in.
+    with warnings.catch_warnings(action="ignore", category=UserWarning):  # About donated scalars that no result can reuse.
         for k, own in enumerate(prepare.out_info):
             join = workers.jit(after, (0,) * (3 + k), donate_argnums=(1,))
             joins.append(join.lower(known, own, *(send.out_info for send in sends[: k + 1])).compile())

@@ -1,4 +1,4 @@
-"""Evaluation of the averaged model and of every local model, without disturbing training."""
+"""Evaluation of the averaged model and of every worker's own model; the training state is not changed."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -13,11 +13,17 @@ Measure = Callable[[Any, Any, Any], tuple[dict[str, jax.Array], jax.Array]]
 
 
 class Evaluation(NamedTuple):
-    """Metrics on validation data, by name; see `tasks.Task`."""
+    """Metrics on validation data, by name; see `tasks.Task`.
 
-    averaged: Mapping[str, float]  # of the averaged model
-    local: Mapping[str, np.ndarray]  # [N], of each worker's own model
-    coded: Mapping[str, float] | None = None  # of the averaged model, with its messages between stages compressed
+    Attributes:
+        averaged: of the averaged model.
+        local: of each worker's own model, [N].
+        coded: of the averaged model with its activations between stages compressed; None where they are not.
+    """
+
+    averaged: Mapping[str, float]
+    local: Mapping[str, np.ndarray]
+    coded: Mapping[str, float] | None = None
 
 
 def _chunks(examples: Any, count: int, batch_size: int) -> tuple[Any, np.ndarray]:
@@ -32,14 +38,14 @@ def _chunks(examples: Any, count: int, batch_size: int) -> tuple[Any, np.ndarray
 def make_evaluate(
     measure: Measure, workers: mesh.Workers, examples: Any, batch_size: int, coded: Measure | None = None
 ) -> Callable[[Any, Any], Evaluation]:
-    """Compiles the evaluation of stacked models on fixed examples.
+    """Compiles the evaluation of the workers' models, and of their average, on fixed examples.
 
-    The averaged model is evaluated by all workers together, each on its share of the examples, a pytree of NumPy arrays [W, …];
-    every local model on all of them, `batch_size` in a forward pass. `measure` is that of a `tasks.Task`; `coded` that of a model
-    between whose stages messages are compressed, if there are any.
+    The averaged model is evaluated by all workers together, each on a part of the examples; every local model on all of them.
+    Examples are a pytree of NumPy arrays [W, …]; `coded` is `measure` with compressed messages between stages, if there are any.
 
     Returns:
-        `evaluate(models, average) -> Evaluation`, of pairs (parameters, variables), stacked, and of the averaged model. A collective.
+        `evaluate(models, average) -> Evaluation`, of (parameters, variables) stacked over workers, and of the averaged model's. A
+            collective.
     """
 
     def summed(model, examples, mask_CxB, measure=measure):
@@ -69,4 +75,4 @@ def make_evaluate(
     return evaluate
 
 
-WEIGHT = "weight of examples"  # beside the metrics of a task
+WEIGHT = "weight of examples"  # an entry beside the task's metrics

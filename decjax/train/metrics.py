@@ -1,4 +1,4 @@
-"""Where numbers go: `metrics.jsonl`, TensorBoard events, and the screen."""
+"""Output of a run's numbers: `metrics.jsonl`, TensorBoard events, and the screen."""
 
 import contextlib
 import json
@@ -16,7 +16,7 @@ from decjax.errors import CheckpointError
 
 
 def read(workdir: pathlib.Path) -> list[dict[str, Any]]:
-    """The rows of a run so far, without lines that a crash cut short."""
+    """The rows of metrics.jsonl in a work directory, without lines that a crash left incomplete."""
     path, rows = workdir / "metrics.jsonl", []
     for line in path.read_text(errors="replace").splitlines(keepends=True) if path.exists() else ():
         with contextlib.suppress(ValueError, KeyError, TypeError):
@@ -27,18 +27,18 @@ def read(workdir: pathlib.Path) -> list[dict[str, Any]]:
 
 
 def write_whole(path: pathlib.Path, text: str) -> None:
-    """Writes a file that is never seen half written."""
+    """Writes a file atomically: readers see the old or the new text, never a part of it."""
     temporary = path.with_suffix(".tmp")
     temporary.write_text(text)
     temporary.replace(path)
 
 
 class Recorder:
-    """Appends one JSON object per line and mirrors every number to TensorBoard.
+    """Appends rows to metrics.jsonl, one JSON object per line, and writes their numbers as TensorBoard events.
 
-    A continued run drops the rows after the step it continues from, and the evaluation of the last step, which comes after its
-    checkpoint, so that no step stands twice. Events are written at once: the thread of tensorboardX's own `SummaryWriter` dies on a
-    full disk, and its queue waits for ever.
+    A continued run drops the rows after the step from which it continues, and the last step's evaluation, which is logged after
+    that step's checkpoint, so that no step is logged twice. Events are written directly, because the thread of tensorboardX's
+    `SummaryWriter` dies on a full disk and leaves its caller waiting.
     """
 
     def __init__(self, workdir: pathlib.Path, start: int, steps: int):
@@ -51,13 +51,13 @@ class Recorder:
         (workdir / "tensorboard").mkdir(exist_ok=True)
         self._events = event_file_writer.EventsWriter(str(workdir / "tensorboard" / "events"))
         begun = event_pb2.SessionLog(status=event_pb2.SessionLog.SessionStatus.Value("START"))  # pyright: ignore[reportAttributeAccessIssue]
-        self._event(start + 1, session_log=begun)  # TensorBoard drops what it has of this step and later ones.
+        self._event(start + 1, session_log=begun)  # On this event TensorBoard drops what it has of this step and later ones.
 
     def _event(self, step: int, **what: Any) -> None:
         self._events.write_event(event_pb2.Event(wall_time=time.time(), step=step, **what))  # pyright: ignore[reportAttributeAccessIssue]
 
     def write(self, row: dict[str, Any]) -> None:
-        """Appends a row; a `CheckpointError` if the directory cannot be written any more."""
+        """Appends a row; raises a `CheckpointError` if the directory can no longer be written."""
         try:
             self._file.write(json.dumps(row) + "\n")
             self._file.flush()
@@ -72,18 +72,21 @@ class Recorder:
             ) from error
 
     def close(self) -> None:
+        """Closes the files."""
         for file in (self._file, self._events):
-            with contextlib.suppress(OSError):  # Every row was flushed; what could not be, cannot be now.
+            with contextlib.suppress(OSError):  # Rows were flushed as they were written; an error then was raised there.
                 file.close()
 
 
 class Display:
-    """A live line on a terminal, plain lines elsewhere: step, loss, items/s, consensus distance, time left.
+    """Progress on the screen: step, loss, items/s, consensus distance, time left; a live line on a terminal, plain lines elsewhere.
 
     Args:
-        start, first, steps: where the run begins, where its time began to count, and where it ends.
-        items: what is counted, such as "tokens".
-        unit: of the loss, or nothing.
+        start: the step at which this process starts.
+        first: the step from which the run's time is counted.
+        steps: the run's last step.
+        items: what throughput counts, such as "tokens".
+        unit: of the loss; may be empty.
     """
 
     def __init__(self, start: int, first: int, steps: int, items: str, unit: str):
@@ -112,13 +115,15 @@ class Display:
         self._progress.stop()
 
     def say(self, text: str) -> None:
+        """Prints a line above the live one."""
         self._progress.console.print(text, markup=False)
 
     def step(self, step: int) -> None:
+        """Shows that a step is done."""
         self._progress.update(self._task, completed=step)
 
     def show(self, row: dict[str, Any]) -> None:
-        """Shows a row: the live line takes training rows; evaluations, and all rows off screen, are printed."""
+        """Shows a row: training rows in the live line, or as a line without a terminal; evaluations as a line."""
         if row["kind"] == "train":
             rate = f"{row[f'{self._items}_per_s']:,.0f} {self._items}/s"
             numbers = f"loss {row['loss']:.3f}  {rate}  consensus {row['consensus_distance']:.2e}"

@@ -1,4 +1,4 @@
-"""A run in a work directory: steps, logging, checkpoints, signals, and how it ends. All methods and tasks share this loop."""
+"""The training loop of all methods and tasks: a run in a work directory, with logging, checkpoints, signals and a summary."""
 
 import collections
 from collections.abc import Iterator
@@ -21,37 +21,46 @@ from decjax.train.evaluate import Evaluation
 from decjax.train.state import State
 from decjax.train.trainer import Trainer
 
-BYTES = {  # counters, the mesh axis of each, and what a step of it is called in the summary
+BYTES = {  # counter -> (mesh axis, name of its value per step in the summary)
     "bytes_sent_per_worker": ("worker", "bytes_per_step_per_worker"),
     "bytes_between_stages_per_worker": ("stage", "bytes_between_stages_per_step_per_worker"),
 }
-REPORTED = ("steps", "time_s", "eval_loss", "local_eval_loss_min", "local_eval_loss_max", "bytes_per_step_per_worker")  # at least
-LAYOUT = ("stages", "chunks", "layers", "autoencoder")  # of a pipeline, what decides where parameters live
+# Entries of every summary.
+REPORTED = ("steps", "time_s", "eval_loss", "local_eval_loss_min", "local_eval_loss_max", "bytes_per_step_per_worker")
+LAYOUT = ("stages", "chunks", "layers", "autoencoder")  # fields of a pipeline that determine the layout of the parameters
 
 
 class Outcome(NamedTuple):
-    """How a run ended."""
+    """How a run ended.
 
-    step: int  # the last step taken
-    signal: signal.Signals | None  # the signal that interrupted it, or None if it is finished
-    summary: dict | None  # contents of `summary.json`, or None if it is not finished
-    shown: str | None  # what the averaged model can do, such as text, or None
-    is_old: bool = False  # it was finished before
+    Attributes:
+        step: the last step taken.
+        signal: the signal that interrupted it; None if it is finished.
+        summary: contents of `summary.json`; None if it is not finished.
+        shown: what the averaged model can do, such as a text that it wrote; None if there is nothing to show.
+        is_old: whether it was finished before, so that nothing was computed.
+    """
+
+    step: int
+    signal: signal.Signals | None
+    summary: dict | None
+    shown: str | None
+    is_old: bool = False
 
 
 class Origin(NamedTuple):
-    """Another run to start from: where it is, its newest step, number of workers, and whether its replicas have weights."""
+    """Another run to start from."""
 
-    folder: pathlib.Path
+    folder: pathlib.Path  # its work directory
     checkpoints: checkpoint.Checkpoints
-    step: int
+    step: int  # its newest one
     num_workers: int
-    has_weights: bool
+    has_weights: bool  # whether its replicas are averaged with weights, as those of push-sum are
 
 
 @contextlib.contextmanager
 def _signals() -> Iterator[list[signal.Signals]]:
-    """Collects SIGTERM and Ctrl-C in a list; a second Ctrl-C interrupts at once."""
+    """Inside, SIGTERM and Ctrl-C are collected in the list that it gives; a second Ctrl-C interrupts at once."""
     caught: list[signal.Signals] = []
 
     def note(number, frame):
@@ -68,7 +77,18 @@ def _signals() -> Iterator[list[signal.Signals]]:
 
 
 class Run:
-    """One run: a `Trainer` in a work directory. `train()` takes it from where it stands to its end."""
+    """A run: a `Trainer` in a work directory, new or continued from its newest checkpoint; `train()` takes it to its end.
+
+    Args:
+        trainer: what takes the steps.
+        workdir: its directory, which is created if it does not exist.
+        resume_from: the directory of another run from whose replicas a new run starts, with any number of workers.
+
+    Raises:
+        CheckpointError: if the directory belongs to another run, is in use or cannot be written, or a checkpoint cannot be
+            restored.
+        ConfigError: if the machine's memory cannot hold the state.
+    """
 
     def __init__(self, trainer: Trainer, workdir: str | os.PathLike, resume_from: str | os.PathLike | None = None):
         self.trainer, self.spec, self.workers = trainer, trainer.spec, trainer.workers
@@ -76,20 +96,20 @@ class Run:
         config.check_memory(trainer.setup)
         origin = None
         if resume_from is not None and not checkpoint.has_checkpoints(self.workdir):
-            origin = self._open(pathlib.Path(resume_from))  # Complains before anything is written.
+            origin = self._open(pathlib.Path(resume_from))  # Raises its errors before anything is written.
         self._lock = checkpoint.claim(self.workdir, self.spec.document)
         self.checkpoints = checkpoint.Checkpoints(self.workdir, keep=self.spec.checkpoint.keep)
         self.first = jax.process_index() == 0
-        self._recorder: metrics.Recorder | None = None  # These two are made by `train`, in the first process.
+        self._recorder: metrics.Recorder | None = None  # This and the next are made by `train`, in the first process.
         self._display: metrics.Display | None = None
-        # `first_step` is where this run's time and bytes begin to count.
+        # `first_step` is the step from which this run's time and bytes are counted.
         self.counters = {"time_s": 0.0, "bytes_sent_per_worker": 0.0, "first_step": 0, "corpus": trainer.data.fingerprint}
         if self.workers.stages > 1 and not self.workers.simulated:
             self.counters["bytes_between_stages_per_worker"] = 0.0
         self.note = ""
         self.start, self.state = self._restore(origin)
         trainer.check_exchanges()
-        self._counted = trainer.bytes_by_usage(self.state)  # as far as the counters know of them
+        self._counted = trainer.bytes_by_usage(self.state)  # how many of these bytes the counters include already
 
     # -- Beginning ----------------------------------------------------------------------------------------------------
 
@@ -110,7 +130,7 @@ class Run:
         return self._restore_resized(origin)
 
     def _open(self, folder: pathlib.Path) -> Origin:
-        """The run to start from; its model must be divided as ours."""
+        """The run to start from; a CheckpointError if it does not exist, or its model or division into stages is another."""
         checkpoints = checkpoint.Checkpoints(folder, read_only=True)
         step = checkpoints.latest()
         try:
@@ -122,10 +142,10 @@ class Run:
             for name in LAYOUT
             if (there := getattr(theirs.pipeline, name)) != (here := getattr(self.spec.pipeline, name))
         ]:
-            raise CheckpointError(f"{folder} is of a model divided otherwise ({'; '.join(differing)}); start with the same")
+            raise CheckpointError(f"{folder} has a model divided otherwise ({'; '.join(differing)}); start with the same division")
         needed = state_lib.kept(self.trainer.abstract, self.trainer.setup.source.lasts)
         if step is not None and (name := checkpoints.unlike(step, needed)):
-            differing = _differing(theirs, self.spec) or f"its state has no such {name}"
+            differing = checkpoint.differing(theirs, self.spec) or f"its state has no such {name}"
             raise CheckpointError(
                 f"{folder} is a run of something else ({differing}); choose another --resume_from, or set the same here"
             )
@@ -143,10 +163,10 @@ class Run:
             return self.workers.fetch(origin.checkpoints.restore(origin.step, like, partial=True)[0])
 
         state = read(state_lib.kept(self.trainer.abstract, self.trainer.setup.source.lasts))
-        if origin.has_weights:  # y_i of the replicas; those of stages are equal.
+        if origin.has_weights:  # y_i of the replicas, equal on all stages of a worker.
             weight = jax.ShapeDtypeStruct((n, self.workers.stages)[: self.workers.num_axes], np.float32)
             weight_N = read({"opt_state": {"mixer": {"weight": weight}}})["opt_state"]["mixer"]["weight"].reshape(n, -1)[:, 0]
-        # What mixers remember of neighbours starts from one and the same model: here the average of the replicas.
+        # Mixers start from one model on all workers, here the average of the replicas.
         params = state["params"]
         average = jax.tree.map(lambda mean, x: np.asarray(mean, x.dtype), state_lib.mean_over_workers(params, weight_N), params)
         fresh = self.workers.fetch(self.trainer.start(average))
@@ -154,14 +174,14 @@ class Run:
         self.counters["first_step"] = origin.step
         self.note = (
             f"starting from step {origin.step} of {origin.folder}; {n} replicas became {self.workers.num_workers}, "
-            "mixer and reducer state begin afresh"
+            "mixer and reducer state start afresh"
         )
         return origin.step, self.workers.place(state)
 
     # -- Measuring ----------------------------------------------------------------------------------------------------
 
     def _flush(self, losses: collections.deque) -> np.ndarray:
-        """Mean loss of each worker over the pending (step, loss_N); raises `Diverged` on the first that is not finite."""
+        """Mean loss of each worker over the pending (step, loss_N); raises `Diverged` for the first that is not finite."""
         fetched = [(step, self.workers.fetch_first(loss)) for step, loss in losses]
         for step, loss_N in fetched:
             for worker in np.flatnonzero(~np.isfinite(loss_N)):
@@ -172,7 +192,7 @@ class Run:
         raise self.checkpoints.diverged(what, self.state)
 
     def _row(self, kind: str, step: int, time_s: float, found: dict[str, float], steps: int, taken_s: float) -> dict[str, Any]:
-        """What is found at a step, and what is told in every row; the rate is that of `steps` in `taken_s`."""
+        """A row of metrics: `found` and the entries of every row; the rate is `steps` in `taken_s` seconds."""
         distance, task = self.trainer.consensus_distance(self.state), self.trainer.setup.task
         if not np.isfinite(distance):
             self._diverged(f"parameters are no longer finite after step {step}")
@@ -187,7 +207,7 @@ class Run:
         }
 
     def _training_row(self, losses: collections.deque, step: int, begun: float, logged: float, logged_step: int) -> dict[str, Any]:
-        """What has happened since `logged`, a time, and the step before it; waits for the last step."""
+        """The row of the steps since `logged`, the time at which `logged_step` was logged; waits for the last step."""
         local_N = self._flush(losses)
         before, self._counted = self._counted, self.trainer.bytes_by_usage(self.state)
         self.counters["bytes_sent_per_worker"] += self._counted - before
@@ -208,10 +228,11 @@ class Run:
     # -- The loop -----------------------------------------------------------------------------------------------------
 
     def train(self) -> Outcome:
-        """Trains to the last step, or until a signal; saves in both cases.
+        """Trains to the last step, or until SIGTERM or Ctrl-C, and saves a checkpoint in both cases.
 
         Raises:
-            Diverged: if a loss or the parameters are not finite; the last good checkpoint stays.
+            Diverged: if a loss or a parameter is not finite; the last good checkpoint is kept.
+            CheckpointError: if the disk is full, or the directory can no longer be written.
         """
         if self.start == self.spec.steps and (summary := self._summary()):
             self._close()
@@ -228,14 +249,14 @@ class Run:
                     stopped_at = self._steps(caught)
                 if stopped_at is not None:
                     return Outcome(stopped_at, caught[0] if caught else signal.SIGTERM, None, None)
-                return self._finish()  # A matter of seconds: a signal does not stop it.
+                return self._finish()  # Takes seconds, so a signal does not stop it.
         finally:
             if self._recorder:
                 self._recorder.close()
             self._close()
 
     def _summary(self) -> dict | None:
-        """What the run ended with; None if that is missing or damaged, and is to be found anew."""
+        """The contents of summary.json; None if it is missing or damaged, and has to be computed again."""
         try:
             summary = json.loads((self.workdir / "summary.json").read_text())
         except (OSError, ValueError):
@@ -263,10 +284,10 @@ class Run:
 
         for step in range(self.start, spec.steps):
             compiling_s = self._take(step, losses)
-            logged = logged[0] + compiling_s, logged[1]  # Compilation is no part of the rate.
+            logged = logged[0] + compiling_s, logged[1]  # The rate excludes compilation.
             done = step + 1
             if spec.consensus_every and done % spec.consensus_every == 0:
-                # The next step's exchange may be dispatched by another thread: none of ours may still be on its way.
+                # The next step's exchange may be dispatched by another thread, so all collectives of this one must be complete.
                 state, sent = trainer.consensus(self.state)
                 self.state = jax.block_until_ready(state)
                 self.counters["bytes_sent_per_worker"] += sent
@@ -292,7 +313,7 @@ class Run:
         return None
 
     def _take(self, step: int, losses: collections.deque) -> float:
-        """Takes one step, counts its bytes, and notes its loss; returns the seconds that compiling took."""
+        """Takes one step, counts its bytes and appends its loss; returns the seconds that compilation took."""
         batch, asked = self.trainer.batch(step), time.monotonic()
         program = self.trainer.program(self.state, batch, step)
         compiling_s = time.monotonic() - asked
@@ -306,7 +327,7 @@ class Run:
         return compiling_s
 
     def _title(self) -> str:
-        """As "8 workers on 8 cpu devices, one_peer_exponential, 0.13 M parameters"."""
+        """Such as "8 workers on 8 cpu devices, one_peer_exponential, 0.13 M parameters"."""
         setup, workers = self.trainer.setup, self.workers
         devices = jax.local_devices()[:1] if workers.mesh is None else [*workers.mesh.devices.flat]
         params = jax.eval_shape(setup.task.init, jax.random.key(0))
@@ -320,7 +341,7 @@ class Run:
     def _stop_requested(self, caught, step: int) -> bool:
         if jax.process_count() == 1:
             return bool(caught)
-        # Processes must agree on the step at which they stop; ask at logging steps, which synchronise them anyway.
+        # Processes must agree on the step at which they stop, so they ask at logging steps, which synchronise them anyway.
         if step % self.spec.log_every:
             return False
         return bool(self.workers.fetch(self.workers.whole.build(lambda worker: np.int32(bool(caught)))).any())
@@ -339,7 +360,7 @@ class Run:
         return Outcome(self.spec.steps, None, summary, shown)
 
     def _summarize(self, result: Evaluation, model: Any) -> dict[str, Any]:
-        """What is left of a run: its metrics, size, time and bytes."""
+        """The contents of summary.json: metrics, size, time and bytes."""
         spec, summary = self.spec, {}
         for name, value in result.averaged.items():
             local_N = result.local[name]
@@ -365,23 +386,6 @@ class Run:
             if every
             else "averaged model, training undisturbed",
         }
-
-
-def _differing(theirs: config.RunSpec, ours: config.RunSpec) -> str:
-    """What two runs differ in that decides which arrays a state has; if all names are the same, in options."""
-    kinds = ("task", "model", "optimizer", "method")
-    pairs = {kind: (getattr(theirs, kind), getattr(ours, kind)) for kind in kinds}
-    named = {kind: tuple(choice and choice.name for choice in pair) for kind, pair in pairs.items()}
-    named = {kind: names for kind, names in named.items() if names[0] != names[1]}
-    if not named:
-        for kind, (there, here) in pairs.items():
-            if there and here:
-                named |= {
-                    f"{kind}.{name}": (there.options.get(name), value)
-                    for name, value in here.options.items()
-                    if there.options.get(name) != value
-                }
-    return "; ".join(f"{name}: {there!r} there, {here!r} here" for name, (there, here) in named.items())
 
 
 def _spread(name: str, value: float, local_N: np.ndarray) -> dict[str, float]:

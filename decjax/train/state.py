@@ -1,4 +1,4 @@
-"""The training state and what is measured on it. Everything is stacked over workers: `[N, ...]`, with stages `[N, S, ...]`."""
+"""The training state, stacked over workers (leaves [N, …], with stages [N, S, …]), and the average and distance of replicas."""
 
 from typing import Any, NamedTuple
 
@@ -11,20 +11,26 @@ from decjax.optim.memories import completed, lasting
 
 
 class State(NamedTuple):
-    """What training carries from step to step; everything else is a function of (seed, worker, step)."""
+    """What training carries from step to step; everything else is a function of (seed, worker, step).
 
-    params: Any  # [N, ...] float32 masters
-    opt_state: Any  # [N, ...]
-    source: Any = ()  # [N, ...] what the gradient source remembers
+    Attributes:
+        params: every worker's parameters, float32, leaves [N, …].
+        opt_state: every worker's optimizer state, with that of mixers and reducers, leaves [N, …].
+        source: state of the gradient source, such as batch statistics, leaves [N, …].
+    """
+
+    params: Any
+    opt_state: Any
+    source: Any = ()
 
 
 def one_device(tree: Any, workers: mesh.Workers) -> Any:
-    """Shapes and dtypes of one worker's, or stage's, share of a stacked tree."""
+    """Shapes and dtypes of one worker's, or one stage's, part of a stacked tree."""
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[workers.num_axes :], x.dtype), tree)
 
 
 def mean_over_workers(params: Any, weight_N: jax.Array | np.ndarray | None = None) -> Any:
-    """The averaged model, x̄ = (1/N) Σ x_i or Σ y_i x_i / Σ y_i, in float32 at least; integers are taken from worker 0."""
+    """The averaged model x̄ = (1/N) Σ_i x_i, with weights Σ_i y_i x_i / Σ_i y_i, in float32 at least; integers are worker 0's."""
 
     def mean(x):
         if not jnp.issubdtype(x.dtype, jnp.floating):
@@ -35,7 +41,7 @@ def mean_over_workers(params: Any, weight_N: jax.Array | np.ndarray | None = Non
 
 
 def averaged(state: State, mixer: gossip.Mixer | None, num_axes: int = 1) -> Any:
-    """The averaged model of a state of `num_axes` leading axes, with the weights of its mixer: those of stages are equal."""
+    """The averaged model of a state with `num_axes` leading axes (2 with stages), weighted if its mixer has weights."""
     if not (mixer and mixer.weight):
         return mean_over_workers(state.params)
     one = mixer.weight
@@ -44,7 +50,7 @@ def averaged(state: State, mixer: gossip.Mixer | None, num_axes: int = 1) -> Any
 
 
 def consensus(state: State, mixer: gossip.Mixer | None, workers: mesh.Workers) -> State:
-    """The state in which every replica is the average, and the mixer knows."""
+    """The state with every replica replaced by the average, and the mixer's state restarted accordingly."""
     mean = averaged(state, mixer, workers.num_axes)
     params = jax.tree.map(lambda x, m: jnp.broadcast_to(m.astype(x.dtype), x.shape), state.params, mean)
     if not (mixer and mixer.restart):
@@ -54,30 +60,30 @@ def consensus(state: State, mixer: gossip.Mixer | None, workers: mesh.Workers) -
 
 
 def consensus_distance(params: Any) -> jax.Array:
-    """Ξ = sqrt( (1/N) Σ_i ‖x_i − x̄‖² ) of stacked parameters, a float32 scalar."""
+    """The consensus distance Ξ = sqrt( (1/N) Σ_i ‖x_i − x̄‖² ) of stacked parameters, a float32 scalar."""
     floating = [x for x in jax.tree.leaves(params) if jnp.issubdtype(x.dtype, jnp.floating)]
     deviations = [x.astype(mean.dtype) - mean for x, mean in zip(floating, mean_over_workers(floating))]
     return jnp.sqrt(sum((jnp.sum(d**2) / len(d) for d in deviations), jnp.zeros(())))
 
 
 def kept(state: State, source_lasts: bool) -> dict[str, Any]:
-    """What of a state outlives a change of workers; see `optim.memories`."""
+    """The parts of a state that are kept when a run continues with another number of workers; see `optim.memories`."""
     found = {"params": state.params, "opt_state": lasting(state.opt_state)}
     return found | {"source": state.source} if source_lasts else found
 
 
 def resize(state: dict[str, Any], fresh: State, num_workers: int, weight_N: np.ndarray | None = None) -> State:
-    """Carries a host-side state of N replicas over to N' workers.
+    """The state of N' workers from that of N replicas, on the host.
 
-    New worker j stands for the replicas i with ⌊i N'/N⌋ = j: it takes their average if workers were removed, and a copy of
-    replica ⌊j N/N'⌋ if workers were added. Integers (step counters) are copied. What is not `kept` starts afresh.
+    With fewer workers, new worker j gets the average of the replicas i with ⌊i N'/N⌋ = j; with more, a copy of replica ⌊j N/N'⌋.
+    Integers (step counters) are copied. What is not `kept` starts afresh.
 
     Args:
-        state: what is `kept` of one, NumPy leaves of shape (N, ...); those of the result are of shape (N', ...).
-        fresh: an initial state for N' workers, from which the rest comes.
+        state: what is `kept` of a state, NumPy leaves [N, …]; those of the result are [N', …].
+        fresh: an initial state for N' workers, from which the rest is taken.
         num_workers: N'.
-        weight_N: y_i of the replicas, whose average is Σ_i y_i x_i / Σ_i y_i: those of parameters are weighted, too, and all new
-            parameters are moved alike, so that their plain mean is what the weighted one was; None: y_i = 1.
+        weight_N: weights y_i of the replicas, whose average is Σ_i y_i x_i / Σ_i y_i. Averages of parameters are then weighted, and
+            all new parameters are shifted by the same amount, so that their unweighted mean is that average; None: y_i = 1.
     """
 
     def spread(x, weights=None):
@@ -87,7 +93,7 @@ def resize(state: dict[str, Any], fresh: State, num_workers: int, weight_N: np.n
         members = [np.flatnonzero(np.arange(n) * num_workers // n == j) for j in range(num_workers)]
         if not np.issubdtype(x.dtype, np.floating):
             return np.stack([x[own[0]] for own in members])
-        # In float64 the mean of equal values is that value, so that equal replicas stay equal.
+        # In float64 the mean of equal float32 values is that value, so equal replicas stay equal.
         weights = np.ones(n) if weights is None else np.asarray(weights, np.float64)
         return np.stack([np.average(x[own], axis=0, weights=weights[own]) for own in members]).astype(x.dtype)
 

@@ -1,11 +1,11 @@
-"""The trainer: a run's parts on devices, and what is done with them: steps, averages, evaluation.
+"""The trainer: takes a run's steps, averages its replicas and evaluates them, without logs or files.
 
     state = trainer.init()
     for step in range(spec.steps):
         state, loss_N = trainer.step(state, trainer.batch(step), step)
 
-The step itself is `Step.train_step` in `train/step.py`; how it is dispatched, `train.engine`. `train.run` is the same loop with a work
-directory, signals and logs.
+`train.run` is the same loop with a work directory, signals and logs. The step itself is `Step.train_step` in `train.step`; how it
+is compiled and dispatched is in `train.engine`.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,11 +25,11 @@ from decjax.train.step import Step
 
 
 class Trainer:
-    """Takes the steps of a run.
+    """Takes the steps of a run, and averages and evaluates its replicas.
 
     Args:
-        spec: what to train, or the parts that were made of it already.
-        devices: where workers live unless they are simulated; None: `jax.devices()`.
+        spec: the run, from `config.resolve`, or its parts, from `config.build`.
+        devices: for the workers, unless they are simulated; None: `jax.devices()`.
 
     Raises:
         ConfigError: if devices, memory or data do not suffice.
@@ -66,8 +66,8 @@ class Trainer:
 
     @property
     def data(self) -> tasks.Data:
-        """What it trains on."""
-        assert self.setup.data is not None  # It was loaded.
+        """The data that it trains on."""
+        assert self.setup.data is not None  # `config.build` has loaded it.
         return self.setup.data
 
     # -- Steps --------------------------------------------------------------------------------------------------------
@@ -77,15 +77,15 @@ class Trainer:
         return self.workers.build(lambda worker: self.data.batch(worker, step))
 
     def step(self, state: State, batch: Any, step: int) -> tuple[State, jax.Array]:
-        """Takes a step: (the next state, the loss of every worker before it, [N]); the given state is used up."""
+        """(next state, every worker's loss before it, [N]); the arrays of the given state cannot be used afterwards."""
         return self.program(state, batch, step).run(state, batch, np.int32(step))
 
     def program(self, state: State, batch: Any, step: int) -> engine.Program:
-        """The compiled step, one for each phase; arrays may be shapes."""
+        """The compiled program of a step; there is one for each phase. Arrays may be `ShapeDtypeStruct`s."""
         return self.program_of(self.method.phase(step), state, batch, np.int32(step))
 
     def check_exchanges(self) -> None:
-        """Sends known values between workers, and between stages; a `TrainingError` if a message is lost."""
+        """Sends known values between workers and between stages, and raises a `TrainingError` if one does not arrive."""
         try:
             if self.setup.topology:
                 assert self.method.mixer is not None
@@ -96,7 +96,7 @@ class Trainer:
             raise TrainingError(str(error)) from error
 
     def bytes_by_usage(self, state: State) -> float:
-        """Bytes that a worker has sent in steps whose phase the state has decided on; 0 if step numbers decide."""
+        """Bytes that a worker has sent so far, for methods whose state decides on the phase of a step; 0 for others."""
         if not self.method.usage:
             return 0.0
         usage, bytes_P = self._usage
@@ -105,7 +105,7 @@ class Trainer:
 
     @functools.cached_property
     def _usage(self) -> tuple[Callable[[Any], jax.Array], list[float]]:
-        """(The program that reads `method.usage`, the bytes that a device sends in a step of each phase)."""
+        """(program that reads `method.usage`, bytes that a device sends in a step of each phase)."""
         assert self.method.usage is not None
         one = state_lib.one_device(self.abstract.params, self.workers)
         bytes_P = [self.method.num_bytes(one, phase).mean() for phase in self.method.phases]
@@ -114,7 +114,7 @@ class Trainer:
     # -- Averages -----------------------------------------------------------------------------------------------------
 
     def models(self, state: State) -> tuple[Any, Any]:
-        """Every worker's whole model: (parameters, variables), [N, …]."""
+        """Every worker's whole model as (parameters, variables), leaves [N, …]."""
         return self._join(state.params), self.setup.source.variables(state.source)
 
     @functools.cached_property
@@ -125,7 +125,7 @@ class Trainer:
         return jax.jit(join, out_shardings=self.workers.whole.shardings(jax.eval_shape(join, self.abstract.params)))
 
     def average(self, state: State) -> tuple[Any, Any]:
-        """The averaged model: (parameters, variables), in float32 at least, on every device."""
+        """The averaged model as (parameters, variables), in float32 at least, on every device."""
         return self._average(state)
 
     @functools.cached_property
@@ -139,7 +139,7 @@ class Trainer:
         return jax.jit(average, out_shardings=self.workers.replicated)
 
     def consensus_distance(self, state: State) -> float:
-        """How far replicas are apart: Ξ = sqrt( (1/N) Σ_i ‖x_i − x̄‖² )."""
+        """The consensus distance of the replicas, Ξ = sqrt( (1/N) Σ_i ‖x_i − x̄‖² )."""
         return float(self._distance(state.params))
 
     @functools.cached_property
@@ -148,7 +148,10 @@ class Trainer:
         return jax.jit(lambda params: state_lib.consensus_distance(join(params)), out_shardings=self.workers.replicated)
 
     def consensus(self, state: State) -> tuple[State, float]:
-        """The state in which every replica is the average, and the bytes that a worker sent for it; the given one is used up."""
+        """(state with every replica replaced by the average, bytes that a worker sent for it).
+
+        The arrays of the given state cannot be used afterwards.
+        """
         compiled, num_bytes = self._consensus
         return compiled(state), num_bytes
 
@@ -168,10 +171,10 @@ class Trainer:
     # -- Evaluation ---------------------------------------------------------------------------------------------------
 
     def evaluate(self, state: State, limit: int = 0) -> evaluate.Evaluation:
-        """Metrics of the averaged model and of every worker's own, on so many validation examples; 0: all."""
+        """Metrics of the averaged model and of every worker's own, on `limit` validation examples; 0: all."""
         return self._evaluate(limit)(self.models(state), self.average(state))
 
-    @functools.cache  # noqa: B019  One trainer lives as long as its process.
+    @functools.cache  # noqa: B019  A trainer usually exists until its process ends.
     def _evaluate(self, limit):
         measure, coded, examples = self.setup.task.measure, self.setup.source.coded, self.data.validation(limit)
         return evaluate.make_evaluate(measure, self.workers.whole, examples, self.spec.eval.batch_size, coded)

@@ -35,7 +35,7 @@ HEADS = {192: 4, 384: 6}  # by width
 
 
 def stepper(argument: str, M: int, **fields: object) -> Stepper:
-    """Steps of M microbatches of two sequences."""
+    """A stepper whose steps have M microbatches of two sequences; `argument` is a further shorthand of configs/lm.py."""
     config = lm.get_config(f"method=local,microbatches={M},{argument}")
     width = int(_WIDTH.value)
     model = dict(width=width, hidden=4 * width, heads=HEADS[width], depth=8, context=128)
@@ -44,7 +44,7 @@ def stepper(argument: str, M: int, **fields: object) -> Stepper:
 
 
 def ratios(M: int, rounds: int) -> tuple[float, float]:
-    """(median seconds of a worker's step, median of a pipeline's ÷ half a worker's in the same round)."""
+    """(median seconds of a worker's step, median ratio of a pipeline's step to half a worker's step in the same round)."""
     alone = stepper(f"workers={STAGES}", M)
     divided = stepper(f"workers=1,stages={STAGES},schedule={_SCHEDULE.value}", M, **{"pipeline.remat": _REMAT.value})
     for each in (alone, divided) * 2:
@@ -54,7 +54,7 @@ def ratios(M: int, rounds: int) -> tuple[float, float]:
 
 
 def counted(M: int = 16) -> rich.table.Table:
-    """Ticks of every schedule ÷ those of work."""
+    """A table of the ticks of every schedule ÷ those in which a stage computes."""
     kinds = {"gpipe": ("gpipe", 1), "1f1b": ("1f1b", 1), "interleaved, 2 chunks": ("interleaved", 2)}
     title = f"ticks ÷ ticks of work, {M} microbatches"
     table = script.table("stages", *kinds, "(M + S − 1) / M", left=0, title=title, title_justify="left")
@@ -65,7 +65,7 @@ def counted(M: int = 16) -> rich.table.Table:
 
 
 def main() -> None:
-    # Products on one thread, so that a device has a core.
+    # Matrix products on one thread, so that each device uses one core.
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_multi_thread_eigen=false"
     jax.config.update("jax_num_cpu_devices", STAGES)
     columns = ("microbatches", "a worker's step, ms", "pipeline ÷ half of it", "(M + S − 1) / M", "difference")

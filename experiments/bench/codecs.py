@@ -36,12 +36,12 @@ VARIANTS = {f"{name} stochastic": f"{name}(rounding=stochastic)" for name in ("i
 ROWS = (*(name for name in codecs.names() if name != "integers"), *VARIANTS)
 TOP_K, BLOCK_TOP_K = "jax.lax.top_k, 1 %", "block_topk"
 PARTS = ("encode", "decode", "both", "peer")
-# The least ratios to a copy's speed that are asked for on one core: of encoding and decoding, or of encoding alone.
+# Lower bounds of a codec's speed ÷ a copy's on one core, for encoding and decoding ("both") or for encoding alone.
 ASKED = {("int8", "both"): 0.4, ("int4", "both"): 0.25, ("int8 stochastic", "encode"): 0.2, ("int4 stochastic", "encode"): 0.2}
 
 
 class Row:
-    """One codec's programs, compiled and warmed up."""
+    """The compiled programs of one codec, its compression ratio, and the share of energy that it loses."""
 
     def __init__(self, name: str, x: jax.Array):
         codec = codecs.make(VARIANTS.get(name, name))
@@ -56,7 +56,7 @@ class Row:
 
 
 def checks(medians: dict[tuple[str, str], float]) -> list[Check]:
-    """What is asked for of the rows that ran, from the medians of `measure`."""
+    """The checks of the rows that ran, from the medians of `measure`."""
     found = [
         Check(f"{name}, {part} ÷ copy", "one core", medians[name, part], least, False)
         for (name, part), least in ASKED.items()
@@ -73,7 +73,7 @@ def checks(medians: dict[tuple[str, str], float]) -> list[Check]:
 
 
 def measure(x: jax.Array, rows: dict[str, Row], peer: Peer | None, rounds: int) -> dict[tuple[str, str], float]:
-    """(row, "encode" | "decode" | "both" | "peer") -> a copy's time ÷ its own, median of the rounds; of `TOP_K` "encode" alone."""
+    """Speeds relative to a copy (its time ÷ the row's, medians over rounds), by (row, one of PARTS); of `TOP_K` "encode" only."""
     names, copy = list(rows), jax.jit(jnp.copy)
     top_k = jax.jit(lambda x: jax.lax.top_k(jnp.abs(x).ravel(), math.ceil(0.01 * x.size)))
     ratios = {(name, part): [] for name in (*names, TOP_K) for part in PARTS}
@@ -96,7 +96,7 @@ def measure(x: jax.Array, rows: dict[str, Row], peer: Peer | None, rounds: int) 
 
 
 def tabulate(title: str, rows: dict[str, Row], medians: dict[tuple[str, str], float], has_peer: bool) -> rich.table.Table:
-    """Every row, and `TOP_K` last."""
+    """A table of every codec's speed, and of `TOP_K` last."""
     theirs = "PyTorch, both" if has_peer else "PyTorch, both (no --peers)"
     columns = ("codec", "times smaller", "error share", "encode", "decode", "both", theirs, "ours ÷ PyTorch")
     table = script.table(*columns, title=title)

@@ -23,7 +23,7 @@ FLAGS = flags.FLAGS
 
 
 def record(config, every: int) -> dict:
-    """Trains, and reads the probes after each `every` steps; of the first step there is nothing to compare with."""
+    """The steps and cosines of a training run, read from its probes after every so many steps; see the module."""
     setup = parts.build(parts.resolve(config))
     watched = assemble.make_source(setup.spec, setup.task, setup.source.division, watch=pipeline.probed)
     trainer, taken, read = train.Trainer(setup._replace(source=watched)), [], []

@@ -26,7 +26,7 @@ FLAGS = flags.FLAGS
 
 
 def lowered(argument: str):
-    """(what is trained, the step of its last phase, lowered)."""
+    """(trainer, lowered program of the last step) of a shorthand of configs/gpt_optimus.py."""
     trainer = train.Trainer(parts.resolve(gpt_optimus.get_config(argument)))
     spec, workers = trainer.spec, trainer.workers
     tokens = trainer.setup.task.examples(spec.each)

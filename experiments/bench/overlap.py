@@ -34,7 +34,7 @@ from experiments import script
 FLAGS = flags.FLAGS
 
 TOPOLOGY = "v5e:2x4"
-# Compiles in seconds; large enough for more messages than a compiler lets travel at a time of itself.
+# Compiles in seconds; large enough to have more messages than compilers allow in flight by default.
 MODEL = dict(vocabulary=256, context=64, width=512, hidden=1024, heads=4, depth=4, dtype="bfloat16")
 METHODS = {  # shorthand of configs/lm.py, fields of `mixing`
     "one-peer exponential": ("topology=one_peer_exponential", {}),
@@ -57,20 +57,20 @@ COMPILER_ONLY = dict(
 
 
 def described(topology: str) -> Sequence[jax.Device]:
-    """The devices of a TPU topology such as "v5e:2x4", for which programs can be compiled and not run.
+    """The devices of a TPU topology such as "v5e:2x4", for which programs can be compiled but not run.
 
     Raises:
-        ValueError: if there is no compiler, it does not know the topology, or JAX makes no mesh of it.
+        ValueError: if libtpu is not installed or does not know the topology, or a chip has several devices.
     """
     if not importlib.util.find_spec("libtpu"):
         raise ValueError("libtpu, the compiler for TPUs, is not installed; pip install -r tests/requirements-aot.txt")
     for name, value in COMPILER_ONLY.items():
         os.environ.setdefault(name, value)
-    jax.config.update("jax_platforms", "cpu")  # Or JAX would look for TPUs as well.
+    jax.config.update("jax_platforms", "cpu")  # Otherwise JAX would look for TPUs.
     try:
         devices = topologies.get_topology_desc(topology, platform="tpu").devices
     except RuntimeError as error:
-        raise ValueError(f"topology {topology!r} is none that libtpu knows; {TOPOLOGY} and v6e:2x4 are") from error
+        raise ValueError(f"topology {topology!r} is unknown to libtpu; use one such as {TOPOLOGY} or v6e:2x4") from error
     if len({tuple(device.coords) for device in devices}) < len(devices):
         raise ValueError(f"topology {topology!r} has several devices on a chip; use one such as {TOPOLOGY} or v6e:2x4")
     return devices
@@ -85,14 +85,14 @@ def attached() -> Sequence[jax.Device]:
     devices = jax.devices()
     if len(devices) == 1 or devices[0].platform == "cpu":
         raise ValueError(
-            f"--attached needs two or more GPUs or TPUs, one alone has nobody to exchange with, and JAX finds "
-            f"{len(devices)} {devices[0].platform}; --topology={TOPOLOGY} needs none"
+            f"--attached needs two or more GPUs or TPUs, and JAX finds {len(devices)} {devices[0].platform}; use "
+            f"--topology={TOPOLOGY}, which needs none"
         )
     return devices
 
 
 def schedules(argument: str, devices: Sequence[jax.Device], **mixing: bool) -> Iterator[overlap.Overlap]:
-    """Compiles the step of a shorthand of `configs/lm.py`, with fields of `config.method`, and reads its schedule, phase by phase."""
+    """The compiled schedule of each phase of a shorthand of `configs/lm.py`; `mixing` are further fields of `config.method`."""
     n = len(devices)
     config = lm.get_config(f"workers={n},{argument}")
     config.model.update(MODEL)
@@ -108,7 +108,7 @@ def schedules(argument: str, devices: Sequence[jax.Device], **mixing: bool) -> I
 
 
 def row(found: Sequence[overlap.Overlap]) -> tuple[str, ...]:
-    """Cells of the table for the phases of a method."""
+    """The cells of a method's row in the table: the worst values over its phases."""
     transfers = [transfer for schedule in found for transfer in schedule.in_flight]
     places = {f" in a {transfer.inside}" for transfer in transfers if transfer.inside}
     asynchronous = sum(transfer.asynchronous for transfer in transfers) // len(found)

@@ -9,12 +9,13 @@ from launch import command
 
 
 class Peer:
-    """A module such as `experiments.bench.codecs_torch`, that another interpreter runs, and that answers by `box.serve`.
+    """A module that another interpreter runs and that answers requests by `box.serve`, such as `experiments.bench.codecs_torch`.
 
-    The interpreter is the one that --peers names; it inherits the cores that this process may use. `version` is PyTorch's.
+    The interpreter is the one of --peers; it inherits the cores that this process may use. The attribute `version` is the version
+    of PyTorch.
 
     Raises:
-        UserError: in one line, if it does not start, or ever ends without an answer.
+        UserError: if the process does not start, or ends without an answer.
     """
 
     def __init__(self, python: str, module: str, *arguments: str):
@@ -27,8 +28,8 @@ class Peer:
         self.version = self.ask("version")
 
     def ask(self, do: str, **arguments: Any) -> Any:
-        """What the module's handler of that name returns."""
-        with contextlib.suppress(BrokenPipeError):  # Then it has no answer either.
+        """What the module's handler `do` returns for these arguments."""
+        with contextlib.suppress(BrokenPipeError):  # Then there is no answer, which is handled below.
             print(json.dumps({"do": do, **arguments}), file=self._process.stdin, flush=True)
         assert self._process.stdout is not None
         if not (answer := self._process.stdout.readline()):

@@ -22,7 +22,7 @@ from experiments.bench import timing
 from experiments.bench.peer import Peer
 
 RANK = 4
-# Of the arrays of a small decoder, 6.8 million values: 6 blocks of width 256 between an embedding and a head.
+# Shapes of the arrays of a small decoder, 6.8 million values: 6 layers of width 256 between an embedding and an output layer.
 BLOCK = [(256, 3 * 256), (256, 256), (256, 1024), (1024, 256), (256,), (256,)]
 SHAPES = [(4096, 256), *6 * BLOCK, (256,), (256, 4096)]
 _PEERS = flags.DEFINE_string("peers", "", "Python interpreter with PyTorch; empty: leave it out.")
@@ -31,7 +31,7 @@ _CORE = flags.DEFINE_integer("core", 0, "The core that computes.", lower_bound=0
 
 
 class Ours:
-    """The reducer, compiled for one worker; gradients and state are given away, as in a training step."""
+    """decjax's PowerSGD, compiled for one worker; gradients and state are donated, as in a training step."""
 
     def __init__(self):
         rng = np.random.default_rng(0)
@@ -43,6 +43,7 @@ class Ours:
         self.reduce = self.workers.jit(reducer.reduce, (0, 0), donate_argnums=(0, 1))
 
     def step(self) -> float:
+        """Seconds of one reduction."""
         grads = jax.block_until_ready(self.copy(self.grads))
         taken_s, (_, self.state) = timing.seconds(self.reduce, grads, self.state)
         return taken_s

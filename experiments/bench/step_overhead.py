@@ -27,7 +27,7 @@ METHODS = (ALONE, ONE_PEER, SYNC)
 
 
 def stepper(argument: str, batch_size: int) -> Stepper:
-    """One method on the main job's model."""
+    """A stepper of one method on the model of configs/lm.py."""
     config = lm.get_config(",".join(filter(None, (_CONFIG.value, argument))))
     config.batch_size = batch_size * (config.workers or parts.SIMULATED_WORKERS)
     return Stepper(config)

@@ -11,7 +11,7 @@ from decjax import train
 
 
 class Stepper:
-    """A method as `configs/lm.py` describes it: its trainer, its state and one batch; `gradient` may wrap its gradient source."""
+    """Takes steps of a config, all on one batch; `gradient`, if given, is applied to the function that computes its gradient."""
 
     def __init__(self, config: ml_collections.ConfigDict, gradient: Callable[[Callable], Callable] | None = None):
         setup = parts.build(parts.resolve(config, jax.device_count()))
@@ -21,20 +21,20 @@ class Stepper:
         self.state, self.batch, self.count = self.trainer.init(), self.trainer.batch(0), 0
 
     def compile(self, step: int) -> None:
-        """Compiles the program of a step, unless it is there."""
+        """Compiles the program of a step, unless it is compiled already."""
         self.trainer.program(self.state, self.batch, step)
 
     def start(self) -> None:
-        """Starts a step, as a training loop does: nothing waits for its result but the next one."""
+        """Dispatches a step without waiting for its result, as a training loop does."""
         self.state, self.loss_N = self.trainer.step(self.state, self.batch, self.count)
         self.count += 1
 
     def wait(self) -> None:
-        """Until all steps are over."""
+        """Waits until all steps are complete."""
         jax.block_until_ready((self.state, self.loss_N))
 
     def step(self) -> float:
-        """Seconds of one step."""
+        """Seconds of one step, without compilation."""
         self.compile(self.count)
         begun = time.perf_counter()
         self.start()

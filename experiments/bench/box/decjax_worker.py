@@ -26,14 +26,14 @@ THROUGHPUT_PORT = 4999
 
 
 class Pausing(Stepper):
-    """A method whose steps may pause."""
+    """A stepper whose steps can pause, to stand for slower computing."""
 
     def __init__(self, config: ml_collections.ConfigDict):
         self.pauses_s: collections.deque[float] = collections.deque()  # of steps that have not begun yet
         super().__init__(config, self.pausing)
 
     def pausing(self, gradient: Callable) -> Callable:
-        """The gradient, once a pause is over that stands for slower computing: it waits, but keeps no core busy."""
+        """The gradient function with a pause before it, which keeps no core busy."""
 
         def sleep(_):
             time.sleep(self.pauses_s.popleft())
@@ -51,15 +51,16 @@ class Pausing(Stepper):
 
 
 class Worker:
-    """What a request may ask for."""
+    """The handlers of requests to a decjax worker."""
 
     def __init__(self):
         self.steppers: dict[str, Stepper] = {}
 
     def prepare(self, method: str, argument: str, fields: dict[str, Any], batch_size: int, pauses: bool = False) -> dict[str, Any]:
-        """Builds and compiles a method, whose steps may pause: one worker on all devices of each pipeline.
+        """Builds and compiles a method; returns its period, in steps, and its number of parameters.
 
-        Nothing runs yet: gloo gives up on processes that compile 30 s longer than others.
+        As many workers as the devices have room for. No step is taken yet: gloo fails if a process compiles 30 s longer than
+        others.
         """
         config = lm.get_config(argument)
         config.update_from_flattened_dict(fields)
@@ -75,7 +76,8 @@ class Worker:
     def steps(self, method: str, count: int, pause_s: tuple[float, float] = (0.0, 0.0), seed: int = 0) -> list[float]:
         """Seconds of `count` steps, each with a pause of pause_s[0] plus an exponential variable of mean pause_s[1].
 
-        The first step stands by itself; from the second to the last, only their sum says how long they took.
+        The first step's time is measured separately; of the others' only the sum is meaningful, since they are not waited for one
+        by one.
         """
         fixed, mean = pause_s
         rng = np.random.default_rng((seed, jax.process_index()))
@@ -89,7 +91,7 @@ class Worker:
         return np.diff(marks_s).tolist()
 
     def throughput(self, address: str, num_bytes: int) -> float | None:
-        """Bytes per second over one TCP connection from process 1 to process 0, one way, from the first byte to the last."""
+        """Bytes per second of one TCP connection from process 1 to process 0, from the first byte to the last; None elsewhere."""
         if jax.process_index() == 0:
             with socket.create_server((address, THROUGHPUT_PORT)) as listener, listener.accept()[0] as connection:
                 received, begun = len(connection.recv(1)), time.perf_counter()
@@ -103,7 +105,7 @@ class Worker:
 
 
 def _give_back_memory() -> None:
-    """Returns what is free to the system: a box holds some twenty workers that wait, and glibc keeps what they once used."""
+    """Returns freed memory to the system, which glibc would keep: a box has some twenty waiting workers."""
     with contextlib.suppress(AttributeError):  # Another C library.
         ctypes.CDLL(None).malloc_trim(0)
 

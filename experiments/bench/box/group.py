@@ -18,27 +18,28 @@ from launch import cluster, processes
 
 
 class Failed(Exception):
-    """A system that cannot run; the message is what one of its processes said last."""
+    """A system cannot run; the message is the last error of one of its processes."""
 
 
 def _complaint(lines: list[str]) -> str:
-    """The line of a log that names an error, or else the last one."""
+    """The last line of a log that names an error, or else its last line."""
     return next((line for line in reversed(lines) if "rror: " in line), lines[-1] if lines else "a worker ended without a word")
 
 
 def _pipes(child: processes.Child) -> tuple[IO[str], IO[str]]:
-    """Where it listens, and where it answers."""
+    """(standard input, standard output) of a child process."""
     assert child.process.stdin is not None and child.process.stdout is not None
     return child.process.stdin, child.process.stdout
 
 
 class Group:
-    """The processes of one system on the hosts of a network; neighbours in the order of their indices share a host.
+    """The processes of one system on the hosts of a network; processes with neighbouring indices share a host.
 
     Args:
-        module: the worker; takes --coordinator, --num_processes and --process_index, and calls `serve`.
-        per_host: how many processes.
-        environment: added to ours.
+        network: the hosts.
+        module: what every process runs; it takes --coordinator, --num_processes and --process_index, and calls `serve`.
+        per_host: processes on each host.
+        environment: variables added to this process's environment.
         python: an interpreter with what the module imports; None: this one.
     """
 
@@ -55,7 +56,7 @@ class Group:
             self._children.append(processes.Child(process, log))
 
     def ask(self, do: str, **arguments: Any) -> list[Any]:
-        """What every worker answers, in the order of their indices.
+        """The answers of all processes to a request, in the order of their indices.
 
         Raises:
             Failed: if one of them ends instead; the others are then ended, too.
@@ -75,7 +76,7 @@ class Group:
         return [json.loads(answer) for answer in answers]
 
     def close(self) -> None:
-        """Hangs up, upon which workers end; those that do not are ended."""
+        """Closes the processes' standard inputs, so that they end, and kills those that do not."""
         for child in self._children:
             with contextlib.suppress(OSError):
                 _pipes(child)[0].close()

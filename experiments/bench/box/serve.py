@@ -11,9 +11,9 @@ from typing import Any
 
 
 def serve(handlers: dict[str, Callable[..., Any]]) -> None:
-    """Answers `{"do": name, **arguments}` with what `handlers[name](**arguments)` returns, until the parent hangs up."""
+    """Answers `{"do": name, **arguments}` with what `handlers[name](**arguments)` returns, until standard input is closed."""
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # What libraries print must not get between the answers.
+    os.dup2(2, 1)  # What libraries print goes to standard error, not between the answers.
     for line in sys.stdin:
         request = json.loads(line)
         answer = handlers[request.pop("do")](**request)

@@ -12,15 +12,15 @@ from typing import Any, NamedTuple
 from experiments.bench.box.group import Failed, Group
 from launch import cluster
 
-LEAST_STEPS = 5  # of workers that do not wait for each other: the first ones finish theirs while others are still starting
+LEAST_STEPS = 5  # of workers that do not wait for each other, so that all of them compute at the same time for most of a visit
 MODEL = dict(vocabulary=1536, context=128, width=320, hidden=1280, heads=5, depth=4)
 BATCH_SIZE = 8  # sequences per worker and step
-ERRORS = (cluster.ClusterError, Failed, OSError)  # that end an experiment in a box
+ERRORS = (cluster.ClusterError, Failed, OSError)  # errors that end an experiment in a box
 BUCKET, WHOLE = 2**18, 2**30  # bytes of a bucket: the default of configs/lm.py, and one that holds everything
 
 
 class Row(NamedTuple):
-    """A method of a system."""
+    """A row of the table: one method of a system."""
 
     name: str  # unique
     how: dict[str, Any]  # arguments of the worker's `prepare`
@@ -35,7 +35,7 @@ class Row(NamedTuple):
 
     @property
     def group(self) -> str:
-        """Rows of one group share processes."""
+        """The name of the group of processes that the row runs on; rows with the same name share them."""
         return f"{'PyTorch' if self.peer else 'decjax'}, {self.local_size} a host" + (f", {self.name}" if self.apart else "")
 
 
@@ -49,25 +49,25 @@ def decjax(
     pauses: bool = False,
     **fields: Any,
 ) -> Row:
-    """A row of decjax: a shorthand of configs/lm.py, and fields of it by dotted names; with `pauses`, steps may pause."""
+    """A row of decjax: `argument` is a shorthand of configs/lm.py, `fields` are dotted fields; with `pauses` its steps can pause."""
     fields |= {"bucket_bytes": bucket_bytes, "local_size": local_size, **{f"model.{key}": size for key, size in model.items()}}
     return Row(name, {"argument": argument, "fields": fields, "batch_size": batch_size, "pauses": pauses}, False, local_size)
 
 
 def torch(name: str, kind: str, local_size: int = 1, batch_size: int = BATCH_SIZE, apart: bool = False, **options: Any) -> Row:
-    """A row of PyTorch: a kind of torch_worker's METHODS."""
+    """A row of PyTorch: `kind` is one of torch_worker's METHODS, which takes the `options`."""
     return Row(name, {"kind": kind, "model": MODEL, "batch_size": batch_size, **options}, True, local_size, apart)
 
 
 class Visit(NamedTuple):
-    """What a visit measured."""
+    """The result of a visit."""
 
     step_s: float  # mean over steps and workers
     sent_bytes: float  # over the busiest link, per step, headers included; without the first step
 
 
 class Box(contextlib.ExitStack):
-    """Rows that are ready to run on a network; those of peers need `peers`, a Python with requirements-peers.txt."""
+    """Starts and measures rows on a network; rows of PyTorch need `peers`, a Python with requirements-peers.txt."""
 
     def __init__(self, network: cluster.Network, peers: str | None = None):
         super().__init__()
@@ -79,9 +79,9 @@ class Box(contextlib.ExitStack):
         self._of: dict[str, str] = {}  # row -> its group
 
     def prepare(self, row: Row, needed: bool = False) -> None:
-        """Starts the row's processes unless they are there, compiles it and takes two periods of steps.
+        """Starts the row's processes unless they run already, compiles it and takes two periods of steps.
 
-        A row that cannot run is noted as `refused`, and so are those that shared its processes, which are gone.
+        A row that cannot run is entered in `refused`, and so are the rows that shared its processes.
 
         Raises:
             Failed: if the row is `needed` and cannot run.
@@ -98,13 +98,13 @@ class Box(contextlib.ExitStack):
             self._of[row.name] = row.group
 
     def prepare_all(self, rows: Sequence[Row], needed: bool = False) -> None:
-        """Prepares rows, and prints which can run."""
+        """Prepares rows, and prints which of them can run."""
         for row in rows:
             self.prepare(row, needed)
             print(f"{row.name}: {self.refused.get(row.name) or 'ready'}", flush=True)
 
     def refuse(self, row: Row, failure: Failed) -> None:
-        """Notes that a row's processes have ended, and with them all rows that shared them."""
+        """Enters a row whose processes have ended in `refused`, and all rows that shared them."""
         self._groups.pop(row.group, None)
         lost = [name for name, group in self._of.items() if group == row.group]
         self.refused |= dict.fromkeys(lost, f"its processes ended with {row.name!r}") | {row.name: str(failure)}
@@ -115,7 +115,7 @@ class Box(contextlib.ExitStack):
             raise Failed("no --peers were given")
         if row.group not in self._groups:
             module = f"experiments.bench.box.{'torch' if row.peer else 'decjax'}_worker"
-            # Products on one thread, as in PyTorch's workers, since hosts share cores.
+            # Matrix products on one thread, as in PyTorch's workers, since hosts share cores.
             environment = {
                 "JAX_PLATFORMS": "cpu",
                 "XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false",
@@ -128,10 +128,7 @@ class Box(contextlib.ExitStack):
         return self._groups[row.group]
 
     def visit(self, row: Row, steps: int = 1, **how: Any) -> Visit:
-        """Measures at least so many steps of a row.
-
-        Whole periods of its schedule, and `LEAST_STEPS` if nothing keeps its workers in step.
-        """
+        """Measures a row for at least `steps` steps, in whole periods of its schedule; without communication, `LEAST_STEPS` or more."""
         period = self.periods[row.name]
         count = 1 + max(-(-steps // period) * period, LEAST_STEPS if row.alone else 1)
         before = self.network.bytes()
@@ -140,7 +137,7 @@ class Box(contextlib.ExitStack):
         return Visit(statistics.mean(statistics.mean(times_s[1:]) for times_s in per_worker), sent / count)
 
     def throughput_Bps(self, row: Row, seconds: float = 2.0) -> float:
-        """What a link carries one way, over TCP, between the first two hosts; `row` names a group of one process a host."""
+        """Bytes per second of a TCP connection between the first two hosts; `row` belongs to a group with one process per host."""
         num_bytes = int(seconds * (self.network.rate_Bps(0) or 1e8))
         measured, *_ = self._group(row).ask("throughput", address=self.network.addresses[0], num_bytes=num_bytes)
         return measured
@@ -149,9 +146,9 @@ class Box(contextlib.ExitStack):
 def interleaved(
     box: Box, rows: Sequence[Row], rounds: int, steps: Callable[[Row], int] = lambda row: 1
 ) -> Iterator[tuple[Row, Visit]]:
-    """Visits rows in turn, `rounds` times, from another first one each time, for whole periods of at least so many steps.
+    """(row, visit) of all rows in turn, `rounds` times, with another first row each time, for at least `steps(row)` steps each.
 
-    Whoever cannot run is left out, from then on.
+    A row that cannot run is left out from then on.
     """
     rows = [row for row in rows if row.name in box.periods]
     for k in range(rounds):

@@ -93,7 +93,7 @@ class DDP(Alone):
 
 
 class PowerSGD(DDP):
-    """The same with its PowerSGD hook."""
+    """DistributedDataParallel with PyTorch's PowerSGD hook."""
 
     def __init__(self, model: nn.Module, rank: int, **options: Any):
         super().__init__(model, **options)
@@ -102,7 +102,7 @@ class PowerSGD(DDP):
 
 
 class DecentDP(Alone):
-    """decent-dp's DecentralizedDataParallel, whose hooks update and send bucket by bucket."""
+    """decent-dp's DecentralizedDataParallel, whose hooks update and send one bucket after the other."""
 
     def __init__(self, model: nn.Module, **options: Any):
         from decent_dp.ddp import DecentralizedDataParallel
@@ -122,7 +122,7 @@ METHODS = {"alone": Alone, "ddp": DDP, "power_sgd": PowerSGD, "decent_dp": Decen
 
 
 class Worker:
-    """What a request may ask for."""
+    """The handlers of requests to a PyTorch worker."""
 
     def __init__(self, index: int):
         self.index, self.methods, self.tokens = index, {}, {}
@@ -130,7 +130,7 @@ class Worker:
     def prepare(
         self, method: str, kind: str, model: dict[str, int], batch_size: int, period: int = 1, **options: Any
     ) -> dict[str, Any]:
-        """Builds a method."""
+        """Builds a method; returns its period, in steps, and its number of parameters."""
         torch.manual_seed(0)
         net, generator = DecoderLM(**model), torch.Generator().manual_seed(self.index)
         self.methods[method] = METHODS[kind](net, **options)
@@ -138,7 +138,7 @@ class Worker:
         return {"period": period, "parameters": sum(x.numel() for x in net.parameters())}
 
     def steps(self, method: str, count: int) -> list[float]:
-        """Seconds of `count` steps."""
+        """Seconds of each of `count` steps."""
         stepper, times_s = self.methods[method], []
         for _ in range(count):
             begun = time.perf_counter()
