@@ -8,12 +8,13 @@ engine       one compiled step per phase: fused, or with the exchange beside the
 divide       what of an update needs no message, and is computed meanwhile
 evaluate     the averaged model and the local models
 checkpoint   Orbax, and whose directory it is
-metrics      metrics.jsonl, TensorBoard, the screen
+metrics      where numbers go: metrics.jsonl, TensorBoard, Weights & Biases, or a tracker of one's own
 """
 
 from decjax.errors import CheckpointError, ConfigError, Diverged, TrainingError
+from decjax.train.metrics import Tracker
 from decjax.train.run import Outcome, Run
 from decjax.train.state import State
 from decjax.train.trainer import Trainer
 
-__all__ = ["CheckpointError", "ConfigError", "Diverged", "Outcome", "Run", "State", "Trainer", "TrainingError"]
+__all__ = ["CheckpointError", "ConfigError", "Diverged", "Outcome", "Run", "State", "Tracker", "Trainer", "TrainingError"]
