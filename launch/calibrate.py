@@ -3,8 +3,8 @@
     python -m launch.calibrate --config=configs/lm.py --out=here.json
     python -m launch.cluster run --hosts=4 --rate=200mbit --module=launch.calibrate -- --config=configs/lm.py --out=box.json
     srun -N4 -n4 python -m launch.calibrate --config=configs/lm.py --out=ours.json
-    python -m launch.calibrate --config=configs/lm.py --compressed=method=allreduce,reducer=powersgd --compressed=mixer=choco,codec=int4 …
-    python -m launch.plan --cluster=box.json
+    python -m launch.calibrate --config=configs/lm.py --compressed=method=allreduce,reducer=powersgd --out=compressed.json
+    python -m launch.plan --cluster=here.json
 
 The config gives model, batch, optimizer and how many workers share a node (`local_size`); its method does not matter. Without
 accelerators each worker is a forced CPU device, as in launch.train. Methods named by --compressed are measured without their

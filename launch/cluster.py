@@ -59,7 +59,7 @@ def run(arguments: list[str], console: rich.console.Console) -> int:
     """The verb `run`."""
     chosen = flags.FLAGS
     if chosen.processes_per_host < 1:
-        raise ClusterError(f"processes_per_host={chosen.processes_per_host}: must be at least 1")
+        raise ClusterError(f"processes_per_host={chosen.processes_per_host}: must be at least 1; leave it out for one")
     processes.check(chosen.module, arguments)
     again = processes.how_to_continue("launch.cluster", chosen.module)
     with network(chosen.hosts, chosen.rate, chosen.name, chosen.subnet) as links:
@@ -81,9 +81,9 @@ def main(argv: list[str]) -> int:
         raise ClusterError(f"verb {verb!r}: must be one of {', '.join(_VERBS)}, as in: python -m launch.cluster up --hosts=4")
     for option, verbs in _VERBS_OF.items():
         if chosen[option].present and verb not in verbs:
-            raise ClusterError(f"--{option}: not an option of {verb}, but of {', '.join(verbs)}")
+            raise ClusterError(f"--{option}: not an option of {verb}, but of {', '.join(verbs)}; leave it out")
     if arguments and verb != "run":
-        raise ClusterError(f"unexpected argument {arguments[0]!r}; {verb} takes options only")
+        raise ClusterError(f"unexpected argument {arguments[0]!r}: {verb} takes options only; leave it out")
     if verb == "run":
         return run(arguments, console)
     if verb == "up":

@@ -28,10 +28,13 @@ class UserError(Exception):
     """A mistake of the user, told in one line; `run` knows it."""
 
 
-def console() -> rich.console.Console:
-    """Where tables go. A file or a pipe takes lines as long as ours are; only a terminal, or the user, has a say in that."""
-    chosen = sys.stdout.isatty() or "COLUMNS" in os.environ
-    return rich.console.Console(highlight=False, width=None if chosen else 140)
+def console(most: int | None = None) -> rich.console.Console:
+    """Where tables go: as wide as the terminal, or as COLUMNS says; of 140 columns in a file or a pipe. Never wider than `most`."""
+    made = rich.console.Console(highlight=False)
+    if not sys.stdout.isatty() and "COLUMNS" not in os.environ:
+        made.width = 140
+    made.width = min(made.width, most or made.width)
+    return made
 
 
 def table(*headers: str, words: int = 1, **how: Any) -> rich.table.Table:
@@ -115,6 +118,8 @@ def run(main: Callable[[list[str]], int | None], errors: tuple[type[Exception], 
             fail(problem)
         try:
             return flags.FLAGS(argv)
+        except SystemExit:  # --help has been answered; absl would call that a failure.
+            sys.exit(0)
         except Exception as error:  # Whatever a config file makes of the fields.
             if "--debug" in argv:
                 raise

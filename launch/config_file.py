@@ -76,13 +76,13 @@ def complaint(argv: Sequence[str]) -> str:
 def misplaced(config: Any, argv: Sequence[str]) -> str:
     """What is wrong with the paths of --config.PATH=VALUE in a command line; empty: all are fields of the config."""
     if isinstance(config, ml_collections.ConfigDict):
-        for path, value in _fields(argv):
+        for path, value in fields(argv):
             if problem := _misplaced(config, path, value):
                 return problem
     return ""
 
 
-def _fields(argv: Sequence[str]) -> Iterator[tuple[str, str]]:
+def fields(argv: Sequence[str]) -> Iterator[tuple[str, str]]:
     """(path, value) of each --config.PATH=VALUE before a lone `--`."""
     end = argv.index("--") if "--" in argv else len(argv)
     for argument, behind in zip(argv[:end], [*argv[1:end], ""], strict=False):

@@ -81,9 +81,9 @@ def check_flags(coordinator: str | None, num_processes: int | None, process_inde
         if not re.fullmatch(r".+:\d+", coordinator):
             raise command.UserError(f"--coordinator={coordinator}: must be HOST:PORT of process 0, or 'auto'")
         if num_processes is None or process_index is None:
-            raise command.UserError("--coordinator=HOST:PORT needs --num_processes and --process_index")
+            raise command.UserError("--coordinator=HOST:PORT needs --num_processes and --process_index; give each process both")
         if num_processes < 1:
-            raise command.UserError(f"--num_processes={num_processes}: must be at least 1")
+            raise command.UserError(f"--num_processes={num_processes}: must be at least 1; give how many processes are started")
         if not 0 <= process_index < num_processes:
             allowed = f"must be from 0 to {num_processes - 1}, one less than --num_processes={num_processes}"
             raise command.UserError(f"--process_index={process_index}: {allowed}")

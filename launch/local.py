@@ -17,7 +17,7 @@ from launch import command, processes
 def main(argv: list[str]) -> int:
     num_processes, module = flags.FLAGS.num_processes, flags.FLAGS.module
     if num_processes < 1:
-        command.fail(f"num_processes={num_processes}: must be at least 1")
+        command.fail(f"num_processes={num_processes}: must be at least 1; use --num_processes=4 for four workers")
     processes.check(module, argv)
     return processes.run_together(
         processes.members(module, argv, num_processes, "127.0.0.1"), processes.how_to_continue("launch.local", module)

@@ -10,8 +10,9 @@ All of it is read from where the parts are registered (`decjax.registry`): an op
 from collections.abc import Iterable
 import inspect
 import re
+import textwrap
+from typing import Any
 
-import rich.padding
 import rich.table
 import rich.text
 
@@ -29,27 +30,45 @@ def kinds() -> list:
 def parts(kind: str) -> list:
     """The parts of a kind: the first line of their docstrings, their traits."""
     found = [registry.part(kind, name) for name in registry.names(kind)]
-    return [_table((kind, "what it is", "traits"), ((part.name, part.summary, _traits(part)) for part in found))]
+    return [_table((kind, "what it is", "traits"), ((part.name, part.summary, "\n".join(_traits(part))) for part in found))]
 
 
-def part(kind: str, name: str) -> list:
-    """The options of a part, and its docstring."""
+def part(kind: str, name: str, width: int = WIDTH) -> list:
+    """The traits, docstring and options of a part."""
     chosen = registry.part(kind, name)
     options = [(option, _type(entry), _default(entry)) for option, entry in chosen.options.items()]
-    traits = [f"traits: {traits}"] if (traits := _traits(chosen)) else []
-    told = inspect.getdoc(chosen.factory) or "It has no description."
-    told = re.sub(r"(?<=\S)\n(?=[^\s-])", " ", told)  # Paragraphs are wrapped anew; what is indented stays so.
-    lines = [f"{kind} {name}", *traits, "", *told.splitlines()]
-    text = [
-        rich.padding.Padding.indent(rich.text.Text(line.lstrip()), len(line) - len(line.lstrip())) if line else "" for line in lines
-    ]
-    return [*text, _table(("option", "type", "default"), options) if options else "\nIt has no options."]
+    told = wrapped(inspect.getdoc(chosen.factory) or "It has no description.", width)
+    text = "\n".join([f"{kind} {name}", *_traits(chosen), "", told])
+    return [rich.text.Text(text), _table(("option", "type", "default"), options) if options else "\nIt has no options."]
 
 
-def _traits(part: registry.Part) -> str:
-    """As "static, needs a power of two workers": those that are true by their names, others with their values."""
-    told = ((name, value) for name, value in part.traits.items() if value not in (False, None, ""))
-    return ", ".join(name if value is True else f"{name} {value}" for name, value in told)
+def wrapped(told: str, width: int) -> str:
+    """A docstring in so many columns. Paragraphs are wrapped anew; of what is indented, only lines that are too long, and entries
+    of `Args` with such lines."""
+
+    def rejoined(entry: re.Match) -> str:
+        fits = max(map(len, entry[0].splitlines())) <= width
+        return entry[0] if fits else entry[1] + " ".join(entry[2].split())
+
+    def filled(line: str) -> str:
+        indent = len(line) - len(line.lstrip())
+        return textwrap.fill(line, width, subsequent_indent=" " * (indent + 4) if indent else "", break_on_hyphens=False)
+
+    told = re.sub(r"(?<=\S)\n(?=[^\s-])", " ", told)
+    told = re.sub(r"^( +)(\w[\w, ]*: .*(?:\n\1 +\S.*)*)$", rejoined, told, flags=re.MULTILINE)
+    return "\n".join(map(filled, told.splitlines()))
+
+
+def _traits(part: registry.Part) -> list[str]:
+    """As ["directed, static", "needs: a power of two workers"]: those that are true by their names, others with their values."""
+    told = {name: value for name, value in part.traits.items() if value not in (False, None, "")}
+    plain = ", ".join(name for name, value in told.items() if value is True)
+    return [*filter(None, [plain]), *(f"{name}: {_shown(value)}" for name, value in told.items() if value is not True)]
+
+
+def _shown(value: Any) -> str:
+    """Words with room after each comma, where a line may end."""
+    return re.sub(r",(?=\S)", ", ", ",".join(value) if isinstance(value, tuple) else str(value))
 
 
 def _type(option: registry.Option) -> str:
@@ -70,17 +89,16 @@ def _table(header: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> rich.tab
 
 
 def main(argv: list[str]) -> int:
+    terminal = command.console(WIDTH)
     match argv:
         case []:
             found = kinds()
         case [kind]:
             found = parts(kind)
         case [kind, name]:
-            found = part(kind, name)
+            found = part(kind, name, terminal.width)
         case _:
             raise command.UserError(f"unexpected argument {argv[2]!r}; give a kind and a name, as in: topology base_k")
-    terminal = command.console()
-    terminal.width = min(terminal.width, WIDTH)
     for shown in found:
         terminal.print(shown, markup=False)
     return 0

@@ -2,7 +2,7 @@
 
     python -m launch.plan --cluster=configs/clusters/box_200mbit.json
     python -m launch.plan --cluster=configs/clusters/a40_ethernet.json --model=params=65e6,tokens=1600,buckets=8 --workers=32
-    python -m launch.plan --cluster=PROFILE.json --model=configs/lm.py:workers=8 --compute_s=0.09 --plot=plan.png
+    python -m launch.plan --cluster=configs/clusters/box_200mbit.json --model=configs/lm.py:workers=8 --compute_s=0.09 --plot=plan.png
 
 The cluster is a profile (`decjax.costmodel.profile` describes the fields): measured by launch.calibrate, or written by hand from
 datasheets. The model is one of
@@ -114,7 +114,7 @@ def make_workload(values: dict[str, Any], cluster: costmodel.Cluster, compute_s:
     """A workload from numbers; times are given, or follow from tokens and flops."""
     values = _KEYS | values
     if not values["params"] or values["params"] <= 0:
-        raise ValueError(f"--model: params={values['params']} must be a positive number of parameters")
+        raise ValueError(f"--model: params={values['params']} must be a positive number of parameters, such as 65e6")
     forward_s, backward_s = times_of(values, cluster, compute_s)
     buckets = int(values["buckets"])
     if buckets != values["buckets"] or not 1 <= buckets <= profile.MAX_BUCKETS:

@@ -74,7 +74,7 @@ def parse_sweep(text: str) -> dict[str, list[str]]:
         if "" in swept[key]:
             raise command.UserError(f"sweep: {part.strip()!r} has an empty value; write as in 'seed=0,1'")
         if len(set(swept[key])) < len(swept[key]):
-            raise command.UserError(f"sweep: {part.strip()!r} has a value twice; each makes one run")
+            raise command.UserError(f"sweep: {part.strip()!r} has a value twice, and each makes a run; leave one out")
     return swept
 
 
@@ -87,6 +87,18 @@ def sweep_of(module, path: str, argument: str) -> str:
     raise command.UserError(
         f"no --sweep is given and {path} defines none; write --sweep='seed=0,1', or get_sweep(arg) in the config"
     )
+
+
+def check_apart(config: str, swept: dict[str, list[str]], extra: list[str]) -> None:
+    """Refuses a key of the sweep that --config, or what stands behind `--`, sets as well: only one of them could count."""
+    inside = {part.partition("=")[0].strip(): part.strip() for part in COMMA.split(config.partition(":")[2])}
+    behind = {path: f"--config.{path}={value}" for path, value in config_file.fields(extra)}
+    for key, values in swept.items():
+        for where, given in (("--config", inside), ("the options behind --", behind)):
+            if key in given:
+                raise command.UserError(
+                    f"sweep: {key} is set by the sweep, '{key}={','.join(values)}', and in {where}, '{given[key]}'; leave it out of {where}"
+                )
 
 
 def expand(config: str, swept: dict[str, list[str]], keys, workdir: pathlib.Path, extra: list[str]) -> list[Member]:
@@ -237,6 +249,7 @@ def main(argv: list[str]) -> int:
     path, _, argument = _CONFIG.value.partition(":")
     module = config_file.load_module(path)
     swept = parse_sweep(sweep_of(module, path, argument) if _SWEEP.value is None else _SWEEP.value)
+    check_apart(_CONFIG.value, swept, argv)
     members = expand(_CONFIG.value, swept, getattr(module, "KEYS", ()), workdir, argv)
     for member in members:
         check(member, module.get_config)

@@ -6,14 +6,14 @@
 Columns: rounds in a period; the most neighbours a worker has in a round; parameter-sized messages a worker
 sends per step (mean over workers and the period); the spectral gap 1 − ‖W − J/n‖₂ of the worst single round
 and of the product over a period (1 is exact averaging); rounds until the average is exact, from phase 0.
-Topologies that do not exist for the number of workers follow with the reason.
+Topologies that do not exist for the number of workers, or not with an option that they have, follow with the reason.
 """
 
 import collections
 
 from absl import flags
 import numpy as np
-from rich import console, markup, table
+from rich import markup, table
 
 from decjax import topology as tp
 from launch import command
@@ -36,6 +36,7 @@ _OPTIONS = {
     "budget": flags.DEFINE_float("budget", None, "Share of active matchings (matcha)."),
 }
 MAX_WORKERS = 4096
+WIDTH = 100
 
 
 def build(num_workers: int, chosen: dict[str, object]) -> tuple[list[tp.Topology], dict[str, str]]:
@@ -49,14 +50,6 @@ def build(num_workers: int, chosen: dict[str, object]) -> tuple[list[tp.Topology
         except ValueError as error:
             refused[name] = str(error).removeprefix(f"topology {name!r} ")
     return built, refused
-
-
-def check_used(chosen: dict[str, object], refused: dict[str, str]) -> None:
-    """Refuses an option that no topology can use, with the reason of the first that has it."""
-    for flag, value in chosen.items():
-        having = [name for name in tp.names() if flag in tp.options(name)]
-        if all(name in refused for name in having):
-            raise ValueError(f"--{flag}={value}: {having[0]}: {refused[having[0]]}")
 
 
 def report(topologies: list[tp.Topology], refused: dict[str, str], num_workers: int) -> list[table.Table]:
@@ -150,13 +143,12 @@ def main(argv):
     elif FLAGS["out"].present:
         command.fail(f"--out={FLAGS.out} changes nothing without --plot; add --plot")
     topologies, refused = build(FLAGS.workers, chosen)
-    check_used(chosen, refused)
-    terminal = console.Console()
+    terminal = command.console(WIDTH)
     for part in report(topologies, refused, FLAGS.workers):
         terminal.print(part)
     if FLAGS.plot:
         plot(topologies, FLAGS.out)
-        terminal.print(f"wrote {FLAGS.out}", highlight=False)
+        terminal.print(f"wrote {FLAGS.out}", markup=False, soft_wrap=True)
 
 
 if __name__ == "__main__":  # Other commands have an --out as well, and one process may import several.

@@ -1,4 +1,14 @@
-"""Trains a config: python -m launch.train --config=configs/lm.py --workdir=runs/lm"""
+"""Trains a config: one run in a work directory, from its start or from where an interruption left it.
+
+    python -m launch.train --config=configs/lm.py --workdir=runs/lm
+    python -m launch.train --config=configs/lm.py:workers=4,topology=ring --config.steps=200 --workdir=runs/ring
+    python -m launch.train --config=configs/lm.py:workers=4,steps=6000 --workdir=runs/lm_4 --resume_from=runs/lm
+
+The file lists all fields; `--config.FIELD=VALUE` sets one, the text behind the colon chooses parts (launch.parts lists them). The same
+command continues a run that was interrupted; --resume_from starts another one from the parameters of a run with fewer steps. Numbers
+go to metrics.jsonl and TensorBoard in the work directory, what the run ended with to summary.json. A terminal shows one live line; a
+pipe or a file gets a line every ten seconds at most.
+"""
 
 import os
 
@@ -9,7 +19,8 @@ from ml_collections import config_flags
 from decjax import config as parts
 from decjax import tasks, train
 from decjax.errors import memory_told
-from launch import command, join, processes
+from decjax.train import metrics
+from launch import command, join, processes, progress
 
 _CONFIG = config_flags.DEFINE_config_file(
     "config", None, "Config file, with an optional shorthand after a colon: configs/lm.py:workers=4,smoke."
@@ -17,6 +28,12 @@ _CONFIG = config_flags.DEFINE_config_file(
 _WORKDIR = flags.DEFINE_string("workdir", None, "Directory of the run: config, metrics, checkpoints, summary.")
 _RESUME_FROM = flags.DEFINE_string(
     "resume_from", None, "Start from the newest checkpoint of another run, with any number of workers."
+)
+_TRACKER = flags.DEFINE_enum(
+    "tracker",
+    None,
+    ["wandb"],
+    "Where metrics go besides: wandb, with `pip install 'decjax[wandb]'`; WANDB_MODE=offline keeps them here.",
 )
 flags.mark_flags_as_required(["config", "workdir"])
 
@@ -26,13 +43,26 @@ def main(argv: list[str]) -> int:
     with join.leaving_at_once((train.TrainingError,), "run the same command to continue from the last checkpoint"):
         config, workdir = _CONFIG.value, command.folder("workdir", _WORKDIR.value or "")
         spec = parts.read(config)
+        if _TRACKER.value:
+            metrics.wandb()  # Without it nothing begins.
         join.set_up_devices(spec.workers, spec.simulate, spec.devices_of_worker)
         with memory_told():
             trainer = train.Trainer(join.resolved(config))
-            outcome = train.Run(trainer, workdir, _RESUME_FROM.value).train()
+            outcome = train.Run(trainer, workdir, _RESUME_FROM.value).train(trackers())
     if jax.process_index() == 0:
         report(outcome, trainer.setup.task)
     return 128 + outcome.signal if outcome.signal else 0
+
+
+def trackers() -> list:
+    """What follows the run besides its own files: `--tracker`, and the terminal, which comes last because it draws on it."""
+
+    def on_wandb(run: train.Run) -> metrics.WandB:
+        tracker = metrics.WandB(run.workdir, run.spec.document)
+        print(f"Weights & Biases: {tracker.place}")
+        return tracker
+
+    return [*([on_wandb] if _TRACKER.value else []), progress.of_run]
 
 
 def report(outcome: train.Outcome, task: tasks.Task) -> None:

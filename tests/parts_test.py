@@ -36,7 +36,7 @@ def test_a_kind_with_summaries_and_traits():
     assert result.returncode == 0 and not result.stderr
     (line,) = [line for line in result.stdout.splitlines() if line.startswith(" exponential ")]
     assert "Self and the workers" in line and "directed, static" in line
-    assert "needs a power of two workers" in words(result.stdout)
+    assert "needs: a power of two workers" in words(result.stdout)
 
 
 def test_a_part_with_options_defaults_and_docstring():
@@ -80,6 +80,64 @@ def test_docstrings_tell_of_every_option(kind):
         assert [option for option in part.options if not re.search(rf"\b{option}\b", told)] == [], part.name
 
 
+def lines(shown, columns):
+    """What a console of so many columns prints."""
+    terminal = rich.console.Console(file=io.StringIO(), width=columns)
+    for each in shown:
+        terminal.print(each, markup=False)
+    return [line.rstrip() for line in terminal.file.getvalue().splitlines()]
+
+
+@pytest.mark.parametrize("columns", [80, 100])
+@pytest.mark.parametrize("kind", registry.KINDS)
+def test_listings_fit_and_break_no_word_at_100_columns(kind, columns):
+    known = {word for name in registry.names(kind) for word in _words_of(registry.part(kind, name))}
+    for shown in (parts.kinds(), parts.parts(kind)):
+        found = lines(shown, columns)
+        assert max(map(len, found)) <= columns
+    printed = {word for line in found[3:] for word in line.split()}
+    assert columns < 100 or printed - known - set(registry.names(kind)) == set()
+
+
+def _words_of(part):
+    return {word for text in (part.summary, *parts._traits(part)) for word in text.split()}
+
+
+@pytest.mark.parametrize("columns", [80, 100])
+@pytest.mark.parametrize("kind", registry.KINDS)
+def test_each_part_fits_and_says_what_its_docstring_says(kind, columns):
+    for name in registry.names(kind):
+        told = inspect.getdoc(registry.part(kind, name).factory) or ""
+        found = lines(parts.part(kind, name, columns), columns)
+        assert max(map(len, found)) <= columns, name
+        assert columns < 100 or words(told) in words(" ".join(found)), name
+
+
+def test_an_entry_that_is_too_long_is_wrapped_with_what_continues_it():
+    told = """Says what it is.
+
+Args:
+    rank: R, which is told in a line that is longer than the terminal, of which the rest
+        comes here, in a second line.
+    gate: short,
+        and continued.
+
+    >>> as_it(   is)"""
+    assert (
+        parts.wrapped(told, 60)
+        == """Says what it is.
+
+Args:
+    rank: R, which is told in a line that is longer than the
+        terminal, of which the rest comes here, in a second
+        line.
+    gate: short,
+        and continued.
+
+    >>> as_it(   is)"""
+    )
+
+
 def test_whatever_is_registered_is_listed(monkeypatch):
     monkeypatch.setitem(registry._parts, "topology", dict(registry._parts["topology"]))
 
@@ -89,12 +147,13 @@ def test_whatever_is_registered_is_listed(monkeypatch):
 
     (table,) = parts.parts("topology")
     cells = [[str(cell) for cell in column.cells] for column in table.columns]
-    assert [column[-1] for column in cells] == ["of_ones_own", "", "static, needs patience"]
+    assert [column[-1] for column in cells] == ["of_ones_own", "", "static\nneeds: patience"]
     *lines, table = parts.part("topology", "of_ones_own")
     terminal = rich.console.Console(file=io.StringIO(), record=True, width=100)
     terminal.print(*lines)
     description = terminal.export_text()
-    assert "traits: static, needs patience" in description and "no description" in description
+    assert description.splitlines()[:3] == ["topology of_ones_own", "static", "needs: patience"]
+    assert "no description" in description
     rows = [[str(cell) for cell in column.cells] for column in table.columns]
     assert rows == [["depth", "share"], ["any", "float or none"], ["(1, 2)", "None"]]
 
@@ -113,7 +172,3 @@ def test_mistakes_are_one_line(arguments, problem):
     assert result.returncode == 2 and not result.stdout
     (line,) = result.stderr.splitlines()
     assert line.startswith("error: ") and problem in line
-
-
-def test_help_has_an_example():
-    assert "python -m launch.parts topology base_k" in commands.run("launch.parts", "--help").stdout

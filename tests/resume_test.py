@@ -177,20 +177,23 @@ def test_lost_checkpoints_are_noticed_and_nothing_is_overwritten(launch, referen
         launch("optimizer=accum_adamw", workdir=run, **RICH)
 
 
-def test_a_run_that_ended_before_its_first_checkpoint_starts_again(launch, reference, tmp_path, capsys):
+def test_a_run_that_ended_before_its_first_checkpoint_starts_again(prepare, reference, tmp_path):
     run = forget_after(reference, 0, tmp_path / "run")
     lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
     (run / "metrics.jsonl").write_text(lines[0])  # Step 4, which was about to be saved.
-    launch("optimizer=accum_adamw", workdir=run, **RICH)
-    assert "no checkpoint yet: starting again" in capsys.readouterr().out
+    again = prepare("optimizer=accum_adamw", workdir=run, **RICH)
+    again.train()
+    assert again.note == "no checkpoint yet: starting again"
     assert losses(run) == losses(reference)
 
 
-def test_metrics_that_lack_steps_before_the_checkpoint_are_told(launch, reference, tmp_path, capsys):
+def test_metrics_that_lack_steps_before_the_checkpoint_are_told(prepare, reference, tmp_path, capsys):
     run = forget_after(reference, 8, tmp_path / "run")
     (run / "metrics.jsonl").write_text("".join((run / "metrics.jsonl").read_text().splitlines(keepends=True)[:1]))
-    launch("optimizer=accum_adamw", workdir=run, **RICH)
-    assert "continuing from step 8; metrics.jsonl ends at step 4, what came between is lost" in capsys.readouterr().out
+    resumed = prepare("optimizer=accum_adamw", workdir=run, **RICH)
+    resumed.train()
+    assert resumed.note == "continuing from step 8; metrics.jsonl ends at step 4, what came between is lost"
+    assert not "".join(capsys.readouterr()), "the library prints nothing"
     assert [row["step"] for row in rows(run)] == [4, 12]
 
 

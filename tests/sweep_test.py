@@ -146,6 +146,14 @@ def test_a_config_file_may_define_its_sweep(tmp_path):
     [
         (["--config=configs/lm.py:smoke"], "no --sweep is given and configs/lm.py defines none"),
         (["--config=configs/lm.py:smoke", "--sweep=method=allreduce,magic"], "magic"),
+        (
+            ["--config=configs/lm.py:smoke,topology=ring", "--sweep=topology=torus,star"],
+            "topology is set by the sweep, 'topology=torus,star', and in --config, 'topology=ring'; leave it out of --config",
+        ),
+        (
+            ["--config=configs/lm.py:smoke", "--sweep=seed=0,1", "--", "--config.seed=3"],
+            "seed is set by the sweep, 'seed=0,1', and in the options behind --, '--config.seed=3'; leave it out of the options",
+        ),
         (["--config=configs/lm.py:smoke", "--sweep=seed=0,x"], "seed=x must be a whole number"),
         (["--config=configs/lm.py:smoke", "--sweep=sed=0"], "config.sed is unknown; did you mean seed?"),
         (["--config=configs/lm.py:smoke", "--sweep=topology.k=0.1"], "topology is a word with its options in brackets"),
@@ -155,7 +163,7 @@ def test_a_config_file_may_define_its_sweep(tmp_path):
     ],
 )
 def test_mistakes_are_one_line_before_anything_runs(arguments, problem, tmp_path):
-    result = launch(*arguments, f"--workdir={tmp_path / 'sweep'}")
+    result = launch(f"--workdir={tmp_path / 'sweep'}", *arguments)
     assert result.returncode == 2 and not (tmp_path / "sweep").exists()
     (line,) = result.stderr.splitlines()
     assert line.startswith("error: ") and problem in line

@@ -59,7 +59,7 @@ def check_numbers(document: Mapping[str, Any]) -> None:
         if isinstance(value, bool) or not isinstance(value, int | float):
             continue
         if not math.isfinite(value):
-            raise ValueError(f"{name}={value}: must be finite")
+            raise ValueError(f"{name}={value}: must be finite; use a number such as 0.1")
         least, most = BOUNDS.get(name, (-math.inf, LARGEST if isinstance(value, int) else math.inf))
         if value < least:
             raise ValueError(f"{name}={value}: must be at least {least}")
@@ -84,7 +84,7 @@ def check_together(spec: RunSpec) -> None:
     """Raises a ValueError for values that exclude each other."""
     n, batch_size = spec.workers, spec.batch_size
     if n < 1:
-        raise ValueError(f"workers={n}: at least one worker is needed")
+        raise ValueError(f"workers={n}: at least one worker is needed; use workers=1 or more")
     if batch_size < 1 or batch_size % n:
         multiples = dict.fromkeys(max(1, batch_size // n + more) * n for more in (0, 1))
         raise ValueError(
@@ -93,7 +93,7 @@ def check_together(spec: RunSpec) -> None:
     for section, name in (("schedule", "learning_rate"), ("method", "outer_learning_rate")):
         rate = getattr(spec, section).options.get(name, 1.0)
         if not rate > 0:
-            raise ValueError(f"{section}.{name}={rate} must be positive")
+            raise ValueError(f"{section}.{name}={rate} must be positive; use a number such as 1e-3")
     for name in ("heads", "hidden", "vocabulary"):
         value = (spec.model.options if spec.model else {}).get(name)
         if spec.tensor > 1 and value is None:

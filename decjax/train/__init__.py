@@ -8,12 +8,13 @@ engine       the compiled step: as one program, or with the exchange beside the 
 divide       splits an update into what needs no message and what each message completes
 evaluate     evaluation of the averaged model and of every worker's own
 checkpoint   checkpoints with Orbax, and the check that a directory belongs to the run
-metrics      metrics.jsonl, TensorBoard events, the screen
+metrics      where the numbers of a run go: metrics.jsonl, TensorBoard, Weights & Biases, or a tracker of one's own
 """
 
 from decjax.errors import CheckpointError, ConfigError, Diverged, TrainingError
+from decjax.train.metrics import Tracker
 from decjax.train.run import Outcome, Run
 from decjax.train.state import State
 from decjax.train.trainer import Trainer
 
-__all__ = ["CheckpointError", "ConfigError", "Diverged", "Outcome", "Run", "State", "Trainer", "TrainingError"]
+__all__ = ["CheckpointError", "ConfigError", "Diverged", "Outcome", "Run", "State", "Tracker", "Trainer", "TrainingError"]

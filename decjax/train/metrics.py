@@ -1,22 +1,26 @@
-"""Output of a run's numbers: `metrics.jsonl`, TensorBoard events, and the screen."""
+"""Where the numbers of a run go: trackers, of which `metrics.jsonl` and TensorBoard are always there; Weights & Biases on request.
 
+The library prints nothing: what a terminal shows is a tracker of `launch`.
+"""
+
+from collections.abc import Iterator
 import contextlib
+import importlib
 import json
+import os
 import pathlib
-import sys
 import time
 from typing import Any
+import uuid
 
-import rich.console
-import rich.progress
 from tensorboardX import event_file_writer, summary
 from tensorboardX.proto import event_pb2
 
-from decjax.errors import CheckpointError
+from decjax.errors import CheckpointError, TrainingError
 
 
 def read(workdir: pathlib.Path) -> list[dict[str, Any]]:
-    """The rows of metrics.jsonl in a work directory, without lines that a crash left incomplete."""
+    """The rows of a run so far, without lines that a crash cut short."""
     path, rows = workdir / "metrics.jsonl", []
     for line in path.read_text(errors="replace").splitlines(keepends=True) if path.exists() else ():
         with contextlib.suppress(ValueError, KeyError, TypeError):
@@ -27,18 +31,48 @@ def read(workdir: pathlib.Path) -> list[dict[str, Any]]:
 
 
 def write_whole(path: pathlib.Path, text: str) -> None:
-    """Writes a file atomically: readers see the old or the new text, never a part of it."""
+    """Writes a file that is never seen half written."""
     temporary = path.with_suffix(".tmp")
     temporary.write_text(text)
     temporary.replace(path)
 
 
-class Recorder:
-    """Appends rows to metrics.jsonl, one JSON object per line, and writes their numbers as TensorBoard events.
+class Tracker:
+    """What follows a run: it is given every row of numbers, and told of every step."""
 
-    A continued run drops the rows after the step from which it continues, and the last step's evaluation, which is logged after
-    that step's checkpoint, so that no step is logged twice. Events are written directly, because the thread of tensorboardX's
-    `SummaryWriter` dies on a full disk and leaves its caller waiting.
+    def log(self, step: int, kind: str, values: dict[str, float]) -> None:
+        """Takes a row.
+
+        Args:
+            step: how many steps were taken.
+            kind: "train", of the steps since the last such row, or "eval", of the validation examples.
+            values: numbers by name, as "loss" and "time_s".
+        """
+        raise NotImplementedError
+
+    def step(self, step: int) -> None:
+        """So many steps were taken; called after each."""
+
+    def close(self) -> None:
+        """The run has ended, in whatever way."""
+
+
+@contextlib.contextmanager
+def _writing(workdir: pathlib.Path, step: int) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(
+            f"metrics of step {step} cannot be written in {workdir} ({error.strerror}); make room there, and the same command "
+            "continues from the last checkpoint"
+        ) from error
+
+
+class JsonLines(Tracker):
+    """Appends each row to `metrics.jsonl` as a JSON object; a `CheckpointError` if that cannot be written any more.
+
+    A continued run drops the rows after the step it continues from, and the evaluation of the last step, which comes after its
+    checkpoint, so that no step stands twice.
     """
 
     def __init__(self, workdir: pathlib.Path, start: int, steps: int):
@@ -48,91 +82,97 @@ class Recorder:
         self.last = kept[-1]["step"] if kept else 0  # step of the last row that was kept; 0: none
         write_whole(path, "".join(json.dumps(row) + "\n" for row in kept))
         self._file = path.open("a")
+
+    def log(self, step, kind, values):
+        with _writing(self._workdir, step):
+            self._file.write(json.dumps({"step": step, "kind": kind, **values}) + "\n")
+            self._file.flush()
+
+    def close(self):
+        with contextlib.suppress(OSError):  # Every row was flushed; what could not be, cannot be now.
+            self._file.close()
+
+
+class TensorBoard(Tracker):
+    """Events in `tensorboard/`, as train/loss; a `CheckpointError` if they cannot be written any more.
+
+    They are written at once: the thread of tensorboardX's own `SummaryWriter` dies on a full disk, and its queue waits for ever.
+    """
+
+    def __init__(self, workdir: pathlib.Path, start: int):
+        self._workdir = workdir
         (workdir / "tensorboard").mkdir(exist_ok=True)
         self._events = event_file_writer.EventsWriter(str(workdir / "tensorboard" / "events"))
         begun = event_pb2.SessionLog(status=event_pb2.SessionLog.SessionStatus.Value("START"))  # pyright: ignore[reportAttributeAccessIssue]
-        self._event(start + 1, session_log=begun)  # On this event TensorBoard drops what it has of this step and later ones.
+        self._event(start + 1, session_log=begun)  # TensorBoard drops what it has of this step and later ones.
 
     def _event(self, step: int, **what: Any) -> None:
         self._events.write_event(event_pb2.Event(wall_time=time.time(), step=step, **what))  # pyright: ignore[reportAttributeAccessIssue]
 
-    def write(self, row: dict[str, Any]) -> None:
-        """Appends a row; raises a `CheckpointError` if the directory can no longer be written."""
-        try:
-            self._file.write(json.dumps(row) + "\n")
-            self._file.flush()
-            for name, value in row.items():
-                if name not in ("step", "kind"):
-                    self._event(row["step"], summary=summary.scalar(f"{row['kind']}/{name}", value))
+    def log(self, step, kind, values):
+        with _writing(self._workdir, step):
+            for name, value in values.items():
+                self._event(step, summary=summary.scalar(f"{kind}/{name}", value))
             self._events.flush()
-        except OSError as error:
-            raise CheckpointError(
-                f"metrics of step {row['step']} cannot be written in {self._workdir} ({error.strerror}); make room there, and the "
-                "same command continues from the last checkpoint"
-            ) from error
 
-    def close(self) -> None:
-        """Closes the files."""
-        for file in (self._file, self._events):
-            with contextlib.suppress(OSError):  # Rows were flushed as they were written; an error then was raised there.
-                file.close()
+    def close(self):
+        with contextlib.suppress(OSError):
+            self._events.close()
 
 
-class Display:
-    """Progress on the screen: step, loss, items/s, consensus distance, time left; a live line on a terminal, plain lines elsewhere.
+def wandb() -> Any:
+    """The module of Weights & Biases; a `TrainingError` without it."""
+    try:
+        module = importlib.import_module("wandb")
+        module.init  # noqa: B018  A folder ./wandb, as it leaves behind, can be imported as well.
+    except (ImportError, AttributeError) as error:
+        raise TrainingError("wandb, which tracker 'wandb' needs, is not installed; pip install 'decjax[wandb]'") from error
+    return module
+
+
+class WandB(Tracker):
+    """A run of Weights & Biases, in the project of WANDB_PROJECT or "decjax"; with WANDB_MODE=offline it stays in `wandb/`.
+
+    Its id is kept in the file `wandb_id`, so that a continued run goes on there. What was logged there cannot be taken back: after
+    a crash, rows that came after the last checkpoint stand twice. `step` is the axis of all curves.
 
     Args:
-        start: the step at which this process starts.
-        first: the step from which the run's time is counted.
-        steps: the run's last step.
-        items: what throughput counts, such as "tokens".
-        unit: of the loss; may be empty.
+        workdir: of the run.
+        config: shown with it.
+
+    Raises:
+        TrainingError: if wandb is not installed, or cannot begin, as without a login.
     """
 
-    def __init__(self, start: int, first: int, steps: int, items: str, unit: str):
-        self._first, self._steps, self._items = first, steps, items
-        self._unit = f" {unit}" if unit else ""
-        self._console = rich.console.Console(file=sys.stdout, highlight=False, soft_wrap=True)
-        self._progress = rich.progress.Progress(
-            rich.progress.TextColumn("step {task.completed}/{task.total}"),
-            rich.progress.BarColumn(bar_width=None),
-            rich.progress.TextColumn("{task.fields[numbers]}"),
-            rich.progress.TimeElapsedColumn(),
-            rich.progress.TextColumn("left"),
-            rich.progress.TimeRemainingColumn(),
-            console=self._console,
-            disable=not self._console.is_terminal,
-            expand=True,
-            speed_estimate_period=60,
-        )
-        self._task = self._progress.add_task("train", total=steps, completed=start, numbers="compiling …")
-
-    def __enter__(self):
-        self._progress.start()
-        return self
-
-    def __exit__(self, *exception):
-        self._progress.stop()
-
-    def say(self, text: str) -> None:
-        """Prints a line above the live one."""
-        self._progress.console.print(text, markup=False)
-
-    def step(self, step: int) -> None:
-        """Shows that a step is done."""
-        self._progress.update(self._task, completed=step)
-
-    def show(self, row: dict[str, Any]) -> None:
-        """Shows a row: training rows in the live line, or as a line without a terminal; evaluations as a line."""
-        if row["kind"] == "train":
-            rate = f"{row[f'{self._items}_per_s']:,.0f} {self._items}/s"
-            numbers = f"loss {row['loss']:.3f}  {rate}  consensus {row['consensus_distance']:.2e}"
-            self._progress.update(self._task, numbers=numbers)
-            if not self._console.is_terminal:
-                left = row["time_s"] / (row["step"] - self._first) * (self._steps - row["step"])
-                self.say(f"step {row['step']}/{self._steps}  {numbers}  {left:.0f} s left")
-        else:
-            self.say(
-                f"step {row['step']}/{self._steps}  evaluation: averaged model {row['loss']:.4f}{self._unit}, "
-                f"workers {row['loss_min']:.4f} to {row['loss_max']:.4f}, consensus {row['consensus_distance']:.2e}"
+    def __init__(self, workdir: pathlib.Path, config: dict[str, Any]):
+        client, path = wandb(), workdir / "wandb_id"
+        if not path.exists():
+            write_whole(path, uuid.uuid4().hex[:8])
+        try:
+            self._run = client.init(
+                project=os.environ.get("WANDB_PROJECT", "decjax"),
+                name=workdir.absolute().name,
+                id=path.read_text(),
+                resume="allow",
+                dir=str(workdir),
+                config=config,
+                settings=client.Settings(console="off", silent=True),
             )
+        except client.Error as error:
+            reason = " ".join(str(error).split())
+            raise TrainingError(
+                f"Weights & Biases cannot begin ({reason}); run `wandb login`, set WANDB_MODE=offline, or leave out tracker 'wandb'"
+            ) from error
+        self._run.define_metric("*", step_metric="step")
+
+    @property
+    def place(self) -> str:
+        """Where it can be seen: its address, or the folder that `wandb sync` uploads later."""
+        url = None if self._run.offline else self._run.url
+        return url or str(pathlib.Path(self._run.dir).parent)
+
+    def log(self, step, kind, values):
+        self._run.log({"step": step} | {f"{kind}/{name}": value for name, value in values.items()})
+
+    def close(self):
+        self._run.finish()

@@ -1,8 +1,9 @@
 """The training loop of all methods and tasks: a run in a work directory, with logging, checkpoints, signals and a summary."""
 
 import collections
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 import contextlib
+import itertools
 import json
 import os
 import pathlib
@@ -100,8 +101,7 @@ class Run:
         self._lock = checkpoint.claim(self.workdir, self.spec.document)
         self.checkpoints = checkpoint.Checkpoints(self.workdir, keep=self.spec.checkpoint.keep)
         self.first = jax.process_index() == 0
-        self._recorder: metrics.Recorder | None = None  # This and the next are made by `train`, in the first process.
-        self._display: metrics.Display | None = None
+        self._trackers: list[metrics.Tracker] = []  # made by `train`, in the first process
         # `first_step` is the step from which this run's time and bytes are counted.
         self.counters = {"time_s": 0.0, "bytes_sent_per_worker": 0.0, "first_step": 0, "corpus": trainer.data.fingerprint}
         if self.workers.stages > 1 and not self.workers.simulated:
@@ -191,69 +191,74 @@ class Run:
     def _diverged(self, what: str) -> NoReturn:
         raise self.checkpoints.diverged(what, self.state)
 
-    def _row(self, kind: str, step: int, time_s: float, found: dict[str, float], steps: int, taken_s: float) -> dict[str, Any]:
+    def _row(self, step: int, time_s: float, found: dict[str, float], steps: int, taken_s: float) -> dict[str, float]:
         """A row of metrics: `found` and the entries of every row; the rate is `steps` in `taken_s` seconds."""
         distance, task = self.trainer.consensus_distance(self.state), self.trainer.setup.task
         if not np.isfinite(distance):
             self._diverged(f"parameters are no longer finite after step {step}")
         return {
-            "step": step,
             "time_s": time_s,
-            "kind": kind,
             **found,
             "consensus_distance": distance,
             f"{task.item}_per_s": steps * self.spec.batch_size * task.items / taken_s,
             **{name: self.counters[name] for name in BYTES if name in self.counters},
         }
 
-    def _training_row(self, losses: collections.deque, step: int, begun: float, logged: float, logged_step: int) -> dict[str, Any]:
+    def _training_row(
+        self, losses: collections.deque, step: int, begun: float, logged: float, logged_step: int
+    ) -> dict[str, float]:
         """The row of the steps since `logged`, the time at which `logged_step` was logged; waits for the last step."""
         local_N = self._flush(losses)
         before, self._counted = self._counted, self.trainer.bytes_by_usage(self.state)
         self.counters["bytes_sent_per_worker"] += self._counted - before
         now = time.monotonic()
         found = _spread("loss", float(local_N.mean()), local_N)
-        row = self._row("train", step, now - begun, found, step - logged_step, now - logged)
+        row = self._row(step, now - begun, found, step - logged_step, now - logged)
         return row | {"learning_rate": float(self.trainer.setup.learning_rate(step - 1))}  # pyright: ignore[reportArgumentType]
 
-    def _evaluation_row(self, result: Evaluation, step: int, time_s: float) -> dict[str, Any]:
+    def _evaluation_row(self, result: Evaluation, step: int, time_s: float) -> dict[str, float]:
         if not np.isfinite(result.averaged["loss"]):
             self._diverged(f"validation loss of the averaged model is {result.averaged['loss']} after step {step}")
         found = {}
         for name, value in result.averaged.items():
             found |= _spread(name, value, result.local[name])
-        row = self._row("eval", step, time_s, found, step - self.counters["first_step"], time_s)
+        row = self._row(step, time_s, found, step - self.counters["first_step"], time_s)
         return row | {f"{name}_coded": value for name, value in (result.coded or {}).items()}
 
     # -- The loop -----------------------------------------------------------------------------------------------------
 
-    def train(self) -> Outcome:
+    def train(self, trackers: Sequence[Callable[["Run"], metrics.Tracker]] = ()) -> Outcome:
         """Trains to the last step, or until SIGTERM or Ctrl-C, and saves a checkpoint in both cases.
+
+        Args:
+            trackers: what follows the run beside `metrics.jsonl` and TensorBoard: functions that make a tracker of it. They are
+                called in the first process, if there are steps to take.
 
         Raises:
             Diverged: if a loss or a parameter is not finite; the last good checkpoint is kept.
             CheckpointError: if the disk is full, or the directory can no longer be written.
         """
-        if self.start == self.spec.steps and (summary := self._summary()):
-            self._close()
-            return Outcome(self.start, None, summary, None, is_old=True)
-        start, steps, task = self.start, self.spec.steps, self.trainer.setup.task
-        if self.first:
-            self._recorder = recorder = metrics.Recorder(self.workdir, start, steps)
-            self._display = metrics.Display(start, self.counters["first_step"], steps, task.item, task.metrics["loss"].unit)
-            if self.checkpoints.latest() == start != recorder.last:
-                self.note += f"; metrics.jsonl ends at step {recorder.last}, what came between is lost"
-        try:
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._close)
+            if self.start == self.spec.steps and (summary := self._summary()):
+                return Outcome(self.start, None, summary, None, is_old=True)
+            if self.first:
+                self._track(trackers, stack)
             with _signals() as caught:
-                with self._display or contextlib.nullcontext():
-                    stopped_at = self._steps(caught)
+                stopped_at = self._steps(caught)
                 if stopped_at is not None:
                     return Outcome(stopped_at, caught[0] if caught else signal.SIGTERM, None, None)
                 return self._finish()  # Takes seconds, so a signal does not stop it.
-        finally:
-            if self._recorder:
-                self._recorder.close()
-            self._close()
+
+    def _track(self, trackers: Sequence[Callable[["Run"], metrics.Tracker]], stack: contextlib.ExitStack) -> None:
+        """Begins all trackers, which the stack closes."""
+        lines = metrics.JsonLines(self.workdir, self.start, self.spec.steps)
+        if self.checkpoints.latest() == self.start != lines.last:
+            self.note += f"; metrics.jsonl ends at step {lines.last}, what came between is lost"
+        own = lines, metrics.TensorBoard(self.workdir, self.start)
+        for tracker in itertools.chain(own, (make(self) for make in trackers)):
+            self._trackers.append(tracker)
+            stack.callback(tracker.close)
 
     def _summary(self) -> dict | None:
         """The contents of summary.json; None if it is missing or damaged, and has to be computed again."""
@@ -268,19 +273,15 @@ class Run:
         if self._lock:
             self._lock.close()
 
-    def _record(self, row: dict[str, Any]) -> None:
-        """Writes and shows a row, in the first process."""
-        if self._recorder and self._display:
-            self._recorder.write(row)
-            self._display.show(row)
+    def _record(self, kind: str, step: int, values: dict[str, float]) -> None:
+        for tracker in self._trackers:
+            tracker.log(step, kind, values)
 
     def _steps(self, caught: list[signal.Signals]) -> int | None:
         """Takes all steps that are left; returns the step at which a signal stopped it, or None."""
         spec, trainer = self.spec, self.trainer
         losses: collections.deque = collections.deque()
         begun, logged = time.monotonic() - self.counters["time_s"], (time.monotonic(), self.start)
-        if self._display:
-            self._display.say("\n".join(filter(None, (self._title(), self.note))))
 
         for step in range(self.start, spec.steps):
             compiling_s = self._take(step, losses)
@@ -291,19 +292,19 @@ class Run:
                 state, sent = trainer.consensus(self.state)
                 self.state = jax.block_until_ready(state)
                 self.counters["bytes_sent_per_worker"] += sent
-            if self._display:
-                self._display.step(done)
+            for tracker in self._trackers:
+                tracker.step(done)
 
             last, stop = done == spec.steps, self._stop_requested(caught, done)
             # The last step is evaluated on all examples, by `_finish`.
             evaluates = done % spec.eval.every == 0 and not last
             saves = done % spec.checkpoint.every == 0 or last or stop
             if done % spec.log_every == 0 or evaluates or saves:
-                self._record(self._training_row(losses, done, begun, *logged))
+                self._record("train", done, self._training_row(losses, done, begun, *logged))
                 losses.clear()
                 if evaluates:
                     result = trainer.evaluate(self.state, spec.eval.num_windows)
-                    self._record(self._evaluation_row(result, done, time.monotonic() - begun))
+                    self._record("eval", done, self._evaluation_row(result, done, time.monotonic() - begun))
                 self.counters["time_s"] = time.monotonic() - begun
                 if saves:
                     self.checkpoints.save(done, self.state, self.counters)
@@ -326,7 +327,7 @@ class Run:
             losses[-2][1].block_until_ready()  # One step in flight while the host prepares the next.
         return compiling_s
 
-    def _title(self) -> str:
+    def title(self) -> str:
         """Such as "8 workers on 8 cpu devices, one_peer_exponential, 0.13 M parameters"."""
         setup, workers = self.trainer.setup, self.workers
         devices = jax.local_devices()[:1] if workers.mesh is None else [*workers.mesh.devices.flat]
@@ -350,7 +351,7 @@ class Run:
 
     def _finish(self) -> Outcome:
         result = self.trainer.evaluate(self.state)
-        self._record(self._evaluation_row(result, self.spec.steps, self.counters["time_s"]))
+        self._record("eval", self.spec.steps, self._evaluation_row(result, self.spec.steps, self.counters["time_s"]))
         model = jax.tree.map(lambda x: np.asarray(x.addressable_data(0)), self.trainer.average(self.state))
         summary, setup, shown = self._summarize(result, model), self.trainer.setup, None
         if self.first:

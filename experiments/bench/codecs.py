@@ -1,10 +1,11 @@
 """What codecs cost: encoding and decoding, against a copy of the same array in memory.
 
-    python -m experiments.bench.codecs --peers=PYTHON
+    python -m experiments.bench.codecs
+    python -m experiments.bench.codecs --peers=.venv-peers/bin/python
     python -m experiments.bench.codecs --accelerator --side=16384
 
 On one core, in rounds: every codec's encode and decode, each beside a copy of its own, and the straightforward PyTorch
-equivalent, if PYTHON is an interpreter that has torch. A number is the median over the rounds of the copy's time ÷ the codec's:
+equivalent, if --peers names an interpreter that has torch. A number is the median over the rounds of the copy's time ÷ the codec's:
 1 is as fast as a copy. Beside it stands how much smaller a message is, and which share of the energy of normal values it loses.
 
 On an accelerator, where a copy runs at the bandwidth of its memory, ratios above 1 are no mistake: a codec reads all values, but

@@ -1,6 +1,6 @@
 """The whole training step of GPT-2.5B or 8.3B, compiled for 128 devices that are not there: bytes to others, and memory.
 
-    python -m experiments.bench.optimus_step                          GPT-2.5B, 4 workers × 4 stages × 8
+    python -m experiments.bench.optimus_step                          # GPT-2.5B, 4 workers × 4 stages × 8
     python -m experiments.bench.optimus_step --arg=size=8.3b,fused=false
     python -m experiments.bench.optimus_step --devices=8 --arg=size=tiny
 

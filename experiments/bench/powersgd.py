@@ -1,8 +1,9 @@
 """What PowerSGD's arithmetic costs on one core, beside that of PyTorch's `powerSGD_hook`.
 
-    python -m experiments.bench.powersgd --peers=PYTHON
+    python -m experiments.bench.powersgd
+    python -m experiments.bench.powersgd --peers=.venv-peers/bin/python
 
-PYTHON is an interpreter with experiments/requirements-peers.txt; without it only decjax is timed. Gradients are those of a
+The peer is an interpreter with experiments/requirements-peers.txt; without it only decjax is timed. Gradients are those of a
 transformer in separate arrays; one worker, so that nothing is sent. The two and a copy of the gradients in memory take turns
 on one and the same core; a ratio is the copy's time over the one in question in the same round, and medians of these count.
 """

@@ -1,0 +1,93 @@
+"""How far a run is: one live line on a terminal, a plain line now and then in a file or a pipe."""
+
+from collections.abc import Callable
+import datetime
+import math
+import os
+import sys
+import time
+
+import rich.console
+import rich.progress
+
+from decjax import train
+
+PERIOD_S = 10.0  # between plain lines, at least
+ROOMY = 92  # columns of a terminal that hold the consensus distance as well
+
+
+class Progress(train.Tracker):
+    """Shows step, loss, items/s, consensus distance and time left; and evaluations, on lines of their own above the live line.
+
+    Where no terminal is, a line comes every `PERIOD_S` at most, with the newest of both; `metrics.jsonl` has all of them.
+
+    Args:
+        start: the step it begins at.
+        first: the step at which the run's time began to count, of another process perhaps.
+        steps: the step it ends at.
+        items: what is counted, as "tokens".
+        unit: of the loss, or nothing.
+        clock: in seconds.
+    """
+
+    def __init__(self, start: int, first: int, steps: int, items: str, unit: str, clock: Callable[[], float] = time.monotonic):
+        self._first, self._steps, self._items, self._unit = first, steps, items, f" {unit}" if unit else ""
+        self._clock, self._said_s, self._newest = clock, -math.inf, {"train": "", "eval": ""}
+        self._live = sys.stdout.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
+        self._console = rich.console.Console(file=sys.stdout, highlight=False, soft_wrap=True, force_terminal=self._live)
+        self._line = rich.progress.Progress(
+            rich.progress.TextColumn("step {task.completed}/{task.total}"),
+            rich.progress.BarColumn(bar_width=None),
+            rich.progress.TextColumn("{task.fields[numbers]}"),
+            rich.progress.TimeRemainingColumn(),
+            rich.progress.TextColumn("left"),
+            console=self._console,
+            disable=not self._live,
+            expand=True,
+            speed_estimate_period=60,
+            redirect_stderr=sys.stderr.isatty(),  # Else a file that takes the errors would miss them.
+        )
+        self._task = self._line.add_task("train", total=steps, completed=start, numbers="compiling …")
+        self._line.start()
+
+    def close(self):
+        self._line.stop()
+
+    def say(self, text: str) -> None:
+        """A line that stays."""
+        self._console.print(text, markup=False)
+
+    def step(self, step):
+        self._line.update(self._task, completed=step)
+
+    def log(self, step, kind, values):
+        rate, consensus = self._items + "_per_s", f"consensus {values['consensus_distance']:.2e}"
+        if kind == "train":
+            loss, rate = f"loss {values['loss']:.3f}", f"{values[rate]:,.0f} {self._items}/s"
+            numbers = (loss, rate, consensus) if self._console.width >= ROOMY else (loss, rate)
+            self._line.update(self._task, numbers="  ".join(numbers))
+            left_s = values["time_s"] / (step - self._first) * (self._steps - step)
+            left = f"{datetime.timedelta(seconds=round(left_s))} left"
+            text = "  ".join((f"step {step}/{self._steps}", loss + self._unit, rate, consensus, left))
+        else:
+            spread = f"workers {values['loss_min']:.4f} to {values['loss_max']:.4f}"
+            text = f"evaluation at step {step}: averaged model {values['loss']:.4f}{self._unit}, {spread}, {consensus}"
+        if not self._live:
+            self._newest[kind] = text
+            self._say_newest()
+        elif kind == "eval":
+            self.say(text)
+
+    def _say_newest(self) -> None:
+        if self._clock() - self._said_s >= PERIOD_S:
+            self._said_s = self._clock()
+            self.say("; ".join(filter(None, self._newest.values())))
+            self._newest = dict.fromkeys(self._newest, "")
+
+
+def of_run(run: train.Run) -> Progress:
+    """The progress of a run; what the run is, and where it goes on, is said at once."""
+    task = run.trainer.setup.task
+    shown = Progress(run.start, run.counters["first_step"], run.spec.steps, task.item, task.metrics["loss"].unit)
+    shown.say("\n".join(filter(None, (run.title(), run.note))))
+    return shown
