@@ -6,7 +6,7 @@
 
 Shorthand as in configs/lm.py, without pipelines, and model=resnet|mlp, norm=batch|group. Every worker has batch statistics of its
 own; they are averaged for evaluation. A run takes less than a minute on two CPU cores, most of it to compile; the averaged model
-reaches an accuracy of 0.97 to 0.98 on the 359 images held out.
+reaches an accuracy of 0.98 to 0.99 on the 359 images held out.
 """
 
 import ml_collections
