@@ -23,18 +23,17 @@ import os
 import pathlib
 import statistics
 import subprocess
+import sys
 from typing import Any, NamedTuple
 
 from absl import flags
-import numpy as np
 
 from decjax import costmodel
-from decjax.tasks import text
 from experiments import box_runtime, methods, script
-from experiments.bench.box import systems
+from experiments.bench.box import ddp, systems
 from experiments.bench.box.group import Failed
 from experiments.methods import HOSTS, ONE_PEER, SHORTHANDS, STALE, SYNC
-from launch import cluster, command, processes
+from launch import cluster, command
 
 FLAGS = flags.FLAGS
 
@@ -51,7 +50,6 @@ TRAINED = {
 }
 GRID = (2e-3, 4e-3, 8e-3)  # the learning rates that every method begins with
 FACTOR, MOST_RATES = 2.0, 8  # between neighbouring rates; of a grid
-VALIDATION_WINDOWS = 128
 SMOKE = dict(width=16, hidden=32, heads=2, depth=1, context=16, vocabulary=256)
 
 
@@ -87,17 +85,6 @@ class Point(NamedTuple):
     step: int
     time_s: float  # of training so far
     loss: float  # nats/byte on validation text
-
-
-def write_text(out: pathlib.Path, context: int) -> pathlib.Path:
-    """The text of all runs, whose last 128th is what they validate on: windows of the standard library's held-out files."""
-    path = out / "text.txt"
-    if not path.exists():
-        corpus = text.load_corpus(min_bytes=context + 1)
-        valid = text.validation_windows(corpus.valid, context=context, limit=VALIDATION_WINDOWS)[:, :-1].astype(np.uint8).tobytes()
-        share = round(1 / text.VALIDATION_SHARE)
-        path.write_bytes(corpus.train[: (share - 1) * len(valid)].tobytes() + valid)
-    return path
 
 
 def arguments(method: str, size: Size, learning_rate: float, workdir: pathlib.Path, seed: int, simulate: bool) -> list[str]:
@@ -173,7 +160,7 @@ def tune(out: pathlib.Path, size: Size) -> dict[str, float]:
         workdir = simulated(out, method, rate)
         if not finished(workdir):
             options = arguments(method, size, rate, workdir, seed=99, simulate=True)
-            process = subprocess.run(processes.python("launch.train", options), stdout=subprocess.DEVNULL, check=False)
+            process = subprocess.run([sys.executable, "-m", "launch.train", *options], stdout=subprocess.DEVNULL, check=False)
             if process.returncode < 0 or process.returncode == 130:
                 raise Failed(f"tuning of {method} was interrupted")
         return read(workdir)[-1].loss if finished(workdir) else math.inf  # It diverged.
@@ -221,26 +208,11 @@ def train(network: cluster.Network, out: pathlib.Path, size: Size, rates: dict[s
             if finished(workdir):
                 continue
             if method == DDP:
-                code = train_ddp(network, measured(out, SYNC, seed), workdir)
+                code = ddp.train(network, FLAGS.peers, measured(out, SYNC, seed), workdir)
             else:
                 code = network.run("launch.train", arguments(method, size, rates[method], workdir, seed, simulate=False))
             if code:
                 raise Failed(f"{method} ended with exit code {code}; the same command continues")
-
-
-def train_ddp(network: cluster.Network, twin: pathlib.Path, workdir: pathlib.Path) -> int:
-    """DDP on the batches of a run of decjax, whose schedule, optimizer and evaluations it copies; returns the exit code."""
-    config = json.loads((twin / "config.json").read_text())
-    context, steps, seed = config["model"]["context"], config["steps"], config["seed"]
-    corpus, batch_size = text.load_corpus(config["data"]["path"]), config["batch_size"] // HOSTS
-    batch = text.batches(corpus, context=context, batch_size=batch_size, num_workers=HOSTS, seed=seed)
-    tokens_SxNxBxT1 = np.array([[batch(worker, step) for worker in range(HOSTS)] for step in range(steps)], np.uint8)
-    workdir.mkdir(parents=True, exist_ok=True)
-    (workdir / "config.json").write_text(json.dumps(config))
-    valid_WxT1 = text.validation_windows(corpus.valid, context=context)
-    np.savez(workdir / "data.npz", train=tokens_SxNxBxT1, valid=valid_WxT1.astype(np.uint8))
-    lines = processes.members("experiments.bench.box.torch_train", [f"--workdir={workdir}"], HOSTS, network.addresses[0])
-    return processes.run_together([network.inside(k, [FLAGS.peers, *line[1:]]) for k, line in enumerate(lines)])
 
 
 # -- What is shown ----------------------------------------------------------------------------------------------------
@@ -321,7 +293,7 @@ def main() -> None:
     out.mkdir(parents=True, exist_ok=True)
     model = SMOKE if FLAGS.smoke else systems.MODEL
     steps, batch_size, every = (8, 1, 2) if FLAGS.smoke else (FLAGS.steps, FLAGS.batch_size, FLAGS.every)
-    size = Size(steps, batch_size, model, every, write_text(out, model["context"]))
+    size = Size(steps, batch_size, model, every, ddp.write_text(out / "text.txt", model["context"]))
     rates = tune(out, size)
     with cluster.network(hosts=HOSTS, rate=FLAGS.rate) as network:
         profile, workload = costmodel.load(calibrate(network, out, size, 2.0 if FLAGS.smoke else 60.0))

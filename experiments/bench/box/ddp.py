@@ -1,0 +1,48 @@
+"""PyTorch's DDP as the twin of a run of decjax: the same text, batches, schedule and evaluations; see `torch_train`."""
+
+import json
+import pathlib
+
+import numpy as np
+
+from decjax.tasks import text
+from launch import cluster, processes
+
+VALIDATION_WINDOWS = 128
+
+
+def write_text(path: pathlib.Path, context: int) -> pathlib.Path:
+    """A text for `--config.data.path`, unless it is there; returns its path.
+
+    Its last part, which runs validate on, is windows of the standard library's held-out files; the first, its other files.
+    """
+    if not path.exists():
+        corpus = text.load_corpus(min_bytes=context + 1)
+        windows_WxT1 = text.validation_windows(corpus.valid, context=context, limit=VALIDATION_WINDOWS)
+        valid = windows_WxT1[:, :-1].astype(np.uint8).tobytes()
+        others = round(1 / text.VALIDATION_SHARE) - 1
+        path.write_bytes(corpus.train[: others * len(valid)].tobytes() + valid)
+    return path
+
+
+def train(network: cluster.Network, python: str, twin: pathlib.Path, workdir: pathlib.Path) -> int:
+    """Trains DDP on the hosts of a network as a run of decjax was trained there, one process a host; returns the exit code.
+
+    Args:
+        python: an interpreter with experiments/requirements-peers.txt.
+        twin: the directory of that run.
+        workdir: gets config.json, data.npz, and what `torch_train` writes.
+    """
+    config = json.loads((twin / "config.json").read_text())
+    context, workers, hosts = config["model"]["context"], config["workers"], len(network.hosts)
+    corpus = text.load_corpus(config["data"]["path"])
+    batch = text.batches(
+        corpus, context=context, batch_size=config["batch_size"] // workers, num_workers=workers, seed=config["seed"]
+    )
+    workdir.mkdir(parents=True, exist_ok=True)
+    (workdir / "config.json").write_text(json.dumps(config))
+    tokens_SxNxBxT1 = np.array([[batch(worker, step) for worker in range(workers)] for step in range(config["steps"])], np.uint8)
+    valid_WxT1 = text.validation_windows(corpus.valid, context=context).astype(np.uint8)
+    np.savez(workdir / "data.npz", train=tokens_SxNxBxT1, valid=valid_WxT1)
+    lines = processes.members("experiments.bench.box.torch_train", [f"--workdir={workdir}"], hosts, network.addresses[0])
+    return processes.run_together([network.inside(k, [python, *line[1:]]) for k, line in enumerate(lines)])
