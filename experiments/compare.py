@@ -1,7 +1,7 @@
 """Runs side by side: loss against step and time, disagreement of the workers, and a table.
 
     python -m experiments.compare runs/allreduce runs/gossip runs/local --out=compare.png
-    python -m experiments.compare sweeps/graphs/* --markdown >table.md
+    python -m experiments.compare sweeps/graphs/*/ --markdown >table.md
 
 Reads what `launch.train` writes (config.json, metrics.jsonl, summary.json), of unfinished runs too.
 Light lines are the training loss, averaged over the workers, as a running mean over a twentieth of the logged values;
