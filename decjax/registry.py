@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Mapping
 import functools
 import importlib
 import inspect
+import os
 import pkgutil
 import types
 import typing
@@ -112,7 +113,7 @@ def register(kind: str, name: str, **traits: Any) -> Callable[[Callable], Callab
                     f"called with: {', '.join(KINDS[kind].context) or 'there is none'}"
                 )
         known = _parts[kind].get(name)
-        if known and (known.factory.__module__, known.factory.__qualname__) != (factory.__module__, factory.__qualname__):
+        if known and not _is_anew(factory, known.factory):
             raise ValueError(
                 f"{kind} {shown(name)} is taken by {known.factory.__module__}.{known.factory.__qualname__}; use another name"
             )
@@ -251,6 +252,13 @@ def shown(value: Any) -> str:
     """`repr(value)` for an error message, cut to 100 characters."""
     text = repr(value)
     return text if len(text) <= 100 else f"{text[:97]}…"
+
+
+def _is_anew(factory: Callable, known: Callable) -> bool:
+    """Whether both are one definition: a cell of a notebook that runs again, or a config file, which its flag imports a second time
+    under another name."""
+    files = [os.path.abspath(one.__code__.co_filename) if hasattr(one, "__code__") else one for one in (factory, known)]
+    return factory.__qualname__ == known.__qualname__ and (factory.__module__ == known.__module__ or files[0] == files[1])
 
 
 def _check_kind(kind: str) -> None:

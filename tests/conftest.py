@@ -71,6 +71,20 @@ def forgotten_programs():
         trim(0)  # Else the C library keeps what programs took.
 
 
+@pytest.fixture(scope="module")
+def forgotten_parts():
+    """What a file enters in the registry goes with it: other tests do not see it."""
+    from decjax import registry
+
+    for kind in registry.KINDS:
+        registry.names(kind)  # Those of decjax come first.
+    before = {kind: dict(known) for kind, known in registry._parts.items()}
+    yield
+    for kind, known in registry._parts.items():
+        known.clear()
+        known.update(before[kind])
+
+
 SLOW = [line for line in pathlib.Path(__file__).with_name("slow.txt").read_text().splitlines() if not line.startswith("#")]
 
 

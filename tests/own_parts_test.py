@@ -20,16 +20,10 @@ STEPS = 40
 
 
 @pytest.fixture(scope="module", autouse=True)
-def own_parts():
-    """The file is imported, as a config would; other tests do not see what it enters."""
-    for kind in registry.KINDS:
-        registry.names(kind)  # Those of decjax come first.
-    before = {kind: dict(known) for kind, known in registry._parts.items()}
+def own_parts(forgotten_parts):
+    """The file is imported, as a config would."""
     sys.modules.pop("tests.own_parts", None)
-    yield importlib.import_module("tests.own_parts")
-    for kind, known in registry._parts.items():
-        known.clear()
-        known.update(before[kind])
+    return importlib.import_module("tests.own_parts")
 
 
 def config_of(**given) -> ml_collections.ConfigDict:
