@@ -159,7 +159,7 @@ def test_errors_begin_afresh_for_another_number_of_workers():
         ("method=allreduce,reducer=powersgd", {"reducer.start": -1}, "reducer.start=-1: must be at least 0"),
         ("method=onebit_adam,optimizer=sgdm", {}, "optimizer=sgdm changes nothing with method=onebit_adam"),
         ("method=onebit_adam,stale", {}, "stale=True changes nothing with method 'onebit_adam'"),
-        ("method=onebit_adam", {"reducer.start": 0}, "1-bit Adam needs warm steps .* reducer.start, of at least 1"),
+        ("method=onebit_adam", {"reducer.start": 0}, "1-bit Adam needs warm steps.* reducer.start, of at least 1"),
         (
             "method=allreduce,reducer=gravac",
             {"reducer.window": 8},
