@@ -48,7 +48,7 @@ def test_a_pipe_gets_a_line_in_ten_seconds_at_most(piped):
     assert told[50.0] == "step 1/1000  loss 2.346 nats/byte  12,346 tokens/s  consensus 1.23e-02  0:08:20 left"
     line, evaluation = told[60.0].split("; ")
     assert line.startswith("step 21/1000 ") and line.endswith(" 0:08:10 left")
-    assert evaluation == ("evaluation at step 20: averaged model 2.4000 nats/byte, workers 2.4100 to 2.4300, consensus 1.23e-02")
+    assert evaluation == ("step 20 evaluated: averaged model 2.4000 nats/byte, workers 2.4100 to 2.4300, consensus 1.23e-02")
 
 
 def test_an_evaluation_that_no_row_follows_is_told_by_itself(piped):
@@ -56,7 +56,7 @@ def test_an_evaluation_that_no_row_follows_is_told_by_itself(piped):
     shown.log(1, "train", TRAIN | {"time_s": 1.0})
     now_s[0] += 10
     shown.log(1, "eval", EVALUATION)
-    assert [line.partition(" ")[0] for line in lines()] == ["step", "evaluation"]
+    assert [line.partition("  ")[0][:18] for line in lines()] == ["step 1/1000", "step 1 evaluated: "]
 
 
 def test_colour_that_is_forced_makes_no_terminal_of_a_pipe(monkeypatch, capsys):
@@ -125,9 +125,11 @@ def test_a_terminal_has_one_live_line_that_warnings_do_not_mangle(monkeypatch, c
         if step == 200:
             shown.log(step, "eval", EVALUATION)
     shown.close()
-    *above, live = terminal.rows()
-    evaluation = "evaluation at step 200: averaged model 2.4000 nats/byte, workers 2.4100 to 2.4300, consensus 1.23e-02"
-    assert above[:2] == ["8 workers on 8 cpu devices", "warning: careful"] and "".join(above[2:]) == evaluation
+    said, warned, evaluated, live = terminal.rows()
+    assert (said, warned) == ("8 workers on 8 cpu devices", "warning: careful")
+    assert evaluated == "step 200 evaluated: averaged model 2.4000 nats/byte, workers 2.4100 to 2.4300" + (
+        ", consensus 1.23e-02" if roomy else ""
+    )
     assert re.fullmatch(r"step 399/20000 [━╸╺ ]+ loss 2\.346  123,457 tokens/s( +consensus 1\.23e-02)? \d+:\d\d:\d\d left", live)
     assert ("consensus" in live) == roomy and len(live) <= columns
 
