@@ -23,16 +23,16 @@ class Progress(train.Tracker):
 
     Args:
         start: the step it begins at.
-        first: the step at which the run's time began to count, of another process perhaps.
         steps: the step it ends at.
         items: what is counted, as "tokens".
         unit: of the loss, or nothing.
         clock: in seconds.
     """
 
-    def __init__(self, start: int, first: int, steps: int, items: str, unit: str, clock: Callable[[], float] = time.monotonic):
-        self._first, self._steps, self._items, self._unit = first, steps, items, f" {unit}" if unit else ""
+    def __init__(self, start: int, steps: int, items: str, unit: str, clock: Callable[[], float] = time.monotonic):
+        self._steps, self._items, self._unit = steps, items, f" {unit}" if unit else ""
         self._clock, self._said_s, self._newest = clock, -math.inf, {"train": "", "eval": ""}
+        self._first: tuple[float, int] | None = None  # when the first row came, and its step: what is before was compilation
         self._live = live = sys.stdout.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
         self._console = rich.console.Console(file=sys.stdout, highlight=False, soft_wrap=True, force_terminal=live)
         self._roomy = not live or self._console.width >= ROOMY
@@ -66,9 +66,7 @@ class Progress(train.Tracker):
         if kind == "train":
             loss, rate = f"loss {values['loss']:.3f}", f"{values[f'{self._items}_per_s']:,.0f} {self._items}/s"
             self._line.update(self._task, numbers="  ".join((loss, rate, *consensus)))
-            left_s = values["time_s"] / (step - self._first) * (self._steps - step)
-            left = f"{datetime.timedelta(seconds=round(left_s))} left"
-            text = "  ".join((f"step {step}/{self._steps}", loss + self._unit, rate, *consensus, left))
+            text = "  ".join((f"step {step}/{self._steps}", loss + self._unit, rate, *consensus, *self._left(step)))
         else:
             average = f"averaged model {values['loss']:.4f}{self._unit}"
             workers = f"workers {values['loss_min']:.4f} to {values['loss_max']:.4f}"
@@ -78,6 +76,15 @@ class Progress(train.Tracker):
             self._say_newest()
         elif kind == "eval":
             self.say(text)
+
+    def _left(self, step: int) -> list[str]:
+        """The time left, from the second row on."""
+        now_s = self._clock()
+        if self._first is None:
+            self._first = now_s, step
+            return []
+        left_s = (now_s - self._first[0]) / (step - self._first[1]) * (self._steps - step)
+        return [f"{datetime.timedelta(seconds=round(left_s))} left"]
 
     def _say_newest(self) -> None:
         if self._clock() - self._said_s >= PERIOD_S:
@@ -89,6 +96,6 @@ class Progress(train.Tracker):
 def of_run(run: train.Run) -> Progress:
     """The progress of a run; what the run is, and where it goes on, is said at once."""
     task = run.trainer.setup.task
-    shown = Progress(run.start, run.counters["first_step"], run.spec.steps, task.item, task.metrics["loss"].unit)
+    shown = Progress(run.start, run.spec.steps, task.item, task.metrics["loss"].unit)
     shown.say("\n".join(filter(None, (run.title(), run.note))))
     return shown
