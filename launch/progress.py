@@ -13,7 +13,7 @@ import rich.progress
 from decjax import train
 
 PERIOD_S = 10.0  # between plain lines, at least
-ROOMY = 92  # columns of a terminal that hold the consensus distance as well
+ROOMY = 100  # columns of a terminal that hold the consensus distance as well
 
 
 class Progress(train.Tracker):
@@ -23,18 +23,19 @@ class Progress(train.Tracker):
 
     Args:
         start: the step it begins at.
-        first: the step at which the run's time began to count, of another process perhaps.
         steps: the step it ends at.
         items: what is counted, as "tokens".
         unit: of the loss, or nothing.
         clock: in seconds.
     """
 
-    def __init__(self, start: int, first: int, steps: int, items: str, unit: str, clock: Callable[[], float] = time.monotonic):
-        self._first, self._steps, self._items, self._unit = first, steps, items, f" {unit}" if unit else ""
+    def __init__(self, start: int, steps: int, items: str, unit: str, clock: Callable[[], float] = time.monotonic):
+        self._steps, self._items, self._unit = steps, items, f" {unit}" if unit else ""
         self._clock, self._said_s, self._newest = clock, -math.inf, {"train": "", "eval": ""}
-        self._live = sys.stdout.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
-        self._console = rich.console.Console(file=sys.stdout, highlight=False, soft_wrap=True, force_terminal=self._live)
+        self._first: tuple[float, int] | None = None  # when the first row came, and its step: what is before was compilation
+        self._live = live = sys.stdout.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
+        self._console = rich.console.Console(file=sys.stdout, highlight=False, soft_wrap=True, force_terminal=live)
+        self._roomy = not live or self._console.width >= ROOMY
         self._line = rich.progress.Progress(
             rich.progress.TextColumn("step {task.completed}/{task.total}"),
             rich.progress.BarColumn(bar_width=None),
@@ -42,7 +43,7 @@ class Progress(train.Tracker):
             rich.progress.TimeRemainingColumn(),
             rich.progress.TextColumn("left"),
             console=self._console,
-            disable=not self._live,
+            disable=not live,
             expand=True,
             speed_estimate_period=60,
             redirect_stderr=sys.stderr.isatty(),  # Else a file that takes the errors would miss them.
@@ -61,22 +62,29 @@ class Progress(train.Tracker):
         self._line.update(self._task, completed=step)
 
     def log(self, step, kind, values):
-        rate, consensus = self._items + "_per_s", f"consensus {values['consensus_distance']:.2e}"
+        consensus = [f"consensus {values['consensus_distance']:.2e}"] if self._roomy else []
         if kind == "train":
-            loss, rate = f"loss {values['loss']:.3f}", f"{values[rate]:,.0f} {self._items}/s"
-            numbers = (loss, rate, consensus) if self._console.width >= ROOMY else (loss, rate)
-            self._line.update(self._task, numbers="  ".join(numbers))
-            left_s = values["time_s"] / (step - self._first) * (self._steps - step)
-            left = f"{datetime.timedelta(seconds=round(left_s))} left"
-            text = "  ".join((f"step {step}/{self._steps}", loss + self._unit, rate, consensus, left))
+            loss, rate = f"loss {values['loss']:.3f}", f"{values[f'{self._items}_per_s']:,.0f} {self._items}/s"
+            self._line.update(self._task, numbers="  ".join((loss, rate, *consensus)))
+            text = "  ".join((f"step {step}/{self._steps}", loss + self._unit, rate, *consensus, *self._left(step)))
         else:
-            spread = f"workers {values['loss_min']:.4f} to {values['loss_max']:.4f}"
-            text = f"evaluation at step {step}: averaged model {values['loss']:.4f}{self._unit}, {spread}, {consensus}"
+            average = f"averaged model {values['loss']:.4f}{self._unit}"
+            workers = f"workers {values['loss_min']:.4f} to {values['loss_max']:.4f}"
+            text = f"step {step} evaluated: {', '.join((average, workers, *consensus))}"
         if not self._live:
             self._newest[kind] = text
             self._say_newest()
         elif kind == "eval":
             self.say(text)
+
+    def _left(self, step: int) -> list[str]:
+        """The time left, from the second row on."""
+        now_s = self._clock()
+        if self._first is None:
+            self._first = now_s, step
+            return []
+        left_s = (now_s - self._first[0]) / (step - self._first[1]) * (self._steps - step)
+        return [f"{datetime.timedelta(seconds=round(left_s))} left"]
 
     def _say_newest(self) -> None:
         if self._clock() - self._said_s >= PERIOD_S:
@@ -88,6 +96,6 @@ class Progress(train.Tracker):
 def of_run(run: train.Run) -> Progress:
     """The progress of a run; what the run is, and where it goes on, is said at once."""
     task = run.trainer.setup.task
-    shown = Progress(run.start, run.counters["first_step"], run.spec.steps, task.item, task.metrics["loss"].unit)
+    shown = Progress(run.start, run.spec.steps, task.item, task.metrics["loss"].unit)
     shown.say("\n".join(filter(None, (run.title(), run.note))))
     return shown

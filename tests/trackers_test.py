@@ -88,11 +88,8 @@ class Service:
         self.runs = []
 
     def init(self, **options):
-        run = types.SimpleNamespace(
-            options=options, rows=[], axes={}, finished=0, offline=True, dir=f"{options['dir']}/wandb/offline/files"
-        )
-        run.log = run.rows.append
-        run.define_metric = lambda name, step_metric: run.axes.update({name: step_metric})
+        run = types.SimpleNamespace(options=options, rows=[], finished=0, offline=True, dir=f"{options['dir']}/wandb/offline/files")
+        run.log = lambda values, step: run.rows.append((step, values))
         run.finish = lambda: setattr(run, "finished", run.finished + 1)
         self.runs.append(run)
         return run
@@ -130,11 +127,11 @@ def test_a_continued_run_goes_on_in_the_same_run_of_wandb(service, prepare, tmp_
     for run in service.runs:
         assert run.options["resume"] == "allow" and run.options["dir"] == str(workdir) and run.finished == 1
         assert run.options["project"] == "decjax" and run.options["name"] == "run"
-        assert run.options["config"]["workers"] == 2 and run.axes == {"*": "step"}
+        assert run.options["config"]["workers"] == 2
     assert places == 2 * [str(workdir / "wandb/offline")]
-    assert [row["step"] for row in first.rows] == [2, 4, 4, 6] and [row["step"] for row in second.rows] == [6, 6]
+    assert [step for step, _ in first.rows] == [2, 4, 4, 6] and [step for step, _ in second.rows] == [6, 6]
     lines = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
-    told = [{"step": row.pop("step")} | {f"{row['kind']}/{name}": row[name] for name in row if name != "kind"} for row in lines]
+    told = [(row.pop("step"), {f"{row['kind']}/{name}": row[name] for name in row if name != "kind"}) for row in lines]
     assert first.rows[:3] + second.rows == told
     assert (workdir / "config.json").read_bytes() == config  # What a run is does not hang on who follows it.
 

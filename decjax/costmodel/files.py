@@ -50,9 +50,10 @@ def read_json(path: str | os.PathLike) -> dict[str, Any]:
     except OSError as error:
         raise ValueError(f"{path} cannot be read ({error.strerror}); give a JSON file, such as one of configs/clusters") from error
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} cannot be read as JSON ({' '.join(str(error).split())})") from error
+        reason = " ".join(str(error).split())
+        raise ValueError(f"{path} cannot be read as JSON ({reason}); give a file such as one of configs/clusters") from error
     if not isinstance(content, dict):
-        raise ValueError(f"{path} must hold one JSON object, got {type(content).__name__}")
+        raise ValueError(f"{path} must hold one JSON object, got {type(content).__name__}; see configs/clusters")
     return content
 
 

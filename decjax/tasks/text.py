@@ -54,7 +54,9 @@ def load_corpus(path: str = "", *, min_bytes: int = 1) -> Corpus:
     try:
         texts = _read(shown, root, files)
     except OSError as error:
-        raise ValueError(f"data path {shown} cannot be read: {error.strerror}: {error.filename!r}") from error
+        raise ValueError(
+            f"data path {shown} cannot be read: {error.strerror}: {error.filename!r}; give text that you may read"
+        ) from error
     if not texts:
         raise ValueError(f"data path {shown} holds no text; give a non-empty text file or a folder with some")
     # File names need not be valid UTF-8.

@@ -133,8 +133,8 @@ def wandb() -> Any:
 class WandB(Tracker):
     """A run of Weights & Biases, in the project of WANDB_PROJECT or "decjax"; with WANDB_MODE=offline it stays in `wandb/`.
 
-    Its id is kept in the file `wandb_id`, so that a continued run goes on there. What was logged there cannot be taken back: after
-    a crash, rows that came after the last checkpoint stand twice. `step` is the axis of all curves.
+    Its id is kept in the file `wandb_id`, so that a continued run goes on there. Nothing can be taken back there: rows of steps that
+    it has already, which a continued run logs again after a crash, it leaves out; they say the same.
 
     Args:
         workdir: of the run.
@@ -163,7 +163,6 @@ class WandB(Tracker):
             raise TrainingError(
                 f"Weights & Biases cannot begin ({reason}); run `wandb login`, set WANDB_MODE=offline, or leave out tracker 'wandb'"
             ) from error
-        self._run.define_metric("*", step_metric="step")
 
     @property
     def place(self) -> str:
@@ -172,7 +171,7 @@ class WandB(Tracker):
         return url or str(pathlib.Path(self._run.dir).parent)
 
     def log(self, step, kind, values):
-        self._run.log({"step": step} | {f"{kind}/{name}": value for name, value in values.items()})
+        self._run.log({f"{kind}/{name}": value for name, value in values.items()}, step=step)
 
     def close(self):
         self._run.finish()

@@ -136,7 +136,8 @@ class Run:
         try:
             theirs = config.read(json.loads((folder / "config.json").read_text()))
         except (OSError, ValueError, ConfigError) as error:
-            raise CheckpointError(f"{folder / 'config.json'} cannot be read: not a run of decjax ({error})") from error
+            problem = f"{folder / 'config.json'} cannot be read: not a run of decjax ({error})"
+            raise CheckpointError(f"{problem}; choose another --resume_from") from error
         if differing := [
             f"pipeline.{name}={there!r} there, {here!r} here"
             for name in LAYOUT
