@@ -197,6 +197,19 @@ def test_the_code_of_the_overview_runs(folder):
     assert registry.part("mixer", "fragments").factory is sys.modules["mine.fragments"].fragments
 
 
+def test_the_errors_of_the_overview_are_told(folder):
+    document = parts.resolve(config_of(["--config=mine/fragments.py:mixer=fragments"], folder, **TINY)).document
+    changes = {
+        "mixer 'fragments' has no option": dict(mixer=document["mixer"] | {"part": 2}),
+        "mixer 'fragments' option": dict(mixer=document["mixer"] | {"pieces": "four"}),
+        "topology": dict(topology="small_word"),
+    }
+    for start, change in changes.items():
+        (shown,) = re.findall(rf"^    ({start} .*)$", text_of("index"), re.MULTILINE)
+        with pytest.raises(parts.ConfigError, match=re.escape(shown.removesuffix("…"))):
+            parts.resolve(document | change)
+
+
 def test_another_file_may_not_take_the_name(folder, tmp_path):
     """The same file may be loaded again, under any name; its copy is another part."""
     for _ in range(2):
