@@ -200,6 +200,7 @@ def sweep_faults(values: dict[str, str], passed: list[str], is_whole: bool) -> l
         path, _, argument = config.partition(":")
         module = config_file.load_module(str(ROOT / path))
         swept = sweep.parse_sweep(text or sweep.sweep_of(module, path, argument))
+        sweep.check_apart(config, swept, passed)
         members = sweep.expand(config, swept, getattr(module, "KEYS", ()), pathlib.Path("sweep"), passed)
     except Exception as error:  # Whatever the command would say.
         return [str(error)]
@@ -362,6 +363,7 @@ BAD = [
     ("python -m launch.sweep --config=configs/lm.py --workdir=a --sweep='topology=ring,moebius'", "'moebius'"),
     ("python -m launch.sweep --config=configs/lm.py --workdir=a --sweep='speed=1'", "speed"),
     ("python -m launch.sweep --config=configs/lm.py --workdir=a --sweep='seed'", "'seed' is not key=value"),
+    ("python -m launch.sweep --config=configs/lm.py:workers=4 --workdir=a --sweep='workers=2,4'", "workers is set by the sweep"),
     ("python -m launch.plan --cluster=configs/clusters/moon.json", "moon.json"),
     ("python -m launch.plan --cluster=PROFILE.json --model=parms=1", "'parms' is unknown"),
     ("python -m launch.plan --cluster=PROFILE.json --remat=some", "--remat=some"),
