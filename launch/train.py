@@ -33,7 +33,7 @@ _TRACKER = flags.DEFINE_enum(
     "tracker",
     None,
     ["wandb"],
-    "Where metrics go besides: wandb, with `pip install 'decjax[wandb]'`; WANDB_MODE=offline keeps them here.",
+    "Where metrics go besides: wandb, after `pip install wandb`; WANDB_MODE=offline keeps them here.",
 )
 flags.mark_flags_as_required(["config", "workdir"])
 

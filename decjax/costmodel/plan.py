@@ -169,7 +169,7 @@ def _threshold(cluster: Cluster, workload: Workload, reference: Method, best: Me
     far = high if pays else low
     if (gain(far) >= PAYS) == pays:
         return (
-            " It does so on links of any bandwidth: latencies, and waiting for each other, remain."
+            " Against the synchronous form it does so on links of any bandwidth: latencies, and waiting for each other, remain."
             if pays
             else " Nor would it with slower links."
         )

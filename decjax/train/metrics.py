@@ -126,7 +126,7 @@ def wandb() -> Any:
         module = importlib.import_module("wandb")
         module.init  # noqa: B018  A folder ./wandb, as it leaves behind, can be imported as well.
     except (ImportError, AttributeError) as error:
-        raise TrainingError("wandb, which tracker 'wandb' needs, is not installed; pip install 'decjax[wandb]'") from error
+        raise TrainingError("wandb, which tracker 'wandb' needs, is not installed; pip install wandb") from error
     return module
 
 
