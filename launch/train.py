@@ -58,7 +58,7 @@ def trackers() -> list:
     """What follows the run besides its own files: `--tracker`, and the terminal, which comes last because it draws on it."""
 
     def on_wandb(run: train.Run) -> metrics.WandB:
-        tracker = metrics.WandB(run.workdir, run.spec.document)
+        tracker = metrics.WandB(run.workdir, run.start, run.spec.document)
         print(f"Weights & Biases: {tracker.place}")
         return tracker
 

@@ -112,7 +112,7 @@ def test_a_continued_run_goes_on_in_the_same_run_of_wandb(service, prepare, tmp_
     workdir, places = tmp_path / "run", []
 
     def on_wandb(run):
-        tracker = metrics.WandB(run.workdir, run.spec.document)
+        tracker = metrics.WandB(run.workdir, run.start, run.spec.document)
         places.append(tracker.place)
         return tracker
 
@@ -136,11 +136,11 @@ def test_a_continued_run_goes_on_in_the_same_run_of_wandb(service, prepare, tmp_
     assert (workdir / "config.json").read_bytes() == config  # What a run is does not hang on who follows it.
 
 
-def test_another_run_has_an_id_of_its_own(service, tmp_path):
-    for name in "ab":
-        (tmp_path / name).mkdir()
-        metrics.WandB(tmp_path / name, {})
-    assert service.runs[0].options["id"] != service.runs[1].options["id"]
+def test_another_run_and_one_that_starts_again_have_an_id_of_their_own(service, tmp_path):
+    for name in "aba":
+        (tmp_path / name).mkdir(exist_ok=True)
+        metrics.WandB(tmp_path / name, 0, {})
+    assert len({run.options["id"] for run in service.runs}) == 3
 
 
 def test_without_a_login_it_is_one_line_with_the_fix(service, monkeypatch, tmp_path):
@@ -149,7 +149,7 @@ def test_without_a_login_it_is_one_line_with_the_fix(service, monkeypatch, tmp_p
 
     monkeypatch.setattr(sys.modules["wandb"], "init", init)
     with pytest.raises(train.TrainingError, match=r"\(api_key not configured. Use wandb login\); run `wandb login`") as error:
-        metrics.WandB(tmp_path, {})
+        metrics.WandB(tmp_path, 0, {})
     assert "\n" not in str(error.value)
 
 

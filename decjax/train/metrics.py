@@ -138,15 +138,16 @@ class WandB(Tracker):
 
     Args:
         workdir: of the run.
+        start: the step it begins at; 0 begins a new run there.
         config: shown with it.
 
     Raises:
         TrainingError: if wandb is not installed, or cannot begin, as without a login.
     """
 
-    def __init__(self, workdir: pathlib.Path, config: dict[str, Any]):
+    def __init__(self, workdir: pathlib.Path, start: int, config: dict[str, Any]):
         client, path = wandb(), workdir / "wandb_id"
-        if not path.exists():
+        if not start or not path.exists():
             write_whole(path, uuid.uuid4().hex[:8])
         try:
             self._run = client.init(
