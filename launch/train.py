@@ -30,10 +30,7 @@ _RESUME_FROM = flags.DEFINE_string(
     "resume_from", None, "Start from the newest checkpoint of another run, with any number of workers."
 )
 _TRACKER = flags.DEFINE_enum(
-    "tracker",
-    None,
-    ["wandb"],
-    "Where metrics go besides: wandb, after `pip install wandb`; WANDB_MODE=offline keeps them here.",
+    "tracker", None, ["wandb"], "Where metrics go besides: wandb, after `pip install wandb`; WANDB_MODE=offline keeps them here."
 )
 flags.mark_flags_as_required(["config", "workdir"])
 
