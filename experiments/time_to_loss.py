@@ -4,9 +4,10 @@
     python -m experiments.time_to_loss --out=runs/time_to_loss --peers=.venv-peers/bin/python     # PyTorch's DDP, too
 
 Four hosts in a box (launch.cluster: root and iproute2), links of 100 Mbit/s, one process a host, the transformer of 5.9M parameters
-of experiments.speedup on two megabytes of Python's standard library. Every method takes the same number of steps on as many bytes.
+of experiments.speedup on two megabytes of Python's standard library. A step of every method reads as many bytes.
 
-1. Each method's learning rate is tuned in simulation, without a network: three rates, and further ones while the best is at an edge.
+1. Each method is tuned in simulation, without a network: three learning rates, and further ones while the best is at an edge. Whoever
+   ends above all-reduce's loss gets more steps: the fewest of 1.1, 1.25, 1.5 or 2 times as many with which it ends below.
 2. launch.calibrate measures the box, and the cost model foretells how long a step of each method takes. Times the steps that the
    simulated run needed, this is the forecast.
 3. The methods train in the box, one after the other, in so many rounds, each with a seed of its own.
@@ -16,6 +17,7 @@ interrupted command goes on where it was; the table and the figure are made from
 """
 
 from collections.abc import Callable, Sequence
+import concurrent.futures
 import itertools
 import json
 import math
@@ -48,8 +50,11 @@ TRAINED = {
     INT8: SHORTHANDS[INT8],
     ACCUM_INT8: f"{SHORTHANDS[INT8]},{ACCUMULATING}",
 }
+LONGER = (1.0, 1.1, 1.25, 1.5, 2.0)  # times the steps of all-reduce
+MARGIN = 0.01  # nats/byte below its loss: losses of different seeds differ by about as much
 GRID = (2e-3, 4e-3, 8e-3)  # the learning rates that every method begins with
 FACTOR, MOST_RATES = 2.0, 8  # between neighbouring rates; of a grid
+SMOKE_RATE = 8e-3
 SMOKE = dict(width=16, hidden=32, heads=2, depth=1, context=16, vocabulary=256)
 
 
@@ -61,6 +66,7 @@ class Size(NamedTuple):
     model: dict[str, int]
     every: int  # steps between evaluations
     path: pathlib.Path  # of the text
+    grid: tuple[float, ...]  # learning rates; a single one is not extended
 
     @property
     def fields(self) -> dict[str, Any]:
@@ -79,6 +85,13 @@ class Size(NamedTuple):
         }
 
 
+class Tuned(NamedTuple):
+    """What tuning found for a method."""
+
+    rate: float  # learning rate
+    steps: int
+
+
 class Point(NamedTuple):
     """The averaged model at one moment of a run."""
 
@@ -87,11 +100,11 @@ class Point(NamedTuple):
     loss: float  # nats/byte on validation text
 
 
-def arguments(method: str, size: Size, learning_rate: float, workdir: pathlib.Path, seed: int, simulate: bool) -> list[str]:
+def arguments(method: str, size: Size, tuned: Tuned, workdir: pathlib.Path, seed: int, simulate: bool) -> list[str]:
     """The options of launch.train."""
-    shorthand = ",".join([TRAINED[method], f"workers={HOSTS}", f"steps={size.steps}", *["simulate"][: int(simulate)]])
+    shorthand = ",".join([TRAINED[method], f"workers={HOSTS}", f"steps={tuned.steps}", *["simulate"][: int(simulate)]])
     bucket_bytes = systems.WHOLE if "allreduce" in shorthand else systems.BUCKET  # What is quickest for each.
-    fields = size.fields | {"schedule.learning_rate": learning_rate, "seed": seed, "bucket_bytes": bucket_bytes}
+    fields = size.fields | {"schedule.learning_rate": tuned.rate, "seed": seed, "bucket_bytes": bucket_bytes}
     options = [f"--config=configs/lm.py:{shorthand}", f"--workdir={workdir}"]
     return options + [f"--config.{key}={value}" for key, value in fields.items()]
 
@@ -137,40 +150,53 @@ def reached(points: Sequence[Point], loss: float, get: Callable[[Point], float] 
 # -- Rates ------------------------------------------------------------------------------------------------------------
 
 
-def best_rate(measure: Callable[[float], float], grid: Sequence[float] = GRID) -> tuple[float, dict[float, float]]:
-    """The learning rate with the least loss, and all that were tried; a grid whose best is at its edge is extended."""
+def best_rate(measure: Callable[[float], float], grid: Sequence[float]) -> tuple[float, dict[float, float]]:
+    """The learning rate with the least loss, and all that were tried; a grid of several whose best is at its edge is extended."""
     losses = {rate: measure(rate) for rate in grid}
     while True:
         best = min(losses, key=lambda rate: losses[rate])
         further = best * FACTOR if best == max(losses) else best / FACTOR if best == min(losses) else None
-        if further is None or len(losses) >= MOST_RATES:
+        if further is None or len(losses) in (1, MOST_RATES):
             return best, losses
         losses[further] = measure(further)
 
 
-def simulated(out: pathlib.Path, method: str, rate: float) -> pathlib.Path:
-    """Where the simulated run of a rate is."""
-    return out / "tuning" / name_of(method) / f"{rate:.3g}"
+def simulated(out: pathlib.Path, method: str, tuned: Tuned) -> pathlib.Path:
+    """Where a simulated run is."""
+    return out / "tuning" / name_of(method) / f"{tuned.rate:.3g}_{tuned.steps}"
 
 
-def tune(out: pathlib.Path, size: Size) -> dict[str, float]:
-    """The best learning rate of every method, each found in simulated runs of one worker per host."""
+def simulate(out: pathlib.Path, size: Size, method: str, tuned: Tuned) -> float:
+    """The loss at the end of a simulated run, which is made unless it is there; infinite if it diverged."""
+    workdir = simulated(out, method, tuned)
+    if not finished(workdir):
+        options = arguments(method, size, tuned, workdir, seed=99, simulate=True)
+        process = subprocess.run([sys.executable, "-m", "launch.train", *options], stdout=subprocess.DEVNULL, check=False)
+        if process.returncode < 0 or process.returncode == 130:
+            raise Failed(f"tuning of {method} was interrupted")
+    return read(workdir)[-1].loss if finished(workdir) else math.inf
 
-    def measure(method: str, rate: float) -> float:
-        workdir = simulated(out, method, rate)
-        if not finished(workdir):
-            options = arguments(method, size, rate, workdir, seed=99, simulate=True)
-            process = subprocess.run([sys.executable, "-m", "launch.train", *options], stdout=subprocess.DEVNULL, check=False)
-            if process.returncode < 0 or process.returncode == 130:
-                raise Failed(f"tuning of {method} was interrupted")
-        return read(workdir)[-1].loss if finished(workdir) else math.inf  # It diverged.
 
-    rates = {}
-    for method in TRAINED:
-        rates[method], losses = best_rate(lambda rate, method=method: measure(method, rate))
-        tried = ", ".join(f"{rate:.3g}: {loss:.4f}" for rate, loss in sorted(losses.items()))
-        script.show(f"{method}: learning rate {rates[method]:.3g} of {tried}")
-    return rates
+def tune(out: pathlib.Path, size: Size) -> dict[str, Tuned]:
+    """The best learning rate of every method, and the steps it needs to all-reduce's loss, found in simulated runs, two at a time."""
+
+    def rate_of(method: str) -> tuple[float, dict[float, float]]:
+        return best_rate(lambda rate: simulate(out, size, method, Tuned(rate, size.steps)), size.grid)
+
+    def length_of(method: str) -> Tuned:
+        lengths = [Tuned(rates[method], round(share * size.steps)) for share in LONGER]
+        enough = (tuned for tuned in lengths if simulate(out, size, method, tuned) <= goal - MARGIN)
+        return lengths[0] if method == SYNC else next(enough, lengths[-1])
+
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        found = dict(zip(TRAINED, pool.map(rate_of, TRAINED)))
+        rates = {method: rate for method, (rate, _) in found.items()}
+        goal = min(found[SYNC][1].values())
+        lengths = dict(zip(TRAINED, pool.map(length_of, TRAINED)))
+    for method, tuned in lengths.items():
+        tried = ", ".join(f"{rate:.3g}: {loss:.4f}" for rate, loss in sorted(found[method][1].items()))
+        script.show(f"{method}: {tuned.steps} steps at learning rate {tuned.rate:.3g} of {tried}")
+    return lengths
 
 
 # -- Forecast ---------------------------------------------------------------------------------------------------------
@@ -200,8 +226,8 @@ def measured(out: pathlib.Path, method: str, seed: int) -> pathlib.Path:
     return out / f"round{seed}" / name_of(method)
 
 
-def train(network: cluster.Network, out: pathlib.Path, size: Size, rates: dict[str, float], rounds: int) -> None:
-    """Trains every method in the box, `rounds` times; PyTorch's DDP takes all-reduce's learning rate."""
+def train(network: cluster.Network, out: pathlib.Path, size: Size, tuned: dict[str, Tuned], rounds: int) -> None:
+    """Trains every method in the box, `rounds` times; PyTorch's DDP takes all-reduce's learning rate and steps."""
     for seed in range(rounds):
         for method in [*TRAINED, *([DDP] if FLAGS.peers else [])]:
             workdir = measured(out, method, seed)
@@ -210,7 +236,7 @@ def train(network: cluster.Network, out: pathlib.Path, size: Size, rates: dict[s
             if method == DDP:
                 code = ddp.train(network, FLAGS.peers, measured(out, SYNC, seed), workdir)
             else:
-                code = network.run("launch.train", arguments(method, size, rates[method], workdir, seed, simulate=False))
+                code = network.run("launch.train", arguments(method, size, tuned[method], workdir, seed, simulate=False))
             if code:
                 raise Failed(f"{method} ended with exit code {code}; the same command continues")
 
@@ -228,16 +254,16 @@ class Result(NamedTuple):
     told_to_loss_s: float | None
 
 
-def results(out: pathlib.Path, rates: dict[str, float], told_s: dict[str, float], rounds: int) -> dict[str, Result]:
+def results(out: pathlib.Path, tuned: dict[str, Tuned], told_s: dict[str, float], rounds: int) -> dict[str, Result]:
     """Every method's result, from the run directories."""
-    goal = read(simulated(out, SYNC, rates[SYNC]))[-1].loss
+    goal = read(simulated(out, SYNC, tuned[SYNC]))[-1].loss
     goals, found = [read(measured(out, SYNC, seed))[-1].loss for seed in range(rounds)], {}
     for method in [*TRAINED, DDP]:
         runs = [read(measured(out, method, seed)) for seed in range(rounds) if finished(measured(out, method, seed))]
         if len(runs) < rounds:
             continue
         told = told_s.get(method)
-        needed = method in TRAINED and reached(read(simulated(out, method, rates[method])), goal, lambda point: point.step)
+        needed = method in TRAINED and reached(read(simulated(out, method, tuned[method])), goal, lambda point: point.step)
         found[method] = Result(
             runs,
             statistics.median(run[-1].time_s / run[-1].step for run in runs),
@@ -287,32 +313,45 @@ def draw(path: str, found: dict[str, Result], rate: str) -> None:
         script.dress(figure, f"5.9M parameters, four hosts, links of {rate}; dots: the loss that all-reduce ends with")
 
 
+def keep_options(out: pathlib.Path) -> None:
+    """Makes the folder; a folder with runs of other options is refused, since what is there is not made again."""
+    out.mkdir(parents=True, exist_ok=True)
+    path, options = out / "options.json", {name: FLAGS[name].value for name in ("rate", "steps", "batch_size", "every", "smoke")}
+    before = json.loads(path.read_text()) if path.exists() else options
+    if changed := [name for name, value in options.items() if before.get(name) != value]:
+        name = changed[0]
+        raise Failed(f"--{name}={options[name]}: the runs in {out} have --{name}={before.get(name)}; give another --out")
+    path.write_text(json.dumps(options))
+
+
 def main() -> None:
     os.environ["XLA_FLAGS"] = "--xla_cpu_multi_thread_eigen=false"  # Hosts share cores: as many threads as PyTorch's workers.
     out = command.folder("out", FLAGS.out)
-    out.mkdir(parents=True, exist_ok=True)
+    keep_options(out)
     model = SMOKE if FLAGS.smoke else systems.MODEL
     steps, batch_size, every = (8, 1, 2) if FLAGS.smoke else (FLAGS.steps, FLAGS.batch_size, FLAGS.every)
-    size = Size(steps, batch_size, model, every, ddp.write_text(out / "text.txt", model["context"]))
-    rates = tune(out, size)
+    text = ddp.write_text(out / "text.txt", model["context"])
+    size = Size(steps, batch_size, model, every, text, (SMOKE_RATE,) if FLAGS.smoke else GRID)
+    tuned = tune(out, size)
     with cluster.network(hosts=HOSTS, rate=FLAGS.rate) as network:
         profile, workload = costmodel.load(calibrate(network, out, size, 2.0 if FLAGS.smoke else 60.0))
-        train(network, out, size, rates, FLAGS.rounds)
+        train(network, out, size, tuned, FLAGS.rounds)
     assert workload is not None
     told_s = {name: costmodel.predict(profile, workload, method).mean_s for name, method in modelled().items()}
-    found = results(out, rates, told_s, FLAGS.rounds)
+    found = results(out, tuned, told_s, FLAGS.rounds)
     script.show(tabulate(found))
     draw(str(out / "time_to_loss.png"), found, FLAGS.rate)
-    script.save(str(out / "time_to_loss.json"), rates=rates, **{name: result._asdict() for name, result in found.items()})
+    rows = {name: result._asdict() for name, result in found.items()}
+    script.save(str(out / "time_to_loss.json"), tuned={name: tuned._asdict() for name, tuned in tuned.items()}, **rows)
 
 
 if __name__ == "__main__":
     flags.DEFINE_string("out", None, "Run directories, profile, table and figure go here.", required=True)
     flags.DEFINE_string("rate", "100mbit", "Of every link.")
     flags.DEFINE_integer("rounds", 2, "Runs of each method in the box.", lower_bound=1)
-    flags.DEFINE_integer("steps", 150, "Of each run.", lower_bound=10)
+    flags.DEFINE_integer("steps", 100, "Of all-reduce.", lower_bound=10)
     flags.DEFINE_integer("batch_size", 4, "Sequences of 128 bytes per worker and step.", lower_bound=1)
-    flags.DEFINE_integer("every", 15, "Steps between evaluations.", lower_bound=1)
+    flags.DEFINE_integer("every", 10, "Steps between evaluations.", lower_bound=1)
     flags.DEFINE_string("peers", None, "A Python with experiments/requirements-peers.txt; none: no DDP.")
     flags.DEFINE_bool("smoke", False, "The whole way in a minute or two, with a tiny model.")
     script.run(main, systems.ERRORS)

@@ -127,16 +127,24 @@ METHODS = {
 }
 
 
+def assert_near(x, y):
+    """What sums in another order may change: values by 5 %, codes of 8 bits by 3 % of their range, in which 0 may follow 255."""
+    if x.dtype == np.uint8:
+        assert np.abs((x - y).view(np.int8)).max(initial=0) <= 8
+    else:
+        np.testing.assert_allclose(x, y, rtol=0.05, atol=0.02)
+
+
 @pytest.mark.parametrize("name", METHODS)
 def test_split_takes_the_steps_of_fused(name):
     fused, split = (trajectory(METHODS[name](), which) for which in ("fused", "split"))
     np.testing.assert_array_equal(fused[2], split[2])  # Bytes.
     if name == "one_peer_exponential":  # Halves round to the same number in any order.
         jax.tree.map(np.testing.assert_array_equal, fused[0], split[0])
-    # Compiled as users do, the two round sums elsewhere, and an 8-bit code may become its neighbour.
+    # Compiled as users do, the two round sums elsewhere, which changes codes.
     may_differ = AS_USERS and name in ("CHOCO", "DCD", "BEER")
-    near = dict(rtol=0.05, atol=0.02) if may_differ else dict(rtol=2e-4, atol=1e-5)
-    jax.tree.map(functools.partial(np.testing.assert_allclose, **near), fused[0], split[0])
+    near = assert_near if may_differ else functools.partial(np.testing.assert_allclose, rtol=2e-4, atol=1e-5)
+    jax.tree.map(near, fused[0], split[0])
     np.testing.assert_allclose(fused[1], split[1], rtol=0.05 if may_differ else 1e-4)
 
 
