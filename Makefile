@@ -19,6 +19,8 @@ WORKDIR ?= runs/lm
 
 # Trajectories and launches, of which the suite's own quick compilation could hide something.
 AS_USERS := $(addprefix tests/,$(addsuffix _test.py,engine launch_train pipeline_train resume train))
+# Files of few long tests that share nothing: one after the other they would leave a core idle.
+APART := tests/audit_test.py tests/warm_cache_test.py
 PYTHON_FILES := decjax launch configs experiments tests
 KEPT := $(abspath $(VENV))/compiled
 
@@ -34,7 +36,8 @@ test: $(VENV)/installed-tests
 test-all: $(VENV)/installed-tests $(AOT)/installed
 	@PYTHONPATH=$(AOT) $(BIN)/python -c 'import libtpu'
 	PYTHONPATH=$(AOT) $(BIN)/python -m pytest --dist load tests/aot_test.py
-	$(BIN)/python -m pytest -m slow --ignore tests/aot_test.py
+	$(BIN)/python -m pytest -m slow --dist load $(APART)
+	$(BIN)/python -m pytest -m slow $(addprefix --ignore ,tests/aot_test.py $(APART))
 	rm -rf $(KEPT)
 	DECJAX_TEST_COMPILE=users DECJAX_TEST_CACHE=$(KEPT) $(BIN)/python -m pytest $(AS_USERS)
 	DECJAX_TEST_COMPILE=users DECJAX_TEST_CACHE=$(KEPT) $(BIN)/python -m pytest $(AS_USERS)
