@@ -39,6 +39,7 @@ _COMPRESSED = flags.DEFINE_multi_string("compressed", [], "A compressed method, 
 _SECONDS = flags.DEFINE_float("seconds", 60.0, "About how long to measure, when everything is compiled.", lower_bound=0.0)
 _ROUNDS = flags.DEFINE_integer("rounds", None, "How often to measure everything; none: as the seconds allow.", lower_bound=1)
 flags.mark_flags_as_required(["config", "out"])
+flags.adopt_module_key_flags(join)  # --help shows them.
 
 STEP = {"forward": "forward", "gradient": "forward and backward", "optimizer": "optimizer", "combine": "combine"}
 KINDS = {"shift": "shift", "pair": "pair", "all_reduce": "all-reduce"}
