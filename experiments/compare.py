@@ -3,7 +3,8 @@
     python -m experiments.compare runs/allreduce runs/gossip runs/local --out=compare.png
     python -m experiments.compare sweeps/graphs/*/ --markdown >table.md
 
-Reads what `launch.train` writes (config.json, metrics.jsonl, summary.json), of unfinished runs too.
+Reads what `launch.train` writes (config.json, metrics.jsonl, summary.json), of unfinished runs too. Files given among
+directories, such as the sweep.json of a sweep, are skipped.
 Light lines are the training loss, averaged over the workers, as a running mean over a twentieth of the logged values;
 dark lines with markers are the validation loss of the averaged model. In the table, tokens/s (images/s, …; items/s of
 runs that count different ones) is the median over the logged intervals, so that compilation does not count, and a loss
@@ -333,7 +334,10 @@ def main(argv: list[str]) -> int:
         command.fail("no runs; give the directories that launch.train has written")
     if _OUT.value:
         command.output("out", _OUT.value, figure=True)
-    runs = [load(pathlib.Path(os.path.normpath(directory))) for directory in argv]
+    paths = [pathlib.Path(os.path.normpath(path)) for path in argv]
+    if any(path.is_dir() for path in paths):  # A pattern such as sweeps/graphs/* names the files beside the runs as well.
+        paths = [path for path in paths if not path.is_file()]
+    runs = [load(path) for path in paths]
     names = labels(runs)
     header, rows = cells(runs, names)
     console = rich.console.Console(highlight=False, soft_wrap=True)

@@ -1,10 +1,10 @@
 """Measures the devices at hand and writes a cluster profile, which launch.plan reads.
 
-    python -m launch.calibrate --config=configs/lm.py --out=here.json
-    python -m launch.cluster run --hosts=4 --rate=200mbit --module=launch.calibrate -- --config=configs/lm.py --out=box.json
-    srun -N4 -n4 python -m launch.calibrate --config=configs/lm.py --out=ours.json
-    python -m launch.calibrate --config=configs/lm.py --compressed=method=allreduce,reducer=powersgd --out=compressed.json
-    python -m launch.plan --cluster=here.json
+    python -m launch.calibrate --config=configs/lm.py --out=profile.json
+    python -m launch.cluster run --hosts=4 --rate=200mbit --module=launch.calibrate -- --config=configs/lm.py --out=profile.json
+    srun -N4 -n4 python -m launch.calibrate --config=configs/lm.py --out=profile.json
+    python -m launch.calibrate --config=configs/lm.py --compressed=method=allreduce,reducer=powersgd --out=profile.json
+    python -m launch.plan --cluster=profile.json
 
 The config gives model, batch, optimizer and how many workers share a node (`local_size`); its method does not matter. Without
 accelerators each worker is a forced CPU device, as in launch.train. Methods named by --compressed are measured without their
@@ -32,13 +32,14 @@ from launch import command, config_file, join
 _CONFIG = config_flags.DEFINE_config_file(
     "config", None, "Config file, with an optional shorthand after a colon: configs/lm.py:workers=4."
 )
-_OUT = flags.DEFINE_string("out", None, "The profile to write, such as box.json.")
+_OUT = flags.DEFINE_string("out", None, "The profile to write, such as profile.json.")
 _NAME = flags.DEFINE_string("name", None, "What the profile calls the cluster; none: its workers and devices.")
 _SIZES = flags.DEFINE_list("sizes", [], "Bytes of exchanges, as 1e5,1e6,1e7; none: up to the model's.")
 _COMPRESSED = flags.DEFINE_multi_string("compressed", [], "A compressed method, as a shorthand of the config; may be repeated.")
 _SECONDS = flags.DEFINE_float("seconds", 60.0, "About how long to measure, when everything is compiled.", lower_bound=0.0)
 _ROUNDS = flags.DEFINE_integer("rounds", None, "How often to measure everything; none: as the seconds allow.", lower_bound=1)
 flags.mark_flags_as_required(["config", "out"])
+flags.adopt_module_key_flags(join)  # --help shows them.
 
 STEP = {"forward": "forward", "gradient": "forward and backward", "optimizer": "optimizer", "combine": "combine"}
 KINDS = {"shift": "shift", "pair": "pair", "all_reduce": "all-reduce"}

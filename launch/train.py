@@ -33,6 +33,7 @@ _TRACKER = flags.DEFINE_enum(
     "tracker", None, ["wandb"], "Where metrics go besides: wandb, after `pip install wandb`; WANDB_MODE=offline keeps them here."
 )
 flags.mark_flags_as_required(["config", "workdir"])
+flags.adopt_module_key_flags(join)  # --help shows them.
 
 
 def main(argv: list[str]) -> int:

@@ -76,6 +76,18 @@ def test_the_table_and_the_figure(tmp_path):
     assert (tmp_path / "runs.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_files_beside_the_runs_are_skipped(tmp_path):
+    """As a shell makes of sweeps/graphs/*; a file alone is a mistake, and so is a directory without a run."""
+    runs = [write_run(tmp_path / f"topology={name}", topology=name) for name in ("ring", "torus")]
+    (tmp_path / "sweep.json").write_text("{}")
+    result = launch(*sorted(tmp_path.iterdir()))
+    assert result.returncode == 0 and result.stderr == "", result.stderr
+    assert [line.split()[1] for line in result.stdout.splitlines()[2:]] == ["ring", "torus"]
+    assert "sweep.json is not a directory" in launch(tmp_path / "sweep.json").stderr
+    (tmp_path / "figures").mkdir()
+    assert "figures/config.json cannot be read" in launch(*runs, tmp_path / "figures").stderr
+
+
 def test_runs_of_different_tasks_are_not_compared(tmp_path):
     text, images = write_run(tmp_path / "a"), write_run(tmp_path / "b", items="images", task="images")
     runs = [compare.load(text), compare.load(images)]

@@ -4,6 +4,7 @@ import dataclasses
 import io
 import json
 import pathlib
+import re
 import time
 
 import numpy as np
@@ -58,7 +59,7 @@ def test_verdicts():
     pays = plan.verdict(SLOW, LOAD, ranked(SLOW))
     assert pays.startswith("Decentralization pays on 'slow'") and "no longer pays above" in pays
     useless = plan.verdict(FAST, LOAD, ranked(FAST))
-    assert useless.startswith("Decentralization does not pay on 'fast'") and "would below about" in useless
+    assert useless.startswith("Decentralization does not pay on 'fast'") and "would pay below about" in useless
     # The threshold is where the gain is what counts as paying.
     bits = (
         float(pays.split("above about ")[1].split()[0]) * {"Gbit/s": 1e9, "Mbit/s": 1e6}[pays.split("above about ")[1].split()[1]]
@@ -68,6 +69,27 @@ def test_verdicts():
     assert sync / min(r.prediction.mean_s for r in there if r.is_gossip) == pytest.approx(plan.PAYS, abs=0.02)
     with pytest.raises(ValueError, match="needs an all-reduce and a gossip method"):
         plan.verdict(SLOW, LOAD, [r for r in ranked(SLOW) if not r.is_gossip])
+
+
+@pytest.mark.parametrize(
+    "bandwidth_Bps, variation, options, pays, expected",
+    [
+        (1e8, 0.0, {}, True, ", and {gossip:.2f} times as fast as one-step-stale all-reduce. Gossip"),
+        (3e8, 0.0, {}, True, ". But one-step-stale all-reduce is as fast, and averages over all workers. Gossip"),
+        (1e11, 0.2, dict(orders=("atc",)), True, ". But one-step-stale all-reduce is {stale:.2f} times as fast as this gossip"),
+        (1e8, 0.0, dict(topologies=("torus",)), False, ". One-step-stale all-reduce would make it {reduced:.2f} times as fast."),
+        (1e11, 0.0, {}, False, "only 1.01 times as fast. Gossip"),
+    ],
+)
+def test_the_verdict_tells_of_stale_all_reduce(bandwidth_Bps, variation, options, pays, expected):
+    cluster = dataclasses.replace(SLOW, inter=Link(1e-5, bandwidth_Bps))
+    load = dataclasses.replace(LOAD, jitter=Jitter("lognormal", variation * LOAD.compute_s))
+    rows = ranked(cluster, load, **options)
+    text = plan.verdict(cluster, load, rows)
+    time_s = {r.method.name: r.prediction.mean_s for r in rows}
+    stale_s, mixed_s = time_s["all-reduce, one step stale"], time_s[re.search(r"\w+ (awc|atc)", text)[0]]
+    told = expected.format(gossip=stale_s / mixed_s, stale=mixed_s / stale_s, reduced=time_s["all-reduce, bucketed"] / stale_s)
+    assert told in text and ("does not pay" not in text) == pays, text
 
 
 def test_regions_agree_with_predictions():

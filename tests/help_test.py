@@ -81,6 +81,12 @@ def test_help_answers_in_one_line_and_has_an_example_that_works(module):
         check(started[0], passed)
 
 
+@pytest.mark.parametrize("module", ["launch.train", "launch.calibrate"])
+def test_help_shows_where_the_other_processes_are(module):
+    shown = commands.run(module, "--help").stdout
+    assert [flag for flag in ("--coordinator", "--num_processes", "--process_index") if f"  {flag}: " not in shown] == []
+
+
 def test_all_commands_are_seen():
     assert {"launch.train", "launch.cluster", "experiments.compare", "experiments.bench.codecs"} <= set(MODULES)
     assert pathlib.Path(commands.ROOT / "launch/train.py").exists() and len(MODULES) > 20

@@ -115,10 +115,10 @@ def _best(ranked: Sequence[Ranked]) -> Ranked:
 
 
 def verdict(cluster: Cluster, workload: Workload, ranked: Sequence[Ranked]) -> str:
-    """One or two sentences that say whether decentralized training pays on this cluster, and below which bandwidth it does.
+    """A few sentences that say whether decentralized training pays on this cluster, and below which bandwidth it does.
 
-    It is compared with the fastest *exact* all-reduce, in one message or in buckets. All-reduce one step stale is mentioned
-    separately, since it changes the algorithm as well.
+    It is compared with the fastest *synchronous* all-reduce, in one message or in buckets. All-reduce one step stale is told
+    separately, since its gradients are a step old: how much slower it is than gossip, or that it is as fast or faster.
 
     Args:
         cluster: as given to `rank`.
@@ -134,18 +134,18 @@ def verdict(cluster: Cluster, workload: Workload, ranked: Sequence[Ranked]) -> s
         raise ValueError("a verdict needs an all-reduce and a gossip method among those that are ranked")
     reference, best = min(exact, key=lambda r: r.prediction.mean_s), _best(mixing)
     gain = reference.prediction.mean_s / best.prediction.mean_s
+    stale_s = min((r.prediction.mean_s for r in stale), default=math.inf)
     if gain >= PAYS:
         text = (
             f"Decentralization pays on {cluster.name!r}: an iteration of {best.method.name!r} is {gain:.2f} times as fast as "
             f"that of the best synchronous form, {reference.method.name!r}"
         )
-        if stale:
-            against = stale[0].prediction.mean_s / best.prediction.mean_s
-            text += (
-                f", and {against:.2f} times as fast as one-step-stale all-reduce"
-                if against >= TIE
-                else "; but all-reduce one step stale is as fast, and averages exactly"
-            )
+        against = stale_s / best.prediction.mean_s
+        if against < TIE:
+            as_fast = f"{1 / against:.2f} times as fast as this gossip" if against * TIE < 1 else "as fast"
+            text += f". But one-step-stale all-reduce is {as_fast}, and averages over all workers"
+        elif stale:
+            text += f", and {against:.2f} times as fast as one-step-stale all-reduce"
     else:
         busy = reference.prediction.compute_s / reference.prediction.mean_s
         text = (
@@ -153,6 +153,8 @@ def verdict(cluster: Cluster, workload: Workload, ranked: Sequence[Ranked]) -> s
             f"{100 * busy:.0f} % of the time, and the best gossip method ({best.method.name!r}) "
             + (f"would make an iteration only {gain:.2f} times as fast" if gain > 1.005 else "is not faster")
         )
+        if (ahead := reference.prediction.mean_s / stale_s) >= PAYS:
+            text += f". One-step-stale all-reduce would make it {ahead:.2f} times as fast"
     return text + "." + _threshold(cluster, workload, reference.method, best.method, gain >= PAYS)
 
 
@@ -169,16 +171,16 @@ def _threshold(cluster: Cluster, workload: Workload, reference: Method, best: Me
     far = high if pays else low
     if (gain(far) >= PAYS) == pays:
         return (
-            " Against the synchronous form it does so on links of any bandwidth: latencies, and waiting for each other, remain."
+            " Against the synchronous form gossip pays on links of any bandwidth: latencies, and waiting for each other, remain."
             if pays
-            else " Nor would it with slower links."
+            else " Gossip would not pay with slower links either."
         )
     for _ in range(12):
         middle = math.sqrt(low * high)
         low, high = (middle, high) if gain(middle) >= PAYS else (low, middle)
     links = "between nodes" if cluster.num_nodes > 1 else "inside the node"
     rate = shown_rate(math.sqrt(low * high))
-    return f" It {'no longer pays above' if pays else 'would below'} about {rate} {links} (now {shown_rate(now)})."
+    return f" Gossip {'no longer pays above' if pays else 'would pay below'} about {rate} {links} (now {shown_rate(now)})."
 
 
 def _links(cluster: Cluster) -> str:
