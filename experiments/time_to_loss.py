@@ -54,7 +54,7 @@ LONGER = (1.0, 1.1, 1.25, 1.5, 2.0)  # times the steps of all-reduce
 MARGIN = 0.01  # nats/byte below its loss: losses of different seeds differ by about as much
 GRID = (2e-3, 4e-3, 8e-3)  # the learning rates that every method begins with
 FACTOR, MOST_RATES = 2.0, 8  # between neighbouring rates; of a grid
-SMOKE_RATE = 8e-3
+SMOKE_TUNING = (SYNC, ACCUM_INT8), (8e-3,), (1.0,)  # methods, grid and lengths
 SMOKE = dict(width=16, hidden=32, heads=2, depth=1, context=16, vocabulary=256)
 
 
@@ -66,7 +66,9 @@ class Size(NamedTuple):
     model: dict[str, int]
     every: int  # steps between evaluations
     path: pathlib.Path  # of the text
+    methods: tuple[str, ...]  # names in TRAINED
     grid: tuple[float, ...]  # learning rates; a single one is not extended
+    longer: tuple[float, ...]  # times the steps, for a method that needs more to all-reduce's loss
 
     @property
     def fields(self) -> dict[str, Any]:
@@ -184,15 +186,15 @@ def tune(out: pathlib.Path, size: Size) -> dict[str, Tuned]:
         return best_rate(lambda rate: simulate(out, size, method, Tuned(rate, size.steps)), size.grid)
 
     def length_of(method: str) -> Tuned:
-        lengths = [Tuned(rates[method], round(share * size.steps)) for share in LONGER]
+        lengths = [Tuned(rates[method], round(share * size.steps)) for share in size.longer]
         enough = (tuned for tuned in lengths if simulate(out, size, method, tuned) <= goal - MARGIN)
         return lengths[0] if method == SYNC else next(enough, lengths[-1])
 
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
-        found = dict(zip(TRAINED, pool.map(rate_of, TRAINED)))
+        found = dict(zip(size.methods, pool.map(rate_of, size.methods)))
         rates = {method: rate for method, (rate, _) in found.items()}
         goal = min(found[SYNC][1].values())
-        lengths = dict(zip(TRAINED, pool.map(length_of, TRAINED)))
+        lengths = dict(zip(size.methods, pool.map(length_of, size.methods)))
     for method, tuned in lengths.items():
         tried = ", ".join(f"{rate:.3g}: {loss:.4f}" for rate, loss in sorted(found[method][1].items()))
         script.show(f"{method}: {tuned.steps} steps at learning rate {tuned.rate:.3g} of {tried}")
@@ -229,7 +231,7 @@ def measured(out: pathlib.Path, method: str, seed: int) -> pathlib.Path:
 def train(network: cluster.Network, out: pathlib.Path, size: Size, tuned: dict[str, Tuned], rounds: int) -> None:
     """Trains every method in the box, `rounds` times; PyTorch's DDP takes all-reduce's learning rate and steps."""
     for seed in range(rounds):
-        for method in [*TRAINED, *([DDP] if FLAGS.peers else [])]:
+        for method in [*tuned, *([DDP] if FLAGS.peers else [])]:
             workdir = measured(out, method, seed)
             if finished(workdir):
                 continue
@@ -258,12 +260,12 @@ def results(out: pathlib.Path, tuned: dict[str, Tuned], told_s: dict[str, float]
     """Every method's result, from the run directories."""
     goal = read(simulated(out, SYNC, tuned[SYNC]))[-1].loss
     goals, found = [read(measured(out, SYNC, seed))[-1].loss for seed in range(rounds)], {}
-    for method in [*TRAINED, DDP]:
+    for method in [*tuned, DDP]:
         runs = [read(measured(out, method, seed)) for seed in range(rounds) if finished(measured(out, method, seed))]
         if len(runs) < rounds:
             continue
         told = told_s.get(method)
-        needed = method in TRAINED and reached(read(simulated(out, method, tuned[method])), goal, lambda point: point.step)
+        needed = method in tuned and reached(read(simulated(out, method, tuned[method])), goal, lambda point: point.step)
         found[method] = Result(
             runs,
             statistics.median(run[-1].time_s / run[-1].step for run in runs),
@@ -290,11 +292,15 @@ def tabulate(found: dict[str, Result]) -> Any:
             script.ms(result.told_step_s) if result.told_step_s else "",
             ", ".join(f"{run[-1].loss:.3f}" for run in result.runs),
             ", ".join("never" if math.isnan(time_s) else f"{time_s:.0f}" for time_s in result.to_loss_s),
-            "never" if math.isnan(ratio) else f"{ratio:.2f}",
-            f"{told:.2f}" if told else "",
-            script.difference(told, ratio) if told and not math.isnan(ratio) else "",
+            _times(ratio),
+            _times(told) if told else "",
+            script.difference(told, ratio) if told and not math.isnan(told * ratio) else "",
         )
     return table
+
+
+def _times(ratio: float) -> str:
+    return "never" if math.isnan(ratio) else f"{ratio:.2f}"
 
 
 def draw(path: str, found: dict[str, Result], rate: str) -> None:
@@ -331,7 +337,7 @@ def main() -> None:
     model = SMOKE if FLAGS.smoke else systems.MODEL
     steps, batch_size, every = (8, 1, 2) if FLAGS.smoke else (FLAGS.steps, FLAGS.batch_size, FLAGS.every)
     text = ddp.write_text(out / "text.txt", model["context"])
-    size = Size(steps, batch_size, model, every, text, (SMOKE_RATE,) if FLAGS.smoke else GRID)
+    size = Size(steps, batch_size, model, every, text, *(SMOKE_TUNING if FLAGS.smoke else (tuple(TRAINED), GRID, LONGER)))
     tuned = tune(out, size)
     with cluster.network(hosts=HOSTS, rate=FLAGS.rate) as network:
         profile, workload = costmodel.load(calibrate(network, out, size, 2.0 if FLAGS.smoke else 60.0))
@@ -353,5 +359,5 @@ if __name__ == "__main__":
     flags.DEFINE_integer("batch_size", 4, "Sequences of 128 bytes per worker and step.", lower_bound=1)
     flags.DEFINE_integer("every", 10, "Steps between evaluations.", lower_bound=1)
     flags.DEFINE_string("peers", None, "A Python with experiments/requirements-peers.txt; none: no DDP.")
-    flags.DEFINE_bool("smoke", False, "The whole way in a minute or two, with a tiny model.")
+    flags.DEFINE_bool("smoke", False, "The whole way with two methods and a tiny model, in three minutes.")
     script.run(main, systems.ERRORS)

@@ -1,0 +1,61 @@
+"""experiments/time_to_loss: how rates and steps are chosen, how a run directory is read, and the whole way with a tiny model."""
+
+import json
+import math
+
+from experiments import time_to_loss
+from experiments.time_to_loss import Point
+from tests import commands
+from tests.cluster_test import needs_namespaces
+
+
+def test_a_grid_is_extended_while_its_best_is_at_an_edge():
+    """Rates double or halve until the best has a neighbour on both sides; a single rate is taken as it is."""
+    best, losses = time_to_loss.best_rate(lambda rate: abs(math.log(rate / 0.016)), (0.002, 0.004, 0.008))
+    assert best == 0.016 and sorted(losses) == [0.002, 0.004, 0.008, 0.016, 0.032]
+    best, losses = time_to_loss.best_rate(lambda rate: rate, (0.002, 0.004, 0.008))
+    assert len(losses) == time_to_loss.MOST_RATES and best == min(losses)
+    assert time_to_loss.best_rate(lambda rate: 1.0, (0.008,)) == (0.008, {0.008: 1.0})
+
+
+def test_a_loss_is_reached_between_two_evaluations():
+    points = [Point(0, 0.0, 5.0), Point(10, 20.0, 3.0), Point(20, 40.0, 3.2), Point(30, 60.0, 2.0)]
+    assert time_to_loss.reached(points, 4.0) == 10.0
+    assert time_to_loss.reached(points, 4.0, lambda point: point.step) == 5
+    assert time_to_loss.reached(points, 2.6) == 50.0
+    assert time_to_loss.reached(points, 6.0) == 0.0
+    assert math.isnan(time_to_loss.reached(points, 1.9))
+
+
+def test_seconds_are_those_of_the_steps(tmp_path):
+    """Rows of training tell tokens per second, without compiling and evaluating."""
+    rows = [
+        dict(kind="eval", step=0, loss=5.0),
+        dict(kind="train", step=10, loss=4.0, tokens_per_s=160.0),
+        dict(kind="eval", step=10, loss=3.9),
+        dict(kind="train", step=15, loss=3.0, tokens_per_s=80.0),
+        dict(kind="eval", step=15, loss=2.9),
+    ]
+    (tmp_path / "config.json").write_text(json.dumps({"batch_size": 4, "model": {"context": 8}}))
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert time_to_loss.read(tmp_path) == [Point(0, 0.0, 5.0), Point(10, 2.0, 3.9), Point(15, 4.0, 2.9)]
+
+
+def test_other_options_are_refused_where_runs_are(tmp_path):
+    (tmp_path / "options.json").write_text(json.dumps(dict(rate="100mbit", steps=100, batch_size=4, every=10, smoke=False)))
+    done = commands.run("experiments.time_to_loss", f"--out={tmp_path}", "--steps=50")
+    assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
+    assert "--steps=50" in done.stderr and "--steps=100; give another --out" in done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["options.json"]
+
+
+@needs_namespaces
+def test_the_whole_way_with_a_tiny_model_and_again_from_what_is_there(tmp_path):
+    first, second = (commands.run("experiments.time_to_loss", f"--out={tmp_path}", "--smoke", "--rounds=1") for _ in range(2))
+    assert first.returncode == second.returncode == 0, first.stderr + second.stderr
+    table = second.stdout.strip()
+    assert first.stdout.strip().endswith(table.splitlines()[-1]) and time_to_loss.ACCUM_INT8 in table
+    assert (tmp_path / "time_to_loss.png").read_bytes().startswith(b"\x89PNG")
+    document = json.loads((tmp_path / "time_to_loss.json").read_text())
+    assert len(document["all-reduce"]["to_loss_s"]) == 1 and document["all-reduce"]["told_step_s"] > 0
+    assert {path.name for path in (tmp_path / "round0").iterdir()} == {"all_reduce", time_to_loss.name_of(time_to_loss.ACCUM_INT8)}
