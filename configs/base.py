@@ -106,8 +106,6 @@ def _parts(
 ) -> dict[str, str]:
     """Adds the sections of method, mixer, topology and reducer to the config; returns the names of all parts."""
     names = {kind: given[kind] for kind in ("method", "mixer", "reducer", "optimizer") if kind in given}
-    if names.get("reducer", "").partition("(")[0] == "onebit_adam":  # It is a method, with an optimizer of its own.
-        names["method"] = names.pop("reducer").partition("(")[0]
 
     def wants(kind, name, what):
         return registry.part(kind, name.partition("(")[0]).traits.get(what)

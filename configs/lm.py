@@ -55,7 +55,7 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
 def of_keys(given: Mapping[str, Any]) -> ml_collections.ConfigDict:
     """The same config from a shorthand that is parsed already."""
     smoke, steps = given.get("smoke", False), 20 if given.get("smoke") else 5000
-    options = ACCUM_ADAM if given.get("optimizer") == "accum_adamw" else ADAM
+    options = ACCUM_ADAM if given.get("optimizer", "").partition("(")[0] == "accum_adamw" else ADAM
     config = base.get_config(given, steps=steps, batch=2, clip_norm=1.0, tuned=tuned, warmup_steps=150, options=options)
     config.task = "lm"
     config.data = parts.section("task", "lm", sample_bytes=40 if smoke else 400)

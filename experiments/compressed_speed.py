@@ -48,7 +48,7 @@ COMPRESSED = {
         "PowerSGD, rank 1": "method=allreduce,reducer=powersgd,rank=1",
         "DeMo": "method=allreduce,reducer=demo",
         "block top-k 1 %": "method=allreduce,reducer=codec,codec=block_topk",
-        "1-bit Adam": "method=allreduce,reducer=onebit_adam",
+        "1-bit Adam": "method=onebit_adam",
     },
 }
 SHORTHANDS = {f"{family}, {name}": text for family, rows in COMPRESSED.items() for name, text in rows.items()}

@@ -25,7 +25,7 @@ SHORTHANDS = (
     "mixer=power_gossip,rank=2",
     "mixer=beer,codec=int8",
     "method=allreduce,reducer=powersgd,rank=2",
-    "method=allreduce,reducer=onebit_adam,codec=int8",
+    "method=onebit_adam,codec=int8",
     "method=diloco,every=3,reducer=codec,codec=int4",
     "stages=2,microbatches=2,method=allreduce,tied,backward=int8,forward=int8",
 )

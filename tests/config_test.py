@@ -172,3 +172,8 @@ def test_sections_take_call_forms_and_refuse_other_options():
 def test_the_size_of_a_published_run_is_told_by_shapes():
     size = parts.size(gpt_optimus.get_config("size=2.5b"))
     assert (size.workers, size.tokens) == (4, 128 * 1024) and abs(size.params / 2.5e9 - 1) < 0.05
+
+
+def test_options_in_brackets_keep_those_of_the_task():
+    plain, chosen = (lm.get_config(f"optimizer=accum_adamw{options}").optimizer.to_dict() for options in ("", "(window=2)"))
+    assert chosen == plain | {"window": 2} and plain["b1"] == lm.ACCUM_ADAM["b1"]

@@ -27,7 +27,7 @@ METHODS = {
     "ef21": ("method=allreduce,reducer=codec(error=ef21),codec=int4(rounding=stochastic)", {}),
     "8-bit memory": ("method=allreduce,reducer=codec(error=momentum,storage=int8),codec=int4", {}),
     "demo": ("method=allreduce,reducer=demo,codec=int8", {}),
-    "onebit_adam": ("method=allreduce,reducer=onebit_adam,codec=int8", {"reducer.start": 3}),
+    "onebit_adam": ("method=onebit_adam,codec=int8", {"reducer.start": 3}),
     "gravac": ("method=allreduce,reducer=gravac", {"reducer.window": 2}),
     "diloco": ("method=diloco,reducer=powersgd,rank=1,every=3", {"reducer.start": 1}),
     "sparseloco": ("method=sparseloco,codec=int8,every=3", {}),

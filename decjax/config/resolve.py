@@ -1,4 +1,4 @@
-"""From a config to a checked `RunSpec`; no device is needed and no data is read."""
+"""From a config to a checked `RunSpec`; no device of the run is used and no data is read."""
 
 from collections.abc import Mapping, MutableMapping
 import copy
@@ -20,7 +20,10 @@ GROUPS = {"eval": Periodic, "checkpoint": Saving}
 def resolve(
     config: ml_collections.ConfigDict | MutableMapping[str, Any], num_devices: int | None = None, lone_accelerator: bool = False
 ) -> RunSpec:
-    """The run that a config describes: checked, and with all automatic values filled in.
+    """The run that a config describes: checked, with the numbers of workers and of compressing stages filled in.
+
+    Mixers that derive their strength from a codec try the codec on JAX's default device. Who chooses the number of devices, or joins
+    other processes by jax.distributed, does so before.
 
     Args:
         config: as `configs/lm.py` makes it, or a config.json of any version.
