@@ -36,8 +36,8 @@ def test_every_averages_in_every_third_step():
     assert [reducer.phase(step) for step in range(9)] == [-1, -1, 0, -1, -1, 1, -1, -1, 1] and reducer.phases == range(-1, 2)
     grads = {"w": jnp.ones((9, 9))}
     state = reducer.init(grads)
-    same, same_state = reducer.reduce(grads, state, reduce.LOCAL)
-    assert same is grads and same_state is state and not reducer.num_bytes(grads, N, reduce.LOCAL).any()
+    same, same_state = reducer.reduce(grads, state, reduce.SILENT)
+    assert same is grads and same_state is state and not reducer.num_bytes(grads, N, reduce.SILENT).any()
 
 
 def test_phases_of_a_ladder_pass_through():
@@ -93,7 +93,7 @@ def test_declared_bytes_are_those_of_the_program(name):
     for phase in run.reducer.phases:
         measured_N = wire.bytes_sent(run.program(phase).as_text(), N)
         np.testing.assert_allclose(run.reducer.num_bytes(run.like, N, phase), measured_N, rtol=1e-12)
-        assert (measured_N > 0).all() == (phase != reduce.LOCAL)
+        assert (measured_N > 0).all() == (phase != reduce.SILENT)
 
 
 @pytest.mark.parametrize("name", REDUCERS)
@@ -102,7 +102,7 @@ def test_simulated_workers_take_the_same_steps(name):
         runs = [Runner(REDUCERS[name], mode) for mode in MODES]
         for step in range(8):
             one, other = (run(gradients(step), step) for run in runs)
-            if runs[0].reducer.phase(step) != reduce.LOCAL:
+            if runs[0].reducer.phase(step) != reduce.SILENT:
                 assert_equal_replicas(one)
             all_close(one, other, rtol=1e-6, atol=1e-9)
         all_close(*(run.state for run in runs), rtol=1e-6, atol=1e-9)

@@ -103,7 +103,7 @@ def test_declared_bytes_are_those_of_the_compiled_step(configured, name):
         measured_N = wire.bytes_sent(step.executables[0].as_text(), N)
         declared = sum(method.num_bytes(one, p) for p in (method.phases if phase is None else [phase]))
         np.testing.assert_allclose(measured_N, declared, rtol=1e-12)
-        assert (measured_N > 0).all() == (phase != reduce.LOCAL)
+        assert (measured_N > 0).all() == (phase != reduce.SILENT)
 
 
 def test_local_steps_differ_and_outer_steps_agree(configured, tmp_path):

@@ -49,14 +49,14 @@ from decjax.gossip.dcd import ReplicaState, dcd
 from decjax.gossip.deepsqueeze import deepsqueeze
 from decjax.gossip.exact import exact
 from decjax.gossip.fits import typical_contraction
-from decjax.gossip.mixer import LOCAL, Mixer, damp, every, mix, mix_due
+from decjax.gossip.mixer import SILENT, Mixer, damp, every, mix, mix_due
 from decjax.gossip.power_gossip import PowerState, power_gossip
 from decjax.gossip.push_sum import PushSumState, push_sum
 from decjax.gossip.rounds import mix_round
 
 __all__ = [
     "CompressedState",
-    "LOCAL",
+    "SILENT",
     "Mixer",
     "PowerState",
     "PushSumState",

@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-LOCAL = -1
-"""The phase of a step that does not mix."""
+SILENT = -1
+"""The phase of a step that sends nothing and does not mix."""
 
 
 def is_floating(x: Any) -> bool:
@@ -76,21 +76,21 @@ def every(mixer: Mixer, period: int) -> Mixer:
         return mixer
 
     def exchange(params, state, phase):
-        return () if phase == LOCAL else mixer.exchange(params, state, phase)
+        return () if phase == SILENT else mixer.exchange(params, state, phase)
 
     def combine(params, received, state, phase, step):
-        return (params, state) if phase == LOCAL else mixer.combine(params, received, state, phase, step)
+        return (params, state) if phase == SILENT else mixer.combine(params, received, state, phase, step)
 
     def phase(step):
         due = mixer.phase(step // period)
         mixes = (step + 1) % period == 0
-        return jnp.where(mixes, due, LOCAL) if isinstance(step, jax.Array) else (due if mixes else LOCAL)
+        return jnp.where(mixes, due, SILENT) if isinstance(step, jax.Array) else (due if mixes else SILENT)
 
     def num_bytes(params, phase):
-        return np.zeros(mixer.num_workers) if phase == LOCAL else mixer.num_bytes(params, phase)
+        return np.zeros(mixer.num_workers) if phase == SILENT else mixer.num_bytes(params, phase)
 
     return mixer._replace(
-        exchange=exchange, combine=combine, phase=phase, num_bytes=num_bytes, phases=range(LOCAL, mixer.phases.stop)
+        exchange=exchange, combine=combine, phase=phase, num_bytes=num_bytes, phases=range(SILENT, mixer.phases.stop)
     )
 
 

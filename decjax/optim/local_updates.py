@@ -47,7 +47,7 @@ def local_updates(
 ) -> optax.GradientTransformationExtraArgs:
     """An optimizer with H local steps between two averages (equations: `decjax.optim.local_updates`).
 
-    The update takes a static `phase`, `reducer.phase(step)`. Steps of phase `reduce.LOCAL` send nothing.
+    The update takes a static `phase`, `reducer.phase(step)`. Steps of phase `reduce.SILENT` send nothing.
 
     Put wrappers that may skip a step on one worker inside, around `inner`; see `decentralize`.
 
@@ -72,7 +72,7 @@ def local_updates(
         check_update(params)
         due = reduce.due_phase(reducer, phase)
         updates, inner_state = inner.update(grads, state.inner, params, **extra)
-        if due == reduce.LOCAL:
+        if due == reduce.SILENT:
             return updates, state._replace(inner=inner_state)
         change = jax.tree.map(jnp.subtract, state.anchor, optax.apply_updates(params, updates))
         averaged, reducer_state = reducer.reduce(change, state.reducer, due)

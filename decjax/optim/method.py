@@ -135,7 +135,7 @@ def _gossip(tx, mixer, exchange, order, every, static_phase) -> Method:
         return Method(tx, mixer.phase, mixer.num_bytes, exchange if order == "awc" else None, mixer=mixer, every=every)
 
     # One program holds all phases, so its bytes are declared as the mean over a period of steps.
-    steps = range(every * sum(phase != gossip.LOCAL for phase in mixer.phases))
+    steps = range(every * sum(phase != gossip.SILENT for phase in mixer.phases))
     num_bytes = lambda params, phase: np.mean([mixer.num_bytes(params, mixer.phase(step)) for step in steps], axis=0)
     return Method(tx, lambda step: None, num_bytes, mixer=mixer, every=every)
 

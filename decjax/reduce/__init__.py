@@ -19,13 +19,13 @@ would grow as a random walk.
 from decjax.reduce.coded import CodedState, coded, demo
 from decjax.reduce.gravac import GravacState, gravac
 from decjax.reduce.powersgd import PowerSGDState, powersgd
-from decjax.reduce.reducer import BEFORE, LOCAL, Reducer, due_phase, every, first_stages, mean, start_at
+from decjax.reduce.reducer import BEFORE, SILENT, Reducer, due_phase, every, first_stages, mean, start_at
 
 __all__ = [
     "BEFORE",
     "CodedState",
     "GravacState",
-    "LOCAL",
+    "SILENT",
     "PowerSGDState",
     "Reducer",
     "coded",

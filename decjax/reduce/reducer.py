@@ -10,8 +10,8 @@ import numpy as np
 from decjax import mesh, registry
 from decjax.channel import Channel
 
-LOCAL = -1
-"""The phase of a step that averages nothing."""
+SILENT = -1
+"""The phase of a step that sends nothing and averages nothing."""
 BEFORE = 0
 """The first phase of `start_at`."""
 
@@ -158,23 +158,23 @@ def first_stages(
 
 
 def every(reducer: Reducer, period: int) -> Reducer:
-    """The reducer that averages in steps H−1, 2H−1, … only, for a period H ≥ 1; in others (phase `LOCAL`) it returns its input."""
+    """The reducer that averages in steps H−1, 2H−1, … only, for a period H ≥ 1; in others (phase `SILENT`) it returns its input."""
     if period < 1:
         raise ValueError(f"every={period} steps: must be at least 1")
     if period == 1:
         return reducer
 
     def reduce(grads, state, phase=reducer.phases[-1]):
-        return (grads, state) if phase == LOCAL else reducer.reduce(grads, state, phase)
+        return (grads, state) if phase == SILENT else reducer.reduce(grads, state, phase)
 
     def num_bytes(params, num_workers, phase=reducer.phases[-1]):
-        if phase == LOCAL:  # Asked all the same: it refuses what does not fit.
+        if phase == SILENT:  # Asked all the same: it refuses what does not fit.
             return 0 * reducer.num_bytes(params, num_workers, reducer.phases[-1])
         return reducer.num_bytes(params, num_workers, phase)
 
     def phase(step):
-        return LOCAL if (step + 1) % period else reducer.phase(step // period)
+        return SILENT if (step + 1) % period else reducer.phase(step // period)
 
     counts = reducer.usage
     usage = (lambda state: jnp.pad(counts(state), (1, 0))) if counts else None
-    return Reducer(reducer.init, reduce, num_bytes, phase, range(LOCAL, reducer.phases.stop), usage)
+    return Reducer(reducer.init, reduce, num_bytes, phase, range(SILENT, reducer.phases.stop), usage)
