@@ -187,6 +187,17 @@ def parse(what: str, text: str) -> tuple[str, dict[str, Any]]:
         raise error if str(error).startswith(what) else ValueError(example) from error
 
 
+def split(text: str) -> list[str]:
+    """The parts of a text between commas, except for those inside brackets: codec=topk(fraction=0.01,values=int4) is one part."""
+    parts: list[str] = []
+    for piece in text.split(","):
+        if parts and parts[-1].count("(") > parts[-1].count(")"):
+            parts[-1] += "," + piece
+        else:
+            parts.append(piece)
+    return parts
+
+
 def call(name: str, options: Mapping[str, Any]) -> str:
     """The call form "name(key=value,…)" of a name and options, which `parse` reads."""
     return f"{name}({','.join(f'{key}={shown(value)}' for key, value in options.items())})" if options else name
