@@ -339,12 +339,12 @@ def checked(what: str, value: Any, option: Option) -> Any:
         return value
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
-    if kind is str and not isinstance(value, bool | int | float):
+    if kind is str and not isinstance(value, bool | int | float | list | dict):
         return value  # A word, or a part that is built already.
     if not isinstance(value, str) and isinstance(value, kind) and isinstance(value, bool) == (kind is bool):
         return value
     if kind is tuple and isinstance(value, list):  # As in a JSON file.
         return tuple(value)
     meant = {bool: "True or False", int: "a whole number", float: "a number", str: "a word", tuple: "a tuple, as (2,4)"}[kind]
-    example = "" if option.default is None or option.default is inspect.Parameter.empty else f", such as {option.default!r}"
+    example = "" if option.default in (None, "", inspect.Parameter.empty) else f", such as {option.default!r}"
     raise ValueError(f"{what}={shown(value)} must be {meant}{example}")
