@@ -122,11 +122,12 @@ def _check_communicates(spec: RunSpec) -> None:
             f"reducer.start={averaging.start} is not reached in steps={spec.steps}, so reducer {averaging.reducer.name!r} would "
             f"never be used; use less than {-(-spec.steps // every)}, or reducer 'mean'"
         )
-    window = averaging.reducer.options.get("window", 0)
-    if window and (averaging.start + window) * every >= spec.steps:
+    option = registry.part("reducer", averaging.reducer.name).traits.get("warm_steps", "")
+    warm_steps = averaging.reducer.options.get(option) or 0
+    if (averaging.start + warm_steps) * every >= spec.steps:
         raise ValueError(
-            f"reducer.window={window} after reducer.start={averaging.start} is not over in steps={spec.steps}, so reducer "
-            f"{averaging.reducer.name!r} would compress nothing; use a shorter window, or reducer 'mean'"
+            f"reducer.{option}={warm_steps} after reducer.start={averaging.start} is not over in steps={spec.steps}, so reducer "
+            f"{averaging.reducer.name!r} would compress nothing; use a shorter {option}, or reducer 'mean'"
         )
 
 
