@@ -153,6 +153,19 @@ def part(kind: str, name: str) -> Part:
     )
 
 
+def partners(kind: str, name: str, other: str) -> tuple[str, ...]:
+    """The parts of another kind that a part goes with; it is enough that one of the two names the other in a trait.
+
+    Tasks and models are such: a task has the trait `models`, and a model may have the trait `tasks`.
+
+    Example:
+        >>> partners("model", "decoder", "task")
+        ('lm',)
+    """
+    named = part(kind, name).traits.get(f"{other}s", ())
+    return tuple(each for each in names(other) if each in named or name in part(other, each).traits.get(f"{kind}s", ()))
+
+
 def parse(what: str, text: str) -> tuple[str, dict[str, Any]]:
     """The name and options in a call form, `name` or `name(key=value, …)`.
 
