@@ -144,8 +144,8 @@ def _parts(
         config.reducer.stages = given["compressed"]
     smoke = dict(every=5) if given.get("smoke") and "reducer" in chooses else {}
     config.method = parts.choose("method", method, **({} if "optimizer" in chooses else own), **smoke)
-    if given.get("smoke") and "reducer" in config and "window" in config.reducer:
-        config.reducer.window = 2
+    if given.get("smoke") and "reducer" in chooses and (option := wants("reducer", names["reducer"], "warm_steps")):
+        config.reducer[option] = 2
     _place(config, given)
     if "optimizer" in chooses:
         names.setdefault("optimizer", defaults.get("optimizer", "adamw"))

@@ -1,15 +1,6 @@
 """Parses the argument of a config file, as in `configs/lm.py:workers=12,topology=torus,smoke`."""
 
-
-def split(text: str) -> list[str]:
-    """The parts of a text between commas, except for those inside brackets: codec=topk(fraction=0.01,values=int4) is one part."""
-    parts = [""]
-    for piece in text.split(","):
-        if parts[-1].count("(") > parts[-1].count(")"):
-            parts[-1] += "," + piece
-        else:
-            parts.append(piece)
-    return parts
+from decjax import registry
 
 
 def parse(arg: str, keys: dict) -> dict:
@@ -23,7 +14,7 @@ def parse(arg: str, keys: dict) -> dict:
         ValueError: if a key is unknown or given twice, or a value is not of its type.
     """
     given = {}
-    for part in filter(None, (part.strip() for part in split(arg or ""))):
+    for part in filter(None, (part.strip() for part in registry.split(arg or ""))):
         key, equals, value = part.partition("=")
         if key not in keys:
             raise ValueError(f"config argument {key!r} is unknown; use some of {', '.join(keys)}")

@@ -153,6 +153,19 @@ def part(kind: str, name: str) -> Part:
     )
 
 
+def partners(kind: str, name: str, other: str) -> tuple[str, ...]:
+    """The parts of another kind that a part goes with; it is enough that one of the two names the other in a trait.
+
+    Tasks and models are such: a task has the trait `models`, and a model may have the trait `tasks`.
+
+    Example:
+        >>> partners("model", "decoder", "task")
+        ('lm',)
+    """
+    named = part(kind, name).traits.get(f"{other}s", ())
+    return tuple(each for each in names(other) if each in named or name in part(other, each).traits.get(f"{kind}s", ()))
+
+
 def parse(what: str, text: str) -> tuple[str, dict[str, Any]]:
     """The name and options in a call form, `name` or `name(key=value, …)`.
 
@@ -185,6 +198,17 @@ def parse(what: str, text: str) -> tuple[str, dict[str, Any]]:
         raise ValueError(example) from error
     except ValueError as error:
         raise error if str(error).startswith(what) else ValueError(example) from error
+
+
+def split(text: str) -> list[str]:
+    """The parts of a text between commas, except for those inside brackets: codec=topk(fraction=0.01,values=int4) is one part."""
+    parts: list[str] = []
+    for piece in text.split(","):
+        if parts and parts[-1].count("(") > parts[-1].count(")"):
+            parts[-1] += "," + piece
+        else:
+            parts.append(piece)
+    return parts
 
 
 def call(name: str, options: Mapping[str, Any]) -> str:
@@ -328,12 +352,12 @@ def checked(what: str, value: Any, option: Option) -> Any:
         return value
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
-    if kind is str and not isinstance(value, bool | int | float):
+    if kind is str and not isinstance(value, bool | int | float | list | dict):
         return value  # A word, or a part that is built already.
     if not isinstance(value, str) and isinstance(value, kind) and isinstance(value, bool) == (kind is bool):
         return value
     if kind is tuple and isinstance(value, list):  # As in a JSON file.
         return tuple(value)
     meant = {bool: "True or False", int: "a whole number", float: "a number", str: "a word", tuple: "a tuple, as (2,4)"}[kind]
-    example = "" if option.default is None or option.default is inspect.Parameter.empty else f", such as {option.default!r}"
+    example = "" if option.default in (None, "", inspect.Parameter.empty) else f", such as {option.default!r}"
     raise ValueError(f"{what}={shown(value)} must be {meant}{example}")

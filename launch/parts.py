@@ -20,6 +20,7 @@ from decjax import registry
 from launch import command
 
 WIDTH = 100
+PARTNERS = {"task": ("model",), "model": ("task",)}  # kinds whose parts go with some of another kind
 
 
 def kinds() -> list:
@@ -61,7 +62,8 @@ def wrapped(told: str, width: int) -> str:
 
 def _traits(part: registry.Part) -> list[str]:
     """As ["directed, static", "needs: a power of two workers"]: those that are true by their names, others with their values."""
-    told = {name: value for name, value in part.traits.items() if value not in (False, None, "")}
+    paired = {f"{other}s": registry.partners(part.kind, part.name, other) for other in PARTNERS.get(part.kind, ())}
+    told = {name: value for name, value in {**part.traits, **paired}.items() if value not in (False, None, "", ())}
     plain = ", ".join(name for name, value in told.items() if value is True)
     return [*filter(None, [plain]), *(f"{name}: {_shown(value)}" for name, value in told.items() if value is not True)]
 

@@ -12,7 +12,6 @@ import itertools
 import json
 import os
 import pathlib
-import re
 import statistics
 import time
 from typing import NamedTuple
@@ -23,13 +22,13 @@ import rich.console
 import rich.markup
 import rich.table
 
+from decjax import registry
 from launch import command, config_file, processes
 
 _CONFIG = flags.DEFINE_string("config", None, "Config file, with an optional shorthand after a colon.", required=True)
 _WORKDIR = flags.DEFINE_string("workdir", None, "Directory of the sweep; each run has its own below.", required=True)
 _SWEEP = flags.DEFINE_string("sweep", None, "'key=value,value;key=value,value'; none: the config file's own.")
 
-COMMA = re.compile(r",(?![^()]*\))")  # not those within brackets, as of codec=topk(fraction=0.01,values=int4)
 TABULATED = ("eval_loss", "local_eval_loss_min", "local_eval_loss_max", "time_s", "bytes_per_step_per_worker")  # of a summary
 SEED = "seed"  # the key whose values make the spread
 
@@ -70,7 +69,7 @@ def parse_sweep(text: str) -> dict[str, list[str]]:
             raise command.UserError(f"sweep: {part.strip()!r} is not key=value,value; write as in 'topology=ring,torus;seed=0,1'")
         if key in swept:
             raise command.UserError(f"sweep: key {key!r} stands twice; list all its values once, after commas")
-        swept[key] = [value.strip() for value in COMMA.split(values)]
+        swept[key] = [value.strip() for value in registry.split(values)]
         if "" in swept[key]:
             raise command.UserError(f"sweep: {part.strip()!r} has an empty value; write as in 'seed=0,1'")
         if len(set(swept[key])) < len(swept[key]):
@@ -91,7 +90,7 @@ def sweep_of(module, path: str, argument: str) -> str:
 
 def check_apart(config: str, swept: dict[str, list[str]], extra: list[str]) -> None:
     """Refuses a key of the sweep that --config, or what stands behind `--`, sets as well: only one of them could count."""
-    inside = {part.partition("=")[0].strip(): part.strip() for part in COMMA.split(config.partition(":")[2])}
+    inside = {part.partition("=")[0].strip(): part.strip() for part in registry.split(config.partition(":")[2])}
     behind = {path: f"--config.{path}={value}" for path, value in config_file.fields(extra)}
     for key, values in swept.items():
         for where, given in (("--config", inside), ("the options behind --", behind)):

@@ -121,6 +121,7 @@ def changed(shorthand, path, value):
         ("workers=8", "pipeline.colour", 1, "pipeline.colour is unknown"),
         ("workers=8", "task", "chess", "task 'chess' is unknown; use one of"),
         ("workers=8", "mixer.name", "sum", "mixer 'sum' is unknown; use one of"),
+        ("workers=8", "model", {"name": "mlp"}, "config.model.name='mlp' is no model of task 'lm'; use one of decoder, or give"),
         ("workers=8", "engine", "warp", "engine 'warp' is unknown; use one of auto, fused, split"),
         # What is not there.
         ("workers=8", "steps", ..., "config lacks steps; a config holds every field, see configs/lm.py"),
@@ -135,6 +136,10 @@ def changed(shorthand, path, value):
         ("workers=8", "simulate", "yes", "simulate='yes' must be True or False"),
         ("workers=8", "optimizer.b1", "high", "optimizer 'adamw' option b1='high' must be a number"),
         ("workers=8", "topology", 3, "topology=3 must be a name"),
+        ("workers=8", "mixer.codec", ["int8"], "mixer 'exact' option codec=\\['int8'\\] must be a word"),
+        ("workers=8", "mixer.codec", {"name": "int8"}, "mixer 'exact' option codec={'name': 'int8'} must be a word"),
+        ("workers=8", "data.path", [], "task 'lm' option path=\\[\\] must be a word$"),
+        ("method=allreduce,reducer=gravac", "reducer.ladder", [5], "option ladder=\\[5\\] must be a word, such as 'bfloat16; int8"),
         ("workers=8", "optimizer", "adamw", "config.optimizer='adamw' must be a section of fields"),
         ("workers=8", "eval", 10, "config.eval=10 must be a section of fields"),
         ("workers=8", "pipeline.stages", "2", "pipeline.stages='2' must be a whole number"),

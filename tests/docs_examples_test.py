@@ -20,7 +20,6 @@ import ml_collections
 import numpy as np
 import pytest
 
-from configs import shorthand
 from decjax import config as parts
 from decjax import registry, train
 from launch import config_file
@@ -78,7 +77,7 @@ def config_of(arguments, folder, **instead):
     """The config of a command's arguments; a shorthand's keys may be replaced."""
     given = dict(argument.removeprefix("--").split("=", 1) for argument in arguments)
     path, _, short = given["config"].partition(":")
-    pieces = [piece for piece in shorthand.split(short) if piece and piece.partition("=")[0] not in instead]
+    pieces = [piece for piece in registry.split(short) if piece and piece.partition("=")[0] not in instead]
     pieces += [f"{key}={value}" if value else key for key, value in instead.items()]
     config = config_file.get_config(f"{folder / path}:{','.join(pieces)}")
     assert not config_file.misplaced(config, arguments)

@@ -11,7 +11,7 @@ from decjax.channel import Channel
 from decjax.optim import Method
 
 
-@registry.register("model", "line", tasks="points")
+@registry.register("model", "line")
 def line(*, degree: int = 2):
     """A polynomial y = Σ a_k x^k."""
 

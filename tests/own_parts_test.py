@@ -7,9 +7,9 @@ import ml_collections
 import numpy as np
 import pytest
 
-from configs import base
+from configs import base, digits, lm
 from decjax import config as parts
-from decjax import registry, train
+from decjax import models, reduce, registry, train
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 OWN = {
@@ -74,3 +74,46 @@ def test_options_of_another_part_are_refused_by_name():
     document["mixer"]["gamma"] = 0.5
     with pytest.raises(parts.ConfigError, match="mixer 'lazy' has no option 'gamma'; use share"):
         parts.resolve(document)
+
+
+def test_a_model_that_names_a_task_of_decjax_is_trained_by_it():
+    @registry.register("model", "narrow", tasks=("lm",))
+    def narrow(divide, *, heads: int = 3):
+        """A small decoder; its heads are none of attention, so that no group of devices has to divide them."""
+        return models.decoder_lm(width=8, hidden=heads * 8, divide=divide)
+
+    config = lm.get_config("smoke,workers=2,tensor=2")
+    config.model = parts.section("model", "narrow")
+    assert parts.resolve(config).model == ("narrow", {"heads": 3})
+    assert set(registry.partners("task", "lm", "model")) == {"decoder", "narrow"}
+    assert registry.partners("model", "narrow", "task") == ("lm",) and registry.partners("model", "line", "task") == ("points",)
+    config.model = parts.section("model", "line")
+    with pytest.raises(parts.ConfigError, match="'line' is no model of task 'lm'; use one of decoder, narrow, or give"):
+        parts.resolve(config)
+
+
+def test_a_model_without_divided_parameters_needs_no_group():
+    config = digits.get_config("workers=2,model=mlp")
+    config.tensor = 2
+    with pytest.raises(
+        parts.ConfigError, match="tensor=2: task 'images' with model 'mlp' names no parameter to divide; use tensor=1"
+    ):
+        parts.resolve(config)
+
+
+def test_only_a_reducer_that_says_so_has_warm_steps():
+    for name, traits in dict(patient={}, warm=dict(warm_steps="window")).items():
+
+        @registry.register("reducer", name, **traits)
+        def windowed(channel, *, window: int = 1000):
+            """The mean, by windows."""
+            return reduce.mean(channel)
+
+    assert (
+        parts.resolve(lm.get_config("smoke,workers=2,method=allreduce,reducer=patient")).averaging.reducer.options["window"] == 1000
+    )
+    config = lm.get_config("smoke,workers=2,method=allreduce,reducer=warm")
+    assert config.reducer.window == 2 and parts.resolve(config)
+    config.reducer.window = 20
+    with pytest.raises(parts.ConfigError, match="reducer.window=20 after reducer.start=0 is not over in steps=20.* shorter window"):
+        parts.resolve(config)

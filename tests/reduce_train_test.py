@@ -95,7 +95,7 @@ def test_resume_is_bit_exact_and_bytes_go_on(configured, tmp_path, name):
 def test_declared_bytes_are_those_of_the_compiled_step(configured, name):
     trainer = trainer_of(configured(*METHODS[name], mode="devices"))
     state, method = trainer.abstract, trainer.method
-    one = state_lib.one_device(state.params, trainer.workers)
+    one = trainer.workers.one_device(state.params)
     gradients = lambda params, batch, key: (0.0 * jax.tree.leaves(params)[0].sum(), params)
     program = engine.compile_per_phase(Step(stateless(gradients), method, trainer.workers, 0))
     for phase in dict.fromkeys(map(method.phase, range(STEPS))):

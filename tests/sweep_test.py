@@ -114,6 +114,15 @@ def test_shorthand_keys_go_into_the_argument_and_fields_into_flags(tmp_path):
     assert bare.arguments[0] == "--config=configs/lm.py" and bare.directory.parent == tmp_path
 
 
+def test_commas_within_brackets_divide_no_values():
+    nested = "hierarchical(local_size=4,outer=base_k(k=3))"
+    assert sweep.parse_sweep(f"topology={nested},ring;seed=0,1") == {"topology": [nested, "ring"], "seed": ["0", "1"]}
+    config = f"configs/lm.py:topology={nested},codec=topk(fraction=0.1,values=int4)"
+    sweep.check_apart(config, {"outer": ["1"], "values": ["2"]}, [])  # Options of a part are no keys.
+    with pytest.raises(command.UserError, match="topology is set by the sweep, .* 'topology=hierarchical.*k=3..'; leave it out"):
+        sweep.check_apart(config, {"topology": ["ring"]}, [])
+
+
 @pytest.mark.parametrize(
     "text, problem",
     [

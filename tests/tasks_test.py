@@ -23,7 +23,7 @@ TINY = {
     "quadratics": dict(dimension=5),
     "lm": dict(sample_bytes=3),
 }
-MODELS = [(name, model) for name in registry.names("task") for model in registry.part("task", name).traits["models"] or (None,)]
+MODELS = [(name, model) for name in registry.names("task") for model in registry.partners("task", name, "model") or (None,)]
 
 
 @functools.cache
@@ -85,10 +85,9 @@ def test_contract(name, model):
 
 
 def test_every_model_is_of_a_task():
-    named = {model for name in registry.names("task") for model in registry.part("task", name).traits["models"]}
-    assert named == set(registry.names("model"))
-    for name in named:
-        assert name in registry.part("task", registry.part("model", name).traits["tasks"]).traits["models"]
+    for model in registry.names("model"):
+        found = registry.partners("model", model, "task")
+        assert found and all(model in registry.partners("task", task, "model") for task in found)
 
 
 @pytest.mark.parametrize(

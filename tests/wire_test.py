@@ -12,7 +12,6 @@ from decjax import topology as topology_lib
 from decjax.hlo import wire
 from decjax.pipeline import stateless
 from decjax.train import engine
-from decjax.train import state as state_lib
 from decjax.train.step import Step
 from tests.runs import trainer_of
 
@@ -230,7 +229,7 @@ def steps(folder, argument, gradients=None, **method):
     state, method, topology = trainer.abstract, trainer.method, trainer.setup.topology
     gradient = stateless(gradients) if gradients else trainer.setup.source.gradient
     program = engine.compile_per_phase(Step(gradient, method, trainer.workers, 0))
-    one = state_lib.one_device(state.params, trainer.workers)
+    one = trainer.workers.one_device(state.params)
     num_bytes = sum(4 * leaf.size for leaf in jax.tree.leaves(one))
     found = {}
     for step in range((topology.period if topology else 1) * method.every):

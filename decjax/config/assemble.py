@@ -188,8 +188,7 @@ def trace_start(setup: Setup) -> None:
     params = jax.tree.map(lambda x: jax.ShapeDtypeStruct((workers.num_workers, *x.shape), x.dtype), whole)
     for init in (method.tx.init, setup.source.init):
         jax.eval_shape(workers.map(init, (0,)), params)
-    one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[workers.num_axes :], x.dtype), params)
-    method.num_bytes(one, method.phase(setup.spec.steps - 1))
+    method.num_bytes(workers.one_device(params), method.phase(setup.spec.steps - 1))
 
 
 def check_memory(setup: Setup) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from decjax import registry
+from decjax import registry, tasks
 from decjax.config.spec import AUTO, RunSpec
 from decjax.optim.method import Method
 
@@ -94,17 +94,35 @@ def check_together(spec: RunSpec) -> None:
         rate = getattr(spec, section).options.get(name, 1.0)
         if not rate > 0:
             raise ValueError(f"{section}.{name}={rate} must be positive; use a number such as 1e-3")
-    for name in ("heads", "hidden", "vocabulary"):
-        value = (spec.model.options if spec.model else {}).get(name)
-        if spec.tensor > 1 and value is None:
-            raise ValueError(f"tensor={spec.tensor}: model {spec.model and spec.model.name!r} cannot be divided; use tensor=1")
-        if value is not None and value % spec.tensor:
-            raise ValueError(
-                f"model.{name}={value} is not divisible by tensor={spec.tensor}, the devices that "
-                f"divide it; use tensor={math.gcd(value, spec.tensor)}"
-            )
+    _check_model(spec)
     _check_communicates(spec)
     _check_stages(spec)
+
+
+def check_divided(spec: RunSpec, task: tasks.Task) -> None:
+    """Raises a ValueError for a tensor-parallel group with a task that names no parameter to divide."""
+    if spec.tensor > 1 and not task.divided:
+        model = f" with model {spec.model.name!r}" if spec.model else ""
+        raise ValueError(f"tensor={spec.tensor}: task {spec.task.name!r}{model} names no parameter to divide; use tensor=1")
+
+
+def _check_model(spec: RunSpec) -> None:
+    """Raises a ValueError for a model that the task cannot train, and for sizes that a tensor-parallel group does not divide."""
+    if not spec.model:
+        return
+    name, options = spec.model
+    fitting = registry.partners("task", spec.task.name, "model")
+    if name not in fitting:
+        raise ValueError(
+            f"config.model.name={name!r} is no model of task {spec.task.name!r}; use one of {', '.join(fitting)}, or give a model of "
+            f"your own the trait tasks=({spec.task.name!r},)"
+        )
+    for size in registry.part("model", name).traits.get("divisible", ()):
+        if options[size] % spec.tensor:
+            raise ValueError(
+                f"model.{size}={options[size]} is not divisible by tensor={spec.tensor}, the devices that "
+                f"divide it; use tensor={math.gcd(options[size], spec.tensor)}"
+            )
 
 
 def _check_communicates(spec: RunSpec) -> None:
@@ -122,11 +140,12 @@ def _check_communicates(spec: RunSpec) -> None:
             f"reducer.start={averaging.start} is not reached in steps={spec.steps}, so reducer {averaging.reducer.name!r} would "
             f"never be used; use less than {-(-spec.steps // every)}, or reducer 'mean'"
         )
-    window = averaging.reducer.options.get("window", 0)
-    if window and (averaging.start + window) * every >= spec.steps:
+    option = registry.part("reducer", averaging.reducer.name).traits.get("warm_steps", "")
+    warm_steps = averaging.reducer.options.get(option) or 0
+    if (averaging.start + warm_steps) * every >= spec.steps:
         raise ValueError(
-            f"reducer.window={window} after reducer.start={averaging.start} is not over in steps={spec.steps}, so reducer "
-            f"{averaging.reducer.name!r} would compress nothing; use a shorter window, or reducer 'mean'"
+            f"reducer.{option}={warm_steps} after reducer.start={averaging.start} is not over in steps={spec.steps}, so reducer "
+            f"{averaging.reducer.name!r} would compress nothing; use a shorter {option}, or reducer 'mean'"
         )
 
 

@@ -110,7 +110,8 @@ def _spec(document: dict[str, Any]) -> RunSpec:
     task = registry.part("task", _field("task", document, str))
     chooses = method.traits.get("chooses", ())
     expected = {*PLAIN, *GROUPS, *chooses, "task", "data", "schedule", "method", "pipeline"}
-    expected |= ({"topology"} if "mixer" in chooses else set()) | ({"model"} if task.traits.get("models") else set())
+    expected |= {"topology"} if "mixer" in chooses else set()
+    expected |= {"model"} if registry.partners("task", task.name, "model") else set()
     for field in sorted(document.keys() - expected - {"boundary"}):
         raise ValueError(f"config.{field} changes nothing with method {method.name!r} and task {task.name!r}; leave it out")
     for field in sorted(expected - document.keys()):
@@ -204,6 +205,7 @@ def _check_parts(spec: RunSpec) -> RunSpec:
         count = selective.choose(spec, assemble.on_paper(in_all))
         spec = spec._replace(averaging=spec.averaging._replace(stages=str(count)))
     setup = assemble.on_paper(spec)
+    checks.check_divided(spec, setup.task)
     checks.check_engine(spec.engine, setup.method)
     selective.check_boundary(spec, setup)
     assemble.trace_start(setup)

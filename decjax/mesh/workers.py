@@ -155,6 +155,10 @@ class Workers:
 
         return jax.jit(copy, out_shardings=self.shardings(jax.eval_shape(copy, tree)))(tree)
 
+    def one_device(self, tree: Any) -> Any:
+        """Shapes and dtypes of one worker's, or one stage's, part of stacked state."""
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[self.num_axes :], x.dtype), tree)
+
     def build(self, values: Callable[[int], Any]) -> Any:
         """Stacked arrays made of a pytree `values(worker)` for each worker of this process, the same for all its stages."""
         rows = [jax.tree.map(np.asarray, values(worker)) for worker in self.own]

@@ -39,7 +39,8 @@ class Model(NamedTuple):
         context: T, the longest sequence the model accepts.
         parts: the model split up for pipelines; None if it cannot be divided.
         divided: pairs of the end of a parameter's path, such as "up/kernel", and the axis (negative, counted from the end) along
-            which that parameter is divided within a tensor-parallel group.
+            which that parameter is divided within a tensor-parallel group. The trait `divisible` of a registered model names the
+            options that the size of the group has to divide.
         vocabulary: V; tokens are 0 … V − 1.
     """
 
@@ -251,7 +252,7 @@ def _decoder_parts(
     return Parts(cut, join, embed, blocks, logits, nll, activation, depth, tied)
 
 
-@registry.register("model", "decoder", tasks="lm")
+@registry.register("model", "decoder", divisible=("heads", "hidden", "vocabulary"))
 def decoder_lm(
     *,
     vocabulary: int = 256,

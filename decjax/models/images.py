@@ -55,7 +55,7 @@ class MLP(nnx.Module):
         return self.head(jax.nn.relu(self.up(x_BxHxWxC.reshape(len(x_BxHxWxC), -1))))
 
 
-@registry.register("model", "mlp", tasks="images")
+@registry.register("model", "mlp")
 def mlp(*, hidden: int = 128) -> Build:
     """A multilayer perceptron with one hidden layer; it compiles faster than a ResNet.
 

@@ -79,7 +79,7 @@ class ResNet(nnx.Module):
         return self.head(x_BxHxWxC.mean(axis=(1, 2)))
 
 
-@registry.register("model", "resnet", tasks="images")
+@registry.register("model", "resnet")
 def resnet(*, depth: int = 8, width: int = 8, norm: str = "batch") -> images.Build:
     """A residual network for small images (He et al. 2015, arXiv 1512.03385, section 4.2).
 

@@ -45,7 +45,13 @@ class GravacState(NamedTuple):
 
 
 @registry.register(
-    "reducer", "gravac", adaptive=True, needs="ladder of codecs", messages="compressed gradients", memory="1 copy and 1/N"
+    "reducer",
+    "gravac",
+    adaptive=True,
+    warm_steps="window",
+    needs="ladder of codecs",
+    messages="compressed gradients",
+    memory="1 copy and 1/N",
 )
 def gravac(
     channel: Channel = Channel(),

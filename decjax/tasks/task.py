@@ -42,9 +42,9 @@ class Data(NamedTuple):
 class Task(NamedTuple):
     """A task: the loss of a model, its data and its metrics, as pure functions of plain pytrees.
 
-    A registered factory takes the built model as `model`, and its trait `models` names the models that it can train. Models of
-    images come as a function that the task calls with the images' shape and classes (see `models.ImageModel`). The factory raises a
-    ValueError for an option that is out of range or does not fit the model.
+    A registered factory takes the built model as `model`. Its trait `models` names the models that it can train; further ones name
+    the task in their trait `tasks`. Models of images come as a function that the task calls with the images' shape and classes (see
+    `models.ImageModel`). The factory raises a ValueError for an option that is out of range or does not fit the model.
 
     Attributes:
         init: `init(key) -> params`.

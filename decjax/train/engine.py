@@ -26,7 +26,6 @@ from decjax.config.checks import check_engine
 from decjax.hlo import wire
 from decjax.optim.method import Method
 from decjax.train import divide
-from decjax.train import state as state_lib
 from decjax.train.step import Step
 
 PARTS = 2  # of a split exchange, at most
@@ -79,7 +78,7 @@ def compile_per_phase(step: Step, engine: str = "fused") -> Callable[..., Progra
                 found = [wire.bytes_by_axis(executable.as_text(), workers) for executable in executables]  # pyright: ignore[reportArgumentType]
                 sent = {axis: sum(of[axis] for of in found) for axis in found[0]}
             if workers.simulated or phase is None:
-                sent["worker"] = workers.stages * method.num_bytes(state_lib.one_device(state.params, workers), phase)
+                sent["worker"] = workers.stages * method.num_bytes(workers.one_device(state.params), phase)
             compiled[phase] = Program(run, sent, executables)
         return compiled[phase]
 

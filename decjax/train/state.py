@@ -24,11 +24,6 @@ class State(NamedTuple):
     source: Any = ()
 
 
-def one_device(tree: Any, workers: mesh.Workers) -> Any:
-    """Shapes and dtypes of one worker's, or one stage's, part of a stacked tree."""
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[workers.num_axes :], x.dtype), tree)
-
-
 def mean_over_workers(params: Any, weight_N: jax.Array | np.ndarray | None = None) -> Any:
     """The averaged model x̄ = (1/N) Σ_i x_i, with weights Σ_i y_i x_i / Σ_i y_i, in float32 at least; integers are worker 0's."""
 

@@ -107,7 +107,7 @@ class Trainer:
     def _usage(self) -> tuple[Callable[[Any], jax.Array], list[float]]:
         """(program that reads `method.usage`, bytes that a device sends in a step of each phase)."""
         assert self.method.usage is not None
-        one = state_lib.one_device(self.abstract.params, self.workers)
+        one = self.workers.one_device(self.abstract.params)
         bytes_P = [self.method.num_bytes(one, phase).mean() for phase in self.method.phases]
         return self.workers.jit(self.method.usage, (0,)), bytes_P
 
@@ -162,7 +162,7 @@ class Trainer:
         shardings = workers.shardings(self.abstract)
         compiled = jax.jit(consensus, out_shardings=shardings, donate_argnums=0).lower(self.abstract).compile()
         if workers.simulated:
-            one = state_lib.one_device(self.abstract.params, workers)
+            one = workers.one_device(self.abstract.params)
             sent_N = workers.stages * reduce.mean().num_bytes(one, workers.num_workers)
         else:
             sent_N = wire.bytes_by_axis(compiled.as_text(), workers)["worker"]  # pyright: ignore[reportArgumentType]

@@ -16,7 +16,6 @@ import numpy as np
 from configs import lm
 from decjax import config as parts
 from decjax import train
-from decjax.train import state as state_lib
 from experiments import script
 from experiments.bench.box.serve import serve
 from experiments.bench.stepper import Stepper
@@ -70,7 +69,7 @@ class Worker:
         period = len({stepper.trainer.method.phase(step) for step in range(64)})
         for step in range(period):
             stepper.compile(step)
-        params = state_lib.one_device(stepper.state.params, stepper.trainer.workers)
+        params = stepper.trainer.workers.one_device(stepper.state.params)
         return {"period": period, "parameters": sum(x.size for x in jax.tree.leaves(params))}
 
     def steps(self, method: str, count: int, pause_s: tuple[float, float] = (0.0, 0.0), seed: int = 0) -> list[float]:
