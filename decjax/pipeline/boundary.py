@@ -172,7 +172,7 @@ def _link(codec: codecs.Codec, error: str, slots: int) -> links.Link:
             "or, where errors are not remembered, 'bounded(raw=False)'"
         )
     if error == "none":
-        return links.remembering(links.memoryless, _as_matrix(codec))
+        return links.remembering(codecs.feedback.memoryless, _as_matrix(codec))
     codec = _as_matrix(codecs.feedback.contractive(codec))
     if error == "samples":
         return links.per_sample(codec, slots)
