@@ -68,7 +68,12 @@ __all__ = [
     "track",
 ]
 
-_SOURCE = pathlib.Path(__file__).parent.parent / "pyproject.toml"  # Of a source tree, where the package need not be installed.
-__version__ = (
-    tomllib.loads(_SOURCE.read_text())["project"]["version"] if _SOURCE.is_file() else importlib.metadata.version("decjax")
-)
+
+def _version(folder: pathlib.Path) -> str:
+    """The version in `folder` if it is the source tree, where the package need not be installed; else that of the installed one."""
+    source = folder / "pyproject.toml"
+    project = tomllib.loads(source.read_text()).get("project", {}) if source.is_file() else {}
+    return project["version"] if project.get("name") == "decjax" else importlib.metadata.version("decjax")
+
+
+__version__ = _version(pathlib.Path(__file__).parent.parent)

@@ -83,7 +83,7 @@ class Coded:
 
         def of_array(bucket):
             shape = codecs.seen_shape(self.codec, layout.shapes[bucket.leaves[0]], codecs.working_dtype(bucket.dtype))
-            return codecs.shown(self.codec, lambda *_: shape)
+            return codecs.reshaped(self.codec, lambda *_: shape)
 
         return [of_array(bucket) for bucket in layout.buckets]
 

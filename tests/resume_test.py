@@ -3,6 +3,7 @@
 import json
 import shutil
 from typing import Any, NamedTuple
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ import pytest
 from configs import digits
 from decjax import registry, train
 from decjax.optim import DecentralizeState
+from decjax.train import checkpoint
 from decjax.train import state as state_lib
 from tests.runs import run_of
 from tests.tiny_runs import RICH, STEPS, assert_equal_states, forget_after, launch, losses, prepare, reference, rows, text  # noqa: F401
@@ -187,6 +189,14 @@ def test_a_run_that_ended_before_its_first_checkpoint_starts_again(prepare, refe
     assert losses(run) == losses(reference)
 
 
+def test_metrics_are_not_judged_by_a_config_that_came_after_them(prepare, tmp_path):
+    """Of a run that was killed before its first checkpoint, and one that would save more often but ended before its first step."""
+    argument, run = "optimizer=adamw,workers=2,simulate", tmp_path / "run"
+    prepare(argument, workdir=run, **{"checkpoint.every": 500})
+    (run / "metrics.jsonl").write_text("".join(f'{{"step": {step}, "kind": "train"}}\n' for step in (4, 8)))
+    assert [prepare(argument, workdir=run).note for _ in range(2)] == ["no checkpoint yet: starting again", ""]
+
+
 def test_metrics_that_lack_steps_before_the_checkpoint_are_told(prepare, reference, tmp_path, capsys):
     run = forget_after(reference, 8, tmp_path / "run")
     (run / "metrics.jsonl").write_text("".join((run / "metrics.jsonl").read_text().splitlines(keepends=True)[:1]))
@@ -236,6 +246,20 @@ def test_resume_from_takes_what_has_the_same_arrays(prepare, saved, tmp_path):
     """Of another method, topology, mixer and number of workers."""
     for argument in ("mixer=choco,topology=ring,workers=3", "method=tracking,workers=2", "method=allreduce,workers=2"):
         assert prepare(f"{argument},optimizer=adamw,simulate", resume_from=saved).start == 4
+
+
+def test_a_run_that_cannot_begin_holds_nothing(prepare, saved, tmp_path, monkeypatch):
+    """Also while its error is kept, with all frames that it came from, as a notebook keeps the last one."""
+    closed = []
+    close, fail = checkpoint.Checkpoints.close, mock.Mock(side_effect=train.TrainingError("nothing arrives"))
+    with monkeypatch.context() as patched:
+        patched.setattr(train.Trainer, "check_exchanges", fail)
+        patched.setattr(checkpoint.Checkpoints, "close", lambda self: closed.append(self) or close(self))
+        with pytest.raises(train.TrainingError) as kept:
+            prepare("optimizer=adamw,workers=2,simulate", workdir=tmp_path / "run", resume_from=saved)
+    assert len(closed) == 2, "its own checkpoints, and those of the other run"
+    assert prepare("optimizer=adamw,workers=2,simulate", workdir=tmp_path / "run", resume_from=saved).start == 4
+    assert str(kept.value) == "nothing arrives"
 
 
 def test_a_damaged_checkpoint_of_another_run_stays_where_it_is(prepare, saved, tmp_path):

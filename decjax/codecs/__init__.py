@@ -21,7 +21,17 @@ from decjax.codecs.bitwise import natural, scaled_sign, sign
 from decjax.codecs.blocks import int2, int4, int8, integers, qsgd, ternary
 from decjax.codecs.bounded import bounded
 from decjax.codecs.cast import bfloat16, float8_e4m3, float8_e5m2, float16, identity
-from decjax.codecs.codec import Codec, Traits, finite, matrix_shape, message_bytes, of_any_shape, seen_shape, shown, working_dtype
+from decjax.codecs.codec import (
+    Codec,
+    Traits,
+    finite,
+    matrix_shape,
+    message_bytes,
+    of_any_shape,
+    reshaped,
+    seen_shape,
+    working_dtype,
+)
 from decjax.codecs.dct import dct
 from decjax.codecs.low_rank import low_rank, revived
 from decjax.codecs.sparse import block_topk, randomk, threshold, topk
@@ -53,10 +63,10 @@ __all__ = [
     "of_any_shape",
     "qsgd",
     "randomk",
+    "reshaped",
     "revived",
     "scaled_sign",
     "seen_shape",
-    "shown",
     "sign",
     "ternary",
     "threshold",

@@ -149,7 +149,7 @@ def seen_shape(codec: Codec, shape: tuple[int, ...], dtype: Any) -> tuple[int, .
     return (size,)
 
 
-def shown(codec: Codec, seen: Callable[[tuple[int, ...], Any], tuple[int, ...]]) -> Codec:
+def reshaped(codec: Codec, seen: Callable[[tuple[int, ...], Any], tuple[int, ...]]) -> Codec:
     """A codec that reshapes arrays of shape `shape` to `seen(shape, dtype)` before it encodes them."""
     contractive = codec.traits.contractive
     return dataclasses.replace(
@@ -166,7 +166,7 @@ def of_any_shape(codec: Codec) -> Codec:
     """The same codec for arrays of any shape; one that sees matrices gets arrays in the shape of `seen_shape`."""
     if not codec.traits.matrix:
         return codec
-    return shown(codec, lambda shape, dtype: seen_shape(codec, tuple(shape), working_dtype(dtype)))
+    return reshaped(codec, lambda shape, dtype: seen_shape(codec, tuple(shape), working_dtype(dtype)))
 
 
 def finite(tree: Any) -> jax.Array:

@@ -161,12 +161,19 @@ def none(codec: Codec) -> Feedback:
     """No memory: c = C(g). The codec must be unbiased, so that what messages lose is zero on average."""
     if codec.traits.unbiased is None:
         raise ValueError(f"codec {codec.name!r} is biased, and without a memory its errors would add up; use 'residual'")
+    return memoryless(codec)
+
+
+def memoryless(codec: Codec) -> Feedback:
+    """`none` of any codec, for messages whose errors may be lost; the codec's own state, if it has one, is kept."""
 
     def encode(x, memory, key):
         message = codec.encode(x, memory.codec, key)
         return message, Memory(codec.advance(memory.codec, message), (), ())
 
-    return Feedback(codec, lambda shape, dtype: Memory(codec.init(shape, dtype), (), ()), encode, _replace, lambda: none(codec))
+    return Feedback(
+        codec, lambda shape, dtype: Memory(codec.init(shape, dtype), (), ()), encode, _replace, lambda: memoryless(codec)
+    )
 
 
 def contracted(codec: Codec) -> Codec:

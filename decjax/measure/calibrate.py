@@ -19,12 +19,12 @@ The time of the messages follows from their bytes.
 
 from collections.abc import Callable, Sequence
 import dataclasses
+import functools
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 
 from decjax import buckets, codecs
 from decjax import config as config_lib
@@ -33,7 +33,6 @@ from decjax.errors import ConfigError
 from decjax.gossip import rounds as rounds_lib
 from decjax.measure import silence
 from decjax.measure.rounds import Actions, Stopwatch, take_rounds
-from decjax.train.state import State
 from decjax.train.trainer import Trainer
 
 LEAST_BYTES = 2**20  # of the largest message: the time of smaller ones is mostly latency
@@ -258,12 +257,7 @@ def form(name: str, spec: config_lib.RunSpec) -> Form:
 
 def _silent_update(trainer: Trainer, phase: int | None = None, sums: list[float] | None = None) -> Callable[..., Any]:
     """The update of a worker, without its messages: all that it computes after its gradient."""
-
-    def update(state, grads):
-        updates, opt_state = trainer.method.tx.update(grads, state.opt_state, state.params, phase=phase)
-        return State(optax.apply_updates(state.params, updates), opt_state, state.source)
-
-    return silence.silent(update, trainer.workers.axis, sums)
+    return silence.silent(functools.partial(trainer.step_parts.update, phase=phase), trainer.workers.axis, sums)
 
 
 def coding_actions(forms: Sequence[Form]) -> Actions:

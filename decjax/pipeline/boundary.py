@@ -172,7 +172,7 @@ def _link(codec: codecs.Codec, error: str, slots: int) -> links.Link:
             "or, where errors are not remembered, 'bounded(raw=False)'"
         )
     if error == "none":
-        return links.remembering(links.memoryless, _as_matrix(codec))
+        return links.remembering(codecs.feedback.memoryless, _as_matrix(codec))
     codec = _as_matrix(codecs.feedback.contractive(codec))
     if error == "samples":
         return links.per_sample(codec, slots)
@@ -181,7 +181,7 @@ def _link(codec: codecs.Codec, error: str, slots: int) -> links.Link:
 
 def _as_matrix(codec: codecs.Codec) -> codecs.Codec:
     """The codec applied to B×T×D as the matrix I×J = (B·T)×D, and to vectors as they are."""
-    return codecs.shown(codec, lambda shape, dtype: (math.prod(shape[:-1]), shape[-1]) if len(shape) > 1 else shape)
+    return codecs.reshaped(codec, lambda shape, dtype: (math.prod(shape[:-1]), shape[-1]) if len(shape) > 1 else shape)
 
 
 def _reusing(boundary: Boundary, backward: codecs.Codec | None, forward: codecs.Codec | None) -> Boundary:

@@ -100,17 +100,6 @@ def settled(codec: codecs.Codec, dtype: Any) -> codecs.Codec:
     return dataclasses.replace(codec, decode=decode)
 
 
-def memoryless(codec: codecs.Codec) -> codecs.feedback.Feedback:
-    """A codec without memory of its errors; the codec's own state, if it has one, is kept."""
-
-    def encode(x, memory, key):
-        message = codec.encode(x, memory.codec, key)
-        return message, memory._replace(codec=codec.advance(memory.codec, message))
-
-    init = lambda shape, dtype: codecs.feedback.Memory(codec.init(shape, dtype), (), ())
-    return codecs.feedback.Feedback(codec, init, encode, lambda estimate, arrived: arrived, lambda: memoryless(codec))
-
-
 def flushed(x: jax.Array, sender: codecs.feedback.Memory, place: Place) -> tuple[jax.Array, codecs.feedback.Memory]:
     """(x + e in x's dtype, sender's state with e = its rounding error): an uncompressed message with the remembered error."""
     error = sender.error[place.chunk]

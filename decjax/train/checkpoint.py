@@ -9,7 +9,7 @@ import fcntl
 import functools
 import json
 import pathlib
-from typing import IO, Any
+from typing import Any
 import zlib
 
 from absl import logging
@@ -30,25 +30,30 @@ FREE_KEYS = ("eval.", "checkpoint.", "log_every", "data.sample_bytes", "engine")
 VERSION = 2  # of the checksums; checkpoints without this entry are of version 1
 
 
-def claim(workdir: pathlib.Path, config: dict) -> IO | None:
+def claim(workdir: pathlib.Path, config: dict) -> contextlib.ExitStack:
     """Makes `workdir` the directory of a run with this config, or checks that it already is. A collective.
 
     Process 0 checks the directory, creates it and writes the resolved config; the others wait for it. A directory in which nothing
-    was saved yet may be claimed with another config.
+    was saved yet may be claimed with another config; the metrics that are there belong to the config before, and are removed.
 
     Returns:
-        A lock that keeps other runs out until it is closed; None in processes other than 0.
+        What keeps other runs out until it is closed.
 
     Raises:
         CheckpointError: if the directory cannot be written, is in use, or belongs to a run with another config.
     """
-    lock = _claim(workdir, json.loads(json.dumps(config))) if jax.process_index() == 0 else None
-    if jax.process_count() > 1:
-        multihost_utils.sync_global_devices("decjax-claim")
-    return lock
+    with contextlib.ExitStack() as held:
+        if jax.process_index() == 0:
+            document = json.loads(json.dumps(config))
+            _check(workdir, document)
+            _take(workdir, document, held)
+        if jax.process_count() > 1:
+            multihost_utils.sync_global_devices("decjax-claim")
+        return held.pop_all()
 
 
-def _claim(workdir: pathlib.Path, config: dict) -> IO:
+def _check(workdir: pathlib.Path, config: dict) -> None:
+    """Raises a CheckpointError if the directory is not one in which a run with this config may begin or go on."""
     path, folder = workdir / "config.json", workdir / "checkpoints"
     if folder.exists() and not folder.is_dir():
         raise CheckpointError(f"{folder} is a file where a folder must be; move it away, or choose another --workdir")
@@ -76,12 +81,17 @@ def _claim(workdir: pathlib.Path, config: dict) -> IO:
         raise CheckpointError(
             f"{workdir} holds {lost} but no checkpoints, from which it could go on; put them back, or choose another --workdir"
         )
+
+
+def _take(workdir: pathlib.Path, config: dict, held: contextlib.ExitStack) -> None:
+    """Locks the directory, until `held` is closed, and makes it one of this config."""
     try:
         workdir.mkdir(parents=True, exist_ok=True)
-        lock = (workdir / ".lock").open("w")
+        lock = held.enter_context((workdir / ".lock").open("w"))
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        metrics.write_whole(path, json.dumps(config, indent=2) + "\n")
-        return lock
+        if not has_checkpoints(workdir):
+            (workdir / "metrics.jsonl").unlink(missing_ok=True)  # First: `_lost` judges them by the config that is there.
+        metrics.write_whole(workdir / "config.json", json.dumps(config, indent=2) + "\n")
     except BlockingIOError as error:
         raise CheckpointError(
             f"workdir {str(workdir)!r} is in use by a run that is still going; wait for it, or choose another --workdir"

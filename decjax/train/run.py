@@ -95,21 +95,22 @@ class Run:
         self.trainer, self.spec, self.workers = trainer, trainer.spec, trainer.workers
         self.workdir = pathlib.Path(workdir)
         config.check_memory(trainer.setup)
-        origin = None
-        if resume_from is not None and not checkpoint.has_checkpoints(self.workdir):
-            origin = self._open(pathlib.Path(resume_from))  # Raises its errors before anything is written.
-        self._lock = checkpoint.claim(self.workdir, self.spec.document)
-        self.checkpoints = checkpoint.Checkpoints(self.workdir, keep=self.spec.checkpoint.keep)
+        self.note = "no checkpoint yet: starting again" if metrics.read(self.workdir) else ""
         self.first = jax.process_index() == 0
         self._trackers: list[metrics.Tracker] = []  # made by `train`, in the first process
         # `first_step` is the step from which this run's time and bytes are counted.
         self.counters = {"time_s": 0.0, "bytes_sent_per_worker": 0.0, "first_step": 0, "corpus": trainer.data.fingerprint}
         if self.workers.stages > 1 and not self.workers.simulated:
             self.counters["bytes_between_stages_per_worker"] = 0.0
-        self.note = ""
-        self.start, self.state = self._restore(origin)
-        trainer.check_exchanges()
-        self._counted = trainer.bytes_by_usage(self.state)  # how many of these bytes the counters include already
+        # The other run raises its errors before anything is written.
+        with self._origin(resume_from) as origin, contextlib.ExitStack() as held:
+            held.enter_context(checkpoint.claim(self.workdir, self.spec.document))
+            self.checkpoints = checkpoint.Checkpoints(self.workdir, keep=self.spec.checkpoint.keep)
+            held.callback(self.checkpoints.close)
+            self.start, self.state = self._restore(origin)
+            trainer.check_exchanges()
+            self._counted = trainer.bytes_by_usage(self.state)  # how many of these bytes the counters include already
+            self._held = held.pop_all()  # until `train` ends
 
     # -- Beginning ----------------------------------------------------------------------------------------------------
 
@@ -124,14 +125,19 @@ class Run:
             self.counters |= counters
             self.note = f"continuing from step {step}"
             return step, state
-        if origin is None:
-            self.note = "no checkpoint yet: starting again" if metrics.read(self.workdir) else ""
-            return 0, self.trainer.init()
-        return self._restore_resized(origin)
+        return (0, self.trainer.init()) if origin is None else self._restore_resized(origin)
 
-    def _open(self, folder: pathlib.Path) -> Origin:
-        """The run to start from; a CheckpointError if it does not exist, or its model or division into stages is another."""
-        checkpoints = checkpoint.Checkpoints(folder, read_only=True)
+    @contextlib.contextmanager
+    def _origin(self, folder: str | os.PathLike | None) -> Iterator[Origin | None]:
+        """The run to start from, while inside; None without one, or if this run has checkpoints of its own."""
+        if folder is None or checkpoint.has_checkpoints(self.workdir):
+            yield None
+            return
+        with contextlib.closing(checkpoint.Checkpoints(pathlib.Path(folder), read_only=True)) as checkpoints:
+            yield self._checked(pathlib.Path(folder), checkpoints)
+
+    def _checked(self, folder: pathlib.Path, checkpoints: checkpoint.Checkpoints) -> Origin:
+        """The run in a folder; a CheckpointError if there is none, or its model or division into stages is another."""
         step = checkpoints.latest()
         try:
             theirs = config.read(json.loads((folder / "config.json").read_text()))
@@ -239,8 +245,7 @@ class Run:
             Diverged: if a loss or a parameter is not finite; the last good checkpoint is kept.
             CheckpointError: if the disk is full, or the directory can no longer be written.
         """
-        with contextlib.ExitStack() as stack:
-            stack.callback(self._close)
+        with self._held as stack:
             if self.start == self.spec.steps and (summary := self._summary()):
                 return Outcome(self.start, None, summary, None, is_old=True)
             if self.first:
@@ -268,11 +273,6 @@ class Run:
         except (OSError, ValueError):
             return None
         return summary if isinstance(summary, dict) and summary.keys() >= set(REPORTED) else None
-
-    def _close(self) -> None:
-        self.checkpoints.close()
-        if self._lock:
-            self._lock.close()
 
     def _record(self, kind: str, step: int, values: dict[str, float]) -> None:
         for tracker in self._trackers:
