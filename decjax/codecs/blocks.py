@@ -17,6 +17,8 @@ Scales are float32, or float64 for float64 values. A block whose largest magnitu
 decoded to zeros.
 """
 
+import dataclasses
+import functools
 import math
 
 import jax.numpy as jnp
@@ -34,44 +36,55 @@ def quantized(name: str, *, levels: int, width: int, block: int, rounding: str, 
         raise ValueError(f"{name} block={block} must be a positive multiple of 8, so that blocks end where bytes do; try 256")
     if rounding not in ROUNDINGS:
         raise ValueError(f"{name} rounding={rounding!r} is unknown; use one of {', '.join(ROUNDINGS)}")
-    stochastic = rounding == "stochastic"
+    form = _Quantized(levels, width, block, rounding == "stochastic", euclidean)
+    traits = Traits(unbiased=form.omega, random=True) if form.stochastic else Traits(contractive=form.delta)
+    return Codec(name=name, encode=form.encode, decode=form.decode, num_bytes=form.num_bytes, traits=traits)
 
-    def encode(x, state, key):
-        seed = noise.words(key) if stochastic else None
 
-        def coded(x_MxB, start):
-            scale_Mx1 = magnitude(x_MxB)
-            tiny = levels * jnp.finfo(x_MxB.dtype).tiny
-            if euclidean:  # Of x/max, whose squares neither overflow nor vanish.
-                unit_MxB = x_MxB * jnp.where(scale_Mx1 < tiny, 0, 1 / scale_Mx1)
-                scale_Mx1 = scale_Mx1 * jnp.sqrt(jnp.square(unit_MxB).sum(axis=1, keepdims=True))
-            shift = noise.uniform(x_MxB.shape, seed, start) if seed is not None else 0.5
-            # Shifted to positive numbers, where the cast to integers rounds down; sums of floats may reach the next number.
-            steps_MxB = x_MxB * jnp.where(scale_Mx1 < tiny, 0, levels / scale_Mx1) + (shift + levels)
-            return jnp.minimum(steps_MxB.astype(jnp.int32), 2 * levels).astype(jnp.uint8), scale_Mx1[:, 0] / levels
+@dataclasses.dataclass(frozen=True)
+class _Quantized:
+    """The codec's functions."""
 
-        codes_MxB, scales_M = by_rows(coded, x, block)
-        return {"codes": bits.pack(codes_MxB.ravel(), width)[: bits.packed_bytes(x.size, width)], "scales": scales_M}
+    levels: int
+    width: int
+    block: int
+    stochastic: bool
+    euclidean: bool
 
-    def decode(message, shape, dtype):
-        codes = bits.unpack(message["codes"], width, math.prod(shape))
-        steps_MxB = rows(codes.astype(message["scales"].dtype), block) - levels
+    def encode(self, x, state, key):
+        seed = noise.words(key) if self.stochastic else None
+        codes_MxB, scales_M = by_rows(functools.partial(self.coded, seed), x, self.block)
+        return {"codes": bits.pack(codes_MxB.ravel(), self.width)[: bits.packed_bytes(x.size, self.width)], "scales": scales_M}
+
+    def coded(self, seed, x_MxB, start):
+        """Codes and scales of some blocks; `start` is the index of their first value, and `seed` that of the rounding, if it is random."""
+        scale_Mx1 = magnitude(x_MxB)
+        tiny = self.levels * jnp.finfo(x_MxB.dtype).tiny
+        if self.euclidean:  # Of x/max, whose squares neither overflow nor vanish.
+            unit_MxB = x_MxB * jnp.where(scale_Mx1 < tiny, 0, 1 / scale_Mx1)
+            scale_Mx1 = scale_Mx1 * jnp.sqrt(jnp.square(unit_MxB).sum(axis=1, keepdims=True))
+        shift = noise.uniform(x_MxB.shape, seed, start) if seed is not None else 0.5
+        # Shifted to positive numbers, where the cast to integers rounds down; sums of floats may reach the next number.
+        steps_MxB = x_MxB * jnp.where(scale_Mx1 < tiny, 0, self.levels / scale_Mx1) + (shift + self.levels)
+        return jnp.minimum(steps_MxB.astype(jnp.int32), 2 * self.levels).astype(jnp.uint8), scale_Mx1[:, 0] / self.levels
+
+    def decode(self, message, shape, dtype):
+        codes = bits.unpack(message["codes"], self.width, math.prod(shape))
+        steps_MxB = rows(codes.astype(message["scales"].dtype), self.block) - self.levels
         return from_rows(steps_MxB * message["scales"][:, None], shape, dtype)
 
-    def num_bytes(shape, dtype):
-        return bits.packed_bytes(math.prod(shape), width) + scale_bytes(shape, dtype, block)
+    def num_bytes(self, shape, dtype):
+        return bits.packed_bytes(math.prod(shape), self.width) + scale_bytes(shape, dtype, self.block)
 
-    def omega(size):
-        n = min(block, max(1, size))
-        if euclidean:
-            return min(n / levels**2, math.sqrt(n) / levels)
-        return (math.sqrt(1 + (n - 1) / levels**2) - 1) / 2
+    def omega(self, size):
+        n = min(self.block, max(1, size))
+        if self.euclidean:
+            return min(n / self.levels**2, math.sqrt(n) / self.levels)
+        return (math.sqrt(1 + (n - 1) / self.levels**2) - 1) / 2
 
-    def delta(shape):
-        return 1 / (1 + (min(block, max(1, math.prod(shape))) - 1) / (2 * levels) ** 2)
-
-    traits = Traits(unbiased=omega, random=True) if stochastic else Traits(contractive=delta)
-    return Codec(name=name, encode=encode, decode=decode, num_bytes=num_bytes, traits=traits)
+    def delta(self, shape):
+        n = min(self.block, max(1, math.prod(shape)))
+        return 1 / (1 + (n - 1) / (2 * self.levels) ** 2)
 
 
 @registry.register("codec", "integers", messages="2 to 8 bits a value, a scale per block")

@@ -13,6 +13,7 @@ the energy, and topk of the same size keeps 8.4 %.
 Indices are sent as the smallest unsigned integers that fit; random-k sends a seed and no indices.
 """
 
+import dataclasses
 import functools
 import math
 from typing import Any
@@ -216,42 +217,51 @@ def block_topk(fraction: float = 0.01, k: int = 1, values: Codec | str = "identi
         raise ValueError(
             f"block_topk of k={k} in groups of {group}: groups may have 4096 values; use a larger fraction or a smaller k"
         )
-    low = np.uint32(2 ** (group - 1).bit_length() - 1)
+    form = _BlockTopk(k, group, np.uint32(2 ** (group - 1).bit_length() - 1))
+    return _sparse("block_topk", form.count, form.select, form.positions, form.num_index_bytes, values, kept=form.kept)
 
-    def select(x_P, key):
+
+@dataclasses.dataclass(frozen=True)
+class _BlockTopk:
+    """The codec's functions; `low` masks the bits of a magnitude that hold its position in the group."""
+
+    k: int
+    group: int
+    low: np.uint32
+
+    def count(self, size):
+        return self.k * _num_groups(size, self.group)
+
+    def num_index_bytes(self, size):
+        return self.count(size) * bits.index_dtype(self.group).itemsize
+
+    def kept(self, shape):
+        return self.k / self.group * (1 - 2 * float(self.low) / 2**23)
+
+    def select(self, x_P, key):
         if not x_P.size:
-            return x_P, jnp.zeros(0, bits.index_dtype(group))
-        M = _num_groups(x_P.size, group)
+            return x_P, jnp.zeros(0, bits.index_dtype(self.group))
+        M = _num_groups(x_P.size, self.group)
         full = x_P.size - x_P.size % M  # The rest fills a part of one more row, which is computed by itself: see `by_rows`.
-
-        def keys(row_GxM, first):
-            pattern_GxM = jax.lax.bitcast_convert_type(jnp.abs(row_GxM.astype(jnp.float32)), jnp.uint32)
-            return pattern_GxM & ~low | jax.lax.broadcasted_iota(jnp.uint32, row_GxM.shape, 0) + first
-
-        parts = [keys(x_P[:full].reshape(-1, M), 0)]
+        parts = [self.keys(x_P[:full].reshape(-1, M), 0)]
         if full < x_P.size:
-            parts.append(keys(jnp.pad(x_P[full:], (0, full + M - x_P.size))[None], full // M))
+            parts.append(self.keys(jnp.pad(x_P[full:], (0, full + M - x_P.size))[None], full // M))
         where = []
-        for _ in range(k):  # All keys of a group are different.
+        for _ in range(self.k):  # All keys of a group are different.
             left = [jnp.where(keys_GxM < where[-1], keys_GxM, 0) if where else keys_GxM for keys_GxM in parts]
             where.append(functools.reduce(jnp.maximum, [keys_GxM.max(axis=0, initial=0) for keys_GxM in left]))
-        where_kxM = (jnp.stack(where) & low).astype(bits.index_dtype(group))
-        chosen = x_P.at[positions(where_kxM.ravel(), x_P.size)].get(mode="fill", fill_value=0)
+        where_kxM = (jnp.stack(where) & self.low).astype(bits.index_dtype(self.group))
+        chosen = x_P.at[self.positions(where_kxM.ravel(), x_P.size)].get(mode="fill", fill_value=0)
         return chosen, where_kxM.ravel()
 
-    def positions(where, size):
-        M = _num_groups(size, group)
-        return (where.reshape(k, -1).astype(jnp.int32) * M + jnp.arange(M)).ravel()
+    def keys(self, row_GxM, first):
+        """Integers in the order of the magnitudes, whose last bits are the positions in the group, counted from `first`."""
+        pattern_GxM = jax.lax.bitcast_convert_type(jnp.abs(row_GxM.astype(jnp.float32)), jnp.uint32)
+        return pattern_GxM & ~self.low | jax.lax.broadcasted_iota(jnp.uint32, row_GxM.shape, 0) + first
 
-    return _sparse(
-        "block_topk",
-        lambda size: k * _num_groups(size, group),
-        select,
-        positions,
-        lambda size: k * _num_groups(size, group) * bits.index_dtype(group).itemsize,
-        values,
-        kept=lambda shape: k / group * (1 - 2 * float(low) / 2**23),
-    )
+    def positions(self, where, size):
+        M = _num_groups(size, self.group)
+        return (where.reshape(self.k, -1).astype(jnp.int32) * M + jnp.arange(M)).ravel()
 
 
 @registry.register("codec", "randomk", messages="values drawn by a seed")

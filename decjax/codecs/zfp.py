@@ -16,6 +16,7 @@ coefficients have the same number of bits here. Values are taken as float32.
 Reference: Lindstrom 2014, "Fixed-rate compressed floating-point arrays".
 """
 
+import dataclasses
 import math
 
 import jax
@@ -54,37 +55,50 @@ def zfp(rate: int = 8) -> Codec:
     """
     if rate not in range(4, 25):
         raise ValueError(f"zfp rate={rate!r} must be a whole number of bits from 4 to 24, of which 2 are the block's exponent")
-    planes = rate - 2
-    dropped = 32 - planes
-    # All integers with the same leading digits form an interval around their common number; it begins at `low`.
-    low = -(2 * (2**dropped - 1) // 3 if dropped % 2 == 0 else (2**dropped - 2) // 3)
-    middle = low + 2 ** (dropped - 1)
+    form = _Zfp(rate - 2)
+    bound = 4 * (60 * 2.0**-rate) ** 2
+    traits = Traits(contractive=(lambda shape: 1 - bound) if bound < 1 else None)
+    return Codec(name="zfp", encode=form.encode, decode=form.decode, num_bytes=form.num_bytes, traits=traits)
 
-    def encode(x, state, key):
-        def coded(x_Mx4, start):
-            exponent_M = (jax.lax.bitcast_convert_type(jnp.abs(x_Mx4), jnp.int32) >> 23).max(axis=1)
-            fixed_Mx4 = jnp.round(_scale(x_Mx4, (152 - exponent_M)[:, None])).astype(jnp.int32)
-            transformed_Mx4 = (fixed_Mx4[:, None, :] * _FORWARD_4x4).sum(axis=2)
-            negabinary_Mx4 = (transformed_Mx4 + middle).astype(jnp.uint32) + _NEGABINARY ^ _NEGABINARY
-            return negabinary_Mx4 >> dropped, exponent_M.astype(jnp.uint8)
 
-        kept_Mx4, exponent_M = by_rows(coded, x.astype(jnp.float32), 4)
-        return {"planes": bits.pack(kept_Mx4.ravel(), planes), "exponents": exponent_M}
+@dataclasses.dataclass(frozen=True)
+class _Zfp:
+    """The codec's functions; of each negabinary integer the leading bits are kept, `planes` of them."""
 
-    def decode(message, shape, dtype):
+    planes: int
+
+    @property
+    def dropped(self):
+        return 32 - self.planes
+
+    @property
+    def middle(self):
+        """The middle of the interval that all integers with the same leading digits form around their common number."""
+        low = -(2 * (2**self.dropped - 1) // 3 if self.dropped % 2 == 0 else (2**self.dropped - 2) // 3)  # where it begins
+        return low + 2 ** (self.dropped - 1)
+
+    def encode(self, x, state, key):
+        kept_Mx4, exponent_M = by_rows(self.coded, x.astype(jnp.float32), 4)
+        return {"planes": bits.pack(kept_Mx4.ravel(), self.planes), "exponents": exponent_M}
+
+    def coded(self, x_Mx4, start):
+        """The leading bits and the exponents of some blocks."""
+        exponent_M = (jax.lax.bitcast_convert_type(jnp.abs(x_Mx4), jnp.int32) >> 23).max(axis=1)
+        fixed_Mx4 = jnp.round(_scale(x_Mx4, (152 - exponent_M)[:, None])).astype(jnp.int32)
+        transformed_Mx4 = (fixed_Mx4[:, None, :] * _FORWARD_4x4).sum(axis=2)
+        negabinary_Mx4 = (transformed_Mx4 + self.middle).astype(jnp.uint32) + _NEGABINARY ^ _NEGABINARY
+        return negabinary_Mx4 >> self.dropped, exponent_M.astype(jnp.uint8)
+
+    def decode(self, message, shape, dtype):
         exponent_M = message["exponents"].astype(jnp.int32)
-        kept = bits.unpack(message["planes"], planes, 4 * exponent_M.size).astype(jnp.uint32).reshape(-1, 4)
-        transformed_Mx4 = ((kept << dropped ^ _NEGABINARY) - _NEGABINARY).astype(jnp.int32).astype(jnp.float32)
+        kept = bits.unpack(message["planes"], self.planes, 4 * exponent_M.size).astype(jnp.uint32).reshape(-1, 4)
+        transformed_Mx4 = ((kept << self.dropped ^ _NEGABINARY) - _NEGABINARY).astype(jnp.int32).astype(jnp.float32)
         fixed_Mx4 = (transformed_Mx4[:, None, :] * _INVERSE_4x4).sum(axis=2)
         x_Mx4 = _scale(fixed_Mx4, (exponent_M - 152)[:, None])
         # 0 stands for zeros and numbers below the normal ones, 255 for infinity and NaN.
         x_Mx4 = jnp.where(exponent_M[:, None] == 0, 0, jnp.where(exponent_M[:, None] == 255, jnp.nan, x_Mx4))
         return from_rows(x_Mx4, shape, dtype)
 
-    def num_bytes(shape, dtype):
+    def num_bytes(self, shape, dtype):
         blocks = math.ceil(math.prod(shape) / 4)
-        return bits.packed_bytes(4 * blocks, planes) + blocks
-
-    bound = 4 * (60 * 2.0**-rate) ** 2
-    traits = Traits(contractive=(lambda shape: 1 - bound) if bound < 1 else None)
-    return Codec(name="zfp", encode=encode, decode=decode, num_bytes=num_bytes, traits=traits)
+        return bits.packed_bytes(4 * blocks, self.planes) + blocks

@@ -71,6 +71,14 @@ def mean_cost(cluster: Cluster, members_GxM: np.ndarray) -> tuple[np.ndarray, ..
     return latency_G, per_byte_G / cluster.all_reduce_efficiency, sent_G, nic_M
 
 
+def _mean_cost_of_devices(
+    cluster: Cluster, devices_NxK: np.ndarray, members_GxM: np.ndarray
+) -> tuple[list[np.ndarray], np.ndarray]:
+    """`mean_cost` of groups of workers of K devices each: what the slowest device of a group takes, and `nic_M`."""
+    *of_KG, nic_M = mean_cost(cluster, np.moveaxis(devices_NxK[members_GxM], -1, 0).reshape(-1, members_GxM.shape[1]))
+    return [of.reshape(devices_NxK.shape[1], -1).max(axis=0) for of in of_KG], nic_M
+
+
 def messages_cost(cluster: Cluster, shifts: Sequence[np.ndarray]) -> tuple[np.ndarray, ...]:
     """The cost of point-to-point messages at the same time: (latency_N, per_byte_N, nic_M), as in `Exchange`.
 
@@ -121,18 +129,13 @@ def exchange_cost(cluster: Cluster, round_: Round, joint_ring: bool = False, dev
                 f"the round is for {N} workers, cluster {cluster.name!r} has {cluster.num_workers}; resize one of them"
             )
         devices_NxK = np.arange(N)[:, None]
-    K = devices_NxK.shape[1]
     workers_GxM = np.arange(N).reshape(-1, g)
     pairs = [np.array(shift.pairs).T for shift in round_.shifts]
     sources = tuple(np.arange(round_.num_nodes) for _ in pairs)
     for heard, (source, target) in zip(sources, pairs):
         heard[target] = source
 
-    def mean(members_GxM):
-        *of_KG, nic_M = mean_cost(cluster, np.moveaxis(devices_NxK[members_GxM], -1, 0).reshape(-1, members_GxM.shape[1]))
-        return [of.reshape(K, -1).max(axis=0) for of in of_KG], nic_M
-
-    of_mean, mean_nic_M = mean(workers_GxM)
+    of_mean, mean_nic_M = _mean_cost_of_devices(cluster, devices_NxK, workers_GxM)
     latency_N, per_byte_N, sent_N = (np.repeat(of_group_G, g) for of_group_G in of_mean)
     if joint_ring and g > 1 and pairs:
         (source, target), *others = pairs
@@ -143,7 +146,7 @@ def exchange_cost(cluster: Cluster, round_: Round, joint_ring: bool = False, dev
         # Both groups are busy with one ring of 2g workers instead of their own.
         first = source < target
         joint_GxM = np.concatenate([workers_GxM[source[first]], workers_GxM[target[first]]], axis=1)
-        joint, nic_M = mean(joint_GxM)
+        joint, nic_M = _mean_cost_of_devices(cluster, devices_NxK, joint_GxM)
         for of_all_N, of_joint_G in zip((latency_N, per_byte_N, sent_N), joint, strict=True):
             of_all_N[joint_GxM] = of_joint_G[:, None]
         return Exchange(g, sources, latency_N, per_byte_N, sent_N, nic_M)

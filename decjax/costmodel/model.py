@@ -105,16 +105,6 @@ def simulate(
     launched, arrived = np.full((T, K, N), np.nan), np.full((T, K, N), np.nan)
     parameters, free, pending = method.message == PARAMETERS, np.zeros((K, N)), None
 
-    def exchange(step, phase, ready_b):
-        nonlocal free
-        arrivals = []
-        for ready, cost in zip(ready_b, cost_s[phase], strict=True):
-            free = routes[phase].arrival(np.maximum(ready, free)) + cost
-            arrivals.append(free)
-        if step < T:
-            launched[step], arrived[step] = arrivals[0] - cost_s[phase][0], free
-        return arrivals
-
     for t in range(T):
         phase = method.due(t)
         sends = method.due(t + 1) if method.overlap else phase  # The phase of the exchange that starts in this step.
@@ -122,16 +112,31 @@ def simulate(
         ready_b = _ready(workload, method, starts[t], compute_TxKxN[t], pending, join_s, 0.0 if sends is None else codec_s)
         u = ready_b[-1]
         computed[t] = starts[t] + compute_TxKxN[t]
-        if not method.overlap and phase is not None:
-            u = exchange(t, phase, ready_b)[-1] + (join_s if parameters else workload.optimizer_s)
+        arrivals = None
+        if sends is not None:
+            arrivals = _arrivals(routes[sends], cost_s[sends], ready_b, free)
+            free, step = arrivals[-1], t + method.overlap
+            if step < T:
+                launched[step], arrived[step] = arrivals[0] - cost_s[sends][0], free
+        if not method.overlap and arrivals is not None:
+            u = arrivals[-1] + (join_s if parameters else workload.optimizer_s)
         elif method.overlap:
             if not parameters:
                 u = (u if pending is None else np.maximum(u, pending[-1])) + workload.optimizer_s
-            pending = None if sends is None else exchange(t + 1, sends, ready_b)
+            pending = arrivals
         elif not parameters:
             u = u + workload.optimizer_s
         starts[t + 1] = u
     return Times(starts, computed, launched, arrived)
+
+
+def _arrivals(route: Exchange, cost_b, ready_b: list[np.ndarray], free_KxN: np.ndarray) -> list[np.ndarray]:
+    """When each bucket of an exchange arrives, one after the other; `free_KxN`: when all earlier exchanges have arrived."""
+    arrivals = []
+    for ready, cost in zip(ready_b, cost_b, strict=True):
+        free_KxN = route.arrival(np.maximum(ready, free_KxN)) + cost
+        arrivals.append(free_KxN)
+    return arrivals
 
 
 def _ready(workload: Workload, method: Method, start_KxN, compute_KxN, pending, join_s: float, codec_s: float) -> list[np.ndarray]:

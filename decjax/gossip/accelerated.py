@@ -1,16 +1,18 @@
 """Accelerated gossip: several rounds a step, with momentum from round to round."""
 
+import functools
 import math
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
-from decjax import registry
+from decjax import mesh, registry
 from decjax.channel import Channel
 from decjax.gossip.exact import exact
 from decjax.gossip.mixer import Mixer
 from decjax.gossip.rounds import check_rounds, mix_round
-from decjax.topology import Topology
+from decjax.topology import Round, Topology
 
 
 @registry.register("mixer", "accelerated", topology="ring", needs="static symmetric graph", messages="parameters", memory="none")
@@ -43,18 +45,21 @@ def accelerated(topology: Topology, channel: Channel = Channel(), *, rounds: int
     eta = _momentum(topology, rounds)
     plain = exact(topology, channel, rounds=rounds)
     (round_,) = topology.rounds
-
-    def accelerate(x_P):
-        before = now = x_P.astype(jnp.promote_types(x_P.dtype, jnp.float32))
-        for _ in range(rounds):
-            before, now = now, (1 + eta) * mix_round(now.astype(x_P.dtype), round_, channel.axis) - eta * before
-        return now.astype(x_P.dtype)
+    accelerate = functools.partial(_accelerated, round_=round_, rounds=rounds, eta=eta, axis=channel.axis)
 
     def exchange(params, state, phase):
         layout = channel.layout(params, multiple_of=round_.group_size)
         return layout.unpack([accelerate(x_P) for x_P in layout.pack(params)], like=params), state
 
     return plain._replace(exchange=exchange)
+
+
+def _accelerated(x_P: jax.Array, round_: Round, rounds: int, eta: float, axis: mesh.Axis) -> jax.Array:
+    """z_R of the recursion that starts from x."""
+    before = now = x_P.astype(jnp.promote_types(x_P.dtype, jnp.float32))
+    for _ in range(rounds):
+        before, now = now, (1 + eta) * mix_round(now.astype(x_P.dtype), round_, axis) - eta * before
+    return now.astype(x_P.dtype)
 
 
 def _momentum(topology: Topology, rounds: int) -> float:

@@ -286,9 +286,7 @@ def decoder_lm(
     _check_sizes(dtype, vocabulary=vocabulary, context=context, width=width, hidden=hidden, heads=heads, depth=depth)
     compute = jnp.dtype(dtype)
 
-    def block(rngs):
-        return Block(width, hidden, heads, depth=depth, dtype=compute, rngs=rngs, divide=divide)
-
+    block = lambda rngs: Block(width, hidden, heads, depth=depth, dtype=compute, rngs=rngs, divide=divide)
     parts = _decoder_parts(width, depth, block, tied=tied, dtype=compute, divide=divide)
 
     def init(key):

@@ -14,6 +14,8 @@ gradient, so warm up the learning rate. The state takes three times the memory o
 Reference: arXiv 2410.11998 (AccumAdam).
 """
 
+import dataclasses
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -59,34 +61,47 @@ def scale_by_accumulated_adam(
     if not isinstance(window, jax.Array) and window < 1:
         raise ValueError(f"AccumAdam window={window} steps: must be at least 1, which is Adam")
 
-    def init(params):
-        mu = optax.tree.zeros_like(params, dtype=mu_dtype)
+    form = _AccumulatedAdam(b1, b2, eps, window, mu_dtype)
+    return optax.GradientTransformation(form.init, form.update)  # pyright: ignore[reportArgumentType]
+
+
+@dataclasses.dataclass(frozen=True)
+class _AccumulatedAdam:
+    """The transformation's functions."""
+
+    b1: float
+    b2: float
+    eps: float
+    window: int
+    mu_dtype: Any
+
+    def init(self, params):
+        mu = optax.tree.zeros_like(params, dtype=self.mu_dtype)
         nu, window_mean = (jax.tree.map(jnp.zeros_like, params) for _ in range(2))
         return AccumulatedAdamState(jnp.zeros((), jnp.int32), mu, nu, window_mean)
 
-    def update(grads, state, params=None):
+    def update(self, grads, state, params=None):
         del params
         count: Any = optax.safe_increment(state.count)
-        num_windows = (count + window - 1) // window
-        correction1, correction2 = 1 - b1**num_windows, 1 - b2**num_windows
-        ends = count % window == 0
-
-        def one(g, m, v, b):
-            """A leaf's update, M, V and B."""
-            if not jnp.issubdtype(v.dtype, jnp.floating):
-                return jnp.zeros_like(v), m, v, b
-            m_now, v_now = b1 * m + (1 - b1) * g, b2 * v + (1 - b2) * g**2
-            # The corrections are float32; casting them keeps float64 and bfloat16 trees in their own dtype.
-            direction = m_now / correction1.astype(m_now.dtype) / (jnp.sqrt(v_now / correction2.astype(v_now.dtype)) + eps)
-            b = b + g / window
-            new = b1 * m + (1 - b1) * b, b2 * v + (1 - b2) * b**2, jnp.zeros_like(b)
-            return direction, *(jnp.where(ends, x, y).astype(y.dtype) for x, y in zip(new, (m, v, b)))
-
-        found = jax.tree.map(one, grads, state.mu, state.nu, state.window_mean)
+        num_windows = (count + self.window - 1) // self.window
+        corrections = 1 - self.b1**num_windows, 1 - self.b2**num_windows
+        of_leaf = functools.partial(self.of_leaf, corrections, count % self.window == 0)
+        found = jax.tree.map(of_leaf, grads, state.mu, state.nu, state.window_mean)
         updates, *moments = jax.tree.transpose(jax.tree.structure(grads), jax.tree.structure((0,) * 4), found)
         return updates, AccumulatedAdamState(count, *moments)
 
-    return optax.GradientTransformation(init, update)  # pyright: ignore[reportArgumentType]
+    def of_leaf(self, corrections, ends, g, m, v, b):
+        """A leaf's update, M, V and B; `ends` says whether the window ends with this step."""
+        if not jnp.issubdtype(v.dtype, jnp.floating):
+            return jnp.zeros_like(v), m, v, b
+        b1, b2 = self.b1, self.b2
+        m_now, v_now = b1 * m + (1 - b1) * g, b2 * v + (1 - b2) * g**2
+        # The corrections are float32; casting them keeps float64 and bfloat16 trees in their own dtype.
+        m_hat, v_hat = (x / correction.astype(x.dtype) for x, correction in zip((m_now, v_now), corrections))
+        direction = m_hat / (jnp.sqrt(v_hat) + self.eps)
+        b = b + g / self.window
+        new = b1 * m + (1 - b1) * b, b2 * v + (1 - b2) * b**2, jnp.zeros_like(b)
+        return direction, *(jnp.where(ends, x, y).astype(y.dtype) for x, y in zip(new, (m, v, b)))
 
 
 def accumulated_adam(

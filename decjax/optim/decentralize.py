@@ -15,6 +15,7 @@ The optimizer's moments are not exchanged. Reference: arXiv 2410.11998, decentra
 `decentralize` must be the outermost transformation: a scaling or clipping around it would also scale the mixing.
 """
 
+import dataclasses
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -112,30 +113,38 @@ def decentralize(
     """
     if order not in ORDERS:
         raise ValueError(f"order {order!r} is unknown; use one of {', '.join(ORDERS)}")
-    inner = optax.with_extra_args_support(inner)
+    form = _Decentralized(optax.with_extra_args_support(inner), mixer, order)
+    return optax.GradientTransformationExtraArgs(form.init, form.update)  # pyright: ignore[reportArgumentType]
 
-    def init(params):
-        return DecentralizeState(jnp.zeros((), jnp.int32), inner.init(params), init_memory(mixer.init, params))
 
-    def update(grads, state, params=None, *, phase=None, received=None, **extra):
-        check_update(params, order, phase, received)
-        if order == "awc":
-            mixed, mixer_state = mix_in_step(mixer, params, state, phase, received)
-            updates, inner_state = inner.update(grads, state.inner, mixed, **extra)
-            if mixer.settle is None:
+@dataclasses.dataclass(frozen=True)
+class _Decentralized:
+    """The functions of `decentralize`."""
+
+    inner: optax.GradientTransformationExtraArgs
+    mixer: gossip.Mixer
+    order: str
+
+    def init(self, params):
+        return DecentralizeState(jnp.zeros((), jnp.int32), self.inner.init(params), init_memory(self.mixer.init, params))
+
+    def update(self, grads, state, params=None, *, phase=None, received=None, **extra):
+        check_update(params, self.order, phase, received)
+        if self.order == "awc":
+            mixed, mixer_state = mix_in_step(self.mixer, params, state, phase, received)
+            updates, inner_state = self.inner.update(grads, state.inner, mixed, **extra)
+            if self.mixer.settle is None:
                 updates = jax.tree.map(lambda y, x, u: (y - x) + u, mixed, params, updates)
             else:
-                settled, mixer_state = _settle(mixer, mixed, updates, mixer_state)
+                settled, mixer_state = _settle(self.mixer, mixed, updates, mixer_state)
                 updates = jax.tree.map(jnp.subtract, settled, params)
         else:
-            updates, inner_state = inner.update(grads, state.inner, params, **extra)
-            settled, mixer_state = _settle(mixer, params, updates, state.mixer)
-            mixed, mixer_state = mix_in_step(mixer, settled, state._replace(mixer=mixer_state), phase)
+            updates, inner_state = self.inner.update(grads, state.inner, params, **extra)
+            settled, mixer_state = _settle(self.mixer, params, updates, state.mixer)
+            mixed, mixer_state = mix_in_step(self.mixer, settled, state._replace(mixer=mixer_state), phase)
             updates = jax.tree.map(jnp.subtract, mixed, params)
         count: Any = optax.safe_increment(state.count)
         return updates, DecentralizeState(count, inner_state, mixer_state)
-
-    return optax.GradientTransformationExtraArgs(init, update)  # pyright: ignore[reportArgumentType]
 
 
 def synchronize(
@@ -159,31 +168,41 @@ def synchronize(
     Raises:
         ValueError: from `update`, if `received` is given without `stale`, or no phase is given to a reducer with several.
     """
-    inner = optax.with_extra_args_support(inner)
+    form = _Synchronized(optax.with_extra_args_support(inner), reducer, stale)
+    return optax.GradientTransformationExtraArgs(form.init, form.update)  # pyright: ignore[reportArgumentType]
 
-    def init(params):
-        pending = (jnp.zeros((), bool), jax.tree.map(jnp.zeros_like, params)) if stale else ()
-        return SynchronizeState(inner.init(params), init_memory(reducer.init, params), pending)
 
-    def update(grads, state, params=None, *, phase=None, received=None, **extra):
-        if received is not None and not stale:
+@dataclasses.dataclass(frozen=True)
+class _Synchronized:
+    """The functions of `synchronize`."""
+
+    inner: optax.GradientTransformationExtraArgs
+    reducer: reduce.Reducer
+    stale: bool
+
+    def init(self, params):
+        pending = (jnp.zeros((), bool), jax.tree.map(jnp.zeros_like, params)) if self.stale else ()
+        return SynchronizeState(self.inner.init(params), init_memory(self.reducer.init, params), pending)
+
+    def update(self, grads, state, params=None, *, phase=None, received=None, **extra):
+        if self.stale:
+            return self.update_stale(grads, state, params, phase, received, **extra)
+        if received is not None:
             raise ValueError("received needs stale=True: the average of this step's gradient cannot be there already")
-        if not stale:
-            averaged, reducer_state = reducer.reduce(grads, state.reducer, reduce.due_phase(reducer, phase))
-        else:
-            averaged, reducer_state = stale_exchange(reducer, state, phase) if received is None else received
-            # Without this barrier compilers may put the update, which does not use this step's gradient, before the forward
-            # pass, which would then wait for the all-reduce.
-            averaged, grads = jax.lax.optimization_barrier((averaged, grads))
-        updates, inner_state = inner.update(averaged, state.inner, params, **extra)
-        if not stale:
-            return updates, SynchronizeState(inner_state, reducer_state, ())
+        averaged, reducer_state = self.reducer.reduce(grads, state.reducer, reduce.due_phase(self.reducer, phase))
+        updates, inner_state = self.inner.update(averaged, state.inner, params, **extra)
+        return updates, SynchronizeState(inner_state, reducer_state, ())
+
+    def update_stale(self, grads, state, params, phase, received, **extra):
+        averaged, reducer_state = stale_exchange(self.reducer, state, phase) if received is None else received
+        # Without this barrier compilers may put the update, which does not use this step's gradient, before the forward
+        # pass, which would then wait for the all-reduce.
+        averaged, grads = jax.lax.optimization_barrier((averaged, grads))
+        updates, inner_state = self.inner.update(averaged, state.inner, params, **extra)
         is_due, _ = state.pending
         updates = jax.tree.map(lambda u: jnp.where(is_due, u, jnp.zeros_like(u)), updates)
         inner_state = jax.tree.map(lambda new, old: jnp.where(is_due, new, old), inner_state, state.inner)
         return updates, SynchronizeState(inner_state, reducer_state, (jnp.ones((), bool), grads))
-
-    return optax.GradientTransformationExtraArgs(init, update)  # pyright: ignore[reportArgumentType]
 
 
 def stale_exchange(reducer: reduce.Reducer, state: SynchronizeState, phase: int | None = None) -> tuple[Any, Any]:

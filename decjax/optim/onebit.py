@@ -13,6 +13,7 @@ Reference: Tang et al. 2021, arXiv 2102.02888, algorithm 1.
 """
 
 from collections.abc import Callable
+import dataclasses
 import functools
 from typing import Any, NamedTuple
 
@@ -72,30 +73,42 @@ def scale_by_onebit_adam(
             "1 step"
         )
 
-    def init(params):
+    form = _OnebitAdam(reducer, b1, b2, eps)
+    return optax.GradientTransformationExtraArgs(form.init, form.update)  # pyright: ignore[reportArgumentType]
+
+
+@dataclasses.dataclass(frozen=True)
+class _OnebitAdam:
+    """The transformation's functions."""
+
+    reducer: reduce.Reducer
+    b1: float
+    b2: float
+    eps: float
+
+    def init(self, params):
         zero, (mu, nu) = jnp.zeros((), jnp.int32), (jax.tree.map(jnp.zeros_like, params) for _ in range(2))
-        return OnebitAdamState(zero, zero, mu, nu, init_memory(reducer.init, params))
+        return OnebitAdamState(zero, zero, mu, nu, init_memory(self.reducer.init, params))
 
-    def update(grads, state, params=None, *, phase=None, **extra):
+    def update(self, grads, state, params=None, *, phase=None, **extra):
         del params, extra
-        due = reduce.due_phase(reducer, phase)
-        warm = due == reduce.BEFORE
-
-        def momentum(grads):
-            return _of_floating(lambda m, g: b1 * m + (1 - b1) * g, state.mu, grads)
-
-        averaged, reducer_state = reducer.reduce(grads if warm else momentum(grads), state.reducer, due)
-        new = state._replace(count=optax.safe_increment(state.count), mu=momentum(averaged) if warm else averaged)
-        if warm:
-            nu = _of_floating(lambda v, g: b2 * v + (1 - b2) * g**2, state.nu, averaged)
+        due = reduce.due_phase(self.reducer, phase)
+        if due == reduce.BEFORE:
+            averaged, reducer_state = self.reducer.reduce(grads, state.reducer, due)
+            new = state._replace(count=optax.safe_increment(state.count), mu=self.momentum(state.mu, averaged))
+            nu = _of_floating(lambda v, g: self.b2 * v + (1 - self.b2) * g**2, state.nu, averaged)
             new = new._replace(nu=nu, warm_count=optax.safe_increment(state.warm_count))
-        scale = functools.partial(_scaled, eps=eps, correction1=1 - b1**new.count, correction2=1 - b2**new.warm_count)
-        updates = _of_floating(scale, new.mu, new.nu)
+        else:
+            mu, reducer_state = self.reducer.reduce(self.momentum(state.mu, grads), state.reducer, due)
+            new = state._replace(count=optax.safe_increment(state.count), mu=mu)
+        corrections = dict(correction1=1 - self.b1**new.count, correction2=1 - self.b2**new.warm_count)
+        updates = _of_floating(functools.partial(_scaled, eps=self.eps, **corrections), new.mu, new.nu)
         finite = jnp.stack([jnp.isfinite(x).all() for x in jax.tree.leaves((new.mu, new.nu))]).all()
         new = jax.tree.map(lambda new, old: jnp.where(finite, new, old), new, state)
         return updates, new._replace(reducer=reducer_state)
 
-    return optax.GradientTransformationExtraArgs(init, update)  # pyright: ignore[reportArgumentType]
+    def momentum(self, mu, grads):
+        return _of_floating(lambda m, g: self.b1 * m + (1 - self.b1) * g, mu, grads)
 
 
 def _scaled(m: jax.Array, v: jax.Array, *, eps: float, correction1: jax.Array, correction2: jax.Array) -> jax.Array:

@@ -41,10 +41,8 @@ def make_step(
         >>> params = workers.stack(jnp.zeros(3))
         >>> params, state = step(0, params, workers.jit(tx.init, (0,))(params), jnp.ones((4, 3)))
     """
-
-    @functools.cache
-    def program(phase, count):
-        return workers.jit(functools.partial(fn, phase=phase), (0,) * count, tuple(donate_argnums))
+    donated = tuple(donate_argnums)
+    program = functools.cache(lambda phase, count: workers.jit(functools.partial(fn, phase=phase), (0,) * count, donated))
 
     def step(number, *stacked):
         return jax.block_until_ready(program(schedule.phase(number), len(stacked))(*stacked))

@@ -13,6 +13,7 @@ with `gossip.beer` both are compressed as in CHOCO, which is BEER:
 Reference: Nedić, Olshevsky and Shi 2017, arXiv 1607.03218 (DIGing); Zhao et al. 2022, arXiv 2201.13320 (BEER, algorithm 1).
 """
 
+import dataclasses
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -69,30 +70,38 @@ def track(
             "gradient tracking also mixes trackers, for which this mixer is not made; use mixer 'exact' or 'beer', not 'dcd' or "
             "'push_sum'"
         )
-    inner = optax.with_extra_args_support(inner)
+    form = _Tracked(optax.with_extra_args_support(inner), mixer, order)
+    return optax.GradientTransformationExtraArgs(form.init, form.update)  # pyright: ignore[reportArgumentType]
 
-    def init(params):
+
+@dataclasses.dataclass(frozen=True)
+class _Tracked:
+    """The functions of `track`."""
+
+    inner: optax.GradientTransformationExtraArgs
+    mixer: gossip.Mixer
+    order: str
+
+    def init(self, params):
         nothing = jax.tree.map(jnp.zeros_like, params)
-        memory = init_memory(lambda params: mixer.init((params, nothing)), params)
-        return TrackState(jnp.zeros((), jnp.int32), inner.init(params), memory, nothing, nothing)
+        memory = init_memory(lambda params: self.mixer.init((params, nothing)), params)
+        return TrackState(jnp.zeros((), jnp.int32), self.inner.init(params), memory, nothing, nothing)
 
-    def update(grads, state, params: Any = None, *, phase=None, received=None, **extra):
-        check_update(params, order, phase, received)
-        if order == "awc":
-            (mixed, tracker), mixer_state = mix_in_step(mixer, (params, state.tracker), state, phase, received)
+    def update(self, grads, state, params: Any = None, *, phase=None, received=None, **extra):
+        check_update(params, self.order, phase, received)
+        if self.order == "awc":
+            (mixed, tracker), mixer_state = mix_in_step(self.mixer, (params, state.tracker), state, phase, received)
             tracker = jax.tree.map(lambda v, g, before: v + (g - before), tracker, grads, state.gradient)
-            updates, inner_state = inner.update(tracker, state.inner, mixed, **extra)
+            updates, inner_state = self.inner.update(tracker, state.inner, mixed, **extra)
             updates = jax.tree.map(lambda y, x, u: (y - x) + u, mixed, params, updates)
         else:
             tracker = jax.tree.map(lambda v, g, before: v + (g - before), state.tracker, grads, state.gradient)
-            updates, inner_state = inner.update(tracker, state.inner, params, **extra)
+            updates, inner_state = self.inner.update(tracker, state.inner, params, **extra)
             stepped = optax.apply_updates(params, updates)
-            (mixed, tracker), mixer_state = mix_in_step(mixer, (stepped, tracker), state, phase)
+            (mixed, tracker), mixer_state = mix_in_step(self.mixer, (stepped, tracker), state, phase)
             updates = jax.tree.map(jnp.subtract, mixed, params)
         count: Any = optax.safe_increment(state.count)
         return updates, TrackState(count, inner_state, mixer_state, tracker, grads)
-
-    return optax.GradientTransformationExtraArgs(init, update)  # pyright: ignore[reportArgumentType]
 
 
 def tracked_exchange(mixer: gossip.Mixer, params: Any, state: TrackState, phase: int) -> Any:

@@ -22,6 +22,7 @@ Reference: Song et al. 2023, arXiv 2301.09830 (Optimus-CC).
 """
 
 from collections.abc import Callable, Mapping
+import dataclasses
 import math
 from typing import Any, NamedTuple
 
@@ -108,28 +109,37 @@ def coded(
     _check_options(when, error, forward_error, slots)
     given = {schedules.BACKWARD: (backward, error), schedules.FORWARD: (forward, forward_error)}
     made = {kind: _link(codec, memory, slots) for kind, (codec, memory) in given.items() if codec}
-    flushes = bool(backward) and error == "flush"
-
-    def compresses(send):
-        return send.kind in made and (send.kind == schedules.FORWARD or when == "always" or send.in_epilogue)
-
-    def init(like, schedule):
-        if flushes:
-            _check_flushes(schedule, compresses)
-        return {kind: link.init(like, schedule.num_chunks) for kind, link in made.items()}
-
-    def finish(state):
-        return state | {kind: links.forgotten(state[kind]) for kind in made if given[kind][1] == "reset"}
-
+    form = _Coded(made, when, bool(backward) and error == "flush", tuple(kind for kind in made if given[kind][1] == "reset"))
     transfers = {(kind, True): _transfer(kind, link) for kind, link in made.items()}
-    if flushes:
+    if form.flushes:
         transfers[schedules.BACKWARD, False] = Transfer(_flush, lambda x, state, place: (x, state))
     received = None
     if forward and forward.traits.state_key == "none" and forward_error not in ("ef21", "samples"):
         seen = _as_matrix(forward)
         received = lambda x, key: seen.decode(seen.encode(x, (), key), x.shape, x.dtype)
-    boundary = Boundary(init, compresses, transfers, finish, received, forward_error == "samples")
+    boundary = Boundary(form.init, form.compresses, transfers, form.finish, received, forward_error == "samples")
     return _reusing(boundary, backward, forward) if reuse_indices else boundary
+
+
+@dataclasses.dataclass(frozen=True)
+class _Coded:
+    """The functions of `coded`."""
+
+    made: Mapping[str, links.Link]  # kind -> link, of the kinds that are compressed
+    when: str
+    flushes: bool  # whether the first uncompressed gradient of an iteration brings the error
+    resets: tuple[str, ...]  # kinds whose errors are dropped at the end of an iteration
+
+    def compresses(self, send):
+        return send.kind in self.made and (send.kind == schedules.FORWARD or self.when == "always" or send.in_epilogue)
+
+    def init(self, like, schedule):
+        if self.flushes:
+            _check_flushes(schedule, self.compresses)
+        return {kind: link.init(like, schedule.num_chunks) for kind, link in self.made.items()}
+
+    def finish(self, state):
+        return state | {kind: links.forgotten(state[kind]) for kind in self.resets}
 
 
 def _check_options(when: str, error: str, forward_error: str, slots: int) -> None:
@@ -200,35 +210,46 @@ def _reusing(boundary: Boundary, backward: codecs.Codec | None, forward: codecs.
             "of vectors without state; use backward=identity"
         )
     gradients, activations = (boundary.transfers[kind, True] for kind in (schedules.BACKWARD, schedules.FORWARD))
+    form = _Reusing(boundary.init, _as_matrix(forward), gradients, activations)
+    transfers = dict(boundary.transfers) | {
+        (schedules.FORWARD, True): Transfer(form.send_activations, form.receive_activations),
+        (schedules.BACKWARD, True): Transfer(form.send_gradients, form.receive_gradients),
+    }
+    return boundary._replace(init=form.init, transfers=transfers)
 
-    def init(like, schedule):
-        """The boundary's state, and the indices of every microbatch at both ends."""
+
+@dataclasses.dataclass(frozen=True)
+class _Reusing:
+    """The functions of `_reusing`; the state holds the positions of every microbatch, by chunk, at both ends."""
+
+    init_others: Callable[[jax.ShapeDtypeStruct, schedules.Schedule], Any]
+    forward: codecs.Codec
+    gradients: Transfer
+    activations: Transfer
+
+    def init(self, like, schedule):
         x = jax.ShapeDtypeStruct(like.shape, links.WIDE)
-        where_k = jax.eval_shape(lambda x: _as_matrix(forward).encode(x, (), None), x)["where"]
+        where_k = jax.eval_shape(lambda x: self.forward.encode(x, (), None), x)["where"]
         places = jnp.zeros((schedule.num_chunks, schedule.num_microbatches, *where_k.shape), where_k.dtype)
-        return boundary.init(like, schedule) | {"where": links.Ends(places, places)}
+        return self.init_others(like, schedule) | {"where": links.Ends(places, places)}
 
-    def there(places, place):
-        return place._replace(where_k=places[place.chunk, place.microbatch])
-
-    def send(x, state, place):
-        message, state = activations.send(x, state, place)
+    def send_activations(self, x, state, place):
+        message, state = self.activations.send(x, state, place)
         places = state["where"].sender.at[place.chunk, place.microbatch].set(message["where"])
         return message, _with(state, "where", sender=places)
 
-    def receive(message, state, place):
-        x, state = activations.receive(message, state, place)
+    def receive_activations(self, message, state, place):
+        x, state = self.activations.receive(message, state, place)
         places = state["where"].receiver.at[place.chunk, place.microbatch].set(message["where"])
         return x, _with(state, "where", receiver=places)
 
-    transfers = dict(boundary.transfers) | {
-        (schedules.FORWARD, True): Transfer(send, receive),
-        (schedules.BACKWARD, True): Transfer(
-            lambda x, state, place: gradients.send(x, state, there(state["where"].receiver, place)),
-            lambda message, state, place: gradients.receive(message, state, there(state["where"].sender, place)),
-        ),
-    }
-    return boundary._replace(init=init, transfers=transfers)
+    def send_gradients(self, x, state, place):
+        there = place._replace(where_k=state["where"].receiver[place.chunk, place.microbatch])
+        return self.gradients.send(x, state, there)
+
+    def receive_gradients(self, message, state, place):
+        there = place._replace(where_k=state["where"].sender[place.chunk, place.microbatch])
+        return self.gradients.receive(message, state, there)
 
 
 def _check_flushes(schedule: schedules.Schedule, compresses) -> None:

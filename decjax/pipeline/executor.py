@@ -16,6 +16,7 @@ stages. Buffers have as many slots as the schedule needs; they are assigned at c
 """
 
 from collections.abc import Callable, Iterable
+import dataclasses
 import functools
 import math
 from typing import Any, NamedTuple
@@ -66,43 +67,54 @@ def make_gradient(
     if own != its:
         raise ValueError(f"the model is divided into stages x chunks = {own}, the schedule {schedule.name!r} is for {its}")
     boundary = boundary or boundary_lib.Boundary()
-    table, M = tabulate(schedule, boundary.compresses, remat), schedule.num_microbatches
+    form = _Executor(division, schedule, tabulate(schedule, boundary.compresses, remat), remat, boundary)
+    return Pipeline(form.init, form.gradient, form.table)
 
-    def like(tokens_BxT1):
-        B, T1 = tokens_BxT1.shape
+
+@dataclasses.dataclass(frozen=True)
+class _Executor:
+    """The functions of `make_gradient`."""
+
+    division: stages.Division
+    schedule: schedules.Schedule
+    table: Table
+    remat: bool
+    boundary: boundary_lib.Boundary
+
+    def activation(self, tokens_BxT1):
+        """Shape and dtype of a microbatch's activations."""
+        (B, T1), M = tokens_BxT1.shape, self.schedule.num_microbatches
         if B % M:
             raise ValueError(f"a worker's batch of {B} sequences does not divide into microbatches={M}; use a multiple of {M}")
-        return division.activation(B // M, T1 - 1)
+        return self.division.activation(B // M, T1 - 1)
 
-    def gradient(params, state, tokens_BxT1, key=None):
-        activation = like(tokens_BxT1)
-        tokens_MxBxT1 = tokens_BxT1.reshape(M, -1, tokens_BxT1.shape[-1])
-        passes = _Passes(division, params, tokens_MxBxT1, activation, remat)
-        stage = mesh.STAGES.index
+    def init(self, tokens_BxT1):
+        whole = jax.eval_shape(self.division.narrow, self.activation(tokens_BxT1))
+        part = jax.ShapeDtypeStruct(_part(whole.shape, self.boundary.of_samples), whole.dtype)
+        return mesh.for_each_device(self.boundary.init(part, self.schedule))
 
-        def tick(carry, row):
-            columns, pattern = row
-            at = {name: column_S[stage] for name, column_S in columns.items()}
-            carry, made = passes.take(carry, at)
-            given = at | {"stage": stage}, pattern, division.narrow(made), tokens_MxBxT1, key
-            state, arrived = mesh.each_device(functools.partial(_exchange, boundary, table), carry.boundary, given)
-            boxes = {
-                name: _put(carry.boxes[name], at[f"next_{name}"], division.widen(arrived[kind], made.shape[-1]))
-                for kind, name in BOXES.items()
-            }
-            return carry._replace(boxes=boxes, boundary=state), None
+    def gradient(self, params, state, tokens_BxT1, key=None):
+        activation = self.activation(tokens_BxT1)
+        tokens_MxBxT1 = tokens_BxT1.reshape(self.schedule.num_microbatches, -1, tokens_BxT1.shape[-1])
+        passes = _Passes(self.division, params, tokens_MxBxT1, activation, self.remat)
+        tick = functools.partial(self.tick, passes, mesh.STAGES.index, tokens_MxBxT1, key)
+        columns = {name: jnp.asarray(column_TxS) for name, column_TxS in self.table.columns.items()}
+        rows = columns, jnp.asarray(self.table.pattern)
+        carry, _ = jax.lax.scan(tick, passes.start(self.table.slots, state), rows)
+        state, _ = mesh.each_device(lambda state, nothing: (self.boundary.finish(state), nothing), carry.boundary, ())
+        return mesh.STAGES.sum(carry.loss), self.division.sum_tied(carry.grads), state
 
-        columns = {name: jnp.asarray(column_TxS) for name, column_TxS in table.columns.items()}
-        carry, _ = jax.lax.scan(tick, passes.start(table.slots, state), (columns, jnp.asarray(table.pattern)))
-        state, _ = mesh.each_device(lambda state, nothing: (boundary.finish(state), nothing), carry.boundary, ())
-        return mesh.STAGES.sum(carry.loss), division.sum_tied(carry.grads), state
-
-    def init(tokens_BxT1):
-        whole = jax.eval_shape(division.narrow, like(tokens_BxT1))
-        part = jax.ShapeDtypeStruct(_part(whole.shape, boundary.of_samples), whole.dtype)
-        return mesh.for_each_device(boundary.init(part, schedule))
-
-    return Pipeline(init, gradient, table)
+    def tick(self, passes, stage, tokens_MxBxT1, key, carry, row):
+        columns, pattern = row
+        at = {name: column_S[stage] for name, column_S in columns.items()}
+        carry, made = passes.take(carry, at)
+        given = at | {"stage": stage}, pattern, self.division.narrow(made), tokens_MxBxT1, key
+        state, arrived = mesh.each_device(functools.partial(_exchange, self.boundary, self.table), carry.boundary, given)
+        boxes = {
+            name: _put(carry.boxes[name], at[f"next_{name}"], self.division.widen(arrived[kind], made.shape[-1]))
+            for kind, name in BOXES.items()
+        }
+        return carry._replace(boxes=boxes, boundary=state), None
 
 
 class _Carry(NamedTuple):
@@ -150,49 +162,70 @@ def _exchange(boundary, table, state, given):
     at, pattern, whole, tokens_MxBxT1, key = given
     shape = _part(whole.shape, boundary.of_samples)
     made = mesh.own_rows(whole.reshape(-1, whole.shape[-1])).reshape(shape)
-    like, key = jax.ShapeDtypeStruct(made.shape, made.dtype), mesh.own_key(key)
-
-    def place(microbatch, chunk):
-        tokens_BxT1 = tokens_MxBxT1[microbatch]
-        tokens_BxT1 = mesh.own_rows(tokens_BxT1) if boundary.of_samples else tokens_BxT1
-        return boundary_lib.Place(like, at["stage"], microbatch, chunk, tokens_BxT1, key)
-
-    channels, outgoing = {}, {}  # label -> the form of its messages; form -> message of this stage
-    for i, label in enumerate(table.labels):
-        if transfer := boundary.transfers.get(label):
-            message, state = _send(transfer, at["sent"] == i, made, state, place(at["microbatch"], at["chunk"]))
-            channels[label] = form = str(jax.tree.map(jax.typeof, message))
-            # A stage sends at most one message per tick; those of its other labels are zeros.
-            outgoing[form] = jax.tree.map(jnp.add, outgoing[form], message) if form in outgoing else message
-        else:
-            channels[label] = DENSE
-            outgoing[DENSE] = made
-
-    def branch(messages, runs):
-        def exchange(outgoing):
-            nothing = jax.tree.map(jnp.zeros_like, outgoing)
-            arrived = {label: nothing[channel] for label, channel in channels.items()}
-            for group in _joint(messages, channels):
-                pairs = sorted(pair for message in group for pair in message.pairs)
-                with jax.named_scope(f"runs={runs}"):  # `decjax.hlo` reads it, to count bytes.
-                    moved = jax.tree.map(lambda leaf: mesh.STAGES.exchange(leaf, pairs), outgoing[channels[group[0].label]])
-                arrived |= {message.label: moved for message in group}
-                # The same order on all stages, or they would wait for each other's messages (a deadlock).
-                _, outgoing = jax.lax.optimization_barrier((moved, outgoing))
-            return arrived
-
-        return exchange
-
-    incoming = jax.lax.switch(pattern, [branch(*of) for of in zip(table.patterns, table.runs)], outgoing)
-    arrived = {kind: jnp.zeros_like(made) for kind in BOXES}
-    arrived |= {kind: incoming[kind, compress] for kind, compress in table.labels if channels[kind, compress] == DENSE}
-    for i, label in enumerate(table.labels):
-        kind, _ = label
-        if transfer := boundary.transfers.get(label):
-            here = place(at[f"{kind} microbatch"], at[f"{kind} chunk"])
-            receive = lambda x, state: transfer.receive(incoming[label], state, here)
-            arrived[kind], state = _when(at[f"{kind} label"] == i, receive, arrived[kind], state)
+    device = _Device(boundary, table, at, made, tokens_MxBxT1, mesh.own_key(key))
+    channels, outgoing, state = device.send(state)
+    branches = [functools.partial(_moved, *of, channels) for of in zip(table.patterns, table.runs)]
+    arrived, state = device.receive(jax.lax.switch(pattern, branches, outgoing), channels, state)
     return state, _gathered(arrived, at, whole)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Device:
+    """What one device makes of its own message, and of the messages that arrive, in a tick."""
+
+    boundary: boundary_lib.Boundary
+    table: Table
+    at: dict[str, jax.Array]
+    made: jax.Array
+    tokens_MxBxT1: jax.Array
+    key: jax.Array | None
+
+    def place(self, microbatch, chunk):
+        tokens_BxT1 = self.tokens_MxBxT1[microbatch]
+        tokens_BxT1 = mesh.own_rows(tokens_BxT1) if self.boundary.of_samples else tokens_BxT1
+        like = jax.ShapeDtypeStruct(self.made.shape, self.made.dtype)
+        return boundary_lib.Place(like, self.at["stage"], microbatch, chunk, tokens_BxT1, self.key)
+
+    def send(self, state):
+        """(form of each label's messages, message of this stage by form, the boundary's state)."""
+        at, channels, outgoing = self.at, {}, {}
+        for i, label in enumerate(self.table.labels):
+            if transfer := self.boundary.transfers.get(label):
+                message, state = _send(transfer, at["sent"] == i, self.made, state, self.place(at["microbatch"], at["chunk"]))
+                channels[label] = form = str(jax.tree.map(jax.typeof, message))
+                # A stage sends at most one message per tick; those of its other labels are zeros.
+                outgoing[form] = jax.tree.map(jnp.add, outgoing[form], message) if form in outgoing else message
+            else:
+                channels[label] = DENSE
+                outgoing[DENSE] = self.made
+        return channels, outgoing, state
+
+    def receive(self, incoming, channels, state):
+        """(what arrives, by kind, the boundary's state), from the message of each label."""
+        at, labels = self.at, self.table.labels
+        arrived = {kind: jnp.zeros_like(self.made) for kind in BOXES}
+        arrived |= {kind: incoming[kind, compress] for kind, compress in labels if channels[kind, compress] == DENSE}
+        for i, label in enumerate(labels):
+            kind, _ = label
+            if transfer := self.boundary.transfers.get(label):
+                here = self.place(at[f"{kind} microbatch"], at[f"{kind} chunk"])
+                is_due = at[f"{kind} label"] == i
+                arrived[kind], state = _receive(transfer, is_due, incoming[label], arrived[kind], state, here)
+        return arrived, state
+
+
+def _moved(messages: Iterable[Message], runs: int, channels: dict[Label, str], outgoing: dict[str, Any]) -> dict[Label, Any]:
+    """What arrives of each label when these messages are exchanged; zeros of the others."""
+    nothing = jax.tree.map(jnp.zeros_like, outgoing)
+    arrived = {label: nothing[channel] for label, channel in channels.items()}
+    for group in _joint(messages, channels):
+        pairs = sorted(pair for message in group for pair in message.pairs)
+        with jax.named_scope(f"runs={runs}"):  # `decjax.hlo` reads it, to count bytes.
+            moved = jax.tree.map(lambda leaf: mesh.STAGES.exchange(leaf, pairs), outgoing[channels[group[0].label]])
+        arrived |= {message.label: moved for message in group}
+        # The same order on all stages, or they would wait for each other's messages (a deadlock).
+        _, outgoing = jax.lax.optimization_barrier((moved, outgoing))
+    return arrived
 
 
 def _gathered(arrived: dict[str, jax.Array], at: dict[str, jax.Array], like: jax.Array) -> dict[str, jax.Array]:
@@ -226,6 +259,21 @@ def _send(transfer, condition, x, state, place):
     like = jax.eval_shape(lambda: transfer.send(x, state, place)[0])
     empty = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), like)
     return _when(condition, lambda message, state: transfer.send(x, state, place), empty, state)
+
+
+def _receive(transfer, condition, message, x, state, place):
+    """(what arrives, state) of a transfer; `x` and the old state unless the condition holds."""
+    return _when(condition, lambda x, state: transfer.receive(message, state, place), x, state)
+
+
+class _Tick(NamedTuple):
+    """Which pass a stage computes in a tick, of which tokens."""
+
+    at: dict[str, jax.Array]  # the row of the schedule's table
+    is_first: jax.Array  # whether the chunk is the model's first
+    is_last: jax.Array
+    inputs_BxT: jax.Array
+    targets_BxT: jax.Array
 
 
 class _Passes:
@@ -266,60 +314,69 @@ class _Passes:
 
     def take(self, carry: _Carry, at: dict[str, jax.Array]) -> tuple[_Carry, jax.Array]:
         """One tick without its messages: (carry, what is to be sent to another stage)."""
+        tick = self._tick(at)
+        made = jnp.zeros(self.activation.shape, self.activation.dtype)
+        forward = functools.partial(self._forward, tick, carry.boxes["input"])
+        carry, made = _when(at["op"] == FORWARD, forward, carry, made)
+        backward = functools.partial(self._backward, tick, carry.boxes["input"])
+        return _when(at["op"] == BACKWARD, backward, carry, made)
+
+    def _tick(self, at):
         is_first = (at["chunk"] == 0) & (self.stage == 0)
         is_last = (at["chunk"] == self.division.num_chunks - 1) & (self.stage == self.division.num_stages - 1)
         tokens_BxT1 = self.tokens_MxBxT1[at["microbatch"]]
-        inputs_BxT, targets_BxT = tokens_BxT1[:, :-1], tokens_BxT1[:, 1:]
-        table_VxD, norm = self.params["table_VxD"], self.params["norm"]
-        embed = lambda table_VxD: self.division.parts.embed(table_VxD, inputs_BxT)
+        return _Tick(at, is_first, is_last, tokens_BxT1[:, :-1], tokens_BxT1[:, 1:])
 
-        def waiting(carry, name):
-            box = carry.boxes[name]
-            return box[at[name]] if len(box) else jnp.zeros(self.activation.shape, self.activation.dtype)
+    def _waiting(self, box, slot):
+        """The message in a slot of a box."""
+        return box[slot] if len(box) else jnp.zeros(self.activation.shape, self.activation.dtype)
 
-        def given():
-            return jax.lax.cond(is_first, lambda: embed(table_VxD), lambda: waiting(carry, "input"))
+    def _embed(self, tick, table_VxD):
+        return self.division.parts.embed(table_VxD, tick.inputs_BxT)
 
-        def forward(carry, made):
-            run, blocks = self._blocks(at["chunk"])
-            if self.remat:
-                return carry, run(blocks, given())
-            y, pullback = jax.vjp(run, blocks, given())
-            leaves = [leaf for leaf, i in zip(jax.tree.leaves(pullback), self._known, strict=True) if i is None]
-            kept = [slots.at[at["kept"]].set(leaf) for slots, leaf in zip(carry.kept, leaves, strict=True)]
-            boxes = carry.boxes | {"input": _put(carry.boxes["input"], jnp.where(is_last, at["input"], NOWHERE), y)}
-            return carry._replace(kept=kept, boxes=boxes), y
+    def _given(self, tick, box):
+        """The input of the chunk, from the box as it was before the pass."""
+        embedded = lambda: self._embed(tick, self.params["table_VxD"])
+        return jax.lax.cond(tick.is_first, embedded, lambda: self._waiting(box, tick.at["input"]))
 
-        def from_loss(y, grads, loss, g):
-            def mean(norm, table_VxD, y):
-                return self.division.parts.nll(norm, table_VxD, y, targets_BxT).mean() / len(self.tokens_MxBxT1)
+    def _forward(self, tick, box, carry, made):
+        at, (run, blocks) = tick.at, self._blocks(tick.at["chunk"])
+        if self.remat:
+            return carry, run(blocks, self._given(tick, box))
+        y, pullback = jax.vjp(run, blocks, self._given(tick, box))
+        leaves = [leaf for leaf, i in zip(jax.tree.leaves(pullback), self._known, strict=True) if i is None]
+        kept = [slots.at[at["kept"]].set(leaf) for slots, leaf in zip(carry.kept, leaves, strict=True)]
+        boxes = carry.boxes | {"input": _put(carry.boxes["input"], jnp.where(tick.is_last, at["input"], NOWHERE), y)}
+        return carry._replace(kept=kept, boxes=boxes), y
 
-            value, (d_norm, d_table, g) = jax.value_and_grad(mean, (0, 1, 2))(norm, table_VxD, y)
-            grads = grads | {"norm": jax.tree.map(jnp.add, grads["norm"], d_norm), "table_VxD": grads["table_VxD"] + d_table}
-            return grads, loss + value, g
+    def _backward(self, tick, box, carry, made):
+        at, (run, blocks) = tick.at, self._blocks(tick.at["chunk"])
+        if self.remat:
+            y, pullback = jax.vjp(run, blocks, self._given(tick, box))
+        else:
+            y, parameters = self._waiting(carry.boxes["input"], at["input"]), jax.tree.leaves(blocks)
+            kept = iter([slots[at["kept"]] for slots in carry.kept])
+            pullback = self._tree.unflatten([next(kept) if i is None else parameters[i] for i in self._known])
+        g = self._waiting(carry.boxes["gradient"], at["gradient"])
+        grads, loss, g = _when(tick.is_last, functools.partial(self._from_loss, tick, y), carry.grads, carry.loss, g)
+        d_blocks, dx = pullback(g)
+        (grads,) = _when(tick.is_first, functools.partial(self._to_embedding, tick, dx), grads)
+        own = jax.tree.map(lambda x, d: x.at[at["chunk"]].add(d), self._chunked(grads), d_blocks)
+        return carry._replace(grads=grads | own, loss=loss), dx
 
-        def to_embedding(dx, grads):
-            _, pullback = jax.vjp(embed, table_VxD)
-            return (grads | {"table_VxD": grads["table_VxD"] + pullback(dx)[0]},)
+    def _from_loss(self, tick, y, grads, loss, g):
+        """(grads, loss, the gradient of the last chunk's output y); the given one is for stages that are not the last."""
 
-        def backward(carry, made):
-            run, blocks = self._blocks(at["chunk"])
-            if self.remat:
-                y, pullback = jax.vjp(run, blocks, given())
-            else:
-                y, parameters = waiting(carry, "input"), jax.tree.leaves(blocks)
-                kept = iter([slots[at["kept"]] for slots in carry.kept])
-                pullback = self._tree.unflatten([next(kept) if i is None else parameters[i] for i in self._known])
-            g = waiting(carry, "gradient")
-            grads, loss, g = _when(is_last, functools.partial(from_loss, y), carry.grads, carry.loss, g)
-            d_blocks, dx = pullback(g)
-            (grads,) = _when(is_first, functools.partial(to_embedding, dx), grads)
-            own = jax.tree.map(lambda x, d: x.at[at["chunk"]].add(d), self._chunked(grads), d_blocks)
-            return carry._replace(grads=grads | own, loss=loss), dx
+        def mean(norm, table_VxD, y):
+            return self.division.parts.nll(norm, table_VxD, y, tick.targets_BxT).mean() / len(self.tokens_MxBxT1)
 
-        made = jnp.zeros(self.activation.shape, self.activation.dtype)
-        carry, made = _when(at["op"] == FORWARD, forward, carry, made)
-        return _when(at["op"] == BACKWARD, backward, carry, made)
+        value, (d_norm, d_table, g) = jax.value_and_grad(mean, (0, 1, 2))(self.params["norm"], self.params["table_VxD"], y)
+        grads = grads | {"norm": jax.tree.map(jnp.add, grads["norm"], d_norm), "table_VxD": grads["table_VxD"] + d_table}
+        return grads, loss + value, g
+
+    def _to_embedding(self, tick, dx, grads):
+        _, pullback = jax.vjp(functools.partial(self._embed, tick), self.params["table_VxD"])
+        return (grads | {"table_VxD": grads["table_VxD"] + pullback(dx)[0]},)
 
 
 def _when(condition: jax.Array, fn: Callable, *carry: Any) -> Any:

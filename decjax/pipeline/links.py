@@ -151,22 +151,42 @@ def per_sample(codec: codecs.Codec, slots: int) -> Link:
     """
     if slots < 1:
         raise ValueError(f"slots={slots}: must be at least 1 to store samples; use a few times as many as a worker has samples")
-    decode = settled(codec, WIDE).decode
+    form = _PerSample(codec, settled(codec, WIDE).decode, slots)
+    return Link(form.init, form.send, form.receive)
 
-    def init(like, num_chunks):
-        count, size = num_chunks * slots, math.prod(like.shape[1:])
-        sender, nothing = _chunked((codec.init(like.shape, WIDE), ()), num_chunks)
+
+@dataclasses.dataclass(frozen=True)
+class _PerSample:
+    """The functions of `per_sample`."""
+
+    codec: codecs.Codec
+    decode: Callable[[Any, tuple[int, ...], Any], jax.Array]
+    slots: int
+
+    def init(self, like, num_chunks):
+        count, size = num_chunks * self.slots, math.prod(like.shape[1:])
+        sender, nothing = _chunked((self.codec.init(like.shape, WIDE), ()), num_chunks)
         return Ends(*(Samples(state, jnp.zeros(count, jnp.uint32), jnp.zeros((count, size), WIDE)) for state in (sender, nothing)))
 
-    def find(samples, place):
+    def send(self, x, sender, place):
+        found, state = self.find(sender, place), _chunk(sender.codec, place)
+        message = self.codec.encode(x.astype(WIDE) - found[-1], state, _key(self.codec, place))
+        _, sender = self.learn(sender, found, self.decode(message, x.shape, WIDE))
+        return message, sender._replace(codec=_with_chunk(sender.codec, place, self.codec.advance(state, message)))
+
+    def receive(self, message, receiver, place):
+        x, receiver = self.learn(receiver, self.find(receiver, place), self.decode(message, place.like.shape, WIDE))
+        return x.astype(place.like.dtype), receiver
+
+    def find(self, samples, place):
         """(slots, tags, memories m_ξ) of the samples of a microbatch."""
         tag_B = jnp.maximum(_hash(place.tokens_BxT1, 1), 1)
-        slot_B = (_hash(place.tokens_BxT1, 2) % slots).astype(jnp.int32) + place.chunk * slots
+        slot_B = (_hash(place.tokens_BxT1, 2) % self.slots).astype(jnp.int32) + place.chunk * self.slots
         known_B = samples.tag_K[slot_B] == tag_B
         memory_BxP = jnp.where(known_B[:, None], samples.value_KxP[slot_B], 0)
         return slot_B, tag_B, memory_BxP.reshape(place.like.shape)
 
-    def learn(samples, found, arrived, place):
+    def learn(self, samples, found, arrived):
         """(reconstruction X̂, state with it stored)."""
         slot_B, tag_B, memory = found
         x = memory + arrived
@@ -177,18 +197,6 @@ def per_sample(codec: codecs.Codec, slots: int) -> Link:
             tag_K=samples.tag_K.at[slot_B].set(tag_B, mode="drop"),
             value_KxP=samples.value_KxP.at[slot_B].set(x.reshape(len(slot_B), -1), mode="drop"),
         )
-
-    def send(x, sender, place):
-        found, state = find(sender, place), _chunk(sender.codec, place)
-        message = codec.encode(x.astype(WIDE) - found[-1], state, _key(codec, place))
-        _, sender = learn(sender, found, decode(message, x.shape, WIDE), place)
-        return message, sender._replace(codec=_with_chunk(sender.codec, place, codec.advance(state, message)))
-
-    def receive(message, receiver, place):
-        x, receiver = learn(receiver, find(receiver, place), decode(message, place.like.shape, WIDE), place)
-        return x.astype(place.like.dtype), receiver
-
-    return Link(init, send, receive)
 
 
 def _hash(tokens_BxT: jax.Array, word: int) -> jax.Array:

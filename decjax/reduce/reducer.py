@@ -1,6 +1,8 @@
 """What a reducer is, the plain mean, and wrappers of reducers."""
 
 from collections.abc import Callable
+import dataclasses
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -97,15 +99,18 @@ def start_at(reducer: Reducer, step: int, before: Reducer) -> Reducer:
             return before.num_bytes(params, num_workers)
         return reducer.num_bytes(params, num_workers, own(phase))
 
-    def phase(count):
-        if count < step:
-            return BEFORE
-        due = reducer.phase(count - step)
-        return due if due is None else 1 + reducer.phases.index(due)
-
+    phase = functools.partial(_phase_from, step, reducer)
     counts = reducer.usage
     usage = (lambda state: jnp.pad(counts(state[1]), (1, 0))) if counts else None
     return Reducer(lambda params: (before.init(params), reducer.init(params)), reduce, num_bytes, phase, range(1 + num_own), usage)
+
+
+def _phase_from(step: int, reducer: Reducer, count: int) -> int | None:
+    """The phase of `start_at` in step `count`."""
+    if count < step:
+        return BEFORE
+    due = reducer.phase(count - step)
+    return due if due is None else 1 + reducer.phases.index(due)
 
 
 def first_stages(
@@ -140,21 +145,34 @@ def first_stages(
             "beforehand, and one of a single phase, such as mean, for the others"
         )
 
-    def reduce(grads, state, phase=reducer.phases[-1]):
+    form = _FirstStages(reducer, other, count, num_stages)
+    return reducer._replace(init=form.init, reduce=form.reduce, num_bytes=form.num_bytes)
+
+
+@dataclasses.dataclass(frozen=True)
+class _FirstStages:
+    """The functions of `first_stages`; a phase that is left out is the last."""
+
+    reducer: Reducer
+    other: Reducer
+    count: int
+    num_stages: int
+
+    def init(self, params):
+        return self.reducer.init(params), self.other.init(params)
+
+    def reduce(self, grads, state, phase=None):
+        phase = self.reducer.phases[-1] if phase is None else phase
         # Every stage computes both, and sends one: see `mesh.Axis.sent_by`.
-        compressed, plain = reducer.reduce(grads, state[0], phase), other.reduce(grads, state[1])
-        is_first = mesh.STAGES.index < count
-
-        def chosen(first, other):
-            return jax.tree.map(lambda x, y: jnp.where(is_first, x, y), first, other)
-
+        compressed, plain = self.reducer.reduce(grads, state[0], phase), self.other.reduce(grads, state[1])
+        is_first = mesh.STAGES.index < self.count
+        chosen = lambda first, other: jax.tree.map(lambda x, y: jnp.where(is_first, x, y), first, other)
         return chosen(compressed[0], plain[0]), (chosen(compressed[1], state[0]), chosen(state[1], plain[1]))
 
-    def num_bytes(params, num_workers, phase=reducer.phases[-1]):
-        sent = reducer.num_bytes(params, num_workers, phase), other.num_bytes(params, num_workers)
-        return (count * sent[0] + (num_stages - count) * sent[1]) / num_stages
-
-    return reducer._replace(init=lambda params: (reducer.init(params), other.init(params)), reduce=reduce, num_bytes=num_bytes)
+    def num_bytes(self, params, num_workers, phase=None):
+        phase = self.reducer.phases[-1] if phase is None else phase
+        sent = self.reducer.num_bytes(params, num_workers, phase), self.other.num_bytes(params, num_workers)
+        return (self.count * sent[0] + (self.num_stages - self.count) * sent[1]) / self.num_stages
 
 
 def every(reducer: Reducer, period: int) -> Reducer:

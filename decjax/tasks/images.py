@@ -1,6 +1,7 @@
 """The task "images": classification of small images."""
 
 from collections.abc import Callable
+import dataclasses
 from typing import Any, NamedTuple
 import zlib
 
@@ -63,34 +64,46 @@ def images(
     if not 0 < validation < 1:
         raise ValueError(f"task validation={validation} must lie between 0 and 1, such as 0.2")
     partition_lib.parse(partition)
-    shape, classes, read, mirrored = DATASETS[dataset]
-    built = model(shape, classes)
+    source = DATASETS[dataset]
+    form = _Classification(model(source.shape, source.classes), source, partition, validation, augment)
+    return Task(
+        init=lambda key: form.model.init(key)[0],
+        variables=lambda: form.model.init(jax.random.key(0))[1],
+        loss=form.loss,
+        measure=form.measure,
+        metrics={"loss": Metric("nats"), "accuracy": Metric()},
+        examples=form.examples,
+        load=form.load,
+        item="images",
+    )
 
-    def loss(params, variables, batch, key):
-        logits_BxK, variables = built.apply(params, variables, batch.images_BxHxWxC, True)
+
+@dataclasses.dataclass(frozen=True)
+class _Classification:
+    """The task's functions."""
+
+    model: models.ImageModel
+    dataset: Dataset
+    partition: str
+    validation: float
+    augment: bool
+
+    def loss(self, params, variables, batch, key):
+        logits_BxK, variables = self.model.apply(params, variables, batch.images_BxHxWxC, True)
         return optax.softmax_cross_entropy_with_integer_labels(logits_BxK, batch.labels_B).mean(), variables
 
-    def measure(params, variables, examples):
-        logits_BxK, _ = built.apply(params, variables, examples.images_BxHxWxC, False)
+    def measure(self, params, variables, examples):
+        logits_BxK, _ = self.model.apply(params, variables, examples.images_BxHxWxC, False)
         nll_B = optax.softmax_cross_entropy_with_integer_labels(logits_BxK, examples.labels_B)
         return {"loss": nll_B, "accuracy": (logits_BxK.argmax(axis=-1) == examples.labels_B) * 1.0}, jnp.ones_like(nll_B)
 
-    def load(num_workers, batch_size, seed):
-        change = _augmented(seed, mirrored) if augment else None
-        return _load(*read(), validation, partition, num_workers, batch_size, seed, change)
+    def examples(self, batch_size):
+        images_BxHxWxC = jax.ShapeDtypeStruct((batch_size, *self.dataset.shape), jnp.float32)
+        return Examples(images_BxHxWxC, jax.ShapeDtypeStruct((batch_size,), jnp.int32))
 
-    return Task(
-        init=lambda key: built.init(key)[0],
-        variables=lambda: built.init(jax.random.key(0))[1],
-        loss=loss,
-        measure=measure,
-        metrics={"loss": Metric("nats"), "accuracy": Metric()},
-        examples=lambda batch_size: Examples(
-            jax.ShapeDtypeStruct((batch_size, *shape), jnp.float32), jax.ShapeDtypeStruct((batch_size,), jnp.int32)
-        ),
-        load=load,
-        item="images",
-    )
+    def load(self, num_workers, batch_size, seed):
+        change = _augmented(seed, self.dataset.mirrored) if self.augment else None
+        return _load(*self.dataset.read(), self.validation, self.partition, num_workers, batch_size, seed, change)
 
 
 def _load(images_ExHxWxC, labels_E, validation, partition, num_workers, batch_size, seed, change) -> Data:

@@ -1,5 +1,6 @@
 """The task "lm": next-byte prediction on any text."""
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -34,38 +35,51 @@ def lm(model: models.Model, *, path: str = "", partition: str = "iid", sample_by
         raise ValueError(f"task sample_bytes={sample_bytes} must lie between 0 and {MAX_SAMPLE_BYTES}")
     if model.vocabulary < 256:
         raise ValueError(f"model vocabulary={model.vocabulary} is less than 256, the number of bytes; use 256")
-    T = model.context
+    form = _NextByte(model, path, partition, sample_bytes)
+    return Task(
+        init=model.init,
+        loss=form.loss,
+        measure=form.measure,
+        metrics={"loss": Metric("nats/byte")},
+        examples=lambda batch_size: jax.ShapeDtypeStruct((batch_size, model.context + 1), jnp.int32),
+        load=form.load,
+        items=model.context,
+        item="tokens",
+        parts=model.parts,
+        divided=model.divided,
+        show=form.show if sample_bytes else None,
+    )
 
-    def loss(params, variables, tokens_BxT1, key):
-        return model.nll(params, tokens_BxT1, key).mean(), variables
 
-    def measure(params, variables, tokens_BxT1):
-        nll_BxT = model.nll(params, tokens_BxT1, jax.random.key(0))
-        return {"loss": nll_BxT.sum(axis=1)}, jnp.full(len(nll_BxT), float(T))
+@dataclasses.dataclass(frozen=True)
+class _NextByte:
+    """The task's functions."""
 
-    def load(num_workers, batch_size, seed):
-        corpus = text.load_corpus(path, min_bytes=T + 1)
+    model: models.Model
+    path: str
+    partition: str
+    sample_bytes: int
+
+    def loss(self, params, variables, tokens_BxT1, key):
+        return self.model.nll(params, tokens_BxT1, key).mean(), variables
+
+    def measure(self, params, variables, tokens_BxT1):
+        nll_BxT = self.model.nll(params, tokens_BxT1, jax.random.key(0))
+        return {"loss": nll_BxT.sum(axis=1)}, jnp.full(len(nll_BxT), float(self.model.context))
+
+    def load(self, num_workers, batch_size, seed):
+        T = self.model.context
+        corpus = text.load_corpus(self.path, min_bytes=T + 1)
         return Data(
-            batch=text.batches(corpus, context=T, batch_size=batch_size, num_workers=num_workers, seed=seed, partition=partition),
+            batch=text.batches(
+                corpus, context=T, batch_size=batch_size, num_workers=num_workers, seed=seed, partition=self.partition
+            ),
             validation=lambda limit: text.validation_windows(corpus.valid, context=T, limit=limit),
             fingerprint=corpus.fingerprint,
             facts=lambda: {"corpus_order1_entropy": text.order1_entropy(corpus.train)},
         )
 
-    def show(params: Any, variables: Any, data: Data, key: jax.Array) -> str:
+    def show(self, params: Any, variables: Any, data: Data, key: jax.Array) -> str:
         prompt = bytes(data.validation(1)[0, :PROMPT_BYTES].astype(np.uint8))
-        return (prompt + models.sample(model, params, prompt, sample_bytes, key)).decode("utf-8", errors="replace")
-
-    return Task(
-        init=model.init,
-        loss=loss,
-        measure=measure,
-        metrics={"loss": Metric("nats/byte")},
-        examples=lambda batch_size: jax.ShapeDtypeStruct((batch_size, T + 1), jnp.int32),
-        load=load,
-        items=T,
-        item="tokens",
-        parts=model.parts,
-        divided=model.divided,
-        show=show if sample_bytes else None,
-    )
+        written = models.sample(self.model, params, prompt, self.sample_bytes, key)
+        return (prompt + written).decode("utf-8", errors="replace")
