@@ -61,7 +61,7 @@ def scale_by_onebit_adam(
         ValueError: if the reducer has no warm-up, in which the variance is estimated.
 
     Example:
-        >>> one_bit = decjax.reduce.coded(decjax.codecs.make("int8"))
+        >>> one_bit = decjax.reduce.coded(codec="int8")
         >>> reducer = decjax.reduce.start_at(one_bit, 100, before=decjax.reduce.mean())
         >>> tx = optax.chain(scale_by_onebit_adam(reducer), optax.scale_by_learning_rate(1e-3))
 
