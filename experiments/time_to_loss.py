@@ -158,7 +158,7 @@ def best_rate(measure: Callable[[float], float], grid: Sequence[float]) -> tuple
     while True:
         best = min(losses, key=lambda rate: losses[rate])
         further = best * FACTOR if best == max(losses) else best / FACTOR if best == min(losses) else None
-        if further is None or len(losses) in (1, MOST_RATES):
+        if further is None or len(grid) == 1 or len(losses) >= MOST_RATES:
             return best, losses
         losses[further] = measure(further)
 
@@ -174,8 +174,8 @@ def simulate(out: pathlib.Path, size: Size, method: str, tuned: Tuned) -> float:
     if not finished(workdir):
         options = arguments(method, size, tuned, workdir, seed=99, simulate=True)
         process = subprocess.run([sys.executable, "-m", "launch.train", *options], stdout=subprocess.DEVNULL, check=False)
-        if process.returncode < 0 or process.returncode == 130:
-            raise Failed(f"tuning of {method} was interrupted")
+        if process.returncode not in (0, command.USER_ERROR):  # The latter is also that of a run that diverged.
+            raise Failed(f"tuning of {method} ended with exit code {process.returncode}; the same command continues")
     return read(workdir)[-1].loss if finished(workdir) else math.inf
 
 
@@ -193,7 +193,8 @@ def tune(out: pathlib.Path, size: Size) -> dict[str, Tuned]:
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         found = dict(zip(size.methods, pool.map(rate_of, size.methods)))
         rates = {method: rate for method, (rate, _) in found.items()}
-        goal = min(found[SYNC][1].values())
+        if math.isinf(goal := min(found[SYNC][1].values())):
+            raise Failed(f"no simulated run of {SYNC} came to its end; what each printed says why")
         lengths = dict(zip(size.methods, pool.map(length_of, size.methods)))
     for method, tuned in lengths.items():
         tried = ", ".join(f"{rate:.3g}: {loss:.4f}" for rate, loss in sorted(found[method][1].items()))

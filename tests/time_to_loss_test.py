@@ -1,9 +1,14 @@
 """experiments/time_to_loss: how rates and steps are chosen, how a run directory is read, and the whole way with a tiny model."""
 
+import contextlib
 import json
 import math
+import subprocess
+
+import pytest
 
 from experiments import time_to_loss
+from experiments.bench.box import group
 from experiments.time_to_loss import Point
 from tests import commands
 from tests.cluster_test import needs_namespaces
@@ -59,3 +64,14 @@ def test_the_whole_way_with_a_tiny_model_and_again_from_what_is_there(tmp_path):
     document = json.loads((tmp_path / "time_to_loss.json").read_text())
     assert len(document["all-reduce"]["to_loss_s"]) == 1 and document["all-reduce"]["told_step_s"] > 0
     assert {path.name for path in (tmp_path / "round0").iterdir()} == {"all_reduce", time_to_loss.name_of(time_to_loss.ACCUM_INT8)}
+
+
+@pytest.mark.parametrize("code, fails", [(2, False), (1, True), (130, True), (-9, True)])
+def test_only_divergence_counts_as_a_bad_rate(tmp_path, monkeypatch, code, fails):
+    """An interrupted or broken run is no answer: the command ends, and goes on with that run when it is started again."""
+    monkeypatch.setattr(time_to_loss.subprocess, "run", lambda *command, **how: subprocess.CompletedProcess(command, code))
+    size = time_to_loss.Size(8, 1, {}, 2, tmp_path / "text.txt", *time_to_loss.SMOKE_TUNING)
+    with pytest.raises(group.Failed, match=f"exit code {code}") if fails else contextlib.nullcontext():
+        assert time_to_loss.simulate(tmp_path, size, "all-reduce", time_to_loss.Tuned(0.008, 8)) == math.inf
+    with pytest.raises(group.Failed, match=f"exit code {code}" if fails else "no simulated run of all-reduce"):
+        time_to_loss.tune(tmp_path, size)
