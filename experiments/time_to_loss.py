@@ -4,7 +4,7 @@
     python -m experiments.time_to_loss --out=runs/time_to_loss --peers=.venv-peers/bin/python     # PyTorch's DDP, too
 
 Four hosts in a box (launch.cluster: root and iproute2), links of 100 Mbit/s, one process a host, the transformer of 5.9M parameters
-of experiments.speedup on two megabytes of Python's standard library. A step of every method reads as many bytes.
+of experiments.speedup on a megabyte of Python's standard library. A step of every method reads as many bytes.
 
 1. Each method is tuned in simulation, without a network: three learning rates, and further ones while the best is at an edge. Whoever
    ends above all-reduce's loss gets more steps: the fewest of 1.1, 1.25, 1.5 or 2 times as many with which it ends below.
@@ -107,6 +107,8 @@ def arguments(method: str, size: Size, tuned: Tuned, workdir: pathlib.Path, seed
     shorthand = ",".join([TRAINED[method], f"workers={HOSTS}", f"steps={tuned.steps}", *["simulate"][: int(simulate)]])
     bucket_bytes = systems.WHOLE if "allreduce" in shorthand else systems.BUCKET  # What is quickest for each.
     fields = size.fields | {"schedule.learning_rate": tuned.rate, "seed": seed, "bucket_bytes": bucket_bytes}
+    if simulate:
+        fields["eval.every"] = max(size.every, size.steps // 5)  # Evaluating every worker takes longer than their steps.
     options = [f"--config=configs/lm.py:{shorthand}", f"--workdir={workdir}"]
     return options + [f"--config.{key}={value}" for key, value in fields.items()]
 
@@ -357,7 +359,7 @@ if __name__ == "__main__":
     flags.DEFINE_string("rate", "100mbit", "Of every link.")
     flags.DEFINE_integer("rounds", 2, "Runs of each method in the box.", lower_bound=1)
     flags.DEFINE_integer("steps", 100, "Of all-reduce.", lower_bound=10)
-    flags.DEFINE_integer("batch_size", 4, "Sequences of 128 bytes per worker and step.", lower_bound=1)
+    flags.DEFINE_integer("batch_size", 2, "Sequences of 128 bytes per worker and step.", lower_bound=1)
     flags.DEFINE_integer("every", 10, "Steps between evaluations.", lower_bound=1)
     flags.DEFINE_string("peers", None, "A Python with experiments/requirements-peers.txt; none: no DDP.")
     flags.DEFINE_bool("smoke", False, "The whole way with two methods and a tiny model, in three minutes.")

@@ -47,7 +47,7 @@ def test_seconds_are_those_of_the_steps(tmp_path):
 
 
 def test_other_options_are_refused_where_runs_are(tmp_path):
-    (tmp_path / "options.json").write_text(json.dumps(dict(rate="100mbit", steps=100, batch_size=4, every=10, smoke=False)))
+    (tmp_path / "options.json").write_text(json.dumps(dict(rate="100mbit", steps=100, batch_size=2, every=10, smoke=False)))
     done = commands.run("experiments.time_to_loss", f"--out={tmp_path}", "--steps=50")
     assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
     assert "--steps=50" in done.stderr and "--steps=100; give another --out" in done.stderr

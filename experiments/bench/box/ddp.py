@@ -8,7 +8,7 @@ import numpy as np
 from decjax.tasks import text
 from launch import cluster, processes
 
-VALIDATION_WINDOWS = 128
+VALIDATION_WINDOWS = 64
 
 
 def write_text(path: pathlib.Path, context: int) -> pathlib.Path:
