@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from decjax import codecs
-from decjax.codecs import bits, noise, sparse
+from decjax import codecs, noise
+from decjax.codecs import bits, sparse
 from decjax.codecs import codec as codec_lib
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")

@@ -9,8 +9,8 @@
     zfp        zfp                                                      4 to 24 bits a value, for smooth arrays
     bounded    bounded                                                  a bound e on the error of each value
 
-x is an array, x̂ what is decoded from its message. `feedback` adds to any codec a memory of what its messages lost; `noise` draws
-random numbers, and `bits` packs numbers of few bits into bytes.
+x is an array, x̂ what is decoded from its message. `feedback` adds to any codec a memory of what its messages lost; `bits` packs
+numbers of few bits into bytes.
 """
 
 from typing import Any

@@ -5,8 +5,8 @@ import math
 import jax
 import jax.numpy as jnp
 
-from decjax import registry
-from decjax.codecs import bits, noise
+from decjax import noise, registry
+from decjax.codecs import bits
 from decjax.codecs.codec import Codec, Traits, by_rows, from_rows, rows, scale_bytes
 
 

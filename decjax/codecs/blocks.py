@@ -23,8 +23,8 @@ import math
 
 import jax.numpy as jnp
 
-from decjax import registry
-from decjax.codecs import bits, noise
+from decjax import noise, registry
+from decjax.codecs import bits
 from decjax.codecs.codec import Codec, Traits, by_rows, from_rows, magnitude, rows, scale_bytes
 
 ROUNDINGS = ("nearest", "stochastic")

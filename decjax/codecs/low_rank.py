@@ -18,8 +18,7 @@ import math
 import jax
 import jax.numpy as jnp
 
-from decjax import registry
-from decjax.codecs import noise
+from decjax import noise, registry
 from decjax.codecs.codec import Codec, Traits, dot, finite, matrix_shape, working_dtype
 from decjax.codecs.sparse import made_values
 

@@ -22,8 +22,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from decjax import registry
-from decjax.codecs import bits, noise
+from decjax import noise, registry
+from decjax.codecs import bits
 from decjax.codecs.codec import Codec, Traits, working_dtype
 
 GROUP = 8  # values of a group in the first of two selections

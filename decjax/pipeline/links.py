@@ -27,8 +27,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from decjax import codecs
-from decjax.codecs import noise
+from decjax import codecs, noise
 
 WIDE = jnp.float32  # dtype of what is remembered
 

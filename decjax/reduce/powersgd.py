@@ -8,9 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from decjax import codecs, mesh, registry
+from decjax import codecs, mesh, noise, registry
 from decjax.channel import Channel
-from decjax.codecs import noise
 from decjax.codecs.codec import dot
 from decjax.reduce import reducer as reducer_lib
 

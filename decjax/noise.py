@@ -2,9 +2,10 @@
 
     b_i = h(i + s₀, s₁),   (s₀, s₁) = the key's two words
 
-Stochastic rounding needs one number per value, and a block cipher such as JAX's threefry would take much longer than the rest of a
-codec. h is a 32-bit integer finalizer (two multiplications, three shifts); its second word enters between the multiplications, so that
-the sequences of two keys are not shifted copies of each other. It is good enough for rounding and sampling, not for cryptography.
+Stochastic rounding and dropout need one number per value, and a block cipher such as JAX's threefry would take much longer than the
+rest of a codec or layer. h is a 32-bit integer finalizer (two multiplications, three shifts); its second word enters between the
+multiplications, so that the sequences of two keys are not shifted copies of each other. It is good enough for rounding and
+sampling, not for cryptography.
 
 Reference: Ellis, "hash-prospector" (lowbias32); Salmon et al. 2011 for counter-based generators.
 """
