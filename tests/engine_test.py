@@ -148,6 +148,27 @@ def test_split_takes_the_steps_of_fused(name):
     np.testing.assert_allclose(fused[1], split[1], rtol=0.05 if may_differ else 1e-4)
 
 
+@pytest.mark.parametrize("which", ["fused", "split"])
+def test_batches_of_a_few_shapes_are_compiled_once_each(which):
+    """Steps of one shape are those of a run that has only that shape; the exchange is compiled once for all."""
+    method = METHODS["ring"]()
+    program = engine.compile_per_phase(Step(stateless(gradients), method, workers(), 0), which)
+    state, taken = runs.start(init(jax.random.key(0)), method, workers()), []
+    own = jax.tree.map(np.asarray, state)
+    for step, rows in enumerate((6, 3, 6, 3)):
+        batch = workers().build(lambda worker: batches(step)[worker, :rows])
+        due = program(0, state, batch, np.int32(step))
+        alone = engine.compile_per_phase(Step(stateless(gradients), method, workers(), 0))(0, state, batch, np.int32(step))
+        expected, _ = alone.run(jax.tree.map(jnp.copy, state), batch, np.int32(step))
+        state, _ = due.run(state, batch, np.int32(step))
+        jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-6), state, expected)
+        taken.append(due)
+    assert taken[0] is taken[2] and taken[1] is taken[3] and taken[0] is not taken[1]
+    if which == "split":
+        assert taken[0].executables[1:] == taken[1].executables[1:]
+    assert any((x != y).any() for x, y in zip(jax.tree.leaves(own), jax.tree.leaves(state), strict=True))
+
+
 def test_split_communicates_in_its_exchange_only():
     *_, (take_gradient, *sends, prepare, join, last_join) = trajectory(METHODS["one_peer_exponential"](), "split")
     assert len(sends) == 2 and all("collective-permute" in send.as_text() for send in sends)

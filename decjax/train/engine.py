@@ -8,7 +8,8 @@
              step never meet those of the next. The gradient itself must have no collectives: with stages or tensor-parallel groups,
              processes could take those of the two threads in different orders, so that case raises an error.
 
-A step is compiled once for each phase of the topology, so that no program contains a conditional over phases.
+A step is compiled once for each phase of the topology, so that no program contains a conditional over phases; and, for tasks whose
+batches have a few shapes, once for each of these.
 """
 
 from collections.abc import Callable
@@ -61,17 +62,18 @@ def choose(engine: str, method: Method, workers: mesh.Workers) -> str:
 
 
 def compile_per_phase(step: Step, engine: str = "fused") -> Callable[..., Program]:
-    """`program(phase, state, batch, number) -> Program`, which compiles a train step once per phase; for engines see `choose`.
+    """`program(phase, state, batch, number) -> Program`, compiled once per phase and shape of the batch; for engines see `choose`.
 
     The step's state is donated. Bytes are read from the compiled collectives; the declared ones are used where workers are
     simulated, so that nothing is sent, and where the phase is traced, so that one program holds the messages of all phases.
     """
     workers, method = step.workers, step.method
     compile_phase = _split(step) if choose(engine, method, workers) == "split" else functools.partial(_fused, step)
-    compiled: dict[int | None, Program] = {}
+    compiled: dict[Any, Program] = {}
 
     def program(phase, state, batch, number):
-        if phase not in compiled:
+        known = phase, *(x.shape for x in jax.tree.leaves(batch))
+        if known not in compiled:
             run, executables = compile_phase(phase, state, batch, number)
             sent: dict[str, Any] = {}
             if not workers.simulated:
@@ -79,8 +81,8 @@ def compile_per_phase(step: Step, engine: str = "fused") -> Callable[..., Progra
                 sent = {axis: sum(of[axis] for of in found) for axis in found[0]}
             if workers.simulated or phase is None:
                 sent["worker"] = workers.stages * method.num_bytes(workers.one_device(state.params), phase)
-            compiled[phase] = Program(run, sent, executables)
-        return compiled[phase]
+            compiled[known] = Program(run, sent, executables)
+        return compiled[known]
 
     return program
 
@@ -142,13 +144,17 @@ class _Split(NamedTuple):
 def _split(step):
     # One thread, so that all processes dispatch their exchanges in the same order.
     thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="exchange")
-    workers, shared = step.workers, []  # The gradient's program is shared by all phases.
+    workers = step.workers
+    gradients, exchanges = {}, {}  # The gradient's program is shared by all phases, and the exchange's by all shapes of a batch.
 
     def compile_phase(phase, state, batch, number):
-        if not shared:
+        shapes = tuple(x.shape for x in jax.tree.leaves(batch))
+        if shapes not in gradients:
             gradient = workers.jit(step.take_gradient, (0, 0, 0, None))
-            shared.append(gradient.lower(state.params, state.source, batch, number).compile())
-        split = _Split(shared[0], *_compiled_exchange(step, phase, state, shared[0].out_info[1]))
+            gradients[shapes] = gradient.lower(state.params, state.source, batch, number).compile()
+        if phase not in exchanges:
+            exchanges[phase] = _compiled_exchange(step, phase, state, gradients[shapes].out_info[1])
+        split = _Split(gradients[shapes], *exchanges[phase])
         run = functools.partial(split.run, workers, thread)
         return run, (split.take_gradient, *split.sends, split.prepare, *split.joins)
 
