@@ -158,7 +158,11 @@ def test_a_config_that_cannot_be_loaded_is_told(path, reason):
         ("", "eval_every=5", "config.eval_every is unknown; did you mean eval.every?"),
         ("", "learning_rate=1", "config.learning_rate is unknown; did you mean schedule.learning_rate?"),
         ("", "model.depht=3", "model 'resnet' has depth, norm, width; did you mean model.depth?"),
-        ("", "data.path=x", "task 'images' has augment, dataset, partition, validation; path belongs to lm"),
+        (
+            "",
+            "data.sample_bytes=3",
+            "task 'images' has augment, dataset, partition, path, smoothing, validation; sample_bytes belongs to lm",
+        ),
         ("", "pipeline.schedule=gpipe", "config.pipeline has microbatches, stages; schedule needs stages=2 or more"),
         ("", "boundary.when=always", "use backward=CODEC or forward=CODEC with stages=2 or more"),
         ("", "mixer=choco", "must be a section; set its fields, codec, name, rounds"),

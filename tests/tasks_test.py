@@ -2,15 +2,17 @@
 
 import functools
 import inspect
+import itertools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import decjax
 from decjax import registry, tasks
-from decjax.tasks import images, lm, quadratics
+from decjax.tasks import datasets, images, lm, quadratics
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -20,16 +22,26 @@ TINY = {
     "decoder": dict(context=8, width=8, hidden=8, heads=1, depth=1),
     "resnet": dict(width=2),
     "mlp": dict(hidden=4),
+    "translator": dict(vocabulary=260, width=4, hidden=4, heads=1, encoder=1, decoder=1, dropout=0.0),
     "quadratics": dict(dimension=5),
+    "translation": dict(length=6, smoothing=0.0, test="val"),
     "lm": dict(sample_bytes=3),
 }
 MODELS = [(name, model) for name in registry.names("task") for model in registry.partners("task", name, "model") or (None,)]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def files(tmp_path_factory):
+    """Texts, and pairs of sentences that are all longer than half of the longest."""
+    folder = tmp_path_factory.mktemp("pairs")
+    for split, language in itertools.product(("train", "val"), ("de", "en")):
+        words = np.random.default_rng(len(split + language)).choice(["dies", "und", "das", "nicht", "hier"], (80, 7))
+        (folder / f"{split}.{language}").write_text("\n".join(map(" ".join, words)))
+    TINY["translation"]["path"], TINY["lm"]["path"] = str(folder), inspect.getsourcefile(registry)
+
+
 @functools.cache
 def build(name, chosen=None):
-    if name == "lm":
-        TINY["lm"]["path"] = inspect.getsourcefile(registry)
     model = chosen and registry.make("model", chosen, **TINY.get(chosen, {}))
     return registry.make("task", name, model=model, **TINY.get(name, {}))
 
@@ -96,7 +108,8 @@ def test_every_model_is_of_a_task():
         ("lm", "decoder", dict(partition="striped"), "'striped' is unknown; use one of iid, contiguous, dirichlet"),
         ("lm", "decoder", dict(sample_bytes=1000000007), "sample_bytes=1000000007 must lie between 0 and 100000"),
         ("lm", "decoder(vocabulary=200)", {}, "vocabulary=200 is less than 256"),
-        ("images", "mlp", dict(dataset="cifar"), "dataset='cifar' is unknown; use one of digits"),
+        ("images", "mlp", dict(dataset="cifar"), "dataset='cifar' is unknown; use one of digits, cifar10"),
+        ("images", "mlp", dict(smoothing=1.0), "smoothing=1.0 must be at least 0 and less than 1"),
         ("images", "mlp", dict(validation=1.0), "validation=1.0 must lie between 0 and 1"),
         ("images", "mlp", dict(partition="dirichlet(alpha=0)"), "alpha=0 must be a positive number"),
         ("quadratics", None, dict(dimension=0), "dimension=0 must lie between 1 and 1000000"),
@@ -139,6 +152,58 @@ def test_digits_are_standardized_and_held_out():
     assert len(seen) > 1390 and not seen & {x.tobytes() for x in valid.images_BxHxWxC}
     images_BxHxWxC = np.concatenate([batch.images_BxHxWxC for batch in one_epoch])
     assert abs(images_BxHxWxC.mean()) < 1e-2 and abs(images_BxHxWxC.std() - 1) < 1e-2
+
+
+def record(label, seed):
+    return bytes([label]) + np.random.default_rng(seed).integers(0, 256, 3072, np.uint8).tobytes()
+
+
+def test_cifar_is_read_from_its_binary_files(tmp_path):
+    """Planes of red, green and blue become pixels; the test set is for validation, unless a share of the others is asked for."""
+    for name, seeds in {"data_batch_2": (2, 3), "data_batch_1": (0, 1), "test_batch": (4, 5, 6)}.items():
+        (tmp_path / f"{name}.bin").write_bytes(b"".join(record(seed, seed) for seed in seeds))
+    read = datasets.DATASETS["cifar10"].read(str(tmp_path))
+    assert read.labels_E.tolist() == list(range(7)) and read.tested == 3
+    for seed in range(7):
+        planes = np.frombuffer(record(seed, seed)[1:], np.uint8).reshape(3, 32, 32)
+        np.testing.assert_array_equal(read.images_ExHxWxC[seed].transpose(2, 0, 1), planes)
+    load = lambda **options: registry.make(
+        "task", "images", model=registry.make("model", "mlp"), dataset="cifar10", path=str(tmp_path), **options
+    ).load(1, 4, 0)
+    assert load().validation(0).labels_B.tolist() == [4, 5, 6] and sorted(load().batch(0, 0).labels_B) == [0, 1, 2, 3]
+    assert set(load(validation=0.25).validation(0).labels_B) < {0, 1, 2, 3}
+    assert load(validation=0.25).fingerprint == "3+1 images, " + load().fingerprint.split(", ")[1]
+
+
+@pytest.mark.parametrize(
+    "files, message",
+    [
+        ({}, "holds no data_batch_\\*.bin and test_batch.bin"),
+        ({"data_batch_1.bin": record(0, 0)}, "holds no data_batch_\\*.bin and test_batch.bin"),
+        ({"data_batch_1.bin": record(0, 0)[:-1], "test_batch.bin": record(0, 0)}, "has 3072 bytes, which are no records of 3073"),
+        ({"data_batch_1.bin": record(0, 0), "test_batch.bin": record(10, 0)}, "has the label 10, and CIFAR-10's are 0 to 9"),
+    ],
+)
+def test_files_that_are_not_cifar_are_told(files, message, tmp_path):
+    for name, content in files.items():
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=message):
+        datasets.DATASETS["cifar10"].read(str(tmp_path))
+
+
+def test_embedded_digits_have_no_path():
+    task = registry.make("task", "images", model=registry.make("model", "mlp"), path="folder")
+    with pytest.raises(ValueError, match="data path 'folder' is not read with dataset='digits'"):
+        task.load(1, 1, 0)
+
+
+def test_smoothed_labels_are_those_of_optax():
+    task = registry.make("task", "images", model=registry.make("model", "mlp"), smoothing=0.1)
+    batch, params = task.load(1, B, 0).batch(0, 0), jax.jit(task.init)(jax.random.key(0))
+    params = jax.tree.map(lambda x: x + np.random.default_rng(0).normal(size=x.shape).astype(x.dtype), params)
+    logits_BxK, _ = registry.make("model", "mlp")((8, 8, 1), 10).apply(params, (), batch.images_BxHxWxC, True)
+    expected = optax.softmax_cross_entropy(logits_BxK, optax.smooth_labels(jax.nn.one_hot(batch.labels_B, 10), 0.1)).mean()
+    np.testing.assert_allclose(task.loss(params, (), batch, None)[0], expected, rtol=1e-5)
 
 
 def test_augmented_images_are_shifted_or_mirrored_ones():
@@ -271,7 +336,7 @@ def test_a_sample_continues_the_text():
     task = build("lm", "decoder")
     data = task.load(2, B, 0)
     text = task.show(jax.jit(task.init)(jax.random.key(0)), (), data, jax.random.key(0))
-    prompt = bytes(data.validation(1)[0, : lm.PROMPT_BYTES].astype(np.uint8)).decode()
+    prompt = bytes(data.validation(1)[0, : lm.PROMPT].astype(np.uint8)).decode()
     assert text.startswith(prompt) and len(prompt) < len(text) <= len(prompt) + 3  # bytes, of which several may be one letter
     silent = registry.make("task", "lm", model=registry.make("model", "decoder"), sample_bytes=0)
     assert silent.show is None

@@ -12,26 +12,10 @@ import optax
 
 from decjax import models, registry
 from decjax.tasks import partition as partition_lib
+from decjax.tasks.datasets import DATASETS, Dataset, Images
 from decjax.tasks.task import Data, Metric, Task, spaced
 
-
-class Dataset(NamedTuple):
-    """A data set of labelled images, and how to read it."""
-
-    shape: tuple[int, int, int]  # of an image, (H, W, C)
-    classes: int  # K, how many
-    read: Callable[[], tuple[np.ndarray, np.ndarray]]  # () -> (images_ExHxWxC, labels_E), uint8 and int32
-    mirrored: bool = False  # whether the mirror image of an image is of the same class
-
-
-def _digits() -> tuple[np.ndarray, np.ndarray]:
-    from sklearn import datasets  # Imported here because it takes a second, and only this function needs it.
-
-    digits: Any = datasets.load_digits()
-    return digits.images[..., None].astype(np.uint8), digits.target.astype(np.int32)
-
-
-DATASETS = {"digits": Dataset((8, 8, 1), 10, _digits)}
+USUAL_SHARE = 0.2  # for validation, of a data set without a test set
 
 
 class Examples(NamedTuple):
@@ -46,26 +30,36 @@ def images(
     model: Callable[[tuple[int, int, int], int], models.ImageModel],
     *,
     dataset: str = "digits",
+    path: str = "",
     partition: str = "iid",
-    validation: float = 0.2,
+    validation: float | None = None,
     augment: bool = False,
+    smoothing: float = 0.0,
 ) -> Task:
     """Classification of small images; metrics are the loss and the top-1 accuracy.
 
     Args:
         model: `build(shape_HWC, classes) -> ImageModel`.
-        dataset: "digits": scikit-learn's 1797 handwritten digits of 8 × 8 pixels.
+        dataset: "digits": scikit-learn's 1797 handwritten digits of 8 × 8 pixels; "cifar10": photographs of 32 × 32 pixels.
+        path: for "cifar10", the folder of its binary version; empty for "digits", which are embedded.
         partition: which images each worker has: "iid", "contiguous" or "dirichlet(alpha=0.1)", by class; see `tasks.partition`.
-        validation: share of the images that is held out, between 0 and 1; they are the same in all runs.
+        validation: share of the training images that is held out, between 0 and 1; they are the same in all runs. None: the data
+            set's own test set, or a fifth of the images where there is none.
         augment: shift training images at random by up to an eighth of their height, and mirror them if that keeps their class.
+        smoothing: share ε of the target distribution that is spread over all classes while training; see `optax.smooth_labels`.
+
+    Raises:
+        ValueError: if an option is none of these; from `load`, if the path does not hold the data set.
     """
     if dataset not in DATASETS:
         raise ValueError(f"task dataset={dataset!r} is unknown; use one of {', '.join(DATASETS)}")
-    if not 0 < validation < 1:
+    if validation is not None and not 0 < validation < 1:
         raise ValueError(f"task validation={validation} must lie between 0 and 1, such as 0.2")
+    if not 0 <= smoothing < 1:
+        raise ValueError(f"task smoothing={smoothing} must be at least 0 and less than 1, such as 0.1")
     partition_lib.parse(partition)
     source = DATASETS[dataset]
-    form = _Classification(model(source.shape, source.classes), source, partition, validation, augment)
+    form = _Classification(model(source.shape, source.classes), source, path, partition, validation, augment, smoothing)
     return Task(
         init=lambda key: form.model.init(key)[0],
         variables=lambda: form.model.init(jax.random.key(0))[1],
@@ -84,13 +78,18 @@ class _Classification:
 
     model: models.ImageModel
     dataset: Dataset
+    path: str
     partition: str
-    validation: float
+    validation: float | None
     augment: bool
+    smoothing: float
 
     def loss(self, params, variables, batch, key):
         logits_BxK, variables = self.model.apply(params, variables, batch.images_BxHxWxC, True)
-        return optax.softmax_cross_entropy_with_integer_labels(logits_BxK, batch.labels_B).mean(), variables
+        if not self.smoothing:
+            return optax.softmax_cross_entropy_with_integer_labels(logits_BxK, batch.labels_B).mean(), variables
+        labels_BxK = optax.smooth_labels(jax.nn.one_hot(batch.labels_B, logits_BxK.shape[-1]), self.smoothing)
+        return optax.softmax_cross_entropy(logits_BxK, labels_BxK).mean(), variables
 
     def measure(self, params, variables, examples):
         logits_BxK, _ = self.model.apply(params, variables, examples.images_BxHxWxC, False)
@@ -103,13 +102,21 @@ class _Classification:
 
     def load(self, num_workers, batch_size, seed):
         change = _augmented(seed, self.dataset.mirrored) if self.augment else None
-        return _load(*self.dataset.read(), self.validation, self.partition, num_workers, batch_size, seed, change)
+        return _load(self.dataset.read(self.path), self.validation, self.partition, num_workers, batch_size, seed, change)
 
 
-def _load(images_ExHxWxC, labels_E, validation, partition, num_workers, batch_size, seed, change) -> Data:
-    order = np.random.default_rng(0).permutation(len(labels_E))
-    held_out = max(1, round(validation * len(order)))
-    valid, train = order[:held_out], order[held_out:]
+def _divided(count: int, tested: int, validation: float | None) -> tuple[np.ndarray, np.ndarray]:
+    """Positions of the images for training and for validation; see `images`."""
+    if validation is None and tested:
+        return np.arange(count - tested), np.arange(count - tested, count)
+    order = np.random.default_rng(0).permutation(count - tested)
+    held_out = max(1, round((USUAL_SHARE if validation is None else validation) * len(order)))
+    return order[held_out:], order[:held_out]
+
+
+def _load(read: Images, validation, partition, num_workers, batch_size, seed, change) -> Data:
+    images_ExHxWxC, labels_E, tested = read
+    train, valid = _divided(len(labels_E), tested, validation)
     indices = partition_lib.deal(partition, labels_E[train], num_workers, batch_size, seed)
     # Mean and deviation by channel, summed in float64: sums of squares of values 0 … 255 lose digits in float32.
     mean_C = images_ExHxWxC[train].mean(axis=(0, 1, 2), dtype=np.float64).astype(np.float32)

@@ -1,0 +1,35 @@
+"""CIFAR-10, classified by a ResNet-20 that 16 simulated workers train with gossip.
+
+    python -m launch.train --config=configs/cifar.py --config.data.path=FOLDER --workdir=runs/cifar
+    python -m launch.train --config=configs/cifar.py:workers=8,topology=ring --config.data.path=FOLDER --workdir=runs/ring
+
+FOLDER holds the binary version, data_batch_*.bin and test_batch.bin (https://www.cs.toronto.edu/~kriz/cifar.html).
+
+Shorthand as in configs/digits.py.
+"""
+
+import ml_collections
+
+from configs import base, digits, shorthand
+from decjax import config as parts
+
+TUNED = dict(adamw=(1e-2, 1e-4), accum_adamw=(1e-2, 1e-4), sgdm=(0.3, 1e-4))  # (learning rate, weight decay)
+
+
+def tuned(method: str, order: str, optimizer: str) -> dict[str, float]:
+    """Learning rate and weight decay for an optimizer on this task."""
+    learning_rate, weight_decay = TUNED.get(optimizer, (3e-3, 1e-4))
+    return dict(learning_rate=learning_rate, weight_decay=weight_decay)
+
+
+def get_config(arg: str = "") -> ml_collections.ConfigDict:
+    """The config of CIFAR-10, changed by a shorthand such as "workers=8,norm=group"."""
+    given = shorthand.parse(arg, digits.KEYS)
+    smoke = given.get("smoke", False)
+    config = base.get_config(given, steps=10 if smoke else 1000, batch=8, clip_norm=0.0, tuned=tuned, warmup_steps=50)
+    config.task = "images"
+    config.data = parts.section("task", "images", dataset="cifar10", augment=True)
+    config.model = digits.model(given, "resnet", **({} if smoke else dict(depth=20, width=16)))
+    config.eval.update(every=5 if smoke else 100, num_windows=64 if smoke else 0, batch_size=64)
+    config.checkpoint.every = 5 if smoke else 100
+    return config
