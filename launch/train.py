@@ -78,6 +78,7 @@ def report(outcome: train.Outcome, task: tasks.Task) -> None:
     print(
         f"averaged model after {summary['steps']} steps and {summary['time_s']:.0f} s: "
         + ", ".join(_metric(summary, name, metric) for name, metric in task.metrics.items())
+        + "".join(f", {name} {summary[f'eval_{name}']:.2f}" for name in task.scores if f"eval_{name}" in summary)
         + (f" (a bigram model's limit: {limit:.2f})" if limit else "")
         + f"; {_size(summary['bytes_per_step_per_worker'])} sent per worker and step"
     )

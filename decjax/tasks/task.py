@@ -31,12 +31,14 @@ class Data(NamedTuple):
         validation: `validation(limit) -> examples`, evenly spaced ones, [W, …]; limit 0: all.
         fingerprint: identifies the data; a run is continued only on data with the same one.
         facts: `facts()`, numbers about the data by name, for a run's summary.
+        more: what the task's own `score` and `show` need besides, such as a tokenizer.
     """
 
     batch: Callable[[int, int], Any]
     validation: Callable[[int], Any]
     fingerprint: str
     facts: Callable[[], Mapping[str, float]] = dict
+    more: Any = None
 
 
 class Task(NamedTuple):
@@ -52,13 +54,17 @@ class Task(NamedTuple):
         measure: `measure(params, variables, examples) -> (sums, weight_B)`; sums [B] by the name of the metric, which is Σ sum ÷ Σ
             weight.
         metrics: the metrics by name; "loss" is the first.
-        examples: `examples(B)`, shapes and dtypes of a batch.
+        examples: `examples(B)`, shapes and dtypes of a batch; of the largest one where batches have a few shapes.
         load: `load(num_workers, batch_size, seed) -> Data`, with B examples per worker; reads files.
         items: how many items one example counts as in throughput: T tokens for a sequence.
         item: what these are called, such as "tokens".
         variables: `variables()`, the model's variables before training.
         parts: the model split up for pipelines, a `models.Parts`; None if it cannot be divided.
         divided: which parameters a tensor-parallel group divides; see `models.Model`.
+        derived: `derived(values, data) -> values by name`, what follows from the metrics, such as perplexity.
+        score: `score(params, variables, data) -> values by name`, metrics of a trained model that are no means over examples, such as
+            BLEU; found at the end, of the averaged model. None: there are none.
+        scores: these metrics by name.
         show: `show(params, variables, data, key)`, a text for people that shows what the trained model does; None: nothing to show.
     """
 
@@ -73,6 +79,9 @@ class Task(NamedTuple):
     variables: Callable[[], Any] = lambda: ()
     parts: Any = None
     divided: tuple[tuple[str, int], ...] = ()
+    derived: Callable[[Mapping[str, float], Data], dict[str, float]] = lambda values, data: {}
+    score: Callable[[Any, Any, Data], dict[str, float]] | None = None
+    scores: Mapping[str, Metric] = {}
     show: Callable[[Any, Any, Data, Any], str] | None = None
 
 

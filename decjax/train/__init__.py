@@ -8,6 +8,7 @@ engine       the compiled step: as one program, or with the exchange beside the 
 divide       splits an update into what needs no message and what each message completes
 evaluate     evaluation of the averaged model and of every worker's own
 checkpoint   checkpoints with Orbax, and the check that a directory belongs to the run
+summary      what a run comes to
 metrics      where the numbers of a run go: metrics.jsonl, TensorBoard, Weights & Biases, or a tracker of one's own
 """
 

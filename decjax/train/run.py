@@ -9,7 +9,7 @@ import os
 import pathlib
 import signal
 import time
-from typing import Any, NamedTuple, NoReturn
+from typing import NamedTuple, NoReturn
 
 import jax
 import numpy as np
@@ -18,16 +18,11 @@ from decjax import config, registry
 from decjax.errors import CheckpointError, ConfigError
 from decjax.train import checkpoint, metrics
 from decjax.train import state as state_lib
+from decjax.train import summary as summary_lib
 from decjax.train.evaluate import Evaluation
 from decjax.train.state import State
 from decjax.train.trainer import Trainer
 
-BYTES = {  # counter -> (mesh axis, name of its value per step in the summary)
-    "bytes_sent_per_worker": ("worker", "bytes_per_step_per_worker"),
-    "bytes_between_stages_per_worker": ("stage", "bytes_between_stages_per_step_per_worker"),
-}
-# Entries of every summary.
-REPORTED = ("steps", "time_s", "eval_loss", "local_eval_loss_min", "local_eval_loss_max", "bytes_per_step_per_worker")
 LAYOUT = ("stages", "chunks", "layers", "autoencoder")  # fields of a pipeline that determine the layout of the parameters
 
 
@@ -208,7 +203,7 @@ class Run:
             **found,
             "consensus_distance": distance,
             f"{task.item}_per_s": steps * self.spec.batch_size * task.items / taken_s,
-            **{name: self.counters[name] for name in BYTES if name in self.counters},
+            **{name: self.counters[name] for name in summary_lib.BYTES if name in self.counters},
         }
 
     def _training_row(
@@ -219,7 +214,7 @@ class Run:
         before, self._counted = self._counted, self.trainer.bytes_by_usage(self.state)
         self.counters["bytes_sent_per_worker"] += self._counted - before
         now = time.monotonic()
-        found = _spread("loss", float(local_N.mean()), local_N)
+        found = summary_lib.spread("loss", float(local_N.mean()), local_N)
         row = self._row(step, now - begun, found, step - logged_step, now - logged)
         return row | {"learning_rate": float(self.trainer.setup.learning_rate(step - 1))}  # pyright: ignore[reportArgumentType]
 
@@ -228,9 +223,14 @@ class Run:
             self._diverged(f"validation loss of the averaged model is {result.averaged['loss']} after step {step}")
         found = {}
         for name, value in result.averaged.items():
-            found |= _spread(name, value, result.local[name])
+            found |= summary_lib.spread(name, value, result.local[name])
         row = self._row(step, time_s, found, step - self.counters["first_step"], time_s)
-        return row | {f"{name}_coded": value for name, value in (result.coded or {}).items()}
+        return row | self._further(result)
+
+    def _further(self, result: Evaluation) -> dict[str, float]:
+        """Metrics of the averaged model that single workers do not have."""
+        coded = {f"{name}_coded": value for name, value in (result.coded or {}).items()}
+        return self.trainer.setup.task.derived(result.averaged, self.trainer.data) | coded
 
     # -- The loop -----------------------------------------------------------------------------------------------------
 
@@ -272,7 +272,7 @@ class Run:
             summary = json.loads((self.workdir / "summary.json").read_text())
         except (OSError, ValueError):
             return None
-        return summary if isinstance(summary, dict) and summary.keys() >= set(REPORTED) else None
+        return summary if isinstance(summary, dict) and summary.keys() >= set(summary_lib.REPORTED) else None
 
     def _record(self, kind: str, step: int, values: dict[str, float]) -> None:
         for tracker in self._trackers:
@@ -320,7 +320,7 @@ class Run:
         program = self.trainer.program(self.state, batch, step)
         compiling_s = time.monotonic() - asked
         self.state, loss = program.run(self.state, batch, np.int32(step))
-        for name, (axis, _) in BYTES.items():
+        for name, (axis, _) in summary_lib.BYTES.items():
             if name in self.counters:
                 self.counters[name] += float(program.sent[axis].mean())
         losses.append((step, loss))
@@ -353,45 +353,17 @@ class Run:
     def _finish(self) -> Outcome:
         result = self.trainer.evaluate(self.state)
         self._record("eval", self.spec.steps, self._evaluation_row(result, self.spec.steps, self.counters["time_s"]))
-        model = jax.tree.map(lambda x: np.asarray(x.addressable_data(0)), self.trainer.average(self.state))
-        summary, setup, shown = self._summarize(result, model), self.trainer.setup, None
+        params, variables = jax.tree.map(lambda x: np.asarray(x.addressable_data(0)), self.trainer.average(self.state))
+        task, shown = self.trainer.setup.task, None
+        summary = summary_lib.summarize(self.spec, result, self._further(result), params, self.counters)
+        summary |= self.trainer.data.facts()
         if self.first:
+            if task.score:
+                summary |= {f"eval_{name}": value for name, value in task.score(params, variables, self.trainer.data).items()}
             metrics.write_whole(self.workdir / "summary.json", json.dumps(summary, indent=2) + "\n")
-            if setup.task.show:
-                shown = setup.task.show(model[0], model[1], self.trainer.data, jax.random.key(self.spec.seed))
+            if task.show:
+                shown = task.show(params, variables, self.trainer.data, jax.random.key(self.spec.seed))
         return Outcome(self.spec.steps, None, summary, shown)
-
-    def _summarize(self, result: Evaluation, model: Any) -> dict[str, Any]:
-        """The contents of summary.json: metrics, size, time and bytes."""
-        spec, summary = self.spec, {}
-        for name, value in result.averaged.items():
-            local_N = result.local[name]
-            summary |= {
-                f"eval_{name}": value,
-                f"local_eval_{name}_mean": float(local_N.mean()),
-                f"local_eval_{name}_min": float(local_N.min()),
-                f"local_eval_{name}_max": float(local_N.max()),
-            }
-        summary |= {f"eval_{name}_coded": value for name, value in (result.coded or {}).items()}
-        every = spec.consensus_every
-        return summary | {
-            "num_params": sum(x.size for x in jax.tree.leaves(model[0])),
-            "steps": spec.steps,
-            "time_s": self.counters["time_s"],
-            **{
-                per_step: self.counters[name] / (spec.steps - self.counters["first_step"])
-                for name, (_, per_step) in BYTES.items()
-                if name in self.counters
-            },
-            **self.trainer.data.facts(),
-            "protocol": f"replicas replaced by their average every {every} steps"
-            if every
-            else "averaged model, training undisturbed",
-        }
-
-
-def _spread(name: str, value: float, local_N: np.ndarray) -> dict[str, float]:
-    return {name: value, f"{name}_min": float(local_N.min()), f"{name}_max": float(local_N.max())}
 
 
 def _count(number: int, what: str) -> str:

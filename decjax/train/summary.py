@@ -1,0 +1,51 @@
+"""What a run comes to: the numbers of `summary.json`, and those of an evaluation."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from decjax import config
+from decjax.train.evaluate import Evaluation
+
+BYTES = {  # counter -> (mesh axis, name of its value per step in the summary)
+    "bytes_sent_per_worker": ("worker", "bytes_per_step_per_worker"),
+    "bytes_between_stages_per_worker": ("stage", "bytes_between_stages_per_step_per_worker"),
+}
+# Entries of every summary.
+REPORTED = ("steps", "time_s", "eval_loss", "local_eval_loss_min", "local_eval_loss_max", "bytes_per_step_per_worker")
+
+
+def spread(name: str, value: float, local_N: np.ndarray) -> dict[str, float]:
+    """A metric with the least and largest value of single workers."""
+    return {name: value, f"{name}_min": float(local_N.min()), f"{name}_max": float(local_N.max())}
+
+
+def summarize(
+    spec: config.RunSpec, result: Evaluation, further: Mapping[str, float], params: Any, counters: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The contents of summary.json: metrics, size, time and bytes.
+
+    Args:
+        spec: of the run.
+        result: its last evaluation.
+        further: metrics that the averaged model alone has.
+        params: of the averaged model.
+        counters: of the run, at its end.
+    """
+    found = {f"eval_{name}": value for name, value in {**result.averaged, **further}.items()}
+    for name, local_N in result.local.items():
+        found |= {f"local_eval_{name}_{of}": float(value) for of, value in _range(local_N).items()}
+    steps, every = spec.steps - counters["first_step"], spec.consensus_every
+    return found | {
+        "num_params": sum(x.size for x in jax.tree.leaves(params)),
+        "steps": spec.steps,
+        "time_s": counters["time_s"],
+        **{per_step: counters[name] / steps for name, (_, per_step) in BYTES.items() if name in counters},
+        "protocol": f"replicas replaced by their average every {every} steps" if every else "averaged model, training undisturbed",
+    }
+
+
+def _range(local_N: np.ndarray) -> dict[str, Any]:
+    return {"mean": local_N.mean(), "min": local_N.min(), "max": local_N.max()}
