@@ -3,10 +3,26 @@
 decoder     a decoder-only language model, which can be divided into pipeline stages and tensor-parallel groups
 images      the interface of image classifiers, and a multilayer perceptron
 resnet      a residual network for small images
+translator  an encoder–decoder transformer; `beam` searches its best translation
 """
 
 from decjax.models.decoder import Attention, DecoderLM, Model, Parts, Pieces, decoder_lm, rotate, sample
 from decjax.models.images import ImageModel, mlp
 from decjax.models.resnet import resnet
+from decjax.models.translator import Translator, translator
 
-__all__ = ["Attention", "DecoderLM", "ImageModel", "Model", "Parts", "Pieces", "decoder_lm", "mlp", "resnet", "rotate", "sample"]
+__all__ = [
+    "Attention",
+    "DecoderLM",
+    "ImageModel",
+    "Model",
+    "Parts",
+    "Pieces",
+    "Translator",
+    "decoder_lm",
+    "mlp",
+    "resnet",
+    "rotate",
+    "sample",
+    "translator",
+]

@@ -144,14 +144,16 @@ class RowLinear(nnx.Linear):
         return self.divide(rows.reshape(*x.shape[:-1], self.out_features), -1 if self.axis == 1 else None)
 
 
-def rotate(x_BxTxHxK: jax.Array) -> jax.Array:
+def rotate(x_BxTxHxK: jax.Array, start: jax.Array | int = 0) -> jax.Array:
     """Rotary position embedding of queries or keys, K even: rotates channels (k, k + K/2) at position t by t · 10000^(−2k/K).
+
+    Positions are `start` + (0 … T − 1).
 
     Reference: Su et al. 2021, arXiv 2104.09864, section 3.
     """
     _, T, _, K = x_BxTxHxK.shape
     frequency_K2 = 10_000.0 ** (-jnp.arange(0, K, 2) / K)
-    angle_Tx1xK2 = jnp.arange(T)[:, None, None] * frequency_K2
+    angle_Tx1xK2 = (start + jnp.arange(T))[:, None, None] * frequency_K2
     cos, sin = jnp.cos(angle_Tx1xK2), jnp.sin(angle_Tx1xK2)
     low, high = jnp.split(x_BxTxHxK.astype(jnp.float32), 2, axis=-1)
     rotated = jnp.concatenate([low * cos - high * sin, high * cos + low * sin], axis=-1)
@@ -283,7 +285,7 @@ def decoder_lm(
     Raises:
         ValueError: if a size is less than 1, the width is not divisible by 2 · heads, or the dtype is unknown.
     """
-    _check_sizes(dtype, vocabulary=vocabulary, context=context, width=width, hidden=hidden, heads=heads, depth=depth)
+    check_sizes(dtype, vocabulary=vocabulary, context=context, width=width, hidden=hidden, heads=heads, depth=depth)
     compute = jnp.dtype(dtype)
 
     block = lambda rngs: Block(width, hidden, heads, depth=depth, dtype=compute, rngs=rngs, divide=divide)
@@ -295,7 +297,7 @@ def decoder_lm(
     return Model(init, *parts.functions(), context, parts, DIVIDED, vocabulary)
 
 
-def _check_sizes(dtype: str, **sizes: int) -> None:
+def check_sizes(dtype: str, **sizes: int) -> None:
     for name, size in sizes.items():
         if size < 1:
             raise ValueError(f"model {name}={size}: must be at least 1")
@@ -320,19 +322,21 @@ DIVIDED = (
 )
 
 
-def sample(model: Model, params: Any, prompt: bytes, num_tokens: int, key: jax.Array, temperature: float = 0.8) -> bytes:
-    """The bytes with which a model continues a prompt, drawn one by one in a sliding window of the model's context.
+def sample(
+    model: Model, params: Any, prompt: Sequence[int], num_tokens: int, key: jax.Array, temperature: float = 0.8
+) -> list[int]:
+    """The tokens with which a model continues a prompt, drawn one by one in a sliding window of the model's context.
 
     Args:
-        model: a byte-level model.
+        model: a language model.
         params: its parameters.
-        prompt: at least one byte; the last T of them are read. It is not part of the result.
-        num_tokens: how many bytes to draw.
+        prompt: at least one token; the last T of them are read. It is not part of the result.
+        num_tokens: how many to draw.
         key: PRNG key of the draws.
-        temperature: > 0, logits are divided by it; towards 0 the most likely byte is always taken.
+        temperature: > 0, logits are divided by it; towards 0 the most likely token is always taken.
     """
     T = model.context
-    start = jnp.frombuffer(prompt[-T:], jnp.uint8).astype(jnp.int32)
+    start = jnp.array(list(prompt[-T:]), jnp.int32)
     window_T = jnp.zeros(T, jnp.int32).at[: start.size].set(start)
 
     def step(carry, key):
@@ -347,4 +351,4 @@ def sample(model: Model, params: Any, prompt: bytes, num_tokens: int, key: jax.A
     _, tokens = jax.jit(lambda carry, keys: jax.lax.scan(step, carry, keys))(
         (window_T, jnp.int32(start.size)), jax.random.split(key, num_tokens)
     )
-    return bytes(tokens.astype(jnp.uint8).tolist())
+    return tokens.tolist()

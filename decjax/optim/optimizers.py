@@ -3,6 +3,7 @@
 from collections.abc import Callable
 import inspect
 
+import jax.numpy as jnp
 import optax
 import optax.contrib
 
@@ -67,11 +68,31 @@ def cosine(steps: int, *, learning_rate: float = 1e-3, warmup_steps: int = 0, fi
     Raises:
         ValueError: if an option lies outside its range.
     """
-    if not 0 <= warmup_steps < steps:
-        raise ValueError(f"schedule.warmup_steps={warmup_steps} must be at least 0 and less than steps={steps}")
-    if not learning_rate > 0:
-        raise ValueError(f"schedule.learning_rate={learning_rate} must be positive")
+    _check_rate(steps, learning_rate, warmup_steps)
     if not 0 <= final_fraction <= 1:
         raise ValueError(f"schedule.final_fraction={final_fraction} must lie between 0 and 1")
     start = 0.0 if warmup_steps else learning_rate
     return optax.warmup_cosine_decay_schedule(start, learning_rate, warmup_steps, steps, final_fraction * learning_rate)
+
+
+@registry.register("schedule", "inverse_sqrt")
+def inverse_sqrt(steps: int, *, learning_rate: float = 1e-3, warmup_steps: int = 100) -> optax.Schedule:
+    """Learning rate by step t: a linear warm-up over w steps, then α sqrt(w/t) (Vaswani et al. 2017, arXiv 1706.03762, section 5.3).
+
+    Args:
+        steps: length of the run.
+        learning_rate: α, the peak, > 0.
+        warmup_steps: w ≥ 1, fewer than `steps`.
+
+    Raises:
+        ValueError: if an option lies outside its range.
+    """
+    _check_rate(steps, learning_rate, warmup_steps, least=1)
+    return lambda step: learning_rate * jnp.minimum(step / warmup_steps, jnp.sqrt(warmup_steps / jnp.maximum(step, 1)))
+
+
+def _check_rate(steps, learning_rate, warmup_steps, least=0):
+    if not least <= warmup_steps < steps:
+        raise ValueError(f"schedule.warmup_steps={warmup_steps} must be at least {least} and less than steps={steps}")
+    if not learning_rate > 0:
+        raise ValueError(f"schedule.learning_rate={learning_rate} must be positive")

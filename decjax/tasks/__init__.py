@@ -3,9 +3,12 @@
 task        what a task is
 lm          predicts the next byte of any text
 images      classifies small images
+translation translates between two languages
 quadratics  minimizes a sum of quadratics, whose optimum is known
 partition   which examples each worker trains on
 text        byte corpora and windows of them
+parallel    pairs of sentences in batches of a few lengths; `bpe` encodes them
+datasets    data sets of images
 """
 
 from decjax.tasks.task import Data, Metric, Task

@@ -1,0 +1,43 @@
+"""German to English (Multi30k's image captions), learned by 8 workers with gossip; an encoder–decoder of 1.2M parameters.
+
+    python -m launch.train --config=configs/translation.py --config.data.path=FOLDER --workdir=runs/translation
+    python -m launch.train --config=configs/translation.py:workers=16,simulate,local_size=4,topology=aer --config.data.path=FOLDER …
+
+FOLDER holds train.de, train.en, val.de, val.en, test_2016_flickr.de and test_2016_flickr.en, plain or gzipped
+(https://github.com/multi30k/dataset). Other pairs of files: --config.data.source=fr --config.data.test=NAME.
+
+Shorthand as in configs/lm.py, without pipelines.
+"""
+
+import ml_collections
+
+from configs import base, shorthand
+from decjax import config as parts
+
+# (learning rate, weight decay).
+TUNED = dict(adamw=(4e-3, 1e-2), accum_adamw=(4e-3, 1e-2))
+ADAM = dict(b1=0.9, b2=0.98)
+ACCUM_ADAM = dict(b1=0.9, b2=0.98, window=4)
+
+
+def tuned(method: str, order: str, optimizer: str) -> dict[str, float]:
+    """Learning rate and weight decay for an optimizer on this task."""
+    learning_rate, weight_decay = TUNED.get(optimizer, (2e-3, 1e-2))
+    return dict(learning_rate=learning_rate, weight_decay=weight_decay)
+
+
+def get_config(arg: str = "") -> ml_collections.ConfigDict:
+    """The config of the translation, changed by a shorthand such as "workers=16,simulate"."""
+    given = shorthand.parse(arg, base.KEYS)
+    smoke, steps = given.get("smoke", False), 10 if given.get("smoke") else 2000
+    options = ACCUM_ADAM if given.get("optimizer", "").partition("(")[0] == "accum_adamw" else ADAM
+    config = base.get_config(
+        given, steps=steps, batch=8, clip_norm=1.0, tuned=tuned, schedule="inverse_sqrt", warmup_steps=200, options=options
+    )
+    config.task = "translation"
+    config.data = parts.section("task", "translation", length=48)
+    sizes = dict(vocabulary=300, width=16, hidden=32, heads=2, encoder=1, decoder=1) if smoke else {}
+    config.model = parts.section("model", "translator", **sizes)
+    config.eval.update(every=5 if smoke else 200, num_windows=16 if smoke else 0, batch_size=32)
+    config.checkpoint.every = 5 if smoke else 200
+    return config

@@ -1,0 +1,135 @@
+"""Parallel text: pairs of sentences from files of one sentence a line, as tokens in batches of a few lengths.
+
+A folder holds for every split one file for each language: `train.de`, `train.en`, `val.de`, …, plain or gzipped (`train.de.gz`).
+"""
+
+from collections.abc import Callable, Sequence
+import functools
+import gzip
+import os
+import pathlib
+from typing import Any, NamedTuple
+import zlib
+
+import numpy as np
+
+from decjax.models.translator import BOS, EOS, PAD
+from decjax.tasks import partition as partition_lib
+
+Sentences = list[bytes]
+
+
+class Pairs(NamedTuple):
+    """Tokens of pairs of sentences, of one length L; behind its `EOS` a sentence is filled up with `PAD`."""
+
+    source_BxS: Any  # int32, S = L: the sentence and `EOS`
+    target_BxT1: Any  # int32, T = L: `BOS`, the sentence and `EOS`
+
+
+def read(path: str, split: str, languages: Sequence[str]) -> list[Sentences]:
+    """The sentences of a split, a list for each language.
+
+    Raises:
+        ValueError: if a file is missing, cannot be read or is empty, or they differ in their numbers of lines.
+    """
+    texts = [_lines(path, f"{split}.{language}") for language in languages]
+    counts = [len(text) for text in texts]
+    if len(set(counts)) > 1 or not counts[0]:
+        files = " and ".join(f"{split}.{language} has {count}" for language, count in zip(languages, counts, strict=True))
+        raise ValueError(f"data path {path!r}: {files} lines; line k of one file must be the translation of line k of the other")
+    return texts
+
+
+def _lines(path: str, name: str) -> Sentences:
+    for file, opened in ((name, open), (name + ".gz", gzip.open)):
+        place = pathlib.Path(os.path.expanduser(path)) / file
+        if path and place.is_file():
+            try:
+                with opened(place, "rb") as lines:
+                    return lines.read().splitlines()
+            except (OSError, EOFError, zlib.error) as error:
+                raise ValueError(f"data path {str(place)!r} cannot be read: {error}; give files that you may read") from error
+    raise ValueError(f"data path {path!r} has neither {name} nor {name}.gz; give a folder of parallel files, one sentence a line")
+
+
+def fingerprint(texts: Sequence[Sentences]) -> str:
+    """The number of sentences of the first text, and a CRC-32 of all."""
+    crc = 0
+    for text in texts:
+        crc = zlib.crc32(b"\n".join(text), crc)
+    return f"{len(texts[0])} pairs, crc {crc:08x}"
+
+
+def lay_out(sources: Sequence[np.ndarray], targets: Sequence[np.ndarray], length: int) -> Pairs:
+    """Tokens of sentences as arrays; sentences longer than `length`, with `EOS`, are cut."""
+    source_BxS = np.full((len(sources), length), PAD, np.int32)
+    target_BxT1 = np.full((len(targets), length + 1), PAD, np.int32)
+    target_BxT1[:, 0] = BOS
+    for row, (source, target) in enumerate(zip(sources, targets, strict=True)):
+        for tokens, out in ((source, source_BxS[row]), (target, target_BxT1[row, 1:])):
+            kept = tokens[: length - 1]
+            out[: len(kept)], out[len(kept)] = kept, EOS
+    return Pairs(source_BxS, target_BxT1)
+
+
+def lengths(longest: int, steps: int = 3) -> list[int]:
+    """The few lengths that batches have: ⌈k · longest / steps⌉ for k = 1 … steps."""
+    return [-(-k * longest // steps) for k in range(1, steps + 1)]
+
+
+def batches(
+    sources: Sequence[np.ndarray],
+    targets: Sequence[np.ndarray],
+    *,
+    longest: int,
+    batch_size: int,
+    num_workers: int,
+    seed: int,
+    partition: str = "iid",
+) -> Callable[[int, int], Pairs]:
+    """`batch(worker, step) -> Pairs`: batches of equally many tokens, padding included, in a few lengths.
+
+    A pair goes to the shortest length L that holds both sentences with their `EOS`; at a step all workers have the same L, so that
+    each is compiled once, and ⌊B · longest ÷ L⌋ pairs. Longer sentences are cut to `longest`. The order of lengths is drawn
+    anew in every pass through the data; no length has fewer than one batch.
+
+    Args:
+        sources: tokens of every source sentence.
+        targets: tokens of its translation.
+        longest: of `lengths`.
+        batch_size: B, how many pairs of the longest length are a batch.
+        num_workers: N.
+        seed: of the run.
+        partition: "iid" or "contiguous"; see `partition.deal`.
+    """
+    needed_E = np.array([max(len(source), len(target)) + 1 for source, target in zip(sources, targets, strict=True)])
+    number_E = np.searchsorted(lengths(longest)[:-1], needed_E)
+    dealt, order = {}, []
+    for number, length in enumerate(lengths(longest)):
+        own = np.flatnonzero(number_E == number)
+        if len(own) < num_workers:
+            continue
+        size = batch_size * longest // length
+        dealt[number] = length, own, partition_lib.deal(partition, np.zeros(len(own)), num_workers, size, seed + number)
+        order += [number] * max(1, round(len(own) / (num_workers * size)))
+    if not order:
+        raise ValueError(f"{len(sources)} pairs of sentences for {num_workers} workers; use more data or fewer workers")
+    return functools.partial(_batch, sources, targets, dealt, tuple(order), seed)
+
+
+def _batch(sources, targets, dealt, order, seed, worker: int, step: int) -> Pairs:
+    epoch, k = divmod(step, len(order))
+    numbers, before = _places(order, seed, epoch)
+    length, own, indices = dealt[numbers[k]]
+    chosen = own[indices(worker, epoch * order.count(numbers[k]) + int(before[k]))]
+    return lay_out([sources[k] for k in chosen], [targets[k] for k in chosen], length)
+
+
+@functools.lru_cache(4)
+def _places(order: tuple[int, ...], seed: int, epoch: int) -> tuple[np.ndarray, np.ndarray]:
+    """(order of the lengths in a pass, how often each was there before)."""
+    drawn = np.random.default_rng((seed, epoch)).permutation(order)
+    before = np.zeros(len(drawn), int)
+    for number in np.unique(drawn):
+        before[drawn == number] = np.arange((drawn == number).sum())
+    return drawn, before

@@ -1,0 +1,176 @@
+"""The task "translation": from one language to another, learned from parallel text."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from decjax import models, registry
+from decjax.models import beam
+from decjax.models.translator import PAD, SPECIAL
+from decjax.tasks import bpe, parallel
+from decjax.tasks import partition as partition_lib
+from decjax.tasks.parallel import Pairs
+from decjax.tasks.task import Data, Metric, Task, spaced
+
+PART = 64  # sources that are translated at once
+SHOWN = 3  # translations that are shown at the end
+
+
+@registry.register("task", "translation", models=("translator",))
+def translation(
+    model: models.Translator,
+    *,
+    path: str = "",
+    source: str = "de",
+    target: str = "en",
+    test: str = "test_2016_flickr",
+    length: int = 40,
+    partition: str = "iid",
+    smoothing: float = 0.1,
+    beams: int = 4,
+    alpha: float = 0.6,
+) -> Task:
+    """Translation between two languages; metrics are the loss in nats per token, and BLEU of the averaged model at the end.
+
+    Args:
+        model: a translation model.
+        path: a folder of parallel files, one sentence a line: train.de, train.en, val.de, val.en and those of `test`; plain or .gz.
+        source: the language to translate from, the end of its files' names.
+        target: the language to translate to.
+        test: name of the split that BLEU is measured on.
+        length: tokens of the longest sentence with its end; what is longer is cut.
+        partition: which pairs each worker has: "iid" or "contiguous".
+        smoothing: share ε of the target distribution that is spread over all tokens while training; see `optax.smooth_labels`.
+        beams: width of the beam search; 1: greedy.
+        alpha: exponent of the length penalty; see `models.beam`.
+
+    Raises:
+        ValueError: if an option is out of range; from `load`, if the path does not hold such files.
+    """
+    name, _ = partition_lib.parse(partition)
+    if name == "dirichlet":
+        raise ValueError(f"task partition={partition!r}: sentences have no classes; use iid or contiguous")
+    if not 6 <= length <= 1024:
+        raise ValueError(f"task length={length} must lie between 6 and 1024, such as 40")
+    if not 0 <= smoothing < 1:
+        raise ValueError(f"task smoothing={smoothing} must be at least 0 and less than 1, such as 0.1")
+    if not 1 <= beams <= 64:
+        raise ValueError(f"task beams={beams} must lie between 1 and 64, such as 4")
+    if not 0 <= alpha <= 10:
+        raise ValueError(f"task alpha={alpha} must lie between 0 and 10, such as 0.6")
+    form = _Translation(model, path, (source, target), test, length, partition, smoothing, beams, alpha)
+    return Task(
+        init=model.init,
+        loss=form.loss,
+        measure=form.measure,
+        metrics={"loss": Metric("nats/token")},
+        examples=form.examples,
+        load=form.load,
+        items=length,
+        item="tokens",
+        score=form.score,
+        scores={"bleu": Metric()},
+        show=form.show,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Translation:
+    """The task's functions."""
+
+    model: models.Translator
+    path: str
+    languages: tuple[str, str]
+    test: str
+    length: int
+    partition: str
+    smoothing: float
+    beams: int
+    alpha: float
+
+    def _nll(self, params, pairs, key, smoothing):
+        """(nll_BxT in nats, real_BxT: 1 where there is a token to predict)."""
+        logits_BxTxV = self.model.logits(params, pairs.source_BxS, pairs.target_BxT1[:, :-1], key)
+        labels_BxT = pairs.target_BxT1[:, 1:]
+        nll_BxT = optax.softmax_cross_entropy_with_integer_labels(logits_BxTxV, labels_BxT)
+        if smoothing:  # (1 − ε) of it, and ε of the mean over all tokens.
+            uniform_BxT = jax.nn.logsumexp(logits_BxTxV, axis=-1) - logits_BxTxV.mean(axis=-1)
+            nll_BxT = (1 - smoothing) * nll_BxT + smoothing * uniform_BxT
+        return nll_BxT, (labels_BxT != PAD).astype(jnp.float32)
+
+    def loss(self, params, variables, pairs, key):
+        nll_BxT, real_BxT = self._nll(params, pairs, key, self.smoothing)
+        return (nll_BxT * real_BxT).sum() / real_BxT.sum(), variables
+
+    def measure(self, params, variables, pairs):
+        nll_BxT, real_BxT = self._nll(params, pairs, None, 0.0)
+        return {"loss": (nll_BxT * real_BxT).sum(axis=1)}, real_BxT.sum(axis=1)
+
+    def examples(self, batch_size):
+        shape = lambda length: jax.ShapeDtypeStruct((batch_size, length), jnp.int32)
+        return Pairs(shape(self.length), shape(self.length + 1))
+
+    def load(self, num_workers, batch_size, seed):
+        _bleu()  # A run should not end with the error.
+        train, valid, test = (parallel.read(self.path, split, self.languages) for split in ("train", "val", self.test))
+        coder = bpe.train([*train[0], *train[1]], self.model.vocabulary, SPECIAL)
+        held_out = parallel.lay_out(coder.encode(valid[0]), coder.encode(valid[1]), self.length)
+        batch = parallel.batches(
+            coder.encode(train[0]),
+            coder.encode(train[1]),
+            longest=self.length,
+            batch_size=batch_size,
+            num_workers=num_workers,
+            seed=seed,
+            partition=self.partition,
+        )
+        return Data(
+            batch=batch,
+            validation=lambda limit: jax.tree.map(lambda x: x[spaced(len(x), limit)], held_out),
+            fingerprint=parallel.fingerprint([*train, *valid, *test]),
+            more=_Test(coder, test[0], test[1]),
+        )
+
+    def translate(self, params, data, texts):
+        test = data.more
+        source_BxS = parallel.lay_out(test.coder.encode(texts), [np.zeros(0, np.int32)] * len(texts), self.length).source_BxS
+        found = beam.search(self.model, params, source_BxS, beams=self.beams, alpha=self.alpha, length=self.length)
+        return [test.coder.decode(beam.cut(tokens_T)).decode(errors="replace") for tokens_T in np.asarray(found)]
+
+    def score(self, params, variables, data):
+        # Sources of like length together, in parts of one shape.
+        test = data.more
+        order = np.argsort([len(text) for text in test.sources], kind="stable")
+        parts = [order[k : k + PART] for k in range(0, len(order), PART)]
+        written = {}
+        for part in parts:
+            texts = [test.sources[k] for k in np.resize(part, PART)]
+            written |= dict(zip(part.tolist(), self.translate(params, data, texts), strict=False))
+        references = [text.decode(errors="replace") for text in test.targets]
+        return {"bleu": _bleu()([written[k] for k in range(len(references))], [references]).score}
+
+    def show(self, params: Any, variables: Any, data: Data, key: jax.Array) -> str:
+        texts = [data.more.sources[k] for k in spaced(len(data.more.sources), SHOWN)]
+        pairs = zip(texts, self.translate(params, data, texts), strict=True)
+        return "\n".join(f"{text.decode(errors='replace')}\n  → {found}" for text, found in pairs)
+
+
+def _bleu():
+    try:
+        import sacrebleu
+    except ImportError as error:
+        raise ValueError("BLEU needs the package sacrebleu: pip install sacrebleu") from error
+    return sacrebleu.corpus_bleu
+
+
+@dataclasses.dataclass(frozen=True)
+class _Test:
+    """What translations are made of and compared with."""
+
+    coder: bpe.Bpe
+    sources: list[bytes]
+    targets: list[bytes]

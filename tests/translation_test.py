@@ -1,0 +1,312 @@
+"""The task "translation": its batches, its masks and shift, its cache, its beam search, and BLEU."""
+
+import gzip
+import itertools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import sacrebleu
+
+from decjax import models, registry
+from decjax.models import beam
+from decjax.models.translator import BOS, EOS, PAD, Cache
+from decjax.tasks import bpe, parallel, translation
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+WORDS = "a the cat dog man woman red green sits runs jumps on under mat tree street and big small old young".split()
+V = 300
+
+
+def sentences(count, seed):
+    rng = np.random.default_rng(seed)
+    return [" ".join(rng.choice(WORDS, rng.integers(3, 12))).encode() for _ in range(count)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    root = tmp_path_factory.mktemp("pairs")
+    for seed, (split, count) in enumerate(dict(train=300, val=20, test=10).items()):
+        text = sentences(count, seed)
+        (root / f"{split}.de").write_bytes(b"\n".join(text) + b"\n")
+        with gzip.open(root / f"{split}.en.gz", "wb") as file:
+            file.write(b"\n".join(line[::-1] for line in text) + b"\n")
+    return str(root)
+
+
+def make(folder, **options):
+    model = registry.make(
+        "model", "translator", vocabulary=V, width=16, hidden=16, heads=2, encoder=1, decoder=2, dropout=options.pop("dropout", 0.0)
+    )
+    task = registry.make("task", "translation", model=model, path=folder, **dict(test="test", length=24) | options)
+    return model, task
+
+
+@pytest.fixture(scope="module")
+def made(folder):
+    model, task = make(folder)
+    task = task._replace(measure=jax.jit(task.measure))
+    return compiled(model), task, jax.jit(task.init)(jax.random.key(0)), task.load(4, 4, 0)
+
+
+def compiled(model):
+    return model._replace(logits=jax.jit(model.logits), follow=jax.jit(model.follow))
+
+
+# -- Data -------------------------------------------------------------------------------------------------------------
+
+
+def test_batches_have_few_lengths_and_as_many_tokens(made):
+    """At a step all workers have one length; the padded tokens of a batch differ by less than a sentence."""
+    _, _, _, data = made
+    shapes = {step: {data.batch(worker, step).source_BxS.shape for worker in range(4)} for step in range(40)}
+    assert all(len(found) == 1 for found in shapes.values())
+    known = {shape for found in shapes.values() for shape in found}
+    assert known == {(12, 8), (6, 16), (4, 24)}
+    assert {data.batch(0, step).target_BxT1.shape for step in range(40)} == {(B, L + 1) for B, L in known}
+
+
+def test_a_pass_takes_every_pair_about_once(made):
+    """Pairs of a length come again after all others of it have come."""
+    _, _, _, data = made
+    seen = {}
+    for step, worker in itertools.product(range(60), range(4)):
+        pairs = data.batch(worker, step)
+        for source in pairs.source_BxS:
+            seen.setdefault(pairs.source_BxS.shape[1], []).append(source.tobytes())
+    for length, found in seen.items():
+        distinct = len(set(found))
+        per_step = 4 * {8: 12, 16: 6, 24: 4}[length]
+        first = found[: distinct // per_step * per_step]
+        assert len(first) - len(set(first)) <= 0.1 * len(first)  # Sentences of three words occur twice.
+
+
+def test_sentences_are_laid_out_with_their_ends():
+    pairs = parallel.lay_out([np.array([5, 6])], [np.array([7, 8, 9, 10, 11])], 4)
+    np.testing.assert_array_equal(pairs.source_BxS, [[5, 6, EOS, PAD]])
+    np.testing.assert_array_equal(pairs.target_BxT1, [[BOS, 7, 8, 9, EOS]])
+
+
+@pytest.mark.parametrize(
+    "files, message",
+    [
+        ({}, "has neither train.de nor train.de.gz"),
+        ({"train.de": b"a\nb\n", "train.en": b"a\n"}, "train.de has 2 and train.en has 1 lines"),
+        ({"train.de": b"", "train.en": b""}, "train.de has 0 and train.en has 0 lines"),
+        ({"train.de.gz": b"no gzip", "train.en": b"a\n"}, "cannot be read: Not a gzipped file"),
+    ],
+)
+def test_unusable_files_are_told_in_one_line(files, message, tmp_path):
+    for name, text in files.items():
+        (tmp_path / name).write_bytes(text)
+    with pytest.raises(ValueError, match=message) as error:
+        make(str(tmp_path))[1].load(1, 1, 0)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (dict(length=3), "length=3 must lie between 6 and 1024"),
+        (dict(smoothing=1.0), "smoothing=1.0 must be at least 0 and less than 1"),
+        (dict(beams=0), "beams=0 must lie between 1 and 64"),
+        (dict(alpha=-1.0), "alpha=-1.0 must lie between 0 and 10"),
+        (dict(partition="dirichlet"), "sentences have no classes"),
+    ],
+)
+def test_impossible_options_are_refused(options, message, folder):
+    with pytest.raises(ValueError, match=message):
+        make(folder, **options)
+
+
+def test_any_bytes_come_back():
+    everything = bytes(range(256))
+    coder = bpe.train([b"the cat and the dog", everything] * 5, 270, special=3)
+    texts = [everything, b"the cat", "Mädchen – 女".encode(), b""]
+    coded = coder.encode(texts)
+    assert [coder.decode(tokens) for tokens in coded] == texts
+    assert all(tokens.min(initial=3) >= 3 for tokens in coded)  # None of the special ones.
+    assert [coder.bytes_V[tokens].sum() for tokens in coded] == [len(text) for text in texts]
+    assert len(coder.encode([b"the"])[0]) < 3
+    again = bpe.train([b"the cat and the dog", everything] * 5, 270, special=3)
+    assert all((a == b).all() for a, b in zip(again.encode(texts), coded, strict=True))
+
+
+# -- Model ------------------------------------------------------------------------------------------------------------
+
+
+def shift(made, change):
+    """(logits before, logits after) a change of (source, target)."""
+    model, _, params, data = made
+    params = jax.tree.map(lambda x: x + 0.1 * np.random.default_rng(0).normal(size=x.shape).astype(np.float32), params)
+    pairs = data.batch(0, 0)
+    source, target = pairs.source_BxS.copy(), pairs.target_BxT1[:, :-1].copy()
+    before = model.logits(params, source, target, None)
+    return before, model.logits(params, *change(source, target), None)
+
+
+def test_a_token_is_seen_by_the_later_ones_only(made):
+    def change(source, target):
+        target[:, 3] = np.where(target[:, 3] == 7, 8, 7)
+        return source, target
+
+    before, after = shift(made, change)
+    np.testing.assert_array_equal(before[:, :3], after[:, :3])
+    assert (np.abs(before - after)[:, 3:].max(axis=2) > 1e-4).all()
+
+
+def test_every_token_of_the_source_is_seen_and_no_padding(made):
+    def change(source, target):
+        source[:, 0] = np.where(source[:, 0] == 7, 8, 7)
+        return source, target
+
+    before, after = shift(made, change)
+    assert (np.abs(before - after).max(axis=2) > 1e-4).all()
+    before, after = shift(made, lambda source, target: (np.pad(source, ((0, 0), (0, 5)), constant_values=PAD), target))
+    np.testing.assert_allclose(before, after, atol=1e-5)
+
+
+def test_the_loss_counts_the_next_tokens_that_are_no_padding(made, folder):
+    """The dense loss in NumPy, with and without smoothing (`optax.smooth_labels`)."""
+    model, task, params, data = made
+    pairs = data.batch(0, 1)
+    labels = pairs.target_BxT1[:, 1:]
+    log_p = jax.nn.log_softmax(model.logits(params, pairs.source_BxS, pairs.target_BxT1[:, :-1], None))
+    real = labels != PAD
+    for smoothing in (0.0, 0.1):
+        smooth = optax.smooth_labels(jax.nn.one_hot(labels, V), smoothing)
+        expected = -(smooth * log_p).sum(axis=-1)[real].mean()
+        loss, _ = jax.jit(make(folder, smoothing=smoothing)[1].loss)(params, (), pairs, jax.random.key(0))
+        np.testing.assert_allclose(loss, expected, rtol=1e-5)
+    sums, weight_B = task.measure(params, (), pairs)
+    np.testing.assert_array_equal(weight_B, real.sum(axis=1))
+    np.testing.assert_allclose(sums["loss"], -(jax.nn.one_hot(labels, V) * log_p).sum(axis=-1).sum(axis=1, where=real), rtol=1e-5)
+
+
+def test_dropout_is_drawn_by_the_key(made, folder):
+    plain, _, params, data = made
+    model, pairs = compiled(make(folder, dropout=0.5)[0]), data.batch(0, 0)
+    logits = lambda model, key: np.asarray(model.logits(params, pairs.source_BxS, pairs.target_BxT1[:, :-1], key))
+    one, again, other = (logits(model, jax.random.key(seed)) for seed in (0, 0, 1))
+    assert (one == again).all() and (one != other).any()
+    without = logits(model, None)
+    assert (without != one).any()
+    np.testing.assert_allclose(without, logits(plain, jax.random.key(0)), atol=1e-5)
+
+
+def test_following_token_by_token_gives_the_logits_of_the_whole(made):
+    model, _, params, data = made
+    pairs = data.batch(1, 0)
+    inputs_BxT = pairs.target_BxT1[:, :-1]
+    whole = model.logits(params, pairs.source_BxS, inputs_BxT, None)
+    memory, follow = jax.jit(model.begin, static_argnums=2)(params, pairs.source_BxS, inputs_BxT.shape[1]), model.follow
+    for position in range(inputs_BxT.shape[1]):
+        logits, memory = follow(params, memory, inputs_BxT[:, position], position)
+        np.testing.assert_allclose(logits, whole[:, position], atol=1e-5)
+
+
+# -- Beam search ------------------------------------------------------------------------------------------------------
+
+
+def markov(table_TxVxV):
+    """A model whose next token depends on the position and the last token: logits = table[position, last]."""
+
+    def begin(params, source_BxS, length):
+        empty = jnp.zeros((1, len(source_BxS), 1))
+        return Cache((empty, empty), (empty, empty), empty)
+
+    def follow(params, memory, tokens_R, position):
+        return jnp.asarray(table_TxVxV)[position, tokens_R], memory
+
+    return models.Translator(None, None, begin, follow, table_TxVxV.shape[-1])
+
+
+def best(table_TxVxV, alpha):
+    """The best of all sequences, by hand; sequences that do not end within T tokens do not count."""
+    T, V_, _ = table_TxVxV.shape
+    banned = np.zeros(V_)
+    banned[[PAD, BOS]] = -np.inf
+    log_p = table_TxVxV - np.log(np.exp(table_TxVxV).sum(axis=-1, keepdims=True)) + banned
+    found = []
+    for length in range(1, T + 1):
+        for middle in itertools.product(range(EOS + 1, V_), repeat=length - 1):
+            tokens = (*middle, EOS)
+            total = sum(log_p[t, before, now] for t, (before, now) in enumerate(itertools.pairwise((BOS, *tokens))))
+            found.append((total / ((5 + length) / 6) ** alpha, tokens))
+    return max(found)
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.6, 2.0])
+def test_with_enough_beams_it_finds_the_best_of_all(alpha):
+    for seed in range(5):
+        table = 2 * np.random.default_rng(seed).normal(size=(4, 6, 6)).astype(np.float32)
+        found = beam.search(markov(table), None, jnp.zeros((1, 1), int), beams=27, alpha=alpha, length=4)
+        score, tokens = best(table, alpha)
+        assert tuple(np.asarray(found)[0][: len(tokens)]) == tokens
+        assert (np.asarray(found)[0][len(tokens) :] == PAD).all() and math.isfinite(score)
+
+
+def test_one_beam_is_greedy_and_two_see_further():
+    """Token 3 is likelier at first, but then all is unlikely: 0.6 · 0.3 · … against 0.4 · 0.9 · …"""
+    p = np.full((3, 6, 6), 1e-9, np.float32)
+    p[0, BOS, [3, 4]] = 0.6, 0.4
+    p[1, 3, [3, 4, 5]] = 0.35, 0.35, 0.3
+    p[1, 4, 5] = 1.0
+    p[2, :, EOS] = 1.0
+    search = lambda beams: np.asarray(
+        beam.search(markov(np.log(p)), None, jnp.zeros((2, 1), int), beams=beams, alpha=0.0, length=3)
+    )
+    assert search(1)[0, 0] == 3 and (search(1)[0] == search(1)[1]).all()
+    assert search(2)[0].tolist() == [4, 5, EOS]
+
+
+def test_what_does_not_end_is_cut():
+    p = np.full((3, 5, 5), 1e-9, np.float32)
+    p[:, :, 3] = 1.0
+    found = np.asarray(beam.search(markov(np.log(p)), None, jnp.zeros((1, 1), int), beams=1, alpha=0.6, length=3))
+    assert found.tolist() == [[3, 3, 3]] and beam.cut(found[0]) == [3, 3, 3]
+    assert beam.cut(np.array([3, 4, EOS, PAD])) == [3, 4] and beam.cut(np.array([EOS, PAD])) == []
+
+
+def test_greedy_search_takes_what_the_whole_sequence_finds_likeliest(made):
+    model, _, params, data = made
+    params = jax.tree.map(lambda x: x + 0.3 * np.random.default_rng(1).normal(size=x.shape).astype(np.float32), params)
+    source = jnp.asarray(data.batch(0, 0).source_BxS)
+    greedy = np.asarray(beam.search(model, params, source, beams=1, alpha=0.0, length=6))
+    inputs = np.concatenate([np.full((len(greedy), 1), BOS), greedy[:, :-1]], axis=1)
+    logits = np.array(model.logits(params, source, inputs, None))
+    logits[..., [PAD, BOS]] = -np.inf
+    real = np.cumsum(np.pad(greedy == EOS, ((0, 0), (1, 0)))[:, :-1], axis=1) == 0
+    np.testing.assert_array_equal(logits.argmax(axis=-1)[real], greedy[real])
+
+
+# -- BLEU -------------------------------------------------------------------------------------------------------------
+
+
+def test_bleu_is_that_of_sacrebleu_on_the_test_sentences(made, monkeypatch):
+    """Translations come back in the order of the references; a perfect one has 100."""
+    _, task, params, data = made
+    written = {source: target.decode() for source, target in zip(data.more.sources, data.more.targets, strict=True)}
+    monkeypatch.setattr(translation._Translation, "translate", lambda self, params, data, texts: [written[text] for text in texts])
+    assert task.score(params, (), data) == {"bleu": pytest.approx(100)}
+    for source in written:
+        written[source] = " ".join(written[source].split()[:-1])
+    expected = sacrebleu.corpus_bleu([written[s] for s in data.more.sources], [[t.decode() for t in data.more.targets]]).score
+    assert task.score(params, (), data) == {"bleu": expected} and 0 < expected < 100
+
+
+def test_bleu_by_hand():
+    """Precisions 5/6, 3/5, 1/4 and 1/6 (smoothed, of 0/3), one token too short: exp(1 − 7/6) · (Π p)^¼."""
+    found = sacrebleu.corpus_bleu(["the cat is on the mat"], [["there is a cat on the mat"]])
+    p = [5 / 6, 2 / 5, 1 / 4, 1 / 6]
+    np.testing.assert_allclose(found.score, 100 * math.exp(1 - 7 / 6) * math.prod(p) ** 0.25, rtol=1e-6)
+
+
+def test_untrained_translations_are_text(made):
+    _, task, params, data = made
+    assert 0 <= task.score(params, (), data)["bleu"] <= 100
+    assert task.show(params, (), data, jax.random.key(0)).count("→") == 3
