@@ -6,6 +6,7 @@ Shorthand, comma-separated after a colon, as `--config=configs/lm.py:workers=12,
 
     workers=N  local_size=L  simulate  steps=N  smoke  engine=auto|fused|split
     method=NAME  optimizer=NAME  topology=NAME  mixer=NAME  reducer=NAME       python -m launch.parts lists the names
+    scale=linear|sqrt                                                          the rate with the global batch
     order=awc|atc  every=H  stale  codec=NAME  rank=R                          options of those parts that have them
     stages=S  tensor=T  microbatches=M  schedule=gpipe|1f1b|interleaved  chunks=C  remat  tied
     backward=CODEC  forward=CODEC  autoencoder=R  fused  compressed=K|auto

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 import numpy as np
 import pytest
 
+from decjax.tasks import sources
 from decjax.tasks import text as data
 
 # Every window starts with a different value, so that a batch tells which windows it holds.
@@ -151,7 +152,7 @@ def test_home_and_root_are_no_corpus(tmp_path, monkeypatch, path):
 
 def test_a_corpus_that_does_not_fit_is_refused_unread(tmp_path):
     with open(tmp_path / "holes.txt", "wb") as file:
-        file.truncate(data.MAX_BYTES + 2**30)  # Takes no space on the disk.
+        file.truncate(sources.MAX_BYTES + 2**30)  # Takes no space on the disk.
     with pytest.raises(ValueError, match=r"holds 5\.0 GiB, and at most 4 GiB fit; give a smaller"):
         data.load_corpus(str(tmp_path))
 

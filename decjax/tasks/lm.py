@@ -1,31 +1,45 @@
-"""The task "lm": next-byte prediction on any text."""
+"""The task "lm": next-byte or next-token prediction on any text."""
 
 import dataclasses
+import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from decjax import models, registry
+from decjax.tasks import bpe, text
 from decjax.tasks import partition as partition_lib
-from decjax.tasks import text
 from decjax.tasks.task import Data, Metric, Task
 
 MAX_SAMPLE_BYTES = 100_000
-PROMPT_BYTES = 32
+PROMPT = 32  # bytes, or tokens
+TOKENIZERS = ("bytes", "bpe")
 
 
 @registry.register("task", "lm", models=("decoder",))
-def lm(model: models.Model, *, path: str = "", partition: str = "iid", sample_bytes: int = 400) -> Task:
-    """Byte-level language modelling: predicts the next byte of a text; the metric is the loss in nats per byte.
+def lm(
+    model: models.Model,
+    *,
+    path: str = "",
+    field: str = "text",
+    tokenizer: str = "bytes",
+    partition: str = "iid",
+    sample_bytes: int = 400,
+) -> Task:
+    """Language modelling: predicts the next byte of a text, or the next token; the metric is the loss in nats for each of them.
+
+    With tokens, runs also tell the loss per byte, and with both the perplexity e^loss.
 
     Args:
         model: a language model with a vocabulary of at least 256.
-        path: a text file or a folder of them; empty: the sources of the running Python's standard library.
+        path: a text file or a folder of them, JSON lines, Parquet, or module:NAME of a source of text; see `tasks.sources`. Empty:
+            the sources of the running Python's standard library.
+        field: which field of JSON lines or Parquet holds the text.
+        tokenizer: "bytes", or "bpe": byte-pair encoding, trained on the text, with as many tokens as the model's vocabulary has.
         partition: which windows of text each worker has: "iid", "contiguous" or "dirichlet(alpha=0.1)", by file; see
             `tasks.partition`.
-        sample_bytes: how many bytes of text the trained model writes at the end; 0: none.
+        sample_bytes: how many bytes or tokens of text the trained model writes at the end; 0: none.
 
     Raises:
         ValueError: if an option is none of these; from `load`, if the path holds no or too little text.
@@ -35,28 +49,33 @@ def lm(model: models.Model, *, path: str = "", partition: str = "iid", sample_by
         raise ValueError(f"task sample_bytes={sample_bytes} must lie between 0 and {MAX_SAMPLE_BYTES}")
     if model.vocabulary < 256:
         raise ValueError(f"model vocabulary={model.vocabulary} is less than 256, the number of bytes; use 256")
-    form = _NextByte(model, path, partition, sample_bytes)
+    if tokenizer not in TOKENIZERS:
+        raise ValueError(f"task tokenizer={tokenizer!r} is unknown; use one of {', '.join(TOKENIZERS)}")
+    form = _Next(model, path, field, tokenizer, partition, sample_bytes)
     return Task(
         init=model.init,
         loss=form.loss,
         measure=form.measure,
-        metrics={"loss": Metric("nats/byte")},
+        metrics={"loss": Metric("nats/byte" if tokenizer == "bytes" else "nats/token")},
         examples=lambda batch_size: jax.ShapeDtypeStruct((batch_size, model.context + 1), jnp.int32),
         load=form.load,
         items=model.context,
         item="tokens",
         parts=model.parts,
         divided=model.divided,
+        derived=form.derived,
         show=form.show if sample_bytes else None,
     )
 
 
 @dataclasses.dataclass(frozen=True)
-class _NextByte:
+class _Next:
     """The task's functions."""
 
     model: models.Model
     path: str
+    field: str
+    tokenizer: str
     partition: str
     sample_bytes: int
 
@@ -68,18 +87,28 @@ class _NextByte:
         return {"loss": nll_BxT.sum(axis=1)}, jnp.full(len(nll_BxT), float(self.model.context))
 
     def load(self, num_workers, batch_size, seed):
-        T = self.model.context
-        corpus = text.load_corpus(self.path, min_bytes=T + 1)
+        T, coder = self.model.context, None
+        corpus = text.load_corpus(self.path, min_bytes=T + 1, field=self.field)
+        facts = {"corpus_order1_entropy": lambda read=corpus: text.order1_entropy(read.train)}
+        if self.tokenizer == "bpe":
+            coder = bpe.train(text.lines(corpus.train), self.model.vocabulary)
+            corpus = text.encoded(corpus, coder)
+            facts = {"bytes_per_token": lambda: float(coder.bytes_V[text.predicted(corpus.valid, T)].mean())}
         return Data(
             batch=text.batches(
                 corpus, context=T, batch_size=batch_size, num_workers=num_workers, seed=seed, partition=self.partition
             ),
             validation=lambda limit: text.validation_windows(corpus.valid, context=T, limit=limit),
             fingerprint=corpus.fingerprint,
-            facts=lambda: {"corpus_order1_entropy": text.order1_entropy(corpus.train)},
+            facts=lambda: {name: fact() for name, fact in facts.items()},
+            more=coder,
         )
 
+    def derived(self, values, data):
+        found = {"perplexity": math.exp(min(values["loss"], 700.0))}
+        return found | ({"loss_per_byte": values["loss"] / data.facts()["bytes_per_token"]} if data.more else {})
+
     def show(self, params: Any, variables: Any, data: Data, key: jax.Array) -> str:
-        prompt = bytes(data.validation(1)[0, :PROMPT_BYTES].astype(np.uint8))
-        written = models.sample(self.model, params, prompt, self.sample_bytes, key)
-        return (prompt + written).decode("utf-8", errors="replace")
+        prompt = data.validation(1)[0, :PROMPT].tolist()
+        tokens = [*prompt, *models.sample(self.model, params, prompt, self.sample_bytes, key)]
+        return (data.more.decode(tokens) if data.more else bytes(tokens)).decode("utf-8", errors="replace")

@@ -1,64 +1,54 @@
-"""Byte corpora, and batches of windows of them for every worker.
+"""Corpora of bytes or tokens, and batches of windows of them for every worker.
 
 A corpus is two strings of bytes, for training and validation. Text is cut into windows of T + 1 bytes that overlap by one byte, so
-that every byte but the first is predicted once. A batch depends on (seed, worker, step) only, so resuming needs no iterator state.
+that every byte but the first is predicted once; or, encoded by `bpe`, of T + 1 tokens. A batch depends on (seed, worker, step) only,
+so resuming needs no iterator state.
 """
 
 from collections.abc import Callable
-import os
-import pathlib
-import sysconfig
 from typing import NamedTuple
 import zlib
 
 import numpy as np
 
+from decjax.tasks import bpe, sources
 from decjax.tasks import partition as partition_lib
 from decjax.tasks.task import spaced
 
-MAX_BYTES = 2**32  # of a corpus, which is held in memory
 VALIDATION_SHARE = 1 / 128  # of the files of a folder, or of the bytes of a single file
-_NOT_LIBRARY = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
 
 
 class Corpus(NamedTuple):
-    """Text as bytes, for training and for validation."""
+    """Text as bytes or as tokens, for training and for validation."""
 
-    train: np.ndarray  # uint8 vector
-    valid: np.ndarray  # uint8 vector, from other files than `train` where there are several
+    train: np.ndarray  # vector, uint8 or int32
+    valid: np.ndarray  # the same, from other files than `train` where there are several
     starts: np.ndarray  # where each file begins in `train`
 
     @property
     def fingerprint(self) -> str:
         """Lengths and CRC-32 of both parts, by which a continued run checks that the text is the same."""
-        return f"{len(self.train)}+{len(self.valid)} bytes, crc {zlib.crc32(self.valid.data, zlib.crc32(self.train.data)):08x}"
+        unit = "bytes" if self.train.dtype == np.uint8 else "tokens"
+        crc = zlib.crc32(self.valid.tobytes(), zlib.crc32(self.train.tobytes()))
+        return f"{len(self.train)}+{len(self.valid)} {unit}, crc {crc:08x}"
 
 
-def load_corpus(path: str = "", *, min_bytes: int = 1) -> Corpus:
-    """Reads a text file, a folder of text files, or the running Python's own standard-library sources.
+def load_corpus(path: str = "", *, min_bytes: int = 1, field: str = "text") -> Corpus:
+    """Reads text, and divides it into training and validation.
 
     Files are read in the order of their names and assigned to training or validation by a hash of their relative path, so the split
-    does not depend on the machine. Hidden and binary files (with a zero byte) are skipped. Of a single file the end is for
-    validation.
+    does not depend on the machine. Of a single file the end is for validation.
 
     Args:
-        path: a file or folder; empty: the standard library's sources.
+        path: a file or folder, or another source of text; see `sources`. Empty: the standard library's sources.
         min_bytes: least size of each part, one window of the model. If the files chosen for validation are smaller than that, the
             end of all text is used instead.
+        field: which field of JSON lines or Parquet holds the text.
 
     Raises:
         ValueError: if the path does not exist, cannot be read, or holds no or too little text.
     """
-    root, files = _text_files(path)
-    shown = repr(path or str(root))
-    try:
-        texts = _read(shown, root, files)
-    except OSError as error:
-        raise ValueError(
-            f"data path {shown} cannot be read: {error.strerror}: {error.filename!r}; give text that you may read"
-        ) from error
-    if not texts:
-        raise ValueError(f"data path {shown} holds no text; give a non-empty text file or a folder with some")
+    shown, texts = sources.read(path, field)
     # File names need not be valid UTF-8.
     held_out = {name: zlib.crc32(name.encode("utf-8", "surrogateescape")) < VALIDATION_SHARE * 2**32 for name in texts}
     train, valid = ([text for name, text in texts.items() if held_out[name] == out] for out in (False, True))
@@ -75,35 +65,19 @@ def load_corpus(path: str = "", *, min_bytes: int = 1) -> Corpus:
     return Corpus(whole[:cut], whole[cut:], starts[starts < cut])
 
 
-def _text_files(path: str) -> tuple[pathlib.Path, list[pathlib.Path]]:
-    """(folder that paths are relative to, files) of a text file, a folder, or the standard library."""
-    if not path:
-        root = pathlib.Path(sysconfig.get_path("stdlib"))
-        return root, sorted(p for p in root.rglob("*.py") if not _NOT_LIBRARY & set(p.relative_to(root).parts))
-    root = pathlib.Path(os.path.expanduser(path))
-    if not os.path.exists(root):  # Unlike pathlib's functions, os.path's raise nothing on an invalid path.
-        raise ValueError(
-            f"data path {path!r} does not exist; give a text file or a folder, or leave it empty for the embedded corpus"
-        )
-    if os.path.realpath(root) in (os.path.realpath(os.path.expanduser("~")), "/"):
-        raise ValueError(f"data path {path!r} is a whole home or root folder; give a folder that holds the text and nothing else")
-    if root.is_file():
-        return root, [root]
-    shown = (p for p in root.rglob("*") if not any(part.startswith(".") for part in p.relative_to(root).parts))
-    return root, sorted(p for p in shown if p.is_file())
+def encoded(corpus: Corpus, coder: bpe.Bpe) -> Corpus:
+    """The same text as tokens, int32. Lines are encoded one by one."""
+    train, valid = (coder.encode(lines(part)) for part in (corpus.train, corpus.valid))
+    ends = np.cumsum([len(line) for line in lines(corpus.train)])  # of lines, in bytes
+    before = np.concatenate([[0], np.cumsum([len(tokens) for tokens in train])])  # tokens before each line
+    # A file that begins within a line begins with the next one.
+    starts = before[np.searchsorted(ends, corpus.starts, side="left") + (corpus.starts > 0)]
+    return Corpus(np.concatenate(train), np.concatenate(valid), starts)
 
 
-def _read(shown: str, root: pathlib.Path, files: list[pathlib.Path]) -> dict[str, bytes]:
-    """The content of all files that hold text, by their relative paths."""
-    sizes = {file: file.stat().st_size for file in files}
-    if (total := sum(sizes.values())) > MAX_BYTES:
-        raise ValueError(
-            f"data path {shown} holds {total / 2**30:.1f} GiB, and at most {MAX_BYTES / 2**30:.0f} GiB fit; "
-            "give a smaller file or folder"
-        )
-    # Files of size 0 are not opened: some of those in /proc never end.
-    texts = {file.relative_to(root).as_posix(): file.read_bytes() for file, size in sizes.items() if size}
-    return {name: text for name, text in texts.items() if text and b"\0" not in text}
+def lines(text: np.ndarray) -> list[bytes]:
+    """The lines of a text with their ends."""
+    return text.tobytes().splitlines(keepends=True)
 
 
 def order1_entropy(text: np.ndarray) -> float:
@@ -144,6 +118,11 @@ def batches(
     files_W = np.searchsorted(corpus.starts, starts_W, side="right")
     indices = partition_lib.deal(partition, files_W, num_workers, batch_size, seed)
     return lambda worker, step: windows(corpus.train, context, indices(worker, step))
+
+
+def predicted(text: np.ndarray, context: int) -> np.ndarray:
+    """The tokens that all windows of a text predict."""
+    return text[1 : 1 + num_windows(text, context) * context]
 
 
 def validation_windows(text: np.ndarray, *, context: int, limit: int = 0) -> np.ndarray:

@@ -1,0 +1,28 @@
+"""A decoder-only transformer on tokens of byte-pair encoding, trained by 16 workers with gossip.
+
+    python -m launch.train --config=configs/gpt.py:workers=16,simulate --config.data.path=TEXT --workdir=runs/gpt
+    python -m launch.train --config=configs/gpt.py:method=allreduce --workdir=runs/allreduce
+
+TEXT is a file or folder, JSON lines or Parquet (`--config.data.field` names the field), or module:NAME of a source of your own; without
+it, the sources of Python's standard library. The vocabulary of 4,000 tokens is trained on the text first, which takes seconds for a
+megabyte. The loss is in nats per token; runs also tell it per byte, and the perplexity.
+
+Shorthand as in configs/lm.py.
+"""
+
+import ml_collections
+
+from configs import lm, shorthand
+
+
+def get_config(arg: str = "") -> ml_collections.ConfigDict:
+    """The config of the model, changed by a shorthand such as "workers=16,simulate,optimizer=accum_adamw"."""
+    given = shorthand.parse(arg, lm.KEYS)
+    config = lm.of_keys(given)
+    config.data.tokenizer = "bpe"
+    if given.get("smoke"):
+        config.model.vocabulary = 300
+        return config
+    config.steps = given.get("steps", 2000)
+    config.model.update(vocabulary=4000, context=64, width=128, hidden=512, heads=4, depth=max(4, config.model.depth))
+    return config
