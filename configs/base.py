@@ -29,6 +29,7 @@ KEYS = dict(
     every=int,
     stale=bool,
     engine=("auto", "fused", "split"),
+    scale=("linear", "sqrt"),
 )
 PIPELINE_KEYS = dict(
     stages=int,
@@ -45,6 +46,7 @@ PIPELINE_KEYS = dict(
 )
 PLACES = dict.fromkeys(("order", "every", "stale"), ("method",)) | dict.fromkeys(("codec", "rank"), ("mixer", "reducer"))
 STAGED = dict(schedule="schedule", chunks="chunks", remat="remat", autoencoder="autoencoder", fused="fused_embedding")
+TUNED_WORKERS = 8  # with which the rates of all config files were found
 PLAIN = dict(seed=0, local_size=1, simulate=False, consensus_every=0, tensor=1, engine="auto", bucket_bytes=2**18)
 
 
@@ -55,6 +57,7 @@ def get_config(
     batch: int,
     clip_norm: float,
     tuned: Callable[[str, str, str], Mapping[str, float]],
+    schedule: str = "cosine",
     warmup_steps: int = 0,
     defaults: Mapping[str, str] | None = None,
     options: Mapping[str, Any] | None = None,
@@ -64,9 +67,10 @@ def get_config(
     Args:
         given: the parsed shorthand.
         steps: length of the run, unless the shorthand gives it.
-        batch: examples in a worker's microbatch.
+        batch: examples in a worker's microbatch; the rates were tuned with 8 workers and this batch.
         clip_norm: largest norm of each worker's own gradient; 0: no clipping.
         tuned: `tuned(method, order, optimizer)`, a dict with the learning rate and weight decay for this task.
+        schedule: of the learning rate.
         warmup_steps: at most so many; a tenth of the steps if that is less.
         defaults: names of parts that replace the usual ones, such as method="allreduce".
         options: further options of the optimizer.
@@ -91,14 +95,23 @@ def get_config(
         config.optimizer = parts.choose("optimizer", names["optimizer"], **options or {}, **learning)
     else:  # The method is an optimizer itself.
         config.method.update(learning)
-    config.schedule = parts.section(
-        "schedule", "cosine", learning_rate=learning_rate, warmup_steps=min(warmup_steps, config.steps // 10), final_fraction=0.05
+    warmup_steps = min(warmup_steps, config.steps // 10)
+    config.schedule = parts.choose(
+        "schedule", schedule, learning_rate=learning_rate, warmup_steps=warmup_steps, final_fraction=0.05
     )
+    if "scale" in given:
+        config.schedule.learning_rate = _scaled(learning_rate, config, TUNED_WORKERS * batch, given["scale"])
     config.log_every = 5 if smoke else 10
     every = 10 if smoke else 500
     config.eval = dict(every=every, num_windows=16 if smoke else 128, batch_size=8)  # 0 windows: all; the last takes all
     config.checkpoint = dict(every=every, keep=2)
     return config
+
+
+def _scaled(learning_rate: float, config: ml_collections.ConfigDict, tuned_batch: int, scale: str) -> Any:
+    """The learning rate times (global batch ÷ the one it was tuned with), or times its square root; follows `batch_size`."""
+    ratio = config.get_ref("batch_size").to_float() / float(tuned_batch)
+    return (ratio if scale == "linear" else ratio**0.5) * learning_rate
 
 
 def _parts(
