@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 from absl import flags
 
 from decjax import costmodel
-from experiments import box_runtime, methods, script
+from experiments import box_runtime, methods, script, trials
 from experiments.bench.box import ddp, systems
 from experiments.bench.box.group import Failed
 from experiments.methods import HOSTS, ONE_PEER, SHORTHANDS, STALE, SYNC
@@ -53,7 +53,6 @@ TRAINED = {
 LONGER = (1.0, 1.1, 1.25, 1.5, 2.0)  # times the steps of all-reduce
 MARGIN = 0.01  # nats/byte below its loss: losses of different seeds differ by about as much
 GRID = (2e-3, 4e-3, 8e-3)  # the learning rates that every method begins with
-FACTOR, MOST_RATES = 2.0, 8  # between neighbouring rates; of a grid
 SMOKE_TUNING = (SYNC, ACCUM_INT8), (8e-3,), (1.0,)  # methods, grid and lengths
 SMOKE = dict(width=16, hidden=32, heads=2, depth=1, context=16, vocabulary=256)
 
@@ -113,11 +112,6 @@ def arguments(method: str, size: Size, tuned: Tuned, workdir: pathlib.Path, seed
     return options + [f"--config.{key}={value}" for key, value in fields.items()]
 
 
-def name_of(method: str) -> str:
-    """As a folder's name."""
-    return "".join(c if c.isalnum() else "_" for c in method.lower()).replace("__", "_")
-
-
 # -- What a run directory tells ---------------------------------------------------------------------------------------
 
 
@@ -154,20 +148,9 @@ def reached(points: Sequence[Point], loss: float, get: Callable[[Point], float] 
 # -- Rates ------------------------------------------------------------------------------------------------------------
 
 
-def best_rate(measure: Callable[[float], float], grid: Sequence[float]) -> tuple[float, dict[float, float]]:
-    """The learning rate with the least loss, and all that were tried; a grid of several whose best is at its edge is extended."""
-    losses = {rate: measure(rate) for rate in grid}
-    while True:
-        best = min(losses, key=lambda rate: losses[rate])
-        further = best * FACTOR if best == max(losses) else best / FACTOR if best == min(losses) else None
-        if further is None or len(grid) == 1 or len(losses) >= MOST_RATES:
-            return best, losses
-        losses[further] = measure(further)
-
-
 def simulated(out: pathlib.Path, method: str, tuned: Tuned) -> pathlib.Path:
     """Where a simulated run is."""
-    return out / "tuning" / name_of(method) / f"{tuned.rate:.3g}_{tuned.steps}"
+    return out / "tuning" / trials.name_of(method) / f"{tuned.rate:.3g}_{tuned.steps}"
 
 
 def simulate(out: pathlib.Path, size: Size, method: str, tuned: Tuned) -> float:
@@ -185,7 +168,7 @@ def tune(out: pathlib.Path, size: Size) -> dict[str, Tuned]:
     """The best learning rate of every method, and the steps it needs to all-reduce's loss, found in simulated runs, two at a time."""
 
     def rate_of(method: str) -> tuple[float, dict[float, float]]:
-        return best_rate(lambda rate: simulate(out, size, method, Tuned(rate, size.steps)), size.grid)
+        return trials.best_rate(lambda rate: simulate(out, size, method, Tuned(rate, size.steps)), size.grid)
 
     def length_of(method: str) -> Tuned:
         lengths = [Tuned(rates[method], round(share * size.steps)) for share in size.longer]
@@ -228,7 +211,7 @@ def calibrate(network: cluster.Network, out: pathlib.Path, size: Size, seconds: 
 
 def measured(out: pathlib.Path, method: str, seed: int) -> pathlib.Path:
     """Where a run in the box is."""
-    return out / f"round{seed}" / name_of(method)
+    return out / f"round{seed}" / trials.name_of(method)
 
 
 def train(network: cluster.Network, out: pathlib.Path, size: Size, tuned: dict[str, Tuned], rounds: int) -> None:

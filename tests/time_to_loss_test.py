@@ -7,7 +7,7 @@ import subprocess
 
 import pytest
 
-from experiments import time_to_loss
+from experiments import time_to_loss, trials
 from experiments.bench.box import group
 from experiments.time_to_loss import Point
 from tests import commands
@@ -16,11 +16,11 @@ from tests.cluster_test import needs_namespaces
 
 def test_a_grid_is_extended_while_its_best_is_at_an_edge():
     """Rates double or halve until the best has a neighbour on both sides; a single rate is taken as it is."""
-    best, losses = time_to_loss.best_rate(lambda rate: abs(math.log(rate / 0.016)), (0.002, 0.004, 0.008))
+    best, losses = trials.best_rate(lambda rate: abs(math.log(rate / 0.016)), (0.002, 0.004, 0.008))
     assert best == 0.016 and sorted(losses) == [0.002, 0.004, 0.008, 0.016, 0.032]
-    best, losses = time_to_loss.best_rate(lambda rate: rate, (0.002, 0.004, 0.008))
-    assert len(losses) == time_to_loss.MOST_RATES and best == min(losses)
-    assert time_to_loss.best_rate(lambda rate: 1.0, (0.008,)) == (0.008, {0.008: 1.0})
+    best, losses = trials.best_rate(lambda rate: rate, (0.002, 0.004, 0.008))
+    assert len(losses) == trials.MOST_RATES and best == min(losses)
+    assert trials.best_rate(lambda rate: 1.0, (0.008,)) == (0.008, {0.008: 1.0})
 
 
 def test_a_loss_is_reached_between_two_evaluations():
@@ -63,7 +63,7 @@ def test_the_whole_way_with_a_tiny_model_and_again_from_what_is_there(tmp_path):
     assert (tmp_path / "time_to_loss.png").read_bytes().startswith(b"\x89PNG")
     document = json.loads((tmp_path / "time_to_loss.json").read_text())
     assert len(document["all-reduce"]["to_loss_s"]) == 1 and document["all-reduce"]["told_step_s"] > 0
-    assert {path.name for path in (tmp_path / "round0").iterdir()} == {"all_reduce", time_to_loss.name_of(time_to_loss.ACCUM_INT8)}
+    assert {path.name for path in (tmp_path / "round0").iterdir()} == {"all_reduce", trials.name_of(time_to_loss.ACCUM_INT8)}
 
 
 @pytest.mark.parametrize("code, fails", [(2, False), (1, True), (130, True), (-9, True)])
