@@ -17,7 +17,7 @@ import ml_collections
 from ml_collections import config_flags
 import pytest
 
-from configs import lm
+from configs import cifar, lm, translation
 from decjax import config as parts
 from decjax import costmodel, registry
 from launch import cluster, config_file, plan, sweep
@@ -250,7 +250,8 @@ def _typical_fields() -> frozenset[str]:
             if isinstance(value, ml_collections.ConfigDict):
                 yield from paths(value, f"{above}{name}.")
 
-    return frozenset(path for shorthand in TYPICAL for path in paths(lm.get_config(shorthand)))
+    usual = [lm.get_config(shorthand) for shorthand in TYPICAL] + [file.get_config() for file in (translation, cifar)]
+    return frozenset(path for config in usual for path in paths(config))
 
 
 def is_field(path: str) -> bool:
