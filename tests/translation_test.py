@@ -155,7 +155,7 @@ def test_a_token_is_seen_by_the_later_ones_only(made):
         return source, target
 
     before, after = shift(made, change)
-    np.testing.assert_array_equal(before[:, :3], after[:, :3])
+    np.testing.assert_allclose(before[:, :3], after[:, :3], atol=1e-6)
     assert (np.abs(before - after)[:, 3:].max(axis=2) > 1e-4).all()
 
 
@@ -192,9 +192,10 @@ def test_dropout_is_drawn_by_the_key(made, folder):
     model, pairs = compiled(make(folder, dropout=0.5)[0]), data.batch(0, 0)
     logits = lambda model, key: np.asarray(model.logits(params, pairs.source_BxS, pairs.target_BxT1[:, :-1], key))
     one, again, other = (logits(model, jax.random.key(seed)) for seed in (0, 0, 1))
-    assert (one == again).all() and (one != other).any()
+    np.testing.assert_allclose(one, again, atol=1e-6)
+    assert (np.abs(one - other) > 0.01).any()
     without = logits(model, None)
-    assert (without != one).any()
+    assert (np.abs(without - one) > 0.01).any()
     np.testing.assert_allclose(without, logits(plain, jax.random.key(0)), atol=1e-5)
 
 
