@@ -46,7 +46,7 @@ PIPELINE_KEYS = dict(
 )
 PLACES = dict.fromkeys(("order", "every", "stale"), ("method",)) | dict.fromkeys(("codec", "rank"), ("mixer", "reducer"))
 STAGED = dict(schedule="schedule", chunks="chunks", remat="remat", autoencoder="autoencoder", fused="fused_embedding")
-TUNED_WORKERS = 8  # with which the rates of all config files were found
+TUNED_WORKERS = 8  # with so many and a config file's own batch, `scale` leaves the rate as it is
 PLAIN = dict(seed=0, local_size=1, simulate=False, consensus_every=0, tensor=1, engine="auto", bucket_bytes=2**18)
 
 
@@ -67,7 +67,7 @@ def get_config(
     Args:
         given: the parsed shorthand.
         steps: length of the run, unless the shorthand gives it.
-        batch: examples in a worker's microbatch; the rates were tuned with 8 workers and this batch.
+        batch: examples in a worker's microbatch; `scale` is relative to 8 workers with this batch.
         clip_norm: largest norm of each worker's own gradient; 0: no clipping.
         tuned: `tuned(method, order, optimizer)`, a dict with the learning rate and weight decay for this task.
         schedule: of the learning rate.
@@ -109,7 +109,7 @@ def get_config(
 
 
 def _scaled(learning_rate: float, config: ml_collections.ConfigDict, tuned_batch: int, scale: str) -> Any:
-    """The learning rate times (global batch ÷ the one it was tuned with), or times its square root; follows `batch_size`."""
+    """The learning rate times (global batch ÷ `tuned_batch`), or times its square root; follows `batch_size`."""
     ratio = config.get_ref("batch_size").to_float() / float(tuned_batch)
     return (ratio if scale == "linear" else ratio**0.5) * learning_rate
 

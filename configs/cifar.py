@@ -1,4 +1,4 @@
-"""CIFAR-10, classified by a ResNet-20 that 16 simulated workers train with gossip.
+"""CIFAR-10, classified by a ResNet-20 that is trained with gossip.
 
     python -m launch.train --config=configs/cifar.py --config.data.path=FOLDER --workdir=runs/cifar
     python -m launch.train --config=configs/cifar.py:workers=8,topology=ring --config.data.path=FOLDER --workdir=runs/ring

@@ -1,4 +1,4 @@
-"""A decoder-only transformer on tokens of byte-pair encoding, trained by 16 workers with gossip.
+"""A decoder-only transformer on tokens of byte-pair encoding, trained with gossip.
 
     python -m launch.train --config=configs/gpt.py:workers=16,simulate --config.data.path=TEXT --workdir=runs/gpt
     python -m launch.train --config=configs/gpt.py:method=allreduce --workdir=runs/allreduce

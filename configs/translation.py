@@ -1,7 +1,7 @@
-"""German to English (Multi30k's image captions), learned by 8 workers with gossip; an encoder–decoder of 1.2M parameters.
+"""German to English (Multi30k's image captions), learned with gossip; an encoder–decoder of 1.2M parameters.
 
     python -m launch.train --config=configs/translation.py --config.data.path=FOLDER --workdir=runs/translation
-    python -m launch.train --config=configs/translation.py:workers=16,simulate,local_size=4,topology=aer --config.data.path=FOLDER …
+    python -m launch.train --config=configs/translation.py:method=allreduce --config.data.path=FOLDER --workdir=runs/allreduce
 
 FOLDER holds train.de, train.en, val.de, val.en, test_2016_flickr.de and test_2016_flickr.en, plain or gzipped
 (https://github.com/multi30k/dataset). Other pairs of files: --config.data.source=fr --config.data.test=NAME.

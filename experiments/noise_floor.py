@@ -20,6 +20,7 @@ SEEDS = 3
 
 
 def trial(out: pathlib.Path, optimizer: str, every: int, workers: int, seed: int, steps: int) -> Trial:
+    """One training."""
     name, rate = OPTIMIZERS[optimizer]
     shorthand = f"workers={workers},topology=one_peer_exponential,every={every},steps={steps},optimizer={name}"
     fields = {
@@ -41,6 +42,7 @@ def trial(out: pathlib.Path, optimizer: str, every: int, workers: int, seed: int
 
 
 def floor(made: Trial) -> float:
+    """The squared distance of the averaged model from the optimum, a mean over the second half of a run."""
     rows = made.rows("eval")
     return statistics.fmean(row["distance"] for row in rows[len(rows) // 2 :])
 
@@ -51,6 +53,7 @@ def exponent(floors: dict[int, float]) -> float:
 
 
 def run(out: pathlib.Path, smoke: bool) -> dict[str, dict[int, float]]:
+    """The floor by row and number of workers, a mean over seeds."""
     steps, seeds, counts = (20, 1, WORKERS[:2]) if smoke else (4000, SEEDS, WORKERS)
     optimizers = list(OPTIMIZERS)[: 1 if smoke else None]
     of = {
@@ -67,6 +70,7 @@ def run(out: pathlib.Path, smoke: bool) -> dict[str, dict[int, float]]:
 
 
 def tabulate(found: dict[str, dict[int, float]]):
+    """Floors and their exponents."""
     counts = next(iter(found.values()))
     table = script.table("", *(f"N = {workers}" for workers in counts), "exponent")
     for name, floors in found.items():
@@ -75,6 +79,7 @@ def tabulate(found: dict[str, dict[int, float]]):
 
 
 def draw(path: str, found: dict[str, dict[int, float]]) -> None:
+    """Floor against workers, on logarithmic axes."""
     with script.panels(path, 1, (6.5, 4.0)) as (figure, (axis,)):
         for color, (name, floors) in zip(script.COLORS, found.items()):
             axis.loglog(list(floors), list(floors.values()), "o-", color=color, label=f"{name}: {exponent(floors):.2f}")

@@ -17,15 +17,12 @@ interrupted command goes on where it was; the table and the figure are made from
 """
 
 from collections.abc import Callable, Sequence
-import concurrent.futures
 import itertools
 import json
 import math
 import os
 import pathlib
 import statistics
-import subprocess
-import sys
 from typing import Any, NamedTuple
 
 from absl import flags
@@ -101,15 +98,14 @@ class Point(NamedTuple):
     loss: float  # nats/byte on validation text
 
 
-def arguments(method: str, size: Size, tuned: Tuned, workdir: pathlib.Path, seed: int, simulate: bool) -> list[str]:
-    """The options of launch.train."""
+def trial(method: str, size: Size, tuned: Tuned, workdir: pathlib.Path, seed: int, simulate: bool) -> trials.Trial:
+    """A run of launch.train."""
     shorthand = ",".join([TRAINED[method], f"workers={HOSTS}", f"steps={tuned.steps}", *["simulate"][: int(simulate)]])
     bucket_bytes = systems.WHOLE if "allreduce" in shorthand else systems.BUCKET  # What is quickest for each.
     fields = size.fields | {"schedule.learning_rate": tuned.rate, "seed": seed, "bucket_bytes": bucket_bytes}
     if simulate:
         fields["eval.every"] = max(size.every, size.steps // 5)  # Evaluating every worker takes longer than their steps.
-    options = [f"--config=configs/lm.py:{shorthand}", f"--workdir={workdir}"]
-    return options + [f"--config.{key}={value}" for key, value in fields.items()]
+    return trials.Trial(workdir, f"configs/lm.py:{shorthand}", tuple(fields.items()))
 
 
 # -- What a run directory tells ---------------------------------------------------------------------------------------
@@ -156,12 +152,8 @@ def simulated(out: pathlib.Path, method: str, tuned: Tuned) -> pathlib.Path:
 def simulate(out: pathlib.Path, size: Size, method: str, tuned: Tuned) -> float:
     """The loss at the end of a simulated run, which is made unless it is there; infinite if it diverged."""
     workdir = simulated(out, method, tuned)
-    if not finished(workdir):
-        options = arguments(method, size, tuned, workdir, seed=99, simulate=True)
-        process = subprocess.run([sys.executable, "-m", "launch.train", *options], stdout=subprocess.DEVNULL, check=False)
-        if process.returncode not in (0, command.USER_ERROR):  # The latter is also that of a run that diverged.
-            raise Failed(f"tuning of {method} ended with exit code {process.returncode}; the same command continues")
-    return read(workdir)[-1].loss if finished(workdir) else math.inf
+    ended = trials.train(trial(method, size, tuned, workdir, seed=99, simulate=True))
+    return read(workdir)[-1].loss if ended else math.inf
 
 
 def tune(out: pathlib.Path, size: Size) -> dict[str, Tuned]:
@@ -175,12 +167,11 @@ def tune(out: pathlib.Path, size: Size) -> dict[str, Tuned]:
         enough = (tuned for tuned in lengths if simulate(out, size, method, tuned) <= goal - MARGIN)
         return lengths[0] if method == SYNC else next(enough, lengths[-1])
 
-    with concurrent.futures.ThreadPoolExecutor(2) as pool:
-        found = dict(zip(size.methods, pool.map(rate_of, size.methods)))
-        rates = {method: rate for method, (rate, _) in found.items()}
-        if math.isinf(goal := min(found[SYNC][1].values())):
-            raise Failed(f"no simulated run of {SYNC} came to its end; what each printed says why")
-        lengths = dict(zip(size.methods, pool.map(length_of, size.methods)))
+    found = dict(zip(size.methods, trials.together(rate_of, size.methods)))
+    rates = {method: rate for method, (rate, _) in found.items()}
+    if math.isinf(goal := min(found[SYNC][1].values())):
+        raise Failed(f"no simulated run of {SYNC} came to its end; what each printed says why")
+    lengths = dict(zip(size.methods, trials.together(length_of, size.methods)))
     for method, tuned in lengths.items():
         tried = ", ".join(f"{rate:.3g}: {loss:.4f}" for rate, loss in sorted(found[method][1].items()))
         script.show(f"{method}: {tuned.steps} steps at learning rate {tuned.rate:.3g} of {tried}")
@@ -224,7 +215,7 @@ def train(network: cluster.Network, out: pathlib.Path, size: Size, tuned: dict[s
             if method == DDP:
                 code = ddp.train(network, FLAGS.peers, measured(out, SYNC, seed), workdir)
             else:
-                code = network.run("launch.train", arguments(method, size, tuned[method], workdir, seed, simulate=False))
+                code = network.run("launch.train", trial(method, size, tuned[method], workdir, seed, simulate=False).arguments)
             if code:
                 raise Failed(f"{method} ended with exit code {code}; the same command continues")
 
@@ -346,4 +337,4 @@ if __name__ == "__main__":
     flags.DEFINE_integer("every", 10, "Steps between evaluations.", lower_bound=1)
     flags.DEFINE_string("peers", None, "A Python with experiments/requirements-peers.txt; none: no DDP.")
     flags.DEFINE_bool("smoke", False, "The whole way with two methods and a tiny model, in three minutes.")
-    script.run(main, systems.ERRORS)
+    script.run(main, (*systems.ERRORS, trials.Broken))

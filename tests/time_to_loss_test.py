@@ -69,9 +69,10 @@ def test_the_whole_way_with_a_tiny_model_and_again_from_what_is_there(tmp_path):
 @pytest.mark.parametrize("code, fails", [(2, False), (1, True), (130, True), (-9, True)])
 def test_only_divergence_counts_as_a_bad_rate(tmp_path, monkeypatch, code, fails):
     """An interrupted or broken run is no answer: the command ends, and goes on with that run when it is started again."""
-    monkeypatch.setattr(time_to_loss.subprocess, "run", lambda *command, **how: subprocess.CompletedProcess(command, code))
+    monkeypatch.setattr(trials.subprocess, "run", lambda *command, **how: subprocess.CompletedProcess(command, code))
     size = time_to_loss.Size(8, 1, {}, 2, tmp_path / "text.txt", *time_to_loss.SMOKE_TUNING)
-    with pytest.raises(group.Failed, match=f"exit code {code}") if fails else contextlib.nullcontext():
+    with pytest.raises(trials.Broken, match=f"exit code {code}") if fails else contextlib.nullcontext():
         assert time_to_loss.simulate(tmp_path, size, "all-reduce", time_to_loss.Tuned(0.008, 8)) == math.inf
-    with pytest.raises(group.Failed, match=f"exit code {code}" if fails else "no simulated run of all-reduce"):
+    error, told = (trials.Broken, f"exit code {code}") if fails else (group.Failed, "no simulated run of all-reduce")
+    with pytest.raises(error, match=told):
         time_to_loss.tune(tmp_path, size)

@@ -8,6 +8,7 @@ Reference: Sennrich et al. 2016, arXiv 1508.07909.
 
 from collections.abc import Iterable, Sequence
 import dataclasses
+import functools
 from typing import Any
 
 import numpy as np
@@ -29,7 +30,7 @@ class Bpe:
     tokenizer: Any
     special: int
 
-    @property
+    @functools.cached_property
     def bytes_V(self) -> np.ndarray:
         """How many bytes each token stands for, [V] int32; 0 for special ones."""
         tokens = sorted((number, text) for text, number in self.tokenizer.get_vocab(with_added_tokens=True).items())

@@ -89,18 +89,22 @@ class _Next:
     def load(self, num_workers, batch_size, seed):
         T, coder = self.model.context, None
         corpus = text.load_corpus(self.path, min_bytes=T + 1, field=self.field)
-        facts = {"corpus_order1_entropy": lambda read=corpus: text.order1_entropy(read.train)}
         if self.tokenizer == "bpe":
             coder = bpe.train(text.lines(corpus.train), self.model.vocabulary)
             corpus = text.encoded(corpus, coder)
-            facts = {"bytes_per_token": lambda: float(coder.bytes_V[text.predicted(corpus.valid, T)].mean())}
+
+        def facts():
+            if coder:
+                return {"bytes_per_token": float(coder.bytes_V[text.predicted(corpus.valid, T)].mean())}
+            return {"corpus_order1_entropy": text.order1_entropy(corpus.train)}
+
         return Data(
             batch=text.batches(
                 corpus, context=T, batch_size=batch_size, num_workers=num_workers, seed=seed, partition=self.partition
             ),
             validation=lambda limit: text.validation_windows(corpus.valid, context=T, limit=limit),
             fingerprint=corpus.fingerprint,
-            facts=lambda: {name: fact() for name, fact in facts.items()},
+            facts=facts,
             more=coder,
         )
 
