@@ -47,7 +47,8 @@ PIPELINE_KEYS = dict(
 PLACES = dict.fromkeys(("order", "every", "stale"), ("method",)) | dict.fromkeys(("codec", "rank"), ("mixer", "reducer"))
 STAGED = dict(schedule="schedule", chunks="chunks", remat="remat", autoencoder="autoencoder", fused="fused_embedding")
 TUNED_WORKERS = 8  # with so many and a config file's own batch, `scale` leaves the rate as it is
-PLAIN = dict(seed=0, local_size=1, simulate=False, consensus_every=0, tensor=1, engine="auto", bucket_bytes=2**18)
+CONSENSUS = dict(consensus_every=0, consensus_first=0, consensus_last=0)
+PLAIN = dict(seed=0, local_size=1, simulate=False, tensor=1, engine="auto", bucket_bytes=2**18) | CONSENSUS
 
 
 def get_config(
@@ -71,7 +72,7 @@ def get_config(
         clip_norm: largest norm of each worker's own gradient; 0: no clipping.
         tuned: `tuned(method, order, optimizer)`, a dict with the learning rate and weight decay for this task.
         schedule: of the learning rate.
-        warmup_steps: at most so many; a tenth of the steps if that is less.
+        warmup_steps: at most so many; a tenth of the steps if that is less, but one step at least where the schedule needs it.
         defaults: names of parts that replace the usual ones, such as method="allreduce".
         options: further options of the optimizer.
 
@@ -95,7 +96,7 @@ def get_config(
         config.optimizer = parts.choose("optimizer", names["optimizer"], **options or {}, **learning)
     else:  # The method is an optimizer itself.
         config.method.update(learning)
-    warmup_steps = min(warmup_steps, config.steps // 10)
+    warmup_steps = max(min(warmup_steps, config.steps // 10), int(schedule == "inverse_sqrt"))
     config.schedule = parts.choose(
         "schedule", schedule, learning_rate=learning_rate, warmup_steps=warmup_steps, final_fraction=0.05
     )
@@ -103,7 +104,7 @@ def get_config(
         config.schedule.learning_rate = _scaled(learning_rate, config, TUNED_WORKERS * batch, given["scale"])
     config.log_every = 5 if smoke else 10
     every = 10 if smoke else 500
-    config.eval = dict(every=every, num_windows=16 if smoke else 128, batch_size=8)  # 0 windows: all; the last takes all
+    config.eval = dict(every=every, num_windows=16 if smoke else 128, batch_size=8, local=True)  # 0 windows: all
     config.checkpoint = dict(every=every, keep=2)
     return config
 

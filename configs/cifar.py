@@ -13,6 +13,7 @@ import ml_collections
 from configs import base, digits, shorthand
 from decjax import config as parts
 
+KEYS = digits.KEYS
 TUNED = dict(adamw=(1e-2, 1e-4), accum_adamw=(1e-2, 1e-4), sgdm=(0.3, 1e-4))  # (learning rate, weight decay)
 
 
@@ -24,7 +25,7 @@ def tuned(method: str, order: str, optimizer: str) -> dict[str, float]:
 
 def get_config(arg: str = "") -> ml_collections.ConfigDict:
     """The config of CIFAR-10, changed by a shorthand such as "workers=8,norm=group"."""
-    given = shorthand.parse(arg, digits.KEYS)
+    given = shorthand.parse(arg, KEYS)
     smoke = given.get("smoke", False)
     config = base.get_config(given, steps=10 if smoke else 1000, batch=8, clip_norm=0.0, tuned=tuned, warmup_steps=50)
     config.task = "images"

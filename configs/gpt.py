@@ -14,15 +14,17 @@ import ml_collections
 
 from configs import lm, shorthand
 
+KEYS = lm.KEYS
+
 
 def get_config(arg: str = "") -> ml_collections.ConfigDict:
     """The config of the model, changed by a shorthand such as "workers=16,simulate,optimizer=accum_adamw"."""
-    given = shorthand.parse(arg, lm.KEYS)
-    config = lm.of_keys(given)
+    given = shorthand.parse(arg, KEYS)
+    config = lm.of_keys(given if given.get("smoke") else dict(steps=2000) | given)
     config.data.tokenizer = "bpe"
     if given.get("smoke"):
         config.model.vocabulary = 300
         return config
-    config.steps = given.get("steps", 2000)
-    config.model.update(vocabulary=4000, context=64, width=128, hidden=512, heads=4, depth=max(4, config.model.depth))
+    stages = config.pipeline.stages * config.pipeline.get("chunks", 1)
+    config.model.update(vocabulary=4000, context=64, width=128, hidden=512, heads=4, depth=-(-4 // stages) * stages)
     return config

@@ -12,6 +12,8 @@ import ml_collections
 from configs import base, shorthand
 from decjax import config as parts
 
+KEYS = base.KEYS
+
 
 def tuned(method: str, order: str, optimizer: str) -> dict[str, float]:
     """Learning rate and weight decay, the same for all methods, so that these are compared at equal learning rates."""
@@ -20,7 +22,7 @@ def tuned(method: str, order: str, optimizer: str) -> dict[str, float]:
 
 def get_config(arg: str = "") -> ml_collections.ConfigDict:
     """The config of the quadratics, changed by a shorthand such as "workers=8,method=tracking"."""
-    given = dict(workers=16, simulate=True, optimizer="sgdm(momentum=0.0)") | shorthand.parse(arg, base.KEYS)
+    given = dict(workers=16, simulate=True, optimizer="sgdm(momentum=0.0)") | shorthand.parse(arg, KEYS)
     smoke = given.get("smoke", False)
     config = base.get_config(given, steps=20 if smoke else 500, batch=1, clip_norm=0.0, tuned=tuned, defaults=dict(topology="ring"))
     config.task = "quadratics"

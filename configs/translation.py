@@ -14,6 +14,7 @@ import ml_collections
 from configs import base, shorthand
 from decjax import config as parts
 
+KEYS = base.KEYS
 # (learning rate, weight decay).
 TUNED = dict(adamw=(4e-3, 1e-2), accum_adamw=(4e-3, 1e-2))
 ADAM = dict(b1=0.9, b2=0.98)
@@ -28,7 +29,7 @@ def tuned(method: str, order: str, optimizer: str) -> dict[str, float]:
 
 def get_config(arg: str = "") -> ml_collections.ConfigDict:
     """The config of the translation, changed by a shorthand such as "workers=16,simulate"."""
-    given = shorthand.parse(arg, base.KEYS)
+    given = shorthand.parse(arg, KEYS)
     smoke, steps = given.get("smoke", False), 10 if given.get("smoke") else 2000
     options = ACCUM_ADAM if given.get("optimizer", "").partition("(")[0] == "accum_adamw" else ADAM
     config = base.get_config(

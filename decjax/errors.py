@@ -5,7 +5,13 @@ import contextlib
 
 
 class TrainingError(Exception):
-    """Base class: a mistake in what was asked for, or a condition that ends a run."""
+    """Base class: a mistake in what was asked for, or a condition that ends a run.
+
+    Attributes:
+        exit_code: of a command that ends with it.
+    """
+
+    exit_code = 2
 
 
 class ConfigError(TrainingError):
@@ -34,3 +40,5 @@ def memory_told() -> Iterator[None]:
 
 class Diverged(TrainingError):
     """The loss or the parameters are no longer finite."""
+
+    exit_code = 4  # Whoever tries learning rates can tell it from a mistake.

@@ -11,11 +11,12 @@ cores would otherwise compute faster while others pause. The time of such a step
 """
 
 import collections
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 import dataclasses
 import pathlib
 import statistics
 import tempfile
+from typing import Any
 
 from absl import flags
 import numpy as np
@@ -42,16 +43,21 @@ def calibrate(
     seconds: float,
     batch_size: int = systems.BATCH_SIZE,
     compressed: Sequence[str] = (),
-    model: dict[str, int] = systems.MODEL,
+    model: Mapping[str, int] = systems.MODEL,
     bucket_bytes: int = systems.BUCKET,
+    config: str = "configs/lm.py",
+    **further: Any,
 ) -> tuple[costmodel.Cluster, costmodel.Workload]:
-    """The profile that launch.calibrate measures at a rate: the cluster and the workload, with these compressed methods."""
+    """The profile that launch.calibrate measures at a rate: the cluster and the workload, with these compressed methods.
+
+    The workload is that of a config file with a model of these sizes, and with `further` fields.
+    """
     network.set_rate(rate)
     with tempfile.TemporaryDirectory() as directory:
         path = pathlib.Path(directory) / "profile.json"
         fields = {f"model.{key}": size for key, size in model.items()}
-        fields |= {"bucket_bytes": bucket_bytes, "batch_size": HOSTS * batch_size}
-        options = [f"--config=configs/lm.py:workers={HOSTS}", f"--out={path}", f"--seconds={seconds}", f"--name={rate}"]
+        fields |= {"bucket_bytes": bucket_bytes, "batch_size": HOSTS * batch_size, **further}
+        options = [f"--config={config}:workers={HOSTS}", f"--out={path}", f"--seconds={seconds}", f"--name={rate}"]
         options += [f"--compressed={text}" for text in compressed]
         options += [f"--config.{key}={value}" for key, value in fields.items()]
         if code := network.run("launch.calibrate", options):

@@ -38,8 +38,13 @@ SMOOTHED_SHARE = 20  # the running mean is over 1/20 of the logged values
 UNINFORMATIVE = ("eval.", "checkpoint.", "log_every", "data.sample_bytes")  # of how a run is watched, not of what it is
 DECENTRALIZED_ONLY = ("topology.", "mixing.")  # in configs of older runs, whose sections held the fields of all parts
 KINDS = ("train", "eval")
-UNITS = {"lm": "nats/byte", "images": "nats"}  # of losses, by task, as `Task.metrics` has them: to build a task takes seconds
-NUMBERS_OF_ROW = ("step", "time_s", "loss", "loss_min", "loss_max", "consensus_distance", "bytes_sent_per_worker")
+UNITS = {
+    "lm": "nats/byte",
+    "images": "nats",
+    "translation": "nats/token",
+}  # of losses, by task, as `Task.metrics` has them: to build a task takes seconds
+NUMBERS_OF_ROW = ("step", "time_s", "loss", "consensus_distance", "bytes_sent_per_worker")
+OPTIONAL = {"loss_min", "loss_max"}  # numbers that a row may lack
 NUMBERS_OF_SUMMARY = ("eval_loss", "local_eval_loss_min", "local_eval_loss_max", "time_s", "bytes_per_step_per_worker")
 LONGEST_LABEL = 40  # characters; rather the names of directories than longer ones
 NAME_FIRST = ("task", "method", "method.name", "topology", "topology.name", "mixer.name", "reducer.name", "optimizer.name")
@@ -61,6 +66,11 @@ class Record(NamedTuple):
     @property
     def task(self) -> str:
         return str(self.config.get("task", "lm"))  # Configs of older runs, all of them "lm", have no such field.
+
+    @property
+    def unit(self) -> str:
+        """Of its losses; "" if they have none."""
+        return "nats/token" if self.config.get("data.tokenizer") == "bpe" else UNITS.get(self.task, "")
 
     @property
     def last(self) -> dict[str, Any]:
@@ -94,7 +104,7 @@ def parse(text: str, numbers: tuple[str, ...] = ()) -> dict[str, Any]:
         raise ValueError(" ".join(str(error).split())) from error
     if not isinstance(content, dict):
         raise ValueError(f"{type(content).__name__} instead of an object")
-    for name in numbers:
+    for name in (*numbers, *(OPTIONAL & content.keys())):
         value = content.get(name)
         if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= sys.float_info.max:
             raise ValueError(f"{name} is no number")
@@ -211,8 +221,8 @@ def items(runs: list[Record]) -> str:
 
 def loss_unit(runs: list[Record]) -> str:
     """The unit of the runs' losses, such as "nats/byte"; empty if they are of several tasks, or of one without a unit."""
-    tasks = {run.task for run in runs}
-    return UNITS.get(tasks.pop(), "") if len(tasks) == 1 else ""
+    kinds = {(run.task, run.unit) for run in runs}
+    return kinds.pop()[1] if len(kinds) == 1 else ""
 
 
 # -- The table --------------------------------------------------------------------------------------------------------
@@ -226,7 +236,7 @@ def cells(runs: list[Record], names: list[str]) -> tuple[list[str], list[list[st
     for run, name in zip(runs, names, strict=True):
         last, summary, (loss, low, high) = run.last, run.summary, run.losses
         compared = "–"
-        if loss is not None and first is not None and run.task == runs[0].task:
+        if loss is not None and first is not None and (run.task, run.unit) == (runs[0].task, runs[0].unit):
             compared = script.difference(loss, first, 2).replace("-", "−")
         rates = [rate for row in run.train for rate in throughputs(row).values()]
         sent = summary["bytes_per_step_per_worker"] if summary else last["bytes_sent_per_worker"] / last["step"]

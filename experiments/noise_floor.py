@@ -5,6 +5,8 @@ exchange in every step and in every fourth (p = 4, as in adaptive serverless lea
 averaged model from the optimum, a mean over the second half of a run and over seeds.
 """
 
+from collections.abc import Mapping
+import math
 import pathlib
 import statistics
 
@@ -15,7 +17,8 @@ from experiments.trials import Trial
 
 WORKERS = (4, 8, 16, 32, 64)
 EVERY = {"an exchange every step": 1, "every 4 steps": 4}
-OPTIMIZERS = {"SGD": ("sgdm(momentum=0.0)", 0.01), "AdamW": ("adamw(b2=0.999)", 2e-3)}
+# The noise of a coordinate has a standard deviation of 1, so that equal rates make steps of about equal size.
+OPTIMIZERS = {"SGD": ("sgdm(momentum=0.0)", 0.01), "AdamW": ("adamw(b2=0.999)", 0.01)}
 SEEDS = 3
 
 
@@ -34,55 +37,67 @@ def trial(out: pathlib.Path, optimizer: str, every: int, workers: int, seed: int
         "log_every": steps,
         "checkpoint.every": steps,
     }
-    return Trial(
-        out / "noise_floor" / trials.name_of(f"{optimizer} {every} {workers} {seed}"),
-        f"configs/quadratics.py:{shorthand}",
-        tuple(fields.items()),
-    )
+    return trials.trial(out / "noise_floor", f"{optimizer} {every} {workers} {seed}", f"configs/quadratics.py:{shorthand}", fields)
 
 
-def floor(made: Trial) -> float:
+def floor(made: Trial) -> dict[str, float]:
     """The squared distance of the averaged model from the optimum, a mean over the second half of a run."""
     rows = made.rows("eval")
-    return statistics.fmean(row["distance"] for row in rows[len(rows) // 2 :])
+    return {"floor": statistics.fmean(row["distance"] for row in rows[len(rows) // 2 :])}
 
 
-def exponent(floors: dict[int, float]) -> float:
-    """The slope of ln floor against ln N, by least squares."""
+def exponent(floors: Mapping[int, float]) -> float:
+    """The slope of ln floor against ln N, by least squares; nan if a run diverged."""
+    if any(map(math.isnan, floors.values())):
+        return math.nan
     return float(np.polyfit(np.log(list(floors)), np.log(list(floors.values())), 1)[0])
 
 
-def run(out: pathlib.Path, smoke: bool) -> dict[str, dict[int, float]]:
-    """The floor by row and number of workers, a mean over seeds."""
+Floors = dict[int, list[float]]  # number of workers -> the floor with each seed
+
+
+def exponents(floors: Floors) -> trials.Spread:
+    """Of the slopes of each seed."""
+    seeds = range(len(next(iter(floors.values()))))
+    return trials.spread([exponent({workers: values[seed] for workers, values in floors.items()}) for seed in seeds])
+
+
+def run(out: pathlib.Path, book: trials.Book, smoke: bool) -> dict[str, Floors]:
+    """The floors of every row; nan where a run diverged."""
     steps, seeds, counts = (20, 1, WORKERS[:2]) if smoke else (4000, SEEDS, WORKERS)
     optimizers = list(OPTIMIZERS)[: 1 if smoke else None]
-    of = {
-        (f"{optimizer}, {what}", workers): [trial(out, optimizer, every, workers, seed, steps) for seed in range(seeds)]
+    keys = [
+        (optimizer, what, workers, seed)
         for optimizer in optimizers
-        for what, every in EVERY.items()
+        for what in EVERY
         for workers in counts
-    }
-    trials.train_all(each for made in of.values() for each in made)
-    found: dict[str, dict[int, float]] = {}
-    for (name, workers), made in of.items():
-        found.setdefault(name, {})[workers] = statistics.fmean(map(floor, made))
+        for seed in range(seeds)
+    ]
+    measured = trials.together(lambda key: book.result(trial(out, key[0], EVERY[key[1]], key[2], key[3], steps), floor), keys)
+    found: dict[str, Floors] = {}
+    for (optimizer, what, workers, _), numbers in zip(keys, measured, strict=True):
+        row = found.setdefault(f"{optimizer}, {what}", {})
+        row.setdefault(workers, []).append(numbers["floor"] if numbers else math.nan)
     return found
 
 
-def tabulate(found: dict[str, dict[int, float]]):
-    """Floors and their exponents."""
+def tabulate(found: Mapping[str, Floors]):
+    """Floors, as mean ± 2σ over the seeds, and their exponents."""
     counts = next(iter(found.values()))
     table = script.table("", *(f"N = {workers}" for workers in counts), "exponent")
     for name, floors in found.items():
-        table.add_row(name, *(f"{value:.2e}" for value in floors.values()), f"{exponent(floors):.3f}")
+        spreads = map(trials.spread, floors.values())
+        cells = [f"{each.mean:.2e}" + (f" ± {2 * each.sigma:.0e}" if each.count > 1 else "") for each in spreads]
+        table.add_row(name, *cells, exponents(floors).text(3))
     return table
 
 
-def draw(path: str, found: dict[str, dict[int, float]]) -> None:
+def draw(path: str, found: Mapping[str, Floors]) -> None:
     """Floor against workers, on logarithmic axes."""
     with script.panels(path, 1, (6.5, 4.0)) as (figure, (axis,)):
         for color, (name, floors) in zip(script.COLORS, found.items()):
-            axis.loglog(list(floors), list(floors.values()), "o-", color=color, label=f"{name}: {exponent(floors):.2f}")
+            means = [trials.spread(values).mean for values in floors.values()]
+            axis.loglog(list(floors), means, "o-", color=color, label=f"{name}: {exponents(floors).text(2)}")
         axis.set(xlabel="workers N", ylabel="squared distance of the mean from the optimum")
         axis.set_xticks(list(floors), [str(workers) for workers in floors])
         axis.minorticks_off()

@@ -4,40 +4,61 @@
     python -m experiments.paper --out=runs/paper --only=noise_floor,digits
     python -m experiments.paper --out=runs/smoke --only=digits --smoke
 
-Parts: noise_floor, and quality at equal tokens on each of translation, cifar, digits, python (the standard library's sources as
-text) and shakespeare. Trainings are made two at a time; the same command continues.
+Parts: noise_floor; quality at equal tokens on each of translation, cifar, digits, python (the standard library's sources as text)
+and shakespeare; gap and gap_shakespeare, where the gap of gossip that overlaps comes from; and the ablations graphs, window,
+strength, workers and batch. Trainings are made two at a time. What they came to is appended to a file, the book, and is not made
+again; experiments/results/paper.jsonl is the book of the pages:
+
+    python -m experiments.paper --out=runs/paper --only=digits --book=experiments/results/paper.jsonl --pages=docs/results
 """
+
+from collections.abc import Callable
+import pathlib
+from typing import Any
 
 from absl import flags
 
 from experiments import noise_floor, quality, script, trials
+from experiments.studies import STUDIES
 from launch import command
 
 FLAGS = flags.FLAGS
-PARTS = ("noise_floor", *quality.STUDIES)
+PARTS = ("noise_floor", *STUDIES)
+
+
+def chosen() -> list[str]:
+    """The parts to make; an error if one is unknown or lacks its data."""
+    parts = FLAGS.only or list(PARTS)
+    if unknown := [part for part in parts if part not in PARTS]:
+        command.fail(f"--only={unknown[0]} is unknown; use some of {', '.join(PARTS)}")
+    for part in parts:
+        if part in STUDIES and (needed := STUDIES[part].data) and not FLAGS[needed].value:
+            command.fail(f"{part} needs --{needed}; give the path of its data, or leave it out: --only={PARTS[0]}")
+    return parts
+
+
+def make(part: str, out: pathlib.Path, book: trials.Book) -> tuple[Any, Callable[[str], None], dict[str, Any]]:
+    """(table, function that draws the figure to a path, all numbers) of a part."""
+    if part == "noise_floor":
+        floors = noise_floor.run(out, book, FLAGS.smoke)
+        return noise_floor.tabulate(floors), lambda path: noise_floor.draw(path, floors), dict(floors)
+    flag = STUDIES[part].data
+    data: str = FLAGS[flag].value if flag else ""  # pyright: ignore[reportAssignmentType]
+    found = quality.run(quality.Trainings(out, book, part, data, FLAGS.smoke))
+    rows = {method: result._asdict() for method, result in found.items()}
+    return quality.tabulate(part, found), lambda path: quality.draw(path, part, found), rows
 
 
 def main() -> None:
-    out, chosen = command.folder("out", FLAGS.out), FLAGS.only or list(PARTS)
-    if unknown := [part for part in chosen if part not in PARTS]:
-        command.fail(f"--only={unknown[0]} is unknown; use some of {', '.join(PARTS)}")
-    for part in chosen:
-        if part in quality.STUDIES and (needed := quality.STUDIES[part].data) and not FLAGS[needed].value:
-            command.fail(f"{part} needs --{needed}; give the path of its data, or leave it out: --only={PARTS[0]}")
-    for part in chosen:
-        picture = str(out / f"{part}.png")
-        if part == "noise_floor":
-            found = noise_floor.run(out, FLAGS.smoke)
-            script.show(noise_floor.tabulate(found))
-            noise_floor.draw(picture, found)
-            script.save(str(out / f"{part}.json"), **found)
-        else:
-            given = quality.STUDIES[part]
-            data: str = FLAGS[given.data].value if given.data else ""  # pyright: ignore[reportAssignmentType]
-            found = quality.run(out, part, data, FLAGS.smoke)
-            script.show(part, quality.tabulate(part, found))
-            quality.draw(picture, part, found)
-            script.save(str(out / f"{part}.json"), **{method: result._asdict() for method, result in found.items()})
+    out, parts = command.folder("out", FLAGS.out), chosen()
+    book = trials.Book(pathlib.Path(FLAGS.book or out / "book.jsonl"))
+    for part in parts:
+        table, draw, numbers = make(part, out, book)
+        script.show(part, table)
+        draw(str(out / f"{part}.png"))
+        script.save(str(out / f"{part}.json"), **numbers)
+        if FLAGS.pages:
+            script.publish(FLAGS.pages, part, table, draw)
 
 
 if __name__ == "__main__":
@@ -46,5 +67,7 @@ if __name__ == "__main__":
     flags.DEFINE_string("multi30k", None, "Folder of Multi30k's parallel files.")
     flags.DEFINE_string("cifar10", None, "Folder of CIFAR-10's binary version.")
     flags.DEFINE_string("shakespeare", None, "A text that no rate of the config files was tuned on, such as Tiny Shakespeare.")
+    flags.DEFINE_string("book", None, "File of JSON lines with what trainings came to; none: OUT/book.jsonl.")
+    flags.DEFINE_string("pages", None, script.PAGES)
     flags.DEFINE_bool("smoke", False, "The whole way with tiny models, in minutes.")
     script.run(main, (trials.Broken, OSError))

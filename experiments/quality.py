@@ -1,153 +1,153 @@
-"""Quality at equal tokens (arXiv 2410.11998, Tables 2 and 3, in kind): is gossip as good as all-reduce after as many tokens?
+"""The studies: every method has the rate that was best of its grid, in a run with a seed of its own; then its seeds.
 
-16 simulated workers in nodes of four. All methods mix while they compute (order "awc"). Each has the rate that was best of its
-grid in a run with a seed of its own; a grid whose best is at its edge is extended. Then the seeds.
+A grid whose best rate is at its edge is extended.
 """
 
+from collections.abc import Mapping
 import math
 import pathlib
-import statistics
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from experiments import script, trials
-from experiments.trials import Spread, Trial
+from experiments.studies import STUDIES, Study
+from experiments.trials import Book, Spread, Trial
 
-WORKERS, NODE, WINDOW = 16, 4, 8
-LEAD, OTHERS = 3, 1  # seeds of the rows that the claim is about, and of the others
 TUNING_SEED = 99
-GRAPHS = {"complete": "complete", "AER": "alternating_exponential_ring", "one-peer": "one_peer_exponential"}
-ACCUM = f"accum_adamw(window={WINDOW})"
-
-
-class Method(NamedTuple):
-    """A row: its shorthand and how many seeds it has."""
-
-    shorthand: str
-    seeds: int
-
-
-ALL_REDUCE = "all-reduce, AdamW"
-METHODS = {
-    ALL_REDUCE: Method("method=allreduce,optimizer=adamw", LEAD),
-    **{f"D-Adam, {name}": Method(f"topology={graph}", OTHERS if name == "complete" else LEAD) for name, graph in GRAPHS.items()},
-    **{
-        f"AccumAdam, {name}": Method(f"topology={graph},optimizer={ACCUM}", OTHERS if name == "complete" else LEAD)
-        for name, graph in GRAPHS.items()
-    },
-}
-
-
-class Study(NamedTuple):
-    """A task on which the methods are compared."""
-
-    config: str  # config file
-    metric: str  # of summary.json
-    unit: str
-    higher: bool  # whether more is better
-    grid: tuple[float, ...]  # learning rates
-    steps: int
-    fields: dict[str, object]
-    data: str = ""  # flag with the data's path; "": none is needed
-    tuned_on: str = "eval_loss"  # less is better: rates are not chosen by what the table shows of the test set
-
-
-STUDIES = {
-    "translation": Study("configs/translation.py", "eval_bleu", "BLEU", True, (2e-3, 4e-3, 8e-3), 2000, {}, "multi30k"),
-    "cifar": Study(
-        "configs/cifar.py", "eval_accuracy", "accuracy", True, (4e-3, 8e-3, 1.6e-2), 1000, {"data.validation": 0.1}, "cifar10"
-    ),
-    "digits": Study("configs/digits.py", "eval_accuracy", "accuracy", True, (1e-2, 2e-2, 4e-2), 300, {}),
-    "python": Study("configs/lm.py", "eval_loss", "nats/byte", False, (8e-3, 1.6e-2, 3.2e-2), 3000, {}),
-    "shakespeare": Study("configs/lm.py", "eval_loss", "nats/byte", False, (8e-3, 1.6e-2, 3.2e-2), 3000, {}, "shakespeare"),
-}
 
 
 class Result(NamedTuple):
-    """A row of the table."""
+    """A row of a table."""
 
     rate: float
     tried: dict[float, float]  # learning rate -> what it was tuned on
-    values: list[float]  # a seed each
+    values: list[float | None]  # a seed each; None: it diverged
+    distances: dict[float, float]  # learning rate -> consensus distance in the middle of the run, of the runs that were tried
+
+    @property
+    def ended(self) -> list[float]:
+        """The values of the seeds that did not diverge."""
+        return [value for value in self.values if value is not None]
 
     @property
     def spread(self) -> Spread:
-        """Mean and σ of the seeds."""
-        return trials.spread(self.values)
+        """Mean and σ of these seeds."""
+        return trials.spread(self.ended)
 
 
-def trial(out: pathlib.Path, study: str, method: str, rate: float, seed: int, data: str, smoke: bool) -> Trial:
-    """One training of a study."""
-    given = STUDIES[study]
-    size = ["smoke"] if smoke else [f"steps={given.steps}"]
-    shorthand = ",".join([METHODS[method].shorthand, f"workers={WORKERS},local_size={NODE},simulate", *size])
-    fields = (
-        {"schedule.learning_rate": rate, "seed": seed} | ({} if smoke else given.fields) | ({"data.path": data} if data else {})
-    )
-    name = trials.name_of(f"{method} {rate:.3g} {seed}")
-    return Trial(out / study / name, f"{given.config}:{shorthand}", tuple(fields.items()))
+def read(trial: Trial) -> dict[str, Any]:
+    """What is kept of a run: its summary, and its consensus distance in the middle."""
+    rows = trial.rows("train")
+    return trial.summary() | {"consensus_distance": rows[len(rows) // 2]["consensus_distance"]}
 
 
-def tune(out: pathlib.Path, study: str, method: str, data: str, smoke: bool) -> tuple[float, dict[float, float]]:
-    """(best rate, loss of each that was tried); a run that diverged has an infinite one."""
+class Trainings(NamedTuple):
+    """The trainings of a study."""
 
-    def measure(rate):
-        made = trial(out, study, method, rate, TUNING_SEED, data, smoke)
-        return made.summary()[STUDIES[study].tuned_on] if trials.train(made) else math.inf
+    out: pathlib.Path  # run directories
+    book: Book  # what they came to
+    name: str  # of the study
+    data: str  # path of the data; "": none
+    smoke: bool  # tiny models, the first and the last row, one rate, one seed
 
-    return trials.best_rate(measure, STUDIES[study].grid[:1] if smoke else STUDIES[study].grid)
+    @property
+    def study(self) -> Study:
+        """What is compared."""
+        return STUDIES[self.name]
+
+    @property
+    def rows(self) -> list[str]:
+        """The methods' names."""
+        names = list(self.study.rows)
+        return [names[0], names[-1]] if self.smoke else names
+
+    def trial(self, method: str, rate: float, seed: int) -> Trial:
+        """One training; with the tuning's seed it may be a shorter one."""
+        study, row = self.study, self.study.rows[method]
+        steps = study.tuning_steps if study.tuning_steps and seed == TUNING_SEED else study.steps
+        size = "smoke" if self.smoke else f"steps={round(row.longer * steps)}"
+        shorthand = ",".join(filter(None, (row.shorthand, study.shorthand, "simulate", size)))
+        fields = {"schedule.learning_rate": rate, "seed": seed, "eval.local": False, **row.fields}
+        fields |= {} if self.smoke else {**study.fields, **(study.tuning_fields if seed == TUNING_SEED else {})}
+        fields |= {"data.path": self.data} if self.data else {}
+        return trials.trial(self.out / self.name, f"{method} {rate:.3g} {seed}", f"{study.config}:{shorthand}", fields)
+
+    def tune(self, method: str) -> tuple[float, dict[float, float], dict[float, float]]:
+        """(best rate, loss of each that was tried, consensus distance of each); one that diverged has an infinite loss."""
+        distances = {}
+
+        def measure(rate: float) -> float:
+            numbers = self.book.result(self.trial(method, rate, TUNING_SEED), read)
+            distances[rate] = numbers["consensus_distance"] if numbers else math.inf
+            return numbers[self.study.tuned_on] if numbers else math.inf
+
+        best, tried = trials.best_rate(measure, self.study.grid[:1] if self.smoke else self.study.grid)
+        return best, tried, distances
+
+    def values(self, rates: Mapping[str, float]) -> dict[str, list[float | None]]:
+        """What the study compares, for each seed of each method; None for one that diverged."""
+        of = [(method, seed) for method in rates for seed in range(1 if self.smoke else self.study.rows[method].seeds)]
+        made = trials.together(lambda each: self.book.result(self.trial(each[0], rates[each[0]], each[1]), read), of)
+        found: dict[str, list[float | None]] = {method: [] for method in rates}
+        for (method, _), numbers in zip(of, made, strict=True):
+            found[method].append(numbers and numbers[self.study.metric])
+        return found
 
 
-def run(out: pathlib.Path, study: str, data: str, smoke: bool = False) -> dict[str, Result]:
-    """Every method's result on a task; with `smoke` two methods, tiny models and one rate."""
-    methods = (ALL_REDUCE, "AccumAdam, AER") if smoke else tuple(METHODS)
-    tuned = dict(zip(methods, trials.together(lambda method: tune(out, study, method, data, smoke), methods), strict=True))
-    of = {
-        method: [
-            trial(out, study, method, tuned[method][0], seed, data, smoke) for seed in range(1 if smoke else METHODS[method].seeds)
-        ]
-        for method in methods
-    }
-    trials.train_all(each for made in of.values() for each in made)
-    metric, found = STUDIES[study].metric, {}
-    for method, (rate, tried) in tuned.items():
-        found[method] = Result(rate, tried, [each.summary()[metric] for each in of[method] if each.finished])
-    return found
+def run(trainings: Trainings) -> dict[str, Result]:
+    """Every method's result; makes what is missing, two trainings at a time."""
+    source = trainings._replace(name=trainings.study.rates, data="") if trainings.study.rates else trainings
+    tuned = dict(zip(trainings.rows, trials.together(source.tune, trainings.rows), strict=True))
+    values = trainings.values({method: rate for method, (rate, _, _) in tuned.items()})
+    return {method: Result(rate, tried, values[method], distances) for method, (rate, tried, distances) in tuned.items()}
+
+
+# -- What is shown ----------------------------------------------------------------------------------------------------
 
 
 def verdict(result: Result, reference: Result) -> str:
-    """Whether a row equals all-reduce in the sense of these pages."""
+    """Whether a row equals the reference, as `trials.equal` means it: never if a seed diverged."""
     if len(result.values) < 2 or len(reference.values) < 2:
         return "one seed"
-    return "equal" if trials.equal(result.spread, reference.spread) else "not equal"
+    whole = None not in (*result.values, *reference.values)
+    return "equal" if whole and trials.equal(result.spread, reference.spread) else "not equal"
 
 
-def tabulate(study: str, found: dict[str, Result]):
-    """Mean ± 2σ over the seeds, the difference from all-reduce, and the rates that were tried."""
-    given, first = STUDIES[study], found[ALL_REDUCE]
-    digits = 4 if given.unit != "BLEU" else 2
-    table = script.table("", given.unit, "to all-reduce", "", "rate", "rates tried")
+def cell(result: Result, digits: int) -> str:
+    """As "27.71 ± 0.09", and how many seeds diverged, if any did."""
+    lost = result.values.count(None)
+    said = [result.spread.text(digits)] if result.ended else []
+    return ", ".join(said + ([f"{lost} of {len(result.values)} diverged"] if lost else []))
+
+
+def tabulate(name: str, found: dict[str, Result]) -> Any:
+    """Mean ± 2σ over the seeds, the difference from the first row, and the rates that were tried."""
+    unit, reference = STUDIES[name].unit, next(iter(found))
+    digits, first = 2 if unit == "BLEU" else 4, found[reference]
+    table = script.table("", f"{unit}, mean ± 2σ", "to the first", "", "rate", "rates tried")
     for method, result in found.items():
-        same = method == ALL_REDUCE
+        compared = method != reference and result.ended and first.ended
+        apart = result.spread.mean - first.spread.mean if compared else 0.0
+        relative = f" ({100 * apart / first.spread.mean:+.1f} %)" if compared and unit.startswith("nats") else ""
+        edge = " (edge)" if result.rate in (min(result.tried), max(result.tried)) and len(result.tried) > 1 else ""
         table.add_row(
             method,
-            result.spread.text(digits) if result.values else "diverged",
-            "" if same or not result.values else f"{result.spread.mean - first.spread.mean:+.{digits}f}",
-            "" if same or not result.values else verdict(result, first),
-            f"{result.rate:.3g}",
+            cell(result, digits),
+            f"{apart:+.{digits}f}{relative}" if compared else "",
+            verdict(result, first) if compared else "",
+            f"{result.rate:.3g}{edge}",
             ", ".join(f"{rate:.3g}: {loss:.4f}" for rate, loss in sorted(result.tried.items())),
         )
     return table
 
 
-def draw(path: str, study: str, found: dict[str, Result]) -> None:
+def draw(path: str, name: str, found: dict[str, Result]) -> None:
     """A dot for each seed and a bar for the mean, method by method."""
-    given = STUDIES[study]
     with script.panels(path, 1, (6.5, 0.45 * len(found) + 1.2)) as (figure, (axis,)):
         for row, (method, result) in enumerate(reversed(found.items())):
-            color = script.COLORS[0 if method == ALL_REDUCE else 1 if method.startswith("D-") else 2]
-            axis.plot(result.values, [row] * len(result.values), "o", color=color, alpha=0.7)
-            if result.values:
-                axis.plot([statistics.fmean(result.values)] * 2, [row - 0.25, row + 0.25], color=color, linewidth=2)
+            color = script.COLORS[0 if method.startswith("all-reduce") else 2 if method.startswith("Accum") else 1]
+            axis.plot(result.ended, [row] * len(result.ended), "o", color=color, alpha=0.7)
+            if result.ended:
+                axis.plot([result.spread.mean] * 2, [row - 0.25, row + 0.25], color=color, linewidth=2)
         axis.set_yticks(range(len(found)), list(reversed(found)))
-        axis.set(xlabel=given.unit)
-        script.dress(figure, f"{study}: {WORKERS} workers, equal tokens; dots are seeds, bars means")
+        axis.set(xlabel=STUDIES[name].unit)
+        script.dress(figure, f"{name}: equal tokens; dots are seeds, bars means")

@@ -2,8 +2,10 @@
 
 from collections.abc import Callable, Iterator, Sequence
 import contextlib
+import io
 import json
 import pathlib
+import re
 from typing import Any, NamedTuple
 
 import rich.box
@@ -56,6 +58,32 @@ def show(*found: rich.table.Table | str) -> None:
     console = rich.console.Console(width=140, highlight=False)
     for each in found:
         console.print(each, markup=False)
+
+
+def markdown(found: rich.table.Table) -> str:
+    """A table as lines of Markdown."""
+    console = rich.console.Console(width=1000, highlight=False, record=True, file=io.StringIO())
+    console.print(found, markup=False)
+    return "\n".join(line.rstrip() for line in console.export_text().splitlines() if line.strip())
+
+
+PAGES = "Folder of Markdown pages whose tables are written anew, and figures in the folder images beside it; none: no pages."
+
+
+def fill(folder: pathlib.Path, name: str, found: rich.table.Table) -> None:
+    """Writes a table between `<!-- table NAME -->` and `<!-- end -->` in those Markdown pages of a folder that have these lines."""
+    between = re.compile(rf"(<!-- table {re.escape(name)} -->\n).*?(\n<!-- end -->)", re.DOTALL)
+    for page in sorted(folder.glob("*.md")):
+        before = page.read_text()
+        after = between.sub(lambda match: f"{match[1]}{markdown(found)}{match[2]}", before)
+        if after != before:
+            page.write_text(after)
+
+
+def publish(folder: str, name: str, found: rich.table.Table, draw: Callable[[str], None]) -> None:
+    """Writes a table into the pages of a folder, and its figure, drawn by `draw(path)`, into the folder images beside it."""
+    fill(pathlib.Path(folder), name, found)
+    draw(str(pathlib.Path(folder).parent / "images" / f"{name}.png"))
 
 
 def ms(seconds: float) -> str:

@@ -1,13 +1,16 @@
 """Validation loss against seconds on a slow network: how much sooner gossip reaches the loss that all-reduce ends with.
 
     python -m experiments.time_to_loss --out=runs/time_to_loss
-    python -m experiments.time_to_loss --out=runs/time_to_loss --peers=.venv-peers/bin/python     # PyTorch's DDP, too
+    python -m experiments.time_to_loss --out=runs/time_to_loss --peers=.venv-peers/bin/python     # and PyTorch's
+    python -m experiments.time_to_loss --out=runs/translated_in --multi30k=data/multi30k
 
 Four hosts in a box (launch.cluster: root and iproute2), links of 100 Mbit/s, one process a host, the transformer of 5.9M parameters
-of experiments.speedup on a megabyte of Python's standard library. A step of every method reads as many bytes.
+of experiments.speedup on a megabyte of Python's standard library; with --multi30k an encoder–decoder of 6.6M parameters learns to
+translate. A step of every method reads as many examples.
 
 1. Each method is tuned in simulation, without a network: three learning rates, and further ones while the best is at an edge. Whoever
-   ends above all-reduce's loss gets more steps: the fewest of 1.1, 1.25, 1.5 or 2 times as many with which it ends below.
+   does not end 0.05 nats below all-reduce's loss gets more steps: the fewest of 1.25, 1.5, 2 or 3 times as many with which it does;
+   three times as many if none is enough.
 2. launch.calibrate measures the box, and the cost model foretells how long a step of each method takes. Times the steps that the
    simulated run needed, this is the forecast.
 3. The methods train in the box, one after the other, in so many rounds, each with a seed of its own.
@@ -16,7 +19,7 @@ Seconds are those of training: neither compiling nor evaluating counts. What is 
 interrupted command goes on where it was; the table and the figure are made from the run directories there.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 import itertools
 import json
 import math
@@ -29,14 +32,14 @@ from absl import flags
 
 from decjax import costmodel
 from experiments import box_runtime, methods, script, trials
-from experiments.bench.box import ddp, systems
+from experiments.bench.box import systems, twins
 from experiments.bench.box.group import Failed
 from experiments.methods import HOSTS, ONE_PEER, SHORTHANDS, STALE, SYNC
 from launch import cluster, command
 
 FLAGS = flags.FLAGS
 
-INT8, ACCUM, DDP = f"{ONE_PEER}, int8", f"{ONE_PEER}, AccumAdamW", "PyTorch DDP"
+INT8, ACCUM = f"{ONE_PEER}, int8", f"{ONE_PEER}, AccumAdamW"
 ACCUM_INT8 = f"{ACCUM}, int8"
 ACCUMULATING = "optimizer=accum_adamw(window=2)"
 TRAINED = {
@@ -47,28 +50,58 @@ TRAINED = {
     INT8: SHORTHANDS[INT8],
     ACCUM_INT8: f"{SHORTHANDS[INT8]},{ACCUMULATING}",
 }
-LONGER = (1.0, 1.1, 1.25, 1.5, 2.0)  # times the steps of all-reduce
-MARGIN = 0.01  # nats/byte below its loss: losses of different seeds differ by about as much
+PEERS = {"PyTorch DDP": ("ddp", SYNC), "decent-dp, one-peer exponential": ("decent_dp", ONE_PEER)}  # by which twins
+LONGER = (1.0, 1.25, 1.5, 2.0, 3.0)  # times the steps of all-reduce
+MARGIN = 0.05  # nats below its loss: by so much do losses of other seeds and neighbouring rates differ without an order
 GRID = (2e-3, 4e-3, 8e-3)  # the learning rates that every method begins with
 SMOKE_TUNING = (SYNC, ACCUM_INT8), (8e-3,), (1.0,)  # methods, grid and lengths
-SMOKE = dict(width=16, hidden=32, heads=2, depth=1, context=16, vocabulary=256)
+
+
+class Job(NamedTuple):
+    """What is learned."""
+
+    name: str  # of tables and figures
+    config: str  # config file
+    model: Mapping[str, int]  # options of the model
+    small: Mapping[str, int]  # the same of a tiny one
+    about: str  # words for the figure
+    unit: str  # of its loss
+
+
+TEXT = Job(
+    "time_to_loss",
+    "configs/lm.py",
+    systems.MODEL,
+    dict(width=16, hidden=32, heads=2, depth=1, context=16, vocabulary=256),
+    "5.9M parameters learn Python",
+    "nats/byte",
+)
+TRANSLATION = Job(
+    "time_to_translate",
+    "configs/translation.py",
+    dict(width=256, hidden=1024, heads=4, encoder=3, decoder=3),
+    dict(width=16, hidden=32, heads=2, encoder=1, decoder=1, vocabulary=300),
+    "6.6M parameters learn to translate",
+    "nats/token",
+)
 
 
 class Size(NamedTuple):
     """What every run has in common."""
 
+    job: Job
     steps: int
-    batch_size: int  # sequences of a worker
-    model: dict[str, int]
+    batch_size: int  # examples of a worker
+    model: Mapping[str, int]
     every: int  # steps between evaluations
-    path: pathlib.Path  # of the text
+    path: pathlib.Path  # of the data
     methods: tuple[str, ...]  # names in TRAINED
     grid: tuple[float, ...]  # learning rates; a single one is not extended
     longer: tuple[float, ...]  # times the steps, for a method that needs more to all-reduce's loss
 
     @property
     def fields(self) -> dict[str, Any]:
-        """Fields of configs/lm.py."""
+        """Fields of the config."""
         return {
             **{f"model.{key}": value for key, value in self.model.items()},
             "batch_size": HOSTS * self.batch_size,
@@ -78,8 +111,9 @@ class Size(NamedTuple):
             "checkpoint.keep": 1,
             "schedule.warmup_steps": self.steps // 10,
             "eval.num_windows": 0,  # all, as at the end
+            "eval.local": False,  # Evaluating every worker's model takes longer than training it.
             "data.path": str(self.path),
-            "data.sample_bytes": 0,
+            **({"data.sample_bytes": 0} if self.job is TEXT else {}),
         }
 
 
@@ -95,17 +129,15 @@ class Point(NamedTuple):
 
     step: int
     time_s: float  # of training so far
-    loss: float  # nats/byte on validation text
+    loss: float  # on validation data
 
 
 def trial(method: str, size: Size, tuned: Tuned, workdir: pathlib.Path, seed: int, simulate: bool) -> trials.Trial:
     """A run of launch.train."""
-    shorthand = ",".join([TRAINED[method], f"workers={HOSTS}", f"steps={tuned.steps}", *["simulate"][: int(simulate)]])
+    shorthand = ",".join([TRAINED[method], f"workers={HOSTS}", f"steps={tuned.steps}", *(["simulate"] if simulate else [])])
     bucket_bytes = systems.WHOLE if "allreduce" in shorthand else systems.BUCKET  # What is quickest for each.
     fields = size.fields | {"schedule.learning_rate": tuned.rate, "seed": seed, "bucket_bytes": bucket_bytes}
-    if simulate:
-        fields["eval.every"] = max(size.every, size.steps // 5)  # Evaluating every worker takes longer than their steps.
-    return trials.Trial(workdir, f"configs/lm.py:{shorthand}", tuple(fields.items()))
+    return trials.Trial(workdir, f"{size.job.config}:{shorthand}", tuple(fields.items()))
 
 
 # -- What a run directory tells ---------------------------------------------------------------------------------------
@@ -122,7 +154,7 @@ def read(workdir: pathlib.Path) -> list[Point]:
     """
     found, time_s, step = [], 0.0, 0
     config = json.loads((workdir / "config.json").read_text())
-    tokens = config["batch_size"] * config["model"]["context"]
+    tokens = config["batch_size"] * (config["model"].get("context") or config["data"]["length"])
     for row in map(json.loads, (workdir / "metrics.jsonl").read_text().splitlines()):
         if row["kind"] == "train":
             time_s += (row["step"] - step) * tokens / row["tokens_per_s"]
@@ -134,11 +166,13 @@ def read(workdir: pathlib.Path) -> list[Point]:
 
 def reached(points: Sequence[Point], loss: float, get: Callable[[Point], float] = lambda point: point.time_s) -> float:
     """When a run first had a loss, in seconds or as `get` says, interpolated between evaluations; nan if it never had."""
+    if points and points[0].loss <= loss:
+        return get(points[0])
     for before, after in itertools.pairwise(points):
-        if after.loss <= loss < before.loss:
+        if after.loss <= loss:
             share = (before.loss - loss) / (before.loss - after.loss)
             return get(before) + share * (get(after) - get(before))
-    return get(points[0]) if points and points[0].loss <= loss else math.nan
+    return math.nan
 
 
 # -- Rates ------------------------------------------------------------------------------------------------------------
@@ -192,7 +226,10 @@ def calibrate(network: cluster.Network, out: pathlib.Path, size: Size, seconds: 
     """Where the profile of the box is; launch.calibrate writes it unless it is there."""
     path = out / "profile.json"
     if not path.exists():
-        measured, workload = box_runtime.calibrate(network, FLAGS.rate, seconds, size.batch_size, model=size.model)
+        data: dict[str, Any] = {"data.path": str(size.path)}
+        measured, workload = box_runtime.calibrate(
+            network, FLAGS.rate, seconds, size.batch_size, model=size.model, config=size.job.config, **data
+        )
         costmodel.save(path, measured, workload)
     return path
 
@@ -206,14 +243,15 @@ def measured(out: pathlib.Path, method: str, seed: int) -> pathlib.Path:
 
 
 def train(network: cluster.Network, out: pathlib.Path, size: Size, tuned: dict[str, Tuned], rounds: int) -> None:
-    """Trains every method in the box, `rounds` times; PyTorch's DDP takes all-reduce's learning rate and steps."""
+    """Trains every method in the box, `rounds` times; a peer takes the learning rate and steps of its twin."""
     for seed in range(rounds):
-        for method in [*tuned, *([DDP] if FLAGS.peers else [])]:
+        for method in [*tuned, *(peer for peer, (_, twin) in PEERS.items() if FLAGS.peers and twin in tuned)]:
             workdir = measured(out, method, seed)
             if finished(workdir):
                 continue
-            if method == DDP:
-                code = ddp.train(network, FLAGS.peers, measured(out, SYNC, seed), workdir)
+            if method in PEERS:
+                name, twin = PEERS[method]
+                code = twins.train(network, FLAGS.peers, name, measured(out, twin, seed), workdir)
             else:
                 code = network.run("launch.train", trial(method, size, tuned[method], workdir, seed, simulate=False).arguments)
             if code:
@@ -237,7 +275,7 @@ def results(out: pathlib.Path, tuned: dict[str, Tuned], told_s: dict[str, float]
     """Every method's result, from the run directories."""
     goal = read(simulated(out, SYNC, tuned[SYNC]))[-1].loss
     goals, found = [read(measured(out, SYNC, seed))[-1].loss for seed in range(rounds)], {}
-    for method in [*tuned, DDP]:
+    for method in [*tuned, *PEERS]:
         runs = [read(measured(out, method, seed)) for seed in range(rounds) if finished(measured(out, method, seed))]
         if len(runs) < rounds:
             continue
@@ -280,41 +318,55 @@ def _times(ratio: float) -> str:
     return "never" if math.isnan(ratio) else f"{ratio:.2f}"
 
 
-def draw(path: str, found: dict[str, Result], rate: str) -> None:
+def draw(path: str, found: dict[str, Result], title: str, unit: str) -> None:
     """Loss against seconds: a line a round, a dot where a method first has the loss that all-reduce ends with."""
     goal = statistics.mean(run[-1].loss for run in found[SYNC].runs)
     with script.panels(path, 1, (8.0, 4.5)) as (figure, (axis,)):
-        for color, (name, result) in zip(script.COLORS, found.items()):
+        for color, (name, result) in zip(itertools.cycle(script.COLORS), found.items()):
             for k, run in enumerate(result.runs):
-                style = dict(color=color, linewidth=1.8, alpha=0.9, label=name if k == 0 else None)
-                axis.plot([point.time_s for point in run], [point.loss for point in run], **style)
+                style = dict(color=color, linewidth=1.8, alpha=0.9, linestyle="--" if name in PEERS else "-")
+                axis.plot([point.time_s for point in run], [point.loss for point in run], label=name if k == 0 else None, **style)
             if not any(map(math.isnan, result.to_loss_s)):
                 axis.plot(statistics.mean(result.to_loss_s), goal, "o", color=color, markersize=7, zorder=3)
         axis.axhline(goal, color="0.5", linewidth=0.8, linestyle="--")
-        axis.set(xlabel="seconds of training", ylabel="validation loss, nats/byte", xlim=(0, None))
+        axis.set(xlabel="seconds of training", ylabel=f"validation loss, {unit}", xlim=(0, None))
         axis.legend(frameon=False, fontsize=8)
-        script.dress(figure, f"5.9M parameters, four hosts, links of {rate}; dots: the loss that all-reduce ends with")
+        script.dress(figure, f"{title}; dots: the loss that all-reduce ends with")
 
 
-def keep_options(out: pathlib.Path) -> None:
-    """Makes the folder; a folder with runs of other options is refused, since what is there is not made again."""
-    out.mkdir(parents=True, exist_ok=True)
-    path, options = out / "options.json", {name: FLAGS[name].value for name in ("rate", "steps", "batch_size", "every", "smoke")}
-    before = json.loads(path.read_text()) if path.exists() else options
+def check(out: pathlib.Path) -> None:
+    """Refuses at once what would end the command after an hour, and a folder with runs of other options, which would not be repeated."""
+    path, options = out / "options.json", _options()
+    try:
+        before = json.loads(path.read_text()) if path.exists() else options
+    except ValueError as error:
+        raise Failed(f"{path} cannot be read ({error}); give another --out") from error
     if changed := [name for name, value in options.items() if before.get(name) != value]:
         name = changed[0]
         raise Failed(f"--{name}={options[name]}: the runs in {out} have --{name}={before.get(name)}; give another --out")
-    path.write_text(json.dumps(options))
+    with cluster.network(hosts=HOSTS, rate=FLAGS.rate):
+        pass
+    if FLAGS.peers and FLAGS.multi30k:
+        raise Failed("--peers: PyTorch's DDP has no translation here; leave out --peers or --multi30k")
+    if FLAGS.peers:
+        twins.check(FLAGS.peers)
+
+
+def _options() -> dict[str, Any]:
+    return {name: FLAGS[name].value for name in ("rate", "multi30k", "steps", "batch_size", "every", "smoke")}
 
 
 def main() -> None:
     os.environ["XLA_FLAGS"] = "--xla_cpu_multi_thread_eigen=false"  # Hosts share cores: as many threads as PyTorch's workers.
     out = command.folder("out", FLAGS.out)
-    keep_options(out)
-    model = SMOKE if FLAGS.smoke else systems.MODEL
+    check(out)
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "options.json").write_text(json.dumps(_options()))
+    job = TRANSLATION if FLAGS.multi30k else TEXT
+    model = job.small if FLAGS.smoke else job.model
     steps, batch_size, every = (8, 1, 2) if FLAGS.smoke else (FLAGS.steps, FLAGS.batch_size, FLAGS.every)
-    text = ddp.write_text(out / "text.txt", model["context"])
-    size = Size(steps, batch_size, model, every, text, *(SMOKE_TUNING if FLAGS.smoke else (tuple(TRAINED), GRID, LONGER)))
+    data = pathlib.Path(FLAGS.multi30k) if FLAGS.multi30k else twins.write_text(out / "text.txt", model["context"])
+    size = Size(job, steps, batch_size, model, every, data, *(SMOKE_TUNING if FLAGS.smoke else (tuple(TRAINED), GRID, LONGER)))
     tuned = tune(out, size)
     with cluster.network(hosts=HOSTS, rate=FLAGS.rate) as network:
         profile, workload = costmodel.load(calibrate(network, out, size, 2.0 if FLAGS.smoke else 60.0))
@@ -322,19 +374,26 @@ def main() -> None:
     assert workload is not None
     told_s = {name: costmodel.predict(profile, workload, method).mean_s for name, method in modelled().items()}
     found = results(out, tuned, told_s, FLAGS.rounds)
-    script.show(tabulate(found))
-    draw(str(out / "time_to_loss.png"), found, FLAGS.rate)
+    table, title = tabulate(found), f"{job.about} on four hosts, links of {FLAGS.rate}"
+    script.show(table)
+    draw(str(out / f"{job.name}.png"), found, title, job.unit)
+    if FLAGS.pages:
+        script.publish(FLAGS.pages, job.name, table, lambda path: draw(path, found, title, job.unit))
     rows = {name: result._asdict() for name, result in found.items()}
-    script.save(str(out / "time_to_loss.json"), tuned={name: tuned._asdict() for name, tuned in tuned.items()}, **rows)
+    script.save(str(out / f"{job.name}.json"), tuned={name: tuned._asdict() for name, tuned in tuned.items()}, **rows)
 
 
 if __name__ == "__main__":
     flags.DEFINE_string("out", None, "Run directories, profile, table and figure go here.", required=True)
     flags.DEFINE_string("rate", "100mbit", "Of every link.")
     flags.DEFINE_integer("rounds", 2, "Runs of each method in the box.", lower_bound=1)
+    flags.DEFINE_string("multi30k", None, "Folder of Multi30k's parallel files, to learn to translate; none: to learn Python.")
     flags.DEFINE_integer("steps", 100, "Of all-reduce.", lower_bound=10)
-    flags.DEFINE_integer("batch_size", 2, "Sequences of 128 bytes per worker and step.", lower_bound=1)
+    flags.DEFINE_integer("batch_size", 2, "Per worker and step: sequences of 128 bytes, or pairs of sentences.", lower_bound=1)
     flags.DEFINE_integer("every", 10, "Steps between evaluations.", lower_bound=1)
-    flags.DEFINE_string("peers", None, "A Python with experiments/requirements-peers.txt; none: no DDP.")
+    flags.DEFINE_string(
+        "peers", None, "A Python with experiments/requirements-peers.txt, for PyTorch's DDP and decent-dp; none: not these."
+    )
+    flags.DEFINE_string("pages", None, script.PAGES)
     flags.DEFINE_bool("smoke", False, "The whole way with two methods and a tiny model, in three minutes.")
     script.run(main, (*systems.ERRORS, trials.Broken))

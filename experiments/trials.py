@@ -3,18 +3,19 @@
 What is finished is not made again, so an interrupted experiment goes on where it was.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 import concurrent.futures
+import functools
 import json
 import math
-import os
 import pathlib
 import statistics
 import subprocess
-import sys
+import threading
 from typing import Any, NamedTuple
+import zlib
 
-from launch import command
+from launch import command, processes
 
 FACTOR, MOST_RATES = 2.0, 8  # between neighbouring rates; of a grid
 TOGETHER = 2  # trainings at a time
@@ -34,7 +35,7 @@ class Trial(NamedTuple):
 
     @property
     def finished(self) -> bool:
-        """Whether the run came to its end."""
+        """Whether a run of this folder came to its end."""
         return (self.workdir / "summary.json").exists()
 
     def summary(self) -> dict[str, Any]:
@@ -47,24 +48,29 @@ class Trial(NamedTuple):
         return [row for row in map(json.loads, lines) if row["kind"] == kind]
 
 
+def trial(parent: pathlib.Path, name: str, config: str, fields: Mapping[str, Any]) -> Trial:
+    """A run whose folder is named after it, and after a checksum of what it trains: with other options it is another run."""
+    return Trial(parent / f"{name_of(name)}_{zlib.crc32(_key(config, fields).encode()):08x}", config, tuple(fields.items()))
+
+
 class Broken(Exception):
     """A training that did not end as one does."""
 
 
 def train(trial: Trial) -> bool:
-    """Makes a run unless it is finished; returns whether it came to its end: False if it diverged.
+    """Makes a run unless it is finished; returns whether it came to its end: False if it diverged. It ends when we do.
 
     Raises:
         Broken: if it ended in any other way.
     """
     if trial.finished:
         return True
-    environment = os.environ | {"XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false"}  # Several share the cores.
-    line = [sys.executable, "-m", "launch.train", *trial.arguments]
-    process = subprocess.run(line, stdout=subprocess.DEVNULL, env=environment, check=False)
-    if process.returncode not in (0, command.USER_ERROR):  # The latter is also that of a run that diverged.
-        raise Broken(f"the run in {trial.workdir} ended with exit code {process.returncode}; the same command continues")
-    return trial.finished
+    line = processes.python(processes.TRAIN, trial.arguments)
+    environment = {"XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false"}  # Several share the cores.
+    code = processes.start(line, start_new_session=False, stdout=subprocess.DEVNULL, env=environment).wait()
+    if code not in (0, command.DIVERGED):
+        raise Broken(f"the run in {trial.workdir} {processes.how_it_ended(code)}; the same command continues")
+    return code == 0
 
 
 def together(do: Callable[[Any], Any], items: Iterable[Any]) -> list[Any]:
@@ -73,14 +79,56 @@ def together(do: Callable[[Any], Any], items: Iterable[Any]) -> list[Any]:
         return list(pool.map(do, items))
 
 
-def train_all(trials: Iterable[Trial]) -> list[bool]:
-    """Makes all runs, two at a time; of each, whether it came to its end."""
-    return together(train, trials)
-
-
 def name_of(text: str) -> str:
     """A text as a folder's name."""
     return "_".join("".join(c if c.isalnum() else " " for c in text.lower()).split())
+
+
+class Book:
+    """What trainings came to, in a file of JSON lines: what stands there is not trained again, even if its run directory is gone.
+
+    A path of data is kept as a checksum of the data. Whoever changes the code so that numbers change removes the lines.
+
+    Raises:
+        Broken: if a line cannot be read; a last one that is cut short is left out.
+    """
+
+    def __init__(self, path: pathlib.Path):
+        self._path, self._lock, self._known = path, threading.Lock(), {}
+        lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+        for number, line in enumerate(lines, 1):
+            try:
+                row = json.loads(line)
+                self._known[_key(row["config"], row["fields"])] = row["numbers"]
+            except (ValueError, KeyError, TypeError) as error:
+                if number < len(lines) or line.endswith("\n"):
+                    raise Broken(f"{path}, line {number} cannot be read ({error!r}); remove the line") from error
+                path.write_text("".join(lines[:-1]))
+
+    def result(self, trial: Trial, read: Callable[[Trial], dict[str, Any]] = Trial.summary) -> dict[str, Any] | None:
+        """The numbers that `read` finds in a run, which is made unless it is known; None if it diverged."""
+        fields = {name: contents(value) if name == "data.path" else value for name, value in trial.fields}
+        key = _key(trial.config, fields)
+        if key not in self._known:
+            numbers = read(trial) if train(trial) else None
+            row = {"config": trial.config, "fields": fields, "numbers": numbers}
+            with self._lock, self._path.open("a") as file:
+                file.write(json.dumps(row) + "\n")
+            self._known[key] = numbers
+        return self._known[key]
+
+
+@functools.cache
+def contents(path: str) -> str:
+    """A checksum of a file, or of all files of a folder; the path itself if it is neither."""
+    root = pathlib.Path(path)
+    files = [root] if root.is_file() else sorted(found for found in root.rglob("*") if found.is_file())
+    crc = functools.reduce(lambda crc, file: zlib.crc32(file.read_bytes(), zlib.crc32(file.name.encode(), crc)), files, 0)
+    return f"{crc:08x}" if files else path
+
+
+def _key(config: str, fields: Mapping[str, Any]) -> str:
+    return json.dumps([config, fields], sort_keys=True)
 
 
 # -- Rates ------------------------------------------------------------------------------------------------------------
@@ -123,6 +171,6 @@ def spread(values: Sequence[float]) -> Spread:
 
 
 def equal(one: Spread, other: Spread) -> bool:
-    """Whether intervals of ± 2σ of the mean overlap, and the means differ by less than one σ, the larger of the two."""
+    """Whether intervals of ± 2σ of the mean overlap, and the means differ by at most one σ, the root of the mean variance."""
     apart = abs(one.mean - other.mean)
-    return apart <= one.error + other.error and apart < max(one.sigma, other.sigma)
+    return apart <= one.error + other.error and apart <= math.sqrt((one.sigma**2 + other.sigma**2) / 2)

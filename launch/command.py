@@ -1,7 +1,7 @@
 """How every command starts and fails: absl flags, one-line errors, exit codes.
 
 A mistake of the user, which the functions of all commands raise as `UserError`, ends with `error: …` on standard error and exit
-code 2, an interrupted run with 128 + signal. `--debug` shows the traceback instead.
+code 2, a training that diverged with 4, an interrupted run with 128 + signal. `--debug` shows the traceback instead.
 """
 
 from collections.abc import Callable
@@ -19,7 +19,7 @@ import rich.table
 
 from launch import config_file
 
-USER_ERROR = 2
+USER_ERROR, DIVERGED = 2, 4  # The latter is that of `decjax.errors.Diverged`.
 LAUNCHER = "DECJAX_LAUNCHER"  # Set in the environment of commands that another command started.
 _DEBUG = flags.DEFINE_bool("debug", False, "Show tracebacks of errors.")
 
@@ -50,6 +50,11 @@ def fail(message: object, code: int = USER_ERROR) -> NoReturn:
     sys.unraisablehook = lambda unraisable: None  # Background tasks of libraries have nothing to add while we leave.
     print(f"error: {' '.join(str(message).splitlines())}", file=sys.stderr, flush=True)
     sys.exit(code)
+
+
+def code_of(error: BaseException) -> int:
+    """The exit code of a command that ends with an error that speaks to the user."""
+    return getattr(error, "exit_code", USER_ERROR)
 
 
 def options_only(argv: list[str]) -> None:
@@ -133,7 +138,7 @@ def run(main: Callable[[list[str]], int | None], errors: tuple[type[Exception], 
         except (UserError, *errors) as error:
             if _DEBUG.value:
                 raise
-            fail(one_line(error))
+            fail(one_line(error), code_of(error))
         except KeyboardInterrupt:
             fail("interrupted; the same command starts again from what was saved", 128 + signal.SIGINT)
 

@@ -108,7 +108,7 @@ def leaving_at_once(errors: tuple[type[Exception], ...], again: str) -> Iterator
 def _leave(error: BaseException, errors: tuple[type[Exception], ...], again: str) -> NoReturn:
     message, code = "".join(traceback.format_exception(error)), 1
     if isinstance(error, (command.UserError, *errors)):
-        message, code = f"error: {' '.join(str(error).split())}", command.USER_ERROR
+        message, code = f"error: {' '.join(str(error).split())}", command.code_of(error)
     elif isinstance(error, jax.errors.JaxRuntimeError):
         lost = f"error: process {jax.process_index()} lost contact with another, whose own output says why"
         message, code = f"{lost} ({str(error).splitlines()[0][:160]}); {again}", LOST_CONTACT

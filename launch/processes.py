@@ -74,12 +74,13 @@ def python(module: str, arguments: Sequence[str] = ()) -> list[str]:
 
 
 def start(command_line: list[str], core: int | None = None, **options: Any) -> subprocess.Popen:
-    """Starts a process in a session of its own: the terminal's Ctrl-C reaches it through us only.
+    """Starts a process that ends with us, in a session of its own: the terminal's Ctrl-C reaches it through us only.
 
     Args:
         command_line: as `python` makes it.
         core: the only CPU core that it may use; None: any.
-        **options: of `subprocess.Popen`; `env` is added to our environment, `stdin` is empty unless given.
+        **options: of `subprocess.Popen`; `env` is added to our environment, `stdin` is empty unless given. With
+            `start_new_session=False` Ctrl-C reaches it directly.
     """
 
     def before_it_runs():
@@ -90,9 +91,11 @@ def start(command_line: list[str], core: int | None = None, **options: Any) -> s
 
     # JAX's preemption service would swallow a SIGTERM that comes before the train loop listens.
     ours = {"JAX_ENABLE_PREEMPTION_SERVICE": "false", command.LAUNCHER: "1"}
-    options = {"stdin": subprocess.DEVNULL} | options | {"env": os.environ | ours | options.get("env", {})}
+    options = (
+        {"stdin": subprocess.DEVNULL, "start_new_session": True} | options | {"env": os.environ | ours | options.get("env", {})}
+    )
     before = before_it_runs if sys.platform == "linux" else None
-    return subprocess.Popen(command_line, start_new_session=True, preexec_fn=before, **options)
+    return subprocess.Popen(command_line, preexec_fn=before, **options)
 
 
 def how_it_ended(code: int) -> str:
@@ -216,7 +219,7 @@ def report(children: list[Child], failed: list[int], caught: list[signal.Signals
     # Of those that failed at about the same time, the one that did not merely lose contact with another.
     index = min(failed, key=lambda index: children[index].process.returncode in LOST_CONTACT)
     code, said = children[index].process.returncode, children[index].last_lines()
-    if code == command.USER_ERROR:  # It has told its error in one line, and nothing but a correction continues it.
+    if code in (command.USER_ERROR, command.DIVERGED):  # It told its error in one line, and nothing but a correction continues it.
         print(*said, sep="\n", file=sys.stderr, flush=True)
         return code
     for line in said:

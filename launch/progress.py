@@ -69,8 +69,8 @@ class Progress(train.Tracker):
             text = "  ".join((f"step {step}/{self._steps}", loss + self._unit, rate, *consensus, *self._left(step)))
         else:
             average = f"averaged model {values['loss']:.4f}{self._unit}"
-            workers = f"workers {values['loss_min']:.4f} to {values['loss_max']:.4f}"
-            text = f"step {step} evaluated: {', '.join((average, workers, *consensus))}"
+            workers = [f"workers {values['loss_min']:.4f} to {values['loss_max']:.4f}"] if "loss_min" in values else []
+            text = f"step {step} evaluated: {', '.join((average, *workers, *consensus))}"
         if not self._live:
             self._newest[kind] = text
             self._say_newest()

@@ -98,11 +98,17 @@ def test_runs_of_different_tasks_are_not_compared(tmp_path):
     assert header[-2] == "images/s" and rows[0][-2] == "400"
 
 
-@pytest.mark.parametrize("task", ["lm", "images", "quadratics"])
-def test_the_unit_of_a_loss_is_that_of_the_task(task, tmp_path):
-    config = importlib.import_module(f"configs.{'digits' if task == 'images' else task}").get_config("")
-    unit = assemble.on_paper(parts.resolve(config)).task.metrics["loss"].unit
-    assert compare.loss_unit([compare.Record(tmp_path, {"task": task}, [], [], None)]) == unit
+@pytest.mark.parametrize("name", ["lm", "gpt", "digits", "quadratics", "translation"])
+def test_the_unit_of_a_loss_is_that_of_the_task(name, tmp_path):
+    spec = parts.resolve(importlib.import_module(f"configs.{name}").get_config(""))
+    unit = assemble.on_paper(spec).task.metrics["loss"].unit
+    assert compare.loss_unit([compare.Record(tmp_path, compare.flatten(spec.document), [], [], None)]) == unit
+
+
+def test_losses_per_byte_and_per_token_are_not_compared(tmp_path):
+    of_bytes, of_tokens = write_run(tmp_path / "a"), write_run(tmp_path / "b", data={"tokenizer": "bpe"})
+    runs = [compare.load(of_bytes), compare.load(of_tokens)]
+    assert compare.loss_unit(runs) == "" and [row[3] for row in compare.cells(runs, ["a", "b"])[1]] == ["first", "–"]
 
 
 def test_the_figure_shows_the_numbers(tmp_path, monkeypatch):
@@ -184,8 +190,18 @@ def test_what_is_no_run_is_refused(damage, problem, tmp_path):
         compare.load(run)
 
 
+def test_evaluations_of_the_averaged_model_alone_can_be_read(tmp_path):
+    run = write_run(tmp_path / "a", finished=False)
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    kept = [{name: value for name, value in row.items() if name not in compare.OPTIONAL} for row in rows]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in kept))
+    found = compare.load(run)
+    assert found.losses == (kept[-1]["loss"], None, None)
+    assert "–" in compare.cells([found], ["a"])[1][0]
+
+
 @pytest.mark.parametrize("value", ["text", [1], {"a": 1}, None, True, float("nan"), float("inf"), 10**400])
-@pytest.mark.parametrize("field", [*compare.NUMBERS_OF_ROW, *compare.NUMBERS_OF_SUMMARY[:3], "kind"])
+@pytest.mark.parametrize("field", [*compare.NUMBERS_OF_ROW, "loss_min", *compare.NUMBERS_OF_SUMMARY[:3], "kind"])
 def test_a_number_that_is_none_is_refused(field, value, tmp_path):
     run = write_run(tmp_path / "a", losses=(4.0,))
     path = run / ("summary.json" if field in compare.NUMBERS_OF_SUMMARY[:3] else "metrics.jsonl")

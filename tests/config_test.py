@@ -111,6 +111,7 @@ def changed(shorthand, path, value):
         ("method=allreduce,stages=2,reducer=gravac", "reducer.stages", "1", "reducer 'gravac' has no option 'stages'"),
         ("workers=8", "pipeline.remat", False, "pipeline.remat=False changes nothing with pipeline.stages=1; leave it out"),
         ("workers=8", "boundary.backward", "int8", "got pipeline.stages=1; leave it out"),
+        ("stages=2", "boundary", "int8", "config.boundary='int8' must be a section of fields"),
         ("stages=2", "boundary.error", "flush", "boundary.error is unknown here"),
         ("stages=2,backward=int8", "boundary.slots", 8, "boundary.slots is unknown here; use some of backward, when, error"),
         ("stages=2,forward=int8", "boundary.when", "always", "boundary.when is unknown here"),
@@ -162,7 +163,8 @@ def test_what_is_no_config_is_refused_in_one_line(given):
 
 def test_an_option_that_a_file_lacks_has_its_default():
     """A part may get an option later: older files stay what they were."""
-    assert parts.resolve(changed("workers=8", "mixer.rounds", ...)) == spec_of("workers=8")
+    for option in ("mixer.rounds", "eval.local"):
+        assert parts.resolve(changed("workers=8", option, ...)) == spec_of("workers=8")
 
 
 def test_sections_take_call_forms_and_refuse_other_options():

@@ -362,7 +362,7 @@ def test_divergence_names_the_step_and_keeps_the_last_good_checkpoint(place):
         shorthand="smoke,workers=2,optimizer=sgdm",
         workdir="diverged",
     )
-    message = one_error(forked(command))
+    message = one_error(forked(command), code=4)
     good = int(re.search(r"the last good checkpoint is of step (\d+)", message)[1])
     assert int(re.search(r"loss is (?:nan|inf|-inf) on worker [01] in step (\d+)", message)[1]) >= good
     assert "Lower schedule.learning_rate" in message

@@ -61,7 +61,7 @@ OUTSIDE = {
     ),
     "configs": ("configs", "decjax.config", "decjax.registry"),
     "experiments.bench": ("decjax", "configs", "launch", "experiments"),
-    "experiments": ("decjax.costmodel", "decjax.topology", "experiments", "launch.command", "launch.cluster"),
+    "experiments": ("decjax.costmodel", "decjax.topology", "experiments", "launch.command", "launch.cluster", "launch.processes"),
 }
 CONFIGS_OTHERS = {"ml_collections", "collections", "typing"}
 EXPERIMENTS_THIRD_PARTY = {"absl", "matplotlib", "numpy", "rich"}  # flags, figures, numbers, tables
@@ -344,7 +344,7 @@ def test_a_retired_name_is_seen(module, source, words):
         ("launch.train", "from configs import lm", "configs.lm"),
         ("experiments.curves", "from decjax import train", "decjax.train"),
         ("experiments.curves", "from launch import train", "launch.train"),
-        ("experiments.curves", "from launch import processes", "launch.processes"),
+        ("experiments.curves", "from launch import sweep", "launch.sweep"),
         ("experiments.curves", "import jax", "jax"),
         ("experiments.bench.step", "from tests import conftest", "tests.conftest"),
     ],

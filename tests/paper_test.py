@@ -1,12 +1,15 @@
 """experiments.paper: how rows are judged, and the whole way with tiny models."""
 
+import importlib
 import json
 import math
 
 import numpy as np
 import pytest
 
-from experiments import noise_floor, quality, trials
+from decjax import config, errors
+from experiments import noise_floor, quality, script, studies, trials
+from launch import command
 from tests import commands
 
 
@@ -18,19 +21,35 @@ def test_equal_means_overlap_and_less_than_a_sigma():
     near, far = trials.spread([27.72, 27.82, 27.92]), trials.spread([27.6, 27.66, 27.72])
     assert trials.equal(one, near) and trials.equal(near, one)
     assert abs(one.mean - far.mean) > max(one.sigma, far.sigma) and not trials.equal(one, far)
+    rooted = math.sqrt((0.1**2 + 0.3**2) / 2)
+    for apart in (0.99, 1.01):
+        other = trials.Spread(27.8 + apart * rooted, 0.3, 3)
+        assert trials.equal(one, other) == (apart < 1)
     assert not trials.equal(trials.spread([27.8]), trials.spread([27.8]))
+    assert trials.equal(trials.spread([27.8, 27.8]), trials.spread([27.8, 27.8]))
 
 
 def test_names_are_folders():
     assert trials.name_of("AccumAdam, one-peer 0.002 3") == "accumadam_one_peer_0_002_3"
 
 
+def test_other_options_have_other_folders(tmp_path):
+    """A smoke run must not stand for a whole one."""
+    one, other = (
+        trials.trial(tmp_path, "ring 0.01 0", f"configs/digits.py:{size}", {"seed": 0}) for size in ("smoke", "steps=300")
+    )
+    assert one.workdir != other.workdir and one == trials.trial(tmp_path, "ring 0.01 0", one.config, {"seed": 0})
+
+
 def test_the_exponent_is_that_of_a_power():
     assert noise_floor.exponent({N: 3.0 / N for N in noise_floor.WORKERS}) == pytest.approx(-1)
+    found = noise_floor.exponents({N: [3.0 / N, 2.0 / N**1.2] for N in noise_floor.WORKERS})
+    assert found.mean == pytest.approx(-1.1) and found.text(1) == "-1.1 ± 0.3"
+    assert math.isnan(noise_floor.exponent({4: 1.0, 8: math.nan}))
 
 
 def result(*values):
-    return quality.Result(1e-3, {1e-3: 0.5}, list(values))
+    return quality.Result(1e-3, {1e-3: 0.5}, list(values), {1e-3: 0.1})
 
 
 def test_verdicts_need_seeds_on_both_sides():
@@ -39,10 +58,13 @@ def test_verdicts_need_seeds_on_both_sides():
     assert quality.verdict(result(27.0, 27.1, 27.2), first) == "not equal"
     assert quality.verdict(result(27.8), first) == "one seed"
     table = quality.tabulate(
-        "translation", {quality.ALL_REDUCE: first, "D-Adam, AER": result(), "AccumAdam, AER": result(27.0, 27.2)}
+        "translation", {studies.ALL_REDUCE: first, "D-Adam, AER": result(None), "AccumAdam, AER": result(27.0, None, 27.2)}
     )
     rows = list(zip(*(list(column.cells) for column in table.columns), strict=True))
-    assert rows[1][:2] == ("D-Adam, AER", "diverged") and rows[2][1:4] == ("27.10 ± 0.28", "-0.70", "not equal")
+    assert rows[1][:2] == ("D-Adam, AER", "1 of 1 diverged")
+    assert rows[2][1:4] == ("27.10 ± 0.28, 1 of 3 diverged", "-0.70", "not equal")
+    lucky = result(27.7, 27.8, None)
+    assert quality.verdict(lucky, first) == quality.verdict(first, lucky) == "not equal"
 
 
 def test_the_whole_way_with_tiny_models(tmp_path):
@@ -53,9 +75,117 @@ def test_the_whole_way_with_tiny_models(tmp_path):
     assert again.stdout == first.stdout
     floors = json.loads((tmp_path / "noise_floor.json").read_text())
     assert all(np.isfinite(list(found.values())).all() for found in floors.values())
-    assert {*json.loads((tmp_path / "digits.json").read_text())} == {quality.ALL_REDUCE, "AccumAdam, AER"}
+    assert {*json.loads((tmp_path / "digits.json").read_text())} == {studies.ALL_REDUCE, "AccumAdam, one-peer"}
     for name in ("noise_floor", "digits"):
         assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_exit_code_of_divergence_is_known_to_launchers():
+    assert errors.Diverged.exit_code == command.DIVERGED != command.USER_ERROR == errors.ConfigError.exit_code
+
+
+# -- The book ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def made(monkeypatch):
+    """Trainings that only write a summary; those with seed 3 diverge. Returns the seeds that were trained."""
+    seeds = []
+
+    def train(trial):
+        seeds.append(seed := dict(trial.fields)["seed"])
+        trial.workdir.mkdir(parents=True, exist_ok=True)
+        (trial.workdir / "summary.json").write_text(json.dumps({"eval_loss": 2.0 + seed}))
+        return seed != 3
+
+    monkeypatch.setattr(trials, "train", train)
+    return seeds
+
+
+def trial(folder, seed):
+    return trials.Trial(folder / str(seed), "configs/lm.py:steps=3", (("seed", seed),))
+
+
+def test_what_the_book_holds_is_not_trained_again(made, tmp_path):
+    path = tmp_path / "book.jsonl"
+    book = trials.Book(path)
+    assert [book.result(trial(tmp_path / "a", seed)) for seed in (0, 3, 0)] == [{"eval_loss": 2.0}, None, {"eval_loss": 2.0}]
+    again = trials.Book(path)  # The directories need not be there any more.
+    assert [again.result(trial(tmp_path / "b", seed)) for seed in (0, 3)] == [{"eval_loss": 2.0}, None] and made == [0, 3]
+    assert again.result(trial(tmp_path / "b", 1), lambda run: {"twice": 2 * run.summary()["eval_loss"]}) == {"twice": 6.0}
+
+
+def test_the_book_knows_data_by_their_contents(made, tmp_path):
+    for name, text in (("a", "one"), ("b", "one"), ("c", "two")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "text").write_text(text)
+    book = trials.Book(tmp_path / "book.jsonl")
+    for name in "abc":
+        book.result(trials.trial(tmp_path, name, "configs/lm.py", {"data.path": str(tmp_path / name), "seed": 0}))
+    assert made == [0, 0] and str(tmp_path) not in (tmp_path / "book.jsonl").read_text()
+
+
+def test_a_line_that_is_cut_short_is_dropped_and_a_damaged_one_refused(made, tmp_path):
+    path = tmp_path / "book.jsonl"
+    trials.Book(path).result(trial(tmp_path, 0))
+    whole = path.read_text()
+    path.write_text(whole + whole[:20])
+    trials.Book(path).result(trial(tmp_path, 1))
+    assert made == [0, 1] and len(path.read_text().splitlines()) == 2
+    path.write_text(whole[:20] + "\n" + whole)
+    with pytest.raises(trials.Broken, match="line 1 cannot be read"):
+        trials.Book(path)
+
+
+# -- Studies ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", studies.STUDIES)
+def test_every_row_of_a_study_is_a_run(name, tmp_path):
+    """Its shorthand and fields go together, with the steps and workers that the study says."""
+    trainings = quality.Trainings(tmp_path, trials.Book(tmp_path / "book.jsonl"), name, "", smoke=False)
+    for method, row in trainings.study.rows.items():
+        made = trainings.trial(method, 1e-3, seed=0)
+        spec = config.read(config_of(made))
+        assert spec.steps == round(row.longer * trainings.study.steps) and spec.simulate
+        assert spec.schedule.options["learning_rate"] == 1e-3 and not spec.eval.local
+
+
+def config_of(made):
+    path, _, shorthand = made.config.partition(":")
+    found = importlib.import_module(path.removesuffix(".py").replace("/", ".")).get_config(shorthand)
+    found.update_from_flattened_dict(dict(made.fields))
+    return found
+
+
+def test_tokens_are_equal_however_many_workers(tmp_path):
+    trainings = quality.Trainings(tmp_path, trials.Book(tmp_path / "book.jsonl"), "workers", "", smoke=False)
+    of = {method: config_of(trainings.trial(method, 1e-3, 0)) for method in trainings.study.rows}
+    assert len({made.steps * made.batch_size for made in of.values()}) == 1
+    batches = quality.Trainings(tmp_path, trainings.book, "batch", "", smoke=False)
+    assert {config_of(batches.trial(method, 1e-3, 0)).batch_size for method in batches.study.rows} == {studies.GLOBAL_BATCH}
+
+
+def test_rates_are_tuned_in_shorter_runs_with_a_seed_of_their_own(made, monkeypatch, tmp_path):
+    monkeypatch.setattr(quality, "read", lambda run: run.summary() | {"consensus_distance": 0.5})
+    trainings = quality.Trainings(tmp_path, trials.Book(tmp_path / "book.jsonl"), "python", "", smoke=False)
+    assert trainings.trial(studies.ALL_REDUCE, 1e-3, quality.TUNING_SEED).config.endswith("steps=1000")
+    best, tried, distances = trainings.tune(studies.ALL_REDUCE)
+    assert set(made) == {quality.TUNING_SEED} and best in tried and set(tried) == set(distances)
+    assert trainings.values({studies.ALL_REDUCE: best}) == {studies.ALL_REDUCE: [2.0, 3.0, 4.0]}
+
+
+def test_tables_are_written_into_pages(tmp_path):
+    page = tmp_path / "a.md"
+    page.write_text("Before.\n\n<!-- table one -->\nold\n<!-- end -->\n\n<!-- table two -->\nkept\n<!-- end -->\n")
+    table = script.table("", "loss")
+    table.add_row("gossip", "1.5")
+    for _ in range(2):  # The second time it replaces its own.
+        script.fill(tmp_path, "one", table)
+    assert page.read_text() == (
+        "Before.\n\n<!-- table one -->\n|        | loss |\n|--------|------|\n| gossip |  1.5 |\n<!-- end -->\n\n"
+        "<!-- table two -->\nkept\n<!-- end -->\n"
+    )
 
 
 @pytest.mark.parametrize(

@@ -56,7 +56,11 @@ def test_an_evaluation_that_no_row_follows_is_told_by_itself(piped):
     shown.log(1, "train", TRAIN)
     now_s[0] += 10
     shown.log(1, "eval", EVALUATION)
-    assert [line.partition("  ")[0][:18] for line in lines()] == ["step 1/1000", "step 1 evaluated: "]
+    now_s[0] += 10
+    shown.log(2, "eval", {name: value for name, value in EVALUATION.items() if name not in ("loss_min", "loss_max")})
+    told = lines()
+    assert [line.partition("  ")[0][:18] for line in told] == ["step 1/1000", "step 1 evaluated: ", "step 2 evaluated: "]
+    assert "workers" not in told[-1]
 
 
 def test_colour_that_is_forced_makes_no_terminal_of_a_pipe(monkeypatch, capsys):

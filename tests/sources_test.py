@@ -1,5 +1,6 @@
 """Where text may come from beside plain files: JSON lines, Parquet, and a source of the user's own; and tokens instead of bytes."""
 
+import gzip
 import json
 import math
 import sys
@@ -19,7 +20,7 @@ DOCUMENTS = ["The first.", "Zwei Mädchen\nlesen.", "", "and a third"]
 def test_json_lines_and_parquet_are_read_alike(tmp_path):
     """The values of a field, joined by line breaks; other fields and empty lines are left out."""
     rows = [json.dumps({"text": document, "id": k}) for k, document in enumerate(DOCUMENTS)]
-    (tmp_path / "a.jsonl").write_text("\n".join(rows) + "\n\n")
+    (tmp_path / "a.jsonl").write_text("\n".join([*rows, '{"text": null}']) + "\n\n")
     parquet.write_table(pyarrow.table({"text": [*DOCUMENTS, None], "other": [1, 2, 3, 4, 5]}), tmp_path / "b.parquet")
     (tmp_path / "c.txt").write_text("plain")
     _, texts = sources.read(str(tmp_path))
@@ -36,8 +37,11 @@ def test_json_lines_and_parquet_are_read_alike(tmp_path):
         ("a.jsonl", "[1]", "line 1 is no JSON object"),
         ("a.jsonl", '{"text": 3}', "line 1 is no JSON object with a text"),
         ("a.jsonl", "{", "line 1 is no JSON object"),
-        ("a.parquet", "no parquet", "has no column 'text' that can be read"),
-        ("a.parquet", {"body": ["x"]}, "has no column 'text' that can be read"),
+        ("a.jsonl", "[" * 100_000, "line 1 is no JSON object"),
+        ("a.jsonl", '{"body": null}', "line 1 is no JSON object"),
+        ("a.jsonl", '{"text": null}', "holds no text"),
+        ("a.parquet", "no parquet", "a.parquet' is no Parquet file, or a damaged one: .*; give another file"),
+        ("a.parquet", {"body": ["x"]}, "has no column 'text', or several; give another field"),
         ("a.parquet", {"text": [1]}, "column 'text' holds int, and text is needed"),
         ("a.jsonl", '{"text": ""}', "holds no text"),
     ],
@@ -52,23 +56,55 @@ def test_what_holds_no_text_is_told_in_one_line(name, content, message, tmp_path
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize("damage", [lambda whole: whole[: len(whole) // 2], lambda whole: whole[:4] + b"\xff" * 40 + whole[44:]])
+def test_a_damaged_parquet_file_is_told(damage, tmp_path):
+    file = tmp_path / "a.parquet"
+    parquet.write_table(pyarrow.table({"text": [str(number) for number in range(500)]}), file)
+    file.write_bytes(damage(file.read_bytes()))
+    with pytest.raises(ValueError, match="a.parquet' is no Parquet file, or a damaged one: .*; give another file") as error:
+        sources.read(str(file))
+    assert "\n" not in str(error.value)
+
+
+def test_compressed_text_is_told(tmp_path):
+    (tmp_path / "a.txt.gz").write_bytes(gzip.compress(b"text " * 99))
+    with pytest.raises(ValueError, match="a.txt.gz' is compressed; unpack it"):
+        sources.read(str(tmp_path / "a.txt.gz"))
+    (tmp_path / "b.txt").write_text("text")
+    assert sources.read(str(tmp_path))[1] == {"b.txt": b"text"}
+
+
 def test_a_source_of_ones_own_is_imported(tmp_path, monkeypatch):
     (tmp_path / "my_texts.py").write_text(
         "import grain\n"
         f"DOCUMENTS = {DOCUMENTS!r}\n"
         "numbered = grain.MapDataset.source(DOCUMENTS).map(lambda text: text.upper())\n"
         "wrong = [b'x', 3]\n"
+        "iterator, number, nothing = iter(DOCUMENTS), 3, None\n"
+        "class Broken(list):\n"
+        "  def __getitem__(self, number): raise RuntimeError('first\\nsecond')\n"
+        "broken = Broken('ab')\n"
     )
+    for name, content in {"raises": "1 / 0", "exits": "raise SystemExit(3)", "no_python": "def"}.items():
+        (tmp_path / f"{name}.py").write_text(content)
     monkeypatch.syspath_prepend(str(tmp_path))
     _, texts = sources.read("my_texts:numbered")
     assert texts == {str(k): document.upper().encode() for k, document in enumerate(DOCUMENTS) if document}
     for path, message in [
         ("my_texts:wrong", "item 1 is of type int; give a source whose items are str or bytes"),
         ("my_texts:absent", "cannot be imported"),
-        ("no_such_module:texts", "cannot be imported: No module named 'no_such_module'"),
+        ("my_texts:iterator", "is of type list_iterator, which has no length or no items by number"),
+        ("my_texts:number", "is of type int, which has no length"),
+        ("my_texts:nothing", "is of type NoneType, which has no length"),
+        ("my_texts:broken", "its item 0 cannot be read: RuntimeError: first second; mend"),
+        ("no_such_module:texts", "cannot be imported: ModuleNotFoundError: No module named 'no_such_module'"),
+        ("raises:texts", "cannot be imported: ZeroDivisionError: division by zero; give"),
+        ("exits:texts", "cannot be imported: SystemExit: 3; give"),
+        ("no_python:texts", "cannot be imported: SyntaxError: "),
     ]:
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises(ValueError, match=f"data path '{path}'.*{message}") as error:
             sources.read(path)
+        assert "\n" not in str(error.value)
     sys.modules.pop("my_texts", None)
 
 
@@ -96,11 +132,13 @@ def test_the_loss_per_byte_is_that_per_token_shared_out(tasks):
     data = tasks["bpe"].load(2, 2, 0)
     tokens_WxT1 = data.validation(0)
     predicted = data.more.decode(tokens_WxT1[:, 1:].ravel())
-    found = tasks["bpe"].derived({"loss": 3.0}, data)
+    found = tasks["bpe"].derived({"loss": 3.0}, data, 0)
     assert found["perplexity"] == math.exp(3.0)
     assert found["loss_per_byte"] == pytest.approx(3.0 * tokens_WxT1[:, 1:].size / len(predicted))
-    assert tasks["bytes"].derived({"loss": 3.0}, tasks["bytes"].load(2, 2, 0)) == {"perplexity": math.exp(3.0)}
-    assert tasks["bytes"].derived({"loss": 1e6}, tasks["bytes"].load(2, 2, 0))["perplexity"] < math.inf
+    one = data.more.decode(data.validation(1)[:, 1:].ravel())
+    assert tasks["bpe"].derived({"loss": 3.0}, data, 1)["loss_per_byte"] == pytest.approx(3.0 * 16 / len(one))
+    assert tasks["bytes"].derived({"loss": 3.0}, tasks["bytes"].load(2, 2, 0), 0) == {"perplexity": math.exp(3.0)}
+    assert tasks["bytes"].derived({"loss": 1e6}, tasks["bytes"].load(2, 2, 0), 0)["perplexity"] < math.inf
 
 
 def test_units_and_samples(tasks):
@@ -113,5 +151,11 @@ def test_units_and_samples(tasks):
 def test_unknown_tokenizers_are_refused():
     with pytest.raises(ValueError, match="tokenizer='words' is unknown; use one of bytes, bpe"):
         registry.make("task", "lm", model=models.decoder_lm(), tokenizer="words")
-    with pytest.raises(ValueError, match="vocabulary=256 is less than 259, the bytes and 3 special tokens"):
-        bpe.train([b"text"], 256, special=3)
+
+
+def test_too_few_tokens_are_told_when_the_text_is_read(tmp_path):
+    (tmp_path / "short.txt").write_text("the cat sat " * 100)
+    model = registry.make("model", "decoder", vocabulary=400, context=16, width=8, hidden=8, heads=1, depth=1)
+    task = registry.make("task", "lm", model=model, path=str(tmp_path / "short.txt"), tokenizer="bpe")
+    with pytest.raises(ValueError, match=r"short.txt': the text for validation has \d tokens, but .* context \+ 1 = 17; use more"):
+        task.load(1, 1, 0)

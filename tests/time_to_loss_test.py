@@ -4,6 +4,7 @@ import contextlib
 import json
 import math
 import subprocess
+import sys
 
 import pytest
 
@@ -29,6 +30,7 @@ def test_a_loss_is_reached_between_two_evaluations():
     assert time_to_loss.reached(points, 4.0, lambda point: point.step) == 5
     assert time_to_loss.reached(points, 2.6) == 50.0
     assert time_to_loss.reached(points, 6.0) == 0.0
+    assert time_to_loss.reached([Point(5, 1.0, 1.0), Point(10, 2.0, 1.2), Point(15, 3.0, 0.9)], 1.1) == 1.0
     assert math.isnan(time_to_loss.reached(points, 1.9))
 
 
@@ -55,6 +57,18 @@ def test_other_options_are_refused_where_runs_are(tmp_path):
 
 
 @needs_namespaces
+@pytest.mark.parametrize(
+    "argument, problem",
+    [("--rate=fast", "fast"), ("--peers=/nowhere/python", "--peers=/nowhere/python cannot be used (No such file")],
+)
+def test_what_the_box_needs_is_asked_for_first(argument, problem, tmp_path):
+    """An hour of tuning comes before it."""
+    done = commands.run("experiments.time_to_loss", f"--out={tmp_path / 'a'}", argument)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and problem in done.stderr, done.stderr
+    assert not (tmp_path / "a").exists()
+
+
+@needs_namespaces
 def test_the_whole_way_with_a_tiny_model_and_again_from_what_is_there(tmp_path):
     first, second = (commands.run("experiments.time_to_loss", f"--out={tmp_path}", "--smoke", "--rounds=1") for _ in range(2))
     assert first.returncode == second.returncode == 0, first.stderr + second.stderr
@@ -66,11 +80,12 @@ def test_the_whole_way_with_a_tiny_model_and_again_from_what_is_there(tmp_path):
     assert {path.name for path in (tmp_path / "round0").iterdir()} == {"all_reduce", trials.name_of(time_to_loss.ACCUM_INT8)}
 
 
-@pytest.mark.parametrize("code, fails", [(2, False), (1, True), (130, True), (-9, True)])
+@pytest.mark.parametrize("code, fails", [(4, False), (1, True), (2, True), (130, True)])
 def test_only_divergence_counts_as_a_bad_rate(tmp_path, monkeypatch, code, fails):
-    """An interrupted or broken run is no answer: the command ends, and goes on with that run when it is started again."""
-    monkeypatch.setattr(trials.subprocess, "run", lambda *command, **how: subprocess.CompletedProcess(command, code))
-    size = time_to_loss.Size(8, 1, {}, 2, tmp_path / "text.txt", *time_to_loss.SMOKE_TUNING)
+    """A mistaken, interrupted or broken run is no answer: the command ends, and goes on with that run when it is started again."""
+    ended = subprocess.Popen([sys.executable, "-c", f"raise SystemExit({code})"])
+    monkeypatch.setattr(trials.processes, "start", lambda *command, **how: ended)
+    size = time_to_loss.Size(time_to_loss.TEXT, 8, 1, {}, 2, tmp_path / "text.txt", *time_to_loss.SMOKE_TUNING)
     with pytest.raises(trials.Broken, match=f"exit code {code}") if fails else contextlib.nullcontext():
         assert time_to_loss.simulate(tmp_path, size, "all-reduce", time_to_loss.Tuned(0.008, 8)) == math.inf
     error, told = (trials.Broken, f"exit code {code}") if fails else (group.Failed, "no simulated run of all-reduce")

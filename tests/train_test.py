@@ -72,6 +72,13 @@ def test_consensus_every_replaces_replicas_and_counts_its_bytes(launch):
     assert "every 4 steps" in outcome.summary["protocol"]
 
 
+def test_consensus_in_the_first_and_last_steps(launch):
+    run, outcome = launch("topology=ring", consensus_first=2, consensus_last=1, log_every=1)
+    distances = [row["consensus_distance"] for row in rows(run)]
+    assert len(distances) == STEPS and all((distance < 1e-5) == (k in (0, 1, STEPS - 1)) for k, distance in enumerate(distances))
+    assert outcome.summary["protocol"].endswith("in the first 2 steps, in the last 1 steps")
+
+
 @pytest.mark.parametrize("argument", ["topology=ring,mixer=dcd,codec=int8", "topology=random_digraph,mixer=push_sum"])
 def test_consensus_of_mixers_that_own_the_parameters(launch, argument):
     run, _ = launch(argument, consensus_every=4, log_every=2)
@@ -101,9 +108,10 @@ def test_evaluation_is_the_mean_over_all_windows():
     variables = {"b": rng.normal(size=8).astype(np.float32)}
     models = params, variables
     average = jax.tree.map(lambda x: x.mean(axis=0), models)
-    result = evaluate.make_evaluate(measure, w, windows, batch_size=2)(
-        *jax.device_put((models, average), (w.stacked, w.replicated))
-    )
+    given = jax.device_put((models, average), (w.stacked, w.replicated))
+    result = evaluate.make_evaluate(measure, w, windows, batch_size=2)(*given)
+    alone = evaluate.make_evaluate(measure, w, windows, batch_size=2, local=False)(*given)
+    assert alone.averaged == result.averaged and not alone.local
 
     def dense(a):
         nll_W = (a[windows[:, 1:]] ** 2 + a[windows[:, :-1]]).mean(axis=1)

@@ -14,7 +14,7 @@ import sacrebleu
 from decjax import models, registry
 from decjax.models import beam
 from decjax.models.translator import BOS, EOS, PAD, Cache
-from decjax.tasks import bpe, parallel, translation
+from decjax.tasks import parallel, translation
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -66,7 +66,7 @@ def test_batches_have_few_lengths_and_as_many_tokens(made):
     shapes = {step: {data.batch(worker, step).source_BxS.shape for worker in range(4)} for step in range(40)}
     assert all(len(found) == 1 for found in shapes.values())
     known = {shape for found in shapes.values() for shape in found}
-    assert known == {(12, 8), (6, 16), (4, 24)}
+    assert known == {(12, 8), (8, 12), (4, 24)}
     assert {data.batch(0, step).target_BxT1.shape for step in range(40)} == {(B, L + 1) for B, L in known}
 
 
@@ -80,7 +80,7 @@ def test_a_pass_takes_every_pair_about_once(made):
             seen.setdefault(pairs.source_BxS.shape[1], []).append(source.tobytes())
     for length, found in seen.items():
         distinct = len(set(found))
-        per_step = 4 * {8: 12, 16: 6, 24: 4}[length]
+        per_step = 4 * {8: 12, 12: 8, 24: 4}[length]
         first = found[: distinct // per_step * per_step]
         assert len(first) - len(set(first)) <= 0.1 * len(first)  # Sentences of three words occur twice.
 
@@ -96,16 +96,47 @@ def test_sentences_are_laid_out_with_their_ends():
     [
         ({}, "has neither train.de nor train.de.gz"),
         ({"train.de": b"a\nb\n", "train.en": b"a\n"}, "train.de has 2 and train.en has 1 lines"),
-        ({"train.de": b"", "train.en": b""}, "train.de has 0 and train.en has 0 lines"),
-        ({"train.de.gz": b"no gzip", "train.en": b"a\n"}, "cannot be read: Not a gzipped file"),
+        ({"train.de": b"", "train.en": b""}, "train.de and train.en are empty; give files of one sentence a line"),
+        ({"train.de.gz": b"no gzip", "train.en": b"a\n"}, "train.de.gz' is damaged: Not a gzipped file"),
+        ({"train.de.gz": gzip.compress(b"a\n" * 999)[:30], "train.en": b"a\n"}, "train.de.gz' is damaged: Compressed file ended"),
+        ({"train.de": None}, "train.de' cannot be read: Is a directory; give a file that you may read"),
+        (
+            {f"{split}.{tongue}": b"a\n" for split in ("train", "val", "test") for tongue in ("de", "en")},
+            "1 pairs .* for 2 workers",
+        ),
     ],
 )
 def test_unusable_files_are_told_in_one_line(files, message, tmp_path):
     for name, text in files.items():
-        (tmp_path / name).write_bytes(text)
+        (tmp_path / name).mkdir() if text is None else (tmp_path / name).write_bytes(text)
     with pytest.raises(ValueError, match=message) as error:
-        make(str(tmp_path))[1].load(1, 1, 0)
-    assert "\n" not in str(error.value)
+        make(str(tmp_path))[1].load(2, 1, 0)
+    assert "\n" not in str(error.value) and str(tmp_path) in str(error.value)
+
+
+@pytest.mark.parametrize("counts", [(100, 2, 3), (100, 50, 3), (5, 5, 0), (9, 0, 3), (0, 0, 8), (3, 3, 3), (0, 30, 1)])
+def test_no_pair_is_lost_where_a_length_has_few(counts):
+    """Of the lengths 8, 12 and 24: every pair comes whole, and each worker has its own of every length."""
+    sizes = np.repeat([5, 10, 20], counts)
+    pairs = [np.full(size, 3 + k) for k, size in enumerate(sizes)]
+    batch = parallel.batches(pairs, pairs, longest=24, batch_size=2, num_workers=8, seed=0)
+    seen = {}
+    for step, worker in itertools.product(range(16), range(8)):
+        for row in batch(worker, step).source_BxS:
+            assert (row == row[0]).sum() == sizes[row[0] - 3] and row[sizes[row[0] - 3]] == EOS
+            seen.setdefault(len(row), set()).add(int(row[0]))
+    assert set().union(*seen.values()) == set(range(3, 3 + sum(counts))) and all(len(found) >= 8 for found in seen.values())
+    if counts == (100, 50, 3):
+        assert [len(seen[length]) for length in (8, 12, 24)] == [100, 45, 8]  # Those that lack come from the next shorter ones.
+
+
+def test_the_fingerprint_is_of_text_and_tokens(folder):
+    prints = {}
+    for vocabulary in (290, 290, 300):
+        model = registry.make("model", "translator", vocabulary=vocabulary, width=4, hidden=4, heads=1, encoder=1, decoder=1)
+        task = registry.make("task", "translation", model=model, path=folder, test="test", length=24)
+        prints.setdefault(vocabulary, set()).add(task.load(4, 4, 0).fingerprint)
+    assert len(prints[290]) == 1 and prints[290] != prints[300]
 
 
 @pytest.mark.parametrize(
@@ -116,24 +147,12 @@ def test_unusable_files_are_told_in_one_line(files, message, tmp_path):
         (dict(beams=0), "beams=0 must lie between 1 and 64"),
         (dict(alpha=-1.0), "alpha=-1.0 must lie between 0 and 10"),
         (dict(partition="dirichlet"), "sentences have no classes"),
+        (dict(source="de", target="de"), "source='de' and target='de' are the same language"),
     ],
 )
 def test_impossible_options_are_refused(options, message, folder):
     with pytest.raises(ValueError, match=message):
         make(folder, **options)
-
-
-def test_any_bytes_come_back():
-    everything = bytes(range(256))
-    coder = bpe.train([b"the cat and the dog", everything] * 5, 270, special=3)
-    texts = [everything, b"the cat", "Mädchen – 女".encode(), b""]
-    coded = coder.encode(texts)
-    assert [coder.decode(tokens) for tokens in coded] == texts
-    assert all(tokens.min(initial=3) >= 3 for tokens in coded)  # None of the special ones.
-    assert [coder.bytes_V[tokens].sum() for tokens in coded] == [len(text) for text in texts]
-    assert len(coder.encode([b"the"])[0]) < 3
-    again = bpe.train([b"the cat and the dog", everything] * 5, 270, special=3)
-    assert all((a == b).all() for a, b in zip(again.encode(texts), coded, strict=True))
 
 
 # -- Model ------------------------------------------------------------------------------------------------------------
@@ -197,6 +216,15 @@ def test_dropout_is_drawn_by_the_key(made, folder):
     without = logits(model, None)
     assert (np.abs(without - one) > 0.01).any()
     np.testing.assert_allclose(without, logits(plain, jax.random.key(0)), atol=1e-5)
+
+
+def test_masks_of_dropout_are_independent(folder):
+    """Of all sites of one key: the embeddings, and each branch of three layers."""
+    draws = make(folder, dropout=0.5)[0].logits.__self__._drop
+    sites = [(0, 0), (0, 1), *itertools.product(range(1, 4), range(3))]
+    masks = [draws(jax.random.key(0), layer)(jnp.ones(200_000), site) > 0 for layer, site in sites]
+    correlation = np.corrcoef(np.array(masks, np.float32)) - np.eye(len(sites))
+    assert np.abs(correlation).max() < 0.02 and abs(np.mean(masks) - 0.5) < 0.01
 
 
 def test_following_token_by_token_gives_the_logits_of_the_whole(made):
@@ -285,6 +313,39 @@ def test_greedy_search_takes_what_the_whole_sequence_finds_likeliest(made):
     np.testing.assert_array_equal(logits.argmax(axis=-1)[real], greedy[real])
 
 
+def test_hypotheses_have_the_scores_of_the_whole_sequence(made):
+    """Three beams of a real model: keys and values follow the hypotheses that they are of."""
+    model, _, params, data = made
+    params = jax.tree.map(lambda x: x + 0.3 * np.random.default_rng(2).normal(size=x.shape).astype(np.float32), params)
+    table = np.array(params["embedding"]["embedding"])
+    table[EOS] *= 3  # So that some end.
+    params = params | {"embedding": {"embedding": table}}
+    source, K, T, alpha = jnp.asarray(data.batch(0, 0).source_BxS), 3, 8, 0.6
+    found = jax.jit(beam.hypotheses, static_argnums=(0, 3, 4, 5))(model, params, source, K, alpha, T)
+    written = int(found.position)
+
+    def log_p(tokens_BxT):
+        inputs = np.concatenate([np.full((len(source), 1), BOS), tokens_BxT[:, :-1]], axis=1)
+        each = jax.nn.log_softmax(model.logits(params, source, inputs, None))
+        real = tokens_BxT != PAD
+        return np.where(real, np.take_along_axis(np.asarray(each), tokens_BxT[..., None], axis=-1)[..., 0], 0).sum(
+            axis=1
+        ), real.sum(axis=1)
+
+    ended = np.asarray(found.done_BxK) > beam.NEVER
+    assert ended.any() and written > 2
+    for k in range(K):
+        total, length = log_p(np.asarray(found.alive_BxKxT)[:, k])
+        np.testing.assert_allclose(found.alive_BxK[:, k], total, rtol=1e-4, atol=1e-4)
+        assert (length == written).all()
+        total, length = log_p(np.asarray(found.done_BxKxT)[:, k])
+        np.testing.assert_allclose(
+            np.asarray(found.done_BxK)[:, k][ended[:, k]], (total / ((5 + length) / 6) ** alpha)[ended[:, k]], rtol=1e-4
+        )
+    best = np.asarray(beam.search(model, params, source, beams=K, alpha=alpha, length=T))
+    np.testing.assert_array_equal(best, np.where(ended[:, :1], found.done_BxKxT[:, 0], found.alive_BxKxT[:, 0]))
+
+
 # -- BLEU -------------------------------------------------------------------------------------------------------------
 
 
@@ -298,13 +359,6 @@ def test_bleu_is_that_of_sacrebleu_on_the_test_sentences(made, monkeypatch):
         written[source] = " ".join(written[source].split()[:-1])
     expected = sacrebleu.corpus_bleu([written[s] for s in data.more.sources], [[t.decode() for t in data.more.targets]]).score
     assert task.score(params, (), data) == {"bleu": expected} and 0 < expected < 100
-
-
-def test_bleu_by_hand():
-    """Precisions 5/6, 3/5, 1/4 and 1/6 (smoothed, of 0/3), one token too short: exp(1 − 7/6) · (Π p)^¼."""
-    found = sacrebleu.corpus_bleu(["the cat is on the mat"], [["there is a cat on the mat"]])
-    p = [5 / 6, 2 / 5, 1 / 4, 1 / 6]
-    np.testing.assert_allclose(found.score, 100 * math.exp(1 - 7 / 6) * math.prod(p) ** 0.25, rtol=1e-6)
 
 
 def test_untrained_translations_are_text(made):

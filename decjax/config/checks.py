@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 from decjax import registry, tasks
-from decjax.config.spec import AUTO, RunSpec
+from decjax.config.spec import AUTO, CONSENSUS, RunSpec
 from decjax.optim.method import Method
 
 ENGINES = ("auto", "fused", "split")
@@ -17,7 +17,7 @@ BOUNDS: dict[str, tuple[float, float]] = {
     "seed": (0, 2**32 - 1),
     "steps": (1, LARGEST),
     "log_every": (1, LARGEST),
-    "consensus_every": (0, LARGEST),
+    **dict.fromkeys(CONSENSUS, (0, LARGEST)),
     "clip_norm": (0, math.inf),
     "workers": (0, 2**16),
     "local_size": (1, 2**16),

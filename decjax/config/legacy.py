@@ -27,19 +27,21 @@ MIXERS = dict.fromkeys(("choco", "deepsqueeze", "beer", "push_sum"), ("codec", "
     "accelerated": ("rounds",),
 }
 BOUNDARY = {"backward": ("when", "error"), "forward": ("forward_error", "slots", "reuse_indices")}
+LATER = ("consensus_first", "consensus_last")  # numbers that older configs lack; 0: none
 KEPT = (
     "seed workers local_size simulate batch_size steps tensor engine bucket_bytes consensus_every log_every eval checkpoint".split()
 )
 
 
 def modern(document: Mapping[str, Any]) -> dict[str, Any]:
-    """The config in today's form; unchanged if it has that form already."""
+    """The config in today's form; one that has that form already gets the numbers that it lacks."""
+    document = {**dict.fromkeys(LATER, 0), **document}
     if "mixing" not in document:
-        return dict(document)
+        return document
     absent = {"tensor": 1, "boundary": {}, "pipeline": {"stages": 1, "microbatches": 1}, "stale": False}
     old: dict[str, Any] = {**absent, **document}
     optimizer, method = old["optimizer"], old["method"]
-    new = _only(old, KEPT) | {
+    new = _only(old, (*KEPT, *LATER)) | {
         "task": "lm",
         "data": old["data"] | {"sample_bytes": old["sample_bytes"]},
         "model": {"name": "decoder", **old["model"]},

@@ -125,7 +125,7 @@ def _spec(document: dict[str, Any]) -> RunSpec:
         topology=_topology(document["topology"]) if "topology" in expected else None,
         averaging=_averaging(document, layers.stages) if "reducer" in expected else None,
         pipeline=layers,
-        boundary=_boundary(document.get("boundary"), layers.stages),
+        boundary=_boundary(_section(document, "boundary"), layers.stages),
         **{name: _group(_section(document, name), name, kind) for name, kind in GROUPS.items()},
     )
 
@@ -145,10 +145,11 @@ def _field(path: str, section: Mapping[str, Any], kind: type) -> Any:
 
 
 def _group(section: Mapping[str, Any], name: str, kind: type[Any]) -> Any:
-    """A section of whole numbers as a named tuple of type `kind`."""
+    """A section as a named tuple of type `kind`, whose defaults fill in what an older file lacks."""
     if unknown := section.keys() - set(kind._fields):
         raise ValueError(f"{name}.{min(unknown)} is unknown; use {', '.join(kind._fields)}")
-    return kind(**{field: _field(f"{name}.{field}", section, int) for field in kind._fields})
+    given = [field for field in kind._fields if field in section or field not in kind._field_defaults]
+    return kind(**{field: _field(f"{name}.{field}", section, kind.__annotations__[field]) for field in given})
 
 
 def _name(document: Mapping[str, Any], kind: str) -> str:
@@ -187,7 +188,7 @@ def _layers(given: dict[str, Any]) -> Layers:
     return Layers(**values)
 
 
-def _boundary(given: dict[str, Any] | None, stages: int) -> dict[str, Any] | None:
+def _boundary(given: dict[str, Any], stages: int) -> dict[str, Any] | None:
     """The options of compressed messages between stages, for gradients, activations or both; None if nothing is compressed."""
     if not given:
         return None

@@ -6,7 +6,8 @@ from typing import Any, NamedTuple
 
 from decjax.config import sections
 
-PLAIN = "seed steps workers local_size simulate batch_size tensor clip_norm engine bucket_bytes consensus_every log_every".split()
+CONSENSUS = ("consensus_every", "consensus_first", "consensus_last")
+PLAIN = (*"seed steps workers local_size simulate batch_size tensor clip_norm engine bucket_bytes log_every".split(), *CONSENSUS)
 CHOICES = ("model", "schedule", "optimizer", "method", "mixer")
 AUTO = "auto"  # value of `Averaging.stages` that leaves the number to the cost model
 SIMULATED_WORKERS = 8  # how many on a lone accelerator; without one, as many forced CPU devices
@@ -86,11 +87,13 @@ class Periodic(NamedTuple):
         every: steps between two evaluations.
         num_windows: how many validation examples; 0: all. The last evaluation takes all.
         batch_size: examples of a forward pass.
+        local: whether every worker's own model is evaluated too, N times the work. The last evaluation does it always.
     """
 
     every: int
     num_windows: int
     batch_size: int
+    local: bool = True
 
 
 class Saving(NamedTuple):
@@ -130,6 +133,8 @@ class RunSpec(NamedTuple):
         engine: how the exchange is dispatched: "auto", "fused" or "split"; see `train.engine`.
         bucket_bytes: arrays are joined to messages of up to this size; 0: each array by itself.
         consensus_every: replace all replicas by their average every so many steps; 0: never.
+        consensus_first: and after each of the first so many steps.
+        consensus_last: and after each of the last so many steps.
         log_every: steps between two rows of metrics.
         eval: when and how the model is evaluated.
         checkpoint: when checkpoints are saved.
@@ -156,9 +161,16 @@ class RunSpec(NamedTuple):
     engine: str
     bucket_bytes: int
     consensus_every: int
+    consensus_first: int
+    consensus_last: int
     log_every: int
     eval: Periodic
     checkpoint: Saving
+
+    def reaches_consensus(self, steps: int) -> bool:
+        """Whether all replicas are replaced by their average after so many steps."""
+        periodic = self.consensus_every and steps % self.consensus_every == 0
+        return bool(periodic) or steps <= self.consensus_first or steps > self.steps - self.consensus_last
 
     @property
     def document(self) -> dict[str, Any]:

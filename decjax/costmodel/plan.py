@@ -118,7 +118,8 @@ def verdict(cluster: Cluster, workload: Workload, ranked: Sequence[Ranked]) -> s
     """A few sentences that say whether decentralized training pays on this cluster, and below which bandwidth it does.
 
     It is compared with the fastest *synchronous* all-reduce, in one message or in buckets. All-reduce one step stale is told
-    separately, since its gradients are a step old: how much slower it is than gossip, or that it is as fast or faster.
+    separately, since its gradients are a step old: how much slower it is than gossip, or that it is as fast or faster. Where gossip
+    is ahead of both, the verdict ends with the shorthand that trains it.
 
     Args:
         cluster: as given to `rank`.
@@ -155,7 +156,20 @@ def verdict(cluster: Cluster, workload: Workload, ranked: Sequence[Ranked]) -> s
         )
         if (ahead := reference.prediction.mean_s / stale_s) >= PAYS:
             text += f". One-step-stale all-reduce would make it {ahead:.2f} times as fast"
-    return text + "." + _threshold(cluster, workload, reference.method, best.method, gain >= PAYS)
+    text += "." + _threshold(cluster, workload, reference.method, best.method, gain >= PAYS)
+    return text + (_how_to_train(cluster, best.method) if gain >= PAYS and stale_s >= TIE * best.prediction.mean_s else "")
+
+
+def _how_to_train(cluster: Cluster, method: Method) -> str:
+    """A sentence with the words of a config that choose a gossip method; none if it takes more than they say."""
+    if not method.topology or not topology_lib.is_doubly_stochastic(method.topology) or (method.ratio != 1 and not method.codec):
+        return ""
+    words = [f"topology={method.topology.name}"]
+    words += [f"local_size={cluster.workers_per_node}"] if cluster.workers_per_node > 1 else []
+    words += ["order=awc" if method.overlap else "order=atc"]
+    words += [f"codec={method.codec}"] if method.codec else []
+    words += [f"every={method.every}"] if method.every > 1 else []
+    return f" Train it: --config=FILE.py:{','.join(words)}."
 
 
 def _threshold(cluster: Cluster, workload: Workload, reference: Method, best: Method, pays: bool) -> str:
@@ -169,18 +183,19 @@ def _threshold(cluster: Cluster, workload: Workload, reference: Method, best: Me
     now = getattr(cluster, _links(cluster)).bandwidth_Bps
     low, high = (now, BANDWIDTHS_Bps[1]) if pays else (BANDWIDTHS_Bps[0], now)
     far = high if pays else low
+    links = "between nodes" if cluster.num_nodes > 1 else "inside the node"
     if (gain(far) >= PAYS) == pays:
         return (
-            " Against the synchronous form gossip pays on links of any bandwidth: latencies, and waiting for each other, remain."
+            f" Even on infinitely fast links {links} gossip would stay faster than synchronous all-reduce in this model, because "
+            "it has fewer latencies and waits for fewer workers."
             if pays
             else " Gossip would not pay with slower links either."
         )
     for _ in range(12):
         middle = math.sqrt(low * high)
         low, high = (middle, high) if gain(middle) >= PAYS else (low, middle)
-    links = "between nodes" if cluster.num_nodes > 1 else "inside the node"
-    rate = shown_rate(math.sqrt(low * high))
-    return f" Gossip {'no longer pays above' if pays else 'would pay below'} about {rate} {links} (now {shown_rate(now)})."
+    rate, changes = shown_rate(math.sqrt(low * high)), "no longer pays above" if pays else "would pay below"
+    return f" Against synchronous all-reduce gossip {changes} about {rate} {links} (now {shown_rate(now)})."
 
 
 def _links(cluster: Cluster) -> str:

@@ -41,10 +41,17 @@ def search(model: Translator, params: Any, source_BxS: jax.Array, *, beams: int,
         model: a translation model.
         params: its parameters.
         source_BxS: tokens of the sources, `PAD` behind their `EOS`.
-        beams: K ≥ 1; 1 is greedy search.
+        beams: K ≥ 1; 1 is greedy search where α = 0: with a penalty, the search may go on after a hypothesis has ended.
         alpha: α ≥ 0 of the length penalty; larger values prefer longer translations.
         length: T, the most tokens of a translation.
     """
+    state = hypotheses(model, params, source_BxS, beams, alpha, length)
+    best_BxT, unfinished_BxT = state.done_BxKxT[:, 0], state.alive_BxKxT[:, 0]
+    return jnp.where(state.done_BxK[:, :1] > NEVER, best_BxT, unfinished_BxT)
+
+
+def hypotheses(model: Translator, params: Any, source_BxS: jax.Array, beams: int, alpha: float, length: int) -> Beams:
+    """What `search` has found when nothing better than the best finished hypothesis of each source can follow."""
     B = len(source_BxS)
     cache = model.begin(params, source_BxS, length)
     none_BxKxT = jnp.full((B, beams, length), PAD, jnp.int32)
@@ -59,13 +66,11 @@ def search(model: Translator, params: Any, source_BxS: jax.Array, *, beams: int,
     )
 
     def goes_on(state):
-        # No unfinished hypothesis can get a better score than this, since ln p only falls.
+        # No unfinished hypothesis can get a better score than this, since ln p only falls; the best finished one is returned.
         bound_B = state.alive_BxK[:, 0] / penalty(length, alpha)
-        return (state.position < length) & (bound_B > state.done_BxK[:, -1]).any()
+        return (state.position < length) & (bound_B > state.done_BxK[:, 0]).any()
 
-    state = jax.lax.while_loop(goes_on, functools.partial(_write, model, params, alpha), start)
-    best_BxT, unfinished_BxT = state.done_BxKxT[:, 0], state.alive_BxKxT[:, 0]
-    return jnp.where(state.done_BxK[:, :1] > NEVER, best_BxT, unfinished_BxT)
+    return jax.lax.while_loop(goes_on, functools.partial(_write, model, params, alpha), start)
 
 
 def _write(model, params, alpha, state: Beams) -> Beams:
@@ -80,7 +85,7 @@ def _write(model, params, alpha, state: Beams) -> Beams:
     total_Bx2K, chosen_Bx2K = jax.lax.top_k((state.alive_BxK[..., None] + log_p_BxKxV).reshape(B, -1), 2 * K)
     beam_Bx2K, token_Bx2K = chosen_Bx2K // model.vocabulary, chosen_Bx2K % model.vocabulary
     tokens_Bx2KxT = jnp.take_along_axis(state.alive_BxKxT, beam_Bx2K[..., None], axis=1).at[:, :, state.position].set(token_Bx2K)
-    # One that ends counts if it is among the K best, as greedy search ends when nothing else is likelier.
+    # A hypothesis that ends counts only among the K best candidates.
     ends_Bx2K = token_Bx2K == EOS
     ended_Bx2K = ends_Bx2K & (jnp.arange(2 * K) < K)
 

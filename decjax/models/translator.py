@@ -165,7 +165,9 @@ class _Functions:
         first, second = noise.words(key)
 
         def drop(x, site):
-            seed = first, noise.mix(second + jnp.uint32(8 * layer + site), first)
+            k = jnp.uint32(8 * layer + site)
+            # Both words differ: masks whose seeds differ in one word are correlated.
+            seed = noise.mix(first + k, second), noise.mix(second + k, first)
             return jnp.where(noise.uniform(x.shape, seed) < self.dropout, 0, x / (1 - self.dropout)).astype(x.dtype)
 
         return drop

@@ -1,7 +1,8 @@
 """Byte-pair encoding of any bytes, trained on the text itself with `tokenizers`.
 
 The tokenizer sees every byte as one character, so that nothing is lost whatever the encoding of the text, and a token's length in
-bytes is the number of its characters. Merges stay within words with the space before them, runs of other characters, and lines.
+bytes is the number of its characters. Merges stay within words with the space before them, runs of white space, and runs of other
+characters. Bytes beyond ASCII count as letters, so that words with umlauts, or of other scripts, are whole.
 
 Reference: Sennrich et al. 2016, arXiv 1508.07909.
 """
@@ -14,7 +15,9 @@ from typing import Any
 import numpy as np
 
 BYTES = 256  # tokens that every vocabulary has
-_WORDS = r" ?\w+|\s+|[^\s\w]+"
+MOST = 2**20  # tokens of the largest vocabulary
+_HIGH = "\x80-\xff"  # The characters themselves: the tokenizer's regular expressions take r"\x80" for a part of one.
+_WORDS = rf" ?[\w{_HIGH}]+|[^\S{_HIGH}]+|[^\s\w{_HIGH}]+"
 _ENCODING = "latin-1"  # one character for each byte
 
 
@@ -42,8 +45,12 @@ class Bpe:
         return [np.array(text.ids, np.int32) for text in found]
 
     def decode(self, tokens: Iterable[int]) -> bytes:
-        """The bytes that tokens stand for; special ones are left out."""
-        return b"".join(self.tokenizer.id_to_token(token).encode(_ENCODING) for token in map(int, tokens) if token >= self.special)
+        """The bytes that tokens stand for: none for special ones, nor for numbers that the vocabulary lacks.
+
+        A model's output layer may be larger than a vocabulary that was trained on little text.
+        """
+        texts = (self.tokenizer.id_to_token(token) for token in map(int, tokens) if token >= self.special)
+        return b"".join(text.encode(_ENCODING) for text in texts if text)
 
 
 def train(texts: Sequence[bytes], vocabulary: int, special: int = 0) -> Bpe:
@@ -51,16 +58,18 @@ def train(texts: Sequence[bytes], vocabulary: int, special: int = 0) -> Bpe:
 
     Args:
         texts: such as lines or sentences.
-        vocabulary: V, tokens in all; fewer if the text has fewer pairs to merge.
+        vocabulary: V ≤ 2²⁰, tokens in all; fewer if the text has fewer pairs to merge.
         special: tokens 0 … special − 1 stand for no bytes.
 
     Raises:
-        ValueError: if `tokenizers` is not installed, or the vocabulary is too small for all bytes.
+        ValueError: if `tokenizers` is not installed, or the vocabulary is too small for all bytes, or too large.
     """
     if vocabulary < BYTES + special:
         raise ValueError(
             f"model vocabulary={vocabulary} is less than {BYTES + special}, the bytes and {special} special tokens; use 4000"
         )
+    if vocabulary > MOST:
+        raise ValueError(f"model vocabulary={vocabulary} is more than {MOST}, the most tokens of byte-pair encoding; use 4000")
     try:
         import tokenizers
     except ImportError as error:

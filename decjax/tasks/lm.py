@@ -29,7 +29,7 @@ def lm(
 ) -> Task:
     """Language modelling: predicts the next byte of a text, or the next token; the metric is the loss in nats for each of them.
 
-    With tokens, runs also tell the loss per byte, and with both the perplexity e^loss.
+    All runs report the perplexity e^loss, per byte or per token; with tokens they also report the loss per byte.
 
     Args:
         model: a language model with a vocabulary of at least 256.
@@ -92,6 +92,8 @@ class _Next:
         if self.tokenizer == "bpe":
             coder = bpe.train(text.lines(corpus.train), self.model.vocabulary)
             corpus = text.encoded(corpus, coder)
+        for name, part in (("training", corpus.train), ("validation", corpus.valid)):
+            text.num_windows(part, T, f"data path {self.path!r}: the text for {name}")
 
         def facts():
             if coder:
@@ -108,9 +110,11 @@ class _Next:
             more=coder,
         )
 
-    def derived(self, values, data):
+    def derived(self, values, data, limit):
         found = {"perplexity": math.exp(min(values["loss"], 700.0))}
-        return found | ({"loss_per_byte": values["loss"] / data.facts()["bytes_per_token"]} if data.more else {})
+        if data.more is None:
+            return found
+        return found | {"loss_per_byte": values["loss"] / float(data.more.bytes_V[data.validation(limit)[:, 1:]].mean())}
 
     def show(self, params: Any, variables: Any, data: Data, key: jax.Array) -> str:
         prompt = data.validation(1)[0, :PROMPT].tolist()

@@ -6,6 +6,7 @@ A folder holds for every split one file for each language: `train.de`, `train.en
 from collections.abc import Callable, Sequence
 import functools
 import gzip
+import itertools
 import os
 import pathlib
 from typing import Any, NamedTuple
@@ -34,7 +35,10 @@ def read(path: str, split: str, languages: Sequence[str]) -> list[Sentences]:
     """
     texts = [_lines(path, f"{split}.{language}") for language in languages]
     counts = [len(text) for text in texts]
-    if len(set(counts)) > 1 or not counts[0]:
+    if not any(counts):
+        files = " and ".join(f"{split}.{language}" for language in languages)
+        raise ValueError(f"data path {path!r}: {files} are empty; give files of one sentence a line")
+    if len(set(counts)) > 1:
         files = " and ".join(f"{split}.{language} has {count}" for language, count in zip(languages, counts, strict=True))
         raise ValueError(f"data path {path!r}: {files} lines; line k of one file must be the translation of line k of the other")
     return texts
@@ -43,20 +47,25 @@ def read(path: str, split: str, languages: Sequence[str]) -> list[Sentences]:
 def _lines(path: str, name: str) -> Sentences:
     for file, opened in ((name, open), (name + ".gz", gzip.open)):
         place = pathlib.Path(os.path.expanduser(path)) / file
-        if path and place.is_file():
-            try:
-                with opened(place, "rb") as lines:
-                    return lines.read().splitlines()
-            except (OSError, EOFError, zlib.error) as error:
-                raise ValueError(f"data path {str(place)!r} cannot be read: {error}; give files that you may read") from error
+        if not path or not os.path.exists(place):  # Unlike pathlib's functions, os.path's raise nothing on an invalid path.
+            continue
+        try:
+            with opened(place, "rb") as lines:
+                return lines.read().splitlines()
+        except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+            raise ValueError(f"data path {str(place)!r} is damaged: {error}; give files as gzip writes them") from error
+        except OSError as error:
+            raise ValueError(f"data path {str(place)!r} cannot be read: {error.strerror}; give a file that you may read") from error
     raise ValueError(f"data path {path!r} has neither {name} nor {name}.gz; give a folder of parallel files, one sentence a line")
 
 
-def fingerprint(texts: Sequence[Sentences]) -> str:
-    """The number of sentences of the first text, and a CRC-32 of all."""
+def fingerprint(texts: Sequence[Sentences], tokens: Sequence[Sequence[np.ndarray]]) -> str:
+    """The number of sentences of the first text, and a CRC-32 of all texts and of tokens of sentences."""
     crc = 0
     for text in texts:
         crc = zlib.crc32(b"\n".join(text), crc)
+    for sentence in itertools.chain(*tokens):
+        crc = zlib.crc32(np.append(sentence, EOS).astype(np.int32).tobytes(), crc)
     return f"{len(texts[0])} pairs, crc {crc:08x}"
 
 
@@ -72,9 +81,12 @@ def lay_out(sources: Sequence[np.ndarray], targets: Sequence[np.ndarray], length
     return Pairs(source_BxS, target_BxT1)
 
 
-def lengths(longest: int, steps: int = 3) -> list[int]:
-    """The few lengths that batches have: ⌈k · longest / steps⌉ for k = 1 … steps."""
-    return [-(-k * longest // steps) for k in range(1, steps + 1)]
+PARTS = (3, 2, 1)  # k: a batch of kB pairs has the length ⌈longest / k⌉
+
+
+def lengths(longest: int) -> list[int]:
+    """The few lengths that batches have: ⌈longest / k⌉ for k = 3, 2, 1."""
+    return [-(-longest // k) for k in PARTS]
 
 
 def batches(
@@ -90,8 +102,9 @@ def batches(
     """`batch(worker, step) -> Pairs`: batches of equally many tokens, padding included, in a few lengths.
 
     A pair goes to the shortest length L that holds both sentences with their `EOS`; at a step all workers have the same L, so that
-    each is compiled once, and ⌊B · longest ÷ L⌋ pairs. Longer sentences are cut to `longest`. The order of lengths is drawn
-    anew in every pass through the data; no length has fewer than one batch.
+    each is compiled once, and kB pairs for L = ⌈longest ÷ k⌉, so that microbatches which divide B divide every batch. Longer
+    sentences are cut to `longest`. Where a length would have fewer pairs than there are workers, see `_numbers`. The order of lengths
+    is drawn anew in every pass through the data; a length that has pairs has at least one batch.
 
     Args:
         sources: tokens of every source sentence.
@@ -101,20 +114,40 @@ def batches(
         num_workers: N.
         seed: of the run.
         partition: "iid" or "contiguous"; see `partition.deal`.
+
+    Raises:
+        ValueError: if there are fewer pairs than workers.
     """
     needed_E = np.array([max(len(source), len(target)) + 1 for source, target in zip(sources, targets, strict=True)])
-    number_E = np.searchsorted(lengths(longest)[:-1], needed_E)
+    number_E = _numbers(needed_E, lengths(longest), num_workers)
     dealt, order = {}, []
-    for number, length in enumerate(lengths(longest)):
+    for number, (k, length) in enumerate(zip(PARTS, lengths(longest), strict=True)):
         own = np.flatnonzero(number_E == number)
-        if len(own) < num_workers:
+        if not len(own):
             continue
-        size = batch_size * longest // length
+        size = k * batch_size
         dealt[number] = length, own, partition_lib.deal(partition, np.zeros(len(own)), num_workers, size, seed + number)
         order += [number] * max(1, round(len(own) / (num_workers * size)))
-    if not order:
-        raise ValueError(f"{len(sources)} pairs of sentences for {num_workers} workers; use more data or fewer workers")
     return functools.partial(_batch, sources, targets, dealt, tuple(order), seed)
+
+
+def _numbers(needed_E: np.ndarray, lengths: Sequence[int], num_workers: int) -> np.ndarray:
+    """Which of the lengths each pair has: the shortest that holds it, and none has fewer pairs than there are workers.
+
+    Where it would, its pairs go to the next longer one. The longest takes what it lacks from the next shorter one: the longest pairs
+    of it, or all where too few would be left.
+    """
+    number_E, last = np.searchsorted(lengths[:-1], needed_E), len(lengths) - 1
+    for number in range(last):
+        own_E = number_E == number
+        if own_E.sum() < num_workers:
+            number_E[own_E] = number + 1
+    lacking = num_workers - (number_E == last).sum()
+    if 0 < lacking < num_workers and (number_E < last).any():
+        shorter = np.flatnonzero(number_E == number_E[number_E < last].max())
+        falling = shorter[np.argsort(-needed_E[shorter], kind="stable")]
+        number_E[falling[:lacking] if len(shorter) - lacking >= num_workers else falling] = last
+    return number_E
 
 
 def _batch(sources, targets, dealt, order, seed, worker: int, step: int) -> Pairs:

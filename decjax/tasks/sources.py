@@ -2,9 +2,9 @@
 
 path              read as
 ""                the sources of the running Python's standard library
-file, folder      each file whole; hidden and binary ones (with a zero byte) are left out
-*.jsonl           JSON lines: the values of one field, joined by line breaks
-*.parquet         the values of one column, joined by line breaks
+file, folder      each file whole; hidden, gzipped and binary ones (with a zero byte) are left out
+*.jsonl           JSON lines: the values of one field that are not null, joined by line breaks
+*.parquet         the values of one column that are not null, joined by line breaks
 module:NAME       documents of a Grain source (or any sequence) of str or bytes, which is imported
 """
 
@@ -18,6 +18,7 @@ import sysconfig
 from typing import Any
 
 MAX_BYTES = 2**32  # of a corpus, which is held in memory
+_GZIP = b"\x1f\x8b"  # the first bytes of a gzipped file
 _NOT_LIBRARY = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
 _IMPORTED = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 
@@ -41,8 +42,10 @@ def read(path: str, field: str = "text") -> tuple[str, dict[str, bytes]]:
             texts = _texts(shown, root, files, field)
         except OSError as error:
             raise ValueError(
-                f"data path {shown} cannot be read: {error.strerror}: {error.filename!r}; give text that you may read"
+                f"data path {shown} cannot be read: {error.strerror or error}: {error.filename!r}; give text that you may read"
             ) from error
+    if not texts and path.endswith(".gz"):
+        raise ValueError(f"data path {shown} is compressed; unpack it, as with gunzip")
     if not texts:
         raise ValueError(f"data path {shown} holds no text; give a non-empty text file or a folder with some")
     return shown, texts
@@ -76,7 +79,7 @@ def _texts(shown: str, root: pathlib.Path, files: list[pathlib.Path], field: str
         for file, size in sizes.items()
         if size
     }
-    return {name: text for name, text in texts.items() if text and b"\0" not in text}
+    return {name: text for name, text in texts.items() if text and b"\0" not in text and not text.startswith(_GZIP)}
 
 
 def _check_size(shown: str, total: int) -> None:
@@ -94,8 +97,10 @@ def _json_lines(file: pathlib.Path, field: str) -> bytes:
             continue
         try:
             found = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             found = None
+        if isinstance(found, dict) and field in found and found[field] is None:
+            continue
         if not isinstance(found, dict) or not isinstance(found.get(field), str):
             raise ValueError(
                 f"data path {str(file)!r}: line {number} is no JSON object with a text {field!r}; give JSON lines, or another field"
@@ -111,9 +116,17 @@ def _parquet(file: pathlib.Path, field: str) -> bytes:
     except ImportError as error:
         raise ValueError(f"data path {str(file)!r} needs the package pyarrow: pip install pyarrow") from error
     try:
-        column = parquet.read_table(file, columns=[field]).column(field).to_pylist()
-    except (pyarrow.ArrowException, KeyError) as error:
-        raise ValueError(f"data path {str(file)!r} has no column {field!r} that can be read; give another field") from error
+        with parquet.ParquetFile(file) as opened:
+            known = opened.schema_arrow.names.count(field) == 1
+            column = opened.read(columns=[field]).column(field).to_pylist() if known else []
+    except (pyarrow.ArrowException, OSError, ValueError) as error:
+        if isinstance(error, OSError) and error.strerror:
+            raise
+        raise ValueError(
+            f"data path {str(file)!r} is no Parquet file, or a damaged one: {_said(error)}; give another file"
+        ) from error
+    if not known:
+        raise ValueError(f"data path {str(file)!r} has no column {field!r}, or several; give another field")
     if wrong := [text for text in column if not isinstance(text, str | bytes | None)]:
         raise ValueError(
             f"data path {str(file)!r}: column {field!r} holds {type(wrong[0]).__name__}, and text is needed; give another field"
@@ -136,11 +149,16 @@ def _imported(path: str) -> dict[str, bytes]:
         source: Any = importlib.import_module(module)
         for part in name.split("."):
             source = getattr(source, part)
-    except (ImportError, AttributeError) as error:
-        raise ValueError(f"data path {path!r} cannot be imported: {error}; give module:NAME of a source of text") from error
+    except (Exception, SystemExit) as error:  # Whatever the module does wrong.
+        raise ValueError(f"data path {path!r} cannot be imported: {_said(error)}; give module:NAME of a source of text") from error
+    if not hasattr(source, "__getitem__") or not hasattr(source, "__len__"):
+        raise ValueError(
+            f"data path {path!r} is of type {type(source).__name__}, which has no length or no items by number; "
+            "give a sequence or a Grain MapDataset"
+        )
     texts, total = {}, 0
-    for number in range(len(source)):
-        text = source[number]
+    for number in range(_of(path, "length", lambda: len(source))):
+        text = _of(path, f"item {number}", lambda: source[number])
         if not isinstance(text, str | bytes):
             raise ValueError(
                 f"data path {path!r}: item {number} is of type {type(text).__name__}; give a source whose items are str or bytes"
@@ -148,3 +166,16 @@ def _imported(path: str) -> dict[str, bytes]:
         texts[str(number)] = _joined([text])
         _check_size(repr(path), total := total + len(texts[str(number)]))
     return {number: text for number, text in texts.items() if text}
+
+
+def _of(path: str, what: str, get: Callable[[], Any]) -> Any:
+    """What a source of the user's own returns; a ValueError that names the source for whatever it raises."""
+    try:
+        return get()
+    except (Exception, SystemExit) as error:
+        raise ValueError(f"data path {path!r}: its {what} cannot be read: {_said(error)}; mend the source") from error
+
+
+def _said(error: BaseException) -> str:
+    """An error in one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"

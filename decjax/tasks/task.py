@@ -61,7 +61,8 @@ class Task(NamedTuple):
         variables: `variables()`, the model's variables before training.
         parts: the model split up for pipelines, a `models.Parts`; None if it cannot be divided.
         divided: which parameters a tensor-parallel group divides; see `models.Model`.
-        derived: `derived(values, data) -> values by name`, what follows from the metrics, such as perplexity.
+        derived: `derived(values, data, limit) -> values by name`, what follows from the metrics of so many validation examples (0: of
+            all), such as perplexity.
         score: `score(params, variables, data) -> values by name`, metrics of a trained model that are no means over examples, such as
             BLEU; found at the end, of the averaged model. None: there are none.
         scores: these metrics by name.
@@ -79,7 +80,7 @@ class Task(NamedTuple):
     variables: Callable[[], Any] = lambda: ()
     parts: Any = None
     divided: tuple[tuple[str, int], ...] = ()
-    derived: Callable[[Mapping[str, float], Data], dict[str, float]] = lambda values, data: {}
+    derived: Callable[[Mapping[str, float], Data, int], dict[str, float]] = lambda values, data, limit: {}
     score: Callable[[Any, Any, Data], dict[str, float]] | None = None
     scores: Mapping[str, Metric] = {}
     show: Callable[[Any, Any, Data, Any], str] | None = None

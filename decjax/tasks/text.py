@@ -28,9 +28,8 @@ class Corpus(NamedTuple):
     @property
     def fingerprint(self) -> str:
         """Lengths and CRC-32 of both parts, by which a continued run checks that the text is the same."""
-        unit = "bytes" if self.train.dtype == np.uint8 else "tokens"
         crc = zlib.crc32(self.valid.tobytes(), zlib.crc32(self.train.tobytes()))
-        return f"{len(self.train)}+{len(self.valid)} {unit}, crc {crc:08x}"
+        return f"{len(self.train)}+{len(self.valid)} {unit(self.train)}, crc {crc:08x}"
 
 
 def load_corpus(path: str = "", *, min_bytes: int = 1, field: str = "text") -> Corpus:
@@ -93,11 +92,17 @@ def order1_entropy(text: np.ndarray) -> float:
     return float((p_ab * np.log(p_a / p_ab)).sum())
 
 
-def num_windows(text: np.ndarray, context: int) -> int:
-    """How many windows of T + 1 bytes a text has, with T = `context`; a ValueError if it is too short for one."""
+def unit(text: np.ndarray) -> str:
+    """What a text consists of: "bytes" or "tokens"."""
+    return "bytes" if text.dtype == np.uint8 else "tokens"
+
+
+def num_windows(text: np.ndarray, context: int, name: str = "the text") -> int:
+    """How many windows of T + 1 bytes or tokens a text has, with T = `context`; a ValueError if it is too short for one."""
     if len(text) < context + 1:
         raise ValueError(
-            f"the text has {len(text)} bytes, but one window takes context + 1 = {context + 1}; use more text or a shorter context"
+            f"{name} has {len(text)} {unit(text)}, but one window takes context + 1 = {context + 1}; "
+            "use more text or a shorter context"
         )
     return (len(text) - 1) // context
 

@@ -36,6 +36,8 @@ def translation(
 ) -> Task:
     """Translation between two languages; metrics are the loss in nats per token, and BLEU of the averaged model at the end.
 
+    An example counts as `length` tokens in throughput: what fills a sentence up is computed, too, so it counts.
+
     Args:
         model: a translation model.
         path: a folder of parallel files, one sentence a line: train.de, train.en, val.de, val.en and those of `test`; plain or .gz.
@@ -45,7 +47,7 @@ def translation(
         length: tokens of the longest sentence with its end; what is longer is cut.
         partition: which pairs each worker has: "iid" or "contiguous".
         smoothing: share ε of the target distribution that is spread over all tokens while training; see `optax.smooth_labels`.
-        beams: width of the beam search; 1: greedy.
+        beams: width of the beam search; 1 with alpha=0: greedy search.
         alpha: exponent of the length penalty; see `models.beam`.
 
     Raises:
@@ -54,6 +56,8 @@ def translation(
     name, _ = partition_lib.parse(partition)
     if name == "dirichlet":
         raise ValueError(f"task partition={partition!r}: sentences have no classes; use iid or contiguous")
+    if source == target:
+        raise ValueError(f"task source={source!r} and target={target!r} are the same language; use two, such as de and en")
     if not 6 <= length <= 1024:
         raise ValueError(f"task length={length} must lie between 6 and 1024, such as 40")
     if not 0 <= smoothing < 1:
@@ -117,21 +121,21 @@ class _Translation:
     def load(self, num_workers, batch_size, seed):
         _bleu()  # A run should not end with the error.
         train, valid, test = (parallel.read(self.path, split, self.languages) for split in ("train", "val", self.test))
+        if len(train[0]) < num_workers:
+            raise ValueError(
+                f"data path {self.path!r} has {len(train[0])} pairs of sentences for {num_workers} workers; "
+                "use more data or fewer workers"
+            )
         coder = bpe.train([*train[0], *train[1]], self.model.vocabulary, SPECIAL)
         held_out = parallel.lay_out(coder.encode(valid[0]), coder.encode(valid[1]), self.length)
+        pairs = coder.encode(train[0]), coder.encode(train[1])
         batch = parallel.batches(
-            coder.encode(train[0]),
-            coder.encode(train[1]),
-            longest=self.length,
-            batch_size=batch_size,
-            num_workers=num_workers,
-            seed=seed,
-            partition=self.partition,
+            *pairs, longest=self.length, batch_size=batch_size, num_workers=num_workers, seed=seed, partition=self.partition
         )
         return Data(
             batch=batch,
             validation=lambda limit: jax.tree.map(lambda x: x[spaced(len(x), limit)], held_out),
-            fingerprint=parallel.fingerprint([*train, *valid, *test]),
+            fingerprint=parallel.fingerprint([*train, *valid, *test], pairs),
             more=_Test(coder, test[0], test[1]),
         )
 

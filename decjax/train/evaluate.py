@@ -17,7 +17,7 @@ class Evaluation(NamedTuple):
 
     Attributes:
         averaged: of the averaged model.
-        local: of each worker's own model, [N].
+        local: of each worker's own model, [N]; empty where these were left out.
         coded: of the averaged model with its activations between stages compressed; None where they are not.
     """
 
@@ -36,12 +36,13 @@ def _chunks(examples: Any, count: int, batch_size: int) -> tuple[Any, np.ndarray
 
 
 def make_evaluate(
-    measure: Measure, workers: mesh.Workers, examples: Any, batch_size: int, coded: Measure | None = None
+    measure: Measure, workers: mesh.Workers, examples: Any, batch_size: int, coded: Measure | None = None, local: bool = True
 ) -> Callable[[Any, Any], Evaluation]:
     """Compiles the evaluation of the workers' models, and of their average, on fixed examples.
 
     The averaged model is evaluated by all workers together, each on a part of the examples; every local model on all of them.
     Examples are a pytree of NumPy arrays [W, …]; `coded` is `measure` with compressed messages between stages, if there are any.
+    Without `local` the averaged model alone is evaluated.
 
     Returns:
         `evaluate(models, average) -> Evaluation`, of (parameters, variables) stacked over workers, and of the averaged model's. A
@@ -68,9 +69,9 @@ def make_evaluate(
         return {name: x / sums[WEIGHT] for name, x in sums.items() if name != WEIGHT}
 
     def evaluate(models, average):
-        sums = workers.fetch(apart(models, *whole))
-        local = {name: x_N / sums[WEIGHT] for name, x_N in sums.items() if name != WEIGHT}
-        return Evaluation(joint(together, average), local, joint(coded_together, average) if coded else None)
+        sums = workers.fetch(apart(models, *whole)) if local else {}
+        own = {name: x_N / sums[WEIGHT] for name, x_N in sums.items() if name != WEIGHT}
+        return Evaluation(joint(together, average), own, joint(coded_together, average) if coded else None)
 
     return evaluate
 

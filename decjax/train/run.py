@@ -223,14 +223,14 @@ class Run:
             self._diverged(f"validation loss of the averaged model is {result.averaged['loss']} after step {step}")
         found = {}
         for name, value in result.averaged.items():
-            found |= summary_lib.spread(name, value, result.local[name])
+            found |= summary_lib.spread(name, value, result.local[name]) if result.local else {name: value}
         row = self._row(step, time_s, found, step - self.counters["first_step"], time_s)
-        return row | self._further(result)
+        return row | self._further(result, self.spec.eval.num_windows if step < self.spec.steps else 0)
 
-    def _further(self, result: Evaluation) -> dict[str, float]:
-        """Metrics of the averaged model that single workers do not have."""
+    def _further(self, result: Evaluation, limit: int = 0) -> dict[str, float]:
+        """Metrics of the averaged model that single workers do not have, on so many validation examples; 0: all."""
         coded = {f"{name}_coded": value for name, value in (result.coded or {}).items()}
-        return self.trainer.setup.task.derived(result.averaged, self.trainer.data) | coded
+        return self.trainer.setup.task.derived(result.averaged, self.trainer.data, limit) | coded
 
     # -- The loop -----------------------------------------------------------------------------------------------------
 
@@ -288,7 +288,7 @@ class Run:
             compiling_s = self._take(step, losses)
             logged = logged[0] + compiling_s, logged[1]  # The rate excludes compilation.
             done = step + 1
-            if spec.consensus_every and done % spec.consensus_every == 0:
+            if spec.reaches_consensus(done):
                 # The next step's exchange may be dispatched by another thread, so all collectives of this one must be complete.
                 state, sent = trainer.consensus(self.state)
                 self.state = jax.block_until_ready(state)
@@ -304,7 +304,7 @@ class Run:
                 self._record("train", done, self._training_row(losses, done, begun, *logged))
                 losses.clear()
                 if evaluates:
-                    result = trainer.evaluate(self.state, spec.eval.num_windows)
+                    result = trainer.evaluate(self.state, spec.eval.num_windows, spec.eval.local)
                     self._record("eval", done, self._evaluation_row(result, done, time.monotonic() - begun))
                 self.counters["time_s"] = time.monotonic() - begun
                 if saves:

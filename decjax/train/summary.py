@@ -37,14 +37,24 @@ def summarize(
     found = {f"eval_{name}": value for name, value in {**result.averaged, **further}.items()}
     for name, local_N in result.local.items():
         found |= {f"local_eval_{name}_{of}": float(value) for of, value in _range(local_N).items()}
-    steps, every = spec.steps - counters["first_step"], spec.consensus_every
+    steps = spec.steps - counters["first_step"]
     return found | {
         "num_params": sum(x.size for x in jax.tree.leaves(params)),
         "steps": spec.steps,
         "time_s": counters["time_s"],
         **{per_step: counters[name] / steps for name, (_, per_step) in BYTES.items() if name in counters},
-        "protocol": f"replicas replaced by their average every {every} steps" if every else "averaged model, training undisturbed",
+        "protocol": _protocol(spec),
     }
+
+
+def _protocol(spec: config.RunSpec) -> str:
+    """Whether training was disturbed by averages of the replicas, and when."""
+    first, last = spec.consensus_first, spec.consensus_last
+    every = f"every {spec.consensus_every} steps" if spec.consensus_every else ""
+    when = [every, f"in the first {first} steps" if first else "", f"in the last {last} steps" if last else ""]
+    if not any(when):
+        return "averaged model, training undisturbed"
+    return f"replicas replaced by their average {', '.join(filter(None, when))}"
 
 
 def _range(local_N: np.ndarray) -> dict[str, Any]:

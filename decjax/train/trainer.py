@@ -170,11 +170,11 @@ class Trainer:
 
     # -- Evaluation ---------------------------------------------------------------------------------------------------
 
-    def evaluate(self, state: State, limit: int = 0) -> evaluate.Evaluation:
-        """Metrics of the averaged model and of every worker's own, on `limit` validation examples; 0: all."""
-        return self._evaluate(limit)(self.models(state), self.average(state))
+    def evaluate(self, state: State, limit: int = 0, local: bool = True) -> evaluate.Evaluation:
+        """Metrics of the averaged model, and with `local` of every worker's own, on `limit` validation examples; 0: all."""
+        return self._evaluate(limit, local)(self.models(state), self.average(state))
 
     @functools.cache  # noqa: B019  A trainer usually exists until its process ends.
-    def _evaluate(self, limit):
+    def _evaluate(self, limit, local):
         measure, coded, examples = self.setup.task.measure, self.setup.source.coded, self.data.validation(limit)
-        return evaluate.make_evaluate(measure, self.workers.whole, examples, self.spec.eval.batch_size, coded)
+        return evaluate.make_evaluate(measure, self.workers.whole, examples, self.spec.eval.batch_size, coded, local)

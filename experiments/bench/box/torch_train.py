@@ -1,11 +1,14 @@
-"""PyTorch's DDP on the data, schedule and evaluations of a run of decjax; one of the processes of experiments.time_to_loss.
+"""PyTorch's DDP, or decent-dp, on the data, schedule and evaluations of a run of decjax; a process of experiments.time_to_loss.
 
 Needs requirements-peers.txt and nothing of decjax. `--workdir` holds config.json and data.npz: train [S, N, B, T + 1] and valid [W, T + 1],
-bytes. Writes metrics.jsonl and summary.json in the form of launch.train, as far as experiments.time_to_loss reads them.
+bytes. Writes metrics.jsonl and summary.json in the form of launch.train, as far as experiments.time_to_loss reads them. Where they
+differ from decjax: random numbers, and what is clipped: DDP clips the averaged gradient, decent-dp that of each bucket, decjax each
+worker's own.
 """
 # pyright: reportMissingImports=false
 
 import argparse
+import contextlib
 import json
 import math
 import pathlib
@@ -21,11 +24,21 @@ from experiments.bench.box.torch_worker import DecoderLM
 
 
 def learning_rate(step: int, schedule: dict[str, Any], steps: int) -> float:
-    """Linear warm-up, then a cosine, as decjax.schedules's."""
+    """Linear warm-up, then a cosine: `decjax.optim.optimizers.cosine`."""
     warmup, peak, final = schedule["warmup_steps"], schedule["learning_rate"], schedule["final_fraction"]
     if step < warmup:
         return peak * step / warmup
     return peak * (final + (1 - final) * 0.5 * (1 + math.cos(math.pi * (step - warmup) / (steps - warmup))))
+
+
+@torch.no_grad()
+def start(model: DecoderLM) -> None:
+    """Draws weights as `decjax.models.decoder` does: of variance 1 / inputs, branches smaller, and an output layer of zeros."""
+    branch = 0.5 / len(model.blocks)
+    for block in model.blocks:
+        for linear, scale in ((block.qkv, 1.0), (block.up, 1.0), (block.out, branch), (block.down, branch)):
+            nn.init.normal_(linear.weight, std=(scale / linear.in_features) ** 0.5)
+    nn.init.zeros_(model.head.weight)
 
 
 def evaluate(model: nn.Module, valid_WxT1: torch.Tensor) -> float:
@@ -37,32 +50,88 @@ def evaluate(model: nn.Module, valid_WxT1: torch.Tensor) -> float:
     return float(total[0] / total[1])
 
 
-def train(workdir: pathlib.Path) -> None:
+class AllReduce:
+    """AdamW under torch's DistributedDataParallel."""
+
+    def __init__(self, own: DecoderLM, config: dict[str, Any]):
+        self.config, self.model = config, nn.parallel.DistributedDataParallel(own)
+        self.optimizer = adamw(self.model.parameters(), config)
+
+    def step(self, tokens_BxT1: torch.Tensor, step: int) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate(step, self.config["schedule"], self.config["steps"])
+        self.optimizer.zero_grad()
+        self.model(tokens_BxT1).backward()
+        nn.utils.clip_grad_norm_(self.model.parameters(), self.config["clip_norm"])
+        self.optimizer.step()
+
+    def averaged(self) -> contextlib.AbstractContextManager[None]:
+        """While it is open, the parameters are those of the averaged model: here they always are."""
+        return contextlib.nullcontext()
+
+
+class Gossip:
+    """AdamW under decent-dp's DecentralizedDataParallel, over the one-peer exponential graph; it updates inside of the backward pass."""
+
+    def __init__(self, own: DecoderLM, config: dict[str, Any]):
+        from decent_dp.ddp import DecentralizedDataParallel
+
+        schedule, steps = config["schedule"], config["steps"]
+
+        def scheduled(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+            peak = schedule["learning_rate"]
+            return torch.optim.lr_scheduler.LambdaLR(
+                optimizer, lambda step: learning_rate(min(step, steps), schedule, steps) / peak
+            )
+
+        self.model = DecentralizedDataParallel(
+            own,
+            lambda named: adamw([parameter for _, parameter in named], config),
+            scheduled,
+            topology="one-peer-exp",
+            grad_clip_norm=config["clip_norm"],
+            _local_world_size=1,
+        )
+
+    def step(self, tokens_BxT1: torch.Tensor, step: int) -> None:
+        self.model(tokens_BxT1).backward()
+
+    @contextlib.contextmanager
+    def averaged(self):
+        """While it is open, the parameters are those of the averaged model."""
+        self.model.global_avg()
+        yield
+        self.model.revert_global_avg()
+
+
+METHODS = {"ddp": AllReduce, "decent_dp": Gossip}
+
+
+def adamw(parameters: Any, config: dict[str, Any]) -> torch.optim.Optimizer:
+    options, rate = config["optimizer"], config["schedule"]["learning_rate"]
+    return torch.optim.AdamW(parameters, rate, betas=(options["b1"], options["b2"]), weight_decay=options["weight_decay"])
+
+
+def train(workdir: pathlib.Path, name: str) -> None:
     """Trains from the first step to the last: a run that is cut short begins anew."""
     config, data = json.loads((workdir / "config.json").read_text()), np.load(workdir / "data.npz")
     valid_WxT1 = torch.from_numpy(data["valid"]).long()
     tokens_SxBxT1 = torch.from_numpy(data["train"][:, dist.get_rank()]).long()
     torch.manual_seed(config["seed"])
     own = DecoderLM(**{name: config["model"][name] for name in ("vocabulary", "context", "width", "hidden", "heads", "depth")})
-    model = nn.parallel.DistributedDataParallel(own)
-    options = config["optimizer"]
-    optimizer = torch.optim.AdamW(model.parameters(), betas=(options["b1"], options["b2"]), weight_decay=options["weight_decay"])
+    start(own)
+    method = METHODS[name](own, config)
     steps, every, rows = config["steps"], config["eval"]["every"], []
     tokens = config["batch_size"] * config["model"]["context"]
     taken_s, loss = 0.0, math.nan
     for step in range(steps):
         begun = time.perf_counter()
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(step, config["schedule"], steps)
-        optimizer.zero_grad()
-        model(tokens_SxBxT1[step]).backward()
-        nn.utils.clip_grad_norm_(model.parameters(), config["clip_norm"])
-        optimizer.step()
+        method.step(tokens_SxBxT1[step], step)
         taken_s += time.perf_counter() - begun
         if (step + 1) % every == 0 or step + 1 == steps:
-            since = (step % every) + 1
-            loss = evaluate(own, valid_WxT1)
-            rows.append({"step": step + 1, "kind": "train", "tokens_per_s": since * tokens / taken_s})
+            with method.averaged():
+                loss = evaluate(own, valid_WxT1)
+            rows.append({"step": step + 1, "kind": "train", "tokens_per_s": ((step % every) + 1) * tokens / taken_s})
             rows.append({"step": step + 1, "kind": "eval", "loss": loss})
             taken_s = 0.0
     if dist.get_rank() == 0:
@@ -77,11 +146,12 @@ def main() -> None:
     parser.add_argument("--num_processes", type=int, required=True)
     parser.add_argument("--process_index", type=int, required=True)
     parser.add_argument("--workdir", type=pathlib.Path, required=True)
+    parser.add_argument("--method", required=True, choices=list(METHODS))
     chosen = parser.parse_args()
     torch.set_num_threads(1)
     address = f"tcp://{chosen.coordinator}"
     dist.init_process_group("gloo", init_method=address, world_size=chosen.num_processes, rank=chosen.process_index)
-    train(chosen.workdir)
+    train(chosen.workdir, chosen.method)
     dist.destroy_process_group()
 
 

@@ -1,11 +1,13 @@
-"""PyTorch's DDP as the twin of a run of decjax: the same text, batches, schedule and evaluations; see `torch_train`."""
+"""PyTorch's DDP and decent-dp as twins of runs of decjax: the same text, batches, schedule and evaluations; see `torch_train`."""
 
 import json
 import pathlib
+import subprocess
 
 import numpy as np
 
 from decjax.tasks import text
+from experiments.bench.box.group import Failed
 from launch import cluster, processes
 
 VALIDATION_WINDOWS = 64
@@ -25,11 +27,23 @@ def write_text(path: pathlib.Path, context: int) -> pathlib.Path:
     return path
 
 
-def train(network: cluster.Network, python: str, twin: pathlib.Path, workdir: pathlib.Path) -> int:
-    """Trains DDP on the hosts of a network as a run of decjax was trained there, one process a host; returns the exit code.
+def check(python: str) -> None:
+    """Raises `Failed` unless an interpreter has experiments/requirements-peers.txt."""
+    try:
+        done = subprocess.run([python, "-c", "import torch"], capture_output=True, text=True, check=False)
+        problem = done.stderr.strip().splitlines()[-1:] if done.returncode else []
+    except OSError as error:
+        problem = [error.strerror]
+    if problem:
+        raise Failed(f"--peers={python} cannot be used ({problem[0]}); give a Python with experiments/requirements-peers.txt")
+
+
+def train(network: cluster.Network, python: str, method: str, twin: pathlib.Path, workdir: pathlib.Path) -> int:
+    """Trains a peer on the hosts of a network as a run of decjax was trained there, one process a host; returns the exit code.
 
     Args:
         python: an interpreter with experiments/requirements-peers.txt.
+        method: "ddp" or "decent_dp".
         twin: the directory of that run.
         workdir: gets config.json, data.npz, and what `torch_train` writes.
     """
@@ -44,5 +58,7 @@ def train(network: cluster.Network, python: str, twin: pathlib.Path, workdir: pa
     tokens_SxNxBxT1 = np.array([[batch(worker, step) for worker in range(workers)] for step in range(config["steps"])], np.uint8)
     valid_WxT1 = text.validation_windows(corpus.valid, context=context).astype(np.uint8)
     np.savez(workdir / "data.npz", train=tokens_SxNxBxT1, valid=valid_WxT1)
-    lines = processes.members("experiments.bench.box.torch_train", [f"--workdir={workdir}"], hosts, network.addresses[0])
+    lines = processes.members(
+        "experiments.bench.box.torch_train", [f"--workdir={workdir}", f"--method={method}"], hosts, network.addresses[0]
+    )
     return processes.run_together([network.inside(k, [python, *line[1:]]) for k, line in enumerate(lines)])

@@ -1,0 +1,157 @@
+"""Which trainings are compared, task by task: quality at equal tokens, the gap of gossip that overlaps, and ablations.
+
+Everything mixes while it computes (order "awc") unless a row says otherwise. `experiments.quality` makes the trainings.
+"""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+WORKERS, NODE, WINDOW = 16, 4, 8
+LEAD, OTHERS = 3, 1  # seeds of the rows that a claim is about, and of the others
+ALL_REDUCE = "all-reduce, AdamW"
+
+
+class Row(NamedTuple):
+    """A method of a study.
+
+    Attributes:
+        shorthand: of its config.
+        seeds: how many trainings it has beside those that tune its rate.
+        fields: of its config, dotted, beside those of the study.
+        longer: times the steps of the study.
+    """
+
+    shorthand: str
+    seeds: int = OTHERS
+    fields: Mapping[str, Any] = {}
+    longer: float = 1.0
+
+
+class Study(NamedTuple):
+    """A task, and the methods that are compared on it.
+
+    Attributes:
+        config: config file.
+        rows: methods by name; the first one is what the others are compared with.
+        metric: what is compared, an entry of summary.json.
+        unit: its unit.
+        grid: learning rates that are tried; a single one is taken as it is.
+        steps: of a training.
+        tuning_steps: of a training that tunes a rate; 0: as many as `steps`.
+        shorthand: of all rows.
+        fields: of all rows.
+        tuning_fields: of the trainings that tune a rate: validation data that the table does not show, where a task has them.
+        data: the flag with the path of the data; "": none is needed.
+        rates: the study whose rates are taken; "": rates are tuned.
+        tuned_on: entry of summary.json by which rates are chosen; less is better. Digits and texts have no further data: there it is
+            the loss on the examples whose loss or accuracy the table shows, in a run with a seed of its own.
+    """
+
+    config: str
+    rows: Mapping[str, Row]
+    metric: str
+    unit: str
+    grid: tuple[float, ...]
+    steps: int
+    tuning_steps: int = 0
+    shorthand: str = f"workers={WORKERS},local_size={NODE}"
+    fields: Mapping[str, Any] = {}
+    tuning_fields: Mapping[str, Any] = {}
+    data: str = ""
+    rates: str = ""
+    tuned_on: str = "eval_loss"
+
+
+# -- Quality at equal tokens ------------------------------------------------------------------------------------------
+
+GRAPHS = {"complete": "complete", "AER": "alternating_exponential_ring", "one-peer": "one_peer_exponential"}
+ACCUM = f"accum_adamw(window={WINDOW})"
+ALL = Row("method=allreduce,optimizer=adamw", LEAD)
+METHODS = {
+    ALL_REDUCE: ALL,
+    **{f"D-Adam, {name}": Row(f"topology={graph}", OTHERS if name == "complete" else LEAD) for name, graph in GRAPHS.items()},
+    **{
+        f"AccumAdam, {name}": Row(f"topology={graph},optimizer={ACCUM}", OTHERS if name == "complete" else LEAD)
+        for name, graph in GRAPHS.items()
+    },
+}
+TEXT = Study("configs/lm.py", METHODS, "eval_loss", "nats/byte", (8e-3, 1.6e-2, 3.2e-2), 3000, 1000)
+IMAGES = Study("configs/cifar.py", METHODS, "eval_accuracy", "accuracy", (4e-3, 8e-3, 1.6e-2), 1000, 300, data="cifar10")
+QUALITY = {
+    "translation": Study("configs/translation.py", METHODS, "eval_bleu", "BLEU", (2e-3, 4e-3, 8e-3), 2000, 600, data="multi30k"),
+    "cifar": IMAGES._replace(tuning_fields={"data.validation": 0.1}),
+    "digits": IMAGES._replace(config="configs/digits.py", grid=(1e-2, 2e-2, 4e-2), steps=300, tuning_steps=0, data=""),
+    "python": TEXT,
+    "shakespeare": TEXT._replace(data="shakespeare", rates="python"),
+}
+
+# -- The gap of gossip that overlaps ----------------------------------------------------------------------------------
+
+MAIN = "one-peer"  # of configs/lm.py, the job on which the gap is looked for
+CANDIDATES = {
+    MAIN: {},
+    "β1 = 0.95": {"optimizer.b1": 0.95},
+    "β1 = 0.974": {"optimizer.b1": 0.974},
+    "β1 = 0.985": {"optimizer.b1": 0.985},
+    "β2 = 0.999": {"optimizer.b2": 0.999},
+    "β1 = 0.974, β2 = 0.999": {"optimizer.b1": 0.974, "optimizer.b2": 0.999},
+    "no weight decay": {"optimizer.weight_decay": 0.0},
+    "no clipping": {"clip_norm": 0.0},
+    "mixing follows the rate": {"method.strength_power": 0.5},
+    "rate ends at zero": {"schedule.final_fraction": 0.0},
+    "equal replicas in the first 5 %": {"consensus_first": 250},
+    "equal replicas in the last 1 %": {"consensus_last": 50},
+}
+GAP_ROWS = {
+    ALL_REDUCE: ALL,
+    "all-reduce, β1 = 0.974": ALL._replace(seeds=OTHERS, fields={"optimizer.b1": 0.974}),
+    **{name: Row("", OTHERS, fields) for name, fields in CANDIDATES.items()},
+    "order atc": Row("order=atc"),
+    "two rounds": Row("", fields={"mixer.rounds": 2}),
+    **{
+        f"AccumAdam, s = 4, β1 = {b1}": Row("optimizer=accum_adamw(window=4)", fields={"optimizer.b1": b1})
+        for b1 in (0.8, 0.9, 0.95)
+    },
+}
+LONG = dict(steps=5000, tuning_steps=1500, grid=(1e-2, 2e-2, 4e-2), shorthand="workers=8")
+
+# -- Ablations --------------------------------------------------------------------------------------------------------
+
+SHORT = TEXT._replace(steps=1500, tuning_steps=0)
+TOPOLOGIES = "ring torus one_peer_exponential exponential alternating_exponential_ring complete".split()
+ADAMS = {"D-Adam": "adamw", "AccumAdam": ACCUM}
+GLOBAL_BATCH = 32  # sequences
+ABLATIONS = {
+    "graphs": SHORT._replace(rows={ALL_REDUCE: ALL} | {name: Row(f"topology={name}") for name in TOPOLOGIES}),
+    "window": SHORT._replace(
+        rows={ALL_REDUCE: ALL} | {f"s = {s}": Row(f"optimizer=accum_adamw(window={s})") for s in (1, 2, 4, 8, 16)}
+    ),
+    "strength": SHORT._replace(
+        rows={ALL_REDUCE: ALL}
+        | {f"(rate ÷ peak)^{p:g}": Row("", fields={"method.strength_power": p}) for p in (0.0, 0.25, 0.5, 1.0)}
+    ),
+    "workers": SHORT._replace(
+        shorthand="",
+        rows={
+            f"{name}, N = {N}": Row(f"{method},workers={N}", longer=WORKERS / N)
+            for N in (4, 8, 16, 32, 64)
+            for name, method in {"all-reduce": "method=allreduce", "D-Adam": "order=awc"}.items()
+        },
+    ),
+    "batch": SHORT._replace(
+        shorthand="",
+        fields={"batch_size": GLOBAL_BATCH},
+        rows={ALL_REDUCE: Row(f"method=allreduce,workers={WORKERS}")}
+        | {
+            f"{name}, {batch} a worker": Row(f"optimizer={optimizer},workers={GLOBAL_BATCH // batch}")
+            for batch in (1, 2, 4, 8)
+            for name, optimizer in ADAMS.items()
+        },
+    ),
+}
+STUDIES = {
+    **QUALITY,
+    **ABLATIONS,
+    "gap": TEXT._replace(rows=GAP_ROWS, **LONG),
+    "gap_shakespeare": TEXT._replace(rows=GAP_ROWS, data="shakespeare", rates="gap", **LONG),
+}

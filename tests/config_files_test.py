@@ -1,0 +1,50 @@
+"""The files in configs/: keys for sweeps, layers that divide into stages, and steps that other values follow from."""
+
+import importlib
+import pathlib
+
+import pytest
+
+from configs import gpt, gpt_optimus, translation
+from decjax import config as parts
+from launch import sweep
+
+FOLDER = pathlib.Path(gpt.__file__).parent
+FILES = [path.stem for path in sorted(FOLDER.glob("*.py")) if path.stem not in ("__init__", "base", "shorthand")]
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_keys_are_those_of_the_shorthand(name):
+    """A sweep asks a config file for them."""
+    module = importlib.import_module(f"configs.{name}")
+    with pytest.raises(ValueError, match="'colour' is unknown") as error:
+        module.get_config("colour=red")
+    assert str(error.value).endswith(f"use some of {', '.join(module.KEYS)}")
+
+
+def test_a_sweep_over_sizes_goes_into_the_shorthand(tmp_path):
+    (member,) = sweep.expand("configs/gpt_optimus.py", {"size": ["tiny"]}, gpt_optimus.KEYS, tmp_path, [])
+    assert member.arguments[0] == "--config=configs/gpt_optimus.py:size=tiny"
+
+
+def test_values_follow_the_steps_of_the_config():
+    assert gpt.get_config("method=onebit_adam").reducer.start == 2000 // 6
+    assert gpt.get_config("method=onebit_adam,steps=600").reducer.start == 100
+    assert gpt.get_config().steps == 2000 and gpt.get_config("smoke").steps == 20 and gpt.get_config("steps=7").steps == 7
+
+
+@pytest.mark.parametrize(
+    "arg, depth", [("", 4), ("stages=3", 6), ("stages=2", 4), ("stages=5", 5), ("stages=3,schedule=interleaved", 6)]
+)
+def test_layers_divide_into_stages(arg, depth):
+    config = gpt.get_config(f"{arg},microbatches=6")
+    assert config.model.depth == depth
+    assert parts.resolve(config, 30).pipeline.stages == config.pipeline.stages
+
+
+@pytest.mark.parametrize("steps, warmup", [(2, 1), (9, 1), (20, 2), (5000, 200)])
+def test_short_runs_have_a_warm_up_where_the_schedule_needs_one(steps, warmup):
+    config = translation.get_config(f"workers=2,steps={steps}")
+    assert config.schedule.warmup_steps == warmup
+    parts.resolve(config, 2)
+    assert gpt.get_config("steps=9").schedule.warmup_steps == 0

@@ -1,0 +1,80 @@
+"""Whole runs of the configs of single tasks in their smoke form, on tiny data that is made up."""
+
+import json
+
+import numpy as np
+import pytest
+
+from configs import cifar, gpt, translation
+from tests import commands
+from tests.runs import run_of
+from tests.tiny_runs import assert_equal_states, forget_after, losses, rows
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+WORDS = "das die der ein Mädchen Junge Hund läuft sitzt grün groß alt".split()
+
+
+def sentences(count, seed):
+    """Twelve words each, which are more than 12 tokens, so that all batches have the longest length, 24."""
+    rng = np.random.default_rng(seed)
+    return [" ".join(rng.choice(WORDS, 12)) for _ in range(count)]
+
+
+def trained(config, workdir, **fields):
+    config.update_from_flattened_dict(fields)
+    run_of(config, workdir).train()
+    summary = json.loads((workdir / "summary.json").read_text())
+    assert np.isfinite(summary["eval_loss"]) and [row["step"] for row in rows(workdir, "eval")][-1] == config.steps
+    return summary
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    root = tmp_path_factory.mktemp("pairs")
+    for seed, (split, count) in enumerate({"train": 200, "val": 16, "test_2016_flickr": 6}.items()):
+        for language in ("de", "en"):
+            (root / f"{split}.{language}").write_text("\n".join(sentences(count, seed)) + "\n")
+    return str(root)
+
+
+def test_a_translation_that_is_stopped_goes_on_bit_by_bit(folder, tmp_path):
+    """With dropout, whose masks follow from the step."""
+    fields = {"data.path": folder, "data.beams": 2, "data.length": 24}
+    config = lambda: translation.get_config("smoke,workers=2")
+    assert config().model.dropout > 0
+    summary = trained(config(), tmp_path / "whole", **fields)
+    assert 0 <= summary["eval_bleu"] <= 100
+    again = forget_after(tmp_path / "whole", 5, tmp_path / "again")
+    trained(config(), again, **fields)
+    assert_equal_states(tmp_path / "whole", again, 10)
+
+
+def test_tokens_of_byte_pairs(folder, tmp_path):
+    fields = {"steps": 4, "data.path": f"{folder}/train.de", "model.context": 8, "eval.every": 2}
+    summary = trained(gpt.get_config("smoke,workers=2"), tmp_path / "run", **fields)
+    assert summary["eval_loss_per_byte"] == pytest.approx(summary["eval_loss"] / summary["bytes_per_token"])
+    assert 1 < summary["bytes_per_token"] < 6  # a word and its space
+
+
+def test_photographs(tmp_path):
+    rng = np.random.default_rng(0)
+    for name in ("data_batch_1", "test_batch"):
+        records = rng.integers(0, 256, (20, 3073), np.uint8)
+        records[:, 0] %= 10
+        (tmp_path / f"{name}.bin").write_bytes(records.tobytes())
+    fields = {"steps": 2, "data.path": str(tmp_path), "model.width": 2, "eval.every": 2}
+    assert 0 <= trained(cifar.get_config("smoke,workers=2"), tmp_path / "run", **fields)["eval_accuracy"] <= 1
+
+
+def test_processes_and_simulated_workers_learn_the_same_translation(folder, tmp_path):
+    """Dropout, batches of several lengths and a rate that decays are functions of seed, worker and step, wherever a worker runs."""
+    fields = [f"--config.data.path={folder}", "--config.data.beams=1", "--config.data.length=24", "--config.log_every=1"]
+    for command, shorthand in (
+        (["launch.local", "--num_processes=2", "--"], "smoke"),
+        (["launch.train"], "smoke,workers=2,simulate"),
+    ):
+        place = [f"--config=configs/translation.py:{shorthand}", f"--workdir={tmp_path / command[0]}"]
+        done = commands.run(*command, *place, *fields)
+        assert done.returncode == 0, done.stderr
+    np.testing.assert_allclose(losses(tmp_path / "launch.local"), losses(tmp_path / "launch.train"), rtol=1e-4)
