@@ -9,7 +9,7 @@ of experiments.speedup on a megabyte of Python's standard library; with --multi3
 translate. A step of every method reads as many examples.
 
 1. Each method is tuned in simulation, without a network: three learning rates, and further ones while the best is at an edge. Whoever
-   does not end 0.05 nats below all-reduce's loss gets more steps: the fewest of 1.25, 1.5, 2 or 3 times as many with which it does;
+   does not end 0.05 nats below all-reduce's loss gets more steps: the fewest of 1.5, 2 or 3 times as many with which it does;
    three times as many if none is enough.
 2. launch.calibrate measures the box, and the cost model foretells how long a step of each method takes. Times the steps that the
    simulated run needed, this is the forecast.
@@ -51,7 +51,7 @@ TRAINED = {
     ACCUM_INT8: f"{SHORTHANDS[INT8]},{ACCUMULATING}",
 }
 PEERS = {"PyTorch DDP": ("ddp", SYNC), "decent-dp, one-peer exponential": ("decent_dp", ONE_PEER)}  # by which twins
-LONGER = (1.0, 1.25, 1.5, 2.0, 3.0)  # times the steps of all-reduce
+LONGER = (1.0, 1.5, 2.0, 3.0)  # times the steps of all-reduce
 MARGIN = 0.05  # nats below its loss: by so much do losses of other seeds and neighbouring rates differ without an order
 GRID = (2e-3, 4e-3, 8e-3)  # the learning rates that every method begins with
 SMOKE_TUNING = (SYNC, ACCUM_INT8), (8e-3,), (1.0,)  # methods, grid and lengths
