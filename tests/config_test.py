@@ -136,6 +136,8 @@ def changed(shorthand, path, value):
         ("workers=8", "seed", None, "seed=None must be a value"),
         ("workers=8", "simulate", "yes", "simulate='yes' must be True or False"),
         ("workers=8", "optimizer.b1", "high", "optimizer 'adamw' option b1='high' must be a number"),
+        ("workers=8", "optimizer.mu_dtype", " ", "optimizer.mu_dtype=' ' must be a floating-point type, such as"),
+        ("workers=8", "optimizer.mu_dtype", "int8", "optimizer.mu_dtype='int8' must be a floating-point type"),
         ("workers=8", "topology", 3, "topology=3 must be a name"),
         ("workers=8", "mixer.codec", ["int8"], "mixer 'exact' option codec=\\['int8'\\] must be a word"),
         ("workers=8", "mixer.codec", {"name": "int8"}, "mixer 'exact' option codec={'name': 'int8'} must be a word"),

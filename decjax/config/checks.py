@@ -5,12 +5,14 @@ import math
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from decjax import registry, tasks
 from decjax.config.spec import AUTO, CONSENSUS, RunSpec
 from decjax.optim.method import Method
 
 ENGINES = ("auto", "fused", "split")
+NO_DTYPE = ("", "none", "auto")  # words for None, as in registry.checked
 LARGEST = 2**31 - 1  # of whole numbers
 # (Least, most). The upper bounds of sizes are generous; they keep a typing error from filling the memory.
 BOUNDS: dict[str, tuple[float, float]] = {
@@ -52,10 +54,12 @@ BOUNDS: dict[str, tuple[float, float]] = {
 DECAYS = ("optimizer.b1", "optimizer.b2", "optimizer.momentum", "method.b1", "method.b2", "method.outer_momentum")
 
 
-def check_numbers(document: Mapping[str, Any]) -> None:
-    """Raises a ValueError for a number outside of its range, each field by itself."""
+def check_values(document: Mapping[str, Any]) -> None:
+    """Raises a ValueError for a number outside of its range and for an unknown type of numbers, each field by itself."""
     for path, value in jax.tree_util.tree_leaves_with_path(document):
         name = jax.tree_util.keystr(path, simple=True, separator=".")
+        if name.endswith("dtype") and isinstance(value, str):
+            _check_dtype(name, value)
         if isinstance(value, bool) or not isinstance(value, int | float):
             continue
         if not math.isfinite(value):
@@ -67,6 +71,15 @@ def check_numbers(document: Mapping[str, Any]) -> None:
             raise ValueError(f"{name}={value}: must be at most {most}")
         if name in DECAYS and not 0 <= value < 1:
             raise ValueError(f"{name}={value}: must be at least 0 and less than 1")
+
+
+def _check_dtype(name: str, value: str) -> None:
+    try:
+        known = value in NO_DTYPE or jnp.issubdtype(jnp.dtype(value), jnp.floating)
+    except TypeError:
+        known = False
+    if not known:
+        raise ValueError(f"{name}={registry.shown(value)} must be a floating-point type, such as 'bfloat16'")
 
 
 def check_engine(engine: str, method: Method) -> None:

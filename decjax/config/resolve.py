@@ -105,7 +105,7 @@ def message_ratio(codec: str) -> float:
 
 def _spec(document: dict[str, Any]) -> RunSpec:
     """The `RunSpec` of a config in today's form, with each value checked by itself."""
-    checks.check_numbers(document)
+    checks.check_values(document)
     method = registry.part("method", _name(document, "method"))
     task = registry.part("task", _field("task", document, str))
     chooses = method.traits.get("chooses", ())
