@@ -105,7 +105,7 @@ CANDIDATES = {
 GAP_ROWS = {
     ALL_REDUCE: ALL,
     "all-reduce, β1 = 0.974": ALL._replace(seeds=OTHERS, fields={"optimizer.b1": 0.974}),
-    **{name: Row("", OTHERS, fields) for name, fields in CANDIDATES.items()},
+    **{name: Row("", LEAD if name == MAIN else OTHERS, fields) for name, fields in CANDIDATES.items()},
     "order atc": Row("order=atc"),
     "two rounds": Row("", fields={"mixer.rounds": 2}),
     **{
