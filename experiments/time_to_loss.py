@@ -11,16 +11,15 @@ translate. A step of every method reads as many examples.
 1. Each method is tuned in simulation, without a network: three learning rates, and further ones while the best is at an edge. Whoever
    does not end 0.05 nats below all-reduce's loss gets more steps: the fewest of 1.5, 2 or 3 times as many with which it does;
    three times as many if none is enough.
-2. launch.calibrate measures the box, and the cost model foretells how long a step of each method takes. Times the steps that the
-   simulated run needed, this is the forecast.
+2. The methods train in simulation with the seeds of all rounds, to know how many steps each needs. launch.calibrate measures the box,
+   and the cost model foretells how long a step takes. Steps times seconds is the forecast.
 3. The methods train in the box, one after the other, in so many rounds, each with a seed of its own.
 
 Seconds are those of training: neither compiling nor evaluating counts. What is finished in `--out` is not repeated, so an
 interrupted command goes on where it was; the table and the figure are made from the run directories there.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-import itertools
+from collections.abc import Mapping
 import json
 import math
 import os
@@ -31,7 +30,7 @@ from typing import Any, NamedTuple
 from absl import flags
 
 from decjax import costmodel
-from experiments import box_runtime, methods, script, trials
+from experiments import box_runtime, methods, race, script, trials
 from experiments.bench.box import systems, twins
 from experiments.bench.box.group import Failed
 from experiments.methods import HOSTS, ONE_PEER, SHORTHANDS, STALE, SYNC
@@ -124,55 +123,12 @@ class Tuned(NamedTuple):
     steps: int
 
 
-class Point(NamedTuple):
-    """The averaged model at one moment of a run."""
-
-    step: int
-    time_s: float  # of training so far
-    loss: float  # on validation data
-
-
 def trial(method: str, size: Size, tuned: Tuned, workdir: pathlib.Path, seed: int, simulate: bool) -> trials.Trial:
     """A run of launch.train."""
     shorthand = ",".join([TRAINED[method], f"workers={HOSTS}", f"steps={tuned.steps}", *(["simulate"] if simulate else [])])
     bucket_bytes = systems.WHOLE if "allreduce" in shorthand else systems.BUCKET  # What is quickest for each.
     fields = size.fields | {"schedule.learning_rate": tuned.rate, "seed": seed, "bucket_bytes": bucket_bytes}
     return trials.Trial(workdir, f"{size.job.config}:{shorthand}", tuple(fields.items()))
-
-
-# -- What a run directory tells ---------------------------------------------------------------------------------------
-
-
-def finished(workdir: pathlib.Path) -> bool:
-    return (workdir / "summary.json").exists()
-
-
-def read(workdir: pathlib.Path) -> list[Point]:
-    """The validation losses of a run, with the seconds of training up to each.
-
-    Rates are logged without compiling and evaluating; tokens ÷ rate are the seconds of the steps since the last row.
-    """
-    found, time_s, step = [], 0.0, 0
-    config = json.loads((workdir / "config.json").read_text())
-    tokens = config["batch_size"] * (config["model"].get("context") or config["data"]["length"])
-    for row in map(json.loads, (workdir / "metrics.jsonl").read_text().splitlines()):
-        if row["kind"] == "train":
-            time_s += (row["step"] - step) * tokens / row["tokens_per_s"]
-            step = row["step"]
-        else:
-            found.append(Point(row["step"], time_s, row["loss"]))
-    return found
-
-
-def reached(points: Sequence[Point], loss: float, get: Callable[[Point], float] = lambda point: point.time_s) -> float:
-    """When a run first had a loss, in seconds or as `get` says, interpolated between evaluations; nan if it never had."""
-    if points and points[0].loss <= loss:
-        return get(points[0])
-    for before, after in itertools.pairwise(points):
-        if after.loss <= loss:
-            share = (before.loss - loss) / (before.loss - after.loss)
-            return get(before) + share * (get(after) - get(before))
-    return math.nan
 
 
 # -- Rates ------------------------------------------------------------------------------------------------------------
@@ -187,7 +143,7 @@ def simulate(out: pathlib.Path, size: Size, method: str, tuned: Tuned) -> float:
     """The loss at the end of a simulated run, which is made unless it is there; infinite if it diverged."""
     workdir = simulated(out, method, tuned)
     ended = trials.train(trial(method, size, tuned, workdir, seed=99, simulate=True))
-    return read(workdir)[-1].loss if ended else math.inf
+    return race.read(workdir)[-1].loss if ended else math.inf
 
 
 def tune(out: pathlib.Path, size: Size) -> dict[str, Tuned]:
@@ -213,6 +169,20 @@ def tune(out: pathlib.Path, size: Size) -> dict[str, Tuned]:
 
 
 # -- Forecast ---------------------------------------------------------------------------------------------------------
+
+
+def rehearsed(out: pathlib.Path, method: str, seed: int) -> pathlib.Path:
+    """Where the simulation of a run in the box is."""
+    return out / f"simulated{seed}" / trials.name_of(method)
+
+
+def rehearse(out: pathlib.Path, size: Size, tuned: dict[str, Tuned], rounds: int) -> None:
+    """Trains every method in simulation with the seeds of all rounds, two at a time."""
+    each = [(method, seed) for seed in range(rounds) for method in tuned]
+    runs = [trial(method, size, tuned[method], rehearsed(out, method, seed), seed, simulate=True) for method, seed in each]
+    for (method, seed), ended in zip(each, trials.together(trials.train, runs), strict=True):
+        if not ended:
+            raise Failed(f"{method} diverged in simulation with seed {seed}; --rounds={seed} leaves it out")
 
 
 def modelled() -> dict[str, costmodel.Method]:
@@ -247,7 +217,7 @@ def train(network: cluster.Network, out: pathlib.Path, size: Size, tuned: dict[s
     for seed in range(rounds):
         for method in [*tuned, *(peer for peer, (_, twin) in PEERS.items() if FLAGS.peers and twin in tuned)]:
             workdir = measured(out, method, seed)
-            if finished(workdir):
+            if race.finished(workdir):
                 continue
             if method in PEERS:
                 name, twin = PEERS[method]
@@ -258,80 +228,29 @@ def train(network: cluster.Network, out: pathlib.Path, size: Size, tuned: dict[s
                 raise Failed(f"{method} ended with exit code {code}; the same command continues")
 
 
-# -- What is shown ----------------------------------------------------------------------------------------------------
+# -- Results ----------------------------------------------------------------------------------------------------------
 
 
-class Result(NamedTuple):
-    """What is known of a method after all rounds; None where there is no forecast."""
-
-    runs: list[list[Point]]
-    step_s: float  # median over rounds
-    told_step_s: float | None  # foretold by the cost model
-    to_loss_s: list[float]  # seconds to the loss that all-reduce ended with, a round each
-    told_to_loss_s: float | None
-
-
-def results(out: pathlib.Path, tuned: dict[str, Tuned], told_s: dict[str, float], rounds: int) -> dict[str, Result]:
+def results(out: pathlib.Path, tuned: dict[str, Tuned], told_s: dict[str, float], rounds: int) -> dict[str, race.Result]:
     """Every method's result, from the run directories."""
-    goal = read(simulated(out, SYNC, tuned[SYNC]))[-1].loss
-    goals, found = [read(measured(out, SYNC, seed))[-1].loss for seed in range(rounds)], {}
+    goals, told_goals = ([race.read(place(out, SYNC, seed))[-1].loss for seed in range(rounds)] for place in (measured, rehearsed))
+    found = {}
     for method in [*tuned, *PEERS]:
-        runs = [read(measured(out, method, seed)) for seed in range(rounds) if finished(measured(out, method, seed))]
+        runs = [race.read(measured(out, method, seed)) for seed in range(rounds) if race.finished(measured(out, method, seed))]
         if len(runs) < rounds:
             continue
-        told = told_s.get(method)
-        needed = method in tuned and reached(read(simulated(out, method, tuned[method])), goal, lambda point: point.step)
-        found[method] = Result(
+        told, needed = told_s.get(method), []
+        if method in tuned:
+            rehearsals = [race.read(rehearsed(out, method, seed)) for seed in range(rounds)]
+            needed = [race.reached(run, loss, lambda point: point.step) for run, loss in zip(rehearsals, told_goals)]
+        found[method] = race.Result(
             runs,
             statistics.median(run[-1].time_s / run[-1].step for run in runs),
             told,
-            [reached(run, loss) for run, loss in zip(runs, goals)],
-            told and told * needed,
+            [race.reached(run, loss) for run, loss in zip(runs, goals)],
+            told and [told * steps for steps in needed],
         )
     return found
-
-
-def tabulate(found: dict[str, Result]) -> Any:
-    """Seconds to all-reduce's loss, and how many times sooner that is, measured and foretold."""
-    table = script.table(
-        "", "ms per step", "foretold", "final loss", "seconds to all-reduce's loss", "times sooner", "foretold", "error"
-    )
-    first = found[SYNC]
-    for name, result in found.items():
-        ratios = [reference / own for reference, own in zip(first.to_loss_s, result.to_loss_s)]
-        ratio = statistics.mean(ratios)
-        told = first.told_to_loss_s / result.told_to_loss_s if first.told_to_loss_s and result.told_to_loss_s else None
-        table.add_row(
-            name,
-            script.ms(result.step_s),
-            script.ms(result.told_step_s) if result.told_step_s else "",
-            ", ".join(f"{run[-1].loss:.3f}" for run in result.runs),
-            ", ".join("never" if math.isnan(time_s) else f"{time_s:.0f}" for time_s in result.to_loss_s),
-            _times(ratio),
-            _times(told) if told else "",
-            script.difference(told, ratio) if told and not math.isnan(told * ratio) else "",
-        )
-    return table
-
-
-def _times(ratio: float) -> str:
-    return "never" if math.isnan(ratio) else f"{ratio:.2f}"
-
-
-def draw(path: str, found: dict[str, Result], title: str, unit: str) -> None:
-    """Loss against seconds: a line a round, a dot where a method first has the loss that all-reduce ends with."""
-    goal = statistics.mean(run[-1].loss for run in found[SYNC].runs)
-    with script.panels(path, 1, (8.0, 4.5)) as (figure, (axis,)):
-        for color, (name, result) in zip(itertools.cycle(script.COLORS), found.items()):
-            for k, run in enumerate(result.runs):
-                style = dict(color=color, linewidth=1.8, alpha=0.9, linestyle="--" if name in PEERS else "-")
-                axis.plot([point.time_s for point in run], [point.loss for point in run], label=name if k == 0 else None, **style)
-            if not any(map(math.isnan, result.to_loss_s)):
-                axis.plot(statistics.mean(result.to_loss_s), goal, "o", color=color, markersize=7, zorder=3)
-        axis.axhline(goal, color="0.5", linewidth=0.8, linestyle="--")
-        axis.set(xlabel="seconds of training", ylabel=f"validation loss, {unit}", xlim=(0, None))
-        axis.legend(frameon=False, fontsize=8)
-        script.dress(figure, f"{title}; dots: the loss that all-reduce ends with")
 
 
 def check(out: pathlib.Path) -> None:
@@ -368,17 +287,18 @@ def main() -> None:
     data = pathlib.Path(FLAGS.multi30k) if FLAGS.multi30k else twins.write_text(out / "text.txt", model["context"])
     size = Size(job, steps, batch_size, model, every, data, *(SMOKE_TUNING if FLAGS.smoke else (tuple(TRAINED), GRID, LONGER)))
     tuned = tune(out, size)
+    rehearse(out, size, tuned, FLAGS.rounds)
     with cluster.network(hosts=HOSTS, rate=FLAGS.rate) as network:
         profile, workload = costmodel.load(calibrate(network, out, size, 2.0 if FLAGS.smoke else 60.0))
         train(network, out, size, tuned, FLAGS.rounds)
     assert workload is not None
     told_s = {name: costmodel.predict(profile, workload, method).mean_s for name, method in modelled().items()}
     found = results(out, tuned, told_s, FLAGS.rounds)
-    table, title = tabulate(found), f"{job.about} on four hosts, links of {FLAGS.rate}"
+    table, title = race.tabulate(found), f"{job.about} on four hosts, links of {FLAGS.rate}"
     script.show(table)
-    draw(str(out / f"{job.name}.png"), found, title, job.unit)
+    race.draw(str(out / f"{job.name}.png"), found, title, job.unit)
     if FLAGS.pages:
-        script.publish(FLAGS.pages, job.name, table, lambda path: draw(path, found, title, job.unit))
+        script.publish(FLAGS.pages, job.name, table, lambda path: race.draw(path, found, title, job.unit))
     rows = {name: result._asdict() for name, result in found.items()}
     script.save(str(out / f"{job.name}.json"), tuned={name: tuned._asdict() for name, tuned in tuned.items()}, **rows)
 

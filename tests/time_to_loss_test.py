@@ -8,9 +8,9 @@ import sys
 
 import pytest
 
-from experiments import time_to_loss, trials
+from experiments import race, time_to_loss, trials
 from experiments.bench.box import group
-from experiments.time_to_loss import Point
+from experiments.race import Point
 from tests import commands
 from tests.cluster_test import needs_namespaces
 
@@ -26,12 +26,12 @@ def test_a_grid_is_extended_while_its_best_is_at_an_edge():
 
 def test_a_loss_is_reached_between_two_evaluations():
     points = [Point(0, 0.0, 5.0), Point(10, 20.0, 3.0), Point(20, 40.0, 3.2), Point(30, 60.0, 2.0)]
-    assert time_to_loss.reached(points, 4.0) == 10.0
-    assert time_to_loss.reached(points, 4.0, lambda point: point.step) == 5
-    assert time_to_loss.reached(points, 2.6) == 50.0
-    assert time_to_loss.reached(points, 6.0) == 0.0
-    assert time_to_loss.reached([Point(5, 1.0, 1.0), Point(10, 2.0, 1.2), Point(15, 3.0, 0.9)], 1.1) == 1.0
-    assert math.isnan(time_to_loss.reached(points, 1.9))
+    assert race.reached(points, 4.0) == 10.0
+    assert race.reached(points, 4.0, lambda point: point.step) == 5
+    assert race.reached(points, 2.6) == 50.0
+    assert race.reached(points, 6.0) == 0.0
+    assert race.reached([Point(5, 1.0, 1.0), Point(10, 2.0, 1.2), Point(15, 3.0, 0.9)], 1.1) == 1.0
+    assert math.isnan(race.reached(points, 1.9))
 
 
 def test_seconds_are_those_of_the_steps(tmp_path):
@@ -45,7 +45,7 @@ def test_seconds_are_those_of_the_steps(tmp_path):
     ]
     (tmp_path / "config.json").write_text(json.dumps({"batch_size": 4, "model": {"context": 8}}))
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert time_to_loss.read(tmp_path) == [Point(0, 0.0, 5.0), Point(10, 2.0, 3.9), Point(15, 4.0, 2.9)]
+    assert race.read(tmp_path) == [Point(0, 0.0, 5.0), Point(10, 2.0, 3.9), Point(15, 4.0, 2.9)]
 
 
 def test_other_options_are_refused_where_runs_are(tmp_path):

@@ -1,0 +1,114 @@
+"""Runs that race to a loss: their losses and seconds, read from run directories; who was there first, as a table and a figure."""
+
+from collections.abc import Callable, Mapping, Sequence
+import itertools
+import json
+import math
+import pathlib
+import statistics
+from typing import Any, NamedTuple
+
+from experiments import script
+
+
+class Point(NamedTuple):
+    """The averaged model at one moment of a run."""
+
+    step: int
+    time_s: float  # of training so far
+    loss: float  # on validation data
+
+
+# -- What a run directory tells ---------------------------------------------------------------------------------------
+
+
+def finished(workdir: pathlib.Path) -> bool:
+    return (workdir / "summary.json").exists()
+
+
+def read(workdir: pathlib.Path) -> list[Point]:
+    """The validation losses of a run, with the seconds of training up to each.
+
+    Rates are logged without compiling and evaluating; tokens ÷ rate are the seconds of the steps since the last row.
+    """
+    found, time_s, step = [], 0.0, 0
+    config = json.loads((workdir / "config.json").read_text())
+    tokens = config["batch_size"] * (config["model"].get("context") or config["data"]["length"])
+    for row in map(json.loads, (workdir / "metrics.jsonl").read_text().splitlines()):
+        if row["kind"] == "train":
+            time_s += (row["step"] - step) * tokens / row["tokens_per_s"]
+            step = row["step"]
+        else:
+            found.append(Point(row["step"], time_s, row["loss"]))
+    return found
+
+
+def reached(points: Sequence[Point], loss: float, get: Callable[[Point], float] = lambda point: point.time_s) -> float:
+    """When a run first had a loss, in seconds or as `get` says, interpolated between evaluations; nan if it never had."""
+    if points and points[0].loss <= loss:
+        return get(points[0])
+    for before, after in itertools.pairwise(points):
+        if after.loss <= loss:
+            share = (before.loss - loss) / (before.loss - after.loss)
+            return get(before) + share * (get(after) - get(before))
+    return math.nan
+
+
+# -- What is shown ----------------------------------------------------------------------------------------------------
+
+
+class Result(NamedTuple):
+    """What is known of a method after all rounds; None where there is no forecast."""
+
+    runs: list[list[Point]]
+    step_s: float  # median over rounds
+    told_step_s: float | None  # foretold by the cost model
+    to_loss_s: list[float]  # seconds to the loss that all-reduce ended with, a round each
+    told_to_loss_s: list[float] | None
+
+
+def tabulate(found: Mapping[str, Result]) -> Any:
+    """Seconds to the loss that the first one, all-reduce, ends with; how many times sooner that is, measured and foretold."""
+    table = script.table(
+        "", "ms per step", "foretold", "final loss", "seconds to all-reduce's loss", "times sooner", "foretold", "error"
+    )
+    first = next(iter(found.values()))
+    for name, result in found.items():
+        ratio = _sooner(first.to_loss_s, result.to_loss_s)
+        told = _sooner(first.told_to_loss_s, result.told_to_loss_s) if first.told_to_loss_s and result.told_to_loss_s else None
+        table.add_row(
+            name,
+            script.ms(result.step_s),
+            script.ms(result.told_step_s) if result.told_step_s else "",
+            ", ".join(f"{run[-1].loss:.3f}" for run in result.runs),
+            ", ".join("never" if math.isnan(time_s) else f"{time_s:.0f}" for time_s in result.to_loss_s),
+            _times(ratio),
+            _times(told) if told else "",
+            script.difference(told, ratio) if told and not math.isnan(told * ratio) else "",
+        )
+    return table
+
+
+def _sooner(reference_s: Sequence[float], own_s: Sequence[float]) -> float:
+    """The mean over rounds of how many times sooner it was; nan if it never was."""
+    return statistics.mean(reference / own for reference, own in zip(reference_s, own_s, strict=True))
+
+
+def _times(ratio: float) -> str:
+    return "never" if math.isnan(ratio) else f"{ratio:.2f}"
+
+
+def draw(path: str, found: Mapping[str, Result], title: str, unit: str) -> None:
+    """Loss against seconds: a line a round, dashed without a forecast; a dot where a method first has all-reduce's final loss."""
+    goal = statistics.mean(run[-1].loss for run in next(iter(found.values())).runs)
+    with script.panels(path, 1, (8.0, 4.5)) as (figure, (axis,)):
+        for color, (name, result) in zip(itertools.cycle(script.COLORS), found.items()):
+            for k, run in enumerate(result.runs):
+                style = dict(color=color, linewidth=1.8, alpha=0.9, linestyle="--" if result.told_step_s is None else "-")
+                axis.plot([point.time_s for point in run], [point.loss for point in run], label=name if k == 0 else None, **style)
+            if not any(map(math.isnan, result.to_loss_s)):
+                axis.plot(statistics.mean(result.to_loss_s), goal, "o", color=color, markersize=7, zorder=3)
+        axis.axhline(goal, color="0.5", linewidth=0.8, linestyle="--")
+        axis.set(xlabel="seconds of training", ylabel=f"validation loss, {unit}", xlim=(0, None))
+        axis.legend(frameon=False, fontsize=8)
+        script.dress(figure, f"{title}; dots: the loss that all-reduce ends with")
