@@ -9,11 +9,11 @@ of experiments.speedup on a megabyte of Python's standard library; with --multi3
 translate. A step of every method reads as many examples.
 
 1. Each method is tuned in simulation, without a network: three learning rates, and further ones while the best is at an edge. Whoever
-   does not end 0.05 nats below all-reduce's loss gets more steps: the fewest of 1.5, 2 or 3 times as many with which it does;
-   three times as many if none is enough.
-2. The methods train in simulation with the seeds of all rounds, to know how many steps each needs. launch.calibrate measures the box,
-   and the cost model foretells how long a step takes. Steps times seconds is the forecast.
-3. The methods train in the box, one after the other, in so many rounds, each with a seed of its own.
+   does not end 0.05 nats below all-reduce's loss gets more steps: the fewest of 1.5 or 2 times as many with which it does; if
+   none is enough, those with the least loss.
+2. The methods train in the box, one after the other, in so many rounds, each with a seed of its own.
+3. The forecast: before these rounds launch.calibrate measures the box, and from that the cost model foretells how long a step takes.
+   Runs of the same seeds in simulation tell how many steps each method needs. The product of both is compared with the seconds.
 
 Seconds are those of training: neither compiling nor evaluating counts. What is finished in `--out` is not repeated, so an
 interrupted command goes on where it was; the table and the figure are made from the run directories there.
@@ -50,7 +50,7 @@ TRAINED = {
     ACCUM_INT8: f"{SHORTHANDS[INT8]},{ACCUMULATING}",
 }
 PEERS = {"PyTorch DDP": ("ddp", SYNC), "decent-dp, one-peer exponential": ("decent_dp", ONE_PEER)}  # by which twins
-LONGER = (1.0, 1.5, 2.0, 3.0)  # times the steps of all-reduce
+LONGER = (1.0, 1.5, 2.0)  # times the steps of all-reduce
 MARGIN = 0.05  # nats below its loss: by so much do losses of other seeds and neighbouring rates differ without an order
 GRID = (2e-3, 4e-3, 8e-3)  # the learning rates that every method begins with
 SMOKE_TUNING = (SYNC, ACCUM_INT8), (8e-3,), (1.0,)  # methods, grid and lengths
@@ -153,9 +153,13 @@ def tune(out: pathlib.Path, size: Size) -> dict[str, Tuned]:
         return trials.best_rate(lambda rate: simulate(out, size, method, Tuned(rate, size.steps)), size.grid)
 
     def length_of(method: str) -> Tuned:
-        lengths = [Tuned(rates[method], round(share * size.steps)) for share in size.longer]
-        enough = (tuned for tuned in lengths if simulate(out, size, method, tuned) <= goal - MARGIN)
-        return lengths[0] if method == SYNC else next(enough, lengths[-1])
+        losses: dict[Tuned, float] = {}
+        for share in (1.0,) if method == SYNC else size.longer:
+            tuned = Tuned(rates[method], round(share * size.steps))
+            losses[tuned] = simulate(out, size, method, tuned)
+            if losses[tuned] <= goal - MARGIN:
+                return tuned
+        return min(losses, key=lambda tuned: losses[tuned])
 
     found = dict(zip(size.methods, trials.together(rate_of, size.methods)))
     rates = {method: rate for method, (rate, _) in found.items()}
@@ -287,10 +291,10 @@ def main() -> None:
     data = pathlib.Path(FLAGS.multi30k) if FLAGS.multi30k else twins.write_text(out / "text.txt", model["context"])
     size = Size(job, steps, batch_size, model, every, data, *(SMOKE_TUNING if FLAGS.smoke else (tuple(TRAINED), GRID, LONGER)))
     tuned = tune(out, size)
-    rehearse(out, size, tuned, FLAGS.rounds)
     with cluster.network(hosts=HOSTS, rate=FLAGS.rate) as network:
         profile, workload = costmodel.load(calibrate(network, out, size, 2.0 if FLAGS.smoke else 60.0))
         train(network, out, size, tuned, FLAGS.rounds)
+    rehearse(out, size, tuned, FLAGS.rounds)
     assert workload is not None
     told_s = {name: costmodel.predict(profile, workload, method).mean_s for name, method in modelled().items()}
     found = results(out, tuned, told_s, FLAGS.rounds)
