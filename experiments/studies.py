@@ -109,7 +109,8 @@ GAP_ROWS = {  # Each has three seeds: a seed's loss varies by half a percent, an
     "order atc": Row("order=atc", LEAD),
     "two rounds": Row("", LEAD, {"mixer.rounds": 2}),
     **{
-        f"AccumAdam, s = 4, β1 = {b1}": Row("optimizer=accum_adamw(window=4)", LEAD, {"optimizer.b1": b1}) for b1 in (0.8, 0.9, 0.95)
+        f"AccumAdam, s = 4, β1 = {b1}": Row("optimizer=accum_adamw(window=4)", LEAD, {"optimizer.b1": b1})
+        for b1 in (0.8, 0.9, 0.95)
     },
 }
 GAP = TEXT._replace(rows=GAP_ROWS, steps=2000, tuning_steps=700, grid=(1e-2, 2e-2, 4e-2), shorthand="workers=8")
@@ -148,9 +149,4 @@ ABLATIONS = {
         },
     ),
 }
-STUDIES = {
-    **QUALITY,
-    **ABLATIONS,
-    "gap": GAP,
-    "gap_shakespeare": GAP._replace(data="shakespeare", rates="gap"),
-}
+STUDIES = {**QUALITY, **ABLATIONS, "gap": GAP, "gap_shakespeare": GAP._replace(data="shakespeare", rates="gap")}

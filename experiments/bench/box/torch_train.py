@@ -1,13 +1,14 @@
 """PyTorch's DDP, or decent-dp, on the data, schedule and evaluations of a run of decjax; a process of experiments.time_to_loss.
 
-Needs requirements-peers.txt and nothing of decjax. `--workdir` holds config.json and data.npz: train [S, N, B, T + 1] and valid [W, T + 1],
-bytes. Writes metrics.jsonl and summary.json in the form of launch.train, as far as experiments.time_to_loss reads them. Where they
-differ from decjax: random numbers, and what is clipped: DDP clips the averaged gradient, decent-dp that of each bucket, decjax each
-worker's own.
+Needs requirements-peers.txt and nothing of decjax. `--workdir` holds config.json; data.npz: train [S, N, B, T + 1] and valid
+[W, T + 1], bytes; and start.npz, the first parameters. Writes metrics.jsonl and summary.json in the form of launch.train, as far as
+experiments.race reads them. Where it differs from decjax is what is clipped: DDP clips the averaged gradient, decent-dp that of each
+bucket, decjax each worker's own.
 """
 # pyright: reportMissingImports=false
 
 import argparse
+from collections.abc import Mapping
 import contextlib
 import json
 import math
@@ -32,13 +33,24 @@ def learning_rate(step: int, schedule: dict[str, Any], steps: int) -> float:
 
 
 @torch.no_grad()
-def start(model: DecoderLM) -> None:
-    """Draws weights as `decjax.models.decoder` does: of variance 1 / inputs, branches smaller, and an output layer of zeros."""
-    branch = 0.5 / len(model.blocks)
-    for block in model.blocks:
-        for linear, scale in ((block.qkv, 1.0), (block.up, 1.0), (block.out, branch), (block.down, branch)):
-            nn.init.normal_(linear.weight, std=(scale / linear.in_features) ** 0.5)
-    nn.init.zeros_(model.head.weight)
+def start(model: DecoderLM, given: Mapping[str, np.ndarray]) -> None:
+    """Sets the parameters to those of `decjax.models.decoder`, by path: layers are stacked, kernels [in, out], qkv [in, H, 3, K]."""
+
+    def set_to(parameter: nn.Parameter, values: np.ndarray) -> None:
+        parameter.copy_(torch.from_numpy(np.ascontiguousarray(values)))
+
+    set_to(model.embedding.weight, given["embedding/embedding"])
+    set_to(model.norm.weight, given["norm/scale"])
+    set_to(model.head.weight, given["head/kernel"].T)
+    for layer, block in enumerate(model.blocks):
+        own = {name.removeprefix("blocks/"): values[layer] for name, values in given.items() if name.startswith("blocks/")}
+        D, K = block.qkv.in_features, len(own["attention/key_norm/scale"])
+        set_to(block.qkv.weight, own["attention/qkv/kernel"].reshape(D, -1, 3, K).transpose(2, 1, 3, 0).reshape(3 * D, D))
+        for name in ("up", "down"):
+            set_to(getattr(block, name).weight, own[f"{name}/kernel"].T)
+        set_to(block.out.weight, own["attention/out/kernel"].T)
+        for norm in ("attention_norm", "mlp_norm", "attention/query_norm", "attention/key_norm"):
+            set_to(getattr(block, norm.removeprefix("attention/")).weight, own[f"{norm}/scale"])
 
 
 def evaluate(model: nn.Module, valid_WxT1: torch.Tensor) -> float:
@@ -119,7 +131,7 @@ def train(workdir: pathlib.Path, name: str) -> None:
     tokens_SxBxT1 = torch.from_numpy(data["train"][:, dist.get_rank()]).long()
     torch.manual_seed(config["seed"])
     own = DecoderLM(**{name: config["model"][name] for name in ("vocabulary", "context", "width", "hidden", "heads", "depth")})
-    start(own)
+    start(own, np.load(workdir / "start.npz"))
     method = METHODS[name](own, config)
     steps, every, rows = config["steps"], config["eval"]["every"], []
     tokens = config["batch_size"] * config["model"]["context"]

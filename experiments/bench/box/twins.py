@@ -1,11 +1,18 @@
-"""PyTorch's DDP and decent-dp as twins of runs of decjax: the same text, batches, schedule and evaluations; see `torch_train`."""
+"""PyTorch's DDP and decent-dp as twins of runs of decjax: the same parameters to start from, text, batches, schedule and evaluations.
+
+See `torch_train`.
+"""
 
 import json
 import pathlib
 import subprocess
+from typing import Any
 
+import jax
 import numpy as np
 
+from decjax import config as parts
+from decjax import registry
 from decjax.tasks import text
 from experiments.bench.box.group import Failed
 from launch import cluster, processes
@@ -38,17 +45,10 @@ def check(python: str) -> None:
         raise Failed(f"--peers={python} cannot be used ({problem[0]}); give a Python with experiments/requirements-peers.txt")
 
 
-def train(network: cluster.Network, python: str, method: str, twin: pathlib.Path, workdir: pathlib.Path) -> int:
-    """Trains a peer on the hosts of a network as a run of decjax was trained there, one process a host; returns the exit code.
-
-    Args:
-        python: an interpreter with experiments/requirements-peers.txt.
-        method: "ddp" or "decent_dp".
-        twin: the directory of that run.
-        workdir: gets config.json, data.npz, and what `torch_train` writes.
-    """
+def prepare(twin: pathlib.Path, workdir: pathlib.Path) -> dict[str, Any]:
+    """Writes what `torch_train` reads into a directory, for the twin of a run of decjax; returns that run's config."""
     config = json.loads((twin / "config.json").read_text())
-    context, workers, hosts = config["model"]["context"], config["workers"], len(network.hosts)
+    context, workers = config["model"]["context"], config["workers"]
     corpus = text.load_corpus(config["data"]["path"])
     batch = text.batches(
         corpus, context=context, batch_size=config["batch_size"] // workers, num_workers=workers, seed=config["seed"]
@@ -58,6 +58,29 @@ def train(network: cluster.Network, python: str, method: str, twin: pathlib.Path
     tokens_SxNxBxT1 = np.array([[batch(worker, step) for worker in range(workers)] for step in range(config["steps"])], np.uint8)
     valid_WxT1 = text.validation_windows(corpus.valid, context=context).astype(np.uint8)
     np.savez(workdir / "data.npz", train=tokens_SxNxBxT1, valid=valid_WxT1)
+    np.savez(workdir / "start.npz", **first_parameters(config))
+    return config
+
+
+def first_parameters(config: dict[str, Any]) -> dict[str, np.ndarray]:
+    """The parameters with which a run of decjax starts, by path, such as "blocks/up/kernel"."""
+    spec = parts.read(config)
+    assert spec.model is not None
+    params = registry.make("model", spec.model.name, **spec.model.options).init(jax.random.key(spec.seed))
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    return {jax.tree_util.keystr(path, simple=True, separator="/"): np.asarray(x) for path, x in leaves}
+
+
+def train(network: cluster.Network, python: str, method: str, twin: pathlib.Path, workdir: pathlib.Path) -> int:
+    """Trains a peer on the hosts of a network as a run of decjax was trained there, one process a host; returns the exit code.
+
+    Args:
+        python: an interpreter with experiments/requirements-peers.txt.
+        method: "ddp" or "decent_dp".
+        twin: the directory of that run.
+        workdir: gets what `torch_train` reads and writes.
+    """
+    hosts = prepare(twin, workdir)["workers"]
     lines = processes.members(
         "experiments.bench.box.torch_train", [f"--workdir={workdir}", f"--method={method}"], hosts, network.addresses[0]
     )
