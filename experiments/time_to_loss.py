@@ -252,7 +252,7 @@ def results(out: pathlib.Path, tuned: dict[str, Tuned], told_s: dict[str, float]
             statistics.median(run[-1].time_s / run[-1].step for run in runs),
             told,
             [race.reached(run, loss) for run, loss in zip(runs, goals)],
-            told and [told * steps for steps in needed],
+            [told * steps for steps in needed] if told else None,
         )
     return found
 

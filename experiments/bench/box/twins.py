@@ -58,7 +58,7 @@ def prepare(twin: pathlib.Path, workdir: pathlib.Path) -> dict[str, Any]:
     tokens_SxNxBxT1 = np.array([[batch(worker, step) for worker in range(workers)] for step in range(config["steps"])], np.uint8)
     valid_WxT1 = text.validation_windows(corpus.valid, context=context).astype(np.uint8)
     np.savez(workdir / "data.npz", train=tokens_SxNxBxT1, valid=valid_WxT1)
-    np.savez(workdir / "start.npz", **first_parameters(config))
+    np.savez(workdir / "start.npz", allow_pickle=False, **first_parameters(config))
     return config
 
 
