@@ -1,9 +1,11 @@
 """Every registered task keeps the contract of `decjax.tasks.Task`, with every model that it names; and what each is by itself."""
 
 import functools
+import importlib
 import inspect
 import itertools
 
+from flax import nnx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -267,6 +269,15 @@ def test_resnet_is_the_dense_one(train):
     np.testing.assert_allclose(logits_BxK, dense_resnet(params, variables, x_BxHxWxC, train), rtol=2e-3, atol=2e-3)
     moved = [not np.array_equal(x, y) for x, y in zip(jax.tree.leaves(after), jax.tree.leaves(variables), strict=True)]
     assert all(moved) if train else not any(moved)
+
+
+@pytest.mark.parametrize("stride, size", [(1, (8, 8)), (2, (8, 8)), (2, (7, 5))])
+def test_both_forms_of_a_convolution_are_equal(stride, size):
+    """CPUs take matrix products, other devices the operation for convolutions."""
+    rng = np.random.default_rng(0)
+    made = importlib.import_module("decjax.models.resnet").Convolution(3, 4, stride, nnx.Rngs(0))
+    x_BxHxWxC, kernel_9CxF = (rng.normal(size=shape).astype(np.float32) for shape in ((2, *size, 3), (27, 4)))
+    np.testing.assert_allclose(made._by_products(x_BxHxWxC, kernel_9CxF), made._by_operation(x_BxHxWxC, kernel_9CxF), atol=1e-5)
 
 
 def test_group_norm_has_no_variables():

@@ -42,7 +42,20 @@ class Convolution(nnx.Module):
         self.kernel = nnx.Param(values.reshape(9 * inputs, width))
 
     def __call__(self, x_BxHxWxC):
-        kernel_3x3xCxF = self.kernel[...].reshape(3, 3, x_BxHxWxC.shape[-1], -1)
+        return jax.lax.platform_dependent(x_BxHxWxC, self.kernel[...], cpu=self._by_products, default=self._by_operation)
+
+    def _by_products(self, x_BxHxWxC, kernel_9CxF):
+        """Three matrix products, one for each row of the kernel. Where every worker has a kernel of its own, the convolutions of
+        XLA's CPU backend take three times as long, and longer still when they are differentiated."""
+        B, H, W, C = x_BxHxWxC.shape
+        padded = jnp.pad(x_BxHxWxC, ((0, 0), (1, 1), (1, 1), (0, 0)))
+        columns_BxHxWx3C = jnp.concatenate([padded[:, :, j : j + W : self.stride] for j in range(3)], axis=-1)
+        kernel_3x3CxF = kernel_9CxF.reshape(3, 3 * C, -1)
+        products = (columns_BxHxWx3C[:, i : i + H : self.stride].reshape(-1, 3 * C) @ kernel_3x3CxF[i] for i in range(3))
+        return sum(products).reshape(B, -(-H // self.stride), -(-W // self.stride), kernel_9CxF.shape[1])
+
+    def _by_operation(self, x_BxHxWxC, kernel_9CxF):
+        kernel_3x3xCxF = kernel_9CxF.reshape(3, 3, x_BxHxWxC.shape[-1], -1)
         strides, padding = (self.stride, self.stride), ((1, 1), (1, 1))
         return jax.lax.conv_general_dilated(x_BxHxWxC, kernel_3x3xCxF, strides, padding, dimension_numbers=("NHWC", "HWIO", "NHWC"))
 
