@@ -51,8 +51,10 @@ class Convolution(nnx.Module):
         padded = jnp.pad(x_BxHxWxC, ((0, 0), (1, 1), (1, 1), (0, 0)))
         columns_BxHxWx3C = jnp.concatenate([padded[:, :, j : j + W : self.stride] for j in range(3)], axis=-1)
         kernel_3x3CxF = kernel_9CxF.reshape(3, 3 * C, -1)
-        products = (columns_BxHxWx3C[:, i : i + H : self.stride].reshape(-1, 3 * C) @ kernel_3x3CxF[i] for i in range(3))
-        return sum(products).reshape(B, -(-H // self.stride), -(-W // self.stride), kernel_9CxF.shape[1])
+        first, second, third = (
+            columns_BxHxWx3C[:, i : i + H : self.stride].reshape(-1, 3 * C) @ kernel_3x3CxF[i] for i in range(3)
+        )
+        return (first + second + third).reshape(B, -(-H // self.stride), -(-W // self.stride), kernel_9CxF.shape[1])
 
     def _by_operation(self, x_BxHxWxC, kernel_9CxF):
         kernel_3x3xCxF = kernel_9CxF.reshape(3, 3, x_BxHxWxC.shape[-1], -1)
