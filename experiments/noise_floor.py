@@ -93,11 +93,15 @@ def tabulate(found: Mapping[str, Floors]):
 
 
 def draw(path: str, found: Mapping[str, Floors]) -> None:
-    """Floor against workers, on logarithmic axes."""
+    """Floor against workers, on logarithmic axes, and a line of slope −1; smaller dots lie on larger ones."""
     with script.panels(path, 1, (6.5, 4.0)) as (figure, (axis,)):
-        for color, (name, floors) in zip(script.COLORS, found.items()):
+        counts = list(next(iter(found.values())))
+        first = trials.spread(next(iter(found.values()))[counts[0]]).mean
+        axis.loglog(counts, [first * counts[0] / N for N in counts], color="0.6", label="1/N")
+        for k, (color, (name, floors)) in enumerate(zip(script.COLORS, found.items())):
             means = [trials.spread(values).mean for values in floors.values()]
-            axis.loglog(list(floors), means, "o-", color=color, label=f"{name}: {exponents(floors).text(2)}")
+            style = dict(color=color, markersize=13 - 3 * k)
+            axis.loglog(list(floors), means, "o", label=f"{name}: {exponents(floors).text(2)}", **style)
         axis.set(xlabel="workers N", ylabel="squared distance of the mean from the optimum")
         axis.set_xticks(list(floors), [str(workers) for workers in floors])
         axis.minorticks_off()

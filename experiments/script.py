@@ -72,10 +72,10 @@ PAGES = "Folder of Markdown pages whose tables are written anew, and figures in 
 
 def fill(folder: pathlib.Path, name: str, found: rich.table.Table) -> None:
     """Writes a table between `<!-- table NAME -->` and `<!-- end -->` in those Markdown pages of a folder that have these lines."""
-    between = re.compile(rf"(<!-- table {re.escape(name)} -->\n).*?(\n<!-- end -->)", re.DOTALL)
+    between = re.compile(rf"(<!-- table {re.escape(name)} -->\n).*?(<!-- end -->)", re.DOTALL)
     for page in sorted(folder.glob("*.md")):
         before = page.read_text()
-        after = between.sub(lambda match: f"{match[1]}{markdown(found)}{match[2]}", before)
+        after = between.sub(lambda match: f"{match[1]}{markdown(found)}\n{match[2]}", before)
         if after != before:
             page.write_text(after)
 

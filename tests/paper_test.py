@@ -175,9 +175,10 @@ def test_rates_are_tuned_in_shorter_runs_with_a_seed_of_their_own(made, monkeypa
     assert trainings.values({studies.ALL_REDUCE: best}) == {studies.ALL_REDUCE: [2.0, 3.0, 4.0]}
 
 
-def test_tables_are_written_into_pages(tmp_path):
+@pytest.mark.parametrize("old", ["", "old\n"])
+def test_tables_are_written_into_pages(tmp_path, old):
     page = tmp_path / "a.md"
-    page.write_text("Before.\n\n<!-- table one -->\nold\n<!-- end -->\n\n<!-- table two -->\nkept\n<!-- end -->\n")
+    page.write_text(f"Before.\n\n<!-- table one -->\n{old}<!-- end -->\n\n<!-- table two -->\nkept\n<!-- end -->\n")
     table = script.table("", "loss")
     table.add_row("gossip", "1.5")
     for _ in range(2):  # The second time it replaces its own.
