@@ -1,270 +1,194 @@
-"""Trains every combination of some values, one run after the other, and tabulates what came out.
+"""Trains every combination of some values, several at a time, and tabulates what came out.
 
     python -m launch.sweep --config=configs/lm.py:smoke --sweep='topology=ring,torus;seed=0,1' --workdir=sweeps/graphs
+    python -m launch.sweep --config=configs/lm.py:smoke --sweep='topology=ring,torus;seed=0,1' --workdir=sweeps/graphs --parallel=2
 
 Keys of the config's shorthand (topology, workers, optimizer …) go into its argument, every other key is a field of the
 config: `optimizer.learning_rate=1e-3,4e-3`. Without --sweep the config file's own is taken: a function
 `get_sweep(argument)` or a constant `SWEEP` with the same text. What stands behind `--` goes to every run. Each run has
-its own directory below --workdir, named by its values. The same command skips what is finished and continues the rest.
+its own directory below --workdir, named by its values. The same command skips what is finished and continues the rest;
+with --table it only prints what there is so far, also while the sweep is running.
 """
 
-import itertools
-import json
-import os
-import pathlib
-import statistics
+import collections
+import contextlib
+import signal
 import time
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple
 
 from absl import flags
-from ml_collections import config_flags
 import rich.console
-import rich.markup
-import rich.table
 
-from decjax import registry
-from launch import command, config_file, processes
+from launch import command, config_file, members, processes, sweep_table
+from launch.members import Member
 
 _CONFIG = flags.DEFINE_string("config", None, "Config file, with an optional shorthand after a colon.", required=True)
 _WORKDIR = flags.DEFINE_string("workdir", None, "Directory of the sweep; each run has its own below.", required=True)
-_SWEEP = flags.DEFINE_string("sweep", None, "'key=value,value;key=value,value'; none: the config file's own.")
+_SWEEP = flags.DEFINE_string("sweep", None, "'key=value,value;key=value'; none: the config file's own.")
+_PARALLEL = flags.DEFINE_integer("parallel", 1, "How many runs are under way at a time.")
+_INDEX = flags.DEFINE_integer("index", None, "Only the run of this number, from 0, as a task of a job array: $SLURM_ARRAY_TASK_ID.")
+_NUM_PROCESSES = flags.DEFINE_integer("num_processes", 1, "Processes of each run, started as by launch.local.")
+_TABLE = flags.DEFINE_bool("table", False, "Only print what there is so far.")
 
-TABULATED = ("eval_loss", "local_eval_loss_min", "local_eval_loss_max", "time_s", "bytes_per_step_per_worker")  # of a summary
-SEED = "seed"  # the key whose values make the spread
-
-
-class Member(NamedTuple):
-    """One run of the sweep."""
-
-    values: dict[str, str]
-    directory: pathlib.Path
-    arguments: list[str]  # of launch.train
-
-    @property
-    def name(self) -> str:
-        return self.directory.name
-
-    @property
-    def log(self) -> pathlib.Path:
-        return self.directory / "train.log"
-
-    def summary(self) -> dict | None:
-        """Contents of `summary.json`, or None while the run is not finished: launch.train mends a damaged one."""
-        try:
-            summary = json.loads((self.directory / "summary.json").read_text())
-        except (OSError, ValueError):
-            return None
-        return summary if isinstance(summary, dict) and summary.keys() >= set(TABULATED) else None
+LOCAL = "launch.local"
 
 
-# -- What to run ------------------------------------------------------------------------------------------------------
+class Child(NamedTuple):
+    """A run that is under way."""
+
+    member: Member
+    process: processes.Child
+    begun_s: float
+    said: int  # bytes of its log before it was started
+    held: BinaryIO  # keeps others from running the member, in this process and in the child
 
 
-def parse_sweep(text: str) -> dict[str, list[str]]:
-    """Reads `key=value,value;key=value`."""
-    swept: dict[str, list[str]] = {}
-    for part in text.split(";"):
-        key, equals, values = (piece.strip() for piece in part.partition("="))
-        if not key or not equals:
-            raise command.UserError(f"sweep: {part.strip()!r} is not key=value,value; write as in 'topology=ring,torus;seed=0,1'")
-        if key in swept:
-            raise command.UserError(f"sweep: key {key!r} stands twice; list all its values once, after commas")
-        swept[key] = [value.strip() for value in registry.split(values)]
-        if "" in swept[key]:
-            raise command.UserError(f"sweep: {part.strip()!r} has an empty value; write as in 'seed=0,1'")
-        if len(set(swept[key])) < len(swept[key]):
-            raise command.UserError(f"sweep: {part.strip()!r} has a value twice, and each makes a run; leave one out")
-    return swept
-
-
-def sweep_of(module, path: str, argument: str) -> str:
-    """The sweep that the config file itself defines."""
-    if hasattr(module, "get_sweep"):
-        return module.get_sweep(argument)
-    if hasattr(module, "SWEEP"):
-        return module.SWEEP
-    raise command.UserError(
-        f"no --sweep is given and {path} defines none; write --sweep='seed=0,1', or get_sweep(arg) in the config"
-    )
-
-
-def check_apart(config: str, swept: dict[str, list[str]], extra: list[str]) -> None:
-    """Refuses a key of the sweep that --config, or what stands behind `--`, sets as well: only one of them could count."""
-    inside = {part.partition("=")[0].strip(): part.strip() for part in registry.split(config.partition(":")[2])}
-    behind = {path: f"--config.{path}={value}" for path, value in config_file.fields(extra)}
-    for key, values in swept.items():
-        for where, given in (("--config", inside), ("the options behind --", behind)):
-            if key in given:
-                raise command.UserError(
-                    f"sweep: {key} is set by the sweep, '{key}={','.join(values)}', and in {where}, '{given[key]}'; leave it out of {where}"
-                )
-
-
-def expand(config: str, swept: dict[str, list[str]], keys, workdir: pathlib.Path, extra: list[str]) -> list[Member]:
-    """The runs: the product of all values, the last key fastest.
+class Sweep:
+    """Runs members, so many at a time; the processes of what is under way end with it, and with this process.
 
     Args:
-        config: as `configs/lm.py:smoke`.
-        swept: the values of each key.
-        keys: of the config's shorthand; other keys are fields.
-        workdir: of the sweep.
-        extra: arguments for every run.
+        all_members: of the whole sweep, which give the numbers.
+        chosen: indices of those to run.
+        parallel: how many are under way at a time.
+        num_processes: of each run.
     """
-    path, _, argument = config.partition(":")
-    members = []
-    for combination in itertools.product(*swept.values()):
-        values = dict(zip(swept, combination, strict=True))
-        pairs = {key: f"{key}={value}" for key, value in values.items()}
-        shorthand = ",".join(filter(None, [argument, *(pair for key, pair in pairs.items() if key in keys)]))
-        directory = workdir / ",".join(pairs.values()).replace(os.sep, "%2F")
-        fields = [f"--config.{pair}" for key, pair in pairs.items() if key not in keys]
-        arguments = [f"--config={path}:{shorthand}" if shorthand else f"--config={path}", *fields, *extra]
-        members.append(Member(values, directory, [*arguments, f"--workdir={directory}"]))
-    return members
 
+    def __init__(self, all_members: list[Member], chosen: list[int], parallel: int = 1, num_processes: int = 1):
+        self._members, self._parallel, self._num_processes = all_members, parallel, num_processes
+        self._waiting = collections.deque(chosen)
+        self._children: dict[int, Child] = {}
+        self._finished = self._failed = 0
+        self._in_use: set[int] = set()  # those that another process was running when it was their turn
 
-def check(member: Member, get_config) -> None:
-    """Reads the run's config just as launch.train will, and refuses it with the config's own complaint."""
-    try:  # The flag's parser would bury what the config file says.
-        problem = config_file.misplaced(get_config(*member.arguments[0].partition(":")[2:]), member.arguments)
-    except Exception as error:  # Whatever a config file does wrong.
-        raise command.UserError(f"{member.name}: {error}") from error
-    if problem:
-        raise command.UserError(f"{member.name}: {problem}")
-    argv = ["launch.train", *(argument for argument in member.arguments if argument.startswith("--config"))]
-    parsed = flags.FlagValues()
-    config_flags.DEFINE_config_file("config", None, flag_values=parsed, sys_argv=argv)
-    try:
-        parsed(argv)
-    except (flags.Error, ValueError, AttributeError, KeyError, TypeError, OSError) as error:
-        raise command.UserError(f"{member.name}: {command.one_line(error)}") from error
+    def run(self, caught: list, console: rich.console.Console) -> int:
+        """Runs what is not finished; returns the number of failures. A caught signal is forwarded once, a second one ends all."""
+        forwarded = False
+        with contextlib.ExitStack() as stack:
+            stack.callback(lambda: self._send(signal.SIGKILL))  # Nothing stays behind, whatever happens here.
+            live = stack.enter_context(sweep_table.Live(console, self._state))
+            while self._children or (self._waiting and not caught):
+                if not caught:
+                    self._start(live)
+                elif not forwarded:
+                    forwarded = True
+                    self._send(signal.SIGTERM)
+                elif len(caught) > 1:
+                    self._send(signal.SIGKILL)
+                ended = [index for index, child in self._children.items() if child.process.process.poll() is not None]
+                for index in ended:
+                    self._tell(index, self._children.pop(index), bool(caught), live)
+                live.look(again=bool(ended))
+                time.sleep(processes.POLL_S)
+        return self._failed
 
+    def _send(self, number: signal.Signals) -> None:
+        processes.send([child.process for child in self._children.values()], number)
 
-def claim(workdir: pathlib.Path, config: str, extra: list[str]) -> None:
-    """Makes `workdir` the home of this config's sweeps; refuses another's: skipping its finished runs would mix two experiments."""
-    now = {"config": config, "arguments": extra}
-    path = workdir / "sweep.json"
-    try:
-        workdir.mkdir(parents=True, exist_ok=True)
-        if not path.exists():
-            path.write_text(json.dumps(now) + "\n")
-        before = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise command.UserError(f"workdir {str(workdir)!r} cannot be used ({error}); choose another --workdir") from error
-    if before != now:
-        raise command.UserError(f"{workdir} holds a sweep of another config ({json.dumps(before)}); choose another --workdir")
+    def _state(self) -> tuple[list[tuple[Member, float]], str]:
+        counts = f"{self._finished} finished, {self._failed} failed, {len(self._waiting)} waiting"
+        return [(child.member, child.begun_s) for child in self._children.values()], counts
 
+    def _title(self, index: int) -> str:
+        return f"[{index + 1}/{len(self._members)}] {self._members[index].name}"
 
-# -- Running ----------------------------------------------------------------------------------------------------------
+    def _start(self, live: sweep_table.Live) -> None:
+        """Starts runs until enough are under way; those that another process is running come last."""
+        for _ in range(len(self._waiting)):
+            if len(self._children) >= self._parallel:
+                return
+            index = self._waiting.popleft()
+            member, title = self._members[index], self._title(index)
+            if member.summary():
+                self._finished += 1
+                live.say(f"{title}: already finished")
+            elif (held := member.taken()) is None:
+                self._waiting.append(index)
+                if index not in self._in_use:
+                    self._in_use.add(index)
+                    live.say(f"{title}: another process is running it, so it is put off")
+            else:
+                live.say(f"{title}: running")
+                self._children[index] = start(member, held, self._num_processes)
 
-
-def run(member: Member, caught: list, console: rich.console.Console) -> int:
-    """Trains one member, or continues it; a caught signal is forwarded once and a second one ends it at once."""
-    member.directory.mkdir(exist_ok=True)
-    with member.log.open("ab") as log, console.status("starting …") as status:
-        process = processes.start(processes.python(processes.TRAIN, member.arguments), stdout=log, stderr=log)
-        child = processes.Child(process, log)
-        try:
-            processes.wait([child], caught, lambda: status.update(rich.markup.escape(last_line(member.log))))
-        finally:
-            process.kill()  # Nothing stays behind, whatever happens here.
-    return process.returncode
-
-
-def last_line(path: pathlib.Path, start: str = "") -> str:
-    """The last line of a file that begins with `start`, or nothing."""
-    with path.open("rb") as file:
-        file.seek(max(0, path.stat().st_size - 10_000))
-        lines = file.read().decode(errors="replace").splitlines()
-    return next((line for line in reversed(lines) if line.strip() and line.startswith(start)), "")
-
-
-def run_all(members: list[Member], caught: list, console: rich.console.Console) -> int:
-    """Runs what is not finished; returns the number of failures."""
-    failures = 0
-    for number, member in enumerate(members, start=1):
-        if caught:
-            break
-        title = f"[{number}/{len(members)}] {member.name}"
-        if member.summary():
-            console.print(f"{title}: already finished", markup=False)
-            continue
-        console.print(f"{title}: running", markup=False)
-        begun = time.monotonic()
-        code = run(member, caught, console)
+    def _tell(self, index: int, child: Child, is_interrupted: bool, live: sweep_table.Live) -> None:
+        """Says how a run ended."""
+        member, title, code = child.member, self._title(index), child.process.process.returncode
+        child.process.log.close()
+        child.held.close()
         summary = member.summary()
-        if caught and not summary:
-            break
         if code == 0 and summary:
-            console.print(f"{title}: eval_loss {summary['eval_loss']:.4f} after {time.monotonic() - begun:.0f} s", markup=False)
-            continue
-        failures += 1
-        reason = last_line(member.log, "error:") or f"error: {last_line(member.log)}"
-        console.print(f"{title}: FAILED, it {processes.how_it_ended(code)}; {reason}\n    all it said: {member.log}", markup=False)
-    return failures
+            self._finished += 1
+            live.say(f"{title}: eval_loss {summary['eval_loss']:.4f} after {time.monotonic() - child.begun_s:.0f} s")
+        elif is_interrupted:
+            reached = member.reached()
+            live.say(f"{title}: interrupted" + (f" at step {reached.step}/{reached.steps}" if reached else ""))
+        else:
+            self._failed += 1
+            said = members.last_line(member.log, "error:", child.said) or f"error: {members.last_line(member.log, '', child.said)}"
+            live.say(f"{title}: FAILED, it {processes.how_it_ended(code)}; {said}\n    all it said: {member.log}")
 
 
-# -- The table --------------------------------------------------------------------------------------------------------
+def start(member: Member, held: BinaryIO, num_processes: int) -> Child:
+    """Starts a run, or continues it; what it says goes to its own log."""
+    line = processes.python(processes.TRAIN, member.arguments)
+    if num_processes > 1:
+        line = processes.python(LOCAL, [f"--num_processes={num_processes}", "--", *member.arguments])
+    log = member.log.open("ab")
+    said = log.seek(0, 2)
+    process = processes.start(line, stdout=log, stderr=log, pass_fds=(held.fileno(),))
+    return Child(member, processes.Child(process, log), time.monotonic(), said, held)
 
 
-def mean_and_spread(values: list[float], digits: int) -> str:
-    """`mean ± sample standard deviation`; without the latter where all values are the same."""
-    if not values:
-        return "–"
-    spread = f" ± {statistics.stdev(values):.{digits}f}" if len(set(values)) > 1 else ""
-    return f"{statistics.fmean(values):.{digits}f}{spread}"
-
-
-def tabulate(members: list[Member]) -> rich.table.Table:
-    """One row per setting, over its seeds."""
-    keys = [key for key in members[0].values if key != SEED]
-    settings: dict[tuple, list[dict | None]] = {}
-    for member in members:
-        settings.setdefault(tuple(member.values[key] for key in keys), []).append(member.summary())
-    table = command.table(*(key.rpartition(".")[2] for key in keys), words=len(keys))
-    table.caption = (
-        "mean ± sample standard deviation over n finished runs; "
-        "local spread: best to worst worker's own evaluation loss; MB/step: sent per worker"
-    )
-    for header in ("n", "eval_loss", "local spread", "time, s", "MB/step"):
-        table.add_column(header, justify="right", overflow="fold")
-    for setting, summaries in settings.items():
-        done = [summary for summary in summaries if summary]
-        table.add_row(
-            *map(rich.markup.escape, setting),
-            f"{len(done)}" + (f"/{len(summaries)}" if len(done) < len(summaries) else ""),
-            mean_and_spread([summary["eval_loss"] for summary in done], 4),
-            mean_and_spread([summary["local_eval_loss_max"] - summary["local_eval_loss_min"] for summary in done], 4),
-            mean_and_spread([summary["time_s"] for summary in done], 0),
-            mean_and_spread([summary["bytes_per_step_per_worker"] / 1e6 for summary in done], 3),
-        )
-    return table
+def planned(argv: list[str]) -> list[Member]:
+    """The runs that the command line asks for, each with a config that launch.train takes."""
+    path, _, argument = _CONFIG.value.partition(":")
+    module = config_file.load_module(path)
+    swept = members.parse_sweep(members.sweep_of(module, path, argument) if _SWEEP.value is None else _SWEEP.value)
+    members.check_apart(_CONFIG.value, swept, argv)
+    found = members.expand(_CONFIG.value, swept, getattr(module, "KEYS", ()), command.folder("workdir", _WORKDIR.value), argv)
+    for member in found:
+        members.check(member, module.get_config)
+    return found
 
 
 def main(argv: list[str]) -> int:
     if argv and not argv[0].startswith("-"):
         command.fail(f"unexpected argument {argv[0]!r}; options of launch.train go behind --")
-    workdir = command.folder("workdir", _WORKDIR.value)
-    path, _, argument = _CONFIG.value.partition(":")
-    module = config_file.load_module(path)
-    swept = parse_sweep(sweep_of(module, path, argument) if _SWEEP.value is None else _SWEEP.value)
-    check_apart(_CONFIG.value, swept, argv)
-    members = expand(_CONFIG.value, swept, getattr(module, "KEYS", ()), workdir, argv)
-    for member in members:
-        check(member, module.get_config)
-    claim(workdir, _CONFIG.value, argv)
+    for name, value in (("parallel", _PARALLEL.value), ("num_processes", _NUM_PROCESSES.value)):
+        if value < 1:
+            command.fail(f"{name}={value}: must be at least 1; leave it out for one at a time")
+    all_members, index = planned(argv), _INDEX.value
+    if index is not None and not 0 <= index < len(all_members):
+        command.fail(f"index={index}: the sweep has {len(all_members)} runs; use 0 to {len(all_members) - 1}")
+    workdir = all_members[0].directory.parent
+    if _TABLE.value and not (workdir / "sweep.json").exists():
+        command.fail(f"{workdir} holds no sweep; give the --workdir of one, or leave out --table to begin it")
+    members.claim(workdir, _CONFIG.value, argv)
 
+    if _TABLE.value:
+        show(all_members)
+        return 0
     console = rich.console.Console(highlight=False, soft_wrap=True)
     with processes.caught_signals() as caught:
-        failures = run_all(members, caught, console)
-    console.print(tabulate(members), soft_wrap=False)
+        sweep = Sweep(all_members, [*range(len(all_members))] if index is None else [index], _PARALLEL.value, _NUM_PROCESSES.value)
+        failures = sweep.run(caught, console)
+    if index is None:
+        show(all_members)
     if caught:
         again = processes.same_command("launch.sweep")
         console.print(f"interrupted by {caught[0].name}; the same command continues:\n  {again}", markup=False)
         return 128 + caught[0]
     if failures:
-        console.print(f"{failures} of {len(members)} runs failed; the same command tries them again", markup=False)
+        console.print(f"{failures} of {len(all_members)} runs failed; the same command tries them again", markup=False)
     return 1 if failures else 0
+
+
+def show(all_members: list[Member]) -> None:
+    """Prints the results so far, and how far the runs are that are not finished."""
+    console = command.console()
+    console.print(sweep_table.results(all_members))
+    if table := sweep_table.unfinished(all_members):
+        console.print(table)
 
 
 if __name__ == "__main__":

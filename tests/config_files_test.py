@@ -7,7 +7,7 @@ import pytest
 
 from configs import gpt, gpt_optimus, translation
 from decjax import config as parts
-from launch import sweep
+from launch import members
 
 FOLDER = pathlib.Path(gpt.__file__).parent
 FILES = [path.stem for path in sorted(FOLDER.glob("*.py")) if path.stem not in ("__init__", "base", "shorthand")]
@@ -23,7 +23,7 @@ def test_keys_are_those_of_the_shorthand(name):
 
 
 def test_a_sweep_over_sizes_goes_into_the_shorthand(tmp_path):
-    (member,) = sweep.expand("configs/gpt_optimus.py", {"size": ["tiny"]}, gpt_optimus.KEYS, tmp_path, [])
+    (member,) = members.expand("configs/gpt_optimus.py", {"size": ["tiny"]}, gpt_optimus.KEYS, tmp_path, [])
     assert member.arguments[0] == "--config=configs/gpt_optimus.py:size=tiny"
 
 

@@ -20,7 +20,7 @@ import pytest
 from configs import cifar, lm, translation
 from decjax import config as parts
 from decjax import costmodel, registry
-from launch import cluster, config_file, plan, sweep
+from launch import cluster, config_file, members, plan
 from tests import commands
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -199,12 +199,12 @@ def sweep_faults(values: dict[str, str], passed: list[str], is_whole: bool) -> l
     try:
         path, _, argument = config.partition(":")
         module = config_file.load_module(str(ROOT / path))
-        swept = sweep.parse_sweep(text or sweep.sweep_of(module, path, argument))
-        sweep.check_apart(config, swept, passed)
-        members = sweep.expand(config, swept, getattr(module, "KEYS", ()), pathlib.Path("sweep"), passed)
+        swept = members.parse_sweep(text or members.sweep_of(module, path, argument))
+        members.check_apart(config, swept, passed)
+        found = members.expand(config, swept, getattr(module, "KEYS", ()), pathlib.Path("sweep"), passed)
     except Exception as error:  # Whatever the command would say.
         return [str(error)]
-    return [fault for member in members for fault in config_faults([a for a in member.arguments if "workdir" not in a])]
+    return [fault for member in found for fault in config_faults([a for a in member.arguments if "workdir" not in a])]
 
 
 def make_faults(words: list[str]) -> list[str]:

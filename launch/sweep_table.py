@@ -1,0 +1,116 @@
+"""What a sweep shows: results over seeds, how far its runs are, and while it runs a live table of those that are under way."""
+
+from collections.abc import Callable
+import contextlib
+import datetime
+import statistics
+import time
+
+import rich.console
+import rich.live
+import rich.markup
+import rich.table
+
+from launch import command
+from launch.members import Member, Reached
+
+SEED = "seed"  # the key whose values make the spread
+PERIOD_S = 1.0  # between two looks at how far the runs are
+
+
+def mean_and_spread(values: list[float], digits: int) -> str:
+    """`mean ± sample standard deviation`; without the latter where all values are the same."""
+    if not values:
+        return "–"
+    spread = f" ± {statistics.stdev(values):.{digits}f}" if len(set(values)) > 1 else ""
+    return f"{statistics.fmean(values):.{digits}f}{spread}"
+
+
+def results(members: list[Member]) -> rich.table.Table:
+    """One row per setting, over its seeds."""
+    keys = [key for key in members[0].values if key != SEED]
+    settings: dict[tuple, list[dict | None]] = {}
+    for member in members:
+        settings.setdefault(tuple(member.values[key] for key in keys), []).append(member.summary())
+    table = command.table(*(key.rpartition(".")[2] for key in keys), words=len(keys))
+    table.caption = (
+        "mean ± sample standard deviation over n finished runs; "
+        "local spread: best to worst worker's own evaluation loss; MB/step: sent per worker"
+    )
+    for header in ("n", "eval_loss", "local spread", "time, s", "MB/step"):
+        table.add_column(header, justify="right", overflow="fold")
+    for setting, summaries in settings.items():
+        done = [summary for summary in summaries if summary]
+        table.add_row(
+            *map(rich.markup.escape, setting),
+            f"{len(done)}" + (f"/{len(summaries)}" if len(done) < len(summaries) else ""),
+            mean_and_spread([summary["eval_loss"] for summary in done], 4),
+            mean_and_spread([summary["local_eval_loss_max"] - summary["local_eval_loss_min"] for summary in done], 4),
+            mean_and_spread([summary["time_s"] for summary in done], 0),
+            mean_and_spread([summary["bytes_per_step_per_worker"] / 1e6 for summary in done], 3),
+        )
+    return table
+
+
+def unfinished(members: list[Member]) -> rich.table.Table | None:
+    """One row per run that has begun and is not finished; None if there is none."""
+    begun = [(member, reached) for member in members if not member.summary() and (reached := member.reached())]
+    if not begun:
+        return None
+    waiting = sum(not member.summary() for member in members) - len(begun)
+    table = command.table(
+        "not finished", "step", "loss", "last change", caption=f"{waiting} more have not begun" if waiting else None
+    )
+    for member, reached in begun:
+        table.add_row(rich.markup.escape(member.name), *_numbers(reached), f"{_time(reached.age_s)} ago")
+    return table
+
+
+def _numbers(reached: Reached | None) -> tuple[str, str]:
+    if reached is None:
+        return "–", "–"
+    return f"{reached.step}/{reached.steps}", "–" if reached.loss is None else f"{reached.loss:.4f}"
+
+
+def _time(seconds: float) -> str:
+    return str(datetime.timedelta(seconds=round(seconds)))
+
+
+class Live:
+    """In a terminal a table of the runs that are under way, below the lines that stay; elsewhere these lines only.
+
+    Args:
+        console: where it is shown.
+        state: gives the runs that are under way with the time at which each was started, and a line on all the others.
+    """
+
+    def __init__(self, console: rich.console.Console, state: Callable[[], tuple[list[tuple[Member, float]], str]]):
+        self._console, self._state, self._looked_s = console, state, 0.0
+        self._is_live = console.is_terminal and not console.is_dumb_terminal
+        self._live = rich.live.Live(console=console, auto_refresh=False, transient=True)
+
+    def __enter__(self) -> "Live":
+        if self._is_live:
+            self._live.start()
+        return self
+
+    def __exit__(self, *_) -> None:
+        with contextlib.suppress(OSError):  # The terminal may be gone.
+            self._live.stop()
+
+    def say(self, text: str) -> None:
+        """A line that stays."""
+        self._console.print(text, markup=False)
+
+    def look(self, again: bool = False) -> None:
+        """Draws the table, if it was not drawn just now or has to be drawn `again`."""
+        if self._is_live and (again or time.monotonic() - self._looked_s >= PERIOD_S):
+            self._looked_s = time.monotonic()
+            self._live.update(self._table(), refresh=True)
+
+    def _table(self) -> rich.table.Table:
+        under_way, others = self._state()
+        table = command.table("run", "step", "loss", "running for", caption=others)
+        for member, begun_s in under_way:
+            table.add_row(rich.markup.escape(member.name), *_numbers(member.reached()), _time(time.monotonic() - begun_s))
+        return table
