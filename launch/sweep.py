@@ -27,7 +27,7 @@ _WORKDIR = flags.DEFINE_string("workdir", None, "Directory of the sweep; each ru
 _SWEEP = flags.DEFINE_string("sweep", None, "'key=value,value;key=value'; none: the config file's own.")
 _PARALLEL = flags.DEFINE_integer("parallel", 1, "How many runs are under way at a time.")
 _INDEX = flags.DEFINE_integer("index", None, "Only the run of this number, from 0, as a task of a job array: $SLURM_ARRAY_TASK_ID.")
-_NUM_PROCESSES = flags.DEFINE_integer("num_processes", 1, "Processes of each run, started as by launch.local.")
+_PROCESSES = flags.DEFINE_integer("processes", 1, "Processes of each run, started as by launch.local.")
 _TABLE = flags.DEFINE_bool("table", False, "Only print what there is so far.")
 
 LOCAL = "launch.local"
@@ -154,7 +154,7 @@ def planned(argv: list[str]) -> list[Member]:
 def main(argv: list[str]) -> int:
     if argv and not argv[0].startswith("-"):
         command.fail(f"unexpected argument {argv[0]!r}; options of launch.train go behind --")
-    for name, value in (("parallel", _PARALLEL.value), ("num_processes", _NUM_PROCESSES.value)):
+    for name, value in (("parallel", _PARALLEL.value), ("processes", _PROCESSES.value)):
         if value < 1:
             command.fail(f"{name}={value}: must be at least 1; leave it out for one at a time")
     all_members, index = planned(argv), _INDEX.value
@@ -170,7 +170,7 @@ def main(argv: list[str]) -> int:
         return 0
     console = rich.console.Console(highlight=False, soft_wrap=True)
     with processes.caught_signals() as caught:
-        sweep = Sweep(all_members, [*range(len(all_members))] if index is None else [index], _PARALLEL.value, _NUM_PROCESSES.value)
+        sweep = Sweep(all_members, [*range(len(all_members))] if index is None else [index], _PARALLEL.value, _PROCESSES.value)
         failures = sweep.run(caught, console)
     if index is None:
         show(all_members)
