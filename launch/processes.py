@@ -254,7 +254,7 @@ def report(children: list[Child], ended: Ended, caught: list[signal.Signals], ag
         print(*said, sep="\n", file=sys.stderr, flush=True)
         return code
     what = f"process {index} {how_it_ended(code)}, the other processes were ended"
-    if code in LOST_CONTACT and (ended.silent or any(map(_BY_JAX.search, said))):  # What JAX says about it helps nobody.
+    if code == LOST_CONTACT[0] or (code in LOST_CONTACT and any(map(_BY_JAX.search, said))):  # What JAX says of it helps nobody.
         names = " and ".join(map(str, ended.silent))
         what = f"process {names} stopped answering" if names else f"process {index} lost contact with another"
         code, said, what = LOST_CONTACT[0], [], f"{what}, all processes were ended"
