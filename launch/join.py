@@ -76,7 +76,8 @@ def _join(place: places.Place) -> None:
         coordinator_bind_address=None if "JAX_COORDINATOR_BIND_ADDRESS" in os.environ else places.bind_address(place.coordinator),
         heartbeat_timeout_seconds=HEARTBEAT_TIMEOUT_S,
     )
-    if (address := places.own_address(place.coordinator)) and jax.config.jax_cpu_collectives_implementation == "gloo":
+    implementation = getattr(jax.config, "jax_cpu_collectives_implementation", "")
+    if implementation == "gloo" and (address := places.own_address(place.coordinator)):
         _gloo_listens_at(address)
 
 
@@ -85,7 +86,7 @@ def _gloo_listens_at(address: str) -> None:
     name leads. JAX has no public option for it: where a later one has its client made otherwise, gloo stays as it is."""
     with contextlib.suppress(ImportError, AttributeError):
         from jax._src import distributed, xla_bridge
-        from jax._src.lib import _jax
+        from jax._src.lib import _jax  # pyright: ignore[reportPrivateImportUsage]
 
         make, client = _jax.make_gloo_tcp_collectives, xla_bridge.make_cpu_client
         collectives = functools.partial(make, distributed_client=distributed.global_state.client, hostname=address)

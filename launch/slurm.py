@@ -127,10 +127,14 @@ def main(argv: list[str]) -> None:
     workdir = config_file.given("workdir", argv)
     if not workdir:
         raise command.UserError("--workdir is missing behind --; the batch file and the logs go there")
-    options = {name: chosen[name].value for name in batch_file.Job._fields if name in chosen and name != "module"}
+    options: dict[str, Any] = {name: chosen[name].value for name in batch_file.Job._fields if name in chosen and name != "module"}
     options["name"] = chosen.name or pathlib.Path(workdir).name
     job = batch_file.Job(
-        folder=pathlib.Path(workdir) / "slurm", arguments=argv, typed=processes.same_command("launch.slurm"), module=module, **options
+        folder=pathlib.Path(workdir) / "slurm",
+        arguments=argv,
+        typed=processes.same_command("launch.slurm"),
+        module=module,
+        **options,
     )
     check(job)
     job = placed(job) if module == processes.TRAIN else job
@@ -143,7 +147,9 @@ def main(argv: list[str]) -> None:
 if __name__ == "__main__":
     usual = batch_file.Job._field_defaults
     flags.DEFINE_integer("nodes", None, "Nodes of the job.", required=True)
-    flags.DEFINE_integer("gpus_per_node", usual["gpus_per_node"], "GPUs of each node, all of which are used; 0: it runs on the CPU.")
+    flags.DEFINE_integer(
+        "gpus_per_node", usual["gpus_per_node"], "GPUs of each node, all of which are used; 0: it runs on the CPU."
+    )
     flags.DEFINE_integer("tasks_per_node", usual["tasks_per_node"], "Processes on each node, among which its GPUs are divided.")
     flags.DEFINE_integer("cpus_per_task", usual["cpus_per_task"], "CPUs of each process; 0: the job has whole nodes.")
     flags.DEFINE_string("time", None, "Time limit, as 04:00:00; the job comes back until the run is finished.", required=True)

@@ -65,7 +65,12 @@ JOBSET = {
     Required("metadata"): {Required("name"): NAME, "namespace": NAME, "labels": {ANY: str}, "annotations": {ANY: str}},
     Required("spec"): {
         Required("replicatedJobs"): [
-            {Required("name"): NAME, "groupName": str, "replicas": int, Required("template"): {"metadata": {}, Required("spec"): JOB}}
+            {
+                Required("name"): NAME,
+                "groupName": str,
+                "replicas": int,
+                Required("template"): {"metadata": {}, Required("spec"): JOB},
+            }
         ],
         "network": {"enableDNSHostnames": bool, "subdomain": NAME, "publishNotReadyAddresses": bool},
         "successPolicy": {Required("operator"): {"All", "Any"}, "targetReplicatedJobs": [str]},

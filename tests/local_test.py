@@ -202,7 +202,9 @@ def test_what_a_process_says_when_it_loses_contact_is_left_out():
     aborts, frozen = f"time.sleep(1)\n{NOISE}\nsys.stderr.flush()\nos.abort()", "os.kill(os.getpid(), signal.SIGSTOP)"
     assert ended(aborts, frozen, aborts) == (3, "error: process 1 stopped answering, all processes were ended\n")
     assert ended(aborts, aborts) == (3, "error: process 0 lost contact with another, all processes were ended\n")
-    code, errors = ended("time.sleep(1)\nprint('free(): invalid pointer', file=sys.stderr, flush=True)\nos.abort()", "time.sleep(60)")
+    code, errors = ended(
+        "time.sleep(1)\nprint('free(): invalid pointer', file=sys.stderr, flush=True)\nos.abort()", "time.sleep(60)"
+    )
     assert code == 1 and errors.splitlines() == [
         "[process 0] free(): invalid pointer",
         "error: process 0 was killed by SIGABRT, the other processes were ended",

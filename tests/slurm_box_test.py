@@ -118,7 +118,6 @@ def step(workdir):
 def runs_on(job, workdir, restarts):
     """Waits until a job that came back has trained on; gives the step."""
 
-
     def runs():
         if field(job, "JobState") == "PENDING":  # Slurm lets a job that came back wait for two minutes.
             subprocess.run(["scontrol", "update", f"JobId={job}", "StartTime=now"], capture_output=True)
@@ -137,7 +136,9 @@ def story(box, tmp_path_factory):
     job = submit(workdir, "--nodes=2", "--time=60", "--save_s=120", "--exclude=n4")
     at = [runs_on(job, workdir, 0)]
     hours, minutes, _ = map(int, field(job, "RunTime").split(":"))
-    slurm("scontrol", "update", f"JobId={job}", f"TimeLimit={60 * hours + minutes + 2}")  # In two minutes at most: the signal is due.
+    slurm(
+        "scontrol", "update", f"JobId={job}", f"TimeLimit={60 * hours + minutes + 2}"
+    )  # In two minutes at most: the signal is due.
     wait_for(lambda: int(field(job, "Restarts")) == 1, workdir)
     slurm("scontrol", "update", f"JobId={job}", "TimeLimit=60")
     at.append(runs_on(job, workdir, 1))
@@ -184,7 +185,9 @@ def test_a_job_that_is_cancelled_does_not_come_back(box, tmp_path):
 def test_a_job_that_another_takes_the_place_of_comes_back(box, tmp_path):
     job = submit(tmp_path, "--nodes=2", "--time=60")
     runs_on(job, tmp_path, 0)
-    urgent = slurm("sbatch", "--parsable", "--partition=urgent", "--nodes=3", "--exclusive", "--output=/dev/null", "--wrap=sleep 5").strip()
+    urgent = slurm(
+        "sbatch", "--parsable", "--partition=urgent", "--nodes=3", "--exclusive", "--output=/dev/null", "--wrap=sleep 5"
+    ).strip()
     wait_for(lambda: field(urgent, "JobState") == "COMPLETED", tmp_path)
     at = runs_on(job, tmp_path, 1)
     slurm("scancel", job)

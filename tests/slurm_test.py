@@ -56,15 +56,22 @@ def test_a_task_a_node_with_all_of_its_gpus():
 
 def test_a_task_a_gpu():
     found = job(tasks_per_node=8, cpus_per_task=12)
-    assert {"--ntasks-per-node=8", "--gpus-per-node=8", "--cpus-per-task=12"} <= set(options(found)) and "--exclusive" not in options(found)
+    assert {"--ntasks-per-node=8", "--gpus-per-node=8", "--cpus-per-task=12"} <= set(
+        options(found)
+    ) and "--exclusive" not in options(found)
     assert "--cpus-per-task=12" in lines(found, "srun")[0]  # Which Slurm 22.05 no longer takes from the job.
 
 
 def test_containers_setup_and_more_options():
     pyxis = job(container="--container-image=nvcr.io/jax:1 --container-mounts=/data", setup="module load python")
-    assert re.search(r"log +--container-image=nvcr.io/jax:1 --container-mounts=/data +python -m launch.train", lines(pyxis, "srun")[0])
+    assert re.search(
+        r"log +--container-image=nvcr.io/jax:1 --container-mounts=/data +python -m launch.train", lines(pyxis, "srun")[0]
+    )
     assert lines(pyxis, "module load python")
-    assert " apptainer exec --nv decjax.sif python -m launch.train" in lines(job(container="apptainer exec --nv decjax.sif"), "srun")[0]
+    assert (
+        " apptainer exec --nv decjax.sif python -m launch.train"
+        in lines(job(container="apptainer exec --nv decjax.sif"), "srun")[0]
+    )
     assert {"--partition=gpu", "--account=me"} <= set(options(job(sbatch="--partition=gpu --account=me")))
     assert "--exclude=n[3-4]" in options(job(exclude="n[3-4]"))
 
@@ -139,7 +146,10 @@ def test_after_a_failure_it_goes_on_without_the_nodes_that_are_not_well(tmp_path
         (["--nodes=1", "--array=all"], "--array=all"),
         (["--nodes=2", "--array=0-7"], "--array with 2 tasks: a member of a sweep has one"),
         (["--nodes=2", "--module=launch.sweep"], "--array is missing"),
-        (["--nodes=2", "--gpus_per_node=8"], "config.workers=4 on 2 nodes × 8 GPUs: every GPU must belong to a worker.*use workers=16"),
+        (
+            ["--nodes=2", "--gpus_per_node=8"],
+            "config.workers=4 on 2 nodes × 8 GPUs: every GPU must belong to a worker.*use workers=16",
+        ),
     ],
 )
 def test_mistakes_are_told_before_the_job_waits(arguments, problem):
