@@ -7,7 +7,6 @@ own. It needs Linux, root and iproute2. What cannot be had raises a `ClusterErro
 from collections.abc import Iterator, Sequence
 import contextlib
 import dataclasses
-import fcntl
 import ipaddress
 import json
 import math
@@ -20,7 +19,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from typing import NamedTuple
 
 from launch import processes
@@ -97,9 +95,7 @@ class Network:
         one."""
         lines = processes.members(module, arguments, len(self.hosts) * processes_per_host, self.addresses[0])
         inside = [self.inside(index // processes_per_host, line) for index, line in enumerate(lines)]
-        # NCCL would see that all hosts are one machine, and send nothing over the links.
-        apart = [{"NCCL_HOSTID": line[3], "NCCL_SOCKET_IFNAME": "eth0", "NCCL_IB_DISABLE": "1"} for line in inside]
-        return processes.run_together(inside, again, pin, apart)
+        return processes.run_together(inside, again, pin)
 
 
 # -- Up and down ------------------------------------------------------------------------------------------------------
@@ -126,7 +122,7 @@ def network(hosts: int | None = None, rate: str | None = None, name: str = NAME,
     elif hosts is None:
         raise ClusterError(f"no network {name!r} is up; --hosts=4 makes one of four hosts for this run")
     else:
-        with processes.unwinding_signals(), _made(hosts, rate or UNLIMITED, name, subnet) as made, _watched(name):
+        with processes.unwinding_signals(), _made(hosts, rate or UNLIMITED, name, subnet) as made:
             yield made
             _remove(made)
 
@@ -148,31 +144,10 @@ def find(name: str = NAME) -> Network | None:
     _require_privileges()
     found = _read_state(name)
     if found and found.owner and _identity(found.owner.split()[0]) != found.owner:
-        if _remove(found):
-            print(f"removed network {name!r}: the command that made it was killed", file=sys.stderr)
+        print(f"removing network {name!r}: the command that made it was killed", file=sys.stderr)
+        _remove(found)
         return None
     return found
-
-
-@contextlib.contextmanager
-def _watched(name: str) -> Iterator[None]:
-    """Inside, another process waits for our end: if we are killed, it removes the network in our place."""
-    # It reads from a pipe whose other end only we have, and which the kernel closes when we end.
-    waits = f"import sys; sys.stdin.read(); from launch import network; network.remove_orphan({name!r})"
-    line, folder = [sys.executable, "-c", waits], pathlib.Path(__file__).resolve().parents[1]
-    with subprocess.Popen(line, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, cwd=folder, start_new_session=True) as watcher:
-        try:
-            yield
-        finally:
-            watcher.kill()
-
-
-def remove_orphan(name: str) -> None:
-    """Removes a network whose owner has just been killed, as soon as it is gone."""
-    for _ in range(50):
-        if find(name) is None:
-            return
-        time.sleep(0.1)
 
 
 def _find_free(name: str) -> Network | None:
@@ -253,14 +228,9 @@ def _build(made: Network, prefix_length: int) -> None:
         (own / "hosts").write_text(f"127.0.0.1 localhost\n{address} {socket.gethostname()}\n{everybody}")
 
 
-def _remove(made: Network) -> bool:
-    """Removes what there is of a network, and ends what still runs on it; False if another command has done that meanwhile."""
-    state = _state_of(made.name)
-    # Half a network is worse than a late exit.
-    with processes.caught_signals(), contextlib.suppress(FileNotFoundError), state.open() as held:
-        fcntl.flock(held, fcntl.LOCK_EX)
-        if os.fstat(held.fileno()).st_nlink == 0:
-            return False
+def _remove(made: Network) -> None:
+    """Removes what there is of a network, and ends what still runs on it."""
+    with processes.caught_signals():  # Half a network is worse than a late exit.
         for space in (*made.hosts, made.switch):
             if (_NAMESPACES / space).exists():
                 for process_id in _processes_in(space):
@@ -270,9 +240,7 @@ def _remove(made: Network) -> bool:
             shutil.rmtree(_HOSTS_FILES / space, ignore_errors=True)
         with contextlib.suppress(OSError):
             _HOSTS_FILES.rmdir()  # Others may have theirs.
-        state.unlink()
-        return True
-    return False
+        _state_of(made.name).unlink(missing_ok=True)
 
 
 # -- What remembers it ------------------------------------------------------------------------------------------------
@@ -298,12 +266,12 @@ def _read_state(name: str) -> Network | None:
 
 
 def _identity(process_id: int | str) -> str:
-    """A process id and when the process began, since ids come again; empty if there is no such process, or only its exit code."""
+    """A process id and when the process began, since ids come again; empty if there is no such process."""
     try:
         after_its_name = pathlib.Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return ""
-    return "" if after_its_name[0] in ("Z", "X") else f"{process_id} {after_its_name[19]}"
+    return f"{process_id} {after_its_name[19]}"
 
 
 # -- The tools --------------------------------------------------------------------------------------------------------

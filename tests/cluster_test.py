@@ -361,32 +361,13 @@ def test_a_killed_process_ends_the_others_and_the_network(idle):
     assert left_over() == [] and not any(map(alive, process_ids))
 
 
-def watchers(launcher):
-    """Ids of the processes that remove a network if its launcher is killed."""
-    children = pathlib.Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
-    return [int(child) for child in children if b"remove_orphan" in pathlib.Path(f"/proc/{child}/cmdline").read_bytes()]
-
-
 @needs_namespaces
-def test_the_network_of_a_killed_launcher_is_removed(idle):
-    launcher, notes = idle
-    process_ids = ids(notes)
-    (watcher,) = watchers(launcher)
-    launcher.kill()
-    _, errors = launcher.communicate(timeout=TIMEOUT_S)  # Ends with the watcher, which tells it.
-    wait_for(lambda: not any(map(alive, [watcher, *process_ids])))
-    assert left_over() == []
-    assert errors == f"removed network '{NAME}': the command that made it was killed\n"
-
-
-@needs_namespaces
-def test_a_network_that_nobody_removed_is_removed_by_the_next_command(idle):
+def test_a_killed_launcher_leaves_a_network_that_the_next_command_removes(idle):
     launcher, notes = idle
     process_ids = ids(notes)
     with pytest.raises(cluster.ClusterError, match=f"belongs to process {launcher.pid}"):
         cluster.down(NAME)
     assert len(cluster.find(NAME).hosts) == 2
-    os.kill(watchers(launcher)[0], signal.SIGKILL)
     launcher.kill()
     launcher.communicate()
     wait_for(lambda: not any(map(alive, process_ids)))
