@@ -234,6 +234,7 @@ class Mischief(train.Tracker):
 
     def step(self, step):
         if step == self._step:
+            self._run.checkpoints.finish()  # The one before is complete.
             self._stack.enter_context(self._what(self._run.workdir))
 
     def log(self, step, kind, values):
@@ -246,7 +247,7 @@ class Mischief(train.Tracker):
 @pytest.fixture
 def disk(tmp_path):
     """A small disk of its own."""
-    mounted("-t", "tmpfs", "-o", "size=4m", "tmpfs", tmp_path)
+    mounted("-t", "tmpfs", "-o", "size=32m", "tmpfs", tmp_path)
     yield tmp_path
     subprocess.run(["umount", "--lazy", tmp_path], check=True)
 

@@ -234,6 +234,8 @@ class Checkpoints:
             return
         try:
             self._manager.wait_until_finished()
+            if not (self._directory / str(self._saving[0])).is_dir():
+                raise OSError("it is not there after it was written; the disk may be full")
         except (OSError, ValueError) as error:  # TensorStore raises ValueErrors.
             raise self._failed(error) from error
         self._saving[1].close()
