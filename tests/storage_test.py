@@ -196,10 +196,9 @@ def mounted(*arguments):
 
 @contextlib.contextmanager
 def full(run):
-    with (run / "filler").open("wb") as file, contextlib.suppress(OSError):
+    with (run / "filler").open("wb", buffering=0) as file, contextlib.suppress(OSError):
         while True:
             file.write(bytes(4096))
-            file.flush()
     yield
     (run / "filler").unlink()
 

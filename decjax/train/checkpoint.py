@@ -178,7 +178,8 @@ class Checkpoints:
             self.finish()
         finally:
             if self._manager is not None:
-                self._manager.close()
+                with contextlib.suppress(OSError, ValueError):  # Orbax raises again what `finish` has told.
+                    self._manager.close()
             self._reader.close()
 
     def latest(self) -> int | None:
