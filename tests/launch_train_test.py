@@ -3,7 +3,6 @@
 import json
 import os
 import pathlib
-import random
 import re
 import resource
 import shlex
@@ -11,14 +10,12 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 
 from absl import flags
 import pytest
 
 from launch import command, config_file, join
 from tests import commands
-from tests.tiny_runs import assert_equal_states
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 TINY = [
@@ -302,6 +299,11 @@ def test_unusable_directories_are_refused(place, finished):
     def other_config():
         return place.command(*LONG, "--config.schedule.learning_rate=0.5", workdir="finished")
 
+    def damaged(how):
+        shutil.copytree(finished, place.folder / how)
+        damage(place.folder / how, how)
+        return place.command(*LONG, workdir=how)
+
     def foreign(name, files):
         for path, content in files.items():
             path = place.folder / name / path
@@ -312,6 +314,9 @@ def test_unusable_directories_are_refused(place, finished):
     before = summary(finished), evaluations(finished)
     cases = {
         "another config": (other_config(), r"schedule.learning_rate: [0-9.]+ there, 0.5 here", "choose another --workdir"),
+        "cut": (damaged("cut"), rf"cut/checkpoints/{STEPS} cannot be restored", f"move it away to continue from step {2 * EVERY}"),
+        "garbled": (damaged("garbled"), rf"garbled/checkpoints/{STEPS} cannot", f"move it away to continue from step {2 * EVERY}"),
+        "flip": (damaged("flip"), rf"flip/checkpoints/{STEPS} cannot", f"move it away to continue from step {2 * EVERY}"),
         "foreign": (foreign("foreign", {"checkpoints/10/model.pt": "x"}), "foreign holds", "choose another --workdir"),
         "foreign config": (
             foreign("foreign2", {"checkpoints/10/model.pt": "x", "config.json": "[1]"}),
@@ -325,56 +330,6 @@ def test_unusable_directories_are_refused(place, finished):
     assert (summary(finished), evaluations(finished)) == before
     assert (place.folder / "foreign/checkpoints/10/model.pt").read_text() == "x"
     assert (place.folder / "foreign2/config.json").read_text() == "[1]"
-
-
-@pytest.mark.parametrize("how", ["cut", "garbled", "flip"])
-def test_a_damaged_checkpoint_is_told_and_the_one_before_is_used(place, finished, how):
-    shutil.copytree(finished, place.folder / how)
-    damage(place.folder / how, how)
-    result = forked(place.command(*LONG, workdir=how))
-    assert result.returncode == 0 and result.stderr == "", result.stderr
-    (told,) = [line for line in result.stdout.splitlines() if "damaged" in line]
-    assert re.fullmatch(rf"checkpoint .*{how}/checkpoints/{STEPS} is damaged \(.+\); continuing from step {2 * EVERY}", told), told
-    assert summary(place.folder / how) == summary(finished) and evaluations(place.folder / how) == evaluations(finished)
-
-
-KILLED = {
-    "gossip": "smoke,workers=2,optimizer=accum_adamw",
-    "choco": "smoke,workers=4,mixer=choco,codec=int8,topology=ring",
-    "stale all-reduce": "smoke,workers=2,method=allreduce,stale",
-    "diloco": "smoke,workers=2,method=diloco",
-}
-
-
-@pytest.mark.parametrize("method", KILLED)
-def test_a_run_that_is_killed_again_and_again_ends_like_one_that_was_not(place, method):
-    """Bit for bit; many of the kills come while a checkpoint is written."""
-    rng, often = random.Random(method), ["--config.steps=240", "--config.log_every=4", "--config.checkpoint.every=8"]
-    name = method.replace(" ", "_")
-    whole, killed = (place.command(*often, shorthand=KILLED[method], workdir=f"{name}_{what}") for what in ("whole", "killed"))
-    assert place.run(whole).returncode == 0
-    workdir, starts = place.folder / f"{name}_killed", 0
-    while not (workdir / "summary.json").exists():
-        assert (starts := starts + 1) < 60
-        with subprocess.Popen(killed, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, cwd=ROOT, env=place.environment) as process:
-            begun = training_steps(workdir)
-            while process.poll() is None and training_steps(workdir)[-1:] == begun[-1:]:
-                time.sleep(0.01)
-            time.sleep(rng.uniform(0, 0.6))
-            process.kill()
-            said = process.stdout.read().decode()
-        assert "Traceback" not in said and "damaged" not in said and "error" not in said, said
-    assert starts > 2
-    ours, theirs = (place.folder / f"{name}_{what}" for what in ("killed", "whole"))
-    assert summary(ours) == summary(theirs) and evaluations(ours) == evaluations(theirs)
-    assert training_steps(ours) == training_steps(theirs) == [*range(4, 241, 4)]
-    assert_equal_states(theirs, ours, 240)
-
-
-def training_steps(workdir):
-    path = workdir / "metrics.jsonl"
-    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-    return [row["step"] for row in map(json.loads, (line for line in lines if line.endswith("\n"))) if row["kind"] == "train"]
 
 
 @pytest.mark.parametrize("every, what", [(4, "metrics of step"), (EVERY, f"checkpoint of step {EVERY}")])

@@ -9,7 +9,7 @@ import os
 import pathlib
 import signal
 import time
-from typing import Any, NamedTuple, NoReturn
+from typing import NamedTuple, NoReturn
 
 import jax
 import numpy as np
@@ -19,7 +19,6 @@ from decjax.errors import CheckpointError, ConfigError
 from decjax.train import checkpoint, metrics
 from decjax.train import state as state_lib
 from decjax.train import summary as summary_lib
-from decjax.train import workdir as workdir_lib
 from decjax.train.evaluate import Evaluation
 from decjax.train.state import State
 from decjax.train.trainer import Trainer
@@ -50,7 +49,7 @@ class Origin(NamedTuple):
 
     folder: pathlib.Path  # its work directory
     checkpoints: checkpoint.Checkpoints
-    step: int  # its newest one, which may be damaged
+    step: int  # its newest one
     num_workers: int
     has_weights: bool  # whether its replicas are averaged with weights, as those of push-sum are
 
@@ -100,8 +99,9 @@ class Run:
             self.counters["bytes_between_stages_per_worker"] = 0.0
         # The other run raises its errors before anything is written.
         with self._origin(resume_from) as origin, contextlib.ExitStack() as held:
-            held.enter_context(workdir_lib.claim(self.workdir, self.spec.document))
-            self.checkpoints = held.enter_context(checkpoint.Checkpoints(self.workdir, keep=self.spec.checkpoint.keep))
+            held.enter_context(checkpoint.claim(self.workdir, self.spec.document))
+            self.checkpoints = checkpoint.Checkpoints(self.workdir, keep=self.spec.checkpoint.keep)
+            held.callback(self.checkpoints.close)
             self.start, self.state = self._restore(origin)
             trainer.check_exchanges()
             self._counted = trainer.bytes_by_usage(self.state)  # how many of these bytes the counters include already
@@ -110,27 +110,25 @@ class Run:
     # -- Beginning ----------------------------------------------------------------------------------------------------
 
     def _restore(self, origin: Origin | None) -> tuple[int, State]:
-        if self.checkpoints.latest() is not None:
-            step, (state, counters), damage = self.checkpoints.newest(
-                lambda step: self.checkpoints.restore(step, like=self.trainer.abstract)
-            )
+        if (step := self.checkpoints.latest()) is not None:
+            state, counters = self.checkpoints.restore(step, like=self.trainer.abstract)
             if counters["corpus"] != self.counters["corpus"]:
                 raise CheckpointError(
                     f"the data have changed since step {step} ({counters['corpus']} then, "
                     f"{self.counters['corpus']} now); restore them, or start in another --workdir"
                 )
             self.counters |= counters
-            self.note = f"{damage}continuing from step {step}"
+            self.note = f"continuing from step {step}"
             return step, state
         return (0, self.trainer.init()) if origin is None else self._restore_resized(origin)
 
     @contextlib.contextmanager
     def _origin(self, folder: str | os.PathLike | None) -> Iterator[Origin | None]:
         """The run to start from, while inside; None without one, or if this run has checkpoints of its own."""
-        if folder is None or workdir_lib.steps_saved(self.workdir):
+        if folder is None or checkpoint.has_checkpoints(self.workdir):
             yield None
             return
-        with checkpoint.Checkpoints(pathlib.Path(folder), read_only=True) as checkpoints:
+        with contextlib.closing(checkpoint.Checkpoints(pathlib.Path(folder), read_only=True)) as checkpoints:
             yield self._checked(pathlib.Path(folder), checkpoints)
 
     def _checked(self, folder: pathlib.Path, checkpoints: checkpoint.Checkpoints) -> Origin:
@@ -149,7 +147,7 @@ class Run:
             raise CheckpointError(f"{folder} has a model divided otherwise ({'; '.join(differing)}); start with the same division")
         needed = state_lib.kept(self.trainer.abstract, self.trainer.setup.source.lasts)
         if step is not None and (name := checkpoints.unlike(step, needed)):
-            differing = workdir_lib.differing(theirs, self.spec) or f"its state has no such {name}"
+            differing = checkpoint.differing(theirs, self.spec) or f"its state has no such {name}"
             raise CheckpointError(
                 f"{folder} is a run of something else ({differing}); choose another --resume_from, or set the same here"
             )
@@ -160,35 +158,27 @@ class Run:
         return Origin(folder, checkpoints, step, theirs.workers, has_weights)
 
     def _restore_resized(self, origin: Origin) -> tuple[int, State]:
-        n = origin.num_workers
-        step, (state, weight_N), damage = origin.checkpoints.newest(lambda step: self._read(origin, step))
+        n, weight_N = origin.num_workers, None
+
+        def read(like):
+            like = jax.tree.map(lambda x: jax.ShapeDtypeStruct((n, *x.shape[1:]), x.dtype, sharding=self.workers.replicated), like)
+            return self.workers.fetch(origin.checkpoints.restore(origin.step, like, partial=True)[0])
+
+        state = read(state_lib.kept(self.trainer.abstract, self.trainer.setup.source.lasts))
+        if origin.has_weights:  # y_i of the replicas, equal on all stages of a worker.
+            weight = jax.ShapeDtypeStruct((n, self.workers.stages)[: self.workers.num_axes], np.float32)
+            weight_N = read({"opt_state": {"mixer": {"weight": weight}}})["opt_state"]["mixer"]["weight"].reshape(n, -1)[:, 0]
         # Mixers start from one model on all workers, here the average of the replicas.
         params = state["params"]
         average = jax.tree.map(lambda mean, x: np.asarray(mean, x.dtype), state_lib.mean_over_workers(params, weight_N), params)
         fresh = self.workers.fetch(self.trainer.start(average))
         state = state_lib.resize(state, fresh, self.workers.num_workers, weight_N)
-        self.counters["first_step"] = step
+        self.counters["first_step"] = origin.step
         self.note = (
-            f"{damage}starting from step {step} of {origin.folder}; {n} replicas became {self.workers.num_workers}, "
+            f"starting from step {origin.step} of {origin.folder}; {n} replicas became {self.workers.num_workers}, "
             "mixer and reducer state start afresh"
         )
-        return step, self.workers.place(state)
-
-    def _read(self, origin: Origin, step: int) -> tuple[Any, np.ndarray | None]:
-        """(what a run keeps of the replicas of another one's step, their weights [N] if they have some)."""
-        n = origin.num_workers
-
-        def read(like):
-            like = jax.tree.map(lambda x: jax.ShapeDtypeStruct((n, *x.shape[1:]), x.dtype, sharding=self.workers.replicated), like)
-            return self.workers.fetch(origin.checkpoints.restore(step, like, partial=True)[0])
-
-        state = read(state_lib.kept(self.trainer.abstract, self.trainer.setup.source.lasts))
-        if not origin.has_weights:
-            return state, None
-        # y_i of the replicas, equal on all stages of a worker.
-        weight = jax.ShapeDtypeStruct((n, self.workers.stages)[: self.workers.num_axes], np.float32)
-        weight = read({"opt_state": {"mixer": {"weight": weight}}})["opt_state"]["mixer"]["weight"]
-        return state, weight.reshape(n, -1)[:, 0]
+        return origin.step, self.workers.place(state)
 
     # -- Measuring ----------------------------------------------------------------------------------------------------
 
@@ -263,7 +253,6 @@ class Run:
             with _signals() as caught:
                 stopped_at = self._steps(caught)
                 if stopped_at is not None:
-                    self.checkpoints.finish()
                     return Outcome(stopped_at, caught[0] if caught else signal.SIGTERM, None, None)
                 return self._finish()  # Takes seconds, so a signal does not stop it.
 
@@ -312,7 +301,6 @@ class Run:
             evaluates = done % spec.eval.every == 0 and not last
             saves = done % spec.checkpoint.every == 0 or last or stop
             if done % spec.log_every == 0 or evaluates or saves:
-                self.checkpoints.check()
                 self._record("train", done, self._training_row(losses, done, begun, *logged))
                 losses.clear()
                 if evaluates:
@@ -369,12 +357,10 @@ class Run:
         task, shown = self.trainer.setup.task, None
         summary = summary_lib.summarize(self.spec, result, self._further(result), params, self.counters)
         summary |= self.trainer.data.facts()
-        self.checkpoints.finish()  # The last one was written while this was computed.
         if self.first:
             if task.score:
                 summary |= {f"eval_{name}": value for name, value in task.score(params, variables, self.trainer.data).items()}
-            with metrics.writing(self.workdir, "summary.json"):
-                metrics.write_whole(self.workdir / "summary.json", json.dumps(summary, indent=2) + "\n")
+            metrics.write_whole(self.workdir / "summary.json", json.dumps(summary, indent=2) + "\n")
             if task.show:
                 shown = task.show(params, variables, self.trainer.data, jax.random.key(self.spec.seed))
         return Outcome(self.spec.steps, None, summary, shown)
