@@ -49,6 +49,9 @@ KINDS = {
 }
 
 
+NONE = ("auto", "none", "")  # words that stand for None
+
+
 class Option(NamedTuple):
     """An option of a part.
 
@@ -344,7 +347,7 @@ def checked(what: str, value: Any, option: Option) -> Any:
     Where None is a value, "auto", "none" and "" stand for it. Whole numbers become floats and lists tuples where the type is such.
     """
     kind = option.kind
-    if value is None or (option.optional and value in ("auto", "none", "")):
+    if value is None or (option.optional and value in NONE):
         if option.optional:
             return None
         raise ValueError(f"{what}=None must be a value such as {option.default!r}")

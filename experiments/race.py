@@ -22,10 +22,6 @@ class Point(NamedTuple):
 # -- What a run directory tells ---------------------------------------------------------------------------------------
 
 
-def finished(workdir: pathlib.Path) -> bool:
-    return (workdir / "summary.json").exists()
-
-
 def read(workdir: pathlib.Path) -> list[Point]:
     """The validation losses of a run, with the seconds of training up to each.
 

@@ -221,7 +221,7 @@ def train(network: cluster.Network, out: pathlib.Path, size: Size, tuned: dict[s
     for seed in range(rounds):
         for method in [*tuned, *(peer for peer, (_, twin) in PEERS.items() if FLAGS.peers and twin in tuned)]:
             workdir = measured(out, method, seed)
-            if race.finished(workdir):
+            if trials.finished(workdir):
                 continue
             if method in PEERS:
                 name, twin = PEERS[method]
@@ -240,7 +240,7 @@ def results(out: pathlib.Path, tuned: dict[str, Tuned], told_s: dict[str, float]
     goals, told_goals = ([race.read(place(out, SYNC, seed))[-1].loss for seed in range(rounds)] for place in (measured, rehearsed))
     found = {}
     for method in [*tuned, *PEERS]:
-        runs = [race.read(measured(out, method, seed)) for seed in range(rounds) if race.finished(measured(out, method, seed))]
+        runs = [race.read(measured(out, method, seed)) for seed in range(rounds) if trials.finished(measured(out, method, seed))]
         if len(runs) < rounds:
             continue
         told, needed = told_s.get(method), []

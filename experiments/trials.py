@@ -36,7 +36,7 @@ class Trial(NamedTuple):
     @property
     def finished(self) -> bool:
         """Whether a run of this folder came to its end."""
-        return (self.workdir / "summary.json").exists()
+        return finished(self.workdir)
 
     def summary(self) -> dict[str, Any]:
         """What the run came to."""
@@ -46,6 +46,11 @@ class Trial(NamedTuple):
         """The rows of the run's metrics that are of a kind, "train" or "eval"."""
         lines = (self.workdir / "metrics.jsonl").read_text().splitlines()
         return [row for row in map(json.loads, lines) if row["kind"] == kind]
+
+
+def finished(workdir: pathlib.Path) -> bool:
+    """Whether the run of a directory came to its end."""
+    return (workdir / "summary.json").exists()
 
 
 def trial(parent: pathlib.Path, name: str, config: str, fields: Mapping[str, Any]) -> Trial:

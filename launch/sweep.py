@@ -156,7 +156,7 @@ def main(argv: list[str]) -> int:
         command.fail(f"unexpected argument {argv[0]!r}; options of launch.train go behind --")
     for name, value in (("parallel", _PARALLEL.value), ("processes", _PROCESSES.value)):
         if value < 1:
-            command.fail(f"{name}={value}: must be at least 1; leave it out for one at a time")
+            command.fail(f"{name}={value}: must be at least 1; leave it out for one")
     all_members, index = planned(argv), _INDEX.value
     if index is not None and not 0 <= index < len(all_members):
         command.fail(f"index={index}: the sweep has {len(all_members)} runs; use 0 to {len(all_members) - 1}")

@@ -12,7 +12,6 @@ from decjax.config.spec import AUTO, CONSENSUS, RunSpec
 from decjax.optim.method import Method
 
 ENGINES = ("auto", "fused", "split")
-NO_DTYPE = ("", "none", "auto")  # words for None, as in registry.checked
 LARGEST = 2**31 - 1  # of whole numbers
 # (Least, most). The upper bounds of sizes are generous; they keep a typing error from filling the memory.
 BOUNDS: dict[str, tuple[float, float]] = {
@@ -75,7 +74,7 @@ def check_values(document: Mapping[str, Any]) -> None:
 
 def _check_dtype(name: str, value: str) -> None:
     try:
-        known = value in NO_DTYPE or jnp.issubdtype(jnp.dtype(value), jnp.floating)
+        known = value in registry.NONE or jnp.issubdtype(jnp.dtype(value), jnp.floating)
     except TypeError:
         known = False
     if not known:

@@ -129,7 +129,6 @@ def train(workdir: pathlib.Path, name: str) -> None:
     config, data = json.loads((workdir / "config.json").read_text()), np.load(workdir / "data.npz")
     valid_WxT1 = torch.from_numpy(data["valid"]).long()
     tokens_SxBxT1 = torch.from_numpy(data["train"][:, dist.get_rank()]).long()
-    torch.manual_seed(config["seed"])
     own = DecoderLM(**{name: config["model"][name] for name in ("vocabulary", "context", "width", "hidden", "heads", "depth")})
     start(own, np.load(workdir / "start.npz"))
     method = METHODS[name](own, config)

@@ -37,7 +37,7 @@ def write_text(path: pathlib.Path, context: int) -> pathlib.Path:
 def check(python: str) -> None:
     """Raises `Failed` unless an interpreter has experiments/requirements-peers.txt."""
     try:
-        done = subprocess.run([python, "-c", "import torch"], capture_output=True, text=True, check=False)
+        done = subprocess.run([python, "-c", "import torch, decent_dp"], capture_output=True, text=True, check=False)
         problem = done.stderr.strip().splitlines()[-1:] if done.returncode else []
     except OSError as error:
         problem = [error.strerror]
