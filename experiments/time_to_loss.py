@@ -12,7 +12,7 @@ translate. A step of every method reads as many examples.
    does not end 0.05 nats below all-reduce's loss gets more steps: the fewest of 1.5 or 2 times as many with which it does; if
    none is enough, those with the least loss.
 2. The methods train in the box, one after the other, in so many rounds, each with a seed of its own.
-3. The forecast: before these rounds launch.calibrate measures the box, and from that the cost model foretells how long a step takes.
+3. The forecast: before each round launch.calibrate measures the box, and from that the cost model foretells how long a step takes.
    Runs of the same seeds in simulation tell how many steps each method needs. The product of both is compared with the seconds.
 
 Seconds are those of training: neither compiling nor evaluating counts. What is finished in `--out` is not repeated, so an
@@ -50,6 +50,7 @@ TRAINED = {
     ACCUM_INT8: f"{SHORTHANDS[INT8]},{ACCUMULATING}",
 }
 PEERS = {"PyTorch DDP": ("ddp", SYNC), "decent-dp, one-peer exponential": ("decent_dp", ONE_PEER)}  # by which twins
+BUCKET = 2**21  # bytes of gossip's messages
 LONGER = (1.0, 1.5, 2.0)  # times the steps of all-reduce
 MARGIN = 0.05  # nats below its loss: by so much do losses of other seeds and neighbouring rates differ without an order
 GRID = (2e-3, 4e-3, 8e-3)  # the learning rates that every method begins with
@@ -126,7 +127,7 @@ class Tuned(NamedTuple):
 def trial(method: str, size: Size, tuned: Tuned, workdir: pathlib.Path, seed: int, simulate: bool) -> trials.Trial:
     """A run of launch.train."""
     shorthand = ",".join([TRAINED[method], f"workers={HOSTS}", f"steps={tuned.steps}", *(["simulate"] if simulate else [])])
-    bucket_bytes = systems.WHOLE if "allreduce" in shorthand else systems.BUCKET  # What is quickest for each.
+    bucket_bytes = systems.WHOLE if "allreduce" in shorthand else BUCKET  # What is quickest for each.
     fields = size.fields | {"schedule.learning_rate": tuned.rate, "seed": seed, "bucket_bytes": bucket_bytes}
     return trials.Trial(workdir, f"{size.job.config}:{shorthand}", tuple(fields.items()))
 
@@ -189,23 +190,42 @@ def rehearse(out: pathlib.Path, size: Size, tuned: dict[str, Tuned], rounds: int
             raise Failed(f"{method} diverged in simulation with seed {seed}; --rounds={seed} leaves it out")
 
 
-def modelled() -> dict[str, costmodel.Method]:
-    """The methods as the cost model knows them: AccumAdamW sends what AdamW sends."""
+def modelled(workload: costmodel.Workload) -> dict[str, costmodel.Method]:
+    """The methods as the cost model knows them: AccumAdamW sends what AdamW sends, and int8 costs what its update was measured to."""
     known = methods.modelled(HOSTS)
-    exact, coded = known[ONE_PEER], known[INT8]
+    exact, coded = known[ONE_PEER], costmodel.compressed(workload.compressed[0])
     return {SYNC: known[SYNC], STALE: known[STALE], ONE_PEER: exact, ACCUM: exact, INT8: coded, ACCUM_INT8: coded}
 
 
-def calibrate(network: cluster.Network, out: pathlib.Path, size: Size, seconds: float) -> pathlib.Path:
-    """Where the profile of the box is; launch.calibrate writes it unless it is there."""
-    path = out / "profile.json"
+def profile(out: pathlib.Path, seed: int) -> pathlib.Path:
+    """Where what was measured before a round is."""
+    return out / f"round{seed}" / "profile.json"
+
+
+def calibrate(network: cluster.Network, path: pathlib.Path, size: Size, seconds: float) -> None:
+    """Measures the box with launch.calibrate, and writes the profile, unless it is there."""
     if not path.exists():
+        path.parent.mkdir(exist_ok=True)
         data: dict[str, Any] = {"data.path": str(size.path)}
         measured, workload = box_runtime.calibrate(
-            network, FLAGS.rate, seconds, size.batch_size, model=size.model, config=size.job.config, **data
+            network,
+            FLAGS.rate,
+            seconds,
+            size.batch_size,
+            compressed=[SHORTHANDS[INT8]],
+            model=size.model,
+            bucket_bytes=BUCKET,
+            config=size.job.config,
+            **data,
         )
         costmodel.save(path, measured, workload)
-    return path
+
+
+def foretold(path: pathlib.Path) -> dict[str, float]:
+    """The seconds per step that the cost model foretells from a profile, by method."""
+    cluster_, workload = costmodel.load(path)
+    assert workload is not None  # Calibration always writes one.
+    return {name: costmodel.predict(cluster_, workload, method).mean_s for name, method in modelled(workload).items()}
 
 
 # -- Runs -------------------------------------------------------------------------------------------------------------
@@ -217,8 +237,12 @@ def measured(out: pathlib.Path, method: str, seed: int) -> pathlib.Path:
 
 
 def train(network: cluster.Network, out: pathlib.Path, size: Size, tuned: dict[str, Tuned], rounds: int) -> None:
-    """Trains every method in the box, `rounds` times; a peer takes the learning rate and steps of its twin."""
+    """Trains every method in the box, `rounds` times; a peer takes the learning rate and steps of its twin.
+
+    Each round begins with a calibration, so that rounds may be of different machines.
+    """
     for seed in range(rounds):
+        calibrate(network, profile(out, seed), size, 2.0 if FLAGS.smoke else 60.0)
         for method in [*tuned, *(peer for peer, (_, twin) in PEERS.items() if FLAGS.peers and twin in tuned)]:
             workdir = measured(out, method, seed)
             if trials.finished(workdir):
@@ -235,24 +259,27 @@ def train(network: cluster.Network, out: pathlib.Path, size: Size, tuned: dict[s
 # -- Results ----------------------------------------------------------------------------------------------------------
 
 
-def results(out: pathlib.Path, tuned: dict[str, Tuned], told_s: dict[str, float], rounds: int) -> dict[str, race.Result]:
+def results(out: pathlib.Path, tuned: dict[str, Tuned], rounds: int) -> dict[str, race.Result]:
     """Every method's result, from the run directories."""
     goals, told_goals = ([race.read(place(out, SYNC, seed))[-1].loss for seed in range(rounds)] for place in (measured, rehearsed))
+    told_s = [foretold(profile(out, seed)) for seed in range(rounds)]
     found = {}
     for method in [*tuned, *PEERS]:
         runs = [race.read(measured(out, method, seed)) for seed in range(rounds) if trials.finished(measured(out, method, seed))]
         if len(runs) < rounds:
             continue
-        told, needed = told_s.get(method), []
+        told, told_to_loss_s = None, None
         if method in tuned:
+            told = [of[method] for of in told_s]
             rehearsals = [race.read(rehearsed(out, method, seed)) for seed in range(rounds)]
             needed = [race.reached(run, loss, lambda point: point.step) for run, loss in zip(rehearsals, told_goals)]
+            told_to_loss_s = [step_s * steps for step_s, steps in zip(told, needed)]
         found[method] = race.Result(
             runs,
             statistics.median(run[-1].time_s / run[-1].step for run in runs),
-            told,
+            statistics.median(told) if told else None,
             [race.reached(run, loss) for run, loss in zip(runs, goals)],
-            [told * steps for steps in needed] if told else None,
+            told_to_loss_s,
         )
     return found
 
@@ -292,12 +319,9 @@ def main() -> None:
     size = Size(job, steps, batch_size, model, every, data, *(SMOKE_TUNING if FLAGS.smoke else (tuple(TRAINED), GRID, LONGER)))
     tuned = tune(out, size)
     with cluster.network(hosts=HOSTS, rate=FLAGS.rate) as network:
-        profile, workload = costmodel.load(calibrate(network, out, size, 2.0 if FLAGS.smoke else 60.0))
         train(network, out, size, tuned, FLAGS.rounds)
     rehearse(out, size, tuned, FLAGS.rounds)
-    assert workload is not None
-    told_s = {name: costmodel.predict(profile, workload, method).mean_s for name, method in modelled().items()}
-    found = results(out, tuned, told_s, FLAGS.rounds)
+    found = results(out, tuned, FLAGS.rounds)
     table, title = race.tabulate(found), f"{job.about} on four hosts, links of {FLAGS.rate}"
     script.show(table)
     race.draw(str(out / f"{job.name}.png"), found, title, job.unit)

@@ -13,7 +13,7 @@ from decjax import codecs, gossip, mesh, optim, reduce
 from decjax import topology as topology_lib
 from decjax.channel import Channel
 from decjax.pipeline import stateless
-from decjax.train import engine
+from decjax.train import divide, engine
 from decjax.train.step import Step
 from tests import runs
 
@@ -170,15 +170,41 @@ def test_batches_of_a_few_shapes_are_compiled_once_each(which):
 
 
 def test_split_communicates_in_its_exchange_only():
-    *_, (take_gradient, *sends, prepare, join, last_join) = trajectory(METHODS["one_peer_exponential"](), "split")
-    assert len(sends) == 2 and all("collective-permute" in send.as_text() for send in sends)
-    for executable in (take_gradient, prepare, join, last_join):
+    *_, (take_gradient, *parts, prepare, join, last_join) = trajectory(METHODS["one_peer_exponential"](), "split")
+    encodes, travels, decodes = parts[::3], parts[1::3], parts[2::3]
+    assert len(travels) == 2 and all("collective-permute" in travel.as_text() for travel in travels)
+    for executable in (take_gradient, *encodes, *decodes, prepare, join, last_join):
         assert not any(kind in executable.as_text() for kind in ("collective-permute", "all-reduce", "all-gather"))
+
+
+@pytest.mark.parametrize("hops", [0, 1, 2])
+def test_an_exchange_is_cut_at_its_messages(hops):
+    """What is computed before the first message and after the last is not part of what travels."""
+
+    def exchange(x, y):
+        message = jnp.sin(x) * y
+        for hop in range(hops):
+            message = jax.lax.ppermute(jnp.cos(message) if hop else message, "worker", [(0, 1), (1, 2), (2, 0)])
+        return {"exchanged": jnp.exp(message) + jnp.sin(x), "own": y}
+
+    def in_turns(x, y):
+        sent = divide.encode(exchange, x, y)
+        programs.append(str(jax.make_jaxpr(lambda sent: divide.travel(exchange, sent, x, y))(sent)))
+        return divide.decode(exchange, divide.travel(exchange, sent, x, y), sent, x, y)
+
+    programs: list[str] = []
+    x, y = np.random.default_rng(0).normal(size=(2, 3, 4)).astype(np.float32)
+    at_once = jax.vmap(exchange, axis_name="worker")(x, y)
+    np.testing.assert_array_equal(jax.vmap(in_turns, axis_name="worker")(x, y), jax.tree.leaves(at_once))
+    (program,) = programs
+    assert program.count("ppermute") == hops and ("cos" in program) == (hops == 2)
+    assert "sin" not in program and "exp" not in program
 
 
 def test_split_leaves_little_to_do_after_the_message():
     """Adam's moments are taken while it travels; the weight decay, which acts on the mean, waits for it."""
-    *_, (_, _, _, prepare, *joins) = trajectory(METHODS["one_peer_exponential"](), "split")
+    *_, executables = trajectory(METHODS["one_peer_exponential"](), "split")
+    prepare, *joins = executables[-3:]
     assert "sqrt" in prepare.as_text() and not any("sqrt" in join.as_text() for join in joins)
 
 

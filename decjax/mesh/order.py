@@ -46,8 +46,9 @@ def in_order(fn: Callable) -> Callable:
     return ordered
 
 
-def _talks(eqn: Any) -> bool:
-    return eqn.primitive.name in _COLLECTIVES or any(_talks(inner) for body in _bodies(eqn) for inner in body.eqns)
+def communicates(eqn: Any) -> bool:
+    """Whether an equation is a collective, or has one in a program within it."""
+    return eqn.primitive.name in _COLLECTIVES or any(communicates(inner) for body in _bodies(eqn) for inner in body.eqns)
 
 
 def _bodies(eqn: Any) -> list[Any]:
@@ -57,7 +58,7 @@ def _bodies(eqn: Any) -> list[Any]:
 
 def _has_bodies(closed: Any) -> bool:
     """Whether a loop or a branch sends something."""
-    return any(_talks(eqn) if eqn.primitive.name in _RUN else any(map(_has_bodies, _bodies(eqn))) for eqn in closed.eqns)
+    return any(communicates(eqn) if eqn.primitive.name in _RUN else any(map(_has_bodies, _bodies(eqn))) for eqn in closed.eqns)
 
 
 def _done(x: jax.Array) -> jax.Array:
@@ -104,7 +105,7 @@ class _Order:
 
     def _equation(self, eqn, args):
         name, bodies = eqn.primitive.name, _bodies(eqn)
-        if not _talks(eqn):
+        if not communicates(eqn):
             return _bind(eqn, args)
         if name in _RUN:
             self.body, *results = _RUN[name](eqn.params, self.done, args)

@@ -1,8 +1,9 @@
 """Splits a program at the points where it waits for messages, so that all else is computed while they are sent.
 
-An exchange is split into parts that share no computation, such as its buckets. The update that uses what they bring is split into
-what needs none of them, computed meanwhile, and what each part completes when it arrives. In decentralized Adam's update the
-moments and the direction need no message; the mixing and the weight decay of a parameter need the message with that parameter.
+An exchange is split into parts that share no computation, such as its buckets, and each part into encoding, sending and decoding, so
+that links are busy with one part while others are encoded and decoded. The update that uses what they bring is split into what needs
+none of them, computed meanwhile, and what each part completes when it arrives. In decentralized Adam's update the moments and the
+direction need no message; the mixing and the weight decay of a parameter need the message with that parameter.
 
 The split follows the data flow of the traced program, so it works for any method; where every result depends on every message there
 is a single part. The functions are those of one worker, and are traced inside a mapped function, where axis names are defined.
@@ -13,6 +14,8 @@ from typing import Any
 
 import jax
 import jax.extend
+
+from decjax.mesh import order
 
 Parts = tuple[tuple[int, ...], ...]
 
@@ -47,7 +50,56 @@ def parts(fn: Callable, *args: Any, most: int) -> Parts:
 
 def only(fn: Callable, leaves: Iterable[int]) -> Callable:
     """A function that computes only these leaves of `fn`'s flattened result."""
-    return lambda *args: [jax.tree.leaves(fn(*args))[leaf] for leaf in leaves]
+
+    def chosen(*args):
+        found = jax.tree.leaves(fn(*args))
+        return [found[leaf] for leaf in leaves]
+
+    return chosen
+
+
+def encode(fn: Callable, *args: Any) -> list[jax.Array]:
+    """The values that `fn(*args)` computes before its first message: those that `travel` and `decode` need."""
+    closed, (early, _, _), (sent, _) = _cut_at_messages(fn, args)
+    return _program(closed, closed.jaxpr.invars, early, sent)(*jax.tree.leaves(args))
+
+
+def travel(fn: Callable, sent: Sequence[jax.Array], *args: Any) -> list[jax.Array]:
+    """What arrives by the messages of `fn(*args)`, given the result of `encode`; it computes only what a later message needs."""
+    closed, (_, between, _), (coded, arrived) = _cut_at_messages(fn, args)
+    return _program(closed, [*closed.jaxpr.invars, *coded], between, arrived)(*jax.tree.leaves(args), *sent)
+
+
+def decode(fn: Callable, arrived: Sequence[jax.Array], sent: Sequence[jax.Array], *args: Any) -> list[jax.Array]:
+    """The flattened result of `fn(*args)`, given the results of `travel` and `encode`."""
+    closed, (_, _, late), (coded, heard) = _cut_at_messages(fn, args)
+    run = _program(closed, [*closed.jaxpr.invars, *coded, *heard], late, closed.jaxpr.outvars)
+    return run(*jax.tree.leaves(args), *sent, *arrived)
+
+
+def _cut_at_messages(fn, args):
+    """(traced `fn`, its equations before, with and after the messages, the results of the first two that later ones use)."""
+    closed = jax.make_jaxpr(fn)(*args)
+    program = closed.jaxpr
+    used = _behind(program, program.outvars)
+    messages = [index for index in used if order.communicates(program.eqns[index])]
+    for_messages = set(_behind(program, [variable for index in messages for variable in program.eqns[index].outvars]))
+    waiting: set[Any] = set()
+    before, between, after = [], [], []
+    for index in used:
+        equation = program.eqns[index]
+        waits = index in messages or not waiting.isdisjoint(_variables(equation.invars))
+        waiting.update(equation.outvars if waits else ())
+        (between if waits and index in for_messages else after if waits else before).append(equation)
+    passed = _passed(before, [*between, *after], program.outvars), _passed(between, after, program.outvars)
+    return closed, (before, between, after), passed
+
+
+def _passed(equations, later, outvars) -> list:
+    """The results of equations that later ones use, or that are results of the program."""
+    computed = {variable for equation in equations for variable in equation.outvars}
+    wanted = _variables([*(atom for equation in later for atom in equation.invars), *outvars])
+    return [variable for variable in dict.fromkeys(wanted) if variable in computed]
 
 
 def before(fn: Callable, known: Any, received: Any, cut: Parts) -> list[list[jax.Array]]:

@@ -2,11 +2,12 @@
 
     fused    One executable. Where the exchange does not need the gradient (order "awc", stale all-reduce), the compiler of a GPU or
              TPU starts it before the forward pass and waits for it after the backward pass.
-    split    Several executables, because CPU devices overlap nothing within one. A thread of its own dispatches the exchange, in a
-             few parts; meanwhile the main thread dispatches the gradient and all of the update that needs no message, and, as
-             each part arrives, what it completes. A step returns when its exchange is complete, so that the collectives of one
-             step never meet those of the next. The gradient itself must have no collectives: with stages or tensor-parallel groups,
-             processes could take those of the two threads in different orders, so that case raises an error.
+    split    Several executables, because CPU devices overlap nothing within one. The exchange has a few parts. A thread of its own
+             dispatches their messages, one part after the other; meanwhile the main thread dispatches the gradient and all of the
+             update that needs no message, and, as each part arrives, its decoding and what it completes. A step returns when its
+             exchange is complete, so that the collectives of one step never meet those of the next. The gradient itself must have no
+             collectives: with stages or tensor-parallel groups, processes could take those of the two threads in different orders,
+             so that case raises an error.
 
 A step is compiled once for each phase of the topology, so that no program contains a conditional over phases; and, for tasks whose
 batches have a few shapes, once for each of these.
@@ -15,6 +16,7 @@ batches have a few shapes, once for each of these.
 from collections.abc import Callable
 import concurrent.futures
 import functools
+import itertools
 import re
 from typing import Any, NamedTuple
 import warnings
@@ -29,7 +31,7 @@ from decjax.optim.method import Method
 from decjax.train import divide
 from decjax.train.step import Step
 
-PARTS = 2  # of a split exchange, at most
+PARTS = 8  # of a split exchange, at most; links are idle while the first is encoded and the last decoded
 
 
 class Program(NamedTuple):
@@ -118,25 +120,36 @@ def _fused(step, phase, state, batch, number):
     return executable, (executable,)
 
 
+class _Part(NamedTuple):
+    """The programs of a part of the exchange; `inputs` are params and opt_state."""
+
+    encode: jax.stages.Compiled  # inputs -> sent
+    travel: jax.stages.Compiled  # (sent, *inputs) -> arrived
+    decode: jax.stages.Compiled  # (arrived, sent, *inputs) -> received
+
+
 class _Split(NamedTuple):
     """The programs of a split step."""
 
     take_gradient: jax.stages.Compiled  # (params, source, batch, number) -> (loss, grads, source)
-    sends: list[jax.stages.Compiled]  # (params, opt_state) -> received, of each part
+    parts: list[_Part]
     prepare: jax.stages.Compiled  # known -> for each part the values that need no message
-    joins: list[jax.stages.Compiled]  # (known, prepared, *arrived) -> the leaves of the next state that a part completes
+    joins: list[jax.stages.Compiled]  # (known, prepared, *received) -> the leaves of the next state that a part completes
 
     def run(self, workers, thread, state, batch, number):
-        arriving = [
-            thread.submit(lambda send=send: jax.block_until_ready(send(state.params, state.opt_state))) for send in self.sends
-        ]
+        inputs, sent, arriving = (state.params, state.opt_state), [], []
+        for part in self.parts:
+            sent.append(part.encode(*inputs))
+            if workers.on_cpu and not arriving:
+                jax.block_until_ready(sent)  # Beside the gradient it would take several times as long, and links be idle.
+            arriving.append(thread.submit(lambda *args, part=part: jax.block_until_ready(part.travel(*args)), sent[-1], *inputs))
         if workers.on_cpu and not mesh.between_cpu_processes():
             concurrent.futures.wait(arriving)  # Devices of one process share threads, which waiting collectives could all occupy.
         loss_N, grads, source = self.take_gradient(state.params, state.source, batch, number)
-        known, leaves, arrived = (state._replace(source=source), grads), {}, []
-        for part, own, join in zip(arriving, self.prepare(known), self.joins, strict=True):
-            arrived.append(part.result())
-            leaves |= join(known, own, *arrived)
+        known, leaves, received = (state._replace(source=source), grads), {}, []
+        for part, arrived, own, prepared, join in zip(self.parts, arriving, sent, self.prepare(known), self.joins, strict=True):
+            received.append(part.decode(arrived.result(), own, *inputs))
+            leaves |= join(known, prepared, *received)
         tree = jax.tree.structure(state)
         return tree.unflatten([leaves[leaf] for leaf in range(tree.num_leaves)]), loss_N
 
@@ -156,34 +169,46 @@ def _split(step):
             exchanges[phase] = _compiled_exchange(step, phase, state, gradients[shapes].out_info[1])
         split = _Split(gradients[shapes], *exchanges[phase])
         run = functools.partial(split.run, workers, thread)
-        return run, (split.take_gradient, *split.sends, split.prepare, *split.joins)
+        return run, (split.take_gradient, *itertools.chain(*split.parts), split.prepare, *split.joins)
 
     return compile_phase
 
 
 def _compiled_exchange(step, phase, state, grads):
-    """(sends, prepare, joins) of a phase; see `_Split`."""
+    """(parts, prepare, joins) of a phase; see `_Split`."""
     workers, known = step.workers, (state, grads)
     exchange = functools.partial(step.method.exchange, phase=phase)
 
     def combine(known, received):
         return step.update(*known, received=received, phase=phase)
 
-    def cut(params, opt_state):
+    def divided(params, opt_state):
         found.append((divide.parts(exchange, params, opt_state, most=PARTS), jax.eval_shape(exchange, params, opt_state)))
 
     found = []
-    jax.eval_shape(workers.map(cut, (0, 0)), state.params, state.opt_state)  # Axis names are defined inside only.
-    ((parts, received),) = found
+    jax.eval_shape(workers.map(divided, (0, 0)), state.params, state.opt_state)  # Axis names are defined inside only.
+    ((cut, received),) = found
 
     def after(known, prepared, *arrived):
-        return divide.after(combine, known, prepared, arrived, received, parts)
+        return divide.after(combine, known, prepared, arrived, received, cut)
 
-    sends = [workers.jit(divide.only(exchange, part), (0, 0)).lower(state.params, state.opt_state).compile() for part in parts]
-    prepare = workers.jit(lambda known: divide.before(combine, known, received, parts), (0,)).lower(known).compile()
+    parts = [_compiled_part(workers, divide.only(exchange, part), state.params, state.opt_state) for part in cut]
+    prepare = workers.jit(lambda known: divide.before(combine, known, received, cut), (0,)).lower(known).compile()
     joins = []
     with warnings.catch_warnings(action="ignore", category=UserWarning):  # About donated scalars that no result can reuse.
         for k, own in enumerate(prepare.out_info):
             join = workers.jit(after, (0,) * (3 + k), donate_argnums=(1,))
-            joins.append(join.lower(known, own, *(send.out_info for send in sends[: k + 1])).compile())
-    return sends, prepare, joins
+            joins.append(join.lower(known, own, *(part.decode.out_info for part in parts[: k + 1])).compile())
+    return parts, prepare, joins
+
+
+def _compiled_part(workers, exchange, *inputs) -> _Part:
+    """The programs of a part of the exchange."""
+
+    def compiled(fn, *args):
+        run = workers.jit(functools.partial(fn, exchange), (0,) * len(args))
+        return run.lower(*args).compile()
+
+    encode = compiled(divide.encode, *inputs)
+    travel = compiled(divide.travel, encode.out_info, *inputs)
+    return _Part(encode, travel, compiled(divide.decode, travel.out_info, encode.out_info, *inputs))
