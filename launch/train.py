@@ -18,7 +18,6 @@ from ml_collections import config_flags
 
 from decjax import config as parts
 from decjax import tasks, train
-from decjax.elastic.run import ElasticRun
 from decjax.errors import memory_told
 from decjax.train import metrics
 from launch import command, join, processes, progress
@@ -44,26 +43,12 @@ def main(argv: list[str]) -> int:
         spec = parts.read(config)
         if _TRACKER.value:
             metrics.wandb()  # Without it nothing begins.
-        if join.is_elastic():
-            return train_elastic(config, workdir)
         join.set_up_devices(spec.workers, spec.simulate, spec.devices_of_worker)
         with memory_told():
             trainer = train.Trainer(join.resolved(config))
             outcome = train.Run(trainer, workdir, _RESUME_FROM.value).train(trackers())
     if jax.process_index() == 0:
         report(outcome, trainer.setup.task)
-    return 128 + outcome.signal if outcome.signal else 0
-
-
-def train_elastic(config, workdir) -> int:
-    """This process's part in an elastic run."""
-    group = join.group()
-    spec = parts.resolve(config, join.slots())
-    with memory_told():
-        run = ElasticRun(spec, group, workdir)
-        outcome = run.train(trackers())
-    if run.first:
-        report(outcome, run.trainer.setup.task)
     return 128 + outcome.signal if outcome.signal else 0
 
 

@@ -52,15 +52,6 @@ def claim(workdir: pathlib.Path, config: dict) -> contextlib.ExitStack:
         return held.pop_all()
 
 
-def take_over(workdir: pathlib.Path, config: dict) -> contextlib.ExitStack:
-    """Locks the directory of a run whose writer has died; what is there belongs to this run. `claim` says what is returned."""
-    del config
-    with contextlib.ExitStack() as held:
-        lock = held.enter_context((workdir / ".lock").open("w"))
-        fcntl.flock(lock, fcntl.LOCK_EX)  # The kernel gives it free when the writer is gone.
-        return held.pop_all()
-
-
 def _check(workdir: pathlib.Path, config: dict) -> None:
     """Raises a CheckpointError if the directory is not one in which a run with this config may begin or go on."""
     path, folder = workdir / "config.json", workdir / "checkpoints"
@@ -143,13 +134,8 @@ def differing(theirs: config_lib.RunSpec, ours: config_lib.RunSpec) -> str:
 
 def has_checkpoints(workdir: pathlib.Path) -> bool:
     """Whether a work directory has at least one checkpoint."""
-    return bool(complete_steps(workdir))
-
-
-def complete_steps(workdir: pathlib.Path) -> list[int]:
-    """The steps of which a work directory has complete checkpoints."""
     folder = workdir / "checkpoints"
-    return [int(child.name) for child in folder.iterdir() if child.name.isdigit()] if folder.is_dir() else []
+    return folder.is_dir() and any(child.name.isdigit() for child in folder.iterdir())
 
 
 def _mixed(word: jax.Array) -> jax.Array:

@@ -53,7 +53,7 @@ def choose(engine: str, method: Method, workers: mesh.Workers) -> str:
     check_engine(engine, method)
     alone = workers.stages == workers.tensor == 1  # The gradient has no collectives.
     if engine == "auto":
-        return "split" if method.exchange and alone and workers.needs_sender else "fused"
+        return "split" if method.exchange and alone and mesh.between_cpu_processes() else "fused"
     if engine == "split" and not alone and jax.process_count() > 1:
         raise ValueError(
             f"engine 'split' with stages={workers.stages} and tensor={workers.tensor} over {jax.process_count()} processes: "
@@ -78,10 +78,10 @@ def compile_per_phase(step: Step, engine: str = "fused") -> Callable[..., Progra
         if known not in compiled:
             run, executables = compile_phase(phase, state, batch, number)
             sent: dict[str, Any] = {}
-            if workers.mesh is not None:
+            if not workers.simulated:
                 found = [wire.bytes_by_axis(executable.as_text(), workers) for executable in executables]  # pyright: ignore[reportArgumentType]
                 sent = {axis: sum(of[axis] for of in found) for axis in found[0]}
-            if workers.mesh is None or phase is None:
+            if workers.simulated or phase is None:
                 sent["worker"] = workers.stages * method.num_bytes(workers.one_device(state.params), phase)
             compiled[known] = Program(run, sent, executables)
         return compiled[known]
@@ -143,7 +143,7 @@ class _Split(NamedTuple):
             if workers.on_cpu and not arriving:
                 jax.block_until_ready(sent)  # Beside the gradient it would take several times as long, and links be idle.
             arriving.append(thread.submit(lambda *args, part=part: jax.block_until_ready(part.travel(*args)), sent[-1], *inputs))
-        if workers.on_cpu and not workers.needs_sender:
+        if workers.on_cpu and not mesh.between_cpu_processes():
             concurrent.futures.wait(arriving)  # Devices of one process share threads, which waiting collectives could all occupy.
         loss_N, grads, source = self.take_gradient(state.params, state.source, batch, number)
         known, leaves, received = (state._replace(source=source), grads), {}, []
@@ -186,7 +186,7 @@ def _compiled_exchange(step, phase, state, grads):
         found.append((divide.parts(exchange, params, opt_state, most=PARTS), jax.eval_shape(exchange, params, opt_state)))
 
     found = []
-    workers.eval_shape(divided, (0, 0), state.params, state.opt_state)  # Axis names are defined inside only.
+    jax.eval_shape(workers.map(divided, (0, 0)), state.params, state.opt_state)  # Axis names are defined inside only.
     ((cut, received),) = found
 
     def after(known, prepared, *arrived):

@@ -14,7 +14,7 @@ from typing import NamedTuple, NoReturn
 import jax
 import numpy as np
 
-from decjax import config, mesh, registry
+from decjax import config, registry
 from decjax.errors import CheckpointError, ConfigError
 from decjax.train import checkpoint, metrics
 from decjax.train import state as state_lib
@@ -87,7 +87,7 @@ class Run:
     """
 
     def __init__(self, trainer: Trainer, workdir: str | os.PathLike, resume_from: str | os.PathLike | None = None):
-        self.trainer, self.spec = trainer, trainer.spec
+        self.trainer, self.spec, self.workers = trainer, trainer.spec, trainer.workers
         self.workdir = pathlib.Path(workdir)
         config.check_memory(trainer.setup)
         self.note = "no checkpoint yet: starting again" if metrics.read(self.workdir) else ""
@@ -106,11 +106,6 @@ class Run:
             trainer.check_exchanges()
             self._counted = trainer.bytes_by_usage(self.state)  # how many of these bytes the counters include already
             self._held = held.pop_all()  # until `train` ends
-
-    @property
-    def workers(self) -> mesh.Workers:
-        """Those of the trainer."""
-        return self.trainer.workers
 
     # -- Beginning ----------------------------------------------------------------------------------------------------
 
@@ -207,7 +202,7 @@ class Run:
             "time_s": time_s,
             **found,
             "consensus_distance": distance,
-            f"{task.item}_per_s": steps * self.trainer.spec.batch_size * task.items / taken_s,
+            f"{task.item}_per_s": steps * self.spec.batch_size * task.items / taken_s,
             **{name: self.counters[name] for name in summary_lib.BYTES if name in self.counters},
         }
 
@@ -285,54 +280,39 @@ class Run:
 
     def _steps(self, caught: list[signal.Signals]) -> int | None:
         """Takes all steps that are left; returns the step at which a signal stopped it, or None."""
-        self._begin()
-        while self.done < self.spec.steps:
-            if self._advance(caught) and self.done < self.spec.steps:
-                return self.done
+        spec, trainer = self.spec, self.trainer
+        losses: collections.deque = collections.deque()
+        begun, logged = time.monotonic() - self.counters["time_s"], (time.monotonic(), self.start)
+
+        for step in range(self.start, spec.steps):
+            compiling_s = self._take(step, losses)
+            logged = logged[0] + compiling_s, logged[1]  # The rate excludes compilation.
+            done = step + 1
+            if spec.reaches_consensus(done):
+                # The next step's exchange may be dispatched by another thread, so all collectives of this one must be complete.
+                state, sent = trainer.consensus(self.state)
+                self.state = jax.block_until_ready(state)
+                self.counters["bytes_sent_per_worker"] += sent
+            for tracker in self._trackers:
+                tracker.step(done)
+
+            last, stop = done == spec.steps, self._stop_requested(caught, done)
+            # The last step is evaluated on all examples, by `_finish`.
+            evaluates = done % spec.eval.every == 0 and not last
+            saves = done % spec.checkpoint.every == 0 or last or stop
+            if done % spec.log_every == 0 or evaluates or saves:
+                self._record("train", done, self._training_row(losses, done, begun, *logged))
+                losses.clear()
+                if evaluates:
+                    result = trainer.evaluate(self.state, spec.eval.num_windows, spec.eval.local)
+                    self._record("eval", done, self._evaluation_row(result, done, time.monotonic() - begun))
+                self.counters["time_s"] = time.monotonic() - begun
+                if saves:
+                    self.checkpoints.save(done, self.state, self.counters)
+                logged = time.monotonic(), done
+            if stop and not last:
+                return done
         return None
-
-    def _begin(self) -> None:
-        """Starts the clocks."""
-        self.done = self.start
-        self._losses: collections.deque = collections.deque()
-        self._begun = time.monotonic() - self.counters["time_s"]
-        self._logged = time.monotonic(), self.start
-
-    def _advance(self, caught: list[signal.Signals]) -> bool:
-        """Takes a step and does what is due after it; returns whether a signal asks to stop."""
-        compiling_s = self._take(self.done, self._losses)
-        self._logged = self._logged[0] + compiling_s, self._logged[1]  # The rate excludes compilation.
-        self.done += 1
-        if self.spec.reaches_consensus(self.done):
-            # The next step's exchange may be dispatched by another thread, so all collectives of this one must be complete.
-            state, sent = self.trainer.consensus(self.state)
-            self.state = jax.block_until_ready(state)
-            self.counters["bytes_sent_per_worker"] += sent
-        for tracker in self._trackers:
-            tracker.step(self.done)
-        return self._settle(self.done, caught)
-
-    def _settle(self, done: int, caught: list[signal.Signals]) -> bool:
-        """Logs, evaluates and saves what is due after so many steps; returns whether a signal asks to stop."""
-        spec = self.spec
-        last, stop = done == spec.steps, self._stop_requested(caught, done)
-        # The last step is evaluated on all examples, by `_finish`.
-        evaluates = done % spec.eval.every == 0 and not last
-        saves = done % spec.checkpoint.every == 0 or last or stop
-        if done % spec.log_every == 0 or evaluates or saves:
-            self._record("train", done, self._training_row(self._losses, done, self._begun, *self._logged))
-            self._losses.clear()
-            if evaluates:
-                result = self.trainer.evaluate(self.state, spec.eval.num_windows, spec.eval.local)
-                self._record("eval", done, self._evaluation_row(result, done, time.monotonic() - self._begun))
-            self.counters["time_s"] = time.monotonic() - self._begun
-            if saves:
-                self._save(done)
-            self._logged = time.monotonic(), done
-        return stop
-
-    def _save(self, done: int) -> None:
-        self.checkpoints.save(done, self.state, self.counters)
 
     def _take(self, step: int, losses: collections.deque) -> float:
         """Takes one step, counts its bytes and appends its loss; returns the seconds that compilation took."""
