@@ -106,6 +106,7 @@ def get_config(
     every = 10 if smoke else 500
     config.eval = dict(every=every, num_windows=16 if smoke else 128, batch_size=8, local=True)  # 0 windows: all
     config.checkpoint = dict(every=every, keep=2)
+    config.elastic = parts.Elastic()._asdict()
     return config
 
 

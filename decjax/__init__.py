@@ -20,6 +20,7 @@ A training method is composed of small, pure parts, each usable alone. From the 
     config      from a ConfigDict to a checked specification of a run
     train       the train step, the trainer, and the training loop in a work directory
     measure     times of a step, an exchange and a codec on the devices at hand
+    elastic     runs whose workers may leave and come back
 
 `launch` (command lines), `configs` (data) and `experiments` (one script per claim) are built on top of the package.
 """

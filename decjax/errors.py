@@ -22,6 +22,20 @@ class CheckpointError(TrainingError):
     """A work directory or checkpoint that cannot be used."""
 
 
+def not_written(what: str, folder: object, error: Exception) -> CheckpointError:
+    """The error of a run that cannot write: what it could not write, where, why, and what to do about it."""
+    reason = " ".join((getattr(error, "strerror", None) or str(error)).split())[-100:]  # TensorStore's texts end with the cause.
+    if "No such file" in reason or "Not a directory" in reason:
+        fix = "bring the folder back"
+    elif "Read-only" in reason or "ermission" in reason:
+        fix = "make the folder writable"
+    else:
+        fix = "make room there"
+    return CheckpointError(
+        f"{what} cannot be written in {folder} ({reason}); {fix}, and the same command continues from the last whole checkpoint"
+    )
+
+
 class OutOfMemory(TrainingError):
     """Arrays that do not fit into the memory of a device or of this machine."""
 

@@ -35,7 +35,7 @@ MARKERS = ("o", "s", "^", "D", "v", "P")
 LINES = ("-", "--", ":")  # for more runs than colours
 SMOOTHED_SHARE = 20  # the running mean is over 1/20 of the logged values
 
-UNINFORMATIVE = ("eval.", "checkpoint.", "log_every", "data.sample_bytes")  # of how a run is watched, not of what it is
+UNINFORMATIVE = ("eval.", "checkpoint.", "elastic.", "log_every", "data.sample_bytes")  # of how a run is watched, not of what it is
 DECENTRALIZED_ONLY = ("topology.", "mixing.")  # in configs of older runs, whose sections held the fields of all parts
 KINDS = ("train", "eval")
 UNITS = {
@@ -44,7 +44,7 @@ UNITS = {
     "translation": "nats/token",
 }  # of losses, by task, as `Task.metrics` has them: to build a task takes seconds
 NUMBERS_OF_ROW = ("step", "time_s", "loss", "consensus_distance", "bytes_sent_per_worker")
-OPTIONAL = {"loss_min", "loss_max"}  # numbers that a row may lack
+OPTIONAL = {"loss_min", "loss_max", "workers"}  # numbers that a row may lack
 NUMBERS_OF_SUMMARY = ("eval_loss", "local_eval_loss_min", "local_eval_loss_max", "time_s", "bytes_per_step_per_worker")
 LONGEST_LABEL = 40  # characters; rather the names of directories than longer ones
 NAME_FIRST = ("task", "method", "method.name", "topology", "topology.name", "mixer.name", "reducer.name", "optimizer.name")
@@ -104,7 +104,7 @@ def parse(text: str, numbers: tuple[str, ...] = ()) -> dict[str, Any]:
         raise ValueError(" ".join(str(error).split())) from error
     if not isinstance(content, dict):
         raise ValueError(f"{type(content).__name__} instead of an object")
-    for name in (*numbers, *(OPTIONAL & content.keys())):
+    for name in (*numbers, *(OPTIONAL & content.keys() if numbers else ())):
         value = content.get(name)
         if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= sys.float_info.max:
             raise ValueError(f"{name} is no number")
@@ -300,9 +300,23 @@ def draw_loss(axis, run: Record, against: str, style: dict[str, Any]) -> None:
     axis.plot(column(run.evaluations, against), column(run.evaluations, "loss"), markersize=4, linewidth=1.6, **style)
 
 
+def changes(run: Record) -> bool:
+    """Whether the number of workers changed during a run."""
+    return len({row["workers"] for row in run.train if "workers" in row}) > 1
+
+
+def draw_workers(axis, run: Record, style: dict[str, Any]) -> None:
+    """How many workers took part in each step."""
+    if rows := [row for row in run.train if "workers" in row]:
+        axis.plot(column(rows, "time_s"), column(rows, "workers"), drawstyle="steps-pre", linewidth=1.4, **style | dict(marker=""))
+    axis.set(title="workers", xlabel="time, s", ylim=(0, None))
+    axis.yaxis.get_major_locator().set_params(integer=True)
+
+
 def plot(runs: list[Record], names: list[str], path: str) -> None:
-    """Draws the figure: loss against step, loss against time, and consensus distance."""
-    with script.panels(path, 3, (13, 4.6)) as (figure, (by_step, by_time, distance)):
+    """Draws the figure: loss against step, loss against time, consensus distance, and the workers of elastic runs that lost some."""
+    elastic = any(map(changes, runs))
+    with script.panels(path, 3 + elastic, (13 + 4 * elastic, 4.6)) as (figure, (by_step, by_time, distance, *workers)):
         for i, (run, name) in enumerate(zip(runs, names, strict=True)):
             again, i = divmod(i, len(script.COLORS))
             style = dict(color=script.COLORS[i], marker=MARKERS[i], linestyle=LINES[again % len(LINES)])
@@ -311,6 +325,8 @@ def plot(runs: list[Record], names: list[str], path: str) -> None:
             apart_N, steps_N = column(run.train, "consensus_distance"), column(run.train, "step")
             style["marker"] = "" if len(run.train) > 1 else "."
             distance.plot(steps_N[apart_N > 0], apart_N[apart_N > 0], linewidth=1.4, **style)
+            for axis in workers:
+                draw_workers(axis, run, style)
         _label_axes(by_step, by_time, distance, runs, names)
         script.dress(
             figure,

@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 
 from experiments import script
 
+NEAR = 0.05  # nats: by so much do losses of other seeds and neighbouring rates differ without an order
+
 
 class Point(NamedTuple):
     """The averaged model at one moment of a run."""
@@ -60,51 +62,74 @@ class Result(NamedTuple):
     step_s: float  # median over rounds
     told_step_s: float | None  # foretold by the cost model
     to_loss_s: list[float]  # seconds to the loss that all-reduce ended with, a round each
+    near_s: list[float]  # the same to `NEAR` above it
     told_to_loss_s: list[float] | None
 
 
 def tabulate(found: Mapping[str, Result]) -> Any:
-    """Seconds to the loss that the first one, all-reduce, ends with; how many times sooner that is, measured and foretold."""
+    """Seconds to the loss that the first one, all-reduce, ends with; how many times as fast that is, measured and foretold."""
     table = script.table(
-        "", "ms per step", "foretold", "final loss", "seconds to all-reduce's loss", "times sooner", "foretold", "error"
+        "",
+        "ms per step",
+        "foretold",
+        "final loss",
+        "seconds to all-reduce's loss",
+        "times as fast",
+        "foretold",
+        "error",
+        f"times as fast to {NEAR:g} nats above it",
     )
     first = next(iter(found.values()))
     for name, result in found.items():
-        ratio = _sooner(first.to_loss_s, result.to_loss_s)
-        told = _sooner(first.told_to_loss_s, result.told_to_loss_s) if first.told_to_loss_s and result.told_to_loss_s else None
+        ratios = _ratios(first.to_loss_s, result.to_loss_s)
+        ratio = statistics.mean(ratios)
+        told = statistics.mean(_ratios(first.told_to_loss_s or [], result.told_to_loss_s)) if result.told_to_loss_s else None
         table.add_row(
             name,
             script.ms(result.step_s),
             script.ms(result.told_step_s) if result.told_step_s else "",
             ", ".join(f"{run[-1].loss:.3f}" for run in result.runs),
             ", ".join("never" if math.isnan(time_s) else f"{time_s:.0f}" for time_s in result.to_loss_s),
-            _times(ratio),
-            _times(told) if told else "",
+            _times(ratios),
+            _of(told) if told else "",
             script.difference(told, ratio) if told and not math.isnan(told * ratio) else "",
+            _times(_ratios(first.near_s, result.near_s)),
         )
     return table
 
 
-def _sooner(reference_s: Sequence[float], own_s: Sequence[float]) -> float:
-    """The mean over rounds of how many times sooner it was; nan if it never was."""
-    return statistics.mean(reference / own for reference, own in zip(reference_s, own_s, strict=True))
+def _ratios(reference_s: Sequence[float], own_s: Sequence[float]) -> list[float]:
+    """Of each round, how many times as fast it was; nan if it never came there."""
+    return [reference / own for reference, own in zip(reference_s, own_s, strict=True)]
 
 
-def _times(ratio: float) -> str:
+def _of(ratio: float) -> str:
     return "never" if math.isnan(ratio) else f"{ratio:.2f}"
 
 
+def _times(ratios: Sequence[float]) -> str:
+    """Their mean, and each by itself in brackets."""
+    own = ", ".join(map(_of, ratios))
+    return own if math.isnan(sum(ratios)) or len(ratios) == 1 else f"{statistics.mean(ratios):.2f} ({own})"
+
+
 def draw(path: str, found: Mapping[str, Result], title: str, unit: str) -> None:
-    """Loss against seconds: a line a round, dashed without a forecast; a dot where a method first has all-reduce's final loss."""
-    goal = statistics.mean(run[-1].loss for run in next(iter(found.values())).runs)
+    """Loss against seconds: a line a round, dashed without a forecast; a dot where a method first has all-reduce's final loss.
+
+    Losses above the first one of all-reduce are cut off.
+    """
+    first = next(iter(found.values())).runs
+    goal, top = statistics.mean(run[-1].loss for run in first), max(run[0].loss for run in first)
     with script.panels(path, 1, (8.0, 4.5)) as (figure, (axis,)):
         for color, (name, result) in zip(itertools.cycle(script.COLORS), found.items()):
+            time_s = statistics.mean(result.to_loss_s)
+            label = f"{name}: {'not in every round' if math.isnan(time_s) else f'{time_s:.0f} s'}"
             for k, run in enumerate(result.runs):
-                style = dict(color=color, linewidth=1.8, alpha=0.9, linestyle="--" if result.told_step_s is None else "-")
-                axis.plot([point.time_s for point in run], [point.loss for point in run], label=name if k == 0 else None, **style)
-            if not any(map(math.isnan, result.to_loss_s)):
-                axis.plot(statistics.mean(result.to_loss_s), goal, "o", color=color, markersize=7, zorder=3)
+                style = dict(color=color, linewidth=1.6, alpha=0.9, linestyle="--" if result.told_step_s is None else "-")
+                axis.plot([point.time_s for point in run], [point.loss for point in run], label=None if k else label, **style)
+            axis.plot(time_s, goal, "o", color=color, markersize=7, zorder=3)
         axis.axhline(goal, color="0.5", linewidth=0.8, linestyle="--")
         axis.set(xlabel="seconds of training", ylabel=f"validation loss, {unit}", xlim=(0, None))
+        axis.set_ylim(top=top + 0.02 * abs(top))
         axis.legend(frameon=False, fontsize=8)
-        script.dress(figure, f"{title}; dots: the loss that all-reduce ends with")
+        script.dress(figure, f"{title}\ndots and legend: when each method first has the loss that all-reduce ends with")

@@ -126,7 +126,7 @@ def tabulate(found: list[Check]) -> rich.table.Table:
 # -- Plots ------------------------------------------------------------------------------------------------------------
 
 # Okabe and Ito's palette, which colour-blind readers can tell apart, without its yellow.
-COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8A8A8A")
 
 
 @contextlib.contextmanager

@@ -109,9 +109,10 @@ GAP_ROWS = {  # Each has three seeds: a seed's loss varies by half a percent, an
     **{name: Row("", LEAD, fields) for name, fields in CANDIDATES.items()},
     "order atc": Row("order=atc", LEAD),
     "two rounds": Row("", LEAD, {"mixer.rounds": 2}),
+    "complete graph": Row("topology=complete", LEAD),
     **{
-        f"AccumAdam, s = 4, β1 = {b1}": Row("optimizer=accum_adamw(window=4)", LEAD, {"optimizer.b1": b1})
-        for b1 in (0.8, 0.9, 0.95)
+        f"AccumAdam, s = {s}, β1 = {b1}": Row(f"optimizer=accum_adamw(window={s})", LEAD, {"optimizer.b1": b1})
+        for s, b1 in ((2, 0.8), (2, 0.9), (4, 0.8), (4, 0.9), (4, 0.95))
     },
 }
 GAP = TEXT._replace(rows=GAP_ROWS, steps=2000, tuning_steps=700, grid=(1e-2, 2e-2, 4e-2), shorthand="workers=8")

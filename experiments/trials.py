@@ -70,12 +70,17 @@ def train(trial: Trial) -> bool:
     """
     if trial.finished:
         return True
-    line = processes.python(processes.TRAIN, trial.arguments)
-    environment = {"XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false"}  # Several share the cores.
-    code = processes.start(line, start_new_session=False, stdout=subprocess.DEVNULL, env=environment).wait()
+    code = start(trial).wait()
     if code not in (0, command.DIVERGED):
         raise Broken(f"the run in {trial.workdir} {processes.how_it_ended(code)}; the same command continues")
     return code == 0
+
+
+def start(trial: Trial) -> subprocess.Popen:
+    """The process of a run, which ends when we do."""
+    environment = {"XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false"}  # Several share the cores.
+    line = processes.python(processes.TRAIN, trial.arguments)
+    return processes.start(line, start_new_session=False, stdout=subprocess.DEVNULL, env=environment)
 
 
 def together(do: Callable[[Any], Any], items: Iterable[Any]) -> list[Any]:

@@ -30,7 +30,7 @@ from absl import flags
 import rich.console
 import rich.table
 
-from launch import command, processes
+from launch import chaos, command, elastic, processes
 from launch.network import NAME, SUBNET, UNLIMITED, ClusterError, HostBytes, Network, down, find, network, up
 
 # Option -> the verbs that have it.
@@ -41,6 +41,8 @@ _VERBS_OF = {
     "processes_per_host": ("run",),
     "module": ("run",),
     "pin": ("run",),
+    "elastic": ("run",),
+    "chaos": ("run",),
 }
 _VERBS = ("up", "run", "rate", "bytes", "down")
 
@@ -64,7 +66,12 @@ def run(arguments: list[str], console: rich.console.Console) -> int:
     again = processes.how_to_continue("launch.cluster", chosen.module)
     with network(chosen.hosts, chosen.rate, chosen.name, chosen.subnet) as links:
         before = links.bytes()
-        code = links.run(chosen.module, arguments, chosen.processes_per_host, chosen.pin, again)
+        hosts = len(links.hosts)
+        faults = chaos.parse(chosen.chaos, hosts * chosen.processes_per_host, hosts)
+        if given := elastic.options(chosen.module, arguments):
+            code = links.run_elastic(given, chosen.module, arguments, chosen.processes_per_host, again, faults)
+        else:
+            code = links.run(chosen.module, arguments, chosen.processes_per_host, chosen.pin, again, faults)
         if code != command.USER_ERROR:
             during = [
                 HostBytes(late.sent - early.sent, late.received - early.received)
@@ -114,5 +121,6 @@ if __name__ == "__main__":
     flags.DEFINE_integer("processes_per_host", 1, "Processes on each host, one CPU worker each.")
     flags.DEFINE_string("module", processes.TRAIN, "What runs on every host; it gets the coordinator flags of launch.train.")
     flags.DEFINE_boolean("pin", False, "Whether process i stays on core i, modulo the number of cores.")
+    elastic.define_flags()
     flags.FLAGS.set_gnu_getopt()  # The verb stands before the options.
     command.run(main, errors=(ClusterError, OSError))

@@ -8,7 +8,9 @@ import re
 import types
 from typing import Any
 
+from absl import flags
 import ml_collections
+from ml_collections import config_flags
 
 WORDS = {
     "topology": "topology",
@@ -47,6 +49,20 @@ def get_config(text: str) -> ml_collections.ConfigDict:
         return module.get_config(argument)
     except Exception as error:
         raise ConfigFileError(f"config {text!r}: {error}") from error
+
+
+def of_command(arguments: Sequence[str]) -> Any:
+    """The config that a command line of launch.train names, with its --config.PATH=VALUE set; a ConfigFileError if it has none."""
+    argv = ["launch.train", *(word for word in arguments if re.match(r"--(no)?config\b", word))]
+    if problem := complaint(argv):
+        raise ConfigFileError(problem)
+    holder = flags.FlagValues()
+    config_flags.DEFINE_config_file("config", None, flag_values=holder, sys_argv=argv)
+    try:
+        holder(argv)
+    except (flags.Error, ValueError, AttributeError, KeyError, TypeError, OSError) as error:
+        raise ConfigFileError(" ".join(str(error).split())) from error
+    return holder.config
 
 
 def given(option: str, argv: Sequence[str]) -> str | None:

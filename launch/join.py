@@ -4,19 +4,25 @@
 processes use the flags that are defined here, once for all commands that train or measure.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 import contextlib
+import functools
+import json
 import os
 import re
 import sys
+import time
 import traceback
 from typing import Any, NoReturn
 
 from absl import flags
 import jax
+from jax.extend import backend
 
 from decjax import config as parts
-from launch import command, memory
+from decjax.elastic.membership import BEATS, Excluded, Membership
+from launch import command, elastic, memory
+from launch import place as places
 
 _COORDINATOR = flags.DEFINE_string(
     "coordinator",
@@ -25,6 +31,10 @@ _COORDINATOR = flags.DEFINE_string(
 )
 _NUM_PROCESSES = flags.DEFINE_integer("num_processes", None, "Number of processes, with --coordinator=HOST:PORT.")
 _PROCESS_INDEX = flags.DEFINE_integer("process_index", None, "Index of this process, with --coordinator=HOST:PORT.")
+
+_ELASTIC = flags.DEFINE_string("elastic", None, "HOST:PORT of the coordinator of an elastic run, which its launcher gives.")
+
+_STANDBY = flags.DEFINE_boolean("standby", False, "Wait on standard input for whose place to take; of a launcher's spare process.")
 
 LOST_CONTACT = 3
 MAX_CPU_DEVICES = 1024  # of a process; many more take JAX hours to make
@@ -39,9 +49,8 @@ def set_up_devices(workers: int, simulate: bool = False, each: int = 1) -> None:
         simulate: whether all workers share one device.
         each: devices of a worker.
     """
-    # Slurm's `srun` and Open MPI's `mpirun` tell how many tasks they have started together.
-    tasks = int(os.environ.get("SLURM_STEP_NUM_TASKS") or os.environ.get("OMPI_COMM_WORLD_SIZE") or 1)
-    coordinator, processes = _COORDINATOR.value, _NUM_PROCESSES.value or tasks
+    place = places.told(os.environ)
+    coordinator, processes = _COORDINATOR.value, _NUM_PROCESSES.value or (place.num_processes if place else 1)
     devices = workers * each or max(each, processes if processes > 1 else parts.SIMULATED_WORKERS)
     check_flags(coordinator, _NUM_PROCESSES.value, _PROCESS_INDEX.value)
     if not simulate and devices > MAX_CPU_DEVICES * processes:
@@ -52,17 +61,80 @@ def set_up_devices(workers: int, simulate: bool = False, each: int = 1) -> None:
     if devices == processes:  # Several devices of a process would wait for each other where its memory is given out.
         memory.keep_freed()
     if coordinator and coordinator != "auto":
-        jax.distributed.initialize(
-            coordinator,
-            processes,
-            _PROCESS_INDEX.value,
-            cluster_detection_method="deactivate",
-            heartbeat_timeout_seconds=HEARTBEAT_TIMEOUT_S,
-        )
-    elif coordinator == "auto" or processes > 1:
+        _join(places.Place(coordinator, processes, _PROCESS_INDEX.value or 0))
+    elif coordinator == "auto" or (processes > 1 and not (place and place.coordinator)):
         jax.distributed.initialize(heartbeat_timeout_seconds=HEARTBEAT_TIMEOUT_S)
+    elif place and processes > 1:
+        _join(place)
     if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
         jax.config.update("jax_num_cpu_devices", 1 if simulate else max(1, devices // processes))
+    if place and not coordinator and not simulate:
+        places.check_devices(place, os.environ, jax.local_device_count(), jax.local_devices()[0].platform)
+
+
+def is_elastic() -> bool:
+    """Whether this process is a member of an elastic run."""
+    return _ELASTIC.value is not None
+
+
+def stand_by(prepare: Callable[[], None]) -> None:
+    """Waits, if this process is a spare one, until its launcher tells it whose place to take. Meanwhile it prepares itself, unless
+    that would occupy an accelerator."""
+    if not _STANDBY.value:
+        return
+    if os.environ.get("JAX_PLATFORMS") == "cpu":
+        prepare()
+    if not (line := sys.stdin.readline()):
+        sys.exit(0)  # The launcher is gone.
+    told = json.loads(line)
+    os.environ.update(told["environment"])
+    flags.FLAGS.process_index = told["process_index"]
+
+
+def membership(heartbeat_s: float) -> Membership:
+    """This process's part in an elastic run; it waits until its host reaches the coordinator."""
+    assert _ELASTIC.value and _PROCESS_INDEX.value is not None
+    host, _, port = _ELASTIC.value.rpartition(":")
+    while True:
+        try:
+            return Membership((host, int(port)), _PROCESS_INDEX.value, heartbeat_s, elastic.secret())
+        except Excluded:
+            raise
+        except OSError:  # The host may be cut off for a while; the launcher's end is ours.
+            time.sleep(heartbeat_s / BEATS)
+
+
+def slots() -> int:
+    """How many processes an elastic run has."""
+    return _NUM_PROCESSES.value or 1
+
+
+def _join(place: places.Place) -> None:
+    """Connects this process to the others; it listens at the address that they reach it by, and nowhere else."""
+    jax.distributed.initialize(
+        place.coordinator,
+        place.num_processes,
+        place.process_index,
+        local_device_ids=places.device_ids(place, os.environ),
+        cluster_detection_method="deactivate",
+        coordinator_bind_address=None if "JAX_COORDINATOR_BIND_ADDRESS" in os.environ else places.bind_address(place.coordinator),
+        heartbeat_timeout_seconds=HEARTBEAT_TIMEOUT_S,
+    )
+    implementation = getattr(jax.config, "jax_cpu_collectives_implementation", "")
+    if implementation == "gloo" and (address := places.own_address(place.coordinator)):
+        _gloo_listens_at(address)
+
+
+def _gloo_listens_at(address: str) -> None:
+    """Lets gloo, through which CPU devices of several processes talk, listen at an address; by itself it listens where the machine's
+    name leads. JAX has no public option for it: where a later one has its client made otherwise, gloo stays as it is."""
+    with contextlib.suppress(ImportError, AttributeError):
+        from jax._src import distributed, xla_bridge
+        from jax._src.lib import _jax  # pyright: ignore[reportPrivateImportUsage]
+
+        make, client = _jax.make_gloo_tcp_collectives, xla_bridge.make_cpu_client
+        collectives = functools.partial(make, distributed_client=distributed.global_state.client, hostname=address)
+        backend.register_backend_factory("cpu", lambda: client(collectives=collectives()), priority=0, fail_quietly=False)
 
 
 def resolved(config: Any) -> parts.RunSpec:

@@ -3,15 +3,17 @@
     python -m launch.local --num_processes=4 -- --config=configs/lm.py --workdir=runs/lm
 
 What stands behind `--` goes to every `python -m launch.train`. Process 0 shows its progress; the others are quiet
-unless one fails. If one dies, the others are ended. Ctrl-C and SIGTERM reach every process once: they save and stop at
-the next logging step. The same command continues in both cases.
+unless one fails. If one dies, the others are ended, or with `--elastic` go on without it until it is back. Ctrl-C and
+SIGTERM reach every process once: they save and stop at the next logging step. The same command continues in all cases.
 
 `--module=launch.calibrate` runs another module that takes launch.train's coordinator flags.
 """
 
+import functools
+
 from absl import flags
 
-from launch import command, processes
+from launch import chaos, command, elastic, processes
 
 
 def main(argv: list[str]) -> int:
@@ -19,12 +21,16 @@ def main(argv: list[str]) -> int:
     if num_processes < 1:
         command.fail(f"num_processes={num_processes}: must be at least 1; use --num_processes=4 for four workers")
     processes.check(module, argv)
-    return processes.run_together(
-        processes.members(module, argv, num_processes, "127.0.0.1"), processes.how_to_continue("launch.local", module)
-    )
+    again, faults = processes.how_to_continue("launch.local", module), chaos.parse(flags.FLAGS.chaos, num_processes)
+    if given := elastic.options(module, argv):
+        lines = functools.partial(processes.elastic_members, module, argv, num_processes)
+        return elastic.run_together(lines, "127.0.0.1", given, again, faults)
+    lines = processes.members(module, argv, num_processes, "127.0.0.1")
+    return processes.run_together(lines, again, faults=faults)
 
 
 if __name__ == "__main__":
     flags.DEFINE_integer("num_processes", None, "Processes on this machine, one CPU worker each.", required=True)
     flags.DEFINE_string("module", processes.TRAIN, "What every process runs; it gets the coordinator flags of launch.train.")
+    elastic.define_flags()
     command.run(main)

@@ -4,42 +4,39 @@ See launch.cluster, which is its command. A host is a network namespace, `decjax
 own. It needs Linux, root and iproute2. What cannot be had raises a `ClusterError`.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+import concurrent.futures
 import contextlib
+import ctypes
 import dataclasses
+import fcntl
 import ipaddress
 import json
-import math
 import os
 import pathlib
 import re
-import shlex
 import shutil
 import signal
 import socket
 import subprocess
 import sys
-from typing import NamedTuple
+import time
+from typing import NamedTuple, TypeVar
 
-from launch import processes
+from decjax import config
+from launch import chaos, elastic, iproute, processes
+from launch.iproute import UNLIMITED, ClusterError
+
+T = TypeVar("T")
 
 NAME = "decjax"
 SUBNET = "10.77.0.0/24"
-UNLIMITED = "none"
-# A bucket that holds 10 ms of the rate, but never less than the largest packet, and a queue of 50 ms before packets are dropped, as in a
-# small switch. A larger bucket would carry messages for nothing after every pause.
-_BURST_S, _LEAST_BURST, _QUEUE = 0.01, 2**16, "50ms"
-_LEAST_RATE, _LARGEST_RATE = 1e3, 1e12  # bits per second
-_BITS = {"": 1, "k": 1e3, "m": 1e6, "g": 1e9}
 # Where machines default to BBR, its pause of 200 ms every ten seconds, for a look at the delay, would hit some steps and miss others.
 _CONGESTION_CONTROL = "reno"  # every kernel has it
 _HOSTS_FILES = pathlib.Path("/etc/netns")  # `ip netns exec` shows a host NAME/hosts from here as its /etc/hosts.
 _NAMESPACES = pathlib.Path("/var/run/netns")
+_CLONE_NEWNET = 0x40000000  # of Linux's sched.h
 _STATE = pathlib.Path("/run")  # Forgotten at a reboot, as the namespaces are.
-
-
-class ClusterError(Exception):
-    """What the user or the machine lacks, told in one line."""
 
 
 class HostBytes(NamedTuple):
@@ -70,32 +67,86 @@ class Network:
         """The command line that runs another one on a host."""
         return ["ip", "netns", "exec", self.hosts[host], *command_line]
 
-    def set_rate(self, rate: str) -> None:
-        """Limits every link, both ways, to a rate as `200mbit`, or frees it with `none`."""
-        rate = _checked_rate(rate)
-        discipline = ["noqueue"] if rate == UNLIMITED else ["tbf", "rate", rate, "burst", str(_burst(rate)), "latency", _QUEUE]
-        for port, host in enumerate(self.hosts):
-            _do("tc", "-n", host, "qdisc", "replace", "dev", "eth0", "root", *discipline)
-            _do("tc", "-n", self.switch, "qdisc", "replace", "dev", f"p{port}", "root", *discipline)
+    def set_rate(self, rate: str, host: int | None = None) -> None:
+        """Limits every link, or that of one host, both ways, to a rate as `200mbit`, or frees it with `none`."""
+        discipline = iproute.discipline(rate)
+        for port, name in enumerate(self.hosts):
+            if host not in (None, port):
+                continue
+            iproute.do("tc", "-n", name, "qdisc", "replace", "dev", "eth0", "root", *discipline)
+            iproute.do("tc", "-n", self.switch, "qdisc", "replace", "dev", f"p{port}", "root", *discipline)
+
+    def set_link(self, host: int, up: bool) -> None:
+        """Takes the link of a host down, or up again."""
+        iproute.do("ip", "-n", self.switch, "link", "set", f"p{host}", "up" if up else "down")
 
     def rate_Bps(self, host: int) -> float | None:
         """Bytes per second that the link of a host carries each way; None: not limited."""
-        (discipline,) = json.loads(_do("tc", "-j", "-n", self.hosts[host], "qdisc", "show", "dev", "eth0", "root"))
+        (discipline,) = json.loads(iproute.do("tc", "-j", "-n", self.hosts[host], "qdisc", "show", "dev", "eth0", "root"))
         return discipline["options"].get("rate")
 
     def bytes(self) -> list[HostBytes]:
         """What each host has sent and received so far, as its interface counts."""
-        shown = [json.loads(_do("ip", "-j", "-s", "-n", host, "link", "show", "eth0")) for host in self.hosts]
+        shown = [json.loads(iproute.do("ip", "-j", "-s", "-n", host, "link", "show", "eth0")) for host in self.hosts]
         return [HostBytes(link["stats64"]["tx"]["bytes"], link["stats64"]["rx"]["bytes"]) for (link,) in shown]
 
     def run(
-        self, module: str, arguments: Sequence[str] = (), processes_per_host: int = 1, pin: bool = False, again: str = ""
+        self,
+        module: str,
+        arguments: Sequence[str] = (),
+        processes_per_host: int = 1,
+        pin: bool = False,
+        again: str = "",
+        faults: Iterator[chaos.Event] = iter(()),
     ) -> int:
         """Runs a module on every host, as `processes.run_together` does; neighbours in the order of the processes' indices share
         one."""
         lines = processes.members(module, arguments, len(self.hosts) * processes_per_host, self.addresses[0])
-        inside = [self.inside(index // processes_per_host, line) for index, line in enumerate(lines)]
-        return processes.run_together(inside, again, pin)
+        inside = self._on_hosts(lines, processes_per_host)
+        return processes.run_together(inside, again, pin, self._apart(inside), faults, self)
+
+    def run_elastic(
+        self,
+        given: config.Elastic,
+        module: str,
+        arguments: Sequence[str] = (),
+        processes_per_host: int = 1,
+        again: str = "",
+        faults: Iterator[chaos.Event] = iter(()),
+    ) -> int:
+        """The same for an elastic run, as `elastic.run_together` does it, with the coordinator at the switch."""
+
+        def lines(options):
+            made = processes.elastic_members(module, arguments, len(self.hosts) * processes_per_host, options)
+            return self._on_hosts(made, processes_per_host)
+
+        box = elastic.Box(self._at_switch, self._apart(lines([])), self, processes_per_host)
+        return elastic.run_together(lines, self.gateway, given, again, faults, box)
+
+    def _on_hosts(self, lines: Sequence[list[str]], processes_per_host: int) -> list[list[str]]:
+        return [self.inside(index // processes_per_host, line) for index, line in enumerate(lines)]
+
+    def _apart(self, inside: Sequence[list[str]]) -> list[dict[str, str]]:
+        """Variables without which NCCL would see that all hosts are one machine, and send nothing over the links."""
+        return [{"NCCL_HOSTID": line[3], "NCCL_SOCKET_IFNAME": "eth0", "NCCL_IB_DISABLE": "1"} for line in inside]
+
+    @property
+    def gateway(self) -> str:
+        """The switch's own address, where what does not train listens."""
+        (found,) = json.loads(iproute.do("ip", "-j", "-4", "-n", self.switch, "address", "show", "dev", "br0"))
+        return found["addr_info"][0]["local"]
+
+    def _at_switch(self, make: Callable[[], T]) -> T:
+        """What `make` gives in the namespace of the switch; sockets that it opens stay there."""
+
+        def run():
+            with (_NAMESPACES / self.switch).open() as space:
+                if ctypes.CDLL(None, use_errno=True).setns(space.fileno(), _CLONE_NEWNET):  # of this thread alone
+                    raise OSError(ctypes.get_errno(), "setns")
+            return make()
+
+        with concurrent.futures.ThreadPoolExecutor(1) as thread:
+            return thread.submit(run).result()
 
 
 # -- Up and down ------------------------------------------------------------------------------------------------------
@@ -122,7 +173,7 @@ def network(hosts: int | None = None, rate: str | None = None, name: str = NAME,
     elif hosts is None:
         raise ClusterError(f"no network {name!r} is up; --hosts=4 makes one of four hosts for this run")
     else:
-        with processes.unwinding_signals(), _made(hosts, rate or UNLIMITED, name, subnet) as made:
+        with processes.unwinding_signals(), _made(hosts, rate or UNLIMITED, name, subnet) as made, _watched(name):
             yield made
             _remove(made)
 
@@ -141,13 +192,34 @@ def up(hosts: int, rate: str = UNLIMITED, name: str = NAME, subnet: str = SUBNET
 
 def find(name: str = NAME) -> Network | None:
     """The network that is up under a name; one that a killed command left behind is removed."""
-    _require_privileges()
+    iproute.require_privileges()
     found = _read_state(name)
     if found and found.owner and _identity(found.owner.split()[0]) != found.owner:
-        print(f"removing network {name!r}: the command that made it was killed", file=sys.stderr)
-        _remove(found)
+        if _remove(found):
+            print(f"removed network {name!r}: the command that made it was killed", file=sys.stderr)
         return None
     return found
+
+
+@contextlib.contextmanager
+def _watched(name: str) -> Iterator[None]:
+    """Inside, another process waits for our end: if we are killed, it removes the network in our place."""
+    # It reads from a pipe whose other end only we have, and which the kernel closes when we end.
+    waits = f"import sys; sys.stdin.read(); from launch import network; network.remove_orphan({name!r})"
+    line, folder = [sys.executable, "-c", waits], pathlib.Path(__file__).resolve().parents[1]
+    with subprocess.Popen(line, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, cwd=folder, start_new_session=True) as watcher:
+        try:
+            yield
+        finally:
+            watcher.kill()
+
+
+def remove_orphan(name: str) -> None:
+    """Removes a network whose owner has just been killed, as soon as it is gone."""
+    for _ in range(50):
+        if find(name) is None:
+            return
+        time.sleep(0.1)
 
 
 def _find_free(name: str) -> Network | None:
@@ -165,7 +237,7 @@ def down(name: str = NAME) -> bool:
     """Removes a network, unless something still runs on it; returns whether there was one."""
     was_up, existing = _state_of(name).exists(), _find_free(name)  # Looking for it removes what a killed command left.
     if existing:
-        if running := [process_id for host in existing.hosts for process_id in _processes_in(host)]:
+        if running := [process_id for host in existing.hosts for process_id in iproute.processes_in(host)]:
             raise ClusterError(f"network {name!r} is in use; stop process {', '.join(map(str, running))} first")
         _remove(existing)
     return was_up
@@ -175,7 +247,7 @@ def down(name: str = NAME) -> bool:
 def _made(hosts: int, rate: str, name: str, subnet: str) -> Iterator[Network]:
     """Makes a network of our own; unmakes it if that, or what follows, fails."""
     made = dataclasses.replace(_planned(hosts, name, subnet), owner=_identity(os.getpid()))
-    rate = _checked_rate(rate)
+    rate = iproute.checked_rate(rate)
     if taken := [space for space in (made.switch, *made.hosts) if (_NAMESPACES / space).exists()]:
         raise ClusterError(f"namespace {taken[0]!r} exists already and is not of this command; choose another --name")
     try:
@@ -199,9 +271,9 @@ def _planned(hosts: int, name: str, subnet: str) -> Network:
         addresses = ipaddress.IPv4Network(subnet)
     except ValueError as error:
         raise ClusterError(f"subnet={subnet!r}: {error}; write it as in {SUBNET}") from None
-    if not 1 <= hosts <= addresses.num_addresses - 2:
+    if not 1 <= hosts <= addresses.num_addresses - 3:  # The switch has one as well.
         raise ClusterError(
-            f"hosts={hosts}: must be at least 1, and at most {addresses.num_addresses - 2} in subnet "
+            f"hosts={hosts}: must be at least 1, and at most {addresses.num_addresses - 3} in subnet "
             f"{subnet}; --subnet chooses a larger one"
         )
     return Network(name, tuple(str(addresses[host + 1]) for host in range(hosts)))
@@ -209,38 +281,49 @@ def _planned(hosts: int, name: str, subnet: str) -> Network:
 
 def _build(made: Network, prefix_length: int) -> None:
     """Namespaces, the bridge, one pair of interfaces per host, and what host names mean inside."""
-    _do("ip", "netns", "add", made.switch)
-    _do("ip", "-n", made.switch, "link", "add", "br0", "type", "bridge")
-    _do("ip", "-n", made.switch, "link", "set", "br0", "addrgenmode", "none", "up")
+    iproute.do("ip", "netns", "add", made.switch)
+    iproute.do("ip", "-n", made.switch, "link", "add", "br0", "type", "bridge")
+    iproute.do("ip", "-n", made.switch, "link", "set", "br0", "addrgenmode", "none", "up")
+    own = ipaddress.ip_interface(f"{made.addresses[0]}/{prefix_length}").network.broadcast_address - 1
+    iproute.do("ip", "-n", made.switch, "address", "add", f"{own}/{prefix_length}", "dev", "br0")
     everybody = "".join(f"{address} {host}\n" for host, address in zip(made.hosts, made.addresses, strict=True))
     for port, (host, address) in enumerate(zip(made.hosts, made.addresses, strict=True)):
-        _do("ip", "netns", "add", host)
-        _do("ip", "link", "add", f"p{port}", "netns", made.switch, "type", "veth", "peer", "name", "eth0", "netns", host)
+        iproute.do("ip", "netns", "add", host)
+        iproute.do("ip", "link", "add", f"p{port}", "netns", made.switch, "type", "veth", "peer", "name", "eth0", "netns", host)
         # addrgenmode: without IPv6 addresses nothing talks on the links but the processes.
-        _do("ip", "-n", made.switch, "link", "set", f"p{port}", "master", "br0", "addrgenmode", "none", "up")
-        _do("ip", "-n", host, "link", "set", "lo", "up")
-        _do("ip", "-n", host, "link", "set", "eth0", "addrgenmode", "none", "up")
-        _do("ip", "-n", host, "address", "add", f"{address}/{prefix_length}", "dev", "eth0")
-        _do("ip", "netns", "exec", host, "sh", "-c", f"echo {_CONGESTION_CONTROL} > /proc/sys/net/ipv4/tcp_congestion_control")
+        iproute.do("ip", "-n", made.switch, "link", "set", f"p{port}", "master", "br0", "addrgenmode", "none", "up")
+        iproute.do("ip", "-n", host, "link", "set", "lo", "up")
+        iproute.do("ip", "-n", host, "link", "set", "eth0", "addrgenmode", "none", "up")
+        iproute.do("ip", "-n", host, "address", "add", f"{address}/{prefix_length}", "dev", "eth0")
+        iproute.do(
+            "ip", "netns", "exec", host, "sh", "-c", f"echo {_CONGESTION_CONTROL} > /proc/sys/net/ipv4/tcp_congestion_control"
+        )
         # gloo listens where this machine's name leads.
         own = _HOSTS_FILES / host
         own.mkdir(parents=True, exist_ok=True)
         (own / "hosts").write_text(f"127.0.0.1 localhost\n{address} {socket.gethostname()}\n{everybody}")
 
 
-def _remove(made: Network) -> None:
-    """Removes what there is of a network, and ends what still runs on it."""
-    with processes.caught_signals():  # Half a network is worse than a late exit.
+def _remove(made: Network) -> bool:
+    """Removes what there is of a network, and ends what still runs on it; False if another command has done that meanwhile."""
+    state = _state_of(made.name)
+    # Half a network is worse than a late exit.
+    with processes.caught_signals(), contextlib.suppress(FileNotFoundError), state.open() as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        if os.fstat(held.fileno()).st_nlink == 0:
+            return False
         for space in (*made.hosts, made.switch):
             if (_NAMESPACES / space).exists():
-                for process_id in _processes_in(space):
+                for process_id in iproute.processes_in(space):
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(process_id, signal.SIGKILL)
-                _do("ip", "netns", "delete", space)
+                iproute.do("ip", "netns", "delete", space)
             shutil.rmtree(_HOSTS_FILES / space, ignore_errors=True)
         with contextlib.suppress(OSError):
             _HOSTS_FILES.rmdir()  # Others may have theirs.
-        _state_of(made.name).unlink(missing_ok=True)
+        state.unlink()
+        return True
+    return False
 
 
 # -- What remembers it ------------------------------------------------------------------------------------------------
@@ -266,62 +349,9 @@ def _read_state(name: str) -> Network | None:
 
 
 def _identity(process_id: int | str) -> str:
-    """A process id and when the process began, since ids come again; empty if there is no such process."""
+    """A process id and when the process began, since ids come again; empty if there is no such process, or only its exit code."""
     try:
         after_its_name = pathlib.Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return ""
-    return f"{process_id} {after_its_name[19]}"
-
-
-# -- The tools --------------------------------------------------------------------------------------------------------
-
-
-def _require_privileges() -> None:
-    """Refuses where namespaces cannot be made."""
-    if sys.platform != "linux":
-        raise ClusterError(
-            f"platform {sys.platform!r}: network namespaces need Linux; launch.local runs several processes anywhere"
-        )
-    if missing := [tool for tool in ("ip", "tc") if shutil.which(tool) is None]:
-        raise ClusterError(f"{' and '.join(missing)} not found: network namespaces need iproute2 (apt-get install iproute2)")
-    if os.geteuid() != 0:
-        raise ClusterError(
-            f"user id {os.geteuid()}: network namespaces need root; start the command with sudo, "
-            "or use launch.local, which needs no network"
-        )
-
-
-def _do(*command_line: str) -> str:
-    """Runs one of iproute2's tools; returns what it prints."""
-    done = subprocess.run(command_line, capture_output=True, text=True, check=False, start_new_session=True)
-    if done.returncode:
-        said = " ".join(done.stderr.split()) or processes.how_it_ended(done.returncode)
-        hint = "; in a container, start that with --privileged" if "not permitted" in said else ""
-        raise ClusterError(f"{shlex.join(command_line)}: {said}{hint}")
-    return done.stdout
-
-
-def _processes_in(space: str) -> list[int]:
-    return [int(process_id) for process_id in _do("ip", "netns", "pids", space).split()]
-
-
-def _checked_rate(rate: str) -> str:
-    if rate != UNLIMITED and not _LEAST_RATE <= _bits(rate) <= _LARGEST_RATE:
-        shown = rate if len(rate) <= 40 else f"{rate[:37]}…"
-        raise ClusterError(
-            f"rate={shown!r}: must be a number with bit, kbit, mbit or gbit (per second), as in 200mbit, from 1kbit to 1000gbit, "
-            f"or {UNLIMITED}"
-        )
-    return rate
-
-
-def _bits(rate: str) -> float:
-    """Per second; nan of what is no rate."""
-    match = re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]{1,15})?)([kmg]?)bit", rate)
-    return float(match[1]) * _BITS[match[2]] if match else math.nan
-
-
-def _burst(rate: str) -> int:
-    """Bytes of the bucket of a link."""
-    return max(_LEAST_BURST, int(_BURST_S * _bits(rate) / 8))
+    return "" if after_its_name[0] in ("Z", "X") else f"{process_id} {after_its_name[19]}"

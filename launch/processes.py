@@ -11,6 +11,8 @@ import ctypes
 import importlib.util
 import math
 import os
+import pathlib
+import re
 import shlex
 import signal
 import socket
@@ -20,13 +22,14 @@ import tempfile
 import time
 from typing import Any, BinaryIO, NamedTuple
 
-from launch import command, config_file
+from launch import accelerators, chaos, command, config_file
 
 TRAIN = "launch.train"
 GRACE_S = 15  # between SIGTERM and SIGKILL, once a process has died: well below a minute
 POLL_S = 0.1
 LAST_LINES = 20
 LOST_CONTACT = (3, -signal.SIGABRT)  # how a process ends that noticed the end of another: launch.join, or JAX itself
+_BY_JAX = re.compile("coordination service|distributed service|heartbeat", re.IGNORECASE)  # in what it says before it aborts
 _SHOW_CURSOR = "\x1b[?25h"
 _PR_SET_PDEATHSIG = 1  # of Linux's sys/prctl.h
 
@@ -37,9 +40,17 @@ class Child(NamedTuple):
     process: subprocess.Popen
     log: BinaryIO
 
-    def last_lines(self) -> list[str]:
+    def living(self) -> int | None:
+        """The process's id; None if it has ended."""
+        return self.process.pid if self.process.poll() is None else None
+
+    def lines(self) -> list[str]:
+        """All that it said."""
         self.log.seek(0)
-        return self.log.read().decode(errors="replace").splitlines()[-LAST_LINES:]
+        return self.log.read().decode(errors="replace").splitlines()
+
+    def last_lines(self) -> list[str]:
+        return self.lines()[-LAST_LINES:]
 
 
 # -- One process ------------------------------------------------------------------------------------------------------
@@ -73,19 +84,25 @@ def python(module: str, arguments: Sequence[str] = ()) -> list[str]:
     return [sys.executable, "-m", module, *arguments]
 
 
-def start(command_line: list[str], core: int | None = None, **options: Any) -> subprocess.Popen:
-    """Starts a process that ends with us, in a session of its own: the terminal's Ctrl-C reaches it through us only.
+def start(
+    command_line: list[str], core: int | None = None, when_we_die: signal.Signals = signal.SIGKILL, **options: Any
+) -> subprocess.Popen:
+    """Starts a process that ends when we do, in a session of its own: the terminal's Ctrl-C reaches it through us only.
 
     Args:
         command_line: as `python` makes it.
         core: the only CPU core that it may use; None: any.
+        when_we_die: what Linux then sends it; with SIGTERM a run that depends on no other saves before it ends.
         **options: of `subprocess.Popen`; `env` is added to our environment, `stdin` is empty unless given. With
             `start_new_session=False` Ctrl-C reaches it directly.
     """
+    us = os.getpid()
 
     def before_it_runs():
-        # Linux sends it a SIGTERM when we die: nothing stays behind even if the launcher is killed.
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+        # Linux kills it when we die, so that nothing stays behind and holds the work directory even if the launcher was killed.
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, when_we_die)
+        if os.getppid() != us:  # We died before this was said.
+            os._exit(1)
         if core is not None:
             os.sched_setaffinity(0, {core})
 
@@ -149,17 +166,36 @@ def members(module: str, arguments: Sequence[str], num_processes: int, address: 
     return [python(module, [*together, f"--process_index={index}", *arguments]) for index in range(num_processes)]
 
 
-def run_together(command_lines: list[list[str]], again: str = "", pin: bool = False) -> int:
-    """Runs processes until all have ended, on CPU; tells on standard error if one of them failed or we were stopped.
+def elastic_members(module: str, arguments: Sequence[str], num_processes: int, options: Sequence[str]) -> list[list[str]]:
+    """Command lines of the members of an elastic run; `options` are the coordinator's."""
+    together = [*options, f"--num_processes={num_processes}"]
+    return [python(module, [*together, f"--process_index={index}", *arguments]) for index in range(num_processes)]
+
+
+def run_together(
+    command_lines: list[list[str]],
+    again: str = "",
+    pin: bool = False,
+    environments: Sequence[dict[str, str]] = (),
+    faults: Iterator[chaos.Event] = iter(()),
+    links: chaos.Links | None = None,
+) -> int:
+    """Runs processes until all have ended; tells on standard error if one of them failed or we were stopped.
+
+    Each has an accelerator of its own where there are some, as `accelerators.environments` has it.
 
     Args:
         command_lines: one per process; standard output of the first stays the terminal's.
         again: how to continue after an interruption or a failure, told with it.
         pin: whether process i stays on core i modulo their number.
+        environments: variables of each process besides.
+        faults: what is done to the processes.
+        links: of the box that they are in.
 
     Returns:
         The exit code: 0, 128 + the signal that stopped us, or that of the process that failed first.
     """
+    given = accelerators.environments(len(command_lines))
     with contextlib.ExitStack() as stack:
         caught = stack.enter_context(caught_signals())
         children: list[Child] = []
@@ -168,11 +204,13 @@ def run_together(command_lines: list[list[str]], again: str = "", pin: bool = Fa
         for index, line in enumerate(command_lines):
             log = stack.enter_context(tempfile.TemporaryFile())
             # XLA's pool has a thread for every core it sees; an exchange beside the gradient needs a second one.
-            environment = {"JAX_PLATFORMS": "cpu"} | ({"NPROC": "2"} if pin else {})
+            environment = given[index] | ({"NPROC": "2"} if pin else {}) | (environments[index] if environments else {})
             core = cores[index % len(cores)]
             process = start(line, core, env=environment, stdout=None if index == 0 else log, stderr=log)
             children.append(Child(process, log))
-        return report(children, wait(children, caught), caught, f"; {again}" if again else "")
+
+        trouble = stack.enter_context(contextlib.closing(chaos.Chaos(faults, lambda index: children[index].living(), links)))
+        return report(children, wait(children, caught, trouble.look), caught, f"; {again}" if again else "")
 
 
 def send(children: list[Child], number: signal.Signals) -> None:
@@ -182,16 +220,25 @@ def send(children: list[Child], number: signal.Signals) -> None:
             child.process.send_signal(number)
 
 
-def wait(children: list[Child], caught: list[signal.Signals], look: Callable[[], None] = lambda: None) -> list[int]:
-    """Waits until all have ended, and calls `look` now and then; ends the rest after the first failure. Of the signals that are
-    `caught` meanwhile the first is forwarded, and a second one ends all processes at once.
+class Ended(NamedTuple):
+    """Which processes of a group did not end well, by index.
 
-    Returns:
-        Indices of the processes that ended otherwise than with exit code 0, before we ended any; the first one first.
+    Attributes:
+        failed: those that ended otherwise than with exit code 0 before we ended any; the first one first.
+        silent: those that neither ended nor noticed when the others had lost contact: they are frozen, or hang.
     """
+
+    failed: list[int]
+    silent: list[int]
+
+
+def wait(children: list[Child], caught: list[signal.Signals], look: Callable[[], None] = lambda: None) -> Ended:
+    """Waits until all have ended, and calls `look` now and then; ends the rest after the first failure. Of the signals that are
+    `caught` meanwhile the first is forwarded, and a second one ends all processes at once."""
     failed: list[int] = []
+    silent: list[int] = []
     forwarded, deadline = False, math.inf
-    while any(child.process.poll() is None for child in children):
+    while running := [index for index, child in enumerate(children) if child.process.poll() is None]:
         if caught and not forwarded:
             forwarded = True
             send(children, signal.SIGTERM)
@@ -199,16 +246,26 @@ def wait(children: list[Child], caught: list[signal.Signals], look: Callable[[],
             deadline = time.monotonic() + GRACE_S
             if not forwarded:  # A second SIGTERM would not be kinder.
                 send(children, signal.SIGTERM)
-        if len(caught) > 1 or time.monotonic() > deadline:
+        late = time.monotonic() > deadline
+        if failed and not silent and all(children[index].process.returncode in LOST_CONTACT for index in failed):
+            silent = [index for index in running if late or _is_stopped(children[index].process.pid)]
+        if len(caught) > 1 or late or (silent == running):
             send(children, signal.SIGKILL)
         look()
         time.sleep(POLL_S)
-    return failed or [index for index, child in enumerate(children) if child.process.returncode]
+    return Ended(failed or [index for index, child in enumerate(children) if child.process.returncode], silent)
 
 
-def report(children: list[Child], failed: list[int], caught: list[signal.Signals], again: str) -> int:
+def _is_stopped(process_id: int) -> bool:
+    """Whether a signal such as SIGSTOP holds a process, where /proc tells."""
+    with contextlib.suppress(OSError):
+        return pathlib.Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()[0] in ("T", "t")
+    return False
+
+
+def report(children: list[Child], ended: Ended, caught: list[signal.Signals], again: str) -> int:
     """Says on standard error how it ended; returns the exit code."""
-    if not failed:
+    if not ended.failed:
         print("".join(f"{line}\n" for line in children[0].last_lines()), end="", file=sys.stderr, flush=True)
         return 0
     if caught:
@@ -217,12 +274,19 @@ def report(children: list[Child], failed: list[int], caught: list[signal.Signals
     if sys.stdout.isatty():
         print(_SHOW_CURSOR, end="", flush=True)  # The live display of a process that was killed had hidden it.
     # Of those that failed at about the same time, the one that did not merely lose contact with another.
-    index = min(failed, key=lambda index: children[index].process.returncode in LOST_CONTACT)
+    index = min(ended.failed, key=lambda index: children[index].process.returncode in LOST_CONTACT)
     code, said = children[index].process.returncode, children[index].last_lines()
     if code in (command.USER_ERROR, command.DIVERGED):  # It told its error in one line, and nothing but a correction continues it.
         print(*said, sep="\n", file=sys.stderr, flush=True)
         return code
+    what = f"process {index} {how_it_ended(code)}, the other processes were ended"
+    if code == LOST_CONTACT[0] or (
+        code in LOST_CONTACT and any(map(_BY_JAX.search, children[index].lines()))
+    ):  # What JAX says of it helps nobody.
+        names = " and ".join(map(str, ended.silent))
+        what = f"process {names} stopped answering" if names else f"process {index} lost contact with another"
+        code, said, what = LOST_CONTACT[0], [], f"{what}, all processes were ended"
     for line in said:
         print(f"[process {index}] {line}", file=sys.stderr)
-    print(f"error: process {index} {how_it_ended(code)}, the other processes were ended{again}", file=sys.stderr, flush=True)
+    print(f"error: {what}{again}", file=sys.stderr, flush=True)
     return max(code, 1)

@@ -10,6 +10,7 @@ go to metrics.jsonl and TensorBoard in the work directory, what the run ended wi
 pipe or a file gets a line every ten seconds at most.
 """
 
+import functools
 import os
 
 from absl import flags
@@ -18,6 +19,9 @@ from ml_collections import config_flags
 
 from decjax import config as parts
 from decjax import tasks, train
+from decjax.elastic.run import ElasticRun
+from decjax.elastic.trainer import Trainers
+from decjax.elastic.workers import Group
 from decjax.errors import memory_told
 from decjax.train import metrics
 from launch import command, join, processes, progress
@@ -43,12 +47,29 @@ def main(argv: list[str]) -> int:
         spec = parts.read(config)
         if _TRACKER.value:
             metrics.wandb()  # Without it nothing begins.
+        if join.is_elastic():
+            return train_elastic(config, workdir)
         join.set_up_devices(spec.workers, spec.simulate, spec.devices_of_worker)
         with memory_told():
             trainer = train.Trainer(join.resolved(config))
             outcome = train.Run(trainer, workdir, _RESUME_FROM.value).train(trackers())
     if jax.process_index() == 0:
         report(outcome, trainer.setup.task)
+    return 128 + outcome.signal if outcome.signal else 0
+
+
+def train_elastic(config, workdir) -> int:
+    """This process's part in an elastic run; it uses one device."""
+    jax.config.update("jax_num_cpu_devices", 1)
+    group = Group()
+    trainers = functools.cache(lambda: Trainers(parts.resolve(config, join.slots()), group))
+    join.stand_by(lambda: trainers().compile_all())
+    group.join(join.membership(trainers().spec.elastic.heartbeat_s))
+    with memory_told():
+        run = ElasticRun(trainers(), group, workdir)
+        outcome = run.train(trackers())
+    if run.first:
+        report(outcome, run.trainer.setup.task)
     return 128 + outcome.signal if outcome.signal else 0
 
 

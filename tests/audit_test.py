@@ -30,7 +30,18 @@ SHORTHANDS = (
     "stages=2,microbatches=2,method=allreduce,tied,backward=int8,forward=int8",
 )
 # Of how a run is watched, dispatched or where it lies.
-WATCHING = ("eval.", "checkpoint.", "log_every", "engine", "data.sample_bytes", "data.path", "simulate", "local_size", "consensus_")
+WATCHING = (
+    "eval.",
+    "checkpoint.",
+    "log_every",
+    "elastic.",
+    "engine",
+    "data.sample_bytes",
+    "data.path",
+    "simulate",
+    "local_size",
+    "consensus_",
+)
 OTHER = {
     "order": "atc", "form": "gather", "error": "ef21", "dtype": "bfloat16", "codec": "int4", "partition": "contiguous", "when": "always",
     "forward_error": "ef21", "backward": "int4", "forward": "int4", "topology": "torus", "storage": "int8", "wire_dtype": "bfloat16",

@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from launch import cluster
+from launch import cluster, iproute
 from launch import network as network_lib
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -59,7 +59,7 @@ SEND = """
 def why_not():
     """What keeps namespaces from working here, or nothing."""
     try:
-        network_lib._require_privileges()
+        iproute.require_privileges()
     except cluster.ClusterError as error:
         return str(error)
     probe = f"{NAME}probe"
@@ -153,12 +153,12 @@ def test_mistakes_are_told_in_one_line(arguments, problems):
 )
 def test_a_rate_that_is_none_is_refused(rate):
     with pytest.raises(cluster.ClusterError, match=r"rate='.*as in 200mbit"):
-        network_lib._checked_rate(rate)
+        iproute.checked_rate(rate)
 
 
 @pytest.mark.parametrize("state", ['{"addresses": ["10.77.0.1"], "owner": "1 0"}', '{"addres', "[]", "{}"])
 def test_down_after_a_kill_says_that_the_network_is_down(state, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(network_lib, "_require_privileges", lambda: None)
+    monkeypatch.setattr(iproute, "require_privileges", lambda: None)
     monkeypatch.setattr(network_lib, "_STATE", tmp_path)
     monkeypatch.setattr(network_lib, "_NAMESPACES", tmp_path)
     monkeypatch.setattr(network_lib, "_HOSTS_FILES", tmp_path / "netns")
@@ -169,14 +169,14 @@ def test_down_after_a_kill_says_that_the_network_is_down(state, tmp_path, monkey
 
 @pytest.mark.parametrize("rate", ["200mbit", "1.5gbit", "64kbit", "9600bit", "none"])
 def test_rates_as_tc_writes_them(rate):
-    assert network_lib._checked_rate(rate) == rate
+    assert iproute.checked_rate(rate) == rate
 
 
 @pytest.mark.parametrize(
     "hosts, name, subnet, problem",
     [
-        (0, "box", "10.77.0.0/24", "hosts=0: must be at least 1, and at most 254"),
-        (7, "box", "10.77.0.0/29", "at most 6 in subnet 10.77.0.0/29"),
+        (0, "box", "10.77.0.0/24", "hosts=0: must be at least 1, and at most 253"),
+        (7, "box", "10.77.0.0/29", "at most 5 in subnet 10.77.0.0/29"),
         (2, "../box", "10.77.0.0/24", "name='../box'"),
         (2, "box", "10.77.0.1/24", "subnet='10.77.0.1/24': 10.77.0.1/24 has host bits set"),
         (2, "box", "here", "subnet='here'"),
@@ -361,13 +361,32 @@ def test_a_killed_process_ends_the_others_and_the_network(idle):
     assert left_over() == [] and not any(map(alive, process_ids))
 
 
+def watchers(launcher):
+    """Ids of the processes that remove a network if its launcher is killed."""
+    children = pathlib.Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
+    return [int(child) for child in children if b"remove_orphan" in pathlib.Path(f"/proc/{child}/cmdline").read_bytes()]
+
+
 @needs_namespaces
-def test_a_killed_launcher_leaves_a_network_that_the_next_command_removes(idle):
+def test_the_network_of_a_killed_launcher_is_removed(idle):
+    launcher, notes = idle
+    process_ids = ids(notes)
+    (watcher,) = watchers(launcher)
+    launcher.kill()
+    _, errors = launcher.communicate(timeout=TIMEOUT_S)  # Ends with the watcher, which tells it.
+    wait_for(lambda: not any(map(alive, [watcher, *process_ids])))
+    assert left_over() == []
+    assert errors == f"removed network '{NAME}': the command that made it was killed\n"
+
+
+@needs_namespaces
+def test_a_network_that_nobody_removed_is_removed_by_the_next_command(idle):
     launcher, notes = idle
     process_ids = ids(notes)
     with pytest.raises(cluster.ClusterError, match=f"belongs to process {launcher.pid}"):
         cluster.down(NAME)
     assert len(cluster.find(NAME).hosts) == 2
+    os.kill(watchers(launcher)[0], signal.SIGKILL)
     launcher.kill()
     launcher.communicate()
     wait_for(lambda: not any(map(alive, process_ids)))
@@ -388,7 +407,7 @@ def test_a_network_goes_with_an_error_or_a_signal_and_stays_if_it_was_up():
     with cluster.network(2, "10mbit", NAME) as network:
         assert network.hosts == [f"{NAME}0", f"{NAME}1"] and network.rate_Bps(0) == 1.25e6
         with subprocess.Popen(network.inside(1, ["sleep", "100"])) as sleeper:
-            wait_for(lambda: network_lib._processes_in(network.hosts[1]))
+            wait_for(lambda: iproute.processes_in(network.hosts[1]))
             with pytest.raises(cluster.ClusterError, match=f"in use; stop process {sleeper.pid} first"):
                 cluster.down(NAME)
             sleeper.kill()

@@ -12,8 +12,8 @@ from experiments import compare
 from tests import commands
 
 
-def write_run(directory, *, losses=(4.0, 3.0, 2.0), finished=True, distance=0.5, items="tokens", **config):
-    """A run with 10 steps between rows; `config` replaces or adds fields."""
+def write_run(directory, *, losses=(4.0, 3.0, 2.0), finished=True, distance=0.5, items="tokens", members=(), **config):
+    """A run with 10 steps between rows; `members` are the workers of an elastic run by row; `config` replaces or adds fields."""
     directory.mkdir(parents=True)
     base = {
         "method": "decentralized",
@@ -38,6 +38,7 @@ def write_run(directory, *, losses=(4.0, 3.0, 2.0), finished=True, distance=0.5,
                 f"{items}_per_s": 100.0 * i**2,
                 "bytes_sent_per_worker": 5e7 * i,
             }
+            row |= {"workers": members[i - 1]} if members else {}
             file.write(json.dumps(row | {"kind": "train"}) + "\n")
             file.write(json.dumps(row | {"kind": "eval", f"{items}_per_s": 1.0}) + "\n")
     if finished:
@@ -130,6 +131,21 @@ def test_the_figure_shows_the_numbers(tmp_path, monkeypatch):
     assert distance.get_yscale() == "log" and not len(distance.lines[0].get_xdata())
     assert [text.get_text() for text in drawn[0].legends[0].get_texts()] == ["one", "two (unfinished)"]
     assert "zero throughout: one" in distance.get_xlabel() and by_step.get_ylabel() == "loss, nats/byte"  # As of older runs.
+
+
+@pytest.mark.parametrize("members, panels", [((), 3), ((4, 4, 4), 3), ((4, 3, 4), 4)])
+def test_workers_that_left_and_came_back_are_drawn(tmp_path, monkeypatch, members, panels):
+    from matplotlib import figure
+
+    drawn = []
+    monkeypatch.setattr(figure.Figure, "savefig", lambda self, path, **options: drawn.append(self))
+    runs = [compare.load(write_run(tmp_path / "a")), compare.load(write_run(tmp_path / "b", members=members))]
+    compare.plot(runs, ["one", "two"], "unused.png")
+    axes = drawn[0].axes
+    assert len(axes) == panels
+    if panels == 4:
+        (line,) = axes[3].lines
+        np.testing.assert_array_equal(line.get_xydata(), [[2, 4], [4, 3], [6, 4]])
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import pytest
 
 from configs import gpt, gpt_optimus, translation
 from decjax import config as parts
-from launch import members
+from launch import config_file, members
 
 FOLDER = pathlib.Path(gpt.__file__).parent
 FILES = [path.stem for path in sorted(FOLDER.glob("*.py")) if path.stem not in ("__init__", "base", "shorthand")]
@@ -48,3 +48,9 @@ def test_short_runs_have_a_warm_up_where_the_schedule_needs_one(steps, warmup):
     assert config.schedule.warmup_steps == warmup
     parts.resolve(config, 2)
     assert gpt.get_config("steps=9").schedule.warmup_steps == 0
+
+
+def test_a_command_lines_config_has_its_fields_set():
+    """As the flag's parser reads them: a text "false" is no true value."""
+    found = config_file.of_command(["--config=configs/quadratics.py:workers=4", "--config.elastic.spares=false", "--workdir=w"])
+    assert (found.elastic.spares, found.workers) == (False, 4)

@@ -121,9 +121,9 @@ def command_faults(module: str, arguments: list[str], is_whole: bool = True) -> 
     found += word_faults(module, words, values)
     if module == "launch.sweep":
         found += sweep_faults(values, passed, is_whole)
-    elif passed and module not in ("launch.local", "launch.cluster"):
+    elif passed and module not in ("launch.local", "launch.cluster", "launch.slurm"):
         found.append(f"{module} takes nothing behind --")
-    elif passed or (is_whole and module == "launch.local") or words[:1] == ["run"]:
+    elif passed or (is_whole and module in ("launch.local", "launch.slurm")) or words[:1] == ["run"]:
         found += command_faults(values.get("module", "launch.train"), passed, is_whole)
     if "config" in known and module != "launch.sweep" and not is_left_open(values.get("config", "…")):
         found += config_faults(own, values.get("compressed", ""))

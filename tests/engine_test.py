@@ -188,9 +188,10 @@ def test_an_exchange_is_cut_at_its_messages(hops):
         return {"exchanged": jnp.exp(message) + jnp.sin(x), "own": y}
 
     def in_turns(x, y):
-        sent = divide.encode(exchange, x, y)
-        programs.append(str(jax.make_jaxpr(lambda sent: divide.travel(exchange, sent, x, y))(sent)))
-        return divide.decode(exchange, divide.travel(exchange, sent, x, y), sent, x, y)
+        pieces = divide.cut_at_messages(divide.trace(exchange, x, y))
+        encoded = pieces.encode((x, y))
+        programs.append(str(jax.make_jaxpr(lambda encoded: pieces.travel((x, y), encoded))(encoded)))
+        return pieces.decode((x, y), encoded, pieces.travel((x, y), encoded))
 
     programs: list[str] = []
     x, y = np.random.default_rng(0).normal(size=(2, 3, 4)).astype(np.float32)

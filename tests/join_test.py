@@ -1,6 +1,8 @@
-"""Processes find each other by what a cluster tells them, without flags: the variables of `srun` and of Open MPI 4, set by hand."""
+"""Processes find each other by what a cluster tells them, without flags: the variables of `srun` and of Open MPI 4, set by hand; and
+where there is an `mpirun`, by that."""
 
 import os
+import shutil
 import subprocess
 import sys
 
@@ -54,3 +56,18 @@ def test_processes_join_by_what_the_cluster_tells_them(tmp_path, variables, flag
     assert [process.returncode for process in started] == [0, 0], told
     assert "2 workers on 2 cpu devices" in told[0][0] and "averaged model after 20 steps" in told[0][0]
     assert "averaged model" not in told[1][0]
+
+
+@pytest.mark.skipif(not shutil.which("mpirun"), reason="no mpirun; Debian has it in openmpi-bin")
+def test_mpirun_needs_no_flags(tmp_path):
+    start = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", f"{PROCESSES}", sys.executable, "-m", "launch.train"]
+    done = subprocess.run(
+        [*start, "--config=configs/quadratics.py:workers=2,simulate=false,smoke", f"--workdir={tmp_path / 'run'}"],
+        cwd=ROOT,
+        env=os.environ | {"JAX_COORDINATOR_PORT": str(free_port()), "JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "2 workers on 2 cpu devices" in done.stdout and done.stdout.count("averaged model after 20 steps") == 1

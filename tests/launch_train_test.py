@@ -299,11 +299,6 @@ def test_unusable_directories_are_refused(place, finished):
     def other_config():
         return place.command(*LONG, "--config.schedule.learning_rate=0.5", workdir="finished")
 
-    def damaged(how):
-        shutil.copytree(finished, place.folder / how)
-        damage(place.folder / how, how)
-        return place.command(*LONG, workdir=how)
-
     def foreign(name, files):
         for path, content in files.items():
             path = place.folder / name / path
@@ -314,9 +309,6 @@ def test_unusable_directories_are_refused(place, finished):
     before = summary(finished), evaluations(finished)
     cases = {
         "another config": (other_config(), r"schedule.learning_rate: [0-9.]+ there, 0.5 here", "choose another --workdir"),
-        "cut": (damaged("cut"), rf"cut/checkpoints/{STEPS} cannot be restored", f"move it away to continue from step {2 * EVERY}"),
-        "garbled": (damaged("garbled"), rf"garbled/checkpoints/{STEPS} cannot", f"move it away to continue from step {2 * EVERY}"),
-        "flip": (damaged("flip"), rf"flip/checkpoints/{STEPS} cannot", f"move it away to continue from step {2 * EVERY}"),
         "foreign": (foreign("foreign", {"checkpoints/10/model.pt": "x"}), "foreign holds", "choose another --workdir"),
         "foreign config": (
             foreign("foreign2", {"checkpoints/10/model.pt": "x", "config.json": "[1]"}),
@@ -330,6 +322,17 @@ def test_unusable_directories_are_refused(place, finished):
     assert (summary(finished), evaluations(finished)) == before
     assert (place.folder / "foreign/checkpoints/10/model.pt").read_text() == "x"
     assert (place.folder / "foreign2/config.json").read_text() == "[1]"
+
+
+@pytest.mark.parametrize("how", ["cut", "garbled", "flip"])
+def test_a_damaged_checkpoint_is_told_and_the_one_before_is_used(place, finished, how):
+    shutil.copytree(finished, place.folder / how)
+    damage(place.folder / how, how)
+    result = forked(place.command(*LONG, workdir=how))
+    assert result.returncode == 0 and result.stderr == "", result.stderr
+    (told,) = [line for line in result.stdout.splitlines() if "damaged" in line]
+    assert re.fullmatch(rf"checkpoint .*{how}/checkpoints/{STEPS} is damaged \(.+\); continuing from step {2 * EVERY}", told), told
+    assert summary(place.folder / how) == summary(finished) and evaluations(place.folder / how) == evaluations(finished)
 
 
 @pytest.mark.parametrize("every, what", [(4, "metrics of step"), (EVERY, f"checkpoint of step {EVERY}")])

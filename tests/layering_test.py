@@ -36,6 +36,7 @@ MAY_IMPORT = {
 MAY_IMPORT["config"] = set(MAY_IMPORT)
 MAY_IMPORT["train"] = set(MAY_IMPORT)
 MAY_IMPORT["measure"] = set(MAY_IMPORT)
+MAY_IMPORT["elastic"] = set(MAY_IMPORT) - {"measure"}
 NUMPY_ONLY = (
     "decjax.registry",
     "decjax.topology",
@@ -56,7 +57,10 @@ NUMPY_ONLY = (
 # Module of another directory -> the modules of this repository it may import (and what is below them).
 OUTSIDE = {
     "launch": (
-        *(f"decjax.{part}" for part in ("config", "costmodel", "errors", "measure", "registry", "tasks", "topology", "train")),
+        *(
+            f"decjax.{part}"
+            for part in ("config", "costmodel", "elastic", "errors", "measure", "registry", "tasks", "topology", "train")
+        ),
         "launch",
     ),
     "configs": ("configs", "decjax.config", "decjax.registry"),
@@ -93,8 +97,8 @@ HOMONYMS = {
     # Each model's and each task's own, used in its module alone.
     "Block": ["decjax.models.decoder", "decjax.models.resnet"],
     "Examples": ["decjax.tasks.images", "decjax.tasks.quadratics"],
-    # A program as text to read, and one to run.
-    "Program": ["decjax.hlo.program", "decjax.train.engine"],
+    # A program as text to read, one of a step, and one of a member of an elastic run.
+    "Program": ["decjax.elastic.programs", "decjax.hlo.program", "decjax.train.engine"],
 }
 
 # Names that something else has taken the place of -> the modules that may still hold them.

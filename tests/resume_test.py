@@ -165,7 +165,7 @@ def test_a_damaged_summary_is_found_anew(launch, reference, damaged, tmp_path):
 
 
 def test_lost_checkpoints_are_noticed_and_nothing_is_overwritten(launch, reference, tmp_path):
-    for finished, complaint in ((True, "a finished run but no checkpoints"), (False, "steps after 8, which was saved")):
+    for finished, complaint in ((True, "a finished run but no checkpoints"), (False, "steps after 4, which was saved")):
         run = tmp_path / str(finished)
         shutil.copytree(reference, run)
         shutil.rmtree(run / "checkpoints")
@@ -217,6 +217,7 @@ def saved(prepare):
     """A run that saved a step and took none."""
     run = prepare("optimizer=adamw,workers=2,simulate")
     run.checkpoints.save(4, run.state, run.counters)
+    run.checkpoints.finish()
     return run.workdir
 
 
@@ -266,7 +267,7 @@ def test_a_damaged_checkpoint_of_another_run_stays_where_it_is(prepare, saved, t
     shutil.copytree(saved, tmp_path / "other")
     for path in [path for path in (tmp_path / "other/checkpoints/4/state").rglob("*") if path.is_file() and "/d/" in str(path)]:
         path.write_bytes(b"garbage!")
-    with pytest.raises(train.CheckpointError, match="4 cannot be restored, .*; choose another --resume_from"):
+    with pytest.raises(train.CheckpointError, match="4 is damaged .*; choose another --resume_from"):
         prepare("optimizer=adamw,workers=2,simulate", resume_from=tmp_path / "other")
 
 

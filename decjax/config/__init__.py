@@ -14,13 +14,14 @@ from decjax.config.assemble import Setup, build, check_memory
 from decjax.config.resolve import Size, message_ratio, read, resolve, size
 from decjax.config.sections import BOUNDARY, choose, section
 from decjax.config.selective import transformer
-from decjax.config.spec import SIMULATED_WORKERS, Choice, Layers, RunSpec
+from decjax.config.spec import SIMULATED_WORKERS, Choice, Elastic, Layers, RunSpec
 from decjax.errors import ConfigError
 
 __all__ = [
     "BOUNDARY",
     "Choice",
     "ConfigError",
+    "Elastic",
     "Layers",
     "RunSpec",
     "SIMULATED_WORKERS",

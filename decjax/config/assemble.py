@@ -187,7 +187,7 @@ def trace_start(setup: Setup) -> None:
     whole = jax.eval_shape(lambda: setup.start(jax.random.key(0)))
     params = jax.tree.map(lambda x: jax.ShapeDtypeStruct((workers.num_workers, *x.shape), x.dtype), whole)
     for init in (method.tx.init, setup.source.init):
-        jax.eval_shape(workers.map(init, (0,)), params)
+        workers.eval_shape(init, (0,), params)
     method.num_bytes(workers.one_device(params), method.phase(setup.spec.steps - 1))
 
 

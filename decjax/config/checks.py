@@ -30,6 +30,8 @@ BOUNDS: dict[str, tuple[float, float]] = {
     "eval.batch_size": (1, 2**20),
     "checkpoint.every": (1, LARGEST),
     "checkpoint.keep": (1, LARGEST),
+    "elastic.heartbeat_s": (0.2, 86400),
+    "elastic.min_workers": (1, 2**16),
     "pipeline.stages": (1, 2**10),
     "pipeline.microbatches": (1, 2**12),
     "pipeline.chunks": (1, 2**8),
@@ -102,6 +104,8 @@ def check_together(spec: RunSpec) -> None:
         raise ValueError(
             f"batch_size={batch_size} is not a positive multiple of workers={n}; use {' or '.join(map(str, multiples))}"
         )
+    if (least := spec.elastic.min_workers) > n:
+        raise ValueError(f"elastic.min_workers={least}: there are {n} workers; use at most so many")
     for section, name in (("schedule", "learning_rate"), ("method", "outer_learning_rate")):
         rate = getattr(spec, section).options.get(name, 1.0)
         if not rate > 0:

@@ -29,13 +29,14 @@ MIXERS = dict.fromkeys(("choco", "deepsqueeze", "beer", "push_sum"), ("codec", "
 BOUNDARY = {"backward": ("when", "error"), "forward": ("forward_error", "slots", "reuse_indices")}
 LATER = ("consensus_first", "consensus_last")  # numbers that older configs lack; 0: none
 KEPT = (
-    "seed workers local_size simulate batch_size steps tensor engine bucket_bytes consensus_every log_every eval checkpoint".split()
+    *"seed workers local_size simulate batch_size steps tensor engine bucket_bytes consensus_every".split(),
+    *"log_every eval checkpoint elastic".split(),
 )
 
 
 def modern(document: Mapping[str, Any]) -> dict[str, Any]:
     """The config in today's form; one that has that form already gets the numbers that it lacks."""
-    document = {**dict.fromkeys(LATER, 0), **document}
+    document = {**dict.fromkeys(LATER, 0), "elastic": {}, **document}
     if "mixing" not in document:
         return document
     absent = {"tensor": 1, "boundary": {}, "pipeline": {"stages": 1, "microbatches": 1}, "stale": False}

@@ -11,10 +11,8 @@ import numpy as np
 
 from decjax import registry
 from decjax.config import assemble, checks, legacy, sections, selective
-from decjax.config.spec import AUTO, CHOICES, PLAIN, SIMULATED_WORKERS, Averaging, Choice, Layers, Periodic, RunSpec, Saving
+from decjax.config.spec import AUTO, CHOICES, GROUPS, PLAIN, SIMULATED_WORKERS, Averaging, Choice, Layers, RunSpec
 from decjax.errors import ConfigError
-
-GROUPS = {"eval": Periodic, "checkpoint": Saving}
 
 
 def resolve(
@@ -126,7 +124,7 @@ def _spec(document: dict[str, Any]) -> RunSpec:
         averaging=_averaging(document, layers.stages) if "reducer" in expected else None,
         pipeline=layers,
         boundary=_boundary(_section(document, "boundary"), layers.stages),
-        **{name: _group(_section(document, name), name, kind) for name, kind in GROUPS.items()},
+        **{name: _group(_section(document, name), name, RunSpec.__annotations__[name]) for name in GROUPS},
     )
 
 

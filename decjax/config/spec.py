@@ -9,6 +9,7 @@ from decjax.config import sections
 CONSENSUS = ("consensus_every", "consensus_first", "consensus_last")
 PLAIN = (*"seed steps workers local_size simulate batch_size tensor clip_norm engine bucket_bytes log_every".split(), *CONSENSUS)
 CHOICES = ("model", "schedule", "optimizer", "method", "mixer")
+GROUPS = ("eval", "checkpoint", "elastic")
 AUTO = "auto"  # value of `Averaging.stages` that leaves the number to the cost model
 SIMULATED_WORKERS = 8  # how many on a lone accelerator; without one, as many forced CPU devices
 
@@ -108,6 +109,21 @@ class Saving(NamedTuple):
     keep: int
 
 
+class Elastic(NamedTuple):
+    """When a run that is started with `--elastic` goes on without a worker.
+
+    Attributes:
+        heartbeat_s: seconds of silence after which a worker is left out; all timeouts follow from it.
+        min_workers: the fewest that go on; with fewer the others wait.
+        spares: whether a process waits on each host to take a place at once, with everything loaded and compiled; it needs memory for
+            the programs, but not for a model.
+    """
+
+    heartbeat_s: float = 5.0
+    min_workers: int = 1
+    spares: bool = True
+
+
 class RunSpec(NamedTuple):
     """A run as plain values: all that a config says, checked.
 
@@ -138,6 +154,7 @@ class RunSpec(NamedTuple):
         log_every: steps between two rows of metrics.
         eval: when and how the model is evaluated.
         checkpoint: when checkpoints are saved.
+        elastic: when an elastic run goes on without a worker.
     """
 
     seed: int
@@ -166,6 +183,7 @@ class RunSpec(NamedTuple):
     log_every: int
     eval: Periodic
     checkpoint: Saving
+    elastic: Elastic = Elastic()
 
     def reaches_consensus(self, steps: int) -> bool:
         """Whether all replicas are replaced by their average after so many steps."""
@@ -186,7 +204,7 @@ class RunSpec(NamedTuple):
         document["pipeline"] = {name: getattr(self.pipeline, name) for name in shown}
         if self.boundary:
             document["boundary"] = dict(self.boundary)
-        return json.loads(json.dumps(document | {"eval": self.eval._asdict(), "checkpoint": self.checkpoint._asdict()}))
+        return json.loads(json.dumps(document | {name: getattr(self, name)._asdict() for name in GROUPS}))
 
     @property
     def each(self) -> int:

@@ -251,7 +251,7 @@ def form(name: str, spec: config_lib.RunSpec) -> Form:
         exact = np.mean([rounds_lib.sent_bytes(round_, _layout(trainer)).mean() for round_ in topology.rounds])
         return Form(name, trainer, tuple(sorted(phases)), float(sent / exact), 1.0)
     sums, like = [], trainer.abstract
-    jax.eval_shape(workers.map(_silent_update(trainer, min(phases), sums), (0, 0)), like, like.params)
+    workers.eval_shape(_silent_update(trainer, min(phases), sums), (0, 0), like, like.params)
     return Form(name, trainer, tuple(sorted(phases)), float(sent / (2 * (n - 1) / n * whole)), sum(sums))
 
 

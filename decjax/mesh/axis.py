@@ -28,6 +28,11 @@ class Axis:
         """This worker's index, 0 … N − 1, as a traced int32 scalar."""
         return jax.lax.axis_index(self.name)
 
+    def indexed(self, fn: Callable) -> Callable:
+        """`fn(*args)` as a function of (index, *args), for those who trace it here and run it elsewhere: an axis whose index is a value
+        from outside takes it from there."""
+        return lambda index, *args: fn(*args)
+
     @property
     def size(self) -> int:
         """N, the number of workers on the axis, as a static int; ValueError outside a function that is mapped over it."""

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from decjax.mesh import order
-from decjax.mesh.axis import LOCAL, NODE, SIMULATED, STAGE, WORKERS, Axis
+from decjax.mesh.axis import LOCAL, NODE, SIMULATED, STAGE, WORKERS, Axis, between_cpu_processes
 from decjax.mesh.tensor import TENSOR, EachDevice, divide
 
 
@@ -46,6 +46,11 @@ class Workers:
     def on_cpu(self) -> bool:
         """Whether the workers are CPU devices (not simulated ones)."""
         return self.platform == "cpu"
+
+    @property
+    def needs_sender(self) -> bool:
+        """Whether an exchange overlaps with computing only if a thread of its own dispatches it, as between CPU processes."""
+        return between_cpu_processes()
 
     @property
     def tensor(self) -> int:
@@ -140,6 +145,10 @@ class Workers:
             axis_names=manual,
             check_vma=False,
         )
+
+    def eval_shape(self, fn: Callable, in_axes: Sequence[int | None], *args: Any) -> Any:
+        """Shapes and dtypes of the results of `map`, for arrays or shapes of its arguments."""
+        return jax.eval_shape(self.map(fn, in_axes), *args)
 
     def jit(self, fn: Callable, in_axes: Sequence[int | None], donate_argnums: Sequence[int] = ()) -> Callable:
         """`map`, jitted; results have the layout of `shardings`, so that passing them in again compiles nothing new."""

@@ -1,19 +1,22 @@
 """Checkpoints with Orbax: the state of every worker, bit for bit, and the run's counters (time, bytes).
 
-A work directory belongs to one config: `config.json` is written first, and compared on every later start.
+They are written while training goes on. A checkpoint has its own name only once it is complete, and those that it replaces are
+removed after that: whenever the process is killed, the newest one that has a name is whole. Checksums of all arrays tell whether
+what is read is what was saved.
 """
 
 import asyncio
+from collections.abc import Callable
 import contextlib
-import fcntl
 import functools
 import json
 import pathlib
-from typing import Any
+import shutil
+import sys
+from typing import Any, NamedTuple
 import zlib
 
 from absl import logging
-from flax import traverse_util
 import jax
 from jax.experimental import multihost_utils
 import jax.numpy as jnp
@@ -21,121 +24,19 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from decjax import codecs
-from decjax import config as config_lib
-from decjax.errors import CheckpointError, ConfigError, Diverged
-from decjax.train import metrics
+from decjax.errors import CheckpointError, Diverged, not_written
+from decjax.train import workdir as workdir_lib
 
-# Fields that may differ between a run and its continuation; except for rounding, none of them changes the result of training.
-FREE_KEYS = ("eval.", "checkpoint.", "log_every", "data.sample_bytes", "engine")
 VERSION = 2  # of the checksums; checkpoints without this entry are of version 1
+SAVE_TIMEOUT_S = 3600  # after which a checkpoint that is still not written counts as failed
 
 
-def claim(workdir: pathlib.Path, config: dict) -> contextlib.ExitStack:
-    """Makes `workdir` the directory of a run with this config, or checks that it already is. A collective.
+class Damaged(CheckpointError):
+    """A checkpoint that cannot be read, or is not what was saved; `why` says what is wrong with it."""
 
-    Process 0 checks the directory, creates it and writes the resolved config; the others wait for it. A directory in which nothing
-    was saved yet may be claimed with another config; the metrics that are there belong to the config before, and are removed.
-
-    Returns:
-        What keeps other runs out until it is closed.
-
-    Raises:
-        CheckpointError: if the directory cannot be written, is in use, or belongs to a run with another config.
-    """
-    with contextlib.ExitStack() as held:
-        if jax.process_index() == 0:
-            document = json.loads(json.dumps(config))
-            _check(workdir, document)
-            _take(workdir, document, held)
-        if jax.process_count() > 1:
-            multihost_utils.sync_global_devices("decjax-claim")
-        return held.pop_all()
-
-
-def _check(workdir: pathlib.Path, config: dict) -> None:
-    """Raises a CheckpointError if the directory is not one in which a run with this config may begin or go on."""
-    path, folder = workdir / "config.json", workdir / "checkpoints"
-    if folder.exists() and not folder.is_dir():
-        raise CheckpointError(f"{folder} is a file where a folder must be; move it away, or choose another --workdir")
-    saved = has_checkpoints(workdir)
-    if saved and not path.exists():
-        raise CheckpointError(f"{workdir} holds checkpoints but no config.json: not a run of decjax; choose another --workdir")
-    if saved:
-        try:
-            there = config_lib.read(json.loads(path.read_text())).document
-            before, now = (traverse_util.flatten_dict(document, sep=".") for document in (there, config))
-        except (OSError, ValueError, AttributeError, KeyError, TypeError, ConfigError) as error:
-            raise CheckpointError(f"{path} cannot be read ({error}); repair it, or choose another --workdir") from error
-        if differing := [
-            f"{key}: {before.get(key)!r} there, {now.get(key)!r} here"
-            for key in sorted(before.keys() | now.keys())
-            if before.get(key) != now.get(key) and not key.startswith(FREE_KEYS)
-        ]:
-            raise CheckpointError(
-                f"{workdir} holds a run with another config ({'; '.join(differing)}); choose another "
-                f"--workdir, and --resume_from={workdir} to start from its parameters"
-            )
-    elif path.exists() and '"workers"' not in path.read_text(errors="replace"):
-        raise CheckpointError(f"{path} is not of a run of decjax; choose another --workdir")
-    elif lost := _lost(workdir):
-        raise CheckpointError(
-            f"{workdir} holds {lost} but no checkpoints, from which it could go on; put them back, or choose another --workdir"
-        )
-
-
-def _take(workdir: pathlib.Path, config: dict, held: contextlib.ExitStack) -> None:
-    """Locks the directory, until `held` is closed, and makes it one of this config."""
-    try:
-        workdir.mkdir(parents=True, exist_ok=True)
-        lock = held.enter_context((workdir / ".lock").open("w"))
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if not has_checkpoints(workdir):
-            (workdir / "metrics.jsonl").unlink(missing_ok=True)  # First: `_lost` judges them by the config that is there.
-        metrics.write_whole(workdir / "config.json", json.dumps(config, indent=2) + "\n")
-    except BlockingIOError as error:
-        raise CheckpointError(
-            f"workdir {str(workdir)!r} is in use by a run that is still going; wait for it, or choose another --workdir"
-        ) from error
-    except OSError as error:
-        raise CheckpointError(
-            f"workdir {str(workdir)!r} cannot be written ({error.strerror}); choose a --workdir that you own"
-        ) from error
-
-
-def _lost(workdir: pathlib.Path) -> str:
-    """Evidence that a run had checkpoints which are now missing; empty if it may have ended before the first."""
-    if (workdir / "summary.json").exists():
-        return "a finished run"
-    try:
-        every = json.loads((workdir / "config.json").read_text())["checkpoint"]["every"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return ""
-    steps = [row["step"] for row in metrics.read(workdir)]
-    saved = [step for step in steps if step % every == 0 and step < max(steps)]  # A later row exists only once these were saved.
-    return f"metrics of steps after {saved[-1]}, which was saved," if saved else ""
-
-
-def differing(theirs: config_lib.RunSpec, ours: config_lib.RunSpec) -> str:
-    """How two runs differ in the parts that determine the arrays of a state: in their names, or if those agree in their options."""
-    kinds = ("task", "model", "optimizer", "method")
-    pairs = {kind: (getattr(theirs, kind), getattr(ours, kind)) for kind in kinds}
-    named = {kind: tuple(choice and choice.name for choice in pair) for kind, pair in pairs.items()}
-    named = {kind: names for kind, names in named.items() if names[0] != names[1]}
-    if not named:
-        for kind, (there, here) in pairs.items():
-            if there and here:
-                named |= {
-                    f"{kind}.{name}": (there.options.get(name), value)
-                    for name, value in here.options.items()
-                    if there.options.get(name) != value
-                }
-    return "; ".join(f"{name}: {there!r} there, {here!r} here" for name, (there, here) in named.items())
-
-
-def has_checkpoints(workdir: pathlib.Path) -> bool:
-    """Whether a work directory has at least one checkpoint."""
-    folder = workdir / "checkpoints"
-    return folder.is_dir() and any(child.name.isdigit() for child in folder.iterdir())
+    def __init__(self, message: str, why: str):
+        super().__init__(message)
+        self.why = why
 
 
 def _mixed(word: jax.Array) -> jax.Array:
@@ -210,51 +111,187 @@ def _errors_once():
         logging.set_verbosity(verbosity)
 
 
+def _waiting_for_others() -> Callable[..., None]:
+    """What a save waits for the other processes with; a process whose own part has failed does not, so that it can tell."""
+    wait = ocp.multihost.get_barrier_sync_fn()
+
+    def wait_unless_failed(*, key: str, timeout_ms: int) -> None:
+        if sys.exception() is None:
+            wait(key=key, timeout_ms=timeout_ms)
+
+    return wait_unless_failed
+
+
+def _in_any_process(condition: bool) -> bool:
+    """Whether a condition holds in any process. A collective."""
+    return condition if jax.process_count() == 1 else bool(multihost_utils.process_allgather(np.asarray(condition)).any())
+
+
+class Found(NamedTuple):
+    """What `Checkpoints.newest` gives: the step, what was read of it, and a text on the damaged ones before it, or nothing."""
+
+    step: int
+    content: Any
+    damage: str
+
+
 class Checkpoints:
-    """The checkpoints in a run's work directory, of which the newest `keep` are kept (None: all); `read_only` for another run's."""
+    """The checkpoints in a run's work directory, of which the newest `keep` are kept (None: all); `read_only` for another run's.
+
+    As a context manager it waits at its end for what is being written, and gives the directory free.
+    """
 
     def __init__(self, workdir: pathlib.Path, *, keep: int | None = None, read_only: bool = False):
-        self._directory, self._read_only = (workdir / "checkpoints").absolute(), read_only
+        self._workdir, self._directory = workdir, (workdir / "checkpoints").absolute()
         if read_only and not self._directory.is_dir():
             raise CheckpointError(f"{workdir} has no checkpoints; give the --workdir of a run that saved some")
-        options = ocp.CheckpointManagerOptions(
-            max_to_keep=keep, create=not read_only, read_only=read_only, enable_async_checkpointing=False
+        self._saving: tuple[int, contextlib.ExitStack] | None = None  # the step that is being written, what holds meanwhile
+        # It reads for this process alone, which others do not wait for: they may find a damaged file that this one does not need.
+        alone = ocp.options.MultiprocessingOptions(active_processes={jax.process_index()}, primary_host=None)
+        self._reader = ocp.Checkpointer(
+            ocp.CompositeCheckpointHandler(composite_options=ocp.CompositeOptions(multiprocessing_options=alone)),
+            multiprocessing_options=alone,
         )
-        self._manager = ocp.CheckpointManager(self._directory, options=options)
+        self._manager = None if read_only else self._writer(keep)
+
+    def _writer(self, keep: int | None) -> ocp.CheckpointManager:
+        self._remove_parts()  # Orbax would do so in the background.
+        return ocp.CheckpointManager(
+            self._directory,
+            options=ocp.CheckpointManagerOptions(
+                max_to_keep=keep,
+                async_options=ocp.options.AsyncOptions(timeout_secs=SAVE_TIMEOUT_S, barrier_sync_fn=_waiting_for_others()),
+                lightweight_initialize=True,  # Damaged ones are found when they are read.
+            ),
+        )
+
+    def __enter__(self) -> "Checkpoints":
+        return self
+
+    def __exit__(self, kind, *_) -> None:
+        if kind is None or jax.process_count() == 1:  # Else the others may never finish their part of what is being written.
+            self.close()
+
+    def close(self) -> None:
+        """Waits for what is being written, as `finish`, and ends the use of the directory."""
+        try:
+            self.finish()
+        finally:
+            if self._manager is not None:
+                with contextlib.suppress(OSError, ValueError):  # Orbax raises again what `finish` has told.
+                    self._manager.close()
+            self._reader.close()
 
     def latest(self) -> int | None:
-        """The step of the newest complete checkpoint; None if there is none."""
-        return self._manager.latest_step()
+        """The step of the newest checkpoint, which may be damaged; None if there is none. What is being written is waited for."""
+        self.finish()
+        return max(workdir_lib.steps_saved(self._workdir), default=None)
+
+    # -- Writing ------------------------------------------------------------------------------------------------------
 
     def save(self, step: int, state: Any, counters: dict) -> None:
-        """Writes a checkpoint; it counts only once it is complete. A collective.
+        """Begins to write a checkpoint, and returns when the state may change again; `finish` waits until it is complete, and only
+        then it counts. A collective; it waits for the checkpoint before.
 
         Raises:
             Diverged: if a value of the state is not finite, in parameters or any other part; nothing is written then.
-            CheckpointError: if the disk is full, or the directory can no longer be written.
+            CheckpointError: if this checkpoint, or the one before, cannot be written: the disk is full, read-only or gone.
         """
+        assert self._manager is not None  # Another run's checkpoints are only read.
+        self.finish()
         if not finite(state):
             raise self.diverged(f"the state of step {step} is not finite", state)
         extra = {
             "version": VERSION,
-            "counters": counters,
+            "counters": dict(counters),  # They change while these are written.
             "counters_checksum": _counters_checksum(counters),
             "checksums": np.asarray(checksums(state)).tolist(),
         }
-        args = ocp.args.Composite(state=ocp.args.StandardSave(state), extra=ocp.args.JsonSave(extra))
+        self._check_there(step)
+        quiet = contextlib.ExitStack()
+        quiet.enter_context(_errors_once())
+        self._saving = step, quiet
         try:
-            with _errors_once():
-                self._manager.save(step, force=True, args=args)
-                self._manager.wait_until_finished()
-        except (OSError, ValueError) as error:  # TensorStore raises ValueErrors, whose text ends with the cause.
-            reason = " ".join(str(error).split())[-100:]
-            raise CheckpointError(
-                f"checkpoint of step {step} cannot be written in {self._directory} (… {reason}); make room "
-                "there, and the same command continues from the last whole checkpoint"
-            ) from error
+            self._manager.save(
+                step, force=True, args=ocp.args.Composite(state=ocp.args.StandardSave(state), extra=ocp.args.JsonSave(extra))
+            )
+        except (OSError, ValueError) as error:
+            raise self._failed(error) from error
+
+    def check(self) -> None:
+        """Raises the `CheckpointError` of `finish` if it is known by now that the last checkpoint cannot be written; waits for
+        nothing."""
+        if self._manager is not None and not self._manager.is_saving_in_progress():
+            self.finish()
+        if self._saving is not None:
+            self._check_there(self._saving[0])
+
+    def finish(self) -> None:
+        """Waits until the last checkpoint is complete.
+
+        Raises:
+            CheckpointError: if it cannot be written; those before it stay.
+        """
+        if self._saving is None or self._manager is None:
+            return
+        try:
+            self._manager.wait_until_finished()
+            if not (self._directory / str(self._saving[0])).is_dir():
+                raise OSError("it is not there after it was written; the disk may be full")
+        except (OSError, ValueError) as error:  # TensorStore raises ValueErrors.
+            raise self._failed(error) from error
+        self._saving[1].close()
+        self._saving = None
+
+    def _check_there(self, step: int) -> None:
+        """Raises a CheckpointError if the folder has vanished, which Orbax would make anew, without all that belongs to it."""
+        if jax.process_index() == 0 and not self._directory.is_dir():
+            error = FileNotFoundError(2, "No such file or directory")
+            raise not_written(f"checkpoint of step {step}", self._directory, error)
+
+    def _failed(self, error: Exception) -> CheckpointError:
+        """What to raise when writing has failed; removes what was written, for which there may be no room."""
+        assert self._saving is not None
+        step, quiet = self._saving
+        self._saving = None
+        quiet.close()
+        self._remove_parts()
+        return not_written(f"checkpoint of step {step}", self._directory, error)
+
+    def _remove_parts(self) -> None:
+        """Removes what was being written when a process was killed, or writing failed."""
+        if jax.process_index() == 0:
+            for part in self._directory.glob("*.orbax-checkpoint-tmp*"):
+                shutil.rmtree(part, ignore_errors=True)
+
+    # -- Reading ------------------------------------------------------------------------------------------------------
+
+    def newest(self, read: Callable[[int], Any]) -> Found:
+        """The newest step that is not damaged, and what `read` gives of it; there must be a checkpoint. A collective.
+
+        Damaged ones of this run that are newer are renamed to `STEP.damaged`, since their steps will be saved again.
+
+        Raises:
+            CheckpointError: if all are damaged, or one cannot be used for another reason.
+        """
+        damaged: dict[int, Damaged] = {}
+        for step in reversed(workdir_lib.steps_saved(self._workdir)):
+            try:
+                content = read(step)
+            except Damaged as error:
+                damaged[step] = error
+                continue
+            if damaged and self._manager is not None:
+                self.set_aside([*damaged])
+            told = (f"checkpoint {self._directory / str(step)} is damaged ({error.why}); " for step, error in damaged.items())
+            return Found(step, content, "".join(told))
+        if len(damaged) == 1:
+            raise next(iter(damaged.values()))
+        why = "; ".join(f"{step}: {error.why}" for step, error in damaged.items())
+        raise CheckpointError(f"all checkpoints in {self._directory} are damaged ({why}); {self._way_out(0)}")
 
     def restore(self, step: int, like: Any, partial: bool = False) -> tuple[Any, dict]:
-        """(state, counters) of a saved step, read and verified.
+        """(state, counters) of a saved step, read and verified; what is being written is waited for.
 
         Args:
             step: one that was saved.
@@ -264,30 +301,42 @@ class Checkpoints:
         Raises:
             CheckpointError: if the checkpoint is damaged, not finite, or that of another program or model.
         """
+        self.finish()
+        failed, state, extra = None, None, {}
         try:
-            like = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)
-            state = ocp.args.StandardRestore(like)
-            if partial:
-                state = ocp.args.PyTreeRestore(
-                    like, restore_args=ocp.checkpoint_utils.construct_restore_args(like), partial_restore=True
-                )
-            with _errors_once():
-                restored = self._manager.restore(step, args=ocp.args.Composite(state=state, extra=ocp.args.JsonRestore()))
-            state, extra = restored["state"], restored["extra"]
-            counters, saved_sums, version = extra["counters"], extra["checksums"], extra.get("version", 1)
+            state, extra = self._read(step, like, partial)
         except Exception as error:  # Orbax and TensorStore raise many types of errors for a damaged file.
+            failed = error
+        if _in_any_process(failed is not None):  # All learn it before they compute anything together.
+            error = failed or OSError("another process cannot read it")
             reason = " ".join(str(error).split())[:200] or type(error).__name__
-            raise self._unusable(step, f"it is damaged or of another model, optimizer or method ({reason})") from error
+            raise self._damaged(step, f"it cannot be read, or is of another model, optimizer or method: {reason}") from failed
+        counters, saved_sums, version = extra["counters"], extra["checksums"], extra.get("version", 1)
         if version not in (1, VERSION):
             raise self._unusable(step, f"its checksums are of version {version}, and this decjax knows those up to {VERSION}")
         sums = np.asarray(checksums(state, version)).tolist()
         if not set(sums) <= set(saved_sums) if partial else sums != saved_sums:
-            raise self._unusable(step, "it is damaged: its checksums do not match its arrays")
+            raise self._damaged(step, "its checksums do not match its arrays")
         if version > 1 and extra.get("counters_checksum") != _counters_checksum(counters):
-            raise self._unusable(step, "it is damaged: its checksum does not match its counters")
+            raise self._damaged(step, "its checksum does not match its counters")
         if not finite(state):
             raise self._unusable(step, "its state is not finite: training had diverged")
         return state, counters
+
+    def _read(self, step: int, like: Any, partial: bool) -> tuple[Any, dict]:
+        """(state, what was saved beside it) of a saved step, as this process finds them."""
+        like = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)
+        state = ocp.args.StandardRestore(like)
+        if partial:
+            restore_args = ocp.checkpoint_utils.construct_restore_args(like)
+            state = ocp.args.PyTreeRestore(like, restore_args=restore_args, partial_restore=True)
+        with _errors_once():
+            items = ocp.args.Composite(state=state, extra=ocp.args.JsonRestore())
+            restored = self._reader.restore(self._directory / str(step), args=items)
+        extra = restored["extra"]
+        if missing := {"counters", "checksums"} - set(extra):
+            raise ValueError(f"it has no {' and no '.join(sorted(missing))}")
+        return restored["state"], extra
 
     def unlike(self, step: int, like: Any) -> str:
         """The name of the first array of `like` that a saved step lacks or has in another shape per worker; empty: none."""
@@ -304,7 +353,7 @@ class Checkpoints:
 
     def last_good(self, like: Any) -> int | None:
         """The newest step that can be restored, found by restoring it; None if there is none. A collective."""
-        for step in sorted(self._manager.all_steps(), reverse=True):
+        for step in reversed(workdir_lib.steps_saved(self._workdir)):
             with contextlib.suppress(CheckpointError):
                 self.restore(step, like)
                 return step
@@ -315,6 +364,8 @@ class Checkpoints:
 
         The arrays of the state are deleted, to make room for those that are restored to find that checkpoint.
         """
+        with contextlib.suppress(CheckpointError):
+            self.finish()  # It may still read the arrays.
         like = jax.tree.map(ocp.utils.to_shape_dtype_struct, state)
         for x in jax.tree.leaves(state):
             if isinstance(x, jax.Array):
@@ -326,12 +377,24 @@ class Checkpoints:
         )
 
     def _unusable(self, step: int, why: str) -> CheckpointError:
-        others = [other for other in self._manager.all_steps() if other < step]
-        way_out = f"move it away to continue from step {max(others)}" if others else "start again in another --workdir"
-        if self._read_only:  # The checkpoint belongs to another run.
-            way_out = "choose another --resume_from"
-        return CheckpointError(f"checkpoint {self._directory / str(step)} cannot be restored, {why}; {way_out}")
+        return CheckpointError(f"checkpoint {self._directory / str(step)} cannot be restored, {why}; {self._way_out(step)}")
 
-    def close(self) -> None:
-        """Ends the use of the directory."""
-        self._manager.close()
+    def _damaged(self, step: int, why: str) -> Damaged:
+        return Damaged(f"checkpoint {self._directory / str(step)} is damaged ({why}); {self._way_out(step)}", why)
+
+    def _way_out(self, step: int) -> str:
+        if self._manager is None:  # The checkpoint belongs to another run.
+            return "choose another --resume_from"
+        others = [other for other in workdir_lib.steps_saved(self._workdir) if other < step]
+        return f"move it away to continue from step {max(others)}" if others else "start again in another --workdir"
+
+    def set_aside(self, steps: list[int]) -> None:
+        """Gives checkpoints of this run other names, with which they do not count. A collective."""
+        if jax.process_index() == 0:
+            for step in steps:
+                aside = self._directory / f"{step}.damaged"
+                shutil.rmtree(aside, ignore_errors=True)
+                (self._directory / str(step)).rename(aside)
+        _in_any_process(False)  # Waits for process 0.
+        assert self._manager is not None
+        self._manager.reload()

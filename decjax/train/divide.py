@@ -6,11 +6,12 @@ none of them, computed meanwhile, and what each part completes when it arrives. 
 direction need no message; the mixing and the weight decay of a parameter need the message with that parameter.
 
 The split follows the data flow of the traced program, so it works for any method; where every result depends on every message there
-is a single part. The functions are those of one worker, and are traced inside a mapped function, where axis names are defined.
+is a single part. The functions are those of one worker. They are traced once, inside a mapped function, where axis names are defined,
+and what is cut out of them is to be called inside one.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.extend
@@ -20,18 +21,33 @@ from decjax.mesh import order
 Parts = tuple[tuple[int, ...], ...]
 
 
-def parts(fn: Callable, *args: Any, most: int) -> Parts:
-    """Groups the leaves of `fn(*args)` into parts of about equal bytes whose computations have no equation in common.
+class Traced(NamedTuple):
+    """A traced function: its program, and the shapes of its result."""
+
+    closed: Any
+    result: Any
+
+    @property
+    def program(self) -> Any:
+        return self.closed.jaxpr
+
+
+def trace(fn: Callable, *args: Any) -> Traced:
+    """The program of `fn(*args)`, whose arguments are arrays or shapes."""
+    return Traced(*jax.make_jaxpr(fn, return_shape=True)(*args))
+
+
+def parts(exchange: Traced, most: int) -> Parts:
+    """Groups the leaves of an exchange's result into parts of about equal bytes whose computations have no equation in common.
 
     Args:
-        fn: the exchange.
-        *args: its arguments, arrays or shapes.
+        exchange: as `trace` gives it.
         most: how many parts at most.
 
     Returns:
         Positions in the flattened result, each in exactly one part; one empty part if there is no result.
     """
-    program = jax.make_jaxpr(fn)(*args).jaxpr
+    program = exchange.program
     clusters: list[tuple[set[int], list[int]]] = []  # (equations, leaves)
     for leaf, atom in enumerate(program.outvars):
         equations, leaves = set(_behind(program, [atom])), [leaf]
@@ -48,39 +64,30 @@ def parts(fn: Callable, *args: Any, most: int) -> Parts:
     return tuple(tuple(leaves) for leaves in found if leaves) or ((),)
 
 
-def only(fn: Callable, leaves: Iterable[int]) -> Callable:
-    """A function that computes only these leaves of `fn`'s flattened result."""
-
-    def chosen(*args):
-        found = jax.tree.leaves(fn(*args))
-        return [found[leaf] for leaf in leaves]
-
-    return chosen
+def only(exchange: Traced, leaves: Iterable[int]) -> Traced:
+    """The program that computes these leaves of the flattened result, as a list."""
+    chosen, outvars = jax.tree.leaves(exchange.result), exchange.program.outvars
+    program = exchange.program.replace(outvars=[outvars[leaf] for leaf in leaves])
+    return Traced(jax.extend.core.ClosedJaxpr(program, exchange.closed.consts), [chosen[leaf] for leaf in leaves])
 
 
-def encode(fn: Callable, *args: Any) -> list[jax.Array]:
-    """The values that `fn(*args)` computes before its first message: those that `travel` and `decode` need."""
-    closed, (early, _, _), (sent, _) = _cut_at_messages(fn, args)
-    return _program(closed, closed.jaxpr.invars, early, sent)(*jax.tree.leaves(args))
+class CutExchange(NamedTuple):
+    """An exchange, cut at its messages; `args` are all of its arguments.
+
+    Attributes:
+        encode: args -> what is computed before the first message, as far as the other two need it.
+        travel: (args, encoded) -> what arrives; it computes only what a later message needs.
+        decode: (args, encoded, arrived) -> the flattened result.
+    """
+
+    encode: Callable
+    travel: Callable
+    decode: Callable
 
 
-def travel(fn: Callable, sent: Sequence[jax.Array], *args: Any) -> list[jax.Array]:
-    """What arrives by the messages of `fn(*args)`, given the result of `encode`; it computes only what a later message needs."""
-    closed, (_, between, _), (coded, arrived) = _cut_at_messages(fn, args)
-    return _program(closed, [*closed.jaxpr.invars, *coded], between, arrived)(*jax.tree.leaves(args), *sent)
-
-
-def decode(fn: Callable, arrived: Sequence[jax.Array], sent: Sequence[jax.Array], *args: Any) -> list[jax.Array]:
-    """The flattened result of `fn(*args)`, given the results of `travel` and `encode`."""
-    closed, (_, _, late), (coded, heard) = _cut_at_messages(fn, args)
-    run = _program(closed, [*closed.jaxpr.invars, *coded, *heard], late, closed.jaxpr.outvars)
-    return run(*jax.tree.leaves(args), *sent, *arrived)
-
-
-def _cut_at_messages(fn, args):
-    """(traced `fn`, its equations before, with and after the messages, the results of the first two that later ones use)."""
-    closed = jax.make_jaxpr(fn)(*args)
-    program = closed.jaxpr
+def cut_at_messages(exchange: Traced) -> CutExchange:
+    """The functions that compute, one after the other, what the exchange does."""
+    closed, program = exchange.closed, exchange.program
     used = _behind(program, program.outvars)
     messages = [index for index in used if order.communicates(program.eqns[index])]
     for_messages = set(_behind(program, [variable for index in messages for variable in program.eqns[index].outvars]))
@@ -91,8 +98,15 @@ def _cut_at_messages(fn, args):
         waits = index in messages or not waiting.isdisjoint(_variables(equation.invars))
         waiting.update(equation.outvars if waits else ())
         (between if waits and index in for_messages else after if waits else before).append(equation)
-    passed = _passed(before, [*between, *after], program.outvars), _passed(between, after, program.outvars)
-    return closed, (before, between, after), passed
+    coded, heard = _passed(before, [*between, *after], program.outvars), _passed(between, after, program.outvars)
+    encode = _program(closed, program.invars, before, coded)
+    travel = _program(closed, [*program.invars, *coded], between, heard)
+    decode = _program(closed, [*program.invars, *coded, *heard], after, program.outvars)
+    return CutExchange(
+        lambda args: encode(*jax.tree.leaves(args)),
+        lambda args, encoded: travel(*jax.tree.leaves(args), *encoded),
+        lambda args, encoded, arrived: decode(*jax.tree.leaves(args), *encoded, *arrived),
+    )
 
 
 def _passed(equations, later, outvars) -> list:
@@ -102,50 +116,20 @@ def _passed(equations, later, outvars) -> list:
     return [variable for variable in dict.fromkeys(wanted) if variable in computed]
 
 
-def before(fn: Callable, known: Any, received: Any, cut: Parts) -> list[list[jax.Array]]:
-    """The values of `fn(known, received)` that can be computed from `known` alone: for every part those that `after` needs.
+def divide(update: Traced, num_known: int, cut: Parts) -> tuple[Callable, list[Callable]]:
+    """Divides `update(known, received)` by the last part of `received` that its values depend on.
 
     Args:
-        fn: combines what is known with what is received.
-        known: arrays.
-        received: shapes and dtypes of what is received.
+        update: combines what is known with what is received.
+        num_known: leaves of `known`.
         cut: the parts of `received`, from `parts`.
-    """
-    closed, given, _, early, finals = _divide(fn, known, received, cut)
-    run = _program(closed, given, early, [variable for _, _, prepared in finals for variable in prepared])
-    values = iter(run(*jax.tree.leaves(known)))
-    return [[next(values) for _ in prepared] for _, _, prepared in finals]
-
-
-def after(
-    fn: Callable, known: Any, prepared: Sequence[jax.Array], arrived: Sequence[Sequence[jax.Array]], received: Any, cut: Parts
-) -> dict[int, jax.Array]:
-    """The leaves of `fn(known, received)` that can be computed once a further part has arrived.
-
-    Args:
-        fn, known, received, cut: as in `before`.
-        prepared: the result of `before` for this part.
-        arrived: all parts that have arrived, this one the last.
 
     Returns:
-        A dict from positions in the flattened result to leaves. Leaves that need no part come with the first.
+        (prepare, completions). `prepare(known)` computes what needs no part, and gives for each part the values that its completion
+        needs. The completion of a part, given (known, these values, *arrived parts, this one the last), computes the leaves of the
+        update that can then be computed, as a dict from positions in the flattened result; the first has those that need no part.
     """
-    closed, given, arriving, _, finals = _divide(fn, known, received, cut)
-    leaves, late, variables = finals[len(arrived) - 1]
-    here = [arriving[leaf] for part in cut[: len(arrived)] for leaf in part]
-    run = _program(closed, [*given, *here, *variables], late, [closed.jaxpr.outvars[leaf] for leaf in leaves])
-    return dict(zip(leaves, run(*jax.tree.leaves((known, arrived)), *prepared), strict=True))
-
-
-def _divide(fn, known, received, cut):
-    """Traces `fn` and sorts its equations by the last part that they depend on.
-
-    Returns:
-        (traced `fn`, its variables for `known`, those for `received`, early equations, finals). Early equations need no part;
-        finals holds for each part the leaves that it completes, their equations, and the results of early equations that these use.
-    """
-    closed = jax.make_jaxpr(fn)(known, received)
-    program, num_known = closed.jaxpr, len(jax.tree.leaves(known))
+    closed, program = update.closed, update.program
     given, arriving = program.invars[:num_known], program.invars[num_known:]
     waits_for = {arriving[leaf]: number for number, leaves in enumerate(cut, 1) for leaf in leaves}
     for equation in program.eqns:
@@ -155,14 +139,26 @@ def _divide(fn, known, received, cut):
     early = [equation for equation, late in zip(program.eqns, is_late) if not late]
     computed = {variable for equation in early for variable in equation.outvars}
     completed_by = [max(1, waits_for.get(atom, 0)) if _variables([atom]) else 1 for atom in program.outvars]
-    finals = []
+    completions, prepared = [], []
     for number in range(1, len(cut) + 1):
         leaves = [leaf for leaf, completed in enumerate(completed_by) if completed == number]
         atoms = [program.outvars[leaf] for leaf in leaves]
         late = [program.eqns[index] for index in _behind(program, atoms) if is_late[index]]
         needed = _variables([*atoms, *(atom for equation in late for atom in equation.invars)])
-        finals.append((leaves, late, [variable for variable in dict.fromkeys(needed) if variable in computed]))
-    return closed, given, arriving, early, finals
+        prepared.append([variable for variable in dict.fromkeys(needed) if variable in computed])
+        here = [arriving[leaf] for part in cut[:number] for leaf in part]
+        completions.append(_completion(leaves, _program(closed, [*given, *here, *prepared[-1]], late, atoms)))
+    run = _program(closed, given, early, [variable for variables in prepared for variable in variables])
+
+    def prepare(known):
+        values = iter(run(*jax.tree.leaves(known)))
+        return [[next(values) for _ in variables] for variables in prepared]
+
+    return prepare, completions
+
+
+def _completion(leaves: Sequence[int], run: Callable) -> Callable:
+    return lambda known, prepared, *arrived: dict(zip(leaves, run(*jax.tree.leaves((known, arrived)), *prepared), strict=True))
 
 
 def _behind(program, atoms) -> list[int]:

@@ -53,7 +53,7 @@ def choose(engine: str, method: Method, workers: mesh.Workers) -> str:
     check_engine(engine, method)
     alone = workers.stages == workers.tensor == 1  # The gradient has no collectives.
     if engine == "auto":
-        return "split" if method.exchange and alone and mesh.between_cpu_processes() else "fused"
+        return "split" if method.exchange and alone and workers.needs_sender else "fused"
     if engine == "split" and not alone and jax.process_count() > 1:
         raise ValueError(
             f"engine 'split' with stages={workers.stages} and tensor={workers.tensor} over {jax.process_count()} processes: "
@@ -78,10 +78,10 @@ def compile_per_phase(step: Step, engine: str = "fused") -> Callable[..., Progra
         if known not in compiled:
             run, executables = compile_phase(phase, state, batch, number)
             sent: dict[str, Any] = {}
-            if not workers.simulated:
+            if workers.mesh is not None:
                 found = [wire.bytes_by_axis(executable.as_text(), workers) for executable in executables]  # pyright: ignore[reportArgumentType]
                 sent = {axis: sum(of[axis] for of in found) for axis in found[0]}
-            if workers.simulated or phase is None:
+            if workers.mesh is None or phase is None:
                 sent["worker"] = workers.stages * method.num_bytes(workers.one_device(state.params), phase)
             compiled[known] = Program(run, sent, executables)
         return compiled[known]
@@ -121,11 +121,11 @@ def _fused(step, phase, state, batch, number):
 
 
 class _Part(NamedTuple):
-    """The programs of a part of the exchange; `inputs` are params and opt_state."""
+    """The programs of a part of the exchange; `inputs` are (params, opt_state)."""
 
-    encode: jax.stages.Compiled  # inputs -> sent
-    travel: jax.stages.Compiled  # (sent, *inputs) -> arrived
-    decode: jax.stages.Compiled  # (arrived, sent, *inputs) -> received
+    encode: jax.stages.Compiled  # inputs -> encoded
+    travel: jax.stages.Compiled  # (inputs, encoded) -> arrived
+    decode: jax.stages.Compiled  # (inputs, encoded, arrived) -> received
 
 
 class _Split(NamedTuple):
@@ -137,18 +137,26 @@ class _Split(NamedTuple):
     joins: list[jax.stages.Compiled]  # (known, prepared, *received) -> the leaves of the next state that a part completes
 
     def run(self, workers, thread, state, batch, number):
-        inputs, sent, arriving = (state.params, state.opt_state), [], []
+        inputs, encoded, arriving = (state.params, state.opt_state), [], []
         for part in self.parts:
-            sent.append(part.encode(*inputs))
+            encoded.append(part.encode(inputs))
             if workers.on_cpu and not arriving:
-                jax.block_until_ready(sent)  # Beside the gradient it would take several times as long, and links be idle.
-            arriving.append(thread.submit(lambda *args, part=part: jax.block_until_ready(part.travel(*args)), sent[-1], *inputs))
-        if workers.on_cpu and not mesh.between_cpu_processes():
+                jax.block_until_ready(encoded)  # Beside the gradient it would take several times as long, and links be idle.
+            arriving.append(thread.submit(lambda own, part=part: jax.block_until_ready(part.travel(inputs, own)), encoded[-1]))
+        if workers.on_cpu and not workers.needs_sender:
             concurrent.futures.wait(arriving)  # Devices of one process share threads, which waiting collectives could all occupy.
+        try:
+            return self._completed(state, inputs, encoded, arriving, batch, number)
+        except BaseException:
+            for message in arriving:  # Those that have not begun must not be taken for a part of a later step.
+                message.cancel()
+            raise
+
+    def _completed(self, state, inputs, encoded, arriving, batch, number):
         loss_N, grads, source = self.take_gradient(state.params, state.source, batch, number)
         known, leaves, received = (state._replace(source=source), grads), {}, []
-        for part, arrived, own, prepared, join in zip(self.parts, arriving, sent, self.prepare(known), self.joins, strict=True):
-            received.append(part.decode(arrived.result(), own, *inputs))
+        for part, arrived, own, prepared, join in zip(self.parts, arriving, encoded, self.prepare(known), self.joins, strict=True):
+            received.append(part.decode(inputs, own, arrived.result()))
             leaves |= join(known, prepared, *received)
         tree = jax.tree.structure(state)
         return tree.unflatten([leaves[leaf] for leaf in range(tree.num_leaves)]), loss_N
@@ -177,38 +185,47 @@ def _split(step):
 def _compiled_exchange(step, phase, state, grads):
     """(parts, prepare, joins) of a phase; see `_Split`."""
     workers, known = step.workers, (state, grads)
-    exchange = functools.partial(step.method.exchange, phase=phase)
+    exchange = _traced(workers, functools.partial(step.method.exchange, phase=phase), (state.params, state.opt_state))
+    cut = divide.parts(exchange, most=PARTS)
 
     def combine(known, received):
         return step.update(*known, received=received, phase=phase)
 
-    def divided(params, opt_state):
-        found.append((divide.parts(exchange, params, opt_state, most=PARTS), jax.eval_shape(exchange, params, opt_state)))
-
-    found = []
-    jax.eval_shape(workers.map(divided, (0, 0)), state.params, state.opt_state)  # Axis names are defined inside only.
-    ((cut, received),) = found
-
-    def after(known, prepared, *arrived):
-        return divide.after(combine, known, prepared, arrived, received, cut)
-
-    parts = [_compiled_part(workers, divide.only(exchange, part), state.params, state.opt_state) for part in cut]
-    prepare = workers.jit(lambda known: divide.before(combine, known, received, cut), (0,)).lower(known).compile()
+    update = _traced(workers, combine, (known,), exchange.result)
+    prepare, completions = divide.divide(update, 1 + len(jax.tree.leaves(known)), cut)
+    parts = [_compiled_part(workers, divide.only(exchange, part), (state.params, state.opt_state)) for part in cut]
+    ready = _compiled(workers, prepare, known)
     joins = []
     with warnings.catch_warnings(action="ignore", category=UserWarning):  # About donated scalars that no result can reuse.
-        for k, own in enumerate(prepare.out_info):
-            join = workers.jit(after, (0,) * (3 + k), donate_argnums=(1,))
-            joins.append(join.lower(known, own, *(part.decode.out_info for part in parts[: k + 1])).compile())
-    return parts, prepare, joins
+        for k, (own, completion) in enumerate(zip(ready.out_info, completions, strict=True)):
+            arrived = (part.decode.out_info for part in parts[: k + 1])
+            joins.append(_compiled(workers, completion, known, own, *arrived, donated=(1,)))
+    return parts, ready, joins
 
 
-def _compiled_part(workers, exchange, *inputs) -> _Part:
+def _traced(workers, fn, stacked, *further) -> divide.Traced:
+    """A function of one worker, given stacked arrays and further shapes, with the worker's index as the first input."""
+    found = []
+
+    def trace(*own):
+        found.append(divide.trace(workers.axis.indexed(fn), workers.axis.index, *own, *further))
+
+    workers.eval_shape(trace, (0,) * len(stacked), *stacked)  # Axis names are defined inside only.
+    return found[0]
+
+
+def _compiled(workers, fn, known, *args, donated=()):
+    """`fn((index, known), *args)`, a function of one worker, for stacked arrays."""
+
+    def own(known, *args):
+        return fn((workers.axis.index, known), *args)
+
+    return workers.jit(own, (0,) * (1 + len(args)), donate_argnums=donated).lower(known, *args).compile()
+
+
+def _compiled_part(workers, exchange, inputs) -> _Part:
     """The programs of a part of the exchange."""
-
-    def compiled(fn, *args):
-        run = workers.jit(functools.partial(fn, exchange), (0,) * len(args))
-        return run.lower(*args).compile()
-
-    encode = compiled(divide.encode, *inputs)
-    travel = compiled(divide.travel, encode.out_info, *inputs)
-    return _Part(encode, travel, compiled(divide.decode, travel.out_info, encode.out_info, *inputs))
+    pieces = divide.cut_at_messages(exchange)
+    encode = _compiled(workers, pieces.encode, inputs)
+    travel = _compiled(workers, pieces.travel, inputs, encode.out_info)
+    return _Part(encode, travel, _compiled(workers, pieces.decode, inputs, encode.out_info, travel.out_info))

@@ -16,7 +16,7 @@ import uuid
 from tensorboardX import event_file_writer, summary
 from tensorboardX.proto import event_pb2
 
-from decjax.errors import CheckpointError, TrainingError
+from decjax.errors import TrainingError, not_written
 
 
 def read(workdir: pathlib.Path) -> list[dict[str, Any]]:
@@ -58,14 +58,12 @@ class Tracker:
 
 
 @contextlib.contextmanager
-def _writing(workdir: pathlib.Path, step: int) -> Iterator[None]:
+def writing(workdir: pathlib.Path, what: str) -> Iterator[None]:
+    """Context manager that raises a `CheckpointError` if `what` cannot be written, as on a full disk."""
     try:
         yield
     except OSError as error:
-        raise CheckpointError(
-            f"metrics of step {step} cannot be written in {workdir} ({error.strerror}); make room there, and the same command "
-            "continues from the last checkpoint"
-        ) from error
+        raise not_written(what, workdir, error) from error
 
 
 class JsonLines(Tracker):
@@ -84,7 +82,7 @@ class JsonLines(Tracker):
         self._file = path.open("a")
 
     def log(self, step, kind, values):
-        with _writing(self._workdir, step):
+        with writing(self._workdir, f"metrics of step {step}"):
             self._file.write(json.dumps({"step": step, "kind": kind, **values}) + "\n")
             self._file.flush()
 
@@ -110,7 +108,7 @@ class TensorBoard(Tracker):
         self._events.write_event(event_pb2.Event(wall_time=time.time(), step=step, **what))  # pyright: ignore[reportAttributeAccessIssue]
 
     def log(self, step, kind, values):
-        with _writing(self._workdir, step):
+        with writing(self._workdir, f"metrics of step {step}"):
             for name, value in values.items():
                 self._event(step, summary=summary.scalar(f"{kind}/{name}", value))
             self._events.flush()

@@ -9,16 +9,17 @@ import os
 import pathlib
 import signal
 import time
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import jax
 import numpy as np
 
-from decjax import config, registry
+from decjax import config, mesh, registry
 from decjax.errors import CheckpointError, ConfigError
 from decjax.train import checkpoint, metrics
 from decjax.train import state as state_lib
 from decjax.train import summary as summary_lib
+from decjax.train import workdir as workdir_lib
 from decjax.train.evaluate import Evaluation
 from decjax.train.state import State
 from decjax.train.trainer import Trainer
@@ -49,7 +50,7 @@ class Origin(NamedTuple):
 
     folder: pathlib.Path  # its work directory
     checkpoints: checkpoint.Checkpoints
-    step: int  # its newest one
+    step: int  # its newest one, which may be damaged
     num_workers: int
     has_weights: bool  # whether its replicas are averaged with weights, as those of push-sum are
 
@@ -87,7 +88,7 @@ class Run:
     """
 
     def __init__(self, trainer: Trainer, workdir: str | os.PathLike, resume_from: str | os.PathLike | None = None):
-        self.trainer, self.spec, self.workers = trainer, trainer.spec, trainer.workers
+        self.trainer, self.spec = trainer, trainer.spec
         self.workdir = pathlib.Path(workdir)
         config.check_memory(trainer.setup)
         self.note = "no checkpoint yet: starting again" if metrics.read(self.workdir) else ""
@@ -99,36 +100,42 @@ class Run:
             self.counters["bytes_between_stages_per_worker"] = 0.0
         # The other run raises its errors before anything is written.
         with self._origin(resume_from) as origin, contextlib.ExitStack() as held:
-            held.enter_context(checkpoint.claim(self.workdir, self.spec.document))
-            self.checkpoints = checkpoint.Checkpoints(self.workdir, keep=self.spec.checkpoint.keep)
-            held.callback(self.checkpoints.close)
+            held.enter_context(workdir_lib.claim(self.workdir, self.spec.document))
+            self.checkpoints = held.enter_context(checkpoint.Checkpoints(self.workdir, keep=self.spec.checkpoint.keep))
             self.start, self.state = self._restore(origin)
             trainer.check_exchanges()
             self._counted = trainer.bytes_by_usage(self.state)  # how many of these bytes the counters include already
             self._held = held.pop_all()  # until `train` ends
 
+    @property
+    def workers(self) -> mesh.Workers:
+        """Those of the trainer."""
+        return self.trainer.workers
+
     # -- Beginning ----------------------------------------------------------------------------------------------------
 
     def _restore(self, origin: Origin | None) -> tuple[int, State]:
-        if (step := self.checkpoints.latest()) is not None:
-            state, counters = self.checkpoints.restore(step, like=self.trainer.abstract)
+        if self.checkpoints.latest() is not None:
+            step, (state, counters), damage = self.checkpoints.newest(
+                lambda step: self.checkpoints.restore(step, like=self.trainer.abstract)
+            )
             if counters["corpus"] != self.counters["corpus"]:
                 raise CheckpointError(
                     f"the data have changed since step {step} ({counters['corpus']} then, "
                     f"{self.counters['corpus']} now); restore them, or start in another --workdir"
                 )
             self.counters |= counters
-            self.note = f"continuing from step {step}"
+            self.note = f"{damage}continuing from step {step}"
             return step, state
         return (0, self.trainer.init()) if origin is None else self._restore_resized(origin)
 
     @contextlib.contextmanager
     def _origin(self, folder: str | os.PathLike | None) -> Iterator[Origin | None]:
         """The run to start from, while inside; None without one, or if this run has checkpoints of its own."""
-        if folder is None or checkpoint.has_checkpoints(self.workdir):
+        if folder is None or workdir_lib.steps_saved(self.workdir):
             yield None
             return
-        with contextlib.closing(checkpoint.Checkpoints(pathlib.Path(folder), read_only=True)) as checkpoints:
+        with checkpoint.Checkpoints(pathlib.Path(folder), read_only=True) as checkpoints:
             yield self._checked(pathlib.Path(folder), checkpoints)
 
     def _checked(self, folder: pathlib.Path, checkpoints: checkpoint.Checkpoints) -> Origin:
@@ -147,7 +154,7 @@ class Run:
             raise CheckpointError(f"{folder} has a model divided otherwise ({'; '.join(differing)}); start with the same division")
         needed = state_lib.kept(self.trainer.abstract, self.trainer.setup.source.lasts)
         if step is not None and (name := checkpoints.unlike(step, needed)):
-            differing = checkpoint.differing(theirs, self.spec) or f"its state has no such {name}"
+            differing = workdir_lib.differing(theirs, self.spec) or f"its state has no such {name}"
             raise CheckpointError(
                 f"{folder} is a run of something else ({differing}); choose another --resume_from, or set the same here"
             )
@@ -158,27 +165,35 @@ class Run:
         return Origin(folder, checkpoints, step, theirs.workers, has_weights)
 
     def _restore_resized(self, origin: Origin) -> tuple[int, State]:
-        n, weight_N = origin.num_workers, None
-
-        def read(like):
-            like = jax.tree.map(lambda x: jax.ShapeDtypeStruct((n, *x.shape[1:]), x.dtype, sharding=self.workers.replicated), like)
-            return self.workers.fetch(origin.checkpoints.restore(origin.step, like, partial=True)[0])
-
-        state = read(state_lib.kept(self.trainer.abstract, self.trainer.setup.source.lasts))
-        if origin.has_weights:  # y_i of the replicas, equal on all stages of a worker.
-            weight = jax.ShapeDtypeStruct((n, self.workers.stages)[: self.workers.num_axes], np.float32)
-            weight_N = read({"opt_state": {"mixer": {"weight": weight}}})["opt_state"]["mixer"]["weight"].reshape(n, -1)[:, 0]
+        n = origin.num_workers
+        step, (state, weight_N), damage = origin.checkpoints.newest(lambda step: self._read(origin, step))
         # Mixers start from one model on all workers, here the average of the replicas.
         params = state["params"]
         average = jax.tree.map(lambda mean, x: np.asarray(mean, x.dtype), state_lib.mean_over_workers(params, weight_N), params)
         fresh = self.workers.fetch(self.trainer.start(average))
         state = state_lib.resize(state, fresh, self.workers.num_workers, weight_N)
-        self.counters["first_step"] = origin.step
+        self.counters["first_step"] = step
         self.note = (
-            f"starting from step {origin.step} of {origin.folder}; {n} replicas became {self.workers.num_workers}, "
+            f"{damage}starting from step {step} of {origin.folder}; {n} replicas became {self.workers.num_workers}, "
             "mixer and reducer state start afresh"
         )
-        return origin.step, self.workers.place(state)
+        return step, self.workers.place(state)
+
+    def _read(self, origin: Origin, step: int) -> tuple[Any, np.ndarray | None]:
+        """(what a run keeps of the replicas of another one's step, their weights [N] if they have some)."""
+        n = origin.num_workers
+
+        def read(like):
+            like = jax.tree.map(lambda x: jax.ShapeDtypeStruct((n, *x.shape[1:]), x.dtype, sharding=self.workers.replicated), like)
+            return self.workers.fetch(origin.checkpoints.restore(step, like, partial=True)[0])
+
+        state = read(state_lib.kept(self.trainer.abstract, self.trainer.setup.source.lasts))
+        if not origin.has_weights:
+            return state, None
+        # y_i of the replicas, equal on all stages of a worker.
+        weight = jax.ShapeDtypeStruct((n, self.workers.stages)[: self.workers.num_axes], np.float32)
+        weight = read({"opt_state": {"mixer": {"weight": weight}}})["opt_state"]["mixer"]["weight"]
+        return state, weight.reshape(n, -1)[:, 0]
 
     # -- Measuring ----------------------------------------------------------------------------------------------------
 
@@ -202,7 +217,7 @@ class Run:
             "time_s": time_s,
             **found,
             "consensus_distance": distance,
-            f"{task.item}_per_s": steps * self.spec.batch_size * task.items / taken_s,
+            f"{task.item}_per_s": steps * self.trainer.spec.batch_size * task.items / taken_s,
             **{name: self.counters[name] for name in summary_lib.BYTES if name in self.counters},
         }
 
@@ -253,6 +268,7 @@ class Run:
             with _signals() as caught:
                 stopped_at = self._steps(caught)
                 if stopped_at is not None:
+                    self.checkpoints.finish()
                     return Outcome(stopped_at, caught[0] if caught else signal.SIGTERM, None, None)
                 return self._finish()  # Takes seconds, so a signal does not stop it.
 
@@ -280,39 +296,55 @@ class Run:
 
     def _steps(self, caught: list[signal.Signals]) -> int | None:
         """Takes all steps that are left; returns the step at which a signal stopped it, or None."""
-        spec, trainer = self.spec, self.trainer
-        losses: collections.deque = collections.deque()
-        begun, logged = time.monotonic() - self.counters["time_s"], (time.monotonic(), self.start)
-
-        for step in range(self.start, spec.steps):
-            compiling_s = self._take(step, losses)
-            logged = logged[0] + compiling_s, logged[1]  # The rate excludes compilation.
-            done = step + 1
-            if spec.reaches_consensus(done):
-                # The next step's exchange may be dispatched by another thread, so all collectives of this one must be complete.
-                state, sent = trainer.consensus(self.state)
-                self.state = jax.block_until_ready(state)
-                self.counters["bytes_sent_per_worker"] += sent
-            for tracker in self._trackers:
-                tracker.step(done)
-
-            last, stop = done == spec.steps, self._stop_requested(caught, done)
-            # The last step is evaluated on all examples, by `_finish`.
-            evaluates = done % spec.eval.every == 0 and not last
-            saves = done % spec.checkpoint.every == 0 or last or stop
-            if done % spec.log_every == 0 or evaluates or saves:
-                self._record("train", done, self._training_row(losses, done, begun, *logged))
-                losses.clear()
-                if evaluates:
-                    result = trainer.evaluate(self.state, spec.eval.num_windows, spec.eval.local)
-                    self._record("eval", done, self._evaluation_row(result, done, time.monotonic() - begun))
-                self.counters["time_s"] = time.monotonic() - begun
-                if saves:
-                    self.checkpoints.save(done, self.state, self.counters)
-                logged = time.monotonic(), done
-            if stop and not last:
-                return done
+        self._begin()
+        while self.done < self.spec.steps:
+            if self._advance(caught) and self.done < self.spec.steps:
+                return self.done
         return None
+
+    def _begin(self) -> None:
+        """Starts the clocks."""
+        self.done = self.start
+        self._losses: collections.deque = collections.deque()
+        self._begun = time.monotonic() - self.counters["time_s"]
+        self._logged = time.monotonic(), self.start
+
+    def _advance(self, caught: list[signal.Signals]) -> bool:
+        """Takes a step and does what is due after it; returns whether a signal asks to stop."""
+        compiling_s = self._take(self.done, self._losses)
+        self._logged = self._logged[0] + compiling_s, self._logged[1]  # The rate excludes compilation.
+        self.done += 1
+        if self.spec.reaches_consensus(self.done):
+            # The next step's exchange may be dispatched by another thread, so all collectives of this one must be complete.
+            state, sent = self.trainer.consensus(self.state)
+            self.state = jax.block_until_ready(state)
+            self.counters["bytes_sent_per_worker"] += sent
+        for tracker in self._trackers:
+            tracker.step(self.done)
+        return self._settle(self.done, caught)
+
+    def _settle(self, done: int, caught: list[signal.Signals]) -> bool:
+        """Logs, evaluates and saves what is due after so many steps; returns whether a signal asks to stop."""
+        spec = self.spec
+        last, stop = done == spec.steps, self._stop_requested(caught, done)
+        # The last step is evaluated on all examples, by `_finish`.
+        evaluates = done % spec.eval.every == 0 and not last
+        saves = done % spec.checkpoint.every == 0 or last or stop
+        if done % spec.log_every == 0 or evaluates or saves:
+            self.checkpoints.check()
+            self._record("train", done, self._training_row(self._losses, done, self._begun, *self._logged))
+            self._losses.clear()
+            if evaluates:
+                result = self.trainer.evaluate(self.state, spec.eval.num_windows, spec.eval.local)
+                self._record("eval", done, self._evaluation_row(result, done, time.monotonic() - self._begun))
+            self.counters["time_s"] = time.monotonic() - self._begun
+            if saves:
+                self._save(done)
+            self._logged = time.monotonic(), done
+        return stop
+
+    def _save(self, done: int) -> None:
+        self.checkpoints.save(done, self.state, self.counters)
 
     def _take(self, step: int, losses: collections.deque) -> float:
         """Takes one step, counts its bytes and appends its loss; returns the seconds that compilation took."""
@@ -330,15 +362,7 @@ class Run:
 
     def title(self) -> str:
         """Such as "8 workers on 8 cpu devices, one_peer_exponential, 0.13 M parameters"."""
-        setup, workers = self.trainer.setup, self.workers
-        devices = jax.local_devices()[:1] if workers.mesh is None else [*workers.mesh.devices.flat]
-        params = jax.eval_shape(setup.task.init, jax.random.key(0))
-        return (
-            f"{_count(workers.num_workers, 'worker')} {'simulated ' if workers.simulated else ''}on "
-            f"{_count(len(devices), f'{devices[0].device_kind} device')}, "
-            f"{setup.topology.name if setup.topology else self.spec.method.name}, "
-            f"{sum(x.size for x in jax.tree.leaves(params)) / 1e6:.3g} M parameters"
-        )
+        return summary_lib.title(self.trainer.setup)
 
     def _stop_requested(self, caught, step: int) -> bool:
         if jax.process_count() == 1:
@@ -357,14 +381,12 @@ class Run:
         task, shown = self.trainer.setup.task, None
         summary = summary_lib.summarize(self.spec, result, self._further(result), params, self.counters)
         summary |= self.trainer.data.facts()
+        self.checkpoints.finish()  # The last one was written while this was computed.
         if self.first:
             if task.score:
                 summary |= {f"eval_{name}": value for name, value in task.score(params, variables, self.trainer.data).items()}
-            metrics.write_whole(self.workdir / "summary.json", json.dumps(summary, indent=2) + "\n")
+            with metrics.writing(self.workdir, "summary.json"):
+                metrics.write_whole(self.workdir / "summary.json", json.dumps(summary, indent=2) + "\n")
             if task.show:
                 shown = task.show(params, variables, self.trainer.data, jax.random.key(self.spec.seed))
         return Outcome(self.spec.steps, None, summary, shown)
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}{'s' if number != 1 else ''}"

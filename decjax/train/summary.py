@@ -59,3 +59,20 @@ def _protocol(spec: config.RunSpec) -> str:
 
 def _range(local_N: np.ndarray) -> dict[str, Any]:
     return {"mean": local_N.mean(), "min": local_N.min(), "max": local_N.max()}
+
+
+def title(setup: config.Setup) -> str:
+    """What trains, such as "8 workers on 8 cpu devices, one_peer_exponential, 0.13 M parameters"."""
+    workers = setup.workers
+    devices = jax.local_devices()[:1] if workers.mesh is None else [*workers.mesh.devices.flat]
+    params = jax.eval_shape(setup.task.init, jax.random.key(0))
+    return (
+        f"{_count(workers.num_workers, 'worker')} {'simulated ' if workers.simulated else ''}on "
+        f"{_count(len(devices), f'{devices[0].device_kind} device')}, "
+        f"{setup.topology.name if setup.topology else setup.spec.method.name}, "
+        f"{sum(x.size for x in jax.tree.leaves(params)) / 1e6:.3g} M parameters"
+    )
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'s' if number != 1 else ''}"

@@ -53,8 +53,11 @@ class Trainer:
     def start(self, params: Any) -> State:
         """The state before the first step, from given parameters of one model; leaves [S, …] with stages."""
         params = self.workers.stack(params)
-        opt_state, source = (self.workers.jit(init, (0,))(params) for init in (self.method.tx.init, self.setup.source.init))
-        return State(params, opt_state, source)
+        return State(params, *(init(params) for init in self._inits))
+
+    @functools.cached_property
+    def _inits(self) -> tuple[Callable, Callable]:
+        return self.workers.jit(self.method.tx.init, (0,)), self.workers.jit(self.setup.source.init, (0,))
 
     @functools.cached_property
     def abstract(self) -> State:

@@ -1,0 +1,11 @@
+"""Elastic runs: workers that die, freeze or are cut off are left out, and whoever comes back takes part again, without a restart.
+
+coordinator   decides who takes part; holds no model
+membership    a member's side of it
+view          who takes part from a step on
+transport     messages between members, over TCP
+collectives   those of JAX, on NumPy arrays
+programs      a worker's function cut at its messages
+workers       the workers of a view, as `mesh.Workers`
+trainer, run  `train.Trainer` and `train.Run` of a member
+"""

@@ -1,0 +1,128 @@
+"""The collectives of JAX between members, on NumPy arrays: what `lax.ppermute`, `psum`, `all_gather`, `psum_scatter` and `all_to_all` do
+along the worker axis.
+
+A sum runs around a ring, n − 1 times 1/n of the bytes to add and as many to gather, so that all members have the same bits.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from decjax.elastic.transport import Key, Transport
+from decjax.elastic.view import View
+
+
+class Stream:
+    """One sequence of messages within a view, in the same order on all members.
+
+    Args:
+        transport: sends them.
+        view: who takes part.
+        slot: our own.
+        number: tells channels apart.
+    """
+
+    def __init__(self, transport: Transport, view: View, slot: int, number: int):
+        self.view, self.slot = view, slot
+        self.index, self.size = view.index(slot), len(view.members)
+        self._transport, self._channel, self._count = transport, number, 0
+
+    def exchange(self, x: np.ndarray, to: int | None, source: int | None) -> np.ndarray | None:
+        """Sends an array to worker `to`, and returns the one that worker `source` sends here, of the same shape; None: neither."""
+        self._count += 1
+        count, members = self._count, self.view.members
+        x = np.asarray(x, order="C")
+        if to is not None and to != self.index:
+            key = Key(self.view.number, self.slot, self._channel, count)
+            self._transport.send(key, members[to], x.reshape(-1).view(np.uint8).data)
+        if source is None or source == self.index:
+            return None if source is None else x
+        arrived = self._transport.receive(Key(self.view.number, members[source].slot, self._channel, count))
+        return np.frombuffer(arrived, x.dtype).reshape(x.shape)
+
+    def ring_sum(self, x: np.ndarray, group: Sequence[int]) -> np.ndarray:
+        """Σ over the workers of a group to which this one belongs, the same bits on each."""
+        n = len(group)
+        if n == 1:
+            return x
+        place = group.index(self.index)
+        right, left = group[(place + 1) % n], group[place - 1]
+        shares = np.pad(x.reshape(-1), (0, -x.size % n)).reshape(n, -1)
+        for k in range(n - 1):
+            arrived = self.exchange(shares[(place - k) % n], right, left)
+            shares[(place - k - 1) % n] += arrived
+        for k in range(n - 1):
+            shares[(place - k) % n] = self.exchange(shares[(place - k + 1) % n], right, left)
+        return shares.reshape(-1)[: x.size].reshape(x.shape)
+
+    def gather(self, x: np.ndarray, group: Sequence[int]) -> np.ndarray:
+        """The arrays of the workers of a group, [n, …]."""
+        n, place = len(group), group.index(self.index)
+        found = np.empty((n, *x.shape), x.dtype)
+        found[place] = x
+        for k in range(1, n):
+            found[place - k] = self.exchange(x, group[(place + k) % n], group[place - k])
+        return found
+
+    def scatter(self, x: np.ndarray, group: Sequence[int]) -> np.ndarray:
+        """The rows that the workers of a group have for this one, [n, …]; row i of `x` is for the i-th of the group."""
+        n, place = len(group), group.index(self.index)
+        found = np.empty_like(x)
+        found[place] = x[place]
+        for k in range(1, n):
+            found[place - k] = self.exchange(x[(place + k) % n], group[(place + k) % n], group[place - k])
+        return found
+
+
+def _group(channel: Stream, params: dict[str, Any]) -> Sequence[int]:
+    groups = params.get("axis_index_groups") or [range(channel.size)]
+    return next(list(group) for group in groups if channel.index in group)
+
+
+def _ppermute(channel, params, x):
+    sources = {target: source for source, target in params["perm"]}
+    targets = dict(params["perm"])
+    arrived = channel.exchange(x, targets.get(channel.index), sources.get(channel.index))
+    return [np.zeros_like(x) if arrived is None else arrived]
+
+
+def _psum(channel, params, *xs):
+    return [channel.ring_sum(np.array(x), _group(channel, params)) for x in xs]
+
+
+def _all_gather(channel, params, *xs):
+    at = params["all_gather_dimension"]
+    found = [channel.gather(x, _group(channel, params)) for x in xs]
+    if params["tiled"]:
+        return [np.concatenate(list(rows), axis=at) for rows in found]
+    return [np.moveaxis(rows, 0, at) for rows in found]
+
+
+def _reduce_scatter(channel, params, x):
+    group, at = _group(channel, params), params["scatter_dimension"]
+    parts = np.stack(np.split(x, len(group), axis=at) if params["tiled"] else list(np.moveaxis(x, at, 0)))
+    return [channel.scatter(parts, group).sum(axis=0, dtype=x.dtype)]
+
+
+def _all_to_all(channel, params, x):
+    split, concat = params["split_axis"], params["concat_axis"]
+    group = _group(channel, params)
+    parts = np.stack(np.split(x, len(group), axis=split) if params["tiled"] else list(np.moveaxis(x, split, 0)))
+    found = channel.scatter(parts, group)
+    return [np.concatenate(list(found), axis=concat) if params["tiled"] else np.moveaxis(found, 0, concat)]
+
+
+COLLECTIVES: dict[str, Callable[..., list[np.ndarray]]] = {
+    "ppermute": _ppermute,
+    "psum": _psum,
+    "all_gather": _all_gather,
+    "reduce_scatter": _reduce_scatter,
+    "all_to_all": _all_to_all,
+}
+
+
+def run(channel: Stream, name: str, params: dict[str, Any], *xs: Any) -> list[np.ndarray]:
+    """The results of a collective: the primitive's name, its parameters and this worker's operands."""
+    return COLLECTIVES[name](channel, params, *(np.asarray(jnp.asarray(x)) for x in xs))

@@ -1,0 +1,168 @@
+"""The trainers of one member of an elastic run: a `train.Trainer` for each number of workers that take part."""
+
+from collections.abc import Callable
+import contextlib
+import functools
+import threading
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from decjax import config, tasks
+from decjax.config import assemble
+from decjax.elastic.workers import ElasticWorkers, Group
+from decjax.optim.memories import completed
+from decjax.train import state as state_lib
+from decjax.train.state import State
+from decjax.train.trainer import Trainer
+
+_AHEAD = 64  # steps: all phases of a topology come within so many
+
+
+class Trainers:
+    """The trainers of a run by the number of workers, each made when it is first needed.
+
+    Args:
+        spec: of the run with all its workers, whose number is that of the slots.
+        group: this process's part.
+    """
+
+    def __init__(self, spec: config.RunSpec, group: Group):
+        self.spec, self._group = spec, group
+        self._data: tasks.Data | None = None
+        self._made: dict[int, ElasticTrainer] = {}
+        self._prepared: set[int] = set()
+        self._making = threading.RLock()
+
+    def of(self, n: int) -> "ElasticTrainer":
+        """The trainer of n workers."""
+        with self._making:
+            if n not in self._made:
+                made = self._made[n] = _of(self.spec, self._group, n, self._data)
+                self._data = made.data
+            return self._made[n]
+
+    def compile_all(self) -> None:
+        """Compiles the steps of a run with all its workers."""
+        self._compile(self.spec.workers, 0)
+
+    def prepare(self, n: int, step: int) -> None:
+        """Compiles the steps of n workers, which follow upon a step, in a thread: they are there when workers are lost."""
+        if n and n not in self._prepared:
+            self._prepared.add(n)
+            threading.Thread(target=self._compile, args=(n, step), name="elastic-prepare", daemon=True).start()
+
+    def _compile(self, n: int, step: int) -> None:
+        with contextlib.suppress(Exception):  # Whoever needs them will see what is wrong.
+            trainer = self.of(n)
+            batch = jax.tree.map(lambda x: np.asarray(x)[None], trainer.data.batch(0, step))
+            for each in range(step, step + _AHEAD):
+                trainer.program(trainer.abstract, batch, each)
+
+
+def _of(spec: config.RunSpec, group: Group, n: int, data: tasks.Data | None) -> "ElasticTrainer":
+    """The trainer of n workers; `data` are those of all slots, if they are loaded already."""
+    local_size = spec.local_size if n % spec.local_size == 0 else 1
+    fitted = spec._replace(workers=n, batch_size=spec.each * n, local_size=local_size, elastic=config.Elastic())
+
+    def make_workers(num_workers, **sizes):
+        return ElasticWorkers(num_workers, sizes["local_size"], None, group=group)
+
+    setup = assemble.assemble(fitted, make_workers)
+    data = data or setup.task.load(spec.workers, spec.each, spec.seed)
+    return ElasticTrainer(setup._replace(data=data), group, spec.workers)
+
+
+class ElasticTrainer(Trainer):
+    """A trainer whose state is this member's own row.
+
+    Args:
+        setup: the parts of a run of the present view, with the data of all slots.
+        group: this process's part.
+        slots: how many there are.
+    """
+
+    workers: ElasticWorkers  # pyright: ignore[reportIncompatibleVariableOverride]
+
+    def __init__(self, setup: config.Setup, group: Group, slots: int):
+        super().__init__(setup)
+        self.group, self.slots = group, slots
+
+    @functools.cached_property
+    def abstract(self) -> State:
+        started = jax.eval_shape(self.setup.start, jax.random.key(self.spec.seed))
+        params = jax.tree.map(lambda x: jax.ShapeDtypeStruct((1, *x.shape), x.dtype), started)
+        opt_state, source = (self.workers.eval_shape(init, (0,), params) for init in (self.method.tx.init, self.setup.source.init))
+        return State(params, opt_state, source)
+
+    def batch(self, step: int) -> Any:
+        """This member's examples of a step, [1, B, …]; see `View.batch_of`."""
+        view = self.group.view
+        return self.workers.build(lambda worker: self.data.batch(*view.batch_of(worker, step, self.slots)))
+
+    def adopt(self, before: State | None) -> State:
+        """The state with which this member goes on, given its own of the view before; None: it is fresh and gets the source's.
+
+        Parameters and what lasts of the optimizer are kept. Mixers and reducers start afresh.
+        """
+        own = self.init() if before is None else before
+        kept = self._handed_over(state_lib.kept(own, self.setup.source.lasts))
+        fresh = self.start(jax.tree.map(lambda x: x[0], kept["params"]))
+        state = State(kept["params"], completed(kept["opt_state"], fresh.opt_state), kept.get("source", fresh.source))
+        memory = jax.tree.leaves(getattr(state.opt_state, "mixer", ()))
+        if self.method.mixer and any(x.ndim > 1 for x in memory):  # Mixers with memories start from one model on all workers.
+            return self.consensus(state)[0]
+        return state
+
+    def _handed_over(self, kept: Any) -> Any:
+        """The same, or for a fresh member what the source has of it."""
+        view, channel = self.group.view, self.group.channel
+        if view.source is None:
+            return kept
+        source = view.index(view.source.slot)
+        for target in map(view.index, view.fresh):
+            to, sender = (target if channel.index == source else None), (source if channel.index == target else None)
+            passed = [channel.exchange(np.asarray(x), to, sender) for x in jax.tree.leaves(kept)]
+            if sender is not None:
+                kept = jax.tree.unflatten(jax.tree.structure(kept), list(map(jax.device_put, passed)))
+        return kept
+
+    # -- Averages -----------------------------------------------------------------------------------------------------
+
+    def average(self, state: State) -> tuple[Any, Any]:
+        params, mixer = state.params, self.method.mixer
+        if mixer and mixer.weight:
+            weight = np.asarray(jax.vmap(mixer.weight)(state.opt_state.mixer))
+            total = self.workers.mean(weight)
+            params = jax.tree.map(lambda x: x * weight.reshape(-1, *[1] * (x.ndim - 1)) / total, params)
+        averaged = self.workers.mean(params)
+        return jax.tree.map(jnp.asarray, (averaged, self.workers.mean(self.setup.source.variables(state.source))))
+
+    def consensus_distance(self, state: State) -> float:
+        mean = self.workers.mean(state.params)
+        squared = sum(
+            float(((np.asarray(x)[0] - m) ** 2).sum())
+            for x, m in zip(jax.tree.leaves(state.params), jax.tree.leaves(mean), strict=True)
+            if np.issubdtype(m.dtype, np.floating)
+        )
+        return float(np.sqrt(self.workers.mean(np.full((1,), squared, np.float32))))
+
+    @functools.cached_property
+    def _consensus(self) -> tuple[Callable[[State], State], float]:
+        mixer = self.method.mixer
+        restart = self.workers.jit(mixer.restart, (0, 0)) if mixer and mixer.restart else None
+
+        def consensus(state: State) -> State:
+            mean, _ = self.average(state)
+            params = jax.tree.map(lambda m, x: jnp.asarray(m, x.dtype)[None], mean, state.params)
+            if restart is None:
+                return state._replace(params=params)
+            return state._replace(params=params, opt_state=state.opt_state._replace(mixer=restart(params, state.opt_state.mixer)))
+
+        n, one = self.workers.num_workers, self.workers.one_device(self.abstract.params)
+        return consensus, 2 * (n - 1) / n * sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(one))
+
+
+__all__ = ["ElasticTrainer", "Trainers"]

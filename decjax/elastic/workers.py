@@ -1,0 +1,171 @@
+"""The workers of an elastic run, seen from one of them: its own part of stacked state, and messages to the others over TCP."""
+
+from collections.abc import Callable, Sequence
+import dataclasses
+import threading
+from typing import Any
+
+import jax
+import numpy as np
+
+from decjax.elastic.collectives import Stream
+from decjax.elastic.membership import Membership
+from decjax.elastic.programs import MEMBERS, Program
+from decjax.elastic.view import View
+from decjax.mesh import Axis, Workers
+
+_SENDER = "exchange"  # what the thread that carries an overlapping exchange is called; see `train.engine`
+
+
+class Group:
+    """What lasts from view to view: the membership, and what is compiled already.
+
+    Attributes:
+        membership: this process's part.
+        view: the present one.
+        compiled: pieces of programs, by what they compute.
+    """
+
+    def __init__(self, membership: Membership | None = None):
+        self._membership, self.compiled = membership, {}
+        self.view = View(0, 0, ())
+        self.channels: list[Stream] = []  # of the main thread, and of the one that carries an overlapping exchange
+
+    def join(self, membership: Membership) -> None:
+        """Gives the group what this process takes part by, if it was made without."""
+        self._membership = membership
+
+    @property
+    def membership(self) -> Membership:
+        assert self._membership is not None  # Compiling alone needs none.
+        return self._membership
+
+    @property
+    def index(self) -> int:
+        """Which worker this process is."""
+        found = self.view.index(self.membership.slot)
+        assert found is not None
+        return found
+
+    def enter(self) -> View:
+        """Waits for the next view and begins it."""
+        self.view = self.membership.next_view()
+        self.channels = [Stream(self.membership.transport, self.view, self.membership.slot, number) for number in (0, 1)]
+        return self.view
+
+    @property
+    def channel(self) -> Stream:
+        """The present view's channel of the calling thread."""
+        return self.channels[threading.current_thread().name.startswith(_SENDER)]
+
+
+class _Jitted:
+    """A function of one worker of `size` as one of stacked state, of which this process has its own row."""
+
+    def __init__(self, group: Group, size: int, fn: Callable, in_axes: Sequence[int | None]):
+        def of_rows(*args):
+            own = [arg if axis is None else jax.tree.map(lambda x: x[0], arg) for arg, axis in zip(args, in_axes, strict=True)]
+            return jax.tree.map(lambda x: jax.numpy.asarray(x)[None], fn(*own))
+
+        self._group, self._size, self._fn = group, size, of_rows
+        self._made: dict[Any, Executable] = {}
+
+    def lower(self, *args: Any) -> "_Jitted._Lowered":
+        return _Jitted._Lowered(self._of(args))
+
+    def __call__(self, *args: Any) -> Any:
+        return self._of(args)(*args)
+
+    def _of(self, args):
+        leaves, tree = jax.tree.flatten(args)
+        known = tree, *((np.shape(x), np.dtype(getattr(x, "dtype", type(x)))) for x in leaves)
+        if known not in self._made:
+            like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), getattr(x, "dtype", np.asarray(x).dtype)), args)
+            self._made[known] = Executable(self._group, self._size, self._fn, like)
+        return self._made[known]
+
+    @dataclasses.dataclass
+    class _Lowered:
+        executable: "Executable"
+
+        def compile(self, options: Any = None) -> "Executable":
+            return self.executable
+
+        def as_text(self) -> str:
+            return ""
+
+
+class Executable:
+    """A program of this member, like one that JAX has compiled."""
+
+    def __init__(self, group: Group, size: int, fn: Callable, like: Sequence[Any]):
+        self._group, self._program = group, Program(fn, size, group.compiled, *like)
+        self.out_info = self._program.out_info
+
+    def __call__(self, *args: Any) -> Any:
+        # The present view's channel, also if the view ends meanwhile: then nothing can be sent any more.
+        return self._program(self._group.channel if self._program.num_messages else None, self._group.index, *args)
+
+    def as_text(self) -> str:
+        return ""  # Its messages are not part of a compiled program.
+
+
+@dataclasses.dataclass(frozen=True)
+class ElasticWorkers(Workers):
+    """The N workers of a view; stacked state is [1, …], this process's own row.
+
+    Attributes:
+        group: this process's part in it.
+    """
+
+    group: Group = dataclasses.field(kw_only=True)
+
+    @property
+    def simulated(self) -> bool:
+        return False
+
+    @property
+    def platform(self) -> str:
+        return jax.default_backend()
+
+    @property
+    def axis(self) -> Axis:
+        return MEMBERS
+
+    @property
+    def own(self) -> tuple[int, ...]:
+        return (self.group.index,)
+
+    def eval_shape(self, fn: Callable, in_axes: Sequence[int | None], *args: Any) -> Any:
+        return _Jitted(self.group, self.num_workers, fn, in_axes).lower(*args).executable.out_info
+
+    def jit(self, fn: Callable, in_axes: Sequence[int | None], donate_argnums: Sequence[int] = ()) -> Callable:
+        del donate_argnums  # A step that a change of the membership interrupts is taken again, from the same state.
+        return _Jitted(self.group, self.num_workers, fn, in_axes)
+
+    def stack(self, tree: Any) -> Any:
+        return jax.tree.map(lambda x: jax.device_put(np.asarray(x)[None]), tree)
+
+    def place(self, tree: Any) -> Any:
+        return jax.tree.map(lambda x: jax.device_put(np.asarray(x)[self.group.index][None]), tree)
+
+    def _stacked_rows(self, rows: dict[int, np.ndarray]) -> jax.Array:
+        (row,) = rows.values()
+        return jax.device_put(row[None])
+
+    def fetch(self, tree: Any) -> Any:
+        everybody = range(self.num_workers)
+        return jax.tree.map(lambda x: self.group.channel.gather(np.asarray(x)[0], everybody), tree)
+
+    def mean(self, tree: Any) -> Any:
+        """The mean over workers of stacked floating-point arrays, in float32 at least; of integers, worker 0's."""
+        everybody = range(self.num_workers)
+
+        def one(x):
+            x = np.asarray(x)[0]
+            if not np.issubdtype(x.dtype, np.floating):
+                return self.group.channel.gather(x, everybody)[0]
+            wide = x.astype(np.promote_types(x.dtype, np.float32))
+            return self.group.channel.ring_sum(wide, everybody) / np.asarray(self.num_workers, wide.dtype)
+
+        return jax.tree.map(one, tree)

@@ -1,0 +1,137 @@
+"""The work directory of a run: which config it belongs to, who works in it, and whether it has checkpoints.
+
+A work directory belongs to one config: `config.json` is written first, and compared on every later start.
+"""
+
+import contextlib
+import fcntl
+import json
+import pathlib
+
+from flax import traverse_util
+import jax
+from jax.experimental import multihost_utils
+
+from decjax import config as config_lib
+from decjax.errors import CheckpointError, ConfigError
+from decjax.train import metrics
+
+# Fields that may differ between a run and its continuation; except for rounding, none of them changes the result of training.
+FREE_KEYS = ("eval.", "checkpoint.", "elastic.", "log_every", "data.sample_bytes", "engine")
+
+
+def claim(workdir: pathlib.Path, config: dict) -> contextlib.ExitStack:
+    """Makes `workdir` the directory of a run with this config, or checks that it already is. A collective.
+
+    Process 0 checks the directory, creates it and writes the resolved config; the others wait for it. A directory in which nothing
+    was saved yet may be claimed with another config; the metrics that are there belong to the config before, and are removed.
+
+    Returns:
+        What keeps other runs out until it is closed.
+
+    Raises:
+        CheckpointError: if the directory cannot be written, is in use, or belongs to a run with another config.
+    """
+    with contextlib.ExitStack() as held:
+        if jax.process_index() == 0:
+            document = json.loads(json.dumps(config))
+            _check(workdir, document)
+            _take(workdir, document, held)
+        if jax.process_count() > 1:
+            multihost_utils.sync_global_devices("decjax-claim")
+        return held.pop_all()
+
+
+def take_over(workdir: pathlib.Path) -> contextlib.ExitStack:
+    """Locks the directory of a run whose writer has died; what is there belongs to this run. `claim` says what is returned."""
+    with contextlib.ExitStack() as held:
+        lock = held.enter_context((workdir / ".lock").open("w"))
+        fcntl.flock(lock, fcntl.LOCK_EX)  # The kernel gives it free when the writer is gone.
+        return held.pop_all()
+
+
+def _check(workdir: pathlib.Path, config: dict) -> None:
+    """Raises a CheckpointError if the directory is not one in which a run with this config may begin or go on."""
+    path, folder = workdir / "config.json", workdir / "checkpoints"
+    if folder.exists() and not folder.is_dir():
+        raise CheckpointError(f"{folder} is a file where a folder must be; move it away, or choose another --workdir")
+    saved = steps_saved(workdir)
+    if saved and not path.exists():
+        raise CheckpointError(f"{workdir} holds checkpoints but no config.json: not a run of decjax; choose another --workdir")
+    if saved:
+        try:
+            there = config_lib.read(json.loads(path.read_text())).document
+            before, now = (traverse_util.flatten_dict(document, sep=".") for document in (there, config))
+        except (OSError, ValueError, AttributeError, KeyError, TypeError, ConfigError) as error:
+            raise CheckpointError(f"{path} cannot be read ({error}); repair it, or choose another --workdir") from error
+        if differing := [
+            f"{key}: {before.get(key)!r} there, {now.get(key)!r} here"
+            for key in sorted(before.keys() | now.keys())
+            if before.get(key) != now.get(key) and not key.startswith(FREE_KEYS)
+        ]:
+            raise CheckpointError(
+                f"{workdir} holds a run with another config ({'; '.join(differing)}); choose another "
+                f"--workdir, and --resume_from={workdir} to start from its parameters"
+            )
+    elif path.exists() and '"workers"' not in path.read_text(errors="replace"):
+        raise CheckpointError(f"{path} is not of a run of decjax; choose another --workdir")
+    elif lost := _lost(workdir):
+        raise CheckpointError(
+            f"{workdir} holds {lost} but no checkpoints, from which it could go on; put them back, or choose another --workdir"
+        )
+
+
+def _take(workdir: pathlib.Path, config: dict, held: contextlib.ExitStack) -> None:
+    """Locks the directory, until `held` is closed, and makes it one of this config."""
+    try:
+        workdir.mkdir(parents=True, exist_ok=True)
+        lock = held.enter_context((workdir / ".lock").open("w"))
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if not steps_saved(workdir):
+            (workdir / "metrics.jsonl").unlink(missing_ok=True)  # First: `_lost` judges them by the config that is there.
+        metrics.write_whole(workdir / "config.json", json.dumps(config, indent=2) + "\n")
+    except BlockingIOError as error:
+        raise CheckpointError(
+            f"workdir {str(workdir)!r} is in use by a run that is still going; wait for it, or choose another --workdir"
+        ) from error
+    except OSError as error:
+        raise CheckpointError(
+            f"workdir {str(workdir)!r} cannot be written ({error.strerror}); make room there, or choose a --workdir that you own"
+        ) from error
+
+
+def _lost(workdir: pathlib.Path) -> str:
+    """Evidence that a run had checkpoints which are now missing; empty if it may have ended before the first."""
+    if (workdir / "summary.json").exists():
+        return "a finished run"
+    try:
+        every = json.loads((workdir / "config.json").read_text())["checkpoint"]["every"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return ""
+    steps = [row["step"] for row in metrics.read(workdir)]
+    # A checkpoint is complete before the next one begins, and so before any row behind that.
+    saved = [step for step in steps if step % every == 0 and step + every < max(steps)]
+    return f"metrics of steps after {saved[-1]}, which was saved," if saved else ""
+
+
+def differing(theirs: config_lib.RunSpec, ours: config_lib.RunSpec) -> str:
+    """How two runs differ in the parts that determine the arrays of a state: in their names, or if those agree in their options."""
+    kinds = ("task", "model", "optimizer", "method")
+    pairs = {kind: (getattr(theirs, kind), getattr(ours, kind)) for kind in kinds}
+    named = {kind: tuple(choice and choice.name for choice in pair) for kind, pair in pairs.items()}
+    named = {kind: names for kind, names in named.items() if names[0] != names[1]}
+    if not named:
+        for kind, (there, here) in pairs.items():
+            if there and here:
+                named |= {
+                    f"{kind}.{name}": (there.options.get(name), value)
+                    for name, value in here.options.items()
+                    if there.options.get(name) != value
+                }
+    return "; ".join(f"{name}: {there!r} there, {here!r} here" for name, (there, here) in named.items())
+
+
+def steps_saved(workdir: pathlib.Path) -> list[int]:
+    """The steps of all complete checkpoints in a work directory, damaged ones too; the newest last."""
+    folder = workdir / "checkpoints"
+    return sorted(int(child.name) for child in folder.iterdir() if child.name.isdigit()) if folder.is_dir() else []

@@ -1,0 +1,87 @@
+"""What `--elastic` costs while nothing fails: seconds of a step with it ÷ without it, in a box.
+
+    python -m experiments.bench.elastic --out=runs/elastic_price
+    python -m experiments.bench.elastic --out=runs/elastic_price --rate=1gbit --rounds=5
+
+Four hosts (launch.cluster: root and iproute2), one process a host, the transformer of 5.9M parameters of experiments.speedup. Both
+kinds take turns; a run's step is the median over its intervals of five steps, without the first two. The table has the median ratio of
+all rounds, and the least and the largest.
+"""
+
+import pathlib
+import statistics
+from typing import Any
+
+from absl import flags
+
+from decjax import config
+from experiments import script, trials
+from experiments.bench.box import systems
+from experiments.bench.box.group import Failed
+from experiments.methods import HOSTS, ONE_PEER, SHORTHANDS, SYNC
+from launch import cluster, command, processes
+
+FLAGS = flags.FLAGS
+
+INT8 = f"{ONE_PEER}, int8"
+METHODS = (ONE_PEER, INT8, SYNC)
+EVERY, LEFT_OUT = 5, 2  # steps of an interval; intervals at the start of a run
+
+
+def trial(method: str, workdir: pathlib.Path) -> trials.Trial:
+    """A run of a method."""
+    fields: dict[str, Any] = {f"model.{name}": size for name, size in systems.MODEL.items()} | {
+        "batch_size": HOSTS * FLAGS.batch_size,
+        "log_every": EVERY,
+        "eval.every": 10**9,
+        "eval.num_windows": 1,
+        "eval.local": False,
+        "checkpoint.every": 10**9,
+        "data.sample_bytes": 0,
+        "bucket_bytes": systems.WHOLE if method == SYNC else 2**21,
+    }
+    return trials.Trial(workdir, f"configs/lm.py:{SHORTHANDS[method]},workers={HOSTS},steps={FLAGS.steps}", tuple(fields.items()))
+
+
+def step_s(run: trials.Trial) -> float:
+    """Median seconds of a step of a run."""
+    tokens = HOSTS * FLAGS.batch_size * systems.MODEL["context"]
+    return statistics.median(tokens / row["tokens_per_s"] for row in run.rows("train")[LEFT_OUT:])
+
+
+def measure(network: cluster.Network, out: pathlib.Path, method: str, number: int) -> tuple[float, float]:
+    """Seconds of a step without and with `--elastic`; what first runs alternates."""
+    found = {}
+    for elastic in (False, True) if number % 2 else (True, False):
+        run = trial(method, out / f"{trials.name_of(method)}_{number}{'_elastic' if elastic else ''}")
+        if not run.finished:
+            given = processes.TRAIN, run.arguments
+            if code := network.run_elastic(config.Elastic(), *given) if elastic else network.run(*given):
+                raise Failed(f"{method} ended with exit code {code}; the same command continues")
+        found[elastic] = step_s(run)
+    return found[False], found[True]
+
+
+def main() -> None:
+    out = command.folder("out", FLAGS.out)
+    table = script.table("ms per step", "without", "with --elastic", "ratio", "least", "largest")
+    with cluster.network(hosts=HOSTS, rate=FLAGS.rate) as network:
+        pairs = {method: [] for method in METHODS}
+        for number in range(FLAGS.rounds):
+            for method in METHODS:
+                pairs[method].append(measure(network, out, method, number))
+    for method, times in pairs.items():
+        ratios = [own / plain for plain, own in times]
+        plain_s, own_s = (statistics.median(column) for column in zip(*times, strict=True))
+        shown = (f"{ratio:.3f}" for ratio in (statistics.median(ratios), min(ratios), max(ratios)))
+        table.add_row(method, script.ms(plain_s), script.ms(own_s), *shown)
+    script.show(table)
+
+
+if __name__ == "__main__":
+    flags.DEFINE_string("out", None, "Run directories go here; those that are finished are not repeated.", required=True)
+    flags.DEFINE_string("rate", "100mbit", "Of every link.")
+    flags.DEFINE_integer("rounds", 3, "Runs of each method with and without.", lower_bound=1)
+    flags.DEFINE_integer("steps", 60, "Of a run.", lower_bound=(LEFT_OUT + 1) * EVERY)
+    flags.DEFINE_integer("batch_size", 2, "Sequences of a worker's step.", lower_bound=1)
+    script.run(main, (*systems.ERRORS, trials.Broken))

@@ -1,0 +1,157 @@
+"""Runs that are killed again and again: each must end as if nobody had touched it.
+
+    python -m experiments.crashes --out=runs/crashes
+    python -m experiments.crashes --out=runs/crashes --kills=20 --row=choco
+
+Noisy quadratics with 8 simulated workers, a checkpoint every twenty steps. Each method trains once undisturbed; then the same run is
+killed by SIGKILL at random moments after its first checkpoint, and the same command continues it, until it has been killed often
+enough and comes to its end. The checksums of all arrays of the last checkpoint must be equal, and all rows of metrics.jsonl without
+their times.
+"""
+
+import json
+import pathlib
+import random
+import shutil
+import time
+from typing import Any, NamedTuple
+
+from absl import flags
+
+from experiments import script, trials
+from launch import command, processes
+
+FLAGS = flags.FLAGS
+
+WORKERS, STEPS, SAVE, LOG = 8, 3000, 20, 10
+LATEST_S = 3.0  # the last moment of a kill, after the first sign of life
+
+
+class Row(NamedTuple):
+    """A method."""
+
+    name: str
+    shorthand: str
+
+
+ROWS = (
+    Row("gossip, awc", "topology=one_peer_exponential"),
+    Row("gossip, atc", "topology=exponential,order=atc"),
+    Row("AccumAdam", "topology=one_peer_exponential,optimizer=accum_adamw(window=4)"),
+    Row("choco", "topology=ring,mixer=choco,codec=int4"),
+    Row("dcd", "topology=ring,mixer=dcd,codec=int8"),
+    Row("power gossip", "topology=ring,mixer=power_gossip"),
+    Row("push-sum", "topology=exponential,mixer=push_sum"),
+    Row("tracking", "topology=ring,method=tracking"),
+    Row("all-reduce", "method=allreduce"),
+    Row("all-reduce, one step stale", "method=allreduce,stale"),
+    Row("PowerSGD", "method=allreduce,reducer=powersgd"),
+    Row("top-k with error feedback", "method=allreduce,reducer=codec(codec=topk)"),
+    Row("GraVAC", "method=allreduce,reducer=gravac"),
+    Row("DiLoCo", "method=diloco"),
+    Row("SparseLoCo", "method=sparseloco"),
+    Row("1-bit Adam", "method=onebit_adam"),
+)
+
+
+class Killed(NamedTuple):
+    """What a run came to that was killed again and again."""
+
+    kills: int
+    saving: int  # kills while a checkpoint was being written
+    same_state: bool
+    same_rows: bool
+
+
+def trial(row: Row, workdir: pathlib.Path) -> trials.Trial:
+    """The run of a row."""
+    fields = {"log_every": LOG, "eval.every": STEPS // 3, "checkpoint.every": SAVE}
+    return trials.Trial(workdir, f"configs/quadratics.py:{row.shorthand},workers={WORKERS},steps={STEPS}", tuple(fields.items()))
+
+
+def saving(workdir: pathlib.Path) -> bool:
+    """Whether a checkpoint is there that is not complete."""
+    return any(not path.name.isdigit() for path in (workdir / "checkpoints").glob("*") if path.is_dir())
+
+
+def disturb(run: trials.Trial, kills: int, chance: random.Random) -> tuple[int, int]:
+    """Kills a run so often, and lets it end; (kills, kills while saving)."""
+    done = while_saving = 0
+    while True:
+        before = _written(run.workdir)
+        process = trials.start(run)
+        while process.poll() is None and _written(run.workdir) == before:
+            time.sleep(0.01)
+        if done < kills:
+            time.sleep(chance.uniform(0, LATEST_S))
+        else:
+            process.wait()
+        if process.poll() is None:
+            process.kill()
+            process.wait()
+            done, while_saving = done + 1, while_saving + saving(run.workdir)
+        elif process.returncode:
+            raise trials.Broken(f"the run in {run.workdir} {processes.how_it_ended(process.returncode)} after {done} kills")
+        elif run.finished:
+            return done, while_saving
+
+
+def _written(workdir: pathlib.Path) -> int:
+    """When the metrics were written last."""
+    path = workdir / "metrics.jsonl"
+    return path.stat().st_mtime_ns if path.exists() else 0
+
+
+def last_state(workdir: pathlib.Path) -> list[int]:
+    """The checksums of all arrays of the newest checkpoint."""
+    newest = max(int(path.name) for path in (workdir / "checkpoints").iterdir() if path.name.isdigit())
+    return json.loads((workdir / "checkpoints" / str(newest) / "extra" / "metadata").read_text())["checksums"]
+
+
+def untimed(run: trials.Trial) -> list[dict[str, Any]]:
+    """The rows of a run without times and rates."""
+    lines = (run.workdir / "metrics.jsonl").read_text().splitlines()
+    return [{name: value for name, value in json.loads(line).items() if not name.endswith(("time_s", "_per_s"))} for line in lines]
+
+
+def compare(row: Row, out: pathlib.Path, kills: int, seed: int) -> Killed:
+    """Trains a row undisturbed and disturbed."""
+    calm, killed = (trial(row, out / trials.name_of(row.name) / name) for name in ("calm", "killed"))
+    if not trials.train(calm):
+        raise trials.Broken(f"the run in {calm.workdir} diverged")
+    shutil.rmtree(killed.workdir, ignore_errors=True)
+    done, while_saving = disturb(killed, kills, random.Random(f"{seed} {row.name}"))
+    return Killed(done, while_saving, last_state(calm.workdir) == last_state(killed.workdir), untimed(calm) == untimed(killed))
+
+
+def tabulate(found: dict[str, Killed]) -> Any:
+    """One row a method."""
+    table = script.table("", "killed", "while saving", "same state", "same metrics")
+    words = {True: "yes", False: "NO"}
+    for name, result in found.items():
+        table.add_row(name, str(result.kills), str(result.saving), words[result.same_state], words[result.same_rows])
+    table.add_row("together", *(str(sum(getattr(result, what) for result in found.values())) for what in ("kills", "saving")))
+    return table
+
+
+def main() -> int:
+    out, rows = command.folder("out", FLAGS.out), script.choose(ROWS, FLAGS.row)
+    found = {}
+    for place, row in enumerate(rows):
+        kills = FLAGS.kills // len(rows) + (place < FLAGS.kills % len(rows))
+        found[row.name] = compare(row, out, kills, FLAGS.seed)
+        script.show(f"{row.name}: {found[row.name]}")
+    table = tabulate(found)
+    script.show(table)
+    if FLAGS.pages:
+        script.fill(pathlib.Path(FLAGS.pages), "crashes", table)
+    return 0 if all(result.same_state and result.same_rows for result in found.values()) else 1
+
+
+if __name__ == "__main__":
+    flags.DEFINE_string("out", None, "Run directories go here.", required=True)
+    flags.DEFINE_integer("kills", 100, "Over all methods.", lower_bound=1)
+    flags.DEFINE_integer("seed", 0, "Of the moments.")
+    flags.DEFINE_multi_string("row", [], f"Of {'; '.join(row.name for row in ROWS)}; may be repeated; none: all.")
+    flags.DEFINE_string("pages", None, script.PAGES)
+    script.run(main, (trials.Broken, OSError))

@@ -1,0 +1,321 @@
+"""How much training survives processes that are killed.
+
+Compared are gossip, DiLoCo and all-reduce that go on without a worker, and all-reduce that ends and continues from its last checkpoint.
+
+    python -m experiments.goodput --out=runs/goodput
+    python -m experiments.goodput --out=runs/goodput --minutes=5 --calm_minutes=2 --row=gossip
+
+Four hosts in a box (launch.cluster: root and iproute2), links of 100 Mbit/s, one process a host, a transformer of 1.2M parameters on
+the standard library's sources. Every row trains twice: without faults for `--calm_minutes`, and for `--minutes` in a storm that kills
+a random process `--per_hour` times an hour. Another process takes its place at once. What happened is in OUT/ROW/events.jsonl;
+rows that are there are not trained again.
+
+A worker *lives* as long as its process does, and *takes part* while it is in the group that takes steps.
+"""
+
+from collections.abc import Iterator, Sequence
+import itertools
+import json
+import pathlib
+import re
+import signal
+import statistics
+import subprocess
+import threading
+import time
+from typing import IO, Any, NamedTuple
+
+from absl import flags
+
+from experiments import script, trials
+from experiments.bench.box.group import Failed
+from experiments.methods import HOSTS, ONE_PEER, SHORTHANDS, SYNC
+from launch import cluster, command, processes
+
+FLAGS = flags.FLAGS
+
+MODEL = dict(vocabulary=512, context=128, width=160, hidden=640, heads=5, depth=4)
+LOG = 20  # steps between rows of metrics
+SAVE = 100  # steps between checkpoints
+POLL_S = 0.2
+_FAULT = re.compile(r"chaos: kill (\d+)")
+_AGAIN = re.compile(r"process (\d+) .*another takes its place")
+_VIEW = re.compile(r"step (\d+): going on with \d+ workers: ([\d, ]+)")
+
+
+class Row(NamedTuple):
+    """A method, and what it does about a worker that dies."""
+
+    name: str
+    shorthand: str
+    elastic: bool = True
+
+
+ROWS = (
+    Row("gossip", f"{SHORTHANDS[ONE_PEER]},codec=int8"),
+    Row("DiLoCo", "method=diloco,every=20"),
+    Row(SYNC, SHORTHANDS[SYNC]),
+    Row(f"{SYNC}, from its checkpoint", SHORTHANDS[SYNC], elastic=False),
+)
+
+
+class Event(NamedTuple):
+    """What happened, and when."""
+
+    at_s: float  # since the row began
+    kind: str  # "start" of processes, "death" of one, "stop" of all; "view"; "row" of metrics
+    value: Any  # the processes; who takes part; (step, loss, workers)
+
+
+# -- Runs -------------------------------------------------------------------------------------------------------------
+
+
+class Recorder:
+    """Writes events down as they happen.
+
+    Args:
+        path: of the file.
+        workdir: of the run whose rows of metrics are events too.
+    """
+
+    def __init__(self, path: pathlib.Path, workdir: pathlib.Path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file, self._workdir, self._begun = path.open("w"), workdir, time.monotonic()
+        self._writing, self._last = threading.Lock(), 0
+
+    def __call__(self, kind: str, value: Any) -> None:
+        with self._writing:
+            self._file.write(json.dumps(Event(round(time.monotonic() - self._begun, 3), kind, value)) + "\n")
+            self._file.flush()
+
+    @property
+    def passed_s(self) -> float:
+        return time.monotonic() - self._begun
+
+    def look(self) -> None:
+        """Notes rows that are new; the steps that a run takes again after it was restored count once."""
+        path = self._workdir / "metrics.jsonl"
+        lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+        for row in (json.loads(line) for line in lines if line.endswith("\n")):
+            if row["kind"] == "train" and row["step"] > self._last:
+                self._last = row["step"]
+                self("row", (row["step"], row["loss"], row.get("workers", HOSTS)))
+
+    @property
+    def has_rows(self) -> bool:
+        return self._last > 0
+
+
+def listen(lines: IO[str], note: Recorder) -> None:
+    """Notes what a launcher says on standard error."""
+    for line in lines:
+        if found := _FAULT.search(line):
+            note("death", [int(found[1])])
+        elif found := _AGAIN.search(line):
+            note("start", [int(found[1])])
+        elif found := _VIEW.search(line):
+            note("view", [int(slot) for slot in found[2].split(",")])
+
+
+def train(row: Row, folder: pathlib.Path, minutes: float, per_hour: float) -> None:
+    """Trains a row for so long, with faults, after which it is ended; notes what happens in `folder`/events.jsonl."""
+    workdir, path = folder / "run", folder / "events.jsonl"
+    note = Recorder(path.with_suffix(".part"), workdir)
+    for seed in itertools.count():
+        chaos = [f"--chaos=storm(per_hour={per_hour:g},seed={seed})"] if per_hour else []
+        line = ["run", f"--hosts={HOSTS}", f"--rate={FLAGS.rate}", *(["--elastic"] if row.elastic else []), *chaos]
+        launcher = processes.start(
+            processes.python("launch.cluster", [*line, "--", *arguments(row, workdir)]),
+            when_we_die=signal.SIGTERM,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        note("start", list(range(HOSTS)))
+        listener = threading.Thread(target=listen, args=(launcher.stderr, note), daemon=True)
+        listener.start()
+        while launcher.poll() is None and note.passed_s < 60 * minutes:
+            time.sleep(POLL_S)
+            note.look()
+        if over := launcher.poll() is None:
+            launcher.send_signal(signal.SIGTERM)
+        code = launcher.wait()
+        listener.join()
+        note.look()
+        note("stop", list(range(HOSTS)))
+        if over:
+            break
+        if row.elastic or not note.has_rows:
+            raise Failed(f"{row.name} ended with exit code {code}; see {workdir}")
+    path.with_suffix(".part").rename(path)
+
+
+def arguments(row: Row, workdir: pathlib.Path) -> list[str]:
+    """Of launch.train."""
+    fields = {f"model.{name}": value for name, value in MODEL.items()} | {
+        "log_every": LOG,
+        "eval.every": 10**9,
+        "eval.local": False,
+        "checkpoint.every": SAVE,
+        "data.sample_bytes": 0,
+        "schedule.final_fraction": 1.0,
+        "bucket_bytes": 2**21,
+    }
+    return trials.Trial(workdir, f"configs/lm.py:{row.shorthand},workers={HOSTS},steps=1000000", tuple(fields.items())).arguments
+
+
+# -- What the events tell ---------------------------------------------------------------------------------------------
+
+
+def read(path: pathlib.Path) -> list[Event]:
+    """The events of a file."""
+    return [Event(*json.loads(line)) for line in path.read_text().splitlines()]
+
+
+class Phase(NamedTuple):
+    """Between two events."""
+
+    begun_s: float
+    ended_s: float
+    living: frozenset[int]  # processes
+    members: frozenset[int]  # those of them that take steps
+
+
+def phases(events: Sequence[Event]) -> Iterator[Phase]:
+    """Who lives and who takes part, from the first row of metrics to the last.
+
+    A run that ended and was started again takes part from the first row on that it had not written before.
+    """
+    rows = [event.at_s for event in events if event.kind == "row"]
+    living, members = frozenset[int](), frozenset[int]()
+    for event, following in itertools.pairwise(events):
+        if event.kind == "start":
+            living |= frozenset(event.value)
+        elif event.kind in ("death", "stop"):
+            living -= frozenset(event.value)
+        elif event.kind == "view":
+            members = frozenset(event.value)
+        elif event.kind == "row" and not members & living:
+            members = living
+        members &= living
+        begun_s, ended_s = max(event.at_s, rows[0]), min(following.at_s, rows[-1])
+        if ended_s > begun_s:
+            yield Phase(begun_s, ended_s, living, members)
+
+
+class Figures(NamedTuple):
+    """What a training came to, from the first row of metrics to the last."""
+
+    steps_per_s: float
+    each_per_s: float  # steps of a worker per second that it lives
+    participation: float  # of the time of living workers
+    resumed_s: list[float]  # from each death to the next step, or view, of the others
+    whole_s: list[float]  # from each death until all workers take part again
+
+
+def figures(events: Sequence[Event]) -> Figures:
+    """Of one training."""
+    rows = [event for event in events if event.kind == "row"]
+    found = list(phases(events))
+    living_s, part_s = (
+        sum((phase.ended_s - phase.begun_s) * len(getattr(phase, who)) for phase in found) for who in ("living", "members")
+    )
+    worker_steps = sum((late.value[0] - early.value[0]) * late.value[2] for early, late in itertools.pairwise(rows))
+    deaths = [event.at_s for event in events if event.kind == "death" and rows[0].at_s < event.at_s < rows[-1].at_s]
+    resumed = [
+        _first(event.at_s for event in events if event.kind in ("view", "row") and event.at_s > at_s) - at_s for at_s in deaths
+    ]
+    whole = [
+        _first(phase.begun_s for phase in found if phase.begun_s > at_s and len(phase.members) == HOSTS) - at_s for at_s in deaths
+    ]
+    steps, seconds = rows[-1].value[0] - rows[0].value[0], rows[-1].at_s - rows[0].at_s
+    return Figures(
+        steps / seconds, worker_steps / living_s, part_s / living_s, resumed, [took_s for took_s in whole if took_s < 1e9]
+    )
+
+
+def _first(times: Iterator[float]) -> float:
+    return next(iter(times), 1e9)
+
+
+# -- What is shown ----------------------------------------------------------------------------------------------------
+
+
+def tabulate(found: dict[str, tuple[Figures, Figures]]) -> Any:
+    """One row a method: its figures without faults and in the storm."""
+    table = script.table(
+        "",
+        "steps/s without faults",
+        "steps/s in the storm",
+        "share",
+        "per living worker",
+        "takes part",
+        "deaths",
+        "resumes after, s",
+        "whole after, s",
+    )
+    for name, (calm, storm) in found.items():
+        table.add_row(
+            name,
+            f"{calm.steps_per_s:.2f}",
+            f"{storm.steps_per_s:.2f}",
+            f"{100 * storm.steps_per_s / calm.steps_per_s:.1f} %",
+            f"{100 * storm.each_per_s / calm.each_per_s:.1f} %",
+            f"{100 * storm.participation:.1f} %",
+            str(len(storm.resumed_s)),
+            _median(storm.resumed_s),
+            _median(storm.whole_s),
+        )
+    return table
+
+
+def _median(times_s: list[float]) -> str:
+    return f"{statistics.median(times_s):.1f} (most {max(times_s):.1f})" if times_s else ""
+
+
+def draw(path: str, storms: dict[str, list[Event]]) -> None:
+    """Loss against time, and the workers that take part."""
+    with script.panels(path, 2, (11.0, 4.2)) as (figure, (by_time, workers)):
+        for color, (name, events) in zip(script.COLORS, storms.items()):
+            rows = [event for event in events if event.kind == "row"]
+            by_time.plot([row.at_s / 60 for row in rows], [row.value[1] for row in rows], color=color, label=name, linewidth=1.4)
+            found = list(phases(events))
+            at_min = [phase.begun_s / 60 for phase in found]
+            workers.plot(at_min, [len(phase.members) for phase in found], color=color, drawstyle="steps-post", linewidth=1.0)
+        by_time.set(xlabel="minutes", ylabel="training loss, nats/byte")
+        workers.set(xlabel="minutes", ylabel="workers that take part", ylim=(0, HOSTS + 0.2))
+        by_time.legend(frameon=False, fontsize=8)
+        script.dress(figure, f"{HOSTS} hosts, links of {FLAGS.rate}; a random process is killed {FLAGS.per_hour:g} times an hour")
+
+
+def main() -> None:
+    out = command.folder("out", FLAGS.out)
+    rows = script.choose(ROWS, FLAGS.row)
+    with cluster.network(hosts=HOSTS, rate=FLAGS.rate):
+        pass  # Refuses at once what would end the command later.
+    storms, found = {}, {}
+    for row in rows:
+        folders = {per_hour: out / f"{trials.name_of(row.name)}_{per_hour:g}" for per_hour in (0.0, FLAGS.per_hour)}
+        for per_hour, minutes in ((0.0, FLAGS.calm_minutes), (FLAGS.per_hour, FLAGS.minutes)):
+            if not (folders[per_hour] / "events.jsonl").exists():
+                train(row, folders[per_hour], minutes, per_hour)
+        calm, storm = (read(folder / "events.jsonl") for folder in folders.values())
+        storms[row.name], found[row.name] = storm, (figures(calm), figures(storm))
+        script.show(f"{row.name}: {found[row.name][1].steps_per_s:.2f} steps/s in the storm")
+    table = tabulate(found)
+    script.show(table)
+    draw(str(out / "goodput.png"), storms)
+    if FLAGS.pages:
+        script.publish(FLAGS.pages, "goodput", table, lambda path: draw(path, storms))
+    script.save(str(out / "goodput.json"), **{name: [each._asdict() for each in pair] for name, pair in found.items()})
+
+
+if __name__ == "__main__":
+    flags.DEFINE_string("out", None, "Run directories, events, table and figure go here.", required=True)
+    flags.DEFINE_string("rate", "100mbit", "Of every link.")
+    flags.DEFINE_float("minutes", 30.0, "Of each training in the storm.", lower_bound=0.5)
+    flags.DEFINE_float("calm_minutes", 4.0, "Of each training without faults.", lower_bound=0.5)
+    flags.DEFINE_float("per_hour", 125.0, "Processes that are killed.", lower_bound=1.0)
+    flags.DEFINE_multi_string("row", [], f"Of {'; '.join(row.name for row in ROWS)}; may be repeated; none: all.")
+    flags.DEFINE_string("pages", None, script.PAGES)
+    script.run(main, (cluster.ClusterError, Failed, OSError))

@@ -1,0 +1,113 @@
+"""The text of a batch file for Slurm: options, the tasks, and what happens when they have ended; see launch.slurm."""
+
+import pathlib
+import shlex
+import sys
+from typing import NamedTuple
+
+from launch import processes
+
+
+class Job(NamedTuple):
+    """What a batch file starts.
+
+    Attributes:
+        name: of the job.
+        folder: of the file `job.sh` and the logs.
+        arguments: of every task.
+        typed: the command that asked for it.
+        module, nodes, gpus_per_node …: as the flags of launch.slurm.
+    """
+
+    name: str
+    folder: pathlib.Path
+    arguments: list[str]
+    typed: str = ""
+    module: str = processes.TRAIN
+    nodes: int = 1
+    gpus_per_node: int = 0
+    tasks_per_node: int = 1
+    cpus_per_task: int = 0
+    time: str = "01:00:00"
+    save_s: int = 180
+    retries: int = 3
+    exclude: str = ""
+    array: str = ""
+    setup: str = ""
+    container: str = ""
+    sbatch: str = ""
+
+    @property
+    def file(self) -> pathlib.Path:
+        return self.folder / "job.sh"
+
+    @property
+    def log(self) -> str:
+        """What the names of logs begin with, as Slurm fills it in."""
+        return f"{self.folder}/{'%A_%a' if self.array else '%j'}"
+
+
+def text(job: Job) -> str:
+    """A file for sbatch, as a person would have written it."""
+    header = ["#!/bin/bash", f"# Written by: {job.typed}", *(f"#SBATCH {line}" for line in _options(job))]
+    setup = [*([job.setup] if job.setup else []), "export DECJAX_LAUNCHER=1 PYTHONUNBUFFERED=1"]
+    setup += ["export JAX_ENABLE_PREEMPTION_SERVICE=false  # it would swallow a SIGTERM that comes before training has begun"]
+    setup += [f"export JAX_COMPILATION_CACHE_DIR={job.folder}/compiled  # when the job comes back, nothing is compiled anew"]
+    return "\n\n".join("\n".join(block) for block in (header, setup, _start(job), _end(job))) + "\n"
+
+
+def _options(job: Job) -> list[str]:
+    """Of sbatch."""
+    return [
+        f"--job-name={job.name}",
+        f"--nodes={job.nodes}",
+        f"--ntasks-per-node={job.tasks_per_node}",
+        *([f"--gpus-per-node={job.gpus_per_node}"] if job.gpus_per_node else []),
+        *([f"--cpus-per-task={job.cpus_per_task}"] if job.cpus_per_task else ["--exclusive", "--mem=0"]),
+        f"--time={job.time}",
+        f"--signal=TERM@{job.save_s}",
+        "--requeue",
+        "--open-mode=append",
+        f"--output={job.log}.log",
+        *([f"--array={job.array}"] if job.array else []),
+        *([f"--exclude={job.exclude}"] if job.exclude else []),
+        *shlex.split(job.sbatch),
+    ]
+
+
+def _start(job: Job) -> list[str]:
+    """The tasks; srun waits for all of them, since those that lose contact to one that died end by themselves within a minute."""
+    in_srun = job.container.startswith("-")
+    cpus = f"--cpus-per-task={job.cpus_per_task}" if job.cpus_per_task else "--cpu-bind=none"
+    python = "python" if job.container or job.setup else shlex.quote(sys.executable)
+    program = f"{'' if in_srun or not job.container else f'{job.container} '}{python} -m {job.module}"
+    index = ['--index="$SLURM_ARRAY_TASK_ID"'] if job.array else []
+    return [
+        f"srun --kill-on-bad-exit=0 --wait=90 {cpus} --open-mode=append --output={job.log}.%t.log \\",
+        *([f"    {job.container} \\"] if in_srun else []),
+        " \\\n        ".join([f"    {program}", *map(shlex.quote, job.arguments), *index]),
+        "code=$?",
+    ]
+
+
+def _end(job: Job) -> list[str]:
+    """What follows upon the exit code of the tasks."""
+    gpus = f"! command -v nvidia-smi || [ $(nvidia-smi --list-gpus | wc -l) -ge {job.gpus_per_node} ]"
+    check, array = gpus if job.gpus_per_node else "true", ' --array="$SLURM_ARRAY_TASK_ID"' if job.array else ""
+    usual = f":-{job.exclude}" if job.exclude else ""
+    return f"""\
+case $code in 0 | 2 | 4) exit "$code" ;; esac  # finished; or the command is wrong, or the training diverged
+# A job that was cancelled stays so.
+[ "$(squeue --noheader --jobs="$SLURM_JOB_ID" --states=RUNNING | wc -l)" -gt 0 ] || exit "$code"
+# Saved, before the time limit or upon scancel --signal=TERM: again, from there.
+if [ "$code" -eq 143 ]; then scontrol requeue "$SLURM_JOB_ID"; exit "$code"; fi
+
+# A task died, or did not answer: a new job goes on from the last checkpoint, without the nodes that are not well.
+well() {{ timeout 60 srun --overlap --nodes=1 --ntasks=1 --nodelist="$1" sh -c '{check}' >/dev/null 2>&1 </dev/null; }}
+failed=$(for node in $(scontrol show hostnames "$SLURM_JOB_NODELIST"); do {{ well "$node" || echo "$node"; }} & done; wait)
+export DECJAX_TRIES=$((${{DECJAX_TRIES:-0}} + 1)) DECJAX_EXCLUDE=$(echo ${{DECJAX_EXCLUDE{usual}}} $failed | tr ' ' ',')
+echo "exit code $code; nodes that are not well: ${{failed:-none}}; failure $DECJAX_TRIES of at most {job.retries + 1}" >&2
+[ "$DECJAX_TRIES" -gt {job.retries} ] && exit "$code"
+sbatch{array} ${{DECJAX_EXCLUDE:+--exclude="$DECJAX_EXCLUDE"}} {job.file} || scontrol requeue "$SLURM_JOB_ID"
+exit "$code"
+""".splitlines()

@@ -1,0 +1,176 @@
+"""Faults on command: processes that are killed or frozen, hosts that are cut off, links that become slow.
+
+    --chaos='kill=3@120s,freeze=1@200s+15s,cut=2@300s+30s,rate=0:5mbit@400s'
+    --chaos='storm(per_hour=125,seed=0)'
+
+`kill=3@120s` kills process 3 when 120 s have passed since the start; `freeze=1@200s+15s` stops process 1 for 15 s; `cut=2@300s+30s`
+takes the link of host 2 down for 30 s; `rate=0:5mbit@400s` changes the rate of host 0's link. A storm kills a random process now and
+then, with exponential pauses between; `storm(per_hour=125,kinds=all,lasts_s=10)` freezes processes and cuts hosts off as well.
+"""
+
+from collections.abc import Callable, Iterator
+import contextlib
+import heapq
+import os
+import random
+import re
+import signal
+import sys
+import time
+from typing import NamedTuple, Protocol
+
+from decjax import registry
+from launch import command
+
+KINDS = ("kill", "freeze", "cut", "rate")
+_EVENT = re.compile(r"(\w+)=(\d+)(?::(\w+))?@(\d+(?:\.\d+)?)s(?:\+(\d+(?:\.\d+)?)s)?")
+_LASTING = ("freeze", "cut")
+_EXAMPLE = "as in --chaos='kill=3@120s,freeze=1@200s+15s,cut=2@300s+30s,rate=0:5mbit@400s'"
+
+
+class Links(Protocol):
+    """What a box can do to the links of its hosts."""
+
+    def set_link(self, host: int, up: bool) -> None: ...
+    def set_rate(self, rate: str, host: int | None = None) -> None: ...
+
+
+class Event(NamedTuple):
+    """A fault."""
+
+    at_s: float  # since the start
+    kind: str
+    target: int  # process or host
+    lasts_s: float = 0.0
+    rate: str = ""
+
+
+def parse(text: str, processes: int, hosts: int = 0) -> Iterator[Event]:
+    """The faults of a text, in the order of their times; a storm has no end.
+
+    Args:
+        text: as the module's examples.
+        processes: how many there are.
+        hosts: how many there are; 0: no box, so that links cannot be cut or slowed.
+    """
+    if text.startswith("storm"):
+        return _storm(text, processes, hosts)
+    events = []
+    for part in filter(None, text.split(",")):
+        found = _EVENT.fullmatch(part.strip())
+        if not found or found[1] not in KINDS:
+            raise command.UserError(f"--chaos: {part.strip()!r} is no fault; write {_EXAMPLE}")
+        event = Event(float(found[4]), found[1], int(found[2]), float(found[5] or 0), found[3] or "")
+        _check(event, processes, hosts)
+        events.append(event)
+    return iter(sorted(events))
+
+
+def _check(event: Event, processes: int, hosts: int) -> None:
+    of_link = event.kind in ("cut", "rate")
+    most = hosts if of_link else processes
+    if of_link and not hosts:
+        raise command.UserError(f"--chaos: {event.kind} needs links of its own; use launch.cluster run")
+    if event.target >= most:
+        raise command.UserError(
+            f"--chaos: {event.kind}={event.target}: there are {most} {'hosts' if of_link else 'processes'}, from 0 to {most - 1}"
+        )
+    if (event.kind in _LASTING) != bool(event.lasts_s) or (event.kind == "rate") != bool(event.rate):
+        raise command.UserError(f"--chaos: {event.kind}={event.target} is not complete, or has too much; write {_EXAMPLE}")
+
+
+def _storm(text: str, processes: int, hosts: int) -> Iterator[Event]:
+    try:
+        name, given = registry.parse("chaos", text)
+        options = {"per_hour": 125.0, "seed": 0, "kinds": "kill", "lasts_s": 10.0} | given
+        per_hour, lasts_s = float(options["per_hour"]), float(options["lasts_s"])
+        kinds = ["kill", "freeze", *(["cut"] if hosts else [])] if options["kinds"] == "all" else [options["kinds"]]
+        known = name == "storm" and len(options) == 4 and set(kinds) <= {"kill", *_LASTING} and per_hour > 0 and lasts_s > 0
+    except (ValueError, TypeError) as error:
+        raise command.UserError(f"--chaos: {error}") from error
+    if not known:
+        raise command.UserError(f"--chaos={text}: must read like 'storm(per_hour=125,seed=0,kinds=all,lasts_s=10)'")
+    if "cut" in kinds and not hosts:
+        raise command.UserError("--chaos: cut needs links of its own; use launch.cluster run")
+
+    def events():
+        chance, at_s = random.Random(int(options["seed"])), 0.0
+        while True:
+            at_s += chance.expovariate(per_hour / 3600)
+            kind = chance.choice(kinds)
+            target = chance.randrange(hosts if kind == "cut" else processes)
+            yield Event(at_s, kind, target, lasts_s if kind in _LASTING else 0.0)
+
+    return events()
+
+
+class Chaos:
+    """Does what is due; `look` is to be called several times a second.
+
+    Args:
+        events: from `parse`.
+        process_of: the id of the process that has a slot now; None: there is none.
+        links: of the box, if there is one.
+        begun: when the clock started, as `time.monotonic` has it.
+    """
+
+    def __init__(
+        self,
+        events: Iterator[Event],
+        process_of: Callable[[int], int | None],
+        links: Links | None = None,
+        begun: float | None = None,
+    ):
+        self._events, self._process_of, self._links = events, process_of, links
+        self._begun = time.monotonic() if begun is None else begun
+        self._next = next(events, None)
+        self._ends: list[tuple[float, int, Callable[[], None]]] = []
+        self.done: list[Event] = []
+
+    def look(self) -> None:
+        """Does all faults whose time has come, and ends those that have lasted long enough."""
+        now_s = time.monotonic() - self._begun
+        while self._ends and self._ends[0][0] <= now_s:
+            heapq.heappop(self._ends)[2]()
+        while self._next and self._next.at_s <= now_s:
+            event, self._next = self._next, next(self._events, None)
+            self._do(event)
+            self.done.append(event)
+
+    def close(self) -> None:
+        """Ends what still lasts."""
+        while self._ends:
+            heapq.heappop(self._ends)[2]()
+
+    def _do(self, event: Event) -> None:
+        print(
+            f"chaos: {event.kind} {event.target}{f' for {event.lasts_s:g} s' if event.lasts_s else ''}", file=sys.stderr, flush=True
+        )
+        end = self._on_process(event) if event.kind in ("kill", "freeze") else self._on_link(event)
+        if end:
+            heapq.heappush(self._ends, (event.at_s + event.lasts_s, len(self.done), end))
+
+    def _on_process(self, event: Event) -> Callable[[], None] | None:
+        """Kills or stops a process; returns what lets it go on."""
+        if (process := self._process_of(event.target)) is None:
+            return None
+
+        def send(number: signal.Signals) -> None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, number)
+
+        if event.kind == "kill":
+            send(signal.SIGKILL)
+            return None
+        send(signal.SIGSTOP)
+        return lambda: send(signal.SIGCONT)
+
+    def _on_link(self, event: Event) -> Callable[[], None] | None:
+        """Takes a link down or changes its rate; returns what takes it up again."""
+        links = self._links
+        assert links
+        if event.kind == "rate":
+            links.set_rate(event.rate, event.target)
+            return None
+        links.set_link(event.target, up=False)
+        return lambda: links.set_link(event.target, up=True)

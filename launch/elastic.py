@@ -1,0 +1,275 @@
+"""Processes of an elastic run: another takes the place of one that dies, freezes or is cut off, and the others go on meanwhile.
+
+On each host a spare process has loaded and compiled everything and waits for its call, so that it takes part at once. The coordinator
+runs in a thread of the launcher; `decjax.elastic` says what it does.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+import contextlib
+import json
+import math
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from typing import Any, NamedTuple
+
+from absl import flags
+
+from decjax import config
+from decjax.elastic.coordinator import Coordinator
+from decjax.elastic.view import View
+from launch import accelerators, chaos, command, config_file, processes
+
+SECRET = "DECJAX_ELASTIC_SECRET"  # the environment's variable
+PAUSE_S = 1.0  # before a process is started again that never took part; twice as long each time
+MOST_PAUSE_S = 30.0
+MOST_ERRORS = 3  # of processes that take a place one after the other, with an error of their own
+
+
+def define_flags() -> None:
+    """The flags of launchers."""
+    flags.DEFINE_boolean("elastic", False, "Go on without processes that die, and start them again.")
+    flags.DEFINE_string("chaos", "", "Faults, as 'kill=1@60s,freeze=2@90s+15s' or 'storm(per_hour=125,seed=0)'; see launch.chaos.")
+
+
+def options(module: str, arguments: Sequence[str]) -> config.Elastic | None:
+    """The section `elastic` of the config that a command line of `launch.train` has; None: the run is not elastic."""
+    if not flags.FLAGS.elastic:
+        return None
+    if module != processes.TRAIN:
+        raise command.UserError(f"--elastic: only {processes.TRAIN} can be elastic, got module={module}; leave it out")
+    try:
+        return config.read(config_file.of_command(arguments)).elastic
+    except (config_file.ConfigFileError, config.ConfigError) as error:
+        raise command.UserError(str(error)) from error
+
+
+class Box(NamedTuple):
+    """Where the processes run: on this machine, if nothing else is said.
+
+    Attributes:
+        listening: makes the coordinator where its address is one.
+        environments: variables of each process besides.
+        links: that faults may cut or slow down.
+        per_host: processes of a host; 0: all.
+    """
+
+    listening: Callable[[Callable[[], Coordinator]], Coordinator] = lambda make: make()
+    environments: Sequence[dict[str, str]] = ()
+    links: chaos.Links | None = None
+    per_host: int = 0
+
+
+class _Starter:
+    """Starts the processes of all places, and holds a spare one on each host.
+
+    Args:
+        stack: closes their logs.
+        lines: command lines of the places.
+        spare_lines: the same of processes that wait for their call.
+        environments: variables of the places.
+        per_host: places of a host.
+    """
+
+    def __init__(
+        self,
+        stack: contextlib.ExitStack,
+        lines: Sequence[list[str]],
+        spare_lines: Sequence[list[str]],
+        environments: Sequence[dict[str, str]],
+        per_host: int,
+    ):
+        self._stack, self._lines, self._spare_lines, self._environments = stack, lines, spare_lines, environments
+        self._per_host = per_host
+        self._spares: dict[int, processes.Child] = {}
+        stack.callback(lambda: processes.send([*self._spares.values()], signal.SIGKILL))
+
+    def __call__(self, index: int) -> processes.Child:
+        """A process for a place: the host's spare one, or a new one."""
+        spare = self._spares.pop(index // self._per_host, None)
+        if spare and spare.living():
+            with contextlib.suppress(BrokenPipeError), spare.process.stdin as call:  # pyright: ignore[reportOptionalContextManager]
+                call.write(json.dumps({"process_index": index, "environment": self._environments[index]}) + "\n")
+            return spare
+        return self._start(self._lines[index], self._environments[index])
+
+    def hold_spares(self) -> None:
+        """Starts those that are missing."""
+        for host in range(math.ceil(len(self._lines) / self._per_host)):
+            if host not in self._spares:
+                first = host * self._per_host
+                options: dict[str, Any] = dict(stdin=subprocess.PIPE, text=True)
+                self._spares[host] = self._start(self._spare_lines[first], self._environments[first], **options)
+
+    def _start(self, line: list[str], environment: dict[str, str], **options: Any) -> processes.Child:
+        log = self._stack.enter_context(tempfile.TemporaryFile())  # noqa: SIM115  It is open as long as the process lives.
+        return processes.Child(processes.start(line, env=environment, stdout=None, stderr=log, **options), log)
+
+
+class _Slot:
+    """A place in the run, and the process that has it."""
+
+    def __init__(self, index: int, start: Callable[[int], processes.Child]):
+        self.index, self._start = index, start
+        self.child = start(index)
+        self.finished, self.failures = False, 0  # `failures`: since a process of this place took part the last time
+        self.errors = 0
+        self.again_at: float | None = None
+
+    @property
+    def code(self) -> int | None:
+        return self.child.process.poll()
+
+    def takes_part(self, view: View) -> bool:
+        """Whether its present process is in a view."""
+        return any(member.slot == self.index and member.process == self.child.process.pid for member in view.members)
+
+    def ended(self) -> None:
+        """Plans the next start: at once, unless processes end again and again before they take part."""
+        pause_s = min(PAUSE_S * 2 ** (self.failures - 1), MOST_PAUSE_S) if self.failures else 0.0
+        self.again_at, self.failures = time.monotonic() + pause_s, self.failures + 1
+
+    def restart_when_due(self) -> None:
+        if self.again_at is not None and time.monotonic() >= self.again_at:
+            self.child, self.again_at = self._start(self.index), None
+
+
+def run_together(
+    command_lines: Callable[[list[str]], list[list[str]]],
+    host: str,
+    given: config.Elastic,
+    again: str = "",
+    faults: Iterator[chaos.Event] = iter(()),
+    box: Box = Box(),
+) -> int:
+    """Runs an elastic group until its run has ended; the exit code is 0, that of a mistake or a divergence, or 128 + the signal.
+
+    Args:
+        command_lines: makes those of all processes, with these options besides.
+        host: the address at which the coordinator listens.
+        given: when to go on without a process.
+        again: how to continue after an interruption or a failure.
+        faults: what is done to them.
+        box: where they run.
+    """
+    shared = secrets.token_hex(16)
+    count = len(command_lines([]))
+    coordinator = box.listening(lambda: Coordinator(host, count, given.min_workers, given.heartbeat_s, shared, _say_view))
+    options = [f"--elastic={':'.join(map(str, coordinator.address))}"]
+    lines, spare_lines = command_lines(options), command_lines([*options, "--standby"])
+    with contextlib.ExitStack() as stack:
+        caught = stack.enter_context(processes.caught_signals())
+        stack.enter_context(_serving(coordinator))
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="decjax-"))
+        environments = _environments(count, {SECRET: shared} | _compiled_once(folder), box)
+        starter = _Starter(stack, lines, spare_lines, environments, box.per_host or count)
+        slots: list[_Slot] = []
+        stack.callback(lambda: processes.send([slot.child for slot in slots], signal.SIGKILL))
+        slots += [_Slot(index, starter) for index in range(count)]
+        trouble = stack.enter_context(contextlib.closing(chaos.Chaos(faults, lambda index: slots[index].child.living(), box.links)))
+
+        def look():
+            trouble.look()
+            if given.spares and all(slot.takes_part(coordinator.view) for slot in slots):
+                starter.hold_spares()
+
+        return _watch(slots, coordinator, caught, look, f"; {again}" if again else "")
+
+
+def _environments(count: int, shared: dict[str, str], box: Box) -> list[dict[str, str]]:
+    """Variables of each process."""
+    given = box.environments or [{}] * count
+    return [shared | own | further for own, further in zip(accelerators.environments(count), given, strict=True)]
+
+
+def _compiled_once(folder: str) -> dict[str, str]:
+    """Variables with which processes find what others have compiled, in a folder that they share unless the user has chosen one."""
+    if "JAX_COMPILATION_CACHE_DIR" in os.environ:
+        return {}
+    return {
+        "JAX_COMPILATION_CACHE_DIR": folder,
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+    }
+
+
+@contextlib.contextmanager
+def _serving(coordinator: Coordinator) -> Iterator[None]:
+    """Inside, the coordinator serves in a thread of its own."""
+    over = threading.Event()
+    thread = threading.Thread(target=coordinator.run, args=(over.is_set,), name="coordinator", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+def _watch(slots: list[_Slot], coordinator: Coordinator, caught: list[signal.Signals], look: Callable[[], None], again: str) -> int:
+    told = False
+    while not all(slot.finished for slot in slots):
+        look()
+        if caught and not told:
+            told = True
+            processes.send([slot.child for slot in slots], signal.SIGTERM)
+        if len(caught) > 1:
+            processes.send([slot.child for slot in slots], signal.SIGKILL)
+        for slot in slots:
+            if slot.finished:
+                continue
+            if slot.failures and slot.takes_part(coordinator.view):
+                slot.failures = 0
+            if slot.again_at is not None and caught:
+                slot.finished = True
+            elif slot.again_at is not None:
+                slot.restart_when_due()
+            elif slot.code is not None:
+                coordinator.silent.discard(slot.index)
+                if (code := _ended(slot, slots, bool(caught))) is not None:
+                    processes.send([other.child for other in slots], signal.SIGTERM)
+                    return code
+            elif slot.index in coordinator.silent:
+                coordinator.silent.discard(slot.index)
+                slot.child.process.kill()  # Whatever it still does, its place will be taken.
+        time.sleep(processes.POLL_S)
+    if caught:
+        print(f"interrupted by {caught[0].name}{again}", file=sys.stderr, flush=True)
+        return 128 + caught[0]
+    return 0
+
+
+def _ended(slot: _Slot, slots: list[_Slot], stopping: bool) -> int | None:
+    """Notes that a process has ended, and when it is started again; returns an exit code if the whole run ends with it."""
+    code = slot.code
+    if code == 0 or stopping or any(other.finished for other in slots):
+        slot.finished = True
+        return None
+    if code in (command.USER_ERROR, command.DIVERGED):
+        print(*slot.child.last_lines(), sep="\n", file=sys.stderr, flush=True)
+        return code
+    assert code is not None
+    print(f"process {slot.index} {processes.how_it_ended(code)}; another takes its place", file=sys.stderr, flush=True)
+    if code == 1:
+        slot.errors += 1
+        print(*(f"[process {slot.index}] {line}" for line in slot.child.last_lines()), sep="\n", file=sys.stderr, flush=True)
+        if slot.errors == MOST_ERRORS:
+            return code
+    slot.ended()
+    return None
+
+
+def _say_view(view: View) -> None:
+    if view.number > 1:
+        names = ", ".join(str(member.slot) for member in view.members)
+        print(f"step {view.step}: going on with {len(view.members)} workers: {names}", file=sys.stderr, flush=True)
+
+
+def secret() -> str:
+    """What members of this process's group know."""
+    return os.environ[SECRET]

@@ -1,0 +1,177 @@
+"""Where a process stands among those of its run, as `srun` or `mpirun` tells it, which GPUs are its own, and where it listens.
+
+Nothing here starts JAX: `launch.join` does, with what it learns from here.
+"""
+
+from collections.abc import Mapping
+import contextlib
+import ipaddress
+import re
+import socket
+from typing import NamedTuple
+
+from launch import accelerators, command
+
+_VISIBLE = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
+_OF_SLURM = ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID")
+_RESTART = 1009  # ports from one start of a job to the next
+_PORTS = 2**12  # The last ones that there are, of which jax.distributed takes the job's.
+
+
+class Place(NamedTuple):
+    """One process of a run.
+
+    Attributes:
+        coordinator: HOST:PORT of process 0; "": only JAX can find it.
+        num_processes, process_index: of the run.
+        on_node: processes of the run on the same node; 0: not known.
+        local_index: index among them.
+    """
+
+    coordinator: str
+    num_processes: int
+    process_index: int
+    on_node: int = 0
+    local_index: int = 0
+
+
+def told(environment: Mapping[str, str]) -> Place | None:
+    """The place that `srun` or `mpirun` has given this process; None: neither started it. The coordinators are those that
+    jax.distributed would find, but for a job that came back."""
+    if "OMPI_COMM_WORLD_SIZE" in environment:  # First: in an allocation of Slurm, what mpirun starts has both.
+        return _of_open_mpi(environment)
+    return _of_slurm(environment) if all(name in environment for name in _OF_SLURM) else None
+
+
+def _of_open_mpi(environment: Mapping[str, str]) -> Place:
+    # Such as 1531576320.0;tcp://10.96.0.1,10.148.0.1:34911, where mpirun runs. Open MPI 5 has no such variable.
+    found = re.match(r"(\d+)\.\d+;(?:tcp://([^,:]+)|tcp6://\[([^],]+))", environment.get("OMPI_MCA_orte_hnp_uri", ""))
+    return Place(
+        _address(found[2] or f"[{found[3]}]", int(found[1]) // 2**12, environment) if found else "",
+        int(environment["OMPI_COMM_WORLD_SIZE"]),
+        int(environment["OMPI_COMM_WORLD_RANK"]),
+        int(environment.get("OMPI_COMM_WORLD_LOCAL_SIZE") or 0),
+        int(environment.get("OMPI_COMM_WORLD_LOCAL_RANK") or 0),
+    )
+
+
+def _of_slurm(environment: Mapping[str, str]) -> Place:
+    # The first of node001,node002 or node[001-004,007] or node[001-004]-ib.
+    first = re.match(r"([^,[]*)(?:\[(\d+)[^]]*\]([^,]*))?", environment["SLURM_STEP_NODELIST"])
+    assert first  # of nothing at least
+    # Tasks of each node, as 8(x3),4.
+    runs = re.findall(r"(\d+)(?:\(x(\d+)\))?", environment.get("SLURM_STEP_TASKS_PER_NODE", ""))
+    of_nodes = [int(tasks) for tasks, times in runs for _ in range(int(times or 1))]
+    node = int(environment.get("SLURM_NODEID") or 0)
+    # Tasks of a lost node may outlive it; they must not find the coordinator of the job that came back.
+    job = int(environment["SLURM_JOB_ID"]) + _RESTART * int(environment.get("SLURM_RESTART_COUNT") or 0)
+    return Place(
+        _address("".join(first.groups(default="")), job, environment),
+        int(environment["SLURM_STEP_NUM_TASKS"]),
+        int(environment["SLURM_PROCID"]),
+        of_nodes[node] if node < len(of_nodes) else 0,
+        int(environment.get("SLURM_LOCALID") or 0),
+    )
+
+
+def _address(host: str, job: int, environment: Mapping[str, str]) -> str:
+    return f"{host}:{environment.get('JAX_COORDINATOR_PORT') or 2**16 - _PORTS + job % _PORTS}"
+
+
+# -- GPUs -------------------------------------------------------------------------------------------------------------
+
+
+def device_ids(place: Place, environment: Mapping[str, str]) -> list[int] | None:
+    """Which of the GPUs that this process sees are its own, among the processes of its node; None: all of them.
+
+    Raises:
+        UserError: if the node's GPUs cannot be divided evenly.
+    """
+    if place.on_node < 2 or _is_on_cpu(environment) or environment.get("JAX_LOCAL_DEVICE_IDS"):
+        return None
+    here = accelerators.count_gpus()
+    seen = next((_count(environment[name]) for name in _VISIBLE if name in environment), here)
+    if seen == 0 or seen < (int(environment.get("SLURM_GPUS_ON_NODE") or 0) or here):
+        return None  # Each has been given its own.
+    each, rest = divmod(seen, place.on_node)
+    if rest:
+        raise command.UserError(
+            f"{place.on_node} tasks on {_node(environment)} share {seen} GPUs, which must be a multiple of the tasks; "
+            f"start a task a node (--ntasks-per-node=1) or a task a GPU (--ntasks-per-node={seen})"
+        )
+    return list(range(place.local_index * each, (place.local_index + 1) * each))
+
+
+def check_devices(place: Place | None, environment: Mapping[str, str], used: int, platform: str) -> None:
+    """Refuses a process that uses fewer GPUs than its share of those that Slurm has given the job on its node.
+
+    Args:
+        place: of the process.
+        environment: of the process.
+        used: its devices.
+        platform: their kind, as JAX calls it.
+    """
+    have, tasks = int(environment.get("SLURM_GPUS_ON_NODE") or 0), place.on_node if place else 0
+    used = 0 if platform == "cpu" else used
+    if tasks == 0 or used * tasks >= have or _is_on_cpu(environment):
+        return
+    if used == 0:
+        fix = "install JAX for them, as with make train JAX=cuda13, or set JAX_PLATFORMS=cpu to leave them idle"
+    else:
+        fix = (
+            "let a task see all GPUs of its node (--gpus-per-node, without --gpus-per-task, --gpu-bind or JAX_LOCAL_DEVICE_IDS), "
+            f"or start a task a GPU (--ntasks-per-node={have})"
+        )
+    raise command.UserError(
+        f"{_node(environment)} has {have} GPUs, and its {tasks} {'tasks use' if tasks > 1 else 'task uses'} {used * tasks}: {fix}"
+    )
+
+
+def _is_on_cpu(environment: Mapping[str, str]) -> bool:
+    return environment.get("JAX_PLATFORMS") == "cpu"
+
+
+def _count(visible: str) -> int:
+    return len([name for name in visible.split(",") if name.strip() not in ("", "-1")])
+
+
+def _node(environment: Mapping[str, str]) -> str:
+    return f"node {environment.get('SLURMD_NODENAME') or socket.gethostname()}"
+
+
+# -- Where to listen --------------------------------------------------------------------------------------------------
+
+
+def bind_address(coordinator: str) -> str | None:
+    """Where process 0 shall listen as the coordinator: at the coordinator's own address; None: at all addresses of the machine,
+    where the name leads somewhere else (to a service in front of it, or to loopback on this machine only)."""
+    host, _, port = coordinator.rpartition(":")
+    host = host.strip("[]")
+    with contextlib.suppress(OSError):
+        family, *_, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+        found = ipaddress.ip_address(address[0])
+        if found.is_loopback and not _says_loopback(host):
+            return None
+        with socket.socket(family) as probe:
+            probe.bind((str(found), 0))
+        return f"[{found}]:{port}" if found.version == 6 else f"{found}:{port}"
+    return None
+
+
+def own_address(coordinator: str) -> str | None:
+    """The address of this machine from which it reaches the coordinator; None where it is not known."""
+    host = coordinator.rpartition(":")[0].strip("[]")
+    with contextlib.suppress(OSError):
+        family, *_, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(address)  # Sends nothing.
+            own = probe.getsockname()[0]
+        return None if ipaddress.ip_address(own).is_loopback and not _says_loopback(host) else own
+    return None
+
+
+def _says_loopback(host: str) -> bool:
+    """Whether a host is loopback by what is written, not only by what it is called on this machine."""
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_address(host).is_loopback
+    return host == "localhost"

@@ -1,0 +1,151 @@
+"""Submits a run to Slurm: writes a batch file that a person can read, and hands it to sbatch.
+
+    python -m launch.slurm --nodes=4 --gpus_per_node=8 --time=04:00:00 -- --config=configs/lm.py --workdir=runs/slurm
+
+What stands behind `--` goes to every `python -m launch.train`. Each node has one task, which drives all of its GPUs;
+`--tasks_per_node=8` starts a task a GPU. Before the time limit the tasks save, and the job goes back into the queue until the run
+is finished; if a node fails, a new job goes on without it. The file and the logs, one a task, are in WORKDIR/slurm. `--dry_run`
+prints the file and submits nothing. With `--array=0-7`, what stands behind `--` goes to `python -m launch.sweep`, of which each task
+of the job array runs one member.
+"""
+
+import contextlib
+import pathlib
+import re
+import shutil
+import subprocess
+from typing import Any
+
+from absl import flags
+
+from decjax import config as parts
+from decjax.errors import ConfigError
+from launch import batch_file, command, config_file, processes
+
+SWEEP = "launch.sweep"
+_TIME = re.compile(r"(?:(?P<d>\d+)-)?(?P<a>\d+)(?::(?P<b>\d+))?(?::(?P<c>\d+))?")
+_ARRAY = re.compile(r"\d+(-\d+(:\d+)?)?(,\d+(-\d+(:\d+)?)?)*(%\d+)?")
+_LEAST_S = 60  # how much earlier than asked Slurm may send a signal
+
+
+def seconds(time: str) -> int:
+    """Of a time limit as Slurm writes it: 90 (minutes), 90:00, 01:30:00, 1-12, 1-12:30, 1-12:30:00."""
+    if not (found := _TIME.fullmatch(time)):
+        raise command.UserError(f"--time={time}: must be as Slurm writes it, as 04:00:00 or 1-12:00:00")
+    a, b, c = (int(found[name] or 0) for name in "abc")
+    if found["d"]:
+        return ((int(found["d"]) * 24 + a) * 60 + b) * 60 + c
+    return (a * 60 + b) * 60 + c if found["c"] else a * 60 + b
+
+
+def check(job: batch_file.Job) -> None:
+    """Refuses what Slurm or every task would refuse, before it waits in the queue."""
+    for option, value, least in (
+        ("nodes", job.nodes, 1),
+        ("gpus_per_node", job.gpus_per_node, 0),
+        ("tasks_per_node", job.tasks_per_node, 1),
+        ("cpus_per_task", job.cpus_per_task, 0),
+        ("retries", job.retries, 0),
+    ):
+        if value < least:
+            raise command.UserError(f"--{option}={value}: must be at least {least}")
+    if job.gpus_per_node % job.tasks_per_node:
+        raise command.UserError(
+            f"--tasks_per_node={job.tasks_per_node}: must divide --gpus_per_node={job.gpus_per_node}; "
+            f"use 1, or {job.gpus_per_node} for a task a GPU"
+        )
+    if not 0 < job.save_s <= seconds(job.time) - _LEAST_S:
+        raise command.UserError(
+            f"--save_s={job.save_s}: must be more than 0, and a minute less than --time={job.time}, since Slurm may send the signal "
+            "a minute early; choose a longer --time"
+        )
+    if re.search(r"[\s%'\"$\\]", str(job.folder)):
+        raise command.UserError(f"workdir {str(job.folder.parent)!r}: Slurm takes no spaces, quotes, $ and % in it; choose another")
+    if job.array and not _ARRAY.fullmatch(job.array):
+        raise command.UserError(f"--array={job.array}: must be as Slurm writes it, as 0-7, or 0-7%2 for two at a time")
+    if job.array and job.nodes * job.tasks_per_node > 1:
+        raise command.UserError(
+            f"--array with {job.nodes * job.tasks_per_node} tasks: a member of a sweep has one; use --nodes=1 --tasks_per_node=1"
+        )
+
+
+def placed(job: batch_file.Job) -> batch_file.Job:
+    """The job of a training run, with `local_size`, the workers of a node, filled in where there are several nodes; refused where the
+    config cannot run on so many devices."""
+    config = config_file.of_command(job.arguments)
+    spec = parts.read(config)
+    devices = job.nodes * (job.gpus_per_node or job.tasks_per_node)
+    if job.gpus_per_node and not spec.simulate and spec.workers * spec.devices_of_worker not in (0, devices):
+        raise command.UserError(
+            f"config.workers={spec.workers} on {job.nodes} nodes × {job.gpus_per_node} GPUs: every GPU must belong to a worker, "
+            f"which has {spec.devices_of_worker} here; use workers={devices // spec.devices_of_worker}, or leave it out"
+        )
+    each, rest = divmod(spec.workers or devices // spec.devices_of_worker, job.nodes)
+    if job.nodes > 1 and each > 1 and not rest and not spec.simulate and not any("local_size" in word for word in job.arguments):
+        config.local_size = each
+        with contextlib.suppress(ConfigError):  # Of a topology that cannot be divided so.
+            parts.resolve(config, devices)
+            return job._replace(arguments=[*job.arguments, f"--config.local_size={each}"])
+        config.local_size = spec.local_size
+    parts.resolve(config, devices)
+    return job
+
+
+def submit(job: batch_file.Job) -> None:
+    """Writes the batch file and hands it to sbatch, which tells the job's number."""
+    if not shutil.which("sbatch"):
+        raise command.UserError("sbatch not found: this machine has no Slurm; --dry_run prints the file, launch.local runs here")
+    job.folder.mkdir(parents=True, exist_ok=True)
+    job.file.write_text(batch_file.text(job))
+    done = subprocess.run(["sbatch", str(job.file)], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise command.UserError(f"sbatch refused {job.file}: {' '.join(done.stderr.split())}")
+    print(f"{done.stdout.strip()}; file and logs are in {job.folder}")
+
+
+def main(argv: list[str]) -> None:
+    chosen = flags.FLAGS
+    module = chosen.module or (SWEEP if chosen.array else processes.TRAIN)
+    if module == SWEEP and not chosen.array:
+        raise command.UserError("--array is missing: each task of a job array runs one member of the sweep, as in --array=0-7")
+    processes.check(module, argv)
+    workdir = config_file.given("workdir", argv)
+    if not workdir:
+        raise command.UserError("--workdir is missing behind --; the batch file and the logs go there")
+    options: dict[str, Any] = {name: chosen[name].value for name in batch_file.Job._fields if name in chosen and name != "module"}
+    options["name"] = chosen.name or pathlib.Path(workdir).name
+    job = batch_file.Job(
+        folder=pathlib.Path(workdir) / "slurm",
+        arguments=argv,
+        typed=processes.same_command("launch.slurm"),
+        module=module,
+        **options,
+    )
+    check(job)
+    job = placed(job) if module == processes.TRAIN else job
+    if chosen.dry_run:
+        print(batch_file.text(job), end="")
+    else:
+        submit(job)
+
+
+if __name__ == "__main__":
+    usual = batch_file.Job._field_defaults
+    flags.DEFINE_integer("nodes", None, "Nodes of the job.", required=True)
+    flags.DEFINE_integer(
+        "gpus_per_node", usual["gpus_per_node"], "GPUs of each node, all of which are used; 0: it runs on the CPU."
+    )
+    flags.DEFINE_integer("tasks_per_node", usual["tasks_per_node"], "Processes on each node, among which its GPUs are divided.")
+    flags.DEFINE_integer("cpus_per_task", usual["cpus_per_task"], "CPUs of each process; 0: the job has whole nodes.")
+    flags.DEFINE_string("time", None, "Time limit, as 04:00:00; the job comes back until the run is finished.", required=True)
+    flags.DEFINE_integer("save_s", usual["save_s"], "Seconds before the time limit at which the tasks are told to save.")
+    flags.DEFINE_integer("retries", usual["retries"], "How many failures of tasks or nodes a run survives.")
+    flags.DEFINE_string("exclude", usual["exclude"], "Nodes that the job must not have, as n3,n[7-9].")
+    flags.DEFINE_string("array", usual["array"], "Members of the sweep behind --, as 0-7, or 0-7%2 for two at a time.")
+    flags.DEFINE_string("setup", usual["setup"], "A line of shell before everything, as '. .venv/bin/activate'.")
+    flags.DEFINE_string("container", usual["container"], "What starts the container: a command before python, or options of srun.")
+    flags.DEFINE_string("sbatch", usual["sbatch"], "More options of sbatch, as '--partition=gpu --account=me'.")
+    flags.DEFINE_string("name", None, "Of the job; the last part of --workdir without it.")
+    flags.DEFINE_string("module", None, "What every task runs instead of launch.train.")
+    flags.DEFINE_boolean("dry_run", False, "Print the batch file, and submit nothing.")
+    command.run(main, errors=(ConfigError, config_file.ConfigFileError, OSError))

@@ -1,0 +1,159 @@
+"""Elastic runs with real processes: they die, freeze and come back, and the others go on."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+
+from tests.cluster_test import why_not
+from tests.local_test import ROOT, TIMEOUT_S, command_lines, trainers, wait_for
+
+SLOTS, HEARTBEAT_S = 4, 2.0
+HEARTBEAT = f"--config.elastic.heartbeat_s={HEARTBEAT_S}"
+
+
+def launch(workdir, *options, steps=1_000_000, shorthand="topology=one_peer_exponential", log=20):
+    """An elastic run of quadratics, whose steps take milliseconds."""
+    config = f"--config=configs/quadratics.py:workers={SLOTS},simulate=false,{shorthand},steps={steps}"
+    fields = [f"--config.log_every={log}", f"--config.eval.every={steps}", "--config.checkpoint.every=2000", HEARTBEAT]
+    line = [sys.executable, "-m", "launch.local", f"--num_processes={SLOTS}", "--elastic", *options]
+    line += ["--", config, *fields, f"--workdir={workdir}"]
+    workdir.parent.mkdir(exist_ok=True)
+    with errors_of(workdir).open("w") as errors:  # A pipe that nobody reads would fill up.
+        return subprocess.Popen(line, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=errors)
+
+
+def errors_of(workdir):
+    return workdir.parent / f"{workdir.name}.stderr"
+
+
+def ended(workdir, run, number=signal.SIGTERM):
+    """Stops a run; gives what it said."""
+    run.send_signal(number)
+    assert run.wait(TIMEOUT_S) == 128 + number
+    return errors_of(workdir).read_text()
+
+
+def rows(workdir):
+    path = workdir / "metrics.jsonl"
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def last(workdir, workers=None):
+    """The step of the last row, or of the last one with so many workers; 0: there is none."""
+    return max((row["step"] for row in rows(workdir) if workers in (None, row["workers"])), default=0)
+
+
+def until(workdir, run, workers, times):
+    """Waits until the run has gone on with so many workers so many times, and has logged a step after it; gives the seconds."""
+    begun, said = time.monotonic(), f"going on with {workers} workers"
+    wait_for(lambda: errors_of(workdir).read_text().count(said) >= times, run)
+    before = last(workdir)
+    wait_for(lambda: last(workdir) > before, run)
+    return time.monotonic() - begun
+
+
+def spares(workdir):
+    """Ids of the processes that wait to be called, or did so before."""
+    return {
+        process
+        for process, line in command_lines().items()
+        if "launch.train" in line and str(workdir) in line and "--standby" in line
+    }
+
+
+def lose(workdir, run, signals):
+    """Sends signals to the processes of places, one after the other, each when a spare process is there; gives of each the seconds
+    until the others take steps, and until all do."""
+    wait_for(lambda: last(workdir, SLOTS) > 200, run)
+    process_of, took = trainers(workdir), []
+    for times, (slot, number) in enumerate(signals, 1):
+        wait_for(lambda: spares(workdir) - {*process_of.values()}, run)
+        (spare,) = spares(workdir) - {*process_of.values()}
+        os.kill(process_of[slot], number)
+        process_of[slot] = spare
+        without_s = until(workdir, run, SLOTS - 1, times)
+        took.append((number, without_s, without_s + until(workdir, run, SLOTS, times)))
+    return took
+
+
+@pytest.fixture(scope="module")
+def story(tmp_path_factory):
+    """Every process is killed once, that of slot 0 and the one that writes among them; one freezes."""
+    workdir = tmp_path_factory.mktemp("elastic") / "run"
+    run = launch(workdir)
+    took = lose(workdir, run, ((1, signal.SIGKILL), (0, signal.SIGKILL), (2, signal.SIGSTOP)))
+    return workdir, took, ended(workdir, run)
+
+
+def test_the_others_go_on_and_whoever_comes_back_takes_part(story):
+    _, took, errors = story
+    for number, without_s, again_s in took:
+        assert without_s < (0 if number == signal.SIGKILL else HEARTBEAT_S) + HEARTBEAT_S + 3, errors
+        assert again_s < 20, errors
+    assert "Traceback" not in errors
+    for slot in (1, 0, 2):
+        assert f"process {slot} was killed by SIGKILL; another takes its place" in errors
+
+
+def test_each_step_stands_once_in_the_log(story):
+    workdir = story[0]
+    steps = [row["step"] for row in rows(workdir)]
+    assert steps == sorted(set(steps)) and np.diff(steps).max() == np.diff(steps).min() == 20
+    times = [row["time_s"] for row in rows(workdir)]
+    assert times == sorted(times)
+    assert {row["workers"] for row in rows(workdir)} <= {SLOTS - 1, SLOTS}
+
+
+def test_nothing_stays_behind(story):
+    workdir = story[0]
+    assert not [line for line in command_lines().values() if str(workdir) in line]
+
+
+def test_the_same_command_continues(story):
+    workdir, *_ = story
+    saved = last(workdir)
+    run = launch(workdir)
+    wait_for(lambda: last(workdir) > saved, run)
+    ended(workdir, run)
+    assert rows(workdir)[-1]["step"] > saved and len({row["step"] for row in rows(workdir)}) == len(rows(workdir))
+
+
+@pytest.mark.parametrize("shorthand", ["method=allreduce", "method=diloco", "topology=ring,mixer=choco,codec=int8"])
+def test_every_method_loses_a_worker_and_goes_on_learning(tmp_path, shorthand):
+    workdir = tmp_path / "run"
+    run = launch(workdir, shorthand=shorthand)
+    lose(workdir, run, ((1, signal.SIGKILL), (0, signal.SIGKILL)))
+    assert "Traceback" not in ended(workdir, run)
+    losses = [row["loss"] for row in rows(workdir)]
+    assert np.mean(losses[-5:]) < 0.9 * losses[0]  # which falls fast, and then only its noise is left
+
+
+def test_mistakes_are_told_in_one_line(tmp_path):
+    run = launch(tmp_path / "run", "--chaos=kill=9@8s")
+    assert run.wait(TIMEOUT_S) == 2
+    told = errors_of(tmp_path / "run").read_text().splitlines()
+    assert told == ["error: --chaos: kill=9: there are 4 processes, from 0 to 3"]
+
+
+@pytest.mark.skipif(bool(reason := why_not()), reason=reason or "namespaces work")
+def test_a_host_that_is_cut_off_comes_back(tmp_path):
+    """Nothing says that the link is gone but silence."""
+    name, workdir = f"cut{os.getpid()}-", tmp_path / "run"
+    config = f"--config=configs/quadratics.py:workers={SLOTS},simulate=false,topology=one_peer_exponential,steps=1000000"
+    line = [sys.executable, "-m", "launch.cluster", "run", f"--hosts={SLOTS}", "--rate=100mbit", f"--name={name}"]
+    line += ["--subnet=10.97.0.0/24", "--elastic", "--chaos=cut=0@15s+6s"]
+    fields = ["--config.log_every=50", "--config.eval.every=1000000", HEARTBEAT, f"--workdir={workdir}"]
+    with errors_of(workdir).open("w") as errors:
+        run = subprocess.Popen([*line, "--", config, *fields], cwd=ROOT, stdout=subprocess.DEVNULL, stderr=errors)
+    until(workdir, run, SLOTS - 1, 1)
+    until(workdir, run, SLOTS, 1)
+    assert "chaos: cut 0 for 6 s" in ended(workdir, run)
+    left = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
+    assert name not in left and not [line for line in command_lines().values() if str(workdir) in line]

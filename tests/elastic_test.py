@@ -1,0 +1,232 @@
+"""decjax.elastic in the threads of one process: collectives against JAX's, views, and trajectories against simulated workers."""
+
+import concurrent.futures
+import functools
+import socket
+import threading
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from configs import quadratics
+from decjax import config
+from decjax.elastic import trainer as trainer_lib
+from decjax.elastic.coordinator import Coordinator
+from decjax.elastic.membership import Excluded, Membership
+from decjax.elastic.programs import MEMBERS
+from decjax.elastic.view import Member, View, ViewChanged
+from decjax.elastic.workers import ElasticWorkers, Group
+from decjax.train.trainer import Trainer
+
+SECRET, HEARTBEAT_S = "a" * 32, 20.0  # long enough for a machine that does other things
+
+
+class Band:
+    """A coordinator and the members of a group, in threads."""
+
+    def __init__(self, slots, least=1, heartbeat_s=HEARTBEAT_S):
+        self.coordinator = Coordinator("127.0.0.1", slots, least, heartbeat_s, SECRET)
+        self.heartbeat_s, self.over = heartbeat_s, threading.Event()
+        self.thread = threading.Thread(target=self.coordinator.run, args=(self.over.is_set,), daemon=True)
+        self.thread.start()
+
+    def join(self, slot, step=0):
+        membership = Membership(self.coordinator.address, slot, self.heartbeat_s, SECRET)
+        membership.step = step
+        membership.ready(has_replica=not membership.is_late)
+        return membership
+
+    def end(self):
+        self.over.set()
+        self.thread.join()
+
+
+@pytest.fixture
+def band(request):
+    made = Band(**request.param) if hasattr(request, "param") else Band(3)
+    yield made
+    made.end()
+
+
+def together(functions):
+    """The results of functions that wait for each other."""
+    with concurrent.futures.ThreadPoolExecutor(len(functions), thread_name_prefix="member") as pool:
+        return [future.result(timeout=60) for future in [pool.submit(function) for function in functions]]
+
+
+def groups(band, slots):
+    def enter(slot):
+        group = Group(band.join(slot))
+        group.enter()
+        return group
+
+    return together([functools.partial(enter, slot) for slot in slots])
+
+
+def collect(axis, n, x):
+    """Something of every collective."""
+    pairs = [(k, (k + 1) % n) for k in range(n - 1)]
+    return {
+        "exchanged": axis.exchange(x, pairs),
+        "narrow": axis.exchange(x.astype(jnp.bfloat16), pairs),
+        "mean": axis.mean(jnp.sin(x)),
+        "wired": axis.mean(x, jnp.bfloat16),
+        "gathered": axis.all_gather(x * axis.index),
+        "scattered": axis.all_to_all(jnp.stack([x + k for k in range(n)])),
+        "twice": axis.sum(jnp.cos(axis.sum(x))),
+        "shared": axis.gather(axis.scatter_mean(jnp.tile(x, n), n) * 2, n),
+    }
+
+
+def test_collectives_are_those_of_jax(band):
+    n, size = 3, 7
+    x = np.random.default_rng(0).normal(size=(n, size)).astype(np.float32)
+
+    def member(group):
+        workers = ElasticWorkers(n, 1, None, group=group)
+        run = workers.jit(functools.partial(collect, MEMBERS, n), (0,))
+        return run(workers.build(lambda worker: x[worker]))
+
+    from decjax.mesh.axis import SIMULATED
+
+    found = together([functools.partial(member, group) for group in groups(band, range(n))])
+    expected = jax.vmap(functools.partial(collect, SIMULATED, n), axis_name=SIMULATED.name)(x)
+    for worker, own in enumerate(found):
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a[0], b[worker], rtol=1e-5, atol=1e-6), own, expected)
+    for name in ("mean", "wired", "twice"):
+        assert all((own[name] == found[0][name]).all() for own in found)
+
+
+def next_views(*memberships):
+    return together([membership.next_view for membership in memberships])
+
+
+def test_views_follow_who_leaves_and_who_comes(band):
+    members = [band.join(slot) for slot in range(3)]
+    first = next_views(*members)
+    assert first[0] == first[1] == first[2] and [member.slot for member in first[0].members] == [0, 1, 2]
+    for step, membership in enumerate(members):
+        membership.step = 10 + step
+    members[0].close()
+    second = next_views(*members[1:])
+    assert second[0] == second[1] and second[0].step == 12 and second[0].number == 2
+    assert second[0].block == 12 * 3 and [member.slot for member in second[0].members] == [1, 2]
+    late = band.join(0)
+    assert late.is_late
+    third = next_views(late, *members[1:])
+    assert third[0] == third[1] == third[2] and third[0].fresh == (0,) and third[0].source.slot == 1
+    assert third[0].step == 12 and third[0].block == 12 * 3
+
+
+def test_whoever_waits_for_one_that_is_gone_is_told(band):
+    one, two, three = groups(band, range(3))
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        waiting = pool.submit(one.channel.exchange, np.ones(3), None, 1)
+        time.sleep(0.2)
+        assert not waiting.done()
+        two.membership.close()
+        with pytest.raises(ViewChanged):
+            waiting.result(timeout=10)
+    together([one.enter, three.enter])
+    together(
+        [
+            functools.partial(one.channel.exchange, np.ones(3), 1, None),
+            functools.partial(three.channel.exchange, np.ones(3), None, 0),
+        ]
+    )
+
+
+@pytest.mark.parametrize("band", [{"slots": 3, "heartbeat_s": 1.5}], indirect=True)
+def test_silence_is_noticed(band, monkeypatch):
+    members = [band.join(slot) for slot in range(3)]
+    next_views(*members)
+    begun = time.monotonic()
+    monkeypatch.setattr(members[2], "_say", lambda **what: None)  # As if it was frozen.
+    views = next_views(*members[:2])
+    assert [member.slot for member in views[0].members] == [0, 1] and time.monotonic() - begun < 3 * band.heartbeat_s
+    with pytest.raises(Excluded):
+        members[2].next_view()
+
+
+@pytest.mark.parametrize("slots", [1, 4])
+def test_batches_are_taken_in_order_by_whoever_there_is(slots):
+    taken, view = [], View(1, 0, tuple(Member(slot, "", "", 0) for slot in range(4)))
+    for living, steps in ((4, 3), (3, 5), (4, 2)):
+        members = view.members[:living] if living < 4 else tuple(Member(slot, "", "", 0) for slot in range(4))
+        view = view._replace(members=members)
+        taken += [view.batch_of(index, view.step + k, slots) for k in range(steps) for index in range(living)]
+        view = view._replace(step=view.step + steps, block=view.block + steps * living)
+    assert taken == [(number % slots, number // slots) for number in range(4 * 3 + 3 * 5 + 4 * 2)]
+
+
+def spec(shorthand, n):
+    return config.resolve(quadratics.get_config(f"workers={n},simulate=false,{shorthand}"), n)
+
+
+@pytest.mark.parametrize(
+    "shorthand",
+    [
+        "topology=one_peer_exponential",
+        "topology=ring,codec=int8",
+        "method=allreduce",
+        "method=diloco",
+        "topology=ring,mixer=choco,codec=int8",
+    ],
+)
+def test_members_take_the_steps_of_simulated_workers(shorthand, band):
+    n, steps = 3, 6
+    told = spec(shorthand, n)
+
+    def member(group):
+        trainer = trainer_lib.Trainers(told, group).of(len(group.view.members))
+        state = trainer.init()
+        for step in range(steps):
+            state, _ = trainer.step(state, trainer.batch(step), step)
+        return trainer.workers.fetch(state.params), trainer.consensus_distance(state), trainer.average(state)[0]
+
+    found = together([functools.partial(member, group) for group in groups(band, range(n))])
+    simulated = Trainer(told._replace(simulate=True))
+    state = simulated.init()
+    for step in range(steps):
+        state, _ = simulated.step(state, simulated.batch(step), step)
+    expected = simulated.workers.fetch(state.params), simulated.consensus_distance(state), simulated.average(state)[0]
+    for own in found:
+        jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), own, expected)
+
+
+def test_strangers_change_nothing(band):
+    one, two, three = groups(band, range(3))
+    for address in (band.coordinator.address, one.membership.transport.address):
+        for said in (
+            b"",
+            b"GET / HTTP/1.1\r\n\r\n",
+            b"\0" * 1000,
+            b'{"secret": "guessed", "slot": 0, "life": "", "host": "", "port": 1}\n',
+        ):
+            with socket.create_connection(address) as connection:
+                connection.sendall(said)
+    time.sleep(0.3)
+    swapped = together(
+        [functools.partial(one.channel.exchange, np.ones(3), 1, 1), functools.partial(two.channel.exchange, np.zeros(3), 0, 0)]
+    )
+    assert [x.sum() for x in swapped] == [0, 3] and not three.membership.is_changing
+
+
+def test_what_is_compiled_is_kept_when_a_member_leaves(band):
+    """Only what depends on the number of workers is compiled again."""
+
+    def step(group, told=spec("topology=one_peer_exponential", 3)):
+        trainer = trainer_lib.Trainers(told, group).of(len(group.view.members))
+        state = trainer.init()
+        state, _ = trainer.step(state, trainer.batch(0), 0)
+        return len(group.compiled)
+
+    one, two, three = groups(band, range(3))
+    before = together([functools.partial(step, group) for group in (one, two, three)])
+    three.membership.close()
+    together([one.enter, two.enter])
+    after = together([functools.partial(step, group) for group in (one, two)])
+    assert after[0] - before[0] <= before[0] // 2

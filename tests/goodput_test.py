@@ -1,0 +1,83 @@
+"""experiments/goodput: what its events tell; experiments/crashes: runs that are killed and end as others."""
+
+import io
+import json
+
+import pytest
+
+from experiments import crashes, goodput
+from experiments.goodput import Event
+from tests import commands
+
+
+class Notes(list):
+    def __call__(self, kind, value):
+        self.append((kind, value))
+
+
+def test_a_launchers_words_become_events():
+    notes, said = (
+        Notes(),
+        [
+            "chaos: kill 2",
+            "process 2 was killed by SIGKILL; another takes its place",
+            "step 120: going on with 3 workers: 0, 1, 3",
+            "[Gloo] Rank 0 is connected",
+            "step 140: going on with 4 workers: 0, 1, 2, 3",
+        ],
+    )
+    goodput.listen(io.StringIO("\n".join(said) + "\n"), notes)
+    assert notes == [("death", [2]), ("start", [2]), ("view", [0, 1, 3]), ("view", [0, 1, 2, 3])]
+
+
+def test_steps_and_participation_of_a_storm():
+    """One of four dies after 10 s; the others go on 1 s later, it lives again at once and takes part after 5 s."""
+    events = [
+        Event(0, "start", [0, 1, 2, 3]),
+        Event(5, "row", [10, 3.0, 4]),
+        Event(15, "death", [2]),
+        Event(15, "start", [2]),
+        Event(16, "view", [0, 1, 3]),
+        Event(20, "view", [0, 1, 2, 3]),
+        Event(25, "row", [50, 2.0, 4]),
+        Event(30, "stop", [0, 1, 2, 3]),
+    ]
+    found = goodput.figures(events)
+    assert found.steps_per_s == pytest.approx(40 / 20) and found.each_per_s == pytest.approx(4 * 40 / (4 * 20))
+    assert found.participation == pytest.approx((4 * 10 + 3 * 5 + 4 * 5) / (4 * 20))
+    assert (found.resumed_s, found.whole_s) == ([1], [5])
+
+
+def test_a_run_that_starts_again_takes_part_from_its_next_new_step_on():
+    events = [
+        Event(0, "start", [0, 1, 2, 3]),
+        Event(10, "row", [20, 3.0, 4]),
+        Event(20, "row", [40, 3.0, 4]),
+        Event(22, "death", [1]),
+        Event(23, "stop", [0, 1, 2, 3]),
+        Event(24, "start", [0, 1, 2, 3]),
+        Event(44, "row", [60, 2.5, 4]),
+        Event(50, "row", [80, 2.0, 4]),
+    ]
+    found = goodput.figures(events)
+    assert found.steps_per_s == pytest.approx(60 / 40) and (found.resumed_s, found.whole_s) == ([22], [22])
+    living, part = 4 * 12 + 3 + 4 * 26, 4 * 12 + 3 + 4 * 6
+    assert found.participation == pytest.approx(part / living)
+
+
+def test_what_cannot_be_measured_is_refused_in_one_line(tmp_path):
+    done = commands.run("experiments.goodput", f"--out={tmp_path}", "--row=gossip with tea")
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1 and "gossip with tea" in done.stderr
+
+
+@pytest.mark.parametrize("row", ["AccumAdam", "choco", "all-reduce, one step stale", "DiLoCo"])
+def test_killed_runs_end_like_others(tmp_path, row):
+    done = commands.run("experiments.crashes", f"--out={tmp_path}", "--kills=2", f"--row={row}")
+    assert done.returncode == 0, done.stdout + done.stderr
+    (cells,) = [line.split("|") for line in done.stdout.splitlines() if line.startswith(f"| {row} ")]
+    assert [cells[2].strip(), cells[4].strip(), cells[5].strip()] == ["2", "yes", "yes"]
+
+
+def test_rows_without_times(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1, "loss": 2.0, "time_s": 3.0, "steps_per_s": 4.0}) + "\n")
+    assert crashes.untimed(crashes.trial(crashes.ROWS[0], tmp_path)) == [{"step": 1, "loss": 2.0}]

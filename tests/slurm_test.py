@@ -1,0 +1,171 @@
+"""launch/slurm.py: the batch file that it writes, and what it refuses."""
+
+import pathlib
+import re
+import subprocess
+
+import pytest
+
+from launch import batch_file, command, slurm
+from tests import commands
+
+TRAIN = ["--config=configs/quadratics.py:workers=0,simulate=false", "--workdir=runs/q"]
+
+
+def job(**changed):
+    usual = dict(name="q", folder=pathlib.Path("runs/q/slurm"), arguments=TRAIN, typed="python -m launch.slurm …")
+    return batch_file.Job(**usual | dict(nodes=4, gpus_per_node=8, time="04:00:00") | changed)
+
+
+def lines(found, start):
+    """Lines of a file that begin with a word, those that a backslash continues joined."""
+    return [line for line in batch_file.text(found).replace("\\\n", " ").splitlines() if line.startswith(start)]
+
+
+def options(found):
+    return [line.split(maxsplit=1)[1] for line in lines(found, "#SBATCH")]
+
+
+def written(*arguments, passed=TRAIN, code=0):
+    done = commands.run("launch.slurm", "--dry_run", "--time=04:00:00", *arguments, "--", *passed)
+    assert done.returncode == code, done.stderr
+    return done.stdout if code == 0 else done.stderr
+
+
+# -- The file ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_task_a_node_with_all_of_its_gpus():
+    assert options(job()) == [
+        "--job-name=q",
+        "--nodes=4",
+        "--ntasks-per-node=1",
+        "--gpus-per-node=8",
+        "--exclusive",
+        "--mem=0",
+        "--time=04:00:00",
+        "--signal=TERM@180",
+        "--requeue",
+        "--open-mode=append",
+        "--output=runs/q/slurm/%j.log",
+    ]
+    (start,) = lines(job(), "srun")
+    program = r"\S+/python\S* -m launch\.train +--config=\S+ +--workdir=runs/q$"
+    assert re.search(rf"--cpu-bind=none .*--output=runs/q/slurm/%j\.%t\.log +{program}", start)
+
+
+def test_a_task_a_gpu():
+    found = job(tasks_per_node=8, cpus_per_task=12)
+    assert {"--ntasks-per-node=8", "--gpus-per-node=8", "--cpus-per-task=12"} <= set(
+        options(found)
+    ) and "--exclusive" not in options(found)
+    assert "--cpus-per-task=12" in lines(found, "srun")[0]  # Which Slurm 22.05 no longer takes from the job.
+
+
+def test_containers_setup_and_more_options():
+    pyxis = job(container="--container-image=nvcr.io/jax:1 --container-mounts=/data", setup="module load python")
+    assert re.search(
+        r"log +--container-image=nvcr.io/jax:1 --container-mounts=/data +python -m launch.train", lines(pyxis, "srun")[0]
+    )
+    assert lines(pyxis, "module load python")
+    assert (
+        " apptainer exec --nv decjax.sif python -m launch.train"
+        in lines(job(container="apptainer exec --nv decjax.sif"), "srun")[0]
+    )
+    assert {"--partition=gpu", "--account=me"} <= set(options(job(sbatch="--partition=gpu --account=me")))
+    assert "--exclude=n[3-4]" in options(job(exclude="n[3-4]"))
+
+
+def test_a_sweep_is_a_job_array():
+    passed = ["--config=configs/lm.py", "--sweep=seed=0,1", "--workdir=runs/s"]
+    found = written("--nodes=1", "--gpus_per_node=1", "--array=0-7%2", passed=passed)
+    assert "#SBATCH --array=0-7%2\n" in found and "--output=runs/s/slurm/%A_%a.log" in found
+    assert re.search(r'-m launch\.sweep \\\n.* \\\n +--index="\$SLURM_ARRAY_TASK_ID"\n', found, re.DOTALL)
+    assert 'sbatch --array="$SLURM_ARRAY_TASK_ID"' in found
+
+
+def test_the_command_prints_the_file_and_finds_the_size_of_a_node():
+    found = written("--nodes=4", "--gpus_per_node=8", "--exclude=n7")
+    assert found.startswith("#!/bin/bash\n# Written by: python -m launch.slurm")
+    assert "--config.local_size=8\n" in found and "--job-name=q\n" in found and "DECJAX_EXCLUDE:-n7}" in found
+    assert not pathlib.Path(commands.ROOT, "runs/q").exists()
+    assert "--config.local_size=2\n" in written("--nodes=4", "--tasks_per_node=2")
+    for given in (("--nodes=1", "--gpus_per_node=8"), ("--nodes=4", "--gpus_per_node=1")):
+        assert "local_size" not in written(*given)
+
+
+def end(tmp_path, code, tries="", bad=(), alive=True, refused=False):
+    """What a file does when its tasks have ended with an exit code: its own, and the commands of Slurm that it gives."""
+    probed = "|".join(f"*nodelist={node}*" for node in bad) or "none"
+    for name, text in {
+        "srun": f'case "$*" in *--overlap*) case "$*" in {probed}) exit 1;; esac;; *) exit {code};; esac',
+        "scontrol": 'if [ "$1" = show ]; then printf "n1\\nn2\\nn3\\n"; else echo "scontrol $*" >>said; fi',
+        "squeue": "echo 7" if alive else "true",
+        "sbatch": f'echo "TRIES=$DECJAX_TRIES sbatch $*" >>said; exit {int(refused)}',
+        "timeout": 'shift; exec "$@"',
+    }.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    (tmp_path / "said").write_text("")
+    (tmp_path / "job.sh").write_text(batch_file.text(job(gpus_per_node=0, exclude="n9")))
+    environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-3]"}
+    environment |= {"DECJAX_TRIES": tries} if tries else {}
+    done = subprocess.run(["bash", "job.sh"], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    return done.returncode, (tmp_path / "said").read_text().splitlines()
+
+
+@pytest.mark.parametrize("code", [0, 2, 4])
+def test_a_run_that_is_finished_or_wrong_is_over(tmp_path, code):
+    assert end(tmp_path, code) == (code, [])
+
+
+def test_a_run_that_has_saved_comes_back_unless_it_was_cancelled(tmp_path):
+    assert end(tmp_path, 143) == (143, ["scontrol requeue 7"])
+    assert end(tmp_path, 143, alive=False) == (143, []) and end(tmp_path, 137, alive=False) == (137, [])
+
+
+def test_after_a_failure_it_goes_on_without_the_nodes_that_are_not_well(tmp_path):
+    again = "TRIES=1 sbatch --exclude=n9 runs/q/slurm/job.sh"
+    assert end(tmp_path, 137) == (137, [again])
+    assert end(tmp_path, 3, bad=["n2"]) == (3, [again.replace("n9", "n9,n2")])
+    assert end(tmp_path, 3, tries="3") == (3, [])
+    # Without the node there are too few: it waits in the queue until they are well.
+    assert end(tmp_path, 3, tries="1", refused=True)[1] == [again.replace("=1", "=2"), "scontrol requeue 7"]
+
+
+# -- What is refused --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "arguments, problem",
+    [
+        (["--nodes=0"], "--nodes=0: must be at least 1"),
+        (["--nodes=2", "--gpus_per_node=8", "--tasks_per_node=3"], "--tasks_per_node=3: must divide --gpus_per_node=8"),
+        (["--nodes=2", "--time=4h"], "--time=4h: must be as Slurm writes it"),
+        (["--nodes=2", "--time=3"], "--save_s=180: must be more than 0, and a minute less than --time=3"),
+        (["--nodes=1", "--array=all"], "--array=all"),
+        (["--nodes=2", "--array=0-7"], "--array with 2 tasks: a member of a sweep has one"),
+        (["--nodes=2", "--module=launch.sweep"], "--array is missing"),
+        (
+            ["--nodes=2", "--gpus_per_node=8"],
+            "config.workers=4 on 2 nodes × 8 GPUs: every GPU must belong to a worker.*use workers=16",
+        ),
+    ],
+)
+def test_mistakes_are_told_before_the_job_waits(arguments, problem):
+    told = written(*arguments, passed=["--config=configs/quadratics.py:workers=4,simulate=false", "--workdir=runs/q"], code=2)
+    assert re.fullmatch(rf"error: .*{problem}.*\n", told) if "config." in problem else problem in told and told.count("\n") == 1
+
+
+def test_without_slurm_it_says_so(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(command.UserError, match="sbatch not found.*--dry_run"):
+        slurm.submit(job(folder=tmp_path / "slurm"))
+
+
+@pytest.mark.parametrize(
+    "text, expected",
+    [("90", 5400), ("90:30", 5430), ("04:00:00", 14400), ("1-12", 129600), ("1-12:30", 131400), ("1-00:00:05", 86405)],
+)
+def test_times_as_slurm_writes_them(text, expected):
+    assert slurm.seconds(text) == expected
