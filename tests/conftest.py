@@ -11,17 +11,21 @@ from the cache:
 Tests that take long are listed in tests/slow.txt and marked `slow`.
 """
 
+import contextlib
 import ctypes
 import gc
 import importlib.metadata
 import os
 import pathlib
+import re
 import resource
 import shutil
+import signal
 import tempfile
 
 _OWNER = "PYTEST_XDIST_WORKER" not in os.environ  # The process that starts the others.
 AS_USERS = os.environ.get("DECJAX_TEST_COMPILE") == "users"
+COMMANDS = re.compile(rb"-m\0(launch|experiments)\.")
 MOST_MB = 1500  # of memory, in each process that runs tests
 if _OWNER:
     os.environ["JAX_COMPILATION_CACHE_DIR"] = os.environ.get("DECJAX_TEST_CACHE") or tempfile.mkdtemp(prefix="decjax-tests-")
@@ -69,6 +73,17 @@ def forgotten_programs():
     gc.collect()
     if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
         trim(0)  # Else the C library keeps what programs took.
+
+
+@pytest.fixture(scope="module", autouse=True)
+def nothing_left_running():
+    """Commands that a failed test left behind would slow down all others."""
+    yield
+    for entry in pathlib.Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # It has ended meanwhile.
+            parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+            if parent == os.getpid() and COMMANDS.search((entry / "cmdline").read_bytes()):
+                os.kill(int(entry.name), signal.SIGKILL)  # Those that it started end with it.
 
 
 @pytest.fixture(scope="module")

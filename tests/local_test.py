@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-TIMEOUT_S = 600
+TIMEOUT_S = 300
 STEPS = 160  # Checkpoints at every tenth: it is still running when it is killed, however late that is.
 TINY = (
     "--config.model.depth=1",

@@ -24,7 +24,7 @@ FORMS = [
     "workers=4,method=diloco,every=2",
 ]
 # The compiler's own collectives, of which the order is open.
-DIVIDED = ["workers=2,tensor=2", "workers=2,stages=2,microbatches=2,tensor=2"]
+DIVIDED = ["workers=2,tensor=2"]
 
 
 def losses(form, folder, dump=None):
