@@ -6,9 +6,11 @@ import socket
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 
 from launch import accelerators, command, place
+from tests import commands
 from tests.cluster_test import NAME, needs_namespaces
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -145,6 +147,34 @@ def test_gpus_that_nobody_uses_are_refused(environment, used, platform, problem)
     else:
         with pytest.raises(command.UserError, match=problem):
             place.check_devices(place.told(environment), environment, used, platform)
+
+
+def emulated(environment):
+    """What becomes of a task on a node of eight GPUs: launch.join and jax.distributed are real, the GPUs and the other tasks are not."""
+    return commands.run("tests.emulated_gpus", **{"JAX_PLATFORMS": ""} | environment)
+
+
+@pytest.mark.parametrize("tasks", [1, 8, 2], ids=["1 task × 8 GPUs", "8 tasks × 1 GPU", "2 tasks × 4 GPUs"])
+def test_jax_has_all_gpus_of_the_node(tasks):
+    done = [emulated(environment) for environment in each(tasks)]
+    assert [one.returncode for one in done] == [0] * tasks, done[0].stderr
+    assert [one.stdout.split() for one in done] == np.arange(8).reshape(tasks, -1).astype(str).tolist()
+
+
+@pytest.mark.parametrize(
+    "environment, problem",
+    [
+        (srun(1, 1, 0, CUDA_VISIBLE_DEVICES="3"), "its 1 task uses 1: let a task see all GPUs of its node (--gpus-per-node"),
+        (srun(1, 1, 0, JAX_LOCAL_DEVICE_IDS="0,1"), "its 1 task uses 2: let a task see all GPUs"),
+        (srun(5, 1, 1, "4(x4)", CUDA_VISIBLE_DEVICES="1"), "its 4 tasks use 4: let a task see all GPUs"),
+    ],
+    ids=["bound", "JAX_LOCAL_DEVICE_IDS", "tasks that are bound"],
+)
+def test_a_run_that_sees_fewer_gpus_than_its_node_has_is_refused(environment, problem):
+    done = emulated(environment)
+    (line,) = done.stderr.splitlines()
+    assert done.returncode == 2 and line.startswith(f"error: node n2 has 8 GPUs, and {problem}")
+    assert "or start a task a GPU (--ntasks-per-node=8)" in line
 
 
 # -- GPUs of a group on one machine -----------------------------------------------------------------------------------
