@@ -13,6 +13,9 @@ EXISTS = {
     "one_peer_torus": (lambda n: n % 4 == 0, "even"),
     "alternating_exponential_ring": (lambda n: bin(n).count("1") == 1, "2^r"),
     "hypercube": (lambda n: bin(n).count("1") == 1, "power of two"),
+    "grid": (lambda n: any(n % r == 0 for r in range(2, math.isqrt(n) + 1)), "sides of at least 2"),
+    "inner_outer_ring": (lambda n: any(n % L == 0 for L in range(3, n // 2 + 1)), "local_size >= 3"),
+    "inner_outer_exponential": (lambda n: any(n % L == 0 for L in range(3, n // 2 + 1)), "local_size >= 3"),
     "hierarchical": (lambda n: n % 2 == 0, "multiple of local_size=2"),
 }
 

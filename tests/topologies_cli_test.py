@@ -45,9 +45,9 @@ def test_options_reach_the_topologies_that_have_them():
     "option, value, refused",
     [
         ("k", 0, {"base_k"}),
-        ("p", 2.0, {"erdos_renyi"}),
-        ("local_size", 5, {"alternating_exponential_ring", "hierarchical"}),
-        ("shape", ("a", "b"), {"torus", "one_peer_torus"}),
+        ("p", 2.0, {"erdos_renyi", "erdos_renyi_digraph"}),
+        ("local_size", 5, {"alternating_exponential_ring", "hierarchical", "inner_outer_ring", "inner_outer_exponential"}),
+        ("shape", ("a", "b"), {"torus", "one_peer_torus", "grid"}),
         ("outer", "moebius", {"hierarchical"}),
         ("degree", 100, None),
         ("seed", -1, None),

@@ -9,7 +9,7 @@ from decjax import registry
 from decjax import topology as tp
 from tests.graphs import EXISTS, SIZES, dense, exists
 
-DIRECTED_MASS = ("random_digraph",)  # column-stochastic only
+DIRECTED_MASS = ("random_digraph", "erdos_renyi_digraph")  # column-stochastic only
 
 
 @pytest.mark.parametrize("name", tp.names())
