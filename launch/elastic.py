@@ -26,7 +26,7 @@ from decjax.elastic.view import View
 from launch import accelerators, chaos, command, config_file, processes
 
 SECRET = "DECJAX_ELASTIC_SECRET"  # the environment's variable
-PAUSE_S = 1.0  # before a process is started again that never took part; twice as long each time
+PAUSE_S = 1.0  # before a process is started again that never took part, or a spare one; twice as long each time
 MOST_PAUSE_S = 30.0
 MOST_ERRORS = 3  # of processes that take a place one after the other, with an error of their own
 
@@ -65,6 +65,11 @@ class Box(NamedTuple):
     per_host: int = 0
 
 
+def _pause_s(failures: int) -> float:
+    """Before a process is started again, after so many others that did nothing useful."""
+    return min(PAUSE_S * 2 ** (failures - 1), MOST_PAUSE_S) if failures else 0.0
+
+
 class _Starter:
     """Starts the processes of all places, and holds a spare one on each host.
 
@@ -87,21 +92,28 @@ class _Starter:
         self._stack, self._lines, self._spare_lines, self._environments = stack, lines, spare_lines, environments
         self._per_host = per_host
         self._spares: dict[int, processes.Child] = {}
+        self._ends: dict[int, tuple[int, float]] = {}  # of a host's spares that ended by themselves: how many, when to try again
         stack.callback(lambda: processes.send([*self._spares.values()], signal.SIGKILL))
 
     def __call__(self, index: int) -> processes.Child:
         """A process for a place: the host's spare one, or a new one."""
-        spare = self._spares.pop(index // self._per_host, None)
+        host = index // self._per_host
+        spare = self._spares.pop(host, None)
         if spare and spare.living():
+            self._ends.pop(host, None)
             with contextlib.suppress(BrokenPipeError), spare.process.stdin as call:  # pyright: ignore[reportOptionalContextManager]
                 call.write(json.dumps({"process_index": index, "environment": self._environments[index]}) + "\n")
             return spare
         return self._start(self._lines[index], self._environments[index])
 
     def hold_spares(self) -> None:
-        """Starts those that are missing."""
+        """Starts those that are missing, and others for those that have ended by themselves, though not again and again."""
         for host in range(math.ceil(len(self._lines) / self._per_host)):
-            if host not in self._spares:
+            ends, again_at = self._ends.get(host, (0, 0.0))
+            if host in self._spares and not self._spares[host].living():
+                self._spares.pop(host).log.close()
+                self._ends[host] = ends + 1, time.monotonic() + _pause_s(ends)
+            elif host not in self._spares and time.monotonic() >= again_at:
                 first = host * self._per_host
                 options: dict[str, Any] = dict(stdin=subprocess.PIPE, text=True)
                 self._spares[host] = self._start(self._spare_lines[first], self._environments[first], **options)
@@ -131,8 +143,7 @@ class _Slot:
 
     def ended(self) -> None:
         """Plans the next start: at once, unless processes end again and again before they take part."""
-        pause_s = min(PAUSE_S * 2 ** (self.failures - 1), MOST_PAUSE_S) if self.failures else 0.0
-        self.again_at, self.failures = time.monotonic() + pause_s, self.failures + 1
+        self.again_at, self.failures = time.monotonic() + _pause_s(self.failures), self.failures + 1
 
     def restart_when_due(self) -> None:
         if self.again_at is not None and time.monotonic() >= self.again_at:
@@ -161,7 +172,7 @@ def run_together(
     count = len(command_lines([]))
     coordinator = box.listening(lambda: Coordinator(host, count, given.min_workers, given.heartbeat_s, shared, _say_view))
     options = [f"--elastic={':'.join(map(str, coordinator.address))}"]
-    lines, spare_lines = command_lines(options), command_lines([*options, "--standby"])
+    lines, spare_lines = command_lines(options), command_lines([*options, processes.STANDBY])
     with contextlib.ExitStack() as stack:
         caught = stack.enter_context(processes.caught_signals())
         stack.enter_context(_serving(coordinator))

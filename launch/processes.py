@@ -28,6 +28,7 @@ TRAIN = "launch.train"
 GRACE_S = 15  # between SIGTERM and SIGKILL, once a process has died: well below a minute
 POLL_S = 0.1
 LAST_LINES = 20
+STANDBY = "--standby"  # the flag of a spare process
 LOST_CONTACT = (3, -signal.SIGABRT)  # how a process ends that noticed the end of another: launch.join, or JAX itself
 _BY_JAX = re.compile("coordination service|distributed service|heartbeat", re.IGNORECASE)  # in what it says before it aborts
 _SHOW_CURSOR = "\x1b[?25h"
@@ -167,9 +168,11 @@ def members(module: str, arguments: Sequence[str], num_processes: int, address: 
 
 
 def elastic_members(module: str, arguments: Sequence[str], num_processes: int, options: Sequence[str]) -> list[list[str]]:
-    """Command lines of the members of an elastic run; `options` are the coordinator's."""
+    """Command lines of the members of an elastic run; `options` are the coordinator's. With `STANDBY` among them they name no place:
+    a spare process is told later which one is its own."""
     together = [*options, f"--num_processes={num_processes}"]
-    return [python(module, [*together, f"--process_index={index}", *arguments]) for index in range(num_processes)]
+    places = [[] if STANDBY in options else [f"--process_index={index}"] for index in range(num_processes)]
+    return [python(module, [*together, *place, *arguments]) for place in places]
 
 
 def run_together(

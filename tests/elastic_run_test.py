@@ -124,6 +124,17 @@ def test_the_same_command_continues(story):
     assert rows(workdir)[-1]["step"] > saved and len({row["step"] for row in rows(workdir)}) == len(rows(workdir))
 
 
+def test_a_spare_process_that_ends_is_replaced_and_is_named_for_no_place(tmp_path):
+    workdir = tmp_path / "run"
+    run = launch(workdir)
+    wait_for(lambda: spares(workdir), run)
+    (first,) = spares(workdir)
+    assert "--process_index" not in command_lines()[first]
+    os.kill(first, signal.SIGKILL)
+    wait_for(lambda: spares(workdir) - {first}, run)  # and no place becomes free meanwhile
+    assert "another takes its place" not in ended(workdir, run)
+
+
 @pytest.mark.parametrize("shorthand", ["method=allreduce", "method=diloco", "topology=ring,mixer=choco,codec=int8"])
 def test_every_method_loses_a_worker_and_goes_on_learning(tmp_path, shorthand):
     workdir = tmp_path / "run"

@@ -10,6 +10,7 @@ import os
 import pathlib
 import re
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from experiments.crashes import last_state
 from launch import place
 from tests import commands
 from tests.commands import ROOT
+from tests.local_test import command_lines
 from tests.tiny_runs import rows
 
 BOX = ROOT / "tests/slurm_box.sh"
@@ -102,6 +104,16 @@ def nodes_of(job):
 
 def logs(workdir):
     return "\n".join(f"== {path}\n{path.read_text()}" for path in sorted((workdir / "slurm").glob("*.log")))
+
+
+def task(workdir, index):
+    """The process id of a task of a run."""
+    for process, line in command_lines().items():
+        if "-m launch.train" in line and str(workdir) in line and "srun" not in line:
+            found = pathlib.Path(f"/proc/{process}/environ").read_text().split("\0")
+            if f"SLURM_PROCID={index}" in found:
+                return process
+    raise LookupError(index)
 
 
 def wait_for(condition, workdir):
@@ -191,12 +203,18 @@ def test_it_ends_with_the_numbers_of_a_run_that_nobody_disturbed(story, undistur
     assert ours == theirs and [step for step, _ in ours] == list(range(LOG, STEPS + 1, LOG))
 
 
-def test_a_job_that_is_cancelled_does_not_come_back(box, tmp_path):
+def test_after_the_death_of_a_task_another_job_goes_on_and_once_cancelled_none_does(box, tmp_path):
+    workdir = tmp_path / "run"
     (slowly := tmp_path / "slowly").touch()
-    job = submit(tmp_path / "run", "--nodes=2", "--time=60", passed=paced(slowly))
-    runs_on(job, tmp_path / "run", 0)
+    job = submit(workdir, "--nodes=2", "--time=60", passed=paced(slowly))
+    runs_on(job, workdir, 0)
+    os.kill(task(workdir, 1), signal.SIGKILL)
+    wait_until(job, "FAILED", workdir)
+    assert "exit code 137; nodes that are not well: none; failure 1 of at most 4" in logs(workdir)
+    (job,) = slurm("squeue", "-h", "-o", "%i").split()
+    runs_on(job, workdir, 0)
     slurm("scancel", job)
-    wait_for(lambda: not slurm("squeue", "-h", "-j", job), tmp_path / "run")
+    wait_for(lambda: not slurm("squeue", "-h"), workdir)
     assert field(job, "JobState") == "CANCELLED" and field(job, "Restarts") == "0"
 
 
