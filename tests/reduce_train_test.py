@@ -22,6 +22,7 @@ N, STEPS = 4, 8
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 METHODS = {
     "powersgd": ("method=allreduce,reducer=powersgd,rank=1", {"reducer.start": 2}),
+    "one-sided": ("method=allreduce,reducer=powersgd_one_sided(rank=1,iterations=3)", {"reducer.start": 2}),
     "codec": ("method=allreduce,reducer=codec,codec=int8", {}),
     "low rank": ("method=allreduce,reducer=codec(form=gather),codec=low_rank(rank=1)", {}),
     "ef21": ("method=allreduce,reducer=codec(error=ef21),codec=int4(rounding=stochastic)", {}),

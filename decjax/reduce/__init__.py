@@ -18,6 +18,7 @@ would grow as a random walk.
 
 from decjax.reduce.coded import CodedState, coded, demo
 from decjax.reduce.gravac import GravacState, gravac
+from decjax.reduce.one_sided import OneSidedState, powersgd_one_sided
 from decjax.reduce.powersgd import PowerSGDState, powersgd
 from decjax.reduce.reducer import BEFORE, SILENT, Reducer, due_phase, every, first_stages, mean, start_at
 
@@ -26,6 +27,7 @@ __all__ = [
     "CodedState",
     "GravacState",
     "SILENT",
+    "OneSidedState",
     "PowerSGDState",
     "Reducer",
     "coded",
@@ -36,5 +38,6 @@ __all__ = [
     "gravac",
     "mean",
     "powersgd",
+    "powersgd_one_sided",
     "start_at",
 ]

@@ -1,0 +1,130 @@
+"""PowerSGD in iterations of one side: every message is one factor, and the next works on what is left."""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from decjax import codecs, registry
+from decjax.channel import Channel
+from decjax.codecs.codec import dot
+from decjax.reduce import low_rank
+from decjax.reduce import reducer as reducer_lib
+
+
+class OneSidedState(NamedTuple):
+    """State of `powersgd_one_sided`; one entry for each array that is compressed, in the order of the tree's leaves.
+
+    Attributes:
+        error: e_IxJ, what this worker has not sent.
+        rows, columns: the last factors p_IxR and q_JxR, the same on all workers.
+    """
+
+    error: tuple[jax.Array, ...]
+    rows: tuple[jax.Array, ...]
+    columns: tuple[jax.Array, ...]
+
+
+@registry.register(
+    "reducer",
+    "powersgd_one_sided",
+    needs="matrices",
+    messages="a thin matrix for each iteration, the rest as it is",
+    memory="1 copy, thin matrices",
+)
+def powersgd_one_sided(
+    channel: Channel = Channel(), *, rank: int = 4, iterations: int = 2, gate: float = 1.0, wire_dtype: str | None = None
+) -> reducer_lib.Reducer:
+    """PowerSGD whose K iterations each send one factor and go on with what is left, from the two sides of the matrices in turns.
+
+        A_i = G_i + e_i, Y = 0;  then K times, of the two lines in turns:
+            Q̂ = orth(Q);   P_i = A_i Q̂;     P = (1/N) Σ_i P_i;   Y ← Y + P Q̂ᵀ;   A_i ← A_i − P_i Q̂ᵀ
+            P̂ = orth(P);   Q_i = A_iᵀ P̂;    Q = (1/N) Σ_i Q_i;   Y ← Y + P̂ Qᵀ;   A_i ← A_i − P̂ Q_iᵀ
+        averaged = Y;     e_i = A_i
+
+    Symbols are those of `powersgd`. With K = 2 a step sends as many bytes as there, and both messages carry values, where
+    PowerSGD's first one only finds the basis of the second: where singular values fall fast, less is left unsent. With K = 1 a
+    step sends half of that, with K odd the next step starts with the other side. A worker sends 2(N−1)/N · R values for each row,
+    and for each column, of a matrix and iteration of that side, in K collectives per step.
+
+    Args:
+        channel: how gradients travel; its seed determines the first factors.
+        rank: R; for a matrix with a smaller side, that side.
+        iterations: K ≥ 1.
+        gate: ρ; arrays with (I + J)R ≥ ρIJ are averaged as they are. Infinity compresses all matrices.
+        wire_dtype: floating-point type in which the factors travel, such as "bfloat16"; None: that of the arithmetic.
+
+    Reference: the form of the library of PowerSGD's authors (`powersgd` on PyPI, num_iters_per_step); Vogels et al. 2019, arXiv
+    1905.13727, for the method.
+    """
+    name = "one-sided PowerSGD"
+    low_rank.check_options(name, rank, gate)
+    if iterations < 1:
+        raise ValueError(f"{name} iterations={iterations}: must be at least 1; 2 sends the bytes of 'powersgd'")
+    power = _OneSided(name, channel, rank, iterations, gate, low_rank.wire_type(name, wire_dtype))
+    turns = 1 + iterations % 2
+    return reducer_lib.Reducer(power.init, power.reduce, power.num_bytes, lambda step: step % turns, range(turns))
+
+
+@dataclasses.dataclass(frozen=True)
+class _OneSided:
+    """The functions of the reducer."""
+
+    name: str
+    channel: Channel
+    rank: int
+    iterations: int
+    gate: float
+    wire_dtype: np.dtype | None
+
+    def _plan(self, tree: Any) -> low_rank.Plan:
+        return low_rank.plan(self.name, tree, self.rank, self.gate)
+
+    def _fresh(self, shape: tuple[int, ...], i: int, side: int, dtype: Any) -> jax.Array:
+        return low_rank.first_factor(shape, self.channel.seed, 2 * i + side, dtype)
+
+    def init(self, params: Any) -> OneSidedState:
+        matrices, _, dtype = self._plan(params)
+        factors = [tuple(self._fresh((view[side], view[2]), i, side, dtype) for i, view in matrices.items()) for side in (0, 1)]
+        return OneSidedState(tuple(jnp.zeros(view[:2], dtype) for view in matrices.values()), *factors)
+
+    def reduce(self, grads: Any, state: OneSidedState, phase: int = 0) -> tuple[Any, OneSidedState]:
+        leaves, treedef = jax.tree.flatten(grads)
+        plan = self._plan(grads)
+        matrices, dense, dtype = plan
+        left = [leaves[i].reshape(I, J).astype(dtype) + e for (i, (I, J, _)), e in zip(matrices.items(), state.error)]
+        sent, factors = [jnp.zeros_like(a) for a in left], [state.rows, state.columns]
+        unsent, rest, received = [leaves[i].astype(dtype) for i in dense], [], []
+        for turn in range(phase * self.iterations, (phase + 1) * self.iterations):
+            side = (turn + 1) % 2  # of the basis: columns first
+            bases, own = self._project(plan, left, factors[side], side)
+            means, others = low_rank.means_with(unsent, own, self.channel.axis, self.wire_dtype or dtype)
+            left = [a - _spread(x, basis, side) for a, x, basis in zip(left, own, bases)]
+            sent = [y + _spread(x, basis, side) for y, x, basis in zip(sent, means, bases)]
+            factors[1 - side], rest, unsent = tuple(means), rest + others, []
+            received += means + others
+        # Equal on all workers, since it is computed from means.
+        finite = jnp.stack([jnp.isfinite(x).all() for x in received]).all()
+        for i, mean in zip((*matrices, *dense), (*(jnp.where(finite, y, jnp.nan) for y in sent), *rest)):
+            leaves[i] = mean.reshape(leaves[i].shape).astype(leaves[i].dtype)
+        new = OneSidedState(tuple(left), *factors)
+        return treedef.unflatten(leaves), jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, state)
+
+    def _project(self, plan: low_rank.Plan, left: list, factors: Any, side: int) -> tuple[list, list]:
+        """The bases of a side that the last factors span, and this worker's matrices projected on them, as they will travel."""
+        fresh = [self._fresh(factor.shape, i, side, factor.dtype) for i, factor in zip(plan.matrices, factors)]
+        bases = low_rank.orthogonalized([low_rank.unit(codecs.revived(q, new)) for q, new in zip(factors, fresh)])
+        # (BᵀA)ᵀ rather than AᵀB: compilers for CPUs transpose large matrices slowly.
+        own = [dot(a, basis) if side else dot(basis.T, a).T for a, basis in zip(left, bases)]
+        return bases, [x.astype(self.wire_dtype or plan.dtype).astype(plan.dtype) for x in own]
+
+    def num_bytes(self, params: Any, num_workers: int, phase: int = 0) -> np.ndarray:
+        sides = [turn % 2 for turn in range(phase * self.iterations, (phase + 1) * self.iterations)]
+        return low_rank.message_bytes(self._plan(params), params, num_workers, sides, self.wire_dtype)
+
+
+def _spread(factor: jax.Array, basis: jax.Array, side: int) -> jax.Array:
+    """The matrix of a factor and the basis of the columns (side 1) or rows (side 0)."""
+    return low_rank.product(factor, basis.T) if side else low_rank.product(basis, factor.T)
