@@ -47,6 +47,7 @@ from decjax.gossip.choco import beer, choco
 from decjax.gossip.coded import CompressedState
 from decjax.gossip.dcd import ReplicaState, dcd
 from decjax.gossip.deepsqueeze import deepsqueeze
+from decjax.gossip.delayed import DelayedState, delayed
 from decjax.gossip.exact import exact
 from decjax.gossip.fits import typical_contraction
 from decjax.gossip.mixer import SILENT, Mixer, damp, every, mix, mix_due
@@ -60,6 +61,7 @@ __all__ = [
     "Mixer",
     "PowerState",
     "PushSumState",
+    "DelayedState",
     "ReplicaState",
     "accelerated",
     "beer",
@@ -69,6 +71,7 @@ __all__ = [
     "damp",
     "dcd",
     "deepsqueeze",
+    "delayed",
     "every",
     "exact",
     "mix",
