@@ -21,10 +21,11 @@ import jax.numpy as jnp
 import optax
 
 from decjax import gossip
-from decjax.optim.decentralize import ORDERS, check_update, mix_in_step
-from decjax.optim.memories import init_memory, transient
+from decjax.optim.decentralize import check_order, check_update, mix_in_step
+from decjax.optim.memories import communicating, init_memory, transient
 
 
+@communicating
 @transient("mixer", "tracker", "gradient")
 class TrackState(NamedTuple):
     """State of `track`; tracker and gradient have the shapes of the parameters.
@@ -63,8 +64,7 @@ def track(
     Raises:
         ValueError: if the order is unknown, or the mixer changes the optimizer's step itself, as `gossip.dcd` does.
     """
-    if order not in ORDERS:
-        raise ValueError(f"order {order!r} is unknown; use one of {', '.join(ORDERS)}")
+    check_order(mixer, order)
     if mixer.settle is not None:
         raise ValueError(
             "gradient tracking also mixes trackers, for which this mixer is not made; use mixer 'exact' or 'beer', not 'dcd' or "
