@@ -125,6 +125,58 @@ def gt_nsgdm(W, rate=RATE, beta=0.9):
         y = W(2 * t + 1) @ (y + v - old)
 
 
+def relay(W, rate=RATE):
+    """RelaySGD on a static tree, message by message."""
+    tree = (W(0) != 0) & ~np.eye(N, dtype=bool)
+    edges = [(int(i), int(j)) for i, j in np.argwhere(tree)]
+    x, sums, counts = np.tile(X0, (N, 1)), dict.fromkeys(edges, np.zeros(P)), dict.fromkeys(edges, 0)
+    for _ in itertools.count():
+        half = x - rate * gradients(x)
+        others = {(i, j): [(k, to) for k, to in edges if to == i and k != j] for i, j in edges}
+        sums = {edge: half[edge[0]] + sum(sums[other] for other in others[edge]) for edge in edges}
+        counts = {edge: 1 + sum(counts[other] for other in others[edge]) for edge in edges}
+        into = [[edge for edge in edges if edge[1] == i] for i in range(N)]
+        missing = [N - sum(counts[edge] for edge in into[i]) for i in range(N)]
+        x = np.stack([(sum(sums[edge] for edge in into[i]) + missing[i] * half[i]) / N for i in range(N)])
+        yield x
+
+
+class Direction:
+    """SGD's, momentum's or Adam's direction, after as many calls."""
+
+    def __init__(self, momentum=0.0, adam=False):
+        self.momentum, self.adam, self.t, self.m, self.v = momentum, adam, 0, 0.0, 0.0
+
+    def __call__(self, g):
+        self.t += 1
+        if not self.adam:
+            self.m = self.momentum * self.m + g
+            return self.m
+        self.m, self.v = 0.9 * self.m + 0.1 * g, 0.99 * self.v + 0.01 * g**2
+        return self.m / (1 - 0.9**self.t) / (np.sqrt(self.v / (1 - 0.99**self.t)) + 1e-8)
+
+
+def sgp(W, rate=RATE, **optimizer):
+    x, y, d = np.tile(X0, (N, 1)), np.ones((N, 1)), Direction(**optimizer)
+    for t in itertools.count():
+        half = x - rate * d(gradients(x / y))
+        x, y = W(t) @ half, W(t) @ y
+        yield x / y
+
+
+def osgp(W, rate=RATE, **optimizer):
+    """A worker keeps its own share at once; what it sends arrives in the next step."""
+    x, y, d = np.tile(X0, (N, 1)), np.ones((N, 1)), Direction(**optimizer)
+    flying, flying_y = np.zeros((N, P)), np.zeros((N, 1))
+    for t in itertools.count():
+        half, own = x - rate * d(gradients(x / y)), np.diag(np.diag(W(t)))
+        x, new_y = own @ half + flying, own @ y + flying_y
+        flying, flying_y = (W(t) - own) @ half, (W(t) - own) @ y
+        y = new_y
+        assert np.isclose(y.sum() + flying_y.sum(), N)
+        yield x / y
+
+
 # -- The methods, by a config's names ---------------------------------------------------------------------------------
 
 REFERENCES = {
@@ -142,9 +194,17 @@ REFERENCES = {
     "GT-NSGDm": (gt_nsgdm, "gt_nsgdm", {}),
     "MC-DSGT": (functools.partial(mc_dsgt, rounds=2), "mc_dsgt", dict(mixer="exact(rounds=2)")),
     "MC-DSGT, R = 1": (mc_dsgt, "mc_dsgt", dict(mixer="exact")),
+    "RelaySGD": (relay, "decentralized", dict(order="atc", mixer="relay")),
 }
-STATIC_ONLY = ("exact diffusion", "D2")
-GRAPH = dict.fromkeys(REFERENCES, "ring") | {"D2": "line"}  # A ring of 8 has the eigenvalue -1/3.
+OPTIMIZERS = {"SGD": {}, "momentum": dict(momentum=0.9), "Adam": dict(adam=True)}
+NAMES = {"SGD": "sgdm(momentum=0.0)", "momentum": "sgdm", "Adam": "adam(b2=0.99)"}
+for optimizer, given in OPTIMIZERS.items():
+    of = dict(inner=NAMES[optimizer])
+    REFERENCES[f"SGP, {optimizer}"] = functools.partial(sgp, **given), "decentralized", of | dict(order="atc", mixer="push_sum")
+    REFERENCES[f"OSGP, {optimizer}"] = functools.partial(osgp, **given), "decentralized", of | dict(mixer="overlap_push_sum")
+STATIC_ONLY = ("exact diffusion", "D2", "RelaySGD")
+# A ring of 8 has the eigenvalue -1/3.
+GRAPH = {name: "random_digraph" if "SGP" in name else "ring" for name in REFERENCES} | dict.fromkeys(("D2", "RelaySGD"), "line")
 
 
 def made(name, graph="ring", rate: Any = RATE, inner="sgdm(momentum=0.0)", mixer="exact", **options):
@@ -188,6 +248,25 @@ def test_declared_bytes_are_those_of_the_compiled_program(name):
     assert (sent_N > 0).all()
 
 
+@pytest.mark.parametrize("graph", ["star", "binary_tree"])
+def test_relay_on_other_trees_is_that_of_the_paper_and_exact(graph):
+    found = Path(made("decentralized", graph, order="atc", mixer="relay"), 1000)
+    assert error(found.x[-1]) < 1e-20
+    found.x = found.x[: STEPS + 1]
+    assert_follows(found, relay(topology_lib.make(graph, N).matrix))
+
+
+@pytest.mark.parametrize("graph", ["double_binary_tree", "torus", "one_peer_ring"])
+def test_relay_finds_trees_in_any_graph(graph):
+    """Two trees, each for half of the parameters; a tree of shortest ways; one in the edges of all rounds."""
+    found = Path(made("decentralized", graph, order="atc", mixer="relay"), 1000, "devices")
+    assert error(found.x[-1]) < 1e-20
+    sent_N, declared_N = found.sent_and_declared()
+    np.testing.assert_allclose(sent_N, declared_N, rtol=1e-12)
+    messages = 2 * 7 * 8 * (2 * 3 if graph == "double_binary_tree" else P)  # Two trees of halves, padded to 3 values.
+    assert sent_N.sum() == messages
+
+
 # -- What they reach, and their limits --------------------------------------------------------------------------------
 
 
@@ -206,7 +285,7 @@ def test_momentum_amplifies_the_bias_of_different_data_and_corrections_restore_i
     assert floor("QG-DSGDm-N", 0.01) < 0.1 * large
 
 
-@pytest.mark.parametrize("name", ["exact diffusion", "D2", "GT", "GT, awc", "MC-DSGT", "MC-DSGT, R = 1"])
+@pytest.mark.parametrize("name", ["exact diffusion", "D2", "GT", "GT, awc", "MC-DSGT", "MC-DSGT, R = 1", "RelaySGD"])
 def test_corrections_without_bias_are_exact(name):
     assert floor(name, 0.1) < 1e-20
 
@@ -214,6 +293,15 @@ def test_corrections_without_bias_are_exact(name):
 @pytest.mark.parametrize("name", ["GT", "GT, awc", "MC-DSGT"])
 def test_tracking_is_exact_on_a_time_varying_graph(name):
     assert floor(name, 0.05, "one_peer_exponential") < 1e-20
+
+
+def test_several_rounds_are_exact_where_the_centre_of_a_sun_moves():
+    """On the graphs of the lower bound, where accelerated rounds are refused."""
+    graph = "sun(rounds=2)"
+    found = Path(made("mc_dsgt", graph, mixer="exact(rounds=3)"), 400)
+    assert error(found.x[-1]) < 1e-20
+    found.x = found.x[: STEPS + 1]
+    assert_follows(found, mc_dsgt(topology_lib.make(graph, N).matrix, rounds=3))
 
 
 def test_normalized_tracking_is_exact_with_steps_that_shrink():
@@ -283,6 +371,14 @@ def test_quasi_global_momentum_may_exchange_while_the_gradient_is_taken():
         ("decentlam", "ring", dict(mixer="push_sum"), "moves parameters after they are mixed.* not 'dcd' or 'push_sum'"),
         ("gt_nsgdm", "ring", dict(mixer="dcd(codec=int8)"), "also mixes trackers"),
         ("mc_dsgt", "ring", dict(mixer="push_sum"), "also mixes trackers"),
+        ("mc_dsgt", "line", dict(mixer="relay"), "also mixes trackers.* or 'relay'"),
+        ("tracking", "line", dict(order="atc", mixer="relay"), "also mixes trackers.* or 'relay'"),
+        ("decentralized", "line", dict(order="awc", mixer="relay"), "order 'awc': this mixer is made for order 'atc'; use that"),
+        ("decentralized", "exponential", dict(order="atc", mixer="relay"), "'exponential' is directed; use 'line'"),
+        ("decentralized", "hierarchical", dict(order="atc", mixer="relay"), "'hierarchical' averages inside nodes"),
+        ("decentralized", "ring", dict(order="atc", mixer="overlap_push_sum"), "made for order 'awc'"),
+        ("decentralized", "hierarchical", dict(mixer="overlap_push_sum"), "'hierarchical' averages inside nodes"),
+        ("mc_dsgt", "sun", dict(mixer="accelerated"), "accelerated gossip needs a static symmetric graph, .* 'sun' varies"),
         ("qg_dsgdm", "ring", dict(order="sync"), "order 'sync' is unknown; use one of awc, atc"),
     ],
 )

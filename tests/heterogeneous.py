@@ -67,9 +67,9 @@ class Path:
 
     def sent_and_declared(self) -> tuple[np.ndarray, np.ndarray]:
         """Bytes that each worker sends in a period, [N]: in the compiled program, and by the method's formula."""
-        declared = [
-            self.method.num_bytes(jax.ShapeDtypeStruct((P,), jnp.float64), self.method.phase(t)) for t in range(self.period)
-        ]
+        one, phases = jax.ShapeDtypeStruct((P,), jnp.float64), map(self.method.phase, range(self.period))
+        with jax.enable_x64(True):
+            declared = [self.method.num_bytes(one, phase) for phase in phases]
         return wire.bytes_sent(self._compiled.as_text(), N), np.sum(declared, axis=0)
 
 

@@ -35,6 +35,7 @@ class Mixer(NamedTuple):
             average; None: unchanged.
         weight: `weight(state) -> y_i`, a scalar: mixing preserves, and workers agree on, Σ_i y_i x_i / Σ_i y_i. None: y_i = 1.
         orders: when it can exchange: "awc", while the gradient is taken, "atc", after the step; see `decjax.optim.decentralize`.
+        keeps_mean: whether mixing leaves the mean over workers, weighted by `weight`, as it is.
         matrix: `matrix(phase) -> W`, [N, N], where mixing is x <- Wx and nothing else, up to rounding; None: otherwise.
         permutations: pairs (source, target) of workers of each message; None: those of the topology.
     """
@@ -50,6 +51,7 @@ class Mixer(NamedTuple):
     restart: Callable[[Any, Any], Any] | None = None
     weight: Callable[[Any], jax.Array] | None = None
     orders: tuple[str, ...] = ("awc", "atc")
+    keeps_mean: bool = True
     matrix: Callable[[int], np.ndarray] | None = None
     permutations: tuple[tuple[tuple[int, int], ...], ...] | None = None
 

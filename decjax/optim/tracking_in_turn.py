@@ -54,13 +54,13 @@ def track_in_turn(signal: optax.GradientTransformation, inner: optax.GradientTra
         mixer: mixes trackers and parameters, by an exchange each.
 
     Raises:
-        ValueError: if the mixer changes the optimizer's step itself.
+        ValueError: if the mixer changes the optimizer's step itself, or the mean.
     """
     check_order(mixer, "atc")
-    if mixer.settle is not None:
+    if mixer.settle is not None or not mixer.keeps_mean:
         raise ValueError(
-            "gradient tracking also mixes trackers, for which this mixer is not made; use mixer 'exact' or 'choco', not 'dcd' or "
-            "'push_sum'"
+            "gradient tracking also mixes trackers, for which this mixer is not made; use mixer 'exact' or 'choco', not 'dcd', "
+            "'push_sum' or 'relay'"
         )
     form = _TrackInTurn(signal, optax.with_extra_args_support(inner), mixer)
     tx = optax.GradientTransformationExtraArgs(form.init, form.update)  # pyright: ignore[reportArgumentType]
