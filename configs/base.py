@@ -88,9 +88,11 @@ def get_config(
     _pipeline(config, given)
     config.batch_size = workers * (batch * config.pipeline.microbatches)  # examples per step, over all workers
     names = _parts(config, given, dict(defaults or {}), options or {})
-    learning: dict[str, Any] = dict(
-        tuned(config.method.name, config.method.get("order", ""), names.get("optimizer", "adamw").partition("(")[0])
-    )
+    like: str = registry.part("method", config.method.name).traits.get(
+        "like", "adamw"
+    )  # The optimizer that the method itself is like.
+    optimizer = names.get("optimizer", like).partition("(")[0]
+    learning: dict[str, Any] = dict(tuned(config.method.name, config.method.get("order", ""), optimizer))
     learning_rate = learning.pop("learning_rate")
     if "optimizer" in names:
         config.optimizer = parts.choose("optimizer", names["optimizer"], **options or {}, **learning)
@@ -137,9 +139,10 @@ def _parts(
                 f"config argument {kind}={given[kind]} changes nothing with method={method}; leave it out, or use method={others}"
             )
     if "mixer" in chooses:
-        names.setdefault("mixer", defaults.get("mixer", "exact"))
+        names.setdefault("mixer", wants("method", method, "mixer") or defaults.get("mixer", "exact"))
         config.mixer = parts.choose("mixer", names["mixer"])
-        graph = wants("mixer", names["mixer"], "topology") or defaults.get("topology", "one_peer_exponential")
+        graph = wants("mixer", names["mixer"], "topology") or wants("method", method, "topology")
+        graph = graph or defaults.get("topology", "one_peer_exponential")
         config.topology = given.get("topology", graph)
     if "reducer" in chooses:
         names.setdefault("reducer", wants("method", method, "reducer") or "mean")
@@ -158,7 +161,9 @@ def _parts(
             )
         config.reducer.stages = given["compressed"]
     smoke = dict(every=5) if given.get("smoke") and "reducer" in chooses else {}
-    config.method = parts.choose("method", method, **({} if "optimizer" in chooses else own), **smoke)
+    order = wants("mixer", names["mixer"], "order") if "mixer" in chooses else None
+    usual = {**({} if "optimizer" in chooses else own), **smoke, **({"order": order} if order else {})}
+    config.method = parts.choose("method", method, **usual)
     if given.get("smoke") and "reducer" in chooses and (option := wants("reducer", names["reducer"], "warm_steps")):
         config.reducer[option] = 2
     _place(config, given)

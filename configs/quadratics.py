@@ -22,9 +22,10 @@ def tuned(method: str, order: str, optimizer: str) -> dict[str, float]:
 
 def get_config(arg: str = "") -> ml_collections.ConfigDict:
     """The config of the quadratics, changed by a shorthand such as "workers=8,method=tracking"."""
-    given = dict(workers=16, simulate=True, optimizer="sgdm(momentum=0.0)") | shorthand.parse(arg, KEYS)
+    given = dict(workers=16, simulate=True) | shorthand.parse(arg, KEYS)
     smoke = given.get("smoke", False)
-    config = base.get_config(given, steps=20 if smoke else 500, batch=1, clip_norm=0.0, tuned=tuned, defaults=dict(topology="ring"))
+    defaults = dict(topology="ring", optimizer="sgdm(momentum=0.0)")
+    config = base.get_config(given, steps=20 if smoke else 500, batch=1, clip_norm=0.0, tuned=tuned, defaults=defaults)
     config.task = "quadratics"
     config.data = parts.section("task", "quadratics", dimension=4 if smoke else 16)
     config.eval.update(every=10 if smoke else 100, num_windows=0, batch_size=1)

@@ -39,7 +39,7 @@ class Kind(NamedTuple):
 KINDS = {
     "task": Kind(("model",), "decjax.tasks"),
     "model": Kind(("divide",), "decjax.models"),
-    "method": Kind(("inner", "mixer", "reducer", "num_workers", "learning_rate", "share", "clip"), "decjax.optim"),
+    "method": Kind(("inner", "mixer", "reducer", "num_workers", "learning_rate", "share", "clip", "norm"), "decjax.optim"),
     "optimizer": Kind(("learning_rate",), "decjax.optim"),
     "schedule": Kind(("steps",), "decjax.optim"),
     "mixer": Kind(("topology", "channel"), "decjax.gossip"),

@@ -28,11 +28,12 @@ _OPTIONS = {
     "shape": flags.DEFINE_list("shape", None, "Rows,columns (torus, one_peer_torus)."),
     "pairwise": flags.DEFINE_boolean("pairwise", None, "i <-> i XOR 2^k (one_peer_exponential)."),
     "degree": flags.DEFINE_integer("degree", None, "Neighbours (random_digraph, equitopo_d, equitopo_u)."),
-    "rounds": flags.DEFINE_integer("rounds", None, "Length of random schedules."),
+    "rounds": flags.DEFINE_integer("rounds", None, "Length of random schedules, and of sun's."),
     "seed": flags.DEFINE_integer("seed", None, "Seed of random graphs."),
     "p": flags.DEFINE_float("p", None, "Edge probability (erdos_renyi)."),
     "eta": flags.DEFINE_float("eta", None, "Mixing strength (equitopo_od, equitopo_ou)."),
     "base": flags.DEFINE_string("base", None, "Graph whose matchings are activated (matcha)."),
+    "centers": flags.DEFINE_integer("centers", None, "Workers that exchange with all others (sun)."),
     "budget": flags.DEFINE_float("budget", None, "Share of active matchings (matcha)."),
 }
 MAX_WORKERS = 4096

@@ -28,6 +28,7 @@ from tests.quadratics import (
     gradients,
     mixed,
     mixers,
+    order_of,
     trajectory,
     tree,
     workers,
@@ -191,7 +192,7 @@ def test_an_exact_codec_is_plain_gossip(name, order, mode):
 
 @pytest.mark.parametrize("name", [name for name in mixers() if "nodes" not in name])
 def test_devices_and_simulated_workers_take_the_same_steps(name):
-    paths = [trajectory(mixers()[name], "awc", mode, wrapper(name)) for mode in MODES]
+    paths = [trajectory(mixers()[name], order_of(name), mode, wrapper(name)) for mode in MODES]
     # A value between two codes may go either way, and half of a code's distance is all that can make: none did here.
     np.testing.assert_allclose(*paths, rtol=0, atol=1e-9)
 
@@ -225,11 +226,11 @@ def test_declared_bytes_are_those_of_the_compiled_program(name):
 # -- Resume -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["choco", "deepsqueeze", "dcd", "beer", "push_sum", "power_gossip"])
+@pytest.mark.parametrize("name", ["choco", "deepsqueeze", "dcd", "beer", "push_sum", "power_gossip", "relay", "overlap_push_sum"])
 def test_resume_is_bit_exact(name, tmp_path):
     w = workers("simulated")
     mixer = mixers()[name](Channel(w.axis))
-    tx = wrapper(name)(optax.adam(LR), mixer)
+    tx = wrapper(name)(optax.adam(LR), mixer, order_of(name))
 
     @functools.partial(w.jit, in_axes=(0, 0, 0))
     def period(carry, h_PxP, b_P):

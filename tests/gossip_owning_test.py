@@ -64,7 +64,15 @@ def test_push_sum_damps_its_own_weights():
 
 @pytest.mark.parametrize(
     "name, order",
-    [("choco", "awc"), ("choco, nodes", "atc"), ("dcd", "awc"), ("dcd", "atc"), ("push_sum", "awc"), ("power_gossip", "atc")],
+    [
+        ("choco", "awc"),
+        ("choco, nodes", "atc"),
+        ("dcd", "awc"),
+        ("dcd", "atc"),
+        ("push_sum", "awc"),
+        ("power_gossip", "atc"),
+        ("relay", "atc"),
+    ],
 )
 def test_replicas_that_were_replaced_by_their_average_stay_equal(name, order):
     """Over 20 steps without a gradient, after 20 with one; and the average is what the mixer preserves."""

@@ -9,7 +9,7 @@ import numpy as np
 import optax
 
 import decjax
-from decjax import gossip, optim
+from decjax import gossip, optim, registry
 from decjax import topology as topology_lib
 from decjax.channel import Channel
 from tests.stand_ins import four_bits
@@ -102,6 +102,11 @@ def mixed(make_mixer, x_NxP, steps, mode="devices", local_size=1, shape=MATRIX):
     return path[..., :-1], path[..., -1]
 
 
+def order_of(name):
+    """The order that a mixer is made for; "awc" if any."""
+    return registry.part("mixer", name.partition(",")[0]).traits.get("order", "awc")
+
+
 def wrapper(name):
     return optim.track if name == "beer" else optim.decentralize
 
@@ -129,6 +134,8 @@ def mixers(codec=None):
         "beer": make(gossip.beer, "torus", codec=codec),
         "push_sum": make(gossip.push_sum, "random_digraph", codec=codec),
         "push_sum, nodes": make(gossip.push_sum, "alternating_exponential_ring", codec=codec),
+        "relay": make(gossip.relay, "double_binary_tree"),
+        "overlap_push_sum": make(gossip.overlap_push_sum, "random_digraph"),
         "power_gossip": make(gossip.power_gossip, "ring", rank=2),
         "power_gossip, idle workers": make(gossip.power_gossip, "line", rank=1),
     }

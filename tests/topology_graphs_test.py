@@ -322,3 +322,37 @@ def test_hierarchical_composes():
     aer = tp.make("hierarchical", 16, local_size=2, outer="alternating_exponential_ring(local_size=2)")
     assert aer.rounds == tp.make("alternating_exponential_ring", 16, local_size=4).rounds
     assert tp.make("hierarchical", 6, local_size=6, outer="ring").rounds == tp.make("complete", 6).rounds
+
+
+# -- Suns and trees ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("n", [2, 5, 16])
+@pytest.mark.parametrize("centers", [1, 2])
+def test_sun_is_one_minus_a_share_of_the_laplacian_and_its_centres_move(n, centers):
+    topology = tp.make("sun", n, centers=centers)
+    assert topology.period == min(n, 8) and topology.is_symmetric
+    seen = []
+    for t in range(topology.period):
+        middle = {(t * n // topology.period + c) % n for c in range(centers)}
+        A_NxN = np.array([[float(i != j and bool({i, j} & middle)) for j in range(n)] for i in range(n)])
+        np.testing.assert_allclose(topology.matrix(t), np.eye(n) - (np.diag(A_NxN.sum(axis=1)) - A_NxN) / n, rtol=0, atol=1e-12)
+        seen.append(frozenset(middle))
+    assert len(set(seen)) > 1 or n == centers
+
+
+def test_a_sun_of_centres_is_complete_and_wrong_numbers_are_refused():
+    np.testing.assert_allclose(tp.make("sun", 6, centers=5, rounds=1).matrix(0), 1 / 6, rtol=0, atol=1e-12)
+    for options in (dict(centers=0), dict(centers=7), dict(rounds=0)):
+        with pytest.raises(ValueError, match="topology 'sun' '.*' has to be an integer from 1 to .*, got"):
+            tp.make("sun", 6, **options)
+
+
+@pytest.mark.parametrize("n", [2, 7, 8])
+def test_binary_trees_have_few_neighbours_and_share_the_work(n):
+    one, two = tp.make("binary_tree", n), tp.make("double_binary_tree", n)
+    assert one.max_degree <= 3 and one.round(0) == two.round(0)
+    edges = [{(i, j) for i, j in np.argwhere(two.matrix(t)).tolist() if i < j} for t in range(2)]
+    assert edges[0] == {(i // 2, i) for i in range(1, n)} and edges[1] == {(n - 1 - j, n - 1 - i) for i, j in edges[0]}
+    if n == 8:
+        assert np.ptp([two.round(0).volume() + two.round(1).volume()]) <= 2

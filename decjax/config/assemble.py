@@ -134,7 +134,11 @@ def _method(
     peak = spec.schedule.options.get("learning_rate", 1.0)
     clip = optim.clip_by_global_norm(spec.clip_norm, source.norm) if spec.clip_norm else optax.identity()
     context: dict[str, Any] = dict(
-        num_workers=spec.workers, learning_rate=learning_rate, clip=clip, share=lambda step: learning_rate(step) / peak
+        num_workers=spec.workers,
+        learning_rate=learning_rate,
+        clip=clip,
+        share=lambda step: learning_rate(step) / peak,
+        norm=source.norm,
     )
     if spec.optimizer:
         optimizer = _make("optimizer", spec.optimizer, learning_rate=learning_rate)

@@ -52,7 +52,16 @@ BOUNDS: dict[str, tuple[float, float]] = {
     "optimizer.window": (1, LARGEST),
 }
 # Fields that must be at least 0 and less than 1.
-DECAYS = ("optimizer.b1", "optimizer.b2", "optimizer.momentum", "method.b1", "method.b2", "method.outer_momentum")
+DECAYS = (
+    "optimizer.b1",
+    "optimizer.b2",
+    "optimizer.momentum",
+    "method.b1",
+    "method.b2",
+    "method.momentum",
+    "method.quasi_momentum",
+    "method.outer_momentum",
+)
 
 
 def check_values(document: Mapping[str, Any]) -> None:

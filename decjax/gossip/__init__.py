@@ -11,6 +11,8 @@ Mixers that send the parameters, whole or encoded by a codec C:
       with codec   x_i + Σ_j w_ij (C(x_j) − C(x_i))      the codec's error does not fade
     deepsqueeze    the same with C(x_i + e_i), and γ     e_i: what earlier messages lost
     accelerated    z_{r+1} = (1+η) W z_r − η z_{r−1}     static symmetric graphs only
+    relay          (1/n) Σ_j x_j, each as old as its way    sums along a spanning tree; order "atc" only
+    overlap_push_sum    push-sum, a step late            order "awc" only
 
 Mixers that send changes, so that the codec's error fades as workers agree:
 
@@ -51,17 +53,21 @@ from decjax.gossip.delayed import DelayedState, delayed
 from decjax.gossip.exact import exact
 from decjax.gossip.fits import typical_contraction
 from decjax.gossip.mixer import SILENT, Mixer, damp, every, mix, mix_due
+from decjax.gossip.overlap_push_sum import OverlapPushSumState, overlap_push_sum
 from decjax.gossip.power_gossip import PowerState, power_gossip
 from decjax.gossip.push_sum import PushSumState, push_sum
+from decjax.gossip.relay import RelayState, relay
 from decjax.gossip.rounds import mix_round
 
 __all__ = [
     "CompressedState",
     "SILENT",
     "Mixer",
+    "OverlapPushSumState",
     "PowerState",
     "PushSumState",
     "DelayedState",
+    "RelayState",
     "ReplicaState",
     "accelerated",
     "beer",
@@ -77,7 +83,9 @@ __all__ = [
     "mix",
     "mix_due",
     "mix_round",
+    "overlap_push_sum",
     "power_gossip",
     "push_sum",
+    "relay",
     "typical_contraction",
 ]

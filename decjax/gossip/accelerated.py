@@ -51,7 +51,7 @@ def accelerated(topology: Topology, channel: Channel = Channel(), *, rounds: int
         layout = channel.layout(params, multiple_of=round_.group_size)
         return layout.unpack([accelerate(x_P) for x_P in layout.pack(params)], like=params), state
 
-    return plain._replace(exchange=exchange)
+    return plain._replace(exchange=exchange, matrix=lambda phase: _matrix(topology.matrix(0), rounds, eta))
 
 
 def _accelerated(x_P: jax.Array, round_: Round, rounds: int, eta: float, axis: mesh.Axis) -> jax.Array:
@@ -60,6 +60,14 @@ def _accelerated(x_P: jax.Array, round_: Round, rounds: int, eta: float, axis: m
     for _ in range(rounds):
         before, now = now, (1 + eta) * mix_round(now.astype(x_P.dtype), round_, axis) - eta * before
     return now.astype(x_P.dtype)
+
+
+def _matrix(W_NxN: np.ndarray, rounds: int, eta: float) -> np.ndarray:
+    """The matrix that R rounds together apply."""
+    before = now = np.eye(len(W_NxN))
+    for _ in range(rounds):
+        before, now = now, (1 + eta) * W_NxN @ now - eta * before
+    return now
 
 
 def _momentum(topology: Topology, rounds: int) -> float:

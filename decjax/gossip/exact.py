@@ -55,4 +55,5 @@ def exact(topology: Topology, channel: Channel = Channel(), *, rounds: int = 1, 
         phases=range(cycle),
         num_bytes=num_bytes,
         num_workers=topology.num_workers,
+        matrix=lambda phase: topology.product(phase * rounds, rounds),
     )

@@ -34,6 +34,9 @@ class Mixer(NamedTuple):
         restart: `restart(average, state) -> state`, local: the state after the parameters of all workers have been replaced by their
             average; None: unchanged.
         weight: `weight(state) -> y_i`, a scalar: mixing preserves, and workers agree on, Σ_i y_i x_i / Σ_i y_i. None: y_i = 1.
+        orders: when it can exchange: "awc", while the gradient is taken, "atc", after the step; see `decjax.optim.decentralize`.
+        keeps_mean: whether mixing leaves the mean over workers, weighted by `weight`, as it is.
+        matrix: `matrix(phase) -> W`, [N, N], where mixing is x <- Wx and nothing else, up to rounding; None: otherwise.
         permutations: pairs (source, target) of workers of each message; None: those of the topology.
     """
 
@@ -47,6 +50,9 @@ class Mixer(NamedTuple):
     settle: Callable[[Any, Any, Any], tuple[Any, Any]] | None = None
     restart: Callable[[Any, Any], Any] | None = None
     weight: Callable[[Any], jax.Array] | None = None
+    orders: tuple[str, ...] = ("awc", "atc")
+    keeps_mean: bool = True
+    matrix: Callable[[int], np.ndarray] | None = None
     permutations: tuple[tuple[tuple[int, int], ...], ...] | None = None
 
 
@@ -90,7 +96,7 @@ def every(mixer: Mixer, period: int) -> Mixer:
         return np.zeros(mixer.num_workers) if phase == SILENT else mixer.num_bytes(params, phase)
 
     return mixer._replace(
-        exchange=exchange, combine=combine, phase=phase, num_bytes=num_bytes, phases=range(SILENT, mixer.phases.stop)
+        exchange=exchange, combine=combine, phase=phase, num_bytes=num_bytes, phases=range(SILENT, mixer.phases.stop), matrix=None
     )
 
 
@@ -123,4 +129,10 @@ def damp(mixer: Mixer, strength: float | Callable[[jax.Array], jax.Array]) -> Mi
 
         return jax.tree.map(damped, params, mixed), state
 
-    return mixer._replace(combine=combine)
+    constant, plain = None if callable(strength) else strength, mixer.matrix
+
+    def matrix(phase):
+        assert plain is not None and constant is not None
+        return constant * plain(phase) + (1 - constant) * np.eye(mixer.num_workers)
+
+    return mixer._replace(combine=combine, matrix=matrix if plain and constant is not None else None)

@@ -23,11 +23,12 @@ import jax.numpy as jnp
 import optax
 
 from decjax import gossip, reduce
-from decjax.optim.memories import init_memory, transient
+from decjax.optim.memories import communicating, init_memory, transient
 
 ORDERS = ("awc", "atc")
 
 
+@communicating
 @transient("mixer")
 class DecentralizeState(NamedTuple):
     """State of `decentralize`.
@@ -51,6 +52,14 @@ def check_update(params: Any, order: str = "", phase: int | None = None, receive
         raise ValueError(f"received needs order 'awc' and a static phase, got order {order!r} and phase {phase}")
 
 
+def check_order(mixer: gossip.Mixer, order: str) -> None:
+    """Raises a ValueError for an order that is unknown, or that the mixer is not made for."""
+    if order not in ORDERS:
+        raise ValueError(f"order {order!r} is unknown; use one of {', '.join(ORDERS)}")
+    if order not in mixer.orders:
+        raise ValueError(f"order {order!r}: this mixer is made for order {mixer.orders[0]!r}; use that")
+
+
 def mix_in_step(mixer: gossip.Mixer, x: Any, state: Any, phase: int | None, received: Any = None) -> tuple[Any, Any]:
     """Mixes `x`, with the neighbours' messages exchanged here unless `received` holds them: (mixed, state of the mixer)."""
     if received is not None:
@@ -64,6 +73,20 @@ def _settle(mixer: gossip.Mixer, params: Any, updates: Any, mixer_state: Any) ->
     return mixer.settle(params, stepped, mixer_state) if mixer.settle else (stepped, mixer_state)
 
 
+def mix_with_step(
+    mixer: gossip.Mixer, order: str, step: Any, params: Any, state: Any, phase: int | None, received: Any = None
+) -> tuple[Any, Any]:
+    """One step of `decentralize` along a known step u: (x⁺ − x, state of the mixer), x⁺ = W(x + u) in order "atc", Wx + u in "awc".
+
+    `state` has the fields `count` and `mixer`.
+    """
+    form = _Decentralized(optax.with_extra_args_support(optax.identity()), mixer, order)
+    before = DecentralizeState(state.count, optax.EmptyState(), state.mixer)
+    updates, after = form.update(step, before, params, phase=phase, received=received)
+    return updates, after.mixer
+
+
+@communicating
 @transient("reducer", "pending")
 class SynchronizeState(NamedTuple):
     """State of `synchronize`.
@@ -111,8 +134,7 @@ def decentralize(
 
     Reference: arXiv 2410.11998, decentralized Adam.
     """
-    if order not in ORDERS:
-        raise ValueError(f"order {order!r} is unknown; use one of {', '.join(ORDERS)}")
+    check_order(mixer, order)
     form = _Decentralized(optax.with_extra_args_support(inner), mixer, order)
     return optax.GradientTransformationExtraArgs(form.init, form.update)  # pyright: ignore[reportArgumentType]
 

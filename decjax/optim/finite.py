@@ -3,12 +3,7 @@
 import jax
 import optax
 
-from decjax.optim.decentralize import DecentralizeState, SynchronizeState
-from decjax.optim.local_updates import LocalUpdatesState
-from decjax.optim.onebit import OnebitAdamState
-from decjax.optim.tracking import TrackState
-
-COMMUNICATING = (DecentralizeState, SynchronizeState, TrackState, LocalUpdatesState, OnebitAdamState)  # every one of `optim`
+from decjax.optim.memories import communicates
 
 
 def apply_if_finite(inner: optax.GradientTransformation, max_consecutive_errors: int) -> optax.GradientTransformationExtraArgs:
@@ -31,9 +26,6 @@ def apply_if_finite(inner: optax.GradientTransformation, max_consecutive_errors:
         >>> tx = decjax.decentralize(decjax.apply_if_finite(optax.adamw(1e-3), 5), mixer)
     """
     wrapped = optax.apply_if_finite(inner, max_consecutive_errors)
-
-    def communicates(part):
-        return isinstance(part, COMMUNICATING)
 
     def init(params):
         state = wrapped.init(params)

@@ -22,9 +22,10 @@ import optax
 
 from decjax import reduce
 from decjax.optim.decentralize import check_update
-from decjax.optim.memories import init_memory, transient
+from decjax.optim.memories import communicating, init_memory, transient
 
 
+@communicating
 @transient("reducer")
 class LocalUpdatesState(NamedTuple):
     """State of `local_updates`.

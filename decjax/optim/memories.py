@@ -1,4 +1,4 @@
-"""Which parts of an optimizer's state stay valid when a run continues with another number of workers.
+"""Which parts of an optimizer's state stay valid when a run continues with another number of workers, and which states communicate.
 
 State that belongs to edges between workers, such as a mixer's copies of its neighbours' parameters, is meaningless for another
 number of workers and starts afresh. Its fields are marked with `transient` where the state's type is defined. All other state, also
@@ -12,7 +12,19 @@ from typing import Any, TypeVar
 import optax
 
 _FIELDS: dict[type, frozenset[str]] = {}
+_COMMUNICATING: set[type] = set()
 T = TypeVar("T")
+
+
+def communicating(kind: type[T]) -> type[T]:
+    """Class decorator that marks the state of a transformation which exchanges something with other workers."""
+    _COMMUNICATING.add(kind)
+    return kind
+
+
+def communicates(state: Any) -> bool:
+    """Whether a state is that of a transformation marked with `communicating`."""
+    return type(state) in _COMMUNICATING
 
 
 def transient(*fields: str) -> Callable[[type[T]], type[T]]:

@@ -8,10 +8,13 @@
     sparseloco       the same, with the changes compressed         an optimizer and a reducer
     local            each worker by itself                         an optimizer
 
+Methods for different data on each worker have a module each: `quasi_global`, `quasi_global_adam`, `decentlam`, `exact_diffusion`,
+`tracking_in_turn` and `normalized_tracking`.
+
 The registered factories take built parts first and their options after `*`. The parts, of which each takes what it needs: `inner`,
 the optimizer; `mixer`, how parameters (and trackers) are mixed; `reducer`, how gradients, momenta or changes are averaged;
-`num_workers`, N; `learning_rate`, by step; `share`, the learning rate ÷ its peak, by step; and `clip`, which clips each worker's
-own gradient.
+`num_workers`, N; `learning_rate`, by step; `share`, the learning rate ÷ its peak, by step; `clip`, which clips each worker's own
+gradient; and `norm`, the norm of a tree of which each pipeline stage holds a part.
 """
 
 from collections.abc import Callable
@@ -88,7 +91,17 @@ def decentralized(
     return _gossip(decentralize(inner, mixer, order), mixer, exchange, order, every, static_phase)
 
 
-@registry.register("method", "tracking", chooses=("mixer", "optimizer"))
+@registry.register(
+    "method",
+    "tracking",
+    chooses=("mixer", "optimizer"),
+    step="y ← W y + g − g₋, x ← W x − η d(y)",
+    messages="parameters and trackers",
+    memory="2 copies",
+    needs="the mixer's graph",
+    data="any; no bias",
+    source="arXiv 1607.03218",
+)
 def tracking(
     inner: optax.GradientTransformation,
     mixer: gossip.Mixer,
@@ -138,6 +151,12 @@ def _gossip(tx, mixer, exchange, order, every, static_phase) -> Method:
     steps = range(every * sum(phase != gossip.SILENT for phase in mixer.phases))
     num_bytes = lambda params, phase: np.mean([mixer.num_bytes(params, mixer.phase(step)) for step in steps], axis=0)
     return Method(tx, lambda step: None, num_bytes, mixer=mixer, every=every)
+
+
+def mixing(form: Any, mixer: gossip.Mixer, exchange: Callable[[Any, Any, int], Any] | None = None) -> Method:
+    """The method of an object with `init` and `update` that sends what a mixer sends; `exchange` as in `Method`."""
+    num_bytes: Any = mixer.num_bytes
+    return Method(optax.GradientTransformationExtraArgs(form.init, form.update), mixer.phase, num_bytes, exchange, mixer=mixer)
 
 
 @registry.register("method", "allreduce", chooses=("reducer", "optimizer"), averages_gradients=True)

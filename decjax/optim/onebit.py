@@ -22,9 +22,10 @@ import jax.numpy as jnp
 import optax
 
 from decjax import reduce
-from decjax.optim.memories import init_memory, transient
+from decjax.optim.memories import communicating, init_memory, transient
 
 
+@communicating
 @transient("reducer")
 class OnebitAdamState(NamedTuple):
     """State of `scale_by_onebit_adam`; the trees have the shapes of the parameters.

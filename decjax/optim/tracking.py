@@ -21,10 +21,11 @@ import jax.numpy as jnp
 import optax
 
 from decjax import gossip
-from decjax.optim.decentralize import ORDERS, check_update, mix_in_step
-from decjax.optim.memories import init_memory, transient
+from decjax.optim.decentralize import check_order, check_update, mix_in_step
+from decjax.optim.memories import communicating, init_memory, transient
 
 
+@communicating
 @transient("mixer", "tracker", "gradient")
 class TrackState(NamedTuple):
     """State of `track`; tracker and gradient have the shapes of the parameters.
@@ -61,14 +62,13 @@ def track(
             "atc" mixes both after the update, x_i <- Σ_j w_ij (x_j − α d_j(v_j)), and waits for the gradient.
 
     Raises:
-        ValueError: if the order is unknown, or the mixer changes the optimizer's step itself, as `gossip.dcd` does.
+        ValueError: if the order is unknown, or the mixer changes the optimizer's step itself, as `gossip.dcd` does, or the mean.
     """
-    if order not in ORDERS:
-        raise ValueError(f"order {order!r} is unknown; use one of {', '.join(ORDERS)}")
-    if mixer.settle is not None:
+    check_order(mixer, order)
+    if mixer.settle is not None or not mixer.keeps_mean:
         raise ValueError(
-            "gradient tracking also mixes trackers, for which this mixer is not made; use mixer 'exact' or 'beer', not 'dcd' or "
-            "'push_sum'"
+            "gradient tracking also mixes trackers, for which this mixer is not made; use mixer 'exact' or 'beer', not 'dcd', "
+            "'push_sum' or 'relay'"
         )
     form = _Tracked(optax.with_extra_args_support(inner), mixer, order)
     return optax.GradientTransformationExtraArgs(form.init, form.update)  # pyright: ignore[reportArgumentType]

@@ -1,0 +1,135 @@
+"""Gradient tracking that mixes first the trackers, then the parameters: MC-DSGT, and the base of GT-NSGDm.
+
+    v = signal(g)     y <- W' (y + v − v₋)     x <- W (x − η d(y)),     y = v at first
+
+The mean of the y_i is always that of the v_i. `decjax.optim.tracking` mixes both in one exchange, trackers a step behind; here a step
+is along trackers that are mixed already. Each of the two takes the next rounds of the graph, R each if the mixer has R rounds.
+
+Reference: Huang and Yuan 2022, arXiv 2211.00533 (MC-DSGT).
+"""
+
+import dataclasses
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from decjax import gossip, registry
+from decjax.optim.decentralize import check_order, check_update
+from decjax.optim.memories import communicating, init_memory, transient
+from decjax.optim.method import Method
+
+
+@communicating
+@transient("mixer", "tracker", "signal")
+class TrackInTurnState(NamedTuple):
+    """State of `track_in_turn`; tracker and signal have the shapes of the parameters.
+
+    Attributes:
+        count: steps so far, an int32 scalar.
+        before: state of the transformation of the gradient.
+        inner: state of the wrapped optimizer.
+        mixer: states of the mixer, of trackers and of parameters.
+        tracker: y, the estimate of the mean signal.
+        signal: v₋, the signal of the step before.
+    """
+
+    count: jax.Array
+    before: Any
+    inner: Any
+    mixer: Any
+    tracker: Any
+    signal: Any
+
+
+def track_in_turn(signal: optax.GradientTransformation, inner: optax.GradientTransformation, mixer: gossip.Mixer) -> Method:
+    """The method of trackers and parameters that are mixed in turn (equations: `decjax.optim.tracking_in_turn`).
+
+    Args:
+        signal: makes v of a gradient.
+        inner: the optimizer that is given y.
+        mixer: mixes trackers and parameters, by an exchange each.
+
+    Raises:
+        ValueError: if the mixer changes the optimizer's step itself, or the mean.
+    """
+    check_order(mixer, "atc")
+    if mixer.settle is not None or not mixer.keeps_mean:
+        raise ValueError(
+            "gradient tracking also mixes trackers, for which this mixer is not made; use mixer 'exact' or 'choco', not 'dcd', "
+            "'push_sum' or 'relay'"
+        )
+    form = _TrackInTurn(signal, optax.with_extra_args_support(inner), mixer)
+    tx = optax.GradientTransformationExtraArgs(form.init, form.update)  # pyright: ignore[reportArgumentType]
+    # The mixer's memory is also of trackers, which averaging the parameters does not make equal.
+    return Method(tx, form.phase, form.num_bytes, mixer=mixer._replace(restart=None))
+
+
+@dataclasses.dataclass(frozen=True)
+class _TrackInTurn:
+    """The functions of `track_in_turn`. A phase is the number of the step, as far as the mixer tells steps apart."""
+
+    signal: optax.GradientTransformation
+    inner: optax.GradientTransformationExtraArgs
+    mixer: gossip.Mixer
+
+    def phase(self, number: int) -> int:
+        return number % (len(self.mixer.phases) // math.gcd(len(self.mixer.phases), 2))
+
+    def exchanges(self, phase: int) -> tuple[int, int]:
+        """The mixer's phases of trackers and of parameters. Parameters begin: the first step's trackers are not mixed."""
+        cycle = len(self.mixer.phases)
+        return self.mixer.phase((2 * phase - 1) % cycle), self.mixer.phase(2 * phase % cycle)
+
+    def num_bytes(self, params: Any, phase: int | None) -> np.ndarray:
+        return np.sum([self.mixer.num_bytes(params, each) for each in self.exchanges(phase or 0)], axis=0)
+
+    def init(self, params):
+        nothing = jax.tree.map(jnp.zeros_like, params)
+        memories = tuple(init_memory(self.mixer.init, tree) for tree in (nothing, params))
+        return TrackInTurnState(
+            jnp.zeros((), jnp.int32), self.signal.init(params), self.inner.init(params), memories, nothing, nothing
+        )
+
+    def update(self, grads, state, params: Any = None, *, phase=None, **extra):
+        check_update(params)
+        if phase is None and self.phase(1):
+            raise ValueError("phase=None, but the exchange varies from step to step; give phase=method.phase(step)")
+        phases = self.exchanges(phase or 0)
+        v, before = self.signal.update(grads, state.before, params)
+        moved = jax.tree.map(lambda y, new, old: y + (new - old), state.tracker, v, state.signal)
+        mixed, of_trackers = gossip.mix(self.mixer, moved, state.mixer[0], phases[0], state.count)
+        tracker = jax.tree.map(lambda first, later: jnp.where(state.count == 0, first, later), moved, mixed)
+        updates, inner = self.inner.update(tracker, state.inner, params, **extra)
+        stepped = optax.apply_updates(params, updates)
+        mixed, of_params = gossip.mix(self.mixer, stepped, state.mixer[1], phases[1], state.count)
+        count: Any = optax.safe_increment(state.count)
+        after = TrackInTurnState(count, before, inner, (of_trackers, of_params), tracker, v)
+        return jax.tree.map(jnp.subtract, mixed, params), after
+
+
+@registry.register(
+    "method",
+    "mc_dsgt",
+    chooses=("mixer", "optimizer"),
+    mixer="exact(rounds=4)",
+    step="y ← W…W (y + g − g₋), x ← W…W (x − η d(y)), R matrices each",
+    messages="parameters and trackers, R rounds of each",
+    memory="2 copies",
+    needs="the mixer's graph",
+    data="any; no bias",
+    source="arXiv 2211.00533",
+)
+def mc_dsgt(inner: optax.GradientTransformation, mixer: gossip.Mixer) -> Method:
+    """MC-DSGT: gradient tracking with R rounds of gossip for each of trackers and parameters, for graphs that vary in time.
+
+    R is the mixer's: `exact(rounds=R)`, or, on static symmetric graphs only, `accelerated(rounds=R)`. In the paper g is the mean of
+    R gradients, which `config.pipeline.microbatches` = R computes, so that a step communicates as much for each gradient as gradient
+    tracking, which is R = 1. See `decjax.optim.tracking_in_turn`.
+
+    Reference: Huang and Yuan 2022, arXiv 2211.00533.
+    """
+    return track_in_turn(optax.identity(), inner, mixer)
