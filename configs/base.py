@@ -139,7 +139,8 @@ def _parts(
     if "mixer" in chooses:
         names.setdefault("mixer", defaults.get("mixer", "exact"))
         config.mixer = parts.choose("mixer", names["mixer"])
-        graph = wants("mixer", names["mixer"], "topology") or defaults.get("topology", "one_peer_exponential")
+        graph = wants("mixer", names["mixer"], "topology") or wants("method", method, "topology")
+        graph = graph or defaults.get("topology", "one_peer_exponential")
         config.topology = given.get("topology", graph)
     if "reducer" in chooses:
         names.setdefault("reducer", wants("method", method, "reducer") or "mean")
