@@ -35,6 +35,7 @@ METHODS = {
     "slowmo_gossip": ("method=slowmo_gossip,mixer=choco,codec=int8,topology=ring,every=3", {}),
     "gossip_diloco": ("method=gossip_diloco,mixer=choco,codec=int8,topology=ring,every=3", {}),
     "noloco": ("method=noloco,every=3", {}),
+    "streaming": ("method=streaming_diloco,every=4", {"method.fragments": 2}),
     "stale powersgd": ("method=allreduce,reducer=powersgd,rank=1,stale", {}),
 }
 
