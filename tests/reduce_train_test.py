@@ -36,6 +36,7 @@ METHODS = {
     "gossip_diloco": ("method=gossip_diloco,mixer=choco,codec=int8,topology=ring,every=3", {}),
     "noloco": ("method=noloco,every=3", {}),
     "streaming": ("method=streaming_diloco,every=4", {"method.fragments": 2}),
+    "dion": ("method=allreduce,reducer=dion,rank=2", {}),
     "stale powersgd": ("method=allreduce,reducer=powersgd,rank=1,stale", {}),
 }
 

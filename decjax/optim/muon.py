@@ -10,12 +10,11 @@ import optax
 import optax.contrib
 
 from decjax import registry
-
-REST = "embedding|head|scale|bias"
+from decjax.reduce import matrices
 
 
 @registry.register("optimizer", "muon", memory="1 copy of matrices, 2 of the rest", source="arXiv 2502.16982, in DiLoCo 2505.23725")
-def muon(learning_rate: optax.ScalarOrSchedule, *, rest: str = REST, **options: Any) -> optax.GradientTransformation:
+def muon(learning_rate: optax.ScalarOrSchedule, *, rest: str = matrices.REST, **options: Any) -> optax.GradientTransformation:
     """Muon: matrices step by the orthogonalized momentum, O = UVᵀ for M = UΣVᵀ; what is no matrix steps by AdamW.
 
         M ← βM + (1 − β)G;     X ← X − α sqrt(max(1, J/I)) O(M),     for X of shape I×J, by Newton-Schulz iterations
@@ -31,18 +30,16 @@ def muon(learning_rate: optax.ScalarOrSchedule, *, rest: str = REST, **options: 
 
     References: Liu et al. 2025, arXiv 2502.16982; Thérien et al. 2025, arXiv 2505.23725 (MuLoCo).
     """
-    of_array = functools.partial(_dimension_numbers, set(rest.split("|")))
+    of_array = functools.partial(_dimension_numbers, rest)
     numbers: Callable[[Any], Any] = lambda params: jax.tree.map_with_path(of_array, params)
     chosen: dict[str, Any] = {"muon_weight_dimension_numbers": numbers} | options
     return optax.contrib.muon(learning_rate, **chosen)
 
 
-def _dimension_numbers(rest: set[str], path: Any, x: Any) -> Any:
+def _dimension_numbers(rest: str, path: Any, x: Any) -> Any:
     """Which axes of an array are the rows and columns of a matrix; None for one that is none."""
-    if x.ndim < 2 or rest.intersection(jax.tree_util.keystr(path, simple=True, separator="/").split("/")):
-        return None
-    rows = (x.ndim - 2,) if x.ndim < 4 else tuple(range(x.ndim - 1))
-    return optax.contrib.MuonDimensionNumbers(rows, (x.ndim - 1,))
+    rows = matrices.matrix_axes(path, x, rest)
+    return optax.contrib.MuonDimensionNumbers(rows, (x.ndim - 1,)) if rows else None
 
 
 def _with_options_of_optax() -> None:
