@@ -37,6 +37,7 @@ METHODS = {
     "noloco": ("method=noloco,every=3", {}),
     "streaming": ("method=streaming_diloco,every=4", {"method.fragments": 2}),
     "dion": ("method=allreduce,reducer=dion,rank=2", {}),
+    "zero_one_adam": ("method=zero_one_adam,codec=int8", {"reducer.start": 3, "method.refresh": 1, "method.doubling": 1}),
     "stale powersgd": ("method=allreduce,reducer=powersgd,rank=1,stale", {}),
 }
 
