@@ -12,6 +12,7 @@ import pytest
 from decjax import codecs, gossip, mesh, optim, reduce
 from decjax import topology as topology_lib
 from decjax.channel import Channel
+from decjax.optim.streaming import streaming_diloco
 from decjax.pipeline import stateless
 from decjax.train import divide, engine
 from decjax.train.step import Step
@@ -124,6 +125,7 @@ METHODS = {
     "DCD": lambda: compressed(optax.sgd(LR), gossip.dcd, "ring"),
     "BEER": lambda: beer(optax.sgd(LR)),
     "stale all-reduce": lambda: stale_allreduce(optax.adamw(LR)),
+    "streaming": lambda: streaming_diloco(optax.adamw(LR), reduce.mean(), N, every=4, fragments=2, delay=2),
 }
 
 

@@ -32,6 +32,13 @@ METHODS = {
     "gravac": ("method=allreduce,reducer=gravac", {"reducer.window": 2}),
     "diloco": ("method=diloco,reducer=powersgd,rank=1,every=3", {"reducer.start": 1}),
     "sparseloco": ("method=sparseloco,codec=int8,every=3", {}),
+    "slowmo": ("method=slowmo,reducer=codec,codec=int4,every=3", {"method.reset": True}),
+    "slowmo_gossip": ("method=slowmo_gossip,mixer=choco,codec=int8,topology=ring,every=3", {}),
+    "gossip_diloco": ("method=gossip_diloco,mixer=choco,codec=int8,topology=ring,every=3", {}),
+    "noloco": ("method=noloco,every=3", {}),
+    "streaming": ("method=streaming_diloco,every=4", {"method.fragments": 2}),
+    "dion": ("method=allreduce,reducer=dion,rank=2", {}),
+    "zero_one_adam": ("method=zero_one_adam,codec=int8", {"reducer.start": 3, "method.refresh": 1, "method.doubling": 1}),
     "stale powersgd": ("method=allreduce,reducer=powersgd,rank=1,stale", {}),
 }
 

@@ -1,0 +1,54 @@
+"""Muon for the matrices of a model, stacked ones too, and AdamW for the rest; inside of DiLoCo it is MuLoCo."""
+
+from collections.abc import Callable
+import functools
+import inspect
+from typing import Any
+
+import jax
+import optax
+import optax.contrib
+
+from decjax import registry
+from decjax.reduce import matrices
+
+
+@registry.register("optimizer", "muon", memory="1 copy of matrices, 2 of the rest", source="arXiv 2502.16982, in DiLoCo 2505.23725")
+def muon(learning_rate: optax.ScalarOrSchedule, *, rest: str = matrices.REST, **options: Any) -> optax.GradientTransformation:
+    """Muon: matrices step by the orthogonalized momentum, O = UVᵀ for M = UΣVᵀ; what is no matrix steps by AdamW.
+
+        M ← βM + (1 − β)G;     X ← X − α sqrt(max(1, J/I)) O(M),     for X of shape I×J, by Newton-Schulz iterations
+
+    Arrays of three dimensions are stacks of matrices, as the scanned layers of a transformer; those of more are convolutions, whose last
+    axis is J and whose others are I. `method=diloco,optimizer=muon` is MuLoCo: H local steps of Muon, then DiLoCo's outer step; it
+    sends and remembers what `diloco` does. A worker sees its own gradients only, on any data.
+
+    Args:
+        learning_rate: α, a number or a function of the step.
+        rest: names, between bars; arrays with one of them in their path take AdamW's step, and so do vectors.
+        **options: those of `optax.contrib.muon`, which is used for all of it: {options}.
+
+    References: Liu et al. 2025, arXiv 2502.16982; Thérien et al. 2025, arXiv 2505.23725 (MuLoCo).
+    """
+    of_array = functools.partial(_dimension_numbers, rest)
+    numbers: Callable[[Any], Any] = lambda params: jax.tree.map_with_path(of_array, params)
+    chosen: dict[str, Any] = {"muon_weight_dimension_numbers": numbers} | options
+    return optax.contrib.muon(learning_rate, **chosen)
+
+
+def _dimension_numbers(rest: str, path: Any, x: Any) -> Any:
+    """Which axes of an array are the rows and columns of a matrix; None for one that is none."""
+    rows = matrices.matrix_axes(path, x, rest)
+    return optax.contrib.MuonDimensionNumbers(rows, (x.ndim - 1,)) if rows else None
+
+
+def _with_options_of_optax() -> None:
+    """Shows the options of `optax.contrib.muon` in the signature, which is the section of a config, and in the docstring."""
+    own = inspect.signature(muon).parameters
+    others = [p for p in inspect.signature(optax.contrib.muon).parameters.values() if p.name not in own]
+    given = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in others]
+    muon.__signature__ = inspect.Signature([own["learning_rate"], own["rest"], *given])  # pyright: ignore[reportFunctionMemberAccess]
+    muon.__doc__ = str(muon.__doc__).replace("{options}", ", ".join(p.name for p in given))
+
+
+_with_options_of_optax()

@@ -1,0 +1,92 @@
+"""Muon of matrices, stacks and convolutions, and MuLoCo against a dense NumPy reference, in float64."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from decjax import models, reduce, registry
+from decjax.optim import method as methods
+from decjax.optim.muon import muon
+from tests.outer import LR, START, STEPS, X0, Adam, N, gradients, trajectory
+
+BETA, H = 0.95, 4
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+
+def orthogonalized(M):
+    """Five Newton-Schulz iterations of Muon's polynomial, from M over its Frobenius norm."""
+    if M.shape[0] > M.shape[1]:
+        return orthogonalized(M.T).T
+    X = M / (np.linalg.norm(M) + 1e-8)
+    for _ in range(5):
+        S = X @ X.T
+        X = 3.4445 * X + (-4.775 * S + 2.0315 * S @ S) @ X
+    return X
+
+
+class Muon:
+    """Muon's direction of one matrix, with Nesterov's momentum and the bias corrections of optax."""
+
+    def __init__(self):
+        self.m, self.t = 0.0, 0
+
+    def __call__(self, G):
+        self.t += 1
+        self.m = BETA * self.m + (1 - BETA) * G
+        ahead = BETA * self.m / (1 - BETA ** (self.t + 1)) + (1 - BETA) * G / (1 - BETA**self.t)
+        return np.sqrt(max(1, G.shape[1] / G.shape[0])) * orthogonalized(ahead)
+
+
+class NesterovAdam(Adam):
+    """AdamW as optax's Muon has it for what is no matrix."""
+
+    def __call__(self, g):
+        super().__call__(g)
+        ahead = self.b1 * self.m / (1 - self.b1 ** (self.t + 1)) + (1 - self.b1) * g / (1 - self.b1**self.t)
+        return ahead / (np.sqrt(self.v / (1 - self.b2**self.t)) + self.eps)
+
+
+@pytest.mark.parametrize("mode", ["devices", "simulated"])
+def test_muloco_is_the_dense_reference(mode):
+    """H steps of Muon for the matrix and of AdamW for the vector, then DiLoCo's outer step."""
+    path, _, _ = trajectory(lambda channel: methods.diloco(muon(LR, adam_b2=0.99), reduce.mean(channel), N, every=H), mode)
+    workers, rest = [Muon() for _ in range(N)], NesterovAdam()
+    x, anchor, m, expected = START, X0, 0.0, [START]
+    for t in range(STEPS):
+        g = gradients(x, t)
+        steps = np.stack([own(row[:4].reshape(2, 2)).ravel() for own, row in zip(workers, g)])
+        x = x - LR * np.concatenate([steps, rest(g[:, 4:])], axis=1)
+        if (t + 1) % H == 0:
+            delta = (anchor - x).mean(axis=0)
+            m = 0.9 * m + delta
+            anchor = anchor - 0.7 * (delta + 0.9 * m)
+            x = np.tile(anchor, (N, 1))
+        expected.append(x)
+    np.testing.assert_allclose(path, np.stack(expected), rtol=0, atol=1e-6)
+
+
+def test_a_stack_steps_as_its_matrices_and_a_convolution_as_one():
+    rng = np.random.default_rng(0)
+    stack, kernel = rng.normal(size=(2, 3, 5)), rng.normal(size=(2, 2, 3, 4))
+    with jax.enable_x64(True):
+        grads = {"up": jnp.asarray(stack), "conv": jnp.asarray(kernel), "norm": {"scale": jnp.ones((2, 3))}}
+        tx = muon(1.0)
+        steps, _ = tx.update(grads, tx.init(grads), grads)
+    for found, G in zip(steps["up"], stack):
+        np.testing.assert_allclose(found, -Muon()(G), atol=1e-6)
+    np.testing.assert_allclose(steps["conv"].reshape(12, 4), -Muon()(kernel.reshape(12, 4)), atol=1e-6)
+    np.testing.assert_allclose(steps["norm"]["scale"], -NesterovAdam()(np.ones((2, 3))), atol=1e-6)
+
+
+def test_matrices_of_a_transformer_are_its_kernels_but_the_last():
+    params = jax.eval_shape(models.decoder_lm(width=8, hidden=8, heads=1).init, jax.random.key(0))
+    state = jax.eval_shape(muon(LR).init, params)
+    paths = [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(state.inner_states["muon"])]
+    kernels = {
+        name for name in ("qkv", "out", "up", "down", "embedding", "head", "norm") if any(f"'{name}'" in path for path in paths)
+    }
+    assert kernels == {"qkv", "out", "up", "down"}
+    usual = registry.make("optimizer", "muon", learning_rate=optax.constant_schedule(0.1), rest="head")
+    assert "embedding" in str(jax.tree.leaves_with_path(jax.eval_shape(usual.init, params).inner_states["muon"]))
