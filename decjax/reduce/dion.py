@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from decjax import codecs, noise, registry
+from decjax import codecs, registry
 from decjax.channel import Channel
 from decjax.codecs.codec import dot
-from decjax.reduce import matrices
+from decjax.reduce import low_rank, matrices
 from decjax.reduce import reducer as reducer_lib
 
 
@@ -86,8 +86,7 @@ class _Dion:
         return reducer_lib.mean(self.channel)
 
     def fresh(self, shape: tuple[int, ...], position: int, dtype: Any) -> jax.Array:
-        seeds = (jnp.uint32(self.channel.seed % 2**32), jnp.uint32(position))
-        return 2 * noise.uniform(shape, seeds).astype(dtype) - 1
+        return low_rank.first_factor(shape, self.channel.seed, position, dtype)
 
     def init(self, params: Any) -> DionState:
         plan, dtype = self.plan(params)
