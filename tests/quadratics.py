@@ -123,6 +123,7 @@ def mixers(codec=None):
     return {
         "exact": make(gossip.exact, "one_peer_exponential", codec=codec),
         "accelerated": make(gossip.accelerated, "ring", rounds=2),
+        "consensus_control": make(gossip.consensus_control, "ring", rounds=3),
         "delayed": make(gossip.delayed, "one_peer_exponential", delay=2),
         "choco": make(gossip.choco, "one_peer_exponential", codec=codec),
         "choco, two rounds": make(gossip.choco, "ring", codec=codec, rounds=2),

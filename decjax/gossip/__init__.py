@@ -47,6 +47,7 @@ from decjax.gossip.accelerated import accelerated
 from decjax.gossip.check import check_exchange, check_stage_exchange
 from decjax.gossip.choco import beer, choco
 from decjax.gossip.coded import CompressedState
+from decjax.gossip.consensus_control import ControlState, consensus_control
 from decjax.gossip.dcd import ReplicaState, dcd
 from decjax.gossip.deepsqueeze import deepsqueeze
 from decjax.gossip.delayed import DelayedState, delayed
@@ -61,6 +62,7 @@ from decjax.gossip.rounds import mix_round
 
 __all__ = [
     "CompressedState",
+    "ControlState",
     "SILENT",
     "Mixer",
     "OverlapPushSumState",
@@ -74,6 +76,7 @@ __all__ = [
     "check_exchange",
     "check_stage_exchange",
     "choco",
+    "consensus_control",
     "damp",
     "dcd",
     "deepsqueeze",

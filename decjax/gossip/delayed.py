@@ -66,7 +66,8 @@ def delayed(
         )
     form = _Delayed(topology, channel, delay, draw, fixed)
     plain = exact(topology, channel)
-    return plain._replace(init=form.init, exchange=form.exchange, combine=form.combine, restart=form.restart)
+    own = dict(init=form.init, exchange=form.exchange, combine=form.combine, restart=form.restart)
+    return plain._replace(**own, matrix=None, keeps_mean=False)
 
 
 @dataclasses.dataclass(frozen=True)

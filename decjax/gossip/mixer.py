@@ -23,9 +23,9 @@ class Mixer(NamedTuple):
         init: `init(params) -> state`, for parameters that are the same on all workers.
         exchange: `exchange(params, state, phase) -> received`, the only part that communicates. Where `combine` is left out, it
             returns (mixed, state).
-        phase: `phase(step) -> phase`, for an int (static) or a traced int32 step.
+        phase: `phase(step) -> phase`, for an int (static) or a traced int32 step; None if the state decides on it.
         phases: all values that `phase` takes, a contiguous range.
-        num_bytes: `num_bytes(params, phase) -> (N,)`, bytes that each worker sends, by formula.
+        num_bytes: `num_bytes(params, phase) -> (N,)`, bytes that each worker sends, by formula; 0 where `usage` tells the phase.
         num_workers: N, the number of workers.
         combine: `combine(params, received, state, phase, step) -> (mixed, state)`, local and cheap. `step` counts all steps, also
             those that do not mix, as an int or a traced int32. Left out, it returns what was received.
@@ -37,6 +37,7 @@ class Mixer(NamedTuple):
         orders: when it can exchange: "awc", while the gradient is taken, "atc", after the step; see `decjax.optim.decentralize`.
         keeps_mean: whether mixing leaves the mean over workers, weighted by `weight`, as it is.
         matrix: `matrix(phase) -> W`, [N, N], where mixing is x <- Wx and nothing else, up to rounding; None: otherwise.
+        usage: `usage(state) -> [phases]`, steps so far in each phase, if the state decides on it; else None.
         permutations: pairs (source, target) of workers of each message; None: those of the topology.
     """
 
@@ -53,17 +54,19 @@ class Mixer(NamedTuple):
     orders: tuple[str, ...] = ("awc", "atc")
     keeps_mean: bool = True
     matrix: Callable[[int], np.ndarray] | None = None
+    usage: Callable[[Any], jax.Array] | None = None
     permutations: tuple[tuple[tuple[int, int], ...], ...] | None = None
 
 
-def mix(mixer: Mixer, params: Any, state: Any, phase: int, step: Any) -> tuple[Any, Any]:
+def mix(mixer: Mixer, params: Any, state: Any, phase: Any, step: Any) -> tuple[Any, Any]:
     """One mixing step, exchange and combine: the mixed parameters and the new state."""
     return mixer.combine(params, mixer.exchange(params, state, phase), state, phase, step)
 
 
 def mix_due(mixer: Mixer, params: Any, state: Any, phase: int | None, step: jax.Array) -> tuple[Any, Any]:
-    """`mix` in the given static phase; if it is None, in the phase of a traced step, by a conditional over all phases."""
-    if phase is not None:
+    """`mix` in the given static phase; if it is None, in the phase of a traced step, by a conditional over all phases, unless the
+    mixer's state decides."""
+    if phase is not None or mixer.usage:
         return mix(mixer, params, state, phase, step)
     branches = [lambda params, state, phase=phase: mix(mixer, params, state, phase, step) for phase in mixer.phases]
     if len(branches) == 1:
@@ -80,6 +83,8 @@ def every(mixer: Mixer, period: int) -> Mixer:
         raise ValueError(f"mixing every={period} steps: must be at least 1")
     if period == 1:
         return mixer
+    if mixer.usage:
+        raise ValueError(f"mixing every={period} steps with a mixer that decides itself how much it sends; use every=1")
 
     def exchange(params, state, phase):
         return () if phase == SILENT else mixer.exchange(params, state, phase)

@@ -145,7 +145,9 @@ def _every_and_damped(mixer, every, strength, power, share) -> gossip.Mixer:
 
 def _gossip(tx, mixer, exchange, order, every, static_phase) -> Method:
     if static_phase:
-        return Method(tx, mixer.phase, mixer.num_bytes, exchange if order == "awc" else None, mixer=mixer, every=every)
+        early, of = exchange if order == "awc" else None, mixer.usage
+        usage = of and (lambda opt_state: of(opt_state.mixer))
+        return Method(tx, mixer.phase, mixer.num_bytes, early, usage, mixer.phases, mixer, every)
 
     # One program holds all phases, so its bytes are declared as the mean over a period of steps.
     steps = range(every * sum(phase != gossip.SILENT for phase in mixer.phases))
