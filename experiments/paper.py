@@ -19,11 +19,11 @@ from typing import Any
 from absl import flags
 
 from experiments import noise_floor, quality, script, trials
-from experiments.studies import STUDIES
+from experiments.studies import PAPER
 from launch import command
 
 FLAGS = flags.FLAGS
-PARTS = ("noise_floor", *STUDIES)
+PARTS = ("noise_floor", *PAPER)
 
 
 def chosen() -> list[str]:
@@ -32,7 +32,7 @@ def chosen() -> list[str]:
     if unknown := [part for part in parts if part not in PARTS]:
         command.fail(f"--only={unknown[0]} is unknown; use some of {', '.join(PARTS)}")
     for part in parts:
-        if part in STUDIES and (needed := STUDIES[part].data) and not FLAGS[needed].value:
+        if part in PAPER and (needed := PAPER[part].data) and not FLAGS[needed].value:
             command.fail(f"{part} needs --{needed}; give the path of its data, or leave it out: --only={PARTS[0]}")
     return parts
 
@@ -42,7 +42,7 @@ def make(part: str, out: pathlib.Path, book: trials.Book) -> tuple[Any, Callable
     if part == "noise_floor":
         floors = noise_floor.run(out, book, FLAGS.smoke)
         return noise_floor.tabulate(floors), lambda path: noise_floor.draw(path, floors), dict(floors)
-    flag = STUDIES[part].data
+    flag = PAPER[part].data
     data: str = FLAGS[flag].value if flag else ""  # pyright: ignore[reportAssignmentType]
     found = quality.run(quality.Trainings(out, book, part, data, FLAGS.smoke))
     rows = {method: result._asdict() for method, result in found.items()}

@@ -73,14 +73,14 @@ class Trainings(NamedTuple):
 
     def tune(self, method: str) -> tuple[float, dict[float, float], dict[float, float]]:
         """(best rate, loss of each that was tried, consensus distance of each); one that diverged has an infinite loss."""
-        distances = {}
+        distances, grid = {}, self.study.rows[method].grid or self.study.grid
 
         def measure(rate: float) -> float:
             numbers = self.book.result(self.trial(method, rate, TUNING_SEED), read)
             distances[rate] = numbers["consensus_distance"] if numbers else math.inf
             return numbers[self.study.tuned_on] if numbers else math.inf
 
-        best, tried = trials.best_rate(measure, self.study.grid[:1] if self.smoke else self.study.grid)
+        best, tried = trials.best_rate(measure, grid[:1] if self.smoke else grid)
         return best, tried, distances
 
     def values(self, rates: Mapping[str, float]) -> dict[str, list[float | None]]:

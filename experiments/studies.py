@@ -1,4 +1,5 @@
-"""Which trainings are compared, task by task: quality at equal tokens, the gap of gossip that overlaps, and ablations.
+"""Which trainings are compared, task by task: quality at equal tokens, the gap of gossip that overlaps, ablations, and methods for
+different data on each worker.
 
 Everything mixes while it computes (order "awc") unless a row says otherwise. `experiments.quality` makes the trainings.
 """
@@ -19,12 +20,14 @@ class Row(NamedTuple):
         seeds: how many trainings it has beside those that tune its rate.
         fields: of its config, dotted, beside those of the study.
         longer: times the steps of the study.
+        grid: learning rates that are tried; none: those of the study.
     """
 
     shorthand: str
     seeds: int = OTHERS
     fields: Mapping[str, Any] = {}
     longer: float = 1.0
+    grid: tuple[float, ...] = ()
 
 
 class Study(NamedTuple):
@@ -151,4 +154,47 @@ ABLATIONS = {
         },
     ),
 }
-STUDIES = {**QUALITY, **ABLATIONS, "gap": GAP, "gap_shakespeare": GAP._replace(data="shakespeare", rates="gap")}
+# -- Different data on each worker -----------------------------------------------------------------------------------
+
+SGD = "optimizer=sgdm(momentum=0.0)"
+ALL_REDUCE_SGDM, DSGD, DSGDM, QG, DECENTLAM = "all-reduce, SGDm", "DSGD", "DSGDm", "QG-DSGDm", "DecentLaM"
+D2, TRACKING, RELAY = "exact diffusion", "gradient tracking", "RelaySGDm"
+SKEWED = {
+    ALL_REDUCE_SGDM: Row("method=allreduce,optimizer=sgdm", LEAD),
+    DSGD: Row(f"topology=ring,order=atc,{SGD}", LEAD, grid=(0.5, 1.0, 2.0)),
+    DSGDM: Row("topology=ring,order=atc,optimizer=sgdm", LEAD),
+    QG: Row("topology=ring,method=qg_dsgdm", LEAD),
+    DECENTLAM: Row("topology=ring,method=decentlam", LEAD),
+    D2: Row(f"topology=ring,method=exact_diffusion,{SGD}", LEAD, grid=(0.5, 1.0, 2.0)),
+    TRACKING: Row(f"topology=ring,method=tracking,order=atc,{SGD}", LEAD, grid=(0.5, 1.0, 2.0)),
+    RELAY: Row("topology=ring,mixer=relay,optimizer=sgdm", LEAD),
+}
+ALPHAS = (10.0, 1.0, 0.1)
+DIRICHLET = {
+    f"dirichlet_{alpha:g}": QUALITY["digits"]._replace(
+        rows=SKEWED,
+        grid=(0.05, 0.1, 0.2),
+        shorthand=f"workers={WORKERS}",
+        fields={"data.partition": f"dirichlet(alpha={alpha:g})", "model.norm": "group"},  # Batch statistics would differ, too.
+    )
+    for alpha in ALPHAS
+}
+MULTI30K = {
+    f"multi30k_{graph}": TEXT._replace(
+        rows={
+            DSGD: Row(f"topology={graph},order=atc,{SGD}", LEAD, {"clip_norm": 0.0}, grid=(0.5, 1.0, 2.0)),
+            "DSGD, clipped": Row(f"topology={graph},order=atc,{SGD}", LEAD, grid=(0.5, 1.0, 2.0)),
+            QG: Row(f"topology={graph},method=qg_dsgdm", LEAD, grid=(0.1, 0.2, 0.4)),
+            "GT-Adam": Row(f"topology={graph},method=tracking,order=atc", LEAD),
+            "GT-NSGDm": Row(f"topology={graph},method=gt_nsgdm", LEAD, grid=(0.05, 0.1, 0.2)),
+        },
+        steps=1500,
+        tuning_steps=500,
+        shorthand="workers=8",
+        data="text",
+    )
+    for graph in ("ring", "exponential", "complete")
+}
+
+PAPER = {**QUALITY, **ABLATIONS, "gap": GAP, "gap_shakespeare": GAP._replace(data="shakespeare", rates="gap")}
+STUDIES = {**PAPER, **DIRICHLET, **MULTI30K}

@@ -1,0 +1,122 @@
+"""Methods for different data on each worker: does the order that their papers claim hold?
+
+    python -m experiments.heterogeneity --out=runs/heterogeneity
+    gzip -dc data/multi30k/train.en.gz > multi30k.en
+    python -m experiments.heterogeneity --out=runs/heterogeneity --text=multi30k.en \\
+        --only=multi30k_ring,multi30k_exponential,multi30k_complete
+    python -m experiments.heterogeneity --out=runs/smoke --smoke
+
+Parts: dirichlet_10, dirichlet_1 and dirichlet_0.1, handwritten digits whose classes are divided among 16 workers on a ring by a
+Dirichlet distribution, the more unevenly the smaller its α; and multi30k_ring, multi30k_exponential and multi30k_complete, a language
+model of Multi30k's English sentences on 8 workers. Every method has the rate that was best of its grid on each part, in a run with a
+seed of its own, and then three seeds. Trainings are made two at a time; what they came to is appended to a book, and is not made again.
+"""
+
+from collections.abc import Mapping, Sequence
+import pathlib
+from typing import Any, NamedTuple
+
+from absl import flags
+
+from experiments import quality, script, studies, trials
+from experiments.quality import Result
+from launch import command
+
+FLAGS = flags.FLAGS
+PARTS = (*studies.DIRICHLET, *studies.MULTI30K)
+
+
+class Claim(NamedTuple):
+    """What a paper says: one method is better than another where data differ."""
+
+    better: str
+    worse: str
+    source: str
+
+
+CLAIMS = (
+    Claim(studies.QG, studies.DSGDM, "arXiv 2102.04761"),
+    Claim(studies.DECENTLAM, studies.DSGDM, "arXiv 2104.11981"),
+    Claim(studies.D2, studies.DSGD, "arXiv 1803.07068"),
+    Claim(studies.TRACKING, studies.DSGD, "arXiv 1607.03218"),
+    Claim(studies.RELAY, studies.DSGDM, "arXiv 2110.04175"),
+    Claim(studies.RELAY, studies.QG, "arXiv 2110.04175"),
+    Claim(studies.ALL_REDUCE_SGDM, studies.QG, ""),
+)
+
+
+def joint(found: Mapping[str, Mapping[str, Result]]) -> Any:
+    """A row for each method, a column for each part: mean ± 2σ over the seeds, and the rate."""
+    table = script.table("", *(f"{part}: {studies.STUDIES[part].unit} (rate)" for part in found))
+    for method in dict.fromkeys(method for of in found.values() for method in of):
+        cells = [f"{quality.cell(of[method], 4)} ({of[method].rate:.3g})" if method in of else "" for of in found.values()]
+        table.add_row(method, *cells)
+    return table
+
+
+def judged(claim: Claim, of: Mapping[str, Result]) -> str:
+    """By how much the better one is ahead, in accuracy, and whether intervals of ± 2σ of the means are apart."""
+    better, worse = of[claim.better], of[claim.worse]
+    if not better.ended or not worse.ended:
+        return "diverged"
+    ahead = better.spread.mean - worse.spread.mean
+    apart = abs(ahead) > better.spread.error + worse.spread.error
+    return f"{ahead:+.4f}, {'yes' if apart and ahead > 0 else 'NO' if apart else 'undecided'}"
+
+
+def order(found: Mapping[str, Mapping[str, Result]], claims: Sequence[Claim] = CLAIMS) -> Any:
+    """The papers' claims beside what was found; a claim that two intervals leave open is undecided."""
+    parts = {part: of for part, of in found.items() if part in studies.DIRICHLET}
+    table = script.table("claim", "source", *parts, left=2)
+    for claim in claims:
+        if all({claim.better, claim.worse} <= of.keys() for of in parts.values()):
+            table.add_row(f"{claim.better} above {claim.worse}", claim.source, *(judged(claim, of) for of in parts.values()))
+    return table
+
+
+def draw(path: str, found: Mapping[str, Mapping[str, Result]]) -> None:
+    """A panel for each part: a dot for each seed and a bar for the mean, method by method."""
+    rows = list(dict.fromkeys(method for of in found.values() for method in of))[::-1]
+    with script.panels(path, len(found), (2.0 + 2.6 * len(found), 0.35 * len(rows) + 1.2)) as (figure, axes):
+        for axis, (part, of) in zip(axes, found.items(), strict=True):
+            for number, method in enumerate(rows):
+                if method in of and of[method].ended:
+                    color = script.COLORS[0 if method.startswith("all-reduce") else 1]
+                    axis.plot(of[method].ended, [number] * len(of[method].ended), "o", color=color, alpha=0.7)
+                    axis.plot([of[method].spread.mean] * 2, [number - 0.25, number + 0.25], color=color, linewidth=2)
+            axis.set_yticks(range(len(rows)), rows if axis is axes[0] else [""] * len(rows))
+            axis.set(xlabel=studies.STUDIES[part].unit, title=part.replace("_", " "))
+        script.dress(figure, "Different data on each worker; dots are seeds, bars means")
+
+
+def main() -> None:
+    out, parts = command.folder("out", FLAGS.out), FLAGS.only or list(studies.DIRICHLET)
+    if unknown := [part for part in parts if part not in PARTS]:
+        command.fail(f"--only={unknown[0]} is unknown; use some of {', '.join(PARTS)}")
+    if not FLAGS.text and (needy := [part for part in parts if part in studies.MULTI30K]):
+        command.fail(f"{needy[0]} needs --text; give the path of a file with Multi30k's English sentences")
+    out.mkdir(parents=True, exist_ok=True)  # All trainings may be in the book.
+    book, found = trials.Book(pathlib.Path(FLAGS.book or out / "book.jsonl")), {}
+    for part in parts:
+        data = FLAGS.text if part in studies.MULTI30K else ""
+        found[part] = quality.run(quality.Trainings(out, book, part, data, FLAGS.smoke))
+        script.show(part, quality.tabulate(part, found[part]))
+    for kind, name in ((studies.DIRICHLET, "heterogeneity"), (studies.MULTI30K, "multi30k_lm")):
+        if of := {part: rows for part, rows in found.items() if part in kind}:
+            script.show(joint(of), *([order(of)] if kind is studies.DIRICHLET else []))
+            draw(str(out / f"{name}.png"), of)
+            script.save(str(out / f"{name}.json"), **{part: {m: r._asdict() for m, r in rows.items()} for part, rows in of.items()})
+            if FLAGS.pages:
+                script.publish(FLAGS.pages, name, joint(of), lambda path, of=of: draw(path, of))
+    if FLAGS.pages and set(studies.DIRICHLET) & set(found):
+        script.fill(pathlib.Path(FLAGS.pages), "heterogeneity_order", order(found))
+
+
+if __name__ == "__main__":
+    flags.DEFINE_string("out", None, "Run directories, tables as JSON, and figures go here.", required=True)
+    flags.DEFINE_list("only", [], "Parts to make; none: those of the digits.")
+    flags.DEFINE_string("text", None, "A text file of Multi30k's English sentences.")
+    flags.DEFINE_string("book", None, "File of JSON lines with what trainings came to; none: OUT/book.jsonl.")
+    flags.DEFINE_string("pages", None, script.PAGES)
+    flags.DEFINE_bool("smoke", False, "The whole way with tiny models, in minutes.")
+    script.run(main, (trials.Broken, OSError))
