@@ -104,7 +104,7 @@ def tracking(W, rate=RATE, order="atc", adam=False):
 
 def mc_dsgt(W, rate=RATE, rounds=1):
     """h ← W…W (h + g − g₋), at first g;  x ← W…W (x − ηh), with the R matrices of the step."""
-    x, h, old = np.tile(X0, (N, 1)), None, None
+    x, h, old = np.tile(X0, (N, 1)), np.zeros((N, P)), np.zeros((N, P))
     several = lambda t, x: functools.reduce(lambda x, r: W(t * rounds + r) @ x, range(rounds), x)
     for t in itertools.count():
         g = gradients(x)
