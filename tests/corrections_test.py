@@ -115,7 +115,7 @@ def mc_dsgt(W, rate=RATE, rounds=1):
 
 def gt_nsgdm(W, rate=RATE, beta=0.9):
     """As MC-DSGT with one round, of momenta and with steps of one length."""
-    x, y, v = np.tile(X0, (N, 1)), None, np.zeros((N, P))
+    x, y, v = np.tile(X0, (N, 1)), np.zeros((N, P)), np.zeros((N, P))
     for t in itertools.count():
         v, old = beta * v + (1 - beta) * gradients(x), v
         y = v if t == 0 else W(t) @ (y + v - old)
