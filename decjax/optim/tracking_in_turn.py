@@ -1,15 +1,15 @@
 """Gradient tracking that mixes first the trackers, then the parameters: MC-DSGT, and the base of GT-NSGDm.
 
-    v = signal(g)     y <- W' (y + v − v₋)     x <- W (x − η d(y)),     y = v at first
+    v = signal(g)     y <- W (y + v − v₋)     x <- W (x − η d(y)),     y = v at first
 
 The mean of the y_i is always that of the v_i. `decjax.optim.tracking` mixes both in one exchange, trackers a step behind; here a step
-is along trackers that are mixed already. Each of the two takes the next rounds of the graph, R each if the mixer has R rounds.
+is along trackers that are mixed already. Both take the same rounds of the graph, R of them if the mixer has R: were these in turn
+even and odd ones, each would be mixed over a part of a graph with an even period, which may not be connected.
 
 Reference: Huang and Yuan 2022, arXiv 2211.00533 (MC-DSGT).
 """
 
 import dataclasses
-import math
 from typing import Any, NamedTuple
 
 import jax
@@ -65,27 +65,19 @@ def track_in_turn(signal: optax.GradientTransformation, inner: optax.GradientTra
     form = _TrackInTurn(signal, optax.with_extra_args_support(inner), mixer)
     tx = optax.GradientTransformationExtraArgs(form.init, form.update)  # pyright: ignore[reportArgumentType]
     # The mixer's memory is also of trackers, which averaging the parameters does not make equal.
-    return Method(tx, form.phase, form.num_bytes, mixer=mixer._replace(restart=None))
+    return Method(tx, mixer.phase, form.num_bytes, mixer=mixer._replace(restart=None))
 
 
 @dataclasses.dataclass(frozen=True)
 class _TrackInTurn:
-    """The functions of `track_in_turn`. A phase is the number of the step, as far as the mixer tells steps apart."""
+    """The functions of `track_in_turn`."""
 
     signal: optax.GradientTransformation
     inner: optax.GradientTransformationExtraArgs
     mixer: gossip.Mixer
 
-    def phase(self, number: int) -> int:
-        return number % (len(self.mixer.phases) // math.gcd(len(self.mixer.phases), 2))
-
-    def exchanges(self, phase: int) -> tuple[int, int]:
-        """The mixer's phases of trackers and of parameters. Parameters begin: the first step's trackers are not mixed."""
-        cycle = len(self.mixer.phases)
-        return self.mixer.phase((2 * phase - 1) % cycle), self.mixer.phase(2 * phase % cycle)
-
     def num_bytes(self, params: Any, phase: int | None) -> np.ndarray:
-        return np.sum([self.mixer.num_bytes(params, each) for each in self.exchanges(phase or 0)], axis=0)
+        return 2 * self.mixer.num_bytes(params, phase or 0)
 
     def init(self, params):
         nothing = jax.tree.map(jnp.zeros_like, params)
@@ -96,16 +88,13 @@ class _TrackInTurn:
 
     def update(self, grads, state, params: Any = None, *, phase=None, **extra):
         check_update(params)
-        if phase is None and self.phase(1):
-            raise ValueError("phase=None, but the exchange varies from step to step; give phase=method.phase(step)")
-        phases = self.exchanges(phase or 0)
         v, before = self.signal.update(grads, state.before, params)
         moved = jax.tree.map(lambda y, new, old: y + (new - old), state.tracker, v, state.signal)
-        mixed, of_trackers = gossip.mix(self.mixer, moved, state.mixer[0], phases[0], state.count)
+        mixed, of_trackers = gossip.mix_due(self.mixer, moved, state.mixer[0], phase, state.count)
         tracker = jax.tree.map(lambda first, later: jnp.where(state.count == 0, first, later), moved, mixed)
         updates, inner = self.inner.update(tracker, state.inner, params, **extra)
         stepped = optax.apply_updates(params, updates)
-        mixed, of_params = gossip.mix(self.mixer, stepped, state.mixer[1], phases[1], state.count)
+        mixed, of_params = gossip.mix_due(self.mixer, stepped, state.mixer[1], phase, state.count)
         count: Any = optax.safe_increment(state.count)
         after = TrackInTurnState(count, before, inner, (of_trackers, of_params), tracker, v)
         return jax.tree.map(jnp.subtract, mixed, params), after
