@@ -34,7 +34,7 @@ TUNED = dict(
 )
 TUNED_ATC = TUNED | dict(accum_adamw=(2.4e-2, 0.05))
 TUNED_ALLREDUCE = TUNED | dict(adamw=(1.2e-2, 0.03))
-AVERAGED = ("allreduce", "onebit_adam")
+AVERAGED = ("allreduce", "onebit_adam", "zero_one_adam")
 ADAM = dict(b1=0.9, b2=0.99)
 ACCUM_ADAM = dict(b1=0.8, b2=0.98, window=4)  # per window
 

@@ -27,6 +27,11 @@ SHORTHANDS = (
     "method=allreduce,reducer=powersgd,rank=2",
     "method=onebit_adam,codec=int8",
     "method=diloco,every=3,reducer=codec,codec=int4",
+    "method=slowmo_gossip,every=3,topology=ring",
+    "method=noloco,every=3",
+    "method=streaming_diloco,every=4",
+    "method=zero_one_adam,codec=int8",
+    "method=allreduce,reducer=dion,rank=2",
     "stages=2,microbatches=2,method=allreduce,tied,backward=int8,forward=int8",
 )
 # Of how a run is watched, dispatched or where it lies.

@@ -1,0 +1,205 @@
+"""Loss against bytes of methods that send seldom: outer steps of all kinds, their compressed forms, and all-reduce.
+
+    python -m experiments.outer --out=runs/outer
+    python -m experiments.outer --out=runs/smoke --smoke
+
+One model, configs/lm.py with 8 workers, and equal steps. Every row has the learning rate, and then the outer learning rate, that was
+best of its grid in a shorter run with a seed of its own; a grid whose best is at its edge is extended. Then its seeds. Loss is that of
+the averaged model on validation text, bytes are a worker's mean over all steps, from the compiled program or, here where workers are
+simulated, as declared. Trainings are made two at a time; what they came to is appended to a book, and is not made again.
+"""
+
+from collections.abc import Mapping
+import math
+import pathlib
+from typing import Any, NamedTuple
+
+from absl import flags
+
+from experiments import script, trials
+from experiments.script import Check
+from experiments.trials import Book, Trial
+from launch import command
+
+FLAGS = flags.FLAGS
+WORKERS, STEPS, TUNING_STEPS, TUNING_SEED, SEEDS = 8, 3000, 1000, 99, 3
+FEWER, MORE = 100, 2.0  # What is asked: so many times fewer bytes than all-reduce, at so many percent more loss.
+ADAMW, MUON = (6e-3, 1.2e-2, 2.4e-2), (1e-2, 2e-2, 4e-2)
+OUTER = (0.35, 0.7, 1.0)
+ALL_REDUCE = "all-reduce, AdamW"
+
+
+class Row(NamedTuple):
+    """A method: its shorthand of configs/lm.py, the rates that are tried, further fields, and the family that gives it its colour."""
+
+    shorthand: str
+    family: str
+    rates: tuple[float, ...] = ADAMW
+    outer_rates: tuple[float, ...] = ()  # none: the method has no outer step
+    fields: Mapping[str, Any] = {}
+
+
+def _outer(method: str, family: str, **options: Any) -> Row:
+    return Row(method, family, **{"outer_rates": OUTER, **options})
+
+
+INT4, ONE_PEER = "reducer=codec,codec=int4", "topology=one_peer_exponential"
+ROWS = {
+    ALL_REDUCE: Row("method=allreduce", "in every step"),
+    "all-reduce, Muon": Row("method=allreduce,optimizer=muon", "in every step", MUON),
+    "Dion, rank 4": Row("method=allreduce,reducer=dion,rank=4", "in every step", MUON),
+    "0/1 Adam": Row("method=zero_one_adam", "in every step"),
+    **{f"DiLoCo, H = {H}": _outer(f"method=diloco,every={H}", "DiLoCo") for H in (1, 4, 16, 64)},
+    **{f"DiLoCo, 4 bits, H = {H}": _outer(f"method=diloco,every={H},{INT4}", "DiLoCo, 4 bits") for H in (4, 16, 64)},
+    **{f"SparseLoCo, H = {H}": _outer(f"method=sparseloco,every={H}", "SparseLoCo") for H in (4, 16, 64)},
+    **{f"MuLoCo, H = {H}": _outer(f"method=diloco,every={H},optimizer=muon", "MuLoCo", rates=MUON) for H in (4, 16, 64)},
+    **{
+        f"MuLoCo, 4 bits, H = {H}": _outer(f"method=diloco,every={H},{INT4},optimizer=muon", "MuLoCo", rates=MUON) for H in (16, 64)
+    },
+    **{f"Streaming DiLoCo, 4 bits, H = {H}": _outer(f"method=streaming_diloco,every={H}", "Streaming DiLoCo") for H in (16, 64)},
+    **{f"SlowMo, H = {H}": Row(f"method=slowmo,every={H}", "SlowMo") for H in (4, 16, 64)},
+    **{f"NoLoCo, H = {H}": _outer(f"method=noloco,every={H}", "with neighbours") for H in (4, 16, 64)},
+    **{
+        f"gossip DiLoCo, CHOCO 4 bits, H = {H}": _outer(
+            f"method=gossip_diloco,every={H},mixer=choco,codec=int4,{ONE_PEER}", "with neighbours"
+        )
+        for H in (4, 16, 64)
+    },
+    **{f"gossip DiLoCo, H = {H}": _outer(f"method=gossip_diloco,every={H},{ONE_PEER}", "with neighbours") for H in (64, 16, 4)},
+}
+
+
+class Result(NamedTuple):
+    """What a row came to."""
+
+    rate: float
+    outer_rate: float | None
+    tried: dict[str, float]  # "rate" or "rate, outer rate" -> loss of the shorter run
+    losses: list[float | None]  # a seed each; None: it diverged
+    sent: float  # bytes of a worker in a step; nan if all diverged
+
+    @property
+    def spread(self) -> trials.Spread | None:
+        """Mean and σ of the seeds that ended."""
+        ended = [loss for loss in self.losses if loss is not None]
+        return trials.spread(ended) if ended else None
+
+
+class Trainings(NamedTuple):
+    """The trainings of all rows."""
+
+    out: pathlib.Path
+    book: Book
+    smoke: bool  # tiny models, one rate, one seed
+
+    def trial(self, name: str, rate: float, outer_rate: float | None, seed: int) -> Trial:
+        """One training; that of the tuning's seed is shorter."""
+        row, size = ROWS[name], f"steps={TUNING_STEPS if seed == TUNING_SEED else STEPS}"
+        shorthand = f"{row.shorthand},workers={WORKERS},simulate,{'smoke' if self.smoke else size}"
+        fields = {"schedule.learning_rate": rate, "seed": seed, "eval.local": False, **row.fields}
+        fields |= {} if outer_rate is None else {"method.outer_learning_rate": outer_rate}
+        rates = f"{rate:.3g}" if outer_rate is None else f"{rate:.3g} {outer_rate:.3g}"
+        return trials.trial(self.out, f"{name} {rates} {seed}", f"configs/lm.py:{shorthand}", fields)
+
+    def tune(self, name: str) -> tuple[float, float | None, dict[str, float]]:
+        """(best rate, best outer rate with it, loss of each pair that was tried); one that diverged has an infinite loss."""
+        row, tried = ROWS[name], {}
+
+        def measure(rate: float, outer_rate: float | None) -> float:
+            numbers = self.book.result(self.trial(name, rate, outer_rate, TUNING_SEED))
+            loss = numbers["eval_loss"] if numbers else math.inf
+            tried[f"{rate:.3g}" if outer_rate is None else f"{rate:.3g}, {outer_rate:.3g}"] = loss
+            return loss
+
+        middle = row.outer_rates[len(row.outer_rates) // 2] if row.outer_rates else None
+        rate, _ = trials.best_rate(lambda rate: measure(rate, middle), row.rates[:1] if self.smoke else row.rates)
+        if middle is None:
+            return rate, None, tried
+        outer_rate, _ = trials.best_rate(lambda own: measure(rate, own), row.outer_rates[:1] if self.smoke else row.outer_rates)
+        return rate, outer_rate, tried
+
+    def result(self, name: str) -> Result:
+        """A row, tuned and trained with its seeds."""
+        rate, outer_rate, tried = self.tune(name)
+        found = [self.book.result(self.trial(name, rate, outer_rate, seed)) for seed in range(1 if self.smoke else SEEDS)]
+        sent = next((numbers["bytes_per_step_per_worker"] for numbers in found if numbers), math.nan)
+        return Result(rate, outer_rate, tried, [numbers["eval_loss"] if numbers else None for numbers in found], sent)
+
+
+def compared(found: Mapping[str, Result], name: str) -> tuple[float, float]:
+    """(times fewer bytes, percent more loss) than all-reduce; nan where one of the two diverged."""
+    own, first = found[name], found[ALL_REDUCE]
+    if not (own.spread and first.spread):
+        return math.nan, math.nan
+    return first.sent / own.sent, 100 * (own.spread.mean / first.spread.mean - 1)
+
+
+def tabulate(found: Mapping[str, Result]) -> Any:
+    """Bytes, loss, both relative to all-reduce, and the rates."""
+    table = script.table("", "kB a step", "times fewer", "nats/byte, mean ± 2σ", "to all-reduce", "rate", "outer rate", "tried")
+    for name, result in found.items():
+        lost, (fewer, more) = result.losses.count(None), compared(found, name)
+        said = [result.spread.text(4)] if result.spread else []
+        table.add_row(
+            name,
+            f"{result.sent / 1e3:.2f}",
+            f"{fewer:.1f}",
+            ", ".join(said + ([f"{lost} of {len(result.losses)} diverged"] if lost else [])),
+            f"{more:+.1f} %",
+            f"{result.rate:.3g}",
+            "" if result.outer_rate is None else f"{result.outer_rate:.3g}",
+            "; ".join(f"{rates}: {loss:.4f}" for rates, loss in result.tried.items()),
+        )
+    return table
+
+
+def checks(found: Mapping[str, Result]) -> list[Check]:
+    """Whether some method keeps all-reduce's loss at a hundredth of its bytes; the best one that sends so little."""
+    of = {name: compared(found, name) for name in found if name != ALL_REDUCE}
+    seldom = {name: more for name, (fewer, more) in of.items() if fewer >= FEWER}
+    if not seldom:
+        return []
+    best = min(seldom, key=lambda name: seldom[name])
+    return [Check(f"% of loss: {best}", f"{of[best][0]:.0f} × fewer bytes", seldom[best], MORE, True)]
+
+
+def draw(path: str, found: Mapping[str, Result]) -> None:
+    """Loss against bytes, a line for each family; bars are 2σ of the mean."""
+    with script.panels(path, 1, (7.0, 4.5)) as (figure, (axis,)):
+        families = dict.fromkeys(ROWS[name].family for name in found)
+        for number, family in enumerate(families):
+            rows = sorted((r.sent, r.spread) for name, r in found.items() if ROWS[name].family == family and r.spread)
+            errors = [0.0 if math.isnan(spread.error) else spread.error for _, spread in rows]
+            style = dict(color=script.COLORS[number % len(script.COLORS)], marker="os^D"[number // len(script.COLORS) % 4])
+            line = "" if family == "in every step" else "-"
+            axis.errorbar([sent for sent, _ in rows], [s.mean for _, s in rows], errors, linestyle=line, label=family, **style)
+        axis.set(xscale="log", xlabel="bytes that a worker sends, mean of a step", ylabel="nats/byte")
+        axis.legend(frameon=False, fontsize=8)
+        script.dress(figure, f"Loss against bytes after {STEPS} steps, {WORKERS} workers, rates tuned for each")
+
+
+def main() -> None:
+    out = command.folder("out", FLAGS.out)
+    names = list(FLAGS.row or ROWS)
+    if unknown := [name for name in names if name not in ROWS]:
+        command.fail(f"row={unknown[0]!r} is unknown; the rows are: {'; '.join(ROWS)}")
+    if FLAGS.smoke and not FLAGS.row:
+        names = [ALL_REDUCE, names[-1]]
+    out.mkdir(parents=True, exist_ok=True)  # All trainings may be in the book.
+    trainings = Trainings(out, Book(pathlib.Path(FLAGS.book or out / "book.jsonl")), FLAGS.smoke)
+    names = list(dict.fromkeys([ALL_REDUCE, *names]))
+    found = dict(zip(names, trials.together(trainings.result, names), strict=True))
+    script.show(tabulate(found), script.tabulate(checks(found)))
+    draw(str(out / "outer.png"), found)
+    script.save(str(out / "outer.json"), **{name: result._asdict() for name, result in found.items()})
+    if FLAGS.pages:
+        script.publish(FLAGS.pages, "outer", tabulate(found), lambda path: draw(path, found))
+
+
+if __name__ == "__main__":
+    flags.DEFINE_string("out", None, "Run directories, the table as JSON, and the figure go here.", required=True)
+    flags.DEFINE_multi_string("row", [], "A row to train, beside all-reduce; may be repeated; none: all.")
+    flags.DEFINE_string("book", None, "File of JSON lines with what trainings came to; none: OUT/book.jsonl.")
+    flags.DEFINE_string("pages", None, script.PAGES)
+    flags.DEFINE_bool("smoke", False, "The whole way with tiny models, in minutes.")
+    script.run(main, (trials.Broken, OSError))

@@ -1,0 +1,50 @@
+"""experiments.outer: every row is a config, rates and outer rates are tuned, and the whole way with tiny models."""
+
+import json
+
+import jax
+import pytest
+
+from configs import lm
+from decjax import config
+from experiments import outer, trials
+from tests import commands
+
+
+@pytest.mark.parametrize("name", outer.ROWS)
+def test_every_row_is_a_config(name, tmp_path):
+    made = outer.Trainings(tmp_path, trials.Book(tmp_path / "book.jsonl"), smoke=False)
+    trial = made.trial(name, 1e-2, 0.5 if outer.ROWS[name].outer_rates else None, 0)
+    _, _, argument = trial.config.partition(":")
+    given = lm.get_config(argument)
+    given.update_from_flattened_dict(dict(trial.fields))
+    spec = config.resolve(given, jax.device_count())
+    assert spec.steps == outer.STEPS and spec.workers == outer.WORKERS
+
+
+def test_the_outer_rate_is_tuned_with_the_best_rate(monkeypatch, tmp_path):
+    def train(trial):
+        fields = dict(trial.fields)
+        trial.workdir.mkdir(parents=True, exist_ok=True)
+        loss = 1 + (fields["schedule.learning_rate"] - 1.2e-2) ** 2 + (fields.get("method.outer_learning_rate", 1.7) - 1.7) ** 2
+        (trial.workdir / "summary.json").write_text(json.dumps({"eval_loss": loss, "bytes_per_step_per_worker": 5.0}))
+        return True
+
+    monkeypatch.setattr(trials, "train", train)
+    made = outer.Trainings(tmp_path, trials.Book(tmp_path / "book.jsonl"), smoke=False)
+    found = {name: made.result(name) for name in (outer.ALL_REDUCE, "DiLoCo, H = 16")}
+    own = found["DiLoCo, H = 16"]
+    assert (own.rate, own.outer_rate) == (1.2e-2, 2.0) and len(own.losses) == outer.SEEDS  # Its grid has been extended.
+    assert outer.compared(found, "DiLoCo, H = 16")[0] == 1 and not outer.checks(found)
+    found["DiLoCo, H = 16"] = own._replace(sent=0.04)
+    assert outer.checks(found)[0].met is False
+    assert "nats/byte" in str([column.header for column in outer.tabulate(found).columns])
+
+
+def test_the_whole_way_with_tiny_models(tmp_path):
+    line = ("experiments.outer", f"--out={tmp_path}", "--smoke")
+    first = commands.run(*line)
+    assert first.returncode == 0, first.stderr
+    assert commands.run(*line).stdout == first.stdout
+    assert {*json.loads((tmp_path / "outer.json").read_text())} == {outer.ALL_REDUCE, "gossip DiLoCo, H = 4"}
+    assert (tmp_path / "outer.png").read_bytes().startswith(b"\x89PNG")
