@@ -17,8 +17,8 @@ INSTALLED := $(VENV)/installed$(if $(JAX),-$(JAX))
 CONFIG ?= configs/lm.py
 WORKDIR ?= runs/lm
 
-# Trajectories and launches, of which the suite's own quick compilation could hide something; and those whose many collectives
-# could meet in another order when their programs come from the compilation cache.
+# Trajectories and launches, of which the suite's own quick compilation could hide something: all their tests, slow ones too, run as
+# users compile; and those whose many collectives could meet in another order when their programs come from the compilation cache.
 AS_USERS := $(addprefix tests/,$(addsuffix _test.py,engine launch_train pipeline_train resume train))
 FROM_CACHE := $(addprefix tests/,$(addsuffix _test.py,engine pipeline_train))
 # Files of few long tests that share nothing: one after the other they would leave a core idle.
@@ -39,7 +39,7 @@ test-all: $(VENV)/installed-tests $(AOT)/installed
 	@PYTHONPATH=$(AOT) $(BIN)/python -c 'import libtpu'
 	PYTHONPATH=$(AOT) $(BIN)/python -m pytest --dist load tests/aot_test.py
 	$(BIN)/python -m pytest -m slow --dist load $(APART)
-	$(BIN)/python -m pytest -m slow $(addprefix --ignore ,tests/aot_test.py $(APART))
+	$(BIN)/python -m pytest -m slow $(addprefix --ignore ,tests/aot_test.py $(APART) $(AS_USERS))
 	rm -rf $(KEPT)
 	DECJAX_TEST_COMPILE=users DECJAX_TEST_CACHE=$(KEPT) $(BIN)/python -m pytest $(AS_USERS)
 	DECJAX_TEST_COMPILE=users DECJAX_TEST_CACHE=$(KEPT) $(BIN)/python -m pytest $(FROM_CACHE)
