@@ -30,7 +30,7 @@ SHORTHANDS = (
     "method=slowmo_gossip,every=3,topology=ring",
     "method=noloco,every=3",
     "method=streaming_diloco,every=4",
-    "method=zero_one_adam,codec=int8",
+    "method=zero_one_adam(doubling=2,refresh=1),codec=int8",
     "method=allreduce,reducer=dion,rank=2",
     "stages=2,microbatches=2,method=allreduce,tied,backward=int8,forward=int8",
 )
