@@ -12,6 +12,7 @@ import decjax
 from decjax import gossip, optim, reduce
 from decjax import topology as topology_lib
 from decjax.channel import Channel
+from tests.stand_ins import DenseAdam
 
 N, DIM, STEPS = 8, 6, 30
 LR = 0.05
@@ -62,21 +63,6 @@ def trajectory(tx, mode="devices", phase=lambda step: 0):
 
 
 # -- Dense references -------------------------------------------------------------------------------------------------
-
-
-class DenseAdam:
-    """Adam's direction d(g), bias-corrected; decay and learning rate are the caller's."""
-
-    def __init__(self, b1=0.9, b2=0.99, eps=1e-8):
-        self.b1, self.b2, self.eps = b1, b2, eps
-        self.m = self.v = 0.0
-        self.t = 0
-
-    def __call__(self, g):
-        self.t += 1
-        self.m = self.b1 * self.m + (1 - self.b1) * g
-        self.v = self.b2 * self.v + (1 - self.b2) * g**2
-        return self.m / (1 - self.b1**self.t) / (np.sqrt(self.v / (1 - self.b2**self.t)) + self.eps)
 
 
 class DenseAccumulatedAdam:

@@ -10,7 +10,7 @@ import pytest
 
 from decjax import codecs, mesh, optim, reduce
 from decjax.channel import Channel
-from tests.stand_ins import dense_top, top
+from tests.stand_ins import DenseAdam, dense_top, top
 
 N, DIM, STEPS, LR = 4, 6, 60, 0.05
 MODES = ("devices", "simulated")
@@ -57,19 +57,6 @@ def trajectory(make, mode="devices", noise=NOISE):
             path.append(np.asarray(params["x"]))
         assert all(fn._cache_size() == 1 for fn in compiled.values()), "a second call recompiled"
     return np.stack(path), jax.tree.map(np.asarray, state)
-
-
-class DenseAdam:
-    def __init__(self, b1=0.9, b2=0.99, eps=1e-8):
-        self.b1, self.b2, self.eps = b1, b2, eps
-        self.m = self.v = 0.0
-        self.t = 0
-
-    def __call__(self, g):
-        self.t += 1
-        self.m = self.b1 * self.m + (1 - self.b1) * g
-        self.v = self.b2 * self.v + (1 - self.b2) * g**2
-        return self.m / (1 - self.b1**self.t) / (np.sqrt(self.v / (1 - self.b2**self.t)) + self.eps)
 
 
 # -- Local updates ----------------------------------------------------------------------------------------------------

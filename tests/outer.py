@@ -9,6 +9,7 @@ import optax
 
 from decjax import mesh, topology
 from decjax.channel import Channel
+from tests.stand_ins import DenseAdam as Adam
 
 N, P, STEPS, LR = 4, 8, 24, 0.05
 _rng = np.random.default_rng(1)
@@ -76,21 +77,6 @@ def trajectory(make, mode="simulated", received=False):
             path.append(np.asarray(jax.vmap(flat)(jax.tree.map(np.asarray, params))))
         assert all(fn._cache_size() == 1 for fn in compiled.values()), "a second call recompiled"
     return np.stack(path), jax.tree.map(np.asarray, state), method
-
-
-class Adam:
-    """Adam's direction of all workers, in NumPy."""
-
-    def __init__(self, b1=0.9, b2=0.99, eps=1e-8):
-        self.b1, self.b2, self.eps = b1, b2, eps
-        self.m = self.v = 0.0
-        self.t = 0
-
-    def __call__(self, g):
-        self.t += 1
-        self.m = self.b1 * self.m + (1 - self.b1) * g
-        self.v = self.b2 * self.v + (1 - self.b2) * g**2
-        return self.m / (1 - self.b1**self.t) / (np.sqrt(self.v / (1 - self.b2**self.t)) + self.eps)
 
 
 adam = functools.partial(optax.adam, b2=0.99)

@@ -113,3 +113,18 @@ def four_bits(stochastic=False, **traits):
 def dense_four_bits(x_NxP):
     scale = np.abs(x_NxP).max(axis=1, keepdims=True) / 7
     return np.round(x_NxP / np.where(scale > 0, scale, 1)) * scale
+
+
+class DenseAdam:
+    """Adam's direction d(g) in NumPy, bias-corrected; decay and learning rate are the caller's."""
+
+    def __init__(self, b1=0.9, b2=0.99, eps=1e-8):
+        self.b1, self.b2, self.eps = b1, b2, eps
+        self.m = self.v = 0.0
+        self.t = 0
+
+    def __call__(self, g):
+        self.t += 1
+        self.m = self.b1 * self.m + (1 - self.b1) * g
+        self.v = self.b2 * self.v + (1 - self.b2) * g**2
+        return self.m / (1 - self.b1**self.t) / (np.sqrt(self.v / (1 - self.b2**self.t)) + self.eps)

@@ -52,6 +52,13 @@ def check_update(params: Any, order: str = "", phase: int | None = None, receive
         raise ValueError(f"received needs order 'awc' and a static phase, got order {order!r} and phase {phase}")
 
 
+def known_phase(phase: int | None) -> int:
+    """The phase of a step; a ValueError if it is missing, for methods whose phase is always static."""
+    if phase is None:
+        raise ValueError("phase=None: this method needs the phase of a step; call update(…, phase=method.phase(step))")
+    return phase
+
+
 def check_order(mixer: gossip.Mixer, order: str) -> None:
     """Raises a ValueError for an order that is unknown, or that the mixer is not made for."""
     if order not in ORDERS:

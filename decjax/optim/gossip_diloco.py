@@ -19,7 +19,7 @@ import numpy as np
 import optax
 
 from decjax import gossip, registry
-from decjax.optim.decentralize import check_update, mix_in_step
+from decjax.optim.decentralize import check_update, known_phase, mix_in_step
 from decjax.optim.memories import init_memory, transient
 from decjax.optim.method import Method
 
@@ -120,8 +120,7 @@ class OuterSteps:
 
     def update(self, grads, state, params: Any = None, *, phase=None, **extra):
         check_update(params)
-        if phase is None:
-            raise ValueError("phase=None: this method needs the phase of a step; call update(…, phase=method.phase(step))")
+        phase = known_phase(phase)
         updates, inner = optax.with_extra_args_support(self.inner).update(grads, state.inner, params, **extra)
         state = state._replace(inner=inner)
         if phase != gossip.SILENT:

@@ -12,7 +12,6 @@ not updated.
 Reference: Tang et al. 2021, arXiv 2102.02888, algorithm 1.
 """
 
-from collections.abc import Callable
 import dataclasses
 import functools
 from typing import Any, NamedTuple
@@ -22,7 +21,7 @@ import jax.numpy as jnp
 import optax
 
 from decjax import reduce
-from decjax.optim.memories import communicating, init_memory, transient
+from decjax.optim.memories import communicating, init_memory, of_floating, transient
 
 
 @communicating
@@ -97,19 +96,19 @@ class _OnebitAdam:
         if due == reduce.BEFORE:
             averaged, reducer_state = self.reducer.reduce(grads, state.reducer, due)
             new = state._replace(count=optax.safe_increment(state.count), mu=self.momentum(state.mu, averaged))
-            nu = _of_floating(lambda v, g: self.b2 * v + (1 - self.b2) * g**2, state.nu, averaged)
+            nu = of_floating(lambda v, g: self.b2 * v + (1 - self.b2) * g**2, state.nu, averaged)
             new = new._replace(nu=nu, warm_count=optax.safe_increment(state.warm_count))
         else:
             mu, reducer_state = self.reducer.reduce(self.momentum(state.mu, grads), state.reducer, due)
             new = state._replace(count=optax.safe_increment(state.count), mu=mu)
         corrections = dict(correction1=1 - self.b1**new.count, correction2=1 - self.b2**new.warm_count)
-        updates = _of_floating(functools.partial(_scaled, eps=self.eps, **corrections), new.mu, new.nu)
+        updates = of_floating(functools.partial(_scaled, eps=self.eps, **corrections), new.mu, new.nu)
         finite = jnp.stack([jnp.isfinite(x).all() for x in jax.tree.leaves((new.mu, new.nu))]).all()
         new = jax.tree.map(lambda new, old: jnp.where(finite, new, old), new, state)
         return updates, new._replace(reducer=reducer_state)
 
     def momentum(self, mu, grads):
-        return _of_floating(lambda m, g: self.b1 * m + (1 - self.b1) * g, mu, grads)
+        return of_floating(lambda m, g: self.b1 * m + (1 - self.b1) * g, mu, grads)
 
 
 def _scaled(m: jax.Array, v: jax.Array, *, eps: float, correction1: jax.Array, correction2: jax.Array) -> jax.Array:
@@ -118,8 +117,3 @@ def _scaled(m: jax.Array, v: jax.Array, *, eps: float, correction1: jax.Array, c
     root = jnp.sqrt(jnp.where(has_variance, v, 1) / correction2.astype(v.dtype))
     # A momentum that is not finite stays so, for divergence to be seen.
     return jnp.where(has_variance | ~jnp.isfinite(m), m / correction1.astype(m.dtype) / (root + eps), 0)
-
-
-def _of_floating(fn: Callable[..., jax.Array], tree: Any, *rest: Any) -> Any:
-    """`jax.tree.map` over floating-point leaves of `tree`; others, such as counters, are returned as they are."""
-    return jax.tree.map(lambda x, *others: fn(x, *others) if jnp.issubdtype(x.dtype, jnp.floating) else x, tree, *rest)

@@ -20,8 +20,8 @@ import jax.numpy as jnp
 import optax
 
 from decjax import gossip, reduce, registry
-from decjax.optim.decentralize import DecentralizeState, check_update
-from decjax.optim.memories import init_memory, transient
+from decjax.optim.decentralize import DecentralizeState, check_update, known_phase
+from decjax.optim.memories import init_memory, of_floating, transient
 from decjax.optim.method import Method
 
 
@@ -104,8 +104,7 @@ class SlowMo:
         """The phases of the mixer and of the reducer."""
         if self.mixer is None:
             return None, reduce.due_phase(self.reducer, phase)
-        if phase is None:
-            raise ValueError("phase=None: this method needs the phase of a step; call update(…, phase=method.phase(step))")
+        phase = known_phase(phase)
         mixing, due = divmod(phase, len(self.reducer.phases))
         return self.mixer.phases[mixing], self.reducer.phases[due]
 
@@ -146,15 +145,11 @@ class SlowMo:
         rate = jnp.mean(jax.vmap(lambda step: jnp.asarray(self.learning_rate(step), float))(steps))
         inverse = jnp.where(rate > 0, 1 / jnp.where(rate > 0, rate, 1), 0)  # At a rate of 0 nothing has changed.
 
-        momentum = _of_floating(lambda u, d: self.beta * u + d * inverse.astype(d.dtype), state.momentum, change)
-        anchor = _of_floating(lambda x, u: x - self.alpha * rate.astype(u.dtype) * u, state.anchor, momentum)
+        momentum = of_floating(lambda u, d: self.beta * u + d * inverse.astype(d.dtype), state.momentum, change)
+        anchor = of_floating(lambda x, u: x - self.alpha * rate.astype(u.dtype) * u, state.anchor, momentum)
         mixer = self.mixer.restart(anchor, state.mixer) if self.mixer and self.mixer.restart else state.mixer
         inner = _afresh(self.optimizer or self.base, state.inner, anchor) if self.reset else state.inner
         return state._replace(inner=inner, anchor=anchor, momentum=momentum, mixer=mixer)
-
-
-def _of_floating(fn: Callable[[jax.Array, jax.Array], jax.Array], tree: Any, other: Any) -> Any:
-    return jax.tree.map(lambda x, y: fn(x, y).astype(x.dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, tree, other)
 
 
 def _afresh(optimizer: optax.GradientTransformation, state: Any, params: Any) -> Any:

@@ -22,7 +22,7 @@ import optax
 
 from decjax import reduce, registry
 from decjax.optim import fragments as cut
-from decjax.optim.decentralize import check_update
+from decjax.optim.decentralize import check_update, known_phase
 from decjax.optim.memories import transient
 from decjax.optim.method import Method
 
@@ -166,8 +166,7 @@ class _Streaming:
 
     def update(self, grads, state, params: Any = None, *, phase=None, received=None, **extra):
         check_update(params)
-        if phase is None:
-            raise ValueError("phase=None: this method needs the phase of a step; call update(…, phase=method.phase(step))")
+        phase = known_phase(phase)
         updates, inner = optax.with_extra_args_support(self.inner).update(grads, state.inner, params, **extra)
         if phase == reduce.SILENT:
             return updates, state._replace(inner=inner)

@@ -22,8 +22,8 @@ import numpy as np
 import optax
 
 from decjax import reduce, registry
-from decjax.optim.decentralize import check_update
-from decjax.optim.memories import init_memory, transient
+from decjax.optim.decentralize import check_update, known_phase
+from decjax.optim.memories import init_memory, of_floating, transient
 from decjax.optim.method import Method
 
 REFRESH, SYNC = 1, 2  # what a phase adds up to, minus one, so that a step of neither is `reduce.SILENT`
@@ -155,33 +155,26 @@ class _ZeroOneAdam:
     def update(self, grads, state, params: Any = None, *, phase=None, **extra):
         del extra
         check_update(params)
-        if phase is None:
-            raise ValueError("phase=None: this method needs the phase of a step; call update(…, phase=method.phase(step))")
+        phase = known_phase(phase)
         (b1, b2, eps, decay), memory, nu = self.numbers, state.reducer, state.nu
         if phase + 1 & REFRESH:
             mean, memory = self.reducer.reduce(grads, memory, self.reducer.phases[0])
-            nu = _of_floating(lambda v, g: b2 * v + (1 - b2) * g**2, nu, mean)
+            nu = of_floating(lambda v, g: b2 * v + (1 - b2) * g**2, nu, mean)
         rate: Any = self.learning_rate(state.count)
         rates = state.rates + rate
-        mu = _of_floating(lambda m, g: b1 * m + (1 - b1) * g, state.mu, grads)
-        moved = _of_floating(lambda u, m: u + rate * m, state.moved, mu)
+        mu = of_floating(lambda m, g: b1 * m + (1 - b1) * g, state.mu, grads)
+        moved = of_floating(lambda u, m: u + rate * m, state.moved, mu)
         new = state._replace(count=optax.safe_increment(state.count), mu=mu, nu=nu, moved=moved, rates=rates)
         direction = lambda m, v: jnp.where((v > 0) | ~jnp.isfinite(m), m / (jnp.sqrt(v) + eps), 0)
         if phase + 1 & SYNC:
             averaged, memory = self.reducer.reduce(moved, memory, self.reducer.phases[1])
-            anchor = _of_floating(lambda x, u, v: x - decay * rates * x - direction(u, v), state.anchor, averaged, nu)
-            mu = _of_floating(lambda m, u: jnp.where(rates > 0, u / jnp.where(rates > 0, rates, 1), m), mu, averaged)
+            anchor = of_floating(lambda x, u, v: x - decay * rates * x - direction(u, v), state.anchor, averaged, nu)
+            mu = of_floating(lambda m, u: jnp.where(rates > 0, u / jnp.where(rates > 0, rates, 1), m), mu, averaged)
             nothing = jax.tree.map(jnp.zeros_like, moved)
             new = new._replace(mu=mu, moved=nothing, rates=jnp.zeros_like(rates), anchor=anchor)
             updates = jax.tree.map(jnp.subtract, anchor, params)
         else:
-            updates = _of_floating(lambda m, v, x: -rate * (direction(m, v) + decay * x), mu, nu, params)
+            updates = of_floating(lambda m, v, x: -rate * (direction(m, v) + decay * x), mu, nu, params)
         finite = jnp.stack([jnp.isfinite(x).all() for x in jax.tree.leaves(new._replace(reducer=()))]).all()
         new = jax.tree.map(lambda new, old: jnp.where(finite, new, old), new._replace(reducer=()), state._replace(reducer=()))
         return updates, new._replace(reducer=memory)
-
-
-def _of_floating(fn: Any, tree: Any, *rest: Any) -> Any:
-    """`jax.tree.map` over floating-point leaves, in their type; other leaves of `tree` are returned as they are."""
-    whole = lambda x, *others: fn(x, *others).astype(x.dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
-    return jax.tree.map(whole, tree, *rest)
