@@ -3,10 +3,10 @@
     python -m experiments.crashes --out=runs/crashes
     python -m experiments.crashes --out=runs/crashes --kills=20 --row=choco
 
-Noisy quadratics with 8 simulated workers, a checkpoint every twenty steps. Each method trains once undisturbed; then the same run is
-killed by SIGKILL at random moments after its first checkpoint, and the same command continues it, until it has been killed often
-enough and comes to its end. The checksums of all arrays of the last checkpoint must be equal, and all rows of metrics.jsonl without
-their times.
+Noisy quadratics, or digits where a method needs matrices, with 8 simulated workers and a checkpoint every twenty steps. Each method
+trains once undisturbed; then the same run is killed by SIGKILL at random moments after its first checkpoint, and the same command
+continues it, until it has been killed often enough and comes to its end. The checksums of all arrays of the last checkpoint must be
+equal, and all rows of metrics.jsonl without their times.
 """
 
 import json
@@ -32,25 +32,40 @@ class Row(NamedTuple):
 
     name: str
     shorthand: str
+    config: str = "configs/quadratics.py"
+    steps: int = STEPS
 
 
+DIGITS = dict(config="configs/digits.py", steps=300)  # It has matrices.
 ROWS = (
     Row("gossip, awc", "topology=one_peer_exponential"),
     Row("gossip, atc", "topology=exponential,order=atc"),
     Row("AccumAdam", "topology=one_peer_exponential,optimizer=accum_adamw(window=4)"),
     Row("choco", "topology=ring,mixer=choco,codec=int4"),
     Row("dcd", "topology=ring,mixer=dcd,codec=int8"),
-    Row("power gossip", "topology=ring,mixer=power_gossip"),
+    Row("power gossip", "topology=ring,mixer=power_gossip", **DIGITS),
     Row("push-sum", "topology=exponential,mixer=push_sum"),
     Row("tracking", "topology=ring,method=tracking"),
     Row("all-reduce", "method=allreduce"),
     Row("all-reduce, one step stale", "method=allreduce,stale"),
-    Row("PowerSGD", "method=allreduce,reducer=powersgd"),
+    Row("PowerSGD", "method=allreduce,reducer=powersgd", **DIGITS),
     Row("top-k with error feedback", "method=allreduce,reducer=codec(codec=topk)"),
     Row("GraVAC", "method=allreduce,reducer=gravac"),
     Row("DiLoCo", "method=diloco"),
     Row("SparseLoCo", "method=sparseloco"),
     Row("1-bit Adam", "method=onebit_adam"),
+    Row("0/1 Adam", "method=zero_one_adam"),
+    Row("SlowMo", "method=slowmo"),
+    Row("gossip DiLoCo", "method=gossip_diloco,topology=ring"),
+    Row("NoLoCo", "method=noloco"),
+    Row("Streaming DiLoCo", "method=streaming_diloco"),
+    Row("QG-DSGDm", "method=qg_dsgdm,topology=ring"),
+    Row("DecentLaM", "method=decentlam,topology=ring"),
+    Row("exact diffusion", "method=exact_diffusion,topology=ring"),
+    Row("RelaySGD", "mixer=relay,topology=ring"),
+    Row("GT-NSGDm", "method=gt_nsgdm,topology=ring"),
+    Row("delayed gossip", "mixer=delayed,topology=ring"),
+    Row("consensus control", "mixer=consensus_control,topology=ring"),
 )
 
 
@@ -65,8 +80,10 @@ class Killed(NamedTuple):
 
 def trial(row: Row, workdir: pathlib.Path) -> trials.Trial:
     """The run of a row."""
-    fields = {"log_every": LOG, "eval.every": STEPS // 3, "checkpoint.every": SAVE}
-    return trials.Trial(workdir, f"configs/quadratics.py:{row.shorthand},workers={WORKERS},steps={STEPS}", tuple(fields.items()))
+    fields = {"log_every": LOG, "eval.every": row.steps // 3, "checkpoint.every": SAVE}
+    return trials.Trial(
+        workdir, f"{row.config}:{row.shorthand},workers={WORKERS},simulate,steps={row.steps}", tuple(fields.items())
+    )
 
 
 def saving(workdir: pathlib.Path) -> bool:

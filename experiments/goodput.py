@@ -7,8 +7,8 @@ Compared are gossip, DiLoCo and all-reduce that go on without a worker, and all-
 
 Four hosts in a box (launch.cluster: root and iproute2), links of 100 Mbit/s, one process a host, a transformer of 1.2M parameters on
 the standard library's sources. Every row trains twice: without faults for `--calm_minutes`, and for `--minutes` in a storm that kills
-a random process `--per_hour` times an hour. Another process takes its place at once. What happened is in OUT/ROW/events.jsonl;
-rows that are there are not trained again.
+a random process `--per_hour` times an hour. Another process takes its place at once. What happened is in OUT/ROW/events.jsonl, what
+was said in OUT/ROW/launcher.log; rows that are there are not trained again.
 
 A worker *lives* as long as its process does, and *takes part* while it is in the group that takes steps.
 """
@@ -106,9 +106,11 @@ class Recorder:
         return self._last > 0
 
 
-def listen(lines: IO[str], note: Recorder) -> None:
-    """Notes what a launcher says on standard error."""
+def listen(lines: IO[str], note: Recorder, log: pathlib.Path) -> None:
+    """Notes what a launcher says on standard error, all of which is kept in `log`."""
     for line in lines:
+        with log.open("a") as file:
+            file.write(line)
         if found := _FAULT.search(line):
             note("death", [int(found[1])])
         elif found := _AGAIN.search(line):
@@ -132,7 +134,7 @@ def train(row: Row, folder: pathlib.Path, minutes: float, per_hour: float) -> No
             text=True,
         )
         note("start", list(range(HOSTS)))
-        listener = threading.Thread(target=listen, args=(launcher.stderr, note), daemon=True)
+        listener = threading.Thread(target=listen, args=(launcher.stderr, note, folder / "launcher.log"), daemon=True)
         listener.start()
         while launcher.poll() is None and note.passed_s < 60 * minutes:
             time.sleep(POLL_S)
@@ -146,7 +148,7 @@ def train(row: Row, folder: pathlib.Path, minutes: float, per_hour: float) -> No
         if over:
             break
         if row.elastic or not note.has_rows:
-            raise Failed(f"{row.name} ended with exit code {code}; see {workdir}")
+            raise Failed(f"{row.name} ended with exit code {code}; see {folder / 'launcher.log'}")
     path.with_suffix(".part").rename(path)
 
 

@@ -15,7 +15,7 @@ class Notes(list):
         self.append((kind, value))
 
 
-def test_a_launchers_words_become_events():
+def test_a_launchers_words_become_events(tmp_path):
     notes, said = (
         Notes(),
         [
@@ -26,7 +26,8 @@ def test_a_launchers_words_become_events():
             "step 140: going on with 4 workers: 0, 1, 2, 3",
         ],
     )
-    goodput.listen(io.StringIO("\n".join(said) + "\n"), notes)
+    goodput.listen(io.StringIO("\n".join(said) + "\n"), notes, tmp_path / "launcher.log")
+    assert (tmp_path / "launcher.log").read_text().splitlines() == said
     assert notes == [("death", [2]), ("start", [2]), ("view", [0, 1, 3]), ("view", [0, 1, 2, 3])]
 
 

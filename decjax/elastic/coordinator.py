@@ -5,8 +5,11 @@ or is silent for `heartbeat_s`, is out. A change of the membership takes two mes
 step; when the last one has answered, the next view begins at the largest of these.
 
     member        → {"secret", "slot", "life", "host", "port", "process"}, then {} as a heartbeat, {"ready": step or null},
-                    {"stopped": step, "for": view number}, {"unreachable": life}, {"finished": true}
+                    {"stopped": step or null, "for": view number}, {"unreachable": life}, {"finished": true}
     coordinator   → {"views": how many there were}, then {"stop": view number}, {"view": View}
+
+A step of null says that the member has no replica: it is new, or the member that was to give it one is gone. If no member has a
+replica left, all connections are closed: the processes end, and others begin anew from the last checkpoint.
 """
 
 from collections.abc import Callable
@@ -119,10 +122,14 @@ class Coordinator:
         if "finished" in said:
             self._finished.add(session.member.slot)
         if "ready" in said:
-            session.ready, session.fresh = True, said["ready"] is None
-            session.stopped = said["ready"] or 0
+            session.ready = True
+            self._at(session, said["ready"])
         if "stopped" in said and said.get("for") == self._asked:
-            session.stopped = said["stopped"]
+            self._at(session, said["stopped"])
+
+    @staticmethod
+    def _at(session: _Session, step: int | None) -> None:
+        session.fresh, session.stopped = step is None, step or 0
 
     def _exclude(self, session: _Session) -> None:
         """Goes on without a process that may still run."""
@@ -159,6 +166,9 @@ class Coordinator:
         stopped = [session.stopped for session in ready if session.stopped is not None]
         if self._asked is None or not enough or len(stopped) < len(ready):
             return
+        if self.view.number and all(session.fresh for session in ready):
+            self._begin_anew()
+            return
         step = max(stopped)
         fresh = tuple(session.member.slot for session in ready if session.member and session.fresh)
         block = self.view.block + (step - self.view.step) * len(self.view.members)
@@ -166,9 +176,14 @@ class Coordinator:
         writer = self.view.writer if self.view.writer in slots else min(set(slots) - set(fresh) or slots)
         self.view, self._asked = View(self._asked, step, members, fresh, writer, block), None
         for session in ready:
-            session.fresh = False
             self._tell(session, view=self.view._asdict())
         self._note(self.view)
+
+    def _begin_anew(self) -> None:
+        """Ends the group, of which nobody has a replica, so that the next processes begin as the first ones did."""
+        self.view, self._asked = View(0, 0, ()), None
+        for session in list(self._sessions):
+            self._drop(session)
 
     def _tell(self, session: _Session, **what: Any) -> None:
         try:

@@ -30,7 +30,8 @@ class Membership:
     """
 
     def __init__(self, address: tuple[str, int], slot: int, heartbeat_s: float, secret: str):
-        self.slot, self.step = slot, 0  # `step`: the next step that this process takes, kept up to date by its owner
+        self.slot = slot
+        self.step: int | None = 0  # the next one that this process takes, kept up to date by its owner; None: it has no replica yet
         self._heartbeat_s = heartbeat_s
         self._coordinator = socket.create_connection(address, heartbeat_s)
         self._coordinator.settimeout(None)
@@ -51,7 +52,8 @@ class Membership:
 
     def ready(self, has_replica: bool) -> None:
         """Asks to take part from the next view on."""
-        self._say(ready=self.step if has_replica else None)
+        self.step = self.step if has_replica else None
+        self._say(ready=self.step)
 
     def next_view(self) -> View:
         """The next view, once all its members have stopped; `Excluded` if there will be none."""
@@ -60,7 +62,7 @@ class Membership:
             if self._next is None:
                 raise Excluded("the coordinator no longer answers, or another process has taken this one's place")
             view, self._next = self._next, None
-        self.step = view.step
+        self.step = None if self.slot in view.fresh else view.step
         self.transport.enter(view)
         return view
 

@@ -45,15 +45,15 @@ class ElasticRun(Run):
         self._wanted: Sequence[Callable[[Run], metrics.Tracker]] = ()
         self._trackers: list[metrics.Tracker] = []
         self._last_loss = np.nan
-        self._replica: State | None = None  # that of a checkpoint, until the first step
+        self.state: Any = None  # until there is a replica
         self._held = contextlib.ExitStack()
         self._writing = False
         self.counters = {"time_s": 0.0, "bytes_sent_per_worker": 0.0, "first_step": 0}
         is_late, damage = group.membership.is_late, ""
         if not is_late and workdir_lib.steps_saved(self.workdir):
-            group.membership.step, self._replica, damage = self._restored()
+            group.membership.step, self.state, damage = self._restored()
         group.membership.ready(has_replica=not is_late)
-        self._enter(None)
+        self._enter()
         self.start = self.done
         self.note = f"{damage}continuing from step {self.start}" if self.start else ""
         self._is_new = self.group.view.number > 1  # in a group that has taken steps before
@@ -76,15 +76,16 @@ class ElasticRun(Run):
 
     # -- Views --------------------------------------------------------------------------------------------------------
 
-    def _enter(self, before: State | None) -> None:
-        """Goes on in the next view with the state that this member had before, if any."""
-        view = self.group.enter()
-        self.trainer = self._trainers.of(len(view.members))
-        is_fresh = self.group.membership.slot in view.fresh
-        if before is None and not is_fresh:
-            before, self._replica = self._replica or self.trainer.init(), None
-        self.state = self.trainer.adopt(None if is_fresh else before)
-        self.done = view.step
+    def _enter(self) -> None:
+        """Goes on in the next view that lasts until its fresh members have their replicas, with the state that this member had."""
+        while True:
+            view = self.group.enter()
+            self.trainer = self._trainers.of(len(view.members))
+            before = None if self.group.membership.slot in view.fresh else self.state or self.trainer.init()
+            with contextlib.suppress(ViewChanged):
+                self.state = self.trainer.adopt(before)
+                break
+        self.done = self.group.membership.step = view.step
         if self.first and not self._writing:
             self._take_over()
 
@@ -119,7 +120,7 @@ class ElasticRun(Run):
     def _regroup(self, caught: list[Any]) -> bool:
         while True:
             try:
-                self._enter(self.state)
+                self._enter()
                 self._logged = time.monotonic(), self.done
                 return self._settle(self.done, caught)
             except ViewChanged:
@@ -154,7 +155,7 @@ class ElasticRun(Run):
             try:
                 return super()._finish()
             except ViewChanged:
-                self._enter(self.state)
+                self._enter()
 
     def _save(self, done: int) -> None:
         rows, view = self.workers.fetch(self.state), self.group.view
@@ -164,7 +165,8 @@ class ElasticRun(Run):
             self.checkpoints.save(done, jax.tree.map(lambda x: jax.device_put(x[source]), rows), self.counters)
 
     def _record(self, kind: str, step: int, values: dict[str, float]) -> None:
-        if self.first and step > self._recorded.get(kind, 0):
+        is_known = not np.isnan(values["loss"])  # No member has taken a step since it came.
+        if self.first and is_known and step > self._recorded.get(kind, 0):
             self._recorded[kind] = step
             super()._record(kind, step, values)
 
@@ -182,7 +184,7 @@ class ElasticRun(Run):
         mean_N = self.workers.fetch(np.array([self._last_loss]))
         for worker in np.flatnonzero(np.isinf(mean_N)):
             self._diverged(f"loss is {mean_N[worker]} on worker {worker} by step {self.done}")
-        return mean_N[~np.isnan(mean_N)]
+        return mean_N if np.isnan(mean_N).all() else mean_N[~np.isnan(mean_N)]
 
     def _stop_requested(self, caught, step: int) -> bool:
         if step % self.spec.log_every:
