@@ -21,6 +21,7 @@ MAY_IMPORT = {
     "schedules": set(),
     "hlo": {"mesh"},
     "costmodel": {"topology", "schedules"},
+    "placement": {"costmodel", "topology"},
     "mesh": set(),
     "buckets": set(),
     "noise": set(),
