@@ -36,19 +36,19 @@ class Row(NamedTuple):
     steps: int = STEPS
 
 
-DIGITS = dict(config="configs/digits.py", steps=300)  # It has matrices.
+DIGITS = ("configs/digits.py", 300)  # It has matrices.
 ROWS = (
     Row("gossip, awc", "topology=one_peer_exponential"),
     Row("gossip, atc", "topology=exponential,order=atc"),
     Row("AccumAdam", "topology=one_peer_exponential,optimizer=accum_adamw(window=4)"),
     Row("choco", "topology=ring,mixer=choco,codec=int4"),
     Row("dcd", "topology=ring,mixer=dcd,codec=int8"),
-    Row("power gossip", "topology=ring,mixer=power_gossip", **DIGITS),
+    Row("power gossip", "topology=ring,mixer=power_gossip", *DIGITS),
     Row("push-sum", "topology=exponential,mixer=push_sum"),
     Row("tracking", "topology=ring,method=tracking"),
     Row("all-reduce", "method=allreduce"),
     Row("all-reduce, one step stale", "method=allreduce,stale"),
-    Row("PowerSGD", "method=allreduce,reducer=powersgd", **DIGITS),
+    Row("PowerSGD", "method=allreduce,reducer=powersgd", *DIGITS),
     Row("top-k with error feedback", "method=allreduce,reducer=codec(codec=topk)"),
     Row("GraVAC", "method=allreduce,reducer=gravac"),
     Row("DiLoCo", "method=diloco"),

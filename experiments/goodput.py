@@ -108,15 +108,15 @@ class Recorder:
 
 def listen(lines: IO[str], note: Recorder, log: pathlib.Path) -> None:
     """Notes what a launcher says on standard error, all of which is kept in `log`."""
-    for line in lines:
-        with log.open("a") as file:
-            file.write(line)
-        if found := _FAULT.search(line):
-            note("death", [int(found[1])])
-        elif found := _AGAIN.search(line):
-            note("start", [int(found[1])])
-        elif found := _VIEW.search(line):
-            note("view", [int(slot) for slot in found[2].split(",")])
+    with log.open("a", buffering=1) as kept:
+        for line in lines:
+            kept.write(line)
+            if found := _FAULT.search(line):
+                note("death", [int(found[1])])
+            elif found := _AGAIN.search(line):
+                note("start", [int(found[1])])
+            elif found := _VIEW.search(line):
+                note("view", [int(slot) for slot in found[2].split(",")])
 
 
 def train(row: Row, folder: pathlib.Path, minutes: float, per_hour: float) -> None:

@@ -121,29 +121,30 @@ def test_views_follow_who_leaves_and_who_comes(band):
     assert third[0].step == 12 and third[0].block == 12 * 3
 
 
-def test_member_is_fresh_until_it_has_its_replica(band):
-    members = [band.join(slot) for slot in range(3)]
-    next_views(*members)
-    members[0].close()
-    next_views(*members[1:])
+def replaced(band):
+    """A member that has taken another one's place and has no replica yet, and the two that have theirs."""
+    gone, *others = [band.join(slot) for slot in range(3)]
+    next_views(gone, *others)
+    gone.close()
+    next_views(*others)
     late = band.join(0)
-    assert next_views(late, *members[1:])[0].fresh == (0,)
-    members[1].close()  # While it hands its replica over.
-    again = next_views(late, members[2])[0]
+    assert next_views(late, *others)[0].fresh == (0,)
+    return late, *others
+
+
+def test_member_is_fresh_until_it_has_its_replica(band):
+    late, source, other = replaced(band)
+    source.close()  # While it hands its replica over.
+    again = next_views(late, other)[0]
     assert again.fresh == (0,) and again.source.slot == 2
     late.step = again.step  # Now it has it.
-    members[2].close()
+    other.close()
     assert next_views(late)[0].fresh == ()
 
 
 def test_group_without_a_replica_begins_anew(band):
-    members = [band.join(slot) for slot in range(3)]
-    next_views(*members)
-    members[0].close()
-    next_views(*members[1:])
-    late = band.join(0)
-    next_views(late, *members[1:])
-    for member in members[1:]:
+    late, *others = replaced(band)
+    for member in others:
         member.close()
     with pytest.raises(Excluded):
         late.next_view()

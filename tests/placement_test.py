@@ -181,6 +181,9 @@ HOME = dict(name="a", count=2, latency_s=0.1, upload_Bps=1e6, download_Bps=1e6)
         (MATRICES | dict(speed=1), "'speed' is unknown"),
         (REGIONS, "the link from A to B is missing"),
         (REGIONS | dict(between=[A_TO_B | {"to": "C"}]), "'C' is no region"),
+        (REGIONS | dict(between=[A_TO_B | {"from": ["A"]}]), "is no region"),
+        (REGIONS | dict(between=[A_TO_B], flops="fast"), "flops='fast' must be a number above 0"),
+        (REGIONS | dict(regions={"A": 4096, "B": 1}), "4097 devices together; there may be at most 4096"),
         (REGIONS | dict(between=[A_TO_B | {"latency_s": "x"}]), "latency_s='x' must be a number"),
         (REGIONS | dict(regions={"A": 0, "B": 1}), "regions: A=0 must be a whole number"),
         (REGIONS | dict(between={}), "between must be a list"),
@@ -209,7 +212,7 @@ def test_impossible_files_are_refused(tmp_path, content, message):
         (lambda: placement.Job(4, topology=topology.make("ring", 3)), "topology is for 3 workers, and workers=4"),
     ],
 )
-def test_traffic_that_does_not_fit_is_refused(make, message):
+def test_job_that_does_not_fit_is_refused(make, message):
     with pytest.raises(ValueError, match=message):
         make()
 

@@ -10,6 +10,7 @@ What is mixed is x and not a − x: Σ_j w_ij (a_j − x_j) = 0 wherever each wo
 the workers of an invertible W would end there, each at its own.
 """
 
+import abc
 import dataclasses
 from typing import Any, NamedTuple
 
@@ -78,7 +79,7 @@ def gossip_diloco(
 
 
 @dataclasses.dataclass(frozen=True)
-class OuterSteps:
+class OuterSteps(abc.ABC):
     """Local steps with an outer step between neighbours: what the methods of this kind share.
 
     A method of its own defines `values`, `start` and `outer_step`.
@@ -101,17 +102,17 @@ class OuterSteps:
         """The mixer, in every H-th step."""
         return gossip.every(self.mixer, self.every)
 
+    @abc.abstractmethod
     def values(self, params: Any, change: Any) -> Any:
         """What is mixed: parameters, a change of them, or both."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def start(self, params: Any) -> Any:
         """The state of the outer step."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def outer_step(self, stepped: Any, state: GossipOuterState, phase: int) -> GossipOuterState:
         """The state after the outer step from this worker's parameters."""
-        raise NotImplementedError
 
     def init(self, params):
         memory = init_memory(lambda params: self.mixer.init(self.values(params, jax.tree.map(jnp.zeros_like, params))), params)

@@ -13,7 +13,6 @@ columns is found exactly for given groups: two groups are joined by the matching
 shortest path through all groups. This is the cost of arXiv 2206.01288, sections 3.2 to 3.4, whose links are the same both ways.
 """
 
-from collections.abc import Sequence
 import dataclasses
 import functools
 
@@ -60,6 +59,11 @@ class Job:
     def num_devices(self) -> int:
         """S·W."""
         return self.stages * self.workers
+
+    @property
+    def is_pipelined(self) -> bool:
+        """Whether stages send to each other."""
+        return self.stages > 1 and self.activation_bytes > 0
 
 
 def all_reduce_s(there_and_back_s: np.ndarray) -> float:
@@ -126,7 +130,7 @@ def shortest_path(seconds: np.ndarray) -> tuple[float, list[int]]:
 
 
 class Network:
-    """The cost of layouts on the links of some devices. What is asked of a group, or of two, is kept.
+    """The cost of layouts on the links of some devices. What was found for two groups is kept.
 
     Args:
         links: of the devices.
@@ -174,9 +178,9 @@ class Network:
         groups = layout.reshape(-1, L) if L > 1 else ()
         return max((all_reduce_s(_both_ways(message_s[np.ix_(group, group)])) for group in groups), default=0.0) + sent_s.max()
 
-    def between_s(self, groups: Sequence[Sequence[int]]) -> np.ndarray:
-        """Seconds between every two groups, [S, S], if the best matching joins them."""
-        rows = [tuple(sorted(map(int, group))) for group in groups]
+    def between_s(self, layout: np.ndarray) -> np.ndarray:
+        """Seconds between every two rows, [S, S], if the best matching joins them."""
+        rows = [tuple(row) for row in np.sort(layout, axis=1).tolist()]
         found = np.zeros((len(rows), len(rows)))
         for i, row in enumerate(rows):
             for j in range(i):
@@ -185,10 +189,10 @@ class Network:
 
     def pipeline_s(self, layout: np.ndarray) -> float:
         """Seconds of the links between stages; with all-reduce, in the best order of rows and columns."""
-        if self.job.stages == 1 or not self.job.activation_bytes:
+        if not self.job.is_pipelined:
             return 0.0
         if self.free:
-            return shortest_path(self.between_s(layout))[0]  # pyright: ignore[reportArgumentType]
+            return shortest_path(self.between_s(layout))[0]
         return float(self.hop_s[layout[:-1], layout[1:]].max(axis=1).sum())
 
     def seconds(self, layout: np.ndarray, limit: float = np.inf) -> float:
@@ -198,9 +202,9 @@ class Network:
 
     def ordered(self, layout: np.ndarray) -> np.ndarray:
         """The layout with its rows and columns in the best order, where these are free."""
-        if not self.free or self.job.stages == 1 or not self.job.activation_bytes:
+        if not (self.free and self.job.is_pipelined):
             return layout
-        rows = [layout[i] for i in shortest_path(self.between_s(layout))[1]]  # pyright: ignore[reportArgumentType]
+        rows = [layout[i] for i in shortest_path(self.between_s(layout))[1]]
         done = [rows[0]]
         for row in rows[1:]:
             done.append(row[bottleneck_matching(self.hop_s[np.ix_(done[-1], row)])[1]])

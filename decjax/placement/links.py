@@ -27,7 +27,6 @@ import numpy as np
 
 from decjax.costmodel import files, profile
 
-FORMS = {"latency_s": "matrices", "regions": "regions", "connections": "connections"}
 MAX_DEVICES = 4096
 
 
@@ -128,10 +127,10 @@ def load(path: str | os.PathLike) -> Links:
         ValueError: of one line, for a file that cannot be read or holds an impossible value.
     """
     content = files.read_json(path)
-    forms = [name for name in FORMS if name in content]
+    forms = [name for name in _READ if name in content]
     try:
         if len(forms) != 1:
-            raise ValueError(f"it must have one of {', '.join(FORMS)}, and has {' and '.join(forms) or 'none of them'}")
+            raise ValueError(f"it must have one of {', '.join(_READ)}, and has {' and '.join(forms) or 'none of them'}")
         return _READ[forms[0]](content)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
@@ -176,18 +175,16 @@ def _of_regions(content: dict[str, Any]) -> Links:
     if not isinstance(given["regions"], dict) or not given["regions"]:
         raise ValueError("regions must be a JSON object of names and numbers of devices")
     regions, counts = list(given["regions"]), list(given["regions"].values())
-    for region, count in given["regions"].items():
-        profile.check_count(f"regions: {region}", count, 1, high=MAX_DEVICES)
+    _check_counts({f"regions: {region}": count for region, count in given["regions"].items()})
     numbers = ("latency_s", "bandwidth_Bps")
     found = {(region, region): _fields("within", given["within"], numbers) for region in regions}
     if not isinstance(given["between"], list):
         raise ValueError("between must be a list of JSON objects")
     listed = [_fields("between", link, ("from", "to", *numbers)) for link in given["between"]]
+    for region in (link[end] for link in listed for end in ("from", "to")):
+        if region not in regions:
+            raise ValueError(f"between: {profile.shown(region)} is no region; the regions are {', '.join(regions)}")
     found |= {(link["to"], link["from"]): link for link in listed} | {(link["from"], link["to"]): link for link in listed}
-    for pair in found:
-        for region in pair:
-            if region not in regions:
-                raise ValueError(f"between: {profile.shown(region)} is no region; the regions are {', '.join(regions)}")
     for here in regions:
         for there in regions:
             if (here, there) not in found:
@@ -198,7 +195,7 @@ def _of_regions(content: dict[str, Any]) -> Links:
         for field in numbers
     )
     names = tuple(f"{region} {i}" for region, count in zip(regions, counts) for i in range(count))
-    each = {field: None if field not in given else np.full(len(which), given[field], float) for field in _DEVICE}
+    each = {field: np.full(len(which), _number(given, field)) for field in _DEVICE if field in given}
     return Links(latency_s, bandwidth_Bps, names, **each, source=str(given.get("source", "")))
 
 
@@ -208,8 +205,7 @@ def _of_connections(content: dict[str, Any]) -> Links:
         raise ValueError("connections must be a list of JSON objects")
     needed = ("name", "count", "latency_s", "upload_Bps", "download_Bps")
     kinds = [_fields("connections", kind, needed, _DEVICE) for kind in given["connections"]]
-    for kind in kinds:
-        profile.check_count(f"connections: {kind['name']}: count", kind["count"], 1, high=MAX_DEVICES)
+    _check_counts({f"connections: {kind['name']}: count": kind["count"] for kind in kinds})
     homes = [kind for kind in kinds for _ in range(kind["count"])]
     latency_s, upload_Bps, download_Bps = (np.array([_number(home, field) for home in homes]) for field in needed[2:])
     names = tuple(f"{kind['name']} {i}" for kind in kinds for i in range(kind["count"]))
@@ -226,6 +222,13 @@ def _of_connections(content: dict[str, Any]) -> Links:
         **each,
         source=str(given.get("source", "")),
     )
+
+
+def _check_counts(counts: Mapping[str, Any]) -> None:
+    for what, count in counts.items():
+        profile.check_count(what, count, 1, high=MAX_DEVICES)
+    if sum(counts.values()) > MAX_DEVICES:
+        raise ValueError(f"{sum(counts.values())} devices together; there may be at most {MAX_DEVICES}")
 
 
 def _number(fields: Mapping[str, Any], name: str) -> float:

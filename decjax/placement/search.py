@@ -10,7 +10,7 @@ A *cyclic exchange* takes one device of each of k groups and moves each to the n
 positions. Where only groups matter (`Network.free`), rows and columns are put in their best order at the end.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 import itertools
 import math
 import time
@@ -37,11 +37,12 @@ class _Search:
     """Counts layouts, and ends after a number of them or seconds."""
 
     def __init__(self, network: Network, trials: int, seconds: float):
-        self.network, self.left, self.tried, self.ends = network, trials, 0, time.monotonic() + seconds
+        self.network, self.tried = network, 0
+        self._trials, self._ends = trials, time.monotonic() + seconds
 
     @property
     def over(self) -> bool:
-        return self.left <= self.tried or time.monotonic() > self.ends
+        return self.tried >= self._trials or time.monotonic() > self._ends
 
     def cost(self, layout: np.ndarray, limit: float = math.inf) -> float:
         self.tried += 1
@@ -179,6 +180,3 @@ def _partitions(devices: list[int], size: int) -> Iterator[list[int]]:
         rest = [device for device in devices[1:] if device not in others]
         for further in _partitions(rest, size):
             yield [devices[0], *others, *further]
-
-
-SEARCHES: dict[str, Callable[..., Placed]] = {"genetic": genetic, "anneal": anneal}
