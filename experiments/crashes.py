@@ -36,7 +36,7 @@ class Row(NamedTuple):
     steps: int = STEPS
 
 
-DIGITS = ("configs/digits.py", 300)  # It has matrices.
+DIGITS = ("configs/digits.py", 300)  # It has matrices, and enough parameters for four bits to pay.
 ROWS = (
     Row("gossip, awc", "topology=one_peer_exponential"),
     Row("gossip, atc", "topology=exponential,order=atc"),
@@ -58,7 +58,7 @@ ROWS = (
     Row("SlowMo", "method=slowmo"),
     Row("gossip DiLoCo", "method=gossip_diloco,topology=ring"),
     Row("NoLoCo", "method=noloco"),
-    Row("Streaming DiLoCo", "method=streaming_diloco"),
+    Row("Streaming DiLoCo", "method=streaming_diloco", *DIGITS),
     Row("QG-DSGDm", "method=qg_dsgdm,topology=ring"),
     Row("DecentLaM", "method=decentlam,topology=ring"),
     Row("exact diffusion", "method=exact_diffusion,topology=ring"),
