@@ -5,15 +5,17 @@ Compared are gossip, DiLoCo and all-reduce that go on without a worker, and all-
     python -m experiments.goodput --out=runs/goodput
     python -m experiments.goodput --out=runs/goodput --minutes=5 --calm_minutes=2 --row=gossip
 
-Four hosts in a box (launch.cluster: root and iproute2), links of 100 Mbit/s, one process a host, a transformer of 1.2M parameters on
-the standard library's sources. Every row trains twice: without faults for `--calm_minutes`, and for `--minutes` in a storm that kills
-a random process `--per_hour` times an hour. Another process takes its place at once. What happened is in OUT/ROW/events.jsonl, what
-was said in OUT/ROW/launcher.log; rows that are there are not trained again.
+Four hosts in a box (launch.cluster: root and iproute2), links of 100 Mbit/s, one process a host, the byte model of configs/lm.py. One
+row has a model of ten times as many parameters: whoever comes back has to get them, and Adam's moments, over its link. Every row
+trains twice: without faults for `--calm_minutes`, and for `--minutes` in a storm that kills a random process `--per_hour` times an
+hour. Another process takes its place at once. What happened is in OUT/ROW/events.jsonl, what was said in OUT/ROW/launcher.log; rows
+that are there are not trained again.
 
 A worker *lives* as long as its process does, and *takes part* while it is in the group that takes steps.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+import contextlib
 import itertools
 import json
 import pathlib
@@ -34,11 +36,12 @@ from launch import cluster, command, processes
 
 FLAGS = flags.FLAGS
 
-MODEL = dict(vocabulary=512, context=128, width=160, hidden=640, heads=5, depth=4)
+LARGER = dict(vocabulary=512, context=128, width=160, hidden=640, heads=5, depth=4)
 LOG = 20  # steps between rows of metrics
 SAVE = 100  # steps between checkpoints
-POLL_S = 0.2
-_FAULT = re.compile(r"chaos: kill (\d+)")
+POLL_S = 0.05
+LEAVE_S = 1.0  # after the end of a launcher, when nothing of its run may be left
+_FAULT = re.compile(r"chaos: (\w+) (\d+)")
 _AGAIN = re.compile(r"process (\d+) .*another takes its place")
 _VIEW = re.compile(r"step (\d+): going on with \d+ workers: ([\d, ]+)")
 
@@ -49,10 +52,12 @@ class Row(NamedTuple):
     name: str
     shorthand: str
     elastic: bool = True
+    is_larger: bool = False  # of ten times as many parameters
 
 
 ROWS = (
-    Row("gossip", f"{SHORTHANDS[ONE_PEER]},codec=int8"),
+    Row("gossip", SHORTHANDS[ONE_PEER]),
+    Row("gossip, 1.2M parameters", SHORTHANDS[ONE_PEER], is_larger=True),
     Row("DiLoCo", "method=diloco,every=20"),
     Row(SYNC, SHORTHANDS[SYNC]),
     Row(f"{SYNC}, from its checkpoint", SHORTHANDS[SYNC], elastic=False),
@@ -63,7 +68,7 @@ class Event(NamedTuple):
     """What happened, and when."""
 
     at_s: float  # since the row began
-    kind: str  # "start" of processes, "death" of one, "stop" of all; "view"; "row" of metrics
+    kind: str  # "start" of processes, "kill", "freeze" or "cut" of one, "stop" of all; "view"; "row" of metrics
     value: Any  # the processes; who takes part; (step, loss, workers)
 
 
@@ -80,11 +85,13 @@ class Recorder:
 
     def __init__(self, path: pathlib.Path, workdir: pathlib.Path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._file, self._workdir, self._begun = path.open("w"), workdir, time.monotonic()
+        self._file, self.workdir, self._begun = path.open("w"), workdir, time.monotonic()
         self._writing, self._last = threading.Lock(), 0
+        self.kinds = set[str]()  # of events so far
 
     def __call__(self, kind: str, value: Any) -> None:
         with self._writing:
+            self.kinds.add(kind)
             self._file.write(json.dumps(Event(round(time.monotonic() - self._begun, 3), kind, value)) + "\n")
             self._file.flush()
 
@@ -94,16 +101,12 @@ class Recorder:
 
     def look(self) -> None:
         """Notes rows that are new; the steps that a run takes again after it was restored count once."""
-        path = self._workdir / "metrics.jsonl"
+        path = self.workdir / "metrics.jsonl"
         lines = path.read_text().splitlines(keepends=True) if path.exists() else []
         for row in (json.loads(line) for line in lines if line.endswith("\n")):
             if row["kind"] == "train" and row["step"] > self._last:
                 self._last = row["step"]
                 self("row", (row["step"], row["loss"], row.get("workers", HOSTS)))
-
-    @property
-    def has_rows(self) -> bool:
-        return self._last > 0
 
 
 def listen(lines: IO[str], note: Recorder, log: pathlib.Path) -> None:
@@ -112,11 +115,60 @@ def listen(lines: IO[str], note: Recorder, log: pathlib.Path) -> None:
         for line in lines:
             kept.write(line)
             if found := _FAULT.search(line):
-                note("death", [int(found[1])])
+                note(found[1], [int(found[2])])
             elif found := _AGAIN.search(line):
                 note("start", [int(found[1])])
             elif found := _VIEW.search(line):
                 note("view", [int(slot) for slot in found[2].split(",")])
+
+
+class Box(NamedTuple):
+    """Hosts with one process each, and what happens to them."""
+
+    hosts: int
+    rate: str
+    elastic: bool
+    chaos: str
+
+
+def follow(
+    box: Box, arguments: Sequence[str], note: Recorder, log: pathlib.Path, over: Callable[[], bool] = lambda: False
+) -> int | None:
+    """Trains in a box and notes what happens, until the run has ended or is ended as `over()` holds; its exit code, or None then."""
+    options = ["--elastic"] * box.elastic + [f"--chaos={box.chaos}"] * bool(box.chaos)
+    launcher = processes.start(
+        processes.python("launch.cluster", ["run", f"--hosts={box.hosts}", f"--rate={box.rate}", *options, "--", *arguments]),
+        when_we_die=signal.SIGTERM,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    note("start", list(range(box.hosts)))
+    listener = threading.Thread(target=listen, args=(launcher.stderr, note, log), daemon=True)
+    listener.start()
+    while launcher.poll() is None and not over():
+        time.sleep(POLL_S)
+        note.look()
+    if ended_by_us := launcher.poll() is None:
+        launcher.send_signal(signal.SIGTERM)
+    code = launcher.wait()
+    listener.join()
+    note.look()
+    note("stop", list(range(box.hosts)))
+    if left := leftovers(note.workdir):
+        raise Failed(f"{note.workdir}: its launcher has ended and left {'; '.join(left)}")
+    return None if ended_by_us else code
+
+
+def leftovers(workdir: pathlib.Path) -> list[str]:
+    """The processes of a run that still live, and the box if it still stands."""
+    time.sleep(LEAVE_S)
+    found = [f"network {cluster.NAME!r}"] if cluster.find() else []
+    for process in pathlib.Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # It has ended meanwhile.
+            if f"--workdir={workdir}" in (process / "cmdline").read_text().split("\0"):
+                found.append(f"process {process.name}")
+    return found
 
 
 def train(row: Row, folder: pathlib.Path, minutes: float, per_hour: float) -> None:
@@ -124,37 +176,20 @@ def train(row: Row, folder: pathlib.Path, minutes: float, per_hour: float) -> No
     workdir, path = folder / "run", folder / "events.jsonl"
     note = Recorder(path.with_suffix(".part"), workdir)
     for seed in itertools.count():
-        chaos = [f"--chaos=storm(per_hour={per_hour:g},seed={seed})"] if per_hour else []
-        line = ["run", f"--hosts={HOSTS}", f"--rate={FLAGS.rate}", *(["--elastic"] if row.elastic else []), *chaos]
-        launcher = processes.start(
-            processes.python("launch.cluster", [*line, "--", *arguments(row, workdir)]),
-            when_we_die=signal.SIGTERM,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        note("start", list(range(HOSTS)))
-        listener = threading.Thread(target=listen, args=(launcher.stderr, note, folder / "launcher.log"), daemon=True)
-        listener.start()
-        while launcher.poll() is None and note.passed_s < 60 * minutes:
-            time.sleep(POLL_S)
-            note.look()
-        if over := launcher.poll() is None:
-            launcher.send_signal(signal.SIGTERM)
-        code = launcher.wait()
-        listener.join()
-        note.look()
-        note("stop", list(range(HOSTS)))
-        if over:
+        chaos = f"storm(per_hour={per_hour:g},seed={seed})" if per_hour else ""
+        box = Box(HOSTS, FLAGS.rate, row.elastic, chaos)
+        code = follow(box, arguments(row, workdir), note, folder / "launcher.log", lambda: note.passed_s > 60 * minutes)
+        if code is None:
             break
-        if row.elastic or not note.has_rows:
+        if row.elastic or "kill" not in note.kinds:
             raise Failed(f"{row.name} ended with exit code {code}; see {folder / 'launcher.log'}")
     path.with_suffix(".part").rename(path)
 
 
 def arguments(row: Row, workdir: pathlib.Path) -> list[str]:
     """Of launch.train."""
-    fields = {f"model.{name}": value for name, value in MODEL.items()} | {
+    larger = {f"model.{name}": value for name, value in LARGER.items()} if row.is_larger else {}
+    fields = larger | {
         "log_every": LOG,
         "eval.every": 10**9,
         "eval.local": False,
@@ -193,7 +228,7 @@ def phases(events: Sequence[Event]) -> Iterator[Phase]:
     for event, following in itertools.pairwise(events):
         if event.kind == "start":
             living |= frozenset(event.value)
-        elif event.kind in ("death", "stop"):
+        elif event.kind in ("kill", "stop"):
             living -= frozenset(event.value)
         elif event.kind == "view":
             members = frozenset(event.value)
@@ -223,7 +258,7 @@ def figures(events: Sequence[Event]) -> Figures:
         sum((phase.ended_s - phase.begun_s) * len(getattr(phase, who)) for phase in found) for who in ("living", "members")
     )
     worker_steps = sum((late.value[0] - early.value[0]) * late.value[2] for early, late in itertools.pairwise(rows))
-    deaths = [event.at_s for event in events if event.kind == "death" and rows[0].at_s < event.at_s < rows[-1].at_s]
+    deaths = [event.at_s for event in events if event.kind == "kill" and rows[0].at_s < event.at_s < rows[-1].at_s]
     resumed = [
         _first(event.at_s for event in events if event.kind in ("view", "row") and event.at_s > at_s) - at_s for at_s in deaths
     ]

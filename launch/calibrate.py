@@ -3,6 +3,7 @@
     python -m launch.calibrate --config=configs/lm.py --out=profile.json
     python -m launch.cluster run --hosts=4 --rate=200mbit --module=launch.calibrate -- --config=configs/lm.py --out=profile.json
     srun -N4 -n4 python -m launch.calibrate --config=configs/lm.py --out=profile.json
+    python -m launch.cluster run --hosts=8 --rate=100mbit --module=launch.calibrate -- --config=configs/lm.py --out=p.json --links=l.json
     python -m launch.calibrate --config=configs/lm.py --compressed=method=allreduce,reducer=powersgd --out=profile.json
     python -m launch.plan --cluster=profile.json
 
@@ -11,12 +12,16 @@ accelerators each worker is a forced CPU device, as in launch.train. Methods nam
 messages, of which the model knows the bytes; the profile holds them too. The machines should do nothing else meanwhile: the profile
 takes what it sees for what the cluster is like.
 
+With --links the link of every pair of workers is measured as well, between processes of one worker each, and how fast each worker
+computes: launch.plan --links reads them.
+
 The table has the median over rounds and workers and 5 to 95 % of them; of each exchange also α and β of the line through its
 times, t = α + bytes/β. All-reduce makes 2(N−1) hops, of 2(N−1)/N of the bytes together.
 """
 
 import contextlib
 import pathlib
+from typing import Any
 
 from absl import flags
 import jax
@@ -36,6 +41,9 @@ _OUT = flags.DEFINE_string("out", None, "The profile to write, such as profile.j
 _NAME = flags.DEFINE_string("name", None, "What the profile calls the cluster; none: its workers and devices.")
 _SIZES = flags.DEFINE_list("sizes", [], "Bytes of exchanges, as 1e5,1e6,1e7; none: up to the model's.")
 _COMPRESSED = flags.DEFINE_multi_string("compressed", [], "A compressed method, as a shorthand of the config; may be repeated.")
+_LINKS = flags.DEFINE_string(
+    "links", None, "Where to write the links of every pair of workers, such as links.json; none: not measured."
+)
 _SECONDS = flags.DEFINE_float("seconds", 60.0, "About how long to measure, when everything is compiled.", lower_bound=0.0)
 _ROUNDS = flags.DEFINE_integer("rounds", None, "How often to measure everything; none: as the seconds allow.", lower_bound=1)
 flags.mark_flags_as_required(["config", "out"])
@@ -98,6 +106,28 @@ def report(measured: measure.Measured) -> table.Table:
     return rows
 
 
+def links_between(trainer: train.Trainer, sizes: list[int], measured: measure.Measured) -> Any:
+    """The links between the workers, and how fast each computes: 6 · parameters · examples' items ÷ the time of its gradient."""
+    from decjax.measure.links import measure_links  # It brings SciPy, which takes a second.
+
+    spec, task = trainer.spec, trainer.setup.task
+    params = sum(leaf.size for leaf in jax.tree.leaves(jax.eval_shape(trainer.setup.start, jax.random.key(0))))
+    gradient_s = np.median(measured.step_s["gradient"], axis=1)
+    return measure_links(
+        trainer.workers, sizes or measure.sizes_up_to_model(trainer), flops=6 * params * spec.each * task.items / gradient_s
+    )
+
+
+def report_links(links: Any) -> table.Table:
+    """Mbit/s from row to column."""
+    rows = command.table("from, to: Mbit/s", *links.names, "ms", "Gflop/s")
+    rows.caption = "ms: the largest latency to another worker"
+    for i, name in enumerate(links.names):
+        rates = ("–" if i == j else f"{8e-6 * links.bandwidth_Bps[i, j]:.3g}" for j in range(links.num_devices))
+        rows.add_row(name, *rates, f"{1e3 * links.latency_s[i].max():.3g}", f"{1e-9 * links.flops[i]:.3g}")
+    return rows
+
+
 def main(argv: list[str]) -> int:
     command.options_only(argv)
     assert _OUT.value is not None  # It is required.
@@ -108,6 +138,8 @@ def main(argv: list[str]) -> int:
         first = jax.process_index() == 0
         if first:
             command.output("out", _OUT.value)
+            if _LINKS.value:
+                command.output("links", _LINKS.value)
         measure.check(parts.read(config))
         trainer = measure.prepare(join.resolved(config))
         each = trainer.workers.local_size
@@ -123,8 +155,13 @@ def main(argv: list[str]) -> int:
                 rounds=_ROUNDS.value,
                 note=lambda done, total: shown and shown.update(f"round {done} of {total}"),
             )
+            links = links_between(trainer, sizes, measured) if _LINKS.value else None
     if first:
         terminal.print(report(measured))
+        if links:
+            links.save(_LINKS.value, links)
+            terminal.print(report_links(links))
+            terminal.print(f"wrote {_LINKS.value}; python -m launch.plan --links={_LINKS.value} finds a placement", soft_wrap=True)
         costmodel.save(path, measured.cluster, measured.workload)
         terminal.print(
             f"wrote {path}; python -m launch.plan --cluster={path} says which method pays there", markup=False, soft_wrap=True

@@ -11,8 +11,10 @@ network down, however it ends. For several runs over the same network:
     python -m launch.cluster bytes
     python -m launch.cluster down
 
-`--processes_per_host=2` puts two processes on each host, which share its link; `--module=launch.calibrate` runs
-another module that takes launch.train's coordinator flags; `--pin` keeps process i on core i modulo their number.
+`--pairs=0-1:10mbit,4-5:10mbit` makes the links between some hosts slower. `--processes_per_host=2` puts two processes on
+each host, which share its link; `--module=launch.calibrate` runs another module that takes launch.train's coordinator
+flags; `--pin` keeps process i on core i modulo their number.
+
 In Python:
 
     with cluster.network(hosts=4, rate="200mbit") as network:
@@ -38,6 +40,7 @@ _VERBS_OF = {
     "hosts": ("up", "run"),
     "rate": ("up", "run", "rate"),
     "subnet": ("up", "run"),
+    "pairs": ("up", "run"),
     "processes_per_host": ("run",),
     "module": ("run",),
     "pin": ("run",),
@@ -65,6 +68,7 @@ def run(arguments: list[str], console: rich.console.Console) -> int:
     processes.check(chosen.module, arguments)
     again = processes.how_to_continue("launch.cluster", chosen.module)
     with network(chosen.hosts, chosen.rate, chosen.name, chosen.subnet) as links:
+        links.set_pairs(chosen.pairs)
         before = links.bytes()
         hosts = len(links.hosts)
         faults = chaos.parse(chosen.chaos, hosts * chosen.processes_per_host, hosts)
@@ -97,6 +101,7 @@ def main(argv: list[str]) -> int:
         if chosen.hosts is None:
             raise ClusterError("--hosts is missing; --help lists the flags")
         made = up(chosen.hosts, chosen.rate or UNLIMITED, chosen.name, chosen.subnet)
+        made.set_pairs(chosen.pairs)
         print(f"up: {', '.join(made.hosts)}; to run a command on one: {shlex.join(made.inside(0, ['COMMAND']))}")
     elif verb == "down":
         print(f"network {chosen.name!r} {'is down' if down(chosen.name) else 'was not up'}")
@@ -116,6 +121,7 @@ if __name__ == "__main__":
     # Defined here, because experiments use this module and have flags of their own.
     flags.DEFINE_integer("hosts", None, "Hosts to make; of a network that is up, how many to run on.")
     flags.DEFINE_string("rate", None, "Of every link and both ways, as 200mbit; none: not limited.")
+    flags.DEFINE_string("pairs", "", "Hosts whose messages to each other are slower, as 0-1:10mbit,4-5:10mbit.")
     flags.DEFINE_string("name", NAME, "What the names of the network's namespaces begin with.")
     flags.DEFINE_string("subnet", SUBNET, "Addresses of the hosts, the first ones.")
     flags.DEFINE_integer("processes_per_host", 1, "Processes on each host, one CPU worker each.")

@@ -72,7 +72,52 @@ def _burst(rate: str) -> int:
     return max(_LEAST_BURST, int(_BURST_S * _bits(rate) / 8))
 
 
+def pairs(text: str, hosts: int) -> list[tuple[int, int, str]]:
+    """The hosts and rates of a text such as `0-1:10mbit,4-5:10mbit`."""
+    found = []
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        match = re.fullmatch(r"(\d{1,4})-(\d{1,4}):(\w[\w.]*)", part)
+        if (
+            not match
+            or match[1] == match[2]
+            or not all(int(host) < hosts for host in (match[1], match[2]))
+            or match[3] == UNLIMITED
+        ):
+            raise ClusterError(f"pairs={part!r}: must be two hosts from 0 to {hosts - 1} and a rate, as in 0-1:10mbit,4-5:10mbit")
+        found.append((int(match[1]), int(match[2]), checked_rate(match[3])))
+    return found
+
+
+def slow_class(rate: str, number: int, address: str) -> list[list[str]]:
+    """Arguments of tc, each behind the interface, for what goes to an address, below the token bucket of an interface's own rate:
+    a class of that rate, its queue, and the filter that leads there."""
+    queue_bytes = max(_LEAST_BURST, int(_bits(rate) / 8 * 0.05))
+    return [
+        ["class", "replace", "parent", "10:", "classid", f"10:{number}", "htb", "rate", rate, "burst", str(_burst(rate))],
+        ["qdisc", "replace", "parent", f"10:{number}", "bfifo", "limit", str(queue_bytes)],
+        [
+            "filter",
+            "add",
+            "parent",
+            "10:",
+            "protocol",
+            "ip",
+            "prio",
+            "1",
+            "u32",
+            "match",
+            "ip",
+            "dst",
+            address,
+            "flowid",
+            f"10:{number}",
+        ],
+    ]
+
+
 def discipline(rate: str) -> list[str]:
     """Arguments of tc for a link of a rate."""
     rate = checked_rate(rate)
-    return ["noqueue"] if rate == UNLIMITED else ["tbf", "rate", rate, "burst", str(_burst(rate)), "latency", _QUEUE]
+    return (
+        ["noqueue"] if rate == UNLIMITED else ["handle", "1:", "tbf", "rate", rate, "burst", str(_burst(rate)), "latency", _QUEUE]
+    )

@@ -76,6 +76,25 @@ class Network:
             iproute.do("tc", "-n", name, "qdisc", "replace", "dev", "eth0", "root", *discipline)
             iproute.do("tc", "-n", self.switch, "qdisc", "replace", "dev", f"p{port}", "root", *discipline)
 
+    def set_pair(self, one: int, other: int, rate: str) -> None:
+        """Limits what two hosts send each other to a rate below that of their links, which must have one, until they are freed."""
+        for here, there in ((one, other), (other, one)):
+            if self.rate_Bps(here) is None:
+                raise ClusterError(f"pairs={one}-{other}:{rate}: the links have no rate; give them one, as in --rate=100mbit")
+            space = ("tc", "-n", self.hosts[here])
+            if "htb" not in iproute.do(
+                *space, "qdisc", "show", "dev", "eth0"
+            ):  # Below the token bucket, with an open class for the rest.
+                iproute.do(*space, "qdisc", "replace", "dev", "eth0", "parent", "1:1", "handle", "10:", "htb", "default", "1")
+                iproute.do(*space, "class", "replace", "dev", "eth0", "parent", "10:", "classid", "10:1", "htb", "rate", "100gbit")
+            for what, verb, *rest in iproute.slow_class(rate, there + 2, self.addresses[there]):
+                iproute.do(*space, what, verb, "dev", "eth0", *rest)
+
+    def set_pairs(self, text: str) -> None:
+        """The same for the pairs of a text such as `0-1:10mbit,4-5:10mbit`."""
+        for pair in iproute.pairs(text, len(self.hosts)):
+            self.set_pair(*pair)
+
     def set_link(self, host: int, up: bool) -> None:
         """Takes the link of a host down, or up again."""
         iproute.do("ip", "-n", self.switch, "link", "set", f"p{host}", "up" if up else "down")

@@ -38,6 +38,11 @@ rows, but the verdict is on messages as they are. --plot draws in which regions 
 to be preferred (of those within 3 % of the fastest the one that averages best), and one iteration of each worker. --table prints the
 same regions as a decision table, by how long a message takes beside computing.
 
+With --links=FILE instead of --cluster it answers which device does what, where links differ: launch.plan_placement describes it.
+
+    python -m launch.plan --links=configs/links/worldwide.json --stages=8 --placement=placement.json \\
+        --model=depth=24,width=2048,heads=16,vocabulary=50257,context=2048,batch=64,bytes=2
+
 What cannot be answered raises a ValueError, which names the flag, the key of --model or the field.
 """
 
@@ -52,12 +57,13 @@ from decjax import costmodel
 from decjax import topology as topology_lib
 from decjax.costmodel import plan, profile
 from decjax.costmodel import plan_layouts as layouts
-from launch import command, config_file, plan_report
+from launch import command, config_file, plan_placement, plan_report
 
 FLAGS = flags.FLAGS
 
 _MODEL_KEYS = dict(depth=None, width=None, heads=None, vocabulary=None, context=None, batch=None, hidden=0.0, tied=0.0, bytes=4.0)
 _DATA_PARALLEL_FLAGS = ("workers", "compute_s", "variation", "ratio", "codec", "every", "plot", "table")
+_PLACEMENT_FLAGS = ("stages", "placement", "search_s")
 _LAYOUT_FLAGS = ("microbatch", "schedule", "chunks", "inner", "remat", "flops", "top")
 _KEYS = dict(params=None, forward_s=None, backward_s=None, tokens=None, buckets=1.0, bytes=4.0, optimizer_s=0.0, combine_s=0.0)
 _WHOLE = ("depth", "width", "heads", "vocabulary", "context", "batch", "hidden")
@@ -282,10 +288,39 @@ def plan_layouts(terminal: console.Console) -> None:
         terminal.print(f"left out: {', '.join(names)}: {reason}", markup=False, style="dim", soft_wrap=True)
 
 
+def placed_model(workers: int) -> plan_placement.Model:
+    """The model of --model, as a placement on so many workers needs it."""
+    text = FLAGS.model or ""
+    if is_config(text):
+        parts = _parts()
+        if FLAGS.stages > 1:
+            return plan_placement.of_transformer(of_config(lambda config: parts.transformer(parts.resolve(config)), text))
+        size = of_config(parts.size, text)
+        return plan_placement.of_numbers(_KEYS | dict(params=size.params, tokens=size.tokens), workers)
+    if "depth=" in text or "layers=" in text:
+        return plan_placement.of_transformer(make_transformer(parse_pairs(text, _MODEL_KEYS)))
+    return plan_placement.of_numbers(parse_pairs(text), workers)
+
+
+def plan_links() -> None:
+    """Answers --links."""
+    others = {*_DATA_PARALLEL_FLAGS, *_LAYOUT_FLAGS, "cluster", "orders"} - {"plot"}
+    refuse_flags(tuple(sorted(others)), "is without effect on a placement; leave it out, or --links")
+    if FLAGS.placement:
+        command.output("placement", FLAGS.placement)
+    plan_placement.run(placed_model)
+
+
 def main(argv: list[str]) -> int:
     command.options_only(argv)
     if FLAGS.plot:
         command.output("plot", FLAGS.plot, figure=True)
+    if FLAGS.links:
+        plan_links()
+        return 0
+    if not FLAGS.cluster:
+        raise ValueError("--cluster is missing: the cluster's profile, such as one of configs/clusters; or give --links")
+    refuse_flags(_PLACEMENT_FLAGS, "is for a network of --links; give one, or leave it out")
     if asks_for_layouts():
         plan_layouts(command.console())
         return 0
@@ -316,7 +351,11 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":  # Other commands have a --workers as well, and one process may import several.
-    flags.DEFINE_string("cluster", None, "The cluster's profile, a JSON file; configs/clusters has some.", required=True)
+    flags.DEFINE_string("cluster", None, "The cluster's profile, a JSON file; configs/clusters has some.")
+    flags.DEFINE_string("links", None, "Instead of --cluster: links of devices that differ, a JSON file; configs/links has some.")
+    flags.DEFINE_integer("stages", 1, "Pipeline stages that a model is divided into, with --links.", lower_bound=1)
+    flags.DEFINE_string("placement", None, "Where to write the order of devices that is found, for launch.train --placement.")
+    flags.DEFINE_float("search_s", 20.0, "Seconds of each search of a placement.", lower_bound=0.0)
     flags.DEFINE_string("model", None, "A config, a workload in JSON, or params=…,forward_s=…,backward_s=…; none: the profile's.")
     flags.DEFINE_integer("workers", None, "Number of workers; none: the config's, or all of the profile.", lower_bound=1)
     flags.DEFINE_float("compute_s", None, "Seconds that a worker computes for one step.", lower_bound=0.0)

@@ -10,6 +10,7 @@ go to metrics.jsonl and TensorBoard in the work directory, what the run ended wi
 pipe or a file gets a line every ten seconds at most.
 """
 
+from collections.abc import Callable
 import functools
 import os
 
@@ -33,6 +34,9 @@ _WORKDIR = flags.DEFINE_string("workdir", None, "Directory of the run: config, m
 _RESUME_FROM = flags.DEFINE_string(
     "resume_from", None, "Start from the newest checkpoint of another run, with any number of workers."
 )
+_PLACEMENT = flags.DEFINE_string(
+    "placement", None, "Which device does what: a file that launch.plan --links has written; none: in the order that JAX finds."
+)
 _TRACKER = flags.DEFINE_enum(
     "tracker", None, ["wandb"], "Where metrics go besides: wandb, after `pip install wandb`; WANDB_MODE=offline keeps them here."
 )
@@ -47,15 +51,46 @@ def main(argv: list[str]) -> int:
         spec = parts.read(config)
         if _TRACKER.value:
             metrics.wandb()  # Without it nothing begins.
+        place = placed(spec)
         if join.is_elastic():
             return train_elastic(config, workdir)
         join.set_up_devices(spec.workers, spec.simulate, spec.devices_of_worker)
         with memory_told():
-            trainer = train.Trainer(join.resolved(config))
+            spec = join.resolved(config)
+            trainer = train.Trainer(spec, place(spec))
             outcome = train.Run(trainer, workdir, _RESUME_FROM.value).train(trackers())
     if jax.process_index() == 0:
         report(outcome, trainer.setup.task)
     return 128 + outcome.signal if outcome.signal else 0
+
+
+def placed(spec: parts.RunSpec) -> Callable[[parts.RunSpec], list[jax.Device] | None]:
+    """What gives the devices of a run in the order of --placement, whose file is read first; None without it."""
+    path = _PLACEMENT.value
+    if path is None:
+        return lambda spec: None
+    from decjax import placement  # It brings SciPy, which takes a second.
+
+    for named, present in (("--elastic", join.is_elastic()), ("simulate", spec.simulate)):
+        if present:
+            raise command.UserError(f"--placement={path} has no effect with {named}; leave one of them out")
+    try:
+        order = placement.load_order(path)
+    except ValueError as error:
+        raise command.UserError(f"--placement={path}: {error}") from error
+
+    def devices(spec: parts.RunSpec) -> list[jax.Device]:
+        try:
+            indices = order.of(spec.workers, spec.pipeline.stages, spec.tensor)
+        except ValueError as error:
+            raise command.UserError(f"--placement={path}: {error}") from error
+        if len(indices) != jax.device_count():
+            raise command.UserError(
+                f"--placement={path}: it orders {len(indices)} devices, and there are {jax.device_count()}; place it anew"
+            )
+        return [jax.devices()[index] for index in indices]
+
+    return devices
 
 
 def train_elastic(config, workdir) -> int:

@@ -8,7 +8,7 @@ import pytest
 
 from configs import lm
 from decjax import config as parts
-from decjax import costmodel, train
+from decjax import costmodel, placement, train
 from decjax.measure import calibrate as measure
 from decjax.measure import rounds
 from tests import commands
@@ -148,8 +148,12 @@ def test_a_profile_of_two_processes(tmp_path):
         *TINY,
         *QUICK,
         f"--out={path}",
+        f"--links={tmp_path / 'links.json'}",
     )
     assert result.returncode == 0, result.stderr
+    links = placement.load(tmp_path / "links.json")
+    assert links.num_devices == 2 and links.flops is not None
+    assert "Mbit/s" in result.stdout and "--links=" in result.stdout
     assert result.stdout.count("pair between nodes") == 1 and "2 nodes × 1 workers, cpu" in result.stdout
     check_profile(path, 2, 1)
 

@@ -138,6 +138,8 @@ def alive(process_id):
         (["run", "--hosts=2", "--module=experiments.nothing"], ["module='experiments.nothing'"]),
         (["run", "--hosts=2", "--processes_per_host=0", "--", "--x"], ["processes_per_host=0", "at least 1"]),
         (["up", "--hosts=many"], ["many"]),
+        (["run", "--pairs=0-1:5mbit", "--module=experiments.nothing"], ["experiments.nothing"]),
+        (["down", "--pairs=0-1:5mbit"], ["--pairs", "not an option of down"]),
     ],
 )
 def test_mistakes_are_told_in_one_line(arguments, problems):
@@ -277,6 +279,31 @@ def test_a_link_carries_its_rate_and_no_more_both_ways():
     assert (2 * num_bytes - 2 * burst) / 2e6 <= both_s
     assert (num_bytes - burst) / 8e6 <= fast_s
     assert left_over() == []
+
+
+@needs_namespaces
+def test_a_pair_of_hosts_may_be_slower():
+    num_bytes, burst = 2_000_000, 600_000
+    with cluster.network(3, "64mbit", NAME) as network:
+        network.set_pairs("1-2:8mbit")
+        open_s = transfer_s(network, 1, num_bytes)
+        network.set_pairs("0-1:8mbit")
+        assert network.rate_Bps(0) == 8e6  # Of the link.
+        slow_s = transfer_s(network, 1, num_bytes)
+        network.set_rate("none")
+        network.set_rate("64mbit")
+        again_s = transfer_s(network, 1, num_bytes)
+        network.set_rate("none")
+        with pytest.raises(cluster.ClusterError, match="the links have no rate"):
+            network.set_pair(0, 1, "8mbit")
+    assert (num_bytes - burst) / 1e6 <= slow_s and max(open_s, again_s) < slow_s
+    assert left_over() == []
+
+
+@pytest.mark.parametrize("text", ["0-0:1mbit", "0-3:1mbit", "0-1", "0-1:fast", "0-1:none", "a-b:1mbit"])
+def test_pairs_that_cannot_be_are_refused(text):
+    with pytest.raises(cluster.ClusterError, match="mbit"):
+        iproute.pairs(text, 3)
 
 
 @needs_namespaces

@@ -18,10 +18,10 @@ SOON_S = 60  # on cores that other tests share; `experiments.goodput` measures h
 HEARTBEAT = f"--config.elastic.heartbeat_s={HEARTBEAT_S}"
 
 
-def launch(workdir, *options, steps=1_000_000, shorthand="topology=one_peer_exponential", log=20):
+def launch(workdir, *options, steps=1_000_000, shorthand="topology=one_peer_exponential", log=20, save=2000):
     """An elastic run of quadratics, whose steps take milliseconds."""
     config = f"--config=configs/quadratics.py:workers={SLOTS},simulate=false,{shorthand},steps={steps}"
-    fields = [f"--config.log_every={log}", f"--config.eval.every={steps}", "--config.checkpoint.every=2000", HEARTBEAT]
+    fields = [f"--config.log_every={log}", f"--config.eval.every={steps}", f"--config.checkpoint.every={save}", HEARTBEAT]
     line = [sys.executable, "-m", "launch.local", f"--num_processes={SLOTS}", "--elastic", *options]
     line += ["--", config, *fields, f"--workdir={workdir}"]
     workdir.parent.mkdir(exist_ok=True)
@@ -143,6 +143,19 @@ def test_every_method_loses_a_worker_and_goes_on_learning(tmp_path, shorthand):
     assert "Traceback" not in ended(workdir, run)
     losses = [row["loss"] for row in rows(workdir)]
     assert np.mean(losses[-5:]) < 0.9 * losses[0]  # which falls fast, and then only its noise is left
+
+
+def test_views_may_begin_at_a_step_that_is_saved_already(tmp_path):
+    """Two die at once, and come back one after the other, at a step of which each view saves a checkpoint."""
+    workdir = tmp_path / "run"
+    run = launch(workdir, save=1)
+    wait_for(lambda: last(workdir, SLOTS) > 200, run)
+    process_of = trainers(workdir)
+    wait_for(lambda: spares(workdir), run)
+    for slot in (1, 2):
+        os.kill(process_of[slot], signal.SIGKILL)
+    wait_for(lambda: errors_of(workdir).read_text().rstrip().endswith("going on with 4 workers: 0, 1, 2, 3"), run)
+    assert "cannot be written" not in ended(workdir, run)
 
 
 def test_mistakes_are_told_in_one_line(tmp_path):

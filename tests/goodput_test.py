@@ -1,12 +1,15 @@
-"""experiments/goodput: what its events tell; experiments/crashes: runs that are killed and end as others."""
+"""experiments/goodput and experiments/faults: what their events tell; experiments/crashes: runs that are killed and end as others."""
 
 import io
+import itertools
 import json
+import math
 
 import pytest
 
-from experiments import crashes, goodput
+from experiments import crashes, faults, goodput
 from experiments.goodput import Event
+from launch import chaos
 from tests import commands
 
 
@@ -28,7 +31,7 @@ def test_a_launchers_words_become_events(tmp_path):
     )
     goodput.listen(io.StringIO("\n".join(said) + "\n"), notes, tmp_path / "launcher.log")
     assert (tmp_path / "launcher.log").read_text().splitlines() == said
-    assert notes == [("death", [2]), ("start", [2]), ("view", [0, 1, 3]), ("view", [0, 1, 2, 3])]
+    assert notes == [("kill", [2]), ("start", [2]), ("view", [0, 1, 3]), ("view", [0, 1, 2, 3])]
 
 
 def test_steps_and_participation_of_a_storm():
@@ -36,7 +39,7 @@ def test_steps_and_participation_of_a_storm():
     events = [
         Event(0, "start", [0, 1, 2, 3]),
         Event(5, "row", [10, 3.0, 4]),
-        Event(15, "death", [2]),
+        Event(15, "kill", [2]),
         Event(15, "start", [2]),
         Event(16, "view", [0, 1, 3]),
         Event(20, "view", [0, 1, 2, 3]),
@@ -54,7 +57,7 @@ def test_a_run_that_starts_again_takes_part_from_its_next_new_step_on():
         Event(0, "start", [0, 1, 2, 3]),
         Event(10, "row", [20, 3.0, 4]),
         Event(20, "row", [40, 3.0, 4]),
-        Event(22, "death", [1]),
+        Event(22, "kill", [1]),
         Event(23, "stop", [0, 1, 2, 3]),
         Event(24, "start", [0, 1, 2, 3]),
         Event(44, "row", [60, 2.5, 4]),
@@ -66,9 +69,34 @@ def test_a_run_that_starts_again_takes_part_from_its_next_new_step_on():
     assert found.participation == pytest.approx(part / living)
 
 
+def test_each_kind_of_fault_happens_to_two_processes():
+    happened = list(chaos.parse(faults.schedule(4), processes=4, hosts=4))
+    assert {(event.kind, event.target) for event in happened} == {(kind, i) for kind in ("kill", "freeze", "cut") for i in (0, 1)}
+    assert [late.at_s - early.at_s for early, late in itertools.pairwise(happened)] == [faults.APART_S] * 5
+
+
+def test_what_a_fault_came_to():
+    """A host is cut off for 15 s; the others step 6.5 s later, and it takes part 2 s after the link is back."""
+    events = [
+        Event(10, "cut", [1]),
+        Event(10.5, "row", [7, 2.0, 4]),
+        Event(16, "view", [0, 2, 3]),
+        Event(16.25, "start", [1]),
+        Event(16.5, "row", [8, 2.0, 3]),
+        Event(27, "view", [0, 1, 2, 3]),
+        Event(50, "kill", [0]),
+        Event(50.1, "view", [1, 2, 3]),
+    ]
+    cut, kill = faults.found(events)
+    assert cut == faults.Found("cut", 1, 6.5, 2.0)
+    assert kill.stopped_s == math.inf  # Nobody took a step again.
+
+
 def test_what_cannot_be_measured_is_refused_in_one_line(tmp_path):
     done = commands.run("experiments.goodput", f"--out={tmp_path}", "--row=gossip with tea")
     assert done.returncode == 2 and len(done.stderr.splitlines()) == 1 and "gossip with tea" in done.stderr
+    done = commands.run("experiments.faults", f"--out={tmp_path}", "--processes=2")
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1 and "processes" in done.stderr
 
 
 @pytest.mark.parametrize("row", ["AccumAdam", "choco"])

@@ -60,11 +60,24 @@ OUTSIDE = {
     "launch": (
         *(
             f"decjax.{part}"
-            for part in ("config", "costmodel", "elastic", "errors", "measure", "registry", "tasks", "topology", "train")
+            for part in (
+                "config",
+                "costmodel",
+                "elastic",
+                "errors",
+                "measure",
+                "placement",
+                "registry",
+                "tasks",
+                "topology",
+                "train",
+            )
         ),
+        "decjax.models.compress",
         "launch",
     ),
     "configs": ("configs", "decjax.config", "decjax.registry"),
+    "experiments.dssfn": ("decjax", "experiments"),  # It trains without gradients, in a loop of its own.
     "experiments.bench": ("decjax", "configs", "launch", "experiments"),
     "experiments": ("decjax.costmodel", "decjax.topology", "experiments", "launch.command", "launch.cluster", "launch.processes"),
 }

@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 
 from decjax import placement, topology
+from decjax.measure import links as measured
 from decjax.placement import cost, links, search
+from tests import commands
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 
@@ -227,3 +229,175 @@ def test_groups_of_a_topology_average_before_they_send():
     assert round_.group_size == 2
     sent = max(seconds[order[a], order[b]] for a, b in [(0, 2), (1, 3), (2, 0), (3, 1)]) * len(round_.shifts)
     np.testing.assert_allclose(network.round_s(order[None], round_), inside + sent, rtol=1e-12)
+
+
+# -- Which devices take part ------------------------------------------------------------------------------------------
+
+
+def even_links(N, **each):
+    return links.Links(np.full((N, N), 0.01), np.full((N, N), 1e8), **each)
+
+
+def test_devices_without_the_memory_are_left_out():
+    given = even_links(4, memory_bytes=[8e9, 1e9, 8e9, 8e9])
+    placed = placement.place(given, placement.Job(3, gradient_bytes=1e6), placement.best_of_all, stage_bytes=2e9)
+    assert sorted(placed.layout.ravel()) == [0, 2, 3]
+    with pytest.raises(ValueError, match="need 4 devices with 2 GB of memory, and 3 have so much; choose more stages"):
+        placement.place(given, placement.Job(4, gradient_bytes=1e6), placement.best_of_all, stage_bytes=2e9)
+    with pytest.raises(ValueError, match="need 5 devices, and the links have 4"):
+        placement.place(given, placement.Job(5), placement.best_of_all)
+
+
+def test_a_slow_device_is_left_out_unless_the_fast_ones_are_far():
+    job, flops = placement.Job(2, gradient_bytes=1e6), [1e9, 4e9, 4e9]
+    placed = placement.place(even_links(3, flops=flops), job, placement.best_of_all, stage_flop=4e9)
+    assert sorted(placed.layout.ravel()) == [1, 2] and placed.compute_s == 1
+    bandwidth_Bps = np.full((3, 3), 1e8)
+    bandwidth_Bps[1, 2] = bandwidth_Bps[2, 1] = 1e4
+    far = links.Links(np.full((3, 3), 0.01), bandwidth_Bps, flops=flops)
+    placed = placement.place(far, job, placement.best_of_all, stage_flop=4e9)
+    assert 0 in placed.layout and placed.compute_s == 4
+    assert placed.seconds == pytest.approx(4 + 2 * (0.01 + 0.5e6 / 1e8))
+
+
+def test_of_too_many_devices_the_farthest_are_left_out():
+    latency_s = np.full((5, 5), 0.01)
+    latency_s[3], latency_s[:, 3] = 1.0, 1.0
+    (choice,) = placement.choice.choices(links.Links(latency_s, np.full((5, 5), 1e9)), placement.Job(4))
+    assert choice.devices == [0, 1, 2, 4]
+
+
+# -- Clusters that hold the whole model -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_every_device_is_in_one_cluster_with_memory_for_the_model(seed):
+    rng = np.random.default_rng(seed)
+    latency_s, bandwidth_Bps = rng.uniform(0.01, 0.2, (12, 12)), 10 ** rng.uniform(7, 9, (12, 12))
+    given = links.Links(latency_s, bandwidth_Bps, memory_bytes=rng.uniform(2e9, 16e9, 12))
+    found = placement.clusters(given, 2e10)
+    assert sorted(device for cluster in found for device in cluster.devices) == list(range(12))
+    for cluster in found:
+        assert given.memory_bytes[cluster.devices].sum() >= 2e10 and cluster.shares.sum() == pytest.approx(1)
+        np.testing.assert_allclose(cluster.shares * given.memory_bytes[cluster.devices].sum(), given.memory_bytes[cluster.devices])
+
+
+def test_clusters_are_regions_where_memory_allows_it():
+    near = np.kron(np.eye(3), np.ones((4, 4)))
+    given = links.Links(0.1 - 0.09 * near, 1e7 + 1e9 * near, memory_bytes=np.full(12, 4e9))
+    shuffled = np.random.default_rng(0).permutation(12)
+    found = placement.clusters(given.take(shuffled), 1.6e10)
+    assert {frozenset(shuffled[cluster.devices] // 4) for cluster in found} == {frozenset([0]), frozenset([1]), frozenset([2])}
+    assert all(cluster.slowest_Bps > 1e9 for cluster in found)
+
+
+def test_clusters_that_cannot_be_are_refused():
+    with pytest.raises(ValueError, match="memory_bytes is missing"):
+        placement.clusters(even_links(4), 1e9)
+    with pytest.raises(ValueError, match=r"model_bytes=1e\+10 must be above 0 and at most 8e\+09"):
+        placement.clusters(even_links(4, memory_bytes=[2e9] * 4), 1e10)
+    with pytest.raises(ValueError, match="a cluster of 20 devices is needed, and a pipeline has at most 16"):
+        placement.clusters(even_links(20, memory_bytes=[1e9] * 20), 2e10)
+
+
+# -- The order of a mesh ----------------------------------------------------------------------------------------------
+
+
+def test_a_placement_is_read_as_the_order_of_a_mesh(tmp_path):
+    given, path = even_links(7, names=tuple("abcdefg")), tmp_path / "placement.json"
+    layout = np.array([[6, 1], [3, 0]])  # stages × workers, without devices 2, 4 and 5
+    placement.save(path, given, placement.Placement(layout, 0.0, 1.0, 1), links="given.json")
+    content = json.loads(path.read_text())
+    assert content["devices"] == [["g", "b"], ["d", "a"]] and content["links"] == "given.json"
+    assert content["layout"] == [[3, 1], [2, 0]]  # among those that take part
+    order = placement.load_order(path)
+    assert order.of(workers=2, stages=2) == [3, 2, 1, 0]
+    assert order.of(workers=2, stages=2, tensor=2) == [6, 7, 4, 5, 2, 3, 0, 1]
+    with pytest.raises(ValueError, match="workers=2, stages=2, and the run has workers=4, stages=1"):
+        order.of(workers=4, stages=1)
+
+
+@pytest.mark.parametrize("layout", [None, [0, 1], [[0, 1], [2]], [[0, 0]], [[0, 2]], [[0.0, 1.0]], [[]], "ab"])
+def test_what_is_no_placement_is_refused(tmp_path, layout):
+    path = tmp_path / "placement.json"
+    path.write_text(json.dumps({"layout": layout}))
+    with pytest.raises(ValueError, match="layout") as error:
+        placement.load_order(path)
+    assert str(error.value).startswith(str(path)) and "\n" not in str(error.value)
+
+
+def losses(tmp_path, name, *arguments):
+    run = "--config=configs/lm.py:smoke,workers=2,stages=2,steps=3", f"--workdir={tmp_path / name}", "--config.log_every=1"
+    done = commands.run("launch.train", *run, *arguments)
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line)["loss"] for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_planned_placement_trains_the_same_numbers(tmp_path):
+    """From links to a run: which device does what changes no number."""
+    given, path = tmp_path / "links.json", tmp_path / "placement.json"
+    make_links(4, seed=3).save(given)
+    model = "depth=2,width=16,heads=2,vocabulary=256,context=32,batch=16"
+    asked = f"--links={given}", f"--model={model}", "--stages=2", "--search_s=0.2"
+    done = commands.run("launch.plan", *asked, f"--placement={path}", f"--plot={tmp_path / 'plan.png'}")
+    assert done.returncode == 0, done.stderr
+    assert "of random" in done.stdout and "worker 1: " in done.stdout and (tmp_path / "plan.png").stat().st_size > 1e4
+    rows = {
+        cells[0]: float(cells[1])
+        for line in done.stdout.splitlines()
+        if len(cells := line.replace("all layouts", "all").split()) == 7
+    }
+    assert rows["genetic"] == rows["annealing"] == rows["all"]
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"layout": [[3, 1], [0, 2]]}))  # Surely not JAX's own.
+    assert losses(tmp_path, "placed", f"--placement={path}") == losses(tmp_path, "usual")
+
+
+@pytest.mark.parametrize(
+    "module, arguments, problem",
+    [
+        ("launch.plan", ["--links=configs/links/homes.json", "--stages=3", "--model=params=1e6"], "--stages=3 does not divide 16"),
+        ("launch.plan", ["--links=configs/links/homes.json", "--stages=2", "--model=params=1e6"], "depth="),
+        ("launch.plan", ["--links=configs/links/homes.json", "--model=params=0"], "params=0"),
+        ("launch.plan", ["--links=configs/links/homes.json", "--devices=17", "--model=params=1e6"], "has 16"),
+        ("launch.plan", ["--links=configs/links/homes.json", "--topologies=ring,torus", "--model=params=1e6"], "one graph"),
+        (
+            "launch.plan",
+            ["--links=configs/links/homes.json", "--codec=int8", "--model=params=1e6"],
+            "--codec=int8 is without effect",
+        ),
+        ("launch.plan", ["--links=none.json", "--model=params=1e6"], "none.json cannot be read"),
+        ("launch.plan", ["--stages=2", "--cluster=configs/clusters/box_200mbit.json"], "--stages=2 is for a network of --links"),
+        ("launch.plan", ["--model=params=1e6"], "--cluster is missing"),
+        ("launch.train", ["--config=configs/lm.py:smoke", "--placement=none.json"], "none.json cannot be read"),
+        ("launch.train", ["--config=configs/lm.py:smoke,simulate", "--placement=none.json"], "no effect with simulate"),
+        ("launch.train", ["--config=configs/lm.py:smoke,workers=8", "--placement={placement}"], "for workers=4, stages=1"),
+    ],
+)
+def test_placements_that_cannot_be_are_refused_in_one_line(tmp_path, module, arguments, problem):
+    path = tmp_path / "placement.json"
+    path.write_text(json.dumps({"layout": [[2, 1, 0, 3]]}))
+    workdir = [f"--workdir={tmp_path / 'run'}"] if module == "launch.train" else []
+    done = commands.run(module, *(argument.format(placement=path) for argument in arguments), *workdir)
+    (line,) = done.stderr.splitlines()
+    assert done.returncode == 2 and line.startswith("error: ") and problem in line
+
+
+# -- Measuring links --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("N", [2, 3, 4, 7, 8])
+def test_matchings_have_every_pair_once(N):
+    found = measured.matchings(N)
+    assert len(found) == N - 1 + N % 2
+    assert sorted(tuple(sorted(pair)) for pairs in found for pair in pairs) == list(itertools.combinations(range(N), 2))
+    assert all(len({worker for pair in pairs for worker in pair}) == 2 * len(pairs) for pairs in found)
+
+
+def test_line_through_two_sizes():
+    given = make_links(5)
+    latency_s, bandwidth_Bps = measured.line(given.seconds(1e4), given.seconds(1e6), 10**4, 10**6)
+    apart = ~np.eye(5, dtype=bool)
+    np.testing.assert_allclose(latency_s[apart], given.latency_s[apart])
+    np.testing.assert_allclose(bandwidth_Bps[apart], given.bandwidth_Bps[apart])
+    with pytest.raises(ValueError, match="from worker 0 to 1 1000000 bytes take no longer than 10000"):
+        measured.line(given.seconds(1e6), given.seconds(1e4), 10**4, 10**6)

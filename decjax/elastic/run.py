@@ -159,7 +159,7 @@ class ElasticRun(Run):
 
     def _save(self, done: int) -> None:
         rows, view = self.workers.fetch(self.state), self.group.view
-        if self.first:
+        if self.first and self.checkpoints.latest() != done:  # Otherwise a view has begun at a step that was saved before it.
             index_of = [view.index(slot) for slot in range(self.spec.workers)]
             source = np.array([slot % len(view.members) if index is None else index for slot, index in enumerate(index_of)])
             self.checkpoints.save(done, jax.tree.map(lambda x: jax.device_put(x[source]), rows), self.counters)

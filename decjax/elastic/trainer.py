@@ -45,8 +45,11 @@ class Trainers:
             return self._made[n]
 
     def compile_all(self) -> None:
-        """Compiles the steps of a run with all its workers."""
-        self._compile(self.spec.workers, 0)
+        """Compiles the steps of a run with all its workers, and with one less."""
+        for n in (self.spec.workers, self.spec.workers - 1):
+            if n:
+                self._prepared.add(n)
+                self._compile(n, 0)
 
     def prepare(self, n: int, step: int) -> None:
         """Compiles the steps of n workers, which follow upon a step, in a thread: they are there when workers are lost."""

@@ -1,10 +1,11 @@
 """Measures how long a step, an exchange and a codec take on the devices at hand, as profiles for `decjax.costmodel`.
 
 calibrate    what is timed, and the profile that is computed from it
+links        the link of every pair of workers
 rounds       how it is timed
 silence      programs without their messages
 """
 
-from decjax.measure.calibrate import Form, Measured, TimedExchange, check, form, measure, prepare
+from decjax.measure.calibrate import Form, Measured, TimedExchange, check, form, measure, prepare, sizes_up_to_model
 
-__all__ = ["Form", "Measured", "TimedExchange", "check", "form", "measure", "prepare"]
+__all__ = ["Form", "Measured", "TimedExchange", "check", "form", "measure", "prepare", "sizes_up_to_model"]

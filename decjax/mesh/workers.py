@@ -230,8 +230,8 @@ def make_workers(
         stages: S, pipeline stages of a worker.
         tensor: T, devices that divide the arrays of a stage.
         simulate: whether to run all workers and stages on one device by `vmap`.
-        devices: where to place them; None: `jax.devices()`. For devices that are only described (`jax.experimental.topologies`),
-            programs can be compiled but not run.
+        devices: where to place them, worker by worker and stage by stage; None: `jax.devices()`, in the order that JAX finds best.
+            For devices that are only described (`jax.experimental.topologies`), programs can be compiled but not run.
         divided: which parameters tensor-parallel groups divide; see `Workers`.
 
     Raises:
@@ -245,7 +245,7 @@ def make_workers(
             )
         return simulated_workers(num_workers, local_size=local_size, stages=stages, tensor=tensor, divided=divided)
     _check_sizes(num_workers, local_size, stages, tensor)
-    devices = jax.devices() if devices is None else devices
+    ordered, devices = devices is not None, jax.devices() if devices is None else devices
     size = stages * tensor
     needed, each = num_workers * size, f" of stages={stages} x tensor={tensor}" if size > 1 else ""
     if len(devices) < needed:
@@ -258,12 +258,12 @@ def make_workers(
             f"workers={num_workers}{each} but {jax.process_count()} processes hold {len(devices)} devices; "
             "with several processes every device belongs to a worker"
         )
-    mesh = jax.make_mesh(
-        (num_workers // local_size, local_size, stages, tensor),
-        (NODE, LOCAL, STAGE, TENSOR),
-        axis_types=(jax.sharding.AxisType.Auto,) * 4,
-        devices=devices[:needed],
-    )
+    shape, axes = (num_workers // local_size, local_size, stages, tensor), (NODE, LOCAL, STAGE, TENSOR)
+    types = (jax.sharding.AxisType.Auto,) * 4
+    if ordered:
+        mesh = jax.sharding.Mesh(np.array(devices[:needed]).reshape(shape), axes, axis_types=types)
+    else:
+        mesh = jax.make_mesh(shape, axes, axis_types=types, devices=devices[:needed])
     workers = Workers(num_workers, local_size, mesh, stages, tuple(divided))
     if workers.on_cpu and tensor > 1:  # See `mesh.order`: no program of this process goes into the compilation cache from here on.
         jax.config.update("jax_persistent_cache_min_compile_time_secs", float("inf"))

@@ -3,6 +3,8 @@
     links    networks as matrices of latency and bandwidth, and their files
     cost     seconds of an iteration's messages for a layout of stages × workers
     search   layouts whose messages take little time
+    choice   which of the devices take part, and the placement's file
+    cluster  groups of devices that hold the whole model together
 
 Examples:
   >>> import numpy as np
@@ -13,8 +15,26 @@ Examples:
   [[0, 2], [1, 3]]
 """
 
+from decjax.placement.choice import Placement, load_order, place, save
+from decjax.placement.cluster import DeviceCluster, clusters
 from decjax.placement.cost import Job, Network
 from decjax.placement.links import Links, load
 from decjax.placement.search import Placed, anneal, best_of_all, genetic, random_layout
 
-__all__ = ["Placed", "Links", "Network", "Job", "anneal", "best_of_all", "genetic", "load", "random_layout"]
+__all__ = [
+    "DeviceCluster",
+    "Job",
+    "Links",
+    "Network",
+    "Placed",
+    "Placement",
+    "anneal",
+    "best_of_all",
+    "clusters",
+    "genetic",
+    "load",
+    "load_order",
+    "place",
+    "random_layout",
+    "save",
+]

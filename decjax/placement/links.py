@@ -20,6 +20,7 @@ Regions and connections may have "flops" and "memory_bytes" of one of their devi
 
 from collections.abc import Mapping, Sequence
 import dataclasses
+import json
 import os
 from typing import Any
 
@@ -85,6 +86,13 @@ class Links:
         return Links(
             self.latency_s[pairs], self.bandwidth_Bps[pairs], tuple(self.names[i] for i in rows), **each, source=self.source
         )
+
+    def save(self, path: str | os.PathLike) -> None:
+        """Writes them as a file of matrices."""
+        each = {name: values.tolist() for name in _DEVICE if (values := getattr(self, name)) is not None}
+        matrices = {"latency_s": self.latency_s.tolist(), "bandwidth_Bps": self.bandwidth_Bps.tolist()}
+        with open(path, "w", encoding="utf-8") as file:
+            file.write(json.dumps({"source": self.source, "devices": list(self.names), **matrices, **each}) + "\n")
 
 
 def _by(matrix: np.ndarray) -> str:

@@ -8,7 +8,7 @@
 is compiled and dispatched is in `train.engine`.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 import functools
 from typing import Any
 
@@ -176,6 +176,10 @@ class Trainer:
     def evaluate(self, state: State, limit: int = 0, local: bool = True) -> evaluate.Evaluation:
         """Metrics of the averaged model, and with `local` of every worker's own, on `limit` validation examples; 0: all."""
         return self._evaluate(limit, local)(self.models(state), self.average(state))
+
+    def measure(self, model: tuple[Any, Any]) -> Mapping[str, float]:
+        """Metrics of one model, (parameters, variables), on all validation examples, which the workers share out."""
+        return self._evaluate(0, False)(None, model).averaged
 
     @functools.cache  # noqa: B019  A trainer usually exists until its process ends.
     def _evaluate(self, limit, local):

@@ -1,0 +1,73 @@
+"""Measures the link of every pair of workers, both ways, in few rounds: in each round every worker has one partner at most.
+
+The pairs of a round are a matching of the complete graph; N − 1 matchings have all pairs (N of them if N is odd). In a round one of
+each pair sends and the other receives, and then the other way round. Messages of two sizes give latency and bandwidth of
+t = α + b/β, from medians over rounds.
+"""
+
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+
+from decjax import mesh
+from decjax.errors import ConfigError
+from decjax.measure.rounds import Stopwatch
+from decjax.placement.links import Links
+
+ROUNDS = 5
+
+
+def matchings(N: int) -> list[list[tuple[int, int]]]:
+    """All pairs of N in as few matchings as there can be: one stays where it is, the others rotate around it."""
+    seats = [*range(N), *([-1] if N % 2 else [])]  # Whoever sits opposite to −1 rests.
+    found = []
+    for _ in range(len(seats) - 1):
+        pairs = zip(seats[: len(seats) // 2], reversed(seats))
+        found.append([(one, other) for one, other in pairs if min(one, other) >= 0])
+        seats = [seats[0], seats[-1], *seats[1:-1]]
+    return found
+
+
+def measure_links(workers: mesh.Workers, sizes: Sequence[int], rounds: int = ROUNDS, flops: np.ndarray | None = None) -> Links:
+    """The links between workers, each of which has a process of its own. A collective.
+
+    Args:
+        workers: N of them.
+        sizes: bytes of the smallest and of the largest message; others in between are not sent.
+        rounds: how often each is sent.
+        flops: what each worker sustains, if that was measured.
+
+    Raises:
+        ConfigError: if workers share a process: its times would not be theirs.
+        ValueError: if a larger message does not take longer.
+    """
+    N = workers.num_workers
+    if jax.process_count() != N:
+        raise ConfigError(
+            f"workers={N} in {jax.process_count()} processes: links are measured between processes of one worker each; start {N}"
+        )
+    watch, sizes = Stopwatch(workers), (min(sizes), max(sizes))
+    times_s = np.zeros((len(sizes), rounds, N, N))
+    for pairs in matchings(N):
+        for way in (pairs, [(other, one) for one, other in pairs]):
+            send = workers.jit(lambda x_P, way=way: workers.axis.exchange(x_P, way), (0,))
+            for k, num_bytes in enumerate(sizes):
+                vector = workers.build(lambda worker, num_bytes=num_bytes: np.full(max(1, num_bytes // 4), worker, np.float32))
+                watch.time(lambda send=send, vector=vector: send(vector))  # It compiles.
+                own = [watch.time(lambda send=send, vector=vector: send(vector))[0] for _ in range(rounds)]
+                of_worker = watch.gather(own)
+                for source, target in way:
+                    times_s[k, :, source, target] = np.maximum(of_worker[source], of_worker[target])
+    small_s, large_s = np.median(times_s, axis=1)
+    return Links(*line(small_s, large_s, *sizes), flops=flops, source="measured with launch.calibrate")
+
+
+def line(small_s: np.ndarray, large_s: np.ndarray, small: int, large: int) -> tuple[np.ndarray, np.ndarray]:
+    """(α in seconds, β in bytes per second) of t = α + b/β through the times of two messages, [N, N]; diagonals do not count."""
+    longer_s = large_s - small_s
+    if (wrong := np.argwhere((longer_s <= 0) & ~np.eye(len(longer_s), dtype=bool))).size:
+        i, j = wrong[0]
+        raise ValueError(f"from worker {i} to {j} {large} bytes take no longer than {small}; give --sizes that are further apart")
+    bandwidth_Bps = (large - small) / np.where(longer_s > 0, longer_s, 1.0)
+    return np.maximum(small_s - small / bandwidth_Bps, 0.0), bandwidth_Bps

@@ -1,0 +1,90 @@
+"""Trained parameters made smaller: eight bits per channel, low rank, pruning by magnitude. Surveyed in arXiv 2402.05964.
+
+Arrays of at least two axes are compressed, as matrices [I, J] whose columns are the last axis, the output channels; vectors stay as
+they are. Each form gives the parameters that would be used and the bytes that they would take:
+
+    int8                     ŵ_ij = s_j ⌊w_ij / s_j⌉, s_j = max_i |w_ij| / 127        IJ + 4J bytes
+    low_rank(fraction=f)     the best of rank R = ⌈f · min(I, J)⌉, by SVD              4 · min(R(I + J), IJ)
+    prune(fraction=f)        the ⌊f · IJ⌋ values of least magnitude are zero           4 per value that is left, and a bit for each
+"""
+
+from collections.abc import Callable
+import math
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from decjax import registry
+
+EXAMPLES = ("int8", "low_rank(fraction=0.5)", "prune(fraction=0.5)")
+
+
+class Smaller(NamedTuple):
+    """Compressed parameters."""
+
+    params: Any  # as they would be used
+    num_bytes: int
+
+
+def int8(w_IxJ: np.ndarray) -> tuple[np.ndarray, int]:
+    """Eight bits per value, a scale per column."""
+    scale_J = np.abs(w_IxJ).max(axis=0) / 127
+    steps_IxJ = np.rint(w_IxJ / np.where(scale_J > 0, scale_J, 1))
+    return steps_IxJ * scale_J, w_IxJ.size + 4 * scale_J.size
+
+
+def low_rank(w_IxJ: np.ndarray, fraction: float) -> tuple[np.ndarray, int]:
+    """The nearest matrix of a lower rank."""
+    R = max(1, math.ceil(fraction * min(w_IxJ.shape)))
+    left, values, right = np.linalg.svd(w_IxJ.astype(np.float64), full_matrices=False)
+    return (left[:, :R] * values[:R]) @ right[:R], 4 * min(R * sum(w_IxJ.shape), w_IxJ.size)
+
+
+def prune(w_IxJ: np.ndarray, fraction: float) -> tuple[np.ndarray, int]:
+    """The smallest values are zero."""
+    flat = w_IxJ.ravel().copy()
+    gone = int(fraction * flat.size)
+    flat[np.argsort(np.abs(flat), kind="stable")[:gone]] = 0
+    return flat.reshape(w_IxJ.shape), 4 * (flat.size - gone) + math.ceil(flat.size / 8)
+
+
+_FORMS: dict[str, Callable[..., tuple[np.ndarray, int]]] = {"int8": int8, "low_rank": low_rank, "prune": prune}
+
+
+def make(text: str) -> Callable[[Any], Smaller]:
+    """The form of a text such as "low_rank(fraction=0.25)", as a function of a tree of parameters.
+
+    Raises:
+        ValueError: for an unknown form or option, or a fraction outside [0, 1]; low rank needs one above 0.
+    """
+    name, options = registry.parse("form", text)
+    if name not in _FORMS:
+        raise ValueError(f"form {text!r} is unknown; use some of {', '.join(EXAMPLES)}")
+    if set(options) != (set() if name == "int8" else {"fraction"}):
+        raise ValueError(f"form {text!r}: write it as {next(example for example in EXAMPLES if example.startswith(name))!r}")
+    fraction = options.get("fraction", 1.0)
+    if (
+        isinstance(fraction, bool)
+        or not isinstance(fraction, int | float)
+        or not 0 <= fraction <= 1
+        or (name, fraction) == ("low_rank", 0)
+    ):
+        raise ValueError(f"form {text!r}: fraction={fraction} must be from 0 to 1, and above 0 for low_rank")
+
+    def compress(params: Any) -> Smaller:
+        total = 0
+
+        def one(x: Any) -> np.ndarray:
+            nonlocal total
+            array = np.asarray(x)
+            if array.ndim < 2 or not np.issubdtype(array.dtype, np.floating):
+                total += array.nbytes
+                return array
+            made, num_bytes = _FORMS[name](array.reshape(-1, array.shape[-1]), **options)
+            total += num_bytes
+            return made.reshape(array.shape).astype(array.dtype)
+
+        return Smaller(jax.tree.map(one, params), total)
+
+    return compress

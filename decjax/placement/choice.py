@@ -1,0 +1,156 @@
+"""Which of the devices of a network take part, and the placement of a job on them, with its file.
+
+A device takes part if its memory holds a stage. All wait for the slowest, so that of devices of different speed the slow ones may
+better be left out: for each speed the devices that are at least as fast are a choice, and of too many the farthest are left out.
+"""
+
+from collections.abc import Callable, Sequence
+import dataclasses
+import json
+import os
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from decjax.costmodel import files, profile
+from decjax.placement.cost import Job, Network
+from decjax.placement.links import Links
+from decjax.placement.search import Placed
+
+
+class Placement(NamedTuple):
+    """Where a job runs."""
+
+    layout: np.ndarray  # devices of the links, [S, W]: row s computes stage s, column w is worker w
+    compute_s: float  # of the slowest device; 0: nothing is known of their speed
+    messages_s: float  # of an iteration
+    tried: int  # layouts
+
+    @property
+    def seconds(self) -> float:
+        """Of an iteration that computes first and sends then; a bound for one that does both at a time."""
+        return self.compute_s + self.messages_s
+
+
+class Candidates(NamedTuple):
+    """Devices that could take part."""
+
+    devices: list[int]
+    compute_s: float  # of the slowest
+
+
+def choices(links: Links, job: Job, stage_flop: float = 0.0, stage_bytes: float = 0.0) -> list[Candidates]:
+    """Sets of as many devices as the job needs, the fastest first.
+
+    Args:
+        links: of all devices.
+        job: what they send.
+        stage_flop: floating-point operations of a stage in an iteration of one worker; compute_s = stage_flop / the least flops.
+        stage_bytes: memory that a stage needs.
+
+    Raises:
+        ValueError: if too few devices have the memory, or there are too few.
+    """
+    count = job.num_devices
+    needed = f"workers={job.workers} × stages={job.stages} need {count} devices"
+    if links.num_devices < count:
+        raise ValueError(f"{needed}, and the links have {links.num_devices}; choose fewer workers or stages")
+    memory_bytes = links.memory_bytes
+    able = [i for i in range(links.num_devices) if memory_bytes is None or memory_bytes[i] >= stage_bytes]
+    if len(able) < count:
+        raise ValueError(
+            f"{needed} with {stage_bytes / 1e9:.3g} GB of memory, and {len(able)} have so much; choose more stages, or fewer workers"
+        )
+    far_s = links.seconds(job.gradient_bytes / job.workers)
+    far_s = far_s + far_s.T
+    flops = links.flops
+    if flops is None or not stage_flop:
+        return [Candidates(nearest(far_s, able, count), 0.0)]
+    found = []
+    for speed in sorted({float(flops[i]) for i in able}, reverse=True):
+        if len(fast := [i for i in able if flops[i] >= speed]) >= count:
+            devices = nearest(far_s, fast, count)
+            found.append(Candidates(devices, stage_flop / float(flops[devices].min())))
+    return found
+
+
+def nearest(far_s: np.ndarray, devices: Sequence[int], count: int) -> list[int]:
+    """So many of the devices: the one whose messages to the others take longest is left out, again and again."""
+    left = np.array(devices)
+    while len(left) > count:
+        left = np.delete(left, far_s[np.ix_(left, left)].sum(axis=1).argmax())
+    return left.tolist()
+
+
+def place(
+    links: Links, job: Job, search: Callable[[Network], Placed], stage_flop: float = 0.0, stage_bytes: float = 0.0
+) -> Placement:
+    """The best placement that a search finds on any of the `choices`, whose arguments these are.
+
+    The job's topology is that of its workers; a search is `genetic`, `anneal` or `best_of_all`.
+    """
+    found = []
+    for choice in choices(links, job, stage_flop, stage_bytes):
+        placed = search(Network(links.take(choice.devices), job))
+        layout = np.array(choice.devices)[placed.layout]
+        found.append(Placement(layout, choice.compute_s, placed.seconds, placed.tried))
+    best = min(found, key=lambda placement: placement.seconds)
+    return best._replace(tried=sum(placement.tried for placement in found))
+
+
+# -- Files ------------------------------------------------------------------------------------------------------------
+
+
+def save(path: str | os.PathLike, links: Links, placement: Placement, /, **further: Any) -> None:
+    """Writes a placement as JSON, for processes that run on its devices in the order of the links; `further` are other fields."""
+    among_these = np.searchsorted(np.sort(placement.layout, axis=None), placement.layout)
+    names = [[links.names[device] for device in row] for row in placement.layout]
+    numbers = {field: getattr(placement, field) for field in ("compute_s", "messages_s")}
+    content = {**further, **numbers, "devices": names, "layout": among_these.tolist()}
+    with open(path, "w", encoding="utf-8") as file:
+        file.write(json.dumps(content, indent=1) + "\n")
+
+
+@dataclasses.dataclass(frozen=True)
+class Order:
+    """The order of devices in a mesh.
+
+    Args:
+        layout: devices, [S, W], each from 0 to S·W − 1.
+    """
+
+    layout: np.ndarray
+
+    def of(self, workers: int, stages: int, tensor: int = 1) -> list[int]:
+        """The devices in the order of the mesh's axes, worker by worker, stage by stage; a placed device is a tensor-parallel group.
+
+        Raises:
+            ValueError: if the placement is for another number of workers or stages.
+        """
+        S, W = self.layout.shape
+        if (workers, stages) != (W, S):
+            raise ValueError(
+                f"it is for workers={W}, stages={S}, and the run has workers={workers}, stages={stages}; place it anew"
+            )
+        return [int(device) * tensor + t for column in self.layout.T for device in column for t in range(tensor)]
+
+
+def load_order(path: str | os.PathLike) -> Order:
+    """The order of a placement's file.
+
+    Raises:
+        ValueError: of one line, for a file that cannot be read or is no placement of all devices.
+    """
+    content = files.read_json(path)
+    try:
+        layout = np.array(content.get("layout"))
+        whole = layout.ndim == 2 and layout.size > 0 and np.issubdtype(layout.dtype, np.integer)
+    except ValueError:  # Rows of different lengths.
+        whole = False
+    if not whole:
+        raise ValueError(f"{path}: layout={profile.shown(content.get('layout'))} must be a row of devices for each stage")
+    if sorted(layout.ravel().tolist()) != list(range(layout.size)):
+        raise ValueError(
+            f"{path}: layout must have each device from 0 to {layout.size - 1} once; place the job on these devices only"
+        )
+    return Order(layout)

@@ -1,0 +1,129 @@
+"""What a placement is worth: seconds of a step where two links are slow, in the hosts' own order and in that of launch.plan --links.
+
+    python -m experiments.bench.placement --out=runs/placement
+
+Eight hosts in a box (launch.cluster: root and iproute2), one process a host, links of 50 Mbit/s, of which those of `--pairs` carry less.
+Gossip over the one-peer exponential graph, a transformer of 1.2M parameters. First launch.calibrate measures the link of every pair,
+then launch.plan finds a placement, and then both orders train, in turns. A step's forecast is the longer of computing, as calibrated,
+and of the messages as `decjax.placement` has them. A run's step is the mean over its intervals without the first two.
+"""
+
+import json
+import pathlib
+import statistics
+from typing import Any
+
+from absl import flags
+import numpy as np
+
+from decjax import costmodel, placement, topology
+from experiments import script, trials
+from experiments.bench.box import systems
+from experiments.bench.box.group import Failed
+from experiments.goodput import LARGER
+from experiments.methods import ONE_PEER, SHORTHANDS
+from launch import cluster, command, processes
+
+FLAGS = flags.FLAGS
+
+HOSTS, GRAPH = 8, "one_peer_exponential"
+ORDERS = ("hosts' own", "placement")
+EVERY, LEFT_OUT = 6, 2  # steps of an interval: whole periods of the graph; intervals at the start of a run
+CONFIG = f"configs/lm.py:{SHORTHANDS[ONE_PEER]},workers={HOSTS}"
+SIZE = {f"model.{name}": value for name, value in LARGER.items()} | {"bucket_bytes": 2**21}
+
+
+def trial(workdir: pathlib.Path) -> trials.Trial:
+    """A run of so many steps."""
+    fields: dict[str, Any] = SIZE | {
+        "log_every": EVERY,
+        "eval.every": 10**9,
+        "eval.num_windows": 1,
+        "eval.local": False,
+        "checkpoint.every": 10**9,
+        "data.sample_bytes": 0,
+    }
+    return trials.Trial(workdir, f"{CONFIG},steps={FLAGS.steps}", tuple(fields.items()))
+
+
+def step_s(run: trials.Trial) -> float:
+    """Mean seconds of a step of a run."""
+    tokens = HOSTS * 2 * LARGER["context"]  # The config's batch is two sequences a worker.
+    return statistics.fmean(tokens / row["tokens_per_s"] for row in run.rows("train")[LEFT_OUT:])
+
+
+def done(what: str, code: int) -> None:
+    """Refuses to go on after a command that failed."""
+    if code:
+        raise Failed(f"{what} ended with exit code {code}; the same command continues")
+
+
+def measure(network: cluster.Network, out: pathlib.Path) -> pathlib.Path:
+    """The file of the links, measured unless it is there."""
+    links = out / "links.json"
+    if not links.exists():
+        fields = [f"--config.{name}={value}" for name, value in SIZE.items()]
+        files = [f"--out={out / 'profile.json'}", f"--links={links}"]
+        done(
+            "launch.calibrate",
+            network.run("launch.calibrate", [f"--config={CONFIG}", *fields, *files, "--seconds=10", "--sizes=1e5,2e6"]),
+        )
+    return links
+
+
+def plan(links: pathlib.Path, out: pathlib.Path, parameters: float) -> pathlib.Path:
+    """The file of the placement."""
+    path = out / "placement.json"
+    asked = [f"--links={links}", f"--topologies={GRAPH}", f"--model=params={parameters:g}", "--search_s=5", f"--placement={path}"]
+    done("launch.plan", processes.start(processes.python("launch.plan", asked)).wait())
+    return path
+
+
+def forecast(links: pathlib.Path, layout: np.ndarray, workload: costmodel.Workload) -> float:
+    """Seconds of a step."""
+    job = placement.Job(HOSTS, gradient_bytes=workload.total_bytes, topology=topology.make(GRAPH, HOSTS))
+    return max(workload.compute_s, placement.Network(placement.load(links), job).seconds(layout))
+
+
+def main() -> None:
+    out = command.folder("out", FLAGS.out)
+    out.mkdir(parents=True, exist_ok=True)
+    found: dict[str, list[float]] = {order: [] for order in ORDERS}
+    with cluster.network(hosts=HOSTS, rate=FLAGS.rate) as network:
+        network.set_pairs(FLAGS.pairs)
+        links = measure(network, out)
+        _, workload = costmodel.load(out / "profile.json")
+        assert workload  # launch.calibrate writes one.
+        path = plan(links, out, workload.total_bytes / 4)
+        options = dict(zip(ORDERS, ([], [f"--placement={path}"])))
+        for number in range(FLAGS.rounds):
+            for order in ORDERS if number % 2 else reversed(ORDERS):
+                run = trial(out / f"{trials.name_of(order)}_{number}")
+                if not run.finished:
+                    done(f"the run in {run.workdir}", network.run(processes.TRAIN, [*run.arguments, *options[order]]))
+                found[order].append(step_s(run))
+    layouts = dict(zip(ORDERS, (np.arange(HOSTS)[None], np.array(json.loads(path.read_text())["layout"]))))
+    told = {order: forecast(links, layouts[order], workload) for order in ORDERS}
+    report(found, told)
+
+
+def report(found: dict[str, list[float]], told: dict[str, float]) -> None:
+    """One row an order, and the gain."""
+    table = script.table("order of hosts", "ms per step", "least", "largest", "forecast, ms")
+    for order, times_s in found.items():
+        table.add_row(order, *map(script.ms, (statistics.median(times_s), min(times_s), max(times_s), told[order])))
+    gain, expected = (of[ORDERS[0]] / of[ORDERS[1]] for of in ({o: statistics.median(t) for o, t in found.items()}, told))
+    script.show(table)
+    script.show(f"the placement is {gain:.2f} times as fast; forecast {expected:.2f}, {script.difference(expected, gain)}")
+    if FLAGS.pages:
+        script.fill(pathlib.Path(FLAGS.pages), "placement_box", table)
+
+
+if __name__ == "__main__":
+    flags.DEFINE_string("out", None, "Files and run directories go here; what is there is not made again.", required=True)
+    flags.DEFINE_string("rate", "50mbit", "Of every link.")
+    flags.DEFINE_string("pairs", "0-1:10mbit,4-5:10mbit", "Hosts whose messages to each other are slower.")
+    flags.DEFINE_integer("rounds", 2, "Runs of each order.", lower_bound=1)
+    flags.DEFINE_integer("steps", 48, "Of a run.", lower_bound=(LEFT_OUT + 1) * EVERY)
+    flags.DEFINE_string("pages", None, script.PAGES)
+    script.run(main, (*systems.ERRORS, trials.Broken, ValueError))

@@ -1,0 +1,79 @@
+"""What compressing a trained model costs: loss of the averaged model with eight bits per channel, low rank, or pruned.
+
+    python -m launch.compress --workdir=runs/lm
+    python -m launch.compress --workdir=runs/lm '--forms=int8;low_rank(fraction=0.25);prune(fraction=0.9)'
+
+Takes the newest checkpoint of a run, averages its workers, and evaluates the average on all validation data, as it is and in every
+form (`decjax.models.compress`). Nothing is trained anew and the run is not changed. All workers are simulated on one device.
+"""
+
+import json
+import pathlib
+from typing import Any
+
+from absl import flags
+import jax
+import numpy as np
+
+from decjax import config as parts
+from decjax import train
+from decjax.models import compress
+from decjax.train import checkpoint
+from launch import command
+
+_WORKDIR = flags.DEFINE_string("workdir", None, "Directory of the run.")
+_FORMS = flags.DEFINE_string("forms", ";".join(compress.EXAMPLES), "Forms, separated by semicolons.")
+flags.mark_flag_as_required("workdir")
+
+KEPT = "as trained"
+
+
+def load(workdir: pathlib.Path) -> tuple[train.Trainer, Any, int]:
+    """The trainer of a run, its newest state, and the step."""
+    try:
+        document = json.loads((workdir / "config.json").read_text())
+    except (OSError, ValueError) as error:
+        raise command.UserError(f"workdir {str(workdir)!r} holds no run ({error}); give the --workdir of launch.train") from error
+    trainer = train.Trainer(parts.resolve(document | {"simulate": True, "tensor": 1}))
+    with checkpoint.Checkpoints(workdir, read_only=True) as saved:
+        if saved.latest() is None:
+            raise command.UserError(f"workdir {str(workdir)!r} has no complete checkpoint; train until the first one")
+        step, (state, _), _ = saved.newest(lambda step: saved.restore(step, like=trainer.abstract))
+    return trainer, state, step
+
+
+def measure(trainer: train.Trainer, state: Any, forms: list[str]) -> dict[str, tuple[float, dict[str, float]]]:
+    """(bytes, metrics) of the averaged model in each form, and as it is."""
+    params, variables = trainer.average(state)
+    found = {KEPT: (float(sum(np.asarray(x).nbytes for x in jax.tree.leaves(params))), trainer.measure((params, variables)))}
+    for form in forms:
+        smaller = compress.make(form)(params)
+        found[form] = float(smaller.num_bytes), trainer.measure((smaller.params, variables))
+    return found
+
+
+def report(found: dict[str, tuple[float, dict[str, float]]]) -> Any:
+    """One row a form."""
+    whole, metrics = found[KEPT]
+    table = command.table("form", "MB", "of float32", *(text for name in metrics for text in (name, "difference")))
+    for form, (num_bytes, own) in found.items():
+        cells = (text for name, value in own.items() for text in (f"{value:.4f}", f"{value - metrics[name]:+.4f}"))
+        table.add_row(form, f"{num_bytes / 1e6:.3g}", f"{num_bytes / whole:.3f}", *cells)
+    return table
+
+
+def main(argv: list[str]) -> int:
+    command.options_only(argv)
+    forms = [form.strip() for form in _FORMS.value.split(";") if form.strip()]
+    for form in forms:
+        compress.make(form)  # Refused before anything is loaded.
+    trainer, state, step = load(pathlib.Path(_WORKDIR.value or ""))
+    found = measure(trainer, state, forms)
+    terminal = command.console()
+    terminal.print(f"the averaged model of {_WORKDIR.value} after {step} steps", markup=False)
+    terminal.print(report(found))
+    return 0
+
+
+if __name__ == "__main__":
+    command.run(main, errors=(train.TrainingError, ValueError, OSError))
