@@ -85,7 +85,8 @@ class ElasticRun(Run):
             with contextlib.suppress(ViewChanged):
                 self.state = self.trainer.adopt(before)
                 break
-        self.done = self.group.membership.step = view.step
+        self.done, self._entered = view.step, time.monotonic()
+        self.group.membership.step = view.step
         if self.first and not self._writing:
             self._take_over()
 
@@ -147,7 +148,8 @@ class ElasticRun(Run):
     def _take(self, step, losses) -> float:
         compiling_s = super()._take(step, losses)
         self.group.membership.step = step + 1
-        self._trainers.prepare(len(self.group.view.members) - 1, step)
+        if time.monotonic() - self._entered > self.spec.elastic.heartbeat_s:  # Others come at once where there are spare processes.
+            self._trainers.prepare(len(self.group.view.members) - 1, step)
         return compiling_s
 
     def _finish(self) -> Outcome:

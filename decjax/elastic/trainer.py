@@ -63,6 +63,7 @@ class Trainers:
             batch = jax.tree.map(lambda x: np.asarray(x)[None], trainer.data.batch(0, step))
             for each in range(step, step + _AHEAD):
                 trainer.program(trainer.abstract, batch, each)
+            trainer.compile_start()
 
 
 def _of(spec: config.RunSpec, group: Group, n: int, data: tasks.Data | None) -> "ElasticTrainer":
@@ -105,13 +106,20 @@ class ElasticTrainer(Trainer):
         view = self.group.view
         return self.workers.build(lambda worker: self.data.batch(*view.batch_of(worker, step, self.slots)))
 
+    def compile_start(self) -> None:
+        """Compiles what `start` runs."""
+        for init in self._inits:
+            init.lower(self.abstract.params)
+
     def adopt(self, before: State | None) -> State:
         """The state with which this member goes on, given its own of the view before; None: it is fresh and gets the source's.
 
         Parameters and what lasts of the optimizer are kept. Mixers and reducers start afresh.
         """
-        own = self.init() if before is None else before
-        kept = self._handed_over(state_lib.kept(own, self.setup.source.lasts))
+        kept = state_lib.kept(self.abstract if before is None else before, self.setup.source.lasts)
+        if before is None:
+            kept = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), kept)  # of the shapes that arrive
+        kept = self._handed_over(kept)
         fresh = self.start(jax.tree.map(lambda x: x[0], kept["params"]))
         state = State(kept["params"], completed(kept["opt_state"], fresh.opt_state), kept.get("source", fresh.source))
         memory = jax.tree.leaves(getattr(state.opt_state, "mixer", ()))
