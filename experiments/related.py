@@ -1,0 +1,131 @@
+"""The systems of related papers: what of each runs here, by which command, and the figure that says whether it is right.
+
+    python -m experiments.related
+    python -m experiments.related --only=DT-FM --smoke
+
+A row has an oracle: something that is known of the system beforehand, such as an exact limit or a bound. The exit code is 1 if one of
+them does not hold. `experiments.oracles` computes the figures. docs/results/related.md is made by
+
+    python -m experiments.related --pages=docs/results
+"""
+
+from collections.abc import Callable
+import pathlib
+import time
+from typing import Any, NamedTuple
+
+from absl import flags
+
+from experiments import oracles, script
+
+FLAGS = flags.FLAGS
+
+
+class Row(NamedTuple):
+    """A system."""
+
+    name: str
+    source: str
+    command: str  # that runs it
+    oracle: str  # what its figure is
+    measure: Callable[[bool], float]  # the figure; True: quickly
+    most: float  # that it may be
+
+
+ROWS = (
+    Row(
+        "DT-FM",
+        "arXiv 2206.01288",
+        "launch.plan --links=configs/links/worldwide.json --stages=8 --model=depth=24,width=2048,heads=16,vocabulary=50257,"
+        "context=2048,batch=64",
+        "messages of 64 devices worldwide, ÷ the mean of random layouts",
+        oracles.dt_fm,
+        0.65,
+    ),
+    Row(
+        "dSSFN",
+        "arXiv 2009.13982",
+        "experiments.dssfn",
+        "accuracy on a ring with 30 rounds beside one worker with all examples, percentage points",
+        oracles.layer_wise,
+        1.0,
+    ),
+    Row(
+        "quantized push-sum",
+        "arXiv 2002.09964",
+        "launch.train --config=configs/quadratics.py:mixer=push_sum,codec=int4,topology=directed_exponential --workdir=WORKDIR",
+        "distance from the mean, four bits, γ = 1",
+        oracles.push_sum,
+        1e-12,
+    ),
+    Row(
+        "PowerGossip",
+        "arXiv 2008.01425",
+        "launch.train --config=configs/lm.py:mixer=power_gossip,rank=1 --workdir=WORKDIR",
+        "drift of the mean, rank 1",
+        oracles.power_gossip,
+        1e-12,
+    ),
+    Row(
+        "consensus control",
+        "arXiv 2102.04828",
+        "launch.train --config=configs/quadratics.py:mixer=consensus_control,topology=ring --workdir=WORKDIR",
+        "distance that a step leaves, ÷ the one before it; ρ = 0.25",
+        oracles.consensus_control,
+        0.25,
+    ),
+    Row(
+        "MC-DSGT",
+        "arXiv 2211.00533",
+        "launch.train --config=configs/quadratics.py:method=mc_dsgt,mixer=accelerated(rounds=12),topology=ring --workdir=WORKDIR",
+        "disagreement after 12 accelerated rounds ÷ 12 plain ones; refused on sun graphs",
+        oracles.accelerated,
+        0.5,
+    ),
+    Row(
+        "FCGS",
+        "arXiv 2410.08017",
+        "none: bytes behind an entropy coder are estimated, by decjax.codecs.entropy",
+        "estimated bits beside the entropy of matched Gaussians, relative",
+        oracles.gaussian_rate,
+        0.02,
+    ),
+    Row(
+        "transformer compression",
+        "arXiv 2402.05964",
+        "launch.compress --workdir=WORKDIR",
+        "error at full rank, relative",
+        oracles.full_rank,
+        1e-5,
+    ),
+)
+
+
+def tabulate(found: dict[Row, tuple[float, float]], commands: bool) -> Any:
+    """One row a system; with their commands for a page, without for a terminal."""
+    table = script.table("system", *["command"] * commands, "oracle", "figure", "asked", "met", "took, s", left=2 + commands)
+    for row, (figure, took_s) in found.items():
+        command = row.command if row.command.startswith("none") else f"`python -m {row.command}`"
+        met = "yes" if figure <= row.most else "NO"
+        numbers = f"{figure:.2g}", f"≤ {row.most:g}", met, f"{took_s:.1f}"
+        table.add_row(f"{row.name}, {row.source}", *[command] * commands, row.oracle, *numbers)
+    return table
+
+
+def main() -> int:
+    found = {}
+    for row in script.choose(ROWS, FLAGS.only):
+        begun = time.monotonic()
+        found[row] = row.measure(FLAGS.smoke), time.monotonic() - begun
+        script.show(f"{row.name}: {row.command}")
+    script.show(tabulate(found, commands=False))
+    if FLAGS.pages:
+        script.fill(pathlib.Path(FLAGS.pages), "related", tabulate(found, commands=True))
+    return 0 if all(figure <= row.most for row, (figure, _) in found.items()) else 1
+
+
+if __name__ == "__main__":
+    flags.DEFINE_multi_string("only", [], f"Of {'; '.join(row.name for row in ROWS)}; may be repeated; none: all.")
+    flags.DEFINE_bool("smoke", False, "Quickly: fewer steps, smaller samples.")
+    flags.DEFINE_string("pages", None, script.PAGES)
+    script.run(main, (ValueError, OSError))
