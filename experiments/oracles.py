@@ -25,8 +25,9 @@ def mixed(make, x_NxIxJ: np.ndarray, steps: int) -> np.ndarray:
 
         def whole(x_IxJ):
             def step(carry, t):
-                carry = gossip.mix_due(mixer, *carry, None, t)
-                return carry, carry[0]
+                params, state = carry
+                params, state = gossip.mix_due(mixer, params, state, None, t)
+                return (params, state), params
 
             return jax.lax.scan(step, (x_IxJ, mixer.init(jnp.zeros_like(x_IxJ))), jnp.arange(steps))[1]
 

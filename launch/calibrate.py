@@ -159,7 +159,7 @@ def main(argv: list[str]) -> int:
     if first:
         terminal.print(report(measured))
         if links:
-            links.save(_LINKS.value, links)
+            links.save(_LINKS.value)
             terminal.print(report_links(links))
             terminal.print(f"wrote {_LINKS.value}; python -m launch.plan --links={_LINKS.value} finds a placement", soft_wrap=True)
         costmodel.save(path, measured.cluster, measured.workload)

@@ -7,6 +7,7 @@ Takes the newest checkpoint of a run, averages its workers, and evaluates the av
 form (`decjax.models.compress`). Nothing is trained anew and the run is not changed. All workers are simulated on one device.
 """
 
+from collections.abc import Mapping
 import json
 import pathlib
 from typing import Any
@@ -26,6 +27,7 @@ _FORMS = flags.DEFINE_string("forms", ";".join(compress.EXAMPLES), "Forms, separ
 flags.mark_flag_as_required("workdir")
 
 KEPT = "as trained"
+Found = dict[str, tuple[float, Mapping[str, float]]]  # (bytes, metrics) by form
 
 
 def load(workdir: pathlib.Path) -> tuple[train.Trainer, Any, int]:
@@ -42,7 +44,7 @@ def load(workdir: pathlib.Path) -> tuple[train.Trainer, Any, int]:
     return trainer, state, step
 
 
-def measure(trainer: train.Trainer, state: Any, forms: list[str]) -> dict[str, tuple[float, dict[str, float]]]:
+def measure(trainer: train.Trainer, state: Any, forms: list[str]) -> Found:
     """(bytes, metrics) of the averaged model in each form, and as it is."""
     params, variables = trainer.average(state)
     found = {KEPT: (float(sum(np.asarray(x).nbytes for x in jax.tree.leaves(params))), trainer.measure((params, variables)))}
@@ -52,7 +54,7 @@ def measure(trainer: train.Trainer, state: Any, forms: list[str]) -> dict[str, t
     return found
 
 
-def report(found: dict[str, tuple[float, dict[str, float]]]) -> Any:
+def report(found: Found) -> Any:
     """One row a form."""
     whole, metrics = found[KEPT]
     table = command.table("form", "MB", "of float32", *(text for name in metrics for text in (name, "difference")))

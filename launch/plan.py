@@ -57,7 +57,7 @@ from decjax import costmodel
 from decjax import topology as topology_lib
 from decjax.costmodel import plan, profile
 from decjax.costmodel import plan_layouts as layouts
-from launch import command, config_file, plan_placement, plan_report
+from launch import command, config_file, plan_report
 
 FLAGS = flags.FLAGS
 
@@ -288,8 +288,10 @@ def plan_layouts(terminal: console.Console) -> None:
         terminal.print(f"left out: {', '.join(names)}: {reason}", markup=False, style="dim", soft_wrap=True)
 
 
-def placed_model(workers: int) -> plan_placement.Model:
-    """The model of --model, as a placement on so many workers needs it."""
+def placed_model(workers: int) -> Any:
+    """The `plan_placement.Model` of --model, for so many workers."""
+    from launch import plan_placement
+
     text = FLAGS.model or ""
     if is_config(text):
         parts = _parts()
@@ -304,6 +306,8 @@ def placed_model(workers: int) -> plan_placement.Model:
 
 def plan_links() -> None:
     """Answers --links."""
+    from launch import plan_placement  # It brings SciPy, which takes a second that other questions need not wait.
+
     others = {*_DATA_PARALLEL_FLAGS, *_LAYOUT_FLAGS, "cluster", "orders"} - {"plot"}
     refuse_flags(tuple(sorted(others)), "is without effect on a placement; leave it out, or --links")
     if FLAGS.placement:

@@ -21,7 +21,7 @@ from rich import console
 
 from decjax import costmodel, placement, topology
 from decjax.costmodel import profile
-from decjax.placement import search
+from decjax.placement import choice, search
 from launch import command
 
 FLAGS = flags.FLAGS
@@ -121,7 +121,7 @@ class Row(NamedTuple):
 def searched(links: placement.Links, asked: Work, seconds: float) -> list[Row]:
     """The best of each search, which has so many seconds."""
     job, *needs = asked
-    share_s = seconds / len(placement.choice.choices(links, job, *needs))
+    share_s = seconds / len(choice.choices(links, job, *needs))
     searches: dict[str, Callable[[placement.Network], placement.Placed]] = {
         "genetic": lambda network: placement.genetic(network, trials=TRIALS, seconds=share_s),
         "annealing": lambda network: placement.anneal(network, trials=TRIALS, seconds=share_s),
@@ -138,7 +138,7 @@ def searched(links: placement.Links, asked: Work, seconds: float) -> list[Row]:
 def at_random(links: placement.Links, asked: Work) -> list[float]:
     """Seconds of random layouts of the first devices that could take part, with their computing."""
     job, *needs = asked
-    devices, compute_s = placement.choice.choices(links, job, *needs)[-1]
+    devices, compute_s = choice.choices(links, job, *needs)[-1]
     network = placement.Network(links.take(devices), job)
     return [compute_s + network.seconds(placement.random_layout(network, np.random.default_rng(seed))) for seed in range(RANDOM)]
 

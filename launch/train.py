@@ -13,6 +13,7 @@ pipe or a file gets a line every ten seconds at most.
 from collections.abc import Callable
 import functools
 import os
+from typing import Any
 
 from absl import flags
 import jax
@@ -64,7 +65,7 @@ def main(argv: list[str]) -> int:
     return 128 + outcome.signal if outcome.signal else 0
 
 
-def placed(spec: parts.RunSpec) -> Callable[[parts.RunSpec], list[jax.Device] | None]:
+def placed(spec: parts.RunSpec) -> Callable[[parts.RunSpec], list[Any] | None]:
     """What gives the devices of a run in the order of --placement, whose file is read first; None without it."""
     path = _PLACEMENT.value
     if path is None:
@@ -79,7 +80,7 @@ def placed(spec: parts.RunSpec) -> Callable[[parts.RunSpec], list[jax.Device] | 
     except ValueError as error:
         raise command.UserError(f"--placement={path}: {error}") from error
 
-    def devices(spec: parts.RunSpec) -> list[jax.Device]:
+    def devices(spec: parts.RunSpec) -> list[Any]:
         try:
             indices = order.of(spec.workers, spec.pipeline.stages, spec.tensor)
         except ValueError as error:
