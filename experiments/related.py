@@ -101,14 +101,15 @@ ROWS = (
 )
 
 
-def tabulate(found: dict[Row, tuple[float, float]], commands: bool) -> Any:
-    """One row a system; with their commands for a page, without for a terminal."""
-    table = script.table("system", *["command"] * commands, "oracle", "figure", "asked", "met", "took, s", left=2 + commands)
+def tabulate(found: dict[Row, tuple[float, float]], last: str) -> Any:
+    """One row a system, whose last column is "command", for a page, or "took, s", for a terminal."""
+    table = script.table("system", "oracle", "figure", "asked", "met", last, left=2)
+    table.columns[-1].justify = "left"
     for row, (figure, took_s) in found.items():
         command = row.command if row.command.startswith("none") else f"`python -m {row.command}`"
         met = "yes" if figure <= row.most else "NO"
-        numbers = f"{figure:.2g}", f"≤ {row.most:g}", met, f"{took_s:.1f}"
-        table.add_row(f"{row.name}, {row.source}", *[command] * commands, row.oracle, *numbers)
+        shown = {"command": command, "took, s": f"{took_s:.1f}"}[last]
+        table.add_row(f"{row.name}, {row.source}", row.oracle, f"{figure:.2g}", f"≤ {row.most:g}", met, shown)
     return table
 
 
@@ -118,9 +119,9 @@ def main() -> int:
         begun = time.monotonic()
         found[row] = row.measure(FLAGS.smoke), time.monotonic() - begun
         script.show(f"{row.name}: {row.command}")
-    script.show(tabulate(found, commands=False))
+    script.show(tabulate(found, "took, s"))
     if FLAGS.pages:
-        script.fill(pathlib.Path(FLAGS.pages), "related", tabulate(found, commands=True))
+        script.fill(pathlib.Path(FLAGS.pages), "related", tabulate(found, "command"))
     return 0 if all(figure <= row.most for row, (figure, _) in found.items()) else 1
 
 
