@@ -43,6 +43,14 @@ ROWS = (
         0.65,
     ),
     Row(
+        "DT-FM, 256 devices",
+        "arXiv 2206.01288",
+        "launch.plan --links=LINKS --stages=16 --search_s=50 --model=depth=24,width=2048,heads=16,vocabulary=50257,context=2048,batch=256",
+        "the same for 256 devices, in less than a minute",
+        oracles.dt_fm_256,
+        0.65,
+    ),
+    Row(
         "dSSFN",
         "arXiv 2009.13982",
         "experiments.dssfn",
