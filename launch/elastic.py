@@ -29,7 +29,7 @@ from launch import accelerators, chaos, command, config_file, processes
 SECRET = "DECJAX_ELASTIC_SECRET"  # the environment's variable
 PAUSE_S = 1.0  # before a process is started again that never took part, or a spare one; twice as long each time
 MOST_PAUSE_S = 30.0
-LEISURE = 10  # by how much a spare process is nicer than others until it is called; on a busy machine it must get ready as well
+LEISURE = 19  # by how much a spare process is nicer than others until it is called: it takes what they leave
 MOST_ERRORS = 3  # of processes that take a place one after the other, with an error of their own
 
 
