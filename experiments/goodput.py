@@ -11,13 +11,15 @@ trains twice: without faults for `--calm_minutes`, and for `--minutes` in a stor
 hour. Another process takes its place at once. What happened is in OUT/ROW/events.jsonl, what was said in OUT/ROW/launcher.log; rows
 that are there are not trained again.
 
-A worker *lives* as long as its process does, and *takes part* while it is in the group that takes steps.
+A worker *lives* as long as its process does, and *takes part* while it is in the group that takes steps. The speed of a machine drifts,
+so the storm is also compared with its own *quiet* stretches, in which nothing has died for a while.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 import contextlib
 import itertools
 import json
+import math
 import pathlib
 import re
 import signal
@@ -40,6 +42,7 @@ LARGER = dict(vocabulary=512, context=128, width=160, hidden=640, heads=5, depth
 LOG = 20  # steps between rows of metrics
 SAVE = 100  # steps between checkpoints
 POLL_S = 0.05
+QUIET_S = 12.0  # after a death, until nothing is left of it to be done
 LEAVE_S = 1.0  # after the end of a launcher, when nothing of its run may be left
 _FAULT = re.compile(r"chaos: (\w+) (\d+)")
 _AGAIN = re.compile(r"process (\d+) .*another takes its place")
@@ -245,6 +248,7 @@ class Figures(NamedTuple):
 
     steps_per_s: float
     each_per_s: float  # steps of a worker per second that it lives
+    quiet_per_s: float  # steps per second between rows that are long after any death; nan: there are none
     participation: float  # of the time of living workers
     resumed_s: list[float]  # from each death to the next step, or view, of the others
     whole_s: list[float]  # from each death until all workers take part again
@@ -266,9 +270,19 @@ def figures(events: Sequence[Event]) -> Figures:
         _first(phase.begun_s for phase in found if phase.begun_s > at_s and len(phase.members) == HOSTS) - at_s for at_s in deaths
     ]
     steps, seconds = rows[-1].value[0] - rows[0].value[0], rows[-1].at_s - rows[0].at_s
-    return Figures(
-        steps / seconds, worker_steps / living_s, part_s / living_s, resumed, [took_s for took_s in whole if took_s < 1e9]
-    )
+    whole = [took_s for took_s in whole if took_s < 1e9]
+    return Figures(steps / seconds, worker_steps / living_s, _quiet_per_s(rows, deaths), part_s / living_s, resumed, whole)
+
+
+def _quiet_per_s(rows: Sequence[Event], deaths: Sequence[float]) -> float:
+    """Steps per second between neighbouring rows of which the first is `QUIET_S` after the last death, and none is between them."""
+    quiet = [
+        (early, late)
+        for early, late in itertools.pairwise(rows)
+        if not any(early.at_s - QUIET_S < at_s <= late.at_s for at_s in deaths)
+    ]
+    seconds = sum(late.at_s - early.at_s for early, late in quiet)
+    return sum(late.value[0] - early.value[0] for early, late in quiet) / seconds if seconds else math.nan
 
 
 def _first(times: Iterator[float]) -> float:
@@ -286,6 +300,7 @@ def tabulate(found: dict[str, tuple[Figures, Figures]]) -> Any:
         "steps/s in the storm",
         "share",
         "per living worker",
+        "beside quiet stretches",
         "takes part",
         "deaths",
         "resumes after, s",
@@ -298,6 +313,7 @@ def tabulate(found: dict[str, tuple[Figures, Figures]]) -> Any:
             f"{storm.steps_per_s:.2f}",
             f"{100 * storm.steps_per_s / calm.steps_per_s:.1f} %",
             f"{100 * storm.each_per_s / calm.each_per_s:.1f} %",
+            f"{100 * storm.each_per_s / storm.quiet_per_s:.1f} %",
             f"{100 * storm.participation:.1f} %",
             str(len(storm.resumed_s)),
             _median(storm.resumed_s),

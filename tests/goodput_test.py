@@ -50,6 +50,13 @@ def test_steps_and_participation_of_a_storm():
     assert found.steps_per_s == pytest.approx(40 / 20) and found.each_per_s == pytest.approx(4 * 40 / (4 * 20))
     assert found.participation == pytest.approx((4 * 10 + 3 * 5 + 4 * 5) / (4 * 20))
     assert (found.resumed_s, found.whole_s) == ([1], [5])
+    assert math.isnan(found.quiet_per_s)
+
+
+def test_quiet_stretches_are_long_after_any_death():
+    rows = [Event(at_s, "row", [step, 2.0, 4]) for at_s, step in ((0, 0), (10, 30), (20, 40), (30, 60), (40, 95), (50, 120))]
+    found = goodput.figures(sorted([Event(0, "start", [0, 1, 2, 3]), *rows, Event(15, "kill", [2]), Event(16, "start", [2])]))
+    assert found.quiet_per_s == pytest.approx((30 + 35 + 25) / 30)  # from 0 to 10, from 30 to 50
 
 
 def test_a_run_that_starts_again_takes_part_from_its_next_new_step_on():
