@@ -43,9 +43,12 @@ PIPELINE_KEYS = dict(
     autoencoder=int,
     fused=bool,
     compressed=str,
+    delay=int,
 )
 PLACES = dict.fromkeys(("order", "every", "stale"), ("method",)) | dict.fromkeys(("codec", "rank"), ("mixer", "reducer"))
-STAGED = dict(schedule="schedule", chunks="chunks", remat="remat", autoencoder="autoencoder", fused="fused_embedding")
+STAGED = dict(
+    schedule="schedule", chunks="chunks", remat="remat", autoencoder="autoencoder", fused="fused_embedding", delay="delay"
+)
 TUNED_WORKERS = 8  # with so many and a config file's own batch, `scale` leaves the rate as it is
 CONSENSUS = dict(consensus_every=0, consensus_first=0, consensus_last=0)
 PLAIN = dict(seed=0, local_size=1, simulate=False, tensor=1, engine="auto", bucket_bytes=2**18) | CONSENSUS

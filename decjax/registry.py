@@ -39,7 +39,9 @@ class Kind(NamedTuple):
 KINDS = {
     "task": Kind(("model",), "decjax.tasks"),
     "model": Kind(("divide",), "decjax.models"),
-    "method": Kind(("inner", "mixer", "reducer", "num_workers", "learning_rate", "share", "clip", "norm"), "decjax.optim"),
+    "method": Kind(
+        ("inner", "mixer", "reducer", "num_workers", "learning_rate", "share", "clip", "norm", "channel", "units"), "decjax.optim"
+    ),
     "optimizer": Kind(("learning_rate",), "decjax.optim"),
     "schedule": Kind(("steps",), "decjax.optim"),
     "mixer": Kind(("topology", "channel"), "decjax.gossip"),

@@ -1,18 +1,23 @@
-"""What `experiments.related` measures of each system: one figure each, in seconds, from decjax's parts themselves."""
+"""What `experiments.related` measures of each system: one figure each, from decjax's parts themselves or from short trainings."""
 
+import functools
 import json
 import pathlib
 import tempfile
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
-from decjax import gossip, mesh, placement, topology
+from decjax import gossip, mesh, models, optim, placement, reduce, topology
 from decjax.channel import Channel
 from decjax.codecs import entropy
 from decjax.models import compress
-from experiments import dssfn
+from decjax.optim import subnetworks as subnetworks_lib
+from decjax.pipeline import autoencoder
+from experiments import dssfn, trials
 
 WORLD = pathlib.Path(__file__).resolve().parent.parent / "configs/links/worldwide.json"
 WORKERS = 8
@@ -44,6 +49,21 @@ def start(seed: int = 0) -> np.ndarray:
 def distance(x: np.ndarray, mean: np.ndarray) -> float:
     """The largest difference from a mean."""
     return float(np.abs(x - mean).max())
+
+
+def trained(shorthands: dict[str, str], **fields: Any) -> dict[str, trials.Trial]:
+    """Finished trainings of a tiny language model by name, from shorthands of configs/lm.py."""
+    folder = pathlib.Path(tempfile.mkdtemp(prefix="decjax-related-"))
+    usual = {"data.sample_bytes": 0, "eval.local": False, "log_every": 1, "checkpoint.every": 10**6} | fields
+    made = {name: trials.Trial(folder / name, f"configs/lm.py:{each}", tuple(usual.items())) for name, each in shorthands.items()}
+    if not all(trials.together(trials.train, made.values())):
+        raise ValueError(f"a training in {folder} diverged")
+    return made
+
+
+def losses(made: trials.Trial) -> np.ndarray:
+    """The training loss of every step."""
+    return np.array([row["loss"] for row in made.rows("train")])
 
 
 # -- Oracles: `measure(smoke)` gives the figure -----------------------------------------------------------------------
@@ -133,3 +153,90 @@ def full_rank(smoke: bool) -> float:
     params = {"w": start().reshape(-1, MATRIX[1]).astype(np.float32)}
     found = compress.make("low_rank(fraction=1)")(params).params["w"]
     return float(np.abs(found - params["w"]).max() / np.abs(params["w"]).max())
+
+
+def ravnest(smoke: bool) -> float:
+    """The largest relative difference in loss between pipelines whose parameters are averaged in every step, with no gradient late, and
+    synchronous data parallelism, both with SGD."""
+    layout = f"workers=2,simulate,stages=2,microbatches=2,smoke,steps={10 if smoke else 40},optimizer=sgd"
+    mean = "method=diloco(every=1,outer_learning_rate=1.0,outer_momentum=0.0)"
+    apart, synchronous = trained({"apart": f"{layout},{mean}", "synchronous": f"{layout},method=allreduce"}, clip_norm=0.0).values()
+    return float(np.abs(losses(apart) / losses(synchronous) - 1).max())
+
+
+def subnetworks(smoke: bool) -> float:
+    """How far independent subnetworks settle from their known fixed point on a quadratic, ÷ how far that is from the optimum."""
+    P, rounds, rate = 16, 4_000 if smoke else 40_000, 0.002
+    root = np.random.default_rng(0).normal(size=(P, P)) / np.sqrt(P)
+    L, b = root @ root.T + np.eye(P), np.random.default_rng(1).normal(size=P)
+    together = (P / WORKERS - 1) / (P - 1)  # the probability that two units have the same worker
+    fixed = np.linalg.solve(np.diag(np.diag(L)) + together * (L - np.diag(np.diag(L))), b)
+    workers = mesh.simulated_workers(WORKERS)
+    with jax.enable_x64(True):
+        channel = Channel(workers.axis)
+        method = subnetworks_lib.ist(optax.sgd(rate), reduce.mean(channel), WORKERS, channel, (("x", -1),), every=1)
+
+        def whole(x):
+            def step(carry, _):
+                params, state = carry
+                assert method.view is not None
+                grads = {"x": L @ method.view(params, state)["x"] - b}
+                updates, state = method.tx.update(grads, state, params, phase=0)
+                params: Any = optax.apply_updates(params, updates)
+                return (params, state), params["x"]
+
+            path = jax.lax.scan(step, ({"x": x}, method.tx.init({"x": x})), None, rounds)[1]
+            return path[rounds // 2 :].mean(axis=0)
+
+        settled = np.asarray(workers.jit(whole, (0,))(np.tile(fixed, (WORKERS, 1))))[0]
+    return float(np.linalg.norm(settled - fixed) / np.linalg.norm(np.linalg.solve(L, b) - fixed))
+
+
+def adaptive_serverless(smoke: bool) -> float:
+    """How far the exponent of the noise floor of Adam with gossip in every fourth step is from −1, from N = 4 to 64."""
+    floors = {N: _floor(N, seeds=2 if smoke else 8) for N in (4, 64)}
+    return abs(np.log(floors[64] / floors[4]) / np.log(64 / 4) + 1)
+
+
+def _floor(num_workers: int, seeds: int, steps: int = 3000, size: int = 16) -> float:
+    """The squared distance of the workers' mean from the optimum of ½ ‖x‖², whose gradients have noise of deviation 1 in each coordinate;
+    a mean over the second half of the steps and over seeds."""
+    workers = mesh.simulated_workers(num_workers)
+    mixer = gossip.every(gossip.exact(topology.make("one_peer_exponential", num_workers), Channel(workers.axis)), 4)
+    tx = optim.decentralize(optax.adam(0.01, b2=0.999), mixer, "atc")
+
+    def whole(x, key):
+        def step(carry, key):
+            params, state = carry
+            updates, state = tx.update(params + jax.random.normal(key, params.shape), state, params)
+            params: Any = optax.apply_updates(params, updates)
+            return (params, state), workers.axis.mean(params)
+
+        path = jax.lax.scan(step, (x, tx.init(x)), jax.random.split(key, steps))[1]
+        return jnp.square(path[steps // 2 :]).sum(axis=-1).mean()
+
+    run = workers.jit(whole, (0, 0))
+    found = [run(jnp.zeros((num_workers, size)), jax.random.split(jax.random.key(seed), num_workers)) for seed in range(seeds)]
+    return float(np.mean(found))
+
+
+def boundary_autoencoder(smoke: bool) -> float:
+    """The largest relative difference of a model's loss, token by token, that autoencoders of full width make."""
+    width = 16 if smoke else 64
+    model = models.decoder_lm(width=width, hidden=2 * width, depth=4, context=32)
+    wide = autoencoder.insert(model, (1, 1, 1, 1), width)
+    params, tokens = wide.init(jax.random.key(0)), jax.random.randint(jax.random.key(1), (4, 33), 0, 256)
+    one, other = (np.asarray(each.nll(params, tokens, None)) for each in (model, wide))
+    return float(np.abs(one / other - 1).max())
+
+
+def shared_places(smoke: bool) -> float:
+    """The loss after training with a fifth of the activations' values and the gradients at their places, ÷ that with a sixth of each
+    at places of its own, which is as many bytes; both evaluated as they were trained."""
+    layout = f"workers=2,simulate,stages=4,microbatches=4,method=allreduce,steps={100 if smoke else 400}"
+    always = {"boundary.when": "always", "boundary.error": "none", "model.context": 64}
+    sixth, fifth = "topk(fraction=0.1667)", "topk(fraction=0.2)"
+    run = functools.partial(trained, **always)
+    own = run({"own": f"{layout},forward={sixth},backward={sixth}"})["own"]
+    shared = run({"shared": f"{layout},forward={fifth},backward=identity"}, **{"boundary.reuse_indices": True})["shared"]
+    return float(shared.summary()["eval_loss_coded"] / own.summary()["eval_loss_coded"])

@@ -29,7 +29,7 @@ MAY_IMPORT = {
     "channel": {"mesh", "buckets", "codecs"},
     "gossip": BASE | {"topology"},
     "reduce": BASE,
-    "optim": {"gossip", "reduce", "mesh", "registry"},
+    "optim": {"gossip", "reduce", "mesh", "channel", "registry"},
     "pipeline": BASE | {"reduce", "schedules"},
     "models": {"registry", "noise"},
     "tasks": {"models", "registry"},

@@ -85,7 +85,7 @@ def test_slowmo_without_momentum_is_local_sgd():
 
     def averaged(channel):
         reducer = reduce.every(reduce.mean(channel), H)
-        return methods._averaging(optim.local_updates(optax.sgd(rate), reducer, optax.sgd(1.0)), reducer, N)
+        return methods.averaging(optim.local_updates(optax.sgd(rate), reducer, optax.sgd(1.0)), reducer, N)
 
     found, expected = trajectory(make)[0], trajectory(averaged)[0]
     close(found, expected, 1e-14)

@@ -80,7 +80,7 @@ def assemble(spec: RunSpec, make_workers: Callable[..., mesh.Workers]) -> Setup:
     workers = make_workers(spec.workers, local_size=spec.local_size, stages=given.stages, tensor=spec.tensor, divided=task.divided)
     source = make_source(spec, task, division)
     learning_rate = _make("schedule", spec.schedule, steps=spec.steps)
-    method, topology = _method(spec, workers, source, learning_rate)
+    method, topology = _method(spec, workers, source, learning_rate, task.units)
     return Setup(spec, workers, task, source, method, learning_rate, topology)
 
 
@@ -128,7 +128,11 @@ def make_source(
 
 
 def _method(
-    spec: RunSpec, workers: mesh.Workers, source: source_lib.Source, learning_rate: optax.Schedule
+    spec: RunSpec,
+    workers: mesh.Workers,
+    source: source_lib.Source,
+    learning_rate: optax.Schedule,
+    units: Sequence[tuple[str, int]] = (),
 ) -> tuple[Method, topology_lib.Topology | None]:
     channel = Channel(workers.axis, spec.bucket_bytes, spec.seed, pipeline.tied_tables(source.division))
     peak = spec.schedule.options.get("learning_rate", 1.0)
@@ -139,10 +143,12 @@ def _method(
         clip=clip,
         share=lambda step: learning_rate(step) / peak,
         norm=source.norm,
+        channel=channel,
+        units=units,
     )
     if spec.optimizer:
         optimizer = _make("optimizer", spec.optimizer, learning_rate=learning_rate)
-        context["inner"] = optax.chain(clip, optimizer) if spec.clip_norm else optimizer
+        context["inner"] = _late(optax.chain(clip, optimizer) if spec.clip_norm else optimizer, spec, source.division)
     topology = None
     if spec.mixer:
         assert spec.topology is not None
@@ -151,6 +157,18 @@ def _method(
     if spec.averaging:
         context["reducer"] = make_reducer(spec.averaging, channel, spec.pipeline.stages, source.division)
     return _make("method", spec.method, **context), topology
+
+
+def _late(inner: optax.GradientTransformation, spec: RunSpec, division: pipeline.Division | None) -> optax.GradientTransformation:
+    """The optimizer, given the late gradients of a pipeline whose stages do not wait, if the spec says so."""
+    given = spec.pipeline
+    if not given.delay:
+        return inner
+    if pipeline.tied_tables(division):
+        raise ValueError(
+            f"pipeline.delay={given.delay} with a tied table, whose two copies would change in different steps; use model.tied=False"
+        )
+    return optim.late_gradients(inner, given.stages, given.delay)
 
 
 def make_topology(text: str, num_workers: int, local_size: int) -> topology_lib.Topology:

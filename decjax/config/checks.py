@@ -36,6 +36,7 @@ BOUNDS: dict[str, tuple[float, float]] = {
     "pipeline.microbatches": (1, 2**12),
     "pipeline.chunks": (1, 2**8),
     "pipeline.autoencoder": (0, 2**20),
+    "pipeline.delay": (0, 2**10),
     "boundary.slots": (0, 2**20),
     "mixer.rounds": (1, 2**8),
     "mixer.rank": (1, 2**12),
@@ -175,10 +176,16 @@ def _check_communicates(spec: RunSpec) -> None:
 
 
 def _check_stages(spec: RunSpec) -> None:
-    """Raises a ValueError for an impossible number of compressing stages, and for a fused embedding without averaged gradients."""
+    """Raises a ValueError for an impossible number of compressing stages, late gradients without an optimizer that could take them, and
+    a fused embedding without averaged gradients."""
     stages, text = spec.pipeline.stages, spec.averaging and spec.averaging.stages
     if text and text != AUTO and not (text.isdecimal() and 1 <= int(text) <= stages):
         raise ValueError(f"reducer.stages={text!r}: must be a number from 1 to stages={stages}, {AUTO!r}, or empty for all")
+    if spec.pipeline.delay and not spec.optimizer:
+        raise ValueError(
+            f"pipeline.delay={spec.pipeline.delay} with method {spec.method.name!r}, which is an optimizer itself and whose gradients are "
+            "not held back; leave it out, or use method 'allreduce'"
+        )
     if spec.pipeline.fused_embedding and not registry.part("method", spec.method.name).traits.get("averages_gradients"):
         raise ValueError(
             f"pipeline.fused_embedding with method {spec.method.name!r} has no gradients that are averaged over workers, where it "

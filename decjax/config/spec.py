@@ -59,6 +59,7 @@ class Layers(NamedTuple):
         remat: recompute a stage's forward pass in its backward pass.
         autoencoder: R, the width of what is sent between stages; 0: that of the model.
         fused_embedding: average a tied embedding over both stages and all workers at once.
+        delay: δ; stage s of S applies its gradients δ(S − 1 − s) steps late, as if stages did not wait for each other; 0: it does not.
     """
 
     stages: int = 1
@@ -69,6 +70,7 @@ class Layers(NamedTuple):
     remat: bool = False
     autoencoder: int = 0
     fused_embedding: bool = False
+    delay: int = 0
 
     @property
     def layer_counts(self) -> tuple[int, ...]:

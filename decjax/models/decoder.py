@@ -42,6 +42,7 @@ class Model(NamedTuple):
             which that parameter is divided within a tensor-parallel group. The trait `divisible` of a registered model names the
             options that the size of the group has to divide.
         vocabulary: V; tokens are 0 … V − 1.
+        units: which parameters belong to hidden units; see `tasks.Task`.
     """
 
     init: Callable[[jax.Array], Any]
@@ -51,6 +52,7 @@ class Model(NamedTuple):
     parts: "Parts | None" = None
     divided: tuple[tuple[str, int], ...] = ()
     vocabulary: int = 256
+    units: tuple[tuple[str, int], ...] = ()
 
 
 class Pieces(NamedTuple):
@@ -294,7 +296,7 @@ def decoder_lm(
     def init(key):
         return nnx.to_pure_dict(nnx.state(DecoderLM(vocabulary, width, depth, block, tied=tied, rngs=nnx.Rngs(key))))
 
-    return Model(init, *parts.functions(), context, parts, DIVIDED, vocabulary)
+    return Model(init, *parts.functions(), context, parts, DIVIDED, vocabulary, UNITS)
 
 
 def check_sizes(dtype: str, **sizes: int) -> None:
@@ -320,6 +322,7 @@ DIVIDED = (
     ("head/kernel", -1),
     ("table_VxD", -2),
 )
+UNITS = (("up/kernel", -1), ("down/kernel", -2))  # Those of the MLPs (`Model.units`).
 
 
 def sample(

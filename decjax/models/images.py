@@ -19,16 +19,18 @@ class ImageModel(NamedTuple):
         init: `init(key) -> (params, variables)`; variables are running batch statistics, () where there are none.
         apply: `apply(params, variables, images_BxHxWxC, train) -> (logits_BxK, variables)`. With `train`, batch norm uses the
             statistics of this batch and updates the variables with them; otherwise it uses the variables and leaves them unchanged.
+        units: which parameters belong to hidden units; see `tasks.Task`.
     """
 
     init: Callable[[jax.Array], tuple[Any, Any]]
     apply: Callable[[Any, Any, jax.Array, bool], tuple[jax.Array, Any]]
+    units: tuple[tuple[str, int], ...] = ()
 
 
 Build = Callable[[tuple[int, int, int], int], ImageModel]  # (shape_HWC, classes), which the task knows
 
 
-def pure(module: Callable[[nnx.Rngs], nnx.Module]) -> ImageModel:
+def pure(module: Callable[[nnx.Rngs], nnx.Module], units: tuple[tuple[str, int], ...] = ()) -> ImageModel:
     """An `ImageModel` from a Flax module: `module(rngs)` builds it, and the built one is called with (images_BxHxWxC, train)."""
     graph = nnx.graphdef(nnx.eval_shape(lambda: module(nnx.Rngs(0))))
 
@@ -41,7 +43,7 @@ def pure(module: Callable[[nnx.Rngs], nnx.Module]) -> ImageModel:
         logits_BxK = built(images_BxHxWxC, train)
         return logits_BxK, split(built)[1]
 
-    return ImageModel(lambda key: split(module(nnx.Rngs(key))), apply)
+    return ImageModel(lambda key: split(module(nnx.Rngs(key))), apply, units)
 
 
 class MLP(nnx.Module):
@@ -64,4 +66,5 @@ def mlp(*, hidden: int = 128) -> Build:
     """
     if hidden < 1:
         raise ValueError(f"model hidden={hidden}: must be at least 1")
-    return lambda shape, classes: pure(lambda rngs: MLP(math.prod(shape), hidden, classes, rngs))
+    units = (("up/kernel", -1), ("up/bias", -1), ("head/kernel", -2))
+    return lambda shape, classes: pure(lambda rngs: MLP(math.prod(shape), hidden, classes, rngs), units)

@@ -6,6 +6,7 @@
     onebit_adam      all-reduce of Adam's momentum                 a reducer; it is an optimizer itself
     diloco           H local steps, then an outer one              an optimizer and a reducer
     sparseloco       the same, with the changes compressed         an optimizer and a reducer
+    ist              H local steps of a part of the network        an optimizer and a reducer
     local            each worker by itself                         an optimizer
 
 Methods for different data on each worker have a module each: `quasi_global`, `quasi_global_adam`, `decentlam`, `exact_diffusion`,
@@ -14,7 +15,8 @@ Methods for different data on each worker have a module each: `quasi_global`, `q
 The registered factories take built parts first and their options after `*`. The parts, of which each takes what it needs: `inner`,
 the optimizer; `mixer`, how parameters (and trackers) are mixed; `reducer`, how gradients, momenta or changes are averaged;
 `num_workers`, N; `learning_rate`, by step; `share`, the learning rate ÷ its peak, by step; `clip`, which clips each worker's own
-gradient; and `norm`, the norm of a tree of which each pipeline stage holds a part.
+gradient; `norm`, the norm of a tree of which each pipeline stage holds a part; `channel`, the axis of the workers and the seed; and
+`units`, which parameters belong to a model's hidden units (see `tasks.Task`).
 """
 
 from collections.abc import Callable
@@ -46,6 +48,7 @@ class Method(NamedTuple):
         phases: the phases that `usage` counts.
         mixer: the mixer of a method whose state has a `mixer` field; it says how workers are averaged.
         every: steps from one exchange to the next.
+        view: `view(params, opt_state) -> params`, local: where a worker takes its gradient; None: at its own parameters.
     """
 
     tx: optax.GradientTransformationExtraArgs
@@ -56,6 +59,7 @@ class Method(NamedTuple):
     phases: range = range(0)
     mixer: gossip.Mixer | None = None
     every: int = 1
+    view: Callable[[Any, Any], Any] | None = None
 
 
 @registry.register("method", "decentralized", chooses=("mixer", "optimizer"))
@@ -168,7 +172,7 @@ def allreduce(inner: optax.GradientTransformation, reducer: reduce.Reducer, num_
     Args:
         stale: apply the average of the previous step's gradients, so that averaging overlaps with computing the next ones.
     """
-    method = _averaging(synchronize(inner, reducer, stale), reducer, num_workers)
+    method = averaging(synchronize(inner, reducer, stale), reducer, num_workers)
     exchange = lambda params, opt_state, phase: stale_exchange(reducer, opt_state, phase)
     return method._replace(exchange=exchange) if stale else method
 
@@ -203,7 +207,7 @@ def onebit_adam(
         optax.add_decayed_weights(weight_decay),
         optax.scale_by_learning_rate(learning_rate),
     )
-    return _averaging(tx, reducer, num_workers)
+    return averaging(tx, reducer, num_workers)
 
 
 @registry.register("method", "diloco", chooses=("reducer", "optimizer"))
@@ -229,7 +233,7 @@ def diloco(
     """
     reducer = reduce.every(reducer, every)
     outer = optax.sgd(outer_learning_rate, outer_momentum or None, nesterov=True)
-    return _averaging(local_updates(inner, reducer, outer), reducer, num_workers)._replace(every=every)
+    return averaging(local_updates(inner, reducer, outer), reducer, num_workers)._replace(every=every)
 
 
 @registry.register(
@@ -261,7 +265,7 @@ def sparseloco(
     return diloco(inner, reducer, num_workers, every=every, outer_learning_rate=outer_learning_rate, outer_momentum=outer_momentum)
 
 
-def _averaging(tx: Any, reducer: reduce.Reducer, num_workers: int) -> Method:
+def averaging(tx: Any, reducer: reduce.Reducer, num_workers: int) -> Method:
     """The method of a transformation whose communication is a reducer's."""
     steps = reducer.usage
     usage = steps and (lambda opt_state: steps(opt_state.reducer))

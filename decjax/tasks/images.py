@@ -69,6 +69,7 @@ def images(
         examples=form.examples,
         load=form.load,
         item="images",
+        units=form.model.units,
     )
 
 

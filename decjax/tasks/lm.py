@@ -63,6 +63,7 @@ def lm(
         item="tokens",
         parts=model.parts,
         divided=model.divided,
+        units=model.units,
         derived=form.derived,
         show=form.show if sample_bytes else None,
     )

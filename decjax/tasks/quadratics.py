@@ -53,8 +53,7 @@ def quadratics(
             raise ValueError(f"task {name}={value} must lie between {least} and 1e6")
 
     def loss(params, variables, batch, key):
-        sums, _ = measure(params, variables, batch)
-        return sums["loss"].mean(), variables
+        return measure(params, variables, batch)[0]["loss"].mean(), variables
 
     def measure(params, variables, examples):
         away_BxP = params["x"] - examples.target_BxP
@@ -67,6 +66,7 @@ def quadratics(
         measure=measure,
         metrics={"loss": Metric(), "distance": Metric()},
         examples=lambda batch_size: Examples(*[jax.ShapeDtypeStruct((batch_size, dimension), jnp.float32)] * 2),
+        units=(("x", -1),),
         load=functools.partial(_load, dimension=dimension, heterogeneity=heterogeneity, noise=noise, condition=condition),
     )
 

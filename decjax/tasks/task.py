@@ -61,6 +61,8 @@ class Task(NamedTuple):
         variables: `variables()`, the model's variables before training.
         parts: the model split up for pipelines, a `models.Parts`; None if it cannot be divided.
         divided: which parameters a tensor-parallel group divides; see `models.Model`.
+        units: which parameters belong to hidden units, of which a part of the network may be made: pairs of the end of a parameter's
+            path and the axis (negative, counted from the end) along which its units lie.
         derived: `derived(values, data, limit) -> values by name`, what follows from the metrics of so many validation examples (0: of
             all), such as perplexity.
         score: `score(params, variables, data) -> values by name`, metrics of a trained model that are no means over examples, such as
@@ -80,6 +82,7 @@ class Task(NamedTuple):
     variables: Callable[[], Any] = lambda: ()
     parts: Any = None
     divided: tuple[tuple[str, int], ...] = ()
+    units: tuple[tuple[str, int], ...] = ()
     derived: Callable[[Mapping[str, float], Data, int], dict[str, float]] = lambda values, data, limit: {}
     score: Callable[[Any, Any, Data], dict[str, float]] | None = None
     scores: Mapping[str, Metric] = {}

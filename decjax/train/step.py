@@ -38,7 +38,9 @@ class Step(NamedTuple):
 
     def train_step(self, state: State, batch: Any, number: jax.Array, *, phase: int | None) -> tuple[State, jax.Array]:
         """(next state, loss before it) of the whole step `number`; its phase says which messages are due."""
-        loss, grads, source = self.take_gradient(state.params, state.source, batch, number)
+        view = self.method.view
+        params = view(state.params, state.opt_state) if view else state.params
+        loss, grads, source = self.take_gradient(params, state.source, batch, number)
         state = state._replace(source=source)
         if self.workers.on_cpu:
             # CPU devices overlap nothing within one executable. An exchange that starts before the gradient blocks threads which
