@@ -2,7 +2,7 @@
 
     python -m experiments.late --out=runs/late --pages=docs/results
 
-Two simulated pipelines of four stages (configs/lm.py, four layers) train on the same text, as Ravnest does (arXiv 2401.01728): stage s
+Two pipelines of four stages on eight forced CPU devices (configs/lm.py, four layers) train on the same text, as Ravnest does (arXiv 2401.01728): stage s
 applies gradients δ(3 − s) steps late, and the parameters are averaged every R steps. δ = 0 waits, as usual. The rate is that of the
 config for all of them; three seeds. Trainings that are finished are not made again.
 """
@@ -18,7 +18,7 @@ from launch import command
 
 FLAGS = flags.FLAGS
 
-LAYOUT = "workers=2,simulate,stages=4,microbatches=2"
+LAYOUT = "workers=2,stages=4,microbatches=2"
 DELAYS, ROUNDS = (0, 1, 2, 4), (1, 10, 50)
 
 
