@@ -91,7 +91,7 @@ def gravac(
         window: steps on a rung before it is judged; with measured speed at least 2.
         threshold: ε in [0, 1], the least gain.
         improvement: ω ≥ 0, relative.
-        speed: steps per second on each rung. "measured": as the seconds of steps are during training, see below. Otherwise they are
+        speed: steps per second on each rung. "measured": as the seconds of steps are during training, see above. Otherwise they are
             given from rung 0 on, relative to one another, as a sequence or a text such as "1; 1.8; 3"; `decjax.costmodel` predicts
             them. Empty: 1 ÷ bytes, as if communication took all the time.
 
@@ -102,24 +102,27 @@ def gravac(
         raise ValueError("GraVAC needs a ladder of at least one codec, from the mildest to the strongest")
     for codec in rungs:
         messages.check(codec)
-    if window < 1:
-        raise ValueError(f"GraVAC window={window} steps: must be at least 1")
-    if not 0 <= threshold <= 1:
-        raise ValueError(f"GraVAC threshold={threshold}: a gain, must lie between 0 and 1")
-    if not improvement >= 0:
-        raise ValueError(f"GraVAC improvement={improvement}: must be at least 0")
-    count = len(rungs) + 1
-    measured = speed == MEASURED
-    if measured and window < 2:
-        raise ValueError(
-            f"GraVAC window={window} with speed={MEASURED!r}: the first step of a window is not measured; use at least 2"
-        )
+    count, measured = len(rungs) + 1, speed == MEASURED
+    _check(window, threshold, improvement, measured)
     ends = tuple(codecs.feedback.residual(codecs.of_any_shape(codecs.feedback.contractive(codec))) for codec in rungs)
     climb = _Ladder(channel, rungs, ends, window, threshold, improvement, () if measured else _speeds(speed, count), measured)
     timing = reducer_lib.Timing(window, lambda step: (step + 1) % window == 0, climb.observe) if measured else None
     return reducer_lib.Reducer(
         climb.init, climb.reduce, climb.num_bytes, lambda step: None, range(count), lambda state: state.usage, timing
     )
+
+
+def _check(window: int, threshold: float, improvement: float, measured: bool) -> None:
+    if window < 1:
+        raise ValueError(f"GraVAC window={window} steps: must be at least 1")
+    if measured and window < 2:
+        raise ValueError(
+            f"GraVAC window={window} with speed={MEASURED!r}: the first step of a window is not measured; use at least 2"
+        )
+    if not 0 <= threshold <= 1:
+        raise ValueError(f"GraVAC threshold={threshold}: a gain, must lie between 0 and 1")
+    if not improvement >= 0:
+        raise ValueError(f"GraVAC improvement={improvement}: must be at least 0")
 
 
 def _speeds(speed: str | Sequence[float], count: int) -> tuple[float, ...]:
