@@ -60,7 +60,7 @@ def dense_logits(params, tokens_BxT):
                 c = sigma(f) * c + sigma(i) * np.tanh(g)
                 h = sigma(o) * np.tanh(c)
                 written.append(h)
-            x_TxD = np.array(written)
+            x_TxD = x_TxD + np.array(written)
         out.append(x_TxD @ params["head"]["kernel"])
     return np.array(out)
 

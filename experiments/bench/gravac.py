@@ -31,7 +31,7 @@ SIZE = {"model.width": 64, "model.context": 64}
 
 def trial(out: pathlib.Path, rate: str, seed: int) -> trials.Trial:
     """One training over links of a rate."""
-    gravac = f"gravac(window={FLAGS.window},speed=measured,ladder='{'; '.join(RUNGS[1:])}')"
+    gravac = f"gravac(window={FLAGS.window},improvement={FLAGS.improvement},speed=measured,ladder='{'; '.join(RUNGS[1:])}')"
     fields: dict[str, Any] = SIZE | {
         "seed": seed,
         "log_every": FLAGS.window,
@@ -94,6 +94,9 @@ if __name__ == "__main__":
     flags.DEFINE_list("rates", ["4mbit", "none"], "Of every link; none: as fast as the machine can.")
     flags.DEFINE_integer("rounds", 3, "Trainings at each rate.", lower_bound=1)
     flags.DEFINE_integer("window", 15, "Steps on a rung.", lower_bound=2)
+    flags.DEFINE_float(
+        "improvement", 0.25, "By which a rung has to pay, relative; more than the noise of the clock.", lower_bound=0.0
+    )
     flags.DEFINE_integer("windows", 6, "Of a training.", lower_bound=2)
     flags.DEFINE_string("pages", None, script.PAGES)
     script.run(main, (*systems.ERRORS, trials.Broken, ValueError))
