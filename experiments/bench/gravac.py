@@ -54,7 +54,9 @@ def ended(run: trials.Trial) -> tuple[int, np.ndarray, np.ndarray]:
         "rate": jax.ShapeDtypeStruct((HOSTS, len(RUNGS)), np.float32, sharding=here),
     }
     with checkpoint.Checkpoints(run.workdir, read_only=True) as checkpoints:
-        state, _ = checkpoints.restore(checkpoints.latest(), {"opt_state": {"reducer": like}}, partial=True)
+        step = checkpoints.latest()
+        assert step is not None  # The run is finished.
+        state, _ = checkpoints.restore(step, {"opt_state": {"reducer": like}}, partial=True)
     found = jax.tree.map(lambda x: np.asarray(x)[0], state["opt_state"]["reducer"])  # The same on all workers.
     with np.errstate(divide="ignore"):
         return int(found["rung"]), found["usage"], 1 / found["rate"]
