@@ -14,7 +14,7 @@ import ml_collections
 
 from configs import lm, shorthand
 
-KEYS = lm.KEYS
+KEYS = lm.DECODER_KEYS
 
 
 def get_config(arg: str = "") -> ml_collections.ConfigDict:

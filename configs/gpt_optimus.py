@@ -36,7 +36,7 @@ PUBLISHED = "workers=4,stages=4,tensor=8,microbatches=16,rank=128,backward=low_r
 LAYOUTS = {"2.5b": PUBLISHED, "8.3b": PUBLISHED, "tiny": "workers=2,stages=4,microbatches=16,rank=4,backward=low_rank(rank=16)"}
 MODELS = {"2.5b": dict(depth=52, width=1920), "8.3b": dict(depth=72, width=3072)}
 METHOD = "method=allreduce,tied,remat,fused,reducer=powersgd,compressed=3"
-KEYS = dict(size=tuple(LAYOUTS)) | lm.KEYS
+KEYS = dict(size=tuple(LAYOUTS)) | lm.DECODER_KEYS
 
 
 def get_config(arg: str = "size=2.5b") -> ml_collections.ConfigDict:

@@ -6,6 +6,7 @@ Shorthand, comma-separated after a colon, as `--config=configs/lm.py:workers=12,
 
     workers=N  local_size=L  simulate  steps=N  smoke  engine=auto|fused|split
     method=NAME  optimizer=NAME  topology=NAME  mixer=NAME  reducer=NAME       python -m launch.parts lists the names
+    model=decoder|lstm                                                         a transformer, or a recurrent network
     scale=linear|sqrt                                                          the rate with the global batch
     order=awc|atc  every=H  stale  codec=NAME  rank=R                          options of those parts that have them
     stages=S  tensor=T  microbatches=M  schedule=gpipe|1f1b|interleaved  chunks=C  remat  tied
@@ -38,7 +39,8 @@ AVERAGED = ("allreduce", "onebit_adam", "zero_one_adam")
 ADAM = dict(b1=0.9, b2=0.99)
 ACCUM_ADAM = dict(b1=0.8, b2=0.98, window=4)  # per window
 
-KEYS = base.KEYS | base.PIPELINE_KEYS | dict(tied=bool)
+DECODER_KEYS = base.KEYS | base.PIPELINE_KEYS | dict(tied=bool)
+KEYS = DECODER_KEYS | dict(model=("decoder", "lstm"))
 
 
 def tuned(method: str, order: str, optimizer: str) -> dict[str, float]:
@@ -60,15 +62,25 @@ def of_keys(given: Mapping[str, Any]) -> ml_collections.ConfigDict:
     config = base.get_config(given, steps=steps, batch=2, clip_norm=1.0, tuned=tuned, warmup_steps=150, options=options)
     config.task = "lm"
     config.data = parts.section("task", "lm", sample_bytes=40 if smoke else 400)
-    config.model = parts.section(
+    config.model = _model(given, smoke, config.pipeline.stages * config.pipeline.get("chunks", 1))
+    return config
+
+
+def _model(given: Mapping[str, Any], smoke: bool, chunks: int) -> ml_collections.ConfigDict:
+    """The section of the model, with a layer at least for each part of a pipeline."""
+    context = 32 if smoke else 128
+    if given.get("model", "decoder") == "lstm":
+        if "tied" in given:
+            raise ValueError("config argument tied changes nothing with model=lstm, whose tables are apart; leave it out")
+        return parts.section("model", "lstm", vocabulary=256, context=context, width=16 if smoke else 128, depth=2)
+    return parts.section(
         "model",
         "decoder",
         vocabulary=256,
-        context=32 if smoke else 128,
+        context=context,
         width=16 if smoke else 64,
         hidden=32 if smoke else 256,
         heads=2,
-        depth=max(2, config.pipeline.stages * config.pipeline.get("chunks", 1)),
+        depth=max(2, chunks),
         tied=given.get("tied", False),
     )
-    return config

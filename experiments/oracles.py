@@ -240,3 +240,55 @@ def shared_places(smoke: bool) -> float:
     own = run({"own": f"{layout},forward={sixth},backward={sixth}"})["own"]
     shared = run({"shared": f"{layout},forward={fifth},backward=identity"}, **{"boundary.reuse_indices": True})["shared"]
     return float(shared.summary()["eval_loss_coded"] / own.summary()["eval_loss_coded"])
+
+
+def gravac_drop(smoke: bool) -> float:
+    """Steps from a drop of the gain until GraVAC is a rung lower, ÷ its window; the most over the places of the drop in a window. inf if
+    it climbs again. Gradients have a few large values, and then none."""
+    window, last = 5, 4
+
+    def after(drop: int) -> float:
+        rungs = _rungs(lambda step: (step < drop, step), drop + 12 * window, window)
+        left = np.flatnonzero(rungs[drop:] < last)
+        return left[0] / window if rungs[drop] == last and (rungs[drop + left[0] :] < last).all() else float("inf")
+
+    return max(after(7 * window + at) for at in range(2 if smoke else window))
+
+
+def gravac_delay(smoke: bool) -> float:
+    """Steps on a rung that takes three times as long as no compression, by the clocks of workers that differ, ÷ the window of GraVAC; inf
+    unless it then stays on the rung below for good."""
+    window, slow = 5, 3
+    seconds = np.array([1.0, 0.5, 0.3, 3.0, 0.1])
+    rungs = _rungs(lambda step: (True, step), (10 if smoke else 30) * window, window, seconds)
+    left = np.flatnonzero(rungs == slow)
+    return len(left) / window if len(left) and (rungs[left[-1] + 1 :] == slow - 1).all() else float("inf")
+
+
+def _rungs(kind: Any, steps: int, window: int, step_s: np.ndarray | None = None) -> np.ndarray:
+    """The rung of GraVAC in each step, for four workers; `kind(step)` says whether gradients have a few large values, and their seed.
+
+    With `step_s`, the seconds of a step on each rung, speed is measured, by clocks of which each worker's differs by up to a half.
+    """
+    state, average, timing, observe = _ladder(window, "" if step_s is None else "measured")
+    found = []
+    for step in range(steps):
+        has_peaks, seed = kind(step)
+        g_NxP = np.random.default_rng(seed).normal(size=(4, 2048)).astype(np.float32) * (0.01 if has_peaks else 1.0)
+        g_NxP[:, ::128] += 10 * has_peaks
+        found.append(int(state.rung[0]))
+        _, state = average(g_NxP, state)
+        if step_s is not None and timing.due(step):
+            state = observe(state, jnp.asarray(step_s[found[-1]] * np.linspace(0.5, 1.5, 4), jnp.float32))
+    return np.array(found)
+
+
+@functools.cache
+def _ladder(window: int, speed: str) -> tuple[Any, Any, Any, Any]:
+    """(initial state, compiled average, timing, compiled function that tells the seconds) of GraVAC on a ladder of four codecs."""
+    workers = mesh.simulated_workers(4)
+    ladder = "bfloat16; int8; int4; topk(fraction=0.05)"
+    reducer = reduce.gravac(Channel(workers.axis), ladder=ladder, window=window, speed=speed)
+    state = workers.jit(reducer.init, (0,))(jnp.zeros((4, 2048)))
+    observe = reducer.timing and workers.jit(reducer.timing.observe, (0, 0))
+    return state, workers.jit(reducer.reduce, (0, 0)), reducer.timing, observe

@@ -140,6 +140,22 @@ ROWS = (
         1.0,
     ),
     Row(
+        "GraVAC",
+        "arXiv 2305.12201",
+        "launch.train --config=configs/lm.py:method=allreduce,reducer=gravac --workdir=WORKDIR",
+        "steps after a drop of the gain until it is a rung lower for good, ÷ window",
+        oracles.gravac_drop,
+        2.0,
+    ),
+    Row(
+        "GraVAC, measured speed",
+        "arXiv 2305.12201",
+        "launch.train --config=configs/lm.py:model=lstm,method=allreduce,reducer=gravac(speed=measured) --workdir=WORKDIR",
+        "steps on a rung that is slowed down, ÷ window; then it stays a rung lower",
+        oracles.gravac_delay,
+        1.0,
+    ),
+    Row(
         "transformer compression",
         "arXiv 2402.05964",
         "launch.compress --workdir=WORKDIR",

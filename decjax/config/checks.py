@@ -104,6 +104,15 @@ def check_engine(engine: str, method: Method) -> None:
         )
 
 
+def check_timing(spec: RunSpec, method: Method) -> None:
+    """Raises a ValueError for simulated workers with a method that decides by the measured speed of training."""
+    if spec.simulate and method.timing:
+        raise ValueError(
+            "simulate with measured speed: the seconds of simulated workers say nothing about a network; leave simulate out, or give "
+            "the speeds, as reducer.speed='1; 1.8; 3; 4'"
+        )
+
+
 def check_together(spec: RunSpec) -> None:
     """Raises a ValueError for values that exclude each other."""
     n, batch_size = spec.workers, spec.batch_size

@@ -206,6 +206,7 @@ def _check_parts(spec: RunSpec) -> RunSpec:
     setup = assemble.on_paper(spec)
     checks.check_divided(spec, setup.task)
     checks.check_engine(spec.engine, setup.method)
+    checks.check_timing(spec, setup.method)
     selective.check_boundary(spec, setup)
     assemble.trace_start(setup)
     return spec

@@ -1,6 +1,7 @@
 """Flax models as pure functions of plain pytrees of parameters; they contain nothing about workers or communication.
 
 decoder     a decoder-only language model, which can be divided into pipeline stages and tensor-parallel groups
+lstm        a recurrent language model
 images      the interface of image classifiers, and a multilayer perceptron
 resnet      a residual network for small images
 translator  an encoder–decoder transformer; `beam` searches its best translation
@@ -8,6 +9,7 @@ translator  an encoder–decoder transformer; `beam` searches its best translati
 
 from decjax.models.decoder import Attention, DecoderLM, Model, Parts, Pieces, decoder_lm, rotate, sample
 from decjax.models.images import ImageModel, mlp
+from decjax.models.lstm import lstm
 from decjax.models.resnet import resnet
 from decjax.models.translator import Translator, translator
 
@@ -20,6 +22,7 @@ __all__ = [
     "Pieces",
     "Translator",
     "decoder_lm",
+    "lstm",
     "mlp",
     "resnet",
     "rotate",

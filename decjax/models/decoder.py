@@ -300,12 +300,13 @@ def decoder_lm(
 
 
 def check_sizes(dtype: str, **sizes: int) -> None:
+    """Raises a ValueError for a size below 1, an unknown dtype, or a width that the heads, if there are some, cannot share out."""
     for name, size in sizes.items():
         if size < 1:
             raise ValueError(f"model {name}={size}: must be at least 1")
     if dtype not in DTYPES:
         raise ValueError(f"model dtype={dtype!r} is unknown; use one of {', '.join(DTYPES)}")
-    if sizes["width"] % (2 * sizes["heads"]):
+    if "heads" in sizes and sizes["width"] % (2 * sizes["heads"]):
         raise ValueError(
             f"model width={sizes['width']} with heads={sizes['heads']}: heads must have an even size; use a width divisible by "
             f"{2 * sizes['heads']}"

@@ -49,6 +49,7 @@ class Method(NamedTuple):
         mixer: the mixer of a method whose state has a `mixer` field; it says how workers are averaged.
         every: steps from one exchange to the next.
         view: `view(params, opt_state) -> params`, local: where a worker takes its gradient; None: at its own parameters.
+        timing: how the optimizer's state is told the speed of training, if it decides by that; else None.
     """
 
     tx: optax.GradientTransformationExtraArgs
@@ -60,6 +61,7 @@ class Method(NamedTuple):
     mixer: gossip.Mixer | None = None
     every: int = 1
     view: Callable[[Any, Any], Any] | None = None
+    timing: reduce.Timing | None = None
 
 
 @registry.register("method", "decentralized", chooses=("mixer", "optimizer"))
@@ -267,10 +269,16 @@ def sparseloco(
 
 def averaging(tx: Any, reducer: reduce.Reducer, num_workers: int) -> Method:
     """The method of a transformation whose communication is a reducer's."""
-    steps = reducer.usage
+    steps, own = reducer.usage, reducer.timing
     usage = steps and (lambda opt_state: steps(opt_state.reducer))
     num_bytes = lambda params, phase: reducer.num_bytes(params, num_workers, phase)
-    return Method(tx, reducer.phase, num_bytes, usage=usage, phases=reducer.phases)
+
+    def observe(opt_state, step_s):
+        assert own is not None
+        return opt_state._replace(reducer=own.observe(opt_state.reducer, step_s))
+
+    timing = own and own._replace(observe=observe)
+    return Method(tx, reducer.phase, num_bytes, usage=usage, phases=reducer.phases, timing=timing)
 
 
 @registry.register("method", "local", chooses=("optimizer",))

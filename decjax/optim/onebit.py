@@ -72,6 +72,8 @@ def scale_by_onebit_adam(
             "1-bit Adam needs warm steps, in which it estimates its variance: give reduce.start_at(…), or reducer.start, of at least "
             "1 step"
         )
+    if reducer.usage:
+        raise ValueError("1-bit Adam needs a reducer whose messages are known beforehand; use 'codec' instead of 'gravac'")
 
     form = _OnebitAdam(reducer, b1, b2, eps)
     return optax.GradientTransformationExtraArgs(form.init, form.update)  # pyright: ignore[reportArgumentType]

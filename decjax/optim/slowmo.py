@@ -22,7 +22,7 @@ import optax
 from decjax import gossip, reduce, registry
 from decjax.optim.decentralize import DecentralizeState, check_update, known_phase
 from decjax.optim.memories import init_memory, of_floating, transient
-from decjax.optim.method import Method
+from decjax.optim.method import Method, averaging
 
 
 @transient("mixer", "reducer")
@@ -82,8 +82,7 @@ def slowmo(
     """
     average = reduce.every(reducer, every)
     form = SlowMo(inner, None, average, learning_rate, every, outer_learning_rate, outer_momentum, reset)
-    num_bytes = lambda params, phase: average.num_bytes(params, num_workers, phase)
-    return Method(form.transformation, average.phase, num_bytes, every=every)
+    return averaging(form.transformation, average, num_workers)._replace(every=every)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -20,7 +20,7 @@ from decjax.reduce.coded import CodedState, coded, demo
 from decjax.reduce.gravac import GravacState, gravac
 from decjax.reduce.one_sided import OneSidedState, powersgd_one_sided
 from decjax.reduce.powersgd import PowerSGDState, powersgd
-from decjax.reduce.reducer import BEFORE, SILENT, Reducer, due_phase, every, first_stages, mean, start_at
+from decjax.reduce.reducer import BEFORE, SILENT, Reducer, Timing, due_phase, every, first_stages, mean, start_at
 
 __all__ = [
     "BEFORE",
@@ -30,6 +30,7 @@ __all__ = [
     "OneSidedState",
     "PowerSGDState",
     "Reducer",
+    "Timing",
     "coded",
     "demo",
     "due_phase",

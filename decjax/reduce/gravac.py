@@ -1,4 +1,4 @@
-"""GraVAC: compression that gets stronger as long as it pays."""
+"""GraVAC: compression that gets stronger as long as it pays, by speeds that are given, or measured during training."""
 
 from collections.abc import Sequence
 import dataclasses
@@ -15,6 +15,8 @@ from decjax.channel import Channel
 from decjax.reduce import messages
 from decjax.reduce import reducer as reducer_lib
 
+MEASURED = "measured"
+
 
 class GravacState(NamedTuple):
     """State of `gravac`; all but the errors and the codecs' states is the same on all workers.
@@ -30,6 +32,7 @@ class GravacState(NamedTuple):
         energy_sent: Σ E‖C(x)‖² since the window began.
         energy: Σ E‖x‖² since the window began.
         score: (steps per second) · gain of the rung below.
+        rate: where speed is measured, float [rungs], steps per second when each was last measured, 0 before; otherwise ().
     """
 
     error: tuple[jax.Array, ...]
@@ -42,6 +45,7 @@ class GravacState(NamedTuple):
     energy_sent: jax.Array
     energy: jax.Array
     score: jax.Array
+    rate: Any = ()
 
 
 @registry.register(
@@ -74,38 +78,65 @@ def gravac(
     of each. `init` must be called inside a function that is mapped over workers. `num_bytes` raises ValueError for a rung that does
     not send less than the one below.
 
+    With speed "measured", as in the paper, a rung is judged by `timing.observe(state, step_s)` instead of by the step that ends its
+    window: `train.Trainer` calls it between two steps, with the median seconds of the window's steps except the first. A compiled
+    step has no clock, and a callback from it would make devices wait in every step; this waits once in a window. Seconds are averaged
+    over workers (4 bytes each, not among the declared ones), so that all decide alike. A window of which some worker has no seconds,
+    as after a restart in its last step, is prolonged by another one. Clocks differ from run to run, and so do the steps at which such
+    a run climbs: it cannot be repeated bit for bit. A continued run keeps its rung, score and measured speeds.
+
     Args:
         channel: how gradients travel.
         ladder: codecs from the mildest to the strongest, or a text of their names divided by semicolons.
-        window: steps on a rung before it is judged.
+        window: steps on a rung before it is judged; with measured speed at least 2.
         threshold: ε in [0, 1], the least gain.
         improvement: ω ≥ 0, relative.
-        speed: steps per second on each rung, from rung 0 on, relative to one another, or a text such as "1; 1.8; 3";
-            `decjax.costmodel` predicts them. Empty: 1 ÷ bytes, as if communication took all the time. The paper measures them during
-            training; a compiled program has no clock.
+        speed: steps per second on each rung. "measured": as the seconds of steps are during training, see above. Otherwise they are
+            given from rung 0 on, relative to one another, as a sequence or a text such as "1; 1.8; 3"; `decjax.costmodel` predicts
+            them. Empty: 1 ÷ bytes, as if communication took all the time.
 
     Reference: Tyagi and Swany 2023, arXiv 2305.12201.
     """
     rungs = tuple(registry.make("codec", each) for each in _listed(ladder))
-    speeds = tuple(map(float, _listed(speed)))
     if not rungs:
         raise ValueError("GraVAC needs a ladder of at least one codec, from the mildest to the strongest")
     for codec in rungs:
         messages.check(codec)
+    count, measured = len(rungs) + 1, speed == MEASURED
+    _check(window, threshold, improvement, measured)
+    ends = tuple(codecs.feedback.residual(codecs.of_any_shape(codecs.feedback.contractive(codec))) for codec in rungs)
+    climb = _Ladder(channel, rungs, ends, window, threshold, improvement, () if measured else _speeds(speed, count), measured)
+    timing = reducer_lib.Timing(window, lambda step: (step + 1) % window == 0, climb.observe) if measured else None
+    return reducer_lib.Reducer(
+        climb.init, climb.reduce, climb.num_bytes, lambda step: None, range(count), lambda state: state.usage, timing
+    )
+
+
+def _check(window: int, threshold: float, improvement: float, measured: bool) -> None:
     if window < 1:
         raise ValueError(f"GraVAC window={window} steps: must be at least 1")
+    if measured and window < 2:
+        raise ValueError(
+            f"GraVAC window={window} with speed={MEASURED!r}: the first step of a window is not measured; use at least 2"
+        )
     if not 0 <= threshold <= 1:
         raise ValueError(f"GraVAC threshold={threshold}: a gain, must lie between 0 and 1")
     if not improvement >= 0:
         raise ValueError(f"GraVAC improvement={improvement}: must be at least 0")
-    count = len(rungs) + 1
-    if speeds and (len(speeds) != count or min(speeds) <= 0):
-        raise ValueError(f"GraVAC speed={speeds}: needs {count} positive values, one without a codec and one for each")
-    ends = tuple(codecs.feedback.residual(codecs.of_any_shape(codecs.feedback.contractive(codec))) for codec in rungs)
-    climb = _Ladder(channel, rungs, ends, window, threshold, improvement, speeds)
-    return reducer_lib.Reducer(
-        climb.init, climb.reduce, climb.num_bytes, lambda step: None, range(count), lambda state: state.usage
-    )
+
+
+def _speeds(speed: str | Sequence[float], count: int) -> tuple[float, ...]:
+    """The numbers that are given, one for each rung; none for an empty text."""
+    try:
+        found = tuple(map(float, _listed(speed)))
+    except (TypeError, ValueError):
+        found = (math.nan,)
+    if found and not (len(found) == count and all(0 < each < math.inf for each in found)):
+        raise ValueError(
+            f"GraVAC speed={registry.shown(speed)}: needs {count} positive values, one without a codec and one for each, as "
+            f"{'; '.join(map(str, range(1, count + 1)))!r}; or {MEASURED!r}, or none"
+        )
+    return found
 
 
 def _listed(entries: str | Sequence[Any]) -> Sequence[Any]:
@@ -123,7 +154,8 @@ class _Ladder:
     window: int
     threshold: float
     improvement: float
-    speeds: tuple[float, ...]
+    speeds: tuple[float, ...]  # relative to one another; none: 1 ÷ bytes
+    measured: bool
 
     def _layout(self, tree: Any, num_workers: int | None = None) -> buckets.Layout:
         return messages.layout(self.channel, self.rungs, tree, num_workers or self.channel.axis.size)
@@ -134,7 +166,9 @@ class _Ladder:
         error, owner_error = rungs[0][0]
         zero, none = jnp.zeros((), jnp.result_type(jnp.float32, *error)), jnp.zeros((), jnp.int32)
         usage, settled = jnp.zeros(len(self.rungs) + 1, jnp.int32), jnp.zeros((), bool)
-        return GravacState(error, owner_error, tuple(states for _, states in rungs), none, usage, none, settled, zero, zero, zero)
+        rate = jnp.zeros(len(self.rungs) + 1, zero.dtype) if self.measured else ()
+        codec = tuple(states for _, states in rungs)
+        return GravacState(error, owner_error, codec, none, usage, none, settled, zero, zero, zero, rate)
 
     def _without_codec(self, arrays: list[jax.Array], state: GravacState):
         """Rung 0: (means, errors of workers, errors of owners, codecs' states, (E‖C(x)‖², E‖x‖²))."""
@@ -171,16 +205,25 @@ class _Ladder:
         means, error, owner_error, states, (sent, full) = jax.lax.switch(state.rung, branches, arrays, state)
         usage = state.usage.at[state.rung].add(1)
         new = state._replace(error=error, owner_error=owner_error, codec=states, usage=usage)
-        new = self._judged(new._replace(energy_sent=state.energy_sent + sent, energy=state.energy + full), grads)
+        new = new._replace(energy_sent=state.energy_sent + sent, energy=state.energy + full)
+        if not self.measured:
+            rates = self.speeds or [1 / max(1, each) for each in self._sent_bytes(grads, self.channel.axis.size)]
+            new = self._judged(new, jnp.asarray(np.divide(rates, max(rates)), new.score.dtype)[new.rung])
         finite = jnp.isfinite(sent) & jnp.isfinite(full) & codecs.finite(means)  # The same on all workers.
         new = jax.tree.map(lambda new, old: jnp.where(finite, new, old), new, state)
         new = new._replace(count=state.count + 1, usage=usage)  # A step that is not finite has been sent all the same.
         return layout.unpack([jnp.where(finite, x, jnp.nan) for x in means], grads), new
 
-    def _judged(self, state: GravacState, like: Any) -> GravacState:
-        """The state with the rung of the next step, which changes at the end of a window only."""
-        rates = self.speeds or [1 / max(1, each) for each in self._sent_bytes(like, self.channel.axis.size)]
-        rate = jnp.asarray(np.divide(rates, max(rates)), state.score.dtype)[state.rung]
+    def observe(self, state: GravacState, step_s: jax.Array) -> GravacState:
+        """The state with the rung of the next step, by this worker's seconds of a step; see `reducer.Timing`."""
+        mean_s = self.channel.axis.mean(jnp.asarray(step_s, state.score.dtype))
+        is_known = jnp.isfinite(mean_s) & (mean_s > 0)  # The same on all workers.
+        rate = 1 / jnp.where(is_known, mean_s, 1)
+        judged = self._judged(state._replace(rate=state.rate.at[state.rung].set(rate)), rate)
+        return jax.tree.map(lambda new, old: jnp.where(is_known, new, old), judged, state)
+
+    def _judged(self, state: GravacState, rate: jax.Array) -> GravacState:
+        """The state with the rung of the next step, which changes at the end of a window only; `rate`: speed on this rung."""
         gain = jnp.where(state.energy > 0, state.energy_sent / jnp.where(state.energy > 0, state.energy, 1), 1)
         score = rate * gain
         over = state.usage.sum() % self.window == 0

@@ -18,6 +18,21 @@ BEFORE = 0
 """The first phase of `start_at`."""
 
 
+class Timing(NamedTuple):
+    """How a state that decides by the speed of training is told it, between steps: a compiled step has no clock.
+
+    Attributes:
+        window: how many averages it is told about at a time; the first of them is not measured.
+        due: `due(step) -> bool`, whether it is told after that step, counted from 0.
+        observe: `observe(state, step_s) -> state`, on each worker, with the seconds of a step in the last window as this worker's
+            process measured them; nan if it could not. It contains a collective.
+    """
+
+    window: int
+    due: Callable[[int], bool]
+    observe: Callable[[Any, jax.Array], Any]
+
+
 class Reducer(NamedTuple):
     """How gradients of all workers are averaged: functions called on each worker.
 
@@ -32,6 +47,7 @@ class Reducer(NamedTuple):
         phase: `phase(step) -> phase`, for an int; None if the state decides on the phase.
         phases: all values that `phase` takes.
         usage: `usage(state) -> [phases]`, steps so far in each phase, if the state decides on it; else None.
+        timing: how the state is told the speed of training, if it decides by that; else None.
     """
 
     init: Callable[[Any], Any]
@@ -40,6 +56,7 @@ class Reducer(NamedTuple):
     phase: Callable[[int], int | None] = lambda step: 0
     phases: range = range(1)
     usage: Callable[[Any], jax.Array] | None = None
+    timing: Timing | None = None
 
 
 def due_phase(reducer: Reducer, phase: int | None) -> int | None:
@@ -102,7 +119,16 @@ def start_at(reducer: Reducer, step: int, before: Reducer) -> Reducer:
     phase = functools.partial(_phase_from, step, reducer)
     counts = reducer.usage
     usage = (lambda state: jnp.pad(counts(state[1]), (1, 0))) if counts else None
-    return Reducer(lambda params: (before.init(params), reducer.init(params)), reduce, num_bytes, phase, range(1 + num_own), usage)
+    init = lambda params: (before.init(params), reducer.init(params))
+    return Reducer(init, reduce, num_bytes, phase, range(1 + num_own), usage, _timing_from(step, reducer.timing))
+
+
+def _timing_from(step: int, own: Timing | None) -> Timing | None:
+    """The timing of `start_at`, from that of the reducer which is used from `step` on."""
+    if own is None:
+        return None
+    due = lambda count: count >= step and own.due(count - step)
+    return Timing(own.window, due, lambda state, step_s: (state[0], own.observe(state[1], step_s)))
 
 
 def _phase_from(step: int, reducer: Reducer, count: int) -> int | None:
@@ -193,6 +219,7 @@ def every(reducer: Reducer, period: int) -> Reducer:
     def phase(step):
         return SILENT if (step + 1) % period else reducer.phase(step // period)
 
-    counts = reducer.usage
+    counts, own = reducer.usage, reducer.timing
     usage = (lambda state: jnp.pad(counts(state), (1, 0))) if counts else None
-    return Reducer(reducer.init, reduce, num_bytes, phase, range(SILENT, reducer.phases.stop), usage)
+    timing = own and own._replace(due=lambda step: (step + 1) % period == 0 and own.due(step // period))
+    return Reducer(reducer.init, reduce, num_bytes, phase, range(SILENT, reducer.phases.stop), usage, timing)

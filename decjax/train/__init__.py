@@ -4,6 +4,7 @@ trainer      steps, averages and evaluation, for loops of your own
 run          the training loop: work directory, logging, signals, summary
 step         the train step of one worker
 state        the training state of all workers
+pace         the seconds of steps, for methods that decide by them
 engine       the compiled step: as one program, or with the exchange beside the gradient
 divide       splits an update into what needs no message and what each message completes
 evaluate     evaluation of the averaged model and of every worker's own

@@ -351,7 +351,7 @@ class Run:
         batch, asked = self.trainer.batch(step), time.monotonic()
         program = self.trainer.program(self.state, batch, step)
         compiling_s = time.monotonic() - asked
-        self.state, loss = program.run(self.state, batch, np.int32(step))
+        self.state, loss = self.trainer.take(program, self.state, batch, step)
         for name, (axis, _) in summary_lib.BYTES.items():
             if name in self.counters:
                 self.counters[name] += float(program.sent[axis].mean())

@@ -20,6 +20,7 @@ from decjax.errors import ConfigError, TrainingError
 from decjax.hlo import wire
 from decjax.train import engine, evaluate
 from decjax.train import state as state_lib
+from decjax.train.pace import Pace
 from decjax.train.state import State
 from decjax.train.step import Step
 
@@ -43,6 +44,7 @@ class Trainer:
             self.program_of = engine.compile_per_phase(self.step_parts, setup.spec.engine)
         except ValueError as error:
             raise ConfigError(str(error)) from error
+        self.pace = Pace(setup.method, setup.workers) if setup.method.timing else None
 
     # -- State --------------------------------------------------------------------------------------------------------
 
@@ -81,7 +83,12 @@ class Trainer:
 
     def step(self, state: State, batch: Any, step: int) -> tuple[State, jax.Array]:
         """(next state, every worker's loss before it, [N]); the arrays of the given state cannot be used afterwards."""
-        return self.program(state, batch, step).run(state, batch, np.int32(step))
+        return self.take(self.program(state, batch, step), state, batch, step)
+
+    def take(self, program: engine.Program, state: State, batch: Any, step: int) -> tuple[State, jax.Array]:
+        """`step`, for who has its program already."""
+        state, loss_N = program.run(state, batch, np.int32(step))
+        return (self.pace.after(state, loss_N, step) if self.pace else state), loss_N
 
     def program(self, state: State, batch: Any, step: int) -> engine.Program:
         """The compiled program of a step; there is one for each phase. Arrays may be `ShapeDtypeStruct`s."""

@@ -1,0 +1,240 @@
+"""GraVAC with measured speed: its decisions against a dense reference with clocks that differ between workers, and in training."""
+
+import itertools
+import shutil
+
+import jax
+import numpy as np
+import pytest
+
+from configs import lm, quadratics
+from decjax import config as parts
+from decjax import reduce
+from decjax.errors import ConfigError
+from tests.reducers import MODES, DenseShards, N, Runner, assert_equal_replicas, flat, gradients, x64
+from tests.runs import run_of, spec_of, trainer_of
+from tests.stand_ins import dense_top, top
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+KS, WINDOW = (15, 6), 4  # Of 29 values in a shard.
+OWN = np.array([2.5, 0.5, 0.4, 0.6])  # seconds of each worker's clock in a second
+
+
+class DenseMeasured:
+    """The rule as the paper has it: (steps ÷ seconds) · gain of a window, by the mean of all workers' seconds."""
+
+    def __init__(self):
+        self.codes = [lambda x: x, *map(dense_top, KS)]
+        self.rung, self.settled, self.below, self.steps, self.e = 0, False, 0.0, 0, 0.0
+        self.sums, self.shards, self.rate = np.zeros(2), DenseShards(), np.zeros(1 + len(KS))
+
+    def __call__(self, g):
+        x = self.e + g
+        messages, averaged = self.shards(x, self.codes[self.rung])
+        self.e = x - messages
+        self.sums += (messages**2).sum(), (x**2).sum()
+        self.steps += 1
+        return averaged
+
+    def observe(self, step_s_N):
+        gain, self.rate[self.rung] = self.sums[0] / self.sums[1], 1 / step_s_N.mean()
+        self.sums[:] = 0
+        score = self.rate[self.rung] * gain
+        if self.rung and not self.settled and score <= self.below:
+            self.rung, self.settled = self.rung - 1, True
+        elif not self.settled and self.rung + 1 < len(self.codes):
+            self.rung, self.below = self.rung + 1, score
+        else:
+            self.settled = True
+
+
+def measured(channel):
+    return reduce.gravac(channel, ladder=[top(k) for k in KS], window=WINDOW, threshold=0.0, speed="measured")
+
+
+def decided(runner, seconds_of_rung, steps, dense=None):
+    """The rungs of all steps; a step takes each worker `seconds_of_rung`, a number or one for each, by its own clock."""
+    timing, rungs = runner.reducer.timing, []
+    observe = runner.workers.jit(timing.observe, (0, 0), donate_argnums=(0,))
+    for step in range(steps):
+        rungs.append(int(runner.state.rung[0]))
+        out = runner(gradients(step))
+        if dense:
+            expected = dense(np.pad(flat(gradients(step)), [(0, 0), (0, 1)]))[:-1]  # 115 values are 4 shards of 29.
+            np.testing.assert_allclose(flat(out)[0], expected, rtol=1e-6, atol=1e-9)
+            assert dense.rung == rungs[-1]
+        if timing.due(step):
+            seconds_N = np.multiply(seconds_of_rung[rungs[-1]], OWN)
+            runner.state = observe(runner.state, jax.device_put(seconds_N, runner.workers.stacked))
+            assert_equal_replicas(jax.tree.map(np.asarray, (runner.state.rung, runner.state.score, runner.state.rate)))
+            if dense:
+                dense.observe(seconds_N)
+                np.testing.assert_allclose(runner.state.rate[0], dense.rate, rtol=1e-9)
+    assert len(runner.compiled) == observe._cache_size() == 1  # pyright: ignore[reportFunctionMemberAccess]
+    return rungs
+
+
+ALONE = ([0.1, 4, 4, 4], [1.0, 0.01, 0.01, 0.01], 0.001)  # worker 0 by itself would stay on rung 0
+
+
+@pytest.mark.parametrize(
+    "seconds, last",
+    [((1.0, 0.1, 0.01), 2), ((1.0, 0.1, 0.2), 1), ((1.0, 1.0, 0.01), 0), (ALONE, 2)],
+    ids=["climbs", "stops", "stays", "clocks disagree"],
+)
+@pytest.mark.parametrize("mode", MODES)
+@x64
+def test_decisions_are_those_of_the_dense_reference(mode, seconds, last):
+    rungs = decided(Runner(measured, mode), seconds, 24, DenseMeasured())
+    assert rungs[-1] == last and rungs[:8] == [0] * 4 + [1] * 4
+
+
+def test_a_window_without_seconds_is_prolonged():
+    runner = Runner(measured, dtype=np.float32)
+    observe = runner.workers.jit(runner.reducer.timing.observe, (0, 0))
+    for step in range(WINDOW):
+        runner(gradients(step))
+    for unknown in (np.nan, np.inf, 0.0):  # of one worker; 0: of all
+        step_s_N = np.array([1.0, unknown, 1.0, 1.0], np.float32) if unknown else np.zeros(N, np.float32)
+        told = observe(runner.state, jax.device_put(step_s_N, runner.workers.stacked))
+        jax.tree.map(np.testing.assert_array_equal, told, runner.state)
+    told = observe(runner.state, jax.device_put(np.ones(N, np.float32), runner.workers.stacked))
+    assert np.asarray(told.rung).tolist() == [1] * N
+
+
+# -- In training ------------------------------------------------------------------------------------------------------
+
+
+def config_of(reducer="window=4,speed=measured", method="allreduce", **fields):
+    config = quadratics.get_config(f"workers={N},simulate=false,method={method},steps=24,reducer=gravac({reducer})")
+    config.data.dimension = 64
+    config.log_every = config.eval.every = config.checkpoint.every = 8
+    config.checkpoint.keep = 9
+    config.update_from_flattened_dict(fields)
+    return config
+
+
+class Clock:
+    """Seconds that are given for each time it is read."""
+
+    def __init__(self, steps_s):
+        self.ends_s = itertools.accumulate(steps_s)
+
+    def __call__(self):
+        return float(next(self.ends_s))
+
+
+def told_to(trainer):
+    """The seconds that its state is told, as they come."""
+    told, observe = [], trainer.pace._observe
+    trainer.pace._observe = lambda state, step_s: (told.append(np.asarray(step_s).tolist()), observe(state, step_s))[1]
+    return told
+
+
+def trained(trainer, steps, state=None):
+    state, rungs = state or trainer.init(), []
+    for step in steps:
+        rungs.append(int(state.opt_state.reducer.rung[0]))
+        state, _ = trainer.step(state, trainer.batch(step), step)
+    return state, rungs
+
+
+def test_the_state_is_told_the_median_of_each_window_without_its_first_step():
+    trainer = trainer_of(config_of())
+    told = told_to(trainer)
+    #                          compiles          slow: one step beside a checkpoint   a rung that does not pay
+    trainer.pace.clock = Clock([90, 1, 1.25, 1.5, 70, 0.5, 9, 0.75, 80, 6, 6, 6, 70, 2, 2, 2, 5, 5, 5])
+    state, rungs = trained(trainer, range(16))
+    assert told == [[each] * N for each in (1.25, 0.75, 6.0, 2.0)]
+    assert rungs == [0] * 4 + [1] * 4 + [2] * 4 + [1] * 4
+    np.testing.assert_allclose(state.opt_state.reducer.rate[0], [1 / 1.25, 1 / 2.0, 1 / 6.0, 0])
+    trained(trainer, [16, 17, 19], state)  # As after a restart: of the steps since then only one end is known.
+    assert np.isnan(told[-1]).all()
+
+
+def test_it_compiles_nothing_when_the_rung_changes(caplog):
+    trainer = trainer_of(config_of())
+    trainer.pace.clock = Clock(itertools.chain(*([each] * 4 for each in (4, 3, 2, 1, 1))))
+    with jax.log_compiles():
+        state, _ = trained(trainer, range(5))
+        assert "Compiling" in caplog.text
+        caplog.clear()
+        _, rungs = trained(trainer, range(5, 18), state)
+    assert set(rungs) == {1, 2, 3} and "Compiling" not in caplog.text
+
+
+@pytest.mark.parametrize("method", ["diloco", "slowmo"])
+def test_windows_begin_after_the_exact_steps_and_count_outer_steps(method):
+    """These average every other step: two steps are one, of which each takes half."""
+    trainer = trainer_of(config_of("window=3,speed=measured", f"{method},every=2", **{"reducer.start": 2}))
+    told = told_to(trainer)
+    assert [step for step in range(24) if trainer.method.timing.due(step)] == [9, 15, 21]
+    trainer.pace.clock = Clock([50, 60, 70, 2, 4, 80, 6, 10])
+    state = trainer.init()
+    for step in range(16):
+        state, _ = trainer.step(state, trainer.batch(step), step)
+    assert told == [[1.5] * N, [4.0] * N]
+    *_, zero, one, two, three = np.asarray(jax.vmap(trainer.method.usage)(state.opt_state)[0]).tolist()
+    assert (zero, one, two, three) == (3, 3, 0, 0)  # The second rung had taken longer.
+    assert trainer.bytes_by_usage(state) > 0
+
+
+def test_a_continued_run_goes_on_with_its_rung_and_speeds(tmp_path):
+    run = run_of(config_of(), tmp_path)
+    run.trainer.pace.clock = Clock([1.0] * 24)
+    run.train()
+    for step in (16, 24):
+        shutil.rmtree(tmp_path / "checkpoints" / str(step))
+    (tmp_path / "summary.json").unlink()
+    continued = run_of(config_of(), tmp_path)
+    before = continued.state.opt_state.reducer
+    assert np.asarray(before.usage[0]).tolist() == [4, 4, 0, 0] and int(before.rung[0]) == 0 and bool(before.settled[0])
+    np.testing.assert_array_equal(before.rate[0], [1, 1, 0, 0])
+    continued.trainer.pace.clock = Clock([0.5] * 24)
+    assert continued.train().step == 24
+    after = continued.state.opt_state.reducer
+    assert np.asarray(after.usage[0]).tolist() == [20, 4, 0, 0]
+    np.testing.assert_array_equal(after.rate[0], [2, 1, 0, 0])
+
+
+# -- Refusals ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "speed", ["fast", "measured; 1; 2; 3", "1; 2; 3", "1; 2; -3; 4", "1; 2; nan; 4", "1; 2; inf; 4", "0; 1; 2; 3"]
+)
+def test_a_bad_speed_is_refused_in_one_line(speed):
+    with pytest.raises(ConfigError) as raised:
+        spec_of(config_of("window=4", **{"reducer.speed": speed}))
+    text = str(raised.value)
+    assert f"speed={speed!r}: needs 4 positive values" in text and "'1; 2; 3; 4'; or 'measured'" in text and "\n" not in text
+
+
+@pytest.mark.parametrize(
+    "fields, message",
+    [
+        ({"simulate": True}, "simulate with measured speed: .* leave simulate out, or give the speeds"),
+        (
+            {"reducer.window": 1},
+            "GraVAC window=1 with speed='measured': the first step of a window is not measured; use at least 2",
+        ),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(fields, message):
+    with pytest.raises(ConfigError, match=message):
+        spec_of(config_of(**fields))
+
+
+@pytest.mark.parametrize("method", ["onebit_adam", "zero_one_adam", "streaming_diloco,every=4", "slowmo_gossip,topology=ring"])
+def test_methods_that_could_not_be_told_refuse_it(method):
+    config = lm.get_config(f"smoke,workers=2,method={method},reducer=gravac(window=4,speed=measured)")
+    with pytest.raises(ConfigError, match="'gravac'|'codec'"):
+        spec_of(config)
+
+
+def test_a_lone_accelerator_is_refused_too():
+    config = config_of()
+    config.workers = 0
+    with pytest.raises(ConfigError, match="simulate with measured speed"):
+        parts.resolve(config, 1, lone_accelerator=True)
