@@ -3,8 +3,8 @@
     x_i ← x_i − α d_i(∇F_i(x_i))      in the first h_i of the H steps of a round; in the others x_i and d_i's state stay as they are
     x_i ← (1/N) Σ_j x_j               at the end of the round
 
-With h_i = H for all workers it is local SGD: `local_updates` with an outer step of SGD and rate 1. Otherwise a worker's changes count for
-more the more steps it has taken, so the mean leans towards the data of fast workers.
+With h_i = H for all workers it is local SGD, `local_updates` with an outer step of SGD and rate 1, and the same program. Otherwise a
+worker's changes count for more the more steps it has taken, so the mean leans towards the data of fast workers.
 
 This is a simulation: all workers compute H gradients, and slow ones leave out what they would not have come to. So it shows what uneven
 steps do to the result, and not the time that is saved where nobody waits. A schedule of the learning rate counts a worker's own steps.
@@ -109,7 +109,8 @@ def tma(
 
     Reference: Zhu et al. 2023, arXiv 2305.09887.
     """
-    own = uneven_steps(inner, steps_of_round(pace, every, num_workers), every, channel.axis)
+    taken = steps_of_round(pace, every, num_workers)
+    own = inner if set(taken) == {every} else uneven_steps(inner, taken, every, channel.axis)
     reducer = reduce.every(reducer, every)
     return averaging(local_updates(own, reducer, optax.sgd(1.0)), reducer, num_workers)._replace(every=every)
 
@@ -138,6 +139,8 @@ def steps_of_round(pace: str, every: int, num_workers: int) -> tuple[int, ...]:
     known = {"slowest": registry.Option(0.5, float, False), "seed": registry.Option(0, int, False)}
     options = registry.fill(f"{given} option ", options, known)
     if not 0 < options["slowest"] <= 1 or options["seed"] < 0:
-        raise ValueError(f"{given}: slowest is a share of H, more than 0 and at most 1, and seed at least 0; use spread(slowest=0.5)")
+        raise ValueError(
+            f"{given}: slowest is a share of H, more than 0 and at most 1, and seed at least 0; use spread(slowest=0.5)"
+        )
     share_N = np.random.default_rng(options["seed"]).permutation(np.linspace(1, options["slowest"], num_workers))
     return tuple(max(1, round(float(share * every))) for share in share_N)

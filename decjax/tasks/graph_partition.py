@@ -71,7 +71,7 @@ def _cut(graph: Any, nodes: list[int], parts: range, part_V: np.ndarray) -> None
     second_V = scipy.linalg.eigh(laplacian_VxV, subset_by_index=(1, 1))[1][:, 0]
     order = np.argsort(second_V * second_V[np.abs(second_V).argmax()], kind="stable")  # Of a vector of either sign.
     count = len(nodes) * half // len(parts)  # At least a node for each part, since parts are no more than nodes.
-    sides = [{nodes[i] for i in chosen} for chosen in (order[:count], order[count:])]
+    sides = {nodes[i] for i in order[:count]}, {nodes[i] for i in order[count:]}
     second, first = networkx.community.kernighan_lin_bisection(own, sides)
     _cut(graph, sorted(first), parts[:half], part_V)
     _cut(graph, sorted(second), parts[half:], part_V)

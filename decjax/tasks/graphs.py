@@ -48,7 +48,8 @@ def _labelled(graph: Any, features_VxD: np.ndarray, labels_V: np.ndarray) -> Lab
     edges = sorted((u, v, data.get("weight", 1.0)) for a, b, data in graph.edges(data=True) for u, v in ((a, b), (b, a)))
     edges_Ex2 = np.array([edge[:2] for edge in edges], np.int32).reshape(-1, 2)
     strength_E = np.array([edge[2] for edge in edges], np.float32)
-    return Labelled(np.float32(features_VxD), np.int32(labels_V), int(labels_V.max()) + 1, edges_Ex2, strength_E)
+    known = features_VxD.astype(np.float32), labels_V.astype(np.int32), int(labels_V.max()) + 1
+    return Labelled(*known, edges_Ex2, strength_E)
 
 
 def blocks(

@@ -15,7 +15,6 @@ Reference: Zhu et al. 2023, arXiv 2305.09887 (RandomTMA, SuperTMA).
 from collections.abc import Callable
 import dataclasses
 from typing import Any, NamedTuple
-import zlib
 
 import jax
 import numpy as np
@@ -100,9 +99,11 @@ class _Nodes:
         sums = {"loss": nll_BxV, "accuracy": right_BxV}
         return {name: (x * examples.weight_BxV).sum(axis=1) for name, x in sums.items()}, examples.weight_BxV.sum(axis=1)
 
-    def whole(self, weight_V, batch_size=1) -> Subgraphs:
+    def whole(self, weight_V: np.ndarray, batch_size: int = 1) -> Subgraphs:
         """B times the whole graph."""
-        return _repeated(Part.of(self.graph, np.arange(len(self.graph.labels_V))), np.tile(np.float32(weight_V), (batch_size, 1)))
+        return _repeated(
+            Part.of(self.graph, np.arange(len(self.graph.labels_V))), np.tile(weight_V.astype(np.float32), (batch_size, 1))
+        )
 
     def load(self, num_workers, batch_size, seed) -> Data:
         V = len(self.graph.labels_V)
@@ -119,7 +120,7 @@ class _Nodes:
         parts = [Part.of(self.graph, chosen) for chosen in own]
         sizes = [max(len(x) for x in each) for each in zip(*parts)]
         parts = [Part(*(_padded(x, size) for x, size in zip(part, sizes))) for part in parts]
-        weights = [_padded(np.float32(trained_V[chosen]), len(parts[0].labels_V)) for chosen in own]
+        weights = [_padded(trained_V[chosen].astype(np.float32), len(parts[0].labels_V)) for chosen in own]
 
         def batch(worker, step):
             rng = np.random.default_rng((seed, worker, step))
@@ -131,7 +132,7 @@ class _Nodes:
         return Data(
             batch=batch,
             validation=lambda limit: self.whole(~trained_V),
-            fingerprint=f"{self.name}, {V} nodes, crc {self.graph.crc:08x}, parts {zlib.crc32(np.int32(part_V).tobytes()):08x}",
+            fingerprint=f"{self.name}, {V} nodes, crc {self.graph.crc:08x}",  # Not of the parts: another N has others.
             facts=lambda: {"kept_edges": float(kept)},
         )
 
