@@ -1,4 +1,4 @@
-"""How the nodes of a graph should be divided: accuracy of the averaged model, by partition, with even and with uneven steps.
+"""How the nodes of a graph should be divided: accuracy and loss of the averaged model, by partition, with even and with uneven steps.
 
     python -m experiments.partitions --out=runs/partitions --pages=docs/results
 
@@ -33,13 +33,17 @@ def trial(out: pathlib.Path, kind: str, pace: str, seed: int) -> trials.Trial:
 
 def tabulate(found: dict[tuple[str, str], list[dict[str, Any]]]) -> Any:
     """A row for each partition."""
-    table = script.table("nodes", "edges kept, %", "discrepancy", *(f"accuracy, %, {pace}" for pace in PACES))
+    measured = [f"{what}, {pace}" for pace in PACES for what in ("accuracy, %", "nats")]
+    table = script.table("nodes", "edges kept, %", "discrepancy", *measured)
     for kind in (WHOLE, *PARTITIONS):
         runs = {pace: found[kind, pace] for pace in paces(kind)}
         kept = 100 * statistics.mean(run["kept_edges"] for run in runs["even"])
         apart = [oracles.discrepancy(PARTITIONS[kind], seed) for seed in range(FLAGS.seeds)] if kind != WHOLE else [0.0]
-        cells = [trials.spread([100 * run["eval_accuracy"] for run in each]).text(1) for each in runs.values()]
-        table.add_row(kind, f"{kept:.0f}", f"{statistics.mean(apart):.2g}", *cells, *[""] * (len(PACES) - len(cells)))
+        cells = []
+        for each in runs.values():
+            cells += [trials.spread([100 * run["eval_accuracy"] for run in each]).text(1)]
+            cells += [trials.spread([run["eval_loss"] for run in each]).text(3)]
+        table.add_row(kind, f"{kept:.0f}", f"{statistics.mean(apart):.2g}", *cells, *[""] * (len(measured) - len(cells)))
     return table
 
 
