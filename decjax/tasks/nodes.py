@@ -102,7 +102,7 @@ class _Nodes:
     def whole(self, weight_V: np.ndarray, batch_size: int = 1) -> Subgraphs:
         """B times the whole graph."""
         return _repeated(
-            Part.of(self.graph, np.arange(len(self.graph.labels_V))), np.tile(weight_V.astype(np.float32), (batch_size, 1))
+            Subgraph.of(self.graph, np.arange(len(self.graph.labels_V))), np.tile(weight_V.astype(np.float32), (batch_size, 1))
         )
 
     def load(self, num_workers, batch_size, seed) -> Data:
@@ -117,9 +117,9 @@ class _Nodes:
                 "workers, another partition, or a smaller validation share"
             )
         own = [np.flatnonzero(part_V == worker) for worker in range(num_workers)]
-        parts = [Part.of(self.graph, chosen) for chosen in own]
+        parts = [Subgraph.of(self.graph, chosen) for chosen in own]
         sizes = [max(len(x) for x in each) for each in zip(*parts)]
-        parts = [Part(*(_padded(x, size) for x, size in zip(part, sizes))) for part in parts]
+        parts = [Subgraph(*(_padded(x, size) for x, size in zip(part, sizes))) for part in parts]
         weights = [_padded(trained_V[chosen].astype(np.float32), len(parts[0].labels_V)) for chosen in own]
 
         def batch(worker, step):
@@ -146,7 +146,7 @@ class _Nodes:
         return chosen_V
 
 
-class Part(NamedTuple):
+class Subgraph(NamedTuple):
     """Some nodes of a graph, and the edges between them; nodes are numbered anew."""
 
     features_VxD: np.ndarray
@@ -155,7 +155,7 @@ class Part(NamedTuple):
     labels_V: np.ndarray
 
     @classmethod
-    def of(cls, graph: graphs.Labelled, nodes: np.ndarray) -> "Part":
+    def of(cls, graph: graphs.Labelled, nodes: np.ndarray) -> "Subgraph":
         """The part of a graph with the given nodes, in ascending order."""
         inside_E = np.isin(graph.edges_Ex2, nodes).all(axis=1)
         edges_Ex2 = np.searchsorted(nodes, graph.edges_Ex2[inside_E]).astype(np.int32)
@@ -167,7 +167,7 @@ def _padded(x: np.ndarray, size: int) -> np.ndarray:
     return np.pad(x, [(0, size - len(x))] + [(0, 0)] * (x.ndim - 1))
 
 
-def _repeated(part: Part, weight_BxV: np.ndarray) -> Subgraphs:
+def _repeated(part: Subgraph, weight_BxV: np.ndarray) -> Subgraphs:
     """A batch of one graph with different weights."""
     features_BxVxD, edges_BxEx2, strength_BxE, labels_BxV = (np.broadcast_to(x, (len(weight_BxV), *x.shape)) for x in part)
     return Subgraphs(models.Graph(features_BxVxD, edges_BxEx2, strength_BxE), labels_BxV, weight_BxV)
