@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from decjax import gossip, mesh, models, optim, placement, reduce, topology
+from decjax import gossip, mesh, models, optim, placement, reduce, registry, topology
 from decjax.channel import Channel
 from decjax.codecs import entropy
 from decjax.models import compress
@@ -190,6 +190,37 @@ def subnetworks(smoke: bool) -> float:
 
         settled = np.asarray(workers.jit(whole, (0,))(np.tile(fixed, (WORKERS, 1))))[0]
     return float(np.linalg.norm(settled - fixed) / np.linalg.norm(np.linalg.solve(L, b) - fixed))
+
+
+def discrepancy(partition: str, seed: int) -> float:
+    """(1/N) Σ_i ‖∇L_i − ∇L‖² ÷ ‖∇L‖², of a graph of four communities that is divided between four workers: L_i is the loss of a worker's
+    own nodes, with the edges between them, and L that of all nodes that are trained on, with all edges. At new parameters."""
+    task = _nodes(f"blocks(seed={seed})", partition)
+    params, gradient = task.init(jax.random.key(seed)), _gradient_of_nodes()
+    flat = lambda batch: np.concatenate([np.ravel(x) for x in jax.tree.leaves(gradient(params, batch))])
+    data, whole = task.load(4, 1, seed), flat(task.load(1, 1, seed).batch(0, 0))
+    return float(np.mean([np.sum((flat(data.batch(worker, 0)) - whole) ** 2) for worker in range(4)]) / np.sum(whole**2))
+
+
+def _nodes(graph: str, partition: str) -> Any:
+    return registry.make("task", "nodes", model=registry.make("model", "gcn"), graph=graph, partition=partition)
+
+
+@functools.cache
+def _gradient_of_nodes() -> Any:
+    """Of any graph with as many features and classes, so that equal shapes are compiled once."""
+    task = _nodes("blocks", "random")
+    return jax.jit(jax.grad(lambda params, batch: task.loss(params, (), batch, None)[0]))
+
+
+def node_partitions(smoke: bool) -> float:
+    """The discrepancy of gradients where nodes are dealt out at random, ÷ that where few edges are cut, each a mean over seeds; inf unless
+    that of random clusters is less than the latter."""
+    seeds = range(1 if smoke else 3)
+    random, clusters, cut = (
+        np.mean([discrepancy(partition, seed) for seed in seeds]) for partition in ("random", "super", "min_cut")
+    )
+    return float(random / cut) if clusters < cut else float("inf")
 
 
 def adaptive_serverless(smoke: bool) -> float:

@@ -116,6 +116,14 @@ ROWS = (
         0.1,
     ),
     Row(
+        "RandomTMA and SuperTMA",
+        "arXiv 2305.09887",
+        "launch.train --config=configs/nodes.py:partition=super --workdir=WORKDIR",
+        "discrepancy of gradients, nodes at random ÷ few edges cut; of random clusters it is less than the latter",
+        oracles.node_partitions,
+        0.2,
+    ),
+    Row(
         "adaptive serverless learning",
         "arXiv 2008.10422",
         "launch.train --config=configs/digits.py:order=atc,every=4 --workdir=WORKDIR",

@@ -17,7 +17,7 @@ import ml_collections
 from ml_collections import config_flags
 import pytest
 
-from configs import cifar, lm, translation
+from configs import cifar, lm, nodes, translation
 from decjax import config as parts
 from decjax import costmodel, registry
 from launch import cluster, config_file, members, plan
@@ -250,7 +250,7 @@ def _typical_fields() -> frozenset[str]:
             if isinstance(value, ml_collections.ConfigDict):
                 yield from paths(value, f"{above}{name}.")
 
-    usual = [lm.get_config(shorthand) for shorthand in TYPICAL] + [file.get_config() for file in (translation, cifar)]
+    usual = [lm.get_config(shorthand) for shorthand in TYPICAL] + [file.get_config() for file in (translation, cifar, nodes)]
     return frozenset(path for config in usual for path in paths(config))
 
 

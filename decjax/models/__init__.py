@@ -1,13 +1,18 @@
 """Flax models as pure functions of plain pytrees of parameters; they contain nothing about workers or communication.
 
 decoder     a decoder-only language model, which can be divided into pipeline stages and tensor-parallel groups
+<<<<<<< HEAD
 lstm        a recurrent language model
+=======
+graphs      the interface of models that classify a graph's nodes, and a graph convolution network
+>>>>>>> graphs
 images      the interface of image classifiers, and a multilayer perceptron
 resnet      a residual network for small images
 translator  an encoder–decoder transformer; `beam` searches its best translation
 """
 
 from decjax.models.decoder import Attention, DecoderLM, Model, Parts, Pieces, decoder_lm, rotate, sample
+from decjax.models.graphs import Graph, GraphModel, gcn
 from decjax.models.images import ImageModel, mlp
 from decjax.models.lstm import lstm
 from decjax.models.resnet import resnet
@@ -16,13 +21,19 @@ from decjax.models.translator import Translator, translator
 __all__ = [
     "Attention",
     "DecoderLM",
+    "Graph",
+    "GraphModel",
     "ImageModel",
     "Model",
     "Parts",
     "Pieces",
     "Translator",
     "decoder_lm",
+<<<<<<< HEAD
     "lstm",
+=======
+    "gcn",
+>>>>>>> graphs
     "mlp",
     "resnet",
     "rotate",

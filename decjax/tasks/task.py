@@ -54,7 +54,8 @@ class Task(NamedTuple):
         measure: `measure(params, variables, examples) -> (sums, weight_B)`; sums [B] by the name of the metric, which is Σ sum ÷ Σ
             weight.
         metrics: the metrics by name; "loss" is the first.
-        examples: `examples(B)`, shapes and dtypes of a batch; of the largest one where batches have a few shapes.
+        examples: `examples(B)`, shapes and dtypes of a batch; of the largest one where batches have a few shapes, or validation
+            examples are larger.
         load: `load(num_workers, batch_size, seed) -> Data`, with B examples per worker; reads files.
         items: how many items one example counts as in throughput: T tokens for a sequence.
         item: what these are called, such as "tokens".

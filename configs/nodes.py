@@ -1,0 +1,38 @@
+"""A graph of four communities whose nodes 8 workers learn to classify, each from a part of the graph (RandomTMA, SuperTMA).
+
+    python -m launch.train --config=configs/nodes.py --workdir=runs/nodes
+    python -m launch.train --config=configs/nodes.py:partition=super --workdir=runs/super
+    python -m launch.train --config=configs/nodes.py:graph=karate,workers=2 --workdir=runs/karate
+    python -m launch.train --config="configs/nodes.py:partition=min_cut,method=tma(pace='10,7,5')" --workdir=runs/min_cut
+
+Shorthand as in configs/lm.py, without pipelines, and graph, partition: see `launch.parts task nodes`. A run takes less than a minute on
+two CPU cores, most of it to compile. The averaged model classifies 0.93 to 1.00 of the 100 nodes held out after training on random
+parts, and 0.96 to 0.98 with partition=super (three seeds each).
+"""
+
+import ml_collections
+
+from configs import base, shorthand
+from decjax import config as parts
+
+KEYS = base.KEYS | dict(graph=str, partition=str)
+
+
+def tuned(method: str, order: str, optimizer: str) -> dict[str, float]:
+    """Learning rate and weight decay, a guess for each optimizer."""
+    return dict(learning_rate=0.1 if optimizer == "sgdm" else 1e-2, weight_decay=5e-4)
+
+
+def get_config(arg: str = "") -> ml_collections.ConfigDict:
+    """The config of the nodes, changed by a shorthand such as "workers=4,partition=min_cut"."""
+    given = shorthand.parse(arg, KEYS)
+    smoke = given.get("smoke", False)
+    steps = 20 if smoke else 300
+    config = base.get_config(given, steps=steps, batch=1, clip_norm=0.0, tuned=tuned, defaults=dict(method="tma"))
+    config.schedule.final_fraction = 1.0  # A constant rate: slow workers count fewer steps of a schedule.
+    config.task = "nodes"
+    config.data = parts.section("task", "nodes", **{key: given[key] for key in ("graph", "partition") if key in given})
+    config.model = parts.section("model", "gcn")
+    config.eval.update(every=10 if smoke else 100, num_windows=0, batch_size=1)
+    config.checkpoint.every = 10 if smoke else 100
+    return config

@@ -1,0 +1,101 @@
+"""The interface of models that classify the nodes of a graph, pure functions made from a Flax module; and a graph convolution network.
+
+With a_vu the strength of the edge from node u to node v, 0 where there is none,
+
+    Ã = A + I,   d_v = Σ_u ã_vu;     X ← ReLU(D^-½ Ã D^-½ X W + b)     in every layer, without the ReLU in the last
+
+Reference: Kipf and Welling 2017, arXiv 1609.02907. There the network has no biases.
+"""
+
+from collections.abc import Callable
+import itertools
+from typing import Any, NamedTuple
+
+from flax import nnx
+import jax
+import jax.numpy as jnp
+
+from decjax import registry
+
+
+class Graph(NamedTuple):
+    """A graph as arrays of fixed size: V nodes, E directed edges. An undirected edge is two.
+
+    Padding: an edge of strength 0 sends nothing, and a node without edges hears of itself alone.
+    """
+
+    features_VxD: Any
+    edges_Ex2: Any  # int32: the node that sends, the node that receives
+    strength_E: Any
+
+
+class GraphModel(NamedTuple):
+    """A classifier of nodes as pure functions, without framework objects.
+
+    A registered factory takes a model's options and returns `build(features, classes) -> GraphModel`, which the task calls.
+
+    Attributes:
+        init: `init(key) -> params`.
+        apply: `apply(params, graph) -> logits_VxK`, of one graph; its sizes may differ from call to call.
+    """
+
+    init: Callable[[jax.Array], Any]
+    apply: Callable[[Any, Graph], jax.Array]
+
+
+Build = Callable[[int, int], GraphModel]  # (features, classes), which the task knows
+
+
+class GraphConvolution(nnx.Module):
+    """Â X W + b."""
+
+    def __init__(self, inputs: int, outputs: int, rngs: nnx.Rngs):
+        self.linear = nnx.Linear(inputs, outputs, use_bias=False, kernel_init=nnx.initializers.glorot_uniform(), rngs=rngs)
+        self.bias = nnx.Param(jnp.zeros(outputs))
+
+    def __call__(self, x_VxD, spread):
+        return spread(self.linear(x_VxD)) + self.bias[...]
+
+
+class GCN(nnx.Module):
+    """Graph convolutions with ReLU between them."""
+
+    def __init__(self, widths: tuple[int, ...], rngs: nnx.Rngs):
+        self.layers = nnx.List(GraphConvolution(inputs, outputs, rngs) for inputs, outputs in itertools.pairwise(widths))
+
+    def __call__(self, graph: Graph):
+        senders_E, receivers_E = graph.edges_Ex2[:, 0], graph.edges_Ex2[:, 1]
+        root_V = jax.lax.rsqrt(1 + jax.ops.segment_sum(graph.strength_E, receivers_E, len(graph.features_VxD)))
+
+        def spread(x_VxF):
+            x_VxF = x_VxF * root_V[:, None]
+            heard_VxF = jax.ops.segment_sum(graph.strength_E[:, None] * x_VxF[senders_E], receivers_E, len(x_VxF))
+            return (x_VxF + heard_VxF) * root_V[:, None]
+
+        x_VxF = graph.features_VxD
+        for layer in self.layers[:-1]:
+            x_VxF = jax.nn.relu(layer(x_VxF, spread))
+        return self.layers[-1](x_VxF, spread)
+
+
+@registry.register("model", "gcn")
+def gcn(*, hidden: int = 16, depth: int = 2) -> Build:
+    """A graph convolution network: a node's layer is a weighted mean over the node and its neighbours, times a matrix.
+
+    Args:
+        hidden: F ≥ 1, values of a node between two layers.
+        depth: L ≥ 1, layers; a node hears of others that are at most L edges away.
+
+    Reference: Kipf and Welling 2017, arXiv 1609.02907.
+    """
+    for name, value in (("hidden", hidden), ("depth", depth)):
+        if value < 1:
+            raise ValueError(f"model {name}={value}: must be at least 1")
+
+    def build(features: int, classes: int) -> GraphModel:
+        widths = (features, *(hidden,) * (depth - 1), classes)
+        graphdef = nnx.graphdef(nnx.eval_shape(lambda: GCN(widths, nnx.Rngs(0))))
+        init = lambda key: nnx.to_pure_dict(nnx.state(GCN(widths, nnx.Rngs(key)), nnx.Param))
+        return GraphModel(init, lambda params, graph: nnx.merge(graphdef, nnx.State(params))(graph))
+
+    return build

@@ -1,0 +1,90 @@
+"""How the nodes of a graph are divided between workers.
+
+    random    every node to a random worker (RandomTMA)
+    min_cut   few edges between parts: the nodes, in the order of the second eigenvector of the Laplacian, are cut in two, pairs are
+              swapped as long as that cuts fewer edges (Kernighan and Lin), and both halves are divided further
+    super     many small clusters, made by min_cut, each to a random worker (SuperTMA)
+
+Parts differ by one node at most, those of "super" by a cluster. The paper's clusters are made by METIS.
+
+References: Zhu et al. 2023, arXiv 2305.09887; Kernighan and Lin 1970.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from decjax.tasks import graphs
+
+
+def check(text: str) -> None:
+    """Raises a ValueError for a text that is no partition."""
+    graphs.chosen("partition", text, PARTITIONS)
+
+
+def divide(text: str, graph: graphs.Labelled, num_parts: int, seed: int) -> np.ndarray:
+    """The part of every node, [V], as a function of (text, graph, number of parts, seed).
+
+    Args:
+        text: "random", "min_cut", or "super(clusters=8)", with so many clusters for each part.
+        graph: whose nodes are divided.
+        num_parts: N ≥ 1.
+        seed: of the run.
+
+    Raises:
+        ValueError: if the text is no partition, or there are more parts, or clusters, than nodes.
+    """
+    partition, options = graphs.chosen("partition", text, PARTITIONS)
+    if num_parts > (V := len(graph.labels_V)):
+        raise ValueError(f"partition {text!r}: {num_parts} workers are more than the graph's {V} nodes; use at most {V}")
+    return partition(graph, num_parts, np.random.default_rng((seed, num_parts)), **options)
+
+
+def _random(graph: graphs.Labelled, num_parts: int, rng: np.random.Generator) -> np.ndarray:
+    return rng.permutation(len(graph.labels_V)) % num_parts
+
+
+def _min_cut(graph: graphs.Labelled, num_parts: int, rng: np.random.Generator) -> np.ndarray:
+    import networkx
+
+    del rng  # Nothing of it is random.
+    edges_Ex2, strength_E = graph.edges_Ex2.tolist(), graph.strength_E.tolist()
+    plain = networkx.Graph()
+    plain.add_nodes_from(range(len(graph.labels_V)))
+    plain.add_weighted_edges_from((u, v, strength) for (u, v), strength in zip(edges_Ex2, strength_E) if u < v)
+    part_V = np.zeros(len(plain), int)
+    _cut(plain, list(plain), range(num_parts), part_V)
+    return part_V
+
+
+def _cut(graph: Any, nodes: list[int], parts: range, part_V: np.ndarray) -> None:
+    """Enters the parts of some nodes, by cutting them in two as often as is needed."""
+    import networkx
+    import scipy.linalg
+
+    if len(parts) == 1:
+        part_V[nodes] = parts[0]
+        return
+    own, half = graph.subgraph(nodes), len(parts) // 2
+    laplacian_VxV = networkx.laplacian_matrix(own, nodes).toarray().astype(float)
+    second_V = scipy.linalg.eigh(laplacian_VxV, subset_by_index=(1, 1))[1][:, 0]
+    order = np.argsort(second_V * second_V[np.abs(second_V).argmax()], kind="stable")  # Of a vector of either sign.
+    count = len(nodes) * half // len(parts)  # At least a node for each part, since parts are no more than nodes.
+    sides = {nodes[i] for i in order[:count]}, {nodes[i] for i in order[count:]}
+    second, first = networkx.community.kernighan_lin_bisection(own, sides)
+    _cut(graph, sorted(first), parts[:half], part_V)
+    _cut(graph, sorted(second), parts[half:], part_V)
+
+
+def _super(graph: graphs.Labelled, num_parts: int, rng: np.random.Generator, clusters: int = 8) -> np.ndarray:
+    count, V = clusters * num_parts, len(graph.labels_V)
+    if clusters < 1 or count > V:
+        raise ValueError(
+            f"partition 'super' with clusters={clusters}: {count} clusters for {num_parts} workers, and the graph has {V} nodes; use "
+            f"clusters=1 to {V // num_parts}"
+        )
+    return (rng.permutation(count) % num_parts)[_min_cut(graph, count, rng)]
+
+
+PARTITIONS: dict[str, Callable[..., np.ndarray]] = {"random": _random, "min_cut": _min_cut, "super": _super}

@@ -1,0 +1,127 @@
+"""Graphs whose nodes have features and labels.
+
+    blocks    a stochastic block model: communities of equal size; two nodes have an edge with probability p inside of a community
+              and q between two; the label is the community, which the features tell with noise
+    karate    Zachary's karate club: 34 members, the weights of their ties, and which of two clubs each joined
+
+Reference: Zachary 1977, An information flow model for conflict and fission in small groups.
+"""
+
+from collections.abc import Callable, Mapping
+import functools
+import inspect
+from typing import Any, NamedTuple
+import zlib
+
+import numpy as np
+
+from decjax import registry
+
+MOST_NODES = 4096  # of a graph: partition "min_cut" takes its Laplacian as a whole matrix
+
+
+class Labelled(NamedTuple):
+    """A graph that is known: V nodes with features and labels, E directed edges, two for each undirected one.
+
+    Attributes:
+        features_VxD: float32.
+        labels_V: int32, from 0 to K − 1.
+        classes: K.
+        edges_Ex2: int32, pairs (from, to).
+        strength_E: float32, positive.
+    """
+
+    features_VxD: np.ndarray
+    labels_V: np.ndarray
+    classes: int
+    edges_Ex2: np.ndarray
+    strength_E: np.ndarray
+
+    @property
+    def crc(self) -> int:
+        """A checksum of all of it."""
+        return functools.reduce(lambda crc, x: zlib.crc32(np.ascontiguousarray(x).tobytes(), crc), self[:2] + self[3:], 0)
+
+
+def _labelled(graph: Any, features_VxD: np.ndarray, labels_V: np.ndarray) -> Labelled:
+    """A graph of networkx, with nodes 0 … V − 1, as arrays; edges in a fixed order."""
+    edges = sorted((u, v, data.get("weight", 1.0)) for a, b, data in graph.edges(data=True) for u, v in ((a, b), (b, a)))
+    edges_Ex2 = np.array([edge[:2] for edge in edges], np.int32).reshape(-1, 2)
+    strength_E = np.array([edge[2] for edge in edges], np.float32)
+    known = features_VxD.astype(np.float32), labels_V.astype(np.int32), int(labels_V.max()) + 1
+    return Labelled(*known, edges_Ex2, strength_E)
+
+
+def blocks(
+    communities: int = 4,
+    nodes: int = 100,
+    inside: float = 0.1,
+    between: float = 0.01,
+    features: int = 8,
+    noise: float = 2.0,
+    seed: int = 0,
+) -> Labelled:
+    """A stochastic block model (module docstring): x_v = μ_k + σ ξ_v for a node v of community k, with all μ and ξ standard normal.
+
+    Args:
+        communities: K ≥ 2; they are the labels.
+        nodes: of a community.
+        inside: p, probability of an edge between two nodes of a community.
+        between: q, probability of an edge between nodes of two communities.
+        features: D ≥ 1, values of a node.
+        noise: σ ≥ 0.
+        seed: of the graph; it is the same in runs with other seeds.
+
+    Raises:
+        ValueError: if an option is out of range.
+    """
+    import networkx  # Imported here because only this task needs it.
+
+    for name, value, least in (("communities", communities, 2), ("nodes", nodes, 1), ("features", features, 1), ("seed", seed, 0)):
+        if value < least:
+            raise ValueError(f"task graph option {name}={value} must be at least {least}")
+    for name, value, most in (("inside", inside, 1), ("between", between, 1), ("noise", noise, 1e6)):
+        if not 0 <= value <= most:
+            raise ValueError(f"task graph option {name}={value} must lie between 0 and {most:g}")
+    if communities * nodes > MOST_NODES or features > MOST_NODES:
+        raise ValueError(
+            f"task graph 'blocks' with communities={communities}, nodes={nodes} and features={features}: at most {MOST_NODES} "
+            "nodes in all and as many features"
+        )
+    p_KxK = np.where(np.eye(communities, dtype=bool), inside, between)
+    graph = networkx.stochastic_block_model([nodes] * communities, p_KxK, seed=seed)
+    labels_V, rng = np.arange(communities * nodes) // nodes, np.random.default_rng(seed)
+    mean_KxD = rng.normal(size=(communities, features))
+    return _labelled(graph, mean_KxD[labels_V] + noise * rng.normal(size=(len(labels_V), features)), labels_V)
+
+
+def karate() -> Labelled:
+    """Zachary's karate club as networkx has it; a member's features say who it is: the unit vector of its number."""
+    import networkx
+
+    graph = networkx.karate_club_graph()
+    labels_V = np.array([graph.nodes[v]["club"] == "Officer" for v in range(len(graph))])
+    return _labelled(graph, np.eye(len(graph)), labels_V)
+
+
+GRAPHS: dict[str, Callable[..., Labelled]] = {"blocks": blocks, "karate": karate}
+
+
+@functools.lru_cache(4)
+def load(text: str) -> Labelled:
+    """The graph of a text such as "blocks(noise=1.0)"; raises a ValueError if there is none."""
+    make, options = chosen("graph", text, GRAPHS)
+    return make(**options)
+
+
+def chosen(kind: str, text: str, known: Mapping[str, Callable]) -> tuple[Callable, dict[str, Any]]:
+    """A function of a table and all of its options, from a call form."""
+    name, given = registry.parse(kind, text)
+    if name not in known:
+        raise ValueError(f"{kind} {registry.shown(text)} is unknown; use one of {', '.join(known)}")
+    signature = inspect.signature(known[name]).parameters
+    options = {key: registry.Option(x.default, type(x.default), False) for key, x in signature.items() if x.default is not x.empty}
+    if unknown := given.keys() - options.keys():
+        fix = f"use {', '.join(options)}" if options else "it has none, leave it out"
+        raise ValueError(f"{kind} {registry.shown(text)} has no option {min(unknown)!r}; {fix}")
+    return known[name], registry.fill(f"task {kind} option ", given, options)

@@ -1,0 +1,173 @@
+"""The task "nodes": classification of the nodes of a graph, whose workers each see a part of it.
+
+Worker i has the nodes V_i of a partition, their features, and the edges between two of them; edges to other parts are left out. With
+T ⊂ V the nodes that are trained on, T_i a worker's, and ℓ the cross-entropy,
+
+    L_i(x) = mean_{v ∈ T_i} ℓ(f(x; G[V_i])_v, y_v);     judged is f(x; G), which sees all edges, on the nodes that are held out
+
+Held-out nodes are in the graph while it is trained, without their labels. All parts are padded to the size of the largest one.
+
+An example is a whole graph, so a worker's batch is usually one.
+
+Reference: Zhu et al. 2023, arXiv 2305.09887 (RandomTMA, SuperTMA).
+"""
+
+from collections.abc import Callable
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import optax
+
+from decjax import models, registry
+from decjax.tasks import graph_partition, graphs
+from decjax.tasks.task import Data, Metric, Task
+
+
+class Subgraphs(NamedTuple):
+    """A batch of graphs, their nodes' labels, and weights: 1 for nodes that count for the loss, 0 for all others and for padding."""
+
+    graphs: models.Graph  # leaves [B, …]
+    labels_BxV: Any
+    weight_BxV: Any
+
+
+@registry.register("task", "nodes", models=("gcn",))
+def nodes(
+    model: Callable[[int, int], models.GraphModel],
+    *,
+    graph: str = "blocks",
+    partition: str = "random",
+    targets: int = 0,
+    validation: float = 0.25,
+) -> Task:
+    """Classification of a graph's nodes by workers that each see the edges inside of their own part; metrics are loss and accuracy.
+
+    Args:
+        model: `build(features, classes) -> GraphModel`.
+        graph: "karate", Zachary's club, or a stochastic block model, "blocks(communities=4,nodes=100,inside=0.1,between=0.01,
+            features=8,noise=2.0,seed=0)"; see `tasks.graphs`.
+        partition: which nodes each worker has: "random", "min_cut", or "super(clusters=8)", with so many clusters for each worker; see
+            `tasks.graph_partition`.
+        targets: nodes of a worker that count for the loss of a step, drawn anew in each; 0: all that it trains on.
+        validation: share of the nodes that is held out, between 0 and 1; they are the same in all runs.
+
+    Raises:
+        ValueError: if an option is none of these; from `load`, if there are more workers than nodes, or a worker has no node to train
+            on.
+
+    Reference: Zhu et al. 2023, arXiv 2305.09887.
+    """
+    if targets < 0:
+        raise ValueError(f"task targets={targets} must be at least 0, which is all nodes of a worker")
+    if not 0 < validation < 1:
+        raise ValueError(f"task validation={validation} must lie between 0 and 1, such as 0.25")
+    graph_partition.check(partition)
+    whole = graphs.load(graph)
+    form = _Nodes(model(whole.features_VxD.shape[1], whole.classes), whole, graph, partition, targets, validation)
+    return Task(
+        init=form.model.init,
+        loss=form.loss,
+        measure=form.measure,
+        metrics={"loss": Metric("nats"), "accuracy": Metric()},
+        examples=lambda batch_size: jax.eval_shape(lambda: form.whole(np.zeros(len(whole.labels_V)), batch_size)),
+        load=form.load,
+        item="graphs",
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Nodes:
+    """The task's functions."""
+
+    model: models.GraphModel
+    graph: graphs.Labelled
+    name: str
+    partition: str
+    targets: int
+    validation: float
+
+    def loss(self, params, variables, batch, key):
+        sums, weight_B = self.measure(params, variables, batch)
+        return sums["loss"].sum() / weight_B.sum(), variables
+
+    def measure(self, params, variables, examples):
+        logits_BxVxK = jax.vmap(self.model.apply, (None, 0))(params, examples.graphs)
+        nll_BxV = optax.softmax_cross_entropy_with_integer_labels(logits_BxVxK, examples.labels_BxV)
+        right_BxV = (logits_BxVxK.argmax(axis=-1) == examples.labels_BxV) * 1.0
+        sums = {"loss": nll_BxV, "accuracy": right_BxV}
+        return {name: (x * examples.weight_BxV).sum(axis=1) for name, x in sums.items()}, examples.weight_BxV.sum(axis=1)
+
+    def whole(self, weight_V: np.ndarray, batch_size: int = 1) -> Subgraphs:
+        """B times the whole graph."""
+        return _repeated(
+            Subgraph.of(self.graph, np.arange(len(self.graph.labels_V))), np.tile(weight_V.astype(np.float32), (batch_size, 1))
+        )
+
+    def load(self, num_workers, batch_size, seed) -> Data:
+        V = len(self.graph.labels_V)
+        held_out = np.random.default_rng(0).permutation(V)[: max(1, round(self.validation * V))]
+        trained_V = ~np.isin(np.arange(V), held_out)
+        part_V = graph_partition.divide(self.partition, self.graph, num_workers, seed)
+        trained_N = np.bincount(part_V, trained_V, num_workers)
+        if not trained_N.all():
+            raise ValueError(
+                f"task partition={self.partition!r}: worker {trained_N.argmin()} of {num_workers} has no node to train on; use fewer "
+                "workers, another partition, or a smaller validation share"
+            )
+        own = [np.flatnonzero(part_V == worker) for worker in range(num_workers)]
+        parts = [Subgraph.of(self.graph, chosen) for chosen in own]
+        sizes = [max(len(x) for x in each) for each in zip(*parts)]
+        parts = [Subgraph(*(_padded(x, size) for x, size in zip(part, sizes))) for part in parts]
+        weights = [_padded(trained_V[chosen].astype(np.float32), len(parts[0].labels_V)) for chosen in own]
+
+        def batch(worker, step):
+            rng = np.random.default_rng((seed, worker, step))
+            return _repeated(parts[worker], np.stack([self.drawn(weights[worker], rng) for _ in range(batch_size)]))
+
+        kept = (
+            (part_V[self.graph.edges_Ex2[:, 0]] == part_V[self.graph.edges_Ex2[:, 1]]).mean() if len(self.graph.edges_Ex2) else 1.0
+        )
+        return Data(
+            batch=batch,
+            validation=lambda limit: self.whole(~trained_V),
+            fingerprint=f"{self.name}, {V} nodes, crc {self.graph.crc:08x}",  # Not of the parts: another N has others.
+            facts=lambda: {"kept_edges": float(kept)},
+        )
+
+    def drawn(self, weight_V: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+        """The weights of a step's targets, of nodes that may be ones."""
+        possible = np.flatnonzero(weight_V)
+        if not self.targets or self.targets >= len(possible):
+            return weight_V
+        chosen_V = np.zeros_like(weight_V)
+        chosen_V[rng.choice(possible, self.targets, replace=False)] = 1
+        return chosen_V
+
+
+class Subgraph(NamedTuple):
+    """Some nodes of a graph, and the edges between them; nodes are numbered anew."""
+
+    features_VxD: np.ndarray
+    edges_Ex2: np.ndarray
+    strength_E: np.ndarray
+    labels_V: np.ndarray
+
+    @classmethod
+    def of(cls, graph: graphs.Labelled, nodes: np.ndarray) -> "Subgraph":
+        """The part of a graph with the given nodes, in ascending order."""
+        inside_E = np.isin(graph.edges_Ex2, nodes).all(axis=1)
+        edges_Ex2 = np.searchsorted(nodes, graph.edges_Ex2[inside_E]).astype(np.int32)
+        return cls(graph.features_VxD[nodes], edges_Ex2, graph.strength_E[inside_E], graph.labels_V[nodes])
+
+
+def _padded(x: np.ndarray, size: int) -> np.ndarray:
+    """With zeros behind it: nodes of weight 0, edges of strength 0."""
+    return np.pad(x, [(0, size - len(x))] + [(0, 0)] * (x.ndim - 1))
+
+
+def _repeated(part: Subgraph, weight_BxV: np.ndarray) -> Subgraphs:
+    """A batch of one graph with different weights."""
+    features_BxVxD, edges_BxEx2, strength_BxE, labels_BxV = (np.broadcast_to(x, (len(weight_BxV), *x.shape)) for x in part)
+    return Subgraphs(models.Graph(features_BxVxD, edges_BxEx2, strength_BxE), labels_BxV, weight_BxV)
