@@ -3,9 +3,11 @@
 decoder     a decoder-only language model, which can be divided into pipeline stages and tensor-parallel groups
 images      the interface of image classifiers, and a multilayer perceptron
 resnet      a residual network for small images
+clicks      a recommendation model with embedding tables, DLRM
 translator  an encoder–decoder transformer; `beam` searches its best translation
 """
 
+from decjax.models.clicks import ClickModel, dlrm
 from decjax.models.decoder import Attention, DecoderLM, Model, Parts, Pieces, decoder_lm, rotate, sample
 from decjax.models.images import ImageModel, mlp
 from decjax.models.resnet import resnet
@@ -13,6 +15,7 @@ from decjax.models.translator import Translator, translator
 
 __all__ = [
     "Attention",
+    "ClickModel",
     "DecoderLM",
     "ImageModel",
     "Model",
@@ -20,6 +23,7 @@ __all__ = [
     "Pieces",
     "Translator",
     "decoder_lm",
+    "dlrm",
     "mlp",
     "resnet",
     "rotate",
