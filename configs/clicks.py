@@ -2,15 +2,25 @@
 
     python -m launch.train --config=configs/clicks.py --workdir=runs/clicks
 
-Shorthand as in configs/lm.py, without pipelines.
+    python -m launch.train --config=configs/clicks.py:divided --workdir=runs/divided
+    python -m launch.train --config=configs/clicks.py:bound=0.02,gradient_bound=0.01,start=4,within=400 --workdir=runs/bounded
+
+Shorthand as in configs/lm.py, without pipelines, and divided: the workers divide the embedding tables among them. bound=E: the vectors that
+they then send each other are off by at most E; bound=(E,3=F): those of table 3 by at most F. gradient_bound likewise, for the gradients of
+vectors. start=K,within=S: bounds are K times larger at first and fall to these values within S steps. bits: of each coded value.
 """
+
+from collections.abc import Mapping
+from typing import Any
 
 import ml_collections
 
 from configs import base, shorthand
 from decjax import config as parts
 
-KEYS = base.KEYS
+BOUNDS = dict(bound=str, gradient_bound=str, start=str, within=int, bits=int)
+KEYS = base.KEYS | dict(divided=bool) | BOUNDS
+FIELDS = dict(bound="forward", gradient_bound="backward")
 # (learning rate, weight decay)
 TUNED = dict(adamw=(1e-2, 0.0), sgdm=(0.5, 0.0))
 
@@ -30,9 +40,29 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
         given, steps=20 if smoke else 1000, batch=32, clip_norm=0.0, tuned=tuned, warmup_steps=20, defaults=defaults
     )
     config.task = "clicks"
-    sizes = dict(tables="50,20,10,5", features=4, validation=256) if smoke else {}
-    config.data = parts.section("task", "clicks", **sizes)
-    config.model = parts.section("model", "dlrm", **(dict(width=4, hidden=8) if smoke else {}))
+    config.data = parts.section("task", "clicks")
+    config.model = parts.section("model", "dlrm")
+    if smoke:
+        config.data.update(tables="50,20,10,5", features=4, validation=256)
+        config.model.update(width=4, hidden=8)
+    if (bounds := {key: given[key] for key in BOUNDS if key in given}) or given.get("divided"):
+        config.tables = tables(bounds)
     config.eval.update(every=10 if smoke else 250, num_windows=0, batch_size=256, local=False)
     config.checkpoint.every = 10 if smoke else 500
     return config
+
+
+def tables(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The section of divided tables, from the bounds in a shorthand."""
+    if given and not (given.keys() & FIELDS.keys()):
+        key = next(iter(given))
+        raise ValueError(
+            f"config argument {key}={given[key]} changes nothing without bounds; use bound=0.02 or gradient_bound=0.01"
+        )
+    try:
+        start = {"start": float(given["start"])} if "start" in given else {}
+    except ValueError:
+        raise ValueError(f"config argument start={given['start']}: must be a number, such as 4") from None
+    texts = {field: given[key].strip("()") for key, field in FIELDS.items() if key in given}
+    plain = {key: given[key] for key in ("within", "bits") if key in given}
+    return parts.tables({**texts, **plain, **start})

@@ -73,7 +73,7 @@ class Dense(nnx.Module):
         return self.top(jnp.concatenate([own_BxD, products_BxUxU[:, above, below]], axis=1))[:, 0]
 
 
-class Tables(nnx.Module):
+class Embeddings(nnx.Module):
     """A table for each categorical feature, with initial values uniform in ±1/√V_t."""
 
     def __init__(self, sizes: tuple[int, ...], width: int, rngs: nnx.Rngs):
@@ -106,7 +106,7 @@ def dlrm(*, width: int = 8, hidden: int = 32, depth: int = 1) -> Build:
 
     def build(features, sizes):
         dense = lambda rngs: Dense(features, len(sizes), width, [hidden] * depth, rngs)
-        tables = lambda rngs: Tables(sizes, width, rngs)
+        tables = lambda rngs: Embeddings(sizes, width, rngs)
         graphs = {name: nnx.graphdef(nnx.eval_shape(lambda: made(nnx.Rngs(0)))) for name, made in (("d", dense), ("t", tables))}
 
         def init(key):

@@ -12,6 +12,6 @@ parallel    pairs of sentences in batches of a few lengths; `bpe` encodes them
 datasets    data sets of images
 """
 
-from decjax.tasks.task import Data, Metric, Task
+from decjax.tasks.task import Data, Lookups, Metric, Task
 
-__all__ = ["Data", "Metric", "Task"]
+__all__ = ["Data", "Lookups", "Metric", "Task"]

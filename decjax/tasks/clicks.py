@@ -20,7 +20,7 @@ from scipy import stats
 
 from decjax import models, registry
 from decjax.models.clicks import Build
-from decjax.tasks.task import Data, Metric, Task, spaced
+from decjax.tasks.task import Data, Lookups, Metric, Task, spaced
 
 RANK = 4  # of the hidden model's interactions
 LARGEST = 10**7  # rows of all tables together
@@ -76,6 +76,7 @@ def clicks(
         metrics={"loss": Metric("nats"), "accuracy": Metric()},
         examples=form.examples,
         load=form.load,
+        lookups=Lookups(form.model.sizes, form.model.width, lambda batch: batch.indices_BxT, form.loss_of),
         derived=form.derived,
         score=form.score,
         scores={"auc": Metric()},
@@ -108,8 +109,14 @@ class _Clicks:
         return self.model.logits(params["dense"], examples.numbers_BxF, vectors_BxTxD)
 
     def loss(self, params, variables, batch, key):
+        vectors_BxTxD = self.model.lookup(params["tables"], batch.indices_BxT)
+        return self.loss_of(params, vectors_BxTxD, batch, key), variables
+
+    def loss_of(self, params, vectors_BxTxD, batch, key):
+        """The loss for vectors that were looked up; the parameters need no tables."""
         del key
-        return optax.sigmoid_binary_cross_entropy(self.logits(params, batch), batch.clicks_B).mean(), variables
+        logits_B = self.model.logits(params["dense"], batch.numbers_BxF, vectors_BxTxD)
+        return optax.sigmoid_binary_cross_entropy(logits_B, batch.clicks_B).mean()
 
     def measure(self, params, variables, examples):
         del variables

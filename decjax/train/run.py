@@ -152,6 +152,10 @@ class Run:
             if (there := getattr(theirs.pipeline, name)) != (here := getattr(self.spec.pipeline, name))
         ]:
             raise CheckpointError(f"{folder} has a model divided otherwise ({'; '.join(differing)}); start with the same division")
+        if self.spec.tables is not None and theirs.workers != self.spec.workers:
+            raise CheckpointError(
+                f"{folder} has tables divided among {theirs.workers} workers, not {self.spec.workers}; use workers={theirs.workers}"
+            )
         needed = state_lib.kept(self.trainer.abstract, self.trainer.setup.source.lasts)
         if step is not None and (name := checkpoints.unlike(step, needed)):
             differing = workdir_lib.differing(theirs, self.spec) or f"its state has no such {name}"

@@ -52,7 +52,10 @@ class Trainer:
 
     def start(self, params: Any) -> State:
         """The state before the first step, from given parameters of one model; leaves [S, …] with stages."""
-        params = self.workers.stack(params)
+        if deal := self.setup.source.deal:
+            params = jax.jit(deal, out_shardings=self.workers.shardings(jax.eval_shape(deal, params)))(params)
+        else:
+            params = self.workers.stack(params)
         return State(params, *(init(params) for init in self._inits))
 
     @functools.cached_property
@@ -122,9 +125,9 @@ class Trainer:
 
     @functools.cached_property
     def _join(self):
-        if self.workers.stages == 1:
+        join = self.setup.source.models
+        if self.workers.stages == 1 and not self.setup.source.gather:
             return lambda params: params
-        join = jax.vmap(self.setup.source.join)
         return jax.jit(join, out_shardings=self.workers.whole.shardings(jax.eval_shape(join, self.abstract.params)))
 
     def average(self, state: State) -> tuple[Any, Any]:
@@ -133,10 +136,12 @@ class Trainer:
 
     @functools.cached_property
     def _average(self):
-        join, source = jax.vmap(self.setup.source.join), self.setup.source
+        source = self.setup.source
 
         def average(state):
-            params = state_lib.averaged(state._replace(params=join(state.params)), self.method.mixer, self.workers.num_axes)
+            params = state_lib.averaged(
+                state._replace(params=source.models(state.params)), self.method.mixer, self.workers.num_axes
+            )
             return params, state_lib.mean_over_workers(source.variables(state.source))
 
         return jax.jit(average, out_shardings=self.workers.replicated)
@@ -147,8 +152,8 @@ class Trainer:
 
     @functools.cached_property
     def _distance(self):
-        join = jax.vmap(self.setup.source.join)
-        return jax.jit(lambda params: state_lib.consensus_distance(join(params)), out_shardings=self.workers.replicated)
+        whole = self.setup.source.models
+        return jax.jit(lambda params: state_lib.consensus_distance(whole(params)), out_shardings=self.workers.replicated)
 
     def consensus(self, state: State) -> tuple[State, float]:
         """(state with every replica replaced by the average, bytes that a worker sent for it).
