@@ -62,7 +62,7 @@ def bounds_of(text: str, what: str, tables: int) -> np.ndarray:
         raise ValueError(
             f"{what}={text!r} has no bound for table {bounds.index(None)}; add one for it, or one for all, as '0.01,…'"
         )
-    return np.float32(bounds)
+    return np.array(bounds, np.float32)
 
 
 @dataclasses.dataclass(frozen=True)
