@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from absl import flags
 
-from experiments import oracles, script
+from experiments import oracles, oracles_tables, script
 
 FLAGS = flags.FLAGS
 
@@ -137,6 +137,22 @@ ROWS = (
         "experiments.optimus --workdir=WORKDIR",
         "loss with gradients at the activations' places ÷ at their own, equal bytes",
         oracles.shared_places,
+        1.0,
+    ),
+    Row(
+        "dual-level DLRM compression",
+        "arXiv 2407.04272",
+        "launch.train --config=configs/clicks.py:bound=0.02,gradient_bound=0.01,start=4,within=400 --workdir=WORKDIR",
+        "largest error of a lookup or gradient ÷ its table's bound, all steps",
+        oracles_tables.worst,
+        1.0,
+    ),
+    Row(
+        "dual-level DLRM compression, loss",
+        "arXiv 2407.04272",
+        "launch.train --config=configs/clicks.py:bound=0.02,gradient_bound=0.01,start=4,within=400 --workdir=WORKDIR",
+        "log-loss beside that without bounds, in deviations of 3 seeds",
+        oracles_tables.beyond_noise,
         1.0,
     ),
     Row(

@@ -140,7 +140,7 @@ def test_simulated_workers_receive_the_same():
 def test_what_arrives_is_within_bounds_whatever_the_values(mode):
     """Many magnitudes and bounds by one program. Where the bits do not suffice, and for NaN, the values arrive as they are."""
     workers, P, shape = mesh.make_workers(N, simulate=mode == "simulated"), 2, (16, 4)
-    link = bounds.Coded(bits=6, outliers=1)
+    link = bounds.BoundedLink(bits=6, outliers=1)
 
     def send(x_NxPxBxD, e_NxP):
         theirs_NxP = workers.axis.all_to_all(e_NxP)
@@ -161,6 +161,16 @@ def test_what_arrives_is_within_bounds_whatever_the_values(mode):
         np.testing.assert_array_equal(arrived, sent) if raw else np.testing.assert_array_less(off, 1 + 1e-12)
         seen.add(raw)
     assert seen == {True, False} and run._cache_size() == 1
+
+
+def test_where_bits_do_not_suffice_nothing_is_lost_and_the_bytes_are_counted():
+    plain, (trainer, _, losses, told) = path("divided,simulate"), path("bound=1e-6,bits=2,simulate")
+    np.testing.assert_allclose(losses, plain[2], rtol=1e-5)
+    assert told[-1].raw_2.tolist() == [[STEPS, 0]] * N
+    state = trainer.init()._replace(source=jax.tree.map(jnp.asarray, told[-1]))
+    whole = (N - 1) * 2 * trainer.spec.each * 4 * 4
+    coded = trainer.setup.source.num_bytes - (plain[0].setup.source.num_bytes - whole) - 2 * (N - 1) / N * 4
+    assert trainer.bytes_by_usage(state) == STEPS * (whole - coded)
 
 
 @pytest.mark.parametrize(

@@ -112,7 +112,7 @@ class Told(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Coded:
+class BoundedLink:
     """An all-to-all of vectors within bounds, or of vectors as they are.
 
     Attributes:
@@ -136,6 +136,12 @@ class Coded:
         flag = mesh.mean_bytes(1, jnp.int32, num_workers)
         return (num_workers - 1) * slots * self.codec(1.0).num_bytes((size,), jnp.float32) + flag
 
+    def more_bytes(self, num_workers: int, slots: int, size: int) -> float:
+        """How many more it sends in a step in which vectors go as they are."""
+        if not self.coded:
+            return 0.0
+        return (num_workers - 1) * slots * (size * 4 - self.codec(1.0).num_bytes((size,), jnp.float32))
+
     def send(self, x_NxPxBxD: jax.Array, ours_NxP: jax.Array, theirs_NxP: jax.Array, axis: mesh.Axis) -> tuple[jax.Array, Told]:
         """(what arrives, as v̂_NxPxBxD, from each worker; what the sender knows).
 
@@ -158,7 +164,7 @@ class Coded:
         is_raw = axis.sum((~(off_NxPxBxD <= 1).all()).astype(jnp.int32)) > 0  # So that NaN counts as too far off.
 
         def as_they_are():
-            with jax.named_scope("runs=0"):  # Counted as bytes of a step is what is usual; how often it is not, the state says.
+            with jax.named_scope("runs=0"):  # Of the two branches the usual one counts; the state says how often it was the other.
                 return axis.all_to_all(x_NxPxBxD)
 
         def within_bounds():

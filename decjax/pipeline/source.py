@@ -40,7 +40,8 @@ class Source(NamedTuple):
         deal: from what `split` gives to the parameters of all workers, leaves [N, …], where these hold different parts of one model;
             None: each holds all of it.
         gather: the inverse, N whole models.
-        num_bytes: bytes that each worker sends to others for its gradient.
+        num_bytes: bytes that each worker sends to others for its gradient, where all messages are as small as usual.
+        more_bytes: `more_bytes(state)`, of one worker, the bytes beyond these that it has sent in all steps so far; None: none.
     """
 
     gradient: Callable[[Any, Any, Any, jax.Array], tuple[jax.Array, Any, Any]]
@@ -55,6 +56,7 @@ class Source(NamedTuple):
     deal: Callable[[Any], Any] | None = None
     gather: Callable[[Any], Any] | None = None
     num_bytes: float = 0.0
+    more_bytes: Callable[[Any], jax.Array] | None = None
 
     def models(self, params: Any) -> Any:
         """Every worker's whole model, leaves [N, …], from the parameters of all workers."""

@@ -26,7 +26,7 @@ import numpy as np
 import optax
 
 from decjax import mesh, reduce
-from decjax.pipeline.bounds import Coded, Decay, bounds_of
+from decjax.pipeline.bounds import BoundedLink, Decay, bounds_of
 from decjax.pipeline.source import Source
 
 TABLES = "tables"  # their place in the parameters
@@ -146,13 +146,14 @@ def of_tables(
         raise ValueError(
             "config.tables divides a model's embedding tables, and this task has none; leave it out, or use task 'clicks'"
         )
-    links = tuple(Coded(bits, outliers, bool(text)) for text in (forward, backward))
+    links = tuple(BoundedLink(bits, outliers, bool(text)) for text in (forward, backward))
     usual = [text or "1" for text in (forward, backward)]
     bounds = [bounds_of(text, f"tables.{what}", len(lookups.sizes)) for what, text in zip(("forward", "backward"), usual)]
     shares = Shares(tuple(lookups.sizes), num_workers)
     form = _Divided(lookups, axis, shares, links, np.stack(bounds), Decay(start, within, decay))
     size = batch_size * lookups.width
-    sent = sum(link.num_bytes(num_workers, shares.slots, size) for link in links)  # Also refuses impossible bits.
+    sent = [link.num_bytes(num_workers, shares.slots, size) for link in links]  # Also refuses impossible bits.
+    more_2 = np.float32([link.more_bytes(num_workers, shares.slots, size) for link in links])
     return Source(
         form.gradient,
         form.init,
@@ -160,7 +161,8 @@ def of_tables(
         lasts=False,
         deal=shares.deal,
         gather=shares.gather,
-        num_bytes=sent + (num_workers - 1) * shares.slots * batch_size * 4,
+        num_bytes=sum(sent) + (num_workers - 1) * shares.slots * batch_size * 4,
+        more_bytes=lambda state: state.raw_2 @ more_2,
     )
 
 
@@ -171,7 +173,7 @@ class _Divided:
     lookups: Any
     axis: mesh.Axis
     shares: Shares
-    links: Sequence[Coded]  # of vectors, of gradients
+    links: Sequence[BoundedLink]  # of vectors, of gradients
     bounds_2xT: np.ndarray
     decay: Decay
 

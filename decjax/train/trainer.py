@@ -102,7 +102,16 @@ class Trainer:
             raise TrainingError(str(error)) from error
 
     def bytes_by_usage(self, state: State) -> float:
-        """Bytes that a worker has sent so far, for methods whose state decides on the phase of a step; 0 for others."""
+        """Bytes that a worker has sent so far and that `Program.sent` does not hold, since the state decides on them: all of methods
+        whose state decides on the phase of a step, and what messages of divided tables had beyond their usual size."""
+        return self._bytes_by_phase(state) + (float(self.workers.fetch(self._more(state.source)).mean()) if self._more else 0.0)
+
+    @functools.cached_property
+    def _more(self) -> Callable[[Any], jax.Array] | None:
+        more = self.setup.source.more_bytes
+        return more and self.workers.jit(more, (0,))
+
+    def _bytes_by_phase(self, state: State) -> float:
         if not self.method.usage:
             return 0.0
         usage, bytes_P = self._usage
