@@ -227,6 +227,8 @@ def test_a_run_that_is_stopped_goes_on_bit_by_bit(tmp_path):
     assert_equal_states(tmp_path / "whole", again, STEPS)
     summary = json.loads((again / "summary.json").read_text())
     assert np.isfinite(summary["eval_auc"]) and summary["eval_excess"] > 0
+    longer = run_of(config_of(f"{CODED},simulate=false", steps=STEPS + 2), tmp_path / "longer", resume_from=again)
+    assert longer.start == STEPS and not np.asarray(longer.state.source.step).any()
     with pytest.raises(train.CheckpointError, match="tables divided among 4 workers, not 2; use workers=4") as error:
         run_of(config_of(CODED, workers=2, steps=STEPS + 2), tmp_path / "other", resume_from=again)
     assert "\n" not in str(error.value)

@@ -3,6 +3,7 @@
 source       where a gradient comes from: a whole model, or one divided into stages
 stages       which layers and tables a stage holds; from a model's parameters to the stages' and back
 tables       a gradient source with embedding tables that the workers divide among them
+shares       which worker owns which of them
 bounds       its messages, in which no value is off by more than a bound
 executor     the gradient of a divided model by any schedule, tick by tick
 table        a schedule as arrays, which the executor reads

@@ -5,7 +5,7 @@ lm          predicts the next byte of any text
 images      classifies small images
 translation translates between two languages
 quadratics  minimizes a sum of quadratics, whose optimum is known
-clicks      predicts clicks of generated examples, with a known least loss
+clicks      predicts clicks of generated examples, with a known least loss; `impressions` generates them
 partition   which examples each worker trains on
 text        byte corpora and windows of them
 parallel    pairs of sentences in batches of a few lengths; `bpe` encodes them

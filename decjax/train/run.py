@@ -172,7 +172,8 @@ class Run:
         n = origin.num_workers
         step, (state, weight_N), damage = origin.checkpoints.newest(lambda step: self._read(origin, step))
         # Mixers start from one model on all workers, here the average of the replicas.
-        params = state["params"]
+        gather = self.trainer.setup.source.gather
+        params = gather(state["params"]) if gather else state["params"]
         average = jax.tree.map(lambda mean, x: np.asarray(mean, x.dtype), state_lib.mean_over_workers(params, weight_N), params)
         fresh = self.workers.fetch(self.trainer.start(average))
         state = state_lib.resize(state, fresh, self.workers.num_workers, weight_N)
