@@ -2,9 +2,9 @@
 
     python -m experiments.late --out=runs/late --pages=docs/results
 
-Two pipelines of four stages on eight forced CPU devices (configs/lm.py, four layers) train on the same text, as Ravnest does (arXiv 2401.01728): stage s
-applies gradients δ(3 − s) steps late, and the parameters are averaged every R steps. δ = 0 waits, as usual. The rate is that of the
-config for all of them; three seeds. Trainings that are finished are not made again.
+Two pipelines of four stages on eight forced CPU devices (configs/lm.py, four layers) train on the same text, as Ravnest does
+(arXiv 2401.01728): stage s applies gradients δ(3 − s) steps late, and the parameters are averaged every R steps. δ = 0 waits, as usual.
+The rate is that of the config for all of them; three seeds. Trainings that are finished are not made again.
 """
 
 import itertools

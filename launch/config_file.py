@@ -188,6 +188,8 @@ def _absent(config: Any, name: str) -> str:
 
     if name == "boundary":
         return "no message between stages is coded; use backward=CODEC or forward=CODEC with stages=2 or more"
+    if name == "tables":
+        return "no tables are divided among workers; use the shorthand divided, as configs/clicks.py:divided"
     if name == "model":
         return f"task {config.get('task')!r} has none"
     needed = "mixer" if name == "topology" else name

@@ -17,6 +17,7 @@ Reference: Tao et al. 2017, "SZ", linear-scaling quantization without its predic
 
 import dataclasses
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -31,13 +32,14 @@ def bounded(bound: float = 1e-3, bits_per_value: int = 8, group: int = 256, outl
     """Each value rounded to a multiple of 2e, so that |x − x̂| ≤ e for every value; those for which that fails are sent as they are.
 
     Args:
-        bound: e, the absolute error that is allowed, at least 1e-30.
+        bound: e, the absolute error that is allowed, at least 1e-30; in Python also a traced scalar, which is not checked, so that the
+            bound can change from step to step in one program. Both ends need the same one.
         bits_per_value: b, bits of each value's multiple, from 2 to 12.
         group: g, values of a group, 1 to 65536. Groups are strided: value p belongs to group p mod M, M the number of groups.
         outliers: number of outliers that a group has room for, at most g; at least 1 if `raw` is False.
         raw: whether a group with more outliers is sent as it is, which makes messages vary in size; if False, they are clipped.
     """
-    if not 1e-30 <= bound < math.inf:
+    if not isinstance(bound, jax.Array) and not 1e-30 <= bound < math.inf:
         raise ValueError(f"bounded bound={bound} must be a positive number of at least 1e-30; it is the largest error of any value")
     if bits_per_value not in range(2, 13):
         raise ValueError(f"bounded bits_per_value={bits_per_value!r} must be a whole number from 2 to 12")
@@ -55,7 +57,7 @@ def bounded(bound: float = 1e-3, bits_per_value: int = 8, group: int = 256, outl
 class _Bounded:
     """The codec's functions."""
 
-    bound: float
+    bound: Any  # a number, or a traced scalar
     bits_per_value: int
     levels: int
     group: int

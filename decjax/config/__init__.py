@@ -12,7 +12,7 @@ A config that describes no possible run raises a `ConfigError`, which names in o
 
 from decjax.config.assemble import Setup, build, check_memory
 from decjax.config.resolve import Size, message_ratio, read, resolve, size
-from decjax.config.sections import BOUNDARY, choose, section
+from decjax.config.sections import BOUNDARY, choose, section, tables
 from decjax.config.selective import transformer
 from decjax.config.spec import SIMULATED_WORKERS, Choice, Elastic, Layers, RunSpec
 from decjax.errors import ConfigError
@@ -35,5 +35,6 @@ __all__ = [
     "resolve",
     "section",
     "size",
+    "tables",
     "transformer",
 ]

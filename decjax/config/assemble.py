@@ -6,6 +6,7 @@ import os
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import optax
 
 from decjax import codecs, mesh, optim, pipeline, reduce, registry, tasks
@@ -44,6 +45,12 @@ class Setup(NamedTuple):
         """The initial parameters of one model; with stages, leaves [S, …]."""
         return self.source.split(self.task.init(key))
 
+    def stacked(self, params: Any) -> Any:
+        """The parameters of all workers, [N, …], from those of one model: a copy for each, or its part. Not jitted."""
+        if self.source.deal:
+            return self.source.deal(params)
+        return jax.tree.map(lambda x: jnp.broadcast_to(x, (self.workers.num_workers, *jnp.shape(x))), params)
+
 
 def build(spec: RunSpec, devices: Sequence[jax.Device] | None = None) -> Setup:  # pyright: ignore[reportInvalidTypeForm]
     """The parts of a run, with its workers placed on devices and its data loaded.
@@ -78,7 +85,7 @@ def assemble(spec: RunSpec, make_workers: Callable[..., mesh.Workers]) -> Setup:
         )
     task = _make("task", spec.task, model=division.complete(model) if division else model)
     workers = make_workers(spec.workers, local_size=spec.local_size, stages=given.stages, tensor=spec.tensor, divided=task.divided)
-    source = make_source(spec, task, division)
+    source = make_source(spec, task, division, axis=workers.axis)
     learning_rate = _make("schedule", spec.schedule, steps=spec.steps)
     method, topology = _method(spec, workers, source, learning_rate, task.units)
     return Setup(spec, workers, task, source, method, learning_rate, topology)
@@ -107,9 +114,12 @@ def make_source(
     task: tasks.Task,
     division: pipeline.Division | None,
     watch: Callable[[pipeline.Boundary], pipeline.Boundary] = lambda boundary: boundary,
+    axis: mesh.Axis = mesh.WORKERS,
 ) -> source_lib.Source:
-    """The gradient source of a spec; `watch` is applied to its boundary, as `pipeline.probed` is."""
+    """The gradient source of a spec; `watch` is applied to its boundary, as `pipeline.probed` is; `axis` is that of the workers."""
     source_lib.check_microbatches(spec.pipeline.microbatches, spec.each)
+    if spec.tables is not None:
+        return pipeline.of_tables(task.lookups, axis, spec.workers, spec.each, **spec.tables)
     if not division:
         return source_lib.whole(task.loss, task.variables, spec.pipeline.microbatches)
     made = boundary_codecs(spec)
@@ -155,8 +165,21 @@ def _method(
         topology = make_topology(spec.topology, spec.workers, spec.local_size)
         context["mixer"] = _make("mixer", spec.mixer, topology=topology, channel=channel)
     if spec.averaging:
-        context["reducer"] = make_reducer(spec.averaging, channel, spec.pipeline.stages, source.division)
-    return _make("method", spec.method, **context), topology
+        reducer = make_reducer(spec.averaging, channel, spec.pipeline.stages, source.division)
+        context["reducer"] = reducer if spec.tables is None else pipeline.with_own_tables(reducer)
+    method = _make("method", spec.method, **context)
+    return _with_bytes(method, source.num_bytes + (norm_bytes(spec) if spec.tables is not None else 0)), topology
+
+
+def norm_bytes(spec: RunSpec) -> float:
+    """Bytes that a worker sends to find the norm of a gradient of which it holds a part of the tables, where that is clipped."""
+    return mesh.mean_bytes(1, jnp.float32, spec.workers) if spec.clip_norm else 0.0
+
+
+def _with_bytes(method: Method, more: float) -> Method:
+    """The method with what the gradient source sends counted besides."""
+    own = method.num_bytes
+    return method._replace(num_bytes=lambda params, phase: own(params, phase) + more) if more else method
 
 
 def _late(inner: optax.GradientTransformation, spec: RunSpec, division: pipeline.Division | None) -> optax.GradientTransformation:
@@ -206,8 +229,7 @@ def make_reducer(
 def trace_start(setup: Setup) -> None:
     """Traces the initialization of a run without computing it, so that parts can raise errors about shapes and message sizes."""
     workers, method = setup.workers, setup.method
-    whole = jax.eval_shape(lambda: setup.start(jax.random.key(0)))
-    params = jax.tree.map(lambda x: jax.ShapeDtypeStruct((workers.num_workers, *x.shape), x.dtype), whole)
+    params = jax.eval_shape(lambda: setup.stacked(setup.start(jax.random.key(0))))
     for init in (method.tx.init, setup.source.init):
         workers.eval_shape(init, (0,), params)
     method.num_bytes(workers.one_device(params), method.phase(setup.spec.steps - 1))

@@ -132,6 +132,8 @@ def check_together(spec: RunSpec) -> None:
     _check_model(spec)
     _check_communicates(spec)
     _check_stages(spec)
+    if spec.tables is not None:
+        _check_tables(spec)
 
 
 def check_divided(spec: RunSpec, task: tasks.Task) -> None:
@@ -199,4 +201,35 @@ def _check_stages(spec: RunSpec) -> None:
         raise ValueError(
             f"pipeline.fused_embedding with method {spec.method.name!r} has no gradients that are averaged over workers, where it "
             "would add up the two of a tied table; leave it out, or use method 'allreduce'"
+        )
+
+
+# Optimizers that treat each value by itself: with others, workers that hold different tables would take different steps of all else.
+BY_VALUE = (
+    *"accum_adamw adabelief adadelta adagrad adam adamax adamaxw adamw adan amsgrad lion nadam nadamw".split(),
+    *"radam rmsprop rprop sgd sgdm sign sign_sgd yogi".split(),
+)
+
+
+def _check_tables(spec: RunSpec) -> None:
+    """Raises a ValueError for divided tables with what would average or move them otherwise than by their own gradients."""
+    if spec.method.name != "allreduce" or spec.method.options.get("stale"):
+        given = "stale" if spec.method.name == "allreduce" else f"method {spec.method.name!r}"
+        raise ValueError(
+            f"config.tables with {given}: divided tables need gradients that are averaged in every step; use method 'allreduce' without "
+            "stale, or leave config.tables out"
+        )
+    for what, value in (
+        ("pipeline.stages", spec.pipeline.stages),
+        ("pipeline.microbatches", spec.pipeline.microbatches),
+        ("tensor", spec.tensor),
+    ):
+        if value > 1:
+            raise ValueError(f"{what}={value} with config.tables, which divides a whole batch's lookups only; use {what}=1")
+    if idle := [name for name in CONSENSUS if getattr(spec, name)]:
+        raise ValueError(f"{idle[0]}={getattr(spec, idle[0])} with config.tables: there are no replicas of tables; use {idle[0]}=0")
+    if spec.optimizer and spec.optimizer.name not in BY_VALUE:
+        raise ValueError(
+            f"optimizer {spec.optimizer.name!r} with config.tables: workers that hold different tables would take different steps of all "
+            f"else; use one of {', '.join(BY_VALUE)}"
         )

@@ -110,7 +110,7 @@ def _spec(document: dict[str, Any]) -> RunSpec:
     expected = {*PLAIN, *GROUPS, *chooses, "task", "data", "schedule", "method", "pipeline"}
     expected |= {"topology"} if "mixer" in chooses else set()
     expected |= {"model"} if registry.partners("task", task.name, "model") else set()
-    for field in sorted(document.keys() - expected - {"boundary"}):
+    for field in sorted(document.keys() - expected - {"boundary", "tables"}):
         raise ValueError(f"config.{field} changes nothing with method {method.name!r} and task {task.name!r}; leave it out")
     for field in sorted(expected - document.keys()):
         raise ValueError(f"config lacks {field}; a config holds every field, see configs/lm.py")
@@ -124,6 +124,7 @@ def _spec(document: dict[str, Any]) -> RunSpec:
         averaging=_averaging(document, layers.stages) if "reducer" in expected else None,
         pipeline=layers,
         boundary=_boundary(_section(document, "boundary"), layers.stages),
+        tables=sections.tables(_section(document, "tables")) if "tables" in document else None,
         **{name: _group(_section(document, name), name, RunSpec.__annotations__[name]) for name in GROUPS},
     )
 

@@ -13,6 +13,9 @@ BOUNDARY: dict[str, dict[str, Any]] = {
     "backward": dict(backward="", when="epilogue", error="carry"),
     "forward": dict(forward="", forward_error="none", slots=0, reuse_indices=False),
 }
+# Fields for embedding tables that are divided among the workers: bounds of vectors and of their gradients, and, if there are any, options.
+TABLES: dict[str, Any] = dict(forward="", backward="")
+BOUNDED: dict[str, Any] = dict(bits=8, outliers=2, start=1.0, within=0, decay="stepwise")
 # Additional fields of any reducer that compresses: the exact mean is used before step `start`. In a pipeline, `stages` says how
 # many of the first stages compress, or "auto": as many as the cost model finds best with the profile `cluster`.
 AROUND_REDUCER = {"start": 0}
@@ -28,6 +31,16 @@ def fill(what: str, given: Mapping[str, Any], defaults: Mapping[str, Any]) -> di
 
 def _plain(defaults: Mapping[str, Any]) -> dict[str, registry.Option]:
     return {name: registry.Option(default, type(default), False) for name, default in defaults.items()}
+
+
+def tables(given: Mapping[str, Any]) -> dict[str, Any]:
+    """All fields of the section of divided tables, the given ones and the usual others; those of `BOUNDED` only where there are bounds.
+
+    Raises:
+        ValueError: if a field is unknown, or of another type.
+    """
+    has_bounds = any(given.get(kind) for kind in TABLES)
+    return fill("tables", given, TABLES | (BOUNDED if has_bounds else {}))
 
 
 def around(kind: str, name: str, stages: int = 1) -> dict[str, Any]:

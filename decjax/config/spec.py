@@ -157,6 +157,7 @@ class RunSpec(NamedTuple):
         eval: when and how the model is evaluated.
         checkpoint: when checkpoints are saved.
         elastic: when an elastic run goes on without a worker.
+        tables: options of `pipeline.of_tables`, where the workers divide the model's embedding tables among them; None: each has all.
     """
 
     seed: int
@@ -186,6 +187,7 @@ class RunSpec(NamedTuple):
     eval: Periodic
     checkpoint: Saving
     elastic: Elastic = Elastic()
+    tables: Mapping[str, Any] | None = None
 
     def reaches_consensus(self, steps: int) -> bool:
         """Whether all replicas are replaced by their average after so many steps."""
@@ -206,6 +208,8 @@ class RunSpec(NamedTuple):
         document["pipeline"] = {name: getattr(self.pipeline, name) for name in shown}
         if self.boundary:
             document["boundary"] = dict(self.boundary)
+        if self.tables is not None:
+            document["tables"] = dict(self.tables)
         return json.loads(json.dumps(document | {name: getattr(self, name)._asdict() for name in GROUPS}))
 
     @property

@@ -13,6 +13,7 @@ import numpy as np
 from decjax import config, tasks
 from decjax.config import assemble
 from decjax.elastic.workers import ElasticWorkers, Group
+from decjax.errors import ConfigError
 from decjax.optim.memories import completed
 from decjax.train import state as state_lib
 from decjax.train.state import State
@@ -68,6 +69,10 @@ class Trainers:
 
 def _of(spec: config.RunSpec, group: Group, n: int, data: tasks.Data | None) -> "ElasticTrainer":
     """The trainer of n workers; `data` are those of all slots, if they are loaded already."""
+    if spec.tables is not None:
+        raise ConfigError(
+            "config.tables with --elastic: nobody else has the tables of a worker that is gone; leave one of the two out"
+        )
     local_size = spec.local_size if n % spec.local_size == 0 else 1
     fitted = spec._replace(workers=n, batch_size=spec.each * n, local_size=local_size, elastic=config.Elastic())
 

@@ -8,9 +8,10 @@ Each device sends, for a buffer of b bytes and groups of g devices:
     all-to-all                    (g−1)/g · b
 
 A collective in a loop counts once, unless its name has the scope `runs=n`, with which `decjax.pipeline` says how often a loop over
-ticks sends along each permutation. A collective in a branch that only some pipeline stages take has the scope `stages=…`, which
-`bytes_by_axis` reads. That function leaves out messages within tensor-parallel groups: they are in loops over layers and in passes
-that a stage runs in some ticks only, and the text does not say how often.
+ticks sends along each permutation, or, with n = 0, that a branch is taken only seldom and is counted elsewhere. A collective in a branch
+that only some pipeline stages take has the scope `stages=…`, which `bytes_by_axis` reads. That function leaves out messages within
+tensor-parallel groups: they are in loops over layers and in passes that a stage runs in some ticks only, and the text does not say how
+often.
 """
 
 from collections.abc import Iterable

@@ -1,16 +1,15 @@
 """Flax models as pure functions of plain pytrees of parameters; they contain nothing about workers or communication.
 
 decoder     a decoder-only language model, which can be divided into pipeline stages and tensor-parallel groups
-<<<<<<< HEAD
 lstm        a recurrent language model
-=======
 graphs      the interface of models that classify a graph's nodes, and a graph convolution network
->>>>>>> graphs
 images      the interface of image classifiers, and a multilayer perceptron
 resnet      a residual network for small images
+clicks      a recommendation model with embedding tables, DLRM
 translator  an encoder–decoder transformer; `beam` searches its best translation
 """
 
+from decjax.models.clicks import ClickModel, dlrm
 from decjax.models.decoder import Attention, DecoderLM, Model, Parts, Pieces, decoder_lm, rotate, sample
 from decjax.models.graphs import Graph, GraphModel, gcn
 from decjax.models.images import ImageModel, mlp
@@ -20,6 +19,7 @@ from decjax.models.translator import Translator, translator
 
 __all__ = [
     "Attention",
+    "ClickModel",
     "DecoderLM",
     "Graph",
     "GraphModel",
@@ -29,11 +29,9 @@ __all__ = [
     "Pieces",
     "Translator",
     "decoder_lm",
-<<<<<<< HEAD
-    "lstm",
-=======
+    "dlrm",
     "gcn",
->>>>>>> graphs
+    "lstm",
     "mlp",
     "resnet",
     "rotate",

@@ -2,6 +2,9 @@
 
 source       where a gradient comes from: a whole model, or one divided into stages
 stages       which layers and tables a stage holds; from a model's parameters to the stages' and back
+tables       a gradient source with embedding tables that the workers divide among them
+shares       which worker owns which of them
+bounds       its messages, in which no value is off by more than a bound
 executor     the gradient of a divided model by any schedule, tick by tick
 table        a schedule as arrays, which the executor reads
 boundary     messages between stages: uncompressed, or compressed with lazy error propagation
@@ -17,6 +20,7 @@ from decjax.pipeline.executor import Pipeline, make_gradient
 from decjax.pipeline.probe import probed
 from decjax.pipeline.source import Source, check_microbatches, of_division, stateless, whole
 from decjax.pipeline.stages import Division, divide
+from decjax.pipeline.tables import of_tables, with_own_tables
 
 __all__ = [
     "Boundary",
@@ -29,9 +33,11 @@ __all__ = [
     "divide",
     "make_gradient",
     "of_division",
+    "of_tables",
     "probed",
     "stateless",
     "tied_tables",
     "whole",
+    "with_own_tables",
     "with_tied_table",
 ]

@@ -1,4 +1,5 @@
-"""Gradient sources: how a worker's gradient is computed, by a whole model or by one divided into pipeline stages.
+"""Gradient sources: how a worker's gradient is computed, by a whole model or by one divided into pipeline stages; for one whose tables
+the workers divide among them see `decjax.pipeline.tables`.
 
     loss, grads, state = gradient(params, state, batch, key)
 
@@ -22,7 +23,7 @@ from decjax.pipeline.stages import Division
 
 
 class Source(NamedTuple):
-    """A gradient source, which does not communicate with other workers, and the layout of the parameters that it needs.
+    """A gradient source, which communicates with other workers only where tables are divided, and the layout of its parameters.
 
     Attributes:
         gradient: `gradient(params, state, batch, key) -> (loss, grads, state)`, of one worker or stage.
@@ -36,6 +37,11 @@ class Source(NamedTuple):
             where they are not compressed, or what arrives depends on state.
         division: of the model into stages; None: a whole model.
         permutations: for every exchange between stages its pairs (source, target).
+        deal: from what `split` gives to the parameters of all workers, leaves [N, …], where these hold different parts of one model;
+            None: each holds all of it.
+        gather: the inverse, N whole models.
+        num_bytes: bytes that each worker sends to others for its gradient, where all messages are as small as usual.
+        more_bytes: `more_bytes(state)`, of one worker, the bytes beyond these that it has sent in all steps so far; None: none.
     """
 
     gradient: Callable[[Any, Any, Any, jax.Array], tuple[jax.Array, Any, Any]]
@@ -47,6 +53,15 @@ class Source(NamedTuple):
     coded: Callable[[Any, Any, Any], tuple[dict[str, jax.Array], jax.Array]] | None = None
     division: Division | None = None
     permutations: tuple[tuple[tuple[int, int], ...], ...] = ()
+    deal: Callable[[Any], Any] | None = None
+    gather: Callable[[Any], Any] | None = None
+    num_bytes: float = 0.0
+    more_bytes: Callable[[Any], jax.Array] | None = None
+
+    def models(self, params: Any) -> Any:
+        """Every worker's whole model, leaves [N, …], from the parameters of all workers."""
+        joined = jax.vmap(self.join)(params)
+        return self.gather(joined) if self.gather else joined
 
     def variables(self, state: Any) -> Any:
         """The model's variables, taken from a state of this source; () where it has none."""

@@ -90,7 +90,7 @@ def gathered(
     """Form "gather": the averages, the new memory and estimate, and the headers of all workers, [N, …]."""
     messages, memory = _encoded(feedback, arrays, side.memory, key)
     sent = messages, header(_decoded(feedback, messages, arrays))
-    means, headers = _mean(feedback, axis.all_gather(_as_bytes(sent)), sent, arrays)
+    means, headers = _mean(feedback, axis.all_gather(as_bytes(sent)), sent, arrays)
     averages, estimate = _received(feedback, side.estimate, means)
     return averages, Side(memory, estimate), headers
 
@@ -105,14 +105,14 @@ def sharded(
     shards = [x[0] for x in arrays]
     head = header(jax.vmap(lambda messages: _decoded(feedback, messages, shards))(messages))
     sent = jax.tree.map(lambda x: x[0], messages), head
-    rows_NxB = jax.vmap(lambda messages: _as_bytes((messages, head)))(messages)
+    rows_NxB = jax.vmap(lambda messages: as_bytes((messages, head)))(messages)
     means, headers = _mean(feedback, axis.all_to_all(rows_NxB), sent, shards)
     means, own_estimate = _received(feedback, worker.estimate, means)
 
     relay = feedback.relay()
     messages, owner_memory = _encoded(relay, means, owner.memory, keys[1])
-    joint_NxB = axis.all_gather(_as_bytes(messages))
-    arrived = jax.vmap(lambda row: _decoded(relay, _from_bytes(row, messages), shards))(joint_NxB)
+    joint_NxB = axis.all_gather(as_bytes(messages))
+    arrived = jax.vmap(lambda row: _decoded(relay, from_bytes(row, messages), shards))(joint_NxB)
     averages, estimate = _received(relay, owner.estimate, arrived)
     return averages, Side(memory, own_estimate), Side(owner_memory, estimate), headers
 
@@ -135,20 +135,20 @@ def _mean(feedback, joint_NxB, sent, like) -> tuple[list[jax.Array], jax.Array]:
     """The mean of the decoded messages of all workers, and their headers; decoded one by one, to save memory."""
 
     def add(sums, joint):
-        messages, header = _from_bytes(joint, sent)
+        messages, header = from_bytes(joint, sent)
         return [total + x for total, x in zip(sums, _decoded(feedback, messages, like))], header
 
     sums, headers = jax.lax.scan(add, [jnp.zeros_like(x) for x in like], joint_NxB)
     return [total / len(joint_NxB) for total in sums], headers
 
 
-def _as_bytes(tree: Any) -> jax.Array:
+def as_bytes(tree: Any) -> jax.Array:
     """All arrays of a tree as one vector of bytes."""
     return jnp.concatenate([jax.lax.bitcast_convert_type(x, jnp.uint8).ravel() for x in jax.tree.leaves(tree)])
 
 
-def _from_bytes(joint: jax.Array, like: Any) -> Any:
-    """The tree that `_as_bytes` has joined, with structure, shapes and types of `like`."""
+def from_bytes(joint: jax.Array, like: Any) -> Any:
+    """The tree that `as_bytes` has joined, with structure, shapes and types of `like`."""
     leaves, treedef = jax.tree.flatten(like)
     found, start = [], 0
     for x in leaves:

@@ -41,6 +41,24 @@ class Data(NamedTuple):
     more: Any = None
 
 
+class Lookups(NamedTuple):
+    """The embedding tables of a model, which workers may divide among them, and the model's loss for vectors that were looked up.
+
+    The model's parameters are a dict. Its entry "tables" has the table of feature t at [t]["embedding"], [V_t, D].
+
+    Attributes:
+        sizes: V_t, rows of each table.
+        width: D.
+        indices: `indices(batch) -> indices_BxT`, the rows that a batch looks up.
+        loss: `loss(params, vectors_BxTxD, batch, key)`, the mean over a batch; its parameters are without "tables".
+    """
+
+    sizes: tuple[int, ...]
+    width: int
+    indices: Callable[[Any], Any]
+    loss: Callable[[Any, Any, Any, Any], Any]
+
+
 class Task(NamedTuple):
     """A task: the loss of a model, its data and its metrics, as pure functions of plain pytrees.
 
@@ -64,6 +82,7 @@ class Task(NamedTuple):
         divided: which parameters a tensor-parallel group divides; see `models.Model`.
         units: which parameters belong to hidden units, of which a part of the network may be made: pairs of the end of a parameter's
             path and the axis (negative, counted from the end) along which its units lie.
+        lookups: the model's embedding tables; None if it has none that could be divided.
         derived: `derived(values, data, limit) -> values by name`, what follows from the metrics of so many validation examples (0: of
             all), such as perplexity.
         score: `score(params, variables, data) -> values by name`, metrics of a trained model that are no means over examples, such as
@@ -84,6 +103,7 @@ class Task(NamedTuple):
     parts: Any = None
     divided: tuple[tuple[str, int], ...] = ()
     units: tuple[tuple[str, int], ...] = ()
+    lookups: Lookups | None = None
     derived: Callable[[Mapping[str, float], Data, int], dict[str, float]] = lambda values, data, limit: {}
     score: Callable[[Any, Any, Data], dict[str, float]] | None = None
     scores: Mapping[str, Metric] = {}

@@ -152,6 +152,10 @@ class Run:
             if (there := getattr(theirs.pipeline, name)) != (here := getattr(self.spec.pipeline, name))
         ]:
             raise CheckpointError(f"{folder} has a model divided otherwise ({'; '.join(differing)}); start with the same division")
+        if self.spec.tables is not None and theirs.workers != self.spec.workers:
+            raise CheckpointError(
+                f"{folder} has tables divided among {theirs.workers} workers, not {self.spec.workers}; use workers={theirs.workers}"
+            )
         needed = state_lib.kept(self.trainer.abstract, self.trainer.setup.source.lasts)
         if step is not None and (name := checkpoints.unlike(step, needed)):
             differing = workdir_lib.differing(theirs, self.spec) or f"its state has no such {name}"
@@ -168,7 +172,8 @@ class Run:
         n = origin.num_workers
         step, (state, weight_N), damage = origin.checkpoints.newest(lambda step: self._read(origin, step))
         # Mixers start from one model on all workers, here the average of the replicas.
-        params = state["params"]
+        gather = self.trainer.setup.source.gather
+        params = gather(state["params"]) if gather else state["params"]
         average = jax.tree.map(lambda mean, x: np.asarray(mean, x.dtype), state_lib.mean_over_workers(params, weight_N), params)
         fresh = self.workers.fetch(self.trainer.start(average))
         state = state_lib.resize(state, fresh, self.workers.num_workers, weight_N)

@@ -1,6 +1,6 @@
 """The train step of one worker, or of one stage of one worker, in two parts:
 
-    gradient   loss, g_i = ∇F_i(x_i)           does not communicate with other workers
+    gradient   loss, g_i = ∇F_i(x_i)           communicates with other workers only where they divide tables
     update     x_i ← method(x_i, g_i)          exchanges parameters or gradients, and steps
 
 `train.engine` compiles `Step.train_step` as one program, or its gradient, the method's exchange and the update separately, so that

@@ -54,7 +54,10 @@ class Trainer:
 
     def start(self, params: Any) -> State:
         """The state before the first step, from given parameters of one model; leaves [S, …] with stages."""
-        params = self.workers.stack(params)
+        if deal := self.setup.source.deal:
+            params = jax.jit(deal, out_shardings=self.workers.shardings(jax.eval_shape(deal, params)))(params)
+        else:
+            params = self.workers.stack(params)
         return State(params, *(init(params) for init in self._inits))
 
     @functools.cached_property
@@ -106,7 +109,16 @@ class Trainer:
             raise TrainingError(str(error)) from error
 
     def bytes_by_usage(self, state: State) -> float:
-        """Bytes that a worker has sent so far, for methods whose state decides on the phase of a step; 0 for others."""
+        """Bytes that a worker has sent so far and that `Program.sent` does not hold, since the state decides on them: all of methods
+        whose state decides on the phase of a step, and what messages of divided tables had beyond their usual size."""
+        return self._bytes_by_phase(state) + (float(self.workers.fetch(self._more(state.source)).mean()) if self._more else 0.0)
+
+    @functools.cached_property
+    def _more(self) -> Callable[[Any], jax.Array] | None:
+        more = self.setup.source.more_bytes
+        return more and self.workers.jit(more, (0,))
+
+    def _bytes_by_phase(self, state: State) -> float:
         if not self.method.usage:
             return 0.0
         usage, bytes_P = self._usage
@@ -129,9 +141,9 @@ class Trainer:
 
     @functools.cached_property
     def _join(self):
-        if self.workers.stages == 1:
+        join = self.setup.source.models
+        if self.workers.stages == 1 and not self.setup.source.gather:
             return lambda params: params
-        join = jax.vmap(self.setup.source.join)
         return jax.jit(join, out_shardings=self.workers.whole.shardings(jax.eval_shape(join, self.abstract.params)))
 
     def average(self, state: State) -> tuple[Any, Any]:
@@ -140,10 +152,12 @@ class Trainer:
 
     @functools.cached_property
     def _average(self):
-        join, source = jax.vmap(self.setup.source.join), self.setup.source
+        source = self.setup.source
 
         def average(state):
-            params = state_lib.averaged(state._replace(params=join(state.params)), self.method.mixer, self.workers.num_axes)
+            params = state_lib.averaged(
+                state._replace(params=source.models(state.params)), self.method.mixer, self.workers.num_axes
+            )
             return params, state_lib.mean_over_workers(source.variables(state.source))
 
         return jax.jit(average, out_shardings=self.workers.replicated)
@@ -154,8 +168,8 @@ class Trainer:
 
     @functools.cached_property
     def _distance(self):
-        join = jax.vmap(self.setup.source.join)
-        return jax.jit(lambda params: state_lib.consensus_distance(join(params)), out_shardings=self.workers.replicated)
+        whole = self.setup.source.models
+        return jax.jit(lambda params: state_lib.consensus_distance(whole(params)), out_shardings=self.workers.replicated)
 
     def consensus(self, state: State) -> tuple[State, float]:
         """(state with every replica replaced by the average, bytes that a worker sent for it).

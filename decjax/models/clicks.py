@@ -1,0 +1,125 @@
+"""A deep learning recommendation model (DLRM) of clicks: numbers and categories of an example, and the chance that it is clicked.
+
+    v_t = E_t[c_t],  v_0 = bottom(x)                         the vector of each category, and of the numbers
+    logit = top(v_0, ⟨v_s, v_t⟩ for all s < t)               of a multilayer perceptron, as bottom is one
+
+Each categorical feature t has a table E_t of a vector for each of its categories. Letters: F numbers of an example, T tables, V_t
+rows of a table, D width of the vectors.
+
+Reference: Naumov et al. 2019, arXiv 1906.00091.
+"""
+
+from collections.abc import Callable
+import itertools
+from typing import Any, NamedTuple
+
+from flax import nnx
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from decjax import registry
+
+
+class ClickModel(NamedTuple):
+    """A model of clicks as pure functions, of which the tables' part stands apart, since workers may share the tables out.
+
+    A registered factory takes a model's options and returns `build(features, sizes) -> ClickModel`, which the task calls.
+
+    Attributes:
+        init: `init(key) -> params`, {"dense": those of the perceptrons, "tables": E_t by t, each {"embedding": [V_t, D]}}.
+        lookup: `lookup(tables, indices_BxT) -> vectors_BxTxD`, from params["tables"].
+        logits: `logits(dense, numbers_BxF, vectors_BxTxD) -> logits_B`, from params["dense"].
+        sizes: V_t, rows of each table.
+        width: D, of the vectors.
+    """
+
+    init: Callable[[jax.Array], Any]
+    lookup: Callable[[Any, jax.Array], jax.Array]
+    logits: Callable[[Any, jax.Array, jax.Array], jax.Array]
+    sizes: tuple[int, ...]
+    width: int
+
+
+Build = Callable[[int, tuple[int, ...]], ClickModel]  # (F, sizes of the tables), which the task knows
+
+
+class Perceptron(nnx.Module):
+    """Linear layers with ReLU between them, and behind the last one where `active` says so."""
+
+    def __init__(self, sizes: list[int], active: bool, rngs: nnx.Rngs):
+        self.layers = nnx.List(nnx.Linear(inputs, out, rngs=rngs) for inputs, out in itertools.pairwise(sizes))
+        self.active = active
+
+    def __call__(self, x_BxF):
+        for number, layer in enumerate(self.layers, 1):
+            x_BxF = layer(x_BxF)
+            x_BxF = jax.nn.relu(x_BxF) if self.active or number < len(self.layers) else x_BxF
+        return x_BxF
+
+
+class Dense(nnx.Module):
+    """All of the model but its tables."""
+
+    def __init__(self, features: int, tables: int, width: int, hidden: list[int], rngs: nnx.Rngs):
+        self.bottom = Perceptron([features, *hidden, width], True, rngs)
+        self.top = Perceptron([width + tables * (tables + 1) // 2, *hidden, 1], False, rngs)
+
+    def __call__(self, numbers_BxF, vectors_BxTxD):
+        own_BxD = self.bottom(numbers_BxF)
+        all_BxUxD = jnp.concatenate([own_BxD[:, None], vectors_BxTxD], axis=1)
+        products_BxUxU = jnp.einsum("bud,bvd->buv", all_BxUxD, all_BxUxD)
+        above, below = np.triu_indices(all_BxUxD.shape[1], 1)
+        return self.top(jnp.concatenate([own_BxD, products_BxUxU[:, above, below]], axis=1))[:, 0]
+
+
+class Embeddings(nnx.Module):
+    """A table for each categorical feature, with initial values uniform in ±1/√V_t."""
+
+    def __init__(self, sizes: tuple[int, ...], width: int, rngs: nnx.Rngs):
+        self.tables = nnx.List(nnx.Embed(size, width, embedding_init=_uniform, rngs=rngs) for size in sizes)
+
+    def __call__(self, indices_BxT):
+        return jnp.stack([table(indices_BxT[:, t]) for t, table in enumerate(self.tables)], axis=1)
+
+
+def _uniform(key, shape, dtype=jnp.float32, **unused):
+    del unused  # Newer versions of Flax give a sharding.
+    limit = shape[0] ** -0.5
+    return jax.random.uniform(key, shape, dtype, -limit, limit)
+
+
+@registry.register("model", "dlrm")
+def dlrm(*, width: int = 8, hidden: int = 32, depth: int = 1) -> Build:
+    """DLRM: a perceptron of the numbers, a table for each categorical feature, dot products of all pairs, and a perceptron of these.
+
+    Args:
+        width: D ≥ 1, of the vectors.
+        hidden: units of each hidden layer of both perceptrons, at least 1.
+        depth: hidden layers of each, at least 0.
+
+    Reference: Naumov et al. 2019, arXiv 1906.00091.
+    """
+    for name, value, least in (("width", width, 1), ("hidden", hidden, 1), ("depth", depth, 0)):
+        if value < least:
+            raise ValueError(f"model {name}={value}: must be at least {least}")
+
+    def build(features, sizes):
+        dense = lambda rngs: Dense(features, len(sizes), width, [hidden] * depth, rngs)
+        tables = lambda rngs: Embeddings(sizes, width, rngs)
+        graphs = {name: nnx.graphdef(nnx.eval_shape(lambda: made(nnx.Rngs(0)))) for name, made in (("d", dense), ("t", tables))}
+
+        def init(key):
+            own = jax.random.split(key)
+            parts = [nnx.to_pure_dict(nnx.state(made(nnx.Rngs(key)), nnx.Param)) for made, key in zip((dense, tables), own)]
+            return {"dense": parts[0], "tables": parts[1]["tables"]}
+
+        return ClickModel(
+            init,
+            lambda params, indices_BxT: nnx.merge(graphs["t"], nnx.State({"tables": params}))(indices_BxT),
+            lambda params, numbers_BxF, vectors_BxTxD: nnx.merge(graphs["d"], nnx.State(params))(numbers_BxF, vectors_BxTxD),
+            tuple(sizes),
+            width,
+        )
+
+    return build
