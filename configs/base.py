@@ -41,13 +41,20 @@ PIPELINE_KEYS = dict(
     backward=str,
     forward=str,
     autoencoder=int,
+    autoencoder_init=("random", "pca"),
     fused=bool,
     compressed=str,
     delay=int,
 )
 PLACES = dict.fromkeys(("order", "every", "stale"), ("method",)) | dict.fromkeys(("codec", "rank"), ("mixer", "reducer"))
 STAGED = dict(
-    schedule="schedule", chunks="chunks", remat="remat", autoencoder="autoencoder", fused="fused_embedding", delay="delay"
+    schedule="schedule",
+    chunks="chunks",
+    remat="remat",
+    autoencoder="autoencoder",
+    autoencoder_init="autoencoder_init",
+    fused="fused_embedding",
+    delay="delay",
 )
 TUNED_WORKERS = 8  # with so many and a config file's own batch, `scale` leaves the rate as it is
 CONSENSUS = dict(consensus_every=0, consensus_first=0, consensus_last=0)

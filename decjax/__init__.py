@@ -9,6 +9,7 @@ A training method is composed of small, pure parts, each usable alone. From the 
     mesh        workers as axes of a device mesh, and the collectives along them       JAX from here on
     hlo         the messages of a compiled program, read from its text
     buckets     a pytree as a few flat arrays
+    principal   the directions in which samples vary most
     codecs      message formats: casts, quantization, sparsification, low rank
     channel     how arrays travel: axis, bucket size, random seed
     gossip      mixing parameters over a topology

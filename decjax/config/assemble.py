@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from decjax import codecs, mesh, optim, pipeline, reduce, registry, tasks
@@ -16,6 +17,8 @@ from decjax.config.spec import Averaging, Choice, RunSpec
 from decjax.errors import ConfigError
 from decjax.optim.method import Method
 from decjax.pipeline import source as source_lib
+
+SAMPLED = 16  # tokens for each value of an activation, to find principal directions
 
 
 class Setup(NamedTuple):
@@ -42,8 +45,21 @@ class Setup(NamedTuple):
     data: tasks.Data | None = None
 
     def start(self, key: jax.Array) -> Any:
-        """The initial parameters of one model; with stages, leaves [S, …]."""
-        return self.source.split(self.task.init(key))
+        """The initial parameters of one model; with stages, leaves [S, …]. They are a function of the key, the seed and the data."""
+        params, division = self.task.init(key), self.source.division
+        if self.data is not None and division and self.spec.pipeline.autoencoder_init == "pca":
+            params = pipeline.autoencoder.fit(division.parts, params, division.layers, jnp.asarray(self._sample(self.data)))
+        return self.source.split(params)
+
+    def _sample(self, data: tasks.Data) -> np.ndarray:
+        """Batches of tokens [P, B, T + 1] in which there are `SAMPLED` times as many tokens as activations have values, from as many
+        workers as possible: every process chooses the same."""
+        assert self.source.division is not None
+        batch, N = self.task.examples(self.spec.each), self.spec.workers
+        B, T1 = batch.shape
+        width = self.source.division.activation(1, 1).shape[-1]
+        P = -(-SAMPLED * width // (B * (T1 - 1)))
+        return np.stack([data.batch(k * max(1, N // P) % N, k // N) for k in range(P)])
 
     def stacked(self, params: Any) -> Any:
         """The parameters of all workers, [N, …], from those of one model: a copy for each, or its part. Not jitted."""

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from decjax import registry, tasks
+from decjax import pipeline, registry, tasks
 from decjax.config.spec import AUTO, CONSENSUS, RunSpec
 from decjax.optim.method import Method
 
@@ -187,8 +187,8 @@ def _check_communicates(spec: RunSpec) -> None:
 
 
 def _check_stages(spec: RunSpec) -> None:
-    """Raises a ValueError for an impossible number of compressing stages, late gradients without an optimizer that could take them, and
-    a fused embedding without averaged gradients."""
+    """Raises a ValueError for an impossible number of compressing stages, late gradients without an optimizer that could take them,
+    directions without an autoencoder that would have them, and a fused embedding without averaged gradients."""
     stages, text = spec.pipeline.stages, spec.averaging and spec.averaging.stages
     if text and text != AUTO and not (text.isdecimal() and 1 <= int(text) <= stages):
         raise ValueError(f"reducer.stages={text!r}: must be a number from 1 to stages={stages}, {AUTO!r}, or empty for all")
@@ -196,6 +196,12 @@ def _check_stages(spec: RunSpec) -> None:
         raise ValueError(
             f"pipeline.delay={spec.pipeline.delay} with method {spec.method.name!r}, which is an optimizer itself and whose gradients are "
             "not held back; leave it out, or use method 'allreduce'"
+        )
+    if (init := spec.pipeline.autoencoder_init) not in pipeline.INITS:
+        raise ValueError(f"pipeline.autoencoder_init={init!r} is unknown; use one of {', '.join(pipeline.INITS)}")
+    if init != "random" and not spec.pipeline.autoencoder:
+        raise ValueError(
+            f"pipeline.autoencoder_init={init!r} changes nothing with pipeline.autoencoder=0; leave it out, or give a width"
         )
     if spec.pipeline.fused_embedding and not registry.part("method", spec.method.name).traits.get("averages_gradients"):
         raise ValueError(

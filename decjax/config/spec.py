@@ -58,6 +58,7 @@ class Layers(NamedTuple):
         layers: how many layers each virtual stage has, such as "3,4,4,3"; empty: equally many.
         remat: recompute a stage's forward pass in its backward pass.
         autoencoder: R, the width of what is sent between stages; 0: that of the model.
+        autoencoder_init: which R directions it keeps at the start: "random", or "pca", the principal ones of activations.
         fused_embedding: average a tied embedding over both stages and all workers at once.
         delay: δ; stage s of S applies its gradients δ(S − 1 − s) steps late, as if stages did not wait for each other; 0: it does not.
     """
@@ -69,6 +70,7 @@ class Layers(NamedTuple):
     layers: str = ""
     remat: bool = False
     autoencoder: int = 0
+    autoencoder_init: str = "random"
     fused_embedding: bool = False
     delay: int = 0
 

@@ -14,6 +14,7 @@ autoencoder  learned autoencoders that narrow the activations between stages
 embedding    the average of a tied embedding, of which two stages hold a copy each
 """
 
+from decjax.pipeline.autoencoder import INITS
 from decjax.pipeline.boundary import Boundary, Transfer, coded
 from decjax.pipeline.embedding import tied_tables, with_tied_table
 from decjax.pipeline.executor import Pipeline, make_gradient
@@ -25,6 +26,7 @@ from decjax.pipeline.tables import of_tables, with_own_tables
 __all__ = [
     "Boundary",
     "Division",
+    "INITS",
     "Pipeline",
     "Source",
     "Transfer",
