@@ -63,7 +63,7 @@ def model():
 def fitted(R):
     """(parameters before, after) of a model of four layers in groups of 2, 1 and 1, and the tokens."""
     params = autoencoder.insert(model(), (2, 1, 1), R).init(jax.random.key(0))
-    tokens_PxBxT1 = np.random.default_rng(1).integers(0, 16, (3, 4, 7))
+    tokens_PxBxT1 = jax.random.randint(jax.random.key(1), (3, 4, 7), 0, 16)
     return params, autoencoder.fit(model().parts, params, (2, 1, 1), tokens_PxBxT1), tokens_PxBxT1
 
 
@@ -96,6 +96,7 @@ def test_the_sample_is_a_function_of_the_seed_and_takes_all_workers(workers):
     """40 workers are more than batches are needed."""
     given = lm.get_config(f"smoke,simulate,{NARROW},workers={workers}" + (",method=local" if workers == 1 else ""))
     setup, again = (config.build(spec_of(given)) for _ in range(2))
+    assert setup.data and again.data
     sample = setup._sample(setup.data)
     np.testing.assert_array_equal(sample, again._sample(again.data))
     P, B, T1 = sample.shape

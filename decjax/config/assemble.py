@@ -16,6 +16,7 @@ from decjax.channel import Channel
 from decjax.config.spec import Averaging, Choice, RunSpec
 from decjax.errors import ConfigError
 from decjax.optim.method import Method
+from decjax.pipeline import autoencoder
 from decjax.pipeline import source as source_lib
 
 SAMPLED = 16  # tokens for each value of an activation, to find principal directions
@@ -48,7 +49,7 @@ class Setup(NamedTuple):
         """The initial parameters of one model; with stages, leaves [S, …]. They are a function of the key, the seed and the data."""
         params, division = self.task.init(key), self.source.division
         if self.data is not None and division and self.spec.pipeline.autoencoder_init == "pca":
-            params = pipeline.autoencoder.fit(division.parts, params, division.layers, jnp.asarray(self._sample(self.data)))
+            params = autoencoder.fit(division.parts, params, division.layers, jnp.asarray(self._sample(self.data)))
         return self.source.split(params)
 
     def _sample(self, data: tasks.Data) -> np.ndarray:

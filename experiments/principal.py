@@ -1,0 +1,70 @@
+"""Whether autoencoders between stages learn faster from principal directions than from random ones, and what narrow messages cost.
+
+    python -m experiments.principal --out=runs/principal --pages=docs/results
+
+A simulated pipeline of four stages (configs/lm.py, four layers of width 64) sends a quarter of its width over three boundaries. The
+encoders start from random directions, or from the principal ones of the initial model's activations (pipeline.autoencoder_init).
+Three seeds; two learning rates. Trainings that are finished are not made again.
+"""
+
+import itertools
+import pathlib
+from typing import Any
+
+from absl import flags
+
+from experiments import script, trials
+from launch import command
+
+FLAGS = flags.FLAGS
+
+LAYOUT = "workers=2,simulate,stages=4,microbatches=2,method=allreduce"
+STARTS = {"random": "autoencoder=16", "principal": "autoencoder=16,autoencoder_init=pca", "no autoencoder": ""}
+RATES = (6e-3, 1.2e-2)
+SHOWN = 4  # evaluations of a training
+
+
+def trial(out: pathlib.Path, start: str, rate: float, seed: int) -> trials.Trial:
+    """One training."""
+    fields = {
+        "seed": seed,
+        "schedule.learning_rate": rate,
+        "eval.every": FLAGS.steps // SHOWN,
+        "eval.num_windows": 64,
+        "eval.local": False,
+        "checkpoint.every": FLAGS.steps,
+        "data.sample_bytes": 0,
+        "model.context": 64,
+    }
+    shorthand = ",".join(filter(None, (LAYOUT, f"steps={FLAGS.steps}", STARTS[start])))
+    return trials.trial(out, f"{start} {rate} {seed}", f"configs/lm.py:{shorthand}", fields)
+
+
+def tabulate(found: dict[tuple[str, float, int], list[float]], steps: list[int]) -> Any:
+    """A row for each start and rate, a column for each evaluation."""
+    table = script.table("directions at the start", "rate", *(f"{step} steps" for step in steps))
+    for start, rate in itertools.product(STARTS, RATES):
+        of_seeds = [found[start, rate, seed] for seed in range(FLAGS.seeds)]
+        table.add_row(start, f"{rate:g}", *(trials.spread(list(losses)).text(3) for losses in zip(*of_seeds, strict=True)))
+    return table
+
+
+def main() -> None:
+    out = command.folder("out", FLAGS.out)
+    keys = list(itertools.product(STARTS, RATES, range(FLAGS.seeds)))
+    runs = [trial(out, *key) for key in keys]
+    if not all(trials.together(trials.train, runs)):
+        raise trials.Broken(f"a training in {out} diverged; use fewer steps")
+    rows = {key: run.rows("eval") for key, run in zip(keys, runs, strict=True)}
+    table = tabulate({key: [row["loss"] for row in own] for key, own in rows.items()}, [row["step"] for row in rows[keys[0]]])
+    script.show(table)
+    if FLAGS.pages:
+        script.fill(pathlib.Path(FLAGS.pages), "principal", table)
+
+
+if __name__ == "__main__":
+    flags.DEFINE_string("out", None, "Run directories go here.", required=True)
+    flags.DEFINE_integer("steps", 200, "Of a training.", lower_bound=SHOWN)
+    flags.DEFINE_integer("seeds", 3, "Trainings of each kind.", lower_bound=1)
+    flags.DEFINE_string("pages", None, script.PAGES)
+    script.run(main, (trials.Broken, OSError))
