@@ -72,6 +72,12 @@ def test_losses_of_a_run(workdir):
     assert before == {path: path.stat().st_mtime_ns for path in workdir.rglob("*") if path.is_file()}
 
 
+def test_a_task_that_shows_no_outputs_is_told(workdir):
+    done = commands.run("launch.compress", f"--workdir={workdir}", "--forms=principal(fraction=0.5)")
+    (line,) = done.stderr.splitlines()
+    assert done.returncode == 2 and line.startswith("error: ") and "needs outputs of layers" in line and "use 'low_rank'" in line
+
+
 @pytest.mark.parametrize(
     "arguments, problem",
     [
@@ -79,7 +85,10 @@ def test_losses_of_a_run(workdir):
         (("--workdir=none", "--forms=zip"), "form 'zip' is unknown"),
         (("--workdir=none", "--forms=prune"), "write it as 'prune(fraction=0.5)'"),
         (("--workdir=none", "--forms=int8(fraction=1)"), "write it as 'int8'"),
-        (("--workdir=none", "--forms=low_rank(fraction=0)"), "above 0 for low_rank"),
+        (("--workdir=none", "--forms=low_rank(fraction=0)"), "above 0 for a rank"),
+        (("--workdir=none", "--forms=principal"), "write it as 'principal(fraction=0.5)'"),
+        (("--workdir=none", "--forms=principal(fraction=0)"), "above 0 for a rank"),
+        (("--workdir=none", "--forms=principal(fraction=1.5)"), "fraction=1.5 must be from 0 to 1"),
         (("--workdir=none", "--forms=prune(fraction=x)"), "fraction=x must be"),
         ((), "--workdir is missing"),
     ],

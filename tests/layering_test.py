@@ -32,7 +32,7 @@ MAY_IMPORT = {
     "reduce": BASE,
     "optim": {"gossip", "reduce", "mesh", "channel", "registry"},
     "pipeline": BASE | {"principal", "reduce", "schedules"},
-    "models": {"registry", "noise"},
+    "models": {"registry", "noise", "principal"},
     "tasks": {"models", "registry"},
 }
 MAY_IMPORT["config"] = set(MAY_IMPORT)

@@ -32,6 +32,7 @@ class ClickModel(NamedTuple):
         logits: `logits(dense, numbers_BxF, vectors_BxTxD) -> logits_B`, from params["dense"].
         sizes: V_t, rows of each table.
         width: D, of the vectors.
+        outputs: `outputs(params, numbers_BxF, indices_BxT)`, what each layer puts out, and what is read of each table; see `tasks.Task`.
     """
 
     init: Callable[[jax.Array], Any]
@@ -39,6 +40,7 @@ class ClickModel(NamedTuple):
     logits: Callable[[Any, jax.Array, jax.Array], jax.Array]
     sizes: tuple[int, ...]
     width: int
+    outputs: Callable[[Any, jax.Array, jax.Array], dict[str, jax.Array]] | None = None
 
 
 Build = Callable[[int, tuple[int, ...]], ClickModel]  # (F, sizes of the tables), which the task knows
@@ -51,11 +53,16 @@ class Perceptron(nnx.Module):
         self.layers = nnx.List(nnx.Linear(inputs, out, rngs=rngs) for inputs, out in itertools.pairwise(sizes))
         self.active = active
 
+    def outputs(self, x_BxF):
+        """What each layer puts out, before any ReLU."""
+        found = []
+        for layer in self.layers:
+            found.append(layer(jax.nn.relu(found[-1]) if found else x_BxF))
+        return found
+
     def __call__(self, x_BxF):
-        for number, layer in enumerate(self.layers, 1):
-            x_BxF = layer(x_BxF)
-            x_BxF = jax.nn.relu(x_BxF) if self.active or number < len(self.layers) else x_BxF
-        return x_BxF
+        last = self.outputs(x_BxF)[-1]
+        return jax.nn.relu(last) if self.active else last
 
 
 class Dense(nnx.Module):
@@ -65,12 +72,20 @@ class Dense(nnx.Module):
         self.bottom = Perceptron([features, *hidden, width], True, rngs)
         self.top = Perceptron([width + tables * (tables + 1) // 2, *hidden, 1], False, rngs)
 
-    def __call__(self, numbers_BxF, vectors_BxTxD):
-        own_BxD = self.bottom(numbers_BxF)
+    def top_inputs(self, own_BxD, vectors_BxTxD):
+        """What the upper perceptron sees: the vector of the numbers, and the products of all pairs."""
         all_BxUxD = jnp.concatenate([own_BxD[:, None], vectors_BxTxD], axis=1)
         products_BxUxU = jnp.einsum("bud,bvd->buv", all_BxUxD, all_BxUxD)
         above, below = np.triu_indices(all_BxUxD.shape[1], 1)
-        return self.top(jnp.concatenate([own_BxD, products_BxUxU[:, above, below]], axis=1))[:, 0]
+        return jnp.concatenate([own_BxD, products_BxUxU[:, above, below]], axis=1)
+
+    def outputs(self, numbers_BxF, vectors_BxTxD):
+        """What each layer of both perceptrons puts out."""
+        bottom = self.bottom.outputs(numbers_BxF)
+        return {"bottom": bottom, "top": self.top.outputs(self.top_inputs(jax.nn.relu(bottom[-1]), vectors_BxTxD))}
+
+    def __call__(self, numbers_BxF, vectors_BxTxD):
+        return self.top(self.top_inputs(self.bottom(numbers_BxF), vectors_BxTxD))[:, 0]
 
 
 class Embeddings(nnx.Module):
@@ -114,12 +129,22 @@ def dlrm(*, width: int = 8, hidden: int = 32, depth: int = 1) -> Build:
             parts = [nnx.to_pure_dict(nnx.state(made(nnx.Rngs(key)), nnx.Param)) for made, key in zip((dense, tables), own)]
             return {"dense": parts[0], "tables": parts[1]["tables"]}
 
+        def lookup(tables, indices_BxT):
+            return nnx.merge(graphs["t"], nnx.State({"tables": tables}))(indices_BxT)
+
+        def outputs(params, numbers_BxF, indices_BxT):
+            vectors_BxTxD = lookup(params["tables"], indices_BxT)
+            found = nnx.merge(graphs["d"], nnx.State(params["dense"])).outputs(numbers_BxF, vectors_BxTxD)
+            layers = {f"dense/{name}/layers/{k}/kernel": y for name, own in found.items() for k, y in enumerate(own)}
+            return layers | {f"tables/{t}/embedding": vectors_BxTxD[:, t] for t in range(len(sizes))}
+
         return ClickModel(
             init,
-            lambda params, indices_BxT: nnx.merge(graphs["t"], nnx.State({"tables": params}))(indices_BxT),
+            lookup,
             lambda params, numbers_BxF, vectors_BxTxD: nnx.merge(graphs["d"], nnx.State(params))(numbers_BxF, vectors_BxTxD),
             tuple(sizes),
             width,
+            outputs,
         )
 
     return build

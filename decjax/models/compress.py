@@ -6,9 +6,12 @@ they are. Each form gives the parameters that would be used and the bytes that t
     int8                     ŵ_ij = s_j ⌊w_ij / s_j⌉, s_j = max_i |w_ij| / 127        IJ + 4J bytes
     low_rank(fraction=f)     the best of rank R = ⌈f · min(I, J)⌉, by SVD              4 · min(R(I + J), IJ)
     prune(fraction=f)        the ⌊f · IJ⌋ values of least magnitude are zero           4 per value that is left, and a bit for each
+    principal(fraction=f)    of rank R too, but nearest in what layers put out         as low_rank, and 4J for a table's mean
+
+The last one needs outputs of layers for a sample of data, and compresses the layers and tables whose outputs it is given: see `features`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 import math
 from typing import Any, NamedTuple
 
@@ -16,8 +19,11 @@ import jax
 import numpy as np
 
 from decjax import registry
+from decjax.models import features
 
 EXAMPLES = ("int8", "low_rank(fraction=0.5)", "prune(fraction=0.5)")
+OF_OUTPUTS = "principal(fraction=0.5)"  # needs outputs
+POSITIVE = ("low_rank", "principal")  # A rank of zero leaves nothing.
 
 
 class Smaller(NamedTuple):
@@ -52,27 +58,38 @@ def prune(w_IxJ: np.ndarray, fraction: float) -> tuple[np.ndarray, int]:
 _FORMS: dict[str, Callable[..., tuple[np.ndarray, int]]] = {"int8": int8, "low_rank": low_rank, "prune": prune}
 
 
-def make(text: str) -> Callable[[Any], Smaller]:
-    """The form of a text such as "low_rank(fraction=0.25)", as a function of a tree of parameters.
+def needs_outputs(text: str) -> bool:
+    """Whether a form needs outputs of layers."""
+    return registry.parse("form", text)[0] == "principal"
+
+
+def make(text: str) -> Callable[..., Smaller]:
+    """The form of a text such as "low_rank(fraction=0.25)", as a function of a tree of parameters, and of outputs for `principal`.
 
     Raises:
-        ValueError: for an unknown form or option, or a fraction outside [0, 1]; low rank needs one above 0.
+        ValueError: for an unknown form or option, or a fraction outside [0, 1]; a rank needs one above 0. From the function, if outputs
+            are needed and missing, or do not fit.
     """
     name, options = registry.parse("form", text)
-    if name not in _FORMS:
-        raise ValueError(f"form {text!r} is unknown; use some of {', '.join(EXAMPLES)}")
+    examples = (*EXAMPLES, OF_OUTPUTS)
+    if name not in (*_FORMS, "principal"):
+        raise ValueError(f"form {text!r} is unknown; use some of {', '.join(examples)}")
     if set(options) != (set() if name == "int8" else {"fraction"}):
-        raise ValueError(f"form {text!r}: write it as {next(example for example in EXAMPLES if example.startswith(name))!r}")
+        raise ValueError(f"form {text!r}: write it as {next(example for example in examples if example.startswith(name))!r}")
     fraction = options.get("fraction", 1.0)
     if (
         isinstance(fraction, bool)
         or not isinstance(fraction, int | float)
         or not 0 <= fraction <= 1
-        or (name, fraction) == ("low_rank", 0)
+        or (name in POSITIVE and not fraction)
     ):
-        raise ValueError(f"form {text!r}: fraction={fraction} must be from 0 to 1, and above 0 for low_rank")
+        raise ValueError(f"form {text!r}: fraction={fraction} must be from 0 to 1, and above 0 for a rank")
 
-    def compress(params: Any) -> Smaller:
+    def compress(params: Any, outputs: Mapping[str, Any] | None = None) -> Smaller:
+        if name == "principal":
+            if not outputs:
+                raise ValueError(f"form {text!r} needs outputs of layers, which this task does not show; use 'low_rank' instead")
+            return Smaller(*features.project(params, outputs, fraction))
         total = 0
 
         def one(x: Any) -> np.ndarray:

@@ -66,6 +66,7 @@ def clicks(
         lookups=Lookups(form.model.sizes, form.model.width, lambda batch: batch.indices_BxT, form.loss_of),
         derived=form.derived,
         score=form.score,
+        outputs=form.outputs if form.model.outputs else None,
         scores={"auc": Metric()},
     )
 
@@ -110,6 +111,11 @@ class _Clicks:
         logits_B = self.logits(params, examples)
         nll_B = optax.sigmoid_binary_cross_entropy(logits_B, examples.clicks_B)
         return {"loss": nll_B, "accuracy": ((logits_B > 0) == (examples.clicks_B > 0.5)) * 1.0}, jnp.ones_like(nll_B)
+
+    def outputs(self, params, variables, examples):
+        del variables
+        assert self.model.outputs
+        return self.model.outputs(params, examples.numbers_BxF, examples.indices_BxT)
 
     def examples(self, batch_size):
         shapes = {"numbers_BxF": (self.features,), "indices_BxT": (len(self.model.sizes),), "clicks_B": ()}

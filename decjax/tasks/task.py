@@ -89,6 +89,9 @@ class Task(NamedTuple):
             BLEU; found at the end, of the averaged model. None: there are none.
         scores: these metrics by name.
         show: `show(params, variables, data, key)`, a text for people that shows what the trained model does; None: nothing to show.
+        outputs: `outputs(params, variables, examples)`, what parts of the model put out, by the path of their weights with slashes: [M, J]
+            of a linear layer, by that of its `kernel` [I, J] (a sibling called `bias` is added); [M, D], the rows that are read, of a table
+            `embedding` [V, D]. For compressing the weights; None: they are not shown.
     """
 
     init: Callable[[Any], Any]
@@ -108,6 +111,7 @@ class Task(NamedTuple):
     score: Callable[[Any, Any, Data], dict[str, float]] | None = None
     scores: Mapping[str, Metric] = {}
     show: Callable[[Any, Any, Data, Any], str] | None = None
+    outputs: Callable[[Any, Any, Any], dict[str, Any]] | None = None
 
 
 def spaced(count: int, limit: int) -> np.ndarray:
