@@ -11,12 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from decjax import gossip, mesh, models, optim, placement, reduce, registry, topology
+from decjax import gossip, mesh, optim, placement, reduce, registry, topology
 from decjax.channel import Channel
 from decjax.codecs import entropy
 from decjax.models import compress
 from decjax.optim import subnetworks as subnetworks_lib
-from decjax.pipeline import autoencoder
 from experiments import dssfn, trials
 
 WORLD = pathlib.Path(__file__).resolve().parent.parent / "configs/links/worldwide.json"
@@ -249,16 +248,6 @@ def _floor(num_workers: int, seeds: int, steps: int = 3000, size: int = 16) -> f
     run = workers.jit(whole, (0, 0))
     found = [run(jnp.zeros((num_workers, size)), jax.random.split(jax.random.key(seed), num_workers)) for seed in range(seeds)]
     return float(np.mean(found))
-
-
-def boundary_autoencoder(smoke: bool) -> float:
-    """The largest relative difference of a model's loss, token by token, that autoencoders of full width make."""
-    width = 16 if smoke else 64
-    model = models.decoder_lm(width=width, hidden=2 * width, depth=4, context=32)
-    wide = autoencoder.insert(model, (1, 1, 1, 1), width)
-    params, tokens = wide.init(jax.random.key(0)), jax.random.randint(jax.random.key(1), (4, 33), 0, 256)
-    one, other = (np.asarray(each.nll(params, tokens, None)) for each in (model, wide))
-    return float(np.abs(one / other - 1).max())
 
 
 def shared_places(smoke: bool) -> float:

@@ -4,7 +4,7 @@
     python -m experiments.related --only=DT-FM --smoke
 
 A row has an oracle: something that is known of the system beforehand, such as an exact limit or a bound. The exit code is 1 if one of
-them does not hold. `experiments.oracles` computes the figures. docs/results/related.md is made by
+them does not hold. `experiments.oracles` and its like compute the figures. docs/results/related.md is made by
 
     python -m experiments.related --pages=docs/results
 """
@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from absl import flags
 
-from experiments import oracles, oracles_tables, script
+from experiments import oracles, oracles_low_rank, oracles_tables, script
 
 FLAGS = flags.FLAGS
 
@@ -136,7 +136,7 @@ ROWS = (
         "arXiv 2301.02654",
         "launch.train --config=configs/lm.py:stages=2,workers=4,autoencoder=16 --workdir=WORKDIR",
         "loss of each token with full width beside none, relative",
-        oracles.boundary_autoencoder,
+        oracles_low_rank.boundary_autoencoder,
         1e-4,
     ),
     Row(
@@ -186,6 +186,14 @@ ROWS = (
         "error at full rank, relative",
         oracles.full_rank,
         1e-5,
+    ),
+    Row(
+        "unified low-rank compression of click models",
+        "arXiv 2405.18146",
+        "experiments.low_rank_clicks --out=WORKDIR",
+        "what outputs lose beside the sum of discarded eigenvalues, relative; full rank exact",
+        oracles_low_rank.low_rank_clicks,
+        1e-4,
     ),
 )
 

@@ -80,6 +80,7 @@ OUTSIDE = {
     "configs": ("configs", "decjax.config", "decjax.registry"),
     "experiments.dssfn": ("decjax", "experiments"),  # It trains without gradients, in a loop of its own.
     "experiments.oracles": ("decjax", "experiments"),  # They look at single parts.
+    "experiments.oracles_low_rank": ("decjax", "experiments"),
     "experiments.oracles_tables": ("decjax", "configs", "experiments"),
     "experiments.bench": ("decjax", "configs", "launch", "experiments"),
     "experiments": ("decjax.costmodel", "decjax.topology", "experiments", "launch.command", "launch.cluster", "launch.processes"),

@@ -27,6 +27,8 @@ from decjax.principal import principal
 def project(params: Any, outputs: Mapping[str, Any], fraction: float) -> tuple[Any, int]:
     """(parameters of rank R = ⌈fraction · min(I, J)⌉ where outputs are given and the others as they are, bytes of all).
 
+    A weight whose R is min(I, J) stays as it is too.
+
     Args:
         params: of a model.
         outputs: a sample of outputs; see `tasks.Task`.
@@ -40,12 +42,16 @@ def project(params: Any, outputs: Mapping[str, Any], fraction: float) -> tuple[A
     made, num_bytes = dict(named), {name: leaf.nbytes for name, leaf in named.items()}
     for name, y_MxJ in outputs.items():
         if name not in named or np.ndim(y_MxJ) != 2 or not len(y_MxJ) or named[name].shape[1:] != y_MxJ.shape[1:]:
-            raise ValueError(f"outputs {name!r} of shape {np.shape(y_MxJ)} belong to no weight; give M ≥ 1 rows [M, J] for a weight [I, J]")
+            raise ValueError(
+                f"outputs {name!r} of shape {np.shape(y_MxJ)} belong to no weight; give M ≥ 1 rows [M, J] for a weight [I, J]"
+            )
         if not np.isfinite(y_MxJ).all():
             raise ValueError(f"outputs of {name!r} are not finite, so the model has diverged; take one that has not")
         w_IxJ, bias = named[name], name.removesuffix("kernel") + "bias"
         is_table = name.endswith("embedding")
         R = math.ceil(fraction * min(w_IxJ.shape))
+        if min(w_IxJ.shape) == R:
+            continue  # With I < J, directions in which the sample's outputs do not vary could be missing.
         project, mean_J = _projection(y_MxJ, R, centred=is_table or bias in named)
         made[name] = mean_J + project(w_IxJ - mean_J) if is_table else project(w_IxJ)
         if bias in named:
