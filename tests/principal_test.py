@@ -11,6 +11,7 @@ from configs import lm
 from decjax import config, models, train
 from decjax.pipeline import autoencoder
 from decjax.principal import principal
+from tests import commands
 from tests.runs import spec_of, trainer_of
 from tests.tiny_runs import assert_equal_states, forget_after, launch, losses, prepare, text  # noqa: F401
 
@@ -119,6 +120,15 @@ def test_mapped_workers_start_and_train_as_simulated_ones(prepare, simulated):
     assert all((x[0] == x[1]).all() for x in jax.tree.leaves(mapped.workers.fetch(mapped.state.params)))
     mapped.train()
     np.testing.assert_allclose(losses(mapped.workdir), losses(simulated), rtol=1e-4)
+
+
+def test_processes_start_alike(tmp_path):
+    """Each stage in a process of its own finds the same directions as all in one."""
+    config = f"--config=configs/lm.py:smoke,method=local,workers=1,steps=5,{NARROW}"
+    apart = commands.run("launch.local", "--num_processes=2", "--", config, f"--workdir={tmp_path / 'apart'}")
+    together = commands.run("launch.train", config + ",simulate", f"--workdir={tmp_path / 'together'}")
+    assert apart.returncode == together.returncode == 0, apart.stderr + together.stderr
+    np.testing.assert_allclose(losses(tmp_path / "apart"), losses(tmp_path / "together"), rtol=1e-4)
 
 
 def test_only_the_directions_differ_from_a_random_start():
