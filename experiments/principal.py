@@ -4,7 +4,9 @@
 
 A simulated pipeline of four stages (configs/lm.py, four layers of width 64) sends a quarter of its width over three boundaries. The
 encoders start from random directions, or from the principal ones of the initial model's activations (pipeline.autoencoder_init).
-Three seeds; two learning rates. Trainings that are finished are not made again.
+Three seeds; two learning rates. Trainings that are finished are not made again. Longer ones of two starts alone:
+
+    python -m experiments.principal --out=runs/principal --steps=600 --rate=0.006 --start=random --start=principal
 """
 
 import itertools
@@ -20,7 +22,6 @@ FLAGS = flags.FLAGS
 
 LAYOUT = "workers=2,simulate,stages=4,microbatches=2,method=allreduce"
 STARTS = {"random": "autoencoder=16", "principal": "autoencoder=16,autoencoder_init=pca", "no autoencoder": ""}
-RATES = (6e-3, 1.2e-2)
 SHOWN = 4  # evaluations of a training
 
 
@@ -40,10 +41,10 @@ def trial(out: pathlib.Path, start: str, rate: float, seed: int) -> trials.Trial
     return trials.trial(out, f"{start} {rate} {seed}", f"configs/lm.py:{shorthand}", fields)
 
 
-def tabulate(found: dict[tuple[str, float, int], list[float]], steps: list[int]) -> Any:
+def tabulate(found: dict[Any, list[float]], steps: list[int]) -> Any:
     """A row for each start and rate, a column for each evaluation."""
     table = script.table("directions at the start", "rate", *(f"{step} steps" for step in steps))
-    for start, rate in itertools.product(STARTS, RATES):
+    for start, rate in itertools.product(FLAGS.start, map(float, FLAGS.rate)):
         of_seeds = [found[start, rate, seed] for seed in range(FLAGS.seeds)]
         table.add_row(start, f"{rate:g}", *(trials.spread(list(losses)).text(3) for losses in zip(*of_seeds, strict=True)))
     return table
@@ -51,7 +52,7 @@ def tabulate(found: dict[tuple[str, float, int], list[float]], steps: list[int])
 
 def main() -> None:
     out = command.folder("out", FLAGS.out)
-    keys = list(itertools.product(STARTS, RATES, range(FLAGS.seeds)))
+    keys: list[Any] = list(itertools.product(FLAGS.start, map(float, FLAGS.rate), range(FLAGS.seeds)))
     runs = [trial(out, *key) for key in keys]
     if not all(trials.together(trials.train, runs)):
         raise trials.Broken(f"a training in {out} diverged; use fewer steps")
@@ -64,6 +65,8 @@ def main() -> None:
 
 if __name__ == "__main__":
     flags.DEFINE_string("out", None, "Run directories go here.", required=True)
+    flags.DEFINE_multi_enum("start", list(STARTS), list(STARTS), "Directions at the start.")
+    flags.DEFINE_multi_float("rate", [6e-3, 1.2e-2], "Peaks of the learning rate.", lower_bound=0.0)
     flags.DEFINE_integer("steps", 200, "Of a training.", lower_bound=SHOWN)
     flags.DEFINE_integer("seeds", 3, "Trainings of each kind.", lower_bound=1)
     flags.DEFINE_string("pages", None, script.PAGES)

@@ -104,6 +104,12 @@ def _uniform(key, shape, dtype=jnp.float32, **unused):
     return jax.random.uniform(key, shape, dtype, -limit, limit)
 
 
+def _by_path(found: dict[str, list[jax.Array]], vectors_BxTxD: jax.Array) -> dict[str, jax.Array]:
+    """Outputs by the path of their weight."""
+    layers = {f"dense/{name}/layers/{k}/kernel": y_BxJ for name, own in found.items() for k, y_BxJ in enumerate(own)}
+    return layers | {f"tables/{t}/embedding": vectors_BxTxD[:, t] for t in range(vectors_BxTxD.shape[1])}
+
+
 @registry.register("model", "dlrm")
 def dlrm(*, width: int = 8, hidden: int = 32, depth: int = 1) -> Build:
     """DLRM: a perceptron of the numbers, a table for each categorical feature, dot products of all pairs, and a perceptron of these.
@@ -123,20 +129,16 @@ def dlrm(*, width: int = 8, hidden: int = 32, depth: int = 1) -> Build:
         dense = lambda rngs: Dense(features, len(sizes), width, [hidden] * depth, rngs)
         tables = lambda rngs: Embeddings(sizes, width, rngs)
         graphs = {name: nnx.graphdef(nnx.eval_shape(lambda: made(nnx.Rngs(0)))) for name, made in (("d", dense), ("t", tables))}
+        lookup = lambda tables, indices_BxT: nnx.merge(graphs["t"], nnx.State({"tables": tables}))(indices_BxT)
 
         def init(key):
             own = jax.random.split(key)
             parts = [nnx.to_pure_dict(nnx.state(made(nnx.Rngs(key)), nnx.Param)) for made, key in zip((dense, tables), own)]
             return {"dense": parts[0], "tables": parts[1]["tables"]}
 
-        def lookup(tables, indices_BxT):
-            return nnx.merge(graphs["t"], nnx.State({"tables": tables}))(indices_BxT)
-
         def outputs(params, numbers_BxF, indices_BxT):
             vectors_BxTxD = lookup(params["tables"], indices_BxT)
-            found = nnx.merge(graphs["d"], nnx.State(params["dense"])).outputs(numbers_BxF, vectors_BxTxD)
-            layers = {f"dense/{name}/layers/{k}/kernel": y for name, own in found.items() for k, y in enumerate(own)}
-            return layers | {f"tables/{t}/embedding": vectors_BxTxD[:, t] for t in range(len(sizes))}
+            return _by_path(nnx.merge(graphs["d"], nnx.State(params["dense"])).outputs(numbers_BxF, vectors_BxTxD), vectors_BxTxD)
 
         return ClickModel(
             init,

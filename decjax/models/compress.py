@@ -63,13 +63,8 @@ def needs_outputs(text: str) -> bool:
     return registry.parse("form", text)[0] == "principal"
 
 
-def make(text: str) -> Callable[..., Smaller]:
-    """The form of a text such as "low_rank(fraction=0.25)", as a function of a tree of parameters, and of outputs for `principal`.
-
-    Raises:
-        ValueError: for an unknown form or option, or a fraction outside [0, 1]; a rank needs one above 0. From the function, if outputs
-            are needed and missing, or do not fit.
-    """
+def _checked(text: str) -> tuple[str, dict[str, Any]]:
+    """The name and the options of a form."""
     name, options = registry.parse("form", text)
     examples = (*EXAMPLES, OF_OUTPUTS)
     if name not in (*_FORMS, "principal"):
@@ -84,12 +79,23 @@ def make(text: str) -> Callable[..., Smaller]:
         or (name in POSITIVE and not fraction)
     ):
         raise ValueError(f"form {text!r}: fraction={fraction} must be from 0 to 1, and above 0 for a rank")
+    return name, options
+
+
+def make(text: str) -> Callable[..., Smaller]:
+    """The form of a text such as "low_rank(fraction=0.25)", as a function of a tree of parameters, and of outputs for `principal`.
+
+    Raises:
+        ValueError: for an unknown form or option, or a fraction outside [0, 1]; a rank needs one above 0. From the function, if outputs
+            are needed and missing, or do not fit.
+    """
+    name, options = _checked(text)
 
     def compress(params: Any, outputs: Mapping[str, Any] | None = None) -> Smaller:
         if name == "principal":
             if not outputs:
                 raise ValueError(f"form {text!r} needs outputs of layers, which this task does not show; use 'low_rank' instead")
-            return Smaller(*features.project(params, outputs, fraction))
+            return Smaller(*features.project(params, outputs, **options))
         total = 0
 
         def one(x: Any) -> np.ndarray:
