@@ -34,6 +34,7 @@ from decjax.reduce import messages
 # (x_RxF, kernel_FxG) -> x @ kernel, where the devices of a group hold columns of x and rows of the kernel.
 Contract = Callable[[jax.Array, jax.Array], jax.Array]
 WIDE = np.float32  # in which terms are encoded and added up
+SCOPE = "group_sum"  # in the names of the messages of a compiled program
 
 
 def product(contract: Contract) -> Callable[[jax.Array, jax.Array, int], jax.Array]:
@@ -107,6 +108,7 @@ def _forms(codec: codecs.Codec, shape: tuple[int, int], num_devices: int) -> dic
     }
 
 
+@jax.named_scope(SCOPE)
 def _total(feedback: codecs.feedback.Feedback, term_RxG: jax.Array) -> jax.Array:
     """On one device: the sum of the terms of all devices of the group."""
     (R, G), K = term_RxG.shape, mesh.tensor_size()
