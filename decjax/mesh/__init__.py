@@ -12,7 +12,8 @@ The mesh has the axes (node, local, stage, tensor); any may be 1. With S pipelin
 `[N, S, ...]`. A function is then written for one stage of one worker and sees neither axis; it sends to the same stage of other
 workers along the worker axis, and to other stages of its worker along `STAGES`. The tensor axis is left to the compiler: functions
 see whole arrays, and `divide` says how these are laid out on the group. Inside `each_device`, however, a function sees what one device
-holds, so that each device can send its own part of a message between stages; inside `each_part` it sees its parts of some arrays, and sends along `GROUP`.
+holds, so that each device can send its own part of a message between stages; inside `each_part` it sees the device's parts of some
+arrays, and sends to the other devices of the group along `GROUP`.
 
     axis       `Axis`: exchanges, means, gathers
     tensor     arrays divided between the devices of a tensor-parallel group

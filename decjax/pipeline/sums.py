@@ -23,6 +23,7 @@ Reference: Xu et al. 2024, arXiv 2409.02423 (a codec for each axis); Shoeybi et 
 
 from collections.abc import Callable
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -37,7 +38,7 @@ WIDE = np.float32  # in which terms are encoded and added up
 SCOPE = "group_sum"  # in the names of the messages of a compiled program
 
 
-def product(contract: Contract) -> Callable[[jax.Array, jax.Array, int], jax.Array]:
+def product(contract: Contract) -> Callable[[jax.Array, jax.Array, int], Any]:
     """The `models.decoder.Product` of models whose sums over a tensor-parallel group are made by `contract`, forward and backward."""
 
     @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
