@@ -312,15 +312,13 @@ def decoder_lm(
         depth: L, how many layers, each attention and an MLP.
         tied: use one table as embedding and as output layer.
         dtype: the dtype in which layers compute, "float32" or "bfloat16".
-        divide: how arrays are divided within a tensor-parallel group, a function and no config field; see the module.
-        product: how rows are multiplied with kernels, a function and no config field; see `pipeline.sums`.
+        divide, product: how a tensor-parallel group divides arrays and adds up products, functions and no config fields; see the module.
 
     Raises:
         ValueError: if a size is less than 1, the width is not divisible by 2 · heads, or the dtype is unknown.
     """
     check_sizes(dtype, vocabulary=vocabulary, context=context, width=width, hidden=hidden, heads=heads, depth=depth)
     compute = jnp.dtype(dtype)
-
     block = lambda rngs: Block(width, hidden, heads, depth=depth, dtype=compute, rngs=rngs, divide=divide, product=product)
     parts = _decoder_parts(width, depth, block, tied=tied, dtype=compute, divide=divide)
 
