@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 
 from configs import lm
-from decjax import config, mesh, registry
+from decjax import config, mesh, models, registry
 from decjax.hlo import wire
 from decjax.hlo.program import Program
 from decjax.pipeline import sums
+from experiments.bench import axis_bytes
 from tests.tiny_runs import launch, losses, prepare, text  # noqa: F401  Fixtures.
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -148,6 +149,26 @@ def test_all_three_axes_coded_train_and_resume_bit_for_bit(prepare, launch, tmp_
     assert one["eval_loss"] == other["eval_loss"] and one["bytes_per_step_per_worker"] == other["bytes_per_step_per_worker"]
 
 
+def test_messages_of_each_axis_are_taken_apart():
+    """Those of one step of a model of two layers: every term of a sum, what passes between stages, and the gradient."""
+    size = dict(width=8, hidden=8, heads=2, depth=2, context=4)
+    model = models.decoder_lm(**size)
+    params, tokens_BxT1 = model.init(jax.random.key(0)), jax.random.randint(jax.random.key(1), (3, 5), 0, 256)
+    messages = axis_bytes.Messages(size, params, tokens_BxT1)
+    assert [x.shape for x in messages.found["pp"]] == [(3, 4, 8)] * 2
+    assert {x.shape for x in messages.found["tp"]} == {(2, 12, 8)} and len(messages.found["tp"]) >= 8
+    grads = jax.grad(lambda params: model.nll(params, tokens_BxT1, None).mean())(params)
+    for found, expected in zip(messages.found["dp"], jax.tree.leaves(grads), strict=True):
+        np.testing.assert_allclose(found, expected, atol=1e-6)
+    assert all(0 < messages.lossless(axis) <= 32 for axis in messages.found)
+    as_they_are = axis_bytes.sent(registry.make("codec", "identity"), size, 12, params)
+    assert as_they_are == {
+        "dp": 4.0 * sum(x.size for x in jax.tree.leaves(params)),
+        "pp": 2.0 * 12 * 8 * 4,
+        "tp": 4.0 * 2 * 2 * 12 * 8 * 4,
+    }
+
+
 # -- Refused ----------------------------------------------------------------------------------------------------------
 
 
@@ -174,8 +195,6 @@ def test_codecs_that_do_not_fit_are_refused(shorthand, said):
 
 
 def test_models_that_multiply_by_themselves_are_refused(forgotten_parts):
-    from decjax import models
-
     @registry.register("model", "own sums", tasks=("lm",))
     def own(*, vocabulary: int = 256, divide=None):
         return models.decoder_lm(vocabulary=vocabulary, divide=mesh.divide)

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from configs import lm
-from decjax import codecs, mesh, models, registry, train
+from decjax import codecs, models, reduce, registry, train
 from decjax import config as parts
 from decjax.codecs import entropy
 from decjax.pipeline import sums
@@ -70,11 +70,11 @@ class Messages:
         return entropy.lossless_bits(np.concatenate([x.ravel() for x in self.found[axis]]))
 
 
-def sent(codec: codecs.Codec, model: dict[str, Any], tokens: int, num_params: int) -> dict[str, float]:
-    """Bytes that a worker sends in a step of one microbatch, by axis."""
-    rows, width = tokens, model["width"]
+def sent(codec: codecs.Codec, model: dict[str, Any], rows: int, params: Any) -> dict[str, float]:
+    """Bytes that a worker sends in a step of one microbatch of so many tokens, by axis."""
+    width, reducer = model["width"], reduce.mean() if codec.name == "identity" else reduce.coded(codec=codec)
     return {
-        "dp": mesh.mean_bytes(num_params, np.float32, WORKERS) * codec.num_bytes((num_params,), np.float32) / (4 * num_params),
+        "dp": float(reducer.num_bytes(params, WORKERS)[0]),
         "pp": 2.0 * (STAGES - 1) * DEVICES * codec.num_bytes((rows // DEVICES, width), np.float32),
         "tp": 4.0 * model["depth"] * DEVICES * sums.num_bytes(codec, (rows, width), DEVICES),
     }
@@ -91,8 +91,7 @@ def main() -> None:
     tokens_BxT1 = trainer.batch(spec.steps)[0]
     messages = Messages(model, params, tokens_BxT1)
     names = ("identity", *FLAGS.codecs)
-    sizes = spec.each * model["context"], sum(x.size for x in jax.tree.leaves(params))
-    by_codec = [sent(registry.make("codec", name), model, *sizes) for name in names]
+    by_codec = [sent(registry.make("codec", name), model, spec.each * model["context"], params) for name in names]
     table = script.table("axis", *(f"{name}, kB" for name in names), "lossless, estimated kB", "of float32")
     for axis in messages.found:
         bits = messages.lossless(axis)
