@@ -34,6 +34,7 @@ KEYS = dict(
 PIPELINE_KEYS = dict(
     stages=int,
     tensor=int,
+    tensor_codec=str,
     microbatches=int,
     schedule=str,
     chunks=int,
@@ -58,7 +59,7 @@ STAGED = dict(
 )
 TUNED_WORKERS = 8  # with so many and a config file's own batch, `scale` leaves the rate as it is
 CONSENSUS = dict(consensus_every=0, consensus_first=0, consensus_last=0)
-PLAIN = dict(seed=0, local_size=1, simulate=False, tensor=1, engine="auto", bucket_bytes=2**18) | CONSENSUS
+PLAIN = dict(seed=0, local_size=1, simulate=False, tensor=1, tensor_codec="", engine="auto", bucket_bytes=2**18) | CONSENSUS
 
 
 def get_config(

@@ -10,7 +10,8 @@ Shorthand, comma-separated after a colon, as `--config=configs/lm.py:workers=12,
     scale=linear|sqrt                                                          the rate with the global batch
     order=awc|atc  every=H  stale  codec=NAME  rank=R                          options of those parts that have them
     stages=S  tensor=T  microbatches=M  schedule=gpipe|1f1b|interleaved  chunks=C  remat  tied
-    backward=CODEC  forward=CODEC  autoencoder=R  autoencoder_init=random|pca  fused  compressed=K|auto  delay=D
+    backward=CODEC  forward=CODEC  tensor_codec=CODEC  autoencoder=R  autoencoder_init=random|pca  fused
+    compressed=K|auto  delay=D
 
 Each worker has stages × tensor devices, which hold one model together: stages=2,tensor=2,workers=2 are 2 workers of 4 devices each.
 Any field of the config can be set with `--config.SECTION.FIELD=VALUE`; a run's config.json shows them all.

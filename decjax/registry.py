@@ -38,7 +38,7 @@ class Kind(NamedTuple):
 
 KINDS = {
     "task": Kind(("model",), "decjax.tasks"),
-    "model": Kind(("divide",), "decjax.models"),
+    "model": Kind(("divide", "product"), "decjax.models"),
     "method": Kind(
         ("inner", "mixer", "reducer", "num_workers", "learning_rate", "share", "clip", "norm", "channel", "units"), "decjax.optim"
     ),

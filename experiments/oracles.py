@@ -312,3 +312,36 @@ def _ladder(window: int, speed: str) -> tuple[Any, Any, Any, Any]:
     state = workers.jit(reducer.init, (0,))(jnp.zeros((4, 2048)))
     observe = reducer.timing and workers.jit(reducer.timing.observe, (0, 0))
     return state, workers.jit(reducer.reduce, (0, 0)), reducer.timing, observe
+
+
+def hybrid(smoke: bool) -> float:
+    """How much higher the loss is with coded gradients between workers and all else exact, relative; a mean over seeds."""
+    return float(np.abs(_excess(smoke)["hybrid"].mean()))
+
+
+def uniform(smoke: bool) -> float:
+    """`hybrid` ÷ the same with that codec on all three axes; inf if that costs nothing."""
+    naive = float(_excess(smoke)["uniform"].mean())
+    return hybrid(smoke) / naive if naive > 0 else float("inf")
+
+
+THREE_AXES = "smoke,method=allreduce,workers=2,stages=2,tensor=2"
+FEW = "zfp(rate=7)"  # the fewest bits with which the reducer's memory of errors stays bounded
+HYBRID = f",reducer=codec,codec={FEW}"
+CODED = {"none": "", "hybrid": HYBRID, "uniform": f"{HYBRID},backward={FEW},forward={FEW},tensor_codec={FEW}"}
+
+
+@functools.cache
+def _excess(smoke: bool) -> dict[str, np.ndarray]:
+    """For each way of coding, how much higher the loss on held-out text is than with none, relative; one value for each seed."""
+    seeds, layout = range(1 if smoke else 3), f"{THREE_AXES},steps={40 if smoke else 200}"
+
+    def loss(given):
+        kind, seed = given
+        all_messages = {"boundary.when": "always", "boundary.error": "none"} if kind == "uniform" else {}
+        fields = {"seed": seed, "eval.every": 10**6, "schedule.learning_rate": 6e-3} | all_messages
+        return trained({kind: f"{layout}{CODED[kind]}"}, **fields)[kind].summary()["eval_loss"]
+
+    keys = [(kind, seed) for seed in seeds for kind in CODED]
+    found = dict(zip(keys, trials.together(loss, keys), strict=True))
+    return {kind: np.array([found[kind, seed] / found["none", seed] - 1 for seed in seeds]) for kind in CODED}

@@ -132,6 +132,25 @@ ROWS = (
         0.1,
     ),
     Row(
+        "hybrid MPI compression",
+        "arXiv 2409.02423",
+        "launch.train --config=configs/lm.py:smoke,steps=200,method=allreduce,workers=2,stages=2,tensor=2,reducer=codec,"
+        "codec=zfp(rate=7) --config.schedule.learning_rate=6e-3 --workdir=WORKDIR",
+        "loss with coded gradients, all else exact, beside none coded, relative; three seeds",
+        oracles.hybrid,
+        0.01,
+    ),
+    Row(
+        "hybrid MPI compression, naive",
+        "arXiv 2409.02423",
+        "launch.train --config=configs/lm.py:smoke,steps=200,method=allreduce,workers=2,stages=2,tensor=2,reducer=codec,"
+        "codec=zfp(rate=7),backward=zfp(rate=7),forward=zfp(rate=7),tensor_codec=zfp(rate=7) --config.boundary.when=always "
+        "--config.boundary.error=none --config.schedule.learning_rate=6e-3 --workdir=WORKDIR",
+        "the same ÷ that with this codec on all three axes",
+        oracles.uniform,
+        0.2,
+    ),
+    Row(
         "learned autoencoder",
         "arXiv 2301.02654",
         "launch.train --config=configs/lm.py:stages=2,workers=4,autoencoder=16 --workdir=WORKDIR",

@@ -45,3 +45,12 @@ def test_estimate_of_a_message_is_below_its_width():
 def test_impossible_scales_are_refused(options):
     with pytest.raises(ValueError, match="must be above 0"):
         entropy.gaussian_bits(np.zeros(2), **options)
+
+
+def test_lossless_bits_are_those_of_the_bytes():
+    """Nothing for equal values, all 32 for random bits, and for Gaussians 16 bits and 7 of noise, and an exponent that is nearly known."""
+    rng = np.random.default_rng(3)
+    assert entropy.lossless_bits(np.full(1000, 1.5, np.float32)) == 0
+    assert entropy.lossless_bits(rng.integers(0, 2**32, 400_000, np.uint32).view(np.float32)) == pytest.approx(32, abs=0.01)
+    assert 25 < entropy.lossless_bits(rng.normal(size=400_000).astype(np.float32)) < 28
+    assert entropy.lossless_bits(rng.integers(0, 2, (300, 300)).astype(np.float32)) == pytest.approx(2, abs=0.01)

@@ -18,6 +18,7 @@ from decjax.errors import ConfigError
 from decjax.optim.method import Method
 from decjax.pipeline import autoencoder
 from decjax.pipeline import source as source_lib
+from decjax.pipeline import sums
 
 SAMPLED = 16  # tokens for each value of an activation, to find principal directions
 
@@ -89,7 +90,8 @@ def build(spec: RunSpec, devices: Sequence[jax.Device] | None = None) -> Setup: 
 
 def assemble(spec: RunSpec, make_workers: Callable[..., mesh.Workers]) -> Setup:
     """The parts of a run, without its data; `make_workers` is `mesh.make_workers` or like it, called with the layout's sizes."""
-    model = _make("model", spec.model, divide=mesh.divide) if spec.model else None
+    product = {"product": sums.product(sums.coded(registry.make("codec", spec.tensor_codec)))} if spec.tensor_codec else {}
+    model = _make("model", spec.model, divide=mesh.divide, **product) if spec.model else None
     division, given = None, spec.pipeline
     if given.stages > 1:
         division = pipeline.divide(

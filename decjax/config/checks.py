@@ -1,6 +1,7 @@
 """Checks of a config: the range of every number, and values that exclude each other."""
 
 from collections.abc import Mapping
+import inspect
 import math
 from typing import Any
 
@@ -10,6 +11,7 @@ import jax.numpy as jnp
 from decjax import pipeline, registry, tasks
 from decjax.config.spec import AUTO, CONSENSUS, RunSpec
 from decjax.optim.method import Method
+from decjax.pipeline import sums
 
 ENGINES = ("auto", "fused", "split")
 LARGEST = 2**31 - 1  # of whole numbers
@@ -130,6 +132,7 @@ def check_together(spec: RunSpec) -> None:
         if not rate > 0:
             raise ValueError(f"{section}.{name}={rate} must be positive; use a number such as 1e-3")
     _check_model(spec)
+    _check_tensor_codec(spec)
     _check_communicates(spec)
     _check_stages(spec)
     if spec.tables is not None:
@@ -141,6 +144,39 @@ def check_divided(spec: RunSpec, task: tasks.Task) -> None:
     if spec.tensor > 1 and not task.divided:
         model = f" with model {spec.model.name!r}" if spec.model else ""
         raise ValueError(f"tensor={spec.tensor}: task {spec.task.name!r}{model} names no parameter to divide; use tensor=1")
+
+
+def check_sums(spec: RunSpec, task: tasks.Task) -> None:
+    """Raises a ValueError for a codec that makes the sums within a layer larger than they are uncoded."""
+    if not spec.tensor_codec or not task.parts:
+        return
+    B, T1 = task.examples(spec.each // spec.pipeline.microbatches).shape
+    x_BxTxD, K = task.parts.activation(B, T1 - 1), spec.tensor
+    plain = 2 * (K - 1) / K * x_BxTxD.size * x_BxTxD.dtype.itemsize
+    sent = sums.num_bytes(registry.make("codec", spec.tensor_codec), (B * (T1 - 1), x_BxTxD.shape[-1]), K)
+    if sent > plain:
+        raise ValueError(
+            f"tensor_codec={spec.tensor_codec!r} sends {sent} bytes for a sum of {x_BxTxD.dtype} values that takes {plain:.0f} "
+            "uncoded; use fewer bits, or leave it empty"
+        )
+
+
+def _check_tensor_codec(spec: RunSpec) -> None:
+    """Raises a ValueError for coded sums without a group that makes them, or of a model that makes them by itself."""
+    if not spec.tensor_codec:
+        return
+    sums.check(registry.make("codec", spec.tensor_codec))
+    if spec.tensor == 1:
+        fix = "leave it empty" if spec.simulate else "use tensor=2, or leave it empty"
+        raise ValueError(
+            f"tensor_codec={spec.tensor_codec!r} codes sums of the devices of a tensor-parallel group, got tensor=1"
+            f"{' with simulate' * spec.simulate}; {fix}"
+        )
+    if spec.model and "product" not in inspect.signature(registry.part("model", spec.model.name).factory).parameters:
+        raise ValueError(
+            f"tensor_codec={spec.tensor_codec!r}: model {spec.model.name!r} does not let others multiply for it; leave it empty, or give "
+            "the model a parameter product"
+        )
 
 
 def _check_model(spec: RunSpec) -> None:

@@ -27,7 +27,7 @@ MIXERS = dict.fromkeys(("choco", "deepsqueeze", "beer", "push_sum"), ("codec", "
     "accelerated": ("rounds",),
 }
 BOUNDARY = {"backward": ("when", "error"), "forward": ("forward_error", "slots", "reuse_indices")}
-LATER = ("consensus_first", "consensus_last")  # numbers that older configs lack; 0: none
+LATER = {"consensus_first": 0, "consensus_last": 0, "tensor_codec": ""}  # what older configs lack: none of it
 KEPT = (
     *"seed workers local_size simulate batch_size steps tensor engine bucket_bytes consensus_every".split(),
     *"log_every eval checkpoint elastic".split(),
@@ -35,8 +35,8 @@ KEPT = (
 
 
 def modern(document: Mapping[str, Any]) -> dict[str, Any]:
-    """The config in today's form; one that has that form already gets the numbers that it lacks."""
-    document = {**dict.fromkeys(LATER, 0), "elastic": {}, **document}
+    """The config in today's form; one that has that form already gets the fields that it lacks."""
+    document = {**LATER, "elastic": {}, **document}
     if "mixing" not in document:
         return document
     absent = {"tensor": 1, "boundary": {}, "pipeline": {"stages": 1, "microbatches": 1}, "stale": False}

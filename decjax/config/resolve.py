@@ -206,6 +206,7 @@ def _check_parts(spec: RunSpec) -> RunSpec:
         spec = spec._replace(averaging=spec.averaging._replace(stages=str(count)))
     setup = assemble.on_paper(spec)
     checks.check_divided(spec, setup.task)
+    checks.check_sums(spec, setup.task)
     checks.check_engine(spec.engine, setup.method)
     checks.check_timing(spec, setup.method)
     selective.check_boundary(spec, setup)

@@ -7,7 +7,10 @@ from typing import Any, NamedTuple
 from decjax.config import sections
 
 CONSENSUS = ("consensus_every", "consensus_first", "consensus_last")
-PLAIN = (*"seed steps workers local_size simulate batch_size tensor clip_norm engine bucket_bytes log_every".split(), *CONSENSUS)
+PLAIN = (
+    *"seed steps workers local_size simulate batch_size tensor tensor_codec clip_norm engine bucket_bytes log_every".split(),
+    *CONSENSUS,
+)
 CHOICES = ("model", "schedule", "optimizer", "method", "mixer")
 GROUPS = ("eval", "checkpoint", "elastic")
 AUTO = "auto"  # value of `Averaging.stages` that leaves the number to the cost model
@@ -139,6 +142,7 @@ class RunSpec(NamedTuple):
         simulate: whether all workers are simulated on one device.
         batch_size: examples per step, over all workers.
         tensor: devices of a tensor-parallel group.
+        tensor_codec: form in which the sums of a tensor-parallel group travel, a codec's name; empty: uncoded. See `pipeline.sums`.
         task: the task and its options (the section `data`).
         model: None if the task has no choice of models.
         schedule: of the learning rate.
@@ -169,6 +173,7 @@ class RunSpec(NamedTuple):
     simulate: bool
     batch_size: int
     tensor: int
+    tensor_codec: str
     task: Choice
     model: Choice | None
     schedule: Choice

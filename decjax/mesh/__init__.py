@@ -12,7 +12,8 @@ The mesh has the axes (node, local, stage, tensor); any may be 1. With S pipelin
 `[N, S, ...]`. A function is then written for one stage of one worker and sees neither axis; it sends to the same stage of other
 workers along the worker axis, and to other stages of its worker along `STAGES`. The tensor axis is left to the compiler: functions
 see whole arrays, and `divide` says how these are laid out on the group. Inside `each_device`, however, a function sees what one device
-holds, so that each device can send its own part of a message between stages.
+holds, so that each device can send its own part of a message between stages; inside `each_part` it sees the device's parts of some
+arrays, and sends to the other devices of the group along `GROUP`.
 
     axis       `Axis`: exchanges, means, gathers
     tensor     arrays divided between the devices of a tensor-parallel group
@@ -24,12 +25,24 @@ may scan over constants. Therefore no collective may be inside a loss that is di
 """
 
 from decjax.mesh.axis import SIMULATED, STAGES, WORKERS, Axis, between_cpu_processes, mean_bytes
-from decjax.mesh.tensor import EachDevice, all_rows, divide, each_device, for_each_device, own_key, own_rows, tensor_size
+from decjax.mesh.tensor import (
+    GROUP,
+    EachDevice,
+    all_rows,
+    divide,
+    each_device,
+    each_part,
+    for_each_device,
+    own_key,
+    own_rows,
+    tensor_size,
+)
 from decjax.mesh.workers import Workers, make_workers, simulated_workers
 
 __all__ = [
     "Axis",
     "EachDevice",
+    "GROUP",
     "SIMULATED",
     "STAGES",
     "WORKERS",
@@ -38,6 +51,7 @@ __all__ = [
     "between_cpu_processes",
     "divide",
     "each_device",
+    "each_part",
     "for_each_device",
     "make_workers",
     "mean_bytes",

@@ -1,6 +1,6 @@
 """The devices of a tensor-parallel group: how arrays are divided between them, and functions that each runs by itself."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -9,6 +9,8 @@ import jax.numpy as jnp
 from decjax.mesh.axis import Axis
 
 TENSOR = "tensor"
+GROUP = Axis(TENSOR)
+"""The axis of the devices of a tensor-parallel group, for functions that run inside `each_device` or `each_part`."""
 
 
 def tensor_size() -> int:
@@ -65,17 +67,31 @@ def each_device(fn: Callable[[Any, Any], tuple[Any, Any]], own: Any, shared: Any
     return jax.shard_map(on_device, in_specs=specs, out_specs=specs, axis_names={TENSOR}, check_vma=False)(own, shared)
 
 
+def each_part(fn: Callable[..., jax.Array], arrays: Sequence[jax.Array], axes: Sequence[int]) -> jax.Array:
+    """The result of a function that each device of a tensor-parallel group runs by itself, on the parts of arrays that it holds.
+
+    Args:
+        fn: of one device's part of each array; it may communicate along `GROUP`, and so must not be differentiated. Its result must be
+            the same on all devices of the group.
+        arrays: whole, as functions see them.
+        axes: for each array the axis along which the group divides it.
+    """
+    specs = tuple(jax.sharding.PartitionSpec(*[None] * axis, TENSOR) for axis in axes)
+    whole = jax.sharding.PartitionSpec()
+    return jax.shard_map(fn, in_specs=specs, out_specs=whole, axis_names={TENSOR}, check_vma=False)(*arrays)
+
+
 def own_rows(x: jax.Array) -> jax.Array:
     """Inside `each_device`: the k-th of K equal parts of the first axis, on the k-th device; K divides the axis."""
     size = len(x) // tensor_size()
-    return x if size == len(x) else jax.lax.dynamic_slice_in_dim(x, Axis(TENSOR).index * size, size)
+    return x if size == len(x) else jax.lax.dynamic_slice_in_dim(x, GROUP.index * size, size)
 
 
 def all_rows(x: jax.Array) -> jax.Array:
     """Inside `each_device`: the array whose parts, as of `own_rows`, the devices of the group hold."""
-    return x if tensor_size() == 1 else Axis(TENSOR).all_gather(x).reshape(-1, *x.shape[1:])
+    return x if tensor_size() == 1 else GROUP.all_gather(x).reshape(-1, *x.shape[1:])
 
 
 def own_key(key: jax.Array | None) -> jax.Array | None:
     """Inside `each_device`: a random key that differs between the devices of the group."""
-    return key if key is None or tensor_size() == 1 else jax.random.fold_in(key, Axis(TENSOR).index)
+    return key if key is None or tensor_size() == 1 else jax.random.fold_in(key, GROUP.index)

@@ -8,8 +8,8 @@ Training code is given a `Model`: pure functions of plain pytrees of parameters.
 divide the model between devices. Pipeline stages hold whole layers (`cut`, `join`). Within a layer the function `divide` says along
 which axis an array is divided between the devices of a tensor-parallel group; without a group it does nothing. As in Megatron, a
 half layer (attention or MLP) begins with weights divided by columns (`qkv`, by heads, and `up`) and ends with weights divided by
-rows (`out`, `down`), whose products are summed over the group: one sum per half layer. Embedding and output are divided by
-vocabulary.
+rows (`out`, `down`), whose products are summed over the group: one sum per half layer, and one of gradients at its beginning. The
+function `product` multiplies, and so says how these sums travel. Embedding and output are divided by vocabulary.
 
 Reference: Shoeybi et al. 2019, arXiv 1909.08053 (Megatron), section 3.
 """
@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 from flax import nnx
 import jax
+from jax.ad_checkpoint import checkpoint_name
 import jax.numpy as jnp
 import optax
 
@@ -125,6 +126,10 @@ class Parts(NamedTuple):
 # (x, axis) -> x, divided along this axis between the devices of a tensor-parallel group; axis None: whole on each of them.
 Divide = Callable[[jax.Array, int | None], jax.Array]
 whole: Divide = lambda x, axis: x  # for a model on one device
+# (x_RxF, kernel_FxG, axis) -> x @ kernel, where a tensor-parallel group divides the kernel along this axis; see `pipeline.sums`.
+Product = Callable[[jax.Array, jax.Array, int], jax.Array]
+plain: Product = lambda x_RxF, kernel_FxG, axis: x_RxF @ kernel_FxG
+SUM = "sum"  # the name of products with divided rows, whose sums are not sent again where a pass is computed anew
 
 
 class RowLinear(nnx.Linear):
@@ -134,14 +139,18 @@ class RowLinear(nnx.Linear):
     0.02 suits widths near 1,000).
     """
 
-    def __init__(self, *sizes: int, divide: Divide, axis: int, scale: float = 1.0, dtype: Any, rngs: nnx.Rngs):
+    def __init__(
+        self, *sizes: int, divide: Divide, product: Product = plain, axis: int, scale: float = 1.0, dtype: Any, rngs: nnx.Rngs
+    ):
         kernel_init = nnx.initializers.variance_scaling(scale, "fan_in", "normal")
         super().__init__(*sizes, use_bias=False, dtype=dtype, kernel_init=kernel_init, rngs=rngs)
-        self.divide, self.axis = divide, axis
+        self.divide, self.product, self.axis = divide, product, axis
 
     def __call__(self, x):
         kernel_DxF = self.divide(self.kernel[...], self.axis).astype(self.dtype)
-        rows = x.reshape(-1, self.in_features).astype(self.dtype) @ kernel_DxF
+        rows = self.product(x.reshape(-1, self.in_features).astype(self.dtype), kernel_DxF, self.axis)
+        if self.axis == 0:
+            rows = checkpoint_name(rows, SUM)
         # With divided columns the result stays divided; with divided rows it is summed over the group.
         return self.divide(rows.reshape(*x.shape[:-1], self.out_features), -1 if self.axis == 1 else None)
 
@@ -168,13 +177,16 @@ class Attention(nnx.Module):
     Reference: Henry et al. 2020, arXiv 2010.04245 (normalized queries and keys).
     """
 
-    def __init__(self, width: int, heads: int, *, depth: int, dtype, rngs: nnx.Rngs, divide: Divide = whole):
+    def __init__(
+        self, width: int, heads: int, *, depth: int, dtype, rngs: nnx.Rngs, divide: Divide = whole, product: Product = plain
+    ):
         self.heads, self.divide = heads, divide
         self.query_norm = nnx.RMSNorm(width // heads, dtype=dtype, rngs=rngs)
         self.key_norm = nnx.RMSNorm(width // heads, dtype=dtype, rngs=rngs)
-        self.qkv = RowLinear(width, 3 * width, divide=divide, axis=1, dtype=dtype, rngs=rngs)
+        linear = functools.partial(RowLinear, divide=divide, product=product, dtype=dtype, rngs=rngs)
+        self.qkv = linear(width, 3 * width, axis=1)
         # Scaled so that the sum of all 2 · depth branches has the variance of one.
-        self.out = RowLinear(width, width, divide=divide, axis=0, scale=0.5 / depth, dtype=dtype, rngs=rngs)
+        self.out = linear(width, width, axis=0, scale=0.5 / depth)
 
     def __call__(self, x_BxTxD):
         B, T, D = x_BxTxD.shape
@@ -189,12 +201,24 @@ class Attention(nnx.Module):
 class Block(nnx.Module):
     """One pre-norm transformer layer: x + Attention(norm(x)), then x + MLP(norm(x))."""
 
-    def __init__(self, width: int, hidden: int, heads: int, *, depth: int, dtype, rngs: nnx.Rngs, divide: Divide = whole):
+    def __init__(
+        self,
+        width: int,
+        hidden: int,
+        heads: int,
+        *,
+        depth: int,
+        dtype,
+        rngs: nnx.Rngs,
+        divide: Divide = whole,
+        product: Product = plain,
+    ):
         self.attention_norm = nnx.RMSNorm(width, dtype=dtype, rngs=rngs)
-        self.attention = Attention(width, heads, depth=depth, dtype=dtype, rngs=rngs, divide=divide)
+        self.attention = Attention(width, heads, depth=depth, dtype=dtype, rngs=rngs, divide=divide, product=product)
         self.mlp_norm = nnx.RMSNorm(width, dtype=dtype, rngs=rngs)
-        self.up = RowLinear(width, hidden, divide=divide, axis=1, dtype=dtype, rngs=rngs)
-        self.down = RowLinear(hidden, width, divide=divide, axis=0, scale=0.5 / depth, dtype=dtype, rngs=rngs)
+        linear = functools.partial(RowLinear, divide=divide, product=product, dtype=dtype, rngs=rngs)
+        self.up = linear(width, hidden, axis=1)
+        self.down = linear(hidden, width, axis=0, scale=0.5 / depth)
 
     def __call__(self, x_BxTxD):
         x_BxTxD = x_BxTxD + self.attention(self.attention_norm(x_BxTxD))
@@ -212,6 +236,11 @@ class DecoderLM(nnx.Module):
         self.norm = nnx.RMSNorm(width, rngs=rngs)
         if not tied:
             self.head = nnx.Linear(width, vocabulary, use_bias=False, kernel_init=nnx.initializers.zeros, rngs=rngs)
+
+
+KEPT = jax.checkpoint_policies.save_from_both_policies(
+    jax.checkpoint_policies.dots_with_no_batch_dims_saveable, jax.checkpoint_policies.save_only_these_names(SUM)
+)
 
 
 def _decoder_parts(
@@ -237,7 +266,7 @@ def _decoder_parts(
 
     # Results of weight matmuls are kept for the backward pass and all else is recomputed: storing it costs time on CPUs (a
     # seventh of a step) and memory on accelerators.
-    @functools.partial(jax.checkpoint, prevent_cse=False, policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable)
+    @functools.partial(jax.checkpoint, prevent_cse=False, policy=KEPT)
     def through_block(x_BxTxD, params):
         return nnx.merge(block_graph, nnx.State(params))(x_BxTxD)
 
@@ -268,6 +297,7 @@ def decoder_lm(
     tied: bool = False,
     dtype: str = "float32",
     divide: Divide = whole,
+    product: Product = plain,
 ) -> Model:
     """A decoder-only transformer language model; predicts token t + 1 from tokens 0 … t.
 
@@ -282,15 +312,14 @@ def decoder_lm(
         depth: L, how many layers, each attention and an MLP.
         tied: use one table as embedding and as output layer.
         dtype: the dtype in which layers compute, "float32" or "bfloat16".
-        divide: how arrays are divided within a tensor-parallel group, a function and no config field; see the module.
+        divide, product: how a tensor-parallel group divides arrays and adds up products, functions and no config fields; see the module.
 
     Raises:
         ValueError: if a size is less than 1, the width is not divisible by 2 · heads, or the dtype is unknown.
     """
     check_sizes(dtype, vocabulary=vocabulary, context=context, width=width, hidden=hidden, heads=heads, depth=depth)
     compute = jnp.dtype(dtype)
-
-    block = lambda rngs: Block(width, hidden, heads, depth=depth, dtype=compute, rngs=rngs, divide=divide)
+    block = lambda rngs: Block(width, hidden, heads, depth=depth, dtype=compute, rngs=rngs, divide=divide, product=product)
     parts = _decoder_parts(width, depth, block, tied=tied, dtype=compute, divide=divide)
 
     def init(key):

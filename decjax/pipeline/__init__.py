@@ -11,6 +11,7 @@ boundary     messages between stages: uncompressed, or compressed with lazy erro
 links        the state that both ends of compressed messages keep
 probe        a boundary that records how compression errors relate to changes between messages
 autoencoder  learned autoencoders that narrow the activations between stages
+sums         sums of a tensor-parallel group that travel coded
 embedding    the average of a tied embedding, of which two stages hold a copy each
 """
 

@@ -1,0 +1,108 @@
+"""What a step sends on each axis, and what a lossless coder would leave of it: an estimate, of bytes that nothing here sends.
+
+    python -m experiments.bench.axis_bytes
+
+A language model (configs/lm.py) trains for some steps with two simulated workers; then the messages of one step of one worker are taken
+apart, as two stages and two devices in a tensor-parallel group would send them:
+
+    dp    gradients, averaged over two workers
+    pp    activations and their gradients, between two stages
+    tp    the terms of the sums within the layers, of each of the two devices
+
+The columns of bytes hold what is sent, by the formulas that tests compare with compiled programs. The estimate stands apart: the
+entropies of the four bytes of a value, each by itself (`codecs.entropy.lossless_bits`), which is the kind of redundancy that a coder
+such as MPC finds. It is that of the messages of each axis together, so frequencies come free of charge.
+"""
+
+from typing import Any
+
+from absl import flags
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from configs import lm
+from decjax import codecs, models, reduce, registry, train
+from decjax import config as parts
+from decjax.codecs import entropy
+from decjax.pipeline import sums
+from experiments import script
+
+FLAGS = flags.FLAGS
+WORKERS = STAGES = DEVICES = 2
+
+
+class Messages:
+    """The messages of one step of a model, by axis."""
+
+    def __init__(self, model: dict[str, Any], params: Any, tokens_BxT1: jax.Array):
+        self.found: dict[str, list[np.ndarray]] = {"dp": [], "pp": [], "tp": []}
+        made = models.decoder_lm(**model, product=sums.product(self._contract))
+        assert made.parts is not None
+        nll, _ = made.parts.functions((made.parts.depth // STAGES,) * STAGES, lambda params, x_BxTxD, v: self._passed(x_BxTxD))
+        grads = jax.jit(jax.grad(lambda params: nll(params, tokens_BxT1, None).mean()))(params)
+        self.found["dp"] += map(np.asarray, jax.tree.leaves(grads))
+        jax.effects_barrier()
+
+    def _keep(self, axis: str, x: jax.Array) -> None:
+        jax.debug.callback(lambda x: self.found[axis].append(np.asarray(x)), x)
+
+    def _contract(self, x_RxF, kernel_FxG):
+        terms_KxRxG = jnp.stack([x @ k for x, k in zip(jnp.split(x_RxF, DEVICES, axis=1), jnp.split(kernel_FxG, DEVICES))])
+        self._keep("tp", terms_KxRxG)
+        return terms_KxRxG.sum(axis=0)
+
+    def _passed(self, x_BxTxD):
+        @jax.custom_vjp
+        def passed(x):
+            self._keep("pp", x)
+            return x
+
+        def back(kept, g):
+            self._keep("pp", g)
+            return (g,)
+
+        passed.defvjp(lambda x: (passed(x), None), back)
+        return passed(x_BxTxD)
+
+    def lossless(self, axis: str) -> float:
+        """The estimated bits of a value."""
+        return entropy.lossless_bits(np.concatenate([x.ravel() for x in self.found[axis]]))
+
+
+def sent(codec: codecs.Codec, model: dict[str, Any], rows: int, params: Any) -> dict[str, float]:
+    """Bytes that a worker sends in a step of one microbatch of so many tokens, by axis."""
+    width, reducer = model["width"], reduce.mean() if codec.name == "identity" else reduce.coded(codec=codec)
+    return {
+        "dp": float(reducer.num_bytes(params, WORKERS)[0]),
+        "pp": 2.0 * (STAGES - 1) * DEVICES * codec.num_bytes((rows // DEVICES, width), np.float32),
+        "tp": 4.0 * model["depth"] * DEVICES * sums.num_bytes(codec, (rows, width), DEVICES),
+    }
+
+
+def main() -> None:
+    spec = parts.resolve(lm.get_config(f"workers={WORKERS},simulate,method=allreduce,steps={FLAGS.steps},{FLAGS.arg}".strip(",")))
+    trainer = train.Trainer(spec)
+    state = trainer.init()
+    for step in range(spec.steps):
+        state, _ = trainer.step(state, trainer.batch(step), step)
+    assert spec.model is not None
+    model, (params, _) = dict(spec.model.options), trainer.average(state)
+    tokens_BxT1 = trainer.batch(spec.steps)[0]
+    messages = Messages(model, params, tokens_BxT1)
+    names = ("identity", *FLAGS.codecs)
+    by_codec = [sent(registry.make("codec", name), model, spec.each * model["context"], params) for name in names]
+    table = script.table("axis", *(f"{name}, kB" for name in names), "lossless, estimated kB", "of float32")
+    for axis in messages.found:
+        bits = messages.lossless(axis)
+        table.add_row(
+            axis, *(f"{of[axis] / 1e3:.1f}" for of in by_codec), f"{by_codec[0][axis] * bits / 32e3:.1f}", f"{bits / 32:.2f}"
+        )
+    script.show(table)
+
+
+if __name__ == "__main__":
+    flags.DEFINE_integer("steps", 200, "Of the training before.", lower_bound=1)
+    flags.DEFINE_string("arg", "", "Further shorthand of configs/lm.py, such as smoke.")
+    flags.DEFINE_list("codecs", ["zfp(rate=16)", "zfp(rate=8)"], "Whose bytes are shown beside those of float32.")
+    script.run(main, (train.TrainingError, ValueError))
