@@ -16,9 +16,8 @@ from decjax.channel import Channel
 from decjax.config.spec import Averaging, Choice, RunSpec
 from decjax.errors import ConfigError
 from decjax.optim.method import Method
-from decjax.pipeline import autoencoder
+from decjax.pipeline import autoencoder, sums
 from decjax.pipeline import source as source_lib
-from decjax.pipeline import sums
 
 SAMPLED = 16  # tokens for each value of an activation, to find principal directions
 
