@@ -2,6 +2,7 @@
 
 import functools
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -106,6 +107,97 @@ def test_gravac_sends_what_the_rung_in_use_declares():
     declared = sum(run.reducer.num_bytes(run.like, N, rung) for rung in run.reducer.phases)
     np.testing.assert_allclose(wire.bytes_sent(run.program(None).as_text(), N), declared, rtol=1e-12)
     assert not run.reducer.num_bytes(run.like, N, None).any()
+
+
+# -- Measured speed ---------------------------------------------------------------------------------------------------
+
+KS, WINDOW = (15, 6), 4  # Of 29 values in a shard.
+OWN = np.array([2.5, 0.5, 0.4, 0.6])  # seconds of each worker's clock in a second
+
+
+class DenseMeasured:
+    """The rule as the paper has it: (steps ÷ seconds) · gain of a window, by the mean of all workers' seconds."""
+
+    def __init__(self):
+        self.codes = [lambda x: x, *map(dense_top, KS)]
+        self.rung, self.settled, self.below, self.steps, self.e = 0, False, 0.0, 0, 0.0
+        self.sums, self.shards, self.rate = np.zeros(2), DenseShards(), np.zeros(1 + len(KS))
+
+    def __call__(self, g):
+        x = self.e + g
+        messages, averaged = self.shards(x, self.codes[self.rung])
+        self.e = x - messages
+        self.sums += (messages**2).sum(), (x**2).sum()
+        self.steps += 1
+        return averaged
+
+    def observe(self, step_s_N):
+        gain, self.rate[self.rung] = self.sums[0] / self.sums[1], 1 / step_s_N.mean()
+        self.sums[:] = 0
+        score = self.rate[self.rung] * gain
+        if self.rung and not self.settled and score <= self.below:
+            self.rung, self.settled = self.rung - 1, True
+        elif not self.settled and self.rung + 1 < len(self.codes):
+            self.rung, self.below = self.rung + 1, score
+        else:
+            self.settled = True
+
+
+def measured(channel):
+    return reduce.gravac(channel, ladder=[top(k) for k in KS], window=WINDOW, threshold=0.0, speed="measured")
+
+
+def decided(runner, seconds_of_rung, steps, dense=None):
+    """The rungs of all steps; a step takes each worker `seconds_of_rung`, a number or one for each, by its own clock."""
+    timing, rungs = runner.reducer.timing, []
+    observe = runner.workers.jit(timing.observe, (0, 0), donate_argnums=(0,))
+    for step in range(steps):
+        rungs.append(int(runner.state.rung[0]))
+        out = runner(gradients(step))
+        if dense:
+            expected = dense(np.pad(flat(gradients(step)), [(0, 0), (0, 1)]))[:-1]  # 115 values are 4 shards of 29.
+            np.testing.assert_allclose(flat(out)[0], expected, rtol=1e-6, atol=1e-9)
+            assert dense.rung == rungs[-1]
+        if timing.due(step):
+            seconds_N = np.multiply(seconds_of_rung[rungs[-1]], OWN)
+            runner.state = observe(runner.state, jax.device_put(seconds_N, runner.workers.stacked))
+            assert_equal_replicas(jax.tree.map(np.asarray, (runner.state.rung, runner.state.score, runner.state.rate)))
+            if dense:
+                dense.observe(seconds_N)
+                np.testing.assert_allclose(runner.state.rate[0], dense.rate, rtol=1e-9)
+    assert len(runner.compiled) == observe._cache_size() == 1  # pyright: ignore[reportFunctionMemberAccess]
+    return rungs
+
+
+ALONE = ([0.1, 4, 4, 4], [1.0, 0.01, 0.01, 0.01], 0.001)  # worker 0 by itself would stay on rung 0
+
+
+@pytest.mark.parametrize(
+    "seconds, last",
+    [((1.0, 0.1, 0.01), 2), ((1.0, 0.1, 0.2), 1), ((1.0, 1.0, 0.01), 0), (ALONE, 2)],
+    ids=["climbs", "stops", "stays", "clocks disagree"],
+)
+@pytest.mark.parametrize("mode", MODES)
+@x64
+def test_decisions_are_those_of_the_dense_reference(mode, seconds, last):
+    rungs = decided(Runner(measured, mode), seconds, 24, DenseMeasured())
+    assert rungs[-1] == last and rungs[:8] == [0] * 4 + [1] * 4
+
+
+def test_a_window_without_seconds_is_prolonged():
+    runner = Runner(measured, dtype=np.float32)
+    observe = runner.workers.jit(runner.reducer.timing.observe, (0, 0))
+    for step in range(WINDOW):
+        runner(gradients(step))
+    for unknown in (np.nan, np.inf, 0.0):  # of one worker; 0: of all
+        step_s_N = np.array([1.0, unknown, 1.0, 1.0], np.float32) if unknown else np.zeros(N, np.float32)
+        told = observe(runner.state, jax.device_put(step_s_N, runner.workers.stacked))
+        jax.tree.map(np.testing.assert_array_equal, told, runner.state)
+    told = observe(runner.state, jax.device_put(np.ones(N, np.float32), runner.workers.stacked))
+    assert np.asarray(told.rung).tolist() == [1] * N
+
+
+# -- Refusals ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
