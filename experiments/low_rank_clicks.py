@@ -20,7 +20,11 @@ from launch import command, processes
 FLAGS = flags.FLAGS
 
 FRACTIONS = (0.125, 0.25, 0.5, 0.75)
-WAYS = {"weights": "low_rank", "outputs": "principal"}
+WAYS = {
+    "weights": "low_rank(fraction=F)",
+    "outputs, no mean": "principal(fraction=F,centred=false)",
+    "outputs": "principal(fraction=F)",
+}
 AS_TRAINED = "as trained"
 
 
@@ -30,10 +34,15 @@ def trial(out: pathlib.Path, seed: int) -> trials.Trial:
     return trials.trial(out, f"clicks {seed}", f"configs/clicks.py:simulate,steps={FLAGS.steps}", fields)
 
 
+def form(way: str, fraction: float) -> str:
+    """A form at a fraction of the rank."""
+    return way.replace("F", str(fraction))
+
+
 def compressed(run: trials.Trial) -> dict[str, dict[str, float]]:
     """Bytes and metrics of a run's model by form."""
     file = run.workdir / "compressed.json"
-    forms = ";".join(f"{way}(fraction={fraction})" for fraction in FRACTIONS for way in WAYS.values())
+    forms = ";".join(form(way, fraction) for fraction in FRACTIONS for way in WAYS.values())
     line = processes.python("launch.compress", [f"--workdir={run.workdir}", f"--forms={forms}", f"--out={file}"])
     if subprocess.run(line, stdout=subprocess.DEVNULL, check=False).returncode:
         raise trials.Broken(f"{' '.join(line)} failed")
@@ -42,17 +51,18 @@ def compressed(run: trials.Trial) -> dict[str, dict[str, float]]:
 
 def tabulate(found: list[dict[str, dict[str, float]]]) -> Any:
     """A row for each fraction: bytes that are left, and log-loss minus that of the model as trained."""
-    headers = (f"{what}, {name}" for name in WAYS for what in ("bytes", "log-loss"))
-    table = script.table("fraction of the rank", *headers, "outputs better in")
+    table = script.table(
+        "fraction of the rank", "bytes, weights", "bytes, outputs", *(f"log-loss, {name}" for name in WAYS), "outputs better in"
+    )
     for fraction in FRACTIONS:
-        cells, losses = [], {}
+        losses, kept = {}, {}
         for name, way in WAYS.items():
-            own = [(forms[f"{way}(fraction={fraction})"], forms[AS_TRAINED]) for forms in found]
+            own = [(forms[form(way, fraction)], forms[AS_TRAINED]) for forms in found]
             losses[name] = [made["loss"] - whole["loss"] for made, whole in own]
-            kept = own[0][0]["bytes"] / own[0][1]["bytes"]
-            cells += [f"{100 * kept:.1f} %", "+" + trials.spread(losses[name]).text(4)]
+            kept[name] = f"{100 * own[0][0]['bytes'] / own[0][1]['bytes']:.1f} %"
         better = sum(a < b for a, b in zip(losses["outputs"], losses["weights"], strict=True))
-        table.add_row(f"{fraction:g}", *cells, f"{better} of {len(found)}")
+        cells = (f"+{trials.spread(each).text(4)}" for each in losses.values())
+        table.add_row(f"{fraction:g}", kept["weights"], kept["outputs"], *cells, f"{better} of {len(found)}")
     return table
 
 

@@ -88,6 +88,8 @@ def test_a_task_that_shows_no_outputs_is_told(workdir):
         (("--workdir=none", "--forms=low_rank(fraction=0)"), "above 0 for a rank"),
         (("--workdir=none", "--forms=principal"), "write it as 'principal(fraction=0.5)'"),
         (("--workdir=none", "--forms=principal(fraction=0)"), "above 0 for a rank"),
+        (("--workdir=none", "--forms=principal(fraction=0.5,centred=2)"), "centred=2 must be true or false"),
+        (("--workdir=none", "--forms=low_rank(fraction=0.5,centred=true)"), "write it as 'low_rank(fraction=0.5)'"),
         (("--workdir=none", "--forms=principal(fraction=1.5)"), "fraction=1.5 must be from 0 to 1"),
         (("--workdir=none", "--forms=prune(fraction=x)"), "fraction=x must be"),
         ((), "--workdir is missing"),

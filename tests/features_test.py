@@ -58,6 +58,15 @@ def test_outputs_lose_the_discarded_eigenvalues_and_less_than_by_svd(fraction, R
     assert small.num_bytes == 4 * (2 * layer + J + table + 12)
 
 
+def test_without_a_mean_the_second_moments_are_around_zero():
+    before = outputs(PARAMS)
+    small = compress.make("principal(fraction=0.6,centred=false)")(PARAMS, before)
+    after = outputs(small.params)
+    for name, y_MxJ in before.items():
+        np.testing.assert_allclose(np.square(after[name] - y_MxJ).sum() / M, eigen(y_MxJ, centred=False)[1][3:].sum(), rtol=1e-4)
+    assert small.num_bytes == compress.make("principal(fraction=0.6)")(PARAMS, before).num_bytes - 4 * J
+
+
 def test_full_rank_is_exact():
     small = compress.make("principal(fraction=1)")(PARAMS, outputs(PARAMS))
     for x, y in zip(*map(jax.tree.leaves, (small.params, PARAMS)), strict=True):

@@ -9,6 +9,7 @@ they are. Each form gives the parameters that would be used and the bytes that t
     principal(fraction=f)    of rank R too, but nearest in what layers put out         as low_rank, and 4J for a table's mean
 
 The last one needs outputs of layers for a sample of data, and compresses the layers and tables whose outputs it is given: see `features`.
+With `principal(fraction=f,centred=false)` it lets their mean be.
 """
 
 from collections.abc import Callable, Mapping
@@ -69,7 +70,8 @@ def _checked(text: str) -> tuple[str, dict[str, Any]]:
     examples = (*EXAMPLES, OF_OUTPUTS)
     if name not in (*_FORMS, "principal"):
         raise ValueError(f"form {text!r} is unknown; use some of {', '.join(examples)}")
-    if set(options) != (set() if name == "int8" else {"fraction"}):
+    own = options.keys() - ({"centred"} if name == "principal" else set())
+    if own != (set() if name == "int8" else {"fraction"}):
         raise ValueError(f"form {text!r}: write it as {next(example for example in examples if example.startswith(name))!r}")
     fraction = options.get("fraction", 1.0)
     if (
@@ -79,6 +81,10 @@ def _checked(text: str) -> tuple[str, dict[str, Any]]:
         or (name in POSITIVE and not fraction)
     ):
         raise ValueError(f"form {text!r}: fraction={fraction} must be from 0 to 1, and above 0 for a rank")
+    if "centred" in options:
+        if (word := str(options["centred"]).lower()) not in ("true", "false"):
+            raise ValueError(f"form {text!r}: centred={word} must be true or false")
+        options = options | {"centred": word == "true"}
     return name, options
 
 

@@ -24,7 +24,7 @@ import numpy as np
 from decjax.principal import principal
 
 
-def project(params: Any, outputs: Mapping[str, Any], fraction: float) -> tuple[Any, int]:
+def project(params: Any, outputs: Mapping[str, Any], fraction: float, centred: bool = True) -> tuple[Any, int]:
     """(parameters of rank R = ⌈fraction · min(I, J)⌉ where outputs are given and the others as they are, bytes of all).
 
     A weight whose R is min(I, J) stays as it is too.
@@ -33,6 +33,7 @@ def project(params: Any, outputs: Mapping[str, Any], fraction: float) -> tuple[A
         params: of a model.
         outputs: a sample of outputs; see `tasks.Task`.
         fraction: above 0, at most 1.
+        centred: whether μ is the mean; without, it is 0.
 
     Raises:
         ValueError: if outputs do not belong to a weight, or are not finite.
@@ -52,11 +53,11 @@ def project(params: Any, outputs: Mapping[str, Any], fraction: float) -> tuple[A
         R = math.ceil(fraction * min(w_IxJ.shape))
         if min(w_IxJ.shape) == R:
             continue  # With I < J, directions in which the sample's outputs do not vary could be missing.
-        project, mean_J = _projection(y_MxJ, R, centred=is_table or bias in named)
+        project, mean_J = _projection(y_MxJ, R, centred=centred and (is_table or bias in named))
         made[name] = mean_J + project(w_IxJ - mean_J) if is_table else project(w_IxJ)
         if bias in named:
             made[bias] = mean_J + project(named[bias] - mean_J)
-        num_bytes[name] = 4 * min(R * sum(w_IxJ.shape) + is_table * len(mean_J), w_IxJ.size)
+        num_bytes[name] = 4 * min(R * sum(w_IxJ.shape) + (centred and is_table) * len(mean_J), w_IxJ.size)
     return tree.unflatten([made[name].astype(leaf.dtype) for name, leaf in named.items()]), sum(num_bytes.values())
 
 
