@@ -127,7 +127,12 @@ def changed(shorthand, path, value):
         ("workers=8", "pipeline.colour", 1, "pipeline.colour is unknown"),
         ("workers=8", "task", "chess", "task 'chess' is unknown; use one of"),
         ("workers=8", "mixer.name", "sum", "mixer 'sum' is unknown; use one of"),
-        ("workers=8", "model", {"name": "mlp"}, "config.model.name='mlp' is no model of task 'lm'; use one of decoder, lstm, or give"),
+        (
+            "workers=8",
+            "model",
+            {"name": "mlp"},
+            "config.model.name='mlp' is no model of task 'lm'; use one of decoder, lstm, or give",
+        ),
         ("workers=8", "engine", "warp", "engine 'warp' is unknown; use one of auto, fused, split"),
         # What is not there.
         ("workers=8", "steps", ..., "config lacks steps; a config holds every field, see configs/lm.py"),
