@@ -85,7 +85,7 @@ def test_a_model_that_names_a_task_of_decjax_is_trained_by_it():
     config = lm.get_config("smoke,workers=2,tensor=2")
     config.model = parts.section("model", "narrow")
     assert parts.resolve(config).model == ("narrow", {"heads": 3})
-    assert set(registry.partners("task", "lm", "model")) == {"decoder", "narrow"}
+    assert set(registry.partners("task", "lm", "model")) == {"decoder", "lstm", "narrow"}
     assert registry.partners("model", "narrow", "task") == ("lm",) and registry.partners("model", "line", "task") == ("points",)
     config.model = parts.section("model", "line")
     with pytest.raises(parts.ConfigError, match="'line' is no model of task 'lm'; use one of decoder, narrow, or give"):
