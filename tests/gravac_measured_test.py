@@ -63,6 +63,14 @@ def test_the_state_is_told_the_median_of_each_window_without_its_first_step():
     assert np.isnan(told[-1]).all()
 
 
+def test_a_run_that_starts_afresh_within_a_window_is_judged_all_the_same():
+    """Reducers start afresh where a run goes on with another number of workers, at whatever step that is."""
+    trainer = trainer_of(config_of())
+    trainer.pace.clock = Clock([1, 4, 70, 3, 3, 3, 70, 2, 2, 2])
+    _, rungs = trained(trainer, range(2, 12))
+    assert rungs == [0, 0, 1, 1, 1, 1, 2, 2, 2, 2]
+
+
 def test_it_compiles_nothing_when_the_rung_changes(caplog):
     trainer = trainer_of(config_of())
     trainer.pace.clock = Clock(itertools.chain(*([each] * 4 for each in (4, 3, 2, 1, 1))))

@@ -174,6 +174,19 @@ LINES = {
         "  %ar = f32[8]{0} all-reduce(%x), replica_groups=mesh['a'=2,'b'=2,'c'=2] {'c','a'}",
         ("all-reduce", ((0, 4, 1, 5), (2, 6, 3, 7)), 32),
     ),
+    # The mesh has the devices 0 4 / 1 5 / 2 6 / 3 7: its columns are groups along 'a', and its rows along 'b'.
+    "mesh of transposed devices": (
+        "  %ag = f32[4]{0} all-gather(%x), replica_groups=mesh['a'=4,'b'=2], device_ids=([2,4]T(1,0)) {'a'}, dimensions={0}",
+        ("all-gather", ((0, 1, 2, 3), (4, 5, 6, 7)), 16),
+    ),
+    "mesh of transposed devices, the other axis": (
+        "  %ag = f32[4]{0} all-gather(%x), replica_groups=mesh['a'=4,'b'=2], device_ids=([2,4]T(1,0)) {'b'}, dimensions={0}",
+        ("all-gather", ((0, 4), (1, 5), (2, 6), (3, 7)), 16),
+    ),
+    "mesh of devices in order": (
+        "  %ag = f32[4]{0} all-gather(%x), replica_groups=mesh['a'=4,'b'=2], device_ids=([8]) {'b'}, dimensions={0}",
+        ("all-gather", tuple(map(tuple, PAIRS)), 16),
+    ),
 }
 
 
@@ -198,7 +211,7 @@ def test_lines_that_send_nothing(line):
 
 def test_unreadable_groups_are_refused_rather_than_guessed():
     with pytest.raises(ValueError, match="replica groups .*device_ids"):
-        wire.collectives("  %ar = f32[8] all-reduce(%x), replica_groups=mesh['a'=8], device_ids=([2,4]T(1,0)) {'a'}", N)
+        wire.collectives("  %ar = f32[8] all-reduce(%x), replica_groups=mesh['a'=8], device_ids=(7,6,5,4,3,2,1,0) {'a'}", N)
 
 
 # -- The training step ------------------------------------------------------------------------------------------------

@@ -28,7 +28,9 @@ AXES = ("worker", "stage")
 _PAIRS = re.compile(r"source_target_pairs=\{((?:\{\d+,\d+\},?)*)\}")
 _GROUPS = re.compile(r"replica_groups=\{((?:\{[\d,]+\},?)*)\}")
 _IOTA_GROUPS = re.compile(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
-_MESH_GROUPS = re.compile(r"replica_groups=mesh\[([^\]]*)\] \{((?:'[^']+',?)*)\}")
+_MESH_GROUPS = re.compile(
+    r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\))? \{((?:'[^']+',?)*)\}"
+)
 _RUNS = re.compile(r"\bruns=(\d+)")
 _STAGES = re.compile(r"\bstages=([\d,]+)")
 
@@ -76,18 +78,23 @@ def _payload(shape: str, kind: str, started: bool) -> int:
     return _array_bytes(operands if kind == "collective-permute" else results)
 
 
+def _iota(dims: tuple[int, ...], order: tuple[int, ...]) -> np.ndarray:
+    """0, 1, 2, … as an array of these dimensions, transposed if an order is given."""
+    ids = np.arange(math.prod(dims)).reshape(dims)
+    return ids.transpose(order) if order else ids
+
+
 def _groups(line: str, num_workers: int) -> tuple[tuple[int, ...], ...]:
     if match := _IOTA_GROUPS.search(line):
         shape, dims, order = (integers(part or "") for part in match.groups())
-        ids = np.arange(math.prod(dims)).reshape(dims)
-        ids = ids.transpose(order) if order else ids
-        return tuple(tuple(group) for group in ids.reshape(shape).tolist())
+        return tuple(map(tuple, _iota(dims, order).reshape(shape).tolist()))
     if match := _MESH_GROUPS.search(line):
         sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", match[1])}
-        over, names = re.findall(r"'([^']+)'", match[2]), list(sizes)
+        over, names = re.findall(r"'([^']+)'", match[4]), list(sizes)
         order = [names.index(name) for name in (*(name for name in names if name not in over), *over)]
-        ids = np.arange(math.prod(sizes.values())).reshape(*sizes.values()).transpose(order)
-        return tuple(tuple(group) for group in ids.reshape(-1, math.prod(sizes[name] for name in over)).tolist())
+        devices = _iota(integers(match[2] or "") or tuple(sizes.values()), integers(match[3] or ""))
+        ids = devices.reshape(*sizes.values()).transpose(order)
+        return tuple(map(tuple, ids.reshape(-1, math.prod(sizes[name] for name in over)).tolist()))
     if match := _GROUPS.search(line):
         groups = tuple(integers(group) for group in re.findall(r"\{([\d,]+)\}", match[1]))
         return groups or (tuple(range(num_workers)),)

@@ -208,7 +208,9 @@ class _Ladder:
         new = new._replace(energy_sent=state.energy_sent + sent, energy=state.energy + full)
         if not self.measured:
             rates = self.speeds or [1 / max(1, each) for each in self._sent_bytes(grads, self.channel.axis.size)]
-            new = self._judged(new, jnp.asarray(np.divide(rates, max(rates)), new.score.dtype)[new.rung])
+            judged = self._judged(new, jnp.asarray(np.divide(rates, max(rates)), new.score.dtype)[new.rung])
+            over = usage.sum() % self.window == 0
+            new = jax.tree.map(lambda judged, new: jnp.where(over, judged, new), judged, new)
         finite = jnp.isfinite(sent) & jnp.isfinite(full) & codecs.finite(means)  # The same on all workers.
         new = jax.tree.map(lambda new, old: jnp.where(finite, new, old), new, state)
         new = new._replace(count=state.count + 1, usage=usage)  # A step that is not finite has been sent all the same.
@@ -223,21 +225,19 @@ class _Ladder:
         return jax.tree.map(lambda new, old: jnp.where(is_known, new, old), judged, state)
 
     def _judged(self, state: GravacState, rate: jax.Array) -> GravacState:
-        """The state with the rung of the next step, which changes at the end of a window only; `rate`: speed on this rung."""
+        """The state at the end of a window, with the rung of the next one; `rate`: speed on this rung."""
         gain = jnp.where(state.energy > 0, state.energy_sent / jnp.where(state.energy > 0, state.energy, 1), 1)
         score = rate * gain
-        over = state.usage.sum() % self.window == 0
         drops = (gain < self.threshold) & (state.rung > 0)
         stalls = ~state.settled & (state.rung > 0) & (score <= (1 + self.improvement) * state.score)
         climbs = ~(drops | stalls | state.settled) & (state.rung < len(self.rungs))
-        judged = state._replace(
+        return state._replace(
             rung=state.rung + jnp.where(drops | stalls, -1, jnp.where(climbs, 1, 0)),
             settled=state.settled | ~climbs,
             score=score,
             energy=jnp.zeros_like(state.energy),
             energy_sent=jnp.zeros_like(state.energy),
         )
-        return jax.tree.map(lambda new, old: jnp.where(over, new, old), judged, state)
 
     def _sent_bytes(self, params: Any, num_workers: int) -> list[float]:
         """Bytes a step on each rung."""

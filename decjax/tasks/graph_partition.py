@@ -72,7 +72,7 @@ def _cut(graph: Any, nodes: list[int], parts: range, part_V: np.ndarray) -> None
     order = np.argsort(second_V * second_V[np.abs(second_V).argmax()], kind="stable")  # Of a vector of either sign.
     count = len(nodes) * half // len(parts)  # At least a node for each part, since parts are no more than nodes.
     sides = {nodes[i] for i in order[:count]}, {nodes[i] for i in order[count:]}
-    second, first = networkx.community.kernighan_lin_bisection(own, sides)
+    second, first = networkx.community.kernighan_lin_bisection(own, sides, seed=0)  # Some versions draw the order of ties.
     _cut(graph, sorted(first), parts[:half], part_V)
     _cut(graph, sorted(second), parts[half:], part_V)
 
