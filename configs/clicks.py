@@ -50,6 +50,11 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
         config.data.update(tables="50,20,10,5", features=4, validation=256)
         config.model.update(width=4, hidden=8)
     if (bounds := {key: given[key] for key in BOUNDS if key in given}) or given.get("divided"):
+        if "divided" in given and not given["divided"]:
+            key = next(iter(bounds))
+            raise ValueError(
+                f"config argument {key}={bounds[key]} with divided=false, and bounds are of divided tables; leave one out"
+            )
         config.tables = tables(bounds)
     config.eval.update(every=10 if smoke else 250, num_windows=0, batch_size=256, local=False)
     config.checkpoint.every = 10 if smoke else 500
@@ -68,5 +73,7 @@ def tables(given: Mapping[str, Any]) -> dict[str, Any]:
     except ValueError:
         raise ValueError(f"config argument start={given['start']}: must be a number, such as 4") from None
     texts = {field: given[key].strip("()") for key, field in FIELDS.items() if key in given}
+    if empty := [key for key, field in FIELDS.items() if texts.get(field) == ""]:
+        raise ValueError(f"config argument {empty[0]}={given[empty[0]]} has no bound in it; write {empty[0]}=0.02, or leave it out")
     plain = {key: given[key] for key in ("within", "bits") if key in given}
     return parts.tables({**texts, **plain, **start})

@@ -39,13 +39,19 @@ SAMPLED = 2**13  # training examples at least, for which layers put something ou
 Found = dict[str, tuple[float, Mapping[str, float]]]  # (bytes, metrics) by form
 
 
+def trainer_of(document: dict[str, Any]) -> train.Trainer:
+    """The trainer of a run's config, with all workers on one device."""
+    spec = parts.resolve(document)  # As the run that it was: no step is taken here, so options that exclude `simulate` may stay.
+    return train.Trainer(spec._replace(simulate=True, tensor=1, tensor_codec=""))
+
+
 def load(workdir: pathlib.Path) -> tuple[train.Trainer, Any, int]:
     """The trainer of a run, its newest state, and the step."""
     try:
         document = json.loads((workdir / "config.json").read_text())
     except (OSError, ValueError) as error:
         raise command.UserError(f"workdir {str(workdir)!r} holds no run ({error}); give the --workdir of launch.train") from error
-    trainer = train.Trainer(parts.resolve(document | {"simulate": True, "tensor": 1}))
+    trainer = trainer_of(document)
     with checkpoint.Checkpoints(workdir, read_only=True) as saved:
         if saved.latest() is None:
             raise command.UserError(f"workdir {str(workdir)!r} has no complete checkpoint; train until the first one")
@@ -89,6 +95,8 @@ def main(argv: list[str]) -> int:
     forms = [form.strip() for form in (_FORMS.value or "").split(";") if form.strip()]
     for form in forms:
         compress.make(form)  # Refused before anything is loaded.
+    if _OUT.value:
+        command.output("out", _OUT.value)
     trainer, state, step = load(pathlib.Path(_WORKDIR.value or ""))
     usual = [*compress.EXAMPLES, *([compress.OF_OUTPUTS] if trainer.setup.task.outputs else [])]
     found = measure(trainer, state, forms or usual)

@@ -2,10 +2,13 @@
 
 import json
 
+import jax
 import numpy as np
 import pytest
 
+from configs import lm
 from decjax.models import compress
+from launch import compress as launch_compress
 from tests import commands
 
 RNG = np.random.default_rng(0)
@@ -79,6 +82,17 @@ def test_a_task_that_shows_no_outputs_is_told(workdir):
 
 
 @pytest.mark.parametrize(
+    "given", ["tensor=2,tensor_codec=int8,method=allreduce", "method=allreduce,reducer=gravac(speed=measured)"]
+)
+def test_runs_whose_config_cannot_be_simulated(given):
+    """Sums within a layer, and the seconds of steps, are not needed to compress what they have trained."""
+    document = json.loads(lm.get_config(f"workers=2,smoke,{given}").to_json())
+    own = launch_compress.trainer_of(document).abstract
+    plain = launch_compress.trainer_of(json.loads(lm.get_config("workers=2,smoke,method=allreduce").to_json())).abstract
+    assert jax.tree.structure(own.params) == jax.tree.structure(plain.params)
+
+
+@pytest.mark.parametrize(
     "arguments, problem",
     [
         (("--workdir=none",), "holds no run"),
@@ -92,6 +106,7 @@ def test_a_task_that_shows_no_outputs_is_told(workdir):
         (("--workdir=none", "--forms=low_rank(fraction=0.5,centred=true)"), "write it as 'low_rank(fraction=0.5)'"),
         (("--workdir=none", "--forms=principal(fraction=1.5)"), "fraction=1.5 must be from 0 to 1"),
         (("--workdir=none", "--forms=prune(fraction=x)"), "fraction=x must be"),
+        (("--workdir=none", "--out=none/found.json"), "out='none/found.json' cannot be written"),
         ((), "--workdir is missing"),
     ],
 )

@@ -76,6 +76,7 @@ AVERAGED = "method=diloco(every={},outer_learning_rate=1.0,outer_momentum=0.0)"
         (f"{STAGED},delay=1,method=onebit_adam", "optimizer itself"),
         (f"{STAGED},delay=-1", "at least 0"),
         ("workers=2,simulate,delay=1", "stages=1"),
+        (f"{STAGED},delay=20", "gradients come 20 steps late, so it would not change in steps=20"),
     ),
 )
 def test_what_cannot_be_late_is_refused(shorthand, said):

@@ -298,10 +298,18 @@ def test_more_parts_than_there_can_be_are_refused(partition, workers, message):
     assert "\n" not in str(error.value)
 
 
+def test_targets_that_are_all_nodes_are_refused():
+    """Nothing would be drawn: a worker has 24 ÷ 4 nodes, some of them held out."""
+    with pytest.raises(ValueError, match="targets=24 changes nothing: a worker has at most . nodes to train on") as error:
+        task(targets=24).load(N, 1, SEED)
+    assert "\n" not in str(error.value)
+
+
 @pytest.mark.parametrize(
     "pace, message",
     [
-        ("10,7,x", "must read like"),
+        ("10,7,x", "pace='10,7,x' is unknown; use even, numbers such as 10,7,5"),
+        ("", "pace='' is unknown; use even, numbers such as 10,7,5"),
         ("6,7", "7 steps of a round of every=6; use 1 to 6"),
         ("6,0", "0 steps of a round of every=6; use 1 to 6"),
         ("1,2,3,4,5", "5 numbers for 4 workers; give at most 4"),

@@ -233,6 +233,11 @@ def _check_stages(spec: RunSpec) -> None:
             f"pipeline.delay={spec.pipeline.delay} with method {spec.method.name!r}, which is an optimizer itself and whose gradients are "
             "not held back; leave it out, or use method 'allreduce'"
         )
+    if (late := spec.pipeline.delay * (stages - 1)) >= spec.steps:
+        raise ValueError(
+            f"pipeline.delay={spec.pipeline.delay} with stages={stages}: the first stage's gradients come {late} steps late, so it would "
+            f"not change in steps={spec.steps}; use a smaller delay, or more than {late} steps"
+        )
     if (init := spec.pipeline.autoencoder_init) not in pipeline.INITS:
         raise ValueError(f"pipeline.autoencoder_init={init!r} is unknown; use one of {', '.join(pipeline.INITS)}")
     if init != "random" and not spec.pipeline.autoencoder:
@@ -268,6 +273,11 @@ def _check_tables(spec: RunSpec) -> None:
     ):
         if value > 1:
             raise ValueError(f"{what}={value} with config.tables, which divides a whole batch's lookups only; use {what}=1")
+    if (within := (spec.tables or {}).get("within", 0)) > spec.steps:
+        raise ValueError(
+            f"tables.within={within} is more than steps={spec.steps}, so bounds would never fall to those that are given; use at most "
+            f"{spec.steps}"
+        )
     if idle := [name for name in CONSENSUS if getattr(spec, name)]:
         raise ValueError(f"{idle[0]}={getattr(spec, idle[0])} with config.tables: there are no replicas of tables; use {idle[0]}=0")
     if spec.optimizer and spec.optimizer.name not in BY_VALUE:

@@ -131,7 +131,10 @@ def steps_of_round(pace: str, every: int, num_workers: int) -> tuple[int, ...]:
         if wrong := [h for h in steps if not 1 <= h <= every]:
             raise ValueError(f"{given}: {wrong[0]} steps of a round of every={every}; use 1 to {every}")
         return tuple(steps[i % len(steps)] for i in range(num_workers))
-    name, options = registry.parse("method 'tma' pace", pace)
+    try:
+        name, options = registry.parse("method 'tma' pace", pace)
+    except ValueError:
+        name, options = "", {}
     if name == "even" and not options:
         return (every,) * num_workers
     if name != "spread" or options.keys() - {"slowest", "seed"}:

@@ -54,8 +54,8 @@ def nodes(
         validation: share of the nodes that is held out, between 0 and 1; they are the same in all runs.
 
     Raises:
-        ValueError: if an option is none of these; from `load`, if there are more workers than nodes, or a worker has no node to train
-            on.
+        ValueError: if an option is none of these; from `load`, if there are more workers than nodes, a worker has no node to train
+            on, or `targets` are no fewer than all.
 
     Reference: Zhu et al. 2023, arXiv 2305.09887.
     """
@@ -115,6 +115,10 @@ class _Nodes:
             raise ValueError(
                 f"task partition={self.partition!r}: worker {trained_N.argmin()} of {num_workers} has no node to train on; use fewer "
                 "workers, another partition, or a smaller validation share"
+            )
+        if self.targets >= (most := int(trained_N.max())):
+            raise ValueError(
+                f"task targets={self.targets} changes nothing: a worker has at most {most} nodes to train on; use less, or 0 for all"
             )
         own = [np.flatnonzero(part_V == worker) for worker in range(num_workers)]
         parts = [Subgraph.of(self.graph, chosen) for chosen in own]
