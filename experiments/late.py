@@ -64,7 +64,7 @@ def main() -> None:
 
 if __name__ == "__main__":
     flags.DEFINE_string("out", None, "Run directories go here.", required=True)
-    flags.DEFINE_integer("steps", 600, "Of a training.", lower_bound=1)
+    flags.DEFINE_integer("steps", 600, "Of a training.", lower_bound=max(ROUNDS))
     flags.DEFINE_integer("seeds", 3, "Trainings of each kind.", lower_bound=1)
     flags.DEFINE_float("learning_rate", 6e-3, "Peak, for all.", lower_bound=0.0)
     flags.DEFINE_string("pages", None, script.PAGES)

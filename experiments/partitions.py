@@ -66,7 +66,7 @@ def main() -> None:
 
 if __name__ == "__main__":
     flags.DEFINE_string("out", None, "Run directories go here.", required=True)
-    flags.DEFINE_integer("steps", 300, "Of a training.", lower_bound=1)
+    flags.DEFINE_integer("steps", 300, "Of a training.", lower_bound=10)  # A round of the config.
     flags.DEFINE_integer("seeds", 5, "Trainings of each kind, on a graph each.", lower_bound=1)
     flags.DEFINE_string("pages", None, script.PAGES)
     script.run(main, (trials.Broken, OSError))

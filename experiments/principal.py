@@ -52,6 +52,9 @@ def tabulate(found: dict[Any, list[float]], steps: list[int]) -> Any:
 
 def main() -> None:
     out = command.folder("out", FLAGS.out)
+    for name, given in (("start", FLAGS.start), ("rate", FLAGS.rate)):
+        if len(set(given)) < len(given):
+            command.fail(f"--{name}={max(given, key=given.count)} is given twice; leave one out")
     keys: list[Any] = list(itertools.product(FLAGS.start, map(float, FLAGS.rate), range(FLAGS.seeds)))
     runs = [trial(out, *key) for key in keys]
     if not all(trials.together(trials.train, runs)):

@@ -8,6 +8,7 @@ import pathlib
 import re
 from typing import Any, NamedTuple
 
+from absl import flags
 import rich.box
 import rich.console
 import rich.table
@@ -24,6 +25,8 @@ def run(main: Callable[[], int | None], errors: tuple[type[Exception], ...] = ()
     def without_arguments(argv: list[str]) -> int | None:
         if argv:
             command.fail(f"unexpected argument {argv[0]!r}; options start with --")
+        if pages := getattr(flags.FLAGS, "pages", None):
+            check_pages(pages)
         return main()
 
     command.run(without_arguments, errors)
@@ -68,6 +71,12 @@ def markdown(found: rich.table.Table) -> str:
 
 
 PAGES = "Folder of Markdown pages whose tables are written anew, and figures in the folder images beside it; none: no pages."
+
+
+def check_pages(pages: str) -> None:
+    """Ends a command whose tables would be written nowhere, before it takes hours."""
+    if not any(pathlib.Path(pages).glob("*.md")):
+        command.fail(f"pages={pages!r} has no Markdown pages; give their folder, as --pages=docs/results, or leave it out")
 
 
 def fill(folder: pathlib.Path, name: str, found: rich.table.Table) -> None:

@@ -71,6 +71,8 @@ def train(trial: Trial) -> bool:
     if trial.finished:
         return True
     code = start(trial).wait()
+    if code == command.USER_ERROR:
+        raise Broken(f"the run in {trial.workdir} was refused, for the reason above; change the flag that it names")
     if code not in (0, command.DIVERGED):
         raise Broken(f"the run in {trial.workdir} {processes.how_it_ended(code)}; the same command continues")
     return code == 0

@@ -187,3 +187,11 @@ def test_configs_from_before_the_option_start_randomly():
     document = spec_of(lm.get_config("smoke,workers=2,stages=2,autoencoder=4")).document
     del document["pipeline"]["autoencoder_init"]
     assert config.resolve(document, 8).pipeline.autoencoder_init == "random"
+
+
+@pytest.mark.parametrize("twice", [("--rate=0.006", "--rate=6e-3"), ("--start=random", "--start=random")])
+def test_a_training_that_is_asked_for_twice_is_refused(tmp_path, twice):
+    """Two processes would train in one folder at a time."""
+    done = commands.run("experiments.principal", f"--out={tmp_path / 'out'}", *twice)
+    (line,) = done.stderr.splitlines()
+    assert done.returncode == 2 and f"{twice[0]} is given twice; leave one out" in line and not (tmp_path / "out").exists()

@@ -26,6 +26,12 @@ def test_no_cell_of_the_table_divides_itself():
     assert not [row.name for row in related.ROWS if "|" in "".join((row.name, row.source, row.command, row.oracle))]
 
 
+def test_pages_that_are_none_are_refused_before_anything_is_measured(tmp_path):
+    done = commands.run("experiments.related", "--smoke", "--only=FCGS", f"--pages={tmp_path / 'none'}")
+    (line,) = done.stderr.splitlines()
+    assert done.returncode == 2 and "has no Markdown pages; give their folder, as --pages=docs/results" in line and not done.stdout
+
+
 def test_unknown_system_is_refused():
     done = commands.run("experiments.related", "--only=warp drive")
     assert done.returncode == 2 and len(done.stderr.splitlines()) == 1 and "warp drive" in done.stderr

@@ -227,6 +227,7 @@ def saved(prepare):
         ("optimizer=accum_adamw", {}, "optimizer: 'adamw' there, 'accum_adamw' here"),
         ("method=onebit_adam", {}, "optimizer: 'adamw' there, None here; method: 'decentralized' there, 'onebit_adam' here"),
         ("optimizer=adamw", {"model.width": 16}, "model.width: 8 there, 16 here"),
+        ("optimizer=adamw", {"clip_norm": 0.0}, "clip_norm: 1.0 there, 0.0 here"),
     ],
 )
 def test_resume_from_a_run_of_something_else_names_what_differs(prepare, saved, argument, fields, differing, tmp_path):

@@ -232,6 +232,8 @@ def test_a_run_that_is_stopped_goes_on_bit_by_bit(tmp_path):
     with pytest.raises(train.CheckpointError, match="tables divided among 4 workers, not 2; use workers=4") as error:
         run_of(config_of(CODED, workers=2, steps=STEPS + 2), tmp_path / "other", resume_from=again)
     assert "\n" not in str(error.value)
+    with pytest.raises(train.CheckpointError, match="tables: 'divided' there, 'whole' here"):
+        run_of(config_of("", steps=STEPS + 2), tmp_path / "other", resume_from=again)
 
 
 # -- What is refused --------------------------------------------------------------------------------------------------
