@@ -45,7 +45,8 @@ def load(workdir: pathlib.Path) -> tuple[train.Trainer, Any, int]:
         document = json.loads((workdir / "config.json").read_text())
     except (OSError, ValueError) as error:
         raise command.UserError(f"workdir {str(workdir)!r} holds no run ({error}); give the --workdir of launch.train") from error
-    trainer = train.Trainer(parts.resolve(document | {"simulate": True, "tensor": 1}))
+    # Replaced in what is resolved, since a config may have parts that are refused with simulated workers.
+    trainer = train.Trainer(parts.resolve(document)._replace(simulate=True, tensor=1))
     with checkpoint.Checkpoints(workdir, read_only=True) as saved:
         if saved.latest() is None:
             raise command.UserError(f"workdir {str(workdir)!r} has no complete checkpoint; train until the first one")

@@ -5,6 +5,8 @@ import json
 import numpy as np
 import pytest
 
+from configs import lm
+from decjax import config
 from decjax.models import compress
 from tests import commands
 
@@ -70,6 +72,17 @@ def test_losses_of_a_run(workdir):
     assert abs(float(rows["low_rank(fraction=1)"][-1])) <= 1e-4 and abs(float(rows["int8"][-1])) < 0.01
     assert float(rows["prune(fraction=1)"][-1]) > 0.1  # Nothing is left.
     assert before == {path: path.stat().st_mtime_ns for path in workdir.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize(
+    "argument", ["tensor=2,tensor_codec=int8", "workers=2,reducer=gravac(speed=measured)"], ids=["coded sums", "measured speed"]
+)
+def test_runs_that_could_not_be_simulated_are_read(argument, tmp_path):
+    """These have no checkpoint, which is found out last."""
+    document = config.resolve(lm.get_config(f"smoke,method=allreduce,simulate=false,{argument}"), 2).document
+    (tmp_path / "config.json").write_text(json.dumps(document))
+    done = commands.run("launch.compress", f"--workdir={tmp_path}")
+    assert done.returncode == 2 and "has no checkpoints" in done.stderr, done.stderr
 
 
 def test_a_task_that_shows_no_outputs_is_told(workdir):
