@@ -81,7 +81,7 @@ class Measured(NamedTuple):
 
 
 def check(spec: config_lib.RunSpec) -> None:
-    """Raises a ConfigError for a run without two workers on a device each; `workers` may be 0 (automatic)."""
+    """Raises a ConfigError for a run without two workers on a device each, and with the whole model; `workers` may be 0 (automatic)."""
     if spec.simulate:
         raise ConfigError(
             "simulate=True: simulated workers send nothing that could be timed; leave it out, and use two or more devices"
@@ -90,6 +90,8 @@ def check(spec: config_lib.RunSpec) -> None:
         raise ConfigError(
             f"stages={spec.pipeline.stages}, tensor={spec.tensor}: only workers of one device can be measured; leave them out"
         )
+    if spec.tables is not None:
+        raise ConfigError("config.tables: only workers that each hold the whole model can be measured; leave it out")
     if spec.workers == 1 or jax.device_count() == 1:
         raise ConfigError(
             f"workers={spec.workers or 'auto'}, devices={jax.device_count()}: an exchange is timed between at "

@@ -53,10 +53,10 @@ def project(params: Any, outputs: Mapping[str, Any], fraction: float, centred: b
         R = math.ceil(fraction * min(w_IxJ.shape))
         if min(w_IxJ.shape) == R:
             continue  # With I < J, directions in which the sample's outputs do not vary could be missing.
-        project, mean_J = _projection(y_MxJ, R, centred=centred and (is_table or bias in named))
-        made[name] = mean_J + project(w_IxJ - mean_J) if is_table else project(w_IxJ)
+        projected, mean_J = _projection(y_MxJ, R, centred=centred and (is_table or bias in named))
+        made[name] = mean_J + projected(w_IxJ - mean_J) if is_table else projected(w_IxJ)
         if bias in named:
-            made[bias] = mean_J + project(named[bias] - mean_J)
+            made[bias] = mean_J + projected(named[bias] - mean_J)
         num_bytes[name] = 4 * min(R * sum(w_IxJ.shape) + (centred and is_table) * len(mean_J), w_IxJ.size)
     return tree.unflatten([made[name].astype(leaf.dtype) for name, leaf in named.items()]), sum(num_bytes.values())
 

@@ -102,8 +102,8 @@ def _by(matrix: np.ndarray) -> str:
 def _matrix(field: str, value: Any, positive: bool) -> np.ndarray:
     """[N, N] floats; the diagonal is replaced, as it does not count."""
     try:
-        matrix = np.array(value, float)
-    except (TypeError, ValueError):
+        matrix = _floats(value)
+    except (TypeError, OverflowError):
         raise ValueError(f"{field} must be a matrix of numbers, with rows of the same length") from None
     if matrix.ndim != 2 or matrix.shape[0] != matrix.shape[1] or not 2 <= len(matrix) <= MAX_DEVICES:
         raise ValueError(f"{field} is {_by(matrix)}; it must be N × N, for 2 to {MAX_DEVICES} devices")
@@ -115,10 +115,18 @@ def _matrix(field: str, value: Any, positive: bool) -> np.ndarray:
     return matrix
 
 
+def _floats(value: Any) -> np.ndarray:
+    """Nested lists of numbers as an array; a TypeError for anything else, also for what NumPy would take for a number."""
+    array = np.array(value, object)
+    if not all(isinstance(x, int | float) and not isinstance(x, bool) for x in array.flat):
+        raise TypeError
+    return array.astype(float)
+
+
 def _vector(field: str, value: Any, N: int) -> np.ndarray:
     try:
-        vector = np.array(value, float)
-    except (TypeError, ValueError):
+        vector = _floats(value)
+    except (TypeError, OverflowError):
         raise ValueError(f"{field} must be a list of numbers, one for each device") from None
     if vector.shape != (N,) or not (bool((vector > 0).all()) and bool((vector <= profile.LARGEST).all())):
         raise ValueError(f"{field} must be {N} numbers above 0, one for each device; got {profile.shown(value)}")
