@@ -111,7 +111,7 @@ ROWS = (
     Row(
         "independent subnetwork training",
         "arXiv 1910.02120",
-        "launch.train --config=configs/digits.py:method=ist,model=mlp --workdir=WORKDIR",
+        "launch.train --config=configs/digits.py:method=ist,every=25,model=mlp --workdir=WORKDIR",
         "distance from its known fixed point on a quadratic, ÷ that point's from the optimum",
         oracles.subnetworks,
         0.1,
