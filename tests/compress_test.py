@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from configs import lm
+from decjax import config
 from decjax.models import compress
-from launch import compress as launch_compress
 from tests import commands
 
 RNG = np.random.default_rng(0)
@@ -82,14 +82,14 @@ def test_a_task_that_shows_no_outputs_is_told(workdir):
 
 
 @pytest.mark.parametrize(
-    "given", ["tensor=2,tensor_codec=int8,method=allreduce", "method=allreduce,reducer=gravac(speed=measured)"]
+    "argument", ["tensor=2,tensor_codec=int8", "workers=2,reducer=gravac(speed=measured)"], ids=["coded sums", "measured speed"]
 )
-def test_runs_whose_config_cannot_be_simulated(given):
-    """Sums within a layer, and the seconds of steps, are not needed to compress what they have trained."""
-    document = json.loads(lm.get_config(f"workers=2,smoke,{given}").to_json())
-    own = launch_compress.trainer_of(document).abstract
-    plain = launch_compress.trainer_of(json.loads(lm.get_config("workers=2,smoke,method=allreduce").to_json())).abstract
-    assert jax.tree.structure(own.params) == jax.tree.structure(plain.params)
+def test_runs_that_could_not_be_simulated_are_read(argument, tmp_path):
+    """These have no checkpoint, which is found out last."""
+    document = config.resolve(lm.get_config(f"smoke,method=allreduce,simulate=false,{argument}"), 2).document
+    (tmp_path / "config.json").write_text(json.dumps(document))
+    done = commands.run("launch.compress", f"--workdir={tmp_path}")
+    assert done.returncode == 2 and "has no checkpoints" in done.stderr, done.stderr
 
 
 @pytest.mark.parametrize(

@@ -81,14 +81,14 @@ def test_the_whole_way_with_a_tiny_model_and_again_from_what_is_there(tmp_path):
     assert {path.name for path in (tmp_path / "round0").iterdir()} == expected
 
 
-@pytest.mark.parametrize("code, fails", [(4, False), (1, True), (2, True), (130, True)])
+@pytest.mark.parametrize("code, fails", [(4, ""), (1, "exit code 1"), (2, "was refused"), (130, "exit code 130")])
 def test_only_divergence_counts_as_a_bad_rate(tmp_path, monkeypatch, code, fails):
     """A mistaken, interrupted or broken run is no answer: the command ends, and goes on with that run when it is started again."""
     ended = subprocess.Popen([sys.executable, "-c", f"raise SystemExit({code})"])
     monkeypatch.setattr(trials.processes, "start", lambda *command, **how: ended)
     size = time_to_loss.Size(time_to_loss.TEXT, 8, 1, {}, 2, tmp_path / "text.txt", *time_to_loss.SMOKE_TUNING)
-    with pytest.raises(trials.Broken, match=f"exit code {code}") if fails else contextlib.nullcontext():
+    with pytest.raises(trials.Broken, match=fails) if fails else contextlib.nullcontext():
         assert time_to_loss.simulate(tmp_path, size, "all-reduce", time_to_loss.Tuned(0.008, 8)) == math.inf
-    error, told = (trials.Broken, f"exit code {code}") if fails else (group.Failed, "no simulated run of all-reduce")
+    error, told = (trials.Broken, fails) if fails else (group.Failed, "no simulated run of all-reduce")
     with pytest.raises(error, match=told):
         time_to_loss.tune(tmp_path, size)
