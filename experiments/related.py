@@ -120,7 +120,7 @@ ROWS = (
         "RandomTMA and SuperTMA",
         "arXiv 2305.09887",
         "launch.train --config=configs/nodes.py:partition=super --workdir=WORKDIR",
-        "discrepancy of gradients, nodes at random ÷ few edges cut; of random clusters it is less than the latter",
+        "discrepancy of gradients, nodes at random ÷ few edges cut; that of random clusters lies below few edges cut",
         oracles.node_partitions,
         0.2,
     ),
@@ -147,7 +147,7 @@ ROWS = (
         "launch.train --config=configs/lm.py:smoke,steps=200,method=allreduce,workers=2,stages=2,tensor=2,reducer=codec,"
         "codec=zfp(rate=7),backward=zfp(rate=7),forward=zfp(rate=7),tensor_codec=zfp(rate=7) --config.boundary.when=always "
         "--config.boundary.error=none --config.schedule.learning_rate=6e-3 --workdir=WORKDIR",
-        "the same ÷ that with this codec on all three axes",
+        "the loss increase of the row above ÷ that with the codec on all three axes",
         oracles.uniform,
         0.2,
     ),
@@ -180,7 +180,7 @@ ROWS = (
         "GraVAC, measured speed",
         "arXiv 2305.12201",
         "launch.train --config=configs/lm.py:model=lstm,method=allreduce,reducer=gravac(speed=measured),steps=300 --workdir=WORKDIR",
-        "steps on a rung that is slowed down, ÷ window; then it stays a rung lower",
+        "one rung is made slow: windows until it is left for the rung below, where it stays",
         oracles.gravac_delay,
         1.0,
     ),
@@ -220,14 +220,14 @@ ROWS = (
 
 
 def tabulate(found: dict[Row, tuple[float, float]], last: str) -> Any:
-    """One row a system, whose last column is "command", for a page, or "took, s", for a terminal."""
+    """One row a system, whose last column is "to try", for a page, or "took, s", for a terminal."""
     table = script.table("system", "oracle", "figure", "asked", "met", last, left=2)
     table.columns[-1].justify = "left"
     for row, (figure, took_s) in found.items():
         words = " ".join(map(shlex.quote, row.command.split()))
         command = row.command if row.command.startswith("none") else f"`python -m {words}`"
         met = "yes" if figure <= row.most else "NO"
-        shown = {"command": command, "took, s": f"{took_s:.1f}"}[last]
+        shown = {"to try": command, "took, s": f"{took_s:.1f}"}[last]
         table.add_row(f"{row.name}, {row.source}", row.oracle, f"{figure:.2g}", f"≤ {row.most:g}", met, shown)
     return table
 
@@ -240,7 +240,7 @@ def main() -> int:
         script.show(f"{row.name}: {row.command}")
     script.show(tabulate(found, "took, s"))
     if FLAGS.pages:
-        script.fill(pathlib.Path(FLAGS.pages), "related", tabulate(found, "command"))
+        script.fill(pathlib.Path(FLAGS.pages), "related", tabulate(found, "to try"))
     return 0 if all(figure <= row.most for row, (figure, _) in found.items()) else 1
 
 
