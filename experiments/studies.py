@@ -174,6 +174,7 @@ DIRICHLET = {
     f"dirichlet_{alpha:g}": QUALITY["digits"]._replace(
         rows=SKEWED,
         grid=(0.05, 0.1, 0.2),
+        tuning_steps=150,
         shorthand=f"workers={WORKERS}",
         fields={"data.partition": f"dirichlet(alpha={alpha:g})", "model.norm": "group"},  # Batch statistics would differ, too.
     )
@@ -188,8 +189,8 @@ MULTI30K = {
             "GT-Adam": Row(f"topology={graph},method=tracking,order=atc", LEAD),
             "GT-NSGDm": Row(f"topology={graph},method=gt_nsgdm", LEAD, grid=(0.05, 0.1, 0.2)),
         },
-        steps=1500,
-        tuning_steps=500,
+        steps=800,
+        tuning_steps=250,
         shorthand="workers=8",
         data="text",
     )

@@ -295,6 +295,15 @@ def test_tracking_is_exact_on_time_varying_graphs(name, graph):
     assert floor(name, 0.05, graph, steps=3000) < 1e-20
 
 
+@pytest.mark.parametrize("graph", ["equitopo_ou", "equitopo_od", "base_k(k=2)", "alternating_exponential_ring(local_size=2)"])
+@pytest.mark.parametrize("order", ["atc", "awc"])
+def test_tracking_is_that_of_the_paper_and_exact_on_the_graphs_of_other_papers(order, graph):
+    found = Path(made("tracking", graph, rate=0.05, order=order), 2000)
+    assert error(found.x[-1]) < 1e-20
+    found.x = found.x[: STEPS + 1]
+    assert_follows(found, tracking(topology_lib.make(graph, N).matrix, rate=0.05, order=order))
+
+
 def test_several_rounds_are_exact_where_the_centre_of_a_sun_moves():
     """On the graphs of the lower bound, where accelerated rounds are refused."""
     graph = "sun(rounds=2)"

@@ -5,21 +5,30 @@
 An argument is the shorthand of `configs/lm.py`; the i-th run is in FOLDER/i.
 """
 
+import json
+import os
 import pathlib
+import subprocess
+import sys
+from typing import Any
 
 from absl import flags
+import numpy as np
 
 from configs import lm
 from decjax import train
 from launch import command, join
 
-NUM_DEVICES = 4
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+NUM_DEVICES, STEPS = 4, 5
+TIMEOUT_S = 600
+Rows = list[dict[str, Any]]
 
 
 def take(arguments: list[str], text: str, into: pathlib.Path) -> None:
     """Trains all of them for a few steps."""
     for index, argument in enumerate(arguments):
-        config = lm.get_config(f"smoke,steps=5,{argument}")
+        config = lm.get_config(f"smoke,steps={STEPS},{argument}")
         config.update_from_flattened_dict(
             {
                 "data.path": text,
@@ -37,6 +46,38 @@ def take(arguments: list[str], text: str, into: pathlib.Path) -> None:
             }
         )
         train.Run(train.Trainer(join.resolved(config)), into / str(index)).train()
+
+
+def rows(arguments: list[str], folder: pathlib.Path) -> dict[str, tuple[Rows, Rows]]:
+    """Metrics of each run, by its argument: of one device in each of four processes, and of four devices in this process."""
+    text = folder / "text.txt"
+    text.write_bytes(np.random.default_rng(0).integers(97, 101, 4000, dtype=np.uint8).tobytes())
+    start = [sys.executable, "-m", "launch.local", f"--num_processes={NUM_DEVICES}", "--module=tests.several_runs", "--"]
+    # In the cache nobody would find a program: all compile at once.
+    environment = os.environ | {"JAX_ENABLE_COMPILATION_CACHE": "false", "JAX_DISABLE_MOST_OPTIMIZATIONS": "true"}
+    done = subprocess.run(
+        [*start, f"--text={text}", f"--into={folder / 'together'}", *arguments],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+    )
+    assert done.returncode == 0, done.stderr
+    take(arguments, str(text), folder / "alone")
+    read = lambda path: [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+    of = lambda index: (read(folder / "together" / str(index)), read(folder / "alone" / str(index)))
+    return {argument: of(index) for index, argument in enumerate(arguments)}
+
+
+def assert_same(together: Rows, alone: Rows) -> None:
+    """Losses, bytes and all else that does not hang on the clock; and that something was learned."""
+    assert len(together) == STEPS + 1  # The evaluation, too.
+    for ours, theirs in zip(together, alone, strict=True):
+        assert ours.keys() == theirs.keys()
+        for key in ours.keys() - {"time_s", "tokens_per_s", "kind"}:
+            np.testing.assert_allclose(ours[key], theirs[key], rtol=1e-4, atol=1e-6, err_msg=key)
+    assert together[-1]["loss"] < together[0]["loss"]
 
 
 def main(argv: list[str]) -> int:

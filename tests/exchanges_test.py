@@ -1,0 +1,38 @@
+"""Each kind of exchange between real processes: the steps are those of as many devices of one process.
+
+Local forms, in which devices of a process exchange among themselves first, are in local_forms_test.
+"""
+
+import pytest
+
+from tests import several_runs
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+KINDS = {
+    "parameters with a neighbour": "topology=one_peer_exponential",
+    "trackers, too": "method=tracking,order=atc,topology=ring",
+    "several rounds": "method=mc_dsgt,mixer=exact(rounds=2),microbatches=2,topology=one_peer_ring",
+    "rounds until replicas agree": "mixer=consensus_control,order=atc,topology=ring",
+    "sums along a tree": "mixer=relay,topology=double_binary_tree",
+    "weights, a step late": "mixer=overlap_push_sum,topology=directed_exponential",
+    "parameters of earlier steps": "mixer=delayed,order=atc,topology=ring",
+    "codes and what they lack": "mixer=choco,codec=int4,topology=ring",
+    "the mean now and then": "method=slowmo_gossip,every=2,topology=ring",
+    "a pair drawn by lot": "method=noloco,every=2",
+    "neighbours now and then, coded": "method=gossip_diloco,every=2,mixer=choco,codec=int4,topology=ring",
+    "the largest entries": "method=sparseloco,every=2",
+    "a fragment at a time": "method=streaming_diloco(fragments=2,delay=1),every=4",
+    "codes of a sum": "method=zero_one_adam(doubling=2,refresh=1),reducer=codec(codec=int8,start=2)",
+    "factors": "method=allreduce,reducer=dion,rank=2",
+    "units of a network": "method=ist,every=2",
+}
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory):
+    return several_runs.rows([f"workers=4,{argument}" for argument in KINDS.values()], tmp_path_factory.mktemp("runs"))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_processes_and_devices_have_the_same_trajectory(rows, kind):
+    several_runs.assert_same(*rows[f"workers=4,{KINDS[kind]}"])
