@@ -5,7 +5,7 @@ import pathlib
 import pytest
 
 from decjax import costmodel
-from experiments import methods, speedup, stragglers
+from experiments import methods, outer_speed, speedup, stragglers
 from experiments.bench.box import group, systems
 from launch import cluster
 from tests.cluster_test import NAME, needs_namespaces
@@ -44,6 +44,7 @@ def test_rows_take_turns_and_count_what_a_link_carries(network, monkeypatch):
     rows = [
         tiny("alone", "method=local", pauses=True),
         tiny("gossip", "topology=one_peer_exponential"),
+        tiny("streaming, pauses", "method=streaming_diloco(every=4,fragments=2)", pause_s=0.02),
         systems.torch("peer", "alone"),
     ]
     with systems.Box(network) as box:
@@ -51,8 +52,9 @@ def test_rows_take_turns_and_count_what_a_link_carries(network, monkeypatch):
             box.prepare(row)
         assert "peer" in box.refused  # It needs a Python of its own, and the other rows run all the same.
         visits = list(systems.interleaved(box, rows, rounds=2))
-        assert [row.name for row, _ in visits] == ["alone", "gossip", "gossip", "alone"]
-        assert all(visit.step_s > 0 for _, visit in visits)
+        assert [row.name for row, _ in visits] == ["alone", "gossip", rows[2].name, "gossip", rows[2].name, "alone"]
+        assert all(visit.step_s > (0.02 if row.visits else 0) for row, visit in visits)
+        assert box.periods == {"alone": 1, "gossip": 1, rows[2].name: 4}
         assert min(visit.sent_bytes for row, visit in visits if row.name == "gossip") > 4 * box.num_parameters
         # A pause lasts in every step; the token bucket lets through what the link is limited to, less where the cores are busy.
         assert box.visit(rows[0], 2, pause_s=(0.05, 0.0)).step_s > 0.05
@@ -89,6 +91,14 @@ def test_checks_know_a_figure_that_misses():
 def test_a_row_that_did_not_run_meets_nothing():
     measured = speedup.Measured("100mbit", 10.0, {speedup.ALONE: [1.0], speedup.ONE_PEER: [2.0]}, {})
     assert [check.what for check in speedup.checks(measured, 20.0) if check.met] == ["one-peer exponential ÷ max(c, X)"]
+
+
+def test_what_is_asked_of_streaming_diloco():
+    times_s = {row.name: [1.04 if outer_speed.STREAMING in row.name else 1.0] for row in outer_speed.ROWS}
+    measured = speedup.Measured("50mbit", 10.0, times_s, dict.fromkeys(times_s, 1e6))
+    assert all(check.met for check in outer_speed.checks(measured))
+    assert outer_speed.tabulate(measured, {}).row_count == len(outer_speed.ROWS)
+    assert not any(check.met for check in outer_speed.checks(measured._replace(step_s={})))
 
 
 def test_stragglers_model_orders_the_methods():

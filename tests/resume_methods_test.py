@@ -1,15 +1,18 @@
-"""Every method continues bit for bit from its files: from a checkpoint within a round, where it has any."""
+"""Every method continues from its files: bit for bit, from within a round where it has any; and with another number of workers."""
 
+import functools
 import json
 import shutil
 
+import jax
+import numpy as np
 import pytest
 
 from configs import digits, quadratics
 from tests.runs import run_of
 from tests.tiny_runs import assert_equal_states
 
-STEPS, SAVED = 9, 4
+STEPS, SAVED, WORKERS = 9, 4, 8
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 VECTORS = (
     "order=awc,optimizer=accum_adamw(window=3)",
@@ -55,10 +58,11 @@ MATRICES = (  # Of a network: some need matrices, or enough values for a code to
 )
 
 
-def configured(argument):
-    make = quadratics if argument in VECTORS else digits
-    config = make.get_config(f"smoke,simulate,workers=4,steps={STEPS},{argument}")
-    config.update_from_flattened_dict({"checkpoint.every": SAVED, "checkpoint.keep": 9, "log_every": 1, "eval.every": STEPS})
+def configured(argument, workers=WORKERS, steps=STEPS):
+    make, rate = (quadratics, 1e-2) if argument in VECTORS else (digits, 1e-3)
+    config = make.get_config(f"smoke,simulate,workers={workers},steps={steps},{argument}")
+    fields = {"checkpoint.every": SAVED, "checkpoint.keep": 9, "log_every": 1, "eval.every": steps}
+    config.update_from_flattened_dict(fields | {"schedule.learning_rate": rate})
     return config
 
 
@@ -67,10 +71,22 @@ def rows(workdir):
     return [{name: value for name, value in row.items() if name != "time_s" and not name.endswith("_per_s")} for row in lines]
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """The run of a method, made once."""
+
+    @functools.cache
+    def whole(argument):
+        path = tmp_path_factory.mktemp("whole") / "run"
+        run_of(configured(argument), path).train()
+        return path
+
+    return whole
+
+
 @pytest.mark.parametrize("argument", [*VECTORS, *MATRICES])
-def test_a_run_continues_bit_for_bit(argument, tmp_path):
-    whole, part = tmp_path / "whole", tmp_path / "part"
-    run_of(configured(argument), whole).train()
+def test_a_run_continues_bit_for_bit(argument, whole, tmp_path):
+    whole, part = whole(argument), tmp_path / "part"
     shutil.copytree(whole, part)
     (part / "summary.json").unlink()
     for step in (part / "checkpoints").iterdir():
@@ -81,3 +97,13 @@ def test_a_run_continues_bit_for_bit(argument, tmp_path):
     assert_equal_states(whole, part, STEPS)
     assert rows(whole) == rows(part)
     assert (whole / "summary.json").read_text().split('"time_s"')[0] == (part / "summary.json").read_text().split('"time_s"')[0]
+
+
+@pytest.mark.parametrize("argument", [*VECTORS, *MATRICES])
+def test_fewer_workers_go_on_from_the_average_of_all(argument, whole, tmp_path):
+    before = run_of(configured(argument), whole(argument))
+    run = run_of(configured(argument, WORKERS // 2, 2 * STEPS), tmp_path / "run", whole(argument))
+    assert run.start == STEPS
+    then, now = (jax.tree.map(np.asarray, each.trainer.average(each.state)[0]) for each in (before, run))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(b, a, rtol=1e-4, atol=1e-5), then, now)
+    assert run.train().step == 2 * STEPS and np.isfinite([row["loss"] for row in rows(run.workdir)]).all()

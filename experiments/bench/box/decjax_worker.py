@@ -22,6 +22,7 @@ from experiments.bench.stepper import Stepper
 from launch import join
 
 THROUGHPUT_PORT = 4999
+MOST_PERIOD = 128  # steps after which a schedule repeats, at most
 
 
 class Pausing(Stepper):
@@ -66,8 +67,9 @@ class Worker:
         config.workers = jax.device_count() // parts.read(config).devices_of_worker
         config.batch_size = batch_size * config.workers
         self.steppers[method] = stepper = (Pausing if pauses else Stepper)(config)
-        period = len({stepper.trainer.method.phase(step) for step in range(64)})
-        for step in range(period):
+        phases = [stepper.trainer.method.phase(step) for step in range(MOST_PERIOD, 3 * MOST_PERIOD)]  # Outer steps begin late.
+        period = next((p for p in range(1, MOST_PERIOD + 1) if phases[p:] == phases[:-p]), len(set(phases)))
+        for step in range(2 * period):
             stepper.compile(step)
         params = stepper.trainer.workers.one_device(stepper.state.params)
         return {"period": period, "parameters": sum(x.size for x in jax.tree.leaves(params))}

@@ -4,7 +4,7 @@ Every worker trains the same transformer of 5.9M parameters (`MODEL`) on the sam
 takes a few steps of one row and drops the first, so that what was sent before has to arrive; rows take turns.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 import contextlib
 import statistics
 from typing import Any, NamedTuple
@@ -27,6 +27,7 @@ class Row(NamedTuple):
     peer: bool = False  # whether PyTorch runs it; else decjax
     local_size: int = 1  # processes per host
     apart: bool = False  # whether it has processes of its own, which end with it if it cannot run
+    visits: Mapping[str, Any] = {}  # arguments of the worker's `steps`
 
     @property
     def alone(self) -> bool:
@@ -47,11 +48,14 @@ def decjax(
     model: dict[str, int] = MODEL,
     batch_size: int = BATCH_SIZE,
     pauses: bool = False,
+    pause_s: float = 0.0,
     **fields: Any,
 ) -> Row:
-    """A row of decjax: `argument` is a shorthand of configs/lm.py, `fields` are dotted fields; with `pauses` its steps can pause."""
+    """A row of decjax: `argument` is a shorthand of configs/lm.py, `fields` are dotted fields; with `pauses` its steps can pause, and
+    with `pause_s` each does, so long."""
     fields |= {"bucket_bytes": bucket_bytes, "local_size": local_size, **{f"model.{key}": size for key, size in model.items()}}
-    return Row(name, {"argument": argument, "fields": fields, "batch_size": batch_size, "pauses": pauses}, False, local_size)
+    how = {"argument": argument, "fields": fields, "batch_size": batch_size, "pauses": pauses or pause_s > 0}
+    return Row(name, how, False, local_size, visits={"pause_s": (pause_s, 0.0)} if pause_s else {})
 
 
 def torch(name: str, kind: str, local_size: int = 1, batch_size: int = BATCH_SIZE, apart: bool = False, **options: Any) -> Row:
@@ -132,7 +136,7 @@ class Box(contextlib.ExitStack):
         period = self.periods[row.name]
         count = 1 + max(-(-steps // period) * period, LEAST_STEPS if row.alone else 1)
         before = self.network.bytes()
-        per_worker = self._group(row).ask("steps", method=row.name, count=count, **how)
+        per_worker = self._group(row).ask("steps", method=row.name, count=count, **dict(row.visits) | how)
         sent = max(late.sent - early.sent for early, late in zip(before, self.network.bytes(), strict=True))
         return Visit(statistics.mean(statistics.mean(times_s[1:]) for times_s in per_worker), sent / count)
 

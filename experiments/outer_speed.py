@@ -1,0 +1,84 @@
+"""Does what outer steps send hide behind computing? Seconds of a step on slow links, of DiLoCo and of Streaming DiLoCo.
+
+    python -m experiments.outer_speed --out=runs/outer_speed.json
+
+Four hosts in a box (launch.cluster: root and iproute2), the transformer of experiments.speedup, 5.9M parameters in float32. Rows take
+turns, each for a round of H steps; a figure is the median over the visits of the mean time of a step. DiLoCo waits for its exchange in
+every H-th step; Streaming DiLoCo sends a fourth of the parameters after the other, each in τ pieces, while gradients are computed.
+
+Hosts of a box share the cores of one machine, so workers that do not wait for each other drift apart, and whoever waits for a message
+waits for that, too. Rows "pauses" compute one sequence behind a pause of 400 ms, which stands for hosts that have cores of their own.
+"""
+
+import pathlib
+
+from absl import flags
+import rich.table
+
+from experiments import script, speedup
+from experiments.bench.box.systems import ERRORS, Box, decjax
+from experiments.methods import ALONE, HOSTS
+from experiments.script import Check
+from experiments.speedup import Measured
+from launch import cluster
+
+FLAGS = flags.FLAGS
+H, MOST = 30, 1.05  # Steps of a round, the methods' default; what is asked of Streaming DiLoCo, relative to no communication.
+PAUSE_S = 0.4
+STREAMING = "Streaming DiLoCo, 4 bits"
+SHORTHANDS = {
+    ALONE: "method=local",
+    "DiLoCo": f"method=diloco,every={H}",
+    "DiLoCo, 4 bits": f"method=diloco,every={H},reducer=codec,codec=int4",
+    STREAMING: f"method=streaming_diloco,every={H}",
+    f"{STREAMING}, τ = 2": f"method=streaming_diloco(every={H},delay=2)",
+}
+ALONE_P, STREAMING_P = (f"{name}, pauses" for name in (ALONE, STREAMING))
+ROWS = (
+    *(decjax(name, shorthand) for name, shorthand in SHORTHANDS.items()),
+    *(decjax(f"{name}, pauses", SHORTHANDS[name], batch_size=1, pause_s=PAUSE_S) for name in (ALONE, "DiLoCo, 4 bits", STREAMING)),
+)
+
+
+def tabulate(measured: Measured, refused: dict[str, str]) -> rich.table.Table:
+    """Time of a step, its ratio to one without communication, and bytes."""
+    table = script.table("", "ms per step", "÷ no communication", "MB a step out of a host, mean")
+    for row in ROWS:
+        if row.name in measured.step_s:
+            step_s, sent = measured.time_s(row.name), measured.sent_bytes[row.name]
+            alone_s = measured.time_s(ALONE_P if row.visits else ALONE)
+            cells = script.ms(step_s), f"{step_s / alone_s:.3f}", f"{sent / 1e6:.2f}"
+            table.add_row(row.name, *cells)
+        elif row.name in refused:
+            table.add_row(row.name, "cannot run", "", "")
+    return table
+
+
+def checks(measured: Measured) -> list[Check]:
+    """Whether Streaming DiLoCo is about as fast as no communication; nan (not met) where it did not run."""
+    pairs = ((STREAMING, ALONE), (f"{STREAMING}, τ = 2", ALONE), (STREAMING_P, ALONE_P))
+    time_s = measured.time_s
+    return [Check(f"{row} ÷ {alone}", measured.rate, time_s(row) / time_s(alone), MOST, True) for row, alone in pairs]
+
+
+def main() -> None:
+    rows = script.choose(ROWS, FLAGS.row, ALONE, ALONE_P)
+    with cluster.network(hosts=FLAGS.hosts, rate=FLAGS.rate) as network, Box(network) as box:
+        box.prepare_all(rows)
+        measured = speedup.measure(box, rows, FLAGS.rate, FLAGS.rounds, lambda row: H)
+    found = tabulate(measured, box.refused)
+    script.show(found, script.tabulate(checks(measured)))
+    script.show(*(f"{name} cannot run: {why}" for name, why in box.refused.items()))
+    script.save(FLAGS.out, refused=box.refused, measured=measured._asdict())
+    if FLAGS.pages:
+        script.fill(pathlib.Path(FLAGS.pages), "outer_speed", found)
+
+
+if __name__ == "__main__":
+    flags.DEFINE_string("rate", "50mbit", "Of every link, both ways.")
+    flags.DEFINE_integer("hosts", HOSTS, "One process each.", lower_bound=2)
+    flags.DEFINE_integer("rounds", 3, "Visits of each row.", lower_bound=1)
+    flags.DEFINE_multi_string("row", [], f"Of {'; '.join(row.name for row in ROWS)}; may be repeated; none: all.")
+    flags.DEFINE_string("out", None, "JSON of everything measured.")
+    flags.DEFINE_string("pages", None, script.PAGES)
+    script.run(main, ERRORS)
