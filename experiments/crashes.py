@@ -6,7 +6,7 @@
 Noisy quadratics, or digits where a method needs matrices, with 8 simulated workers and a checkpoint every twenty steps. Each method
 trains once undisturbed; then the same run is killed by SIGKILL at random moments after its first checkpoint, and the same command
 continues it, until it has been killed often enough and comes to its end. The checksums of all arrays of the last checkpoint must be
-equal, and all rows of metrics.jsonl without their times.
+equal, and all rows of metrics.jsonl without their times. Methods that are finished are not tried again.
 """
 
 import json
@@ -132,13 +132,18 @@ def untimed(run: trials.Trial) -> list[dict[str, Any]]:
 
 
 def compare(row: Row, out: pathlib.Path, kills: int, seed: int) -> Killed:
-    """Trains a row undisturbed and disturbed."""
+    """Trains a row undisturbed and disturbed, unless that was done."""
+    kept = out / trials.name_of(row.name) / f"killed_{kills}_{seed}.json"
+    if kept.exists():
+        return Killed(**json.loads(kept.read_text()))
     calm, killed = (trial(row, out / trials.name_of(row.name) / name) for name in ("calm", "killed"))
     if not trials.train(calm):
         raise trials.Broken(f"the run in {calm.workdir} diverged")
     shutil.rmtree(killed.workdir, ignore_errors=True)
     done, while_saving = disturb(killed, kills, random.Random(f"{seed} {row.name}"))
-    return Killed(done, while_saving, last_state(calm.workdir) == last_state(killed.workdir), untimed(calm) == untimed(killed))
+    found = Killed(done, while_saving, last_state(calm.workdir) == last_state(killed.workdir), untimed(calm) == untimed(killed))
+    script.save(str(kept), **found._asdict())
+    return found
 
 
 def tabulate(found: dict[str, Killed]) -> Any:

@@ -37,8 +37,6 @@ VECTORS = (
     "method=gt_nsgdm",
     "method=mc_dsgt,topology=one_peer_ring",
     "method=local",
-    "method=diloco,every=3,reducer=codec,codec=int4",
-    "method=sparseloco,every=3",
     "method=slowmo,every=3",
     "method=slowmo_gossip,every=3",
     "method=gossip_diloco,every=3,mixer=choco,codec=int4",
@@ -46,6 +44,8 @@ VECTORS = (
     "method=tma(every=3,pace='3,2,1,2')",
 )
 MATRICES = (  # Of a network: some need matrices, or enough values for a code to pay.
+    "method=sparseloco,every=3",
+    "method=diloco,every=3,reducer=codec,codec=int4",
     "method=zero_one_adam(doubling=2,refresh=1),reducer=codec(codec=int8,start=2)",
     "method=onebit_adam,reducer=codec(codec=int8,start=2)",
     "method=allreduce,optimizer=adamw,reducer=codec(codec=int8)",
