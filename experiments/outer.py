@@ -22,7 +22,7 @@ from experiments.trials import Book, Trial
 from launch import command
 
 FLAGS = flags.FLAGS
-WORKERS, STEPS, TUNING_STEPS, TUNING_SEED, SEEDS = 8, 1024, 320, 99, 3  # Steps are multiples of every H.
+WORKERS, STEPS, TUNING_STEPS, TUNING_SEED, SEEDS = 8, 896, 256, 99, 3  # Steps are multiples of every H.
 FEWER, MORE = 100, 2.0  # What is asked: so many times fewer bytes than all-reduce, at so many percent more loss.
 ADAMW, MUON = (6e-3, 1.2e-2, 2.4e-2), (1e-2, 2e-2, 4e-2)
 OUTER = (0.35, 0.7, 1.0)
@@ -91,7 +91,7 @@ class Trainings(NamedTuple):
         """One training; that of the tuning's seed is shorter."""
         row, size = ROWS[name], f"steps={TUNING_STEPS if seed == TUNING_SEED else STEPS}"
         shorthand = f"{row.shorthand},workers={WORKERS},simulate,{'smoke' if self.smoke else size}"
-        fields = {"schedule.learning_rate": rate, "seed": seed, "eval.local": False, **row.fields}
+        fields = {"schedule.learning_rate": rate, "seed": seed, "eval.local": False, "data.sample_bytes": 0, **row.fields}
         fields |= {} if outer_rate is None else {"method.outer_learning_rate": outer_rate}
         rates = f"{rate:.3g}" if outer_rate is None else f"{rate:.3g} {outer_rate:.3g}"
         return trials.trial(self.out, f"{name} {rates} {seed}", f"configs/lm.py:{shorthand}", fields)
