@@ -95,7 +95,9 @@ class Trainings(NamedTuple):
 
 def run(trainings: Trainings) -> dict[str, Result]:
     """Every method's result; makes what is missing, two trainings at a time."""
-    source = trainings._replace(name=trainings.study.rates, data="") if trainings.study.rates else trainings
+    source = trainings
+    if other := trainings.study.rates:
+        source = trainings._replace(name=other, data=trainings.data if STUDIES[other].data else "")
     tuned = dict(zip(trainings.rows, trials.together(source.tune, trainings.rows), strict=True))
     values = trainings.values({method: rate for method, (rate, _, _) in tuned.items()})
     return {method: Result(rate, tried, values[method], distances) for method, (rate, tried, distances) in tuned.items()}

@@ -193,6 +193,7 @@ MULTI30K = {
         tuning_steps=250,
         shorthand="workers=8",
         data="text",
+        rates="" if graph == "ring" else "multi30k_ring",
     )
     for graph in ("ring", "exponential", "complete")
 }
