@@ -8,7 +8,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
-from configs import quadratics
+from configs import lm, quadratics
 from decjax.train import state as state_lib
 from tests.runs import run_of, trainer_of
 
@@ -63,3 +63,10 @@ def test_a_warm_up_from_zero_trains(method):
     for step in range(STEPS):
         state, loss_N = trainer.step(state, trainer.batch(step), step)
     assert np.isfinite(np.asarray(loss_N)).all() and np.isfinite(np.asarray(state.params["x"])).all()
+
+
+@pytest.mark.parametrize("method", ["qg_dsgdm", "decentlam", "gt_nsgdm"])
+def test_decay_that_is_added_to_the_gradient_is_as_small_as_sgds(method):
+    """AdamW's, which is decoupled, would be larger than the gradient: normalized steps would lead to zero."""
+    as_sgd = lm.get_config("optimizer=sgdm").optimizer.weight_decay
+    assert lm.get_config(f"method={method}").method.weight_decay == as_sgd <= 1e-3

@@ -21,6 +21,7 @@ from decjax.optim.tracking_in_turn import track_in_turn
     "method",
     "gt_nsgdm",
     chooses=("mixer",),
+    like="sgdm",  # Weight decay is added to the gradient: as much as AdamW's would be larger than it.
     step="v ← βv + (1−β)g, y ← W(y + v − v₋), x ← W(x − η y/‖y‖)",
     messages="parameters and trackers",
     memory="3 copies",
