@@ -201,6 +201,8 @@ def _place(config: ml_collections.ConfigDict, given: Mapping[str, Any]) -> None:
                 f"config argument {key}={given[key]} changes nothing with {chosen}; leave it out, or choose a part that has "
                 f"{key}: python -m launch.parts lists them"
             )
+        if (text := given.get(takers[0])) and key in registry.parse(takers[0], text)[1]:
+            raise ValueError(f"config argument {key}={given[key]}: {takers[0]}={text} has it, too; leave one out")
         getattr(config, takers[0])[key] = given[key]
 
 

@@ -61,11 +61,13 @@ class Option(NamedTuple):
         default: as in the signature of the factory; `inspect.Parameter.empty` if there is none.
         kind: type of the values; None where the signature does not say.
         optional: whether None is a value, as for "none" or "derive it".
+        choices: the words that it may be; (): any.
     """
 
     default: Any
     kind: type | None
     optional: bool
+    choices: tuple[str, ...] = ()
 
 
 class Part(NamedTuple):
@@ -332,7 +334,8 @@ def _option(parameter: inspect.Parameter) -> Option | None:
         kind = plain[0] if plain else str if parameter.name.endswith("dtype") else tuple if has_tuple else None
         return Option(default, kind, default is None) if kind else None
     if isinstance(default, bool | int | float | str):
-        return Option(default, type(default), type(None) in members)
+        choices = [typing.get_args(member) for member in members if typing.get_origin(member) is typing.Literal]
+        return Option(default, type(default), type(None) in members, sum(choices, ()))
     return Option(default, None, type(None) in members) if isinstance(default, tuple) and _is_plain(default) else None
 
 
@@ -357,6 +360,8 @@ def checked(what: str, value: Any, option: Option) -> Any:
         return value
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
+    if option.choices and value not in option.choices:
+        raise ValueError(f"{what} {shown(value)} is unknown; use one of {', '.join(option.choices)}")
     if kind is str and not isinstance(value, bool | int | float | list | dict):
         return value  # A word, or a part that is built already.
     if not isinstance(value, str) and isinstance(value, kind) and isinstance(value, bool) == (kind is bool):

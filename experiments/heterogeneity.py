@@ -96,6 +96,10 @@ def main() -> None:
         command.fail(f"--only={unknown[0]} is unknown; use some of {', '.join(PARTS)}")
     if not FLAGS.text and (needy := [part for part in parts if part in studies.MULTI30K]):
         command.fail(f"{needy[0]} needs --text; give the path of a file with Multi30k's English sentences")
+    if FLAGS.text and not set(parts) & set(studies.MULTI30K):
+        command.fail(f"--text={FLAGS.text} changes nothing without a part of Multi30k; leave it out, or add --only=multi30k_ring")
+    if FLAGS.text and not pathlib.Path(FLAGS.text).is_file():
+        command.fail(f"--text={FLAGS.text} is no file; give the path of a file with Multi30k's English sentences")
     out.mkdir(parents=True, exist_ok=True)  # All trainings may be in the book.
     book, found = trials.Book(pathlib.Path(FLAGS.book or out / "book.jsonl")), {}
     for part in parts:

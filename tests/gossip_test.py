@@ -186,12 +186,13 @@ def test_sixteen_bit_parameters_are_averaged_in_float32():
     [
         lambda t: gossip.exact(t, rounds=0),
         lambda t: gossip.every(gossip.exact(t), 0),
+        lambda t: gossip.every(gossip.overlap_push_sum(t), 2),
         lambda t: gossip.damp(gossip.exact(t), 1.5),
         lambda t: gossip.damp(gossip.exact(t), -0.1),
     ],
 )
 def test_impossible_options_are_refused(bad):
-    with pytest.raises(ValueError, match="must|needed"):
+    with pytest.raises(ValueError, match="must|needed|use every=1"):
         bad(topology_lib.make("ring", N))
 
 

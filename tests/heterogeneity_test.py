@@ -45,6 +45,8 @@ def test_the_whole_way_with_tiny_models(tmp_path):
     [
         (("--only=dirichlet",), "--only=dirichlet is unknown; use some of dirichlet_10"),
         (("--only=multi30k_ring",), "multi30k_ring needs --text; give the path"),
+        (("--only=multi30k_ring", "--text=nowhere"), "--text=nowhere is no file; give the path"),
+        (("--text=README.md",), "--text=README.md changes nothing without a part of Multi30k; leave it out"),
     ],
 )
 def test_mistakes_are_one_line(arguments, message, tmp_path):

@@ -22,6 +22,7 @@ VECTORS = (
     "mixer=overlap_push_sum,topology=directed_exponential",
     "mixer=relay,optimizer=sgdm,topology=line",
     "mixer=delayed(delay=3),order=atc",
+    "mixer=delayed(delay=0),order=atc",
     "mixer=consensus_control,order=atc",
     "mixer=choco,codec=int8",
     "mixer=beer,codec=int8",

@@ -30,6 +30,12 @@ def test_mistakes_are_named(text, problem):
         shorthand.parse(text, KEYS)
 
 
+def test_an_option_is_set_in_one_place():
+    assert lm.get_config("method=slowmo,every=3").method.every == lm.get_config("method=slowmo(every=3)").method.every == 3
+    with pytest.raises(ValueError, match=r"every=3: method=slowmo\(every=4\) has it, too; leave one out"):
+        lm.get_config("method=slowmo(every=4),every=3")
+
+
 def test_a_config_on_top_of_another_overrides_it():
     assert gpt_optimus.get_config("size=tiny,workers=1,fused=false").workers == 1
     for get_config in (lm.get_config, gpt_optimus.get_config):

@@ -84,7 +84,8 @@ class _Delayed:
         return self.channel.layout(params).pack(params)
 
     def init(self, params: Any) -> DelayedState:
-        return DelayedState(jnp.zeros((), jnp.int32), tuple(jnp.tile(x_P, (self.delay, 1)) for x_P in self._vectors(params)))
+        kept = self._vectors(params) if self.delay else []
+        return DelayedState(jnp.zeros((), jnp.int32), tuple(jnp.tile(x_P, (self.delay, 1)) for x_P in kept))
 
     def exchange(self, params: Any, state: DelayedState, phase: int) -> list[jax.Array]:
         round_, axis = self.topology.rounds[phase], self.channel.axis

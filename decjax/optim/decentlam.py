@@ -100,6 +100,11 @@ def decentlam(
     Reference: Yuan et al. 2021, arXiv 2104.11981.
     """
     check_order(mixer, "atc")
+    if not mixer.keeps_mean:
+        raise ValueError(
+            "method 'decentlam' steps along what mixing changes, and mixers 'relay' and 'delayed' mix parameters of earlier steps; use "
+            "mixer 'exact' or 'choco'"
+        )
     if mixer.settle is not None:
         raise ValueError(
             "method 'decentlam' moves parameters after they are mixed, which this mixer cannot follow; use mixer 'exact' or 'choco', "

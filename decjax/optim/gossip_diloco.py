@@ -91,6 +91,11 @@ class OuterSteps(abc.ABC):
     every: int
 
     def __post_init__(self):
+        if not self.mixer.keeps_mean:
+            raise ValueError(
+                f"method {self.name!r} steps along what mixing changes, and mixers 'relay' and 'delayed' mix parameters of earlier "
+                "exchanges; use mixer 'exact' or 'choco'"
+            )
         if self.mixer.settle is not None:
             raise ValueError(
                 f"method {self.name!r} moves parameters between two exchanges, and mixers 'dcd' and 'push_sum' have to hear of every "

@@ -55,8 +55,10 @@ def noloco(
 
     Reference: Kolehmainen et al. 2025, arXiv 2506.10911.
     """
-    if not 0 < pull < (most := 2 * (1 + outer_momentum)):
-        raise ValueError(f"method 'noloco' with pull={pull}: workers drift apart unless it lies between 0 and {most:g}; use 1.0")
+    if not 0 < pull < 2 * (1 + outer_momentum):
+        raise ValueError(
+            f"method 'noloco' with pull={pull}: workers drift apart unless it lies between 0 and {2 * (1 + outer_momentum):g}; use 1.0"
+        )
     # A memory of the mixer is also of changes, which averaging the parameters does not make equal.
     return _Pairs("noloco", inner, mixer._replace(restart=None), every, outer_momentum, outer_learning_rate, pull).method()
 

@@ -52,6 +52,10 @@ def slowmo_gossip(
         raise ValueError(
             "method 'slowmo_gossip' averages with equal weights, and those of mixer 'push_sum' differ; use mixer 'exact' or 'choco'"
         )
+    if mixer.usage:
+        raise ValueError(
+            "method 'slowmo_gossip' needs a mixer whose messages are known beforehand; use mixer 'exact' instead of 'consensus_control'"
+        )
     if reducer.usage:
         raise ValueError(
             "method 'slowmo_gossip' needs a reducer whose messages are known beforehand; use 'codec' instead of 'gravac'"
