@@ -46,9 +46,15 @@ CLAIMS = (
 )
 
 
+def title(part: str) -> str:
+    """A part as a heading: dirichlet_0.1 is "Dirichlet, α = 0.1", multi30k_ring "Multi30k, ring"."""
+    data, _, how = part.partition("_")
+    return f"{data.capitalize()}, {'α = ' if part in studies.DIRICHLET else ''}{how}"
+
+
 def joint(found: Mapping[str, Mapping[str, Result]]) -> Any:
     """A row for each method, a column for each part: mean ± 2σ over the seeds, and the rate."""
-    table = script.table("", *(f"{part}: {studies.STUDIES[part].unit} (rate)" for part in found))
+    table = script.table("", *(f"{title(part)}: {studies.STUDIES[part].unit} (rate)" for part in found))
     for method in dict.fromkeys(method for of in found.values() for method in of):
         cells = [f"{quality.cell(of[method], 4)} ({of[method].rate:.3g})" if method in of else "" for of in found.values()]
         table.add_row(method, *cells)
@@ -68,7 +74,7 @@ def judged(claim: Claim, of: Mapping[str, Result]) -> str:
 def order(found: Mapping[str, Mapping[str, Result]], claims: Sequence[Claim] = CLAIMS) -> Any:
     """The papers' claims beside what was found; a claim that two intervals leave open is undecided."""
     parts = {part: of for part, of in found.items() if part in studies.DIRICHLET}
-    table = script.table("claim", "source", *parts, left=2)
+    table = script.table("claim", "source", *map(title, parts), left=2)
     for claim in claims:
         if all({claim.better, claim.worse} <= of.keys() for of in parts.values()):
             table.add_row(f"{claim.better} above {claim.worse}", claim.source, *(judged(claim, of) for of in parts.values()))
@@ -86,8 +92,8 @@ def draw(path: str, found: Mapping[str, Mapping[str, Result]]) -> None:
                     axis.plot(of[method].ended, [number] * len(of[method].ended), "o", color=color, alpha=0.7)
                     axis.plot([of[method].spread.mean] * 2, [number - 0.25, number + 0.25], color=color, linewidth=2)
             axis.set_yticks(range(len(rows)), rows if axis is axes[0] else [""] * len(rows))
-            axis.set(xlabel=studies.STUDIES[part].unit, title=part.replace("_", " "))
-        script.dress(figure, "Different data on each worker; dots are seeds, bars means")
+            axis.set(xlabel=studies.STUDIES[part].unit, title=title(part))
+        script.dress(figure, "Dots are seeds, bars their means")
 
 
 def main() -> None:

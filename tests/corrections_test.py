@@ -389,7 +389,12 @@ def test_quasi_global_momentum_may_exchange_while_the_gradient_is_taken():
         ("decentralized", "hierarchical", dict(mixer="overlap_push_sum"), "'hierarchical' averages inside nodes"),
         ("decentlam", "line", dict(mixer="relay"), "'relay' and 'delayed' mix parameters of earlier steps; use mixer 'exact'"),
         ("decentlam", "ring", dict(mixer="delayed"), "'relay' and 'delayed' mix parameters of earlier steps; use mixer 'exact'"),
-        ("decentralized", "ring", dict(mixer="delayed(draw=sometimes)"), "draw 'sometimes' is unknown; use one of constant, uniform, geo"),
+        (
+            "decentralized",
+            "ring",
+            dict(mixer="delayed(draw=sometimes)"),
+            "draw 'sometimes' is unknown; use one of constant, uniform, geo",
+        ),
         ("mc_dsgt", "sun", dict(mixer="accelerated"), "accelerated gossip needs a static symmetric graph, .* 'sun' varies"),
         ("qg_dsgdm", "ring", dict(order="sync"), "order 'sync' is unknown; use one of awc, atc"),
     ],

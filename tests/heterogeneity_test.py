@@ -29,7 +29,7 @@ def test_a_column_for_each_part_and_a_row_for_each_claim():
     console = rich.console.Console(width=300, file=out)
     console.print(heterogeneity.joint(found), heterogeneity.order(found), markup=False)
     text = out.getvalue()
-    assert all(method in text for method in studies.SKEWED) and "dirichlet_0.1: accuracy (rate)" in text
+    assert all(method in text for method in studies.SKEWED) and "Dirichlet, α = 0.1: accuracy (rate)" in text
     assert text.count("undecided") == len(studies.ALPHAS) * len(heterogeneity.CLAIMS)
 
 

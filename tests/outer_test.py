@@ -178,11 +178,17 @@ def test_what_cannot_be_is_refused_in_one_line():
         (functools.partial(gossip_diloco, mixer=push_sum), "'dcd' and 'push_sum' have to hear of every step; use"),
         (functools.partial(noloco, mixer=push_sum), "'dcd' and 'push_sum' have to hear of every step; use"),
         (functools.partial(noloco, mixer=gossip.exact(graph()), pull=-1.0), "pull=-1.0: workers drift apart .* between 0 and 3"),
-        (functools.partial(noloco, mixer=gossip.relay(topology.make("line", N))), "'relay' and 'delayed' mix parameters of earlier"),
+        (
+            functools.partial(noloco, mixer=gossip.relay(topology.make("line", N))),
+            "'relay' and 'delayed' mix parameters of earlier",
+        ),
         (functools.partial(gossip_diloco, mixer=gossip.delayed(graph())), "'relay' and 'delayed' mix parameters of earlier"),
         (functools.partial(noloco, mixer=gossip.exact(graph()), pull=4.0), "pull=4.0: workers drift apart .* between 0 and 3"),
         (functools.partial(slowmo_gossip, mixer=push_sum, reducer=mean, num_workers=N, learning_rate=rate), "averages with equal"),
-        (functools.partial(slowmo_gossip, mixer=control, reducer=mean, num_workers=N, learning_rate=rate), "known beforehand; use mixer"),
+        (
+            functools.partial(slowmo_gossip, mixer=control, reducer=mean, num_workers=N, learning_rate=rate),
+            "known beforehand; use mixer",
+        ),
     ):
         with pytest.raises(ValueError, match=message) as error:
             make(optax.sgd(LR))
