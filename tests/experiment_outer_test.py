@@ -26,7 +26,7 @@ def test_the_outer_rate_is_tuned_with_the_best_rate(monkeypatch, tmp_path):
     def train(trial):
         fields = dict(trial.fields)
         trial.workdir.mkdir(parents=True, exist_ok=True)
-        loss = 1 + (fields["schedule.learning_rate"] - 1.2e-2) ** 2 + (fields.get("method.outer_learning_rate", 1.7) - 1.7) ** 2
+        loss = 1 + (fields["schedule.learning_rate"] - 1.2e-2) ** 2 + (fields.get("method.outer_learning_rate", 1.3) - 1.3) ** 2
         (trial.workdir / "summary.json").write_text(json.dumps({"eval_loss": loss, "bytes_per_step_per_worker": 5.0}))
         return True
 
