@@ -1,12 +1,10 @@
 """Loss against bytes of methods that send seldom: outer steps of all kinds, their compressed forms, and all-reduce.
 
     python -m experiments.outer --out=runs/outer
-    python -m experiments.outer --out=runs/smoke --smoke
 
-One model, configs/lm.py with 8 workers, and equal steps. Every row has the learning rate, and then the outer learning rate, that was
-best of its grid in a shorter run with a seed of its own; a grid whose best is at its edge is extended. Then its seeds. Loss is that of
-the averaged model on validation text, bytes are a worker's mean over all steps, from the compiled program or, here where workers are
-simulated, as declared. Trainings are made two at a time; what they came to is appended to a book, and is not made again.
+One model, configs/lm.py with 8 workers, and equal steps. Every row has the learning rate, and then the outer momentum and the outer
+learning rate, that were best in shorter runs with a seed of their own; rates whose best is at the edge are extended. Then its seeds. Loss
+is that of the averaged model on validation text, bytes are a worker's mean over all steps. A book keeps what was trained.
 """
 
 from collections.abc import Mapping
@@ -25,42 +23,41 @@ FLAGS = flags.FLAGS
 WORKERS, STEPS, TUNING_STEPS, TUNING_SEED, SEEDS = 8, 896, 256, 99, 3  # Steps are multiples of every H.
 FEWER, MORE = 100, 2.0  # What is asked: so many times fewer bytes than all-reduce, at so many percent more loss.
 ADAMW, MUON = (6e-3, 1.2e-2, 2.4e-2), (1e-2, 2e-2, 4e-2)
-OUTER = (0.1, 0.2, 0.4)  # Nesterov's momentum of 0.9 makes them up to ten times as large.
-ALL_REDUCE = "all-reduce, AdamW"
+MOMENTA, SPREAD, MIDDLE = (0.0, 0.5, 0.9), (0.5, 1.0, 2.0), (0.5, 0.5)  # outer momenta; rates ÷ (1 − momentum); (rate, momentum) first
+ALL_REDUCE, EVERY = "all-reduce, AdamW", "in every step"
 
 
 class Row(NamedTuple):
-    """A method: its shorthand of configs/lm.py, the rates that are tried, further fields, and the family that gives it its colour."""
+    """A method: its shorthand of configs/lm.py, the rates that are tried, and the family that gives it its colour."""
 
     shorthand: str
     family: str
     rates: tuple[float, ...] = ADAMW
-    outer_rates: tuple[float, ...] = ()  # none: the method has no outer step
-    fields: Mapping[str, Any] = {}
 
-
-def _outer(method: str, family: str, **options: Any) -> Row:
-    return Row(method, family, **{"outer_rates": OUTER, **options})
+    @property
+    def outer(self) -> bool:
+        """Whether it has an outer step."""
+        return self.family != EVERY
 
 
 INT4, ONE_PEER = "reducer=codec,codec=int4", "topology=one_peer_exponential"
 ROWS = {
-    ALL_REDUCE: Row("method=allreduce", "in every step"),
-    **{f"DiLoCo, H = {H}": _outer(f"method=diloco,every={H}", "DiLoCo") for H in (1, 4, 16, 64)},
-    **{f"DiLoCo, 4 bits, H = {H}": _outer(f"method=diloco,every={H},{INT4}", "DiLoCo, 4 bits") for H in (4, 16, 64)},
-    **{f"SparseLoCo, H = {H}": _outer(f"method=sparseloco,every={H}", "SparseLoCo") for H in (4, 16, 64)},
-    **{f"MuLoCo, H = {H}": _outer(f"method=diloco,every={H},optimizer=muon", "MuLoCo", rates=MUON) for H in (4, 16, 64)},
-    **{f"gossip DiLoCo, H = {H}": _outer(f"method=gossip_diloco,every={H},{ONE_PEER}", "gossip DiLoCo") for H in (4, 16, 64)},
-    "MuLoCo, 4 bits, H = 16": _outer(f"method=diloco,every=16,{INT4},optimizer=muon", "MuLoCo, 4 bits", rates=MUON),
-    **{f"Streaming DiLoCo, 4 bits, H = {H}": _outer(f"method=streaming_diloco,every={H}", "Streaming DiLoCo") for H in (16, 64)},
+    ALL_REDUCE: Row("method=allreduce", EVERY),
+    **{f"DiLoCo, H = {H}": Row(f"method=diloco,every={H}", "DiLoCo") for H in (1, 4, 16, 64)},
+    **{f"DiLoCo, 4 bits, H = {H}": Row(f"method=diloco,every={H},{INT4}", "DiLoCo, 4 bits") for H in (4, 16, 64)},
+    **{f"SparseLoCo, H = {H}": Row(f"method=sparseloco,every={H}", "SparseLoCo") for H in (4, 16, 64)},
+    **{f"MuLoCo, H = {H}": Row(f"method=diloco,every={H},optimizer=muon", "MuLoCo", rates=MUON) for H in (4, 16, 64)},
+    **{f"gossip DiLoCo, H = {H}": Row(f"method=gossip_diloco,every={H},{ONE_PEER}", "gossip DiLoCo") for H in (4, 16, 64)},
+    "MuLoCo, 4 bits, H = 16": Row(f"method=diloco,every=16,{INT4},optimizer=muon", "MuLoCo, 4 bits", rates=MUON),
+    **{f"Streaming DiLoCo, 4 bits, H = {H}": Row(f"method=streaming_diloco,every={H}", "Streaming DiLoCo") for H in (16, 64)},
     "SlowMo, H = 16": Row("method=slowmo,every=16", "SlowMo"),
-    "NoLoCo, H = 16": _outer("method=noloco,every=16", "NoLoCo"),
-    "gossip DiLoCo, CHOCO 4 bits, H = 16": _outer(
-        f"method=gossip_diloco,every=16,mixer=choco,codec=int4,{ONE_PEER}", "gossip DiLoCo, 4 bits"
+    "NoLoCo, H = 16": Row("method=noloco,every=16", "NoLoCo"),
+    "gossip DiLoCo, CHOCO 4 bits, H = 16": Row(
+        f"method=gossip_diloco,every=16,mixer=choco,codec=int4,{ONE_PEER}", "gossip, 4 bits"
     ),
-    "all-reduce, Muon": Row("method=allreduce,optimizer=muon", "in every step", MUON),
-    "Dion, rank 4": Row("method=allreduce,reducer=dion,rank=4", "in every step", MUON),
-    "0/1 Adam": Row("method=zero_one_adam", "in every step"),
+    "all-reduce, Muon": Row("method=allreduce,optimizer=muon", EVERY, MUON),
+    "Dion, rank 4": Row("method=allreduce,reducer=dion,rank=4", EVERY, MUON),
+    "0/1 Adam": Row("method=zero_one_adam", EVERY),
 }
 
 
@@ -68,8 +65,8 @@ class Result(NamedTuple):
     """What a row came to."""
 
     rate: float
-    outer_rate: float | None
-    tried: dict[str, float]  # "rate" or "rate, outer rate" -> loss of the shorter run
+    outer: tuple[float, float] | None  # rate and momentum of the outer step
+    tried: dict[str, float]  # "rate" or "rate, outer rate, momentum" -> loss of the shorter run
     losses: list[float | None]  # a seed each; None: it diverged
     sent: float  # bytes of a worker in a step; nan if all diverged
 
@@ -80,6 +77,11 @@ class Result(NamedTuple):
         return trials.spread(ended) if ended else None
 
 
+def said(rate: float, outer: tuple[float, float] | None) -> str:
+    """A learning rate, and the rate and momentum of the outer step."""
+    return ", ".join(f"{value:.3g}" for value in (rate, *(outer or ())))
+
+
 class Trainings(NamedTuple):
     """The trainings of all rows."""
 
@@ -87,38 +89,38 @@ class Trainings(NamedTuple):
     book: Book
     smoke: bool  # tiny models, one rate, one seed
 
-    def trial(self, name: str, rate: float, outer_rate: float | None, seed: int) -> Trial:
+    def trial(self, name: str, rate: float, outer: tuple[float, float] | None, seed: int) -> Trial:
         """One training; that of the tuning's seed is shorter."""
-        row, size = ROWS[name], f"steps={TUNING_STEPS if seed == TUNING_SEED else STEPS}"
-        shorthand = f"{row.shorthand},workers={WORKERS},simulate,{'smoke' if self.smoke else size}"
-        fields = {"schedule.learning_rate": rate, "seed": seed, "eval.local": False, "data.sample_bytes": 0, **row.fields}
-        fields |= {} if outer_rate is None else {"method.outer_learning_rate": outer_rate}
-        rates = f"{rate:.3g}" if outer_rate is None else f"{rate:.3g} {outer_rate:.3g}"
-        return trials.trial(self.out, f"{name} {rates} {seed}", f"configs/lm.py:{shorthand}", fields)
+        size = "smoke" if self.smoke else f"steps={TUNING_STEPS if seed == TUNING_SEED else STEPS}"
+        shorthand = f"{ROWS[name].shorthand},workers={WORKERS},simulate,{size}"
+        fields = {"schedule.learning_rate": rate, "seed": seed, "eval.local": False, "data.sample_bytes": 0}
+        fields |= {f"method.outer_{of}": value for of, value in zip(("learning_rate", "momentum"), outer or ())}
+        return trials.trial(self.out, f"{name} {said(rate, outer)} {seed}", f"configs/lm.py:{shorthand}", fields)
 
-    def tune(self, name: str) -> tuple[float, float | None, dict[str, float]]:
-        """(best rate, best outer rate with it, loss of each pair that was tried); one that diverged has an infinite loss."""
+    def tune(self, name: str) -> tuple[float, tuple[float, float] | None, dict[str, float]]:
+        """(best rate, best outer rate and momentum with it, loss of each that was tried); infinite if it diverged."""
         row, tried = ROWS[name], {}
 
-        def measure(rate: float, outer_rate: float | None) -> float:
-            numbers = self.book.result(self.trial(name, rate, outer_rate, TUNING_SEED))
-            loss = numbers["eval_loss"] if numbers else math.inf
-            tried[f"{rate:.3g}" if outer_rate is None else f"{rate:.3g}, {outer_rate:.3g}"] = loss
+        def measure(rate: float, outer: tuple[float, float] | None) -> float:
+            numbers = self.book.result(self.trial(name, rate, outer, TUNING_SEED))
+            tried[said(rate, outer)] = loss = numbers["eval_loss"] if numbers else math.inf
             return loss
 
-        middle = row.outer_rates[len(row.outer_rates) // 2] if row.outer_rates else None
-        rate, _ = trials.best_rate(lambda rate: measure(rate, middle), row.rates[:1] if self.smoke else row.rates)
-        if middle is None:
-            return rate, None, tried
-        outer_rate, _ = trials.best_rate(lambda own: measure(rate, own), row.outer_rates[:1] if self.smoke else row.outer_rates)
-        return rate, outer_rate, tried
+        start = MIDDLE if row.outer else None
+        rate, _ = trials.best_rate(lambda rate: measure(rate, start), row.rates[:1] if self.smoke else row.rates)
+        if not row.outer or self.smoke:
+            return rate, start, tried
+        momentum = min(MOMENTA, key=lambda momentum: measure(rate, (round(1 - momentum, 3), momentum)))
+        grid = [round(times * (1 - momentum), 3) for times in SPREAD]
+        outer_rate, _ = trials.best_rate(lambda own: measure(rate, (own, momentum)), grid)
+        return rate, (outer_rate, momentum), tried
 
     def result(self, name: str) -> Result:
         """A row, tuned and trained with its seeds."""
-        rate, outer_rate, tried = self.tune(name)
-        found = [self.book.result(self.trial(name, rate, outer_rate, seed)) for seed in range(1 if self.smoke else SEEDS)]
+        rate, outer, tried = self.tune(name)
+        found = [self.book.result(self.trial(name, rate, outer, seed)) for seed in range(1 if self.smoke else SEEDS)]
         sent = next((numbers["bytes_per_step_per_worker"] for numbers in found if numbers), math.nan)
-        return Result(rate, outer_rate, tried, [numbers["eval_loss"] if numbers else None for numbers in found], sent)
+        return Result(rate, outer, tried, [numbers["eval_loss"] if numbers else None for numbers in found], sent)
 
 
 def compared(found: Mapping[str, Result], name: str) -> tuple[float, float]:
@@ -131,7 +133,9 @@ def compared(found: Mapping[str, Result], name: str) -> tuple[float, float]:
 
 def tabulate(found: Mapping[str, Result]) -> Any:
     """Bytes, loss, both relative to all-reduce, and the rates."""
-    table = script.table("", "kB a step", "times fewer", "nats/byte, mean ± 2σ", "to all-reduce", "rate", "outer rate", "tried")
+    table = script.table(
+        "", "kB a step", "times fewer", "nats/byte, mean ± 2σ", "to all-reduce", "rate", "outer rate, momentum", "tried"
+    )
     for name, result in found.items():
         lost, (fewer, more) = result.losses.count(None), compared(found, name)
         said = [result.spread.text(4)] if result.spread else []
@@ -142,7 +146,7 @@ def tabulate(found: Mapping[str, Result]) -> Any:
             ", ".join(said + ([f"{lost} of {len(result.losses)} diverged"] if lost else [])),
             f"{more:+.1f} %",
             f"{result.rate:.3g}",
-            "" if result.outer_rate is None else f"{result.outer_rate:.3g}",
+            ", ".join(f"{value:.3g}" for value in result.outer or ()),
             "; ".join(f"{rates}: {loss:.4f}" for rates, loss in result.tried.items()),
         )
     return table
@@ -152,10 +156,8 @@ def checks(found: Mapping[str, Result]) -> list[Check]:
     """Whether some method keeps all-reduce's loss at a hundredth of its bytes; the best one that sends so little."""
     of = {name: compared(found, name) for name in found if name != ALL_REDUCE}
     seldom = {name: more for name, (fewer, more) in of.items() if fewer >= FEWER}
-    if not seldom:
-        return []
-    best = min(seldom, key=lambda name: seldom[name])
-    return [Check(f"% of loss: {best}", f"{of[best][0]:.0f} × fewer bytes", seldom[best], MORE, True)]
+    bests = sorted(seldom, key=lambda name: seldom[name])[:1]
+    return [Check(f"% of loss: {best}", f"{of[best][0]:.0f} × fewer bytes", seldom[best], MORE, True) for best in bests]
 
 
 def draw(path: str, found: Mapping[str, Result]) -> None:
@@ -166,7 +168,7 @@ def draw(path: str, found: Mapping[str, Result]) -> None:
             rows = sorted((r.sent, r.spread) for name, r in found.items() if ROWS[name].family == family and r.spread)
             errors = [0.0 if math.isnan(spread.error) else spread.error for _, spread in rows]
             style = dict(color=script.COLORS[number % len(script.COLORS)], marker="os^D"[number // len(script.COLORS) % 4])
-            line = "" if family == "in every step" else "-"
+            line = "" if family == EVERY else "-"
             axis.errorbar([sent for sent, _ in rows], [s.mean for _, s in rows], errors, linestyle=line, label=family, **style)
         axis.set(xscale="log", xlabel="bytes that a worker sends, mean of a step", ylabel="nats/byte")
         axis.legend(frameon=False, fontsize=8)
@@ -175,14 +177,12 @@ def draw(path: str, found: Mapping[str, Result]) -> None:
 
 def main() -> None:
     out = command.folder("out", FLAGS.out)
-    names = list(FLAGS.row or ROWS)
-    if unknown := [name for name in names if name not in ROWS]:
+    if unknown := [name for name in FLAGS.row if name not in ROWS]:
         command.fail(f"row={unknown[0]!r} is unknown; the rows are: {'; '.join(ROWS)}")
-    if FLAGS.smoke and not FLAGS.row:
-        names = [ALL_REDUCE, "gossip DiLoCo, H = 4"]
+    chosen = FLAGS.row or (["gossip DiLoCo, H = 4"] if FLAGS.smoke else ROWS)
+    names = list(dict.fromkeys([ALL_REDUCE, *chosen]))
     out.mkdir(parents=True, exist_ok=True)  # All trainings may be in the book.
     trainings = Trainings(out, Book(pathlib.Path(FLAGS.book or out / "book.jsonl")), FLAGS.smoke)
-    names = list(dict.fromkeys([ALL_REDUCE, *names]))
     found = dict(zip(names, trials.together(trainings.result, names), strict=True))
     script.show(tabulate(found), script.tabulate(checks(found)))
     draw(str(out / "outer.png"), found)

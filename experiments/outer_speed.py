@@ -36,7 +36,7 @@ SHORTHANDS = {
 ALONE_P, STREAMING_P = (f"{name}, pauses" for name in (ALONE, STREAMING))
 ROWS = (
     *(decjax(name, shorthand) for name, shorthand in SHORTHANDS.items()),
-    *(decjax(f"{name}, pauses", SHORTHANDS[name], batch_size=1, pause_s=PAUSE_S) for name in (ALONE, "DiLoCo, 4 bits", STREAMING)),
+    *(decjax(f"{name}, pauses", SHORTHANDS[name], batch_size=1, pause_s=PAUSE_S) for name in (ALONE, STREAMING)),
 )
 
 

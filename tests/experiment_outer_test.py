@@ -14,7 +14,7 @@ from tests import commands
 @pytest.mark.parametrize("name", outer.ROWS)
 def test_every_row_is_a_config(name, tmp_path):
     made = outer.Trainings(tmp_path, trials.Book(tmp_path / "book.jsonl"), smoke=False)
-    trial = made.trial(name, 1e-2, 0.5 if outer.ROWS[name].outer_rates else None, 0)
+    trial = made.trial(name, 1e-2, outer.MIDDLE if outer.ROWS[name].outer else None, 0)
     _, _, argument = trial.config.partition(":")
     given = lm.get_config(argument)
     given.update_from_flattened_dict(dict(trial.fields))
@@ -22,11 +22,12 @@ def test_every_row_is_a_config(name, tmp_path):
     assert spec.steps == outer.STEPS and spec.workers == outer.WORKERS
 
 
-def test_the_outer_rate_is_tuned_with_the_best_rate(monkeypatch, tmp_path):
+def test_momentum_and_rate_of_the_outer_step_are_tuned_with_the_best_rate(monkeypatch, tmp_path):
     def train(trial):
         fields = dict(trial.fields)
         trial.workdir.mkdir(parents=True, exist_ok=True)
-        loss = 1 + (fields["schedule.learning_rate"] - 1.2e-2) ** 2 + (fields.get("method.outer_learning_rate", 1.3) - 1.3) ** 2
+        loss = 1.09 + (fields["schedule.learning_rate"] - 1.2e-2) ** 2 - 0.09 * ("method.outer_momentum" not in fields)
+        loss += (fields.get("method.outer_learning_rate", 3.8) - 3.8) ** 2 + fields.get("method.outer_momentum", 0)
         (trial.workdir / "summary.json").write_text(json.dumps({"eval_loss": loss, "bytes_per_step_per_worker": 5.0}))
         return True
 
@@ -34,7 +35,7 @@ def test_the_outer_rate_is_tuned_with_the_best_rate(monkeypatch, tmp_path):
     made = outer.Trainings(tmp_path, trials.Book(tmp_path / "book.jsonl"), smoke=False)
     found = {name: made.result(name) for name in (outer.ALL_REDUCE, "DiLoCo, H = 16")}
     own = found["DiLoCo, H = 16"]
-    assert (own.rate, own.outer_rate) == (1.2e-2, 1.6) and len(own.losses) == outer.SEEDS  # Its grid has been extended.
+    assert (own.rate, own.outer) == (1.2e-2, (4.0, 0.0)) and len(own.losses) == outer.SEEDS  # Its grid has been extended.
     assert outer.compared(found, "DiLoCo, H = 16")[0] == 1 and not outer.checks(found)
     found["DiLoCo, H = 16"] = own._replace(sent=0.04)
     assert outer.checks(found)[0].met is False
