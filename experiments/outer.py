@@ -23,7 +23,7 @@ FLAGS = flags.FLAGS
 WORKERS, STEPS, TUNING_STEPS, TUNING_SEED, SEEDS = 8, 896, 256, 99, 3  # Steps are multiples of every H.
 FEWER, MORE = 100, 2.0  # What is asked: so many times fewer bytes than all-reduce, at so many percent more loss.
 ADAMW, MUON = (6e-3, 1.2e-2, 2.4e-2), (1e-2, 2e-2, 4e-2)
-MOMENTA, SPREAD, MIDDLE = (0.0, 0.5, 0.9), (0.5, 1.0, 2.0), (0.5, 0.5)  # outer momenta; rates ÷ (1 − momentum); (rate, momentum) first
+MOMENTA, SPREAD, MIDDLE = (0.0, 0.5, 0.9), (0.5, 1.0, 2.0), (0.5, 0.5)  # outer momenta; rates, ÷ (1 − momentum); first
 ALL_REDUCE, EVERY = "all-reduce, AdamW", "in every step"
 
 
