@@ -93,8 +93,8 @@ class OuterSteps(abc.ABC):
     def __post_init__(self):
         if self.mixer.settle is not None:
             raise ValueError(
-                f"method {self.name!r} moves parameters between two exchanges, and mixers 'dcd' and 'push_sum' have to hear of every "
-                "step; use mixer 'exact' or 'choco'"
+                f"method {self.name!r} moves parameters between two exchanges, and {self.mixer.called} has to hear of every step; use "
+                "mixer 'exact' or 'choco'"
             )
 
     @property
