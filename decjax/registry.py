@@ -368,6 +368,8 @@ def checked(what: str, value: Any, option: Option) -> Any:
         return value
     if kind is tuple and isinstance(value, list):  # As in a JSON file.
         return tuple(value)
+    if kind is float and value in ("nan", "inf"):
+        raise ValueError(f"{what}={value}: must be finite; use a number such as {option.default!r}")
     meant = {bool: "True or False", int: "a whole number", float: "a number", str: "a word", tuple: "a tuple, as (2,4)"}[kind]
     example = "" if option.default in (None, "", inspect.Parameter.empty) else f", such as {option.default!r}"
     raise ValueError(f"{what}={shown(value)} must be {meant}{example}")

@@ -111,7 +111,8 @@ def one_line(error: Exception) -> str:
     if isinstance(error, (AttributeError, KeyError)):
         last = last.strip('"')
         return f"unknown config field: {last}; the config file lists the fields"
-    return last.removesuffix("'") if last.count("'") % 2 else last
+    # Only what was within the repr of a traceback may end with a quote of that; else it is an apostrophe that makes their number odd.
+    return last.removesuffix("'") if "Traceback" in text and last.count("'") % 2 else last
 
 
 def run(main: Callable[[list[str]], int | None], errors: tuple[type[Exception], ...] = ()) -> None:

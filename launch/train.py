@@ -49,6 +49,8 @@ def main(argv: list[str]) -> int:
     command.options_only(argv)
     with join.leaving_at_once((train.TrainingError,), "run the same command to continue from the last checkpoint"):
         config, workdir = _CONFIG.value, command.folder("workdir", _WORKDIR.value or "")
+        if _RESUME_FROM.value is not None and not _RESUME_FROM.value.strip():
+            raise command.UserError("--resume_from is empty; give the --workdir of another run, or leave it out")
         spec = parts.read(config)
         if _TRACKER.value:
             metrics.wandb()  # Without it nothing begins.

@@ -140,6 +140,12 @@ def test_accelerated_gossip_refuses_too_few_rounds(name, n):
         gossip.accelerated(topology_lib.make(name, n), rounds=1)
 
 
+@pytest.mark.parametrize("name, n", [("complete", N), ("ring", 2)])
+def test_accelerated_gossip_refuses_where_a_round_is_exact(name, n):
+    with pytest.raises(ValueError, match=f"'{name}' of {n} workers, where a plain round averages exactly; use mixer 'exact'"):
+        gossip.accelerated(topology_lib.make(name, n))
+
+
 def test_every_and_damp():
     topology = topology_lib.make("one_peer_ring", N)
     tree = stacked_tree()

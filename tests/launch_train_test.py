@@ -110,6 +110,7 @@ MISTAKES = {
     "unknown field": (["--config.colour=red"], "smoke,workers=2", "a", "config.colour is unknown", "the config has batch_size"),
     "no workdir": ([], "smoke,workers=2", None, "--workdir", "--help"),
     "empty workdir": (["--workdir="], "smoke,workers=2", None, "--workdir is empty", "such as runs/lm"),
+    "empty resume_from": (["--resume_from="], "smoke,workers=2", "a", "--resume_from is empty", "leave it out"),
     "unwritable workdir": ([], "smoke,workers=2", "text/run", "text/run", "choose a --workdir"),
 }
 
@@ -200,6 +201,11 @@ def test_more_devices_than_any_machine_has_are_refused_before_they_are_made():
     for workers, each in ((10**6, 1), (1, 10**5), (0, 10**5)):
         with pytest.raises(command.UserError, match="use fewer"):
             join.set_up_devices(workers, each=each)
+
+
+def test_an_apostrophe_does_not_cost_the_last_quote():
+    for text in ("this mixer's mixing is not linear; use mixer 'exact'", "mixing is not linear; use mixer 'exact'"):
+        assert command.one_line(ValueError(text)) == text
 
 
 def test_outputs_are_tried_before_the_work(tmp_path):

@@ -8,7 +8,7 @@ import pytest
 
 from decjax import models, reduce, registry
 from decjax.optim import method as methods
-from decjax.optim.muon import muon
+from decjax.optim.muon import POLYNOMIALS, PRECONDITIONINGS, muon
 from tests.outer import LR, START, STEPS, X0, Adam, N, gradients, trajectory
 
 BETA, H = 0.95, 4
@@ -90,3 +90,28 @@ def test_matrices_of_a_transformer_are_its_kernels_but_the_last():
     assert kernels == {"qkv", "out", "up", "down"}
     usual = registry.make("optimizer", "muon", learning_rate=optax.constant_schedule(0.1), rest="head")
     assert "embedding" in str(jax.tree.leaves_with_path(jax.eval_shape(usual.init, params).inner_states["muon"]))
+
+
+@pytest.mark.parametrize(
+    "options, told",
+    [
+        (dict(preconditioning="foo"), "option preconditioning='foo' is unknown; use one of frobenius, spectral, aol, schatten"),
+        (dict(ns_coeffs="foo"), "option ns_coeffs='foo' must be three numbers, .* or one of standard, dion"),
+        (dict(ns_coeffs=(1, 2)), "option ns_coeffs=.1, 2. must be three numbers"),
+        (dict(ns_coeffs=((1, 2, 3), (4, 5))), "option ns_coeffs=.* must be three numbers"),
+        (dict(ns_steps=0), "option ns_steps=0 must be at least 1 and at most 256"),
+        (dict(ns_steps=-3), "option ns_steps=-3 must be at least 1"),
+        (dict(beta=2.0), "option beta=2.0 must be at least 0 and less than 1"),
+    ],
+)
+def test_what_it_cannot_take_is_refused_in_one_line(options, told):
+    with pytest.raises(ValueError, match=f"optimizer 'muon' {told}") as error:
+        registry.make("optimizer", "muon", learning_rate=optax.constant_schedule(0.1), **options)
+    assert "\n" not in str(error.value)
+
+
+def test_every_choice_that_it_names_is_one_of_optax():
+    params = {"up": jnp.ones((2, 3))}
+    for options in (*[dict(preconditioning=name) for name in PRECONDITIONINGS], *[dict(ns_coeffs=name) for name in POLYNOMIALS]):
+        tx = muon(1.0, **options)
+        jax.eval_shape(lambda tx=tx: tx.update(params, tx.init(params), params))

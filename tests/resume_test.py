@@ -244,6 +244,21 @@ def test_resume_from_a_run_of_another_task_names_both(saved, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize(
+    "argument, fields, way_out",
+    [
+        ("method=tracking,optimizer=adamw", {}, ", and --resume_from={saved} to start from its parameters"),
+        ("method=tracking,optimizer=adamw", {"steps": 4}, ", and --resume_from={saved} and more than 4 steps to start from"),
+        ("optimizer=accum_adamw", {}, "$"),
+        ("optimizer=adamw", {"model.width": 16}, "$"),
+    ],
+)
+def test_the_directory_of_another_run_is_advised_as_a_start_only_where_it_can_be_one(prepare, saved, argument, fields, way_out):
+    complaint = r"there, .* here\); choose another --workdir" + way_out.format(saved=saved)
+    with pytest.raises(train.CheckpointError, match=complaint):
+        prepare(f"{argument},workers=2,simulate", workdir=saved, **fields)
+
+
 def test_resume_from_takes_what_has_the_same_arrays(prepare, saved, tmp_path):
     """Of another method, topology, mixer and number of workers."""
     for argument in ("mixer=choco,topology=ring,workers=3", "method=tracking,workers=2", "method=allreduce,workers=2"):

@@ -1,5 +1,7 @@
 """Graphs whose definition is checked worker by worker: the grid, circulants, digraphs, and rounds inside and between nodes."""
 
+import re
+
 import numpy as np
 import pytest
 
@@ -73,12 +75,21 @@ def test_one_worker_of_a_node_leaves_it_and_the_others_stay(name, n, size):
     [
         ("inner_outer_ring", 4, {}, "needs at least two nodes of local_size >= 3 workers, got 4 workers; 'base_k' works"),
         ("inner_outer_exponential", 16, {"local_size": 2}, "got 16 workers with local_size=2"),
-        ("inner_outer_exponential", 16, {"local_size": 0}, "'local_size' has to be an integer >= 1, got 0"),
+        (
+            "inner_outer_exponential",
+            16,
+            {"local_size": 0},
+            "topology 'inner_outer_exponential' 'local_size' has to be an integer >= 1, got 0",
+        ),
         ("grid", 7, {}, "topology 'grid' needs a grid with two sides of at least 2, got 7 workers"),
-        ("symmetric_exponential", 8, {"base": 1}, "'base' has to be an integer >= 2, got 1"),
+        ("symmetric_exponential", 8, {"base": 1}, "topology 'symmetric_exponential' 'base' has to be an integer >= 2, got 1"),
+        ("base_k", 8, {"k": 0}, "topology 'base_k' 'k' has to be an integer >= 1, got 0"),
+        ("hierarchical", 8, {"outer": "base_k(k=0)", "local_size": 2}, "topology 'base_k' 'k' has to be an integer >= 1, got 0"),
+        ("torus", 8, {"shape": (8,)}, "topology 'torus' 'shape' has to be (rows, columns), got (8,)"),
+        ("erdos_renyi_digraph", 64, {"p": 2}, "topology 'erdos_renyi_digraph' 'p' has to be a number in (0, 1], got 2"),
         ("erdos_renyi_digraph", 64, {"p": 1e-6}, "found no strongly connected digraph of 64 workers with p=1e-06; raise p above"),
     ],
 )
 def test_sizes_and_options_that_do_not_fit_are_refused(name, n, options, told):
-    with pytest.raises(ValueError, match="(?s)^[^\n]*" + told.replace("(", r"\(")):
+    with pytest.raises(ValueError, match="(?s)^[^\n]*" + re.escape(told)):
         topology.make(name, n, **options)

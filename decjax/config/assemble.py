@@ -181,7 +181,8 @@ def _method(
     if spec.mixer:
         assert spec.topology is not None
         topology = make_topology(spec.topology, spec.workers, spec.local_size)
-        context["mixer"] = _make("mixer", spec.mixer, topology=topology, channel=channel)
+        mixer = _make("mixer", spec.mixer, topology=topology, channel=channel)
+        context["mixer"] = mixer._replace(name=spec.mixer.name)
     if spec.averaging:
         reducer = make_reducer(spec.averaging, channel, spec.pipeline.stages, source.division)
         context["reducer"] = reducer if spec.tables is None else pipeline.with_own_tables(reducer)

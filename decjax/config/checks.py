@@ -58,6 +58,8 @@ BOUNDS: dict[str, tuple[float, float]] = {
 DECAYS = (
     "optimizer.b1",
     "optimizer.b2",
+    "optimizer.adam_b1",
+    "optimizer.adam_b2",
     "optimizer.momentum",
     "method.b1",
     "method.b2",

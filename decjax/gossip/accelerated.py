@@ -13,6 +13,7 @@ from decjax.gossip.exact import exact
 from decjax.gossip.mixer import Mixer
 from decjax.gossip.rounds import check_rounds, mix_round
 from decjax.topology import Round, Topology
+from decjax.topology.schedule import EXACT_TOLERANCE
 
 
 @registry.register("mixer", "accelerated", topology="ring", needs="static symmetric graph", messages="parameters", memory="none")
@@ -76,6 +77,11 @@ def _momentum(topology: Topology, rounds: int) -> float:
     # Eigenvalues of disagreement: of W without that of the mean.
     eigenvalues = np.linalg.eigvalsh(W_NxN - np.full_like(W_NxN, 1 / topology.num_workers))
     beta = min(np.abs(eigenvalues).max(), 1.0)
+    if beta < EXACT_TOLERANCE:
+        raise ValueError(
+            f"accelerated gossip gains nothing on topology {topology.name!r} of {topology.num_workers} workers, where a plain round "
+            "averages exactly; use mixer 'exact'"
+        )
     root = math.sqrt(1 - beta**2)
     eta = (1 - root) / (1 + root)
     before = now = np.ones_like(eigenvalues)

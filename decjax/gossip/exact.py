@@ -31,8 +31,8 @@ def exact(topology: Topology, channel: Channel = Channel(), *, rounds: int = 1, 
     """
     if not topology_lib.is_doubly_stochastic(topology):
         raise ValueError(
-            f"topology {topology.name!r} is not doubly stochastic, so plain gossip would drift from the mean; "
-            "use 'directed_exponential' or another graph whose columns and rows sum to one, or mixer 'push_sum'"
+            f"topology {topology.name!r} is not doubly stochastic, so plain gossip would drift from the mean; use 'directed_exponential' "
+            "or another graph whose columns and rows sum to one, or mixer 'push_sum' with method 'decentralized'"
         )
     cycle, multiple_of = num_phases(topology, rounds), common_multiple(topology)
     if codec:

@@ -60,7 +60,7 @@ def check_doubly_stochastic(name: str, topology: Topology) -> None:
     if not topology_lib.is_doubly_stochastic(topology):
         raise ValueError(
             f"mixer {name!r} needs a doubly stochastic graph, but rows or columns of {topology.name!r} do not "
-            "sum to one; use mixer 'push_sum', or a graph such as 'ring'"
+            "sum to one; use mixer 'push_sum' with method 'decentralized', or a graph such as 'ring'"
         )
 
 

@@ -39,6 +39,7 @@ class Mixer(NamedTuple):
         matrix: `matrix(phase) -> W`, [N, N], where mixing is x <- Wx and nothing else, up to rounding; None: otherwise.
         usage: `usage(state) -> [phases]`, steps so far in each phase, if the state decides on it; else None.
         permutations: pairs (source, target) of workers of each message; None: those of the topology.
+        name: the one by which a config chose it; empty: none did.
     """
 
     init: Callable[[Any], Any]
@@ -56,6 +57,12 @@ class Mixer(NamedTuple):
     matrix: Callable[[int], np.ndarray] | None = None
     usage: Callable[[Any], jax.Array] | None = None
     permutations: tuple[tuple[tuple[int, int], ...], ...] | None = None
+    name: str = ""
+
+    @property
+    def called(self) -> str:
+        """What errors call it."""
+        return f"mixer {self.name!r}" if self.name else "this mixer"
 
 
 def mix(mixer: Mixer, params: Any, state: Any, phase: Any, step: Any) -> tuple[Any, Any]:
@@ -127,7 +134,8 @@ def damp(mixer: Mixer, strength: float | Callable[[jax.Array], jax.Array]) -> Mi
             return mixer
     if mixer.weight:
         raise ValueError(
-            "mixing strength other than 1 with mixer 'push_sum', whose weights have to be damped with its values; use its own gamma"
+            f"mixing strength other than 1 with {mixer.called}, whose weights have to be damped with its values; use strength 1, or "
+            "mixer 'push_sum' with its own gamma"
         )
 
     def combine(params, received, state, phase, step):

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import optax
 
 from decjax import gossip, registry
-from decjax.optim.decentralize import check_order, check_update, mix_with_step
+from decjax.optim.decentralize import check_mixes_after, check_update, mix_with_step
 from decjax.optim.memories import communicating, init_memory, transient
 from decjax.optim.method import Method, mixing
 
@@ -99,16 +99,15 @@ def decentlam(
 
     Reference: Yuan et al. 2021, arXiv 2104.11981.
     """
-    check_order(mixer, "atc")
+    check_mixes_after("method 'decentlam'", mixer)
     if not mixer.keeps_mean:
         raise ValueError(
-            "method 'decentlam' steps along what mixing changes, and mixers 'relay' and 'delayed' mix parameters of earlier steps; use "
-            "mixer 'exact' or 'choco'"
+            f"method 'decentlam' steps along what mixing changes, and {mixer.called} mixes parameters of earlier steps; use mixer 'exact' "
+            "or 'choco'"
         )
     if mixer.settle is not None:
         raise ValueError(
-            "method 'decentlam' moves parameters after they are mixed, which this mixer cannot follow; use mixer 'exact' or 'choco', "
-            "not 'dcd' or 'push_sum'"
+            f"method 'decentlam' moves parameters after they are mixed, which {mixer.called} cannot follow; use mixer 'exact' or 'choco'"
         )
     gradient = optax.chain(clip, optax.add_decayed_weights(weight_decay))
     return mixing(_DecentLaM(gradient, mixer, learning_rate, momentum), mixer)

@@ -66,16 +66,12 @@ class _ExactDiffusion:
 
 
 def _check(name: str, mixer: gossip.Mixer) -> None:
-    """Raises a ValueError unless mixing is one linear, symmetric W̃ in all steps, with eigenvalues above −1/3."""
+    """Raises a ValueError unless linear mixing is by one symmetric W̃ in all steps, with eigenvalues above −1/3."""
+    assert mixer.matrix is not None
     if len(mixer.phases) > 1:
         raise ValueError(
             f"method {name!r} needs a static graph, but the mixing varies over {len(mixer.phases)} steps; use topology 'ring' or another "
             "static one, or method 'tracking'"
-        )
-    if mixer.matrix is None:
-        raise ValueError(
-            f"method {name!r} needs mixing that is linear, and this mixer's is not, as with a codec or a memory; use mixer 'exact', or "
-            "method 'tracking' with mixer 'beer'"
         )
     W_NxN = mixer.matrix(mixer.phases.start)
     if np.abs(W_NxN - W_NxN.T).max() > TOLERANCE:
@@ -89,7 +85,13 @@ def _check(name: str, mixer: gossip.Mixer) -> None:
         )
 
 
-def _method(name: str, inner: optax.GradientTransformation, mixer: gossip.Mixer) -> Method:
+def _method(name: str, inner: optax.GradientTransformation, mixer: gossip.Mixer, strength: float = 1.0) -> Method:
+    if mixer.matrix is None:
+        raise ValueError(
+            f"method {name!r} needs mixing that is linear, and that of {mixer.called} is not, as with a codec or a memory; use mixer "
+            "'exact' without a codec, or method 'tracking' with mixer 'beer'"
+        )
+    mixer = gossip.damp(mixer, strength)
     _check(name, mixer)
     return mixing(_ExactDiffusion(optax.with_extra_args_support(inner), mixer), mixer)
 
@@ -114,7 +116,7 @@ def exact_diffusion(inner: optax.GradientTransformation, mixer: gossip.Mixer) ->
 
     Reference: Yuan et al. 2017, arXiv 1702.05122.
     """
-    return _method("exact_diffusion", inner, gossip.damp(mixer, 0.5))
+    return _method("exact_diffusion", inner, mixer, strength=0.5)
 
 
 @registry.register(

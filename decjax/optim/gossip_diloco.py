@@ -93,13 +93,13 @@ class OuterSteps(abc.ABC):
     def __post_init__(self):
         if not self.mixer.keeps_mean:
             raise ValueError(
-                f"method {self.name!r} steps along what mixing changes, and mixers 'relay' and 'delayed' mix parameters of earlier "
-                "exchanges; use mixer 'exact' or 'choco'"
+                f"method {self.name!r} steps along what mixing changes, and {self.mixer.called} mixes parameters of earlier exchanges; use "
+                "mixer 'exact' or 'choco'"
             )
         if self.mixer.settle is not None:
             raise ValueError(
-                f"method {self.name!r} moves parameters between two exchanges, and mixers 'dcd' and 'push_sum' have to hear of every "
-                "step; use mixer 'exact' or 'choco'"
+                f"method {self.name!r} moves parameters between two exchanges, and {self.mixer.called} has to hear of every step; use "
+                "mixer 'exact' or 'choco'"
             )
 
     @property

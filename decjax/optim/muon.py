@@ -6,11 +6,16 @@ import inspect
 from typing import Any
 
 import jax
+import numpy as np
 import optax
 import optax.contrib
 
 from decjax import registry
 from decjax.reduce import matrices
+
+PRECONDITIONINGS = ("frobenius", "spectral", "aol", "schatten")
+POLYNOMIALS = ("standard", "dion")  # Newton-Schulz coefficients that optax knows by name.
+MAX_ITERATIONS = 2**8  # All are unrolled.
 
 
 @registry.register("optimizer", "muon", memory="1 copy of matrices, 2 of the rest", source="arXiv 2502.16982, in DiLoCo 2505.23725")
@@ -28,12 +33,47 @@ def muon(learning_rate: optax.ScalarOrSchedule, *, rest: str = matrices.REST, **
         rest: names, between bars; arrays with one of them in their path take AdamW's step, and so do vectors.
         **options: those of `optax.contrib.muon`, which is used for all of it: {options}.
 
+    Raises:
+        ValueError: for polynomials or a preconditioning that optax has not.
+
     References: Liu et al. 2025, arXiv 2502.16982; Thérien et al. 2025, arXiv 2505.23725 (MuLoCo).
     """
+    _check(**options)
     of_array = functools.partial(_dimension_numbers, rest)
     numbers: Callable[[Any], Any] = lambda params: jax.tree.map_with_path(of_array, params)
     chosen: dict[str, Any] = {"muon_weight_dimension_numbers": numbers} | options
     return optax.contrib.muon(learning_rate, **chosen)
+
+
+def _check(
+    ns_coeffs: Any = POLYNOMIALS[0], ns_steps: Any = 1, beta: Any = 0.0, preconditioning: str = PRECONDITIONINGS[0], **others: Any
+) -> None:
+    """Raises a ValueError for what optax would take, or refuse in the first step, or without the option's name."""
+    if not _are_polynomials(ns_coeffs):
+        raise ValueError(
+            f"optimizer 'muon' option ns_coeffs={registry.shown(ns_coeffs)} must be three numbers, several times three, or one of "
+            f"{', '.join(POLYNOMIALS)}"
+        )
+    if preconditioning not in PRECONDITIONINGS:
+        raise ValueError(
+            f"optimizer 'muon' option preconditioning={registry.shown(preconditioning)} is unknown; use one of "
+            f"{', '.join(PRECONDITIONINGS)}"
+        )
+    if isinstance(ns_steps, int) and not 1 <= ns_steps <= MAX_ITERATIONS:
+        raise ValueError(f"optimizer 'muon' option ns_steps={ns_steps} must be at least 1 and at most {MAX_ITERATIONS}")
+    if isinstance(beta, int | float) and not 0 <= beta < 1:
+        raise ValueError(f"optimizer 'muon' option beta={beta} must be at least 0 and less than 1")
+
+
+def _are_polynomials(value: Any) -> bool:
+    """Whether these are coefficients of Newton-Schulz iterations, or a name of such."""
+    if isinstance(value, str):
+        return value in POLYNOMIALS
+    try:
+        shape = np.shape(np.asarray(value, float))
+    except (TypeError, ValueError):  # No numbers, or rows of different lengths.
+        return False
+    return len(shape) in (1, 2) and shape[0] > 0 and shape[-1] == 3
 
 
 def _dimension_numbers(rest: str, path: Any, x: Any) -> Any:

@@ -50,7 +50,7 @@ def slowmo_gossip(
     """
     if mixer.weight:
         raise ValueError(
-            "method 'slowmo_gossip' averages with equal weights, and those of mixer 'push_sum' differ; use mixer 'exact' or 'choco'"
+            f"method 'slowmo_gossip' averages with equal weights, and those of {mixer.called} differ; use mixer 'exact' or 'choco'"
         )
     if mixer.usage:
         raise ValueError(

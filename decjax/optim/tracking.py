@@ -64,12 +64,11 @@ def track(
     Raises:
         ValueError: if the order is unknown, or the mixer changes the optimizer's step itself, as `gossip.dcd` does, or the mean.
     """
-    check_order(mixer, order)
     if mixer.settle is not None or not mixer.keeps_mean:
         raise ValueError(
-            "gradient tracking also mixes trackers, for which this mixer is not made; use mixer 'exact' or 'beer', not 'dcd', "
-            "'push_sum' or 'relay'"
+            f"gradient tracking also mixes trackers, for which {mixer.called} is not made; use mixer 'exact' or 'beer'"
         )
+    check_order(mixer, order)
     form = _Tracked(optax.with_extra_args_support(inner), mixer, order)
     return optax.GradientTransformationExtraArgs(form.init, form.update)  # pyright: ignore[reportArgumentType]
 

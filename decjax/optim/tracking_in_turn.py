@@ -18,7 +18,7 @@ import numpy as np
 import optax
 
 from decjax import gossip, registry
-from decjax.optim.decentralize import check_order, check_update
+from decjax.optim.decentralize import check_mixes_after, check_update
 from decjax.optim.memories import communicating, init_memory, transient
 from decjax.optim.method import Method
 
@@ -56,12 +56,11 @@ def track_in_turn(signal: optax.GradientTransformation, inner: optax.GradientTra
     Raises:
         ValueError: if the mixer changes the optimizer's step itself, or the mean.
     """
-    check_order(mixer, "atc")
     if mixer.settle is not None or not mixer.keeps_mean:
         raise ValueError(
-            "gradient tracking also mixes trackers, for which this mixer is not made; use mixer 'exact' or 'choco', not 'dcd', "
-            "'push_sum' or 'relay'"
+            f"gradient tracking also mixes trackers, for which {mixer.called} is not made; use mixer 'exact' or 'choco'"
         )
+    check_mixes_after("gradient tracking", mixer)
     form = _TrackInTurn(signal, optax.with_extra_args_support(inner), mixer)
     tx = optax.GradientTransformationExtraArgs(form.init, form.update)  # pyright: ignore[reportArgumentType]
     # The mixer's memory is also of trackers, which averaging the parameters does not make equal.

@@ -32,14 +32,21 @@ MAX_ROUNDS = 1024  # in a period that is drawn at random
 ANY_SIZE = "'base_k' works for any number"
 
 
+class OptionError(ValueError):
+    """A value that an option cannot have, told from the option's name on; `register` puts the topology's before it."""
+
+
 def register(name: str, **traits) -> Callable[[Callable[..., Rounds]], Callable[..., Rounds]]:
     """A decorator that registers a builder of rounds as a factory of topologies."""
 
     def enter(builder):
         @functools.wraps(builder)
         def factory(num_workers, **options):
-            n = integer("num_workers", num_workers, 1)
-            return schedule.Topology(name, n, tuple(builder(n, **options)) if n > 1 else (schedule.Round((1.0,)),))
+            try:
+                n = integer("num_workers", num_workers, 1)
+                return schedule.Topology(name, n, tuple(builder(n, **options)) if n > 1 else (schedule.Round((1.0,)),))
+            except OptionError as error:
+                raise ValueError(f"topology {name!r} {error}") from error
 
         signature = inspect.signature(builder)
         size, *options = signature.parameters.values()
@@ -102,7 +109,7 @@ def grid(name: str, n: int, shape: tuple[int, int] | None, step: int) -> np.ndar
             raise ValueError(f"topology {name!r} needs a grid with {sides}, got {n} workers; {ANY_SIZE}")
         shape = (fits[-1], n // fits[-1])
     if not isinstance(shape, (tuple, list)) or len(shape) != 2:
-        raise ValueError(f"'shape' has to be (rows, columns), got {shape!r}")
+        raise OptionError(f"'shape' has to be (rows, columns), got {shape!r}")
     rows, columns = (integer("shape", side, 2) for side in shape)
     if rows * columns != n or rows % step or columns % step:
         raise ValueError(
@@ -133,19 +140,20 @@ def generator(seed: int) -> np.random.Generator:
 
 
 def integer(option: str, value: Any, low: int, high: int | None = None) -> int:
+    """The value of an option as an int from `low` on; an OptionError for any other."""
     try:
         number = None if isinstance(value, (bool, np.bool_)) else operator.index(value)
     except TypeError:
         number = None
     if number is None or number < low or (high is not None and number > high):
         interval = f">= {low}" if high is None else f"from {low} to {high}"
-        raise ValueError(f"{option!r} has to be an integer {interval}, got {value!r}")
+        raise OptionError(f"{option!r} has to be an integer {interval}, got {value!r}")
     return number
 
 
 def real(option: str, value: Any, high: float) -> float:
-    """The value of an option as a float in (0, high]; ValueError for any other."""
+    """The value of an option as a float in (0, high]; an OptionError for any other."""
     number = value  # numpy's types take a scalar for text and bytes as well.
     if isinstance(value, (bool, str)) or not np.isscalar(value) or not 0.0 < number <= high:
-        raise ValueError(f"{option!r} has to be a number in (0, {high:g}], got {value!r}")
+        raise OptionError(f"{option!r} has to be a number in (0, {high:g}], got {value!r}")
     return float(number)

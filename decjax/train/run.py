@@ -3,6 +3,7 @@
 import collections
 from collections.abc import Callable, Iterator, Sequence
 import contextlib
+import functools
 import itertools
 import json
 import os
@@ -14,17 +15,17 @@ from typing import Any, NamedTuple, NoReturn
 import jax
 import numpy as np
 
-from decjax import config, mesh, registry
-from decjax.errors import CheckpointError, ConfigError
+from decjax import config, mesh
+from decjax.errors import CheckpointError
 from decjax.train import checkpoint, metrics
+from decjax.train import origin as origin_lib
 from decjax.train import state as state_lib
 from decjax.train import summary as summary_lib
 from decjax.train import workdir as workdir_lib
 from decjax.train.evaluate import Evaluation
+from decjax.train.origin import Origin
 from decjax.train.state import State
 from decjax.train.trainer import Trainer
-
-LAYOUT = ("stages", "chunks", "layers", "autoencoder")  # fields of a pipeline that determine the layout of the parameters
 
 
 class Outcome(NamedTuple):
@@ -43,16 +44,6 @@ class Outcome(NamedTuple):
     summary: dict | None
     shown: str | None
     is_old: bool = False
-
-
-class Origin(NamedTuple):
-    """Another run to start from."""
-
-    folder: pathlib.Path  # its work directory
-    checkpoints: checkpoint.Checkpoints
-    step: int  # its newest one, which may be damaged
-    num_workers: int
-    has_weights: bool  # whether its replicas are averaged with weights, as those of push-sum are
 
 
 @contextlib.contextmanager
@@ -98,9 +89,10 @@ class Run:
         self.counters = {"time_s": 0.0, "bytes_sent_per_worker": 0.0, "first_step": 0, "corpus": trainer.data.fingerprint}
         if self.workers.stages > 1 and not self.workers.simulated:
             self.counters["bytes_between_stages_per_worker"] = 0.0
+        advise = functools.partial(origin_lib.advice, trainer=trainer)
         # The other run raises its errors before anything is written.
         with self._origin(resume_from) as origin, contextlib.ExitStack() as held:
-            held.enter_context(workdir_lib.claim(self.workdir, self.spec.document))
+            held.enter_context(workdir_lib.claim(self.workdir, self.spec.document, advise))
             self.checkpoints = held.enter_context(checkpoint.Checkpoints(self.workdir, keep=self.spec.checkpoint.keep))
             self.start, self.state = self._restore(origin)
             trainer.check_exchanges()
@@ -136,37 +128,12 @@ class Run:
             yield None
             return
         with checkpoint.Checkpoints(pathlib.Path(folder), read_only=True) as checkpoints:
-            yield self._checked(pathlib.Path(folder), checkpoints)
-
-    def _checked(self, folder: pathlib.Path, checkpoints: checkpoint.Checkpoints) -> Origin:
-        """The run in a folder; a CheckpointError if there is none, or its model or division into stages is another."""
-        step = checkpoints.latest()
-        try:
-            theirs = config.read(json.loads((folder / "config.json").read_text()))
-        except (OSError, ValueError, ConfigError) as error:
-            problem = f"{folder / 'config.json'} cannot be read: not a run of decjax ({error})"
-            raise CheckpointError(f"{problem}; choose another --resume_from") from error
-        if differing := [
-            f"pipeline.{name}={there!r} there, {here!r} here"
-            for name in LAYOUT
-            if (there := getattr(theirs.pipeline, name)) != (here := getattr(self.spec.pipeline, name))
-        ]:
-            raise CheckpointError(f"{folder} has a model divided otherwise ({'; '.join(differing)}); start with the same division")
-        if self.spec.tables is not None and theirs.workers != self.spec.workers:
-            raise CheckpointError(
-                f"{folder} has tables divided among {theirs.workers} workers, not {self.spec.workers}; use workers={theirs.workers}"
-            )
-        needed = state_lib.kept(self.trainer.abstract, self.trainer.setup.source.lasts)
-        if step is not None and (name := checkpoints.unlike(step, needed)):
-            differing = workdir_lib.differing(theirs, self.spec) or f"its state has no such {name}"
-            raise CheckpointError(
-                f"{folder} is a run of something else ({differing}); choose another --resume_from, or set the same here"
-            )
-        if step is None or step >= self.spec.steps:
-            done = f"done {step} of steps={self.spec.steps}; set more steps to go on from there"
-            raise CheckpointError(f"{folder} has {done if step else 'no complete checkpoint; choose another --resume_from'}")
-        has_weights = theirs.mixer is not None and registry.part("mixer", theirs.mixer.name).traits.get("weights", False)
-        return Origin(folder, checkpoints, step, theirs.workers, has_weights)
+            found = origin_lib.find(pathlib.Path(folder), checkpoints, self.trainer)
+            if found.step >= self.spec.steps:
+                raise CheckpointError(
+                    f"{folder} has done {found.step} of steps={self.spec.steps}; set more steps to go on from there"
+                )
+            yield found
 
     def _restore_resized(self, origin: Origin) -> tuple[int, State]:
         n = origin.num_workers

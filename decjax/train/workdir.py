@@ -3,6 +3,7 @@
 A work directory belongs to one config: `config.json` is written first, and compared on every later start.
 """
 
+from collections.abc import Callable
 import contextlib
 import fcntl
 import json
@@ -20,11 +21,16 @@ from decjax.train import metrics
 FREE_KEYS = ("eval.", "checkpoint.", "elastic.", "log_every", "data.sample_bytes", "engine")
 
 
-def claim(workdir: pathlib.Path, config: dict) -> contextlib.ExitStack:
+def claim(workdir: pathlib.Path, config: dict, advise: Callable[[pathlib.Path], str] = lambda folder: "") -> contextlib.ExitStack:
     """Makes `workdir` the directory of a run with this config, or checks that it already is. A collective.
 
     Process 0 checks the directory, creates it and writes the resolved config; the others wait for it. A directory in which nothing
     was saved yet may be claimed with another config; the metrics that are there belong to the config before, and are removed.
+
+    Args:
+        workdir: the directory.
+        config: the resolved one.
+        advise: gives what else to do with a directory of another run than to choose another, after a comma; empty: nothing.
 
     Returns:
         What keeps other runs out until it is closed.
@@ -35,7 +41,7 @@ def claim(workdir: pathlib.Path, config: dict) -> contextlib.ExitStack:
     with contextlib.ExitStack() as held:
         if jax.process_index() == 0:
             document = json.loads(json.dumps(config))
-            _check(workdir, document)
+            _check(workdir, document, advise)
             _take(workdir, document, held)
         if jax.process_count() > 1:
             multihost_utils.sync_global_devices("decjax-claim")
@@ -50,7 +56,7 @@ def take_over(workdir: pathlib.Path) -> contextlib.ExitStack:
         return held.pop_all()
 
 
-def _check(workdir: pathlib.Path, config: dict) -> None:
+def _check(workdir: pathlib.Path, config: dict, advise: Callable[[pathlib.Path], str]) -> None:
     """Raises a CheckpointError if the directory is not one in which a run with this config may begin or go on."""
     path, folder = workdir / "config.json", workdir / "checkpoints"
     if folder.exists() and not folder.is_dir():
@@ -70,8 +76,7 @@ def _check(workdir: pathlib.Path, config: dict) -> None:
             if before.get(key) != now.get(key) and not key.startswith(FREE_KEYS)
         ]:
             raise CheckpointError(
-                f"{workdir} holds a run with another config ({'; '.join(differing)}); choose another "
-                f"--workdir, and --resume_from={workdir} to start from its parameters"
+                f"{workdir} holds a run with another config ({'; '.join(differing)}); choose another --workdir{advise(workdir)}"
             )
     elif path.exists() and '"workers"' not in path.read_text(errors="replace"):
         raise CheckpointError(f"{path} is not of a run of decjax; choose another --workdir")

@@ -1,0 +1,68 @@
+"""Another run to start from: whether its replicas are those of a run like this one."""
+
+import json
+import pathlib
+from typing import NamedTuple
+
+import jax
+
+from decjax import config, registry
+from decjax.errors import CheckpointError, ConfigError
+from decjax.train import checkpoint
+from decjax.train import state as state_lib
+from decjax.train import workdir as workdir_lib
+from decjax.train.trainer import Trainer
+
+LAYOUT = ("stages", "chunks", "layers", "autoencoder")  # fields of a pipeline that determine the layout of the parameters
+
+
+class Origin(NamedTuple):
+    """Another run to start from."""
+
+    folder: pathlib.Path  # its work directory
+    checkpoints: checkpoint.Checkpoints
+    step: int  # its newest one, which may be damaged
+    num_workers: int
+    has_weights: bool  # whether its replicas are averaged with weights, as those of push-sum are
+
+
+def find(folder: pathlib.Path, checkpoints: checkpoint.Checkpoints, trainer: Trainer) -> Origin:
+    """The run in a folder; a CheckpointError if there is none, or its model or division into stages is another."""
+    ours, step = trainer.spec, checkpoints.latest()
+    try:
+        theirs = config.read(json.loads((folder / "config.json").read_text()))
+    except (OSError, ValueError, ConfigError) as error:
+        problem = f"{folder / 'config.json'} cannot be read: not a run of decjax ({error})"
+        raise CheckpointError(f"{problem}; choose another --resume_from") from error
+    if differing := [
+        f"pipeline.{name}={there!r} there, {here!r} here"
+        for name in LAYOUT
+        if (there := getattr(theirs.pipeline, name)) != (here := getattr(ours.pipeline, name))
+    ]:
+        raise CheckpointError(f"{folder} has a model divided otherwise ({'; '.join(differing)}); start with the same division")
+    if ours.tables is not None and theirs.workers != ours.workers:
+        raise CheckpointError(
+            f"{folder} has tables divided among {theirs.workers} workers, not {ours.workers}; use workers={theirs.workers}"
+        )
+    if step is None:
+        raise CheckpointError(f"{folder} has no complete checkpoint; choose another --resume_from")
+    if name := checkpoints.unlike(step, state_lib.kept(trainer.abstract, trainer.setup.source.lasts)):
+        differing = workdir_lib.differing(theirs, ours) or f"its state has no such {name}"
+        raise CheckpointError(
+            f"{folder} is a run of something else ({differing}); choose another --resume_from, or set the same here"
+        )
+    has_weights = theirs.mixer is not None and registry.part("mixer", theirs.mixer.name).traits.get("weights", False)
+    return Origin(folder, checkpoints, step, theirs.workers, has_weights)
+
+
+def advice(folder: pathlib.Path, trainer: Trainer) -> str:
+    """How a run of `trainer` could start from the newest checkpoint in a folder, after other advice; empty: it could not."""
+    more = ""
+    if jax.process_count() == 1:  # To find it out takes all processes, and only the first one asks.
+        try:
+            with checkpoint.Checkpoints(folder, read_only=True) as checkpoints:
+                done = find(folder, checkpoints, trainer).step
+        except CheckpointError:
+            return ""
+        more = f" and more than {done} steps" if done >= trainer.spec.steps else ""
+    return f", and --resume_from={folder}{more} to start from its parameters"
