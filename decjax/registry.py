@@ -361,7 +361,7 @@ def checked(what: str, value: Any, option: Option) -> Any:
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if option.choices and value not in option.choices:
-        raise ValueError(f"{what} {shown(value)} is unknown; use one of {', '.join(option.choices)}")
+        raise ValueError(f"{what}={shown(value)} is unknown; use one of {', '.join(option.choices)}")
     if kind is str and not isinstance(value, bool | int | float | list | dict):
         return value  # A word, or a part that is built already.
     if not isinstance(value, str) and isinstance(value, kind) and isinstance(value, bool) == (kind is bool):

@@ -407,10 +407,10 @@ def test_quasi_global_momentum_may_exchange_while_the_gradient_is_taken():
             "decentralized",
             "ring",
             dict(mixer="delayed(draw=sometimes)"),
-            "draw 'sometimes' is unknown; use one of constant, uniform, geo",
+            "draw='sometimes' is unknown; use one of constant, uniform, geo",
         ),
         ("mc_dsgt", "sun", dict(mixer="accelerated"), "accelerated gossip needs a static symmetric graph, .* 'sun' varies"),
-        ("qg_dsgdm", "ring", dict(order="sync"), "order 'sync' is unknown; use one of awc, atc"),
+        ("qg_dsgdm", "ring", dict(order="sync"), "order.'sync' is unknown; use one of awc, atc"),
     ],
 )
 def test_what_does_not_fit_is_refused(name, graph, options, complaint):

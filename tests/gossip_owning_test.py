@@ -53,7 +53,7 @@ def test_row_stochastic_graphs_are_refused_by_push_sum():
 
 def test_push_sum_damps_its_own_weights():
     mixer = gossip.push_sum(topology_lib.make("directed_ring", N), codec=four_bits())
-    with pytest.raises(ValueError, match="use its own gamma"):
+    with pytest.raises(ValueError, match="with its own gamma"):
         gossip.damp(mixer, 0.5)
     with pytest.raises(ValueError, match="use mixer 'exact' or 'beer'"):
         optim.track(optax.sgd(LR), mixer)
