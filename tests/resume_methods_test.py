@@ -2,7 +2,6 @@
 
 import functools
 import json
-import shutil
 
 import jax
 import numpy as np
@@ -10,7 +9,7 @@ import pytest
 
 from configs import digits, quadratics
 from tests.runs import run_of
-from tests.tiny_runs import assert_equal_states
+from tests.tiny_runs import assert_equal_states, forget_after
 
 STEPS, SAVED, WORKERS = 9, 4, 8
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -87,12 +86,7 @@ def whole(tmp_path_factory):
 
 @pytest.mark.parametrize("argument", [*VECTORS, *MATRICES])
 def test_a_run_continues_bit_for_bit(argument, whole, tmp_path):
-    whole, part = whole(argument), tmp_path / "part"
-    shutil.copytree(whole, part)
-    (part / "summary.json").unlink()
-    for step in (part / "checkpoints").iterdir():
-        if step.name.isdigit() and int(step.name) > SAVED:
-            shutil.rmtree(step)
+    whole, part = whole(argument), forget_after(whole(argument), SAVED, tmp_path / "part")
     run = run_of(configured(argument), part)
     assert run.start == SAVED and run.train().step == STEPS
     assert_equal_states(whole, part, STEPS)

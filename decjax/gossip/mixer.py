@@ -94,8 +94,7 @@ def every(mixer: Mixer, period: int) -> Mixer:
         raise ValueError(f"mixing every={period} steps with a mixer that decides itself how much it sends; use every=1")
     if "atc" not in mixer.orders:  # Its messages are due in the step after.
         raise ValueError(
-            f"mixing every={period} steps with mixer 'overlap_push_sum', whose messages arrive in the next step; use every=1, or mixer "
-            "'push_sum'"
+            f"mixing every={period} steps with {mixer.called}, whose messages arrive in the next step; use every=1, or mixer 'push_sum'"
         )
 
     def exchange(params, state, phase):

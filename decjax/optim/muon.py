@@ -13,7 +13,6 @@ import optax.contrib
 from decjax import registry
 from decjax.reduce import matrices
 
-PRECONDITIONINGS = ("frobenius", "spectral", "aol", "schatten")
 POLYNOMIALS = ("standard", "dion")  # Newton-Schulz coefficients that optax knows by name.
 MAX_ITERATIONS = 2**8  # All are unrolled.
 
@@ -34,7 +33,7 @@ def muon(learning_rate: optax.ScalarOrSchedule, *, rest: str = matrices.REST, **
         **options: those of `optax.contrib.muon`, which is used for all of it: {options}.
 
     Raises:
-        ValueError: for polynomials or a preconditioning that optax has not.
+        ValueError: for polynomials that optax has not, or numbers out of range.
 
     References: Liu et al. 2025, arXiv 2502.16982; Thérien et al. 2025, arXiv 2505.23725 (MuLoCo).
     """
@@ -45,19 +44,12 @@ def muon(learning_rate: optax.ScalarOrSchedule, *, rest: str = matrices.REST, **
     return optax.contrib.muon(learning_rate, **chosen)
 
 
-def _check(
-    ns_coeffs: Any = POLYNOMIALS[0], ns_steps: Any = 1, beta: Any = 0.0, preconditioning: str = PRECONDITIONINGS[0], **others: Any
-) -> None:
+def _check(ns_coeffs: Any = POLYNOMIALS[0], ns_steps: Any = 1, beta: Any = 0.0, **others: Any) -> None:
     """Raises a ValueError for what optax would take, or refuse in the first step, or without the option's name."""
     if not _are_polynomials(ns_coeffs):
         raise ValueError(
             f"optimizer 'muon' option ns_coeffs={registry.shown(ns_coeffs)} must be three numbers, several times three, or one of "
             f"{', '.join(POLYNOMIALS)}"
-        )
-    if preconditioning not in PRECONDITIONINGS:
-        raise ValueError(
-            f"optimizer 'muon' option preconditioning={registry.shown(preconditioning)} is unknown; use one of "
-            f"{', '.join(PRECONDITIONINGS)}"
         )
     if isinstance(ns_steps, int) and not 1 <= ns_steps <= MAX_ITERATIONS:
         raise ValueError(f"optimizer 'muon' option ns_steps={ns_steps} must be at least 1 and at most {MAX_ITERATIONS}")

@@ -54,7 +54,7 @@ def slowmo_gossip(
         )
     if mixer.usage:
         raise ValueError(
-            "method 'slowmo_gossip' needs a mixer whose messages are known beforehand; use mixer 'exact' instead of 'consensus_control'"
+            f"method 'slowmo_gossip' needs a mixer whose messages are known beforehand; use mixer 'exact' instead of {mixer.called}"
         )
     if reducer.usage:
         raise ValueError(
