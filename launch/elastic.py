@@ -250,13 +250,13 @@ def _watch(slots: list[_Slot], coordinator: Coordinator, caught: list[signal.Sig
                 continue
             if slot.failures and slot.takes_part(coordinator.view):
                 slot.failures = 0
-            if slot.again_at is not None and caught:
+            if slot.again_at is not None and (caught or coordinator.is_over):
                 slot.finished = True
             elif slot.again_at is not None:
                 slot.restart_when_due()
             elif slot.code is not None:
                 coordinator.silent.discard(slot.index)
-                if (code := _ended(slot, slots, bool(caught))) is not None:
+                if (code := _ended(slot, bool(caught) or coordinator.is_over)) is not None:
                     processes.send([other.child for other in slots], signal.SIGTERM)
                     return code
             elif slot.index in coordinator.silent:
@@ -269,15 +269,15 @@ def _watch(slots: list[_Slot], coordinator: Coordinator, caught: list[signal.Sig
     return 0
 
 
-def _ended(slot: _Slot, slots: list[_Slot], stopping: bool) -> int | None:
+def _ended(slot: _Slot, stopping: bool) -> int | None:
     """Notes that a process has ended, and when it is started again; returns an exit code if the whole run ends with it."""
     code = slot.code
-    if code == 0 or stopping or any(other.finished for other in slots):
-        slot.finished = True
-        return None
     if code in (command.USER_ERROR, command.DIVERGED):
         print(*slot.child.last_lines(), sep="\n", file=sys.stderr, flush=True)
         return code
+    if code == 0 or stopping:
+        slot.finished = True
+        return None
     assert code is not None
     print(f"process {slot.index} {processes.how_it_ended(code)}; another takes its place", file=sys.stderr, flush=True)
     if code == 1:

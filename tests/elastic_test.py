@@ -100,6 +100,13 @@ def test_collectives_are_those_of_jax(band):
         assert all((own[name] == found[0][name]).all() for own in found)
 
 
+def wait_until(condition, timeout_s=60):
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
 def next_views(*memberships):
     return together([membership.next_view for membership in memberships])
 
@@ -151,6 +158,47 @@ def test_group_without_a_replica_begins_anew(band):
     anew = [band.join(slot, step=40) for slot in range(3)]
     assert not any(member.is_late for member in anew)
     assert next_views(*anew)[0][:2] == (1, 40)
+
+
+def test_a_view_that_ends_before_a_member_has_begun_it_is_never_begun(band, monkeypatch):
+    """Its messages would be waited for although nobody sends them any more."""
+    gone, one, two = (band.join(slot) for slot in range(3))
+    next_views(gone, one, two)
+    gone.close()
+    wait_until(lambda: band.coordinator.view.number == 2)
+    say, withheld = two._say, []
+    monkeypatch.setattr(two, "_say", lambda **what: withheld.append(what))
+    late = band.join(0)  # The members are asked to stop, and one has not answered yet.
+    wait_until(lambda: {"stopped": 0, "for": 3} in withheld)
+    time.sleep(0.2)  # The other has been asked at the same time.
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        waiting = pool.submit(one.next_view)
+        time.sleep(0.2)
+        assert not waiting.done()
+        say(**withheld.pop())
+        assert waiting.result(timeout=60).number == 3
+    assert next_views(late, two)[0].number == 3
+
+
+def test_a_run_is_over_when_its_writer_says_so(band):
+    writer, one, two = members = [band.join(slot) for slot in range(3)]
+    assert {view.writer for view in next_views(*members)} == {0}
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        waiting = [pool.submit(member.await_end) for member in (one, two)]
+        time.sleep(0.2)
+        assert not any(each.done() for each in waiting)
+        writer.close()  # It dies before all is written.
+        for each in waiting:
+            with pytest.raises(ViewChanged):
+                each.result(timeout=60)
+        assert {view.writer for view in next_views(one, two)} == {1}
+        waiting = pool.submit(two.await_end)
+        one.end()
+        waiting.result(timeout=60)
+    one.close()
+    with pytest.raises(Excluded):
+        band.join(0)
+    two.await_end()  # Whoever leaves afterwards changes nothing.
 
 
 def test_whoever_waits_for_one_that_is_gone_is_told(band):

@@ -12,6 +12,8 @@ import time
 import numpy as np
 import pytest
 
+from decjax.train.workdir import steps_saved
+
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 TIMEOUT_S = 300
 STEPS = 160  # Checkpoints at every tenth: it is still running when it is killed, however late that is.
@@ -97,7 +99,7 @@ def story(tmp_path_factory, environment):
     ends = []
 
     first = launch(*arguments, environment=environment)
-    wait_for(lambda: reached(workdir, 15), first)  # The checkpoint of step 10 is complete.
+    wait_for(lambda: steps_saved(workdir) and reached(workdir, 15), first)
     os.kill(trainers(workdir)[1], signal.SIGKILL)
     killed_at = time.monotonic()
     told = first.communicate(timeout=TIMEOUT_S)

@@ -5,11 +5,14 @@ or is silent for `heartbeat_s`, is out. A change of the membership takes two mes
 step; when the last one has answered, the next view begins at the largest of these.
 
     member        → {"secret", "slot", "life", "host", "port", "process"}, then {} as a heartbeat, {"ready": step or null},
-                    {"stopped": step or null, "for": view number}, {"unreachable": life}, {"finished": true}
-    coordinator   → {"views": how many there were}, then {"stop": view number}, {"view": View}
+                    {"stopped": step or null, "for": view number}, {"unreachable": life}, {"over": true}
+    coordinator   → {"views": how many there were}, then {"stop": view number}, {"view": View}, {"over": true}
 
 A step of null says that the member has no replica: it is new, or the member that was to give it one is gone. If no member has a
 replica left, all connections are closed: the processes end, and others begin anew from the last checkpoint.
+
+The run is over when the member that writes says so, having written all; the others wait for that, so that none is missed if the
+writer dies before. From then on nobody stops and nobody joins.
 """
 
 from collections.abc import Callable
@@ -59,7 +62,7 @@ class Coordinator:
         self._sessions: list[_Session] = []
         self.view = View(0, 0, ())
         self.silent: set[int] = set()  # slots of processes that were silent or unreachable, and may still run
-        self._finished: set[int] = set()  # slots whose process has said that it needs the others no longer
+        self.is_over = False
         self._asked: int | None = None  # the number of the view that members were asked to stop for
 
     def run(self, ended: Callable[[], bool]) -> None:
@@ -109,18 +112,20 @@ class Coordinator:
     def _hear(self, session: _Session, said: dict[str, Any]) -> None:
         session.heard = time.monotonic()
         if session.member is None:
-            if not hmac.compare_digest(str(said["secret"]), self._secret) or not 0 <= said["slot"] < self._slots:
+            known = hmac.compare_digest(str(said["secret"]), self._secret) and 0 <= said["slot"] < self._slots
+            if not known or self.is_over:
                 raise ValueError
             for other in [other for other in self._sessions if other.member and other.member.slot == said["slot"]]:
                 self._drop(other)  # Another process has taken its place.
             session.member = Member(*(said[name] for name in Member._fields))
-            self._finished.discard(session.member.slot)
             self._tell(session, views=self.view.number)
-        if "unreachable" in said and not self._finished:
+        if "unreachable" in said and not self.is_over:
             for other in [other for other in self._sessions if other.member and other.member.life == said["unreachable"]]:
                 self._exclude(other)
-        if "finished" in said:
-            self._finished.add(session.member.slot)
+        if "over" in said and not self.is_over:
+            self.is_over = True
+            for other in list(self._sessions):
+                self._tell(other, over=True)
         if "ready" in said:
             session.ready = True
             self._at(session, said["ready"])
@@ -148,7 +153,7 @@ class Coordinator:
 
     def _decide(self) -> None:
         """Asks members to stop where the membership has changed, and begins the next view when all have."""
-        if self._finished:  # The others end as well.
+        if self.is_over:
             return
         ready = [session for session in self._sessions if session.ready]
         members = tuple(sorted(session.member for session in ready if session.member))
@@ -169,7 +174,7 @@ class Coordinator:
         if self.view.number and all(session.fresh for session in ready):
             self._begin_anew()
             return
-        step = max(stopped)
+        step = max(self.view.step, *stopped)  # Whoever was furthest may be gone before the view began.
         fresh = tuple(session.member.slot for session in ready if session.member and session.fresh)
         block = self.view.block + (step - self.view.step) * len(self.view.members)
         slots = [member.slot for member in members]

@@ -38,6 +38,7 @@ class Membership:
         host = self._coordinator.getsockname()[0]
         self.transport = Transport(host, secret.encode().ljust(32, b"\0")[:32], self._accuse)
         self._next: View | None = None
+        self._is_stopped = self._is_over = False
         self.is_late = False  # whether the group took steps before this process came
         self._gone = False
         self._changed = threading.Condition()
@@ -58,12 +59,13 @@ class Membership:
     def next_view(self) -> View:
         """The next view, once all its members have stopped; `Excluded` if there will be none."""
         with self._changed:
-            self._changed.wait_for(lambda: self._next is not None or self._gone)
+            self._changed.wait_for(lambda: self._next is not None or self._gone or self._is_over)
             if self._next is None:
-                raise Excluded("the coordinator no longer answers, or another process has taken this one's place")
+                raise Excluded("the run is over, the coordinator no longer answers, or another process has taken this one's place")
             view, self._next = self._next, None
-        self.step = None if self.slot in view.fresh else view.step
-        self.transport.enter(view)
+            self._is_stopped = False
+            self.step = None if self.slot in view.fresh else view.step
+            self.transport.enter(view)
         return view
 
     @property
@@ -71,11 +73,21 @@ class Membership:
         """Whether the next view is being agreed on."""
         return self._next is not None or self._gone
 
-    def finish(self) -> None:
-        """Says that this process needs the others no longer, and leaves."""
+    def end(self) -> None:
+        """Says that the run is over: all is written, or nothing more can be."""
         with contextlib.suppress(OSError):
-            self._say(finished=True)
-        self.close()
+            self._say(over=True)
+
+    def await_end(self) -> None:
+        """Waits until another member says that the run is over.
+
+        Raises:
+            ViewChanged: if the view ends before; the next one has to take the run to its end.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_over or self._is_stopped or self._gone)
+            if not self._is_over:
+                raise ViewChanged("a member is gone before the run was over")
 
     def close(self) -> None:
         self.transport.close()
@@ -103,13 +115,17 @@ class Membership:
         with contextlib.suppress(OSError, ValueError), self._coordinator.makefile() as lines:
             for line in lines:
                 said = json.loads(line)
-                if "stop" in said:
-                    self.transport.interrupt()
-                    self._say(**{"stopped": self.step, "for": said["stop"]})
-                else:
-                    with self._changed:
+                with self._changed:
+                    if "stop" in said:
+                        self._next, self._is_stopped = None, True  # A view that has not begun yet is over, too.
+                        self.transport.interrupt()
+                    elif "over" in said:
+                        self._is_over = True
+                    else:
                         self._next = View.of(said["view"])
-                        self._changed.notify_all()
+                    self._changed.notify_all()
+                if "stop" in said:
+                    self._say(**{"stopped": self.step, "for": said["stop"]})
         self.transport.interrupt()
         with self._changed:
             self._gone = True

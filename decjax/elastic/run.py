@@ -15,6 +15,7 @@ import numpy as np
 from decjax.elastic.trainer import ElasticTrainer, Trainers
 from decjax.elastic.view import ViewChanged
 from decjax.elastic.workers import Group
+from decjax.errors import TrainingError
 from decjax.train import checkpoint, metrics
 from decjax.train import workdir as workdir_lib
 from decjax.train.run import Outcome, Run
@@ -104,9 +105,7 @@ class ElasticRun(Run):
         """Begins to write, as the first member of the view."""
         self._writing = True
         is_new = self.group.view.number == 1
-        self._held.enter_context(
-            workdir_lib.claim(self.workdir, self.spec.document) if is_new else workdir_lib.take_over(self.workdir)
-        )
+        self._held.enter_context((workdir_lib.claim if is_new else workdir_lib.take_over)(self.workdir, self.spec.document))
         self.__dict__.pop("checkpoints", None)
         if damaged := [step for step in workdir_lib.steps_saved(self.workdir) if is_new and step > self.done]:
             self.checkpoints.set_aside(damaged)
@@ -132,11 +131,23 @@ class ElasticRun(Run):
     def train(self, trackers: Sequence[Callable[[Run], metrics.Tracker]] = ()) -> Outcome:
         self._wanted = trackers
         try:
-            return super().train(trackers)
+            outcome = super().train(trackers)
+            if outcome.is_old:
+                self._leave()
+            return outcome
+        except TrainingError:  # It ends all processes.
+            self.group.membership.end()
+            raise
         finally:
-            self.group.membership.finish()
+            self.group.membership.close()
 
     def _advance(self, caught) -> bool:
+        stop = self._advanced(caught)
+        while stop and self.done < self.spec.steps and not self._leave():
+            stop = self._regroup(caught)
+        return stop
+
+    def _advanced(self, caught) -> bool:
         try:
             if self._is_new:  # The others settle the step at which the view begins, too.
                 self._is_new = False
@@ -144,6 +155,18 @@ class ElasticRun(Run):
             return super()._advance(caught)
         except ViewChanged:
             return self._regroup(caught)
+
+    def _leave(self) -> bool:
+        """Ends the run if this member writes, and waits for its end if not; returns whether it is over, or the view has changed."""
+        self.checkpoints.finish()
+        if self.first:
+            self.group.membership.end()
+            return True
+        try:
+            self.group.membership.await_end()
+        except ViewChanged:
+            return False
+        return True
 
     def _take(self, step, losses) -> float:
         compiling_s = super()._take(step, losses)
@@ -154,10 +177,11 @@ class ElasticRun(Run):
 
     def _finish(self) -> Outcome:
         while True:
-            try:
-                return super()._finish()
-            except ViewChanged:
-                self._enter()
+            with contextlib.suppress(ViewChanged):
+                outcome = super()._finish()
+                if self._leave():
+                    return outcome
+            self._enter()
 
     def _save(self, done: int) -> None:
         rows, view = self.workers.fetch(self.state), self.group.view

@@ -48,11 +48,10 @@ def claim(workdir: pathlib.Path, config: dict, advise: Callable[[pathlib.Path], 
         return held.pop_all()
 
 
-def take_over(workdir: pathlib.Path) -> contextlib.ExitStack:
-    """Locks the directory of a run whose writer has died; what is there belongs to this run. `claim` says what is returned."""
+def take_over(workdir: pathlib.Path, config: dict) -> contextlib.ExitStack:
+    """Locks the directory of a run whose writer has died, perhaps before it claimed it. `claim` says what is returned and raised."""
     with contextlib.ExitStack() as held:
-        lock = held.enter_context((workdir / ".lock").open("w"))
-        fcntl.flock(lock, fcntl.LOCK_EX)  # The kernel gives it free when the writer is gone.
+        _take(workdir, json.loads(json.dumps(config)), held, waits=True)  # The kernel gives it free when the writer is gone.
         return held.pop_all()
 
 
@@ -86,15 +85,17 @@ def _check(workdir: pathlib.Path, config: dict, advise: Callable[[pathlib.Path],
         )
 
 
-def _take(workdir: pathlib.Path, config: dict, held: contextlib.ExitStack) -> None:
-    """Locks the directory, until `held` is closed, and makes it one of this config."""
+def _take(workdir: pathlib.Path, config: dict, held: contextlib.ExitStack, waits: bool = False) -> None:
+    """Locks the directory, until `held` is closed, and makes it one of this config; `waits` for whoever of the same run has it."""
+    path, text = workdir / "config.json", json.dumps(config, indent=2) + "\n"
     try:
         workdir.mkdir(parents=True, exist_ok=True)
         lock = held.enter_context((workdir / ".lock").open("w"))
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if not steps_saved(workdir):
+        fcntl.flock(lock, fcntl.LOCK_EX if waits else fcntl.LOCK_EX | fcntl.LOCK_NB)
+        is_claimed = waits and path.exists() and path.read_text() == text
+        if not steps_saved(workdir) and not is_claimed:
             (workdir / "metrics.jsonl").unlink(missing_ok=True)  # First: `_lost` judges them by the config that is there.
-        metrics.write_whole(workdir / "config.json", json.dumps(config, indent=2) + "\n")
+        metrics.write_whole(path, text)
     except BlockingIOError as error:
         raise CheckpointError(
             f"workdir {str(workdir)!r} is in use by a run that is still going; wait for it, or choose another --workdir"
