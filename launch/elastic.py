@@ -242,6 +242,7 @@ def _watch(slots: list[_Slot], coordinator: Coordinator, caught: list[signal.Sig
         look()
         if caught and not told:
             told = True
+            coordinator.least = 1  # Nobody is started any more whom the others could wait for.
             processes.send([slot.child for slot in slots], signal.SIGTERM)
         if len(caught) > 1:
             processes.send([slot.child for slot in slots], signal.SIGKILL)
@@ -263,10 +264,11 @@ def _watch(slots: list[_Slot], coordinator: Coordinator, caught: list[signal.Sig
                 coordinator.silent.discard(slot.index)
                 slot.child.process.kill()  # Whatever it still does, its place will be taken.
         time.sleep(processes.POLL_S)
-    if caught:
-        print(f"interrupted by {caught[0].name}{again}", file=sys.stderr, flush=True)
-        return 128 + caught[0]
-    return 0
+    stopped = 128 + caught[0] if caught else max(slot.code or 0 for slot in slots)
+    if stopped > 128:  # Without a signal of our own, one of them got it, and all have stopped.
+        print(f"interrupted by {signal.Signals(stopped - 128).name}{again}", file=sys.stderr, flush=True)
+        return stopped
+    return 0 if any(slot.code == 0 for slot in slots) else 1
 
 
 def _ended(slot: _Slot, stopping: bool) -> int | None:

@@ -10,6 +10,7 @@ import time
 import numpy as np
 import pytest
 
+from decjax.train.workdir import steps_saved
 from tests.cluster_test import why_not
 from tests.local_test import ROOT, TIMEOUT_S, command_lines, trainers, wait_for
 
@@ -156,6 +157,29 @@ def test_views_may_begin_at_a_step_that_is_saved_already(tmp_path):
         os.kill(process_of[slot], signal.SIGKILL)
     wait_for(lambda: errors_of(workdir).read_text().rstrip().endswith("going on with 4 workers: 0, 1, 2, 3"), run)
     assert "cannot be written" not in ended(workdir, run)
+
+
+@pytest.mark.parametrize("after_s", [0.0, 0.3])
+def test_nothing_is_missing_if_the_writer_dies_at_the_end(tmp_path, after_s):
+    workdir, steps = tmp_path / "run", 400
+    run = launch(workdir, steps=steps)
+    wait_for(lambda: last(workdir, SLOTS) > 100, run)
+    process_of = trainers(workdir)
+    wait_for(lambda: last(workdir) == steps, run)
+    time.sleep(after_s)
+    os.kill(process_of[0], signal.SIGKILL)
+    assert run.wait(TIMEOUT_S) == 0, errors_of(workdir).read_text()
+    assert json.loads((workdir / "summary.json").read_text())["steps"] == steps
+    assert steps_saved(workdir)[-1] == steps
+
+
+def test_a_signal_to_one_process_stops_the_run(tmp_path):
+    workdir = tmp_path / "run"
+    run = launch(workdir)
+    wait_for(lambda: last(workdir, SLOTS) > 100, run)
+    os.kill(trainers(workdir)[2], signal.SIGTERM)
+    assert run.wait(TIMEOUT_S) == 128 + signal.SIGTERM
+    assert "interrupted by SIGTERM" in errors_of(workdir).read_text() and steps_saved(workdir)[-1] == last(workdir)
 
 
 def test_mistakes_are_told_in_one_line(tmp_path):

@@ -11,8 +11,8 @@ step; when the last one has answered, the next view begins at the largest of the
 A step of null says that the member has no replica: it is new, or the member that was to give it one is gone. If no member has a
 replica left, all connections are closed: the processes end, and others begin anew from the last checkpoint.
 
-The run is over when the member that writes says so, having written all; the others wait for that, so that none is missed if the
-writer dies before. From then on nobody stops and nobody joins.
+The run is over when the member that writes says so, having written all; the others wait for that, so that they can go on if it dies
+first. A member whose error ends the run says so, too. From then on nobody stops and nobody joins.
 """
 
 from collections.abc import Callable
@@ -54,7 +54,7 @@ class Coordinator:
     def __init__(
         self, host: str, slots: int, least: int, heartbeat_s: float, secret: str, note: Callable[[View], None] = lambda view: None
     ):
-        self._slots, self._least, self._heartbeat_s, self._secret, self._note = slots, least, heartbeat_s, secret, note
+        self._slots, self.least, self._heartbeat_s, self._secret, self._note = slots, least, heartbeat_s, secret, note
         self._listener = socket.create_server((host, 0))
         self.address: tuple[str, int] = self._listener.getsockname()[:2]
         self._selector = selectors.DefaultSelector()
@@ -124,7 +124,7 @@ class Coordinator:
                 self._exclude(other)
         if "over" in said and not self.is_over:
             self.is_over = True
-            for other in list(self._sessions):
+            for other in [other for other in self._sessions if other.member]:
                 self._tell(other, over=True)
         if "ready" in said:
             session.ready = True
@@ -159,7 +159,7 @@ class Coordinator:
         members = tuple(sorted(session.member for session in ready if session.member))
         if members == self.view.members and self._asked is None:
             return
-        enough = len(members) >= (self._slots if self.view.number == 0 else self._least)
+        enough = len(members) >= (self._slots if self.view.number == 0 else self.least)
         gone = any(member not in members for member in self.view.members)
         if self._asked is None and (enough or gone):
             self._asked = self.view.number + 1

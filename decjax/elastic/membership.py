@@ -14,9 +14,9 @@ BEATS = 5  # heartbeats in `heartbeat_s`
 
 
 class Excluded(ConnectionError):
-    """The coordinator is gone, or has given this process's place to another."""
+    """The run is over, the coordinator is gone, or has given this process's place to another."""
 
-    exit_code = 3  # of a process that lost contact; another takes its place
+    exit_code = 3  # of a process that lost contact; another takes its place unless the run is over
 
 
 class Membership:
@@ -44,7 +44,8 @@ class Membership:
         self._changed = threading.Condition()
         self._sending = threading.Lock()
         self._say(secret=secret, **Member(slot, uuid.uuid4().hex, host, self.transport.address[1], os.getpid())._asdict())
-        answer = self._coordinator.makefile().readline()
+        self._lines = self._coordinator.makefile()  # The next line may come with the first.
+        answer = self._lines.readline()
         if not answer:
             raise Excluded("the coordinator has refused this process")
         self.is_late = json.loads(answer)["views"] > 0
@@ -60,18 +61,13 @@ class Membership:
         """The next view, once all its members have stopped; `Excluded` if there will be none."""
         with self._changed:
             self._changed.wait_for(lambda: self._next is not None or self._gone or self._is_over)
-            if self._next is None:
+            if self._next is None or self._gone or self._is_over:
                 raise Excluded("the run is over, the coordinator no longer answers, or another process has taken this one's place")
             view, self._next = self._next, None
             self._is_stopped = False
             self.step = None if self.slot in view.fresh else view.step
             self.transport.enter(view)
         return view
-
-    @property
-    def is_changing(self) -> bool:
-        """Whether the next view is being agreed on."""
-        return self._next is not None or self._gone
 
     def end(self) -> None:
         """Says that the run is over: all is written, or nothing more can be."""
@@ -112,23 +108,24 @@ class Membership:
                 self._say()
 
     def _listen(self) -> None:
-        with contextlib.suppress(OSError, ValueError), self._coordinator.makefile() as lines:
-            for line in lines:
+        with contextlib.suppress(OSError, ValueError), self._lines:
+            for line in self._lines:
                 said = json.loads(line)
                 with self._changed:
                     if "stop" in said:
-                        self._next, self._is_stopped = None, True  # A view that has not begun yet is over, too.
+                        self._next, self._is_stopped = None, True  # A view that has not begun yet never will.
                         self.transport.interrupt()
                     elif "over" in said:
                         self._is_over = True
+                        self.transport.interrupt()  # Whoever said it sends nothing any more.
                     else:
                         self._next = View.of(said["view"])
                     self._changed.notify_all()
                 if "stop" in said:
                     self._say(**{"stopped": self.step, "for": said["stop"]})
-        self.transport.interrupt()
         with self._changed:
             self._gone = True
+            self.transport.interrupt()
             self._changed.notify_all()
 
 

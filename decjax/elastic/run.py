@@ -132,8 +132,8 @@ class ElasticRun(Run):
         self._wanted = trackers
         try:
             outcome = super().train(trackers)
-            if outcome.is_old:
-                self._leave()
+            if outcome.is_old and not self._leave():
+                self.group.membership.end()  # Nothing is left to write.
             return outcome
         except TrainingError:  # It ends all processes.
             self.group.membership.end()
@@ -143,7 +143,10 @@ class ElasticRun(Run):
 
     def _advance(self, caught) -> bool:
         stop = self._advanced(caught)
-        while stop and self.done < self.spec.steps and not self._leave():
+        while stop and self.done < self.spec.steps:
+            self.checkpoints.finish()
+            if self._leave():
+                break
             stop = self._regroup(caught)
         return stop
 
@@ -157,8 +160,7 @@ class ElasticRun(Run):
             return self._regroup(caught)
 
     def _leave(self) -> bool:
-        """Ends the run if this member writes, and waits for its end if not; returns whether it is over, or the view has changed."""
-        self.checkpoints.finish()
+        """Ends the run if this member writes, and waits for its end if not; false: the view has changed before."""
         if self.first:
             self.group.membership.end()
             return True
@@ -176,12 +178,17 @@ class ElasticRun(Run):
         return compiling_s
 
     def _finish(self) -> Outcome:
+        came, self._is_new = self._is_new, False
         while True:
             with contextlib.suppress(ViewChanged):
+                if came:  # The last writer may have died before the checkpoint was whole.
+                    self._logged = time.monotonic(), self.done
+                    self._settle(self.done, [])
                 outcome = super()._finish()
                 if self._leave():
                     return outcome
             self._enter()
+            came = True
 
     def _save(self, done: int) -> None:
         rows, view = self.workers.fetch(self.state), self.group.view
@@ -218,6 +225,8 @@ class ElasticRun(Run):
         return bool(self.workers.fetch(np.array([bool(caught)])).any())
 
     def _summary(self) -> dict | None:
+        if self._is_new:  # The others compute it once more.
+            return None
         with contextlib.suppress(OSError, ValueError):
             return json.loads((self.workdir / "summary.json").read_text())
         return None

@@ -49,7 +49,14 @@ def claim(workdir: pathlib.Path, config: dict, advise: Callable[[pathlib.Path], 
 
 
 def take_over(workdir: pathlib.Path, config: dict) -> contextlib.ExitStack:
-    """Locks the directory of a run whose writer has died, perhaps before it claimed it. `claim` says what is returned and raised."""
+    """Locks the directory of a run whose writer has died, perhaps before it had claimed the directory.
+
+    Returns:
+        As `claim`.
+
+    Raises:
+        CheckpointError: if the directory cannot be written.
+    """
     with contextlib.ExitStack() as held:
         _take(workdir, json.loads(json.dumps(config)), held, waits=True)  # The kernel gives it free when the writer is gone.
         return held.pop_all()
@@ -92,7 +99,7 @@ def _take(workdir: pathlib.Path, config: dict, held: contextlib.ExitStack, waits
         workdir.mkdir(parents=True, exist_ok=True)
         lock = held.enter_context((workdir / ".lock").open("w"))
         fcntl.flock(lock, fcntl.LOCK_EX if waits else fcntl.LOCK_EX | fcntl.LOCK_NB)
-        is_claimed = waits and path.exists() and path.read_text() == text
+        is_claimed = waits and path.exists() and path.read_text() == text  # Then the metrics are this run's.
         if not steps_saved(workdir) and not is_claimed:
             (workdir / "metrics.jsonl").unlink(missing_ok=True)  # First: `_lost` judges them by the config that is there.
         metrics.write_whole(path, text)
