@@ -49,7 +49,7 @@ ROWS = {
     **{f"MuLoCo, H = {H}": Row(f"method=diloco,every={H},optimizer=muon", "MuLoCo", rates=MUON) for H in (4, 16, 64)},
     **{f"gossip DiLoCo, H = {H}": Row(f"method=gossip_diloco,every={H},{ONE_PEER}", "gossip DiLoCo") for H in (4, 16, 64)},
     "MuLoCo, 4 bits, H = 16": Row(f"method=diloco,every=16,{INT4},optimizer=muon", "MuLoCo, 4 bits", rates=MUON),
-    **{f"Streaming DiLoCo, 4 bits, H = {H}": Row(f"method=streaming_diloco,every={H}", "Streaming DiLoCo") for H in (16, 64)},
+    "Streaming DiLoCo, 4 bits, H = 16": Row("method=streaming_diloco,every=16", "Streaming DiLoCo, 4 bits"),
     "SlowMo, H = 16": Row("method=slowmo,every=16", "SlowMo"),
     "NoLoCo, H = 16": Row("method=noloco,every=16", "NoLoCo"),
     "gossip DiLoCo, CHOCO 4 bits, H = 16": Row(
@@ -170,7 +170,12 @@ def draw(path: str, found: Mapping[str, Result]) -> None:
             style = dict(color=script.COLORS[number % len(script.COLORS)], marker="os^D"[number // len(script.COLORS) % 4])
             line = "" if family == EVERY else "-"
             axis.errorbar([sent for sent, _ in rows], [s.mean for _, s in rows], errors, linestyle=line, label=family, **style)
+        for name, result in found.items():
+            if not ROWS[name].outer and result.spread:
+                at = result.sent, result.spread.mean
+                axis.annotate(name, at, (7, -3), textcoords="offset points", fontsize=7, color="0.3")
         axis.set(xscale="log", xlabel="bytes that a worker sends, mean of a step", ylabel="nats/byte")
+        axis.set_xlim(right=8 * max(result.sent for result in found.values()))  # room for names
         axis.legend(frameon=False, fontsize=8)
         script.dress(figure, f"Loss against bytes after {STEPS} steps, {WORKERS} workers, rates tuned for each")
 
