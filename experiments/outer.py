@@ -2,9 +2,9 @@
 
     python -m experiments.outer --out=runs/outer
 
-One model, configs/lm.py with 8 workers, and equal steps. Every row has the learning rate, and then the outer momentum and the outer
-learning rate, that were best in shorter runs with a seed of their own; rates whose best is at the edge are extended. Then its seeds. Loss
-is that of the averaged model on validation text, bytes are a worker's mean over all steps. A book keeps what was trained.
+One model, configs/lm.py with 8 workers, and equal steps. Every row has the learning rate, then the outer momentum, then the outer rate
+that were best in shorter runs with a seed of their own; a grid whose best is at the edge is extended. Loss is that of the averaged model
+on validation text, bytes are a worker's mean over all steps. A book keeps what was trained.
 """
 
 from collections.abc import Mapping
@@ -136,12 +136,12 @@ def tabulate(found: Mapping[str, Result]) -> Any:
     table = script.table("", "kB a step", "times fewer", "nats/byte, mean ± 2σ", "to all-reduce", "rate", "outer rate, μ", "tried")
     for name, result in found.items():
         lost, (fewer, more) = result.losses.count(None), compared(found, name)
-        said = [result.spread.text(4)] if result.spread else []
+        diverged = f", {lost} of {len(result.losses)} diverged" if lost else ""
         table.add_row(
             name,
             f"{result.sent / 1e3:.2f}",
             f"{fewer:.1f}",
-            ", ".join(said + ([f"{lost} of {len(result.losses)} diverged"] if lost else [])),
+            (result.spread.text(4) if result.spread else "–") + diverged,
             f"{more:+.1f} %",
             f"{result.rate:.3g}",
             ", ".join(f"{value:.3g}" for value in result.outer or ()),
@@ -154,28 +154,24 @@ def checks(found: Mapping[str, Result]) -> list[Check]:
     """Whether some method keeps all-reduce's loss at a hundredth of its bytes; the best one that sends so little."""
     of = {name: compared(found, name) for name in found if name != ALL_REDUCE}
     seldom = {name: more for name, (fewer, more) in of.items() if fewer >= FEWER}
-    if not seldom:
-        return []
-    best = min(seldom, key=lambda name: seldom[name])
-    return [Check(f"% of loss: {best}", f"{of[best][0]:.0f} × fewer bytes", seldom[best], MORE, True)]
+    best = sorted(seldom, key=lambda name: seldom[name])[:1]
+    return [Check(f"% of loss: {name}", f"{of[name][0]:.0f} × fewer bytes", seldom[name], MORE, True) for name in best]
 
 
 def draw(path: str, found: Mapping[str, Result]) -> None:
     """Loss against bytes, a line for each family; bars are 2σ of the mean."""
     with script.panels(path, 1, (7.0, 4.5)) as (figure, (axis,)):
-        families = dict.fromkeys(ROWS[name].family for name in found)
-        for number, family in enumerate(families):
+        for number, family in enumerate(dict.fromkeys(ROWS[name].family for name in found)):
             rows = sorted((r.sent, r.spread) for name, r in found.items() if ROWS[name].family == family and r.spread)
             errors = [0.0 if math.isnan(spread.error) else spread.error for _, spread in rows]
-            style = dict(color=script.COLORS[number % len(script.COLORS)], marker="os^D"[number // len(script.COLORS) % 4])
-            line = "" if family == EVERY else "-"
-            axis.errorbar([sent for sent, _ in rows], [s.mean for _, s in rows], errors, linestyle=line, label=family, **style)
-        for name, result in found.items():
-            if not ROWS[name].outer and result.spread:
-                at = result.sent, result.spread.mean
-                axis.annotate(name, at, (7, -3), textcoords="offset points", fontsize=7, color="0.3")
+            again, color = divmod(number, len(script.COLORS))
+            style = dict(color=script.COLORS[color], marker="os^D"[again % 4], linestyle="" if family == EVERY else "-")
+            axis.errorbar([sent for sent, _ in rows], [s.mean for _, s in rows], errors, label=family, **style)
+        drawn = {name: (result.sent, result.spread.mean) for name, result in found.items() if result.spread}
+        for name in [name for name in drawn if not ROWS[name].outer]:
+            axis.annotate(name, drawn[name], (7, -3), textcoords="offset points", fontsize=7, color="0.3")
         axis.set(xscale="log", xlabel="bytes that a worker sends, mean of a step", ylabel="nats/byte")
-        axis.set_xlim(right=8 * max(result.sent for result in found.values()))  # room for names
+        axis.set_xlim(right=8 * max((sent for sent, _ in drawn.values()), default=1.0))  # room for names
         axis.legend(frameon=False, fontsize=8)
         script.dress(figure, f"Loss against bytes after {STEPS} steps, {WORKERS} workers, rates tuned for each")
 
