@@ -52,9 +52,7 @@ ROWS = {
     "Streaming DiLoCo, 4 bits, H = 16": Row("method=streaming_diloco,every=16", "Streaming DiLoCo, 4 bits"),
     "SlowMo, H = 16": Row("method=slowmo,every=16", "SlowMo"),
     "NoLoCo, H = 16": Row("method=noloco,every=16", "NoLoCo"),
-    "gossip DiLoCo, CHOCO 4 bits, H = 16": Row(
-        f"method=gossip_diloco,every=16,mixer=choco,codec=int4,{ONE_PEER}", "gossip, 4 bits"
-    ),
+    "gossip DiLoCo, 4 bits, H = 16": Row(f"method=gossip_diloco,every=16,mixer=choco,codec=int4,{ONE_PEER}", "gossip, 4 bits"),
     "all-reduce, Muon": Row("method=allreduce,optimizer=muon", EVERY, MUON),
     "Dion, rank 4": Row("method=allreduce,reducer=dion,rank=4", EVERY, MUON),
     "0/1 Adam": Row("method=zero_one_adam", EVERY),
