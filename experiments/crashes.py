@@ -50,7 +50,7 @@ ROWS = (
     Row("all-reduce, one step stale", "method=allreduce,stale"),
     Row("PowerSGD", "method=allreduce,reducer=powersgd", *DIGITS),
     Row("top-k with error feedback", "method=allreduce,reducer=codec(codec=topk)"),
-    Row("GraVAC", "method=allreduce,reducer=gravac"),
+    Row("GraVAC", "method=allreduce,reducer=gravac", *DIGITS),
     Row("DiLoCo", "method=diloco"),
     Row("SparseLoCo", "method=sparseloco"),
     Row("1-bit Adam", "method=onebit_adam"),
