@@ -10,6 +10,7 @@ equal, and all rows of metrics.jsonl without their times. Methods that are finis
 """
 
 import json
+import math
 import pathlib
 import random
 import shutil
@@ -158,10 +159,10 @@ def tabulate(found: dict[str, Killed]) -> Any:
 
 def main() -> int:
     out, rows = command.folder("out", FLAGS.out), script.choose(ROWS, FLAGS.row)
-    found = {}
+    found: dict[str, Killed] = {}
     for place, row in enumerate(rows):
-        kills = FLAGS.kills // len(rows) + (place < FLAGS.kills % len(rows))
-        found[row.name] = compare(row, out, kills, FLAGS.seed)
+        left = FLAGS.kills - sum(result.kills for result in found.values())  # A run may end before it was killed often enough.
+        found[row.name] = compare(row, out, math.ceil(left / (len(rows) - place)), FLAGS.seed)
         script.show(f"{row.name}: {found[row.name]}")
     table = tabulate(found)
     script.show(table)
