@@ -179,10 +179,15 @@ def leaving_at_once(errors: tuple[type[Exception], ...], again: str) -> Iterator
 
 def _leave(error: BaseException, errors: tuple[type[Exception], ...], again: str) -> NoReturn:
     message, code = "".join(traceback.format_exception(error)), 1
-    if isinstance(error, (command.UserError, *errors)):
-        message, code = f"error: {' '.join(str(error).split())}", command.code_of(error)
-    elif isinstance(error, jax.errors.JaxRuntimeError):
+    if _is_lost_contact(error):
         lost = f"error: process {jax.process_index()} lost contact with another, whose own output says why"
         message, code = f"{lost} ({str(error).splitlines()[0][:160]}); {again}", LOST_CONTACT
+    elif isinstance(error, (command.UserError, *errors)):
+        message, code = f"error: {' '.join(str(error).split())}", command.code_of(error)
     print(message, file=sys.stderr, flush=True)
     os._exit(code)
+
+
+def _is_lost_contact(error: BaseException) -> bool:
+    """Whether JAX reports that another process does not answer; what Gloo fails of is a ValueError if it fails while it is called."""
+    return isinstance(error, jax.errors.JaxRuntimeError) or (isinstance(error, ValueError) and "Gloo" in str(error))

@@ -227,7 +227,8 @@ class Ended(NamedTuple):
     """Which processes of a group did not end well, by index.
 
     Attributes:
-        failed: those that ended otherwise than with exit code 0 before we ended any; the first one first.
+        failed: those that ended otherwise than with exit code 0 before we ended any, the first one first; and those that somebody
+            else killed.
         silent: those that neither ended nor noticed when the others had lost contact: they are frozen, or hang.
     """
 
@@ -240,23 +241,35 @@ def wait(children: list[Child], caught: list[signal.Signals], look: Callable[[],
     `caught` meanwhile the first is forwarded, and a second one ends all processes at once."""
     failed: list[int] = []
     silent: list[int] = []
-    forwarded, deadline = False, math.inf
-    while running := [index for index, child in enumerate(children) if child.process.poll() is None]:
+    forwarded, killed, deadline = False, False, math.inf
+    while True:
+        codes = dict(enumerate(child.process.poll() for child in children))
+        running = [index for index, code in codes.items() if code is None]
         if caught and not forwarded:
             forwarded = True
             send(children, signal.SIGTERM)
-        if not failed and (failed := [index for index, child in enumerate(children) if child.process.poll()]):
+        if not failed and (failed := [index for index, code in codes.items() if code]):
             deadline = time.monotonic() + GRACE_S
             if not forwarded:  # A second SIGTERM would not be kinder.
                 send(children, signal.SIGTERM)
+        if (
+            not killed
+        ):  # Connections of a process that somebody kills are gone before it is: others may fail of it and be seen first.
+            failed += [index for index, code in codes.items() if index not in failed and _by_a_signal_of_others(code)]
+        if not running:
+            return Ended(failed, silent)
         late = time.monotonic() > deadline
-        if failed and not silent and all(children[index].process.returncode in LOST_CONTACT for index in failed):
+        if failed and not silent and all(codes[index] in LOST_CONTACT for index in failed):
             silent = [index for index in running if late or _is_stopped(children[index].process.pid)]
-        if len(caught) > 1 or late or (silent == running):
+        if killed := len(caught) > 1 or late or silent == running:
             send(children, signal.SIGKILL)
         look()
         time.sleep(POLL_S)
-    return Ended(failed or [index for index, child in enumerate(children) if child.process.returncode], silent)
+
+
+def _by_a_signal_of_others(code: int | None) -> bool:
+    """Whether a process was ended by a signal that is neither the one we send first nor how JAX ends it."""
+    return code is not None and code < 0 and code not in (-signal.SIGTERM, *LOST_CONTACT)
 
 
 def _is_stopped(process_id: int) -> bool:
@@ -264,6 +277,11 @@ def _is_stopped(process_id: int) -> bool:
     with contextlib.suppress(OSError):
         return pathlib.Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()[0] in ("T", "t")
     return False
+
+
+def _consequence(code: int) -> int:
+    """How likely this end of a process only follows from that of another, to compare those that failed at about the same time."""
+    return 2 if code in LOST_CONTACT else int(code > 0)
 
 
 def report(children: list[Child], ended: Ended, caught: list[signal.Signals], again: str) -> int:
@@ -276,8 +294,7 @@ def report(children: list[Child], ended: Ended, caught: list[signal.Signals], ag
         return 128 + caught[0]
     if sys.stdout.isatty():
         print(_SHOW_CURSOR, end="", flush=True)  # The live display of a process that was killed had hidden it.
-    # Of those that failed at about the same time, the one that did not merely lose contact with another.
-    index = min(ended.failed, key=lambda index: children[index].process.returncode in LOST_CONTACT)
+    index = min(ended.failed, key=lambda index: _consequence(children[index].process.returncode))
     code, said = children[index].process.returncode, children[index].last_lines()
     if code in (command.USER_ERROR, command.DIVERGED):  # It told its error in one line, and nothing but a correction continues it.
         print(*said, sep="\n", file=sys.stderr, flush=True)

@@ -6,8 +6,10 @@ import shutil
 import subprocess
 import sys
 
+import jax
 import pytest
 
+from launch import command, join
 from launch.processes import free_port
 from tests.commands import ROOT
 
@@ -38,12 +40,12 @@ MPI = {
     ids=["srun", "mpirun", "auto"],
 )
 def test_processes_join_by_what_the_cluster_tells_them(tmp_path, variables, flags):
-    command = [sys.executable, "-m", "launch.train", "--config=configs/quadratics.py:workers=2,simulate=false,smoke"]
-    command += [f"--workdir={tmp_path / 'run'}", *flags]
+    line = [sys.executable, "-m", "launch.train", "--config=configs/quadratics.py:workers=2,simulate=false,smoke"]
+    line += [f"--workdir={tmp_path / 'run'}", *flags]
     shared = os.environ | {"JAX_COORDINATOR_PORT": str(free_port()), "JAX_PLATFORMS": "cpu"}
     started = [
         subprocess.Popen(
-            command,
+            line,
             cwd=ROOT,
             env=shared | {name: value.format(index) for name, value in variables.items()},
             stdout=subprocess.PIPE,
@@ -71,3 +73,24 @@ def test_mpirun_needs_no_flags(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     assert "2 workers on 2 cpu devices" in done.stdout and done.stdout.count("averaged model after 20 steps") == 1
+
+
+@pytest.mark.parametrize(
+    "error, code, said",
+    [
+        (
+            ValueError("UNKNOWN: Gloo AllGather failed: Read error: Connection reset by peer"),
+            join.LOST_CONTACT,
+            "lost contact with another",
+        ),
+        (jax.errors.JaxRuntimeError("UNKNOWN: Gloo AllGather failed"), join.LOST_CONTACT, "lost contact with another"),
+        (ValueError("workers=0"), command.USER_ERROR, "error: workers=0\n"),
+        (KeyError("loss"), 1, "Traceback"),
+    ],
+)
+def test_a_process_leaves_at_once_and_says_why(monkeypatch, capsys, error, code, said):
+    monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(os, "_exit", sys.exit)  # The real one would end this process.
+    with pytest.raises(SystemExit) as left, join.leaving_at_once((ValueError,), "run the same command again"):
+        raise error
+    assert left.value.code == code and said in capsys.readouterr().err

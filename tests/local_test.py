@@ -213,6 +213,16 @@ def test_what_a_process_says_when_it_loses_contact_is_left_out():
     ]
 
 
+def test_a_process_that_was_killed_is_named_before_those_that_failed_because_of_it():
+    fails, dies = "time.sleep(1)\nsys.exit('Connection closed by peer')", "time.sleep({})\nos.kill(os.getpid(), signal.SIGKILL)"
+    stays = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+    for after_s in (1, 2):
+        assert ended(fails, stays + dies.format(after_s)) == (
+            1,
+            "error: process 1 was killed by SIGKILL, the other processes were ended\n",
+        )
+
+
 @pytest.mark.parametrize(
     "arguments, problem",
     [
