@@ -129,6 +129,10 @@ class ElasticWorkers(Workers):
         return jax.default_backend()
 
     @property
+    def needs_sender(self) -> bool:
+        return self.num_workers > 1  # Messages pass through this process, whatever its devices are.
+
+    @property
     def axis(self) -> Axis:
         return MEMBERS
 
