@@ -19,6 +19,7 @@ from decjax.elastic.membership import Excluded, Membership
 from decjax.elastic.programs import MEMBERS
 from decjax.elastic.view import Member, View, ViewChanged
 from decjax.elastic.workers import ElasticWorkers, Group
+from decjax.train import engine
 from decjax.train.trainer import Trainer
 
 SECRET, HEARTBEAT_S = "a" * 32, 20.0  # long enough for a machine that does other things
@@ -309,6 +310,14 @@ def test_members_take_the_steps_of_simulated_workers(shorthand, band):
     expected = simulated.workers.fetch(state.params), simulated.consensus_distance(state), simulated.average(state)[0]
     for own in found:
         jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), own, expected)
+
+
+def test_messages_travel_beside_the_gradient(band):
+    """Where the method lets them: with order "awc", not with "atc"."""
+    group, *_ = groups(band, range(3))
+    for order, expected in (("awc", "split"), ("atc", "fused")):
+        trainer = trainer_lib.Trainers(spec(f"topology=one_peer_exponential,order={order}", 3), group).of(3)
+        assert engine.choose("auto", trainer.method, trainer.workers) == expected
 
 
 def test_strangers_change_nothing(band):

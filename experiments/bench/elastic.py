@@ -76,6 +76,8 @@ def main() -> None:
         shown = (f"{ratio:.3f}" for ratio in (statistics.median(ratios), min(ratios), max(ratios)))
         table.add_row(method, script.ms(plain_s), script.ms(own_s), *shown)
     script.show(table)
+    if FLAGS.pages:
+        script.fill(pathlib.Path(FLAGS.pages), "elastic_price", table)
 
 
 if __name__ == "__main__":
@@ -85,4 +87,5 @@ if __name__ == "__main__":
     flags.DEFINE_integer("rounds", 3, "Runs of each method with and without.", lower_bound=1)
     flags.DEFINE_integer("steps", 30, "Of a run.", lower_bound=(LEFT_OUT + 1) * EVERY)
     flags.DEFINE_integer("batch_size", 2, "Sequences of a worker's step.", lower_bound=1)
+    flags.DEFINE_string("pages", None, script.PAGES)
     script.run(main, (*systems.ERRORS, trials.Broken))
