@@ -4,9 +4,10 @@
     python -m experiments.crashes --out=runs/crashes --kills=20 --row=choco
 
 Noisy quadratics, or digits where a method needs matrices, with 8 simulated workers and a checkpoint every twenty steps. Each method
-trains once undisturbed; then the same run is killed by SIGKILL at random moments after its first checkpoint, and the same command
-continues it, until it has been killed often enough and comes to its end. The checksums of all arrays of the last checkpoint must be
-equal, and all rows of metrics.jsonl without their times. Methods that are finished are not tried again.
+trains once undisturbed; then the same run is killed by SIGKILL at random moments after its first row of metrics, which may come
+before its first checkpoint, and the same command continues it, until it has been killed often enough and comes to its end. The
+checksums of all arrays of the last checkpoint must be equal, and all rows of metrics.jsonl without their times. Methods that are
+finished are not tried again.
 """
 
 import json

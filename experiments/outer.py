@@ -24,7 +24,7 @@ WORKERS, STEPS, TUNING_STEPS, TUNING_SEED, SEEDS = 8, 896, 256, 99, 3  # Steps a
 FEWER, MORE = 100, 2.0  # What is asked: so many times fewer bytes than all-reduce, at so many percent more loss.
 ADAMW, MUON = (6e-3, 1.2e-2, 2.4e-2), (1e-2, 2e-2, 4e-2)
 MOMENTA, SPREAD, MIDDLE = (0.0, 0.5, 0.9), (0.5, 1.0, 2.0), (0.5, 0.5)  # μ; outer rate ÷ (1 − μ); (rate, μ) at first
-ALL_REDUCE, EVERY = "all-reduce, AdamW", "in every step"
+ALL_REDUCE, EVERY = "all-reduce, AdamW", "without an outer step"
 
 
 class Row(NamedTuple):

@@ -252,24 +252,19 @@ def wait(children: list[Child], caught: list[signal.Signals], look: Callable[[],
             deadline = time.monotonic() + GRACE_S
             if not forwarded:  # A second SIGTERM would not be kinder.
                 send(children, signal.SIGTERM)
-        if (
-            not killed
-        ):  # Connections of a process that somebody kills are gone before it is: others may fail of it and be seen first.
-            failed += [index for index, code in codes.items() if index not in failed and _by_a_signal_of_others(code)]
+        if not killed:
+            # Connections of a process that somebody kills are gone before it is: others may fail of it and be seen first.
+            failed += [index for index, code in codes.items() if index not in failed and code == -signal.SIGKILL]
         if not running:
             return Ended(failed, silent)
         late = time.monotonic() > deadline
         if failed and not silent and all(codes[index] in LOST_CONTACT for index in failed):
             silent = [index for index in running if late or _is_stopped(children[index].process.pid)]
-        if killed := len(caught) > 1 or late or silent == running:
+        killed = killed or len(caught) > 1 or late or silent == running
+        if killed:
             send(children, signal.SIGKILL)
         look()
         time.sleep(POLL_S)
-
-
-def _by_a_signal_of_others(code: int | None) -> bool:
-    """Whether a process was ended by a signal that is neither the one we send first nor how JAX ends it."""
-    return code is not None and code < 0 and code not in (-signal.SIGTERM, *LOST_CONTACT)
 
 
 def _is_stopped(process_id: int) -> bool:
@@ -281,7 +276,7 @@ def _is_stopped(process_id: int) -> bool:
 
 def _consequence(code: int) -> int:
     """How likely this end of a process only follows from that of another, to compare those that failed at about the same time."""
-    return 2 if code in LOST_CONTACT else int(code > 0)
+    return 2 if code in LOST_CONTACT else int(code != -signal.SIGKILL)
 
 
 def report(children: list[Child], ended: Ended, caught: list[signal.Signals], again: str) -> int:

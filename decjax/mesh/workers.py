@@ -49,7 +49,7 @@ class Workers:
 
     @property
     def needs_sender(self) -> bool:
-        """Whether an exchange overlaps with computing only if a thread of its own dispatches it, as between CPU processes."""
+        """Whether an exchange overlaps with computing only if a thread of its own sends it: between CPU processes, and in elastic runs."""
         return between_cpu_processes()
 
     @property

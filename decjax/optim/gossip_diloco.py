@@ -21,10 +21,11 @@ import optax
 
 from decjax import gossip, registry
 from decjax.optim.decentralize import check_update, known_phase, mix_in_step
-from decjax.optim.memories import init_memory, transient
+from decjax.optim.memories import communicating, init_memory, transient
 from decjax.optim.method import Method
 
 
+@communicating
 @transient("mixer")
 class GossipOuterState(NamedTuple):
     """State of the methods `gossip_diloco` and `noloco`.
@@ -64,8 +65,8 @@ def gossip_diloco(
 
         Δ_i = a_i − Σ_j w_ij x_j;   m_i ← μm_i + Δ_i;   a_i ← a_i − η(Δ_i + μm_i);   x_i ← a_i
 
-    A worker sends the mixer's messages, of the parameters' size at most, once in H steps. With the complete graph it is DiLoCo. Any
-    data; graphs and codecs are the mixer's, but not those of push_sum and dcd.
+    A worker sends the mixer's messages once in H steps: the parameters, or their code, to each neighbour. With the complete graph it
+    is DiLoCo. Any data; graphs and codecs are the mixer's, but not those of push_sum, overlap_push_sum and dcd.
 
     Args:
         every: H, steps from one outer step to the next.
@@ -91,6 +92,11 @@ class OuterSteps(abc.ABC):
     every: int
 
     def __post_init__(self):
+        if self.mixer.usage:
+            raise ValueError(
+                f"method {self.name!r} needs a mixer whose messages are known beforehand, not {self.mixer.called}; use mixer 'exact' or "
+                "'choco'"
+            )
         if not self.mixer.keeps_mean:
             raise ValueError(
                 f"method {self.name!r} steps along what mixing changes, and {self.mixer.called} mixes parameters of earlier exchanges; use "

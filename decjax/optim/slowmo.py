@@ -21,10 +21,11 @@ import optax
 
 from decjax import gossip, reduce, registry
 from decjax.optim.decentralize import DecentralizeState, check_update, known_phase
-from decjax.optim.memories import init_memory, of_floating, transient
+from decjax.optim.memories import communicating, init_memory, of_floating, transient
 from decjax.optim.method import Method, averaging
 
 
+@communicating
 @transient("mixer", "reducer")
 class SlowMoState(NamedTuple):
     """State of the methods `slowmo` and `slowmo_gossip`.

@@ -23,10 +23,11 @@ import optax
 from decjax import reduce, registry
 from decjax.optim import fragments as cut
 from decjax.optim.decentralize import check_update, known_phase
-from decjax.optim.memories import transient
+from decjax.optim.memories import communicating, transient
 from decjax.optim.method import Method
 
 
+@communicating
 @transient("reducer")
 class StreamingState(NamedTuple):
     """State of the method `streaming_diloco`; its parts are lists of arrays, one list for each fragment.
@@ -67,7 +68,7 @@ def streaming_diloco(
     outer_learning_rate: float = 0.7,
     outer_momentum: float = 0.9,
 ) -> Method:
-    """Streaming DiLoCo: a P-th of the parameters after the other takes DiLoCo's outer step, and travels while the workers go on.
+    """Streaming DiLoCo: P fragments of the parameters take DiLoCo's outer step in turn, and travel while the workers go on.
 
         Δ_p = a_p − x_{i,p};   a_p ← a_p − outer(mean Δ_p);   x_{i,p} ← (1 − μ) a_p + μ x_{i,p}
 

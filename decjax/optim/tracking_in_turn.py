@@ -60,6 +60,10 @@ def track_in_turn(signal: optax.GradientTransformation, inner: optax.GradientTra
         raise ValueError(
             f"gradient tracking also mixes trackers, for which {mixer.called} is not made; use mixer 'exact' or 'choco'"
         )
+    if mixer.usage:
+        raise ValueError(
+            f"gradient tracking in turn needs a mixer whose messages are known beforehand, not {mixer.called}; use mixer 'exact'"
+        )
     check_mixes_after("gradient tracking", mixer)
     form = _TrackInTurn(signal, optax.with_extra_args_support(inner), mixer)
     tx = optax.GradientTransformationExtraArgs(form.init, form.update)  # pyright: ignore[reportArgumentType]

@@ -23,12 +23,13 @@ import optax
 
 from decjax import reduce, registry
 from decjax.optim.decentralize import check_update, known_phase
-from decjax.optim.memories import init_memory, of_floating, transient
+from decjax.optim.memories import communicating, init_memory, of_floating, transient
 from decjax.optim.method import Method
 
 REFRESH, SYNC = 1, 2  # what a phase adds up to, minus one, so that a step of neither is `reduce.SILENT`
 
 
+@communicating
 @transient("reducer")
 class ZeroOneAdamState(NamedTuple):
     """State of the method `zero_one_adam`; the trees have the shapes of the parameters.

@@ -45,7 +45,9 @@ class Program(NamedTuple):
 
 
 def choose(engine: str, method: Method, workers: mesh.Workers) -> str:
-    """The engine to use, "fused" or "split". "auto": "split" between CPU processes with an exchange that can overlap, else "fused".
+    """The engine to use, "fused" or "split".
+
+    "auto" is "split" where a thread has to send (`Workers.needs_sender`) and the exchange can overlap, else "fused".
 
     Raises:
         ValueError: if the engine is unknown, or "split" is impossible with this method or layout.
