@@ -26,7 +26,7 @@ from decjax.elastic.trainer import Trainers
 from decjax.elastic.workers import Group
 from decjax.errors import memory_told
 from decjax.train import metrics
-from launch import command, join, processes, progress
+from launch import command, join, memory, processes, progress
 
 _CONFIG = config_flags.DEFINE_config_file(
     "config", None, "Config file, with an optional shorthand after a colon: configs/lm.py:workers=4,smoke."
@@ -98,6 +98,7 @@ def placed(spec: parts.RunSpec) -> Callable[[parts.RunSpec], list[Any] | None]:
 
 def train_elastic(config, workdir) -> int:
     """This process's part in an elastic run; it uses one device."""
+    memory.keep_freed()  # One device of a process, as `join.set_up_devices` does.
     jax.config.update("jax_num_cpu_devices", 1)
     group = Group()
     trainers = functools.cache(lambda: Trainers(parts.resolve(config, join.slots()), group))

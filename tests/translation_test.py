@@ -164,7 +164,7 @@ def shift(made, change):
     params = jax.tree.map(lambda x: x + 0.1 * np.random.default_rng(0).normal(size=x.shape).astype(np.float32), params)
     pairs = data.batch(0, 0)
     source, target = pairs.source_BxS.copy(), pairs.target_BxT1[:, :-1].copy()
-    before = model.logits(params, source, target, None)
+    before = np.asarray(model.logits(params, source, target, None))  # It may share the memory of what is changed now.
     return before, model.logits(params, *change(source, target), None)
 
 

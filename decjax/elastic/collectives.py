@@ -89,7 +89,7 @@ def _ppermute(channel, params, x):
 
 
 def _psum(channel, params, *xs):
-    return [channel.ring_sum(np.array(x), _group(channel, params)) for x in xs]
+    return [channel.ring_sum(x, _group(channel, params)) for x in xs]
 
 
 def _all_gather(channel, params, *xs):
