@@ -163,10 +163,11 @@ def _gossip(tx, mixer, exchange, order, every, static_phase) -> Method:
 
 def mixing(form: Any, mixer: gossip.Mixer, exchange: Callable[[Any, Any, int], Any] | None = None) -> Method:
     """The method of an object with `init` and `update` that sends what a mixer sends; `exchange` as in `Method`."""
-    tx: Any = optax.GradientTransformationExtraArgs(form.init, form.update)
+    tx = optax.GradientTransformationExtraArgs(form.init, form.update)
+    num_bytes: Any = mixer.num_bytes
     of = mixer.usage
     usage = of and (lambda opt_state: of(opt_state.mixer))
-    return Method(tx, mixer.phase, mixer.num_bytes, exchange, usage, mixer.phases, mixer)
+    return Method(tx, mixer.phase, num_bytes, exchange, usage, mixer.phases, mixer)
 
 
 @registry.register("method", "allreduce", chooses=("reducer", "optimizer"), averages_gradients=True)
