@@ -344,15 +344,22 @@ def draw(path: str, storms: dict[str, list[Event]]) -> None:
 def main() -> None:
     out = command.folder("out", FLAGS.out)
     rows = script.choose(ROWS, FLAGS.row)
-    with cluster.network(hosts=HOSTS, rate=FLAGS.rate):
-        pass  # Refuses at once what would end the command later.
+    minutes = {0.0: FLAGS.calm_minutes, FLAGS.per_hour: FLAGS.minutes}
+    folders = {row: {per_hour: out / f"{trials.name_of(row.name)}_{per_hour:g}" for per_hour in minutes} for row in rows}
+    missing = [
+        (row, folder, per_hour)
+        for row in rows
+        for per_hour, folder in folders[row].items()
+        if not (folder / "events.jsonl").exists()
+    ]
+    if missing:
+        with cluster.network(hosts=HOSTS, rate=FLAGS.rate):
+            pass  # Refuses at once what would end the command later.
+    for row, folder, per_hour in missing:
+        train(row, folder, minutes[per_hour], per_hour)
     storms, found = {}, {}
     for row in rows:
-        folders = {per_hour: out / f"{trials.name_of(row.name)}_{per_hour:g}" for per_hour in (0.0, FLAGS.per_hour)}
-        for per_hour, minutes in ((0.0, FLAGS.calm_minutes), (FLAGS.per_hour, FLAGS.minutes)):
-            if not (folders[per_hour] / "events.jsonl").exists():
-                train(row, folders[per_hour], minutes, per_hour)
-        calm, storm = (read(folder / "events.jsonl") for folder in folders.values())
+        calm, storm = (read(folder / "events.jsonl") for folder in folders[row].values())
         storms[row.name], found[row.name] = storm, (figures(calm), figures(storm))
         script.show(f"{row.name}: {found[row.name][1].steps_per_s:.2f} steps/s in the storm")
     table = tabulate(found)
