@@ -344,22 +344,17 @@ def draw(path: str, storms: dict[str, list[Event]]) -> None:
 def main() -> None:
     out = command.folder("out", FLAGS.out)
     rows = script.choose(ROWS, FLAGS.row)
-    minutes = {0.0: FLAGS.calm_minutes, FLAGS.per_hour: FLAGS.minutes}
-    folders = {row: {per_hour: out / f"{trials.name_of(row.name)}_{per_hour:g}" for per_hour in minutes} for row in rows}
-    missing = [
-        (row, folder, per_hour)
-        for row in rows
-        for per_hour, folder in folders[row].items()
-        if not (folder / "events.jsonl").exists()
-    ]
-    if missing:
+    trainings = (0.0, FLAGS.calm_minutes), (FLAGS.per_hour, FLAGS.minutes)
+    folders = {row: [out / f"{trials.name_of(row.name)}_{per_hour:g}" for per_hour, _ in trainings] for row in rows}
+    if not all((folder / "events.jsonl").exists() for pair in folders.values() for folder in pair):
         with cluster.network(hosts=HOSTS, rate=FLAGS.rate):
             pass  # Refuses at once what would end the command later.
-    for row, folder, per_hour in missing:
-        train(row, folder, minutes[per_hour], per_hour)
     storms, found = {}, {}
-    for row in rows:
-        calm, storm = (read(folder / "events.jsonl") for folder in folders[row].values())
+    for row, pair in folders.items():
+        for folder, (per_hour, minutes) in zip(pair, trainings, strict=True):
+            if not (folder / "events.jsonl").exists():
+                train(row, folder, minutes, per_hour)
+        calm, storm = (read(folder / "events.jsonl") for folder in pair)
         storms[row.name], found[row.name] = storm, (figures(calm), figures(storm))
         script.show(f"{row.name}: {found[row.name][1].steps_per_s:.2f} steps/s in the storm")
     table = tabulate(found)

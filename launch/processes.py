@@ -243,18 +243,18 @@ def wait(children: list[Child], caught: list[signal.Signals], look: Callable[[],
     silent: list[int] = []
     forwarded, killed, deadline = False, False, math.inf
     while True:
-        codes = dict(enumerate(child.process.poll() for child in children))
-        running = [index for index, code in codes.items() if code is None]
+        codes = [child.process.poll() for child in children]
+        running = [index for index, code in enumerate(codes) if code is None]
         if caught and not forwarded:
             forwarded = True
             send(children, signal.SIGTERM)
-        if not failed and (failed := [index for index, code in codes.items() if code]):
+        if not failed and (failed := [index for index, code in enumerate(codes) if code]):
             deadline = time.monotonic() + GRACE_S
             if not forwarded:  # A second SIGTERM would not be kinder.
                 send(children, signal.SIGTERM)
         if not killed:
             # Connections of a process that somebody kills are gone before it is: others may fail of it and be seen first.
-            failed += [index for index, code in codes.items() if index not in failed and code == -signal.SIGKILL]
+            failed += [index for index, code in enumerate(codes) if index not in failed and code == -signal.SIGKILL]
         if not running:
             return Ended(failed, silent)
         late = time.monotonic() > deadline

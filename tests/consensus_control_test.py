@@ -64,8 +64,9 @@ def test_it_is_the_dense_reference_and_counts_its_rounds(mode, options):
     assert len(set(taken)) > 1
 
 
-def test_bytes_are_counted_as_they_come(tmp_path):
-    made = config.get_config("simulate,workers=8,topology=ring,mixer=consensus_control(rounds=5),steps=40")
+@pytest.mark.parametrize("method", ["decentralized", "qg_dsgdm", "qg_dadam", "decentlam"])
+def test_bytes_are_counted_as_they_come(tmp_path, method):
+    made = config.get_config(f"simulate,workers=8,topology=ring,method={method},mixer=consensus_control(rounds=5),steps=40")
     made.log_every = 10
     run = run_of(made, tmp_path / "run")
     run.train()

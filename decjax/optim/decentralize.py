@@ -73,6 +73,12 @@ def check_mixes_after(what: str, mixer: gossip.Mixer) -> None:
         raise ValueError(f"{what} mixes after its step, and {mixer.called} is made to mix before it; use mixer 'exact' or 'choco'")
 
 
+def check_phase_is_known(what: str, mixer: gossip.Mixer) -> None:
+    """Raises a ValueError for a mixer that decides as it runs how much it sends, with a method, `what`, that has to know."""
+    if mixer.usage:
+        raise ValueError(f"{what} needs a mixer whose messages are known beforehand; use mixer 'exact' instead of {mixer.called}")
+
+
 def mix_in_step(mixer: gossip.Mixer, x: Any, state: Any, phase: int | None, received: Any = None) -> tuple[Any, Any]:
     """Mixes `x`, with the neighbours' messages exchanged here unless `received` holds them: (mixed, state of the mixer)."""
     if received is not None:

@@ -20,7 +20,7 @@ import numpy as np
 import optax
 
 from decjax import gossip, registry
-from decjax.optim.decentralize import check_update, known_phase, mix_in_step
+from decjax.optim.decentralize import check_phase_is_known, check_update, known_phase, mix_in_step
 from decjax.optim.memories import communicating, init_memory, transient
 from decjax.optim.method import Method
 
@@ -92,11 +92,7 @@ class OuterSteps(abc.ABC):
     every: int
 
     def __post_init__(self):
-        if self.mixer.usage:
-            raise ValueError(
-                f"method {self.name!r} needs a mixer whose messages are known beforehand, not {self.mixer.called}; use mixer 'exact' or "
-                "'choco'"
-            )
+        check_phase_is_known(f"method {self.name!r}", self.mixer)
         if not self.mixer.keeps_mean:
             raise ValueError(
                 f"method {self.name!r} steps along what mixing changes, and {self.mixer.called} mixes parameters of earlier exchanges; use "

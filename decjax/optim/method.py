@@ -151,9 +151,7 @@ def _every_and_damped(mixer, every, strength, power, share) -> gossip.Mixer:
 
 def _gossip(tx, mixer, exchange, order, every, static_phase) -> Method:
     if static_phase:
-        early, of = exchange if order == "awc" else None, mixer.usage
-        usage = of and (lambda opt_state: of(opt_state.mixer))
-        return Method(tx, mixer.phase, mixer.num_bytes, early, usage, mixer.phases, mixer, every)
+        return _mixed(tx, mixer, exchange if order == "awc" else None, every)
 
     # One program holds all phases, so its bytes are declared as the mean over a period of steps.
     steps = range(every * sum(phase != gossip.SILENT for phase in mixer.phases))
@@ -163,11 +161,14 @@ def _gossip(tx, mixer, exchange, order, every, static_phase) -> Method:
 
 def mixing(form: Any, mixer: gossip.Mixer, exchange: Callable[[Any, Any, int], Any] | None = None) -> Method:
     """The method of an object with `init` and `update` that sends what a mixer sends; `exchange` as in `Method`."""
-    tx = optax.GradientTransformationExtraArgs(form.init, form.update)
+    return _mixed(optax.GradientTransformationExtraArgs(form.init, form.update), mixer, exchange)
+
+
+def _mixed(tx: optax.GradientTransformationExtraArgs, mixer: gossip.Mixer, exchange: Any, every: int = 1) -> Method:
     num_bytes: Any = mixer.num_bytes
     of = mixer.usage
     usage = of and (lambda opt_state: of(opt_state.mixer))
-    return Method(tx, mixer.phase, num_bytes, exchange, usage, mixer.phases, mixer)
+    return Method(tx, mixer.phase, num_bytes, exchange, usage, mixer.phases, mixer, every)
 
 
 @registry.register("method", "allreduce", chooses=("reducer", "optimizer"), averages_gradients=True)

@@ -45,8 +45,7 @@ def noloco(
         Δ_i = θ_i − φ_i;   δ_i ← αδ_i + β mean(Δ) − γ(φ_i − mean(φ));   φ_i ← φ_i + δ_i;   θ_i ← φ_i
 
     A worker sends two arrays of the parameters' size to its partner, once in H steps. With the complete graph it is DiLoCo with plain
-    momentum. Any data; the mixer's graphs and codecs, but not those of push_sum, overlap_push_sum
-    and dcd.
+    momentum. Any data; the mixer's graphs and codecs, but not those of push_sum, overlap_push_sum and dcd.
 
     Args:
         every: H, steps from one outer step to the next.

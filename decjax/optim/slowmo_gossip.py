@@ -8,7 +8,7 @@ import numpy as np
 import optax
 
 from decjax import gossip, reduce, registry
-from decjax.optim.decentralize import decentralize
+from decjax.optim.decentralize import check_phase_is_known, decentralize
 from decjax.optim.method import Method
 from decjax.optim.slowmo import SlowMo
 
@@ -52,10 +52,7 @@ def slowmo_gossip(
         raise ValueError(
             f"method 'slowmo_gossip' averages with equal weights, and those of {mixer.called} differ; use mixer 'exact' or 'choco'"
         )
-    if mixer.usage:
-        raise ValueError(
-            f"method 'slowmo_gossip' needs a mixer whose messages are known beforehand; use mixer 'exact' instead of {mixer.called}"
-        )
+    check_phase_is_known("method 'slowmo_gossip'", mixer)
     if reducer.usage:
         raise ValueError(
             "method 'slowmo_gossip' needs a reducer whose messages are known beforehand; use 'codec' instead of 'gravac'"

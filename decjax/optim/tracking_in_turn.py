@@ -18,7 +18,7 @@ import numpy as np
 import optax
 
 from decjax import gossip, registry
-from decjax.optim.decentralize import check_mixes_after, check_update
+from decjax.optim.decentralize import check_mixes_after, check_phase_is_known, check_update
 from decjax.optim.memories import communicating, init_memory, transient
 from decjax.optim.method import Method
 
@@ -60,10 +60,7 @@ def track_in_turn(signal: optax.GradientTransformation, inner: optax.GradientTra
         raise ValueError(
             f"gradient tracking also mixes trackers, for which {mixer.called} is not made; use mixer 'exact' or 'choco'"
         )
-    if mixer.usage:
-        raise ValueError(
-            f"gradient tracking in turn needs a mixer whose messages are known beforehand, not {mixer.called}; use mixer 'exact'"
-        )
+    check_phase_is_known("gradient tracking in turn", mixer)
     check_mixes_after("gradient tracking", mixer)
     form = _TrackInTurn(signal, optax.with_extra_args_support(inner), mixer)
     tx = optax.GradientTransformationExtraArgs(form.init, form.update)  # pyright: ignore[reportArgumentType]
@@ -80,7 +77,8 @@ class _TrackInTurn:
     mixer: gossip.Mixer
 
     def num_bytes(self, params: Any, phase: int | None) -> np.ndarray:
-        return 2 * self.mixer.num_bytes(params, phase or 0)
+        assert phase is not None  # It is known beforehand.
+        return 2 * self.mixer.num_bytes(params, phase)
 
     def init(self, params):
         nothing = jax.tree.map(jnp.zeros_like, params)

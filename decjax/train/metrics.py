@@ -3,6 +3,7 @@
 The library prints nothing: what a terminal shows is a tracker of `launch`.
 """
 
+import abc
 from collections.abc import Iterator
 import contextlib
 import importlib
@@ -37,9 +38,10 @@ def write_whole(path: pathlib.Path, text: str) -> None:
     temporary.replace(path)
 
 
-class Tracker:
+class Tracker(abc.ABC):
     """What follows a run: it is given every row of numbers, and told of every step."""
 
+    @abc.abstractmethod
     def log(self, step: int, kind: str, values: dict[str, float]) -> None:
         """Takes a row.
 
@@ -48,12 +50,11 @@ class Tracker:
             kind: "train", of the steps since the last such row, or "eval", of the validation examples.
             values: numbers by name, as "loss" and "time_s".
         """
-        raise NotImplementedError
 
-    def step(self, step: int) -> None:
+    def step(self, step: int) -> None:  # noqa: B027  (may be left out)
         """So many steps were taken; called after each."""
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027  (may be left out)
         """The run has ended, in whatever way."""
 
 
