@@ -1,4 +1,4 @@
-"""The studies: every method has the rate that was best of its grid, in a run with a seed of its own; then its seeds.
+"""The studies: a method has the rate that was best of its grid, in a run with a seed of its own, or that of a like one; then its seeds.
 
 A grid whose best rate is at its edge is extended.
 """
@@ -98,7 +98,10 @@ def run(trainings: Trainings) -> dict[str, Result]:
     source = trainings
     if other := trainings.study.rates:
         source = trainings._replace(name=other, data=trainings.data if STUDIES[other].data else "")
-    tuned = dict(zip(trainings.rows, trials.together(source.tune, trainings.rows), strict=True))
+    like = {method: trainings.study.rows[method].like or method for method in trainings.rows}
+    tunings = list(dict.fromkeys(like.values()))
+    found = dict(zip(tunings, trials.together(source.tune, tunings), strict=True))
+    tuned = {method: found[other] for method, other in like.items()}
     values = trainings.values({method: rate for method, (rate, _, _) in tuned.items()})
     return {method: Result(rate, tried, values[method], distances) for method, (rate, tried, distances) in tuned.items()}
 
@@ -121,6 +124,11 @@ def cell(result: Result, digits: int) -> str:
     return ", ".join(said + ([f"{lost} of {len(result.values)} diverged"] if lost else []))
 
 
+def tried(result: Result) -> str:
+    """As "0.01: 1.5000, 0.02: 1.4000"."""
+    return ", ".join(f"{rate:.3g}: {loss:.4f}" for rate, loss in sorted(result.tried.items()))
+
+
 def tabulate(name: str, found: dict[str, Result]) -> Any:
     """Mean ± 2σ over the seeds, the difference from the first row, and the rates that were tried."""
     unit, reference = STUDIES[name].unit, next(iter(found))
@@ -137,7 +145,7 @@ def tabulate(name: str, found: dict[str, Result]) -> Any:
             f"{apart:+.{digits}f}{relative}" if compared else "",
             verdict(result, first) if compared else "",
             f"{result.rate:.3g}{edge}",
-            ", ".join(f"{rate:.3g}: {loss:.4f}" for rate, loss in sorted(result.tried.items())),
+            f"as {like}" if (like := STUDIES[name].rows[method].like) else tried(result),
         )
     return table
 

@@ -21,6 +21,7 @@ class Row(NamedTuple):
         fields: of its config, dotted, beside those of the study.
         longer: times the steps of the study.
         grid: learning rates that are tried; none: those of the study.
+        like: the row whose rate it takes; "": its own is tuned.
     """
 
     shorthand: str
@@ -28,6 +29,7 @@ class Row(NamedTuple):
     fields: Mapping[str, Any] = {}
     longer: float = 1.0
     grid: tuple[float, ...] = ()
+    like: str = ""
 
 
 class Study(NamedTuple):
@@ -67,16 +69,18 @@ class Study(NamedTuple):
 
 # -- Quality at equal tokens ------------------------------------------------------------------------------------------
 
-GRAPHS = {"complete": "complete", "AER": "alternating_exponential_ring", "one-peer": "one_peer_exponential"}
-ACCUM = f"accum_adamw(window={WINDOW})"
 ALL = Row("method=allreduce,optimizer=adamw", LEAD)
-METHODS = {
-    ALL_REDUCE: ALL,
-    **{f"D-Adam, {name}": Row(f"topology={graph}", OTHERS if name == "complete" else LEAD) for name, graph in GRAPHS.items()},
-    **{
-        f"AccumAdam, {name}": Row(f"topology={graph},optimizer={ACCUM}", OTHERS if name == "complete" else LEAD)
-        for name, graph in GRAPHS.items()
-    },
+ACCUM = f"accum_adamw(window={WINDOW})"
+ADAMS = {"D-Adam": "adamw", "AccumAdam": ACCUM}
+GRAPHS = {"complete": "complete", "AER": "alternating_exponential_ring", "one-peer": "one_peer_exponential"}
+METHODS = {ALL_REDUCE: ALL} | {
+    f"{adam}, {name}": Row(
+        f"topology={graph},optimizer={optimizer}",
+        OTHERS if name == "complete" else LEAD,
+        like="" if name == "AER" else f"{adam}, AER",
+    )
+    for adam, optimizer in ADAMS.items()
+    for name, graph in GRAPHS.items()
 }
 TEXT = Study("configs/lm.py", METHODS, "eval_loss", "nats/byte", (8e-3, 1.6e-2, 3.2e-2), 3000, 1000)
 IMAGES = Study("configs/cifar.py", METHODS, "eval_accuracy", "accuracy", (4e-3, 8e-3, 1.6e-2), 1000, 300, data="cifar10")
@@ -124,7 +128,6 @@ GAP = TEXT._replace(rows=GAP_ROWS, steps=2000, tuning_steps=700, grid=(1e-2, 2e-
 
 SHORT = TEXT._replace(steps=1500, tuning_steps=0)
 TOPOLOGIES = "ring torus one_peer_exponential exponential alternating_exponential_ring complete".split()
-ADAMS = {"D-Adam": "adamw", "AccumAdam": ACCUM}
 GLOBAL_BATCH = 32  # sequences
 ABLATIONS = {
     "graphs": SHORT._replace(rows={ALL_REDUCE: ALL} | {name: Row(f"topology={name}") for name in TOPOLOGIES}),
