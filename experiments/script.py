@@ -27,6 +27,10 @@ def run(main: Callable[[], int | None], errors: tuple[type[Exception], ...] = ()
             command.fail(f"unexpected argument {argv[0]!r}; options start with --")
         if pages := getattr(flags.FLAGS, "pages", None):
             check_pages(pages)
+            if row := getattr(flags.FLAGS, "row", None):
+                command.fail(
+                    f"--row={row[0]} would leave the other rows out of the tables of --pages={pages}; leave out one of them"
+                )
         return main()
 
     command.run(without_arguments, errors)

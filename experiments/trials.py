@@ -5,10 +5,13 @@ What is finished is not made again, so an interrupted experiment goes on where i
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 import concurrent.futures
+import contextlib
 import functools
 import json
 import math
+import os
 import pathlib
+import queue
 import statistics
 import subprocess
 import threading
@@ -70,7 +73,11 @@ def train(trial: Trial) -> bool:
     """
     if trial.finished:
         return True
-    code = start(trial).wait()
+    cores = _shares().get()
+    try:
+        code = start(trial, cores).wait()
+    finally:
+        _shares().put(cores)
     if code == command.USER_ERROR:
         raise Broken(f"the run in {trial.workdir} was refused, for the reason above; change the flag that it names")
     if code not in (0, command.DIVERGED):
@@ -78,11 +85,24 @@ def train(trial: Trial) -> bool:
     return code == 0
 
 
-def start(trial: Trial) -> subprocess.Popen:
-    """The process of a run, which ends when we do."""
-    environment = {"XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false"}  # Several share the cores.
-    line = processes.python(processes.TRAIN, trial.arguments)
-    return processes.start(line, start_new_session=False, stdout=subprocess.DEVNULL, env=environment)
+def start(trial: Trial, cores: frozenset[int] = frozenset()) -> subprocess.Popen:
+    """The process of a run, which ends when we do; on these cores only, if any are named."""
+    process = processes.start(
+        processes.python(processes.TRAIN, trial.arguments), start_new_session=False, stdout=subprocess.DEVNULL
+    )
+    if cores:
+        with contextlib.suppress(ProcessLookupError):  # It has ended already.
+            os.sched_setaffinity(process.pid, cores)
+    return process
+
+
+@functools.cache
+def _shares() -> queue.SimpleQueue[frozenset[int]]:
+    """Which cores each of the trainings has: two that share all cores wait for each other's threads and are a seventh slower."""
+    shares, cores = queue.SimpleQueue(), sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+    for k in range(TOGETHER):
+        shares.put(frozenset(cores[k::TOGETHER]) if len(cores) >= TOGETHER else frozenset())
+    return shares
 
 
 def together(do: Callable[[Any], Any], items: Iterable[Any]) -> list[Any]:

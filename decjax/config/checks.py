@@ -136,6 +136,7 @@ def check_together(spec: RunSpec) -> None:
     _check_model(spec)
     _check_tensor_codec(spec)
     _check_communicates(spec)
+    _check_consensus(spec)
     _check_stages(spec)
     if spec.tables is not None:
         _check_tables(spec)
@@ -198,6 +199,16 @@ def _check_model(spec: RunSpec) -> None:
                 f"model.{size}={options[size]} is not divisible by tensor={spec.tensor}, the devices that "
                 f"divide it; use tensor={math.gcd(options[size], spec.tensor)}"
             )
+
+
+def _check_consensus(spec: RunSpec) -> None:
+    """Raises a ValueError for replicas that are made equal with a method that has another state of each worker's own."""
+    name = next((name for name in CONSENSUS if getattr(spec, name)), None)
+    if name and registry.part("method", spec.method.name).traits.get("anchored"):
+        raise ValueError(
+            f"{name}={getattr(spec, name)}: method {spec.method.name!r} would lead the replicas apart again, since each worker keeps "
+            "slow parameters of its own; leave it 0"
+        )
 
 
 def _check_communicates(spec: RunSpec) -> None:

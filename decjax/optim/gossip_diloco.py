@@ -49,6 +49,7 @@ class GossipOuterState(NamedTuple):
     "method",
     "gossip_diloco",
     chooses=("mixer", "optimizer"),
+    anchored=True,
     messages="parameters, every H steps",
     memory="2 copies",
     source="arXiv 2311.08105, with a mixer",

@@ -26,6 +26,7 @@ from decjax.optim.method import Method
     "method",
     "noloco",
     chooses=("mixer", "optimizer"),
+    anchored=True,
     topology="random_matching",
     messages="changes and parameters, every H steps",
     memory="2 copies",
