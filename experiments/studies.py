@@ -94,39 +94,54 @@ QUALITY = {
 
 # -- The gap of gossip that overlaps ----------------------------------------------------------------------------------
 
-MAIN = "one-peer"  # of configs/lm.py, the job on which the gap is looked for
-CANDIDATES = {
-    MAIN: {},
-    "β1 = 0.95": {"optimizer.b1": 0.95},
+MAIN, ATC, TO_ZERO = "one-peer", "order atc", {"schedule.final_fraction": 0.0}  # MAIN: of configs/lm.py, whose gap is looked for
+MOMENTS = {  # Each is tuned.
     "β1 = 0.974": {"optimizer.b1": 0.974},
+    "β1 = 0.95": {"optimizer.b1": 0.95},
     "β1 = 0.8": {"optimizer.b1": 0.8},
     "β1 = 0.6": {"optimizer.b1": 0.6},
     "β2 = 0.999": {"optimizer.b2": 0.999},
     "β1 = 0.974, β2 = 0.999": {"optimizer.b1": 0.974, "optimizer.b2": 0.999},
+}
+CANDIDATES = {  # They have the rate of MAIN.
     "no weight decay": {"optimizer.weight_decay": 0.0},
     "no clipping": {"clip_norm": 0.0},
+    "clipping at 0.1": {"clip_norm": 0.1},
     "mixing follows the rate": {"method.strength_power": 0.5},
-    "rate ends at zero": {"schedule.final_fraction": 0.0},
+    "rate ends at zero": TO_ZERO,
     "equal replicas in the first 5 %": {"consensus_first": 100},
     "equal replicas in the last 5 %": {"consensus_last": 100},
 }
 GAP_ROWS = {  # Each has three seeds: a seed's loss varies by half a percent, and candidates differ by one or two.
     ALL_REDUCE: ALL,
+    "all-reduce, one step stale": ALL._replace(shorthand=f"{ALL.shorthand},stale"),
     "all-reduce, β1 = 0.974": ALL._replace(fields={"optimizer.b1": 0.974}),
-    **{name: Row("", LEAD, fields) for name, fields in CANDIDATES.items()},
-    "order atc": Row("order=atc", LEAD),
-    "two rounds": Row("", LEAD, {"mixer.rounds": 2}),
+    "all-reduce, rate ends at zero": ALL._replace(fields=TO_ZERO, like=ALL_REDUCE),
+    "order atc, complete graph": Row("topology=complete,order=atc", LEAD, like=ATC),
+    ATC: Row("order=atc", LEAD),
     "complete graph": Row("topology=complete", LEAD),
+    "two rounds": Row("", LEAD, {"mixer.rounds": 2}),
+    MAIN: Row("", LEAD),
+    **{name: Row("", LEAD, fields) for name, fields in MOMENTS.items()},
+    **{name: Row("", LEAD, fields, like=MAIN) for name, fields in CANDIDATES.items()},
     **{
         f"AccumAdam, s = {s}, β1 = {b1}": Row(f"optimizer=accum_adamw(window={s})", LEAD, {"optimizer.b1": b1})
         for s, b1 in ((2, 0.8), (2, 0.9), (4, 0.8), (4, 0.9), (4, 0.95))
     },
 }
 GAP = TEXT._replace(rows=GAP_ROWS, steps=2000, tuning_steps=700, grid=(1e-2, 2e-2, 4e-2), shorthand="workers=8")
+ACCUM_2 = "AccumAdam, s = 2, β1 = 0.9"
+LONG = {name: GAP_ROWS[name] for name in (ALL_REDUCE, ATC, MAIN, ACCUM_2)}
+GAPS = {
+    "gap": GAP,
+    "gap_longer": GAP._replace(rows=LONG, steps=8000, rates="gap"),
+    "gap_batches": GAP._replace(rows=LONG, fields={"batch_size": 64}, tuning_steps=400),  # four times as large
+    "gap_shakespeare": GAP._replace(rows=LONG, data="shakespeare", rates="gap"),
+}
 
 # -- Ablations --------------------------------------------------------------------------------------------------------
 
-SHORT = TEXT._replace(steps=1500, tuning_steps=0)
+SHORT = TEXT._replace(steps=1500, tuning_steps=500)
 TOPOLOGIES = "ring torus one_peer_exponential exponential alternating_exponential_ring complete".split()
 GLOBAL_BATCH = 32  # sequences
 ABLATIONS = {
@@ -201,5 +216,5 @@ MULTI30K = {
     for graph in ("ring", "exponential", "complete")
 }
 
-PAPER = {**QUALITY, **ABLATIONS, "gap": GAP, "gap_shakespeare": GAP._replace(data="shakespeare", rates="gap")}
+PAPER = {**QUALITY, **GAPS, **ABLATIONS}
 STUDIES = {**PAPER, **DIRICHLET, **MULTI30K}
