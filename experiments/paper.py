@@ -4,10 +4,10 @@
     python -m experiments.paper --out=runs/paper --only=noise_floor,digits
     python -m experiments.paper --out=runs/smoke --only=digits --smoke
 
-Parts: noise_floor; quality at equal tokens on each of translation, cifar, digits, python (the standard library's sources as text)
-and shakespeare; gap, gap_longer, gap_batches and gap_shakespeare, where the gap of gossip that overlaps comes from; and the
-ablations graphs, window, strength, workers and batch. Trainings are made two at a time. What they came to is appended to a file,
-the book, and is not made again; experiments/results/paper.jsonl is the book of the pages:
+Parts: noise_floor; stability, the largest learning rates; quality at equal tokens on each of translation, cifar, digits, python
+(the standard library's sources as text) and shakespeare; gap, gap_longer, gap_batches and gap_shakespeare, where the gap of gossip
+that overlaps comes from; and the ablations graphs, window, strength, workers and batch. Trainings are made two at a time. What they
+came to is appended to a file, the book, and is not made again; experiments/results/paper.jsonl is the book of the pages:
 
     python -m experiments.paper --out=runs/paper --only=digits --book=experiments/results/paper.jsonl --pages=docs/results
 """
@@ -18,12 +18,12 @@ from typing import Any
 
 from absl import flags
 
-from experiments import noise_floor, quality, script, trials
+from experiments import noise_floor, quality, script, stability, trials
 from experiments.studies import PAPER
 from launch import command
 
 FLAGS = flags.FLAGS
-PARTS = ("noise_floor", *PAPER)
+PARTS = ("noise_floor", "stability", *PAPER)
 
 
 def chosen() -> list[str]:
@@ -42,6 +42,9 @@ def make(part: str, out: pathlib.Path, book: trials.Book) -> tuple[Any, Callable
     if part == "noise_floor":
         floors = noise_floor.run(out, book, FLAGS.smoke)
         return noise_floor.tabulate(floors), lambda path: noise_floor.draw(path, floors), dict(floors)
+    if part == "stability":
+        limits = stability.run(FLAGS.smoke)
+        return stability.tabulate(limits), lambda path: stability.draw(path, FLAGS.smoke), dict(limits)
     flag = PAPER[part].data
     data: str = FLAGS[flag].value if flag else ""  # pyright: ignore[reportAssignmentType]
     found = quality.run(quality.Trainings(out, book, part, data, FLAGS.smoke))

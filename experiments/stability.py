@@ -1,0 +1,133 @@
+"""The largest learning rate with which training settles: what it costs to exchange parameters while the gradient is computed.
+
+Every worker has the gradient h x at its parameters x, one coordinate of a quadratic, without noise. Where Adam's second moment is at
+rest (h is then the curvature ÷ √V), a period of steps is a linear map of all workers' parameters and moments. They settle if the
+moduli of its eigenvalues are below one; that limits α h, the learning rate times the curvature. Closed forms, β = β1:
+
+                                           Adam                   AccumAdam, s ≥ 2
+    all-reduce                             2 (1 + β) / (1 − β)    2 / (1 − β)
+    order "atc", complete graph            2 (1 + β) / (1 − β)    2 / (1 − β)
+    order "awc", complete graph            (1 + β) / (1 − β)      1 / (1 − β)
+    all-reduce, one step stale             1
+
+In order "awc" workers that differ do so by their own last steps, which nobody has averaged: what one of them overshoots it has to take
+back itself, and that limits the rate to half. `experiments.paper --only=stability` makes the table and the figure.
+"""
+
+from collections.abc import Sequence
+import functools
+import math
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from decjax import topology
+from experiments import script
+
+WORKERS = 8
+LOWEST, HIGHEST, POINTS = 1e-2, 1e3, 100  # α h where a limit is looked for
+DECAYS = tuple(np.linspace(0.0, 0.975, 40))  # of the figure
+
+
+class Optimizer(NamedTuple):
+    """Adam, or AccumAdam if its window is longer than a step."""
+
+    decay: float  # β1
+    window: int = 1  # s
+
+    @property
+    def name(self) -> str:
+        """As tables call it."""
+        return f"{'Adam' if self.window == 1 else 'AccumAdam'}, β1 = {self.decay:g}" + f", s = {self.window}" * (self.window > 1)
+
+
+class Scheme(NamedTuple):
+    """What is exchanged, and when."""
+
+    order: str  # "mean": of gradients, "stale": the same one step late; "awc" or "atc": of parameters
+    graph: str = "complete"
+
+
+SCHEMES = {
+    "all-reduce": Scheme("mean"),
+    "one step stale": Scheme("stale"),
+    "atc, complete": Scheme("atc"),
+    "atc, one-peer": Scheme("atc", "one_peer_exponential"),
+    "awc, complete": Scheme("awc"),
+    "awc, one-peer": Scheme("awc", "one_peer_exponential"),
+}
+OPTIMIZERS = (
+    Optimizer(0.8),
+    Optimizer(0.9),
+    Optimizer(0.974),
+    Optimizer(0.9, 2),
+    Optimizer(0.8, 4),
+    Optimizer(0.9, 4),
+    Optimizer(0.9, 8),
+)
+
+
+def growth(rate: float, optimizer: Optimizer, order: str, matrices: Sequence[np.ndarray]) -> float:
+    """The largest modulus of an eigenvalue of a period's map, per step; `rate` is α h, `matrices` are W of each phase."""
+    beta, s, n = optimizer.decay, optimizer.window, len(matrices[0])
+    period, J = math.lcm(len(matrices), s), np.full((n, n), 1 / n)
+    x, M, B, before = np.split(np.eye(4 * n), 4)  # parameters, moment, mean of the window, the step before's gradient
+    for t in range(period):
+        W = matrices[t % len(matrices)]
+        g = {"mean": J @ x, "stale": before}.get(order, x)
+        before = J @ x
+        u = -rate * (beta * M + (1 - beta) * g)
+        B = B + g / s
+        if (t + 1) % s == 0:
+            M, B = beta * M + (1 - beta) * B, 0 * B
+        x = {"awc": W @ x + u, "atc": W @ (x + u)}.get(order, x + u)
+    return max(abs(np.linalg.eigvals(np.concatenate([x, M, B, before])))) ** (1 / period)
+
+
+@functools.cache
+def limit(optimizer: Optimizer, scheme: Scheme) -> float:
+    """The largest α h up to which all smaller ones settle."""
+    made = topology.make(scheme.graph, WORKERS)
+    matrices = [made.matrix(phase) for phase in range(made.period)]
+    settles = lambda rate: growth(rate, optimizer, scheme.order, matrices) <= 1 + 1e-9
+    least = LOWEST
+    for most in np.geomspace(LOWEST, HIGHEST, POINTS):
+        if not settles(most):
+            break
+        least = most
+    else:
+        return math.inf
+    while most - least > 1e-6 * most:
+        middle = (least + most) / 2
+        least, most = (middle, most) if settles(middle) else (least, middle)
+    return float(least)
+
+
+def run(smoke: bool) -> dict[str, dict[str, float]]:
+    """The limits of each optimizer, by scheme."""
+    return {
+        made.name: {name: limit(made, scheme) for name, scheme in SCHEMES.items()} for made in OPTIMIZERS[: 1 if smoke else None]
+    }
+
+
+def tabulate(found: dict[str, dict[str, float]]) -> Any:
+    """A row for each optimizer."""
+    table = script.table("largest α h", *SCHEMES)
+    for name, limits in found.items():
+        table.add_row(name, *(f"{limits[scheme]:.2f}" for scheme in SCHEMES))
+    return table
+
+
+def draw(path: str, smoke: bool) -> None:
+    """The limits against β1, for Adam and for AccumAdam."""
+    with script.panels(path, 2, (10.0, 4.0)) as (figure, axes):
+        for axis, window in zip(axes, (1, 4)):
+            for color, (name, scheme) in zip(("0.8", *script.COLORS), SCHEMES.items()):
+                decays = DECAYS[:: 20 if smoke else 1]
+                limits = [limit(Optimizer(float(decay), window), scheme) for decay in decays]
+                style = "--" if scheme.graph == "complete" else "-"
+                axis.semilogy(decays, limits, style, color=color, linewidth=6 if scheme.order == "mean" else 1.6, label=name)
+            axis.set(xlabel="β1", title="Adam" if window == 1 else f"AccumAdam, s = {window}")
+        axes[0].set(ylabel="largest α h")
+        axes[0].legend(frameon=False, fontsize=8)
+        script.dress(figure, f"The largest learning rate α for a curvature h, {WORKERS} workers")
