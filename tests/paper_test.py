@@ -192,7 +192,7 @@ def test_tables_are_written_into_pages(tmp_path, old):
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (("--only=noise",), "--only=noise is unknown; use some of noise_floor, translation"),
+        (("--only=noise",), "--only=noise is unknown; use some of noise_floor, stability, translation"),
         ((), "translation needs --multi30k; give the path of its data, or leave it out"),
     ],
 )
