@@ -82,7 +82,7 @@ METHODS = {ALL_REDUCE: ALL} | {
     for adam, optimizer in ADAMS.items()
     for name, graph in GRAPHS.items()
 }
-TEXT = Study("configs/lm.py", METHODS, "eval_loss", "nats/byte", (8e-3, 1.6e-2, 3.2e-2), 3000, 1000)
+TEXT = Study("configs/lm.py", METHODS, "eval_loss", "nats/byte", (8e-3, 1.6e-2, 3.2e-2), 2000, 1000)
 IMAGES = Study("configs/cifar.py", METHODS, "eval_accuracy", "accuracy", (4e-3, 8e-3, 1.6e-2), 600, 200, data="cifar10")
 QUALITY = {
     "translation": Study("configs/translation.py", METHODS, "eval_bleu", "BLEU", (4e-3, 8e-3, 1.6e-2), 600, 200, data="multi30k"),
