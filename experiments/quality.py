@@ -71,16 +71,20 @@ class Trainings(NamedTuple):
         fields |= {"data.path": self.data} if self.data else {}
         return trials.trial(self.out / self.name, f"{method} {rate:.3g} {seed}", f"{study.config}:{shorthand}", fields)
 
+    def grid(self, method: str) -> tuple[float, ...]:
+        """The learning rates that a method is tuned with at first."""
+        return (self.study.rows[method].grid or self.study.grid)[: 1 if self.smoke else None]
+
     def tune(self, method: str) -> tuple[float, dict[float, float], dict[float, float]]:
         """(best rate, loss of each that was tried, consensus distance of each); one that diverged has an infinite loss."""
-        distances, grid = {}, self.study.rows[method].grid or self.study.grid
+        distances = {}
 
         def measure(rate: float) -> float:
             numbers = self.book.result(self.trial(method, rate, TUNING_SEED), read)
             distances[rate] = numbers["consensus_distance"] if numbers else math.inf
             return numbers[self.study.tuned_on] if numbers else math.inf
 
-        best, tried = trials.best_rate(measure, grid[:1] if self.smoke else grid)
+        best, tried = trials.best_rate(measure, self.grid(method))
         return best, tried, distances
 
     def values(self, rates: Mapping[str, float]) -> dict[str, list[float | None]]:
@@ -100,6 +104,9 @@ def run(trainings: Trainings) -> dict[str, Result]:
         source = trainings._replace(name=other, data=trainings.data if STUDIES[other].data else "")
     like = {method: trainings.study.rows[method].like or method for method in trainings.rows}
     tunings = list(dict.fromkeys(like.values()))
+    # All grids at first, so that no core waits while one method tries its rates one after the other.
+    grids = [(method, rate) for method in tunings for rate in source.grid(method)]
+    trials.together(lambda each: source.book.result(source.trial(each[0], each[1], TUNING_SEED), read), grids)
     found = dict(zip(tunings, trials.together(source.tune, tunings), strict=True))
     tuned = {method: found[other] for method, other in like.items()}
     values = trainings.values({method: rate for method, (rate, _, _) in tuned.items()})
