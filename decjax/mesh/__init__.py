@@ -37,7 +37,7 @@ from decjax.mesh.tensor import (
     own_rows,
     tensor_size,
 )
-from decjax.mesh.workers import Workers, make_workers, simulated_workers
+from decjax.mesh.workers import Workers, make_workers, one_by_one, simulated_workers
 
 __all__ = [
     "Axis",
@@ -55,6 +55,7 @@ __all__ = [
     "for_each_device",
     "make_workers",
     "mean_bytes",
+    "one_by_one",
     "own_key",
     "own_rows",
     "simulated_workers",
