@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import decjax
-from decjax import train
+from decjax import mesh, train
 from decjax.errors import OutOfMemory, memory_told
 from decjax.train import evaluate
 from decjax.train import state as state_lib
@@ -43,6 +43,18 @@ def test_simulated_workers_follow_the_same_trajectory(launch, reference):
     simulated, outcome = launch("optimizer=accum_adamw,simulate,workers=8", **RICH)
     np.testing.assert_allclose(losses(simulated), losses(reference), rtol=2e-5)
     assert [r["bytes_sent_per_worker"] for r in rows(simulated)] == [r["bytes_sent_per_worker"] for r in rows(reference)]
+
+
+@pytest.mark.parametrize("backend, loops", [("cpu", True), ("gpu", False)])
+def test_simulated_workers_compute_one_after_the_other_on_a_cpu_only(backend, loops, monkeypatch):
+    def fn(x_PxP, y_P, given):
+        return {"product": x_PxP @ y_P, "given": given + x_PxP.sum()}
+
+    monkeypatch.setattr(jax, "default_backend", lambda: backend)
+    workers, args = mesh.simulated_workers(3), (jnp.arange(48.0).reshape(3, 4, 4), jnp.ones((3, 4)), jnp.ones(2))
+    mapped, batched = (workers.map(each, (0, 0, None)) for each in (mesh.one_by_one(fn), fn))
+    jax.tree.map(np.testing.assert_array_equal, mapped(*args), batched(*args))
+    assert ("scan[" in str(jax.make_jaxpr(mapped)(*args))) == loops
 
 
 @pytest.mark.parametrize("method, factor", [("local", 0), ("allreduce", 14 / 8), ("topology=ring,order=atc", 2)])
