@@ -64,15 +64,20 @@ class Result(NamedTuple):
     to_loss_s: list[float]  # seconds to the loss that all-reduce ended with, a round each
     near_s: list[float]  # the same to `NEAR` above it
     told_to_loss_s: list[float] | None
+    scores: Sequence[float] = ()  # of the averaged model on test data, a round each, for tasks that have one
 
 
-def tabulate(found: Mapping[str, Result]) -> Any:
-    """Seconds to the loss that the first one, all-reduce, ends with; how many times as fast that is, measured and foretold."""
+def tabulate(found: Mapping[str, Result], score: str = "") -> Any:
+    """Seconds to the loss that the first one, all-reduce, ends with; how many times as fast that is, measured and foretold.
+
+    `score` is the name of what the runs score at their end; "": none.
+    """
     table = script.table(
         "",
         "ms per step",
         "foretold",
         "final loss",
+        *([f"final {score}"] if score else []),
         "seconds to all-reduce's loss",
         "times as fast",
         "foretold",
@@ -89,6 +94,7 @@ def tabulate(found: Mapping[str, Result]) -> Any:
             script.ms(result.step_s),
             script.ms(result.told_step_s) if result.told_step_s else "",
             ", ".join(f"{run[-1].loss:.3f}" for run in result.runs),
+            *([", ".join(f"{value:.1f}" for value in result.scores)] if score else []),
             ", ".join("never" if math.isnan(time_s) else f"{time_s:.0f}" for time_s in result.to_loss_s),
             _times(ratios),
             _of(told) if told else "",

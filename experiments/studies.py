@@ -85,7 +85,7 @@ METHODS = {ALL_REDUCE: ALL} | {
 TEXT = Study("configs/lm.py", METHODS, "eval_loss", "nats/byte", (8e-3, 1.6e-2, 3.2e-2), 2000, 1000)
 IMAGES = Study("configs/cifar.py", METHODS, "eval_accuracy", "accuracy", (4e-3, 8e-3, 1.6e-2), 600, 200, data="cifar10")
 QUALITY = {
-    "translation": Study("configs/translation.py", METHODS, "eval_bleu", "BLEU", (4e-3, 8e-3, 1.6e-2), 1500, 500, data="multi30k"),
+    "translation": Study("configs/translation.py", METHODS, "eval_bleu", "BLEU", (4e-3, 8e-3, 1.6e-2), 1000, 500, data="multi30k"),
     "cifar": IMAGES._replace(tuning_fields={"data.validation": 0.1}),
     "digits": IMAGES._replace(config="configs/digits.py", grid=(1e-2, 2e-2, 4e-2), steps=300, tuning_steps=0, data=""),
     "python": TEXT,

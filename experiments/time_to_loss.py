@@ -5,8 +5,8 @@
     python -m experiments.time_to_loss --out=runs/translated_in --multi30k=data/multi30k
 
 Four hosts in a box (launch.cluster: root and iproute2), links of 100 Mbit/s, one process a host, the transformer of 5.9M parameters
-of experiments.speedup on a megabyte of Python's standard library; with --multi30k an encoder–decoder of 6.6M parameters learns to
-translate. A step of every method reads as many examples.
+of experiments.speedup on a megabyte of Python's standard library; with --multi30k the encoder–decoder of configs/translation.py, of
+1.2M parameters, learns to translate. A step of every method reads as many examples.
 
 1. Each method is tuned in simulation, without a network: three learning rates, and further ones while the best is at an edge. Whoever
    does not end 0.05 nats below all-reduce's loss gets more steps: the fewest of 1.5 or 2 times as many with which it does; if
@@ -65,6 +65,10 @@ class Job(NamedTuple):
     small: Mapping[str, int]  # the same of a tiny one
     about: str  # words for the figure
     unit: str  # of its loss
+    steps: int  # of all-reduce
+    batch_size: int  # examples of a worker
+    every: int  # steps between evaluations
+    score: str = ""  # what is scored on test data at the end, as "bleu"; "": nothing
 
 
 TEXT = Job(
@@ -74,14 +78,21 @@ TEXT = Job(
     dict(width=16, hidden=32, heads=2, depth=1, context=16, vocabulary=256),
     "5.9M parameters learn Python",
     "nats/byte",
+    steps=100,
+    batch_size=2,
+    every=10,
 )
 TRANSLATION = Job(
     "time_to_translate",
     "configs/translation.py",
-    dict(width=256, hidden=1024, heads=4, encoder=3, decoder=3),
+    {},
     dict(width=16, hidden=32, heads=2, encoder=1, decoder=1, vocabulary=300),
-    "6.6M parameters learn to translate",
+    "1.2M parameters learn to translate",
     "nats/token",
+    steps=600,
+    batch_size=8,
+    every=20,
+    score="bleu",
 )
 
 
@@ -108,7 +119,7 @@ class Size(NamedTuple):
             "eval.every": self.every,
             "checkpoint.every": 4 * self.every,
             "checkpoint.keep": 1,
-            "schedule.warmup_steps": self.steps // 10,
+            "schedule.warmup_steps": max(1, self.steps // 10),
             "eval.num_windows": 0,  # all, as at the end
             "eval.local": False,  # Evaluating every worker's model takes longer than training it.
             "data.path": str(self.path),
@@ -258,8 +269,8 @@ def train(network: cluster.Network, out: pathlib.Path, size: Size, tuned: dict[s
 # -- Results ----------------------------------------------------------------------------------------------------------
 
 
-def results(out: pathlib.Path, tuned: dict[str, Tuned], rounds: int) -> dict[str, race.Result]:
-    """Every method's result, from the run directories."""
+def results(out: pathlib.Path, tuned: dict[str, Tuned], rounds: int, score: str) -> dict[str, race.Result]:
+    """Every method's result, from the run directories; `score` is that of the job."""
     goals, told_goals = ([race.read(place(out, SYNC, seed))[-1].loss for seed in range(rounds)] for place in (measured, rehearsed))
     told_s = [foretold(profile(out, seed)) for seed in range(rounds)]
     found = {}
@@ -267,6 +278,7 @@ def results(out: pathlib.Path, tuned: dict[str, Tuned], rounds: int) -> dict[str
         runs = [race.read(measured(out, method, seed)) for seed in range(rounds) if trials.finished(measured(out, method, seed))]
         if len(runs) < rounds:
             continue
+        summaries = [json.loads((measured(out, method, seed) / "summary.json").read_text()) for seed in range(rounds)]
         told, told_to_loss_s = None, None
         if method in tuned:
             told = [of[method] for of in told_s]
@@ -280,6 +292,7 @@ def results(out: pathlib.Path, tuned: dict[str, Tuned], rounds: int) -> dict[str
             [race.reached(run, loss) for run, loss in zip(runs, goals)],
             [race.reached(run, loss + race.NEAR) for run, loss in zip(runs, goals)],
             told_to_loss_s,
+            [summary[f"eval_{score}"] for summary in summaries] if score else [],
         )
     return found
 
@@ -302,8 +315,16 @@ def check(out: pathlib.Path) -> None:
         twins.check(FLAGS.peers)
 
 
+def _job() -> Job:
+    return TRANSLATION if FLAGS.multi30k else TEXT
+
+
 def _options() -> dict[str, Any]:
-    return {name: FLAGS[name].value for name in ("rate", "multi30k", "steps", "batch_size", "every", "smoke")}
+    """What runs of one folder have in common; sizes that no flag gives are those of the job."""
+    job = _job()
+    sizes = {name: FLAGS[name].value or getattr(job, name) for name in ("steps", "batch_size", "every")}
+    data = FLAGS.multi30k and trials.contents(FLAGS.multi30k)
+    return {"rate": FLAGS.rate, "multi30k": data, "smoke": FLAGS.smoke, **sizes}
 
 
 def main() -> None:
@@ -311,18 +332,18 @@ def main() -> None:
     out = command.folder("out", FLAGS.out)
     check(out)
     out.mkdir(parents=True, exist_ok=True)
-    (out / "options.json").write_text(json.dumps(_options()))
-    job = TRANSLATION if FLAGS.multi30k else TEXT
+    options, job = _options(), _job()
+    (out / "options.json").write_text(json.dumps(options))
     model = job.small if FLAGS.smoke else job.model
-    steps, batch_size, every = (8, 1, 2) if FLAGS.smoke else (FLAGS.steps, FLAGS.batch_size, FLAGS.every)
+    steps, batch_size, every = (8, 1, 2) if FLAGS.smoke else (options[name] for name in ("steps", "batch_size", "every"))
     data = pathlib.Path(FLAGS.multi30k) if FLAGS.multi30k else twins.write_text(out / "text.txt", model["context"])
     size = Size(job, steps, batch_size, model, every, data, *(SMOKE_TUNING if FLAGS.smoke else (tuple(TRAINED), GRID, LONGER)))
     tuned = tune(out, size)
     with cluster.network(hosts=HOSTS, rate=FLAGS.rate) as network:
         train(network, out, size, tuned, FLAGS.rounds)
     rehearse(out, size, tuned, FLAGS.rounds)
-    found = results(out, tuned, FLAGS.rounds)
-    table, title = race.tabulate(found), f"{job.about} on four hosts, links of {FLAGS.rate}"
+    found = results(out, tuned, FLAGS.rounds, job.score)
+    table, title = race.tabulate(found, job.score.upper()), f"{job.about} on four hosts, links of {FLAGS.rate}"
     script.show(table)
     race.draw(str(out / f"{job.name}.png"), found, title, job.unit)
     if FLAGS.pages:
@@ -336,9 +357,14 @@ if __name__ == "__main__":
     flags.DEFINE_string("rate", "100mbit", "Of every link.")
     flags.DEFINE_integer("rounds", 2, "Runs of each method in the box.", lower_bound=1)
     flags.DEFINE_string("multi30k", None, "Folder of Multi30k's parallel files, to learn to translate; none: to learn Python.")
-    flags.DEFINE_integer("steps", 100, "Of all-reduce.", lower_bound=10)
-    flags.DEFINE_integer("batch_size", 2, "Per worker and step: sequences of 128 bytes, or pairs of sentences.", lower_bound=1)
-    flags.DEFINE_integer("every", 10, "Steps between evaluations.", lower_bound=1)
+    flags.DEFINE_integer("steps", None, "Of all-reduce; none: 100, or 600 to translate.", lower_bound=10)
+    flags.DEFINE_integer(
+        "batch_size",
+        None,
+        "Per worker and step: sequences of 128 bytes, or pairs of sentences; none: 2, or 8 pairs.",
+        lower_bound=1,
+    )
+    flags.DEFINE_integer("every", None, "Steps between evaluations; none: 10, or 20 to translate.", lower_bound=1)
     flags.DEFINE_string(
         "peers", None, "A Python with experiments/requirements-peers.txt, for PyTorch's DDP and decent-dp; none: not these."
     )
