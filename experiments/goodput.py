@@ -60,7 +60,7 @@ class Row(NamedTuple):
 
 ROWS = (
     Row("gossip", SHORTHANDS[ONE_PEER]),
-    Row("gossip, 1.2M parameters", SHORTHANDS[ONE_PEER], is_larger=True),
+    Row("gossip, 1.4M parameters", SHORTHANDS[ONE_PEER], is_larger=True),
     Row("DiLoCo", "method=diloco,every=20"),
     Row(SYNC, SHORTHANDS[SYNC]),
     Row(f"{SYNC}, from its checkpoint", SHORTHANDS[SYNC], elastic=False),
