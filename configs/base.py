@@ -123,6 +123,17 @@ def get_config(
     return config
 
 
+def by_optimizer(
+    known: Mapping[str, tuple[float, float]], others: tuple[float, float]
+) -> Callable[[str, str, str], dict[str, float]]:
+    """`tuned` of a task where learning rate and weight decay depend on the optimizer only: those of the `known` ones, and of `others`."""
+
+    def tuned(method: str, order: str, optimizer: str) -> dict[str, float]:
+        return dict(zip(("learning_rate", "weight_decay"), known.get(optimizer, others), strict=True))
+
+    return tuned
+
+
 def _scaled(learning_rate: float, config: ml_collections.ConfigDict, tuned_batch: int, scale: str) -> Any:
     """The learning rate times (global batch ÷ `tuned_batch`), or times its square root; follows `batch_size`."""
     ratio = config.get_ref("batch_size").to_float() / float(tuned_batch)

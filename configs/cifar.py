@@ -14,20 +14,22 @@ from configs import base, digits, shorthand
 from decjax import config as parts
 
 KEYS = digits.KEYS
-TUNED = dict(adamw=(1e-2, 1e-4), accum_adamw=(1e-2, 1e-4), sgdm=(0.3, 1e-4))  # (learning rate, weight decay)
-
-
-def tuned(method: str, order: str, optimizer: str) -> dict[str, float]:
-    """Learning rate and weight decay for an optimizer on this task."""
-    learning_rate, weight_decay = TUNED.get(optimizer, (3e-3, 1e-4))
-    return dict(learning_rate=learning_rate, weight_decay=weight_decay)
+# (learning rate, weight decay): guesses, from those of the digits.
+GUESSED = dict(adamw=(1e-2, 1e-4), accum_adamw=(1e-2, 1e-4), sgdm=(0.3, 1e-4))
 
 
 def get_config(arg: str = "") -> ml_collections.ConfigDict:
     """The config of CIFAR-10, changed by a shorthand such as "workers=8,norm=group"."""
     given = shorthand.parse(arg, KEYS)
     smoke = given.get("smoke", False)
-    config = base.get_config(given, steps=10 if smoke else 1000, batch=8, clip_norm=0.0, tuned=tuned, warmup_steps=50)
+    config = base.get_config(
+        given,
+        steps=10 if smoke else 1000,
+        batch=8,
+        clip_norm=0.0,
+        tuned=base.by_optimizer(GUESSED, others=(3e-3, 1e-4)),
+        warmup_steps=50,
+    )
     config.task = "images"
     config.data = parts.section("task", "images", dataset="cifar10", augment=True)
     config.model = digits.model(given, "resnet", **({} if smoke else dict(depth=20, width=16)))

@@ -29,19 +29,19 @@ FIELDS = dict(bound="forward", gradient_bound="backward")
 TUNED = dict(adamw=(1e-2, 0.0), sgdm=(0.5, 0.0))
 
 
-def tuned(method: str, order: str, optimizer: str) -> dict[str, float]:
-    """Learning rate and weight decay for an optimizer on this task."""
-    learning_rate, weight_decay = TUNED.get(optimizer, (3e-3, 0.0))
-    return dict(learning_rate=learning_rate, weight_decay=weight_decay)
-
-
 def get_config(arg: str = "") -> ml_collections.ConfigDict:
     """The config of the clicks, changed by a shorthand such as "workers=4,optimizer=sgdm"."""
     given = shorthand.parse(arg, KEYS)
     smoke = given.get("smoke", False)
     defaults = dict(method="allreduce", topology="exponential")
     config = base.get_config(
-        given, steps=20 if smoke else 1000, batch=32, clip_norm=0.0, tuned=tuned, warmup_steps=20, defaults=defaults
+        given,
+        steps=20 if smoke else 1000,
+        batch=32,
+        clip_norm=0.0,
+        tuned=base.by_optimizer(TUNED, others=(3e-3, 0.0)),
+        warmup_steps=20,
+        defaults=defaults,
     )
     config.task = "clicks"
     config.data = parts.section("task", "clicks")

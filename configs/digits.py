@@ -22,12 +22,6 @@ KEYS = base.KEYS | dict(model=("resnet", "mlp"), norm=("batch", "group"))
 TUNED = dict(adamw=(2e-2, 1e-4), accum_adamw=(1e-2, 1e-4), sgdm=(0.3, 1e-4), sign=(1e-3, 1e-4))
 
 
-def tuned(method: str, order: str, optimizer: str) -> dict[str, float]:
-    """Learning rate and weight decay for an optimizer on this task."""
-    learning_rate, weight_decay = TUNED.get(optimizer, (3e-3, 1e-4))
-    return dict(learning_rate=learning_rate, weight_decay=weight_decay)
-
-
 def get_config(arg: str = "") -> ml_collections.ConfigDict:
     """The config of the digits, changed by a shorthand such as "workers=4,model=mlp"."""
     given = shorthand.parse(arg, KEYS)
@@ -38,7 +32,7 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
         steps=20 if smoke else 150,
         batch=16,
         clip_norm=0.0,
-        tuned=tuned,
+        tuned=base.by_optimizer(TUNED, others=(3e-3, 1e-4)),
         warmup_steps=15,
         defaults=dict(topology="exponential"),
     )

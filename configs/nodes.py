@@ -16,11 +16,7 @@ from configs import base, shorthand
 from decjax import config as parts
 
 KEYS = base.KEYS | dict(graph=str, partition=str)
-
-
-def tuned(method: str, order: str, optimizer: str) -> dict[str, float]:
-    """Learning rate and weight decay, a guess for each optimizer."""
-    return dict(learning_rate=0.1 if optimizer == "sgdm" else 1e-2, weight_decay=5e-4)
+GUESSED = dict(sgdm=(0.1, 5e-4))  # (learning rate, weight decay)
 
 
 def get_config(arg: str = "") -> ml_collections.ConfigDict:
@@ -28,7 +24,14 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
     given = shorthand.parse(arg, KEYS)
     smoke = given.get("smoke", False)
     steps = 20 if smoke else 300
-    config = base.get_config(given, steps=steps, batch=1, clip_norm=0.0, tuned=tuned, defaults=dict(method="tma"))
+    config = base.get_config(
+        given,
+        steps=steps,
+        batch=1,
+        clip_norm=0.0,
+        tuned=base.by_optimizer(GUESSED, others=(1e-2, 5e-4)),
+        defaults=dict(method="tma"),
+    )
     config.schedule.final_fraction = 1.0  # A constant rate: slow workers count fewer steps of a schedule.
     config.task = "nodes"
     config.data = parts.section("task", "nodes", **{key: given[key] for key in ("graph", "partition") if key in given})

@@ -13,11 +13,8 @@ from configs import base, shorthand
 from decjax import config as parts
 
 KEYS = base.KEYS
-
-
-def tuned(method: str, order: str, optimizer: str) -> dict[str, float]:
-    """Learning rate and weight decay, the same for all methods, so that these are compared at equal learning rates."""
-    return dict(learning_rate=0.02 if optimizer == "sgdm" else 1e-2, weight_decay=0.0)
+# (learning rate, weight decay): the same for all methods, so that these are compared at equal learning rates.
+RATES = dict(sgdm=(0.02, 0.0))
 
 
 def get_config(arg: str = "") -> ml_collections.ConfigDict:
@@ -25,7 +22,14 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
     given = dict(workers=16, simulate=True) | shorthand.parse(arg, KEYS)
     smoke = given.get("smoke", False)
     defaults = dict(topology="ring", optimizer="sgdm(momentum=0.0)")
-    config = base.get_config(given, steps=20 if smoke else 500, batch=1, clip_norm=0.0, tuned=tuned, defaults=defaults)
+    config = base.get_config(
+        given,
+        steps=20 if smoke else 500,
+        batch=1,
+        clip_norm=0.0,
+        tuned=base.by_optimizer(RATES, others=(1e-2, 0.0)),
+        defaults=defaults,
+    )
     config.task = "quadratics"
     config.data = parts.section("task", "quadratics", dimension=4 if smoke else 16)
     config.eval.update(every=10 if smoke else 100, num_windows=0, batch_size=1)

@@ -21,19 +21,20 @@ ADAM = dict(b1=0.9, b2=0.98)
 ACCUM_ADAM = dict(b1=0.9, b2=0.98, window=4)
 
 
-def tuned(method: str, order: str, optimizer: str) -> dict[str, float]:
-    """Learning rate and weight decay for an optimizer on this task."""
-    learning_rate, weight_decay = TUNED.get(optimizer, (2e-3, 1e-2))
-    return dict(learning_rate=learning_rate, weight_decay=weight_decay)
-
-
 def get_config(arg: str = "") -> ml_collections.ConfigDict:
     """The config of the translation, changed by a shorthand such as "workers=16,simulate"."""
     given = shorthand.parse(arg, KEYS)
     smoke, steps = given.get("smoke", False), 10 if given.get("smoke") else 2000
     options = ACCUM_ADAM if given.get("optimizer", "").partition("(")[0] == "accum_adamw" else ADAM
     config = base.get_config(
-        given, steps=steps, batch=8, clip_norm=1.0, tuned=tuned, schedule="inverse_sqrt", warmup_steps=200, options=options
+        given,
+        steps=steps,
+        batch=8,
+        clip_norm=1.0,
+        tuned=base.by_optimizer(TUNED, others=(2e-3, 1e-2)),
+        schedule="inverse_sqrt",
+        warmup_steps=200,
+        options=options,
     )
     config.task = "translation"
     config.data = parts.section("task", "translation", length=48)

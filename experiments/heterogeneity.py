@@ -25,6 +25,7 @@ from launch import command
 
 FLAGS = flags.FLAGS
 PARTS = (*studies.DIRICHLET, *studies.MULTI30K)
+KINDS = ((studies.DIRICHLET, "heterogeneity"), (studies.MULTI30K, "multi30k_lm"))  # with their tables
 
 
 class Claim(NamedTuple):
@@ -64,10 +65,10 @@ def joint(found: Mapping[str, Mapping[str, Result]]) -> Any:
 def judged(claim: Claim, of: Mapping[str, Result]) -> str:
     """By how much the better one is ahead, in accuracy, and whether intervals of ± 2σ of the means are apart."""
     better, worse = of[claim.better], of[claim.worse]
-    if not better.ended or not worse.ended:
-        return "diverged"
+    if lost := [name for name in (claim.better, claim.worse) if None in of[name].values]:
+        return f"{lost[0]} diverged"
     ahead = better.spread.mean - worse.spread.mean
-    apart = abs(ahead) > better.spread.error + worse.spread.error
+    apart = trials.apart(better.spread, worse.spread)
     return f"{ahead:+.4f}, {'yes' if apart and ahead > 0 else 'NO' if apart else 'undecided'}"
 
 
@@ -106,13 +107,18 @@ def main() -> None:
         command.fail(f"--text={FLAGS.text} changes nothing without a part of Multi30k; leave it out, or add --only=multi30k_ring")
     if FLAGS.text and not pathlib.Path(FLAGS.text).is_file():
         command.fail(f"--text={FLAGS.text} is no file; give the path of a file with Multi30k's English sentences")
+    for kind, name in KINDS:
+        if FLAGS.pages and 0 < len(set(parts) & set(kind)) < len(kind):
+            command.fail(f"--only={','.join(parts)} would leave columns out of the table {name}; name {', '.join(kind)}")
+        if set(parts) & set(kind):
+            script.check_tables(FLAGS.pages, name)
     out.mkdir(parents=True, exist_ok=True)  # All trainings may be in the book.
     book, found = trials.Book(pathlib.Path(FLAGS.book or out / "book.jsonl")), {}
     for part in parts:
         data = FLAGS.text if part in studies.MULTI30K else ""
         found[part] = quality.run(quality.Trainings(out, book, part, data, FLAGS.smoke))
         script.show(part, quality.tabulate(part, found[part]))
-    for kind, name in ((studies.DIRICHLET, "heterogeneity"), (studies.MULTI30K, "multi30k_lm")):
+    for kind, name in KINDS:
         if of := {part: rows for part, rows in found.items() if part in kind}:
             script.show(joint(of), *([order(of)] if kind is studies.DIRICHLET else []))
             draw(str(out / f"{name}.png"), of)

@@ -32,8 +32,11 @@ def chosen() -> list[str]:
     if unknown := [part for part in parts if part not in PARTS]:
         command.fail(f"--only={unknown[0]} is unknown; use some of {', '.join(PARTS)}")
     for part in parts:
-        if part in PAPER and (needed := PAPER[part].data) and not FLAGS[needed].value:
-            command.fail(f"{part} needs --{needed}; give the path of its data, or leave it out: --only={PARTS[0]}")
+        if part in PAPER and (needed := PAPER[part].data):
+            if not (path := FLAGS[needed].value):
+                command.fail(f"{part} needs --{needed}; give the path of its data, or leave it out: --only={PARTS[0]}")
+            script.check_path(needed, str(path))
+    script.check_tables(FLAGS.pages, *parts)
     return parts
 
 

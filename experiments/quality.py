@@ -3,9 +3,10 @@
 A grid whose best rate is at its edge is extended.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 import math
 import pathlib
+import statistics
 from typing import Any, NamedTuple
 
 from experiments import script, trials
@@ -21,7 +22,7 @@ class Result(NamedTuple):
     rate: float
     tried: dict[float, float]  # learning rate -> what it was tuned on
     values: list[float | None]  # a seed each; None: it diverged
-    distances: dict[float, float]  # learning rate -> consensus distance in the middle of the run, of the runs that were tried
+    distances: Sequence[float] = ()  # consensus distance in the middle of the run, of each seed that did not diverge
 
     @property
     def ended(self) -> list[float]:
@@ -75,25 +76,22 @@ class Trainings(NamedTuple):
         """The learning rates that a method is tuned with at first."""
         return (self.study.rows[method].grid or self.study.grid)[: 1 if self.smoke else None]
 
-    def tune(self, method: str) -> tuple[float, dict[float, float], dict[float, float]]:
-        """(best rate, loss of each that was tried, consensus distance of each); one that diverged has an infinite loss."""
-        distances = {}
+    def tune(self, method: str) -> tuple[float, dict[float, float]]:
+        """(best rate, loss of each that was tried); one that diverged has an infinite loss."""
 
         def measure(rate: float) -> float:
             numbers = self.book.result(self.trial(method, rate, TUNING_SEED), read)
-            distances[rate] = numbers["consensus_distance"] if numbers else math.inf
             return numbers[self.study.tuned_on] if numbers else math.inf
 
-        best, tried = trials.best_rate(measure, self.grid(method))
-        return best, tried, distances
+        return trials.best_rate(measure, self.grid(method))
 
-    def values(self, rates: Mapping[str, float]) -> dict[str, list[float | None]]:
-        """What the study compares, for each seed of each method; None for one that diverged."""
+    def made(self, rates: Mapping[str, float]) -> dict[str, list[dict[str, Any] | None]]:
+        """What `read` finds, for each seed of each method; None for one that diverged."""
         of = [(method, seed) for method in rates for seed in range(1 if self.smoke else self.study.rows[method].seeds)]
-        made = trials.together(lambda each: self.book.result(self.trial(each[0], rates[each[0]], each[1]), read), of)
-        found: dict[str, list[float | None]] = {method: [] for method in rates}
-        for (method, _), numbers in zip(of, made, strict=True):
-            found[method].append(numbers and numbers[self.study.metric])
+        numbers = trials.together(lambda each: self.book.result(self.trial(each[0], rates[each[0]], each[1]), read), of)
+        found: dict[str, list[dict[str, Any] | None]] = {method: [] for method in rates}
+        for (method, _), own in zip(of, numbers, strict=True):
+            found[method].append(own)
         return found
 
 
@@ -108,20 +106,32 @@ def run(trainings: Trainings) -> dict[str, Result]:
     grids = [(method, rate) for method in tunings for rate in source.grid(method)]
     trials.together(lambda each: source.book.result(source.trial(each[0], each[1], TUNING_SEED), read), grids)
     found = dict(zip(tunings, trials.together(source.tune, tunings), strict=True))
-    tuned = {method: found[other] for method, other in like.items()}
-    values = trainings.values({method: rate for method, (rate, _, _) in tuned.items()})
-    return {method: Result(rate, tried, values[method], distances) for method, (rate, tried, distances) in tuned.items()}
+    tuned, metric = {method: found[other] for method, other in like.items()}, trainings.study.metric
+    made = trainings.made({method: rate for method, (rate, _) in tuned.items()})
+    return {
+        method: Result(
+            rate,
+            tried,
+            [numbers[metric] if numbers else None for numbers in made[method]],
+            [numbers["consensus_distance"] for numbers in made[method] if numbers],
+        )
+        for method, (rate, tried) in tuned.items()
+    }
 
 
 # -- What is shown ----------------------------------------------------------------------------------------------------
 
 
 def verdict(result: Result, reference: Result) -> str:
-    """Whether a row equals the reference, as `trials.equal` means it: never if a seed diverged."""
+    """Whether a row equals the reference, as `trials.equal` means it, differs by more than both intervals, or neither.
+
+    A row with a seed that diverged differs.
+    """
     if len(result.values) < 2 or len(reference.values) < 2:
         return "one seed"
-    whole = None not in (*result.values, *reference.values)
-    return "equal" if whole and trials.equal(result.spread, reference.spread) else "not equal"
+    if None in (*result.values, *reference.values) or trials.apart(result.spread, reference.spread):
+        return "not equal"
+    return "equal" if trials.equal(result.spread, reference.spread) else "undecided"
 
 
 def cell(result: Result, digits: int) -> str:
@@ -137,11 +147,13 @@ def tried(result: Result) -> str:
 
 
 def tabulate(name: str, found: dict[str, Result]) -> Any:
-    """Mean ± 2σ over the seeds, the difference from the first row, and the rates that were tried."""
-    unit, reference = STUDIES[name].unit, next(iter(found))
-    digits, first = 2 if unit == "BLEU" else 4, found[reference]
-    table = script.table("", f"{unit}, mean ± 2σ", "to the first", "", "rate", "rates tried")
+    """Mean ± 2σ over the seeds, the difference from the first row or the one that it names, Ξ, and the rates that were tried."""
+    unit, rows = STUDIES[name].unit, STUDIES[name].rows
+    digits, own = 2 if unit == "BLEU" else 4, any(row.against for row in rows.values())
+    table = script.table("", f"{unit}, mean ± 2σ", "to all-reduce" if own else "to the first", "", "Ξ", "rate", "rates tried")
     for method, result in found.items():
+        reference = rows[method].against or next(iter(found))
+        first = found.get(reference, result)  # A smoke run has two rows only.
         compared = method != reference and result.ended and first.ended
         apart = result.spread.mean - first.spread.mean if compared else 0.0
         relative = f" ({100 * apart / first.spread.mean:+.1f} %)" if compared and unit.startswith("nats") else ""
@@ -151,8 +163,9 @@ def tabulate(name: str, found: dict[str, Result]) -> Any:
             cell(result, digits),
             f"{apart:+.{digits}f}{relative}" if compared else "",
             verdict(result, first) if compared else "",
+            f"{statistics.fmean(result.distances):.2g}" if result.distances else "",
             f"{result.rate:.3g}{edge}",
-            f"as {like}" if (like := STUDIES[name].rows[method].like) else tried(result),
+            f"as {like}" if (like := rows[method].like) else tried(result),
         )
     return table
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from experiments import script
 
-NEAR = 0.05  # nats: by so much do losses of other seeds and neighbouring rates differ without an order
+NEAR = 0.05  # nats above a goal: a second goal, which does not lie at the flat end of the run that sets it
 
 
 class Point(NamedTuple):
@@ -42,14 +42,18 @@ def read(workdir: pathlib.Path) -> list[Point]:
 
 
 def reached(points: Sequence[Point], loss: float, get: Callable[[Point], float] = lambda point: point.time_s) -> float:
-    """When a run first had a loss, in seconds or as `get` says, interpolated between evaluations; nan if it never had."""
-    if points and points[0].loss <= loss:
-        return get(points[0])
-    for before, after in itertools.pairwise(points):
-        if after.loss <= loss:
-            share = (before.loss - loss) / (before.loss - after.loss)
-            return get(before) + share * (get(after) - get(before))
-    return math.nan
+    """When a run came to a loss to stay below it, in seconds or as `get` says, interpolated between evaluations; nan if it never did.
+
+    A single good evaluation among worse ones does not count: losses of small models vary between evaluations.
+    """
+    above = [k for k, point in enumerate(points) if point.loss > loss]
+    if not above:
+        return get(points[0]) if points else math.nan
+    if above[-1] + 1 == len(points):
+        return math.nan
+    before, after = points[above[-1] : above[-1] + 2]
+    share = (before.loss - loss) / (before.loss - after.loss)
+    return get(before) + share * (get(after) - get(before))
 
 
 # -- What is shown ----------------------------------------------------------------------------------------------------
@@ -120,7 +124,7 @@ def _times(ratios: Sequence[float]) -> str:
 
 
 def draw(path: str, found: Mapping[str, Result], title: str, unit: str) -> None:
-    """Loss against seconds: a line a round, dashed without a forecast; a dot where a method first has all-reduce's final loss.
+    """Loss against seconds: a line a round, dashed without a forecast; a dot where a method comes to all-reduce's final loss.
 
     Losses above the first one of all-reduce are cut off.
     """
@@ -138,4 +142,6 @@ def draw(path: str, found: Mapping[str, Result], title: str, unit: str) -> None:
         axis.set(xlabel="seconds of training", ylabel=f"validation loss, {unit}", xlim=(0, None))
         axis.set_ylim(top=top + 0.02 * abs(top))
         axis.legend(frameon=False, fontsize=8)
-        script.dress(figure, f"{title}\ndots and legend: when each method first has the loss that all-reduce ends with")
+        script.dress(
+            figure, f"{title}\ndots and legend: when each method comes to the loss that all-reduce ends with, and stays below it"
+        )

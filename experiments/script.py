@@ -27,6 +27,8 @@ def run(main: Callable[[], int | None], errors: tuple[type[Exception], ...] = ()
             command.fail(f"unexpected argument {argv[0]!r}; options start with --")
         if pages := getattr(flags.FLAGS, "pages", None):
             check_pages(pages)
+            if getattr(flags.FLAGS, "smoke", False):
+                command.fail(f"--smoke would write figures of tiny models into --pages={pages}; leave out one of them")
             if row := getattr(flags.FLAGS, "row", None):
                 command.fail(
                     f"--row={row[0]} would leave the other rows out of the tables of --pages={pages}; leave out one of them"
@@ -83,6 +85,19 @@ def check_pages(pages: str) -> None:
         command.fail(f"pages={pages!r} has no Markdown pages; give their folder, as --pages=docs/results, or leave it out")
 
 
+def check_tables(pages: str | None, *names: str) -> None:
+    """Ends a command that would measure tables for which no page of a folder has a place."""
+    text = "".join(page.read_text() for page in pathlib.Path(pages).glob("*.md")) if pages else ""
+    if pages and (homeless := [name for name in names if f"<!-- table {name} -->" not in text]):
+        command.fail(f"--pages={pages}: no page has the line <!-- table {homeless[0]} -->; add it, or leave --pages out")
+
+
+def check_path(flag: str, path: str) -> None:
+    """Ends a command whose data are not there, before it takes hours."""
+    if path and not pathlib.Path(path).exists():
+        command.fail(f"--{flag}={path} does not exist; give the path of the data")
+
+
 def fill(folder: pathlib.Path, name: str, found: rich.table.Table) -> None:
     """Writes a table between `<!-- table NAME -->` and `<!-- end -->` in those Markdown pages of a folder that have these lines."""
     between = re.compile(rf"(<!-- table {re.escape(name)} -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -96,7 +111,9 @@ def fill(folder: pathlib.Path, name: str, found: rich.table.Table) -> None:
 def publish(folder: str, name: str, found: rich.table.Table, draw: Callable[[str], None]) -> None:
     """Writes a table into the pages of a folder, and its figure, drawn by `draw(path)`, into the folder images beside it."""
     fill(pathlib.Path(folder), name, found)
-    draw(str(pathlib.Path(folder).parent / "images" / f"{name}.png"))
+    images = pathlib.Path(folder).parent / "images"
+    images.mkdir(exist_ok=True)
+    draw(str(images / f"{name}.png"))
 
 
 def ms(seconds: float) -> str:

@@ -262,6 +262,8 @@ def train(network: cluster.Network, out: pathlib.Path, size: Size, tuned: dict[s
                 code = twins.train(network, FLAGS.peers, name, measured(out, twin, seed), workdir)
             else:
                 code = network.run("launch.train", trial(method, size, tuned[method], workdir, seed, simulate=False).arguments)
+            if code == command.DIVERGED:
+                raise Failed(f"{method} diverged in the box with seed {seed}; --rounds={seed} leaves it out")
             if code:
                 raise Failed(f"{method} ended with exit code {code}; the same command continues")
 
@@ -299,6 +301,9 @@ def results(out: pathlib.Path, tuned: dict[str, Tuned], rounds: int, score: str)
 
 def check(out: pathlib.Path) -> None:
     """Refuses at once what would end the command after an hour, and a folder with runs of other options, which would not be repeated."""
+    script.check_tables(FLAGS.pages, _job().name)
+    if FLAGS.multi30k and not any(pathlib.Path(FLAGS.multi30k).glob("train.de*")):
+        raise Failed(f"--multi30k={FLAGS.multi30k} has no train.de; give the folder of Multi30k's parallel files")
     path, options = out / "options.json", _options()
     try:
         before = json.loads(path.read_text()) if path.exists() else options
@@ -306,6 +311,8 @@ def check(out: pathlib.Path) -> None:
         raise Failed(f"{path} cannot be read ({error}); give another --out") from error
     if changed := [name for name, value in options.items() if before.get(name) != value]:
         name = changed[0]
+        if name == "multi30k":
+            raise Failed(f"--multi30k={FLAGS.multi30k}: the runs in {out} have other data; give another --out")
         raise Failed(f"--{name}={options[name]}: the runs in {out} have --{name}={before.get(name)}; give another --out")
     with cluster.network(hosts=HOSTS, rate=FLAGS.rate):
         pass

@@ -167,10 +167,13 @@ def _key(config: str, fields: Mapping[str, Any]) -> str:
 
 
 def best_rate(measure: Callable[[float], float], grid: Sequence[float]) -> tuple[float, dict[float, float]]:
-    """The learning rate with the least loss, and all that were tried; a grid of several whose best is at its edge is extended."""
+    """The learning rate with the least loss, and all that were tried; a grid of several whose best is at its edge is extended.
+
+    Runs that diverge have an infinite loss; where all do, smaller rates are tried.
+    """
     losses = {rate: measure(rate) for rate in grid}
     while True:
-        best = min(losses, key=lambda rate: losses[rate])
+        best = min(losses, key=lambda rate: (losses[rate], rate))
         further = best * FACTOR if best == max(losses) else best / FACTOR if best == min(losses) else None
         if further is None or len(grid) == 1 or len(losses) >= MOST_RATES:
             return best, losses
@@ -202,7 +205,12 @@ def spread(values: Sequence[float]) -> Spread:
     return Spread(statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else math.nan, len(values))
 
 
+def apart(one: Spread, other: Spread) -> bool:
+    """Whether the intervals of ± 2σ of both means do not overlap; False for a single seed, which has none."""
+    return abs(one.mean - other.mean) > one.error + other.error
+
+
 def equal(one: Spread, other: Spread) -> bool:
-    """Whether intervals of ± 2σ of the mean overlap, and the means differ by at most one σ, the root of the mean variance."""
-    apart = abs(one.mean - other.mean)
-    return apart <= one.error + other.error and apart <= math.sqrt((one.sigma**2 + other.sigma**2) / 2)
+    """Whether these intervals overlap, and the means differ by at most one σ, the root of the mean variance."""
+    difference, sigma = abs(one.mean - other.mean), math.sqrt((one.sigma**2 + other.sigma**2) / 2)
+    return difference <= one.error + other.error and difference <= sigma

@@ -10,7 +10,7 @@ from tests import commands
 
 
 def result(*values):
-    return quality.Result(0.1, {0.1: 0.5}, list(values), {0.1: 0.1})
+    return quality.Result(0.1, {0.1: 0.5}, list(values))
 
 
 def test_claims_are_judged_by_intervals():
@@ -19,7 +19,8 @@ def test_claims_are_judged_by_intervals():
     assert judged(result(0.9, 0.91, 0.92), result(0.8, 0.81, 0.82)) == "+0.1000, yes"
     assert judged(result(0.8, 0.81, 0.82), result(0.9, 0.91, 0.92)) == "-0.1000, NO"
     assert judged(result(0.80, 0.85, 0.90), result(0.79, 0.84, 0.89)) == "+0.0100, undecided"
-    assert judged(result(None), result(0.8, 0.9)) == "diverged"
+    assert judged(result(None), result(0.8, 0.9)) == "a diverged"
+    assert judged(result(0.9, 0.91), result(0.8, 0.81, None)) == "b diverged"  # What is left may be luck.
 
 
 def test_a_column_for_each_part_and_a_row_for_each_claim():
@@ -46,6 +47,7 @@ def test_the_whole_way_with_tiny_models(tmp_path):
         (("--only=dirichlet",), "--only=dirichlet is unknown; use some of dirichlet_10"),
         (("--only=multi30k_ring",), "multi30k_ring needs --text; give the path"),
         (("--only=multi30k_ring", "--text=nowhere"), "--text=nowhere is no file; give the path"),
+        (("--only=dirichlet_1", "--pages=docs/results"), "--only=dirichlet_1 would leave columns out of the table heterogeneity;"),
         (("--text=README.md",), "--text=README.md changes nothing without a part of Multi30k; leave it out"),
     ],
 )

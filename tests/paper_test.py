@@ -49,22 +49,41 @@ def test_the_exponent_is_that_of_a_power():
 
 
 def result(*values):
-    return quality.Result(1e-3, {1e-3: 0.5}, list(values), {1e-3: 0.1})
+    return quality.Result(1e-3, {1e-3: 0.5}, list(values), [0.1, 0.3])
 
 
 def test_verdicts_need_seeds_on_both_sides():
     first = result(27.7, 27.8, 27.9)
     assert quality.verdict(result(27.75, 27.8, 27.85), first) == "equal"
     assert quality.verdict(result(27.0, 27.1, 27.2), first) == "not equal"
+    assert quality.verdict(result(27.6, 27.66, 27.72), first) == "undecided"
     assert quality.verdict(result(27.8), first) == "one seed"
     table = quality.tabulate(
         "translation", {studies.ALL_REDUCE: first, "D-Adam, AER": result(None), "AccumAdam, AER": result(27.0, None, 27.2)}
     )
-    rows = list(zip(*(list(column.cells) for column in table.columns), strict=True))
+    rows = cells(table)
     assert rows[1][:2] == ("D-Adam, AER", "1 of 1 diverged")
     assert rows[2][1:4] == ("27.10 ± 0.28, 1 of 3 diverged", "-0.70", "not equal")
     lucky = result(27.7, 27.8, None)
     assert quality.verdict(lucky, first) == quality.verdict(first, lucky) == "not equal"
+
+
+def cells(table):
+    """A tuple for each row."""
+    return list(zip(*(list(column.cells) for column in table.columns), strict=True))
+
+
+def test_rows_are_compared_with_the_row_that_they_name():
+    """D-Adam on 8 workers with all-reduce on 8."""
+    values = {"all-reduce, N = 4": 1.0, "D-Adam, N = 4": 1.1, "all-reduce, N = 8": 2.0, "D-Adam, N = 8": 2.1}
+    rows = cells(quality.tabulate("workers", {name: result(value) for name, value in values.items()}))
+    assert [row[2] for row in rows] == ["", "+0.1000 (+10.0 %)", "", "+0.1000 (+5.0 %)"]
+    assert [row[4] for row in rows] == ["0.2"] * 4  # Ξ
+
+
+def test_grids_go_down_where_everything_diverges():
+    best, losses = trials.best_rate(lambda rate: 1 / rate if rate < 3e-3 else math.inf, (8e-3, 1.6e-2, 3.2e-2))
+    assert best == 2e-3 and sorted(losses) == [1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2, 3.2e-2]
 
 
 def test_the_whole_way_with_tiny_models(tmp_path):
@@ -170,9 +189,9 @@ def test_rates_are_tuned_in_shorter_runs_with_a_seed_of_their_own(made, monkeypa
     monkeypatch.setattr(quality, "read", lambda run: run.summary() | {"consensus_distance": 0.5})
     trainings = quality.Trainings(tmp_path, trials.Book(tmp_path / "book.jsonl"), "python", "", smoke=False)
     assert trainings.trial(studies.ALL_REDUCE, 1e-3, quality.TUNING_SEED).config.endswith("steps=1000")
-    best, tried, distances = trainings.tune(studies.ALL_REDUCE)
-    assert set(made) == {quality.TUNING_SEED} and best in tried and set(tried) == set(distances)
-    assert trainings.values({studies.ALL_REDUCE: best}) == {studies.ALL_REDUCE: [2.0, 3.0, 4.0]}
+    best, tried = trainings.tune(studies.ALL_REDUCE)
+    assert set(made) == {quality.TUNING_SEED} and best in tried
+    assert [own["eval_loss"] for own in trainings.made({studies.ALL_REDUCE: best})[studies.ALL_REDUCE]] == [2.0, 3.0, 4.0]
 
 
 @pytest.mark.parametrize("old", ["", "old\n"])

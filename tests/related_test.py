@@ -14,7 +14,9 @@ def test_oracle_holds(row):
 def test_a_page_gets_the_table_and_keeps_what_is_around_it(tmp_path):
     page = tmp_path / "related.md"
     page.write_text("before\n<!-- table related -->\n<!-- end -->\nafter\n")
-    done = commands.run("experiments.related", "--smoke", "--only=FCGS", "--only=PowerGossip", f"--pages={tmp_path}")
+    refused = commands.run("experiments.related", "--smoke", "--only=FCGS", f"--pages={tmp_path}")
+    assert refused.returncode == 2 and "--smoke would write figures of tiny models" in refused.stderr
+    done = commands.run("experiments.related", "--only=FCGS", "--only=PowerGossip", f"--pages={tmp_path}")
     assert done.returncode == 0, done.stdout + done.stderr
     text = page.read_text()
     assert text.startswith("before\n") and text.endswith("after\n") and "`python -m launch.train --config=configs/lm.py:" in text

@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 
-from decjax import gossip, mesh, optim, topology
+from decjax import gossip, mesh, optim, reduce, topology
 from decjax.channel import Channel
 from experiments import stability
 from experiments.stability import SCHEMES, Optimizer, Scheme, limit
@@ -33,31 +33,38 @@ def workers():
     return mesh.make_workers(N, simulate=True)
 
 
-def grown(rate, optimizer, scheme, steps=240):
+def grown(rate, optimizer, scheme):
     """How much further from zero the workers are after the second half of a run than after the first one."""
-    # Adam's ε outweighs √V, so that V is at rest; rates are divided by ε = 1.
+    # Adam's ε outweighs √V, so that V is at rest; rates are divided by ε = 1. On one-peer graphs it takes longer until the largest
+    # eigenvalue rules; on others, x would grow so large in that time that V counts.
+    steps = 120 if scheme.graph == "complete" else 240
     scale = optim.scale_by_accumulated_adam(optimizer.decay, 0.999, 1.0, optimizer.window)
-    mixer = gossip.exact(topology.make(scheme.graph, N), Channel(workers().axis))
-    tx = optim.decentralize(optax.chain(scale, optax.scale(-rate)), mixer, scheme.order)
-    start = jnp.asarray(1e-20 * np.random.default_rng(0).normal(size=(N, 1)))
+    inner, channel = optax.chain(scale, optax.scale(-rate)), Channel(workers().axis)
+    start, phases = 1e-30 * np.random.default_rng(0).normal(size=(N, 1)), (0,)
+    if scheme.order in ("mean", "stale"):
+        tx = optim.synchronize(inner, reduce.mean(channel), stale=scheme.order == "stale")
+        start = np.broadcast_to(start[:1], (N, 1))  # All-reduce keeps the difference of parameters that differ.
+    else:
+        mixer = gossip.exact(topology.make(scheme.graph, N), channel)
+        tx, phases = optim.decentralize(inner, mixer, scheme.order), mixer.phases
 
     def train(x):
         def step(carry, _):
             x, state = carry
-            for phase in range(len(mixer.phases)):
+            for phase in range(len(phases)):
                 updates, state = tx.update(x, state, x, phase=phase)
                 x: Any = optax.apply_updates(x, updates)
             return (x, state), jnp.abs(x).max()
 
-        return jax.lax.scan(step, (x, tx.init(x)), None, length=steps // len(mixer.phases))[1]
+        return jax.lax.scan(step, (x, tx.init(x)), None, length=steps // len(phases))[1]
 
-    sizes = np.asarray(workers().jit(train, (0,))(start)).max(axis=0)
+    sizes = np.asarray(workers().jit(train, (0,))(jnp.asarray(start))).max(axis=0)
     half = len(sizes) // 2
     return sizes[-half // 4 :].max() / sizes[half - half // 4 : half].max()
 
 
 @pytest.mark.parametrize("optimizer", [Optimizer(0.9), Optimizer(0.8, 4)], ids=lambda made: made.name)
-@pytest.mark.parametrize("scheme", [SCHEMES["awc, complete"], SCHEMES["awc, one-peer"], SCHEMES["atc, one-peer"]], ids=str)
+@pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES.keys())
 def test_training_settles_below_its_limit_only(optimizer, scheme: Scheme):
     most = limit(optimizer, scheme)
     assert grown(0.93 * most, optimizer, scheme) < 1 < grown(1.07 * most, optimizer, scheme)

@@ -24,14 +24,15 @@ def test_a_grid_is_extended_while_its_best_is_at_an_edge():
     assert trials.best_rate(lambda rate: 1.0, (0.008,)) == (0.008, {0.008: 1.0})
 
 
-def test_a_loss_is_reached_between_two_evaluations():
+def test_a_loss_is_reached_between_two_evaluations_and_kept():
     points = [Point(0, 0.0, 5.0), Point(10, 20.0, 3.0), Point(20, 40.0, 3.2), Point(30, 60.0, 2.0)]
     assert race.reached(points, 4.0) == 10.0
     assert race.reached(points, 4.0, lambda point: point.step) == 5
     assert race.reached(points, 2.6) == 50.0
+    assert race.reached(points, 3.1) == pytest.approx(40 + 20 / 12)  # 3.0 did not last.
     assert race.reached(points, 6.0) == 0.0
-    assert race.reached([Point(5, 1.0, 1.0), Point(10, 2.0, 1.2), Point(15, 3.0, 0.9)], 1.1) == 1.0
-    assert math.isnan(race.reached(points, 1.9))
+    assert math.isnan(race.reached(points, 1.9)) and math.isnan(race.reached([], 1.0))
+    assert math.isnan(race.reached([*points, Point(40, 80.0, 4.5)], 4.0))
 
 
 def test_seconds_are_those_of_the_steps(tmp_path):
@@ -46,6 +47,35 @@ def test_seconds_are_those_of_the_steps(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"batch_size": 4, "model": {"context": 8}}))
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert race.read(tmp_path) == [Point(0, 0.0, 5.0), Point(10, 2.0, 3.9), Point(15, 4.0, 2.9)]
+
+
+def test_seconds_of_translation_are_counted_by_its_longest_sentences(tmp_path):
+    rows = [dict(kind="train", step=10, loss=4.0, tokens_per_s=160.0), dict(kind="eval", step=10, loss=3.9)]
+    (tmp_path / "config.json").write_text(json.dumps({"batch_size": 4, "model": {}, "data": {"length": 16}}))
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert race.read(tmp_path) == [Point(10, 4.0, 3.9)]
+
+
+@pytest.mark.parametrize(
+    "losses, steps", [({1.0: 2.9}, 10), ({1.0: 2.98, 1.5: 2.9}, 15), ({1.0: 3.2, 1.5: 3.0, 2.0: 3.1}, 15)], ids=["1", "1.5", "none"]
+)
+def test_a_method_gets_the_fewest_steps_that_bring_it_below_the_goal(losses, steps, tmp_path, monkeypatch):
+    """The goal is 0.05 below all-reduce's loss, 3.0; where nothing suffices, the steps with the least loss."""
+
+    def simulate(out, size, method, tuned):
+        return 3.0 if method == "all-reduce" else losses[tuned.steps / size.steps]
+
+    monkeypatch.setattr(time_to_loss, "simulate", simulate)
+    methods = ("all-reduce", time_to_loss.ONE_PEER)
+    size = time_to_loss.Size(time_to_loss.TEXT, 10, 1, {}, 2, tmp_path, methods, (0.008,), time_to_loss.LONGER)
+    found = time_to_loss.tune(tmp_path, size)
+    assert found == {"all-reduce": time_to_loss.Tuned(0.008, 10), time_to_loss.ONE_PEER: time_to_loss.Tuned(0.008, steps)}
+
+
+def test_data_that_are_none_are_refused_before_anything_is_written(tmp_path):
+    done = commands.run("experiments.time_to_loss", f"--out={tmp_path / 'out'}", f"--multi30k={tmp_path / 'none'}")
+    assert done.returncode == 2 and "has no train.de" in done.stderr and done.stderr.count("\n") == 1
+    assert not (tmp_path / "out").exists()
 
 
 def test_other_options_are_refused_where_runs_are(tmp_path):
@@ -85,7 +115,7 @@ def test_translation_with_a_tiny_model(tmp_path):
     document = json.loads((tmp_path / "out" / "time_to_translate.json").read_text())
     assert len(document["all-reduce"]["scores"]) == 1
     other = commands.run("experiments.time_to_loss", f"--out={tmp_path / 'out'}", "--smoke", "--rounds=1")
-    assert other.returncode == 2 and "--multi30k=None" in other.stderr and other.stderr.count("\n") == 1
+    assert other.returncode == 2 and "have other data; give another --out" in other.stderr and other.stderr.count("\n") == 1
 
 
 @needs_namespaces
