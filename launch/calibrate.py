@@ -97,6 +97,8 @@ def report(measured: measure.Measured) -> table.Table:
             if (what.kind, what.scope) == (kind, scope):
                 rows.add_row(title, f"{what.num_bytes / 1e6:.3g}", *spread(slowest_s), *shown)
                 title, shown = "", []  # Told once.
+    if len(measured.beside_s):
+        rows.add_row("beside a gradient", model_mb, *spread(measured.beside_s))
     for codec, both_s in measured.codec_s.items():
         rate_Bps = measured.cluster.codec_rate(codec)
         assert rate_Bps is not None

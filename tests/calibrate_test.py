@@ -10,7 +10,7 @@ from configs import lm
 from decjax import config as parts
 from decjax import costmodel, placement, train
 from decjax.measure import calibrate as measure
-from decjax.measure import rounds
+from decjax.measure import exchanges, rounds
 from tests import commands
 from tests.runs import spec_of
 
@@ -61,8 +61,8 @@ def setup_of(workers, local_size):
 )
 def test_exchanges_are_what_they_are_called(workers, local_size, expected):
     setup = setup_of(workers, local_size)
-    layout = measure._layout(setup)
-    actions = measure.exchange_actions(setup, [1000, layout.num_bytes])
+    layout = exchanges.layout(setup)
+    actions = exchanges.exchange_actions(setup, [1000, layout.num_bytes])
     assert {(what.kind, what.scope) for what in actions} == set(expected) and len(actions) == 2 * len(expected)
     for what, action in actions.items():
         vectors = action()
@@ -155,7 +155,9 @@ def test_a_profile_of_two_processes(tmp_path):
     assert links.num_devices == 2 and links.flops is not None
     assert "Mbit/s" in result.stdout and "--links=" in result.stdout
     assert result.stdout.count("pair between nodes") == 1 and "2 nodes × 1 workers, cpu" in result.stdout
+    assert result.stdout.count("beside a gradient") == 1  # Processes send from a thread of their own.
     check_profile(path, 2, 1)
+    assert costmodel.load(path)[1].beside_s >= 0
 
 
 @pytest.mark.parametrize(

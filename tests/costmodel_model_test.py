@@ -210,6 +210,18 @@ def test_closed_forms_of_constant_compute(cluster):
     assert found >= 8
 
 
+def test_computing_slows_what_overlaps_with_it():
+    """`beside_s` is added to an exchange that overlaps; it does not show where computing takes longer than both."""
+    link = costmodel.Link(0.0, 1e9)
+    cluster = costmodel.Cluster("box", 2, 1, link, link)
+    load = Workload(0.010, (0.020,), (0.2e9,), optimizer_s=0.003, combine_s=0.002, beside_s=0.007)  # A message takes 0.2 s.
+    pair = topology("one_peer_exponential", 2)
+    assert predict(cluster, load, gossip(pair)).mean_s == pytest.approx(0.2 + 0.007 + 0.002)
+    assert predict(cluster, load, gossip(pair, order="atc")).mean_s == pytest.approx(0.030 + 0.003 + 0.2 + 0.002)
+    assert predict(cluster, load, gossip(pair, ratio=0.1, coding_s=0.0)).mean_s == pytest.approx(0.033 + 0.002)
+    assert predict(cluster, load, gossip(pair, ratio=0.14, coding_s=0.0)).mean_s == pytest.approx(0.028 + 0.007 + 0.002)
+
+
 def test_closed_forms_are_the_formulas():
     n, P = 8, LOAD.total_bytes
     ring_s = 2 * (n - 1) * 1e-4 + 2 * (n - 1) / n * P / (0.8 * 1e9)  # the NIC is the slowest hop

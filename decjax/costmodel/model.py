@@ -15,7 +15,7 @@ recursion for all methods. For worker i, bucket b and one step, with D(i) the wo
 
 where e⁻ is the e of the exchange that was sent in the step before. A worker waits only for those in D(i), and a late neighbour costs
 nothing as long as its message arrives within the step. An exchange of b bytes takes c = α + b·β⁻¹ (`exchange_cost`), where messages
-that leave a node at the same time share its NIC.
+that leave a node at the same time share its NIC; overlapped it takes `beside_s` longer, where computing slows it down.
 
 The equations are derived here from how these systems work, not taken from a paper. Arrays are [K, N]: K independent systems
 (replicas, bandwidths, …) of N workers, so that no loop runs over workers.
@@ -79,8 +79,9 @@ def codec_time_s(cluster: Cluster, workload: Workload, method: Method) -> float:
 def durations(cluster: Cluster, workload: Workload, method: Method) -> list[np.ndarray]:
     """For each phase the times c_{i,b} of its exchange, [buckets, 1, N] seconds."""
     bytes_b = method.ratio * np.array(messages(workload, method).num_bytes)
+    beside_s = workload.beside_s / len(bytes_b) if method.overlap else 0.0
     return [
-        (method.latencies * exchange.latency_N + bytes_b[:, None] * exchange.per_byte_N)[:, None]
+        (method.latencies * exchange.latency_N + bytes_b[:, None] * exchange.per_byte_N + beside_s)[:, None]
         for exchange in exchanges(cluster, method)
     ]
 

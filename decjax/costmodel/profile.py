@@ -267,6 +267,7 @@ class Workload:
         num_bytes: bytes of each bucket's parameters, as they travel uncompressed.
         optimizer_s: seconds of the optimizer, all buckets together.
         combine_s: seconds to combine arrived parameters with the worker's own, all buckets together.
+        beside_s: seconds that an exchange takes longer while the gradient is computed, since both need the same cores.
         jitter: how F + Σ B_b varies.
         compressed: compressed forms of its messages that were measured.
     """
@@ -278,9 +279,10 @@ class Workload:
     combine_s: float = 0.0
     jitter: Jitter = Jitter()
     compressed: tuple[Compressed, ...] = ()
+    beside_s: float = 0.0
 
     def __post_init__(self):
-        for name in ("forward_s", "optimizer_s", "combine_s"):
+        for name in ("forward_s", "optimizer_s", "combine_s", "beside_s"):
             check_number(name, getattr(self, name))
         for name in ("backward_s", "num_bytes"):
             object.__setattr__(self, name, _numbers(name, getattr(self, name)))

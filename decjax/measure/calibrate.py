@@ -13,6 +13,9 @@ that of the whole exchange, so the workload of the profile has a single bucket.
 
 Between nodes, shifts and pairs use one worker per node, so that no two messages share a NIC; inside a node they use all workers.
 
+Where training sends from a thread of its own, the exchange of the model is also timed beside a gradient, in the parts in which training
+sends it: both need the same cores, so it takes longer.
+
 A compressed method is timed without its messages: its own program, in which each worker receives what it sends itself (`silence`).
 The time of the messages follows from their bytes.
 """
@@ -26,12 +29,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from decjax import buckets, codecs
+from decjax import codecs
 from decjax import config as config_lib
 from decjax.costmodel import Cluster, Compressed, Link, Workload, calibrate
 from decjax.errors import ConfigError
 from decjax.gossip import rounds as rounds_lib
-from decjax.measure import silence
+from decjax.measure import exchanges, silence
+from decjax.measure.exchanges import Beside, TimedExchange, exchange_actions
 from decjax.measure.rounds import Actions, Stopwatch, take_rounds
 from decjax.train.trainer import Trainer
 
@@ -40,22 +44,6 @@ SIZES, RATIO = 3, 4  # number of message sizes, and each one ÷ the one before; 
 
 PHASES = 64  # how many of the last steps of a compressed method are searched for phases
 CODECS = ("bfloat16", "int8")  # few, since each takes seconds to compile
-
-
-class TimedExchange(NamedTuple):
-    """Which exchange is timed, with the names of `costmodel.calibrate.Measurement`.
-
-    Attributes:
-        kind: "shift", "pair" or "all_reduce".
-        num_bytes: of the whole exchange, per worker.
-        scope: "inter" between nodes or "intra" inside a node.
-        num_workers: how many exchange with each other.
-    """
-
-    kind: str
-    num_bytes: int
-    scope: str
-    num_workers: int
 
 
 class Measured(NamedTuple):
@@ -69,6 +57,7 @@ class Measured(NamedTuple):
         exchange_s: times of the exchanges on the slowest worker, [rounds].
         codec_s: times of encoding and decoding on each worker, [N, rounds], by codec.
         coding_s: times of the updates of compressed methods on each worker, [N, rounds], by name.
+        beside_s: times of an exchange of the model beside a gradient, on the slowest worker, [rounds]; none where no thread sends.
     """
 
     cluster: Cluster
@@ -78,6 +67,7 @@ class Measured(NamedTuple):
     exchange_s: dict[TimedExchange, np.ndarray]
     codec_s: dict[str, np.ndarray]
     coding_s: dict[str, np.ndarray]
+    beside_s: np.ndarray
 
 
 def check(spec: config_lib.RunSpec) -> None:
@@ -114,18 +104,9 @@ def prepare(spec: config_lib.RunSpec) -> Trainer:
 # -- What is timed ----------------------------------------------------------------------------------------------------
 
 
-def _layout(trainer: Trainer) -> buckets.Layout:
-    return buckets.layout(_shapes(trainer), bucket_bytes=trainer.spec.bucket_bytes)
-
-
-def _shapes(trainer: Trainer) -> Any:
-    """Shapes and dtypes of one worker's parameters."""
-    return jax.eval_shape(trainer.setup.start, jax.random.key(0))
-
-
 def step_actions(trainer: Trainer) -> Actions:
     """The parts of a training step, "forward", "gradient", "optimizer" and "combine", each a program of its own on all workers."""
-    workers, layout, key = trainer.workers, _layout(trainer), jax.random.key(trainer.spec.seed)
+    workers, layout, key = trainer.workers, exchanges.layout(trainer), jax.random.key(trainer.spec.seed)
     state, batch = trainer.init(), trainer.batch(0)
 
     def combine(params, received):
@@ -153,45 +134,12 @@ def step_actions(trainer: Trainer) -> Actions:
     }
 
 
-def exchange_actions(trainer: Trainer, sizes: Sequence[int]) -> Actions:
-    """Every kind of exchange between these workers, in each of the sizes (bytes); keys are `TimedExchange`s."""
-    workers, layout = trainer.workers, _layout(trainer)
-    n, L, axis = workers.num_workers, workers.local_size, workers.axis
-    scopes = {"inter": (n // L, L, [0]), "intra": (L, 1, range(0, n, L))}  # (members, distance between them, first ones of groups)
-    sends = {
-        (kind, scope, 2): [(first + source * apart, first + target * apart) for first in firsts for source, target in pairs]
-        for scope, (members, apart, firsts) in scopes.items()
-        if members > 1
-        for kind, pairs in _patterns(members).items()
-    }
-
-    def on_all(talk):
-        return workers.jit(lambda vectors: [talk(x_P) for x_P in vectors], (0,))
-
-    programs = {what: on_all(lambda x_P, pairs=pairs: axis.exchange(x_P, pairs)) for what, pairs in sends.items()}
-    programs["all_reduce", "inter" if n > L else "intra", n] = on_all(axis.mean)
-    actions = {}
-    for wanted in sizes:
-        parts = [max(1, round(bucket.size * wanted / layout.num_bytes)) for bucket in layout.buckets]
-        vectors = [workers.build(lambda worker, part=part: np.full(part, worker, np.float32)) for part in parts]
-        actions |= {
-            TimedExchange(kind, 4 * sum(parts), scope, members): lambda run=run, vectors=vectors: run(vectors)
-            for (kind, scope, members), run in programs.items()
-        }
-    return actions
-
-
-def _patterns(members: int) -> dict[str, list[tuple[int, int]]]:
-    pairs = [(i, i ^ 1) for i in range(members - members % 2)]
-    return {"pair": pairs} | ({"shift": [(i, (i + 1) % members) for i in range(members)]} if members > 2 else {})
-
-
 def codec_actions(trainer: Trainer) -> Actions:
     """Encoding and decoding of the model's buckets, by the codec's name."""
     workers = trainer.workers
     vectors = [
         workers.build(lambda worker, size=bucket.size: np.linspace(-1, 1, size, dtype=np.float32))
-        for bucket in _layout(trainer).buckets
+        for bucket in exchanges.layout(trainer).buckets
     ]
 
     def code(codec, x_P):
@@ -246,11 +194,11 @@ def form(name: str, spec: config_lib.RunSpec) -> Form:
             f"{name!r} cannot be measured as a compressed method: it must be gossip in order 'awc', or an all-reduce "
             "that is not stale, with phases that are known beforehand"
         )
-    params = _shapes(trainer)
+    params = exchanges.shapes(trainer)
     sent = np.mean([method.num_bytes(params, phase).mean() for phase in phases])
-    whole, n = _layout(trainer).num_bytes, workers.num_workers
+    whole, n = exchanges.layout(trainer).num_bytes, workers.num_workers
     if topology:
-        exact = np.mean([rounds_lib.sent_bytes(round_, _layout(trainer)).mean() for round_ in topology.rounds])
+        exact = np.mean([rounds_lib.sent_bytes(round_, exchanges.layout(trainer)).mean() for round_ in topology.rounds])
         return Form(name, trainer, tuple(sorted(phases)), float(sent / exact), 1.0)
     sums, like = [], trainer.abstract
     workers.eval_shape(_silent_update(trainer, min(phases), sums), (0, 0), like, like.params)
@@ -284,7 +232,7 @@ def coding_actions(forms: Sequence[Form]) -> Actions:
 
 def sizes_up_to_model(trainer: Trainer) -> tuple[int, ...]:
     """Sizes of exchanges to time, in bytes, ascending; the largest is the model's, or 1 MiB for a smaller model."""
-    largest = max(_layout(trainer).num_bytes, LEAST_BYTES)
+    largest = max(exchanges.layout(trainer).num_bytes, LEAST_BYTES)
     return tuple(largest // RATIO**k for k in reversed(range(SIZES)))
 
 
@@ -314,12 +262,15 @@ def measure(
     """
     watch = Stopwatch(trainer.workers)
     steps, codings = step_actions(trainer), codec_actions(trainer)
-    exchanges = exchange_actions(trainer, sizes or sizes_up_to_model(trainer))
-    times_s = take_rounds(watch, steps | exchanges | codings | coding_actions(forms), seconds, rounds, note)
+    talks = exchange_actions(trainer, sizes or sizes_up_to_model(trainer))
+    # Elsewhere a compiler overlaps both, and devices of one process could occupy all threads with waiting.
+    beside = Beside(trainer, steps["gradient"]) if trainer.workers.needs_sender else None
+    actions = steps | talks | codings | coding_actions(forms) | ({"beside": beside} if beside else {})
+    times_s = take_rounds(watch, actions, seconds, rounds, note)
     step_s, codec_s = {part: times_s[part] for part in steps}, {codec: times_s[codec] for codec in codings}
     coding_s = {form.name: np.mean([times_s[form.name, phase] for phase in form.phases], axis=0) for form in forms}
-    exchange_s = {what: times_s[what].max(axis=0) for what in exchanges}
-    total_bytes = _layout(trainer).num_bytes
+    exchange_s = {what: times_s[what].max(axis=0) for what in talks}
+    total_bytes = exchanges.layout(trainer).num_bytes
     measurements = [
         calibrate.Measurement(what.kind, what.num_bytes, float(np.median(slowest_s)), what.scope, what.num_workers)
         for what, slowest_s in exchange_s.items()
@@ -334,10 +285,15 @@ def measure(
     ]
     n, L = trainer.workers.num_workers, trainer.workers.local_size
     cluster = calibrate.fit_cluster(measurements, name=name, num_nodes=n // L, workers_per_node=L)
+    beside_s = watch.gather(beside.own_s[-len(times_s["beside"][0]) :]).max(axis=0) if beside else np.zeros(0)
     workload = _workload(step_s, total_bytes)
+    if beside:
+        line = lines[beside.kind, beside.scope]
+        more_s = float(np.median(beside_s)) - line.latency_s - total_bytes / line.bandwidth_Bps
+        workload = dataclasses.replace(workload, beside_s=max(0.0, more_s))
     compressed = tuple(_compressed(form, coding_s[form.name], workload) for form in forms)
     workload = dataclasses.replace(workload, compressed=compressed)
-    return Measured(cluster, workload, lines, step_s, exchange_s, codec_s, coding_s)
+    return Measured(cluster, workload, lines, step_s, exchange_s, codec_s, coding_s, beside_s)
 
 
 def _workload(step_s: dict[str, np.ndarray], total_bytes: int) -> Workload:
