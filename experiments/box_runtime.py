@@ -92,7 +92,7 @@ def average(first: costmodel.Workload, second: costmodel.Workload) -> costmodel.
         first,
         backward_s=tuple(mean("backward_s")),
         jitter=costmodel.Jitter("trace", trace_s=(*traces[0], *traces[1])),
-        **{name: mean(name) for name in ("forward_s", "optimizer_s", "combine_s")},
+        **{name: mean(name) for name in ("forward_s", "optimizer_s", "combine_s", "beside_s")},
     )
 
 
