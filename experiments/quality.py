@@ -153,8 +153,8 @@ def tabulate(name: str, found: dict[str, Result]) -> Any:
     table = script.table("", f"{unit}, mean ± 2σ", "to all-reduce" if own else "to the first", "", "Ξ", "rate", "rates tried")
     for method, result in found.items():
         reference = rows[method].against or next(iter(found))
-        first = found.get(reference, result)  # A smoke run has two rows only.
-        compared = method != reference and result.ended and first.ended
+        first = found.get(reference, result)
+        compared = method != reference in found and result.ended and first.ended  # A smoke run may lack the reference.
         apart = result.spread.mean - first.spread.mean if compared else 0.0
         relative = f" ({100 * apart / first.spread.mean:+.1f} %)" if compared and unit.startswith("nats") else ""
         edge = " (edge)" if result.rate in (min(result.tried), max(result.tried)) and len(result.tried) > 1 else ""

@@ -94,7 +94,7 @@ def check_tables(pages: str | None, *names: str) -> None:
 
 def check_path(flag: str, path: str) -> None:
     """Ends a command whose data are not there, before it takes hours."""
-    if path and not pathlib.Path(path).exists():
+    if not pathlib.Path(path).exists():
         command.fail(f"--{flag}={path} does not exist; give the path of the data")
 
 

@@ -137,7 +137,7 @@ LONG = {name: GAP_ROWS[name] for name in (ALL_REDUCE, ATC, MAIN)}
 GAPS = {
     "gap": GAP,
     "gap_longer": GAP._replace(rows=LONG, steps=16_000, tuning_steps=4000),  # eight times as long
-    "gap_batches": GAP._replace(rows=LONG | {ACCUM_2: GAP_ROWS[ACCUM_2]}, fields={"batch_size": 64}, tuning_steps=400),  # 4 ×
+    "gap_batches": GAP._replace(rows=LONG | {ACCUM_2: GAP_ROWS[ACCUM_2]}, fields={"batch_size": 64}, tuning_steps=400),  # × 4
     "gap_shakespeare": GAP._replace(rows=LONG, steps=8000, data="shakespeare", rates="gap_longer"),
 }
 

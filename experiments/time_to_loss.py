@@ -280,7 +280,6 @@ def results(out: pathlib.Path, tuned: dict[str, Tuned], rounds: int, score: str)
         runs = [race.read(measured(out, method, seed)) for seed in range(rounds) if trials.finished(measured(out, method, seed))]
         if len(runs) < rounds:
             continue
-        summaries = [json.loads((measured(out, method, seed) / "summary.json").read_text()) for seed in range(rounds)]
         told, told_to_loss_s = None, None
         if method in tuned:
             told = [of[method] for of in told_s]
@@ -294,9 +293,13 @@ def results(out: pathlib.Path, tuned: dict[str, Tuned], rounds: int, score: str)
             [race.reached(run, loss) for run, loss in zip(runs, goals)],
             [race.reached(run, loss + race.NEAR) for run, loss in zip(runs, goals)],
             told_to_loss_s,
-            [summary[f"eval_{score}"] for summary in summaries] if score else [],
+            [_scored(measured(out, method, seed), score) for seed in range(rounds)] if score else (),
         )
     return found
+
+
+def _scored(workdir: pathlib.Path, score: str) -> float:
+    return json.loads((workdir / "summary.json").read_text())[f"eval_{score}"]
 
 
 def check(out: pathlib.Path) -> None:
