@@ -216,6 +216,9 @@ if "fails" in workdir.name:
 if "vanishes" in workdir.name:
     os.kill(os.getpid(), signal.SIGKILL)
 time.sleep(60 if "sleeps" in workdir.name else 0.3)
+together = int(os.environ.get("TOGETHER", 1))  # It ends only after so many have begun.
+while sum(line.startswith("begins") for line in book.read_text().splitlines()) < together:
+    time.sleep(0.02)
 values = dict.fromkeys(("eval_loss", "local_eval_loss_min", "local_eval_loss_max", "time_s", "bytes_per_step_per_worker"), 1.5)
 (workdir / "summary.json").write_text(json.dumps(values))
 note("ends")
@@ -243,8 +246,9 @@ def run(all_members, caught=(), parallel=1, chosen=None, num_processes=1, **how)
 
 
 @pytest.mark.parametrize("parallel", [1, 2, 9])
-def test_so_many_are_under_way_at_a_time(stand_ins, parallel):
+def test_so_many_are_under_way_at_a_time(stand_ins, parallel, monkeypatch):
     make, book = stand_ins
+    monkeypatch.setenv("TOGETHER", str(min(parallel, 4)))
     assert run(make(*"abcd"), parallel=parallel)[0] == 0
     under_way, most = 0, 0
     for line in book():
