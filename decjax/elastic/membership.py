@@ -36,7 +36,7 @@ class Membership:
         self._coordinator = socket.create_connection(address, heartbeat_s)
         self._coordinator.settimeout(None)
         host = self._coordinator.getsockname()[0]
-        self.transport = Transport(host, secret.encode().ljust(32, b"\0")[:32], self._accuse)
+        self.transport = Transport(host, secret.encode().ljust(32, b"\0")[:32], self._accuse, heartbeat_s)
         self._next: View | None = None
         self._is_stopped = self._is_over = False
         self.is_late = False  # whether the group took steps before this process came

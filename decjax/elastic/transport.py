@@ -36,11 +36,15 @@ class Transport:
         host: the address to listen at.
         secret: what a connection must begin with, 32 bytes that all members know.
         unreachable: told of a member to which nothing can be sent.
+        heartbeat_s: seconds within which a connection must say the secret. A member that takes longer is out of the group anyway; were
+            it refused sooner, it would not know, and its message would be waited for.
     """
 
-    def __init__(self, host: str, secret: bytes, unreachable: Callable[[Member], None] = lambda member: None):
+    def __init__(
+        self, host: str, secret: bytes, unreachable: Callable[[Member], None] = lambda member: None, heartbeat_s: float = CONNECT_S
+    ):
         assert len(secret) == _HELLO
-        self._secret, self._unreachable = secret, unreachable
+        self._secret, self._unreachable, self._heartbeat_s = secret, unreachable, heartbeat_s
         self._listener = socket.create_server((host, 0))
         self.address: tuple[str, int] = self._listener.getsockname()[:2]
         self._view = View(0, 0, ())
@@ -139,7 +143,7 @@ class Transport:
 
     def _read(self, connection: socket.socket) -> None:
         with connection, contextlib.suppress(OSError, EOFError):
-            connection.settimeout(CONNECT_S)
+            connection.settimeout(self._heartbeat_s)
             if not hmac.compare_digest(bytes(_exactly(connection, _HELLO)), self._secret):
                 return  # A stranger.
             connection.settimeout(None)
