@@ -5,6 +5,9 @@
 
 FOLDER holds the binary version, data_batch_*.bin and test_batch.bin (https://www.cs.toronto.edu/~kriz/cifar.html).
 
+With workers=16,simulate,steps=600 on 10,000 of the training images, the averaged model classifies 41 % of 2,000 test images rightly. That
+takes 35 minutes on one CPU core that other programs use, too. The rates are guesses, so more may be possible.
+
 Shorthand as in configs/digits.py.
 """
 
