@@ -7,7 +7,7 @@ FOLDER holds train.de, train.en, val.de, val.en, test_2016_flickr.de and test_20
 (https://github.com/multi30k/dataset). Other pairs of files: --config.data.source=fr --config.data.test=NAME.
 
 With method=allreduce,workers=16,simulate,steps=1000 the averaged model has 38 BLEU on test_2016_flickr. That takes 15 to 30 minutes on
-one CPU core, and each of the other methods as long.
+one CPU core.
 
 Shorthand as in configs/lm.py, without pipelines.
 """

@@ -14,9 +14,11 @@ import pytest
 from configs import quadratics
 from decjax import config
 from decjax.elastic import trainer as trainer_lib
+from decjax.elastic import transport
 from decjax.elastic.coordinator import Coordinator
 from decjax.elastic.membership import Excluded, Membership
 from decjax.elastic.programs import MEMBERS
+from decjax.elastic.transport import _HEADER, Key
 from decjax.elastic.view import Member, View, ViewChanged
 from decjax.elastic.workers import ElasticWorkers, Group
 from decjax.train import engine
@@ -336,6 +338,19 @@ def test_strangers_change_nothing(band):
         [functools.partial(one.channel.exchange, np.ones(3), 1, 1), functools.partial(two.channel.exchange, np.zeros(3), 0, 0)]
     )
     assert [x.sum() for x in swapped] == [0, 3]
+
+
+def test_a_connection_may_say_the_secret_late(band, monkeypatch):
+    """Whoever was refused would not know, and its message would be waited for."""
+    monkeypatch.setattr(transport, "CONNECT_S", 0.1)
+    one, two = band.join(0), band.join(1)
+    band.join(2)
+    view, _ = next_views(one, two)
+    key, data = Key(view.number, 1, 0, 1), b"late"
+    with socket.create_connection(one.transport.address) as connection:
+        time.sleep(0.3)
+        connection.sendall(SECRET.encode() + _HEADER.pack(*key, len(data)) + data)
+        assert one.transport.receive(key) == data
 
 
 def test_what_is_compiled_is_kept_when_a_member_leaves(band):

@@ -40,9 +40,7 @@ class Transport:
             it refused sooner, it would not know, and its message would be waited for.
     """
 
-    def __init__(
-        self, host: str, secret: bytes, unreachable: Callable[[Member], None] = lambda member: None, heartbeat_s: float = CONNECT_S
-    ):
+    def __init__(self, host: str, secret: bytes, unreachable: Callable[[Member], None], heartbeat_s: float):
         assert len(secret) == _HELLO
         self._secret, self._unreachable, self._heartbeat_s = secret, unreachable, heartbeat_s
         self._listener = socket.create_server((host, 0))
