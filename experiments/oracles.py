@@ -253,7 +253,8 @@ def _floor(num_workers: int, seeds: int, steps: int = 3000, size: int = 16) -> f
 def shared_places(smoke: bool) -> float:
     """The loss after training with a fifth of the activations' values and the gradients at their places, ÷ that with a sixth of each
     at places of its own, which is as many bytes; both evaluated as they were trained."""
-    layout = f"workers=2,simulate,stages=4,microbatches=4,method=allreduce,steps={100 if smoke else 400}"
+    stages, steps = (2, 40) if smoke else (4, 400)
+    layout = f"workers=2,simulate,stages={stages},microbatches={stages},method=allreduce,steps={steps}"
     always = {"boundary.when": "always", "boundary.error": "none", "model.context": 64}
     sixth, fifth = "topk(fraction=0.1667)", "topk(fraction=0.2)"
     run = functools.partial(trained, **always)

@@ -1,4 +1,4 @@
-"""No option is without effect: every field of ten configs is changed, one at a time, and the programs are compared.
+"""No option is without effect: every field of thirteen configs is changed, one at a time, and the programs are compared.
 
 A field that changes neither the compiled steps, the start, the batches nor what is sent must be refused, or be one of those that say
 how a run is watched and not what it is.
@@ -23,11 +23,9 @@ SHORTHANDS = (
     "mixer=choco,codec=int8,topology=ring",
     "mixer=push_sum,topology=directed_exponential,optimizer=sgdm",
     "mixer=power_gossip,rank=2",
-    "mixer=beer,codec=int8",
     "method=allreduce,reducer=powersgd,rank=2",
     "method=onebit_adam,codec=int8",
     "method=diloco,every=3,reducer=codec,codec=int4",
-    "method=slowmo_gossip,every=3,topology=ring",
     "method=noloco,every=3",
     "method=streaming_diloco,every=4",
     "method=zero_one_adam(doubling=2,refresh=1),codec=int8",

@@ -31,8 +31,7 @@ IMPORTED = (
     "rich.table",
 )
 # A process of several threads does not fork well, and numpy would start one per core.
-QUICK = {} if os.environ.get("DECJAX_TEST_COMPILE") == "users" else {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
-SERVER = {**QUICK, "OPENBLAS_NUM_THREADS": "1"}
+SERVER = {"OPENBLAS_NUM_THREADS": "1"}
 
 
 def run(module: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess:

@@ -27,6 +27,7 @@ _OWNER = "PYTEST_XDIST_WORKER" not in os.environ  # The process that starts the 
 AS_USERS = os.environ.get("DECJAX_TEST_COMPILE") == "users"
 COMMANDS = re.compile(rb"-m\0(launch|experiments)\.")
 MOST_MB = 1500  # of memory, in each process that runs tests
+os.environ.pop("JAX_DISABLE_MOST_OPTIMIZATIONS", None)  # In these processes it is `quick_compilation` that says so.
 if _OWNER:
     os.environ["JAX_COMPILATION_CACHE_DIR"] = os.environ.get("DECJAX_TEST_CACHE") or tempfile.mkdtemp(prefix="decjax-tests-")
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.1"
@@ -40,6 +41,8 @@ import jax  # noqa: E402
 import pytest  # noqa: E402
 
 jax.config.update("jax_num_cpu_devices", 8)
+if not AS_USERS:  # Processes that tests start compile at their quickest, too.
+    os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
 
 
 @pytest.fixture(scope="module")

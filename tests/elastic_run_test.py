@@ -136,7 +136,7 @@ def test_a_spare_process_that_ends_is_replaced_and_is_named_for_no_place(tmp_pat
     assert "another takes its place" not in ended(workdir, run)
 
 
-@pytest.mark.parametrize("shorthand", ["method=allreduce", "method=diloco", "topology=ring,mixer=choco,codec=int8"])
+@pytest.mark.parametrize("shorthand", ["method=diloco", "topology=ring,mixer=choco,codec=int8"])
 def test_every_method_loses_a_worker_and_goes_on_learning(tmp_path, shorthand):
     workdir = tmp_path / "run"
     run = launch(workdir, shorthand=shorthand)
@@ -159,14 +159,12 @@ def test_views_may_begin_at_a_step_that_is_saved_already(tmp_path):
     assert "cannot be written" not in ended(workdir, run)
 
 
-@pytest.mark.parametrize("after_s", [0.0, 0.3])
-def test_nothing_is_missing_if_the_writer_dies_at_the_end(tmp_path, after_s):
+def test_nothing_is_missing_if_the_writer_dies_at_the_end(tmp_path):
     workdir, steps = tmp_path / "run", 400
     run = launch(workdir, steps=steps)
     wait_for(lambda: last(workdir, SLOTS) > 100, run)
     process_of = trainers(workdir)
     wait_for(lambda: last(workdir) == steps, run)
-    time.sleep(after_s)
     os.kill(process_of[0], signal.SIGKILL)
     assert run.wait(TIMEOUT_S) == 0, errors_of(workdir).read_text()
     assert json.loads((workdir / "summary.json").read_text())["steps"] == steps

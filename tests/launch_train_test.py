@@ -43,7 +43,6 @@ class Place:
             "JAX_COMPILATION_CACHE_DIR": os.environ.get("DECJAX_TEST_CACHE") or str(folder / "cache"),
             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
             "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
-            **commands.QUICK,
         }
 
     def command(self, *args, shorthand="smoke,workers=2", workdir="run"):

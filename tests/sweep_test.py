@@ -380,9 +380,8 @@ def rows(directory):
     return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
-@pytest.mark.parametrize("options", [["--parallel=2"], ["--processes=2"]], ids=["two at a time", "two processes each"])
-def test_a_killed_sweep_continues_with_the_same_command(tmp_path, options):
-    """And comes to what an uninterrupted one comes to."""
+def test_a_killed_sweep_continues_with_the_same_command(tmp_path):
+    """Two runs at a time, of two processes each; and it comes to what an uninterrupted one comes to."""
     environment = os.environ | {
         "JAX_COMPILATION_CACHE_DIR": str(tmp_path / "compiled"),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
@@ -392,7 +391,8 @@ def test_a_killed_sweep_continues_with_the_same_command(tmp_path, options):
 
     def line(workdir, *more):
         arguments = [
-            *options,
+            "--parallel=2",
+            "--processes=2",
             *more,
             "--config=configs/lm.py:smoke,workers=2",
             "--sweep=seed=0,1",

@@ -14,10 +14,8 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 TIMEOUT_S = 600
 STEPS = ["--config.steps=4", "--config.schedule.warmup_steps=1"]
 FORMS = [
-    "workers=2,stages=2,microbatches=2",
     "workers=2,stages=2,microbatches=4,schedule=1f1b,backward=int8,forward=int8,tied",
     "workers=2,stages=2,microbatches=2,method=allreduce,reducer=powersgd,remat",
-    "workers=4",
     "workers=4,mixer=choco,codec=int8",
     "workers=4,mixer=power_gossip",
     "workers=4,method=allreduce,reducer=demo",
