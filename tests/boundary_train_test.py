@@ -89,7 +89,6 @@ def test_resume_is_bit_exact(launch, reference, tmp_path):
             {"error": "flush", "reuse_indices": True, "forward_error": "carry"},
             lambda state: (state["B"].sender.error, state["where"].receiver, state["F"].sender.error),
         ),
-        ("autoencoder=4", {}, lambda state: ()),
     ],
 )
 def test_resume_is_bit_exact_whatever_is_remembered(launch, tmp_path, argument, fields, remembered):
