@@ -169,7 +169,6 @@ def test_every_permutation_of_a_gradient_is_among_those_that_are_checked(argumen
     [
         ("reducer=powersgd,rank=1,compressed=1,tied,fused", "stages=2,tensor=2,schedule=interleaved"),
         ("reducer=codec,codec=int8", "stages=2"),
-        ("stale", "stages=2"),
     ],
 )
 def test_reducers_average_between_pipelines(launch, argument, axes):
