@@ -27,10 +27,13 @@ KINDS = {
 
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory):
-    return several_runs.rows([f"workers=4,{argument}" for argument in KINDS.values()], tmp_path_factory.mktemp("runs"))
+    return several_runs.rows(
+        [f"workers=4,{argument}" for argument in KINDS.values()], tmp_path_factory.mktemp("runs"), num_processes=2
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_processes_and_devices_have_the_same_trajectory(rows, kind):
-    # Processes add in another order than devices. Where a sum is rounded to codes, its last bit can move a code by a whole step.
-    several_runs.assert_same(*rows[f"workers=4,{KINDS[kind]}"], rtol=1e-3 if kind == "codes of a sum" else 1e-4)
+    # Processes add in another order than devices. Where a sum is rounded to codes, its last bit can move a code by a whole step,
+    # which shows in how far workers are apart and hardly in the loss.
+    several_runs.assert_same(*rows[f"workers=4,{KINDS[kind]}"], distance_rtol=1e-3 if kind == "codes of a sum" else 1e-4)

@@ -107,10 +107,9 @@ def test_what_cannot_be_measured_is_refused_in_one_line(tmp_path):
 
 
 def test_killed_runs_end_like_others(tmp_path):
-    row = "choco"
-    done = commands.run("experiments.crashes", f"--out={tmp_path}", "--kills=2", f"--row={row}")
+    done = commands.run("experiments.crashes", f"--out={tmp_path}", "--kills=2", "--row=choco")
     assert done.returncode == 0, done.stdout + done.stderr
-    (cells,) = [line.split("|") for line in done.stdout.splitlines() if line.startswith(f"| {row} ")]
+    (cells,) = [line.split("|") for line in done.stdout.splitlines() if line.startswith("| choco ")]
     assert [cells[2].strip(), cells[4].strip(), cells[5].strip()] == ["2", "yes", "yes"]
 
 

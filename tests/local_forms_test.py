@@ -14,7 +14,8 @@ RUNS = [f"mixer=choco,codec=int8,tied,{PIPELINES}", f"method=allreduce,reducer=c
 
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory):
-    return several_runs.rows(RUNS, tmp_path_factory.mktemp("runs"))
+    # With two devices a process, the stages of a worker would be in one process.
+    return several_runs.rows(RUNS, tmp_path_factory.mktemp("runs"), num_processes=4)
 
 
 @pytest.mark.parametrize("argument", RUNS)

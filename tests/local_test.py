@@ -178,15 +178,14 @@ def test_a_killed_launcher_leaves_nothing_behind(tmp_path):
 
 def test_a_process_that_freezes_is_named_in_one_line(tmp_path, environment):
     """That of the coordinator, which all others ask."""
-    index = 0
     arguments = ["--num_processes=2", "--", "--config=configs/lm.py:smoke,steps=100000", *TINY, f"--workdir={tmp_path}"]
     launcher = launch(*arguments, environment=environment)
     wait_for(lambda: reached(tmp_path, 15), launcher)
-    os.kill(trainers(tmp_path)[index], signal.SIGSTOP)
+    os.kill(trainers(tmp_path)[0], signal.SIGSTOP)
     frozen_at = time.monotonic()
     _, errors = launcher.communicate(timeout=TIMEOUT_S)
     assert launcher.returncode == 3 and time.monotonic() - frozen_at < 60 and not trainers(tmp_path)
-    assert errors.startswith(f"error: process {index} stopped answering, all processes were ended; the same command continues")
+    assert errors.startswith("error: process 0 stopped answering, all processes were ended; the same command continues")
     assert errors.splitlines()[1:] == ["  python -m launch.local " + " ".join(arguments)]
 
 

@@ -77,9 +77,8 @@ def saved_state(workdir):
     return [np.asarray(x) for x in jax.tree.leaves(ocp.StandardCheckpointer().restore(path))]
 
 
-@pytest.mark.parametrize(
-    "name", ["one-sided", "ef21", "8-bit memory", "gravac", "diloco", "stale powersgd"]
-)  # More: resume_methods_test.
+# The others are in resume_methods_test.
+@pytest.mark.parametrize("name", ["one-sided", "ef21", "8-bit memory", "gravac", "diloco", "stale powersgd"])
 def test_resume_is_bit_exact_and_bytes_go_on(configured, tmp_path, name):
     config = configured(*METHODS[name])
     run_of(config, tmp_path / "whole").train()

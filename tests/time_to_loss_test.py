@@ -103,6 +103,13 @@ def test_a_translation_run_tells_its_score(tmp_path):
     assert time_to_loss._scored(tmp_path, time_to_loss.TRANSLATION.score) == 31.5
 
 
+def test_other_data_are_refused_where_runs_are(tmp_path):
+    given = dict(rate="100mbit", multi30k="another", smoke=False, steps=100, batch_size=2, every=10)
+    (tmp_path / "options.json").write_text(json.dumps(given))
+    done = commands.run("experiments.time_to_loss", f"--out={tmp_path}")
+    assert done.returncode == 2 and "have other data; give another --out" in done.stderr and done.stderr.count("\n") == 1
+
+
 @needs_namespaces
 def test_the_whole_way_with_a_tiny_model_and_again_from_what_is_there(tmp_path):
     first, second = (commands.run("experiments.time_to_loss", f"--out={tmp_path}", "--smoke", "--rounds=1") for _ in range(2))
