@@ -105,7 +105,6 @@ MOMENTS = {  # Each is tuned.
     "β2 = 0.999": {"optimizer.b2": 0.999},
     "β1 = 0.974, β2 = 0.999": {"optimizer.b1": 0.974, "optimizer.b2": 0.999},
 }
-QG_ADAM = "qg_dadam(weight_decay=0.03)"  # Its moments are those of the mixed parameters' changes.
 CANDIDATES = {  # They have the rate of MAIN.
     "no weight decay": {"optimizer.weight_decay": 0.0},
     "no clipping": {"clip_norm": 0.0},
@@ -127,8 +126,6 @@ GAP_ROWS = {  # Each has three seeds: σ is 0.4 % of all-reduce's loss and 1 to 
     MAIN: Row("", LEAD),
     **{name: Row("", LEAD, fields) for name, fields in MOMENTS.items()},
     **{name: Row("", LEAD, fields, like=MAIN) for name, fields in CANDIDATES.items()},
-    "QG-DAdam, order atc": Row(f"method={QG_ADAM}", LEAD),
-    "QG-DAdam": Row(f"method={QG_ADAM},order=awc", LEAD),
     **{
         f"AccumAdam, s = {s}, β1 = {b1}": Row(f"optimizer=accum_adamw(window={s})", LEAD, {"optimizer.b1": b1})
         for s, b1 in ((2, 0.8), (2, 0.9), (4, 0.8), (4, 0.9), (4, 0.95))
