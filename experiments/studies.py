@@ -157,6 +157,9 @@ ABLATIONS = {
         rows={ALL_REDUCE: ALL}
         | {f"(rate ÷ peak)^{p:g}": Row("", fields={"method.strength_power": p}) for p in (0.0, 0.25, 0.5, 1.0)}
     ),
+    "distance": SHORT._replace(
+        rows={f"rate {rate:g}": Row("", grid=(rate,)) for rate in (2e-3, 4e-3, 8e-3, 1.6e-2, 3.2e-2, 6.4e-2)}
+    ),
     "workers": SHORT._replace(
         shorthand="",
         rows={
