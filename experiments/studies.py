@@ -97,6 +97,8 @@ QUALITY = {
 # -- The gap of gossip that overlaps ----------------------------------------------------------------------------------
 
 MAIN, ATC, TO_ZERO = "one-peer", "order atc", {"schedule.final_fraction": 0.0}  # MAIN: of configs/lm.py, whose gap is looked for
+NESTEROV = {"optimizer.nesterov": True}  # the next step's momentum in this one, as NAdam
+MORE = f"{MAIN}, 1.25 × the steps"
 MOMENTS = {  # Each is tuned.
     "β1 = 0.974": {"optimizer.b1": 0.974},
     "β1 = 0.95": {"optimizer.b1": 0.95},
@@ -104,6 +106,7 @@ MOMENTS = {  # Each is tuned.
     "β1 = 0.6": {"optimizer.b1": 0.6},
     "β2 = 0.999": {"optimizer.b2": 0.999},
     "β1 = 0.974, β2 = 0.999": {"optimizer.b1": 0.974, "optimizer.b2": 0.999},
+    "Nesterov": NESTEROV,
 }
 CANDIDATES = {  # They have the rate of MAIN.
     "no weight decay": {"optimizer.weight_decay": 0.0},
@@ -118,12 +121,14 @@ GAP_ROWS = {  # Each has three seeds: σ is 0.4 % of all-reduce's loss and 1 to 
     ALL_REDUCE: ALL,
     "all-reduce, one step stale": ALL._replace(shorthand=f"{ALL.shorthand},stale"),
     "all-reduce, β1 = 0.974": ALL._replace(fields={"optimizer.b1": 0.974}),
+    "all-reduce, Nesterov": ALL._replace(fields=NESTEROV),
     "all-reduce, rate ends at zero": ALL._replace(fields=TO_ZERO, like=ALL_REDUCE),
     "order atc, complete graph": Row("topology=complete,order=atc", LEAD, like=ATC),
     ATC: Row("order=atc", LEAD),
     "complete graph": Row("topology=complete", LEAD),
     "two rounds": Row("", LEAD, {"mixer.rounds": 2}),
     MAIN: Row("", LEAD),
+    MORE: Row("", LEAD, longer=1.25, like=MAIN),
     **{name: Row("", LEAD, fields) for name, fields in MOMENTS.items()},
     **{name: Row("", LEAD, fields, like=MAIN) for name, fields in CANDIDATES.items()},
     **{
@@ -133,10 +138,10 @@ GAP_ROWS = {  # Each has three seeds: σ is 0.4 % of all-reduce's loss and 1 to 
 }
 GAP = TEXT._replace(rows=GAP_ROWS, steps=2000, tuning_steps=700, grid=(1e-2, 2e-2, 4e-2), shorthand="workers=8")
 ACCUM_2 = "AccumAdam, s = 2, β1 = 0.9"
-LONG = {name: GAP_ROWS[name] for name in (ALL_REDUCE, ATC, MAIN)}
-LONGER, ONE_PEER = "D-Adam, one-peer, 1.25 × the steps", f"topology={GRAPHS['one-peer']}"
+LONG = {name: GAP_ROWS[name] for name in (ALL_REDUCE, ATC, MAIN, MORE)}
+ONE_PEER = f"topology={GRAPHS['one-peer']}"
 TRANSLATED = {name: METHODS[name] for name in (ALL_REDUCE, "D-Adam, AER", "D-Adam, one-peer")} | {
-    LONGER: METHODS["D-Adam, one-peer"]._replace(longer=1.25),
+    "D-Adam, one-peer, 1.25 × the steps": METHODS["D-Adam, one-peer"]._replace(longer=1.25),
     "AccumAdam, s = 8, β1 = 0.43": Row(f"{ONE_PEER},optimizer={ACCUM}", fields={"optimizer.b1": 0.43}),  # 0.9 to the power of 8
     "AccumAdam, s = 2": Row(f"{ONE_PEER},optimizer=accum_adamw(window=2)"),
 }
