@@ -150,7 +150,9 @@ def tabulate(name: str, found: dict[str, Result]) -> Any:
     """Mean ± 2σ over the seeds, the difference from the first row or the one that it names, Ξ, and the rates that were tried."""
     unit, rows = STUDIES[name].unit, STUDIES[name].rows
     digits, own = 2 if unit == "BLEU" else 4, any(row.against for row in rows.values())
-    table = script.table("", f"{unit}, mean ± 2σ", "to all-reduce" if own else "to the first", "", "Ξ", "rate", "rates tried")
+    table = script.table(
+        "", f"{unit}, mean ± 2σ", "to all-reduce" if own else "to the first row", "", "Ξ", "learning rate", "learning rates tried"
+    )
     for method, result in found.items():
         reference = rows[method].against or next(iter(found))
         first = found.get(reference, result)
@@ -178,6 +180,8 @@ def draw(path: str, name: str, found: dict[str, Result]) -> None:
             axis.plot(result.ended, [row] * len(result.ended), "o", color=color, alpha=0.7)
             if result.ended:
                 axis.plot([result.spread.mean] * 2, [row - 0.25, row + 0.25], color=color, linewidth=2)
+        if next(iter(found.values())).ended:
+            axis.axvline(next(iter(found.values())).spread.mean, color="0.5", linewidth=0.8, linestyle="--", zorder=0)
         axis.set_yticks(range(len(found)), list(reversed(found)))
         axis.set(xlabel=STUDIES[name].unit)
-        script.dress(figure, f"{name}: equal tokens; dots are seeds, bars means")
+        script.dress(figure, f"{name}: dots are seeds, bars means, the line is the mean of the first row")

@@ -63,8 +63,8 @@ class Result(NamedTuple):
     """What is known of a method after all rounds; None where there is no forecast."""
 
     runs: list[list[Point]]
-    step_s: float  # median over rounds
-    told_step_s: float | None  # foretold by the cost model
+    step_s: list[float]  # a round each
+    told_step_s: list[float] | None  # foretold by the cost model, a round each
     to_loss_s: list[float]  # seconds to the loss that all-reduce ended with, a round each
     near_s: list[float]  # the same to `NEAR` above it
     told_to_loss_s: list[float] | None
@@ -95,8 +95,8 @@ def tabulate(found: Mapping[str, Result], score: str = "") -> Any:
         told = statistics.mean(_ratios(first.told_to_loss_s or [], result.told_to_loss_s)) if result.told_to_loss_s else None
         table.add_row(
             name,
-            script.ms(result.step_s),
-            script.ms(result.told_step_s) if result.told_step_s else "",
+            ", ".join(map(script.ms, result.step_s)),
+            ", ".join(map(script.ms, result.told_step_s or [])),
             ", ".join(f"{run[-1].loss:.3f}" for run in result.runs),
             *([", ".join(f"{value:.1f}" for value in result.scores)] if score else []),
             ", ".join("never" if math.isnan(time_s) else f"{time_s:.0f}" for time_s in result.to_loss_s),
@@ -124,24 +124,27 @@ def _times(ratios: Sequence[float]) -> str:
 
 
 def draw(path: str, found: Mapping[str, Result], title: str, unit: str) -> None:
-    """Loss against seconds: a line a round, dashed without a forecast; a dot where a method comes to all-reduce's final loss.
+    """Loss against seconds, a panel a round: dashed without a forecast; a dot where a method comes to all-reduce's final loss.
 
-    Losses above the first one of all-reduce are cut off.
+    What lies above the first loss of all-reduce, or a fifth beyond its last second, is cut off.
     """
     first = next(iter(found.values())).runs
-    goal, top = statistics.mean(run[-1].loss for run in first), max(run[0].loss for run in first)
-    with script.panels(path, 1, (8.0, 4.5)) as (figure, (axis,)):
-        for color, (name, result) in zip(itertools.cycle(script.COLORS), found.items()):
-            time_s = statistics.mean(result.to_loss_s)
-            label = f"{name}: {'not in every round' if math.isnan(time_s) else f'{time_s:.0f} s'}"
-            for k, run in enumerate(result.runs):
+    top, end_s = max(run[0].loss for run in first), max(run[-1].time_s for run in first)
+    with script.panels(path, len(first), (5.5 * len(first), 4.5)) as (figure, axes):
+        for k, axis in enumerate(axes):
+            goal = first[k][-1].loss
+            axis.axhline(goal, color="0.5", linewidth=0.8, linestyle="--")
+            for color, (name, result) in zip(itertools.cycle(script.COLORS), found.items()):
+                time_s, run = result.to_loss_s[k], result.runs[k]
+                label = f"{name}: {'never' if math.isnan(time_s) else f'{time_s:.0f} s'}"
                 style = dict(color=color, linewidth=1.6, alpha=0.9, linestyle="--" if result.told_step_s is None else "-")
-                axis.plot([point.time_s for point in run], [point.loss for point in run], label=None if k else label, **style)
-            axis.plot(time_s, goal, "o", color=color, markersize=7, zorder=3)
-        axis.axhline(goal, color="0.5", linewidth=0.8, linestyle="--")
-        axis.set(xlabel="seconds of training", ylabel=f"validation loss, {unit}", xlim=(0, None))
-        axis.set_ylim(top=top + 0.02 * abs(top))
-        axis.legend(frameon=False, fontsize=8)
+                axis.plot([point.time_s for point in run], [point.loss for point in run], label=label, **style)
+                axis.plot(time_s, goal, "o", color=color, markersize=7, zorder=3)
+            axis.set(xlabel="seconds of training", xlim=(0, 1.2 * end_s))
+            axis.set_title(f"seed {k}", fontsize=10)
+            axis.set_ylim(top=top + 0.02 * abs(top))
+            axis.legend(fontsize=8, framealpha=0.85, edgecolor="none")
+        axes[0].set_ylabel(f"validation loss, {unit}")
         script.dress(
             figure, f"{title}\ndots and legend: when each method comes to the loss that all-reduce ends with, and stays below it"
         )

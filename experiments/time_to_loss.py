@@ -24,7 +24,6 @@ import json
 import math
 import os
 import pathlib
-import statistics
 from typing import Any, NamedTuple
 
 from absl import flags
@@ -288,8 +287,8 @@ def results(out: pathlib.Path, tuned: dict[str, Tuned], rounds: int, score: str)
             told_to_loss_s = [step_s * steps for step_s, steps in zip(told, needed)]
         found[method] = race.Result(
             runs,
-            statistics.median(run[-1].time_s / run[-1].step for run in runs),
-            statistics.median(told) if told else None,
+            [run[-1].time_s / run[-1].step for run in runs],
+            told,
             [race.reached(run, loss) for run, loss in zip(runs, goals)],
             [race.reached(run, loss + race.NEAR) for run, loss in zip(runs, goals)],
             told_to_loss_s,
@@ -353,7 +352,8 @@ def main() -> None:
         train(network, out, size, tuned, FLAGS.rounds)
     rehearse(out, size, tuned, FLAGS.rounds)
     found = results(out, tuned, FLAGS.rounds, job.score)
-    table, title = race.tabulate(found, job.score.upper()), f"{job.about} on four hosts, links of {FLAGS.rate}"
+    table = race.tabulate(found, job.score.upper())
+    title = f"{job.about} on four hosts, links of {FLAGS.rate.replace('mbit', ' Mbit/s')}"
     script.show(table)
     race.draw(str(out / f"{job.name}.png"), found, title, job.unit)
     if FLAGS.pages:

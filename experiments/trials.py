@@ -183,6 +183,9 @@ def best_rate(measure: Callable[[float], float], grid: Sequence[float]) -> tuple
 # -- Seeds ------------------------------------------------------------------------------------------------------------
 
 
+_ROUNDING = 1e-9  # Intervals that touch, such as those of counts, overlap whatever their last bits are.
+
+
 class Spread(NamedTuple):
     """The mean over seeds, and σ, the standard deviation of one seed's value."""
 
@@ -207,10 +210,10 @@ def spread(values: Sequence[float]) -> Spread:
 
 def apart(one: Spread, other: Spread) -> bool:
     """Whether the intervals of ± 2σ of both means do not overlap; False for a single seed, which has none."""
-    return abs(one.mean - other.mean) > one.error + other.error
+    return abs(one.mean - other.mean) - (one.error + other.error) > _ROUNDING * abs(one.mean)
 
 
 def equal(one: Spread, other: Spread) -> bool:
     """Whether these intervals overlap, and the means differ by at most one σ, the root of the mean variance."""
     difference, sigma = abs(one.mean - other.mean), math.sqrt((one.sigma**2 + other.sigma**2) / 2)
-    return difference <= one.error + other.error and difference <= sigma
+    return not apart(one, other) and difference <= sigma

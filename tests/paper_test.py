@@ -29,6 +29,15 @@ def test_equal_means_overlap_and_less_than_a_sigma():
     assert trials.equal(trials.spread([27.8, 27.8]), trials.spread([27.8, 27.8]))
 
 
+def test_intervals_that_touch_overlap():
+    """Accuracies are counts: the intervals of (2, 3, 4) and (6, 8, 10) of 359 end at the same number, whatever rounding says."""
+    for other in (6, 8, 10), (16, 18, 20):
+        one, two = (trials.spread([k / 359 for k in counts]) for counts in ((2, 3, 4), other))
+        touching = trials.Spread(one.mean + one.error + two.error, two.sigma, 3)
+        assert not trials.apart(one, touching) and not trials.apart(touching, one)
+        assert trials.apart(one, touching._replace(mean=1.001 * touching.mean))
+
+
 def test_names_are_folders():
     assert trials.name_of("AccumAdam, one-peer 0.002 3") == "accumadam_one_peer_0_002_3"
 
