@@ -146,31 +146,28 @@ def _parts(
     """Adds the sections of method, mixer, topology and reducer to the config; returns the names of all parts."""
     names = {kind: given[kind] for kind in ("method", "mixer", "reducer", "optimizer") if kind in given}
 
-    def wants(kind, name, what):
-        return registry.part(kind, name.partition("(")[0]).traits.get(what)
-
-    if "mixer" in names and (method := wants("mixer", names["mixer"], "method")):
+    if "mixer" in names and (method := _wants("mixer", names["mixer"], "method")):
         names.setdefault("method", method)
     method = names.setdefault("method", defaults.get("method", "decentralized"))
-    chooses = wants("method", method, "chooses") or ()
+    chooses = _wants("method", method, "chooses") or ()
     for kind in ("mixer", "reducer", "optimizer", "topology"):
         needed = "mixer" if kind == "topology" else kind
         if needed not in chooses and kind in given and kind in ("topology", *names):
-            others = "|".join(name for name in registry.names("method") if needed in (wants("method", name, "chooses") or ()))
+            others = "|".join(name for name in registry.names("method") if needed in (_wants("method", name, "chooses") or ()))
             raise ValueError(
                 f"config argument {kind}={given[kind]} changes nothing with method={method}; leave it out, or use method={others}"
             )
     if "mixer" in chooses:
-        names.setdefault("mixer", wants("method", method, "mixer") or defaults.get("mixer", "exact"))
+        names.setdefault("mixer", _wants("method", method, "mixer") or defaults.get("mixer", "exact"))
         config.mixer = parts.choose("mixer", names["mixer"])
-        graph = wants("mixer", names["mixer"], "topology") or wants("method", method, "topology")
+        graph = _wants("mixer", names["mixer"], "topology") or _wants("method", method, "topology")
         graph = graph or defaults.get("topology", "one_peer_exponential")
         config.topology = given.get("topology", graph)
     if "reducer" in chooses:
-        names.setdefault("reducer", wants("method", method, "reducer") or "mean")
-        start = {"start": config.steps // 6} if wants("method", method, "warm") else {}
+        names.setdefault("reducer", _wants("method", method, "reducer") or "mean")
+        start = {"start": config.steps // 6} if _wants("method", method, "warm") else {}
         config.reducer = parts.choose("reducer", names["reducer"], config.pipeline.stages, **start)
-        if "optimizer" in chooses and (optimizer := wants("reducer", names["reducer"], "optimizer")):
+        if "optimizer" in chooses and (optimizer := _wants("reducer", names["reducer"], "optimizer")):
             names.setdefault("optimizer", optimizer)
     if "compressed" in given:
         argument = f"config argument compressed={given['compressed']}"
@@ -183,15 +180,20 @@ def _parts(
             )
         config.reducer.stages = given["compressed"]
     smoke = dict(every=5) if given.get("smoke") and "reducer" in chooses else {}
-    order = wants("mixer", names["mixer"], "order") if "mixer" in chooses else None
+    order = _wants("mixer", names["mixer"], "order") if "mixer" in chooses else None
     usual = {**({} if "optimizer" in chooses else own), **smoke, **({"order": order} if order else {})}
     config.method = parts.choose("method", method, **usual)
-    if given.get("smoke") and "reducer" in chooses and (option := wants("reducer", names["reducer"], "warm_steps")):
+    if given.get("smoke") and "reducer" in chooses and (option := _wants("reducer", names["reducer"], "warm_steps")):
         config.reducer[option] = 2
     _place(config, given)
     if "optimizer" in chooses:
         names.setdefault("optimizer", defaults.get("optimizer", "adamw"))
     return names
+
+
+def _wants(kind: str, name: str, what: str) -> Any:
+    """What a part declares about others, as the mixer that a method is for; None if nothing."""
+    return registry.part(kind, name.partition("(")[0]).traits.get(what)
 
 
 def _place(config: ml_collections.ConfigDict, given: Mapping[str, Any]) -> None:

@@ -18,7 +18,7 @@ from configs import base, shorthand
 from decjax import config as parts
 
 KEYS = base.KEYS
-# (learning rate, weight decay): the rates are those of `experiments.paper --only=translation`.
+# (learning rate, weight decay): the rates are those of `experiments.paper --only=translation`, AccumAdamW's with windows of 8.
 TUNED = dict(adamw=(8e-3, 1e-2), accum_adamw=(4e-3, 1e-2))
 ADAM = dict(b1=0.9, b2=0.98)
 ACCUM_ADAM = dict(b1=0.9, b2=0.98, window=4)

@@ -160,6 +160,7 @@ def tabulate(found: dict[str, Killed]) -> Any:
 
 def main() -> int:
     out, rows = command.folder("out", FLAGS.out), script.choose(ROWS, FLAGS.row)
+    script.check_tables(FLAGS.pages, "crashes")
     found: dict[str, Killed] = {}
     for place, row in enumerate(rows):
         left = FLAGS.kills - sum(result.kills for result in found.values())  # A run may end before it was killed often enough.

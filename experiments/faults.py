@@ -167,7 +167,8 @@ def tabulate_losses(losses: list[Loss]) -> Any:
 
 def main() -> int:
     out = command.folder("out", FLAGS.out)
-    out.mkdir(parents=True, exist_ok=True)
+    script.check_tables(FLAGS.pages, "faults", *(["faults_loss"] if FLAGS.seeds else []))
+    script.claim(out, rate=FLAGS.rate, steps=FLAGS.steps)
     with cluster.network(hosts=max(FLAGS.processes, default=HOSTS), rate=FLAGS.rate):
         pass  # Refuses at once what would end the command later.
     bound_s = 2 * HEARTBEAT_S + 3

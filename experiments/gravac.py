@@ -57,6 +57,7 @@ def tabulate(found: dict[tuple[str, str], list[dict[str, Any]] | None]) -> Any:
 
 def main() -> None:
     out = command.folder("out", FLAGS.out)
+    script.check_tables(FLAGS.pages, "gravac")
     keys = list(itertools.product(MODELS, REDUCERS, range(FLAGS.seeds)))
     runs = [trial(out, *key) for key in keys]
     ended = dict(zip(keys, trials.together(trials.train, runs), strict=True))

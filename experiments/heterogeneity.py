@@ -113,7 +113,7 @@ def main() -> None:
         if set(parts) & set(kind):
             script.check_tables(FLAGS.pages, name)
     out.mkdir(parents=True, exist_ok=True)  # All trainings may be in the book.
-    book, found = trials.Book(pathlib.Path(FLAGS.book or out / "book.jsonl")), {}
+    book, found = trials.book(out, FLAGS.book), {}
     for part in parts:
         data = FLAGS.text if part in studies.MULTI30K else ""
         found[part] = quality.run(quality.Trainings(out, book, part, data, FLAGS.smoke))

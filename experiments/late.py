@@ -48,6 +48,7 @@ def tabulate(found: dict[tuple[int, int], trials.Spread | None]) -> Any:
 
 def main() -> None:
     out = command.folder("out", FLAGS.out)
+    script.check_tables(FLAGS.pages, "late")
     keys = list(itertools.product(DELAYS, ROUNDS, range(FLAGS.seeds)))
     runs = [trial(out, *key) for key in keys]
     ended = dict(zip(keys, trials.together(trials.train, runs), strict=True))

@@ -68,6 +68,7 @@ def tabulate(found: list[dict[str, dict[str, float]]]) -> Any:
 
 def main() -> None:
     out = command.folder("out", FLAGS.out)
+    script.check_tables(FLAGS.pages, "low_rank_clicks")
     runs = [trial(out, seed) for seed in range(FLAGS.seeds)]
     if not all(trials.together(trials.train, runs)):
         raise trials.Broken(f"a training in {out} diverged; use fewer steps")

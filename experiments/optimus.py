@@ -177,12 +177,13 @@ def main() -> int:
     summaries = rows_lib.train(rows, CONFIG, workdir, FLAGS.steps, FLAGS.field)
     script.show(*(tabulate(summaries, FLAGS.markdown) for tabulate in (techniques, memories, findings)))
     if FLAGS.out:
-        path = workdir / "cosines.json"
-        found = rows_lib.written(path, "experiments.bench.error_cosine", f"--out={path}", CB, CONFIG, FLAGS.steps, FLAGS.field)
+        what = CONFIG, FLAGS.steps, FLAGS.field
+        path = rows_lib.directory(CB, workdir, *what).with_suffix(".cosines.json")
+        found = rows_lib.written(path, "experiments.bench.error_cosine", f"--out={path}", CB, *what)
         if found is None:
             return 1
         shown = [row for row in (BASELINE, CB, *MEMORIES) if summaries.get(row.name)]
-        draw({row.name: training_loss(rows_lib.directory(row, workdir)) for row in shown}, found, FLAGS.out)
+        draw({row.name: training_loss(rows_lib.directory(row, workdir, *what)) for row in shown}, found, FLAGS.out)
     return 0 if all(summaries.values()) else 1
 
 

@@ -176,12 +176,12 @@ def draw(path: str, found: Mapping[str, Result]) -> None:
 
 def main() -> None:
     out = command.folder("out", FLAGS.out)
+    script.check_tables(FLAGS.pages, "outer")
     if unknown := [name for name in FLAGS.row if name not in ROWS]:
         command.fail(f"row={unknown[0]!r} is unknown; the rows are: {'; '.join(ROWS)}")
     chosen = FLAGS.row or (["gossip DiLoCo, H = 4"] if FLAGS.smoke else ROWS)
     names = list(dict.fromkeys([ALL_REDUCE, *chosen]))
-    out.mkdir(parents=True, exist_ok=True)  # All trainings may be in the book.
-    trainings = Trainings(out, Book(pathlib.Path(FLAGS.book or out / "book.jsonl")), FLAGS.smoke)
+    trainings = Trainings(out, trials.book(out, FLAGS.book), FLAGS.smoke)
     found = dict(zip(names, trials.together(trainings.result, names), strict=True))
     script.show(tabulate(found), script.tabulate(checks(found)))
     draw(str(out / "outer.png"), found)

@@ -62,6 +62,7 @@ def checks(measured: Measured) -> list[Check]:
 
 
 def main() -> None:
+    script.check_tables(FLAGS.pages, "outer_speed")
     rows = script.choose(ROWS, FLAGS.row, ALONE, ALONE_P)
     with cluster.network(hosts=FLAGS.hosts, rate=FLAGS.rate) as network, Box(network) as box:
         box.prepare_all(rows)

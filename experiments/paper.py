@@ -58,8 +58,7 @@ def make(part: str, out: pathlib.Path, book: trials.Book) -> tuple[Any, Callable
 
 def main() -> None:
     out, parts = command.folder("out", FLAGS.out), chosen()
-    out.mkdir(parents=True, exist_ok=True)  # All trainings may be in the book.
-    book = trials.Book(pathlib.Path(FLAGS.book or out / "book.jsonl"))
+    book = trials.book(out, FLAGS.book)
     for part in parts:
         table, draw, numbers = make(part, out, book)
         script.show(part, table)

@@ -54,6 +54,7 @@ def paces(kind: str) -> tuple[str, ...]:
 
 def main() -> None:
     out = command.folder("out", FLAGS.out)
+    script.check_tables(FLAGS.pages, "partitions")
     kinds = [(kind, pace) for kind in (WHOLE, *PARTITIONS) for pace in paces(kind)]
     runs = {pair: [trial(out, *pair, seed) for seed in range(FLAGS.seeds)] for pair in kinds}
     if not all(trials.together(trials.train, itertools.chain(*runs.values()))):

@@ -52,6 +52,7 @@ def tabulate(found: dict[Any, list[float]], steps: list[int]) -> Any:
 
 def main() -> None:
     out = command.folder("out", FLAGS.out)
+    script.check_tables(FLAGS.pages, "principal")
     for name, given in (("start", FLAGS.start), ("rate", FLAGS.rate)):
         if len(set(given)) < len(given):
             command.fail(f"--{name}={max(given, key=given.count)} is given twice; leave one out")

@@ -67,8 +67,8 @@ class Trainings(NamedTuple):
         steps = study.tuning_steps if study.tuning_steps and seed == TUNING_SEED else study.steps
         size = "smoke" if self.smoke else f"steps={round(row.longer * steps)}"
         shorthand = ",".join(filter(None, (row.shorthand, study.shorthand, "simulate", size)))
-        fields = {"schedule.learning_rate": rate, "seed": seed, "eval.local": False, **row.fields}
-        fields |= {} if self.smoke else {**study.fields, **(study.tuning_fields if seed == TUNING_SEED else {})}
+        fields = {"schedule.learning_rate": rate, "seed": seed, "eval.local": False, **study.fields, **row.fields}
+        fields |= study.tuning_fields if seed == TUNING_SEED and not self.smoke else {}
         fields |= {"data.path": self.data} if self.data else {}
         return trials.trial(self.out / self.name, f"{method} {rate:.3g} {seed}", f"{study.config}:{shorthand}", fields)
 
@@ -77,7 +77,9 @@ class Trainings(NamedTuple):
         return (self.study.rows[method].grid or self.study.grid)[: 1 if self.smoke else None]
 
     def tune(self, method: str) -> tuple[float, dict[float, float]]:
-        """(best rate, loss of each that was tried); one that diverged has an infinite loss."""
+        """(best rate, loss of each that was tried); one that diverged has an infinite loss. The only rate of a grid is not tried."""
+        if len(self.grid(method)) == 1 and not self.smoke:
+            return self.grid(method)[0], {}
 
         def measure(rate: float) -> float:
             numbers = self.book.result(self.trial(method, rate, TUNING_SEED), read)
@@ -103,11 +105,12 @@ def run(trainings: Trainings) -> dict[str, Result]:
     like = {method: trainings.study.rows[method].like or method for method in trainings.rows}
     tunings = list(dict.fromkeys(like.values()))
     # All grids at first, so that no core waits while one method tries its rates one after the other.
-    grids = [(method, rate) for method in tunings for rate in source.grid(method)]
+    grids = [(method, rate) for method in tunings for rate in source.grid(method) if len(source.grid(method)) > 1]
     trials.together(lambda each: source.book.result(source.trial(each[0], each[1], TUNING_SEED), read), grids)
     found = dict(zip(tunings, trials.together(source.tune, tunings), strict=True))
     tuned, metric = {method: found[other] for method, other in like.items()}, trainings.study.metric
     made = trainings.made({method: rate for method, (rate, _) in tuned.items()})
+    check_texts(trainings.name, made)
     return {
         method: Result(
             rate,
@@ -117,6 +120,13 @@ def run(trainings: Trainings) -> dict[str, Result]:
         )
         for method, (rate, tried) in tuned.items()
     }
+
+
+def check_texts(name: str, made: Mapping[str, list[dict[str, Any] | None]]) -> None:
+    """Refuses rows of different texts: the text of configs/lm.py is the standard library of the Python that runs."""
+    texts = {numbers.get("corpus_order1_entropy") for rows in made.values() for numbers in rows if numbers}
+    if len(texts) > 1:
+        raise trials.Broken(f"{name}: rows have different texts (another Python's library?); give another --book and --out")
 
 
 # -- What is shown ----------------------------------------------------------------------------------------------------
@@ -159,7 +169,7 @@ def tabulate(name: str, found: dict[str, Result]) -> Any:
         compared = method != reference in found and result.ended and first.ended  # A smoke run may lack the reference.
         apart = result.spread.mean - first.spread.mean if compared else 0.0
         relative = f" ({100 * apart / first.spread.mean:+.1f} %)" if compared and unit.startswith("nats") else ""
-        edge = " (edge)" if result.rate in (min(result.tried), max(result.tried)) and len(result.tried) > 1 else ""
+        edge = " (edge)" if len(result.tried) > 1 and result.rate in (min(result.tried), max(result.tried)) else ""
         table.add_row(
             method,
             cell(result, digits),

@@ -64,27 +64,27 @@ class Result(NamedTuple):
 
     runs: list[list[Point]]
     step_s: list[float]  # a round each
-    told_step_s: list[float] | None  # foretold by the cost model, a round each
+    predicted_step_s: list[float] | None  # by the cost model, a round each
     to_loss_s: list[float]  # seconds to the loss that all-reduce ended with, a round each
     near_s: list[float]  # the same to `NEAR` above it
-    told_to_loss_s: list[float] | None
+    predicted_to_loss_s: list[float] | None
     scores: Sequence[float] = ()  # of the averaged model on test data, a round each, for tasks that have one
 
 
 def tabulate(found: Mapping[str, Result], score: str = "") -> Any:
-    """Seconds to the loss that the first one, all-reduce, ends with; how many times as fast that is, measured and foretold.
+    """Seconds to the loss that the first one, all-reduce, ends with; how many times as fast that is, measured and predicted.
 
     `score` is the name of what the runs score at their end; "": none.
     """
     table = script.table(
         "",
         "ms per step",
-        "foretold",
+        "predicted",
         "final loss",
         *([f"final {score}"] if score else []),
         "seconds to all-reduce's loss",
         "times as fast",
-        "foretold",
+        "predicted",
         "error",
         f"times as fast to {NEAR:g} nats above it",
     )
@@ -92,17 +92,18 @@ def tabulate(found: Mapping[str, Result], score: str = "") -> Any:
     for name, result in found.items():
         ratios = _ratios(first.to_loss_s, result.to_loss_s)
         ratio = statistics.mean(ratios)
-        told = statistics.mean(_ratios(first.told_to_loss_s or [], result.told_to_loss_s)) if result.told_to_loss_s else None
+        own_s = result.predicted_to_loss_s
+        predicted = statistics.mean(_ratios(first.predicted_to_loss_s or [], own_s)) if own_s else None
         table.add_row(
             name,
             ", ".join(map(script.ms, result.step_s)),
-            ", ".join(map(script.ms, result.told_step_s or [])),
+            ", ".join(map(script.ms, result.predicted_step_s or [])),
             ", ".join(f"{run[-1].loss:.3f}" for run in result.runs),
             *([", ".join(f"{value:.1f}" for value in result.scores)] if score else []),
             ", ".join("never" if math.isnan(time_s) else f"{time_s:.0f}" for time_s in result.to_loss_s),
             _times(ratios),
-            _of(told) if told else "",
-            script.difference(told, ratio) if told and not math.isnan(told * ratio) else "",
+            _of(predicted) if predicted else "",
+            script.difference(predicted, ratio) if predicted and not math.isnan(predicted * ratio) else "",
             _times(_ratios(first.near_s, result.near_s)),
         )
     return table
@@ -137,7 +138,7 @@ def draw(path: str, found: Mapping[str, Result], title: str, unit: str) -> None:
             for color, (name, result) in zip(itertools.cycle(script.COLORS), found.items()):
                 time_s, run = result.to_loss_s[k], result.runs[k]
                 label = f"{name}: {'never' if math.isnan(time_s) else f'{time_s:.0f} s'}"
-                style = dict(color=color, linewidth=1.6, alpha=0.9, linestyle="--" if result.told_step_s is None else "-")
+                style = dict(color=color, linewidth=1.6, alpha=0.9, linestyle="--" if result.predicted_step_s is None else "-")
                 axis.plot([point.time_s for point in run], [point.loss for point in run], label=label, **style)
                 axis.plot(time_s, goal, "o", color=color, markersize=7, zorder=3)
             axis.set(xlabel="seconds of training", xlim=(0, 1.2 * end_s))

@@ -233,6 +233,7 @@ def tabulate(found: dict[Row, tuple[float, float]], last: str) -> Any:
 
 
 def main() -> int:
+    script.check_tables(FLAGS.pages, "related")
     found = {}
     for row in script.choose(ROWS, FLAGS.only):
         begun = time.monotonic()

@@ -13,7 +13,7 @@ from absl import flags
 import rich.box
 import rich.table
 
-from experiments import script
+from experiments import script, trials
 
 
 class Row(NamedTuple):
@@ -33,9 +33,9 @@ def choose(rows: tuple[Row, ...], names: list[str]) -> list[Row]:
     return script.choose(rows, names, *(row.reference for row in rows if row.name in names))
 
 
-def directory(row: Row, workdir: pathlib.Path) -> pathlib.Path:
-    """The work directory of a row's run."""
-    return workdir / "".join(c if c.isalnum() else "_" for c in row.name)
+def directory(row: Row, workdir: pathlib.Path, *what: Any) -> pathlib.Path:
+    """The work directory of a row's run; `what` are the other arguments of `train`: with others it is another run."""
+    return workdir / f"{trials.name_of(row.name)}_{trials.checksum(repr((row, what)))}"
 
 
 def train(rows: list[Row], config: str, workdir: pathlib.Path, steps: int, extra: list[str]) -> Summaries:
@@ -45,7 +45,7 @@ def train(rows: list[Row], config: str, workdir: pathlib.Path, steps: int, extra
     """
     summaries = {}
     for row in rows:
-        path = directory(row, workdir) / "summary.json"
+        path = directory(row, workdir, config, steps, extra) / "summary.json"
         out = f"--workdir={path.parent}"
         summary = summaries[row.name] = written(path, "launch.train", out, row, config, steps, extra, stdout=subprocess.DEVNULL)
         script.show(f"{row.name}: {summary['eval_loss']:.4f}" if summary else f"{row.name}: failed")

@@ -1,9 +1,10 @@
 """What experiments share: how they start, tables, figures that are asked for, plots and JSON."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 import contextlib
 import io
 import json
+import math
 import pathlib
 import re
 from typing import Any, NamedTuple
@@ -48,7 +49,16 @@ def choose(rows: Sequence[Any], names: Sequence[str], *beside: str) -> list[Any]
 def save(path: str | None, **found: Any) -> None:
     """Writes the keyword arguments as a JSON object to a file; does nothing if `path` is None."""
     if path:
-        pathlib.Path(path).write_text(json.dumps(found, indent=2) + "\n")
+        pathlib.Path(path).write_text(json.dumps(_finite(found), indent=2) + "\n")
+
+
+def _finite(value: Any) -> Any:
+    """With None for every number that JSON does not know."""
+    if isinstance(value, Mapping):
+        return {name: _finite(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 # -- Tables -----------------------------------------------------------------------------------------------------------
@@ -92,9 +102,24 @@ def check_tables(pages: str | None, *names: str) -> None:
         command.fail(f"--pages={pages}: no page has the line <!-- table {homeless[0]} -->; add it, or leave --pages out")
 
 
+def claim(out: pathlib.Path, **options: Any) -> None:
+    """Keeps in a folder what its runs have in common; ends a command whose own options differ from those kept there."""
+    path = out / "options.json"
+    try:
+        before = dict(json.loads(path.read_text())) if path.exists() else {}
+    except (ValueError, TypeError) as error:
+        command.fail(f"{path} cannot be read ({error}); give another --out")
+    for name, value in options.items():
+        if before.get(name, value) != value:
+            given, kept = (f"no --{name}" if each is None else f"--{name}={each}" for each in (value, before[name]))
+            command.fail(f"{given}: the runs in {out} have {kept}; give another --out")
+    out.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(before | options))
+
+
 def check_path(flag: str, path: str) -> None:
     """Ends a command whose data are not there, before it takes hours."""
-    if not pathlib.Path(path).exists():
+    if not pathlib.Path(path).expanduser().exists():
         command.fail(f"--{flag}={path} does not exist; give the path of the data")
 
 

@@ -12,7 +12,7 @@ of experiments.speedup on a megabyte of Python's standard library; with --multi3
    does not end 0.05 nats below all-reduce's loss gets more steps: the fewest of 1.5 or 2 times as many with which it does; if
    none is enough, those with the least loss.
 2. The methods train in the box, one after the other, in so many rounds, each with a seed of its own.
-3. The forecast: before each round launch.calibrate measures the box, and from that the cost model foretells how long a step takes.
+3. The forecast: before each round launch.calibrate measures the box, and from that the cost model predicts how long a step takes.
    Runs of the same seeds in simulation tell how many steps each method needs. The product of both is compared with the seconds.
 
 Seconds are those of training: neither compiling nor evaluating counts. What is finished in `--out` is not repeated, so an
@@ -65,7 +65,7 @@ class Job(NamedTuple):
     about: str  # words for the figure
     unit: str  # of its loss
     steps: int  # of all-reduce
-    batch_size: int  # examples of a worker
+    batch_size: int  # sequences, or pairs of the longest sentences, of a worker; of shorter pairs more
     every: int  # steps between evaluations
     score: str = ""  # what is scored on test data at the end, as "bleu"; "": nothing
 
@@ -100,7 +100,7 @@ class Size(NamedTuple):
 
     job: Job
     steps: int
-    batch_size: int  # examples of a worker
+    batch_size: int  # as that of the job
     model: Mapping[str, int]
     every: int  # steps between evaluations
     path: pathlib.Path  # of the data
@@ -182,18 +182,29 @@ def tune(out: pathlib.Path, size: Size) -> dict[str, Tuned]:
     return lengths
 
 
+def same(workdir: pathlib.Path, tuned: Tuned) -> None:
+    """Refuses a finished run that has another rate or length than tuning gives now."""
+    config = json.loads((workdir / "config.json").read_text())
+    made = Tuned(config["schedule"]["learning_rate"], config["steps"])
+    if made != tuned:
+        raise Failed(f"the run in {workdir} has {made}, and tuning gives {tuned} now; move it away, or give another --out")
+
+
 # -- Forecast ---------------------------------------------------------------------------------------------------------
 
 
-def rehearsed(out: pathlib.Path, method: str, seed: int) -> pathlib.Path:
+def simulated_round(out: pathlib.Path, method: str, seed: int) -> pathlib.Path:
     """Where the simulation of a run in the box is."""
     return out / f"simulated{seed}" / trials.name_of(method)
 
 
-def rehearse(out: pathlib.Path, size: Size, tuned: dict[str, Tuned], rounds: int) -> None:
+def simulate_rounds(out: pathlib.Path, size: Size, tuned: dict[str, Tuned], rounds: int) -> None:
     """Trains every method in simulation with the seeds of all rounds, two at a time."""
     each = [(method, seed) for seed in range(rounds) for method in tuned]
-    runs = [trial(method, size, tuned[method], rehearsed(out, method, seed), seed, simulate=True) for method, seed in each]
+    for method, seed in each:
+        if trials.finished(workdir := simulated_round(out, method, seed)):
+            same(workdir, tuned[method])
+    runs = [trial(method, size, tuned[method], simulated_round(out, method, seed), seed, simulate=True) for method, seed in each]
     for (method, seed), ended in zip(each, trials.together(trials.train, runs), strict=True):
         if not ended:
             raise Failed(f"{method} diverged in simulation with seed {seed}; --rounds={seed} leaves it out")
@@ -230,8 +241,8 @@ def calibrate(network: cluster.Network, path: pathlib.Path, size: Size, seconds:
         costmodel.save(path, measured, workload)
 
 
-def foretold(path: pathlib.Path) -> dict[str, float]:
-    """The seconds per step that the cost model foretells from a profile, by method."""
+def predict(path: pathlib.Path) -> dict[str, float]:
+    """The seconds per step that the cost model predicts from a profile, by method."""
     cluster_, workload = costmodel.load(path)
     assert workload is not None  # Calibration always writes one.
     return {name: costmodel.predict(cluster_, workload, method).mean_s for name, method in modelled(workload).items()}
@@ -255,6 +266,8 @@ def train(network: cluster.Network, out: pathlib.Path, size: Size, tuned: dict[s
         for method in [*tuned, *(peer for peer, (_, twin) in PEERS.items() if FLAGS.peers and twin in tuned)]:
             workdir = measured(out, method, seed)
             if trials.finished(workdir):
+                if method in tuned:
+                    same(workdir, tuned[method])
                 continue
             if method in PEERS:
                 name, twin = PEERS[method]
@@ -272,26 +285,27 @@ def train(network: cluster.Network, out: pathlib.Path, size: Size, tuned: dict[s
 
 def results(out: pathlib.Path, tuned: dict[str, Tuned], rounds: int, score: str) -> dict[str, race.Result]:
     """Every method's result, from the run directories; `score` is that of the job."""
-    goals, told_goals = ([race.read(place(out, SYNC, seed))[-1].loss for seed in range(rounds)] for place in (measured, rehearsed))
-    told_s = [foretold(profile(out, seed)) for seed in range(rounds)]
+    places = measured, simulated_round
+    goals, simulated_goals = ([race.read(place(out, SYNC, seed))[-1].loss for seed in range(rounds)] for place in places)
+    predicted_s = [predict(profile(out, seed)) for seed in range(rounds)]
     found = {}
     for method in [*tuned, *PEERS]:
         runs = [race.read(measured(out, method, seed)) for seed in range(rounds) if trials.finished(measured(out, method, seed))]
         if len(runs) < rounds:
             continue
-        told, told_to_loss_s = None, None
+        own_s, predicted_to_loss_s = None, None
         if method in tuned:
-            told = [of[method] for of in told_s]
-            rehearsals = [race.read(rehearsed(out, method, seed)) for seed in range(rounds)]
-            needed = [race.reached(run, loss, lambda point: point.step) for run, loss in zip(rehearsals, told_goals)]
-            told_to_loss_s = [step_s * steps for step_s, steps in zip(told, needed)]
+            own_s = [of[method] for of in predicted_s]
+            simulations = [race.read(simulated_round(out, method, seed)) for seed in range(rounds)]
+            needed = [race.reached(run, loss, lambda point: point.step) for run, loss in zip(simulations, simulated_goals)]
+            predicted_to_loss_s = [step_s * steps for step_s, steps in zip(own_s, needed)]
         found[method] = race.Result(
             runs,
             [run[-1].time_s / run[-1].step for run in runs],
-            told,
+            own_s,
             [race.reached(run, loss) for run, loss in zip(runs, goals)],
             [race.reached(run, loss + race.NEAR) for run, loss in zip(runs, goals)],
-            told_to_loss_s,
+            predicted_to_loss_s,
             [_scored(measured(out, method, seed), score) for seed in range(rounds)] if score else (),
         )
     return found
@@ -301,21 +315,11 @@ def _scored(workdir: pathlib.Path, score: str) -> float:
     return json.loads((workdir / "summary.json").read_text())[f"eval_{score}"]
 
 
-def check(out: pathlib.Path) -> None:
-    """Refuses at once what would end the command after an hour, and a folder with runs of other options, which would not be repeated."""
+def check() -> None:
+    """Refuses at once what would end the command after an hour."""
     script.check_tables(FLAGS.pages, _job().name)
     if FLAGS.multi30k and not any(pathlib.Path(FLAGS.multi30k).glob("train.de*")):
         raise Failed(f"--multi30k={FLAGS.multi30k} has no train.de; give the folder of Multi30k's parallel files")
-    path, options = out / "options.json", _options()
-    try:
-        before = json.loads(path.read_text()) if path.exists() else options
-    except ValueError as error:
-        raise Failed(f"{path} cannot be read ({error}); give another --out") from error
-    if changed := [name for name, value in options.items() if before.get(name) != value]:
-        name = changed[0]
-        if name == "multi30k":
-            raise Failed(f"--multi30k={FLAGS.multi30k}: the runs in {out} have other data; give another --out")
-        raise Failed(f"--{name}={options[name]}: the runs in {out} have --{name}={before.get(name)}; give another --out")
     with cluster.network(hosts=HOSTS, rate=FLAGS.rate):
         pass
     if FLAGS.peers and FLAGS.multi30k:
@@ -329,7 +333,7 @@ def _job() -> Job:
 
 
 def _options() -> dict[str, Any]:
-    """What runs of one folder have in common; sizes that no flag gives are those of the job."""
+    """What runs of one folder have in common; sizes that no flag gives are those of the job, and data are named by a checksum."""
     job = _job()
     sizes = {name: FLAGS[name].value or getattr(job, name) for name in ("steps", "batch_size", "every")}
     data = FLAGS.multi30k and trials.contents(FLAGS.multi30k)
@@ -337,20 +341,22 @@ def _options() -> dict[str, Any]:
 
 
 def main() -> None:
-    os.environ["XLA_FLAGS"] = "--xla_cpu_multi_thread_eigen=false"  # Hosts share cores: as many threads as PyTorch's workers.
+    # Hosts share cores: as many threads as PyTorch's workers.
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_multi_thread_eigen=false"
     out = command.folder("out", FLAGS.out)
-    check(out)
-    out.mkdir(parents=True, exist_ok=True)
+    check()
     options, job = _options(), _job()
-    (out / "options.json").write_text(json.dumps(options))
+    script.claim(out, **options)
     model = job.small if FLAGS.smoke else job.model
     steps, batch_size, every = (8, 1, 2) if FLAGS.smoke else (options[name] for name in ("steps", "batch_size", "every"))
     data = pathlib.Path(FLAGS.multi30k) if FLAGS.multi30k else twins.write_text(out / "text.txt", model["context"])
+    if not FLAGS.multi30k:
+        script.claim(out, text=trials.contents(str(data)))
     size = Size(job, steps, batch_size, model, every, data, *(SMOKE_TUNING if FLAGS.smoke else (tuple(TRAINED), GRID, LONGER)))
     tuned = tune(out, size)
     with cluster.network(hosts=HOSTS, rate=FLAGS.rate) as network:
         train(network, out, size, tuned, FLAGS.rounds)
-    rehearse(out, size, tuned, FLAGS.rounds)
+    simulate_rounds(out, size, tuned, FLAGS.rounds)
     found = results(out, tuned, FLAGS.rounds, job.score)
     table = race.tabulate(found, job.score.upper())
     title = f"{job.about} on four hosts, links of {FLAGS.rate.replace('mbit', ' Mbit/s')}"
@@ -371,7 +377,7 @@ if __name__ == "__main__":
     flags.DEFINE_integer(
         "batch_size",
         None,
-        "Per worker and step: sequences of 128 bytes, or pairs of sentences; none: 2, or 8 pairs.",
+        "Per worker and step: sequences of 128 bytes, or pairs of the longest sentences (of shorter ones more); none: 2, or 8.",
         lower_bound=1,
     )
     flags.DEFINE_integer("every", None, "Steps between evaluations; none: 10, or 20 to translate.", lower_bound=1)

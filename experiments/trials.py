@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import concurrent.futures
 import contextlib
 import functools
+import gzip
 import json
 import math
 import os
@@ -57,8 +58,13 @@ def finished(workdir: pathlib.Path) -> bool:
 
 
 def trial(parent: pathlib.Path, name: str, config: str, fields: Mapping[str, Any]) -> Trial:
-    """A run whose folder is named after it, and after a checksum of what it trains: with other options it is another run."""
-    return Trial(parent / f"{name_of(name)}_{zlib.crc32(_key(config, fields).encode()):08x}", config, tuple(fields.items()))
+    """A run whose folder is named after it, and after a checksum of what it trains: with other options or data it is another run."""
+    return Trial(parent / f"{name_of(name)}_{checksum(_key(config, _kept(fields)))}", config, tuple(fields.items()))
+
+
+def checksum(text: str) -> str:
+    """Of a text, for names of folders."""
+    return f"{zlib.crc32(text.encode()):08x}"
 
 
 class Broken(Exception):
@@ -68,20 +74,26 @@ class Broken(Exception):
 def train(trial: Trial) -> bool:
     """Makes a run unless it is finished; returns whether it came to its end: False if it diverged. It ends when we do.
 
+    A file named "diverged" in the folder says that it did, so that it is not made again.
+
     Raises:
         Broken: if it ended in any other way.
     """
-    if trial.finished:
-        return True
-    cores = _shares().get()
+    diverged = trial.workdir / "diverged"
+    if trial.finished or diverged.exists():
+        return trial.finished
+    cores = _SHARES.get()
     try:
         code = start(trial, cores).wait()
     finally:
-        _shares().put(cores)
+        _SHARES.put(cores)
     if code == command.USER_ERROR:
         raise Broken(f"the run in {trial.workdir} was refused, for the reason above; change the flag that it names")
     if code not in (0, command.DIVERGED):
         raise Broken(f"the run in {trial.workdir} {processes.how_it_ended(code)}; the same command continues")
+    if code == command.DIVERGED:
+        diverged.parent.mkdir(parents=True, exist_ok=True)
+        diverged.touch()
     return code == 0
 
 
@@ -96,13 +108,15 @@ def start(trial: Trial, cores: frozenset[int] = frozenset()) -> subprocess.Popen
     return process
 
 
-@functools.cache
 def _shares() -> queue.SimpleQueue[frozenset[int]]:
     """Which cores each of the trainings has: two that share all cores wait for each other's threads and are a seventh slower."""
     shares, cores = queue.SimpleQueue(), sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
     for k in range(TOGETHER):
         shares.put(frozenset(cores[k::TOGETHER]) if len(cores) >= TOGETHER else frozenset())
     return shares
+
+
+_SHARES = _shares()
 
 
 def together(do: Callable[[Any], Any], items: Iterable[Any]) -> list[Any]:
@@ -122,24 +136,32 @@ class Book:
     A path of data is kept as a checksum of the data. Whoever changes the code so that numbers change removes the lines.
 
     Raises:
-        Broken: if a line cannot be read; a last one that is cut short is left out.
+        Broken: if it cannot be read or written, or a line cannot be read; a last one that is cut short is left out.
     """
 
     def __init__(self, path: pathlib.Path):
         self._path, self._lock, self._known = path, threading.Lock(), {}
-        lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with path.open("a"):  # Whether it can be written is to be known before the first training.
+                lines = path.read_text().splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise Broken(f"the book {path} cannot be read and written ({error}); give another --book") from error
+        cut = bool(lines) and not path.read_text().endswith("\n")
         for number, line in enumerate(lines, 1):
             try:
                 row = json.loads(line)
                 self._known[_key(row["config"], row["fields"])] = row["numbers"]
             except (ValueError, KeyError, TypeError) as error:
-                if number < len(lines) or line.endswith("\n"):
+                if number < len(lines) or not cut:
                     raise Broken(f"{path}, line {number} cannot be read ({error!r}); remove the line") from error
-                path.write_text("".join(lines[:-1]))
+                lines.pop()
+        if cut:
+            path.write_text("".join(f"{line}\n" for line in lines))
 
     def result(self, trial: Trial, read: Callable[[Trial], dict[str, Any]] = Trial.summary) -> dict[str, Any] | None:
         """The numbers that `read` finds in a run, which is made unless it is known; None if it diverged."""
-        fields = {name: contents(value) if name == "data.path" else value for name, value in trial.fields}
+        fields = _kept(dict(trial.fields))
         key = _key(trial.config, fields)
         if key not in self._known:
             numbers = read(trial) if train(trial) else None
@@ -150,13 +172,31 @@ class Book:
         return self._known[key]
 
 
+def book(out: pathlib.Path, path: str | None) -> Book:
+    """The book of an experiment: that of `--book`, or else one among its run directories, which are to be in `out`."""
+    out.mkdir(parents=True, exist_ok=True)  # All trainings may be in the book.
+    return Book(pathlib.Path(path) if path else out / "book.jsonl")
+
+
 @functools.cache
 def contents(path: str) -> str:
-    """A checksum of a file, or of all files of a folder; the path itself if it is neither."""
-    root = pathlib.Path(path)
-    files = [root] if root.is_file() else sorted(found for found in root.rglob("*") if found.is_file())
-    crc = functools.reduce(lambda crc, file: zlib.crc32(file.read_bytes(), zlib.crc32(file.name.encode(), crc)), files, 0)
-    return f"{crc:08x}" if files else path
+    """A checksum of a file, or of all files of a folder with their names, plain or gzipped; the path itself if it is neither."""
+    root = pathlib.Path(path).expanduser()
+    if root.is_file():
+        return f"{zlib.crc32(_unpacked(root)):08x}"
+    crc = 0
+    for file in sorted(found for found in root.rglob("*") if found.is_file()):
+        crc = zlib.crc32(_unpacked(file), zlib.crc32(file.name.removesuffix(".gz").encode(), crc))
+    return f"{crc:08x}" if crc else path
+
+
+def _unpacked(path: pathlib.Path) -> bytes:
+    return gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+
+
+def _kept(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields with a checksum of the data in the place of their path."""
+    return {name: contents(value) if name == "data.path" else value for name, value in fields.items()}
 
 
 def _key(config: str, fields: Mapping[str, Any]) -> str:
@@ -204,7 +244,9 @@ class Spread(NamedTuple):
 
 
 def spread(values: Sequence[float]) -> Spread:
-    """Of one value for each seed."""
+    """Of one value for each seed; all nan if one is."""
+    if any(map(math.isnan, values)):
+        return Spread(math.nan, math.nan, len(values))
     return Spread(statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else math.nan, len(values))
 
 

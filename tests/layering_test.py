@@ -438,7 +438,9 @@ def lengths(node: ast.AST, inside: bool = False):
         yield from lengths(child, inside or is_function)
 
 
-@pytest.mark.parametrize("module, path", [p for p in SOURCES if p.values[0].startswith(("decjax", "launch"))])
+@pytest.mark.parametrize(
+    "module, path", [p for p in SOURCES if p.values[0].startswith(("decjax", "launch", "experiments", "configs"))]
+)
 def test_files_and_functions_are_short(module, path):
     text = path.read_text()
     assert text.count("\n") <= 400

@@ -1,5 +1,6 @@
 """experiments.paper: how rows are judged, and the whole way with tiny models."""
 
+import gzip
 import importlib
 import json
 import math
@@ -55,6 +56,12 @@ def test_the_exponent_is_that_of_a_power():
     found = noise_floor.exponents({N: [3.0 / N, 2.0 / N**1.2] for N in noise_floor.WORKERS})
     assert found.mean == pytest.approx(-1.1) and found.text(1) == "-1.1 ± 0.3"
     assert math.isnan(noise_floor.exponent({4: 1.0, 8: math.nan}))
+
+
+def test_a_noise_floor_that_diverged_is_shown_as_such(tmp_path):
+    floors = {"SGD, an exchange every step": {4: [1.0, math.nan], 8: [0.5, 0.6]}}
+    assert cells(noise_floor.tabulate(floors))[0][1].startswith("nan")
+    noise_floor.draw(str(tmp_path / "floor.png"), floors)
 
 
 def result(*values):
@@ -163,6 +170,45 @@ def test_a_line_that_is_cut_short_is_dropped_and_a_damaged_one_refused(made, tmp
     path.write_text(whole[:20] + "\n" + whole)
     with pytest.raises(trials.Broken, match="line 1 cannot be read"):
         trials.Book(path)
+    path.write_text(whole.rstrip())  # An editor left out the newline.
+    trials.Book(path).result(trial(tmp_path, 2))
+    assert trials.Book(path).result(trial(tmp_path, 0)) and made == [0, 1, 2]
+
+
+def test_a_book_that_cannot_be_written_is_refused_at_once(tmp_path):
+    (tmp_path / "bytes").write_bytes(b"\xff\xfe")
+    for path in tmp_path, tmp_path / "bytes", tmp_path / "bytes" / "book":
+        with pytest.raises(trials.Broken, match="give another --book"):
+            trials.Book(path)
+
+
+def test_other_data_at_the_same_path_are_another_run(tmp_path):
+    """And the same data under another name, or gzipped, are the same."""
+    text = tmp_path / "text"
+    folders = []
+    for content in "old", "new":
+        text.write_text(content)
+        trials.contents.cache_clear()
+        folders.append(trials.trial(tmp_path, "run", "configs/lm.py", {"data.path": str(text)}).workdir)
+    assert folders[0] != folders[1]
+    for folder, name, content in (("a", "train.de", b"ein"), ("b", "train.de.gz", gzip.compress(b"ein"))):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / name).write_bytes(content)
+    assert trials.contents(str(tmp_path / "a")) == trials.contents(str(tmp_path / "b"))
+    (tmp_path / "renamed").write_text("new")
+    assert trials.contents(str(text)) == trials.contents(str(tmp_path / "renamed"))
+
+
+def test_a_training_that_diverged_is_not_made_again(tmp_path, monkeypatch):
+    run, codes = trials.Trial(tmp_path, "configs/lm.py"), [command.DIVERGED]
+    monkeypatch.setattr(trials, "start", lambda trial, cores: type("Ended", (), {"wait": lambda self: codes.pop()})())
+    assert not trials.train(run) and not trials.train(run) and not codes
+
+
+def test_rows_of_different_texts_are_refused():
+    quality.check_texts("python", {"a": [{"corpus_order1_entropy": 2.4}, None], "b": [{"corpus_order1_entropy": 2.4}]})
+    with pytest.raises(trials.Broken, match="different texts"):
+        quality.check_texts("python", {"a": [{"corpus_order1_entropy": 2.4}], "b": [{"corpus_order1_entropy": 2.5}]})
 
 
 # -- Studies ----------------------------------------------------------------------------------------------------------

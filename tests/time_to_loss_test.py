@@ -107,7 +107,16 @@ def test_other_data_are_refused_where_runs_are(tmp_path):
     given = dict(rate="100mbit", multi30k="another", smoke=False, steps=100, batch_size=2, every=10)
     (tmp_path / "options.json").write_text(json.dumps(given))
     done = commands.run("experiments.time_to_loss", f"--out={tmp_path}")
-    assert done.returncode == 2 and "have other data; give another --out" in done.stderr and done.stderr.count("\n") == 1
+    assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
+    assert "no --multi30k" in done.stderr and "--multi30k=another; give another --out" in done.stderr
+
+
+def test_a_run_of_another_rate_is_refused(tmp_path):
+    """Tuning came out differently since: its seconds would stand for the new rate."""
+    (tmp_path / "config.json").write_text(json.dumps({"schedule": {"learning_rate": 0.004}, "steps": 600}))
+    time_to_loss.same(tmp_path, time_to_loss.Tuned(0.004, 600))
+    with pytest.raises(time_to_loss.Failed, match="move it away"):
+        time_to_loss.same(tmp_path, time_to_loss.Tuned(0.004, 900))
 
 
 @needs_namespaces
@@ -118,7 +127,7 @@ def test_the_whole_way_with_a_tiny_model_and_again_from_what_is_there(tmp_path):
     assert first.stdout.strip().endswith(table.splitlines()[-1]) and time_to_loss.ACCUM_INT8 in table
     assert (tmp_path / "time_to_loss.png").read_bytes().startswith(b"\x89PNG")
     document = json.loads((tmp_path / "time_to_loss.json").read_text())
-    assert len(document["all-reduce"]["to_loss_s"]) == 1 and document["all-reduce"]["told_step_s"][0] > 0
+    assert len(document["all-reduce"]["to_loss_s"]) == 1 and document["all-reduce"]["predicted_step_s"][0] > 0
     expected = {"profile.json", "all_reduce", trials.name_of(time_to_loss.ACCUM_INT8)}
     assert {path.name for path in (tmp_path / "round0").iterdir()} == expected
 
@@ -131,6 +140,6 @@ def test_only_divergence_counts_as_a_bad_rate(tmp_path, monkeypatch, code, fails
     size = time_to_loss.Size(time_to_loss.TEXT, 8, 1, {}, 2, tmp_path / "text.txt", *time_to_loss.SMOKE_TUNING)
     with pytest.raises(trials.Broken, match=fails) if fails else contextlib.nullcontext():
         assert time_to_loss.simulate(tmp_path, size, "all-reduce", time_to_loss.Tuned(0.008, 8)) == math.inf
-    error, told = (trials.Broken, fails) if fails else (group.Failed, "no simulated run of all-reduce")
-    with pytest.raises(error, match=told):
+    error, predicted = (trials.Broken, fails) if fails else (group.Failed, "no simulated run of all-reduce")
+    with pytest.raises(error, match=predicted):
         time_to_loss.tune(tmp_path, size)
