@@ -93,17 +93,20 @@ def tabulate(found: Mapping[str, Floors]):
 
 
 def draw(path: str, found: Mapping[str, Floors]) -> None:
-    """Floor against workers, on logarithmic axes, and a line of slope −1; smaller dots lie on larger ones."""
+    """Floor against workers, on logarithmic axes: rows beside each other with ± 2σ of one seed, and a line of slope −1 amid them."""
     with script.panels(path, 1, (6.5, 4.0)) as (figure, (axis,)):
         counts = list(next(iter(found.values())))
-        first = trials.spread(next(iter(found.values()))[counts[0]]).mean
-        axis.loglog(counts, [first * counts[0] / N for N in counts], color="0.6", label="1/N")
-        for k, (color, (name, floors)) in enumerate(zip(script.COLORS, found.items())):
-            means = [trials.spread(values).mean for values in floors.values()]
-            style = dict(color=color, markersize=13 - 3 * k)
-            axis.loglog(list(floors), means, "o", label=f"{name}: {exponents(floors).text(2)}", **style)
+        spreads = {name: [trials.spread(values) for values in floors.values()] for name, floors in found.items()}
+        middle = statistics.geometric_mean(each.mean * N for own in spreads.values() for N, each in zip(counts, own))
+        axis.loglog(counts, [middle / N for N in counts], color="0.6", label="1/N")
+        for k, (color, (name, own)) in enumerate(zip(script.COLORS, spreads.items())):
+            beside = [N * 1.05 ** (k - (len(found) - 1) / 2) for N in counts]
+            label = f"{name}: {exponents(found[name]).text(2)}"
+            errors = [2 * each.sigma if each.count > 1 else 0.0 for each in own]
+            axis.errorbar(beside, [each.mean for each in own], errors, fmt="o", color=color, markersize=4, linewidth=1, label=label)
         axis.set(xlabel="workers N", ylabel="squared distance of the mean from the optimum")
-        axis.set_xticks(list(floors), [str(workers) for workers in floors])
+        axis.set_xticks(counts, [str(workers) for workers in counts])
+        axis.set_yticks(ticks := [3e-3, 1e-2, 3e-2], [f"{tick:g}" for tick in ticks])
         axis.minorticks_off()
         axis.legend(frameon=False, fontsize=8, title="fitted exponent", title_fontsize=8)
         script.dress(figure, "Noise floor of gossip on the one-peer exponential graph")

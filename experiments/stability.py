@@ -26,7 +26,7 @@ from experiments import script
 
 WORKERS = 8
 LOWEST, HIGHEST, POINTS = 1e-2, 1e3, 100  # α h where a limit is looked for
-DECAYS = tuple(np.linspace(0.0, 0.975, 40))  # of the figure
+DECAYS = tuple(np.linspace(0.0, 0.975, 118))  # of the figure
 
 
 class Optimizer(NamedTuple):
@@ -123,7 +123,7 @@ def draw(path: str, smoke: bool) -> None:
     with script.panels(path, 2, (10.0, 4.0)) as (figure, axes):
         for axis, window in zip(axes, (1, 4)):
             for color, (name, scheme) in zip(("0.8", *script.COLORS), SCHEMES.items()):
-                decays = DECAYS[:: 20 if smoke else 1]
+                decays = DECAYS[:: 60 if smoke else 1]
                 limits = [limit(Optimizer(float(decay), window), scheme) for decay in decays]
                 style = "--" if scheme.graph == "complete" else "-"
                 axis.semilogy(decays, limits, style, color=color, linewidth=6 if scheme.order == "mean" else 1.6, label=name)
