@@ -129,8 +129,8 @@ def last_state(workdir: pathlib.Path) -> list[int]:
 
 def untimed(run: trials.Trial) -> list[dict[str, Any]]:
     """The rows of a run without times and rates."""
-    lines = (run.workdir / "metrics.jsonl").read_text().splitlines()
-    return [{name: value for name, value in json.loads(line).items() if not name.endswith(("time_s", "_per_s"))} for line in lines]
+    rows = trials.rows(run.workdir)
+    return [{name: value for name, value in row.items() if not name.endswith(("time_s", "_per_s"))} for row in rows]
 
 
 def compare(row: Row, out: pathlib.Path, kills: int, seed: int) -> Killed:

@@ -20,14 +20,13 @@ of the compiled program, means over workers. The figure: the loss, and the cosin
 (bench.error_cosine).
 """
 
-import json
 import pathlib
 
 from absl import flags
 import numpy as np
 import rich.table
 
-from experiments import optimus_runtime, script
+from experiments import optimus_runtime, script, trials
 from experiments import rows as rows_lib
 from experiments.rows import Row
 
@@ -142,8 +141,7 @@ def _loss(row: Row, summaries: rows_lib.Summaries, name: str = "eval_loss") -> t
 
 def training_loss(directory: pathlib.Path) -> tuple[np.ndarray, np.ndarray]:
     """(steps, training loss as a mean over five logged steps)."""
-    rows = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
-    step_K, loss_K = np.array([(row["step"], row["loss"]) for row in rows if row["kind"] == "train"]).T
+    step_K, loss_K = np.array([(row["step"], row["loss"]) for row in trials.rows(directory, "train")]).T
     window = min(5, len(loss_K))
     return step_K[window - 1 :], np.convolve(loss_K, np.full(window, 1 / window), "valid")
 

@@ -8,7 +8,7 @@ import pathlib
 import statistics
 from typing import Any, NamedTuple
 
-from experiments import script
+from experiments import script, trials
 
 NEAR = 0.05  # nats above a goal: a second goal, which does not lie at the flat end of the run that sets it
 
@@ -32,7 +32,7 @@ def read(workdir: pathlib.Path) -> list[Point]:
     found, time_s, step = [], 0.0, 0
     config = json.loads((workdir / "config.json").read_text())
     tokens = config["batch_size"] * (config["model"].get("context") or config["data"]["length"])
-    for row in map(json.loads, (workdir / "metrics.jsonl").read_text().splitlines()):
+    for row in trials.rows(workdir):
         if row["kind"] == "train":
             time_s += (row["step"] - step) * tokens / row["tokens_per_s"]
             step = row["step"]

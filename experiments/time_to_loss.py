@@ -306,13 +306,9 @@ def results(out: pathlib.Path, tuned: dict[str, Tuned], rounds: int, score: str)
             [race.reached(run, loss) for run, loss in zip(runs, goals)],
             [race.reached(run, loss + race.NEAR) for run, loss in zip(runs, goals)],
             predicted_to_loss_s,
-            [_scored(measured(out, method, seed), score) for seed in range(rounds)] if score else (),
+            [trials.summary(measured(out, method, seed))[f"eval_{score}"] for seed in range(rounds)] if score else (),
         )
     return found
-
-
-def _scored(workdir: pathlib.Path, score: str) -> float:
-    return json.loads((workdir / "summary.json").read_text())[f"eval_{score}"]
 
 
 def check() -> None:

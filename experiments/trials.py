@@ -44,17 +44,27 @@ class Trial(NamedTuple):
 
     def summary(self) -> dict[str, Any]:
         """What the run came to."""
-        return json.loads((self.workdir / "summary.json").read_text())
+        return summary(self.workdir)
 
     def rows(self, kind: str) -> list[dict[str, Any]]:
         """The rows of the run's metrics that are of a kind, "train" or "eval"."""
-        lines = (self.workdir / "metrics.jsonl").read_text().splitlines()
-        return [row for row in map(json.loads, lines) if row["kind"] == kind]
+        return rows(self.workdir, kind)
 
 
 def finished(workdir: pathlib.Path) -> bool:
     """Whether the run of a directory came to its end."""
     return (workdir / "summary.json").exists()
+
+
+def summary(workdir: pathlib.Path) -> dict[str, Any]:
+    """What the run of a directory came to."""
+    return json.loads((workdir / "summary.json").read_text())
+
+
+def rows(workdir: pathlib.Path, *kinds: str) -> list[dict[str, Any]]:
+    """The rows of the run's metrics that are of these kinds, "train" or "eval"; none: all."""
+    found = map(json.loads, (workdir / "metrics.jsonl").read_text().splitlines())
+    return [row for row in found if not kinds or row["kind"] in kinds]
 
 
 def trial(parent: pathlib.Path, name: str, config: str, fields: Mapping[str, Any]) -> Trial:

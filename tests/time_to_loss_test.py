@@ -98,11 +98,6 @@ def test_what_the_box_needs_is_asked_for_first(argument, problem, tmp_path):
     assert not (tmp_path / "a").exists()
 
 
-def test_a_translation_run_tells_its_score(tmp_path):
-    (tmp_path / "summary.json").write_text('{"eval_loss": 2.0, "eval_bleu": 31.5}')
-    assert time_to_loss._scored(tmp_path, time_to_loss.TRANSLATION.score) == 31.5
-
-
 def test_other_data_are_refused_where_runs_are(tmp_path):
     given = dict(rate="100mbit", multi30k="another", smoke=False, steps=100, batch_size=2, every=10)
     (tmp_path / "options.json").write_text(json.dumps(given))
