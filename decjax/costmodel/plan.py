@@ -149,7 +149,8 @@ def verdict(cluster: Cluster, workload: Workload, ranked: Sequence[Ranked]) -> s
         elif stale:
             text += f", and {against:.2f} times as fast as one-step-stale all-reduce"
         if best.method.overlap:
-            text += f". In short trainings with 4 workers gossip that overlaps needed {MORE_STEPS} times all-reduce's iterations to the same loss"
+            text += ". In short trainings with 4 workers gossip that overlaps needed "
+            text += f"{MORE_STEPS} times all-reduce's iterations to the same loss"
     else:
         busy = reference.prediction.compute_s / reference.prediction.mean_s
         text = (
