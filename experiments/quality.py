@@ -67,7 +67,9 @@ class Trainings(NamedTuple):
         steps = study.tuning_steps if study.tuning_steps and seed == TUNING_SEED else study.steps
         size = "smoke" if self.smoke else f"steps={round(row.longer * steps)}"
         shorthand = ",".join(filter(None, (row.shorthand, study.shorthand, "simulate", size)))
-        fields = {"schedule.learning_rate": rate, "seed": seed, "eval.local": False, **study.fields, **row.fields}
+        # Tiny models may lack the options of the study's model.
+        common = {name: value for name, value in study.fields.items() if not (self.smoke and name.startswith("model."))}
+        fields = {"schedule.learning_rate": rate, "seed": seed, "eval.local": False, **common, **row.fields}
         fields |= study.tuning_fields if seed == TUNING_SEED and not self.smoke else {}
         fields |= {"data.path": self.data} if self.data else {}
         return trials.trial(self.out / self.name, f"{method} {rate:.3g} {seed}", f"{study.config}:{shorthand}", fields)
