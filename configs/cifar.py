@@ -14,7 +14,7 @@ Shorthand as in configs/digits.py.
 
 import ml_collections
 
-from configs import base, digits, shorthand
+from configs import base, digits, lm, shorthand
 from decjax import config as parts
 
 KEYS = digits.KEYS
@@ -26,7 +26,7 @@ TUNED_ALLREDUCE = TUNED | dict(adamw=(3.2e-2, 1e-4))
 
 def tuned(method: str, order: str, optimizer: str) -> dict[str, float]:
     """Learning rate and weight decay."""
-    table = TUNED_ALLREDUCE if method == "allreduce" else TUNED
+    table = TUNED_ALLREDUCE if method in lm.AVERAGED else TUNED
     return base.by_optimizer(table, others=(3e-3, 1e-4))(method, order, optimizer)
 
 

@@ -168,9 +168,9 @@ def tabulate_losses(losses: list[Loss]) -> Any:
 def main() -> int:
     out = command.folder("out", FLAGS.out)
     script.check_tables(FLAGS.pages, "faults", *(["faults_loss"] if FLAGS.seeds else []))
-    script.claim(out, rate=FLAGS.rate, steps=FLAGS.steps)
     with cluster.network(hosts=max(FLAGS.processes, default=HOSTS), rate=FLAGS.rate):
         pass  # Refuses at once what would end the command later.
+    script.claim(out, rate=FLAGS.rate, steps=FLAGS.steps)
     bound_s = 2 * HEARTBEAT_S + 3
     by_count = {count: go_through(out, count) for count in FLAGS.processes}
     faults = tabulate_faults(by_count, bound_s)

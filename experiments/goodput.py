@@ -346,11 +346,11 @@ def main() -> None:
     rows = script.choose(ROWS, FLAGS.row)
     trainings = (0.0, FLAGS.calm_minutes), (FLAGS.per_hour, FLAGS.minutes)
     script.check_tables(FLAGS.pages, "goodput")
-    script.claim(out, rate=FLAGS.rate, minutes=FLAGS.minutes, calm_minutes=FLAGS.calm_minutes)
     folders = {row: [out / f"{trials.name_of(row.name)}_{per_hour:g}" for per_hour, _ in trainings] for row in rows}
     if not all((folder / "events.jsonl").exists() for pair in folders.values() for folder in pair):
         with cluster.network(hosts=HOSTS, rate=FLAGS.rate):
             pass  # Refuses at once what would end the command later.
+    script.claim(out, rate=FLAGS.rate, minutes=FLAGS.minutes, calm_minutes=FLAGS.calm_minutes)
     storms, found = {}, {}
     for row, pair in folders.items():
         for folder, (per_hour, minutes) in zip(pair, trainings, strict=True):

@@ -112,7 +112,6 @@ def main() -> None:
             command.fail(f"--only={','.join(parts)} would leave columns out of the table {name}; name {', '.join(kind)}")
         if set(parts) & set(kind):
             script.check_tables(FLAGS.pages, name)
-    out.mkdir(parents=True, exist_ok=True)  # All trainings may be in the book.
     book, found = trials.book(out, FLAGS.book), {}
     for part in parts:
         data = FLAGS.text if part in studies.MULTI30K else ""

@@ -192,8 +192,8 @@ def draw(path: str, name: str, found: dict[str, Result]) -> None:
             axis.plot(result.ended, [row] * len(result.ended), "o", color=color, alpha=0.7)
             if result.ended:
                 axis.plot([result.spread.mean] * 2, [row - 0.25, row + 0.25], color=color, linewidth=2)
-        if next(iter(found.values())).ended:
-            axis.axvline(next(iter(found.values())).spread.mean, color="0.5", linewidth=0.8, linestyle="--", zorder=0)
+        if (first := next(iter(found.values()))).ended:
+            axis.axvline(first.spread.mean, color="0.5", linewidth=0.8, linestyle="--", zorder=0)
         axis.set_yticks(range(len(found)), list(reversed(found)))
         axis.set(xlabel=STUDIES[name].unit)
         script.dress(figure, f"{name}: dots are seeds, bars means, the line is the mean of the first row")

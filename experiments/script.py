@@ -103,7 +103,7 @@ def check_tables(pages: str | None, *names: str) -> None:
 
 
 def claim(out: pathlib.Path, **options: Any) -> None:
-    """Keeps in a folder what its runs have in common; ends a command whose own options differ from those kept there."""
+    """Keeps in a folder what its runs have in common, flags or not; ends a command whose own options differ from those kept there."""
     path = out / "options.json"
     try:
         before = dict(json.loads(path.read_text())) if path.exists() else {}
@@ -111,7 +111,8 @@ def claim(out: pathlib.Path, **options: Any) -> None:
         command.fail(f"{path} cannot be read ({error}); give another --out")
     for name, value in options.items():
         if before.get(name, value) != value:
-            given, kept = (f"no --{name}" if each is None else f"--{name}={each}" for each in (value, before[name]))
+            flag = f"--{name}" if name in flags.FLAGS else name
+            given, kept = (f"no {flag}" if each is None else f"{flag}={each}" for each in (value, before[name]))
             command.fail(f"{given}: the runs in {out} have {kept}; give another --out")
     out.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(before | options))

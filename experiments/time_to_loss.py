@@ -332,7 +332,7 @@ def _options() -> dict[str, Any]:
     """What runs of one folder have in common; sizes that no flag gives are those of the job, and data are named by a checksum."""
     job = _job()
     sizes = {name: FLAGS[name].value or getattr(job, name) for name in ("steps", "batch_size", "every")}
-    data = FLAGS.multi30k and trials.contents(FLAGS.multi30k)
+    data = FLAGS.multi30k and f"checksum {trials.contents(FLAGS.multi30k)}"
     return {"rate": FLAGS.rate, "multi30k": data, "smoke": FLAGS.smoke, **sizes}
 
 
@@ -347,7 +347,7 @@ def main() -> None:
     steps, batch_size, every = (8, 1, 2) if FLAGS.smoke else (options[name] for name in ("steps", "batch_size", "every"))
     data = pathlib.Path(FLAGS.multi30k) if FLAGS.multi30k else twins.write_text(out / "text.txt", model["context"])
     if not FLAGS.multi30k:
-        script.claim(out, text=trials.contents(str(data)))
+        script.claim(out, text=f"checksum {trials.contents(str(data))}")
     size = Size(job, steps, batch_size, model, every, data, *(SMOKE_TUNING if FLAGS.smoke else (tuple(TRAINED), GRID, LONGER)))
     tuned = tune(out, size)
     with cluster.network(hosts=HOSTS, rate=FLAGS.rate) as network:

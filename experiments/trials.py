@@ -153,11 +153,11 @@ class Book:
         self._path, self._lock, self._known = path, threading.Lock(), {}
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            with path.open("a"):  # Whether it can be written is to be known before the first training.
-                lines = path.read_text().splitlines()
+            path.open("a").close()  # Whether it can be written is to be known before the first training.
+            text = path.read_text()
         except (OSError, UnicodeDecodeError) as error:
             raise Broken(f"the book {path} cannot be read and written ({error}); give another --book") from error
-        cut = bool(lines) and not path.read_text().endswith("\n")
+        lines, cut = text.splitlines(), bool(text) and not text.endswith("\n")
         for number, line in enumerate(lines, 1):
             try:
                 row = json.loads(line)

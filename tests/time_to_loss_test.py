@@ -135,6 +135,6 @@ def test_only_divergence_counts_as_a_bad_rate(tmp_path, monkeypatch, code, fails
     size = time_to_loss.Size(time_to_loss.TEXT, 8, 1, {}, 2, tmp_path / "text.txt", *time_to_loss.SMOKE_TUNING)
     with pytest.raises(trials.Broken, match=fails) if fails else contextlib.nullcontext():
         assert time_to_loss.simulate(tmp_path, size, "all-reduce", time_to_loss.Tuned(0.008, 8)) == math.inf
-    error, predicted = (trials.Broken, fails) if fails else (group.Failed, "no simulated run of all-reduce")
-    with pytest.raises(error, match=predicted):
+    error, said = (trials.Broken, fails) if fails else (group.Failed, "no simulated run of all-reduce")
+    with pytest.raises(error, match=said):
         time_to_loss.tune(tmp_path, size)
