@@ -22,7 +22,8 @@ import zlib
 from launch import command, processes
 
 FACTOR, MOST_RATES = 2.0, 8  # between neighbouring rates; of a grid
-TOGETHER = 2  # trainings at a time
+TOGETHER = 2  # trainings at a time, unless `at_a_time` says otherwise
+_GPU_SHARE = 0.9  # of its memory, for all trainings
 
 
 class Trial(NamedTuple):
@@ -92,11 +93,12 @@ def train(trial: Trial) -> bool:
     diverged = trial.workdir / "diverged"
     if trial.finished or diverged.exists():
         return trial.finished
-    cores = _SHARES.get()
+    shares = _shares
+    cores = shares.get()
     try:
         code = start(trial, cores).wait()
     finally:
-        _SHARES.put(cores)
+        shares.put(cores)
     if code == command.USER_ERROR:
         raise Broken(f"the run in {trial.workdir} was refused, for the reason above; change the flag that it names")
     if code not in (0, command.DIVERGED):
@@ -109,8 +111,9 @@ def train(trial: Trial) -> bool:
 
 def start(trial: Trial, cores: frozenset[int] = frozenset()) -> subprocess.Popen:
     """The process of a run, which ends when we do; on these cores only, if any are named."""
+    memory = {"XLA_PYTHON_CLIENT_MEM_FRACTION": f"{_GPU_SHARE / _together:.3f}"}  # JAX would give most of a GPU to each.
     process = processes.start(
-        processes.python(processes.TRAIN, trial.arguments), start_new_session=False, stdout=subprocess.DEVNULL
+        processes.python(processes.TRAIN, trial.arguments), start_new_session=False, stdout=subprocess.DEVNULL, env=memory
     )
     if cores:
         with contextlib.suppress(ProcessLookupError):  # It has ended already.
@@ -118,20 +121,22 @@ def start(trial: Trial, cores: frozenset[int] = frozenset()) -> subprocess.Popen
     return process
 
 
-def _shares() -> queue.SimpleQueue[frozenset[int]]:
-    """Which cores each of the trainings has: two that share all cores wait for each other's threads and are a seventh slower."""
-    shares, cores = queue.SimpleQueue(), sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
-    for k in range(TOGETHER):
-        shares.put(frozenset(cores[k::TOGETHER]) if len(cores) >= TOGETHER else frozenset())
-    return shares
+def at_a_time(trainings: int) -> None:
+    """Says how many trainings are made at a time; it holds for those that begin later."""
+    global _together, _shares
+    # Each has cores of its own: two that share all cores wait for each other's threads and are a seventh slower.
+    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+    _together, _shares = trainings, queue.SimpleQueue[frozenset[int]]()
+    for k in range(trainings):
+        _shares.put(frozenset(cores[k::trainings]) if len(cores) >= trainings else frozenset())
 
 
-_SHARES = _shares()
+at_a_time(TOGETHER)
 
 
 def together(do: Callable[[Any], Any], items: Iterable[Any]) -> list[Any]:
-    """`do(item)` of every item, two at a time."""
-    with concurrent.futures.ThreadPoolExecutor(TOGETHER) as pool:
+    """`do(item)` of every item, as many at once as there are trainings at a time."""
+    with concurrent.futures.ThreadPoolExecutor(_together) as pool:
         return list(pool.map(do, items))
 
 
