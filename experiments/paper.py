@@ -5,10 +5,10 @@
     python -m experiments.paper --out=runs/smoke --only=digits --smoke
 
 Parts: noise_floor; stability, the largest learning rates; quality at equal tokens on each of translation, cifar, digits, python
-(the standard library's sources as text) and shakespeare; gap, gap_longer, gap_batches, gap_shakespeare and gap_translation, where
-the gap of gossip that overlaps comes from; and the ablations graphs, window, strength, distance, workers and batch. Trainings are
-made two at a time. What they came to is appended to a file, the book, and is not made again; experiments/results/paper.jsonl is the
-book of the pages:
+(the standard library's sources as text) and shakespeare; gap, gap_longer, gap_both, gap_shakespeare and gap_translation, where the
+gap of gossip that overlaps comes from; and the ablations graphs, window, strength, distance, workers and batch. Trainings are made
+two at a time, or as many as --together says. What they came to is appended to a file, the book, and is not made again;
+experiments/results/paper.jsonl is the book of the pages:
 
     python -m experiments.paper --out=runs/paper --only=digits --book=experiments/results/paper.jsonl --pages=docs/results
 """
