@@ -158,22 +158,24 @@ GAPS = {
 
 # -- Ablations --------------------------------------------------------------------------------------------------------
 
-SHORT = TEXT._replace(steps=1500, tuning_steps=500)
+SHORT = TEXT._replace(steps=1000, tuning_steps=300)
 ADAMW = {"optimizer.b1": 0.9, "optimizer.b2": 0.99, "optimizer.weight_decay": 0.03}  # of configs/lm.py
 TOPOLOGIES = "ring torus one_peer_exponential exponential alternating_exponential_ring complete".split()
 GLOBAL_BATCH = 32  # sequences
 ABLATIONS = {
-    "graphs": SHORT._replace(rows={ALL_REDUCE: ALL} | {name: Row(f"topology={name}") for name in TOPOLOGIES}),
+    "graphs": SHORT._replace(rows={ALL_REDUCE: ALL} | {name: Row(f"topology={name}") for name in TOPOLOGIES}, tuning_steps=500),
     "window": SHORT._replace(
         # With the other options of AdamW: AccumAdam with s = 1 is Adam.
         rows={ALL_REDUCE: ALL} | {f"s = {s}": Row(f"optimizer=accum_adamw(window={s})", fields=ADAMW) for s in (1, 2, 4, 8, 16)}
     ),
     "strength": SHORT._replace(
         rows={ALL_REDUCE: ALL}
-        | {f"(rate ÷ peak)^{p:g}": Row("", fields={"method.strength_power": p}) for p in (0.0, 0.25, 0.5, 1.0)}
+        | {"1": Row(ONE_PEER)}
+        | {f"(rate ÷ peak)^{p:g}": Row(ONE_PEER, fields={"method.strength_power": p}) for p in (0.25, 0.5, 1.0)},
+        tuning_steps=500,
     ),
     "distance": SHORT._replace(
-        rows={f"rate {rate:g}": Row("", grid=(rate,)) for rate in (2e-3, 4e-3, 8e-3, 1.6e-2, 3.2e-2, 6.4e-2)}
+        rows={f"rate {rate:g}": Row(ONE_PEER, grid=(rate,)) for rate in (2e-3, 4e-3, 8e-3, 1.6e-2, 3.2e-2, 6.4e-2)}
     ),
     "workers": SHORT._replace(
         shorthand="",
