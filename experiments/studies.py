@@ -117,7 +117,7 @@ CANDIDATES = {  # They have the rate of MAIN.
     "equal replicas in the first 5 %": {"consensus_first": 100},
     "equal replicas in the last 5 %": {"consensus_last": 100},
 }
-GAP_ROWS = {  # Each has three seeds: σ is 0.4 % of all-reduce's loss and 1 to 2 % of gossip's.
+GAP_ROWS = {  # Each has three seeds: σ is 0.4 % of all-reduce's loss, and 0.2 to 2.2 % of those of most rows of gossip.
     ALL_REDUCE: ALL,
     "all-reduce, one step stale": ALL._replace(shorthand=f"{ALL.shorthand},stale"),
     "all-reduce, β1 = 0.974": ALL._replace(fields={"optimizer.b1": 0.974}),
