@@ -205,6 +205,17 @@ def test_a_training_that_diverged_is_not_made_again(tmp_path, monkeypatch):
     assert not trials.train(run) and not trials.train(run) and not codes
 
 
+@pytest.mark.parametrize(("trainings", "each"), [(2, [{0, 2, 4}, {1, 3}]), (3, [{0, 3}, {1, 4}, {2}]), (6, [set()] * 6)])
+def test_trainings_share_the_cores(trainings, each, monkeypatch):
+    monkeypatch.setattr(trials.os, "sched_getaffinity", lambda pid: {4, 3, 2, 1, 0}, raising=False)
+    try:
+        trials.at_a_time(trainings)
+        assert [trials._shares.get_nowait() for _ in range(trainings)] == each
+    finally:
+        monkeypatch.undo()
+        trials.at_a_time(trials.TOGETHER)
+
+
 def test_rows_of_different_texts_are_refused():
     quality.check_texts("python", {"a": [{"corpus_order1_entropy": 2.4}, None], "b": [{"corpus_order1_entropy": 2.4}]})
     with pytest.raises(trials.Broken, match="different texts"):
