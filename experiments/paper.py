@@ -77,6 +77,6 @@ if __name__ == "__main__":
     flags.DEFINE_string("shakespeare", None, "A text that no rate of the config files was tuned on, such as Tiny Shakespeare.")
     flags.DEFINE_string("book", None, "File of JSON lines with what trainings came to; none: OUT/book.jsonl.")
     flags.DEFINE_string("pages", None, script.PAGES)
-    flags.DEFINE_integer("together", trials.TOGETHER, "Trainings at a time; on a GPU with 16 cores 8 share it.", lower_bound=1)
+    flags.DEFINE_integer("together", trials.TOGETHER, "Trainings at a time; a GPU with 16 cores makes 12.", lower_bound=1)
     flags.DEFINE_bool("smoke", False, "The whole way with tiny models, in minutes.")
     script.run(main, (trials.Broken, OSError))

@@ -23,7 +23,7 @@ from launch import command, processes
 
 FACTOR, MOST_RATES = 2.0, 8  # between neighbouring rates; of a grid
 TOGETHER = 2  # trainings at a time, unless `at_a_time` says otherwise
-_GPU_SHARE = 0.9  # of its memory, for all trainings
+_GPU_MEMORY, _GPU_SHARE = "XLA_PYTHON_CLIENT_MEM_FRACTION", 0.9  # JAX's variable; the fraction for all trainings
 
 
 class Trial(NamedTuple):
@@ -111,7 +111,8 @@ def train(trial: Trial) -> bool:
 
 def start(trial: Trial, cores: frozenset[int] = frozenset()) -> subprocess.Popen:
     """The process of a run, which ends when we do; on these cores only, if any are named."""
-    memory = {"XLA_PYTHON_CLIENT_MEM_FRACTION": f"{_GPU_SHARE / _together:.3f}"}  # JAX would give most of a GPU to each.
+    # JAX would give most of a GPU to each; what the user has set stays.
+    memory = {_GPU_MEMORY: os.environ.get(_GPU_MEMORY, f"{_GPU_SHARE / _together:.3f}")}
     process = processes.start(
         processes.python(processes.TRAIN, trial.arguments), start_new_session=False, stdout=subprocess.DEVNULL, env=memory
     )
