@@ -66,6 +66,22 @@ def test_a_damaged_parquet_file_is_told(damage, tmp_path):
     assert "\n" not in str(error.value)
 
 
+def test_the_text_of_a_small_parquet_file_may_be_too_large(tmp_path, monkeypatch):
+    """Equal values take hardly any space on the disk."""
+    documents, file = ["x" * 500, "y" * 500] * 2500, tmp_path / "a.parquet"
+    parquet.write_table(pyarrow.table({"text": documents}), file)
+    assert sources.read(str(file))[1] == {".": "\n".join(documents).encode()}
+    monkeypatch.setattr(sources, "MAX_BYTES", 2**20)
+    assert file.stat().st_size < 2**20
+    with pytest.raises(ValueError, match=r"holds more than 0 GiB of text, and at most 0 GiB fit; give a smaller file"):
+        sources.read(str(file))
+    parquet.write_table(pyarrow.table({"text": documents[:2000]}), file)
+    assert len(sources.read(str(file))[1]["."]) < 2**20
+    (tmp_path / "b.parquet").write_bytes(file.read_bytes())  # Each fits by itself.
+    with pytest.raises(ValueError, match="holds more than 0 GiB of text"):
+        sources.read(str(tmp_path))
+
+
 def test_compressed_text_is_told(tmp_path):
     (tmp_path / "a.txt.gz").write_bytes(gzip.compress(b"text " * 99))
     with pytest.raises(ValueError, match="a.txt.gz' is compressed; unpack it"):
@@ -79,7 +95,7 @@ def test_a_source_of_ones_own_is_imported(tmp_path, monkeypatch):
         "import grain\n"
         f"DOCUMENTS = {DOCUMENTS!r}\n"
         "numbered = grain.MapDataset.source(DOCUMENTS).map(lambda text: text.upper())\n"
-        "wrong = [b'x', 3]\n"
+        "wrong, ended = [b'x', 3], ['a\\n', b'b']\n"
         "iterator, number, nothing = iter(DOCUMENTS), 3, None\n"
         "class Broken(list):\n"
         "  def __getitem__(self, number): raise RuntimeError('first\\nsecond')\n"
@@ -89,7 +105,8 @@ def test_a_source_of_ones_own_is_imported(tmp_path, monkeypatch):
         (tmp_path / f"{name}.py").write_text(content)
     monkeypatch.syspath_prepend(str(tmp_path))
     _, texts = sources.read("my_texts:numbered")
-    assert texts == {str(k): document.upper().encode() for k, document in enumerate(DOCUMENTS) if document}
+    assert texts == {str(k): document.upper().encode() + b"\n" for k, document in enumerate(DOCUMENTS) if document}
+    assert sources.read("my_texts:ended")[1] == {"0": b"a\n", "1": b"b\n"}  # One line break is enough.
     for path, message in [
         ("my_texts:wrong", "item 1 is of type int; give a source whose items are str or bytes"),
         ("my_texts:absent", "cannot be imported"),
@@ -120,6 +137,48 @@ def test_tokens_are_those_of_the_bytes():
     assert coder.decode(coded.train) == whole and coder.decode(coded.valid) == whole[:100]
     assert coder.decode(coded.train[coded.starts[1] :]).startswith(b"four")
     assert len(coded.train) < len(whole) / 2 and coded.fingerprint != corpus.fingerprint
+
+
+@pytest.mark.parametrize("at_once", [1, 50, 2**20])
+def test_files_without_a_last_line_break_are_encoded_one_by_one(tmp_path, monkeypatch, at_once):
+    """Their bytes run together, their tokens do not, however many are encoded at once."""
+    monkeypatch.setattr(text, "AT_ONCE", at_once)
+    files = [f"file {k} has lines\nand{k % 3 * chr(10)} an end, number {k}".encode() for k in range(300)]
+    for k, content in enumerate(files):
+        (tmp_path / f"{k:03}").write_bytes(content)
+    corpus = text.load_corpus(str(tmp_path))
+    coder = bpe.train(text.lines(corpus.train, corpus.starts), 400)
+    coded = text.encoded(corpus, coder)
+    held_out = set()
+    for tokens, starts in ((coded.train, coded.starts), (coded.valid, coded.valid_starts)):
+        parts = [coder.decode(part) for part in np.split(tokens, starts[1:])]
+        assert len(np.unique(starts)) == len(parts) > 1 and set(parts) <= set(files)
+        held_out ^= set(parts)
+    assert held_out == set(files)
+    assert corpus.train.tobytes() == coder.decode(coded.train) and corpus.valid.tobytes() == coder.decode(coded.valid)
+
+
+def test_a_text_that_is_cut_for_validation_goes_on_there(tmp_path):
+    for name in "abc":
+        (tmp_path / name).write_text(name * 100)
+    corpus = text.load_corpus(str(tmp_path), min_bytes=150)
+    assert corpus.starts.tolist() == [0, 100] and list(corpus.valid_starts) == [0, 50]
+
+
+def test_documents_of_ones_own_are_divided_by_dirichlet(tmp_path, monkeypatch):
+    """Items without line breaks begin at tokens of their own, so each worker gets its mix of them."""
+    (tmp_path / "many_texts.py").write_text("articles = [f'{k} ' + 'once upon a time ' * (2 + k % 5) for k in range(300)]\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    model = registry.make("model", "decoder", vocabulary=300, context=8, width=8, hidden=8, heads=1, depth=1)
+    options = dict(model=model, path="many_texts:articles", tokenizer="bpe")
+    corpus = text.load_corpus("many_texts:articles")
+    coded = text.encoded(corpus, bpe.train(text.lines(corpus.train, corpus.starts), 300))
+    count = corpus.train.tobytes().count(b"\n")
+    assert 290 < count < 300 and len(np.unique(coded.starts)) == count
+    data = registry.make("task", "lm", partition="dirichlet(alpha=0.1)", **options).load(4, 2, 0)
+    assert data.batch(3, 0).shape == (2, 9)
+    assert data.fingerprint == coded.fingerprint
+    sys.modules.pop("many_texts", None)
 
 
 @pytest.fixture(scope="module")

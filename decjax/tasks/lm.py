@@ -1,4 +1,14 @@
-"""The task "lm": next-byte or next-token prediction on any text."""
+"""The task "lm": next-byte or next-token prediction on any text.
+
+With B windows of T + 1 bytes or tokens, x_0 … x_T,
+
+    L = mean over windows and t of −ln p(x_{t+1} | x_0 … x_t),    t = 0 … T − 1
+
+The metric `loss` is the same over the windows for validation, in nats per byte or per token. Perplexity is e^loss. `loss_per_byte`
+is the loss per token divided by the mean number of bytes in a predicted token.
+
+References: Bengio et al. 2003, JMLR 3 (neural language models and their perplexity); Sennrich et al. 2016, arXiv 1508.07909 (BPE).
+"""
 
 import dataclasses
 import math
@@ -91,7 +101,7 @@ class _Next:
         T, coder = self.model.context, None
         corpus = text.load_corpus(self.path, min_bytes=T + 1, field=self.field)
         if self.tokenizer == "bpe":
-            coder = bpe.train(text.lines(corpus.train), self.model.vocabulary)
+            coder = bpe.train(text.lines(corpus.train, corpus.starts), self.model.vocabulary)
             corpus = text.encoded(corpus, coder)
         for name, part in (("training", corpus.train), ("validation", corpus.valid)):
             text.num_windows(part, T, f"data path {self.path!r}: the text for {name}")

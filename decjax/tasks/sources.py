@@ -5,11 +5,13 @@ path              read as
 file, folder      each file whole; hidden, gzipped and binary ones (with a zero byte) are left out
 *.jsonl           JSON lines: the values of one field that are not null, joined by line breaks
 *.parquet         the values of one column that are not null, joined by line breaks
-module:NAME       documents of a Grain source (or any sequence) of str or bytes, which is imported
+module:NAME       documents of a Grain source (or any sequence) of str or bytes, which is imported; each ends with a line break,
+                  which is added if it is missing
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 import importlib
+import itertools
 import json
 import os
 import pathlib
@@ -17,7 +19,8 @@ import re
 import sysconfig
 from typing import Any
 
-MAX_BYTES = 2**32  # of a corpus, which is held in memory
+MAX_BYTES = 2**32  # of a corpus, which is held in memory: of its files, and of the text in them
+ROWS = 4096  # of a Parquet file that are decoded at once
 _GZIP = b"\x1f\x8b"  # the first bytes of a gzipped file
 _NOT_LIBRARY = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
 _IMPORTED = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
@@ -73,43 +76,62 @@ def _texts(shown: str, root: pathlib.Path, files: list[pathlib.Path], field: str
     """The content of all files that hold text, by their relative paths."""
     sizes = {file: file.stat().st_size for file in files}
     _check_size(shown, sum(sizes.values()))
-    # Files of size 0 are not opened: some of those in /proc never end.
-    texts = {
-        file.relative_to(root).as_posix(): _FORMATS.get(file.suffix, lambda file, field: file.read_bytes())(file, field)
-        for file, size in sizes.items()
-        if size
-    }
-    return {name: text for name, text in texts.items() if text and b"\0" not in text and not text.startswith(_GZIP)}
+    texts, total = {}, 0
+    for file in (file for file, size in sizes.items() if size):  # Some files of size 0 in /proc never end.
+        text = _joined(_FORMATS.get(file.suffix, _whole)(file, field), shown, total)
+        if text and b"\0" not in text and not text.startswith(_GZIP):
+            texts[file.relative_to(root).as_posix()] = text
+            total += len(text)
+    return texts
 
 
-def _check_size(shown: str, total: int) -> None:
+def _check_size(shown: str, total: int, *, so_far: bool = False) -> None:
+    """Raises a ValueError if a path holds too many bytes: `total` in all, or `so_far`."""
     if total > MAX_BYTES:
-        raise ValueError(
-            f"data path {shown} holds {total / 2**30:.1f} GiB, and at most {MAX_BYTES / 2**30:.0f} GiB fit; "
-            "give a smaller file or folder"
-        )
+        most = f"{MAX_BYTES / 2**30:.0f} GiB"
+        size = f"more than {most} of text" if so_far else f"{total / 2**30:.1f} GiB"
+        raise ValueError(f"data path {shown} holds {size}, and at most {most} fit; give a smaller file, folder or source")
 
 
-def _json_lines(file: pathlib.Path, field: str) -> bytes:
-    texts = []
-    for number, line in enumerate(file.read_bytes().splitlines(), 1):
-        if not line.strip():
-            continue
-        try:
-            found = json.loads(line)
-        except (ValueError, RecursionError):
-            found = None
-        if isinstance(found, dict) and field in found and found[field] is None:
-            continue
-        if not isinstance(found, dict) or not isinstance(found.get(field), str):
+def _whole(file: pathlib.Path, field: str) -> Iterator[bytes]:
+    """The content of a plain file."""
+    del field  # It has none.
+    yield file.read_bytes()
+
+
+def _json_lines(file: pathlib.Path, field: str) -> Iterator[str]:
+    """The values of a field that are not null."""
+    with open(file, "rb") as opened:
+        for number, line in enumerate(itertools.chain.from_iterable(map(bytes.splitlines, opened)), 1):
+            if not line.strip():
+                continue
+            try:
+                found = json.loads(line)
+            except (ValueError, RecursionError):
+                found = None
+            if isinstance(found, dict) and field in found and found[field] is None:
+                continue
+            if not isinstance(found, dict) or not isinstance(found.get(field), str):
+                raise ValueError(
+                    f"data path {str(file)!r}: line {number} is no JSON object with a text {field!r}; "
+                    "give JSON lines, or another field"
+                )
+            yield found[field]
+
+
+def _parquet(file: pathlib.Path, field: str) -> Iterator[str | bytes]:
+    """The values of a column that are neither null nor empty."""
+    for value in _column(file, field):
+        if not isinstance(value, str | bytes | None):
             raise ValueError(
-                f"data path {str(file)!r}: line {number} is no JSON object with a text {field!r}; give JSON lines, or another field"
+                f"data path {str(file)!r}: column {field!r} holds {type(value).__name__}, and text is needed; give another field"
             )
-        texts.append(found[field])
-    return _joined(texts)
+        if value:
+            yield value
 
 
-def _parquet(file: pathlib.Path, field: str) -> bytes:
+def _column(file: pathlib.Path, field: str) -> Iterator[Any]:
+    """All values of a column of a Parquet file. A few rows are decoded at once, since the file's size does not bound theirs."""
     try:
         import pyarrow
         from pyarrow import parquet
@@ -118,7 +140,8 @@ def _parquet(file: pathlib.Path, field: str) -> bytes:
     try:
         with parquet.ParquetFile(file) as opened:
             known = opened.schema_arrow.names.count(field) == 1
-            column = opened.read(columns=[field]).column(field).to_pylist() if known else []
+            for rows in opened.iter_batches(ROWS, columns=[field]) if known else ():
+                yield from rows.column(field).to_pylist()
     except (pyarrow.ArrowException, OSError, ValueError) as error:
         if isinstance(error, OSError) and error.strerror:
             raise
@@ -127,19 +150,24 @@ def _parquet(file: pathlib.Path, field: str) -> bytes:
         ) from error
     if not known:
         raise ValueError(f"data path {str(file)!r} has no column {field!r}, or several; give another field")
-    if wrong := [text for text in column if not isinstance(text, str | bytes | None)]:
-        raise ValueError(
-            f"data path {str(file)!r}: column {field!r} holds {type(wrong[0]).__name__}, and text is needed; give another field"
-        )
-    return _joined(text for text in column if text)
 
 
-_FORMATS: dict[str, Callable[[pathlib.Path, str], bytes]] = {".jsonl": _json_lines, ".parquet": _parquet}
+_FORMATS: dict[str, Callable[[pathlib.Path, str], Iterator[str | bytes]]] = {".jsonl": _json_lines, ".parquet": _parquet}
 
 
-def _joined(texts: Iterable[str | bytes]) -> bytes:
+def _joined(texts: Iterable[str | bytes], shown: str, before: int) -> bytes:
+    """Texts joined by line breaks; a ValueError as soon as they are too large together with the `before` bytes of other files."""
+    parts, total = [], before
+    for text in texts:
+        parts.append(_bytes(text))
+        total += len(parts[-1]) + (len(parts) > 1)
+        _check_size(shown, total, so_far=True)
+    return b"\n".join(parts)
+
+
+def _bytes(text: str | bytes) -> bytes:
     # Lone halves of surrogate pairs, which JSON may hold, have no other encoding.
-    return b"\n".join(text if isinstance(text, bytes) else text.encode("utf-8", "surrogatepass") for text in texts)
+    return text if isinstance(text, bytes) else text.encode("utf-8", "surrogatepass")
 
 
 def _imported(path: str) -> dict[str, bytes]:
@@ -163,9 +191,12 @@ def _imported(path: str) -> dict[str, bytes]:
             raise ValueError(
                 f"data path {path!r}: item {number} is of type {type(text).__name__}; give a source whose items are str or bytes"
             )
-        texts[str(number)] = _joined([text])
-        _check_size(repr(path), total := total + len(texts[str(number)]))
-    return {number: text for number, text in texts.items() if text}
+        if text:
+            whole = _bytes(text)
+            texts[str(number)] = whole if whole.endswith(b"\n") else whole + b"\n"  # So that it and the next are two lines.
+            total += len(texts[str(number)])
+            _check_size(repr(path), total, so_far=True)
+    return texts
 
 
 def _of(path: str, what: str, get: Callable[[], Any]) -> Any:

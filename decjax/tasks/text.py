@@ -5,7 +5,8 @@ that every byte but the first is predicted once; or, encoded by `bpe`, of T + 1 
 so resuming needs no iterator state.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+import itertools
 from typing import NamedTuple
 import zlib
 
@@ -16,6 +17,7 @@ from decjax.tasks import partition as partition_lib
 from decjax.tasks.task import spaced
 
 VALIDATION_SHARE = 1 / 128  # of the files of a folder, or of the bytes of a single file
+AT_ONCE = 2**20  # bytes that are encoded at once; meanwhile the tokenizer needs about sixty times as many
 
 
 class Corpus(NamedTuple):
@@ -24,6 +26,7 @@ class Corpus(NamedTuple):
     train: np.ndarray  # vector, uint8 or int32
     valid: np.ndarray  # the same, from other files than `train` where there are several
     starts: np.ndarray  # where each file begins in `train`
+    valid_starts: np.ndarray | Sequence[int] = (0,)  # where each file, or the end of one, begins in `valid`
 
     @property
     def fingerprint(self) -> str:
@@ -61,22 +64,33 @@ def load_corpus(path: str = "", *, min_bytes: int = 1, field: str = "text") -> C
                 f"data path {shown} holds {len(whole)} bytes, but training and validation take at "
                 f"least {min_bytes} each; use more text or a shorter context"
             )
-    return Corpus(whole[:cut], whole[cut:], starts[starts < cut])
+    return Corpus(whole[:cut], whole[cut:], starts[starts < cut], np.append(0, starts[starts > cut] - cut))
 
 
 def encoded(corpus: Corpus, coder: bpe.Bpe) -> Corpus:
-    """The same text as tokens, int32. Lines are encoded one by one."""
-    train, valid = (coder.encode(lines(part)) for part in (corpus.train, corpus.valid))
-    ends = np.cumsum([len(line) for line in lines(corpus.train)])  # of lines, in bytes
-    before = np.concatenate([[0], np.cumsum([len(tokens) for tokens in train])])  # tokens before each line
-    # A file that begins within a line begins with the next one.
-    starts = before[np.searchsorted(ends, corpus.starts, side="left") + (corpus.starts > 0)]
-    return Corpus(np.concatenate(train), np.concatenate(valid), starts)
+    """The same text as tokens, int32. Files, and their lines, are encoded one by one, so no token is of two files."""
+    train, starts = _tokens(corpus.train, corpus.starts, coder)
+    valid, valid_starts = _tokens(corpus.valid, corpus.valid_starts, coder)
+    return Corpus(train, valid, starts, valid_starts)
 
 
-def lines(text: np.ndarray) -> list[bytes]:
-    """The lines of a text with their ends."""
-    return text.tobytes().splitlines(keepends=True)
+def _tokens(text: np.ndarray, starts: np.ndarray | Sequence[int], coder: bpe.Bpe) -> tuple[np.ndarray, np.ndarray]:
+    """(the tokens of a text, where each file begins among them)."""
+    found = lines(text, starts)
+    begins = np.cumsum([0, *map(len, found)])  # where each line begins in `text`, and where it ends
+    cuts = np.union1d(np.searchsorted(begins, np.arange(0, len(text), AT_ONCE)), len(found))
+    parts, counts = [], [0]
+    for begin, end in itertools.pairwise(cuts):
+        coded = coder.encode(found[begin:end])
+        parts.append(np.concatenate(coded))
+        counts += map(len, coded)
+    return np.concatenate(parts), np.cumsum(counts)[np.searchsorted(begins, starts)]
+
+
+def lines(text: np.ndarray, starts: np.ndarray | Sequence[int] = (0,)) -> list[bytes]:
+    """The lines of a text with their ends. A file that begins, at one of `starts`, begins a line."""
+    files = itertools.pairwise([*starts, len(text)])
+    return [line for begin, end in files for line in text[begin:end].tobytes().splitlines(keepends=True)]
 
 
 def order1_entropy(text: np.ndarray) -> float:
