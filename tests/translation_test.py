@@ -1,5 +1,6 @@
 """The task "translation": its batches, its masks and shift, its cache, its beam search, and BLEU."""
 
+import collections
 import gzip
 import itertools
 import math
@@ -70,19 +71,19 @@ def test_batches_have_few_lengths_and_as_many_tokens(made):
     assert {data.batch(0, step).target_BxT1.shape for step in range(40)} == {(B, L + 1) for B, L in known}
 
 
-def test_a_pass_takes_every_pair_about_once(made):
-    """Pairs of a length come again after all others of it have come."""
+def test_a_pass_takes_every_pair_once(made, folder):
+    """Pairs of a length come again after all others of it have come, also where a step has more places than there are pairs."""
     _, _, _, data = made
-    seen = {}
+    sentences, _ = parallel.read(folder, "train", ("de", "en"))
+    copies = collections.Counter(tuple(tokens[:23]) for tokens in data.more.coder.encode(sentences))
+    seen = collections.defaultdict(collections.Counter)
     for step, worker in itertools.product(range(60), range(4)):
-        pairs = data.batch(worker, step)
-        for source in pairs.source_BxS:
-            seen.setdefault(pairs.source_BxS.shape[1], []).append(source.tobytes())
-    for length, found in seen.items():
-        distinct = len(set(found))
-        per_step = 4 * {8: 12, 12: 8, 24: 4}[length]
-        first = found[: distinct // per_step * per_step]
-        assert len(first) - len(set(first)) <= 0.1 * len(first)  # Sentences of three words occur twice.
+        source_BxS = data.batch(worker, step).source_BxS
+        seen[source_BxS.shape[1]].update(tuple(source_S[source_S > EOS]) for source_S in source_BxS)
+    assert sum(len(found) for found in seen.values()) == len(copies)
+    for found in seen.values():
+        passes = found.total() // sum(copies[source] for source in found)
+        assert passes and all(passes * copies[source] <= found[source] <= (passes + 1) * copies[source] for source in found)
 
 
 def test_sentences_are_laid_out_with_their_ends():
@@ -359,6 +360,26 @@ def test_bleu_is_that_of_sacrebleu_on_the_test_sentences(made, monkeypatch):
         written[source] = " ".join(written[source].split()[:-1])
     expected = sacrebleu.corpus_bleu([written[s] for s in data.more.sources], [[t.decode() for t in data.more.targets]]).score
     assert task.score(params, (), data) == {"bleu": expected} and 0 < expected < 100
+
+
+@pytest.mark.parametrize(
+    "written, references, product, penalty",
+    [
+        (["a b c d e"], ["a b c d f"], 4 / 5 * 3 / 4 * 2 / 3 * 1 / 2, 1),  # 66.87
+        (["a a b c d e"], ["a b c d e f"], 5 / 6 * 4 / 5 * 3 / 4 * 2 / 3, 1),  # The second "a" has no partner.
+        (["a b c d e"], ["a b c d f g h"], 4 / 5 * 3 / 4 * 2 / 3 * 1 / 2, math.exp(1 - 7 / 5)),
+        (["a b c d e f", "a b c d e"], ["a b c d e", "a b c d e f"], 10 / 11 * 8 / 9 * 6 / 7 * 4 / 5, 1),
+        (["a b c d e", "f g h i"], ["a b c d f", "f g h i j k"], 8 / 9 * 6 / 7 * 4 / 5 * 2 / 3, math.exp(1 - 11 / 9)),
+    ],
+    ids=["5_words", "a_word_twice", "brevity", "2_sentences", "2_sentences_brevity"],
+)
+def test_bleu_is_that_of_counts_by_hand(written, references, product, penalty, made, monkeypatch):
+    """The geometric mean of four precisions and the penalty of brevity, both from counts and lengths summed over all sentences."""
+    _, task, _, data = made
+    monkeypatch.setattr(translation._Translation, "translate", lambda self, params, data, texts: [text.decode() for text in texts])
+    encoded = [[text.encode() for text in texts] for texts in (written, references)]
+    data = data._replace(more=translation._Test(data.more.coder, *encoded))
+    assert task.score((), (), data) == {"bleu": pytest.approx(100 * penalty * product**0.25)}
 
 
 def test_untrained_translations_are_text(made):

@@ -19,6 +19,8 @@ from decjax.tasks import partition as partition_lib
 
 Sentences = list[bytes]
 
+DIVISORS = (3, 2, 1)  # k: a batch of kB pairs has the length ⌈longest / k⌉
+
 
 class Pairs(NamedTuple):
     """Tokens of pairs of sentences, of one length L; behind its `EOS` a sentence is filled up with `PAD`."""
@@ -81,12 +83,9 @@ def lay_out(sources: Sequence[np.ndarray], targets: Sequence[np.ndarray], length
     return Pairs(source_BxS, target_BxT1)
 
 
-PARTS = (3, 2, 1)  # k: a batch of kB pairs has the length ⌈longest / k⌉
-
-
 def lengths(longest: int) -> list[int]:
     """The few lengths that batches have: ⌈longest / k⌉ for k = 3, 2, 1."""
-    return [-(-longest // k) for k in PARTS]
+    return [-(-longest // k) for k in DIVISORS]
 
 
 def batches(
@@ -104,7 +103,8 @@ def batches(
     A pair goes to the shortest length L that holds both sentences with their `EOS`; at a step all workers have the same L, so that
     each is compiled once, and kB pairs for L = ⌈longest ÷ k⌉, so that microbatches which divide B divide every batch. Longer
     sentences are cut to `longest`. Where a length would have fewer pairs than there are workers, see `_numbers`. The order of lengths
-    is drawn anew in every pass through the data; a length that has pairs has at least one batch.
+    is drawn anew in every pass through the data. A length that has pairs has at least one batch in it, so that pairs of a length with
+    less than a batch of them come more often than others.
 
     Args:
         sources: tokens of every source sentence.
@@ -121,7 +121,7 @@ def batches(
     needed_E = np.array([max(len(source), len(target)) + 1 for source, target in zip(sources, targets, strict=True)])
     number_E = _numbers(needed_E, lengths(longest), num_workers)
     dealt, order = {}, []
-    for number, (k, length) in enumerate(zip(PARTS, lengths(longest), strict=True)):
+    for number, (k, length) in enumerate(zip(DIVISORS, lengths(longest), strict=True)):
         own = np.flatnonzero(number_E == number)
         if not len(own):
             continue
@@ -132,10 +132,10 @@ def batches(
 
 
 def _numbers(needed_E: np.ndarray, lengths: Sequence[int], num_workers: int) -> np.ndarray:
-    """Which of the lengths each pair has: the shortest that holds it, and none has fewer pairs than there are workers.
+    """Which of the lengths each pair has: the shortest that holds it.
 
-    Where it would, its pairs go to the next longer one. The longest takes what it lacks from the next shorter one: the longest pairs
-    of it, or all where too few would be left.
+    A length with fewer pairs than there are workers gives its pairs to the next longer length. If the longest one has too few, it
+    takes the longest pairs of the next shorter length, or all of them where too few would be left there.
     """
     number_E, last = np.searchsorted(lengths[:-1], needed_E), len(lengths) - 1
     for number in range(last):
