@@ -57,7 +57,6 @@ STAGED = dict(
     fused="fused_embedding",
     delay="delay",
 )
-TUNED_WORKERS = 8  # with so many and a config file's own batch, `scale` leaves the rate as it is
 CONSENSUS = dict(consensus_every=0, consensus_first=0, consensus_last=0)
 PLAIN = dict(seed=0, local_size=1, simulate=False, tensor=1, tensor_codec="", engine="auto", bucket_bytes=2**18) | CONSENSUS
 
@@ -69,6 +68,7 @@ def get_config(
     batch: int,
     clip_norm: float,
     tuned: Callable[[str, str, str], Mapping[str, float]],
+    tuned_workers: int = 8,
     schedule: str = "cosine",
     warmup_steps: int = 0,
     defaults: Mapping[str, str] | None = None,
@@ -79,11 +79,12 @@ def get_config(
     Args:
         given: the parsed shorthand.
         steps: length of the run, unless the shorthand gives it.
-        batch: examples in a worker's microbatch; `scale` is relative to 8 workers with this batch.
+        batch: examples in a worker's microbatch.
         clip_norm: largest norm of each worker's own gradient; 0: no clipping.
         tuned: `tuned(method, order, optimizer)`, a dict with the learning rate and weight decay for this task.
+        tuned_workers: with so many workers of `batch` examples the rates were tuned; there `scale` leaves them as they are.
         schedule: of the learning rate.
-        warmup_steps: at most so many; a tenth of the steps if that is less, but one step at least where the schedule needs it.
+        warmup_steps: a tenth of the run at most, and one step at least where the schedule needs it.
         defaults: names of parts that replace the usual ones, such as method="allreduce".
         options: further options of the optimizer.
 
@@ -99,9 +100,7 @@ def get_config(
     _pipeline(config, given)
     config.batch_size = workers * (batch * config.pipeline.microbatches)  # examples per step, over all workers
     names = _parts(config, given, dict(defaults or {}), options or {})
-    like: str = registry.part("method", config.method.name).traits.get(
-        "like", "adamw"
-    )  # The optimizer that the method itself is like.
+    like: str = registry.part("method", config.method.name).traits.get("like", "adamw")  # what the method itself is like
     optimizer = names.get("optimizer", like).partition("(")[0]
     learning: dict[str, Any] = dict(tuned(config.method.name, config.method.get("order", ""), optimizer))
     learning_rate = learning.pop("learning_rate")
@@ -114,7 +113,7 @@ def get_config(
         "schedule", schedule, learning_rate=learning_rate, warmup_steps=warmup_steps, final_fraction=0.05
     )
     if "scale" in given:
-        config.schedule.learning_rate = _scaled(learning_rate, config, TUNED_WORKERS * batch, given["scale"])
+        config.schedule.learning_rate = _scaled(learning_rate, config, tuned_workers * batch, given["scale"])
     config.log_every = 5 if smoke else 10
     every = 10 if smoke else 500
     config.eval = dict(every=every, num_windows=16 if smoke else 128, batch_size=8, local=True)  # 0 windows: all

@@ -7,8 +7,9 @@ TEXT is a file or folder, JSON lines or Parquet (`--config.data.field` names the
 it, the sources of Python's standard library. The vocabulary of 4,000 tokens is trained on the text first, which takes seconds for a
 megabyte. The loss is in nats per token; runs also tell it per byte, and the perplexity.
 
-On the library's sources, 2,000 steps of 16 simulated workers end at a perplexity of 12 (2.48 nats per token, 0.80 per byte). That takes 30
-minutes on one CPU core that other programs use, too.
+The first command, with 2,000 steps on the library's sources, ended at a perplexity of 12 (2.48 nats per token, 0.80 per byte). It took 30
+minutes on one CPU core, with other programs beside it. The second one was not measured. Learning rates are those of configs/lm.py, which
+were tuned for its smaller model of bytes, not for this one.
 
 Shorthand as in configs/lm.py.
 """

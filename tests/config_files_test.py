@@ -5,7 +5,7 @@ import pathlib
 
 import pytest
 
-from configs import gpt, gpt_optimus, translation
+from configs import cifar, gpt, gpt_optimus, lm, translation
 from decjax import config as parts
 from launch import config_file, members
 
@@ -48,6 +48,20 @@ def test_short_runs_have_a_warm_up_where_the_schedule_needs_one(steps, warmup):
     assert config.schedule.warmup_steps == warmup
     parts.resolve(config, 2)
     assert gpt.get_config("steps=9").schedule.warmup_steps == 0
+
+
+@pytest.mark.parametrize("scale, factor", [("linear", 2), ("sqrt", 2**0.5)])
+@pytest.mark.parametrize("file, tuned_workers", [(lm, 8), (cifar, 16), (translation, 16)], ids=["lm", "cifar", "translation"])
+def test_a_scaled_rate_is_the_tuned_one_at_the_tuned_number_of_workers(file, tuned_workers, scale, factor):
+    """With twice the workers, and so twice the global batch, it is 2 or √2 times that, whenever their number is set."""
+    rate = lambda arg: file.get_config(arg).schedule.learning_rate
+    tuned = rate(f"workers={tuned_workers}")
+    assert rate(f"workers={2 * tuned_workers}") == tuned
+    assert rate(f"workers={tuned_workers},scale={scale}") == pytest.approx(tuned)
+    assert rate(f"workers={2 * tuned_workers},scale={scale}") == pytest.approx(factor * tuned)
+    config = file.get_config(f"scale={scale}")
+    config.workers = 2 * tuned_workers
+    assert config.schedule.learning_rate == pytest.approx(factor * tuned)
 
 
 def test_a_command_lines_config_has_its_fields_set():
