@@ -2,13 +2,13 @@
 
     python -m experiments.paper --out=runs/paper --multi30k=data/multi30k --cifar10=data/cifar10 --shakespeare=data/shakespeare.txt
     python -m experiments.paper --out=runs/paper --only=noise_floor,digits
-    python -m experiments.paper --out=runs/smoke --only=digits --smoke
+    python -m experiments.paper --out=runs/smoke --smoke
 
 Parts: noise_floor; stability, the largest learning rates; quality at equal tokens on each of translation, cifar, digits, python
 (the standard library's sources as text) and shakespeare; gap, gap_longer, gap_both, gap_shakespeare and gap_translation, where the
 gap of gossip that overlaps comes from; and the ablations graphs, window, strength, distance, workers and batch. Trainings are made
-two at a time, or as many as --together says. What they came to is appended to a file, the book, and is not made again;
-experiments/results/paper.jsonl is the book of the pages:
+two at a time, or as many as --together says. Their results are appended to a file, the book; what is in it is not trained again, and
+its tables need no data. experiments/results/paper.jsonl is the book of the pages:
 
     python -m experiments.paper --out=runs/paper --only=digits --book=experiments/results/paper.jsonl --pages=docs/results
 """
@@ -19,49 +19,69 @@ from typing import Any
 
 from absl import flags
 
-from experiments import noise_floor, quality, script, stability, trials
+from experiments import noise_floor, quality, script, stability, tiny, trials
 from experiments.studies import PAPER
 from launch import command
 
 FLAGS = flags.FLAGS
 PARTS = ("noise_floor", "stability", *PAPER)
+TINY = {"multi30k": tiny.multi30k, "cifar10": tiny.cifar10, "shakespeare": tiny.text}  # data of smoke runs
 
 
-def chosen() -> list[str]:
-    """The parts to make; an error if one is unknown or lacks its data."""
-    parts = FLAGS.only or list(PARTS)
-    if unknown := [part for part in parts if part not in PARTS]:
+def check() -> None:
+    """Ends the command if a part that is asked for is unknown."""
+    if unknown := [part for part in FLAGS.only if part not in PARTS]:
         command.fail(f"--only={unknown[0]} is unknown; use some of {', '.join(PARTS)}")
-    for part in parts:
-        if part in PAPER and (needed := PAPER[part].data):
-            if not (path := FLAGS[needed].value):
-                command.fail(f"{part} needs --{needed}; give the path of its data, or leave it out: --only={PARTS[0]}")
-            script.check_path(needed, str(path))
-    script.check_tables(FLAGS.pages, *parts)
-    return parts
 
 
-def make(part: str, out: pathlib.Path, book: trials.Book) -> tuple[Any, Callable[[str], None], dict[str, Any]]:
-    """(table, function that draws the figure to a path, all numbers) of a part."""
+def chosen(out: pathlib.Path, book: trials.Book) -> dict[str, str]:
+    """The parts to make, each with the path of its data, with their checksum where the book has it and no path is given, or with "".
+
+    Ends the command if a part that is asked for lacks its data; if none is asked for, parts without data are left out.
+    """
+    found: dict[str, str] = {}
+    for part in FLAGS.only or PARTS:
+        needed = PAPER[part].data if part in PAPER else ""
+        data = data_of(part, out, book) if needed else ""
+        if needed and not data and FLAGS.only:
+            command.fail(f"{part} needs --{needed}; give the path of its data, or leave it out: --only={PARTS[0]}")
+        if needed and not data:
+            script.show(f"{part} is left out: it needs --{needed}")
+        else:
+            found[part] = data
+    script.check_tables(FLAGS.pages, *found)
+    return found
+
+
+def data_of(part: str, out: pathlib.Path, book: trials.Book) -> str:
+    """The path that the flag of a part's data gives; without it tiny data for a smoke run, else their checksum in the book, or ""."""
+    flag = PAPER[part].data
+    if path := FLAGS[flag].value:
+        script.check_path(flag, str(path))
+        return str(path)
+    return str(TINY[flag](out / "data" / flag)) if FLAGS.smoke else book.data(PAPER[part].config)
+
+
+def make(part: str, data: str, out: pathlib.Path, book: trials.Book) -> tuple[Any, Callable[[str], None], dict[str, Any]]:
+    """(table, function that draws the figure to a path, all numbers) of a part; `data` as in `chosen`."""
     if part == "noise_floor":
         floors = noise_floor.run(out, book, FLAGS.smoke)
         return noise_floor.tabulate(floors), lambda path: noise_floor.draw(path, floors), dict(floors)
     if part == "stability":
         limits = stability.run(FLAGS.smoke)
         return stability.tabulate(limits), lambda path: stability.draw(path, FLAGS.smoke), dict(limits)
-    flag = PAPER[part].data
-    data: str = FLAGS[flag].value if flag else ""  # pyright: ignore[reportAssignmentType]
     found = quality.run(quality.Trainings(out, book, part, data, FLAGS.smoke))
     rows = {method: result._asdict() for method, result in found.items()}
     return quality.tabulate(part, found), lambda path: quality.draw(path, part, found), rows
 
 
 def main() -> None:
-    out, parts = command.folder("out", FLAGS.out), chosen()
+    out = command.folder("out", FLAGS.out)
+    check()
     trials.at_a_time(FLAGS.together)
     book = trials.book(out, FLAGS.book)
-    for part in parts:
-        table, draw, numbers = make(part, out, book)
+    for part, data in chosen(out, book).items():
+        table, draw, numbers = make(part, data, out, book)
         script.show(part, table)
         draw(str(out / f"{part}.png"))
         script.save(str(out / f"{part}.json"), **numbers)
@@ -70,13 +90,15 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    flags.DEFINE_string("out", None, "Run directories, tables as JSON, and figures go here.", required=True)
+    flags.DEFINE_string("out", "runs/paper", "Run directories, tables as JSON, and figures go here.")
     flags.DEFINE_list("only", [], "Parts to make; none: all.")
-    flags.DEFINE_string("multi30k", None, "Folder of Multi30k's parallel files.")
+    flags.DEFINE_string(
+        "multi30k", None, "Folder of Multi30k's parallel files; data that the book knows are needed for training only."
+    )
     flags.DEFINE_string("cifar10", None, "Folder of CIFAR-10's binary version.")
     flags.DEFINE_string("shakespeare", None, "A text that no rate of the config files was tuned on, such as Tiny Shakespeare.")
     flags.DEFINE_string("book", None, "File of JSON lines with what trainings came to; none: OUT/book.jsonl.")
     flags.DEFINE_string("pages", None, script.PAGES)
     flags.DEFINE_integer("together", trials.TOGETHER, "Trainings at a time; a GPU with 16 cores makes 12.", lower_bound=1)
-    flags.DEFINE_bool("smoke", False, "The whole way with tiny models, in minutes.")
+    flags.DEFINE_bool("smoke", False, "The whole way with tiny models and, where no path is given, made-up data, in minutes.")
     script.run(main, (trials.Broken, OSError))

@@ -1,4 +1,4 @@
-"""The studies: a method has the rate that was best of its grid, in a run with a seed of its own, or that of a like one; then its seeds.
+"""Runs a study: tunes each method's learning rate in trainings with a seed of their own, then trains it with seeds 0, 1, …
 
 A grid whose best rate is at its edge is extended.
 """

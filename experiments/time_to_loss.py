@@ -8,7 +8,7 @@ Four hosts in a box (launch.cluster: root and iproute2), links of 100 Mbit/s, on
 of experiments.speedup on a megabyte of Python's standard library; with --multi30k the encoder–decoder of configs/translation.py, of
 1.2M parameters, learns to translate. A step of every method reads as many examples.
 
-1. Each method is tuned in simulation, without a network: three learning rates, and further ones while the best is at an edge. Whoever
+1. Each method is tuned in simulation, without a network: three learning rates, and further ones while the best is at an edge. A method that
    does not end 0.05 nats below all-reduce's loss gets more steps: the fewest of 1.5 or 2 times as many with which it does; if
    none is enough, those with the least loss.
 2. The methods train in the box, one after the other, in so many rounds, each with a seed of its own.
@@ -50,6 +50,7 @@ TRAINED = {
 }
 PEERS = {"PyTorch DDP": ("ddp", SYNC), "decent-dp, one-peer exponential": ("decent_dp", ONE_PEER)}  # by which twins
 BUCKET = 2**21  # bytes of gossip's messages
+MULTI30K = tuple(f"{split}.{language}" for split in ("train", "val", "test_2016_flickr") for language in ("de", "en"))
 LONGER = (1.0, 1.5, 2.0)  # times the steps of all-reduce
 GRID = (2e-3, 4e-3, 8e-3)  # the learning rates that every method begins with
 SMOKE_TUNING = (SYNC, ACCUM_INT8), (8e-3,), (1.0,)  # methods, grid and lengths
@@ -314,8 +315,9 @@ def results(out: pathlib.Path, tuned: dict[str, Tuned], rounds: int, score: str)
 def check() -> None:
     """Refuses at once what would end the command after an hour."""
     script.check_tables(FLAGS.pages, _job().name)
-    if FLAGS.multi30k and not any(pathlib.Path(FLAGS.multi30k).glob("train.de*")):
-        raise Failed(f"--multi30k={FLAGS.multi30k} has no train.de; give the folder of Multi30k's parallel files")
+    for name in MULTI30K if FLAGS.multi30k else ():
+        if not any((_multi30k() / f"{name}{end}").is_file() for end in ("", ".gz")):
+            raise Failed(f"--multi30k={FLAGS.multi30k} has no {name}; give the folder of Multi30k's parallel files")
     with cluster.network(hosts=HOSTS, rate=FLAGS.rate):
         pass
     if FLAGS.peers and FLAGS.multi30k:
@@ -328,11 +330,15 @@ def _job() -> Job:
     return TRANSLATION if FLAGS.multi30k else TEXT
 
 
+def _multi30k() -> pathlib.Path:
+    return pathlib.Path(FLAGS.multi30k).expanduser()
+
+
 def _options() -> dict[str, Any]:
     """What runs of one folder have in common; sizes that no flag gives are those of the job, and data are named by a checksum."""
     job = _job()
     sizes = {name: FLAGS[name].value or getattr(job, name) for name in ("steps", "batch_size", "every")}
-    data = FLAGS.multi30k and f"checksum {trials.contents(FLAGS.multi30k)}"
+    data = FLAGS.multi30k and f"checksum {trials.contents(str(_multi30k()), job.config)}"
     return {"rate": FLAGS.rate, "multi30k": data, "smoke": FLAGS.smoke, **sizes}
 
 
@@ -345,7 +351,7 @@ def main() -> None:
     script.claim(out, **options)
     model = job.small if FLAGS.smoke else job.model
     steps, batch_size, every = (8, 1, 2) if FLAGS.smoke else (options[name] for name in ("steps", "batch_size", "every"))
-    data = pathlib.Path(FLAGS.multi30k) if FLAGS.multi30k else twins.write_text(out / "text.txt", model["context"])
+    data = _multi30k() if FLAGS.multi30k else twins.write_text(out / "text.txt", model["context"])
     if not FLAGS.multi30k:
         script.claim(out, text=f"checksum {trials.contents(str(data))}")
     size = Size(job, steps, batch_size, model, every, data, *(SMOKE_TUNING if FLAGS.smoke else (tuple(TRAINED), GRID, LONGER)))

@@ -70,7 +70,7 @@ def rows(workdir: pathlib.Path, *kinds: str) -> list[dict[str, Any]]:
 
 def trial(parent: pathlib.Path, name: str, config: str, fields: Mapping[str, Any]) -> Trial:
     """A run whose folder is named after it, and after a checksum of what it trains: with other options or data it is another run."""
-    return Trial(parent / f"{name_of(name)}_{checksum(_key(config, _kept(fields)))}", config, tuple(fields.items()))
+    return Trial(parent / f"{name_of(name)}_{checksum(_key(config, _kept(config, fields)))}", config, tuple(fields.items()))
 
 
 def checksum(text: str) -> str:
@@ -83,7 +83,7 @@ class Broken(Exception):
 
 
 def train(trial: Trial) -> bool:
-    """Makes a run unless it is finished; returns whether it came to its end: False if it diverged. It ends when we do.
+    """Makes a run unless it is finished; returns whether it came to its end: False if it diverged. It ends when this process ends.
 
     A file named "diverged" in the folder says that it did, so that it is not made again.
 
@@ -110,7 +110,7 @@ def train(trial: Trial) -> bool:
 
 
 def start(trial: Trial, cores: frozenset[int] = frozenset()) -> subprocess.Popen:
-    """The process of a run, which ends when we do; on these cores only, if any are named."""
+    """The process of a run, which ends when this process ends; on these cores only, if any are named."""
     # JAX would give most of a GPU to each; what the user has set stays.
     memory = {_GPU_MEMORY: os.environ.get(_GPU_MEMORY, f"{_GPU_SHARE / _together:.3f}")}
     process = processes.start(
@@ -175,11 +175,23 @@ class Book:
         if cut:
             path.write_text("".join(f"{line}\n" for line in lines))
 
+    def data(self, config: str) -> str:
+        """The checksum of the data that the book's trainings of a config file read; "" if there are none, or of several data."""
+        known = (json.loads(key) for key in self._known)
+        found = {fields["data.path"] for of, fields in known if of.partition(":")[0] == config and "data.path" in fields}
+        return found.pop() if len(found) == 1 else ""
+
     def result(self, trial: Trial, read: Callable[[Trial], dict[str, Any]] = Trial.summary) -> dict[str, Any] | None:
-        """The numbers that `read` finds in a run, which is made unless it is known; None if it diverged."""
-        fields = _kept(dict(trial.fields))
+        """The numbers that `read` finds in a run, which is made unless it is known; None if it diverged.
+
+        Raises:
+            Broken: if it has to be made, and only the checksum of its data is given.
+        """
+        fields = _kept(trial.config, dict(trial.fields))
         key = _key(trial.config, fields)
         if key not in self._known:
+            if (data := dict(trial.fields).get("data.path")) and not pathlib.Path(data).expanduser().exists():
+                raise Broken(f"{self._path} lacks the training {trial.workdir.name}; give the path of its data, to make it")
             numbers = read(trial) if train(trial) else None
             row = {"config": trial.config, "fields": fields, "numbers": numbers}
             with self._lock, self._path.open("a") as file:
@@ -194,25 +206,42 @@ def book(out: pathlib.Path, path: str | None) -> Book:
     return Book(pathlib.Path(path) if path else out / "book.jsonl")
 
 
+# Files of a folder of data that a task reads, by config file; other tasks read all files that are not hidden.
+READ = {
+    "configs/translation.py": ("train.*", "val.*", "test_2016_flickr.*"),
+    "configs/cifar.py": ("data_batch_*.bin", "test_batch.bin"),
+}
+
+
 @functools.cache
-def contents(path: str) -> str:
-    """A checksum of a file, or of all files of a folder with their names, plain or gzipped; the path itself if it is neither."""
+def contents(path: str, config: str = "") -> str:
+    """A checksum of a file, or of the files of a folder that a config file's task reads, with their names, plain or gzipped.
+
+    What is neither, such as a checksum that the book has, is returned as it is.
+
+    Raises:
+        Broken: if a file cannot be read or unpacked.
+    """
     root = pathlib.Path(path).expanduser()
     if root.is_file():
         return f"{zlib.crc32(_unpacked(root)):08x}"
+    found = {file for pattern in READ.get(config.partition(":")[0], ("**/*",)) for file in root.glob(pattern)}
     crc = 0
-    for file in sorted(found for found in root.rglob("*") if found.is_file()):
+    for file in sorted(file for file in found if file.is_file() and not file.name.startswith(".")):
         crc = zlib.crc32(_unpacked(file), zlib.crc32(file.name.removesuffix(".gz").encode(), crc))
     return f"{crc:08x}" if crc else path
 
 
 def _unpacked(path: pathlib.Path) -> bytes:
-    return gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+    try:
+        return gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+    except (OSError, EOFError, zlib.error) as error:
+        raise Broken(f"{path} cannot be read ({error}); get the file again, or give other data") from error
 
 
-def _kept(fields: Mapping[str, Any]) -> dict[str, Any]:
+def _kept(config: str, fields: Mapping[str, Any]) -> dict[str, Any]:
     """Fields with a checksum of the data in the place of their path."""
-    return {name: contents(value) if name == "data.path" else value for name, value in fields.items()}
+    return {name: contents(value, config) if name == "data.path" else value for name, value in fields.items()}
 
 
 def _key(config: str, fields: Mapping[str, Any]) -> str:

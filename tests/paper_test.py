@@ -4,14 +4,17 @@ import gzip
 import importlib
 import json
 import math
+import pathlib
 
 import numpy as np
 import pytest
 
 from decjax import config, errors
-from experiments import noise_floor, quality, script, studies, trials
+from experiments import noise_floor, quality, script, studies, tiny, trials
 from launch import command
 from tests import commands
+
+BOOK = pathlib.Path(__file__).parents[1] / "experiments/results/paper.jsonl"  # of the pages
 
 
 def test_equal_means_overlap_and_less_than_a_sigma():
@@ -115,6 +118,15 @@ def test_the_whole_way_with_tiny_models(tmp_path):
         assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_tasks_with_data_that_are_made_up(tmp_path):
+    parts = ["translation", "gap_shakespeare"]
+    done = commands.run("experiments.paper", f"--out={tmp_path}", f"--only={','.join(parts)}", "--smoke")
+    assert done.returncode == 0, done.stderr
+    for part in parts:
+        rows = json.loads((tmp_path / f"{part}.json").read_text())
+        assert len(rows) == 2 and np.isfinite([row["values"][0] for row in rows.values()]).all()
+
+
 def test_the_exit_code_of_divergence_is_known_to_launchers():
     assert errors.Diverged.exit_code == command.DIVERGED != command.USER_ERROR == errors.ConfigError.exit_code
 
@@ -150,6 +162,19 @@ def test_what_the_book_holds_is_not_trained_again(made, tmp_path):
     assert again.result(trial(tmp_path / "b", 1), lambda run: {"twice": 2 * run.summary()["eval_loss"]}) == {"twice": 6.0}
 
 
+def test_tables_need_no_data_where_the_book_has_the_trainings(tmp_path):
+    """And what it lacks is not looked for at the path of a checksum."""
+    book = tmp_path / "book.jsonl"
+    lines = BOOK.read_text().splitlines(keepends=True)
+    book.write_text("".join(lines))
+    line = ("experiments.paper", f"--out={tmp_path}", "--only=cifar", f"--book={book}")
+    done = commands.run(*line)
+    assert done.returncode == 0 and "AccumAdam, one-peer" in done.stdout, done.stderr
+    book.write_text("".join(line for line in lines if '"seed": 2' not in line))
+    done = commands.run(*line)
+    assert done.returncode == 2 and "lacks the training" in done.stderr and "give the path of its data" in done.stderr
+
+
 def test_the_book_knows_data_by_their_contents(made, tmp_path):
     for name, text in (("a", "one"), ("b", "one"), ("c", "two")):
         (tmp_path / name).mkdir()
@@ -180,6 +205,24 @@ def test_a_book_that_cannot_be_written_is_refused_at_once(tmp_path):
     for path in tmp_path, tmp_path / "bytes", tmp_path / "bytes" / "book":
         with pytest.raises(trials.Broken, match="give another --book"):
             trials.Book(path)
+
+
+def test_files_that_a_task_does_not_read_change_nothing(tmp_path):
+    folder = str(tiny.multi30k(tmp_path))
+    before = trials.contents(folder, "configs/translation.py:smoke")
+    for name in ("README.md", ".listing", "test_2017.de"):
+        (tmp_path / name).write_text("more")
+    trials.contents.cache_clear()
+    assert trials.contents(folder, "configs/translation.py:smoke") == before
+
+
+def test_a_damaged_file_of_data_is_one_line(tmp_path):
+    whole = gzip.compress(b"eins zwei drei")
+    for damaged in (whole[:-6], whole[:9] + b"xxxxxxxxxxxx", b"plain"):
+        (tmp_path / "train.de.gz").write_bytes(damaged)
+        trials.contents.cache_clear()
+        with pytest.raises(trials.Broken, match="train.de.gz cannot be read"):
+            trials.contents(str(tmp_path), "configs/translation.py")
 
 
 def test_other_data_at_the_same_path_are_another_run(tmp_path):
@@ -278,7 +321,8 @@ def test_tables_are_written_into_pages(tmp_path, old):
     "arguments, message",
     [
         (("--only=noise",), "--only=noise is unknown; use some of noise_floor, stability, translation"),
-        ((), "translation needs --multi30k; give the path of its data, or leave it out"),
+        (("--only=digits,translation",), "translation needs --multi30k; give the path of its data, or leave it out"),
+        (("--only=cifar", "--cifar10=/nowhere"), "--cifar10=/nowhere does not exist; give the path of the data"),
     ],
 )
 def test_mistakes_are_one_line(arguments, message, tmp_path):

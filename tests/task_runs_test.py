@@ -6,19 +6,12 @@ import numpy as np
 import pytest
 
 from configs import cifar, gpt, translation
+from experiments import tiny
 from tests import commands
-from tests.runs import run_of
+from tests.runs import run_of, trainer_of
 from tests.tiny_runs import assert_equal_states, forget_after, losses, rows
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
-
-WORDS = "das die der ein Mädchen Junge Hund läuft sitzt grün groß alt".split()
-
-
-def sentences(count, seed):
-    """Twelve words each, which are more than 12 tokens, so that all batches have the longest length, 24."""
-    rng = np.random.default_rng(seed)
-    return [" ".join(rng.choice(WORDS, 12)) for _ in range(count)]
 
 
 def trained(config, workdir, **fields):
@@ -31,11 +24,7 @@ def trained(config, workdir, **fields):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    root = tmp_path_factory.mktemp("pairs")
-    for seed, (split, count) in enumerate({"train": 200, "val": 16, "test_2016_flickr": 6}.items()):
-        for language in ("de", "en"):
-            (root / f"{split}.{language}").write_text("\n".join(sentences(count, seed)) + "\n")
-    return str(root)
+    return str(tiny.multi30k(tmp_path_factory.mktemp("pairs")))
 
 
 def test_a_translation_that_is_stopped_goes_on_bit_by_bit(folder, tmp_path):
@@ -58,23 +47,20 @@ def test_tokens_of_byte_pairs(folder, tmp_path):
 
 
 def test_photographs(tmp_path):
-    rng = np.random.default_rng(0)
-    for name in ("data_batch_1", "test_batch"):
-        records = rng.integers(0, 256, (20, 3073), np.uint8)
-        records[:, 0] %= 10
-        (tmp_path / f"{name}.bin").write_bytes(records.tobytes())
-    fields = {"steps": 2, "data.path": str(tmp_path), "model.width": 2, "eval.every": 2}
+    fields = {"steps": 2, "data.path": str(tiny.cifar10(tmp_path, images=20)), "model.width": 2, "eval.every": 2}
     assert 0 <= trained(cifar.get_config("smoke,workers=2"), tmp_path / "run", **fields)["eval_accuracy"] <= 1
 
 
-def test_processes_and_simulated_workers_learn_the_same_translation(folder, tmp_path):
+def test_processes_and_simulated_workers_learn_the_same_translation(tmp_path):
     """Dropout, batches of several lengths and a rate that decays are functions of seed, worker and step, wherever a worker runs."""
-    fields = [f"--config.data.path={folder}", "--config.data.beams=1", "--config.data.length=24", "--config.log_every=1"]
-    for command, shorthand in (
-        (["launch.local", "--num_processes=2", "--"], "smoke"),
-        (["launch.train"], "smoke,workers=2,simulate"),
-    ):
+    fields = {"data.path": str(tiny.multi30k(tmp_path, shortest=3)), "data.beams": 1, "data.length": 24, "log_every": 1}
+    simulated = "smoke,steps=5,workers=2,simulate"
+    config = translation.get_config(simulated)
+    config.update_from_flattened_dict(fields)
+    data = trainer_of(config).data
+    assert len({data.batch(0, step).source_BxS.shape for step in range(5)}) > 1
+    for command, shorthand in ((["launch.local", "--num_processes=2", "--"], "smoke,steps=5"), (["launch.train"], simulated)):
         place = [f"--config=configs/translation.py:{shorthand}", f"--workdir={tmp_path / command[0]}"]
-        done = commands.run(*command, *place, *fields)
+        done = commands.run(*command, *place, *(f"--config.{name}={value}" for name, value in fields.items()))
         assert done.returncode == 0, done.stderr
     np.testing.assert_allclose(losses(tmp_path / "launch.local"), losses(tmp_path / "launch.train"), rtol=1e-4)

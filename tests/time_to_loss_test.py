@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from experiments import race, time_to_loss, trials
+from experiments import race, time_to_loss, tiny, trials
 from experiments.bench.box import group
 from experiments.race import Point
 from tests import commands
@@ -115,16 +115,19 @@ def test_a_run_of_another_rate_is_refused(tmp_path):
 
 
 @needs_namespaces
-def test_the_whole_way_with_a_tiny_model_and_again_from_what_is_there(tmp_path):
-    first, second = (commands.run("experiments.time_to_loss", f"--out={tmp_path}", "--smoke", "--rounds=1") for _ in range(2))
+@pytest.mark.parametrize("name", ["time_to_loss", "time_to_translate"])
+def test_the_whole_way_with_a_tiny_model_and_again_from_what_is_there(name, tmp_path):
+    data = [f"--multi30k={tiny.multi30k(tmp_path / 'data')}"] if name == "time_to_translate" else []
+    out = tmp_path / "out"
+    first, second = (commands.run("experiments.time_to_loss", f"--out={out}", *data, "--smoke", "--rounds=1") for _ in range(2))
     assert first.returncode == second.returncode == 0, first.stderr + second.stderr
     table = second.stdout.strip()
     assert first.stdout.strip().endswith(table.splitlines()[-1]) and time_to_loss.ACCUM_INT8 in table
-    assert (tmp_path / "time_to_loss.png").read_bytes().startswith(b"\x89PNG")
-    document = json.loads((tmp_path / "time_to_loss.json").read_text())
+    assert (out / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+    document = json.loads((out / f"{name}.json").read_text())
     assert len(document["all-reduce"]["to_loss_s"]) == 1 and document["all-reduce"]["predicted_step_s"][0] > 0
     expected = {"profile.json", "all_reduce", trials.name_of(time_to_loss.ACCUM_INT8)}
-    assert {path.name for path in (tmp_path / "round0").iterdir()} == expected
+    assert {path.name for path in (out / "round0").iterdir()} == expected
 
 
 @pytest.mark.parametrize("code, fails", [(4, ""), (1, "exit code 1"), (2, "was refused"), (130, "exit code 130")])

@@ -1,0 +1,41 @@
+"""Data that are made up, in the form and a fraction of the size of real ones: for smoke runs and tests."""
+
+import pathlib
+
+import numpy as np
+
+WORDS = "das die der ein Mädchen Junge Hund läuft sitzt grün groß alt".split()
+PAIRS = {"train": 200, "val": 16, "test_2016_flickr": 6}  # of each split
+
+
+def sentences(count: int, seed: int, shortest: int = 12) -> list[str]:
+    """Sentences of `shortest` to twelve words. Twelve are more than 12 tokens, so that batches of at most 24 have their full length."""
+    rng = np.random.default_rng(seed)
+    return [" ".join(rng.choice(WORDS, rng.integers(shortest, 12, endpoint=True))) for _ in range(count)]
+
+
+def multi30k(folder: pathlib.Path, shortest: int = 12) -> pathlib.Path:
+    """A folder of parallel files as Multi30k's; returns it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for seed, (split, count) in enumerate(PAIRS.items()):
+        for language in ("de", "en"):
+            (folder / f"{split}.{language}").write_text("\n".join(sentences(count, seed, shortest)) + "\n")
+    return folder
+
+
+def cifar10(folder: pathlib.Path, images: int = 400) -> pathlib.Path:
+    """A folder as that of CIFAR-10's binary version, with so many images in each of its two files; returns it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    rng = np.random.default_rng(0)
+    for name in ("data_batch_1", "test_batch"):
+        records = rng.integers(0, 256, (images, 3073), np.uint8)
+        records[:, 0] %= 10
+        (folder / f"{name}.bin").write_bytes(records.tobytes())
+    return folder
+
+
+def text(path: pathlib.Path, lines: int = 2000) -> pathlib.Path:
+    """A text of so many lines; returns its path."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("\n".join(sentences(lines, 0)) + "\n")
+    return path
