@@ -7,8 +7,9 @@
 FOLDER holds train.de, train.en, val.de, val.en, test_2016_flickr.de and test_2016_flickr.en, plain or gzipped
 (https://github.com/multi30k/dataset). Other pairs of files: --config.data.source=fr --config.data.test=NAME.
 
-With the first command the averaged model has 38 BLEU on test_2016_flickr, after 33 to 42 minutes on one CPU core. The second one, gossip
-with as many workers as there are devices and 2,000 steps, was not measured; `experiments.paper --only=translation` has gossip's results.
+With the first command the averaged model has 38 BLEU on test_2016_flickr, after 33 to 42 minutes on one CPU core with other
+programs beside it. The second one, gossip with as many workers as there are devices and 2,000 steps, was not measured;
+`experiments.paper --only=translation` has gossip's results.
 
 Shorthand as in configs/lm.py, without pipelines.
 """

@@ -20,12 +20,13 @@ from typing import Any
 from absl import flags
 
 from experiments import noise_floor, quality, script, stability, tiny, trials
-from experiments.studies import PAPER
+from experiments.studies import CHECKSUMS, PAPER
 from launch import command
 
 FLAGS = flags.FLAGS
 PARTS = ("noise_floor", "stability", *PAPER)
 TINY = {"multi30k": tiny.multi30k, "cifar10": tiny.cifar10, "shakespeare": tiny.text}  # data of smoke runs
+OF_PAGES = "none: the data of the results pages, whose trainings the book has."
 
 
 def check() -> None:
@@ -35,7 +36,7 @@ def check() -> None:
 
 
 def chosen(out: pathlib.Path, book: trials.Book) -> dict[str, str]:
-    """The parts to make, each with the path of its data, with their checksum where the book has it and no path is given, or with "".
+    """The parts to make, and the data of each; "" if it needs none.
 
     Ends the command if a part that is asked for lacks its data; if none is asked for, parts without data are left out.
     """
@@ -54,12 +55,21 @@ def chosen(out: pathlib.Path, book: trials.Book) -> dict[str, str]:
 
 
 def data_of(part: str, out: pathlib.Path, book: trials.Book) -> str:
-    """The path that the flag of a part's data gives; without it tiny data for a smoke run, else their checksum in the book, or ""."""
+    """The path that the flag of a part's data gives.
+
+    Without it, made-up data for a smoke run; otherwise the checksum of the pages' data if the book has all trainings with them, or "".
+    """
     flag = PAPER[part].data
     if path := FLAGS[flag].value:
         script.check_path(flag, str(path))
         return str(path)
-    return str(TINY[flag](out / "data" / flag)) if FLAGS.smoke else book.data(PAPER[part].config)
+    if FLAGS.smoke:
+        return str(TINY[flag](out / "data" / flag))
+    try:
+        quality.run(quality.Trainings(out, book, part, CHECKSUMS[flag], FLAGS.smoke))
+    except trials.NoData:
+        return ""
+    return CHECKSUMS[flag]
 
 
 def make(part: str, data: str, out: pathlib.Path, book: trials.Book) -> tuple[Any, Callable[[str], None], dict[str, Any]]:
@@ -92,11 +102,9 @@ def main() -> None:
 if __name__ == "__main__":
     flags.DEFINE_string("out", "runs/paper", "Run directories, tables as JSON, and figures go here.")
     flags.DEFINE_list("only", [], "Parts to make; none: all.")
-    flags.DEFINE_string(
-        "multi30k", None, "Folder of Multi30k's parallel files; data that the book knows are needed for training only."
-    )
-    flags.DEFINE_string("cifar10", None, "Folder of CIFAR-10's binary version.")
-    flags.DEFINE_string("shakespeare", None, "A text that no rate of the config files was tuned on, such as Tiny Shakespeare.")
+    flags.DEFINE_string("multi30k", None, f"Folder of Multi30k's parallel files; {OF_PAGES}")
+    flags.DEFINE_string("cifar10", None, f"Folder of CIFAR-10's binary version; {OF_PAGES}")
+    flags.DEFINE_string("shakespeare", None, f"A text for which no rate was tuned; {OF_PAGES}")
     flags.DEFINE_string("book", None, "File of JSON lines with what trainings came to; none: OUT/book.jsonl.")
     flags.DEFINE_string("pages", None, script.PAGES)
     flags.DEFINE_integer("together", trials.TOGETHER, "Trainings at a time; a GPU with 16 cores makes 12.", lower_bound=1)

@@ -50,7 +50,6 @@ TRAINED = {
 }
 PEERS = {"PyTorch DDP": ("ddp", SYNC), "decent-dp, one-peer exponential": ("decent_dp", ONE_PEER)}  # by which twins
 BUCKET = 2**21  # bytes of gossip's messages
-MULTI30K = tuple(f"{split}.{language}" for split in ("train", "val", "test_2016_flickr") for language in ("de", "en"))
 LONGER = (1.0, 1.5, 2.0)  # times the steps of all-reduce
 GRID = (2e-3, 4e-3, 8e-3)  # the learning rates that every method begins with
 SMOKE_TUNING = (SYNC, ACCUM_INT8), (8e-3,), (1.0,)  # methods, grid and lengths
@@ -315,7 +314,7 @@ def results(out: pathlib.Path, tuned: dict[str, Tuned], rounds: int, score: str)
 def check() -> None:
     """Refuses at once what would end the command after an hour."""
     script.check_tables(FLAGS.pages, _job().name)
-    for name in MULTI30K if FLAGS.multi30k else ():
+    for name in trials.MULTI30K if FLAGS.multi30k else ():
         if not any((_multi30k() / f"{name}{end}").is_file() for end in ("", ".gz")):
             raise Failed(f"--multi30k={FLAGS.multi30k} has no {name}; give the folder of Multi30k's parallel files")
     with cluster.network(hosts=HOSTS, rate=FLAGS.rate):

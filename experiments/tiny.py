@@ -9,7 +9,7 @@ PAIRS = {"train": 200, "val": 16, "test_2016_flickr": 6}  # of each split
 
 
 def sentences(count: int, seed: int, shortest: int = 12) -> list[str]:
-    """Sentences of `shortest` to twelve words. Twelve are more than 12 tokens, so that batches of at most 24 have their full length."""
+    """Sentences of `shortest` to twelve words. With twelve and `data.length=24` all batches have that length, the longest."""
     rng = np.random.default_rng(seed)
     return [" ".join(rng.choice(WORDS, rng.integers(shortest, 12, endpoint=True))) for _ in range(count)]
 

@@ -82,6 +82,10 @@ class Broken(Exception):
     """A training that did not end as one does."""
 
 
+class NoData(Broken):
+    """A training that cannot be made, since its data are not there."""
+
+
 def train(trial: Trial) -> bool:
     """Makes a run unless it is finished; returns whether it came to its end: False if it diverged. It ends when this process ends.
 
@@ -175,23 +179,17 @@ class Book:
         if cut:
             path.write_text("".join(f"{line}\n" for line in lines))
 
-    def data(self, config: str) -> str:
-        """The checksum of the data that the book's trainings of a config file read; "" if there are none, or of several data."""
-        known = (json.loads(key) for key in self._known)
-        found = {fields["data.path"] for of, fields in known if of.partition(":")[0] == config and "data.path" in fields}
-        return found.pop() if len(found) == 1 else ""
-
     def result(self, trial: Trial, read: Callable[[Trial], dict[str, Any]] = Trial.summary) -> dict[str, Any] | None:
         """The numbers that `read` finds in a run, which is made unless it is known; None if it diverged.
 
         Raises:
-            Broken: if it has to be made, and only the checksum of its data is given.
+            NoData: if it has to be made, and there is nothing at the path of its data, which may be a checksum.
         """
         fields = _kept(trial.config, dict(trial.fields))
         key = _key(trial.config, fields)
         if key not in self._known:
             if (data := dict(trial.fields).get("data.path")) and not pathlib.Path(data).expanduser().exists():
-                raise Broken(f"{self._path} lacks the training {trial.workdir.name}; give the path of its data, to make it")
+                raise NoData(f"{self._path} lacks the training {trial.workdir.name}; give the path of its data, to make it")
             numbers = read(trial) if train(trial) else None
             row = {"config": trial.config, "fields": fields, "numbers": numbers}
             with self._lock, self._path.open("a") as file:
@@ -206,18 +204,16 @@ def book(out: pathlib.Path, path: str | None) -> Book:
     return Book(pathlib.Path(path) if path else out / "book.jsonl")
 
 
-# Files of a folder of data that a task reads, by config file; other tasks read all files that are not hidden.
-READ = {
-    "configs/translation.py": ("train.*", "val.*", "test_2016_flickr.*"),
-    "configs/cifar.py": ("data_batch_*.bin", "test_batch.bin"),
-}
+MULTI30K = tuple(f"{split}.{language}" for split in ("train", "val", "test_2016_flickr") for language in ("de", "en"))
+# Files of a folder of data that the task of a config file reads; a text is all files that are neither hidden nor gzipped.
+READ = {"configs/translation.py": MULTI30K, "configs/cifar.py": ("data_batch_*.bin", "test_batch.bin")}
 
 
 @functools.cache
 def contents(path: str, config: str = "") -> str:
-    """A checksum of a file, or of the files of a folder that a config file's task reads, with their names, plain or gzipped.
+    """A checksum of a file, or of the files of a folder that a config file's task reads, with their names; plain or gzipped is the same.
 
-    What is neither, such as a checksum that the book has, is returned as it is.
+    What is neither, such as a checksum, is returned as it is.
 
     Raises:
         Broken: if a file cannot be read or unpacked.
@@ -225,11 +221,18 @@ def contents(path: str, config: str = "") -> str:
     root = pathlib.Path(path).expanduser()
     if root.is_file():
         return f"{zlib.crc32(_unpacked(root)):08x}"
-    found = {file for pattern in READ.get(config.partition(":")[0], ("**/*",)) for file in root.glob(pattern)}
     crc = 0
-    for file in sorted(file for file in found if file.is_file() and not file.name.startswith(".")):
+    for file in sorted(_read(root, config)):
         crc = zlib.crc32(_unpacked(file), zlib.crc32(file.name.removesuffix(".gz").encode(), crc))
     return f"{crc:08x}" if crc else path
+
+
+def _read(root: pathlib.Path, config: str) -> Iterable[pathlib.Path]:
+    """The files of a folder that a config file's task reads; a plain one goes before a gzipped one of the same name."""
+    if config in READ:
+        return [file for name in READ[config] for file in list(root.glob(name)) or root.glob(f"{name}.gz")]
+    files = (file for file in root.rglob("*") if file.is_file() and file.suffix != ".gz")
+    return [file for file in files if not any(part.startswith(".") for part in file.relative_to(root).parts)]
 
 
 def _unpacked(path: pathlib.Path) -> bytes:
@@ -241,7 +244,7 @@ def _unpacked(path: pathlib.Path) -> bytes:
 
 def _kept(config: str, fields: Mapping[str, Any]) -> dict[str, Any]:
     """Fields with a checksum of the data in the place of their path."""
-    return {name: contents(value, config) if name == "data.path" else value for name, value in fields.items()}
+    return {name: contents(value, config.partition(":")[0]) if name == "data.path" else value for name, value in fields.items()}
 
 
 def _key(config: str, fields: Mapping[str, Any]) -> str:

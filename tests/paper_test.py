@@ -5,12 +5,13 @@ import importlib
 import json
 import math
 import pathlib
+import types
 
 import numpy as np
 import pytest
 
 from decjax import config, errors
-from experiments import noise_floor, quality, script, studies, tiny, trials
+from experiments import noise_floor, paper, quality, script, studies, tiny, trials
 from launch import command
 from tests import commands
 
@@ -163,16 +164,47 @@ def test_what_the_book_holds_is_not_trained_again(made, tmp_path):
 
 
 def test_tables_need_no_data_where_the_book_has_the_trainings(tmp_path):
-    """And what it lacks is not looked for at the path of a checksum."""
+    """Smoke runs in it, and runs with other data, change nothing."""
     book = tmp_path / "book.jsonl"
     lines = BOOK.read_text().splitlines(keepends=True)
-    book.write_text("".join(lines))
-    line = ("experiments.paper", f"--out={tmp_path}", "--only=cifar", f"--book={book}")
-    done = commands.run(*line)
+    smoke = {"config": "configs/cifar.py:smoke", "fields": {"data.path": "01234567"}, "numbers": {}}
+    book.write_text("".join(lines) + json.dumps(smoke) + "\n")
+    line = ("experiments.paper", f"--out={tmp_path}", f"--book={book}")
+    done = commands.run(*line, "--only=cifar")
     assert done.returncode == 0 and "AccumAdam, one-peer" in done.stdout, done.stderr
     book.write_text("".join(line for line in lines if '"seed": 2' not in line))
-    done = commands.run(*line)
-    assert done.returncode == 2 and "lacks the training" in done.stderr and "give the path of its data" in done.stderr
+    done = commands.run(*line, "--only=cifar")
+    assert done.returncode == 2 and "cifar needs --cifar10" in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_parts_without_data_are_left_out_where_none_is_asked_for(monkeypatch, tmp_path, capsys):
+    text = str(tiny.text(tmp_path / "text"))
+    given = Flags(only=[], smoke=False, pages=None, multi30k=None, cifar10=None, shakespeare=text)
+    monkeypatch.setattr(paper, "FLAGS", given)
+    parts = paper.chosen(tmp_path, trials.Book(tmp_path / "book.jsonl"))
+    left_out = {"translation", "cifar", "gap_translation"}
+    assert set(paper.PARTS) - set(parts) == left_out and parts["digits"] == "" and parts["shakespeare"] == text
+    assert "cifar is left out: it needs --cifar10" in capsys.readouterr().out
+    given.update(only=["digits", "cifar"], smoke=True)
+    assert paper.chosen(tmp_path, trials.Book(tmp_path / "book.jsonl")) == {
+        "digits": "",
+        "cifar": str(tmp_path / "data" / "cifar10"),
+    }
+
+
+class Flags(dict):
+    """Flags as attributes, and by name with a value."""
+
+    __getattr__ = dict.__getitem__
+
+    def __getitem__(self, name):
+        return types.SimpleNamespace(value=super().__getitem__(name))
+
+
+def test_a_training_without_its_data_is_refused(tmp_path):
+    book = trials.Book(tmp_path / "book.jsonl")
+    with pytest.raises(trials.NoData, match="give the path of its data"):
+        book.result(trials.trial(tmp_path, "run", "configs/cifar.py:smoke", {"data.path": "0be870b2"}))
 
 
 def test_the_book_knows_data_by_their_contents(made, tmp_path):
@@ -208,12 +240,15 @@ def test_a_book_that_cannot_be_written_is_refused_at_once(tmp_path):
 
 
 def test_files_that_a_task_does_not_read_change_nothing(tmp_path):
-    folder = str(tiny.multi30k(tmp_path))
-    before = trials.contents(folder, "configs/translation.py:smoke")
-    for name in ("README.md", ".listing", "test_2017.de"):
-        (tmp_path / name).write_text("more")
+    folder, plain = str(tiny.multi30k(tmp_path / "pairs")), tiny.text(tmp_path / "texts" / "a").parent
+    before = trials.contents(folder, "configs/translation.py"), trials.contents(str(plain))
+    for name in ("README.md", ".listing", "train.fr", "train.de.bak", "train.de.gz", "train.tok.de.gz"):
+        (tmp_path / "pairs" / name).write_text("more")
+    (plain / ".git").mkdir()
+    for name in (".git/HEAD", "b.gz"):
+        (plain / name).write_text("more")
     trials.contents.cache_clear()
-    assert trials.contents(folder, "configs/translation.py:smoke") == before
+    assert (trials.contents(folder, "configs/translation.py"), trials.contents(str(plain))) == before
 
 
 def test_a_damaged_file_of_data_is_one_line(tmp_path):
@@ -237,7 +272,7 @@ def test_other_data_at_the_same_path_are_another_run(tmp_path):
     for folder, name, content in (("a", "train.de", b"ein"), ("b", "train.de.gz", gzip.compress(b"ein"))):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / name).write_bytes(content)
-    assert trials.contents(str(tmp_path / "a")) == trials.contents(str(tmp_path / "b"))
+    assert len({trials.contents(str(tmp_path / folder), "configs/translation.py") for folder in "ab"}) == 1
     (tmp_path / "renamed").write_text("new")
     assert trials.contents(str(text)) == trials.contents(str(tmp_path / "renamed"))
 

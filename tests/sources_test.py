@@ -166,7 +166,7 @@ def test_a_text_that_is_cut_for_validation_goes_on_there(tmp_path):
 
 
 def test_documents_of_ones_own_are_divided_by_dirichlet(tmp_path, monkeypatch):
-    """Items without line breaks begin at tokens of their own, so each worker gets its mix of them."""
+    """Items without line breaks begin at tokens of their own, so workers can have unequal shares of them."""
     (tmp_path / "many_texts.py").write_text("articles = [f'{k} ' + 'once upon a time ' * (2 + k % 5) for k in range(300)]\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     model = registry.make("model", "decoder", vocabulary=300, context=8, width=8, hidden=8, heads=1, depth=1)
@@ -175,8 +175,8 @@ def test_documents_of_ones_own_are_divided_by_dirichlet(tmp_path, monkeypatch):
     coded = text.encoded(corpus, bpe.train(text.lines(corpus.train, corpus.starts), 300))
     count = corpus.train.tobytes().count(b"\n")
     assert 290 < count < 300 and len(np.unique(coded.starts)) == count
-    data = registry.make("task", "lm", partition="dirichlet(alpha=0.1)", **options).load(4, 2, 0)
-    assert data.batch(3, 0).shape == (2, 9)
+    data, iid = (registry.make("task", "lm", partition=name, **options).load(4, 2, 0) for name in ("dirichlet(alpha=0.1)", "iid"))
+    assert data.batch(3, 0).shape == (2, 9) and not np.array_equal(data.batch(3, 0), iid.batch(3, 0))
     assert data.fingerprint == coded.fingerprint
     sys.modules.pop("many_texts", None)
 

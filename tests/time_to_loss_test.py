@@ -76,6 +76,11 @@ def test_data_that_are_none_are_refused_before_anything_is_written(tmp_path):
     done = commands.run("experiments.time_to_loss", f"--out={tmp_path / 'out'}", f"--multi30k={tmp_path / 'none'}")
     assert done.returncode == 2 and "has no train.de" in done.stderr and done.stderr.count("\n") == 1
     assert not (tmp_path / "out").exists()
+    folder = tiny.multi30k(tmp_path / "pairs")
+    (folder / "train.en").rename(folder / "train.en.gz")  # Gzipped ones count.
+    (folder / "val.en").unlink()
+    done = commands.run("experiments.time_to_loss", f"--out={tmp_path / 'out'}", f"--multi30k={folder}")
+    assert done.returncode == 2 and "has no val.en; give the folder" in done.stderr and done.stderr.count("\n") == 1
 
 
 def test_other_options_are_refused_where_runs_are(tmp_path):

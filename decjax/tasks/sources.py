@@ -20,7 +20,7 @@ import sysconfig
 from typing import Any
 
 MAX_BYTES = 2**32  # of a corpus, which is held in memory: of its files, and of the text in them
-ROWS = 4096  # of a Parquet file that are decoded at once
+ROWS = 64  # of a Parquet file that are decoded at once
 _GZIP = b"\x1f\x8b"  # the first bytes of a gzipped file
 _NOT_LIBRARY = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
 _IMPORTED = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
