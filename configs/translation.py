@@ -21,7 +21,7 @@ from decjax import config as parts
 
 KEYS = base.KEYS
 # (learning rate, weight decay): the rates are those of `experiments.paper --only=translation`, tuned with 16 workers; AccumAdamW's with
-# windows of 8, and not with the 4 that are the default here.
+# windows of 8, and not with the 4 that are the default here. With windows of 8 and b1=0.43 it has AdamW's BLEU, with b1=0.9 it has not.
 TUNED = dict(adamw=(8e-3, 1e-2), accum_adamw=(4e-3, 1e-2))
 ADAM = dict(b1=0.9, b2=0.98)
 ACCUM_ADAM = dict(b1=0.9, b2=0.98, window=4)
