@@ -84,7 +84,7 @@ def get_config(
         tuned: `tuned(method, order, optimizer)`, a dict with the learning rate and weight decay for this task.
         tuned_workers: number of workers, of `batch` examples each, that the rates are for; `scale` leaves them as they are there.
         schedule: of the learning rate.
-        warmup_steps: a tenth of the run at most, and one step at least where the schedule needs it.
+        warmup_steps: of the learning rate; a tenth of the run at most, and one step at least where the schedule needs it.
         defaults: names of parts that replace the usual ones, such as method="allreduce".
         options: further options of the optimizer.
 

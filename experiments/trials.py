@@ -6,6 +6,7 @@ What is finished is not made again, so an interrupted experiment goes on where i
 from collections.abc import Callable, Iterable, Mapping, Sequence
 import concurrent.futures
 import contextlib
+import copy
 import functools
 import gzip
 import json
@@ -160,7 +161,7 @@ class Book:
     """
 
     def __init__(self, path: pathlib.Path):
-        self._path, self._lock, self._known = path, threading.Lock(), {}
+        self._path, self._lock, self._known, self._makes = path, threading.Lock(), {}, True
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.open("a").close()  # Whether it can be written is to be known before the first training.
@@ -179,6 +180,12 @@ class Book:
         if cut:
             path.write_text("".join(f"{line}\n" for line in lines))
 
+    def as_it_is(self) -> "Book":
+        """The same book, which makes no training: `result` raises NoData for what it lacks."""
+        other = copy.copy(self)
+        other._makes = False
+        return other
+
     def result(self, trial: Trial, read: Callable[[Trial], dict[str, Any]] = Trial.summary) -> dict[str, Any] | None:
         """The numbers that `read` finds in a run, which is made unless it is known; None if it diverged.
 
@@ -188,7 +195,8 @@ class Book:
         fields = _kept(trial.config, dict(trial.fields))
         key = _key(trial.config, fields)
         if key not in self._known:
-            if (data := dict(trial.fields).get("data.path")) and not pathlib.Path(data).expanduser().exists():
+            data = dict(trial.fields).get("data.path")
+            if not self._makes or (data and not pathlib.Path(data).expanduser().exists()):
                 raise NoData(f"{self._path} lacks the training {trial.workdir.name}; give the path of its data, to make it")
             numbers = read(trial) if train(trial) else None
             row = {"config": trial.config, "fields": fields, "numbers": numbers}

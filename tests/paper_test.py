@@ -192,6 +192,15 @@ def test_parts_without_data_are_left_out_where_none_is_asked_for(monkeypatch, tm
     }
 
 
+def test_looking_for_data_trains_nothing(made, monkeypatch, tmp_path):
+    """Also where rates are tuned on data that need no flag, as those of Shakespeare's plays are."""
+    given = Flags(only=["shakespeare"], smoke=False, pages=None, shakespeare=None)
+    monkeypatch.setattr(paper, "FLAGS", given)
+    with pytest.raises(SystemExit):
+        paper.chosen(tmp_path, trials.Book(tmp_path / "book.jsonl"))
+    assert not made
+
+
 class Flags(dict):
     """Flags as attributes, and by name with a value."""
 
