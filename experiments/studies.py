@@ -100,6 +100,7 @@ QUALITY = {
 MAIN, ATC, TO_ZERO = "one-peer", "order atc", {"schedule.final_fraction": 0.0}  # MAIN: of configs/lm.py, whose gap is looked for
 NESTEROV = {"optimizer.nesterov": True}  # the next step's momentum in this one, as NAdam
 MORE = f"{MAIN}, 1.25 × the steps"
+ACCUM_STEP = "AccumAdam, s = 4, momentum in every step"
 MOMENTS = {  # Each is tuned.
     "β1 = 0.974": {"optimizer.b1": 0.974},
     "β1 = 0.95": {"optimizer.b1": 0.95},
@@ -137,6 +138,9 @@ GAP_ROWS = {  # Each has three seeds: σ is 0.4 % of all-reduce's loss, and 0.2 
         for s, b1 in ((2, 0.8), (2, 0.9), (4, 0.8), (4, 0.9), (4, 0.95))
     },
 }
+SLOW = {"optimizer.b1": 0.9, "optimizer.b2": 0.995, "optimizer.weight_decay": 0.03}
+STEPWISE = "optimizer=accum_adamw(window=4,momentum=step)"
+GAP_ROWS |= {f"all-reduce, {ACCUM_STEP}": Row(f"method=allreduce,{STEPWISE}", LEAD, SLOW), ACCUM_STEP: Row(STEPWISE, LEAD, SLOW)}
 GAP = TEXT._replace(rows=GAP_ROWS, steps=2000, tuning_steps=700, grid=(1e-2, 2e-2, 4e-2), shorthand="workers=8")
 ACCUM_2 = "AccumAdam, s = 2, β1 = 0.9"
 LARGE = GAP._replace(
@@ -150,6 +154,13 @@ TRANSLATED = {name: METHODS[name] for name in (ALL_REDUCE, "D-Adam, AER", "D-Ada
 }
 GAPS = {
     "gap": GAP,
+    # The main job itself: as configs/lm.py trains it, but for what a row says.
+    "main": GAP._replace(
+        rows={name: GAP_ROWS[name] for name in (ALL_REDUCE, f"all-reduce, {ACCUM_STEP}", MAIN, ACCUM_STEP)},
+        steps=5000,
+        tuning_steps=2000,
+        grid=(7e-3, 1.4e-2, 2.8e-2),
+    ),
     # Four times as long; four times the batch, too; and that on a text that nothing was tuned on.
     "gap_longer": GAP._replace(rows={name: GAP_ROWS[name] for name in (ALL_REDUCE, ATC, MAIN)}, steps=8000, tuning_steps=4000),
     "gap_both": LARGE,
