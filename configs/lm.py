@@ -34,14 +34,11 @@ from decjax import config as parts
 TUNED = dict(
     adamw=(2.8e-2, 0.03), accum_adamw=(1.6e-2, 0.1), sgdm=(0.5, 1e-4), sign=(2e-3, 0.1), lion=(2e-3, 0.1), muon=(1e-2, 0.03)
 )
-# With momentum=step its moments are Adam's but for what the second one averages, and it takes AdamW's weight decay.
-TUNED_STEP = (1.4e-2, 0.03)
 TUNED_ATC = TUNED | dict(accum_adamw=(2.4e-2, 0.05))
 TUNED_ALLREDUCE = TUNED | dict(adamw=(1.2e-2, 0.03))
 AVERAGED = ("allreduce", "onebit_adam", "zero_one_adam")
 ADAM = dict(b1=0.9, b2=0.99)
 ACCUM_ADAM = dict(b1=0.8, b2=0.98, window=4)  # per window
-ACCUM_STEP = dict(b1=0.9, b2=0.995, window=4)  # b1 per step, b2 per window
 
 DECODER_KEYS = base.KEYS | base.PIPELINE_KEYS | dict(tied=bool)
 KEYS = DECODER_KEYS | dict(model=("decoder", "lstm"))
@@ -62,11 +59,8 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
 def of_keys(given: Mapping[str, Any]) -> ml_collections.ConfigDict:
     """The same config from a shorthand that is parsed already."""
     smoke, steps = given.get("smoke", False), 20 if given.get("smoke") else 5000
-    name, _, own = given.get("optimizer", "").partition("(")
-    options, rates = (ACCUM_ADAM if name == "accum_adamw" else ADAM), tuned
-    if name == "accum_adamw" and "momentum=step" in own:
-        options, rates = ACCUM_STEP, base.by_optimizer({name: TUNED_STEP}, others=TUNED_STEP)
-    config = base.get_config(given, steps=steps, batch=2, clip_norm=1.0, tuned=rates, warmup_steps=150, options=options)
+    options = ACCUM_ADAM if given.get("optimizer", "").partition("(")[0] == "accum_adamw" else ADAM
+    config = base.get_config(given, steps=steps, batch=2, clip_norm=1.0, tuned=tuned, warmup_steps=150, options=options)
     config.task = "lm"
     config.data = parts.section("task", "lm", sample_bytes=40 if smoke else 400)
     config.model = _model(given, smoke, config.pipeline.stages * config.pipeline.get("chunks", 1))

@@ -74,8 +74,6 @@ class Study(NamedTuple):
 
 ALL = Row("method=allreduce,optimizer=adamw", LEAD)
 ACCUM = f"accum_adamw(window={WINDOW})"
-# AccumAdam whose first moment changes in every step; its β's are those of the byte model, see `main`.
-STEPWISE, SLOW = "optimizer=accum_adamw(window=4,momentum=step)", {"optimizer.b1": 0.9, "optimizer.b2": 0.995}
 ADAMS = {"D-Adam": "adamw", "AccumAdam": ACCUM}
 GRAPHS = {"complete": "complete", "AER": "alternating_exponential_ring", "one-peer": "one_peer_exponential"}
 METHODS = {ALL_REDUCE: ALL} | {
@@ -87,16 +85,12 @@ METHODS = {ALL_REDUCE: ALL} | {
     for adam, optimizer in ADAMS.items()
     for name, graph in GRAPHS.items()
 }
-ONE_PEER = f"topology={GRAPHS['one-peer']}"
-ACCUM_ONE_PEER = {"AccumAdam, one-peer, momentum in every step": Row(f"{ONE_PEER},{STEPWISE}", LEAD, SLOW)}
 TEXT = Study("configs/lm.py", METHODS, "eval_loss", "nats/byte", (8e-3, 1.6e-2, 3.2e-2), 2000, 1000)
 IMAGES = Study("configs/cifar.py", METHODS, "eval_accuracy", "accuracy", (4e-3, 8e-3, 1.6e-2), 600, 200, data="cifar10")
 QUALITY = {
     "translation": Study("configs/translation.py", METHODS, "eval_bleu", "BLEU", (4e-3, 8e-3, 1.6e-2), 1000, 500, data="multi30k"),
     "cifar": IMAGES._replace(tuning_fields={"data.validation": 0.1}),
-    "digits": IMAGES._replace(
-        config="configs/digits.py", rows=METHODS | ACCUM_ONE_PEER, grid=(1e-2, 2e-2, 4e-2), steps=300, tuning_steps=0, data=""
-    ),
+    "digits": IMAGES._replace(config="configs/digits.py", grid=(1e-2, 2e-2, 4e-2), steps=300, tuning_steps=0, data=""),
     "python": TEXT,
     "shakespeare": TEXT._replace(data="shakespeare", rates="python"),
 }
@@ -106,7 +100,6 @@ QUALITY = {
 MAIN, ATC, TO_ZERO = "one-peer", "order atc", {"schedule.final_fraction": 0.0}  # MAIN: of configs/lm.py, whose gap is looked for
 NESTEROV = {"optimizer.nesterov": True}  # the next step's momentum in this one, as NAdam
 MORE = f"{MAIN}, 1.25 × the steps"
-ACCUM_STEP = "AccumAdam, s = 4, momentum in every step"
 MOMENTS = {  # Each is tuned.
     "β1 = 0.974": {"optimizer.b1": 0.974},
     "β1 = 0.95": {"optimizer.b1": 0.95},
@@ -144,31 +137,19 @@ GAP_ROWS = {  # Each has three seeds: σ is 0.4 % of all-reduce's loss, and 0.2 
         for s, b1 in ((2, 0.8), (2, 0.9), (4, 0.8), (4, 0.9), (4, 0.95))
     },
 }
-LIKE_ADAM = SLOW | {"optimizer.weight_decay": 0.03}  # with one-peer's β1 and decay
-GAP_ROWS |= {
-    f"all-reduce, {ACCUM_STEP}": Row(f"method=allreduce,{STEPWISE}", LEAD, LIKE_ADAM),
-    ACCUM_STEP: Row(STEPWISE, LEAD, LIKE_ADAM),
-}
 GAP = TEXT._replace(rows=GAP_ROWS, steps=2000, tuning_steps=700, grid=(1e-2, 2e-2, 4e-2), shorthand="workers=8")
 ACCUM_2 = "AccumAdam, s = 2, β1 = 0.9"
 LARGE = GAP._replace(
     rows={name: GAP_ROWS[name] for name in (ALL_REDUCE, MAIN, ACCUM_2)}, fields={"batch_size": 64}, steps=8000, tuning_steps=3000
 )
+ONE_PEER = f"topology={GRAPHS['one-peer']}"
 TRANSLATED = {name: METHODS[name] for name in (ALL_REDUCE, "D-Adam, AER", "D-Adam, one-peer")} | {
     # 0.43 is 0.9 to the power of 8: a gradient acts for as many steps as with D-Adam.
     "AccumAdam, one-peer, β1 = 0.43": Row(f"{ONE_PEER},optimizer={ACCUM}", LEAD, {"optimizer.b1": 0.43}),
     "D-Adam, one-peer, 1.25 × the steps": METHODS["D-Adam, one-peer"]._replace(longer=1.25, seeds=OTHERS),
-    **ACCUM_ONE_PEER,
 }
 GAPS = {
     "gap": GAP,
-    # The main job itself: as configs/lm.py trains it, but for what a row says.
-    "main": GAP._replace(
-        rows={name: GAP_ROWS[name] for name in (ALL_REDUCE, f"all-reduce, {ACCUM_STEP}", MAIN, ACCUM_STEP)},
-        steps=5000,
-        tuning_steps=2000,
-        grid=(7e-3, 1.4e-2, 2.8e-2),
-    ),
     # Four times as long; four times the batch, too; and that on a text that nothing was tuned on.
     "gap_longer": GAP._replace(rows={name: GAP_ROWS[name] for name in (ALL_REDUCE, ATC, MAIN)}, steps=8000, tuning_steps=4000),
     "gap_both": LARGE,

@@ -193,12 +193,6 @@ def test_the_size_of_a_published_run_is_told_by_shapes():
     assert (size.workers, size.tokens) == (4, 128 * 1024) and abs(size.params / 2.5e9 - 1) < 0.05
 
 
-def test_accumulated_adam_has_other_defaults_if_its_first_moment_changes_in_every_step():
-    config = lm.get_config("optimizer=accum_adamw(momentum=step)")
-    assert (config.schedule.learning_rate, config.optimizer.weight_decay) == lm.TUNED_STEP
-    assert {name: config.optimizer[name] for name in (*lm.ACCUM_STEP, "momentum")} == lm.ACCUM_STEP | {"momentum": "step"}
-
-
 def test_options_in_brackets_keep_those_of_the_task():
     plain, chosen = (lm.get_config(f"optimizer=accum_adamw{options}").optimizer.to_dict() for options in ("", "(window=2)"))
     assert chosen == plain | {"window": 2} and plain["b1"] == lm.ACCUM_ADAM["b1"]

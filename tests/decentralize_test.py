@@ -68,8 +68,8 @@ def trajectory(tx, mode="devices", phase=lambda step: 0):
 class DenseAccumulatedAdam:
     """AccumAdam's direction, as in decjax.optim.accumulated's equations."""
 
-    def __init__(self, window, momentum="window", b1=0.9, b2=0.99, eps=1e-8):
-        self.s, self.momentum, self.b1, self.b2, self.eps = window, momentum, b1, b2, eps
+    def __init__(self, window, b1=0.9, b2=0.99, eps=1e-8):
+        self.s, self.b1, self.b2, self.eps = window, b1, b2, eps
         self.M = self.V = self.B = 0.0
         self.t = 0
 
@@ -78,13 +78,9 @@ class DenseAccumulatedAdam:
         k = -(-self.t // self.s)
         self.B = self.B + g / self.s
         m, v = self.b1 * self.M + (1 - self.b1) * g, self.b2 * self.V + (1 - self.b2) * g**2
-        m_hat = m / (1 - self.b1 ** (self.t if self.momentum == "step" else k))
-        direction = m_hat / (np.sqrt(v / (1 - self.b2**k)) + self.eps)
-        if self.momentum == "step":
-            self.M = m
+        direction = m / (1 - self.b1**k) / (np.sqrt(v / (1 - self.b2**k)) + self.eps)
         if self.t % self.s == 0:
-            if self.momentum == "window":
-                self.M = self.b1 * self.M + (1 - self.b1) * self.B
+            self.M = self.b1 * self.M + (1 - self.b1) * self.B
             self.V = self.b2 * self.V + (1 - self.b2) * self.B**2
             self.B = 0.0
         return direction
@@ -112,11 +108,6 @@ INNER = {
     "accum_adamw": (
         lambda: decjax.accumulated_adamw(LR, b2=0.99, weight_decay=0.2, window=3),
         lambda: DenseAccumulatedAdam(3),
-        0.2,
-    ),
-    "accum_adamw, momentum in every step": (
-        lambda: decjax.accumulated_adamw(LR, b2=0.99, weight_decay=0.2, window=3, momentum="step"),
-        lambda: DenseAccumulatedAdam(3, "step"),
         0.2,
     ),
     "sgd": (lambda: optax.sgd(LR), lambda: lambda g: g, 0.0),
@@ -201,7 +192,6 @@ def test_window_of_one_is_optax():
     for accumulated, plain in (
         (decjax.accumulated_adamw(LR, weight_decay=0.1, window=1), optax.adamw(LR, weight_decay=0.1)),
         (decjax.accumulated_adam(LR, window=1), optax.adam(LR)),
-        (decjax.accumulated_adam(LR, window=1, momentum="step"), optax.adam(LR)),
     ):
         tx, reference = (decjax.synchronize(inner, reduce.mean()) for inner in (accumulated, plain))
         np.testing.assert_allclose(trajectory(tx), trajectory(reference), atol=1e-6)

@@ -73,8 +73,6 @@ def test_injected_hyperparameters_train_alike():
         )
     with pytest.raises(ValueError, match="window=0 steps"):
         decjax.accumulated_adam(LR, window=0)
-    with pytest.raises(ValueError, match="momentum='never' is unknown; use one of window, step"):
-        decjax.accumulated_adam(LR, momentum="never")
 
 
 def test_the_first_moment_of_accumulated_adam_has_the_dtype_that_is_asked_for():

@@ -114,7 +114,7 @@ def test_the_whole_way_with_tiny_models(tmp_path):
     assert again.stdout == first.stdout
     floors = json.loads((tmp_path / "noise_floor.json").read_text())
     assert all(np.isfinite(list(found.values())).all() for found in floors.values())
-    assert {*json.loads((tmp_path / "digits.json").read_text())} == {studies.ALL_REDUCE, *studies.ACCUM_ONE_PEER}
+    assert {*json.loads((tmp_path / "digits.json").read_text())} == {studies.ALL_REDUCE, "AccumAdam, one-peer"}
     for name in ("noise_floor", "digits"):
         assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
 

@@ -11,12 +11,6 @@ Here V averages squares of the window's *mean* gradient, which lowers that share
 the current gradient enters only the update of x. s = 1 is Adam. In the first s steps the update is g/(|g| + ε), the sign of the
 gradient, so warm up the learning rate. The state takes three times the memory of the parameters.
 
-That is `momentum="window"`, the source's. With `momentum="step"`, which is decjax's own, the first moment is Adam's:
-
-    M ← β1 M + (1−β1) g   in every step, corrected by 1−β1^t;   B, V and its correction as above.
-
-Momentum then acts within a window, too: where V is at rest, trainings settle up to the learning rates of Adam, which are larger.
-
 Reference: arXiv 2410.11998 (AccumAdam).
 """
 
@@ -28,15 +22,13 @@ import jax
 import jax.numpy as jnp
 import optax
 
-MOMENTA = ("window", "step")
-
 
 class AccumulatedAdamState(NamedTuple):
     """State of `scale_by_accumulated_adam`; the trees have the shapes of the parameters.
 
     Attributes:
         count: t, updates so far, an int32 scalar; t mod s is the position in the window.
-        mu: M, first moment of the windows' mean gradients, or with `momentum="step"` of the gradients.
+        mu: M, first moment of the windows' mean gradients.
         nu: V, second moment of the windows' mean gradients.
         window_mean: B, the sum of this window's gradients so far, divided by s.
     """
@@ -48,32 +40,29 @@ class AccumulatedAdamState(NamedTuple):
 
 
 def scale_by_accumulated_adam(
-    b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8, window: int = 4, mu_dtype: Any = None, momentum: str = "window"
+    b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8, window: int = 4, mu_dtype: Any = None
 ) -> optax.GradientTransformation:
     """AccumAdam's update direction, without the learning rate; equations at the top of `decjax.optim.accumulated`.
 
     Leaves that are not floating point get zero updates.
 
     Args:
-        b1: β1 in [0, 1), decay of the first moment, per update of M. With momentum="window", Adam's β1 to the power of s lets a
-            gradient act for as many steps as with Adam; where trainings are short, larger ones learn slowly.
+        b1: β1 in [0, 1), decay of the first moment, per window. Adam's β1 to the power of s lets a gradient act for as many steps as
+            with Adam; where trainings are short, larger ones learn slowly.
         b2: β2 in [0, 1), decay of the second moment, per window.
         eps: ε, added outside of the root.
         window: s ≥ 1 steps; about 4 for 8 workers, 8 for 16 to 32. A traced value (`optax.inject_hyperparams`) is not checked.
         mu_dtype: dtype in which M is stored, as in `optax.scale_by_adam`; None: that of the parameters.
-        momentum: when M changes: once per "window", as in the source, or in every "step", as with Adam.
 
     Raises:
-        ValueError: if the window is shorter than one step, or `momentum` is unknown.
+        ValueError: if the window is shorter than one step.
 
     Reference: arXiv 2410.11998 (AccumAdam).
     """
-    if momentum not in MOMENTA:
-        raise ValueError(f"AccumAdam momentum={momentum!r} is unknown; use one of {', '.join(MOMENTA)}")
     if not isinstance(window, jax.Array) and window < 1:
         raise ValueError(f"AccumAdam window={window} steps: must be at least 1, which is Adam")
 
-    form = _AccumulatedAdam(b1, b2, eps, window, mu_dtype, momentum == "step")
+    form = _AccumulatedAdam(b1, b2, eps, window, mu_dtype)
     return optax.GradientTransformation(form.init, form.update)  # pyright: ignore[reportArgumentType]
 
 
@@ -86,7 +75,6 @@ class _AccumulatedAdam:
     eps: float
     window: int
     mu_dtype: Any
-    every_step: bool  # M changes
 
     def init(self, params):
         mu = optax.tree.zeros_like(params, dtype=self.mu_dtype)
@@ -97,7 +85,7 @@ class _AccumulatedAdam:
         del params
         count: Any = optax.safe_increment(state.count)
         num_windows = (count + self.window - 1) // self.window
-        corrections = 1 - self.b1 ** (count if self.every_step else num_windows), 1 - self.b2**num_windows
+        corrections = 1 - self.b1**num_windows, 1 - self.b2**num_windows
         of_leaf = functools.partial(self.of_leaf, corrections, count % self.window == 0)
         found = jax.tree.map(of_leaf, grads, state.mu, state.nu, state.window_mean)
         updates, *moments = jax.tree.transpose(jax.tree.structure(grads), jax.tree.structure((0,) * 4), found)
@@ -113,9 +101,8 @@ class _AccumulatedAdam:
         m_hat, v_hat = (x / correction.astype(x.dtype) for x, correction in zip((m_now, v_now), corrections))
         direction = m_hat / (jnp.sqrt(v_hat) + self.eps)
         b = b + g / self.window
-        m_next = m_now if self.every_step else jnp.where(ends, b1 * m + (1 - b1) * b, m)
-        v_next = jnp.where(ends, b2 * v + (1 - b2) * b**2, v)
-        return direction, m_next.astype(m.dtype), v_next.astype(v.dtype), jnp.where(ends, 0, b)
+        new = b1 * m + (1 - b1) * b, b2 * v + (1 - b2) * b**2, jnp.zeros_like(b)
+        return direction, *(jnp.where(ends, x, y).astype(y.dtype) for x, y in zip(new, (m, v, b)))
 
 
 def accumulated_adam(
@@ -125,16 +112,13 @@ def accumulated_adam(
     eps: float = 1e-8,
     window: int = 4,
     mu_dtype: Any = None,
-    momentum: str = "window",
 ) -> optax.GradientTransformation:
     """The AccumAdam optimizer: `scale_by_accumulated_adam` times −α, the learning rate; `window=1` is `optax.adam`.
 
     For L2 regularization that enters the gradient, put `optax.add_decayed_weights` before it. Reference: arXiv 2410.11998
     (AccumAdam).
     """
-    return optax.chain(
-        scale_by_accumulated_adam(b1, b2, eps, window, mu_dtype, momentum), optax.scale_by_learning_rate(learning_rate)
-    )
+    return optax.chain(scale_by_accumulated_adam(b1, b2, eps, window, mu_dtype), optax.scale_by_learning_rate(learning_rate))
 
 
 def accumulated_adamw(
@@ -146,26 +130,24 @@ def accumulated_adamw(
     window: int = 4,
     mask: Any = None,
     mu_dtype: Any = None,
-    momentum: str = "window",
 ) -> optax.GradientTransformation:
     """AccumAdamW: AccumAdam with decoupled weight decay, x ← (1−αλ) x before the step; `window=1` is `optax.adamw`.
 
     Args:
         learning_rate: α, a number or a function of the step.
-        b1: β1 in [0, 1), decay of the first moment, per update of M. With momentum="window", Adam's β1 to the power of s lets a
-            gradient act for as many steps as with Adam; where trainings are short, larger ones learn slowly.
+        b1: β1 in [0, 1), decay of the first moment, per window. Adam's β1 to the power of s lets a gradient act for as many steps as
+            with Adam; where trainings are short, larger ones learn slowly.
         b2: β2 in [0, 1), decay of the second moment, per window.
         eps: ε, added to the root of the second moment.
         weight_decay: λ.
-        window: s, steps whose gradients are accumulated before the second moment changes; about 4 for 8 workers, 8 for 16 to 32.
+        window: s, steps whose gradients are accumulated before the moments change; about 4 for 8 workers, 8 for 16 to 32.
         mask: which leaves decay, as in `optax.add_decayed_weights`.
         mu_dtype: dtype of the first moment; None: that of the parameters.
-        momentum: when M changes: once per "window", as in the source, or in every "step", as with Adam.
 
     Reference: arXiv 2410.11998 (AccumAdam).
     """
     return optax.chain(
-        scale_by_accumulated_adam(b1, b2, eps, window, mu_dtype, momentum),
+        scale_by_accumulated_adam(b1, b2, eps, window, mu_dtype),
         optax.add_decayed_weights(weight_decay, mask),
         optax.scale_by_learning_rate(learning_rate),
     )
