@@ -18,7 +18,7 @@ from absl import flags
 import rich.table
 
 from experiments import rows as rows_lib
-from experiments import script
+from experiments import script, trials
 from experiments.rows import Row
 from experiments.script import Check
 
@@ -91,7 +91,7 @@ def tabulate(rows: list[Row], summaries: rows_lib.Summaries, markdown: bool) -> 
     table = rows_lib.table(("", "kB per step", "times fewer", "loss", "to the uncompressed"), markdown)
     of = {cost.row.name: cost for cost in costs(rows, summaries)}
     for row in rows:
-        cells, cost = ("", "", "failed", ""), of.get(row.name)
+        cells, cost = ("", "", "diverged", ""), of.get(row.name)
         if summary := summaries[row.name]:
             fewer, more = (f"{cost.fewer:.1f}", f"{cost.loss:+.1f} %") if cost else ("", "")
             cells = (f"{summary['bytes_per_step_per_worker'] / 1e3:.1f}", fewer, f"{summary['eval_loss']:.4f}", more)
@@ -123,4 +123,4 @@ def main() -> int:
 
 if __name__ == "__main__":
     rows_lib.define_flags(workdir="runs/compression", steps=3000)
-    script.run(main, errors=(OSError,))
+    script.run(main, errors=(trials.Broken, OSError))

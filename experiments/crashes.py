@@ -139,7 +139,7 @@ def compare(row: Row, out: pathlib.Path, kills: int, seed: int) -> Killed:
     if kept.exists():
         return Killed(**json.loads(kept.read_text()))
     calm, killed = (trial(row, out / trials.name_of(row.name) / name) for name in ("calm", "killed"))
-    if not trials.train(calm):
+    if not trials.Pool(1).train(calm):
         raise trials.Broken(f"the run in {calm.workdir} diverged")
     shutil.rmtree(killed.workdir, ignore_errors=True)
     done, while_saving = disturb(killed, kills, random.Random(f"{seed} {row.name}"))

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from absl import flags
 
-from experiments import script, trials
+from experiments import script, seeds, trials
 from experiments.bench.box.group import Failed
 from experiments.goodput import Box, Event, Recorder, follow, read
 from experiments.methods import HOSTS, ONE_PEER, SHORTHANDS
@@ -160,7 +160,7 @@ def tabulate_losses(losses: list[Loss]) -> Any:
             script.difference(each.stormy, each.calm, 2),
         )
         table.add_row(str(seed), str(each.faults), *numbers)
-    stormy, calm = (trials.spread([getattr(each, which) for each in losses]) for which in ("stormy", "calm"))
+    stormy, calm = (seeds.spread([getattr(each, which) for each in losses]) for which in ("stormy", "calm"))
     table.add_row("mean ± 2σ", "", "", stormy.text(4), calm.text(4), script.difference(stormy.mean, calm.mean, 2))
     return table
 

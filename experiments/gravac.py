@@ -14,7 +14,7 @@ from typing import Any
 
 from absl import flags
 
-from experiments import script, trials
+from experiments import script, seeds, trials
 from launch import command
 
 FLAGS = flags.FLAGS
@@ -49,8 +49,8 @@ def tabulate(found: dict[tuple[str, str], list[dict[str, Any]] | None]) -> Any:
         if summaries is None:
             table.add_row(model, reducer, "diverged", "")
             continue
-        loss = trials.spread([each["eval_loss"] for each in summaries])
-        sent = trials.spread([each["bytes_per_step_per_worker"] / 1e6 for each in summaries])
+        loss = seeds.spread([each["eval_loss"] for each in summaries])
+        sent = seeds.spread([each["bytes_per_step_per_worker"] / 1e6 for each in summaries])
         table.add_row(model, reducer, loss.text(3), f"{sent.mean:.3f}")
     return table
 
@@ -60,7 +60,7 @@ def main() -> None:
     script.check_tables(FLAGS.pages, "gravac")
     keys = list(itertools.product(MODELS, REDUCERS, range(FLAGS.seeds)))
     runs = [trial(out, *key) for key in keys]
-    ended = dict(zip(keys, trials.together(trials.train, runs), strict=True))
+    ended = dict(zip(keys, trials.Pool().make(runs), strict=True))
     found = {}
     for model, reducer in itertools.product(MODELS, REDUCERS):
         own = [(run, ended[key]) for key, run in zip(keys, runs, strict=True) if key[:2] == (model, reducer)]

@@ -19,7 +19,8 @@ from typing import Any, NamedTuple
 
 from absl import flags
 
-from experiments import quality, script, studies, trials
+from experiments import quality, script, seeds, studies, trials
+from experiments.book import Book
 from experiments.quality import Result
 from launch import command
 
@@ -68,7 +69,7 @@ def judged(claim: Claim, of: Mapping[str, Result]) -> str:
     if lost := [name for name in (claim.better, claim.worse) if None in of[name].values]:
         return f"{lost[0]} diverged"
     ahead = better.spread.mean - worse.spread.mean
-    apart = trials.apart(better.spread, worse.spread)
+    apart = seeds.apart(better.spread, worse.spread)
     return f"{ahead:+.4f}, {'yes' if apart and ahead > 0 else 'NO' if apart else 'undecided'}"
 
 
@@ -112,7 +113,7 @@ def main() -> None:
             command.fail(f"--only={','.join(parts)} would leave columns out of the table {name}; name {', '.join(kind)}")
         if set(parts) & set(kind):
             script.check_tables(FLAGS.pages, name)
-    book, found = trials.book(out, FLAGS.book), {}
+    book, found = Book.of(out, FLAGS.book), {}
     for part in parts:
         data = FLAGS.text if part in studies.MULTI30K else ""
         found[part] = quality.run(quality.Trainings(out, book, part, data, FLAGS.smoke))

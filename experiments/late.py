@@ -13,7 +13,7 @@ from typing import Any
 
 from absl import flags
 
-from experiments import script, trials
+from experiments import script, seeds, trials
 from launch import command
 
 FLAGS = flags.FLAGS
@@ -37,7 +37,7 @@ def trial(out: pathlib.Path, delay: int, every: int, seed: int) -> trials.Trial:
     return trials.trial(out, f"{delay} {every} {seed}", f"configs/lm.py:{shorthand}", fields)
 
 
-def tabulate(found: dict[tuple[int, int], trials.Spread | None]) -> Any:
+def tabulate(found: dict[tuple[int, int], seeds.Spread | None]) -> Any:
     """A row for each delay, a column for each number of steps between averages."""
     table = script.table("first stage late by", *(f"R = {every}" for every in ROUNDS))
     for delay in DELAYS:
@@ -51,12 +51,12 @@ def main() -> None:
     script.check_tables(FLAGS.pages, "late")
     keys = list(itertools.product(DELAYS, ROUNDS, range(FLAGS.seeds)))
     runs = [trial(out, *key) for key in keys]
-    ended = dict(zip(keys, trials.together(trials.train, runs), strict=True))
+    ended = dict(zip(keys, trials.Pool().make(runs), strict=True))
     losses = {key: run.summary()["eval_loss"] for key, run in zip(keys, runs, strict=True) if ended[key]}
     found = {}
     for delay, every in itertools.product(DELAYS, ROUNDS):
         own = [loss for (d, R, _), loss in losses.items() if (d, R) == (delay, every)]
-        found[delay, every] = trials.spread(own) if len(own) == FLAGS.seeds else None
+        found[delay, every] = seeds.spread(own) if len(own) == FLAGS.seeds else None
     table = tabulate(found)
     script.show(table)
     if FLAGS.pages:

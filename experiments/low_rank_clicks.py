@@ -14,7 +14,7 @@ from typing import Any
 
 from absl import flags
 
-from experiments import script, trials
+from experiments import script, seeds, trials
 from launch import command, processes
 
 FLAGS = flags.FLAGS
@@ -61,7 +61,7 @@ def tabulate(found: list[dict[str, dict[str, float]]]) -> Any:
             losses[name] = [made["loss"] - whole["loss"] for made, whole in own]
             kept[name] = f"{100 * own[0][0]['bytes'] / own[0][1]['bytes']:.1f} %"
         better = sum(a < b for a, b in zip(losses["outputs"], losses["weights"], strict=True))
-        cells = (f"+{trials.spread(each).text(4)}" for each in losses.values())
+        cells = (f"+{seeds.spread(each).text(4)}" for each in losses.values())
         table.add_row(f"{fraction:g}", kept["weights"], kept["outputs"], *cells, f"{better} of {len(found)}")
     return table
 
@@ -70,10 +70,10 @@ def main() -> None:
     out = command.folder("out", FLAGS.out)
     script.check_tables(FLAGS.pages, "low_rank_clicks")
     runs = [trial(out, seed) for seed in range(FLAGS.seeds)]
-    if not all(trials.together(trials.train, runs)):
+    if not all(trials.Pool().make(runs)):
         raise trials.Broken(f"a training in {out} diverged; use fewer steps")
     found = list(map(compressed, runs))
-    script.show(f"log-loss as trained: {trials.spread([forms[AS_TRAINED]['loss'] for forms in found]).text(4)} nats")
+    script.show(f"log-loss as trained: {seeds.spread([forms[AS_TRAINED]['loss'] for forms in found]).text(4)} nats")
     table = tabulate(found)
     script.show(table)
     if FLAGS.pages:

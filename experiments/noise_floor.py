@@ -12,7 +12,8 @@ import statistics
 
 import numpy as np
 
-from experiments import script, trials
+from experiments import script, seeds, trials
+from experiments.book import Book
 from experiments.trials import Trial
 
 WORKERS = (4, 8, 16, 32, 64)
@@ -56,24 +57,24 @@ def exponent(floors: Mapping[int, float]) -> float:
 Floors = dict[int, list[float]]  # number of workers -> the floor with each seed
 
 
-def exponents(floors: Floors) -> trials.Spread:
+def exponents(floors: Floors) -> seeds.Spread:
     """Of the slopes of each seed."""
-    seeds = range(len(next(iter(floors.values()))))
-    return trials.spread([exponent({workers: values[seed] for workers, values in floors.items()}) for seed in seeds])
+    count = len(next(iter(floors.values())))
+    return seeds.spread([exponent({workers: values[seed] for workers, values in floors.items()}) for seed in range(count)])
 
 
-def run(out: pathlib.Path, book: trials.Book, smoke: bool) -> dict[str, Floors]:
+def run(out: pathlib.Path, book: Book, smoke: bool) -> dict[str, Floors]:
     """The floors of every row; nan where a run diverged."""
-    steps, seeds, counts = (20, 1, WORKERS[:2]) if smoke else (4000, SEEDS, WORKERS)
+    steps, num_seeds, counts = (20, 1, WORKERS[:2]) if smoke else (4000, SEEDS, WORKERS)
     optimizers = list(OPTIMIZERS)[: 1 if smoke else None]
     keys = [
         (optimizer, what, workers, seed)
         for optimizer in optimizers
         for what in EVERY
         for workers in counts
-        for seed in range(seeds)
+        for seed in range(num_seeds)
     ]
-    measured = trials.together(lambda key: book.result(trial(out, key[0], EVERY[key[1]], key[2], key[3], steps), floor), keys)
+    measured = book.pool.map(lambda key: book.result(trial(out, key[0], EVERY[key[1]], key[2], key[3], steps), floor), keys)
     found: dict[str, Floors] = {}
     for (optimizer, what, workers, _), numbers in zip(keys, measured, strict=True):
         row = found.setdefault(f"{optimizer}, {what}", {})
@@ -86,7 +87,7 @@ def tabulate(found: Mapping[str, Floors]):
     counts = next(iter(found.values()))
     table = script.table("", *(f"N = {workers}" for workers in counts), "exponent")
     for name, floors in found.items():
-        spreads = map(trials.spread, floors.values())
+        spreads = map(seeds.spread, floors.values())
         cells = [f"{each.mean:.2e}" + (f" ± {2 * each.sigma:.0e}" if each.count > 1 else "") for each in spreads]
         table.add_row(name, *cells, exponents(floors).text(3))
     return table
@@ -96,7 +97,7 @@ def draw(path: str, found: Mapping[str, Floors]) -> None:
     """Floor against workers, on logarithmic axes: rows beside each other with ± 2σ of one seed, and a line of slope −1 amid them."""
     with script.panels(path, 1, (6.5, 4.0)) as (figure, (axis,)):
         counts = list(next(iter(found.values())))
-        spreads = {name: [trials.spread(values) for values in floors.values()] for name, floors in found.items()}
+        spreads = {name: [seeds.spread(values) for values in floors.values()] for name, floors in found.items()}
         middle = statistics.geometric_mean(each.mean * N for own in spreads.values() for N, each in zip(counts, own))
         axis.loglog(counts, [middle / N for N in counts], color="0.6", label="1/N")
         for k, (color, (name, own)) in enumerate(zip(script.COLORS, spreads.items())):

@@ -20,7 +20,10 @@ of the compiled program, means over workers. The figure: the loss, and the cosin
 (bench.error_cosine).
 """
 
+import json
 import pathlib
+import subprocess
+import sys
 
 from absl import flags
 import numpy as np
@@ -29,6 +32,8 @@ import rich.table
 from experiments import optimus_runtime, script, trials
 from experiments import rows as rows_lib
 from experiments.rows import Row
+from experiments.trials import Trial
+from launch import processes
 
 FLAGS = flags.FLAGS
 
@@ -129,7 +134,7 @@ def _loss(row: Row, summaries: rows_lib.Summaries, name: str = "eval_loss") -> t
     """A loss, and its difference from the baseline's."""
     summary, reference = summaries[row.name], summaries[BASELINE.name]
     if not summary:
-        return "failed", ""
+        return "diverged", ""
     if name not in summary:
         return "", ""
     more = script.difference(summary[name], reference["eval_loss"], 2) if reference and row != BASELINE else ""
@@ -139,11 +144,21 @@ def _loss(row: Row, summaries: rows_lib.Summaries, name: str = "eval_loss") -> t
 # -- Figure -----------------------------------------------------------------------------------------------------------
 
 
-def training_loss(directory: pathlib.Path) -> tuple[np.ndarray, np.ndarray]:
+def training_loss(run: Trial) -> tuple[np.ndarray, np.ndarray]:
     """(steps, training loss as a mean over five logged steps)."""
-    step_K, loss_K = np.array([(row["step"], row["loss"]) for row in trials.rows(directory, "train")]).T
+    step_K, loss_K = np.array([(row["step"], row["loss"]) for row in run.rows("train")]).T
     window = min(5, len(loss_K))
     return step_K[window - 1 :], np.convolve(loss_K, np.full(window, 1 / window), "valid")
+
+
+def cosines(run: Trial) -> dict:
+    """What `bench.error_cosine` writes of a run's config, which it trains unless that is there."""
+    path = run.workdir.with_suffix(".cosines.json")
+    if not path.exists():
+        line = [sys.executable, "-m", "experiments.bench.error_cosine", f"--out={path}", *run.config_arguments]
+        if code := subprocess.run(line, check=False).returncode:
+            raise trials.Broken(f"experiments.bench.error_cosine {processes.how_it_ended(code)}; the same command continues")
+    return json.loads(path.read_text())
 
 
 def draw(curves: dict[str, tuple[np.ndarray, np.ndarray]], found: dict, out: str) -> None:
@@ -175,17 +190,13 @@ def main() -> int:
     summaries = rows_lib.train(rows, CONFIG, workdir, FLAGS.steps, FLAGS.field)
     script.show(*(tabulate(summaries, FLAGS.markdown) for tabulate in (techniques, memories, findings)))
     if FLAGS.out:
-        what = CONFIG, FLAGS.steps, FLAGS.field
-        path = rows_lib.directory(CB, workdir, *what).with_suffix(".cosines.json")
-        found = rows_lib.written(path, "experiments.bench.error_cosine", f"--out={path}", CB, *what)
-        if found is None:
-            return 1
-        shown = [row for row in (BASELINE, CB, *MEMORIES) if summaries.get(row.name)]
-        draw({row.name: training_loss(rows_lib.directory(row, workdir, *what)) for row in shown}, found, FLAGS.out)
+        run = {row: rows_lib.trial(row, CONFIG, workdir, FLAGS.steps, FLAGS.field) for row in (BASELINE, CB, *MEMORIES)}
+        curves = {row.name: training_loss(run[row]) for row in run if summaries.get(row.name)}
+        draw(curves, cosines(run[CB]), FLAGS.out)
     return 0 if all(summaries.values()) else 1
 
 
 if __name__ == "__main__":
     rows_lib.define_flags(workdir="runs/optimus", steps=400)
     flags.DEFINE_string("out", None, "Where to write the figure, such as optimus.png; none: the tables only.")
-    script.run(main, errors=(OSError,))
+    script.run(main, errors=(trials.Broken, OSError))

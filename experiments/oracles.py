@@ -50,12 +50,12 @@ def distance(x: np.ndarray, mean: np.ndarray) -> float:
     return float(np.abs(x - mean).max())
 
 
-def trained(shorthands: dict[str, str], **fields: Any) -> dict[str, trials.Trial]:
-    """Finished trainings of a tiny language model by name, from shorthands of configs/lm.py."""
+def trained(shorthands: dict[str, str], pool: trials.Pool | None = None, **fields: Any) -> dict[str, trials.Trial]:
+    """Finished trainings of a tiny language model by name, from shorthands of configs/lm.py; a pool makes them, or one of their own."""
     folder = pathlib.Path(tempfile.mkdtemp(prefix="decjax-related-"))
     usual = {"data.sample_bytes": 0, "eval.local": False, "log_every": 1, "checkpoint.every": 10**6} | fields
     made = {name: trials.Trial(folder / name, f"configs/lm.py:{each}", tuple(usual.items())) for name, each in shorthands.items()}
-    if not all(trials.together(trials.train, made.values())):
+    if not all((pool or trials.Pool()).make(made.values())):
         raise ValueError(f"a training in {folder} diverged")
     return made
 
@@ -339,12 +339,14 @@ def _excess(smoke: bool) -> dict[str, np.ndarray]:
     hybrid = f",reducer=codec,codec=zfp(rate={between})"
     ways = {"none": "", "hybrid": hybrid, "uniform": f"{hybrid},backward={few},forward={few},tensor_codec={few}"}
 
+    pool = trials.Pool()
+
     def loss(given):
         kind, seed = given
         all_messages = {"boundary.when": "always", "boundary.error": "none"} if kind == "uniform" else {}
         fields = {"seed": seed, "eval.every": 10**6, "schedule.learning_rate": 6e-3} | all_messages
-        return trained({kind: f"{THREE_AXES},steps={steps}{ways[kind]}"}, **fields)[kind].summary()["eval_loss"]
+        return trained({kind: f"{THREE_AXES},steps={steps}{ways[kind]}"}, pool, **fields)[kind].summary()["eval_loss"]
 
     keys = [(kind, seed) for seed in seeds for kind in ways]
-    found = dict(zip(keys, trials.together(loss, keys), strict=True))
+    found = dict(zip(keys, pool.map(loss, keys), strict=True))
     return {kind: np.array([found[kind, seed] / found["none", seed] - 1 for seed in seeds]) for kind in ways}

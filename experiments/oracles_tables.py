@@ -35,7 +35,7 @@ def losses(shorthand: str, steps: int) -> list[float]:
         trials.trial(folder, str(seed), f"configs/clicks.py:workers=8,{shorthand},steps={steps}", usual | {"seed": seed})
         for seed in range(SEEDS)
     ]
-    if not all(trials.together(trials.train, made)):
+    if not all(trials.Pool().make(made)):
         raise ValueError(f"a training in {folder} diverged")
     return [each.summary()["eval_loss"] for each in made]
 

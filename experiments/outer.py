@@ -14,9 +14,10 @@ from typing import Any, NamedTuple
 
 from absl import flags
 
-from experiments import script, trials
+from experiments import script, seeds, trials
+from experiments.book import Book
 from experiments.script import Check
-from experiments.trials import Book, Trial
+from experiments.trials import Trial
 from launch import command
 
 FLAGS = flags.FLAGS
@@ -69,10 +70,10 @@ class Result(NamedTuple):
     sent: float  # bytes of a worker in a step; nan if all diverged
 
     @property
-    def spread(self) -> trials.Spread | None:
+    def spread(self) -> seeds.Spread | None:
         """Mean and σ of the seeds that ended."""
         ended = [loss for loss in self.losses if loss is not None]
-        return trials.spread(ended) if ended else None
+        return seeds.spread(ended) if ended else None
 
 
 def said(rate: float, outer: tuple[float, float] | None) -> str:
@@ -105,12 +106,12 @@ class Trainings(NamedTuple):
             return loss
 
         start = MIDDLE if row.outer else None
-        rate, _ = trials.best_rate(lambda rate: measure(rate, start), row.rates[:1] if self.smoke else row.rates)
+        rate, _ = seeds.best_rate(lambda rate: measure(rate, start), row.rates[:1] if self.smoke else row.rates)
         if not row.outer or self.smoke:
             return rate, start, tried
         momentum = min(MOMENTA, key=lambda momentum: measure(rate, (round(1 - momentum, 3), momentum)))
         grid = [round(times * (1 - momentum), 3) for times in SPREAD]
-        outer_rate, _ = trials.best_rate(lambda own: measure(rate, (own, momentum)), grid)
+        outer_rate, _ = seeds.best_rate(lambda own: measure(rate, (own, momentum)), grid)
         return rate, (outer_rate, momentum), tried
 
     def result(self, name: str) -> Result:
@@ -181,8 +182,8 @@ def main() -> None:
         command.fail(f"row={unknown[0]!r} is unknown; the rows are: {'; '.join(ROWS)}")
     chosen = FLAGS.row or (["gossip DiLoCo, H = 4"] if FLAGS.smoke else ROWS)
     names = list(dict.fromkeys([ALL_REDUCE, *chosen]))
-    trainings = Trainings(out, trials.book(out, FLAGS.book), FLAGS.smoke)
-    found = dict(zip(names, trials.together(trainings.result, names), strict=True))
+    trainings = Trainings(out, Book.of(out, FLAGS.book), FLAGS.smoke)
+    found = dict(zip(names, trainings.book.pool.map(trainings.result, names), strict=True))
     script.show(tabulate(found), script.tabulate(checks(found)))
     draw(str(out / "outer.png"), found)
     script.save(str(out / "outer.json"), **{name: result._asdict() for name, result in found.items()})

@@ -20,6 +20,7 @@ from typing import Any
 from absl import flags
 
 from experiments import noise_floor, quality, script, stability, tiny, trials
+from experiments.book import Book
 from experiments.studies import CHECKSUMS, PAPER
 from launch import command
 
@@ -35,7 +36,7 @@ def check() -> None:
         command.fail(f"--only={unknown[0]} is unknown; use some of {', '.join(PARTS)}")
 
 
-def chosen(out: pathlib.Path, book: trials.Book) -> dict[str, str]:
+def chosen(out: pathlib.Path, book: Book) -> dict[str, str]:
     """The parts to make, and the data of each; "" if it needs none.
 
     Ends the command if a part that is asked for lacks its data; if none is asked for, parts without data are left out.
@@ -54,7 +55,7 @@ def chosen(out: pathlib.Path, book: trials.Book) -> dict[str, str]:
     return found
 
 
-def data_of(part: str, out: pathlib.Path, book: trials.Book) -> str:
+def data_of(part: str, out: pathlib.Path, book: Book) -> str:
     """The path that the flag of a part's data gives.
 
     Without it, made-up data for a smoke run; otherwise the checksum of the pages' data if the book has all trainings with them, or "".
@@ -72,7 +73,7 @@ def data_of(part: str, out: pathlib.Path, book: trials.Book) -> str:
     return CHECKSUMS[flag]
 
 
-def make(part: str, data: str, out: pathlib.Path, book: trials.Book) -> tuple[Any, Callable[[str], None], dict[str, Any]]:
+def make(part: str, data: str, out: pathlib.Path, book: Book) -> tuple[Any, Callable[[str], None], dict[str, Any]]:
     """(table, function that draws the figure to a path, all numbers) of a part; `data` as in `chosen`."""
     if part == "noise_floor":
         floors = noise_floor.run(out, book, FLAGS.smoke)
@@ -88,8 +89,7 @@ def make(part: str, data: str, out: pathlib.Path, book: trials.Book) -> tuple[An
 def main() -> None:
     out = command.folder("out", FLAGS.out)
     check()
-    trials.at_a_time(FLAGS.together)
-    book = trials.book(out, FLAGS.book)
+    book = Book.of(out, FLAGS.book, trials.Pool(FLAGS.together))
     for part, data in chosen(out, book).items():
         table, draw, numbers = make(part, data, out, book)
         script.show(part, table)

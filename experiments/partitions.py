@@ -14,7 +14,7 @@ from typing import Any
 
 from absl import flags
 
-from experiments import oracles, script, trials
+from experiments import oracles, script, seeds, trials
 from launch import command
 
 FLAGS = flags.FLAGS
@@ -41,8 +41,8 @@ def tabulate(found: dict[tuple[str, str], list[dict[str, Any]]]) -> Any:
         apart = [oracles.discrepancy(PARTITIONS[kind], seed) for seed in range(FLAGS.seeds)] if kind != WHOLE else [0.0]
         cells = []
         for each in runs.values():
-            cells += [trials.spread([100 * run["eval_accuracy"] for run in each]).text(1)]
-            cells += [trials.spread([run["eval_loss"] for run in each]).text(3)]
+            cells += [seeds.spread([100 * run["eval_accuracy"] for run in each]).text(1)]
+            cells += [seeds.spread([run["eval_loss"] for run in each]).text(3)]
         table.add_row(kind, f"{kept:.0f}", f"{statistics.mean(apart):.2g}", *cells, *[""] * (len(measured) - len(cells)))
     return table
 
@@ -57,7 +57,7 @@ def main() -> None:
     script.check_tables(FLAGS.pages, "partitions")
     kinds = [(kind, pace) for kind in (WHOLE, *PARTITIONS) for pace in paces(kind)]
     runs = {pair: [trial(out, *pair, seed) for seed in range(FLAGS.seeds)] for pair in kinds}
-    if not all(trials.together(trials.train, itertools.chain(*runs.values()))):
+    if not all(trials.Pool().make(itertools.chain(*runs.values()))):
         raise trials.Broken("a training diverged; its folder tells which")
     table = tabulate({pair: [run.summary() for run in each] for pair, each in runs.items()})
     script.show(table)

@@ -15,7 +15,7 @@ from typing import Any
 
 from absl import flags
 
-from experiments import script, trials
+from experiments import script, seeds, trials
 from launch import command
 
 FLAGS = flags.FLAGS
@@ -46,7 +46,7 @@ def tabulate(found: dict[Any, list[float]], steps: list[int]) -> Any:
     table = script.table("directions at the start", "rate", *(f"{step} steps" for step in steps))
     for start, rate in itertools.product(FLAGS.start, map(float, FLAGS.rate)):
         of_seeds = [found[start, rate, seed] for seed in range(FLAGS.seeds)]
-        table.add_row(start, f"{rate:g}", *(trials.spread(list(losses)).text(3) for losses in zip(*of_seeds, strict=True)))
+        table.add_row(start, f"{rate:g}", *(seeds.spread(list(losses)).text(3) for losses in zip(*of_seeds, strict=True)))
     return table
 
 
@@ -58,7 +58,7 @@ def main() -> None:
             command.fail(f"--{name}={max(given, key=given.count)} is given twice; leave one out")
     keys: list[Any] = list(itertools.product(FLAGS.start, map(float, FLAGS.rate), range(FLAGS.seeds)))
     runs = [trial(out, *key) for key in keys]
-    if not all(trials.together(trials.train, runs)):
+    if not all(trials.Pool().make(runs)):
         raise trials.Broken(f"a training in {out} diverged; use fewer steps")
     rows = {key: run.rows("eval") for key, run in zip(keys, runs, strict=True)}
     table = tabulate({key: [row["loss"] for row in own] for key, own in rows.items()}, [row["step"] for row in rows[keys[0]]])

@@ -9,9 +9,11 @@ import pathlib
 import statistics
 from typing import Any, NamedTuple
 
-from experiments import script, trials
+from experiments import script, seeds, trials
+from experiments.book import Book
+from experiments.seeds import Spread
 from experiments.studies import STUDIES, Study
-from experiments.trials import Book, Spread, Trial
+from experiments.trials import Trial
 
 TUNING_SEED = 99
 
@@ -32,7 +34,7 @@ class Result(NamedTuple):
     @property
     def spread(self) -> Spread:
         """Mean and σ of these seeds."""
-        return trials.spread(self.ended)
+        return seeds.spread(self.ended)
 
 
 def read(trial: Trial) -> dict[str, Any]:
@@ -85,14 +87,14 @@ class Trainings(NamedTuple):
 
         def measure(rate: float) -> float:
             numbers = self.book.result(self.trial(method, rate, TUNING_SEED), read)
-            return numbers[self.study.tuned_on] if numbers else math.inf
+            return numbers["eval_loss"] if numbers else math.inf
 
-        return trials.best_rate(measure, self.grid(method))
+        return seeds.best_rate(measure, self.grid(method))
 
     def made(self, rates: Mapping[str, float]) -> dict[str, list[dict[str, Any] | None]]:
         """What `read` finds, for each seed of each method; None for one that diverged."""
         of = [(method, seed) for method in rates for seed in range(1 if self.smoke else self.study.rows[method].seeds)]
-        numbers = trials.together(lambda each: self.book.result(self.trial(each[0], rates[each[0]], each[1]), read), of)
+        numbers = self.book.pool.map(lambda each: self.book.result(self.trial(each[0], rates[each[0]], each[1]), read), of)
         found: dict[str, list[dict[str, Any] | None]] = {method: [] for method in rates}
         for (method, _), own in zip(of, numbers, strict=True):
             found[method].append(own)
@@ -108,8 +110,8 @@ def run(trainings: Trainings) -> dict[str, Result]:
     tunings = list(dict.fromkeys(like.values()))
     # All grids at first, so that no core waits while one method tries its rates one after the other.
     grids = [(method, rate) for method in tunings for rate in source.grid(method) if len(source.grid(method)) > 1]
-    trials.together(lambda each: source.book.result(source.trial(each[0], each[1], TUNING_SEED), read), grids)
-    found = dict(zip(tunings, trials.together(source.tune, tunings), strict=True))
+    source.book.pool.map(lambda each: source.book.result(source.trial(each[0], each[1], TUNING_SEED), read), grids)
+    found = dict(zip(tunings, source.book.pool.map(source.tune, tunings), strict=True))
     tuned, metric = {method: found[other] for method, other in like.items()}, trainings.study.metric
     made = trainings.made({method: rate for method, (rate, _) in tuned.items()})
     check_texts(trainings.name, made)
@@ -135,15 +137,15 @@ def check_texts(name: str, made: Mapping[str, list[dict[str, Any] | None]]) -> N
 
 
 def verdict(result: Result, reference: Result) -> str:
-    """Whether a row equals the reference, as `trials.equal` means it, differs by more than both intervals, or neither.
+    """Whether a row equals the reference, as `seeds.equal` means it, differs by more than both intervals, or neither.
 
     A row with a seed that diverged differs.
     """
     if len(result.values) < 2 or len(reference.values) < 2:
         return "one seed"
-    if None in (*result.values, *reference.values) or trials.apart(result.spread, reference.spread):
+    if None in (*result.values, *reference.values) or seeds.apart(result.spread, reference.spread):
         return "not equal"
-    return "equal" if trials.equal(result.spread, reference.spread) else "undecided"
+    return "equal" if seeds.equal(result.spread, reference.spread) else "undecided"
 
 
 def cell(result: Result, digits: int) -> str:

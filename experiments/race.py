@@ -91,9 +91,8 @@ def tabulate(found: Mapping[str, Result], score: str = "") -> Any:
     first = next(iter(found.values()))
     for name, result in found.items():
         ratios = _ratios(first.to_loss_s, result.to_loss_s)
-        ratio = statistics.mean(ratios)
         own_s = result.predicted_to_loss_s
-        predicted = statistics.mean(_ratios(first.predicted_to_loss_s or [], own_s)) if own_s else None
+        predicted = _ratios(first.predicted_to_loss_s or [], own_s) if own_s else []
         table.add_row(
             name,
             ", ".join(map(script.ms, result.step_s)),
@@ -102,8 +101,8 @@ def tabulate(found: Mapping[str, Result], score: str = "") -> Any:
             *([", ".join(f"{value:.1f}" for value in result.scores)] if score else []),
             ", ".join("never" if math.isnan(time_s) else f"{time_s:.0f}" for time_s in result.to_loss_s),
             _times(ratios),
-            _of(predicted) if predicted else "",
-            script.difference(predicted, ratio) if predicted and not math.isnan(predicted * ratio) else "",
+            _times(predicted) if predicted else "",
+            ", ".join(_error(*each) for each in zip(predicted, ratios)) if result is not first else "",
             _times(_ratios(first.near_s, result.near_s)),
         )
     return table
@@ -112,6 +111,11 @@ def tabulate(found: Mapping[str, Result], score: str = "") -> Any:
 def _ratios(reference_s: Sequence[float], own_s: Sequence[float]) -> list[float]:
     """Of each round, how many times as fast it was; nan if it never came there."""
     return [reference / own for reference, own in zip(reference_s, own_s, strict=True)]
+
+
+def _error(predicted: float, ratio: float) -> str:
+    """How much a forecast is above what was measured; "–" where one of them never came there."""
+    return "–" if math.isnan(predicted * ratio) else script.difference(predicted, ratio)
 
 
 def _of(ratio: float) -> str:

@@ -48,11 +48,10 @@ class Study(NamedTuple):
         tuning_steps: of a training that tunes a rate; 0: as many as `steps`.
         shorthand: of all rows.
         fields: of all rows.
-        tuning_fields: of the trainings that tune a rate: validation data that the table does not show, where a task has them.
+        tuning_fields: of the trainings that tune a rate: validation data that the table does not show, where a task has them. Digits
+            and texts have none: a rate is chosen by the loss on the examples of the table, in a run with a seed of its own.
         data: the flag with the path of the data; "": none is needed.
         rates: the study whose rates are taken; "": rates are tuned.
-        tuned_on: entry of summary.json by which rates are chosen; less is better. Digits and texts have no further data: there it is
-            the loss on the examples whose loss or accuracy the table shows, in a run with a seed of its own.
     """
 
     config: str
@@ -67,7 +66,6 @@ class Study(NamedTuple):
     tuning_fields: Mapping[str, Any] = {}
     data: str = ""
     rates: str = ""
-    tuned_on: str = "eval_loss"
 
 
 # -- Quality at equal tokens ------------------------------------------------------------------------------------------

@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 from absl import flags
 
 from decjax import costmodel
-from experiments import box_runtime, methods, race, script, trials
+from experiments import box_runtime, contents, methods, race, script, seeds, trials
 from experiments.bench.box import systems, twins
 from experiments.bench.box.group import Failed
 from experiments.methods import HOSTS, ONE_PEER, SHORTHANDS, STALE, SYNC
@@ -67,6 +67,7 @@ class Job(NamedTuple):
     steps: int  # of all-reduce
     batch_size: int  # sequences, or pairs of the longest sentences, of a worker; of shorter pairs more
     every: int  # steps between evaluations
+    fields: Mapping[str, Any] = {}  # of the config
     score: str = ""  # what is scored on test data at the end, as "bleu"; "": nothing
 
 
@@ -80,6 +81,7 @@ TEXT = Job(
     steps=100,
     batch_size=2,
     every=10,
+    fields={"data.sample_bytes": 0},
 )
 TRANSLATION = Job(
     "time_to_translate",
@@ -95,15 +97,12 @@ TRANSLATION = Job(
 )
 
 
-class Size(NamedTuple):
+class Setup(NamedTuple):
     """What every run has in common."""
 
     job: Job
-    steps: int
-    batch_size: int  # as that of the job
-    model: Mapping[str, int]
-    every: int  # steps between evaluations
     path: pathlib.Path  # of the data
+    pool: trials.Pool  # makes the simulated runs
     methods: tuple[str, ...]  # names in TRAINED
     grid: tuple[float, ...]  # learning rates; a single one is not extended
     longer: tuple[float, ...]  # times the steps, for a method that needs more to all-reduce's loss
@@ -111,18 +110,19 @@ class Size(NamedTuple):
     @property
     def fields(self) -> dict[str, Any]:
         """Fields of the config."""
+        job = self.job
         return {
-            **{f"model.{key}": value for key, value in self.model.items()},
-            "batch_size": HOSTS * self.batch_size,
-            "log_every": self.every,
-            "eval.every": self.every,
-            "checkpoint.every": 4 * self.every,
+            **{f"model.{key}": value for key, value in job.model.items()},
+            **job.fields,
+            "batch_size": HOSTS * job.batch_size,
+            "log_every": job.every,
+            "eval.every": job.every,
+            "checkpoint.every": 4 * job.every,
             "checkpoint.keep": 1,
-            "schedule.warmup_steps": max(1, self.steps // 10),
+            "schedule.warmup_steps": max(1, job.steps // 10),
             "eval.num_windows": 0,  # all, as at the end
             "eval.local": False,  # Evaluating every worker's model takes longer than training it.
             "data.path": str(self.path),
-            **({"data.sample_bytes": 0} if self.job is TEXT else {}),
         }
 
 
@@ -133,12 +133,12 @@ class Tuned(NamedTuple):
     steps: int
 
 
-def trial(method: str, size: Size, tuned: Tuned, workdir: pathlib.Path, seed: int, simulate: bool) -> trials.Trial:
+def trial(method: str, setup: Setup, tuned: Tuned, workdir: pathlib.Path, seed: int, simulate: bool) -> trials.Trial:
     """A run of launch.train."""
     shorthand = ",".join([TRAINED[method], f"workers={HOSTS}", f"steps={tuned.steps}", *(["simulate"] if simulate else [])])
     bucket_bytes = systems.WHOLE if "allreduce" in shorthand else BUCKET  # What is quickest for each.
-    fields = size.fields | {"schedule.learning_rate": tuned.rate, "seed": seed, "bucket_bytes": bucket_bytes}
-    return trials.Trial(workdir, f"{size.job.config}:{shorthand}", tuple(fields.items()))
+    fields = setup.fields | {"schedule.learning_rate": tuned.rate, "seed": seed, "bucket_bytes": bucket_bytes}
+    return trials.Trial(workdir, f"{setup.job.config}:{shorthand}", tuple(fields.items()))
 
 
 # -- Rates ------------------------------------------------------------------------------------------------------------
@@ -149,37 +149,38 @@ def simulated(out: pathlib.Path, method: str, tuned: Tuned) -> pathlib.Path:
     return out / "tuning" / trials.name_of(method) / f"{tuned.rate:.3g}_{tuned.steps}"
 
 
-def simulate(out: pathlib.Path, size: Size, method: str, tuned: Tuned) -> float:
+def simulate(out: pathlib.Path, setup: Setup, method: str, tuned: Tuned) -> float:
     """The loss at the end of a simulated run, which is made unless it is there; infinite if it diverged."""
     workdir = simulated(out, method, tuned)
-    ended = trials.train(trial(method, size, tuned, workdir, seed=99, simulate=True))
+    ended = setup.pool.train(trial(method, setup, tuned, workdir, seed=99, simulate=True))
     return race.read(workdir)[-1].loss if ended else math.inf
 
 
-def tune(out: pathlib.Path, size: Size) -> dict[str, Tuned]:
+def tune(out: pathlib.Path, setup: Setup) -> dict[str, Tuned]:
     """The best learning rate of every method, and the steps it needs to all-reduce's loss, found in simulated runs, two at a time."""
 
     def rate_of(method: str) -> tuple[float, dict[float, float]]:
-        return trials.best_rate(lambda rate: simulate(out, size, method, Tuned(rate, size.steps)), size.grid)
+        return seeds.best_rate(lambda rate: simulate(out, setup, method, Tuned(rate, setup.job.steps)), setup.grid)
 
-    def length_of(method: str) -> Tuned:
-        losses: dict[Tuned, float] = {}
-        for share in (1.0,) if method == SYNC else size.longer:
-            tuned = Tuned(rates[method], round(share * size.steps))
-            losses[tuned] = simulate(out, size, method, tuned)
-            if losses[tuned] <= goal - race.NEAR:
-                return tuned
-        return min(losses, key=lambda tuned: losses[tuned])
-
-    found = dict(zip(size.methods, trials.together(rate_of, size.methods)))
-    rates = {method: rate for method, (rate, _) in found.items()}
+    found = dict(zip(setup.methods, setup.pool.map(rate_of, setup.methods)))
     if math.isinf(goal := min(found[SYNC][1].values())):
         raise Failed(f"no simulated run of {SYNC} came to its end; what each printed says why")
-    lengths = dict(zip(size.methods, trials.together(length_of, size.methods)))
-    for method, tuned in lengths.items():
+    lengths = setup.pool.map(lambda method: lengthened(out, setup, method, found[method][0], goal), setup.methods)
+    for method, tuned in zip(setup.methods, lengths):
         tried = ", ".join(f"{rate:.3g}: {loss:.4f}" for rate, loss in sorted(found[method][1].items()))
         script.show(f"{method}: {tuned.steps} steps at learning rate {tuned.rate:.3g} of {tried}")
-    return lengths
+    return dict(zip(setup.methods, lengths))
+
+
+def lengthened(out: pathlib.Path, setup: Setup, method: str, rate: float, goal: float) -> Tuned:
+    """The fewest steps with which a simulated run ends `race.NEAR` below all-reduce's loss, `goal`; if none does, those with the least."""
+    losses: dict[Tuned, float] = {}
+    for share in (1.0,) if method == SYNC else setup.longer:
+        tuned = Tuned(rate, round(share * setup.job.steps))
+        losses[tuned] = simulate(out, setup, method, tuned)
+        if losses[tuned] <= goal - race.NEAR:
+            return tuned
+    return min(losses, key=lambda tuned: losses[tuned])
 
 
 def same(workdir: pathlib.Path, tuned: Tuned) -> None:
@@ -198,14 +199,14 @@ def simulated_round(out: pathlib.Path, method: str, seed: int) -> pathlib.Path:
     return out / f"simulated{seed}" / trials.name_of(method)
 
 
-def simulate_rounds(out: pathlib.Path, size: Size, tuned: dict[str, Tuned], rounds: int) -> None:
+def simulate_rounds(out: pathlib.Path, setup: Setup, tuned: dict[str, Tuned], rounds: int) -> None:
     """Trains every method in simulation with the seeds of all rounds, two at a time."""
     each = [(method, seed) for seed in range(rounds) for method in tuned]
     for method, seed in each:
         if trials.finished(workdir := simulated_round(out, method, seed)):
             same(workdir, tuned[method])
-    runs = [trial(method, size, tuned[method], simulated_round(out, method, seed), seed, simulate=True) for method, seed in each]
-    for (method, seed), ended in zip(each, trials.together(trials.train, runs), strict=True):
+    runs = [trial(method, setup, tuned[method], simulated_round(out, method, seed), seed, simulate=True) for method, seed in each]
+    for (method, seed), ended in zip(each, setup.pool.make(runs), strict=True):
         if not ended:
             raise Failed(f"{method} diverged in simulation with seed {seed}; --rounds={seed} leaves it out")
 
@@ -222,20 +223,20 @@ def profile(out: pathlib.Path, seed: int) -> pathlib.Path:
     return out / f"round{seed}" / "profile.json"
 
 
-def calibrate(network: cluster.Network, path: pathlib.Path, size: Size, seconds: float) -> None:
+def calibrate(network: cluster.Network, path: pathlib.Path, setup: Setup, seconds: float) -> None:
     """Measures the box with launch.calibrate, and writes the profile, unless it is there."""
     if not path.exists():
         path.parent.mkdir(exist_ok=True)
-        data: dict[str, Any] = {"data.path": str(size.path)}
+        data: dict[str, Any] = {"data.path": str(setup.path)}
         measured, workload = box_runtime.calibrate(
             network,
             FLAGS.rate,
             seconds,
-            size.batch_size,
+            setup.job.batch_size,
             compressed=[SHORTHANDS[INT8]],
-            model=size.model,
+            model=setup.job.model,
             bucket_bytes=BUCKET,
-            config=size.job.config,
+            config=setup.job.config,
             **data,
         )
         costmodel.save(path, measured, workload)
@@ -256,13 +257,13 @@ def measured(out: pathlib.Path, method: str, seed: int) -> pathlib.Path:
     return out / f"round{seed}" / trials.name_of(method)
 
 
-def train(network: cluster.Network, out: pathlib.Path, size: Size, tuned: dict[str, Tuned], rounds: int) -> None:
+def train(network: cluster.Network, out: pathlib.Path, setup: Setup, tuned: dict[str, Tuned], rounds: int) -> None:
     """Trains every method in the box, `rounds` times; a peer takes the learning rate and steps of its twin.
 
     Each round begins with a calibration, so that rounds may be of different machines.
     """
     for seed in range(rounds):
-        calibrate(network, profile(out, seed), size, 2.0 if FLAGS.smoke else 60.0)
+        calibrate(network, profile(out, seed), setup, 2.0 if FLAGS.smoke else 60.0)
         for method in [*tuned, *(peer for peer, (_, twin) in PEERS.items() if FLAGS.peers and twin in tuned)]:
             workdir = measured(out, method, seed)
             if trials.finished(workdir):
@@ -273,7 +274,7 @@ def train(network: cluster.Network, out: pathlib.Path, size: Size, tuned: dict[s
                 name, twin = PEERS[method]
                 code = twins.train(network, FLAGS.peers, name, measured(out, twin, seed), workdir)
             else:
-                code = network.run("launch.train", trial(method, size, tuned[method], workdir, seed, simulate=False).arguments)
+                code = network.run("launch.train", trial(method, setup, tuned[method], workdir, seed, simulate=False).arguments)
             if code == command.DIVERGED:
                 raise Failed(f"{method} diverged in the box with seed {seed}; --rounds={seed} leaves it out")
             if code:
@@ -314,7 +315,7 @@ def results(out: pathlib.Path, tuned: dict[str, Tuned], rounds: int, score: str)
 def check() -> None:
     """Refuses at once what would end the command after an hour."""
     script.check_tables(FLAGS.pages, _job().name)
-    for name in trials.MULTI30K if FLAGS.multi30k else ():
+    for name in contents.MULTI30K_FILES if FLAGS.multi30k else ():
         if not any((_multi30k() / f"{name}{end}").is_file() for end in ("", ".gz")):
             raise Failed(f"--multi30k={FLAGS.multi30k} has no {name}; give the folder of Multi30k's parallel files")
     with cluster.network(hosts=HOSTS, rate=FLAGS.rate):
@@ -326,7 +327,11 @@ def check() -> None:
 
 
 def _job() -> Job:
-    return TRANSLATION if FLAGS.multi30k else TEXT
+    """What is learned; sizes that no flag gives are its own."""
+    job = TRANSLATION if FLAGS.multi30k else TEXT
+    if FLAGS.smoke:
+        return job._replace(model=job.small, steps=8, batch_size=1, every=2)
+    return job._replace(**{name: FLAGS[name].value or getattr(job, name) for name in ("steps", "batch_size", "every")})
 
 
 def _multi30k() -> pathlib.Path:
@@ -334,10 +339,10 @@ def _multi30k() -> pathlib.Path:
 
 
 def _options() -> dict[str, Any]:
-    """What runs of one folder have in common; sizes that no flag gives are those of the job, and data are named by a checksum."""
+    """What runs of one folder have in common; data are named by a checksum."""
     job = _job()
-    sizes = {name: FLAGS[name].value or getattr(job, name) for name in ("steps", "batch_size", "every")}
-    data = FLAGS.multi30k and f"checksum {trials.contents(str(_multi30k()), job.config)}"
+    sizes = {name: getattr(job, name) for name in ("steps", "batch_size", "every")}
+    data = FLAGS.multi30k and f"checksum {contents.checksum(str(_multi30k()), job.config)}"
     return {"rate": FLAGS.rate, "multi30k": data, "smoke": FLAGS.smoke, **sizes}
 
 
@@ -346,18 +351,16 @@ def main() -> None:
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_multi_thread_eigen=false"
     out = command.folder("out", FLAGS.out)
     check()
-    options, job = _options(), _job()
-    script.claim(out, **options)
-    model = job.small if FLAGS.smoke else job.model
-    steps, batch_size, every = (8, 1, 2) if FLAGS.smoke else (options[name] for name in ("steps", "batch_size", "every"))
-    data = _multi30k() if FLAGS.multi30k else twins.write_text(out / "text.txt", model["context"])
+    script.claim(out, **_options())
+    job = _job()
+    data = _multi30k() if FLAGS.multi30k else twins.write_text(out / "text.txt", job.model["context"])
     if not FLAGS.multi30k:
-        script.claim(out, text=f"checksum {trials.contents(str(data))}")
-    size = Size(job, steps, batch_size, model, every, data, *(SMOKE_TUNING if FLAGS.smoke else (tuple(TRAINED), GRID, LONGER)))
-    tuned = tune(out, size)
+        script.claim(out, text=f"checksum {contents.checksum(str(data))}")
+    setup = Setup(job, data, trials.Pool(), *(SMOKE_TUNING if FLAGS.smoke else (tuple(TRAINED), GRID, LONGER)))
+    tuned = tune(out, setup)
     with cluster.network(hosts=HOSTS, rate=FLAGS.rate) as network:
-        train(network, out, size, tuned, FLAGS.rounds)
-    simulate_rounds(out, size, tuned, FLAGS.rounds)
+        train(network, out, setup, tuned, FLAGS.rounds)
+    simulate_rounds(out, setup, tuned, FLAGS.rounds)
     found = results(out, tuned, FLAGS.rounds, job.score)
     table = race.tabulate(found, job.score.upper())
     title = f"{job.about} on four hosts, links of {FLAGS.rate.replace('mbit', ' Mbit/s')}"
@@ -366,7 +369,7 @@ def main() -> None:
     if FLAGS.pages:
         script.publish(FLAGS.pages, job.name, table, lambda path: race.draw(path, found, title, job.unit))
     rows = {name: result._asdict() for name, result in found.items()}
-    script.save(str(out / f"{job.name}.json"), tuned={name: tuned._asdict() for name, tuned in tuned.items()}, **rows)
+    script.save(str(out / f"{job.name}.json"), tuned={name: each._asdict() for name, each in tuned.items()}, **rows)
 
 
 if __name__ == "__main__":

@@ -3,8 +3,10 @@
 import concurrent.futures
 import functools
 import socket
+import sys
 import threading
 import time
+import traceback
 
 import jax
 import jax.numpy as jnp
@@ -54,10 +56,22 @@ def band(request):
     made.end()
 
 
-def together(functions):
-    """The results of functions that wait for each other."""
-    with concurrent.futures.ThreadPoolExecutor(len(functions), thread_name_prefix="member") as pool:
-        return [future.result(timeout=60) for future in [pool.submit(function) for function in functions]]
+def together(functions, timeout_s=120):
+    """The results of functions that wait for each other. It waits for none that others have failed: `Band.end` sets those free."""
+    pool = concurrent.futures.ThreadPoolExecutor(len(functions), thread_name_prefix="member")
+    futures = [pool.submit(function) for function in functions]
+    done, waiting = concurrent.futures.wait(futures, timeout_s, concurrent.futures.FIRST_EXCEPTION)
+    pool.shutdown(wait=False)
+    for future in done:
+        future.result()  # Raises what it has raised.
+    assert not waiting, f"not done after {timeout_s} s; all threads:\n" + "\n".join(where())
+    return [future.result() for future in futures]
+
+
+def where():
+    """Where each thread is."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    return (f"{names.get(ident)}\n{''.join(traceback.format_stack(frame))}" for ident, frame in sys._current_frames().items())
 
 
 def groups(band, slots):

@@ -95,7 +95,7 @@ def test_the_figure(tmp_path):
 def test_rows_are_trained_once(tmp_path):
     """A finished row is read; an unknown one is refused."""
     row = optimus.BASELINE
-    directory = rows_lib.directory(row, tmp_path, "no such config", 1, [])
+    directory = rows_lib.trial(row, "no such config", tmp_path, 1, []).workdir
     directory.mkdir()
     (directory / "summary.json").write_text(json.dumps(SUMMARIES[row.name]))
     assert rows_lib.train([row], "no such config", tmp_path, 1, []) == {row.name: SUMMARIES[row.name]}

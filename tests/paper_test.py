@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from decjax import config, errors
-from experiments import noise_floor, paper, quality, script, studies, tiny, trials
+from experiments import contents, noise_floor, paper, quality, script, seeds, studies, tiny, trials
+from experiments.book import Book
 from launch import command
 from tests import commands
 
@@ -20,27 +21,27 @@ BOOK = pathlib.Path(__file__).parents[1] / "experiments/results/paper.jsonl"  # 
 
 def test_equal_means_overlap_and_less_than_a_sigma():
     """Intervals are ± 2σ of the mean; one seed has none and is equal to nothing."""
-    one = trials.spread([27.7, 27.8, 27.9])
+    one = seeds.spread([27.7, 27.8, 27.9])
     assert one.mean == pytest.approx(27.8) and one.sigma == pytest.approx(0.1) and one.error == pytest.approx(0.2 / math.sqrt(3))
-    assert one.text(2) == "27.80 ± 0.20" and trials.spread([27.7]).text(1) == "27.7"
-    near, far = trials.spread([27.72, 27.82, 27.92]), trials.spread([27.6, 27.66, 27.72])
-    assert trials.equal(one, near) and trials.equal(near, one)
-    assert abs(one.mean - far.mean) > max(one.sigma, far.sigma) and not trials.equal(one, far)
+    assert one.text(2) == "27.80 ± 0.20" and seeds.spread([27.7]).text(1) == "27.7"
+    near, far = seeds.spread([27.72, 27.82, 27.92]), seeds.spread([27.6, 27.66, 27.72])
+    assert seeds.equal(one, near) and seeds.equal(near, one)
+    assert abs(one.mean - far.mean) > max(one.sigma, far.sigma) and not seeds.equal(one, far)
     rooted = math.sqrt((0.1**2 + 0.3**2) / 2)
     for apart in (0.99, 1.01):
-        other = trials.Spread(27.8 + apart * rooted, 0.3, 3)
-        assert trials.equal(one, other) == (apart < 1)
-    assert not trials.equal(trials.spread([27.8]), trials.spread([27.8]))
-    assert trials.equal(trials.spread([27.8, 27.8]), trials.spread([27.8, 27.8]))
+        other = seeds.Spread(27.8 + apart * rooted, 0.3, 3)
+        assert seeds.equal(one, other) == (apart < 1)
+    assert not seeds.equal(seeds.spread([27.8]), seeds.spread([27.8]))
+    assert seeds.equal(seeds.spread([27.8, 27.8]), seeds.spread([27.8, 27.8]))
 
 
 def test_intervals_that_touch_overlap():
     """Accuracies are counts: the intervals of (2, 3, 4) and (6, 8, 10) of 359 end at the same number, whatever rounding says."""
     for other in (6, 8, 10), (16, 18, 20):
-        one, two = (trials.spread([k / 359 for k in counts]) for counts in ((2, 3, 4), other))
-        touching = trials.Spread(one.mean + one.error + two.error, two.sigma, 3)
-        assert not trials.apart(one, touching) and not trials.apart(touching, one)
-        assert trials.apart(one, touching._replace(mean=1.001 * touching.mean))
+        one, two = (seeds.spread([k / 359 for k in counts]) for counts in ((2, 3, 4), other))
+        touching = seeds.Spread(one.mean + one.error + two.error, two.sigma, 3)
+        assert not seeds.apart(one, touching) and not seeds.apart(touching, one)
+        assert seeds.apart(one, touching._replace(mean=1.001 * touching.mean))
 
 
 def test_names_are_folders():
@@ -102,7 +103,7 @@ def test_rows_are_compared_with_the_row_that_they_name():
 
 
 def test_grids_go_down_where_everything_diverges():
-    best, losses = trials.best_rate(lambda rate: 1 / rate if rate < 3e-3 else math.inf, (8e-3, 1.6e-2, 3.2e-2))
+    best, losses = seeds.best_rate(lambda rate: 1 / rate if rate < 3e-3 else math.inf, (8e-3, 1.6e-2, 3.2e-2))
     assert best == 2e-3 and sorted(losses) == [1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2, 3.2e-2]
 
 
@@ -146,7 +147,7 @@ def made(monkeypatch):
         (trial.workdir / "summary.json").write_text(json.dumps({"eval_loss": 2.0 + seed}))
         return seed != 3
 
-    monkeypatch.setattr(trials, "train", train)
+    monkeypatch.setattr(trials.Pool, "train", lambda pool, trial: train(trial))
     return seeds
 
 
@@ -156,9 +157,9 @@ def trial(folder, seed):
 
 def test_what_the_book_holds_is_not_trained_again(made, tmp_path):
     path = tmp_path / "book.jsonl"
-    book = trials.Book(path)
+    book = Book(path)
     assert [book.result(trial(tmp_path / "a", seed)) for seed in (0, 3, 0)] == [{"eval_loss": 2.0}, None, {"eval_loss": 2.0}]
-    again = trials.Book(path)  # The directories need not be there any more.
+    again = Book(path)  # The directories need not be there any more.
     assert [again.result(trial(tmp_path / "b", seed)) for seed in (0, 3)] == [{"eval_loss": 2.0}, None] and made == [0, 3]
     assert again.result(trial(tmp_path / "b", 1), lambda run: {"twice": 2 * run.summary()["eval_loss"]}) == {"twice": 6.0}
 
@@ -181,15 +182,12 @@ def test_parts_without_data_are_left_out_where_none_is_asked_for(monkeypatch, tm
     text = str(tiny.text(tmp_path / "text"))
     given = Flags(only=[], smoke=False, pages=None, multi30k=None, cifar10=None, shakespeare=text)
     monkeypatch.setattr(paper, "FLAGS", given)
-    parts = paper.chosen(tmp_path, trials.Book(tmp_path / "book.jsonl"))
+    parts = paper.chosen(tmp_path, Book(tmp_path / "book.jsonl"))
     left_out = {"translation", "cifar", "gap_translation"}
     assert set(paper.PARTS) - set(parts) == left_out and parts["digits"] == "" and parts["shakespeare"] == text
     assert "cifar is left out: it needs --cifar10" in capsys.readouterr().out
     given.update(only=["digits", "cifar"], smoke=True)
-    assert paper.chosen(tmp_path, trials.Book(tmp_path / "book.jsonl")) == {
-        "digits": "",
-        "cifar": str(tmp_path / "data" / "cifar10"),
-    }
+    assert paper.chosen(tmp_path, Book(tmp_path / "book.jsonl")) == {"digits": "", "cifar": str(tmp_path / "data" / "cifar10")}
 
 
 def test_looking_for_data_trains_nothing(made, monkeypatch, tmp_path):
@@ -197,7 +195,7 @@ def test_looking_for_data_trains_nothing(made, monkeypatch, tmp_path):
     given = Flags(only=["shakespeare"], smoke=False, pages=None, shakespeare=None)
     monkeypatch.setattr(paper, "FLAGS", given)
     with pytest.raises(SystemExit):
-        paper.chosen(tmp_path, trials.Book(tmp_path / "book.jsonl"))
+        paper.chosen(tmp_path, Book(tmp_path / "book.jsonl"))
     assert not made
 
 
@@ -211,7 +209,7 @@ class Flags(dict):
 
 
 def test_a_training_without_its_data_is_refused(tmp_path):
-    book = trials.Book(tmp_path / "book.jsonl")
+    book = Book(tmp_path / "book.jsonl")
     with pytest.raises(trials.NoData, match="give the path of its data"):
         book.result(trials.trial(tmp_path, "run", "configs/cifar.py:smoke", {"data.path": "0be870b2"}))
 
@@ -220,7 +218,7 @@ def test_the_book_knows_data_by_their_contents(made, tmp_path):
     for name, text in (("a", "one"), ("b", "one"), ("c", "two")):
         (tmp_path / name).mkdir()
         (tmp_path / name / "text").write_text(text)
-    book = trials.Book(tmp_path / "book.jsonl")
+    book = Book(tmp_path / "book.jsonl")
     for name in "abc":
         book.result(trials.trial(tmp_path, name, "configs/lm.py", {"data.path": str(tmp_path / name), "seed": 0}))
     assert made == [0, 0] and str(tmp_path) not in (tmp_path / "book.jsonl").read_text()
@@ -228,45 +226,45 @@ def test_the_book_knows_data_by_their_contents(made, tmp_path):
 
 def test_a_line_that_is_cut_short_is_dropped_and_a_damaged_one_refused(made, tmp_path):
     path = tmp_path / "book.jsonl"
-    trials.Book(path).result(trial(tmp_path, 0))
+    Book(path).result(trial(tmp_path, 0))
     whole = path.read_text()
     path.write_text(whole + whole[:20])
-    trials.Book(path).result(trial(tmp_path, 1))
+    Book(path).result(trial(tmp_path, 1))
     assert made == [0, 1] and len(path.read_text().splitlines()) == 2
     path.write_text(whole[:20] + "\n" + whole)
     with pytest.raises(trials.Broken, match="line 1 cannot be read"):
-        trials.Book(path)
+        Book(path)
     path.write_text(whole.rstrip())  # An editor left out the newline.
-    trials.Book(path).result(trial(tmp_path, 2))
-    assert trials.Book(path).result(trial(tmp_path, 0)) and made == [0, 1, 2]
+    Book(path).result(trial(tmp_path, 2))
+    assert Book(path).result(trial(tmp_path, 0)) and made == [0, 1, 2]
 
 
 def test_a_book_that_cannot_be_written_is_refused_at_once(tmp_path):
     (tmp_path / "bytes").write_bytes(b"\xff\xfe")
     for path in tmp_path, tmp_path / "bytes", tmp_path / "bytes" / "book":
         with pytest.raises(trials.Broken, match="give another --book"):
-            trials.Book(path)
+            Book(path)
 
 
 def test_files_that_a_task_does_not_read_change_nothing(tmp_path):
     folder, plain = str(tiny.multi30k(tmp_path / "pairs")), tiny.text(tmp_path / "texts" / "a").parent
-    before = trials.contents(folder, "configs/translation.py"), trials.contents(str(plain))
+    before = contents.checksum(folder, "configs/translation.py"), contents.checksum(str(plain))
     for name in ("README.md", ".listing", "train.fr", "train.de.bak", "train.de.gz", "train.tok.de.gz"):
         (tmp_path / "pairs" / name).write_text("more")
     (plain / ".git").mkdir()
     for name in (".git/HEAD", "b.gz"):
         (plain / name).write_text("more")
-    trials.contents.cache_clear()
-    assert (trials.contents(folder, "configs/translation.py"), trials.contents(str(plain))) == before
+    contents.checksum.cache_clear()
+    assert (contents.checksum(folder, "configs/translation.py"), contents.checksum(str(plain))) == before
 
 
 def test_a_damaged_file_of_data_is_one_line(tmp_path):
     whole = gzip.compress(b"eins zwei drei")
     for damaged in (whole[:-6], whole[:9] + b"xxxxxxxxxxxx", b"plain"):
         (tmp_path / "train.de.gz").write_bytes(damaged)
-        trials.contents.cache_clear()
-        with pytest.raises(trials.Broken, match="train.de.gz cannot be read"):
-            trials.contents(str(tmp_path), "configs/translation.py")
+        contents.checksum.cache_clear()
+        with pytest.raises(OSError, match="train.de.gz cannot be read"):
+            contents.checksum(str(tmp_path), "configs/translation.py")
 
 
 def test_other_data_at_the_same_path_are_another_run(tmp_path):
@@ -275,32 +273,29 @@ def test_other_data_at_the_same_path_are_another_run(tmp_path):
     folders = []
     for content in "old", "new":
         text.write_text(content)
-        trials.contents.cache_clear()
+        contents.checksum.cache_clear()
         folders.append(trials.trial(tmp_path, "run", "configs/lm.py", {"data.path": str(text)}).workdir)
     assert folders[0] != folders[1]
     for folder, name, content in (("a", "train.de", b"ein"), ("b", "train.de.gz", gzip.compress(b"ein"))):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / name).write_bytes(content)
-    assert len({trials.contents(str(tmp_path / folder), "configs/translation.py") for folder in "ab"}) == 1
+    assert len({contents.checksum(str(tmp_path / folder), "configs/translation.py") for folder in "ab"}) == 1
     (tmp_path / "renamed").write_text("new")
-    assert trials.contents(str(text)) == trials.contents(str(tmp_path / "renamed"))
+    assert contents.checksum(str(text)) == contents.checksum(str(tmp_path / "renamed"))
 
 
 def test_a_training_that_diverged_is_not_made_again(tmp_path, monkeypatch):
     run, codes = trials.Trial(tmp_path, "configs/lm.py"), [command.DIVERGED]
-    monkeypatch.setattr(trials, "start", lambda trial, cores: type("Ended", (), {"wait": lambda self: codes.pop()})())
-    assert not trials.train(run) and not trials.train(run) and not codes
+    monkeypatch.setattr(trials, "start", lambda trial, cores, count: type("Ended", (), {"wait": lambda self: codes.pop()})())
+    pool = trials.Pool()
+    assert not pool.train(run) and not pool.train(run) and not codes
 
 
 @pytest.mark.parametrize(("trainings", "each"), [(2, [{0, 2, 4}, {1, 3}]), (3, [{0, 3}, {1, 4}, {2}]), (6, [set()] * 6)])
 def test_trainings_share_the_cores(trainings, each, monkeypatch):
     monkeypatch.setattr(trials.os, "sched_getaffinity", lambda pid: {4, 3, 2, 1, 0}, raising=False)
-    try:
-        trials.at_a_time(trainings)
-        assert [trials._shares.get_nowait() for _ in range(trainings)] == each
-    finally:
-        monkeypatch.undo()
-        trials.at_a_time(trials.TOGETHER)
+    pool = trials.Pool(trainings)
+    assert [pool._shares.get_nowait() for _ in range(trainings)] == each
 
 
 def test_rows_of_different_texts_are_refused():
@@ -315,7 +310,7 @@ def test_rows_of_different_texts_are_refused():
 @pytest.mark.parametrize("name", studies.STUDIES)
 def test_every_row_of_a_study_is_a_run(name, tmp_path):
     """Its shorthand and fields go together, with the steps and workers that the study says."""
-    trainings = quality.Trainings(tmp_path, trials.Book(tmp_path / "book.jsonl"), name, "", smoke=False)
+    trainings = quality.Trainings(tmp_path, Book(tmp_path / "book.jsonl"), name, "", smoke=False)
     for method, row in trainings.study.rows.items():
         made = trainings.trial(method, 1e-3, seed=0)
         spec = config.read(config_of(made))
@@ -331,7 +326,7 @@ def config_of(made):
 
 
 def test_tokens_are_equal_however_many_workers(tmp_path):
-    trainings = quality.Trainings(tmp_path, trials.Book(tmp_path / "book.jsonl"), "workers", "", smoke=False)
+    trainings = quality.Trainings(tmp_path, Book(tmp_path / "book.jsonl"), "workers", "", smoke=False)
     of = {method: config_of(trainings.trial(method, 1e-3, 0)) for method in trainings.study.rows}
     assert len({made.steps * made.batch_size for made in of.values()}) == 1
     batches = quality.Trainings(tmp_path, trainings.book, "batch", "", smoke=False)
@@ -340,7 +335,7 @@ def test_tokens_are_equal_however_many_workers(tmp_path):
 
 def test_rates_are_tuned_in_shorter_runs_with_a_seed_of_their_own(made, monkeypatch, tmp_path):
     monkeypatch.setattr(quality, "read", lambda run: run.summary() | {"consensus_distance": 0.5})
-    trainings = quality.Trainings(tmp_path, trials.Book(tmp_path / "book.jsonl"), "python", "", smoke=False)
+    trainings = quality.Trainings(tmp_path, Book(tmp_path / "book.jsonl"), "python", "", smoke=False)
     assert trainings.trial(studies.ALL_REDUCE, 1e-3, quality.TUNING_SEED).config.endswith("steps=1000")
     best, tried = trainings.tune(studies.ALL_REDUCE)
     assert set(made) == {quality.TUNING_SEED} and best in tried

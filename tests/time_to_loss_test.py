@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from experiments import race, time_to_loss, tiny, trials
+from experiments import race, seeds, time_to_loss, tiny, trials
 from experiments.bench.box import group
 from experiments.race import Point
 from tests import commands
@@ -17,11 +17,11 @@ from tests.cluster_test import needs_namespaces
 
 def test_a_grid_is_extended_while_its_best_is_at_an_edge():
     """Rates double or halve until the best has a neighbour on both sides; a single rate is taken as it is."""
-    best, losses = trials.best_rate(lambda rate: abs(math.log(rate / 0.016)), (0.002, 0.004, 0.008))
+    best, losses = seeds.best_rate(lambda rate: abs(math.log(rate / 0.016)), (0.002, 0.004, 0.008))
     assert best == 0.016 and sorted(losses) == [0.002, 0.004, 0.008, 0.016, 0.032]
-    best, losses = trials.best_rate(lambda rate: rate, (0.002, 0.004, 0.008))
-    assert len(losses) == trials.MOST_RATES and best == min(losses)
-    assert trials.best_rate(lambda rate: 1.0, (0.008,)) == (0.008, {0.008: 1.0})
+    best, losses = seeds.best_rate(lambda rate: rate, (0.002, 0.004, 0.008))
+    assert len(losses) == seeds.MOST_RATES and best == min(losses)
+    assert seeds.best_rate(lambda rate: 1.0, (0.008,)) == (0.008, {0.008: 1.0})
 
 
 def test_a_loss_is_reached_between_two_evaluations_and_kept():
@@ -62,13 +62,14 @@ def test_seconds_of_translation_are_counted_by_its_longest_sentences(tmp_path):
 def test_a_method_gets_the_fewest_steps_that_bring_it_below_the_goal(losses, steps, tmp_path, monkeypatch):
     """The goal is 0.05 below all-reduce's loss, 3.0; where nothing suffices, the steps with the least loss."""
 
-    def simulate(out, size, method, tuned):
-        return 3.0 if method == "all-reduce" else losses[tuned.steps / size.steps]
+    def simulate(out, setup, method, tuned):
+        return 3.0 if method == "all-reduce" else losses[tuned.steps / setup.job.steps]
 
     monkeypatch.setattr(time_to_loss, "simulate", simulate)
     methods = ("all-reduce", time_to_loss.ONE_PEER)
-    size = time_to_loss.Size(time_to_loss.TEXT, 10, 1, {}, 2, tmp_path, methods, (0.008,), time_to_loss.LONGER)
-    found = time_to_loss.tune(tmp_path, size)
+    job = time_to_loss.TEXT._replace(steps=10)
+    setup = time_to_loss.Setup(job, tmp_path, trials.Pool(), methods, (0.008,), time_to_loss.LONGER)
+    found = time_to_loss.tune(tmp_path, setup)
     assert found == {"all-reduce": time_to_loss.Tuned(0.008, 10), time_to_loss.ONE_PEER: time_to_loss.Tuned(0.008, steps)}
 
 
@@ -140,9 +141,10 @@ def test_only_divergence_counts_as_a_bad_rate(tmp_path, monkeypatch, code, fails
     """A mistaken, interrupted or broken run is no answer: the command ends, and goes on with that run when it is started again."""
     ended = subprocess.Popen([sys.executable, "-c", f"raise SystemExit({code})"])
     monkeypatch.setattr(trials.processes, "start", lambda *command, **how: ended)
-    size = time_to_loss.Size(time_to_loss.TEXT, 8, 1, {}, 2, tmp_path / "text.txt", *time_to_loss.SMOKE_TUNING)
+    job = time_to_loss.TEXT._replace(model={}, steps=8, batch_size=1, every=2)
+    setup = time_to_loss.Setup(job, tmp_path / "text.txt", trials.Pool(), *time_to_loss.SMOKE_TUNING)
     with pytest.raises(trials.Broken, match=fails) if fails else contextlib.nullcontext():
-        assert time_to_loss.simulate(tmp_path, size, "all-reduce", time_to_loss.Tuned(0.008, 8)) == math.inf
+        assert time_to_loss.simulate(tmp_path, setup, "all-reduce", time_to_loss.Tuned(0.008, 8)) == math.inf
     error, said = (trials.Broken, fails) if fails else (group.Failed, "no simulated run of all-reduce")
     with pytest.raises(error, match=said):
-        time_to_loss.tune(tmp_path, size)
+        time_to_loss.tune(tmp_path, setup)

@@ -1,0 +1,77 @@
+"""The book of an experiment: what its trainings came to, kept when their run directories are gone."""
+
+from collections.abc import Callable
+import copy
+import json
+import pathlib
+import threading
+from typing import Any
+
+from experiments import trials
+from experiments.trials import Trial
+
+
+class Book:
+    """What trainings came to, in a file of JSON lines: what stands there is not trained again, even if its run directory is gone.
+
+    A path of data is kept as a checksum of the data. Whoever changes the code so that numbers change removes the lines.
+
+    Args:
+        path: of the file, which is made if it is not there.
+        pool: makes what the book lacks; none: two trainings at a time.
+
+    Raises:
+        trials.Broken: if it cannot be read or written, or a line cannot be read; a last one that is cut short is left out.
+    """
+
+    def __init__(self, path: pathlib.Path, pool: trials.Pool | None = None):
+        self.pool = pool or trials.Pool()
+        self._path, self._lock, self._known, self._makes = path, threading.Lock(), {}, True
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.open("a").close()  # Whether it can be written is to be known before the first training.
+            text = path.read_text()
+        except (OSError, UnicodeDecodeError) as error:
+            raise trials.Broken(f"the book {path} cannot be read and written ({error}); give another --book") from error
+        lines, cut = text.splitlines(), bool(text) and not text.endswith("\n")
+        for number, line in enumerate(lines, 1):
+            try:
+                row = json.loads(line)
+                self._known[trials.key(row["config"], row["fields"])] = row["numbers"]
+            except (ValueError, KeyError, TypeError) as error:
+                if number < len(lines) or not cut:
+                    raise trials.Broken(f"{path}, line {number} cannot be read ({error!r}); remove the line") from error
+                lines.pop()
+        if cut:
+            path.write_text("".join(f"{line}\n" for line in lines))
+
+    @classmethod
+    def of(cls, out: pathlib.Path, path: str | None, pool: trials.Pool | None = None) -> "Book":
+        """The book of an experiment: that of `--book`, or else one among its run directories, which are to be in `out`."""
+        out.mkdir(parents=True, exist_ok=True)  # All trainings may be in the book.
+        return cls(pathlib.Path(path) if path else out / "book.jsonl", pool)
+
+    def as_it_is(self) -> "Book":
+        """The same book, which makes no training: `result` raises trials.NoData for what it lacks."""
+        other = copy.copy(self)
+        other._makes = False
+        return other
+
+    def result(self, trial: Trial, read: Callable[[Trial], dict[str, Any]] = Trial.summary) -> dict[str, Any] | None:
+        """The numbers that `read` finds in a run, which is made unless it is known; None if it diverged.
+
+        Raises:
+            trials.NoData: if it has to be made, and there is nothing at the path of its data, which may be a checksum.
+        """
+        fields = trials.kept(trial.config, dict(trial.fields))
+        key = trials.key(trial.config, fields)
+        if key not in self._known:
+            data = dict(trial.fields).get("data.path")
+            if not self._makes or (data and not pathlib.Path(data).expanduser().exists()):
+                raise trials.NoData(f"{self._path} lacks the training {trial.workdir.name}; give the path of its data, to make it")
+            numbers = read(trial) if self.pool.train(trial) else None
+            row = {"config": trial.config, "fields": fields, "numbers": numbers}
+            with self._lock, self._path.open("a") as file:
+                file.write(json.dumps(row) + "\n")
+            self._known[key] = numbers
+        return self._known[key]
