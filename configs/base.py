@@ -82,7 +82,7 @@ def get_config(
         batch: examples in a worker's microbatch.
         clip_norm: largest norm of each worker's own gradient; 0: no clipping.
         tuned: `tuned(method, order, optimizer)`, a dict with the learning rate and weight decay for this task.
-        tuned_workers: number of workers, of `batch` examples each, that the rates are for; `scale` leaves them as they are there.
+        tuned_workers: the rates are for so many workers of `batch` examples; `scale` multiplies by 1 there.
         schedule: of the learning rate.
         warmup_steps: of the learning rate; a tenth of the run at most, and one step at least where the schedule needs it.
         defaults: names of parts that replace the usual ones, such as method="allreduce".

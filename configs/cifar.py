@@ -8,8 +8,8 @@
 
 FOLDER holds the binary version, data_batch_*.bin and test_batch.bin (https://www.cs.toronto.edu/~kriz/cifar.html).
 
-Measured with 10,000 training and 2,000 test images, a fifth of the data set: the averaged model classifies 56 % of the test images rightly
-with the first command and 47 % with the second. Either takes 11 minutes on one CPU core. With all images it was not measured.
+Measured with 10,000 training and 2,000 test images, a fifth of the data set: the averaged model classifies 56 % of the test images
+correctly with the first command and 47 % with the second. Either takes 11 minutes on one CPU core. With all images it was not measured.
 
 Shorthand as in configs/digits.py.
 """

@@ -1,15 +1,14 @@
 """A decoder-only transformer on tokens of byte-pair encoding, trained with gossip.
 
     python -m launch.train --config=configs/gpt.py:workers=16,simulate --config.data.path=TEXT --workdir=runs/gpt
-    python -m launch.train --config=configs/gpt.py:method=allreduce --workdir=runs/allreduce
 
 TEXT is a file or folder, JSON lines or Parquet (`--config.data.field` names the field), or module:NAME of a source of your own; without
 it, the sources of Python's standard library. The vocabulary of 4,000 tokens is trained on the text first, which takes seconds for a
 megabyte. The loss is in nats per token; runs also tell it per byte, and the perplexity.
 
 The first command, with 2,000 steps on the library's sources, ended at a perplexity of 12 (2.48 nats per token, 0.80 per byte). It took 30
-minutes on one CPU core, with other programs beside it. The second one was not measured. Learning rates are those of configs/lm.py, which
-were tuned for its smaller model of bytes, not for this one.
+minutes on one CPU core, with other programs beside it. Learning rates are those of configs/lm.py, which were tuned for its smaller model
+of bytes, not for this one.
 
 Shorthand as in configs/lm.py.
 """

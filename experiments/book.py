@@ -14,7 +14,7 @@ from experiments.trials import Trial
 class Book:
     """What trainings came to, in a file of JSON lines: what stands there is not trained again, even if its run directory is gone.
 
-    A path of data is kept as a checksum of the data. Whoever changes the code so that numbers change removes the lines.
+    A path of data is kept as a checksum of the data. After a change of the code that alters numbers, remove the lines that it makes wrong.
 
     Args:
         path: of the file, which is made if it is not there.

@@ -11,7 +11,7 @@ and let nothing pull the parameters back. Then parameters x, first moments m and
     order awc    x ← W x − α u                  order atc    x ← W (x − α u)
 
 The figure is Ξ² ÷ (α² P), the squared consensus distance of P parameters in units of the squared learning rate: the mean over workers of
-the variance of x − x̄, over a period, once it is stationary. The gradient is taken at x, so this is what makes it another one than x̄'s.
+the variance of x − x̄, over a period, once it is stationary. The gradient is taken at x, not at x̄: this is how far the two points are apart.
 """
 
 import math

@@ -2,7 +2,7 @@
 
 Quadratics with a known optimum (configs/quadratics.py), gossip over the one-peer exponential graph with a constant small rate, an
 exchange in every step and in every fourth (p = 4, as in adaptive serverless learning). The floor is the squared distance of the
-averaged model from the optimum, a mean over the second half of a run and over seeds.
+averaged model from the optimum, a mean over the second half of a run, one for each seed.
 """
 
 from collections.abc import Mapping

@@ -46,7 +46,7 @@ def chosen(out: pathlib.Path, book: Book) -> dict[str, str]:
         needed = PAPER[part].data if part in PAPER else ""
         data = data_of(part, out, book) if needed else ""
         if needed and not data and FLAGS.only:
-            command.fail(f"{part} needs --{needed}; give the path of its data, or leave it out: --only={PARTS[0]}")
+            command.fail(f"--only={part} needs --{needed}=PATH, its data; give it, or take {part} out of --only")
         if needed and not data:
             script.show(f"{part} is left out: it needs --{needed}")
         else:

@@ -10,8 +10,8 @@ moduli of its eigenvalues are below one; that limits α h, the learning rate tim
     order "awc", complete graph            (1 + β) / (1 − β)      1 / (1 − β)
     all-reduce, one step stale             1
 
-In order "awc" workers that differ do so by their own last steps, which nobody has averaged: what one of them overshoots it has to take
-back itself, and that limits the rate to half. `experiments.paper --only=stability` makes the table and the figure.
+In order "awc" a worker's newest step is not averaged yet. If it overshoots, that worker alone must take it back, which halves the largest
+rate. `experiments.paper --only=stability` makes the table and the figure.
 """
 
 from collections.abc import Sequence

@@ -93,6 +93,7 @@ TRANSLATION = Job(
     steps=600,
     batch_size=8,
     every=20,
+    fields={"optimizer.b1": 0.9},
     score="bleu",
 )
 

@@ -360,7 +360,10 @@ def test_tables_are_written_into_pages(tmp_path, old):
     "arguments, message",
     [
         (("--only=noise",), "--only=noise is unknown; use some of noise_floor, stability, translation"),
-        (("--only=digits,translation",), "translation needs --multi30k; give the path of its data, or leave it out"),
+        (
+            ("--only=digits,translation",),
+            "--only=translation needs --multi30k=PATH, its data; give it, or take translation out of --only",
+        ),
         (("--only=cifar", "--cifar10=/nowhere"), "--cifar10=/nowhere does not exist; give the path of the data"),
     ],
 )

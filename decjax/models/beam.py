@@ -97,7 +97,7 @@ def _write(model, params, alpha, state: Beams) -> Beams:
     beam_BxK = jnp.take_along_axis(beam_Bx2K, on_BxK, axis=1)
     row_R = (jnp.arange(B)[:, None] * K + beam_BxK).reshape(-1)
     cache = cache._replace(target=jax.tree.map(lambda x: x[:, row_R], cache.target))
-    # NEVER is added up otherwise.
+    # Sums with NEVER fall below it; at NEVER they still say that there is no such sequence.
     done_BxK, alive_BxK = jnp.maximum(done_BxK, NEVER), jnp.maximum(alive_BxK, NEVER)
     return Beams(_rows(tokens_Bx2KxT, on_BxK), alive_BxK, done_BxKxT, done_BxK, cache, state.position + 1)
 

@@ -37,7 +37,7 @@ class Convolution(nnx.Module):
     def __init__(self, inputs: int, width: int, stride: int, rngs: nnx.Rngs):
         self.stride = stride
         limit = (6 / (9 * inputs)) ** 0.5  # Initialization of He et al., uniform.
-        # Drawn as a vector: random arrays of rank 4 take ten times as long to compile.
+        # Drawn as a vector: random arrays of rank 4 take much longer to compile.
         values = jax.random.uniform(rngs.params(), (9 * inputs * width,), minval=-limit, maxval=limit)
         self.kernel = nnx.Param(values.reshape(9 * inputs, width))
 
@@ -46,7 +46,7 @@ class Convolution(nnx.Module):
 
     def _by_products(self, x_BxHxWxC, kernel_9CxF):
         """Three matrix products, one for each row of the kernel. Where every worker has a kernel of its own, the convolutions of
-        XLA's CPU backend take three times as long, and longer still when they are differentiated."""
+        XLA's CPU backend take longer, above all when they are differentiated."""
         B, H, W, C = x_BxHxWxC.shape
         padded = jnp.pad(x_BxHxWxC, ((0, 0), (1, 1), (1, 1), (0, 0)))
         columns_BxHxWx3C = jnp.concatenate([padded[:, :, j : j + W : self.stride] for j in range(3)], axis=-1)
@@ -103,6 +103,9 @@ def resnet(*, depth: int = 8, width: int = 8, norm: str = "batch") -> images.Bui
         width: channels of the first stage; the others have twice and four times that. With norm="group", at most 8 or a multiple of
             8.
         norm: "batch", whose running statistics each worker keeps for itself, or "group", over 8 channels of one image, without any.
+
+    Raises:
+        ValueError: if depth, width or norm is none of these.
     """
     if depth < 8 or depth % 6 != 2:
         below = max(8, depth // 6 * 6 + 2 if depth % 6 >= 2 else depth // 6 * 6 - 4)

@@ -1,7 +1,7 @@
 """An encoder–decoder transformer for translation.
 
 Blocks are pre-norm. Self-attention has rotary positions and normalized queries and keys, as in `decoder`; attention of the target to
-the source has no positions, and reads both ends of the source alike. One table serves as embedding of both languages and as output
+the source has no positions, so no part of the source is nearer than another. One table serves as embedding of both languages and as output
 layer, so both share one vocabulary. Every weight matmul is a two-dimensional product of rows, and layers are stacked and scanned.
 
 Reference: Vaswani et al. 2017, arXiv 1706.03762, section 3; Xiong et al. 2020, arXiv 2002.04745 (pre-norm).
@@ -250,7 +250,7 @@ def translator(
     """An encoder–decoder transformer, which predicts the next token of a translation from the source and the tokens before.
 
     Args:
-        vocabulary: V ≥ 260, tokens that both languages share, among them the three that pad, begin and end a sequence.
+        vocabulary: V ≥ 259, tokens that both languages share, among them the three that pad, begin and end a sequence.
         width: D, width of the activations between layers, divisible by 2 · heads.
         hidden: F, width of the hidden layer of an MLP.
         heads: H, attention heads, each D / H wide.

@@ -117,6 +117,9 @@ def accumulated_adam(
 
     For L2 regularization that enters the gradient, put `optax.add_decayed_weights` before it. Reference: arXiv 2410.11998
     (AccumAdam).
+
+    Raises:
+        ValueError: if the window is less than 1.
     """
     return optax.chain(scale_by_accumulated_adam(b1, b2, eps, window, mu_dtype), optax.scale_by_learning_rate(learning_rate))
 
@@ -143,6 +146,9 @@ def accumulated_adamw(
         window: s, steps whose gradients are accumulated before the moments change; about 4 for 8 workers, 8 for 16 to 32.
         mask: which leaves decay, as in `optax.add_decayed_weights`.
         mu_dtype: dtype of the first moment; None: that of the parameters.
+
+    Raises:
+        ValueError: if the window is less than 1.
 
     Reference: arXiv 2410.11998 (AccumAdam).
     """
