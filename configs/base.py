@@ -136,7 +136,8 @@ def by_optimizer(
 def _scaled(learning_rate: float, config: ml_collections.ConfigDict, tuned_batch: int, scale: str) -> Any:
     """The learning rate times (global batch ÷ `tuned_batch`), or times its square root; follows `batch_size`."""
     ratio = config.get_ref("batch_size").to_float() / float(tuned_batch)
-    return (ratio if scale == "linear" else ratio**0.5) * learning_rate
+    root = (ratio**2) ** 0.25  # Of a negative batch size, too, which has its own error.
+    return (ratio if scale == "linear" else root) * learning_rate
 
 
 def _parts(

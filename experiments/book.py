@@ -2,13 +2,18 @@
 
 from collections.abc import Callable
 import copy
+import errno
+import fcntl
 import json
+import os
 import pathlib
 import threading
 from typing import Any
 
 from experiments import trials
 from experiments.trials import Trial
+
+_BEGINS = '{"config": '  # every line
 
 
 class Book:
@@ -21,7 +26,7 @@ class Book:
         pool: makes what the book lacks; none: two trainings at a time.
 
     Raises:
-        trials.Broken: if it cannot be read or written, or a line cannot be read; a last one that is cut short is left out.
+        trials.Broken: if it cannot be read or written, or a line is none of a book; a last one that is cut short is left out.
     """
 
     def __init__(self, path: pathlib.Path, pool: trials.Pool | None = None):
@@ -33,17 +38,18 @@ class Book:
             text = path.read_text()
         except (OSError, UnicodeDecodeError) as error:
             raise trials.Broken(f"the book {path} cannot be read and written ({error}); give another --book") from error
-        lines, cut = text.splitlines(), bool(text) and not text.endswith("\n")
+        lines, cut = text.splitlines(), not text.endswith("\n")
         for number, line in enumerate(lines, 1):
+            is_cut = cut and number == len(lines) and line.startswith(_BEGINS[: len(line)])
             try:
-                row = json.loads(line)
-                self._known[trials.key(row["config"], row["fields"])] = row["numbers"]
+                row = _row(line)
             except (ValueError, KeyError, TypeError) as error:
-                if number < len(lines) or not cut:
-                    raise trials.Broken(f"{path}, line {number} cannot be read ({error!r}); remove the line") from error
-                lines.pop()
-        if cut:
-            path.write_text("".join(f"{line}\n" for line in lines))
+                if not is_cut:  # Else the next row takes its place.
+                    raise trials.Broken(
+                        f"{path}, line {number} is no line of a book ({error!r}); remove it, or give another --book"
+                    ) from error
+            else:
+                self._known[trials.key(row["config"], row["fields"])] = row["numbers"]
 
     @classmethod
     def of(cls, out: pathlib.Path, path: str | None, pool: trials.Pool | None = None) -> "Book":
@@ -67,11 +73,47 @@ class Book:
         key = trials.key(trial.config, fields)
         if key not in self._known:
             data = dict(trial.fields).get("data.path")
-            if not self._makes or (data and not pathlib.Path(data).expanduser().exists()):
+            if not self._makes or (data and not os.path.exists(os.path.expanduser(data))):
                 raise trials.NoData(f"{self._path} lacks the training {trial.workdir.name}; give the path of its data, to make it")
             numbers = read(trial) if self.pool.train(trial) else None
-            row = {"config": trial.config, "fields": fields, "numbers": numbers}
-            with self._lock, self._path.open("a") as file:
-                file.write(json.dumps(row) + "\n")
+            with self._lock:
+                self._append({"config": trial.config, "fields": fields, "numbers": numbers})
             self._known[key] = numbers
         return self._known[key]
+
+    def _append(self, row: dict[str, Any]) -> None:
+        """Writes a line behind the last whole one, or nothing if there is no room for it."""
+        line = json.dumps(row).encode() + b"\n"
+        try:
+            with self._path.open("r+b", buffering=0) as file:
+                fcntl.flock(file, fcntl.LOCK_EX)  # Other commands may write to the same book.
+                text = file.read()
+                whole = text.rfind(b"\n") + 1
+                if text[whole:] and _reads(text[whole:]):  # Only its line break is missing.
+                    whole, line = len(text), b"\n" + line
+                file.seek(whole)
+                try:
+                    if file.write(line) < len(line):
+                        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                except OSError:
+                    file.truncate(whole)
+                    raise
+                file.truncate()
+        except OSError as error:
+            raise trials.Broken(
+                f"the book {self._path} cannot be written ({error.strerror}); mend that, and the same command continues"
+            ) from error
+
+
+def _row(line: str | bytes) -> dict[str, Any]:
+    row = json.loads(line)
+    if not isinstance(row["fields"], dict) or not isinstance(row["numbers"], dict | None):
+        raise ValueError("fields and numbers must be objects")
+    return row
+
+
+def _reads(line: bytes) -> bool:
+    try:
+        return bool(_row(line))
+    except (ValueError, KeyError, TypeError):
+        return False

@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 import functools
 import gzip
+import os
 import pathlib
 import zlib
 
@@ -20,7 +21,7 @@ def checksum(path: str, config: str = "") -> str:
     Raises:
         OSError: if a file cannot be read or unpacked.
     """
-    root = pathlib.Path(path).expanduser()
+    root = pathlib.Path(os.path.expanduser(path))
     if root.is_file():
         return f"{zlib.crc32(_unpacked(root)):08x}"
     crc = 0

@@ -2,7 +2,7 @@
 
     python -m experiments.paper --out=runs/paper --multi30k=data/multi30k --cifar10=data/cifar10 --shakespeare=data/shakespeare.txt
     python -m experiments.paper --out=runs/paper --only=noise_floor,digits
-    python -m experiments.paper --out=runs/smoke --smoke
+    python -m experiments.paper --smoke
 
 Parts: noise_floor; stability, the largest learning rates; quality at equal tokens on each of translation, cifar, digits, python
 (the standard library's sources as text) and shakespeare; gap, gap_longer, gap_both, gap_shakespeare and gap_translation, where the
@@ -87,7 +87,7 @@ def make(part: str, data: str, out: pathlib.Path, book: Book) -> tuple[Any, Call
 
 
 def main() -> None:
-    out = command.folder("out", FLAGS.out)
+    out = command.folder("out", FLAGS.out if FLAGS.out is not None else f"runs/{'smoke' if FLAGS.smoke else 'paper'}")
     check()
     book = Book.of(out, FLAGS.book, trials.Pool(FLAGS.together))
     for part, data in chosen(out, book).items():
@@ -100,7 +100,9 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    flags.DEFINE_string("out", "runs/paper", "Run directories, tables as JSON, and figures go here.")
+    flags.DEFINE_string(
+        "out", None, "Run directories, tables as JSON, and figures go here; none: runs/paper, or runs/smoke with --smoke."
+    )
     flags.DEFINE_list("only", [], "Parts to make; none: all.")
     flags.DEFINE_string("multi30k", None, f"Folder of Multi30k's parallel files; {OF_PAGES}")
     flags.DEFINE_string("cifar10", None, f"Folder of CIFAR-10's binary version; {OF_PAGES}")

@@ -5,6 +5,7 @@ import contextlib
 import io
 import json
 import math
+import os
 import pathlib
 import re
 from typing import Any, NamedTuple
@@ -97,9 +98,21 @@ def check_pages(pages: str) -> None:
 
 def check_tables(pages: str | None, *names: str) -> None:
     """Ends a command that would measure tables for which no page of a folder has a place."""
-    text = "".join(page.read_text() for page in pathlib.Path(pages).glob("*.md")) if pages else ""
-    if pages and (homeless := [name for name in names if f"<!-- table {name} -->" not in text]):
-        command.fail(f"--pages={pages}: no page has the line <!-- table {homeless[0]} -->; add it, or leave --pages out")
+    if not pages:
+        return
+    try:
+        text = "".join(page.read_text() for page in pathlib.Path(pages).glob("*.md"))
+    except (OSError, UnicodeDecodeError) as error:
+        command.fail(f"--pages={pages}: a page cannot be read ({error}); mend it, or leave --pages out")
+    if homeless := [name for name in names if not _between(name).search(text)]:
+        command.fail(
+            f"--pages={pages}: no page has the line <!-- table {homeless[0]} --> and <!-- end --> below it; add them, or leave --pages out"
+        )
+
+
+def _between(name: str) -> re.Pattern:
+    """What stands between the lines of a table, with these lines as groups."""
+    return re.compile(rf"(<!-- table {re.escape(name)} -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
 def claim(out: pathlib.Path, **options: Any) -> None:
@@ -120,16 +133,15 @@ def claim(out: pathlib.Path, **options: Any) -> None:
 
 def check_path(flag: str, path: str) -> None:
     """Ends a command whose data are not there, before it takes hours."""
-    if not pathlib.Path(path).expanduser().exists():
+    if not os.path.exists(os.path.expanduser(path)):  # Unlike pathlib's functions, os.path's raise nothing on an invalid path.
         command.fail(f"--{flag}={path} does not exist; give the path of the data")
 
 
 def fill(folder: pathlib.Path, name: str, found: rich.table.Table) -> None:
     """Writes a table between `<!-- table NAME -->` and `<!-- end -->` in those Markdown pages of a folder that have these lines."""
-    between = re.compile(rf"(<!-- table {re.escape(name)} -->\n).*?(<!-- end -->)", re.DOTALL)
     for page in sorted(folder.glob("*.md")):
         before = page.read_text()
-        after = between.sub(lambda match: f"{match[1]}{markdown(found)}\n{match[2]}", before)
+        after = _between(name).sub(lambda match: f"{match[1]}{markdown(found)}\n{match[2]}", before)
         if after != before:
             page.write_text(after)
 

@@ -3,6 +3,7 @@
     python -m experiments.time_to_loss --out=runs/time_to_loss
     python -m experiments.time_to_loss --out=runs/time_to_loss --peers=.venv-peers/bin/python     # and PyTorch's
     python -m experiments.time_to_loss --out=runs/translated_in --multi30k=data/multi30k
+    python -m experiments.time_to_loss --out=runs/smoke --smoke
 
 Four hosts in a box (launch.cluster: root and iproute2), links of 100 Mbit/s, one process a host, the transformer of 5.9M parameters
 of experiments.speedup on a megabyte of Python's standard library; with --multi30k the encoder–decoder of configs/translation.py, of
@@ -315,6 +316,8 @@ def results(out: pathlib.Path, tuned: dict[str, Tuned], rounds: int, score: str)
 
 def check() -> None:
     """Refuses at once what would end the command after an hour."""
+    if FLAGS.multi30k == "":
+        command.fail("--multi30k is empty; give the folder of Multi30k's parallel files, or leave it out")
     script.check_tables(FLAGS.pages, _job().name)
     for name in contents.MULTI30K_FILES if FLAGS.multi30k else ():
         if not any((_multi30k() / f"{name}{end}").is_file() for end in ("", ".gz")):
@@ -336,7 +339,7 @@ def _job() -> Job:
 
 
 def _multi30k() -> pathlib.Path:
-    return pathlib.Path(FLAGS.multi30k).expanduser()
+    return pathlib.Path(os.path.expanduser(FLAGS.multi30k))
 
 
 def _options() -> dict[str, Any]:

@@ -11,6 +11,7 @@ import os
 import pathlib
 import queue
 import subprocess
+import sys
 from typing import Any, NamedTuple
 import zlib
 
@@ -53,8 +54,11 @@ class Trial(NamedTuple):
 
 
 def finished(workdir: pathlib.Path) -> bool:
-    """Whether the run of a directory came to its end."""
-    return (workdir / "summary.json").exists()
+    """Whether the run of a directory came to its end; one whose summary is damaged did not: `launch.train` mends it."""
+    try:
+        return isinstance(summary(workdir), dict)
+    except (OSError, ValueError):
+        return False
 
 
 def summary(workdir: pathlib.Path) -> dict[str, Any]:
@@ -63,9 +67,17 @@ def summary(workdir: pathlib.Path) -> dict[str, Any]:
 
 
 def rows(workdir: pathlib.Path, *kinds: str) -> list[dict[str, Any]]:
-    """The rows of the run's metrics that are of these kinds, "train" or "eval"; none: all."""
-    found = map(json.loads, (workdir / "metrics.jsonl").read_text().splitlines())
-    return [row for row in found if not kinds or row["kind"] in kinds]
+    """The rows of the run's metrics that are of these kinds, "train" or "eval"; none: all.
+
+    Raises:
+        Broken: if they cannot be read.
+    """
+    path = workdir / "metrics.jsonl"
+    try:
+        found = [json.loads(line) for line in path.read_text().splitlines()]
+        return [row for row in found if not kinds or row["kind"] in kinds]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise Broken(f"{path} cannot be read ({error!r}); remove {workdir}, and the same command trains again") from error
 
 
 def trial(parent: pathlib.Path, name: str, config: str, fields: Mapping[str, Any]) -> Trial:
@@ -102,7 +114,8 @@ class Pool:
     def train(self, trial: Trial) -> bool:
         """Makes a run unless it is finished; returns whether it came to its end: False if it diverged. It ends when this process ends.
 
-        A file named "diverged" in the folder says that it did, so that it is not made again.
+        A line on stderr says that it was made. A file named "diverged" in the folder says that it did diverge, so that it is not made
+        again.
 
         Raises:
             Broken: if it ended in any other way.
@@ -119,6 +132,9 @@ class Pool:
             raise Broken(f"the run in {trial.workdir} was refused, for the reason above; change the flag that it names")
         if code not in (0, command.DIVERGED):
             raise Broken(f"the run in {trial.workdir} {processes.how_it_ended(code)}; the same command continues")
+        print(
+            f"{'diverged' if code else 'trained'}: {trial.workdir}", file=sys.stderr, flush=True
+        )  # Else it seems to hang.
         if code == command.DIVERGED:
             diverged.parent.mkdir(parents=True, exist_ok=True)
             diverged.touch()
@@ -127,7 +143,12 @@ class Pool:
     def map(self, do: Callable[[Any], Any], items: Iterable[Any]) -> list[Any]:
         """`do(item)` of every item, as many at once as there are trainings at a time."""
         with concurrent.futures.ThreadPoolExecutor(self._count) as pool:
-            return list(pool.map(do, items))
+            futures = [pool.submit(do, item) for item in items]
+            try:
+                return [future.result() for future in futures]
+            except BaseException:
+                pool.shutdown(wait=False, cancel_futures=True)  # Those that have not begun.
+                raise
 
     def make(self, trials: Iterable[Trial]) -> list[bool]:
         """Makes all of these; whether each came to its end, as `train` says."""

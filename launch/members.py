@@ -10,9 +10,12 @@ import time
 from typing import BinaryIO, NamedTuple
 
 from absl import flags
+import jax
 from ml_collections import config_flags
 
+from decjax import config as parts
 from decjax import registry
+from decjax.errors import ConfigError
 from launch import command, config_file
 
 TABULATED = ("eval_loss", "local_eval_loss_min", "local_eval_loss_max", "time_s", "bytes_per_step_per_worker")  # of a summary
@@ -161,7 +164,10 @@ def check(member: Member, get_config) -> None:
     config_flags.DEFINE_config_file("config", None, flag_values=parsed, sys_argv=argv)
     try:
         parsed(argv)
-    except (flags.Error, ValueError, AttributeError, KeyError, TypeError, OSError) as error:
+        jax.config.update("jax_platforms", "cpu")  # Accelerators are for the runs.
+        if parts.read(parsed["config"].value).workers:  # Otherwise the devices of the run decide.
+            parts.resolve(parsed["config"].value)
+    except (flags.Error, ConfigError, ValueError, AttributeError, KeyError, TypeError, OSError) as error:
         raise command.UserError(f"{member.name}: {command.one_line(error)}") from error
 
 

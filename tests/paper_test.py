@@ -232,11 +232,80 @@ def test_a_line_that_is_cut_short_is_dropped_and_a_damaged_one_refused(made, tmp
     Book(path).result(trial(tmp_path, 1))
     assert made == [0, 1] and len(path.read_text().splitlines()) == 2
     path.write_text(whole[:20] + "\n" + whole)
-    with pytest.raises(trials.Broken, match="line 1 cannot be read"):
+    with pytest.raises(trials.Broken, match="line 1 is no line of a book"):
         Book(path)
     path.write_text(whole.rstrip())  # An editor left out the newline.
     Book(path).result(trial(tmp_path, 2))
     assert Book(path).result(trial(tmp_path, 0)) and made == [0, 1, 2]
+
+
+@pytest.mark.parametrize("content", ['{"my": "only copy"}', "notes", "[1]", '{"config": "a", "fields": {}, "numbers": 3}\n', "\n"])
+def test_a_file_that_is_no_book_is_refused_and_stays_as_it_is(content, tmp_path):
+    path = tmp_path / "notes.txt"
+    path.write_text(content)
+    with pytest.raises(trials.Broken, match="line 1 is no line of a book"):
+        Book(path)
+    assert path.read_text() == content
+
+
+def test_a_full_disk_leaves_whole_lines(made, tmp_path, monkeypatch):
+    path = tmp_path / "book.jsonl"
+    Book(path).result(trial(tmp_path, 0))
+    whole = path.read_text()
+    book = Book(path)
+    book._path = FullDisk(path)
+    with pytest.raises(trials.Broken, match="No space left on device"):
+        book.result(trial(tmp_path, 1))
+    assert path.read_text() == whole
+
+
+class FullDisk(type(pathlib.Path())):
+    """A path whose files take ten more bytes."""
+
+    def open(self, *arguments, **options):
+        file = super().open(*arguments, **options)
+        return Short(file)
+
+
+class Short:
+    """An unbuffered file that takes ten bytes."""
+
+    def __init__(self, file):
+        self._file = file
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *what):
+        self._file.close()
+
+    def __getattr__(self, name):
+        return getattr(self._file, name)
+
+    def write(self, data):
+        return self._file.write(data[:10])
+
+
+def test_a_damaged_summary_is_made_again_and_damaged_metrics_are_told(tmp_path):
+    (tmp_path / "summary.json").write_text('{"eval_loss": 1.0}')
+    assert trials.finished(tmp_path)
+    (tmp_path / "summary.json").write_text('{"eval_')
+    assert not trials.finished(tmp_path)
+    (tmp_path / "metrics.jsonl").write_text('{"kind": "train"}\n{"ki')
+    with pytest.raises(trials.Broken, match="the same command trains again"):
+        trials.rows(tmp_path)
+
+
+def test_what_is_waiting_is_not_made_after_an_error():
+    begun = []
+
+    def do(item):
+        begun.append(item)
+        raise trials.Broken("refused")
+
+    with pytest.raises(trials.Broken):
+        trials.Pool(1).map(do, range(100))
+    assert len(begun) < 100
 
 
 def test_a_book_that_cannot_be_written_is_refused_at_once(tmp_path):

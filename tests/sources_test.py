@@ -28,6 +28,8 @@ def test_json_lines_and_parquet_are_read_alike(tmp_path):
     assert texts == {"a.jsonl": joined(DOCUMENTS), "b.parquet": joined(filter(None, DOCUMENTS)), "c.txt": b"plain"}
     _, named = sources.read(str(tmp_path / "a.jsonl"), "text")
     assert list(named.values()) == [joined(DOCUMENTS)]
+    (tmp_path / "d.jsonl").write_text(json.dumps({"text": "a\0b"}))  # In a plain file a zero byte would say that it is binary.
+    assert sources.read(str(tmp_path))[1]["d.jsonl"] == b"a\0b"
 
 
 @pytest.mark.parametrize(
@@ -41,9 +43,10 @@ def test_json_lines_and_parquet_are_read_alike(tmp_path):
         ("a.jsonl", '{"body": null}', "line 1 is no JSON object"),
         ("a.jsonl", '{"text": null}', "holds no text"),
         ("a.parquet", "no parquet", "a.parquet' is no Parquet file, or a damaged one: .*; give another file"),
-        ("a.parquet", {"body": ["x"]}, "has no column 'text', or several; give another field"),
+        ("a.parquet", {"body": ["x"]}, "has no column 'text', or several; its columns: body; give another --config.data.field"),
         ("a.parquet", {"text": [1]}, "column 'text' holds int, and text is needed"),
         ("a.jsonl", '{"text": ""}', "holds no text"),
+        ("a.txt", "a\0b", "holds no text .a file with a zero byte is taken for binary"),
     ],
 )
 def test_what_holds_no_text_is_told_in_one_line(name, content, message, tmp_path):
@@ -100,6 +103,7 @@ def test_a_source_of_ones_own_is_imported(tmp_path, monkeypatch):
         "class Broken(list):\n"
         "  def __getitem__(self, number): raise RuntimeError('first\\nsecond')\n"
         "broken = Broken('ab')\n"
+        "single, endless = 'one text', numbered.repeat()\n"
     )
     for name, content in {"raises": "1 / 0", "exits": "raise SystemExit(3)", "no_python": "def"}.items():
         (tmp_path / f"{name}.py").write_text(content)
@@ -114,6 +118,8 @@ def test_a_source_of_ones_own_is_imported(tmp_path, monkeypatch):
         ("my_texts:number", "is of type int, which has no length"),
         ("my_texts:nothing", "is of type NoneType, which has no length"),
         ("my_texts:broken", "its item 0 cannot be read: RuntimeError: first second; mend"),
+        ("my_texts:single", "is a single text, and its items would be letters; give a list of texts"),
+        ("my_texts:endless", "has [0-9]* items, and at most 4294967296 fit; leave out repeat"),
         ("no_such_module:texts", "cannot be imported: ModuleNotFoundError: No module named 'no_such_module'"),
         ("raises:texts", "cannot be imported: ZeroDivisionError: division by zero; give"),
         ("exits:texts", "cannot be imported: SystemExit: 3; give"),

@@ -36,11 +36,11 @@ def launch(*arguments, **environment):
 
 @pytest.fixture(scope="module")
 def swept(tmp_path_factory):
-    """Two settings, of which `steps=0` cannot be trained, with two seeds; then the same command again."""
+    """Two texts, of which one is not there, with two seeds; then the same command again."""
     workdir = tmp_path_factory.mktemp("sweep")
     command = [
-        "--config=configs/lm.py:smoke,workers=1,method=local",
-        "--sweep=steps=4,0;seed=0,1",
+        "--config=configs/lm.py:smoke,workers=1,method=local,steps=4",
+        "--sweep=data.path=launch,missing;seed=0,1",
         f"--workdir={workdir}",
         "--",
         *TINY,
@@ -52,9 +52,9 @@ def swept(tmp_path_factory):
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
     }
     first = launch("--parallel=2", *command, **environment)
-    finished = workdir / "steps=4,seed=0" / "metrics.jsonl"
+    finished = workdir / "data.path=launch,seed=0" / "metrics.jsonl"
     before = finished.stat().st_mtime_ns
-    (workdir / "steps=4,seed=1" / "summary.json").unlink()  # As if it had been interrupted.
+    (workdir / "data.path=launch,seed=1" / "summary.json").unlink()  # As if it had been interrupted.
     second = launch(*command, **environment)
     return workdir, first, second, before == finished.stat().st_mtime_ns
 
@@ -62,43 +62,46 @@ def swept(tmp_path_factory):
 def test_every_combination_is_trained_in_its_own_directory(swept):
     workdir, _, _, _ = swept
     for seed in (0, 1):
-        config = json.loads((workdir / f"steps=4,seed={seed}" / "config.json").read_text())
+        config = json.loads((workdir / f"data.path=launch,seed={seed}" / "config.json").read_text())
         assert (config["steps"], config["seed"], config["model"]["width"], config["method"]["name"]) == (4, seed, 8, "local")
 
 
 def test_a_failed_run_is_told_and_the_others_go_on(swept):
     workdir, first, _, _ = swept
     assert first.returncode == 1
-    assert first.stdout.count("FAILED") == 2 and "steps=0: must be at least 1" in first.stdout
-    log = workdir / "steps=0,seed=1" / "train.log"
-    assert str(log) in first.stdout and "steps=0: must be at least 1" in log.read_text()
+    assert first.stdout.count("FAILED") == 2 and "data path 'missing' does not exist" in first.stdout
+    log = workdir / "data.path=missing,seed=1" / "train.log"
+    assert str(log) in first.stdout and "data path 'missing' does not exist" in log.read_text()
     assert first.stdout.count("eval_loss 5.") == 2
 
 
 def test_again_it_skips_the_finished_and_continues_the_others(swept):
     workdir, _, second, untouched = swept
-    assert untouched and "steps=4,seed=0: already finished" in second.stdout
-    assert "continuing from step 4" in (workdir / "steps=4,seed=1" / "train.log").read_text()
-    assert (workdir / "steps=4,seed=1" / "summary.json").exists() and second.stdout.count("FAILED") == 2
+    assert untouched and "data.path=launch,seed=0: already finished" in second.stdout
+    assert "continuing from step 4" in (workdir / "data.path=launch,seed=1" / "train.log").read_text()
+    assert (workdir / "data.path=launch,seed=1" / "summary.json").exists() and second.stdout.count("FAILED") == 2
 
 
 def test_the_table_has_mean_and_spread_over_seeds(swept):
     workdir, _, second, _ = swept
-    paths = [workdir / f"steps=4,seed={seed}" / "summary.json" for seed in (0, 1)]
+    paths = [workdir / f"data.path=launch,seed={seed}" / "summary.json" for seed in (0, 1)]
     one, two = (json.loads(path.read_text())["eval_loss"] for path in paths)
-    row = next(line.split() for line in second.stdout.splitlines() if re.match(r" *4 +2 ", line))
+    row = next(line.split() for line in second.stdout.splitlines() if re.match(r" *launch +2 ", line))
     assert float(row[2]) == pytest.approx((one + two) / 2, abs=1e-4)
     assert float(row[4]) == pytest.approx(abs(one - two) / 2**0.5, abs=1e-4)  # n − 1 = 1 in the denominator
-    assert next(line.split()[1] for line in second.stdout.splitlines() if re.match(r" *0 +0/2 ", line)) == "0/2"
+    assert next(line.split()[1] for line in second.stdout.splitlines() if re.match(r" *missing +0/2 ", line)) == "0/2"
 
 
 def test_the_table_is_there_at_any_time_and_changes_nothing(swept, tmp_path):
     workdir, _, second, _ = swept
     before = {path: path.stat().st_mtime_ns for path in workdir.rglob("*")}
-    arguments = ["--config=configs/lm.py:smoke,workers=1,method=local", "--sweep=steps=4,0;seed=0,1"]
+    arguments = ["--config=configs/lm.py:smoke,workers=1,method=local,steps=4", "--sweep=data.path=launch,missing;seed=0,1"]
     result = launch("--table", *arguments, f"--workdir={workdir}", "--", *TINY)
     assert result.returncode == 0 and "running" not in result.stdout
-    rows = [[line for line in text.splitlines() if re.match(r" *[04] +[02]", line)] for text in (result.stdout, second.stdout)]
+    rows = [
+        [line for line in text.splitlines() if re.match(r" *(launch|missing) +[02]", line)]
+        for text in (result.stdout, second.stdout)
+    ]
     assert rows[0] == rows[1] and len(rows[0]) == 2
     assert before == {path: path.stat().st_mtime_ns for path in workdir.rglob("*")}
     nothing = launch("--table", *arguments, f"--workdir={tmp_path / 'none'}")
@@ -184,6 +187,8 @@ def test_a_config_file_may_define_its_sweep(tmp_path):
         (["--config=configs/lm.py:smoke", "--sweep=sed=0"], "config.sed is unknown; did you mean seed?"),
         (["--config=configs/lm.py:smoke", "--sweep=topology.k=0.1"], "topology is a word with its options in brackets"),
         (["--config=configs/lm.py:smoke", "--sweep=mixer.gamma=0.1"], "mixer 'exact' has codec, rounds; gamma belongs to choco"),
+        (["--config=configs/lm.py:smoke,workers=2", "--sweep=steps=4,0"], "steps=0: must be at least 1"),
+        (["--config=configs/lm.py:smoke,workers=2", "--sweep=topology=ring,torus(rows=3)"], "rows"),
         (["--config=configs/none.py", "--sweep=seed=0"], "configs/none.py"),
         (["--sweep=seed=0"], "--config"),
         (["--config=configs/lm.py:smoke", "--sweep=seed=0,1", "--index=2"], "index=2: the sweep has 2 runs; use 0 to 1"),

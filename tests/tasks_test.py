@@ -214,6 +214,14 @@ def test_files_that_are_not_cifar_are_told(files, message, tmp_path):
         datasets.DATASETS["cifar10"].read(str(tmp_path))
 
 
+def test_images_that_are_all_of_one_color_are_told(tmp_path):
+    for name in ("data_batch_1", "test_batch"):
+        (tmp_path / f"{name}.bin").write_bytes(b"".join(bytes([label, *[7] * 3072]) for label in range(4)))
+    task = registry.make("task", "images", model=registry.make("model", "mlp"), dataset="cifar10", path=str(tmp_path))
+    with pytest.raises(ValueError, match="channel 0 of all 4 training images is 7; give images that differ"):
+        task.load(1, 1, 0)
+
+
 def test_embedded_digits_have_no_path():
     task = registry.make("task", "images", model=registry.make("model", "mlp"), path="folder")
     with pytest.raises(ValueError, match="data path 'folder' is not read with dataset='digits'"):

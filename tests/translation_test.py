@@ -98,6 +98,7 @@ def test_sentences_are_laid_out_with_their_ends():
         ({}, "has neither train.de nor train.de.gz"),
         ({"train.de": b"a\nb\n", "train.en": b"a\n"}, "train.de has 2 and train.en has 1 lines"),
         ({"train.de": b"", "train.en": b""}, "train.de and train.en are empty; give files of one sentence a line"),
+        ({"train.de": b"\n \n", "train.en": b"a\nb\n"}, "all lines of train.de are blank; give files of one sentence a line"),
         ({"train.de.gz": b"no gzip", "train.en": b"a\n"}, "train.de.gz' is damaged: Not a gzipped file"),
         ({"train.de.gz": gzip.compress(b"a\n" * 999)[:30], "train.en": b"a\n"}, "train.de.gz' is damaged: Compressed file ended"),
         ({"train.de": None}, "train.de' cannot be read: Is a directory; give a file that you may read"),

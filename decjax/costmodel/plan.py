@@ -150,7 +150,7 @@ def verdict(cluster: Cluster, workload: Workload, ranked: Sequence[Ranked]) -> s
             text += f", and {against:.2f} times as fast as one-step-stale all-reduce"
         if best.method.overlap:
             text += ". In short trainings with 4 workers gossip that overlaps needed "
-            text += f"{MORE_STEPS} times all-reduce's iterations to the same loss"
+            text += f"{MORE_STEPS} times all-reduce's iterations to the same loss, and with more workers it may need more"
     else:
         busy = reference.prediction.compute_s / reference.prediction.mean_s
         text = (

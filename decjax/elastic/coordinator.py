@@ -57,6 +57,7 @@ class Coordinator:
         self._slots, self.least, self._heartbeat_s, self._secret, self._note = slots, least, heartbeat_s, secret, note
         self._listener = socket.create_server((host, 0))
         self.address: tuple[str, int] = self._listener.getsockname()[:2]
+        self._listener.setblocking(False)  # Else it would wait for a caller that has hung up meanwhile.
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._sessions: list[_Session] = []
@@ -77,11 +78,7 @@ class Coordinator:
         """Reads what has arrived, waiting so long at most, and decides."""
         for key, _ in self._selector.select(wait_s):
             if key.fileobj is self._listener:
-                connection, _ = self._listener.accept()
-                connection.settimeout(self._heartbeat_s)
-                session = _Session(connection)
-                self._sessions.append(session)
-                self._selector.register(connection, selectors.EVENT_READ, session)
+                self._accept()
             else:
                 self._read(key.data)
         now = time.monotonic()
@@ -90,6 +87,16 @@ class Coordinator:
         self._decide()
 
     # -- Sessions -----------------------------------------------------------------------------------------------------
+
+    def _accept(self) -> None:
+        try:
+            connection, _ = self._listener.accept()
+        except OSError:  # Whoever called is gone already.
+            return
+        connection.settimeout(self._heartbeat_s)
+        session = _Session(connection)
+        self._sessions.append(session)
+        self._selector.register(connection, selectors.EVENT_READ, session)
 
     def _read(self, session: _Session) -> None:
         try:

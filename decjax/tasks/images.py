@@ -133,6 +133,10 @@ def _load(read: Images, validation, partition, num_workers, batch_size, seed, ch
     # Mean and deviation by channel, summed in float64: sums of squares of values 0 … 255 lose digits in float32.
     mean_C = images_ExHxWxC[train].mean(axis=(0, 1, 2), dtype=np.float64).astype(np.float32)
     deviation_C = images_ExHxWxC[train].std(axis=(0, 1, 2), dtype=np.float64).astype(np.float32)
+    if constant := [channel for channel, deviation in enumerate(deviation_C) if deviation == 0]:
+        raise ValueError(
+            f"channel {constant[0]} of all {len(train)} training images is {mean_C[constant[0]]:g}; give images that differ"
+        )
 
     def examples(chosen, change=lambda images_BxHxWxC: images_BxHxWxC):
         return Examples((change(images_ExHxWxC[chosen]) - mean_C) / deviation_C, labels_E[chosen])

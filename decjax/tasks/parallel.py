@@ -33,13 +33,16 @@ def read(path: str, split: str, languages: Sequence[str]) -> list[Sentences]:
     """The sentences of a split, a list for each language.
 
     Raises:
-        ValueError: if a file is missing, cannot be read or is empty, or they differ in their numbers of lines.
+        ValueError: if a file is missing, cannot be read, is empty or blank, or they differ in their numbers of lines.
     """
     texts = [_lines(path, f"{split}.{language}") for language in languages]
     counts = [len(text) for text in texts]
     if not any(counts):
         files = " and ".join(f"{split}.{language}" for language in languages)
         raise ValueError(f"data path {path!r}: {files} are empty; give files of one sentence a line")
+    for language, text in zip(languages, texts, strict=True):
+        if not any(map(bytes.strip, text)):
+            raise ValueError(f"data path {path!r}: all lines of {split}.{language} are blank; give files of one sentence a line")
     if len(set(counts)) > 1:
         files = " and ".join(f"{split}.{language} has {count}" for language, count in zip(languages, counts, strict=True))
         raise ValueError(f"data path {path!r}: {files} lines; line k of one file must be the translation of line k of the other")

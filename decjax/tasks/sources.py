@@ -50,7 +50,9 @@ def read(path: str, field: str = "text") -> tuple[str, dict[str, bytes]]:
     if not texts and path.endswith(".gz"):
         raise ValueError(f"data path {shown} is compressed; unpack it, as with gunzip")
     if not texts:
-        raise ValueError(f"data path {shown} holds no text; give a non-empty text file or a folder with some")
+        raise ValueError(
+            f"data path {shown} holds no text (a file with a zero byte is taken for binary); give a text file or a folder with some"
+        )
     return shown, texts
 
 
@@ -62,7 +64,8 @@ def _files(path: str) -> tuple[pathlib.Path, list[pathlib.Path]]:
     root = pathlib.Path(os.path.expanduser(path))
     if not os.path.exists(root):  # Unlike pathlib's functions, os.path's raise nothing on an invalid path.
         raise ValueError(
-            f"data path {path!r} does not exist; give a text file or a folder, or leave it empty for the embedded corpus"
+            f"data path {path!r} does not exist; give a file or folder of text, JSON lines or Parquet, or module:NAME of a source, "
+            "or leave it empty for the sources of Python's standard library"
         )
     if os.path.realpath(root) in (os.path.realpath(os.path.expanduser("~")), "/"):
         raise ValueError(f"data path {path!r} is a whole home or root folder; give a folder that holds the text and nothing else")
@@ -79,7 +82,7 @@ def _texts(shown: str, root: pathlib.Path, files: list[pathlib.Path], field: str
     texts, total = {}, 0
     for file in (file for file, size in sizes.items() if size):  # Some files of size 0 in /proc never end.
         text = _joined(_FORMATS.get(file.suffix, _whole)(file, field), shown, total)
-        if text and b"\0" not in text and not text.startswith(_GZIP):
+        if text and (file.suffix in _FORMATS or not (b"\0" in text or text.startswith(_GZIP))):
             texts[file.relative_to(root).as_posix()] = text
             total += len(text)
     return texts
@@ -114,7 +117,7 @@ def _json_lines(file: pathlib.Path, field: str) -> Iterator[str]:
             if not isinstance(found, dict) or not isinstance(found.get(field), str):
                 raise ValueError(
                     f"data path {str(file)!r}: line {number} is no JSON object with a text {field!r}; "
-                    "give JSON lines, or another field"
+                    "give JSON lines, or another --config.data.field"
                 )
             yield found[field]
 
@@ -139,7 +142,8 @@ def _column(file: pathlib.Path, field: str) -> Iterator[Any]:
         raise ValueError(f"data path {str(file)!r} needs the package pyarrow: pip install pyarrow") from error
     try:
         with parquet.ParquetFile(file) as opened:
-            known = opened.schema_arrow.names.count(field) == 1
+            names = opened.schema_arrow.names
+            known = names.count(field) == 1
             for rows in opened.iter_batches(ROWS, columns=[field]) if known else ():
                 yield from rows.column(field).to_pylist()
     except (pyarrow.ArrowException, OSError, ValueError) as error:
@@ -149,7 +153,10 @@ def _column(file: pathlib.Path, field: str) -> Iterator[Any]:
             f"data path {str(file)!r} is no Parquet file, or a damaged one: {_said(error)}; give another file"
         ) from error
     if not known:
-        raise ValueError(f"data path {str(file)!r} has no column {field!r}, or several; give another field")
+        raise ValueError(
+            f"data path {str(file)!r} has no column {field!r}, or several; its columns: {', '.join(names)}; "
+            "give another --config.data.field"
+        )
 
 
 _FORMATS: dict[str, Callable[[pathlib.Path, str], Iterator[str | bytes]]] = {".jsonl": _json_lines, ".parquet": _parquet}
@@ -179,13 +186,20 @@ def _imported(path: str) -> dict[str, bytes]:
             source = getattr(source, part)
     except (Exception, SystemExit) as error:  # Whatever the module does wrong.
         raise ValueError(f"data path {path!r} cannot be imported: {_said(error)}; give module:NAME of a source of text") from error
+    if isinstance(source, str | bytes):
+        raise ValueError(f"data path {path!r} is a single text, and its items would be letters; give a list of texts")
     if not hasattr(source, "__getitem__") or not hasattr(source, "__len__"):
         raise ValueError(
             f"data path {path!r} is of type {type(source).__name__}, which has no length or no items by number; "
-            "give a sequence or a Grain MapDataset"
+            "give a sequence, a Grain MapDataset, or a list of the items"
         )
     texts, total = {}, 0
-    for number in range(_of(path, "length", lambda: len(source))):
+    length = _of(path, "length", lambda: len(source))
+    if length > MAX_BYTES:  # Each item has a byte at least.
+        raise ValueError(
+            f"data path {path!r} has {length} items, and at most {MAX_BYTES} fit; leave out repeat(), or give a smaller source"
+        )
+    for number in range(length):
         text = _of(path, f"item {number}", lambda: source[number])
         if not isinstance(text, str | bytes):
             raise ValueError(

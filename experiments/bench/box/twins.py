@@ -25,7 +25,7 @@ def write_text(path: pathlib.Path, context: int) -> pathlib.Path:
 
     Its last part, which runs validate on, is windows of the standard library's held-out files; the first, its other files.
     """
-    if not path.exists():
+    if not path.is_file():
         corpus = text.load_corpus(min_bytes=context + 1)
         windows_WxT1 = text.validation_windows(corpus.valid, context=context, limit=VALIDATION_WINDOWS)
         valid = windows_WxT1[:, :-1].astype(np.uint8).tobytes()
