@@ -132,9 +132,7 @@ class Pool:
             raise Broken(f"the run in {trial.workdir} was refused, for the reason above; change the flag that it names")
         if code not in (0, command.DIVERGED):
             raise Broken(f"the run in {trial.workdir} {processes.how_it_ended(code)}; the same command continues")
-        print(
-            f"{'diverged' if code else 'trained'}: {trial.workdir}", file=sys.stderr, flush=True
-        )  # Else it seems to hang.
+        print(f"{'diverged' if code else 'trained'}: {trial.workdir}", file=sys.stderr, flush=True)  # Else it seems to hang.
         if code == command.DIVERGED:
             diverged.parent.mkdir(parents=True, exist_ok=True)
             diverged.touch()

@@ -7,7 +7,7 @@ import os
 import pathlib
 import socket
 import time
-from typing import BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 from absl import flags
 import jax
@@ -165,8 +165,9 @@ def check(member: Member, get_config) -> None:
     try:
         parsed(argv)
         jax.config.update("jax_platforms", "cpu")  # Accelerators are for the runs.
-        if parts.read(parsed["config"].value).workers:  # Otherwise the devices of the run decide.
-            parts.resolve(parsed["config"].value)
+        config: Any = parsed["config"].value
+        if parts.read(config).workers:  # Otherwise the devices of the run decide.
+            parts.resolve(config)
     except (flags.Error, ConfigError, ValueError, AttributeError, KeyError, TypeError, OSError) as error:
         raise command.UserError(f"{member.name}: {command.one_line(error)}") from error
 
