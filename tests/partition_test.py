@@ -110,7 +110,7 @@ def test_refused_partitions(chosen, message):
 
 @pytest.mark.parametrize("chosen", ALL)
 def test_every_worker_needs_an_example(chosen):
-    with pytest.raises(ValueError, match="3 training examples for 4 workers; use more data, a smaller share"):
+    with pytest.raises(ValueError, match="3 training examples for 4 workers; use more data or fewer workers"):
         deal(chosen, LABELS[:3], 4, seed=0)
 
 

@@ -57,9 +57,7 @@ def deal(partition: str, labels: np.ndarray, num_workers: int, batch_size: int, 
     """
     name, alpha = parse(partition)
     if len(labels) < num_workers:
-        raise ValueError(
-            f"{len(labels)} training examples for {num_workers} workers; use more data, a smaller share for validation, or fewer workers"
-        )
+        raise ValueError(f"{len(labels)} training examples for {num_workers} workers; use more data or fewer workers")
     if name == "iid":
         dealt = grain.MapDataset.range(len(labels)).seed(seed).shuffle().repeat()
         shards = [dealt[worker::num_workers].batch(batch_size) for worker in range(num_workers)]
