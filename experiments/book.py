@@ -107,8 +107,8 @@ class Book:
 
 def _row(line: str | bytes) -> dict[str, Any]:
     row = json.loads(line)
-    if not isinstance(row["fields"], dict) or not isinstance(row["numbers"], dict | None):
-        raise ValueError("fields and numbers must be objects")
+    if not (isinstance(row["config"], str) and isinstance(row["fields"], dict) and isinstance(row["numbers"], dict | None)):
+        raise ValueError("config must be a text, fields and numbers objects")
     return row
 
 

@@ -151,8 +151,11 @@ def expand(config: str, swept: dict[str, list[str]], keys, workdir: pathlib.Path
     return members
 
 
-def check(member: Member, get_config) -> None:
-    """Reads the run's config just as launch.train will, and refuses it with the config's own complaint."""
+def check(member: Member, get_config, resolve: bool) -> None:
+    """Reads the run's config just as launch.train will, and refuses it with the config's own complaint.
+
+    With `resolve` it also builds the parts, if the number of workers is given: otherwise the devices of the run decide.
+    """
     try:  # The flag's parser would bury what the config file says.
         problem = config_file.misplaced(get_config(*member.arguments[0].partition(":")[2:]), member.arguments)
     except Exception as error:  # Whatever a config file does wrong.
@@ -164,9 +167,9 @@ def check(member: Member, get_config) -> None:
     config_flags.DEFINE_config_file("config", None, flag_values=parsed, sys_argv=argv)
     try:
         parsed(argv)
-        jax.config.update("jax_platforms", "cpu")  # Accelerators are for the runs.
         config: Any = parsed["config"].value
-        if parts.read(config).workers:  # Otherwise the devices of the run decide.
+        if parts.read(config).workers and resolve:
+            jax.config.update("jax_platforms", "cpu")  # Accelerators are for the runs.
             parts.resolve(config)
     except (flags.Error, ConfigError, ValueError, AttributeError, KeyError, TypeError, OSError) as error:
         raise command.UserError(f"{member.name}: {command.one_line(error)}") from error

@@ -146,8 +146,8 @@ def planned(argv: list[str]) -> list[Member]:
     swept = members.parse_sweep(members.sweep_of(module, path, argument) if _SWEEP.value is None else _SWEEP.value)
     members.check_apart(_CONFIG.value, swept, argv)
     found = members.expand(_CONFIG.value, swept, getattr(module, "KEYS", ()), command.folder("workdir", _WORKDIR.value), argv)
-    for member in found:
-        members.check(member, module.get_config)
+    for number, member in enumerate(found):  # Building parts takes a second: only those of runs that begin here.
+        members.check(member, module.get_config, resolve=not _TABLE.value and _INDEX.value in (None, number))
     return found
 
 

@@ -239,7 +239,17 @@ def test_a_line_that_is_cut_short_is_dropped_and_a_damaged_one_refused(made, tmp
     assert Book(path).result(trial(tmp_path, 0)) and made == [0, 1, 2]
 
 
-@pytest.mark.parametrize("content", ['{"my": "only copy"}', "notes", "[1]", '{"config": "a", "fields": {}, "numbers": 3}\n', "\n"])
+@pytest.mark.parametrize(
+    "content",
+    [
+        '{"my": "only copy"}',
+        "notes",
+        "[1]",
+        '{"fields": {}, "numbers": {}}\n',
+        '{"config": "a", "fields": {}, "numbers": 3}\n',
+        "\n",
+    ],
+)
 def test_a_file_that_is_no_book_is_refused_and_stays_as_it_is(content, tmp_path):
     path = tmp_path / "notes.txt"
     path.write_text(content)
