@@ -87,11 +87,11 @@ def average(first: costmodel.Workload, second: costmodel.Workload) -> costmodel.
     def mean(name):
         return np.mean([getattr(first, name), getattr(second, name)], axis=0).tolist()
 
-    traces = [workload.jitter.trace_s or (workload.compute_s,) * 100 for workload in (first, second)]
+    traces = [workload.jitter.trace_s or (workload.compute_s,) * 25 * HOSTS for workload in (first, second)]
     return dataclasses.replace(
         first,
         backward_s=tuple(mean("backward_s")),
-        jitter=costmodel.Jitter("trace", trace_s=(*traces[0], *traces[1])),
+        jitter=costmodel.Jitter("trace", trace_s=(*traces[0], *traces[1]), together=HOSTS),
         **{name: mean(name) for name in ("forward_s", "optimizer_s", "combine_s", "beside_s")},
     )
 

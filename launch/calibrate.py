@@ -49,7 +49,12 @@ _ROUNDS = flags.DEFINE_integer("rounds", None, "How often to measure everything;
 flags.mark_flags_as_required(["config", "out"])
 flags.adopt_module_key_flags(join)  # --help shows them.
 
-STEP = {"forward": "forward", "gradient": "forward and backward", "optimizer": "optimizer", "combine": "combine"}
+STEP = {
+    "forward": "forward",
+    "gradient": "forward and backward",
+    "in a row": "the same in a row, not waiting",
+    "optimizer": "optimizer",
+}
 KINDS = {"shift": "shift", "pair": "pair", "all_reduce": "all-reduce"}
 METHOD = ("method", "topology", "mixer", "reducer", "optimizer", "schedule", "clip_norm")  # fields of a config that make a method
 SCOPES = {"inter": "between nodes", "intra": "inside nodes"}
@@ -104,7 +109,7 @@ def report(measured: measure.Measured) -> table.Table:
         assert rate_Bps is not None
         rows.add_row(f"{codec}, both ways", model_mb, *spread(both_s), "", f"{8e-6 * rate_Bps:.4g}")
     for name, own_s in measured.coding_s.items():
-        rows.add_row(f"update by {name}", model_mb, *spread(own_s))
+        rows.add_row(f"update by {name}, unsent", model_mb, *spread(own_s))
     return rows
 
 

@@ -78,14 +78,14 @@ def test_exchanges_are_what_they_are_called(workers, local_size, expected):
 def test_all_parts_of_a_step_run_again_and_again():
     setup = setup_of(2, 1)
     actions = measure.step_actions(setup) | measure.codec_actions(setup)
-    assert set(actions) == {"forward", "gradient", "optimizer", "combine", *measure.CODECS}
+    assert set(actions) == {"forward", "gradient", "optimizer", *measure.CODECS}
     told = []
     times_s = measure.take_rounds(
         measure.Stopwatch(setup.workers), actions, 0.0, None, lambda done, total: told.append((done, total))
     )
     assert told == [(1, 3), (2, 3), (3, 3)]
     steps = times_s.pop("gradient").shape[1]
-    assert steps % 3 == 0 and steps <= 3 * rounds.STEPS
+    assert steps % 3 == 0 and steps <= 3 * max(rounds.STEPS) and times_s.pop("in a row").shape == (2, steps)
     assert all(times_NxR.shape == (2, 3) and (times_NxR > 0).all() for times_NxR in times_s.values())
 
 
@@ -97,7 +97,8 @@ def check_profile(path, nodes, per_node):
     assert (cluster.num_nodes, cluster.workers_per_node) == (nodes, per_node)
     assert set(cluster.codec_Bps) == set(measure.CODECS)
     size = parts.size(tiny_config())
-    assert workload.total_bytes == 4 * size.params and min(workload.forward_s, workload.optimizer_s, workload.combine_s) > 0
+    assert workload.total_bytes == 4 * size.params and min(workload.forward_s, workload.optimizer_s) > 0
+    assert workload.combine_s >= 0  # A difference of times
     planned = launch("launch.plan", f"--cluster={path}", "--codec=int8")
     assert planned.returncode == 0 and planned.stderr == "", planned.stderr
     assert "Decentralization" in planned.stdout and f"{nodes} × {per_node} workers" in planned.stdout
@@ -123,6 +124,8 @@ def test_a_profile_of_devices_in_one_process(tmp_path):
         "pair inside nodes",
         "all-reduce between nodes",
         "int8",
+        "in a row, not waiting",
+        "update by gossip",
         f"--cluster={path}",
     ):
         assert told in result.stdout

@@ -393,7 +393,7 @@ def test_stragglers_as_measured(kind, jitter):
 
 def test_profiles_survive_json(tmp_path):
     path = tmp_path / "profile.json"
-    for workload in (None, with_jitter(Jitter("trace", trace_s=(0.1, 0.25), slow_workers=1, slow_factor=2.0))):
+    for workload in (None, with_jitter(Jitter("trace", trace_s=(0.1, 0.25), together=2, slow_workers=1, slow_factor=2.0))):
         costmodel.save(path, EIGHT, workload)
         assert costmodel.load(path) == (EIGHT, workload)
 
@@ -433,6 +433,12 @@ def test_bad_profiles_are_one_line(tmp_path, text, problem):
         (lambda: Jitter("gaussian"), "choose from constant, normal"),
         (lambda: Jitter("trace"), "needs them"),
         (lambda: Jitter("constant", 0.1), "has no scale_s"),
+        (
+            lambda: Jitter("trace", trace_s=(0.1, 0.2, 0.3), together=2),
+            "together=2 must divide the number of values in trace_s, which is 3; leave it out",
+        ),
+        (lambda: Jitter("normal", 0.1, together=2), "together=2 must divide"),
+        (lambda: Jitter(together=0), "together=0"),
         (lambda: Jitter("normal", -0.1), "scale_s=-0.1"),
         (lambda: Jitter(slow_workers=1, slow_factor=0.5), "slow_factor=0.5"),
         (lambda: Workload(0.1, (0.1, 0.1), (1e6,)), "one number per bucket"),

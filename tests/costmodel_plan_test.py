@@ -155,12 +155,25 @@ def test_latency_is_the_lesser_one_of_shifts_and_pairs():
     assert (cluster.inter.latency_s, cluster.inter.bandwidth_Bps) == pytest.approx((3e-4, 2e7))
 
 
-def test_jitter_is_kept_as_quantiles_of_the_same_mean():
-    times_s = 0.05 + np.random.default_rng(0).exponential(0.05, 5000)
-    jitter = calibrate.fit_jitter(times_s)
-    assert len(jitter.trace_s) == calibrate.MAX_TRACE and np.mean(jitter.trace_s) == pytest.approx(times_s.mean())
-    assert np.std(jitter.trace_s) == pytest.approx(times_s.std(), rel=0.03)
-    assert calibrate.fit_jitter([0.1, 0.1001, 0.0999]) == Jitter()
+@pytest.mark.parametrize("workers, steps", [(1, 200), (4, 50), (64, 20)])
+def test_jitter_is_kept_as_whole_steps_of_the_same_mean_and_slowest_worker(workers, steps):
+    times_NxR = 0.05 + np.random.default_rng(0).exponential(0.05, (workers, 5000)) + np.linspace(0, 0.1, 5000)
+    jitter = calibrate.fit_jitter(times_NxR)
+    if workers == 1:
+        assert jitter == Jitter()  # It waits for nobody.
+        return
+    assert len(jitter.trace_s) == workers * steps and np.mean(jitter.trace_s) == pytest.approx(times_NxR.mean())
+    drawn = jitter.sample(np.random.default_rng(1), 0.1, (4000, workers))
+    assert drawn.max(axis=1).mean() == pytest.approx(times_NxR.max(axis=0).mean(), rel=0.02)
+    assert calibrate.fit_jitter(np.array([[0.1, 0.3], [0.1001, 0.2999]])) == Jitter()
+
+
+def test_workers_of_a_trace_keep_together_in_any_order():
+    jitter = Jitter("trace", trace_s=(1.0, 2.0, 3.0, 10.0, 20.0, 30.0), together=3)
+    drawn = jitter.sample(np.random.default_rng(0), 1.0, (500, 2, 7))
+    steps = {tuple(sorted(group)) for group in drawn[..., :6].reshape(-1, 3).tolist()}
+    assert steps == {(1.0, 2.0, 3.0), (10.0, 20.0, 30.0)} and set(drawn[..., 6].flat) == set(jitter.trace_s)
+    assert len({tuple(group) for group in drawn[..., :3].reshape(-1, 3).tolist()}) == 12  # All orders of both.
 
 
 def test_throughputs_are_told_apart_by_the_codecs_names(tmp_path):
@@ -181,16 +194,40 @@ def test_throughputs_are_told_apart_by_the_codecs_names(tmp_path):
         predict(cluster, LOAD, dataclasses.replace(methods[-1], codec="zip"))
 
 
-def test_nobody_waits_for_what_all_have_in_common():
-    rng = np.random.default_rng(0)
-    own, common = rng.normal(0, 0.01, (4, 4000)), rng.exponential(0.3, 4000)
-    times_NxR = 1 + common + own
-    varies = calibrate.own_variation(times_NxR)
-    assert varies.shape == (16000,) and varies.mean() == pytest.approx(times_NxR.mean())
-    assert varies.std() == pytest.approx(0.01, rel=0.1)
-    in_step = calibrate.own_variation(np.broadcast_to(1 + common, (4, 4000)))  # As in a single process.
-    assert np.ptp(in_step) == 0 and in_step[0] == pytest.approx(1 + common.mean())
-    assert calibrate.own_variation(np.array([[1.0, 1.0], [1.0, 30.0]])).min() == 1  # Never faster than anybody was.
+def on_shared_cores(work_NxK, cores, together):
+    """Seconds of every step of N workers that share cores equally: all wait for the slowest in every step, or nobody waits."""
+    N, K = work_NxK.shape
+    left, step, begun, now = work_NxK[:, 0].astype(float), np.zeros(N, int), np.zeros(N), 0.0
+    times, busy = np.zeros((N, K)), np.ones(N, bool)
+    while busy.any():
+        speed = min(1.0, cores / busy.sum())
+        passed = left[busy].min() / speed
+        left, now = left - passed * speed * busy, now + passed
+        for i in np.flatnonzero(busy & (left < 1e-12)):
+            times[i, step[i]], step[i], begun[i], busy[i] = now - begun[i], step[i] + 1, now, False
+        again = np.flatnonzero(~busy & (step < K))
+        if len(again) and (not together or not busy.any()):
+            busy[again], begun[again] = True, now
+            left[again] = work_NxK[again, step[again]]
+    return times
+
+
+@pytest.mark.parametrize("cores, share", [(4, 1.0), (2, 0.45), (1, 0.0)])  # On two, a worker that is the last leaves one idle.
+def test_leads_are_kept_on_cores_of_ones_own_and_lost_on_shared_ones(cores, share):
+    work_NxK = 1 + np.random.default_rng(0).exponential(0.5, (4, 400))
+    begun_together = on_shared_cores(work_NxK, cores, together=True)
+    in_a_row = on_shared_cores(work_NxK, cores, together=False)
+    found = calibrate.own_share(begun_together, calibrate.pace(in_a_row))
+    assert found == pytest.approx(share, abs=0.1)
+    times_NxR = calibrate.shared(begun_together, found)
+    # What the model needs: the slowest worker's time for those who wait, and the pace of those who do not.
+    assert times_NxR.max(axis=0) == pytest.approx(begun_together.max(axis=0))
+    assert times_NxR.mean() == pytest.approx(calibrate.pace(in_a_row), rel=0.03)
+
+
+def test_the_pace_counts_steps_until_the_first_worker_is_done():
+    assert calibrate.pace(np.array([[1.0, 1.0, 1.0], [2.0, 2.0, 2.0]])) == pytest.approx(3 / ((3 + 1.5) / 2))
+    assert calibrate.own_share(np.ones((4, 3)), 0.9) == 1.0  # In a single process nobody leads.
 
 
 def test_least_squares_finds_the_minimum():
@@ -207,7 +244,7 @@ def test_least_squares_finds_the_minimum():
         (lambda: Measurement("shift", 1, 1, scope="rack"), "choose from intra, inter"),
         (lambda: calibrate.fit_line([1e6, 1e6], [1, 1]), "at least two sizes"),
         (lambda: calibrate.fit_line([1e6, 2e6], [1, 0.5]), "do not take longer"),
-        (lambda: calibrate.fit_jitter([]), "at least one is needed"),
+        (lambda: calibrate.fit_jitter(np.zeros((4, 0))), "at least one is needed"),
         (lambda: calibrate.fit_cluster([], name="x", num_nodes=2, workers_per_node=1), "links need one of them"),
     ],
 )

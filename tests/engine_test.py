@@ -171,6 +171,21 @@ def test_batches_of_a_few_shapes_are_compiled_once_each(which):
     assert any((x != y).any() for x, y in zip(jax.tree.leaves(own), jax.tree.leaves(state), strict=True))
 
 
+@pytest.mark.parametrize("which, senders", [("fused", 1), ("split", 2)])
+def test_an_update_by_itself_is_what_a_step_does_beside_its_gradient(which, senders):
+    method, found = METHODS["one_peer_exponential"](), []
+    step = Step(stateless(gradients), method, workers(), 0)
+    state, batch = runs.start(init(jax.random.key(0)), method, workers()), workers().build(lambda worker: batches(0)[worker])
+    _, grads, _ = workers().jit(step.take_gradient, (0, 0, 0, None))(state.params, state.source, batch, np.int32(0))
+    update = engine.compile_update(step, which, 0, state, grads, lambda fn: found.append(fn) or fn)
+    assert len(found) == senders  # The functions that send: all at once, or one for each part.
+    due = engine.compile_per_phase(step, which)(0, state, batch, np.int32(0))
+    for _ in range(2):
+        after = update(jax.tree.map(jnp.copy, state), grads)
+    expected, _ = due.run(jax.tree.map(jnp.copy, state), batch, np.int32(0))
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), after, expected)
+
+
 def test_split_communicates_in_its_exchange_only():
     *_, (take_gradient, *parts, prepare, join, last_join) = trajectory(METHODS["one_peer_exponential"](), "split")
     encodes, travels, decodes = parts[::3], parts[1::3], parts[2::3]

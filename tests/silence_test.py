@@ -105,8 +105,8 @@ def test_coding_is_what_an_update_takes_beyond_what_the_model_adds():
     forms = [form_of("method=allreduce,reducer=powersgd,rank=2"), form_of("mixer=choco,codec=int8")]
     workload = costmodel.Workload(0.1, (0.2,), (1e6,), optimizer_s=2e-3, combine_s=1e-3)
 
-    def coding_s(*times_s):
-        return [measure_lib._compressed(form, np.array([times_s]), workload).coding_s for form in forms]
+    def coding_s(update_s):
+        return [measure_lib._compressed(form, update_s, workload).coding_s for form in forms]
 
-    assert coding_s(4e-3, 5e-3, 9e-3) == pytest.approx([3e-3, 2e-3])
+    assert coding_s(5e-3) == pytest.approx([3e-3, 2e-3])
     assert coding_s(2.5e-3) == [pytest.approx(0.5e-3), 0.0]

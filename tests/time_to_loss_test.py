@@ -136,6 +136,17 @@ def test_the_whole_way_with_a_tiny_model_and_again_from_what_is_there(name, tmp_
     assert {path.name for path in (out / "round0").iterdir()} == expected
 
 
+@needs_namespaces
+def test_steps_of_a_tiny_model_are_forecast_and_taken_once(tmp_path):
+    few = ["--smoke", "--steps=4", "--seconds=1", f"--out={tmp_path / 'out'}"]
+    first, second = (commands.run("experiments.step_forecast", *few) for _ in range(2))
+    assert first.returncode == second.returncode == 0, first.stderr + second.stderr
+    table = second.stdout.strip()
+    assert first.stdout.strip().endswith(table.splitlines()[-1]) and table.count("%") == 2 and time_to_loss.ACCUM_INT8 in table
+    refused = commands.run("experiments.step_forecast", *few, "--multi30k=/nowhere")
+    assert refused.returncode == 2 and refused.stderr.count("\n") == 1 and "--multi30k=/nowhere does not exist" in refused.stderr
+
+
 @pytest.mark.parametrize("code, fails", [(4, ""), (1, "exit code 1"), (2, "was refused"), (130, "exit code 130")])
 def test_only_divergence_counts_as_a_bad_rate(tmp_path, monkeypatch, code, fails):
     """A mistaken, interrupted or broken run is no answer: the command ends, and goes on with that run when it is started again."""

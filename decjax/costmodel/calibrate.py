@@ -11,7 +11,7 @@ import numpy as np
 
 from decjax.costmodel.profile import Cluster, Jitter, Link
 
-MAX_TRACE = 200  # the most values kept of a measured distribution: its quantiles
+MAX_TRACE, LEAST_STEPS = 200, 20  # how many measured times are kept, or times of as many whole steps if these are more
 STEADY = 0.02  # coefficient of variation below which compute times count as constant
 DIFFERENCE = 1e-3  # h of central differences; larger than the noise of a simulation needs
 KINDS = ("shift", "pair", "all_reduce", "codec")
@@ -66,35 +66,52 @@ def fit_line(num_bytes: Sequence[float], time_s: Sequence[float]) -> Link:
     return Link(float(alpha), float(1 / slope))
 
 
-def fit_jitter(times_s: Sequence[float] | np.ndarray) -> Jitter:
-    """The distribution of measured compute times: constant if they hardly vary, else a trace of quantiles with the same mean."""
-    times = np.sort(np.asarray(times_s, float))
-    if not (len(times) and times[0] > 0 and np.isfinite(times).all()):
-        raise ValueError(f"{len(times)} compute times were given; at least one is needed, and all must be positive seconds")
-    if times.std() <= STEADY * times.mean():
-        return Jitter()
-    if len(times) > MAX_TRACE:  # Means of equal slices keep the mean, and do not lose the largest values.
-        times = np.array([part.mean() for part in np.array_split(times, MAX_TRACE)])
-    return Jitter("trace", trace_s=tuple(times.tolist()))
+def pace(times_NxK: np.ndarray) -> float:
+    """Mean seconds per step of N workers that take K steps in a row and do not wait, until the first of them has taken all its steps."""
+    ends_NxK = np.cumsum(times_NxK, axis=1)
+    until_s, before_NxK = ends_NxK[:, -1].min(), ends_NxK - times_NxK
+    done_NxK = np.clip((until_s - before_NxK) / times_NxK, 0, 1)  # A step under way counts by its share.
+    return float(until_s / done_NxK.sum(axis=1).mean())
 
 
-def own_variation(times_NxR: np.ndarray) -> np.ndarray:
-    """Compute times without the variation that all workers have in common, for which no worker waits.
+def own_share(times_NxR: np.ndarray, pace_s: float) -> float:
+    """κ in [0, 1]: how much of its lead over the slowest a worker keeps where it does not wait for others.
 
-    In step r that is their median m_r. Deviations from it are widened by √(N/(N−1)), because m_r follows each worker a little, and
-    added to a constant that keeps the mean:
+        κ = (m − p) / (m − t)
 
-        d_ir = √(N/(N−1)) (t_ir − m_r),     t'_ir = max(min t, mean t − mean d + d_ir)
+    with t the mean time of a worker, m that of the slowest of N that start together, and p the time per step of workers that do
+    not wait. On cores of its own a worker goes on as soon as it is done, so p = t and κ = 1. If workers share cores, those that are done
+    early leave theirs to the others, which are done the sooner; without waiting all take as long as the slowest, p = m and κ = 0.
 
     Args:
-        times_NxR: seconds of N workers in R steps that they took at the same time.
-
-    Returns:
-        N · R times; all equal if the workers never differ, as in a single process.
+        times_NxR: seconds of N workers in R steps that they began together.
+        pace_s: p, from `pace`.
     """
-    n = len(times_NxR)
-    deviation = np.sqrt(n / max(1, n - 1)) * (times_NxR - np.median(times_NxR, axis=0))
-    return np.maximum(times_NxR.min(), times_NxR.mean() - deviation.mean() + deviation).ravel()
+    slowest_s, mean_s = times_NxR.max(axis=0).mean(), times_NxR.mean()
+    return float(np.clip((slowest_s - pace_s) / (slowest_s - mean_s), 0, 1)) if slowest_s > mean_s else 1.0
+
+
+def shared(times_NxR: np.ndarray, share: float) -> np.ndarray:
+    """The times as if a worker kept only the `share` κ of its lead over the slowest: t'_ir = m_r − κ (m_r − t_ir), m_r = max_i t_ir."""
+    slowest_R = times_NxR.max(axis=0)
+    return slowest_R - share * (slowest_R - times_NxR)
+
+
+def fit_jitter(times_NxR: np.ndarray) -> Jitter:
+    """The distribution of measured compute times, [N, R]: constant if workers hardly differ within a step, else a trace of whole steps.
+
+    Of many steps the trace holds as few as `MAX_TRACE` says, with the same mean, and the same mean of the slowest worker's times.
+    """
+    times = np.sort(np.asarray(times_NxR, float), axis=0)
+    if not (times.ndim == 2 and times.size and times.min() > 0 and np.isfinite(times).all()):
+        raise ValueError(f"{times.size} compute times were given; at least one is needed, and all must be positive seconds")
+    if (times - times.mean(axis=0)).std() <= STEADY * times.mean():
+        return Jitter()
+    most = max(MAX_TRACE // len(times), LEAST_STEPS)
+    if times.shape[1] > most:  # Means of equal slices keep the mean, and do not lose the largest values.
+        slices = np.array_split(times[:, times[-1].argsort()], most, axis=1)
+        times = np.stack([part.mean(axis=1) for part in slices], axis=1)
+    return Jitter("trace", trace_s=tuple(times.T.ravel().tolist()), together=len(times))
 
 
 def line_of(measurements: Sequence[Measurement], kind: str, scope: str) -> Link | None:

@@ -155,7 +155,8 @@ class Cluster:
 
 @dataclasses.dataclass(frozen=True)
 class Jitter:
-    """How the compute time of a worker's step varies around its nominal value C, independently over workers and steps.
+    """How the compute time of a worker's step varies around its nominal value C, independently over steps and, but for a trace of workers
+    that were timed `together`, over workers.
 
         constant     C
         normal       max(0, C + s Z)                         Z standard normal
@@ -166,7 +167,9 @@ class Jitter:
     Args:
         kind: one of the above.
         scale_s: s, seconds.
-        trace_s: measured compute times of forward and backward together, seconds.
+        trace_s: measured compute times of forward and backward, seconds.
+        together: M, of how many workers the trace has times that belong together: M after one another are those of one step. They are
+            drawn as a whole, and dealt to the workers at random; so workers that share cores are not all slow at once.
         slow_workers: number of workers, the first ones, that are slow in every step.
         slow_factor: factor ≥ 1 by which these take longer.
     """
@@ -174,6 +177,7 @@ class Jitter:
     kind: str = "constant"
     scale_s: float = 0.0
     trace_s: tuple[float, ...] = ()
+    together: int = 1
     slow_workers: int = 0
     slow_factor: float = 1.0
 
@@ -186,6 +190,12 @@ class Jitter:
             raise ValueError(
                 f"jitter kind {self.kind!r} with {len(self.trace_s)} values in trace_s: kind 'trace' needs them, "
                 "and no other kind takes them"
+            )
+        check_count("together", self.together, 1)
+        if len(self.trace_s) % self.together or (self.together > 1 and self.kind != "trace"):
+            raise ValueError(
+                f"together={self.together} must divide the number of values in trace_s, which is {len(self.trace_s)}; leave it out if "
+                "workers vary by themselves"
             )
         if (self.kind in ("constant", "trace")) and self.scale_s:
             raise ValueError(
@@ -207,7 +217,7 @@ class Jitter:
     def sample(self, rng: np.random.Generator, nominal_s: float, shape: tuple[int, ...]) -> np.ndarray:
         """Random compute times in seconds, of shape [..., N], for a nominal C = `nominal_s` > 0."""
         if self.kind == "trace":
-            times_s = rng.choice(np.asarray(self.trace_s), shape)
+            times_s = self._drawn(rng, shape)
         elif self.kind == "normal":
             times_s = np.maximum(0.0, nominal_s + self.scale_s * rng.standard_normal(shape))
         elif self.kind == "exponential":
@@ -219,6 +229,12 @@ class Jitter:
             times_s = np.full(shape, nominal_s)
         times_s[..., : self.slow_workers] *= self.slow_factor
         return times_s
+
+    def _drawn(self, rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+        """Steps of the trace, [..., N]: as many groups of `together` workers as it takes, each in an order of its own."""
+        steps_RxM = np.reshape(self.trace_s, (-1, self.together))
+        drawn = rng.choice(steps_RxM, (*shape[:-1], -(-shape[-1] // self.together)))  # [..., groups, M]
+        return rng.permuted(drawn, axis=-1).reshape(*shape[:-1], -1)[..., : shape[-1]]
 
 
 def _numbers(what: str, values: Any) -> tuple[float, ...]:
@@ -266,7 +282,8 @@ class Workload:
         backward_s: B_b, seconds of the backward pass from bucket b − 1 until bucket b is ready.
         num_bytes: bytes of each bucket's parameters, as they travel uncompressed.
         optimizer_s: seconds of the optimizer, all buckets together.
-        combine_s: seconds to combine arrived parameters with the worker's own, all buckets together.
+        combine_s: seconds to combine arrived parameters with the worker's own, all buckets together, and for what else a step with
+            messages computes.
         beside_s: seconds that an exchange takes longer while the gradient is computed, since both need the same cores.
         jitter: how F + Σ B_b varies.
         compressed: compressed forms of its messages that were measured.

@@ -2,7 +2,8 @@
 
 Actions are timed in rounds, one after the other in an order that rotates, so that other load on the machines affects all of them
 alike; results are medians over rounds. All workers wait for each other before an action and start it together, so that those that
-share cores do so as in training. The time of an exchange is that of the slowest worker.
+share cores do so as in training. The time of an exchange is that of the slowest worker; that of other actions lies between the mean
+over workers and the slowest one's, as `own_share` says, for which gradients are also timed in a row, without waiting.
 
 Exchanges run through `mesh.Axis`, in as many messages as the model has buckets, scaled to the total size in question. Their time is
 that of the whole exchange, so the workload of the profile has a single bucket.
@@ -16,13 +17,15 @@ Between nodes, shifts and pairs use one worker per node, so that no two messages
 Where training sends from a thread of its own, the exchange of the model is also timed beside a gradient, in the parts in which training
 sends it: both need the same cores, so it takes longer.
 
-A compressed method is timed without its messages: its own program, in which each worker receives what it sends itself (`silence`).
-The time of the messages follows from their bytes.
+Gossip and compressed methods are timed without their messages: all that training does beside the gradient, by its engine, where each
+worker receives what it sends itself (`silence`). What exceeds the optimizer's time is combining and coding. The time of the messages
+follows from their bytes.
 """
 
 from collections.abc import Callable, Sequence
 import dataclasses
 import functools
+import itertools
 from typing import Any, NamedTuple
 
 import jax
@@ -31,18 +34,22 @@ import numpy as np
 
 from decjax import codecs
 from decjax import config as config_lib
+from decjax.config import sections
 from decjax.costmodel import Cluster, Compressed, Link, Workload, calibrate
 from decjax.errors import ConfigError
 from decjax.gossip import rounds as rounds_lib
 from decjax.measure import exchanges, silence
 from decjax.measure.exchanges import Beside, TimedExchange, exchange_actions
 from decjax.measure.rounds import Actions, Stopwatch, take_rounds
+from decjax.train import engine
 from decjax.train.trainer import Trainer
 
 LEAST_BYTES = 2**20  # of the largest message: the time of smaller ones is mostly latency
 SIZES, RATIO = 3, 4  # number of message sizes, and each one ÷ the one before; much smaller ones would fit in a switch's buffers
 
+BATCHES = 16  # that take turns: those of translation differ in shape, and so in time
 PHASES = 64  # how many of the last steps of a compressed method are searched for phases
+GOSSIP = {"method": "decentralized", "mixer": "exact"}
 CODECS = ("bfloat16", "int8")  # few, since each takes seconds to compile
 
 
@@ -53,10 +60,11 @@ class Measured(NamedTuple):
         cluster: fitted to the exchanges and codecs.
         workload: one worker's step; its jitter is how the workers' times varied against each other.
         lines: latency and bandwidth of every (kind, scope) of exchange.
-        step_s: times of "forward", "gradient", "optimizer" and "combine" on each worker, [N, rounds or more].
+        step_s: times of "forward", "gradient" and "optimizer" on each worker, [N, rounds or more]; of "in a row", gradients without
+            waiting in between, [N, rounds · length of a row].
         exchange_s: times of the exchanges on the slowest worker, [rounds].
         codec_s: times of encoding and decoding on each worker, [N, rounds], by codec.
-        coding_s: times of the updates of compressed methods on each worker, [N, rounds], by name.
+        coding_s: times of what "gossip" and compressed methods do beside the gradient, on each worker, [N, rounds], by name.
         beside_s: times of an exchange of the model beside a gradient, on the slowest worker, [rounds]; none where no thread sends.
     """
 
@@ -105,21 +113,18 @@ def prepare(spec: config_lib.RunSpec) -> Trainer:
 
 
 def step_actions(trainer: Trainer) -> Actions:
-    """The parts of a training step, "forward", "gradient", "optimizer" and "combine", each a program of its own on all workers."""
-    workers, layout, key = trainer.workers, exchanges.layout(trainer), jax.random.key(trainer.spec.seed)
-    state, batch = trainer.init(), trainer.batch(0)
-
-    def combine(params, received):
-        return layout.unpack([(own + other) / 2 for own, other in zip(layout.pack(params), received)], like=params)
+    """The parts of a training step, "forward", "gradient" and "optimizer", each a program of its own on all workers."""
+    workers, key = trainer.workers, jax.random.key(trainer.spec.seed)
+    state, batches = trainer.init(), [trainer.batch(step) for step in range(BATCHES)]
 
     task, source = trainer.setup.task, trainer.setup.source
     forward = workers.jit(lambda params, variables, batch: task.loss(params, variables, batch, key)[0], (0, 0, 0))
     gradient = workers.jit(lambda params, variables, batch: source.gradient(params, variables, batch, key)[:2], (0, 0, 0))
     optimize = workers.jit(_silent_update(trainer), (0, 0), donate_argnums=(0,))
-    join = workers.jit(combine, (0, 0))
-    params, received = jax.tree.map(jnp.copy, state.params), workers.jit(layout.pack, (0,))(state.params)
+    params = jax.tree.map(jnp.copy, state.params)
     variables = jax.tree.map(jnp.copy, state.source)
-    _, grads = gradient(params, variables, batch)
+    compiled = [(forward(params, variables, batch), gradient(params, variables, batch)) for batch in batches]  # Every shape.
+    (_, (_, grads)), turns = compiled[0], itertools.cycle(batches)
 
     def optimizer():
         nonlocal state
@@ -127,10 +132,9 @@ def step_actions(trainer: Trainer) -> Actions:
         return state
 
     return {
-        "forward": lambda: forward(params, variables, batch),
-        "gradient": lambda: gradient(params, variables, batch),
+        "forward": lambda: forward(params, variables, next(turns)),
+        "gradient": lambda: gradient(params, variables, next(turns)),
         "optimizer": optimizer,
-        "combine": lambda: join(params, received),
     }
 
 
@@ -210,14 +214,22 @@ def _silent_update(trainer: Trainer, phase: int | None = None, sums: list[float]
     return silence.silent(functools.partial(trainer.step_parts.update, phase=phase), trainer.workers.axis, sums)
 
 
+def gossip(trainer: Trainer) -> Form:
+    """Gossip that compresses nothing, in order "awc" over one neighbour, with the model, data and optimizer of the run."""
+    method, mixer = (config_lib.Choice(name, sections.check(kind, name, {})) for kind, name in GOSSIP.items())
+    spec = trainer.spec._replace(method=method, mixer=mixer, topology="one_peer_exponential")
+    return Form("gossip", Trainer(spec), (0,), 1.0, 1.0)
+
+
 def coding_actions(forms: Sequence[Form]) -> Actions:
-    """The updates of compressed methods without their messages, by (name, phase)."""
+    """What methods do beside their gradient, without their messages, as training does it; by (name, phase)."""
     actions = {}
     for name, trainer, phases, *_ in forms:
         state = [trainer.init()]
         grads = jax.tree.map(lambda x: 1e-3 * x, state[0].params)
+        messages = functools.partial(silence.silent, axis=trainer.workers.axis)
         for phase in phases:
-            run = trainer.workers.jit(_silent_update(trainer, phase), (0, 0), donate_argnums=(0,))
+            run = engine.compile_update(trainer.step_parts, trainer.spec.engine, phase, state[0], grads, messages)
 
             def update(run=run, state=state, grads=grads):
                 state[0] = run(state[0], grads)
@@ -262,12 +274,13 @@ def measure(
     """
     watch = Stopwatch(trainer.workers)
     steps, codings = step_actions(trainer), codec_actions(trainer)
-    talks = exchange_actions(trainer, sizes or sizes_up_to_model(trainer))
+    talks, forms = exchange_actions(trainer, sizes or sizes_up_to_model(trainer)), [gossip(trainer), *forms]
     # Elsewhere a compiler overlaps both, and devices of one process could occupy all threads with waiting.
     beside = Beside(trainer, steps["gradient"]) if trainer.workers.needs_sender else None
     actions = steps | talks | codings | coding_actions(forms) | ({"beside": beside} if beside else {})
     times_s = take_rounds(watch, actions, seconds, rounds, note)
-    step_s, codec_s = {part: times_s[part] for part in steps}, {codec: times_s[codec] for codec in codings}
+    step_s, codec_s = {part: times_s[part] for part in (*steps, "in a row")}, {codec: times_s[codec] for codec in codings}
+    share = _own_share(step_s, times_s["optimizer"].shape[1])
     coding_s = {form.name: np.mean([times_s[form.name, phase] for phase in form.phases], axis=0) for form in forms}
     exchange_s = {what: times_s[what].max(axis=0) for what in talks}
     total_bytes = exchanges.layout(trainer).num_bytes
@@ -281,32 +294,44 @@ def measure(
         if (line := calibrate.line_of(measurements, m.kind, m.scope)) is not None  # Never None here; for the type checker.
     }
     measurements += [
-        calibrate.Measurement("codec", total_bytes, float(np.median(both_s)), codec=codec) for codec, both_s in codec_s.items()
+        calibrate.Measurement("codec", total_bytes, _usual_s(both_s, share), codec=codec) for codec, both_s in codec_s.items()
     ]
     n, L = trainer.workers.num_workers, trainer.workers.local_size
     cluster = calibrate.fit_cluster(measurements, name=name, num_nodes=n // L, workers_per_node=L)
     beside_s = watch.gather(beside.own_s[-len(times_s["beside"][0]) :]).max(axis=0) if beside else np.zeros(0)
-    workload = _workload(step_s, total_bytes)
+    workload = _workload(step_s, total_bytes, share, _usual_s(coding_s[forms[0].name], share))
     if beside:
         line = lines[beside.kind, beside.scope]
         more_s = float(np.median(beside_s)) - line.latency_s - total_bytes / line.bandwidth_Bps
         workload = dataclasses.replace(workload, beside_s=max(0.0, more_s))
-    compressed = tuple(_compressed(form, coding_s[form.name], workload) for form in forms)
+    compressed = tuple(_compressed(form, _usual_s(coding_s[form.name], share), workload) for form in forms[1:])
     workload = dataclasses.replace(workload, compressed=compressed)
     return Measured(cluster, workload, lines, step_s, exchange_s, codec_s, coding_s, beside_s)
 
 
-def _workload(step_s: dict[str, np.ndarray], total_bytes: int) -> Workload:
-    forward_s, gradient_s, optimizer_s, combine_s = (
-        float(np.median(step_s[part])) for part in ("forward", "gradient", "optimizer", "combine")
-    )
-    backward_s, jitter = max(0.0, gradient_s - forward_s), calibrate.fit_jitter(calibrate.own_variation(step_s["gradient"]))
+def _own_share(step_s: dict[str, np.ndarray], rounds: int) -> float:
+    """κ of `calibrate.own_share` from gradients that were begun together, and from as many in a row in each round."""
+    rows_NxRxK = step_s["in a row"].reshape(len(step_s["in a row"]), rounds, -1)
+    pace_s = np.mean([calibrate.pace(rows_NxRxK[:, r]) for r in range(rounds)])
+    return calibrate.own_share(step_s["gradient"], float(pace_s))
+
+
+def _usual_s(times_NxR: np.ndarray, share: float) -> float:
+    """The median over steps of what workers take that keep only a `share` of their lead over the slowest."""
+    return float(np.median(calibrate.shared(times_NxR, share).mean(axis=0)))
+
+
+def _workload(step_s: dict[str, np.ndarray], total_bytes: int, share: float, gossip_s: float) -> Workload:
+    """The workload of a step; combining is what gossip does, in `gossip_s` seconds, beyond the optimizer."""
+    forward_s, gradient_s, optimizer_s = (_usual_s(step_s[part], share) for part in ("forward", "gradient", "optimizer"))
+    combine_s = max(0.0, gossip_s - optimizer_s)
+    backward_s, jitter = max(0.0, gradient_s - forward_s), calibrate.fit_jitter(calibrate.shared(step_s["gradient"], share))
     return Workload(forward_s, (backward_s,), (float(total_bytes),), optimizer_s, combine_s, jitter)
 
 
-def _compressed(form: Form, update_s: np.ndarray, workload: Workload) -> Compressed:
+def _compressed(form: Form, update_s: float, workload: Workload) -> Compressed:
     """A compressed method for the profile; its time is that beyond the optimizer and the combining, which the cost model adds."""
     topology, num_workers = form.trainer.setup.topology, form.trainer.workers.num_workers
     known_s = workload.optimizer_s + (workload.combine_s if topology else 0.0)
-    coding_s = max(0.0, float(np.median(update_s)) - known_s)
+    coding_s = max(0.0, update_s - known_s)
     return Compressed(form.name, num_workers, topology.name if topology else "", form.ratio, coding_s, form.latencies)

@@ -10,7 +10,7 @@ import numpy as np
 from decjax import mesh
 
 ROUNDS = (3, 400)  # fewest and most
-STEPS = 20  # most gradients in a round; they get about half of the time
+STEPS = (5, 20)  # fewest and most gradients in a round, twice: begun together, and in a row; they get about two thirds of the time
 
 Actions = dict[Any, Callable[[], Any]]  # what is timed -> a function that dispatches it, and whose result is waited for
 
@@ -28,11 +28,13 @@ class Stopwatch:
         """Waits until all workers have called it."""
         jax.block_until_ready(self._meet(self._token))
 
-    def time(self, action: Callable[[], Any], repeats: int = 1) -> list[float]:
-        """Seconds of each repeat in this process, from dispatch to completion; all workers start the first one together."""
-        self.meet()
+    def time(self, action: Callable[[], Any], repeats: int = 1, in_a_row: bool = False) -> list[float]:
+        """Seconds of each repeat in this process, from dispatch to completion; all workers start each of them together, or the first
+        of those that are `in_a_row`."""
         times_s = []
-        for _ in range(repeats):
+        for index in range(repeats):
+            if not (in_a_row and index):
+                self.meet()
             begun = time.perf_counter()
             jax.block_until_ready(action())
             times_s.append(time.perf_counter() - begun)
@@ -47,11 +49,11 @@ class Stopwatch:
 def take_rounds(
     watch: Stopwatch, actions: Actions, seconds: float, rounds: int | None, note: Callable[[int, int], None]
 ) -> dict[Any, np.ndarray]:
-    """Seconds of every action, [N, R], timed in R rounds.
+    """Seconds of every action, [N, R], timed in R rounds, and of gradients in a row, "in a row", [N, R · steps of a row].
 
     Args:
         watch: a stopwatch of the workers.
-        actions: what is timed; "gradient" is repeated within a round, so that it gets about half of the time.
+        actions: what is timed; "gradient" is repeated within a round.
         seconds: about how long to measure.
         rounds: how many rounds; None: as many as fit in `seconds`.
         note: called with (rounds done, rounds to do) after each round.
@@ -61,12 +63,14 @@ def take_rounds(
     # All processes must choose the same numbers, so they use the slowest worker's times.
     slowest_s = watch.gather([watch.time(action)[0] for action in actions.values()]).max(axis=0)
     round_s, gradient_s = slowest_s.sum(), slowest_s[list(actions).index("gradient")]
-    steps = int(np.clip(round_s / gradient_s - 1, 1, STEPS))
-    rounds = rounds or int(np.clip(seconds / (round_s + (steps - 1) * gradient_s), *ROUNDS))
-    times_s = {name: [] for name in actions}
+    steps = int(np.clip(round_s / gradient_s - 1, *STEPS))
+    rounds = rounds or int(np.clip(seconds / (round_s + (2 * steps - 1) * gradient_s), *ROUNDS))
+    times_s = {name: [] for name in (*actions, "in a row")}
     for done in range(rounds):
         names = list(actions)
         for name in names[done % len(names) :] + names[: done % len(names)]:  # Another one first in each round.
             times_s[name] += watch.time(actions[name], steps if name == "gradient" else 1)
+            if name == "gradient":
+                times_s["in a row"] += watch.time(actions[name], steps, in_a_row=True)
         note(done + 1, rounds)
     return {name: watch.gather(own) for name, own in times_s.items()}

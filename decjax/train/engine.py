@@ -29,6 +29,7 @@ from decjax.config.checks import check_engine
 from decjax.hlo import wire
 from decjax.optim.method import Method
 from decjax.train import divide
+from decjax.train.state import State
 from decjax.train.step import Step
 
 PARTS = 8  # of a split exchange, at most; links are idle while the first is encoded and the last decoded
@@ -91,6 +92,21 @@ def compile_per_phase(step: Step, engine: str = "fused") -> Callable[..., Progra
     return program
 
 
+def compile_update(
+    step: Step, engine: str, phase: int | None, state: State, grads: Any, messages: Callable[[Callable], Callable]
+) -> Callable[[State, Any], State]:
+    """What a step does beside its gradient, compiled for one phase: `(state, grads) -> state`; it may reuse the state's memory.
+
+    `messages(fn) -> fn` is applied to the functions that send, so that a step can be timed without its messages.
+    """
+    workers, method = step.workers, step.method
+    if choose(engine, method, workers) == "fused":
+        return workers.jit(messages(functools.partial(step.update, phase=phase)), (0, 0), donate_argnums=(0,))
+    thread, given = concurrent.futures.ThreadPoolExecutor(1), lambda params, source, grads, number: (None, grads, source)
+    split = _Split(given, *_compiled_exchange(step, phase, state, grads, messages))
+    return lambda state, grads: split.run(workers, thread, state, grads, None)[0]
+
+
 def whole_step(step: Step, phase: int | None) -> Callable:
     """The jitted step that engine "fused" compiles for a phase: `(state, batch, number) -> (state, loss_N)`."""
     return step.workers.jit(functools.partial(step.train_step, phase=phase), (0, 0, None), donate_argnums=(0,))
@@ -133,7 +149,7 @@ class _Part(NamedTuple):
 class _Split(NamedTuple):
     """The programs of a split step."""
 
-    take_gradient: jax.stages.Compiled  # (params, source, batch, number) -> (loss, grads, source)
+    take_gradient: Callable  # (params, source, batch, number) -> (loss, grads, source)
     parts: list[_Part]
     prepare: jax.stages.Compiled  # known -> for each part the values that need no message
     joins: list[jax.stages.Compiled]  # (known, prepared, *received) -> the leaves of the next state that a part completes
@@ -179,13 +195,13 @@ def _split(step):
             exchanges[phase] = _compiled_exchange(step, phase, state, gradients[shapes].out_info[1])
         split = _Split(gradients[shapes], *exchanges[phase])
         run = functools.partial(split.run, workers, thread)
-        return run, (split.take_gradient, *itertools.chain(*split.parts), split.prepare, *split.joins)
+        return run, (gradients[shapes], *itertools.chain(*split.parts), split.prepare, *split.joins)
 
     return compile_phase
 
 
-def _compiled_exchange(step, phase, state, grads):
-    """(parts, prepare, joins) of a phase; see `_Split`."""
+def _compiled_exchange(step, phase, state, grads, messages=lambda fn: fn):
+    """(parts, prepare, joins) of a phase; see `_Split`, and `compile_update` for `messages`."""
     workers, known = step.workers, (state, grads)
     exchange = _traced(workers, functools.partial(step.method.exchange, phase=phase), (state.params, state.opt_state))
     cut = divide.parts(exchange, most=PARTS)
@@ -195,7 +211,7 @@ def _compiled_exchange(step, phase, state, grads):
 
     update = _traced(workers, combine, (known,), exchange.result)
     prepare, completions = divide.divide(update, 1 + len(jax.tree.leaves(known)), cut)
-    parts = [_compiled_part(workers, divide.only(exchange, part), (state.params, state.opt_state)) for part in cut]
+    parts = [_compiled_part(workers, divide.only(exchange, part), (state.params, state.opt_state), messages) for part in cut]
     ready = _compiled(workers, prepare, known)
     joins = []
     with warnings.catch_warnings(action="ignore", category=UserWarning):  # About donated scalars that no result can reuse.
@@ -225,9 +241,9 @@ def _compiled(workers, fn, known, *args, donated=()):
     return workers.jit(own, (0,) * (1 + len(args)), donate_argnums=donated).lower(known, *args).compile()
 
 
-def _compiled_part(workers, exchange, inputs) -> _Part:
+def _compiled_part(workers, exchange, inputs, messages) -> _Part:
     """The programs of a part of the exchange."""
     pieces = divide.cut_at_messages(exchange)
     encode = _compiled(workers, pieces.encode, inputs)
-    travel = _compiled(workers, pieces.travel, inputs, encode.out_info)
+    travel = _compiled(workers, messages(pieces.travel), inputs, encode.out_info)
     return _Part(encode, travel, _compiled(workers, pieces.decode, inputs, encode.out_info, travel.out_info))
