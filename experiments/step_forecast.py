@@ -26,12 +26,10 @@ FLAGS = flags.FLAGS
 
 def short(out: pathlib.Path) -> Setup:
     """The job of `time_to_loss` with as many steps as are timed."""
-    job = TRANSLATION if FLAGS.multi30k else TEXT
-    data = (
-        pathlib.Path(os.path.expanduser(FLAGS.multi30k))
-        if FLAGS.multi30k
-        else twins.write_text(out / "text.txt", job.model["context"])
-    )
+    if FLAGS.multi30k:
+        job, data = TRANSLATION, pathlib.Path(os.path.expanduser(FLAGS.multi30k))
+    else:
+        job, data = TEXT, twins.write_text(out / "text.txt", TEXT.model["context"])
     job = job._replace(model=job.small if FLAGS.smoke else job.model, steps=FLAGS.steps, every=FLAGS.steps // 2, score="")
     return Setup(job, data, trials.Pool(), SMOKE_TUNING[0] if FLAGS.smoke else tuple(TRAINED), GRID, (1.0,))
 
@@ -51,9 +49,8 @@ def tabulate(measured_s: dict[str, list[float]], predicted_s: dict[str, list[flo
     """A table of every method's measured and predicted seconds of a step, round by round."""
     table = script.table("", "ms per step", "predicted", "error")
     for name, steps_s in measured_s.items():
-        told_s = predicted_s[name]
-        errors = (script.difference(told, step) for told, step in zip(told_s, steps_s, strict=True))
-        table.add_row(name, *(", ".join(map(script.ms, times)) for times in (steps_s, told_s)), ", ".join(errors))
+        errors = map(script.difference, predicted_s[name], steps_s)
+        table.add_row(name, *(", ".join(cells) for cells in (map(script.ms, steps_s), map(script.ms, predicted_s[name]), errors)))
     return table
 
 

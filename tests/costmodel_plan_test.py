@@ -1,4 +1,4 @@
-"""Ranking, verdicts, regions, fits, and launch/plan.py as a user runs it."""
+"""Ranking, verdicts, regions, and launch/plan.py as a user runs it."""
 
 import dataclasses
 import io
@@ -13,8 +13,7 @@ import rich.console
 
 from decjax import costmodel
 from decjax import topology as tp
-from decjax.costmodel import Cluster, Jitter, Link, Workload, all_reduce, calibrate, gossip, plan, plan_layouts, predict
-from decjax.costmodel.calibrate import Measurement
+from decjax.costmodel import Cluster, Jitter, Link, Workload, all_reduce, gossip, plan, plan_layouts, predict
 from launch import plan as cli
 from launch import plan_report
 from tests import commands
@@ -123,156 +122,6 @@ def test_timeline_is_in_order():
         line = plan.timeline(SLOW, workload, method)
         assert line.start_N.min() == 0 and (line.start_N <= line.computed_N).all() and (line.computed_N <= line.end_N + 1e-12).all()
         assert (line.launched_N < line.arrived_N).all() and (line.arrived_N <= line.end_N + 1e-12).all()
-
-
-# -- Calibration -------------------------------------------------------------------------------------------------------
-
-
-def test_a_cluster_is_recovered_from_its_own_times():
-    sizes, rng = (1e4, 1e5, 1e6, 1e7, 4e7), np.random.default_rng(0)
-
-    def noisy(time_s):
-        return float(time_s * (1 + 0.01 * rng.standard_normal()))
-
-    measured = [Measurement("shift", b, noisy(3e-4 + b / 2e7)) for b in sizes] * 3
-    measured += [Measurement("pair", b, noisy(3e-4 + 2 * b / 2e7)) for b in sizes]
-    measured += [Measurement("shift", b, noisy(1e-5 + b / 1e9), scope="intra") for b in sizes]
-    measured += [Measurement("all_reduce", b, noisy(6 * 3e-4 + 1.5 * b / (0.9 * 2e7)), num_workers=4) for b in sizes[2:]]
-    measured += [Measurement("codec", 1e7, noisy(0.02))]
-    assert calibrate.line_of(measured, "all_reduce", "intra") is None
-    cluster = calibrate.fit_cluster(measured, name="box", num_nodes=4, workers_per_node=1)
-    assert (cluster.inter.latency_s, cluster.inter.bandwidth_Bps) == pytest.approx((3e-4, 2e7), rel=0.05)
-    assert (cluster.intra.latency_s, cluster.intra.bandwidth_Bps) == pytest.approx((1e-5, 1e9), rel=0.05)
-    assert not cluster.full_duplex_pairs and cluster.codec_Bps == pytest.approx(5e8, rel=0.05)
-    assert cluster.all_reduce_efficiency == pytest.approx(0.9, rel=0.05)
-
-
-def test_latency_is_the_lesser_one_of_shifts_and_pairs():
-    measured = [
-        Measurement(kind, b, alpha + b / 2e7) for kind, alpha in (("shift", 2e-2), ("pair", 3e-4)) for b in (1e6, 4e6, 16e6)
-    ]
-    cluster = calibrate.fit_cluster(measured, name="box", num_nodes=4, workers_per_node=1)
-    assert (cluster.inter.latency_s, cluster.inter.bandwidth_Bps) == pytest.approx((3e-4, 2e7))
-
-
-@pytest.mark.parametrize("workers, steps", [(1, 200), (4, 50), (64, 20)])
-def test_jitter_is_kept_as_whole_steps_of_the_same_mean_and_slowest_worker(workers, steps):
-    times_NxR = 0.05 + np.random.default_rng(0).exponential(0.05, (workers, 5000)) + np.linspace(0, 0.1, 5000)
-    jitter = calibrate.fit_jitter(times_NxR)
-    if workers == 1:
-        assert jitter == Jitter()  # It waits for nobody.
-        return
-    assert len(jitter.trace_s) == workers * steps and np.mean(jitter.trace_s) == pytest.approx(times_NxR.mean())
-    drawn = jitter.sample(np.random.default_rng(1), 0.1, (4000, workers))
-    assert drawn.max(axis=1).mean() == pytest.approx(times_NxR.max(axis=0).mean(), rel=0.02)
-    assert calibrate.fit_jitter(np.array([[0.1, 0.3], [0.1001, 0.2999]])) == Jitter()
-
-
-def test_workers_of_a_trace_keep_together_in_any_order():
-    jitter = Jitter("trace", trace_s=(1.0, 2.0, 3.0, 10.0, 20.0, 30.0), together=3)
-    drawn = jitter.sample(np.random.default_rng(0), 1.0, (500, 2, 7))
-    steps = {tuple(sorted(group)) for group in drawn[..., :6].reshape(-1, 3).tolist()}
-    assert steps == {(1.0, 2.0, 3.0), (10.0, 20.0, 30.0)} and set(drawn[..., 6].flat) == set(jitter.trace_s)
-    assert len({tuple(group) for group in drawn[..., :3].reshape(-1, 3).tolist()}) == 12  # All orders of both.
-
-
-def test_throughputs_are_told_apart_by_the_codecs_names(tmp_path):
-    shifts = [Measurement("shift", b, b / 1e8) for b in (1e6, 1e7)]
-    coded = [
-        Measurement("codec", 1e7, time_s, codec=codec)
-        for codec, time_s in (("int8", 0.02), ("int8", 0.021), ("int8", 9.0), ("bfloat16", 0.01))
-    ]
-    cluster = calibrate.fit_cluster(shifts + coded, name="box", num_nodes=4, workers_per_node=1)
-    assert cluster.codec_Bps == {"int8": pytest.approx(1e7 / 0.021), "bfloat16": pytest.approx(1e9)}
-    costmodel.save(tmp_path / "box.json", cluster)
-    assert costmodel.load(tmp_path / "box.json") == (cluster, None) and [*tmp_path.iterdir()] == [tmp_path / "box.json"]
-    methods, _ = plan.candidates(cluster, ("ring",), codec="int8", ratio=0.25)
-    coded = {m.name: predict(cluster, LOAD, m).compute_s for m in methods}
-    assert coded["ring awc"] - coded["no communication"] == pytest.approx(LOAD.total_bytes / (1e7 / 0.021))
-    assert coded["all-reduce"] == pytest.approx(coded["no communication"]) and methods[1].ratio == 1  # A sum is not coded.
-    with pytest.raises(ValueError, match="codec 'zip': the profile 'box' has a speed for each codec, .* use one of int8, bfloat16"):
-        predict(cluster, LOAD, dataclasses.replace(methods[-1], codec="zip"))
-
-
-def on_shared_cores(work_NxK, cores, together):
-    """Seconds of every step of N workers that share cores equally: all wait for the slowest in every step, or nobody waits."""
-    N, K = work_NxK.shape
-    left, step, begun, now = work_NxK[:, 0].astype(float), np.zeros(N, int), np.zeros(N), 0.0
-    times, busy = np.zeros((N, K)), np.ones(N, bool)
-    while busy.any():
-        speed = min(1.0, cores / busy.sum())
-        passed = left[busy].min() / speed
-        left, now = left - passed * speed * busy, now + passed
-        for i in np.flatnonzero(busy & (left < 1e-12)):
-            times[i, step[i]], step[i], begun[i], busy[i] = now - begun[i], step[i] + 1, now, False
-        again = np.flatnonzero(~busy & (step < K))
-        if len(again) and (not together or not busy.any()):
-            busy[again], begun[again] = True, now
-            left[again] = work_NxK[again, step[again]]
-    return times
-
-
-@pytest.mark.parametrize("cores, share", [(4, 1.0), (2, 0.45), (1, 0.0)])  # On two, a worker that is the last leaves one idle.
-def test_leads_are_kept_on_cores_of_ones_own_and_lost_on_shared_ones(cores, share):
-    work_NxK = 1 + np.random.default_rng(0).exponential(0.5, (4, 400))
-    begun_together = on_shared_cores(work_NxK, cores, together=True)
-    in_a_row = on_shared_cores(work_NxK, cores, together=False)
-    found = calibrate.own_share(begun_together, calibrate.pace(in_a_row))
-    assert found == pytest.approx(share, abs=0.1)
-    times_NxR = calibrate.shared(begun_together, found)
-    # What the model needs: the slowest worker's time for those who wait, and the pace of those who do not.
-    assert times_NxR.max(axis=0) == pytest.approx(begun_together.max(axis=0))
-    assert times_NxR.mean() == pytest.approx(calibrate.pace(in_a_row), rel=0.03)
-
-
-def test_the_pace_counts_steps_until_the_first_worker_is_done():
-    assert calibrate.pace(np.array([[1.0, 1.0, 1.0], [2.0, 2.0, 2.0]])) == pytest.approx(3 / ((3 + 1.5) / 2))
-    assert calibrate.own_share(np.ones((4, 3)), 0.9) == 1.0  # In a single process nobody leads.
-
-
-def test_least_squares_finds_the_minimum():
-    x = np.linspace(0, 2, 30)
-    theta = calibrate.least_squares(lambda t: np.exp(t[0] * x) + t[1] - np.exp(-0.7 * x) - 0.3, [0.0, 0.0])
-    assert theta == pytest.approx([-0.7, 0.3], abs=1e-4)
-
-
-@pytest.mark.parametrize(
-    "call, problem",
-    [
-        (lambda: Measurement("ping", 1, 1), "choose from shift, pair"),
-        (lambda: Measurement("shift", 0, 1), "must be positive"),
-        (lambda: Measurement("shift", 1, 1, scope="rack"), "choose from intra, inter"),
-        (lambda: calibrate.fit_line([1e6, 1e6], [1, 1]), "at least two sizes"),
-        (lambda: calibrate.fit_line([1e6, 2e6], [1, 0.5]), "do not take longer"),
-        (lambda: calibrate.fit_jitter(np.zeros((4, 0))), "at least one is needed"),
-        (lambda: calibrate.fit_cluster([], name="x", num_nodes=2, workers_per_node=1), "links need one of them"),
-    ],
-)
-def test_bad_measurements_are_one_line(call, problem):
-    with pytest.raises(ValueError) as error:
-        call()
-    assert problem in str(error.value) and "\n" not in str(error.value)
-
-
-def test_the_box_at_another_rate():
-    """Measured with a prototype on four shaped hosts, in ms at 200 and 100 Mbit/s: the model,
-    told only the computing (663 ms), the bytes (5.9 million float32) and that links give 1/1.09 of their rate, has to follow."""
-    measured = {"all-reduce": (2166, 3738), "stale": (1622, 3240), "exp, half duplex": (1609, 3085), "exp": (1101, 2113)}
-    workload = Workload(0.221, (0.442,), (5.9e6 * 4,))
-    exp = gossip(tp.make("one_peer_exponential", 4))
-    for column, rate in enumerate((200e6, 100e6)):
-        box = Cluster("box", 4, 1, Link(0, 1e10), Link(0, rate / 8 / 1.09), full_duplex_pairs=False)
-        duplex = dataclasses.replace(box, full_duplex_pairs=True)
-        predicted = [
-            predict(*each).mean_s * 1e3
-            for each in (
-                (box, workload, all_reduce(4)),
-                (box, workload, all_reduce(4, overlap=True)),
-                (box, workload, exp),
-                (duplex, workload, exp),
-            )
-        ]
-        assert predicted == pytest.approx([row[column] for row in measured.values()], rel=0.08)
 
 
 # -- Three dimensions -------------------------------------------------------------------------------------------------

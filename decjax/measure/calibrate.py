@@ -123,8 +123,11 @@ def step_actions(trainer: Trainer) -> Actions:
     optimize = workers.jit(_silent_update(trainer), (0, 0), donate_argnums=(0,))
     params = jax.tree.map(jnp.copy, state.params)
     variables = jax.tree.map(jnp.copy, state.source)
-    compiled = [(forward(params, variables, batch), gradient(params, variables, batch)) for batch in batches]  # Every shape.
-    (_, (_, grads)), turns = compiled[0], itertools.cycle(batches)
+    shapes = {tuple(x.shape for x in jax.tree.leaves(batch)): batch for batch in batches}
+    for batch in shapes.values():  # Each is compiled here, so that no round compiles.
+        forward(params, variables, batch)
+        _, grads = gradient(params, variables, batch)
+    turns = itertools.cycle(batches)
 
     def optimizer():
         nonlocal state
