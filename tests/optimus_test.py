@@ -11,6 +11,7 @@ import rich.console
 from configs import gpt_optimus
 from experiments import optimus
 from experiments import rows as rows_lib
+from experiments import trials
 from tests.runs import trainer_of
 
 
@@ -75,7 +76,7 @@ def test_the_tables():
     assert found["baseline"] == ["1000.0", "500.0", "2.0000", "", ""]
     assert found["CB"][:4] == ["980.0", "500.0", "2.0200", "+1.00 %"] and float(found["CB"][4]) > 1
     assert float(found["CB+FE+SC"][4].split(" ")[0]) > float(found["CB+FE"][4]) > float(found["CB"][4])
-    assert lines(optimus.memories(of, markdown=True))["EF21"] == ["", "failed", ""]
+    assert lines(optimus.memories(of, markdown=True))["EF21"] == ["", "diverged", ""]
     found = lines(optimus.findings(of, markdown=True))
     assert found["activations, top-k 10 %"][3:] == ["1.9000", "-5.00 %"] and found["gradients, top-k 10 %"][3:] == ["", ""]
 
@@ -84,7 +85,7 @@ def test_the_figure(tmp_path):
     (tmp_path / "metrics.jsonl").write_text(
         "".join(json.dumps(dict(step=10 * k, kind=kind, loss=float(k))) + "\n" for k in range(1, 8) for kind in ("train", "eval"))
     )
-    step_K, loss_K = optimus.training_loss(tmp_path)
+    step_K, loss_K = optimus.training_loss(trials.Trial(tmp_path, "no such config"))
     np.testing.assert_allclose(step_K, [50, 60, 70])
     np.testing.assert_allclose(loss_K, [3, 4, 5])
     out = tmp_path / "figure.png"
