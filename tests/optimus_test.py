@@ -9,9 +9,8 @@ import pytest
 import rich.console
 
 from configs import gpt_optimus
-from experiments import optimus
+from experiments import optimus, trials
 from experiments import rows as rows_lib
-from experiments import trials
 from tests.runs import trainer_of
 
 
