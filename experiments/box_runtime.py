@@ -87,15 +87,10 @@ def average(first: costmodel.Workload, second: costmodel.Workload) -> costmodel.
     def mean(name):
         return np.mean([getattr(first, name), getattr(second, name)], axis=0).tolist()
 
-    links = [
-        workload.sending for workload in (first, second) if workload.sending
-    ]  # Of both, since each host is a process of its own.
-    sending = costmodel.Link(*np.mean([(link.latency_s, link.bandwidth_Bps) for link in links], axis=0).tolist())
     traces = [workload.jitter.trace_s or (workload.compute_s,) * 25 * HOSTS for workload in (first, second)]
     return dataclasses.replace(
         first,
         backward_s=tuple(mean("backward_s")),
-        sending=sending,
         jitter=costmodel.Jitter("trace", trace_s=(*traces[0], *traces[1]), together=HOSTS),
         **{name: mean(name) for name in ("forward_s", "optimizer_s", "combine_s", "beside_s")},
     )

@@ -132,7 +132,7 @@ def test_a_profile_of_devices_in_one_process(tmp_path):
     assert json.loads(path.read_text())["name"] == "here [2]" and [*tmp_path.iterdir()] == [path]
     check_profile(path, 2, 2)
     workload = costmodel.load(path)[1]
-    assert workload.jitter.is_deterministic and workload.sending is None  # Workers of one process are timed together.
+    assert workload.jitter.is_deterministic  # Workers of one process are timed together.
     (form,) = workload.compressed
     assert (form.num_workers, form.topology, form.latencies) == (4, "", 2.0) and 0 < form.ratio < 1
     for workers, told in ((4, f"│ {form.name}"), (8, f"{form.name!r} was measured among 4 workers, not 8")):
@@ -160,8 +160,7 @@ def test_a_profile_of_two_processes(tmp_path):
     assert result.stdout.count("pair between nodes") == 1 and "2 nodes × 1 workers, cpu" in result.stdout
     assert result.stdout.count("beside a gradient") == 1  # Processes send from a thread of their own.
     check_profile(path, 2, 1)
-    workload = costmodel.load(path)[1]
-    assert workload.beside_s >= 0 and 0 < workload.sending.latency_s + workload.total_bytes / workload.sending.bandwidth_Bps < 60
+    assert costmodel.load(path)[1].beside_s >= 0
 
 
 @pytest.mark.parametrize(

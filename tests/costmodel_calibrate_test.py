@@ -108,12 +108,6 @@ def test_leads_are_kept_on_cores_of_ones_own_and_lost_on_shared_ones(cores, shar
     assert times_NxR.mean() == pytest.approx(calibrate.pace(in_a_row), rel=0.03)
 
 
-def test_what_sending_takes_from_a_gradient():
-    sending = calibrate.fit_sending([1e6, 4e6], [0.003, 0.006], stretch=2.0)  # 2 ms and 1 ms/MB of CPU, twice as long
-    assert (sending.latency_s, sending.bandwidth_Bps) == (pytest.approx(0.004), pytest.approx(0.5e9))
-    assert calibrate.fit_sending([1e6, 4e6], [0.003, 0.002], 2.0) == costmodel.Link(0.005, 1e18)  # A constant
-
-
 def test_the_pace_counts_steps_until_the_first_worker_is_done():
     assert calibrate.pace(np.array([[1.0, 1.0, 1.0], [2.0, 2.0, 2.0]])) == pytest.approx(3 / ((3 + 1.5) / 2))
     assert calibrate.own_share(np.ones((4, 3)), 0.9) == 1.0  # In a single process nobody leads.

@@ -14,7 +14,6 @@ from decjax.costmodel import Cluster, Jitter, Link, Method, Workload, all_reduce
 EIGHT = Cluster("two nodes", 2, 4, Link(1e-5, 2e9), Link(1e-4, 1e9), all_reduce_efficiency=0.8, codec_Bps=1e9)
 HALF_DUPLEX = Cluster("box", 8, 1, Link(0, 1e12), Link(1e-3, 2e7), full_duplex_pairs=False)
 LOAD = Workload(0.010, (0.006, 0.004, 0.010), (8e6, 4e6, 12e6), optimizer_s=0.003, combine_s=0.002)
-SENDING = dataclasses.replace(LOAD, sending=Link(1e-3, 2e9))
 
 
 def with_jitter(jitter, workload=LOAD):
@@ -119,18 +118,6 @@ def reference_cost(cluster, round_, num_bytes, joint_ring):
     return cost
 
 
-def reference_slowing(workload, method, phase):
-    """Seconds that an exchange adds to the computing beside it: 1 ms and what 2 GB/s take for a worker's share of all bytes sent."""
-    if workload.sending is None or phase is None or not method.overlap:
-        return 0.0
-    round_ = method.topology.round(phase)
-    g, N = round_.group_size, round_.num_workers
-    sent = N * 2 * (g - 1) / g + sum(len(shift.pairs) for shift in round_.shifts)  # A group's message is sent once, in shares.
-    if method.joint_ring and round_.shifts:
-        sent = N * 2 * (2 * g - 1) / (2 * g)
-    return 1e-3 + method.ratio * sum(workload.num_bytes) * sent / N / 2e9
-
-
 def reference_starts(cluster, workload, method, compute_TxN):
     """The recursion as the module's docstring states it, with the dense matrix telling who needs whom."""
     forward, backward, num_bytes = workload.forward_s, list(workload.backward_s), list(workload.num_bytes)
@@ -162,7 +149,7 @@ def reference_starts(cluster, workload, method, compute_TxN):
         sends = (following if method.overlap else here) is not None
         ready, u = [], []
         for i in range(N):
-            scale = (compute_N[i] + reference_slowing(workload, method, here)) / nominal
+            scale = compute_N[i] / nominal
             now, own = start[i] + scale * forward, []
             for b, size in enumerate(num_bytes):
                 now += scale * backward[b]
@@ -192,13 +179,12 @@ def reference_starts(cluster, workload, method, compute_TxN):
 
 
 @pytest.mark.parametrize("method", METHODS, ids=lambda method: method.name)
-@pytest.mark.parametrize("workload", [LOAD, SENDING], ids=["", "sending"])
 @pytest.mark.parametrize("cluster", [EIGHT, HALF_DUPLEX], ids=lambda cluster: cluster.name)
-def test_recursion_equals_the_plain_reference(cluster, workload, method):
+def test_recursion_equals_the_plain_reference(cluster, method):
     compute_TxKxN = Jitter("exponential", scale_s=0.01).sample(np.random.default_rng(3), LOAD.compute_s, (22, 2, 8))
-    run = model.simulate(cluster, workload, method, compute_TxKxN)
+    run = model.simulate(cluster, LOAD, method, compute_TxKxN)
     for k in range(2):
-        expected = reference_starts(cluster, workload, method, compute_TxKxN[:, k])
+        expected = reference_starts(cluster, LOAD, method, compute_TxKxN[:, k])
         np.testing.assert_allclose(run.start_TxKxN[1:, k], expected, rtol=1e-12, atol=0)
 
 
@@ -213,15 +199,14 @@ def simulated_mean(cluster, workload, method, num_steps, num_replicas=1, seed=0)
     return (run.start_TxKxN[-1] - run.start_TxKxN[half]).mean() / (num_steps - half)
 
 
-@pytest.mark.parametrize("workload", [LOAD, SENDING], ids=["", "sending"])
 @pytest.mark.parametrize("cluster", [EIGHT, HALF_DUPLEX], ids=lambda cluster: cluster.name)
-def test_closed_forms_of_constant_compute(cluster, workload):
+def test_closed_forms_of_constant_compute(cluster):
     found = 0
     for method in METHODS:
-        exact_s = costmodel.closed_form(cluster, workload, method)
+        exact_s = costmodel.closed_form(cluster, LOAD, method)
         if exact_s is not None:
             found += 1
-            assert exact_s == pytest.approx(simulated_mean(cluster, workload, method, 24 * method.period), rel=1e-9), method.name
+            assert exact_s == pytest.approx(simulated_mean(cluster, LOAD, method, 24 * method.period), rel=1e-9), method.name
     assert found >= 8
 
 
@@ -235,19 +220,6 @@ def test_computing_slows_what_overlaps_with_it():
     assert predict(cluster, load, gossip(pair, order="atc")).mean_s == pytest.approx(0.030 + 0.003 + 0.2 + 0.002)
     assert predict(cluster, load, gossip(pair, ratio=0.1, coding_s=0.0)).mean_s == pytest.approx(0.033 + 0.002)
     assert predict(cluster, load, gossip(pair, ratio=0.14, coding_s=0.0)).mean_s == pytest.approx(0.028 + 0.007 + 0.002)
-
-
-def test_exchanges_slow_the_computing_beside_them():
-    """`sending` shows where a step takes as long as its computing, not where it takes as long as its messages."""
-    link = costmodel.Link(0.0, 1e9)
-    cluster = costmodel.Cluster("box", 2, 1, link, link)
-    load = Workload(0.010, (0.020,), (0.2e9,), optimizer_s=0.003, combine_s=0.002, sending=costmodel.Link(0.004, 0.1e9))
-    pair = topology("one_peer_exponential", 2)
-    assert predict(cluster, load, gossip(pair, ratio=0.01, coding_s=0.0)).mean_s == pytest.approx(0.033 + 0.004 + 0.02 + 0.002)
-    assert predict(cluster, load, gossip(pair, ratio=0.01, coding_s=0.0)).compute_s == pytest.approx(0.033 + 0.004 + 0.02 + 0.002)
-    assert predict(cluster, load, gossip(pair, order="atc")).mean_s == pytest.approx(0.030 + 0.003 + 0.2 + 0.002)
-    fast = dataclasses.replace(load, sending=costmodel.Link(0.004, 2e9))  # 0.104 s, less than the message takes
-    assert predict(cluster, fast, gossip(pair)).mean_s == pytest.approx(0.2 + 0.002)
 
 
 def test_closed_forms_are_the_formulas():
@@ -421,7 +393,7 @@ def test_stragglers_as_measured(kind, jitter):
 
 def test_profiles_survive_json(tmp_path):
     path = tmp_path / "profile.json"
-    for workload in (None, SENDING, with_jitter(Jitter("trace", trace_s=(0.1, 0.25), together=2, slow_workers=1, slow_factor=2.0))):
+    for workload in (None, with_jitter(Jitter("trace", trace_s=(0.1, 0.25), together=2, slow_workers=1, slow_factor=2.0))):
         costmodel.save(path, EIGHT, workload)
         assert costmodel.load(path) == (EIGHT, workload)
 

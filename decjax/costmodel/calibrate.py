@@ -9,7 +9,7 @@ import dataclasses
 
 import numpy as np
 
-from decjax.costmodel.profile import LARGEST, Cluster, Jitter, Link
+from decjax.costmodel.profile import Cluster, Jitter, Link
 
 MAX_TRACE, LEAST_STEPS = 200, 20  # how many measured times are kept, or times of as many whole steps if these are more
 STEADY = 0.02  # coefficient of variation below which compute times count as constant
@@ -95,21 +95,6 @@ def shared(times_NxR: np.ndarray, share: float) -> np.ndarray:
     """The times as if a worker kept only the `share` κ of its lead over the slowest: t'_ir = m_r − κ (m_r − t_ir), m_r = max_i t_ir."""
     slowest_R = times_NxR.max(axis=0)
     return slowest_R - share * (slowest_R - times_NxR)
-
-
-def fit_sending(num_bytes: Sequence[float], cpu_s: Sequence[float], stretch: float) -> Link:
-    """How much longer a gradient takes beside exchanges, where both need the same cores: an exchange of c CPU seconds delays it by σ·c.
-
-    Args:
-        num_bytes: what a worker sends in each exchange.
-        cpu_s: c, CPU seconds of a worker in each exchange by itself.
-        stretch: σ, seconds that a gradient takes ÷ its CPU seconds: 2 where two workers share a core, ¼ where one computes on four.
-    """
-    taken_s = stretch * np.asarray(cpu_s, float)
-    try:
-        return fit_line(num_bytes, taken_s)
-    except ValueError:  # Messages so small that their bytes do not show.
-        return Link(float(taken_s.mean()), LARGEST)
 
 
 def fit_jitter(times_NxR: np.ndarray) -> Jitter:

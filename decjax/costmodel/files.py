@@ -14,7 +14,7 @@ from typing import Any
 from decjax.costmodel.profile import Cluster, Compressed, Jitter, Link, Workload, shown
 
 MAX_FILE_BYTES = 2**26
-NESTED = {"intra": Link, "inter": Link, "jitter": Jitter, "sending": Link}  # fields that are JSON objects
+NESTED = {"intra": Link, "inter": Link, "jitter": Jitter}  # fields that are JSON objects
 
 
 def _build(cls, fields: Any, where: str):
@@ -28,10 +28,7 @@ def _build(cls, fields: Any, where: str):
     for name, field in known.items():
         if name not in fields and field.default is dataclasses.MISSING:
             raise ValueError(f"{where}: field {name!r} is missing; the fields are {', '.join(known)}")
-    values = {
-        name: _build(NESTED[name], value, f"{where}: {name}") if name in NESTED and value is not None else value
-        for name, value in fields.items()
-    }
+    values = {name: _build(NESTED[name], value, f"{where}: {name}") if name in NESTED else value for name, value in fields.items()}
     if "compressed" in fields:
         if not isinstance(fields["compressed"], list):
             raise ValueError(f"{where}: compressed={shown(fields['compressed'])} must be a list of JSON objects")

@@ -15,8 +15,7 @@ recursion for all methods. For worker i, bucket b and one step, with D(i) the wo
 
 where e⁻ is the e of the exchange that was sent in the step before. A worker waits only for those in D(i), and a late neighbour costs
 nothing as long as its message arrives within the step. An exchange of b bytes takes c = α + b·β⁻¹ (`exchange_cost`), where messages
-that leave a node at the same time share its NIC. Overlapped it takes `beside_s` longer, where computing slows it down, and the gradient
-beside it takes `sending` longer, where it slows down computing.
+that leave a node at the same time share its NIC; overlapped it takes `beside_s` longer, where computing slows it down.
 
 The equations are derived here from how these systems work, not taken from a paper. Arrays are [K, N]: K independent systems
 (replicas, bandwidths, …) of N workers, so that no loop runs over workers.
@@ -77,14 +76,6 @@ def codec_time_s(cluster: Cluster, workload: Workload, method: Method) -> float:
     return cluster.coding_s(workload.total_bytes, method.codec) if method.coding_s is None else method.coding_s
 
 
-def slowing_s(cluster: Cluster, workload: Workload, method: Method) -> list[float]:
-    """For each phase the seconds by which its exchange lengthens the computing of the gradient beside it, mean over workers."""
-    sent = [method.ratio * workload.total_bytes * float(route.sent_N.mean()) for route in exchanges(cluster, method)]
-    if not method.overlap or workload.sending is None:
-        return [0.0] * len(sent)
-    return [workload.sending.latency_s + num_bytes / workload.sending.bandwidth_Bps for num_bytes in sent]
-
-
 def durations(cluster: Cluster, workload: Workload, method: Method) -> list[np.ndarray]:
     """For each phase the times c_{i,b} of its exchange, [buckets, 1, N] seconds."""
     bytes_b = method.ratio * np.array(messages(workload, method).num_bytes)
@@ -104,11 +95,10 @@ def simulate(
         cluster: as in `predict`.
         workload: as in `predict`; its times of forward and backward are scaled to the sampled compute time.
         method: as in `predict`.
-        compute_TxKxN: compute times in seconds, without what exchanges add.
+        compute_TxKxN: compute times in seconds.
         cost_s: c of every phase, [buckets, K or 1, N] seconds; None: `durations` on the cluster.
     """
     routes, codec_s = exchanges(cluster, method), codec_time_s(cluster, workload, method)
-    slowing = slowing_s(cluster, workload, method)
     cost_s = durations(cluster, workload, method) if cost_s is None else cost_s
     workload = messages(workload, method)
     T, K, N = compute_TxKxN.shape
@@ -120,10 +110,9 @@ def simulate(
         phase = method.due(t)
         sends = method.due(t + 1) if method.overlap else phase  # The phase of the exchange that starts in this step.
         join_s = join_time_s(workload, method) if phase is not None else 0.0
-        compute_KxN = compute_TxKxN[t] + (slowing[phase] if phase is not None else 0.0)
-        ready_b = _ready(workload, method, starts[t], compute_KxN, pending, join_s, 0.0 if sends is None else codec_s)
+        ready_b = _ready(workload, method, starts[t], compute_TxKxN[t], pending, join_s, 0.0 if sends is None else codec_s)
         u = ready_b[-1]
-        computed[t] = starts[t] + compute_KxN
+        computed[t] = starts[t] + compute_TxKxN[t]
         arrivals = None
         if sends is not None:
             arrivals = _arrivals(routes[sends], cost_s[sends], ready_b, free)
@@ -178,8 +167,8 @@ def closed_form(cluster: Cluster, workload: Workload, method: Method) -> float |
 
         nothing sent                         C + opt                                        any jitter; C its mean
         all-reduce, C constant or C + s·Exp  C + s H_N + c + opt,  H_N = Σ_{k≤N} 1/k        mean of the slowest of N
-        all-reduce one step stale            max(C + opt, c)                                C constant, with `sending`
-        gossip, adapt while communicating    mean over phases of max(C + opt, c) + combine  the same, c equal for all
+        all-reduce one step stale            max(C + opt, c)                                C constant
+        gossip, adapt while communicating    mean over phases of max(C + opt, c) + combine  C constant, c equal for all
         gossip, adapt then communicate       C + opt + combine + mean over phases of c      C constant, c equal for all
     """
     if not workload.jitter.is_uniform or method.every > 1 or (method.bucketed and len(workload.num_bytes) > 1):
@@ -193,10 +182,9 @@ def closed_form(cluster: Cluster, workload: Workload, method: Method) -> float |
     c, busy_s = cost_s[:, 0], _busy_s(cluster, workload, method)
     if not method.overlap:
         return float(compute_s + c.mean() + busy_s)
-    slowed_s = compute_s + np.array(slowing_s(cluster, workload, method))  # [phases]
     if method.message == PARAMETERS:
-        return float(np.maximum(slowed_s + workload.optimizer_s, c).mean() + busy_s - workload.optimizer_s)
-    return float(max(slowed_s[0] + busy_s, c[0])) if len(c) == 1 else None
+        return float(np.maximum(compute_s + workload.optimizer_s, c).mean() + busy_s - workload.optimizer_s)
+    return float(max(compute_s + busy_s, c[0])) if len(c) == 1 else None
 
 
 def _expected_compute_s(cluster: Cluster, workload: Workload, method: Method) -> float | None:
@@ -227,7 +215,7 @@ class Prediction(NamedTuple):
     Attributes:
         mean_s: seconds per iteration, mean over workers and steps.
         quantiles_s: quantiles of the time of one worker's iteration, by the levels in `QUANTILES`.
-        compute_s: mean seconds of a worker's forward, backward, optimizer, combine and codec, with what sending adds to them.
+        compute_s: mean seconds of a worker's forward, backward, optimizer, combine and codec.
         waiting_s: mean seconds of waiting for slower workers, as if messages took no time.
         exposed_s: mean seconds that messages add to that.
         bytes_per_worker: bytes that a worker sends per step, mean over workers and the period.
@@ -289,8 +277,7 @@ def predict(
     if method.topology is None:
         busy_s = free_s = mean_s = exact_s or compute_s + workload.optimizer_s
     else:
-        exchange_s = _busy_s(cluster, workload, method) - workload.optimizer_s + np.mean(slowing_s(cluster, workload, method))
-        busy_s = compute_s + workload.optimizer_s + exchange_s / method.every
+        busy_s = compute_s + workload.optimizer_s + (_busy_s(cluster, workload, method) - workload.optimizer_s) / method.every
         if exact_s is not None:  # What messages add, and how long workers wait for each other, is as in the simulation.
             mean_s, free_s = exact_s, free_s + exact_s - mean_s
     return Prediction(

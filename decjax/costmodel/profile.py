@@ -287,8 +287,6 @@ class Workload:
         beside_s: seconds that an exchange takes longer while the gradient is computed, since both need the same cores.
         jitter: how F + Σ B_b varies.
         compressed: compressed forms of its messages that were measured.
-        sending: how much longer the gradient takes beside an exchange in which the worker sends b bytes, as of a link: α + b/β, where both
-            need the same cores; None: no longer.
     """
 
     forward_s: float
@@ -299,7 +297,6 @@ class Workload:
     jitter: Jitter = Jitter()
     compressed: tuple[Compressed, ...] = ()
     beside_s: float = 0.0
-    sending: Link | None = None
 
     def __post_init__(self):
         for name in ("forward_s", "optimizer_s", "combine_s", "beside_s"):
@@ -317,8 +314,6 @@ class Workload:
             )
         check_number("forward_s + backward_s", self.compute_s, positive=True)
         check_type("jitter", self.jitter, Jitter, "a Jitter, such as Jitter('normal', scale_s=0.01)")
-        if self.sending is not None:
-            check_type("sending", self.sending, Link, "a Link with latency_s and bandwidth_Bps, or left out")
 
     @property
     def compute_s(self) -> float:

@@ -14,9 +14,8 @@ that of the whole exchange, so the workload of the profile has a single bucket.
 
 Between nodes, shifts and pairs use one worker per node, so that no two messages share a NIC; inside a node they use all workers.
 
-Where training sends from a thread of its own, exchange and gradient need the same cores, and slow each other down. The exchange of the
-model is also timed beside a gradient, in the parts in which training sends it. What an exchange takes from the gradient follows from the
-CPU seconds of both.
+Where training sends from a thread of its own, the exchange of the model is also timed beside a gradient, in the parts in which training
+sends it: both need the same cores, so it takes longer.
 
 Gossip and compressed methods are timed without their messages: all that training does beside the gradient, by its engine, where each
 worker receives what it sends itself (`silence`). What exceeds the optimizer's time is combining and coding. The time of the messages
@@ -41,7 +40,7 @@ from decjax.errors import ConfigError
 from decjax.gossip import rounds as rounds_lib
 from decjax.measure import exchanges, silence
 from decjax.measure.exchanges import Beside, TimedExchange, exchange_actions
-from decjax.measure.rounds import Actions, CpuClock, Stopwatch, take_rounds
+from decjax.measure.rounds import Actions, Stopwatch, take_rounds
 from decjax.train import engine
 from decjax.train.trainer import Trainer
 
@@ -281,8 +280,7 @@ def measure(
     talks, forms = exchange_actions(trainer, sizes or sizes_up_to_model(trainer)), [gossip(trainer), *forms]
     # Elsewhere a compiler overlaps both, and devices of one process could occupy all threads with waiting.
     beside = Beside(trainer, steps["gradient"]) if trainer.workers.needs_sender else None
-    clocks = {what: CpuClock((steps | talks)[what]) for what in ("gradient", *filter(beside.is_like, talks))} if beside else {}
-    actions = steps | talks | codings | coding_actions(forms) | clocks | ({"beside": beside} if beside else {})
+    actions = steps | talks | codings | coding_actions(forms) | ({"beside": beside} if beside else {})
     times_s = take_rounds(watch, actions, seconds, rounds, note)
     step_s, codec_s = {part: times_s[part] for part in (*steps, "in a row")}, {codec: times_s[codec] for codec in codings}
     share = _own_share(step_s, times_s["optimizer"].shape[1])
@@ -306,9 +304,9 @@ def measure(
     beside_s = watch.gather(beside.own_s[-len(times_s["beside"][0]) :]).max(axis=0) if beside else np.zeros(0)
     workload = _workload(step_s, total_bytes, share, _usual_s(coding_s[forms[0].name], share))
     if beside:
-        line, cpu_s = lines[beside.kind, beside.scope], {what: watch.gather(clock.cpu_s) for what, clock in clocks.items()}
+        line = lines[beside.kind, beside.scope]
         more_s = float(np.median(beside_s)) - line.latency_s - total_bytes / line.bandwidth_Bps
-        workload = dataclasses.replace(workload, beside_s=max(0.0, more_s), sending=_sending(cpu_s, workload.compute_s))
+        workload = dataclasses.replace(workload, beside_s=max(0.0, more_s))
     compressed = tuple(_compressed(form, _usual_s(coding_s[form.name], share), workload) for form in forms[1:])
     workload = dataclasses.replace(workload, compressed=compressed)
     return Measured(cluster, workload, lines, step_s, exchange_s, codec_s, coding_s, beside_s)
@@ -332,13 +330,6 @@ def _workload(step_s: dict[str, np.ndarray], total_bytes: int, share: float, gos
     combine_s = max(0.0, gossip_s - optimizer_s)
     backward_s, jitter = max(0.0, gradient_s - forward_s), calibrate.fit_jitter(calibrate.shared(step_s["gradient"], share))
     return Workload(forward_s, (backward_s,), (float(total_bytes),), optimizer_s, combine_s, jitter)
-
-
-def _sending(cpu_s: dict[Any, np.ndarray], gradient_s: float) -> Link:
-    """What exchanges take from a gradient of `gradient_s` seconds, given the CPU seconds of both on each worker, [N, calls]."""
-    usual_s = {what: float(np.median(own_s, axis=1).max()) for what, own_s in cpu_s.items()}  # Not all workers send in an exchange.
-    stretch = gradient_s / usual_s.pop("gradient")
-    return calibrate.fit_sending([what.num_bytes for what in usual_s], [*usual_s.values()], stretch)
 
 
 def _compressed(form: Form, update_s: float, workload: Workload) -> Compressed:

@@ -97,10 +97,6 @@ class Beside:
         self._parts = [functools.partial(run, [vectors[k] for k in cut]) for cut in cuts]
         self._thread, self._gradient, self.own_s = concurrent.futures.ThreadPoolExecutor(1), gradient, []
 
-    def is_like(self, what: TimedExchange) -> bool:
-        """Whether an exchange is of the same kind and scope."""
-        return (what.kind, what.scope) == (self.kind, self.scope)
-
     def _send(self):
         begun = time.perf_counter()
         for part in self._parts:

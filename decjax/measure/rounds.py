@@ -46,23 +46,6 @@ class Stopwatch:
         return self._workers.fetch(self._workers.build(lambda worker: own)).astype(float)
 
 
-class CpuClock:
-    """An action whose calls last until it is done.
-
-    Attributes:
-        cpu_s: CPU seconds of all threads of this process, one for each call.
-    """
-
-    def __init__(self, action: Callable[[], Any]):
-        self._action, self.cpu_s = action, []
-
-    def __call__(self) -> Any:
-        begun = time.process_time()
-        done = jax.block_until_ready(self._action())
-        self.cpu_s.append(time.process_time() - begun)
-        return done
-
-
 def take_rounds(
     watch: Stopwatch, actions: Actions, seconds: float, rounds: int | None, note: Callable[[int, int], None]
 ) -> dict[Any, np.ndarray]:
