@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -233,6 +234,29 @@ def test_exchange_check_passes_on_every_topology_and_catches_a_broken_one():
     lying = Lying(**{f.name: getattr(honest, f.name) for f in dataclasses.fields(honest)})
     with pytest.raises(RuntimeError, match="phase 1.*worker 0"):
         gossip.check_exchange(workers("devices"), lying)
+
+
+@pytest.mark.parametrize("name", ["ring", "one_peer_exponential"])
+def test_a_message_of_several_arrays_arrives_as_one(name, monkeypatch):
+    """As between CPU processes: the bytes of all arrays in one collective, shifted or swapped, each array bit for bit."""
+    monkeypatch.setattr(mesh.axis, "between_cpu_processes", lambda: True)
+    w, rng = workers("devices"), np.random.default_rng(0)
+    message = {
+        "payload": rng.integers(-128, 128, (N, 3, 5), np.int8),
+        "scale": rng.normal(size=(N, 3)).astype(np.float32),
+        "half": rng.normal(size=(N, 2, 4)).astype(np.float16),
+    }
+    for round_ in topology_lib.make(name, N).rounds:
+        for shift in round_.shifts:
+            fn = w.map(lambda tree, pairs=shift.pairs: w.axis.exchange_tree(tree, pairs), in_axes=(0,))
+            assert (
+                len(re.findall(r" (?:collective-permute|all-reduce)(?:-start)?\(", jax.jit(fn).lower(message).compile().as_text()))
+                == 1
+            )
+            arrived = jax.jit(fn)(message)
+            for part, sent in message.items():
+                for source, target in shift.pairs:
+                    np.testing.assert_array_equal(arrived[part][target], sent[source])
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -69,7 +69,7 @@ def pull(codec: codecs.Codec, message: Any, own: jax.Array, round_: Round, axis:
     drawn = (own_weight(round_.self_weights, L, axis, own.dtype) - 1) * own
     for shift in round_.shifts:
         pairs = member_pairs(shift, L)
-        arrived = codec.decode(jax.tree.map(lambda x: axis.exchange(x, pairs), message), own.shape, own.dtype)
+        arrived = codec.decode(axis.exchange_tree(message, pairs), own.shape, own.dtype)
         weight = own_weight(shift.weights, L, axis, own.dtype)
         # A worker to which nothing is sent has a message of zeros, which may be decoded to anything.
         drawn += weight * arrived if isinstance(weight, float) else jnp.where(weight > 0, weight * arrived, 0)

@@ -86,6 +86,18 @@ class Axis:
             arrived = swapped if arrived is None else arrived + swapped
         return jax.lax.bitcast_convert_type(arrived, x.dtype)
 
+    def exchange_tree(self, tree: Any, pairs: Sequence[tuple[int, int]]) -> Any:
+        """`exchange` of every array of a pytree. Between CPU processes they travel as the bytes of one array, since every message costs
+        them milliseconds, more than a copy; elsewhere the compiler joins messages along one route."""
+        leaves, structure = jax.tree.flatten(tree)
+        if len(leaves) < 2 or not between_cpu_processes():
+            return jax.tree.map(lambda x: self.exchange(x, pairs), tree)
+        arrived = self.exchange(jnp.concatenate([_bytes(x).ravel() for x in leaves]), pairs)
+        parts = jnp.split(arrived, np.cumsum([x.size * x.dtype.itemsize for x in leaves[:-1]]))
+        return structure.unflatten(
+            jax.lax.bitcast_convert_type(part.reshape(_bytes(x).shape), x.dtype) for part, x in zip(parts, leaves, strict=True)
+        )
+
     def _read(self, x: jax.Array, pairs: Sequence[tuple[int, int]]) -> jax.Array:
         """`exchange` of simulated workers: vmap has no partial permutations, so each reads its source's row, or zeros."""
         source_of, receives = np.arange(self.size), np.zeros(self.size, bool)
@@ -218,6 +230,11 @@ def mean_bytes(size: int, dtype: Any, num_workers: int, wire_dtype: Any = None) 
 def between_cpu_processes() -> bool:
     """Whether collectives run between processes on CPUs, where gloo carries them."""
     return jax.process_count() > 1 and jax.default_backend() == "cpu"
+
+
+def _bytes(x: jax.Array) -> jax.Array:
+    """The bytes of an array, with one more axis where its values have several."""
+    return jax.lax.bitcast_convert_type(x, jnp.uint8)
 
 
 def _bits(x: jax.Array) -> jax.Array:
