@@ -92,10 +92,11 @@ class Axis:
         leaves, structure = jax.tree.flatten(tree)
         if len(leaves) < 2 or not between_cpu_processes():
             return jax.tree.map(lambda x: self.exchange(x, pairs), tree)
-        arrived = self.exchange(jnp.concatenate([_bytes(x).ravel() for x in leaves]), pairs)
-        parts = jnp.split(arrived, np.cumsum([x.size * x.dtype.itemsize for x in leaves[:-1]]))
+        sent = [jax.lax.bitcast_convert_type(x, jnp.uint8) for x in leaves]  # With one more axis where values have several bytes.
+        arrived = self.exchange(jnp.concatenate([own.ravel() for own in sent]), pairs)
+        parts = jnp.split(arrived, np.cumsum([own.size for own in sent[:-1]]))
         return structure.unflatten(
-            jax.lax.bitcast_convert_type(part.reshape(_bytes(x).shape), x.dtype) for part, x in zip(parts, leaves, strict=True)
+            jax.lax.bitcast_convert_type(part.reshape(own.shape), x.dtype) for part, own, x in zip(parts, sent, leaves, strict=True)
         )
 
     def _read(self, x: jax.Array, pairs: Sequence[tuple[int, int]]) -> jax.Array:
@@ -230,11 +231,6 @@ def mean_bytes(size: int, dtype: Any, num_workers: int, wire_dtype: Any = None) 
 def between_cpu_processes() -> bool:
     """Whether collectives run between processes on CPUs, where gloo carries them."""
     return jax.process_count() > 1 and jax.default_backend() == "cpu"
-
-
-def _bytes(x: jax.Array) -> jax.Array:
-    """The bytes of an array, with one more axis where its values have several."""
-    return jax.lax.bitcast_convert_type(x, jnp.uint8)
 
 
 def _bits(x: jax.Array) -> jax.Array:
