@@ -3,7 +3,7 @@
 # make test-all the other tests: processes, kills, full disks, programs as users compile them, and from a warm compilation cache;
 #               what a TPU's compiler makes of a step, which needs no TPU, but a download of its compiler
 # make lint     style and types
-# make docs     the documentation, in site/; dead links fail
+# make docs     the documentation, in site/; dead links and warnings fail
 # make clean    remove the virtual environment (runs stay)
 
 PYTHON ?= python3
@@ -51,7 +51,8 @@ lint: $(VENV)/installed-tests
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
 docs: $(VENV)/installed-docs
-	$(BIN)/mkdocs build --quiet
+	@# Warnings count only where they are printed (not with --quiet); only a failed build shows its output.
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict >$(VENV)/docs.log 2>&1 || { cat $(VENV)/docs.log; exit 1; }
 
 $(INSTALLED): requirements.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \

@@ -21,7 +21,8 @@ def gaussian_bits(levels: np.ndarray, step: float, mean: np.ndarray | float = 0.
     Args:
         levels: q, whole numbers.
         step: Δ.
-        mean, scale: μ and σ, alike for all or of the shape of the levels.
+        mean: μ, one number or an array of the shape of the levels.
+        scale: σ, likewise.
 
     Raises:
         ValueError: for a step or a scale that is not positive.

@@ -312,7 +312,7 @@ def decoder_lm(
         depth: L, how many layers, each attention and an MLP.
         tied: use one table as embedding and as output layer.
         dtype: the dtype in which layers compute, "float32" or "bfloat16".
-        divide, product: how a tensor-parallel group divides arrays and adds up products, functions and no config fields; see the module.
+        divide: how a tensor-parallel group divides arrays; `product` is how it adds up products (functions, not config fields).
 
     Raises:
         ValueError: if a size is less than 1, the width is not divisible by 2 · heads, or the dtype is unknown.

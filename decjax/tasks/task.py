@@ -44,7 +44,7 @@ class Data(NamedTuple):
 class Lookups(NamedTuple):
     """The embedding tables of a model, which workers may divide among them, and the model's loss for vectors that were looked up.
 
-    The model's parameters are a dict. Its entry "tables" has the table of feature t at [t]["embedding"], [V_t, D].
+    The model's parameters are a dict. Its entry "tables" has the table of feature t, [V_t, D], at `[t]["embedding"]`.
 
     Attributes:
         sizes: V_t, rows of each table.
