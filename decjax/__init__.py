@@ -3,6 +3,7 @@
 A training method is composed of small, pure parts, each usable alone. From the bottom up:
 
     registry    parts by name; a part's signature is its section of a config           standard library only
+    files       files that are written as a whole                                  standard library only
     topology    communication graphs: who sends to whom in each step                   NumPy only
     schedules   pipeline schedules: which stage computes what in each tick             NumPy only
     costmodel   predicted time per iteration of a method on a cluster                  NumPy only

@@ -20,7 +20,7 @@ import jax
 import numpy as np
 
 from decjax import config as parts
-from decjax import train
+from decjax import files, train
 from decjax.models import compress
 from decjax.train import checkpoint
 from launch import command
@@ -102,7 +102,7 @@ def main(argv: list[str]) -> int:
     found = measure(trainer, state, forms or usual)
     if _OUT.value:
         rows = {form: {"bytes": num_bytes, **metrics} for form, (num_bytes, metrics) in found.items()}
-        pathlib.Path(_OUT.value).write_text(json.dumps({"step": step, "forms": rows}, indent=1) + "\n")
+        files.write_whole(_OUT.value, json.dumps({"step": step, "forms": rows}, indent=1) + "\n")
     terminal = command.console()
     terminal.print(f"the averaged model of {_WORKDIR.value} after {step} steps", markup=False)
     terminal.print(report(found))

@@ -5,7 +5,6 @@ import itertools
 import json
 import os
 import pathlib
-import socket
 import time
 from typing import Any, BinaryIO, NamedTuple
 
@@ -14,7 +13,7 @@ import jax
 from ml_collections import config_flags
 
 from decjax import config as parts
-from decjax import registry
+from decjax import files, registry
 from decjax.errors import ConfigError
 from launch import command, config_file
 
@@ -182,9 +181,7 @@ def claim(workdir: pathlib.Path, config: str, extra: list[str]) -> None:
     try:
         workdir.mkdir(parents=True, exist_ok=True)
         if not path.exists():  # Tasks of a job array come at the same time, and none may read half a file.
-            whole = path.with_suffix(f".{socket.gethostname()}.{os.getpid()}")
-            whole.write_text(json.dumps(now) + "\n")
-            whole.replace(path)
+            files.write_whole(path, json.dumps(now) + "\n", shared=True)
         before = json.loads(path.read_text())
     except (OSError, ValueError) as error:
         raise command.UserError(f"workdir {str(workdir)!r} cannot be used ({error}); choose another --workdir") from error

@@ -138,7 +138,7 @@ def main(argv):
     command.options_only(argv)
     chosen = {name: holder.value for name, holder in _OPTIONS.items() if holder.value is not None}
     if "shape" in chosen:
-        chosen["shape"] = tuple(int(side) if side.strip().isdigit() else side for side in chosen["shape"])
+        chosen["shape"] = tuple(int(side) if side.strip().isdecimal() else side for side in chosen["shape"])
     if FLAGS.plot:
         command.output("out", FLAGS.out, figure=True)
     elif FLAGS["out"].present:

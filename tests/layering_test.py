@@ -17,11 +17,12 @@ BASE = {"mesh", "buckets", "codecs", "channel", "registry", "noise"}
 MAY_IMPORT = {
     "registry": set(),
     "errors": set(),
+    "files": set(),
     "topology": {"registry"},
     "schedules": set(),
     "hlo": {"mesh"},
-    "costmodel": {"topology", "schedules"},
-    "placement": {"costmodel", "topology"},
+    "costmodel": {"files", "topology", "schedules"},
+    "placement": {"costmodel", "files", "topology"},
     "mesh": set(),
     "buckets": set(),
     "noise": set(),
@@ -41,6 +42,7 @@ MAY_IMPORT["measure"] = set(MAY_IMPORT)
 MAY_IMPORT["elastic"] = set(MAY_IMPORT) - {"measure"}
 NUMPY_ONLY = (
     "decjax.registry",
+    "decjax.files",
     "decjax.topology",
     "decjax.schedules",
     "decjax.costmodel.profile",
@@ -66,6 +68,7 @@ OUTSIDE = {
                 "costmodel",
                 "elastic",
                 "errors",
+                "files",
                 "measure",
                 "placement",
                 "registry",
@@ -83,7 +86,15 @@ OUTSIDE = {
     "experiments.oracles_low_rank": ("decjax", "experiments"),
     "experiments.oracles_tables": ("decjax", "configs", "experiments"),
     "experiments.bench": ("decjax", "configs", "launch", "experiments"),
-    "experiments": ("decjax.costmodel", "decjax.topology", "experiments", "launch.command", "launch.cluster", "launch.processes"),
+    "experiments": (
+        "decjax.costmodel",
+        "decjax.files",
+        "decjax.topology",
+        "experiments",
+        "launch.command",
+        "launch.cluster",
+        "launch.processes",
+    ),
 }
 CONFIGS_OTHERS = {"ml_collections", "collections", "typing"}
 EXPERIMENTS_THIRD_PARTY = {"absl", "matplotlib", "numpy", "rich"}  # flags, figures, numbers, tables

@@ -7,10 +7,10 @@ the fix.
 import dataclasses
 import json
 import os
-import pathlib
 import re
 from typing import Any
 
+from decjax import files
 from decjax.costmodel.profile import Cluster, Compressed, Jitter, Link, Workload, shown
 
 MAX_FILE_BYTES = 2**26
@@ -74,7 +74,5 @@ def save(path: str | os.PathLike, cluster: Cluster, workload: Workload | None = 
     content = dataclasses.asdict(cluster)
     if workload is not None:
         content["workload"] = dataclasses.asdict(workload)
-    temporary = pathlib.Path(f"{os.fspath(path)}.tmp")
     text = re.sub(r"\[[^][{}]*\]", lambda numbers: " ".join(numbers[0].split()), json.dumps(content, indent=2))
-    temporary.write_text(text + "\n", encoding="utf-8")  # Lists of numbers stay on one line.
-    temporary.replace(path)
+    files.write_whole(path, text + "\n")  # Lists of numbers stay on one line.

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from decjax.costmodel import files, profile
+from decjax.files import write_whole
 from decjax.placement.cost import Job, Network
 from decjax.placement.links import Links
 from decjax.placement.search import Placed
@@ -107,8 +108,7 @@ def save(path: str | os.PathLike, links: Links, placement: Placement, /, **furth
     names = [[links.names[device] for device in row] for row in placement.layout]
     numbers = {field: getattr(placement, field) for field in ("compute_s", "messages_s")}
     content = {**further, **numbers, "devices": names, "layout": among_these.tolist()}
-    with open(path, "w", encoding="utf-8") as file:
-        file.write(json.dumps(content, indent=1) + "\n")
+    write_whole(path, json.dumps(content, indent=1) + "\n")
 
 
 @dataclasses.dataclass(frozen=True)

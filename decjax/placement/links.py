@@ -27,6 +27,7 @@ from typing import Any
 import numpy as np
 
 from decjax.costmodel import files, profile
+from decjax.files import write_whole
 
 MAX_DEVICES = 4096
 
@@ -91,8 +92,7 @@ class Links:
         """Writes them as a file of matrices."""
         each = {name: values.tolist() for name in _DEVICE if (values := getattr(self, name)) is not None}
         matrices = {"latency_s": self.latency_s.tolist(), "bandwidth_Bps": self.bandwidth_Bps.tolist()}
-        with open(path, "w", encoding="utf-8") as file:
-            file.write(json.dumps({"source": self.source, "devices": list(self.names), **matrices, **each}) + "\n")
+        write_whole(path, json.dumps({"source": self.source, "devices": list(self.names), **matrices, **each}) + "\n")
 
 
 def _by(matrix: np.ndarray) -> str:

@@ -17,6 +17,7 @@ import uuid
 from tensorboardX import event_file_writer, summary
 from tensorboardX.proto import event_pb2
 
+from decjax import files
 from decjax.errors import TrainingError, not_written
 
 
@@ -29,13 +30,6 @@ def read(workdir: pathlib.Path) -> list[dict[str, Any]]:
             if line.endswith("\n") and isinstance(row["step"], int):
                 rows.append(row)
     return rows
-
-
-def write_whole(path: pathlib.Path, text: str) -> None:
-    """Writes a file that is never seen half written."""
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(text)
-    temporary.replace(path)
 
 
 class Tracker(abc.ABC):
@@ -79,7 +73,7 @@ class JsonLines(Tracker):
         path = workdir / "metrics.jsonl"
         kept = [row for row in read(workdir) if row["step"] <= start and (row.get("kind"), row["step"]) != ("eval", steps)]
         self.last = kept[-1]["step"] if kept else 0  # step of the last row that was kept; 0: none
-        write_whole(path, "".join(json.dumps(row) + "\n" for row in kept))
+        files.write_whole(path, "".join(json.dumps(row) + "\n" for row in kept))
         self._file = path.open("a")
 
     def log(self, step, kind, values):
@@ -147,7 +141,7 @@ class WandB(Tracker):
     def __init__(self, workdir: pathlib.Path, start: int, config: dict[str, Any]):
         client, path = wandb(), workdir / "wandb_id"
         if not start or not path.exists():
-            write_whole(path, uuid.uuid4().hex[:8])
+            files.write_whole(path, uuid.uuid4().hex[:8])
         try:
             self._run = client.init(
                 project=os.environ.get("WANDB_PROJECT", "decjax"),

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, NoReturn
 import jax
 import numpy as np
 
-from decjax import config, mesh
+from decjax import config, files, mesh
 from decjax.errors import CheckpointError
 from decjax.train import checkpoint, metrics
 from decjax.train import origin as origin_lib
@@ -358,7 +358,7 @@ class Run:
             if task.score:
                 summary |= {f"eval_{name}": value for name, value in task.score(params, variables, self.trainer.data).items()}
             with metrics.writing(self.workdir, "summary.json"):
-                metrics.write_whole(self.workdir / "summary.json", json.dumps(summary, indent=2) + "\n")
+                files.write_whole(self.workdir / "summary.json", json.dumps(summary, indent=2) + "\n")
             if task.show:
                 shown = task.show(params, variables, self.trainer.data, jax.random.key(self.spec.seed))
         return Outcome(self.spec.steps, None, summary, shown)

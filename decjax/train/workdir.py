@@ -8,17 +8,20 @@ import contextlib
 import fcntl
 import json
 import pathlib
+import re
 
 from flax import traverse_util
 import jax
 from jax.experimental import multihost_utils
 
 from decjax import config as config_lib
+from decjax import files
 from decjax.errors import CheckpointError, ConfigError
 from decjax.train import metrics
 
 # Fields that may differ between a run and its continuation; except for rounding, none of them changes the result of training.
 FREE_KEYS = ("eval.", "checkpoint.", "elastic.", "log_every", "data.sample_bytes", "engine")
+_STEP = re.compile(r"0|[1-9][0-9]*")  # a checkpoint's folder; `str.isdigit` accepts "²" as well, which `int` refuses
 
 
 def claim(workdir: pathlib.Path, config: dict, advise: Callable[[pathlib.Path], str] = lambda folder: "") -> contextlib.ExitStack:
@@ -102,7 +105,7 @@ def _take(workdir: pathlib.Path, config: dict, held: contextlib.ExitStack, waits
         is_claimed = waits and path.exists() and path.read_text() == text  # Then the metrics are this run's.
         if not steps_saved(workdir) and not is_claimed:
             (workdir / "metrics.jsonl").unlink(missing_ok=True)  # First: `_lost` judges them by the config that is there.
-        metrics.write_whole(path, text)
+        files.write_whole(path, text)
     except BlockingIOError as error:
         raise CheckpointError(
             f"workdir {str(workdir)!r} is in use by a run that is still going; wait for it, or choose another --workdir"
@@ -151,4 +154,4 @@ def differing(theirs: config_lib.RunSpec, ours: config_lib.RunSpec) -> str:
 def steps_saved(workdir: pathlib.Path) -> list[int]:
     """The steps of all complete checkpoints in a work directory, damaged ones too; the newest last."""
     folder = workdir / "checkpoints"
-    return sorted(int(child.name) for child in folder.iterdir() if child.name.isdigit()) if folder.is_dir() else []
+    return sorted(int(child.name) for child in folder.iterdir() if _STEP.fullmatch(child.name)) if folder.is_dir() else []
