@@ -139,7 +139,7 @@ def make_source(
     if spec.tables is not None:
         return pipeline.of_tables(task.lookups, axis, spec.workers, spec.each, **spec.tables)
     if not division:
-        source = source_lib.whole(task.loss, task.variables, spec.pipeline.microbatches)
+        source = source_lib.whole(task.loss, task.variables, spec.pipeline.microbatches, task.weight)
         return source._replace(gradient=mesh.one_by_one(source.gradient)) if spec.simulate else source
     made = boundary_codecs(spec)
     boundary = watch(pipeline.coded(**{**(spec.boundary or {}), **made})) if made else None

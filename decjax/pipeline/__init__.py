@@ -6,6 +6,7 @@ tables       a gradient source with embedding tables that the workers divide amo
 shares       which worker owns which of them
 bounds       its messages, in which no value is off by more than a bound
 executor     the gradient of a divided model by any schedule, tick by tick
+accumulate   gradients added up over microbatches
 table        a schedule as arrays, which the executor reads
 boundary     messages between stages: uncompressed, or compressed with lazy error propagation
 links        the state that both ends of compressed messages keep

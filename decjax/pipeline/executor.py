@@ -26,8 +26,8 @@ import jax.extend
 import jax.numpy as jnp
 
 from decjax import mesh, schedules
+from decjax.pipeline import accumulate, stages
 from decjax.pipeline import boundary as boundary_lib
-from decjax.pipeline import stages
 from decjax.pipeline.table import BACKWARD, BOXES, FORWARD, NOWHERE, Label, Message, Table, is_one_permutation, tabulate
 
 DENSE = "as they are"
@@ -102,7 +102,7 @@ class _Executor:
         rows = columns, jnp.asarray(self.table.pattern)
         carry, _ = jax.lax.scan(tick, passes.start(self.table.slots, state), rows)
         state, _ = mesh.each_device(lambda state, nothing: (self.boundary.finish(state), nothing), carry.boundary, ())
-        return mesh.STAGES.sum(carry.loss), self.division.sum_tied(carry.grads), state
+        return mesh.STAGES.sum(carry.loss), self.division.sum_tied(accumulate.rounded(carry.grads, params)), state
 
     def tick(self, passes, stage, tokens_MxBxT1, key, carry, row):
         columns, pattern = row
@@ -310,7 +310,7 @@ class _Passes:
         """The carry before the first tick, all zeros but the boundary's state."""
         boxes = {name: jnp.zeros((slots[name], *self.activation.shape), self.activation.dtype) for name in BOXES.values()}
         kept = [jnp.zeros((slots["kept"], *x.shape), x.dtype) for x in self.kept]
-        return _Carry(boxes, kept, jax.tree.map(jnp.zeros_like, self.params), jnp.zeros(()), state)
+        return _Carry(boxes, kept, accumulate.zeros(self.params), jnp.zeros(()), state)
 
     def take(self, carry: _Carry, at: dict[str, jax.Array]) -> tuple[_Carry, jax.Array]:
         """One tick without its messages: (carry, what is to be sent to another stage)."""
@@ -361,7 +361,7 @@ class _Passes:
         grads, loss, g = _when(tick.is_last, functools.partial(self._from_loss, tick, y), carry.grads, carry.loss, g)
         d_blocks, dx = pullback(g)
         (grads,) = _when(tick.is_first, functools.partial(self._to_embedding, tick, dx), grads)
-        own = jax.tree.map(lambda x, d: x.at[at["chunk"]].add(d), self._chunked(grads), d_blocks)
+        own = jax.tree.map(lambda x, d: x.at[at["chunk"]].add(d.astype(x.dtype)), self._chunked(grads), d_blocks)
         return carry._replace(grads=grads | own, loss=loss), dx
 
     def _from_loss(self, tick, y, grads, loss, g):
@@ -371,12 +371,14 @@ class _Passes:
             return self.division.parts.nll(norm, table_VxD, y, tick.targets_BxT).mean() / len(self.tokens_MxBxT1)
 
         value, (d_norm, d_table, g) = jax.value_and_grad(mean, (0, 1, 2))(self.params["norm"], self.params["table_VxD"], y)
-        grads = grads | {"norm": jax.tree.map(jnp.add, grads["norm"], d_norm), "table_VxD": grads["table_VxD"] + d_table}
-        return grads, loss + value, g
+        grads = grads | accumulate.add(
+            {name: grads[name] for name in ("norm", "table_VxD")}, {"norm": d_norm, "table_VxD": d_table}
+        )
+        return grads, loss + value.astype(loss.dtype), g
 
     def _to_embedding(self, tick, dx, grads):
         _, pullback = jax.vjp(functools.partial(self._embed, tick), self.params["table_VxD"])
-        return (grads | {"table_VxD": grads["table_VxD"] + pullback(dx)[0]},)
+        return (grads | {"table_VxD": accumulate.add(grads["table_VxD"], pullback(dx)[0])},)
 
 
 def _when(condition: jax.Array, fn: Callable, *carry: Any) -> Any:

@@ -4,8 +4,10 @@ the workers divide among them see `decjax.pipeline.tables`.
     loss, grads, state = gradient(params, state, batch, key)
 
 is a function of one worker, or of one stage of one worker, whose parameters and gradient are then that stage's part. The loss is
-the mean over the worker's batch, computed in microbatches. The state is what a source keeps from step to step: a whole model's
-variables, such as batch statistics, or the state of compressed messages between stages.
+the mean over the worker's batch. It is computed in microbatches, which count in proportion to what their own means are divided by,
+such as a number of tokens. Their gradients are added up in float32, or in the parameters' type where it is wider, and rounded once.
+The state is what a source keeps from step to step: a whole model's variables, such as batch statistics, or the state of compressed
+messages between stages.
 """
 
 from collections.abc import Callable
@@ -17,6 +19,7 @@ import jax.numpy as jnp
 import optax
 
 from decjax import mesh, schedules
+from decjax.pipeline import accumulate
 from decjax.pipeline.boundary import Boundary
 from decjax.pipeline.executor import make_gradient
 from decjax.pipeline.stages import Division
@@ -73,13 +76,16 @@ def stateless(gradient: Callable[[Any, Any, jax.Array], tuple[jax.Array, Any]]) 
     return lambda params, state, batch, key: (*gradient(params, batch, key), state)
 
 
-def whole(loss: Callable, variables: Callable[[], Any] = lambda: (), microbatches: int = 1) -> Source:
+def whole(
+    loss: Callable, variables: Callable[[], Any] = lambda: (), microbatches: int = 1, weight: Callable[[Any], Any] | None = None
+) -> Source:
     """The gradient source of a whole model, on one device or a tensor-parallel group.
 
     Args:
         loss: `loss(params, variables, batch, key) -> (loss, variables)`, the mean over a batch; see `tasks.Task`.
         variables: `variables()`, the variables before the first step.
         microbatches: M, equal parts of the batch whose gradients are computed one after the other, to save memory.
+        weight: `weight(batch)`, what the loss of a batch is divided by; None: the same for all. See `tasks.Task`.
     """
     value_and_grad = jax.value_and_grad(loss, has_aux=True)
 
@@ -89,13 +95,20 @@ def whole(loss: Callable, variables: Callable[[], Any] = lambda: (), microbatche
 
     def in_parts(params, state, batch, key):
         def add(carry, inputs):
-            *total, state = carry
-            *part, state = at_once(params, state, *inputs)
-            return (*jax.tree.map(jnp.add, total, part), state), None
+            total, state = carry
+            part, key, share = inputs
+            *found, state = at_once(params, state, part, key)
+            return (accumulate.add(total, found, share), state), None
 
-        parts = jax.tree.map(lambda x: x.reshape(microbatches, -1, *x.shape[1:]), batch), jax.random.split(key, microbatches)
-        (*total, state), _ = jax.lax.scan(add, (jnp.zeros(()), jax.tree.map(jnp.zeros_like, params), state), parts)
-        return (*jax.tree.map(lambda x: x / microbatches, total), state)
+        parts = jax.tree.map(lambda x: x.reshape(microbatches, -1, *x.shape[1:]), batch)
+        share_M = jnp.ones(microbatches)
+        if weight:
+            weight_M = jax.vmap(weight)(parts)
+            share_M = weight_M / weight_M.mean()
+        zeros = [jnp.zeros(()), accumulate.zeros(params)]
+        (total, state), _ = jax.lax.scan(add, (zeros, state), (parts, jax.random.split(key, microbatches), share_M))
+        loss, grads = jax.tree.map(lambda x: x / microbatches, total)
+        return loss, accumulate.rounded(grads, params), state
 
     return Source(at_once if microbatches == 1 else in_parts, lambda params: variables())
 

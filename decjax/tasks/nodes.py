@@ -69,6 +69,7 @@ def nodes(
     return Task(
         init=form.model.init,
         loss=form.loss,
+        weight=lambda batch: batch.weight_BxV.sum(),
         measure=form.measure,
         metrics={"loss": Metric("nats"), "accuracy": Metric()},
         examples=lambda batch_size: jax.eval_shape(lambda: form.whole(np.zeros(len(whole.labels_V)), batch_size)),

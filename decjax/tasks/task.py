@@ -1,6 +1,6 @@
 """The interface of a task: all that the trainer and pipelines know of models and data.
 
-    loss, variables = loss(params, variables, batch, key)      mean over one worker's batch, to be differentiated
+    loss, variables = loss(params, variables, batch, key)      weighted mean over one worker's batch, to be differentiated
     sums_B, weight_B = measure(params, variables, examples)    one value per example; a metric is Σ sum ÷ Σ weight
 
 Variables are what a model stores beside its parameters and what no gradient changes, such as batch statistics; () where there are
@@ -69,6 +69,8 @@ class Task(NamedTuple):
     Attributes:
         init: `init(key) -> params`.
         loss: `loss(params, variables, batch, key) -> (loss, variables)`, the mean over a worker's batch; the key is for dropout.
+        weight: `weight(batch)`, positive, the number that `loss` divides by where it depends on the batch's content, such as its
+            number of tokens without padding; microbatches count in proportion to it. None: the same for all batches of a size.
         measure: `measure(params, variables, examples) -> (sums, weight_B)`; sums [B] by the name of the metric, which is Σ sum ÷ Σ
             weight.
         metrics: the metrics by name; "loss" is the first.
@@ -100,6 +102,7 @@ class Task(NamedTuple):
     metrics: Mapping[str, Metric]
     examples: Callable[[int], Any]
     load: Callable[[int, int, int], Data]
+    weight: Callable[[Any], Any] | None = None
     items: int = 1
     item: str = "examples"
     variables: Callable[[], Any] = lambda: ()

@@ -83,6 +83,7 @@ def translation(
     return Task(
         init=model.init,
         loss=form.loss,
+        weight=lambda pairs: _real(pairs).sum(),
         measure=form.measure,
         metrics={"loss": Metric("nats/token")},
         examples=form.examples,
@@ -117,7 +118,7 @@ class _Translation:
         if smoothing:  # (1 − ε) of it, and ε of the mean over all tokens.
             uniform_BxT = jax.nn.logsumexp(logits_BxTxV, axis=-1) - logits_BxTxV.mean(axis=-1)
             nll_BxT = (1 - smoothing) * nll_BxT + smoothing * uniform_BxT
-        return nll_BxT, (labels_BxT != PAD).astype(jnp.float32)
+        return nll_BxT, _real(pairs)
 
     def loss(self, params, variables, pairs, key):
         nll_BxT, real_BxT = self._nll(params, pairs, key, self.smoothing)
@@ -174,6 +175,11 @@ class _Translation:
         texts = [data.more.sources[k] for k in spaced(len(data.more.sources), SHOWN)]
         pairs = zip(texts, self.translate(params, data, texts), strict=True)
         return "\n".join(f"{text.decode(errors='replace')}\n  → {found}" for text, found in pairs)
+
+
+def _real(pairs):
+    """real_BxT: 1 where there is a token to predict, 0 for padding."""
+    return (pairs.target_BxT1[:, 1:] != PAD).astype(jnp.float32)
 
 
 def _bleu():
