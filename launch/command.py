@@ -5,6 +5,8 @@ code 2, a training that diverged with 4, an interrupted run with 128 + signal. `
 """
 
 from collections.abc import Callable
+import errno
+import io
 import os
 import pathlib
 import re
@@ -115,9 +117,36 @@ def one_line(error: Exception) -> str:
     return last.removesuffix("'") if "Traceback" in text and last.count("'") % 2 else last
 
 
+class _Stream(io.FileIO):
+    """A standard stream that goes on into nothing when its reader is gone: `2>&1 | head`, or a terminal that was closed."""
+
+    def write(self, data) -> int:
+        try:
+            return super().write(data)
+        except OSError as error:
+            if error.errno not in (errno.EPIPE, errno.EIO):
+                raise
+            nothing = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nothing, self.fileno())
+            os.close(nothing)
+            return memoryview(data).nbytes
+
+
+def _outlive_readers() -> None:
+    """Keeps a command at work when nobody reads any more what it prints."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is not None and stream is getattr(sys, f"__{name}__"):  # Not one that captures.
+            buffer = io.BufferedWriter(_Stream(stream.fileno(), "w", closefd=False))
+            made = io.TextIOWrapper(buffer, stream.encoding, stream.errors, None, stream.line_buffering, stream.write_through)
+            setattr(sys, name, made)
+
+
 def run(main: Callable[[list[str]], int | None], errors: tuple[type[Exception], ...] = ()) -> None:
     """Runs `main(argv)` under absl: it gets the positional arguments behind the program's name, and returns the exit code. `errors`
     are exceptions that speak to the user; they are told in one line."""
+
+    _outlive_readers()
 
     def parse(argv):
         if "--debug" not in argv and (problem := config_file.complaint(argv)):

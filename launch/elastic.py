@@ -5,6 +5,7 @@ runs in a thread of the launcher; `decjax.elastic` says what it does.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+import concurrent.futures
 import contextlib
 import json
 import math
@@ -12,6 +13,7 @@ import os
 import resource
 import secrets
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -29,8 +31,9 @@ from launch import accelerators, chaos, command, config_file, processes
 SECRET = "DECJAX_ELASTIC_SECRET"  # the environment's variable
 PAUSE_S = 1.0  # before a process is started again that never took part, or a spare one; twice as long each time
 MOST_PAUSE_S = 30.0
+PROBE_S = 5.0  # between two trials to reach the coordinator, and for each
 LEISURE = 19  # by how much a spare process is nicer than others until it is called: it takes what they leave
-MOST_ERRORS = 3  # of processes that take a place one after the other, with an error of their own
+MOST_ERRORS, WITHIN_S = 3, 3600.0  # Errors of one place's processes within an hour that end the run.
 
 
 def define_flags() -> None:
@@ -55,13 +58,13 @@ class Box(NamedTuple):
     """Where the processes run: on this machine, if nothing else is said.
 
     Attributes:
-        listening: makes the coordinator where its address is one.
+        listening: calls a function where the coordinator's address is one.
         environments: variables of each process besides.
         links: that faults may cut or slow down.
         per_host: processes of a host; 0: all.
     """
 
-    listening: Callable[[Callable[[], Coordinator]], Coordinator] = lambda make: make()
+    listening: Callable[[Callable[[], Any]], Any] = lambda make: make()
     environments: Sequence[dict[str, str]] = ()
     links: chaos.Links | None = None
     per_host: int = 0
@@ -129,12 +132,47 @@ class _Starter:
             elif host not in self._spares and time.monotonic() >= again_at:
                 first = host * self._per_host
                 options: dict[str, Any] = dict(stdin=subprocess.PIPE, text=True)
-                self._spares[host] = self._start(self._spare_lines[first], self._environments[first], **options)
-                _prefer(self._spares[host].process.pid, LEISURE)
+                try:
+                    self._spares[host] = self._start(self._spare_lines[first], self._environments[first], **options)
+                except OSError:  # Places come first where memory or descriptors are exhausted.
+                    self._ends[host] = ends + 1, time.monotonic() + _pause_s(ends + 1)
+                else:
+                    _prefer(self._spares[host].process.pid, LEISURE)
 
     def _start(self, line: list[str], environment: dict[str, str], **options: Any) -> processes.Child:
         log = self._stack.enter_context(tempfile.TemporaryFile())  # noqa: SIM115  It is open as long as the process lives.
-        return processes.Child(processes.start(line, env=environment, stdout=None, stderr=log, **options), log)
+        try:
+            return processes.Child(processes.start(line, env=environment, stdout=None, stderr=log, **options), log)
+        except OSError:
+            log.close()
+            raise
+
+
+class _Reach:
+    """Says it once if the coordinator's address cannot be reached, as when the loopback interface is down; `look` is to be called
+    while processes are missing."""
+
+    def __init__(self, box: Box, address: tuple[str, int]):
+        self._box, self._address = box, address
+        self._look_at, self._reason = time.monotonic() + PROBE_S, ""
+
+    def look(self) -> None:
+        if time.monotonic() < self._look_at:
+            return
+        before, self._reason = self._reason, self._box.listening(self._probe)
+        self._look_at = time.monotonic() + PROBE_S
+        if self._reason and not before:
+            where = ":".join(map(str, self._address))
+            _say(
+                f"processes cannot join: {where} is not reached ({self._reason}); bring the interface up, as with ip link set lo up"
+            )
+
+    def _probe(self) -> str:
+        try:
+            socket.create_connection(self._address, PROBE_S).close()
+        except OSError as error:
+            return error.strerror or str(error)
+        return ""
 
 
 class _Slot:
@@ -144,7 +182,7 @@ class _Slot:
         self.index, self._start = index, start
         self.child = start(index)
         self.finished, self.failures = False, 0  # `failures`: since a process of this place took part the last time
-        self.errors = 0
+        self.errors: list[float] = []  # when processes ended with an error of their own, lately
         self.again_at: float | None = None
 
     @property
@@ -161,7 +199,19 @@ class _Slot:
 
     def restart_when_due(self) -> None:
         if self.again_at is not None and time.monotonic() >= self.again_at:
-            self.child, self.again_at = self._start(self.index), None
+            try:
+                before, self.child, self.again_at = self.child, self._start(self.index), None
+            except OSError as error:  # Memory or descriptors are exhausted, perhaps not for long.
+                _say(f"process {self.index} cannot be started ({error.strerror}); trying again")
+                self.ended()
+            else:
+                before.log.close()
+
+    def fails_again(self) -> bool:
+        """Notes an error of this place's process; whether there were too many lately."""
+        now_s = time.monotonic()
+        self.errors = [at_s for at_s in self.errors if now_s - at_s < WITHIN_S] + [now_s]
+        return len(self.errors) >= MOST_ERRORS
 
 
 def run_together(
@@ -189,21 +239,24 @@ def run_together(
     lines, spare_lines = command_lines(options), command_lines([*options, processes.STANDBY])
     with contextlib.ExitStack() as stack:
         caught = stack.enter_context(processes.caught_signals())
-        stack.enter_context(_serving(coordinator))
-        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="decjax-"))
+        serving = stack.enter_context(_serving(coordinator))
+        folder = stack.enter_context(processes.temporary_folder())
         environments = _environments(count, {SECRET: shared} | _compiled_once(folder), box)
         starter = _Starter(stack, lines, spare_lines, environments, box.per_host or count)
         slots: list[_Slot] = []
         stack.callback(lambda: processes.send([slot.child for slot in slots], signal.SIGKILL))
         slots += [_Slot(index, starter) for index in range(count)]
         trouble = stack.enter_context(contextlib.closing(chaos.Chaos(faults, lambda index: slots[index].child.living(), box.links)))
+        reach = _Reach(box, coordinator.address)
 
         def look():
             trouble.look()
-            if given.spares and all(slot.takes_part(coordinator.view) for slot in slots):
+            if not all(slot.takes_part(coordinator.view) for slot in slots):
+                reach.look()
+            elif given.spares:
                 starter.hold_spares()
 
-        return _watch(slots, coordinator, caught, look, f"; {again}" if again else "")
+        return _watch(slots, coordinator, serving, caught, look, f"; {again}" if again else "")
 
 
 def _environments(count: int, shared: dict[str, str], box: Box) -> list[dict[str, str]]:
@@ -224,21 +277,29 @@ def _compiled_once(folder: str) -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def _serving(coordinator: Coordinator) -> Iterator[None]:
-    """Inside, the coordinator serves in a thread of its own."""
+def _serving(coordinator: Coordinator) -> Iterator[concurrent.futures.Future[None]]:
+    """Inside, the coordinator serves in a thread of its own, whose future it gives."""
     over = threading.Event()
-    thread = threading.Thread(target=coordinator.run, args=(over.is_set,), name="coordinator", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        thread.join()
+    with concurrent.futures.ThreadPoolExecutor(1, "coordinator") as pool:
+        try:
+            yield pool.submit(coordinator.run, over.is_set)
+        finally:
+            over.set()
 
 
-def _watch(slots: list[_Slot], coordinator: Coordinator, caught: list[signal.Signals], look: Callable[[], None], again: str) -> int:
+def _watch(
+    slots: list[_Slot],
+    coordinator: Coordinator,
+    serving: concurrent.futures.Future[None],
+    caught: list[signal.Signals],
+    look: Callable[[], None],
+    again: str,
+) -> int:
     told = False
     while not all(slot.finished for slot in slots):
+        if serving.done():  # Without it no process could leave or come.
+            _say(f"error: the coordinator of this run has failed ({serving.exception()!r}){again}")
+            return 1
         look()
         if caught and not told:
             told = True
@@ -266,7 +327,7 @@ def _watch(slots: list[_Slot], coordinator: Coordinator, caught: list[signal.Sig
         time.sleep(processes.POLL_S)
     stopped = 128 + caught[0] if caught else max(slot.code or 0 for slot in slots)
     if stopped > 128:  # Without a signal of our own, one of them got it, and all have stopped.
-        print(f"interrupted by {signal.Signals(stopped - 128).name}{again}", file=sys.stderr, flush=True)
+        _say(f"interrupted by {signal.Signals(stopped - 128).name}{again}")
         return stopped
     return 0 if any(slot.code == 0 for slot in slots) else 1
 
@@ -275,26 +336,30 @@ def _ended(slot: _Slot, stopping: bool) -> int | None:
     """Notes that a process has ended, and when it is started again; returns an exit code if the whole run ends with it."""
     code = slot.code
     if code in (command.USER_ERROR, command.DIVERGED):
-        print(*slot.child.last_lines(), sep="\n", file=sys.stderr, flush=True)
+        _say(*slot.child.last_lines())
         return code
     if code == 0 or stopping:
         slot.finished = True
         return None
     assert code is not None
-    print(f"process {slot.index} {processes.how_it_ended(code)}; another takes its place", file=sys.stderr, flush=True)
+    _say(f"process {slot.index} {processes.how_it_ended(code)}; another takes its place")
     if code == 1:
-        slot.errors += 1
-        print(*(f"[process {slot.index}] {line}" for line in slot.child.last_lines()), sep="\n", file=sys.stderr, flush=True)
-        if slot.errors == MOST_ERRORS:
+        _say(*(f"[process {slot.index}] {line}" for line in slot.child.last_lines()))
+        if slot.fails_again():
             return code
     slot.ended()
     return None
 
 
+def _say(*lines: str) -> None:
+    print(*lines, sep="\n", file=sys.stderr, flush=True)
+
+
 def _say_view(view: View) -> None:
     if view.number > 1:
-        names = ", ".join(str(member.slot) for member in view.members)
-        print(f"step {view.step}: going on with {len(view.members)} workers: {names}", file=sys.stderr, flush=True)
+        _say(
+            f"step {view.step}: going on with {len(view.members)} workers: {', '.join(str(member.slot) for member in view.members)}"
+        )
 
 
 def secret() -> str:

@@ -18,7 +18,6 @@ import re
 import shutil
 import signal
 import socket
-import subprocess
 import sys
 import time
 from typing import NamedTuple, TypeVar
@@ -220,17 +219,10 @@ def find(name: str = NAME) -> Network | None:
     return found
 
 
-@contextlib.contextmanager
-def _watched(name: str) -> Iterator[None]:
+def _watched(name: str) -> contextlib.AbstractContextManager[None]:
     """Inside, another process waits for our end: if we are killed, it removes the network in our place."""
-    # It reads from a pipe whose other end only we have, and which the kernel closes when we end.
     waits = f"import sys; sys.stdin.read(); from launch import network; network.remove_orphan({name!r})"
-    line, folder = [sys.executable, "-c", waits], pathlib.Path(__file__).resolve().parents[1]
-    with subprocess.Popen(line, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, cwd=folder, start_new_session=True) as watcher:
-        try:
-            yield
-        finally:
-            watcher.kill()
+    return processes.survived_by([sys.executable, "-c", waits], cwd=pathlib.Path(__file__).resolve().parents[1])
 
 
 def remove_orphan(name: str) -> None:

@@ -28,6 +28,7 @@ TRAIN = "launch.train"
 GRACE_S = 15  # between SIGTERM and SIGKILL, once a process has died: well below a minute
 POLL_S = 0.1
 LAST_LINES = 20
+OF_LAUNCHERS = ("elastic", "chaos", "num_processes", "coordinator", "process_index", "standby")
 STANDBY = "--standby"  # the flag of a spare process
 LOST_CONTACT = (3, -signal.SIGABRT)  # how a process ends that noticed the end of another: launch.join, or JAX itself
 _BY_JAX = re.compile("coordination service|distributed service|heartbeat", re.IGNORECASE)  # in what it says before it aborts
@@ -59,7 +60,9 @@ class Child(NamedTuple):
 
 @contextlib.contextmanager
 def _handling(handler: Callable[[int, Any], None], *numbers: signal.Signals) -> Iterator[None]:
-    before = {number: signal.signal(number, handler) for number in numbers}
+    # `nohup` ignores SIGHUP for the programs that it starts, and it must stay ignored.
+    handled = [number for number in numbers if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN]
+    before = {number: signal.signal(number, handler) for number in handled}
     try:
         yield
     finally:
@@ -69,9 +72,15 @@ def _handling(handler: Callable[[int, Any], None], *numbers: signal.Signals) -> 
 
 @contextlib.contextmanager
 def caught_signals() -> Iterator[list[signal.Signals]]:
-    """Collects Ctrl-C, SIGTERM and SIGHUP in a list instead of dying from them."""
+    """Collects Ctrl-C, SIGTERM and SIGHUP in a list instead of dying from them. SIGHUP is never the second of the list, which asks
+    for a hard end: a terminal that is closed sends it twice, through the shell and by itself."""
     caught: list[signal.Signals] = []
-    with _handling(lambda number, _: caught.append(signal.Signals(number)), signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+
+    def note(number: int, _: Any) -> None:
+        if number != signal.SIGHUP or not caught:
+            caught.append(signal.Signals(number))
+
+    with _handling(note, signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         yield caught
 
 
@@ -116,6 +125,33 @@ def start(
     return subprocess.Popen(command_line, preexec_fn=before, **options)
 
 
+@contextlib.contextmanager
+def survived_by(command_line: list[str], **options: Any) -> Iterator[None]:
+    """Inside, another process waits for the end of its standard input, which comes only if we are killed, to clean up after us.
+
+    Args:
+        command_line: reads standard input to its end first.
+        **options: of `subprocess.Popen`.
+    """
+    # The kernel closes the pipe when we end, whatever ends us.
+    options |= {"stdin": subprocess.PIPE, "stdout": subprocess.DEVNULL, "start_new_session": True}
+    with subprocess.Popen(command_line, **options) as survivor:
+        try:
+            yield
+        finally:
+            survivor.kill()
+
+
+@contextlib.contextmanager
+def temporary_folder() -> Iterator[str]:
+    """A folder that is gone afterwards, even if we are killed."""
+    with tempfile.TemporaryDirectory(prefix="decjax-", ignore_cleanup_errors=True) as folder:
+        # Again a second later: our own processes, which end with us, may still have been writing to it.
+        removes = 'cat; rm -rf -- "$0"; sleep 1; rm -rf -- "$0"'
+        with survived_by(["sh", "-c", removes, folder], stderr=subprocess.DEVNULL):
+            yield folder
+
+
 def how_it_ended(code: int) -> str:
     """An exit code in words."""
     return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
@@ -141,6 +177,9 @@ def check(module: str, arguments: Sequence[str]) -> None:
     if module != TRAIN:
         return
     example = "as in -- --config=configs/lm.py --workdir=runs/lm"
+    for option in OF_LAUNCHERS:  # launch.train has flags of these names, which launchers set.
+        if config_file.given(option, arguments) is not None:
+            raise command.UserError(f"--{option} is an option of the launcher, not of {TRAIN}; put it before --, or leave it out")
     if not (arguments and arguments[0].startswith("-")):
         unexpected = f"unexpected argument {arguments[0]!r}; " if arguments else ""
         raise command.UserError(f"{unexpected}options of launch.train go behind --, {example}")
