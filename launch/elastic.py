@@ -249,14 +249,9 @@ def run_together(
         trouble = stack.enter_context(contextlib.closing(chaos.Chaos(faults, lambda index: slots[index].child.living(), box.links)))
         reach = _Reach(box, coordinator.address)
 
-        def look():
-            trouble.look()
-            if not all(slot.takes_part(coordinator.view) for slot in slots):
-                reach.look()
-            elif given.spares:
-                starter.hold_spares()
-
-        return _watch(slots, coordinator, serving, caught, look, f"; {again}" if again else "")
+        missing = lambda: not all(slot.takes_part(coordinator.view) for slot in slots)
+        looks = [trouble.look, lambda: reach.look() if missing() else starter.hold_spares() if given.spares else None]
+        return _watch(slots, coordinator, serving, caught, looks, f"; {again}" if again else "")
 
 
 def _environments(count: int, shared: dict[str, str], box: Box) -> list[dict[str, str]]:
@@ -292,7 +287,7 @@ def _watch(
     coordinator: Coordinator,
     serving: concurrent.futures.Future[None],
     caught: list[signal.Signals],
-    look: Callable[[], None],
+    looks: Sequence[Callable[[], None]],
     again: str,
 ) -> int:
     told = False
@@ -300,7 +295,8 @@ def _watch(
         if serving.done():  # Without it no process could leave or come.
             _say(f"error: the coordinator of this run has failed ({serving.exception()!r}){again}")
             return 1
-        look()
+        for look in looks:
+            look()
         if caught and not told:
             told = True
             coordinator.least = 1  # Nobody is started any more whom the others could wait for.

@@ -177,12 +177,12 @@ def check(module: str, arguments: Sequence[str]) -> None:
     if module != TRAIN:
         return
     example = "as in -- --config=configs/lm.py --workdir=runs/lm"
-    for option in OF_LAUNCHERS:  # launch.train has flags of these names, which launchers set.
-        if config_file.given(option, arguments) is not None:
-            raise command.UserError(f"--{option} is an option of the launcher, not of {TRAIN}; put it before --, or leave it out")
     if not (arguments and arguments[0].startswith("-")):
         unexpected = f"unexpected argument {arguments[0]!r}; " if arguments else ""
         raise command.UserError(f"{unexpected}options of launch.train go behind --, {example}")
+    for option in OF_LAUNCHERS:  # launch.train has flags of these names, which launchers set.
+        if config_file.given(option, arguments) is not None:
+            raise command.UserError(f"--{option} is an option of the launcher, not of {TRAIN}; put it before --, or leave it out")
     for option in ("config", "workdir"):
         if config_file.given(option, arguments) is None:
             raise command.UserError(f"--{option} is missing behind --, {example}")
