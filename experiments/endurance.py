@@ -3,7 +3,7 @@
     python -m experiments.endurance --out=runs/endurance --sequences=150
     python -m experiments.endurance --out=runs/endurance_load --sequences=20 --load=8
 
-Each sequence trains noisy quadratics with two to four processes and one of six methods. One to four events disturb it at random
+Each sequence trains noisy quadratics with two to four processes and one of six methods. Two to five events disturb it at random
 moments: a process is killed or frozen, a host is cut off, two hosts cannot reach each other, the launcher gets SIGTERM or SIGKILL and
 the same command runs again, the launcher is stopped for a while, or a second launcher starts in the same directory. Then the run has to
 finish, and these must hold: the exit code is 0; every row of metrics is there once, in order; the data position never goes back and
@@ -46,7 +46,7 @@ STEPS, LOG, SAVE = 1500, 10, 50
 ON_PROCESS, ON_LAUNCHER = ("kill", "freeze"), ("terminate", "kill launcher", "stop launcher", "second launcher")
 ON_LINKS = ("cut", "partition")
 LASTS_S = (1.0, 12.0)  # of what has an end: shorter and longer than the heartbeat
-LATEST_S = 8.0  # of an event, after the one before
+LATEST_S = 5.0  # of an event, after the one before
 HANG_S = 600.0  # without a new row of metrics; generous, since other processes may use the machine
 EQUAL = 1e-4  # consensus distance of equal replicas, rounding included
 _VIEW = re.compile(r"step (\d+): (?:going on|continuing) with \d+ workers: ([\d, ]+)")
@@ -89,20 +89,21 @@ def draw(seed: int, links: bool) -> Case:
         one_or_two = {"partition": 2}.get(kind, 0 if kind in ON_LAUNCHER else 1)
         return Event(kind, chance.uniform(0, LATEST_S), tuple(chance.sample(range(count), one_or_two)), chance.uniform(*LASTS_S))
 
-    return Case(seed, chance.choice(list(METHODS)), count, tuple(event() for _ in range(chance.randint(1, 4))))
+    return Case(seed, chance.choice(list(METHODS)), count, tuple(event() for _ in range(chance.randint(2, 5))))
 
 
 class Run:
     """The launchers of a sequence, one after the other, in one work directory."""
 
-    def __init__(self, sequence: Case, folder: pathlib.Path):
-        self.sequence, self.folder, self.workdir = sequence, folder, folder / "run"
+    def __init__(self, case: Case, folder: pathlib.Path):
+        self.case, self.folder, self.workdir = case, folder, folder / "run"
         self.disturbed: set[int] = set()
+        self.done: list[Event] = []  # the events for which the run was not finished yet
         self.launcher = self._start()
 
     def _start(self) -> subprocess.Popen:
-        shorthand, _ = METHODS[self.sequence.method]
-        count = self.sequence.processes
+        shorthand, _ = METHODS[self.case.method]
+        count = self.case.processes
         fields = {
             "log_every": LOG,
             "eval.every": 10**9,
@@ -114,9 +115,7 @@ class Run:
             self.workdir, f"configs/quadratics.py:{shorthand},workers={count},simulate=false,steps={STEPS}", tuple(fields.items())
         )
         launcher = (
-            ["launch.cluster", "run", f"--hosts={count}"]
-            if self.sequence.in_cluster
-            else ["launch.local", f"--num_processes={count}"]
+            ["launch.cluster", "run", f"--hosts={count}"] if self.case.in_cluster else ["launch.local", f"--num_processes={count}"]
         )
         self.log = (self.folder / "launcher.log").open("a")
         line = processes.python(launcher[0], [*launcher[1:], "--elastic", "--", *trial.arguments])
@@ -129,6 +128,7 @@ class Run:
         if self.launcher.poll() is not None:  # It has finished already.
             return
         self.disturbed |= set(event.targets)
+        self.done.append(event)
         {
             "kill": self._kill,
             "freeze": self._freeze,
@@ -182,7 +182,10 @@ class Run:
         code = self.launcher.wait(HANG_S)
         if code == 0:
             return  # It had finished.
-        if number == signal.SIGTERM and code != 128 + signal.SIGTERM:
+        if number == signal.SIGTERM and code not in (
+            128 + signal.SIGTERM,
+            -signal.SIGTERM,
+        ):  # The latter while it is being imported.
             raise Broken(f"SIGTERM ended the launcher with exit code {code}")
         self._check_nothing_left()
         self.launcher = self._start()
@@ -193,7 +196,7 @@ class Run:
         self.launcher.send_signal(signal.SIGCONT)
 
     def _second(self, event: Event) -> None:
-        if self.sequence.in_cluster:  # Two launchers cannot have one network.
+        if self.case.in_cluster:  # Two launchers cannot have one network.
             return
         first, self.launcher = self.launcher, self._start()
         second, self.launcher = self.launcher, first
@@ -225,7 +228,7 @@ class Run:
         Raises:
             Broken: if something does not hold.
         """
-        for event in self.sequence.events:
+        for event in self.case.events:
             self._await(lambda: self.last_row() > 0 or self.launcher.poll() is not None, "the run does not begin")
             time.sleep(event.after_s)
             self.do(event)
@@ -233,8 +236,8 @@ class Run:
         if self.launcher.returncode:
             raise Broken(f"the launcher ended with exit code {self.launcher.returncode}; see {self.folder / 'launcher.log'}")
         self._check_nothing_left()
-        self._check_rows()
-        self._check_views()
+        check_rows(self.case, self.workdir)
+        check_views(self.case, (self.folder / "launcher.log").read_text(), self.disturbed)
 
     def _check_nothing_left(self) -> None:
         deadline = time.monotonic() + 60
@@ -242,31 +245,6 @@ class Run:
             if time.monotonic() > deadline:
                 raise Broken(f"processes are left: {[process for process, _ in left]}")
             time.sleep(0.2)
-
-    def _check_rows(self) -> None:
-        rows = trials.rows(self.workdir, "train")
-        steps, expected = [row["step"] for row in rows], list(range(LOG, STEPS + 1, LOG))
-        if missing := set(expected) - set(steps):
-            raise Broken(f"rows of metrics are missing, the first of step {min(missing)}")
-        if steps != sorted(set(steps)):
-            raise Broken("rows of metrics are not in order, or there twice")
-        positions = [(0, 0), *((row["step"], row["batches"]) for row in rows if "batches" in row)]
-        for (step, batches), (later, more) in itertools.pairwise(positions):
-            least, most = later - step, (later - step + 4) * self.sequence.processes
-            if not least <= more - batches <= most:
-                raise Broken(f"from step {step} to {later} the data position went from {batches} to {more}")
-        newest = max(int(path.name) for path in (self.workdir / "checkpoints").iterdir() if path.name.isdigit())
-        if newest != STEPS:
-            raise Broken(f"the newest checkpoint is of step {newest}, not {STEPS}")
-        distance = rows[-1]["consensus_distance"]
-        if METHODS[self.sequence.method][1] and distance > EQUAL:
-            raise Broken(f"replicas of {self.sequence.method} differ at the end: consensus distance {distance:.1e}")
-
-    def _check_views(self) -> None:
-        for step, slots in _VIEW.findall((self.folder / "launcher.log").read_text()):
-            left_out = set(range(self.sequence.processes)) - {int(slot) for slot in slots.split(",")} - self.disturbed
-            if left_out:
-                raise Broken(f"step {step}: process {min(left_out)} was left out, and nothing had happened to it")
 
     def end(self) -> None:
         """Ends whatever still runs."""
@@ -276,6 +254,33 @@ class Run:
                 os.kill(process, signal.SIGKILL)
         self.launcher.wait()
         self.log.close()
+
+
+def check_rows(case: Case, workdir: pathlib.Path) -> None:
+    """Raises `Broken` if a finished run lacks a row or its last checkpoint, took a batch twice, or replicas differ that must not."""
+    rows = trials.rows(workdir, "train")
+    steps = [row["step"] for row in rows]
+    if missing := set(range(LOG, STEPS + 1, LOG)) - set(steps):
+        raise Broken(f"rows of metrics are missing, the first of step {min(missing)}")
+    if steps != sorted(set(steps)):
+        raise Broken("rows of metrics are not in order, or there twice")
+    positions = [(0, 0), *((row["step"], row["batches"]) for row in rows if "batches" in row)]
+    for (step, batches), (later, more) in itertools.pairwise(positions):
+        if not later - step <= more - batches <= (later - step + 4) * case.processes:
+            raise Broken(f"from step {step} to {later} the data position went from {batches} to {more}")
+    newest = max((int(path.name) for path in (workdir / "checkpoints").iterdir() if path.name.isdecimal()), default=0)
+    if newest != STEPS:
+        raise Broken(f"the newest checkpoint is of step {newest}, not {STEPS}")
+    distance = rows[-1]["consensus_distance"]
+    if METHODS[case.method][1] and distance > EQUAL:
+        raise Broken(f"replicas of {case.method} differ at the end: consensus distance {distance:.1e}")
+
+
+def check_views(case: Case, log: str, disturbed: set[int]) -> None:
+    """Raises `Broken` if the group went on without a process to which nothing had happened."""
+    for step, slots in _VIEW.findall(log):
+        if healthy := set(range(case.processes)) - {int(slot) for slot in slots.split(",")} - disturbed:
+            raise Broken(f"step {step}: process {min(healthy)} was left out, and nothing had happened to it")
 
 
 def members(workdir: pathlib.Path) -> list[tuple[int, list[str]]]:
@@ -300,19 +305,19 @@ def load(count: int) -> Iterator[None]:
             process.kill()
 
 
-def go_through(sequence: Case, folder: pathlib.Path) -> str:
-    """What does not hold after a sequence; empty: everything holds."""
+def go_through(case: Case, folder: pathlib.Path) -> tuple[Sequence[Event], str]:
+    """(the events that happened before the run was finished, what does not hold after it; empty: everything holds)."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    run = Run(sequence, folder)
+    run = Run(case, folder)
     try:
         run.to_the_end()
     except (Broken, subprocess.TimeoutExpired, trials.Broken) as error:
-        return str(error)
+        return run.done, str(error)
     finally:
         run.end()
     shutil.rmtree(folder)
-    return ""
+    return run.done, ""
 
 
 def words(events: Sequence[Event]) -> str:
@@ -334,19 +339,13 @@ def main() -> int:
         for seed in range(FLAGS.first, FLAGS.first + FLAGS.sequences):
             if seed in done(results):
                 continue
-            sequence = draw(seed, links)
+            case = draw(seed, links)
             begun = time.monotonic()
-            broken = go_through(sequence, out / str(seed))
-            row = {
-                "seed": seed,
-                "method": sequence.method,
-                "processes": sequence.processes,
-                "events": words(sequence.events),
-                "broken": broken,
-            }
+            events, broken = go_through(case, out / str(seed))
+            row = {"seed": seed, "method": case.method, "processes": case.processes, "events": words(events), "broken": broken}
             with results.open("a") as file:
                 file.write(json.dumps(row) + "\n")
-            shown = f"{sequence.method}, {sequence.processes} processes, {row['events']}: {broken or 'holds'}"
+            shown = f"{case.method}, {case.processes} processes, {row['events']}: {broken or 'holds'}"
             print(f"{seed}: {shown} ({time.monotonic() - begun:.0f} s)", flush=True)
     rows = [row for seed, row in done(results).items() if FLAGS.first <= seed < FLAGS.first + FLAGS.sequences]
     table = script.table("method", "sequences", "events", "broken")
@@ -355,7 +354,7 @@ def main() -> int:
         table.add_row(
             method,
             str(len(of_method)),
-            str(sum(len(row["events"].split(", ")) for row in of_method)),
+            str(sum(bool(event) for row in of_method for event in row["events"].split(", "))),
             str(sum(bool(row["broken"]) for row in of_method)),
         )
     script.show(table)
