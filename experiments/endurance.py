@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 from absl import flags
 
 from experiments import script, trials
-from launch import cluster, command, iproute, processes
+from launch import cluster, command, processes
 
 FLAGS = flags.FLAGS
 
@@ -168,14 +168,10 @@ class Run:
 
     def _partition(self, event: Event) -> None:
         links = cluster.find()
-        if not links:
-            return
-        pairs = list(itertools.permutations(event.targets))
-        for here, there in pairs:
-            iproute.do("ip", "-n", links.hosts[here], "route", "replace", "blackhole", links.addresses[there])
-        time.sleep(event.lasts_s)
-        for here, there in pairs:
-            iproute.do("ip", "-n", links.hosts[here], "route", "del", "blackhole", links.addresses[there])
+        if links:
+            links.set_route(*event.targets, up=False)
+            time.sleep(event.lasts_s)
+            links.set_route(*event.targets, up=True)
 
     def _again(self, number: signal.Signals) -> None:
         self.launcher.send_signal(number)

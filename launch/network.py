@@ -98,6 +98,11 @@ class Network:
         """Takes the link of a host down, or up again."""
         iproute.do("ip", "-n", self.switch, "link", "set", f"p{host}", "up" if up else "down")
 
+    def set_route(self, one: int, other: int, up: bool) -> None:
+        """Cuts two hosts off from each other, or connects them again; both go on reaching all other hosts."""
+        for here, there in ((one, other), (other, one)):
+            iproute.do("ip", "-n", self.hosts[here], "route", "del" if up else "replace", "blackhole", self.addresses[there])
+
     def rate_Bps(self, host: int) -> float | None:
         """Bytes per second that the link of a host carries each way; None: not limited."""
         (discipline,) = json.loads(iproute.do("tc", "-j", "-n", self.hosts[host], "qdisc", "show", "dev", "eth0", "root"))

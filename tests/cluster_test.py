@@ -300,6 +300,21 @@ def test_a_pair_of_hosts_may_be_slower():
     assert left_over() == []
 
 
+@needs_namespaces
+def test_two_hosts_may_be_cut_off_from_each_other():
+    with cluster.network(3, "none", NAME) as network:
+
+        def routed(here, there):
+            line = network.inside(here, ["ip", "route", "get", network.addresses[there]])
+            return subprocess.run(line, capture_output=True).returncode == 0
+
+        network.set_route(0, 1, up=False)
+        assert [routed(0, 1), routed(1, 0), routed(0, 2), routed(2, 1)] == [False, False, True, True]
+        network.set_route(0, 1, up=True)
+        assert routed(0, 1) and routed(1, 0)
+    assert left_over() == []
+
+
 @pytest.mark.parametrize("text", ["0-0:1mbit", "0-3:1mbit", "0-1", "0-1:fast", "0-1:none", "a-b:1mbit"])
 def test_pairs_that_cannot_be_are_refused(text):
     with pytest.raises(cluster.ClusterError, match="mbit"):
