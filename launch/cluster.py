@@ -65,7 +65,9 @@ def run(arguments: list[str], console: rich.console.Console) -> int:
     chosen = flags.FLAGS
     if chosen.processes_per_host < 1:
         raise ClusterError(f"processes_per_host={chosen.processes_per_host}: must be at least 1; leave it out for one")
-    processes.check(chosen.module, arguments)
+    existing = find(chosen.name)
+    hosts = chosen.hosts or (len(existing.hosts) if existing else 1)
+    processes.check(chosen.module, arguments, hosts * chosen.processes_per_host)
     again = processes.how_to_continue("launch.cluster", chosen.module)
     with network(chosen.hosts, chosen.rate, chosen.name, chosen.subnet) as links:
         links.set_pairs(chosen.pairs)

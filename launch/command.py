@@ -142,6 +142,19 @@ def _outlive_readers() -> None:
             setattr(sys, name, made)
 
 
+def parsed(argv: list[str], values: flags.FlagValues) -> list[str]:
+    """Parse a command line into flags, and return the program's name and the positional arguments; a UserError for mistakes."""
+    try:
+        if problem := config_file.complaint(argv):
+            raise UserError(problem)
+        return values(argv)
+    except UserError:
+        raise
+    except Exception as error:  # Whatever a config file makes of the fields.
+        hint = "; --help lists the flags" if isinstance(error, flags.UnrecognizedFlagError) else ""
+        raise UserError(one_line(error) + hint) from error
+
+
 def run(main: Callable[[list[str]], int | None], errors: tuple[type[Exception], ...] = ()) -> None:
     """Runs `main(argv)` under absl: it gets the positional arguments behind the program's name, and returns the exit code. `errors`
     are exceptions that speak to the user; they are told in one line."""
@@ -149,16 +162,14 @@ def run(main: Callable[[list[str]], int | None], errors: tuple[type[Exception], 
     _outlive_readers()
 
     def parse(argv):
-        if "--debug" not in argv and (problem := config_file.complaint(argv)):
-            fail(problem)
         try:
-            return flags.FLAGS(argv)
+            return parsed(argv, flags.FLAGS)
         except SystemExit:  # --help has been answered; absl would call that a failure.
             sys.exit(0)
-        except Exception as error:  # Whatever a config file makes of the fields.
+        except UserError as error:
             if "--debug" in argv:
                 raise
-            fail(one_line(error) + ("; --help lists the flags" if isinstance(error, flags.UnrecognizedFlagError) else ""))
+            fail(error)
 
     def guarded(argv):
         # JAX and Orbax report every backend and every file, and Orbax the traceback of every error that it raises as well.

@@ -8,9 +8,7 @@ import re
 import types
 from typing import Any
 
-from absl import flags
 import ml_collections
-from ml_collections import config_flags
 
 WORDS = {
     "topology": "topology",
@@ -51,24 +49,10 @@ def get_config(text: str) -> ml_collections.ConfigDict:
         raise ConfigFileError(f"config {text!r}: {error}") from error
 
 
-def of_command(arguments: Sequence[str]) -> Any:
-    """The config that a command line of launch.train names, with its --config.PATH=VALUE set; a ConfigFileError if it has none."""
-    argv = ["launch.train", *(word for word in arguments if re.match(r"--(no)?config\b", word))]
-    if problem := complaint(argv):
-        raise ConfigFileError(problem)
-    holder = flags.FlagValues()
-    config_flags.DEFINE_config_file("config", None, flag_values=holder, sys_argv=argv)
-    try:
-        holder(argv)
-    except (flags.Error, ValueError, AttributeError, KeyError, TypeError, OSError) as error:
-        raise ConfigFileError(" ".join(str(error).split())) from error
-    return holder.config
-
-
 def given(option: str, argv: Sequence[str]) -> str | None:
     """The value of an option in a command line, the last one if it stands there several times; None: it does not."""
     found = None
-    for argument, behind in zip(argv, [*argv[1:], ""], strict=True):
+    for argument, behind in zip(argv, [*argv[1:], ""], strict=False):
         name, equals, value = argument.partition("=")
         if name in (f"--{option}", f"-{option}"):
             found = value if equals else behind

@@ -26,7 +26,8 @@ from absl import flags
 from decjax import config
 from decjax.elastic.coordinator import Coordinator
 from decjax.elastic.view import View
-from launch import accelerators, chaos, command, config_file, processes
+from launch import accelerators, chaos, command, processes
+from launch import arguments as of_train
 
 SECRET = "DECJAX_ELASTIC_SECRET"  # the environment's variable
 PAUSE_S = 1.0  # before a process is started again that never took part, or a spare one; twice as long each time
@@ -49,8 +50,8 @@ def options(module: str, arguments: Sequence[str]) -> config.Elastic | None:
     if module != processes.TRAIN:
         raise command.UserError(f"--elastic: only {processes.TRAIN} can be elastic, got module={module}; leave it out")
     try:
-        return config.read(config_file.of_command(arguments)).elastic
-    except (config_file.ConfigFileError, config.ConfigError) as error:
+        return config.read(of_train.read(arguments).config).elastic
+    except config.ConfigError as error:
         raise command.UserError(str(error)) from error
 
 

@@ -20,7 +20,7 @@ def main(argv: list[str]) -> int:
     num_processes, module = flags.FLAGS.num_processes, flags.FLAGS.module
     if num_processes < 1:
         command.fail(f"num_processes={num_processes}: must be at least 1; use --num_processes=4 for four workers")
-    processes.check(module, argv)
+    processes.check(module, argv, num_processes)
     again, faults = processes.how_to_continue("launch.local", module), chaos.parse(flags.FLAGS.chaos, num_processes)
     if given := elastic.options(module, argv):
         lines = functools.partial(processes.elastic_members, module, argv, num_processes)

@@ -1,20 +1,22 @@
 """The runs of a sweep: which they are, where they are, and how far each is."""
 
+from collections.abc import Container, Mapping
+import contextlib
 import fcntl
+import functools
 import itertools
 import json
 import os
 import pathlib
 import time
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple, NoReturn
 
-from absl import flags
 import jax
-from ml_collections import config_flags
 
 from decjax import config as parts
 from decjax import files, registry
 from decjax.errors import ConfigError
+from launch import arguments as of_train
 from launch import command, config_file
 
 TABULATED = ("eval_loss", "local_eval_loss_min", "local_eval_loss_max", "time_s", "bytes_per_step_per_worker")  # of a summary
@@ -116,18 +118,31 @@ def sweep_of(module, path: str, argument: str) -> str:
 
 
 def check_apart(config: str, swept: dict[str, list[str]], extra: list[str]) -> None:
-    """Refuses a key of the sweep that --config, or what stands behind `--`, sets as well: only one of them could count."""
+    """Refuses a key of the sweep that --config sets as well, and options behind `--` that each run gets from the sweep."""
     inside = {part.partition("=")[0].strip(): part.strip() for part in registry.split(config.partition(":")[2])}
-    behind = {path: f"--config.{path}={value}" for path, value in config_file.fields(extra)}
     for key, values in swept.items():
-        for where, given in (("--config", inside), ("the options behind --", behind)):
-            if key in given:
-                raise command.UserError(
-                    f"sweep: {key} is set by the sweep, '{key}={','.join(values)}', and in {where}, '{given[key]}'; leave it out of {where}"
-                )
+        if key in inside:
+            _refuse_twice(key, values, "--config", inside[key])
+    for option in ("config", "workdir"):
+        if config_file.given(option, extra) is not None:
+            raise command.UserError(f"--{option} stands behind --, and each run gets its own from the sweep; write it before --")
 
 
-def expand(config: str, swept: dict[str, list[str]], keys, workdir: pathlib.Path, extra: list[str]) -> list[Member]:
+def _refuse_twice(key: str, values: list[str], where: str, other: str) -> NoReturn:
+    raise command.UserError(
+        f"sweep: {key} is set by the sweep, '{key}={','.join(values)}', and in {where}, '{other}'; leave it out of {where}"
+    )
+
+
+def command_line(config: str, values: Mapping[str, str], keys: Container[str]) -> list[str]:
+    """The options of launch.train that set these values: keys of the shorthand in its text, others as fields."""
+    path, _, argument = config.partition(":")
+    shorthand = ",".join(filter(None, [argument, *(f"{key}={value}" for key, value in values.items() if key in keys)]))
+    fields = [f"--config.{key}={value}" for key, value in values.items() if key not in keys]
+    return [f"--config={path}:{shorthand}" if shorthand else f"--config={path}", *fields]
+
+
+def expand(config: str, swept: dict[str, list[str]], keys: Container[str], workdir: pathlib.Path, extra: list[str]) -> list[Member]:
     """The runs: the product of all values, the last key fastest.
 
     Args:
@@ -137,41 +152,71 @@ def expand(config: str, swept: dict[str, list[str]], keys, workdir: pathlib.Path
         workdir: of the sweep.
         extra: arguments for every run.
     """
-    path, _, argument = config.partition(":")
     members = []
     for combination in itertools.product(*swept.values()):
         values = dict(zip(swept, combination, strict=True))
-        pairs = {key: f"{key}={value}" for key, value in values.items()}
-        shorthand = ",".join(filter(None, [argument, *(pair for key, pair in pairs.items() if key in keys)]))
-        directory = workdir / ",".join(pairs.values()).replace(os.sep, "%2F")
-        fields = [f"--config.{pair}" for key, pair in pairs.items() if key not in keys]
-        arguments = [f"--config={path}:{shorthand}" if shorthand else f"--config={path}", *fields, *extra]
-        members.append(Member(values, directory, [*arguments, f"--workdir={directory}"]))
+        directory = workdir / ",".join(f"{key}={value}" for key, value in values.items()).replace(os.sep, "%2F")
+        members.append(Member(values, directory, [*command_line(config, values, keys), *extra, f"--workdir={directory}"]))
     return members
 
 
-def check(member: Member, get_config, resolve: bool) -> None:
-    """Reads the run's config just as launch.train will, and refuses it with the config's own complaint.
+def check(member: Member, num_processes: int, resolve: bool) -> None:
+    """Reads the run's command line just as launch.train will, and refuses it with the complaint of launch.train.
 
     With `resolve` it also builds the parts, if the number of workers is given: otherwise the devices of the run decide.
     """
-    try:  # The flag's parser would bury what the config file says.
-        problem = config_file.misplaced(get_config(*member.arguments[0].partition(":")[2:]), member.arguments)
-    except Exception as error:  # Whatever a config file does wrong.
-        raise command.UserError(f"{member.name}: {error}") from error
-    if problem:
-        raise command.UserError(f"{member.name}: {problem}")
-    argv = ["launch.train", *(argument for argument in member.arguments if argument.startswith("--config"))]
-    parsed = flags.FlagValues()
-    config_flags.DEFINE_config_file("config", None, flag_values=parsed, sys_argv=argv)
     try:
-        parsed(argv)
-        config: Any = parsed["config"].value
-        if parts.read(config).workers and resolve:
+        spec = of_train.check(member.arguments, num_processes)
+        if spec.workers and resolve:
             jax.config.update("jax_platforms", "cpu")  # Accelerators are for the runs.
-            parts.resolve(config)
-    except (flags.Error, ConfigError, ValueError, AttributeError, KeyError, TypeError, OSError) as error:
-        raise command.UserError(f"{member.name}: {command.one_line(error)}") from error
+            parts.resolve(spec.document)
+    except (command.UserError, ConfigError) as error:
+        raise command.UserError(f"{member.name}: {error}") from error
+
+
+def check_values(members: list[Member], config: str, swept: dict[str, list[str]], keys: Container[str], extra: list[str]) -> None:
+    """Refuses a sweep in which a run is not what its name says, since options behind `--` change what a value sets, and one in
+    which two runs are equal. The configs are compared as launch.train reads them, so the spelling does not matter."""
+
+    @functools.cache
+    def fields(*options: str) -> dict[str, Any] | None:
+        try:
+            return of_train.fields(of_train.read(options).config)
+        except command.UserError:  # Of a value that was never asked for.
+            return None
+
+    def differing(one: dict[str, Any], other: dict[str, Any]) -> set[str]:
+        return {path for path in one.keys() | other.keys() if one.get(path, KeyError) != other.get(path, KeyError)}
+
+    texts = [value for _, value in config_file.fields(extra)]
+    seen: dict[str, Member] = {}
+    for member in members:
+        options = command_line(config, member.values, keys)
+        named, trained = fields(*options), fields(*options, *extra)
+        assert named is not None and trained is not None  # `check` has read them.
+        lost = differing(named, trained)
+        for key, values in swept.items() if lost else ():
+            own, words = member.values[key], _words(key, member.values[key])
+            # Of a single value, what it sets is seen by leaving it out, or by what stands behind `--`.
+            others = [value for value in values if value != own] or [None, *texts]
+            for value in others:
+                changed = {**member.values, key: value}
+                other = fields(*command_line(config, {k: v for k, v in changed.items() if v is not None}, keys))
+                sets = differing(named, other) if other else set()
+                said = {path for path in sets if str(named.get(path)) in words}
+                if sets and (sets <= lost or said & lost):
+                    path = min(said & lost or sets)
+                    _refuse_twice(key, values, "the options behind --", f"--config.{path}={trained.get(path)}")
+        if (same := seen.setdefault(json.dumps(trained, sort_keys=True), member)) is not member:
+            raise command.UserError(f"sweep: {same.name} and {member.name} are the same run; leave one out")
+
+
+def _words(key: str, value: str) -> set[str]:
+    """What a value of the sweep says itself: its text, or its name and the values of its options."""
+    with contextlib.suppress(ValueError):
+        name, options = registry.parse(key, value)
+        return {value, name, *map(str, options.values())}
+    return {value}
 
 
 def claim(workdir: pathlib.Path, config: str, extra: list[str]) -> None:

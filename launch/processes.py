@@ -167,7 +167,7 @@ def how_to_continue(launcher: str, module: str) -> str:
     return f"the same command continues from the last checkpoint:\n  {same_command(launcher)}" if module == TRAIN else ""
 
 
-def check(module: str, arguments: Sequence[str]) -> None:
+def check(module: str, arguments: Sequence[str], num_processes: int = 1) -> None:
     """Refuses what every process would refuse, before anything is started."""
     found = None
     with contextlib.suppress(ImportError, ValueError):  # Its package is missing; its name is none.
@@ -186,7 +186,9 @@ def check(module: str, arguments: Sequence[str]) -> None:
     for option in ("config", "workdir"):
         if config_file.given(option, arguments) is None:
             raise command.UserError(f"--{option} is missing behind --, {example}")
-    command.folder("workdir", config_file.given("workdir", arguments) or "")
+    from launch import arguments as of_train  # It imports JAX, which other users of this module do without.
+
+    of_train.check(arguments, num_processes)
 
 
 # -- The group --------------------------------------------------------------------------------------------------------

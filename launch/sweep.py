@@ -12,6 +12,7 @@ with --table it only prints what there is so far, also while the sweep is runnin
 
 import collections
 import contextlib
+import functools
 import signal
 import time
 from typing import BinaryIO, NamedTuple
@@ -21,14 +22,6 @@ import rich.console
 
 from launch import command, config_file, members, processes, sweep_table
 from launch.members import Member
-
-_CONFIG = flags.DEFINE_string("config", None, "Config file, with an optional shorthand after a colon.", required=True)
-_WORKDIR = flags.DEFINE_string("workdir", None, "Directory of the sweep; each run has its own below.", required=True)
-_SWEEP = flags.DEFINE_string("sweep", None, "'key=value,value;key=value'; none: the config file's own.")
-_PARALLEL = flags.DEFINE_integer("parallel", 1, "How many runs are under way at a time.")
-_INDEX = flags.DEFINE_integer("index", None, "Only the run of this number, from 0, as a task of a job array: $SLURM_ARRAY_TASK_ID.")
-_PROCESSES = flags.DEFINE_integer("processes", 1, "Processes of each run, started as by launch.local.")
-_TABLE = flags.DEFINE_bool("table", False, "Only print what there is so far.")
 
 LOCAL = "launch.local"
 
@@ -139,39 +132,62 @@ def start(member: Member, held: BinaryIO, num_processes: int) -> Child:
     return Child(member, processes.Child(process, log), time.monotonic(), said, held)
 
 
-def planned(argv: list[str]) -> list[Member]:
-    """The runs that the command line asks for, each with a config that launch.train takes."""
-    path, _, argument = _CONFIG.value.partition(":")
+def define(values: flags.FlagValues = flags.FLAGS) -> None:
+    """Define the flags of a sweep, which launch.slurm reads as well."""
+
+    text, number, switch = (
+        functools.partial(define, flag_values=values) for define in (flags.DEFINE_string, flags.DEFINE_integer, flags.DEFINE_bool)
+    )
+    text("config", None, "Config file, with an optional shorthand after a colon.", required=True)
+    text("workdir", None, "Directory of the sweep; each run has its own below.", required=True)
+    text("sweep", None, "'key=value,value;key=value'; none: the config file's own.")
+    number("parallel", 1, "How many runs are under way at a time.")
+    number("index", None, "Only the run of this number, from 0, as a task of a job array: $SLURM_ARRAY_TASK_ID.")
+    number("processes", 1, "Processes of each run, started as by launch.local.")
+    switch("table", False, "Only print what there is so far.")
+
+
+def planned(chosen: flags.FlagValues, extra: list[str]) -> list[Member]:
+    """The runs that a command line asks for, each with a config that launch.train takes.
+
+    Args:
+        chosen: the flags of `define`.
+        extra: what stands behind `--`, for every run.
+    """
+    if extra and not extra[0].startswith("-"):
+        raise command.UserError(f"unexpected argument {extra[0]!r}; options of launch.train go behind --")
+    for name in ("parallel", "processes"):
+        if chosen[name].value < 1:
+            raise command.UserError(f"{name}={chosen[name].value}: must be at least 1; leave it out for one")
+    path, _, argument = chosen.config.partition(":")
     module = config_file.load_module(path)
-    swept = members.parse_sweep(members.sweep_of(module, path, argument) if _SWEEP.value is None else _SWEEP.value)
-    members.check_apart(_CONFIG.value, swept, argv)
-    found = members.expand(_CONFIG.value, swept, getattr(module, "KEYS", ()), command.folder("workdir", _WORKDIR.value), argv)
+    swept = members.parse_sweep(members.sweep_of(module, path, argument) if chosen.sweep is None else chosen.sweep)
+    members.check_apart(chosen.config, swept, extra)
+    keys, workdir = getattr(module, "KEYS", ()), command.folder("workdir", chosen.workdir)
+    found = members.expand(chosen.config, swept, keys, workdir, extra)
+    if chosen.index is not None and not 0 <= chosen.index < len(found):
+        raise command.UserError(f"index={chosen.index}: the sweep has {len(found)} runs; use 0 to {len(found) - 1}")
     for number, member in enumerate(found):  # Building parts takes a second: only those of runs that begin here.
-        members.check(member, module.get_config, resolve=not _TABLE.value and _INDEX.value in (None, number))
+        members.check(member, chosen.processes, resolve=not chosen.table and chosen.index in (None, number))
+    members.check_values(found, chosen.config, swept, keys, extra)
     return found
 
 
 def main(argv: list[str]) -> int:
-    if argv and not argv[0].startswith("-"):
-        command.fail(f"unexpected argument {argv[0]!r}; options of launch.train go behind --")
-    for name, value in (("parallel", _PARALLEL.value), ("processes", _PROCESSES.value)):
-        if value < 1:
-            command.fail(f"{name}={value}: must be at least 1; leave it out for one")
-    all_members, index = planned(argv), _INDEX.value
-    if index is not None and not 0 <= index < len(all_members):
-        command.fail(f"index={index}: the sweep has {len(all_members)} runs; use 0 to {len(all_members) - 1}")
+    chosen = flags.FLAGS
+    all_members, index = planned(chosen, argv), chosen.index
     workdir = all_members[0].directory.parent
-    if _TABLE.value and not (workdir / "sweep.json").exists():
-        command.fail(f"{workdir} holds no sweep; give the --workdir of one, or leave out --table to begin it")
-    members.claim(workdir, _CONFIG.value, argv)
+    if chosen.table and not (workdir / "sweep.json").exists():
+        raise command.UserError(f"{workdir} holds no sweep; give the --workdir of one, or leave out --table to begin it")
+    members.claim(workdir, chosen.config, argv)
 
-    if _TABLE.value:
+    if chosen.table:
         show(all_members)
         return 0
     console = rich.console.Console(highlight=False, soft_wrap=True)
     with processes.caught_signals() as caught:
-        sweep = Sweep(all_members, [*range(len(all_members))] if index is None else [index], _PARALLEL.value, _PROCESSES.value)
-        failures = sweep.run(caught, console)
+        runs = [*range(len(all_members))] if index is None else [index]
+        failures = Sweep(all_members, runs, chosen.parallel, chosen.processes).run(caught, console)
     if index is None:
         show(all_members)
     if caught:
@@ -192,4 +208,5 @@ def show(all_members: list[Member]) -> None:
 
 
 if __name__ == "__main__":
+    define()
     command.run(main, errors=(config_file.ConfigFileError, OSError))

@@ -17,7 +17,6 @@ from typing import Any
 
 from absl import flags
 import jax
-from ml_collections import config_flags
 
 from decjax import config as parts
 from decjax import tasks, train
@@ -26,21 +25,9 @@ from decjax.elastic.trainer import Trainers
 from decjax.elastic.workers import Group
 from decjax.errors import memory_told
 from decjax.train import metrics
-from launch import command, join, memory, processes, progress
+from launch import arguments, command, join, memory, processes, progress
 
-_CONFIG = config_flags.DEFINE_config_file(
-    "config", None, "Config file, with an optional shorthand after a colon: configs/lm.py:workers=4,smoke."
-)
-_WORKDIR = flags.DEFINE_string("workdir", None, "Directory of the run: config, metrics, checkpoints, summary.")
-_RESUME_FROM = flags.DEFINE_string(
-    "resume_from", None, "Start from the newest checkpoint of another run, with any number of workers."
-)
-_PLACEMENT = flags.DEFINE_string(
-    "placement", None, "Which device does what: a file that launch.plan --links has written; none: in the order that JAX finds."
-)
-_TRACKER = flags.DEFINE_enum(
-    "tracker", None, ["wandb"], "Where metrics go besides: wandb, after `pip install wandb`; WANDB_MODE=offline keeps them here."
-)
+_CONFIG, _WORKDIR, _RESUME_FROM, _PLACEMENT, _TRACKER = arguments.define()
 flags.mark_flags_as_required(["config", "workdir"])
 flags.adopt_module_key_flags(join)  # --help shows them.
 

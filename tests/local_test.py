@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from decjax.train.workdir import steps_saved
+from launch import command, processes
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 TIMEOUT_S = 300
@@ -232,7 +233,6 @@ def test_a_process_that_was_killed_is_named_before_those_that_failed_because_of_
         (["--num_processes=2", "configs/lm.py"], "'configs/lm.py'"),
         (["--", "--config=configs/lm.py"], "--num_processes"),
         (["--num_processes=2", "--", "--config=configs/lm.py:smoke"], "--workdir"),
-        (["--num_processes=2", "--", "--config=configs/lm.py:workers=3,smoke", "--workdir={tmp}"], "workers=3"),
     ],
 )
 def test_mistakes_are_told_once_in_one_line(arguments, problem, tmp_path):
@@ -241,3 +241,25 @@ def test_mistakes_are_told_once_in_one_line(arguments, problem, tmp_path):
     assert process.returncode == 2
     (line,) = [line for line in errors.splitlines() if not line.startswith("[Gloo]")]
     assert line.startswith("error: ") and problem in line
+
+
+@pytest.mark.parametrize(
+    "arguments, num_processes, problem",
+    [
+        (["--config=configs/lm.py:workers=3,smoke"], 2, "workers=3 on 2 processes: 3 devices must be divided evenly"),
+        (["--config=configs/lm.py:workers=2,smoke"], 3, "workers=2 on 3 processes.*start 2 processes"),
+        (["--config=configs/lm.py:stages=2,smoke"], 3, "workers=0 on 3 processes: 2 devices must be"),
+        (["--config=configs/lm.py:workers=2,smoke", "--elastic"], 2, "--elastic is not an option of a run; write it before --"),
+        (["--config=configs/lm.py:smoke", "--resume_from=runs/none"], 2, "--resume_from=runs/none has no checkpoint"),
+        (["--config=configs/lm.py:smoke", "--config.method.evry=3"], 2, "method 'decentralized' has .*every"),
+        (["--config=configs/lm.py:smoke", "--stpes=3"], 2, "Unknown command line flag 'stpes'"),
+    ],
+)
+def test_what_every_process_would_refuse_is_refused_before_any_is_started(arguments, num_processes, problem, tmp_path):
+    with pytest.raises(command.UserError, match=problem):
+        processes.check(processes.TRAIN, [*arguments, f"--workdir={tmp_path}"], num_processes)
+
+
+def test_workers_that_processes_can_share_are_taken(tmp_path):
+    for shorthand, num_processes in (("workers=4", 2), ("workers=2,stages=2", 4), ("smoke", 3), ("stages=2", 4)):
+        processes.check(processes.TRAIN, [f"--config=configs/lm.py:{shorthand}", f"--workdir={tmp_path}"], num_processes)

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 
+from absl import flags
 import pytest
 import rich.console
 
@@ -189,6 +190,45 @@ def test_a_config_file_may_define_its_sweep(tmp_path):
         (["--config=configs/lm.py:smoke", "--sweep=mixer.gamma=0.1"], "mixer 'exact' has codec, rounds; gamma belongs to choco"),
         (["--config=configs/lm.py:smoke,workers=2", "--sweep=steps=4,0"], "steps=0: must be at least 1"),
         (["--config=configs/lm.py:smoke,workers=2", "--sweep=topology=ring,torus(rows=3)"], "rows"),
+        *(
+            (
+                ["--config=configs/lm.py:smoke,workers=2", f"--sweep={swept}", "--", *extra],
+                f"sweep: {swept.partition('=')[0]} is set by the sweep, '{swept}', and in the options behind --, '{told or extra[0]}'",
+            )
+            for swept, extra, told in (
+                ("every=2,4", ["--config.method.every=8"], None),
+                ("every=2,4", ["--config.method.every", "8"], "--config.method.every=8"),
+                ("every=1", ["--config.method.every=8"], None),
+                ("order=awc,atc", ["--config.method.order=atc"], None),
+                ("scale=linear,sqrt", ["--config.schedule.learning_rate=0.1"], None),
+                (
+                    "schedule.learning_rate=1e-3,1e-2",
+                    ["-config.schedule.learning_rate", "0.1"],
+                    "--config.schedule.learning_rate=0.1",
+                ),
+                ("steps=100,200", ["--config.steps=50"], None),
+                ("mixer=choco,deepsqueeze", ["--config.mixer.name=choco"], None),
+                ("optimizer=lion(b1=0.95)", ["--config.optimizer.b1=0.5"], None),
+            )
+        ),
+        (["--config=configs/lm.py:smoke", "--sweep=seed=0", "--", "--workdir=x"], "--workdir stands behind --"),
+        (["--config=configs/lm.py:smoke", "--sweep=seed=0", "--", "--config", "configs/gpt.py"], "--config stands behind --"),
+        (["--config=configs/lm.py:smoke", "--sweep=seed=0", "--", "--stpes=3"], "seed=0: Unknown command line flag 'stpes'"),
+        (
+            ["--config=configs/lm.py:smoke", "--sweep=seed=0", "--", "--num_processes=2"],
+            "--num_processes=2 is not an option of a run",
+        ),
+        (["--config=configs/lm.py:smoke", "--sweep=seed=0", "--", "--debug", "x"], "unexpected argument 'x'"),
+        (
+            ["--config=configs/lm.py:smoke", "--sweep=seed=0", "--", "--resume_from=runs/none"],
+            "--resume_from=runs/none has no checkpoint; give the --workdir of a run",
+        ),
+        (["--config=configs/lm.py:smoke", "--sweep=seed=1,01"], "seed=1 and seed=01 are the same run; leave one out"),
+        (["--config=configs/lm.py:smoke", "--sweep=every=2,4;method.every=8"], "are the same run"),
+        (
+            ["--config=configs/lm.py:smoke,workers=2", "--sweep=seed=0", "--processes=3"],
+            "workers=2 on 3 processes: 2 devices must be divided evenly among the processes; start 2 processes",
+        ),
         (["--config=configs/none.py", "--sweep=seed=0"], "configs/none.py"),
         (["--sweep=seed=0"], "--config"),
         (["--config=configs/lm.py:smoke", "--sweep=seed=0,1", "--index=2"], "index=2: the sweep has 2 runs; use 0 to 1"),
@@ -197,10 +237,34 @@ def test_a_config_file_may_define_its_sweep(tmp_path):
     ],
 )
 def test_mistakes_are_one_line_before_anything_runs(arguments, problem, tmp_path):
-    result = launch(f"--workdir={tmp_path / 'sweep'}", *arguments)
+    line = refused(f"--workdir={tmp_path / 'sweep'}", *arguments)
+    assert problem in line and "\n" not in line and not (tmp_path / "sweep").exists()
+
+
+def refused(*arguments):
+    """What the command says of its arguments, without a process of its own."""
+    values = flags.FlagValues()
+    sweep.define(values)
+    with pytest.raises((command.UserError, config_file.ConfigFileError)) as error:
+        sweep.planned(values, command.parsed(["launch.sweep", *arguments], values)[1:])
+    return command.one_line(error.value)
+
+
+def test_a_mistake_ends_the_command(tmp_path):
+    result = launch(f"--workdir={tmp_path / 'sweep'}", "--config=configs/lm.py:smoke", "--sweep=seed=0", "--", "--config.seed", "3")
     assert result.returncode == 2 and not (tmp_path / "sweep").exists()
     (line,) = result.stderr.splitlines()
-    assert line.startswith("error: ") and problem in line
+    assert line.startswith("error: sweep: seed is set by the sweep")
+
+
+def test_options_behind_that_leave_what_is_swept_are_taken(tmp_path):
+    """A rate for all methods, and other fields of the same name."""
+    values = flags.FlagValues()
+    sweep.define(values)
+    extra = ["--config.schedule.learning_rate=0.1", "--config.eval.every=100", "--config.optimizer.weight_decay", "0"]
+    swept = "method=allreduce,decentralized;optimizer=adamw,sgdm"
+    command.parsed(["launch.sweep", "--config=configs/lm.py:smoke", f"--sweep={swept}", f"--workdir={tmp_path}"], values)
+    assert len(sweep.planned(values, extra)) == 4
 
 
 # -- Running, with stand-ins for launch.train -------------------------------------------------------------------------

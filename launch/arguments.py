@@ -1,0 +1,117 @@
+"""The command line of launch.train: its flags, and how launchers read them before they start anything."""
+
+from collections.abc import Sequence
+import copy
+import json
+import pathlib
+from typing import Any, NamedTuple
+
+from absl import flags
+from ml_collections import config_flags
+
+from decjax import config as parts
+from decjax.config import ConfigError
+from launch import command
+
+# Flags of `launch.join` that each process gets from its launcher.
+OF_LAUNCHERS = ("coordinator", "num_processes", "process_index", "elastic", "standby")
+
+flags.disclaim_key_flags()  # --help shows the flags with those of the module that calls `define`.
+
+
+class Holders(NamedTuple):
+    """The flags of launch.train."""
+
+    config: flags.FlagHolder
+    workdir: flags.FlagHolder[str | None]
+    resume_from: flags.FlagHolder[str | None]
+    placement: flags.FlagHolder[str | None]
+    tracker: flags.FlagHolder[str | None]
+
+
+def define(values: flags.FlagValues = flags.FLAGS, argv: Sequence[str] | None = None) -> Holders:
+    """Define the flags of launch.train.
+
+    Args:
+        values: what gets the flags.
+        argv: the command line, whose --config.FIELD become flags too; None: that of this process.
+    """
+
+    def text(name: str, told: str) -> flags.FlagHolder[str | None]:
+        return flags.DEFINE_string(name, None, told, flag_values=values)
+
+    holders = Holders(
+        config_flags.DEFINE_config_file(
+            "config",
+            None,
+            "Config file, with an optional shorthand after a colon: configs/lm.py:workers=4,smoke.",
+            flag_values=values,
+            sys_argv=None if argv is None else list(argv),
+        ),
+        text("workdir", "Directory of the run: config, metrics, checkpoints, summary."),
+        text("resume_from", "Start from the newest checkpoint of another run, with any number of workers."),
+        text(
+            "placement", "Which device does what: a file that launch.plan --links has written; none: in the order that JAX finds."
+        ),
+        flags.DEFINE_enum(
+            "tracker",
+            None,
+            ["wandb"],
+            "Where metrics go besides: wandb, after `pip install wandb`; WANDB_MODE=offline keeps them here.",
+            flag_values=values,
+        ),
+    )
+    return holders
+
+
+def read(arguments: Sequence[str]) -> flags.FlagValues:
+    """The flags of a command line of launch.train, with the config; UserError for what launch.train would refuse as it begins."""
+    argv = ["launch.train", *arguments]
+    values = flags.FlagValues()
+    of_all = [name for name in flags.FLAGS if flags.FLAGS.find_module_defining_flag(name) == "absl.logging"]
+    for name in {flags.FLAGS[name].name for name in (*of_all, "debug")}:  # A short name comes with the long one.
+        values[name] = copy.deepcopy(flags.FLAGS[name])
+    define(values, argv)
+    for word in arguments:
+        if (name := word.removeprefix("--").partition("=")[0]) in OF_LAUNCHERS and word.startswith("--"):
+            raise command.UserError(f"{word} is not an option of a run; write it before --, if the launcher has --{name}")
+    if unexpected := command.parsed(argv, values)[1:]:
+        raise command.UserError(f"unexpected argument {unexpected[0]!r} among the options of launch.train, which start with --")
+    return values
+
+
+def check(arguments: Sequence[str], num_processes: int = 1) -> parts.RunSpec:
+    """Refuse a command line of which no run can be made by so many processes; return the spec, as `parts.read` has it."""
+    values = read(arguments)
+    workdir = command.folder("workdir", values.workdir)
+    if values.resume_from is not None:
+        from decjax.train.workdir import steps_saved  # It takes a second, which few commands need.
+
+        if not steps_saved(workdir) and not steps_saved(pathlib.Path(values.resume_from)):
+            raise command.UserError(
+                f"--resume_from={values.resume_from} has no checkpoint; give the --workdir of a run that has saved one"
+            )
+    try:
+        spec = parts.read(values.config)
+    except ConfigError as error:
+        raise command.UserError(str(error)) from error
+    devices = spec.devices_of_worker * (spec.workers or max(1, num_processes // spec.devices_of_worker))
+    if devices % num_processes and not spec.simulate:
+        raise command.UserError(
+            f"workers={spec.workers} on {num_processes} processes: {devices} devices must be divided evenly among the processes; "
+            f"start {devices} processes, or another divisor of {devices}"
+        )
+    return spec
+
+
+def fields(config: Any) -> dict[str, Any]:
+    """The fields of a config by path, references resolved."""
+
+    def walk(path: str, value: Any):
+        if isinstance(value, dict) and value:
+            for name, inner in value.items():
+                yield from walk(f"{path}.{name}" if path else name, inner)
+        else:
+            yield path, value
+
+    return dict(walk("", json.loads(config.to_json_best_effort())))
