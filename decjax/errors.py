@@ -2,6 +2,21 @@
 
 from collections.abc import Iterator
 import contextlib
+import errno
+import os
+
+_FIXES = {  # by number of an error of the operating system
+    errno.ENOENT: "check the path",
+    errno.EISDIR: "a file must be there; move the folder away, or choose another path",
+    errno.ENOTDIR: "a folder must be there; move the file away, or choose another path",
+    errno.EEXIST: "move it away, or choose another path",
+    errno.EACCES: "change its permissions, or choose another path",
+    errno.EPERM: "change its permissions, or choose another path",
+    errno.EROFS: "make the file system writable, or choose another path",
+    errno.ENOSPC: "make room there",
+    errno.EDQUOT: "make room there",
+    errno.ENAMETOOLONG: "choose a shorter one",
+}
 
 
 class TrainingError(Exception):
@@ -34,6 +49,13 @@ def not_written(what: str, folder: object, error: Exception) -> CheckpointError:
     return CheckpointError(
         f"{what} cannot be written in {folder} ({reason}); {fix}, and the same command continues from the last whole checkpoint"
     )
+
+
+def of_system(error: OSError) -> str:
+    """An error of the operating system in one line: which file, what is wrong with it, and what to do."""
+    if error.filename is None or error.errno is None:
+        return str(error)
+    return f"{os.fsdecode(error.filename)!r}: {error.strerror}; {_FIXES.get(error.errno, 'choose another path')}"
 
 
 class OutOfMemory(TrainingError):

@@ -1,13 +1,21 @@
 """Command lines, one a module: `python -m launch.train`."""
 
+import re
 import sys
+import traceback
 
 
 def _told(kind, error, trace):
-    """An interrupt while the modules of a command are still being imported is no error of theirs."""
-    if not issubclass(kind, KeyboardInterrupt):
-        return sys.__excepthook__(kind, error, trace)
-    print("error: interrupted before anything began", file=sys.stderr)
+    """What happens while the modules of a command are still being imported: an interrupt, or a variable that JAX does not take."""
+    if issubclass(kind, KeyboardInterrupt):
+        print("error: interrupted before anything began", file=sys.stderr)
+    elif issubclass(kind, ValueError) and traceback.extract_tb(trace)[-1].filename.endswith("jax/_src/config.py"):
+        variable = re.search(r"jax_\w+", str(error), re.IGNORECASE)
+        fix = f"correct the variable {variable[0].upper()}, or unset it" if variable else "correct the variables JAX_…"
+        print(f"error: {error}; {fix}", file=sys.stderr)
+        sys.exit(2)
+    else:
+        sys.__excepthook__(kind, error, trace)
 
 
 sys.excepthook = _told

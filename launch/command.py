@@ -12,6 +12,8 @@ import pathlib
 import re
 import signal
 import sys
+import tempfile
+import traceback
 from typing import Any, NoReturn
 
 from absl import app, flags, logging
@@ -19,6 +21,7 @@ import rich.box
 import rich.console
 import rich.table
 
+from decjax.errors import of_system
 from launch import config_file
 
 USER_ERROR, DIVERGED = 2, 4  # The latter is that of `decjax.errors.Diverged`.
@@ -49,6 +52,7 @@ def table(*headers: str, words: int = 1, **how: Any) -> rich.table.Table:
 
 def fail(message: object, code: int = USER_ERROR) -> NoReturn:
     """Ends the program with one line on standard error."""
+    _leaving()
     sys.unraisablehook = lambda unraisable: None  # Background tasks of libraries have nothing to add while we leave.
     print(f"error: {' '.join(str(message).splitlines())}", file=sys.stderr, flush=True)
     sys.exit(code)
@@ -71,10 +75,10 @@ def folder(option: str, text: str) -> pathlib.Path:
         raise UserError(f"--{option} is empty; choose a --{option}, such as runs/lm")
     path = pathlib.Path(text)
     there = next(place for place in (path.absolute(), *path.absolute().parents) if os.path.exists(place))
-    if there.is_dir() and os.access(there, os.W_OK | os.X_OK):
-        return path
-    reason = "Permission denied" if there.is_dir() else f"{there} is not a directory"
-    raise UserError(f"{option} {text!r} cannot be written ({reason}); choose a --{option} that you own")
+    reason = _why_not_written(there) if there.is_dir() else f"{there} is not a directory"
+    if reason or (reason := _why_no_name(path)):
+        raise UserError(f"{option} {text!r} cannot be written ({reason}); choose another --{option}")
+    return path
 
 
 def output(option: str, text: str, figure: bool = False) -> pathlib.Path:
@@ -85,19 +89,52 @@ def output(option: str, text: str, figure: bool = False) -> pathlib.Path:
 
         if (kind := path.suffix[1:].lower()) not in (kinds := backend_bases.FigureCanvasBase.filetypes):
             raise UserError(f"{option}={text!r}: a figure cannot be of type {kind!r}; use one of {', '.join(sorted(kinds))}")
-    try:
-        if path.is_dir():
-            raise IsADirectoryError("it is a folder")
-        probe = path.with_name(f"{path.name}.probe")
-        probe.touch()
-        probe.unlink()
-    except OSError as error:
-        raise UserError(f"{option}={text!r} cannot be written ({error.strerror or error}); choose another --{option}") from error
+    reason = _why_no_name(path) or ("it is a folder" if path.is_dir() else _why_not_written(path.parent))
+    if reason:
+        raise UserError(f"{option}={text!r} cannot be written ({reason}); choose another --{option}")
     return path
+
+
+def _why_not_written(folder: pathlib.Path) -> str:
+    """Why no file can be made in a folder; empty: it can."""
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            return ""
+    except FileNotFoundError as error:
+        return f"{folder} takes no files" if folder.is_dir() else str(error.strerror)  # The former: as /proc.
+    except OSError as error:
+        return error.strerror or str(error)
+
+
+def _why_no_name(path: pathlib.Path) -> str:
+    """Why there cannot be a file of that name; empty: there can."""
+    try:
+        path.lstat()
+    except FileNotFoundError:
+        return ""
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""
+
+
+def no_devices(error: BaseException) -> str:
+    """What to say where JAX could not start the devices that it was told to use; empty: the error is another one."""
+    if not isinstance(error, RuntimeError | AssertionError):
+        return ""
+    in_jax = any(frame.f_code.co_filename.endswith("xla_bridge.py") for frame, _ in traceback.walk_tb(error.__traceback__))
+    if not in_jax and "Unable to initialize backend" not in str(error):
+        return ""
+    if os.environ.get("JAX_PLATFORMS") == "cpu" and "JAX_NUM_CPU_DEVICES" not in os.environ:
+        return ""  # It is not about which devices.
+    reason = " ".join(str(error).split())[:160] or "no JAX for them is installed"
+    wanted = "".join(f"{name}={os.environ[name]}: " for name in ("JAX_PLATFORMS", "JAX_NUM_CPU_DEVICES") if name in os.environ)
+    return f"{wanted}JAX cannot start its devices ({reason}); set JAX_PLATFORMS=cpu, or install JAX for them"
 
 
 def one_line(error: Exception) -> str:
     """What a config file or a flag complains of. Its text may hold a whole traceback, of which the last line matters."""
+    if isinstance(error, OSError):
+        return " ".join(of_system(error).split())
     text = str(error)
     if isinstance(error, KeyError) or "Traceback" in text:
         text = text.replace("\\n", "\n").replace("\\'", "'")  # A KeyError's message is the repr of its text.
@@ -175,12 +212,26 @@ def run(main: Callable[[list[str]], int | None], errors: tuple[type[Exception], 
         # JAX and Orbax report every backend and every file, and Orbax the traceback of every error that it raises as well.
         logging.set_verbosity(logging.ERROR if _DEBUG.value else logging.FATAL)
         try:
-            return main(argv[1:])
+            code = main(argv[1:])
+            _leaving()
+            return code
         except (UserError, *errors) as error:
             if _DEBUG.value:
                 raise
-            fail(one_line(error), code_of(error))
+            fail(no_devices(error) or one_line(error), code_of(error))
+        except (RuntimeError, AssertionError) as error:
+            if _DEBUG.value or not (missing := no_devices(error)):
+                raise
+            fail(missing)
         except KeyboardInterrupt:
             fail("interrupted; the same command starts again from what was saved", 128 + signal.SIGINT)
 
+    for name in ("COLUMNS", "LINES"):  # Tables, progress and --help take them for numbers.
+        if not re.fullmatch("[1-9][0-9]*", os.environ.get(name, "1")):
+            del os.environ[name]
     app.run(guarded, flags_parser=parse)
+
+
+def _leaving() -> None:
+    """From here on an interrupt ends the process at once: there is nothing left to save or to say."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)

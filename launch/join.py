@@ -179,7 +179,9 @@ def leaving_at_once(errors: tuple[type[Exception], ...], again: str) -> Iterator
 
 def _leave(error: BaseException, errors: tuple[type[Exception], ...], again: str) -> NoReturn:
     message, code = "".join(traceback.format_exception(error)), 1
-    if _is_lost_contact(error):
+    if missing := command.no_devices(error):
+        message, code = f"error: {missing}", command.USER_ERROR
+    elif _is_lost_contact(error):
         lost = f"error: process {jax.process_index()} lost contact with another, whose own output says why"
         message, code = f"{lost} ({str(error).splitlines()[0][:160]}); {again}", LOST_CONTACT
     elif isinstance(error, (command.UserError, *errors)):

@@ -156,9 +156,9 @@ def planned(chosen: flags.FlagValues, extra: list[str]) -> list[Member]:
     """
     if extra and not extra[0].startswith("-"):
         raise command.UserError(f"unexpected argument {extra[0]!r}; options of launch.train go behind --")
-    for name in ("parallel", "processes"):
-        if chosen[name].value < 1:
-            raise command.UserError(f"{name}={chosen[name].value}: must be at least 1; leave it out for one")
+    for name, count in (("parallel", chosen.parallel), ("processes", chosen.processes)):
+        if count < 1:
+            raise command.UserError(f"{name}={count}: must be at least 1; leave it out for one")
     path, _, argument = chosen.config.partition(":")
     module = config_file.load_module(path)
     swept = members.parse_sweep(members.sweep_of(module, path, argument) if chosen.sweep is None else chosen.sweep)

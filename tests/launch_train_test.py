@@ -230,7 +230,7 @@ def test_outputs_are_tried_before_the_work(tmp_path):
         with pytest.raises(command.UserError, match=reason):
             command.output("out", str(text), figure)
     for text in (tmp_path / "file/run", ""):
-        with pytest.raises(command.UserError, match="choose a --workdir"):
+        with pytest.raises(command.UserError, match="choose a(nother)? --workdir"):
             command.folder("workdir", str(text))
     command.output("out", str(tmp_path / "a.png"), figure=True)
     command.folder("workdir", str(tmp_path / "a/b"))

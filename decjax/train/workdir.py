@@ -16,7 +16,7 @@ from jax.experimental import multihost_utils
 
 from decjax import config as config_lib
 from decjax import files
-from decjax.errors import CheckpointError, ConfigError
+from decjax.errors import CheckpointError, ConfigError, of_system
 from decjax.train import metrics
 
 # Fields that may differ between a run and its continuation; except for rounding, none of them changes the result of training.
@@ -111,9 +111,7 @@ def _take(workdir: pathlib.Path, config: dict, held: contextlib.ExitStack, waits
             f"workdir {str(workdir)!r} is in use by a run that is still going; wait for it, or choose another --workdir"
         ) from error
     except OSError as error:
-        raise CheckpointError(
-            f"workdir {str(workdir)!r} cannot be written ({error.strerror}); make room there, or choose a --workdir that you own"
-        ) from error
+        raise CheckpointError(f"workdir {str(workdir)!r} cannot be written: {of_system(error)}") from error
 
 
 def _lost(workdir: pathlib.Path) -> str:
