@@ -11,10 +11,10 @@ from ml_collections import config_flags
 
 from decjax import config as parts
 from decjax.config import ConfigError
-from launch import command
+from launch import command, config_file
 
-# Flags of `launch.join` that each process gets from its launcher.
-OF_LAUNCHERS = ("coordinator", "num_processes", "process_index", "elastic", "standby")
+# launch.train has most of these flags, and gets them from its launcher.
+OF_LAUNCHERS = ("elastic", "chaos", "num_processes", "coordinator", "process_index", "standby")
 
 flags.disclaim_key_flags()  # --help shows the flags with those of the module that calls `define`.
 
@@ -72,9 +72,9 @@ def read(arguments: Sequence[str]) -> flags.FlagValues:
     for name in {flags.FLAGS[name].name for name in (*of_all, "debug")}:  # A short name comes with the long one.
         values[name] = copy.deepcopy(flags.FLAGS[name])
     define(values, argv)
-    for word in arguments:
-        if (name := word.removeprefix("--").partition("=")[0]) in OF_LAUNCHERS and word.startswith("--"):
-            raise command.UserError(f"{word} is not an option of a run; write it before --, if the launcher has --{name}")
+    for option in OF_LAUNCHERS:
+        if config_file.given(option, arguments) is not None:
+            raise command.UserError(f"--{option} is an option of the launcher, not of a run; put it before --, or leave it out")
     if unexpected := command.parsed(argv, values)[1:]:
         raise command.UserError(f"unexpected argument {unexpected[0]!r} among the options of launch.train, which start with --")
     return values

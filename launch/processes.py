@@ -28,7 +28,6 @@ TRAIN = "launch.train"
 GRACE_S = 15  # between SIGTERM and SIGKILL, once a process has died: well below a minute
 POLL_S = 0.1
 LAST_LINES = 20
-OF_LAUNCHERS = ("elastic", "chaos", "num_processes", "coordinator", "process_index", "standby")
 STANDBY = "--standby"  # the flag of a spare process
 LOST_CONTACT = (3, -signal.SIGABRT)  # how a process ends that noticed the end of another: launch.join, or JAX itself
 _BY_JAX = re.compile("coordination service|distributed service|heartbeat", re.IGNORECASE)  # in what it says before it aborts
@@ -180,9 +179,6 @@ def check(module: str, arguments: Sequence[str], num_processes: int = 1) -> None
     if not (arguments and arguments[0].startswith("-")):
         unexpected = f"unexpected argument {arguments[0]!r}; " if arguments else ""
         raise command.UserError(f"{unexpected}options of launch.train go behind --, {example}")
-    for option in OF_LAUNCHERS:  # launch.train has flags of these names, which launchers set.
-        if config_file.given(option, arguments) is not None:
-            raise command.UserError(f"--{option} is an option of the launcher, not of {TRAIN}; put it before --, or leave it out")
     for option in ("config", "workdir"):
         if config_file.given(option, arguments) is None:
             raise command.UserError(f"--{option} is missing behind --, {example}")

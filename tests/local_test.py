@@ -249,7 +249,7 @@ def test_mistakes_are_told_once_in_one_line(arguments, problem, tmp_path):
         (["--config=configs/lm.py:workers=3,smoke"], 2, "workers=3 on 2 processes: 3 devices must be divided evenly"),
         (["--config=configs/lm.py:workers=2,smoke"], 3, "workers=2 on 3 processes.*start 2 processes"),
         (["--config=configs/lm.py:stages=2,smoke"], 3, "workers=0 on 3 processes: 2 devices must be"),
-        (["--config=configs/lm.py:workers=2,smoke", "--elastic"], 2, "--elastic is not an option of a run; write it before --"),
+        (["--config=configs/lm.py:workers=2,smoke", "--elastic"], 2, "--elastic is an option of the launcher, not of a run"),
         (["--config=configs/lm.py:smoke", "--resume_from=runs/none"], 2, "--resume_from=runs/none has no checkpoint"),
         (["--config=configs/lm.py:smoke", "--config.method.evry=3"], 2, "method 'decentralized' has .*every"),
         (["--config=configs/lm.py:smoke", "--stpes=3"], 2, "Unknown command line flag 'stpes'"),

@@ -216,7 +216,7 @@ def test_a_config_file_may_define_its_sweep(tmp_path):
         (["--config=configs/lm.py:smoke", "--sweep=seed=0", "--", "--stpes=3"], "seed=0: Unknown command line flag 'stpes'"),
         (
             ["--config=configs/lm.py:smoke", "--sweep=seed=0", "--", "--num_processes=2"],
-            "--num_processes=2 is not an option of a run",
+            "--num_processes is an option of the launcher",
         ),
         (["--config=configs/lm.py:smoke", "--sweep=seed=0", "--", "--debug", "x"], "unexpected argument 'x'"),
         (
