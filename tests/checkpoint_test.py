@@ -1,10 +1,13 @@
 """Checkpoints: damage is seen and told in one line, only what is finite is saved, and those of older versions go on."""
 
 import json
+import os
 import pathlib
 import resource
 import shutil
+import threading
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
@@ -115,6 +118,86 @@ def test_damage_is_raised_and_not_printed_besides(tmp_path, capfd):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, room)
     assert capfd.readouterr() == ("", "")
+
+
+# -- What a checkpoint is of ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("moves", [["2 3"], ["2 999"], ["1 aside", "2 1", "aside 2"]], ids=["up", "far up", "exchanged"])
+def test_a_checkpoint_under_another_name_is_refused(tmp_path, moves):
+    checkpoints = saved(tmp_path, 1, 2)
+    for move in moves:
+        old, new = move.split()
+        (tmp_path / "checkpoints" / old).rename(tmp_path / "checkpoints" / new)
+    with pytest.raises(
+        train.CheckpointError, match=r"checkpoints/\d+ was saved as step [12]; rename it to [12], or move it away"
+    ) as error:
+        checkpoints.newest(lambda step: checkpoints.restore(step, state_of()))
+    assert "damaged" not in str(error.value) and "\n" not in str(error.value)
+
+
+def other(**arrays):
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), state_of()) | arrays
+
+
+@pytest.mark.parametrize(
+    "like, difference",
+    [
+        (
+            other(half=jax.ShapeDtypeStruct((4, 7), jnp.float32)),
+            r"half is bfloat16\[4, 7\] there and float32\[4, 7\] here; use the",
+        ),
+        (other(params=jax.ShapeDtypeStruct((4, 30), jnp.float32)), r"params is float32\[4, 300\] there and float32\[4, 30\] here"),
+        (state_of(workers=8), r"count is int32\[4\] there and int32\[8\] here; use the .* number of workers that"),
+        (other(more=state_of()["half"]), r"more is missing there and bfloat16\[4, 7\] here"),
+        ({"params": state_of()["params"]}, r"is .* there and missing here"),
+        (other(params=np.zeros((4, 300))), r"float32\[4, 300\] there and float64\[4, 300\] here; set JAX_ENABLE_X64=[01]$"),
+    ],
+    ids=["dtype", "shape", "workers", "another array", "fewer arrays", "float64"],
+)
+def test_a_checkpoint_of_other_arrays_names_what_differs_and_is_not_called_damaged(tmp_path, like, difference):
+    checkpoints = saved(tmp_path, 1)
+    with pytest.raises(train.CheckpointError, match=f"checkpoints/1 holds other arrays: .*{difference}") as error:
+        checkpoints.newest(lambda step: checkpoints.restore(step, like))
+    assert "damaged" not in str(error.value) and "\n" not in str(error.value)
+
+
+def test_arrays_that_could_not_be_told_apart_or_saved_are_refused(tmp_path):
+    x = jnp.ones((4, 2))
+    with pytest.raises(
+        train.CheckpointError, match="two arrays of the state are called 'a.b' in a checkpoint; use names without dots"
+    ):
+        saved(tmp_path, 1, state={"a.b": x, "a": {"b": 2 * x}})
+    with pytest.raises(train.CheckpointError, match=r"b has dtype key<fry>, which .* cannot hold; keep jax.random.key_data"):
+        saved(tmp_path, 1, state={"a": x, "b": jax.random.split(jax.random.key(0), 4)})
+    assert saved(tmp_path, 2, state={"a.b": x}).restore(2, {"a.b": x})[1] == COUNTERS
+
+
+def test_a_folder_that_cannot_be_written_is_refused_at_once(tmp_path, monkeypatch):
+    def refuse(*args, **options):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(checkpoint.tempfile, "TemporaryDirectory", refuse)
+    with pytest.raises(train.CheckpointError, match="checkpoints cannot be written in .*; make the folder writable"):
+        checkpoint.Checkpoints(tmp_path)
+
+
+def test_a_save_that_fails_leaves_no_thread_that_an_exit_would_wait_for(tmp_path, monkeypatch):
+    """Orbax's threads wait for a folder, by default also for one that cannot be made."""
+    checkpoints, before = saved(tmp_path, 1), set(threading.enumerate())
+
+    def refuse(*args, **options):
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr(os, "mkdir", refuse)
+    with pytest.raises(train.CheckpointError, match="step 2 cannot be written .*Read-only file system.*; make the folder writable"):
+        checkpoints.save(2, state_of(), COUNTERS)
+        checkpoints.finish()
+    monkeypatch.undo()
+    checkpoints.close()
+    for thread in set(threading.enumerate()) - before:
+        thread.join(10)
+        assert not thread.is_alive(), thread
 
 
 # -- Only what is finite ----------------------------------------------------------------------------------------------

@@ -13,7 +13,8 @@ import json
 import pathlib
 import shutil
 import sys
-from typing import Any, NamedTuple
+import tempfile
+from typing import Any, NamedTuple, TypeVar, cast
 import zlib
 
 from absl import logging
@@ -27,7 +28,11 @@ from decjax import codecs
 from decjax.errors import CheckpointError, Diverged, not_written
 from decjax.train import workdir as workdir_lib
 
-VERSION = 2  # of the checksums; checkpoints without this entry are of version 1
+VERSION = (
+    3  # 2 has neither step nor arrays; checkpoints without this entry are of version 1, whose sums let two flipped signs cancel
+)
+T = TypeVar("T")
+PROBE = ".probe"  # how the name of a folder ends that is only there to see whether it can be made
 SAVE_TIMEOUT_S = 3600  # after which a checkpoint that is still not written counts as failed
 
 
@@ -63,8 +68,53 @@ def checksums(state: Any, version: int = VERSION) -> jax.Array:
     return jnp.stack([one(x) for x in jax.tree.leaves(state)])
 
 
-def _counters_checksum(counters: dict) -> int:
-    return zlib.crc32(json.dumps(counters, sort_keys=True).encode())
+def _extra_checksum(extra: dict[str, Any]) -> int:
+    """The checksum of what a checkpoint holds besides its state; in version 2 that of the counters alone."""
+    own = ("checksums", "counters_checksum")
+    covered = extra["counters"] if extra["version"] == 2 else {name: value for name, value in extra.items() if name not in own}
+    return zlib.crc32(json.dumps(covered, sort_keys=True).encode())
+
+
+def arrays_of(state: Any) -> dict[str, list]:
+    """The dtype and shape of each array of a state by the name that it has in a checkpoint, as {"params.w": ["float32", 4, 300]}.
+
+    Raises:
+        CheckpointError: if the state cannot be saved: two arrays have the same name there, or one holds typed PRNG keys.
+    """
+    arrays: dict[str, list] = {}
+    for path, x in ocp.tree.to_flat_dict(state).items():
+        name = ".".join(map(str, path))
+        if not hasattr(x, "dtype"):
+            continue
+        if name in arrays:
+            raise CheckpointError(f"two arrays of the state are called {name!r} in a checkpoint; use names without dots")
+        if jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended):
+            raise CheckpointError(
+                f"{name} has dtype {x.dtype}, which checkpoints cannot hold; keep jax.random.key_data(key) instead"
+            )
+        arrays[name] = [np.dtype(x.dtype).name, *x.shape]
+    return arrays
+
+
+def _shown(array: list | None) -> str:
+    return f"{array[0]}{array[1:]}" if array else "missing"
+
+
+def _difference(there: dict[str, list], here: dict[str, list]) -> str:
+    """The first array in which two states differ; empty: none."""
+    for name in [*here, *(there.keys() - here.keys())]:
+        if (found := there.get(name)) != (wanted := here.get(name)):
+            return f"{name} is {_shown(found)} there and {_shown(wanted)} here"
+    return ""
+
+
+def _without_width(arrays: dict[str, list]) -> dict[str, list]:
+    """The same, whether or not JAX_ENABLE_X64 was set."""
+    return {name: [dtype.replace("64", "32"), *shape] for name, (dtype, *shape) in arrays.items()}
+
+
+def _per_worker(arrays: dict[str, list]) -> dict[str, list]:
+    return {name: [dtype, *shape[1:]] for name, (dtype, *shape) in arrays.items()}
 
 
 _finite = jax.jit(codecs.finite)
@@ -155,15 +205,30 @@ class Checkpoints:
         self._manager = None if read_only else self._writer(keep)
 
     def _writer(self, keep: int | None) -> ocp.CheckpointManager:
+        self._try_writing()
         self._remove_parts()  # Orbax would do so in the background.
         return ocp.CheckpointManager(
             self._directory,
             options=ocp.CheckpointManagerOptions(
                 max_to_keep=keep,
-                async_options=ocp.options.AsyncOptions(timeout_secs=SAVE_TIMEOUT_S, barrier_sync_fn=_waiting_for_others()),
+                async_options=ocp.options.AsyncOptions(
+                    timeout_secs=SAVE_TIMEOUT_S,
+                    barrier_sync_fn=_waiting_for_others(),
+                    create_directories_asynchronously=False,  # Else threads wait for a folder that cannot be made, also at exit.
+                ),
                 lightweight_initialize=True,  # Damaged ones are found when they are read.
             ),
         )
+
+    def _try_writing(self) -> None:
+        """Raises a CheckpointError at once, not at the first checkpoint, if the folder cannot be written."""
+        if jax.process_index() == 0:
+            try:
+                self._directory.mkdir(parents=True, exist_ok=True)
+                with tempfile.TemporaryDirectory(dir=self._directory, suffix=PROBE):
+                    pass
+            except OSError as error:
+                raise not_written("checkpoints", self._directory, error) from error
 
     def __enter__(self) -> "Checkpoints":
         return self
@@ -203,10 +268,11 @@ class Checkpoints:
             raise self.diverged(f"the state of step {step} is not finite", state)
         extra = {
             "version": VERSION,
+            "step": step,
+            "arrays": arrays_of(state),
             "counters": dict(counters),  # They change while these are written.
-            "counters_checksum": _counters_checksum(counters),
-            "checksums": np.asarray(checksums(state)).tolist(),
         }
+        extra |= {"counters_checksum": _extra_checksum(extra), "checksums": np.asarray(checksums(state)).tolist()}
         self._check_there(step)
         quiet = contextlib.ExitStack()
         quiet.enter_context(_errors_once())
@@ -261,8 +327,9 @@ class Checkpoints:
     def _remove_parts(self) -> None:
         """Removes what was being written when a process was killed, or writing failed."""
         if jax.process_index() == 0:
-            for part in self._directory.glob("*.orbax-checkpoint-tmp*"):
-                shutil.rmtree(part, ignore_errors=True)
+            for pattern in ("*.orbax-checkpoint-tmp*", f"*{PROBE}"):
+                for part in self._directory.glob(pattern):
+                    shutil.rmtree(part, ignore_errors=True)
 
     # -- Reading ------------------------------------------------------------------------------------------------------
 
@@ -302,54 +369,76 @@ class Checkpoints:
             CheckpointError: if the checkpoint is damaged, not finite, or that of another program or model.
         """
         self.finish()
-        failed, state, extra = None, None, {}
-        try:
-            state, extra = self._read(step, like, partial)
-        except Exception as error:  # Orbax and TensorStore raise many types of errors for a damaged file.
-            failed = error
-        if _in_any_process(failed is not None):  # All learn it before they compute anything together.
-            error = failed or OSError("another process cannot read it")
-            reason = " ".join(str(error).split())[:200] or type(error).__name__
-            raise self._damaged(step, f"it cannot be read, or is of another model, optimizer or method: {reason}") from failed
-        counters, saved_sums, version = extra["counters"], extra["checksums"], extra.get("version", 1)
-        if version not in (1, VERSION):
-            raise self._unusable(step, f"its checksums are of version {version}, and this decjax knows those up to {VERSION}")
-        sums = np.asarray(checksums(state, version)).tolist()
+        extra = self._readable(step, functools.partial(self._extra, step))
+        self._check(step, extra, like, partial)
+        state = self._readable(step, functools.partial(self._state, step, like, partial))
+        sums, saved_sums = np.asarray(checksums(state, extra["version"])).tolist(), extra["checksums"]
         if not set(sums) <= set(saved_sums) if partial else sums != saved_sums:
             raise self._damaged(step, "its checksums do not match its arrays")
-        if version > 1 and extra.get("counters_checksum") != _counters_checksum(counters):
-            raise self._damaged(step, "its checksum does not match its counters")
         if not finite(state):
             raise self._unusable(step, "its state is not finite: training had diverged")
-        return state, counters
+        return state, extra["counters"]
 
-    def _read(self, step: int, like: Any, partial: bool) -> tuple[Any, dict]:
-        """(state, what was saved beside it) of a saved step, as this process finds them."""
+    def _readable(self, step: int, read: Callable[[], T]) -> T:
+        """What `read` returns in every process, or the error that a saved step is damaged."""
+        failed, content = None, None
+        try:
+            content = read()
+        except Exception as error:  # Orbax and TensorStore raise many types of errors for a damaged file.
+            failed = error
+        if _in_any_process(failed is not None):  # All get to know it before they compute anything together.
+            error = failed or OSError("another process cannot read it")
+            reason = " ".join(str(error).split())[:200] or type(error).__name__
+            raise self._damaged(step, f"it cannot be read: {reason}") from failed
+        return cast(T, content)
+
+    def _extra(self, step: int) -> dict[str, Any]:
+        """What was saved beside the state of a step."""
+        with _errors_once():
+            args = ocp.args.Composite(extra=ocp.args.JsonRestore())
+            extra = {"version": 1} | self._reader.restore(self._directory / str(step), args=args)["extra"]
+        if missing := {"counters", "checksums"} - set(extra):
+            raise ValueError(f"it has no {' and no '.join(sorted(missing))}")
+        if extra["version"] > 1 and extra.get("counters_checksum") != _extra_checksum(extra):
+            raise ValueError("its checksum does not match its counters")
+        return extra
+
+    def _state(self, step: int, like: Any, partial: bool) -> Any:
+        """The state of a saved step, as this process finds it."""
         like = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)
         state = ocp.args.StandardRestore(like)
         if partial:
             restore_args = ocp.checkpoint_utils.construct_restore_args(like)
             state = ocp.args.PyTreeRestore(like, restore_args=restore_args, partial_restore=True)
         with _errors_once():
-            items = ocp.args.Composite(state=state, extra=ocp.args.JsonRestore())
-            restored = self._reader.restore(self._directory / str(step), args=items)
-        extra = restored["extra"]
-        if missing := {"counters", "checksums"} - set(extra):
-            raise ValueError(f"it has no {' and no '.join(sorted(missing))}")
-        return restored["state"], extra
+            return self._reader.restore(self._directory / str(step), args=ocp.args.Composite(state=state))["state"]
+
+    def _check(self, step: int, extra: dict[str, Any], like: Any, partial: bool) -> None:
+        """Raises a CheckpointError if a step that is not damaged has another name than it was saved by, or holds other arrays."""
+        if not 1 <= extra["version"] <= VERSION:
+            known = f"and this decjax knows those up to {VERSION}"
+            raise self._unusable(step, f"its checksums are of version {extra['version']}, {known}")
+        if (saved := extra.get("step", step)) != step:
+            raise CheckpointError(
+                f"checkpoint {self._directory / str(step)} was saved as step {saved}; rename it to {saved}, or move it away"
+            )
+        if extra["version"] < VERSION:
+            return
+        there, here = extra["arrays"], arrays_of(like)
+        there = {name: array for name, array in there.items() if not partial or name in here}
+        if difference := _difference(there, here):
+            fix = "use the model, optimizer, method and number of workers that saved it"
+            if _difference(_without_width(there), _without_width(here)) == "":
+                fix = f"set JAX_ENABLE_X64={int(not jax.config.jax_enable_x64)}"  # pyright: ignore[reportAttributeAccessIssue]
+            raise CheckpointError(f"checkpoint {self._directory / str(step)} holds other arrays: {difference}; {fix}")
 
     def unlike(self, step: int, like: Any) -> str:
-        """The name of the first array of `like` that a saved step lacks or has in another shape per worker; empty: none."""
+        """How an array of `like` differs from that of a saved step in dtype or in the shape of one worker; empty: none does."""
         try:
-            with _errors_once(), ocp.StandardCheckpointer() as reader:
-                saved = reader.metadata(self._directory / str(step) / "state").item_metadata.tree
-            saved = ocp.tree.to_flat_dict(saved, sep=".")
+            there, here = _per_worker(self._extra(step)["arrays"]), _per_worker(arrays_of(like))
         except Exception:  # Such as for a damaged file, for which `restore` raises a better error.
             return ""
-        for name, x in ocp.tree.to_flat_dict(like, sep=".").items():
-            if hasattr(x, "shape") and (name not in saved or saved[name].shape[1:] != x.shape[1:]):
-                return name
-        return ""
+        return _difference({name: array for name, array in there.items() if name in here}, here)
 
     def last_good(self, like: Any) -> int | None:
         """The newest step that can be restored, found by restoring it; None if there is none. A collective."""

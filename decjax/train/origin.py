@@ -46,8 +46,8 @@ def find(folder: pathlib.Path, checkpoints: checkpoint.Checkpoints, trainer: Tra
         )
     if step is None:
         raise CheckpointError(f"{folder} has no complete checkpoint; choose another --resume_from")
-    if name := checkpoints.unlike(step, state_lib.kept(trainer.abstract, trainer.setup.source.lasts)):
-        differing = workdir_lib.differing(theirs, ours) or f"its state has no such {name}"
+    if unlike := checkpoints.unlike(step, state_lib.kept(trainer.abstract, trainer.setup.source.lasts)):
+        differing = workdir_lib.differing(theirs, ours) or unlike
         raise CheckpointError(
             f"{folder} is a run of something else ({differing}); choose another --resume_from, or set the same here"
         )

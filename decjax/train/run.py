@@ -82,6 +82,7 @@ class Run:
         self.trainer, self.spec = trainer, trainer.spec
         self.workdir = pathlib.Path(workdir)
         config.check_memory(trainer.setup)
+        checkpoint.arrays_of(trainer.abstract)  # What cannot be saved is refused before the first step.
         self.note = "no checkpoint yet: starting again" if metrics.read(self.workdir) else ""
         self.first = jax.process_index() == 0
         self._trackers: list[metrics.Tracker] = []  # made by `train`, in the first process
