@@ -137,12 +137,22 @@ def test_views_follow_who_leaves_and_who_comes(band):
     members[0].close()
     second = next_views(*members[1:])
     assert second[0] == second[1] and second[0].step == 12 and second[0].number == 2
+    assert second[0].fresh == (1,) and second[0].source.slot == 2, "whoever is a step behind gets the other's replica"
+    members[1].step = 12
     assert second[0].block == 12 * 3 and [member.slot for member in second[0].members] == [1, 2]
     late = band.join(0)
     assert late.is_late
     third = next_views(late, *members[1:])
     assert third[0] == third[1] == third[2] and third[0].fresh == (0,) and third[0].source.slot == 1
     assert third[0].step == 12 and third[0].block == 12 * 3
+
+
+def test_batches_go_on_where_a_checkpoint_says(band):
+    members = [Membership(band.coordinator.address, slot, band.heartbeat_s, SECRET) for slot in range(3)]
+    for member in members:
+        member.step, member.taken = 40, 95
+        member.ready(has_replica=True)
+    assert {(view.step, view.block, view.fresh) for view in next_views(*members)} == {(40, 95, ())}
 
 
 def replaced(band):

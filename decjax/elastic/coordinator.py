@@ -4,12 +4,14 @@ Members speak to it over TCP in lines of JSON, and say something at least every 
 or is silent for `heartbeat_s`, is out. A change of the membership takes two messages: all members are asked to stop and tell their
 step; when the last one has answered, the next view begins at the largest of these.
 
-    member        → {"secret", "slot", "life", "host", "port", "process"}, then {} as a heartbeat, {"ready": step or null},
-                    {"stopped": step or null, "for": view number}, {"unreachable": life}, {"over": true}
+    member        → {"secret", "slot", "life", "host", "port", "process"}, then {} as a heartbeat,
+                    {"ready": step or null, "taken": batches}, {"stopped": step or null, "for": view number},
+                    {"unreachable": life}, {"over": true}
     coordinator   → {"views": how many there were}, then {"stop": view number}, {"view": View}, {"over": true}
 
-A step of null says that the member has no replica: it is new, or the member that was to give it one is gone. If no member has a
-replica left, all connections are closed: the processes end, and others begin anew from the last checkpoint.
+A step of null says that the member has no replica: it is new, or the member that was to give it one is gone. Such members, and those
+that stopped before the last step that others took, get the replica of one that is furthest. If no member has a replica left, all
+connections are closed: the processes end, and others begin anew from the last checkpoint.
 
 The run is over when the member that writes says so, having written all; the others wait for that, so that they can go on if it dies
 first. A member whose error ends the run says so, too. From then on nobody stops and nobody joins.
@@ -34,6 +36,7 @@ class _Session:
         self.member: Member | None = None
         self.ready, self.fresh = False, False
         self.stopped: int | None = None  # its answer to the last stop
+        self.taken = 0  # batches that all workers had taken before its replica
 
     def tell(self, **what: Any) -> None:
         self.connection.sendall(json.dumps(what).encode() + b"\n")
@@ -134,7 +137,7 @@ class Coordinator:
             for other in [other for other in self._sessions if other.member]:
                 self._tell(other, over=True)
         if "ready" in said:
-            session.ready = True
+            session.ready, session.taken = True, said.get("taken", 0)
             self._at(session, said["ready"])
         if "stopped" in said and said.get("for") == self._asked:
             self._at(session, said["stopped"])
@@ -178,12 +181,14 @@ class Coordinator:
         stopped = [session.stopped for session in ready if session.stopped is not None]
         if self._asked is None or not enough or len(stopped) < len(ready):
             return
-        if self.view.number and all(session.fresh for session in ready):
+        if all(session.fresh for session in ready):
             self._begin_anew()
             return
-        step = max(self.view.step, *stopped)  # Whoever was furthest may be gone before the view began.
-        fresh = tuple(session.member.slot for session in ready if session.member and session.fresh)
-        block = self.view.block + (step - self.view.step) * len(self.view.members)
+        furthest = max((session for session in ready if not session.fresh), key=lambda session: session.stopped or 0)
+        step = max(self.view.step, furthest.stopped or 0)  # Whoever was further may be gone before the view began.
+        behind = [session for session in ready if session.fresh or session.stopped != furthest.stopped]
+        fresh = tuple(session.member.slot for session in behind if session.member)
+        block = self.view.block + (step - self.view.step) * len(self.view.members) if self.view.number else furthest.taken
         slots = [member.slot for member in members]
         writer = self.view.writer if self.view.writer in slots else min(set(slots) - set(fresh) or slots)
         self.view, self._asked = View(self._asked, step, members, fresh, writer, block), None

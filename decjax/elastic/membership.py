@@ -32,6 +32,7 @@ class Membership:
     def __init__(self, address: tuple[str, int], slot: int, heartbeat_s: float, secret: str):
         self.slot = slot
         self.step: int | None = 0  # the next one that this process takes, kept up to date by its owner; None: it has no replica yet
+        self.taken = 0  # batches that all workers had taken before `step`, set by its owner before `ready`
         self._heartbeat_s = heartbeat_s
         self._coordinator = socket.create_connection(address, heartbeat_s)
         self._coordinator.settimeout(None)
@@ -55,7 +56,7 @@ class Membership:
     def ready(self, has_replica: bool) -> None:
         """Asks to take part from the next view on."""
         self.step = self.step if has_replica else None
-        self._say(ready=self.step)
+        self._say(ready=self.step, taken=self.taken)
 
     def next_view(self) -> View:
         """The next view, once all its members have stopped; `Excluded` if there will be none."""
@@ -65,7 +66,8 @@ class Membership:
                 raise Excluded("the run is over, the coordinator no longer answers, or another process has taken this one's place")
             view, self._next = self._next, None
             self._is_stopped = False
-            self.step = None if self.slot in view.fresh else view.step
+            if self.slot not in view.fresh:
+                self.step = view.step
             self.transport.enter(view)
         return view
 

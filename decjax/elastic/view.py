@@ -28,7 +28,7 @@ class View(NamedTuple):
         number: counts views.
         step: the first step that these members take together.
         members: by ascending slot; member i is worker i.
-        fresh: slots of those that have no replica yet and get one before that step.
+        fresh: slots of those that have no replica of that step, and get one before it: they are new, or one step behind the others.
         writer: slot of the member that writes metrics and checkpoints; it stays the same as long as it takes part.
         block: batches that all workers have taken before that step; see `batch_of`.
     """
@@ -53,8 +53,8 @@ class View(NamedTuple):
         """(worker, step) of a run of so many workers that would have taken the batch that worker `index` takes in this view's `step`.
 
         Batches are numbered as if nothing ever changed, worker by worker and step by step, and are taken in that order by whoever
-        there is. So no text of an epoch is left out or taken twice, but for those steps that some members had taken and others had
-        not when a view ended: of these the missing batches are left out.
+        there is, also after the whole run was stopped. So no text of an epoch is left out or taken twice, but for those steps that some
+        members had taken and others had not when a view ended: of these the missing batches are left out.
         """
         number = self.block + (step - self.step) * len(self.members) + index
         return number % slots, number // slots

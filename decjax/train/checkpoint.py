@@ -88,7 +88,7 @@ def arrays_of(state: Any) -> dict[str, list]:
             continue
         if name in arrays:
             raise CheckpointError(f"two arrays of the state are called {name!r} in a checkpoint; use names without dots")
-        if jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended):
+        if jnp.issubdtype(x.dtype, jax.dtypes.extended):
             raise CheckpointError(
                 f"{name} has dtype {x.dtype}, which checkpoints cannot hold; keep jax.random.key_data(key) instead"
             )
