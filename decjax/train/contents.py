@@ -1,0 +1,106 @@
+"""What a checkpoint holds besides the state, so that what is read can be compared with what was saved: checksums, and each array's name,
+dtype and shape.
+"""
+
+import functools
+import json
+from typing import Any
+import zlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+
+from decjax import codecs
+from decjax.errors import CheckpointError
+
+VERSION = 3  # 2: without step and arrays; 1, without this entry: sums in which two flipped signs cancel
+
+
+def _mixed(word: jax.Array) -> jax.Array:
+    """MurmurHash3's finalizer, a bijection of uint32 in which every bit of the input affects every bit of the result."""
+    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
+        word = (word ^ (word >> shift)) * jnp.uint32(factor)
+    return word ^ (word >> 16)
+
+
+@functools.partial(jax.jit, static_argnames="version")
+def checksums(state: Any, version: int = VERSION) -> jax.Array:
+    """A checksum of every array in `state`, uint32 [arrays]: Σ_i mixed(word_i ⊕ mixed(i)) mod 2³².
+
+    Orbax's files have none. A sum does not depend on the order, so each device sums its own shards; words are mixed first, so that
+    several changes do not cancel. Checkpoints of version 1 have Σ_i (2i + 1) · word_i, in which two flipped signs cancel.
+    """
+
+    def one(x):
+        x = x.astype(jnp.uint8) if x.dtype == bool else x
+        words = jax.lax.bitcast_convert_type(x, {1: jnp.uint8, 2: jnp.uint16}.get(x.dtype.itemsize, jnp.uint32))
+        words, index = words.astype(jnp.uint32), jax.lax.iota(jnp.uint32, words.size).reshape(words.shape)
+        return jnp.sum(words * (2 * index + 1) if version == 1 else _mixed(words ^ _mixed(index)), dtype=jnp.uint32)
+
+    return jnp.stack([one(x) for x in jax.tree.leaves(state)])
+
+
+def extra_checksum(extra: dict[str, Any]) -> int:
+    """The checksum of what a checkpoint holds besides its state; in version 2 that of the counters alone."""
+    own = ("checksums", "counters_checksum")
+    covered = extra["counters"] if extra["version"] == 2 else {name: value for name, value in extra.items() if name not in own}
+    return zlib.crc32(json.dumps(covered, sort_keys=True).encode())
+
+
+def arrays_of(state: Any) -> dict[str, list]:
+    """The dtype and shape of each array of a state by the name that it has in a checkpoint, as {"params.w": ["float32", 4, 300]}.
+
+    Raises:
+        CheckpointError: if the state cannot be saved: two arrays have the same name there, or one holds typed PRNG keys.
+    """
+    arrays: dict[str, list] = {}
+    for path, x in ocp.tree.to_flat_dict(state).items():
+        name = ".".join(map(str, path))
+        if not hasattr(x, "dtype"):
+            continue
+        if name in arrays:
+            raise CheckpointError(f"two arrays of the state are called {name!r} in a checkpoint; use names without dots")
+        if jnp.issubdtype(x.dtype, jax.dtypes.extended):
+            raise CheckpointError(
+                f"{name} has dtype {x.dtype}, which checkpoints cannot hold; keep jax.random.key_data(key) instead"
+            )
+        arrays[name] = [np.dtype(x.dtype).name, *x.shape]
+    return arrays
+
+
+def _shown(array: list | None) -> str:
+    return f"{array[0]}{array[1:]}" if array else "missing"
+
+
+def difference(there: dict[str, list], here: dict[str, list]) -> str:
+    """The first array in which two states differ; empty: none."""
+    for name in [*here, *(there.keys() - here.keys())]:
+        if (found := there.get(name)) != (wanted := here.get(name)):
+            return f"{name} is {_shown(found)} there and {_shown(wanted)} here"
+    return ""
+
+
+def way_out(there: dict[str, list], here: dict[str, list]) -> str:
+    """What to do where two states differ."""
+    if difference(_without_width(there), _without_width(here)):
+        return "use the model, optimizer, method and number of workers that saved it"
+    return f"set JAX_ENABLE_X64={int(not jax.config.jax_enable_x64)}"  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _without_width(arrays: dict[str, list]) -> dict[str, list]:
+    """The same, whether or not JAX_ENABLE_X64 was set."""
+    return {name: [dtype.replace("64", "32"), *shape] for name, (dtype, *shape) in arrays.items()}
+
+
+def per_worker(arrays: dict[str, list]) -> dict[str, list]:
+    return {name: [dtype, *shape[1:]] for name, (dtype, *shape) in arrays.items()}
+
+
+_finite = jax.jit(codecs.finite)
+
+
+def finite(state: Any) -> bool:
+    """Whether every floating-point value of a state is finite; each device checks its own shards. A collective."""
+    return bool(_finite(state))
