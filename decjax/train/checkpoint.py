@@ -338,11 +338,11 @@ class Checkpoints:
             )
         if extra["version"] < VERSION:
             return
-        there, here = extra["arrays"], arrays_of(like)
-        there = {name: array for name, array in there.items() if not partial or name in here}
+        here = arrays_of(like)
+        there = {name: array for name, array in extra["arrays"].items() if not partial or name in here}
         if difference := contents.difference(there, here):
-            fix = contents.way_out(there, here)
-            raise CheckpointError(f"checkpoint {self._directory / str(step)} holds other arrays: {difference}; {fix}")
+            problem = f"checkpoint {self._directory / str(step)} holds other arrays: {difference}"
+            raise CheckpointError(f"{problem}; {contents.way_out(there, here)}")
 
     def unlike(self, step: int, like: Any) -> str:
         """How an array of `like` differs from that of a saved step in dtype or in the shape of one worker; empty: none does."""
