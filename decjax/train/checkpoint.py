@@ -241,9 +241,8 @@ class Checkpoints:
     def _remove_parts(self) -> None:
         """Removes what was being written when a process was killed, or writing failed."""
         if jax.process_index() == 0:
-            for pattern in ("*.orbax-checkpoint-tmp*", f"*{PROBE}"):
-                for part in self._directory.glob(pattern):
-                    shutil.rmtree(part, ignore_errors=True)
+            for part in (*self._directory.glob("*.orbax-checkpoint-tmp*"), *self._directory.glob(f"*{PROBE}")):
+                shutil.rmtree(part, ignore_errors=True)
 
     # -- Reading ------------------------------------------------------------------------------------------------------
 
