@@ -14,6 +14,28 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+
+def is_floating(x: Any) -> bool:
+    """Whether an array is averaged and stepped: floating-point arrays are; counters, masks and keys are not."""
+    return jnp.issubdtype(x.dtype, jnp.floating)
+
+
+def wide_dtype(x: Any) -> Any:
+    """The type of arithmetic with an array: float32, or that of the array if it is wider."""
+    return jnp.promote_types(x.dtype, jnp.float32)
+
+
+def in_float32(fn: Callable[..., Any], tree: Any, *rest: Any) -> Any:
+    """`jax.tree.map` over floating-point leaves, all given to `fn` in float32 or wider; other leaves of `tree` are returned unchanged."""
+    wide = lambda x: x.astype(wide_dtype(x))
+    return jax.tree.map(lambda x, *others: fn(wide(x), *map(wide, others)) if is_floating(x) else x, tree, *rest)
+
+
+def of_floating(fn: Callable[..., Any], tree: Any, *rest: Any) -> Any:
+    """`in_float32`, with results rounded once, to the types of `tree`."""
+    return jax.tree.map(lambda new, x: new.astype(x.dtype), in_float32(fn, tree, *rest), tree)
+
+
 # Default size of a bucket. Small arrays are joined; joining large ones would cost copies and save hardly any latency.
 BUCKET_BYTES = 2**18
 
@@ -83,11 +105,14 @@ class Layout:
         x = x.astype(jnp.promote_types(x.dtype, jnp.float32)) if wide else x
         return x.reshape(self.num_shards, length // self.num_shards, *rest) if self.num_shards else x
 
-    def unpack(self, arrays: Sequence[jax.Array], like: Any) -> Any:
-        """The pytree that `pack` made these arrays of, in the dtypes of its leaves; leaves in no bucket are taken from `like`."""
+    def unpack(self, arrays: Sequence[jax.Array], like: Any, *, wide: bool = False) -> Any:
+        """The pytree that `pack` made these arrays of, in the dtypes of its leaves; leaves in no bucket are taken from `like`.
+
+        With `wide` values keep the dtype of the arrays.
+        """
         leaves = list(self.treedef.flatten_up_to(like))
         for bucket, x in zip(self.buckets, arrays, strict=True):
-            x = x.astype(bucket.dtype)
+            x = x if wide else x.astype(bucket.dtype)
             if len(bucket.leaves) == 1 and not bucket.padding:
                 leaves[bucket.leaves[0]] = x.reshape(self.shapes[bucket.leaves[0]])
                 continue
@@ -124,7 +149,7 @@ def layout(
     leaves = [leaf for _, leaf in paths]
     multiple_of = num_shards or multiple_of
     own = {i for i, (path, _) in enumerate(paths) if jax.tree_util.keystr(path, simple=True, separator="/").endswith(tuple(alone))}
-    floating = [i for i, leaf in enumerate(leaves) if leaf.size and jnp.issubdtype(leaf.dtype, jnp.floating)]
+    floating = [i for i, leaf in enumerate(leaves) if leaf.size and is_floating(leaf)]
     matrices = {i: shape for i in floating if (shape := matrix and matrix(leaves[i]))}
     buckets = [_bucket([i], leaves, multiple_of, shape) for i, shape in matrices.items()]
     # A stable sort by dtype keeps leaf order within each dtype.

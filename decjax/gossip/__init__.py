@@ -53,7 +53,7 @@ from decjax.gossip.deepsqueeze import deepsqueeze
 from decjax.gossip.delayed import DelayedState, delayed
 from decjax.gossip.exact import exact
 from decjax.gossip.fits import typical_contraction
-from decjax.gossip.mixer import SILENT, Mixer, damp, every, mix, mix_due
+from decjax.gossip.mixer import SILENT, Linear, Mixer, damp, every, mix, mix_due
 from decjax.gossip.overlap_push_sum import OverlapPushSumState, overlap_push_sum
 from decjax.gossip.power_gossip import PowerState, power_gossip
 from decjax.gossip.push_sum import PushSumState, push_sum
@@ -64,6 +64,7 @@ __all__ = [
     "CompressedState",
     "ControlState",
     "SILENT",
+    "Linear",
     "Mixer",
     "OverlapPushSumState",
     "PowerState",

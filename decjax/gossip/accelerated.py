@@ -11,7 +11,7 @@ from decjax import mesh, registry
 from decjax.channel import Channel
 from decjax.gossip.exact import exact
 from decjax.gossip.mixer import Mixer
-from decjax.gossip.rounds import check_rounds, mix_round
+from decjax.gossip.rounds import check_rounds, difference, mix_round
 from decjax.topology import Round, Topology
 from decjax.topology.schedule import EXACT_TOLERANCE
 
@@ -46,21 +46,41 @@ def accelerated(topology: Topology, channel: Channel = Channel(), *, rounds: int
     eta = _momentum(topology, rounds)
     plain = exact(topology, channel, rounds=rounds)
     (round_,) = topology.rounds
-    accelerate = functools.partial(_accelerated, round_=round_, rounds=rounds, eta=eta, axis=channel.axis)
+    how = dict(round_=round_, rounds=rounds, eta=eta, axis=channel.axis)
+    accelerate, drawn = functools.partial(_accelerated, **how), functools.partial(_drawn, **how)
 
     def exchange(params, state, phase):
         layout = channel.layout(params, multiple_of=round_.group_size)
         return layout.unpack([accelerate(x_P) for x_P in layout.pack(params)], like=params), state
 
-    return plain._replace(exchange=exchange, matrix=lambda phase: _matrix(topology.matrix(0), rounds, eta))
+    def pull(params, phase):
+        layout = channel.layout(params, multiple_of=round_.group_size)
+        return layout.unpack([drawn(x_P) for x_P in layout.pack(params)], like=params, wide=True)
+
+    assert plain.linear is not None
+    linear = plain.linear._replace(matrix=lambda phase: _matrix(topology.matrix(0), rounds, eta), pull=pull)
+    return plain._replace(exchange=exchange, linear=linear)
 
 
 def _accelerated(x_P: jax.Array, round_: Round, rounds: int, eta: float, axis: mesh.Axis) -> jax.Array:
-    """z_R of the recursion that starts from x."""
-    before = now = x_P.astype(jnp.promote_types(x_P.dtype, jnp.float32))
+    """z_R of the recursion that starts from x; what travels of z is rounded to the type of x, what is left of it stays."""
+    dtype = jnp.promote_types(x_P.dtype, jnp.float32)
+    before = now = x_P.astype(dtype)
     for _ in range(rounds):
-        before, now = now, (1 + eta) * mix_round(now.astype(x_P.dtype), round_, axis) - eta * before
+        sent = now.astype(x_P.dtype)
+        mixed = mix_round(sent, round_, axis, wide=True).astype(dtype) + (now - sent.astype(dtype))
+        before, now = now, (1 + eta) * mixed - eta * before
     return now.astype(x_P.dtype)
+
+
+def _drawn(x_P: jax.Array, round_: Round, rounds: int, eta: float, axis: mesh.Axis) -> jax.Array:
+    """z_R − x, from differences between neighbours."""
+    dtype = jnp.promote_types(x_P.dtype, jnp.float32)
+    before = now = jnp.zeros(x_P.shape, dtype)
+    for _ in range(rounds):
+        z_P = (x_P.astype(dtype) + now).astype(x_P.dtype)
+        before, now = now, (1 + eta) * (now + difference(z_P, round_, axis)) - eta * before
+    return now
 
 
 def _matrix(W_NxN: np.ndarray, rounds: int, eta: float) -> np.ndarray:

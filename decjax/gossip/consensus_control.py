@@ -79,7 +79,7 @@ def consensus_control(
     form = _Control(topology, channel, target, rounds, steps)
     own: dict[str, Any] = dict(init=form.init, exchange=form.exchange, num_bytes=form.num_bytes, usage=lambda state: state.usage)
     return exact(topology, channel)._replace(
-        **own, phase=lambda step: None, phases=range(rounds), orders=("atc",), restart=form.restart, matrix=None
+        **own, phase=lambda step: None, phases=range(rounds), orders=("atc",), restart=form.restart, linear=None
     )
 
 

@@ -67,7 +67,7 @@ def delayed(
     form = _Delayed(topology, channel, delay, draw, fixed)
     plain = exact(topology, channel)
     own = dict(init=form.init, exchange=form.exchange, combine=form.combine, restart=form.restart)
-    return plain._replace(**own, matrix=None, keeps_mean=False)
+    return plain._replace(**own, linear=None, keeps_mean=False)
 
 
 @dataclasses.dataclass(frozen=True)

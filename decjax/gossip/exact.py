@@ -2,12 +2,14 @@
 
 from typing import Any
 
+import jax.numpy as jnp
+
 from decjax import codecs, registry
 from decjax import topology as topology_lib
 from decjax.channel import Channel
 from decjax.gossip.coded import CodedGossip, Scheme, checked_channel
-from decjax.gossip.mixer import Mixer
-from decjax.gossip.rounds import common_multiple, due, mix_round, num_phases, step_bytes
+from decjax.gossip.mixer import Linear, Mixer
+from decjax.gossip.rounds import common_multiple, difference, difference_bytes, due, mix_round, num_phases, step_bytes
 from decjax.topology import Topology
 
 
@@ -45,8 +47,20 @@ def exact(topology: Topology, channel: Channel = Channel(), *, rounds: int = 1, 
             vectors = [mix_round(x_P, topology.rounds[index], channel.axis) for x_P in vectors]
         return layout.unpack(vectors, like=params), state
 
+    def pull(params: Any, phase: int) -> Any:
+        layout = channel.layout(params, multiple_of=multiple_of)
+        vectors = layout.pack(params)
+        drawn = [jnp.zeros(x_P.shape, jnp.promote_types(x_P.dtype, jnp.float32)) for x_P in vectors]
+        for index in due(topology, rounds, phase):
+            now = [(x_P + d_P).astype(x_P.dtype) for x_P, d_P in zip(vectors, drawn)]
+            drawn = [d_P + difference(z_P, topology.rounds[index], channel.axis) for z_P, d_P in zip(now, drawn)]
+        return layout.unpack(drawn, like=params, wide=True)
+
     def num_bytes(params, phase):
         return step_bytes(topology, due(topology, rounds, phase), channel.layout(params, multiple_of=multiple_of))
+
+    def pull_bytes(params, phase):
+        return difference_bytes(topology, due(topology, rounds, phase), channel.layout(params, multiple_of=multiple_of))
 
     return Mixer(
         init=lambda params: (),
@@ -55,5 +69,5 @@ def exact(topology: Topology, channel: Channel = Channel(), *, rounds: int = 1, 
         phases=range(cycle),
         num_bytes=num_bytes,
         num_workers=topology.num_workers,
-        matrix=lambda phase: topology.product(phase * rounds, rounds),
+        linear=Linear(lambda phase: topology.product(phase * rounds, rounds), pull, pull_bytes),
     )

@@ -7,13 +7,25 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from decjax import buckets
+
 SILENT = -1
 """The phase of a step that sends nothing and does not mix."""
 
 
-def is_floating(x: Any) -> bool:
-    """Whether an array is mixed: floating-point arrays are, counters and keys are not."""
-    return jnp.issubdtype(x.dtype, jnp.floating)
+class Linear(NamedTuple):
+    """Mixing that is x <- Wx and nothing else, up to rounding.
+
+    Attributes:
+        matrix: `matrix(phase) -> W`, [N, N].
+        pull: `pull(params, phase)`, Wx − x in float32 or wider, from the differences x_j − x_i. Its sum over workers is zero up to
+            roundings of these differences, where that of the rounded Wx − x is not: what adds up pulls over many steps keeps the mean.
+        num_bytes: `num_bytes(params, phase) -> (N,)`, bytes that each worker sends for a pull.
+    """
+
+    matrix: Callable[[int], np.ndarray]
+    pull: Callable[[Any, int], Any]
+    num_bytes: Callable[[Any, int], np.ndarray]
 
 
 class Mixer(NamedTuple):
@@ -36,7 +48,7 @@ class Mixer(NamedTuple):
         weight: `weight(state) -> y_i`, a scalar: mixing preserves, and workers agree on, Σ_i y_i x_i / Σ_i y_i. None: y_i = 1.
         orders: when it can exchange: "awc", while the gradient is taken, "atc", after the step; see `decjax.optim.decentralize`.
         keeps_mean: whether mixing leaves the mean over workers, weighted by `weight`, as it is.
-        matrix: `matrix(phase) -> W`, [N, N], where mixing is x <- Wx and nothing else, up to rounding; None: otherwise.
+        linear: W, and the pull of neighbours, where mixing is x <- Wx and nothing else; None: otherwise.
         usage: `usage(state) -> [phases]`, steps so far in each phase, if the state decides on it; else None.
         permutations: pairs (source, target) of workers of each message; None: those of the topology.
         name: the one by which a config chose it; empty: none did.
@@ -54,7 +66,7 @@ class Mixer(NamedTuple):
     weight: Callable[[Any], jax.Array] | None = None
     orders: tuple[str, ...] = ("awc", "atc")
     keeps_mean: bool = True
-    matrix: Callable[[int], np.ndarray] | None = None
+    linear: Linear | None = None
     usage: Callable[[Any], jax.Array] | None = None
     permutations: tuple[tuple[tuple[int, int], ...], ...] | None = None
     name: str = ""
@@ -112,7 +124,7 @@ def every(mixer: Mixer, period: int) -> Mixer:
         return np.zeros(mixer.num_workers) if phase == SILENT else mixer.num_bytes(params, phase)
 
     return mixer._replace(
-        exchange=exchange, combine=combine, phase=phase, num_bytes=num_bytes, phases=range(SILENT, mixer.phases.stop), matrix=None
+        exchange=exchange, combine=combine, phase=phase, num_bytes=num_bytes, phases=range(SILENT, mixer.phases.stop), linear=None
     )
 
 
@@ -141,15 +153,18 @@ def damp(mixer: Mixer, strength: float | Callable[[jax.Array], jax.Array]) -> Mi
         mixed, state = mixer.combine(params, received, state, phase, step)
         gamma = strength(step) if callable(strength) else strength
 
-        def damped(x, y):
-            return (x + gamma * (y - x)).astype(x.dtype) if is_floating(x) else y
+        return buckets.of_floating(lambda x, y: x + gamma * (y - x), params, mixed), state
 
-        return jax.tree.map(damped, params, mixed), state
+    linear = None if callable(strength) else mixer.linear and _damped(mixer.linear, strength)
+    return mixer._replace(combine=combine, linear=linear)
 
-    constant, plain = None if callable(strength) else strength, mixer.matrix
 
+def _damped(linear: Linear, gamma: float) -> Linear:
     def matrix(phase):
-        assert plain is not None and constant is not None
-        return constant * plain(phase) + (1 - constant) * np.eye(mixer.num_workers)
+        W_NxN = linear.matrix(phase)
+        return gamma * W_NxN + (1 - gamma) * np.eye(len(W_NxN))
 
-    return mixer._replace(combine=combine, matrix=matrix if plain and constant is not None else None)
+    def pull(params, phase):
+        return buckets.of_floating(lambda pull: gamma * pull, linear.pull(params, phase))
+
+    return linear._replace(matrix=matrix, pull=pull)

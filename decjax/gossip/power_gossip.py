@@ -11,9 +11,10 @@ import numpy as np
 
 from decjax import codecs, registry
 from decjax import topology as topology_lib
+from decjax.buckets import is_floating
 from decjax.channel import Channel
 from decjax.codecs.codec import dot
-from decjax.gossip.mixer import Mixer, is_floating
+from decjax.gossip.mixer import Mixer
 from decjax.topology import Round, Topology, coloring
 
 

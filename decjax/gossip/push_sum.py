@@ -9,12 +9,13 @@ import numpy as np
 
 from decjax import codecs, registry
 from decjax import topology as topology_lib
+from decjax.buckets import is_floating
 from decjax.channel import Channel
 from decjax.gossip import fits
 from decjax.gossip.choco import estimates
 from decjax.gossip.coded import CodedGossip, CompressedState, checked_channel, coded_channel
 from decjax.gossip.exact import differences
-from decjax.gossip.mixer import Mixer, is_floating
+from decjax.gossip.mixer import Mixer
 from decjax.gossip.rounds import due, is_mean, num_messages, pull
 from decjax.topology import Topology
 

@@ -28,7 +28,7 @@ def member_pairs(shift: Shift, group_size: int) -> list[tuple[int, int]]:
     return [(source * group_size + k, target * group_size + k) for source, target in shift.pairs for k in range(group_size)]
 
 
-def mix_round(x_P: jax.Array, round_: Round, axis: mesh.Axis) -> jax.Array:
+def mix_round(x_P: jax.Array, round_: Round, axis: mesh.Axis, wide: bool = False) -> jax.Array:
     """This worker's vector after one round: (Wx)_i for W = W_nodes ⊗ J_L/L.
 
     With L > 1, members of a node average by reduce-scatter, exchange their share with the same member of other nodes, and gather: a
@@ -38,6 +38,7 @@ def mix_round(x_P: jax.Array, round_: Round, axis: mesh.Axis) -> jax.Array:
         x_P: this worker's vector; L divides P.
         round_: gives W.
         axis: the worker axis.
+        wide: whether a result of narrow values stays in float32, unless nodes gather it.
     """
     L = round_.group_size
     if is_mean(round_):
@@ -48,7 +49,27 @@ def mix_round(x_P: jax.Array, round_: Round, axis: mesh.Axis) -> jax.Array:
     for shift in round_.shifts:
         arrived = axis.exchange(share, member_pairs(shift, L))
         mixed += own_weight(shift.weights, L, axis, dtype) * arrived.astype(dtype)
-    return axis.gather(mixed.astype(x_P.dtype), L)
+    return mixed if wide and L == 1 else axis.gather(mixed.astype(x_P.dtype), L)
+
+
+def difference(x_P: jax.Array, round_: Round, axis: mesh.Axis) -> jax.Array:
+    """(Wx)_i − x_i = Σ_j W_ij (x_j − x_i), in float32 or wider, for W with rows that sum to one.
+
+    Each difference is rounded to its own size, not to that of x, so over workers their sum is zero up to roundings as small. With L > 1
+    the mean of a node is rounded to the size of x; what that loses of it is averaged as well, which sends as much again inside nodes.
+    Otherwise it sends what `mix_round` sends.
+    """
+    L, dtype = round_.group_size, jnp.promote_types(x_P.dtype, jnp.float32)
+    share = axis.scatter_mean(x_P, L)
+    own, drawn = share.astype(dtype), jnp.zeros(share.shape, dtype)
+    for shift in round_.shifts:
+        arrived = axis.exchange(share, member_pairs(shift, L)).astype(dtype)
+        drawn += own_weight(shift.weights, L, axis, dtype) * (arrived - own)
+    if L == 1:
+        return drawn
+    away_P = x_P.astype(dtype) - axis.gather(share, L).astype(dtype)
+    lost = axis.scatter_mean(away_P.astype(x_P.dtype), L).astype(dtype)
+    return axis.gather((drawn + lost).astype(x_P.dtype), L).astype(dtype) - away_P
 
 
 def pull(codec: codecs.Codec, message: Any, own: jax.Array, round_: Round, axis: mesh.Axis) -> jax.Array:
@@ -87,6 +108,12 @@ def sent_bytes(round_: Round, layout: buckets.Layout, message_bytes: int | None 
     L = round_.group_size
     share_bytes = layout.num_bytes / L if message_bytes is None else message_bytes
     return 2 * (L - 1) / L * layout.num_bytes + num_messages(round_) * share_bytes
+
+
+def difference_bytes(topology: Topology, indices: list[int], layout: buckets.Layout) -> np.ndarray:
+    """Bytes that each worker sends for `difference` in the rounds of the given indices together, [N]."""
+    inside = sum(2 * (L - 1) / L * layout.num_bytes for L in (topology.rounds[index].group_size for index in indices))
+    return step_bytes(topology, indices, layout) + inside
 
 
 def step_bytes(topology: Topology, indices: list[int], layout: buckets.Layout, message_bytes: int | None = None) -> np.ndarray:

@@ -3,7 +3,11 @@
     ψ = x − η d(g)     φ = ψ + x − ψ₋     x <- W̃ φ     ψ₋ <- ψ,     ψ₋ = x at first
 
 Exact diffusion has W̃ = (I + W)/2, D² has W̃ = W. With W̃ = W this is x <- W(2x − x₋ − η(d − d₋)). d is any optimizer's direction. What
-is remembered is x − ψ₋, which adds up to zero over workers: zero is a valid start, also for another number of workers.
+is remembered is the correction c = x − ψ₋, which adds up to zero over workers: zero is a valid start, also for another number of workers.
+
+It is computed as c <- c + Σ_j w̃_ij (φ_j − φ_i) with φ = x + u + c for a step u, and then x <- x + u + c. The mean of the workers moves by
+that of u + c in every step, so what roundings leave in the sum of c would move it for ever; the differences are as small as
+disagreement, and so are their roundings.
 
 The recursion is stable if the eigenvalues of W̃ are more than −1/3, which holds for every (I + W)/2. It is made for one linear,
 symmetric W̃ in all steps; on time-varying graphs it may diverge.
@@ -20,7 +24,8 @@ import numpy as np
 import optax
 
 from decjax import gossip, registry
-from decjax.optim.decentralize import check_update, mix_with_step
+from decjax.buckets import in_float32
+from decjax.optim.decentralize import check_update
 from decjax.optim.memories import communicating, init_memory, transient
 from decjax.optim.method import Method, mixing
 
@@ -36,7 +41,7 @@ class ExactDiffusionState(NamedTuple):
         count: steps so far, an int32 scalar.
         inner: state of the wrapped optimizer.
         mixer: state of the mixer.
-        correction: x − ψ₋, of the shapes of the parameters.
+        correction: c = x − ψ₋, of the shapes of the parameters, in float32 or wider.
     """
 
     count: jax.Array
@@ -53,27 +58,29 @@ class _ExactDiffusion:
     mixer: gossip.Mixer
 
     def init(self, params):
-        nothing, memory = jax.tree.map(jnp.zeros_like, params), init_memory(self.mixer.init, params)
+        nothing, memory = in_float32(jnp.zeros_like, params), init_memory(self.mixer.init, params)
         return ExactDiffusionState(jnp.zeros((), jnp.int32), self.inner.init(params), memory, nothing)
 
     def update(self, grads, state, params=None, *, phase=None, **extra):
         check_update(params)
+        assert self.mixer.linear is not None
         own, inner = self.inner.update(grads, state.inner, params, **extra)  # ψ − x
-        step = jax.tree.map(jnp.add, own, state.correction)
-        moved, memory = mix_with_step(self.mixer, "atc", step, params, state, phase)
+        half = optax.apply_updates(params, in_float32(jnp.add, own, state.correction))
+        drawn = self.mixer.linear.pull(half, self.mixer.phases.start if phase is None else phase)
+        correction = in_float32(jnp.add, state.correction, drawn)
         count: Any = optax.safe_increment(state.count)
-        return moved, ExactDiffusionState(count, inner, memory, jax.tree.map(jnp.subtract, moved, own))
+        return in_float32(jnp.add, own, correction), ExactDiffusionState(count, inner, state.mixer, correction)
 
 
 def _check(name: str, mixer: gossip.Mixer) -> None:
     """Raises a ValueError unless linear mixing is by one symmetric W̃ in all steps, with eigenvalues above −1/3."""
-    assert mixer.matrix is not None
+    assert mixer.linear is not None
     if len(mixer.phases) > 1:
         raise ValueError(
             f"method {name!r} needs a static graph, but the mixing varies over {len(mixer.phases)} steps; use topology 'ring' or another "
             "static one, or method 'tracking'"
         )
-    W_NxN = mixer.matrix(mixer.phases.start)
+    W_NxN = mixer.linear.matrix(mixer.phases.start)
     if np.abs(W_NxN - W_NxN.T).max() > TOLERANCE:
         raise ValueError(
             f"method {name!r} needs a symmetric graph, and this one is directed; use topology 'ring', or method 'tracking'"
@@ -86,12 +93,12 @@ def _check(name: str, mixer: gossip.Mixer) -> None:
 
 
 def _method(name: str, inner: optax.GradientTransformation, mixer: gossip.Mixer, strength: float = 1.0) -> Method:
-    if mixer.matrix is None:
+    if mixer.linear is None:
         raise ValueError(
             f"method {name!r} needs mixing that is linear, and that of {mixer.called} is not, as with a codec or a memory; use mixer "
             "'exact' without a codec, or method 'tracking' with mixer 'beer'"
         )
-    mixer = gossip.damp(mixer, strength)
+    mixer = gossip.damp(mixer, strength)._replace(num_bytes=mixer.linear.num_bytes)
     _check(name, mixer)
     return mixing(_ExactDiffusion(optax.with_extra_args_support(inner), mixer), mixer)
 

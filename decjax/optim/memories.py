@@ -9,8 +9,6 @@ from collections.abc import Callable
 import functools
 from typing import Any, TypeVar
 
-import jax
-import jax.numpy as jnp
 import optax
 
 _FIELDS: dict[type, frozenset[str]] = {}
@@ -88,9 +86,3 @@ def _placeholder() -> type:
     seen = []
     optax.tree.map_params(lambda params: seen.append(type(params)) or (), lambda x: x, ())
     return seen[0]
-
-
-def of_floating(fn: Any, tree: Any, *rest: Any) -> Any:
-    """`jax.tree.map` over floating-point leaves, in their type; other leaves of `tree` are returned as they are."""
-    whole = lambda x, *others: fn(x, *others).astype(x.dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
-    return jax.tree.map(whole, tree, *rest)

@@ -21,7 +21,8 @@ import jax.numpy as jnp
 import optax
 
 from decjax import reduce
-from decjax.optim.memories import communicating, init_memory, of_floating, transient
+from decjax.buckets import of_floating
+from decjax.optim.memories import communicating, init_memory, transient
 
 
 @communicating

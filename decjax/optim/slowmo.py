@@ -20,8 +20,9 @@ import jax.numpy as jnp
 import optax
 
 from decjax import gossip, reduce, registry
+from decjax.buckets import of_floating
 from decjax.optim.decentralize import DecentralizeState, check_update, known_phase
-from decjax.optim.memories import communicating, init_memory, of_floating, transient
+from decjax.optim.memories import communicating, init_memory, transient
 from decjax.optim.method import Method, averaging
 
 

@@ -22,8 +22,9 @@ import numpy as np
 import optax
 
 from decjax import reduce, registry
+from decjax.buckets import of_floating
 from decjax.optim.decentralize import check_update, known_phase
-from decjax.optim.memories import communicating, init_memory, of_floating, transient
+from decjax.optim.memories import communicating, init_memory, transient
 from decjax.optim.method import Method
 
 REFRESH, SYNC = 1, 2  # what a phase adds up to, minus one, so that a step of neither is `reduce.SILENT`
