@@ -31,7 +31,7 @@ MAY_IMPORT = {
     "channel": {"mesh", "buckets", "codecs"},
     "gossip": BASE | {"topology"},
     "reduce": BASE,
-    "optim": {"gossip", "reduce", "mesh", "channel", "registry"},
+    "optim": {"gossip", "reduce", "mesh", "buckets", "channel", "registry"},
     "pipeline": BASE | {"principal", "reduce", "schedules"},
     "models": {"registry", "noise", "principal"},
     "tasks": {"models", "registry"},

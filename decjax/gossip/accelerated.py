@@ -1,7 +1,7 @@
 """Accelerated gossip: several rounds a step, with momentum from round to round."""
 
-import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -37,29 +37,33 @@ def accelerated(topology: Topology, channel: Channel = Channel(), *, rounds: int
     Reference: Liu and Morse 2011, "Accelerated linear iterations for distributed averaging".
     """
     check_rounds(rounds)
+    _check(topology)
+    eta = _momentum(topology, rounds)
+    plain = exact(topology, channel, rounds=rounds)
+    (round_,) = topology.rounds
+    how: dict[str, Any] = dict(round_=round_, rounds=rounds, eta=eta, axis=channel.axis)
+
+    def exchange(params, state, phase):
+        layout = channel.layout(params, multiple_of=round_.group_size)
+        return layout.unpack([_accelerated(x_P, **how) for x_P in layout.pack(params)], like=params), state
+
+    def pull(params, phase):
+        layout = channel.layout(params, multiple_of=round_.group_size)
+        return layout.unpack([_drawn(x_P, **how) for x_P in layout.pack(params)], like=params, wide=True)
+
+    assert plain.linear is not None
+    linear = plain.linear._replace(matrix=lambda phase: _matrix(topology.matrix(0), rounds, eta), pull=pull)
+    return plain._replace(exchange=exchange, linear=linear)
+
+
+def _check(topology: Topology) -> None:
+    """Raises a ValueError for a graph that varies or is directed."""
     if topology.period != 1 or not topology.is_symmetric:
         kind = f"varies over a period of {topology.period}" if topology.period != 1 else "is not symmetric"
         raise ValueError(
             f"accelerated gossip needs a static symmetric graph, but topology {topology.name!r} {kind}; "
             "use 'ring', 'torus' or 'hypercube', or plain rounds"
         )
-    eta = _momentum(topology, rounds)
-    plain = exact(topology, channel, rounds=rounds)
-    (round_,) = topology.rounds
-    how = dict(round_=round_, rounds=rounds, eta=eta, axis=channel.axis)
-    accelerate, drawn = functools.partial(_accelerated, **how), functools.partial(_drawn, **how)
-
-    def exchange(params, state, phase):
-        layout = channel.layout(params, multiple_of=round_.group_size)
-        return layout.unpack([accelerate(x_P) for x_P in layout.pack(params)], like=params), state
-
-    def pull(params, phase):
-        layout = channel.layout(params, multiple_of=round_.group_size)
-        return layout.unpack([drawn(x_P) for x_P in layout.pack(params)], like=params, wide=True)
-
-    assert plain.linear is not None
-    linear = plain.linear._replace(matrix=lambda phase: _matrix(topology.matrix(0), rounds, eta), pull=pull)
-    return plain._replace(exchange=exchange, linear=linear)
 
 
 def _accelerated(x_P: jax.Array, round_: Round, rounds: int, eta: float, axis: mesh.Axis) -> jax.Array:

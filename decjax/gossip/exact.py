@@ -1,16 +1,18 @@
 """Plain gossip, with or without a codec."""
 
+import dataclasses
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 
-from decjax import codecs, registry
+from decjax import buckets, codecs, registry
 from decjax import topology as topology_lib
 from decjax.channel import Channel
 from decjax.gossip.coded import CodedGossip, Scheme, checked_channel
 from decjax.gossip.mixer import Linear, Mixer
 from decjax.gossip.rounds import common_multiple, difference, difference_bytes, due, mix_round, num_phases, step_bytes
-from decjax.topology import Topology
+from decjax.topology import Round, Topology
 
 
 def differences(gamma: float = 1.0) -> Scheme:
@@ -36,38 +38,54 @@ def exact(topology: Topology, channel: Channel = Channel(), *, rounds: int = 1, 
             f"topology {topology.name!r} is not doubly stochastic, so plain gossip would drift from the mean; use 'directed_exponential' "
             "or another graph whose columns and rows sum to one, or mixer 'push_sum' with method 'decentralized'"
         )
-    cycle, multiple_of = num_phases(topology, rounds), common_multiple(topology)
+    cycle = num_phases(topology, rounds)
     if codec:
         return CodedGossip(topology, checked_channel("exact", topology, channel, codec), differences(), rounds).mixer()
 
-    def exchange(params: Any, state: Any, phase: int) -> tuple[Any, Any]:
-        layout = channel.layout(params, multiple_of=multiple_of)
-        vectors = layout.pack(params)
-        for index in due(topology, rounds, phase):
-            vectors = [mix_round(x_P, topology.rounds[index], channel.axis) for x_P in vectors]
-        return layout.unpack(vectors, like=params), state
-
-    def pull(params: Any, phase: int) -> Any:
-        layout = channel.layout(params, multiple_of=multiple_of)
-        vectors = layout.pack(params)
-        drawn = [jnp.zeros(x_P.shape, jnp.promote_types(x_P.dtype, jnp.float32)) for x_P in vectors]
-        for index in due(topology, rounds, phase):
-            now = [(x_P + d_P).astype(x_P.dtype) for x_P, d_P in zip(vectors, drawn)]
-            drawn = [d_P + difference(z_P, topology.rounds[index], channel.axis) for z_P, d_P in zip(now, drawn)]
-        return layout.unpack(drawn, like=params, wide=True)
-
-    def num_bytes(params, phase):
-        return step_bytes(topology, due(topology, rounds, phase), channel.layout(params, multiple_of=multiple_of))
-
-    def pull_bytes(params, phase):
-        return difference_bytes(topology, due(topology, rounds, phase), channel.layout(params, multiple_of=multiple_of))
-
+    form = _Exact(topology, channel, rounds)
     return Mixer(
         init=lambda params: (),
-        exchange=exchange,
+        exchange=form.exchange,
         phase=lambda step: step % cycle,
         phases=range(cycle),
-        num_bytes=num_bytes,
+        num_bytes=form.num_bytes,
         num_workers=topology.num_workers,
-        linear=Linear(lambda phase: topology.product(phase * rounds, rounds), pull, pull_bytes),
+        linear=Linear(lambda phase: topology.product(phase * rounds, rounds), form.pull, form.pull_bytes),
     )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Exact:
+    """The functions of the mixer without a codec."""
+
+    topology: Topology
+    channel: Channel
+    rounds: int
+
+    def _layout(self, params: Any) -> buckets.Layout:
+        return self.channel.layout(params, multiple_of=common_multiple(self.topology))
+
+    def _due(self, phase: int) -> list[Round]:
+        return [self.topology.rounds[index] for index in due(self.topology, self.rounds, phase)]
+
+    def exchange(self, params: Any, state: Any, phase: int) -> tuple[Any, Any]:
+        layout = self._layout(params)
+        vectors = layout.pack(params)
+        for round_ in self._due(phase):
+            vectors = [mix_round(x_P, round_, self.channel.axis) for x_P in vectors]
+        return layout.unpack(vectors, like=params), state
+
+    def pull(self, params: Any, phase: int) -> Any:
+        layout = self._layout(params)
+        vectors = layout.pack(params)
+        drawn = [jnp.zeros(x_P.shape, buckets.wide_dtype(x_P)) for x_P in vectors]
+        for round_ in self._due(phase):
+            now = [(x_P + d_P).astype(x_P.dtype) for x_P, d_P in zip(vectors, drawn)]
+            drawn = [d_P + difference(z_P, round_, self.channel.axis) for z_P, d_P in zip(now, drawn)]
+        return layout.unpack(drawn, like=params, wide=True)
+
+    def num_bytes(self, params: Any, phase: int) -> np.ndarray:
+        return step_bytes(self.topology, due(self.topology, self.rounds, phase), self._layout(params))
+
+    def pull_bytes(self, params: Any, phase: int) -> np.ndarray:
+        return difference_bytes(self.topology, due(self.topology, self.rounds, phase), self._layout(params))
