@@ -1,8 +1,78 @@
-"""Files that are written as a whole or not at all."""
+"""Files: read if they are regular ones of a bounded size, and written as a whole or not at all."""
 
+import errno
+import json
 import os
 import pathlib
 import socket
+import stat
+from typing import Any, BinaryIO
+
+MAX_JSON_BYTES = 2**26
+MAX_JSON_DEPTH = 64  # Code that walks through a document may recurse.
+_TOO_DEEP = f"it is nested more than {MAX_JSON_DEPTH} levels deep"
+
+
+def open_regular(path: str | os.PathLike) -> BinaryIO:
+    """Open a file for reading. A pipe could be waited for without end, and a device could have no end.
+
+    Raises:
+        OSError: if the file cannot be opened or is not a regular one.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # Else a pipe is waited for here.
+    file = os.fdopen(descriptor, "rb") if stat.S_ISREG(os.fstat(descriptor).st_mode) else None
+    if file is None:
+        os.close(descriptor)
+        raise _irregular(path)
+    return file
+
+
+def check_regular(path: str | os.PathLike) -> None:
+    """Raise an OSError if there is something at the path that is not a regular file, without opening it."""
+    if os.path.exists(path) and not os.path.isfile(path):
+        raise _irregular(path)
+
+
+def _irregular(path: str | os.PathLike) -> OSError:
+    if os.path.isdir(path):
+        return IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), os.fspath(path))
+    return OSError(errno.EINVAL, "it is a pipe or a device; copy its content to a regular file", os.fspath(path))
+
+
+def read_json(path: str | os.PathLike) -> dict[str, Any]:
+    """Return the JSON object that a file holds.
+
+    Raises:
+        ValueError: if there is none; its text is the reason, without the path.
+    """
+    try:
+        with open_regular(path) as file:
+            text = file.read(MAX_JSON_BYTES + 1)
+    except OSError as error:
+        raise ValueError(error.strerror) from error
+    if len(text) > MAX_JSON_BYTES:
+        raise ValueError(f"it is larger than {MAX_JSON_BYTES >> 20} MB")
+    content = parse_json(text)
+    if not isinstance(content, dict):
+        raise ValueError(f"it holds a {type(content).__name__} instead of one JSON object")
+    return content
+
+
+def parse_json(text: str | bytes) -> Any:
+    """Return the value of a JSON text; a ValueError of one line if it has none, or is nested too deeply."""
+    try:
+        content = json.loads(text)
+    except RecursionError:
+        raise ValueError(_TOO_DEEP) from None
+    except ValueError as error:
+        raise ValueError(" ".join(str(error).split())) from error
+    level = [content]
+    for _ in range(MAX_JSON_DEPTH + 1):
+        level = [value for value in level if isinstance(value, dict | list)]
+        level = [inner for value in level for inner in (value.values() if isinstance(value, dict) else value)]
+    if level:
+        raise ValueError(_TOO_DEEP)
+    return content
 
 
 def write_whole(path: str | os.PathLike, text: str, shared: bool = False) -> None:

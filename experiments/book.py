@@ -10,6 +10,7 @@ import pathlib
 import threading
 from typing import Any
 
+from decjax import files
 from experiments import trials
 from experiments.trials import Trial
 
@@ -34,6 +35,7 @@ class Book:
         self._path, self._lock, self._known, self._makes = path, threading.Lock(), {}, True
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
+            files.check_regular(path)
             path.open("a").close()  # Whether it can be written is to be known before the first training.
             text = path.read_text()
         except (OSError, UnicodeDecodeError) as error:
@@ -106,7 +108,7 @@ class Book:
 
 
 def _row(line: str | bytes) -> dict[str, Any]:
-    row = json.loads(line)
+    row = files.parse_json(line)
     if not (isinstance(row["config"], str) and isinstance(row["fields"], dict) and isinstance(row["numbers"], dict | None)):
         raise ValueError("config must be a text, fields and numbers objects")
     return row

@@ -25,6 +25,7 @@ import rich.console
 import rich.markup
 import rich.table
 
+from decjax import files
 from experiments import script
 from launch import command
 
@@ -98,10 +99,7 @@ def flatten(config: dict, prefix: str = "") -> dict[str, Any]:
 
 def parse(text: str, numbers: tuple[str, ...] = ()) -> dict[str, Any]:
     """The JSON object in a text; a ValueError unless it has finite numbers of these names, a valid step, and a kind of `KINDS`."""
-    try:
-        content = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(" ".join(str(error).split())) from error
+    content = files.parse_json(text)
     if not isinstance(content, dict):
         raise ValueError(f"{type(content).__name__} instead of an object")
     for name in (*numbers, *(OPTIONAL & content.keys() if numbers else ())):

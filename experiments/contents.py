@@ -7,6 +7,8 @@ import os
 import pathlib
 import zlib
 
+from decjax import files
+
 MULTI30K_FILES = tuple(f"{split}.{language}" for split in ("train", "val", "test_2016_flickr") for language in ("de", "en"))
 # Files of a folder of data that the task of a config file reads; a text is all files that are neither hidden nor gzipped.
 READ = {"configs/translation.py": MULTI30K_FILES, "configs/cifar.py": ("data_batch_*.bin", "test_batch.bin")}
@@ -40,6 +42,7 @@ def _read(root: pathlib.Path, config: str) -> Iterable[pathlib.Path]:
 
 def _unpacked(path: pathlib.Path) -> bytes:
     try:
-        return gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+        with files.open_regular(path) as file:
+            return gzip.decompress(file.read()) if path.suffix == ".gz" else file.read()
     except (OSError, EOFError, zlib.error) as error:
         raise OSError(f"{path} cannot be read ({error}); get the file again, or give other data") from error

@@ -15,6 +15,7 @@ import rich.box
 import rich.console
 import rich.table
 
+from decjax import files
 from launch import command
 
 
@@ -119,8 +120,8 @@ def claim(out: pathlib.Path, **options: Any) -> None:
     """Keeps in a folder what its runs have in common, flags or not; ends a command whose own options differ from those kept there."""
     path = out / "options.json"
     try:
-        before = dict(json.loads(path.read_text())) if path.exists() else {}
-    except (ValueError, TypeError) as error:
+        before = files.read_json(path) if path.exists() else {}
+    except ValueError as error:
         command.fail(f"{path} cannot be read ({error}); give another --out")
     for name, value in options.items():
         if before.get(name, value) != value:

@@ -15,6 +15,7 @@ import sys
 from typing import Any, NamedTuple
 import zlib
 
+from decjax import files
 from experiments import contents
 from launch import command, processes
 
@@ -56,14 +57,14 @@ class Trial(NamedTuple):
 def finished(workdir: pathlib.Path) -> bool:
     """Whether the run of a directory came to its end; one whose summary is damaged did not: `launch.train` mends it."""
     try:
-        return isinstance(summary(workdir), dict)
-    except (OSError, ValueError):
+        return bool(summary(workdir))
+    except ValueError:
         return False
 
 
 def summary(workdir: pathlib.Path) -> dict[str, Any]:
     """What the run of a directory came to."""
-    return json.loads((workdir / "summary.json").read_text())
+    return files.read_json(workdir / "summary.json")
 
 
 def rows(workdir: pathlib.Path, *kinds: str) -> list[dict[str, Any]]:
@@ -74,7 +75,7 @@ def rows(workdir: pathlib.Path, *kinds: str) -> list[dict[str, Any]]:
     """
     path = workdir / "metrics.jsonl"
     try:
-        found = [json.loads(line) for line in path.read_text().splitlines()]
+        found = [files.parse_json(line) for line in path.read_text().splitlines()]
         return [row for row in found if not kinds or row["kind"] in kinds]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise Broken(f"{path} cannot be read ({error!r}); remove {workdir}, and the same command trains again") from error

@@ -26,6 +26,8 @@ from launch import config_file
 
 USER_ERROR, DIVERGED = 2, 4  # The latter is that of `decjax.errors.Diverged`.
 LAUNCHER = "DECJAX_LAUNCHER"  # Set in the environment of commands that another command started.
+# All but tabs and line breaks: those of ASCII and Latin-1, line separators, marks that change the direction of text, and surrogates.
+_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 _DEBUG = flags.DEFINE_bool("debug", False, "Show tracebacks of errors.")
 
 
@@ -50,11 +52,16 @@ def table(*headers: str, words: int = 1, **how: Any) -> rich.table.Table:
     return made
 
 
+def printable(text: str) -> str:
+    """Text from data or from a model with its control characters escaped, line breaks and tabs kept: a terminal would obey them."""
+    return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
 def fail(message: object, code: int = USER_ERROR) -> NoReturn:
     """Ends the program with one line on standard error."""
     _leaving()
     sys.unraisablehook = lambda unraisable: None  # Background tasks of libraries have nothing to add while we leave.
-    print(f"error: {' '.join(str(message).splitlines())}", file=sys.stderr, flush=True)
+    print(f"error: {printable(' '.join(str(message).splitlines()))}", file=sys.stderr, flush=True)
     sys.exit(code)
 
 
@@ -229,6 +236,9 @@ def run(main: Callable[[list[str]], int | None], errors: tuple[type[Exception], 
     for name in ("COLUMNS", "LINES"):  # Tables, progress and --help take them for numbers.
         if not re.fullmatch("[1-9][0-9]*", os.environ.get(name, "1")):
             del os.environ[name]
+    for stream in (sys.stdout, sys.stderr):  # A terminal that cannot show a character must not end a command.
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     app.run(guarded, flags_parser=parse)
 
 

@@ -48,8 +48,8 @@ def trainer_of(document: dict[str, Any]) -> train.Trainer:
 def load(workdir: pathlib.Path) -> tuple[train.Trainer, Any, int]:
     """The trainer of a run, its newest state, and the step."""
     try:
-        document = json.loads((workdir / "config.json").read_text())
-    except (OSError, ValueError) as error:
+        document = files.read_json(workdir / "config.json")
+    except ValueError as error:
         raise command.UserError(f"workdir {str(workdir)!r} holds no run ({error}); give the --workdir of launch.train") from error
     trainer = trainer_of(document)
     with checkpoint.Checkpoints(workdir, read_only=True) as saved:

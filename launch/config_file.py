@@ -26,7 +26,10 @@ class ConfigFileError(Exception):
 
 def load_module(path: str) -> types.ModuleType:
     """The config file as a module."""
+    from decjax import files  # With it comes JAX.
+
     try:
+        files.check_regular(path)
         spec = importlib.util.spec_from_file_location("config_file", path)
         if spec is None or spec.loader is None:
             raise ImportError("its name does not end in .py")

@@ -49,16 +49,16 @@ class Member(NamedTuple):
     def summary(self) -> dict | None:
         """Contents of `summary.json`, or None while the run is not finished: launch.train mends a damaged one."""
         try:
-            summary = json.loads((self.directory / "summary.json").read_text())
-        except (OSError, ValueError):
+            summary = files.read_json(self.directory / "summary.json")
+        except ValueError:
             return None
-        return summary if isinstance(summary, dict) and summary.keys() >= set(TABULATED) else None
+        return summary if summary.keys() >= set(TABULATED) else None
 
     def reached(self) -> Reached | None:
         """How far the run is; None if it has not begun."""
         metrics, step, loss = self.directory / "metrics.jsonl", 0, None
         try:
-            steps = json.loads((self.directory / "config.json").read_text())["steps"]
+            steps = files.read_json(self.directory / "config.json")["steps"]
             changed_s = max(path.stat().st_mtime for path in (self.log, metrics, self.directory) if path.exists())
             if row := last_line(metrics, '{"step"'):
                 step, loss = (json.loads(row)[name] for name in ("step", "loss"))
@@ -227,7 +227,7 @@ def claim(workdir: pathlib.Path, config: str, extra: list[str]) -> None:
         workdir.mkdir(parents=True, exist_ok=True)
         if not path.exists():  # Tasks of a job array come at the same time, and none may read half a file.
             files.write_whole(path, json.dumps(now) + "\n", shared=True)
-        before = json.loads(path.read_text())
+        before = files.read_json(path)
     except (OSError, ValueError) as error:
         raise command.UserError(f"workdir {str(workdir)!r} cannot be used ({error}); choose another --workdir") from error
     if before != now:

@@ -130,7 +130,7 @@ def report(outcome: train.Outcome, task: tasks.Task) -> None:
         + f"; {_size(summary['bytes_per_step_per_worker'])} sent per worker and step"
     )
     if outcome.shown is not None:
-        print(outcome.shown)
+        print(command.printable(outcome.shown))
 
 
 def _metric(summary: dict, name: str, metric: tasks.Metric) -> str:

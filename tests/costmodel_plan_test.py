@@ -334,8 +334,8 @@ def workload_with(**fields):
 @pytest.mark.parametrize(
     "content, args, problem",
     [
-        ("[" * 100_000, (), "cannot be read as JSON (maximum recursion depth"),
-        ('{"a":' * 100_000, (), "cannot be read as JSON (maximum recursion depth"),
+        ("[" * 100_000, (), "cannot be read as JSON (it is nested more than 64 levels deep"),
+        ('{"a":' * 100_000, (), "cannot be read as JSON (it is nested more than 64 levels deep"),
         (profile_with(flops=10**400), ("--model=params=1e6,tokens=10",), "must be between 1e-18 and 1e+18"),
         (profile_with(num_nodes=10**9), (DATA,), "workers=8000000000: their graphs"),
         (profile_with(num_nodes=10**9), (f"--model={SIZES}",), "use --devices=4096"),

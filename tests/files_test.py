@@ -5,9 +5,15 @@ import pathlib
 
 import pytest
 
-from decjax import costmodel, files
+from decjax import costmodel, files, placement
+from decjax.errors import CheckpointError
+from decjax.tasks import parallel, sources
+from decjax.tasks.datasets import DATASETS
 from decjax.train import workdir
-from launch import command, members
+from experiments import trials
+from experiments.book import Book
+from experiments.trials import Broken
+from launch import command, config_file, members
 
 
 @pytest.fixture
@@ -56,3 +62,80 @@ def test_only_numbers_as_python_writes_them_are_checkpoints(tmp_path):
     for name in ("4", "10", "²", "٣", "007", "tmp", "8.orbax-checkpoint-tmp"):
         (tmp_path / "checkpoints" / name).mkdir(parents=True)
     assert workdir.steps_saved(tmp_path) == [4, 10]
+
+
+# -- Reading ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def pipe(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    return tmp_path / "pipe"
+
+
+def nested(depth):
+    return "{" + '"a": {' * depth + "}" * depth + "}"
+
+
+@pytest.mark.parametrize(
+    "text, problem",
+    [
+        (nested(100_000), "it is nested more than 64 levels deep"),
+        (nested(300), "it is nested more than 64 levels deep"),  # Less than what Python's own reader refuses.
+        ('{"a": ' + "[" * 65 + "1" + "]" * 65 + "}", "it is nested more than 64 levels deep"),
+        ("[1]", "it holds a list instead of one JSON object"),
+        ("{", "Expecting property name"),
+    ],
+)
+def test_a_damaged_document_is_refused_with_one_reason(tmp_path, text, problem):
+    path = tmp_path / "config.json"
+    path.write_text(text, errors="surrogatepass")
+    with pytest.raises(ValueError, match=problem) as error:
+        files.read_json(path)
+    assert "\n" not in str(error.value)
+
+
+def test_a_document_may_be_nested(tmp_path):
+    (tmp_path / "config.json").write_text(nested(63))
+    assert list(files.read_json(tmp_path / "config.json")) == ["a"]
+
+
+def test_documents_of_runs_and_sweeps_that_are_nested_too_deeply(tmp_path):
+    for name in ("config.json", "summary.json", "sweep.json", "options.json"):
+        (tmp_path / name).write_text(nested(100_000))
+    member = members.Member({}, tmp_path, [])
+    assert member.summary() is None and member.reached() is None and not trials.finished(tmp_path)
+    with pytest.raises(command.UserError, match="cannot be used .it is nested more than 64 levels"):
+        members.claim(tmp_path, "configs/lm.py", [])
+    (tmp_path / "checkpoints" / "4").mkdir(parents=True)
+    with pytest.raises(CheckpointError, match=r"config.json cannot be read .it is nested more than 64 levels"):
+        workdir.claim(tmp_path, {})
+
+
+@pytest.mark.parametrize("name", ["pipe", "/dev/zero", "folder"])
+def test_only_regular_files_are_read(tmp_path, pipe, name):
+    """A pipe without a writer would be waited for without end."""
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(OSError, match="Is a directory" if name == "folder" else "a pipe or a device"):
+        files.open_regular(tmp_path / name)
+
+
+def test_pipes_as_input_of_any_kind_are_refused(tmp_path, pipe):
+    os.symlink(pipe, tmp_path / "train.de")
+    os.symlink(pipe, tmp_path / "data_batch_1.bin")
+    (tmp_path / "test_batch.bin").touch()
+    for read in (
+        lambda: costmodel.load(pipe),
+        lambda: placement.load(pipe),
+        lambda: placement.load_order(pipe),
+        lambda: files.read_json(pipe),
+        lambda: parallel.read(str(tmp_path), "train", ("de", "en")),
+        lambda: DATASETS["cifar10"].read(str(tmp_path)),
+        lambda: config_file.load_module(str(pipe)),
+        lambda: Book(pipe),
+        lambda: Book(pathlib.Path("/dev/full")),
+    ):
+        with pytest.raises((ValueError, config_file.ConfigFileError, Broken), match="a pipe or a device"):
+            read()
+    with pytest.raises(ValueError, match="holds no text"):
+        sources.read(str(pipe))

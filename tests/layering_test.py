@@ -34,7 +34,7 @@ MAY_IMPORT = {
     "optim": {"gossip", "reduce", "mesh", "buckets", "channel", "registry"},
     "pipeline": BASE | {"principal", "reduce", "schedules"},
     "models": {"registry", "noise", "principal"},
-    "tasks": {"models", "registry"},
+    "tasks": {"models", "registry", "files"},
 }
 MAY_IMPORT["config"] = set(MAY_IMPORT)
 MAY_IMPORT["train"] = set(MAY_IMPORT)

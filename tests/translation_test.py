@@ -71,6 +71,15 @@ def test_batches_have_few_lengths_and_as_many_tokens(made):
     assert {data.batch(0, step).target_BxT1.shape for step in range(40)} == {(B, L + 1) for B, L in known}
 
 
+def test_only_a_line_feed_ends_a_sentence(tmp_path):
+    """A stray carriage return would shift all pairs behind it; at a line's end it belongs to the line break."""
+    (tmp_path / "train.de").write_bytes("eins\rzwei\r\ndrei\u2028\x0cvier\x85\n\nacht".encode())
+    (tmp_path / "train.en").write_bytes(b"one two\nthree four\n\neight\n")
+    german, english = parallel.read(str(tmp_path), "train", ("de", "en"))
+    assert [line.decode() for line in german] == ["eins\rzwei", "drei\u2028\x0cvier\x85", "", "acht"]
+    assert english == [b"one two", b"three four", b"", b"eight"]
+
+
 def test_a_pass_takes_every_pair_once(made, folder):
     """Pairs of a length come again after all others of it have come, also where a step has more places than there are pairs."""
     _, _, _, data = made
@@ -98,6 +107,10 @@ def test_sentences_are_laid_out_with_their_ends():
         ({}, "has neither train.de nor train.de.gz"),
         ({"train.de": b"a\nb\n", "train.en": b"a\n"}, "train.de has 2 and train.en has 1 lines"),
         ({"train.de": b"", "train.en": b""}, "train.de and train.en are empty; give files of one sentence a line"),
+        ({"train.de": "eins\n".encode("utf-16"), "train.en": b"a\n"}, "train.de' holds no text .it has a zero byte"),
+        ({"train.de.gz": gzip.compress(b"a\0b\n"), "train.en": b"a\n"}, "train.de.gz' holds no text .it has a zero byte"),
+        ({"train.de": np.random.default_rng(0).bytes(4096), "train.en": b"a\n"}, "train.de' holds no text"),
+        ({"train.de": b"a\n" + b"b" * 9_000_000, "train.en": b"a\nb\n"}, "train.de': line 2 has 9000000 bytes, .* may have 65536"),
         ({"train.de": b"\n \n", "train.en": b"a\nb\n"}, "all lines of train.de are blank; give files of one sentence a line"),
         ({"train.de.gz": b"no gzip", "train.en": b"a\n"}, "train.de.gz' is damaged: Not a gzipped file"),
         ({"train.de.gz": gzip.compress(b"a\n" * 999)[:30], "train.en": b"a\n"}, "train.de.gz' is damaged: Compressed file ended"),

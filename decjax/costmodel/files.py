@@ -13,7 +13,6 @@ from typing import Any
 from decjax import files
 from decjax.costmodel.profile import Cluster, Compressed, Jitter, Link, Workload, shown
 
-MAX_FILE_BYTES = 2**26
 NESTED = {"intra": Link, "inter": Link, "jitter": Jitter}  # fields that are JSON objects
 
 
@@ -42,19 +41,9 @@ def _build(cls, fields: Any, where: str):
 def read_json(path: str | os.PathLike) -> dict[str, Any]:
     """The JSON object that a file holds; ValueError if there is none."""
     try:
-        with open(path, encoding="utf-8") as file:
-            text = file.read(MAX_FILE_BYTES + 1)
-        if len(text) > MAX_FILE_BYTES:  # Such as /dev/zero.
-            raise ValueError(f"it is larger than {MAX_FILE_BYTES >> 20} MB")
-        content = json.loads(text)
-    except OSError as error:
-        raise ValueError(f"{path} cannot be read ({error.strerror}); give a JSON file, such as one of configs/clusters") from error
-    except (ValueError, RecursionError) as error:
-        reason = " ".join(str(error).split())
-        raise ValueError(f"{path} cannot be read as JSON ({reason}); give a file such as one of configs/clusters") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"{path} must hold one JSON object, got {type(content).__name__}; see configs/clusters")
-    return content
+        return files.read_json(path)
+    except ValueError as error:
+        raise ValueError(f"{path} cannot be read as JSON ({error}); give a file such as one of configs/clusters") from error
 
 
 def load(path: str | os.PathLike) -> tuple[Cluster, Workload | None]:

@@ -46,6 +46,13 @@ def check_type(what: str, value: Any, kind: type, must: str) -> None:
         raise ValueError(f"{what}={shown(value)} must be {must}")
 
 
+def check_text(what: str, value: Any) -> None:
+    """Raises ValueError unless `value` is text that a terminal can show: control characters could rewrite the screen."""
+    check_type(what, value, str, "text")
+    if not value.isprintable():
+        raise ValueError(f"{what}={shown(value)} must be text without control characters")
+
+
 def shown(value: Any) -> str:
     """`repr(value)` for an error message, cut to 60 characters."""
     text = " ".join(repr(value).split())
@@ -103,7 +110,7 @@ class Cluster:
     memory_bytes: float | None = None
 
     def __post_init__(self):
-        check_type("name", self.name, str, "text")
+        check_text("name", self.name)
         check_count("num_nodes", self.num_nodes, 1)
         check_count("workers_per_node", self.workers_per_node, 1)
         check_type("intra", self.intra, Link, "a Link with latency_s and bandwidth_Bps")
@@ -265,8 +272,8 @@ class Compressed:
     latencies: float = 1.0
 
     def __post_init__(self):
-        check_type("name", self.name, str, "text")
-        check_type("topology", self.topology, str, "text")
+        check_text("name", self.name)
+        check_text("topology", self.topology)
         check_count("num_workers", self.num_workers, 2)
         check_number("ratio", self.ratio, positive=True)
         check_number("coding_s", self.coding_s)

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Sequence
 import contextlib
 import functools
-import json
 import os
 import pathlib
 import time
@@ -12,6 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from decjax import files
 from decjax.elastic.trainer import ElasticTrainer, Trainers
 from decjax.elastic.view import ViewChanged
 from decjax.elastic.workers import Group
@@ -227,6 +227,6 @@ class ElasticRun(Run):
     def _summary(self) -> dict | None:
         if self._is_new:  # The others compute it once more.
             return None
-        with contextlib.suppress(OSError, ValueError):
-            return json.loads((self.workdir / "summary.json").read_text())
+        with contextlib.suppress(ValueError):
+            return files.read_json(self.workdir / "summary.json")
         return None

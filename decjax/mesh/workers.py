@@ -171,6 +171,7 @@ class Workers:
     def build(self, values: Callable[[int], Any]) -> Any:
         """Stacked arrays made of a pytree `values(worker)` for each worker of this process, the same for all its stages."""
         rows = [jax.tree.map(np.asarray, values(worker)) for worker in self.own]
+        _check_alike(dict(zip(self.own, rows)))
         return jax.tree.map(lambda *own: self._stacked_rows(dict(zip(self.own, own))), *rows)
 
     def _stacked_rows(self, rows: dict[int, np.ndarray]) -> jax.Array:
@@ -306,3 +307,19 @@ def _check_sizes(num_workers: int, local_size: int, stages: int, tensor: int) ->
             f"local_size={local_size} does not divide workers={num_workers}; "
             f"use one of {[d for d in range(1, num_workers + 1) if num_workers % d == 0]}"
         )
+
+
+def _check_alike(rows: dict[int, Any]) -> None:
+    """Raise a ValueError that names the worker whose values have other shapes or types than those of the first one."""
+    first, *others = (
+        (worker, {jax.tree_util.keystr(path): (x.shape, str(x.dtype)) for path, x in jax.tree.leaves_with_path(row)})
+        for worker, row in rows.items()
+    )
+    for worker, row in others:
+        if row != first[1]:
+            name = next(name for name in first[1] | row if first[1].get(name) != row.get(name))
+            given, wanted = (" of ".join(map(str, shape)) if (shape := each.get(name)) else "missing" for each in (row, first[1]))
+            raise ValueError(
+                f"worker {worker}: array{' ' * bool(name)}{name} is {given}, and {wanted} on worker {first[0]}; give all workers arrays "
+                "of the same shapes and types"
+            )

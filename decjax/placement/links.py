@@ -64,6 +64,8 @@ class Links:
         object.__setattr__(self, "names", tuple(self.names) or tuple(map(str, range(N))))
         if len(self.names) != N or len(set(self.names)) != N:
             raise ValueError(f"devices: {len(set(self.names))} different names for {N} devices; give each its own, or none")
+        for name in self.names:
+            profile.check_text("devices", name)
         for field in ("flops", "memory_bytes"):
             if getattr(self, field) is not None:
                 object.__setattr__(self, field, _vector(field, getattr(self, field), N))
@@ -117,6 +119,8 @@ def _matrix(field: str, value: Any, positive: bool) -> np.ndarray:
 
 def _floats(value: Any) -> np.ndarray:
     """Nested lists of numbers as an array; a TypeError for anything else, also for what NumPy would take for a number."""
+    if isinstance(value, np.ndarray) and value.dtype == float:
+        return value.copy()
     array = np.array(value, object)
     if not all(isinstance(x, int | float) and not isinstance(x, bool) for x in array.flat):
         raise TypeError

@@ -17,7 +17,8 @@ import numpy as np
 BYTES = 256  # tokens that every vocabulary has
 MOST = 2**20  # tokens of the largest vocabulary
 _HIGH = "\x80-\xff"  # The characters themselves: the tokenizer's regular expressions take r"\x80" for a part of one.
-_WORDS = rf" ?[\w{_HIGH}]+|[^\S{_HIGH}]+|[^\s\w{_HIGH}]+"
+_MOST = "{1,1024}"  # characters of a word: time to train grows with the square of the longest one's length
+_WORDS = rf" ?[\w{_HIGH}]{_MOST}|[^\S{_HIGH}]{_MOST}|[^\s\w{_HIGH}]{_MOST}"
 _ENCODING = "latin-1"  # one character for each byte
 
 

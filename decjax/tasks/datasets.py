@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from decjax.files import open_regular
+
 
 class Images(NamedTuple):
     """Labelled images, those of the data set's own test set last."""
@@ -61,7 +63,8 @@ def _cifar10(path: str) -> Images:
 
 def _records(file: pathlib.Path) -> np.ndarray:
     try:
-        values = np.fromfile(file, np.uint8)
+        with open_regular(file) as opened:
+            values = np.fromfile(opened, np.uint8)
     except OSError as error:
         raise ValueError(f"data path {str(file)!r} cannot be read: {error.strerror}; give files that you may read") from error
     if not len(values) or len(values) % _CIFAR_BYTES:

@@ -14,11 +14,14 @@ import zlib
 
 import numpy as np
 
+from decjax.files import open_regular
 from decjax.models.translator import BOS, EOS, PAD
 from decjax.tasks import partition as partition_lib
+from decjax.tasks.sources import MAX_BYTES, is_text
 
 Sentences = list[bytes]
 
+MAX_SENTENCE_BYTES = 2**16  # More take the tokenizer time and memory out of proportion.
 DIVISORS = (3, 2, 1)  # k: a batch of kB pairs has the length ⌈longest / k⌉
 
 
@@ -50,18 +53,36 @@ def read(path: str, split: str, languages: Sequence[str]) -> list[Sentences]:
 
 
 def _lines(path: str, name: str) -> Sentences:
-    for file, opened in ((name, open), (name + ".gz", gzip.open)):
+    for file, unpacked in ((name, lambda opened: opened), (name + ".gz", gzip.open)):
         place = pathlib.Path(os.path.expanduser(path)) / file
         if not path or not os.path.exists(place):  # Unlike pathlib's functions, os.path's raise nothing on an invalid path.
             continue
         try:
-            with opened(place, "rb") as lines:
-                return lines.read().splitlines()
+            with open_regular(place) as opened:
+                return _sentences(str(place), unpacked(opened).read(MAX_BYTES + 1))
         except (gzip.BadGzipFile, EOFError, zlib.error) as error:
             raise ValueError(f"data path {str(place)!r} is damaged: {error}; give files as gzip writes them") from error
         except OSError as error:
             raise ValueError(f"data path {str(place)!r} cannot be read: {error.strerror}; give a file that you may read") from error
     raise ValueError(f"data path {path!r} has neither {name} nor {name}.gz; give a folder of parallel files, one sentence a line")
+
+
+def _sentences(shown: str, content: bytes) -> Sentences:
+    """The lines of a file. Only a line feed ends one: what else may stand in a sentence must not shift all pairs behind it."""
+    if not is_text(content):
+        raise ValueError(
+            f"data path {shown!r} holds no text (it has a zero byte, as UTF-16 and binary data have); give text in UTF-8"
+        )
+    if len(content) > MAX_BYTES:
+        raise ValueError(f"data path {shown!r} holds more than {MAX_BYTES / 2**30:.0f} GiB of text; give a smaller file")
+    lines = [line.removesuffix(b"\r") for line in content.removesuffix(b"\n").split(b"\n")] if content else []
+    longest = max(map(len, lines), default=0)
+    if longest > MAX_SENTENCE_BYTES:
+        number = next(number for number, line in enumerate(lines, 1) if len(line) == longest)
+        raise ValueError(
+            f"data path {shown!r}: line {number} has {longest} bytes, and a sentence may have {MAX_SENTENCE_BYTES}; give a sentence a line"
+        )
+    return lines
 
 
 def fingerprint(texts: Sequence[Sentences], tokens: Sequence[Sequence[np.ndarray]]) -> str:

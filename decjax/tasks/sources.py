@@ -12,12 +12,13 @@ module:NAME       documents of a Grain source (or any sequence) of str or bytes,
 from collections.abc import Callable, Iterable, Iterator
 import importlib
 import itertools
-import json
 import os
 import pathlib
 import re
 import sysconfig
 from typing import Any
+
+from decjax.files import open_regular, parse_json
 
 MAX_BYTES = 2**32  # of a corpus, which is held in memory: of its files, and of the text in them
 ROWS = 64  # of a Parquet file that are decoded at once
@@ -82,10 +83,15 @@ def _texts(shown: str, root: pathlib.Path, files: list[pathlib.Path], field: str
     texts, total = {}, 0
     for file in (file for file, size in sizes.items() if size):  # Some files of size 0 in /proc never end.
         text = _joined(_FORMATS.get(file.suffix, _whole)(file, field), shown, total)
-        if text and (file.suffix in _FORMATS or not (b"\0" in text or text.startswith(_GZIP))):
+        if text and (file.suffix in _FORMATS or is_text(text)):
             texts[file.relative_to(root).as_posix()] = text
             total += len(text)
     return texts
+
+
+def is_text(content: bytes) -> bool:
+    """Whether a file's content is text; a zero byte, as in UTF-16, is taken for a sign of other data."""
+    return not (b"\0" in content or content.startswith(_GZIP))
 
 
 def _check_size(shown: str, total: int, *, so_far: bool = False) -> None:
@@ -99,18 +105,19 @@ def _check_size(shown: str, total: int, *, so_far: bool = False) -> None:
 def _whole(file: pathlib.Path, field: str) -> Iterator[bytes]:
     """The content of a plain file."""
     del field  # It has none.
-    yield file.read_bytes()
+    with open_regular(file) as opened:
+        yield opened.read()
 
 
 def _json_lines(file: pathlib.Path, field: str) -> Iterator[str]:
     """The values of a field that are not null."""
-    with open(file, "rb") as opened:
+    with open_regular(file) as opened:
         for number, line in enumerate(itertools.chain.from_iterable(map(bytes.splitlines, opened)), 1):
             if not line.strip():
                 continue
             try:
-                found = json.loads(line)
-            except (ValueError, RecursionError):
+                found = parse_json(line)
+            except ValueError:
                 found = None
             if isinstance(found, dict) and field in found and found[field] is None:
                 continue

@@ -26,7 +26,7 @@ def read(workdir: pathlib.Path) -> list[dict[str, Any]]:
     path, rows = workdir / "metrics.jsonl", []
     for line in path.read_text(errors="replace").splitlines(keepends=True) if path.exists() else ():
         with contextlib.suppress(ValueError, KeyError, TypeError):
-            row = json.loads(line)
+            row = files.parse_json(line)
             if line.endswith("\n") and isinstance(row["step"], int):
                 rows.append(row)
     return rows

@@ -1,12 +1,11 @@
 """Another run to start from: whether its replicas are those of a run like this one."""
 
-import json
 import pathlib
 from typing import NamedTuple
 
 import jax
 
-from decjax import config, registry
+from decjax import config, files, registry
 from decjax.errors import CheckpointError, ConfigError
 from decjax.train import checkpoint
 from decjax.train import state as state_lib
@@ -30,8 +29,8 @@ def find(folder: pathlib.Path, checkpoints: checkpoint.Checkpoints, trainer: Tra
     """The run in a folder; a CheckpointError if there is none, or its model or division into stages is another."""
     ours, step = trainer.spec, checkpoints.latest()
     try:
-        theirs = config.read(json.loads((folder / "config.json").read_text()))
-    except (OSError, ValueError, ConfigError) as error:
+        theirs = config.read(files.read_json(folder / "config.json"))
+    except (ValueError, ConfigError) as error:
         problem = f"{folder / 'config.json'} cannot be read: not a run of decjax ({error})"
         raise CheckpointError(f"{problem}; choose another --resume_from") from error
     if differing := [

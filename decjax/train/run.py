@@ -258,10 +258,10 @@ class Run:
     def _summary(self) -> dict | None:
         """The contents of summary.json; None if it is missing or damaged, and has to be computed again."""
         try:
-            summary = json.loads((self.workdir / "summary.json").read_text())
-        except (OSError, ValueError):
+            summary = files.read_json(self.workdir / "summary.json")
+        except ValueError:
             return None
-        return summary if isinstance(summary, dict) and summary.keys() >= set(summary_lib.REPORTED) else None
+        return summary if summary.keys() >= set(summary_lib.REPORTED) else None
 
     def _record(self, kind: str, step: int, values: dict[str, float]) -> None:
         for tracker in self._trackers:

@@ -75,9 +75,9 @@ def _check(workdir: pathlib.Path, config: dict, advise: Callable[[pathlib.Path],
         raise CheckpointError(f"{workdir} holds checkpoints but no config.json: not a run of decjax; choose another --workdir")
     if saved:
         try:
-            there = config_lib.read(json.loads(path.read_text())).document
+            there = config_lib.read(files.read_json(path)).document
             before, now = (traverse_util.flatten_dict(document, sep=".") for document in (there, config))
-        except (OSError, ValueError, AttributeError, KeyError, TypeError, ConfigError) as error:
+        except (ValueError, AttributeError, KeyError, TypeError, ConfigError) as error:
             raise CheckpointError(f"{path} cannot be read ({error}); repair it, or choose another --workdir") from error
         if differing := [
             f"{key}: {before.get(key)!r} there, {now.get(key)!r} here"
@@ -119,8 +119,8 @@ def _lost(workdir: pathlib.Path) -> str:
     if (workdir / "summary.json").exists():
         return "a finished run"
     try:
-        every = json.loads((workdir / "config.json").read_text())["checkpoint"]["every"]
-    except (OSError, ValueError, KeyError, TypeError):
+        every = files.read_json(workdir / "config.json")["checkpoint"]["every"]
+    except (ValueError, KeyError, TypeError):
         return ""
     steps = [row["step"] for row in metrics.read(workdir)]
     # A checkpoint is complete before the next one begins, and so before any row behind that.
