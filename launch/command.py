@@ -233,13 +233,18 @@ def run(main: Callable[[list[str]], int | None], errors: tuple[type[Exception], 
         except KeyboardInterrupt:
             fail("interrupted; the same command starts again from what was saved", 128 + signal.SIGINT)
 
+    _set_up_terminal()
+    app.run(guarded, flags_parser=parse)
+
+
+def _set_up_terminal() -> None:
+    """Keep odd settings of a terminal from ending a command."""
     for name in ("COLUMNS", "LINES"):  # Tables, progress and --help take them for numbers.
         if not re.fullmatch("[1-9][0-9]*", os.environ.get(name, "1")):
             del os.environ[name]
-    for stream in (sys.stdout, sys.stderr):  # A terminal that cannot show a character must not end a command.
+    for stream in (sys.stdout, sys.stderr):  # Their encoding may lack characters that are printed.
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
-    app.run(guarded, flags_parser=parse)
 
 
 def _leaving() -> None:
