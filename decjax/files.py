@@ -90,7 +90,7 @@ def write_whole(path: str | os.PathLike, text: str, shared: bool = False) -> Non
     writer = f".{socket.gethostname()}.{os.getpid()}" if shared else ""
     temporary = path.with_name(f"{path.name}{writer}.tmp")
     try:
-        temporary.write_text(text, encoding="utf-8")
+        temporary.write_text(text, encoding="utf-8", errors="surrogateescape")
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)

@@ -1,7 +1,6 @@
 """The command line of launch.train: its flags, and how launchers read them before they start anything."""
 
 from collections.abc import Sequence
-import copy
 import json
 import pathlib
 from typing import Any, NamedTuple
@@ -68,9 +67,7 @@ def read(arguments: Sequence[str]) -> flags.FlagValues:
     """The flags of a command line of launch.train, with the config; UserError for what launch.train would refuse as it begins."""
     argv = ["launch.train", *arguments]
     values = flags.FlagValues()
-    of_all = [name for name in flags.FLAGS if flags.FLAGS.find_module_defining_flag(name) == "absl.logging"]
-    for name in {flags.FLAGS[name].name for name in (*of_all, "debug")}:  # A short name comes with the long one.
-        values[name] = copy.deepcopy(flags.FLAGS[name])
+    command.add_common(values)
     define(values, argv)
     for option in OF_LAUNCHERS:
         if config_file.given(option, arguments) is not None:

@@ -1,6 +1,7 @@
 """The text of a batch file for Slurm: options, the tasks, and what happens when they have ended; see launch.slurm."""
 
 import pathlib
+import re
 import shlex
 import sys
 from typing import NamedTuple
@@ -49,17 +50,23 @@ class Job(NamedTuple):
 
 def text(job: Job) -> str:
     """A file for sbatch, as a person would have written it."""
-    header = ["#!/bin/bash", f"# Written by: {job.typed}", *(f"#SBATCH {line}" for line in _options(job))]
+    typed = job.typed.replace("\n", "\n# ")
+    header = ["#!/bin/bash", f"# Written by: {typed}", *(f"#SBATCH {line}" for line in _options(job))]
     setup = [*([job.setup] if job.setup else []), "export DECJAX_LAUNCHER=1 PYTHONUNBUFFERED=1"]
     setup += ["export JAX_ENABLE_PREEMPTION_SERVICE=false  # it would swallow a SIGTERM that comes before training has begun"]
-    setup += [f"export JAX_COMPILATION_CACHE_DIR={job.folder}/compiled  # when the job comes back, nothing is compiled anew"]
+    compiled = shlex.quote(f"{job.folder}/compiled")
+    setup += [f"export JAX_COMPILATION_CACHE_DIR={compiled}  # when the job comes back, nothing is compiled anew"]
     return "\n\n".join("\n".join(block) for block in (header, setup, _start(job), _end(job))) + "\n"
 
 
 def _options(job: Job) -> list[str]:
-    """Of sbatch."""
+    """Of sbatch, a line each."""
+    further: list[str] = []
+    for word in shlex.split(job.sbatch):
+        before = f"{further.pop()} " if further and not word.startswith("-") else ""  # `--partition gpu` is one option.
+        further.append(before + _for_sbatch(word))
     return [
-        f"--job-name={job.name}",
+        _for_sbatch(f"--job-name={job.name}"),
         f"--nodes={job.nodes}",
         f"--ntasks-per-node={job.tasks_per_node}",
         *([f"--gpus-per-node={job.gpus_per_node}"] if job.gpus_per_node else []),
@@ -68,24 +75,42 @@ def _options(job: Job) -> list[str]:
         f"--signal=TERM@{job.save_s}",
         "--requeue",
         "--open-mode=append",
-        f"--output={job.log}.log",
+        _for_sbatch(f"--output={job.log}.log"),
         *([f"--array={job.array}"] if job.array else []),
         *([f"--exclude={job.exclude}"] if job.exclude else []),
-        *shlex.split(job.sbatch),
+        *further,
     ]
+
+
+def _for_sbatch(word: str) -> str:
+    """A word as sbatch reads it in a line of options, where `#` begins a comment."""
+    if re.fullmatch(r"[\w@%+=:,./~\[\]-]+", word):
+        return word
+    escaped = re.sub(r'(["\\])', r"\\\1", word)
+    return f'"{escaped}"'
+
+
+def _in_shell(word: str) -> str:
+    """A word for the shell, in which it fills in variables of the node and does nothing else."""
+    if "$" not in word:
+        return shlex.quote(word)
+    escaped = re.sub(r'(["\\`])', r"\\\1", word)
+    return f'"{escaped}"'
 
 
 def _start(job: Job) -> list[str]:
     """The tasks; srun waits for all of them, since those that lose contact to one that died end by themselves within a minute."""
-    in_srun = job.container.startswith("-")
+    container = " ".join(map(_in_shell, shlex.split(job.container)))
+    in_srun = container.startswith("-")
     cpus = f"--cpus-per-task={job.cpus_per_task}" if job.cpus_per_task else "--cpu-bind=none"
-    python = "python" if job.container or job.setup else shlex.quote(sys.executable)
-    program = f"{'' if in_srun or not job.container else f'{job.container} '}{python} -m {job.module}"
+    python = "python" if container or job.setup else shlex.quote(sys.executable)
+    program = f"{'' if in_srun or not container else f'{container} '}{python} -m {shlex.quote(job.module)}"
     index = ['--index="$SLURM_ARRAY_TASK_ID"'] if job.array else []
+    output = shlex.quote(f"--output={job.log}.%t.log")
     return [
-        f"srun --kill-on-bad-exit=0 --wait=90 {cpus} --open-mode=append --output={job.log}.%t.log \\",
-        *([f"    {job.container} \\"] if in_srun else []),
-        " \\\n        ".join([f"    {program}", *map(shlex.quote, job.arguments), *index]),
+        f"srun --kill-on-bad-exit=0 --wait=90 {cpus} --open-mode=append {output} \\",
+        *([f"    {container} \\"] if in_srun else []),
+        " \\\n        ".join([f"    {program}", *index, *map(shlex.quote, job.arguments)]),
         "code=$?",
     ]
 
@@ -94,7 +119,6 @@ def _end(job: Job) -> list[str]:
     """What follows upon the exit code of the tasks."""
     gpus = f"! command -v nvidia-smi || [ $(nvidia-smi --list-gpus | wc -l) -ge {job.gpus_per_node} ]"
     check, array = gpus if job.gpus_per_node else "true", ' --array="$SLURM_ARRAY_TASK_ID"' if job.array else ""
-    usual = f":-{job.exclude}" if job.exclude else ""
     return f"""\
 case $code in 0 | 2 | 4) exit "$code" ;; esac  # finished; or the command is wrong, or the training diverged
 # A job that was cancelled stays so.
@@ -105,9 +129,10 @@ if [ "$code" -eq 143 ]; then scontrol requeue "$SLURM_JOB_ID"; exit "$code"; fi
 # A task died, or did not answer: a new job goes on from the last checkpoint, without the nodes that are not well.
 well() {{ timeout 60 srun --overlap --nodes=1 --ntasks=1 --nodelist="$1" sh -c '{check}' >/dev/null 2>&1 </dev/null; }}
 failed=$(for node in $(scontrol show hostnames "$SLURM_JOB_NODELIST"); do {{ well "$node" || echo "$node"; }} & done; wait)
-export DECJAX_TRIES=$((${{DECJAX_TRIES:-0}} + 1)) DECJAX_EXCLUDE=$(echo ${{DECJAX_EXCLUDE{usual}}} $failed | tr ' ' ',')
+export DECJAX_TRIES=$((${{DECJAX_TRIES:-0}} + 1)) DECJAX_EXCLUDE=${{DECJAX_EXCLUDE:-{job.exclude}}}
+for node in $failed; do DECJAX_EXCLUDE=${{DECJAX_EXCLUDE:+$DECJAX_EXCLUDE,}}$node; done
 echo "exit code $code; nodes that are not well: ${{failed:-none}}; failure $DECJAX_TRIES of at most {job.retries + 1}" >&2
 [ "$DECJAX_TRIES" -gt {job.retries} ] && exit "$code"
-sbatch{array} ${{DECJAX_EXCLUDE:+--exclude="$DECJAX_EXCLUDE"}} {job.file} || scontrol requeue "$SLURM_JOB_ID"
+sbatch{array} ${{DECJAX_EXCLUDE:+--exclude="$DECJAX_EXCLUDE"}} {shlex.quote(str(job.file))} || scontrol requeue "$SLURM_JOB_ID"
 exit "$code"
 """.splitlines()

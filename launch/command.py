@@ -5,6 +5,7 @@ code 2, a training that diverged with 4, an interrupted run with 128 + signal. `
 """
 
 from collections.abc import Callable
+import copy
 import errno
 import io
 import os
@@ -184,6 +185,13 @@ def _outlive_readers() -> None:
             buffer = io.BufferedWriter(_Stream(stream.fileno(), "w", closefd=False))
             made = io.TextIOWrapper(buffer, stream.encoding, stream.errors, None, stream.line_buffering, stream.write_through)
             setattr(sys, name, made)
+
+
+def add_common(values: flags.FlagValues) -> None:
+    """Define the flags that every command has."""
+    of_logging = [name for name in flags.FLAGS if flags.FLAGS.find_module_defining_flag(name) == "absl.logging"]
+    for name in {flags.FLAGS[name].name for name in (*of_logging, "debug")}:  # A short name comes with the long one.
+        values[name] = copy.deepcopy(flags.FLAGS[name])
 
 
 def parsed(argv: list[str], values: flags.FlagValues) -> list[str]:

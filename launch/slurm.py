@@ -12,6 +12,7 @@ of the job array runs one member.
 import contextlib
 import pathlib
 import re
+import shlex
 import shutil
 import subprocess
 from typing import Any
@@ -19,13 +20,15 @@ from typing import Any
 from absl import flags
 
 from decjax import config as parts
+from decjax import files
 from decjax.errors import ConfigError
 from launch import arguments as of_train
-from launch import batch_file, command, config_file, processes
+from launch import batch_file, command, config_file, processes, sweep
 
 SWEEP = "launch.sweep"
-_TIME = re.compile(r"(?:(?P<d>\d+)-)?(?P<a>\d+)(?::(?P<b>\d+))?(?::(?P<c>\d+))?")
-_ARRAY = re.compile(r"\d+(-\d+(:\d+)?)?(,\d+(-\d+(:\d+)?)?)*(%\d+)?")
+_TIME = re.compile(r"(?:(?P<d>\d+)-)?(?P<a>\d+)(?::(?P<b>\d+))?(?::(?P<c>\d+))?", re.ASCII)
+_TASKS = re.compile(r"(\d+)(?:-(\d+)(?::(\d+))?)?", re.ASCII)  # of a job array, as 0-7:2
+_NODES = re.compile(r"[\w.,\[\]-]+", re.ASCII)
 _LEAST_S = 60  # how much earlier than asked Slurm may send a signal
 
 
@@ -34,9 +37,23 @@ def seconds(time: str) -> int:
     if not (found := _TIME.fullmatch(time)):
         raise command.UserError(f"--time={time}: must be as Slurm writes it, as 04:00:00 or 1-12:00:00")
     a, b, c = (int(found[name] or 0) for name in "abc")
+    if max(b, c) > 59 or (found["d"] and a > 23):
+        raise command.UserError(
+            f"--time={time}: only the first number may be that large; minutes and seconds end at 59, hours at 23"
+        )
     if found["d"]:
         return ((int(found["d"]) * 24 + a) * 60 + b) * 60 + c
     return (a * 60 + b) * 60 + c if found["c"] else a * 60 + b
+
+
+def last_task(array: str) -> int:
+    """The largest index of a job array."""
+    tasks, percent, most = array.partition("%")
+    found = [_TASKS.fullmatch(part) for part in tasks.split(",")]
+    last = [int(part[2] or part[1]) for part in found if part and int(part[1]) <= int(part[2] or part[1]) and int(part[3] or 1)]
+    if len(last) < len(found) or (percent and not (most.isdecimal() and int(most))):
+        raise command.UserError(f"--array={array}: must be as Slurm writes it, as 0-7, or 0-7%2 for two at a time")
+    return max(last)
 
 
 def check(job: batch_file.Job) -> None:
@@ -60,14 +77,41 @@ def check(job: batch_file.Job) -> None:
             f"--save_s={job.save_s}: must be more than 0, and a minute less than --time={job.time}, since Slurm may send the signal "
             "a minute early; choose a longer --time"
         )
-    if re.search(r"[\s%'\"$\\]", str(job.folder)):
-        raise command.UserError(f"workdir {str(job.folder.parent)!r}: Slurm takes no spaces, quotes, $ and % in it; choose another")
-    if job.array and not _ARRAY.fullmatch(job.array):
-        raise command.UserError(f"--array={job.array}: must be as Slurm writes it, as 0-7, or 0-7%2 for two at a time")
+    if re.search(r"^-|[\s%'\"$\\]", str(job.folder)):
+        raise command.UserError(
+            f"workdir {str(job.folder.parent)!r}: Slurm takes no spaces, quotes, $ and % in it, and no - at its beginning; choose another"
+        )
+    if job.exclude and not _NODES.fullmatch(job.exclude):
+        raise command.UserError(f"--exclude={job.exclude}: must be names of nodes, as n3,n[7-9]")
+    if job.array:
+        last_task(job.array)
     if job.array and job.nodes * job.tasks_per_node > 1:
         raise command.UserError(
             f"--array with {job.nodes * job.tasks_per_node} tasks: a member of a sweep has one; use --nodes=1 --tasks_per_node=1"
         )
+    for option in ("name", "setup", "container", "sbatch"):
+        if re.search(r"[\x00-\x1f\x7f]|\\$", text := getattr(job, option)):
+            raise command.UserError(f"--{option}={text!r}: must be one line; without control characters or a last backslash")
+    for option in ("container", "sbatch"):
+        try:
+            shlex.split(text := getattr(job, option))
+        except ValueError as error:
+            raise command.UserError(f"--{option}={text!r}: {error}; close the quote, or leave it out") from error
+    if job.setup and shutil.which("bash"):
+        done = subprocess.run(["bash", "-n", "-c", job.setup], capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise command.UserError(f"--setup={job.setup!r}: not a line of shell ({' '.join(done.stderr.split())}); correct it")
+
+
+def check_members(job: batch_file.Job) -> None:
+    """Refuses a sweep that launch.sweep would refuse, and tasks for which it has no run."""
+    chosen = flags.FlagValues()
+    command.add_common(chosen)
+    sweep.define(chosen)
+    extra = command.parsed([SWEEP, *job.arguments], chosen)[1:]
+    found, last = len(sweep.planned(chosen, extra, resolve=False)), last_task(job.array)
+    if last >= found:
+        raise command.UserError(f"--array={job.array}: the sweep has {found} runs; use --array=0-{found - 1}, or a part of it")
 
 
 def placed(job: batch_file.Job) -> batch_file.Job:
@@ -97,7 +141,7 @@ def submit(job: batch_file.Job) -> None:
     if not shutil.which("sbatch"):
         raise command.UserError("sbatch not found: this machine has no Slurm; --dry_run prints the file, launch.local runs here")
     job.folder.mkdir(parents=True, exist_ok=True)
-    job.file.write_text(batch_file.text(job))
+    files.write_whole(job.file, batch_file.text(job))
     done = subprocess.run(["sbatch", str(job.file)], capture_output=True, text=True, check=False)
     if done.returncode:
         raise command.UserError(f"sbatch refused {job.file}: {' '.join(done.stderr.split())}")
@@ -109,7 +153,10 @@ def main(argv: list[str]) -> None:
     module = chosen.module or (SWEEP if chosen.array else processes.TRAIN)
     if module == SWEEP and not chosen.array:
         raise command.UserError("--array is missing: each task of a job array runs one member of the sweep, as in --array=0-7")
-    processes.check(module, argv)
+    if module == SWEEP and argv and not argv[0].startswith("-"):
+        raise command.UserError(f"unexpected argument {argv[0]!r}; options of {SWEEP} go behind --")
+    on_cpu = not chosen.gpus_per_node  # Else a process has several GPUs.
+    processes.check(module, argv, max(1, chosen.nodes * chosen.tasks_per_node) if on_cpu else 1)
     workdir = config_file.given("workdir", argv)
     if not workdir:
         raise command.UserError("--workdir is missing behind --; the batch file and the logs go there")
@@ -123,7 +170,10 @@ def main(argv: list[str]) -> None:
         **options,
     )
     check(job)
-    job = placed(job) if module == processes.TRAIN else job
+    if module == SWEEP:
+        check_members(job)
+    elif module == processes.TRAIN:
+        job = placed(job)
     if chosen.dry_run:
         print(batch_file.text(job), end="")
     else:

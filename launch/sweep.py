@@ -147,12 +147,13 @@ def define(values: flags.FlagValues = flags.FLAGS) -> None:
     switch("table", False, "Only print what there is so far.")
 
 
-def planned(chosen: flags.FlagValues, extra: list[str]) -> list[Member]:
+def planned(chosen: flags.FlagValues, extra: list[str], resolve: bool = True) -> list[Member]:
     """The runs that a command line asks for, each with a config that launch.train takes.
 
     Args:
         chosen: the flags of `define`.
         extra: what stands behind `--`, for every run.
+        resolve: whether the parts of those that begin here are built, which takes a second each.
     """
     if extra and not extra[0].startswith("-"):
         raise command.UserError(f"unexpected argument {extra[0]!r}; options of launch.train go behind --")
@@ -167,8 +168,9 @@ def planned(chosen: flags.FlagValues, extra: list[str]) -> list[Member]:
     found = members.expand(chosen.config, swept, keys, workdir, extra)
     if chosen.index is not None and not 0 <= chosen.index < len(found):
         raise command.UserError(f"index={chosen.index}: the sweep has {len(found)} runs; use 0 to {len(found) - 1}")
-    for number, member in enumerate(found):  # Building parts takes a second: only those of runs that begin here.
-        members.check(member, chosen.processes, resolve=not chosen.table and chosen.index in (None, number))
+    for number, member in enumerate(found):
+        begins = resolve and not chosen.table and chosen.index in (None, number)
+        members.check(member, chosen.processes, resolve=begins)
     members.check_values(found, chosen.config, swept, keys, extra)
     return found
 

@@ -1,8 +1,11 @@
 """launch/slurm.py: the batch file that it writes, and what it refuses."""
 
 import pathlib
+import random
 import re
+import shlex
 import subprocess
+import sys
 
 import pytest
 
@@ -77,10 +80,10 @@ def test_containers_setup_and_more_options():
 
 
 def test_a_sweep_is_a_job_array():
-    passed = ["--config=configs/lm.py", "--sweep=seed=0,1", "--workdir=runs/s"]
+    passed = ["--config=configs/lm.py", "--sweep=seed=0,1,2,3,4,5,6,7", "--workdir=runs/s", "--", "--config.steps=5"]
     found = written("--nodes=1", "--gpus_per_node=1", "--array=0-7%2", passed=passed)
     assert "#SBATCH --array=0-7%2\n" in found and "--output=runs/s/slurm/%A_%a.log" in found
-    assert re.search(r'-m launch\.sweep \\\n.* \\\n +--index="\$SLURM_ARRAY_TASK_ID"\n', found, re.DOTALL)
+    assert re.search(r'-m launch\.sweep \\\n +--index="\$SLURM_ARRAY_TASK_ID" \\\n', found)
     assert 'sbatch --array="$SLURM_ARRAY_TASK_ID"' in found
 
 
@@ -94,7 +97,7 @@ def test_the_command_prints_the_file_and_finds_the_size_of_a_node():
         assert "local_size" not in written(*given)
 
 
-def end(tmp_path, code, tries="", bad=(), alive=True, refused=False):
+def end(tmp_path, code, tries="", bad=(), alive=True, refused=False, exclude="n9"):
     """What a file does when its tasks have ended with an exit code: its own, and the commands of Slurm that it gives."""
     probed = "|".join(f"*nodelist={node}*" for node in bad) or "none"
     for name, text in {
@@ -107,7 +110,7 @@ def end(tmp_path, code, tries="", bad=(), alive=True, refused=False):
         (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
         (tmp_path / name).chmod(0o755)
     (tmp_path / "said").write_text("")
-    (tmp_path / "job.sh").write_text(batch_file.text(job(gpus_per_node=0, exclude="n9")))
+    (tmp_path / "job.sh").write_text(batch_file.text(job(gpus_per_node=0, exclude=exclude)))
     environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-3]"}
     environment |= {"DECJAX_TRIES": tries} if tries else {}
     done = subprocess.run(["bash", "job.sh"], cwd=tmp_path, env=environment, capture_output=True, text=True)
@@ -133,6 +136,92 @@ def test_after_a_failure_it_goes_on_without_the_nodes_that_are_not_well(tmp_path
     assert end(tmp_path, 3, tries="1", refused=True)[1] == [again.replace("=1", "=2"), "scontrol requeue 7"]
 
 
+# -- What the shell and sbatch make of it ------------------------------------------------------------------------------
+
+ODD = [*"ab.=:,/~;&|`'\"$()[]{}<>*?!#%\\ \t\n", "²", "$HOME", "$(id)", "EOF", "--", "-n", ""]
+
+
+def odd_words(chance, count):
+    return ["".join(chance.choices(ODD, k=chance.randrange(8))) for _ in range(count)]
+
+
+def run_by_a_shell(folder, job):
+    """The words that srun gets from a file, which sbatch would run, and the folder of compiled programs."""
+    (folder / "srun").write_text('#!/bin/sh\nprintf "%s\\0" "$@" "$JAX_COMPILATION_CACHE_DIR" >said\n')
+    (folder / "srun").chmod(0o755)
+    (folder / "job.sh").write_text(batch_file.text(job))
+    (folder / "said").unlink(missing_ok=True)
+    environment = {"PATH": f"{folder}:/usr/bin:/bin", "HOME": "/nowhere", "NODE_DIR": "/local disk", "SLURM_ARRAY_TASK_ID": "3"}
+    checked = subprocess.run(["bash", "-n", "job.sh"], cwd=folder, capture_output=True, text=True)
+    assert (checked.returncode, checked.stderr) == (0, "")
+    done = subprocess.run(["bash", "job.sh"], cwd=folder, env=environment, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    *words, compiled = (folder / "said").read_text().removesuffix("\0").split("\0")
+    assert sorted(path.name for path in folder.iterdir()) == ["job.sh", "said", "srun"]
+    return words, compiled
+
+
+def test_two_hundred_odd_arguments_come_to_the_tasks_as_they_are(tmp_path):
+    chance = random.Random(0)
+    for k in range(20):
+        given = odd_words(chance, 10)
+        name = "".join(word for word in odd_words(chance, 1) if word.isprintable())
+        folder = pathlib.Path(f"runs/topk(0.{k})~;&`#[x]")
+        container = ["apptainer", *(word for word in odd_words(chance, 4) if "$" not in word)] if k % 2 else []
+        found = job(name=name, folder=folder, arguments=given, typed="\n".join(given), container=shlex.join(container))
+        words, compiled = run_by_a_shell(tmp_path, found)
+        assert compiled == f"{folder}/compiled" and f"--output={folder}/%j.%t.log" in words
+        start = words.index("--open-mode=append") + 2
+        python = ["python"] if container else [sys.executable]
+        assert words[start:] == [*container, *python, "-m", "launch.train", *given]
+
+
+def test_variables_of_the_node_are_filled_in_and_the_index_comes_first(tmp_path):
+    found = job(container="--container-mounts=$NODE_DIR:`/data`", array="0-7", module="launch.sweep", arguments=["a", "--", "b"])
+    words, _ = run_by_a_shell(tmp_path, found)
+    start = words.index("--open-mode=append") + 2
+    assert words[start:] == [
+        "--container-mounts=/local disk:`/data`",
+        *("python", "-m", "launch.sweep", "--index=3", "a", "--", "b"),
+    ]
+
+
+def of_sbatch(line):
+    """The words of a line of options, as sbatch reads them (`_get_argument` of its source)."""
+    words, word, quote, escaped = [], None, "", False
+    for letter in line:
+        if escaped:
+            word, escaped = word + letter, False
+        elif letter == "\\":
+            word, escaped = word or "", True
+        elif quote:
+            word, quote = (word, "") if letter == quote else (word + letter, quote)
+        elif letter in "\"'":
+            word, quote = word or "", letter
+        elif letter == "#":
+            break
+        elif letter.isspace():
+            words, word = [*words, *([] if word is None else [word])], None
+        else:
+            word = (word or "") + letter
+    return [*words, *([] if word is None else [word])]
+
+
+def test_sbatch_reads_odd_options_as_they_are():
+    chance = random.Random(1)
+    for _ in range(50):
+        name, *further = ("".join(letter for letter in word if letter.isprintable()) for word in odd_words(chance, 3))
+        found = job(name=name, sbatch=shlex.join(["--partition", "gpu", *(f"--comment={word}" for word in further)]))
+        read = [of_sbatch(line) for line in options(found)]
+        assert read[0] == [f"--job-name={name}"] and ["--partition", "gpu"] in read
+        assert read[-2:] == [[f"--comment={word}"] for word in further]
+
+
+def test_nodes_in_brackets_are_not_taken_for_names_of_files(tmp_path):
+    (tmp_path / "n3").touch()
+    assert end(tmp_path, 3, bad=["n2"], exclude="n[3-4]")[1] == ["TRIES=1 sbatch --exclude=n[3-4],n2 runs/q/slurm/job.sh"]
+
+
 # -- What is refused --------------------------------------------------------------------------------------------------
 
 
@@ -155,6 +244,50 @@ def test_after_a_failure_it_goes_on_without_the_nodes_that_are_not_well(tmp_path
 def test_mistakes_are_told_before_the_job_waits(arguments, problem):
     told = written(*arguments, passed=["--config=configs/quadratics.py:workers=4,simulate=false", "--workdir=runs/q"], code=2)
     assert re.fullmatch(rf"error: .*{problem}.*\n", told) if "config." in problem else problem in told and told.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "changed, problem",
+    [
+        (dict(time="1-99:99"), "--time=1-99:99: only the first number may be that large"),
+        (dict(time="01:60:00"), "--time=01:60:00"),
+        (dict(array="5-2"), "--array=5-2: must be as Slurm writes it"),
+        (dict(array="0-7:0"), "--array=0-7:0"),
+        (dict(array="0-7%0"), "--array=0-7%0"),
+        (dict(array="²"), "--array=²"),
+        (dict(name="a\nb"), "--name='a.nb': must be one line"),
+        (dict(setup="a\nb"), "--setup='a.nb': must be one line"),
+        (dict(setup="echo 'a"), "--setup=.*: not a line of shell .*correct it"),
+        (dict(setup="module load x \\"), "--setup=.*: must be one line"),
+        (dict(container="a\nb"), "--container='a.nb': must be one line"),
+        (dict(container="a 'b"), "--container=.*: No closing quotation; close the quote"),
+        (dict(sbatch="--comment='a"), "--sbatch=.*: No closing quotation; close the quote"),
+        (dict(exclude="n3;n4"), "--exclude=n3;n4: must be names of nodes"),
+        (dict(exclude="n3\n"), "must be names of nodes"),
+        (dict(folder=pathlib.Path("-x/slurm")), "workdir '-x': Slurm takes no"),
+        (dict(folder=pathlib.Path("a\nb/slurm")), "Slurm takes no"),
+    ],
+)
+def test_what_would_fail_in_the_job_is_refused(changed, problem):
+    with pytest.raises(command.UserError, match=problem):
+        slurm.check(job(gpus_per_node=0, nodes=1)._replace(**changed))
+
+
+@pytest.mark.parametrize(
+    "arguments, passed, problem",
+    [
+        (["--nodes=1", "--array=0-2"], ["--sweep=seed=0,1"], "--array=0-2: the sweep has 2 runs; use --array=0-1"),
+        (["--nodes=1", "--array=0-1"], ["--sweep=seed=0,1", "--", "--config.seed=3"], "seed is set by the sweep"),
+        (["--nodes=1", "--array=0-1"], ["--sweep=seed=0,1", "--", "--resume_from=runs/none"], "--resume_from=runs/none has no"),
+        (["--nodes=1"], ["--resume_from=runs/none"], "--resume_from=runs/none has no checkpoint"),
+        (["--nodes=1"], ["--elastic"], "--elastic is an option of the launcher"),
+        (["--nodes=3"], [], "workers=4 on 3 processes"),
+    ],
+)
+def test_what_launch_train_or_launch_sweep_would_refuse_is_refused(arguments, passed, problem):
+    usual = ["--config=configs/quadratics.py:workers=4,simulate=false", "--workdir=runs/q"]
+    told = written(*arguments, passed=[*usual, *passed], code=2)
+    assert told.startswith("error: ") and problem in told and told.count("\n") == 1
 
 
 def test_without_slurm_it_says_so(monkeypatch, tmp_path):
