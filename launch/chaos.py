@@ -11,6 +11,7 @@ then, with exponential pauses between; `storm(per_hour=125,kinds=all,lasts_s=10)
 from collections.abc import Callable, Iterator
 import contextlib
 import heapq
+import math
 import os
 import random
 import re
@@ -25,6 +26,13 @@ from launch import command
 KINDS = ("kill", "freeze", "cut", "rate")
 _EVENT = re.compile(r"(\w+)=(\d+)(?::(\w+))?@(\d+(?:\.\d+)?)s(?:\+(\d+(?:\.\d+)?)s)?")
 _LASTING = ("freeze", "cut")
+_STORM = {
+    "per_hour": registry.Option(125.0, float, False),
+    "seed": registry.Option(0, int, False),
+    "kinds": registry.Option("kill", str, False, ("all", "kill", *_LASTING)),
+    "lasts_s": registry.Option(10.0, float, False),
+}
+LEAST_PER_HOUR = 1e-6
 _EXAMPLE = "as in --chaos='kill=3@120s,freeze=1@200s+15s,cut=2@300s+30s,rate=0:5mbit@400s'"
 
 
@@ -81,20 +89,19 @@ def _check(event: Event, processes: int, hosts: int) -> None:
 
 def _storm(text: str, processes: int, hosts: int) -> Iterator[Event]:
     try:
-        name, given = registry.parse("chaos", text)
-        options = {"per_hour": 125.0, "seed": 0, "kinds": "kill", "lasts_s": 10.0} | given
-        per_hour, lasts_s = float(options["per_hour"]), float(options["lasts_s"])
-        kinds = ["kill", "freeze", *(["cut"] if hosts else [])] if options["kinds"] == "all" else [options["kinds"]]
-        known = name == "storm" and len(options) == 4 and set(kinds) <= {"kill", *_LASTING} and per_hour > 0 and lasts_s > 0
-    except (ValueError, TypeError) as error:
-        raise command.UserError(f"--chaos: {error}") from error
-    if not known:
+        name, given = registry.parse("--chaos:", text)
+        options = registry.fill("--chaos: option ", given, _STORM)
+    except (ValueError, OverflowError) as error:
+        raise command.UserError(str(error)) from error
+    per_hour, lasts_s, seed = options["per_hour"], options["lasts_s"], options["seed"]
+    if name != "storm" or given.keys() - _STORM or not (LEAST_PER_HOUR <= per_hour < math.inf and 0 < lasts_s < math.inf):
         raise command.UserError(f"--chaos={text}: must read like 'storm(per_hour=125,seed=0,kinds=all,lasts_s=10)'")
+    kinds = ["kill", "freeze", *(["cut"] if hosts else [])] if options["kinds"] == "all" else [options["kinds"]]
     if "cut" in kinds and not hosts:
         raise command.UserError("--chaos: cut needs links of its own; use launch.cluster run")
 
     def events():
-        chance, at_s = random.Random(int(options["seed"])), 0.0
+        chance, at_s = random.Random(seed), 0.0
         while True:
             at_s += chance.expovariate(per_hour / 3600)
             kind = chance.choice(kinds)

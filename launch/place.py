@@ -48,34 +48,55 @@ def _of_open_mpi(environment: Mapping[str, str]) -> Place:
     found = re.match(r"(\d+)\.\d+;(?:tcp://([^,:]+)|tcp6://\[([^],]+))", environment.get("OMPI_MCA_orte_hnp_uri", ""))
     return Place(
         _address(found[2] or f"[{found[3]}]", int(found[1]) // 2**12, environment) if found else "",
-        int(environment["OMPI_COMM_WORLD_SIZE"]),
-        int(environment["OMPI_COMM_WORLD_RANK"]),
-        int(environment.get("OMPI_COMM_WORLD_LOCAL_SIZE") or 0),
-        int(environment.get("OMPI_COMM_WORLD_LOCAL_RANK") or 0),
+        _number(environment, "OMPI_COMM_WORLD_SIZE"),
+        _number(environment, "OMPI_COMM_WORLD_RANK"),
+        _number(environment, "OMPI_COMM_WORLD_LOCAL_SIZE", 0),
+        _number(environment, "OMPI_COMM_WORLD_LOCAL_RANK", 0),
     )
 
 
 def _of_slurm(environment: Mapping[str, str]) -> Place:
-    # The first of node001,node002 or node[001-004,007] or node[001-004]-ib.
-    first = re.match(r"([^,[]*)(?:\[(\d+)[^]]*\]([^,]*))?", environment["SLURM_STEP_NODELIST"])
-    assert first  # of nothing at least
     # Tasks of each node, as 8(x3),4.
-    runs = re.findall(r"(\d+)(?:\(x(\d+)\))?", environment.get("SLURM_STEP_TASKS_PER_NODE", ""))
+    runs = re.findall(r"(\d+)(?:\(x(\d+)\))?", environment.get("SLURM_STEP_TASKS_PER_NODE", ""), re.ASCII)
     of_nodes = [int(tasks) for tasks, times in runs for _ in range(int(times or 1))]
-    node = int(environment.get("SLURM_NODEID") or 0)
+    node = _number(environment, "SLURM_NODEID", 0)
     # Tasks of a lost node may outlive it; they must not find the coordinator of the job that came back.
-    job = int(environment["SLURM_JOB_ID"]) + _RESTART * int(environment.get("SLURM_RESTART_COUNT") or 0)
+    job = _number(environment, "SLURM_JOB_ID") + _RESTART * _number(environment, "SLURM_RESTART_COUNT", 0)
     return Place(
-        _address("".join(first.groups(default="")), job, environment),
-        int(environment["SLURM_STEP_NUM_TASKS"]),
-        int(environment["SLURM_PROCID"]),
+        _address(_first_node(environment["SLURM_STEP_NODELIST"]), job, environment),
+        _number(environment, "SLURM_STEP_NUM_TASKS"),
+        _number(environment, "SLURM_PROCID"),
         of_nodes[node] if node < len(of_nodes) else 0,
-        int(environment.get("SLURM_LOCALID") or 0),
+        _number(environment, "SLURM_LOCALID", 0),
     )
 
 
+def _first_node(nodes: str) -> str:
+    """The first of node001,node002 or node[001-004,007] or rack[1-2]node[3-4]-ib."""
+    first = re.match(r"(?:[^,[\]]|\[\d[\d,-]*\])+", nodes, re.ASCII)
+    if not first or (first.end() < len(nodes) and nodes[first.end()] != ","):
+        raise command.UserError(f"SLURM_STEP_NODELIST={nodes!r} must be names of nodes, as n3,n[7-9]; start the tasks with srun")
+    return re.sub(r"\[(\d+)[^]]*\]", r"\1", first[0])
+
+
+def _number(environment: Mapping[str, str], name: str, otherwise: int | None = None) -> int:
+    """The value of a variable that must be a whole number; `otherwise` where it is missing or empty."""
+    text = environment.get(name, "")
+    if not text and otherwise is not None:
+        return otherwise
+    if not re.fullmatch(r"\d{1,18}", text, re.ASCII):
+        raise command.UserError(f"{name}={text!r} must be a whole number; leave it as srun or mpirun sets it, or unset it")
+    return int(text)
+
+
+def _gpus_of_node(environment: Mapping[str, str]) -> int:
+    """How many GPUs Slurm has given the job on this node, from 8 or gpu:8 or gpu:a100:4,gpu:v100:4; 0: not known."""
+    parts = environment.get("SLURM_GPUS_ON_NODE", "").split(",")
+    return sum(_number({"SLURM_GPUS_ON_NODE": part.rpartition(":")[2]}, "SLURM_GPUS_ON_NODE", 0) for part in parts)
+
+
 def _address(host: str, job: int, environment: Mapping[str, str]) -> str:
-    return f"{host}:{environment.get('JAX_COORDINATOR_PORT') or 2**16 - _PORTS + job % _PORTS}"
+    return f"{host}:{_number(environment, 'JAX_COORDINATOR_PORT', 2**16 - _PORTS + job % _PORTS)}"
 
 
 # -- GPUs -------------------------------------------------------------------------------------------------------------
@@ -91,7 +112,7 @@ def device_ids(place: Place, environment: Mapping[str, str]) -> list[int] | None
         return None
     here = accelerators.count_gpus()
     seen = next((_count(environment[name]) for name in _VISIBLE if name in environment), here)
-    if seen == 0 or seen < (int(environment.get("SLURM_GPUS_ON_NODE") or 0) or here):
+    if seen == 0 or seen < (_gpus_of_node(environment) or here):
         return None  # Each has been given its own.
     each, rest = divmod(seen, place.on_node)
     if rest:
@@ -111,7 +132,7 @@ def check_devices(place: Place | None, environment: Mapping[str, str], used: int
         used: its devices.
         platform: their kind, as JAX calls it.
     """
-    have, tasks = int(environment.get("SLURM_GPUS_ON_NODE") or 0), place.on_node if place else 0
+    have, tasks = _gpus_of_node(environment), place.on_node if place else 0
     used = 0 if platform == "cpu" else used
     if tasks == 0 or used * tasks >= have or _is_on_cpu(environment):
         return

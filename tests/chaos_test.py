@@ -47,7 +47,17 @@ def test_a_storm_has_so_many_faults_an_hour_and_is_the_same_again(kinds, found):
         ("storm(per_hour=0)", 0, "must read like 'storm(per_hour=125"),
         ("storm(per_day=5)", 0, "must read like 'storm(per_hour=125"),
         ("storm(kinds=cut)", 0, "cut needs links of its own"),
-        ("storm(per_hour=many)", 0, "--chaos: "),
+        ("storm(per_hour=many)", 0, "--chaos: option per_hour='many' must be a number, such as 125.0"),
+        ("storm(seed=abc)", 0, "--chaos: option seed='abc' must be a whole number"),
+        ("storm(seed=0.5)", 0, "--chaos: option seed=0.5 must be a whole number"),
+        ("storm(seed=0,seed=1)", 0, "option seed is given twice"),
+        ("storm(kinds=flood)", 0, "--chaos: option kinds='flood' is unknown; use one of all, kill, freeze, cut"),
+        ("storm(per_hour=1e999)", 0, "must read like 'storm(per_hour=125"),
+        ("storm(per_hour=nan)", 0, "must be finite"),
+        ("storm(per_hour=1e-320)", 0, "must read like 'storm(per_hour=125"),
+        ("storm(lasts_s=1e999,kinds=freeze)", 0, "must read like 'storm(per_hour=125"),
+        (f"storm(per_hour={10**400})", 0, ""),
+        ("storm(", 0, "must read like"),
     ],
 )
 def test_mistakes_are_refused(text, hosts, problem):

@@ -54,6 +54,13 @@ MPI = {
         (srun(8, 1, 0, "8,2(x2),1"), place.Place("n1:62344", 13, 8, 2, 0)),
         (srun(0, 0, 0, nodes="gpu003,gpu[007-9]", JAX_COORDINATOR_PORT="77"), place.Place("gpu003:77", 4, 0, 1, 0)),
         (srun(0, 0, 0, nodes="gpu[003,7]-ib"), place.Place("gpu003-ib:62344", 4, 0, 1, 0)),
+        (srun(0, 0, 0, nodes="r[1-2]n[3-4],x"), place.Place("r1n3:62344", 4, 0, 1, 0)),
+        (srun(0, 0, 0, nodes="r[01,3]n[2]b-ib,r[1-2]n[3-4]"), place.Place("r01n2b-ib:62344", 4, 0, 1, 0)),
+        (
+            srun(1, 1, 0, SLURM_RESTART_COUNT="", SLURM_NODEID="", SLURM_LOCALID="", SLURM_STEP_TASKS_PER_NODE="")
+            | {"JAX_COORDINATOR_PORT": ""},
+            place.Place("n1:62344", 4, 1, 0, 0),
+        ),
         (MPI, place.Place("10.0.0.7:61445", 16, 9, 8, 1)),
         (MPI | {"OMPI_MCA_orte_hnp_uri": "4096.0;tcp6://[fe80::1,2620::2]:43370"}, place.Place("[fe80::1]:61441", 16, 9, 8, 1)),
         (MPI | srun(0, 0, 0), place.Place("10.0.0.7:61445", 16, 9, 8, 1)),  # mpirun in an allocation of Slurm
@@ -63,6 +70,44 @@ MPI = {
 )
 def test_a_process_knows_its_place(environment, expected):
     assert place.told(environment) == expected
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [
+        *(
+            srun(0, 0, 0) | {name: value}
+            for name in ("SLURM_JOB_ID", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID")
+            for value in ("", "x")
+        ),
+        *(
+            srun(0, 0, 0, **{name: "-1"})
+            for name in ("SLURM_NODEID", "SLURM_LOCALID", "SLURM_RESTART_COUNT", "JAX_COORDINATOR_PORT")
+        ),
+        *(srun(0, 0, 0, nodes=nodes) for nodes in ("", "n[", "n[1-4", "n[a]", "[]", ",n1")),
+        *(MPI | {name: "²"} for name in MPI if "uri" not in name),
+    ],
+)
+def test_odd_variables_are_one_line(environment):
+    with pytest.raises(command.UserError, match=r"^(SLURM|OMPI|JAX)_\w+='.*' must be .*; (start|leave)"):
+        place.told(environment)
+
+
+@pytest.mark.parametrize(
+    "text, gpus",
+    [("8", 8), ("gpu:2", 2), ("gpu:a100:4", 4), ("gpu:a100:4,gpu:v100:2", 6), ("", 0), ("gpu:x", None), ("many", None)],
+)
+def test_gpus_of_a_node_as_slurm_may_write_them(text, gpus):
+    environment = srun(0, 0, 0, SLURM_GPUS_ON_NODE=text)
+    task = place.told(environment)
+    if gpus is None:
+        with pytest.raises(command.UserError, match="SLURM_GPUS_ON_NODE='.*' must be a whole number"):
+            place.check_devices(task, environment, 1, "gpu")
+    elif gpus:
+        with pytest.raises(command.UserError, match=f"node n1 has {gpus} GPUs, and its 1 task uses 1"):
+            place.check_devices(task, environment, 1, "gpu")
+    else:
+        place.check_devices(task, environment, 1, "gpu")
 
 
 def test_the_coordinator_is_the_one_that_jax_finds(monkeypatch):
