@@ -11,6 +11,7 @@ from the cache:
 Tests that take long are listed in tests/slow.txt and marked `slow`.
 """
 
+import collections
 import contextlib
 import ctypes
 import gc
@@ -106,13 +107,34 @@ def forgotten_parts():
 SLOW = [line for line in pathlib.Path(__file__).with_name("slow.txt").read_text().splitlines() if not line.startswith("#")]
 
 
+# Files whose tests take long and share nothing: each worker takes one test at a time.
+APART = {"audit_test.py", "warm_cache_test.py"}
+
+
 def pytest_collection_modifyitems(items):
-    """Marks what tests/slow.txt lists: files, tests, or single cases."""
+    """Marks what tests/slow.txt lists: files, tests, or single cases. Files with many of these come first, and quick ones last: so no
+    worker waits long for another at the end."""
+    slow = collections.Counter()
     for item in items:
         path, _, case = item.nodeid.partition("::")
         file = pathlib.PurePath(path).name
         if {file, f"{file}::{case}", f"{file}::{case.partition('[')[0]}"}.intersection(SLOW):
             item.add_marker("slow")
+            slow[path] += 1
+    items.sort(key=lambda item: -slow[item.nodeid.partition("::")[0]])
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    if config.getoption("dist") == "loadfile":
+        from xdist.scheduler import LoadFileScheduling
+
+        class Scheduling(LoadFileScheduling):
+            def _split_scope(self, nodeid):
+                file = super()._split_scope(nodeid)
+                return nodeid if pathlib.PurePath(file).name in APART else file
+
+        return Scheduling(config, log)
 
 
 _memory_mb: dict[str, int] = {}

@@ -1,6 +1,5 @@
 """Every method continues from its files: bit for bit, from within a round where it has any; and with another number of workers."""
 
-import functools
 import json
 
 import jax
@@ -8,6 +7,7 @@ import numpy as np
 import pytest
 
 from configs import digits, quadratics
+from decjax import train
 from tests.runs import run_of
 from tests.tiny_runs import assert_equal_states, forget_after
 
@@ -92,32 +92,29 @@ def rows(workdir):
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory):
-    """The run of a method, made once."""
-
-    @functools.cache
-    def whole(argument):
-        path = tmp_path_factory.mktemp("whole") / "run"
-        run_of(configured(argument), path).train()
-        return path
-
-    return whole
+def whole(request, tmp_path_factory):
+    """(the method, its trainer, which has compiled its programs, the directory of a whole run); pytest runs all tests of one in turn."""
+    run = run_of(configured(request.param), tmp_path_factory.mktemp("whole") / "run")
+    run.train()
+    return request.param, run.trainer, run.workdir
 
 
-@pytest.mark.parametrize("argument", [*VECTORS, *MATRICES])
-def test_a_run_continues_bit_for_bit(argument, whole, tmp_path):
-    whole, part = whole(argument), forget_after(whole(argument), SAVED, tmp_path / "part")
-    run = run_of(configured(argument), part)
+@pytest.mark.parametrize("whole", [*VECTORS, *MATRICES], indirect=True)
+def test_a_run_continues_bit_for_bit(whole, tmp_path):
+    _, trainer, whole = whole
+    part = forget_after(whole, SAVED, tmp_path / "part")
+    run = train.Run(trainer, part)
     assert run.start == SAVED and run.train().step == STEPS
     assert_equal_states(whole, part, STEPS)
     assert rows(whole) == rows(part)
     assert (whole / "summary.json").read_text().split('"time_s"')[0] == (part / "summary.json").read_text().split('"time_s"')[0]
 
 
-@pytest.mark.parametrize("argument", RESIZED)
-def test_fewer_workers_go_on_from_the_average_of_all(argument, whole, tmp_path):
-    before = run_of(configured(argument), whole(argument))
-    run = run_of(configured(argument, WORKERS // 2, 2 * STEPS), tmp_path / "run", whole(argument))
+@pytest.mark.parametrize("whole", RESIZED, indirect=True)
+def test_fewer_workers_go_on_from_the_average_of_all(whole, tmp_path):
+    argument, trainer, whole = whole
+    before = train.Run(trainer, whole)
+    run = run_of(configured(argument, WORKERS // 2, 2 * STEPS), tmp_path / "run", whole)
     assert run.start == STEPS
     then, now = (jax.tree.map(np.asarray, each.trainer.average(each.state)[0]) for each in (before, run))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(b, a, rtol=1e-4, atol=1e-5), then, now)
