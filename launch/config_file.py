@@ -17,6 +17,7 @@ WORDS = {
     "forward": "codec",
 }  # field -> kind of the part in call form
 SHORTHAND = ("method", "mixer", "reducer", "optimizer")  # sections of parts that have a key of their own in a shorthand
+DETERMINED = {"schedule.learning_rate": "scale"}  # field -> the key of a shorthand of which it is the result
 MOST = 8  # names in a list of suggestions
 
 
@@ -67,7 +68,7 @@ def complaint(argv: Sequence[str]) -> str:
     nothing."""
     try:
         if (text := given("config", argv)) is not None:
-            return misplaced(get_config(text), argv)
+            return misplaced(get_config(text), argv) or overridden(text, argv)
     except ConfigFileError as error:
         return str(error)
     return ""
@@ -82,6 +83,17 @@ def misplaced(config: Any, argv: Sequence[str]) -> str:
         for path, value in fields(argv):
             if problem := _misplaced(config, path, value):
                 return problem
+    return ""
+
+
+def overridden(text: str, argv: Sequence[str]) -> str:
+    """Which key of a shorthand has no effect because a field that it determines is set by itself; empty: none."""
+    from decjax import registry
+
+    keys = dict(part.strip().partition("=")[::2] for part in registry.split(text.partition(":")[2]))
+    for path, _ in fields(argv):
+        if (key := DETERMINED.get(path)) in keys:
+            return f"{key}={keys[key]} changes nothing with --config.{path}; leave one of them out"
     return ""
 
 

@@ -2,8 +2,11 @@
 
 import pytest
 
-from configs import lm
+from configs import lm, quadratics
+from decjax import config as parts
 from decjax import train
+from decjax.tasks import sources
+from launch import config_file
 from tests.runs import spec_of
 
 
@@ -119,3 +122,87 @@ def test_a_mixer_that_a_method_cannot_take_is_named(argument, named):
     with pytest.raises(train.ConfigError, match=named) as error:
         spec_of(lm.get_config(f"smoke,workers=8,topology=ring,{argument}"))
     assert "\n" not in str(error.value)
+
+
+# -- Options that would change nothing --------------------------------------------------------------------------------
+
+TEXTS = ["text"]
+
+
+@pytest.mark.parametrize(
+    "file, argument, fields, problem",
+    [
+        (
+            lm,
+            "method=allreduce",
+            dict(consensus_every=5),
+            "consensus_every=5 changes nothing with method 'allreduce', whose replicas",
+        ),
+        (
+            lm,
+            "method=allreduce",
+            dict(consensus_last=1),
+            "consensus_last=1 changes nothing with method 'allreduce', whose replicas",
+        ),
+        (
+            lm,
+            "method=local",
+            dict(bucket_bytes=64),
+            "bucket_bytes=64 changes nothing with method 'local', which sends nothing; leave",
+        ),
+        (
+            lm,
+            "method=local,local_size=2",
+            {},
+            "local_size=2 changes nothing with method 'local', which sends nothing; leave it out",
+        ),
+        (lm, "method=decentralized(strength=0.0)", {}, "method.strength=0, so nothing would ever be mixed; use more .* 'local'"),
+        (lm, "method=tracking(strength=0.0),topology=ring", {}, "method.strength=0, so nothing would ever be mixed"),
+        (
+            quadratics,
+            "",
+            {"eval.num_windows": 4},
+            "eval.num_windows=4 changes nothing with task 'quadratics', which has one example",
+        ),
+        (quadratics, "", {"eval.batch_size": 2}, "eval.batch_size=2 changes nothing with task 'quadratics', which has one example"),
+    ],
+)
+def test_an_option_that_changes_nothing_is_refused(file, argument, fields, problem):
+    config = file.get_config(f"smoke,workers=8,{argument}")
+    config.update_from_flattened_dict(fields)
+    with pytest.raises(train.ConfigError, match=problem) as error:
+        parts.resolve(config)
+    assert "\n" not in str(error.value)
+
+
+def test_local_training_with_averages_has_messages():
+    config = lm.get_config("smoke,workers=8,method=local,local_size=2")
+    config.update(consensus_every=5, bucket_bytes=64)
+    assert parts.resolve(config).local_size == 2
+
+
+@pytest.mark.parametrize(
+    "name, is_refused", [("text.txt", True), ("folder", True), ("rows.jsonl", False), ("tests.refused_config_test:TEXTS", True)]
+)
+def test_a_field_is_for_rows(tmp_path, name, is_refused):
+    (tmp_path / "text.txt").write_text("text")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "a.txt").write_text("text")
+    (tmp_path / "rows.jsonl").write_text('{"body": "text"}\n')
+    path = name if ":" in name else str(tmp_path / name)
+    if is_refused:
+        with pytest.raises(
+            ValueError, match="data.field='body' changes nothing: .* has neither JSON lines nor Parquet; leave it out"
+        ):
+            sources.read(path, "body")
+    else:
+        assert list(sources.read(path, "body")[1].values()) == [b"text"]
+
+
+def test_a_scale_is_refused_beside_the_rate_that_it_would_scale():
+    text = "configs/lm.py:workers=8,scale=linear"
+    assert config_file.complaint(["train", f"--config={text}"]) == ""
+    problem = "scale=linear changes nothing with --config.schedule.learning_rate; leave one of them out"
+    assert config_file.complaint(["train", f"--config={text}", "--config.schedule.learning_rate=0.1"]) == problem
+    other = "configs/lm.py:workers=8,topology=ring"
+    assert config_file.complaint(["train", f"--config={other}", "--config.schedule.learning_rate=0.1"]) == ""

@@ -1,14 +1,14 @@
 """Checks of a config: the range of every number, and values that exclude each other."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 import inspect
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from decjax import pipeline, registry, tasks
+from decjax import buckets, pipeline, registry, tasks
 from decjax.config.spec import AUTO, CONSENSUS, RunSpec
 from decjax.optim.method import Method
 from decjax.pipeline import sums
@@ -136,7 +136,6 @@ def check_together(spec: RunSpec) -> None:
     _check_model(spec)
     _check_tensor_codec(spec)
     _check_communicates(spec)
-    _check_consensus(spec)
     _check_stages(spec)
     if spec.tables is not None:
         _check_tables(spec)
@@ -201,14 +200,84 @@ def _check_model(spec: RunSpec) -> None:
             )
 
 
-def _check_consensus(spec: RunSpec) -> None:
-    """Raises a ValueError for replicas that are made equal with a method that has another state of each worker's own."""
-    name = next((name for name in CONSENSUS if getattr(spec, name)), None)
-    if name and registry.part("method", spec.method.name).traits.get("anchored"):
-        raise ValueError(
-            f"{name}={getattr(spec, name)}: method {spec.method.name!r} would lead the replicas apart again, since each worker keeps "
-            "slow parameters of its own; leave it 0"
+class Needs(NamedTuple):
+    """What an option needs to have an effect.
+
+    Attributes:
+        path: of the option in a config.
+        default: the value that stands for leaving the option out.
+        met: whether a run has what the option needs.
+        why: what the option does without it, or what opposes it.
+        fix: what to do instead of leaving it out, after a comma.
+    """
+
+    path: str
+    default: Any
+    met: Callable[[RunSpec], bool]
+    why: Callable[[RunSpec], str]
+    fix: str = ""
+
+
+def _trait(spec: RunSpec, kind: str, name: str) -> Any:
+    return registry.part(kind, getattr(spec, kind).name).traits.get(name)
+
+
+def _communicates(spec: RunSpec) -> bool:
+    return not _trait(spec, "method", "alone") or any(getattr(spec, name) for name in CONSENSUS)
+
+
+NEEDS = (
+    *(
+        Needs(
+            name,
+            0,
+            lambda spec: not _trait(spec, "method", "averages_gradients"),
+            lambda spec: f" changes nothing with method {spec.method.name!r}, whose replicas are equal",
         )
+        for name in CONSENSUS
+    ),
+    *(
+        Needs(
+            name,
+            0,
+            lambda spec: not _trait(spec, "method", "anchored"),
+            lambda spec: (
+                f": method {spec.method.name!r} would lead the replicas apart again, since each worker keeps slow parameters of its own"
+            ),
+        )
+        for name in CONSENSUS
+    ),
+    *(
+        Needs(name, default, _communicates, lambda spec: f" changes nothing with method {spec.method.name!r}, which sends nothing")
+        for name, default in (("bucket_bytes", buckets.BUCKET_BYTES), ("local_size", 1))
+    ),
+    *(
+        Needs(
+            f"eval.{name}",
+            default,
+            lambda spec: not _trait(spec, "task", "evaluated_once"),
+            lambda spec: f" changes nothing with task {spec.task.name!r}, which has one example for validation",
+        )
+        for name, default in (("num_windows", 0), ("batch_size", 1))
+    ),
+    Needs(
+        "pipeline.autoencoder_init",
+        "random",
+        lambda spec: spec.pipeline.autoencoder > 0,
+        lambda spec: " changes nothing with pipeline.autoencoder=0",
+        ", or give a width",
+    ),
+)
+
+
+def check_needs(spec: RunSpec) -> None:
+    """Raises a ValueError for an option without what it needs to have an effect."""
+    for path, default, met, why, fix in NEEDS:
+        value: Any = spec
+        for name in path.split("."):
+            value = getattr(value, name)
+        if value != default and not met(spec):
+            raise ValueError(f"{path}={value!r}{why(spec)}; leave it out{fix}")
 
 
 def _check_communicates(spec: RunSpec) -> None:
@@ -219,6 +288,8 @@ def _check_communicates(spec: RunSpec) -> None:
             f"method.every={every} is more than steps={spec.steps}, so nothing would ever be exchanged; use at most "
             f"{spec.steps}, or method 'local'"
         )
+    if spec.method.options.get("strength") == 0:
+        raise ValueError("method.strength=0, so nothing would ever be mixed; use more than 0 and at most 1, or method 'local'")
     if not averaging:
         return
     if averaging.start and averaging.start * every >= spec.steps:
@@ -253,10 +324,6 @@ def _check_stages(spec: RunSpec) -> None:
         )
     if (init := spec.pipeline.autoencoder_init) not in pipeline.INITS:
         raise ValueError(f"pipeline.autoencoder_init={init!r} is unknown; use one of {', '.join(pipeline.INITS)}")
-    if init != "random" and not spec.pipeline.autoencoder:
-        raise ValueError(
-            f"pipeline.autoencoder_init={init!r} changes nothing with pipeline.autoencoder=0; leave it out, or give a width"
-        )
     if spec.pipeline.fused_embedding and not registry.part("method", spec.method.name).traits.get("averages_gradients"):
         raise ValueError(
             f"pipeline.fused_embedding with method {spec.method.name!r} has no gradients that are averaged over workers, where it "

@@ -210,5 +210,6 @@ def _check_parts(spec: RunSpec) -> RunSpec:
     checks.check_engine(spec.engine, setup.method)
     checks.check_timing(spec, setup.method)
     selective.check_boundary(spec, setup)
+    checks.check_needs(spec)
     assemble.trace_start(setup)
     return spec

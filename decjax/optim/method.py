@@ -285,7 +285,7 @@ def averaging(tx: Any, reducer: reduce.Reducer, num_workers: int) -> Method:
     return Method(tx, reducer.phase, num_bytes, usage=usage, phases=reducer.phases, timing=timing)
 
 
-@registry.register("method", "local", chooses=("optimizer",))
+@registry.register("method", "local", chooses=("optimizer",), alone=True)
 def local(inner: optax.GradientTransformation, num_workers: int) -> Method:
     """No communication: every worker trains by itself."""
     inner = optax.with_extra_args_support(inner)

@@ -33,7 +33,7 @@ class Subgraphs(NamedTuple):
     weight_BxV: Any
 
 
-@registry.register("task", "nodes", models=("gcn",))
+@registry.register("task", "nodes", models=("gcn",), evaluated_once=True)
 def nodes(
     model: Callable[[int, int], models.GraphModel],
     *,

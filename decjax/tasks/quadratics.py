@@ -28,7 +28,7 @@ class Examples(NamedTuple):
     target_BxP: Any
 
 
-@registry.register("task", "quadratics", models=())
+@registry.register("task", "quadratics", models=(), evaluated_once=True)
 def quadratics(
     model: None = None, *, dimension: int = 64, heterogeneity: float = 1.0, noise: float = 1.0, condition: float = 10.0
 ) -> Task:

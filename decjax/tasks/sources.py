@@ -21,13 +21,14 @@ from typing import Any
 from decjax.files import open_regular, parse_json
 
 MAX_BYTES = 2**32  # of a corpus, which is held in memory: of its files, and of the text in them
+FIELD = "text"  # of JSON lines and Parquet, unless another is given
 ROWS = 64  # of a Parquet file that are decoded at once
 _GZIP = b"\x1f\x8b"  # the first bytes of a gzipped file
 _NOT_LIBRARY = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
 _IMPORTED = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 
 
-def read(path: str, field: str = "text") -> tuple[str, dict[str, bytes]]:
+def read(path: str, field: str = FIELD) -> tuple[str, dict[str, bytes]]:
     """(the path as errors show it, all texts by their names: relative paths, or numbers of documents).
 
     Args:
@@ -38,16 +39,21 @@ def read(path: str, field: str = "text") -> tuple[str, dict[str, bytes]]:
         ValueError: if the path does not exist, cannot be read, or holds no text.
     """
     if _IMPORTED.fullmatch(path) and not os.path.exists(path):
-        shown, texts = repr(path), _imported(path)
+        shown, texts, has_fields = repr(path), _imported(path), False
     else:
         root, files = _files(path)
         shown = repr(path or str(root))
+        has_fields = any(file.suffix in _FORMATS for file in files)
         try:
             texts = _texts(shown, root, files, field)
         except OSError as error:
             raise ValueError(
                 f"data path {shown} cannot be read: {error.strerror or error}: {error.filename!r}; give text that you may read"
             ) from error
+    if field != FIELD and not has_fields:
+        raise ValueError(
+            f"data.field={field!r} changes nothing: data path {shown} has neither JSON lines nor Parquet; leave it out"
+        )
     if not texts and path.endswith(".gz"):
         raise ValueError(f"data path {shown} is compressed; unpack it, as with gunzip")
     if not texts:
