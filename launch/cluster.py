@@ -97,6 +97,8 @@ def main(argv: list[str]) -> int:
             raise ClusterError(f"--{option}: not an option of {verb}, but of {', '.join(verbs)}; leave it out")
     if arguments and verb != "run":
         raise ClusterError(f"unexpected argument {arguments[0]!r}: {verb} takes options only; leave it out")
+    if chosen.pin and chosen.elastic:
+        raise ClusterError("--pin changes nothing with --elastic, whose processes share the cores; leave one of them out")
     if verb == "run":
         return run(arguments, console)
     if verb == "up":

@@ -140,6 +140,7 @@ def alive(process_id):
         (["up", "--hosts=many"], ["many"]),
         (["run", "--pairs=0-1:5mbit", "--module=experiments.nothing"], ["experiments.nothing"]),
         (["down", "--pairs=0-1:5mbit"], ["--pairs", "not an option of down"]),
+        (["run", "--hosts=2", "--pin", "--elastic", "--", "--x"], ["--pin changes nothing with --elastic"]),
     ],
 )
 def test_mistakes_are_told_in_one_line(arguments, problems):

@@ -64,6 +64,15 @@ def test_only_numbers_as_python_writes_them_are_checkpoints(tmp_path):
     assert workdir.steps_saved(tmp_path) == [4, 10]
 
 
+@pytest.mark.parametrize("name", ["metrics.jsonl", "config.json", ".lock"])
+def test_a_folder_where_a_run_has_a_file_is_named(tmp_path, name):
+    (tmp_path / name).mkdir()
+    with pytest.raises((CheckpointError, OSError)) as error:  # launch.train tells both in one line.
+        workdir.claim(tmp_path, {"workers": 1})
+    line = command.one_line(error.value)
+    assert f"{name}': Is a directory; a file must be there; move the folder away" in line and "\n" not in line
+
+
 # -- Reading ----------------------------------------------------------------------------------------------------------
 
 
