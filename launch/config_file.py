@@ -90,7 +90,8 @@ def overridden(text: str, argv: Sequence[str]) -> str:
     """Which key of a shorthand has no effect because a field that it determines is set by itself; empty: none."""
     from decjax import registry
 
-    keys = dict(part.strip().partition("=")[::2] for part in registry.split(text.partition(":")[2]))
+    pairs = (part.strip().partition("=") for part in registry.split(text.partition(":")[2]))
+    keys = {key: value for key, _, value in pairs}
     for path, _ in fields(argv):
         if (key := DETERMINED.get(path)) in keys:
             return f"{key}={keys[key]} changes nothing with --config.{path}; leave one of them out"

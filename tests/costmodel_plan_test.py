@@ -350,7 +350,7 @@ def workload_with(**fields):
             "compressed: topology=5 must be text",
         ),
         (workload_with(num_bytes=[1] * 300, backward_s=[1] * 300), (), "num_bytes has 300 buckets; join some"),
-        ("/dev/full", (DATA,), "it is larger than 64 MB"),
+        ("/dev/full", (DATA,), "it is a pipe or a device"),
         (None, ("--model=params=1e300,forward_s=.1,backward_s=.2",), "params=1e+300 must be between"),
         (None, ("--model=params=1e6,params=1e7,forward_s=.1,backward_s=.2",), "params is given twice"),
         (None, (f"{DATA},buckets=1e9",), "buckets=1e+09 must be a whole number from 1 to 256"),

@@ -104,6 +104,13 @@ def test_a_damaged_document_is_refused_with_one_reason(tmp_path, text, problem):
     assert "\n" not in str(error.value)
 
 
+def test_a_document_that_is_too_large_is_not_read(tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "MAX_JSON_BYTES", 1 << 20)
+    (tmp_path / "config.json").write_text('{"a": "' + "b" * (1 << 20) + '"}')
+    with pytest.raises(ValueError, match="it is larger than 1 MB"):
+        files.read_json(tmp_path / "config.json")
+
+
 def test_a_document_may_be_nested(tmp_path):
     (tmp_path / "config.json").write_text(nested(63))
     assert list(files.read_json(tmp_path / "config.json")) == ["a"]

@@ -108,7 +108,7 @@ def staged(model, params, batch, microbatches):
     source = pipeline.of_division(division, schedule="1f1b", microbatches=microbatches, remat=True, batch=shape)
     stacked = workers.stack(source.split(params))
     state = workers.jit(source.init, (0,))(stacked)
-    gradient = workers.jit(lambda *args: source.gradient(*args, KEY)[:2], (0, 0, 0))
+    gradient = workers.jit(lambda params, state, batch: source.gradient(params, state, batch, KEY)[:2], (0, 0, 0))
     loss, grads = gradient(stacked, state, workers.build(lambda worker: batch))
     return workers.fetch_first(loss), source.join(jax.tree.map(lambda x: x[0], workers.fetch(grads)))
 
