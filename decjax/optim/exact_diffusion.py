@@ -63,7 +63,7 @@ class _ExactDiffusion:
 
     def update(self, grads, state, params=None, *, phase=None, **extra):
         check_update(params)
-        assert self.mixer.linear is not None
+        assert params is not None and self.mixer.linear is not None
         own, inner = self.inner.update(grads, state.inner, params, **extra)  # ψ − x
         half = optax.apply_updates(params, in_float32(jnp.add, own, state.correction))
         drawn = self.mixer.linear.pull(half, self.mixer.phases.start if phase is None else phase)
