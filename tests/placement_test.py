@@ -112,6 +112,31 @@ def test_search_comes_near_the_optimum_of_gossip(find):
     assert find(network, trials=1500).seconds <= 1.02 * placement.best_of_all(network).seconds
 
 
+@pytest.mark.parametrize("S, W", [(1, 12), (3, 4), (4, 3)])
+def test_gathered_devices_are_near_to_all_of_their_group(S, W):
+    """Against the definition, which takes the square of a group's size for each device: with 4,000 of them minutes."""
+    network = placement.Network(make_links(S * W), placement.Job(W, S, 1e7, 1e7))
+    layout = search.gathered(network, np.random.default_rng(3))
+    rng = np.random.default_rng(3)
+    near_s, left = network.shard_s + rng.uniform(0, 1e-9, network.shard_s.shape), set(range(S * W))
+    for row in layout.tolist():
+        assert row[0] == rng.choice(sorted(left))
+        for k in range(1, W):
+            left.remove(row[k - 1])
+            assert row[k] == min(left, key=lambda device, row=row, k=k: near_s[row[:k], device].max())
+        left.remove(row[-1])
+
+
+def test_thousands_of_devices_are_gathered_at_once(monkeypatch):
+    """Work grows with the square of the number of devices, not with its third power: each row of the matrix is read once."""
+    network = placement.Network(make_links(300), placement.Job(300, 1, 1e7, 0.0))
+    counted = []
+    maximum = np.maximum
+    monkeypatch.setattr(search.np, "maximum", lambda *args: counted.append(args) or maximum(*args))
+    assert sorted(search.gathered(network, np.random.default_rng(0))[0]) == list(range(300))
+    assert len(counted) == 299 and all(x.shape == (300,) for args in counted for x in args)
+
+
 def test_same_seed_same_layout():
     network = placement.Network(make_links(12), placement.Job(4, 3, 1e7, 1e7))
     one, other = (placement.genetic(network, seed=3, trials=200) for _ in range(2))

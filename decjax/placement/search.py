@@ -75,14 +75,15 @@ def gathered(network: Network, rng: np.random.Generator) -> np.ndarray:
     """Groups of devices that are near to each other: around a device at random, those to which messages take least."""
     S, W = network.job.stages, network.job.workers
     near_s = network.shard_s + rng.uniform(0, 1e-9, network.shard_s.shape)  # Equals in any order.
-    left, rows = set(range(S * W)), []
+    taken_N, rows = np.zeros(S * W, bool), []
     for _ in range(S):
-        row = [int(rng.choice(sorted(left)))]
-        left.remove(row[0])
+        row = [int(rng.choice(np.flatnonzero(~taken_N)))]
+        taken_N[row] = True
+        farthest_N = near_s[row[0]]  # Seconds to each device from that of the row which is farthest from it.
         while len(row) < W:
-            rest = np.array(sorted(left))
-            row.append(int(rest[near_s[row][:, rest].max(axis=0).argmin()]))
-            left.remove(row[-1])
+            row.append(int(np.where(taken_N, np.inf, farthest_N).argmin()))
+            taken_N[row[-1]] = True
+            farthest_N = np.maximum(farthest_N, near_s[row[-1]])
         rows.append(row)
     return np.array(rows)
 
