@@ -1,6 +1,6 @@
 # make train    the main job, in runs/lm       make train JAX=cuda13 on NVIDIA GPUs
 # make test     what a change usually breaks: minutes
-# make test-all the other tests: processes, kills, full disks, programs as users compile them, and from a warm compilation cache;
+# make test-all all tests: also processes, kills, full disks, and programs as users compile them;
 #               what a TPU's compiler makes of a step, which needs no TPU, but a download of its compiler
 # make lint     style and types
 # make docs     the documentation, in site/; dead links and warnings fail
@@ -17,14 +17,7 @@ INSTALLED := $(VENV)/installed$(if $(JAX),-$(JAX))
 CONFIG ?= configs/lm.py
 WORKDIR ?= runs/lm
 
-# Trajectories, of which the suite's own quick compilation could hide something: all their tests, slow ones too, run as
-# users compile; and those whose many collectives could meet in another order when their programs come from the compilation cache.
-AS_USERS := $(addprefix tests/,$(addsuffix _test.py,engine pipeline_train train))
-FROM_CACHE := $(addprefix tests/,$(addsuffix _test.py,engine pipeline_train))
-# Files of few long tests that share nothing: one after the other they would leave a core idle.
-APART := tests/audit_test.py tests/warm_cache_test.py
 PYTHON_FILES := decjax launch configs experiments tests
-KEPT := $(abspath $(VENV))/compiled
 
 .PHONY: train test test-all lint docs clean
 
@@ -38,12 +31,9 @@ test: $(VENV)/installed-tests
 test-all: $(VENV)/installed-tests $(AOT)/installed
 	@PYTHONPATH=$(AOT) $(BIN)/python -c 'import libtpu'
 	PYTHONPATH=$(AOT) $(BIN)/python -m pytest --dist load tests/aot_test.py
-	$(BIN)/python -m pytest -m slow --dist load $(APART)
-	$(BIN)/python -m pytest -m slow $(addprefix --ignore ,tests/aot_test.py $(APART) $(AS_USERS))
-	rm -rf $(KEPT)
-	DECJAX_TEST_COMPILE=users DECJAX_TEST_CACHE=$(KEPT) $(BIN)/python -m pytest $(AS_USERS)
-	DECJAX_TEST_COMPILE=users DECJAX_TEST_CACHE=$(KEPT) $(BIN)/python -m pytest $(FROM_CACHE) -k "not reducers_average or fused"
-	rm -rf $(KEPT)
+	DECJAX_TEST_COMPILE=users $(BIN)/python -m pytest -m as_users
+	@# One session, so that programs are compiled once and no core waits; slow tests that ran as users compile do not run again.
+	$(BIN)/python -m pytest -m "not (slow and as_users)" --ignore tests/aot_test.py
 
 lint: $(VENV)/installed-tests
 	$(BIN)/ruff check $(PYTHON_FILES)

@@ -2,13 +2,12 @@
 
 Nearly all of the suite's time is compilation, much of it of equal programs: a run and its continuation, or the same command
 in two processes. The cache is empty at the start and gone at the end; processes started by tests inherit it. Of the two code
-generators of jax 0.10, the older one takes half the time. `make test-all` also compiles as users do, and then takes the programs
-from the cache:
+generators of jax 0.10, the older one takes half the time. `make test-all` also compiles as users do:
 
     DECJAX_TEST_COMPILE=users    the compiler's own options
     DECJAX_TEST_CACHE=FOLDER     a cache that stays
 
-Tests that take long are listed in tests/slow.txt and marked `slow`.
+Tests that take long are listed in tests/slow.txt and marked `slow`; those that also run as users compile, in tests/as_users.txt.
 """
 
 import collections
@@ -104,23 +103,28 @@ def forgotten_parts():
         known.update(before[kind])
 
 
-SLOW = [line for line in pathlib.Path(__file__).with_name("slow.txt").read_text().splitlines() if not line.startswith("#")]
+LISTS = pathlib.Path(__file__).parent
+MARKED = {  # Files, tests, or single cases, by the mark that they get.
+    mark: [line for line in (LISTS / f"{mark}.txt").read_text().splitlines() if not line.startswith("#")]
+    for mark in ("slow", "as_users")
+}
 
 
 # Files whose tests take long and share nothing: each worker takes one test at a time.
-APART = {"audit_test.py", "warm_cache_test.py"}
+APART = {"audit_test.py", "warm_cache_test.py", "gpt_optimus_test.py"}
 
 
 def pytest_collection_modifyitems(items):
-    """Marks what tests/slow.txt lists: files, tests, or single cases. Files with many of these come first, and quick ones last: so no
-    worker waits long for another at the end."""
+    """Marks what the lists hold. Files with many slow tests come first, and quick ones last: so no worker waits long for another at
+    the end."""
     slow = collections.Counter()
     for item in items:
         path, _, case = item.nodeid.partition("::")
         file = pathlib.PurePath(path).name
-        if {file, f"{file}::{case}", f"{file}::{case.partition('[')[0]}"}.intersection(SLOW):
-            item.add_marker("slow")
-            slow[path] += 1
+        for mark, listed in MARKED.items():
+            if {file, f"{file}::{case}", f"{file}::{case.partition('[')[0]}"}.intersection(listed):
+                item.add_marker(mark)
+                slow[path] += mark == "slow"
     items.sort(key=lambda item: -slow[item.nodeid.partition("::")[0]])
 
 
