@@ -55,7 +55,8 @@ def of_system(error: OSError) -> str:
     """An error of the operating system in one line: which file, what is wrong with it, and what to do."""
     if error.filename is None or error.errno is None:
         return str(error)
-    return f"{os.fsdecode(error.filename)!r}: {error.strerror}; {_FIXES.get(error.errno, 'choose another path')}"
+    fix = "" if ";" in str(error.strerror) else f"; {_FIXES.get(error.errno, 'choose another path')}"  # Our own texts have one.
+    return f"{os.fsdecode(error.filename)!r}: {error.strerror}{fix}"
 
 
 class OutOfMemory(TrainingError):

@@ -177,4 +177,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    command.run(main, errors=(train.TrainingError, ValueError, OSError, config_file.ConfigFileError))
+    command.run(main, errors=(train.TrainingError, ValueError, config_file.ConfigFileError))

@@ -133,4 +133,4 @@ if __name__ == "__main__":
     flags.DEFINE_boolean("pin", False, "Whether process i stays on core i, modulo the number of cores.")
     elastic.define_flags()
     flags.FLAGS.set_gnu_getopt()  # The verb stands before the options.
-    command.run(main, errors=(ClusterError, OSError))
+    command.run(main, errors=(ClusterError,))

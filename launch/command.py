@@ -5,6 +5,7 @@ code 2, a training that diverged with 4, an interrupted run with 128 + signal. `
 """
 
 from collections.abc import Callable
+import contextlib
 import copy
 import errno
 import io
@@ -209,7 +210,7 @@ def parsed(argv: list[str], values: flags.FlagValues) -> list[str]:
 
 def run(main: Callable[[list[str]], int | None], errors: tuple[type[Exception], ...] = ()) -> None:
     """Runs `main(argv)` under absl: it gets the positional arguments behind the program's name, and returns the exit code. `errors`
-    are exceptions that speak to the user; they are told in one line."""
+    are exceptions that speak to the user; they are told in one line, as those of the operating system are."""
 
     _outlive_readers()
 
@@ -230,7 +231,7 @@ def run(main: Callable[[list[str]], int | None], errors: tuple[type[Exception], 
             code = main(argv[1:])
             _leaving()
             return code
-        except (UserError, *errors) as error:
+        except (UserError, OSError, *errors) as error:
             if _DEBUG.value:
                 raise
             fail(no_devices(error) or one_line(error), code_of(error))
@@ -257,4 +258,7 @@ def _set_up_terminal() -> None:
 
 def _leaving() -> None:
     """From here on an interrupt ends the process at once: there is nothing left to save or to say."""
+    for stream in filter(None, (sys.stdout, sys.stderr)):
+        with contextlib.suppress(OSError, ValueError):  # Its disk is full, or it is closed.
+            stream.flush()
     signal.signal(signal.SIGINT, signal.SIG_DFL)

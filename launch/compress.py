@@ -110,4 +110,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    command.run(main, errors=(train.TrainingError, ValueError, OSError))
+    command.run(main, errors=(train.TrainingError, ValueError))

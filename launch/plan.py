@@ -393,4 +393,4 @@ if __name__ == "__main__":  # Other commands have a --workers as well, and one p
     flags.DEFINE_alias("rematerialize", "remat")
     flags.DEFINE_float("flops", None, "Operations per second that a device sustains; none: the profile's.", lower_bound=0.0)
     flags.DEFINE_integer("top", 20, "How many layouts to show.", lower_bound=1)
-    command.run(main, errors=(ValueError, OSError, config_file.ConfigFileError))
+    command.run(main, errors=(ValueError, config_file.ConfigFileError))

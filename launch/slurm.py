@@ -199,4 +199,4 @@ if __name__ == "__main__":
     flags.DEFINE_string("name", None, "Of the job; the last part of --workdir without it.")
     flags.DEFINE_string("module", None, "What every task runs instead of launch.train.")
     flags.DEFINE_boolean("dry_run", False, "Print the batch file, and submit nothing.")
-    command.run(main, errors=(ConfigError, config_file.ConfigFileError, OSError))
+    command.run(main, errors=(ConfigError, config_file.ConfigFileError))

@@ -211,4 +211,4 @@ def show(all_members: list[Member]) -> None:
 
 if __name__ == "__main__":
     define()
-    command.run(main, errors=(config_file.ConfigFileError, OSError))
+    command.run(main, errors=(config_file.ConfigFileError,))

@@ -156,4 +156,4 @@ if __name__ == "__main__":  # Other commands have an --out as well, and one proc
     flags.DEFINE_integer("workers", None, "Number of workers.", required=True)
     flags.DEFINE_boolean("plot", False, "Whether to draw all topologies.")
     flags.DEFINE_string("out", "topologies.png", "Where --plot writes the figure.")
-    command.run(main, errors=(ValueError, OSError))
+    command.run(main, errors=(ValueError,))

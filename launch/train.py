@@ -145,4 +145,4 @@ def _size(num_bytes: float) -> str:
 
 
 if __name__ == "__main__":
-    command.run(main, errors=(train.TrainingError, OSError))
+    command.run(main, errors=(train.TrainingError,))

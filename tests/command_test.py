@@ -46,6 +46,11 @@ def test_an_interrupt_after_the_last_line_is_silent():
     assert ended(fails) == (-signal.SIGINT, "", "error: no\n")
 
 
+def test_errors_of_the_system_are_one_line_in_every_command():
+    code, _, errors = ended("def main(argv): open('/nowhere/file')")
+    assert (code, errors) == (2, "error: '/nowhere/file': No such file or directory; check the path\n")
+
+
 @pytest.mark.parametrize("columns", ["0", "²", "wide", "-3"])
 def test_columns_that_are_no_width_do_not_count(columns):
     for arguments in ((), ("--help",)):
