@@ -61,7 +61,7 @@ def read_json(path: str | os.PathLike) -> dict[str, Any]:
 def parse_json(text: str | bytes) -> Any:
     """Return the value of a JSON text; a ValueError of one line if it has none, or is nested too deeply."""
     try:
-        content = json.loads(text)
+        content = json.loads(text, object_pairs_hook=_once)
     except RecursionError:
         raise ValueError(_TOO_DEEP) from None
     except ValueError as error:
@@ -73,6 +73,16 @@ def parse_json(text: str | bytes) -> Any:
     if level:
         raise ValueError(_TOO_DEEP)
     return content
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object; refused if it has a name twice, of which JSON's own reader takes the last."""
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"{twice[:60]!r} is given twice; leave one out")
+    return fields
 
 
 def write_whole(path: str | os.PathLike, text: str, shared: bool = False) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 from decjax import files
 from experiments import trials
 from experiments.trials import Trial
+from launch import command
 
 _BEGINS = '{"config": '  # every line
 
@@ -23,7 +24,7 @@ class Book:
     A path of data is kept as a checksum of the data. After a change of the code that alters numbers, remove the lines that it makes wrong.
 
     Args:
-        path: of the file, which is made if it is not there.
+        path: of the file, which the first training makes.
         pool: makes what the book lacks; none: two trainings at a time.
 
     Raises:
@@ -34,10 +35,13 @@ class Book:
         self.pool = pool or trials.Pool()
         self._path, self._lock, self._known, self._makes = path, threading.Lock(), {}, True
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            files.check_regular(path)
-            path.open("a").close()  # Whether it can be written is to be known before the first training.
-            text = path.read_text()
+            command.folder("book", str(path.parent))  # Whether it can be written is to be known before the first training.
+            if path.exists():
+                files.check_regular(path)
+                path.open("ab").close()
+            text = path.read_text() if path.exists() else ""
+        except command.UserError as error:
+            raise trials.Broken(str(error)) from error
         except (OSError, UnicodeDecodeError) as error:
             raise trials.Broken(f"the book {path} cannot be read and written ({error}); give another --book") from error
         lines, cut = text.splitlines(), not text.endswith("\n")
@@ -56,7 +60,6 @@ class Book:
     @classmethod
     def of(cls, out: pathlib.Path, path: str | None, pool: trials.Pool | None = None) -> "Book":
         """The book of an experiment: that of `--book`, or else one among its run directories, which are to be in `out`."""
-        out.mkdir(parents=True, exist_ok=True)  # All trainings may be in the book.
         return cls(pathlib.Path(path) if path else out / "book.jsonl", pool)
 
     def as_it_is(self) -> "Book":
@@ -87,7 +90,8 @@ class Book:
         """Writes a line behind the last whole one, or nothing if there is no room for it."""
         line = json.dumps(row).encode() + b"\n"
         try:
-            with self._path.open("r+b", buffering=0) as file:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            with open(os.open(self._path, os.O_RDWR | os.O_CREAT, 0o666), "r+b", buffering=0) as file:
                 fcntl.flock(file, fcntl.LOCK_EX)  # Other commands may write to the same book.
                 text = file.read()
                 whole = text.rfind(b"\n") + 1

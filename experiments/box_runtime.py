@@ -25,7 +25,7 @@ import rich.table
 from decjax import costmodel
 from experiments import methods, script
 from experiments.bench.box import systems
-from experiments.bench.box.group import Failed
+from experiments.bench.box.group import done
 from experiments.methods import ALONE, HOSTS, SHORTHANDS
 from launch import cluster, command
 
@@ -60,8 +60,7 @@ def calibrate(
         options = [f"--config={config}:workers={HOSTS}", f"--out={path}", f"--seconds={seconds}", f"--name={rate}"]
         options += [f"--compressed={text}" for text in compressed]
         options += [f"--config.{key}={value}" for key, value in fields.items()]
-        if code := network.run("launch.calibrate", options):
-            raise Failed(f"launch.calibrate at {rate} ended with exit code {code}")
+        done(f"launch.calibrate at {rate}", network.run("launch.calibrate", options))
         measured, workload = costmodel.load(path)
     assert workload is not None  # Calibration always writes one.
     return measured, workload

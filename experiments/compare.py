@@ -29,7 +29,7 @@ from decjax import files
 from experiments import script
 from launch import command
 
-_OUT = flags.DEFINE_string("out", None, "Where to write the figure, such as compare.png or .pdf; none: the table only.")
+_OUT = flags.DEFINE(command.FIGURE, "out", None, "Where to write the figure, such as compare.png or .pdf; none: the table only.")
 _MARKDOWN = flags.DEFINE_bool("markdown", False, "Print the table as Markdown.")
 
 MARKERS = ("o", "s", "^", "D", "v", "P")
@@ -356,8 +356,6 @@ def _label_axes(by_step, by_time, distance, runs: list[Record], names: list[str]
 def main(argv: list[str]) -> int:
     if not argv:
         command.fail("no runs; give the directories that launch.train has written")
-    if _OUT.value:
-        command.output("out", _OUT.value, figure=True)
     paths = [pathlib.Path(os.path.normpath(path)) for path in argv]
     if any(path.is_dir() for path in paths):  # A pattern such as sweeps/graphs/* names the files beside the runs as well.
         paths = [path for path in paths if not path.is_file()]

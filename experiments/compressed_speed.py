@@ -25,7 +25,7 @@ from experiments.bench.box.systems import BUCKET, ERRORS, WHOLE, Box, Row, decja
 from experiments.methods import ALONE, HOSTS, ONE_PEER, SYNC
 from experiments.script import Check
 from experiments.speedup import TORCH_ALONE, Measured
-from launch import cluster
+from launch import cluster, command
 
 FLAGS = flags.FLAGS
 
@@ -135,5 +135,6 @@ if __name__ == "__main__":
     flags.DEFINE_float("seconds", 90.0, "About how long to calibrate.", lower_bound=1.0)
     flags.DEFINE_string("peers", None, "A Python with experiments/requirements-peers.txt, for the rows of PyTorch.")
     flags.DEFINE_multi_string("row", [], "A row to measure beside the first two, may be repeated; none: all.")
-    flags.DEFINE_string("out", None, "JSON of everything measured.")
+    script.selects("row")
+    flags.DEFINE(command.FILE, "out", None, "JSON of everything measured.")
     script.run(main, ERRORS)

@@ -159,8 +159,8 @@ def tabulate(found: dict[str, Killed]) -> Any:
 
 
 def main() -> int:
-    out, rows = command.folder("out", FLAGS.out), script.choose(ROWS, FLAGS.row)
-    script.check_tables(FLAGS.pages, "crashes")
+    out, rows = script.folder(), script.choose(ROWS, FLAGS.row)
+    script.check_tables("crashes")
     found: dict[str, Killed] = {}
     for place, row in enumerate(rows):
         left = FLAGS.kills - sum(result.kills for result in found.values())  # A run may end before it was killed often enough.
@@ -168,15 +168,15 @@ def main() -> int:
         script.show(f"{row.name}: {found[row.name]}")
     table = tabulate(found)
     script.show(table)
-    if FLAGS.pages:
-        script.fill(pathlib.Path(FLAGS.pages), "crashes", table)
+    script.fill("crashes", table)
     return 0 if all(result.same_state and result.same_rows for result in found.values()) else 1
 
 
 if __name__ == "__main__":
-    flags.DEFINE_string("out", None, "Run directories go here.", required=True)
+    flags.DEFINE(command.FOLDER, "out", None, "Run directories go here.", required=True)
     flags.DEFINE_integer("kills", 100, "Over all methods.", lower_bound=1)
     flags.DEFINE_integer("seed", 0, "Of the moments.")
     flags.DEFINE_multi_string("row", [], f"Of {'; '.join(row.name for row in ROWS)}; may be repeated; none: all.")
-    flags.DEFINE_string("pages", None, script.PAGES)
+    script.selects("row")
+    flags.DEFINE(command.FOLDER, "pages", None, script.PAGES)
     script.run(main, (trials.Broken, OSError))

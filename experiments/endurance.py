@@ -328,7 +328,7 @@ def done(path: pathlib.Path) -> dict[int, dict[str, Any]]:
 
 
 def main() -> int:
-    out = command.folder("out", FLAGS.out)
+    out = script.folder()
     out.mkdir(parents=True, exist_ok=True)
     results, links = out / "sequences.jsonl", os.geteuid() == 0 and shutil.which("tc") is not None
     with load(FLAGS.load):
@@ -358,7 +358,7 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    flags.DEFINE_string("out", None, "Results go here; what a broken sequence left stays here, too.", required=True)
+    flags.DEFINE(command.FOLDER, "out", None, "Results go here; what a broken sequence left stays here, too.", required=True)
     flags.DEFINE_integer("sequences", 150, "How many.", lower_bound=1)
     flags.DEFINE_integer("first", 0, "Seed of the first sequence.", lower_bound=0)
     flags.DEFINE_integer("load", 0, "Processes that compute all the time meanwhile.", lower_bound=0)

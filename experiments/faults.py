@@ -166,8 +166,8 @@ def tabulate_losses(losses: list[Loss]) -> Any:
 
 
 def main() -> int:
-    out = command.folder("out", FLAGS.out)
-    script.check_tables(FLAGS.pages, "faults", *(["faults_loss"] if FLAGS.seeds else []))
+    out = script.folder()
+    script.check_tables("faults", *(["faults_loss"] if FLAGS.seeds else []))
     with cluster.network(hosts=max(FLAGS.processes, default=HOSTS), rate=FLAGS.rate):
         pass  # Refuses at once what would end the command later.
     script.claim(out, rate=FLAGS.rate, steps=FLAGS.steps)
@@ -179,12 +179,11 @@ def main() -> int:
     shown = tabulate_losses(losses) if losses else None
     if shown:
         script.show(shown)
-    if FLAGS.pages:
-        script.fill(pathlib.Path(FLAGS.pages), "faults", faults)
-        if shown:
-            script.fill(pathlib.Path(FLAGS.pages), "faults_loss", shown)
-    script.save(
-        str(out / "faults.json"),
+    if shown:
+        script.fill("faults_loss", shown)
+    script.publish(
+        "faults",
+        faults,
         faults={count: [each._asdict() for each in rows] for count, rows in by_count.items()},
         losses=[each._asdict() for each in losses],
     )
@@ -192,10 +191,12 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    flags.DEFINE_string("out", None, "Run directories, events and figures go here.", required=True)
+    flags.DEFINE(command.FOLDER, "out", None, "Run directories, events and figures go here.", required=True)
     flags.DEFINE_string("rate", "100mbit", "Of every link.")
     flags.DEFINE_multi_integer("processes", COUNTS, "How many there are; may be repeated.", lower_bound=3)
+    script.selects("processes")
     flags.DEFINE_integer("seeds", 3, "Of the runs whose loss is compared; 0: none.", lower_bound=0)
+    script.selects("seeds")
     flags.DEFINE_integer("steps", 1000, "Of a run in a storm.", lower_bound=100)
-    flags.DEFINE_string("pages", None, script.PAGES)
+    flags.DEFINE(command.FOLDER, "pages", None, script.PAGES)
     script.run(main, (cluster.ClusterError, Failed, OSError))

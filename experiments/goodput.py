@@ -342,15 +342,15 @@ def draw(path: str, storms: dict[str, list[Event]]) -> None:
 
 
 def main() -> None:
-    out = command.folder("out", FLAGS.out)
+    out = script.folder()
     rows = script.choose(ROWS, FLAGS.row)
     trainings = (0.0, FLAGS.calm_minutes), (FLAGS.per_hour, FLAGS.minutes)
-    script.check_tables(FLAGS.pages, "goodput")
+    script.check_tables("goodput")
     folders = {row: [out / f"{trials.name_of(row.name)}_{per_hour:g}" for per_hour, _ in trainings] for row in rows}
     if not all((folder / "events.jsonl").exists() for pair in folders.values() for folder in pair):
         with cluster.network(hosts=HOSTS, rate=FLAGS.rate):
             pass  # Refuses at once what would end the command later.
-    script.claim(out, rate=FLAGS.rate, minutes=FLAGS.minutes, calm_minutes=FLAGS.calm_minutes)
+    script.claim(out, rate=FLAGS.rate, minutes=FLAGS.minutes, calm_minutes=FLAGS.calm_minutes, per_hour=FLAGS.per_hour)
     storms, found = {}, {}
     for row, pair in folders.items():
         for folder, (per_hour, minutes) in zip(pair, trainings, strict=True):
@@ -361,18 +361,17 @@ def main() -> None:
         script.show(f"{row.name}: {found[row.name][1].steps_per_s:.2f} steps/s in the storm")
     table = tabulate(found)
     script.show(table)
-    draw(str(out / "goodput.png"), storms)
-    if FLAGS.pages:
-        script.publish(FLAGS.pages, "goodput", table, lambda path: draw(path, storms))
-    script.save(str(out / "goodput.json"), **{name: [each._asdict() for each in pair] for name, pair in found.items()})
+    numbers = {name: [each._asdict() for each in pair] for name, pair in found.items()}
+    script.publish("goodput", table, lambda path: draw(path, storms), **numbers)
 
 
 if __name__ == "__main__":
-    flags.DEFINE_string("out", None, "Run directories, events, table and figure go here.", required=True)
+    flags.DEFINE(command.FOLDER, "out", None, "Run directories, events, table and figure go here.", required=True)
     flags.DEFINE_string("rate", "100mbit", "Of every link.")
     flags.DEFINE_float("minutes", 30.0, "Of each training in the storm.", lower_bound=0.5)
     flags.DEFINE_float("calm_minutes", 4.0, "Of each training without faults.", lower_bound=0.5)
     flags.DEFINE_float("per_hour", 125.0, "Processes that are killed.", lower_bound=1.0)
     flags.DEFINE_multi_string("row", [], f"Of {'; '.join(row.name for row in ROWS)}; may be repeated; none: all.")
-    flags.DEFINE_string("pages", None, script.PAGES)
+    script.selects("row")
+    flags.DEFINE(command.FOLDER, "pages", None, script.PAGES)
     script.run(main, (cluster.ClusterError, Failed, OSError))

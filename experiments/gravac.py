@@ -56,8 +56,8 @@ def tabulate(found: dict[tuple[str, str], list[dict[str, Any]] | None]) -> Any:
 
 
 def main() -> None:
-    out = command.folder("out", FLAGS.out)
-    script.check_tables(FLAGS.pages, "gravac")
+    out = script.folder()
+    script.check_tables("gravac")
     keys = list(itertools.product(MODELS, REDUCERS, range(FLAGS.seeds)))
     runs = [trial(out, *key) for key in keys]
     ended = dict(zip(keys, trials.Pool().make(runs), strict=True))
@@ -67,12 +67,11 @@ def main() -> None:
         found[model, reducer] = [run.summary() for run, _ in own] if all(good for _, good in own) else None
     table = tabulate(found)
     script.show(table)
-    if FLAGS.pages:
-        script.fill(pathlib.Path(FLAGS.pages), "gravac", table)
+    script.fill("gravac", table)
 
 
 if __name__ == "__main__":
-    flags.DEFINE_string("out", None, "Run directories go here.", required=True)
+    flags.DEFINE(command.FOLDER, "out", None, "Run directories go here.", required=True)
     flags.DEFINE_integer("seeds", 3, "Trainings of each kind.", lower_bound=1)
-    flags.DEFINE_string("pages", None, script.PAGES)
+    flags.DEFINE(command.FOLDER, "pages", None, script.PAGES)
     script.run(main, (trials.Broken, OSError))

@@ -98,8 +98,13 @@ def draw(path: str, found: Mapping[str, Mapping[str, Result]]) -> None:
         script.dress(figure, "Dots are seeds, bars their means")
 
 
+def is_whole(parts: Sequence[str]) -> bool:
+    """Whether these parts, or those of the digits if there are none, fill all columns of each table that they are in."""
+    return not parts or all(len(set(parts) & set(kind)) in (0, len(kind)) for kind, _ in KINDS)
+
+
 def main() -> None:
-    out, parts = command.folder("out", FLAGS.out), FLAGS.only or list(studies.DIRICHLET)
+    out, parts = script.folder(), FLAGS.only or list(studies.DIRICHLET)
     if unknown := [part for part in parts if part not in PARTS]:
         command.fail(f"--only={unknown[0]} is unknown; use some of {', '.join(PARTS)}")
     if not FLAGS.text and (needy := [part for part in parts if part in studies.MULTI30K]):
@@ -108,11 +113,7 @@ def main() -> None:
         command.fail(f"--text={FLAGS.text} changes nothing without a part of Multi30k; leave it out, or add --only=multi30k_ring")
     if FLAGS.text and not pathlib.Path(FLAGS.text).is_file():
         command.fail(f"--text={FLAGS.text} is no file; give the path of a file with Multi30k's English sentences")
-    for kind, name in KINDS:
-        if FLAGS.pages and 0 < len(set(parts) & set(kind)) < len(kind):
-            command.fail(f"--only={','.join(parts)} would leave columns out of the table {name}; name {', '.join(kind)}")
-        if set(parts) & set(kind):
-            script.check_tables(FLAGS.pages, name)
+    script.check_tables(*(name for kind, name in KINDS if set(parts) & set(kind)))
     book, found = Book.of(out, FLAGS.book), {}
     for part in parts:
         data = FLAGS.text if part in studies.MULTI30K else ""
@@ -121,19 +122,18 @@ def main() -> None:
     for kind, name in KINDS:
         if of := {part: rows for part, rows in found.items() if part in kind}:
             script.show(joint(of), *([order(of)] if kind is studies.DIRICHLET else []))
-            draw(str(out / f"{name}.png"), of)
-            script.save(str(out / f"{name}.json"), **{part: {m: r._asdict() for m, r in rows.items()} for part, rows in of.items()})
-            if FLAGS.pages:
-                script.publish(FLAGS.pages, name, joint(of), lambda path, of=of: draw(path, of))
-    if FLAGS.pages and set(studies.DIRICHLET) & set(found):
-        script.fill(pathlib.Path(FLAGS.pages), "heterogeneity_order", order(found))
+            numbers = {part: {m: r._asdict() for m, r in rows.items()} for part, rows in of.items()}
+            script.publish(name, joint(of), lambda path, of=of: draw(path, of), **numbers)
+    if set(studies.DIRICHLET) & set(found):
+        script.fill("heterogeneity_order", order(found))
 
 
 if __name__ == "__main__":
-    flags.DEFINE_string("out", None, "Run directories, tables as JSON, and figures go here.", required=True)
+    flags.DEFINE(command.FOLDER, "out", None, "Run directories, tables as JSON, and figures go here.", required=True)
     flags.DEFINE_list("only", [], "Parts to make; none: those of the digits.")
+    script.selects("only", is_whole)
     flags.DEFINE_string("text", None, "A text file of Multi30k's English sentences.")
-    flags.DEFINE_string("book", None, "File of JSON lines with what trainings came to; none: OUT/book.jsonl.")
-    flags.DEFINE_string("pages", None, script.PAGES)
+    flags.DEFINE(command.FILE, "book", None, "File of JSON lines with what trainings came to; none: OUT/book.jsonl.")
+    flags.DEFINE(command.FOLDER, "pages", None, script.PAGES)
     flags.DEFINE_bool("smoke", False, "The whole way with tiny models, in minutes.")
     script.run(main, (trials.Broken, OSError))

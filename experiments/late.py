@@ -47,8 +47,8 @@ def tabulate(found: dict[tuple[int, int], seeds.Spread | None]) -> Any:
 
 
 def main() -> None:
-    out = command.folder("out", FLAGS.out)
-    script.check_tables(FLAGS.pages, "late")
+    out = script.folder()
+    script.check_tables("late")
     keys = list(itertools.product(DELAYS, ROUNDS, range(FLAGS.seeds)))
     runs = [trial(out, *key) for key in keys]
     ended = dict(zip(keys, trials.Pool().make(runs), strict=True))
@@ -59,14 +59,13 @@ def main() -> None:
         found[delay, every] = seeds.spread(own) if len(own) == FLAGS.seeds else None
     table = tabulate(found)
     script.show(table)
-    if FLAGS.pages:
-        script.fill(pathlib.Path(FLAGS.pages), "late", table)
+    script.fill("late", table)
 
 
 if __name__ == "__main__":
-    flags.DEFINE_string("out", None, "Run directories go here.", required=True)
+    flags.DEFINE(command.FOLDER, "out", None, "Run directories go here.", required=True)
     flags.DEFINE_integer("steps", 600, "Of a training.", lower_bound=max(ROUNDS))
     flags.DEFINE_integer("seeds", 3, "Trainings of each kind.", lower_bound=1)
     flags.DEFINE_float("learning_rate", 6e-3, "Peak, for all.", lower_bound=0.0)
-    flags.DEFINE_string("pages", None, script.PAGES)
+    flags.DEFINE(command.FOLDER, "pages", None, script.PAGES)
     script.run(main, (trials.Broken, OSError))

@@ -67,8 +67,8 @@ def tabulate(found: list[dict[str, dict[str, float]]]) -> Any:
 
 
 def main() -> None:
-    out = command.folder("out", FLAGS.out)
-    script.check_tables(FLAGS.pages, "low_rank_clicks")
+    out = script.folder()
+    script.check_tables("low_rank_clicks")
     runs = [trial(out, seed) for seed in range(FLAGS.seeds)]
     if not all(trials.Pool().make(runs)):
         raise trials.Broken(f"a training in {out} diverged; use fewer steps")
@@ -76,13 +76,12 @@ def main() -> None:
     script.show(f"log-loss as trained: {seeds.spread([forms[AS_TRAINED]['loss'] for forms in found]).text(4)} nats")
     table = tabulate(found)
     script.show(table)
-    if FLAGS.pages:
-        script.fill(pathlib.Path(FLAGS.pages), "low_rank_clicks", table)
+    script.fill("low_rank_clicks", table)
 
 
 if __name__ == "__main__":
-    flags.DEFINE_string("out", None, "Run directories go here.", required=True)
+    flags.DEFINE(command.FOLDER, "out", None, "Run directories go here.", required=True)
     flags.DEFINE_integer("steps", 1000, "Of a training.", lower_bound=20)
     flags.DEFINE_integer("seeds", 3, "Trainings.", lower_bound=1)
-    flags.DEFINE_string("pages", None, script.PAGES)
+    flags.DEFINE(command.FOLDER, "pages", None, script.PAGES)
     script.run(main, (trials.Broken, OSError))

@@ -33,7 +33,7 @@ from experiments import optimus_runtime, script, trials
 from experiments import rows as rows_lib
 from experiments.rows import Row
 from experiments.trials import Trial
-from launch import processes
+from launch import command, processes
 
 FLAGS = flags.FLAGS
 
@@ -198,5 +198,5 @@ def main() -> int:
 
 if __name__ == "__main__":
     rows_lib.define_flags(workdir="runs/optimus", steps=400)
-    flags.DEFINE_string("out", None, "Where to write the figure, such as optimus.png; none: the tables only.")
+    flags.DEFINE(command.FIGURE, "out", None, "Where to write the figure, such as optimus.png; none: the tables only.")
     script.run(main, errors=(trials.Broken, OSError))

@@ -176,8 +176,8 @@ def draw(path: str, found: Mapping[str, Result]) -> None:
 
 
 def main() -> None:
-    out = command.folder("out", FLAGS.out)
-    script.check_tables(FLAGS.pages, "outer")
+    out = script.folder()
+    script.check_tables("outer")
     if unknown := [name for name in FLAGS.row if name not in ROWS]:
         command.fail(f"row={unknown[0]!r} is unknown; the rows are: {'; '.join(ROWS)}")
     chosen = FLAGS.row or (["gossip DiLoCo, H = 4"] if FLAGS.smoke else ROWS)
@@ -185,16 +185,15 @@ def main() -> None:
     trainings = Trainings(out, Book.of(out, FLAGS.book), FLAGS.smoke)
     found = dict(zip(names, trainings.book.pool.map(trainings.result, names), strict=True))
     script.show(tabulate(found), script.tabulate(checks(found)))
-    draw(str(out / "outer.png"), found)
-    script.save(str(out / "outer.json"), **{name: result._asdict() for name, result in found.items()})
-    if FLAGS.pages:
-        script.publish(FLAGS.pages, "outer", tabulate(found), lambda path: draw(path, found))
+    numbers = {name: result._asdict() for name, result in found.items()}
+    script.publish("outer", tabulate(found), lambda path: draw(path, found), **numbers)
 
 
 if __name__ == "__main__":
-    flags.DEFINE_string("out", None, "Run directories, the table as JSON, and the figure go here.", required=True)
+    flags.DEFINE(command.FOLDER, "out", None, "Run directories, the table as JSON, and the figure go here.", required=True)
     flags.DEFINE_multi_string("row", [], "A row to train, beside all-reduce; may be repeated; none: all.")
-    flags.DEFINE_string("book", None, "File of JSON lines with what trainings came to; none: OUT/book.jsonl.")
-    flags.DEFINE_string("pages", None, script.PAGES)
+    script.selects("row")
+    flags.DEFINE(command.FILE, "book", None, "File of JSON lines with what trainings came to; none: OUT/book.jsonl.")
+    flags.DEFINE(command.FOLDER, "pages", None, script.PAGES)
     flags.DEFINE_bool("smoke", False, "The whole way with tiny models, in minutes.")
     script.run(main, (trials.Broken, OSError))

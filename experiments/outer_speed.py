@@ -10,8 +10,6 @@ Hosts of a box share the cores of one machine, so workers that do not wait for e
 waits for that, too. Rows "pauses" compute one sequence behind a pause of 400 ms, which stands for hosts that have cores of their own.
 """
 
-import pathlib
-
 from absl import flags
 import rich.table
 
@@ -20,7 +18,7 @@ from experiments.bench.box.systems import ERRORS, Box, decjax
 from experiments.methods import ALONE, HOSTS
 from experiments.script import Check
 from experiments.speedup import Measured
-from launch import cluster
+from launch import cluster, command
 
 FLAGS = flags.FLAGS
 H, MOST = 30, 1.05  # Steps of a round, the methods' default; what is asked of Streaming DiLoCo, relative to no communication.
@@ -62,7 +60,7 @@ def checks(measured: Measured) -> list[Check]:
 
 
 def main() -> None:
-    script.check_tables(FLAGS.pages, "outer_speed")
+    script.check_tables("outer_speed")
     rows = script.choose(ROWS, FLAGS.row, ALONE, ALONE_P)
     with cluster.network(hosts=FLAGS.hosts, rate=FLAGS.rate) as network, Box(network) as box:
         box.prepare_all(rows)
@@ -71,8 +69,7 @@ def main() -> None:
     script.show(found, script.tabulate(checks(measured)))
     script.show(*(f"{name} cannot run: {why}" for name, why in box.refused.items()))
     script.save(FLAGS.out, refused=box.refused, measured=measured._asdict())
-    if FLAGS.pages:
-        script.fill(pathlib.Path(FLAGS.pages), "outer_speed", found)
+    script.fill("outer_speed", found)
 
 
 if __name__ == "__main__":
@@ -80,6 +77,7 @@ if __name__ == "__main__":
     flags.DEFINE_integer("hosts", HOSTS, "One process each.", lower_bound=2)
     flags.DEFINE_integer("rounds", 3, "Visits of each row.", lower_bound=1)
     flags.DEFINE_multi_string("row", [], f"Of {'; '.join(row.name for row in ROWS)}; may be repeated; none: all.")
-    flags.DEFINE_string("out", None, "JSON of everything measured.")
-    flags.DEFINE_string("pages", None, script.PAGES)
+    script.selects("row")
+    flags.DEFINE(command.FILE, "out", None, "JSON of everything measured.")
+    flags.DEFINE(command.FOLDER, "pages", None, script.PAGES)
     script.run(main, ERRORS)

@@ -31,9 +31,15 @@ OF_PAGES = "none: the data of the results pages, whose trainings the book has."
 
 
 def check() -> None:
-    """Ends the command if a part that is asked for is unknown."""
+    """Ends the command if a part that is asked for is unknown, or if no part reads the data of a flag."""
     if unknown := [part for part in FLAGS.only if part not in PARTS]:
         command.fail(f"--only={unknown[0]} is unknown; use some of {', '.join(PARTS)}")
+    for flag in TINY:
+        readers = [part for part, study in PAPER.items() if study.data == flag]
+        if FLAGS[flag].value and FLAGS.only and not set(readers) & set(FLAGS.only):
+            command.fail(
+                f"--{flag}={FLAGS[flag].value} changes nothing with --only={','.join(FLAGS.only)}; leave it out, or add {readers[0]}"
+            )
 
 
 def chosen(out: pathlib.Path, book: Book) -> dict[str, str]:
@@ -51,7 +57,7 @@ def chosen(out: pathlib.Path, book: Book) -> dict[str, str]:
             script.show(f"{part} is left out: it needs --{needed}")
         else:
             found[part] = data
-    script.check_tables(FLAGS.pages, *found)
+    script.check_tables(*found)
     return found
 
 
@@ -87,28 +93,28 @@ def make(part: str, data: str, out: pathlib.Path, book: Book) -> tuple[Any, Call
 
 
 def main() -> None:
-    out = command.folder("out", FLAGS.out if FLAGS.out is not None else f"runs/{'smoke' if FLAGS.smoke else 'paper'}")
+    out = script.folder()
     check()
     book = Book.of(out, FLAGS.book, trials.Pool(FLAGS.together))
     for part, data in chosen(out, book).items():
         table, draw, numbers = make(part, data, out, book)
         script.show(part, table)
-        draw(str(out / f"{part}.png"))
-        script.save(str(out / f"{part}.json"), **numbers)
-        if FLAGS.pages:
-            script.publish(FLAGS.pages, part, table, draw)
+        script.publish(part, table, draw, **numbers)
 
 
 if __name__ == "__main__":
-    flags.DEFINE_string(
-        "out", None, "Run directories, tables as JSON, and figures go here; none: runs/paper, or runs/smoke with --smoke."
+    flags.DEFINE(
+        command.FOLDER,
+        "out",
+        "runs/paper",
+        "Run directories, tables as JSON, and figures go here; with --smoke into a folder in it.",
     )
     flags.DEFINE_list("only", [], "Parts to make; none: all.")
     flags.DEFINE_string("multi30k", None, f"Folder of Multi30k's parallel files; {OF_PAGES}")
     flags.DEFINE_string("cifar10", None, f"Folder of CIFAR-10's binary version; {OF_PAGES}")
     flags.DEFINE_string("shakespeare", None, f"A text for which no rate was tuned; {OF_PAGES}")
-    flags.DEFINE_string("book", None, "File of JSON lines with what trainings came to; none: OUT/book.jsonl.")
-    flags.DEFINE_string("pages", None, script.PAGES)
+    flags.DEFINE(command.FILE, "book", None, "File of JSON lines with what trainings came to; none: OUT/book.jsonl.")
+    flags.DEFINE(command.FOLDER, "pages", None, script.PAGES)
     flags.DEFINE_integer("together", trials.TOGETHER, "Trainings at a time; a GPU with 16 cores makes 12.", lower_bound=1)
     flags.DEFINE_bool("smoke", False, "The whole way with tiny models and, where no path is given, made-up data, in minutes.")
     script.run(main, (trials.Broken, OSError))

@@ -209,6 +209,9 @@ def main() -> None:
     if FLAGS.json or FLAGS.gpus is not None:
         if FLAGS.cluster is None or FLAGS.gpus is None:
             command.fail("--gpus needs --cluster, and --json both: --cluster=a40 --gpus=32 --json")
+        if FLAGS.out or FLAGS.leave_one_out:
+            which = f"--out={FLAGS.out}" if FLAGS.out else "--leave_one_out"
+            command.fail(f"{which} changes nothing with --gpus={FLAGS.gpus}; leave out one of them")
         predicted = dict(zip(METHODS, predict_at(FLAGS.cluster, FLAGS.gpus).round(2).tolist(), strict=True))
         lines = (f"{METHODS[key]}: {ms:.1f} ms" for key, ms in predicted.items())
         print(json.dumps(predicted) if FLAGS.json else "\n".join(lines))
@@ -235,6 +238,6 @@ if __name__ == "__main__":
     flags.DEFINE_enum("cluster", None, list(CLUSTERS), "One cluster instead of all.")
     flags.DEFINE_integer("gpus", None, "Number of GPUs to predict, with --cluster.")
     flags.DEFINE_bool("json", False, "Print ms per iteration as one JSON object, with --cluster and --gpus.")
-    flags.DEFINE_string("out", None, "Where to write the figure, such as paper_runtime.png.")
+    flags.DEFINE(command.FIGURE, "out", None, "Where to write the figure, such as paper_runtime.png.")
     flags.DEFINE_bool("leave_one_out", False, "Also predict each size from the other one alone.")
     script.run(main, errors=(ValueError, OSError))

@@ -53,21 +53,20 @@ def paces(kind: str) -> tuple[str, ...]:
 
 
 def main() -> None:
-    out = command.folder("out", FLAGS.out)
-    script.check_tables(FLAGS.pages, "partitions")
+    out = script.folder()
+    script.check_tables("partitions")
     kinds = [(kind, pace) for kind in (WHOLE, *PARTITIONS) for pace in paces(kind)]
     runs = {pair: [trial(out, *pair, seed) for seed in range(FLAGS.seeds)] for pair in kinds}
     if not all(trials.Pool().make(itertools.chain(*runs.values()))):
         raise trials.Broken("a training diverged; its folder tells which")
     table = tabulate({pair: [run.summary() for run in each] for pair, each in runs.items()})
     script.show(table)
-    if FLAGS.pages:
-        script.fill(pathlib.Path(FLAGS.pages), "partitions", table)
+    script.fill("partitions", table)
 
 
 if __name__ == "__main__":
-    flags.DEFINE_string("out", None, "Run directories go here.", required=True)
+    flags.DEFINE(command.FOLDER, "out", None, "Run directories go here.", required=True)
     flags.DEFINE_integer("steps", 300, "Of a training.", lower_bound=10)  # A round of the config.
     flags.DEFINE_integer("seeds", 5, "Trainings of each kind, on a graph each.", lower_bound=1)
-    flags.DEFINE_string("pages", None, script.PAGES)
+    flags.DEFINE(command.FOLDER, "pages", None, script.PAGES)
     script.run(main, (trials.Broken, OSError))

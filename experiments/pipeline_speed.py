@@ -24,7 +24,7 @@ from decjax import costmodel
 from decjax.costmodel.transformer import low_rank_ratio
 from experiments import box_runtime, script, speedup
 from experiments.bench.box import systems
-from launch import cluster
+from launch import cluster, command
 
 FLAGS = flags.FLAGS
 
@@ -132,5 +132,5 @@ if __name__ == "__main__":
     flags.DEFINE_integer("microbatches", 8, "M.", lower_bound=STAGES)
     flags.DEFINE_float("seconds", 40.0, "About how long to calibrate.", lower_bound=1.0)
     flags.DEFINE_integer("rounds", 3, "Visits of each row.", lower_bound=1)
-    flags.DEFINE_string("out", None, "JSON of everything measured.")
+    flags.DEFINE(command.FILE, "out", None, "JSON of everything measured.")
     script.run(main, systems.ERRORS)

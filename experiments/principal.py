@@ -51,8 +51,8 @@ def tabulate(found: dict[Any, list[float]], steps: list[int]) -> Any:
 
 
 def main() -> None:
-    out = command.folder("out", FLAGS.out)
-    script.check_tables(FLAGS.pages, "principal")
+    out = script.folder()
+    script.check_tables("principal")
     for name, given in (("start", FLAGS.start), ("rate", FLAGS.rate)):
         if len(set(given)) < len(given):
             command.fail(f"--{name}={max(given, key=given.count)} is given twice; leave one out")
@@ -63,15 +63,16 @@ def main() -> None:
     rows = {key: run.rows("eval") for key, run in zip(keys, runs, strict=True)}
     table = tabulate({key: [row["loss"] for row in own] for key, own in rows.items()}, [row["step"] for row in rows[keys[0]]])
     script.show(table)
-    if FLAGS.pages:
-        script.fill(pathlib.Path(FLAGS.pages), "principal", table)
+    script.fill("principal", table)
 
 
 if __name__ == "__main__":
-    flags.DEFINE_string("out", None, "Run directories go here.", required=True)
+    flags.DEFINE(command.FOLDER, "out", None, "Run directories go here.", required=True)
     flags.DEFINE_multi_enum("start", list(STARTS), list(STARTS), "Directions at the start.")
+    script.selects("start")
     flags.DEFINE_multi_float("rate", [6e-3, 1.2e-2], "Peaks of the learning rate.", lower_bound=0.0)
+    script.selects("rate")
     flags.DEFINE_integer("steps", 200, "Of a training.", lower_bound=SHOWN)
     flags.DEFINE_integer("seeds", 3, "Trainings of each kind.", lower_bound=1)
-    flags.DEFINE_string("pages", None, script.PAGES)
+    flags.DEFINE(command.FOLDER, "pages", None, script.PAGES)
     script.run(main, (trials.Broken, OSError))

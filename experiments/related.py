@@ -10,7 +10,6 @@ them does not hold. `experiments.oracles` and its like compute the figures. docs
 """
 
 from collections.abc import Callable
-import pathlib
 import shlex
 import time
 from typing import Any, NamedTuple
@@ -18,6 +17,7 @@ from typing import Any, NamedTuple
 from absl import flags
 
 from experiments import oracles, oracles_low_rank, oracles_tables, script
+from launch import command
 
 FLAGS = flags.FLAGS
 
@@ -233,20 +233,20 @@ def tabulate(found: dict[Row, tuple[float, float]], last: str) -> Any:
 
 
 def main() -> int:
-    script.check_tables(FLAGS.pages, "related")
+    script.check_tables("related")
     found = {}
     for row in script.choose(ROWS, FLAGS.only):
         begun = time.monotonic()
         found[row] = row.measure(FLAGS.smoke), time.monotonic() - begun
         script.show(f"{row.name}: {row.command}")
     script.show(tabulate(found, "took, s"))
-    if FLAGS.pages:
-        script.fill(pathlib.Path(FLAGS.pages), "related", tabulate(found, "to try"))
+    script.fill("related", tabulate(found, "to try"))
     return 0 if all(figure <= row.most for row, (figure, _) in found.items()) else 1
 
 
 if __name__ == "__main__":
     flags.DEFINE_multi_string("only", [], f"Of {'; '.join(row.name for row in ROWS)}; may be repeated; none: all.")
+    script.selects("only")
     flags.DEFINE_bool("smoke", False, "Quickly: fewer steps, smaller samples.")
-    flags.DEFINE_string("pages", None, script.PAGES)
+    flags.DEFINE(command.FOLDER, "pages", None, script.PAGES)
     script.run(main, (ValueError, OSError))

@@ -59,8 +59,9 @@ def table(columns: tuple[str, ...], markdown: bool, title: str | None = None) ->
 
 def define_flags(workdir: str, steps: int) -> None:
     """Defines the flags of every experiment that is a table of runs."""
-    flags.DEFINE_string("workdir", workdir, "A directory for each run goes here.")
+    flags.DEFINE(command.FOLDER, "workdir", workdir, "A directory for each run goes here.")
     flags.DEFINE_integer("steps", steps, "Of each run.", lower_bound=1)
     flags.DEFINE_multi_string("row", [], "A row to train, with what it is compared with; may be repeated; none: all.")
+    script.selects("row")
     flags.DEFINE_multi_string("field", [], "A field of the config for all runs, as --field=seed=1; may be repeated.")
     flags.DEFINE_bool("markdown", False, "Print tables as Markdown.")

@@ -1,4 +1,4 @@
-"""What experiments share: how they start, tables, figures that are asked for, plots and JSON."""
+"""What experiments share: how they start, where their results go, tables, figures that are asked for, plots and JSON."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 import contextlib
@@ -16,7 +16,7 @@ import rich.console
 import rich.table
 
 from decjax import files
-from launch import command
+from launch import command, processes
 
 
 def run(main: Callable[[], int | None], errors: tuple[type[Exception], ...] = ()) -> None:
@@ -26,19 +26,89 @@ def run(main: Callable[[], int | None], errors: tuple[type[Exception], ...] = ()
     """
 
     def without_arguments(argv: list[str]) -> int | None:
-        if argv:
-            command.fail(f"unexpected argument {argv[0]!r}; options start with --")
-        if pages := getattr(flags.FLAGS, "pages", None):
+        command.options_only(argv)
+        if pages := _given("pages"):
             check_pages(pages)
-            if getattr(flags.FLAGS, "smoke", False):
-                command.fail(f"--smoke would write figures of tiny models into --pages={pages}; leave out one of them")
-            if row := getattr(flags.FLAGS, "row", None):
-                command.fail(
-                    f"--row={row[0]} would leave the other rows out of the tables of --pages={pages}; leave out one of them"
-                )
+        check_part()
         return main()
 
-    command.run(without_arguments, errors)
+    with processes.unwinding_signals():
+        command.run(without_arguments, errors)
+
+
+def _given(name: str) -> Any:
+    """The value of a flag; None if the command does not have it."""
+    return getattr(flags.FLAGS, name, None)
+
+
+# -- Where results go -------------------------------------------------------------------------------------------------
+
+
+def selects(flag: str, is_whole: Callable[[Any], bool] | None = None) -> None:
+    """Declares that a flag selects a part of the results, unless `is_whole(value)`; results of a part replace no whole ones.
+
+    By default a list is whole that has all of the flag's default, or is empty as its default is, and a count that is not below it.
+    """
+    defined: Any = flags.FLAGS[flag]
+    usual = defined.default
+
+    def is_usual(value: Any) -> bool:
+        if isinstance(usual, list):
+            return set(usual) <= set(value) if usual else not value
+        return value >= usual
+
+    defined.is_whole = is_whole or is_usual
+
+
+def part() -> str:
+    """The flag that makes this command's results a part of all, or those of tiny models; empty: they are whole."""
+    if _given("smoke"):
+        return "--smoke"
+    for name in flags.FLAGS:
+        flag: Any = flags.FLAGS[name]
+        if hasattr(flag, "is_whole") and not flag.is_whole(flag.value):
+            return f"--{name}={flag.value[0] if isinstance(flag.value, list) else flag.value}"
+    return ""
+
+
+def check_part() -> None:
+    """Ends a command whose flags would replace whole results by a part of them. In folders, `publish` keeps the two apart."""
+    if not (flag := part()):
+        return
+    what = "figures of tiny models" if flag == "--smoke" else "a part of the rows"
+    if pages := _given("pages"):
+        command.fail(f"{flag} would write {what} into --pages={pages}; leave out one of them")
+    if flag == "--smoke" and (book := _given("book")):
+        command.fail(f"{flag} would add trainings of tiny models to --book={book}; leave out one of them")
+    for name in flags.FLAGS:
+        parser, path = flags.FLAGS[name].parser, _given(name)
+        if isinstance(parser, command.Output) and parser.kind != "folder" and path and os.path.isfile(path) and name != "book":
+            command.fail(f"{flag} would write {what} over --{name}={path}, which exists; give another --{name}, or remove the file")
+
+
+def folder() -> pathlib.Path:
+    """Where runs and results go: --out. A smoke run has a folder of its own in it."""
+    out = pathlib.Path(flags.FLAGS.out)
+    return out / "smoke" if _given("smoke") else out
+
+
+def publish(name: str, found: rich.table.Table, draw: Callable[[str], None] | None = None, /, **numbers: Any) -> None:
+    """Writes a result: the numbers as NAME.json and the figure that `draw(path)` makes as NAME.png into the folder of `folder()`, or
+    that of a part into its folder "part"; the table and the figure also into --pages."""
+    out = folder() / "part" if part() not in ("", "--smoke") else folder()
+    out.mkdir(parents=True, exist_ok=True)
+    save(str(out / f"{name}.json"), **numbers)
+    if draw:
+        draw(str(out / f"{name}.png"))
+    show(f"wrote {out / name}.json" + (" and .png" if draw else ""))
+    fill(name, found)
+    if draw and (pages := _given("pages")):
+        images = pathlib.Path(pages).parent / "images"
+        images.mkdir(exist_ok=True)
+        draw(str(images / f"{name}.png"))
+
+
+# -- Rows and numbers -------------------------------------------------------------------------------------------------
 
 
 def choose(rows: Sequence[Any], names: Sequence[str], *beside: str) -> list[Any]:
@@ -51,7 +121,7 @@ def choose(rows: Sequence[Any], names: Sequence[str], *beside: str) -> list[Any]
 def save(path: str | None, **found: Any) -> None:
     """Writes the keyword arguments as a JSON object to a file; does nothing if `path` is None."""
     if path:
-        pathlib.Path(path).write_text(json.dumps(_finite(found), indent=2) + "\n")
+        files.write_whole(path, json.dumps(_finite(found), indent=2) + "\n")
 
 
 def _finite(value: Any) -> Any:
@@ -97,9 +167,9 @@ def check_pages(pages: str) -> None:
         command.fail(f"pages={pages!r} has no Markdown pages; give their folder, as --pages=docs/results, or leave it out")
 
 
-def check_tables(pages: str | None, *names: str) -> None:
-    """Ends a command that would measure tables for which no page of a folder has a place."""
-    if not pages:
+def check_tables(*names: str) -> None:
+    """Ends a command that would measure tables for which no page of --pages has a place."""
+    if not (pages := _given("pages")):
         return
     try:
         text = "".join(page.read_text() for page in pathlib.Path(pages).glob("*.md"))
@@ -129,7 +199,7 @@ def claim(out: pathlib.Path, **options: Any) -> None:
             given, kept = (f"no {flag}" if each is None else f"{flag}={each}" for each in (value, before[name]))
             command.fail(f"{given}: the runs in {out} have {kept}; give another --out")
     out.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(before | options))
+    files.write_whole(path, json.dumps(before | options))
 
 
 def check_path(flag: str, path: str) -> None:
@@ -138,21 +208,13 @@ def check_path(flag: str, path: str) -> None:
         command.fail(f"--{flag}={path} does not exist; give the path of the data")
 
 
-def fill(folder: pathlib.Path, name: str, found: rich.table.Table) -> None:
-    """Writes a table between `<!-- table NAME -->` and `<!-- end -->` in those Markdown pages of a folder that have these lines."""
-    for page in sorted(folder.glob("*.md")):
+def fill(name: str, found: rich.table.Table) -> None:
+    """Writes a table between `<!-- table NAME -->` and `<!-- end -->` in those pages of --pages that have these lines, if it is given."""
+    for page in sorted(pathlib.Path(pages).glob("*.md")) if (pages := _given("pages")) else ():
         before = page.read_text()
         after = _between(name).sub(lambda match: f"{match[1]}{markdown(found)}\n{match[2]}", before)
         if after != before:
-            page.write_text(after)
-
-
-def publish(folder: str, name: str, found: rich.table.Table, draw: Callable[[str], None]) -> None:
-    """Writes a table into the pages of a folder, and its figure, drawn by `draw(path)`, into the folder images beside it."""
-    fill(pathlib.Path(folder), name, found)
-    images = pathlib.Path(folder).parent / "images"
-    images.mkdir(exist_ok=True)
-    draw(str(images / f"{name}.png"))
+            files.write_whole(page, after)
 
 
 def ms(seconds: float) -> str:

@@ -16,7 +16,7 @@ import rich.table
 
 from experiments import contents, race, script, time_to_loss, trials
 from experiments.bench.box import systems, twins
-from experiments.bench.box.group import Failed
+from experiments.bench.box.group import done
 from experiments.methods import HOSTS
 from experiments.time_to_loss import GRID, SMOKE_TUNING, TEXT, TRAINED, TRANSLATION, Setup, Tuned
 from launch import cluster, command
@@ -39,8 +39,7 @@ def train(network: cluster.Network, method: str, setup: Setup, workdir: pathlib.
     if not trials.finished(workdir):
         run = time_to_loss.trial(method, setup, Tuned(GRID[0], setup.job.steps), workdir, seed, simulate=False)
         run = run._replace(fields=(*run.fields, ("eval.num_windows", 1)))
-        if code := network.run("launch.train", run.arguments):
-            raise Failed(f"{method} ended with exit code {code}; the same command continues")
+        done(method, network.run("launch.train", run.arguments))
     half, *_, end = race.read(workdir)
     return (end.time_s - half.time_s) / (end.step - half.step)
 
@@ -57,10 +56,10 @@ def tabulate(measured_s: dict[str, list[float]], predicted_s: dict[str, list[flo
 def main() -> None:
     # Hosts share cores: as many threads as PyTorch's workers.
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_multi_thread_eigen=false"
-    out = command.folder("out", FLAGS.out)
+    out = script.folder()
     if FLAGS.multi30k is not None:
         script.check_path("multi30k", FLAGS.multi30k)
-    script.check_tables(FLAGS.pages, f"steps_{TRANSLATION.name if FLAGS.multi30k else TEXT.name}")
+    script.check_tables(f"steps_{TRANSLATION.name if FLAGS.multi30k else TEXT.name}")
     out.mkdir(parents=True, exist_ok=True)
     setup = short(out)
     data = f"checksum {contents.checksum(str(setup.path), setup.job.config)}"
@@ -75,17 +74,16 @@ def main() -> None:
                 measured_s[method].append(train(network, method, setup, time_to_loss.measured(out, method, seed), seed))
     table = tabulate(measured_s, predicted_s)
     script.show(table)
-    if FLAGS.pages:
-        script.fill(pathlib.Path(FLAGS.pages), f"steps_{setup.job.name}", table)
+    script.fill(f"steps_{setup.job.name}", table)
 
 
 if __name__ == "__main__":
-    flags.DEFINE_string("out", None, "Run directories and profiles go here.", required=True)
+    flags.DEFINE(command.FOLDER, "out", None, "Run directories and profiles go here.", required=True)
     flags.DEFINE_string("rate", "100mbit", "Of every link.")
     flags.DEFINE_integer("rounds", 1, "Calibrations, each followed by all methods.", lower_bound=1)
     flags.DEFINE_integer("steps", 60, "Of a run.", lower_bound=4)
     flags.DEFINE_float("seconds", 60.0, "About how long to calibrate.", lower_bound=1.0)
     flags.DEFINE_string("multi30k", None, "Folder of Multi30k's parallel files, to learn to translate; none: to learn Python.")
-    flags.DEFINE_string("pages", None, script.PAGES)
+    flags.DEFINE(command.FOLDER, "pages", None, script.PAGES)
     flags.DEFINE_bool("smoke", False, "Two methods and a tiny model.")
     script.run(main, (*systems.ERRORS, trials.Broken))

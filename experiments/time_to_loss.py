@@ -32,7 +32,7 @@ from absl import flags
 from decjax import costmodel
 from experiments import box_runtime, contents, methods, race, script, seeds, trials
 from experiments.bench.box import systems, twins
-from experiments.bench.box.group import Failed
+from experiments.bench.box.group import Failed, done
 from experiments.methods import HOSTS, ONE_PEER, SHORTHANDS, STALE, SYNC
 from launch import cluster, command
 
@@ -279,8 +279,7 @@ def train(network: cluster.Network, out: pathlib.Path, setup: Setup, tuned: dict
                 code = network.run("launch.train", trial(method, setup, tuned[method], workdir, seed, simulate=False).arguments)
             if code == command.DIVERGED:
                 raise Failed(f"{method} diverged in the box with seed {seed}; --rounds={seed} leaves it out")
-            if code:
-                raise Failed(f"{method} ended with exit code {code}; the same command continues")
+            done(method, code)
 
 
 # -- Results ----------------------------------------------------------------------------------------------------------
@@ -315,10 +314,15 @@ def results(out: pathlib.Path, tuned: dict[str, Tuned], rounds: int, score: str)
 
 
 def check() -> None:
-    """Refuses at once what would end the command after an hour."""
+    """Refuses at once what would end the command after an hour, and sizes that would change nothing."""
+    for name in ("steps", "batch_size", "every") if FLAGS.smoke else ():
+        if FLAGS[name].value is not None:
+            command.fail(
+                f"--{name}={FLAGS[name].value} changes nothing with --smoke, which has sizes of its own; leave out one of them"
+            )
     if FLAGS.multi30k == "":
         command.fail("--multi30k is empty; give the folder of Multi30k's parallel files, or leave it out")
-    script.check_tables(FLAGS.pages, _job().name)
+    script.check_tables(_job().name)
     for name in contents.MULTI30K_FILES if FLAGS.multi30k else ():
         if not any((_multi30k() / f"{name}{end}").is_file() for end in ("", ".gz")):
             raise Failed(f"--multi30k={FLAGS.multi30k} has no {name}; give the folder of Multi30k's parallel files")
@@ -353,7 +357,7 @@ def _options() -> dict[str, Any]:
 def main() -> None:
     # Hosts share cores: as many threads as PyTorch's workers.
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_multi_thread_eigen=false"
-    out = command.folder("out", FLAGS.out)
+    out = script.folder()
     check()
     script.claim(out, **_options())
     job = _job()
@@ -369,15 +373,13 @@ def main() -> None:
     table = race.tabulate(found, job.score.upper())
     title = f"{job.about} on four hosts, links of {FLAGS.rate.replace('mbit', ' Mbit/s')}"
     script.show(table)
-    race.draw(str(out / f"{job.name}.png"), found, title, job.unit)
-    if FLAGS.pages:
-        script.publish(FLAGS.pages, job.name, table, lambda path: race.draw(path, found, title, job.unit))
     rows = {name: result._asdict() for name, result in found.items()}
-    script.save(str(out / f"{job.name}.json"), tuned={name: each._asdict() for name, each in tuned.items()}, **rows)
+    rates = {name: each._asdict() for name, each in tuned.items()}
+    script.publish(job.name, table, lambda path: race.draw(path, found, title, job.unit), tuned=rates, **rows)
 
 
 if __name__ == "__main__":
-    flags.DEFINE_string("out", None, "Run directories, profile, table and figure go here.", required=True)
+    flags.DEFINE(command.FOLDER, "out", None, "Run directories, profile, table and figure go here.", required=True)
     flags.DEFINE_string("rate", "100mbit", "Of every link.")
     flags.DEFINE_integer("rounds", 2, "Runs of each method in the box.", lower_bound=1)
     flags.DEFINE_string("multi30k", None, "Folder of Multi30k's parallel files, to learn to translate; none: to learn Python.")
@@ -392,6 +394,6 @@ if __name__ == "__main__":
     flags.DEFINE_string(
         "peers", None, "A Python with experiments/requirements-peers.txt, for PyTorch's DDP and decent-dp; none: not these."
     )
-    flags.DEFINE_string("pages", None, script.PAGES)
+    flags.DEFINE(command.FOLDER, "pages", None, script.PAGES)
     flags.DEFINE_bool("smoke", False, "The whole way with two methods and a tiny model, in three minutes.")
     script.run(main, (*systems.ERRORS, trials.Broken))

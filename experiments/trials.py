@@ -109,6 +109,7 @@ class Pool:
     def __init__(self, count: int = TOGETHER):
         cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
         self._count, self._shares = count, queue.SimpleQueue[frozenset[int]]()
+        self._running, self._stopped = set[subprocess.Popen](), False
         for k in range(count):
             self._shares.put(frozenset(cores[k::count]) if len(cores) >= count else frozenset())
 
@@ -126,7 +127,12 @@ class Pool:
             return trial.finished
         cores = self._shares.get()
         try:
-            code = start(trial, cores, self._count).wait()
+            process = start(trial, cores, self._count)
+            self._running.add(process)
+            if self._stopped:  # Meanwhile.
+                process.terminate()
+            code = process.wait()
+            self._running.discard(process)
         finally:
             self._shares.put(cores)
         if code == command.USER_ERROR:
@@ -145,8 +151,12 @@ class Pool:
             futures = [pool.submit(do, item) for item in items]
             try:
                 return [future.result() for future in futures]
-            except BaseException:
+            except BaseException as error:
                 pool.shutdown(wait=False, cancel_futures=True)  # Those that have not begun.
+                if not isinstance(error, Exception):  # A signal: the others save what they have, and end.
+                    self._stopped = True
+                    for process in tuple(self._running):
+                        process.terminate()
                 raise
 
     def make(self, trials: Iterable[Trial]) -> list[bool]:

@@ -137,6 +137,8 @@ def report_links(links: Any) -> table.Table:
 
 def main(argv: list[str]) -> int:
     command.options_only(argv)
+    if _ROUNDS.value is not None and flags.FLAGS["seconds"].present:
+        command.fail(f"--seconds={_SECONDS.value:g} changes nothing with --rounds={_ROUNDS.value}; leave out one of them")
     assert _OUT.value is not None  # It is required.
     sizes, path, config = parse_sizes(_SIZES.value), pathlib.Path(_OUT.value), _CONFIG.value
     terminal = command.console()

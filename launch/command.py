@@ -9,6 +9,7 @@ import contextlib
 import copy
 import errno
 import io
+import math
 import os
 import pathlib
 import re
@@ -35,6 +36,10 @@ _DEBUG = flags.DEFINE_bool("debug", False, "Show tracebacks of errors.")
 
 class UserError(Exception):
     """A mistake of the user, told in one line; `run` knows it."""
+
+
+class Interrupted(SystemExit):
+    """A signal that ends the command. It runs `finally` clauses, as KeyboardInterrupt does; its argument is the exit code."""
 
 
 def console(most: int | None = None) -> rich.console.Console:
@@ -78,6 +83,31 @@ def options_only(argv: list[str]) -> None:
         fail(f"unexpected argument {argv[0]!r}; options start with --")
 
 
+class Output(flags.ArgumentParser):
+    """The parser of a flag that names a place to write. `run` refuses a place that cannot be written before the command starts.
+
+    Args:
+        kind: "folder", "file", or "figure", a file of a type that matplotlib can draw.
+    """
+
+    def __init__(self, kind: str):
+        super().__init__()
+        self.kind = kind
+
+    def flag_type(self) -> str:
+        return "path"
+
+    def check(self, flag: str, text: str) -> None:
+        """Raise a UserError unless the place can be written."""
+        if self.kind == "folder":
+            folder(flag, text)
+        else:
+            output(flag, text, figure=self.kind == "figure")
+
+
+FOLDER, FILE, FIGURE = map(Output, ("folder", "file", "figure"))
+
+
 def folder(option: str, text: str) -> pathlib.Path:
     """A directory that can be written, or made; nothing is made yet."""
     if not text.strip():
@@ -86,21 +116,24 @@ def folder(option: str, text: str) -> pathlib.Path:
     there = next(place for place in (path.absolute(), *path.absolute().parents) if os.path.exists(place))
     reason = _why_not_written(there) if there.is_dir() else f"{there} is not a directory"
     if reason or (reason := _why_no_name(path)):
-        raise UserError(f"{option} {text!r} cannot be written ({reason}); choose another --{option}")
+        raise UserError(f"--{option}={text!r} cannot be written ({reason}); choose another --{option}")
     return path
 
 
 def output(option: str, text: str, figure: bool = False) -> pathlib.Path:
     """A file that can be written, tried before minutes of work; a figure is of a kind that matplotlib knows."""
+    if not text.strip():
+        raise UserError(f"--{option} is empty; give the path of a file, or leave it out")
     path = pathlib.Path(text)
     if figure:
         from matplotlib import backend_bases  # Takes a second, which only figures need.
 
         if (kind := path.suffix[1:].lower()) not in (kinds := backend_bases.FigureCanvasBase.filetypes):
-            raise UserError(f"{option}={text!r}: a figure cannot be of type {kind!r}; use one of {', '.join(sorted(kinds))}")
+            problem = f"a figure cannot be of type {kind!r}" if kind else "the name of a figure needs a file type, as in plan.png"
+            raise UserError(f"--{option}={text!r}: {problem}; use one of {', '.join(sorted(kinds))}")
     reason = _why_no_name(path) or ("it is a folder" if path.is_dir() else _why_not_written(path.parent))
     if reason:
-        raise UserError(f"{option}={text!r} cannot be written ({reason}); choose another --{option}")
+        raise UserError(f"--{option}={text!r} cannot be written ({reason}); choose another --{option}")
     return path
 
 
@@ -124,6 +157,19 @@ def _why_no_name(path: pathlib.Path) -> str:
     except OSError as error:
         return error.strerror or str(error)
     return ""
+
+
+def _check_flags() -> None:
+    """Refuse outputs that cannot be written, and nan and infinity in every flag: absl's bounds let nan through."""
+    for name in flags.FLAGS:
+        flag = flags.FLAGS[name]
+        if isinstance(flag.parser, Output) and flag.value is not None:
+            flag.parser.check(name, flag.value)
+        if name.startswith("config."):  # The config's own checks know the range of each field.
+            continue
+        for value in flag.value if isinstance(flag.value, list) else [flag.value]:
+            if isinstance(value, float) and not math.isfinite(value):
+                raise UserError(f"--{name}={value} must be a finite number; give one, or leave it out")
 
 
 def no_devices(error: BaseException) -> str:
@@ -228,6 +274,7 @@ def run(main: Callable[[list[str]], int | None], errors: tuple[type[Exception], 
         # JAX and Orbax report every backend and every file, and Orbax the traceback of every error that it raises as well.
         logging.set_verbosity(logging.ERROR if _DEBUG.value else logging.FATAL)
         try:
+            _check_flags()
             code = main(argv[1:])
             _leaving()
             return code
@@ -239,8 +286,10 @@ def run(main: Callable[[list[str]], int | None], errors: tuple[type[Exception], 
             if _DEBUG.value or not (missing := no_devices(error)):
                 raise
             fail(missing)
-        except KeyboardInterrupt:
-            fail("interrupted; the same command starts again from what was saved", 128 + signal.SIGINT)
+        except (KeyboardInterrupt, Interrupted) as stopped:
+            code = int(stopped.args[0]) if isinstance(stopped, Interrupted) else 128 + signal.SIGINT
+            name = signal.Signals(code - 128).name
+            fail(f"interrupted by {name}; the same command starts again from what was saved", code)
 
     _set_up_terminal()
     app.run(guarded, flags_parser=parse)

@@ -31,7 +31,7 @@ _FORMS = flags.DEFINE_string(
     None,
     f"Forms, separated by semicolons; none: {';'.join(compress.EXAMPLES)}, and {compress.OF_OUTPUTS} where the task can.",
 )
-_OUT = flags.DEFINE_string("out", None, "A file for the numbers, as JSON.")
+_OUT = flags.DEFINE(command.FILE, "out", None, "A file for the numbers, as JSON.")
 flags.mark_flag_as_required("workdir")
 
 KEPT = "as trained"
@@ -95,8 +95,6 @@ def main(argv: list[str]) -> int:
     forms = [form.strip() for form in (_FORMS.value or "").split(";") if form.strip()]
     for form in forms:
         compress.make(form)  # Refused before anything is loaded.
-    if _OUT.value:
-        command.output("out", _OUT.value)
     trainer, state, step = load(pathlib.Path(_WORKDIR.value or ""))
     usual = [*compress.EXAMPLES, *([compress.OF_OUTPUTS] if trainer.setup.task.outputs else [])]
     found = measure(trainer, state, forms or usual)

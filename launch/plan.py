@@ -310,15 +310,11 @@ def plan_links() -> None:
 
     others = {*_DATA_PARALLEL_FLAGS, *_LAYOUT_FLAGS, "cluster", "orders"} - {"plot"}
     refuse_flags(tuple(sorted(others)), "is without effect on a placement; leave it out, or --links")
-    if FLAGS.placement:
-        command.output("placement", FLAGS.placement)
     plan_placement.run(placed_model)
 
 
 def main(argv: list[str]) -> int:
     command.options_only(argv)
-    if FLAGS.plot:
-        command.output("plot", FLAGS.plot, figure=True)
     if FLAGS.links:
         plan_links()
         return 0
@@ -358,7 +354,9 @@ if __name__ == "__main__":  # Other commands have a --workers as well, and one p
     flags.DEFINE_string("cluster", None, "The cluster's profile, a JSON file; configs/clusters has some.")
     flags.DEFINE_string("links", None, "Instead of --cluster: links of devices that differ, a JSON file; configs/links has some.")
     flags.DEFINE_integer("stages", 1, "Pipeline stages that a model is divided into, with --links.", lower_bound=1)
-    flags.DEFINE_string("placement", None, "Where to write the order of devices that is found, for launch.train --placement.")
+    flags.DEFINE(
+        command.FILE, "placement", None, "Where to write the order of devices that is found, for launch.train --placement."
+    )
     flags.DEFINE_float("search_s", 20.0, "Seconds of each search of a placement.", lower_bound=0.0)
     flags.DEFINE_string("model", None, "A config, a workload in JSON, or params=…,forward_s=…,backward_s=…; none: the profile's.")
     flags.DEFINE_integer("workers", None, "Number of workers; none: the config's, or all of the profile.", lower_bound=1)
@@ -371,7 +369,7 @@ if __name__ == "__main__":  # Other commands have a --workers as well, and one p
     flags.DEFINE_float("ratio", None, "Bytes of a message ÷ bytes of the parameters: 0.5 for 16 bits; none: 1.")
     flags.DEFINE_string("codec", None, "Codec of gossip's messages, such as int8: its ratio, and its time if it was measured.")
     flags.DEFINE_integer("every", 1, "Communicate in every p-th step.")
-    flags.DEFINE_string("plot", None, "Where to write the figure, such as plan.png.")
+    flags.DEFINE(command.FIGURE, "plot", None, "Where to write the figure, such as plan.png.")
     flags.DEFINE_bool("table", False, "Print which method to prefer at which bandwidth and variation of compute times.")
     flags.DEFINE_integer(
         "devices",

@@ -39,18 +39,20 @@ class Model(NamedTuple):
         bytes: of a parameter that is sent.
         flop: operations of one iteration, forward and backward, of all workers; 0: unknown.
         activation_bytes: of all workers' activations between two stages; None: it cannot have stages.
+        depth: layers, of which each stage has one at least.
     """
 
     parameters: float
     bytes: float
     flop: float = 0.0
     activation_bytes: float | None = None
+    depth: int = 1
 
 
 def of_transformer(given: costmodel.Transformer) -> Model:
     """Of its sizes and batch."""
     flop = 3 * (given.depth * given.layer_flops(given.batch_size) + given.head_flops(given.batch_size))
-    return Model(given.parameters, given.gradient_bytes, flop, given.boundary_bytes(given.batch_size))
+    return Model(given.parameters, given.gradient_bytes, flop, given.boundary_bytes(given.batch_size), given.depth)
 
 
 def of_numbers(values: dict[str, Any], workers: int) -> Model:
@@ -74,6 +76,10 @@ def work(model: Model, workers: int, stages: int, graph: str | None) -> Work:
         raise ValueError(
             f"--stages={stages}: what stages send each other follows from --model=depth=…,width=… or a transformer's config"
         )
+    if stages > model.depth:
+        raise ValueError(
+            f"--stages={stages}: a stage has at least one layer, and the model has depth={model.depth}; use fewer stages"
+        )
     job = placement.Job(
         workers,
         stages,
@@ -96,8 +102,8 @@ def load_links() -> tuple[placement.Links, int]:
     """The network of --links, and how many of its devices are asked for."""
     links = placement.load(FLAGS.links)
     devices = FLAGS.devices or links.num_devices
-    if devices > links.num_devices:
-        raise ValueError(f"--devices={devices}: {FLAGS.links} has {links.num_devices}; choose as many at most")
+    if not 2 <= devices <= links.num_devices:
+        raise ValueError(f"--devices={devices} must be from 2 to {links.num_devices}, the devices of {FLAGS.links}; choose as many")
     return links, devices
 
 

@@ -84,8 +84,12 @@ def caught_signals() -> Iterator[list[signal.Signals]]:
 
 
 def unwinding_signals() -> contextlib.AbstractContextManager[None]:
-    """SIGTERM and SIGHUP leave through `finally` clauses, as Ctrl-C does by itself."""
-    return _handling(lambda number, _: sys.exit(128 + number), signal.SIGTERM, signal.SIGHUP)
+    """SIGTERM and SIGHUP leave through `finally` clauses, as Ctrl-C does by itself, and end the command with one line."""
+
+    def unwind(number: int, _: Any) -> None:
+        raise command.Interrupted(128 + number)
+
+    return _handling(unwind, signal.SIGTERM, signal.SIGHUP)
 
 
 def python(module: str, arguments: Sequence[str] = ()) -> list[str]:

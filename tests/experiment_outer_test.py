@@ -48,10 +48,12 @@ def test_the_whole_way_with_tiny_models(tmp_path):
     first = commands.run(*line)
     assert first.returncode == 0, first.stderr
     assert commands.run(*line).stdout == first.stdout
-    assert {*json.loads((tmp_path / "outer.json").read_text())} == {outer.ALL_REDUCE, "gossip DiLoCo, H = 4"}
-    assert (tmp_path / "outer.png").read_bytes().startswith(b"\x89PNG")
+    assert {*json.loads((tmp_path / "smoke/outer.json").read_text())} == {outer.ALL_REDUCE, "gossip DiLoCo, H = 4"}
+    assert (tmp_path / "smoke/outer.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_part_of_the_rows_makes_no_page(tmp_path):
     done = commands.run("experiments.outer", f"--out={tmp_path}", "--row=DiLoCo", "--pages=docs/results")
-    assert done.returncode == 2 and "--row=DiLoCo would leave the other rows out of the tables" in done.stderr, done.stderr
+    assert done.returncode == 2 and "--row=DiLoCo would write a part of the rows into --pages=docs/results" in done.stderr, (
+        done.stderr
+    )

@@ -38,7 +38,7 @@ def test_the_whole_way_with_tiny_models(tmp_path):
     for _ in range(2):  # The second time from the book.
         done = commands.run("experiments.heterogeneity", f"--out={tmp_path}", "--only=dirichlet_0.1", "--smoke")
         assert done.returncode == 0, done.stderr
-    assert (tmp_path / "heterogeneity.png").read_bytes().startswith(b"\x89PNG") and studies.RELAY in done.stdout
+    assert (tmp_path / "smoke/heterogeneity.png").read_bytes().startswith(b"\x89PNG") and studies.RELAY in done.stdout
 
 
 @pytest.mark.parametrize(
@@ -47,7 +47,10 @@ def test_the_whole_way_with_tiny_models(tmp_path):
         (("--only=dirichlet",), "--only=dirichlet is unknown; use some of dirichlet_10"),
         (("--only=multi30k_ring",), "multi30k_ring needs --text; give the path"),
         (("--only=multi30k_ring", "--text=nowhere"), "--text=nowhere is no file; give the path"),
-        (("--only=dirichlet_1", "--pages=docs/results"), "--only=dirichlet_1 would leave columns out of the table heterogeneity;"),
+        (
+            ("--only=dirichlet_1", "--pages=docs/results"),
+            "--only=dirichlet_1 would write a part of the rows into --pages=docs/results;",
+        ),
         (("--text=README.md",), "--text=README.md changes nothing without a part of Multi30k; leave it out"),
     ],
 )

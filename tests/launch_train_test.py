@@ -225,11 +225,13 @@ def test_outputs_are_tried_before_the_work(tmp_path):
         (tmp_path / "none/a.png", True, "No such file"),
         (tmp_path / "a.xyz", True, "'xyz'; use one of"),
         (tmp_path, False, "it is a folder"),
-        ("", False, "it is a folder"),
+        ("", False, "--out is empty; give the path of a file"),
+        (tmp_path / "a", True, "needs a file type, as in plan.png; use one of"),
+        ("/proc/none", False, "takes no files"),
     ):
         with pytest.raises(command.UserError, match=reason):
             command.output("out", str(text), figure)
-    for text in (tmp_path / "file/run", ""):
+    for text in (tmp_path / "file/run", "", "/proc/run", "/proc/self/run"):
         with pytest.raises(command.UserError, match="choose a(nother)? --workdir"):
             command.folder("workdir", str(text))
     command.output("out", str(tmp_path / "a.png"), figure=True)

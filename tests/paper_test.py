@@ -4,6 +4,7 @@ import gzip
 import importlib
 import json
 import math
+import os
 import pathlib
 import types
 
@@ -113,11 +114,11 @@ def test_the_whole_way_with_tiny_models(tmp_path):
     assert first.returncode == 0, first.stderr
     again = commands.run(*line)
     assert again.stdout == first.stdout
-    floors = json.loads((tmp_path / "noise_floor.json").read_text())
+    floors = json.loads((tmp_path / "smoke/noise_floor.json").read_text())
     assert all(np.isfinite(list(found.values())).all() for found in floors.values())
-    assert {*json.loads((tmp_path / "digits.json").read_text())} == {studies.ALL_REDUCE, "AccumAdam, one-peer"}
+    assert {*json.loads((tmp_path / "smoke/digits.json").read_text())} == {studies.ALL_REDUCE, "AccumAdam, one-peer"}
     for name in ("noise_floor", "digits"):
-        assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+        assert (tmp_path / f"smoke/{name}.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_tasks_with_data_that_are_made_up(tmp_path):
@@ -125,7 +126,7 @@ def test_tasks_with_data_that_are_made_up(tmp_path):
     done = commands.run("experiments.paper", f"--out={tmp_path}", f"--only={','.join(parts)}", "--smoke")
     assert done.returncode == 0, done.stderr
     for part in parts:
-        rows = json.loads((tmp_path / f"{part}.json").read_text())
+        rows = json.loads((tmp_path / f"smoke/{part}.json").read_text())
         assert len(rows) == 2 and np.isfinite([row["values"][0] for row in rows.values()]).all()
 
 
@@ -318,11 +319,15 @@ def test_what_is_waiting_is_not_made_after_an_error():
     assert len(begun) < 100
 
 
-def test_a_book_that_cannot_be_written_is_refused_at_once(tmp_path):
+def test_a_book_that_cannot_be_used_is_refused_at_once(tmp_path):
+    """Devices and pipes are not opened: reading them may never end. A book that no training was added to is not there."""
     (tmp_path / "bytes").write_bytes(b"\xff\xfe")
-    for path in tmp_path, tmp_path / "bytes", tmp_path / "bytes" / "book":
-        with pytest.raises(trials.Broken, match="give another --book"):
+    os.mkfifo(tmp_path / "pipe")
+    for path in tmp_path, tmp_path / "bytes", tmp_path / "bytes" / "book", tmp_path / "pipe", pathlib.Path("/dev/full"):
+        with pytest.raises(trials.Broken, match="(give|choose) another --book"):
             Book(path)
+    Book.of(tmp_path / "new", None)
+    assert {path.name for path in tmp_path.iterdir()} == {"bytes", "pipe"}
 
 
 def test_files_that_a_task_does_not_read_change_nothing(tmp_path):
@@ -422,13 +427,14 @@ def test_rates_are_tuned_in_shorter_runs_with_a_seed_of_their_own(made, monkeypa
 
 
 @pytest.mark.parametrize("old", ["", "old\n"])
-def test_tables_are_written_into_pages(tmp_path, old):
+def test_tables_are_written_into_pages(tmp_path, monkeypatch, old):
     page = tmp_path / "a.md"
     page.write_text(f"Before.\n\n<!-- table one -->\n{old}<!-- end -->\n\n<!-- table two -->\nkept\n<!-- end -->\n")
+    monkeypatch.setattr(script.flags, "FLAGS", types.SimpleNamespace(pages=str(tmp_path)))
     table = script.table("", "loss")
     table.add_row("gossip", "1.5")
     for _ in range(2):  # The second time it replaces its own.
-        script.fill(tmp_path, "one", table)
+        script.fill("one", table)
     assert page.read_text() == (
         "Before.\n\n<!-- table one -->\n|        | loss |\n|--------|------|\n| gossip |  1.5 |\n<!-- end -->\n\n"
         "<!-- table two -->\nkept\n<!-- end -->\n"
@@ -442,6 +448,10 @@ def test_tables_are_written_into_pages(tmp_path, old):
         (
             ("--only=digits,translation",),
             "--only=translation needs --multi30k=PATH, its data; give it, or take translation out of --only",
+        ),
+        (
+            ("--only=digits,python", "--cifar10=/nowhere"),
+            "--cifar10=/nowhere changes nothing with --only=digits,python; leave it out, or add cifar",
         ),
         (("--only=cifar", "--cifar10=/nowhere"), "--cifar10=/nowhere does not exist; give the path of the data"),
     ],

@@ -212,6 +212,10 @@ HOME = dict(name="a", count=2, latency_s=0.1, upload_Bps=1e6, download_Bps=1e6)
         (MATRICES | dict(speed=1), "'speed' is unknown"),
         (REGIONS, "the link from A to B is missing"),
         (REGIONS | dict(between=[A_TO_B | {"to": "C"}]), "'C' is no region"),
+        (
+            REGIONS | dict(between=[A_TO_B, A_TO_B | {"latency_s": 0.2}]),
+            "the link from A to B is given twice, with other numbers; leave one out",
+        ),
         (REGIONS | dict(between=[A_TO_B | {"from": ["A"]}]), "is no region"),
         (REGIONS | dict(between=[A_TO_B], flops="fast"), "flops='fast' must be a number above 0"),
         (REGIONS | dict(regions={"A": 4096, "B": 1}), "4097 devices together; there may be at most 4096"),
@@ -387,7 +391,17 @@ def test_planned_placement_trains_the_same_numbers(tmp_path):
         ("launch.plan", ["--links=configs/links/homes.json", "--stages=3", "--model=params=1e6"], "--stages=3 does not divide 16"),
         ("launch.plan", ["--links=configs/links/homes.json", "--stages=2", "--model=params=1e6"], "depth="),
         ("launch.plan", ["--links=configs/links/homes.json", "--model=params=0"], "params=0"),
-        ("launch.plan", ["--links=configs/links/homes.json", "--devices=17", "--model=params=1e6"], "has 16"),
+        ("launch.plan", ["--links=configs/links/homes.json", "--devices=17", "--model=params=1e6"], "from 2 to 16, the devices of"),
+        (
+            "launch.plan",
+            ["--links=configs/links/homes.json", "--devices=1", "--model=params=1e6"],
+            "--devices=1 must be from 2 to 16",
+        ),
+        (
+            "launch.plan",
+            ["--links=configs/links/homes.json", "--stages=2", "--model=depth=1,width=8,heads=1,vocabulary=9,context=4,batch=8"],
+            "--stages=2: a stage has at least one layer, and the model has depth=1; use fewer stages",
+        ),
         ("launch.plan", ["--links=configs/links/homes.json", "--topologies=ring,torus", "--model=params=1e6"], "one graph"),
         (
             "launch.plan",

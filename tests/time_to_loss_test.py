@@ -129,6 +129,7 @@ def test_the_whole_way_with_a_tiny_model_and_again_from_what_is_there(name, tmp_
     assert first.returncode == second.returncode == 0, first.stderr + second.stderr
     table = second.stdout.strip()
     assert first.stdout.strip().endswith(table.splitlines()[-1]) and time_to_loss.ACCUM_INT8 in table
+    out /= "smoke"
     assert (out / f"{name}.png").read_bytes().startswith(b"\x89PNG")
     document = json.loads((out / f"{name}.json").read_text())
     assert len(document["all-reduce"]["to_loss_s"]) == 1 and document["all-reduce"]["predicted_step_s"][0] > 0

@@ -204,6 +204,12 @@ def _of_regions(content: dict[str, Any]) -> Links:
     for region in (link[end] for link in listed for end in ("from", "to")):
         if region not in regions:
             raise ValueError(f"between: {profile.shown(region)} is no region; the regions are {', '.join(regions)}")
+    given_once: dict[tuple[str, str], dict[str, Any]] = {}
+    for link in listed:
+        if given_once.setdefault((link["from"], link["to"]), link) != link:
+            raise ValueError(
+                f"between: the link from {link['from']} to {link['to']} is given twice, with other numbers; leave one out"
+            )
     found |= {(link["to"], link["from"]): link for link in listed} | {(link["from"], link["to"]): link for link in listed}
     for here in regions:
         for there in regions:

@@ -17,7 +17,7 @@ from absl import flags
 from decjax import config
 from experiments import script, trials
 from experiments.bench.box import systems
-from experiments.bench.box.group import Failed
+from experiments.bench.box.group import done
 from experiments.methods import HOSTS, ONE_PEER, SHORTHANDS, SYNC
 from launch import cluster, command, processes
 
@@ -56,14 +56,13 @@ def measure(network: cluster.Network, out: pathlib.Path, method: str, number: in
         run = trial(method, out / f"{trials.name_of(method)}_{number}{'_elastic' if elastic else ''}")
         if not run.finished:
             given = processes.TRAIN, run.arguments
-            if code := network.run_elastic(config.Elastic(), *given) if elastic else network.run(*given):
-                raise Failed(f"{method} ended with exit code {code}; the same command continues")
+            done(method, network.run_elastic(config.Elastic(), *given) if elastic else network.run(*given))
         found[elastic] = step_s(run)
     return found[False], found[True]
 
 
 def main() -> None:
-    out = command.folder("out", FLAGS.out)
+    out = script.folder()
     table = script.table("ms per step", "without", "with --elastic", "ratio", "least", "largest")
     with cluster.network(hosts=HOSTS, rate=FLAGS.rate) as network:
         pairs = {method: [] for method in FLAGS.method}
@@ -76,16 +75,16 @@ def main() -> None:
         shown = (f"{ratio:.3f}" for ratio in (statistics.median(ratios), min(ratios), max(ratios)))
         table.add_row(method, script.ms(plain_s), script.ms(own_s), *shown)
     script.show(table)
-    if FLAGS.pages:
-        script.fill(pathlib.Path(FLAGS.pages), "elastic_price", table)
+    script.fill("elastic_price", table)
 
 
 if __name__ == "__main__":
-    flags.DEFINE_string("out", None, "Run directories go here; those that are finished are not repeated.", required=True)
+    flags.DEFINE(command.FOLDER, "out", None, "Run directories go here; those that are finished are not repeated.", required=True)
     flags.DEFINE_string("rate", "100mbit", "Of every link.")
     flags.DEFINE_multi_enum("method", METHODS, METHODS, "A method to measure; may be repeated.")
+    script.selects("method")
     flags.DEFINE_integer("rounds", 3, "Runs of each method with and without.", lower_bound=1)
     flags.DEFINE_integer("steps", 30, "Of a run.", lower_bound=(LEFT_OUT + 1) * EVERY)
     flags.DEFINE_integer("batch_size", 2, "Sequences of a worker's step.", lower_bound=1)
-    flags.DEFINE_string("pages", None, script.PAGES)
+    flags.DEFINE(command.FOLDER, "pages", None, script.PAGES)
     script.run(main, (*systems.ERRORS, trials.Broken))

@@ -7,7 +7,6 @@ gradients, the cosine at each of them: {"step": [K], "cosines": {stage: [K, mess
 """
 
 import json
-import pathlib
 
 from absl import flags
 import jax
@@ -15,9 +14,10 @@ from ml_collections import config_flags
 import numpy as np
 
 from decjax import config as parts
-from decjax import pipeline, train
+from decjax import files, pipeline, train
 from decjax.config import assemble
 from experiments import script
+from launch import command
 
 FLAGS = flags.FLAGS
 
@@ -40,13 +40,13 @@ def record(config, every: int) -> dict:
 
 def main() -> None:
     jax.config.update("jax_num_cpu_devices", parts.read(FLAGS.config).devices)
-    pathlib.Path(FLAGS.out).write_text(json.dumps(record(FLAGS.config, FLAGS.every)))
+    files.write_whole(FLAGS.out, json.dumps(record(FLAGS.config, FLAGS.every)))
 
 
 if __name__ == "__main__":
     config_flags.DEFINE_config_file(
         "config", "configs/gpt_optimus.py:size=tiny", "Config file, with an optional shorthand after a colon."
     )
-    flags.DEFINE_string("out", "cosines.json", "Where to write.")
+    flags.DEFINE(command.FILE, "out", "cosines.json", "Where to write.")
     flags.DEFINE_integer("every", 5, "Steps between two readings.", lower_bound=1)
     script.run(main, errors=(train.TrainingError, OSError))

@@ -19,7 +19,7 @@ import numpy as np
 from decjax.train import checkpoint
 from experiments import script, trials
 from experiments.bench.box import systems
-from experiments.bench.box.group import Failed
+from experiments.bench.box.group import done
 from launch import cluster, command, processes
 
 FLAGS = flags.FLAGS
@@ -73,7 +73,7 @@ def tabulate(found: dict[str, list[tuple[int, np.ndarray, np.ndarray]]]) -> Any:
 
 
 def main() -> None:
-    out = command.folder("out", FLAGS.out)
+    out = script.folder()
     out.mkdir(parents=True, exist_ok=True)
     found: dict[str, list[tuple[int, np.ndarray, np.ndarray]]] = {}
     with cluster.network(hosts=HOSTS) as network:
@@ -82,23 +82,23 @@ def main() -> None:
             found[rate] = []
             for seed in range(FLAGS.rounds):
                 run = trial(out, rate, seed)
-                if not run.finished and (code := network.run(processes.TRAIN, run.arguments)):
-                    raise Failed(f"the run in {run.workdir} ended with exit code {code}; the same command continues")
+                if not run.finished:
+                    done(f"the run in {run.workdir}", network.run(processes.TRAIN, run.arguments))
                 found[rate].append(ended(run))
     table = tabulate(found)
     script.show(table)
-    if FLAGS.pages:
-        script.fill(pathlib.Path(FLAGS.pages), "gravac_box", table)
+    script.fill("gravac_box", table)
 
 
 if __name__ == "__main__":
-    flags.DEFINE_string("out", None, "Run directories go here; what is there is not made again.", required=True)
+    flags.DEFINE(command.FOLDER, "out", None, "Run directories go here; what is there is not made again.", required=True)
     flags.DEFINE_list("rates", ["4mbit", "none"], "Of every link; none: as fast as the machine can.")
+    script.selects("rates")
     flags.DEFINE_integer("rounds", 3, "Trainings at each rate.", lower_bound=1)
     flags.DEFINE_integer("window", 15, "Steps on a rung.", lower_bound=2)
     flags.DEFINE_float(
         "improvement", 0.25, "By which a rung has to pay, relative; more than the noise of the clock.", lower_bound=0.0
     )
     flags.DEFINE_integer("windows", 6, "Of a training.", lower_bound=2)
-    flags.DEFINE_string("pages", None, script.PAGES)
+    flags.DEFINE(command.FOLDER, "pages", None, script.PAGES)
     script.run(main, (*systems.ERRORS, trials.Broken, ValueError))

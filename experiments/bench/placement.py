@@ -19,7 +19,7 @@ import numpy as np
 from decjax import costmodel, placement, topology
 from experiments import script, trials
 from experiments.bench.box import systems
-from experiments.bench.box.group import Failed
+from experiments.bench.box.group import done
 from experiments.goodput import LARGER
 from experiments.methods import ONE_PEER, SHORTHANDS
 from launch import cluster, command, processes
@@ -52,12 +52,6 @@ def step_s(run: trials.Trial) -> float:
     return statistics.fmean(tokens / row["tokens_per_s"] for row in run.rows("train")[LEFT_OUT:])
 
 
-def done(what: str, code: int) -> None:
-    """Refuses to go on after a command that failed."""
-    if code:
-        raise Failed(f"{what} ended with exit code {code}; the same command continues")
-
-
 def measure(network: cluster.Network, out: pathlib.Path) -> pathlib.Path:
     """The file of the links, measured unless it is there."""
     links = out / "links.json"
@@ -86,7 +80,7 @@ def forecast(links: pathlib.Path, layout: np.ndarray, workload: costmodel.Worklo
 
 
 def main() -> None:
-    out = command.folder("out", FLAGS.out)
+    out = script.folder()
     out.mkdir(parents=True, exist_ok=True)
     found: dict[str, list[float]] = {order: [] for order in ORDERS}
     with cluster.network(hosts=HOSTS, rate=FLAGS.rate) as network:
@@ -115,15 +109,14 @@ def report(found: dict[str, list[float]], told: dict[str, float]) -> None:
     gain, expected = (of[ORDERS[0]] / of[ORDERS[1]] for of in ({o: statistics.median(t) for o, t in found.items()}, told))
     script.show(table)
     script.show(f"the placement is {gain:.2f} times as fast; forecast {expected:.2f}, {script.difference(expected, gain)}")
-    if FLAGS.pages:
-        script.fill(pathlib.Path(FLAGS.pages), "placement_box", table)
+    script.fill("placement_box", table)
 
 
 if __name__ == "__main__":
-    flags.DEFINE_string("out", None, "Files and run directories go here; what is there is not made again.", required=True)
+    flags.DEFINE(command.FOLDER, "out", None, "Files and run directories go here; what is there is not made again.", required=True)
     flags.DEFINE_string("rate", "50mbit", "Of every link.")
     flags.DEFINE_string("pairs", "0-1:10mbit,4-5:10mbit", "Hosts whose messages to each other are slower.")
     flags.DEFINE_integer("rounds", 2, "Runs of each order.", lower_bound=1)
     flags.DEFINE_integer("steps", 48, "Of a run.", lower_bound=(LEFT_OUT + 1) * EVERY)
-    flags.DEFINE_string("pages", None, script.PAGES)
+    flags.DEFINE(command.FOLDER, "pages", None, script.PAGES)
     script.run(main, (*systems.ERRORS, trials.Broken, ValueError))

@@ -21,6 +21,14 @@ class Failed(Exception):
     """A system cannot run; the message is the last error of one of its processes."""
 
 
+def done(what: str, code: int) -> None:
+    """Goes on after a command in the box only if it ended well. One that a signal stopped has said so, and ends this command too."""
+    if code in (128 + signal.SIGINT, 128 + signal.SIGTERM, 128 + signal.SIGHUP):
+        raise SystemExit(code)
+    if code:
+        raise Failed(f"{what} ended with exit code {code}; the same command continues")
+
+
 def _complaint(lines: list[str]) -> str:
     """The last line of a log that names an error, or else its last line."""
     return next((line for line in reversed(lines) if "rror: " in line), lines[-1] if lines else "a worker ended without a word")

@@ -1,0 +1,225 @@
+"""Where commands write: every output is tried before the work, and neither a smoke run nor a part of the rows replaces whole results.
+
+And how a signal ends an experiment.
+"""
+
+import contextlib
+import os
+import pathlib
+import re
+import runpy
+import signal
+import subprocess
+import sys
+import warnings
+
+from absl import flags, logging
+import pytest
+
+from experiments import script, trials
+from experiments.bench.box import group
+from launch import command
+from tests import commands
+from tests.help_test import MODULES
+
+STARTED = [module for module in MODULES if module.startswith("experiments.")]
+WRITTEN = ("out", "workdir", "book", "pages")  # names of flags that are outputs, whatever the experiment
+
+
+@contextlib.contextmanager
+def defined(module, monkeypatch, *arguments):
+    """The flags of a command that does nothing: its `main` only notes that it was reached."""
+    held, reached = flags.FLAGS._flags(), []
+    others = {name: flag for name, flag in held.items() if not _is_of_every_command(name)}
+    before = set(held) - set(others)
+    for name in others:
+        del held[name]
+
+    def run(main, errors=()):
+        real(lambda *_: reached.append(main), errors)
+
+    with monkeypatch.context() as patch, warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # Another test has imported the module.
+        if module == "experiments.compare":
+            real = command.run
+            patch.setattr(command, "run", run)
+        else:
+            real = script.run
+            patch.setattr(script, "run", run)
+        patch.setattr(command.app, "run", lambda main, flags_parser: sys.exit(main(flags_parser(sys.argv))))
+        patch.setattr(sys, "argv", [module, *arguments])
+        patch.setattr(sys, "unraisablehook", sys.unraisablehook)
+        verbosity = logging.get_verbosity()
+        try:
+            with pytest.raises(SystemExit) as ended:
+                runpy.run_module(module, run_name="__main__")
+            yield ended.value.code, reached, dict(held)
+        finally:
+            logging.set_verbosity(verbosity)
+            imported = {name for name in held if flags.FLAGS.find_module_defining_flag(name) in sys.modules} - {"__main__"}
+            for name in set(held) - before - imported:
+                del held[name]
+            held.update(others)
+
+
+def _is_of_every_command(name):
+    return (flags.FLAGS.find_module_defining_flag(name) or "").startswith(("absl", "launch.command"))
+
+
+@pytest.fixture
+def start(monkeypatch, capsys):
+    """`start(module, *arguments)` returns what the command says in one line as it refuses them, or "" if it takes them."""
+
+    def start(module, *arguments):
+        with defined(module, monkeypatch, *arguments) as (code, reached, _):
+            said = capsys.readouterr().err
+        assert (not code and reached) or (code == 2 and not reached and said.count("\n") == 1), (module, arguments, code, said)
+        return said if code else ""
+
+    return start
+
+
+@pytest.fixture
+def known(monkeypatch, capsys):
+    """`known(module)` returns its flags by name."""
+
+    def known(module):
+        with defined(module, monkeypatch) as (_, _, found):
+            capsys.readouterr()  # Some demand a flag.
+            return found
+
+    return known
+
+
+def outputs(found):
+    return {name: flag.parser.kind for name, flag in found.items() if isinstance(flag.parser, command.Output)}
+
+
+def needed(found, tmp_path, but=""):
+    """The flag that some commands demand."""
+    return [f"--out={tmp_path / 'out'}"] if but != "out" and outputs(found).get("out") == "folder" else []
+
+
+def test_there_are_many_of_them():
+    assert len(STARTED) > 30
+
+
+@pytest.mark.parametrize("module", STARTED)
+def test_every_output_is_tried_before_the_work(module, start, known, tmp_path):
+    (tmp_path / "file").write_text("mine")
+    found = known(module)
+    assert {*outputs(found)} == {name for name in WRITTEN if name in found}
+    for name, kind in outputs(found).items():
+        rest = needed(found, tmp_path, but=name)
+        wrong = ["", " ", "/proc/none/x", tmp_path / "file/x", "/" + "x" * 300]
+        wrong += [tmp_path / "file"] if kind == "folder" else [tmp_path, tmp_path / "none/x.png"]
+        wrong += [tmp_path / "x", tmp_path / "x.docx"] if kind == "figure" else []
+        for text in wrong:
+            said = start(module, *rest, f"--{name}={text}")
+            assert re.match(f"error: --{name}[= ]", said) and "; " in said, said
+    assert [path.name for path in tmp_path.iterdir()] == ["file"] and (tmp_path / "file").read_text() == "mine"
+
+
+@pytest.mark.parametrize("module", STARTED)
+def test_numbers_are_finite(module, start, known, tmp_path):
+    found = known(module)
+    for name, flag in found.items():
+        if "float" in flag.flag_type():
+            for value in "nan", "inf", "-inf":
+                said = start(module, *needed(found, tmp_path), f"--{name}={value}")
+                assert re.search(f"--{name}={value}", said), said
+
+
+@pytest.mark.parametrize("module", STARTED)
+def test_neither_smoke_runs_nor_parts_replace_whole_results(module, start, known, tmp_path):
+    found, page, file = known(module), tmp_path / "pages/a.md", tmp_path / "whole.png"
+    page.parent.mkdir()
+    for path in page, file:
+        path.write_text("whole")
+    parts = ["--smoke"] if "smoke" in found else []
+    parts += [f"--{name}={one_of(flag)}" for name, flag in found.items() if hasattr(flag, "is_whole")]
+    assert bool(parts) or not {"smoke", "row", "only"} & set(found)
+    kinds = outputs(found) | ({"book": "folder"} if "--smoke" not in parts else {})
+    for argument in parts:
+        if "pages" in found:
+            said = start(module, *needed(found, tmp_path), argument, f"--pages={page.parent}")
+            assert said.startswith(f"error: {argument} would write") and "--pages=" in said, said
+        for name in (name for name, kind in kinds.items() if kind != "folder" and (name != "book" or argument == "--smoke")):
+            said = start(module, *needed(found, tmp_path, but=name), argument, f"--{name}={file}")
+            assert said.startswith(f"error: {argument} would ") and f"--{name}={file}" in said, said
+            if name != "book":
+                assert not start(module, argument, f"--{name}={tmp_path / 'new.png'}")
+    assert page.read_text() == file.read_text() == "whole"
+
+
+def one_of(flag):
+    """A value that leaves something out."""
+    if isinstance(flag.default, list):
+        return flag.default[0] if flag.default else "dirichlet_0.1"
+    return flag.default - 1
+
+
+@pytest.mark.parametrize("module", STARTED)
+def test_results_are_written_in_one_place(module):
+    """Only there can smoke runs and parts be told from whole results."""
+    text = (commands.ROOT / f"{module.replace('.', '/')}.py").read_text()
+    assert "FLAGS.pages" not in text
+    assert 'command.FOLDER, "out"' not in text or "FLAGS.out" not in text
+    assert not re.search(r"(draw|save)\(str\(out", text)
+
+
+@pytest.mark.parametrize("argument, folder", [("", ""), ("--smoke", "smoke"), ("--row=a", "part"), ("--smoke --row=a", "smoke")])
+def test_smoke_runs_and_parts_have_results_of_their_own(argument, folder, monkeypatch, tmp_path):
+    values = flags.FlagValues()
+    flags.DEFINE(command.FOLDER, "out", None, "", flag_values=values)
+    flags.DEFINE_bool("smoke", False, "", flag_values=values)
+    flags.DEFINE_multi_string("row", [], "", flag_values=values)
+    monkeypatch.setattr(script.flags, "FLAGS", values)
+    script.selects("row")
+    (tmp_path / "found.json").write_text("whole")
+    values(["command", f"--out={tmp_path}", *argument.split()])
+    table = script.table("", "loss")
+    script.publish("found", table, lambda path: pathlib.Path(path).touch(), loss=1.5)
+    assert {path.name for path in (tmp_path / folder).iterdir() if path.is_file()} == {"found.json", "found.png"}
+    assert "1.5" in (tmp_path / folder / "found.json").read_text()
+    assert ((tmp_path / "found.json").read_text() == "whole") == bool(argument)
+
+
+def test_results_of_a_failure_stay_as_they_were(tmp_path):
+    script.save(str(path := tmp_path / "found.json"), loss=1.5)
+    whole = path.read_text()
+    with pytest.raises(TypeError):
+        script.save(str(path), loss=object())
+    assert path.read_text() == whole and [*tmp_path.iterdir()] == [path]
+
+
+def test_a_signal_ends_the_trainings_and_is_told_in_one_line(monkeypatch, tmp_path, capsys):
+    started = []
+
+    def train(trial, cores, count):
+        started.append(process := subprocess.Popen(["sleep", "600"]))
+        if len(started) == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return process
+
+    def main():
+        trials.Pool(2).make(trials.Trial(tmp_path / str(seed), "configs/lm.py") for seed in range(9))
+
+    monkeypatch.setattr(trials, "start", train)
+    monkeypatch.setattr(command.app, "run", lambda main, flags_parser: main(["command"]))
+    monkeypatch.setattr(sys, "unraisablehook", sys.unraisablehook)
+    flags.FLAGS.mark_as_parsed()
+    with pytest.raises(SystemExit) as ended:
+        script.run(main)
+    assert ended.value.code == 128 + signal.SIGTERM
+    assert re.fullmatch("error: interrupted by SIGTERM; the same command .*\n", capsys.readouterr().err)
+    assert [process.wait(60) for process in started] == [-signal.SIGTERM] * 2
+
+
+def test_a_command_in_the_box_that_a_signal_stopped_ends_this_one_too():
+    group.done("calibration", 0)
+    with pytest.raises(group.Failed, match="calibration ended with exit code 2; the same command continues"):
+        group.done("calibration", 2)
+    with pytest.raises(SystemExit) as ended:
+        group.done("calibration", 143)
+    assert ended.value.code == 143
