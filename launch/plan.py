@@ -116,11 +116,18 @@ def times_of(values: dict[str, Any], cluster: costmodel.Cluster, compute_s: floa
     return compute_s / 3, 2 * compute_s / 3
 
 
+def check_parameters(values: dict[str, Any]) -> None:
+    """Refuses a model that has none."""
+    if values["params"] is None:
+        raise ValueError("--model: params is missing; give the number of parameters, such as params=65e6, or a config")
+    if values["params"] <= 0:
+        raise ValueError(f"--model: params={values['params']} must be a positive number of parameters, such as 65e6")
+
+
 def make_workload(values: dict[str, Any], cluster: costmodel.Cluster, compute_s: float | None) -> costmodel.Workload:
     """A workload from numbers; times are given, or follow from tokens and flops."""
     values = _KEYS | values
-    if not values["params"] or values["params"] <= 0:
-        raise ValueError(f"--model: params={values['params']} must be a positive number of parameters, such as 65e6")
+    check_parameters(values)
     forward_s, backward_s = times_of(values, cluster, compute_s)
     buckets = int(values["buckets"])
     if buckets != values["buckets"] or not 1 <= buckets <= profile.MAX_BUCKETS:
@@ -201,7 +208,8 @@ def refuse_flags(names: tuple[str, ...], reason: str) -> None:
     """Refuses flags that would be without effect."""
     for name in names:
         if FLAGS[name].present:
-            raise ValueError(f"--{name}={FLAGS[name].value} {reason}")
+            value = FLAGS[name].value
+            raise ValueError(f"--{name}={','.join(value) if isinstance(value, list) else value} {reason}")
 
 
 def make_transformer(values: dict[str, float]) -> costmodel.Transformer:
@@ -209,14 +217,14 @@ def make_transformer(values: dict[str, float]) -> costmodel.Transformer:
     sizes = {key: value for key, value in values.items() if key not in ("tied", "bytes")}
     for key, value in sizes.items():
         if value is None or not float(value).is_integer():
+            problem = f"{key} is missing" if value is None else f"{key}={value} must be a whole number"
             raise ValueError(
-                f"--model: {key}={value} must be a whole number, as in depth=52,width=1920,heads=24,"
-                "vocabulary=51200,context=1024,batch=512"
+                f"--model: {problem}; write it as in depth=52,width=1920,heads=24,vocabulary=51200,context=1024,batch=512"
             )
     sizes = {key: int(value) for key, value in sizes.items()}
     if values["tied"] not in (0, 1):
         raise ValueError(f"--model: tied={values['tied']:g} must be 0 or 1")
-    num_bytes = values["bytes"]
+    num_bytes = profile.check_number("--model: bytes", values["bytes"], positive=True, fix="2 are those of bfloat16")
     return costmodel.Transformer(
         batch_size=sizes.pop("batch"),
         tied=bool(values["tied"]),
@@ -234,6 +242,14 @@ def ask_layouts() -> tuple[costmodel.Cluster, costmodel.Transformer]:
     cluster = sized(cluster, "devices", FLAGS.devices)
     if FLAGS.flops is not None:
         cluster = dataclasses.replace(cluster, flops=FLAGS.flops)
+    if cluster.flops is None:
+        raise ValueError(
+            f"{FLAGS.cluster} has no flops, from which the time of a pass follows; give --flops, as 1e13, or enter it there"
+        )
+    if FLAGS.chunks > 1 and FLAGS.schedule != "interleaved":
+        raise ValueError(
+            f"--chunks={FLAGS.chunks} is for --schedule=interleaved; leave it out, or give that instead of {FLAGS.schedule}"
+        )
     text = FLAGS.model or ""
     if is_config(text):
         parts = _parts()
@@ -293,6 +309,8 @@ def placed_model(workers: int) -> Any:
     from launch import plan_placement
 
     text = FLAGS.model or ""
+    if not text or text.endswith(".json"):
+        raise ValueError(f"--model={text}: what is placed is a config, params=… or depth=…,width=…; give one of them")
     if is_config(text):
         parts = _parts()
         if FLAGS.stages > 1:
@@ -301,7 +319,9 @@ def placed_model(workers: int) -> Any:
         return plan_placement.of_numbers(_KEYS | dict(params=size.params, tokens=size.tokens), workers)
     if "depth=" in text or "layers=" in text:
         return plan_placement.of_transformer(make_transformer(parse_pairs(text, _MODEL_KEYS)))
-    return plan_placement.of_numbers(parse_pairs(text), workers)
+    values = parse_pairs(text)
+    check_parameters(values)
+    return plan_placement.of_numbers(values, workers)
 
 
 def plan_links() -> None:
@@ -325,6 +345,10 @@ def main(argv: list[str]) -> int:
         plan_layouts(command.console())
         return 0
     refuse_flags(_LAYOUT_FLAGS, "is for layouts of workers × stages × tensor; leave it out, or give --devices or depth=")
+    if not FLAGS.orders:
+        raise ValueError(
+            "--orders is empty; give awc (overlaps with the gradient), atc (after the update) or both, or leave it out"
+        )
     cluster, workload = ask()
     names = topology_lib.names() if FLAGS.topologies == ["all"] else FLAGS.topologies or plan.TOPOLOGIES
     methods, refused = plan.candidates(

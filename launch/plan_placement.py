@@ -57,8 +57,6 @@ def of_transformer(given: costmodel.Transformer) -> Model:
 
 def of_numbers(values: dict[str, Any], workers: int) -> Model:
     """Of `params=`, `bytes=` and `tokens=`."""
-    if not values["params"] or values["params"] <= 0:
-        raise ValueError(f"--model: params={values['params']} must be a positive number of parameters, such as 65e6")
     return Model(values["params"], values["bytes"], 6 * values["params"] * (values["tokens"] or 0) * workers)
 
 

@@ -391,6 +391,13 @@ def test_planned_placement_trains_the_same_numbers(tmp_path):
         ("launch.plan", ["--links=configs/links/homes.json", "--stages=3", "--model=params=1e6"], "--stages=3 does not divide 16"),
         ("launch.plan", ["--links=configs/links/homes.json", "--stages=2", "--model=params=1e6"], "depth="),
         ("launch.plan", ["--links=configs/links/homes.json", "--model=params=0"], "params=0"),
+        ("launch.plan", ["--links=configs/links/homes.json"], "--model=: what is placed is a config, params=… or depth=…"),
+        ("launch.plan", ["--links=configs/links/homes.json", "--model=bytes=2"], "params is missing; give the number"),
+        (
+            "launch.plan",
+            ["--links=configs/links/homes.json", "--model=params=1e6", "--orders=awc"],
+            "--orders=awc is without effect",
+        ),
         ("launch.plan", ["--links=configs/links/homes.json", "--devices=17", "--model=params=1e6"], "from 2 to 16, the devices of"),
         (
             "launch.plan",
