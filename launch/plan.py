@@ -55,90 +55,19 @@ from rich import console
 
 from decjax import costmodel
 from decjax import topology as topology_lib
-from decjax.costmodel import plan, profile
+from decjax.costmodel import plan
 from decjax.costmodel import plan_layouts as layouts
-from launch import command, config_file, plan_report
+from launch import command, config_file, plan_model, plan_report
 
 FLAGS = flags.FLAGS
 
-_MODEL_KEYS = dict(depth=None, width=None, heads=None, vocabulary=None, context=None, batch=None, hidden=0.0, tied=0.0, bytes=4.0)
 _DATA_PARALLEL_FLAGS = ("workers", "compute_s", "variation", "ratio", "codec", "every", "plot", "table")
 _PLACEMENT_FLAGS = ("stages", "placement", "search_s")
 _LAYOUT_FLAGS = ("microbatch", "schedule", "chunks", "inner", "remat", "flops", "top")
-_KEYS = dict(params=None, forward_s=None, backward_s=None, tokens=None, buckets=1.0, bytes=4.0, optimizer_s=0.0, combine_s=0.0)
-_WHOLE = ("depth", "width", "heads", "vocabulary", "context", "batch", "hidden")
-_EXAMPLES = dict(params="such as 65e6", tokens="such as 1600")
 MAX_WORKERS = 4096  # the spectral gap of as many takes minutes; devices, of which all may be workers, as well
 
 
 # -- What is asked ----------------------------------------------------------------------------------------------------
-
-
-def parse_pairs(text: str, keys: dict[str, float | None] = _KEYS) -> dict[str, Any]:
-    """`params=65e6,tokens=1600` as numbers, with defaults."""
-    given: dict[str, float] = {}
-    for part in filter(None, (part.strip() for part in text.split(","))):
-        key, _, value = part.partition("=")
-        key = "depth" if key == "layers" else key  # As it was once called.
-        if key in given:
-            raise ValueError(f"--model: {key} is given twice; leave one out")
-        if key not in keys:
-            raise ValueError(f"--model: {key!r} is unknown; use some of {', '.join(keys)}, or a .json or .py file")
-        given[key] = _number(key, value)
-    return keys | given
-
-
-def _number(key: str, text: str) -> float:
-    """The value of a key of --model."""
-    must, example = "a whole number of at least 1" if key in _WHOLE else "a number", _EXAMPLES.get(key, "")
-    try:
-        number = float(text)
-    except ValueError:
-        raise ValueError(f"--model: {key}={text!r} must be {must}" + (f", {example}" if example else "")) from None
-    if key in _WHOLE and not (number.is_integer() and number >= (0 if key == "hidden" else 1)):  # 0: 4·width
-        raise ValueError(f"--model: {key}={text.strip()} must be {must}")
-    return profile.check_number(f"--model: {key}", number, fix=example)
-
-
-def times_of(values: dict[str, Any], cluster: costmodel.Cluster, compute_s: float | None) -> tuple[float, float]:
-    """(forward_s, backward_s): given, or a third and two thirds of a step, which tokens and flops may tell."""
-    each = {name: values[name] for name in ("forward_s", "backward_s") if values[name] is not None}
-    if compute_s is not None and each:
-        raise ValueError(f"--compute_s={compute_s:g} and --model: {', '.join(each)} both tell how long a step takes; give one")
-    if len(each) == 2:
-        return each["forward_s"], each["backward_s"]
-    if compute_s is None and not each and values["tokens"] and cluster.flops:
-        compute_s = 6 * values["params"] * values["tokens"] / cluster.flops
-    if compute_s is None:
-        raise ValueError(
-            "--model: how long does a step compute? Give forward_s and backward_s, --compute_s, or tokens and a profile with flops"
-        )
-    return compute_s / 3, 2 * compute_s / 3
-
-
-def check_parameters(values: dict[str, Any]) -> None:
-    """Refuses a model that has none."""
-    if values["params"] is None:
-        raise ValueError("--model: params is missing; give the number of parameters, such as params=65e6, or a config")
-    if values["params"] <= 0:
-        raise ValueError(f"--model: params={values['params']} must be a positive number of parameters, such as 65e6")
-
-
-def make_workload(values: dict[str, Any], cluster: costmodel.Cluster, compute_s: float | None) -> costmodel.Workload:
-    """A workload from numbers; times are given, or follow from tokens and flops."""
-    values = _KEYS | values
-    check_parameters(values)
-    forward_s, backward_s = times_of(values, cluster, compute_s)
-    buckets = int(values["buckets"])
-    if buckets != values["buckets"] or not 1 <= buckets <= profile.MAX_BUCKETS:
-        raise ValueError(f"--model: buckets={values['buckets']:g} must be a whole number from 1 to {profile.MAX_BUCKETS}")
-    return costmodel.Workload(
-        forward_s,
-        (backward_s / buckets,) * buckets,
-        (values["params"] * values["bytes"] / buckets,) * buckets,
-        optimizer_s=values["optimizer_s"],
-        combine_s=values["combine_s"],
-    )
 
 
 def of_config(find: Callable[[Any], Any], text: str) -> Any:
@@ -175,9 +104,9 @@ def ask() -> tuple[costmodel.Cluster, costmodel.Workload]:
     elif is_config(text):
         size = of_config(_parts().size, text)
         workers = workers or size.workers
-        workload = make_workload(dict(params=size.params, tokens=size.tokens), cluster, FLAGS.compute_s)
+        workload = plan_model.make_workload(dict(params=size.params, tokens=size.tokens), cluster, FLAGS.compute_s)
     else:
-        workload = make_workload(parse_pairs(text), cluster, FLAGS.compute_s)
+        workload = plan_model.make_workload(plan_model.parse_pairs(text), cluster, FLAGS.compute_s)
     if FLAGS.variation is not None:
         jitter = costmodel.Jitter("lognormal", scale_s=FLAGS.variation * workload.compute_s)
         workload = dataclasses.replace(workload, jitter=jitter)
@@ -212,29 +141,6 @@ def refuse_flags(names: tuple[str, ...], reason: str) -> None:
             raise ValueError(f"--{name}={','.join(value) if isinstance(value, list) else value} {reason}")
 
 
-def make_transformer(values: dict[str, float]) -> costmodel.Transformer:
-    """A model from numbers."""
-    sizes = {key: value for key, value in values.items() if key not in ("tied", "bytes")}
-    for key, value in sizes.items():
-        if value is None or not float(value).is_integer():
-            problem = f"{key} is missing" if value is None else f"{key}={value} must be a whole number"
-            raise ValueError(
-                f"--model: {problem}; write it as in depth=52,width=1920,heads=24,vocabulary=51200,context=1024,batch=512"
-            )
-    sizes = {key: int(value) for key, value in sizes.items()}
-    if values["tied"] not in (0, 1):
-        raise ValueError(f"--model: tied={values['tied']:g} must be 0 or 1")
-    num_bytes = profile.check_number("--model: bytes", values["bytes"], positive=True, fix="2 are those of bfloat16")
-    return costmodel.Transformer(
-        batch_size=sizes.pop("batch"),
-        tied=bool(values["tied"]),
-        value_bytes=num_bytes,
-        gradient_bytes=num_bytes,
-        parameter_bytes=4 + (num_bytes if num_bytes < 4 else 0),
-        **sizes,
-    )
-
-
 def ask_layouts() -> tuple[costmodel.Cluster, costmodel.Transformer]:
     """The cluster at its size, and the model, from the flags."""
     refuse_flags(_DATA_PARALLEL_FLAGS, "is for workers of one device each; leave it out, or --devices and depth=")
@@ -254,7 +160,7 @@ def ask_layouts() -> tuple[costmodel.Cluster, costmodel.Transformer]:
     if is_config(text):
         parts = _parts()
         return cluster, of_config(lambda config: parts.transformer(parts.resolve(config)), text)
-    return cluster, make_transformer(parse_pairs(text, _MODEL_KEYS))
+    return cluster, plan_model.make_transformer(plan_model.parse_pairs(text, plan_model.SIZES))
 
 
 def _parts():
@@ -316,11 +222,11 @@ def placed_model(workers: int) -> Any:
         if FLAGS.stages > 1:
             return plan_placement.of_transformer(of_config(lambda config: parts.transformer(parts.resolve(config)), text))
         size = of_config(parts.size, text)
-        return plan_placement.of_numbers(_KEYS | dict(params=size.params, tokens=size.tokens), workers)
+        return plan_placement.of_numbers(plan_model.NUMBERS | dict(params=size.params, tokens=size.tokens), workers)
     if "depth=" in text or "layers=" in text:
-        return plan_placement.of_transformer(make_transformer(parse_pairs(text, _MODEL_KEYS)))
-    values = parse_pairs(text)
-    check_parameters(values)
+        return plan_placement.of_transformer(plan_model.make_transformer(plan_model.parse_pairs(text, plan_model.SIZES)))
+    values = plan_model.parse_pairs(text)
+    plan_model.check_parameters(values)
     return plan_placement.of_numbers(values, workers)
 
 

@@ -20,7 +20,7 @@ import pytest
 from configs import cifar, lm, nodes, translation
 from decjax import config as parts
 from decjax import costmodel, registry
-from launch import cluster, config_file, members, plan
+from launch import cluster, config_file, members, plan, plan_model
 from tests import commands
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -161,7 +161,7 @@ def value_faults(module: str, name: str, value: str) -> list[str]:
         elif name == "model" and plan.is_config(value):
             return config_faults([f"--config={value}"])
         elif name == "model":
-            plan.parse_pairs(value, plan._MODEL_KEYS if "depth=" in value else plan._KEYS)
+            plan_model.parse_pairs(value, plan_model.SIZES if "depth=" in value else plan_model.NUMBERS)
         elif name in SHORTHANDS_OF and module.startswith("experiments."):
             return config_faults([f"--config={SHORTHANDS_OF[name]}:{value}"])
         elif name == "codec":

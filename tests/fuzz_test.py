@@ -12,7 +12,7 @@ from configs import lm, shorthand
 from decjax import codecs, costmodel, registry, topology
 from decjax import config as parts
 from experiments import compare
-from launch import plan
+from launch import plan_model
 from tests.audit_test import SHORTHANDS, changed, flat
 from tests.runs import spec_of
 
@@ -64,7 +64,7 @@ def a_text(rng, documents):
             lambda: lm.get_config(text),
             lambda: lm.get_config(f"mixer={text},codec={text}"),
             lambda: shorthand.parse(text, {"a": int, "b": ("x", "y")}),
-            lambda: plan.parse_pairs(text),
+            lambda: plan_model.parse_pairs(text),
             lambda: codecs.make(name, **{rng.choice(list(registry.part("codec", name).options) + ["x"]): rng.choice(HOSTILE)}),
         ]
     )
