@@ -122,7 +122,7 @@ MISTAKES = {
     "no workdir": ([], "smoke,workers=2", None, "--workdir", "--help"),
     "empty workdir": (["--workdir="], "smoke,workers=2", None, "--workdir is empty", "such as runs/lm"),
     "empty resume_from": (["--resume_from="], "smoke,workers=2", "a", "--resume_from is empty", "leave it out"),
-    "unwritable workdir": ([], "smoke,workers=2", "text/run", "text/run", "choose a --workdir"),
+    "unwritable workdir": ([], "smoke,workers=2", "text/run", "text/run", "choose another --workdir"),
 }
 
 

@@ -200,7 +200,6 @@ def test_a_config_file_may_define_its_sweep(tmp_path):
                 ("every=2,4", ["--config.method.every", "8"], "--config.method.every=8"),
                 ("every=1", ["--config.method.every=8"], None),
                 ("order=awc,atc", ["--config.method.order=atc"], None),
-                ("scale=linear,sqrt", ["--config.schedule.learning_rate=0.1"], None),
                 (
                     "schedule.learning_rate=1e-3,1e-2",
                     ["-config.schedule.learning_rate", "0.1"],
@@ -210,6 +209,10 @@ def test_a_config_file_may_define_its_sweep(tmp_path):
                 ("mixer=choco,deepsqueeze", ["--config.mixer.name=choco"], None),
                 ("optimizer=lion(b1=0.95)", ["--config.optimizer.b1=0.5"], None),
             )
+        ),
+        (
+            ["--config=configs/lm.py:smoke", "--sweep=scale=linear,sqrt", "--", "--config.schedule.learning_rate=0.1"],
+            "scale=linear changes nothing with --config.schedule.learning_rate",
         ),
         (["--config=configs/lm.py:smoke", "--sweep=seed=0", "--", "--workdir=x"], "--workdir stands behind --"),
         (["--config=configs/lm.py:smoke", "--sweep=seed=0", "--", "--config", "configs/gpt.py"], "--config stands behind --"),
