@@ -190,6 +190,14 @@ def test_a_config_file_may_define_its_sweep(tmp_path):
         (["--config=configs/lm.py:smoke", "--sweep=mixer.gamma=0.1"], "mixer 'exact' has codec, rounds; gamma belongs to choco"),
         (["--config=configs/lm.py:smoke,workers=2", "--sweep=steps=4,0"], "steps=0: must be at least 1"),
         (["--config=configs/lm.py:smoke,workers=2", "--sweep=topology=ring,torus(rows=3)"], "rows"),
+        (
+            ["--config=configs/lm.py:smoke,workers=2", "--sweep=scale=linear,sqrt", "--", "--config.schedule.learning_rate=0.1"],
+            "scale=linear changes nothing with --config.schedule.learning_rate; leave one of them out",
+        ),
+        (
+            ["--config=configs/lm.py:smoke,scale=sqrt", "--sweep=schedule.learning_rate=0.1,0.2"],
+            "scale=sqrt changes nothing with --config.schedule.learning_rate; leave one of them out",
+        ),
         *(
             (
                 ["--config=configs/lm.py:smoke,workers=2", f"--sweep={swept}", "--", *extra],
