@@ -11,7 +11,6 @@ import json
 import math
 import os
 import resource
-import secrets
 import signal
 import socket
 import subprocess
@@ -25,11 +24,12 @@ from absl import flags
 
 from decjax import config
 from decjax.elastic.coordinator import Coordinator
+from decjax.elastic.keys import Keys
 from decjax.elastic.view import View
 from launch import accelerators, chaos, command, processes
 from launch import arguments as of_train
 
-SECRET = "DECJAX_ELASTIC_SECRET"  # the environment's variable
+KEYS = "DECJAX_ELASTIC_KEYS"  # the environment's variable
 PAUSE_S = 1.0  # before a process is started again that never took part, or a spare one; twice as long each time
 MOST_PAUSE_S = 30.0
 PROBE_S = 5.0  # between two trials to reach the coordinator, and for each
@@ -233,16 +233,16 @@ def run_together(
         faults: what is done to them.
         box: where they run.
     """
-    shared = secrets.token_hex(16)
+    known = Keys.made()
     count = len(command_lines([]))
-    coordinator = box.listening(lambda: Coordinator(host, count, given.min_workers, given.heartbeat_s, shared, _say_view))
+    coordinator = box.listening(lambda: Coordinator(host, count, given.min_workers, given.heartbeat_s, known, _say_view))
     options = [f"--elastic={':'.join(map(str, coordinator.address))}"]
     lines, spare_lines = command_lines(options), command_lines([*options, processes.STANDBY])
     with contextlib.ExitStack() as stack:
         caught = stack.enter_context(processes.caught_signals())
         serving = stack.enter_context(_serving(coordinator))
         folder = stack.enter_context(processes.temporary_folder())
-        environments = _environments(count, {SECRET: shared} | _compiled_once(folder), box)
+        environments = _environments(count, {KEYS: known.text} | _compiled_once(folder), box)
         starter = _Starter(stack, lines, spare_lines, environments, box.per_host or count)
         slots: list[_Slot] = []
         stack.callback(lambda: processes.send([slot.child for slot in slots], signal.SIGKILL))
@@ -314,6 +314,7 @@ def _watch(
             elif slot.again_at is not None:
                 slot.restart_when_due()
             elif slot.code is not None:
+                coordinator.ended.append(slot.child.process.pid)
                 coordinator.silent.discard(slot.index)
                 if (code := _ended(slot, bool(caught) or coordinator.is_over)) is not None:
                     processes.send([other.child for other in slots], signal.SIGTERM)
@@ -359,6 +360,6 @@ def _say_view(view: View) -> None:
         )
 
 
-def secret() -> str:
+def keys() -> Keys:
     """What members of this process's group know."""
-    return os.environ[SECRET]
+    return Keys.of(os.environ[KEYS])

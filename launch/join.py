@@ -20,7 +20,8 @@ import jax
 from jax.extend import backend
 
 from decjax import config as parts
-from decjax.elastic.membership import BEATS, Excluded, Membership
+from decjax.elastic.membership import Excluded, Membership
+from decjax.elastic.view import BEATS
 from launch import command, elastic, memory
 from launch import place as places
 
@@ -91,17 +92,17 @@ def stand_by(prepare: Callable[[], None]) -> None:
     flags.FLAGS.process_index = told["process_index"]
 
 
-def membership(heartbeat_s: float) -> Membership:
+def membership(how: parts.Elastic) -> Membership:
     """This process's part in an elastic run; it waits until its host reaches the coordinator."""
     assert _ELASTIC.value and _PROCESS_INDEX.value is not None
     host, _, port = _ELASTIC.value.rpartition(":")
     while True:
         try:
-            return Membership((host, int(port)), _PROCESS_INDEX.value, heartbeat_s, elastic.secret())
+            return Membership((host, int(port)), _PROCESS_INDEX.value, how.heartbeat_s, elastic.keys(), how.encrypt)
         except Excluded:
             raise
         except OSError:  # The host may be cut off for a while; the launcher's end is ours.
-            time.sleep(heartbeat_s / BEATS)
+            time.sleep(how.heartbeat_s / BEATS)
 
 
 def slots() -> int:

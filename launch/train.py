@@ -90,7 +90,7 @@ def train_elastic(config, workdir) -> int:
     group = Group()
     trainers = functools.cache(lambda: Trainers(parts.resolve(config, join.slots()), group))
     join.stand_by(lambda: trainers().compile_all())
-    group.join(join.membership(trainers().spec.elastic.heartbeat_s))
+    group.join(join.membership(trainers().spec.elastic))
     with memory_told():
         run = ElasticRun(trainers(), group, workdir)
         outcome = run.train(trackers())

@@ -2,7 +2,6 @@
 
 import concurrent.futures
 import functools
-import socket
 import sys
 import threading
 import time
@@ -16,35 +15,38 @@ import pytest
 from configs import quadratics
 from decjax import config
 from decjax.elastic import trainer as trainer_lib
-from decjax.elastic import transport
 from decjax.elastic.coordinator import Coordinator
+from decjax.elastic.keys import Keys
 from decjax.elastic.membership import Excluded, Membership
 from decjax.elastic.programs import MEMBERS
-from decjax.elastic.transport import _HEADER, Key
 from decjax.elastic.view import Member, View, ViewChanged
 from decjax.elastic.workers import ElasticWorkers, Group
 from decjax.train import engine
 from decjax.train.trainer import Trainer
 
-SECRET, HEARTBEAT_S = "a" * 32, 20.0  # long enough for a machine that does other things
+KEYS, HEARTBEAT_S = Keys.made(), 20.0  # long enough for a machine that does other things
 
 
 class Band:
     """A coordinator and the members of a group, in threads."""
 
-    def __init__(self, slots, least=1, heartbeat_s=HEARTBEAT_S):
-        self.coordinator = Coordinator("127.0.0.1", slots, least, heartbeat_s, SECRET)
+    def __init__(self, slots, least=1, heartbeat_s=HEARTBEAT_S, encrypt=False):
+        self.members, self.encrypt = [], encrypt
+        self.coordinator = Coordinator("127.0.0.1", slots, least, heartbeat_s, KEYS)
         self.heartbeat_s, self.over = heartbeat_s, threading.Event()
         self.thread = threading.Thread(target=self.coordinator.run, args=(self.over.is_set,), daemon=True)
         self.thread.start()
 
     def join(self, slot, step=0):
-        membership = Membership(self.coordinator.address, slot, self.heartbeat_s, SECRET)
+        membership = Membership(self.coordinator.address, slot, self.heartbeat_s, Keys.of(KEYS.text), self.encrypt)
         membership.step = step
+        self.members.append(membership)
         membership.ready(has_replica=not membership.is_late)
         return membership
 
     def end(self):
+        for member in self.members:
+            member.close()
         self.over.set()
         self.thread.join()
 
@@ -181,7 +183,8 @@ def test_group_without_a_replica_begins_anew(band):
     for member in others:
         member.close()
     with pytest.raises(Excluded):
-        late.next_view()
+        while True:  # A view may begin before the second is gone.
+            late.next_view()
     anew = [band.join(slot, step=40) for slot in range(3)]
     assert not any(member.is_late for member in anew)
     assert next_views(*anew)[0][:2] == (1, 40)
@@ -194,15 +197,15 @@ def test_a_view_that_ends_before_a_member_has_begun_it_is_never_begun(band, monk
     gone.close()
     wait_until(lambda: band.coordinator.view.number == 2)
     say, withheld = two._say, []
-    monkeypatch.setattr(two, "_say", lambda **what: withheld.append(what))
+    monkeypatch.setattr(two, "_say", lambda: withheld.append(two._stopped) if two._stopped[0] == 3 else say())
     late = band.join(0)  # The members are asked to stop, and one has not answered yet.
-    wait_until(lambda: {"stopped": 0, "for": 3} in withheld)
-    time.sleep(0.2)  # The other has been asked at the same time.
+    wait_until(lambda: (3, 0) in withheld and one._stopped == (3, 0))
     with concurrent.futures.ThreadPoolExecutor() as pool:
         waiting = pool.submit(one.next_view)
         time.sleep(0.2)
         assert not waiting.done()
-        say(**withheld.pop())
+        monkeypatch.setattr(two, "_say", say)
+        two._notify()
         assert waiting.result(timeout=60).number == 3
     assert next_views(late, two)[0].number == 3
 
@@ -248,20 +251,6 @@ def test_the_end_reaches_members_that_wait_for_others(band):
             member.next_view()
 
 
-def test_no_line_of_the_coordinator_is_lost():
-    """The end may be told together with the answer to the first line."""
-    with socket.create_server(("127.0.0.1", 0)) as listener, concurrent.futures.ThreadPoolExecutor() as pool:
-        joining = pool.submit(Membership, listener.getsockname()[:2], 0, HEARTBEAT_S, SECRET)
-        connection, _ = listener.accept()
-        with connection:
-            connection.recv(65536)
-            connection.sendall(b'{"views": 3}\n{"over": true}\n')
-            member = joining.result(timeout=10)
-            assert member.is_late
-            with pytest.raises(Excluded):
-                member.next_view()
-
-
 def test_whoever_waits_for_one_that_is_gone_is_told(band):
     one, two, three = groups(band, range(3))
     with concurrent.futures.ThreadPoolExecutor() as pool:
@@ -278,18 +267,6 @@ def test_whoever_waits_for_one_that_is_gone_is_told(band):
             functools.partial(three.channel.exchange, np.ones(3), None, 0),
         ]
     )
-
-
-@pytest.mark.parametrize("band", [{"slots": 3, "heartbeat_s": 1.5}], indirect=True)
-def test_silence_is_noticed(band, monkeypatch):
-    members = [band.join(slot) for slot in range(3)]
-    next_views(*members)
-    begun = time.monotonic()
-    monkeypatch.setattr(members[2], "_say", lambda **what: None)  # As if it was frozen.
-    views = next_views(*members[:2])
-    assert [member.slot for member in views[0].members] == [0, 1] and time.monotonic() - begun < 3 * band.heartbeat_s
-    with pytest.raises(Excluded):
-        members[2].next_view()
 
 
 @pytest.mark.parametrize("slots", [1, 4])
@@ -344,37 +321,6 @@ def test_messages_travel_beside_the_gradient(band):
     for order, expected in (("awc", "split"), ("atc", "fused")):
         trainer = trainer_lib.Trainers(spec(f"topology=one_peer_exponential,order={order}", 3), group).of(3)
         assert engine.choose("auto", trainer.method, trainer.workers) == expected
-
-
-def test_strangers_change_nothing(band):
-    one, two, three = groups(band, range(3))
-    for address in (band.coordinator.address, one.membership.transport.address):
-        for said in (
-            b"",
-            b"GET / HTTP/1.1\r\n\r\n",
-            b"\0" * 1000,
-            b'{"secret": "guessed", "slot": 0, "life": "", "host": "", "port": 1}\n',
-        ):
-            with socket.create_connection(address) as connection:
-                connection.sendall(said)
-    time.sleep(0.3)
-    swapped = together(
-        [functools.partial(one.channel.exchange, np.ones(3), 1, 1), functools.partial(two.channel.exchange, np.zeros(3), 0, 0)]
-    )
-    assert [x.sum() for x in swapped] == [0, 3]
-
-
-def test_a_connection_may_say_the_secret_late(band, monkeypatch):
-    """Whoever was refused would not know, and its message would be waited for."""
-    monkeypatch.setattr(transport, "CONNECT_S", 0.1)
-    one, two = band.join(0), band.join(1)
-    band.join(2)
-    view, _ = next_views(one, two)
-    key, data = Key(view.number, 1, 0, 1), b"late"
-    with socket.create_connection(one.transport.address) as connection:
-        time.sleep(0.3)
-        connection.sendall(SECRET.encode() + _HEADER.pack(*key, len(data)) + data)
-        assert one.transport.receive(key) == data
 
 
 def test_what_is_compiled_is_kept_when_a_member_leaves(band):

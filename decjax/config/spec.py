@@ -124,11 +124,14 @@ class Elastic(NamedTuple):
         min_workers: the fewest that go on; with fewer the others wait.
         spares: whether a process waits on each host to take a place at once, with everything loaded and compiled; it needs memory for
             the programs, but not for a model.
+        encrypt: whether messages between workers are encrypted, for networks that others can read. What workers and the coordinator say
+            to each other always is.
     """
 
     heartbeat_s: float = 5.0
     min_workers: int = 1
     spares: bool = True
+    encrypt: bool = False
 
 
 class RunSpec(NamedTuple):

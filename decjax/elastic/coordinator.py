@@ -1,45 +1,68 @@
 """The coordinator: decides who takes part. It holds no model and takes no steps, so that any worker may die.
 
-Members speak to it over TCP in lines of JSON, and say something at least every fifth of `heartbeat_s`. Whoever closes its connection,
-or is silent for `heartbeat_s`, is out. A change of the membership takes two messages: all members are asked to stop and tell their
-step; when the last one has answered, the next view begins at the largest of these.
+Members say over ZeroMQ how they are: whenever that changes, and at least every fifth of `heartbeat_s`. The coordinator answers each time
+with all that they need to know. So nothing is lost with a message.
 
-    member        → {"secret", "slot", "life", "host", "port", "process"}, then {} as a heartbeat,
-                    {"ready": step or null, "taken": batches}, {"stopped": step or null, "for": view number},
-                    {"unreachable": life}, {"over": true}
-    coordinator   → {"views": how many there were}, then {"stop": view number}, {"view": View}, {"over": true}
+    member        → {"member": Member, "ready", "step": the next one or null, "taken": batches, "stopped": number of the view that it
+                    has stopped for, "at": the step then, "reaches": lives, "broken": number of a view, "idle", "awaits": slots,
+                    "over", "leaves"}
+    coordinator   → {"views": how many there were, "asked": number of a view or 0, "view": View or null, "roster": members, "over"},
+                    or {"out": true}
+
+A change of the membership takes two messages: all members are asked to stop and tell their step; when the last one has answered, the
+next view begins at the largest of these. Members hold connections to all others in the roster, and a view has only members that reach
+each other: the largest such group goes on, and the others wait until they are reached again.
 
 A step of null says that the member has no replica: it is new, or the member that was to give it one is gone. Such members, and those
-that stopped before the last step that others took, get the replica of one that is furthest. If no member has a replica left, all
-connections are closed: the processes end, and others begin anew from the last checkpoint.
+that stopped before the last step that others took, get the replica of one that is furthest. If no member has a replica left, all are
+sent away: the processes end, and others begin anew from the last checkpoint.
+
+Out is whoever leaves; whose place another process has taken; who lets others wait, and for twelve times `heartbeat_s`, or as many of
+its longest steps, neither computes nor waits itself; and who is silent for `heartbeat_s` while its connection does not answer either.
+ZeroMQ's threads answer for the connection, so a busy process stays, and one that is stopped does not. Seconds in which the coordinator
+itself was stopped do not count.
 
 The run is over when the member that writes says so, having written all; the others wait for that, so that they can go on if it dies
 first. A member whose error ends the run says so, too. From then on nobody stops and nobody joins.
 """
 
+import collections
 from collections.abc import Callable
-import hmac
+import contextlib
 import json
-import selectors
-import socket
 import time
 from typing import Any
 
-from decjax.elastic.view import Member, View
+import zmq
+from zmq.utils import monitor
+
+from decjax.elastic.keys import Gate, Keys
+from decjax.elastic.transport import bound, bounded
+from decjax.elastic.view import BEATS, Member, View
+
+MOST_BYTES = 2**16  # of a message to the coordinator
+PATIENCE = 12  # until a member that does nothing is left out, in `heartbeat_s` or its own longest steps
 
 
 class _Session:
-    """The connection of a member."""
+    """A member, as it said it is."""
 
-    def __init__(self, connection: socket.socket):
-        self.connection, self.received, self.heard = connection, b"", time.monotonic()
-        self.member: Member | None = None
-        self.ready, self.fresh = False, False
-        self.stopped: int | None = None  # its answer to the last stop
-        self.taken = 0  # batches that all workers had taken before its replica
+    def __init__(self, member: Member):
+        self.member, self.heard = member, 0.0
+        self.connection: int | None = None  # the file descriptor
+        self.said: dict[str, Any] = {}
 
-    def tell(self, **what: Any) -> None:
-        self.connection.sendall(json.dumps(what).encode() + b"\n")
+    @property
+    def ready(self) -> bool:
+        return self.said["ready"]
+
+    def step(self, view: View) -> int | None:
+        """The next step that it can take; None: it has no replica."""
+        return self.said["at" if self.member in view.members else "step"]
+
+    def reaches(self, other: "_Session") -> bool:
+        """Whether messages pass both ways."""
+        return other.member.life in self.said["reaches"] and self.member.life in other.said["reaches"]
 
 
 class Coordinator:
@@ -50,114 +73,137 @@ class Coordinator:
         slots: N, the number of slots; the first view has them all.
         least: the fewest members that go on; with fewer the others wait.
         heartbeat_s: seconds of silence after which a member is out.
-        secret: what members must know.
+        keys: of the group, with the coordinator's own.
         note: called with every view.
     """
 
     def __init__(
-        self, host: str, slots: int, least: int, heartbeat_s: float, secret: str, note: Callable[[View], None] = lambda view: None
+        self, host: str, slots: int, least: int, heartbeat_s: float, keys: Keys, note: Callable[[View], None] = lambda view: None
     ):
-        self._slots, self.least, self._heartbeat_s, self._secret, self._note = slots, least, heartbeat_s, secret, note
-        self._listener = socket.create_server((host, 0))
-        self.address: tuple[str, int] = self._listener.getsockname()[:2]
-        self._listener.setblocking(False)  # Else it would wait for a caller that has hung up meanwhile.
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(self._listener, selectors.EVENT_READ)
-        self._sessions: list[_Session] = []
+        self._slots, self.least, self._heartbeat_s, self._note = slots, least, heartbeat_s, note
+        self._context = zmq.Context()
+        self._gate = Gate(self._context, keys)
+        self._members = self._context.socket(zmq.ROUTER)
+        keys.guard(self._members)
+        bounded(self._members, heartbeat_s)
+        self._members.maxmsgsize, self._members.router_handover = MOST_BYTES, True
+        alive(self._members, heartbeat_s)
+        self._events = self._members.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
+        self.address = bound(self._members, host)
+        self._poller = zmq.Poller()
+        for socket in (self._gate.socket, self._members, self._events):
+            self._poller.register(socket, zmq.POLLIN)
+        self._open: set[int] = set()  # connections
+        self._sessions: dict[bytes, _Session] = {}
+        self._gone: set[bytes] = set()  # lives of those that are out
         self.view = View(0, 0, ())
-        self.silent: set[int] = set()  # slots of processes that were silent or unreachable, and may still run
+        self.silent: set[int] = set()  # slots of processes that are out, and may still run
+        self.ended: collections.deque[int] = collections.deque()  # ids of processes that have ended, from the launcher
         self.is_over = False
-        self._asked: int | None = None  # the number of the view that members were asked to stop for
+        self._asked = 0  # the number of the view that members were asked to stop for
+        self._told: Any = None
+        self._now_s, self._looked_s = 0.0, time.monotonic()  # by a clock that stands still while this process does
 
     def run(self, ended: Callable[[], bool]) -> None:
         """Serves until `ended()`, which is asked several times a second."""
-        while not ended():
-            self.serve(min(0.1, self._heartbeat_s / 10))
-        for session in self._sessions:
-            session.connection.close()
-        self._listener.close()
+        try:
+            while not ended():
+                self.serve(min(0.1, self._heartbeat_s / 10))
+        finally:
+            for life in [*self._sessions]:
+                self._drop(life)
+            self._members.disable_monitor()
+            self._events.close(linger=0)
+            self._gate.socket.close(linger=0)
+            self._members.close(linger=500)
+            self._context.term()
 
     def serve(self, wait_s: float) -> None:
         """Reads what has arrived, waiting so long at most, and decides."""
-        for key, _ in self._selector.select(wait_s):
-            if key.fileobj is self._listener:
-                self._accept()
-            else:
-                self._read(key.data)
-        now = time.monotonic()
-        for session in [session for session in self._sessions if now - session.heard > self._heartbeat_s]:
-            self._exclude(session)
+        self._poller.poll(1000 * wait_s)
+        while self._read():
+            pass
+        now_s = time.monotonic()
+        self._now_s += min(now_s - self._looked_s, 4 * wait_s)
+        self._looked_s = now_s
+        while self.ended:
+            process = self.ended.popleft()
+            for session in [session for session in self._sessions.values() if session.member.process == process]:
+                self._drop(session.member.life.encode())
+        for session in [session for session in self._sessions.values() if self._is_silent(session) or self._is_stuck(session)]:
+            self.silent.add(session.member.slot)
+            self._drop(session.member.life.encode())
         self._decide()
+        state = self.view, self._asked, self.is_over, [*self._sessions]
+        if state != self._told:
+            self._told = state
+            for life in self._sessions:
+                self._tell(life)
 
     # -- Sessions -----------------------------------------------------------------------------------------------------
 
-    def _accept(self) -> None:
+    def _read(self) -> bool:
+        """Reads a message and what comes before it; whether there may be more."""
         try:
-            connection, _ = self._listener.accept()
-        except OSError:  # Whoever called is gone already.
-            return
-        connection.settimeout(self._heartbeat_s)
-        session = _Session(connection)
-        self._sessions.append(session)
-        self._selector.register(connection, selectors.EVENT_READ, session)
-
-    def _read(self, session: _Session) -> None:
+            life, *frames = self._members.recv_multipart(zmq.NOBLOCK, copy=False)
+        except zmq.Again:
+            life, frames = None, []
+        while self._gate.socket.poll(0):
+            if (known := self._sessions.get(self._gate.answer() or b"")) is not None:
+                known.heard = self._now_s  # It is back, on a connection that is not known until it speaks.
+        while self._events.poll(0):  # Before the message: its connection may have had the number of one that was closed.
+            event = monitor.recv_monitor_message(self._events)
+            (self._open.add if event["event"] == zmq.EVENT_ACCEPTED else self._open.discard)(int(event["value"]))
+        if life is None:
+            return False
         try:
-            data = session.connection.recv(65536)
-        except OSError:
-            data = b""
-        if not data:
-            self._drop(session)
-            return
-        *lines, session.received = (session.received + data).split(b"\n")
-        for line in lines:
-            try:
-                self._hear(session, json.loads(line))
-            except (ValueError, KeyError, TypeError):  # A stranger, or one that speaks otherwise.
-                self._drop(session)
-                return
-        if session.member is None and len(session.received) > 65536:
-            self._drop(session)
+            self._hear(life.bytes, frames[0].get(zmq.SRCFD), json.loads(frames[0].bytes))
+        except Exception:  # One that speaks otherwise is no reason to leave the others.
+            self._drop(life.bytes)
+        return True
 
-    def _hear(self, session: _Session, said: dict[str, Any]) -> None:
-        session.heard = time.monotonic()
-        if session.member is None:
-            known = hmac.compare_digest(str(said["secret"]), self._secret) and 0 <= said["slot"] < self._slots
-            if not known or self.is_over:
-                raise ValueError
-            for other in [other for other in self._sessions if other.member and other.member.slot == said["slot"]]:
+    def _hear(self, life: bytes, connection: int, said: dict[str, Any]) -> None:
+        session = self._sessions.get(life)
+        if session is None:
+            member = Member(*said["member"])
+            if self.is_over or life in self._gone or member.life.encode() != life or not 0 <= member.slot < self._slots:
+                raise ValueError("it may not take part")
+            for other in [other for other in self._sessions if self._sessions[other].member.slot == member.slot]:
                 self._drop(other)  # Another process has taken its place.
-            session.member = Member(*(said[name] for name in Member._fields))
-            self._tell(session, views=self.view.number)
-        if "unreachable" in said and not self.is_over:
-            for other in [other for other in self._sessions if other.member and other.member.life == said["unreachable"]]:
-                self._exclude(other)
-        if "over" in said and not self.is_over:
+            session = self._sessions[life] = _Session(member)
+        session.connection, session.heard, session.said = connection, self._now_s, said
+        if said["over"]:
             self.is_over = True
-            for other in [other for other in self._sessions if other.member]:
-                self._tell(other, over=True)
-        if "ready" in said:
-            session.ready, session.taken = True, said.get("taken", 0)
-            self._at(session, said["ready"])
-        if "stopped" in said and said.get("for") == self._asked:
-            self._at(session, said["stopped"])
+        if said["leaves"]:
+            self._drop(life)
+        else:
+            self._tell(life)
 
-    @staticmethod
-    def _at(session: _Session, step: int | None) -> None:
-        session.fresh, session.stopped = step is None, step or 0
+    def _is_silent(self, session: _Session) -> bool:
+        return session.connection not in self._open and self._now_s - session.heard > self._heartbeat_s
 
-    def _exclude(self, session: _Session) -> None:
-        """Goes on without a process that may still run."""
-        if session.member:
-            self.silent.add(session.member.slot)
-        self._drop(session)
+    def _is_stuck(self, session: _Session) -> bool:
+        """Whether others wait for it, and it neither computes nor waits itself."""
+        said, slot = session.said, session.member.slot
+        awaited = any(slot in other.said["awaits"] for other in self._sessions.values())
+        return awaited and not said["awaits"] and said["idle"] > PATIENCE
 
-    def _drop(self, session: _Session) -> None:
-        if session not in self._sessions:
-            return
-        self._sessions.remove(session)
-        self._selector.unregister(session.connection)
-        session.connection.close()
+    def _drop(self, life: bytes) -> None:
+        self._gone.add(life)
+        self._sessions.pop(life, None)
+        self._say(life, out=True)
+
+    def _say(self, life: bytes, **what: Any) -> None:
+        with contextlib.suppress(zmq.ZMQError):  # A connection that takes nothing; it is told when it speaks again.
+            self._members.send_multipart([life, json.dumps(what).encode()], zmq.NOBLOCK)
+
+    def _tell(self, life: bytes) -> None:
+        number, roster = self.view.number, [session.member for session in self._sessions.values()]
+        takes_part = self._sessions[life].member in self.view.members
+        asked = self._asked or (0 if takes_part else number)  # Whoever has missed that others went on is still in an earlier view.
+        self._say(
+            life, views=number, asked=asked, view=self.view._asdict() if takes_part else None, roster=roster, over=self.is_over
+        )
 
     # -- Views --------------------------------------------------------------------------------------------------------
 
@@ -165,45 +211,65 @@ class Coordinator:
         """Asks members to stop where the membership has changed, and begins the next view when all have."""
         if self.is_over:
             return
-        ready = [session for session in self._sessions if session.ready]
-        members = tuple(sorted(session.member for session in ready if session.member))
-        if members == self.view.members and self._asked is None:
+        chosen = self._chosen()
+        members = tuple(sorted(session.member for session in chosen))
+        broken = self.view.number and any(session.said["broken"] == self.view.number for session in chosen)
+        if members == self.view.members and not self._asked and not broken:
             return
         enough = len(members) >= (self._slots if self.view.number == 0 else self.least)
         gone = any(member not in members for member in self.view.members)
-        if self._asked is None and (enough or gone):
+        if not self._asked and (enough or gone):
             self._asked = self.view.number + 1
-            for session in ready:
-                if session.member in self.view.members:
-                    session.stopped = None
-                    self._tell(session, stop=self._asked)
-            return
-        stopped = [session.stopped for session in ready if session.stopped is not None]
-        if self._asked is None or not enough or len(stopped) < len(ready):
-            return
-        if all(session.fresh for session in ready):
+        elif self._asked and enough and all(self._has_stopped(session) for session in chosen):
+            self._begin(chosen, members)
+
+    def _has_stopped(self, session: _Session) -> bool:
+        return session.member not in self.view.members or session.said["stopped"] == self._asked
+
+    def _begin(self, chosen: list[_Session], members: tuple[Member, ...]) -> None:
+        """Begins the next view."""
+        step_of = {session.member.slot: session.step(self.view) for session in chosen}
+        known = [step for step in step_of.values() if step is not None]
+        if not known:
             self._begin_anew()
             return
-        furthest = max((session for session in ready if not session.fresh), key=lambda session: session.stopped or 0)
-        step = max(self.view.step, furthest.stopped or 0)  # Whoever was further may be gone before the view began.
-        behind = [session for session in ready if session.fresh or session.stopped != furthest.stopped]
-        fresh = tuple(session.member.slot for session in behind if session.member)
-        block = self.view.block + (step - self.view.step) * len(self.view.members) if self.view.number else furthest.taken
-        slots = [member.slot for member in members]
-        writer = self.view.writer if self.view.writer in slots else min(set(slots) - set(fresh) or slots)
-        self.view, self._asked = View(self._asked, step, members, fresh, writer, block), None
-        for session in ready:
-            self._tell(session, view=self.view._asdict())
+        step = max(self.view.step, *known)  # Whoever was further may be gone before the view began.
+        fresh = tuple(sorted(slot for slot, reached in step_of.items() if reached != max(known)))
+        if self.view.number:
+            block = self.view.block + (step - self.view.step) * len(self.view.members)
+        else:
+            block = max(session.said["taken"] for session in chosen if session.member.slot not in fresh)
+        writer = self.view.writer if self.view.writer in step_of else min(step_of.keys() - set(fresh))
+        self.view, self._asked = View(self._asked, step, members, fresh, writer, block), 0
         self._note(self.view)
+
+    def _chosen(self) -> list[_Session]:
+        """Those that are ready and reach each other: first of all those that have a replica."""
+        ready = [session for session in self._sessions.values() if session.ready]
+        old = self._mutual([session for session in ready if session.said["step"] is not None])
+        fresh = [session for session in ready if session.said["step"] is None and all(map(session.reaches, old))]
+        return old + self._mutual(fresh)
+
+    def _mutual(self, group: list[_Session]) -> list[_Session]:
+        """As many of them as all reach each other, nearly; of two equal groups the one that writes."""
+        group = list(group)
+        while group:
+            apart = {id(a): sum(a is not b and not a.reaches(b) for b in group) for a in group}
+            worst = max(
+                group, key=lambda a: (apart[id(a)], a.connection not in self._open, a.member.slot != self.view.writer, a.member)
+            )
+            if not apart[id(worst)]:
+                break
+            group.remove(worst)
+        return group
 
     def _begin_anew(self) -> None:
         """Ends the group, of which nobody has a replica, so that the next processes begin as the first ones did."""
-        self.view, self._asked = View(0, 0, ()), None
-        for session in list(self._sessions):
-            self._drop(session)
+        self.view, self._asked = View(0, 0, ()), 0
+        for life in [*self._sessions]:
+            self._drop(life)
 
-    def _tell(self, session: _Session, **what: Any) -> None:
-        try:
-            session.tell(**what)
-        except OSError:
-            self._drop(session)
+
+def alive(socket: zmq.Socket, heartbeat_s: float) -> None:
+    """Lets ZeroMQ's own threads find out within so many seconds whether the process at the other end of a connection still runs."""
+    socket.heartbeat_ivl, socket.heartbeat_timeout = round(1000 * heartbeat_s / BEATS), round(800 * heartbeat_s)

@@ -1,62 +1,84 @@
-"""A member's side of the membership: it says that it lives, stops when asked, and learns the views; see `coordinator`."""
+"""A member's side of the membership: it says how it is, stops when asked, and learns the views; see `coordinator`."""
 
 import contextlib
 import json
 import os
 import socket
 import threading
+import time
+from typing import Any
 import uuid
 
-from decjax.elastic.transport import Transport
-from decjax.elastic.view import Member, View, ViewChanged
+import zmq
 
-BEATS = 5  # heartbeats in `heartbeat_s`
+from decjax.elastic.coordinator import alive
+from decjax.elastic.keys import Keys
+from decjax.elastic.transport import Transport, bounded
+from decjax.elastic.view import BEATS, Member, View, ViewChanged
+
+_BUSY = 0.05  # the share of a core's time that a process takes that computes
 
 
 class Excluded(ConnectionError):
-    """The run is over, the coordinator is gone, or has given this process's place to another."""
+    """The run is over, or the coordinator has sent this process away or given its place to another."""
 
     exit_code = 3  # of a process that lost contact; another takes its place unless the run is over
 
 
 class Membership:
-    """Takes part in a group, as whoever has a slot.
+    """Takes part in a group, as whoever has a slot; it waits until the coordinator answers.
 
     Args:
         address: of the coordinator.
         slot: this process's own.
         heartbeat_s: as the coordinator's.
-        secret: as the coordinator's.
+        keys: of the group.
+        encrypt: as `Transport`'s.
+
+    Raises:
+        OSError: if there is no way to the coordinator.
+        Excluded: if it refuses this process.
     """
 
-    def __init__(self, address: tuple[str, int], slot: int, heartbeat_s: float, secret: str):
+    def __init__(self, address: tuple[str, int], slot: int, heartbeat_s: float, keys: Keys, encrypt: bool = False):
         self.slot = slot
         self.step: int | None = 0  # the next one that this process takes, kept up to date by its owner; None: it has no replica yet
         self.taken = 0  # batches that all workers had taken before `step`, set by its owner before `ready`
         self._heartbeat_s = heartbeat_s
-        self._coordinator = socket.create_connection(address, heartbeat_s)
-        self._coordinator.settimeout(None)
-        host = self._coordinator.getsockname()[0]
-        self.transport = Transport(host, secret.encode().ljust(32, b"\0")[:32], self._accuse, heartbeat_s)
+        host, self._wake = _own_address(address), os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self.transport = Transport(host, keys, heartbeat_s, encrypt, self._notify)
+        self._member = Member(slot, uuid.uuid4().hex, host, self.transport.address[1], os.getpid())
         self._next: View | None = None
-        self._is_stopped = self._is_over = False
-        self.is_late = False  # whether the group took steps before this process came
-        self._gone = False
+        self._is_ready = self._is_stopped = self._is_over = self._gone = False
+        self._says_over = self._leaves = False
+        self._views: int | None = None  # how many there were when the coordinator first answered
+        self._number = 0  # of the last view that this member was told
+        self._stopped: tuple[int, int | None] = 0, None  # for which view it has stopped, and at which step
+        self._progress: Any = None
+        self._used_s, self._looked_s, self._longest_s = 0.0, time.monotonic(), heartbeat_s
+        self._progress_at = self._idle_since = self._looked_s
         self._changed = threading.Condition()
-        self._sending = threading.Lock()
-        self._say(secret=secret, **Member(slot, uuid.uuid4().hex, host, self.transport.address[1], os.getpid())._asdict())
-        self._lines = self._coordinator.makefile()  # The next line may come with the first.
-        answer = self._lines.readline()
-        if not answer:
+        self._context = zmq.Context()
+        self._coordinator = self._context.socket(zmq.DEALER)
+        self._coordinator.routing_id = self._member.life.encode()
+        keys.enter(self._coordinator, keys.coordinator)
+        bounded(self._coordinator, heartbeat_s)
+        alive(self._coordinator, heartbeat_s)
+        self._coordinator.connect(f"tcp://{address[0]}:{address[1]}")
+        self._thread = threading.Thread(target=self._serve, name="elastic-control", daemon=True)
+        self._thread.start()
+        with self._changed:
+            self._changed.wait_for(lambda: self._views is not None or self._gone)
+        if self._gone:
+            self.close()
             raise Excluded("the coordinator has refused this process")
-        self.is_late = json.loads(answer)["views"] > 0
-        for name, run in (("elastic-control", self._listen), ("elastic-heartbeat", self._beat)):
-            threading.Thread(target=run, name=name, daemon=True).start()
+        self.is_late = bool(self._views)  # whether the group took steps before this process came
 
     def ready(self, has_replica: bool) -> None:
         """Asks to take part from the next view on."""
         self.step = self.step if has_replica else None
-        self._say(ready=self.step, taken=self.taken)
+        self._is_ready = True
+        self._notify()
 
     def next_view(self) -> View:
         """The next view, once all its members have stopped; `Excluded` if there will be none."""
@@ -73,8 +95,10 @@ class Membership:
 
     def end(self) -> None:
         """Says that the run is over: all is written, or nothing more can be."""
-        with contextlib.suppress(OSError):
-            self._say(over=True)
+        self._says_over = True
+        self._notify()
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_over or self._gone, self._heartbeat_s)
 
     def await_end(self) -> None:
         """Waits until another member says that the run is over.
@@ -88,47 +112,85 @@ class Membership:
                 raise ViewChanged("a member is gone before the run was over")
 
     def close(self) -> None:
-        self.transport.close()
+        if not self._leaves:
+            self._leaves = True
+            self.transport.close()
+            self._notify()
+            self._thread.join()
+
+    # -- The thread that speaks to the coordinator --------------------------------------------------------------------
+
+    def _notify(self) -> None:
+        """Lets the coordinator know that something has changed."""
         with contextlib.suppress(OSError):
-            self._coordinator.shutdown(socket.SHUT_RDWR)
-        self._coordinator.close()
+            os.eventfd_write(self._wake, 1)
 
-    # -- Threads ------------------------------------------------------------------------------------------------------
-
-    def _say(self, **what: object) -> None:
-        with self._sending:
-            self._coordinator.sendall(json.dumps(what).encode() + b"\n")
-
-    def _accuse(self, member: Member) -> None:
-        with contextlib.suppress(OSError):
-            self._say(unreachable=member.life)
-
-    def _beat(self) -> None:
-        pause = threading.Event()
-        with contextlib.suppress(OSError):
-            while not pause.wait(self._heartbeat_s / BEATS):
+    def _serve(self) -> None:
+        poller, beat_s = zmq.Poller(), self._heartbeat_s / BEATS
+        poller.register(self._coordinator, zmq.POLLIN)
+        poller.register(self._wake, zmq.POLLIN)
+        said_at = -beat_s
+        while not self._leaves:
+            due_s = said_at + beat_s - time.monotonic()
+            ready = dict(poller.poll(max(0.0, 1000 * due_s)))
+            if changed := self._wake in ready:
+                os.eventfd_read(self._wake)
+            if self._coordinator in ready:
+                changed |= self._hear(json.loads(self._coordinator.recv()))
+            if changed or time.monotonic() >= said_at + beat_s:
+                said_at = time.monotonic()
                 self._say()
+        self._say()
+        self._coordinator.close(linger=round(200 * self._heartbeat_s))
+        self._context.term()
+        os.close(self._wake)
 
-    def _listen(self) -> None:
-        with contextlib.suppress(OSError, ValueError), self._lines:
-            for line in self._lines:
-                said = json.loads(line)
-                with self._changed:
-                    if "stop" in said:
-                        self._next, self._is_stopped = None, True  # A view that has not begun yet never will.
-                        self.transport.interrupt()
-                    elif "over" in said:
-                        self._is_over = True
-                        self.transport.interrupt()  # Whoever said it sends nothing any more.
-                    else:
-                        self._next = View.of(said["view"])
-                    self._changed.notify_all()
-                if "stop" in said:
-                    self._say(**{"stopped": self.step, "for": said["stop"]})
+    def _say(self) -> None:
+        stopped, at = self._stopped
+        state: dict[str, Any] = dict(member=self._member, ready=self._is_ready, step=self.step, taken=self.taken)
+        state |= dict(stopped=stopped, at=at, reaches=self.transport.reached, broken=self.transport.broken)
+        state |= dict(awaits=[*self.transport.awaited], idle=self._idle(), over=self._says_over, leaves=self._leaves)
+        with contextlib.suppress(zmq.Again):  # It takes nothing now; the next beat says the same.
+            self._coordinator.send(json.dumps(state).encode(), zmq.NOBLOCK)
+
+    def _idle(self) -> float:
+        """How long this process has neither taken a step, nor moved a message, nor computed, as it does when it compiles."""
+        now_s, used_s, progress = time.monotonic(), time.process_time(), (self.step, self.transport.moved)
+        if progress != self._progress:
+            self._longest_s = max(self._longest_s, now_s - self._progress_at)
+            self._progress_at = self._idle_since = now_s
+        elif used_s - self._used_s > _BUSY * (now_s - self._looked_s):
+            self._idle_since = now_s
+        self._progress, self._used_s, self._looked_s = progress, used_s, now_s
+        return (now_s - self._idle_since) / self._longest_s
+
+    def _hear(self, said: dict[str, Any]) -> bool:
+        """Takes in what the coordinator says; whether it has to be answered."""
+        stops = said.get("asked", 0) > self._stopped[0]
         with self._changed:
-            self._gone = True
-            self.transport.interrupt()
+            if "out" in said:
+                self._gone = True
+            else:
+                self._views = said["views"] if self._views is None else self._views
+                self._is_over |= said["over"]
+                self.transport.connect(Member(*fields) for fields in said["roster"] if fields[1] != self._member.life)
+            if stops:
+                self._next, self._is_stopped = None, True  # A view that has not begun yet never will.
+            elif (view := said.get("view")) and view["number"] > self._number:
+                self._next, self._number = View.of(view), view["number"]
+            if stops or self._gone or self._is_over:
+                self.transport.interrupt()  # Whoever said that it is over sends nothing any more.
+            if stops:
+                self._stopped = said["asked"], self.step
             self._changed.notify_all()
+        return stops
 
 
-__all__ = ["BEATS", "Excluded", "Membership", "ViewChanged"]
+def _own_address(other: tuple[str, int]) -> str:
+    """The address by which this machine reaches another."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect(other)
+        return probe.getsockname()[0]
+
+
+__all__ = ["Excluded", "Membership", "ViewChanged"]

@@ -1,23 +1,28 @@
-"""Messages between members: arrays of bytes over TCP, each read as soon as it arrives, so that no two senders wait for each other.
+"""Messages between members: arrays of bytes over ZeroMQ, read as they arrive, so that no two senders wait for each other.
 
 A message belongs to a view and has a channel and a number in it. All members run the same programs in the same order, so both ends
-count alike, and no message has to say what it holds. What belongs to an earlier view is dropped.
+count alike, and no message has to say what it holds. What belongs to an earlier view is dropped. A message travels in pieces: then
+nobody can make this process reserve more than a piece before having said who it is.
 """
 
-import collections
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 import contextlib
-import hmac
-import socket
+import os
 import struct
 import threading
 from typing import NamedTuple
 
+import zmq
+from zmq.utils import monitor
+
+from decjax.elastic.keys import Gate, Keys
 from decjax.elastic.view import Member, View, ViewChanged
 
-_HEADER = struct.Struct("!IIIQQ")  # view, sender's slot, channel, number, bytes
-_HELLO = 32  # bytes of the secret that a connection begins with
-CONNECT_S = 5.0
+_HEADER = struct.Struct("!IIIQQQ")  # view, sender's slot, channel, number, bytes of the message, where this piece begins
+PIECE = 2**20  # bytes
+WAITING = 16  # pieces that wait to be sent to a member, or to be read
+POLL_MS = 50  # after which a sender whose receiver takes nothing looks whether the view has ended
+RETRY_MS = 100  # between two trials to connect
 
 
 class Key(NamedTuple):
@@ -29,30 +34,60 @@ class Key(NamedTuple):
     number: int
 
 
+class _Peer:
+    """The way to another member."""
+
+    def __init__(self, context: zmq.Context, keys: Keys, encrypt: bool, member: Member, heartbeat_s: float):
+        self.sending, self.reached = threading.Lock(), False
+        self.socket = context.socket(zmq.PUSH)
+        keys.enter(self.socket, keys.public, encrypt)
+        self.socket.sndhwm, self.socket.sndtimeo, self.socket.linger = WAITING, POLL_MS, 0
+        bounded(self.socket, heartbeat_s)
+        self.events = self.socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
+        self.socket.connect(f"tcp://{member.host}:{member.port}")
+
+    def close(self) -> None:
+        with self.sending:
+            self.socket.disable_monitor()
+            self.socket.close()
+            self.events.close()
+
+
 class Transport:
     """One member's end of all connections; `send` and `receive` may be called from any thread.
 
     Args:
         host: the address to listen at.
-        secret: what a connection must begin with, 32 bytes that all members know.
-        unreachable: told of a member to which nothing can be sent.
-        heartbeat_s: seconds within which a connection must say the secret. A member that takes longer is out of the group anyway; were
-            it refused sooner, it would not know, and its message would be waited for.
+        keys: of the group.
+        heartbeat_s: seconds after which a connection that carries nothing is given up.
+        encrypt: whether messages are encrypted, which takes ten times as long as sending them on a fast network.
+        changed: told that a connection has been made or lost.
     """
 
-    def __init__(self, host: str, secret: bytes, unreachable: Callable[[Member], None], heartbeat_s: float):
-        assert len(secret) == _HELLO
-        self._secret, self._unreachable, self._heartbeat_s = secret, unreachable, heartbeat_s
-        self._listener = socket.create_server((host, 0))
-        self.address: tuple[str, int] = self._listener.getsockname()[:2]
-        self._view = View(0, 0, ())
-        self._changing = True
+    def __init__(
+        self, host: str, keys: Keys, heartbeat_s: float, encrypt: bool = False, changed: Callable[[], None] = lambda: None
+    ):
+        self._keys, self._heartbeat_s, self._encrypt, self._tell = keys, heartbeat_s, encrypt, changed
+        self._context = zmq.Context()
+        self._gate = Gate(self._context, keys)
+        self._arriving = self._context.socket(zmq.PULL)
+        keys.guard(self._arriving, encrypt)
+        self._arriving.rcvhwm, self._arriving.linger = WAITING, 0
+        bounded(self._arriving, heartbeat_s)
+        self.address = bound(self._arriving, host)
+        self._view, self._changing = View(0, 0, ()), True
         self._changed = threading.Condition()
         self._inbox: dict[Key, bytearray] = {}
-        self._outgoing: dict[Member, socket.socket] = {}
-        self._locks: dict[Member, threading.Lock] = collections.defaultdict(threading.Lock)
-        self.sent_bytes = 0
-        threading.Thread(target=self._accept, name="elastic-listener", daemon=True).start()
+        self._pieces: dict[Key, tuple[bytearray, int]] = {}  # what has arrived of a message, and how many bytes of it
+        self._peers: dict[Member, _Peer] = {}
+        self._roster: tuple[Member, ...] = ()
+        self._closing = False
+        self.awaited: list[int] = []  # slots whose messages are waited for
+        self.broken = 0  # the last view in which a connection to a member of it was lost, and with it perhaps messages
+        self.moved = self.sent_bytes = 0  # messages sent and received; bytes sent
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._reader = threading.Thread(target=self._read, name="elastic-reader", daemon=True)
+        self._reader.start()
 
     # -- Views --------------------------------------------------------------------------------------------------------
 
@@ -60,107 +95,155 @@ class Transport:
         """Ends the view: whoever sends or receives gets `ViewChanged`, until `enter`."""
         with self._changed:
             self._changing = True
-            for connection in self._outgoing.values():
-                with contextlib.suppress(OSError):
-                    connection.shutdown(socket.SHUT_RDWR)  # Wakes a sender whose receiver reads nothing.
-                connection.close()
-            self._outgoing.clear()
             self._changed.notify_all()
 
     def enter(self, view: View) -> None:
         """Begins a view."""
         with self._changed:
             self._view, self._changing = view, False
-            self._inbox = {key: data for key, data in self._inbox.items() if key.view >= view.number}
+            for kept in (self._inbox, self._pieces):
+                for key in [key for key in kept if key.view < view.number]:
+                    del kept[key]
             self._changed.notify_all()
 
     def close(self) -> None:
         """Ends all connections."""
         self.interrupt()
-        self._listener.close()
+        if not self._closing:
+            self._closing = True
+            os.eventfd_write(self._wake, 1)
+            self._reader.join()
+
+    def connect(self, members: Iterable[Member]) -> None:
+        """Holds connections to these members and no others."""
+        roster = tuple(members)
+        if roster != self._roster and not self._closing:
+            self._roster = roster
+            os.eventfd_write(self._wake, 1)
+
+    @property
+    def reached(self) -> list[str]:
+        """Lives of the members to which a connection is open."""
+        return [member.life for member, peer in [*self._peers.items()] if peer.reached]
 
     # -- Messages -----------------------------------------------------------------------------------------------------
 
     def send(self, key: Key, to: Member, data: memoryview) -> None:
-        """Sends a message; returns when the system has taken it.
+        """Sends a message, whose bytes must not change afterwards; returns when it is on its way, or waits to be.
 
         Raises:
             ViewChanged: if the message's view has ended, ends meanwhile, or will end since the receiver cannot be reached.
         """
         try:
-            with self._locks[to]:
-                connection = self._connection(to, key.view)
-                connection.sendall(_HEADER.pack(*key, data.nbytes))
-                connection.sendall(data)
-        except OSError as error:  # The receiver died or cannot be reached; or our own end was closed by `interrupt`.
-            if self._is_in(key.view):
-                self._unreachable(to)
+            peer = self._peers[to]
+            with peer.sending:
+                for begin in range(0, max(data.nbytes, 1), PIECE):
+                    self._send(peer, key, _HEADER.pack(*key, data.nbytes, begin), data[begin : begin + PIECE])
+        except (KeyError, zmq.ZMQError) as error:  # It has left meanwhile.
             with self._changed:
                 self._changed.wait_for(lambda: not self._is_in(key.view))
             raise ViewChanged(f"nothing can be sent to slot {to.slot}") from error
+        self.moved += 1
         self.sent_bytes += data.nbytes
+
+    def _send(self, peer: _Peer, key: Key, header: bytes, piece: memoryview) -> None:
+        while self._is_in(key.view):
+            with contextlib.suppress(zmq.Again):
+                peer.socket.send_multipart([header, piece], copy=False)
+                return
+        raise ViewChanged
 
     def receive(self, key: Key) -> bytearray:
         """The message of a member; ViewChanged if its view ends before it is here."""
         with self._changed:
-            while key not in self._inbox:
-                if not self._is_in(key.view):
-                    raise ViewChanged(f"slot {key.slot} sends nothing any more")
-                self._changed.wait()
-            return self._inbox.pop(key)
+            self.awaited.append(key.slot)
+            try:
+                while key not in self._inbox:
+                    if not self._is_in(key.view):
+                        raise ViewChanged(f"slot {key.slot} sends nothing any more")
+                    self._changed.wait()
+                self.moved += 1
+                return self._inbox.pop(key)
+            finally:
+                self.awaited.remove(key.slot)
 
     def _is_in(self, view: int) -> bool:
         return not self._changing and self._view.number == view
 
-    def _connection(self, to: Member, view: int) -> socket.socket:
-        with self._changed:
-            if not self._is_in(view):
-                raise ViewChanged
-            if found := self._outgoing.get(to):
-                return found
-        made = socket.create_connection((to.host, to.port), CONNECT_S)
-        made.settimeout(None)
-        made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        made.sendall(self._secret)
-        with self._changed:
-            if not self._is_in(view):
-                made.close()
-                raise ViewChanged
-            self._outgoing[to] = made
-        return made
+    # -- The thread that reads ----------------------------------------------------------------------------------------
 
-    # -- Reading ------------------------------------------------------------------------------------------------------
+    def _read(self) -> None:
+        poller = zmq.Poller()
+        for source in (self._arriving, self._gate.socket, self._wake):
+            poller.register(source, zmq.POLLIN)
+        while not self._closing:
+            ready = {source for source, _ in poller.poll()}
+            if self._arriving in ready:
+                self._take()
+            if self._gate.socket in ready:
+                self._gate.answer()
+            if self._wake in ready:
+                os.eventfd_read(self._wake)
+                self._follow_roster(poller)
+            for member, peer in self._peers.items():
+                if peer.events in ready:
+                    self._note(member, peer)
+        for peer in self._peers.values():
+            peer.close()
+        self._arriving.close()
+        self._gate.socket.close(linger=0)
+        self._context.term()
+        os.close(self._wake)
 
-    def _accept(self) -> None:
-        while True:
-            try:
-                connection, _ = self._listener.accept()
-            except OSError:  # Closed.
-                return
-            threading.Thread(target=self._read, args=(connection,), name="elastic-reader", daemon=True).start()
-
-    def _read(self, connection: socket.socket) -> None:
-        with connection, contextlib.suppress(OSError, EOFError):
-            connection.settimeout(self._heartbeat_s)
-            if not hmac.compare_digest(bytes(_exactly(connection, _HELLO)), self._secret):
-                return  # A stranger.
-            connection.settimeout(None)
-            while True:
-                view, slot, channel, number, size = _HEADER.unpack(_exactly(connection, _HEADER.size))
-                data = _exactly(connection, size)
+    def _take(self) -> None:
+        """Takes what has arrived."""
+        with contextlib.suppress(zmq.Again):
+            for _ in range(WAITING):  # Others want to be served as well.
+                header, piece = self._arriving.recv_multipart(zmq.NOBLOCK, copy=False)
+                *which, size, begin = _HEADER.unpack(header.buffer)
+                key = Key(*which)
                 with self._changed:
-                    if view >= self._view.number:
-                        self._inbox[Key(view, slot, channel, number)] = data
+                    if key.view < self._view.number:
+                        continue
+                    data, arrived = self._pieces.pop(key, None) or (bytearray(size), 0)
+                    data[begin : begin + len(piece.buffer)] = piece.buffer
+                    arrived += len(piece.buffer)
+                    if arrived < size:
+                        self._pieces[key] = data, arrived
+                    else:
+                        self._inbox[key] = data
                         self._changed.notify_all()
 
+    def _follow_roster(self, poller: zmq.Poller) -> None:
+        roster = set(self._roster)
+        for member in self._peers.keys() - roster:
+            peer = self._peers.pop(member)
+            poller.unregister(peer.events)
+            peer.close()
+        for member in roster - self._peers.keys():
+            self._peers[member] = peer = _Peer(self._context, self._keys, self._encrypt, member, self._heartbeat_s)
+            poller.register(peer.events, zmq.POLLIN)
 
-def _exactly(connection: socket.socket, size: int) -> bytearray:
-    """So many bytes; EOFError if the connection ends before."""
-    data, got = bytearray(size), 0
-    rest = memoryview(data)
-    while got < size:
-        count = connection.recv_into(rest[got:])
-        if count == 0:
-            raise EOFError
-        got += count
-    return data
+    def _note(self, member: Member, peer: _Peer) -> None:
+        """Notes that a connection was made or lost."""
+        event = monitor.recv_monitor_message(peer.events)["event"]
+        peer.reached = event == zmq.EVENT_HANDSHAKE_SUCCEEDED
+        if not peer.reached and member in self._view.members:
+            self.broken = self._view.number
+        self._tell()
+
+
+def bound(socket: zmq.Socket, host: str) -> tuple[str, int]:
+    """Binds a socket to an address, on a port that the kernel chooses; gives both."""
+    socket.bind(f"tcp://{host}:0")
+    return host, int(socket.last_endpoint.rpartition(b":")[2])
+
+
+def bounded(socket: zmq.Socket, heartbeat_s: float) -> None:
+    """Bounds what a connection may take: the bytes of a message, and the seconds until it is given up because the other end's kernel
+    answers nothing, or because the other end does not say who it is."""
+    socket.maxmsgsize = PIECE + 1024  # Encryption adds to it.
+    socket.reconnect_ivl, socket.reconnect_ivl_max = RETRY_MS, 10 * RETRY_MS
+    socket.connect_timeout = socket.handshake_ivl = socket.tcp_maxrt = round(1000 * heartbeat_s)
+    socket.tcp_keepalive = socket.tcp_keepalive_idle = socket.tcp_keepalive_intvl = 1
+    socket.tcp_keepalive_cnt = max(1, round(heartbeat_s) - 1)

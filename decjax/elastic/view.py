@@ -2,6 +2,8 @@
 
 from typing import Any, NamedTuple
 
+BEATS = 5  # times that a member speaks to the coordinator in `heartbeat_s`
+
 
 class Member(NamedTuple):
     """A process that takes part.

@@ -1,0 +1,196 @@
+"""Who is left out of an elastic run, and who is not: pauses, busy processes, partitions, lost messages, members that do nothing."""
+
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from decjax.elastic import coordinator as coordinator_lib
+from decjax.elastic.membership import Excluded
+from tests.elastic_test import KEYS, Band, next_views, wait_until
+from tests.local_test import ROOT
+
+# Joins as member 2, waits for its view, and prints it.
+MEMBER = """
+import sys, time
+from decjax.elastic.keys import Keys
+from decjax.elastic.membership import Membership
+member = Membership(("127.0.0.1", int(sys.argv[1])), 2, float(sys.argv[2]), Keys.of(sys.argv[3]))
+member.ready(not member.is_late)
+print(member.next_view().number, flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.fixture
+def band():
+    made = []
+
+    def make(*slots, **options):
+        made.append(Band(3, **options))
+        return made[-1], [made[-1].join(slot) for slot in slots]
+
+    yield make
+    for each in made:
+        each.end()
+
+
+def slots_of(view):
+    return [member.slot for member in view.members]
+
+
+def rounds(coordinator, count=10):
+    """Waits until the coordinator has looked so many times."""
+    before = coordinator._now_s
+    wait_until(lambda: coordinator._now_s > before + count * min(0.1, coordinator._heartbeat_s / 10))
+
+
+def test_a_process_that_is_stopped_is_left_out(band):
+    """Its connections stay open, but nobody answers on them."""
+    group, members = band(0, 1, heartbeat_s=2.0)
+    line = [sys.executable, "-c", MEMBER, str(group.coordinator.address[1]), "2.0", KEYS.text]
+    with subprocess.Popen(line, cwd=ROOT, stdout=subprocess.PIPE, text=True) as third:
+        try:
+            assert slots_of(next_views(*members)[0]) == [0, 1, 2] and third.stdout.readline() == "1\n"
+            third.send_signal(signal.SIGSTOP)
+            views = next_views(*members)
+            assert slots_of(views[0]) == [0, 1] and group.coordinator.silent == {2}
+        finally:
+            third.kill()
+
+
+def test_a_process_too_busy_to_speak_stays(band, monkeypatch):
+    """ZeroMQ's threads answer for it."""
+    group, members = band(0, 1, 2, heartbeat_s=0.3)
+    next_views(*members)
+    monkeypatch.setattr(members[2], "_say", lambda: None)
+    time.sleep(10 * 0.3)
+    rounds(group.coordinator)
+    assert not group.coordinator.silent and group.coordinator.view.number == 1
+
+
+def test_a_pause_of_the_coordinator_leaves_nobody_out(band, monkeypatch):
+    """As with Ctrl-Z and fg on the launcher: whatever was said meanwhile counts, and its own seconds do not."""
+    group, members = band(0, 1, 2, heartbeat_s=0.5)
+    next_views(*members)
+    serve, paused = group.coordinator.serve, []
+
+    def pauses(wait_s):
+        if not paused:
+            paused.append(time.sleep(6 * 0.5))
+            group.coordinator._open.clear()  # Its connections may have been given up meanwhile.
+        serve(wait_s)
+
+    monkeypatch.setattr(group.coordinator, "serve", pauses)
+    wait_until(lambda: paused)
+    rounds(group.coordinator, 20)
+    assert not group.coordinator.silent and group.coordinator.view.number == 1
+
+
+def cut(monkeypatch, members, apart):
+    """Lets connections between pairs of members seem lost."""
+    for member in members:
+        lives = {other._member.life for other in members if {member.slot, other.slot} in apart}
+        all_reached = type(member.transport).reached.fget
+        kind = type(f"Cut{member.slot}", (type(member.transport),), {})
+        kind.reached = property(lambda transport, lives=lives: [life for life in all_reached(transport) if life not in lives])
+        monkeypatch.setattr(member.transport, "__class__", kind)
+        member._notify()
+
+
+def test_the_larger_part_of_a_partition_goes_on_and_the_rest_comes_back(band, monkeypatch):
+    """All reach the coordinator, which believes no single accusation; nobody is killed."""
+    group, members = band(0, 1, 2)
+    next_views(*members)
+    members[1].step = members[2].step = 7
+    with monkeypatch.context() as patch:
+        cut(patch, members, [{0, 1}, {0, 2}])
+        views = next_views(*members[1:])
+        assert slots_of(views[0]) == [1, 2] and views[0].step == 7
+        members[1].step = members[2].step = 9
+    for member in members:  # The link is back.
+        member._notify()
+    healed = next_views(*members)[0]
+    assert slots_of(healed) == [0, 1, 2] and healed.fresh == (0,) and healed.step == 9
+    assert not group.coordinator.silent
+
+
+def test_a_lost_connection_begins_a_new_view_of_the_same_members(band):
+    """Messages may be lost with it, and would be waited for."""
+    _, members = band(0, 1, 2)
+    first = next_views(*members)[0]
+    members[1].transport.broken = first.number
+    members[1]._notify()
+    second = next_views(*members)[0]
+    assert second.members == first.members and second.number == 2
+
+
+def test_who_does_nothing_while_others_wait_is_left_out(band, monkeypatch):
+    group, members = band(0, 1, 2, heartbeat_s=0.5)
+    view = next_views(*members)[0]
+    stuck, waits, computes = members
+    monkeypatch.setattr(computes, "_idle", lambda: 0.0)  # Perhaps it compiles.
+    for member in (stuck, waits):
+        monkeypatch.setattr(member, "_idle", lambda: coordinator_lib.PATIENCE + 1.0)
+    waits.transport.awaited.append(computes.slot)
+    rounds(group.coordinator, 20)
+    assert group.coordinator.view == view
+    waits.transport.awaited.append(stuck.slot)
+    assert slots_of(next_views(waits, computes)[0]) == [1, 2] and group.coordinator.silent == {0}
+
+
+def test_idle_is_who_neither_steps_nor_moves_messages_nor_computes(band, monkeypatch):
+    _, (member, *_) = band(0, 1, 2)
+    now_s, used_s = [1000.0], [0.0]
+    monkeypatch.setattr("decjax.elastic.membership.time.monotonic", lambda: now_s[0])
+    monkeypatch.setattr("decjax.elastic.membership.time.process_time", lambda: used_s[0])
+    monkeypatch.setattr(member, "_say", lambda: None)
+
+    def after(seconds, used=0.0):
+        now_s[0] += seconds
+        used_s[0] += used
+        return member._idle()
+
+    member.step = 1
+    after(0)
+    assert after(60) == 60 / member._heartbeat_s
+    assert after(60, used=30) == 0
+    assert after(200) == 200 / member._heartbeat_s
+    member.step = 2  # So steps may take as long.
+    assert after(0) == 0 and after(160) == 160 / 320
+
+
+def test_a_member_that_speaks_otherwise_costs_itself_alone(band):
+    group, members = band(0, 1, 2)
+    next_views(*members)
+    members[2]._say = lambda: members[2]._coordinator.send(b"[" * 60000)
+    members[2]._notify()
+    assert slots_of(next_views(*members[:2])[0]) == [0, 1]
+    with pytest.raises(Excluded):
+        members[2].next_view()
+
+
+def test_what_the_coordinator_said_last_reaches_who_missed_it(band, monkeypatch):
+    """Every answer says all."""
+    group, members = band(0, 1, 2)
+    next_views(*members)
+    hear = members[0]._hear
+    monkeypatch.setattr(members[0], "_hear", lambda said: False)
+    members[1].transport.broken = 1
+    members[1]._notify()
+    wait_until(lambda: group.coordinator._asked == 2 and members[1]._stopped[0] == 2)
+    monkeypatch.setattr(members[0], "_hear", hear)
+    members[0]._notify()
+    assert {view.number for view in next_views(*members)} == {2}
+
+
+@pytest.mark.parametrize("encrypt", [False, True])
+def test_processes_that_have_ended_are_out_at_once(band, encrypt):
+    group, members = band(0, 1, 2, encrypt=encrypt)
+    next_views(*members)
+    group.coordinator.ended.append(members[0]._member.process)  # That of all three here.
+    for member in members:
+        with pytest.raises(Excluded):
+            member.next_view()
