@@ -150,11 +150,13 @@ def test_views_follow_who_leaves_and_who_comes(band):
 
 
 def test_batches_go_on_where_a_checkpoint_says(band):
-    members = [Membership(band.coordinator.address, slot, band.heartbeat_s, SECRET) for slot in range(3)]
+    members = [Membership(band.coordinator.address, slot, band.heartbeat_s, KEYS) for slot in range(3)]
     for member in members:
         member.step, member.taken = 40, 95
         member.ready(has_replica=True)
     assert {(view.step, view.block, view.fresh) for view in next_views(*members)} == {(40, 95, ())}
+    for member in members:
+        member.close()
 
 
 def replaced(band):

@@ -3,7 +3,8 @@
 coordinator   decides who takes part; holds no model
 membership    a member's side of it
 view          who takes part from a step on
-transport     messages between members, over TCP
+keys          who may connect to a coordinator or a member
+transport     messages between members, over ZeroMQ
 collectives   those of JAX, on NumPy arrays
 programs      a worker's function cut at its messages
 workers       the workers of a view, as `mesh.Workers`

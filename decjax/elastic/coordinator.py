@@ -120,7 +120,7 @@ class Coordinator:
 
     def serve(self, wait_s: float) -> None:
         """Reads what has arrived, waiting so long at most, and decides."""
-        self._poller.poll(1000 * wait_s)
+        self._poller.poll(round(1000 * wait_s))
         while self._read():
             pass
         now_s = time.monotonic()

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 import os
 import socket
 import threading
@@ -132,7 +133,7 @@ class Membership:
         said_at = -beat_s
         while not self._leaves:
             due_s = said_at + beat_s - time.monotonic()
-            ready = dict(poller.poll(max(0.0, 1000 * due_s)))
+            ready = dict(poller.poll(max(0, math.ceil(1000 * due_s))))
             if changed := self._wake in ready:
                 os.eventfd_read(self._wake)
             if self._coordinator in ready:

@@ -236,7 +236,7 @@ class Transport:
 def bound(socket: zmq.Socket, host: str) -> tuple[str, int]:
     """Binds a socket to an address, on a port that the kernel chooses; gives both."""
     socket.bind(f"tcp://{host}:0")
-    return host, int(socket.last_endpoint.rpartition(b":")[2])
+    return host, int(socket.get_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
 
 
 def bounded(socket: zmq.Socket, heartbeat_s: float) -> None:
