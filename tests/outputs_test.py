@@ -3,7 +3,7 @@
 And how a signal ends an experiment.
 """
 
-import contextlib
+from collections.abc import Callable
 import os
 import pathlib
 import re
@@ -11,6 +11,7 @@ import runpy
 import signal
 import subprocess
 import sys
+from typing import Any, NamedTuple
 import warnings
 
 from absl import flags, logging
@@ -26,69 +27,58 @@ STARTED = [module for module in MODULES if module.startswith("experiments.")]
 WRITTEN = ("out", "workdir", "book", "pages")  # names of flags that are outputs, whatever the experiment
 
 
-@contextlib.contextmanager
-def defined(module, monkeypatch, *arguments):
-    """The flags of a command that does nothing: its `main` only notes that it was reached."""
-    held, reached = flags.FLAGS._flags(), []
+class Command(NamedTuple):
+    """A command that does nothing but to read its flags."""
+
+    flags: dict[str, Any]  # by name
+    start: Callable[..., str]  # with these arguments: what it says in one line as it refuses them, or "" if it takes them
+
+
+@pytest.fixture
+def defined(monkeypatch, capsys):
+    """`defined(module)` defines the flags of a command, in place of those of other commands that were imported."""
+    held = flags.FLAGS._flags()
     others = {name: flag for name, flag in held.items() if not _is_of_every_command(name)}
-    before = set(held) - set(others)
+    before, verbosity = set(held) - set(others), logging.get_verbosity()
     for name in others:
         del held[name]
 
-    def run(main, errors=()):
-        real(lambda *_: reached.append(main), errors)
+    def define(module):
+        real, reached = (command if module == "experiments.compare" else script), []
+        run = real.run
 
-    with monkeypatch.context() as patch, warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)  # Another test has imported the module.
-        if module == "experiments.compare":
-            real = command.run
-            patch.setattr(command, "run", run)
-        else:
-            real = script.run
-            patch.setattr(script, "run", run)
-        patch.setattr(command.app, "run", lambda main, flags_parser: sys.exit(main(flags_parser(sys.argv))))
-        patch.setattr(sys, "argv", [module, *arguments])
-        patch.setattr(sys, "unraisablehook", sys.unraisablehook)
-        verbosity = logging.get_verbosity()
-        try:
+        def start(*arguments):
+            for name in held:
+                held[name].unparse()
+            reached.clear()
+            monkeypatch.setattr(sys, "argv", [module, *map(str, arguments)])
             with pytest.raises(SystemExit) as ended:
-                runpy.run_module(module, run_name="__main__")
-            yield ended.value.code, reached, dict(held)
-        finally:
-            logging.set_verbosity(verbosity)
-            imported = {name for name in held if flags.FLAGS.find_module_defining_flag(name) in sys.modules} - {"__main__"}
-            for name in set(held) - before - imported:
-                del held[name]
-            held.update(others)
+                run(lambda *_: reached.append(module))
+            code, said = ended.value.code, capsys.readouterr().err
+            assert (not code and reached) or (code == 2 and not reached and said.count("\n") == 1), (module, arguments, code, said)
+            return said if code else ""
+
+        monkeypatch.setattr(real, "run", lambda main, errors=(): None)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)  # Another test has imported the module.
+            runpy.run_module(module, run_name="__main__")
+        return Command(dict(held), start)
+
+    monkeypatch.setattr(command.app, "run", lambda main, flags_parser: sys.exit(main(flags_parser(sys.argv))))
+    monkeypatch.setattr(sys, "unraisablehook", sys.unraisablehook)
+    monkeypatch.setattr(command, "_leaving", lambda: None)
+    yield define
+    logging.set_verbosity(verbosity)
+    for name in set(held) - before:
+        if not (flags.FLAGS.find_module_defining_flag(name) or "").startswith(
+            "launch."
+        ):  # Of modules that were imported meanwhile.
+            del held[name]
+    held.update(others)
 
 
 def _is_of_every_command(name):
     return (flags.FLAGS.find_module_defining_flag(name) or "").startswith(("absl", "launch.command"))
-
-
-@pytest.fixture
-def start(monkeypatch, capsys):
-    """`start(module, *arguments)` returns what the command says in one line as it refuses them, or "" if it takes them."""
-
-    def start(module, *arguments):
-        with defined(module, monkeypatch, *arguments) as (code, reached, _):
-            said = capsys.readouterr().err
-        assert (not code and reached) or (code == 2 and not reached and said.count("\n") == 1), (module, arguments, code, said)
-        return said if code else ""
-
-    return start
-
-
-@pytest.fixture
-def known(monkeypatch, capsys):
-    """`known(module)` returns its flags by name."""
-
-    def known(module):
-        with defined(module, monkeypatch) as (_, _, found):
-            capsys.readouterr()  # Some demand a flag.
-            return found
-
-    return known
 
 
 def outputs(found):
@@ -105,9 +95,9 @@ def test_there_are_many_of_them():
 
 
 @pytest.mark.parametrize("module", STARTED)
-def test_every_output_is_tried_before_the_work(module, start, known, tmp_path):
+def test_every_output_is_tried_before_the_work(module, defined, tmp_path):
     (tmp_path / "file").write_text("mine")
-    found = known(module)
+    found, start = defined(module)
     assert {*outputs(found)} == {name for name in WRITTEN if name in found}
     for name, kind in outputs(found).items():
         rest = needed(found, tmp_path, but=name)
@@ -115,24 +105,24 @@ def test_every_output_is_tried_before_the_work(module, start, known, tmp_path):
         wrong += [tmp_path / "file"] if kind == "folder" else [tmp_path, tmp_path / "none/x.png"]
         wrong += [tmp_path / "x", tmp_path / "x.docx"] if kind == "figure" else []
         for text in wrong:
-            said = start(module, *rest, f"--{name}={text}")
+            said = start(*rest, f"--{name}={text}")
             assert re.match(f"error: --{name}[= ]", said) and "; " in said, said
     assert [path.name for path in tmp_path.iterdir()] == ["file"] and (tmp_path / "file").read_text() == "mine"
 
 
 @pytest.mark.parametrize("module", STARTED)
-def test_numbers_are_finite(module, start, known, tmp_path):
-    found = known(module)
+def test_numbers_are_finite(module, defined, tmp_path):
+    found, start = defined(module)
     for name, flag in found.items():
         if "float" in flag.flag_type():
             for value in "nan", "inf", "-inf":
-                said = start(module, *needed(found, tmp_path), f"--{name}={value}")
+                said = start(*needed(found, tmp_path), f"--{name}={value}")
                 assert re.search(f"--{name}={value}", said), said
 
 
 @pytest.mark.parametrize("module", STARTED)
-def test_neither_smoke_runs_nor_parts_replace_whole_results(module, start, known, tmp_path):
-    found, page, file = known(module), tmp_path / "pages/a.md", tmp_path / "whole.png"
+def test_neither_smoke_runs_nor_parts_replace_whole_results(module, defined, tmp_path):
+    (found, start), page, file = defined(module), tmp_path / "pages/a.md", tmp_path / "whole.png"
     page.parent.mkdir()
     for path in page, file:
         path.write_text("whole")
@@ -142,13 +132,13 @@ def test_neither_smoke_runs_nor_parts_replace_whole_results(module, start, known
     kinds = outputs(found) | ({"book": "folder"} if "--smoke" not in parts else {})
     for argument in parts:
         if "pages" in found:
-            said = start(module, *needed(found, tmp_path), argument, f"--pages={page.parent}")
+            said = start(*needed(found, tmp_path), argument, f"--pages={page.parent}")
             assert said.startswith(f"error: {argument} would write") and "--pages=" in said, said
         for name in (name for name, kind in kinds.items() if kind != "folder" and (name != "book" or argument == "--smoke")):
-            said = start(module, *needed(found, tmp_path, but=name), argument, f"--{name}={file}")
+            said = start(*needed(found, tmp_path, but=name), argument, f"--{name}={file}")
             assert said.startswith(f"error: {argument} would ") and f"--{name}={file}" in said, said
             if name != "book":
-                assert not start(module, argument, f"--{name}={tmp_path / 'new.png'}")
+                assert not start(argument, f"--{name}={tmp_path / 'new.png'}")
     assert page.read_text() == file.read_text() == "whole"
 
 
