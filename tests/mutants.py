@@ -1,0 +1,149 @@
+"""Mutants: small faults, put into the library one at a time, of which tests must notice each.
+
+    python -m tests.mutants --count=100 --seed=0 --out=mutants.jsonl
+
+Each mutant is made in a copy of the tree, where the tests that mention what its file defines are run: quick ones first, then slow ones.
+A test that fails without the mutant as well kills nothing. The same command continues from the file, and prints the survivors' lines.
+"""
+
+import argparse
+import ast
+import collections
+from collections.abc import Iterator
+import difflib
+import json
+import os
+import pathlib
+import random
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+PACKAGES = "gossip reduce codecs optim topology mesh train elastic config".split()
+SWAPPED = {
+    ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq, ast.Is: ast.IsNot,
+    ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In, ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div, ast.Div: ast.Mult,
+    ast.FloorDiv: ast.Mult, ast.Mod: ast.Mult, ast.And: ast.Or, ast.Or: ast.And,
+}  # fmt: skip
+UNTOUCHED = (ast.JoinedStr, ast.Raise, ast.arguments, ast.Import, ast.ImportFrom)  # texts, and defaults
+
+
+def changes(node: ast.AST, rng: random.Random) -> Iterator[tuple[str, ast.AST]]:
+    """(what it is called, the node in its place) for each change of a node."""
+    match node:
+        case ast.Compare(left, [op], right) if type(op) in SWAPPED:
+            yield "comparison", ast.Compare(left, [SWAPPED[type(op)]()], right)
+        case ast.BinOp(left, op, right) if type(op) in SWAPPED:
+            yield "arithmetic", ast.BinOp(left, SWAPPED[type(op)](), right)
+        case ast.BoolOp(op, values):
+            yield "connective", ast.BoolOp(SWAPPED[type(op)](), values)
+        case ast.Constant(value) if type(value) in (int, float):
+            yield "constant", ast.Constant(value + rng.choice((-1, 1)))
+        case ast.If(test) | ast.While(test) | ast.IfExp(test):
+            yield "condition", ast.UnaryOp(ast.Not(), test)
+        case ast.Raise() | ast.AugAssign() | ast.Expr(ast.Call()):
+            yield "statement", ast.Pass()
+        case ast.Call(fn, [first, second, *rest], keywords) if not {ast.Starred} & {type(first), type(second)}:
+            yield "arguments", ast.Call(fn, [second, first, *rest], keywords)
+
+
+def mutants(path: pathlib.Path, rng: random.Random) -> list[tuple[str, str]]:
+    """(kind, source) of all mutants of a file."""
+    source, found = path.read_text(), []
+    starts = [0]
+    for line in source.encode().splitlines(keepends=True):
+        starts.append(starts[-1] + len(line))
+
+    def visit(node):
+        for kind, other in changes(node, rng):
+            old = node.test if kind == "condition" else node
+            begin, end = starts[old.lineno - 1] + old.col_offset, starts[old.end_lineno - 1] + old.end_col_offset
+            text = ast.unparse(ast.fix_missing_locations(other))
+            text = text if kind in ("statement", "constant") else f"({text})"
+            found.append((kind, (source.encode()[:begin] + text.encode() + source.encode()[end:]).decode()))
+        if not isinstance(node, UNTOUCHED):
+            for name, value in ast.iter_fields(node):
+                if name not in ("annotation", "returns"):
+                    for child in value if isinstance(value, list) else [value]:
+                        if isinstance(child, ast.AST):
+                            visit(child)
+
+    visit(ast.parse(source))
+    return found
+
+
+def tests_of(path: pathlib.Path, most: int) -> list[str]:
+    """Test files by how often they mention what a file defines; if none does, those that mention its package."""
+    defined = {node.name for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    for names in ({path.stem, *(name for name in defined if name[0] != "_")} - {"__init__"}, {path.parent.name}):
+        pattern = re.compile(rf"\b({'|'.join(map(re.escape, names))})\b") if names else None
+        count = {test: len(pattern.findall(test.read_text())) for test in (ROOT / "tests").glob("*_test.py")} if pattern else {}
+        if ranked := sorted((test for test in count if count[test]), key=lambda test: (-count[test], test.name)):
+            return [str(test.relative_to(ROOT)) for test in ranked[:most]]
+    return []
+
+
+def failing(copy: pathlib.Path, tests: list[str], timeout_s: float, *options: str) -> str | None:
+    """The first test that fails, or "timeout"; None: all pass."""
+    command = [sys.executable, "-m", "pytest", "-n", "0", "-x", "-q", "-p", "no:cacheprovider", *options, *tests]
+    try:
+        done = subprocess.run(command, cwd=copy, capture_output=True, text=True, timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        return "timeout"
+    found = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", done.stdout, re.MULTILINE)
+    return None if done.returncode in (0, 5) else found[1] if found else f"exit code {done.returncode}"  # 5: there are none.
+
+
+def fate(copy: pathlib.Path, path: pathlib.Path, source: str, arguments) -> str:
+    """Which test kills a mutant, or "survived"."""
+    tests, place, original = tests_of(path, arguments.most), copy / path.relative_to(ROOT), path.read_text()
+    for which in ("not slow", "slow"):
+        options = ["-m", which]
+        while True:
+            place.write_text(source)
+            killer = failing(copy, tests, arguments.timeout_s, *options)
+            place.write_text(original)
+            if not killer:
+                break
+            if "::" not in killer or not failing(copy, [killer], arguments.timeout_s):
+                return killer
+            options += ["--deselect", killer]  # It fails without the mutant, too.
+    return "survived"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, value in {"count": 100, "seed": 0, "most": 6, "timeout_s": 900.0, "out": "mutants.jsonl"}.items():
+        parser.add_argument(f"--{name}", type=type(value), default=value)
+    arguments = parser.parse_args()
+    rng, out = random.Random(arguments.seed), pathlib.Path(arguments.out)
+    rows = [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
+    files = {
+        name: sorted(path for path in (ROOT / "decjax" / name).glob("*.py") if path.name != "__init__.py") for name in PACKAGES
+    }
+    with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
+        copy = pathlib.Path(folder, "tree")
+        shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".*", "runs", "site", "__pycache__"))
+        os.environ["DECJAX_TEST_CACHE"] = os.environ.get("DECJAX_TEST_CACHE") or folder
+        for index in range(arguments.count):
+            of = files[PACKAGES[index % len(PACKAGES)]]
+            (path,) = rng.choices(of, [path.stat().st_size for path in of])
+            kind, source = rng.choice(mutants(path, rng))
+            diff = [*difflib.unified_diff(path.read_text().splitlines(), source.splitlines(), lineterm="", n=0)][3:]
+            mutant = {"file": str(path.relative_to(ROOT)), "kind": kind, "diff": diff}
+            if not any(mutant.items() <= row.items() for row in rows):
+                rows.append(mutant | {"fate": fate(copy, path, source, arguments)})
+                with out.open("a") as file:
+                    file.write(json.dumps(rows[-1]) + "\n")
+                print(f"{index + 1}/{arguments.count} {mutant['file']} {kind}: {rows[-1]['fate']}", flush=True)
+    survivors = [row for row in rows if row["fate"] == "survived"]
+    for row in survivors:
+        print("", row["file"], *row["diff"], sep="\n")
+    print(f"\n{len(rows) - len(survivors)} of {len(rows)} killed:", dict(collections.Counter(row["kind"] for row in rows)))
+
+
+if __name__ == "__main__":
+    main()
