@@ -6,6 +6,7 @@ how a run is watched and not what it is.
 
 import functools
 import itertools
+import zlib
 
 import jax
 import numpy as np
@@ -50,6 +51,15 @@ OTHER = {
     "forward_error": "ef21", "backward": "int4", "forward": "int4", "topology": "torus", "storage": "int8", "wire_dtype": "bfloat16",
     "mu_dtype": "bfloat16", "schedule": "gpipe", "gamma": 0.3, "layers": "1,3", "gate": 0.01,
 }  # fmt: skip
+
+
+# What does not depend on the method is tried with every third config, each field with others; pipelines divide the model.
+SHARED = ("model.", "data.")
+
+
+def is_tried(name, shorthand):
+    turn = zlib.crc32(name.encode()) + SHORTHANDS.index(shorthand)
+    return not name.startswith(SHARED) or "stages" in shorthand or turn % 3 == 0
 
 
 def flat(document, prefix=""):
@@ -101,7 +111,9 @@ def test_every_field_has_an_effect_or_is_refused(shorthand, tmp_path):
     document = spec_of(config).document
     before, idle = list(parts_of_a_run(parts.resolve(document))), []
     for name, value in flat(document):
-        if name.startswith(WATCHING) or name.endswith("name") or name == "task" or (other := another(name, value)) is None:
+        if name.startswith(WATCHING) or name.endswith("name") or name == "task" or not is_tried(name, shorthand):
+            continue
+        if (other := another(name, value)) is None:
             continue
         try:
             after = parts_of_a_run(parts.resolve(changed(document, name, other)))
