@@ -2,6 +2,7 @@
 
 A training method is composed of small, pure parts, each usable alone. From the bottom up:
 
+    arguments   checks of a function's arguments against its annotations                standard library only
     registry    parts by name; a part's signature is its section of a config           standard library only
     files       files that are written as a whole                                  standard library only
     topology    communication graphs: who sends to whom in each step                   NumPy only
@@ -12,6 +13,7 @@ A training method is composed of small, pure parts, each usable alone. From the 
     buckets     a pytree as a few flat arrays
     principal   the directions in which samples vary most
     codecs      message formats: casts, quantization, sparsification, low rank
+    phases      which messages are due in a step: checks
     channel     how arrays travel: axis, bucket size, random seed
     gossip      mixing parameters over a topology
     reduce      averaging gradients over all workers, compressed or not

@@ -60,6 +60,18 @@ class Bucket:
         return self.size * jnp.dtype(self.dtype).itemsize
 
 
+def check(tree: Any) -> None:
+    """Raise a ValueError for arrays of numbers that cannot be averaged: complex ones, and floats of 8 bits or fewer."""
+    for path, x in jax.tree.leaves_with_path(tree):
+        dtype = getattr(x, "dtype", None)
+        if dtype is not None and jnp.issubdtype(dtype, jnp.inexact) and (not is_floating(x) or jnp.finfo(dtype).bits < 16):
+            fix = (
+                "store its real and imaginary parts as two arrays" if jnp.issubdtype(dtype, jnp.complexfloating) else "use bfloat16"
+            )
+            name = jax.tree_util.keystr(path, simple=True, separator="/") or "the array"
+            raise ValueError(f"{name} of type {dtype} cannot be averaged over workers, only real numbers of 16 bits or more; {fix}")
+
+
 @dataclasses.dataclass(frozen=True)
 class Layout:
     """How a pytree is cut into buckets; made by `layout`."""

@@ -9,15 +9,24 @@ from typing import Any
 
 import jax
 
-from decjax import buckets, codecs, mesh
+from decjax import arguments, buckets, codecs, mesh
 
 
+def check_num_workers(of_topology: int | None, size: int | None) -> None:
+    """Raise a ValueError if a topology is for another number of workers than there are; None: unknown."""
+    if None not in (of_topology, size) and of_topology != size:
+        raise ValueError(
+            f"the mixer's topology is for {of_topology} workers, but there are {size}; use topology.make(name, {size})"
+        )
+
+
+@arguments.checked_class
 @dataclasses.dataclass(frozen=True)
 class Channel:
     """How a pytree travels between workers.
 
     Attributes:
-        axis: the worker axis, as `Workers.axis`.
+        axis: the worker axis, as `Workers.axis`; by default the one over which the function that communicates is mapped.
         bucket_bytes: arrays are joined to buckets of up to so many bytes, each of which is one message; 0: each array is sent by
             itself.
         seed: of all random numbers, such as those of stochastic rounding.
@@ -25,10 +34,19 @@ class Channel:
             tied embedding in the first and in the last pipeline stage, are then encoded alike.
     """
 
-    axis: mesh.Axis = mesh.WORKERS
+    axis: mesh.Axis = mesh.MAPPED
     bucket_bytes: int = buckets.BUCKET_BYTES
     seed: int = 0
     alone: tuple[str, ...] = ()
+
+    def __post_init__(self):
+        if self.bucket_bytes < 0:
+            raise ValueError(f"Channel: bucket_bytes={self.bucket_bytes} must be at least 0, which sends each array by itself")
+
+    def check(self, tree: Any, num_workers: int | None = None) -> None:
+        """Raise a ValueError if arrays of the tree cannot be averaged, or the axis has another number of workers than a topology."""
+        buckets.check(tree)
+        check_num_workers(num_workers, self.axis.known_size)
 
     def sent_by(self, stages: Sequence[int]) -> "Channel":
         """This channel with only these pipeline stages sending; see `mesh.Axis.sent_by`."""

@@ -21,7 +21,14 @@ import os
 import pkgutil
 import types
 import typing
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
+
+from decjax import arguments
+from decjax.arguments import shown
+
+__all__ = ["shown"]
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 class Kind(NamedTuple):
@@ -90,7 +97,7 @@ class Part(NamedTuple):
         """The options by name, in the order of the signature; without those that no config can hold, such as functions."""
         return {
             name: option
-            for name, parameter in _signature(self.factory).parameters.items()
+            for name, parameter in arguments.signature_of(self.factory).parameters.items()
             if not _is_supplied(self.kind, parameter) and (option := _option(parameter))
         }
 
@@ -101,11 +108,14 @@ class Part(NamedTuple):
 
 
 _parts: dict[str, dict[str, Part]] = {kind: {} for kind in KINDS}
+_finishes: dict[str, Callable[[Any, Mapping[str, Any]], Any]] = {}
 _fallbacks: dict[str, tuple[Callable[[str], Callable | None], Callable[[], tuple[str, ...]]]] = {}
 
 
-def register(kind: str, name: str, **traits: Any) -> Callable[[Callable], Callable]:
-    """A decorator that registers a factory under a kind and a name, with traits, and returns it unchanged.
+def register(kind: str, name: str, **traits: Any) -> Callable[[F], F]:
+    """A decorator that registers a factory under a kind and a name, with traits.
+
+    It returns the factory with a check of its arguments' types, whose results `finish` may change.
 
     Raises:
         ValueError: if the kind is unknown, another part has the name, or a parameter is neither context nor has a default.
@@ -113,7 +123,7 @@ def register(kind: str, name: str, **traits: Any) -> Callable[[Callable], Callab
     _check_kind(kind)
 
     def enter(factory):
-        for parameter in _signature(factory).parameters.values():
+        for parameter in arguments.signature_of(factory).parameters.values():
             if not _is_supplied(kind, parameter) and parameter.default is parameter.empty:
                 raise ValueError(
                     f"{kind} {shown(name)}: parameter {parameter.name!r} has no default; give it one, or a name that a {kind} is "
@@ -124,10 +134,20 @@ def register(kind: str, name: str, **traits: Any) -> Callable[[Callable], Callab
             raise ValueError(
                 f"{kind} {shown(name)} is taken by {known.factory.__module__}.{known.factory.__qualname__}; use another name"
             )
-        _parts[kind][name] = Part(kind, name, factory, traits)
-        return factory
+        built = arguments.checked(factory, f"{kind} {shown(name)}", lambda *made: _finishes.get(kind, _unchanged)(*made))
+        _parts[kind][name] = Part(kind, name, built, traits)
+        return built
 
     return enter
+
+
+def finish(kind: str, change: Callable[[Any, Mapping[str, Any]], Any]) -> None:
+    """Apply `change(part, arguments)` to each part that a factory of this kind returns for these arguments."""
+    _finishes[kind] = change
+
+
+def _unchanged(made: Any, given: Mapping[str, Any]) -> Any:
+    return made
 
 
 def fallback(kind: str, find: Callable[[str], Callable | None], names: Callable[[], tuple[str, ...]]) -> None:
@@ -231,7 +251,9 @@ def complete(kind: str, name: str, given: Mapping[str, Any]) -> dict[str, Any]:
     chosen = part(kind, name)
     known = chosen.options
     # Configs of older runs hold the None of what was an option then, as muon's trees: it is the default anyway.
-    absent = {parameter.name for parameter in _signature(chosen.factory).parameters.values() if parameter.default is None}
+    absent = {
+        parameter.name for parameter in arguments.signature_of(chosen.factory).parameters.values() if parameter.default is None
+    }
     given = {option: value for option, value in given.items() if option in known or value is not None or option not in absent}
     if unknown := [option for option in given if option not in known]:
         fix = f"use {', '.join(known)}" if known else "it has none, leave it out"
@@ -279,16 +301,11 @@ def make(kind: str, chosen: Any, /, *context: Any, **given: Any) -> Any:
         ) from error
 
 
-def shown(value: Any) -> str:
-    """`repr(value)` for an error message, cut to 100 characters."""
-    text = repr(value)
-    return text if len(text) <= 100 else f"{text[:97]}…"
-
-
 def _is_anew(factory: Callable, known: Callable) -> bool:
     """Whether both are one definition: a cell of a notebook that runs again, or a config file, which its flag imports a second time
     under another name."""
-    files = [os.path.abspath(one.__code__.co_filename) if hasattr(one, "__code__") else one for one in (factory, known)]
+    codes = [getattr(inspect.unwrap(one), "__code__", None) for one in (factory, known)]
+    files = [os.path.abspath(code.co_filename) if code else one for code, one in zip(codes, (factory, known))]
     return factory.__qualname__ == known.__qualname__ and (factory.__module__ == known.__module__ or files[0] == files[1])
 
 
@@ -304,13 +321,6 @@ def _search(kind: str) -> None:
     package = importlib.import_module(KINDS[kind].home)
     for module in pkgutil.iter_modules(getattr(package, "__path__", ())):
         importlib.import_module(f"{package.__name__}.{module.name}")
-
-
-def _signature(factory: Callable) -> inspect.Signature:
-    try:
-        return inspect.signature(factory, eval_str=True)
-    except (NameError, TypeError):  # Annotations that are there for type checkers only.
-        return inspect.signature(factory)
 
 
 def _is_supplied(kind: str, parameter: inspect.Parameter) -> bool:

@@ -64,7 +64,7 @@ FLAGS = flags.FLAGS
 _DATA_PARALLEL_FLAGS = ("workers", "compute_s", "variation", "ratio", "codec", "every", "plot", "table")
 _PLACEMENT_FLAGS = ("stages", "placement", "search_s")
 _LAYOUT_FLAGS = ("microbatch", "schedule", "chunks", "inner", "remat", "flops", "top")
-MAX_WORKERS = 4096  # the spectral gap of as many takes minutes; devices, of which all may be workers, as well
+MAX_WORKERS = topology_lib.MAX_WORKERS  # also of devices, of which all may be workers
 
 
 # -- What is asked ----------------------------------------------------------------------------------------------------

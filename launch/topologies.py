@@ -36,14 +36,13 @@ _OPTIONS = {
     "centers": flags.DEFINE_integer("centers", None, "Workers that exchange with all others (sun)."),
     "budget": flags.DEFINE_float("budget", None, "Share of active matchings (matcha)."),
 }
-MAX_WORKERS = 4096
 WIDTH = 100
 
 
 def build(num_workers: int, chosen: dict[str, object]) -> tuple[list[tp.Topology], dict[str, str]]:
     """All topologies that exist for a number of workers, and for the others the reason why not."""
-    if not 1 <= num_workers <= MAX_WORKERS:
-        raise ValueError(f"--workers={num_workers}: must be at least 1 and at most {MAX_WORKERS}; more would take too long")
+    if not 1 <= num_workers <= tp.MAX_WORKERS:
+        raise ValueError(f"--workers={num_workers}: must be at least 1 and at most {tp.MAX_WORKERS}; more would take too long")
     built, refused = [], {}
     for name in tp.names():
         try:

@@ -7,6 +7,7 @@ errors that it shows; its tests pass.
 import ast
 import contextlib
 import importlib
+import inspect
 import io
 import json
 import os
@@ -103,7 +104,7 @@ def test_it_is_trained_with_by_name(page, folder):
         parts.resolve(config_of(arguments, folder))
     spec = parts.resolve(config_of(first, folder, **TINY))
     assert PAGES[page] in json.dumps(spec.document)
-    assert registry.part(page, PAGES[page]).factory.__code__.co_filename == str(folder / part_of(page))
+    assert inspect.unwrap(registry.part(page, PAGES[page]).factory).__code__.co_filename == str(folder / part_of(page))
     trainer = train.Trainer(spec)
     state, losses = trainer.init(), []
     for step in range(STEPS):
@@ -238,11 +239,14 @@ def test_the_trainer_of_the_page_trains():
     assert scope["trainer"].evaluate(scope["state"]).averaged["accuracy"] > 0.9
 
 
-def test_the_loop_of_the_page_learns_goes_on_and_is_saved(tmp_path, monkeypatch):
+@pytest.mark.parametrize("simulate", [True, False], ids=["simulated", "devices"])
+def test_the_loop_of_the_page_learns_goes_on_and_is_saved(simulate, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     scope = {}
     (code,) = blocks("## Your own loss and step")
+    code = code if simulate else code.replace("make_workers(8, simulate=True)", "make_workers(jax.device_count())")
     exec(code, scope)
+    assert scope["workers"].simulated == simulate
     learned = float(scope["loss_N"].mean())
     assert learned < 0.2
     (traced,) = blocks("### Phases")
@@ -254,7 +258,10 @@ def test_the_loop_of_the_page_learns_goes_on_and_is_saved(tmp_path, monkeypatch)
     up_NxDxH = np.asarray(scope["params"]["up"])
     np.testing.assert_allclose(scope["average"]["up"], up_NxDxH.mean(axis=0), rtol=1e-5, atol=1e-6)
     assert 0 < scope["distance"] < 1 and scope["newest"] == scope["number"] and scope["counters"]
-    for model in blocks("## Flax"):
+    *models, with_statistics = blocks("## Flax")
+    for model in models:
         exec(model, scope)
         exec(code[code.index("params = workers.stack") :].replace("range(300)", "range(30)"), scope)
         assert scope["loss_N"].mean() < 0.5
+    exec(with_statistics, scope)
+    assert scope["loss_N"].mean() < 0.5 and any(np.ptp(x, axis=0).any() for x in jax.tree.leaves(scope["statistics"]))

@@ -80,9 +80,9 @@ def test_other_seeds_give_other_graphs(name):
     "name, num_workers, options, problem",
     [
         ("rings", 4, {}, "topology 'rings' is unknown; use one of .*ring.*base_k"),
-        ("ring", 0, {}, "num_workers.*>= 1, got 0"),
-        ("ring", 2.0, {}, "num_workers.*integer"),
-        ("ring", True, {}, "num_workers.*integer"),
+        ("ring", 0, {}, "num_workers.*from 1 to 4096, got 0"),
+        ("ring", 2.0, {}, "num_workers.*whole number"),
+        ("ring", True, {}, "num_workers.*whole number"),
         ("ring", 4, {"k": 1}, "'ring' has no option 'k'; it has none"),
         ("base_k", 4, {"degree": 1}, "'base_k' has no option 'degree'; use k"),
         ("base_k", 4, {"k": 0}, "'k'.*>= 1, got 0"),

@@ -13,9 +13,10 @@ x is an array, x̂ what is decoded from its message. `feedback` adds to any code
 numbers of few bits into bytes.
 """
 
+import functools
 from typing import Any
 
-from decjax import registry
+from decjax import arguments, registry
 from decjax.codecs import feedback
 from decjax.codecs.bitwise import natural, scaled_sign, sign
 from decjax.codecs.blocks import int2, int4, int8, integers, qsgd, ternary
@@ -81,6 +82,7 @@ def names() -> tuple[str, ...]:
     return registry.names("codec")
 
 
+@functools.partial(arguments.checked, called="codecs.make")
 def make(name: str | Codec, **given: Any) -> Codec:
     """The codec of a name.
 

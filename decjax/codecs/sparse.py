@@ -28,6 +28,7 @@ from decjax.codecs.codec import Codec, Traits, working_dtype
 
 GROUP = 8  # values of a group in the first of two selections
 SORTED = 2**14  # fewer values than this are sorted
+FRACTION = 0.01  # of the values that is sent
 
 
 def made_values(name: str, values: Codec | str, fraction: float = 1.0) -> Codec:
@@ -125,7 +126,7 @@ def _sparse(name: str, count, select, positions, num_index_bytes, values: Codec,
 
 
 @registry.register("codec", "topk", messages="the largest values and their places")
-def topk(fraction: float = 0.01, k: int | None = None, values: Codec | str = "identity") -> Codec:
+def topk(fraction: float = FRACTION, k: int | None = None, values: Codec | str = "identity") -> Codec:
     """The k = ⌈φP⌉ values of largest magnitude of all P, or a fixed number k of them, and their positions.
 
     The selection is exact: ‖x − x̂‖² ≤ (1 − k/P)‖x‖².
@@ -161,6 +162,8 @@ def threshold(multiple: float = 1.0, fraction: float = 0.01, values: Codec | str
 
 def _topk(name: str, fraction: float, k: int | None, multiple: float, values: Codec | str) -> Codec:
     values = made_values(name, values, fraction)
+    if k is not None and fraction != FRACTION:
+        raise ValueError(f"{name} k={k} with fraction={fraction}: both say how many values are sent; leave one out")
     if k is not None and (type(k) is not int or k < 1):
         raise ValueError(
             f"{name} k={k} must be a whole number of at least 1; k=1 sends one value of a tensor, fraction=0.01 one of a hundred"

@@ -1,13 +1,14 @@
 """What a mixer is, and wrappers of mixers."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from decjax import buckets
+from decjax import buckets, phases, registry
+from decjax.channel import Channel
 
 SILENT = -1
 """The phase of a step that sends nothing and does not mix."""
@@ -77,6 +78,24 @@ class Mixer(NamedTuple):
         return f"mixer {self.name!r}" if self.name else "this mixer"
 
 
+def _with_checks(mixer: Mixer, arguments: Mapping[str, Any]) -> Mixer:
+    """The mixer that a factory made of its arguments, with checks of what is given to it as it is traced."""
+    channel = arguments.get("channel") or Channel()
+
+    def checked(fn):
+        def of_params(params, *others, **named):
+            channel.check(params, mixer.num_workers)
+            return fn(params, *others, **named)
+
+        return of_params
+
+    linear = mixer.linear and mixer.linear._replace(pull=checked(mixer.linear.pull))
+    return mixer._replace(init=checked(mixer.init), exchange=checked(mixer.exchange), linear=linear)
+
+
+registry.finish("mixer", _with_checks)
+
+
 def mix(mixer: Mixer, params: Any, state: Any, phase: Any, step: Any) -> tuple[Any, Any]:
     """One mixing step, exchange and combine: the mixed parameters and the new state."""
     return mixer.combine(params, mixer.exchange(params, state, phase), state, phase, step)
@@ -85,6 +104,7 @@ def mix(mixer: Mixer, params: Any, state: Any, phase: Any, step: Any) -> tuple[A
 def mix_due(mixer: Mixer, params: Any, state: Any, phase: int | None, step: jax.Array) -> tuple[Any, Any]:
     """`mix` in the given static phase; if it is None, in the phase of a traced step, by a conditional over all phases, unless the
     mixer's state decides."""
+    phases.check(mixer, phase)
     if phase is not None or mixer.usage:
         return mix(mixer, params, state, phase, step)
     branches = [lambda params, state, phase=phase: mix(mixer, params, state, phase, step) for phase in mixer.phases]

@@ -24,7 +24,7 @@ Axis names are written in this package only. `shard_map` runs with `check_vma=Fa
 may scan over constants. Therefore no collective may be inside a loss that is differentiated.
 """
 
-from decjax.mesh.axis import SIMULATED, STAGES, WORKERS, Axis, between_cpu_processes, mean_bytes
+from decjax.mesh.axis import MAPPED, SIMULATED, STAGES, WORKERS, Axis, between_cpu_processes, mean_bytes
 from decjax.mesh.tensor import (
     GROUP,
     EachDevice,
@@ -43,6 +43,7 @@ __all__ = [
     "Axis",
     "EachDevice",
     "GROUP",
+    "MAPPED",
     "SIMULATED",
     "STAGES",
     "WORKERS",

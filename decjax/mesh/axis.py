@@ -1,6 +1,7 @@
 """An axis of the mesh, and the collectives along it."""
 
 from collections.abc import Callable, Sequence
+import contextlib
 import dataclasses
 from typing import Any
 
@@ -16,17 +17,18 @@ class Axis:
     """An axis that a function is mapped over, and the collectives by which it exchanges arrays along it.
 
     Attributes:
-        name: as in `jax.shard_map` or `jax.vmap`; several names form one axis, of which the last varies fastest.
+        name: as in `jax.shard_map` or `jax.vmap`; several names form one axis, of which the last varies fastest. None: the worker
+            axis over which `Workers.map` maps the function that uses it, `WORKERS` or `SIMULATED`.
         senders: pipeline stages that send; None: all. See `sent_by`.
     """
 
-    name: str | tuple[str, ...]
+    name: str | tuple[str, ...] | None = None
     senders: tuple[int, ...] | None = None
 
     @property
     def index(self) -> jax.Array:
         """This worker's index, 0 … N − 1, as a traced int32 scalar."""
-        return jax.lax.axis_index(self.name)
+        return jax.lax.axis_index(self.mapped)
 
     def indexed(self, fn: Callable) -> Callable:
         """`fn(*args)` as a function of (index, *args), for those who trace it here and run it elsewhere: an axis whose index is a value
@@ -36,13 +38,26 @@ class Axis:
     @property
     def size(self) -> int:
         """N, the number of workers on the axis, as a static int; ValueError outside a function that is mapped over it."""
-        try:
-            return jax.lax.axis_size(self.name)
-        except NameError as error:
-            raise ValueError(
-                f"worker axis {self.name!r} is not there: call this from a function mapped over workers, as "
-                "workers.jit(tx.init, in_axes=(0,))(workers.stack(params))"
-            ) from error
+        return jax.lax.axis_size(self.mapped)
+
+    @property
+    def known_size(self) -> int | None:
+        """`size`; None outside a function that is mapped over the axis."""
+        with contextlib.suppress(ValueError):
+            return self.size
+        return None
+
+    @property
+    def mapped(self) -> Any:
+        """The name that collectives take; ValueError outside a function that is mapped over it."""
+        for name in (WORKERS.name, SIMULATED.name) if self.name is None else (self.name,):
+            with contextlib.suppress(NameError):
+                jax.lax.axis_size(name)
+                return name
+        raise ValueError(
+            f"worker axis{'' if self.name is None else f' {self.name!r}'} is not there: call this from a function mapped over workers, "
+            "as workers.jit(tx.init, in_axes=(0,))(workers.stack(params)), and leave out the channel or give it workers.axis"
+        )
 
     def sent_by(self, stages: Sequence[int]) -> "Axis":
         """This axis with only the given pipeline stages sending; on the other stages means and gathers return arbitrary values.
@@ -56,7 +71,7 @@ class Axis:
 
     @property
     def _simulated(self) -> bool:
-        names = (self.name,) if isinstance(self.name, str) else self.name
+        names = (self.mapped,) if isinstance(self.mapped, str) else self.mapped
         return not set(names) <= set(jax.sharding.get_abstract_mesh().manual_axes)
 
     def exchange(self, x: jax.Array, pairs: Sequence[tuple[int, int]]) -> jax.Array:
@@ -76,9 +91,9 @@ class Axis:
         swaps = [pair for pair in pairs if pair[0] != pair[1] and pair[::-1] in pairs] if between_cpu_processes() else []
         others = [pair for pair in pairs if pair not in swaps]
         if not swaps and x.dtype.itemsize >= 4:
-            return jax.lax.ppermute(x, self.name, pairs)
+            return jax.lax.ppermute(x, self.mapped, pairs)
         bits = _bits(x)
-        arrived: Any = jax.lax.ppermute(bits, self.name, others) if others or not swaps else None
+        arrived: Any = jax.lax.ppermute(bits, self.mapped, others) if others or not swaps else None
         if swaps:
             # One after the other, in the same order on all workers. No worker takes part in both; one that is in neither gets zeros.
             bits, arrived = jax.lax.optimization_barrier((bits, arrived))
@@ -104,19 +119,19 @@ class Axis:
         source_of, receives = np.arange(self.size), np.zeros(self.size, bool)
         for source, target in pairs:
             source_of[target], receives[target] = source, True
-        arrived = jax.lax.all_gather(x, self.name)[jnp.asarray(source_of)[self.index]]
+        arrived = jax.lax.all_gather(x, self.mapped)[jnp.asarray(source_of)[self.index]]
         return arrived if receives.all() else jnp.where(jnp.asarray(receives)[self.index], arrived, jnp.zeros_like(x))
 
     def _swap(self, bits: jax.Array, swaps: Sequence[tuple[int, int]]) -> jax.Array:
         """The values of the other worker of the pair; zeros on a worker in no pair."""
         alone = [[worker] for worker in range(self.size) if not any(worker in pair for pair in swaps)]
         groups = [[source, target] for source, target in swaps if source < target] + alone
-        return jax.lax.psum(bits, self.name, axis_index_groups=groups) - bits
+        return jax.lax.psum(bits, self.mapped, axis_index_groups=groups) - bits
 
     def sum(self, x: jax.Array) -> jax.Array:
         """The sum of `x` over all workers, the same on each."""
         self._check_all_send("sum")
-        return jax.lax.psum(x, self.name)
+        return jax.lax.psum(x, self.mapped)
 
     def mean(self, x: jax.Array, wire_dtype: Any = None) -> jax.Array:
         """The mean of `x` over all workers, in its shape and dtype, with the same bits on each worker.
@@ -145,17 +160,17 @@ class Axis:
         if self._simulated:
             return self._simulated_block_means(x, group_size)
         groups = self._blocks(group_size)
-        return self._sent(lambda x: jax.lax.psum(x, self.name, axis_index_groups=groups), lambda x: x, x) / group_size
+        return self._sent(lambda x: jax.lax.psum(x, self.mapped, axis_index_groups=groups), lambda x: x, x) / group_size
 
     def all_gather(self, x: jax.Array) -> jax.Array:
         """The arrays of all workers, stacked as [N, ...]; values of fewer than 32 bits travel as unsigned integers."""
         n, sent = self.size, _bits(x) if x.dtype.itemsize < 4 else x
-        arrived = self._sent(lambda x: jax.lax.all_gather(x, self.name), lambda x: jnp.zeros((n, *x.shape), x.dtype), sent)
+        arrived = self._sent(lambda x: jax.lax.all_gather(x, self.mapped), lambda x: jnp.zeros((n, *x.shape), x.dtype), sent)
         return arrived if sent is x else jax.lax.bitcast_convert_type(arrived, x.dtype)
 
     def all_to_all(self, x: jax.Array) -> jax.Array:
         """The rows that all workers have for this one, [N, ...], if row i of each worker's `x`, [N, ...], is for worker i."""
-        return self._sent(lambda x: jax.lax.all_to_all(x, self.name, 0, 0), lambda x: x, x)
+        return self._sent(lambda x: jax.lax.all_to_all(x, self.mapped, 0, 0), lambda x: x, x)
 
     def scatter_mean(self, x_P: jax.Array, group_size: int) -> jax.Array:
         """This worker's share, P/L values, of the mean of a vector over a block of L workers; `gather` joins the shares.
@@ -172,7 +187,7 @@ class Axis:
             return x_P
         if self._simulated:
             return self._simulated_block_means(x_P, group_size)
-        return jax.lax.psum_scatter(x_P, self.name, axis_index_groups=self._blocks(group_size), tiled=True) / group_size
+        return jax.lax.psum_scatter(x_P, self.mapped, axis_index_groups=self._blocks(group_size), tiled=True) / group_size
 
     def own_share(self, x_P: jax.Array, group_size: int) -> jax.Array:
         """The part of this worker's own vector at the place of its share in `scatter_mean`; sends nothing."""
@@ -186,13 +201,13 @@ class Axis:
         self._check_all_send("gather")
         if group_size == 1 or self._simulated:
             return share
-        return jax.lax.all_gather(share, self.name, axis_index_groups=self._blocks(group_size), tiled=True)
+        return jax.lax.all_gather(share, self.mapped, axis_index_groups=self._blocks(group_size), tiled=True)
 
     def _blocks(self, group_size: int) -> list[list[int]] | None:
         return None if group_size == self.size else np.arange(self.size).reshape(-1, group_size).tolist()
 
     def _simulated_block_means(self, x: jax.Array, group_size: int) -> jax.Array:
-        x_NxP = jax.lax.all_gather(x, self.name)  # Not batched by vmap: one copy for all workers.
+        x_NxP = jax.lax.all_gather(x, self.mapped)  # Not batched by vmap: one copy for all workers.
         blocks = x_NxP.reshape(-1, group_size, *x.shape).mean(axis=1)
         # A single block is not batched either: what follows is computed once for all workers.
         return blocks[0] if len(blocks) == 1 else blocks[self.index // group_size]
@@ -217,6 +232,8 @@ WORKERS = Axis((NODE, LOCAL))
 """The worker axis where each worker has its own devices."""
 SIMULATED = Axis("worker")
 """The worker axis where all workers are simulated on one device."""
+MAPPED = Axis()
+"""Whichever of these two axes the function that uses it is mapped over."""
 STAGES = Axis(STAGE)
 """The axis of the pipeline stages of one worker."""
 

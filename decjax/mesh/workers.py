@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from decjax import arguments
 from decjax.mesh import order
 from decjax.mesh.axis import LOCAL, NODE, SIMULATED, STAGE, WORKERS, Axis, between_cpu_processes
 from decjax.mesh.tensor import TENSOR, EachDevice, divide
@@ -119,6 +120,29 @@ class Workers:
             fn: function of one worker's (or stage's) pytrees, which may use collectives along `axis` and `STAGES`.
             in_axes: for each argument 0 if it is stacked, None if all workers get the same.
         """
+
+        def one_worker(*args):  # Which may return Python's numbers.
+            return jax.tree.map(lambda x: x if isinstance(x, jax.Array) else jnp.asarray(x), fn(*args))
+
+        mapped = self._mapped(one_worker, in_axes)
+
+        @functools.wraps(fn)
+        def checked(*args):
+            self._check_stacked([arg for arg, axis in zip(args, in_axes) if axis is not None])
+            return mapped(*args)
+
+        return checked
+
+    def _check_stacked(self, args: Sequence[Any]) -> None:
+        sizes = (self.num_workers, self.stages)[: self.num_axes]
+        for path, x in jax.tree.leaves_with_path(args):
+            if jnp.shape(x)[: self.num_axes] != sizes:
+                raise ValueError(
+                    f"stacked argument {jax.tree_util.keystr(path)} has shape {jnp.shape(x)}, and has to begin with {sizes}, the number "
+                    "of workers; use workers.stack(tree) for a copy on each, or None in in_axes for what is the same for all"
+                )
+
+    def _mapped(self, fn: Callable, in_axes: Sequence[int | None]) -> Callable:
         if self.mesh is None:
             if self.stages > 1:
                 fn = jax.vmap(fn, in_axes=tuple(in_axes), axis_name=STAGE, axis_size=self.stages)
@@ -213,6 +237,7 @@ def _worker(index: Any) -> int:
     return index[0].start or 0
 
 
+@arguments.checked
 def make_workers(
     num_workers: int,
     *,

@@ -22,7 +22,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from decjax import gossip, reduce
+from decjax import arguments, gossip, reduce
+from decjax.optim.inner import of_one_worker
 from decjax.optim.memories import communicating, init_memory, transient
 
 ORDERS = ("awc", "atc")
@@ -121,6 +122,7 @@ class SynchronizeState(NamedTuple):
     pending: Any
 
 
+@arguments.checked
 def decentralize(
     inner: optax.GradientTransformation, mixer: gossip.Mixer, order: Literal["awc", "atc"] = "awc"
 ) -> optax.GradientTransformationExtraArgs:
@@ -154,7 +156,7 @@ def decentralize(
     Reference: arXiv 2410.11998, decentralized Adam.
     """
     check_order(mixer, order)
-    form = _Decentralized(optax.with_extra_args_support(inner), mixer, order)
+    form = _Decentralized(of_one_worker(inner), mixer, order)
     return optax.GradientTransformationExtraArgs(form.init, form.update)  # pyright: ignore[reportArgumentType]
 
 
@@ -188,6 +190,7 @@ class _Decentralized:
         return updates, DecentralizeState(count, inner_state, mixer_state)
 
 
+@arguments.checked
 def synchronize(
     inner: optax.GradientTransformation, reducer: reduce.Reducer, stale: bool = False
 ) -> optax.GradientTransformationExtraArgs:
@@ -209,7 +212,7 @@ def synchronize(
     Raises:
         ValueError: from `update`, if `received` is given without `stale`, or no phase is given to a reducer with several.
     """
-    form = _Synchronized(optax.with_extra_args_support(inner), reducer, stale)
+    form = _Synchronized(of_one_worker(inner), reducer, stale)
     return optax.GradientTransformationExtraArgs(form.init, form.update)  # pyright: ignore[reportArgumentType]
 
 
@@ -255,6 +258,7 @@ def stale_exchange(reducer: reduce.Reducer, state: SynchronizeState, phase: int 
     return reducer.reduce(grads, state.reducer, reduce.due_phase(reducer, phase))
 
 
+@arguments.checked
 def decentralized_adam(
     learning_rate: optax.ScalarOrSchedule,
     mixer: gossip.Mixer,
@@ -271,6 +275,7 @@ def decentralized_adam(
     return decentralize(optax.adam(learning_rate, b1, b2, eps, eps_root, mu_dtype, nesterov=nesterov), mixer, order)
 
 
+@arguments.checked
 def decentralized_adamw(
     learning_rate: optax.ScalarOrSchedule,
     mixer: gossip.Mixer,

@@ -1,9 +1,8 @@
 """Skips the update of a worker whose gradient is not finite, while the worker goes on communicating."""
 
-import jax
 import optax
 
-from decjax.optim.memories import communicates
+from decjax.optim.memories import check_outermost
 
 
 def apply_if_finite(inner: optax.GradientTransformation, max_consecutive_errors: int) -> optax.GradientTransformationExtraArgs:
@@ -29,11 +28,7 @@ def apply_if_finite(inner: optax.GradientTransformation, max_consecutive_errors:
 
     def init(params):
         state = wrapped.init(params)
-        for part in filter(communicates, jax.tree.leaves(state, is_leaf=communicates)):
-            raise ValueError(
-                f"apply_if_finite wraps a transformation that communicates (its state is {type(part).__name__}): a worker that "
-                "skips would leave the others waiting; put it inside, as decentralize(apply_if_finite(optimizer, 5), mixer)"
-            )
+        check_outermost(state)
         return state
 
     return optax.GradientTransformationExtraArgs(init, wrapped.update)

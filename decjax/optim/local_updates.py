@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from decjax import reduce
+from decjax import arguments, reduce
 from decjax.optim.decentralize import check_update
 from decjax.optim.memories import communicating, init_memory, transient
 
@@ -43,6 +43,7 @@ class LocalUpdatesState(NamedTuple):
     reducer: Any
 
 
+@arguments.checked
 def local_updates(
     inner: optax.GradientTransformation, reducer: reduce.Reducer, outer: optax.GradientTransformation
 ) -> optax.GradientTransformationExtraArgs:

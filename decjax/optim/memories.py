@@ -13,6 +13,7 @@ import optax
 
 _FIELDS: dict[type, frozenset[str]] = {}
 _COMMUNICATING: set[type] = set()
+_LEAVE_UPDATES = {"MaskedState", "PartitionState", "InjectStatefulHyperparamsState"}
 T = TypeVar("T")
 
 
@@ -25,6 +26,41 @@ def communicating(kind: type[T]) -> type[T]:
 def communicates(state: Any) -> bool:
     """Whether a state is that of a transformation marked with `communicating`."""
     return type(state) in _COMMUNICATING
+
+
+def is_communicating(tree: Any) -> bool:
+    """Whether a tree holds the state of a transformation that communicates."""
+    return any(map(communicates, jax.tree.leaves(tree, is_leaf=communicates)))
+
+
+def check_outermost(tree: Any) -> None:
+    """Raise a ValueError for a state in which another transformation of optax skips, or changes, the updates of one that communicates.
+
+    What comes before it in a chain only sees gradients, and masks and hyperparameters leave its update as it is.
+    """
+    for state in jax.tree.leaves(tree, is_leaf=_changes_mixing):
+        if _changes_mixing(state):
+            around = _kind(next(filter(_is_optax, state[::-1])) if type(state) is tuple else state)
+            within = _kind(next(filter(communicates, jax.tree.leaves(state, is_leaf=communicates))))
+            raise ValueError(
+                f"a transformation ({around}) around one that communicates ({within}) would also skip or scale what workers exchange; "
+                "put it inside, as decentralize(optax.chain(clip, adamw), mixer)"
+            )
+
+
+def _changes_mixing(state: Any) -> bool:
+    if type(state) is tuple:  # Of a chain, or a tuple of the caller's own.
+        held = [is_communicating(part) for part in state]
+        return any(is_optax and any(held[:i]) for i, is_optax in enumerate(map(_is_optax, state)))
+    return _is_optax(state) and _kind(state) not in _LEAVE_UPDATES and is_communicating(state)
+
+
+def _is_optax(state: Any) -> bool:
+    return hasattr(state, "_fields") and type(state).__module__.startswith("optax.")
+
+
+def _kind(state: Any) -> str:
+    return type(state).__name__
 
 
 def transient(*fields: str) -> Callable[[type[T]], type[T]]:

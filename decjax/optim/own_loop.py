@@ -2,17 +2,22 @@
 
 from collections.abc import Callable, Sequence
 import functools
+import operator
 from typing import Any
 
 import jax
 
-from decjax import gossip, mesh, reduce
+from decjax import arguments, gossip, mesh, phases, reduce
+from decjax.channel import check_num_workers
+from decjax.optim.memories import check_outermost
+from decjax.optim.method import Method
 
 
+@arguments.checked
 def make_step(
     fn: Callable[..., Any],
     workers: mesh.Workers,
-    schedule: gossip.Mixer | reduce.Reducer,
+    schedule: gossip.Mixer | reduce.Reducer | Method,
     *,
     donate_argnums: Sequence[int] = (0, 1),
 ) -> Callable[..., Any]:
@@ -23,16 +28,20 @@ def make_step(
     Args:
         fn: one worker's step, `fn(*own, phase=phase)`, such as `fn(params, state, batch, phase=0) -> (params, state)`.
         workers: the workers and their devices; see `make_workers`.
-        schedule: the mixer or reducer, whose `phase(step)` says which messages are due.
+        schedule: the mixer or reducer of the transformation, whose `phase(step)` says which messages are due.
         donate_argnums: positions of the arguments whose memory the results may reuse; those arrays cannot be used afterwards.
 
     Returns:
         `step(number, *stacked)`: takes the step's number and arguments stacked over workers, [N, …], and returns what `fn` returns,
             stacked likewise.
 
+    Raises:
+        ValueError: if the mixer is for another number of workers; from `step`, if the transformation has another schedule, or if
+            another transformation is around it, such as `optax.MultiSteps`.
+
     Example:
         >>> workers = decjax.make_workers(4, simulate=True)
-        >>> mixer = decjax.gossip.exact(decjax.topology.make("ring", 4), decjax.Channel(workers.axis))
+        >>> mixer = decjax.gossip.exact(decjax.topology.make("ring", 4))
         >>> tx = decjax.decentralize(optax.sgd(0.1), mixer)
         >>> def fn(params, state, batch, *, phase):
         ...     updates, state = tx.update(params - batch, state, params, phase=phase)
@@ -41,10 +50,25 @@ def make_step(
         >>> params = workers.stack(jnp.zeros(3))
         >>> params, state = step(0, params, workers.jit(tx.init, (0,))(params), jnp.ones((4, 3)))
     """
-    donated = tuple(donate_argnums)
-    program = functools.cache(lambda phase, count: workers.jit(functools.partial(fn, phase=phase), (0,) * count, donated))
+    check_num_workers(getattr(schedule, "num_workers", None), workers.num_workers)
+    program = functools.cache(functools.partial(_program, fn, workers, schedule, tuple(donate_argnums)))
+    return functools.partial(_step, program, schedule)
 
-    def step(number, *stacked):
-        return jax.block_until_ready(program(schedule.phase(number), len(stacked))(*stacked))
 
-    return step
+def _step(program: Callable[[Any, int], Callable], schedule: Any, number: int, *stacked: Any) -> Any:
+    return jax.block_until_ready(program(schedule.phase(operator.index(number)), len(stacked))(*stacked))
+
+
+def _program(
+    fn: Callable, workers: mesh.Workers, schedule: Any, donated: tuple[int, ...], phase: int | None, count: int
+) -> Callable:
+    """The compiled step of all workers in a phase; a config's method chooses the phases of its mixer itself."""
+    one_worker = functools.partial(_one_worker, fn, phase, None if isinstance(schedule, Method) else schedule)
+    return workers.jit(one_worker, (0,) * count, donated)
+
+
+def _one_worker(fn: Callable, phase: int | None, schedule: Any, *own: Any) -> Any:
+    """One worker's step, with checks as it is traced."""
+    check_outermost(own)
+    with phases.compiling(schedule):
+        return fn(*own, phase=phase)

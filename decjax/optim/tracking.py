@@ -20,8 +20,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from decjax import gossip
+from decjax import arguments, gossip
 from decjax.optim.decentralize import check_order, check_update, mix_in_step
+from decjax.optim.inner import of_one_worker
 from decjax.optim.memories import communicating, init_memory, transient
 
 
@@ -45,6 +46,7 @@ class TrackState(NamedTuple):
     gradient: Any
 
 
+@arguments.checked
 def track(
     inner: optax.GradientTransformation, mixer: gossip.Mixer, order: Literal["awc", "atc"] = "awc"
 ) -> optax.GradientTransformationExtraArgs:
@@ -69,7 +71,7 @@ def track(
             f"gradient tracking also mixes trackers, for which {mixer.called} is not made; use mixer 'exact' or 'beer'"
         )
     check_order(mixer, order)
-    form = _Tracked(optax.with_extra_args_support(inner), mixer, order)
+    form = _Tracked(of_one_worker(inner), mixer, order)
     return optax.GradientTransformationExtraArgs(form.init, form.update)  # pyright: ignore[reportArgumentType]
 
 

@@ -1,6 +1,6 @@
 """What a reducer is, the plain mean, and wrappers of reducers."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 import dataclasses
 import functools
 from typing import Any, NamedTuple
@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from decjax import mesh, registry
+from decjax import mesh, phases, registry
 from decjax.channel import Channel
 
 SILENT = -1
@@ -59,8 +59,27 @@ class Reducer(NamedTuple):
     timing: Timing | None = None
 
 
+def _with_checks(reducer: Reducer, arguments: Mapping[str, Any]) -> Reducer:
+    """The reducer that a factory made of its arguments, with a check of the trees that are given to it."""
+    channel = arguments.get("channel") or Channel()
+
+    def init(params):
+        channel.check(params)
+        return reducer.init(params)
+
+    def reduce(grads, *state_and_phase, **phase):
+        channel.check(grads)
+        return reducer.reduce(grads, *state_and_phase, **phase)
+
+    return reducer._replace(init=init, reduce=reduce)
+
+
+registry.finish("reducer", _with_checks)
+
+
 def due_phase(reducer: Reducer, phase: int | None) -> int | None:
     """The phase to call `reduce` with: the only one, else the given one, which must not be None unless the state decides."""
+    phases.check(reducer, phase)
     if len(reducer.phases) == 1:
         return reducer.phases[0]
     if phase is None and not reducer.usage:

@@ -20,6 +20,7 @@ Examples:
   (1, True)
 """
 
+from decjax.topology.build import MAX_WORKERS
 import decjax.topology.graphs  # Registered first, its names come first in tables.
 from decjax.topology.named import make, names, options
 from decjax.topology.schedule import (
@@ -36,6 +37,7 @@ from decjax.topology.schedule import (
 )
 
 __all__ = [
+    "MAX_WORKERS",
     "Round",
     "Shift",
     "Topology",

@@ -27,6 +27,7 @@ from decjax.topology import schedule
 
 Rounds = list[schedule.Round]
 
+MAX_WORKERS = 4096  # matrices of more would take too long to analyze, and gigabytes
 MAX_DRAWS = 1000
 MAX_ROUNDS = 1024  # in a period that is drawn at random
 ANY_SIZE = "'base_k' works for any number"
@@ -43,14 +44,16 @@ def register(name: str, **traits) -> Callable[[Callable[..., Rounds]], Callable[
         @functools.wraps(builder)
         def factory(num_workers, **options):
             try:
-                n = integer("num_workers", num_workers, 1)
+                n = integer("num_workers", num_workers, 1, MAX_WORKERS)
                 return schedule.Topology(name, n, tuple(builder(n, **options)) if n > 1 else (schedule.Round((1.0,)),))
             except OptionError as error:
                 raise ValueError(f"topology {name!r} {error}") from error
 
         signature = inspect.signature(builder)
         size, *options = signature.parameters.values()
-        factory.__signature__ = signature.replace(parameters=[size.replace(name="num_workers"), *options])  # pyright: ignore[reportAttributeAccessIssue]
+        factory.__signature__ = signature.replace(  # pyright: ignore[reportAttributeAccessIssue]
+            parameters=[size.replace(name="num_workers"), *options], return_annotation=schedule.Topology
+        )  # pyright: ignore[reportAttributeAccessIssue]
         registry.register("topology", name, **traits)(factory)
         return builder
 

@@ -1,8 +1,9 @@
 """Topologies by name."""
 
+import functools
 from typing import Any
 
-from decjax import registry
+from decjax import arguments, registry
 from decjax.topology import schedule
 
 
@@ -16,6 +17,7 @@ def options(name: str) -> dict[str, object]:
     return {option: entry.default for option, entry in registry.part("topology", name).options.items()}
 
 
+@functools.partial(arguments.checked, called="topology.make")
 def make(name: str, num_workers: int, /, **chosen: Any) -> schedule.Topology:
     """The topology of a name for N workers.
 

@@ -1,0 +1,136 @@
+"""Checks of a function's arguments against its annotations, so that a wrong one is refused in one line where it is given."""
+
+from collections.abc import Callable, Iterable, Mapping
+import functools
+import inspect
+import operator
+import types
+import typing
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., Any])
+
+MADE_BY = {  # class -> how one of it is made
+    "Axis": "workers.axis",
+    "Channel": "decjax.Channel(workers.axis)",
+    "Codec": "'int8'",
+    "GradientTransformation": "optax.adamw(1e-3)",
+    "GradientTransformationExtraArgs": "optax.adamw(1e-3)",
+    "Mixer": "decjax.gossip.exact(topology)",
+    "Reducer": "decjax.reduce.mean()",
+    "Topology": "decjax.topology.make('ring', 8)",
+    "Workers": "decjax.make_workers(8)",
+}
+_MANY = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
+WORDS = {str: "a word", int: "a whole number", float: "a number", bool: "True or False", type(None): "None"}
+
+
+def checked(function: F, called: str = "", then: Callable[[Any, Mapping[str, Any]], Any] | None = None) -> F:
+    """The function with a check of its arguments' types; a wrong one raises a ValueError that tells the value and the type.
+
+    Only what annotations say plainly is checked: classes, numbers, words, functions, and unions of those.
+
+    Args:
+        function: a function.
+        called: what errors call it; its name by default.
+        then: `then(result, arguments)`, whose result is returned instead.
+    """
+
+    @functools.cache
+    def signature():  # When first called: its annotations may be defined later than it.
+        return signature_of(function)
+
+    @functools.wraps(function)
+    def with_check(*args, **kwargs):
+        try:
+            given = signature().bind(*args, **kwargs)
+        except TypeError:
+            return function(*args, **kwargs)  # Python says which argument is missing or not known.
+        for name, value in given.arguments.items():
+            parameter = signature().parameters[name]
+            if parameter.kind not in _MANY and value is not parameter.default and not is_a(value, parameter.annotation):
+                raise ValueError(f"{called or function.__name__}: {name}{_told(value)} must be {_meant(parameter.annotation)}")
+        result = function(*args, **kwargs)
+        if then is None:
+            return result
+        given.apply_defaults()
+        return then(result, given.arguments)
+
+    return with_check  # pyright: ignore[reportReturnType]
+
+
+def checked_class(made: type[T]) -> type[T]:
+    """A class decorator: `checked`, for the arguments of the class."""
+    made.__init__ = checked(made.__init__, made.__name__)
+    return made
+
+
+def signature_of(function: Callable) -> inspect.Signature:
+    """The signature, with annotations as objects where they can be evaluated."""
+    try:
+        return inspect.signature(function, eval_str=True)
+    except (NameError, TypeError):  # Annotations that are there for type checkers only.
+        return inspect.signature(function)
+
+
+def is_a(value: Any, expected: Any) -> bool:
+    """Whether a value has the type of an annotation, or the annotation does not say."""
+    origin = typing.get_origin(expected)
+    if origin in (types.UnionType, typing.Union):
+        return any(is_a(value, member) for member in typing.get_args(expected))
+    if origin is typing.Literal:
+        return is_a(value, type(typing.get_args(expected)[0]))
+    if expected is Callable or (origin is not None and issubclass(origin, Callable)):
+        return callable(value)
+    if origin is not None and issubclass(origin, Iterable):
+        return isinstance(value, Iterable) and not isinstance(value, str)
+    if expected is None:
+        return value is None
+    if not inspect.isclass(expected) or expected is inspect.Parameter.empty or hasattr(expected, "dtype"):
+        return True  # Arrays come in many types.
+    if expected in (int, float, bool):
+        return _is_number(value, expected)
+    return isinstance(value, expected)
+
+
+def _is_number(value: Any, kind: type) -> bool:
+    dtype = str(getattr(value, "dtype", type(value).__name__))  # Of arrays too, which may be traced.
+    if kind is bool or dtype.startswith("bool"):
+        return kind is bool and dtype.startswith("bool")
+    if kind is float:
+        return getattr(value, "shape", ()) == () and dtype.startswith(("float", "int", "uint", "bfloat"))
+    try:
+        operator.index(value)
+    except TypeError:
+        return False
+    return True
+
+
+def _told(value: Any) -> str:
+    plain = value is None or isinstance(value, bool | int | float | str)
+    return f"={shown(value)}" if plain else f", {_a(type(value).__name__)},"
+
+
+def _meant(expected: Any) -> str:
+    members = typing.get_args(expected) if typing.get_origin(expected) in (types.UnionType, typing.Union) else (expected,)
+    return " or ".join(dict.fromkeys(map(_word, members)))
+
+
+def _word(member: Any) -> str:
+    if member in WORDS or member is None:
+        return WORDS.get(member, "None")
+    if member is Callable or typing.get_origin(member) is not None:
+        return "a function" if is_a(len, member) else "a sequence"
+    name = member.__name__
+    return _a(name) + (f" (such as {MADE_BY[name]})" if name in MADE_BY else "")
+
+
+def _a(name: str) -> str:
+    return f"{'an' if name[0] in 'AEIOUaeiou' else 'a'} {name}"
+
+
+def shown(value: Any) -> str:
+    """`repr(value)` for an error message, cut to 100 characters."""
+    text = repr(value)
+    return text if len(text) <= 100 else f"{text[:97]}…"

@@ -1,0 +1,177 @@
+"""The API for loops of one's own: what it refuses, in one line that names the value and the fix, and what it takes."""
+
+import pathlib
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import decjax
+from decjax import codecs, gossip, mesh, reduce, topology
+from decjax.optim.method import Method
+
+N = 4
+DOCS = pathlib.Path(__file__).resolve().parent.parent / "docs"
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+
+@pytest.fixture(params=["devices", "simulated"])
+def workers(request):
+    return decjax.make_workers(N, simulate=request.param == "simulated")
+
+
+def simulated():
+    return decjax.make_workers(N, simulate=True)
+
+
+def ring(size=N):
+    return gossip.exact(topology.make("ring", size))
+
+
+def sgd(mixer):
+    return decjax.decentralize(optax.sgd(0.1), mixer)
+
+
+def trained(workers, tx, schedule, steps=1, targets=None):
+    """The parameters of all workers after some steps of a quadratic loss, from 0, whose minimum on worker i is i."""
+
+    def fn(params, state, target, *, phase):
+        updates, state = tx.update(jax.tree.map(lambda x: x - target, params), state, params, phase=phase)
+        return optax.apply_updates(params, updates), state
+
+    take = decjax.make_step(fn, workers, schedule)
+    params = workers.stack(jnp.zeros((8, 8)))
+    state = workers.jit(tx.init, (0,))(params)
+    for number in range(steps):
+        params, state = take(number, params, state, jnp.arange(float(N)))
+    return workers.fetch(params)
+
+
+WRONG = {
+    "topology as a word": (lambda: gossip.exact("ring"), "topology='ring' must be a Topology"),
+    "codec as a number": (lambda: gossip.exact(topology.make("ring", N), codec=3), "codec=3 must be a Codec"),
+    "half a round": (lambda: gossip.exact(topology.make("ring", N), rounds=1.5), "rounds=1.5 must be a whole number"),
+    "workers as a word": (lambda: decjax.make_workers("4"), "num_workers='4' must be a whole number"),
+    "no topology": (lambda: topology.make(None, 4), "topology.make: name=None must be a word"),
+    "a large star": (lambda: topology.make("star", 10**6), "from 1 to 4096, got 1000000"),
+    "a codec's name": (lambda: codecs.make(3), "codecs.make: name=3 must be a word or a Codec"),
+    "two sizes": (lambda: codecs.topk(k=5, fraction=0.1), "k=5 with fraction=0.1: .*leave one out"),
+    "negative buckets": (lambda: decjax.Channel(bucket_bytes=-1), "bucket_bytes=-1 must be at least 0"),
+    "an axis": (lambda: decjax.Channel(simulated()), "axis, a Workers, must be an Axis .*workers.axis"),
+    "a reducer": (lambda: decjax.decentralize(optax.sgd(0.1), reduce.mean()), "mixer, a Reducer, must be a Mixer"),
+    "a mixer": (lambda: decjax.synchronize(optax.sgd(0.1), ring()), "reducer, a Mixer, must be a Reducer"),
+    "no optimizer": (lambda: decjax.decentralize(None, ring()), "inner=None must be a GradientTransformation .*optax.adamw"),
+    "no mixer": (lambda: decjax.decentralize(optax.sgd(0.1), None), "mixer=None must be a Mixer"),
+    "make_step's topology": (lambda: decjax.make_step(len, simulated(), topology.make("ring", N)), "a Topology, must be a Mixer"),
+    "make_step's size": (lambda: decjax.make_step(len, simulated(), ring(2)), "is for 2 workers, but there are 4; .*make.name, 4"),
+    "another schedule": (
+        lambda: trained(simulated(), sgd(gossip.exact(topology.make("one_peer_exponential", N))), ring(), steps=2),
+        "phase is 0 in step 1, where that of the transformation is 1",
+    ),
+    "twice": (lambda: trained(simulated(), decjax.decentralize(sgd(ring()), ring()), ring()), "wrap the plain optimizer once"),
+    "MultiSteps outside": (
+        lambda: trained(simulated(), optax.MultiSteps(sgd(ring()), 2), ring()),
+        r"\(MultiStepsState\) around one that communicates \(DecentralizeState\).*put it inside",
+    ),
+    "chain outside": (
+        lambda: trained(simulated(), optax.chain(sgd(ring()), optax.scale(0.5)), ring()),
+        r"\(ScaleState\) around one that communicates .*put it inside|\(EmptyState\) around one",
+    ),
+    "unstacked": (lambda: simulated().jit(sgd(ring()).init, (0,))(jnp.zeros(3)), r"shape \(3,\), and has to begin with \(4,\)"),
+    "examples' gradients": (
+        lambda: trained(simulated(), decjax.decentralize(optax.contrib.dpsgd(0.1, 1.0, 1.0, seed=0), ring()), ring()),
+        "the optimizer's update has shape",
+    ),
+}
+
+
+@pytest.mark.parametrize("wrong, told", WRONG.values(), ids=WRONG)
+def test_mistakes_are_refused_in_one_line(wrong, told):
+    with pytest.raises(ValueError, match=told) as error:
+        wrong()
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "tx, schedule", [(sgd(ring()), ring()), (decjax.synchronize(optax.sgd(0.1), reduce.mean()), reduce.mean())]
+)
+def test_a_phase_that_is_not_there_is_refused(tx, schedule):
+    workers = simulated()
+    with pytest.raises(ValueError, match="phase=99 must be from 0 to 0; .*schedule.phase"):
+        trained(workers, tx, Method(tx, lambda step: 99, lambda params, phase: np.zeros(N)))
+
+
+def test_a_clip_before_it_in_a_chain_only_sees_gradients():
+    outside = trained(simulated(), optax.chain(optax.clip(1.0), sgd(ring())), ring(), steps=3)
+    inside = trained(simulated(), decjax.decentralize(optax.chain(optax.clip(1.0), optax.sgd(0.1)), ring()), ring(), steps=3)
+    np.testing.assert_array_equal(outside, inside)
+
+
+@pytest.mark.parametrize("size", [2, 8])
+@pytest.mark.parametrize(
+    "make, name",
+    [(gossip.exact, "ring"), (gossip.exact, "complete"), (gossip.push_sum, "complete"), (gossip.choco, "ring")],
+    ids=["exact ring", "exact complete", "push_sum", "choco"],
+)
+def test_a_topology_for_other_workers_is_refused_with_both_numbers(make, name, size, workers):
+    mixer, params = make(topology.make(name, size)), workers.stack(jnp.zeros(512))
+    told = f"for {size} workers, but there are {N}"
+    with pytest.raises(ValueError, match=told):
+        workers.jit(sgd(mixer).init, (0,))(params)
+    with pytest.raises(ValueError, match=told):
+        workers.jit(lambda x: mixer.exchange(x, mixer.init(x), 0), (0,))(params)
+
+
+def test_an_axis_of_one_s_own_is_compared_too():
+    mixer = gossip.exact(topology.make("ring", 2), decjax.Channel(mesh.Axis("data")))
+    with pytest.raises(ValueError, match=f"for 2 workers, but there are {N}"):
+        jax.vmap(sgd(mixer).init, axis_name="data")(jnp.zeros((N, 3)))
+
+
+def test_without_a_channel_arrays_travel_along_the_axis_of_the_workers(workers):
+    graph = topology.make("one_peer_exponential", N)
+    plain = trained(workers, sgd(gossip.exact(graph)), gossip.exact(graph), steps=3)
+    channel = decjax.Channel(workers.axis)
+    np.testing.assert_array_equal(plain, trained(workers, sgd(gossip.exact(graph, channel)), gossip.exact(graph, channel), steps=3))
+    reducers = decjax.reduce.every(reduce.mean(), 2), reduce.powersgd(rank=1)
+    for reducer, tx in (
+        (reducers[0], decjax.local_updates(optax.sgd(0.1), reducers[0], optax.sgd(0.7))),
+        (reducers[1], decjax.synchronize(optax.sgd(0.1), reducers[1])),
+    ):
+        found = trained(workers, tx, reducer, steps=2)
+        assert (found == found[0]).all() and found.any()
+
+
+def test_outside_of_workers_there_is_no_axis():
+    with pytest.raises(ValueError, match="worker axis is not there: call this from a function mapped over workers"):
+        ring().exchange(jnp.zeros(3), (), 0)
+
+
+@pytest.mark.parametrize("dtype, fix", [("complex64", "real and imaginary parts as two arrays"), ("float8_e4m3fn", "use bfloat16")])
+@pytest.mark.parametrize(
+    "tx",
+    [sgd(ring()), decjax.synchronize(optax.sgd(0.1), reduce.mean()), decjax.track(optax.sgd(0.1), ring())],
+    ids=["decentralize", "synchronize", "track"],
+)
+def test_numbers_that_cannot_be_averaged_are_refused(tx, dtype, fix):
+    workers = simulated()
+    with pytest.raises(ValueError, match=f"w.* of type {dtype} cannot be averaged .*{fix}"):
+        workers.jit(tx.init, (0,))(workers.stack({"w": jnp.zeros(3, dtype)}))
+
+
+def test_a_step_may_return_numbers_of_python_and_be_numbered_by_an_array(workers):
+    mixer = gossip.exact(topology.make("one_peer_exponential", N))
+    take = decjax.make_step(lambda x, *, phase: (x, 1.5, phase), workers, mixer, donate_argnums=())
+    x_N, one_N, phase_N = take(jnp.int32(1), jnp.zeros(N))
+    assert one_N.tolist() == [1.5] * N and phase_N.tolist() == [1] * N
+
+
+def test_the_code_of_the_guides_trains_both_kinds_of_workers(workers):
+    (code,) = re.findall(r"```python\n(.*?)```", (DOCS / "compression.md").read_text(), re.DOTALL)
+    scope = {}
+    exec(code.replace("30)", "2)"), scope)
+    found = trained(workers, scope["tx"], scope["reducer"], steps=2)
+    assert (found == found[0]).all() and found.any()
