@@ -9,6 +9,7 @@ from collections.abc import Callable
 import functools
 from typing import Any, TypeVar
 
+import jax
 import optax
 
 _FIELDS: dict[type, frozenset[str]] = {}
