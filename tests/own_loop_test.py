@@ -1,7 +1,11 @@
 """The API for loops of one's own: what it refuses, in one line that names the value and the fix, and what it takes."""
 
+import os
 import pathlib
 import re
+import socket
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +14,7 @@ import optax
 import pytest
 
 import decjax
-from decjax import codecs, gossip, mesh, reduce, topology
+from decjax import codecs, gossip, mesh, reduce, registry, topology
 from decjax.optim.method import Method
 
 N = 4
@@ -175,3 +179,71 @@ def test_the_code_of_the_guides_trains_both_kinds_of_workers(workers):
     exec(code.replace("30)", "2)"), scope)
     found = trained(workers, scope["tx"], scope["reducer"], steps=2)
     assert (found == found[0]).all() and found.any()
+
+
+@pytest.mark.parametrize(
+    "name, options", [("dpsgd", dict(l2_norm_clip=1.0, noise_multiplier=1.0, seed=0)), ("momo", {}), ("lbfgs", {})]
+)
+def test_a_config_s_optimizers_need_gradients_state_and_parameters_alone(name, options):
+    with pytest.raises(ValueError, match=f"optimizer '{name}' cannot be used in a config, .*own loop"):
+        registry.make("optimizer", name, learning_rate=lambda step: 0.1, **options)
+
+
+def test_an_optimizer_that_needs_a_loss_is_given_it_in_a_loop_of_one_s_own():
+    tx, workers = decjax.decentralize(optax.contrib.momo(0.1), ring()), simulated()
+    params = workers.stack(jnp.ones(3))
+    update = workers.jit(lambda x, state, value: tx.update(x, state, x, phase=0, value=value)[0], (0, 0, 0))
+    assert jnp.isfinite(update(params, workers.jit(tx.init, (0,))(params), jnp.ones(N))).all()
+
+
+def test_random_keys_of_a_config_s_optimizer_are_kept_as_numbers():
+    schedule = lambda step: 0.1
+    made, plain = registry.make("optimizer", "noisy_sgd", learning_rate=schedule), optax.noisy_sgd(schedule)
+    params = {"w": jnp.ones((4, 2)), "b": jnp.ones(3)}
+    own, theirs = made.init(params), plain.init(params)
+    for _ in range(3):
+        assert not any(jnp.issubdtype(x.dtype, jax.dtypes.prng_key) for x in jax.tree.leaves(own))
+        (updates, own), (expected, theirs) = made.update(params, own, params), plain.update(params, theirs, params)
+        jax.tree.map(np.testing.assert_array_equal, updates, expected)
+
+
+@pytest.mark.parametrize(
+    "of",
+    [
+        lambda worker: jax.random.key(worker),
+        lambda worker: np.full(3, 1j * worker, np.complex64),
+        lambda worker: jnp.full(3, worker, jnp.int4),
+        lambda worker: np.zeros((0, 3), np.float32),
+        lambda worker: jax.device_put(jnp.ones(3), jax.devices()[1]),
+    ],
+    ids=["keys", "complex", "int4", "empty", "committed"],
+)
+def test_values_of_all_types_are_stacked_built_and_fetched(workers, of):
+    shown = lambda x: np.asarray(jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x)
+    copies, built = workers.fetch(workers.stack({"x": of(1)}))["x"], workers.fetch(workers.build(of))
+    assert copies.dtype == built.dtype == of(1).dtype
+    for worker in range(N):
+        np.testing.assert_array_equal(shown(copies)[worker], shown(of(1)))
+        np.testing.assert_array_equal(shown(built)[worker], shown(of(worker)))
+
+
+def test_processes_start_from_the_values_of_the_first(tmp_path):
+    code = """if True:
+        import sys, jax, decjax
+        jax.config.update("jax_num_cpu_devices", 1)
+        jax.distributed.initialize(sys.argv[1], 2, int(sys.argv[2]))
+        workers = decjax.make_workers(2)
+        tree = {"x": jax.numpy.full(3, 1.5 + jax.process_index()), "key": jax.random.key(jax.process_index())}
+        found = workers.fetch(workers.stack(tree))
+        assert (found["x"] == 1.5).all() and (jax.random.key_data(found["key"]) == jax.random.key_data(jax.random.key(0))).all()
+    """
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    environment = os.environ | {"PYTHONPATH": str(DOCS.parent)}
+    started = [subprocess.Popen([sys.executable, "-c", code, address, str(index)], env=environment) for index in range(2)]
+    try:
+        assert [process.wait(timeout=300) for process in started] == [0, 0]
+    finally:
+        for process in started:
+            process.kill()

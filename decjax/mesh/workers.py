@@ -6,6 +6,7 @@ import functools
 from typing import Any
 
 import jax
+from jax.experimental import multihost_utils
 import jax.numpy as jnp
 import numpy as np
 
@@ -181,12 +182,24 @@ class Workers:
         return jax.jit(self.map(fn, in_axes), donate_argnums=tuple(donate_argnums), **out_shardings)
 
     def stack(self, tree: Any) -> Any:
-        """Stacked state in which every worker has a copy of `tree`, whose leaves are [...], or [S, ...] with stages."""
+        """Stacked state in which every worker has a copy of `tree`, whose leaves are [...], or [S, ...] with stages.
+
+        With several processes it is the tree of the first one, so that all workers start from the same values. A collective: all
+        processes must call it, with trees of the same shapes.
+        """
 
         def copy(tree):
             return jax.tree.map(lambda x: jnp.broadcast_to(x, (self.num_workers, *jnp.shape(x))), tree)
 
+        if jax.process_count() > 1:
+            bare, with_keys = _without_keys(tree)
+            tree = with_keys(multihost_utils.broadcast_one_to_all(bare))
+        tree = jax.tree.map(self._moved, tree)
         return jax.jit(copy, out_shardings=self.shardings(jax.eval_shape(copy, tree)))(tree)
+
+    def _moved(self, x: Any) -> Any:
+        """`x`, on the workers' devices if it was put on others."""
+        return jax.device_put(x, self.replicated) if getattr(x, "committed", False) else x
 
     def one_device(self, tree: Any) -> Any:
         """Shapes and dtypes of one worker's, or one stage's, part of stacked state."""
@@ -194,9 +207,10 @@ class Workers:
 
     def build(self, values: Callable[[int], Any]) -> Any:
         """Stacked arrays made of a pytree `values(worker)` for each worker of this process, the same for all its stages."""
-        rows = [jax.tree.map(np.asarray, values(worker)) for worker in self.own]
+        bare, with_keys = zip(*(_without_keys(values(worker)) for worker in self.own))
+        rows = [jax.tree.map(np.asarray, tree) for tree in bare]
         _check_alike(dict(zip(self.own, rows)))
-        return jax.tree.map(lambda *own: self._stacked_rows(dict(zip(self.own, own))), *rows)
+        return with_keys[0](jax.tree.map(lambda *own: self._stacked_rows(dict(zip(self.own, own))), *rows))
 
     def _stacked_rows(self, rows: dict[int, np.ndarray]) -> jax.Array:
         rows = {worker: row.reshape((1,) * (self.num_axes - 1) + row.shape) for worker, row in rows.items()}
@@ -220,8 +234,12 @@ class Workers:
         return tuple(sorted(set(map(_worker, index_map.values()))))
 
     def fetch(self, tree: Any) -> Any:
-        """Stacked or replicated arrays as NumPy arrays, whole in every process. A collective: all processes must call it."""
-        return jax.tree.map(np.asarray, self._replicate(tree))
+        """Stacked or replicated arrays as NumPy arrays, whole in every process; random keys stay keys.
+
+        A collective: all processes must call it.
+        """
+        bare, with_keys = _without_keys(tree)
+        return with_keys(jax.tree.map(np.asarray, self._replicate(bare)))
 
     def fetch_first(self, x: jax.Array) -> np.ndarray:
         """`fetch` of an array that is the same on all stages of a worker, without its stage axis: [N, ...]."""
@@ -230,6 +248,20 @@ class Workers:
     @functools.cached_property
     def _replicate(self) -> Callable:
         return jax.jit(lambda tree: tree, out_shardings=self.replicated)  # Kept: a new one each time would compile anew.
+
+
+def _without_keys(tree: Any) -> tuple[Any, Callable[[Any], Any]]:
+    """The tree with the data of its random keys in their place, and the function that makes keys of such data again."""
+    leaves, structure = jax.tree.flatten(tree)
+    is_key = [jnp.issubdtype(getattr(x, "dtype", np.float32), jax.dtypes.prng_key) for x in leaves]
+
+    def with_keys(bare):
+        data = structure.flatten_up_to(bare)
+        return structure.unflatten(
+            jax.random.wrap_key_data(x, impl=jax.random.key_impl(leaf)) if key else x for x, leaf, key in zip(data, leaves, is_key)
+        )
+
+    return structure.unflatten(jax.random.key_data(x) if key else x for x, key in zip(leaves, is_key)), with_keys
 
 
 def _worker(index: Any) -> int:

@@ -1,14 +1,18 @@
 """Optimizers and learning-rate schedules by name: decjax's own, and all of optax and optax.contrib that take a learning rate."""
 
 from collections.abc import Callable
+import functools
 import inspect
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 import optax
 import optax.contrib
 
 from decjax import registry
 from decjax.optim.accumulated import accumulated_adamw
+from decjax.optim.inner import check_shapes
 
 registry.register("optimizer", "accum_adamw", source="arXiv 2410.11998")(accumulated_adamw)
 
@@ -42,8 +46,44 @@ def _find(name: str) -> Callable | None:
     for module in (optax, optax.contrib):
         found = getattr(module, name, None)
         if inspect.isfunction(found) and "learning_rate" in inspect.signature(found).parameters:
-            return found
+            return functools.wraps(found)(functools.partial(_made, name, found))
     return None
+
+
+def _made(name: str, factory: Callable, *args: Any, **options: Any) -> optax.GradientTransformation:
+    """An optimizer of optax, tried on a small array: a config's update has gradients, state and parameters, and nothing else."""
+    optimizer = factory(*args, **options)
+    params = {"x": jax.ShapeDtypeStruct((2, 3), jnp.float32)}
+    try:
+        updates = jax.eval_shape(lambda x: optimizer.update(x, optimizer.init(x), x)[0], params)
+        check_shapes(updates, params)
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"optimizer {name!r} cannot be used in a config, whose update has only the mean gradient, the state and the parameters: "
+            f"{' '.join(str(error).split())[:200]}; use another, such as 'adamw', or your own loop"
+        ) from error
+    return _with_key_data(optimizer)
+
+
+def _with_key_data(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
+    """The optimizer with the data of JAX's default random keys in its state, which a checkpoint can hold, in place of the keys."""
+
+    def update(updates, state, params: Any = None):
+        like = jax.eval_shape(optimizer.init, params)
+        state = jax.tree.map(lambda x, key: jax.random.wrap_key_data(x) if _is_key(key) else x, state, like)
+        updates, state = optimizer.update(updates, state, params)
+        return updates, _keyless(state)
+
+    has_keys = any(map(_is_key, jax.tree.leaves(jax.eval_shape(optimizer.init, {"x": jax.ShapeDtypeStruct((2, 3), jnp.float32)}))))
+    return optax.GradientTransformation(lambda params: _keyless(optimizer.init(params)), update) if has_keys else optimizer
+
+
+def _keyless(state: Any) -> Any:
+    return jax.tree.map(lambda x: jax.random.key_data(x) if _is_key(x) else x, state)
+
+
+def _is_key(x: Any) -> bool:
+    return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
 def _names() -> tuple[str, ...]:
