@@ -47,7 +47,7 @@ def trained(workers, tx, schedule, steps=1, targets=None):
         return optax.apply_updates(params, updates), state
 
     take = decjax.make_step(fn, workers, schedule)
-    params = workers.stack(jnp.zeros((8, 8)))
+    params = workers.stack(jnp.zeros((32, 32)))
     state = workers.jit(tx.init, (0,))(params)
     for number in range(steps):
         params, state = take(number, params, state, jnp.arange(float(N)))
@@ -196,6 +196,7 @@ def test_an_optimizer_that_needs_a_loss_is_given_it_in_a_loop_of_one_s_own():
     assert jnp.isfinite(update(params, workers.jit(tx.init, (0,))(params), jnp.ones(N))).all()
 
 
+@pytest.mark.filterwarnings("ignore:Specifying a key")
 def test_random_keys_of_a_config_s_optimizer_are_kept_as_numbers():
     schedule = lambda step: 0.1
     made, plain = registry.make("optimizer", "noisy_sgd", learning_rate=schedule), optax.noisy_sgd(schedule)
