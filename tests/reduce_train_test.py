@@ -81,11 +81,12 @@ def saved_state(workdir):
 @pytest.mark.parametrize("name", ["one-sided", "ef21", "8-bit memory", "gravac", "diloco", "stale powersgd"])
 def test_resume_is_bit_exact_and_bytes_go_on(configured, tmp_path, name):
     config = configured(*METHODS[name])
-    run_of(config, tmp_path / "whole").train()
+    run = run_of(config, tmp_path / "whole")
+    run.train()
     shutil.copytree(tmp_path / "whole", tmp_path / "part")
     shutil.rmtree(tmp_path / "part" / "checkpoints" / str(STEPS))
     (tmp_path / "part" / "summary.json").unlink()
-    outcome = run_of(config, tmp_path / "part").train()
+    outcome = train.Run(run.trainer, tmp_path / "part").train()  # Which has compiled its programs.
     assert outcome.step == STEPS
     for a, b in zip(saved_state(tmp_path / "whole"), saved_state(tmp_path / "part"), strict=True):
         np.testing.assert_array_equal(a, b)
@@ -94,7 +95,7 @@ def test_resume_is_bit_exact_and_bytes_go_on(configured, tmp_path, name):
     if name == "gravac":
         used = next(x for x in saved_state(tmp_path / "whole") if x.shape == (N, 4) and x.dtype == np.int32)[0]
         assert used.sum() == STEPS and (used > 0).sum() > 1
-        trainer = trainer_of(config)
+        trainer = run.trainer
         params = jax.eval_shape(trainer.setup.start, jax.random.key(0))
         per_step = [trainer.method.num_bytes(params, rung)[0] for rung in trainer.method.phases]
         assert summaries[0]["bytes_per_step_per_worker"] == used @ per_step / STEPS
