@@ -108,9 +108,12 @@ def fate(copy: pathlib.Path, path: pathlib.Path, source: str, arguments) -> str:
             place.write_text(original)
             if not killer:
                 break
-            if "::" not in killer or not failing(copy, [killer], arguments.timeout_s):
+            single = "::" in killer  # else the time was over, or a file cannot be imported
+            if not failing(copy, [killer] if single else tests, arguments.timeout_s, *options):
                 return killer
-            options += ["--deselect", killer]  # It fails without the mutant, too.
+            if not single:
+                return f"unknown: {killer}, without the mutant as well"
+            options += ["--deselect", killer]
     return "survived"
 
 
@@ -139,9 +142,9 @@ def main() -> None:
                 with out.open("a") as file:
                     file.write(json.dumps(rows[-1]) + "\n")
                 print(f"{index + 1}/{arguments.count} {mutant['file']} {kind}: {rows[-1]['fate']}", flush=True)
-    survivors = [row for row in rows if row["fate"] == "survived"]
+    survivors = [row for row in rows if row["fate"].startswith(("survived", "unknown"))]
     for row in survivors:
-        print("", row["file"], *row["diff"], sep="\n")
+        print("", f"{row['file']}: {row['fate']}", *row["diff"], sep="\n")
     print(f"\n{len(rows) - len(survivors)} of {len(rows)} killed:", dict(collections.Counter(row["kind"] for row in rows)))
 
 
