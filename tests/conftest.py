@@ -17,7 +17,6 @@ import gc
 import importlib.metadata
 import os
 import pathlib
-import re
 import resource
 import shutil
 import signal
@@ -25,7 +24,8 @@ import tempfile
 
 _OWNER = "PYTEST_XDIST_WORKER" not in os.environ  # The process that starts the others.
 AS_USERS = os.environ.get("DECJAX_TEST_COMPILE") == "users"
-COMMANDS = re.compile(rb"-m\0(launch|experiments)\.")
+MARK = f"DECJAX_TESTS={os.getpid()}"  # in the environment of all that this process starts
+os.environ.update([MARK.split("=")])
 MOST_MB = 1500  # of memory, in each process that runs tests
 os.environ.pop("JAX_DISABLE_MOST_OPTIMIZATIONS", None)  # In these processes it is `quick_compilation` that says so.
 if _OWNER:
@@ -80,13 +80,19 @@ def forgotten_programs():
 
 @pytest.fixture(scope="module", autouse=True)
 def nothing_left_running():
-    """Commands that a failed test left behind would slow down all others."""
+    """Processes that a failed test left behind would slow down all others."""
     yield
+    end_what_is_left()
+
+
+def end_what_is_left():
+    """Kills the processes that tests of this process have started, those whose parents have ended among them."""
     for entry in pathlib.Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # It has ended meanwhile.
             parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-            if parent == os.getpid() and COMMANDS.search((entry / "cmdline").read_bytes()):
-                os.kill(int(entry.name), signal.SIGKILL)  # Those that it started end with it.
+            is_server = parent == os.getpid() and b"multiprocessing" in (entry / "cmdline").read_bytes()  # of tests/commands.py
+            if MARK.encode() in (entry / "environ").read_bytes().split(b"\0") and not is_server:
+                os.kill(int(entry.name), signal.SIGKILL)
 
 
 @pytest.fixture(scope="module")

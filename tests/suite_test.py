@@ -2,10 +2,12 @@
 
 import pathlib
 import random
+import subprocess
+import time
 
 import pytest
 
-from tests import conftest, mutants
+from tests import commands, conftest, mutants
 
 TESTS = pathlib.Path(__file__).parent
 
@@ -35,3 +37,17 @@ def test_mutants_are_programs_with_one_change(tmp_path):
         compile(source, "module.py", "exec")
         lines = zip(source.splitlines(), path.read_text().splitlines(), strict=True)
         assert sum(ours != theirs for ours, theirs in lines) == 1
+
+
+def test_orphans_are_ended_and_the_server_of_commands_is_not():
+    commands.run("launch.parts", "codec")
+    orphan = int(subprocess.run(["sh", "-c", "sleep 999 >&2 & echo $!"], stdout=subprocess.PIPE, text=True, check=True).stdout)
+    stays = subprocess.Popen(["sleep", "999"], env={})
+    conftest.end_what_is_left()
+    deadline = time.monotonic() + 60
+    while (state := pathlib.Path(f"/proc/{orphan}/stat")).exists() and state.read_text().split()[2] != "Z":
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert stays.poll() is None and commands.run("launch.parts", "codec").returncode == 0
+    stays.kill()
+    stays.wait()
