@@ -248,3 +248,18 @@ def test_processes_start_from_the_values_of_the_first(tmp_path):
     finally:
         for process in started:
             process.kill()
+
+
+@pytest.mark.parametrize(
+    "reducer",
+    [reduce.powersgd(rank=4), reduce.powersgd_one_sided(rank=4), reduce.codec(codec="int4"), reduce.dion(rank=4)],
+    ids=["powersgd", "one-sided", "int4", "dion"],
+)
+def test_ranks_are_never_promoted(reducer):
+    with jax.numpy_rank_promotion("raise"):
+        trained(simulated(), decjax.synchronize(optax.adam(0.1), reducer), reducer)
+
+
+def test_copies_are_made_within_a_program_too(workers):
+    stacked = jax.jit(lambda x: workers.stack({"x": x}))(jnp.arange(3.0))
+    np.testing.assert_array_equal(stacked["x"], np.tile(np.arange(3.0), (N, 1)))

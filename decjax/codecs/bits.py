@@ -25,7 +25,7 @@ def pack(codes_P: jax.Array, width: int) -> jax.Array:
     groups_MxG = jnp.pad(codes_P.astype(dtype), (0, -size % per)).reshape(-1, per)
     if dtype == jnp.uint8:  # A sum of disjoint bits, which compilers vectorize better than "or" of columns.
         shifts_G = width * jnp.arange(per, dtype=jnp.uint8)
-        return (groups_MxG << shifts_G).sum(axis=1, dtype=jnp.uint8)[: packed_bytes(size, width)]
+        return (groups_MxG << shifts_G[None]).sum(axis=1, dtype=jnp.uint8)[: packed_bytes(size, width)]
     return _regrouped(groups_MxG, width, 8).astype(jnp.uint8).ravel()[: packed_bytes(size, width)]
 
 
@@ -36,7 +36,7 @@ def unpack(packed_Q: jax.Array, width: int, size: int) -> jax.Array:
     per = 8 // math.gcd(width, 8)
     if width < 8 and 8 % width == 0:
         shifts_G = width * jnp.arange(per, dtype=jnp.uint8)
-        return ((packed_Q[:, None] >> shifts_G) & (2**width - 1)).ravel()[:size]
+        return ((packed_Q[:, None] >> shifts_G[None]) & (2**width - 1)).ravel()[:size]
     num_bytes = per * width // 8
     bytes_MxQ = jnp.pad(packed_Q, (0, -packed_Q.size % num_bytes)).reshape(-1, num_bytes).astype(jnp.uint32)
     return _regrouped(bytes_MxQ, 8, width).astype(jnp.uint8 if width < 8 else jnp.uint32).ravel()[:size]

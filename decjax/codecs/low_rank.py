@@ -32,7 +32,7 @@ def revived(found_JxR: jax.Array, fresh_JxR: jax.Array) -> jax.Array:
     info = jnp.finfo(found_JxR.dtype)
     largest_R = jnp.abs(found_JxR).max(axis=0)
     alive_R = largest_R > jnp.maximum(info.eps * largest_R.max(), info.tiny)
-    return jnp.where(alive_R, found_JxR / jnp.where(alive_R, largest_R, 1), fresh_JxR)
+    return jnp.where(alive_R[None], found_JxR / jnp.where(alive_R, largest_R, 1)[None], fresh_JxR)
 
 
 @registry.register("codec", "low_rank", messages="two thin matrices")

@@ -191,10 +191,12 @@ class Workers:
         def copy(tree):
             return jax.tree.map(lambda x: jnp.broadcast_to(x, (self.num_workers, *jnp.shape(x))), tree)
 
-        if jax.process_count() > 1:
-            bare, with_keys = _without_keys(tree)
-            tree = with_keys(multihost_utils.broadcast_one_to_all(bare))
-        tree = jax.tree.map(self._moved, tree)
+        is_traced = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(tree))
+        if not is_traced:  # Within a program values are the same in all processes, and have no place yet.
+            if jax.process_count() > 1:
+                bare, with_keys = _without_keys(tree)
+                tree = with_keys(multihost_utils.broadcast_one_to_all(bare))
+            tree = jax.tree.map(self._moved, tree)
         return jax.jit(copy, out_shardings=self.shardings(jax.eval_shape(copy, tree)))(tree)
 
     def _moved(self, x: Any) -> Any:

@@ -82,7 +82,7 @@ def product(p_IxR: jax.Array, q_RxJ: jax.Array) -> jax.Array:
     """The matrix P Q; for few columns a sum of outer products, which the compiler fuses with what uses it."""
     if len(q_RxJ) > FEW_COLUMNS:
         return dot(p_IxR, q_RxJ)
-    total: Any = sum(p_I[:, None] * q_J for p_I, q_J in zip(p_IxR.T, q_RxJ))
+    total: Any = sum(p_I[:, None] * q_J[None] for p_I, q_J in zip(p_IxR.T, q_RxJ))
     return total
 
 
@@ -117,4 +117,4 @@ def orthogonalized(bases: list[jax.Array]) -> list[jax.Array]:
 
 def unit(q_JxR: jax.Array) -> jax.Array:
     """The matrix with columns scaled to length one."""
-    return q_JxR / jnp.linalg.norm(q_JxR, axis=0)
+    return q_JxR / jnp.linalg.norm(q_JxR, axis=0, keepdims=True)
