@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import decjax
-from decjax import codecs, gossip, mesh
+from decjax import codecs, gossip, mesh, reduce
 from decjax import topology as topology_lib
 from decjax.channel import Channel
 from decjax.hlo import wire
@@ -176,6 +176,49 @@ def test_damp_follows_a_schedule():
         lambda x, step: dense(topology.matrix(0) / (1 + step) + np.eye(N) * (1 - 1 / (1 + step)), x), range(3), tree
     )
     assert_trees_close(w.fetch(jax.jit(w.map(three, in_axes=(0,)))(tree)), expected)
+
+
+@pytest.mark.parametrize("graph", ["line", "double_binary_tree"])
+def test_a_single_worker_relays_nothing(graph):
+    w = mesh.make_workers(1, simulate=True)
+    mixer = gossip.relay(topology_lib.make(graph, 1), Channel(w.axis))
+    step = lambda x: gossip.mix(mixer, x, mixer.init(x), 0, 0)[0]
+    np.testing.assert_array_equal(w.jit(step, (0,))(jnp.ones((1, 3))), 1)
+
+
+@pytest.mark.parametrize(
+    "build", [gossip.choco, gossip.dcd, gossip.deepsqueeze, gossip.beer, functools.partial(gossip.exact, codec="int8")]
+)
+def test_codecs_on_one_worker_advise_what_is_accepted(build):
+    with pytest.raises(ValueError, match="has one worker; use mixer 'exact' without a codec"):
+        build(topology_lib.make("ring", 1))
+    assert gossip.exact(topology_lib.make("ring", 1)).num_workers == 1
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("size", [2, 3, N])
+def test_means_in_float16_do_not_overflow(mode, size):
+    """The sums exceed 65504, the largest value of float16."""
+    w = mesh.make_workers(size if N % size else N, simulate=mode == "simulated")
+    x_NxP = np.tile(np.float16([40000, -65504, 1e-4]), (w.num_workers, 1))
+    whole = w.jit(lambda x_P: [w.axis.group_mean(x_P, size), w.axis.scatter_mean(jnp.tile(x_P, size), size)], (0,))(x_NxP)
+    for found in whole:
+        assert found.dtype == jnp.float16
+        np.testing.assert_allclose(np.unique(found), np.float16([-65504, 1e-4, 40000]), rtol=1e-3)
+
+
+def test_hierarchical_gossip_and_all_reduce_in_float16_do_not_overflow():
+    w = workers("devices")
+    channel, params = Channel(w.axis), jax.ShapeDtypeStruct((8,), jnp.float16)
+    mixer, reducer = gossip.exact(topology_lib.make("hierarchical", N, local_size=2), channel), reduce.mean(channel)
+    steps = (
+        (lambda x: mixer.exchange(x, (), 0)[0], mixer.num_bytes(params, 0)),
+        (lambda x: reducer.reduce(x, ())[0], reducer.num_bytes(params, N)),
+    )
+    for step, declared_N in steps:
+        program = w.jit(step, (0,)).lower(np.full((N, 8), 40000, np.float16)).compile()
+        np.testing.assert_allclose(program(np.full((N, 8), 40000, np.float16)), 40000, rtol=1e-3)
+        np.testing.assert_allclose(wire.bytes_sent(program.as_text(), N), declared_N, rtol=1e-12)
 
 
 def test_sixteen_bit_parameters_are_averaged_in_float32():

@@ -80,6 +80,19 @@ def test_a_stack_steps_as_its_matrices_and_a_convolution_as_one():
     np.testing.assert_allclose(steps["norm"]["scale"], -NesterovAdam()(np.ones((2, 3))), atol=1e-6)
 
 
+def test_without_nesterov_it_is_the_published_code():
+    """The bias correction only scales what is orthogonalized."""
+    rng, m = np.random.default_rng(0), 0.0
+    with jax.enable_x64(True):
+        tx = muon(1.0, nesterov=False)
+        state = tx.init({"up": jnp.zeros((3, 5))})
+        for _ in range(3):
+            G = rng.normal(size=(3, 5))
+            m = BETA * m + (1 - BETA) * G
+            steps, state = tx.update({"up": jnp.asarray(G)}, state, {"up": jnp.zeros((3, 5))})
+            np.testing.assert_allclose(steps["up"], -np.sqrt(5 / 3) * orthogonalized(m), atol=1e-6)
+
+
 def test_matrices_of_a_transformer_are_its_kernels_but_the_last():
     params = jax.eval_shape(models.decoder_lm(width=8, hidden=8, heads=1).init, jax.random.key(0))
     state = jax.eval_shape(muon(LR).init, params)

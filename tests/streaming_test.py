@@ -58,7 +58,8 @@ def merged(travelling, now, x, anchor, m, merge):
 
 
 @pytest.mark.parametrize(
-    "fragments, delay, merge, mode", [(2, 0, 0.5, "simulated"), (2, 1, 0.5, "devices"), (1, 1, 0.0, "simulated")]
+    "fragments, delay, merge, mode",
+    [(2, 0, 0.5, "simulated"), (2, 1, 0.5, "devices"), (1, 1, 0.0, "simulated"), (2, 1, 1.0, "simulated")],
 )
 def test_it_is_the_dense_reference(fragments, delay, merge, mode):
     path, state, _ = trajectory(streaming(fragments=fragments, delay=delay, merge=merge), mode)

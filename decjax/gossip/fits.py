@@ -28,9 +28,14 @@ def check_messages(name: str, topology: Topology, codec: codecs.Codec | None) ->
         )
     sending = [round_ for round_ in topology.rounds if not is_mean(round_)]
     if not any(round_.shifts for round_ in sending):
+        alone = topology.num_workers == 1
+        why, fix = (
+            ("averages over all workers", "a graph such as 'one_peer_exponential', or mixer")
+            if not alone
+            else ("has one worker", "mixer")
+        )
         raise ValueError(
-            f"topology {topology.name!r} has no messages that a codec could encode, since it averages over all workers; "
-            "use a graph such as 'one_peer_exponential', or no codec"
+            f"topology {topology.name!r} has no messages that a codec could encode, since it {why}; use {fix} 'exact' without a codec"
         )
     sizes = sorted({round_.group_size for round_ in sending})
     if len(sizes) > 1:

@@ -188,7 +188,7 @@ def _tree(edges_NxN: np.ndarray) -> Tree:
     for a, b in links:
         tree_NxN[a, b] = tree_NxN[b, a] = True
     distance_NxN = _distances(tree_NxN)
-    counts = np.zeros((distance_NxN.max(), len(matchings), n), np.int32)
+    counts = np.zeros((max(1, distance_NxN.max()), len(matchings), n), np.int32)
     for m, pairs in enumerate(matchings):
         for source, target in pairs:
             behind_N = distance_NxN[source] < distance_NxN[target]  # The workers that are nearer to the source.

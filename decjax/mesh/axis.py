@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 import contextlib
 import dataclasses
+import math
 from typing import Any
 
 import jax
@@ -160,7 +161,8 @@ class Axis:
         if self._simulated:
             return self._simulated_block_means(x, group_size)
         groups = self._blocks(group_size)
-        return self._sent(lambda x: jax.lax.psum(x, self.mapped, axis_index_groups=groups), lambda x: x, x) / group_size
+        total = lambda x: self._sent(lambda x: jax.lax.psum(x, self.mapped, axis_index_groups=groups), lambda x: x, x)
+        return _mean_of(total, x, group_size)
 
     def all_gather(self, x: jax.Array) -> jax.Array:
         """The arrays of all workers, stacked as [N, ...]; values of fewer than 32 bits travel as unsigned integers."""
@@ -187,7 +189,9 @@ class Axis:
             return x_P
         if self._simulated:
             return self._simulated_block_means(x_P, group_size)
-        return jax.lax.psum_scatter(x_P, self.mapped, axis_index_groups=self._blocks(group_size), tiled=True) / group_size
+        groups = self._blocks(group_size)
+        total = lambda x_P: jax.lax.psum_scatter(x_P, self.mapped, axis_index_groups=groups, tiled=True)
+        return _mean_of(total, x_P, group_size)
 
     def own_share(self, x_P: jax.Array, group_size: int) -> jax.Array:
         """The part of this worker's own vector at the place of its share in `scatter_mean`; sends nothing."""
@@ -248,6 +252,18 @@ def mean_bytes(size: int, dtype: Any, num_workers: int, wire_dtype: Any = None) 
 def between_cpu_processes() -> bool:
     """Whether collectives run between processes on CPUs, where gloo carries them."""
     return jax.process_count() > 1 and jax.default_backend() == "cpu"
+
+
+def _mean_of(total: Callable[[jax.Array], jax.Array], x: jax.Array, count: int) -> jax.Array:
+    """The mean of `count` arrays, from the collective that adds them up, in the type that travels.
+
+    The sum of values of float16 would exceed its largest, 65504, so they are divided before, by the next power of two: that is exact but
+    for values below 6e-5 times this number, which lose what is smaller than 6e-8 times it. Other types have the range of float32.
+    """
+    if x.dtype != jnp.float16:
+        return total(x) / count
+    power = 2.0 ** math.ceil(math.log2(count))
+    return (total(x / power).astype(jnp.float32) * (power / count)).astype(x.dtype)
 
 
 def _bits(x: jax.Array) -> jax.Array:

@@ -21,7 +21,11 @@ MAX_ITERATIONS = 2**8  # All are unrolled.
 def muon(learning_rate: optax.ScalarOrSchedule, *, rest: str = matrices.REST, **options: Any) -> optax.GradientTransformation:
     """Muon: matrices step by the orthogonalized momentum, O = UVᵀ for M = UΣVᵀ; what is no matrix steps by AdamW.
 
-        M ← βM + (1 − β)G;     X ← X − α sqrt(max(1, J/I)) O(M),     for X of shape I×J, by Newton-Schulz iterations
+        M ← βM + (1 − β)G;     A = βM/(1 − β^(t+1)) + (1 − β)G/(1 − β^t);     X ← X − α sqrt(max(1, J/I)) O(A)
+
+    for step t = 1, 2, … and X of shape I×J, with O by Newton-Schulz iterations; `nesterov=False` has A = M/(1 − β^t). The bias corrections
+    1 − β^t are those of optax. The papers' code has none: its A is βM + (1 − β)G, whose two terms have other weights in the first steps.
+    O does not depend on the scale of A, so without Nesterov's momentum both are the same.
 
     Arrays of three dimensions are stacks of matrices, as the scanned layers of a transformer; those of more are convolutions, whose last
     axis is J and whose others are I. `method=diloco,optimizer=muon` is MuLoCo: H local steps of Muon, then DiLoCo's outer step; it

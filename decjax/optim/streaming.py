@@ -79,7 +79,7 @@ def streaming_diloco(
         every: H, steps from one outer step of a fragment to its next.
         fragments: P, from 1 to H.
         delay: τ, steps during which a fragment travels, at most H/P; 0: it is sent after the gradient, which waits.
-        merge: μ in [0, 1), the share of a worker's own values that is kept.
+        merge: μ in [0, 1], the share of a worker's own values that is kept; 1: workers never meet, and only the anchor moves.
         outer_learning_rate: learning rate of the outer step.
         outer_momentum: Nesterov momentum of the outer step; 0: none.
 
@@ -90,8 +90,8 @@ def streaming_diloco(
         raise ValueError(f"{at} fragments={fragments}: must be from 1 to every={every}, so that each is due once")
     if not 0 <= delay <= longest:
         raise ValueError(f"{at} delay={delay}: must be from 0 to every/fragments={longest}, so that one fragment travels at a time")
-    if not 0 <= merge < 1:
-        raise ValueError(f"{at} merge={merge}: must be at least 0 and less than 1; use 0.5")
+    if not 0 <= merge <= 1:
+        raise ValueError(f"{at} merge={merge}: must be at least 0 and at most 1; use 0.5")
     if reducer.usage:
         raise ValueError(f"{at} a reducer that decides on its messages as it runs; use 'codec' in the place of 'gravac'")
     outer = optax.sgd(outer_learning_rate, outer_momentum or None, nesterov=True)
