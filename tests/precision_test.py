@@ -6,14 +6,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import optax.contrib
 import pytest
 
 from configs import quadratics
-from decjax import registry
+import decjax
+from decjax import gossip, reduce, registry
+from decjax import topology as topology_lib
 from decjax.config import assemble
 from tests.runs import spec_of
 
-N, P = 8, 64
+N, P, STEPS = 8, 64, 60  # so many steps that the last one synchronizes
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 METHODS = [name for name in registry.names("method") if registry.part("method", name).factory.__module__.startswith("decjax.")]
 
@@ -95,3 +98,64 @@ def test_without_gradients_corrections_leave_equal_workers_in_place(argument):
 
     found = w.jit(whole, (0,))(w.stack(start))
     np.testing.assert_array_equal(found["x"], np.broadcast_to(start["x"], (N, P)))
+
+
+# -- Types ------------------------------------------------------------------------------------------------------------
+
+
+def parts(name):
+    """(method, worker axis) as of a config, with an optimizer without state."""
+    setup = made(f"method={name}", STEPS)
+    return setup.method, setup.workers
+
+
+def traced(name, params, grads):
+    """(the updates, the state before and after) of one step, as shapes."""
+    method, w = parts(name)
+    stacked = jax.eval_shape(lambda: w.stack(params))
+    before = w.eval_shape(method.tx.init, (0,), stacked)
+    update = functools.partial(method.tx.update, phase=method.phase(STEPS - 1))
+    after = w.eval_shape(update, (0, 0, 0), jax.eval_shape(lambda: w.stack(grads)), before, stacked)
+    return w.one_device(after[0]), before, after[1]
+
+
+@pytest.mark.parametrize("name", sorted({*METHODS} - {"local"}))  # Its state is the optimizer's.
+def test_states_keep_their_types_where_gradients_are_wider(name):
+    """So that a step can be scanned, and a run continues. What the state of optax's optimizers does is theirs."""
+    one = {"x": jnp.ones(P, jnp.bfloat16)}
+    _, before, after = traced(name, one, {"x": jnp.ones(P, jnp.float32)})
+    names = lambda tree: [(jax.tree_util.keystr(path), x.dtype) for path, x in jax.tree.leaves_with_path(tree)]
+    own = lambda tree: [(name, dtype) for name, dtype in names(tree) if ".inner" not in name]
+    assert own(after) == own(before)
+
+
+def test_windows_of_accumulated_adam_keep_their_type():
+    tx, params = decjax.accumulated_adam(0.1, window=3), {"x": jnp.ones(P, jnp.bfloat16)}
+    state = tx.init(params)
+    _, after = tx.update({"x": jnp.ones(P, jnp.float32)}, state, params)
+    assert jax.tree.map(lambda x: x.dtype, after) == jax.tree.map(lambda x: x.dtype, state)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_masks_and_counters_are_left_alone(name):
+    rest = {"mask": jnp.array([True, False]), "count": jnp.arange(3)}
+    method, w = parts(name)
+    params = w.stack({"x": jnp.ones(P)} | rest)
+    state = w.jit(method.tx.init, (0,))(params)
+
+    def step(params, state):
+        updates, state = method.tx.update(jax.tree.map(jnp.zeros_like, params), state, params, phase=method.phase(STEPS - 1))
+        return optax.apply_updates(params, updates), state
+
+    after, _ = w.jit(step, (0, 0))(params, state)
+    for key, value in rest.items():
+        np.testing.assert_array_equal(after[key], np.broadcast_to(value, (N, *value.shape)))
+        assert after[key].dtype == value.dtype
+
+
+def test_an_optimizer_with_a_copy_of_the_parameters_is_refused_where_these_are_mixed():
+    mixer, inner = gossip.exact(topology_lib.make("ring", N)), optax.contrib.schedule_free_sgd(0.1)
+    for tx in (decjax.decentralize(inner, mixer), decjax.local_updates(inner, reduce.mean(), optax.sgd(1.0))):
+        with pytest.raises(ValueError, match="schedule_free keeps a copy of the parameters, z, .*; use method 'allreduce'"):
+            tx.init({"x": jnp.ones(P)})
+    decjax.synchronize(inner, reduce.mean()).init({"x": jnp.ones(P)})

@@ -9,7 +9,7 @@ import numpy as np
 
 from decjax import codecs, registry
 from decjax import topology as topology_lib
-from decjax.buckets import is_floating
+from decjax.buckets import is_floating, of_floating
 from decjax.channel import Channel
 from decjax.gossip import fits
 from decjax.gossip.choco import estimates
@@ -101,10 +101,7 @@ class _PushSum:
         return _scaled(mixed, 1 / weight), PushSumState(weight, values)
 
     def settle(self, mixed: Any, stepped: Any, state: PushSumState) -> tuple[Any, PushSumState]:
-        def step(z, x):
-            return (z + (x - z) / state.weight).astype(x.dtype) if is_floating(x) else x
-
-        return jax.tree.map(step, mixed, stepped), state
+        return of_floating(lambda x, z: z + (x - z) / state.weight, stepped, mixed), state
 
     def mixer(self) -> Mixer:
         values = self.values.mixer()
@@ -120,7 +117,7 @@ class _PushSum:
 
 
 def _scaled(params: Any, factor: jax.Array) -> Any:
-    return jax.tree.map(lambda x: (x * factor).astype(x.dtype) if is_floating(x) else x, params)
+    return of_floating(lambda x: x * factor, params)
 
 
 def _weight_dtype(params: Any) -> Any:

@@ -22,6 +22,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from decjax.buckets import is_floating, wide_dtype
+
 
 class AccumulatedAdamState(NamedTuple):
     """State of `scale_by_accumulated_adam`; the trees have the shapes of the parameters.
@@ -93,16 +95,17 @@ class _AccumulatedAdam:
 
     def of_leaf(self, corrections, ends, g, m, v, b):
         """A leaf's update, M, V and B; `ends` says whether the window ends with this step."""
-        if not jnp.issubdtype(v.dtype, jnp.floating):
+        if not is_floating(v):
             return jnp.zeros_like(v), m, v, b
-        b1, b2 = self.b1, self.b2
+        b1, b2, old = self.b1, self.b2, (m, v, b)
+        g, m, v, b = (x.astype(wide_dtype(x)) for x in (g, m, v, b))
         m_now, v_now = b1 * m + (1 - b1) * g, b2 * v + (1 - b2) * g**2
         # The corrections are float32; casting them keeps float64 and bfloat16 trees in their own dtype.
         m_hat, v_hat = (x / correction.astype(x.dtype) for x, correction in zip((m_now, v_now), corrections))
         direction = m_hat / (jnp.sqrt(v_hat) + self.eps)
         b = b + g / self.window
         new = b1 * m + (1 - b1) * b, b2 * v + (1 - b2) * b**2, jnp.zeros_like(b)
-        return direction, *(jnp.where(ends, x, y).astype(y.dtype) for x, y in zip(new, (m, v, b)))
+        return direction, *(jnp.where(ends, x, y).astype(was.dtype) for x, y, was in zip(new, (m, v, b), old))
 
 
 def accumulated_adam(

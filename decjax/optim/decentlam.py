@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import optax
 
 from decjax import gossip, registry
+from decjax.buckets import in_float32, of_floating
 from decjax.optim.decentralize import check_mixes_after, check_update, mix_with_step
 from decjax.optim.memories import communicating, init_memory, transient
 from decjax.optim.method import Method, mixing
@@ -59,11 +60,11 @@ class _DecentLaM:
         check_update(params)
         grads, inner = self.gradient.update(grads, state.inner, params)
         rate: Any = self.learning_rate(state.count)
-        scaled = lambda scale, tree: jax.tree.map(lambda u: jnp.asarray(scale, u.dtype) * u, tree)
+        scaled = lambda scale, tree: in_float32(lambda u: jnp.asarray(scale, u.dtype) * u, tree)
         moved, memory = mix_with_step(self.mixer, "atc", scaled(-rate, grads), params, state, phase)
         pulled = scaled(jnp.where(rate > 0, -1 / jnp.where(rate > 0, rate, 1), 0), moved)  # g̃
-        updates = jax.tree.map(jnp.add, moved, scaled(-rate * self.beta, state.momentum))
-        momentum = jax.tree.map(lambda m, g: self.beta * m + g, state.momentum, pulled)
+        updates = in_float32(jnp.add, moved, scaled(-rate * self.beta, state.momentum))
+        momentum = of_floating(lambda m, g: self.beta * m + g, state.momentum, pulled)
         count: Any = optax.safe_increment(state.count)
         return updates, DecentLaMState(count, inner, memory, momentum)
 

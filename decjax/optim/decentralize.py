@@ -23,8 +23,9 @@ import jax.numpy as jnp
 import optax
 
 from decjax import arguments, gossip, reduce
+from decjax.buckets import in_float32
 from decjax.optim.inner import of_one_worker
-from decjax.optim.memories import communicating, init_memory, transient
+from decjax.optim.memories import communicating, init_memory, transformation, transient
 
 ORDERS = ("awc", "atc")
 
@@ -157,7 +158,7 @@ def decentralize(
     """
     check_order(mixer, order)
     form = _Decentralized(of_one_worker(inner), mixer, order)
-    return optax.GradientTransformationExtraArgs(form.init, form.update)  # pyright: ignore[reportArgumentType]
+    return transformation(form.init, form.update)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -177,15 +178,15 @@ class _Decentralized:
             mixed, mixer_state = mix_in_step(self.mixer, params, state, phase, received)
             updates, inner_state = self.inner.update(grads, state.inner, mixed, **extra)
             if self.mixer.settle is None:
-                updates = jax.tree.map(lambda y, x, u: (y - x) + u, mixed, params, updates)
+                updates = in_float32(lambda y, x, u: (y - x) + u, mixed, params, updates)
             else:
                 settled, mixer_state = _settle(self.mixer, mixed, updates, mixer_state)
-                updates = jax.tree.map(jnp.subtract, settled, params)
+                updates = in_float32(jnp.subtract, settled, params)
         else:
             updates, inner_state = self.inner.update(grads, state.inner, params, **extra)
             settled, mixer_state = _settle(self.mixer, params, updates, state.mixer)
             mixed, mixer_state = mix_in_step(self.mixer, settled, state._replace(mixer=mixer_state), phase)
-            updates = jax.tree.map(jnp.subtract, mixed, params)
+            updates = in_float32(jnp.subtract, mixed, params)
         count: Any = optax.safe_increment(state.count)
         return updates, DecentralizeState(count, inner_state, mixer_state)
 
@@ -213,7 +214,7 @@ def synchronize(
         ValueError: from `update`, if `received` is given without `stale`, or no phase is given to a reducer with several.
     """
     form = _Synchronized(of_one_worker(inner), reducer, stale)
-    return optax.GradientTransformationExtraArgs(form.init, form.update)  # pyright: ignore[reportArgumentType]
+    return transformation(form.init, form.update, moves=False)
 
 
 @dataclasses.dataclass(frozen=True)

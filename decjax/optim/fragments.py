@@ -5,7 +5,8 @@ import itertools
 from typing import Any
 
 import jax
-import jax.numpy as jnp
+
+from decjax.buckets import is_floating
 
 Index = tuple[slice, ...]
 
@@ -21,8 +22,9 @@ def indices(tree: Any, count: int) -> list[list[Index | None]]:
         ValueError: if a part has nothing.
     """
     parts: list[list[Index | None]] = [[] for _ in range(count)]
-    for position, leaf in enumerate(jax.tree.leaves(tree)):
-        found = _cut(leaf.shape, count, position) if leaf.size and jnp.issubdtype(leaf.dtype, jnp.floating) else [None] * count
+    positions = itertools.count()  # of floating-point leaves, so that others change nothing
+    for leaf in jax.tree.leaves(tree):
+        found = _cut(leaf.shape, count, next(positions)) if leaf.size and is_floating(leaf) else [None] * count
         for part, index in zip(parts, found):
             part.append(index)
     if not all(any(index is not None for index in part) for part in parts):

@@ -20,8 +20,9 @@ import numpy as np
 import optax
 
 from decjax import gossip, registry
+from decjax.buckets import in_float32
 from decjax.optim.decentralize import check_phase_is_known, check_update, known_phase, mix_in_step
-from decjax.optim.memories import communicating, init_memory, transient
+from decjax.optim.memories import communicating, init_memory, transformation, transient
 from decjax.optim.method import Method
 
 
@@ -134,11 +135,11 @@ class OuterSteps(abc.ABC):
         state = state._replace(inner=inner)
         if phase != gossip.SILENT:
             state = self.outer_step(optax.apply_updates(params, updates), state, phase)
-            updates = jax.tree.map(jnp.subtract, state.anchor, params)
+            updates = in_float32(jnp.subtract, state.anchor, params)
         return updates, state._replace(count=optax.safe_increment(state.count))
 
     def method(self) -> Method:
-        tx = optax.GradientTransformationExtraArgs(self.init, self.update)  # pyright: ignore[reportArgumentType]
+        tx = transformation(self.init, self.update)
         periodic = self.periodic
 
         def num_bytes(params: Any, phase: int | None) -> np.ndarray:
@@ -162,6 +163,6 @@ class _Nesterov(OuterSteps):
 
     def outer_step(self, stepped, state, phase):
         mixed, memory = mix_in_step(self.periodic, stepped, state, phase)
-        change = jax.tree.map(jnp.subtract, state.anchor, mixed)
+        change = in_float32(jnp.subtract, state.anchor, mixed)
         moves, outer = self.outer.update(change, state.outer, state.anchor)
         return state._replace(outer=outer, anchor=optax.apply_updates(state.anchor, moves), mixer=memory)

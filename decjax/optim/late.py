@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import optax
 
 from decjax.mesh.axis import STAGES, Axis
+from decjax.optim.memories import transformation
 
 
 class LateState(NamedTuple):
@@ -54,7 +55,7 @@ def late_gradients(
     if delay < 1:
         raise ValueError(f"delay={delay}: gradients are late by at least one step; without a delay use the optimizer itself")
     form = _Late(optax.with_extra_args_support(inner), num_stages, delay, stages)
-    return optax.GradientTransformationExtraArgs(form.init, form.update)  # pyright: ignore[reportArgumentType]
+    return transformation(form.init, form.update, moves=False)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -21,8 +21,9 @@ import jax.numpy as jnp
 import optax
 
 from decjax import arguments, reduce
+from decjax.buckets import in_float32
 from decjax.optim.decentralize import check_update
-from decjax.optim.memories import communicating, init_memory, transient
+from decjax.optim.memories import communicating, init_memory, transformation, transient
 
 
 @communicating
@@ -80,6 +81,6 @@ def local_updates(
         averaged, reducer_state = reducer.reduce(change, state.reducer, due)
         moves, outer_state = outer.update(averaged, state.outer, state.anchor)
         anchor = optax.apply_updates(state.anchor, moves)
-        return jax.tree.map(jnp.subtract, anchor, params), LocalUpdatesState(inner_state, outer_state, anchor, reducer_state)
+        return in_float32(jnp.subtract, anchor, params), LocalUpdatesState(inner_state, outer_state, anchor, reducer_state)
 
-    return optax.GradientTransformationExtraArgs(init, update)  # pyright: ignore[reportArgumentType]
+    return transformation(init, update)

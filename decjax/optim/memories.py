@@ -10,7 +10,11 @@ import functools
 from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
 import optax
+import optax.contrib
+
+from decjax.buckets import is_floating
 
 _FIELDS: dict[type, frozenset[str]] = {}
 _COMMUNICATING: set[type] = set()
@@ -115,6 +119,74 @@ def init_memory(init: Callable[[Any], Any], params: Any) -> Any:
         return () if init(params) == () else 0
     except ValueError:  # `init` needs arrays or a worker axis, so there is a state.
         return 0
+
+
+def transformation(
+    init: Callable[..., Any], update: Callable[..., Any], *, moves: bool = True
+) -> optax.GradientTransformationExtraArgs:
+    """The transformation of two functions, for parameters of any types.
+
+    Both functions see the floating-point leaves only; other leaves, as counters and masks, have updates that leave them unchanged. The
+    fields of their state keep the types that `init` gave them, also where gradients are wider than parameters, except for `inner`, the
+    state of somebody else's optimizer.
+
+    Args:
+        init: `init(params) -> state`.
+        update: as that of any transformation with further arguments.
+        moves: whether it changes the parameters otherwise than by the updates of `inner`, as mixing does.
+
+    Raises:
+        ValueError: from `init`, if parameters are moved of which the optimizer has a second copy.
+    """
+
+    def init_floating(params):
+        state = init(_floating(params, params))
+        if moves:
+            _check_no_copy(getattr(state, "inner", ()))
+        return state
+
+    def update_floating(grads, state, params=None, **extra):
+        whole = grads if params is None else params
+        if all(map(_is_stepped, jax.tree.leaves(whole))):
+            updates, after = update(grads, state, params, **extra)
+            return updates, _kept(after, state)
+        treedef = jax.tree.structure(whole)
+        is_whole = lambda node: jax.tree.structure(node) == treedef
+        seen = lambda tree: jax.tree.map(lambda x: _floating(whole, x) if is_whole(x) else x, tree, is_leaf=is_whole)
+        extra |= {"received": seen(extra["received"])} if "received" in extra else {}
+        updates, after = update(seen(grads), state, seen(params), **extra)
+        updates = jax.tree.map(lambda x, u: jnp.zeros_like(x) if u is None else u, whole, updates)
+        return updates, _kept(after, state)
+
+    return optax.GradientTransformationExtraArgs(init_floating, update_floating)  # pyright: ignore[reportArgumentType]
+
+
+def _check_no_copy(inner: Any) -> None:
+    """Raises a ValueError for an optimizer with a second copy of the parameters, which nobody mixes."""
+    has_copy = lambda node: isinstance(node, optax.contrib.ScheduleFreeState)
+    if any(map(has_copy, jax.tree.leaves(inner, is_leaf=has_copy))):
+        raise ValueError(
+            "optimizer schedule_free keeps a copy of the parameters, z, which is not mixed with them and so drifts apart between "
+            "workers; use method 'allreduce', or another optimizer such as 'adamw'"
+        )
+
+
+def _is_stepped(x: Any) -> bool:
+    return not hasattr(x, "dtype") or is_floating(x)
+
+
+def _floating(like: Any, tree: Any) -> Any:
+    """The tree without the leaves that are not floating point in `like`."""
+    return jax.tree.map(lambda x, y: y if _is_stepped(x) else None, like, tree)
+
+
+def _kept(new: Any, old: Any) -> Any:
+    """A new state with the types of the old one, but for `inner`."""
+    same = lambda x, y: x if x.dtype == y.dtype else x.astype(y.dtype)
+    fields = {name: getattr(new, name) for name in getattr(new, "_fields", ()) if name != "inner"}
+    return (
+        new._replace(**{name: jax.tree.map(same, value, getattr(old, name)) for name, value in fields.items()}) if fields else new
+    )
 
 
 @functools.cache

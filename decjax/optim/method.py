@@ -30,6 +30,7 @@ import optax
 from decjax import gossip, reduce, registry
 from decjax.optim.decentralize import decentralize, stale_exchange, synchronize
 from decjax.optim.local_updates import local_updates
+from decjax.optim.memories import transformation
 from decjax.optim.onebit import scale_by_onebit_adam
 from decjax.optim.tracking import track, tracked_exchange
 
@@ -161,7 +162,7 @@ def _gossip(tx, mixer, exchange, order, every, static_phase) -> Method:
 
 def mixing(form: Any, mixer: gossip.Mixer, exchange: Callable[[Any, Any, int], Any] | None = None) -> Method:
     """The method of an object with `init` and `update` that sends what a mixer sends; `exchange` as in `Method`."""
-    return _mixed(optax.GradientTransformationExtraArgs(form.init, form.update), mixer, exchange)
+    return _mixed(transformation(form.init, form.update), mixer, exchange)
 
 
 def _mixed(tx: optax.GradientTransformationExtraArgs, mixer: gossip.Mixer, exchange: Any, every: int = 1) -> Method:
@@ -294,5 +295,5 @@ def local(inner: optax.GradientTransformation, num_workers: int) -> Method:
         del phase  # Not an argument of the optimizer.
         return inner.update(grads, state, params, **extra)
 
-    tx = optax.GradientTransformationExtraArgs(inner.init, update)  # pyright: ignore[reportArgumentType]
+    tx = transformation(inner.init, update, moves=False)
     return Method(tx, lambda step: 0, lambda params, phase: np.zeros(num_workers))

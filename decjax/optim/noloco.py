@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import optax
 
 from decjax import gossip, registry
+from decjax.buckets import in_float32
 from decjax.optim.decentralize import mix_in_step
 from decjax.optim.gossip_diloco import OuterSteps
 from decjax.optim.method import Method
@@ -81,10 +82,8 @@ class _Pairs(OuterSteps):
     def outer_step(self, stepped, state, phase):
         change = jax.tree.map(jnp.subtract, stepped, state.anchor)
         (change, mean), memory = mix_in_step(self.periodic, (change, state.anchor), state, phase)
-        delta = jax.tree.map(self.moved, state.outer, change, state.anchor, mean)
+        delta = in_float32(self.moved, state.outer, change, state.anchor, mean)
         return state._replace(outer=delta, anchor=optax.apply_updates(state.anchor, delta), mixer=memory)
 
     def moved(self, delta, change, x, mean):
-        if not jnp.issubdtype(delta.dtype, jnp.floating):
-            return delta
         return self.alpha * delta + self.beta * change - self.gamma * (x - mean)

@@ -22,7 +22,7 @@ import optax
 
 from decjax import reduce
 from decjax.buckets import of_floating
-from decjax.optim.memories import communicating, init_memory, transient
+from decjax.optim.memories import communicating, init_memory, transformation, transient
 
 
 @communicating
@@ -77,7 +77,7 @@ def scale_by_onebit_adam(
         raise ValueError("1-bit Adam needs a reducer whose messages are known beforehand; use 'codec' instead of 'gravac'")
 
     form = _OnebitAdam(reducer, b1, b2, eps)
-    return optax.GradientTransformationExtraArgs(form.init, form.update)  # pyright: ignore[reportArgumentType]
+    return transformation(form.init, form.update, moves=False)
 
 
 @dataclasses.dataclass(frozen=True)

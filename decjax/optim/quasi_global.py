@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import optax
 
 from decjax import gossip, registry
+from decjax.buckets import in_float32, of_floating
 from decjax.optim.decentralize import check_order, check_update, mix_with_step
 from decjax.optim.memories import communicating, init_memory, transient
 from decjax.optim.method import Method, mixing
@@ -74,11 +75,11 @@ class QuasiGlobal:
             d = self.beta * m + g
             return -jnp.asarray(rate, g.dtype) * (g + self.beta * d if self.nesterov else d)
 
-        return jax.tree.map(one, grads, state.momentum)
+        return in_float32(one, grads, state.momentum)
 
     def remember(self, state, moved, rate):
         inverse = jnp.where(rate > 0, -1 / jnp.where(rate > 0, rate, 1), 0)
-        new = jax.tree.map(lambda m, u: self.mu * m + (1 - self.mu) * u * inverse.astype(u.dtype), state.momentum, moved)
+        new = of_floating(lambda m, u: self.mu * m + (1 - self.mu) * u * inverse.astype(u.dtype), state.momentum, moved)
         return state._replace(momentum=new)
 
 

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import optax
 
 from decjax import gossip, registry
+from decjax.buckets import in_float32, of_floating
 from decjax.optim.method import Method
 from decjax.optim.quasi_global import QuasiGlobal, method_of
 
@@ -43,14 +44,14 @@ class _QuasiGlobalAdam(QuasiGlobal):
             d = unbiased[0] / (jnp.sqrt(unbiased[1]) + self.eps) + self.weight_decay * x
             return -jnp.asarray(rate, g.dtype) * d
 
-        return jax.tree.map(one, grads, state.momentum, state.variance, params)
+        return in_float32(one, grads, state.momentum, state.variance, params)
 
     def remember(self, state, moved, rate):
         del rate
         scale = 1 / jnp.maximum(self.norm(moved), jnp.finfo(jnp.float32).tiny)
-        d = jax.tree.map(lambda u: -u * scale.astype(u.dtype), moved)
-        m = jax.tree.map(lambda m, d: self.beta * m + (1 - self.beta) * d, state.momentum, d)
-        v = jax.tree.map(lambda v, d: self.mu * v + (1 - self.mu) * d**2, state.variance, d)
+        d = in_float32(lambda u: -u * scale.astype(u.dtype), moved)
+        m = of_floating(lambda m, d: self.beta * m + (1 - self.beta) * d, state.momentum, d)
+        v = of_floating(lambda v, d: self.mu * v + (1 - self.mu) * d**2, state.variance, d)
         return state._replace(momentum=m, variance=v)
 
 

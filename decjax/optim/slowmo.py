@@ -20,9 +20,9 @@ import jax.numpy as jnp
 import optax
 
 from decjax import gossip, reduce, registry
-from decjax.buckets import of_floating
+from decjax.buckets import in_float32, of_floating
 from decjax.optim.decentralize import DecentralizeState, check_update, known_phase
-from decjax.optim.memories import communicating, init_memory, transient
+from decjax.optim.memories import communicating, init_memory, transformation, transient
 from decjax.optim.method import Method, averaging
 
 
@@ -111,7 +111,7 @@ class SlowMo:
 
     @property
     def transformation(self) -> optax.GradientTransformationExtraArgs:
-        return optax.GradientTransformationExtraArgs(self.init, self.update)  # pyright: ignore[reportArgumentType]
+        return transformation(self.init, self.update)
 
     def init(self, params):
         base: Any = self.base.init(params)
@@ -138,7 +138,7 @@ class SlowMo:
         change = jax.tree.map(jnp.subtract, state.anchor, optax.apply_updates(params, updates))
         averaged, reducer_state = self.reducer.reduce(change, state.reducer, due)
         state = self.outer_step(averaged, state)._replace(reducer=reducer_state)
-        return jax.tree.map(jnp.subtract, state.anchor, params), state
+        return in_float32(jnp.subtract, state.anchor, params), state
 
     def outer_step(self, change, state: SlowMoState) -> SlowMoState:
         """The state after x₀ and u have moved by the average change, with fresh memories of what is not averaged."""

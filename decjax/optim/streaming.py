@@ -23,7 +23,7 @@ import optax
 from decjax import reduce, registry
 from decjax.optim import fragments as cut
 from decjax.optim.decentralize import check_update, known_phase
-from decjax.optim.memories import communicating, transient
+from decjax.optim.memories import communicating, transformation, transient
 from decjax.optim.method import Method
 
 
@@ -116,7 +116,7 @@ class _Streaming:
         return max(1, self.delay)
 
     def method(self) -> Method:
-        tx, exchange = optax.GradientTransformationExtraArgs(self.init, self.update), self.exchange if self.delay else None  # pyright: ignore[reportArgumentType]
+        tx, exchange = transformation(self.init, self.update), self.exchange if self.delay else None
         return Method(tx, self.phase, self.num_bytes, exchange, every=max(1, self.every // (self.fragments * self.pieces)))
 
     def phase(self, step: int) -> int:

@@ -21,9 +21,10 @@ import jax.numpy as jnp
 import optax
 
 from decjax import arguments, gossip
+from decjax.buckets import in_float32, of_floating
 from decjax.optim.decentralize import check_order, check_update, mix_in_step
 from decjax.optim.inner import of_one_worker
-from decjax.optim.memories import communicating, init_memory, transient
+from decjax.optim.memories import communicating, init_memory, transformation, transient
 
 
 @communicating
@@ -72,7 +73,7 @@ def track(
         )
     check_order(mixer, order)
     form = _Tracked(of_one_worker(inner), mixer, order)
-    return optax.GradientTransformationExtraArgs(form.init, form.update)  # pyright: ignore[reportArgumentType]
+    return transformation(form.init, form.update)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,17 +91,19 @@ class _Tracked:
 
     def update(self, grads, state, params: Any = None, *, phase=None, received=None, **extra):
         check_update(params, self.order, phase, received)
+        # In the type in which it is remembered, so that trackers add up to the gradients.
+        grads = jax.tree.map(lambda g, before: g.astype(before.dtype), grads, state.gradient)
         if self.order == "awc":
             (mixed, tracker), mixer_state = mix_in_step(self.mixer, (params, state.tracker), state, phase, received)
-            tracker = jax.tree.map(lambda v, g, before: v + (g - before), tracker, grads, state.gradient)
+            tracker = of_floating(lambda v, g, before: v + (g - before), tracker, grads, state.gradient)
             updates, inner_state = self.inner.update(tracker, state.inner, mixed, **extra)
-            updates = jax.tree.map(lambda y, x, u: (y - x) + u, mixed, params, updates)
+            updates = in_float32(lambda y, x, u: (y - x) + u, mixed, params, updates)
         else:
-            tracker = jax.tree.map(lambda v, g, before: v + (g - before), state.tracker, grads, state.gradient)
+            tracker = of_floating(lambda v, g, before: v + (g - before), state.tracker, grads, state.gradient)
             updates, inner_state = self.inner.update(tracker, state.inner, params, **extra)
             stepped = optax.apply_updates(params, updates)
             (mixed, tracker), mixer_state = mix_in_step(self.mixer, (stepped, tracker), state, phase)
-            updates = jax.tree.map(jnp.subtract, mixed, params)
+            updates = in_float32(jnp.subtract, mixed, params)
         count: Any = optax.safe_increment(state.count)
         return updates, TrackState(count, inner_state, mixer_state, tracker, grads)
 

@@ -18,8 +18,9 @@ import numpy as np
 import optax
 
 from decjax import gossip, registry
+from decjax.buckets import in_float32, of_floating
 from decjax.optim.decentralize import check_mixes_after, check_phase_is_known, check_update
-from decjax.optim.memories import communicating, init_memory, transient
+from decjax.optim.memories import communicating, init_memory, transformation, transient
 from decjax.optim.method import Method
 
 
@@ -63,7 +64,7 @@ def track_in_turn(signal: optax.GradientTransformation, inner: optax.GradientTra
     check_phase_is_known("gradient tracking in turn", mixer)
     check_mixes_after("gradient tracking", mixer)
     form = _TrackInTurn(signal, optax.with_extra_args_support(inner), mixer)
-    tx = optax.GradientTransformationExtraArgs(form.init, form.update)  # pyright: ignore[reportArgumentType]
+    tx = transformation(form.init, form.update)
     # The mixer's memory is also of trackers, which averaging the parameters does not make equal.
     return Method(tx, mixer.phase, form.num_bytes, mixer=mixer._replace(restart=None))
 
@@ -90,7 +91,9 @@ class _TrackInTurn:
     def update(self, grads, state, params: Any = None, *, phase=None, **extra):
         check_update(params)
         v, before = self.signal.update(grads, state.before, params)
-        moved = jax.tree.map(lambda y, new, old: y + (new - old), state.tracker, v, state.signal)
+        # In the type in which it is remembered, so that trackers add up to the signals.
+        v = jax.tree.map(lambda v, old: v.astype(old.dtype), v, state.signal)
+        moved = of_floating(lambda y, new, old: y + (new - old), state.tracker, v, state.signal)
         mixed, of_trackers = gossip.mix_due(self.mixer, moved, state.mixer[0], phase, state.count)
         tracker = jax.tree.map(lambda first, later: jnp.where(state.count == 0, first, later), moved, mixed)
         updates, inner = self.inner.update(tracker, state.inner, params, **extra)
@@ -98,7 +101,7 @@ class _TrackInTurn:
         mixed, of_params = gossip.mix_due(self.mixer, stepped, state.mixer[1], phase, state.count)
         count: Any = optax.safe_increment(state.count)
         after = TrackInTurnState(count, before, inner, (of_trackers, of_params), tracker, v)
-        return jax.tree.map(jnp.subtract, mixed, params), after
+        return in_float32(jnp.subtract, mixed, params), after
 
 
 @registry.register(

@@ -22,9 +22,9 @@ import numpy as np
 import optax
 
 from decjax import reduce, registry
-from decjax.buckets import of_floating
+from decjax.buckets import in_float32, of_floating
 from decjax.optim.decentralize import check_update, known_phase
-from decjax.optim.memories import communicating, init_memory, transient
+from decjax.optim.memories import communicating, init_memory, transformation, transient
 from decjax.optim.method import Method
 
 REFRESH, SYNC = 1, 2  # what a phase adds up to, minus one, so that a step of neither is `reduce.SILENT`
@@ -109,7 +109,7 @@ def zero_one_adam(
             f"method 'zero_one_adam' with local_steps={local_steps}: must be a power of two, since local steps double; use 16"
         )
     form = _ZeroOneAdam(reducer, num_workers, learning_rate, (b1, b2, eps, weight_decay), refresh, doubling, local_steps)
-    tx = optax.chain(clip, optax.GradientTransformationExtraArgs(form.init, form.update))  # pyright: ignore[reportArgumentType]
+    tx = optax.chain(clip, transformation(form.init, form.update, moves=False))
     return Method(tx, form.phase, form.num_bytes)
 
 
@@ -174,9 +174,9 @@ class _ZeroOneAdam:
             mu = of_floating(lambda m, u: jnp.where(rates > 0, u / jnp.where(rates > 0, rates, 1), m), mu, averaged)
             nothing = jax.tree.map(jnp.zeros_like, moved)
             new = new._replace(mu=mu, moved=nothing, rates=jnp.zeros_like(rates), anchor=anchor)
-            updates = jax.tree.map(jnp.subtract, anchor, params)
+            updates = in_float32(jnp.subtract, anchor, params)
         else:
-            updates = of_floating(lambda m, v, x: -rate * (direction(m, v) + decay * x), mu, nu, params)
+            updates = in_float32(lambda m, v, x: -rate * (direction(m, v) + decay * x), mu, nu, params)
         finite = jnp.stack([jnp.isfinite(x).all() for x in jax.tree.leaves(new._replace(reducer=()))]).all()
         new = jax.tree.map(lambda new, old: jnp.where(finite, new, old), new._replace(reducer=()), state._replace(reducer=()))
         return updates, new._replace(reducer=memory)
