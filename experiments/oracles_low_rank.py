@@ -33,8 +33,9 @@ def low_rank_clicks(smoke: bool) -> float:
     params = jax.tree.map(np.asarray, jax.jit(model.init)(jax.random.key(0)))
     numbers_MxF = jax.random.normal(jax.random.key(1), (M, 4))
     indices_MxT = jax.random.randint(jax.random.key(2), (M, 3), 0, jax.numpy.array((50, 20, 5)))
-    assert model.outputs
-    seen = jax.jit(lambda params: model.outputs(params, numbers_MxF, indices_MxT))
+    outputs = model.outputs
+    assert outputs
+    seen = jax.jit(lambda params: outputs(params, numbers_MxF, indices_MxT))
     before = {name: np.asarray(y_MxJ, np.float64) for name, y_MxJ in seen(params).items()}
     for y_MxJ in before.values():
         E_JxJ = np.asarray(principal(jax.numpy.asarray(y_MxJ, jax.numpy.float32), y_MxJ.shape[1])[0])

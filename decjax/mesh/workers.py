@@ -6,6 +6,7 @@ import functools
 from typing import Any
 
 import jax
+from jax import core
 from jax.experimental import multihost_utils
 import jax.numpy as jnp
 import numpy as np
@@ -191,7 +192,7 @@ class Workers:
         def copy(tree):
             return jax.tree.map(lambda x: jnp.broadcast_to(x, (self.num_workers, *jnp.shape(x))), tree)
 
-        is_traced = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(tree))
+        is_traced = any(isinstance(x, core.Tracer) for x in jax.tree.leaves(tree))
         if not is_traced:  # Within a program values are the same in all processes, and have no place yet.
             if jax.process_count() > 1:
                 bare, with_keys = _without_keys(tree)

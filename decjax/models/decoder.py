@@ -35,7 +35,7 @@ class Model(NamedTuple):
 
     Attributes:
         init: `init(key) -> params`.
-        nll: `nll(params, tokens_BxT1, key) -> nll_BxT`, negative log-likelihood of tokens 1 … T in nats.
+        nll: `nll(params, tokens_BxT1, key) -> nll_BxT`, negative log-likelihood of tokens 1 … T in nats; `key` may be None without noise.
         logits: `logits(params, tokens_BxT) -> logits_BxTxV`.
         context: T, the longest sequence the model accepts.
         parts: the model split up for pipelines; None if it cannot be divided.
@@ -47,7 +47,7 @@ class Model(NamedTuple):
     """
 
     init: Callable[[jax.Array], Any]
-    nll: Callable[[Any, jax.Array, jax.Array], jax.Array]
+    nll: Callable[[Any, jax.Array, jax.Array | None], jax.Array]
     logits: Callable[[Any, jax.Array], jax.Array]
     context: int
     parts: "Parts | None" = None
