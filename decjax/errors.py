@@ -79,3 +79,7 @@ class Diverged(TrainingError):
     """The loss or the parameters are no longer finite."""
 
     exit_code = 4  # Whoever tries learning rates can tell it from a mistake.
+
+
+class ViewChanged(Exception):
+    """The group that trains together changes: what was being exchanged will never be complete, and its next view is due."""

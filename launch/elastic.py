@@ -7,6 +7,7 @@ runs in a thread of the launcher; `decjax.elastic` says what it does.
 from collections.abc import Callable, Iterator, Sequence
 import concurrent.futures
 import contextlib
+import hashlib
 import json
 import math
 import os
@@ -358,6 +359,11 @@ def _say_view(view: View) -> None:
         _say(
             f"step {view.step}: going on with {len(view.members)} workers: {', '.join(str(member.slot) for member in view.members)}"
         )
+
+
+def launch_name() -> str:
+    """What the processes of this launch, and no others, have in common; others may read it."""
+    return hashlib.sha256(keys().coordinator).hexdigest()[:16]
 
 
 def keys() -> Keys:

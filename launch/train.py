@@ -20,12 +20,12 @@ import jax
 
 from decjax import config as parts
 from decjax import tasks, train
-from decjax.elastic.run import ElasticRun
+from decjax.elastic.members import ElasticMembers
 from decjax.elastic.trainer import Trainers
 from decjax.elastic.workers import Group
 from decjax.errors import memory_told
 from decjax.train import metrics
-from launch import arguments, command, join, memory, processes, progress
+from launch import arguments, command, elastic, join, memory, processes, progress
 
 _CONFIG, _WORKDIR, _RESUME_FROM, _PLACEMENT, _TRACKER = arguments.define()
 flags.mark_flags_as_required(["config", "workdir"])
@@ -42,16 +42,42 @@ def main(argv: list[str]) -> int:
         if _TRACKER.value:
             metrics.wandb()  # Without it nothing begins.
         place = placed(spec)
-        if join.is_elastic():
-            return train_elastic(config, workdir)
-        join.set_up_devices(spec.workers, spec.simulate, spec.devices_of_worker)
         with memory_told():
-            spec = join.resolved(config)
-            trainer = train.Trainer(spec, place(spec))
-            outcome = train.Run(trainer, workdir, _RESUME_FROM.value).train(trackers())
-    if jax.process_index() == 0:
-        report(outcome, trainer.setup.task)
+            trainer, members = elastic_trainer(config) if join.is_elastic() else (static_trainer(config, spec, place), None)
+            run = train.Run(trainer, workdir, _RESUME_FROM.value, members)
+            outcome = run.train(trackers())
+    if run.first:
+        report(outcome, run.trainer.setup.task)
     return 128 + outcome.signal if outcome.signal else 0
+
+
+def static_trainer(config: Any, spec: parts.RunSpec, place: Callable[[parts.RunSpec], list[Any] | None]) -> train.Trainer:
+    """The trainer of a run, on the devices of all its processes."""
+    join.set_up_devices(spec.workers, spec.simulate, spec.devices_of_worker)
+    spec = join.resolved(config)
+    return train.Trainer(spec, place(spec))
+
+
+def elastic_trainer(config: Any) -> tuple[train.Trainer, train.Members]:
+    """The trainer of an elastic run, and this process's part in its group; it uses one device."""
+    memory.keep_freed()  # One device of a process, as `join.set_up_devices` does.
+    jax.config.update("jax_num_cpu_devices", 1)
+    group = Group()
+    trainers = functools.cache(lambda: Trainers(resolved_for(config, join.slots()), group))
+    join.stand_by(lambda: trainers().compile_all())
+    group.join(join.membership(trainers().spec.elastic))
+    members = ElasticMembers(trainers(), group, elastic.launch_name(), functools.partial(print, flush=True))
+    return members.trainer, members
+
+
+def resolved_for(config: Any, slots: int) -> parts.RunSpec:
+    """The spec of an elastic run with so many processes, each of which is a worker."""
+    spec = parts.resolve(config, slots)
+    if spec.workers != slots:
+        raise parts.ConfigError(
+            f"workers={spec.workers} with --elastic and {slots} processes: each process is a worker; use --num_processes={spec.workers}"
+        )
+    return spec
 
 
 def placed(spec: parts.RunSpec) -> Callable[[parts.RunSpec], list[Any] | None]:
@@ -81,22 +107,6 @@ def placed(spec: parts.RunSpec) -> Callable[[parts.RunSpec], list[Any] | None]:
         return [jax.devices()[index] for index in indices]
 
     return devices
-
-
-def train_elastic(config, workdir) -> int:
-    """This process's part in an elastic run; it uses one device."""
-    memory.keep_freed()  # One device of a process, as `join.set_up_devices` does.
-    jax.config.update("jax_num_cpu_devices", 1)
-    group = Group()
-    trainers = functools.cache(lambda: Trainers(parts.resolve(config, join.slots()), group))
-    join.stand_by(lambda: trainers().compile_all())
-    group.join(join.membership(trainers().spec.elastic))
-    with memory_told():
-        run = ElasticRun(trainers(), group, workdir)
-        outcome = run.train(trackers())
-    if run.first:
-        report(outcome, run.trainer.setup.task)
-    return 128 + outcome.signal if outcome.signal else 0
 
 
 def trackers() -> list:

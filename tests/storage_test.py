@@ -1,7 +1,6 @@
 """Disks that fail and processes that are killed: a good checkpoint stays, and the continued run is the uninterrupted one, bit for bit."""
 
 import contextlib
-import json
 import os
 import random
 import re
@@ -285,14 +284,3 @@ def test_a_disk_that_fails_ends_the_run_in_one_line_and_it_goes_on_later(prepare
 def newest_is_good(prepare, run):
     with checkpoint.Checkpoints(run, read_only=True) as checkpoints:
         return checkpoints.last_good(prepare(ARGUMENT, **RICH).trainer.abstract)
-
-
-def test_a_run_whose_writer_dies_before_it_claims_is_claimed_by_the_next(tmp_path):
-    run, config = tmp_path / "run", {"workers": 4}
-    with workdir.take_over(run, config):
-        assert json.loads((run / "config.json").read_text()) == config
-    (run / "metrics.jsonl").write_text("{}\n")
-    with workdir.take_over(run, config):
-        assert (run / "metrics.jsonl").exists()
-    with workdir.take_over(run, config | {"workers": 8}):  # What is there is of another run, which has saved nothing.
-        assert not (run / "metrics.jsonl").exists() and json.loads((run / "config.json").read_text())["workers"] == 8

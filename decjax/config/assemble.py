@@ -217,8 +217,6 @@ def _late(inner: optax.GradientTransformation, spec: RunSpec, division: pipeline
 def make_topology(text: str, num_workers: int, local_size: int) -> topology_lib.Topology:
     """The topology of a text such as "base_k(k=3)"; graphs with an option for the size of a node get `local_size` by default."""
     name, options = registry.parse("topology", text)
-    if num_workers == 1:
-        raise ValueError(f"topology {name!r} needs at least 2 workers, got 1; use method 'local' for a single worker")
     if local_size > 1:
         for option in {"local_size", "local"} & registry.part("topology", name).options.keys():
             options.setdefault(option, local_size)

@@ -122,6 +122,9 @@ def check_together(spec: RunSpec) -> None:
     n, batch_size = spec.workers, spec.batch_size
     if n < 1:
         raise ValueError(f"workers={n}: at least one worker is needed; use workers=1 or more")
+    if n == 1 and spec.topology is not None:
+        name = registry.parse("topology", spec.topology)[0]
+        raise ValueError(f"topology {name!r} needs at least 2 workers, got 1; use method 'local' for a single worker")
     if batch_size < 1 or batch_size % n:
         multiples = dict.fromkeys(max(1, batch_size // n + more) * n for more in (0, 1))
         raise ValueError(

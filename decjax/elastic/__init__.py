@@ -8,5 +8,6 @@ transport     messages between members, over ZeroMQ
 collectives   those of JAX, on NumPy arrays
 programs      a worker's function cut at its messages
 workers       the workers of a view, as `mesh.Workers`
-trainer, run  `train.Trainer` and `train.Run` of a member
+trainer       `train.Trainer` of a member
+members       the group as the `train.Members` of a run
 """

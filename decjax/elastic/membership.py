@@ -43,7 +43,7 @@ class Membership:
 
     def __init__(self, address: tuple[str, int], slot: int, heartbeat_s: float, keys: Keys, encrypt: bool = False):
         self.slot = slot
-        self.step: int | None = 0  # the next one that this process takes, kept up to date by its owner; None: it has no replica yet
+        self._step: int | None = 0
         self.taken = 0  # batches that all workers had taken before `step`, set by its owner before `ready`
         self._heartbeat_s = heartbeat_s
         host, self._wake = _own_address(address), os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -74,6 +74,22 @@ class Membership:
             self.close()
             raise Excluded("the coordinator has refused this process")
         self.is_late = bool(self._views)  # whether the group took steps before this process came
+
+    @property
+    def step(self) -> int | None:
+        """The next step that this process takes, kept up to date by its owner; None: it has no replica yet.
+
+        Raises:
+            ViewChanged: when it is set after this process has told another one where it stopped; what it has computed does not count.
+        """
+        return self._step
+
+    @step.setter
+    def step(self, step: int | None) -> None:
+        with self._changed:
+            if self._is_ready and self._is_stopped:
+                raise ViewChanged("the others go on from where this process has said it was")
+            self._step = step
 
     def ready(self, has_replica: bool) -> None:
         """Asks to take part from the next view on."""

@@ -19,6 +19,7 @@ from decjax.train import state as state_lib
 from decjax.train.state import State
 from decjax.train.trainer import Trainer
 
+STAND_INS = ("one_peer_exponential", "ring", "complete")  # for topologies that do not exist for the workers that are left
 _AHEAD = 64  # steps: all phases of a topology come within so many
 
 
@@ -31,9 +32,11 @@ class Trainers:
     """
 
     def __init__(self, spec: config.RunSpec, group: Group):
+        _check(spec)
         self.spec, self._group = spec, group
         self._data: tasks.Data | None = None
         self._made: dict[int, ElasticTrainer] = {}
+        self._stand_ins: dict[int, str] = {}
         self._prepared: set[int] = set()
         self._making = threading.RLock()
 
@@ -41,9 +44,13 @@ class Trainers:
         """The trainer of n workers."""
         with self._making:
             if n not in self._made:
-                made = self._made[n] = _of(self.spec, self._group, n, self._data)
-                self._data = made.data
+                self._made[n], self._stand_ins[n] = _of(self.spec, self._group, n, self._data)
+                self._data = self._made[n].data
             return self._made[n]
+
+    def stand_in(self, n: int) -> str:
+        """What takes the place of the topology where it does not exist for n workers, in a sentence; empty: it exists."""
+        return self._stand_ins.get(n, "")
 
     def compile_all(self) -> None:
         """Compiles the steps of a run with all its workers, and with one less."""
@@ -67,21 +74,49 @@ class Trainers:
             trainer.compile_start()
 
 
-def _of(spec: config.RunSpec, group: Group, n: int, data: tasks.Data | None) -> "ElasticTrainer":
-    """The trainer of n workers; `data` are those of all slots, if they are loaded already."""
+def _check(spec: config.RunSpec) -> None:
+    """Raises a ConfigError for what processes with one worker and one device each cannot do."""
     if spec.tables is not None:
         raise ConfigError(
             "config.tables with --elastic: nobody else has the tables of a worker that is gone; leave one of the two out"
         )
+    for name, value in (("tensor", spec.tensor), ("pipeline.stages", spec.pipeline.stages)):
+        if value > 1:
+            raise ConfigError(
+                f"{name}={value} with --elastic: each worker is a process with one device; use {name}=1, or no --elastic"
+            )
+    if spec.simulate:
+        raise ConfigError("simulate with --elastic: each worker is a process of its own; leave one of the two out")
+
+
+def _of(spec: config.RunSpec, group: Group, n: int, data: tasks.Data | None) -> tuple["ElasticTrainer", str]:
+    """(the trainer of n workers, what stands in for the topology); `data` are those of all slots, if they are loaded already."""
     local_size = spec.local_size if n % spec.local_size == 0 else 1
     fitted = spec._replace(workers=n, batch_size=spec.each * n, local_size=local_size, elastic=config.Elastic())
 
     def make_workers(num_workers, **sizes):
         return ElasticWorkers(num_workers, sizes["local_size"], None, group=group)
 
-    setup = assemble.assemble(fitted, make_workers)
+    setup, stand_in = _assembled(fitted, make_workers, n < spec.workers)
     data = data or setup.task.load(spec.workers, spec.each, spec.seed)
-    return ElasticTrainer(setup._replace(data=data), group, spec.workers)
+    return ElasticTrainer(setup._replace(data=data), group, spec.workers), stand_in
+
+
+def _assembled(spec: config.RunSpec, make_workers: Callable, may_stand_in: bool) -> tuple[config.Setup, str]:
+    """The parts of a run, with the first topology that exists for its workers and suits its mixer; and what is said of that."""
+    if spec.workers == 1 and spec.mixer:
+        alone = spec._replace(mixer=config.Choice("exact", {}))
+        return assemble.assemble(alone, make_workers), f"topology {spec.topology} does not exist for one worker; none instead"
+    try:
+        return assemble.assemble(spec, make_workers), ""
+    except ValueError as error:
+        if not may_stand_in or spec.topology is None:
+            raise
+        for name in STAND_INS:
+            with contextlib.suppress(ValueError):
+                setup = assemble.assemble(spec._replace(topology=name), make_workers)
+                return setup, f"topology {spec.topology} does not exist for {spec.workers} workers; {name} instead"
+        raise error
 
 
 class ElasticTrainer(Trainer):

@@ -2,6 +2,8 @@
 
 from typing import Any, NamedTuple
 
+from decjax.errors import ViewChanged
+
 BEATS = 5  # times that a member speaks to the coordinator in `heartbeat_s`
 
 
@@ -51,6 +53,10 @@ class View(NamedTuple):
         """Who gives its replica to the fresh members; None if all are fresh."""
         return next((member for member in self.members if member.slot not in self.fresh), None)
 
+    def taken(self, step: int) -> int:
+        """How many batches all workers have taken before a step of this view."""
+        return self.block + (step - self.step) * len(self.members)
+
     def batch_of(self, index: int, step: int, slots: int) -> tuple[int, int]:
         """(worker, step) of a run of so many workers that would have taken the batch that worker `index` takes in this view's `step`.
 
@@ -58,7 +64,7 @@ class View(NamedTuple):
         there is, also after the whole run was stopped. So no text of an epoch is left out or taken twice, but for those steps that some
         members had taken and others had not when a view ended: of these the missing batches are left out.
         """
-        number = self.block + (step - self.step) * len(self.members) + index
+        number = self.taken(step) + index
         return number % slots, number // slots
 
     @classmethod
@@ -68,5 +74,4 @@ class View(NamedTuple):
         return cls(**(document | {"members": members, "fresh": tuple(document["fresh"])}))
 
 
-class ViewChanged(Exception):
-    """The membership changes: what was being exchanged will never be complete, and the next view is due."""
+__all__ = ["BEATS", "Member", "View", "ViewChanged"]

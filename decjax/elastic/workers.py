@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 import dataclasses
-import threading
 from typing import Any
 
 import jax
@@ -14,7 +13,7 @@ from decjax.elastic.programs import MEMBERS, Program
 from decjax.elastic.view import View
 from decjax.mesh import Axis, Workers
 
-_SENDER = "exchange"  # what the thread that carries an overlapping exchange is called; see `train.engine`
+CHANNELS = 2  # of the programs that the main thread runs, and of those beside it; see `ElasticWorkers.aside`
 
 
 class Group:
@@ -29,7 +28,7 @@ class Group:
     def __init__(self, membership: Membership | None = None):
         self._membership, self.compiled = membership, {}
         self.view = View(0, 0, ())
-        self.channels: list[Stream] = []  # of the main thread, and of the one that carries an overlapping exchange
+        self.channels: list[Stream] = []
 
     def join(self, membership: Membership) -> None:
         """Gives the group what this process takes part by, if it was made without."""
@@ -42,32 +41,32 @@ class Group:
 
     @property
     def index(self) -> int:
-        """Which worker this process is."""
-        found = self.view.index(self.membership.slot)
+        """Which worker this process is; before the first view, in which all slots take part, its slot."""
+        found = self.view.index(self.membership.slot) if self.view.members else self.membership.slot
         assert found is not None
         return found
 
     def enter(self) -> View:
         """Waits for the next view and begins it."""
         self.view = self.membership.next_view()
-        self.channels = [Stream(self.membership.transport, self.view, self.membership.slot, number) for number in (0, 1)]
+        self.channels = [Stream(self.membership.transport, self.view, self.membership.slot, number) for number in range(CHANNELS)]
         return self.view
 
     @property
     def channel(self) -> Stream:
-        """The present view's channel of the calling thread."""
-        return self.channels[threading.current_thread().name.startswith(_SENDER)]
+        """The present view's channel of the main thread."""
+        return self.channels[0]
 
 
 class _Jitted:
     """A function of one worker of `size` as one of stacked state, of which this process has its own row."""
 
-    def __init__(self, group: Group, size: int, fn: Callable, in_axes: Sequence[int | None]):
+    def __init__(self, workers: "ElasticWorkers", fn: Callable, in_axes: Sequence[int | None]):
         def of_rows(*args):
             own = [arg if axis is None else jax.tree.map(lambda x: x[0], arg) for arg, axis in zip(args, in_axes, strict=True)]
             return jax.tree.map(lambda x: jax.numpy.asarray(x)[None], fn(*own))
 
-        self._group, self._size, self._fn = group, size, of_rows
+        self._workers, self._fn = workers, of_rows
         self._made: dict[Any, Executable] = {}
 
     def lower(self, *args: Any) -> "_Jitted._Lowered":
@@ -81,7 +80,7 @@ class _Jitted:
         known = tree, *((np.shape(x), np.dtype(getattr(x, "dtype", type(x)))) for x in leaves)
         if known not in self._made:
             like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), getattr(x, "dtype", np.asarray(x).dtype)), args)
-            self._made[known] = Executable(self._group, self._size, self._fn, like)
+            self._made[known] = Executable(self._workers, self._fn, like)
         return self._made[known]
 
     @dataclasses.dataclass
@@ -98,13 +97,15 @@ class _Jitted:
 class Executable:
     """A program of this member, like one that JAX has compiled."""
 
-    def __init__(self, group: Group, size: int, fn: Callable, like: Sequence[Any]):
-        self._group, self._program = group, Program(fn, size, group.compiled, *like)
+    def __init__(self, workers: "ElasticWorkers", fn: Callable, like: Sequence[Any]):
+        self._group, self._channel = workers.group, workers.channel
+        self._program = Program(fn, workers.num_workers, self._group.compiled, *like)
         self.out_info = self._program.out_info
 
     def __call__(self, *args: Any) -> Any:
         # The present view's channel, also if the view ends meanwhile: then nothing can be sent any more.
-        return self._program(self._group.channel if self._program.num_messages else None, self._group.index, *args)
+        channel = self._group.channels[self._channel] if self._program.num_messages else None
+        return self._program(channel, self._group.index, *args)
 
     def as_text(self) -> str:
         return ""  # Its messages are not part of a compiled program.
@@ -116,9 +117,15 @@ class ElasticWorkers(Workers):
 
     Attributes:
         group: this process's part in it.
+        channel: of the messages of programs made by these workers.
     """
 
     group: Group = dataclasses.field(kw_only=True)
+    channel: int = 0
+
+    @property
+    def aside(self) -> "ElasticWorkers":
+        return dataclasses.replace(self, channel=1)
 
     @property
     def simulated(self) -> bool:
@@ -141,11 +148,11 @@ class ElasticWorkers(Workers):
         return (self.group.index,)
 
     def eval_shape(self, fn: Callable, in_axes: Sequence[int | None], *args: Any) -> Any:
-        return _Jitted(self.group, self.num_workers, fn, in_axes).lower(*args).executable.out_info
+        return _Jitted(self, fn, in_axes).lower(*args).executable.out_info
 
     def jit(self, fn: Callable, in_axes: Sequence[int | None], donate_argnums: Sequence[int] = ()) -> Callable:
         del donate_argnums  # A step that a change of the membership interrupts is taken again, from the same state.
-        return _Jitted(self.group, self.num_workers, fn, in_axes)
+        return _Jitted(self, fn, in_axes)
 
     def stack(self, tree: Any) -> Any:
         return jax.tree.map(lambda x: jax.device_put(np.asarray(x)[None]), tree)

@@ -71,6 +71,11 @@ class Workers:
         return dataclasses.replace(self, stages=1)
 
     @property
+    def aside(self) -> "Workers":
+        """The same workers for programs that a thread of their own runs: their messages are told apart from those of other programs."""
+        return self
+
+    @property
     def num_axes(self) -> int:
         """The number of leading axes of stacked state: 1, or 2 with stages."""
         return 2 if self.stages > 1 else 1

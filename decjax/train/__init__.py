@@ -2,6 +2,8 @@
 
 trainer      steps, averages and evaluation, for loops of your own
 run          the training loop: work directory, logging, signals, summary
+members      who trains together: the same workers all the time, or a group that changes
+signals      those that stop a run
 step         the train step of one worker
 state        the training state of all workers
 pace         the seconds of steps, for methods that decide by them
@@ -16,9 +18,21 @@ metrics      where the numbers of a run go: metrics.jsonl, TensorBoard, Weights 
 """
 
 from decjax.errors import CheckpointError, ConfigError, Diverged, TrainingError
+from decjax.train.members import Members
 from decjax.train.metrics import Tracker
 from decjax.train.run import Outcome, Run
 from decjax.train.state import State
 from decjax.train.trainer import Trainer
 
-__all__ = ["CheckpointError", "ConfigError", "Diverged", "Outcome", "Run", "State", "Tracker", "Trainer", "TrainingError"]
+__all__ = [
+    "CheckpointError",
+    "ConfigError",
+    "Diverged",
+    "Members",
+    "Outcome",
+    "Run",
+    "State",
+    "Tracker",
+    "Trainer",
+    "TrainingError",
+]

@@ -100,13 +100,14 @@ class Found(NamedTuple):
 
 
 class Checkpoints:
-    """The checkpoints in a run's work directory, of which the newest `keep` are kept (None: all); `read_only` for another run's.
+    """The checkpoints in a run's work directory, of which the newest `keep` are kept (None: all); `read_only` for another run's, and
+    for processes of this one that do not write them (`own`).
 
     As a context manager it waits at its end for what is being written, and gives the directory free.
     """
 
-    def __init__(self, workdir: pathlib.Path, *, keep: int | None = None, read_only: bool = False):
-        self._workdir, self._directory = workdir, (workdir / "checkpoints").absolute()
+    def __init__(self, workdir: pathlib.Path, *, keep: int | None = None, read_only: bool = False, own: bool = False):
+        self._workdir, self._directory, self._own = workdir, (workdir / "checkpoints").absolute(), own or not read_only
         if read_only and not self._directory.is_dir():
             raise CheckpointError(f"{workdir} has no checkpoints; give the --workdir of a run that saved some")
         self._saving: tuple[int, contextlib.ExitStack] | None = None  # the step that is being written, what holds meanwhile
@@ -139,8 +140,7 @@ class Checkpoints:
         if jax.process_index() == 0:
             try:
                 self._directory.mkdir(parents=True, exist_ok=True)
-                with tempfile.TemporaryDirectory(dir=self._directory, suffix=PROBE):
-                    pass
+                tempfile.TemporaryDirectory(dir=self._directory, suffix=PROBE).cleanup()
             except OSError as error:
                 raise not_written("checkpoints", self._directory, error) from error
 
@@ -359,14 +359,14 @@ class Checkpoints:
                 return step
         return None
 
-    def diverged(self, what: str, state: Any) -> Diverged:
+    def diverged(self, what: str, state: Any, like: Any = None) -> Diverged:
         """The error that ends a diverged run: what was seen, and the last good checkpoint. A collective.
 
-        The arrays of the state are deleted, to make room for those that are restored to find that checkpoint.
+        The state's arrays are deleted, to make room for those that are restored, as `like`, to find that checkpoint.
         """
         with contextlib.suppress(CheckpointError):
             self.finish()  # It may still read the arrays.
-        like = jax.tree.map(ocp.utils.to_shape_dtype_struct, state)
+        like = jax.tree.map(ocp.utils.to_shape_dtype_struct, state) if like is None else like
         for x in jax.tree.leaves(state):
             if isinstance(x, jax.Array):
                 x.delete()
@@ -383,7 +383,7 @@ class Checkpoints:
         return Damaged(f"checkpoint {self._directory / str(step)} is damaged ({why}); {self._way_out(step)}", why)
 
     def _way_out(self, step: int) -> str:
-        if self._manager is None:  # The checkpoint belongs to another run.
+        if not self._own:
             return "choose another --resume_from"
         others = [other for other in workdir_lib.steps_saved(self._workdir) if other < step]
         return f"move it away to continue from step {max(others)}" if others else "start again in another --workdir"

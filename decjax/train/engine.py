@@ -182,7 +182,7 @@ class _Split(NamedTuple):
 
 def _split(step):
     # One thread, so that all processes dispatch their exchanges in the same order.
-    thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="exchange")
+    thread = concurrent.futures.ThreadPoolExecutor(1)
     workers = step.workers
     gradients, exchanges = {}, {}  # The gradient's program is shared by all phases, and the exchange's by all shapes of a batch.
 
@@ -245,5 +245,7 @@ def _compiled_part(workers, exchange, inputs, messages) -> _Part:
     """The programs of a part of the exchange."""
     pieces = divide.cut_at_messages(exchange)
     encode = _compiled(workers, pieces.encode, inputs)
-    travel = _compiled(workers, messages(pieces.travel), inputs, encode.out_info)
+    travel = _compiled(
+        workers.aside, messages(pieces.travel), inputs, encode.out_info
+    )  # `_Split.run` gives it a thread of its own.
     return _Part(encode, travel, _compiled(workers, pieces.decode, inputs, encode.out_info, travel.out_info))

@@ -73,6 +73,7 @@ class JsonLines(Tracker):
         path = workdir / "metrics.jsonl"
         kept = [row for row in read(workdir) if row["step"] <= start and (row.get("kind"), row["step"]) != ("eval", steps)]
         self.last = kept[-1]["step"] if kept else 0  # step of the last row that was kept; 0: none
+        self.recorded = {row["kind"]: row["step"] for row in kept if "kind" in row}  # the same of each kind
         files.write_whole(path, "".join(json.dumps(row) + "\n" for row in kept))
         self._file = path.open("a")
 

@@ -1,15 +1,20 @@
 """Another run to start from: whether its replicas are those of a run like this one."""
 
+from collections.abc import Iterator
+import contextlib
+import os
 import pathlib
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 
 from decjax import config, files, registry
 from decjax.errors import CheckpointError, ConfigError
 from decjax.train import checkpoint
 from decjax.train import state as state_lib
 from decjax.train import workdir as workdir_lib
+from decjax.train.members import Members
 from decjax.train.trainer import Trainer
 
 LAYOUT = ("stages", "chunks", "layers", "autoencoder")  # fields of a pipeline that determine the layout of the parameters
@@ -52,6 +57,51 @@ def find(folder: pathlib.Path, checkpoints: checkpoint.Checkpoints, trainer: Tra
         )
     has_weights = theirs.mixer is not None and registry.part("mixer", theirs.mixer.name).traits.get("weights", False)
     return Origin(folder, checkpoints, step, theirs.workers, has_weights)
+
+
+@contextlib.contextmanager
+def opened(folder: str | os.PathLike | None, trainer: Trainer, steps: int) -> Iterator[Origin | None]:
+    """Inside, the run to start from; None without a folder. A CheckpointError if it has taken so many steps already."""
+    if folder is None:
+        yield None
+        return
+    with checkpoint.Checkpoints(pathlib.Path(folder), read_only=True) as checkpoints:
+        found = find(pathlib.Path(folder), checkpoints, trainer)
+        if found.step >= steps:
+            raise CheckpointError(f"{folder} has done {found.step} of steps={steps}; set more steps to go on from there")
+        yield found
+
+
+def replicas(origin: Origin, members: Members) -> tuple[int, Any, str]:
+    """(step, this process's part of a state that continues from another run's replicas, a note on where it is from)."""
+    n, num_workers, trainer = origin.num_workers, members.spec.workers, members.trainer
+    step, (state, weight_N), damage = origin.checkpoints.newest(lambda step: _read(origin, step, trainer))
+    # Mixers start from one model on all workers, here the average of the replicas.
+    gather = trainer.setup.source.gather
+    params = gather(state["params"]) if gather else state["params"]
+    average = jax.tree.map(lambda mean, x: np.asarray(mean, x.dtype), state_lib.mean_over_workers(params, weight_N), params)
+    note = (
+        f"{damage}starting from step {step} of {origin.folder}; {n} replicas became {num_workers}, "
+        "mixer and reducer state start afresh"
+    )
+    return step, members.resized(state_lib.resize(state, members.fresh(average), num_workers, weight_N)), note
+
+
+def _read(origin: Origin, step: int, trainer: Trainer) -> tuple[Any, np.ndarray | None]:
+    """(what a run keeps of the replicas of another one's step, their weights [N] if they have some), as NumPy arrays."""
+    n, workers = origin.num_workers, trainer.workers
+
+    def read(like):
+        like = jax.tree.map(lambda x: jax.ShapeDtypeStruct((n, *x.shape[1:]), x.dtype, sharding=workers.replicated), like)
+        return jax.tree.map(np.asarray, origin.checkpoints.restore(step, like, partial=True)[0])
+
+    state = read(state_lib.kept(trainer.abstract, trainer.setup.source.lasts))
+    if not origin.has_weights:
+        return state, None
+    # y_i of the replicas, equal on all stages of a worker.
+    weight = jax.ShapeDtypeStruct((n, workers.stages)[: workers.num_axes], np.float32)
+    weight = read({"opt_state": {"mixer": {"weight": weight}}})["opt_state"]["mixer"]["weight"]
+    return state, weight.reshape(n, -1)[:, 0]
 
 
 def advice(folder: pathlib.Path, trainer: Trainer) -> str:

@@ -1,12 +1,14 @@
 """What a run comes to: the numbers of `summary.json`, and those of an evaluation."""
 
 from collections.abc import Mapping
-from typing import Any
+import pathlib
+import signal
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from decjax import config
+from decjax import config, files
 from decjax.train.evaluate import Evaluation
 
 BYTES = {  # counter -> (mesh axis, name of its value per step in the summary)
@@ -17,9 +19,36 @@ BYTES = {  # counter -> (mesh axis, name of its value per step in the summary)
 REPORTED = ("steps", "time_s", "eval_loss", "local_eval_loss_min", "local_eval_loss_max", "bytes_per_step_per_worker")
 
 
+class Outcome(NamedTuple):
+    """How a run ended.
+
+    Attributes:
+        step: the last step taken.
+        signal: the signal that interrupted it; None if it is finished.
+        summary: contents of `summary.json`; None if it is not finished.
+        shown: what the averaged model can do, such as a text that it wrote; None if there is nothing to show.
+        is_old: whether it was finished before, so that nothing was computed.
+    """
+
+    step: int
+    signal: signal.Signals | None
+    summary: dict | None
+    shown: str | None
+    is_old: bool = False
+
+
 def spread(name: str, value: float, local_N: np.ndarray) -> dict[str, float]:
     """A metric with the least and largest value of single workers."""
     return {name: value, f"{name}_min": float(local_N.min()), f"{name}_max": float(local_N.max())}
+
+
+def read(workdir: pathlib.Path) -> dict | None:
+    """The contents of summary.json; None if it is missing or damaged, and has to be computed again."""
+    try:
+        summary = files.read_json(workdir / "summary.json")
+    except ValueError:
+        return None
+    return summary if summary.keys() >= set(REPORTED) else None
 
 
 def summarize(

@@ -80,9 +80,15 @@ class Trainer:
 
     # -- Steps --------------------------------------------------------------------------------------------------------
 
-    def batch(self, step: int) -> Any:
-        """The examples of a step, [N, B, …]."""
-        return self.workers.build(lambda worker: self.data.batch(worker, step))
+    def batch(self, step: int, left: int = 0) -> Any:
+        """The examples of a step, [N, B, …]; `left` batches of earlier steps come before them, since they were not taken."""
+        n = self.workers.num_workers
+
+        def of(worker):
+            number = step * n + worker - left
+            return self.data.batch(number % n, number // n)
+
+        return self.workers.build(of)
 
     def step(self, state: State, batch: Any, step: int) -> tuple[State, jax.Array]:
         """(next state, every worker's loss before it, [N]); the arrays of the given state cannot be used afterwards."""

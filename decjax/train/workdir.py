@@ -3,12 +3,15 @@
 A work directory belongs to one config: `config.json` is written first, and compared on every later start.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 import contextlib
 import fcntl
 import json
 import pathlib
 import re
+import time
+from typing import TextIO
+import uuid
 
 from flax import traverse_util
 import jax
@@ -21,10 +24,13 @@ from decjax.train import metrics
 
 # Fields that may differ between a run and its continuation; except for rounding, none of them changes the result of training.
 FREE_KEYS = ("eval.", "checkpoint.", "elastic.", "log_every", "data.sample_bytes", "engine")
+ATTEMPTS, PAUSE_S = 40, 0.05  # to lock a directory that another process of the same launch may be about to share
 _STEP = re.compile(r"0|[1-9][0-9]*")  # a checkpoint's folder; `str.isdigit` accepts "²" as well, which `int` refuses
 
 
-def claim(workdir: pathlib.Path, config: dict, advise: Callable[[pathlib.Path], str] = lambda folder: "") -> contextlib.ExitStack:
+def claim(
+    workdir: pathlib.Path, config: dict, advise: Callable[[pathlib.Path], str] = lambda folder: "", launch: str = ""
+) -> contextlib.ExitStack:
     """Makes `workdir` the directory of a run with this config, or checks that it already is. A collective.
 
     Process 0 checks the directory, creates it and writes the resolved config; the others wait for it. A directory in which nothing
@@ -34,6 +40,7 @@ def claim(workdir: pathlib.Path, config: dict, advise: Callable[[pathlib.Path], 
         workdir: the directory.
         config: the resolved one.
         advise: gives what else to do with a directory of another run than to choose another, after a comma; empty: nothing.
+        launch: distinguishes launches whose processes each claim the directory, and hold it together; empty: one claim is enough.
 
     Returns:
         What keeps other runs out until it is closed.
@@ -42,27 +49,21 @@ def claim(workdir: pathlib.Path, config: dict, advise: Callable[[pathlib.Path], 
         CheckpointError: if the directory cannot be written, is in use, or belongs to a run with another config.
     """
     with contextlib.ExitStack() as held:
-        if jax.process_index() == 0:
+        if launch or jax.process_index() == 0:
             document = json.loads(json.dumps(config))
             _check(workdir, document, advise)
-            _take(workdir, document, held)
+            _take(workdir, document, launch, held)
         if jax.process_count() > 1:
             multihost_utils.sync_global_devices("decjax-claim")
         return held.pop_all()
 
 
-def take_over(workdir: pathlib.Path, config: dict) -> contextlib.ExitStack:
-    """Locks the directory of a run whose writer has died, perhaps before it had claimed the directory.
-
-    Returns:
-        As `claim`.
-
-    Raises:
-        CheckpointError: if the directory cannot be written.
-    """
-    with contextlib.ExitStack() as held:
-        _take(workdir, json.loads(json.dumps(config)), held, waits=True)  # The kernel gives it free when the writer is gone.
-        return held.pop_all()
+@contextlib.contextmanager
+def writing(workdir: pathlib.Path) -> Iterator[None]:
+    """Inside, no other process of this launch writes to the directory. It waits for one that does, such as a frozen one, to end."""
+    with (workdir / ".writer").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)  # The kernel releases it when the process is gone.
+        yield
 
 
 def _check(workdir: pathlib.Path, config: dict, advise: Callable[[pathlib.Path], str]) -> None:
@@ -95,23 +96,61 @@ def _check(workdir: pathlib.Path, config: dict, advise: Callable[[pathlib.Path],
         )
 
 
-def _take(workdir: pathlib.Path, config: dict, held: contextlib.ExitStack, waits: bool = False) -> None:
-    """Locks the directory, until `held` is closed, and makes it one of this config; `waits` for whoever of the same run has it."""
-    path, text = workdir / "config.json", json.dumps(config, indent=2) + "\n"
+def _take(workdir: pathlib.Path, config: dict, launch: str, held: contextlib.ExitStack) -> None:
+    """Locks the directory for a launch, until `held` is closed, and makes it one of this config."""
+
+    def prepare():
+        if not steps_saved(workdir):
+            (workdir / "metrics.jsonl").unlink(missing_ok=True)  # First: `_lost` judges them by the config that is there.
+        files.write_whole(workdir / "config.json", json.dumps(config, indent=2) + "\n")
+
     try:
         workdir.mkdir(parents=True, exist_ok=True)
-        lock = held.enter_context((workdir / ".lock").open("w"))
-        fcntl.flock(lock, fcntl.LOCK_EX if waits else fcntl.LOCK_EX | fcntl.LOCK_NB)
-        is_claimed = waits and path.exists() and path.read_text() == text  # Then the metrics are this run's.
-        if not steps_saved(workdir) and not is_claimed:
-            (workdir / "metrics.jsonl").unlink(missing_ok=True)  # First: `_lost` judges them by the config that is there.
-        files.write_whole(path, text)
+        _lock(held.enter_context((workdir / ".lock").open("a+")), launch, prepare)
     except BlockingIOError as error:
         raise CheckpointError(
             f"workdir {str(workdir)!r} is in use by a run that is still going; wait for it, or choose another --workdir"
         ) from error
     except OSError as error:
         raise CheckpointError(f"workdir {str(workdir)!r} cannot be written: {of_system(error)}") from error
+
+
+def _lock(file: TextIO, launch: str, prepare: Callable[[], None]) -> None:
+    """Locks a directory for a launch, whose processes share the lock. The first of them calls `prepare`.
+
+    It holds the lock alone until it has written the launch's name into the file, so that no process of another launch comes between two
+    of this one, also when those that have the lock die one after the other.
+
+    Raises:
+        BlockingIOError: if a process of another launch has the lock.
+    """
+    name = launch or uuid.uuid4().hex
+    for attempts_left in reversed(range(ATTEMPTS if launch else 1)):
+        if _named(file) == name:
+            fcntl.flock(file, fcntl.LOCK_SH)
+            if _named(file) == name:
+                return
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if not attempts_left:
+                raise
+            time.sleep(PAUSE_S)  # It may be the first of this launch that has it alone.
+            continue
+        if _named(file) != name:
+            prepare()
+            file.truncate(0)
+            file.write(name)
+            file.flush()
+        fcntl.flock(file, fcntl.LOCK_SH)
+        if _named(file) == name:
+            return
+    raise BlockingIOError
+
+
+def _named(file: TextIO) -> str:
+    file.seek(0)
+    return file.read()
 
 
 def _lost(workdir: pathlib.Path) -> str:

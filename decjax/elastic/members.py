@@ -1,0 +1,160 @@
+"""A group whose members may leave and come back, as the `train.Members` of a run: it goes on in the next view where a view ends."""
+
+from collections.abc import Callable, Sequence
+import time
+from typing import Any
+
+import jax
+import numpy as np
+
+from decjax import config
+from decjax.elastic.trainer import ElasticTrainer, Trainers
+from decjax.elastic.workers import Group
+from decjax.train.members import LEFT, NotFinite
+from decjax.train.state import State
+
+SHARED = ("time_s", "bytes_sent_per_worker", "first_step")  # counters that are those of the member that gives its replica
+
+
+class ElasticMembers:
+    """This process's part in a group.
+
+    One member writes: rows of metrics, and checkpoints in the form of other runs, with a row for every slot. A slot without a member
+    has a copy of another's row there. If the writer cannot write, the next member does.
+
+    Args:
+        trainers: of the run.
+        group: this member's part.
+        launch: the same in all processes of a launch, and in no other.
+        say: called with what the user has to know.
+    """
+
+    def __init__(self, trainers: Trainers, group: Group, launch: str, say: Callable[[str], None] = lambda text: None):
+        self.spec: config.RunSpec = trainers.spec
+        self.launch, self.alone = launch, False
+        self._trainers, self._group, self._membership, self._say = trainers, group, group.membership, say
+        self.trainer: ElasticTrainer = trainers.of(self.spec.workers)
+        self.restores, self.joined = not self._membership.is_late, False
+        self._cannot_write, self._writer, self._is_ready = False, -1, False
+        self._unable: set[int] = set()  # slots of members that cannot write
+        self._last_loss, self._entered_s = np.nan, 0.0
+
+    @property
+    def first(self) -> bool:
+        return self._writer == self._membership.slot
+
+    @property
+    def saves(self) -> bool:
+        return self.first
+
+    @property
+    def facts(self) -> dict[str, float]:
+        return {"workers": len(self._group.view.members)}
+
+    # -- Beginning ----------------------------------------------------------------------------------------------------
+
+    @property
+    def like(self) -> State:
+        slots = self.spec.workers
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct((slots, *x.shape[1:]), x.dtype), self._trainers.of(slots).abstract)
+
+    def own(self, state: State) -> State:
+        return jax.tree.map(lambda x: jax.device_put(np.asarray(x[self._membership.slot])[None]), state)
+
+    resized = own
+
+    def fresh(self, params: Any) -> State:
+        return jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), self.like)  # Nothing of it is kept when the first view begins.
+
+    def enter(self, state: State | None, step: int, counters: dict[str, Any]) -> tuple[State, int]:
+        if not self._is_ready:
+            self._is_ready = True
+            self._membership.step, self._membership.taken = step, step * self.spec.workers - counters.get(LEFT, 0)
+            self._membership.ready(has_replica=self.restores)
+        view = self._group.enter()
+        self.joined = view.number > 1
+        self.trainer = self._trainers.of(len(view.members))
+        is_fresh = self._membership.slot in view.fresh
+        state = self.trainer.adopt(None if is_fresh else self.trainer.init() if state is None else state)
+        shared_NxC = self._gather(self._cannot_write, *(counters[name] for name in SHARED))
+        source = view.members.index(view.source) if view.source else 0
+        counters |= {name: type(counters[name])(value) for name, value in zip(SHARED, shared_NxC[source][1:], strict=True)}
+        self._choose_writer(shared_NxC[:, 0])
+        self._membership.step = view.step
+        self._entered_s = time.monotonic()
+        if self.first and self.joined and (text := self._trainers.stand_in(len(view.members))):
+            self._say(f"step {view.step}: {text}")
+        return state, view.step
+
+    def _choose_writer(self, unable_N: np.ndarray) -> None:
+        """The view's writer writes; if it cannot, the first member that can, preferably one that did not come just now."""
+        view = self._group.view
+        self._unable = {member.slot for member, unable in zip(view.members, unable_N, strict=True) if unable}
+        order = sorted((member.slot for member in view.members), key=lambda slot: (slot != view.writer, slot in view.fresh, slot))
+        self._writer = next((slot for slot in order if slot not in self._unable), -1)
+
+    def _gather(self, *values: float) -> np.ndarray:
+        """The values of all members, [N, values]."""
+        return self.trainer.workers.fetch(np.array([values], np.float64))
+
+    # -- Steps --------------------------------------------------------------------------------------------------------
+
+    def batch(self, step: int, counters: dict[str, Any]) -> Any:
+        return self.trainer.batch(step)  # The view says where the data stand.
+
+    def took(self, steps: int) -> None:
+        self._membership.step = steps
+        if (
+            time.monotonic() - self._entered_s > self.spec.elastic.heartbeat_s
+        ):  # Others come at once where there are spare processes.
+            self._trainers.prepare(len(self._group.view.members) - 1, steps)
+
+    def losses(self, pending: Sequence[tuple[int, jax.Array]]) -> tuple[np.ndarray, NotFinite | None]:
+        own = [(step, float(np.asarray(loss)[0])) for step, loss in pending]
+        bad_step, bad_loss = next(((step, loss) for step, loss in own if not np.isfinite(loss)), (-1, 0.0))
+        self._last_loss = float(np.mean([loss for _, loss in own])) if own else self._last_loss
+        has_one = bool(own) or not np.isnan(self._last_loss)
+        rows = self._gather(self._last_loss, has_one, bad_step, bad_loss)
+        bad = next((NotFinite(worker, int(row[2]), float(row[3])) for worker, row in enumerate(rows) if row[2] >= 0), None)
+        return rows[rows[:, 1] > 0, 0], bad
+
+    def rows(self, state: State, step: int, counters: dict[str, Any]) -> Callable[[], Any]:
+        view, slots = self._group.view, self.spec.workers
+        counters[LEFT] = step * slots - view.taken(step)
+        rows = self.trainer.workers.fetch(state)
+        index_of = [view.index(slot) for slot in range(slots)]
+        source = np.array([slot % len(view.members) if index is None else index for slot, index in enumerate(index_of)])
+        return lambda: jax.tree.map(lambda x: jax.device_put(x[source]), rows)
+
+    def any(self, condition: bool) -> bool:
+        return bool(self._gather(condition).any())
+
+    def has_written(self, error: Exception | None) -> bool:
+        writer = self._writer
+        self._cannot_write = self._cannot_write or error is not None
+        self._choose_writer(self._gather(self._cannot_write)[:, 0])
+        if error is None:
+            return self._writer in (writer, -1)
+        if self._writer == -1:
+            raise error
+        self._say(f"process {writer} cannot write, process {self._writer} does: {error}")
+        return False
+
+    # -- The end ------------------------------------------------------------------------------------------------------
+
+    def leave(self) -> None:
+        channel, writer = self._group.channel, self._group.view.index(self._writer)
+        for index in range(channel.size):  # The writer ends the run when nobody waits for a message any more.
+            if index != writer:
+                to, source = (writer if channel.index == index else None), (index if channel.index == writer else None)
+                channel.exchange(np.zeros(1, np.uint8), to, source)
+        if self.first:
+            self._membership.end()
+        else:
+            self._membership.await_end()
+
+    def end(self) -> None:
+        self._membership.end()
+
+    def close(self) -> None:
+        self._membership.close()
