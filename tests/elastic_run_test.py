@@ -180,6 +180,20 @@ def test_a_signal_to_one_process_stops_the_run(tmp_path):
     assert "interrupted by SIGTERM" in errors_of(workdir).read_text() and steps_saved(workdir)[-1] == last(workdir)
 
 
+def test_a_launcher_that_is_stopped_for_a_while_kills_nobody(tmp_path):
+    """As with Ctrl-Z and fg."""
+    workdir = tmp_path / "run"
+    run = launch(workdir)
+    wait_for(lambda: last(workdir, SLOTS) > 100, run)
+    run.send_signal(signal.SIGSTOP)
+    time.sleep(5 * HEARTBEAT_S)
+    run.send_signal(signal.SIGCONT)
+    before = last(workdir)
+    wait_for(lambda: last(workdir) > before + 200, run)
+    said = ended(workdir, run)
+    assert "another takes its place" not in said and "going on" not in said
+
+
 def test_mistakes_are_told_in_one_line(tmp_path):
     run = launch(tmp_path / "run", "--chaos=kill=9@8s")
     assert run.wait(TIMEOUT_S) == 2

@@ -1,0 +1,130 @@
+"""What ZeroMQ costs elastic runs: throughput of messages between two processes on loopback, next to plain sockets.
+
+    python -m experiments.bench.transport
+    python -m experiments.bench.transport --megabytes=50 --rounds=10
+
+The kinds take turns: sockets that a process reads and writes itself, `decjax.elastic.transport`, and the same with encryption. The table
+has the median GB/s over all rounds, and the least and the largest.
+"""
+
+from collections.abc import Callable
+import multiprocessing
+import socket
+import statistics
+import threading
+import time
+from typing import Any
+
+from absl import flags
+import numpy as np
+
+from decjax.elastic.keys import Keys
+from decjax.elastic.transport import Key, Transport
+from decjax.elastic.view import Member, View
+from experiments import script
+
+FLAGS = flags.FLAGS
+HEARTBEAT_S = 60.0
+HEADER = 32  # bytes before each message of the plain sockets
+
+
+def exactly(connection: socket.socket, size: int) -> None:
+    """Reads so many bytes into memory of their own."""
+    rest = memoryview(bytearray(size))
+    while len(rest):
+        rest = rest[connection.recv_into(rest) :]
+
+
+def receive_plain(told: Any, size: int, count: int) -> None:
+    """Receives messages over a plain socket; gives its port, and then seconds from the first to the last message."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        told.send(listener.getsockname()[1])
+        connection, _ = listener.accept()
+    with connection:
+        times = []
+        for _ in range(count):
+            exactly(connection, HEADER)
+            exactly(connection, size)
+            times.append(time.perf_counter())
+    told.send(times[-1] - times[0])
+
+
+def send_plain(told: Any, size: int, count: int) -> float:
+    """Sends messages to that; the seconds that it told."""
+    data = memoryview(np.random.default_rng(0).bytes(size))
+    with socket.create_connection(("127.0.0.1", told.recv())) as connection:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        for _ in range(count):
+            connection.sendall(bytes(HEADER))
+            connection.sendall(data)
+        return told.recv()
+
+
+def _member(slot: int, keys: Keys, encrypt: bool) -> tuple[Transport, Member]:
+    transport = Transport("127.0.0.1", keys, HEARTBEAT_S, encrypt)
+    return transport, Member(slot, str(slot), *transport.address)
+
+
+def receive(told: Any, size: int, count: int, keys: Keys, encrypt: bool) -> None:
+    """The same as `receive_plain`, as a member."""
+    transport, own = _member(1, keys, encrypt)
+    told.send(own)
+    transport.enter(View(1, 0, (told.recv(), own)))
+    times = []
+    for number in range(count):
+        transport.receive(Key(1, 0, 0, number))
+        times.append(time.perf_counter())
+    told.send(times[-1] - times[0])
+    transport.close()
+
+
+def send(told: Any, size: int, count: int, keys: Keys, encrypt: bool) -> float:
+    """Sends messages to that; the seconds that it told."""
+    data, reached = memoryview(np.random.default_rng(0).bytes(size)), threading.Event()
+    transport = Transport("127.0.0.1", keys, HEARTBEAT_S, encrypt, reached.set)
+    own, other = Member(0, "0", *transport.address), told.recv()
+    told.send(own)
+    transport.connect([other])
+    reached.wait(HEARTBEAT_S)
+    transport.enter(View(1, 0, (own, other)))
+    for number in range(count):
+        transport.send(Key(1, 0, 0, number), other, data)
+    took_s = told.recv()
+    transport.close()
+    return took_s
+
+
+def throughput_GBps(receiver: Callable, sender: Callable, *how: Any) -> float:
+    """Of messages from this process to another."""
+    size, count = round(1e6 * FLAGS.megabytes), FLAGS.messages
+    context = multiprocessing.get_context("spawn")
+    here, there = context.Pipe()
+    process = context.Process(target=receiver, args=(there, size, count, *how))
+    process.start()
+    took_s = sender(here, size, count, *how)
+    process.join()
+    return (count - 1) * size / took_s / 1e9
+
+
+def main() -> None:
+    keys = Keys.of(Keys.made().text)  # as members have them
+    kinds = {
+        "plain sockets": (receive_plain, send_plain),
+        "ZeroMQ, PLAIN": (receive, send, keys, False),
+        "ZeroMQ, CURVE": (receive, send, keys, True),
+    }
+    found: dict[str, list[float]] = {name: [] for name in kinds}
+    for _ in range(FLAGS.rounds):
+        for name, kind in kinds.items():
+            found[name].append(throughput_GBps(*kind))
+    table = script.table(f"GB/s, messages of {FLAGS.megabytes:g} MB", "median", "least", "largest")
+    for name, rates in found.items():
+        table.add_row(name, *(f"{rate:.2f}" for rate in (statistics.median(rates), min(rates), max(rates))))
+    script.show(table)
+
+
+if __name__ == "__main__":
+    flags.DEFINE_float("megabytes", 5.0, "Of a message.", lower_bound=1e-6)
+    flags.DEFINE_integer("messages", 100, "Of a round.", lower_bound=2)
+    flags.DEFINE_integer("rounds", 5, "Each has every kind once.", lower_bound=1)
+    script.run(main)
