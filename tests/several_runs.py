@@ -1,6 +1,7 @@
 """Several runs, one after the other in the same processes: to start them takes longer than a tiny run.
 
     python -m launch.local --num_processes=2 --module=tests.several_runs -- --text=TEXT --into=FOLDER ARGUMENT ARGUMENT …
+    python -m tests.several_runs --text=TEXT --into=FOLDER ARGUMENT ARGUMENT …
 
 An argument is the shorthand of `configs/lm.py`; the i-th run is in FOLDER/i.
 """
@@ -35,7 +36,7 @@ def take(arguments: list[str], text: str, into: pathlib.Path) -> None:
                 "model.width": 8,
                 "model.hidden": 8,
                 "model.context": 8,
-                "model.heads": 1,
+                "model.heads": config.tensor,
                 "model.depth": config.pipeline.stages,
                 "log_every": 1,
                 "eval.num_windows": 2,
