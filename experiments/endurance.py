@@ -178,10 +178,8 @@ class Run:
         code = self.launcher.wait(HANG_S)
         if code == 0:
             return  # It had finished.
-        if number == signal.SIGTERM and code not in (
-            128 + signal.SIGTERM,
-            -signal.SIGTERM,
-        ):  # The latter while it is being imported.
+        stopped = 128 + signal.SIGTERM, -signal.SIGTERM  # The latter while modules are being imported.
+        if number == signal.SIGTERM and code not in stopped:
             raise Broken(f"SIGTERM ended the launcher with exit code {code}")
         self._check_nothing_left()
         self.launcher = self._start()
@@ -260,7 +258,7 @@ def check_rows(case: Case, workdir: pathlib.Path) -> None:
         raise Broken(f"rows of metrics are missing, the first of step {min(missing)}")
     if steps != sorted(set(steps)):
         raise Broken("rows of metrics are not in order, or there twice")
-    positions = [(0, 0), *((row["step"], row["batches"]) for row in rows if "batches" in row)]
+    positions = [(0, 0), *((row["step"], row["batches"]) for row in rows)]
     for (step, batches), (later, more) in itertools.pairwise(positions):
         if not later - step <= more - batches <= (later - step + 4) * case.processes:
             raise Broken(f"from step {step} to {later} the data position went from {batches} to {more}")

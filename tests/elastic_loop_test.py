@@ -174,6 +174,7 @@ def test_batches_and_rows_go_on_where_they_stopped(tmp_path, stop):
     assert max(before) < min(after) == second[0].loop.spec.workers * 12 - first[0].loop.counters["batches_left"]
     assert sorted(after) == [*range(min(after), max(after) + 1)] and len(after) == 12 * 3
     assert [row["step"] for row in rows(tmp_path)] == [*range(LOG, STEPS + 1, LOG)]
+    assert [row["batches"] for row in rows(tmp_path) if row["step"] >= 12] == [min(after) + 12 * k for k in range(4)]
     assert workdir.steps_saved(tmp_path) == [8, 12, 16, 24]
 
 

@@ -49,7 +49,9 @@ class ElasticMembers:
 
     @property
     def facts(self) -> dict[str, float]:
-        return {"workers": len(self._group.view.members)}
+        view, step = self._group.view, self._membership.step
+        assert step is not None
+        return {"workers": len(view.members), "batches": view.taken(step)}
 
     # -- Beginning ----------------------------------------------------------------------------------------------------
 
