@@ -4,7 +4,8 @@ A training method is composed of small, pure parts, each usable alone. From the 
 
     arguments   checks of a function's arguments against its annotations                standard library only
     registry    parts by name; a part's signature is its section of a config           standard library only
-    files       files that are written as a whole                                  standard library only
+    errors      user and environment errors, and their texts                           standard library only
+    files       files that are read within bounds, and written as a whole              standard library only
     topology    communication graphs: who sends to whom in each step                   NumPy only
     schedules   pipeline schedules: which stage computes what in each tick             NumPy only
     costmodel   predicted time per iteration of a method on a cluster                  NumPy only
@@ -13,7 +14,7 @@ A training method is composed of small, pure parts, each usable alone. From the 
     buckets     a pytree as a few flat arrays
     principal   the directions in which samples vary most
     codecs      message formats: casts, quantization, sparsification, low rank
-    phases      which messages are due in a step: checks
+    phases      checks that a step is compiled for the phase that it is in             standard library only
     channel     how arrays travel: axis, bucket size, random seed
     gossip      mixing parameters over a topology
     reduce      averaging gradients over all workers, compressed or not

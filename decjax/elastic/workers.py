@@ -1,4 +1,4 @@
-"""The workers of an elastic run, seen from one of them: its own part of stacked state, and messages to the others over TCP."""
+"""The workers of an elastic run, seen from one of them: its own part of stacked state, and messages to the others over ZeroMQ."""
 
 from collections.abc import Callable, Sequence
 import dataclasses

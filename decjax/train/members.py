@@ -1,4 +1,4 @@
-"""Who trains together in a run: the same workers from its start to its end, or a group that changes, as `decjax.elastic.run` has it."""
+"""Who trains together in a run: the same workers from its start to its end, or a group that changes, as `decjax.elastic.members` has it."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
