@@ -82,4 +82,4 @@ class Diverged(TrainingError):
 
 
 class ViewChanged(Exception):
-    """The group that trains together changes: what was being exchanged will never be complete, and its next view is due."""
+    """The group that trains together changes: the present exchange will never be complete, and the next view begins."""

@@ -1,29 +1,30 @@
-"""The coordinator: decides who takes part. It holds no model and takes no steps, so that any worker may die.
+"""The coordinator: decides which processes take part. It holds no model and takes no steps, so that any worker may die.
 
-Members say over ZeroMQ how they are: whenever that changes, and at least every fifth of `heartbeat_s`. The coordinator answers each time
-with all that they need to know. So nothing is lost with a message.
+Each member reports its state over ZeroMQ: whenever it changes, and at least every fifth of `heartbeat_s`. The coordinator answers each
+report with everything that the member needs. Both are complete states, so the next message makes up for one that is lost.
 
-    member        → {"member": Member, "ready", "step": the next one or null, "taken": batches, "stopped": number of the view that it
-                    has stopped for, "at": the step then, "reaches": lives, "broken": number of a view, "idle", "awaits": slots,
+    member        → {"member": Member, "ready", "step": the next one or null, "taken": batches, "stopped": number of the view for which
+                    it has stopped, "at": its step then, "reaches": lives, "broken": number of a view, "idle", "awaits": slots,
                     "over", "leaves"}
-    coordinator   → {"views": how many there were, "asked": number of a view or 0, "view": View or null, "roster": members, "over"},
+    coordinator   → {"views": number of views so far, "asked": number of a view or 0, "view": View or null, "roster": members, "over"},
                     or {"out": true}
 
-A change of the membership takes two messages: all members are asked to stop and tell their step; when the last one has answered, the
-next view begins at the largest of these. Members hold connections to all others in the roster, and a view has only members that reach
-each other: the largest such group goes on, and the others wait until they are reached again.
+A change of the membership takes two messages: the coordinator asks all members to stop and report their step; when the last one has
+answered, the next view begins at the largest of these. Each member holds connections to all others in the roster. A view consists of
+members that reach each other: the largest such group continues, and the others wait until they are reached again.
 
-A step of null says that the member has no replica: it is new, or the member that was to give it one is gone. Such members, and those
-that stopped before the last step that others took, get the replica of one that is furthest. If no member has a replica left, all are
-sent away: the processes end, and others begin anew from the last checkpoint.
+A step of null means that the member has no replica: it is new, or the member that was to send it one is gone. Such members, and those
+that stopped before the last step that others took, receive the replica of a member that took it. If no member has a replica left, all
+are removed: the processes end, and new ones begin from the last checkpoint.
 
-Out is whoever leaves; whose place another process has taken; who lets others wait, and for twelve times `heartbeat_s`, or as many of
-its longest steps, neither computes nor waits itself; and who is silent for `heartbeat_s` while its connection does not answer either.
-ZeroMQ's threads answer for the connection, so a busy process stays, and one that is stopped does not. Seconds in which the coordinator
-itself was stopped do not count.
+A member is removed if it leaves, if its process has ended or another process has taken its slot, and in two cases more:
 
-The run is over when the member that writes says so, having written all; the others wait for that, so that they can go on if it dies
-first. A member whose error ends the run says so, too. From then on nobody stops and nobody joins.
+- others wait for it, and for 12 times `heartbeat_s`, or 12 of its longest steps, it has neither computed nor waited itself;
+- it is silent for `heartbeat_s`, and its connection does not answer either. ZeroMQ's threads answer for the connection, so a busy
+  process stays and a stopped one is removed. Seconds in which the coordinator itself was stopped do not count.
+
+The run is over when the member that writes reports so, after its last write. The others wait for that, so that they can continue if it
+dies first. A member whose error ends the run reports so, too. From then on no member stops or joins.
 """
 
 import collections
@@ -37,15 +38,15 @@ import zmq
 from zmq.utils import monitor
 
 from decjax.elastic.keys import Gate, Keys
-from decjax.elastic.transport import bound, bounded
-from decjax.elastic.view import BEATS, Member, View
+from decjax.elastic.transport import bound, bounded, watched
+from decjax.elastic.view import Member, View
 
 MOST_BYTES = 2**16  # of a message to the coordinator
-PATIENCE = 12  # until a member that does nothing is left out, in `heartbeat_s` or its own longest steps
+PATIENCE = 12  # until a member that does nothing is removed, in `heartbeat_s` or its own longest steps
 
 
 class _Session:
-    """A member, as it said it is."""
+    """A member, with its last report."""
 
     def __init__(self, member: Member):
         self.member, self.heard = member, 0.0
@@ -57,7 +58,7 @@ class _Session:
         return self.said["ready"]
 
     def step(self, view: View) -> int | None:
-        """The next step that it can take; None: it has no replica."""
+        """The next step that the member can take; None: it has no replica."""
         return self.said["at" if self.member in view.members else "step"]
 
     def reaches(self, other: "_Session") -> bool:
@@ -71,9 +72,9 @@ class Coordinator:
     Args:
         host: the address to listen at.
         slots: N, the number of slots; the first view has them all.
-        least: the fewest members that go on; with fewer the others wait.
-        heartbeat_s: seconds of silence after which a member is out.
-        keys: of the group, with the coordinator's own.
+        least: the fewest members that continue; with fewer they wait for others.
+        heartbeat_s: seconds of silence after which a member is removed.
+        keys: of the group, with the coordinator's secret key.
         note: called with every view.
     """
 
@@ -87,7 +88,7 @@ class Coordinator:
         keys.guard(self._members)
         bounded(self._members, heartbeat_s)
         self._members.maxmsgsize, self._members.router_handover = MOST_BYTES, True
-        alive(self._members, heartbeat_s)
+        watched(self._members, heartbeat_s)
         self._events = self._members.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
         self.address = bound(self._members, host)
         self._poller = zmq.Poller()
@@ -95,17 +96,17 @@ class Coordinator:
             self._poller.register(socket, zmq.POLLIN)
         self._open: set[int] = set()  # connections
         self._sessions: dict[bytes, _Session] = {}
-        self._gone: set[bytes] = set()  # lives of those that are out
+        self._gone: set[bytes] = set()  # lives of members that were removed
         self.view = View(0, 0, ())
-        self.silent: set[int] = set()  # slots of processes that are out, and may still run
+        self.silent: set[int] = set()  # slots of processes that were removed and may still run
         self.ended: collections.deque[int] = collections.deque()  # ids of processes that have ended, from the launcher
         self.is_over = False
         self._asked = 0  # the number of the view that members were asked to stop for
         self._told: Any = None
-        self._now_s, self._looked_s = 0.0, time.monotonic()  # by a clock that stands still while this process does
+        self._now_s, self._looked_s = 0.0, time.monotonic()  # The former's clock stops while this process is stopped.
 
     def run(self, ended: Callable[[], bool]) -> None:
-        """Serves until `ended()`, which is asked several times a second."""
+        """Serves until `ended()`, which is called several times a second."""
         try:
             while not ended():
                 self.serve(min(0.1, self._heartbeat_s / 10))
@@ -143,14 +144,14 @@ class Coordinator:
     # -- Sessions -----------------------------------------------------------------------------------------------------
 
     def _read(self) -> bool:
-        """Reads a message and what comes before it; whether there may be more."""
+        """Reads a message and the events before it; returns whether there may be more."""
         try:
             life, *frames = self._members.recv_multipart(zmq.NOBLOCK, copy=False)
         except zmq.Again:
             life, frames = None, []
         while self._gate.socket.poll(0):
             if (known := self._sessions.get(self._gate.answer() or b"")) is not None:
-                known.heard = self._now_s  # It is back, on a connection that is not known until it speaks.
+                known.heard = self._now_s  # It is back, on a connection whose number comes with its first message.
         while self._events.poll(0):  # Before the message: its connection may have had the number of one that was closed.
             event = monitor.recv_monitor_message(self._events)
             (self._open.add if event["event"] == zmq.EVENT_ACCEPTED else self._open.discard)(int(event["value"]))
@@ -158,7 +159,7 @@ class Coordinator:
             return False
         try:
             self._hear(life.bytes, frames[0].get(zmq.SRCFD), json.loads(frames[0].bytes))
-        except Exception:  # One that speaks otherwise is no reason to leave the others.
+        except Exception:  # A member that sends nonsense must not end the service of the others.
             self._drop(life.bytes)
         return True
 
@@ -167,7 +168,7 @@ class Coordinator:
         if session is None:
             member = Member(*said["member"])
             if self.is_over or life in self._gone or member.life.encode() != life or not 0 <= member.slot < self._slots:
-                raise ValueError("it may not take part")
+                raise ValueError("this process may not take part")
             for other in [other for other in self._sessions if self._sessions[other].member.slot == member.slot]:
                 self._drop(other)  # Another process has taken its place.
             session = self._sessions[life] = _Session(member)
@@ -183,7 +184,7 @@ class Coordinator:
         return session.connection not in self._open and self._now_s - session.heard > self._heartbeat_s
 
     def _is_stuck(self, session: _Session) -> bool:
-        """Whether others wait for it, and it neither computes nor waits itself."""
+        """Whether others wait for a member that neither computes nor waits itself."""
         said, slot = session.said, session.member.slot
         awaited = any(slot in other.said["awaits"] for other in self._sessions.values())
         return awaited and not said["awaits"] and said["idle"] > PATIENCE
@@ -194,13 +195,13 @@ class Coordinator:
         self._say(life, out=True)
 
     def _say(self, life: bytes, **what: Any) -> None:
-        with contextlib.suppress(zmq.ZMQError):  # A connection that takes nothing; it is told when it speaks again.
+        with contextlib.suppress(zmq.ZMQError):  # The connection is full or gone; the member's next report is answered.
             self._members.send_multipart([life, json.dumps(what).encode()], zmq.NOBLOCK)
 
     def _tell(self, life: bytes) -> None:
         number, roster = self.view.number, [session.member for session in self._sessions.values()]
         takes_part = self._sessions[life].member in self.view.members
-        asked = self._asked or (0 if takes_part else number)  # Whoever has missed that others went on is still in an earlier view.
+        asked = self._asked or (0 if takes_part else number)  # A member that has missed a change is still in an earlier view.
         self._say(
             life, views=number, asked=asked, view=self.view._asdict() if takes_part else None, roster=roster, over=self.is_over
         )
@@ -233,7 +234,7 @@ class Coordinator:
         if not known:
             self._begin_anew()
             return
-        step = max(self.view.step, *known)  # Whoever was further may be gone before the view began.
+        step = max(self.view.step, *known)  # A member that was further may have died before the view began.
         fresh = tuple(sorted(slot for slot, reached in step_of.items() if reached != max(known)))
         if self.view.number:
             block = self.view.block + (step - self.view.step) * len(self.view.members)
@@ -244,14 +245,14 @@ class Coordinator:
         self._note(self.view)
 
     def _chosen(self) -> list[_Session]:
-        """Those that are ready and reach each other: first of all those that have a replica."""
+        """Members that are ready and reach each other; those that have a replica come first."""
         ready = [session for session in self._sessions.values() if session.ready]
         old = self._mutual([session for session in ready if session.said["step"] is not None])
         fresh = [session for session in ready if session.said["step"] is None and all(map(session.reaches, old))]
         return old + self._mutual(fresh)
 
     def _mutual(self, group: list[_Session]) -> list[_Session]:
-        """As many of them as all reach each other, nearly; of two equal groups the one that writes."""
+        """A large subgroup whose members all reach each other, found greedily; of two equal ones that of the writer."""
         group = list(group)
         while group:
             apart = {id(a): sum(a is not b and not a.reaches(b) for b in group) for a in group}
@@ -264,12 +265,7 @@ class Coordinator:
         return group
 
     def _begin_anew(self) -> None:
-        """Ends the group, of which nobody has a replica, so that the next processes begin as the first ones did."""
+        """Ends a group without any replica, so that the next processes begin as the first ones did."""
         self.view, self._asked = View(0, 0, ()), 0
         for life in [*self._sessions]:
             self._drop(life)
-
-
-def alive(socket: zmq.Socket, heartbeat_s: float) -> None:
-    """Lets ZeroMQ's own threads find out within so many seconds whether the process at the other end of a connection still runs."""
-    socket.heartbeat_ivl, socket.heartbeat_timeout = round(1000 * heartbeat_s / BEATS), round(800 * heartbeat_s)

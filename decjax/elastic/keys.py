@@ -1,6 +1,6 @@
-"""Keys of a group, and the check that lets nobody else in: ZeroMQ's own handshakes (CURVE, PLAIN), asked for before a message is read.
+"""Keys of a group, and the check that admits only its processes: ZeroMQ's handshakes (CURVE, PLAIN), made before a message is read.
 
-CURVE encrypts. PLAIN does not: it begins a connection with a password, for a network that is trusted to read along.
+CURVE encrypts. PLAIN does not: a connection begins with a password in plain text, for networks on which no other user listens.
 """
 
 import hashlib
@@ -11,16 +11,17 @@ import zmq
 from zmq.utils import z85
 
 _PLAIN_USER = b"member"
-_ADDRESS = "inproc://zeromq.zap.01"  # where ZeroMQ asks; see its RFC 27
+_ADDRESS = "inproc://zeromq.zap.01"  # to which ZeroMQ sends requests for authentication; see its RFC 27
 
 
 class Keys(NamedTuple):
-    """What a group's processes know.
+    """The keys of a group's processes.
 
     Attributes:
-        coordinator: its public key.
-        public, secret: those of all members.
-        own: the coordinator's secret key; empty in members.
+        coordinator: public key of the coordinator.
+        public: public key of all members.
+        secret: secret key of all members.
+        own: secret key of the coordinator; empty in members.
     """
 
     coordinator: bytes
@@ -30,18 +31,18 @@ class Keys(NamedTuple):
 
     @classmethod
     def made(cls) -> "Keys":
-        """New ones, the coordinator's."""
+        """Generate the keys of a new group, for its coordinator."""
         coordinator, own = zmq.curve_keypair()
         return cls(coordinator, *zmq.curve_keypair(), own)
 
     @property
     def text(self) -> str:
-        """Those of a member, for its environment."""
+        """The keys of a member as text, for its environment."""
         return b" ".join(self[:3]).decode()
 
     @classmethod
     def of(cls, text: str) -> "Keys":
-        """Those in the text."""
+        """Parse `text`."""
         return cls(*text.encode().split())
 
     @property
@@ -49,7 +50,7 @@ class Keys(NamedTuple):
         return hashlib.blake2b(self.secret, digest_size=32).hexdigest().encode()
 
     def guard(self, socket: zmq.Socket, encrypt: bool = True) -> None:
-        """Lets only members connect to a socket, which is bound afterwards."""
+        """Let only members connect to a socket; call it before the socket is bound."""
         if encrypt:
             socket.curve_server, socket.curve_secretkey = True, self.own or self.secret
         else:
@@ -57,7 +58,7 @@ class Keys(NamedTuple):
         socket.zap_domain = b"decjax"
 
     def enter(self, socket: zmq.Socket, server: bytes, encrypt: bool = True) -> None:
-        """Makes a socket say who it is when it connects to one that is guarded with the key `server`."""
+        """Let a socket authenticate itself when it connects to one that is guarded with the key `server`."""
         if encrypt:
             socket.curve_serverkey, socket.curve_publickey, socket.curve_secretkey = server, self.public, self.secret
         else:
@@ -65,10 +66,10 @@ class Keys(NamedTuple):
 
 
 class Gate:
-    """Answers ZeroMQ's question who may come in, for the guarded sockets of one context; it must be there before they are bound.
+    """Answers ZeroMQ's requests for authentication, for the guarded sockets of one context; create it before they are bound.
 
     Args:
-        context: theirs.
+        context: of the guarded sockets.
         keys: of the group.
     """
 
@@ -78,7 +79,7 @@ class Gate:
         self._allowed = (b"CURVE", z85.decode(keys.public)), (b"PLAIN", _PLAIN_USER, keys.password)
 
     def answer(self) -> bytes | None:
-        """Answers one question; the routing id of whoever may come in."""
+        """Answers one request; returns the routing id of a connection that is admitted."""
         version, request, _, _, routing_id, *credentials = self.socket.recv_multipart()
         said = b"\0".join(credentials)
         known = any(hmac.compare_digest(said, b"\0".join(allowed)) for allowed in self._allowed)

@@ -1,4 +1,4 @@
-"""A group whose members may leave and come back, as the `train.Members` of a run: it goes on in the next view where a view ends."""
+"""A group whose members may leave and come back, as the `train.Members` of a run: it continues in the next view where a view ends."""
 
 from collections.abc import Callable, Sequence
 import time
@@ -13,20 +13,20 @@ from decjax.elastic.workers import Group
 from decjax.train.members import LEFT, NotFinite
 from decjax.train.state import State
 
-SHARED = ("time_s", "bytes_sent_per_worker", "first_step")  # counters that are those of the member that gives its replica
+SHARED = ("time_s", "bytes_sent_per_worker", "first_step")  # counters that a member receives along with a replica
 
 
 class ElasticMembers:
     """This process's part in a group.
 
-    One member writes: rows of metrics, and checkpoints in the form of other runs, with a row for every slot. A slot without a member
-    has a copy of another's row there. If the writer cannot write, the next member does.
+    One member writes metrics and checkpoints. A checkpoint has the format of any run, with a row for every slot; a slot without a member
+    has a copy of another member's row. If the writer cannot write, another member takes over.
 
     Args:
         trainers: of the run.
         group: this member's part.
-        launch: the same in all processes of a launch, and in no other.
-        say: called with what the user has to know.
+        launch: a name that all processes of a launch share, and no others.
+        say: called with messages for the user.
     """
 
     def __init__(self, trainers: Trainers, group: Group, launch: str, say: Callable[[str], None] = lambda text: None):
@@ -66,7 +66,7 @@ class ElasticMembers:
     resized = own
 
     def fresh(self, params: Any) -> State:
-        return jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), self.like)  # Nothing of it is kept when the first view begins.
+        return jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), self.like)  # Replaced when the first view begins.
 
     def enter(self, state: State | None, step: int, counters: dict[str, Any]) -> tuple[State, int]:
         if not self._is_ready:
@@ -89,7 +89,7 @@ class ElasticMembers:
         return state, view.step
 
     def _choose_writer(self, unable_N: np.ndarray) -> None:
-        """The view's writer writes; if it cannot, the first member that can, preferably one that did not come just now."""
+        """Chooses the view's writer; if it cannot write, the first member that can, preferably one that did not just join."""
         view = self._group.view
         self._unable = {member.slot for member, unable in zip(view.members, unable_N, strict=True) if unable}
         order = sorted((member.slot for member in view.members), key=lambda slot: (slot != view.writer, slot in view.fresh, slot))
@@ -102,13 +102,12 @@ class ElasticMembers:
     # -- Steps --------------------------------------------------------------------------------------------------------
 
     def batch(self, step: int, counters: dict[str, Any]) -> Any:
-        return self.trainer.batch(step)  # The view says where the data stand.
+        return self.trainer.batch(step)  # The view has the position in the data.
 
     def took(self, steps: int) -> None:
         self._membership.step = steps
-        if (
-            time.monotonic() - self._entered_s > self.spec.elastic.heartbeat_s
-        ):  # Others come at once where there are spare processes.
+        # Not at once: spare processes join within seconds, and what is prepared for fewer workers would not be used.
+        if time.monotonic() - self._entered_s > self.spec.elastic.heartbeat_s:
             self._trainers.prepare(len(self._group.view.members) - 1, steps)
 
     def losses(self, pending: Sequence[tuple[int, jax.Array]]) -> tuple[np.ndarray, NotFinite | None]:
@@ -146,7 +145,7 @@ class ElasticMembers:
 
     def leave(self) -> None:
         channel, writer = self._group.channel, self._group.view.index(self._writer)
-        for index in range(channel.size):  # The writer ends the run when nobody waits for a message any more.
+        for index in range(channel.size):  # The writer ends the run once no member waits for a message.
             if index != writer:
                 to, source = (writer if channel.index == index else None), (index if channel.index == writer else None)
                 channel.exchange(np.zeros(1, np.uint8), to, source)

@@ -1,4 +1,4 @@
-"""A member's side of the membership: it says how it is, stops when asked, and learns the views; see `coordinator`."""
+"""A member's side of the membership: it reports its state, stops when asked, and receives the views; see `coordinator`."""
 
 import contextlib
 import json
@@ -12,22 +12,21 @@ import uuid
 
 import zmq
 
-from decjax.elastic.coordinator import alive
 from decjax.elastic.keys import Keys
-from decjax.elastic.transport import Transport, bounded
+from decjax.elastic.transport import Transport, bounded, watched
 from decjax.elastic.view import BEATS, Member, View, ViewChanged
 
-_BUSY = 0.05  # the share of a core's time that a process takes that computes
+_BUSY = 0.05  # share of a core's time above which a process counts as computing
 
 
 class Excluded(ConnectionError):
-    """The run is over, or the coordinator has sent this process away or given its place to another."""
+    """The run is over, or the coordinator has removed this process or given its place to another."""
 
     exit_code = 3  # of a process that lost contact; another takes its place unless the run is over
 
 
 class Membership:
-    """Takes part in a group, as whoever has a slot; it waits until the coordinator answers.
+    """Takes part in a group, with a slot; the constructor waits until the coordinator answers.
 
     Args:
         address: of the coordinator.
@@ -37,8 +36,8 @@ class Membership:
         encrypt: as `Transport`'s.
 
     Raises:
-        OSError: if there is no way to the coordinator.
-        Excluded: if it refuses this process.
+        OSError: if there is no route to the coordinator.
+        Excluded: if the coordinator refuses this process.
     """
 
     def __init__(self, address: tuple[str, int], slot: int, heartbeat_s: float, keys: Keys, encrypt: bool = False):
@@ -64,7 +63,7 @@ class Membership:
         self._coordinator.routing_id = self._member.life.encode()
         keys.enter(self._coordinator, keys.coordinator)
         bounded(self._coordinator, heartbeat_s)
-        alive(self._coordinator, heartbeat_s)
+        watched(self._coordinator, heartbeat_s)
         self._coordinator.connect(f"tcp://{address[0]}:{address[1]}")
         self._thread = threading.Thread(target=self._serve, name="elastic-control", daemon=True)
         self._thread.start()
@@ -80,7 +79,7 @@ class Membership:
         """The next step that this process takes, kept up to date by its owner; None: it has no replica yet.
 
         Raises:
-            ViewChanged: when it is set after this process has told another one where it stopped; what it has computed does not count.
+            ViewChanged: when it is set after this process has reported another one as its last; the step since then does not count.
         """
         return self._step
 
@@ -88,7 +87,7 @@ class Membership:
     def step(self, step: int | None) -> None:
         with self._changed:
             if self._is_ready and self._is_stopped:
-                raise ViewChanged("the others go on from where this process has said it was")
+                raise ViewChanged("the others continue from the step that this process has reported")
             self._step = step
 
     def ready(self, has_replica: bool) -> None:
@@ -135,10 +134,10 @@ class Membership:
             self._notify()
             self._thread.join()
 
-    # -- The thread that speaks to the coordinator --------------------------------------------------------------------
+    # -- The thread that reports to the coordinator -------------------------------------------------------------------
 
     def _notify(self) -> None:
-        """Lets the coordinator know that something has changed."""
+        """Wakes the thread that reports to the coordinator."""
         with contextlib.suppress(OSError):
             os.eventfd_write(self._wake, 1)
 
@@ -167,11 +166,11 @@ class Membership:
         state: dict[str, Any] = dict(member=self._member, ready=self._is_ready, step=self.step, taken=self.taken)
         state |= dict(stopped=stopped, at=at, reaches=self.transport.reached, broken=self.transport.broken)
         state |= dict(awaits=[*self.transport.awaited], idle=self._idle(), over=self._says_over, leaves=self._leaves)
-        with contextlib.suppress(zmq.Again):  # It takes nothing now; the next beat says the same.
+        with contextlib.suppress(zmq.Again):  # Nothing can be queued now; the next report has the same content.
             self._coordinator.send(json.dumps(state).encode(), zmq.NOBLOCK)
 
     def _idle(self) -> float:
-        """How long this process has neither taken a step, nor moved a message, nor computed, as it does when it compiles."""
+        """How long this process has taken no step, moved no message and not used a core (as compiling does), in its longest steps."""
         now_s, used_s, progress = time.monotonic(), time.process_time(), (self.step, self.transport.moved)
         if progress != self._progress:
             self._longest_s = max(self._longest_s, now_s - self._progress_at)
@@ -182,7 +181,7 @@ class Membership:
         return (now_s - self._idle_since) / self._longest_s
 
     def _hear(self, said: dict[str, Any]) -> bool:
-        """Takes in what the coordinator says; whether it has to be answered."""
+        """Takes in a message of the coordinator; returns whether it has to be answered."""
         stops = said.get("asked", 0) > self._stopped[0]
         with self._changed:
             if "out" in said:
@@ -196,7 +195,7 @@ class Membership:
             elif (view := said.get("view")) and view["number"] > self._number:
                 self._next, self._number = View.of(view), view["number"]
             if stops or self._gone or self._is_over:
-                self.transport.interrupt()  # Whoever said that it is over sends nothing any more.
+                self.transport.interrupt()  # The member that ended the run sends no further messages.
             if stops:
                 self._stopped = said["asked"], self.step
             self._changed.notify_all()

@@ -49,7 +49,7 @@ class Trainers:
             return self._made[n]
 
     def stand_in(self, n: int) -> str:
-        """What takes the place of the topology where it does not exist for n workers, in a sentence; empty: it exists."""
+        """A sentence that names the topology used instead where the config's does not exist for n workers; empty: it exists."""
         return self._stand_ins.get(n, "")
 
     def compile_all(self) -> None:
@@ -75,7 +75,7 @@ class Trainers:
 
 
 def _check(spec: config.RunSpec) -> None:
-    """Raises a ConfigError for what processes with one worker and one device each cannot do."""
+    """Raises a ConfigError for options that need more than one worker or one device in each process."""
     if spec.tables is not None:
         raise ConfigError(
             "config.tables with --elastic: nobody else has the tables of a worker that is gone; leave one of the two out"
@@ -90,7 +90,7 @@ def _check(spec: config.RunSpec) -> None:
 
 
 def _of(spec: config.RunSpec, group: Group, n: int, data: tasks.Data | None) -> tuple["ElasticTrainer", str]:
-    """(the trainer of n workers, what stands in for the topology); `data` are those of all slots, if they are loaded already."""
+    """(the trainer of n workers, `Trainers.stand_in` for them); `data` are those of all slots, if they are loaded already."""
     local_size = spec.local_size if n % spec.local_size == 0 else 1
     fitted = spec._replace(workers=n, batch_size=spec.each * n, local_size=local_size, elastic=config.Elastic())
 
@@ -103,10 +103,10 @@ def _of(spec: config.RunSpec, group: Group, n: int, data: tasks.Data | None) -> 
 
 
 def _assembled(spec: config.RunSpec, make_workers: Callable, may_stand_in: bool) -> tuple[config.Setup, str]:
-    """The parts of a run, with the first topology that exists for its workers and suits its mixer; and what is said of that."""
+    """The parts of a run with the first topology that exists for its workers and suits its mixer, and `Trainers.stand_in`."""
     if spec.workers == 1 and spec.mixer:
         alone = spec._replace(mixer=config.Choice("exact", {}))
-        return assemble.assemble(alone, make_workers), f"topology {spec.topology} does not exist for one worker; none instead"
+        return assemble.assemble(alone, make_workers), f"topology {spec.topology} does not exist for one worker, which trains alone"
     try:
         return assemble.assemble(spec, make_workers), ""
     except ValueError as error:

@@ -4,7 +4,7 @@ from typing import Any, NamedTuple
 
 from decjax.errors import ViewChanged
 
-BEATS = 5  # times that a member speaks to the coordinator in `heartbeat_s`
+BEATS = 5  # reports of a member to the coordinator in `heartbeat_s`, at least
 
 
 class Member(NamedTuple):
@@ -32,7 +32,7 @@ class View(NamedTuple):
         number: counts views.
         step: the first step that these members take together.
         members: by ascending slot; member i is worker i.
-        fresh: slots of those that have no replica of that step, and get one before it: they are new, or one step behind the others.
+        fresh: slots of members without a replica of that step, which receive one before it: they are new, or one step behind.
         writer: slot of the member that writes metrics and checkpoints; it stays the same as long as it takes part.
         block: batches that all workers have taken before that step; see `batch_of`.
     """
@@ -54,15 +54,15 @@ class View(NamedTuple):
         return next((member for member in self.members if member.slot not in self.fresh), None)
 
     def taken(self, step: int) -> int:
-        """How many batches all workers have taken before a step of this view."""
+        """The number of batches that all workers together have taken before a step of this view."""
         return self.block + (step - self.step) * len(self.members)
 
     def batch_of(self, index: int, step: int, slots: int) -> tuple[int, int]:
         """(worker, step) of a run of so many workers that would have taken the batch that worker `index` takes in this view's `step`.
 
-        Batches are numbered as if nothing ever changed, worker by worker and step by step, and are taken in that order by whoever
-        there is, also after the whole run was stopped. So no text of an epoch is left out or taken twice, but for those steps that some
-        members had taken and others had not when a view ended: of these the missing batches are left out.
+        Batches are numbered by (step, worker) as in a run without changes. The present workers take them in that order, also after the
+        whole run was stopped. So no text of an epoch is left out or taken twice, with one exception: if a view ended when some
+        members had taken a step and others had not, the batches of the latter are left out.
         """
         number = self.taken(step) + index
         return number % slots, number // slots

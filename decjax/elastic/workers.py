@@ -13,7 +13,7 @@ from decjax.elastic.programs import MEMBERS, Program
 from decjax.elastic.view import View
 from decjax.mesh import Axis, Workers
 
-CHANNELS = 2  # of the programs that the main thread runs, and of those beside it; see `ElasticWorkers.aside`
+CHANNELS = 2  # one for programs of the main thread, one for those that run at the same time; see `ElasticWorkers.aside`
 
 
 class Group:
@@ -41,7 +41,7 @@ class Group:
 
     @property
     def index(self) -> int:
-        """Which worker this process is; before the first view, in which all slots take part, its slot."""
+        """The worker that this process is; before the first view, in which all slots take part, its slot."""
         found = self.view.index(self.membership.slot) if self.view.members else self.membership.slot
         assert found is not None
         return found
@@ -54,7 +54,7 @@ class Group:
 
     @property
     def channel(self) -> Stream:
-        """The present view's channel of the main thread."""
+        """The main thread's channel in the present view."""
         return self.channels[0]
 
 
