@@ -64,7 +64,7 @@ class OutOfMemory(TrainingError):
 
 
 @contextlib.contextmanager
-def memory_told() -> Iterator[None]:
+def translating_out_of_memory() -> Iterator[None]:
     """Context manager that raises `OutOfMemory` for JAX's and Python's own errors about a lack of memory."""
     try:
         yield

@@ -23,7 +23,7 @@ from decjax import tasks, train
 from decjax.elastic.members import ElasticMembers
 from decjax.elastic.trainer import Trainers
 from decjax.elastic.workers import Group
-from decjax.errors import memory_told
+from decjax.errors import translating_out_of_memory
 from decjax.train import metrics
 from launch import arguments, command, elastic, join, memory, processes, progress
 
@@ -42,7 +42,7 @@ def main(argv: list[str]) -> int:
         if _TRACKER.value:
             metrics.wandb()  # Without it nothing begins.
         place = placed(spec)
-        with memory_told():
+        with translating_out_of_memory():
             trainer, members = elastic_trainer(config) if join.is_elastic() else (static_trainer(config, spec, place), None)
             run = train.Run(trainer, workdir, _RESUME_FROM.value, members)
             outcome = run.train(trackers())
@@ -129,7 +129,7 @@ def report(outcome: train.Outcome, task: tasks.Task) -> None:
         return
     summary = outcome.summary
     assert summary is not None  # It is finished.
-    if outcome.is_old:
+    if outcome.already_finished:
         print(f"the run in {_WORKDIR.value} is finished already, after {outcome.step} steps; another --workdir starts a new run")
     limit = summary.get("corpus_order1_entropy")
     print(

@@ -109,7 +109,7 @@ def test_a_run_without_faults_is_that_of_one_process(tmp_path):
         np.testing.assert_allclose(*values, rtol=1e-4)
     assert sorted(number for member in members for number in member.batches) == [*range(STEPS * 3)]
     again = trained(tmp_path / "elastic", spec)
-    assert all(member.outcome.is_old for member in again)
+    assert all(member.outcome.already_finished for member in again)
 
 
 @pytest.mark.parametrize(

@@ -63,7 +63,7 @@ def test_a_tracker_is_told_of_every_row_and_step(prepare, tmp_path):
     for tracker in made:
         assert tracker.rows == lines and tracker.steps == [*range(1, STEPS + 1)] and tracker.closed
     # A finished run takes no steps, and makes no trackers.
-    assert prepare(tmp_path / "run").train([kept]).is_old and len(made) == 2
+    assert prepare(tmp_path / "run").train([kept]).already_finished and len(made) == 2
 
 
 def test_trackers_are_closed_when_another_cannot_begin(prepare, tmp_path):

@@ -10,7 +10,7 @@ import pytest
 
 import decjax
 from decjax import mesh, train
-from decjax.errors import OutOfMemory, memory_told
+from decjax.errors import OutOfMemory, translating_out_of_memory
 from decjax.train import evaluate
 from decjax.train import state as state_lib
 from tests.tiny_runs import RICH, STEPS, assert_equal_states, launch, losses, prepare, reference, rows, text  # noqa: F401
@@ -176,10 +176,10 @@ def test_a_model_that_memory_cannot_hold_is_refused_before_anything_is_written(p
 
 
 def test_a_lack_of_memory_is_one_line():
-    with pytest.raises(OutOfMemory, match="out of memory .* use a smaller model, batch_size") as error, memory_told():
+    with pytest.raises(OutOfMemory, match="out of memory .* use a smaller model, batch_size") as error, translating_out_of_memory():
         jnp.zeros(2**48, jnp.uint8).block_until_ready()
     assert "\n" not in str(error.value)
-    with pytest.raises(RuntimeError, match="of another kind"), memory_told():
+    with pytest.raises(RuntimeError, match="of another kind"), translating_out_of_memory():
         raise RuntimeError("of another kind")
 
 

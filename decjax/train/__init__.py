@@ -2,8 +2,8 @@
 
 trainer      steps, averages and evaluation, for loops of your own
 run          the training loop: work directory, logging, signals, summary
-members      who trains together: the same workers all the time, or a group that changes
-signals      those that stop a run
+members      the processes that train together: the same from start to end, or a group that changes
+signals      the signals that stop a run
 step         the train step of one worker
 state        the training state of all workers
 pace         the seconds of steps, for methods that decide by them
@@ -11,7 +11,7 @@ engine       the compiled step: as one program, or with the exchange beside the 
 divide       splits an update into what needs no message and what each message completes
 evaluate     evaluation of the averaged model and of every worker's own
 checkpoint   checkpoints with Orbax, written while training goes on, and the search for the newest that is not damaged
-contents     what a checkpoint holds besides: checksums, and the names and shapes of its arrays
+contents     the records of a checkpoint besides the state: checksums, and the names and shapes of its arrays
 workdir      the check that a directory belongs to the run, and the lock on it
 summary      what a run comes to
 metrics      where the numbers of a run go: metrics.jsonl, TensorBoard, Weights & Biases, or a tracker of one's own

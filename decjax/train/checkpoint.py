@@ -27,7 +27,7 @@ from decjax.train import workdir as workdir_lib
 from decjax.train.contents import VERSION, arrays_of, checksums, finite
 
 T = TypeVar("T")
-PROBE = ".probe"  # how the name of a folder ends that is only there to see whether it can be made
+PROBE = ".probe"  # suffix of a folder that is made only to test whether the directory can be written
 SAVE_TIMEOUT_S = 3600  # after which a checkpoint that is still not written counts as failed
 
 
@@ -100,10 +100,10 @@ class Found(NamedTuple):
 
 
 class Checkpoints:
-    """The checkpoints in a run's work directory, of which the newest `keep` are kept (None: all); `read_only` for another run's, and
-    for processes of this one that do not write them (`own`).
+    """The checkpoints in a run's work directory, of which the newest `keep` are kept (None: all).
 
-    As a context manager it waits at its end for what is being written, and gives the directory free.
+    `read_only` is for those of another run, and with `own` for processes of this run that do not write them. At its end the context
+    manager waits for what is being written and releases the directory.
     """
 
     def __init__(self, workdir: pathlib.Path, *, keep: int | None = None, read_only: bool = False, own: bool = False):
@@ -129,14 +129,14 @@ class Checkpoints:
                 async_options=ocp.options.AsyncOptions(
                     timeout_secs=SAVE_TIMEOUT_S,
                     barrier_sync_fn=_waiting_for_others(),
-                    create_directories_asynchronously=False,  # Else threads wait for a folder that cannot be made, also at exit.
+                    create_directories_asynchronously=False,  # Otherwise threads wait forever for a folder that cannot be made.
                 ),
                 lightweight_initialize=True,  # Damaged ones are found when they are read.
             ),
         )
 
     def _try_writing(self) -> None:
-        """Raises a CheckpointError at once, not at the first checkpoint, if the folder cannot be written."""
+        """Raises a CheckpointError now rather than at the first checkpoint if the folder cannot be written."""
         if jax.process_index() == 0:
             try:
                 self._directory.mkdir(parents=True, exist_ok=True)
@@ -293,13 +293,13 @@ class Checkpoints:
         return state, extra["counters"]
 
     def _readable(self, step: int, read: Callable[[], T]) -> T:
-        """What `read` returns in every process, or the error that a saved step is damaged."""
+        """The result of `read`; raises a CheckpointError in every process if it fails in one."""
         failed, content = None, None
         try:
             content = read()
         except Exception as error:  # Orbax and TensorStore raise many types of errors for a damaged file.
             failed = error
-        if _in_any_process(failed is not None):  # All get to know it before they compute anything together.
+        if _in_any_process(failed is not None):  # Agreed before the next collective, in which some would wait for the others.
             error = failed or OSError("another process cannot read it")
             reason = " ".join(str(error).split())[:200] or type(error).__name__
             raise self._damaged(step, f"it cannot be read: {reason}") from failed
@@ -327,10 +327,9 @@ class Checkpoints:
             return self._reader.restore(self._directory / str(step), args=ocp.args.Composite(state=state))["state"]
 
     def _check(self, step: int, extra: dict[str, Any], like: Any, partial: bool) -> None:
-        """Raises a CheckpointError if a step that is not damaged has another name than it was saved by, or holds other arrays."""
+        """Raises a CheckpointError if an undamaged step was renamed or holds other arrays."""
         if not 1 <= extra["version"] <= VERSION:
-            known = f"and this decjax knows those up to {VERSION}"
-            raise self._unusable(step, f"its checksums are of version {extra['version']}, {known}")
+            raise self._unusable(step, f"its format is version {extra['version']}, and this decjax reads versions up to {VERSION}")
         if (saved := extra.get("step", step)) != step:
             raise CheckpointError(
                 f"checkpoint {self._directory / str(step)} was saved as step {saved}; rename it to {saved}, or move it away"
@@ -344,7 +343,7 @@ class Checkpoints:
             raise CheckpointError(f"{problem}; {contents.way_out(there, here)}")
 
     def unlike(self, step: int, like: Any) -> str:
-        """How an array of `like` differs from that of a saved step in dtype or in the shape of one worker; empty: none does."""
+        """The first array of `like` whose dtype or shape per worker differs from that of a saved step; empty: none does."""
         try:
             there, here = contents.per_worker(self._extra(step)["arrays"]), contents.per_worker(arrays_of(like))
         except Exception:  # Such as for a damaged file, for which `restore` raises a better error.
@@ -362,7 +361,7 @@ class Checkpoints:
     def diverged(self, what: str, state: Any, like: Any = None) -> Diverged:
         """The error that ends a diverged run: what was seen, and the last good checkpoint. A collective.
 
-        The state's arrays are deleted, to make room for those that are restored, as `like`, to find that checkpoint.
+        Checkpoints are restored as `like` to find a good one; the state's arrays are deleted first, to make room.
         """
         with contextlib.suppress(CheckpointError):
             self.finish()  # It may still read the arrays.

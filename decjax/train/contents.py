@@ -1,6 +1,5 @@
-"""What a checkpoint holds besides the state, so that what is read can be compared with what was saved: checksums, and each array's name,
-dtype and shape.
-"""
+"""The records of a checkpoint besides the state: checksums, and the name, dtype and shape of each array. They show on reading whether
+the state is the one that was saved."""
 
 import functools
 import json
@@ -15,7 +14,7 @@ import orbax.checkpoint as ocp
 from decjax import codecs
 from decjax.errors import CheckpointError
 
-VERSION = 3  # 2: without step and arrays; 1, without this entry: sums in which two flipped signs cancel
+VERSION = 3  # 2 lacks step and arrays; 1 also lacks the version, and its checksums miss two flipped signs
 
 
 def _mixed(word: jax.Array) -> jax.Array:
@@ -43,17 +42,17 @@ def checksums(state: Any, version: int = VERSION) -> jax.Array:
 
 
 def extra_checksum(extra: dict[str, Any]) -> int:
-    """The checksum of what a checkpoint holds besides its state; in version 2 that of the counters alone."""
+    """The checksum of a checkpoint's records; in version 2 of the counters only."""
     own = ("checksums", "counters_checksum")
     covered = extra["counters"] if extra["version"] == 2 else {name: value for name, value in extra.items() if name not in own}
     return zlib.crc32(json.dumps(covered, sort_keys=True).encode())
 
 
 def arrays_of(state: Any) -> dict[str, list]:
-    """The dtype and shape of each array of a state by the name that it has in a checkpoint, as {"params.w": ["float32", 4, 300]}.
+    """The dtype and shape of each array of a state by its name in a checkpoint, such as {"params.w": ["float32", 4, 300]}.
 
     Raises:
-        CheckpointError: if the state cannot be saved: two arrays have the same name there, or one holds typed PRNG keys.
+        CheckpointError: if the state cannot be saved: two arrays would have the same name, or one holds typed PRNG keys.
     """
     arrays: dict[str, list] = {}
     for path, x in ocp.tree.to_flat_dict(state).items():
@@ -77,20 +76,20 @@ def _shown(array: list | None) -> str:
 def difference(there: dict[str, list], here: dict[str, list]) -> str:
     """The first array in which two states differ; empty: none."""
     for name in [*here, *(there.keys() - here.keys())]:
-        if (found := there.get(name)) != (wanted := here.get(name)):
-            return f"{name} is {_shown(found)} there and {_shown(wanted)} here"
+        if (saved := there.get(name)) != (present := here.get(name)):
+            return f"{name} is {_shown(saved)} there and {_shown(present)} here"
     return ""
 
 
 def way_out(there: dict[str, list], here: dict[str, list]) -> str:
-    """What to do where two states differ."""
+    """The fix for two states that differ, for an error message."""
     if difference(_without_width(there), _without_width(here)):
         return "use the model, optimizer, method and number of workers that saved it"
     return f"set JAX_ENABLE_X64={int(not jax.config.jax_enable_x64)}"  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _without_width(arrays: dict[str, list]) -> dict[str, list]:
-    """The same, whether or not JAX_ENABLE_X64 was set."""
+    """The arrays as if JAX_ENABLE_X64 had not been set."""
     return {name: [dtype.replace("64", "32"), *shape] for name, (dtype, *shape) in arrays.items()}
 
 

@@ -245,7 +245,6 @@ def _compiled_part(workers, exchange, inputs, messages) -> _Part:
     """The programs of a part of the exchange."""
     pieces = divide.cut_at_messages(exchange)
     encode = _compiled(workers, pieces.encode, inputs)
-    travel = _compiled(
-        workers.aside, messages(pieces.travel), inputs, encode.out_info
-    )  # `_Split.run` gives it a thread of its own.
+    # `_Split.run` runs it in a thread of its own.
+    travel = _compiled(workers.aside, messages(pieces.travel), inputs, encode.out_info)
     return _Part(encode, travel, _compiled(workers, pieces.decode, inputs, encode.out_info, travel.out_info))

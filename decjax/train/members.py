@@ -1,4 +1,4 @@
-"""Who trains together in a run: the same workers from its start to its end, or a group that changes, as `decjax.elastic.members` has it."""
+"""The processes that train together in a run: the same from start to end, or a group that changes (`decjax.elastic.members`)."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
@@ -10,7 +10,7 @@ from decjax import config
 from decjax.train.state import State
 from decjax.train.trainer import Trainer
 
-LEFT = "batches_left"  # a counter: batches of the steps so far that no worker has taken, since there were fewer; they come next
+LEFT = "batches_left"  # a counter: batches of the steps so far that no worker has taken, since workers were missing; they come next
 
 
 class NotFinite(NamedTuple):
@@ -22,12 +22,12 @@ class NotFinite(NamedTuple):
 
 
 class Members(Protocol):
-    """Who trains together. Methods that are collectives may raise `errors.ViewChanged`; then the run calls `enter` again."""
+    """The processes that train together. A collective may raise `errors.ViewChanged`; then the run calls `enter` again."""
 
     spec: config.RunSpec  # of the run with all its workers
     launch: str  # see `workdir.claim`
-    restores: bool  # whether this process begins with a checkpoint; else `enter` gives it another one's state
-    joined: bool  # whether the group has taken steps before it was what it is now
+    restores: bool  # whether this process restores the newest checkpoint; otherwise `enter` returns the state of another process
+    joined: bool  # whether the group took steps before its last change
 
     @property
     def trainer(self) -> Trainer:
@@ -36,7 +36,7 @@ class Members(Protocol):
 
     @property
     def facts(self) -> dict[str, float]:
-        """What each row of metrics says of the group."""
+        """Fields about the group for each row of metrics."""
         ...
 
     @property
@@ -51,12 +51,12 @@ class Members(Protocol):
 
     @property
     def first(self) -> bool:
-        """Whether this process writes everything else."""
+        """Whether this process writes metrics and the summary."""
         ...
 
     @property
     def alone(self) -> bool:
-        """Whether this process decides alone when it stops."""
+        """Whether this process stops on a signal without agreeing with others."""
         ...
 
     def own(self, state: Any) -> Any:
@@ -64,7 +64,7 @@ class Members(Protocol):
         ...
 
     def fresh(self, params: Any) -> State:
-        """The state before the first step from the parameters of one model, as NumPy arrays [N, …]; `enter` makes what it keeps of it."""
+        """The initial state with the parameters of one model, as NumPy arrays [N, …]; zeros where `enter` initializes it later."""
         ...
 
     def resized(self, state: State) -> Any:
@@ -72,8 +72,16 @@ class Members(Protocol):
         ...
 
     def enter(self, state: Any, step: int, counters: dict[str, Any]) -> tuple[State, int]:
-        """The state and the step with which this process goes on with the present group, from its own, None at the start of a run.
-        A collective. `counters` become those of the group."""
+        """Begin with the present group. A collective.
+
+        Args:
+            state: this process's state; None at the start of a run.
+            step: the next step of that state.
+            counters: this process's, which are replaced by those of the group.
+
+        Returns:
+            The state and the step to continue with.
+        """
         ...
 
     def batch(self, step: int, counters: dict[str, Any]) -> Any:
@@ -81,15 +89,15 @@ class Members(Protocol):
         ...
 
     def took(self, steps: int) -> None:
-        """Says that so many steps are taken; `ViewChanged`: the last of them does not count."""
+        """Note the number of steps taken. On `ViewChanged` the last step does not count."""
         ...
 
     def losses(self, pending: Sequence[tuple[int, jax.Array]]) -> tuple[np.ndarray, NotFinite | None]:
-        """The mean loss of each worker in the pending steps, (step, loss_N); workers that have taken none are left out. A collective."""
+        """The mean loss of each worker over the pending steps, (step, loss_N), without workers that have taken none. A collective."""
         ...
 
     def rows(self, state: State, step: int, counters: dict[str, Any]) -> Callable[[], Any]:
-        """Makes the state as a checkpoint after so many steps holds it; `counters` get what belongs to it. A collective."""
+        """A function that returns the state as a checkpoint holds it after `step` steps; updates `counters` for it. A collective."""
         ...
 
     def any(self, condition: bool) -> bool:
@@ -97,24 +105,28 @@ class Members(Protocol):
         ...
 
     def has_written(self, error: Exception | None) -> bool:
-        """Whether what was to be written is; false: another process has to. A collective; it raises the error if no other can."""
+        """Whether the last write succeeded; if not, another process must repeat it. A collective.
+
+        Args:
+            error: the error of this process's write, which is raised if no other process can write.
+        """
         ...
 
     def leave(self) -> None:
-        """Ends this process's part in a run that is over or stops; `ViewChanged`: others need it once more."""
+        """Leave a run that is over or stops. On `ViewChanged` others still need this process."""
         ...
 
     def end(self) -> None:
-        """Tells the others that the run has ended with an error."""
+        """Report to the others that the run has ended with an error."""
         ...
 
     def close(self) -> None:
-        """Ends the connections to others."""
+        """Close the connections to others."""
         ...
 
 
 class Static:
-    """The workers of a trainer, from the start to the end."""
+    """The workers of a trainer, the same from start to end."""
 
     launch, restores, joined = "", True, False
 

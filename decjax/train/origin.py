@@ -61,7 +61,7 @@ def find(folder: pathlib.Path, checkpoints: checkpoint.Checkpoints, trainer: Tra
 
 @contextlib.contextmanager
 def opened(folder: str | os.PathLike | None, trainer: Trainer, steps: int) -> Iterator[Origin | None]:
-    """Inside, the run to start from; None without a folder. A CheckpointError if it has taken so many steps already."""
+    """A context with the run to start from; None without a folder. Raises a CheckpointError if that run has taken `steps` already."""
     if folder is None:
         yield None
         return
@@ -73,7 +73,7 @@ def opened(folder: str | os.PathLike | None, trainer: Trainer, steps: int) -> It
 
 
 def replicas(origin: Origin, members: Members) -> tuple[int, Any, str]:
-    """(step, this process's part of a state that continues from another run's replicas, a note on where it is from)."""
+    """(step, this process's part of a state that continues from another run's replicas, a note on its origin)."""
     n, num_workers, trainer = origin.num_workers, members.spec.workers, members.trainer
     step, (state, weight_N), damage = origin.checkpoints.newest(lambda step: _read(origin, step, trainer))
     # Mixers start from one model on all workers, here the average of the replicas.
@@ -88,7 +88,7 @@ def replicas(origin: Origin, members: Members) -> tuple[int, Any, str]:
 
 
 def _read(origin: Origin, step: int, trainer: Trainer) -> tuple[Any, np.ndarray | None]:
-    """(what a run keeps of the replicas of another one's step, their weights [N] if they have some), as NumPy arrays."""
+    """(the part of another run's replicas that this run continues from, their weights [N] or None), as NumPy arrays."""
     n, workers = origin.num_workers, trainer.workers
 
     def read(like):

@@ -17,7 +17,7 @@ import numpy as np
 
 from decjax import config, files, mesh
 from decjax.errors import CheckpointError, TrainingError, ViewChanged, not_written
-from decjax.train import checkpoint, metrics, signals
+from decjax.train import checkpoint, contents, metrics, signals
 from decjax.train import origin as origin_lib
 from decjax.train import summary as summary_lib
 from decjax.train import workdir as workdir_lib
@@ -35,7 +35,7 @@ class Run:
         trainer: what takes the steps.
         workdir: its directory, which is created if it does not exist.
         resume_from: the directory of another run from whose replicas a new run starts, with any number of workers.
-        members: who trains together; None: the trainer's workers, from the start to the end.
+        members: the processes that train together; None: the trainer's workers, from start to end.
 
     Raises:
         CheckpointError: if the directory belongs to another run, is in use or cannot be written, or a checkpoint cannot be
@@ -53,7 +53,7 @@ class Run:
         self.members = members or Static(trainer)
         self.spec, self.workdir = self.members.spec, pathlib.Path(workdir)
         config.check_memory(trainer.setup)
-        checkpoint.arrays_of(trainer.abstract)  # What cannot be saved is refused before the first step.
+        contents.arrays_of(trainer.abstract)  # Raises before the first step if the state cannot be saved.
         self.note = "no checkpoint yet: starting again" if metrics.read(self.workdir) else ""
         self._trackers: list[metrics.Tracker] = []  # made by `train`, in the first process
         self._wanted: Sequence[Callable[[Run], metrics.Tracker]] = ()
@@ -82,7 +82,7 @@ class Run:
 
     @property
     def trainer(self) -> Trainer:
-        """That of the workers that take part now."""
+        """The trainer of the workers that take part now."""
         return self.members.trainer
 
     @property
@@ -97,7 +97,7 @@ class Run:
 
     @property
     def checkpoints(self) -> checkpoint.Checkpoints:
-        """Those of the run, only to be read where another process writes them."""
+        """The run's checkpoints, read-only in a process that does not write them."""
         if self._checkpoints is None:
             keep, read_only = self.spec.checkpoint.keep, not self.members.saves
             made = checkpoint.Checkpoints(self.workdir, keep=keep, read_only=read_only, own=True)
@@ -107,7 +107,7 @@ class Run:
     # -- Beginning ----------------------------------------------------------------------------------------------------
 
     def _restore(self, origin: Origin | None) -> tuple[int, Any]:
-        """(step, this process's part of the state) to begin with; None: the initial state."""
+        """(step, this process's part of the state) to begin with; the state is None for the initial one."""
         if not workdir_lib.steps_saved(self.workdir):
             if origin is None:
                 return 0, None
@@ -127,7 +127,7 @@ class Run:
         return step, self.members.own(state)
 
     def _enter(self) -> None:
-        """Goes on with the present group, or a later one if that ends meanwhile."""
+        """Continues with the present group, or with a later one if that ends meanwhile."""
         self._resettles = False
         while True:
             if self._begun is not None:
@@ -136,7 +136,7 @@ class Run:
                 self.state, self.done = self.members.enter(self.state, self.done, self.counters)
                 self._counted = self.trainer.bytes_by_usage(self.state)  # how many of these bytes the counters include already
                 break
-        self._resettles = self.members.joined  # Whoever wrote may be gone before all was whole.
+        self._resettles = self.members.joined  # The writer may have died before all of this step was written.
         self.start = self.done
         if self._begun is not None:
             self._start_clocks()
@@ -151,7 +151,7 @@ class Run:
     # -- Writing ------------------------------------------------------------------------------------------------------
 
     def _take_role(self) -> None:
-        """Begins to write checkpoints, or stops it, as the group has it."""
+        """Begins or stops to write checkpoints and metrics, as the group has decided."""
         if self._role == self.members.saves:
             return
         self._files.close()
@@ -165,7 +165,7 @@ class Run:
         self._role = self.members.saves
 
     def _written(self, write: Callable[[], None]) -> None:
-        """Has `write` called where checkpoints and metrics are written, by another process if that cannot."""
+        """Calls `write` in the process that writes; if it fails there, in another one. A collective."""
         while True:
             error = None
             if self.members.saves:
@@ -183,7 +183,7 @@ class Run:
                     self._take_role()
 
     def _track(self) -> None:
-        """Begins all trackers."""
+        """Creates all trackers."""
         self.start = self.done
         lines = metrics.JsonLines(self.workdir, self.start, self.spec.steps)
         self._recorded = lines.recorded
@@ -198,9 +198,8 @@ class Run:
 
     def _record(self, kind: str, values: dict[str, float]) -> None:
         self.checkpoints.check()
-        if (
-            self.done > self._recorded.get(kind, 0) if self.first else False
-        ):  # A group may begin at a step that is recorded already.
+        # A group may begin at a step that is recorded already.
+        if self.first and self.done > self._recorded.get(kind, 0):
             for tracker in self._trackers:
                 tracker.log(self.done, kind, values)
             self._recorded[kind] = self.done
@@ -219,7 +218,7 @@ class Run:
 
     def _diverged(self, what: str) -> NoReturn:
         with contextlib.suppress(CheckpointError):
-            self._written(self.checkpoints.finish)  # Whoever looks for it finds the last one.
+            self._written(self.checkpoints.finish)  # `diverged` looks for the last good one in every process.
         raise self.checkpoints.diverged(what, self.state, self.members.like)
 
     def _row(self, time_s: float, found: dict[str, float], steps: int, taken_s: float) -> dict[str, float]:
@@ -292,9 +291,9 @@ class Run:
                 raise
 
     def _outcome(self, caught: list[signal.Signals]) -> Outcome:
-        """Takes the run to its end, or to where a signal stops it."""
+        """Trains to the end, or until a signal stops the run."""
         if self.start == self.spec.steps and not self.members.joined and (summary := summary_lib.read(self.workdir)):
-            return Outcome(self.start, None, summary, None, is_old=True)
+            return Outcome(self.start, None, summary, None, already_finished=True)
         self._written(lambda: None)
         if self._steps(caught):
             self._written(self.checkpoints.finish)
@@ -302,7 +301,7 @@ class Run:
         return self._finish()  # Takes seconds, so a signal does not stop it.
 
     def _steps(self, caught: list[signal.Signals]) -> bool:
-        """Takes all steps that are left; returns whether a signal has stopped it before."""
+        """Takes the remaining steps; returns whether a signal has stopped the run before the last one."""
         stop = self._resettles and self.done > 0 and self._settle(caught)
         self._resettles = False
         while self.done < self.spec.steps and not stop:
@@ -385,7 +384,7 @@ class Run:
         return Outcome(self.spec.steps, None, summary, shown[0] if shown else None)
 
     def _conclude(self, model: tuple[Any, Any], summary: dict[str, Any], shown: list[str]) -> None:
-        """Writes the summary, to which scores are added, and appends what the model can do to `shown`."""
+        """Adds scores to the summary and writes it; appends the task's sample of the model, such as a text, to `shown`."""
         self.checkpoints.finish()  # The last one was written while this was computed.
         if not self.first:
             return

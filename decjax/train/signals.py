@@ -1,4 +1,4 @@
-"""Signals that stop a run: they are collected, so that it can save before it stops."""
+"""Signals that stop a run; they are collected, so that it can save a checkpoint first."""
 
 from collections.abc import Iterator
 import contextlib
@@ -8,7 +8,7 @@ import threading
 
 @contextlib.contextmanager
 def collected() -> Iterator[list[signal.Signals]]:
-    """Inside, SIGTERM and Ctrl-C are collected in the list that it gives; a second Ctrl-C interrupts at once."""
+    """A context that collects SIGTERM and Ctrl-C in the list that it yields; a second Ctrl-C interrupts at once."""
     caught: list[signal.Signals] = []
     if threading.current_thread() is not threading.main_thread():  # Python gives signals to the main thread alone.
         yield caught

@@ -26,15 +26,15 @@ class Outcome(NamedTuple):
         step: the last step taken.
         signal: the signal that interrupted it; None if it is finished.
         summary: contents of `summary.json`; None if it is not finished.
-        shown: what the averaged model can do, such as a text that it wrote; None if there is nothing to show.
-        is_old: whether it was finished before, so that nothing was computed.
+        shown: a sample of the averaged model, such as a text that it wrote; None if the task has none.
+        already_finished: whether the run was finished before, so that nothing was computed.
     """
 
     step: int
     signal: signal.Signals | None
     summary: dict | None
     shown: str | None
-    is_old: bool = False
+    already_finished: bool = False
 
 
 def spread(name: str, value: float, local_N: np.ndarray) -> dict[str, float]:

@@ -81,7 +81,7 @@ class Trainer:
     # -- Steps --------------------------------------------------------------------------------------------------------
 
     def batch(self, step: int, left: int = 0) -> Any:
-        """The examples of a step, [N, B, …]; `left` batches of earlier steps come before them, since they were not taken."""
+        """The examples of a step, [N, B, …], shifted by `left` batches of earlier steps that no worker has taken."""
         n = self.workers.num_workers
 
         def of(worker):

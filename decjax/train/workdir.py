@@ -24,7 +24,7 @@ from decjax.train import metrics
 
 # Fields that may differ between a run and its continuation; except for rounding, none of them changes the result of training.
 FREE_KEYS = ("eval.", "checkpoint.", "elastic.", "log_every", "data.sample_bytes", "engine")
-ATTEMPTS, PAUSE_S = 40, 0.05  # to lock a directory that another process of the same launch may be about to share
+ATTEMPTS, PAUSE_S = 40, 0.05  # to lock a directory while another process of the same launch may be preparing it
 _STEP = re.compile(r"0|[1-9][0-9]*")  # a checkpoint's folder; `str.isdigit` accepts "²" as well, which `int` refuses
 
 
@@ -40,7 +40,7 @@ def claim(
         workdir: the directory.
         config: the resolved one.
         advise: gives what else to do with a directory of another run than to choose another, after a comma; empty: nothing.
-        launch: distinguishes launches whose processes each claim the directory, and hold it together; empty: one claim is enough.
+        launch: name of a launch whose processes all claim the directory and share the lock; empty: process 0 claims it for all.
 
     Returns:
         What keeps other runs out until it is closed.
@@ -60,7 +60,7 @@ def claim(
 
 @contextlib.contextmanager
 def writing(workdir: pathlib.Path) -> Iterator[None]:
-    """Inside, no other process of this launch writes to the directory. It waits for one that does, such as a frozen one, to end."""
+    """A context in which no other process of this launch writes to the directory; it waits for one that does, such as a frozen one."""
     with (workdir / ".writer").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)  # The kernel releases it when the process is gone.
         yield
@@ -97,11 +97,11 @@ def _check(workdir: pathlib.Path, config: dict, advise: Callable[[pathlib.Path],
 
 
 def _take(workdir: pathlib.Path, config: dict, launch: str, held: contextlib.ExitStack) -> None:
-    """Locks the directory for a launch, until `held` is closed, and makes it one of this config."""
+    """Locks the directory for a launch until `held` is closed, and prepares it for this config."""
 
     def prepare():
         if not steps_saved(workdir):
-            (workdir / "metrics.jsonl").unlink(missing_ok=True)  # First: `_lost` judges them by the config that is there.
+            (workdir / "metrics.jsonl").unlink(missing_ok=True)  # First: `_lost` compares them with the old config.
         files.write_whole(workdir / "config.json", json.dumps(config, indent=2) + "\n")
 
     try:
@@ -118,8 +118,8 @@ def _take(workdir: pathlib.Path, config: dict, launch: str, held: contextlib.Exi
 def _lock(file: TextIO, launch: str, prepare: Callable[[], None]) -> None:
     """Locks a directory for a launch, whose processes share the lock. The first of them calls `prepare`.
 
-    It holds the lock alone until it has written the launch's name into the file, so that no process of another launch comes between two
-    of this one, also when those that have the lock die one after the other.
+    The first holds the lock exclusively until it has written the launch's name to the file. Therefore no other launch can get the
+    directory between two processes of this one, even if those that hold the lock die one after the other.
 
     Raises:
         BlockingIOError: if a process of another launch has the lock.
@@ -135,7 +135,7 @@ def _lock(file: TextIO, launch: str, prepare: Callable[[], None]) -> None:
         except BlockingIOError:
             if not attempts_left:
                 raise
-            time.sleep(PAUSE_S)  # It may be the first of this launch that has it alone.
+            time.sleep(PAUSE_S)  # The first process of this launch may hold it exclusively.
             continue
         if _named(file) != name:
             prepare()
