@@ -27,8 +27,7 @@ from decjax import config
 from decjax.elastic.coordinator import Coordinator
 from decjax.elastic.keys import Keys
 from decjax.elastic.view import View
-from launch import accelerators, chaos, command, processes
-from launch import arguments as of_train
+from launch import accelerators, chaos, command, processes, train_flags
 
 KEYS = "DECJAX_ELASTIC_KEYS"  # the environment's variable
 PAUSE_S = 1.0  # before a process is started again that never took part, or a spare one; twice as long each time
@@ -51,7 +50,7 @@ def options(module: str, arguments: Sequence[str]) -> config.Elastic | None:
     if module != processes.TRAIN:
         raise command.UserError(f"--elastic: only {processes.TRAIN} can be elastic, got module={module}; leave it out")
     try:
-        return config.read(of_train.read(arguments).config).elastic
+        return config.read(train_flags.read(arguments).config).elastic
     except config.ConfigError as error:
         raise command.UserError(str(error)) from error
 

@@ -16,8 +16,7 @@ import jax
 from decjax import config as parts
 from decjax import files, registry
 from decjax.errors import ConfigError
-from launch import arguments as of_train
-from launch import command, config_file
+from launch import command, config_file, train_flags
 
 TABULATED = ("eval_loss", "local_eval_loss_min", "local_eval_loss_max", "time_s", "bytes_per_step_per_worker")  # of a summary
 
@@ -166,7 +165,7 @@ def check(member: Member, num_processes: int, resolve: bool) -> None:
     With `resolve` it also builds the parts, if the number of workers is given: otherwise the devices of the run decide.
     """
     try:
-        spec = of_train.check(member.arguments, num_processes)
+        spec = train_flags.check(member.arguments, num_processes)
         if spec.workers and resolve:
             jax.config.update("jax_platforms", "cpu")  # Accelerators are for the runs.
             parts.resolve(spec.document)
@@ -181,7 +180,7 @@ def check_values(members: list[Member], config: str, swept: dict[str, list[str]]
     @functools.cache
     def fields(*options: str) -> dict[str, Any] | None:
         try:
-            return of_train.fields(of_train.read(options).config)
+            return train_flags.fields(train_flags.read(options).config)
         except command.UserError:  # Of a value that was never asked for.
             return None
 

@@ -186,9 +186,9 @@ def check(module: str, arguments: Sequence[str], num_processes: int = 1) -> None
     for option in ("config", "workdir"):
         if config_file.given(option, arguments) is None:
             raise command.UserError(f"--{option} is missing behind --, {example}")
-    from launch import arguments as of_train  # It imports JAX, which other users of this module do without.
+    from launch import train_flags  # It imports JAX, which other users of this module do without.
 
-    of_train.check(arguments, num_processes)
+    train_flags.check(arguments, num_processes)
 
 
 # -- The group --------------------------------------------------------------------------------------------------------

@@ -22,8 +22,7 @@ from absl import flags
 from decjax import config as parts
 from decjax import files
 from decjax.errors import ConfigError
-from launch import arguments as of_train
-from launch import batch_file, command, config_file, processes, sweep
+from launch import batch_file, command, config_file, processes, sweep, train_flags
 
 SWEEP = "launch.sweep"
 _TIME = re.compile(r"(?:(?P<d>\d+)-)?(?P<a>\d+)(?::(?P<b>\d+))?(?::(?P<c>\d+))?", re.ASCII)
@@ -117,7 +116,7 @@ def check_members(job: batch_file.Job) -> None:
 def placed(job: batch_file.Job) -> batch_file.Job:
     """The job of a training run, with `local_size`, the workers of a node, filled in where there are several nodes; refused where the
     config cannot run on so many devices."""
-    config = of_train.read(job.arguments).config
+    config = train_flags.read(job.arguments).config
     spec = parts.read(config)
     devices = job.nodes * (job.gpus_per_node or job.tasks_per_node)
     if job.gpus_per_node and not spec.simulate and spec.workers * spec.devices_of_worker not in (0, devices):

@@ -7,7 +7,7 @@ import pytest
 
 from configs import cifar, gpt, gpt_optimus, lm, translation
 from decjax import config as parts
-from launch import arguments, members
+from launch import members, train_flags
 
 FOLDER = pathlib.Path(gpt.__file__).parent
 FILES = [path.stem for path in sorted(FOLDER.glob("*.py")) if path.stem not in ("__init__", "base", "shorthand")]
@@ -66,5 +66,5 @@ def test_a_scaled_rate_is_the_tuned_one_at_the_tuned_number_of_workers(file, tun
 
 def test_a_command_lines_config_has_its_fields_set():
     """As the flag's parser reads them: a text "false" is no true value."""
-    found = arguments.read(["--config=configs/quadratics.py:workers=4", "--config.elastic.spares=false", "--workdir=w"]).config
+    found = train_flags.read(["--config=configs/quadratics.py:workers=4", "--config.elastic.spares=false", "--workdir=w"]).config
     assert (found.elastic.spares, found.workers) == (False, 4)
