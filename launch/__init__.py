@@ -5,8 +5,8 @@ import sys
 import traceback
 
 
-def _told(kind, error, trace):
-    """What happens while the modules of a command are still being imported: an interrupt, or a variable that JAX does not take."""
+def _excepthook(kind, error, trace):
+    """Report on one line what can fail while the modules of a command are imported: interrupts, and variables that JAX refuses."""
     if issubclass(kind, KeyboardInterrupt):
         print("error: interrupted before anything began", file=sys.stderr)
     elif issubclass(kind, ValueError) and traceback.extract_tb(trace)[-1].filename.endswith("jax/_src/config.py"):
@@ -18,4 +18,4 @@ def _told(kind, error, trace):
         sys.__excepthook__(kind, error, trace)
 
 
-sys.excepthook = _told
+sys.excepthook = _excepthook

@@ -55,12 +55,12 @@ def text(job: Job) -> str:
     setup = [*([job.setup] if job.setup else []), "export DECJAX_LAUNCHER=1 PYTHONUNBUFFERED=1"]
     setup += ["export JAX_ENABLE_PREEMPTION_SERVICE=false  # it would swallow a SIGTERM that comes before training has begun"]
     compiled = shlex.quote(f"{job.folder}/compiled")
-    setup += [f"export JAX_COMPILATION_CACHE_DIR={compiled}  # when the job comes back, nothing is compiled anew"]
+    setup += [f"export JAX_COMPILATION_CACHE_DIR={compiled}  # a requeued job compiles nothing again"]
     return "\n\n".join("\n".join(block) for block in (header, setup, _start(job), _end(job))) + "\n"
 
 
 def _options(job: Job) -> list[str]:
-    """Of sbatch, a line each."""
+    """The options of sbatch, one per line."""
     further: list[str] = []
     for word in shlex.split(job.sbatch):
         before = f"{further.pop()} " if further and not word.startswith("-") else ""  # `--partition gpu` is one option.
@@ -83,7 +83,7 @@ def _options(job: Job) -> list[str]:
 
 
 def _for_sbatch(word: str) -> str:
-    """A word as sbatch reads it in a line of options, where `#` begins a comment."""
+    """Quote a word for sbatch's lines of options, in which `#` begins a comment."""
     if re.fullmatch(r"[\w@%+=:,./~\[\]-]+", word):
         return word
     escaped = re.sub(r'(["\\])', r"\\\1", word)
@@ -91,7 +91,7 @@ def _for_sbatch(word: str) -> str:
 
 
 def _in_shell(word: str) -> str:
-    """A word for the shell, in which it fills in variables of the node and does nothing else."""
+    """Quote a word for the shell so that only variables are expanded, on the node."""
     if "$" not in word:
         return shlex.quote(word)
     escaped = re.sub(r'(["\\`])', r"\\\1", word)

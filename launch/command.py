@@ -60,7 +60,7 @@ def table(*headers: str, words: int = 1, **how: Any) -> rich.table.Table:
 
 
 def printable(text: str) -> str:
-    """Text from data or from a model with its control characters escaped, line breaks and tabs kept: a terminal would obey them."""
+    """Escape control characters in text from data or from a model, which a terminal would execute; keep line breaks and tabs."""
     return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
@@ -84,7 +84,7 @@ def options_only(argv: list[str]) -> None:
 
 
 class Output(flags.ArgumentParser):
-    """The parser of a flag that names a place to write. `run` refuses a place that cannot be written before the command starts.
+    """The parser of a flag whose value is a path to write. `run` refuses a path that cannot be written before the command starts.
 
     Args:
         kind: "folder", "file", or "figure", a file of a type that matplotlib can draw.
@@ -98,7 +98,7 @@ class Output(flags.ArgumentParser):
         return "path"
 
     def check(self, flag: str, text: str) -> None:
-        """Raise a UserError unless the place can be written."""
+        """Raise a UserError unless the path can be written."""
         if self.kind == "folder":
             folder(flag, text)
         else:
@@ -138,18 +138,18 @@ def output(option: str, text: str, figure: bool = False) -> pathlib.Path:
 
 
 def _why_not_written(folder: pathlib.Path) -> str:
-    """Why no file can be made in a folder; empty: it can."""
+    """The reason why no file can be made in a folder; empty: it can."""
     try:
         with tempfile.TemporaryFile(dir=folder):
             return ""
     except FileNotFoundError as error:
-        return f"{folder} takes no files" if folder.is_dir() else str(error.strerror)  # The former: as /proc.
+        return f"{folder} takes no files" if folder.is_dir() else str(error.strerror)  # The former for /proc.
     except OSError as error:
         return error.strerror or str(error)
 
 
 def _why_no_name(path: pathlib.Path) -> str:
-    """Why there cannot be a file of that name; empty: there can."""
+    """The reason why no file can have this name; empty: one can."""
     try:
         path.lstat()
     except FileNotFoundError:
@@ -165,7 +165,7 @@ def _check_flags() -> None:
         flag = flags.FLAGS[name]
         if isinstance(flag.parser, Output) and flag.value is not None:
             flag.parser.check(name, flag.value)
-        if name.startswith("config."):  # The config's own checks know the range of each field.
+        if name.startswith("config."):  # The config checks the range of each field itself.
             continue
         for value in flag.value if isinstance(flag.value, list) else [flag.value]:
             if isinstance(value, float) and not math.isfinite(value):
@@ -173,14 +173,14 @@ def _check_flags() -> None:
 
 
 def no_devices(error: BaseException) -> str:
-    """What to say where JAX could not start the devices that it was told to use; empty: the error is another one."""
+    """The message for an error with which JAX failed to start the devices that it was to use; empty: it is another error."""
     if not isinstance(error, RuntimeError | AssertionError):
         return ""
     in_jax = any(frame.f_code.co_filename.endswith("xla_bridge.py") for frame, _ in traceback.walk_tb(error.__traceback__))
     if not in_jax and "Unable to initialize backend" not in str(error):
         return ""
     if os.environ.get("JAX_PLATFORMS") == "cpu" and "JAX_NUM_CPU_DEVICES" not in os.environ:
-        return ""  # It is not about which devices.
+        return ""  # The CPU is always available, so the cause is another one.
     reason = " ".join(str(error).split())[:160] or "no JAX for them is installed"
     wanted = "".join(f"{name}={os.environ[name]}: " for name in ("JAX_PLATFORMS", "JAX_NUM_CPU_DEVICES") if name in os.environ)
     return f"{wanted}JAX cannot start its devices ({reason}); set JAX_PLATFORMS=cpu, or install JAX for them"
@@ -210,7 +210,7 @@ def one_line(error: Exception) -> str:
 
 
 class _Stream(io.FileIO):
-    """A standard stream that goes on into nothing when its reader is gone: `2>&1 | head`, or a terminal that was closed."""
+    """A standard stream that discards output once its reader is gone, as with `2>&1 | head`, or a terminal that was closed."""
 
     def write(self, data) -> int:
         try:
@@ -225,10 +225,10 @@ class _Stream(io.FileIO):
 
 
 def _outlive_readers() -> None:
-    """Keeps a command at work when nobody reads any more what it prints."""
+    """Keeps a command running after the reader of its output has gone."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
-        if stream is not None and stream is getattr(sys, f"__{name}__"):  # Not one that captures.
+        if stream is not None and stream is getattr(sys, f"__{name}__"):  # Otherwise the output is captured.
             buffer = io.BufferedWriter(_Stream(stream.fileno(), "w", closefd=False))
             made = io.TextIOWrapper(buffer, stream.encoding, stream.errors, None, stream.line_buffering, stream.write_through)
             setattr(sys, name, made)
@@ -249,14 +249,14 @@ def parsed(argv: list[str], values: flags.FlagValues) -> list[str]:
         return values(argv)
     except UserError:
         raise
-    except Exception as error:  # Whatever a config file makes of the fields.
+    except Exception as error:  # A config file may raise anything.
         hint = "; --help lists the flags" if isinstance(error, flags.UnrecognizedFlagError) else ""
         raise UserError(one_line(error) + hint) from error
 
 
 def run(main: Callable[[list[str]], int | None], errors: tuple[type[Exception], ...] = ()) -> None:
-    """Runs `main(argv)` under absl: it gets the positional arguments behind the program's name, and returns the exit code. `errors`
-    are exceptions that speak to the user; they are told in one line, as those of the operating system are."""
+    """Runs `main(argv)` under absl: it gets the positional arguments behind the program's name, and returns the exit code. Exceptions in
+    `errors`, and those of the operating system, are user errors, reported on one line."""
 
     _outlive_readers()
 
@@ -296,17 +296,17 @@ def run(main: Callable[[list[str]], int | None], errors: tuple[type[Exception], 
 
 
 def _set_up_terminal() -> None:
-    """Keep odd settings of a terminal from ending a command."""
-    for name in ("COLUMNS", "LINES"):  # Tables, progress and --help take them for numbers.
+    """Prevent unusual terminal settings from ending a command."""
+    for name in ("COLUMNS", "LINES"):  # Tables, progress and --help parse them as numbers.
         if not re.fullmatch("[1-9][0-9]*", os.environ.get(name, "1")):
             del os.environ[name]
-    for stream in (sys.stdout, sys.stderr):  # Their encoding may lack characters that are printed.
+    for stream in (sys.stdout, sys.stderr):  # Their encoding may lack characters of the output.
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
 
 
 def _leaving() -> None:
-    """From here on an interrupt ends the process at once: there is nothing left to save or to say."""
+    """Flush the output; from here on an interrupt ends the process at once, since nothing is left to save or print."""
     for stream in filter(None, (sys.stdout, sys.stderr)):
         with contextlib.suppress(OSError, ValueError):  # Its disk is full, or it is closed.
             stream.flush()

@@ -32,9 +32,9 @@ from launch import accelerators, chaos, command, processes, train_flags
 KEYS = "DECJAX_ELASTIC_KEYS"  # the environment's variable
 PAUSE_S = 1.0  # before a process is started again that never took part, or a spare one; twice as long each time
 MOST_PAUSE_S = 30.0
-PROBE_S = 5.0  # between two trials to reach the coordinator, and for each
+PROBE_S = 5.0  # between two attempts to reach the coordinator, and the time limit of each
 LEISURE = 19  # by how much a spare process is nicer than others until it is called: it takes what they leave
-MOST_ERRORS, WITHIN_S = 3, 3600.0  # Errors of one place's processes within an hour that end the run.
+MOST_ERRORS, WITHIN_S = 3, 3600.0  # So many errors of one slot's processes within an hour end the run.
 
 
 def define_flags() -> None:
@@ -150,8 +150,8 @@ class _Starter:
 
 
 class _Reach:
-    """Says it once if the coordinator's address cannot be reached, as when the loopback interface is down; `look` is to be called
-    while processes are missing."""
+    """Prints once that the coordinator's address is unreachable, as when the loopback interface is down. Call `look` while processes are
+    missing."""
 
     def __init__(self, box: Box, address: tuple[str, int]):
         self._box, self._address = box, address
@@ -183,7 +183,7 @@ class _Slot:
         self.index, self._start = index, start
         self.child = start(index)
         self.finished, self.failures = False, 0  # `failures`: since a process of this place took part the last time
-        self.errors: list[float] = []  # when processes ended with an error of their own, lately
+        self.errors: list[float] = []  # times at which processes ended with an error of their own, within `WITHIN_S`
         self.again_at: float | None = None
 
     @property
@@ -209,7 +209,7 @@ class _Slot:
                 before.log.close()
 
     def fails_again(self) -> bool:
-        """Notes an error of this place's process; whether there were too many lately."""
+        """Records an error of this slot's process; returns whether there were too many within `WITHIN_S`."""
         now_s = time.monotonic()
         self.errors = [at_s for at_s in self.errors if now_s - at_s < WITHIN_S] + [now_s]
         return len(self.errors) >= MOST_ERRORS
@@ -233,16 +233,16 @@ def run_together(
         faults: what is done to them.
         box: where they run.
     """
-    known = Keys.made()
+    group_keys = Keys.made()
     count = len(command_lines([]))
-    coordinator = box.listening(lambda: Coordinator(host, count, given.min_workers, given.heartbeat_s, known, _say_view))
+    coordinator = box.listening(lambda: Coordinator(host, count, given.min_workers, given.heartbeat_s, group_keys, _say_view))
     options = [f"--elastic={':'.join(map(str, coordinator.address))}"]
     lines, spare_lines = command_lines(options), command_lines([*options, processes.STANDBY])
     with contextlib.ExitStack() as stack:
         caught = stack.enter_context(processes.caught_signals())
         serving = stack.enter_context(_serving(coordinator))
         folder = stack.enter_context(processes.temporary_folder())
-        environments = _environments(count, {KEYS: known.text} | _compiled_once(folder), box)
+        environments = _environments(count, {KEYS: group_keys.text} | _compiled_once(folder), box)
         starter = _Starter(stack, lines, spare_lines, environments, box.per_host or count)
         slots: list[_Slot] = []
         stack.callback(lambda: processes.send([slot.child for slot in slots], signal.SIGKILL))
@@ -250,9 +250,14 @@ def run_together(
         trouble = stack.enter_context(contextlib.closing(chaos.Chaos(faults, lambda index: slots[index].child.living(), box.links)))
         reach = _Reach(box, coordinator.address)
 
-        missing = lambda: not all(slot.takes_part(coordinator.view) for slot in slots)
-        looks = [trouble.look, lambda: reach.look() if missing() else starter.hold_spares() if given.spares else None]
-        return _watch(slots, coordinator, serving, caught, looks, f"; {again}" if again else "")
+        def look():
+            trouble.look()
+            if not all(slot.takes_part(coordinator.view) for slot in slots):
+                reach.look()
+            elif given.spares:
+                starter.hold_spares()
+
+        return _watch(slots, coordinator, serving, caught, look, f"; {again}" if again else "")
 
 
 def _environments(count: int, shared: dict[str, str], box: Box) -> list[dict[str, str]]:
@@ -274,7 +279,7 @@ def _compiled_once(folder: str) -> dict[str, str]:
 
 @contextlib.contextmanager
 def _serving(coordinator: Coordinator) -> Iterator[concurrent.futures.Future[None]]:
-    """Inside, the coordinator serves in a thread of its own, whose future it gives."""
+    """A context in which the coordinator serves in a thread of its own; yields the future of that thread."""
     over = threading.Event()
     with concurrent.futures.ThreadPoolExecutor(1, "coordinator") as pool:
         try:
@@ -288,16 +293,15 @@ def _watch(
     coordinator: Coordinator,
     serving: concurrent.futures.Future[None],
     caught: list[signal.Signals],
-    looks: Sequence[Callable[[], None]],
+    look: Callable[[], None],
     again: str,
 ) -> int:
     told = False
     while not all(slot.finished for slot in slots):
-        if serving.done():  # Without it no process could leave or come.
+        if serving.done():  # Without it no process could leave or join.
             _say(f"error: the coordinator of this run has failed ({serving.exception()!r}){again}")
             return 1
-        for look in looks:
-            look()
+        look()
         if caught and not told:
             told = True
             coordinator.least = 1  # Nobody is started any more whom the others could wait for.
@@ -361,10 +365,10 @@ def _say_view(view: View) -> None:
 
 
 def launch_name() -> str:
-    """What the processes of this launch, and no others, have in common; others may read it."""
+    """A name that the processes of this launch share, and no others. It is not secret."""
     return hashlib.sha256(keys().coordinator).hexdigest()[:16]
 
 
 def keys() -> Keys:
-    """What members of this process's group know."""
+    """The keys of this process's group."""
     return Keys.of(os.environ[KEYS])

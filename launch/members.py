@@ -117,7 +117,7 @@ def sweep_of(module, path: str, argument: str) -> str:
 
 
 def check_apart(config: str, swept: dict[str, list[str]], extra: list[str]) -> None:
-    """Refuses a key of the sweep that --config sets as well, and options behind `--` that each run gets from the sweep."""
+    """Refuse a key of the sweep that --config sets as well, and options behind `--` that each run gets from the sweep."""
     inside = {part.partition("=")[0].strip(): part.strip() for part in registry.split(config.partition(":")[2])}
     for key, values in swept.items():
         if key in inside:
@@ -160,9 +160,9 @@ def expand(config: str, swept: dict[str, list[str]], keys: Container[str], workd
 
 
 def check(member: Member, num_processes: int, resolve: bool) -> None:
-    """Reads the run's command line just as launch.train will, and refuses it with the complaint of launch.train.
+    """Check the run's command line as launch.train does, with the same errors.
 
-    With `resolve` it also builds the parts, if the number of workers is given: otherwise the devices of the run decide.
+    With `resolve` also build the parts, if the number of workers is given; otherwise it depends on the devices of the run.
     """
     try:
         spec = train_flags.check(member.arguments, num_processes)
@@ -174,14 +174,16 @@ def check(member: Member, num_processes: int, resolve: bool) -> None:
 
 
 def check_values(members: list[Member], config: str, swept: dict[str, list[str]], keys: Container[str], extra: list[str]) -> None:
-    """Refuses a sweep in which a run is not what its name says, since options behind `--` change what a value sets, and one in
-    which two runs are equal. The configs are compared as launch.train reads them, so the spelling does not matter."""
+    """Refuse a sweep in which an option behind `--` overrides a value of the sweep, and one with two equal runs.
+
+    Configs are compared as launch.train reads them, so the spelling of options does not matter.
+    """
 
     @functools.cache
     def fields(*options: str) -> dict[str, Any] | None:
         try:
             return train_flags.fields(train_flags.read(options).config)
-        except command.UserError:  # Of a value that was never asked for.
+        except command.UserError:  # A combination of values that is not a run of the sweep.
             return None
 
     def differing(one: dict[str, Any], other: dict[str, Any]) -> set[str]:
@@ -193,25 +195,26 @@ def check_values(members: list[Member], config: str, swept: dict[str, list[str]]
         options = command_line(config, member.values, keys)
         named, trained = fields(*options), fields(*options, *extra)
         assert named is not None and trained is not None  # `check` has read them.
-        lost = differing(named, trained)
-        for key, values in swept.items() if lost else ():
+        overridden = differing(named, trained)
+        for key, values in swept.items() if overridden else ():
             own, words = member.values[key], _words(key, member.values[key])
-            # Of a single value, what it sets is seen by leaving it out, or by what stands behind `--`.
+            # The fields that a value sets are those that change with it. A single value is left out instead, or replaced by a text
+            # behind `--`.
             others = [value for value in values if value != own] or [None, *texts]
             for value in others:
                 changed = {**member.values, key: value}
                 other = fields(*command_line(config, {k: v for k, v in changed.items() if v is not None}, keys))
-                sets = differing(named, other) if other else set()
-                said = {path for path in sets if str(named.get(path)) in words}
-                if sets and (sets <= lost or said & lost):
-                    path = min(said & lost or sets)
+                set_here = differing(named, other) if other else set()
+                spelled_out = {path for path in set_here if str(named.get(path)) in words}
+                if set_here and (set_here <= overridden or spelled_out & overridden):
+                    path = min(spelled_out & overridden or set_here)
                     _refuse_twice(key, values, "the options behind --", f"--config.{path}={trained.get(path)}")
         if (same := seen.setdefault(json.dumps(trained, sort_keys=True), member)) is not member:
             raise command.UserError(f"sweep: {same.name} and {member.name} are the same run; leave one out")
 
 
 def _words(key: str, value: str) -> set[str]:
-    """What a value of the sweep says itself: its text, or its name and the values of its options."""
+    """The words of a value of the sweep: its text, and in call form its name and the values of its options."""
     with contextlib.suppress(ValueError):
         name, options = registry.parse(key, value)
         return {value, name, *map(str, options.values())}

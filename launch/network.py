@@ -99,7 +99,7 @@ class Network:
         iproute.do("ip", "-n", self.switch, "link", "set", f"p{host}", "up" if up else "down")
 
     def set_route(self, one: int, other: int, up: bool) -> None:
-        """Cuts two hosts off from each other, or connects them again; both go on reaching all other hosts."""
+        """Cuts two hosts off from each other, or connects them again; both still reach all other hosts."""
         for here, there in ((one, other), (other, one)):
             iproute.do("ip", "-n", self.hosts[here], "route", "del" if up else "replace", "blackhole", self.addresses[there])
 
@@ -225,7 +225,7 @@ def find(name: str = NAME) -> Network | None:
 
 
 def _watched(name: str) -> contextlib.AbstractContextManager[None]:
-    """Inside, another process waits for our end: if we are killed, it removes the network in our place."""
+    """A context in which another process removes the network if this one is killed."""
     waits = f"import sys; sys.stdin.read(); from launch import network; network.remove_orphan({name!r})"
     return processes.survived_by([sys.executable, "-c", waits], cwd=pathlib.Path(__file__).resolve().parents[1])
 

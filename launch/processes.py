@@ -71,8 +71,11 @@ def _handling(handler: Callable[[int, Any], None], *numbers: signal.Signals) -> 
 
 @contextlib.contextmanager
 def caught_signals() -> Iterator[list[signal.Signals]]:
-    """Collects Ctrl-C, SIGTERM and SIGHUP in a list instead of dying from them. SIGHUP is never the second of the list, which asks
-    for a hard end: a terminal that is closed sends it twice, through the shell and by itself."""
+    """Collects Ctrl-C, SIGTERM and SIGHUP in a list instead of dying from them.
+
+    A second signal in the list asks for a hard end. SIGHUP is never the second: a closed terminal sends it twice, through the shell and
+    by itself.
+    """
     caught: list[signal.Signals] = []
 
     def note(number: int, _: Any) -> None:
@@ -84,7 +87,7 @@ def caught_signals() -> Iterator[list[signal.Signals]]:
 
 
 def unwinding_signals() -> contextlib.AbstractContextManager[None]:
-    """SIGTERM and SIGHUP leave through `finally` clauses, as Ctrl-C does by itself, and end the command with one line."""
+    """Lets SIGTERM and SIGHUP run `finally` clauses, as Ctrl-C does, and end the command with one line."""
 
     def unwind(number: int, _: Any) -> None:
         raise command.Interrupted(128 + number)
@@ -130,13 +133,13 @@ def start(
 
 @contextlib.contextmanager
 def survived_by(command_line: list[str], **options: Any) -> Iterator[None]:
-    """Inside, another process waits for the end of its standard input, which comes only if we are killed, to clean up after us.
+    """A context in which another process waits to clean up after this one: its standard input ends only if this process is killed.
 
     Args:
-        command_line: reads standard input to its end first.
+        command_line: of a program that first reads its standard input to the end.
         **options: of `subprocess.Popen`.
     """
-    # The kernel closes the pipe when we end, whatever ends us.
+    # The kernel closes the pipe when this process ends, for any reason.
     options |= {"stdin": subprocess.PIPE, "stdout": subprocess.DEVNULL, "start_new_session": True}
     with subprocess.Popen(command_line, **options) as survivor:
         try:
@@ -147,9 +150,9 @@ def survived_by(command_line: list[str], **options: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def temporary_folder() -> Iterator[str]:
-    """A folder that is gone afterwards, even if we are killed."""
+    """A context with a temporary folder, which is removed afterwards even if this process is killed."""
     with tempfile.TemporaryDirectory(prefix="decjax-", ignore_cleanup_errors=True) as folder:
-        # Again a second later: our own processes, which end with us, may still have been writing to it.
+        # Again a second later: processes that end along with this one may still have been writing to it.
         removes = 'cat; rm -rf -- "$0"; sleep 1; rm -rf -- "$0"'
         with survived_by(["sh", "-c", removes, folder], stderr=subprocess.DEVNULL):
             yield folder
@@ -186,7 +189,7 @@ def check(module: str, arguments: Sequence[str], num_processes: int = 1) -> None
     for option in ("config", "workdir"):
         if config_file.given(option, arguments) is None:
             raise command.UserError(f"--{option} is missing behind --, {example}")
-    from launch import train_flags  # It imports JAX, which other users of this module do without.
+    from launch import train_flags  # It imports JAX, which most users of this module do not need.
 
     train_flags.check(arguments, num_processes)
 

@@ -38,7 +38,7 @@ def seconds(time: str) -> int:
     a, b, c = (int(found[name] or 0) for name in "abc")
     if max(b, c) > 59 or (found["d"] and a > 23):
         raise command.UserError(
-            f"--time={time}: only the first number may be that large; minutes and seconds end at 59, hours at 23"
+            f"--time={time}: minutes and seconds must be at most 59, and hours after days at most 23; write it as 1-12:00:00"
         )
     if found["d"]:
         return ((int(found["d"]) * 24 + a) * 60 + b) * 60 + c
@@ -81,7 +81,7 @@ def check(job: batch_file.Job) -> None:
             f"workdir {str(job.folder.parent)!r}: Slurm takes no spaces, quotes, $ and % in it, and no - at its beginning; choose another"
         )
     if job.exclude and not _NODES.fullmatch(job.exclude):
-        raise command.UserError(f"--exclude={job.exclude}: must be names of nodes, as n3,n[7-9]")
+        raise command.UserError(f"--exclude={job.exclude}: must be names of nodes; write them as n3,n[7-9]")
     if job.array:
         last_task(job.array)
     if job.array and job.nodes * job.tasks_per_node > 1:
@@ -90,7 +90,9 @@ def check(job: batch_file.Job) -> None:
         )
     for option in ("name", "setup", "container", "sbatch"):
         if re.search(r"[\x00-\x1f\x7f]|\\$", text := getattr(job, option)):
-            raise command.UserError(f"--{option}={text!r}: must be one line; without control characters or a last backslash")
+            raise command.UserError(
+                f"--{option}={text!r}: must be one line without control characters or a backslash at its end; remove them"
+            )
     for option in ("container", "sbatch"):
         try:
             shlex.split(text := getattr(job, option))
@@ -103,7 +105,7 @@ def check(job: batch_file.Job) -> None:
 
 
 def check_members(job: batch_file.Job) -> None:
-    """Refuses a sweep that launch.sweep would refuse, and tasks for which it has no run."""
+    """Refuses a sweep that launch.sweep would refuse, and a job array with more tasks than the sweep has runs."""
     chosen = flags.FlagValues()
     command.add_common(chosen)
     sweep.define(chosen)
@@ -154,7 +156,7 @@ def main(argv: list[str]) -> None:
         raise command.UserError("--array is missing: each task of a job array runs one member of the sweep, as in --array=0-7")
     if module == SWEEP and argv and not argv[0].startswith("-"):
         raise command.UserError(f"unexpected argument {argv[0]!r}; options of {SWEEP} go behind --")
-    on_cpu = not chosen.gpus_per_node  # Else a process has several GPUs.
+    on_cpu = not chosen.gpus_per_node  # Otherwise a process may have several GPUs.
     processes.check(module, argv, max(1, chosen.nodes * chosen.tasks_per_node) if on_cpu else 1)
     workdir = config_file.given("workdir", argv)
     if not workdir:

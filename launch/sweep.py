@@ -133,11 +133,10 @@ def start(member: Member, held: BinaryIO, num_processes: int) -> Child:
 
 
 def define(values: flags.FlagValues = flags.FLAGS) -> None:
-    """Define the flags of a sweep, which launch.slurm reads as well."""
+    """Define the flags of a sweep, which launch.slurm parses as well."""
 
-    text, number, switch = (
-        functools.partial(define, flag_values=values) for define in (flags.DEFINE_string, flags.DEFINE_integer, flags.DEFINE_bool)
-    )
+    kinds = flags.DEFINE_string, flags.DEFINE_integer, flags.DEFINE_bool
+    text, number, switch = (functools.partial(kind, flag_values=values) for kind in kinds)
     text("config", None, "Config file, with an optional shorthand after a colon.", required=True)
     text("workdir", None, "Directory of the sweep; each run has its own below.", required=True)
     text("sweep", None, "'key=value,value;key=value'; none: the config file's own.")
@@ -152,8 +151,8 @@ def planned(chosen: flags.FlagValues, extra: list[str], resolve: bool = True) ->
 
     Args:
         chosen: the flags of `define`.
-        extra: what stands behind `--`, for every run.
-        resolve: whether the parts of those that begin here are built, which takes a second each.
+        extra: options behind `--`, for every run.
+        resolve: whether to build the parts of the runs that start here, which takes a second each.
     """
     if extra and not extra[0].startswith("-"):
         raise command.UserError(f"unexpected argument {extra[0]!r}; options of launch.train go behind --")

@@ -1,4 +1,4 @@
-"""The command line of launch.train: its flags, and how launchers read them before they start anything."""
+"""The flags of launch.train, and how launchers parse and check them before they start processes."""
 
 from collections.abc import Sequence
 import json
@@ -12,7 +12,7 @@ from decjax import config as parts
 from decjax.config import ConfigError
 from launch import command, config_file
 
-# launch.train has most of these flags, and gets them from its launcher.
+# Most of these are flags of launch.train, too, which its launcher sets.
 OF_LAUNCHERS = ("elastic", "chaos", "num_processes", "coordinator", "process_index", "standby")
 
 flags.disclaim_key_flags()  # --help shows the flags with those of the module that calls `define`.
@@ -32,12 +32,12 @@ def define(values: flags.FlagValues = flags.FLAGS, argv: Sequence[str] | None = 
     """Define the flags of launch.train.
 
     Args:
-        values: what gets the flags.
-        argv: the command line, whose --config.FIELD become flags too; None: that of this process.
+        values: in which the flags are defined.
+        argv: the command line, in which each --config.FIELD becomes a flag too; None: that of this process.
     """
 
-    def text(name: str, told: str) -> flags.FlagHolder[str | None]:
-        return flags.DEFINE_string(name, None, told, flag_values=values)
+    def text(name: str, help_text: str) -> flags.FlagHolder[str | None]:
+        return flags.DEFINE_string(name, None, help_text, flag_values=values)
 
     holders = Holders(
         config_flags.DEFINE_config_file(
@@ -64,7 +64,7 @@ def define(values: flags.FlagValues = flags.FLAGS, argv: Sequence[str] | None = 
 
 
 def read(arguments: Sequence[str]) -> flags.FlagValues:
-    """The flags of a command line of launch.train, with the config; UserError for what launch.train would refuse as it begins."""
+    """Parse a command line of launch.train, with its config; raise a UserError for what launch.train would refuse."""
     argv = ["launch.train", *arguments]
     values = flags.FlagValues()
     command.add_common(values)
@@ -78,11 +78,11 @@ def read(arguments: Sequence[str]) -> flags.FlagValues:
 
 
 def check(arguments: Sequence[str], num_processes: int = 1) -> parts.RunSpec:
-    """Refuse a command line of which no run can be made by so many processes; return the spec, as `parts.read` has it."""
+    """Check a command line of launch.train for a run with so many processes; return the spec, as `parts.read` does."""
     values = read(arguments)
     workdir = command.folder("workdir", values.workdir)
     if values.resume_from is not None:
-        from decjax.train.workdir import steps_saved  # It takes a second, which few commands need.
+        from decjax.train.workdir import steps_saved  # Importing it takes a second, and few commands need it.
 
         if not steps_saved(workdir) and not steps_saved(pathlib.Path(values.resume_from)):
             raise command.UserError(
@@ -102,7 +102,7 @@ def check(arguments: Sequence[str], num_processes: int = 1) -> parts.RunSpec:
 
 
 def fields(config: Any) -> dict[str, Any]:
-    """The fields of a config by path, references resolved."""
+    """The fields of a config by path, with references resolved."""
 
     def walk(path: str, value: Any):
         if isinstance(value, dict) and value:

@@ -176,7 +176,7 @@ def test_a_run_whose_coordinator_fails_ends_with_a_message(capsys):
     failed.set_exception(RuntimeError("out of luck"))
     slots = [elastic._Slot(0, lambda index: Ended())]
     coordinator = types.SimpleNamespace(view=elastic.View(0, 0, ()), silent=set(), is_over=False)
-    assert elastic._watch(slots, coordinator, failed, [], [], "; again") == 1
+    assert elastic._watch(slots, coordinator, failed, [], lambda: None, "; again") == 1
     assert "coordinator of this run has failed (RuntimeError('out of luck')); again" in capsys.readouterr().err
 
 

@@ -249,7 +249,7 @@ def test_mistakes_are_told_before_the_job_waits(arguments, problem):
 @pytest.mark.parametrize(
     "changed, problem",
     [
-        (dict(time="1-99:99"), "--time=1-99:99: only the first number may be that large"),
+        (dict(time="1-99:99"), "--time=1-99:99: minutes and seconds must be at most 59"),
         (dict(time="01:60:00"), "--time=01:60:00"),
         (dict(array="5-2"), "--array=5-2: must be as Slurm writes it"),
         (dict(array="0-7:0"), "--array=0-7:0"),
