@@ -92,7 +92,7 @@ class _Starter:
     Args:
         stack: closes their logs.
         lines: command lines of the places.
-        spare_lines: the same of processes that wait for their call.
+        spare_lines: the same of processes that wait for their call; empty: there are none.
         environments: variables of the places.
         per_host: places of a host.
     """
@@ -125,7 +125,7 @@ class _Starter:
 
     def hold_spares(self) -> None:
         """Starts those that are missing, and others for those that have ended by themselves, though not again and again."""
-        for host in range(math.ceil(len(self._lines) / self._per_host)):
+        for host in range(math.ceil(len(self._spare_lines) / self._per_host)):
             ends, again_at = self._ends.get(host, (0, 0.0))
             if host in self._spares and not self._spares[host].living():
                 self._spares.pop(host).log.close()
@@ -237,7 +237,7 @@ def run_together(
     count = len(command_lines([]))
     coordinator = box.listening(lambda: Coordinator(host, count, given.min_workers, given.heartbeat_s, group_keys, _say_view))
     options = [f"--elastic={':'.join(map(str, coordinator.address))}"]
-    lines, spare_lines = command_lines(options), command_lines([*options, processes.STANDBY])
+    lines, spare_lines = command_lines(options), command_lines([*options, processes.STANDBY]) if given.spares else []
     with contextlib.ExitStack() as stack:
         caught = stack.enter_context(processes.caught_signals())
         serving = stack.enter_context(_serving(coordinator))
@@ -252,10 +252,7 @@ def run_together(
 
         def look():
             trouble.look()
-            if not all(slot.takes_part(coordinator.view) for slot in slots):
-                reach.look()
-            elif given.spares:
-                starter.hold_spares()
+            (starter.hold_spares if all(slot.takes_part(coordinator.view) for slot in slots) else reach.look)()
 
         return _watch(slots, coordinator, serving, caught, look, f"; {again}" if again else "")
 
