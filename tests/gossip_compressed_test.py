@@ -314,7 +314,7 @@ def unbiased():
 @pytest.mark.parametrize(
     "build, graph, options, complaint",
     [
-        (gossip.choco, "ring", dict(codec=None), "needs a codec"),
+        (gossip.choco, "ring", dict(codec=None), "codec=None must be a Codec"),
         (gossip.choco, "ring", dict(codec=unbiased()), "needs a contractive codec"),
         (gossip.deepsqueeze, "ring", dict(codec=unbiased()), "needs a contractive codec"),
         (gossip.beer, "ring", dict(codec=unbiased()), "needs a contractive codec"),

@@ -47,10 +47,10 @@ class Scheme(NamedTuple):
     per_round: bool = False  # whether each round of the period has a memory of its own
 
 
-def checked_channel(name: str, topology: Topology, channel: Channel, codec: codecs.Codec | str | None) -> Coded:
+def checked_channel(topology: Topology, channel: Channel, codec: codecs.Codec | str) -> Coded:
     """The channel with a mixer's codec; ValueError if the codec's messages do not fit the topology."""
     made: codecs.Codec = registry.make("codec", codec)
-    fits.check_messages(name, topology, made)
+    fits.check_messages(topology, made)
     return coded_channel(topology, channel, made)
 
 
@@ -137,7 +137,7 @@ def compensated(
     scheme: Callable[[float], Scheme],
 ) -> Mixer:
     """The mixer of a scheme, given as a function of γ, that needs a doubly stochastic graph and a contractive codec; see `choco`."""
-    wire = checked_channel(name, topology, channel, codec)
+    wire = checked_channel(topology, channel, codec)
     fits.check_doubly_stochastic(name, topology)
     fits.check_contractive(name, wire.codec)
     return CodedGossip(topology, wire, scheme(fits.strength(name, gamma, wire.codec)), rounds).mixer()

@@ -58,7 +58,7 @@ def dcd(topology: Topology, channel: Channel = Channel(), *, codec: codecs.Codec
 
     Reference: Tang et al. 2018, "Communication compression for decentralized training", arXiv 1803.06443, algorithm 1.
     """
-    wire = checked_channel("dcd", topology, channel, codec)
+    wire = checked_channel(topology, channel, codec)
     fits.check_doubly_stochastic("dcd", topology)
     if topology.period > 1 or wire.group_size > 1:
         kind = "varies in time" if topology.period > 1 else f"has nodes of {wire.group_size} workers"

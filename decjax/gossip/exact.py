@@ -40,7 +40,7 @@ def exact(topology: Topology, channel: Channel = Channel(), *, rounds: int = 1, 
         )
     cycle = num_phases(topology, rounds)
     if codec:
-        return CodedGossip(topology, checked_channel("exact", topology, channel, codec), differences(), rounds).mixer()
+        return CodedGossip(topology, checked_channel(topology, channel, codec), differences(), rounds).mixer()
 
     form = _Exact(topology, channel, rounds)
     return Mixer(

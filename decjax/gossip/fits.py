@@ -15,10 +15,8 @@ FINE = 0.9  # a codec that keeps this fraction of the energy of noise is fine: m
 NOISE_VALUES = 4096  # values of noise that this is measured on
 
 
-def check_messages(name: str, topology: Topology, codec: codecs.Codec | None) -> None:
+def check_messages(topology: Topology, codec: codecs.Codec) -> None:
     """Raises ValueError if gossip on a topology cannot send a codec's messages, as those of varying size."""
-    if codec is None:
-        raise ValueError(f"mixer {name!r} needs a codec, which says what its messages are; use codec 'int8', or mixer 'exact'")
     if codec.traits.state_key == "sample":
         raise ValueError(f"codec {codec.name!r} remembers samples of a batch, so it cannot encode parameters; use codec 'int8'")
     if not codec.traits.static_bytes:

@@ -72,7 +72,7 @@ def push_sum(
             "mixer 'push_sum' keeps the sum over workers, so columns of W have to sum to one, and those of "
             f"topology {topology.name!r} do not; use 'directed_exponential' or 'random_digraph'"
         )
-    wire = checked_channel("push_sum", topology, channel, codec) if codec else coded_channel(topology, channel, codecs.identity())
+    wire = checked_channel(topology, channel, codec) if codec else coded_channel(topology, channel, codecs.identity())
     fits.check_contractive("push_sum", wire.codec)
     gamma = fits.strength("push_sum", gamma, wire.codec if codec else None)
     scheme = estimates(gamma) if codec else differences(gamma)
