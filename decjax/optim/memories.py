@@ -14,8 +14,6 @@ import jax.numpy as jnp
 import optax
 import optax.contrib
 
-from decjax.buckets import is_floating
-
 _FIELDS: dict[type, frozenset[str]] = {}
 _COMMUNICATING: set[type] = set()
 _LEAVE_UPDATES = {"MaskedState", "PartitionState", "InjectStatefulHyperparamsState"}
@@ -39,9 +37,9 @@ def is_communicating(tree: Any) -> bool:
 
 
 def check_outermost(tree: Any) -> None:
-    """Raise a ValueError for a state in which another transformation of optax skips, or changes, the updates of one that communicates.
+    """Raise a ValueError for a state in which another transformation of optax skips or changes the updates of one that communicates.
 
-    What comes before it in a chain only sees gradients, and masks and hyperparameters leave its update as it is.
+    Transformations before it in a chain see only gradients; masks and injected hyperparameters leave its updates unchanged.
     """
     for state in jax.tree.leaves(tree, is_leaf=_changes_mixing):
         if _changes_mixing(state):
@@ -126,17 +124,17 @@ def transformation(
 ) -> optax.GradientTransformationExtraArgs:
     """The transformation of two functions, for parameters of any types.
 
-    Both functions see the floating-point leaves only; other leaves, as counters and masks, have updates that leave them unchanged. The
-    fields of their state keep the types that `init` gave them, also where gradients are wider than parameters, except for `inner`, the
-    state of somebody else's optimizer.
+    Both functions see only the inexact leaves; the updates of others, such as counters and masks, leave them unchanged. The fields
+    of the state keep the types from `init`, also where gradients are wider than parameters, except for `inner`, the state of the
+    wrapped optimizer.
 
     Args:
         init: `init(params) -> state`.
-        update: as that of any transformation with further arguments.
-        moves: whether it changes the parameters otherwise than by the updates of `inner`, as mixing does.
+        update: as in any transformation with extra arguments.
+        moves: whether it moves the parameters in addition to the updates of `inner`, as mixing does.
 
     Raises:
-        ValueError: from `init`, if parameters are moved of which the optimizer has a second copy.
+        ValueError: from `init`, if it moves parameters of which the optimizer has a second copy.
     """
 
     def init_floating(params):
@@ -162,7 +160,7 @@ def transformation(
 
 
 def _check_no_copy(inner: Any) -> None:
-    """Raises a ValueError for an optimizer with a second copy of the parameters, which nobody mixes."""
+    """Raises a ValueError for an optimizer with a second copy of the parameters, which would not be mixed."""
     has_copy = lambda node: isinstance(node, optax.contrib.ScheduleFreeState)
     if any(map(has_copy, jax.tree.leaves(inner, is_leaf=has_copy))):
         raise ValueError(
@@ -172,11 +170,12 @@ def _check_no_copy(inner: Any) -> None:
 
 
 def _is_stepped(x: Any) -> bool:
-    return not hasattr(x, "dtype") or is_floating(x)
+    """Whether updates move a leaf. They would move complex arrays, too, which the channel refuses where they are averaged."""
+    return not hasattr(x, "dtype") or jnp.issubdtype(x.dtype, jnp.inexact)
 
 
 def _floating(like: Any, tree: Any) -> Any:
-    """The tree without the leaves that are not floating point in `like`."""
+    """The tree without the leaves that updates do not move in `like`."""
     return jax.tree.map(lambda x, y: y if _is_stepped(x) else None, like, tree)
 
 
