@@ -1,4 +1,4 @@
-"""Checks of a function's arguments against its annotations, so that a wrong one is refused in one line where it is given."""
+"""Checks of a function's arguments against its annotations, so that a wrong argument raises a one-line error at the call."""
 
 from collections.abc import Callable, Iterable, Mapping
 import functools
@@ -27,18 +27,18 @@ WORDS = {str: "a word", int: "a whole number", float: "a number", bool: "True or
 
 
 def checked(function: F, called: str = "", then: Callable[[Any, Mapping[str, Any]], Any] | None = None) -> F:
-    """The function with a check of its arguments' types; a wrong one raises a ValueError that tells the value and the type.
+    """The function with a check of its arguments' types; a wrong one raises a ValueError that names the value and the type.
 
-    Only what annotations say plainly is checked: classes, numbers, words, functions, and unions of those.
+    Only plain annotations are checked: classes, numbers, words, functions, and unions of those.
 
     Args:
         function: a function.
-        called: what errors call it; its name by default.
+        called: its name in errors; by default that of the function.
         then: `then(result, arguments)`, whose result is returned instead.
     """
 
     @functools.cache
-    def signature():  # When first called: its annotations may be defined later than it.
+    def signature():  # On the first call: annotations may be defined after the function.
         return signature_of(function)
 
     @functools.wraps(function)
@@ -50,7 +50,7 @@ def checked(function: F, called: str = "", then: Callable[[Any, Mapping[str, Any
         for name, value in given.arguments.items():
             parameter = signature().parameters[name]
             if parameter.kind not in _MANY and value is not parameter.default and not is_a(value, parameter.annotation):
-                raise ValueError(f"{called or function.__name__}: {name}{_told(value)} must be {_meant(parameter.annotation)}")
+                raise ValueError(f"{called or function.__name__}: {name}{_value(value)} must be {_meant(parameter.annotation)}")
         result = function(*args, **kwargs)
         if then is None:
             return result
@@ -107,7 +107,7 @@ def _is_number(value: Any, kind: type) -> bool:
     return True
 
 
-def _told(value: Any) -> str:
+def _value(value: Any) -> str:
     plain = value is None or isinstance(value, bool | int | float | str)
     return f"={shown(value)}" if plain else f", {_a(type(value).__name__)},"
 

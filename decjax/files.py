@@ -9,17 +9,17 @@ import stat
 from typing import Any, BinaryIO
 
 MAX_JSON_BYTES = 2**26
-MAX_JSON_DEPTH = 64  # Code that walks through a document may recurse.
+MAX_JSON_DEPTH = 64  # Code that processes a document may recurse.
 _TOO_DEEP = f"it is nested more than {MAX_JSON_DEPTH} levels deep"
 
 
 def open_regular(path: str | os.PathLike) -> BinaryIO:
-    """Open a file for reading. A pipe could be waited for without end, and a device could have no end.
+    """Open a regular file for reading; reading a pipe or a device might never end.
 
     Raises:
         OSError: if the file cannot be opened or is not a regular one.
     """
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # Else a pipe is waited for here.
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # Otherwise opening a pipe waits for its writer.
     file = os.fdopen(descriptor, "rb") if stat.S_ISREG(os.fstat(descriptor).st_mode) else None
     if file is None:
         os.close(descriptor)
@@ -28,7 +28,7 @@ def open_regular(path: str | os.PathLike) -> BinaryIO:
 
 
 def check_regular(path: str | os.PathLike) -> None:
-    """Raise an OSError if there is something at the path that is not a regular file, without opening it."""
+    """Raise an OSError if the path exists and is not a regular file, without opening it."""
     if os.path.exists(path) and not os.path.isfile(path):
         raise _irregular(path)
 
@@ -76,7 +76,7 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object; refused if it has a name twice, of which JSON's own reader takes the last."""
+    """A JSON object; a ValueError if it has a name twice, of which Python's parser would keep the last."""
     fields = dict(pairs)
     if len(fields) < len(pairs):
         names = [name for name, _ in pairs]

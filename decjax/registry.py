@@ -26,8 +26,6 @@ from typing import Any, NamedTuple, TypeVar
 from decjax import arguments
 from decjax.arguments import shown
 
-__all__ = ["shown"]
-
 F = TypeVar("F", bound=Callable[..., Any])
 
 

@@ -84,7 +84,7 @@ WRONG = {
         lambda: trained(simulated(), optax.chain(sgd(ring()), optax.scale(0.5)), ring()),
         r"\(ScaleState\) around one that communicates .*put it inside|\(EmptyState\) around one",
     ),
-    "unstacked": (lambda: simulated().jit(sgd(ring()).init, (0,))(jnp.zeros(3)), r"shape \(3,\), and has to begin with \(4,\)"),
+    "unstacked": (lambda: simulated().jit(sgd(ring()).init, (0,))(jnp.zeros(3)), r"shape \(3,\), which must begin with \(4,\)"),
     "examples' gradients": (
         lambda: trained(simulated(), decjax.decentralize(optax.contrib.dpsgd(0.1, 1.0, 1.0, seed=0), ring()), ring()),
         "the optimizer's update has shape",

@@ -28,7 +28,7 @@ from decjax.codecs.codec import Codec, Traits, working_dtype
 
 GROUP = 8  # values of a group in the first of two selections
 SORTED = 2**14  # fewer values than this are sorted
-FRACTION = 0.01  # of the values that is sent
+FRACTION = 0.01  # default share of the values that is sent
 
 
 def made_values(name: str, values: Codec | str, fraction: float = 1.0) -> Codec:
@@ -142,7 +142,7 @@ def topk(fraction: float = FRACTION, k: int | None = None, values: Codec | str =
 
 
 @registry.register("codec", "threshold", messages="the largest values above a threshold and their places")
-def threshold(multiple: float = 1.0, fraction: float = 0.01, values: Codec | str = "identity") -> Codec:
+def threshold(multiple: float = 1.0, fraction: float = FRACTION, values: Codec | str = "identity") -> Codec:
     """Values of magnitude at least τ = multiple · rms(x), at most the ⌈φP⌉ largest of all P, and their positions.
 
     The message has room for ⌈φP⌉ values; unused places hold zeros. If all values above τ fit, no error is larger than τ. With a

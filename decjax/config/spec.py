@@ -124,8 +124,8 @@ class Elastic(NamedTuple):
         min_workers: the fewest that go on; with fewer the others wait.
         spares: whether a process waits on each host to take a place at once, with everything loaded and compiled; it needs memory for
             the programs, but not for a model.
-        encrypt: whether messages between workers are encrypted, for networks that others can read. What workers and the coordinator say
-            to each other always is.
+        encrypt: whether messages between workers are encrypted, for networks on which others can listen. Messages to and from the
+            coordinator always are.
     """
 
     heartbeat_s: float = 5.0

@@ -67,7 +67,7 @@ def _check(topology: Topology) -> None:
 
 
 def _accelerated(x_P: jax.Array, round_: Round, rounds: int, eta: float, axis: mesh.Axis) -> jax.Array:
-    """z_R of the recursion that starts from x; what travels of z is rounded to the type of x, what is left of it stays."""
+    """z_R of the recursion that starts from x. z is sent in the type of x; what rounding loses of it stays on its worker."""
     dtype = jnp.promote_types(x_P.dtype, jnp.float32)
     before = now = x_P.astype(dtype)
     for _ in range(rounds):
@@ -78,7 +78,7 @@ def _accelerated(x_P: jax.Array, round_: Round, rounds: int, eta: float, axis: m
 
 
 def _drawn(x_P: jax.Array, round_: Round, rounds: int, eta: float, axis: mesh.Axis) -> jax.Array:
-    """z_R − x, from differences between neighbours."""
+    """z_R − x, from differences between neighbors."""
     dtype = jnp.promote_types(x_P.dtype, jnp.float32)
     before = now = jnp.zeros(x_P.shape, dtype)
     for _ in range(rounds):

@@ -20,7 +20,7 @@ class Linear(NamedTuple):
     Attributes:
         matrix: `matrix(phase) -> W`, [N, N].
         pull: `pull(params, phase)`, Wx − x in float32 or wider, from the differences x_j − x_i. Its sum over workers is zero up to
-            roundings of these differences, where that of the rounded Wx − x is not: what adds up pulls over many steps keeps the mean.
+            roundings of these differences, unlike that of the rounded Wx − x: a sum of pulls over many steps keeps the mean.
         num_bytes: `num_bytes(params, phase) -> (N,)`, bytes that each worker sends for a pull.
     """
 
@@ -79,7 +79,7 @@ class Mixer(NamedTuple):
 
 
 def _with_checks(mixer: Mixer, arguments: Mapping[str, Any]) -> Mixer:
-    """The mixer that a factory made of its arguments, with checks of what is given to it as it is traced."""
+    """The mixer that a factory made of its arguments, with checks of the parameters when it is traced."""
     channel = arguments.get("channel") or Channel()
 
     def checked(fn):

@@ -237,7 +237,7 @@ WORKERS = Axis((NODE, LOCAL))
 SIMULATED = Axis("worker")
 """The worker axis where all workers are simulated on one device."""
 MAPPED = Axis()
-"""Whichever of these two axes the function that uses it is mapped over."""
+"""The one of these two axes over which the calling function is mapped."""
 STAGES = Axis(STAGE)
 """The axis of the pipeline stages of one worker."""
 
@@ -257,8 +257,8 @@ def between_cpu_processes() -> bool:
 def _mean_of(total: Callable[[jax.Array], jax.Array], x: jax.Array, count: int) -> jax.Array:
     """The mean of `count` arrays, from the collective that adds them up, in the type that travels.
 
-    The sum of values of float16 would exceed its largest, 65504, so they are divided before, by the next power of two: that is exact but
-    for values below 6e-5 times this number, which lose what is smaller than 6e-8 times it. Other types have the range of float32.
+    A float16 sum could exceed 65504, so float16 values are divided first, by the next power of two. This is exact except for values below
+    6e-5 times that power, which are rounded to multiples of 6e-8 times it. Other types have the range of float32.
     """
     if x.dtype != jnp.float16:
         return total(x) / count

@@ -72,7 +72,7 @@ class Workers:
 
     @property
     def aside(self) -> "Workers":
-        """The same workers for programs that a thread of their own runs: their messages are told apart from those of other programs."""
+        """The same workers for programs that run in a second thread; their messages are kept apart from those of other programs."""
         return self
 
     @property
@@ -128,7 +128,7 @@ class Workers:
             in_axes: for each argument 0 if it is stacked, None if all workers get the same.
         """
 
-        def one_worker(*args):  # Which may return Python's numbers.
+        def one_worker(*args):  # `fn` may return Python numbers.
             return jax.tree.map(lambda x: x if isinstance(x, jax.Array) else jnp.asarray(x), fn(*args))
 
         mapped = self._mapped(one_worker, in_axes)
@@ -145,7 +145,7 @@ class Workers:
         for path, x in jax.tree.leaves_with_path(args):
             if jnp.shape(x)[: self.num_axes] != sizes:
                 raise ValueError(
-                    f"stacked argument {jax.tree_util.keystr(path)} has shape {jnp.shape(x)}, and has to begin with {sizes}, the number "
+                    f"stacked argument {jax.tree_util.keystr(path)} has shape {jnp.shape(x)}, which must begin with {sizes}, the number "
                     "of workers; use workers.stack(tree) for a copy on each, or None in in_axes for what is the same for all"
                 )
 
@@ -198,7 +198,7 @@ class Workers:
             return jax.tree.map(lambda x: jnp.broadcast_to(x, (self.num_workers, *jnp.shape(x))), tree)
 
         is_traced = any(isinstance(x, core.Tracer) for x in jax.tree.leaves(tree))
-        if not is_traced:  # Within a program values are the same in all processes, and have no place yet.
+        if not is_traced:  # Traced values are the same in all processes and on no device yet.
             if jax.process_count() > 1:
                 bare, with_keys = _without_keys(tree)
                 tree = with_keys(multihost_utils.broadcast_one_to_all(bare))
@@ -259,7 +259,7 @@ class Workers:
 
 
 def _without_keys(tree: Any) -> tuple[Any, Callable[[Any], Any]]:
-    """The tree with the data of its random keys in their place, and the function that makes keys of such data again."""
+    """(the tree with random keys replaced by their data, a function that turns such data back into keys)."""
     leaves, structure = jax.tree.flatten(tree)
     is_key = [jnp.issubdtype(getattr(x, "dtype", np.float32), jax.dtypes.prng_key) for x in leaves]
 

@@ -5,9 +5,9 @@
 Exact diffusion has W̃ = (I + W)/2, D² has W̃ = W. With W̃ = W this is x <- W(2x − x₋ − η(d − d₋)). d is any optimizer's direction. What
 is remembered is the correction c = x − ψ₋, which adds up to zero over workers: zero is a valid start, also for another number of workers.
 
-It is computed as c <- c + Σ_j w̃_ij (φ_j − φ_i) with φ = x + u + c for a step u, and then x <- x + u + c. The mean of the workers moves by
-that of u + c in every step, so what roundings leave in the sum of c would move it for ever; the differences are as small as
-disagreement, and so are their roundings.
+It is computed as c <- c + Σ_j w̃_ij (φ_j − φ_i) with φ = x + u + c for a step u, and then x <- x + u + c. The mean over workers moves by
+the mean of u + c in every step, so rounding errors in the sum of c would move it forever. The differences are as small as the
+disagreement of the workers, and so are their rounding errors.
 
 The recursion is stable if the eigenvalues of W̃ are more than −1/3, which holds for every (I + W)/2. It is made for one linear,
 symmetric W̃ in all steps; on time-varying graphs it may diverge.

@@ -1,4 +1,4 @@
-"""The optimizer that a method wraps: one worker's own, whose updates have the shapes of the parameters."""
+"""The optimizer that a method wraps: it runs on a single worker, and its updates have the shapes of the parameters."""
 
 from typing import Any
 
@@ -13,8 +13,8 @@ def of_one_worker(inner: optax.GradientTransformation) -> optax.GradientTransfor
     """The optimizer, with extra arguments supported and two checks.
 
     Raises:
-        ValueError: from `init`, if it communicates itself; from `update`, if an update has another shape than its array, as those of
-            optimizers that take the gradient of each example, such as `optax.contrib.dpsgd`, when they are given one of all.
+        ValueError: from `init`, if the optimizer communicates itself; from `update`, if an update has another shape than its array, as
+            with optimizers that need a gradient per example, such as `optax.contrib.dpsgd`.
     """
     inner = optax.with_extra_args_support(inner)
 

@@ -51,7 +51,7 @@ def _find(name: str) -> Callable | None:
 
 
 def _made(name: str, factory: Callable, *args: Any, **options: Any) -> optax.GradientTransformation:
-    """An optimizer of optax, tried on a small array: a config's update has gradients, state and parameters, and nothing else."""
+    """An optimizer of optax, checked on a small array: in a config its update gets only gradients, state and parameters."""
     optimizer = factory(*args, **options)
     params = {"x": jax.ShapeDtypeStruct((2, 3), jnp.float32)}
     try:

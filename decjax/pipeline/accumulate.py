@@ -5,10 +5,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from decjax.buckets import wide_dtype
+
 
 def zeros(params: Any) -> Any:
     """The sum of no gradients."""
-    return jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32)), params)
+    return jax.tree.map(lambda x: jnp.zeros(x.shape, wide_dtype(x)), params)
 
 
 def add(total: Any, grads: Any, share: Any = 1.0) -> Any:

@@ -21,7 +21,7 @@ from decjax.tasks.sources import MAX_BYTES, is_text
 
 Sentences = list[bytes]
 
-MAX_SENTENCE_BYTES = 2**16  # More take the tokenizer time and memory out of proportion.
+MAX_SENTENCE_BYTES = 2**16  # The tokenizer's time and memory grow faster than the length of a sentence.
 DIVISORS = (3, 2, 1)  # k: a batch of kB pairs has the length ⌈longest / k⌉
 
 
@@ -68,7 +68,7 @@ def _lines(path: str, name: str) -> Sentences:
 
 
 def _sentences(shown: str, content: bytes) -> Sentences:
-    """The lines of a file. Only a line feed ends one: what else may stand in a sentence must not shift all pairs behind it."""
+    """The lines of a file. Only a line feed ends one: another line break inside a sentence would shift all later pairs."""
     if not is_text(content):
         raise ValueError(
             f"data path {shown!r} holds no text (it has a zero byte, as UTF-16 and binary data have); give text in UTF-8"

@@ -53,7 +53,7 @@ def register(name: str, **traits) -> Callable[[Callable[..., Rounds]], Callable[
         size, *options = signature.parameters.values()
         factory.__signature__ = signature.replace(  # pyright: ignore[reportAttributeAccessIssue]
             parameters=[size.replace(name="num_workers"), *options], return_annotation=schedule.Topology
-        )  # pyright: ignore[reportAttributeAccessIssue]
+        )
         registry.register("topology", name, **traits)(factory)
         return builder
 
