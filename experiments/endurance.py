@@ -1,4 +1,4 @@
-"""Random sequences of faults against elastic runs, and what must hold after each.
+"""Random sequences of faults in elastic runs, and the conditions that must hold after each.
 
     python -m experiments.endurance --out=runs/endurance --sequences=150
     python -m experiments.endurance --out=runs/endurance_load --sequences=20 --load=8
@@ -53,11 +53,11 @@ _VIEW = re.compile(r"step (\d+): (?:going on|continuing) with \d+ workers: ([\d,
 
 
 class Broken(Exception):
-    """A sequence after which something does not hold."""
+    """A sequence after which a condition does not hold."""
 
 
 class Event(NamedTuple):
-    """Something that disturbs a run."""
+    """An event that disturbs a run."""
 
     kind: str
     after_s: float  # the event before, or the first row of metrics
@@ -117,9 +117,9 @@ class Run:
         launcher = (
             ["launch.cluster", "run", f"--hosts={count}"] if self.case.in_cluster else ["launch.local", f"--num_processes={count}"]
         )
-        self.log = (self.folder / "launcher.log").open("a")
         line = processes.python(launcher[0], [*launcher[1:], "--elastic", "--", *trial.arguments])
-        return processes.start(line, when_we_die=signal.SIGTERM, stdout=self.log, stderr=self.log)
+        with (self.folder / "launcher.log").open("a") as log:
+            return processes.start(line, when_we_die=signal.SIGTERM, stdout=log, stderr=log)
 
     # -- Events -------------------------------------------------------------------------------------------------------
 
@@ -192,8 +192,7 @@ class Run:
     def _second(self, event: Event) -> None:
         if self.case.in_cluster:  # Two launchers cannot have one network.
             return
-        first, self.launcher = self.launcher, self._start()
-        second, self.launcher = self.launcher, first
+        first, second = self.launcher, self._start()
         self._await(lambda: second.poll() is not None or first.poll() is not None, "the second launcher does not end")
         if second.wait(HANG_S) == 0 and first.poll() is None:
             raise Broken("a second launcher in the same directory ended with exit code 0")
@@ -241,17 +240,16 @@ class Run:
             time.sleep(0.2)
 
     def end(self) -> None:
-        """Ends whatever still runs."""
+        """Ends all processes of the run that are left."""
         for process in [self.launcher.pid] * (self.launcher.poll() is None) + [process for process, _ in members(self.workdir)]:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process, signal.SIGCONT)
                 os.kill(process, signal.SIGKILL)
         self.launcher.wait()
-        self.log.close()
 
 
 def check_rows(case: Case, workdir: pathlib.Path) -> None:
-    """Raises `Broken` if a finished run lacks a row or its last checkpoint, took a batch twice, or replicas differ that must not."""
+    """Raises `Broken` if a finished run lacks a row or its last checkpoint, took a batch twice, or has replicas that wrongly differ."""
     rows = trials.rows(workdir, "train")
     steps = [row["step"] for row in rows]
     if missing := set(range(LOG, STEPS + 1, LOG)) - set(steps):
@@ -290,7 +288,7 @@ def members(workdir: pathlib.Path) -> list[tuple[int, list[str]]]:
 
 @contextlib.contextmanager
 def load(count: int) -> Iterator[None]:
-    """Inside, so many processes compute all the time."""
+    """A context in which `count` processes compute all the time."""
     busy = [processes.start(["sh", "-c", "while :; do :; done"]) for _ in range(count)]
     try:
         yield
@@ -300,7 +298,7 @@ def load(count: int) -> Iterator[None]:
 
 
 def go_through(case: Case, folder: pathlib.Path) -> tuple[Sequence[Event], str]:
-    """(the events that happened before the run was finished, what does not hold after it; empty: everything holds)."""
+    """(the events before the run was finished, the condition that does not hold after it; empty: all hold)."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     run = Run(case, folder)
@@ -356,8 +354,8 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    flags.DEFINE(command.FOLDER, "out", None, "Results go here; what a broken sequence left stays here, too.", required=True)
+    flags.DEFINE(command.FOLDER, "out", None, "Results and the files of broken sequences go here.", required=True)
     flags.DEFINE_integer("sequences", 150, "How many.", lower_bound=1)
     flags.DEFINE_integer("first", 0, "Seed of the first sequence.", lower_bound=0)
-    flags.DEFINE_integer("load", 0, "Processes that compute all the time meanwhile.", lower_bound=0)
+    flags.DEFINE_integer("load", 0, "Further processes that compute all the time.", lower_bound=0)
     script.run(main, (cluster.ClusterError, OSError))

@@ -1,4 +1,4 @@
-"""What experiments share: how they start, where their results go, tables, figures that are asked for, plots and JSON."""
+"""Functions that experiments share: start, folders of results, tables, checks of expected figures, plots and JSON."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 import contextlib
@@ -45,9 +45,9 @@ def _given(name: str) -> Any:
 
 
 def selects(flag: str, is_whole: Callable[[Any], bool] | None = None) -> None:
-    """Declares that a flag selects a part of the results, unless `is_whole(value)`; results of a part replace no whole ones.
+    """Declares that a flag selects a part of the results, unless `is_whole(value)`; such results never replace complete ones.
 
-    By default a list is whole that has all of the flag's default, or is empty as its default is, and a count that is not below it.
+    By default a list is whole if it contains the flag's default, or if both are empty, and a count if it is at least the default.
     """
     defined: Any = flags.FLAGS[flag]
     usual = defined.default
@@ -61,7 +61,7 @@ def selects(flag: str, is_whole: Callable[[Any], bool] | None = None) -> None:
 
 
 def part() -> str:
-    """The flag that makes this command's results a part of all, or those of tiny models; empty: they are whole."""
+    """The flag that restricts this command's results to a part of the rows or to tiny models; empty: they are complete."""
     if _given("smoke"):
         return "--smoke"
     for name in flags.FLAGS:
@@ -72,7 +72,7 @@ def part() -> str:
 
 
 def check_part() -> None:
-    """Ends a command whose flags would replace whole results by a part of them. In folders, `publish` keeps the two apart."""
+    """Ends a command whose flags would replace complete results by a part of them. In folders, `publish` keeps the two apart."""
     if not (flag := part()):
         return
     what = "figures of tiny models" if flag == "--smoke" else "a part of the rows"

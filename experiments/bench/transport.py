@@ -35,10 +35,10 @@ def exactly(connection: socket.socket, size: int) -> None:
         rest = rest[connection.recv_into(rest) :]
 
 
-def receive_plain(told: Any, size: int, count: int) -> None:
-    """Receives messages over a plain socket; gives its port, and then seconds from the first to the last message."""
+def receive_plain(pipe: Any, size: int, count: int) -> None:
+    """Receives messages over a plain socket; sends its port to `pipe`, and then the seconds from the first to the last message."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        told.send(listener.getsockname()[1])
+        pipe.send(listener.getsockname()[1])
         connection, _ = listener.accept()
     with connection:
         times = []
@@ -46,18 +46,18 @@ def receive_plain(told: Any, size: int, count: int) -> None:
             exactly(connection, HEADER)
             exactly(connection, size)
             times.append(time.perf_counter())
-    told.send(times[-1] - times[0])
+    pipe.send(times[-1] - times[0])
 
 
-def send_plain(told: Any, size: int, count: int) -> float:
-    """Sends messages to that; the seconds that it told."""
+def send_plain(pipe: Any, size: int, count: int) -> float:
+    """Sends messages to `receive_plain`; returns the seconds that it measured."""
     data = memoryview(np.random.default_rng(0).bytes(size))
-    with socket.create_connection(("127.0.0.1", told.recv())) as connection:
+    with socket.create_connection(("127.0.0.1", pipe.recv())) as connection:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         for _ in range(count):
             connection.sendall(bytes(HEADER))
             connection.sendall(data)
-        return told.recv()
+        return pipe.recv()
 
 
 def _member(slot: int, keys: Keys, encrypt: bool) -> tuple[Transport, Member]:
@@ -65,37 +65,37 @@ def _member(slot: int, keys: Keys, encrypt: bool) -> tuple[Transport, Member]:
     return transport, Member(slot, str(slot), *transport.address)
 
 
-def receive(told: Any, size: int, count: int, keys: Keys, encrypt: bool) -> None:
+def receive(pipe: Any, size: int, count: int, keys: Keys, encrypt: bool) -> None:
     """The same as `receive_plain`, as a member."""
     transport, own = _member(1, keys, encrypt)
-    told.send(own)
-    transport.enter(View(1, 0, (told.recv(), own)))
+    pipe.send(own)
+    transport.enter(View(1, 0, (pipe.recv(), own)))
     times = []
     for number in range(count):
         transport.receive(Key(1, 0, 0, number))
         times.append(time.perf_counter())
-    told.send(times[-1] - times[0])
+    pipe.send(times[-1] - times[0])
     transport.close()
 
 
-def send(told: Any, size: int, count: int, keys: Keys, encrypt: bool) -> float:
-    """Sends messages to that; the seconds that it told."""
+def send(pipe: Any, size: int, count: int, keys: Keys, encrypt: bool) -> float:
+    """Sends messages to `receive`; returns the seconds that it measured."""
     data, reached = memoryview(np.random.default_rng(0).bytes(size)), threading.Event()
     transport = Transport("127.0.0.1", keys, HEARTBEAT_S, encrypt, reached.set)
-    own, other = Member(0, "0", *transport.address), told.recv()
-    told.send(own)
+    own, other = Member(0, "0", *transport.address), pipe.recv()
+    pipe.send(own)
     transport.connect([other])
     reached.wait(HEARTBEAT_S)
     transport.enter(View(1, 0, (own, other)))
     for number in range(count):
         transport.send(Key(1, 0, 0, number), other, data)
-    took_s = told.recv()
+    took_s = pipe.recv()
     transport.close()
     return took_s
 
 
 def throughput_GBps(receiver: Callable, sender: Callable, *how: Any) -> float:
-    """Of messages from this process to another."""
+    """Throughput of messages from this process to another."""
     size, count = round(1e6 * FLAGS.megabytes), FLAGS.messages
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()

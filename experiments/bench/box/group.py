@@ -22,7 +22,7 @@ class Failed(Exception):
 
 
 def done(what: str, code: int) -> None:
-    """Goes on after a command in the box only if it ended well. One that a signal stopped has said so, and ends this command too."""
+    """Check the exit code of a command in the emulated cluster: raise `Failed` for an error; end this command if a signal stopped it."""
     if code in (128 + signal.SIGINT, 128 + signal.SIGTERM, 128 + signal.SIGHUP):
         raise SystemExit(code)
     if code:

@@ -54,7 +54,7 @@ def decjax(
     """A row of decjax: `argument` is a shorthand of configs/lm.py, `fields` are dotted fields; with `pauses` its steps can pause, and
     with `pause_s` each does, so long."""
     fields |= {f"model.{key}": size for key, size in model.items()}
-    if "method=local" not in argument.split(","):  # Which sends nothing, and refuses both.
+    if "method=local" not in argument.split(","):  # It sends nothing and refuses both fields.
         fields |= {"bucket_bytes": bucket_bytes, "local_size": local_size}
     how = {"argument": argument, "fields": fields, "batch_size": batch_size, "pauses": pauses or pause_s > 0}
     return Row(name, how, False, local_size, visits={"pause_s": (pause_s, 0.0)} if pause_s else {})
