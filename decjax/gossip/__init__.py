@@ -26,6 +26,7 @@ Wrappers of any of them:
 
     every          mix in every p-th step                local updates in between
     damp           W' = γ W + (1−γ) I                    γ constant or a schedule
+    unrounded      Wx in float32, of narrower x          for methods that step along Wx − x
 
 Parameters travel in a few flat buckets. Weighted sums are computed in float32 or wider, and cast back.
 
@@ -53,7 +54,7 @@ from decjax.gossip.deepsqueeze import deepsqueeze
 from decjax.gossip.delayed import DelayedState, delayed
 from decjax.gossip.exact import exact
 from decjax.gossip.fits import typical_contraction
-from decjax.gossip.mixer import SILENT, Linear, Mixer, damp, every, mix, mix_due
+from decjax.gossip.mixer import SILENT, Linear, Mixer, damp, every, mix, mix_due, unrounded
 from decjax.gossip.overlap_push_sum import OverlapPushSumState, overlap_push_sum
 from decjax.gossip.power_gossip import PowerState, power_gossip
 from decjax.gossip.push_sum import PushSumState, push_sum
@@ -92,4 +93,5 @@ __all__ = [
     "push_sum",
     "relay",
     "typical_contraction",
+    "unrounded",
 ]

@@ -25,7 +25,8 @@ def exact(topology: Topology, channel: Channel = Channel(), *, rounds: int = 1, 
     """Plain gossip: each worker takes a weighted mean of its own and its neighbours' parameters, x_i <- Σ_j w_ij x_j.
 
     With a codec C it is x_i <- x_i + Σ_j w_ij (C(x_j) − C(x_i)). Nothing is remembered, so the parameters keep an error of the size
-    of C(x) − x. Step t applies rounds tR … tR + R − 1 of the topology.
+    of C(x) − x; where they are narrow, as bfloat16, every step rounds them anew, and their mean walks. Step t applies rounds tR …
+    tR + R − 1 of the topology.
 
     Args:
         topology: doubly stochastic; it may vary in time.

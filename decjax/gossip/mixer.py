@@ -179,6 +179,32 @@ def damp(mixer: Mixer, strength: float | Callable[[jax.Array], jax.Array]) -> Mi
     return mixer._replace(combine=combine, linear=linear)
 
 
+def unrounded(mixer: Mixer) -> Mixer:
+    """The mixer whose results of narrow parameters, such as bfloat16, stay in float32 where mixing is linear.
+
+    For methods that step along Wx − x: what rounding Wx to the size of x adds to the mean of that, a momentum would add up. Parameters
+    of float32 and wider are mixed as before.
+    """
+    linear = mixer.linear
+    if linear is None:
+        return mixer
+    is_narrow = lambda x: buckets.is_floating(x) and x.dtype != buckets.wide_dtype(x)
+    narrow = lambda params: any(map(is_narrow, jax.tree.leaves(params)))
+
+    def exchange(params, state, phase):
+        if not narrow(params):
+            return mixer.exchange(params, state, phase)
+        return buckets.in_float32(jnp.add, params, linear.pull(params, phase)), state
+
+    def combine(params, received, state, phase, step):
+        return received if narrow(params) else mixer.combine(params, received, state, phase, step)
+
+    def num_bytes(params, phase):
+        return (linear if narrow(params) else mixer).num_bytes(params, phase)
+
+    return mixer._replace(exchange=exchange, combine=combine, num_bytes=num_bytes)
+
+
 def _damped(linear: Linear, gamma: float) -> Linear:
     def matrix(phase):
         W_NxN = linear.matrix(phase)

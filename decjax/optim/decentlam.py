@@ -111,4 +111,5 @@ def decentlam(
             f"method 'decentlam' moves parameters after they are mixed, which {mixer.called} cannot follow; use mixer 'exact' or 'choco'"
         )
     gradient = optax.chain(clip, optax.add_decayed_weights(weight_decay))
+    mixer = gossip.unrounded(mixer)
     return mixing(_DecentLaM(gradient, mixer, learning_rate, momentum), mixer)

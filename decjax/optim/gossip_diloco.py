@@ -109,7 +109,7 @@ class OuterSteps(abc.ABC):
     @property
     def periodic(self) -> gossip.Mixer:
         """The mixer, in every H-th step."""
-        return gossip.every(self.mixer, self.every)
+        return gossip.every(gossip.unrounded(self.mixer), self.every)
 
     @abc.abstractmethod
     def values(self, params: Any, change: Any) -> Any:

@@ -86,7 +86,8 @@ class QuasiGlobal:
 def method_of(form: QuasiGlobal) -> Method:
     """The method of a quasi-global transformation."""
     check_order(form.mixer, form.order)
-    mixer = form.mixer
+    mixer = gossip.unrounded(form.mixer)
+    form = dataclasses.replace(form, mixer=mixer)
 
     def exchange(params, opt_state, phase):
         return mixer.exchange(params, opt_state.mixer, phase)
