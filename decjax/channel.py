@@ -41,7 +41,7 @@ class Channel:
 
     def __post_init__(self):
         if self.bucket_bytes < 0:
-            raise ValueError(f"Channel: bucket_bytes={self.bucket_bytes} must be at least 0, which sends each array by itself")
+            raise ValueError(f"Channel: bucket_bytes={self.bucket_bytes} must be at least 0; use 0 to send each array by itself")
 
     def check(self, tree: Any, num_workers: int | None = None) -> None:
         """Raise a ValueError if arrays of the tree cannot be averaged, or the axis has another number of workers than a topology."""

@@ -124,7 +124,7 @@ def check_apart(config: str, swept: dict[str, list[str]], extra: list[str]) -> N
             _refuse_twice(key, values, "--config", inside[key])
     for option in ("config", "workdir"):
         if config_file.given(option, extra) is not None:
-            raise command.UserError(f"--{option} stands behind --, and each run gets its own from the sweep; write it before --")
+            raise command.UserError(f"--{option} behind --: each run gets its own from the sweep; write it before --")
 
 
 def _refuse_twice(key: str, values: list[str], where: str, other: str) -> NoReturn:

@@ -41,7 +41,7 @@ def times_of(values: dict[str, Any], cluster: costmodel.Cluster, compute_s: floa
     """(forward_s, backward_s): given, or a third and two thirds of a step, which tokens and flops may tell."""
     each = {name: values[name] for name in ("forward_s", "backward_s") if values[name] is not None}
     if compute_s is not None and each:
-        raise ValueError(f"--compute_s={compute_s:g} and --model: {', '.join(each)} both tell how long a step takes; give one")
+        raise ValueError(f"--compute_s={compute_s:g} and --model: {', '.join(each)} both set the time of a step; give one")
     if len(each) == 2:
         return each["forward_s"], each["backward_s"]
     if compute_s is None and not each and values["tokens"] and cluster.flops:

@@ -101,7 +101,9 @@ def load_links() -> tuple[placement.Links, int]:
     links = placement.load(FLAGS.links)
     devices = FLAGS.devices or links.num_devices
     if not 2 <= devices <= links.num_devices:
-        raise ValueError(f"--devices={devices} must be from 2 to {links.num_devices}, the devices of {FLAGS.links}; choose as many")
+        raise ValueError(
+            f"--devices={devices} must be from 2 to {links.num_devices}, the devices of {FLAGS.links}; leave it out for all"
+        )
     return links, devices
 
 

@@ -14,8 +14,7 @@ import rich.console
 from decjax import costmodel
 from decjax import topology as tp
 from decjax.costmodel import Cluster, Jitter, Link, Workload, all_reduce, gossip, plan, plan_layouts, predict
-from launch import plan as cli
-from launch import plan_report
+from launch import plan_model, plan_report
 from tests import commands
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -301,24 +300,24 @@ def test_mistakes_are_one_line_and_exit_code_two(args, problem, tmp_path):
 )
 def test_bad_models_are_refused(text, problem):
     with pytest.raises(ValueError, match=problem):
-        cli.make_workload(cli.parse_pairs(text), SLOW, None)
+        plan_model.make_workload(plan_model.parse_pairs(text), SLOW, None)
 
 
 @pytest.mark.parametrize("value", ["-1", "0", "4.5", "nan", "inf", "deep"])
 @pytest.mark.parametrize("key", ["depth", "batch"])
 def test_counts_of_a_model_are_whole(key, value):
     with pytest.raises(ValueError, match=f"--model: {key}='?{value}'? must be a whole number of at least 1$"):
-        cli.parse_pairs(f"{key}={value}", cli._MODEL_KEYS)
+        plan_model.parse_pairs(f"{key}={value}", plan_model.SIZES)
 
 
 def test_a_time_is_told_once():
-    with pytest.raises(ValueError, match=r"--compute_s=0.3 and --model: forward_s, backward_s both tell how long"):
-        cli.make_workload(cli.parse_pairs("params=1e6,forward_s=1,backward_s=2"), SLOW, 0.3)
+    with pytest.raises(ValueError, match=r"--compute_s=0.3 and --model: forward_s, backward_s both set the time"):
+        plan_model.make_workload(plan_model.parse_pairs("params=1e6,forward_s=1,backward_s=2"), SLOW, 0.3)
 
 
 def test_flops_give_the_time_of_a_step():
     cluster = dataclasses.replace(SLOW, flops=1e12)
-    workload = cli.make_workload(cli.parse_pairs("params=1e6,tokens=1000,buckets=2"), cluster, None)
+    workload = plan_model.make_workload(plan_model.parse_pairs("params=1e6,tokens=1000,buckets=2"), cluster, None)
     assert (workload.compute_s, workload.forward_s, workload.total_bytes) == pytest.approx((6e-3, 2e-3, 4e6))
     assert len(workload.num_bytes) == 2
 

@@ -222,8 +222,8 @@ def test_a_config_file_may_define_its_sweep(tmp_path):
             ["--config=configs/lm.py:smoke", "--sweep=scale=linear,sqrt", "--", "--config.schedule.learning_rate=0.1"],
             "scale=linear changes nothing with --config.schedule.learning_rate",
         ),
-        (["--config=configs/lm.py:smoke", "--sweep=seed=0", "--", "--workdir=x"], "--workdir stands behind --"),
-        (["--config=configs/lm.py:smoke", "--sweep=seed=0", "--", "--config", "configs/gpt.py"], "--config stands behind --"),
+        (["--config=configs/lm.py:smoke", "--sweep=seed=0", "--", "--workdir=x"], "--workdir behind --"),
+        (["--config=configs/lm.py:smoke", "--sweep=seed=0", "--", "--config", "configs/gpt.py"], "--config behind --"),
         (["--config=configs/lm.py:smoke", "--sweep=seed=0", "--", "--stpes=3"], "seed=0: Unknown command line flag 'stpes'"),
         (
             ["--config=configs/lm.py:smoke", "--sweep=seed=0", "--", "--num_processes=2"],

@@ -163,7 +163,7 @@ def threshold(multiple: float = 1.0, fraction: float = FRACTION, values: Codec |
 def _topk(name: str, fraction: float, k: int | None, multiple: float, values: Codec | str) -> Codec:
     values = made_values(name, values, fraction)
     if k is not None and fraction != FRACTION:
-        raise ValueError(f"{name} k={k} with fraction={fraction}: both say how many values are sent; leave one out")
+        raise ValueError(f"{name} k={k} with fraction={fraction}: both set how many values are sent; leave one out")
     if k is not None and (type(k) is not int or k < 1):
         raise ValueError(
             f"{name} k={k} must be a whole number of at least 1; k=1 sends one value of a tensor, fraction=0.01 one of a hundred"

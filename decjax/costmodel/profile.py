@@ -50,7 +50,7 @@ def check_text(what: str, value: Any) -> None:
     """Raises ValueError unless `value` is text that a terminal can show: control characters could rewrite the screen."""
     check_type(what, value, str, "text")
     if not value.isprintable():
-        raise ValueError(f"{what}={shown(value)} must be text without control characters")
+        raise ValueError(f"{what}={shown(value)} must be text without control characters; remove them")
 
 
 def shown(value: Any) -> str:
