@@ -27,6 +27,7 @@ AS_USERS = os.environ.get("DECJAX_TEST_COMPILE") == "users"
 MARK = f"DECJAX_TESTS={os.getpid()}"  # in the environment of all that this process starts
 os.environ.update([MARK.split("=")])
 MOST_MB = 1500  # of memory, in each process that runs tests
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # Under nohup it is ignored, which processes that tests start would inherit.
 os.environ.pop("JAX_DISABLE_MOST_OPTIMIZATIONS", None)  # In these processes it is `quick_compilation` that says so.
 if _OWNER:
     os.environ["JAX_COMPILATION_CACHE_DIR"] = os.environ.get("DECJAX_TEST_CACHE") or tempfile.mkdtemp(prefix="decjax-tests-")
