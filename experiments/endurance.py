@@ -48,6 +48,7 @@ ON_LINKS = ("cut", "partition")
 LASTS_S = (1.0, 12.0)  # of what has an end: shorter and longer than the heartbeat
 LATEST_S = 5.0  # of an event, after the one before
 HANG_S = 600.0  # without a new row of metrics; generous, since other processes may use the machine
+NETWORK = f"endure{os.getpid()}"  # Several of these commands may run on a machine.
 EQUAL = 1e-4  # consensus distance of equal replicas, rounding included
 _VIEW = re.compile(r"step (\d+): going on with \d+ workers: ([\d, ]+)")
 
@@ -115,7 +116,9 @@ class Run:
             self.workdir, f"configs/quadratics.py:{shorthand},workers={count},simulate=false,steps={STEPS}", tuple(fields.items())
         )
         launcher = (
-            ["launch.cluster", "run", f"--hosts={count}"] if self.case.in_cluster else ["launch.local", f"--num_processes={count}"]
+            ["launch.cluster", "run", f"--hosts={count}", f"--name={NETWORK}"]
+            if self.case.in_cluster
+            else ["launch.local", f"--num_processes={count}"]
         )
         line = processes.python(launcher[0], [*launcher[1:], "--elastic", "--", *trial.arguments])
         with (self.folder / "launcher.log").open("a") as log:
@@ -132,8 +135,8 @@ class Run:
         {
             "kill": self._kill,
             "freeze": self._freeze,
-            "cut": self._cut,
-            "partition": self._partition,
+            "cut": lambda event: self._on_links(event, cluster.Network.set_link),
+            "partition": lambda event: self._on_links(event, cluster.Network.set_route),
             "terminate": lambda event: self._again(signal.SIGTERM),
             "kill launcher": lambda event: self._again(signal.SIGKILL),
             "stop launcher": self._stop_launcher,
@@ -159,19 +162,13 @@ class Run:
         time.sleep(event.lasts_s)
         self._signal(event.targets[0], signal.SIGCONT)
 
-    def _cut(self, event: Event) -> None:
-        links = cluster.find()
-        if links:
-            links.set_link(event.targets[0], up=False)
-            time.sleep(event.lasts_s)
-            links.set_link(event.targets[0], up=True)
-
-    def _partition(self, event: Event) -> None:
-        links = cluster.find()
-        if links:
-            links.set_route(*event.targets, up=False)
-            time.sleep(event.lasts_s)
-            links.set_route(*event.targets, up=True)
+    def _on_links(self, event: Event, change: Callable[..., None]) -> None:
+        """Takes links down, as `change` of a network does, and up again."""
+        with contextlib.suppress(cluster.ClusterError):  # The network goes with a run that finishes meanwhile.
+            if links := cluster.find(NETWORK):
+                change(links, *event.targets, up=False)
+                time.sleep(event.lasts_s)
+                change(links, *event.targets, up=True)
 
     def _again(self, number: signal.Signals) -> None:
         self.launcher.send_signal(number)
