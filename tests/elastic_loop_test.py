@@ -18,7 +18,8 @@ from decjax.elastic.trainer import Trainers
 from decjax.elastic.workers import Group
 from decjax.train import checkpoint, contents, metrics, workdir
 from decjax.train import run as run_lib
-from tests.elastic_test import KEYS, Band, together
+from tests.elastic_test import KEYS, Band, together, wait_until
+from tests.membership_test import cut
 
 STEPS, LOG, SAVE = 24, 4, 8
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -147,6 +148,42 @@ def test_replicas_of_a_synchronous_method_are_equal_after_a_change(tmp_path, mes
     for x in replicas(members[3]):
         np.testing.assert_array_equal(x, np.broadcast_to(x[:1], x.shape))
     assert max(row["consensus_distance"] for row in rows(tmp_path)) < 1e-6
+
+
+def test_replicas_are_averaged_although_a_member_dies_in_it(tmp_path):
+    def dies(member):
+        member.loop.trainer.consensus = lambda state: killed(member)
+
+    trained(tmp_path, spec_of(consensus_every=LOG, **{"eval.every": STEPS}), events={1: {SAVE - 1: dies}})
+    assert [row["workers"] for row in rows(tmp_path)][:2] == [3, 2] and max(
+        row["consensus_distance"] for row in rows(tmp_path)
+    ) < 1e-6
+
+
+def test_a_writer_that_others_do_not_reach_lets_another_write(tmp_path, monkeypatch):
+    """It takes part again later, and every row and checkpoint is there once."""
+    joined, both = [], [{0, 1}, {0, 2}]
+
+    def join(member):
+        joined.append(member.group.membership)
+
+    def part(member):
+        cut(monkeypatch, joined, both)
+
+    def heal(member):
+        monkeypatch.undo()
+        for membership in joined:
+            membership._notify()
+        wait_until(lambda: member.group.membership._is_stopped)
+
+    members = trained(tmp_path, spec_of(), events={0: {0: join, 6: part}, 1: {0: join, 14: heal}, 2: {0: join}})
+    assert [row["step"] for row in rows(tmp_path)] == [*range(LOG, STEPS + 1, LOG)]
+    assert workdir.steps_saved(tmp_path) == [8, 16, 24]
+    assert {2, 3} == {row["workers"] for row in rows(tmp_path)} and [member.loop.first for member in members] == [
+        False,
+        True,
+        False,
+    ]
 
 
 @pytest.fixture

@@ -68,12 +68,12 @@ class ElasticMembers:
     def fresh(self, params: Any) -> State:
         return jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), self.like)  # Replaced when the first view begins.
 
-    def enter(self, state: State | None, step: int, counters: dict[str, Any]) -> tuple[State, int]:
+    def enter(self, state: State | None, step: int, counters: dict[str, Any], left_out: Callable[[], None]) -> tuple[State, int]:
         if not self._is_ready:
             self._is_ready = True
             self._membership.step, self._membership.taken = step, step * self.spec.workers - counters.get(LEFT, 0)
             self._membership.ready(has_replica=self.restores)
-        view = self._group.enter()
+        view = self._group.enter(left_out)
         self.joined = view.number > 1
         self.trainer = self._trainers.of(len(view.members))
         is_fresh = self._membership.slot in view.fresh

@@ -1,5 +1,6 @@
 """A member's side of the membership: it reports its state, stops when asked, and receives the views; see `coordinator`."""
 
+from collections.abc import Callable
 import contextlib
 import json
 import math
@@ -49,7 +50,7 @@ class Membership:
         self.transport = Transport(host, keys, heartbeat_s, encrypt, self._notify)
         self._member = Member(slot, uuid.uuid4().hex, host, self.transport.address[1], os.getpid())
         self._next: View | None = None
-        self._is_ready = self._is_stopped = self._is_over = self._gone = False
+        self._is_ready = self._is_stopped = self._is_left_out = self._is_over = self._gone = False
         self._says_over = self._leaves = False
         self._views: int | None = None  # how many there were when the coordinator first answered
         self._number = 0  # of the last view that this member was told
@@ -96,10 +97,17 @@ class Membership:
         self._is_ready = True
         self._notify()
 
-    def next_view(self) -> View:
-        """The next view, once all its members have stopped; `Excluded` if there will be none."""
+    def next_view(self, left_out: Callable[[], None] = lambda: None) -> View:
+        """The next view that this process is in, once all its members have stopped; `Excluded` if there will be none. `left_out` is
+        called if a view without it begins first."""
+        has_come = lambda: self._next is not None or self._gone or self._is_over
         with self._changed:
-            self._changed.wait_for(lambda: self._next is not None or self._gone or self._is_over)
+            self._changed.wait_for(lambda: self._is_left_out or has_come())
+            is_left_out = self._is_left_out and not has_come()
+        if is_left_out:
+            left_out()
+        with self._changed:
+            self._changed.wait_for(has_come)
             if self._next is None or self._gone or self._is_over:
                 raise Excluded("the run is over, the coordinator no longer answers, or another process has taken this one's place")
             view, self._next = self._next, None
@@ -189,6 +197,7 @@ class Membership:
             else:
                 self._views = said["views"] if self._views is None else self._views
                 self._is_over |= said["over"]
+                self._is_left_out = said["view"] is None and said["views"] > 0
                 self.transport.connect(Member(*fields) for fields in said["roster"] if fields[1] != self._member.life)
             if stops:
                 self._next, self._is_stopped = None, True  # A view that has not begun yet never will.

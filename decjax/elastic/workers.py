@@ -46,9 +46,9 @@ class Group:
         assert found is not None
         return found
 
-    def enter(self) -> View:
-        """Waits for the next view and begins it."""
-        self.view = self.membership.next_view()
+    def enter(self, left_out: Callable[[], None] = lambda: None) -> View:
+        """Waits for the next view and begins it; see `Membership.next_view`."""
+        self.view = self.membership.next_view(left_out)
         self.channels = [Stream(self.membership.transport, self.view, self.membership.slot, number) for number in range(CHANNELS)]
         return self.view
 

@@ -71,13 +71,14 @@ class Members(Protocol):
         """This process's part of a state of NumPy arrays [N, …]."""
         ...
 
-    def enter(self, state: Any, step: int, counters: dict[str, Any]) -> tuple[State, int]:
+    def enter(self, state: Any, step: int, counters: dict[str, Any], left_out: Callable[[], None]) -> tuple[State, int]:
         """Begin with the present group. A collective.
 
         Args:
             state: this process's state; None at the start of a run.
             step: the next step of that state.
             counters: this process's, which are replaced by those of the group.
+            left_out: called if other processes continue without this one before it can begin.
 
         Returns:
             The state and the step to continue with.
@@ -148,7 +149,7 @@ class Static:
     def resized(self, state: State) -> State:
         return self.trainer.workers.place(state)
 
-    def enter(self, state: State | None, step: int, counters: dict[str, Any]) -> tuple[State, int]:
+    def enter(self, state: State | None, step: int, counters: dict[str, Any], left_out: Callable[[], None]) -> tuple[State, int]:
         if state is None:
             state = self.trainer.init()
         self.trainer.check_exchanges()

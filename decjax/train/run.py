@@ -133,9 +133,11 @@ class Run:
             if self._begun is not None:
                 self.counters["time_s"] = self._elapsed_s()
             with contextlib.suppress(ViewChanged):
-                self.state, self.done = self.members.enter(self.state, self.done, self.counters)
+                self.state, self.done = self.members.enter(self.state, self.done, self.counters, self._let_go)
                 self._counted = self.trainer.bytes_by_usage(self.state)  # how many of these bytes the counters include already
                 break
+        if not self.members.saves:
+            self._let_go()
         self._resettles = self.members.joined  # The writer may have died before all of this step was written.
         self.start = self.done
         if self._begun is not None:
@@ -150,12 +152,17 @@ class Run:
 
     # -- Writing ------------------------------------------------------------------------------------------------------
 
+    def _let_go(self) -> None:
+        """Stop writing, because another process may write from here on."""
+        self._trackers, self._checkpoints, self._role = [], None, None
+        with contextlib.suppress(CheckpointError, OSError):  # Another process writes again what is missing.
+            self._files.close()
+
     def _take_role(self) -> None:
         """Begins or stops to write checkpoints and metrics, as the group has decided."""
         if self._role == self.members.saves:
             return
-        self._files.close()
-        self._trackers, self._checkpoints, self._role = [], None, None
+        self._let_go()
         if self.members.saves:
             if self.first:
                 self._files.enter_context(workdir_lib.writing(self.workdir))
@@ -312,18 +319,19 @@ class Run:
         """Takes a step and does what is due after it; returns whether a signal asks to stop."""
         compiling_s = self._take()
         self._logged = self._logged[0] + compiling_s, self._logged[1]  # The rate excludes compilation.
-        if self.spec.reaches_consensus(self.done):
-            # The next step's exchange may be dispatched by another thread, so all collectives of this one must be complete.
-            state, sent = self.trainer.consensus(self.state)
-            self.state = jax.block_until_ready(state)
-            self.counters["bytes_sent_per_worker"] += sent
         for tracker in self._trackers:
             tracker.step(self.done)
         return self._settle(caught)
 
     def _settle(self, caught: list[signal.Signals]) -> bool:
-        """Logs, evaluates and saves what is due after so many steps; returns whether a signal asks to stop."""
+        """Averages the replicas, logs, evaluates and saves, each if it is due at this step; returns whether a signal asks to stop. All
+        of it may run twice for one step, if the group changes meanwhile."""
         spec, done = self.spec, self.done
+        if spec.reaches_consensus(done):
+            # The next step's exchange may be dispatched by another thread, so all collectives of this one must be complete.
+            state, sent = self.trainer.consensus(self.state)
+            self.state = jax.block_until_ready(state)
+            self.counters["bytes_sent_per_worker"] += sent
         last, stop = done == spec.steps, self._stop_requested(caught)
         # The last step is evaluated on all examples, by `_finish`.
         evaluates = done % spec.eval.every == 0 and not last
