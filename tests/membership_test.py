@@ -1,8 +1,10 @@
 """Who is left out of an elastic run, and who is not: pauses, busy processes, partitions, lost messages, members that do nothing."""
 
+import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -115,6 +117,27 @@ def test_the_larger_part_of_a_partition_goes_on_and_the_rest_comes_back(band, mo
     healed = next_views(*members)[0]
     assert slots_of(healed) == [0, 1, 2] and healed.fresh == (0,) and healed.step == 9
     assert not group.coordinator.silent
+
+
+def test_who_leaves_writes_to_no_descriptor_that_is_closed(band, monkeypatch):
+    """Its number may belong to another file by then; the threads that read may end before they are woken."""
+    _, (member, *others) = band(0, 1, 2)
+    next_views(member, *others)
+    write, closing, failed = os.eventfd_write, threading.current_thread(), []
+    readers = {member.transport._wake: member.transport._reader, member._wake: member._thread}
+
+    def late(descriptor, value):
+        try:
+            write(descriptor, value)
+            if threading.current_thread() is closing:
+                readers[descriptor].join(60)
+                write(descriptor, value)
+        except OSError as error:
+            failed.append(error)
+
+    monkeypatch.setattr(os, "eventfd_write", late)
+    member.close()
+    assert not failed and not any(reader.is_alive() for reader in readers.values())
 
 
 def test_a_lost_connection_begins_a_new_view_of_the_same_members(band):

@@ -141,6 +141,8 @@ class Membership:
             self.transport.close()
             self._notify()
             self._thread.join()
+            wake, self._wake = self._wake, -1
+            os.close(wake)  # Not before the last write: its number may belong to another file then.
 
     # -- The thread that reports to the coordinator -------------------------------------------------------------------
 
@@ -167,7 +169,6 @@ class Membership:
         self._say()
         self._coordinator.close(linger=round(200 * self._heartbeat_s))
         self._context.term()
-        os.close(self._wake)
 
     def _say(self) -> None:
         stopped, at = self._stopped

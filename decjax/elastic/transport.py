@@ -109,17 +109,20 @@ class Transport:
     def close(self) -> None:
         """Ends all connections."""
         self.interrupt()
-        if not self._closing:
-            self._closing = True
+        with self._changed:
+            closes, self._closing = not self._closing, True
+        if closes:
             os.eventfd_write(self._wake, 1)
             self._reader.join()
+            os.close(self._wake)  # Not before the last write: its number may belong to another file then.
 
     def connect(self, members: Iterable[Member]) -> None:
         """Keeps connections to exactly these members."""
         roster = tuple(members)
-        if roster != self._roster and not self._closing:
-            self._roster = roster
-            os.eventfd_write(self._wake, 1)
+        with self._changed:
+            if roster != self._roster and not self._closing:
+                self._roster = roster
+                os.eventfd_write(self._wake, 1)
 
     @property
     def reached(self) -> list[str]:
@@ -193,7 +196,6 @@ class Transport:
         self._arriving.close()
         self._gate.socket.close(linger=0)
         self._context.term()
-        os.close(self._wake)
 
     def _take(self) -> None:
         """Takes what has arrived."""
