@@ -186,8 +186,7 @@ class Run:
             if self.members.has_written(error):
                 return
             if error is not None:
-                with contextlib.suppress(CheckpointError, OSError):
-                    self._take_role()
+                self._let_go()
 
     def _track(self) -> None:
         """Creates all trackers."""
@@ -324,26 +323,22 @@ class Run:
         return self._settle(caught)
 
     def _settle(self, caught: list[signal.Signals]) -> bool:
-        """Averages the replicas, logs, evaluates and saves, each if it is due at this step; returns whether a signal asks to stop. All
-        of it may run twice for one step, if the group changes meanwhile."""
+        """Does what is due after a step, again if the group changes meanwhile; returns whether a signal asks to stop."""
         spec, done = self.spec, self.done
         if spec.reaches_consensus(done):
             # The next step's exchange may be dispatched by another thread, so all collectives of this one must be complete.
-            state, sent = self.trainer.consensus(self.state)
-            self.state = jax.block_until_ready(state)
+            self.state, sent = jax.block_until_ready(self.trainer.consensus(self.state))
             self.counters["bytes_sent_per_worker"] += sent
         last, stop = done == spec.steps, self._stop_requested(caught)
-        # The last step is evaluated on all examples, by `_finish`.
-        evaluates = done % spec.eval.every == 0 and not last
+        evaluates = done % spec.eval.every == 0 and not last  # `_finish` evaluates the last step, on all examples.
         saves = done % spec.checkpoint.every == 0 or last or stop
         if done % spec.log_every == 0 or evaluates or saves:
             if row := self._training_row():
                 self._written(functools.partial(self._record, "train", row))
             self._losses.clear()
             if evaluates:
-                row = self._evaluation_row(
-                    self.trainer.evaluate(self.state, spec.eval.num_windows, spec.eval.local), self._elapsed_s()
-                )
+                result = self.trainer.evaluate(self.state, spec.eval.num_windows, spec.eval.local)
+                row = self._evaluation_row(result, self._elapsed_s())
                 self._written(functools.partial(self._record, "eval", row))
             self.counters["time_s"] = self._elapsed_s()
             if saves:
