@@ -8,8 +8,10 @@ import threading
 import time
 
 import pytest
+import zmq
 
 from decjax.elastic import coordinator as coordinator_lib
+from decjax.elastic import transport
 from decjax.elastic.membership import Excluded
 from tests.elastic_test import KEYS, Band, next_views, wait_until
 from tests.local_test import ROOT
@@ -217,3 +219,11 @@ def test_processes_that_have_ended_are_out_at_once(band, encrypt):
     for member in members:
         with pytest.raises(Excluded):
             member.next_view()
+
+
+def test_a_context_that_does_not_end_holds_nobody(monkeypatch):
+    """ZeroMQ's issue 2733: where connections authenticate, closed sockets may stay open on a busy machine."""
+    context, held = zmq.Context(), threading.Event()
+    monkeypatch.setattr(context, "term", held.wait, raising=False)
+    transport.end(context)
+    held.set()

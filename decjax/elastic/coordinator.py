@@ -38,10 +38,11 @@ import zmq
 from zmq.utils import monitor
 
 from decjax.elastic.keys import Gate, Keys
-from decjax.elastic.transport import bound, bounded, watched
+from decjax.elastic.transport import bound, bounded, end, watched
 from decjax.elastic.view import Member, View
 
 MOST_BYTES = 2**16  # of a message to the coordinator
+LINGER_S = 0.5  # in which the last messages are sent
 PATIENCE = 12  # until a member that does nothing is removed, in `heartbeat_s` or its own longest steps
 
 
@@ -116,8 +117,8 @@ class Coordinator:
             self._members.disable_monitor()
             self._events.close(linger=0)
             self._gate.socket.close(linger=0)
-            self._members.close(linger=500)
-            self._context.term()
+            self._members.close(linger=round(1000 * LINGER_S))
+            end(self._context, LINGER_S)
 
     def serve(self, wait_s: float) -> None:
         """Reads what has arrived, waiting so long at most, and decides."""

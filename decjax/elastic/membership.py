@@ -14,7 +14,7 @@ import uuid
 import zmq
 
 from decjax.elastic.keys import Keys
-from decjax.elastic.transport import Transport, bounded, watched
+from decjax.elastic.transport import Transport, bounded, end, watched
 from decjax.elastic.view import BEATS, Member, View, ViewChanged
 
 _BUSY = 0.05  # share of a core's time above which a process counts as computing
@@ -167,8 +167,9 @@ class Membership:
                 said_at = time.monotonic()
                 self._say()
         self._say()
-        self._coordinator.close(linger=round(200 * self._heartbeat_s))
-        self._context.term()
+        linger_s = self._heartbeat_s / BEATS
+        self._coordinator.close(linger=round(1000 * linger_s))
+        end(self._context, linger_s)
 
     def _say(self) -> None:
         stopped, at = self._stopped

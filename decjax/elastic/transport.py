@@ -195,7 +195,7 @@ class Transport:
             peer.close()
         self._arriving.close()
         self._gate.socket.close(linger=0)
-        self._context.term()
+        end(self._context)
 
     def _take(self) -> None:
         """Takes what has arrived."""
@@ -249,6 +249,16 @@ def bounded(socket: zmq.Socket, heartbeat_s: float) -> None:
     socket.connect_timeout = socket.handshake_ivl = socket.tcp_maxrt = round(1000 * heartbeat_s)
     socket.tcp_keepalive = socket.tcp_keepalive_idle = socket.tcp_keepalive_intvl = 1
     socket.tcp_keepalive_cnt = max(1, round(heartbeat_s) - 1)
+
+
+def end(context: zmq.Context, linger_s: float = 0.0) -> None:
+    """End a context whose sockets are closed, once they have sent what they send within `linger_s`.
+
+    On a busy machine ZeroMQ may wait forever for a socket that authenticates connections (its issue 2733), so this waits a bounded time.
+    """
+    thread = threading.Thread(target=context.term, name="elastic-end", daemon=True)
+    thread.start()
+    thread.join(linger_s + 1.0)
 
 
 def watched(socket: zmq.Socket, heartbeat_s: float) -> None:
