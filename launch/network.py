@@ -298,6 +298,7 @@ def _planned(hosts: int, name: str, subnet: str) -> Network:
 def _build(made: Network, prefix_length: int) -> None:
     """Namespaces, the bridge, one pair of interfaces per host, and what host names mean inside."""
     iproute.do("ip", "netns", "add", made.switch)
+    iproute.do("ip", "-n", made.switch, "link", "set", "lo", "up")  # The launcher tries to reach its own coordinator.
     iproute.do("ip", "-n", made.switch, "link", "add", "br0", "type", "bridge")
     iproute.do("ip", "-n", made.switch, "link", "set", "br0", "addrgenmode", "none", "up")
     own = ipaddress.ip_interface(f"{made.addresses[0]}/{prefix_length}").network.broadcast_address - 1

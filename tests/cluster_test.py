@@ -4,6 +4,7 @@ import json
 import os
 import pathlib
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -214,6 +215,13 @@ def test_what_the_machine_lacks_is_told(monkeypatch, lacking, problem):
 
 
 # -- With namespaces --------------------------------------------------------------------------------------------------
+
+
+@needs_namespaces
+def test_the_switch_reaches_itself():
+    """Otherwise a launcher believes that nobody reaches its coordinator."""
+    with network_lib.network(1, name=NAME) as made, made._at_switch(lambda: socket.create_server((made.gateway, 0))) as server:
+        made._at_switch(lambda: socket.create_connection(server.getsockname(), TIMEOUT_S)).close()
 
 
 @needs_namespaces
