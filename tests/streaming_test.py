@@ -109,7 +109,7 @@ def test_fragments_of_stacked_layers_are_layers():
     [
         (dict(fragments=7), "fragments=7: must be from 1 to every=6"),
         (dict(fragments=2, delay=4), "delay=4: must be from 0 to every/fragments=3"),
-        (dict(merge=1.0), "merge=1.0: must be at least 0 and less than 1"),
+        (dict(merge=1.5), "merge=1.5: must be at least 0 and at most 1"),
     ],
 )
 def test_what_cannot_be_is_refused_in_one_line(options, message):

@@ -297,4 +297,4 @@ def test_reducers_see_no_tables():
 def test_an_elastic_run_is_refused():
     spec = config.resolve(config_of())
     with pytest.raises(config.ConfigError, match="config.tables with --elastic"):
-        elastic._of(spec, elastic.Group(), N, None)
+        elastic.Trainers(spec, elastic.Group())
