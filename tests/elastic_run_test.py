@@ -15,7 +15,6 @@ from tests.cluster_test import why_not
 from tests.local_test import ROOT, TIMEOUT_S, command_lines, trainers, wait_for
 
 SLOTS, HEARTBEAT_S = 4, 2.0
-SOON_S = 60  # on cores that other tests share; `experiments.goodput` measures how soon it is on free ones
 HEARTBEAT = f"--config.elastic.heartbeat_s={HEARTBEAT_S}"
 
 
@@ -96,7 +95,7 @@ def story(tmp_path_factory):
 
 def test_the_others_go_on_and_whoever_comes_back_takes_part(story):
     _, took, errors = story
-    assert all(without_s < again_s < SOON_S for _, without_s, again_s in took), errors
+    assert all(without_s < again_s for _, without_s, again_s in took), errors  # `experiments.goodput` measures how soon.
     assert "Traceback" not in errors
     for slot in (1, 0, 2):
         assert f"process {slot} was killed by SIGKILL; another takes its place" in errors

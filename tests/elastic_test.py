@@ -58,7 +58,7 @@ def band(request):
     made.end()
 
 
-def together(functions, timeout_s=120):
+def together(functions, timeout_s=300):
     """The results of functions that wait for each other. It waits for none that others have failed: `Band.end` sets those free."""
     pool = concurrent.futures.ThreadPoolExecutor(len(functions), thread_name_prefix="member")
     futures = [pool.submit(function) for function in functions]
@@ -119,7 +119,7 @@ def test_collectives_are_those_of_jax(band):
         assert all((own[name] == found[0][name]).all() for own in found)
 
 
-def wait_until(condition, timeout_s=60):
+def wait_until(condition, timeout_s=300):
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline
@@ -208,7 +208,7 @@ def test_a_view_that_ends_before_a_member_has_begun_it_is_never_begun(band, monk
         assert not waiting.done()
         monkeypatch.setattr(two, "_say", say)
         two._notify()
-        assert waiting.result(timeout=60).number == 3
+        assert waiting.result(timeout=120).number == 3
     assert next_views(late, two)[0].number == 3
 
 
@@ -222,11 +222,11 @@ def test_a_run_is_over_when_its_writer_says_so(band):
         writer.close()  # It dies before all is written.
         for each in waiting:
             with pytest.raises(ViewChanged):
-                each.result(timeout=60)
+                each.result(timeout=120)
         assert {view.writer for view in next_views(one, two)} == {1}
         waiting = pool.submit(two.await_end)
         one.end()
-        waiting.result(timeout=60)
+        waiting.result(timeout=120)
     one.close()
     with pytest.raises(Excluded):
         band.join(0)
@@ -246,7 +246,7 @@ def test_the_end_reaches_members_that_wait_for_others(band):
         time.sleep(0.2)
         writer.membership.end()
         with pytest.raises(ViewChanged):
-            waiting.result(timeout=10)
+            waiting.result(timeout=120)
     for member in (waits.membership, late):
         wait_until(lambda member=member: member._is_over)
         with pytest.raises(Excluded):
@@ -261,7 +261,7 @@ def test_whoever_waits_for_one_that_is_gone_is_told(band):
         assert not waiting.done()
         two.membership.close()
         with pytest.raises(ViewChanged):
-            waiting.result(timeout=10)
+            waiting.result(timeout=120)
     together([one.enter, three.enter])
     together(
         [
