@@ -219,7 +219,7 @@ def test_what_the_machine_lacks_is_told(monkeypatch, lacking, problem):
 
 @needs_namespaces
 def test_the_switch_reaches_itself():
-    """Otherwise a launcher believes that nobody reaches its coordinator."""
+    """Otherwise the launcher reports that its coordinator cannot be reached."""
     with network_lib.network(1, name=NAME) as made, made._at_switch(lambda: socket.create_server((made.gateway, 0))) as server:
         made._at_switch(lambda: socket.create_connection(server.getsockname(), TIMEOUT_S)).close()
 

@@ -52,7 +52,7 @@ def rounds(coordinator, count=10):
 
 
 def test_a_process_that_is_stopped_is_left_out(band):
-    """Its connections stay open, but nobody answers on them."""
+    """Its connections stay open, but no process answers on them."""
     group, members = band(0, 1, heartbeat_s=2.0)
     line = [sys.executable, "-c", MEMBER, str(group.coordinator.address[1]), "2.0", KEYS.text]
     with subprocess.Popen(line, cwd=ROOT, stdout=subprocess.PIPE, text=True) as third:
@@ -105,7 +105,7 @@ def cut(monkeypatch, members, apart):
 
 
 def test_the_larger_part_of_a_partition_goes_on_and_the_rest_comes_back(band, monkeypatch):
-    """All reach the coordinator, which believes no single accusation; nobody is killed."""
+    """All reach the coordinator, which keeps the larger group; no process is killed."""
     group, members = band(0, 1, 2)
     next_views(*members)
     members[1].step = members[2].step = 7

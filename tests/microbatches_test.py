@@ -97,7 +97,7 @@ def test_a_batch_in_parts_has_the_gradient_of_the_whole_batch(name):
         assert relative(grads_in_parts, grads) < 2e-6
 
 
-# -- Parameters in 16 bits --------------------------------------------------------------------------------------------
+# -- Parameters in bfloat16 -------------------------------------------------------------------------------------------
 
 
 def staged(model, params, batch, microbatches):

@@ -68,7 +68,7 @@ def _program(
 
 
 def _one_worker(fn: Callable, phase: int | None, schedule: Any, *own: Any) -> Any:
-    """One worker's step, with checks as it is traced."""
+    """Wrap one worker's step so that its arguments are checked when it is traced."""
     check_outermost(own)
     with phases.compiling(schedule):
         return fn(*own, phase=phase)

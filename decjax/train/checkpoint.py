@@ -306,7 +306,7 @@ class Checkpoints:
         return cast(T, content)
 
     def _extra(self, step: int) -> dict[str, Any]:
-        """What was saved beside the state of a step."""
+        """The records that were saved with the state of a step."""
         with _errors_once():
             args = ocp.args.Composite(extra=ocp.args.JsonRestore())
             extra = {"version": 1} | self._reader.restore(self._directory / str(step), args=args)["extra"]
