@@ -12,6 +12,7 @@ import pytest
 
 from configs import quadratics
 from decjax import config, topology, train
+from decjax.elastic import coordinator
 from decjax.elastic.members import ElasticMembers
 from decjax.elastic.membership import Excluded, Membership
 from decjax.elastic.trainer import Trainers
@@ -167,6 +168,7 @@ def test_a_writer_that_others_do_not_reach_lets_another_write(tmp_path, monkeypa
         joined.append(member.group.membership)
 
     def part(member):
+        monkeypatch.setattr(coordinator, "SETTLE", 0.0)
         cut(monkeypatch, joined, both)
 
     def heal(member):

@@ -110,6 +110,7 @@ def test_the_larger_part_of_a_partition_goes_on_and_the_rest_comes_back(band, mo
     next_views(*members)
     members[1].step = members[2].step = 7
     with monkeypatch.context() as patch:
+        patch.setattr(coordinator_lib, "SETTLE", 0.0)
         cut(patch, members, [{0, 1}, {0, 2}])
         views = next_views(*members[1:])
         assert slots_of(views[0]) == [1, 2] and views[0].step == 7
@@ -119,6 +120,22 @@ def test_the_larger_part_of_a_partition_goes_on_and_the_rest_comes_back(band, mo
     healed = next_views(*members)[0]
     assert slots_of(healed) == [0, 1, 2] and healed.fresh == (0,) and healed.step == 9
     assert not group.coordinator.silent
+
+
+def test_a_host_whose_connections_are_lost_one_by_one_leaves_no_healthy_member_out(band, monkeypatch):
+    """The writer's first lost connection looks like one between two members, of which the writer would stay."""
+    group, members = band(0, 1, 2, heartbeat_s=60.0)
+    coordinator, writer = group.coordinator, members[0]._member.life.encode()
+    next_views(*members)
+    with monkeypatch.context() as patch:
+        cut(patch, members, [{0, 2}])
+        wait_until(lambda: coordinator._asked)
+        rounds(coordinator)
+        assert coordinator.view.number == 1
+        cut(patch, members, [{0, 1}, {0, 2}])
+        wait_until(lambda: not coordinator._sessions[writer].said["reaches"])
+        coordinator._asked_s -= 61  # as if a heartbeat had passed
+        assert slots_of(next_views(*members[1:])[0]) == [1, 2]
 
 
 def test_who_leaves_writes_to_no_descriptor_that_is_closed(band, monkeypatch):

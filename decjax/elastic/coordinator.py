@@ -11,7 +11,9 @@ report with everything that the member needs. Both are complete states, so the n
 
 A change of the membership takes two messages: the coordinator asks all members to stop and report their step; when the last one has
 answered, the next view begins at the largest of these. Each member holds connections to all others in the roster. A view consists of
-members that reach each other: the largest such group continues, and the others wait until they are reached again.
+members that reach each other: the largest such group continues, and the others wait until they are reached again. Connections of a host
+that is cut off are lost one after the other; so where some are lost, the next view waits until `heartbeat_s` after the members were
+asked to stop.
 
 A step of null means that the member has no replica: it is new, or the member that was to send it one is gone. Such members, and those
 that stopped before the last step that others took, receive the replica of a member that took it. If no member has a replica left, all
@@ -30,6 +32,7 @@ dies first. A member whose error ends the run reports so, too. From then on no m
 import collections
 from collections.abc import Callable
 import contextlib
+import itertools
 import json
 import time
 from typing import Any
@@ -43,6 +46,7 @@ from decjax.elastic.view import Member, View
 
 MOST_BYTES = 2**16  # of a message to the coordinator
 LINGER_S = 0.5  # in which the last messages are sent
+SETTLE = 1.0  # within which connections that are lost together are all known to be, in `heartbeat_s`
 PATIENCE = 12  # until a member that does nothing is removed, in `heartbeat_s` or its own longest steps
 
 
@@ -102,9 +106,9 @@ class Coordinator:
         self.silent: set[int] = set()  # slots of processes that were removed and may still run
         self.ended: collections.deque[int] = collections.deque()  # ids of processes that have ended, from the launcher
         self.is_over = False
-        self._asked = 0  # the number of the view that members were asked to stop for
         self._told: Any = None
         self._now_s, self._looked_s = 0.0, time.monotonic()  # The former's clock stops while this process is stopped.
+        self._asked, self._asked_s = 0, 0.0  # the number of the view that members were asked to stop for, and when
 
     def run(self, ended: Callable[[], bool]) -> None:
         """Serves until `ended()`, which is called several times a second."""
@@ -221,9 +225,15 @@ class Coordinator:
         enough = len(members) >= (self._slots if self.view.number == 0 else self.least)
         gone = any(member not in members for member in self.view.members)
         if not self._asked and (enough or gone):
-            self._asked = self.view.number + 1
-        elif self._asked and enough and all(self._has_stopped(session) for session in chosen):
+            self._asked, self._asked_s = self.view.number + 1, self._now_s
+        elif self._asked and enough and all(self._has_stopped(session) for session in chosen) and self._links_are_settled():
             self._begin(chosen, members)
+
+    def _links_are_settled(self) -> bool:
+        """Whether no lost connection is known, or others that were lost with it must be known by now."""
+        ready = [session for session in self._sessions.values() if session.ready]
+        all_reached = all(a.reaches(b) for a, b in itertools.combinations(ready, 2))
+        return all_reached or self._now_s - self._asked_s > SETTLE * self._heartbeat_s
 
     def _has_stopped(self, session: _Session) -> bool:
         return session.member not in self.view.members or session.said["stopped"] == self._asked
@@ -253,17 +263,19 @@ class Coordinator:
         return old + self._mutual(fresh)
 
     def _mutual(self, group: list[_Session]) -> list[_Session]:
-        """A large subgroup whose members all reach each other, found greedily; of two equal ones that of the writer."""
+        """A large subgroup whose members all reach each other, chosen greedily; of two equal ones the one of lower `_rank`."""
         group = list(group)
         while group:
             apart = {id(a): sum(a is not b and not a.reaches(b) for b in group) for a in group}
-            worst = max(
-                group, key=lambda a: (apart[id(a)], a.connection not in self._open, a.member.slot != self.view.writer, a.member)
-            )
+            worst = max(group, key=lambda a: (apart[id(a)], a.connection not in self._open, *self._rank(a.member)))
             if not apart[id(worst)]:
                 break
             group.remove(worst)
         return group
+
+    def _rank(self, member: Member) -> tuple[bool, bool, Member]:
+        """Orders members by which of two that do not reach each other stays: the smaller."""
+        return member not in self.view.members, member.slot != self.view.writer, member
 
     def _begin_anew(self) -> None:
         """Ends a group without any replica, so that the next processes begin as the first ones did."""
