@@ -3,12 +3,13 @@
     python -m experiments.endurance --out=runs/endurance --sequences=150
     python -m experiments.endurance --out=runs/endurance_load --sequences=20 --load=8
 
-Each sequence trains noisy quadratics with two to four processes and one of six methods. Two to five events disturb it at random
-moments: a process is killed or frozen, a host is cut off, two hosts cannot reach each other, the launcher gets SIGTERM or SIGKILL and
-the same command runs again, the launcher is stopped for a while, or a second launcher starts in the same directory. Then the run has to
-finish, and these must hold: the exit code is 0; every row of metrics is there once, in order; the data position never goes back and
-skips less than one step per change of the group; the last checkpoint is of the last step; replicas of synchronous methods are equal;
-only disturbed processes were left out; no process is left. Sequences are seeded; finished ones are read from OUT/sequences.jsonl.
+Each sequence trains noisy quadratics (`experiments/paced.py`) with two to four processes and one of six methods. Two to five events
+disturb it at random moments: a process is killed or frozen, a host is cut off, two hosts cannot reach each other, the launcher gets
+SIGTERM or SIGKILL and the same command runs again, the launcher is stopped for a while, or a second launcher starts in the same
+directory. Then the run has to finish, and these must hold: the exit code is 0; every row of metrics is there once, in order; the data
+position never goes back and skips less than one step per change of the group; the last checkpoint is of the last step; replicas of
+synchronous methods are equal; only disturbed processes were left out; no process is left. Sequences are seeded; finished ones are read
+from OUT/sequences.jsonl.
 
 Events on links need root and iproute2 (`launch.cluster`); without them the other events are used.
 """
@@ -113,7 +114,7 @@ class Run:
             "elastic.heartbeat_s": 5.0,
         }
         trial = trials.Trial(
-            self.workdir, f"configs/quadratics.py:{shorthand},workers={count},simulate=false,steps={STEPS}", tuple(fields.items())
+            self.workdir, f"experiments/paced.py:{shorthand},workers={count},simulate=false,steps={STEPS}", tuple(fields.items())
         )
         launcher = (
             ["launch.cluster", "run", f"--hosts={count}", f"--name={NETWORK}"]

@@ -88,6 +88,7 @@ OUTSIDE = {
     "experiments.oracles": ("decjax", "experiments"),  # They look at single parts.
     "experiments.oracles_low_rank": ("decjax", "experiments"),
     "experiments.oracles_tables": ("decjax", "configs", "experiments"),
+    "experiments.paced": ("configs", "decjax.config", "decjax.registry", "decjax.tasks"),  # A config with a task of its own.
     "experiments.bench": ("decjax", "configs", "launch", "experiments"),
     "experiments": (
         "decjax.costmodel",
