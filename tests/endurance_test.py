@@ -62,7 +62,8 @@ def test_sequences_are_seeded():
     assert not any(case.in_cluster for case in drawn)
 
 
-def test_a_sequence(tmp_path):
+def test_a_sequence(tmp_path, monkeypatch):
+    monkeypatch.setattr(endurance, "STEPS", 600)
     events, broken = endurance.go_through(CASE, tmp_path / "case")
     assert not broken
     assert events == list(CASE.events)
