@@ -131,6 +131,6 @@ def _a(name: str) -> str:
 
 
 def shown(value: Any) -> str:
-    """`repr(value)` for an error message, cut to 100 characters."""
-    text = repr(value)
+    """`repr(value)` on one line for an error message, cut to 100 characters."""
+    text = " ".join(repr(value).split())
     return text if len(text) <= 100 else f"{text[:97]}…"

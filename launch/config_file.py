@@ -53,21 +53,21 @@ def get_config(text: str) -> ml_collections.ConfigDict:
         raise ConfigFileError(f"config {text!r}: {error}") from error
 
 
-def given(option: str, argv: Sequence[str]) -> str | None:
-    """The value of an option in a command line, the last one if it stands there several times; None: it does not."""
-    found = None
-    for argument, behind in zip(argv, [*argv[1:], ""], strict=False):
+def value_of(option: str, argv: Sequence[str]) -> str | None:
+    """Return the last value of an option in a command line; None if it has none."""
+    last = None
+    for argument, following in zip(argv, [*argv[1:], ""], strict=False):
         name, equals, value = argument.partition("=")
         if name in (f"--{option}", f"-{option}"):
-            found = value if equals else behind
-    return found
+            last = value if equals else following
+    return last
 
 
 def complaint(argv: Sequence[str]) -> str:
     """What is wrong with the file, shorthand or fields of a command line's --config, which the flag's parser would bury; empty:
     nothing."""
     try:
-        if (text := given("config", argv)) is not None:
+        if (text := value_of("config", argv)) is not None:
             return misplaced(get_config(text), argv) or overridden(text, argv)
     except ConfigFileError as error:
         return str(error)

@@ -1,4 +1,4 @@
-"""The runs of a sweep: which they are, where they are, and how far each is."""
+"""The runs of a sweep: their options, directories and progress."""
 
 from collections.abc import Container, Mapping
 import contextlib
@@ -21,13 +21,13 @@ from launch import command, config_file, train_flags
 TABULATED = ("eval_loss", "local_eval_loss_min", "local_eval_loss_max", "time_s", "bytes_per_step_per_worker")  # of a summary
 
 
-class Reached(NamedTuple):
-    """How far a run that has begun is."""
+class Progress(NamedTuple):
+    """How far a run is."""
 
-    step: int  # of the last row of its metrics; 0: there is none yet
+    step: int  # of the last row of metrics; 0: there is no row yet
     steps: int
     loss: float | None  # of that row
-    age_s: float  # how long ago it last wrote something
+    age_s: float  # since the run last wrote a file
 
 
 class Member(NamedTuple):
@@ -46,15 +46,15 @@ class Member(NamedTuple):
         return self.directory / "train.log"
 
     def summary(self) -> dict | None:
-        """Contents of `summary.json`, or None while the run is not finished: launch.train mends a damaged one."""
+        """The contents of `summary.json`; None if it is missing or damaged, so that launch.train has to run."""
         try:
             summary = files.read_json(self.directory / "summary.json")
         except ValueError:
             return None
         return summary if summary.keys() >= set(TABULATED) else None
 
-    def reached(self) -> Reached | None:
-        """How far the run is; None if it has not begun."""
+    def progress(self) -> Progress | None:
+        """How far the run is; None if it has not started."""
         metrics, step, loss = self.directory / "metrics.jsonl", 0, None
         try:
             steps = files.read_json(self.directory / "config.json")["steps"]
@@ -63,45 +63,44 @@ class Member(NamedTuple):
                 step, loss = (json.loads(row)[name] for name in ("step", "loss"))
         except (OSError, ValueError, KeyError, TypeError):
             return None
-        return Reached(step, steps, loss, time.time() - changed_s)
+        return Progress(step, steps, loss, time.time() - changed_s)
 
-    def taken(self) -> BinaryIO | None:
-        """A file that keeps others from running the member, as long as it is open here or in a process that inherits it; None while
-        somebody else has it."""
+    def lock(self) -> BinaryIO | None:
+        """Lock the member until the returned file is closed, here and in processes that inherit it; None if it is locked already."""
         self.directory.mkdir(exist_ok=True)
-        held = (self.directory / ".member").open("wb")
+        file = (self.directory / ".member").open("wb")
         try:
-            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            held.close()
+            file.close()
             return None
-        return held
+        return file
 
 
-def last_line(path: pathlib.Path, start: str = "", behind: int = 0) -> str:
-    """The last whole line of a file that begins with `start`, or nothing; `behind` so many bytes."""
+def last_line(path: pathlib.Path, start: str = "", offset: int = 0) -> str:
+    """The last complete line of a file that begins with `start`, from byte `offset` on; empty if there is none."""
     if not path.exists():
         return ""
     with path.open("rb") as file:
-        file.seek(max(behind, path.stat().st_size - 10_000))
+        file.seek(max(offset, path.stat().st_size - 10_000))
         lines = file.read().decode(errors="replace").splitlines(keepends=True)
     return next((line.strip() for line in reversed(lines) if line.strip() and line.endswith("\n") and line.startswith(start)), "")
 
 
 def parse_sweep(text: str) -> dict[str, list[str]]:
-    """Reads `key=value,value;key=value`."""
+    """Parse `key=value,value;key=value`."""
     swept: dict[str, list[str]] = {}
     for part in text.split(";"):
         key, equals, values = (piece.strip() for piece in part.partition("="))
         if not key or not equals:
             raise command.UserError(f"sweep: {part.strip()!r} is not key=value,value; write as in 'topology=ring,torus;seed=0,1'")
         if key in swept:
-            raise command.UserError(f"sweep: key {key!r} stands twice; list all its values once, after commas")
+            raise command.UserError(f"sweep: key {key!r} is given twice; list all its values once, after commas")
         swept[key] = [value.strip() for value in registry.split(values)]
         if "" in swept[key]:
             raise command.UserError(f"sweep: {part.strip()!r} has an empty value; write as in 'seed=0,1'")
         if len(set(swept[key])) < len(swept[key]):
-            raise command.UserError(f"sweep: {part.strip()!r} has a value twice, and each makes a run; leave one out")
+            raise command.UserError(f"sweep: {part.strip()!r} has a value twice, which would be two equal runs; leave one out")
     return swept
 
 
@@ -123,7 +122,7 @@ def check_apart(config: str, swept: dict[str, list[str]], extra: list[str]) -> N
         if key in inside:
             _refuse_twice(key, values, "--config", inside[key])
     for option in ("config", "workdir"):
-        if config_file.given(option, extra) is not None:
+        if config_file.value_of(option, extra) is not None:
             raise command.UserError(f"--{option} behind --: each run gets its own from the sweep; write it before --")
 
 
@@ -134,7 +133,7 @@ def _refuse_twice(key: str, values: list[str], where: str, other: str) -> NoRetu
 
 
 def command_line(config: str, values: Mapping[str, str], keys: Container[str]) -> list[str]:
-    """The options of launch.train that set these values: keys of the shorthand in its text, others as fields."""
+    """The options of launch.train that set these values: shorthand keys in --config, others as fields."""
     path, _, argument = config.partition(":")
     shorthand = ",".join(filter(None, [argument, *(f"{key}={value}" for key, value in values.items() if key in keys)]))
     fields = [f"--config.{key}={value}" for key, value in values.items() if key not in keys]
@@ -142,14 +141,14 @@ def command_line(config: str, values: Mapping[str, str], keys: Container[str]) -
 
 
 def expand(config: str, swept: dict[str, list[str]], keys: Container[str], workdir: pathlib.Path, extra: list[str]) -> list[Member]:
-    """The runs: the product of all values, the last key fastest.
+    """Return one member per combination of values; the last key varies fastest.
 
     Args:
         config: as `configs/lm.py:smoke`.
         swept: the values of each key.
         keys: of the config's shorthand; other keys are fields.
         workdir: of the sweep.
-        extra: arguments for every run.
+        extra: further options of every run.
     """
     members = []
     for combination in itertools.product(*swept.values()):
@@ -180,41 +179,40 @@ def check_values(members: list[Member], config: str, swept: dict[str, list[str]]
     """
 
     @functools.cache
-    def fields(*options: str) -> dict[str, Any] | None:
+    def read(*options: str) -> dict[str, Any]:
         try:
             return train_flags.fields(train_flags.read(options).config)
-        except command.UserError:  # A combination of values that is not a run of the sweep.
-            return None
+        except command.UserError:  # A value that a field cannot have.
+            return {}
 
-    def differing(one: dict[str, Any], other: dict[str, Any]) -> set[str]:
-        return {path for path in one.keys() | other.keys() if one.get(path, KeyError) != other.get(path, KeyError)}
-
-    texts = [value for _, value in config_file.fields(extra)]
-    seen: dict[str, Member] = {}
+    typed = [value for _, value in config_file.fields(extra)]
+    runs: dict[str, Member] = {}
     for member in members:
         options = command_line(config, member.values, keys)
-        named, trained = fields(*options), fields(*options, *extra)
-        assert named is not None and trained is not None  # `check` has read them.
-        overridden = differing(named, trained)
+        swept_fields, all_fields = read(*options), read(*options, *extra)
+        overridden = _differing(swept_fields, all_fields)
         for key, values in swept.items() if overridden else ():
-            own, words = member.values[key], _words(key, member.values[key])
-            # The fields that a value sets are those that change with it. A single value is left out instead, or replaced by a text
-            # behind `--`.
-            others = [value for value in values if value != own] or [None, *texts]
-            for value in others:
-                changed = {**member.values, key: value}
-                other = fields(*command_line(config, {k: v for k, v in changed.items() if v is not None}, keys))
-                set_here = differing(named, other) if other else set()
-                spelled_out = {path for path in set_here if str(named.get(path)) in words}
-                if set_here and (set_here <= overridden or spelled_out & overridden):
-                    path = min(spelled_out & overridden or set_here)
-                    _refuse_twice(key, values, "the options behind --", f"--config.{path}={trained.get(path)}")
-        if (same := seen.setdefault(json.dumps(trained, sort_keys=True), member)) is not member:
+            # A value sets the fields that change with it. A single value is compared with none, and with those behind `--`.
+            others = [member.values | {key: value} for value in (values if len(values) > 1 else typed)]
+            if len(values) == 1:
+                others.append({name: value for name, value in member.values.items() if name != key})
+            for other in others:
+                fields = _differing(swept_fields, read(*command_line(config, other, keys)) or swept_fields)
+                named = {path for path in fields if str(swept_fields.get(path)) in _words(key, member.values[key])} & overridden
+                if named or (fields and fields <= overridden):
+                    path = min(named or fields)
+                    _refuse_twice(key, values, "the options behind --", f"--config.{path}={all_fields.get(path)}")
+        if (same := runs.setdefault(json.dumps(all_fields, sort_keys=True), member)) is not member:
             raise command.UserError(f"sweep: {same.name} and {member.name} are the same run; leave one out")
 
 
+def _differing(one: dict[str, Any], other: dict[str, Any]) -> set[str]:
+    """Paths of the fields in which two configs differ."""
+    return {path for path in one.keys() | other.keys() if one.get(path, KeyError) != other.get(path, KeyError)}
+
+
 def _words(key: str, value: str) -> set[str]:
-    """The words of a value of the sweep: its text, and in call form its name and the values of its options."""
+    """A value of the sweep as text; in call form also its name and the values of its options."""
     with contextlib.suppress(ValueError):
         name, options = registry.parse(key, value)
         return {value, name, *map(str, options.values())}
@@ -222,12 +220,12 @@ def _words(key: str, value: str) -> set[str]:
 
 
 def claim(workdir: pathlib.Path, config: str, extra: list[str]) -> None:
-    """Makes `workdir` the home of this config's sweeps; refuses another's: skipping its finished runs would mix two experiments."""
+    """Reserve `workdir` for sweeps of this config; refuse that of another config, whose finished runs would be skipped."""
     now = {"config": config, "arguments": extra}
     path = workdir / "sweep.json"
     try:
         workdir.mkdir(parents=True, exist_ok=True)
-        if not path.exists():  # Tasks of a job array come at the same time, and none may read half a file.
+        if not path.exists():  # Tasks of a job array may write it at the same time.
             files.write_whole(path, json.dumps(now) + "\n", shared=True)
         before = files.read_json(path)
     except (OSError, ValueError) as error:

@@ -187,7 +187,7 @@ def check(module: str, arguments: Sequence[str], num_processes: int = 1) -> None
         unexpected = f"unexpected argument {arguments[0]!r}; " if arguments else ""
         raise command.UserError(f"{unexpected}options of launch.train go behind --, {example}")
     for option in ("config", "workdir"):
-        if config_file.given(option, arguments) is None:
+        if config_file.value_of(option, arguments) is None:
             raise command.UserError(f"--{option} is missing behind --, {example}")
     from launch import train_flags  # It imports JAX, which most users of this module do not need.
 

@@ -158,7 +158,7 @@ def main(argv: list[str]) -> None:
         raise command.UserError(f"unexpected argument {argv[0]!r}; options of {SWEEP} go behind --")
     on_cpu = not chosen.gpus_per_node  # Otherwise a process may have several GPUs.
     processes.check(module, argv, max(1, chosen.nodes * chosen.tasks_per_node) if on_cpu else 1)
-    workdir = config_file.given("workdir", argv)
+    workdir = config_file.value_of("workdir", argv)
     if not workdir:
         raise command.UserError("--workdir is missing behind --; the batch file and the logs go there")
     options: dict[str, Any] = {name: chosen[name].value for name in batch_file.Job._fields if name in chosen and name != "module"}

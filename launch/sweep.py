@@ -94,7 +94,7 @@ class Sweep:
             if member.summary():
                 self._finished += 1
                 live.say(f"{title}: already finished")
-            elif (held := member.taken()) is None:
+            elif (held := member.lock()) is None:
                 self._waiting.append(index)
                 if index not in self._in_use:
                     self._in_use.add(index)
@@ -113,8 +113,8 @@ class Sweep:
             self._finished += 1
             live.say(f"{title}: eval_loss {summary['eval_loss']:.4f} after {time.monotonic() - child.begun_s:.0f} s")
         elif is_interrupted:
-            reached = member.reached()
-            live.say(f"{title}: interrupted" + (f" at step {reached.step}/{reached.steps}" if reached else ""))
+            progress = member.progress()
+            live.say(f"{title}: interrupted" + (f" at step {progress.step}/{progress.steps}" if progress else ""))
         else:
             self._failed += 1
             said = members.last_line(member.log, "error:", child.said) or f"error: {members.last_line(member.log, '', child.said)}"

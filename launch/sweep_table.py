@@ -12,7 +12,7 @@ import rich.markup
 import rich.table
 
 from launch import command
-from launch.members import Member, Reached
+from launch.members import Member, Progress
 
 SEED = "seed"  # the key whose values make the spread
 PERIOD_S = 1.0  # between two looks at how far the runs are
@@ -54,22 +54,22 @@ def results(members: list[Member]) -> rich.table.Table:
 
 def unfinished(members: list[Member]) -> rich.table.Table | None:
     """One row per run that has begun and is not finished; None if there is none."""
-    begun = [(member, reached) for member in members if not member.summary() and (reached := member.reached())]
+    begun = [(member, progress) for member in members if not member.summary() and (progress := member.progress())]
     if not begun:
         return None
     waiting = sum(not member.summary() for member in members) - len(begun)
     table = command.table(
         "not finished", "step", "loss", "last change", caption=f"{waiting} more have not begun" if waiting else None
     )
-    for member, reached in begun:
-        table.add_row(rich.markup.escape(member.name), *_numbers(reached), f"{_time(reached.age_s)} ago")
+    for member, progress in begun:
+        table.add_row(rich.markup.escape(member.name), *_numbers(progress), f"{_time(progress.age_s)} ago")
     return table
 
 
-def _numbers(reached: Reached | None) -> tuple[str, str]:
-    if reached is None:
+def _numbers(progress: Progress | None) -> tuple[str, str]:
+    if progress is None:
         return "–", "–"
-    return f"{reached.step}/{reached.steps}", "–" if reached.loss is None else f"{reached.loss:.4f}"
+    return f"{progress.step}/{progress.steps}", "–" if progress.loss is None else f"{progress.loss:.4f}"
 
 
 def _time(seconds: float) -> str:
@@ -112,5 +112,5 @@ class Live:
         under_way, others = self._state()
         table = command.table("run", "step", "loss", "running for", caption=others)
         for member, begun_s in under_way:
-            table.add_row(rich.markup.escape(member.name), *_numbers(member.reached()), _time(time.monotonic() - begun_s))
+            table.add_row(rich.markup.escape(member.name), *_numbers(member.progress()), _time(time.monotonic() - begun_s))
         return table

@@ -70,7 +70,7 @@ def read(arguments: Sequence[str]) -> flags.FlagValues:
     command.add_common(values)
     define(values, argv)
     for option in OF_LAUNCHERS:
-        if config_file.given(option, arguments) is not None:
+        if config_file.value_of(option, arguments) is not None:
             raise command.UserError(f"--{option} is an option of the launcher, not of a run; put it before --, or leave it out")
     if unexpected := command.parsed(argv, values)[1:]:
         raise command.UserError(f"unexpected argument {unexpected[0]!r} for launch.train; options start with --")

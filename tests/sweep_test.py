@@ -406,7 +406,7 @@ def test_an_interrupt_stops_the_children_and_the_sweep(stand_ins, monkeypatch):
 def test_a_member_that_another_sweep_runs_is_put_off_and_then_seen_to_be_finished(stand_ins):
     make, book = stand_ins
     found = make("a", "b")
-    held = found[0].taken()
+    held = found[0].lock()
     # It stays taken as long as the child lives, whatever becomes of the sweep.
     child = sweep.start(found[0], held, 1)
     held.close()

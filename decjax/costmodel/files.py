@@ -1,7 +1,6 @@
 """Profiles and workloads as JSON files; for their fields see `profile`.
 
-A file that cannot be read, or holds an impossible value, raises a ValueError of one line: the file, the value, the constraint and
-the fix.
+A file that cannot be read or has an invalid value raises a one-line ValueError: the file, the value, the constraint and the fix.
 """
 
 import dataclasses
@@ -11,22 +10,23 @@ import re
 from typing import Any
 
 from decjax import files
-from decjax.costmodel.profile import Cluster, Compressed, Jitter, Link, Workload, shown
+from decjax.arguments import shown
+from decjax.costmodel.profile import Cluster, Compressed, Jitter, Link, Workload
 
 NESTED = {"intra": Link, "inter": Link, "jitter": Jitter}  # fields that are JSON objects
 
 
 def _build(cls, fields: Any, where: str):
-    """An instance of a dataclass from a JSON object, nested ones included."""
-    known = {field.name: field for field in dataclasses.fields(cls)}
+    """Make a dataclass from a JSON object, including nested ones."""
+    declared = {field.name: field for field in dataclasses.fields(cls)}
     if not isinstance(fields, dict):
-        raise ValueError(f"{where}: {shown(fields)} must be a JSON object with {', '.join(known)}")
+        raise ValueError(f"{where}: {shown(fields)} must be a JSON object with {', '.join(declared)}")
     for name in fields:
-        if name not in known:
-            raise ValueError(f"{where}: unknown field {shown(name)}; the fields are {', '.join(known)}")
-    for name, field in known.items():
+        if name not in declared:
+            raise ValueError(f"{where}: unknown field {shown(name)}; the fields are {', '.join(declared)}")
+    for name, field in declared.items():
         if name not in fields and field.default is dataclasses.MISSING:
-            raise ValueError(f"{where}: field {name!r} is missing; the fields are {', '.join(known)}")
+            raise ValueError(f"{where}: field {name!r} is missing; the fields are {', '.join(declared)}")
     values = {name: _build(NESTED[name], value, f"{where}: {name}") if name in NESTED else value for name, value in fields.items()}
     if "compressed" in fields:
         if not isinstance(fields["compressed"], list):
@@ -38,8 +38,8 @@ def _build(cls, fields: Any, where: str):
         raise ValueError(f"{where}: {error}") from error
 
 
-def read_json(path: str | os.PathLike) -> dict[str, Any]:
-    """The JSON object that a file holds; ValueError if there is none."""
+def read_object(path: str | os.PathLike) -> dict[str, Any]:
+    """Return the JSON object in a file; raise a ValueError that names the file."""
     try:
         return files.read_json(path)
     except ValueError as error:
@@ -47,19 +47,19 @@ def read_json(path: str | os.PathLike) -> dict[str, Any]:
 
 
 def load(path: str | os.PathLike) -> tuple[Cluster, Workload | None]:
-    """The cluster of a profile file, and the workload that was measured on it, None if there is none; ValueError as said above."""
-    content = read_json(path)
+    """Return the cluster of a profile and the workload measured on it, None if it has none; raise a ValueError as described above."""
+    content = read_object(path)
     workload = content.pop("workload", None)
     return (_build(Cluster, content, str(path)), None if workload is None else _build(Workload, workload, f"{path}: workload"))
 
 
 def load_workload(path: str | os.PathLike) -> Workload:
-    """The workload of a JSON file that holds the fields of a `Workload` only; ValueError as for `load`."""
-    return _build(Workload, read_json(path), str(path))
+    """Return the workload of a JSON file with the fields of a `Workload`; raise a ValueError as `load` does."""
+    return _build(Workload, read_object(path), str(path))
 
 
 def save(path: str | os.PathLike, cluster: Cluster, workload: Workload | None = None) -> None:
-    """Writes a profile that `load` reads back unchanged; an existing file is replaced in one atomic step."""
+    """Write a profile that `load` reads back unchanged; replace an existing file in one atomic step."""
     content = dataclasses.asdict(cluster)
     if workload is not None:
         content["workload"] = dataclasses.asdict(workload)

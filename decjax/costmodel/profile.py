@@ -16,6 +16,8 @@ from typing import Any
 
 import numpy as np
 
+from decjax.arguments import shown
+
 JITTERS = ("constant", "normal", "exponential", "lognormal", "trace")
 LARGEST = 1e18  # positive numbers lie between 1/LARGEST and LARGEST: others are mistakes, and would overflow
 MAX_BUCKETS = 256
@@ -51,12 +53,6 @@ def check_text(what: str, value: Any) -> None:
     check_type(what, value, str, "text")
     if not value.isprintable():
         raise ValueError(f"{what}={shown(value)} must be text without control characters; remove them")
-
-
-def shown(value: Any) -> str:
-    """`repr(value)` for an error message, cut to 60 characters."""
-    text = " ".join(repr(value).split())
-    return text if len(text) <= 60 else text[:57] + "…"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from decjax.costmodel import files, profile
+from decjax.arguments import shown
+from decjax.costmodel.files import read_object
 from decjax.files import write_whole
 from decjax.placement.cost import Job, Network
 from decjax.placement.links import Links
@@ -141,14 +142,14 @@ def load_order(path: str | os.PathLike) -> Order:
     Raises:
         ValueError: of one line, for a file that cannot be read or is no placement of all devices.
     """
-    content = files.read_json(path)
+    content = read_object(path)
     try:
         layout = np.array(content.get("layout"))
         whole = layout.ndim == 2 and layout.size > 0 and np.issubdtype(layout.dtype, np.integer)
     except ValueError:  # Rows of different lengths.
         whole = False
     if not whole:
-        raise ValueError(f"{path}: layout={profile.shown(content.get('layout'))} must be a row of devices for each stage")
+        raise ValueError(f"{path}: layout={shown(content.get('layout'))} must be a row of devices for each stage")
     if sorted(layout.ravel().tolist()) != list(range(layout.size)):
         raise ValueError(
             f"{path}: layout must have each device from 0 to {layout.size - 1} once; place the job on these devices only"

@@ -26,7 +26,9 @@ from typing import Any
 
 import numpy as np
 
-from decjax.costmodel import files, profile
+from decjax.arguments import shown
+from decjax.costmodel import profile
+from decjax.costmodel.files import read_object
 from decjax.files import write_whole
 
 MAX_DEVICES = 4096
@@ -133,7 +135,7 @@ def _vector(field: str, value: Any, N: int) -> np.ndarray:
     except (TypeError, OverflowError):
         raise ValueError(f"{field} must be a list of numbers, one for each device") from None
     if vector.shape != (N,) or not (bool((vector > 0).all()) and bool((vector <= profile.LARGEST).all())):
-        raise ValueError(f"{field} must be {N} numbers above 0, one for each device; got {profile.shown(value)}")
+        raise ValueError(f"{field} must be {N} numbers above 0, one for each device; got {shown(value)}")
     return vector
 
 
@@ -146,7 +148,7 @@ def load(path: str | os.PathLike) -> Links:
     Raises:
         ValueError: of one line, for a file that cannot be read or holds an impossible value.
     """
-    content = files.read_json(path)
+    content = read_object(path)
     forms = [name for name in _READ if name in content]
     try:
         if len(forms) != 1:
@@ -159,13 +161,13 @@ def load(path: str | os.PathLike) -> Links:
 def _fields(what: str, given: Any, needed: Sequence[str], optional: Sequence[str] = ()) -> dict[str, Any]:
     """A JSON object's fields; refused unless it has all that are needed and no others."""
     if not isinstance(given, dict):
-        raise ValueError(f"{what}: {profile.shown(given)} must be a JSON object with {', '.join(needed)}")
+        raise ValueError(f"{what}: {shown(given)} must be a JSON object with {', '.join(needed)}")
     for name in needed:
         if name not in given:
             raise ValueError(f"{what}: {name} is missing; the fields are {', '.join((*needed, *optional))}")
     for name in given:
         if name not in (*needed, *optional):
-            raise ValueError(f"{what}: {profile.shown(name)} is unknown; the fields are {', '.join((*needed, *optional))}")
+            raise ValueError(f"{what}: {shown(name)} is unknown; the fields are {', '.join((*needed, *optional))}")
     return given
 
 
@@ -186,7 +188,7 @@ def _of_matrices(content: dict[str, Any]) -> Links:
 
 def _names(value: Any) -> tuple[str, ...]:
     if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
-        raise ValueError(f"devices: {profile.shown(value)} must be a list of names")
+        raise ValueError(f"devices: {shown(value)} must be a list of names")
     return tuple(value)
 
 
@@ -203,7 +205,7 @@ def _of_regions(content: dict[str, Any]) -> Links:
     listed = [_fields("between", link, ("from", "to", *numbers)) for link in given["between"]]
     for region in (link[end] for link in listed for end in ("from", "to")):
         if region not in regions:
-            raise ValueError(f"between: {profile.shown(region)} is no region; the regions are {', '.join(regions)}")
+            raise ValueError(f"between: {shown(region)} is no region; the regions are {', '.join(regions)}")
     given_once: dict[tuple[str, str], dict[str, Any]] = {}
     for link in listed:
         if given_once.setdefault((link["from"], link["to"]), link) != link:
