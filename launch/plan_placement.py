@@ -124,10 +124,9 @@ class Row(NamedTuple):
     took_s: float
 
 
-def searched(links: placement.Links, asked: Work, seconds: float) -> list[Row]:
+def searched(links: placement.Links, job: placement.Job, among: list[choice.Candidates], seconds: float) -> list[Row]:
     """The best of each search, which has so many seconds."""
-    job, *needs = asked
-    share_s = seconds / len(choice.choices(links, job, *needs))
+    share_s = seconds / len(among)
     searches: dict[str, Callable[[placement.Network], placement.Placed]] = {
         "genetic": lambda network: placement.genetic(network, trials=TRIALS, seconds=share_s),
         "annealing": lambda network: placement.anneal(network, trials=TRIALS, seconds=share_s),
@@ -137,16 +136,18 @@ def searched(links: placement.Links, asked: Work, seconds: float) -> list[Row]:
     found = []
     for name, do in searches.items():
         begun = time.monotonic()
-        found.append(Row(name, placement.place(links, job, do, *needs), time.monotonic() - begun))
+        found.append(Row(name, choice.place_among(links, job, do, among), time.monotonic() - begun))
     return found
 
 
-def at_random(links: placement.Links, asked: Work) -> list[float]:
-    """Seconds of random layouts of the first devices that could take part, with their computing."""
-    job, *needs = asked
-    devices, compute_s = choice.choices(links, job, *needs)[-1]
-    network = placement.Network(links.take(devices), job)
-    return [compute_s + network.seconds(placement.random_layout(network, np.random.default_rng(seed))) for seed in range(RANDOM)]
+def at_random(links: placement.Links, job: placement.Job, among: choice.Candidates, seconds: float) -> list[float]:
+    """Seconds of random layouts of devices that could take part, with their computing; fewer if so many seconds are over."""
+    network, ends = placement.Network(links.take(among.devices), job), time.monotonic() + seconds
+    found = []
+    while not found or (len(found) < RANDOM and time.monotonic() < ends):
+        layout = placement.random_layout(network, np.random.default_rng(len(found)))
+        found.append(among.compute_s + network.seconds(layout))
+    return found
 
 
 # -- What is shown ----------------------------------------------------------------------------------------------------
@@ -207,8 +208,9 @@ def run(find_model: Callable[[int], Model]) -> None:
     profile.check_number("--search_s", FLAGS.search_s, positive=True)
     stages, name = FLAGS.stages, graph()
     workers = workers_of(devices, stages)
-    asked = work(find_model(workers), workers, stages, name)
-    rows, random_s = searched(links, asked, FLAGS.search_s), at_random(links, asked)
+    job, *needs = work(find_model(workers), workers, stages, name)
+    among = choice.choices(links, job, *needs)
+    rows, random_s = searched(links, job, among, FLAGS.search_s), at_random(links, job, among[-1], FLAGS.search_s)
     best = min(rows, key=lambda row: row.placed.seconds).placed
     terminal = command.console()
     title = (

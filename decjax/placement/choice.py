@@ -19,6 +19,8 @@ from decjax.placement.cost import Job, Network
 from decjax.placement.links import Links
 from decjax.placement.search import Placed
 
+MAX_PAIRS = 2**28  # of devices, in all choices together: half a minute
+
 
 class Placement(NamedTuple):
     """Where a job runs."""
@@ -68,20 +70,27 @@ def choices(links: Links, job: Job, stage_flop: float = 0.0, stage_bytes: float 
     flops = links.flops
     if flops is None or not stage_flop:
         return [Candidates(nearest(far_s, able, count), 0.0)]
-    found = []
-    for speed in sorted({float(flops[i]) for i in able}, reverse=True):
-        if len(fast := [i for i in able if flops[i] >= speed]) >= count:
-            devices = nearest(far_s, fast, count)
-            found.append(Candidates(devices, stage_flop / float(flops[devices].min())))
-    return found
+    able = np.array(able)
+    sizes = {speed: size for speed in np.unique(flops[able])[::-1] if (size := int((flops[able] >= speed).sum())) >= count}
+    if (pairs := sum(size**2 for size in sizes.values())) > MAX_PAIRS:
+        raise ValueError(
+            f"flops: {len(sizes)} speeds make as many choices of {count} devices, with {pairs:.2g} links together, and at most "
+            f"{MAX_PAIRS:.2g} can be searched; round flops, so that fewer differ, or place the job on more of the devices"
+        )
+    found = [nearest(far_s, able[flops[able] >= speed], count) for speed in sizes]
+    return [Candidates(devices, stage_flop / float(flops[devices].min())) for devices in found]
 
 
-def nearest(far_s: np.ndarray, devices: Sequence[int], count: int) -> list[int]:
+def nearest(far_s: np.ndarray, devices: Sequence[int] | np.ndarray, count: int) -> list[int]:
     """So many of the devices: the one whose messages to the others take longest is left out, again and again."""
     left = np.array(devices)
-    while len(left) > count:
-        left = np.delete(left, far_s[np.ix_(left, left)].sum(axis=1).argmax())
-    return left.tolist()
+    taken_s = far_s[np.ix_(left, left)]
+    sums_s, kept = taken_s.sum(axis=1), np.ones(len(left), bool)
+    for _ in range(len(left) - count):
+        farthest = np.where(kept, sums_s, -np.inf).argmax()
+        kept[farthest] = False
+        sums_s -= taken_s[:, farthest]
+    return left[kept].tolist()
 
 
 def place(
@@ -91,8 +100,13 @@ def place(
 
     The job's topology is that of its workers; a search is `genetic`, `anneal` or `best_of_all`.
     """
+    return place_among(links, job, search, choices(links, job, stage_flop, stage_bytes))
+
+
+def place_among(links: Links, job: Job, search: Callable[[Network], Placed], among: Sequence[Candidates]) -> Placement:
+    """The best placement that a search finds on any of the candidates."""
     found = []
-    for choice in choices(links, job, stage_flop, stage_bytes):
+    for choice in among:
         placed = search(Network(links.take(choice.devices), job))
         layout = np.array(choice.devices)[placed.layout]
         found.append(Placement(layout, choice.compute_s, placed.seconds, placed.tried))

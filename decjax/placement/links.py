@@ -124,7 +124,7 @@ def _floats(value: Any) -> np.ndarray:
     if isinstance(value, np.ndarray) and value.dtype == float:
         return value.copy()
     array = np.array(value, object)
-    if not all(isinstance(x, int | float) and not isinstance(x, bool) for x in array.flat):
+    if not all(issubclass(kind, int | float) and kind is not bool for kind in set(map(type, array.flat))):
         raise TypeError
     return array.astype(float)
 

@@ -34,7 +34,7 @@ class Placed(NamedTuple):
 
 
 class _Search:
-    """Counts layouts, and ends after a number of them or seconds."""
+    """Counts layouts, and ends after a number of them or seconds, or with the first if all cost the same."""
 
     def __init__(self, network: Network, trials: int, seconds: float):
         self.network, self.tried = network, 0
@@ -42,7 +42,7 @@ class _Search:
 
     @property
     def over(self) -> bool:
-        return self.tried >= self._trials or time.monotonic() > self._ends
+        return bool(self.tried) and (self.network.fixed or self.tried >= self._trials or time.monotonic() > self._ends)
 
     def cost(self, layout: np.ndarray, limit: float = math.inf) -> float:
         self.tried += 1
@@ -95,8 +95,10 @@ def genetic(network: Network, seed: int = 0, trials: int = 2000, seconds: float 
     """The best layout of a population after so many trials, or so many seconds."""
     rng, search = np.random.default_rng(seed), _Search(network, trials, seconds)
     starts = (random_layout, gathered)
-    people = [starts[i % 2](network, rng) for i in range(POPULATION)]
-    costs = [search.cost(layout) for layout in people]
+    people, costs = [], []
+    while len(people) < POPULATION and not search.over:
+        people.append(starts[len(people) % 2](network, rng))
+        costs.append(search.cost(people[-1]))
     while not search.over:
         one, other = rng.choice(POPULATION, 2, replace=False)
         child = cross(people[one], people[other], rng)
