@@ -27,6 +27,16 @@ def open_regular(path: str | os.PathLike) -> BinaryIO:
     return file
 
 
+def read_text(path: str | os.PathLike) -> str:
+    """Return the text of a regular file; bytes that are no UTF-8 are replaced.
+
+    Raises:
+        OSError: as for `open_regular`.
+    """
+    with open_regular(path) as file:
+        return file.read().decode(errors="replace")
+
+
 def check_regular(path: str | os.PathLike) -> None:
     """Raise an OSError if the path exists and is not a regular file, without opening it."""
     if os.path.exists(path) and not os.path.isfile(path):

@@ -114,7 +114,7 @@ def parse(text: str, numbers: tuple[str, ...] = ()) -> dict[str, Any]:
 def _read_json(path: pathlib.Path, fix: str, numbers: tuple[str, ...] = ()) -> dict[str, Any]:
     """The JSON object in a file; a RunError that ends with `fix`, what to do, if it is damaged."""
     try:
-        return parse(path.read_text(errors="replace"), numbers)
+        return parse(files.read_text(path), numbers)
     except OSError as error:
         raise RunError(f"{path} cannot be read ({error.strerror}); give directories that launch.train has written") from error
     except ValueError as error:
@@ -127,7 +127,7 @@ def read_metrics(path: pathlib.Path) -> list[dict[str, Any]]:
     An incomplete last line, as a running or killed run leaves it, is ignored.
     """
     try:
-        lines = path.read_text(errors="replace").splitlines(keepends=True)
+        lines = files.read_text(path).splitlines(keepends=True)
     except OSError as error:
         raise RunError(f"{path} cannot be read ({error.strerror}); give directories that launch.train has written") from error
     rows = []

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 from absl import flags
 
+from decjax.train.workdir import steps_saved
 from experiments import script, trials
 from launch import command, processes
 
@@ -90,7 +91,8 @@ def trial(row: Row, workdir: pathlib.Path) -> trials.Trial:
 
 def saving(workdir: pathlib.Path) -> bool:
     """Whether a checkpoint is there that is not complete."""
-    return any(not path.name.isdigit() for path in (workdir / "checkpoints").glob("*") if path.is_dir())
+    complete = set(map(str, steps_saved(workdir)))
+    return any(path.name not in complete for path in (workdir / "checkpoints").glob("*") if path.is_dir())
 
 
 def disturb(run: trials.Trial, kills: int, chance: random.Random) -> tuple[int, int]:
@@ -123,8 +125,7 @@ def _written(workdir: pathlib.Path) -> int:
 
 def last_state(workdir: pathlib.Path) -> list[int]:
     """The checksums of all arrays of the newest checkpoint."""
-    newest = max(int(path.name) for path in (workdir / "checkpoints").iterdir() if path.name.isdigit())
-    return json.loads((workdir / "checkpoints" / str(newest) / "extra" / "metadata").read_text())["checksums"]
+    return json.loads((workdir / "checkpoints" / str(steps_saved(workdir)[-1]) / "extra" / "metadata").read_text())["checksums"]
 
 
 def untimed(run: trials.Trial) -> list[dict[str, Any]]:

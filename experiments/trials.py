@@ -75,7 +75,7 @@ def rows(workdir: pathlib.Path, *kinds: str) -> list[dict[str, Any]]:
     """
     path = workdir / "metrics.jsonl"
     try:
-        found = [files.parse_json(line) for line in path.read_text().splitlines()]
+        found = [files.parse_json(line) for line in files.read_text(path).splitlines()]
         return [row for row in found if not kinds or row["kind"] in kinds]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise Broken(f"{path} cannot be read ({error!r}); remove {workdir}, and the same command trains again") from error

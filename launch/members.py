@@ -81,7 +81,7 @@ def last_line(path: pathlib.Path, start: str = "", offset: int = 0) -> str:
     """The last complete line of a file that begins with `start`, from byte `offset` on; empty if there is none."""
     if not path.exists():
         return ""
-    with path.open("rb") as file:
+    with files.open_regular(path) as file:
         file.seek(max(offset, path.stat().st_size - 10_000))
         lines = file.read().decode(errors="replace").splitlines(keepends=True)
     return next((line.strip() for line in reversed(lines) if line.strip() and line.endswith("\n") and line.startswith(start)), "")

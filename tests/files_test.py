@@ -9,8 +9,8 @@ from decjax import costmodel, files, placement
 from decjax.errors import CheckpointError
 from decjax.tasks import parallel, sources
 from decjax.tasks.datasets import DATASETS
-from decjax.train import workdir
-from experiments import trials
+from decjax.train import metrics, workdir
+from experiments import compare, crashes, trials
 from experiments.book import Book
 from experiments.trials import Broken
 from launch import command, config_file, members
@@ -62,6 +62,10 @@ def test_only_numbers_as_python_writes_them_are_checkpoints(tmp_path):
     for name in ("4", "10", "²", "٣", "007", "tmp", "8.orbax-checkpoint-tmp"):
         (tmp_path / "checkpoints" / name).mkdir(parents=True)
     assert workdir.steps_saved(tmp_path) == [4, 10]
+    assert crashes.saving(tmp_path)
+    (tmp_path / "checkpoints/10/extra").mkdir()
+    (tmp_path / "checkpoints/10/extra/metadata").write_text('{"checksums": [1, 2]}')
+    assert crashes.last_state(tmp_path) == [1, 2]
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "config.json", ".lock"])
@@ -155,3 +159,18 @@ def test_pipes_as_input_of_any_kind_are_refused(tmp_path, pipe):
             read()
     with pytest.raises(ValueError, match="holds no text"):
         sources.read(str(pipe))
+
+
+def test_pipes_where_a_run_has_files_are_refused(tmp_path, pipe):
+    for name in ("config.json", "metrics.jsonl"):
+        os.symlink(pipe, tmp_path / name)
+    for read in (
+        lambda: metrics.read(tmp_path),
+        lambda: workdir.claim(tmp_path, {"workers": 1}),
+        lambda: trials.rows(tmp_path),
+        lambda: compare.load(tmp_path),
+        lambda: compare.read_metrics(tmp_path / "metrics.jsonl"),
+        lambda: members.last_line(tmp_path / "metrics.jsonl"),
+    ):
+        with pytest.raises((OSError, Broken, compare.RunError), match="a pipe or a device"):
+            read()

@@ -24,7 +24,7 @@ from decjax.errors import TrainingError, not_written
 def read(workdir: pathlib.Path) -> list[dict[str, Any]]:
     """The rows of a run so far, without lines that a crash cut short."""
     path, rows = workdir / "metrics.jsonl", []
-    for line in path.read_text(errors="replace").splitlines(keepends=True) if path.exists() else ():
+    for line in files.read_text(path).splitlines(keepends=True) if path.exists() else ():
         with contextlib.suppress(ValueError, KeyError, TypeError):
             row = files.parse_json(line)
             if line.endswith("\n") and isinstance(row["step"], int):

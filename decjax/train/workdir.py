@@ -88,7 +88,7 @@ def _check(workdir: pathlib.Path, config: dict, advise: Callable[[pathlib.Path],
             raise CheckpointError(
                 f"{workdir} holds a run with another config ({'; '.join(differing)}); choose another --workdir{advise(workdir)}"
             )
-    elif path.exists() and '"workers"' not in path.read_text(errors="replace"):
+    elif path.exists() and '"workers"' not in files.read_text(path):
         raise CheckpointError(f"{path} is not of a run of decjax; choose another --workdir")
     elif lost := _lost(workdir):
         raise CheckpointError(
