@@ -6,6 +6,7 @@ A training method is composed of small, pure parts, each usable alone. From the 
     registry    parts by name; a part's signature is its section of a config           standard library only
     errors      user and environment errors, and their texts                           standard library only
     files       files that are read within bounds, and written as a whole              standard library only
+    signals     signals that end a program, handled for a while                        standard library only
     topology    communication graphs: who sends to whom in each step                   NumPy only
     schedules   pipeline schedules: which stage computes what in each tick             NumPy only
     costmodel   predicted time per iteration of a method on a cluster                  NumPy only

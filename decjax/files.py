@@ -4,12 +4,14 @@ import errno
 import json
 import os
 import pathlib
+import re
 import socket
 import stat
 from typing import Any, BinaryIO
 
 MAX_JSON_BYTES = 2**26
 MAX_JSON_DEPTH = 64  # Code that processes a document may recurse.
+_NUMBER = re.compile(r"0|[1-9][0-9]*")  # `str.isdigit` accepts "²" as well, which `int` refuses.
 _TOO_DEEP = f"it is nested more than {MAX_JSON_DEPTH} levels deep"
 
 
@@ -35,6 +37,11 @@ def read_text(path: str | os.PathLike) -> str:
     """
     with open_regular(path) as file:
         return file.read().decode(errors="replace")
+
+
+def numbers_in(folder: pathlib.Path) -> list[int]:
+    """Return the numbers that name entries of a folder, in order; none if there is no folder."""
+    return sorted(int(entry.name) for entry in folder.iterdir() if _NUMBER.fullmatch(entry.name)) if folder.is_dir() else []
 
 
 def check_regular(path: str | os.PathLike) -> None:

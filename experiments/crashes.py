@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from absl import flags
 
-from decjax.train.workdir import steps_saved
+from decjax import files
 from experiments import script, trials
 from launch import command, processes
 
@@ -91,7 +91,7 @@ def trial(row: Row, workdir: pathlib.Path) -> trials.Trial:
 
 def saving(workdir: pathlib.Path) -> bool:
     """Whether a checkpoint is there that is not complete."""
-    complete = set(map(str, steps_saved(workdir)))
+    complete = set(map(str, files.numbers_in(workdir / "checkpoints")))
     return any(path.name not in complete for path in (workdir / "checkpoints").glob("*") if path.is_dir())
 
 
@@ -125,7 +125,8 @@ def _written(workdir: pathlib.Path) -> int:
 
 def last_state(workdir: pathlib.Path) -> list[int]:
     """The checksums of all arrays of the newest checkpoint."""
-    return json.loads((workdir / "checkpoints" / str(steps_saved(workdir)[-1]) / "extra" / "metadata").read_text())["checksums"]
+    folder = workdir / "checkpoints"
+    return json.loads((folder / str(files.numbers_in(folder)[-1]) / "extra" / "metadata").read_text())["checksums"]
 
 
 def untimed(run: trials.Trial) -> list[dict[str, Any]]:

@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 
 from absl import flags
 
-from decjax.train.workdir import steps_saved
+from decjax import files
 from experiments import script, trials
 from launch import cluster, command, processes
 
@@ -259,7 +259,7 @@ def check_rows(case: Case, workdir: pathlib.Path) -> None:
     for (step, batches), (later, more) in itertools.pairwise(positions):
         if not later - step <= more - batches <= (later - step) * case.processes:
             raise Broken(f"from step {step} to {later} the data position went from {batches} to {more}")
-    if (saved := steps_saved(workdir))[-1:] != [STEPS]:
+    if (saved := files.numbers_in(workdir / "checkpoints"))[-1:] != [STEPS]:
         raise Broken(f"the newest checkpoint is of step {max(saved, default=0)}, not {STEPS}")
     distance = rows[-1]["consensus_distance"]
     if METHODS[case.method][1] and distance > EQUAL:

@@ -22,6 +22,7 @@ import tempfile
 import time
 from typing import Any, BinaryIO, NamedTuple
 
+from decjax.signals import handling
 from launch import accelerators, chaos, command, config_file
 
 TRAIN = "launch.train"
@@ -58,18 +59,6 @@ class Child(NamedTuple):
 
 
 @contextlib.contextmanager
-def _handling(handler: Callable[[int, Any], None], *numbers: signal.Signals) -> Iterator[None]:
-    # `nohup` ignores SIGHUP for the programs that it starts, and it must stay ignored.
-    handled = [number for number in numbers if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN]
-    before = {number: signal.signal(number, handler) for number in handled}
-    try:
-        yield
-    finally:
-        for number, former in before.items():
-            signal.signal(number, former)
-
-
-@contextlib.contextmanager
 def caught_signals() -> Iterator[list[signal.Signals]]:
     """Collects Ctrl-C, SIGTERM and SIGHUP in a list instead of dying from them.
 
@@ -82,7 +71,7 @@ def caught_signals() -> Iterator[list[signal.Signals]]:
         if number != signal.SIGHUP or not caught:
             caught.append(signal.Signals(number))
 
-    with _handling(note, signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    with handling(note, signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         yield caught
 
 
@@ -92,7 +81,7 @@ def unwinding_signals() -> contextlib.AbstractContextManager[None]:
     def unwind(number: int, _: Any) -> None:
         raise command.Interrupted(128 + number)
 
-    return _handling(unwind, signal.SIGTERM, signal.SIGHUP)
+    return handling(unwind, signal.SIGTERM, signal.SIGHUP)
 
 
 def python(module: str, arguments: Sequence[str] = ()) -> list[str]:

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import signal
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -16,6 +17,7 @@ from decjax import registry, train
 from decjax.optim import DecentralizeState
 from decjax.train import checkpoint
 from decjax.train import state as state_lib
+from decjax.train.workdir import steps_saved
 from tests.runs import run_of
 from tests.tiny_runs import RICH, STEPS, assert_equal_states, forget_after, launch, losses, prepare, reference, rows, text  # noqa: F401
 
@@ -31,6 +33,30 @@ def test_resume_is_bit_exact(launch, reference, tmp_path):
     ]
     assert untimed[0] == untimed[1]
     assert rows(resumed)[-1]["time_s"] > rows(reference)[0]["time_s"], "time continues, it does not restart"
+
+
+class HangUp(train.Tracker):
+    """A terminal that is closed after the sixth step."""
+
+    def log(self, step, kind, values):
+        pass
+
+    def step(self, step):
+        if step == 6:
+            signal.raise_signal(signal.SIGHUP)
+
+
+@pytest.mark.parametrize("nohup", [False, True])
+def test_a_closed_terminal_stops_a_run_after_it_has_saved(prepare, reference, tmp_path, nohup):
+    """SIGHUP ended launch.train without a checkpoint; under nohup it is ignored."""
+    run = prepare("optimizer=accum_adamw", workdir=forget_after(reference, 4, tmp_path / "run"), **RICH)
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN if nohup else lambda *_: pytest.fail("the run does not handle SIGHUP"))
+    try:
+        outcome = run.train([lambda run: HangUp()])
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert (outcome.step, outcome.signal) == ((STEPS, None) if nohup else (6, signal.SIGHUP))
+    assert steps_saved(run.workdir)[-1] == outcome.step
 
 
 @pytest.mark.parametrize("workers", ["workers=3", "workers=12,simulate"])

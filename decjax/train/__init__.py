@@ -3,7 +3,6 @@
 trainer      steps, averages and evaluation, for loops of your own
 run          the training loop: work directory, logging, signals, summary
 members      the processes that train together: the same from start to end, or a group that changes
-signals      the signals that stop a run
 step         the train step of one worker
 state        the training state of all workers
 pace         the seconds of steps, for methods that decide by them

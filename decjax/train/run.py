@@ -15,9 +15,9 @@ from typing import Any, NoReturn
 import jax
 import numpy as np
 
-from decjax import config, files, mesh
+from decjax import config, files, mesh, signals
 from decjax.errors import CheckpointError, TrainingError, ViewChanged, not_written
-from decjax.train import checkpoint, contents, metrics, signals
+from decjax.train import checkpoint, contents, metrics
 from decjax.train import origin as origin_lib
 from decjax.train import summary as summary_lib
 from decjax.train import workdir as workdir_lib
@@ -272,7 +272,7 @@ class Run:
     # -- The loop -----------------------------------------------------------------------------------------------------
 
     def train(self, trackers: Sequence[Callable[["Run"], metrics.Tracker]] = ()) -> Outcome:
-        """Trains to the last step, or until SIGTERM or Ctrl-C, and saves a checkpoint in both cases.
+        """Trains to the last step, or until SIGTERM, SIGHUP or Ctrl-C, and saves a checkpoint in both cases.
 
         Args:
             trackers: what follows the run beside `metrics.jsonl` and TensorBoard: functions that make a tracker of it. They are

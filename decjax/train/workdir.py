@@ -8,7 +8,6 @@ import contextlib
 import fcntl
 import json
 import pathlib
-import re
 import time
 from typing import TextIO
 import uuid
@@ -25,7 +24,6 @@ from decjax.train import metrics
 # Fields that may differ between a run and its continuation; except for rounding, none of them changes the result of training.
 FREE_KEYS = ("eval.", "checkpoint.", "elastic.", "log_every", "data.sample_bytes", "engine")
 ATTEMPTS, PAUSE_S = 40, 0.05  # to lock a directory while another process of the same launch may be preparing it
-_STEP = re.compile(r"0|[1-9][0-9]*")  # a checkpoint's folder; `str.isdigit` accepts "²" as well, which `int` refuses
 
 
 def claim(
@@ -190,5 +188,4 @@ def differing(theirs: config_lib.RunSpec, ours: config_lib.RunSpec) -> str:
 
 def steps_saved(workdir: pathlib.Path) -> list[int]:
     """The steps of all complete checkpoints in a work directory, damaged ones too; the newest last."""
-    folder = workdir / "checkpoints"
-    return sorted(int(child.name) for child in folder.iterdir() if _STEP.fullmatch(child.name)) if folder.is_dir() else []
+    return files.numbers_in(workdir / "checkpoints")
