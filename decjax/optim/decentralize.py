@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import optax
 
 from decjax import arguments, gossip, reduce
-from decjax.buckets import in_float32
+from decjax.buckets import in_float32, is_floating, wide_dtype
 from decjax.optim.inner import of_one_worker
 from decjax.optim.memories import communicating, init_memory, transformation, transient
 
@@ -99,12 +99,23 @@ def mix_with_step(
 ) -> tuple[Any, Any]:
     """One step of `decentralize` along a known step u: (x⁺ − x, state of the mixer), x⁺ = W(x + u) in order "atc", Wx + u in "awc".
 
-    `state` has the fields `count` and `mixer`.
+    `state` has the fields `count` and `mixer`. Of narrow parameters, such as bfloat16, x + u is rounded for the messages only: x⁺ − x
+    keeps what that leaves out, since a momentum of x⁺ − x would add it up.
     """
     form = _Decentralized(optax.with_extra_args_support(optax.identity()), mixer, order)
     before = DecentralizeState(state.count, optax.EmptyState(), state.mixer)
     updates, after = form.update(step, before, params, phase=phase, received=received)
+    if order == "atc" and mixer.linear:
+        updates = jax.tree.map(_with_rest, updates, params, step)
     return updates, after.mixer
+
+
+def _with_rest(update: jax.Array, x: jax.Array, u: jax.Array) -> jax.Array:
+    """An update plus what rounding x + u to the type of x leaves out."""
+    if not is_floating(x) or x.dtype == (dtype := wide_dtype(x)):
+        return update
+    stepped = x.astype(dtype) + u.astype(dtype)
+    return update + (stepped - stepped.astype(x.dtype).astype(dtype))
 
 
 @communicating
