@@ -115,15 +115,24 @@ def test_a_run_without_faults_is_that_of_one_process(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "shorthand", ["method=allreduce", "method=diloco,every=4", "topology=ring,codec=int8,mixer=choco", "topology=torus"]
+    "shorthand",
+    [
+        "method=allreduce",
+        "method=diloco,every=4",
+        "topology=ring,codec=int8,mixer=choco",
+        "topology=torus",
+        "topology=one_peer_exponential,codec=int8,mixer=choco",
+        "topology=exponential,mixer=push_sum",
+    ],
 )
 def test_members_are_lost_and_the_rest_goes_on_to_the_end(tmp_path, shorthand):
-    """Down to one worker; the writer is among those that are lost."""
+    """Down to one worker; the writer is among those that are lost. All workers can continue from the last worker's checkpoint."""
     n = 4
     members = trained(tmp_path, spec_of(shorthand, n), n, {0: {7: killed}, 2: {13: killed}, 1: {18: killed}})
     steps = [row["step"] for row in rows(tmp_path)]
     assert steps == [*range(LOG, STEPS + 1, LOG)] and workdir.steps_saved(tmp_path)[-1] == STEPS
     assert [row["workers"] for row in rows(tmp_path)][-1] == 1 and members[3].outcome.summary["steps"] == STEPS
+    assert all(np.isfinite(x).all() for x in replicas(members[3]))
     # What a member has computed since it last met the others dies with it, and is computed again.
     lasting = (member.batches if member.slot == 3 else member.batches[:-LOG] for member in members)
     numbers = collections.Counter(number for batches in lasting for number in batches)

@@ -122,7 +122,7 @@ class ElasticMembers:
     def rows(self, state: State, step: int, counters: dict[str, Any]) -> Callable[[], Any]:
         view, slots = self._group.view, self.spec.workers
         counters[LEFT] = step * slots - view.taken(step)
-        rows = self.trainer.workers.fetch(state)
+        rows = self.trainer.workers.fetch(self._trainers.of(slots).fitted(state))
         index_of = [view.index(slot) for slot in range(slots)]
         source = np.array([slot % len(view.members) if index is None else index for slot, index in enumerate(index_of)])
         return lambda: jax.tree.map(lambda x: jax.device_put(x[source]), rows)

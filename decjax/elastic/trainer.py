@@ -159,13 +159,22 @@ class ElasticTrainer(Trainer):
         kept = state_lib.kept(self.abstract if before is None else before, self.setup.source.lasts)
         if before is None:
             kept = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), kept)  # of the shapes that arrive
-        kept = self._handed_over(kept)
-        fresh = self.start(jax.tree.map(lambda x: x[0], kept["params"]))
-        state = State(kept["params"], completed(kept["opt_state"], fresh.opt_state), kept.get("source", fresh.source))
+        state = self._completed(self._handed_over(kept))
         memory = jax.tree.leaves(getattr(state.opt_state, "mixer", ()))
         if self.method.mixer and any(x.ndim > 1 for x in memory):  # Mixers with memories start from one model on all workers.
             return self.consensus(state)[0]
         return state
+
+    def fitted(self, state: State) -> State:
+        """A member's state of another number of workers with this trainer's arrays: the same, where those agree; else mixers and reducers
+        start afresh."""
+        if jax.tree.map(jnp.shape, state) == jax.tree.map(jnp.shape, self.abstract):
+            return state
+        return self._completed(state_lib.kept(state, self.setup.source.lasts))
+
+    def _completed(self, kept: Any) -> State:
+        fresh = self.start(jax.tree.map(lambda x: x[0], kept["params"]))
+        return State(kept["params"], completed(kept["opt_state"], fresh.opt_state), kept.get("source", fresh.source))
 
     def _handed_over(self, kept: Any) -> Any:
         """The same, or for a fresh member what the source has of it."""
