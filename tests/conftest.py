@@ -20,6 +20,7 @@ import pathlib
 import resource
 import shutil
 import signal
+import sys
 import tempfile
 
 _OWNER = "PYTEST_XDIST_WORKER" not in os.environ  # The process that starts the others.
@@ -28,6 +29,8 @@ MARK = f"DECJAX_TESTS={os.getpid()}"  # in the environment of all that this proc
 os.environ.update([MARK.split("=")])
 MOST_MB = 1500  # of memory, in each process that runs tests
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # Under nohup it is ignored, which processes that tests start would inherit.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # Else hundreds of processes would each compile all modules that they import.
+sys.dont_write_bytecode = False
 os.environ.pop("JAX_DISABLE_MOST_OPTIMIZATIONS", None)  # In these processes it is `quick_compilation` that says so.
 if _OWNER:
     os.environ["JAX_COMPILATION_CACHE_DIR"] = os.environ.get("DECJAX_TEST_CACHE") or tempfile.mkdtemp(prefix="decjax-tests-")
