@@ -1,8 +1,8 @@
 """The project's commands as a user runs them, quicker than by starting Python.
 
-`python -m launch.train` takes two seconds to import what it needs before it reads its flags, and another half to read a config. Here a server imports it once, and
-every command is a process forked from it: it runs its module as __main__, and has arguments, environment, output and exit code of
-its own.
+`python -m launch.train` takes two seconds to import what it needs before it reads its flags, and another half to read a config. Here a
+server imports it once, and every command is a process forked from it: it runs its module as __main__, and has arguments, environment,
+output and exit code of its own.
 """
 
 import functools
