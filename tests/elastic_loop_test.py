@@ -48,7 +48,7 @@ class Member:
     def __call__(self):
         self.group = group = Group(Membership(self.band.coordinator.address, self.slot, self.band.heartbeat_s, KEYS))
         members = ElasticMembers(Trainers(self.spec, group), group, self.launch, self.said.append)
-        took, batch = members.took, members.batch
+        note_step, batch = members.note_step, members.batch
 
         def of(step, counters):
             if event := self.events.pop(step, None):
@@ -57,10 +57,10 @@ class Member:
 
         def noted(steps):
             number = group.view.taken(steps - 1) + group.index
-            took(steps)
+            note_step(steps)
             self.batches.append(number)
 
-        members.took, members.batch = noted, of
+        members.note_step, members.batch = noted, of
         try:
             self.loop = train.Run(members.trainer, self.folder, self.resume_from, members)
             self.outcome = self.loop.train()

@@ -198,15 +198,15 @@ def test_a_view_that_ends_before_a_member_has_begun_it_is_never_begun(band, monk
     next_views(gone, one, two)
     gone.close()
     wait_until(lambda: band.coordinator.view.number == 2)
-    say, withheld = two._say, []
-    monkeypatch.setattr(two, "_say", lambda: withheld.append(two._stopped) if two._stopped[0] == 3 else say())
+    send, withheld = two._send, []
+    monkeypatch.setattr(two, "_send", lambda: withheld.append(two._stopped) if two._stopped[0] == 3 else send())
     late = band.join(0)  # The members are asked to stop, and one has not answered yet.
     wait_until(lambda: (3, 0) in withheld and one._stopped == (3, 0))
     with concurrent.futures.ThreadPoolExecutor() as pool:
         waiting = pool.submit(one.next_view)
         time.sleep(0.2)
         assert not waiting.done()
-        monkeypatch.setattr(two, "_say", say)
+        monkeypatch.setattr(two, "_send", send)
         two._notify()
         assert waiting.result(timeout=120).number == 3
     assert next_views(late, two)[0].number == 3

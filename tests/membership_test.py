@@ -69,7 +69,7 @@ def test_a_process_too_busy_to_speak_stays(band, monkeypatch):
     """ZeroMQ's threads answer for it."""
     group, members = band(0, 1, 2, heartbeat_s=0.3)
     next_views(*members)
-    monkeypatch.setattr(members[2], "_say", lambda: None)
+    monkeypatch.setattr(members[2], "_send", lambda: None)
     time.sleep(10 * 0.3)
     rounds(group.coordinator)
     assert not group.coordinator.silent and group.coordinator.view.number == 1
@@ -129,12 +129,12 @@ def test_a_host_whose_connections_are_lost_one_by_one_leaves_no_healthy_member_o
     next_views(*members)
     with monkeypatch.context() as patch:
         cut(patch, members, [{0, 2}])
-        wait_until(lambda: coordinator._asked)
+        wait_until(lambda: coordinator._next_number)
         rounds(coordinator)
         assert coordinator.view.number == 1
         cut(patch, members, [{0, 1}, {0, 2}])
-        wait_until(lambda: not coordinator._sessions[writer].said["reaches"])
-        coordinator._asked_s -= 61  # as if a heartbeat had passed
+        wait_until(lambda: not coordinator._sessions[writer].report["reaches"])
+        coordinator._stopping_s -= 61  # as if a heartbeat had passed
         assert slots_of(next_views(*members[1:])[0]) == [1, 2]
 
 
@@ -188,7 +188,7 @@ def test_idle_is_who_neither_steps_nor_moves_messages_nor_computes(band, monkeyp
     now_s, used_s = [1000.0], [0.0]
     monkeypatch.setattr("decjax.elastic.membership.time.monotonic", lambda: now_s[0])
     monkeypatch.setattr("decjax.elastic.membership.time.process_time", lambda: used_s[0])
-    monkeypatch.setattr(member, "_say", lambda: None)
+    monkeypatch.setattr(member, "_send", lambda: None)
 
     def after(seconds, used=0.0):
         now_s[0] += seconds
@@ -207,23 +207,23 @@ def test_idle_is_who_neither_steps_nor_moves_messages_nor_computes(band, monkeyp
 def test_a_member_that_speaks_otherwise_costs_itself_alone(band):
     group, members = band(0, 1, 2)
     next_views(*members)
-    members[2]._say = lambda: members[2]._coordinator.send(b"[" * 60000)
+    members[2]._send = lambda: members[2]._coordinator.send(b"[" * 60000)
     members[2]._notify()
     assert slots_of(next_views(*members[:2])[0]) == [0, 1]
     with pytest.raises(Excluded):
         members[2].next_view()
 
 
-def test_what_the_coordinator_said_last_reaches_who_missed_it(band, monkeypatch):
+def test_a_member_that_missed_a_message_receives_the_state_later(band, monkeypatch):
     """Every answer says all."""
     group, members = band(0, 1, 2)
     next_views(*members)
-    hear = members[0]._hear
-    monkeypatch.setattr(members[0], "_hear", lambda said: False)
+    receive = members[0]._receive
+    monkeypatch.setattr(members[0], "_receive", lambda message: False)
     members[1].transport.broken = 1
     members[1]._notify()
-    wait_until(lambda: group.coordinator._asked == 2 and members[1]._stopped[0] == 2)
-    monkeypatch.setattr(members[0], "_hear", hear)
+    wait_until(lambda: group.coordinator._next_number == 2 and members[1]._stopped[0] == 2)
+    monkeypatch.setattr(members[0], "_receive", receive)
     members[0]._notify()
     assert {view.number for view in next_views(*members)} == {2}
 
@@ -242,5 +242,5 @@ def test_a_context_that_does_not_end_holds_nobody(monkeypatch):
     """ZeroMQ's issue 2733: where connections authenticate, closed sockets may stay open on a busy machine."""
     context, held = zmq.Context(), threading.Event()
     monkeypatch.setattr(context, "term", held.wait, raising=False)
-    transport.end(context)
+    transport.terminate(context)
     held.set()

@@ -211,7 +211,7 @@ def test_a_run_that_ended_before_its_first_checkpoint_starts_again(prepare, refe
     (run / "metrics.jsonl").write_text(lines[0])  # Step 4, which was about to be saved.
     again = prepare("optimizer=accum_adamw", workdir=run, **RICH)
     again.train()
-    assert again.note == "no checkpoint yet: starting again"
+    assert again.note == "no checkpoint yet, starting from step 0"
     assert losses(run) == losses(reference)
 
 
@@ -220,7 +220,7 @@ def test_metrics_are_not_judged_by_a_config_that_came_after_them(prepare, tmp_pa
     argument, run = "optimizer=adamw,workers=2,simulate", tmp_path / "run"
     prepare(argument, workdir=run, **{"checkpoint.every": 500})
     (run / "metrics.jsonl").write_text("".join(f'{{"step": {step}, "kind": "train"}}\n' for step in (4, 8)))
-    assert [prepare(argument, workdir=run).note for _ in range(2)] == ["no checkpoint yet: starting again", ""]
+    assert [prepare(argument, workdir=run).note for _ in range(2)] == ["no checkpoint yet, starting from step 0", ""]
 
 
 def test_metrics_that_lack_steps_before_the_checkpoint_are_told(prepare, reference, tmp_path, capsys):
@@ -228,7 +228,7 @@ def test_metrics_that_lack_steps_before_the_checkpoint_are_told(prepare, referen
     (run / "metrics.jsonl").write_text("".join((run / "metrics.jsonl").read_text().splitlines(keepends=True)[:1]))
     resumed = prepare("optimizer=accum_adamw", workdir=run, **RICH)
     resumed.train()
-    assert resumed.note == "continuing from step 8; metrics.jsonl ends at step 4, what came between is lost"
+    assert resumed.note == "continuing from step 8; metrics.jsonl ends at step 4, rows after it are lost"
     assert not "".join(capsys.readouterr()), "the library prints nothing"
     assert [row["step"] for row in rows(run)] == [4, 12]
 

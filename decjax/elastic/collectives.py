@@ -1,7 +1,7 @@
-"""The collectives of JAX between members, on NumPy arrays: what `lax.ppermute`, `psum`, `all_gather`, `psum_scatter` and `all_to_all` do
-along the worker axis.
+"""Collectives between members on NumPy arrays: `lax.ppermute`, `psum`, `all_gather`, `psum_scatter` and `all_to_all` along the worker axis.
 
-A sum runs around a ring, n − 1 times 1/n of the bytes to add and as many to gather, so that all members have the same bits.
+Sums use the ring algorithm: each member sends n − 1 messages with 1/n of the array to add, and n − 1 to gather. All members get the same
+bits.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,10 +18,10 @@ class Stream:
     """One sequence of messages within a view, in the same order on all members.
 
     Args:
-        transport: sends them.
-        view: who takes part.
-        slot: our own.
-        number: tells channels apart.
+        transport: of this member.
+        view: the members.
+        slot: of this member.
+        number: of the channel.
     """
 
     def __init__(self, transport: Transport, view: View, slot: int, number: int):
@@ -30,7 +30,7 @@ class Stream:
         self._transport, self._channel, self._count = transport, number, 0
 
     def exchange(self, x: np.ndarray, to: int | None, source: int | None) -> np.ndarray | None:
-        """Sends an array to worker `to`, and returns the one that worker `source` sends here, of the same shape; None: neither."""
+        """Send an array to worker `to` and return that of worker `source`, which has the same shape; with None do neither."""
         self._count += 1
         count, members = self._count, self.view.members
         x = np.asarray(x, order="C")
@@ -43,7 +43,7 @@ class Stream:
         return np.frombuffer(arrived, x.dtype).reshape(x.shape)
 
     def ring_sum(self, x: np.ndarray, group: Sequence[int]) -> np.ndarray:
-        """Σ over the workers of a group to which this one belongs, the same bits on each."""
+        """The sum over the workers of a group that includes this one; the same bits on each."""
         n = len(group)
         if n == 1:
             return x
@@ -60,20 +60,20 @@ class Stream:
     def gather(self, x: np.ndarray, group: Sequence[int]) -> np.ndarray:
         """The arrays of the workers of a group, [n, …]."""
         n, place = len(group), group.index(self.index)
-        found = np.empty((n, *x.shape), x.dtype)
-        found[place] = x
+        rows = np.empty((n, *x.shape), x.dtype)
+        rows[place] = x
         for k in range(1, n):
-            found[place - k] = self.exchange(x, group[(place + k) % n], group[place - k])
-        return found
+            rows[place - k] = self.exchange(x, group[(place + k) % n], group[place - k])
+        return rows
 
     def scatter(self, x: np.ndarray, group: Sequence[int]) -> np.ndarray:
-        """The rows that the workers of a group have for this one, [n, …]; row i of `x` is for the i-th of the group."""
+        """The rows that the workers of a group send to this one, [n, …]; row i of `x` goes to worker i of the group."""
         n, place = len(group), group.index(self.index)
-        found = np.empty_like(x)
-        found[place] = x[place]
+        rows = np.empty_like(x)
+        rows[place] = x[place]
         for k in range(1, n):
-            found[place - k] = self.exchange(x[(place + k) % n], group[(place + k) % n], group[place - k])
-        return found
+            rows[place - k] = self.exchange(x[(place + k) % n], group[(place + k) % n], group[place - k])
+        return rows
 
 
 def _group(channel: Stream, params: dict[str, Any]) -> Sequence[int]:
@@ -94,10 +94,10 @@ def _psum(channel, params, *xs):
 
 def _all_gather(channel, params, *xs):
     at = params["all_gather_dimension"]
-    found = [channel.gather(x, _group(channel, params)) for x in xs]
+    gathered = [channel.gather(x, _group(channel, params)) for x in xs]
     if params["tiled"]:
-        return [np.concatenate(list(rows), axis=at) for rows in found]
-    return [np.moveaxis(rows, 0, at) for rows in found]
+        return [np.concatenate(list(rows), axis=at) for rows in gathered]
+    return [np.moveaxis(rows, 0, at) for rows in gathered]
 
 
 def _reduce_scatter(channel, params, x):
@@ -110,8 +110,8 @@ def _all_to_all(channel, params, x):
     split, concat = params["split_axis"], params["concat_axis"]
     group = _group(channel, params)
     parts = np.stack(np.split(x, len(group), axis=split) if params["tiled"] else list(np.moveaxis(x, split, 0)))
-    found = channel.scatter(parts, group)
-    return [np.concatenate(list(found), axis=concat) if params["tiled"] else np.moveaxis(found, 0, concat)]
+    rows = channel.scatter(parts, group)
+    return [np.concatenate(list(rows), axis=concat) if params["tiled"] else np.moveaxis(rows, 0, concat)]
 
 
 COLLECTIVES: dict[str, Callable[..., list[np.ndarray]]] = {
@@ -124,5 +124,5 @@ COLLECTIVES: dict[str, Callable[..., list[np.ndarray]]] = {
 
 
 def run(channel: Stream, name: str, params: dict[str, Any], *xs: Any) -> list[np.ndarray]:
-    """The results of a collective: the primitive's name, its parameters and this worker's operands."""
+    """Run a collective, given the name of its primitive, its parameters and this worker's operands; return the results."""
     return COLLECTIVES[name](channel, params, *(np.asarray(jnp.asarray(x)) for x in xs))

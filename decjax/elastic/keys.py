@@ -1,4 +1,4 @@
-"""Keys of a group, and the check that admits only its processes: ZeroMQ's handshakes (CURVE, PLAIN), made before a message is read.
+"""Keys of a group, and authentication of its processes by ZeroMQ's handshakes (CURVE, PLAIN), before any message is read.
 
 CURVE encrypts. PLAIN does not: a connection begins with a password in plain text, for networks on which no other user listens.
 """
@@ -21,19 +21,19 @@ class Keys(NamedTuple):
         coordinator: public key of the coordinator.
         public: public key of all members.
         secret: secret key of all members.
-        own: secret key of the coordinator; empty in members.
+        coordinator_secret: secret key of the coordinator; empty in members.
     """
 
     coordinator: bytes
     public: bytes
     secret: bytes
-    own: bytes = b""
+    coordinator_secret: bytes = b""
 
     @classmethod
     def made(cls) -> "Keys":
         """Generate the keys of a new group, for its coordinator."""
-        coordinator, own = zmq.curve_keypair()
-        return cls(coordinator, *zmq.curve_keypair(), own)
+        coordinator, coordinator_secret = zmq.curve_keypair()
+        return cls(coordinator, *zmq.curve_keypair(), coordinator_secret)
 
     @property
     def text(self) -> str:
@@ -52,13 +52,13 @@ class Keys(NamedTuple):
     def guard(self, socket: zmq.Socket, encrypt: bool = True) -> None:
         """Let only members connect to a socket; call it before the socket is bound."""
         if encrypt:
-            socket.curve_server, socket.curve_secretkey = True, self.own or self.secret
+            socket.curve_server, socket.curve_secretkey = True, self.coordinator_secret or self.secret
         else:
             socket.plain_server = True
         socket.zap_domain = b"decjax"
 
     def enter(self, socket: zmq.Socket, server: bytes, encrypt: bool = True) -> None:
-        """Let a socket authenticate itself when it connects to one that is guarded with the key `server`."""
+        """Let a socket authenticate itself to one that is guarded with the public key `server`."""
         if encrypt:
             socket.curve_serverkey, socket.curve_publickey, socket.curve_secretkey = server, self.public, self.secret
         else:
@@ -79,9 +79,9 @@ class Gate:
         self._allowed = (b"CURVE", z85.decode(keys.public)), (b"PLAIN", _PLAIN_USER, keys.password)
 
     def answer(self) -> bytes | None:
-        """Answers one request; returns the routing id of a connection that is admitted."""
+        """Answer one request; return the routing id of the connection if it is admitted."""
         version, request, _, _, routing_id, *credentials = self.socket.recv_multipart()
-        said = b"\0".join(credentials)
-        known = any(hmac.compare_digest(said, b"\0".join(allowed)) for allowed in self._allowed)
-        self.socket.send_multipart([version, request, *((b"200", b"") if known else (b"400", b"not a member")), b"", b""])
-        return routing_id if known else None
+        presented = b"\0".join(credentials)
+        is_member = any(hmac.compare_digest(presented, b"\0".join(allowed)) for allowed in self._allowed)
+        self.socket.send_multipart([version, request, *((b"200", b"") if is_member else (b"400", b"not a member")), b"", b""])
+        return routing_id if is_member else None

@@ -1,4 +1,4 @@
-"""A group whose members may leave and come back, as the `train.Members` of a run: it continues in the next view where a view ends."""
+"""A group whose members may leave and rejoin, as the `train.Members` of a run, which continues from view to view."""
 
 from collections.abc import Callable, Sequence
 import time
@@ -13,19 +13,19 @@ from decjax.elastic.workers import Group
 from decjax.train.members import LEFT, NotFinite
 from decjax.train.state import State
 
-SHARED = ("time_s", "bytes_sent_per_worker", "first_step")  # counters that a member receives along with a replica
+SHARED = ("time_s", "bytes_sent_per_worker", "first_step")  # counters that a member receives with a replica
 
 
 class ElasticMembers:
-    """This process's part in a group.
+    """The members of a group.
 
-    One member writes metrics and checkpoints. A checkpoint has the format of any run, with a row for every slot; a slot without a member
+    One member writes metrics and checkpoints. Checkpoints have the format of any run, with a row for each slot; a slot without a member
     has a copy of another member's row. If the writer cannot write, another member takes over.
 
     Args:
         trainers: of the run.
-        group: this member's part.
-        launch: a name that all processes of a launch share, and no others.
+        group: of this process.
+        launch: a name that is unique to the processes of a launch.
         say: called with messages for the user.
     """
 
@@ -60,12 +60,12 @@ class ElasticMembers:
         slots = self.spec.workers
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct((slots, *x.shape[1:]), x.dtype), self._trainers.of(slots).abstract)
 
-    def own(self, state: State) -> State:
+    def local(self, state: State) -> State:
         return jax.tree.map(lambda x: jax.device_put(np.asarray(x[self._membership.slot])[None]), state)
 
-    resized = own
+    place = local
 
-    def fresh(self, params: Any) -> State:
+    def init(self, params: Any) -> State:
         return jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), self.like)  # Replaced when the first view begins.
 
     def enter(self, state: State | None, step: int, counters: dict[str, Any], left_out: Callable[[], None]) -> tuple[State, int]:
@@ -89,14 +89,14 @@ class ElasticMembers:
         return state, view.step
 
     def _choose_writer(self, unable_N: np.ndarray) -> None:
-        """Chooses the view's writer; if it cannot write, the first member that can, preferably one that did not just join."""
+        """Choose the view's writer; if it cannot write, the first member that can, preferably not a fresh one."""
         view = self._group.view
         self._unable = {member.slot for member, unable in zip(view.members, unable_N, strict=True) if unable}
         order = sorted((member.slot for member in view.members), key=lambda slot: (slot != view.writer, slot in view.fresh, slot))
         self._writer = next((slot for slot in order if slot not in self._unable), -1)
 
     def _gather(self, *values: float) -> np.ndarray:
-        """The values of all members, [N, values]."""
+        """Return the values of all members, [N, values]."""
         return self.trainer.workers.fetch(np.array([values], np.float64))
 
     # -- Steps --------------------------------------------------------------------------------------------------------
@@ -104,18 +104,18 @@ class ElasticMembers:
     def batch(self, step: int, counters: dict[str, Any]) -> Any:
         return self.trainer.batch(step)  # The view has the position in the data.
 
-    def took(self, steps: int) -> None:
+    def note_step(self, steps: int) -> None:
         self._membership.step = steps
-        # Not at once: spare processes join within seconds, and what is prepared for fewer workers would not be used.
+        # Not immediately: a spare process may join within seconds, so that there will not be fewer workers.
         if time.monotonic() - self._entered_s > self.spec.elastic.heartbeat_s:
             self._trainers.prepare(len(self._group.view.members) - 1, steps)
 
     def losses(self, pending: Sequence[tuple[int, jax.Array]]) -> tuple[np.ndarray, NotFinite | None]:
-        own = [(step, float(np.asarray(loss)[0])) for step, loss in pending]
-        bad_step, bad_loss = next(((step, loss) for step, loss in own if not np.isfinite(loss)), (-1, 0.0))
-        self._last_loss = float(np.mean([loss for _, loss in own])) if own else self._last_loss
-        has_one = bool(own) or not np.isnan(self._last_loss)
-        rows = self._gather(self._last_loss, has_one, bad_step, bad_loss)
+        local = [(step, float(np.asarray(loss)[0])) for step, loss in pending]
+        bad_step, bad_loss = next(((step, loss) for step, loss in local if not np.isfinite(loss)), (-1, 0.0))
+        self._last_loss = float(np.mean([loss for _, loss in local])) if local else self._last_loss
+        has_loss = bool(local) or not np.isnan(self._last_loss)
+        rows = self._gather(self._last_loss, has_loss, bad_step, bad_loss)
         bad = next((NotFinite(worker, int(row[2]), float(row[3])) for worker, row in enumerate(rows) if row[2] >= 0), None)
         return rows[rows[:, 1] > 0, 0], bad
 

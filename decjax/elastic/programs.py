@@ -1,8 +1,8 @@
-"""A worker's function cut at its messages: what is computed between them is compiled for this process's devices alone, and the
-messages go through a `Stream`.
+"""A worker's function, split at its messages: the pieces between them are compiled for this process's devices, and the messages go
+through a `Stream`.
 
-Compiled pieces are kept by what they compute. After a change of the membership the functions are traced anew, and a piece that comes
-out the same, as most do, is not compiled again.
+Compiled pieces are cached by their program text. After a change of the membership the functions are traced again, and only pieces that
+have changed are compiled.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,7 +22,7 @@ _index: contextvars.ContextVar[Any] = contextvars.ContextVar("index")
 
 
 class MemberAxis(Axis):
-    """The worker axis of a function that is traced for one member alone: its index is an argument of the program."""
+    """The worker axis of a function that is traced for one member; its index is an argument of the program."""
 
     @property
     def index(self) -> jax.Array:
@@ -47,23 +47,23 @@ MEMBERS = MemberAxis(NAME)
 
 
 class Segment(NamedTuple):
-    """Equations between two layers of messages, and the messages that follow."""
+    """Equations between two layers of messages, and the second layer."""
 
     equations: list[Any]
     messages: list[Any]
 
 
 class Program:
-    """A function of one worker as a program of this member.
+    """A function of one worker, compiled as a program of this member.
 
     Args:
         fn: of one worker, with collectives along `MEMBERS`.
         size: the number of workers.
-        compiled: what is compiled already, by its text; new pieces are added.
+        compiled: compiled pieces by their text, to which new ones are added.
         like: arrays or shapes of the arguments.
 
     Raises:
-        ValueError: if a loop or a branch has messages in it.
+        ValueError: if a loop or a branch contains messages.
     """
 
     def __init__(self, fn: Callable, size: int, compiled: dict[str, Any], *like: Any):
@@ -81,38 +81,38 @@ class Program:
         return sum(map(len, self._messages))
 
     def _compile(self, closed, k, segments, compiled) -> tuple[Any, list, list]:
-        """(compiled, variables that it takes, variables that it gives) of what is computed before the messages of segment k."""
+        """Compile the equations of segment k; return (program, its input variables, its output variables)."""
         equations = segments[k].equations
-        made = {variable for equation in equations for variable in equation.outvars}
+        results = {variable for equation in equations for variable in equation.outvars}
         later = [*segments[k].messages, *(e for segment in segments[k + 1 :] for e in (*segment.equations, *segment.messages))]
         used = [atom for equation in later for atom in equation.invars] + list(self._outputs)
-        gives = [v for v in dict.fromkeys(_variables(used)) if v in made]
-        needed = dict.fromkeys(v for equation in equations for v in _variables(equation.invars) if v not in made)
+        outputs = [v for v in dict.fromkeys(_variables(used)) if v in results]
+        needed = dict.fromkeys(v for equation in equations for v in _variables(equation.invars) if v not in results)
         consts = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
-        takes = [v for v in needed if v not in consts]
-        own_consts = [v for v in needed if v in consts]
-        program = closed.jaxpr.replace(constvars=own_consts, invars=takes, eqns=equations, outvars=gives)
-        piece = core.ClosedJaxpr(program, [consts[v] for v in own_consts])
-        shapes = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in takes]
+        inputs = [v for v in needed if v not in consts]
+        constvars = [v for v in needed if v in consts]
+        program = closed.jaxpr.replace(constvars=constvars, invars=inputs, eqns=equations, outvars=outputs)
+        piece = core.ClosedJaxpr(program, [consts[v] for v in constvars])
+        shapes = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in inputs]
         lowered = jax.jit(core.jaxpr_as_fun(piece)).lower(*shapes)
         text = lowered.as_text()
         if text not in compiled:
             compiled[text] = lowered.compile()
-        return compiled[text], takes, gives
+        return compiled[text], inputs, outputs
 
     def __call__(self, channel: collectives.Stream | None, index: int, *args: Any) -> Any:
-        """The function's result; `channel` carries its messages, `index` is this worker's."""
+        """Return the function's result on worker `index`, whose messages go through `channel`."""
         values: dict[Any, Any] = dict(zip(self._inputs, [np.int32(index), *jax.tree.leaves(args)], strict=True))
 
         def value(atom):
             return atom.val if isinstance(atom, core.Literal) else values[atom]
 
-        for (run, takes, gives), messages in zip(self._steps, self._messages, strict=True):
-            values |= dict(zip(gives, run(*(values[v] for v in takes)), strict=True))
+        for (run, inputs, outputs), messages in zip(self._steps, self._messages, strict=True):
+            values |= dict(zip(outputs, run(*(values[v] for v in inputs)), strict=True))
             for equation in messages:
                 assert channel is not None
-                found = collectives.run(channel, equation.primitive.name, equation.params, *map(value, equation.invars))
-                values |= dict(zip(equation.outvars, map(jax.device_put, found), strict=True))
+                results = collectives.run(channel, equation.primitive.name, equation.params, *map(value, equation.invars))
+                values |= dict(zip(equation.outvars, map(jax.device_put, results), strict=True))
         return jax.tree.unflatten(self._tree, [value(atom) for atom in self._outputs])
 
 
@@ -120,32 +120,32 @@ def _check(program: Any) -> None:
     for equation in program.eqns:
         if equation.primitive.name not in collectives.COLLECTIVES and order.communicates(equation):
             raise ValueError(
-                f"a {equation.primitive.name} of this method has messages in it, so what it computes cannot be told apart from them; "
-                "run it without --elastic"
+                f"a {equation.primitive.name} of this method contains messages, so it cannot be split at them; run it without --elastic"
             )
 
 
 def _segments(program: Any) -> list[Segment]:
-    """Equations by the number of layers of messages that they depend on."""
+    """The equations, grouped by the number of layers of messages that they depend on."""
     layer: dict[Any, int] = {}
-    found: list[Segment] = [Segment([], [])]
+    segments: list[Segment] = [Segment([], [])]
     for equation in _used(program):
         at = max((layer.get(v, 0) for v in _variables(equation.invars)), default=0)
         is_message = equation.primitive.name in collectives.COLLECTIVES
-        while len(found) <= at + is_message:
-            found.append(Segment([], []))
-        (found[at].messages if is_message else found[at].equations).append(equation)
+        while len(segments) <= at + is_message:
+            segments.append(Segment([], []))
+        (segments[at].messages if is_message else segments[at].equations).append(equation)
         layer |= dict.fromkeys(equation.outvars, at + is_message)
-    return found
+    return segments
 
 
 def _used(program: Any) -> list[Any]:
-    wanted, found = set(_variables(program.outvars)), []
+    """The equations that the outputs depend on."""
+    needed, used = set(_variables(program.outvars)), []
     for equation in reversed(program.eqns):
-        if wanted.intersection(equation.outvars):
-            wanted.update(_variables(equation.invars))
-            found.append(equation)
-    return found[::-1]
+        if needed.intersection(equation.outvars):
+            needed.update(_variables(equation.invars))
+            used.append(equation)
+    return used[::-1]
 
 
 def _variables(atoms: Sequence[Any]) -> list[Any]:

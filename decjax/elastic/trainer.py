@@ -19,16 +19,16 @@ from decjax.train import state as state_lib
 from decjax.train.state import State
 from decjax.train.trainer import Trainer
 
-STAND_INS = ("one_peer_exponential", "ring", "complete")  # for topologies that do not exist for the workers that are left
-_AHEAD = 64  # steps: all phases of a topology come within so many
+STAND_INS = ("one_peer_exponential", "ring", "complete")  # for topologies that do not exist for the remaining workers
+_AHEAD = 64  # steps, within which all phases of a topology occur
 
 
 class Trainers:
-    """The trainers of a run by the number of workers, each made when it is first needed.
+    """The trainers of a run by number of workers, made on first use.
 
     Args:
-        spec: of the run with all its workers, whose number is that of the slots.
-        group: this process's part.
+        spec: of the run with all its workers, one per slot.
+        group: of this process.
     """
 
     def __init__(self, spec: config.RunSpec, group: Group):
@@ -49,48 +49,46 @@ class Trainers:
             return self._made[n]
 
     def stand_in(self, n: int) -> str:
-        """A sentence that names the topology used instead where the config's does not exist for n workers; empty: it exists."""
+        """A message if n workers use another topology than the config's, which does not exist for them; otherwise empty."""
         return self._stand_ins.get(n, "")
 
     def compile_all(self) -> None:
-        """Compiles the steps of a run with all its workers, and with one less."""
+        """Compile the steps for all workers and for one less."""
         for n in (self.spec.workers, self.spec.workers - 1):
             if n:
                 self._prepared.add(n)
                 self._compile(n, 0)
 
     def prepare(self, n: int, step: int) -> None:
-        """Compiles the steps of n workers, which follow upon a step, in a thread: they are there when workers are lost."""
+        """Compile the steps of n workers from `step` on in a thread, so that they are ready if workers are lost."""
         if n and n not in self._prepared:
             self._prepared.add(n)
             threading.Thread(target=self._compile, args=(n, step), name="elastic-prepare", daemon=True).start()
 
     def _compile(self, n: int, step: int) -> None:
-        with contextlib.suppress(Exception):  # Whoever needs them will see what is wrong.
+        with contextlib.suppress(Exception):  # It is raised again when the steps are used.
             trainer = self.of(n)
             batch = jax.tree.map(lambda x: np.asarray(x)[None], trainer.data.batch(0, step))
-            for each in range(step, step + _AHEAD):
-                trainer.program(trainer.abstract, batch, each)
+            for ahead in range(_AHEAD):
+                trainer.program(trainer.abstract, batch, step + ahead)
             trainer.compile_start()
 
 
 def _check(spec: config.RunSpec) -> None:
-    """Raises a ConfigError for options that need more than one worker or one device in each process."""
+    """Raise a ConfigError for options that need several workers or devices in a process."""
     if spec.tables is not None:
-        raise ConfigError(
-            "config.tables with --elastic: nobody else has the tables of a worker that is gone; leave one of the two out"
-        )
+        raise ConfigError("config.tables with --elastic: the tables of a lost worker would be lost, too; leave one of the two out")
     for name, value in (("tensor", spec.tensor), ("pipeline.stages", spec.pipeline.stages)):
         if value > 1:
             raise ConfigError(
                 f"{name}={value} with --elastic: each worker is a process with one device; use {name}=1, or no --elastic"
             )
     if spec.simulate:
-        raise ConfigError("simulate with --elastic: each worker is a process of its own; leave one of the two out")
+        raise ConfigError("simulate with --elastic: each worker is a process; leave one of the two out")
 
 
 def _of(spec: config.RunSpec, group: Group, n: int, data: tasks.Data | None) -> tuple["ElasticTrainer", str]:
-    """(the trainer of n workers, `Trainers.stand_in` for them); `data` are those of all slots, if they are loaded already."""
+    """Return (the trainer of n workers, their `Trainers.stand_in`); `data` is that of all slots, None if not loaded yet."""
     local_size = spec.local_size if n % spec.local_size == 0 else 1
     fitted = spec._replace(workers=n, batch_size=spec.each * n, local_size=local_size, elastic=config.Elastic())
 
@@ -103,10 +101,12 @@ def _of(spec: config.RunSpec, group: Group, n: int, data: tasks.Data | None) -> 
 
 
 def _assembled(spec: config.RunSpec, make_workers: Callable, may_stand_in: bool) -> tuple[config.Setup, str]:
-    """The parts of a run with the first topology that exists for its workers and suits its mixer, and `Trainers.stand_in`."""
+    """Return (the setup with the first topology that exists for its workers and suits its mixer, `Trainers.stand_in`)."""
     if spec.workers == 1 and spec.mixer:
-        alone = spec._replace(mixer=config.Choice("exact", {}))
-        return assemble.assemble(alone, make_workers), f"topology {spec.topology} does not exist for one worker, which trains alone"
+        single = spec._replace(mixer=config.Choice("exact", {}))
+        return assemble.assemble(
+            single, make_workers
+        ), f"topology {spec.topology} does not exist for one worker, which trains alone"
     try:
         return assemble.assemble(spec, make_workers), ""
     except ValueError as error:
@@ -115,17 +115,17 @@ def _assembled(spec: config.RunSpec, make_workers: Callable, may_stand_in: bool)
         for name in STAND_INS:
             with contextlib.suppress(ValueError):
                 setup = assemble.assemble(spec._replace(topology=name), make_workers)
-                return setup, f"topology {spec.topology} does not exist for {spec.workers} workers; {name} instead"
+                return setup, f"topology {spec.topology} does not exist for {spec.workers} workers; using {name}"
         raise error
 
 
 class ElasticTrainer(Trainer):
-    """A trainer whose state is this member's own row.
+    """A trainer whose state is the row of this member.
 
     Args:
-        setup: the parts of a run of the present view, with the data of all slots.
-        group: this process's part.
-        slots: how many there are.
+        setup: of a run with the workers of a view, and the data of all slots.
+        group: of this process.
+        slots: their number.
     """
 
     workers: ElasticWorkers  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -147,27 +147,27 @@ class ElasticTrainer(Trainer):
         return self.workers.build(lambda worker: self.data.batch(*view.batch_of(worker, step, self.slots)))
 
     def compile_start(self) -> None:
-        """Compiles what `start` runs."""
+        """Compile the programs of `start`."""
         for init in self._inits:
             init.lower(self.abstract.params)
 
     def adopt(self, before: State | None) -> State:
-        """The state with which this member goes on, given its own of the view before; None: it is fresh and gets the source's.
+        """Return the state with which this member begins a view, given its previous state; None if it is fresh.
 
-        Parameters and what lasts of the optimizer are kept. Mixers and reducers start afresh.
+        Fresh members receive parameters and lasting optimizer state from the source; others keep theirs. Mixers and reducers are reset.
         """
         kept = state_lib.kept(self.abstract if before is None else before, self.setup.source.lasts)
         if before is None:
-            kept = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), kept)  # of the shapes that arrive
+            kept = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), kept)  # replaced by arrays of these shapes
         state = self._completed(self._handed_over(kept))
         memory = jax.tree.leaves(getattr(state.opt_state, "mixer", ()))
-        if self.method.mixer and any(x.ndim > 1 for x in memory):  # Mixers with memories start from one model on all workers.
+        if self.method.mixer and any(x.ndim > 1 for x in memory):  # Mixers with memories need equal models at the start.
             return self.consensus(state)[0]
         return state
 
     def fitted(self, state: State) -> State:
-        """A member's state of another number of workers with this trainer's arrays: the same, where those agree; else mixers and reducers
-        start afresh."""
+        """Return a member's state from another number of workers with the arrays of this trainer; mixers and reducers are reset if these
+        differ."""
         if jax.tree.map(jnp.shape, state) == jax.tree.map(jnp.shape, self.abstract):
             return state
         return self._completed(state_lib.kept(state, self.setup.source.lasts))
@@ -177,7 +177,7 @@ class ElasticTrainer(Trainer):
         return State(kept["params"], completed(kept["opt_state"], fresh.opt_state), kept.get("source", fresh.source))
 
     def _handed_over(self, kept: Any) -> Any:
-        """The same, or for a fresh member what the source has of it."""
+        """Return `kept`, in fresh members that of the source."""
         view, channel = self.group.view, self.group.channel
         if view.source is None:
             return kept

@@ -1,8 +1,8 @@
 """Messages between members: arrays of bytes over ZeroMQ, read as they arrive, so that no two senders wait for each other.
 
 A message is identified by its view, a channel, and its number on that channel. All members run the same programs in the same order, so
-both ends count alike, and a message needs no description of its content. Messages of an earlier view are dropped. A message travels in
-pieces, so that a connection can make this process reserve at most one piece before it has authenticated itself.
+both ends count alike, and a message needs no description of its content. Messages of an earlier view are dropped. A message is sent in
+pieces, so a connection that has not authenticated itself can make this process reserve at most one piece.
 """
 
 from collections.abc import Callable, Iterable
@@ -18,15 +18,15 @@ from zmq.utils import monitor
 from decjax.elastic.keys import Gate, Keys
 from decjax.elastic.view import BEATS, Member, View, ViewChanged
 
-_HEADER = struct.Struct("!IIIQQQ")  # view, sender's slot, channel, number, bytes of the message, where this piece begins
+_HEADER = struct.Struct("!IIIQQQ")  # view, sender's slot, channel, number, bytes of the message, offset of the piece
 PIECE = 2**20  # bytes
-WAITING = 16  # pieces that wait to be sent to a member, or to be read
-POLL_MS = 50  # after which a sender whose receiver accepts nothing checks whether the view has ended
-RETRY_MS = 100  # between two attempts to connect
+WAITING = 16  # pieces in the queue of a connection
+POLL_MS = 50  # between checks whether the view has ended, while the receiver accepts nothing
+RETRY_MS = 100  # between attempts to connect
 
 
 class Key(NamedTuple):
-    """Which message."""
+    """Identifies a message."""
 
     view: int
     slot: int  # of the sender
@@ -42,7 +42,7 @@ class _Peer:
         self.socket = context.socket(zmq.PUSH)
         keys.enter(self.socket, keys.public, encrypt)
         self.socket.sndhwm, self.socket.sndtimeo, self.socket.linger = WAITING, POLL_MS, 0
-        bounded(self.socket, heartbeat_s)
+        set_limits(self.socket, heartbeat_s)
         self.events = self.socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
         self.socket.connect(f"tcp://{member.host}:{member.port}")
 
@@ -54,36 +54,36 @@ class _Peer:
 
 
 class Transport:
-    """One member's end of all connections; `send` and `receive` may be called from any thread.
+    """All connections of a member; `send` and `receive` may be called from any thread.
 
     Args:
         host: the address to listen at.
         keys: of the group.
-        heartbeat_s: seconds after which a connection whose other end does not answer is closed.
-        encrypt: whether messages are encrypted, which limits throughput to about 0.1 GB/s.
-        changed: called when a connection has been made or lost.
+        heartbeat_s: seconds after which a connection is closed if the other end does not answer.
+        encrypt: whether to encrypt messages, which limits throughput to about 0.1 GB/s.
+        changed: called when a connection was made or lost.
     """
 
     def __init__(
         self, host: str, keys: Keys, heartbeat_s: float, encrypt: bool = False, changed: Callable[[], None] = lambda: None
     ):
-        self._keys, self._heartbeat_s, self._encrypt, self._tell = keys, heartbeat_s, encrypt, changed
+        self._keys, self._heartbeat_s, self._encrypt, self._notify = keys, heartbeat_s, encrypt, changed
         self._context = zmq.Context()
         self._gate = Gate(self._context, keys)
         self._arriving = self._context.socket(zmq.PULL)
         keys.guard(self._arriving, encrypt)
         self._arriving.rcvhwm, self._arriving.linger = WAITING, 0
-        bounded(self._arriving, heartbeat_s)
-        self.address = bound(self._arriving, host)
+        set_limits(self._arriving, heartbeat_s)
+        self.address = bind(self._arriving, host)
         self._view, self._changing = View(0, 0, ()), True
         self._changed = threading.Condition()
         self._inbox: dict[Key, bytearray] = {}
-        self._pieces: dict[Key, tuple[bytearray, int]] = {}  # what has arrived of a message, and how many bytes of it
+        self._pieces: dict[Key, tuple[bytearray, int]] = {}  # incomplete messages, and how many bytes of them have arrived
         self._peers: dict[Member, _Peer] = {}
         self._roster: tuple[Member, ...] = ()
         self._closing = False
         self.awaited: list[int] = []  # slots from which a message is awaited
-        self.broken = 0  # the last view in which a connection to a member of it was lost, and with it perhaps messages
+        self.broken = 0  # the last view in which a connection between its members was lost, perhaps with messages
         self.moved = self.sent_bytes = 0  # messages sent and received; bytes sent
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._reader = threading.Thread(target=self._read, name="elastic-reader", daemon=True)
@@ -92,32 +92,32 @@ class Transport:
     # -- Views --------------------------------------------------------------------------------------------------------
 
     def interrupt(self) -> None:
-        """Ends the view: whoever sends or receives gets `ViewChanged`, until `enter`."""
+        """End the view: `send` and `receive` raise `ViewChanged` until `enter`."""
         with self._changed:
             self._changing = True
             self._changed.notify_all()
 
     def enter(self, view: View) -> None:
-        """Begins a view."""
+        """Begin a view."""
         with self._changed:
             self._view, self._changing = view, False
-            for kept in (self._inbox, self._pieces):
-                for key in [key for key in kept if key.view < view.number]:
-                    del kept[key]
+            for messages in (self._inbox, self._pieces):
+                for key in [key for key in messages if key.view < view.number]:
+                    del messages[key]
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Ends all connections."""
+        """Close all connections."""
         self.interrupt()
         with self._changed:
             closes, self._closing = not self._closing, True
         if closes:
             os.eventfd_write(self._wake, 1)
             self._reader.join()
-            os.close(self._wake)  # Not before the last write: its number may belong to another file then.
+            os.close(self._wake)  # After the last write, because the number may be reused.
 
     def connect(self, members: Iterable[Member]) -> None:
-        """Keeps connections to exactly these members."""
+        """Keep connections to these members and no others."""
         roster = tuple(members)
         with self._changed:
             if roster != self._roster and not self._closing:
@@ -132,20 +132,20 @@ class Transport:
     # -- Messages -----------------------------------------------------------------------------------------------------
 
     def send(self, key: Key, to: Member, data: memoryview) -> None:
-        """Sends a message, whose bytes must not change afterwards; returns when all of it is queued.
+        """Queue a message for sending; its bytes must not change afterwards.
 
         Raises:
-            ViewChanged: if the message's view has ended, ends meanwhile, or will end since the receiver cannot be reached.
+            ViewChanged: if the message's view has ended, ends meanwhile, or will end because the receiver is gone.
         """
         try:
             peer = self._peers[to]
             with peer.sending:
                 for begin in range(0, max(data.nbytes, 1), PIECE):
                     self._send(peer, key, _HEADER.pack(*key, data.nbytes, begin), data[begin : begin + PIECE])
-        except (KeyError, zmq.ZMQError) as error:  # It has left meanwhile.
+        except (KeyError, zmq.ZMQError) as error:  # The receiver has left meanwhile.
             with self._changed:
                 self._changed.wait_for(lambda: not self._is_in(key.view))
-            raise ViewChanged(f"nothing can be sent to slot {to.slot}") from error
+            raise ViewChanged(f"slot {to.slot} has left") from error
         self.moved += 1
         self.sent_bytes += data.nbytes
 
@@ -157,13 +157,13 @@ class Transport:
         raise ViewChanged
 
     def receive(self, key: Key) -> bytearray:
-        """The message of a member; ViewChanged if its view ends before it is here."""
+        """Wait for a message; raise ViewChanged if its view ends first."""
         with self._changed:
             self.awaited.append(key.slot)
             try:
                 while key not in self._inbox:
                     if not self._is_in(key.view):
-                        raise ViewChanged(f"slot {key.slot} sends nothing any more")
+                        raise ViewChanged(f"the view ended before the message of slot {key.slot}")
                     self._changed.wait()
                 self.moved += 1
                 return self._inbox.pop(key)
@@ -182,28 +182,28 @@ class Transport:
         while not self._closing:
             ready = {source for source, _ in poller.poll()}
             if self._arriving in ready:
-                self._take()
+                self._read_pieces()
             if self._gate.socket in ready:
                 self._gate.answer()
             if self._wake in ready:
                 os.eventfd_read(self._wake)
-                self._follow_roster(poller)
+                self._connect_roster(poller)
             for member, peer in self._peers.items():
                 if peer.events in ready:
-                    self._note(member, peer)
+                    self._read_event(member, peer)
         for peer in self._peers.values():
             peer.close()
         self._arriving.close()
         self._gate.socket.close(linger=0)
-        end(self._context)
+        terminate(self._context)
 
-    def _take(self) -> None:
-        """Takes what has arrived."""
+    def _read_pieces(self) -> None:
+        """Read the pieces that have arrived."""
         with contextlib.suppress(zmq.Again):
-            for _ in range(WAITING):  # Then the other sockets are served.
+            for _ in range(WAITING):  # Other sockets must be served, too.
                 header, piece = self._arriving.recv_multipart(zmq.NOBLOCK, copy=False)
-                *which, size, begin = _HEADER.unpack(header.buffer)
-                key = Key(*which)
+                *fields, size, begin = _HEADER.unpack(header.buffer)
+                key = Key(*fields)
                 with self._changed:
                     if key.view < self._view.number:
                         continue
@@ -216,7 +216,7 @@ class Transport:
                         self._inbox[key] = data
                         self._changed.notify_all()
 
-    def _follow_roster(self, poller: zmq.Poller) -> None:
+    def _connect_roster(self, poller: zmq.Poller) -> None:
         roster = set(self._roster)
         for member in self._peers.keys() - roster:
             peer = self._peers.pop(member)
@@ -226,41 +226,40 @@ class Transport:
             self._peers[member] = peer = _Peer(self._context, self._keys, self._encrypt, member, self._heartbeat_s)
             poller.register(peer.events, zmq.POLLIN)
 
-    def _note(self, member: Member, peer: _Peer) -> None:
-        """Notes that a connection was made or lost."""
+    def _read_event(self, member: Member, peer: _Peer) -> None:
+        """Read an event: a connection was made or lost."""
         event = monitor.recv_monitor_message(peer.events)["event"]
         peer.reached = event == zmq.EVENT_HANDSHAKE_SUCCEEDED
         if not peer.reached and member in self._view.members:
             self.broken = self._view.number
-        self._tell()
+        self._notify()
 
 
-def bound(socket: zmq.Socket, host: str) -> tuple[str, int]:
-    """Binds a socket to an address, on a port that the kernel chooses; returns (host, port)."""
+def bind(socket: zmq.Socket, host: str) -> tuple[str, int]:
+    """Bind a socket to a port that the kernel chooses; return (host, port)."""
     socket.bind(f"tcp://{host}:0")
     return host, int(socket.get_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
 
 
-def bounded(socket: zmq.Socket, heartbeat_s: float) -> None:
-    """Limits the bytes of a message, and the seconds until a connection is closed: because the kernel at the other end does not answer,
-    or because the other end does not authenticate itself."""
-    socket.maxmsgsize = PIECE + 1024  # Encryption adds to it.
+def set_limits(socket: zmq.Socket, heartbeat_s: float) -> None:
+    """Limit the size of a message, and the time until a connection is closed whose other end does not answer or authenticate itself."""
+    socket.maxmsgsize = PIECE + 1024  # including the overhead of encryption
     socket.reconnect_ivl, socket.reconnect_ivl_max = RETRY_MS, 10 * RETRY_MS
     socket.connect_timeout = socket.handshake_ivl = socket.tcp_maxrt = round(1000 * heartbeat_s)
     socket.tcp_keepalive = socket.tcp_keepalive_idle = socket.tcp_keepalive_intvl = 1
     socket.tcp_keepalive_cnt = max(1, round(heartbeat_s) - 1)
 
 
-def end(context: zmq.Context, linger_s: float = 0.0) -> None:
-    """End a context whose sockets are closed, once they have sent what they send within `linger_s`.
+def terminate(context: zmq.Context, linger_s: float = 0.0) -> None:
+    """Terminate a context whose sockets are closed and send their last messages for up to `linger_s`.
 
-    On a busy machine ZeroMQ may wait forever for a socket that authenticates connections (its issue 2733), so this waits a bounded time.
+    On a busy machine ZeroMQ may wait forever for a socket that authenticates connections (its issue 2733), so the wait is bounded.
     """
-    thread = threading.Thread(target=context.term, name="elastic-end", daemon=True)
+    thread = threading.Thread(target=context.term, name="elastic-terminate", daemon=True)
     thread.start()
     thread.join(linger_s + 1.0)
 
 
-def watched(socket: zmq.Socket, heartbeat_s: float) -> None:
-    """Lets ZeroMQ's own threads detect within `heartbeat_s` that the process at the other end of a connection does not run."""
+def detect_silence(socket: zmq.Socket, heartbeat_s: float) -> None:
+    """Close a connection, in ZeroMQ's threads, if the process at its other end does not run for `heartbeat_s`."""
     socket.heartbeat_ivl, socket.heartbeat_timeout = round(1000 * heartbeat_s / BEATS), round(800 * heartbeat_s)

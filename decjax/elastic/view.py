@@ -1,4 +1,4 @@
-"""Who takes part: views, agreed on by all members, from one change of the membership to the next."""
+"""Views: the members that train together between two changes of the membership, as all of them have agreed."""
 
 from typing import Any, NamedTuple
 
@@ -11,11 +11,11 @@ class Member(NamedTuple):
     """A process that takes part.
 
     Attributes:
-        slot: its number among all that may take part, 0 … N − 1; whoever takes its place later has the same.
-        life: distinguishes processes that had the slot one after the other.
+        slot: its number, 0 … N − 1; a process that replaces it has the same.
+        life: unique id of the process, which distinguishes it from others that have or had the slot.
         process: its id on its own machine.
-        host: where others reach it.
-        port: where it listens.
+        host: the address at which it listens.
+        port: the port at which it listens.
     """
 
     slot: int
@@ -26,15 +26,15 @@ class Member(NamedTuple):
 
 
 class View(NamedTuple):
-    """Who takes part from a step on.
+    """The members that train together from a step on.
 
     Attributes:
         number: counts views.
         step: the first step that these members take together.
         members: by ascending slot; member i is worker i.
-        fresh: slots of members without a replica of that step, which receive one before it: they are new, or one step behind.
+        fresh: slots of members that first receive a replica: they are new, or one step behind.
         writer: slot of the member that writes metrics and checkpoints; it stays the same as long as it takes part.
-        block: batches that all workers have taken before that step; see `batch_of`.
+        block: batches that all workers together have taken before that step; see `batch_of`.
     """
 
     number: int
@@ -45,12 +45,12 @@ class View(NamedTuple):
     block: int = 0
 
     def index(self, slot: int) -> int | None:
-        """Which worker a slot is; None if it does not take part."""
+        """The index of a slot's worker; None if it does not take part."""
         return next((index for index, member in enumerate(self.members) if member.slot == slot), None)
 
     @property
     def source(self) -> Member | None:
-        """Who gives its replica to the fresh members; None if all are fresh."""
+        """The member that sends its replica to the fresh ones; None if all are fresh."""
         return next((member for member in self.members if member.slot not in self.fresh), None)
 
     def taken(self, step: int) -> int:
@@ -58,18 +58,18 @@ class View(NamedTuple):
         return self.block + (step - self.step) * len(self.members)
 
     def batch_of(self, index: int, step: int, slots: int) -> tuple[int, int]:
-        """(worker, step) of a run of so many workers that would have taken the batch that worker `index` takes in this view's `step`.
+        """Return the (worker, step) of the batch that worker `index` takes in `step`, in a run of `slots` workers without changes.
 
-        Batches are numbered by (step, worker) as in a run without changes. The present workers take them in that order, also after the
-        whole run was stopped. So no text of an epoch is left out or taken twice, with one exception: if a view ended when some
-        members had taken a step and others had not, the batches of the latter are left out.
+        Batches are ordered by (step, worker), and the present workers take them in that order, also after the whole run was stopped.
+        So no text of an epoch is skipped or taken twice, with one exception: if a view ended when only some members had taken a step,
+        the batches of the others are skipped.
         """
         number = self.taken(step) + index
         return number % slots, number // slots
 
     @classmethod
     def of(cls, document: dict[str, Any]) -> "View":
-        """The view that `_asdict` and JSON have made a document of."""
+        """The view of a JSON object, as made from `_asdict`."""
         members = tuple(Member(*fields) for fields in document["members"])
         return cls(**(document | {"members": members, "fresh": tuple(document["fresh"])}))
 

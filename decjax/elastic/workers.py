@@ -1,4 +1,4 @@
-"""The workers of an elastic run, seen from one of them: its own part of stacked state, and messages to the others over ZeroMQ."""
+"""The workers of an elastic run, in one of its processes: its row of stacked state, and messages to the others over ZeroMQ."""
 
 from collections.abc import Callable, Sequence
 import dataclasses
@@ -13,16 +13,16 @@ from decjax.elastic.programs import MEMBERS, Program
 from decjax.elastic.view import View
 from decjax.mesh import Axis, Workers
 
-CHANNELS = 2  # one for programs of the main thread, one for those that run at the same time; see `ElasticWorkers.aside`
+CHANNELS = 2  # for programs of the main thread, and for those that run at the same time (`ElasticWorkers.aside`)
 
 
 class Group:
-    """What lasts from view to view: the membership, and what is compiled already.
+    """State that lasts from view to view: the membership and compiled programs.
 
     Attributes:
-        membership: this process's part.
-        view: the present one.
-        compiled: pieces of programs, by what they compute.
+        membership: of this process.
+        view: the current one.
+        compiled: pieces of programs by their text.
     """
 
     def __init__(self, membership: Membership | None = None):
@@ -31,43 +31,43 @@ class Group:
         self.channels: list[Stream] = []
 
     def join(self, membership: Membership) -> None:
-        """Gives the group what this process takes part by, if it was made without."""
+        """Set the membership of a group that was created without one."""
         self._membership = membership
 
     @property
     def membership(self) -> Membership:
-        assert self._membership is not None  # Compiling alone needs none.
+        assert self._membership is not None  # Only compiling works without one.
         return self._membership
 
     @property
     def index(self) -> int:
-        """The worker that this process is; before the first view, in which all slots take part, its slot."""
-        found = self.view.index(self.membership.slot) if self.view.members else self.membership.slot
-        assert found is not None
-        return found
+        """The worker index of this process; before the first view, in which all slots take part, its slot."""
+        index = self.view.index(self.membership.slot) if self.view.members else self.membership.slot
+        assert index is not None
+        return index
 
     def enter(self, left_out: Callable[[], None] = lambda: None) -> View:
-        """Waits for the next view and begins it; see `Membership.next_view`."""
+        """Wait for the next view and begin it; see `Membership.next_view`."""
         self.view = self.membership.next_view(left_out)
         self.channels = [Stream(self.membership.transport, self.view, self.membership.slot, number) for number in range(CHANNELS)]
         return self.view
 
     @property
     def channel(self) -> Stream:
-        """The main thread's channel in the present view."""
+        """The main thread's channel in the current view."""
         return self.channels[0]
 
 
 class _Jitted:
-    """A function of one worker of `size` as one of stacked state, of which this process has its own row."""
+    """A function of one worker, applied to this process's row of stacked state."""
 
     def __init__(self, workers: "ElasticWorkers", fn: Callable, in_axes: Sequence[int | None]):
         def of_rows(*args):
-            own = [arg if axis is None else jax.tree.map(lambda x: x[0], arg) for arg, axis in zip(args, in_axes, strict=True)]
-            return jax.tree.map(lambda x: jax.numpy.asarray(x)[None], fn(*own))
+            rows = [arg if axis is None else jax.tree.map(lambda x: x[0], arg) for arg, axis in zip(args, in_axes, strict=True)]
+            return jax.tree.map(lambda x: jax.numpy.asarray(x)[None], fn(*rows))
 
         self._workers, self._fn = workers, of_rows
-        self._made: dict[Any, Executable] = {}
+        self._executables: dict[Any, Executable] = {}
 
     def lower(self, *args: Any) -> "_Jitted._Lowered":
         return _Jitted._Lowered(self._of(args))
@@ -77,11 +77,11 @@ class _Jitted:
 
     def _of(self, args):
         leaves, tree = jax.tree.flatten(args)
-        known = tree, *((np.shape(x), np.dtype(getattr(x, "dtype", type(x)))) for x in leaves)
-        if known not in self._made:
+        key = tree, *((np.shape(x), np.dtype(getattr(x, "dtype", type(x)))) for x in leaves)
+        if key not in self._executables:
             like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), getattr(x, "dtype", np.asarray(x).dtype)), args)
-            self._made[known] = Executable(self._workers, self._fn, like)
-        return self._made[known]
+            self._executables[key] = Executable(self._workers, self._fn, like)
+        return self._executables[key]
 
     @dataclasses.dataclass
     class _Lowered:
@@ -103,7 +103,7 @@ class Executable:
         self.out_info = self._program.out_info
 
     def __call__(self, *args: Any) -> Any:
-        # The present view's channel, also if the view ends meanwhile: then nothing can be sent any more.
+        # If the view ends meanwhile, its channel raises `ViewChanged`.
         channel = self._group.channels[self._channel] if self._program.num_messages else None
         return self._program(channel, self._group.index, *args)
 
@@ -113,11 +113,11 @@ class Executable:
 
 @dataclasses.dataclass(frozen=True)
 class ElasticWorkers(Workers):
-    """The N workers of a view; stacked state is [1, …], this process's own row.
+    """The N workers of a view; stacked state is [1, …], the row of this process.
 
     Attributes:
-        group: this process's part in it.
-        channel: of the messages of programs made by these workers.
+        group: of this process.
+        channel: number of the channel of their programs' messages.
     """
 
     group: Group = dataclasses.field(kw_only=True)
@@ -137,7 +137,7 @@ class ElasticWorkers(Workers):
 
     @property
     def needs_sender(self) -> bool:
-        return self.num_workers > 1  # Messages pass through this process, whatever its devices are.
+        return self.num_workers > 1  # Messages pass through the host on all platforms.
 
     @property
     def axis(self) -> Axis:
@@ -151,7 +151,7 @@ class ElasticWorkers(Workers):
         return _Jitted(self, fn, in_axes).lower(*args).executable.out_info
 
     def jit(self, fn: Callable, in_axes: Sequence[int | None], donate_argnums: Sequence[int] = ()) -> Callable:
-        del donate_argnums  # A step that a change of the membership interrupts is taken again, from the same state.
+        del donate_argnums  # A step that a change of the membership interrupts is repeated from the same state.
         return _Jitted(self, fn, in_axes)
 
     def stack(self, tree: Any) -> Any:
@@ -165,18 +165,18 @@ class ElasticWorkers(Workers):
         return jax.device_put(row[None])
 
     def fetch(self, tree: Any) -> Any:
-        everybody = range(self.num_workers)
-        return jax.tree.map(lambda x: self.group.channel.gather(np.asarray(x)[0], everybody), tree)
+        all_workers = range(self.num_workers)
+        return jax.tree.map(lambda x: self.group.channel.gather(np.asarray(x)[0], all_workers), tree)
 
     def mean(self, tree: Any) -> Any:
-        """The mean over workers of stacked floating-point arrays, in float32 at least; of integers, worker 0's."""
-        everybody = range(self.num_workers)
+        """The mean over workers of stacked floating-point arrays, in float32 or wider; of integers, the value of worker 0."""
+        all_workers = range(self.num_workers)
 
         def one(x):
             x = np.asarray(x)[0]
             if not np.issubdtype(x.dtype, np.floating):
-                return self.group.channel.gather(x, everybody)[0]
+                return self.group.channel.gather(x, all_workers)[0]
             wide = x.astype(np.promote_types(x.dtype, np.float32))
-            return self.group.channel.ring_sum(wide, everybody) / np.asarray(self.num_workers, wide.dtype)
+            return self.group.channel.ring_sum(wide, all_workers) / np.asarray(self.num_workers, wide.dtype)
 
         return jax.tree.map(one, tree)

@@ -1,4 +1,4 @@
-"""The processes that train together in a run: the same from start to end, or a group that changes (`decjax.elastic.members`)."""
+"""The processes that train together: a fixed set (`Static`), or a group that changes (`decjax.elastic.members`)."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
@@ -10,11 +10,11 @@ from decjax import config
 from decjax.train.state import State
 from decjax.train.trainer import Trainer
 
-LEFT = "batches_left"  # a counter: batches of the steps so far that no worker has taken, since workers were missing; they come next
+LEFT = "batches_left"  # counter: batches of past steps that no worker has taken because workers were missing; they come next
 
 
 class NotFinite(NamedTuple):
-    """The first loss that is not finite."""
+    """A loss that is not finite."""
 
     worker: int
     step: int
@@ -22,16 +22,16 @@ class NotFinite(NamedTuple):
 
 
 class Members(Protocol):
-    """The processes that train together. A collective may raise `errors.ViewChanged`; then the run calls `enter` again."""
+    """The processes that train together. Collectives may raise `errors.ViewChanged`, after which the run calls `enter` again."""
 
     spec: config.RunSpec  # of the run with all its workers
     launch: str  # see `workdir.claim`
-    restores: bool  # whether this process restores the newest checkpoint; otherwise `enter` returns the state of another process
+    restores: bool  # whether this process restores the newest checkpoint; otherwise `enter` returns another process's state
     joined: bool  # whether the group took steps before its last change
 
     @property
     def trainer(self) -> Trainer:
-        """The trainer of the workers that take part now."""
+        """The trainer of the current workers."""
         ...
 
     @property
@@ -46,7 +46,7 @@ class Members(Protocol):
 
     @property
     def saves(self) -> bool:
-        """Whether this process takes part in writing checkpoints."""
+        """Whether this process writes checkpoints, alone or with others."""
         ...
 
     @property
@@ -56,28 +56,28 @@ class Members(Protocol):
 
     @property
     def alone(self) -> bool:
-        """Whether this process stops on a signal without agreeing with others."""
+        """Whether this process need not agree with others on the step at which it stops."""
         ...
 
-    def own(self, state: Any) -> Any:
-        """This process's part of a state that `Checkpoints.restore` has read as `like`."""
+    def local(self, state: Any) -> Any:
+        """Return this process's part of a state that `Checkpoints.restore` returned for `like`."""
         ...
 
-    def fresh(self, params: Any) -> State:
-        """The initial state with the parameters of one model, as NumPy arrays [N, …]; zeros where `enter` initializes it later."""
+    def init(self, params: Any) -> State:
+        """Return the initial state for the parameters of one model, as NumPy arrays [N, …]; zeros where `enter` sets it later."""
         ...
 
-    def resized(self, state: State) -> Any:
-        """This process's part of a state of NumPy arrays [N, …]."""
+    def place(self, state: State) -> Any:
+        """Return this process's part of a state of NumPy arrays [N, …], on its devices."""
         ...
 
     def enter(self, state: Any, step: int, counters: dict[str, Any], left_out: Callable[[], None]) -> tuple[State, int]:
-        """Begin with the present group. A collective.
+        """Begin with the current group. A collective.
 
         Args:
             state: this process's state; None at the start of a run.
             step: the next step of that state.
-            counters: this process's, which are replaced by those of the group.
+            counters: of this process, which are updated to those of the group.
             left_out: called if other processes continue without this one before it can begin.
 
         Returns:
@@ -86,39 +86,39 @@ class Members(Protocol):
         ...
 
     def batch(self, step: int, counters: dict[str, Any]) -> Any:
-        """The examples of a step."""
+        """Return the examples of a step."""
         ...
 
-    def took(self, steps: int) -> None:
-        """Note the number of steps taken. On `ViewChanged` the last step does not count."""
+    def note_step(self, steps: int) -> None:
+        """Record that `steps` steps have been taken. On `ViewChanged` the last one does not count."""
         ...
 
     def losses(self, pending: Sequence[tuple[int, jax.Array]]) -> tuple[np.ndarray, NotFinite | None]:
-        """The mean loss of each worker over the pending steps, (step, loss_N), without workers that have taken none. A collective."""
+        """Return each worker's mean loss over the pending (step, loss_N), without workers that took no step. A collective."""
         ...
 
     def rows(self, state: State, step: int, counters: dict[str, Any]) -> Callable[[], Any]:
-        """A function that returns the state as a checkpoint holds it after `step` steps; updates `counters` for it. A collective."""
+        """Return a function that returns the state for a checkpoint after `step` steps; update `counters` for it. A collective."""
         ...
 
     def any(self, condition: bool) -> bool:
-        """Whether a condition holds in any process. A collective."""
+        """Return whether a condition holds in any process. A collective."""
         ...
 
     def has_written(self, error: Exception | None) -> bool:
-        """Whether the last write succeeded; if not, another process must repeat it. A collective.
+        """Return whether the last write succeeded; otherwise another process repeats it. A collective.
 
         Args:
-            error: the error of this process's write, which is raised if no other process can write.
+            error: of this process's write, raised if no other process can write.
         """
         ...
 
     def leave(self) -> None:
-        """Leave a run that is over or stops. On `ViewChanged` others still need this process."""
+        """Leave a run that has finished or was stopped. On `ViewChanged` other processes still need this one."""
         ...
 
     def end(self) -> None:
-        """Report to the others that the run has ended with an error."""
+        """Report that the run has ended with an error."""
         ...
 
     def close(self) -> None:
@@ -127,7 +127,7 @@ class Members(Protocol):
 
 
 class Static:
-    """The workers of a trainer, the same from start to end."""
+    """The fixed workers of a trainer."""
 
     launch, restores, joined = "", True, False
 
@@ -140,13 +140,13 @@ class Static:
     def like(self) -> State:
         return self.trainer.abstract
 
-    def own(self, state: State) -> State:
+    def local(self, state: State) -> State:
         return state
 
-    def fresh(self, params: Any) -> State:
+    def init(self, params: Any) -> State:
         return self.trainer.workers.fetch(self.trainer.start(params))
 
-    def resized(self, state: State) -> State:
+    def place(self, state: State) -> State:
         return self.trainer.workers.place(state)
 
     def enter(self, state: State | None, step: int, counters: dict[str, Any], left_out: Callable[[], None]) -> tuple[State, int]:
@@ -158,7 +158,7 @@ class Static:
     def batch(self, step: int, counters: dict[str, Any]) -> Any:
         return self.trainer.batch(step, counters.get(LEFT, 0))
 
-    def took(self, steps: int) -> None:
+    def note_step(self, steps: int) -> None:
         pass
 
     def losses(self, pending: Sequence[tuple[int, jax.Array]]) -> tuple[np.ndarray, NotFinite | None]:

@@ -84,7 +84,7 @@ def replicas(origin: Origin, members: Members) -> tuple[int, Any, str]:
         f"{damage}starting from step {step} of {origin.folder}; {n} replicas became {num_workers}, "
         "mixer and reducer state start afresh"
     )
-    return step, members.resized(state_lib.resize(state, members.fresh(average), num_workers, weight_N)), note
+    return step, members.place(state_lib.resize(state, members.init(average), num_workers, weight_N)), note
 
 
 def _read(origin: Origin, step: int, trainer: Trainer) -> tuple[Any, np.ndarray | None]:

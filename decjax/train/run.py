@@ -1,4 +1,4 @@
-"""The training loop of all methods and tasks: a run in a work directory, with logging, checkpoints, signals and a summary."""
+"""The training loop of all methods and tasks: a run in a work directory, with metrics, checkpoints, signal handling and a summary."""
 
 import collections
 from collections.abc import Callable, Sequence
@@ -29,18 +29,18 @@ from decjax.train.trainer import Trainer
 
 
 class Run:
-    """A run: a `Trainer` in a work directory, new or continued from its newest checkpoint; `train()` takes it to its end.
+    """A run in a work directory: new, or continued from its newest checkpoint. `train()` completes it.
 
     Args:
-        trainer: what takes the steps.
-        workdir: its directory, which is created if it does not exist.
-        resume_from: the directory of another run from whose replicas a new run starts, with any number of workers.
-        members: the processes that train together; None: the trainer's workers, from start to end.
+        trainer: of the run.
+        workdir: directory of the run, which is created if it does not exist.
+        resume_from: directory of another run whose replicas a new run starts from, with any number of workers.
+        members: the processes that train together; None: the trainer's workers.
 
     Raises:
         CheckpointError: if the directory belongs to another run, is in use or cannot be written, or a checkpoint cannot be
             restored.
-        ConfigError: if the machine's memory cannot hold the state.
+        ConfigError: if the state does not fit into memory.
     """
 
     def __init__(
@@ -54,20 +54,20 @@ class Run:
         self.spec, self.workdir = self.members.spec, pathlib.Path(workdir)
         config.check_memory(trainer.setup)
         contents.arrays_of(trainer.abstract)  # Raises before the first step if the state cannot be saved.
-        self.note = "no checkpoint yet: starting again" if metrics.read(self.workdir) else ""
-        self._trackers: list[metrics.Tracker] = []  # made by `train`, in the first process
-        self._wanted: Sequence[Callable[[Run], metrics.Tracker]] = ()
+        self.note = "no checkpoint yet, starting from step 0" if metrics.read(self.workdir) else ""
+        self._trackers: list[metrics.Tracker] = []  # in the process that writes metrics, during `train`
+        self._tracker_factories: Sequence[Callable[[Run], metrics.Tracker]] = ()
         self._role, self._files, self._checkpoints = None, contextlib.ExitStack(), None
-        self._damaged: list[int] = []  # newer steps than the one that was restored
+        self._damaged: list[int] = []  # steps of damaged checkpoints, newer than the restored one
         self.state: Any = None
         self.done, self._losses = 0, collections.deque()
-        self._begun: float | None = None
+        self._started_s: float | None = None
         # `first_step` is the step from which this run's time and bytes are counted.
         self.counters = {"time_s": 0.0, "bytes_sent_per_worker": 0.0, "first_step": 0, "corpus": trainer.data.fingerprint}
         if trainer.workers.stages > 1 and not trainer.workers.simulated:
             self.counters["bytes_between_stages_per_worker"] = 0.0
         advise = functools.partial(origin_lib.advice, trainer=trainer)
-        # The other run raises its errors before anything is written.
+        # Errors of the other run must be raised before anything is written.
         is_new = self.members.restores and not workdir_lib.steps_saved(self.workdir)
         with contextlib.ExitStack() as held, origin_lib.opened(resume_from if is_new else None, trainer, self.spec.steps) as origin:
             held.callback(self.members.close)
@@ -82,12 +82,12 @@ class Run:
 
     @property
     def trainer(self) -> Trainer:
-        """The trainer of the workers that take part now."""
+        """The trainer of the current workers."""
         return self.members.trainer
 
     @property
     def workers(self) -> mesh.Workers:
-        """The workers that take part now."""
+        """The current workers."""
         return self.trainer.workers
 
     @property
@@ -97,17 +97,17 @@ class Run:
 
     @property
     def checkpoints(self) -> checkpoint.Checkpoints:
-        """The run's checkpoints, read-only in a process that does not write them."""
+        """The run's checkpoints; read-only in processes that do not write them."""
         if self._checkpoints is None:
             keep, read_only = self.spec.checkpoint.keep, not self.members.saves
-            made = checkpoint.Checkpoints(self.workdir, keep=keep, read_only=read_only, own=True)
-            self._checkpoints = self._files.enter_context(made)
+            checkpoints = checkpoint.Checkpoints(self.workdir, keep=keep, read_only=read_only, own=True)
+            self._checkpoints = self._files.enter_context(checkpoints)
         return self._checkpoints
 
-    # -- Beginning ----------------------------------------------------------------------------------------------------
+    # -- Start --------------------------------------------------------------------------------------------------------
 
     def _restore(self, origin: Origin | None) -> tuple[int, Any]:
-        """(step, this process's part of the state) to begin with; the state is None for the initial one."""
+        """Return the first step and this process's part of the state; None stands for the initial state."""
         if not workdir_lib.steps_saved(self.workdir):
             if origin is None:
                 return 0, None
@@ -124,45 +124,45 @@ class Run:
         self._damaged = [newer for newer in workdir_lib.steps_saved(self.workdir) if newer > step]
         self.counters |= counters
         self.note = f"{damage}continuing from step {step}"
-        return step, self.members.own(state)
+        return step, self.members.local(state)
 
     def _enter(self) -> None:
-        """Continues with the present group, or with a later one if that ends meanwhile."""
-        self._resettles = False
+        """Continue with the current group, or with a later one if that ends meanwhile."""
+        self._repeats_settle = False
         while True:
-            if self._begun is not None:
+            if self._started_s is not None:
                 self.counters["time_s"] = self._elapsed_s()
             with contextlib.suppress(ViewChanged):
-                self.state, self.done = self.members.enter(self.state, self.done, self.counters, self._let_go)
-                self._counted = self.trainer.bytes_by_usage(self.state)  # how many of these bytes the counters include already
+                self.state, self.done = self.members.enter(self.state, self.done, self.counters, self._stop_writing)
+                self._counted = self.trainer.bytes_by_usage(self.state)  # bytes by usage that the counters already include
                 break
         if not self.members.saves:
-            self._let_go()
-        self._resettles = self.members.joined  # The writer may have died before all of this step was written.
+            self._stop_writing()
+        self._repeats_settle = self.members.joined  # The writer may have died before all of this step was written.
         self.start = self.done
-        if self._begun is not None:
+        if self._started_s is not None:
             self._start_clocks()
 
     def _elapsed_s(self) -> float:
-        assert self._begun is not None
-        return time.monotonic() - self._begun
+        assert self._started_s is not None
+        return time.monotonic() - self._started_s
 
     def _start_clocks(self) -> None:
-        self._begun, self._logged = time.monotonic() - self.counters["time_s"], (time.monotonic(), self.done)
+        self._started_s, self._logged = time.monotonic() - self.counters["time_s"], (time.monotonic(), self.done)
 
     # -- Writing ------------------------------------------------------------------------------------------------------
 
-    def _let_go(self) -> None:
-        """Stop writing, because another process may write from here on."""
+    def _stop_writing(self) -> None:
+        """Close all files, because another process may write them from here on."""
         self._trackers, self._checkpoints, self._role = [], None, None
-        with contextlib.suppress(CheckpointError, OSError):  # Another process writes again what is missing.
+        with contextlib.suppress(CheckpointError, OSError):  # Another process repeats incomplete writes.
             self._files.close()
 
     def _take_role(self) -> None:
-        """Begins or stops to write checkpoints and metrics, as the group has decided."""
+        """Start or stop writing checkpoints and metrics, as the group has decided."""
         if self._role == self.members.saves:
             return
-        self._let_go()
+        self._stop_writing()
         if self.members.saves:
             if self.first:
                 self._files.enter_context(workdir_lib.writing(self.workdir))
@@ -171,8 +171,8 @@ class Run:
             self.checkpoints.check()
         self._role = self.members.saves
 
-    def _written(self, write: Callable[[], None]) -> None:
-        """Calls `write` in the process that writes; if it fails there, in another one. A collective."""
+    def _write(self, write: Callable[[], None]) -> None:
+        """Call `write` in the process that writes; if it fails there, in another one. A collective."""
         while True:
             error = None
             if self.members.saves:
@@ -186,25 +186,25 @@ class Run:
             if self.members.has_written(error):
                 return
             if error is not None:
-                self._let_go()
+                self._stop_writing()
 
     def _track(self) -> None:
-        """Creates all trackers."""
+        """Create all trackers."""
         self.start = self.done
         lines = metrics.JsonLines(self.workdir, self.start, self.spec.steps)
         self._recorded = lines.recorded
         if self.members.joined:
             self.note = f"{self.note}; this process writes from step {self.start} on".removeprefix("; ")
         elif self.checkpoints.latest() == self.start != lines.last:
-            self.note += f"; metrics.jsonl ends at step {lines.last}, what came between is lost"
-        own = lines, metrics.TensorBoard(self.workdir, self.start)
-        for tracker in itertools.chain(own, (make(self) for make in self._wanted)):
+            self.note += f"; metrics.jsonl ends at step {lines.last}, rows after it are lost"
+        files_in_workdir = lines, metrics.TensorBoard(self.workdir, self.start)
+        for tracker in itertools.chain(files_in_workdir, (make(self) for make in self._tracker_factories)):
             self._trackers.append(tracker)
             self._files.callback(tracker.close)
 
     def _record(self, kind: str, values: dict[str, float]) -> None:
         self.checkpoints.check()
-        # A group may begin at a step that is recorded already.
+        # A group may begin at a step that was already recorded.
         if self.first and self.done > self._recorded.get(kind, 0):
             for tracker in self._trackers:
                 tracker.log(self.done, kind, values)
@@ -217,72 +217,72 @@ class Run:
                 f"{self.workdir} has a checkpoint of step {newest}, which is newer than step {self.done}: another run writes there; "
                 "choose another --workdir"
             )
-        if newest < self.done:  # Otherwise a group has begun at a step that was saved before.
+        if newest < self.done:  # A group may begin at a step that was already saved.
             self.checkpoints.save(self.done, rows(), self.counters)
 
     # -- Measuring ----------------------------------------------------------------------------------------------------
 
     def _diverged(self, what: str) -> NoReturn:
         with contextlib.suppress(CheckpointError):
-            self._written(self.checkpoints.finish)  # `diverged` looks for the last good one in every process.
+            self._write(self.checkpoints.finish)  # All processes look for the last good checkpoint.
         raise self.checkpoints.diverged(what, self.state, self.members.like)
 
-    def _row(self, time_s: float, found: dict[str, float], steps: int, taken_s: float) -> dict[str, float]:
-        """A row of metrics: `found` and the entries of every row; the rate is `steps` in `taken_s` seconds."""
+    def _row(self, time_s: float, values: dict[str, float], steps: int, duration_s: float) -> dict[str, float]:
+        """Return a row of metrics: `values` and the entries of every row; the rate is that of `steps` in `duration_s`."""
         distance, task = self.trainer.consensus_distance(self.state), self.trainer.setup.task
         if not np.isfinite(distance):
             self._diverged(f"parameters are no longer finite after step {self.done}")
         return {
             "time_s": time_s,
-            **found,
+            **values,
             "consensus_distance": distance,
-            f"{task.item}_per_s": steps * self.trainer.spec.batch_size * task.items / taken_s,
+            f"{task.item}_per_s": steps * self.trainer.spec.batch_size * task.items / duration_s,
             **{name: self.counters[name] for name in summary_lib.BYTES if name in self.counters},
             **self.members.facts,
         }
 
     def _training_row(self) -> dict[str, float] | None:
-        """The row of the steps since the last one; waits for the last step. None: no worker has taken a step."""
-        local_N, bad = self.members.losses(self._losses)
-        if bad:
-            self._diverged(f"loss is {bad.loss} on worker {bad.worker} in step {bad.step + 1}")
+        """Return the row of the steps since the last row, or None if no worker has taken a step. Waits for the last step."""
+        local_N, not_finite = self.members.losses(self._losses)
+        if not_finite:
+            self._diverged(f"loss is {not_finite.loss} on worker {not_finite.worker} in step {not_finite.step + 1}")
         before, self._counted = self._counted, self.trainer.bytes_by_usage(self.state)
         self.counters["bytes_sent_per_worker"] += self._counted - before
         if not len(local_N):
             return None
         now, (logged, logged_step) = time.monotonic(), self._logged
-        found = summary_lib.spread("loss", float(local_N.mean()), local_N)
-        row = self._row(self._elapsed_s(), found, self.done - logged_step, now - logged)
+        values = summary_lib.spread("loss", float(local_N.mean()), local_N)
+        row = self._row(self._elapsed_s(), values, self.done - logged_step, now - logged)
         return row | {"learning_rate": float(self.trainer.setup.learning_rate(self.done - 1))}  # pyright: ignore[reportArgumentType]
 
     def _evaluation_row(self, result: Evaluation, time_s: float) -> dict[str, float]:
         if not np.isfinite(result.averaged["loss"]):
             self._diverged(f"validation loss of the averaged model is {result.averaged['loss']} after step {self.done}")
-        found = {}
+        values = {}
         for name, value in result.averaged.items():
-            found |= summary_lib.spread(name, value, result.local[name]) if result.local else {name: value}
-        row = self._row(time_s, found, self.done - self.counters["first_step"], time_s)
-        return row | self._further(result, self.spec.eval.num_windows if self.done < self.spec.steps else 0)
+            values |= summary_lib.spread(name, value, result.local[name]) if result.local else {name: value}
+        row = self._row(time_s, values, self.done - self.counters["first_step"], time_s)
+        return row | self._derived_metrics(result, self.spec.eval.num_windows if self.done < self.spec.steps else 0)
 
-    def _further(self, result: Evaluation, limit: int = 0) -> dict[str, float]:
-        """Metrics of the averaged model that single workers do not have, on so many validation examples; 0: all."""
+    def _derived_metrics(self, result: Evaluation, limit: int = 0) -> dict[str, float]:
+        """Return metrics that only the averaged model has, on `limit` validation examples; 0: all."""
         coded = {f"{name}_coded": value for name, value in (result.coded or {}).items()}
         return self.trainer.setup.task.derived(result.averaged, self.trainer.data, limit) | coded
 
     # -- The loop -----------------------------------------------------------------------------------------------------
 
     def train(self, trackers: Sequence[Callable[["Run"], metrics.Tracker]] = ()) -> Outcome:
-        """Trains to the last step, or until SIGTERM, SIGHUP or Ctrl-C, and saves a checkpoint in both cases.
+        """Train until the last step, SIGTERM, SIGHUP or Ctrl-C, and save a checkpoint in each case.
 
         Args:
-            trackers: what follows the run beside `metrics.jsonl` and TensorBoard: functions that make a tracker of it. They are
-                called in the first process, if there are steps to take.
+            trackers: functions that make trackers in addition to `metrics.jsonl` and TensorBoard. They are called in the process that
+                writes metrics, unless the run has already finished.
 
         Raises:
             Diverged: if a loss or a parameter is not finite; the last good checkpoint is kept.
-            CheckpointError: if the disk is full, or the directory can no longer be written.
+            CheckpointError: if the directory cannot be written, for example because the disk is full.
         """
-        self._wanted = trackers
+        self._tracker_factories = trackers
         with self._held, signals.collected() as caught:
             self._start_clocks()
             try:
@@ -297,36 +297,36 @@ class Run:
                 raise
 
     def _outcome(self, caught: list[signal.Signals]) -> Outcome:
-        """Trains to the end, or until a signal stops the run."""
+        """Train until the run is finished or a signal stops it."""
         if self.start == self.spec.steps and not self.members.joined and (summary := summary_lib.read(self.workdir)):
             return Outcome(self.start, None, summary, None, already_finished=True)
-        self._written(lambda: None)
+        self._write(lambda: None)
         if self._steps(caught):
-            self._written(self.checkpoints.finish)
+            self._write(self.checkpoints.finish)
             return Outcome(self.done, caught[0] if caught else signal.SIGTERM, None, None)
-        return self._finish()  # Takes seconds, so a signal does not stop it.
+        return self._finish()  # This takes only seconds, so signals do not stop it.
 
     def _steps(self, caught: list[signal.Signals]) -> bool:
-        """Takes the remaining steps; returns whether a signal has stopped the run before the last one."""
-        stop = self._resettles and self.done > 0 and self._settle(caught)
-        self._resettles = False
+        """Take the remaining steps; return whether a signal stopped the run before the last one."""
+        stop = self._repeats_settle and self.done > 0 and self._settle(caught)
+        self._repeats_settle = False
         while self.done < self.spec.steps and not stop:
             stop = self._advance(caught)
         return stop and self.done < self.spec.steps
 
     def _advance(self, caught: list[signal.Signals]) -> bool:
-        """Takes a step and does what is due after it; returns whether a signal asks to stop."""
-        compiling_s = self._take()
+        """Take a step, and log, evaluate and save where due; return whether a signal has requested a stop."""
+        compiling_s = self._step()
         self._logged = self._logged[0] + compiling_s, self._logged[1]  # The rate excludes compilation.
         for tracker in self._trackers:
             tracker.step(self.done)
         return self._settle(caught)
 
     def _settle(self, caught: list[signal.Signals]) -> bool:
-        """Does what is due after a step, again if the group changes meanwhile; returns whether a signal asks to stop."""
+        """Log, evaluate and save after a step where due; return whether a signal has requested a stop. May be repeated for a step."""
         spec, done = self.spec, self.done
         if spec.reaches_consensus(done):
-            # The next step's exchange may be dispatched by another thread, so all collectives of this one must be complete.
+            # Another thread may dispatch the next step's exchange, so all collectives must be complete.
             self.state, sent = jax.block_until_ready(self.trainer.consensus(self.state))
             self.counters["bytes_sent_per_worker"] += sent
         last, stop = done == spec.steps, self._stop_requested(caught)
@@ -334,26 +334,26 @@ class Run:
         saves = done % spec.checkpoint.every == 0 or last or stop
         if done % spec.log_every == 0 or evaluates or saves:
             if row := self._training_row():
-                self._written(functools.partial(self._record, "train", row))
+                self._write(functools.partial(self._record, "train", row))
             self._losses.clear()
             if evaluates:
                 result = self.trainer.evaluate(self.state, spec.eval.num_windows, spec.eval.local)
                 row = self._evaluation_row(result, self._elapsed_s())
-                self._written(functools.partial(self._record, "eval", row))
+                self._write(functools.partial(self._record, "eval", row))
             self.counters["time_s"] = self._elapsed_s()
             if saves:
-                self._written(functools.partial(self._save, self.members.rows(self.state, done, self.counters)))
+                self._write(functools.partial(self._save, self.members.rows(self.state, done, self.counters)))
             self._logged = time.monotonic(), done
         return stop
 
-    def _take(self) -> float:
-        """Takes one step, counts its bytes and appends its loss; returns the seconds that compilation took."""
+    def _step(self) -> float:
+        """Take one step, count its bytes and append its loss; return the seconds of compilation."""
         step = self.done
-        batch, asked = self.members.batch(step, self.counters), time.monotonic()
+        batch, started_s = self.members.batch(step, self.counters), time.monotonic()
         program = self.trainer.program(self.state, batch, step)
-        compiling_s = time.monotonic() - asked
+        compiling_s = time.monotonic() - started_s
         state, loss = self.trainer.take(program, self.state, batch, step)
-        self.members.took(step + 1)
+        self.members.note_step(step + 1)
         self.state, self.done = state, step + 1
         for name, (axis, _) in summary_lib.BYTES.items():
             if name in self.counters:
@@ -370,7 +370,7 @@ class Run:
     def _stop_requested(self, caught: list[signal.Signals]) -> bool:
         if self.members.alone:
             return bool(caught)
-        # Processes must agree on the step at which they stop, so they ask at logging steps, which synchronise them anyway.
+        # Processes must agree on the step at which they stop; logging steps synchronize them anyway.
         return self.done % self.spec.log_every == 0 and self.members.any(bool(caught))
 
     # -- The end ------------------------------------------------------------------------------------------------------
@@ -378,17 +378,17 @@ class Run:
     def _finish(self) -> Outcome:
         result = self.trainer.evaluate(self.state)
         row = self._evaluation_row(result, self.counters["time_s"])
-        self._written(functools.partial(self._record, "eval", row))
+        self._write(functools.partial(self._record, "eval", row))
         model = jax.tree.map(lambda x: np.asarray(x.addressable_data(0)), self.trainer.average(self.state))
-        summary = summary_lib.summarize(self.spec, result, self._further(result), model[0], self.counters)
+        summary = summary_lib.summarize(self.spec, result, self._derived_metrics(result), model[0], self.counters)
         summary |= self.trainer.data.facts()
-        shown: list[str] = []
-        self._written(functools.partial(self._conclude, model, summary, shown))
-        return Outcome(self.spec.steps, None, summary, shown[0] if shown else None)
+        samples: list[str] = []
+        self._write(functools.partial(self._conclude, model, summary, samples))
+        return Outcome(self.spec.steps, None, summary, samples[0] if samples else None)
 
-    def _conclude(self, model: tuple[Any, Any], summary: dict[str, Any], shown: list[str]) -> None:
-        """Adds scores to the summary and writes it; appends the task's sample of the model, such as a text, to `shown`."""
-        self.checkpoints.finish()  # The last one was written while this was computed.
+    def _conclude(self, model: tuple[Any, Any], summary: dict[str, Any], samples: list[str]) -> None:
+        """Add scores to the summary and write it; append a sample of the model, such as a text, to `samples`."""
+        self.checkpoints.finish()  # The last one is written in a thread.
         if not self.first:
             return
         task = self.trainer.setup.task
@@ -397,4 +397,4 @@ class Run:
         with metrics.writing(self.workdir, "summary.json"):
             files.write_whole(self.workdir / "summary.json", json.dumps(summary, indent=2) + "\n")
         if task.show:
-            shown.append(task.show(*model, self.trainer.data, jax.random.key(self.spec.seed)))
+            samples.append(task.show(*model, self.trainer.data, jax.random.key(self.spec.seed)))
