@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
 
-MADE_BY = {  # class -> how one of it is made
+EXAMPLES = {  # class -> an instance of it, as it is written in code
     "Axis": "workers.axis",
     "Channel": "decjax.Channel(workers.axis)",
     "Codec": "'int8'",
@@ -22,60 +22,62 @@ MADE_BY = {  # class -> how one of it is made
     "Topology": "decjax.topology.make('ring', 8)",
     "Workers": "decjax.make_workers(8)",
 }
-_MANY = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
+_VARIADIC = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
 WORDS = {str: "a word", int: "a whole number", float: "a number", bool: "True or False", type(None): "None"}
 
 
 def checked(function: F, called: str = "", then: Callable[[Any, Mapping[str, Any]], Any] | None = None) -> F:
-    """The function with a check of its arguments' types; a wrong one raises a ValueError that names the value and the type.
+    """Wrap a function to check the types of its arguments; a wrong one raises a ValueError that names the value and the type.
 
-    Only plain annotations are checked: classes, numbers, words, functions, and unions of those.
+    Only classes, numbers, strings, functions and unions of those are checked.
 
     Args:
-        function: a function.
+        function: to be wrapped.
         called: its name in errors; by default that of the function.
-        then: `then(result, arguments)`, whose result is returned instead.
+        then: maps (result, arguments) to the result that is returned instead.
     """
 
     @functools.cache
-    def signature():  # On the first call: annotations may be defined after the function.
+    def signature():  # Evaluated on the first call, since annotations may be defined after the function.
         return signature_of(function)
 
     @functools.wraps(function)
     def with_check(*args, **kwargs):
         try:
-            given = signature().bind(*args, **kwargs)
+            bound = signature().bind(*args, **kwargs)
         except TypeError:
-            return function(*args, **kwargs)  # Python says which argument is missing or not known.
-        for name, value in given.arguments.items():
+            return function(*args, **kwargs)  # Raises the error of Python.
+        for name, value in bound.arguments.items():
             parameter = signature().parameters[name]
-            if parameter.kind not in _MANY and value is not parameter.default and not is_a(value, parameter.annotation):
-                raise ValueError(f"{called or function.__name__}: {name}{_value(value)} must be {_meant(parameter.annotation)}")
+            if parameter.kind not in _VARIADIC and value is not parameter.default and not is_a(value, parameter.annotation):
+                raise ValueError(
+                    f"{called or function.__name__}: {name}{_described(value)} must be {_type_name(parameter.annotation)}"
+                )
         result = function(*args, **kwargs)
         if then is None:
             return result
-        given.apply_defaults()
-        return then(result, given.arguments)
+        bound.apply_defaults()
+        return then(result, bound.arguments)
 
     return with_check  # pyright: ignore[reportReturnType]
 
 
-def checked_class(made: type[T]) -> type[T]:
-    """A class decorator: `checked`, for the arguments of the class."""
-    made.__init__ = checked(made.__init__, made.__name__)
-    return made
+def checked_class(cls: type[T]) -> type[T]:
+    """Apply `checked` to the arguments of a class; a decorator."""
+    cls.__init__ = checked(cls.__init__, cls.__name__)
+    return cls
 
 
 def signature_of(function: Callable) -> inspect.Signature:
-    """The signature, with annotations as objects where they can be evaluated."""
+    """Return the signature, with annotations evaluated if possible."""
     try:
         return inspect.signature(function, eval_str=True)
-    except (NameError, TypeError):  # Annotations that are there for type checkers only.
+    except (NameError, TypeError):  # Some annotations exist for type checkers only.
         return inspect.signature(function)
 
 
 def is_a(value: Any, expected: Any) -> bool:
-    """Whether a value has the type of an annotation, or the annotation does not say."""
+    """Return whether a value has the type of an annotation; True if the annotation cannot be checked."""
     origin = typing.get_origin(expected)
     if origin in (types.UnionType, typing.Union):
         return any(is_a(value, member) for member in typing.get_args(expected))
@@ -88,14 +90,14 @@ def is_a(value: Any, expected: Any) -> bool:
     if expected is None:
         return value is None
     if not inspect.isclass(expected) or expected is inspect.Parameter.empty or hasattr(expected, "dtype"):
-        return True  # Arrays come in many types.
+        return True  # Arrays have many types.
     if expected in (int, float, bool):
         return _is_number(value, expected)
     return isinstance(value, expected)
 
 
 def _is_number(value: Any, kind: type) -> bool:
-    dtype = str(getattr(value, "dtype", type(value).__name__))  # Of arrays too, which may be traced.
+    dtype = str(getattr(value, "dtype", type(value).__name__))  # Arrays may be traced.
     if kind is bool or dtype.startswith("bool"):
         return kind is bool and dtype.startswith("bool")
     if kind is float:
@@ -107,12 +109,12 @@ def _is_number(value: Any, kind: type) -> bool:
     return True
 
 
-def _value(value: Any) -> str:
+def _described(value: Any) -> str:
     plain = value is None or isinstance(value, bool | int | float | str)
     return f"={shown(value)}" if plain else f", {_a(type(value).__name__)},"
 
 
-def _meant(expected: Any) -> str:
+def _type_name(expected: Any) -> str:
     members = typing.get_args(expected) if typing.get_origin(expected) in (types.UnionType, typing.Union) else (expected,)
     return " or ".join(dict.fromkeys(map(_word, members)))
 
@@ -123,7 +125,7 @@ def _word(member: Any) -> str:
     if member is Callable or typing.get_origin(member) is not None:
         return "a function" if is_a(len, member) else "a sequence"
     name = member.__name__
-    return _a(name) + (f" (such as {MADE_BY[name]})" if name in MADE_BY else "")
+    return _a(name) + (f" (such as {EXAMPLES[name]})" if name in EXAMPLES else "")
 
 
 def _a(name: str) -> str:
@@ -131,6 +133,6 @@ def _a(name: str) -> str:
 
 
 def shown(value: Any) -> str:
-    """`repr(value)` on one line for an error message, cut to 100 characters."""
+    """Return `repr(value)` on one line for an error message, cut to 100 characters."""
     text = " ".join(repr(value).split())
     return text if len(text) <= 100 else f"{text[:97]}…"

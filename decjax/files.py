@@ -1,4 +1,4 @@
-"""Files: read if they are regular ones of a bounded size, and written as a whole or not at all."""
+"""Files: only regular ones of bounded size are read, and writes are atomic."""
 
 import errno
 import json
@@ -10,7 +10,7 @@ import stat
 from typing import Any, BinaryIO
 
 MAX_JSON_BYTES = 2**26
-MAX_JSON_DEPTH = 64  # Code that processes a document may recurse.
+MAX_JSON_DEPTH = 64  # levels; code that processes a document may be recursive
 _NUMBER = re.compile(r"0|[1-9][0-9]*")  # `str.isdigit` accepts "²" as well, which `int` refuses.
 _TOO_DEEP = f"it is nested more than {MAX_JSON_DEPTH} levels deep"
 
@@ -21,7 +21,9 @@ def open_regular(path: str | os.PathLike) -> BinaryIO:
     Raises:
         OSError: if the file cannot be opened or is not a regular one.
     """
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # Otherwise opening a pipe waits for its writer.
+    descriptor = os.open(
+        path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
+    )  # O_NONBLOCK: opening a pipe must not wait for its writer.
     file = os.fdopen(descriptor, "rb") if stat.S_ISREG(os.fstat(descriptor).st_mode) else None
     if file is None:
         os.close(descriptor)
@@ -30,22 +32,22 @@ def open_regular(path: str | os.PathLike) -> BinaryIO:
 
 
 def read_text(path: str | os.PathLike) -> str:
-    """Return the text of a regular file; bytes that are no UTF-8 are replaced.
+    """Return the text of a regular file; invalid UTF-8 is replaced.
 
     Raises:
-        OSError: as for `open_regular`.
+        OSError: as `open_regular`.
     """
     with open_regular(path) as file:
         return file.read().decode(errors="replace")
 
 
 def numbers_in(folder: pathlib.Path) -> list[int]:
-    """Return the numbers that name entries of a folder, in order; none if there is no folder."""
+    """Return the sorted numbers among the names in a folder; empty if it does not exist."""
     return sorted(int(entry.name) for entry in folder.iterdir() if _NUMBER.fullmatch(entry.name)) if folder.is_dir() else []
 
 
 def check_regular(path: str | os.PathLike) -> None:
-    """Raise an OSError if the path exists and is not a regular file, without opening it."""
+    """Raise an OSError if a path exists and is not a regular file; does not open it."""
     if os.path.exists(path) and not os.path.isfile(path):
         raise _irregular(path)
 
@@ -57,10 +59,10 @@ def _irregular(path: str | os.PathLike) -> OSError:
 
 
 def read_json(path: str | os.PathLike) -> dict[str, Any]:
-    """Return the JSON object that a file holds.
+    """Return the JSON object in a file.
 
     Raises:
-        ValueError: if there is none; its text is the reason, without the path.
+        ValueError: if there is none; its text is the reason without the path.
     """
     try:
         with open_regular(path) as file:
@@ -71,14 +73,14 @@ def read_json(path: str | os.PathLike) -> dict[str, Any]:
         raise ValueError(f"it is larger than {MAX_JSON_BYTES >> 20} MB")
     content = parse_json(text)
     if not isinstance(content, dict):
-        raise ValueError(f"it holds a {type(content).__name__} instead of one JSON object")
+        raise ValueError(f"it holds a {type(content).__name__} instead of a JSON object")
     return content
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Return the value of a JSON text; a ValueError of one line if it has none, or is nested too deeply."""
+    """Return the value of a JSON text; raise a one-line ValueError if it is invalid or nested too deeply."""
     try:
-        content = json.loads(text, object_pairs_hook=_once)
+        content = json.loads(text, object_pairs_hook=_unique_fields)
     except RecursionError:
         raise ValueError(_TOO_DEEP) from None
     except ValueError as error:
@@ -92,22 +94,22 @@ def parse_json(text: str | bytes) -> Any:
     return content
 
 
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object; a ValueError if it has a name twice, of which Python's parser would keep the last."""
+def _unique_fields(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return a JSON object; raise a ValueError for a duplicate name, of which Python's parser would keep the last value."""
     fields = dict(pairs)
     if len(fields) < len(pairs):
         names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"{twice[:60]!r} is given twice; leave one out")
+        duplicate = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"{duplicate[:60]!r} is given twice; leave one out")
     return fields
 
 
 def write_whole(path: str | os.PathLike, text: str, shared: bool = False) -> None:
-    """Replace a file in one atomic step. Readers see the old text or the new one, and a failure leaves nothing behind.
+    """Replace a file in one atomic step: readers see the old or the new text, and a failed write leaves no temporary file.
 
     Args:
-        path: of the file. A device or a pipe is written directly: replacing it would remove it.
-        text: of the file.
+        path: of the file. A device or a pipe is written directly, since replacing it would remove it.
+        text: new content.
         shared: whether several processes may write the file at the same time.
     """
     path = pathlib.Path(path)

@@ -131,7 +131,7 @@ def changed(shorthand, path, value):
             "workers=8",
             "model",
             {"name": "mlp"},
-            "config.model.name='mlp' is no model of task 'lm'; use one of decoder, lstm, or give",
+            "config.model.name='mlp' is not a model of task 'lm'; use one of decoder, lstm, or give",
         ),
         ("workers=8", "engine", "warp", "engine 'warp' is unknown; use one of auto, fused, split"),
         # What is not there.

@@ -96,7 +96,7 @@ def nested(depth):
         (nested(100_000), "it is nested more than 64 levels deep"),
         (nested(300), "it is nested more than 64 levels deep"),  # Less than what Python's own reader refuses.
         ('{"a": ' + "[" * 65 + "1" + "]" * 65 + "}", "it is nested more than 64 levels deep"),
-        ("[1]", "it holds a list instead of one JSON object"),
+        ("[1]", "it holds a list instead of a JSON object"),
         ("{", "Expecting property name"),
     ],
 )

@@ -127,7 +127,7 @@ def test_impossible_models_are_refused(bad, message):
     "argument, message",
     [
         ("stages=2", "stages"),
-        ("tensor=2,workers=2", "tensor=2: task 'lm' with model 'lstm' names no parameter to divide; use tensor=1"),
+        ("tensor=2,workers=2", "tensor=2: task 'lm' with model 'lstm' has no parameters to divide; use tensor=1"),
         ("method=ist", "units"),
         ("tied", "tied changes nothing with model=lstm"),
     ],

@@ -88,7 +88,7 @@ def test_a_model_that_names_a_task_of_decjax_is_trained_by_it():
     assert set(registry.partners("task", "lm", "model")) == {"decoder", "lstm", "narrow"}
     assert registry.partners("model", "narrow", "task") == ("lm",) and registry.partners("model", "line", "task") == ("points",)
     config.model = parts.section("model", "line")
-    with pytest.raises(parts.ConfigError, match="'line' is no model of task 'lm'; use one of decoder, lstm, narrow, or give"):
+    with pytest.raises(parts.ConfigError, match="'line' is not a model of task 'lm'; use one of decoder, lstm, narrow, or give"):
         parts.resolve(config)
 
 
@@ -96,7 +96,7 @@ def test_a_model_without_divided_parameters_needs_no_group():
     config = digits.get_config("workers=2,model=mlp")
     config.tensor = 2
     with pytest.raises(
-        parts.ConfigError, match="tensor=2: task 'images' with model 'mlp' names no parameter to divide; use tensor=1"
+        parts.ConfigError, match="tensor=2: task 'images' with model 'mlp' has no parameters to divide; use tensor=1"
     ):
         parts.resolve(config)
 
@@ -115,5 +115,5 @@ def test_only_a_reducer_that_says_so_has_warm_steps():
     config = lm.get_config("smoke,workers=2,method=allreduce,reducer=warm")
     assert config.reducer.window == 2 and parts.resolve(config)
     config.reducer.window = 20
-    with pytest.raises(parts.ConfigError, match="reducer.window=20 after reducer.start=0 is not over in steps=20.* shorter window"):
+    with pytest.raises(parts.ConfigError, match="reducer.window=20 after reducer.start=0 does not end within steps=20.* shorter window"):
         parts.resolve(config)

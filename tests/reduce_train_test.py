@@ -182,11 +182,11 @@ def test_errors_begin_afresh_for_another_number_of_workers():
         ("method=allreduce,reducer=powersgd(storage=int8)", {}, "reducer 'powersgd' has no option 'storage'; use rank"),
         ("method=allreduce,reducer=codec(wire_dtype=bfloat16)", {}, "reducer 'codec' has no option 'wire_dtype'; use codec"),
         ("method=gossip_diloco,every=4", {"consensus_last": 2}, "consensus_last=2: method 'gossip_diloco' would lead the replicas"),
-        ("method=noloco,every=4", {"consensus_every": 2}, "consensus_every=2: method 'noloco' would lead the replicas apart"),
+        ("method=noloco,every=4", {"consensus_every": 2}, "consensus_every=2: method 'noloco' would separate the replicas"),
         ("method=diloco", {"method.outer_learning_rate": 0.0}, "method.outer_learning_rate=0.0 must be positive"),
         ("codec=int8(block=128)(block=64)", {}, "must read like 'name'"),
         ("codec=int8(block=128) + f(block=64)", {}, "must read like 'name'"),
-        ("method=diloco,every=9", {}, "method.every=9 is more than steps=8, so nothing would ever be exchanged; use at most 8"),
+        ("method=diloco,every=9", {}, "method.every=9 is more than steps=8, so nothing would be exchanged; use at most 8"),
         ("every=9", {}, "method.every=9 is more than steps=8"),
         (
             "method=diloco,every=4,reducer=powersgd",

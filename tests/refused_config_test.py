@@ -156,8 +156,8 @@ TEXTS = ["text"]
             {},
             "local_size=2 changes nothing with method 'local', which sends nothing; leave it out",
         ),
-        (lm, "method=decentralized(strength=0.0)", {}, "method.strength=0, so nothing would ever be mixed; use more .* 'local'"),
-        (lm, "method=tracking(strength=0.0),topology=ring", {}, "method.strength=0, so nothing would ever be mixed"),
+        (lm, "method=decentralized(strength=0.0)", {}, "method.strength=0, so nothing would be mixed; use more .* 'local'"),
+        (lm, "method=tracking(strength=0.0),topology=ring", {}, "method.strength=0, so nothing would be mixed"),
         (
             quadratics,
             "",

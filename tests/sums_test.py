@@ -201,7 +201,7 @@ def test_models_that_multiply_by_themselves_are_refused(forgotten_parts):
 
     given = lm.get_config("smoke,workers=4,tensor=2,tensor_codec=int8")
     given.model = {"name": "own sums", "vocabulary": 256}
-    with pytest.raises(config.ConfigError, match="model 'own sums' does not let others multiply"):
+    with pytest.raises(config.ConfigError, match="model 'own sums' has no parameter product"):
         config.resolve(given, 8)
 
 

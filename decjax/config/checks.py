@@ -1,4 +1,4 @@
-"""Checks of a config: the range of every number, and values that exclude each other."""
+"""Checks of a config: the range of each number, and values that exclude each other."""
 
 from collections.abc import Callable, Mapping
 import inspect
@@ -15,7 +15,7 @@ from decjax.pipeline import sums
 
 ENGINES = ("auto", "fused", "split")
 LARGEST = 2**31 - 1  # of whole numbers
-# (Least, most). The upper bounds of sizes are generous; they keep a typing error from filling the memory.
+# (Minimum, maximum). The maxima of sizes are generous; they keep a typo from exhausting memory.
 BOUNDS: dict[str, tuple[float, float]] = {
     "seed": (0, 2**32 - 1),
     "steps": (1, LARGEST),
@@ -70,7 +70,7 @@ DECAYS = (
 
 
 def check_values(document: Mapping[str, Any]) -> None:
-    """Raises a ValueError for a number outside of its range and for an unknown type of numbers, each field by itself."""
+    """Raise a ValueError for a number out of range or an unknown dtype."""
     for path, value in jax.tree_util.tree_leaves_with_path(document):
         name = jax.tree_util.keystr(path, simple=True, separator=".")
         if name.endswith("dtype") and isinstance(value, str):
@@ -90,35 +90,35 @@ def check_values(document: Mapping[str, Any]) -> None:
 
 def _check_dtype(name: str, value: str) -> None:
     try:
-        known = value in registry.NONE or jnp.issubdtype(jnp.dtype(value), jnp.floating)
+        is_valid = value in registry.NONE or jnp.issubdtype(jnp.dtype(value), jnp.floating)
     except TypeError:
-        known = False
-    if not known:
+        is_valid = False
+    if not is_valid:
         raise ValueError(f"{name}={registry.shown(value)} must be a floating-point type, such as 'bfloat16'")
 
 
 def check_engine(engine: str, method: Method) -> None:
-    """Raises a ValueError for an unknown exchange engine, and for "split" with a method whose exchange waits for the gradient."""
+    """Raise a ValueError for an unknown exchange engine, or "split" with a method whose exchange needs the gradient."""
     if engine not in ENGINES:
         raise ValueError(f"engine {engine!r} is unknown; use one of {', '.join(ENGINES)}")
     if engine == "split" and not method.exchange:
         raise ValueError(
-            "engine 'split' needs an exchange that does not wait for the gradient: method 'decentralized' "
+            "engine 'split' needs an exchange that does not depend on the gradient: method 'decentralized' "
             "with order 'awc' and a static phase, or 'allreduce' with stale; use engine 'fused'"
         )
 
 
 def check_timing(spec: RunSpec, method: Method) -> None:
-    """Raises a ValueError for simulated workers with a method that decides by the measured speed of training."""
+    """Raise a ValueError for simulated workers with a method that depends on the measured speed of training."""
     if spec.simulate and method.timing:
         raise ValueError(
-            "simulate with measured speed: the seconds of simulated workers say nothing about a network; leave simulate out, or give "
-            "the speeds, as reducer.speed='1; 1.8; 3; 4'"
+            "simulate with measured speed: times of simulated workers do not reflect a network; leave simulate out, or give the "
+            "speeds, as reducer.speed='1; 1.8; 3; 4'"
         )
 
 
 def check_together(spec: RunSpec) -> None:
-    """Raises a ValueError for values that exclude each other."""
+    """Raise a ValueError for values that exclude each other."""
     n, batch_size = spec.workers, spec.batch_size
     if n < 1:
         raise ValueError(f"workers={n}: at least one worker is needed; use workers=1 or more")
@@ -145,29 +145,29 @@ def check_together(spec: RunSpec) -> None:
 
 
 def check_divided(spec: RunSpec, task: tasks.Task) -> None:
-    """Raises a ValueError for a tensor-parallel group with a task that names no parameter to divide."""
+    """Raise a ValueError for a tensor-parallel group with a task that does not divide its parameters."""
     if spec.tensor > 1 and not task.divided:
         model = f" with model {spec.model.name!r}" if spec.model else ""
-        raise ValueError(f"tensor={spec.tensor}: task {spec.task.name!r}{model} names no parameter to divide; use tensor=1")
+        raise ValueError(f"tensor={spec.tensor}: task {spec.task.name!r}{model} has no parameters to divide; use tensor=1")
 
 
 def check_sums(spec: RunSpec, task: tasks.Task) -> None:
-    """Raises a ValueError for a codec that makes the sums within a layer larger than they are uncoded."""
+    """Raise a ValueError for a codec that makes the messages of sums within a layer larger."""
     if not spec.tensor_codec or not task.parts:
         return
     B, T1 = task.examples(spec.each // spec.pipeline.microbatches).shape
     x_BxTxD, K = task.parts.activation(B, T1 - 1), spec.tensor
-    plain = 2 * (K - 1) / K * x_BxTxD.size * x_BxTxD.dtype.itemsize
-    sent = sums.num_bytes(registry.make("codec", spec.tensor_codec), (B * (T1 - 1), x_BxTxD.shape[-1]), K)
-    if sent > plain:
+    uncoded_bytes = 2 * (K - 1) / K * x_BxTxD.size * x_BxTxD.dtype.itemsize
+    coded_bytes = sums.num_bytes(registry.make("codec", spec.tensor_codec), (B * (T1 - 1), x_BxTxD.shape[-1]), K)
+    if coded_bytes > uncoded_bytes:
         raise ValueError(
-            f"tensor_codec={spec.tensor_codec!r} sends {sent} bytes for a sum of {x_BxTxD.dtype} values that takes {plain:.0f} "
-            "uncoded; use fewer bits, or leave it empty"
+            f"tensor_codec={spec.tensor_codec!r} sends {coded_bytes} bytes for a sum of {x_BxTxD.dtype} values that takes "
+            f"{uncoded_bytes:.0f} uncoded; use fewer bits, or leave it empty"
         )
 
 
 def _check_tensor_codec(spec: RunSpec) -> None:
-    """Raises a ValueError for coded sums without a group that makes them, or of a model that makes them by itself."""
+    """Raise a ValueError for coded sums without a tensor-parallel group, or with a model that cannot code them."""
     if not spec.tensor_codec:
         return
     sums.check(registry.make("codec", spec.tensor_codec))
@@ -179,21 +179,21 @@ def _check_tensor_codec(spec: RunSpec) -> None:
         )
     if spec.model and "product" not in inspect.signature(registry.part("model", spec.model.name).factory).parameters:
         raise ValueError(
-            f"tensor_codec={spec.tensor_codec!r}: model {spec.model.name!r} does not let others multiply for it; leave it empty, or give "
-            "the model a parameter product"
+            f"tensor_codec={spec.tensor_codec!r}: model {spec.model.name!r} has no parameter product; leave it empty, or give the model "
+            "one"
         )
 
 
 def _check_model(spec: RunSpec) -> None:
-    """Raises a ValueError for a model that the task cannot train, and for sizes that a tensor-parallel group does not divide."""
+    """Raise a ValueError for a model that the task cannot train, or sizes that are not divisible by a tensor-parallel group."""
     if not spec.model:
         return
     name, options = spec.model
-    fitting = registry.partners("task", spec.task.name, "model")
-    if name not in fitting:
+    models = registry.partners("task", spec.task.name, "model")
+    if name not in models:
         raise ValueError(
-            f"config.model.name={name!r} is no model of task {spec.task.name!r}; use one of {', '.join(fitting)}, or give a model of "
-            f"your own the trait tasks=({spec.task.name!r},)"
+            f"config.model.name={name!r} is not a model of task {spec.task.name!r}; use one of {', '.join(models)}, or give your own "
+            f"model the trait tasks=({spec.task.name!r},)"
         )
     for size in registry.part("model", name).traits.get("divisible", ()):
         if options[size] % spec.tensor:
@@ -204,14 +204,14 @@ def _check_model(spec: RunSpec) -> None:
 
 
 class Needs(NamedTuple):
-    """What an option needs to have an effect.
+    """A condition under which an option has an effect.
 
     Attributes:
         path: of the option in a config.
-        default: the value that stands for leaving the option out.
-        met: whether a run has what the option needs.
-        why: what the option does without it, or what opposes it.
-        fix: what to do instead of leaving it out, after a comma.
+        default: the value that has no effect.
+        met: whether a run meets the condition.
+        why: the reason for refusing the option otherwise.
+        fix: an alternative to leaving it out, after a comma.
     """
 
     path: str
@@ -245,7 +245,7 @@ NEEDS = (
             0,
             lambda spec: not _trait(spec, "method", "anchored"),
             lambda spec: (
-                f": method {spec.method.name!r} would lead the replicas apart again, since each worker keeps slow parameters of its own"
+                f": method {spec.method.name!r} would separate the replicas again, since each worker has its own slow parameters"
             ),
         )
         for name in CONSENSUS
@@ -274,7 +274,7 @@ NEEDS = (
 
 
 def check_needs(spec: RunSpec) -> None:
-    """Raises a ValueError for an option without what it needs to have an effect."""
+    """Raise a ValueError for an option whose condition in `NEEDS` is not met."""
     for path, default, met, why, fix in NEEDS:
         value: Any = spec
         for name in path.split("."):
@@ -284,15 +284,15 @@ def check_needs(spec: RunSpec) -> None:
 
 
 def _check_communicates(spec: RunSpec) -> None:
-    """Raises a ValueError for a run that would end before it exchanges or compresses anything."""
+    """Raise a ValueError for a run that would never communicate, or never compress."""
     every, averaging = spec.method.options.get("every", 1), spec.averaging
     if every > spec.steps:
         raise ValueError(
-            f"method.every={every} is more than steps={spec.steps}, so nothing would ever be exchanged; use at most "
+            f"method.every={every} is more than steps={spec.steps}, so nothing would be exchanged; use at most "
             f"{spec.steps}, or method 'local'"
         )
     if spec.method.options.get("strength") == 0:
-        raise ValueError("method.strength=0, so nothing would ever be mixed; use more than 0 and at most 1, or method 'local'")
+        raise ValueError("method.strength=0, so nothing would be mixed; use more than 0 and at most 1, or method 'local'")
     if not averaging:
         return
     if averaging.start and averaging.start * every >= spec.steps:
@@ -304,21 +304,20 @@ def _check_communicates(spec: RunSpec) -> None:
     warm_steps = averaging.reducer.options.get(option) or 0
     if (averaging.start + warm_steps) * every >= spec.steps:
         raise ValueError(
-            f"reducer.{option}={warm_steps} after reducer.start={averaging.start} is not over in steps={spec.steps}, so reducer "
-            f"{averaging.reducer.name!r} would compress nothing; use a shorter {option}, or reducer 'mean'"
+            f"reducer.{option}={warm_steps} after reducer.start={averaging.start} does not end within steps={spec.steps}, so "
+            f"reducer {averaging.reducer.name!r} would compress nothing; use a shorter {option}, or reducer 'mean'"
         )
 
 
 def _check_stages(spec: RunSpec) -> None:
-    """Raises a ValueError for an impossible number of compressing stages, late gradients without an optimizer that could take them,
-    directions without an autoencoder that would have them, and a fused embedding without averaged gradients."""
+    """Raise a ValueError for pipeline options that the number of stages, the optimizer, the steps or the method does not allow."""
     stages, text = spec.pipeline.stages, spec.averaging and spec.averaging.stages
     if text and text != AUTO and not (text.isdecimal() and 1 <= int(text) <= stages):
         raise ValueError(f"reducer.stages={text!r}: must be a number from 1 to stages={stages}, {AUTO!r}, or empty for all")
     if spec.pipeline.delay and not spec.optimizer:
         raise ValueError(
-            f"pipeline.delay={spec.pipeline.delay} with method {spec.method.name!r}, which is an optimizer itself and whose gradients are "
-            "not held back; leave it out, or use method 'allreduce'"
+            f"pipeline.delay={spec.pipeline.delay} with method {spec.method.name!r}, which is an optimizer itself and cannot take "
+            "late gradients; leave it out, or use method 'allreduce'"
         )
     if (late := spec.pipeline.delay * (stages - 1)) >= spec.steps:
         raise ValueError(
@@ -329,24 +328,24 @@ def _check_stages(spec: RunSpec) -> None:
         raise ValueError(f"pipeline.autoencoder_init={init!r} is unknown; use one of {', '.join(pipeline.INITS)}")
     if spec.pipeline.fused_embedding and not registry.part("method", spec.method.name).traits.get("averages_gradients"):
         raise ValueError(
-            f"pipeline.fused_embedding with method {spec.method.name!r} has no gradients that are averaged over workers, where it "
-            "would add up the two of a tied table; leave it out, or use method 'allreduce'"
+            f"pipeline.fused_embedding with method {spec.method.name!r}, which does not average the gradients of a tied table over "
+            "workers; leave it out, or use method 'allreduce'"
         )
 
 
-# Optimizers that treat each value by itself: with others, workers that hold different tables would take different steps of all else.
-BY_VALUE = (
+# Elementwise optimizers. With others, the update of shared parameters would depend on the tables of a worker.
+ELEMENTWISE = (
     *"accum_adamw adabelief adadelta adagrad adam adamax adamaxw adamw adan amsgrad lion nadam nadamw".split(),
     *"radam rmsprop rprop sgd sgdm sign sign_sgd yogi".split(),
 )
 
 
 def _check_tables(spec: RunSpec) -> None:
-    """Raises a ValueError for divided tables with what would average or move them otherwise than by their own gradients."""
+    """Raise a ValueError for options that divided tables do not support: only gradients of a table's rows may change them."""
     if spec.method.name != "allreduce" or spec.method.options.get("stale"):
-        given = "stale" if spec.method.name == "allreduce" else f"method {spec.method.name!r}"
+        refused = "stale" if spec.method.name == "allreduce" else f"method {spec.method.name!r}"
         raise ValueError(
-            f"config.tables with {given}: divided tables need gradients that are averaged in every step; use method 'allreduce' without "
+            f"config.tables with {refused}: divided tables need gradients that are averaged in every step; use method 'allreduce' without "
             "stale, or leave config.tables out"
         )
     for what, value in (
@@ -355,16 +354,18 @@ def _check_tables(spec: RunSpec) -> None:
         ("tensor", spec.tensor),
     ):
         if value > 1:
-            raise ValueError(f"{what}={value} with config.tables, which divides a whole batch's lookups only; use {what}=1")
+            raise ValueError(
+                f"{what}={value} with config.tables, which needs the lookups of a whole batch in one program; use {what}=1"
+            )
     if (within := (spec.tables or {}).get("within", 0)) > spec.steps:
         raise ValueError(
-            f"tables.within={within} is more than steps={spec.steps}, so bounds would never fall to those that are given; use at most "
+            f"tables.within={within} is more than steps={spec.steps}, so the bounds would never be reached; use at most "
             f"{spec.steps}"
         )
-    if idle := [name for name in CONSENSUS if getattr(spec, name)]:
-        raise ValueError(f"{idle[0]}={getattr(spec, idle[0])} with config.tables: there are no replicas of tables; use {idle[0]}=0")
-    if spec.optimizer and spec.optimizer.name not in BY_VALUE:
+    if names := [name for name in CONSENSUS if getattr(spec, name)]:
+        raise ValueError(f"{names[0]}={getattr(spec, names[0])} with config.tables, which have no replicas; use {names[0]}=0")
+    if spec.optimizer and spec.optimizer.name not in ELEMENTWISE:
         raise ValueError(
-            f"optimizer {spec.optimizer.name!r} with config.tables: workers that hold different tables would take different steps of all "
-            f"else; use one of {', '.join(BY_VALUE)}"
+            f"optimizer {spec.optimizer.name!r} with config.tables: its update of shared parameters would depend on a worker's tables; "
+            f"use one of {', '.join(ELEMENTWISE)}"
         )
