@@ -124,7 +124,7 @@ class Run:
         )
         line = processes.python(launcher[0], [*launcher[1:], "--elastic", "--", *trial.arguments])
         with (self.folder / "launcher.log").open("a") as log:
-            return processes.start(line, when_we_die=signal.SIGTERM, stdout=log, stderr=log)
+            return processes.start(line, death_signal=signal.SIGTERM, stdout=log, stderr=log)
 
     # -- Events -------------------------------------------------------------------------------------------------------
 

@@ -141,7 +141,7 @@ def follow(
     options = ["--elastic"] * box.elastic + [f"--chaos={box.chaos}"] * bool(box.chaos)
     launcher = processes.start(
         processes.python("launch.cluster", ["run", f"--hosts={box.hosts}", f"--rate={box.rate}", *options, "--", *arguments]),
-        when_we_die=signal.SIGTERM,
+        death_signal=signal.SIGTERM,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,

@@ -1,7 +1,7 @@
-"""How every command starts and fails: absl flags, one-line errors, exit codes.
+"""Start and end of all commands: absl flags, one-line errors, exit codes.
 
-A mistake of the user, which the functions of all commands raise as `UserError`, ends with `error: …` on standard error and exit
-code 2, a training that diverged with 4, an interrupted run with 128 + signal. `--debug` shows the traceback instead.
+A `UserError` ends a command with `error: …` on standard error and exit code 2, a diverged run with 4, an interruption with
+128 + signal. `--debug` shows the traceback instead.
 """
 
 from collections.abc import Callable
@@ -27,58 +27,60 @@ import rich.table
 from decjax.errors import of_system
 from launch import config_file
 
-USER_ERROR, DIVERGED = 2, 4  # The latter is that of `decjax.errors.Diverged`.
-LAUNCHER = "DECJAX_LAUNCHER"  # Set in the environment of commands that another command started.
-# All but tabs and line breaks: those of ASCII and Latin-1, line separators, marks that change the direction of text, and surrogates.
+USER_ERROR, DIVERGED = 2, 4  # exit codes; the latter is that of `decjax.errors.Diverged`
+LAUNCHER = "DECJAX_LAUNCHER"  # an environment variable of commands that another command started
+# Control characters except tabs and line breaks, line separators, marks of text direction, and surrogates.
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 _DEBUG = flags.DEFINE_bool("debug", False, "Show tracebacks of errors.")
 
 
 class UserError(Exception):
-    """A mistake of the user, told in one line; `run` knows it."""
+    """User error, which `run` reports on one line."""
 
 
 class Interrupted(SystemExit):
-    """A signal that ends the command. It runs `finally` clauses, as KeyboardInterrupt does; its argument is the exit code."""
+    """A signal that ends the command after `finally` clauses have run, like KeyboardInterrupt. The argument is the exit code."""
 
 
-def console(most: int | None = None) -> rich.console.Console:
-    """Where tables go: as wide as the terminal, or as COLUMNS says; of 140 columns in a file or a pipe. Never wider than `most`."""
-    made = rich.console.Console(highlight=False)
+def console(max_width: int | None = None) -> rich.console.Console:
+    """Return a console for tables, as wide as the terminal or COLUMNS, 140 columns in a file or pipe, and at most `max_width`."""
+    console = rich.console.Console(highlight=False)
     if not sys.stdout.isatty() and "COLUMNS" not in os.environ:
-        made.width = 140
-    made.width = min(made.width, most or made.width)
-    return made
+        console.width = 140
+    console.width = min(console.width, max_width or console.width)
+    return console
 
 
-def table(*headers: str, words: int = 1, **how: Any) -> rich.table.Table:
-    """An empty table as all commands draw it: the first columns hold words, the others numbers."""
-    made = rich.table.Table(box=rich.box.SIMPLE_HEAD, padding=(0, 1, 0, 0), title_justify="left", caption_justify="left", **how)
+def table(*headers: str, words: int = 1, **options: Any) -> rich.table.Table:
+    """Return an empty table in the style of all commands; the first `words` columns are for text, the others for numbers."""
+    table = rich.table.Table(
+        box=rich.box.SIMPLE_HEAD, padding=(0, 1, 0, 0), title_justify="left", caption_justify="left", **options
+    )
     for column, header in enumerate(headers):
-        made.add_column(header, justify="left" if column < words else "right", vertical="bottom", no_wrap=True)
-    return made
+        table.add_column(header, justify="left" if column < words else "right", vertical="bottom", no_wrap=True)
+    return table
 
 
 def printable(text: str) -> str:
     """Escape control characters in text from data or from a model, which a terminal would execute; keep line breaks and tabs."""
-    return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+    return _CONTROL.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
 def fail(message: object, code: int = USER_ERROR) -> NoReturn:
-    """Ends the program with one line on standard error."""
+    """End the program with one line on standard error."""
     _leaving()
-    sys.unraisablehook = lambda unraisable: None  # Background tasks of libraries have nothing to add while we leave.
+    sys.unraisablehook = lambda unraisable: None  # No messages from background tasks of libraries.
     print(f"error: {printable(' '.join(str(message).splitlines()))}", file=sys.stderr, flush=True)
     sys.exit(code)
 
 
 def code_of(error: BaseException) -> int:
-    """The exit code of a command that ends with an error that speaks to the user."""
+    """Return the exit code of a command that ends with a user error."""
     return getattr(error, "exit_code", USER_ERROR)
 
 
 def options_only(argv: list[str]) -> None:
-    """Ends a command that takes no arguments, if it was given some."""
+    """End a command that takes no positional arguments if it has some."""
     if argv:
         fail(f"unexpected argument {argv[0]!r}; options start with --")
 
@@ -109,36 +111,38 @@ FOLDER, FILE, FIGURE = map(Output, ("folder", "file", "figure"))
 
 
 def folder(option: str, text: str) -> pathlib.Path:
-    """A directory that can be written, or made; nothing is made yet."""
+    """Check that a directory can be written or created, without creating it; return its path."""
     if not text.strip():
         raise UserError(f"--{option} is empty; choose a --{option}, such as runs/lm")
     path = pathlib.Path(text)
-    there = next(place for place in (path.absolute(), *path.absolute().parents) if os.path.exists(place))
-    reason = _why_not_written(there) if there.is_dir() else f"{there} is not a directory"
-    if reason or (reason := _why_no_name(path)):
+    existing = next(parent for parent in (path.absolute(), *path.absolute().parents) if os.path.exists(parent))
+    reason = _why_not_writable(existing) if existing.is_dir() else f"{existing} is not a directory"
+    if reason or (reason := _why_invalid(path)):
         raise UserError(f"--{option}={text!r} cannot be written ({reason}); choose another --{option}")
     return path
 
 
 def output(option: str, text: str, figure: bool = False) -> pathlib.Path:
-    """A file that can be written, tried before minutes of work; a figure is of a kind that matplotlib knows."""
+    """Check that a file, or a figure of a type that matplotlib supports, can be written; return its path."""
     if not text.strip():
         raise UserError(f"--{option} is empty; give the path of a file, or leave it out")
     path = pathlib.Path(text)
     if figure:
-        from matplotlib import backend_bases  # Takes a second, which only figures need.
+        from matplotlib import backend_bases  # Importing it takes a second.
 
-        if (kind := path.suffix[1:].lower()) not in (kinds := backend_bases.FigureCanvasBase.filetypes):
-            problem = f"a figure cannot be of type {kind!r}" if kind else "the name of a figure needs a file type, as in plan.png"
-            raise UserError(f"--{option}={text!r}: {problem}; use one of {', '.join(sorted(kinds))}")
-    reason = _why_no_name(path) or ("it is a folder" if path.is_dir() else _why_not_written(path.parent))
+        if (suffix := path.suffix[1:].lower()) not in (suffixes := backend_bases.FigureCanvasBase.filetypes):
+            problem = (
+                f"a figure cannot be of type {suffix!r}" if suffix else "the name of a figure needs a file type, as in plan.png"
+            )
+            raise UserError(f"--{option}={text!r}: {problem}; use one of {', '.join(sorted(suffixes))}")
+    reason = _why_invalid(path) or ("it is a folder" if path.is_dir() else _why_not_writable(path.parent))
     if reason:
         raise UserError(f"--{option}={text!r} cannot be written ({reason}); choose another --{option}")
     return path
 
 
-def _why_not_written(folder: pathlib.Path) -> str:
-    """The reason why no file can be made in a folder; empty: it can."""
+def _why_not_writable(folder: pathlib.Path) -> str:
+    """Return the reason why no file can be created in a folder; empty if it can."""
     try:
         with tempfile.TemporaryFile(dir=folder):
             return ""
@@ -148,8 +152,8 @@ def _why_not_written(folder: pathlib.Path) -> str:
         return error.strerror or str(error)
 
 
-def _why_no_name(path: pathlib.Path) -> str:
-    """The reason why no file can have this name; empty: one can."""
+def _why_invalid(path: pathlib.Path) -> str:
+    """Return the reason why a path is invalid; empty if it is valid."""
     try:
         path.lstat()
     except FileNotFoundError:
@@ -160,12 +164,12 @@ def _why_no_name(path: pathlib.Path) -> str:
 
 
 def _check_flags() -> None:
-    """Refuse outputs that cannot be written, and nan and infinity in every flag: absl's bounds let nan through."""
+    """Refuse outputs that cannot be written, and nan and infinity, which absl's bounds accept."""
     for name in flags.FLAGS:
         flag = flags.FLAGS[name]
         if isinstance(flag.parser, Output) and flag.value is not None:
             flag.parser.check(name, flag.value)
-        if name.startswith("config."):  # The config checks the range of each field itself.
+        if name.startswith("config."):  # Checked with the config.
             continue
         for value in flag.value if isinstance(flag.value, list) else [flag.value]:
             if isinstance(value, float) and not math.isfinite(value):
@@ -173,28 +177,28 @@ def _check_flags() -> None:
 
 
 def no_devices(error: BaseException) -> str:
-    """The message for an error with which JAX failed to start the devices that it was to use; empty: it is another error."""
+    """Return the message for JAX's error that it cannot start its devices; empty for other errors."""
     if not isinstance(error, RuntimeError | AssertionError):
         return ""
     in_jax = any(frame.f_code.co_filename.endswith("xla_bridge.py") for frame, _ in traceback.walk_tb(error.__traceback__))
     if not in_jax and "Unable to initialize backend" not in str(error):
         return ""
     if os.environ.get("JAX_PLATFORMS") == "cpu" and "JAX_NUM_CPU_DEVICES" not in os.environ:
-        return ""  # The CPU is always available, so the cause is another one.
+        return ""  # The CPU is always available, so this has another cause.
     reason = " ".join(str(error).split())[:160] or "no JAX for them is installed"
-    wanted = "".join(f"{name}={os.environ[name]}: " for name in ("JAX_PLATFORMS", "JAX_NUM_CPU_DEVICES") if name in os.environ)
-    return f"{wanted}JAX cannot start its devices ({reason}); set JAX_PLATFORMS=cpu, or install JAX for them"
+    settings = "".join(f"{name}={os.environ[name]}: " for name in ("JAX_PLATFORMS", "JAX_NUM_CPU_DEVICES") if name in os.environ)
+    return f"{settings}JAX cannot start its devices ({reason}); set JAX_PLATFORMS=cpu, or install JAX for them"
 
 
 def one_line(error: Exception) -> str:
-    """What a config file or a flag complains of. Its text may hold a whole traceback, of which the last line matters."""
+    """Return the message of an error from a config file or flag on one line; of a traceback in its text, the last line."""
     if isinstance(error, OSError):
         return " ".join(of_system(error).split())
     text = str(error)
     if isinstance(error, KeyError) or "Traceback" in text:
         text = text.replace("\\n", "\n").replace("\\'", "'")  # A KeyError's message is the repr of its text.
     elif not isinstance(error, AttributeError | flags.Error):
-        text = " ".join(text.split())  # A value of the user's may hold a line's end.
+        text = " ".join(text.split())  # Values may contain line breaks.
     last = ([line.strip() for line in text.splitlines() if line.strip()] or [type(error).__name__])[-1].removeprefix("ValueError: ")
     if missing := re.search(r"Flag (--\w+) must have a value other than None", last):
         return f"{missing[1]} is missing; --help lists the flags"
@@ -205,12 +209,12 @@ def one_line(error: Exception) -> str:
     if isinstance(error, (AttributeError, KeyError)):
         last = last.strip('"')
         return f"unknown config field: {last}; the config file lists the fields"
-    # Only what was within the repr of a traceback may end with a quote of that; else it is an apostrophe that makes their number odd.
+    # In the repr of a traceback the last quote belongs to the repr.
     return last.removesuffix("'") if "Traceback" in text and last.count("'") % 2 else last
 
 
 class _Stream(io.FileIO):
-    """A standard stream that discards output once its reader is gone, as with `2>&1 | head`, or a terminal that was closed."""
+    """A standard stream that discards output once its reader is gone, as with `| head` or a closed terminal."""
 
     def write(self, data) -> int:
         try:
@@ -225,24 +229,24 @@ class _Stream(io.FileIO):
 
 
 def _outlive_readers() -> None:
-    """Keeps a command running after the reader of its output has gone."""
+    """Keep the command running after the reader of its output is gone."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
-        if stream is not None and stream is getattr(sys, f"__{name}__"):  # Otherwise the output is captured.
+        if stream is not None and stream is getattr(sys, f"__{name}__"):  # Tests may capture the output.
             buffer = io.BufferedWriter(_Stream(stream.fileno(), "w", closefd=False))
-            made = io.TextIOWrapper(buffer, stream.encoding, stream.errors, None, stream.line_buffering, stream.write_through)
-            setattr(sys, name, made)
+            wrapper = io.TextIOWrapper(buffer, stream.encoding, stream.errors, None, stream.line_buffering, stream.write_through)
+            setattr(sys, name, wrapper)
 
 
 def add_common(values: flags.FlagValues) -> None:
-    """Define the flags that every command has."""
+    """Define the flags that all commands have."""
     of_logging = [name for name in flags.FLAGS if flags.FLAGS.find_module_defining_flag(name) == "absl.logging"]
-    for name in {flags.FLAGS[name].name for name in (*of_logging, "debug")}:  # A short name comes with the long one.
+    for name in {flags.FLAGS[name].name for name in (*of_logging, "debug")}:  # Short names are copied with the long ones.
         values[name] = copy.deepcopy(flags.FLAGS[name])
 
 
 def parsed(argv: list[str], values: flags.FlagValues) -> list[str]:
-    """Parse a command line into flags, and return the program's name and the positional arguments; a UserError for mistakes."""
+    """Parse a command line into flags; return the program's name and the positional arguments. Raise a UserError for mistakes."""
     try:
         if problem := config_file.complaint(argv):
             raise UserError(problem)
@@ -255,15 +259,18 @@ def parsed(argv: list[str], values: flags.FlagValues) -> list[str]:
 
 
 def run(main: Callable[[list[str]], int | None], errors: tuple[type[Exception], ...] = ()) -> None:
-    """Runs `main(argv)` under absl: it gets the positional arguments behind the program's name, and returns the exit code. Exceptions in
-    `errors`, and those of the operating system, are user errors, reported on one line."""
+    """Run a command under absl.
 
+    Args:
+        main: takes the positional arguments and returns the exit code.
+        errors: exceptions that are user errors, in addition to UserError and OSError.
+    """
     _outlive_readers()
 
     def parse(argv):
         try:
             return parsed(argv, flags.FLAGS)
-        except SystemExit:  # --help has been answered; absl would call that a failure.
+        except SystemExit:  # After --help, for which absl returns 1.
             sys.exit(0)
         except UserError as error:
             if "--debug" in argv:
@@ -271,7 +278,7 @@ def run(main: Callable[[list[str]], int | None], errors: tuple[type[Exception], 
             fail(error)
 
     def guarded(argv):
-        # JAX and Orbax report every backend and every file, and Orbax the traceback of every error that it raises as well.
+        # JAX and Orbax log each backend, file and traceback.
         logging.set_verbosity(logging.ERROR if _DEBUG.value else logging.FATAL)
         try:
             _check_flags()
@@ -283,13 +290,13 @@ def run(main: Callable[[list[str]], int | None], errors: tuple[type[Exception], 
                 raise
             fail(no_devices(error) or one_line(error), code_of(error))
         except (RuntimeError, AssertionError) as error:
-            if _DEBUG.value or not (missing := no_devices(error)):
+            if _DEBUG.value or not (message := no_devices(error)):
                 raise
-            fail(missing)
+            fail(message)
         except (KeyboardInterrupt, Interrupted) as stopped:
             code = int(stopped.args[0]) if isinstance(stopped, Interrupted) else 128 + signal.SIGINT
             name = signal.Signals(code - 128).name
-            fail(f"interrupted by {name}; the same command starts again from what was saved", code)
+            fail(f"interrupted by {name}; run the same command again to continue", code)
 
     _set_up_terminal()
     app.run(guarded, flags_parser=parse)
@@ -297,16 +304,16 @@ def run(main: Callable[[list[str]], int | None], errors: tuple[type[Exception], 
 
 def _set_up_terminal() -> None:
     """Prevent unusual terminal settings from ending a command."""
-    for name in ("COLUMNS", "LINES"):  # Tables, progress and --help parse them as numbers.
+    for name in ("COLUMNS", "LINES"):  # rich and absl parse them as numbers.
         if not re.fullmatch("[1-9][0-9]*", os.environ.get(name, "1")):
             del os.environ[name]
-    for stream in (sys.stdout, sys.stderr):  # Their encoding may lack characters of the output.
+    for stream in (sys.stdout, sys.stderr):  # Their encoding may lack some characters.
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
 
 
 def _leaving() -> None:
-    """Flush the output; from here on an interrupt ends the process at once, since nothing is left to save or print."""
+    """Flush the output; from here on, an interrupt ends the process at once."""
     for stream in filter(None, (sys.stdout, sys.stderr)):
         with contextlib.suppress(OSError, ValueError):  # Its disk is full, or it is closed.
             stream.flush()

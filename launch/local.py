@@ -23,9 +23,9 @@ def main(argv: list[str]) -> int:
     processes.check(module, argv, num_processes)
     again, faults = processes.how_to_continue("launch.local", module), chaos.parse(flags.FLAGS.chaos, num_processes)
     if given := elastic.options(module, argv):
-        lines = functools.partial(processes.elastic_members, module, argv, num_processes)
+        lines = functools.partial(processes.elastic_command_lines, module, argv, num_processes)
         return elastic.run_together(lines, "127.0.0.1", given, again, faults)
-    lines = processes.members(module, argv, num_processes, "127.0.0.1")
+    lines = processes.command_lines(module, argv, num_processes, "127.0.0.1")
     return processes.run_together(lines, again, faults=faults)
 
 

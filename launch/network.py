@@ -124,7 +124,7 @@ class Network:
     ) -> int:
         """Runs a module on every host, as `processes.run_together` does; neighbours in the order of the processes' indices share
         one."""
-        lines = processes.members(module, arguments, len(self.hosts) * processes_per_host, self.addresses[0])
+        lines = processes.command_lines(module, arguments, len(self.hosts) * processes_per_host, self.addresses[0])
         inside = self._on_hosts(lines, processes_per_host)
         return processes.run_together(inside, again, pin, self._apart(inside), faults, self)
 
@@ -140,7 +140,7 @@ class Network:
         """The same for an elastic run, as `elastic.run_together` does it, with the coordinator at the switch."""
 
         def lines(options):
-            made = processes.elastic_members(module, arguments, len(self.hosts) * processes_per_host, options)
+            made = processes.elastic_command_lines(module, arguments, len(self.hosts) * processes_per_host, options)
             return self._on_hosts(made, processes_per_host)
 
         box = elastic.Box(self._at_switch, self._apart(lines([])), self, processes_per_host)

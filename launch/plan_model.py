@@ -1,4 +1,4 @@
-"""The --model of launch.plan that is written as numbers: a workload's, or the sizes of a transformer."""
+"""The numeric form of launch.plan's --model: numbers of a workload, or sizes of a transformer."""
 
 from typing import Any
 
@@ -12,21 +12,21 @@ _EXAMPLES = dict(params="such as 65e6", tokens="such as 1600")
 
 
 def parse_pairs(text: str, keys: dict[str, float | None] = NUMBERS) -> dict[str, Any]:
-    """`params=65e6,tokens=1600` as numbers, with defaults."""
-    given: dict[str, float] = {}
+    """Parse numbers such as `params=65e6,tokens=1600`; fill in defaults."""
+    values: dict[str, float] = {}
     for part in filter(None, (part.strip() for part in text.split(","))):
         key, _, value = part.partition("=")
-        key = "depth" if key == "layers" else key  # As it was once called.
-        if key in given:
+        key = "depth" if key == "layers" else key  # an alias
+        if key in values:
             raise ValueError(f"--model: {key} is given twice; leave one out")
         if key not in keys:
             raise ValueError(f"--model: {key!r} is unknown; use some of {', '.join(keys)}, or a .json or .py file")
-        given[key] = _number(key, value)
-    return keys | given
+        values[key] = _number(key, value)
+    return keys | values
 
 
 def _number(key: str, text: str) -> float:
-    """The value of a key of --model."""
+    """Parse the value of a key."""
     must, example = "a whole number of at least 1" if key in _WHOLE else "a number", _EXAMPLES.get(key, "")
     try:
         number = float(text)
@@ -38,23 +38,23 @@ def _number(key: str, text: str) -> float:
 
 
 def times_of(values: dict[str, Any], cluster: costmodel.Cluster, compute_s: float | None) -> tuple[float, float]:
-    """(forward_s, backward_s): given, or a third and two thirds of a step, which tokens and flops may tell."""
-    each = {name: values[name] for name in ("forward_s", "backward_s") if values[name] is not None}
-    if compute_s is not None and each:
-        raise ValueError(f"--compute_s={compute_s:g} and --model: {', '.join(each)} both set the time of a step; give one")
-    if len(each) == 2:
-        return each["forward_s"], each["backward_s"]
-    if compute_s is None and not each and values["tokens"] and cluster.flops:
+    """Return (forward_s, backward_s): as given, or 1/3 and 2/3 of a step's time, which may follow from tokens and flops."""
+    times = {name: values[name] for name in ("forward_s", "backward_s") if values[name] is not None}
+    if compute_s is not None and times:
+        raise ValueError(f"--compute_s={compute_s:g} and --model: {', '.join(times)} both set the time of a step; give one")
+    if len(times) == 2:
+        return times["forward_s"], times["backward_s"]
+    if compute_s is None and not times and values["tokens"] and cluster.flops:
         compute_s = 6 * values["params"] * values["tokens"] / cluster.flops
     if compute_s is None:
         raise ValueError(
-            "--model: how long does a step compute? Give forward_s and backward_s, --compute_s, or tokens and a profile with flops"
+            "--model: the compute time of a step is missing; give forward_s and backward_s, --compute_s, or tokens and a profile with flops"
         )
     return compute_s / 3, 2 * compute_s / 3
 
 
 def check_parameters(values: dict[str, Any]) -> None:
-    """Refuses a model that has none."""
+    """Raise a ValueError unless the number of parameters is positive."""
     if values["params"] is None:
         raise ValueError("--model: params is missing; give the number of parameters, such as params=65e6, or a config")
     if values["params"] <= 0:
@@ -62,7 +62,7 @@ def check_parameters(values: dict[str, Any]) -> None:
 
 
 def make_workload(values: dict[str, Any], cluster: costmodel.Cluster, compute_s: float | None) -> costmodel.Workload:
-    """A workload from numbers; times are given, or follow from tokens and flops."""
+    """Make a workload from the numbers of --model."""
     values = NUMBERS | values
     check_parameters(values)
     forward_s, backward_s = times_of(values, cluster, compute_s)
@@ -79,7 +79,7 @@ def make_workload(values: dict[str, Any], cluster: costmodel.Cluster, compute_s:
 
 
 def make_transformer(values: dict[str, float]) -> costmodel.Transformer:
-    """A model from numbers."""
+    """Make a transformer from the sizes of --model."""
     sizes = {key: value for key, value in values.items() if key not in ("tied", "bytes")}
     for key, value in sizes.items():
         if value is None or not float(value).is_integer():
@@ -90,7 +90,7 @@ def make_transformer(values: dict[str, float]) -> costmodel.Transformer:
     sizes = {key: int(value) for key, value in sizes.items()}
     if values["tied"] not in (0, 1):
         raise ValueError(f"--model: tied={values['tied']:g} must be 0 or 1")
-    num_bytes = profile.check_number("--model: bytes", values["bytes"], positive=True, fix="2 are those of bfloat16")
+    num_bytes = profile.check_number("--model: bytes", values["bytes"], positive=True, fix="bfloat16 has 2")
     return costmodel.Transformer(
         batch_size=sizes.pop("batch"),
         tied=bool(values["tied"]),

@@ -1,8 +1,7 @@
-"""Processes that belong together: started, watched and ended as one.
+"""Groups of processes: start, supervision and shutdown.
 
-`run_together` is what launch.local and launch.cluster stand on: the first process keeps the terminal, the others speak
-only if one fails; if one dies, the others are ended; Ctrl-C and SIGTERM reach every process once. launch.sweep, whose
-processes take turns, uses the parts.
+`run_together` is the basis of launch.local and launch.cluster. The first process prints to the terminal; the output of the others is
+shown only if one fails. If a process fails, the others are terminated. Ctrl-C and SIGTERM reach each process once.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -26,28 +25,28 @@ from decjax.signals import handling
 from launch import accelerators, chaos, command, config_file
 
 TRAIN = "launch.train"
-GRACE_S = 15  # between SIGTERM and SIGKILL, once a process has died: well below a minute
+GRACE_S = 15  # between SIGTERM and SIGKILL, after a process has failed
 POLL_S = 0.1
 LAST_LINES = 20
 STANDBY = "--standby"  # the flag of a spare process
-LOST_CONTACT = (3, -signal.SIGABRT)  # how a process ends that noticed the end of another: launch.join, or JAX itself
-_BY_JAX = re.compile("coordination service|distributed service|heartbeat", re.IGNORECASE)  # in what it says before it aborts
+LOST_CONTACT = (3, -signal.SIGABRT)  # exit codes after the loss of another process, of launch.join and of JAX
+_BY_JAX = re.compile("coordination service|distributed service|heartbeat", re.IGNORECASE)  # in its output before it aborts
 _SHOW_CURSOR = "\x1b[?25h"
 _PR_SET_PDEATHSIG = 1  # of Linux's sys/prctl.h
 
 
 class Child(NamedTuple):
-    """A process of the group and the file that keeps what it says."""
+    """A process of a group, and the file with its output."""
 
     process: subprocess.Popen
     log: BinaryIO
 
     def living(self) -> int | None:
-        """The process's id; None if it has ended."""
+        """The id of the process; None if it has ended."""
         return self.process.pid if self.process.poll() is None else None
 
     def lines(self) -> list[str]:
-        """All that it said."""
+        """All lines of its output."""
         self.log.seek(0)
         return self.log.read().decode(errors="replace").splitlines()
 
@@ -60,10 +59,10 @@ class Child(NamedTuple):
 
 @contextlib.contextmanager
 def caught_signals() -> Iterator[list[signal.Signals]]:
-    """Collects Ctrl-C, SIGTERM and SIGHUP in a list instead of dying from them.
+    """Context manager that collects SIGINT, SIGTERM and SIGHUP in a list.
 
-    A second signal in the list asks for a hard end. SIGHUP is never the second: a closed terminal sends it twice, through the shell and
-    by itself.
+    A second signal in the list requests immediate termination. SIGHUP is never the second: a closed terminal sends it twice, directly
+    and through the shell.
     """
     caught: list[signal.Signals] = []
 
@@ -76,7 +75,7 @@ def caught_signals() -> Iterator[list[signal.Signals]]:
 
 
 def unwinding_signals() -> contextlib.AbstractContextManager[None]:
-    """Lets SIGTERM and SIGHUP run `finally` clauses, as Ctrl-C does, and end the command with one line."""
+    """Context manager in which SIGTERM and SIGHUP raise `Interrupted`, so that `finally` clauses run as for Ctrl-C."""
 
     def unwind(number: int, _: Any) -> None:
         raise command.Interrupted(128 + number)
@@ -85,47 +84,43 @@ def unwinding_signals() -> contextlib.AbstractContextManager[None]:
 
 
 def python(module: str, arguments: Sequence[str] = ()) -> list[str]:
-    """The command line of a module, with this interpreter."""
+    """Return the command line of a module with this interpreter."""
     return [sys.executable, "-m", module, *arguments]
 
 
 def start(
-    command_line: list[str], core: int | None = None, when_we_die: signal.Signals = signal.SIGKILL, **options: Any
+    command_line: list[str], core: int | None = None, death_signal: signal.Signals = signal.SIGKILL, **options: Any
 ) -> subprocess.Popen:
-    """Starts a process that ends when we do, in a session of its own: the terminal's Ctrl-C reaches it through us only.
+    """Start a process that ends with this one, in a new session, so that the terminal's Ctrl-C does not reach it directly.
 
     Args:
-        command_line: as `python` makes it.
+        command_line: of the process, such as from `python`.
         core: the only CPU core that it may use; None: any.
-        when_we_die: what Linux then sends it; with SIGTERM a run that depends on no other saves before it ends.
-        **options: of `subprocess.Popen`; `env` is added to our environment, `stdin` is empty unless given. With
-            `start_new_session=False` Ctrl-C reaches it directly.
+        death_signal: sent by Linux when this process dies; with SIGTERM a run of one process saves a checkpoint.
+        **options: of `subprocess.Popen`; `env` is added to this process's environment, `stdin` is empty by default.
     """
-    us = os.getpid()
+    parent = os.getpid()
 
-    def before_it_runs():
-        # Linux kills it when we die, so that nothing stays behind and holds the work directory even if the launcher was killed.
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, when_we_die)
-        if os.getppid() != us:  # We died before this was said.
+    def set_up():
+        # Otherwise processes of a killed launcher would keep the work directory locked.
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, death_signal)
+        if os.getppid() != parent:  # It died before the call.
             os._exit(1)
         if core is not None:
             os.sched_setaffinity(0, {core})
 
-    # JAX's preemption service would swallow a SIGTERM that comes before the train loop listens.
-    ours = {"JAX_ENABLE_PREEMPTION_SERVICE": "false", command.LAUNCHER: "1"}
-    options = (
-        {"stdin": subprocess.DEVNULL, "start_new_session": True} | options | {"env": os.environ | ours | options.get("env", {})}
-    )
-    before = before_it_runs if sys.platform == "linux" else None
-    return subprocess.Popen(command_line, preexec_fn=before, **options)
+    # JAX's preemption service would swallow a SIGTERM that arrives before the training loop handles signals.
+    variables = {"JAX_ENABLE_PREEMPTION_SERVICE": "false", command.LAUNCHER: "1"} | options.get("env", {})
+    options = {"stdin": subprocess.DEVNULL, "start_new_session": True} | options | {"env": os.environ | variables}
+    return subprocess.Popen(command_line, preexec_fn=set_up if sys.platform == "linux" else None, **options)
 
 
 @contextlib.contextmanager
 def survived_by(command_line: list[str], **options: Any) -> Iterator[None]:
-    """A context in which another process waits to clean up after this one: its standard input ends only if this process is killed.
+    """Context manager with a second process that cleans up after this one: its standard input ends if this process is killed.
 
     Args:
-        command_line: of a program that first reads its standard input to the end.
+        command_line: of a program that reads its standard input to the end before anything else.
         **options: of `subprocess.Popen`.
     """
     # The kernel closes the pipe when this process ends, for any reason.
@@ -139,35 +134,35 @@ def survived_by(command_line: list[str], **options: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def temporary_folder() -> Iterator[str]:
-    """A context with a temporary folder, which is removed afterwards even if this process is killed."""
+    """Context manager with a temporary folder that is removed afterwards, even if this process is killed."""
     with tempfile.TemporaryDirectory(prefix="decjax-", ignore_cleanup_errors=True) as folder:
-        # Again a second later: processes that end along with this one may still have been writing to it.
-        removes = 'cat; rm -rf -- "$0"; sleep 1; rm -rf -- "$0"'
-        with survived_by(["sh", "-c", removes, folder], stderr=subprocess.DEVNULL):
+        # Twice, because processes that end together with this one may still write to it.
+        clean_up = 'cat; rm -rf -- "$0"; sleep 1; rm -rf -- "$0"'
+        with survived_by(["sh", "-c", clean_up, folder], stderr=subprocess.DEVNULL):
             yield folder
 
 
 def how_it_ended(code: int) -> str:
-    """An exit code in words."""
+    """Return an exit code in words."""
     return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
 
 
 def same_command(module: str) -> str:
-    """The command line of this program, to be typed again."""
+    """Return the command line of this program, as typed."""
     return shlex.join(["python", "-m", module, *sys.argv[1:]])
 
 
 def how_to_continue(launcher: str, module: str) -> str:
-    """What a launcher says after an interruption or a failure: training continues, other modules start again."""
+    """Return the advice of a launcher after an interruption or failure; empty for modules that cannot continue."""
     return f"the same command continues from the last checkpoint:\n  {same_command(launcher)}" if module == TRAIN else ""
 
 
 def check(module: str, arguments: Sequence[str], num_processes: int = 1) -> None:
-    """Refuses what every process would refuse, before anything is started."""
-    found = None
-    with contextlib.suppress(ImportError, ValueError):  # Its package is missing; its name is none.
-        found = importlib.util.find_spec(module)
-    if found is None:
+    """Refuse a module or arguments that each process would refuse, before any is started."""
+    spec = None
+    with contextlib.suppress(ImportError, ValueError):  # Its package does not exist; its name is invalid.
+        spec = importlib.util.find_spec(module)
+    if spec is None:
         raise command.UserError(f"module={module!r}: there is no such module here; write it as in {TRAIN}")
     if module != TRAIN:
         return
@@ -178,7 +173,7 @@ def check(module: str, arguments: Sequence[str], num_processes: int = 1) -> None
     for option in ("config", "workdir"):
         if config_file.value_of(option, arguments) is None:
             raise command.UserError(f"--{option} is missing behind --, {example}")
-    from launch import train_flags  # It imports JAX, which most users of this module do not need.
+    from launch import train_flags  # Imported here because it imports JAX.
 
     train_flags.check(arguments, num_processes)
 
@@ -187,25 +182,31 @@ def check(module: str, arguments: Sequence[str], num_processes: int = 1) -> None
 
 
 def free_port() -> int:
-    """A port of 127.0.0.1 that nobody listens on."""
+    """Return a free port of 127.0.0.1."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
 
 
-def members(module: str, arguments: Sequence[str], num_processes: int, address: str) -> list[list[str]]:
-    """Command lines of processes that find each other: `arguments`, the same for all, behind the coordinator flags of launch.train,
-    which the module must have; process 0 listens on some free port of `address`."""
-    together = [f"--coordinator={address}:{free_port()}", f"--num_processes={num_processes}"]
-    return [python(module, [*together, f"--process_index={index}", *arguments]) for index in range(num_processes)]
+def command_lines(module: str, arguments: Sequence[str], num_processes: int, address: str) -> list[list[str]]:
+    """Return the command lines of processes that train together.
+
+    Args:
+        module: a module with the coordinator flags of launch.train.
+        arguments: of all processes.
+        num_processes: their number.
+        address: at which process 0 listens, on a free port.
+    """
+    common = [f"--coordinator={address}:{free_port()}", f"--num_processes={num_processes}"]
+    return [python(module, [*common, f"--process_index={index}", *arguments]) for index in range(num_processes)]
 
 
-def elastic_members(module: str, arguments: Sequence[str], num_processes: int, options: Sequence[str]) -> list[list[str]]:
-    """Command lines of the members of an elastic run; `options` are the coordinator's. With `STANDBY` among them they name no place:
-    a spare process is told later which one is its own."""
-    together = [*options, f"--num_processes={num_processes}"]
-    places = [[] if STANDBY in options else [f"--process_index={index}"] for index in range(num_processes)]
-    return [python(module, [*together, *place, *arguments]) for place in places]
+def elastic_command_lines(module: str, arguments: Sequence[str], num_processes: int, options: Sequence[str]) -> list[list[str]]:
+    """Return the command lines of the members of an elastic run; `options` come from its coordinator. With `STANDBY` among them they
+    have no index, since spare processes receive theirs later."""
+    common = [*options, f"--num_processes={num_processes}"]
+    indices = [[] if STANDBY in options else [f"--process_index={index}"] for index in range(num_processes)]
+    return [python(module, [*common, *index, *arguments]) for index in indices]
 
 
 def run_together(
@@ -216,53 +217,54 @@ def run_together(
     faults: Iterator[chaos.Event] = iter(()),
     links: chaos.Links | None = None,
 ) -> int:
-    """Runs processes until all have ended; tells on standard error if one of them failed or we were stopped.
+    """Run processes until all have ended; report a failure or an interruption on standard error.
 
-    Each has an accelerator of its own where there are some, as `accelerators.environments` has it.
+    Accelerators are divided among the processes by `accelerators.environments`.
 
     Args:
-        command_lines: one per process; standard output of the first stays the terminal's.
-        again: how to continue after an interruption or a failure, told with it.
-        pin: whether process i stays on core i modulo their number.
-        environments: variables of each process besides.
-        faults: what is done to the processes.
-        links: of the box that they are in.
+        command_lines: one per process; the first one prints to the terminal.
+        again: how to continue after an interruption or a failure.
+        pin: whether process i is pinned to core i, modulo the number of cores.
+        environments: further variables of each process.
+        faults: to be injected.
+        links: of the emulated cluster with the processes.
 
     Returns:
-        The exit code: 0, 128 + the signal that stopped us, or that of the process that failed first.
+        The exit code: 0, 128 + the signal that stopped this process, or the code of the process that failed first.
     """
-    given = accelerators.environments(len(command_lines))
+    accelerator_variables = accelerators.environments(len(command_lines))
     with contextlib.ExitStack() as stack:
         caught = stack.enter_context(caught_signals())
         children: list[Child] = []
-        stack.callback(lambda: send(children, signal.SIGKILL))  # Whatever happens here, nothing stays behind.
+        stack.callback(lambda: send(children, signal.SIGKILL))  # No process is left behind.
         cores = sorted(os.sched_getaffinity(0)) if pin else [None]
         for index, line in enumerate(command_lines):
             log = stack.enter_context(tempfile.TemporaryFile())
-            # XLA's pool has a thread for every core it sees; an exchange beside the gradient needs a second one.
-            environment = given[index] | ({"NPROC": "2"} if pin else {}) | (environments[index] if environments else {})
+            # XLA has a thread per core; an exchange that overlaps with the gradient needs a second one.
+            environment = (
+                accelerator_variables[index] | ({"NPROC": "2"} if pin else {}) | (environments[index] if environments else {})
+            )
             core = cores[index % len(cores)]
             process = start(line, core, env=environment, stdout=None if index == 0 else log, stderr=log)
             children.append(Child(process, log))
 
-        trouble = stack.enter_context(contextlib.closing(chaos.Chaos(faults, lambda index: children[index].living(), links)))
-        return report(children, wait(children, caught, trouble.look), caught, f"; {again}" if again else "")
+        injector = stack.enter_context(contextlib.closing(chaos.Chaos(faults, lambda index: children[index].living(), links)))
+        return report(children, wait(children, caught, injector.look), caught, f"; {again}" if again else "")
 
 
 def send(children: list[Child], number: signal.Signals) -> None:
-    """Sends a signal to every process that still runs."""
+    """Send a signal to all running processes."""
     for child in children:
         if child.process.poll() is None:
             child.process.send_signal(number)
 
 
 class Ended(NamedTuple):
-    """Which processes of a group did not end well, by index.
+    """Indices of the processes that did not end normally.
 
     Attributes:
-        failed: those that ended otherwise than with exit code 0 before we ended any, the first one first; and those that somebody
-            else killed.
-        silent: those that neither ended nor noticed when the others had lost contact: they are frozen, or hang.
+        failed: those that failed before any was terminated here, the first one first, and those killed by others.
+        silent: those that still ran after others had lost contact: they are frozen or hang.
     """
 
     failed: list[int]
@@ -270,8 +272,13 @@ class Ended(NamedTuple):
 
 
 def wait(children: list[Child], caught: list[signal.Signals], look: Callable[[], None] = lambda: None) -> Ended:
-    """Waits until all have ended, and calls `look` now and then; ends the rest after the first failure. Of the signals that are
-    `caught` meanwhile the first is forwarded, and a second one ends all processes at once."""
+    """Wait until all processes have ended; terminate the rest after the first failure.
+
+    Args:
+        children: the processes.
+        caught: signals, which may be appended meanwhile. The first is forwarded; the second kills all processes.
+        look: called several times a second.
+    """
     failed: list[int] = []
     silent: list[int] = []
     forwarded, killed, deadline = False, False, math.inf
@@ -283,10 +290,10 @@ def wait(children: list[Child], caught: list[signal.Signals], look: Callable[[],
             send(children, signal.SIGTERM)
         if not failed and (failed := [index for index, code in enumerate(codes) if code]):
             deadline = time.monotonic() + GRACE_S
-            if not forwarded:  # A second SIGTERM would not be kinder.
+            if not forwarded:  # They have received a SIGTERM already.
                 send(children, signal.SIGTERM)
         if not killed:
-            # Connections of a process that somebody kills are gone before it is: others may fail of it and be seen first.
+            # Connections of a killed process close before it ends, so others may fail first because of it.
             failed += [index for index, code in enumerate(codes) if index not in failed and code == -signal.SIGKILL]
         if not running:
             return Ended(failed, silent)
@@ -301,19 +308,19 @@ def wait(children: list[Child], caught: list[signal.Signals], look: Callable[[],
 
 
 def _is_stopped(process_id: int) -> bool:
-    """Whether a signal such as SIGSTOP holds a process, where /proc tells."""
+    """Whether a process is stopped, as by SIGSTOP; False without /proc."""
     with contextlib.suppress(OSError):
         return pathlib.Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()[0] in ("T", "t")
     return False
 
 
 def _consequence(code: int) -> int:
-    """How likely this end of a process only follows from that of another, to compare those that failed at about the same time."""
+    """Rank of an exit code among failures at about the same time: higher for codes that rather follow from another failure."""
     return 2 if code in LOST_CONTACT else int(code != -signal.SIGKILL)
 
 
 def report(children: list[Child], ended: Ended, caught: list[signal.Signals], again: str) -> int:
-    """Says on standard error how it ended; returns the exit code."""
+    """Report on standard error how the group ended; return the exit code."""
     if not ended.failed:
         print("".join(f"{line}\n" for line in children[0].last_lines()), end="", file=sys.stderr, flush=True)
         return 0
@@ -321,20 +328,19 @@ def report(children: list[Child], ended: Ended, caught: list[signal.Signals], ag
         print(f"interrupted by {caught[0].name}{again}", file=sys.stderr, flush=True)
         return 128 + caught[0]
     if sys.stdout.isatty():
-        print(_SHOW_CURSOR, end="", flush=True)  # The live display of a process that was killed had hidden it.
+        print(_SHOW_CURSOR, end="", flush=True)  # The live display of a killed process may have hidden it.
     index = min(ended.failed, key=lambda index: _consequence(children[index].process.returncode))
-    code, said = children[index].process.returncode, children[index].last_lines()
-    if code in (command.USER_ERROR, command.DIVERGED):  # It told its error in one line, and nothing but a correction continues it.
-        print(*said, sep="\n", file=sys.stderr, flush=True)
+    code, output = children[index].process.returncode, children[index].last_lines()
+    if code in (command.USER_ERROR, command.DIVERGED):  # Its output is a one-line error, and a restart would not help.
+        print(*output, sep="\n", file=sys.stderr, flush=True)
         return code
     what = f"process {index} {how_it_ended(code)}, the other processes were ended"
-    if code == LOST_CONTACT[0] or (
-        code in LOST_CONTACT and any(map(_BY_JAX.search, children[index].lines()))
-    ):  # What JAX says of it helps nobody.
+    aborted_by_jax = code in LOST_CONTACT and any(map(_BY_JAX.search, children[index].lines()))
+    if code == LOST_CONTACT[0] or aborted_by_jax:  # JAX's message is unhelpful here.
         names = " and ".join(map(str, ended.silent))
         what = f"process {names} stopped answering" if names else f"process {index} lost contact with another"
-        code, said, what = LOST_CONTACT[0], [], f"{what}, all processes were ended"
-    for line in said:
+        code, output, what = LOST_CONTACT[0], [], f"{what}, all processes were ended"
+    for line in output:
         print(f"[process {index}] {line}", file=sys.stderr)
     print(f"error: {what}{again}", file=sys.stderr, flush=True)
     return max(code, 1)

@@ -1,12 +1,12 @@
-"""Submits a run to Slurm: writes a batch file that a person can read, and hands it to sbatch.
+"""Submits a run to Slurm: writes a readable batch file and passes it to sbatch.
 
     python -m launch.slurm --nodes=4 --gpus_per_node=8 --time=04:00:00 -- --config=configs/lm.py --workdir=runs/slurm
 
-What stands behind `--` goes to every `python -m launch.train`. Each node has one task, which drives all of its GPUs;
-`--tasks_per_node=8` starts a task a GPU. Before the time limit the tasks save, and the job goes back into the queue until the run
-is finished; if a node fails, a new job goes on without it. The file and the logs, one a task, are in WORKDIR/slurm. `--dry_run`
-prints the file and submits nothing. With `--array=0-7`, what stands behind `--` goes to `python -m launch.sweep`, of which each task
-of the job array runs one member.
+Options after `--` are passed to each `python -m launch.train`. Each node has one task, which drives all of its GPUs;
+`--tasks_per_node=8` starts one task per GPU. Before the time limit the tasks save, and the job is queued again until the run is
+finished; if a node fails, a new job continues without it. The file and one log per task are in WORKDIR/slurm. `--dry_run` prints the
+file and submits nothing. With `--array=0-7`, options after `--` are passed to `python -m launch.sweep`, and each task of the job
+array runs one member.
 """
 
 import contextlib
@@ -28,35 +28,35 @@ SWEEP = "launch.sweep"
 _TIME = re.compile(r"(?:(?P<d>\d+)-)?(?P<a>\d+)(?::(?P<b>\d+))?(?::(?P<c>\d+))?", re.ASCII)
 _TASKS = re.compile(r"(\d+)(?:-(\d+)(?::(\d+))?)?", re.ASCII)  # of a job array, as 0-7:2
 _NODES = re.compile(r"[\w.,\[\]-]+", re.ASCII)
-_LEAST_S = 60  # how much earlier than asked Slurm may send a signal
+_LEAST_S = 60  # Slurm may send a signal this much early.
 
 
 def seconds(time: str) -> int:
-    """Of a time limit as Slurm writes it: 90 (minutes), 90:00, 01:30:00, 1-12, 1-12:30, 1-12:30:00."""
-    if not (found := _TIME.fullmatch(time)):
-        raise command.UserError(f"--time={time}: must be as Slurm writes it, as 04:00:00 or 1-12:00:00")
-    a, b, c = (int(found[name] or 0) for name in "abc")
-    if max(b, c) > 59 or (found["d"] and a > 23):
+    """Return the seconds of a time limit in Slurm's format: 90 (minutes), 90:00, 01:30:00, 1-12, 1-12:30, 1-12:30:00."""
+    if not (match := _TIME.fullmatch(time)):
+        raise command.UserError(f"--time={time}: must be in Slurm's format, such as 04:00:00 or 1-12:00:00")
+    a, b, c = (int(match[name] or 0) for name in "abc")
+    if max(b, c) > 59 or (match["d"] and a > 23):
         raise command.UserError(
             f"--time={time}: minutes and seconds must be at most 59, and hours after days at most 23; write it as 1-12:00:00"
         )
-    if found["d"]:
-        return ((int(found["d"]) * 24 + a) * 60 + b) * 60 + c
-    return (a * 60 + b) * 60 + c if found["c"] else a * 60 + b
+    if match["d"]:
+        return ((int(match["d"]) * 24 + a) * 60 + b) * 60 + c
+    return (a * 60 + b) * 60 + c if match["c"] else a * 60 + b
 
 
 def last_task(array: str) -> int:
-    """The largest index of a job array."""
-    tasks, percent, most = array.partition("%")
-    found = [_TASKS.fullmatch(part) for part in tasks.split(",")]
-    last = [int(part[2] or part[1]) for part in found if part and int(part[1]) <= int(part[2] or part[1]) and int(part[3] or 1)]
-    if len(last) < len(found) or (percent and not (most.isdecimal() and int(most))):
-        raise command.UserError(f"--array={array}: must be as Slurm writes it, as 0-7, or 0-7%2 for two at a time")
+    """Return the largest index of a job array."""
+    tasks, percent, limit = array.partition("%")
+    ranges = [_TASKS.fullmatch(part) for part in tasks.split(",")]
+    last = [int(part[2] or part[1]) for part in ranges if part and int(part[1]) <= int(part[2] or part[1]) and int(part[3] or 1)]
+    if len(last) < len(ranges) or (percent and not (limit.isdecimal() and int(limit))):
+        raise command.UserError(f"--array={array}: must be in Slurm's format, such as 0-7, or 0-7%2 for two at a time")
     return max(last)
 
 
 def check(job: batch_file.Job) -> None:
-    """Refuses what Slurm or every task would refuse, before it waits in the queue."""
+    """Refuse a job that Slurm or each of its tasks would refuse, before it waits in the queue."""
     for option, value, least in (
         ("nodes", job.nodes, 1),
         ("gpus_per_node", job.gpus_per_node, 0),
@@ -69,7 +69,7 @@ def check(job: batch_file.Job) -> None:
     if job.gpus_per_node % job.tasks_per_node:
         raise command.UserError(
             f"--tasks_per_node={job.tasks_per_node}: must divide --gpus_per_node={job.gpus_per_node}; "
-            f"use 1, or {job.gpus_per_node} for a task a GPU"
+            f"use 1, or {job.gpus_per_node} for one task per GPU"
         )
     if not 0 < job.save_s <= seconds(job.time) - _LEAST_S:
         raise command.UserError(
@@ -78,10 +78,10 @@ def check(job: batch_file.Job) -> None:
         )
     if re.search(r"^-|[\s%'\"$\\]", str(job.folder)):
         raise command.UserError(
-            f"workdir {str(job.folder.parent)!r}: Slurm takes no spaces, quotes, $ and % in it, and no - at its beginning; choose another"
+            f"workdir {str(job.folder.parent)!r}: Slurm allows no spaces, quotes, $ or %, and no - at the start; choose another"
         )
     if job.exclude and not _NODES.fullmatch(job.exclude):
-        raise command.UserError(f"--exclude={job.exclude}: must be names of nodes; write them as n3,n[7-9]")
+        raise command.UserError(f"--exclude={job.exclude}: must be names of nodes, such as n3,n[7-9]")
     if job.array:
         last_task(job.array)
     if job.array and job.nodes * job.tasks_per_node > 1:
@@ -105,42 +105,52 @@ def check(job: batch_file.Job) -> None:
 
 
 def check_members(job: batch_file.Job) -> None:
-    """Refuses a sweep that launch.sweep would refuse, and a job array with more tasks than the sweep has runs."""
+    """Refuse a sweep that launch.sweep would refuse, and a job array with more tasks than the sweep has runs."""
     chosen = flags.FlagValues()
     command.add_common(chosen)
     sweep.define(chosen)
     extra = command.parsed([SWEEP, *job.arguments], chosen)[1:]
-    found, last = len(sweep.planned(chosen, extra, resolve=False)), last_task(job.array)
-    if last >= found:
-        raise command.UserError(f"--array={job.array}: the sweep has {found} runs; use --array=0-{found - 1}, or a part of it")
+    num_runs = len(sweep.planned(chosen, extra, resolve=False))
+    if last_task(job.array) >= num_runs:
+        raise command.UserError(
+            f"--array={job.array}: the sweep has {num_runs} runs; use --array=0-{num_runs - 1}, or a part of it"
+        )
 
 
 def placed(job: batch_file.Job) -> batch_file.Job:
-    """The job of a training run, with `local_size`, the workers of a node, filled in where there are several nodes; refused where the
-    config cannot run on so many devices."""
+    """Return the job of a run with `local_size` set to the workers of a node, if there are several; refuse a config that does not fit
+    the number of devices."""
     config = train_flags.read(job.arguments).config
     spec = parts.read(config)
     devices = job.nodes * (job.gpus_per_node or job.tasks_per_node)
     if job.gpus_per_node and not spec.simulate and spec.workers * spec.devices_of_worker not in (0, devices):
         raise command.UserError(
-            f"config.workers={spec.workers} on {job.nodes} nodes × {job.gpus_per_node} GPUs: every GPU must belong to a worker, "
-            f"which has {spec.devices_of_worker} here; use workers={devices // spec.devices_of_worker}, or leave it out"
+            f"config.workers={spec.workers} on {job.nodes} nodes × {job.gpus_per_node} GPUs: all GPUs must belong to workers, "
+            f"each with {spec.devices_of_worker}; use workers={devices // spec.devices_of_worker}, or leave it out"
         )
-    each, rest = divmod(spec.workers or devices // spec.devices_of_worker, job.nodes)
-    if job.nodes > 1 and each > 1 and not rest and not spec.simulate and not any("local_size" in word for word in job.arguments):
-        config.local_size = each
-        with contextlib.suppress(ConfigError):  # Of a topology that cannot be divided so.
+    local_size, rest = divmod(spec.workers or devices // spec.devices_of_worker, job.nodes)
+    if (
+        job.nodes > 1
+        and local_size > 1
+        and not rest
+        and not spec.simulate
+        and not any("local_size" in word for word in job.arguments)
+    ):
+        config.local_size = local_size
+        with contextlib.suppress(ConfigError):  # The topology may not allow it.
             parts.resolve(config, devices)
-            return job._replace(arguments=[*job.arguments, f"--config.local_size={each}"])
+            return job._replace(arguments=[*job.arguments, f"--config.local_size={local_size}"])
         config.local_size = spec.local_size
     parts.resolve(config, devices)
     return job
 
 
 def submit(job: batch_file.Job) -> None:
-    """Writes the batch file and hands it to sbatch, which tells the job's number."""
+    """Write the batch file and pass it to sbatch, which prints the number of the job."""
     if not shutil.which("sbatch"):
-        raise command.UserError("sbatch not found: this machine has no Slurm; --dry_run prints the file, launch.local runs here")
+        raise command.UserError(
+            "sbatch not found: this machine has no Slurm; use --dry_run to print the file, or launch.local to run here"
+        )
     job.folder.mkdir(parents=True, exist_ok=True)
     files.write_whole(job.file, batch_file.text(job))
     done = subprocess.run(["sbatch", str(job.file)], capture_output=True, text=True, check=False)
@@ -153,11 +163,11 @@ def main(argv: list[str]) -> None:
     chosen = flags.FLAGS
     module = chosen.module or (SWEEP if chosen.array else processes.TRAIN)
     if module == SWEEP and not chosen.array:
-        raise command.UserError("--array is missing: each task of a job array runs one member of the sweep, as in --array=0-7")
+        raise command.UserError("--array is missing: each task of a job array runs one member of the sweep; give it as --array=0-7")
     if module == SWEEP and argv and not argv[0].startswith("-"):
         raise command.UserError(f"unexpected argument {argv[0]!r}; options of {SWEEP} go behind --")
-    on_cpu = not chosen.gpus_per_node  # Otherwise a process may have several GPUs.
-    processes.check(module, argv, max(1, chosen.nodes * chosen.tasks_per_node) if on_cpu else 1)
+    # With GPUs the number of devices does not follow from the number of processes.
+    processes.check(module, argv, 1 if chosen.gpus_per_node else max(1, chosen.nodes * chosen.tasks_per_node))
     workdir = config_file.value_of("workdir", argv)
     if not workdir:
         raise command.UserError("--workdir is missing behind --; the batch file and the logs go there")
@@ -182,22 +192,22 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    usual = batch_file.Job._field_defaults
+    defaults = batch_file.Job._field_defaults
     flags.DEFINE_integer("nodes", None, "Nodes of the job.", required=True)
-    flags.DEFINE_integer(
-        "gpus_per_node", usual["gpus_per_node"], "GPUs of each node, all of which are used; 0: it runs on the CPU."
+    flags.DEFINE_integer("gpus_per_node", defaults["gpus_per_node"], "GPUs per node, all of which are used; 0: run on CPUs.")
+    flags.DEFINE_integer("tasks_per_node", defaults["tasks_per_node"], "Processes per node, among which its GPUs are divided.")
+    flags.DEFINE_integer("cpus_per_task", defaults["cpus_per_task"], "CPUs per process; 0: the job has exclusive nodes.")
+    flags.DEFINE_string(
+        "time", None, "Time limit, such as 04:00:00; the job is queued again until the run is finished.", required=True
     )
-    flags.DEFINE_integer("tasks_per_node", usual["tasks_per_node"], "Processes on each node, among which its GPUs are divided.")
-    flags.DEFINE_integer("cpus_per_task", usual["cpus_per_task"], "CPUs of each process; 0: the job has whole nodes.")
-    flags.DEFINE_string("time", None, "Time limit, as 04:00:00; the job comes back until the run is finished.", required=True)
-    flags.DEFINE_integer("save_s", usual["save_s"], "Seconds before the time limit at which the tasks are told to save.")
-    flags.DEFINE_integer("retries", usual["retries"], "How many failures of tasks or nodes a run survives.")
-    flags.DEFINE_string("exclude", usual["exclude"], "Nodes that the job must not have, as n3,n[7-9].")
-    flags.DEFINE_string("array", usual["array"], "Members of the sweep behind --, as 0-7, or 0-7%2 for two at a time.")
-    flags.DEFINE_string("setup", usual["setup"], "A line of shell before everything, as '. .venv/bin/activate'.")
-    flags.DEFINE_string("container", usual["container"], "What starts the container: a command before python, or options of srun.")
-    flags.DEFINE_string("sbatch", usual["sbatch"], "More options of sbatch, as '--partition=gpu --account=me'.")
-    flags.DEFINE_string("name", None, "Of the job; the last part of --workdir without it.")
-    flags.DEFINE_string("module", None, "What every task runs instead of launch.train.")
-    flags.DEFINE_boolean("dry_run", False, "Print the batch file, and submit nothing.")
+    flags.DEFINE_integer("save_s", defaults["save_s"], "Seconds before the time limit at which the tasks save.")
+    flags.DEFINE_integer("retries", defaults["retries"], "Number of failures of tasks or nodes after which the run continues.")
+    flags.DEFINE_string("exclude", defaults["exclude"], "Nodes not to use, such as n3,n[7-9].")
+    flags.DEFINE_string("array", defaults["array"], "Members of the sweep to run, such as 0-7, or 0-7%2 for two at a time.")
+    flags.DEFINE_string("setup", defaults["setup"], "Line of shell to run first, such as '. .venv/bin/activate'.")
+    flags.DEFINE_string("container", defaults["container"], "Start of the container: a command before python, or options of srun.")
+    flags.DEFINE_string("sbatch", defaults["sbatch"], "Further options of sbatch, such as '--partition=gpu --account=me'.")
+    flags.DEFINE_string("name", None, "Name of the job; default: the last part of --workdir.")
+    flags.DEFINE_string("module", None, "Module to run instead of launch.train.")
+    flags.DEFINE_boolean("dry_run", False, "Print the batch file without submitting it.")
     command.run(main, errors=(ConfigError, config_file.ConfigFileError))

@@ -128,7 +128,7 @@ def start(member: Member, held: BinaryIO, num_processes: int) -> Child:
         line = processes.python(LOCAL, [f"--num_processes={num_processes}", "--", *member.arguments])
     log = member.log.open("ab")
     said = log.seek(0, 2)
-    process = processes.start(line, when_we_die=signal.SIGTERM, stdout=log, stderr=log, pass_fds=(held.fileno(),))
+    process = processes.start(line, death_signal=signal.SIGTERM, stdout=log, stderr=log, pass_fds=(held.fileno(),))
     return Child(member, processes.Child(process, log), time.monotonic(), said, held)
 
 

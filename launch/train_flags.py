@@ -12,8 +12,8 @@ from decjax import config as parts
 from decjax.config import ConfigError
 from launch import command, config_file
 
-# Most of these are flags of launch.train, too, which its launcher sets.
-OF_LAUNCHERS = ("elastic", "chaos", "num_processes", "coordinator", "process_index", "standby")
+# The launcher sets most of these on launch.train.
+LAUNCHER_FLAGS = ("elastic", "chaos", "num_processes", "coordinator", "process_index", "standby")
 
 flags.disclaim_key_flags()  # --help shows the flags with those of the module that calls `define`.
 
@@ -50,13 +50,14 @@ def define(values: flags.FlagValues = flags.FLAGS, argv: Sequence[str] | None = 
         text("workdir", "Directory of the run: config, metrics, checkpoints, summary."),
         text("resume_from", "Start from the newest checkpoint of another run, with any number of workers."),
         text(
-            "placement", "Which device does what: a file that launch.plan --links has written; none: in the order that JAX finds."
+            "placement",
+            "Placement of stages and workers on devices: a file written by launch.plan --links; default: JAX's device order.",
         ),
         flags.DEFINE_enum(
             "tracker",
             None,
             ["wandb"],
-            "Where metrics go besides: wandb, after `pip install wandb`; WANDB_MODE=offline keeps them here.",
+            "Further destination of metrics: wandb, after `pip install wandb`; WANDB_MODE=offline keeps them on this machine.",
             flag_values=values,
         ),
     )
@@ -64,12 +65,12 @@ def define(values: flags.FlagValues = flags.FLAGS, argv: Sequence[str] | None = 
 
 
 def read(arguments: Sequence[str]) -> flags.FlagValues:
-    """Parse a command line of launch.train, with its config; raise a UserError for what launch.train would refuse."""
+    """Parse a command line of launch.train, including its config; raise a UserError if launch.train would refuse it."""
     argv = ["launch.train", *arguments]
     values = flags.FlagValues()
     command.add_common(values)
     define(values, argv)
-    for option in OF_LAUNCHERS:
+    for option in LAUNCHER_FLAGS:
         if config_file.value_of(option, arguments) is not None:
             raise command.UserError(f"--{option} is an option of the launcher, not of a run; put it before --, or leave it out")
     if unexpected := command.parsed(argv, values)[1:]:
@@ -78,11 +79,11 @@ def read(arguments: Sequence[str]) -> flags.FlagValues:
 
 
 def check(arguments: Sequence[str], num_processes: int = 1) -> parts.RunSpec:
-    """Check a command line of launch.train for a run with so many processes; return the spec, as `parts.read` does."""
+    """Check a command line of launch.train for a run with `num_processes`; return its spec."""
     values = read(arguments)
     workdir = command.folder("workdir", values.workdir)
     if values.resume_from is not None:
-        from decjax.train.workdir import steps_saved  # Importing it takes a second, and few commands need it.
+        from decjax.train.workdir import steps_saved  # Importing it takes a second.
 
         if not steps_saved(workdir) and not steps_saved(pathlib.Path(values.resume_from)):
             raise command.UserError(
@@ -102,7 +103,7 @@ def check(arguments: Sequence[str], num_processes: int = 1) -> parts.RunSpec:
 
 
 def fields(config: Any) -> dict[str, Any]:
-    """The fields of a config by path, with references resolved."""
+    """Return the fields of a config by path, with references resolved."""
 
     def walk(path: str, value: Any):
         if isinstance(value, dict) and value:

@@ -115,5 +115,7 @@ def test_only_a_reducer_that_says_so_has_warm_steps():
     config = lm.get_config("smoke,workers=2,method=allreduce,reducer=warm")
     assert config.reducer.window == 2 and parts.resolve(config)
     config.reducer.window = 20
-    with pytest.raises(parts.ConfigError, match="reducer.window=20 after reducer.start=0 does not end within steps=20.* shorter window"):
+    with pytest.raises(
+        parts.ConfigError, match="reducer.window=20 after reducer.start=0 does not end within steps=20.* shorter window"
+    ):
         parts.resolve(config)

@@ -55,7 +55,7 @@ class Group:
         self, network: cluster.Network, module: str, per_host: int, environment: dict[str, str], python: str | None = None
     ):
         self._children: list[processes.Child] = []
-        lines = processes.members(module, (), len(network.hosts) * per_host, network.addresses[0])
+        lines = processes.command_lines(module, (), len(network.hosts) * per_host, network.addresses[0])
         for index, line in enumerate(lines):
             log = tempfile.TemporaryFile()  # noqa: SIM115  It is open as long as the process lives.
             inside = network.inside(index // per_host, [python or line[0], *line[1:]])

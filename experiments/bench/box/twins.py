@@ -81,7 +81,7 @@ def train(network: cluster.Network, python: str, method: str, twin: pathlib.Path
         workdir: gets what `torch_train` reads and writes.
     """
     hosts = prepare(twin, workdir)["workers"]
-    lines = processes.members(
+    lines = processes.command_lines(
         "experiments.bench.box.torch_train", [f"--workdir={workdir}", f"--method={method}"], hosts, network.addresses[0]
     )
     return processes.run_together([network.inside(k, [python, *line[1:]]) for k, line in enumerate(lines)])
