@@ -249,7 +249,7 @@ def test_a_config_is_a_model_of_layouts():
         ),
         (("--cluster=configs/clusters/box_200mbit.json", f"--model={SIZES}"), "follows; give --flops, as 1e13, or enter it"),
         ((T4, f"--model={SIZES}", "--chunks=2"), "--chunks=2 is for --schedule=interleaved; leave it out"),
-        ((T4, f"--model={SIZES},bytes=0"), "--model: bytes=0.0 must be a number above 0; 2 are"),
+        ((T4, f"--model={SIZES},bytes=0"), "--model: bytes=0.0 must be a number above 0; bfloat16"),
         ((T4, "--model=params=1e6,tokens=10", "--orders="), "--orders is empty; give awc"),
         ((), "--cluster"),
         (("--cluster=nowhere.json",), "nowhere.json"),

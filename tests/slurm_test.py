@@ -264,8 +264,8 @@ def test_mistakes_are_told_before_the_job_waits(arguments, problem):
         (dict(sbatch="--comment='a"), "--sbatch=.*: No closing quotation; close the quote"),
         (dict(exclude="n3;n4"), "--exclude=n3;n4: must be names of nodes"),
         (dict(exclude="n3\n"), "must be names of nodes"),
-        (dict(folder=pathlib.Path("-x/slurm")), "workdir '-x': Slurm takes no"),
-        (dict(folder=pathlib.Path("a\nb/slurm")), "Slurm takes no"),
+        (dict(folder=pathlib.Path("-x/slurm")), "workdir '-x': Slurm allows no"),
+        (dict(folder=pathlib.Path("a\nb/slurm")), "Slurm allows no"),
     ],
 )
 def test_what_would_fail_in_the_job_is_refused(changed, problem):
