@@ -4,12 +4,11 @@
     python -m experiments.endurance --out=runs/endurance_load --sequences=20 --load=8
 
 Each sequence trains noisy quadratics (`experiments/paced.py`) with two to four processes and one of six methods. Two to five events
-disturb it at random moments: a process is killed or frozen, a host is cut off, two hosts cannot reach each other, the launcher gets
-SIGTERM or SIGKILL and the same command runs again, the launcher is stopped for a while, or a second launcher starts in the same
-directory. Then the run has to finish, and these must hold: the exit code is 0; every row of metrics is there once, in order; the data
-position never goes back and skips less than one step per change of the group; the last checkpoint is of the last step; replicas of
-synchronous methods are equal; only disturbed processes were left out; no process is left. Sequences are seeded; finished ones are read
-from OUT/sequences.jsonl.
+disturb it at random times: a process is killed or frozen, a host is cut off, two hosts cannot reach each other, the launcher gets
+SIGTERM or SIGKILL and is started again, the launcher is stopped for a while, or a second launcher is started in the same directory.
+Then the run must finish with exit code 0, and these conditions must hold: each row of metrics exists once, in order; between rows the
+data position advances by 1 to N batches per step; the last checkpoint is of the last step; replicas of synchronous methods are equal;
+only disturbed processes were removed from the group; no process is left. Sequences are seeded; those in OUT/sequences.jsonl are skipped.
 
 Events on links need root and iproute2 (`launch.cluster`); without them the other events are used.
 """
@@ -21,7 +20,6 @@ import json
 import os
 import pathlib
 import random
-import re
 import shutil
 import signal
 import subprocess
@@ -31,7 +29,7 @@ from typing import Any, NamedTuple
 from absl import flags
 
 from decjax import files
-from experiments import script, trials
+from experiments import goodput, script, trials
 from launch import cluster, command, processes
 
 FLAGS = flags.FLAGS
@@ -47,24 +45,23 @@ METHODS = {  # name: (shorthand, whether its replicas are equal at the end)
 STEPS, LOG, SAVE = 1500, 10, 50
 ON_PROCESS, ON_LAUNCHER = ("kill", "freeze"), ("terminate", "kill launcher", "stop launcher", "second launcher")
 ON_LINKS = ("cut", "partition")
-LASTS_S = (1.0, 12.0)  # of what has an end: shorter and longer than the heartbeat
-LATEST_S = 5.0  # of an event, after the one before
-HANG_S = 600.0  # without a new row of metrics; generous, since other processes may use the machine
-NETWORK = f"endure{os.getpid()}"  # Several of these commands may run on a machine.
-EQUAL = 1e-4  # consensus distance of equal replicas, rounding included
-_VIEW = re.compile(r"step (\d+): going on with \d+ workers: ([\d, ]+)")
+LASTS_S = (1.0, 12.0)  # durations of events, shorter and longer than the heartbeat
+LATEST_S = 5.0  # longest time between two events
+HANG_S = 600.0  # without a new row of metrics; generous, because other processes may use the machine
+NETWORK = f"endure{os.getpid()}"  # Several of these commands may run at the same time.
+MAX_DISTANCE = 1e-4  # consensus distance of replicas that are equal except for rounding
 
 
-class Broken(Exception):
-    """A sequence after which a condition does not hold."""
+class Violated(Exception):
+    """A condition that does not hold after a sequence."""
 
 
 class Event(NamedTuple):
     """An event that disturbs a run."""
 
     kind: str
-    after_s: float  # the event before, or the first row of metrics
-    targets: tuple[int, ...] = ()  # processes, which are hosts as well
+    after_s: float  # since the previous event, or the first row of metrics
+    targets: tuple[int, ...] = ()  # indices of processes, which are also those of hosts
     lasts_s: float = 0.0
 
 
@@ -78,30 +75,30 @@ class Case(NamedTuple):
 
     @property
     def in_cluster(self) -> bool:
-        """Whether it needs links of its own."""
+        """Whether it runs in an emulated cluster."""
         return any(event.kind in ON_LINKS for event in self.events)
 
 
 def draw(seed: int, links: bool) -> Case:
-    """The sequence of a seed; `links` says whether there can be events on links."""
-    chance = random.Random(seed)
-    count = chance.randint(2, 4)
+    """Draw the sequence of a seed; `links`: whether events on links are possible."""
+    rng = random.Random(seed)
+    count = rng.randint(2, 4)
 
     def event() -> Event:
-        kind = chance.choice((*ON_PROCESS, *ON_LAUNCHER, *(ON_LINKS if links else ())))
-        one_or_two = {"partition": 2}.get(kind, 0 if kind in ON_LAUNCHER else 1)
-        return Event(kind, chance.uniform(0, LATEST_S), tuple(chance.sample(range(count), one_or_two)), chance.uniform(*LASTS_S))
+        kind = rng.choice((*ON_PROCESS, *ON_LAUNCHER, *(ON_LINKS if links else ())))
+        num_targets = {"partition": 2}.get(kind, 0 if kind in ON_LAUNCHER else 1)
+        return Event(kind, rng.uniform(0, LATEST_S), tuple(rng.sample(range(count), num_targets)), rng.uniform(*LASTS_S))
 
-    return Case(seed, chance.choice(list(METHODS)), count, tuple(event() for _ in range(chance.randint(2, 5))))
+    return Case(seed, rng.choice(list(METHODS)), count, tuple(event() for _ in range(rng.randint(2, 5))))
 
 
 class Run:
-    """The launchers of a sequence, one after the other, in one work directory."""
+    """The run of a case, whose launcher may be started several times."""
 
     def __init__(self, case: Case, folder: pathlib.Path):
         self.case, self.folder, self.workdir = case, folder, folder / "run"
         self.disturbed: set[int] = set()
-        self.done: list[Event] = []  # the events for which the run was not finished yet
+        self.done: list[Event] = []  # events before the end of the run
         self.launcher = self._start()
 
     def _start(self) -> subprocess.Popen:
@@ -129,8 +126,8 @@ class Run:
     # -- Events -------------------------------------------------------------------------------------------------------
 
     def do(self, event: Event) -> None:
-        """Disturbs the run; an event that lasts ends before this returns."""
-        if self.launcher.poll() is not None:  # It has finished already.
+        """Disturb the run; return when the event is over."""
+        if self.launcher.poll() is not None:  # The run has finished.
             return
         self.disturbed |= set(event.targets)
         self.done.append(event)
@@ -139,8 +136,8 @@ class Run:
             "freeze": self._freeze,
             "cut": lambda event: self._on_links(event, cluster.Network.set_link),
             "partition": lambda event: self._on_links(event, cluster.Network.set_route),
-            "terminate": lambda event: self._again(signal.SIGTERM),
-            "kill launcher": lambda event: self._again(signal.SIGKILL),
+            "terminate": lambda event: self._restart(signal.SIGTERM),
+            "kill launcher": lambda event: self._restart(signal.SIGKILL),
             "stop launcher": self._stop_launcher,
             "second launcher": self._second,
         }[event.kind](event)
@@ -165,21 +162,21 @@ class Run:
         self._signal(event.targets[0], signal.SIGCONT)
 
     def _on_links(self, event: Event, change: Callable[..., None]) -> None:
-        """Takes links down, as `change` of a network does, and up again."""
-        with contextlib.suppress(cluster.ClusterError):  # The network goes with a run that finishes meanwhile.
+        """Take links down and up again with `change`, a method of a network."""
+        with contextlib.suppress(cluster.ClusterError):  # The run may finish meanwhile, and its network with it.
             if links := cluster.find(NETWORK):
                 change(links, *event.targets, up=False)
                 time.sleep(event.lasts_s)
                 change(links, *event.targets, up=True)
 
-    def _again(self, number: signal.Signals) -> None:
+    def _restart(self, number: signal.Signals) -> None:
         self.launcher.send_signal(number)
         code = self.launcher.wait(HANG_S)
         if code == 0:
-            return  # It had finished.
+            return  # The run has finished.
         stopped = 128 + signal.SIGTERM, -signal.SIGTERM  # The latter while modules are being imported.
         if number == signal.SIGTERM and code not in stopped:
-            raise Broken(f"SIGTERM ended the launcher with exit code {code}")
+            raise Violated(f"SIGTERM ended the launcher with exit code {code}")
         self._check_nothing_left()
         self.launcher = self._start()
 
@@ -194,31 +191,31 @@ class Run:
         first, second = self.launcher, self._start()
         self._await(lambda: second.poll() is not None or first.poll() is not None, "the second launcher does not end")
         if second.wait(HANG_S) == 0 and first.poll() is None:
-            raise Broken("a second launcher in the same directory ended with exit code 0")
+            raise Violated("a second launcher in the same directory ended with exit code 0")
 
-    # -- What must hold -----------------------------------------------------------------------------------------------
+    # -- Conditions ---------------------------------------------------------------------------------------------------
 
     def _await(self, condition: Callable[[], bool], what: str) -> None:
-        """Waits for a condition as long as the run goes on."""
+        """Wait for a condition while the run makes progress."""
         last, since = self.last_row(), time.monotonic()
         while not condition():
             if (now := self.last_row()) != last:
                 last, since = now, time.monotonic()
             if time.monotonic() - since > HANG_S:
-                raise Broken(f"{what}: no row of metrics in {HANG_S:g} s, the last is {last}")
+                raise Violated(f"{what}: no row of metrics in {HANG_S:g} s, the last is {last}")
             time.sleep(0.2)
 
     def last_row(self) -> int:
-        """The step of the last row of metrics; 0: there is none yet."""
+        """Return the step of the last row of metrics; 0 if there is none."""
         with contextlib.suppress(OSError, ValueError, IndexError, KeyError):
             return json.loads((self.workdir / "metrics.jsonl").read_text().splitlines()[-1])["step"]
         return 0
 
-    def to_the_end(self) -> None:
-        """Goes through all events, waits for the end of the run and checks what it left.
+    def finish(self) -> None:
+        """Cause all events, wait for the end of the run and check the conditions.
 
         Raises:
-            Broken: if something does not hold.
+            Violated: if one does not hold.
         """
         for event in self.case.events:
             self._await(lambda: self.last_row() > 0 or self.launcher.poll() is not None, "the run does not begin")
@@ -226,7 +223,7 @@ class Run:
             self.do(event)
         self._await(lambda: self.launcher.poll() is not None, "the run hangs")
         if self.launcher.returncode:
-            raise Broken(f"the launcher ended with exit code {self.launcher.returncode}; see {self.folder / 'launcher.log'}")
+            raise Violated(f"the launcher ended with exit code {self.launcher.returncode}; see {self.folder / 'launcher.log'}")
         self._check_nothing_left()
         check_rows(self.case, self.workdir)
         check_views(self.case, (self.folder / "launcher.log").read_text(), self.disturbed)
@@ -235,11 +232,11 @@ class Run:
         deadline = time.monotonic() + 60
         while left := members(self.workdir):
             if time.monotonic() > deadline:
-                raise Broken(f"processes are left: {[process for process, _ in left]}")
+                raise Violated(f"processes are left: {[process for process, _ in left]}")
             time.sleep(0.2)
 
-    def end(self) -> None:
-        """Ends all processes of the run that are left."""
+    def kill(self) -> None:
+        """Kill all remaining processes of the run."""
         for process in [self.launcher.pid] * (self.launcher.poll() is None) + [process for process, _ in members(self.workdir)]:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process, signal.SIGCONT)
@@ -248,45 +245,45 @@ class Run:
 
 
 def check_rows(case: Case, workdir: pathlib.Path) -> None:
-    """Raises `Broken` if a finished run lacks a row or its last checkpoint, took a batch twice, or has replicas that wrongly differ."""
+    """Check the rows of metrics, the last checkpoint, the data position and the replicas of a finished run."""
     rows = trials.rows(workdir, "train")
     steps = [row["step"] for row in rows]
     if missing := set(range(LOG, STEPS + 1, LOG)) - set(steps):
-        raise Broken(f"rows of metrics are missing, the first of step {min(missing)}")
+        raise Violated(f"rows of metrics are missing, the first of step {min(missing)}")
     if steps != sorted(set(steps)):
-        raise Broken("rows of metrics are not in order, or there twice")
+        raise Violated("rows of metrics are not in order, or exist twice")
     positions = [(0, 0), *((row["step"], row["batches"]) for row in rows)]
     for (step, batches), (later, more) in itertools.pairwise(positions):
         if not later - step <= more - batches <= (later - step) * case.processes:
-            raise Broken(f"from step {step} to {later} the data position went from {batches} to {more}")
+            raise Violated(f"from step {step} to {later} the data position went from {batches} to {more}")
     if (saved := files.numbers_in(workdir / "checkpoints"))[-1:] != [STEPS]:
-        raise Broken(f"the newest checkpoint is of step {max(saved, default=0)}, not {STEPS}")
+        raise Violated(f"the newest checkpoint is of step {max(saved, default=0)}, not {STEPS}")
     distance = rows[-1]["consensus_distance"]
-    if METHODS[case.method][1] and distance > EQUAL:
-        raise Broken(f"replicas of {case.method} differ at the end: consensus distance {distance:.1e}")
+    if METHODS[case.method][1] and distance > MAX_DISTANCE:
+        raise Violated(f"replicas of {case.method} differ at the end: consensus distance {distance:.1e}")
 
 
 def check_views(case: Case, log: str, disturbed: set[int]) -> None:
-    """Raises `Broken` if the group went on without a process to which nothing had happened."""
-    for step, slots in _VIEW.findall(log):
+    """Check that only disturbed processes were removed from the group."""
+    for step, slots in goodput.VIEW.findall(log):
         if healthy := set(range(case.processes)) - {int(slot) for slot in slots.split(",")} - disturbed:
-            raise Broken(f"step {step}: process {min(healthy)} was left out, and nothing had happened to it")
+            raise Violated(f"step {step}: process {min(healthy)} was removed, although no event had disturbed it")
 
 
 def members(workdir: pathlib.Path) -> list[tuple[int, list[str]]]:
-    """The training processes of a work directory, as (id, command line)."""
-    found = []
+    """Return the training processes of a work directory as (id, command line)."""
+    matches = []
     for path in pathlib.Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # It has ended meanwhile.
+        with contextlib.suppress(OSError):  # The process may have ended meanwhile.
             line = (path / "cmdline").read_text().split("\0")
             if f"--workdir={workdir}" in line and processes.TRAIN in line:
-                found.append((int(path.name), line))
-    return found
+                matches.append((int(path.name), line))
+    return matches
 
 
 @contextlib.contextmanager
 def load(count: int) -> Iterator[None]:
-    """A context in which `count` processes compute all the time."""
+    """Context manager in which `count` processes use the CPU all the time."""
     busy = [processes.start(["sh", "-c", "while :; do :; done"]) for _ in range(count)]
     try:
         yield
@@ -295,28 +292,28 @@ def load(count: int) -> Iterator[None]:
             process.kill()
 
 
-def go_through(case: Case, folder: pathlib.Path) -> tuple[Sequence[Event], str]:
-    """(the events before the run was finished, the condition that does not hold after it; empty: all hold)."""
+def run_case(case: Case, folder: pathlib.Path) -> tuple[Sequence[Event], str]:
+    """Run a case; return (the events before its end, the violated condition, empty if all hold)."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     run = Run(case, folder)
     try:
-        run.to_the_end()
-    except (Broken, subprocess.TimeoutExpired, trials.Broken) as error:
+        run.finish()
+    except (Violated, subprocess.TimeoutExpired, trials.Broken) as error:
         return run.done, str(error)
     finally:
-        run.end()
+        run.kill()
     shutil.rmtree(folder)
     return run.done, ""
 
 
 def words(events: Sequence[Event]) -> str:
-    """Such as "kill 1, terminate"."""
+    """Return a text such as "kill 1, terminate"."""
     return ", ".join(" ".join([event.kind, *map(str, event.targets)]) for event in events)
 
 
 def done(path: pathlib.Path) -> dict[int, dict[str, Any]]:
-    """The finished sequences of a file, by seed."""
+    """Return the finished sequences of a file, by seed."""
     lines = path.read_text().splitlines() if path.exists() else []
     return {row["seed"]: row for row in map(json.loads, lines)}
 
@@ -330,30 +327,26 @@ def main() -> int:
             if seed in done(results):
                 continue
             case = draw(seed, links)
-            begun = time.monotonic()
-            events, broken = go_through(case, out / str(seed))
+            start_s = time.monotonic()
+            events, broken = run_case(case, out / str(seed))
             row = {"seed": seed, "method": case.method, "processes": case.processes, "events": words(events), "broken": broken}
             with results.open("a") as file:
                 file.write(json.dumps(row) + "\n")
-            shown = f"{case.method}, {case.processes} processes, {row['events']}: {broken or 'holds'}"
-            print(f"{seed}: {shown} ({time.monotonic() - begun:.0f} s)", flush=True)
+            result = f"{case.method}, {case.processes} processes, {row['events']}: {broken or 'all conditions hold'}"
+            print(f"{seed}: {result} ({time.monotonic() - start_s:.0f} s)", flush=True)
     rows = [row for seed, row in done(results).items() if FLAGS.first <= seed < FLAGS.first + FLAGS.sequences]
     table = script.table("method", "sequences", "events", "broken")
     for method in METHODS:
         of_method = [row for row in rows if row["method"] == method]
-        table.add_row(
-            method,
-            str(len(of_method)),
-            str(sum(bool(event) for row in of_method for event in row["events"].split(", "))),
-            str(sum(bool(row["broken"]) for row in of_method)),
-        )
+        num_events = sum(bool(event) for row in of_method for event in row["events"].split(", "))
+        table.add_row(method, *map(str, (len(of_method), num_events, sum(bool(row["broken"]) for row in of_method))))
     script.show(table)
     return int(any(row["broken"] for row in rows))
 
 
 if __name__ == "__main__":
-    flags.DEFINE(command.FOLDER, "out", None, "Results and the files of broken sequences go here.", required=True)
-    flags.DEFINE_integer("sequences", 150, "How many.", lower_bound=1)
+    flags.DEFINE(command.FOLDER, "out", None, "Folder of the results, and of the files of broken sequences.", required=True)
+    flags.DEFINE_integer("sequences", 150, "Number of sequences.", lower_bound=1)
     flags.DEFINE_integer("first", 0, "Seed of the first sequence.", lower_bound=0)
-    flags.DEFINE_integer("load", 0, "Further processes that compute all the time.", lower_bound=0)
+    flags.DEFINE_integer("load", 0, "Number of further processes that use the CPU all the time.", lower_bound=0)
     script.run(main, (cluster.ClusterError, OSError))

@@ -46,7 +46,7 @@ QUIET_S = 12.0  # after a death, until nothing is left of it to be done
 LEAVE_S = 1.0  # after the end of a launcher, when nothing of its run may be left
 _FAULT = re.compile(r"chaos: (\w+) (\d+)")
 _AGAIN = re.compile(r"process (\d+) .*another takes its place")
-_VIEW = re.compile(r"step (\d+): going on with \d+ workers: ([\d, ]+)")
+VIEW = re.compile(r"step (\d+): continuing with \d+ workers: ([\d, ]+)")
 
 
 class Row(NamedTuple):
@@ -121,7 +121,7 @@ def listen(lines: IO[str], note: Recorder, log: pathlib.Path) -> None:
                 note(found[1], [int(found[2])])
             elif found := _AGAIN.search(line):
                 note("start", [int(found[1])])
-            elif found := _VIEW.search(line):
+            elif found := VIEW.search(line):
                 note("view", [int(slot) for slot in found[2].split(",")])
 
 

@@ -296,7 +296,7 @@ def run(main: Callable[[list[str]], int | None], errors: tuple[type[Exception], 
         except (KeyboardInterrupt, Interrupted) as stopped:
             code = int(stopped.args[0]) if isinstance(stopped, Interrupted) else 128 + signal.SIGINT
             name = signal.Signals(code - 128).name
-            fail(f"interrupted by {name}; run the same command again to continue", code)
+            fail(f"interrupted by {name}; the same command continues from what was saved", code)
 
     _set_up_terminal()
     app.run(guarded, flags_parser=parse)

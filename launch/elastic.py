@@ -357,7 +357,7 @@ def _say(*lines: str) -> None:
 def _say_view(view: View) -> None:
     if view.number > 1:
         _say(
-            f"step {view.step}: going on with {len(view.members)} workers: {', '.join(str(member.slot) for member in view.members)}"
+            f"step {view.step}: continuing with {len(view.members)} workers: {', '.join(str(member.slot) for member in view.members)}"
         )
 
 

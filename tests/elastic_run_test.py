@@ -53,7 +53,7 @@ def last(workdir, workers=None):
 
 def until(workdir, run, workers, times):
     """Waits until the run has gone on with so many workers so many times, and has logged a step after it; gives the seconds."""
-    begun, said = time.monotonic(), f"going on with {workers} workers"
+    begun, said = time.monotonic(), f"continuing with {workers} workers"
     wait_for(lambda: errors_of(workdir).read_text().count(said) >= times, run)
     before = last(workdir)
     wait_for(lambda: last(workdir) > before, run)
@@ -154,7 +154,7 @@ def test_views_may_begin_at_a_step_that_is_saved_already(tmp_path):
     wait_for(lambda: spares(workdir), run)
     for slot in (1, 2):
         os.kill(process_of[slot], signal.SIGKILL)
-    wait_for(lambda: errors_of(workdir).read_text().rstrip().endswith("going on with 4 workers: 0, 1, 2, 3"), run)
+    wait_for(lambda: errors_of(workdir).read_text().rstrip().endswith("continuing with 4 workers: 0, 1, 2, 3"), run)
     assert "cannot be written" not in ended(workdir, run)
 
 
@@ -190,7 +190,7 @@ def test_a_launcher_that_is_stopped_for_a_while_kills_nobody(tmp_path):
     before = last(workdir)
     wait_for(lambda: last(workdir) > before + 200, run)
     said = ended(workdir, run)
-    assert "another takes its place" not in said and "going on" not in said
+    assert "another takes its place" not in said and "continuing with" not in said
 
 
 def test_mistakes_are_told_in_one_line(tmp_path):

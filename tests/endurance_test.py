@@ -1,18 +1,18 @@
-"""experiments/endurance: what it finds broken in the files of a run, and one sequence of events."""
+"""experiments/endurance: violated conditions in the files of a run, and one sequence of events."""
 
 import json
 
 import pytest
 
 from experiments import endurance
-from experiments.endurance import Broken, Case, Event
+from experiments.endurance import Case, Event, Violated
 
 CASE = Case(0, "all-reduce", 3, (Event("kill", 0.5, (1,)),))
 
 
 @pytest.fixture
 def finished(tmp_path):
-    """Changes the rows of a run that is as it should be, and returns its directory."""
+    """Write the files of a correct run with changed rows; return its directory."""
 
     def write(change=lambda rows: rows, newest=endurance.STEPS):
         steps = range(endurance.LOG, endurance.STEPS + 1, endurance.LOG)
@@ -38,19 +38,19 @@ def test_rows_that_hold(finished):
     ],
 )
 def test_broken_rows(finished, change, said):
-    with pytest.raises(Broken, match=said):
+    with pytest.raises(Violated, match=said):
         endurance.check_rows(CASE, finished(change))
 
 
 def test_a_last_checkpoint_that_is_missing(finished):
-    with pytest.raises(Broken, match="of step 50, not"):
+    with pytest.raises(Violated, match="of step 50, not"):
         endurance.check_rows(CASE, finished(newest=50))
 
 
-def test_only_disturbed_processes_may_be_left_out():
-    log = "step 40: going on with 2 workers: 0, 2\n"
+def test_only_disturbed_processes_may_be_removed():
+    log = "step 40: continuing with 2 workers: 0, 2\n"
     endurance.check_views(CASE, log, {1})
-    with pytest.raises(Broken, match="process 1 was left out"):
+    with pytest.raises(Violated, match="process 1 was removed"):
         endurance.check_views(CASE, log, set())
 
 
@@ -64,6 +64,6 @@ def test_sequences_are_seeded():
 
 def test_a_sequence(tmp_path, monkeypatch):
     monkeypatch.setattr(endurance, "STEPS", 600)
-    events, broken = endurance.go_through(CASE, tmp_path / "case")
+    events, broken = endurance.run_case(CASE, tmp_path / "case")
     assert not broken
     assert events == list(CASE.events)

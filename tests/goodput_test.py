@@ -24,9 +24,9 @@ def test_a_launchers_words_become_events(tmp_path):
         [
             "chaos: kill 2",
             "process 2 was killed by SIGKILL; another takes its place",
-            "step 120: going on with 3 workers: 0, 1, 3",
+            "step 120: continuing with 3 workers: 0, 1, 3",
             "[Gloo] Rank 0 is connected",
-            "step 140: going on with 4 workers: 0, 1, 2, 3",
+            "step 140: continuing with 4 workers: 0, 1, 2, 3",
         ],
     )
     goodput.listen(io.StringIO("\n".join(said) + "\n"), notes, tmp_path / "launcher.log")

@@ -1,9 +1,9 @@
-"""Mutants: small faults, put into the library one at a time, of which tests must notice each.
+"""Mutation tests: small faults are put into the library one at a time, and a test must fail for each.
 
     python -m tests.mutants --count=100 --seed=0 --out=mutants.jsonl
 
-Each mutant is made in a copy of the tree, where the tests that mention what its file defines are run: quick ones first, then slow ones.
-A test that fails without the mutant as well kills nothing. The same command continues from the file, and prints the survivors' lines.
+Each mutant is written to a copy of the tree, where the tests that mention definitions of its file run: quick ones first, then slow ones.
+A test that also fails without the mutant does not count. The same command continues from --out, and prints the surviving mutants.
 """
 
 import argparse
@@ -28,11 +28,11 @@ SWAPPED = {
     ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In, ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div, ast.Div: ast.Mult,
     ast.FloorDiv: ast.Mult, ast.Mod: ast.Mult, ast.And: ast.Or, ast.Or: ast.And,
 }  # fmt: skip
-UNTOUCHED = (ast.JoinedStr, ast.Raise, ast.arguments, ast.Import, ast.ImportFrom)  # texts, and defaults
+SKIPPED = (ast.JoinedStr, ast.Raise, ast.arguments, ast.Import, ast.ImportFrom)  # nodes whose children are not mutated
 
 
 def changes(node: ast.AST, rng: random.Random) -> Iterator[tuple[str, ast.AST]]:
-    """(what it is called, the node in its place) for each change of a node."""
+    """Yield (kind, replacement) for each mutation of a node."""
     match node:
         case ast.Compare(left, [op], right) if type(op) in SWAPPED:
             yield "comparison", ast.Compare(left, [SWAPPED[type(op)]()], right)
@@ -51,8 +51,8 @@ def changes(node: ast.AST, rng: random.Random) -> Iterator[tuple[str, ast.AST]]:
 
 
 def mutants(path: pathlib.Path, rng: random.Random) -> list[tuple[str, str]]:
-    """(kind, source) of all mutants of a file."""
-    source, found = path.read_text(), []
+    """Return (kind, source) of all mutants of a file."""
+    source, mutated = path.read_text(), []
     starts = [0]
     for line in source.encode().splitlines(keepends=True):
         starts.append(starts[-1] + len(line))
@@ -63,8 +63,8 @@ def mutants(path: pathlib.Path, rng: random.Random) -> list[tuple[str, str]]:
             begin, end = starts[old.lineno - 1] + old.col_offset, starts[old.end_lineno - 1] + old.end_col_offset
             text = ast.unparse(ast.fix_missing_locations(other))
             text = text if kind in ("statement", "constant") else f"({text})"
-            found.append((kind, (source.encode()[:begin] + text.encode() + source.encode()[end:]).decode()))
-        if not isinstance(node, UNTOUCHED):
+            mutated.append((kind, (source.encode()[:begin] + text.encode() + source.encode()[end:]).decode()))
+        if not isinstance(node, SKIPPED):
             for name, value in ast.iter_fields(node):
                 if name not in ("annotation", "returns"):
                     for child in value if isinstance(value, list) else [value]:
@@ -72,11 +72,11 @@ def mutants(path: pathlib.Path, rng: random.Random) -> list[tuple[str, str]]:
                             visit(child)
 
     visit(ast.parse(source))
-    return found
+    return mutated
 
 
 def tests_of(path: pathlib.Path, most: int) -> list[str]:
-    """Test files by how often they mention what a file defines; if none does, those that mention its package."""
+    """Return test files by number of mentions of a file's definitions; if there are none, of its package."""
     defined = {node.name for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
     for names in ({path.stem, *(name for name in defined if name[0] != "_")} - {"__init__"}, {path.parent.name}):
         pattern = re.compile(rf"\b({'|'.join(map(re.escape, names))})\b") if names else None
@@ -87,32 +87,32 @@ def tests_of(path: pathlib.Path, most: int) -> list[str]:
 
 
 def failing(copy: pathlib.Path, tests: list[str], timeout_s: float, *options: str) -> str | None:
-    """The first test that fails, or "timeout"; None: all pass."""
+    """Return the first test that fails, or "timeout"; None if all pass."""
     command = [sys.executable, "-m", "pytest", "-n", "0", "-x", "-q", "-p", "no:cacheprovider", *options, *tests]
     try:
         done = subprocess.run(command, cwd=copy, capture_output=True, text=True, timeout=timeout_s)
     except subprocess.TimeoutExpired:
         return "timeout"
-    found = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", done.stdout, re.MULTILINE)
-    return None if done.returncode in (0, 5) else found[1] if found else f"exit code {done.returncode}"  # 5: there are none.
+    match = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", done.stdout, re.MULTILINE)
+    return None if done.returncode in (0, 5) else match[1] if match else f"exit code {done.returncode}"  # 5: no tests
 
 
 def fate(copy: pathlib.Path, path: pathlib.Path, source: str, arguments) -> str:
-    """Which test kills a mutant, or "survived"."""
+    """Return the test that kills a mutant, or "survived"."""
     tests, place, original = tests_of(path, arguments.most), copy / path.relative_to(ROOT), path.read_text()
-    for which in ("not slow", "slow"):
-        options = ["-m", which]
+    for marker in ("not slow", "slow"):
+        options = ["-m", marker]
         while True:
             place.write_text(source)
             killer = failing(copy, tests, arguments.timeout_s, *options)
             place.write_text(original)
             if not killer:
                 break
-            single = "::" in killer  # else the time was over, or a file cannot be imported
+            single = "::" in killer  # otherwise a timeout, or a file that cannot be imported
             if not failing(copy, [killer] if single else tests, arguments.timeout_s, *options):
                 return killer
             if not single:
-                return f"unknown: {killer}, without the mutant as well"
+                return f"unknown: {killer}, also without the mutant"
             options += ["--deselect", killer]
     return "survived"
 
@@ -124,7 +124,7 @@ def main() -> None:
     arguments = parser.parse_args()
     rng, out = random.Random(arguments.seed), pathlib.Path(arguments.out)
     rows = [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
-    files = {
+    files_of = {
         name: sorted(path for path in (ROOT / "decjax" / name).glob("*.py") if path.name != "__init__.py") for name in PACKAGES
     }
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
@@ -132,8 +132,8 @@ def main() -> None:
         shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".*", "runs", "site", "__pycache__"))
         os.environ["DECJAX_TEST_CACHE"] = os.environ.get("DECJAX_TEST_CACHE") or folder
         for index in range(arguments.count):
-            of = files[PACKAGES[index % len(PACKAGES)]]
-            (path,) = rng.choices(of, [path.stat().st_size for path in of])
+            paths = files_of[PACKAGES[index % len(PACKAGES)]]
+            (path,) = rng.choices(paths, [path.stat().st_size for path in paths])
             kind, source = rng.choice(mutants(path, rng))
             diff = [*difflib.unified_diff(path.read_text().splitlines(), source.splitlines(), lineterm="", n=0)][3:]
             mutant = {"file": str(path.relative_to(ROOT)), "kind": kind, "diff": diff}

@@ -127,7 +127,7 @@ def test_neither_smoke_runs_nor_parts_replace_whole_results(module, defined, tmp
     for path in page, file:
         path.write_text("whole")
     parts = ["--smoke"] if "smoke" in found else []
-    parts += [f"--{name}={one_of(flag)}" for name, flag in found.items() if hasattr(flag, "is_whole")]
+    parts += [f"--{name}={one_of(flag)}" for name, flag in found.items() if hasattr(flag, "is_complete")]
     assert bool(parts) or not {"smoke", "row", "only"} & set(found)
     kinds = outputs(found) | ({"book": "folder"} if "--smoke" not in parts else {})
     for argument in parts:
