@@ -45,7 +45,7 @@ POLL_S = 0.05
 QUIET_S = 12.0  # after a death, until nothing is left of it to be done
 LEAVE_S = 1.0  # after the end of a launcher, when nothing of its run may be left
 _FAULT = re.compile(r"chaos: (\w+) (\d+)")
-_AGAIN = re.compile(r"process (\d+) .*another takes its place")
+_AGAIN = re.compile(r"process (\d+) .*it will be replaced")
 VIEW = re.compile(r"step (\d+): continuing with \d+ workers: ([\d, ]+)")
 
 

@@ -1,7 +1,7 @@
-"""Processes of an elastic run: another takes the place of one that dies, freezes or is cut off, and the others go on meanwhile.
+"""Launcher of elastic runs: a process that dies, freezes or is cut off is replaced, and the others continue meanwhile.
 
-On each host a spare process has loaded and compiled everything and waits for its call, so that it takes part at once. The coordinator
-runs in a thread of the launcher; `decjax.elastic` says what it does.
+Each host has a spare process that has compiled its programs and can take part at once. The coordinator (`decjax.elastic.coordinator`)
+runs in a thread of the launcher.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -29,22 +29,24 @@ from decjax.elastic.keys import Keys
 from decjax.elastic.view import View
 from launch import accelerators, chaos, command, processes, train_flags
 
-KEYS = "DECJAX_ELASTIC_KEYS"  # the environment's variable
-PAUSE_S = 1.0  # before a process is started again that never took part, or a spare one; twice as long each time
-MOST_PAUSE_S = 30.0
-PROBE_S = 5.0  # between two attempts to reach the coordinator, and the time limit of each
-LEISURE = 19  # by how much a spare process is nicer than others until it is called: it takes what they leave
-MOST_ERRORS, WITHIN_S = 3, 3600.0  # So many errors of one slot's processes within an hour end the run.
+KEYS = "DECJAX_ELASTIC_KEYS"  # an environment variable
+PAUSE_S = 1.0  # before a restart of a process that never took part, or of a spare process; doubled each time
+MAX_PAUSE_S = 30.0
+PROBE_S = 5.0  # interval and time limit of checks that the coordinator is reachable
+SPARE_NICENESS = 19  # of spare processes relative to others, until they take part
+MAX_ERRORS, WITHIN_S = 3, 3600.0  # errors of a slot's processes within this time that end the run
 
 
 def define_flags() -> None:
-    """The flags of launchers."""
-    flags.DEFINE_boolean("elastic", False, "Go on without processes that die, and start them again.")
-    flags.DEFINE_string("chaos", "", "Faults, as 'kill=1@60s,freeze=2@90s+15s' or 'storm(per_hour=125,seed=0)'; see launch.chaos.")
+    """Define the flags of launchers of elastic runs."""
+    flags.DEFINE_boolean("elastic", False, "Continue without processes that die, and replace them.")
+    flags.DEFINE_string(
+        "chaos", "", "Faults, such as 'kill=1@60s,freeze=2@90s+15s' or 'storm(per_hour=125,seed=0)'; see launch.chaos."
+    )
 
 
 def options(module: str, arguments: Sequence[str]) -> config.Elastic | None:
-    """The section `elastic` of the config that a command line of `launch.train` has; None: the run is not elastic."""
+    """Return the config section `elastic` of a command line of launch.train; None if the run is not elastic."""
     if not flags.FLAGS.elastic:
         return None
     if module != processes.TRAIN:
@@ -56,13 +58,13 @@ def options(module: str, arguments: Sequence[str]) -> config.Elastic | None:
 
 
 class Box(NamedTuple):
-    """Where the processes run: on this machine, if nothing else is said.
+    """Where the processes run: by default on this machine.
 
     Attributes:
-        listening: calls a function where the coordinator's address is one.
-        environments: variables of each process besides.
-        links: that faults may cut or slow down.
-        per_host: processes of a host; 0: all.
+        listening: calls a function in the network namespace of the coordinator's address.
+        environments: further variables of each process.
+        links: links that faults may cut or slow down.
+        per_host: processes per host; 0: all.
     """
 
     listening: Callable[[Callable[[], Any]], Any] = lambda make: make()
@@ -72,29 +74,29 @@ class Box(NamedTuple):
 
 
 def _pause_s(failures: int) -> float:
-    """Before a process is started again, after so many others that did nothing useful."""
-    return min(PAUSE_S * 2 ** (failures - 1), MOST_PAUSE_S) if failures else 0.0
+    """The pause before a restart after `failures` processes that did not take part."""
+    return min(PAUSE_S * 2 ** (failures - 1), MAX_PAUSE_S) if failures else 0.0
 
 
-def _prefer(process_group: int, nicer: int) -> None:
-    """Makes processes, with all their threads, so much nicer than this one, unless that could not be undone."""
+def _set_niceness(process_group: int, relative: int) -> None:
+    """Set the niceness of processes relative to this one, unless it could not be lowered again."""
     if sys.platform != "linux":
         return
-    own = os.getpriority(os.PRIO_PROCESS, 0)
-    if os.geteuid() == 0 or resource.getrlimit(resource.RLIMIT_NICE)[0] >= 20 - own:  # getrlimit(2)
+    niceness = os.getpriority(os.PRIO_PROCESS, 0)
+    if os.geteuid() == 0 or resource.getrlimit(resource.RLIMIT_NICE)[0] >= 20 - niceness:  # getrlimit(2)
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.setpriority(os.PRIO_PGRP, process_group, min(own + nicer, 19))
+            os.setpriority(os.PRIO_PGRP, process_group, min(niceness + relative, 19))
 
 
 class _Starter:
-    """Starts the processes of all places, and holds a spare one on each host.
+    """Starts the processes of all slots, and keeps a spare process on each host.
 
     Args:
-        stack: closes their logs.
-        lines: command lines of the places.
-        spare_lines: the same of processes that wait for their call; empty: there are none.
-        environments: variables of the places.
-        per_host: places of a host.
+        stack: closes the logs.
+        lines: command lines of the slots.
+        spare_lines: command lines of spare processes; empty: none.
+        environments: variables of the slots.
+        per_host: slots per host.
     """
 
     def __init__(
@@ -108,23 +110,23 @@ class _Starter:
         self._stack, self._lines, self._spare_lines, self._environments = stack, lines, spare_lines, environments
         self._per_host = per_host
         self._spares: dict[int, processes.Child] = {}
-        self._ends: dict[int, tuple[int, float]] = {}  # of a host's spares that ended by themselves: how many, when to try again
+        self._ends: dict[int, tuple[int, float]] = {}  # by host: number of spares that ended by themselves, time of the next start
         stack.callback(lambda: processes.send([*self._spares.values()], signal.SIGKILL))
 
     def __call__(self, index: int) -> processes.Child:
-        """A process for a place: the host's spare one, or a new one."""
+        """Return a process for a slot: the spare process of its host, or a new one."""
         host = index // self._per_host
         spare = self._spares.pop(host, None)
         if spare and spare.living():
             self._ends.pop(host, None)
-            _prefer(spare.process.pid, 0)
-            with contextlib.suppress(BrokenPipeError), spare.process.stdin as call:  # pyright: ignore[reportOptionalContextManager]
-                call.write(json.dumps({"process_index": index, "environment": self._environments[index]}) + "\n")
+            _set_niceness(spare.process.pid, 0)
+            with contextlib.suppress(BrokenPipeError), spare.process.stdin as file:  # pyright: ignore[reportOptionalContextManager]
+                file.write(json.dumps({"process_index": index, "environment": self._environments[index]}) + "\n")
             return spare
         return self._start(self._lines[index], self._environments[index])
 
     def hold_spares(self) -> None:
-        """Starts those that are missing, and others for those that have ended by themselves, though not again and again."""
+        """Start missing spare processes, after a pause where others have ended by themselves."""
         for host in range(math.ceil(len(self._spare_lines) / self._per_host)):
             ends, again_at = self._ends.get(host, (0, 0.0))
             if host in self._spares and not self._spares[host].living():
@@ -135,10 +137,10 @@ class _Starter:
                 options: dict[str, Any] = dict(stdin=subprocess.PIPE, text=True)
                 try:
                     self._spares[host] = self._start(self._spare_lines[first], self._environments[first], **options)
-                except OSError:  # Places come first where memory or descriptors are exhausted.
+                except OSError:  # Memory or descriptors are exhausted; slots have priority.
                     self._ends[host] = ends + 1, time.monotonic() + _pause_s(ends + 1)
                 else:
-                    _prefer(self._spares[host].process.pid, LEISURE)
+                    _set_niceness(self._spares[host].process.pid, SPARE_NICENESS)
 
     def _start(self, line: list[str], environment: dict[str, str], **options: Any) -> processes.Child:
         log = self._stack.enter_context(tempfile.TemporaryFile())  # noqa: SIM115  It is open as long as the process lives.
@@ -149,15 +151,15 @@ class _Starter:
             raise
 
 
-class _Reach:
-    """Prints once that the coordinator's address is unreachable, as when the loopback interface is down. Call `look` while processes are
-    missing."""
+class _AddressCheck:
+    """Prints once if the coordinator's address is unreachable, for example because the loopback interface is down."""
 
     def __init__(self, box: Box, address: tuple[str, int]):
         self._box, self._address = box, address
         self._look_at, self._reason = time.monotonic() + PROBE_S, ""
 
     def look(self) -> None:
+        """Check the address if it is time; to be called while processes are missing."""
         if time.monotonic() < self._look_at:
             return
         before, self._reason = self._reason, self._box.listening(self._probe)
@@ -165,7 +167,7 @@ class _Reach:
         if self._reason and not before:
             where = ":".join(map(str, self._address))
             _say(
-                f"processes cannot join: {where} is not reached ({self._reason}); bring the interface up, as with ip link set lo up"
+                f"processes cannot join: {where} is unreachable ({self._reason}); bring the interface up, as with ip link set lo up"
             )
 
     def _probe(self) -> str:
@@ -177,13 +179,13 @@ class _Reach:
 
 
 class _Slot:
-    """A place in the run, and the process that has it."""
+    """A slot of the run and its process."""
 
     def __init__(self, index: int, start: Callable[[int], processes.Child]):
         self.index, self._start = index, start
         self.child = start(index)
-        self.finished, self.failures = False, 0  # `failures`: since a process of this place took part the last time
-        self.errors: list[float] = []  # times at which processes ended with an error of their own, within `WITHIN_S`
+        self.finished, self.failures = False, 0  # processes that ended since the slot last took part
+        self.errors: list[float] = []  # times of errors within `WITHIN_S`
         self.again_at: float | None = None
 
     @property
@@ -191,80 +193,85 @@ class _Slot:
         return self.child.process.poll()
 
     def takes_part(self, view: View) -> bool:
-        """Whether its present process is in a view."""
+        """Whether its current process is in a view."""
         return any(member.slot == self.index and member.process == self.child.process.pid for member in view.members)
 
     def ended(self) -> None:
-        """Plans the next start: at once, unless processes end again and again before they take part."""
+        """Schedule the next start, after a pause if several processes have not taken part."""
         self.again_at, self.failures = time.monotonic() + _pause_s(self.failures), self.failures + 1
 
     def restart_when_due(self) -> None:
         if self.again_at is not None and time.monotonic() >= self.again_at:
             try:
                 before, self.child, self.again_at = self.child, self._start(self.index), None
-            except OSError as error:  # Memory or descriptors are exhausted, perhaps not for long.
+            except OSError as error:  # Memory or descriptors are exhausted, possibly for a short time.
                 _say(f"process {self.index} cannot be started ({error.strerror}); trying again")
                 self.ended()
             else:
                 before.log.close()
 
     def fails_again(self) -> bool:
-        """Records an error of this slot's process; returns whether there were too many within `WITHIN_S`."""
+        """Record an error; return whether there were too many within `WITHIN_S`."""
         now_s = time.monotonic()
         self.errors = [at_s for at_s in self.errors if now_s - at_s < WITHIN_S] + [now_s]
-        return len(self.errors) >= MOST_ERRORS
+        return len(self.errors) >= MAX_ERRORS
 
 
 def run_together(
     command_lines: Callable[[list[str]], list[list[str]]],
     host: str,
-    given: config.Elastic,
+    settings: config.Elastic,
     again: str = "",
     faults: Iterator[chaos.Event] = iter(()),
     box: Box = Box(),
 ) -> int:
-    """Runs an elastic group until its run has ended; the exit code is 0, that of a mistake or a divergence, or 128 + the signal.
+    """Run the processes of an elastic run until it has ended.
 
     Args:
-        command_lines: makes those of all processes, with these options besides.
-        host: the address at which the coordinator listens.
-        given: when to go on without a process.
+        command_lines: returns the command lines of all processes for further options.
+        host: address at which the coordinator listens.
+        settings: of the run.
         again: how to continue after an interruption or a failure.
-        faults: what is done to them.
-        box: where they run.
+        faults: to be injected.
+        box: where the processes run.
+
+    Returns:
+        The exit code: 0, that of a user error or a divergence, or 128 + signal.
     """
     group_keys = Keys.made()
     count = len(command_lines([]))
-    coordinator = box.listening(lambda: Coordinator(host, count, given.min_workers, given.heartbeat_s, group_keys, _say_view))
+    coordinator = box.listening(lambda: Coordinator(host, count, settings.min_workers, settings.heartbeat_s, group_keys, _say_view))
     options = [f"--elastic={':'.join(map(str, coordinator.address))}"]
-    lines, spare_lines = command_lines(options), command_lines([*options, processes.STANDBY]) if given.spares else []
+    lines, spare_lines = command_lines(options), command_lines([*options, processes.STANDBY]) if settings.spares else []
     with contextlib.ExitStack() as stack:
         caught = stack.enter_context(processes.caught_signals())
         serving = stack.enter_context(_serving(coordinator))
         folder = stack.enter_context(processes.temporary_folder())
-        environments = _environments(count, {KEYS: group_keys.text} | _compiled_once(folder), box)
+        environments = _environments(count, {KEYS: group_keys.text} | _compilation_cache(folder), box)
         starter = _Starter(stack, lines, spare_lines, environments, box.per_host or count)
         slots: list[_Slot] = []
         stack.callback(lambda: processes.send([slot.child for slot in slots], signal.SIGKILL))
         slots += [_Slot(index, starter) for index in range(count)]
-        trouble = stack.enter_context(contextlib.closing(chaos.Chaos(faults, lambda index: slots[index].child.living(), box.links)))
-        reach = _Reach(box, coordinator.address)
+        injector = stack.enter_context(
+            contextlib.closing(chaos.Chaos(faults, lambda index: slots[index].child.living(), box.links))
+        )
+        address_check = _AddressCheck(box, coordinator.address)
 
         def look():
-            trouble.look()
-            (starter.hold_spares if all(slot.takes_part(coordinator.view) for slot in slots) else reach.look)()
+            injector.look()
+            (starter.hold_spares if all(slot.takes_part(coordinator.view) for slot in slots) else address_check.look)()
 
         return _watch(slots, coordinator, serving, caught, look, f"; {again}" if again else "")
 
 
 def _environments(count: int, shared: dict[str, str], box: Box) -> list[dict[str, str]]:
-    """Variables of each process."""
-    given = box.environments or [{}] * count
-    return [shared | own | further for own, further in zip(accelerators.environments(count), given, strict=True)]
+    """Return the variables of each process."""
+    environments = box.environments or [{}] * count
+    return [shared | devices | further for devices, further in zip(accelerators.environments(count), environments, strict=True)]
 
 
-def _compiled_once(folder: str) -> dict[str, str]:
-    """Variables with which processes find what others have compiled, in a folder that they share unless the user has chosen one."""
+def _compilation_cache(folder: str) -> dict[str, str]:
+    """Return variables for a shared compilation cache in a folder, unless the user has configured another one."""
     if "JAX_COMPILATION_CACHE_DIR" in os.environ:
         return {}
     return {
@@ -276,7 +283,7 @@ def _compiled_once(folder: str) -> dict[str, str]:
 
 @contextlib.contextmanager
 def _serving(coordinator: Coordinator) -> Iterator[concurrent.futures.Future[None]]:
-    """A context in which the coordinator serves in a thread of its own; yields the future of that thread."""
+    """Context manager in which the coordinator serves in a thread, whose future it yields."""
     over = threading.Event()
     with concurrent.futures.ThreadPoolExecutor(1, "coordinator") as pool:
         try:
@@ -293,15 +300,15 @@ def _watch(
     look: Callable[[], None],
     again: str,
 ) -> int:
-    told = False
+    forwarded = False
     while not all(slot.finished for slot in slots):
-        if serving.done():  # Without it no process could leave or join.
+        if serving.done():  # Without a coordinator no process can leave or join.
             _say(f"error: the coordinator of this run has failed ({serving.exception()!r}){again}")
             return 1
         look()
-        if caught and not told:
-            told = True
-            coordinator.least = 1  # Nobody is started any more whom the others could wait for.
+        if caught and not forwarded:
+            forwarded = True
+            coordinator.least = 1  # No more processes are started, so none should be waited for.
             processes.send([slot.child for slot in slots], signal.SIGTERM)
         if len(caught) > 1:
             processes.send([slot.child for slot in slots], signal.SIGKILL)
@@ -322,17 +329,17 @@ def _watch(
                     return code
             elif slot.index in coordinator.silent:
                 coordinator.silent.discard(slot.index)
-                slot.child.process.kill()  # Whatever it still does, its place will be taken.
+                slot.child.process.kill()  # It was removed from the group.
         time.sleep(processes.POLL_S)
     stopped = 128 + caught[0] if caught else max(slot.code or 0 for slot in slots)
-    if stopped > 128:  # Without a signal of our own, one of them got it, and all have stopped.
+    if stopped > 128:  # The launcher or one of the processes received a signal, and all have stopped.
         _say(f"interrupted by {signal.Signals(stopped - 128).name}{again}")
         return stopped
     return 0 if any(slot.code == 0 for slot in slots) else 1
 
 
 def _ended(slot: _Slot, stopping: bool) -> int | None:
-    """Notes that a process has ended, and when it is started again; returns an exit code if the whole run ends with it."""
+    """Record that a process has ended and schedule its restart; return an exit code if the run ends with it."""
     code = slot.code
     if code in (command.USER_ERROR, command.DIVERGED):
         _say(*slot.child.last_lines())
@@ -341,7 +348,7 @@ def _ended(slot: _Slot, stopping: bool) -> int | None:
         slot.finished = True
         return None
     assert code is not None
-    _say(f"process {slot.index} {processes.how_it_ended(code)}; another takes its place")
+    _say(f"process {slot.index} {processes.how_it_ended(code)}; it will be replaced")
     if code == 1:
         _say(*(f"[process {slot.index}] {line}" for line in slot.child.last_lines()))
         if slot.fails_again():
@@ -362,10 +369,10 @@ def _say_view(view: View) -> None:
 
 
 def launch_name() -> str:
-    """A name that the processes of this launch share, and no others. It is not secret."""
+    """Return a name that is unique to the processes of this launch. It is not secret."""
     return hashlib.sha256(keys().coordinator).hexdigest()[:16]
 
 
 def keys() -> Keys:
-    """The keys of this process's group."""
+    """Return the keys of this process's group."""
     return Keys.of(os.environ[KEYS])

@@ -1,7 +1,7 @@
-"""One process of several: how it joins the others and gets its devices, and how it leaves them when something goes wrong.
+"""How a process joins the others of a run and gets its devices, and how it leaves after an error.
 
-`srun`, `mpirun` and Kubernetes tell a process by themselves where the others are; launch.local, launch.cluster and hand-started
-processes use the flags that are defined here, once for all commands that train or measure.
+Under `srun`, `mpirun` and Kubernetes a process finds the others in its environment; launch.local, launch.cluster and processes started
+by hand use the flags defined here.
 """
 
 from collections.abc import Callable, Iterator
@@ -26,29 +26,29 @@ from launch import command, elastic, memory
 from launch import place as places
 
 _COORDINATOR = flags.DEFINE_string(
-    "coordinator",
-    None,
-    "HOST:PORT of process 0, or 'auto' to ask the cluster (Kubernetes); under srun and mpirun nothing is needed.",
+    "coordinator", None, "HOST:PORT of process 0, or 'auto' to find it (Kubernetes); not needed under srun and mpirun."
 )
 _NUM_PROCESSES = flags.DEFINE_integer("num_processes", None, "Number of processes, with --coordinator=HOST:PORT.")
 _PROCESS_INDEX = flags.DEFINE_integer("process_index", None, "Index of this process, with --coordinator=HOST:PORT.")
 
-_ELASTIC = flags.DEFINE_string("elastic", None, "HOST:PORT of the coordinator of an elastic run, which its launcher gives.")
+_ELASTIC = flags.DEFINE_string("elastic", None, "HOST:PORT of the coordinator of an elastic run; set by the launcher.")
 
-_STANDBY = flags.DEFINE_boolean("standby", False, "Wait on standard input for whose place to take; of a launcher's spare process.")
+_STANDBY = flags.DEFINE_boolean(
+    "standby", False, "Wait on standard input for a slot assignment; set by the launcher for spare processes."
+)
 
 LOST_CONTACT = 3
-MAX_CPU_DEVICES = 1024  # of a process; many more take JAX hours to make
+MAX_CPU_DEVICES = 1024  # per process; JAX takes hours to create many more
 HEARTBEAT_TIMEOUT_S = 30
 
 
 def set_up_devices(workers: int, simulate: bool = False, each: int = 1) -> None:
-    """Joins the other processes, and forces the CPU devices of all workers; both must precede the first use of a device.
+    """Join the other processes and set the number of CPU devices, before the first use of a device.
 
     Args:
-        workers: over all processes; 0: one device per process, or `parts.SIMULATED_WORKERS` in a lone one.
+        workers: over all processes; 0: one device per process, or `parts.SIMULATED_WORKERS` in a single process.
         simulate: whether all workers share one device.
-        each: devices of a worker.
+        each: devices per worker.
     """
     place = places.told(os.environ)
     coordinator, processes = _COORDINATOR.value, _NUM_PROCESSES.value or (place.num_processes if place else 1)
@@ -59,7 +59,7 @@ def set_up_devices(workers: int, simulate: bool = False, each: int = 1) -> None:
             f"workers={workers} need {devices} devices, and a process has {MAX_CPU_DEVICES} at most; use fewer, or "
             "simulate them on one device"
         )
-    if devices == processes:  # Several devices of a process would wait for each other where its memory is given out.
+    if devices == processes:  # Several devices of a process would contend for its allocator.
         memory.keep_freed()
     if coordinator and coordinator != "auto":
         _join(places.Place(coordinator, processes, _PROCESS_INDEX.value or 0))
@@ -79,39 +79,38 @@ def is_elastic() -> bool:
 
 
 def stand_by(prepare: Callable[[], None]) -> None:
-    """Waits, if this process is a spare one, until its launcher tells it whose place to take. Meanwhile it prepares itself, unless
-    that would occupy an accelerator."""
+    """In a spare process, wait for a slot assignment from the launcher; call `prepare` first unless it would occupy an accelerator."""
     if not _STANDBY.value:
         return
     if os.environ.get("JAX_PLATFORMS") == "cpu":
         prepare()
     if not (line := sys.stdin.readline()):
         sys.exit(0)  # The launcher is gone.
-    told = json.loads(line)
-    os.environ.update(told["environment"])
-    flags.FLAGS.process_index = told["process_index"]
+    assignment = json.loads(line)
+    os.environ.update(assignment["environment"])
+    flags.FLAGS.process_index = assignment["process_index"]
 
 
-def membership(how: parts.Elastic) -> Membership:
-    """This process's part in an elastic run; it waits until its host reaches the coordinator."""
+def membership(settings: parts.Elastic) -> Membership:
+    """Join an elastic run, waiting until the coordinator is reachable."""
     assert _ELASTIC.value and _PROCESS_INDEX.value is not None
     host, _, port = _ELASTIC.value.rpartition(":")
     while True:
         try:
-            return Membership((host, int(port)), _PROCESS_INDEX.value, how.heartbeat_s, elastic.keys(), how.encrypt)
+            return Membership((host, int(port)), _PROCESS_INDEX.value, settings.heartbeat_s, elastic.keys(), settings.encrypt)
         except Excluded:
             raise
-        except OSError:  # The host may be cut off for a while; the launcher's end is ours.
-            time.sleep(how.heartbeat_s / BEATS)
+        except OSError:  # The host may be cut off. This process ends with its launcher.
+            time.sleep(settings.heartbeat_s / BEATS)
 
 
 def slots() -> int:
-    """How many processes an elastic run has."""
+    """Return the number of slots of an elastic run."""
     return _NUM_PROCESSES.value or 1
 
 
 def _join(place: places.Place) -> None:
-    """Connects this process to the others; it listens at the address that they reach it by, and nowhere else."""
+    """Connect this process to the others; it listens only at the address at which they reach it."""
     jax.distributed.initialize(
         place.coordinator,
         place.num_processes,
@@ -127,8 +126,8 @@ def _join(place: places.Place) -> None:
 
 
 def _gloo_listens_at(address: str) -> None:
-    """Lets gloo, through which CPU devices of several processes talk, listen at an address; by itself it listens where the machine's
-    name leads. JAX has no public option for it: where a later one has its client made otherwise, gloo stays as it is."""
+    """Let gloo, JAX's collectives on CPUs, listen at an address instead of that of the machine's name. JAX has no public option for
+    it; if its internals have changed, this does nothing."""
     with contextlib.suppress(ImportError, AttributeError):
         from jax._src import distributed, xla_bridge
         from jax._src.lib import _jax  # pyright: ignore[reportPrivateImportUsage]
@@ -139,13 +138,13 @@ def _gloo_listens_at(address: str) -> None:
 
 
 def resolved(config: Any) -> parts.RunSpec:
-    """The spec of a config, on the devices that there are."""
+    """Return the spec of a config for the available devices."""
     devices = jax.device_count()
     return parts.resolve(config, devices, devices == 1 and jax.process_count() == 1 and jax.devices()[0].platform != "cpu")
 
 
 def check_flags(coordinator: str | None, num_processes: int | None, process_index: int | None) -> None:
-    """Refuses coordinator flags with which no process finds the others."""
+    """Refuse inconsistent coordinator flags."""
     if not coordinator:
         for name, value in (("num_processes", num_processes), ("process_index", process_index)):
             if value is not None:
@@ -164,11 +163,11 @@ def check_flags(coordinator: str | None, num_processes: int | None, process_inde
 
 @contextlib.contextmanager
 def leaving_at_once(errors: tuple[type[Exception], ...], again: str) -> Iterator[None]:
-    """Ends one process of several at once when it fails: an orderly exit would wait for the others, which wait for this one.
+    """Context manager that ends one of several processes at once after an error: a normal exit would wait for the others.
 
     Args:
-        errors: those that speak to the user and are told in one line.
-        again: what to do when contact with another process was lost.
+        errors: user errors, which are reported on one line.
+        again: how to continue after contact with another process was lost.
     """
     try:
         yield
@@ -183,7 +182,7 @@ def _leave(error: BaseException, errors: tuple[type[Exception], ...], again: str
     if missing := command.no_devices(error):
         message, code = f"error: {missing}", command.USER_ERROR
     elif _is_lost_contact(error):
-        lost = f"error: process {jax.process_index()} lost contact with another, whose own output says why"
+        lost = f"error: process {jax.process_index()} lost contact with another; see the output of that one"
         message, code = f"{lost} ({str(error).splitlines()[0][:160]}); {again}", LOST_CONTACT
     elif isinstance(error, (command.UserError, *errors)):
         message, code = f"error: {' '.join(str(error).split())}", command.code_of(error)
@@ -192,5 +191,5 @@ def _leave(error: BaseException, errors: tuple[type[Exception], ...], again: str
 
 
 def _is_lost_contact(error: BaseException) -> bool:
-    """Whether JAX reports that another process does not answer; what Gloo fails of is a ValueError if it fails while it is called."""
+    """Whether JAX reports the loss of another process. Gloo raises ValueErrors if it fails during a call."""
     return isinstance(error, jax.errors.JaxRuntimeError) or (isinstance(error, ValueError) and "Gloo" in str(error))

@@ -98,7 +98,7 @@ def test_the_others_go_on_and_whoever_comes_back_takes_part(story):
     assert all(without_s < again_s for _, without_s, again_s in took), errors  # `experiments.goodput` measures how soon.
     assert "Traceback" not in errors
     for slot in (1, 0, 2):
-        assert f"process {slot} was killed by SIGKILL; another takes its place" in errors
+        assert f"process {slot} was killed by SIGKILL; it will be replaced" in errors
 
 
 def test_each_step_stands_once_in_the_log(story):
@@ -132,7 +132,7 @@ def test_a_spare_process_that_ends_is_replaced_and_is_named_for_no_place(tmp_pat
     assert "--process_index" not in command_lines()[first]
     os.kill(first, signal.SIGKILL)
     wait_for(lambda: spares(workdir) - {first}, run)  # and no place becomes free meanwhile
-    assert "another takes its place" not in ended(workdir, run)
+    assert "it will be replaced" not in ended(workdir, run)
 
 
 @pytest.mark.parametrize("shorthand", ["method=diloco", "topology=ring,mixer=choco,codec=int8"])
@@ -190,7 +190,7 @@ def test_a_launcher_that_is_stopped_for_a_while_kills_nobody(tmp_path):
     before = last(workdir)
     wait_for(lambda: last(workdir) > before + 200, run)
     said = ended(workdir, run)
-    assert "another takes its place" not in said and "continuing with" not in said
+    assert "it will be replaced" not in said and "continuing with" not in said
 
 
 def test_mistakes_are_told_in_one_line(tmp_path):

@@ -23,7 +23,7 @@ def test_a_launchers_words_become_events(tmp_path):
         Notes(),
         [
             "chaos: kill 2",
-            "process 2 was killed by SIGKILL; another takes its place",
+            "process 2 was killed by SIGKILL; it will be replaced",
             "step 120: continuing with 3 workers: 0, 1, 3",
             "[Gloo] Rank 0 is connected",
             "step 140: continuing with 4 workers: 0, 1, 2, 3",

@@ -182,11 +182,11 @@ def test_a_run_whose_coordinator_fails_ends_with_a_message(capsys):
 
 def test_an_address_that_is_not_reached_is_told_once(now_s, capsys):
     with elastic.socket.create_server(("127.0.0.1", 0)) as listener:
-        reach = elastic._Reach(elastic.Box(), listener.getsockname()[:2])
+        address_check = elastic._AddressCheck(elastic.Box(), listener.getsockname()[:2])
         now_s[0] = 100.0
-        reach.look()
+        address_check.look()
     assert not capsys.readouterr().err
     for _ in range(3):  # Nothing listens there any more.
         now_s[0] += 100.0
-        reach.look()
-    assert capsys.readouterr().err.count("is not reached (Connection refused)") == 1
+        address_check.look()
+    assert capsys.readouterr().err.count("is unreachable (Connection refused)") == 1

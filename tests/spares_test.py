@@ -54,7 +54,7 @@ def test_spares_that_end_again_and_again_are_started_ever_more_slowly(starter):
         while not spares(held):
             now_s[0] += 0.5
         pauses_s.append(now_s[0] - ended_s)
-    assert pauses_s == [0, 1, 2, 4, 8, 16, elastic.MOST_PAUSE_S, elastic.MOST_PAUSE_S]
+    assert pauses_s == [0, 1, 2, 4, 8, 16, elastic.MAX_PAUSE_S, elastic.MAX_PAUSE_S]
 
 
 def test_a_spare_that_was_called_counts_as_well(starter):

@@ -340,7 +340,7 @@ class Checkpoints:
         there = {name: array for name, array in extra["arrays"].items() if not partial or name in here}
         if difference := contents.difference(there, here):
             problem = f"checkpoint {self._directory / str(step)} holds other arrays: {difference}"
-            raise CheckpointError(f"{problem}; {contents.way_out(there, here)}")
+            raise CheckpointError(f"{problem}; {contents.fix(there, here)}")
 
     def unlike(self, step: int, like: Any) -> str:
         """The first array of `like` whose dtype or shape per worker differs from that of a saved step; empty: none does."""

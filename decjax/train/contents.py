@@ -1,5 +1,4 @@
-"""The records of a checkpoint besides the state: checksums, and the name, dtype and shape of each array. They show on reading whether
-the state is the one that was saved."""
+"""Metadata of a checkpoint: checksums, and the name, dtype and shape of each array, to verify the state when it is read."""
 
 import functools
 import json
@@ -14,7 +13,7 @@ import orbax.checkpoint as ocp
 from decjax import codecs
 from decjax.errors import CheckpointError
 
-VERSION = 3  # 2 lacks step and arrays; 1 also lacks the version, and its checksums miss two flipped signs
+VERSION = 3  # Version 2 lacks step and arrays; version 1 also lacks the version, and has weaker checksums.
 
 
 def _mixed(word: jax.Array) -> jax.Array:
@@ -26,9 +25,9 @@ def _mixed(word: jax.Array) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnames="version")
 def checksums(state: Any, version: int = VERSION) -> jax.Array:
-    """A checksum of every array in `state`, uint32 [arrays]: Σ_i mixed(word_i ⊕ mixed(i)) mod 2³².
+    """Return a checksum of each array in `state`, uint32 [arrays]: Σ_i mixed(word_i ⊕ mixed(i)) mod 2³².
 
-    Orbax's files have none. A sum does not depend on the order, so each device sums its own shards; words are mixed first, so that
+    Orbax's files have no checksums. A sum does not depend on the order, so each device sums its own shards; words are mixed first, so that
     several changes do not cancel. Checkpoints of version 1 have Σ_i (2i + 1) · word_i, in which two flipped signs cancel.
     """
 
@@ -42,14 +41,14 @@ def checksums(state: Any, version: int = VERSION) -> jax.Array:
 
 
 def extra_checksum(extra: dict[str, Any]) -> int:
-    """The checksum of a checkpoint's records; in version 2 of the counters only."""
-    own = ("checksums", "counters_checksum")
-    covered = extra["counters"] if extra["version"] == 2 else {name: value for name, value in extra.items() if name not in own}
-    return zlib.crc32(json.dumps(covered, sort_keys=True).encode())
+    """Return the checksum of a checkpoint's metadata; in version 2 of the counters only."""
+    checksum_names = ("checksums", "counters_checksum")
+    covered = {name: value for name, value in extra.items() if name not in checksum_names}
+    return zlib.crc32(json.dumps(extra["counters"] if extra["version"] == 2 else covered, sort_keys=True).encode())
 
 
 def arrays_of(state: Any) -> dict[str, list]:
-    """The dtype and shape of each array of a state by its name in a checkpoint, such as {"params.w": ["float32", 4, 300]}.
+    """Return the dtype and shape of each array of a state by its name in a checkpoint, such as {"params.w": ["float32", 4, 300]}.
 
     Raises:
         CheckpointError: if the state cannot be saved: two arrays would have the same name, or one holds typed PRNG keys.
@@ -74,22 +73,22 @@ def _shown(array: list | None) -> str:
 
 
 def difference(there: dict[str, list], here: dict[str, list]) -> str:
-    """The first array in which two states differ; empty: none."""
+    """Return how the first different array of two states differs; empty if there is none."""
     for name in [*here, *(there.keys() - here.keys())]:
         if (saved := there.get(name)) != (present := here.get(name)):
             return f"{name} is {_shown(saved)} there and {_shown(present)} here"
     return ""
 
 
-def way_out(there: dict[str, list], here: dict[str, list]) -> str:
-    """The fix for two states that differ, for an error message."""
+def fix(there: dict[str, list], here: dict[str, list]) -> str:
+    """Return the fix for two different states, for an error message."""
     if difference(_without_width(there), _without_width(here)):
         return "use the model, optimizer, method and number of workers that saved it"
     return f"set JAX_ENABLE_X64={int(not jax.config.jax_enable_x64)}"  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _without_width(arrays: dict[str, list]) -> dict[str, list]:
-    """The arrays as if JAX_ENABLE_X64 had not been set."""
+    """Return the arrays as without JAX_ENABLE_X64."""
     return {name: [dtype.replace("64", "32"), *shape] for name, (dtype, *shape) in arrays.items()}
 
 
@@ -101,5 +100,5 @@ _finite = jax.jit(codecs.finite)
 
 
 def finite(state: Any) -> bool:
-    """Whether every floating-point value of a state is finite; each device checks its own shards. A collective."""
+    """Return whether all floating-point values of a state are finite; each device checks its shards. A collective."""
     return bool(_finite(state))
