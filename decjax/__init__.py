@@ -5,7 +5,7 @@ A training method is composed of small, pure parts, each usable alone. From the 
     arguments   checks of a function's arguments against its annotations                standard library only
     registry    parts by name; a part's signature is its section of a config           standard library only
     errors      user and environment errors, and their texts                           standard library only
-    files       files that are read within bounds, and written as a whole              standard library only
+    files       bounded reads and atomic writes of files                               standard library only
     signals     signals that end a program, handled for a while                        standard library only
     topology    communication graphs: who sends to whom in each step                   NumPy only
     schedules   pipeline schedules: which stage computes what in each tick             NumPy only
@@ -15,7 +15,7 @@ A training method is composed of small, pure parts, each usable alone. From the 
     buckets     a pytree as a few flat arrays
     principal   the directions in which samples vary most
     codecs      message formats: casts, quantization, sparsification, low rank
-    phases      checks that a step is compiled for the phase that it is in             standard library only
+    phases      checks that a step is compiled for its phase                           standard library only
     channel     how arrays travel: axis, bucket size, random seed
     gossip      mixing parameters over a topology
     reduce      averaging gradients over all workers, compressed or not
@@ -26,7 +26,7 @@ A training method is composed of small, pure parts, each usable alone. From the 
     config      from a ConfigDict to a checked specification of a run
     train       the train step, the trainer, and the training loop in a work directory
     measure     times of a step, an exchange and a codec on the devices at hand
-    elastic     runs whose workers may leave and come back
+    elastic     runs whose workers may leave and rejoin
 
 `launch` (command lines), `configs` (data) and `experiments` (one script per claim) are built on top of the package.
 """

@@ -1,4 +1,4 @@
-"""Errors of use and of the environment: one line that names the value, the constraint and the fix, printed without a traceback."""
+"""User and environment errors: one line with the value, the constraint and the fix, printed without a traceback."""
 
 from collections.abc import Iterator
 import contextlib
@@ -20,17 +20,17 @@ _FIXES = {  # by number of an error of the operating system
 
 
 class TrainingError(Exception):
-    """Base class: a mistake in what was asked for, or a condition that ends a run.
+    """Base class of user errors and of conditions that end a run.
 
     Attributes:
-        exit_code: of a command that ends with it.
+        exit_code: of a command that ends with the error.
     """
 
     exit_code = 2
 
 
 class ConfigError(TrainingError):
-    """A config of which no run can be made."""
+    """An invalid config."""
 
 
 class CheckpointError(TrainingError):
@@ -38,8 +38,8 @@ class CheckpointError(TrainingError):
 
 
 def not_written(what: str, folder: object, error: Exception) -> CheckpointError:
-    """The error of a run that cannot write: what it could not write, where, why, and what to do about it."""
-    reason = " ".join((getattr(error, "strerror", None) or str(error)).split())[-100:]  # TensorStore's texts end with the cause.
+    """Return the error of a failed write: what, where, why, and the fix."""
+    reason = " ".join((getattr(error, "strerror", None) or str(error)).split())[-100:]  # TensorStore's messages end with the cause.
     if "No such file" in reason or "Not a directory" in reason:
         fix = "bring the folder back"
     elif "Read-only" in reason or "ermission" in reason:
@@ -52,10 +52,10 @@ def not_written(what: str, folder: object, error: Exception) -> CheckpointError:
 
 
 def of_system(error: OSError) -> str:
-    """An error of the operating system in one line: which file, what is wrong with it, and what to do."""
+    """Return an error of the operating system on one line: the file, the reason and the fix."""
     if error.filename is None or error.errno is None:
         return str(error)
-    fix = "" if ";" in str(error.strerror) else f"; {_FIXES.get(error.errno, 'choose another path')}"  # Our own texts have one.
+    fix = "" if ";" in str(error.strerror) else f"; {_FIXES.get(error.errno, 'choose another path')}"  # Ours have a fix.
     return f"{os.fsdecode(error.filename)!r}: {error.strerror}{fix}"
 
 
@@ -78,8 +78,8 @@ def translating_out_of_memory() -> Iterator[None]:
 class Diverged(TrainingError):
     """The loss or the parameters are no longer finite."""
 
-    exit_code = 4  # Whoever tries learning rates can tell it from a mistake.
+    exit_code = 4  # differs from that of user errors, for searches of learning rates
 
 
 class ViewChanged(Exception):
-    """The group that trains together changes: the present exchange will never be complete, and the next view begins."""
+    """The group has changed: the current exchange will not complete, and the next view begins."""

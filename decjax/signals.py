@@ -1,4 +1,4 @@
-"""Signals that end a program: handled for a while, or collected, so that a run can save a checkpoint first."""
+"""Handling of signals that end a program, so that a run can save a checkpoint first."""
 
 from collections.abc import Callable, Iterator
 import contextlib
@@ -9,7 +9,7 @@ from typing import Any
 
 @contextlib.contextmanager
 def handling(handler: Callable[[int, Any], None], *numbers: signal.Signals) -> Iterator[None]:
-    """A context in which a function handles signals. SIGHUP stays ignored where `nohup` has made it so for what it starts."""
+    """Context manager in which `handler` handles signals. SIGHUP stays ignored under `nohup`."""
     handled = [number for number in numbers if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN]
     before = {number: signal.signal(number, handler) for number in handled}
     try:
@@ -21,9 +21,9 @@ def handling(handler: Callable[[int, Any], None], *numbers: signal.Signals) -> I
 
 @contextlib.contextmanager
 def collected() -> Iterator[list[signal.Signals]]:
-    """A context that collects SIGTERM, SIGHUP and Ctrl-C in the list that it yields; a second Ctrl-C interrupts at once."""
+    """Context manager that collects SIGTERM, SIGHUP and Ctrl-C in a list; a second Ctrl-C interrupts at once."""
     caught: list[signal.Signals] = []
-    if threading.current_thread() is not threading.main_thread():  # Python gives signals to the main thread alone.
+    if threading.current_thread() is not threading.main_thread():  # Only the main thread receives signals.
         yield caught
         return
 

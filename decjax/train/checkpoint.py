@@ -1,8 +1,7 @@
-"""Checkpoints with Orbax: the state of every worker, bit for bit, and the run's counters (time, bytes).
+"""Checkpoints with Orbax: the bit-exact state of all workers, and the run's counters (time, bytes).
 
-They are written while training goes on. A checkpoint has its own name only once it is complete, and those that it replaces are
-removed after that: whenever the process is killed, the newest one that has a name is whole. Checksums of all arrays tell whether
-what is read is what was saved.
+They are written while training continues. A checkpoint gets its final name when it is complete, and those that it replaces are removed
+after that, so a complete one exists at any time. Checksums of all arrays verify what is read.
 """
 
 import asyncio
@@ -27,23 +26,23 @@ from decjax.train import workdir as workdir_lib
 from decjax.train.contents import VERSION, arrays_of, checksums, finite
 
 T = TypeVar("T")
-PROBE = ".probe"  # suffix of a folder that is made only to test whether the directory can be written
-SAVE_TIMEOUT_S = 3600  # after which a checkpoint that is still not written counts as failed
+PROBE = ".probe"  # suffix of a folder with which write access is tested
+SAVE_TIMEOUT_S = 3600  # of writing a checkpoint
 
 
 class Damaged(CheckpointError):
-    """A checkpoint that cannot be read, or is not what was saved; `why` says what is wrong with it."""
+    """A checkpoint that cannot be read, or differs from what was saved, for the reason `why`."""
 
     def __init__(self, message: str, why: str):
         super().__init__(message)
         self.why = why
 
 
-class _PatientLoop(asyncio.SelectorEventLoop):
+class _WaitingLoop(asyncio.SelectorEventLoop):
     """An event loop that waits for its tasks before it closes.
 
-    When one array cannot be read or written, Orbax closes its loop while TensorStore still works on others; each of their results
-    would then print a traceback on stderr.
+    If an array cannot be read or written, Orbax closes its loop while TensorStore still processes others, each of which would then
+    print a traceback.
     """
 
     def close(self):
@@ -57,16 +56,16 @@ class _PatientLoop(asyncio.SelectorEventLoop):
             await asyncio.gather(*others, return_exceptions=True)
 
 
-class _PatientLoops(asyncio.DefaultEventLoopPolicy):
+class _WaitingLoops(asyncio.DefaultEventLoopPolicy):
     def new_event_loop(self):
-        return _PatientLoop()
+        return _WaitingLoop()
 
 
 @contextlib.contextmanager
-def _errors_once():
-    """Inside, errors of Orbax are raised but not also printed by its event loops or logged by its threads."""
+def _without_logged_errors():
+    """Context manager in which Orbax raises errors without also printing or logging them."""
     policy, verbosity = asyncio.get_event_loop_policy(), logging.get_verbosity()
-    asyncio.set_event_loop_policy(_PatientLoops())
+    asyncio.set_event_loop_policy(_WaitingLoops())
     logging.set_verbosity(logging.FATAL)
     try:
         yield
@@ -75,8 +74,8 @@ def _errors_once():
         logging.set_verbosity(verbosity)
 
 
-def _waiting_for_others() -> Callable[..., None]:
-    """What a save waits for the other processes with; a process whose own part has failed does not, so that it can tell."""
+def _barrier() -> Callable[..., None]:
+    """Return the barrier of a save; a process whose part has failed does not wait, so that it can report the error."""
     wait = ocp.multihost.get_barrier_sync_fn()
 
     def wait_unless_failed(*, key: str, timeout_ms: int) -> None:
@@ -87,12 +86,12 @@ def _waiting_for_others() -> Callable[..., None]:
 
 
 def _in_any_process(condition: bool) -> bool:
-    """Whether a condition holds in any process. A collective."""
+    """Return whether a condition holds in any process. A collective."""
     return condition if jax.process_count() == 1 else bool(multihost_utils.process_allgather(np.asarray(condition)).any())
 
 
-class Found(NamedTuple):
-    """What `Checkpoints.newest` gives: the step, what was read of it, and a text on the damaged ones before it, or nothing."""
+class Newest(NamedTuple):
+    """The newest undamaged checkpoint: its step, what was read from it, and a message about newer, damaged ones."""
 
     step: int
     content: Any
@@ -102,16 +101,18 @@ class Found(NamedTuple):
 class Checkpoints:
     """The checkpoints in a run's work directory, of which the newest `keep` are kept (None: all).
 
-    `read_only` is for those of another run, and with `own` for processes of this run that do not write them. At its end the context
-    manager waits for what is being written and releases the directory.
+    `read_only` is for another run, or with `own` for processes of this run that do not write. On exit the context manager waits for
+    pending writes and releases the directory.
     """
 
     def __init__(self, workdir: pathlib.Path, *, keep: int | None = None, read_only: bool = False, own: bool = False):
         self._workdir, self._directory, self._own = workdir, (workdir / "checkpoints").absolute(), own or not read_only
         if read_only and not self._directory.is_dir():
             raise CheckpointError(f"{workdir} has no checkpoints; give the --workdir of a run that saved some")
-        self._saving: tuple[int, contextlib.ExitStack] | None = None  # the step that is being written, what holds meanwhile
-        # It reads for this process alone, which others do not wait for: they may find a damaged file that this one does not need.
+        self._saving: tuple[int, contextlib.ExitStack] | None = (
+            None  # the step that is being written, and a context until it is complete
+        )
+        # Reading does not involve other processes, which may find a damaged file that this one does not need.
         alone = ocp.options.MultiprocessingOptions(active_processes={jax.process_index()}, primary_host=None)
         self._reader = ocp.Checkpointer(
             ocp.CompositeCheckpointHandler(composite_options=ocp.CompositeOptions(multiprocessing_options=alone)),
@@ -120,23 +121,23 @@ class Checkpoints:
         self._manager = None if read_only else self._writer(keep)
 
     def _writer(self, keep: int | None) -> ocp.CheckpointManager:
-        self._try_writing()
-        self._remove_parts()  # Orbax would do so in the background.
+        self._check_writable()
+        self._remove_incomplete()  # Orbax would do it in the background.
         return ocp.CheckpointManager(
             self._directory,
             options=ocp.CheckpointManagerOptions(
                 max_to_keep=keep,
                 async_options=ocp.options.AsyncOptions(
                     timeout_secs=SAVE_TIMEOUT_S,
-                    barrier_sync_fn=_waiting_for_others(),
-                    create_directories_asynchronously=False,  # Otherwise threads wait forever for a folder that cannot be made.
+                    barrier_sync_fn=_barrier(),
+                    create_directories_asynchronously=False,  # Otherwise threads wait forever for a folder that cannot be created.
                 ),
-                lightweight_initialize=True,  # Damaged ones are found when they are read.
+                lightweight_initialize=True,  # Damage is detected on reading.
             ),
         )
 
-    def _try_writing(self) -> None:
-        """Raises a CheckpointError now rather than at the first checkpoint if the folder cannot be written."""
+    def _check_writable(self) -> None:
+        """Raise a CheckpointError before training if the folder cannot be written."""
         if jax.process_index() == 0:
             try:
                 self._directory.mkdir(parents=True, exist_ok=True)
@@ -148,35 +149,34 @@ class Checkpoints:
         return self
 
     def __exit__(self, kind, *_) -> None:
-        if kind is None or jax.process_count() == 1:  # Else the others may never finish their part of what is being written.
+        if kind is None or jax.process_count() == 1:  # After an error in one process, the others may never finish their part.
             self.close()
 
     def close(self) -> None:
-        """Waits for what is being written, as `finish`, and ends the use of the directory."""
+        """Wait for pending writes, as `finish` does, and release the directory."""
         try:
             self.finish()
         finally:
             if self._manager is not None:
-                with contextlib.suppress(OSError, ValueError):  # Orbax raises again what `finish` has told.
+                with contextlib.suppress(OSError, ValueError):  # Orbax raises the errors of `finish` again.
                     self._manager.close()
             self._reader.close()
 
     def latest(self) -> int | None:
-        """The step of the newest checkpoint, which may be damaged; None if there is none. What is being written is waited for."""
+        """Return the step of the newest checkpoint, which may be damaged; None if there is none. Waits for pending writes."""
         self.finish()
         return max(workdir_lib.steps_saved(self._workdir), default=None)
 
     # -- Writing ------------------------------------------------------------------------------------------------------
 
     def save(self, step: int, state: Any, counters: dict) -> None:
-        """Begins to write a checkpoint, and returns when the state may change again; `finish` waits until it is complete, and only
-        then it counts. A collective; it waits for the checkpoint before.
+        """Start writing a checkpoint; return when the state may change again. `finish` waits until it is complete. A collective.
 
         Raises:
-            Diverged: if a value of the state is not finite, in parameters or any other part; nothing is written then.
-            CheckpointError: if this checkpoint, or the one before, cannot be written: the disk is full, read-only or gone.
+            Diverged: if a value of the state is not finite; nothing is written.
+            CheckpointError: if this checkpoint or the previous one cannot be written: the disk is full, read-only or gone.
         """
-        assert self._manager is not None  # Another run's checkpoints are only read.
+        assert self._manager is not None  # not read-only
         self.finish()
         if not finite(state):
             raise self.diverged(f"the state of step {step} is not finite", state)
@@ -184,12 +184,12 @@ class Checkpoints:
             "version": VERSION,
             "step": step,
             "arrays": arrays_of(state),
-            "counters": dict(counters),  # They change while these are written.
+            "counters": dict(counters),  # a copy, since they change while it is written
         }
         extra |= {"counters_checksum": contents.extra_checksum(extra), "checksums": np.asarray(checksums(state)).tolist()}
-        self._check_there(step)
+        self._check_exists(step)
         quiet = contextlib.ExitStack()
-        quiet.enter_context(_errors_once())
+        quiet.enter_context(_without_logged_errors())
         self._saving = step, quiet
         try:
             self._manager.save(
@@ -199,57 +199,56 @@ class Checkpoints:
             raise self._failed(error) from error
 
     def check(self) -> None:
-        """Raises the `CheckpointError` of `finish` if it is known by now that the last checkpoint cannot be written; waits for
-        nothing."""
+        """Raise the `CheckpointError` of `finish` if writing has already failed; does not wait."""
         if self._manager is not None and not self._manager.is_saving_in_progress():
             self.finish()
         if self._saving is not None:
-            self._check_there(self._saving[0])
+            self._check_exists(self._saving[0])
 
     def finish(self) -> None:
-        """Waits until the last checkpoint is complete.
+        """Wait until the last checkpoint is complete.
 
         Raises:
-            CheckpointError: if it cannot be written; those before it stay.
+            CheckpointError: if it cannot be written; earlier ones are kept.
         """
         if self._saving is None or self._manager is None:
             return
         try:
             self._manager.wait_until_finished()
             if not (self._directory / str(self._saving[0])).is_dir():
-                raise OSError("it is not there after it was written; the disk may be full")
+                raise OSError("it does not exist after it was written; the disk may be full")
         except (OSError, ValueError) as error:  # TensorStore raises ValueErrors.
             raise self._failed(error) from error
         self._saving[1].close()
         self._saving = None
 
-    def _check_there(self, step: int) -> None:
-        """Raises a CheckpointError if the folder has vanished, which Orbax would make anew, without all that belongs to it."""
+    def _check_exists(self, step: int) -> None:
+        """Raise a CheckpointError if the folder has vanished, which Orbax would recreate empty."""
         if jax.process_index() == 0 and not self._directory.is_dir():
             error = FileNotFoundError(2, "No such file or directory")
             raise not_written(f"checkpoint of step {step}", self._directory, error)
 
     def _failed(self, error: Exception) -> CheckpointError:
-        """What to raise when writing has failed; removes what was written, for which there may be no room."""
+        """Return the error of a failed write; remove the incomplete checkpoint, since the disk may be full."""
         assert self._saving is not None
         step, quiet = self._saving
         self._saving = None
         quiet.close()
-        self._remove_parts()
+        self._remove_incomplete()
         return not_written(f"checkpoint of step {step}", self._directory, error)
 
-    def _remove_parts(self) -> None:
-        """Removes what was being written when a process was killed, or writing failed."""
+    def _remove_incomplete(self) -> None:
+        """Remove incomplete checkpoints of killed processes or failed writes."""
         if jax.process_index() == 0:
             for part in (*self._directory.glob("*.orbax-checkpoint-tmp*"), *self._directory.glob(f"*{PROBE}")):
                 shutil.rmtree(part, ignore_errors=True)
 
     # -- Reading ------------------------------------------------------------------------------------------------------
 
-    def newest(self, read: Callable[[int], Any]) -> Found:
-        """The newest step that is not damaged, and what `read` gives of it; there must be a checkpoint. A collective.
+    def newest(self, read: Callable[[int], Any]) -> Newest:
+        """Return the newest undamaged checkpoint, as read by `read`; there must be a checkpoint. A collective.
 
-        Damaged ones of this run that are newer are renamed to `STEP.damaged`, since their steps will be saved again.
+        Newer, damaged checkpoints of this run are renamed to `STEP.damaged`, since their steps will be saved again.
 
         Raises:
             CheckpointError: if all are damaged, or one cannot be used for another reason.
@@ -263,23 +262,23 @@ class Checkpoints:
                 continue
             if damaged and self._manager is not None:
                 self.set_aside([*damaged])
-            told = (f"checkpoint {self._directory / str(step)} is damaged ({error.why}); " for step, error in damaged.items())
-            return Found(step, content, "".join(told))
+            messages = (f"checkpoint {self._directory / str(step)} is damaged ({error.why}); " for step, error in damaged.items())
+            return Newest(step, content, "".join(messages))
         if len(damaged) == 1:
             raise next(iter(damaged.values()))
         why = "; ".join(f"{step}: {error.why}" for step, error in damaged.items())
-        raise CheckpointError(f"all checkpoints in {self._directory} are damaged ({why}); {self._way_out(0)}")
+        raise CheckpointError(f"all checkpoints in {self._directory} are damaged ({why}); {self._fix(0)}")
 
     def restore(self, step: int, like: Any, partial: bool = False) -> tuple[Any, dict]:
-        """(state, counters) of a saved step, read and verified; what is being written is waited for.
+        """Read and verify a saved step; return (state, counters). Waits for pending writes.
 
         Args:
-            step: one that was saved.
+            step: a saved step.
             like: arrays or `ShapeDtypeStruct`s whose structure, shapes, dtypes and shardings the state must have.
             partial: whether `like` may lack some of the saved arrays.
 
         Raises:
-            CheckpointError: if the checkpoint is damaged, not finite, or that of another program or model.
+            CheckpointError: if the checkpoint is damaged, not finite, or has other arrays.
         """
         self.finish()
         extra = self._readable(step, functools.partial(self._extra, step))
@@ -293,21 +292,21 @@ class Checkpoints:
         return state, extra["counters"]
 
     def _readable(self, step: int, read: Callable[[], T]) -> T:
-        """The result of `read`; raises a CheckpointError in every process if it fails in one."""
+        """Return the result of `read`; if it fails in one process, raise a CheckpointError in all."""
         failed, content = None, None
         try:
             content = read()
         except Exception as error:  # Orbax and TensorStore raise many types of errors for a damaged file.
             failed = error
-        if _in_any_process(failed is not None):  # Agreed before the next collective, in which some would wait for the others.
+        if _in_any_process(failed is not None):  # All must agree before the next collective.
             error = failed or OSError("another process cannot read it")
             reason = " ".join(str(error).split())[:200] or type(error).__name__
             raise self._damaged(step, f"it cannot be read: {reason}") from failed
         return cast(T, content)
 
     def _extra(self, step: int) -> dict[str, Any]:
-        """The records that were saved with the state of a step."""
-        with _errors_once():
+        """Read the metadata of a saved step."""
+        with _without_logged_errors():
             args = ocp.args.Composite(extra=ocp.args.JsonRestore())
             extra = {"version": 1} | self._reader.restore(self._directory / str(step), args=args)["extra"]
         if missing := {"counters", "checksums"} - set(extra):
@@ -317,17 +316,17 @@ class Checkpoints:
         return extra
 
     def _state(self, step: int, like: Any, partial: bool) -> Any:
-        """The state of a saved step, as this process finds it."""
+        """Read the state of a saved step."""
         like = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)
         state = ocp.args.StandardRestore(like)
         if partial:
             restore_args = ocp.checkpoint_utils.construct_restore_args(like)
             state = ocp.args.PyTreeRestore(like, restore_args=restore_args, partial_restore=True)
-        with _errors_once():
+        with _without_logged_errors():
             return self._reader.restore(self._directory / str(step), args=ocp.args.Composite(state=state))["state"]
 
     def _check(self, step: int, extra: dict[str, Any], like: Any, partial: bool) -> None:
-        """Raises a CheckpointError if an undamaged step was renamed or holds other arrays."""
+        """Raise a CheckpointError if an undamaged checkpoint was renamed or has other arrays."""
         if not 1 <= extra["version"] <= VERSION:
             raise self._unusable(step, f"its format is version {extra['version']}, and this decjax reads versions up to {VERSION}")
         if (saved := extra.get("step", step)) != step:
@@ -343,15 +342,15 @@ class Checkpoints:
             raise CheckpointError(f"{problem}; {contents.fix(there, here)}")
 
     def unlike(self, step: int, like: Any) -> str:
-        """The first array of `like` whose dtype or shape per worker differs from that of a saved step; empty: none does."""
+        """Return how the first array differs from `like` in dtype or shape per worker; empty if none does."""
         try:
             there, here = contents.per_worker(self._extra(step)["arrays"]), contents.per_worker(arrays_of(like))
-        except Exception:  # Such as for a damaged file, for which `restore` raises a better error.
+        except Exception:  # `restore` raises a better error.
             return ""
         return contents.difference({name: array for name, array in there.items() if name in here}, here)
 
     def last_good(self, like: Any) -> int | None:
-        """The newest step that can be restored, found by restoring it; None if there is none. A collective."""
+        """Return the newest step that can be restored; None if there is none. A collective."""
         for step in reversed(workdir_lib.steps_saved(self._workdir)):
             with contextlib.suppress(CheckpointError):
                 self.restore(step, like)
@@ -359,12 +358,12 @@ class Checkpoints:
         return None
 
     def diverged(self, what: str, state: Any, like: Any = None) -> Diverged:
-        """The error that ends a diverged run: what was seen, and the last good checkpoint. A collective.
+        """Return the error of a diverged run, with `what` and the last good checkpoint. A collective.
 
-        Checkpoints are restored as `like` to find a good one; the state's arrays are deleted first, to make room.
+        Checkpoints are restored as `like` to find a good one, after the state's arrays have been deleted to free memory.
         """
         with contextlib.suppress(CheckpointError):
-            self.finish()  # It may still read the arrays.
+            self.finish()  # Writing may still read the arrays.
         like = jax.tree.map(ocp.utils.to_shape_dtype_struct, state) if like is None else like
         for x in jax.tree.leaves(state):
             if isinstance(x, jax.Array):
@@ -376,19 +375,19 @@ class Checkpoints:
         )
 
     def _unusable(self, step: int, why: str) -> CheckpointError:
-        return CheckpointError(f"checkpoint {self._directory / str(step)} cannot be restored, {why}; {self._way_out(step)}")
+        return CheckpointError(f"checkpoint {self._directory / str(step)} cannot be restored, {why}; {self._fix(step)}")
 
     def _damaged(self, step: int, why: str) -> Damaged:
-        return Damaged(f"checkpoint {self._directory / str(step)} is damaged ({why}); {self._way_out(step)}", why)
+        return Damaged(f"checkpoint {self._directory / str(step)} is damaged ({why}); {self._fix(step)}", why)
 
-    def _way_out(self, step: int) -> str:
+    def _fix(self, step: int) -> str:
         if not self._own:
             return "choose another --resume_from"
         others = [other for other in workdir_lib.steps_saved(self._workdir) if other < step]
         return f"move it away to continue from step {max(others)}" if others else "start again in another --workdir"
 
     def set_aside(self, steps: list[int]) -> None:
-        """Gives checkpoints of this run other names, with which they do not count. A collective."""
+        """Rename damaged checkpoints of this run to `STEP.damaged`. A collective."""
         if jax.process_index() == 0:
             for step in steps:
                 aside = self._directory / f"{step}.damaged"

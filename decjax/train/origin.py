@@ -1,4 +1,4 @@
-"""Another run to start from: whether its replicas are those of a run like this one."""
+"""Starting from the replicas of another run."""
 
 from collections.abc import Iterator
 import contextlib
@@ -25,13 +25,13 @@ class Origin(NamedTuple):
 
     folder: pathlib.Path  # its work directory
     checkpoints: checkpoint.Checkpoints
-    step: int  # its newest one, which may be damaged
+    step: int  # of the newest checkpoint, which may be damaged
     num_workers: int
-    has_weights: bool  # whether its replicas are averaged with weights, as those of push-sum are
+    has_weights: bool  # whether its replicas have weights, as with push-sum
 
 
 def find(folder: pathlib.Path, checkpoints: checkpoint.Checkpoints, trainer: Trainer) -> Origin:
-    """The run in a folder; a CheckpointError if there is none, or its model or division into stages is another."""
+    """Return the run in a folder; raise a CheckpointError if there is none, or if its model or pipeline stages differ."""
     ours, step = trainer.spec, checkpoints.latest()
     try:
         theirs = config.read(files.read_json(folder / "config.json"))
@@ -61,19 +61,19 @@ def find(folder: pathlib.Path, checkpoints: checkpoint.Checkpoints, trainer: Tra
 
 @contextlib.contextmanager
 def opened(folder: str | os.PathLike | None, trainer: Trainer, steps: int) -> Iterator[Origin | None]:
-    """A context with the run to start from; None without a folder. Raises a CheckpointError if that run has taken `steps` already."""
+    """Context manager with the run to start from, None without a folder; CheckpointError if it has taken `steps` already."""
     if folder is None:
         yield None
         return
     with checkpoint.Checkpoints(pathlib.Path(folder), read_only=True) as checkpoints:
-        found = find(pathlib.Path(folder), checkpoints, trainer)
-        if found.step >= steps:
-            raise CheckpointError(f"{folder} has done {found.step} of steps={steps}; set more steps to go on from there")
-        yield found
+        origin = find(pathlib.Path(folder), checkpoints, trainer)
+        if origin.step >= steps:
+            raise CheckpointError(f"{folder} has done {origin.step} of steps={steps}; set more steps to continue from there")
+        yield origin
 
 
 def replicas(origin: Origin, members: Members) -> tuple[int, Any, str]:
-    """(step, this process's part of a state that continues from another run's replicas, a note on its origin)."""
+    """Return (step, this process's part of a state made from another run's replicas, a message about them)."""
     n, num_workers, trainer = origin.num_workers, members.spec.workers, members.trainer
     step, (state, weight_N), damage = origin.checkpoints.newest(lambda step: _read(origin, step, trainer))
     # Mixers start from one model on all workers, here the average of the replicas.
@@ -82,13 +82,13 @@ def replicas(origin: Origin, members: Members) -> tuple[int, Any, str]:
     average = jax.tree.map(lambda mean, x: np.asarray(mean, x.dtype), state_lib.mean_over_workers(params, weight_N), params)
     note = (
         f"{damage}starting from step {step} of {origin.folder}; {n} replicas became {num_workers}, "
-        "mixer and reducer state start afresh"
+        "mixer and reducer state are reset"
     )
     return step, members.place(state_lib.resize(state, members.init(average), num_workers, weight_N)), note
 
 
 def _read(origin: Origin, step: int, trainer: Trainer) -> tuple[Any, np.ndarray | None]:
-    """(the part of another run's replicas that this run continues from, their weights [N] or None), as NumPy arrays."""
+    """Read (the part of another run's replicas to continue from, their weights [N] or None) as NumPy arrays."""
     n, workers = origin.num_workers, trainer.workers
 
     def read(like):
@@ -105,9 +105,9 @@ def _read(origin: Origin, step: int, trainer: Trainer) -> tuple[Any, np.ndarray 
 
 
 def advice(folder: pathlib.Path, trainer: Trainer) -> str:
-    """How a run of `trainer` could start from the newest checkpoint in a folder, after other advice; empty: it could not."""
+    """Return advice on starting from the newest checkpoint in a folder; empty if `trainer` cannot."""
     more = ""
-    if jax.process_count() == 1:  # To find it out takes all processes, and only the first one asks.
+    if jax.process_count() == 1:  # Reading checkpoints needs all processes, and only the first one calls this.
         try:
             with checkpoint.Checkpoints(folder, read_only=True) as checkpoints:
                 done = find(folder, checkpoints, trainer).step

@@ -1,4 +1,4 @@
-"""What a run comes to: the numbers of `summary.json`, and those of an evaluation."""
+"""Results of a run: the contents of `summary.json`, and those of an evaluation."""
 
 from collections.abc import Mapping
 import pathlib
@@ -20,14 +20,14 @@ REPORTED = ("steps", "time_s", "eval_loss", "local_eval_loss_min", "local_eval_l
 
 
 class Outcome(NamedTuple):
-    """How a run ended.
+    """The end of a run.
 
     Attributes:
         step: the last step taken.
-        signal: the signal that interrupted it; None if it is finished.
-        summary: contents of `summary.json`; None if it is not finished.
-        shown: a sample of the averaged model, such as a text that it wrote; None if the task has none.
-        already_finished: whether the run was finished before, so that nothing was computed.
+        signal: the signal that interrupted the run; None if it is finished.
+        summary: contents of `summary.json`; None if the run is not finished.
+        shown: a sample of the averaged model, such as a generated text; None if the task has none.
+        already_finished: whether the run was finished before, so nothing was computed.
     """
 
     step: int
@@ -38,12 +38,12 @@ class Outcome(NamedTuple):
 
 
 def spread(name: str, value: float, local_N: np.ndarray) -> dict[str, float]:
-    """A metric with the least and largest value of single workers."""
+    """Return a metric with its minimum and maximum over workers."""
     return {name: value, f"{name}_min": float(local_N.min()), f"{name}_max": float(local_N.max())}
 
 
 def read(workdir: pathlib.Path) -> dict | None:
-    """The contents of summary.json; None if it is missing or damaged, and has to be computed again."""
+    """Return the contents of summary.json; None if it is missing or damaged."""
     try:
         summary = files.read_json(workdir / "summary.json")
     except ValueError:
@@ -54,20 +54,20 @@ def read(workdir: pathlib.Path) -> dict | None:
 def summarize(
     spec: config.RunSpec, result: Evaluation, further: Mapping[str, float], params: Any, counters: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The contents of summary.json: metrics, size, time and bytes.
+    """Return the contents of summary.json: metrics, size, time and bytes.
 
     Args:
         spec: of the run.
         result: its last evaluation.
-        further: metrics that the averaged model alone has.
+        further: metrics that only the averaged model has.
         params: of the averaged model.
         counters: of the run, at its end.
     """
-    found = {f"eval_{name}": value for name, value in {**result.averaged, **further}.items()}
+    values = {f"eval_{name}": value for name, value in {**result.averaged, **further}.items()}
     for name, local_N in result.local.items():
-        found |= {f"local_eval_{name}_{of}": float(value) for of, value in _range(local_N).items()}
+        values |= {f"local_eval_{name}_{of}": float(value) for of, value in _range(local_N).items()}
     steps = spec.steps - counters["first_step"]
-    return found | {
+    return values | {
         "num_params": sum(x.size for x in jax.tree.leaves(params)),
         "steps": spec.steps,
         "time_s": counters["time_s"],
@@ -77,7 +77,7 @@ def summarize(
 
 
 def _protocol(spec: config.RunSpec) -> str:
-    """Whether training was disturbed by averages of the replicas, and when."""
+    """Describe whether and when replicas were replaced by their average."""
     first, last = spec.consensus_first, spec.consensus_last
     every = f"every {spec.consensus_every} steps" if spec.consensus_every else ""
     when = [every, f"in the first {first} steps" if first else "", f"in the last {last} steps" if last else ""]
@@ -91,7 +91,7 @@ def _range(local_N: np.ndarray) -> dict[str, Any]:
 
 
 def title(setup: config.Setup) -> str:
-    """What trains, such as "8 workers on 8 cpu devices, one_peer_exponential, 0.13 M parameters"."""
+    """Return a description of a run, such as "8 workers on 8 cpu devices, one_peer_exponential, 0.13 M parameters"."""
     workers = setup.workers
     devices = jax.local_devices()[:1] if workers.mesh is None else [*workers.mesh.devices.flat]
     params = jax.eval_shape(setup.task.init, jax.random.key(0))

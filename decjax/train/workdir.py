@@ -1,6 +1,6 @@
-"""The work directory of a run: which config it belongs to, who works in it, and whether it has checkpoints.
+"""The work directory of a run: its config, its locks and its checkpoints.
 
-A work directory belongs to one config: `config.json` is written first, and compared on every later start.
+A work directory belongs to one config: `config.json` is written first, and compared on each later start.
 """
 
 from collections.abc import Callable, Iterator
@@ -21,27 +21,27 @@ from decjax import files
 from decjax.errors import CheckpointError, ConfigError, of_system
 from decjax.train import metrics
 
-# Fields that may differ between a run and its continuation; except for rounding, none of them changes the result of training.
+# Fields that may differ between a run and its continuation; they change training at most by rounding.
 FREE_KEYS = ("eval.", "checkpoint.", "elastic.", "log_every", "data.sample_bytes", "engine")
-ATTEMPTS, PAUSE_S = 40, 0.05  # to lock a directory while another process of the same launch may be preparing it
+ATTEMPTS, PAUSE_S = 40, 0.05  # of locking a directory, which another process of the same launch may be preparing
 
 
 def claim(
     workdir: pathlib.Path, config: dict, advise: Callable[[pathlib.Path], str] = lambda folder: "", launch: str = ""
 ) -> contextlib.ExitStack:
-    """Makes `workdir` the directory of a run with this config, or checks that it already is. A collective.
+    """Make `workdir` the directory of a run with this config, or check that it is. A collective.
 
-    Process 0 checks the directory, creates it and writes the resolved config; the others wait for it. A directory in which nothing
-    was saved yet may be claimed with another config; the metrics that are there belong to the config before, and are removed.
+    Process 0 checks the directory, creates it and writes the resolved config; the others wait for it. A directory
+    without checkpoints may be claimed with another config; then the metrics of the previous config are removed.
 
     Args:
         workdir: the directory.
-        config: the resolved one.
-        advise: gives what else to do with a directory of another run than to choose another, after a comma; empty: nothing.
+        config: the resolved config.
+        advise: returns further advice for a directory of another run, after a comma.
         launch: name of a launch whose processes all claim the directory and share the lock; empty: process 0 claims it for all.
 
     Returns:
-        What keeps other runs out until it is closed.
+        A context that locks the directory until it is closed.
 
     Raises:
         CheckpointError: if the directory cannot be written, is in use, or belongs to a run with another config.
@@ -58,14 +58,14 @@ def claim(
 
 @contextlib.contextmanager
 def writing(workdir: pathlib.Path) -> Iterator[None]:
-    """A context in which no other process of this launch writes to the directory; it waits for one that does, such as a frozen one."""
+    """Context manager in which no other process of this launch writes to the directory; waits for one that does, such as a frozen one."""
     with (workdir / ".writer").open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)  # The kernel releases it when the process is gone.
+        fcntl.flock(file, fcntl.LOCK_EX)  # The kernel releases it when the process ends.
         yield
 
 
 def _check(workdir: pathlib.Path, config: dict, advise: Callable[[pathlib.Path], str]) -> None:
-    """Raises a CheckpointError if the directory is not one in which a run with this config may begin or go on."""
+    """Raise a CheckpointError if a run with this config may not start or continue in the directory."""
     path, folder = workdir / "config.json", workdir / "checkpoints"
     if folder.exists() and not folder.is_dir():
         raise CheckpointError(f"{folder} is a file where a folder must be; move it away, or choose another --workdir")
@@ -90,16 +90,16 @@ def _check(workdir: pathlib.Path, config: dict, advise: Callable[[pathlib.Path],
         raise CheckpointError(f"{path} is not of a run of decjax; choose another --workdir")
     elif lost := _lost(workdir):
         raise CheckpointError(
-            f"{workdir} holds {lost} but no checkpoints, from which it could go on; put them back, or choose another --workdir"
+            f"{workdir} holds {lost} but no checkpoints to continue from; put them back, or choose another --workdir"
         )
 
 
 def _take(workdir: pathlib.Path, config: dict, launch: str, held: contextlib.ExitStack) -> None:
-    """Locks the directory for a launch until `held` is closed, and prepares it for this config."""
+    """Lock the directory for a launch until `held` is closed, and prepare it for this config."""
 
     def prepare():
         if not steps_saved(workdir):
-            (workdir / "metrics.jsonl").unlink(missing_ok=True)  # First: `_lost` compares them with the old config.
+            (workdir / "metrics.jsonl").unlink(missing_ok=True)  # First, because `_lost` compares them with the old config.
         files.write_whole(workdir / "config.json", json.dumps(config, indent=2) + "\n")
 
     try:
@@ -114,7 +114,7 @@ def _take(workdir: pathlib.Path, config: dict, launch: str, held: contextlib.Exi
 
 
 def _lock(file: TextIO, launch: str, prepare: Callable[[], None]) -> None:
-    """Locks a directory for a launch, whose processes share the lock. The first of them calls `prepare`.
+    """Lock a directory for a launch, whose processes share the lock. The first of them calls `prepare`.
 
     The first holds the lock exclusively until it has written the launch's name to the file. Therefore no other launch can get the
     directory between two processes of this one, even if those that hold the lock die one after the other.
@@ -152,7 +152,7 @@ def _named(file: TextIO) -> str:
 
 
 def _lost(workdir: pathlib.Path) -> str:
-    """Evidence that a run had checkpoints which are now missing; empty if it may have ended before the first."""
+    """Return evidence that checkpoints are missing; empty if the run may have ended before the first."""
     if (workdir / "summary.json").exists():
         return "a finished run"
     try:
@@ -160,13 +160,13 @@ def _lost(workdir: pathlib.Path) -> str:
     except (ValueError, KeyError, TypeError):
         return ""
     steps = [row["step"] for row in metrics.read(workdir)]
-    # A checkpoint is complete before the next one begins, and so before any row behind that.
+    # A checkpoint is complete before the next one is started, and so before any later row.
     saved = [step for step in steps if step % every == 0 and step + every < max(steps)]
     return f"metrics of steps after {saved[-1]}, which was saved," if saved else ""
 
 
 def differing(theirs: config_lib.RunSpec, ours: config_lib.RunSpec) -> str:
-    """How two runs differ in the parts that determine the arrays of a state: in their names, or if those agree in their options."""
+    """Return how two runs differ in the parts that determine the state's arrays: in names or, if these agree, in options."""
     kinds = ("task", "model", "optimizer", "method")
     pairs = {kind: (getattr(theirs, kind), getattr(ours, kind)) for kind in kinds}
     named = {kind: tuple(choice and choice.name for choice in pair) for kind, pair in pairs.items()}
@@ -187,5 +187,5 @@ def differing(theirs: config_lib.RunSpec, ours: config_lib.RunSpec) -> str:
 
 
 def steps_saved(workdir: pathlib.Path) -> list[int]:
-    """The steps of all complete checkpoints in a work directory, damaged ones too; the newest last."""
+    """Return the steps of all complete checkpoints, including damaged ones, in ascending order."""
     return files.numbers_in(workdir / "checkpoints")
