@@ -132,7 +132,7 @@ class Run:
         self.disturbed |= set(event.targets)
         self.done.append(event)
         {
-            "kill": self._kill,
+            "kill": lambda event: self._signal(event.targets[0], signal.SIGKILL),
             "freeze": self._freeze,
             "cut": lambda event: self._on_links(event, cluster.Network.set_link),
             "partition": lambda event: self._on_links(event, cluster.Network.set_route),
@@ -142,19 +142,11 @@ class Run:
             "second launcher": self._second,
         }[event.kind](event)
 
-    def _process_of(self, slot: int) -> int | None:
+    def _signal(self, slot: int, number: signal.Signals) -> None:
         for process, line in members(self.workdir):
             if f"--process_index={slot}" in line:
-                return process
-        return None
-
-    def _signal(self, slot: int, number: signal.Signals) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            if process := self._process_of(slot):
-                os.kill(process, number)
-
-    def _kill(self, event: Event) -> None:
-        self._signal(event.targets[0], signal.SIGKILL)
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process, number)
 
     def _freeze(self, event: Event) -> None:
         self._signal(event.targets[0], signal.SIGSTOP)

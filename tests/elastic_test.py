@@ -19,8 +19,9 @@ from decjax.elastic.coordinator import Coordinator
 from decjax.elastic.keys import Keys
 from decjax.elastic.membership import Excluded, Membership
 from decjax.elastic.programs import MEMBERS
-from decjax.elastic.view import Member, View, ViewChanged
+from decjax.elastic.view import Member, View
 from decjax.elastic.workers import ElasticWorkers, Group
+from decjax.errors import ViewChanged
 from decjax.train import engine
 from decjax.train.trainer import Trainer
 

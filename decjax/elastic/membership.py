@@ -15,7 +15,8 @@ import zmq
 
 from decjax.elastic.keys import Keys
 from decjax.elastic.transport import Transport, detect_silence, set_limits, terminate
-from decjax.elastic.view import BEATS, Member, View, ViewChanged
+from decjax.elastic.view import BEATS, Member, View
+from decjax.errors import ViewChanged
 
 _BUSY = 0.05  # share of a core's time above which a process counts as computing
 
@@ -224,6 +225,3 @@ def _local_address(other: tuple[str, int]) -> str:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect(other)
         return probe.getsockname()[0]
-
-
-__all__ = ["Excluded", "Membership", "ViewChanged"]

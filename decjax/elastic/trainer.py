@@ -223,6 +223,3 @@ class ElasticTrainer(Trainer):
 
         n, one = self.workers.num_workers, self.workers.one_device(self.abstract.params)
         return consensus, 2 * (n - 1) / n * sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(one))
-
-
-__all__ = ["ElasticTrainer", "Trainers"]

@@ -16,7 +16,8 @@ import zmq
 from zmq.utils import monitor
 
 from decjax.elastic.keys import Gate, Keys
-from decjax.elastic.view import BEATS, Member, View, ViewChanged
+from decjax.elastic.view import BEATS, Member, View
+from decjax.errors import ViewChanged
 
 _HEADER = struct.Struct("!IIIQQQ")  # view, sender's slot, channel, number, bytes of the message, offset of the piece
 PIECE = 2**20  # bytes

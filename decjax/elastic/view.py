@@ -2,8 +2,6 @@
 
 from typing import Any, NamedTuple
 
-from decjax.errors import ViewChanged
-
 BEATS = 5  # reports of a member to the coordinator in `heartbeat_s`, at least
 
 
@@ -72,6 +70,3 @@ class View(NamedTuple):
         """The view of a JSON object, as made from `_asdict`."""
         members = tuple(Member(*fields) for fields in document["members"])
         return cls(**(document | {"members": members, "fresh": tuple(document["fresh"])}))
-
-
-__all__ = ["BEATS", "Member", "View", "ViewChanged"]

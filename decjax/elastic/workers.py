@@ -69,13 +69,10 @@ class _Jitted:
         self._workers, self._fn = workers, of_rows
         self._executables: dict[Any, Executable] = {}
 
-    def lower(self, *args: Any) -> "_Jitted._Lowered":
-        return _Jitted._Lowered(self._of(args))
-
     def __call__(self, *args: Any) -> Any:
-        return self._of(args)(*args)
+        return self.lower(*args)(*args)
 
-    def _of(self, args):
+    def lower(self, *args: Any) -> "Executable":
         leaves, tree = jax.tree.flatten(args)
         key = tree, *((np.shape(x), np.dtype(getattr(x, "dtype", type(x)))) for x in leaves)
         if key not in self._executables:
@@ -83,19 +80,9 @@ class _Jitted:
             self._executables[key] = Executable(self._workers, self._fn, like)
         return self._executables[key]
 
-    @dataclasses.dataclass
-    class _Lowered:
-        executable: "Executable"
-
-        def compile(self, options: Any = None) -> "Executable":
-            return self.executable
-
-        def as_text(self) -> str:
-            return ""
-
 
 class Executable:
-    """A program of this member, like one that JAX has compiled."""
+    """A compiled program of this member, with the methods of JAX's lowered and compiled programs that callers use."""
 
     def __init__(self, workers: "ElasticWorkers", fn: Callable, like: Sequence[Any]):
         self._group, self._channel = workers.group, workers.channel
@@ -106,6 +93,9 @@ class Executable:
         # If the view ends meanwhile, its channel raises `ViewChanged`.
         channel = self._group.channels[self._channel] if self._program.num_messages else None
         return self._program(channel, self._group.index, *args)
+
+    def compile(self, options: Any = None) -> "Executable":
+        return self
 
     def as_text(self) -> str:
         return ""  # Its messages are not part of a compiled program.
@@ -148,7 +138,7 @@ class ElasticWorkers(Workers):
         return (self.group.index,)
 
     def eval_shape(self, fn: Callable, in_axes: Sequence[int | None], *args: Any) -> Any:
-        return _Jitted(self, fn, in_axes).lower(*args).executable.out_info
+        return _Jitted(self, fn, in_axes).lower(*args).out_info
 
     def jit(self, fn: Callable, in_axes: Sequence[int | None], donate_argnums: Sequence[int] = ()) -> Callable:
         del donate_argnums  # A step that a change of the membership interrupts is repeated from the same state.
