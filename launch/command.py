@@ -259,12 +259,8 @@ def parsed(argv: list[str], values: flags.FlagValues) -> list[str]:
 
 
 def run(main: Callable[[list[str]], int | None], errors: tuple[type[Exception], ...] = ()) -> None:
-    """Run a command under absl.
+    """Run `main(positional arguments) -> exit code` under absl. UserError, OSError and `errors` are reported on one line."""
 
-    Args:
-        main: takes the positional arguments and returns the exit code.
-        errors: exceptions that are user errors, in addition to UserError and OSError.
-    """
     _outlive_readers()
 
     def parse(argv):

@@ -225,18 +225,13 @@ def run_together(
     faults: Iterator[chaos.Event] = iter(()),
     box: Box = Box(),
 ) -> int:
-    """Run the processes of an elastic run until it has ended.
+    """Run the processes of an elastic run; return the exit code: 0, that of a user error or a divergence, or 128 + signal.
 
     Args:
         command_lines: returns the command lines of all processes for further options.
-        host: address at which the coordinator listens.
-        settings: of the run.
+        host: address at which the coordinator listens; `box` is where the processes run.
+        settings: of the run; `faults` are to be injected.
         again: how to continue after an interruption or a failure.
-        faults: to be injected.
-        box: where the processes run.
-
-    Returns:
-        The exit code: 0, that of a user error or a divergence, or 128 + signal.
     """
     group_keys = Keys.made()
     count = len(command_lines([]))
