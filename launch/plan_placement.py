@@ -22,7 +22,7 @@ from rich import console
 from decjax import costmodel, placement, topology
 from decjax.costmodel import profile
 from decjax.placement import choice, search
-from launch import command
+from launch import command, memory
 
 FLAGS = flags.FLAGS
 
@@ -204,6 +204,7 @@ def draw(path: str, links: placement.Links, best: placement.Placement, random_s:
 
 def run(find_model: Callable[[int], Model]) -> None:
     """Searches, prints, draws, and writes the placement; `find_model` gives the model for a number of workers."""
+    memory.keep_freed()  # Matrices of thousands of devices take hundreds of megabytes each.
     links, devices = load_links()
     profile.check_number("--search_s", FLAGS.search_s, positive=True)
     stages, name = FLAGS.stages, graph()

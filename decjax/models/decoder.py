@@ -164,8 +164,8 @@ def rotate(x_BxTxHxK: jax.Array, start: jax.Array | int = 0) -> jax.Array:
     """
     _, T, _, K = x_BxTxHxK.shape
     frequency_K2 = 10_000.0 ** (-jnp.arange(0, K, 2) / K)
-    angle_Tx1xK2 = (start + jnp.arange(T))[:, None, None] * frequency_K2
-    cos, sin = jnp.cos(angle_Tx1xK2), jnp.sin(angle_Tx1xK2)
+    angle_1xTx1xK2 = (start + jnp.arange(T))[None, :, None, None] * frequency_K2[None, None, None]
+    cos, sin = jnp.cos(angle_1xTx1xK2), jnp.sin(angle_1xTx1xK2)
     low, high = jnp.split(x_BxTxHxK.astype(jnp.float32), 2, axis=-1)
     rotated = jnp.concatenate([low * cos - high * sin, high * cos + low * sin], axis=-1)
     return rotated.astype(x_BxTxHxK.dtype)

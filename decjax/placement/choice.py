@@ -6,6 +6,7 @@ better be left out: for each speed the devices that are at least as fast are a c
 
 from collections.abc import Callable, Sequence
 import dataclasses
+import functools
 import json
 import os
 from typing import Any, NamedTuple
@@ -15,7 +16,7 @@ import numpy as np
 from decjax.arguments import shown
 from decjax.costmodel.files import read_object
 from decjax.files import write_whole
-from decjax.placement.cost import Job, Network
+from decjax.placement.cost import Job, Network, both_ways
 from decjax.placement.links import Links
 from decjax.placement.search import Placed
 
@@ -65,23 +66,22 @@ def choices(links: Links, job: Job, stage_flop: float = 0.0, stage_bytes: float 
         raise ValueError(
             f"{needed} with {stage_bytes / 1e9:.3g} GB of memory, and {len(able)} have so much; choose more stages, or fewer workers"
         )
-    far_s = links.seconds(job.gradient_bytes / job.workers)
-    far_s = far_s + far_s.T
+    far_s = functools.cache(lambda: both_ways(links.seconds(job.gradient_bytes / job.workers)))
+    among = lambda devices: devices if len(devices) == count else nearest(far_s(), devices, count)
     flops = links.flops
     if flops is None or not stage_flop:
-        return [Candidates(nearest(far_s, able, count), 0.0)]
-    able = np.array(able)
+        return [Candidates(among(able), 0.0)]
     sizes = {speed: size for speed in np.unique(flops[able])[::-1] if (size := int((flops[able] >= speed).sum())) >= count}
     if (pairs := sum(size**2 for size in sizes.values())) > MAX_PAIRS:
         raise ValueError(
             f"flops: {len(sizes)} speeds make as many choices of {count} devices, with {pairs:.2g} links together, and at most "
             f"{MAX_PAIRS:.2g} can be searched; round flops, so that fewer differ, or place the job on more of the devices"
         )
-    found = [nearest(far_s, able[flops[able] >= speed], count) for speed in sizes]
+    found = [among([i for i in able if flops[i] >= speed]) for speed in sizes]
     return [Candidates(devices, stage_flop / float(flops[devices].min())) for devices in found]
 
 
-def nearest(far_s: np.ndarray, devices: Sequence[int] | np.ndarray, count: int) -> list[int]:
+def nearest(far_s: np.ndarray, devices: Sequence[int], count: int) -> list[int]:
     """So many of the devices: the one whose messages to the others take longest is left out, again and again."""
     left = np.array(devices)
     taken_s = far_s[np.ix_(left, left)]

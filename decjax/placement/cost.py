@@ -73,7 +73,8 @@ def all_reduce_s(there_and_back_s: np.ndarray) -> float:
     return float(there_and_back_s.sum(axis=1).max())
 
 
-def _both_ways(seconds: np.ndarray) -> np.ndarray:
+def both_ways(seconds: np.ndarray) -> np.ndarray:
+    """Seconds there and back."""
     return seconds + seconds.T
 
 
@@ -154,9 +155,8 @@ class Network:
                 f"{job.workers} workers × {job.stages} stages are {job.num_devices} devices, and the links have "
                 f"{links.num_devices}; choose workers × stages = {links.num_devices}"
             )
-        self.job = job
-        self.hop_s = _both_ways(links.seconds(job.activation_bytes))
-        self.shard_s = _both_ways(links.seconds(job.gradient_bytes / job.workers))
+        self.job, self._links = job, links
+        self.shard_s = both_ways(links.seconds(job.gradient_bytes / job.workers))
         sizes = {round_.group_size for round_ in job.topology.rounds} if job.topology else ()
         self.message_s = {L: links.seconds(job.gradient_bytes / L) for L in sizes}
         self.pairs_s = functools.lru_cache(maxsize=2**16)(self._pair_s)
@@ -171,6 +171,11 @@ class Network:
     def fixed(self) -> bool:
         """Whether all layouts cost the same, as all devices are one group."""
         return self.free and self.job.stages == 1
+
+    @functools.cached_property
+    def hop_s(self) -> np.ndarray:
+        """Seconds of activations from row to column and back, [N, N]."""
+        return both_ways(self._links.seconds(self.job.activation_bytes))
 
     def _pair_s(self, one: tuple[int, ...], other: tuple[int, ...]) -> float:
         return bottleneck_s(self.hop_s[np.ix_(one, other)])
@@ -192,7 +197,7 @@ class Network:
             sources, targets = (L * nodes_2xE[..., None] + np.arange(L)).reshape(2, -1)
             sent_s[:, sources] += message_s[layout[:, sources], layout[:, targets]]
         groups = layout.reshape(-1, L) if L > 1 else ()
-        return max((all_reduce_s(_both_ways(message_s[np.ix_(group, group)])) for group in groups), default=0.0) + sent_s.max()
+        return max((all_reduce_s(both_ways(message_s[np.ix_(group, group)])) for group in groups), default=0.0) + sent_s.max()
 
     def between_s(self, layout: np.ndarray) -> np.ndarray:
         """Seconds between every two rows, [S, S], if the best matching joins them."""

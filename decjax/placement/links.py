@@ -79,13 +79,16 @@ class Links:
 
     def seconds(self, num_bytes: float) -> np.ndarray:
         """Seconds of a message from row to column, [N, N]; the diagonal is zero."""
-        times = self.latency_s + num_bytes / self.bandwidth_Bps
+        times = num_bytes / self.bandwidth_Bps
+        times += self.latency_s
         np.fill_diagonal(times, 0)
         return times
 
     def take(self, devices: Sequence[int]) -> "Links":
         """The links between some of the devices, in the order that is given."""
         rows = list(devices)
+        if rows == list(range(self.num_devices)):
+            return self
         each = {name: None if (had := getattr(self, name)) is None else had[rows] for name in ("flops", "memory_bytes")}
         pairs = np.ix_(rows, rows)
         return Links(
@@ -111,10 +114,12 @@ def _matrix(field: str, value: Any, positive: bool) -> np.ndarray:
         raise ValueError(f"{field} must be a matrix of numbers, with rows of the same length") from None
     if matrix.ndim != 2 or matrix.shape[0] != matrix.shape[1] or not 2 <= len(matrix) <= MAX_DEVICES:
         raise ValueError(f"{field} is {_by(matrix)}; it must be N × N, for 2 to {MAX_DEVICES} devices")
-    np.fill_diagonal(matrix, 1.0 if positive else 0.0)
+    if (matrix.diagonal() != (diagonal := 1.0 if positive else 0.0)).any():
+        matrix = matrix.copy() if matrix is value else matrix
+        np.fill_diagonal(matrix, diagonal)
     low, high = (1 / profile.LARGEST if positive else 0.0), profile.LARGEST
-    if (bad := np.argwhere(~((matrix >= low) & (matrix <= high)))).size:
-        i, j = bad[0]
+    if not (matrix.min() >= low and matrix.max() <= high):
+        i, j = np.argwhere(~((matrix >= low) & (matrix <= high)))[0]
         raise ValueError(f"{field}[{i}][{j}]={matrix[i, j]:g} must be {'above' if positive else 'at least'} 0 and at most {high:g}")
     return matrix
 
@@ -122,7 +127,7 @@ def _matrix(field: str, value: Any, positive: bool) -> np.ndarray:
 def _floats(value: Any) -> np.ndarray:
     """Nested lists of numbers as an array; a TypeError for anything else, also for what NumPy would take for a number."""
     if isinstance(value, np.ndarray) and value.dtype == float:
-        return value.copy()
+        return value
     array = np.array(value, object)
     if not all(issubclass(kind, int | float) and kind is not bool for kind in set(map(type, array.flat))):
         raise TypeError
@@ -243,13 +248,10 @@ def _of_connections(content: dict[str, Any]) -> Links:
             if len(some) < len(homes):
                 raise ValueError(f"connections: {field} must be given for all or for none")
             each[field] = np.array([_number(home, field) for home in homes])
-    return Links(
-        latency_s[:, None] + latency_s[None],
-        np.minimum(upload_Bps[:, None], download_Bps[None]),
-        names,
-        **each,
-        source=str(given.get("source", "")),
-    )
+    latencies_s, bandwidth_Bps = latency_s[:, None] + latency_s[None], np.minimum(upload_Bps[:, None], download_Bps[None])
+    np.fill_diagonal(latencies_s, 0.0)
+    np.fill_diagonal(bandwidth_Bps, 1.0)
+    return Links(latencies_s, bandwidth_Bps, names, **each, source=str(given.get("source", "")))
 
 
 def _check_counts(counts: Mapping[str, Any]) -> None:

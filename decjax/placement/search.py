@@ -143,7 +143,7 @@ def descend(search: _Search, layout: np.ndarray, rng: np.random.Generator, patie
 def anneal(network: Network, seed: int = 0, trials: int = 2000, seconds: float = 60.0) -> Placed:
     """The best layout met while a temperature falls geometrically to a thousandth over the trials, or over the seconds."""
     rng, search = np.random.default_rng(seed), _Search(network, trials, seconds)
-    layout = gathered(network, rng)
+    layout = random_layout(network, rng) if network.fixed else gathered(network, rng)
     cost, begun = search.cost(layout), time.monotonic()
     best, least = layout, cost
     while not search.over:
