@@ -124,29 +124,40 @@ class Row(NamedTuple):
     took_s: float
 
 
-def searched(links: placement.Links, job: placement.Job, among: list[choice.Candidates], seconds: float) -> list[Row]:
-    """The best of each search, which has so many seconds."""
+NetworkOf = Callable[[list[int]], placement.Network]
+
+
+def networks(links: placement.Links, job: placement.Job, among: list[choice.Candidates]) -> NetworkOf:
+    """What makes the networks of candidates, which can be large: of a single one it is made once."""
+    make = lambda devices: placement.Network(links.take(devices), job)
+    if len(among) > 1:
+        return make
+    only = make(among[0].devices)
+    return lambda devices: only
+
+
+def searched(network_of: NetworkOf, among: list[choice.Candidates], devices: int, seconds: float) -> list[Row]:
+    """The best of each search for so many devices, which has so many seconds."""
     share_s = seconds / len(among)
     searches: dict[str, Callable[[placement.Network], placement.Placed]] = {
         "genetic": lambda network: placement.genetic(network, trials=TRIALS, seconds=share_s),
         "annealing": lambda network: placement.anneal(network, trials=TRIALS, seconds=share_s),
     }
-    if job.num_devices <= search.MAX_ALL:
+    if devices <= search.MAX_ALL:
         searches["all layouts"] = placement.best_of_all
     found = []
     for name, do in searches.items():
         begun = time.monotonic()
-        found.append(Row(name, choice.place_among(links, job, do, among), time.monotonic() - begun))
+        found.append(Row(name, choice.place_among(network_of, do, among), time.monotonic() - begun))
     return found
 
 
-def at_random(links: placement.Links, job: placement.Job, among: choice.Candidates, seconds: float) -> list[float]:
+def at_random(network: placement.Network, compute_s: float, seconds: float) -> list[float]:
     """Seconds of random layouts of devices that could take part, with their computing; fewer if so many seconds are over."""
-    network, ends = placement.Network(links.take(among.devices), job), time.monotonic() + seconds
-    found = []
+    ends, found = time.monotonic() + seconds, []
     while not found or (len(found) < RANDOM and time.monotonic() < ends):
         layout = placement.random_layout(network, np.random.default_rng(len(found)))
-        found.append(among.compute_s + network.seconds(layout))
+        found.append(compute_s + network.seconds(layout))
     return found
 
 
@@ -211,7 +222,9 @@ def run(find_model: Callable[[int], Model]) -> None:
     workers = workers_of(devices, stages)
     job, *needs = work(find_model(workers), workers, stages, name)
     among = choice.choices(links, job, *needs)
-    rows, random_s = searched(links, job, among, FLAGS.search_s), at_random(links, job, among[-1], FLAGS.search_s)
+    network_of = networks(links, job, among)
+    rows = searched(network_of, among, devices, FLAGS.search_s)
+    random_s = at_random(network_of(among[-1].devices), among[-1].compute_s, FLAGS.search_s)
     best = min(rows, key=lambda row: row.placed.seconds).placed
     terminal = command.console()
     title = (

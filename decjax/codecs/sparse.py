@@ -264,7 +264,7 @@ class _BlockTopk:
 
     def positions(self, where, size):
         M = _num_groups(size, self.group)
-        return (where.reshape(self.k, -1).astype(jnp.int32) * M + jnp.arange(M)).ravel()
+        return (where.reshape(self.k, -1).astype(jnp.int32) * M + jnp.arange(M)[None]).ravel()
 
 
 @registry.register("codec", "randomk", messages="values drawn by a seed")

@@ -80,14 +80,14 @@ def _write(model, params, alpha, state: Beams) -> Beams:
     last_BxK = jnp.where(state.position == 0, BOS, before_BxK)
     logits_RxV, cache = model.follow(params, state.cache, last_BxK.reshape(-1), state.position)
     banned_V = jnp.zeros(model.vocabulary).at[jnp.array([PAD, BOS])].set(NEVER)
-    log_p_BxKxV = jax.nn.log_softmax(logits_RxV).reshape(B, K, -1) + banned_V
+    log_p_BxKxV = jax.nn.log_softmax(logits_RxV).reshape(B, K, -1) + banned_V[None, None]
     # 2K candidates, of which at most K end: so K are left that do not.
     total_Bx2K, chosen_Bx2K = jax.lax.top_k((state.alive_BxK[..., None] + log_p_BxKxV).reshape(B, -1), 2 * K)
     beam_Bx2K, token_Bx2K = chosen_Bx2K // model.vocabulary, chosen_Bx2K % model.vocabulary
     tokens_Bx2KxT = jnp.take_along_axis(state.alive_BxKxT, beam_Bx2K[..., None], axis=1).at[:, :, state.position].set(token_Bx2K)
     # A hypothesis that ends counts only among the K best candidates.
     ends_Bx2K = token_Bx2K == EOS
-    ended_Bx2K = ends_Bx2K & (jnp.arange(2 * K) < K)
+    ended_Bx2K = ends_Bx2K & (jnp.arange(2 * K) < K)[None]
 
     score_Bx2K = jnp.where(ended_Bx2K, total_Bx2K / penalty(state.position + 1, alpha), NEVER)
     done_BxK, kept_BxK = jax.lax.top_k(jnp.concatenate([state.done_BxK, score_Bx2K], axis=1), K)

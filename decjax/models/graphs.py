@@ -54,7 +54,7 @@ class GraphConvolution(nnx.Module):
         self.bias = nnx.Param(jnp.zeros(outputs))
 
     def __call__(self, x_VxD, spread):
-        return spread(self.linear(x_VxD)) + self.bias[...]
+        return spread(self.linear(x_VxD)) + self.bias[...][None]
 
 
 class GCN(nnx.Module):

@@ -108,7 +108,7 @@ class _Dealt:
                 return x
             U = x.shape[axis]
             own_U = jax.random.permutation(jax.random.fold_in(key, U), U) % self.num_workers == self.channel.axis.index
-            return x * own_U.astype(x.dtype).reshape(-1, *(1,) * (-1 - axis))
+            return x * own_U.astype(x.dtype).reshape(*(1,) * (x.ndim + axis), -1, *(1,) * (-1 - axis))
 
         return jax.tree_util.tree_map_with_path(of_leaf, tree)
 

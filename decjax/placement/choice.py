@@ -100,14 +100,17 @@ def place(
 
     The job's topology is that of its workers; a search is `genetic`, `anneal` or `best_of_all`.
     """
-    return place_among(links, job, search, choices(links, job, stage_flop, stage_bytes))
+    among = choices(links, job, stage_flop, stage_bytes)
+    return place_among(lambda devices: Network(links.take(devices), job), search, among)
 
 
-def place_among(links: Links, job: Job, search: Callable[[Network], Placed], among: Sequence[Candidates]) -> Placement:
-    """The best placement that a search finds on any of the candidates."""
+def place_among(
+    network_of: Callable[[list[int]], Network], search: Callable[[Network], Placed], among: Sequence[Candidates]
+) -> Placement:
+    """The best placement that a search finds on any of the candidates, whose networks `network_of` makes."""
     found = []
     for choice in among:
-        placed = search(Network(links.take(choice.devices), job))
+        placed = search(network_of(choice.devices))
         layout = np.array(choice.devices)[placed.layout]
         found.append(Placement(layout, choice.compute_s, placed.seconds, placed.tried))
     best = min(found, key=lambda placement: placement.seconds)

@@ -25,6 +25,7 @@ from decjax.placement.links import MAX_DEVICES, Links
 from decjax.topology import Round, Topology
 
 MAX_STAGES = 16  # The shortest path takes S²·2^S operations.
+TILE = 128  # rows and columns that a processor's cache holds
 MAX_LEAST_SUM = 512  # The matching with the least sum takes W³ operations: 2 s of 1,000 workers, and no iteration gets shorter.
 
 
@@ -74,8 +75,13 @@ def all_reduce_s(there_and_back_s: np.ndarray) -> float:
 
 
 def both_ways(seconds: np.ndarray) -> np.ndarray:
-    """Seconds there and back."""
-    return seconds + seconds.T
+    """Seconds there and back, [N, N]; tile by tile, since a column of thousands of devices is spread over memory."""
+    total = np.empty_like(seconds)
+    for i in range(0, len(seconds), TILE):
+        for j in range(0, len(seconds), TILE):
+            there, back = seconds[i : i + TILE, j : j + TILE], seconds[j : j + TILE, i : i + TILE].T
+            np.add(there, back, out=total[i : i + TILE, j : j + TILE])
+    return total
 
 
 def bottleneck_matching(seconds: np.ndarray) -> tuple[float, np.ndarray]:

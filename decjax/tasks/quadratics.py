@@ -56,7 +56,7 @@ def quadratics(
         return measure(params, variables, batch)[0]["loss"].mean(), variables
 
     def measure(params, variables, examples):
-        away_BxP = params["x"] - examples.target_BxP
+        away_BxP = params["x"][None] - examples.target_BxP
         loss_B = 0.5 * (examples.curvature_BxP * away_BxP**2).sum(axis=-1)
         return {"loss": loss_B, "distance": (away_BxP**2).sum(axis=-1)}, jnp.ones_like(loss_B)
 
