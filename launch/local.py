@@ -2,11 +2,11 @@
 
     python -m launch.local --num_processes=4 -- --config=configs/lm.py --workdir=runs/lm
 
-What stands behind `--` goes to every `python -m launch.train`. Process 0 shows its progress; the others are quiet
-unless one fails. If one dies, the others are ended, or with `--elastic` go on without it until it is back. Ctrl-C and
-SIGTERM reach every process once: they save and stop at the next logging step. The same command continues in all cases.
+Options after `--` are passed to each `python -m launch.train`. Process 0 prints its progress; the output of the others is shown only if
+one fails. If one dies, the others are terminated, or with `--elastic` continue until it is replaced. After Ctrl-C or SIGTERM all
+processes save and stop at the next logging step. The same command continues in all cases.
 
-`--module=launch.calibrate` runs another module that takes launch.train's coordinator flags.
+`--module=launch.calibrate` runs another module that has launch.train's coordinator flags.
 """
 
 import functools
@@ -22,9 +22,9 @@ def main(argv: list[str]) -> int:
         command.fail(f"num_processes={num_processes}: must be at least 1; use --num_processes=4 for four workers")
     processes.check(module, argv, num_processes)
     again, faults = processes.how_to_continue("launch.local", module), chaos.parse(flags.FLAGS.chaos, num_processes)
-    if given := elastic.options(module, argv):
+    if settings := elastic.options(module, argv):
         lines = functools.partial(processes.elastic_command_lines, module, argv, num_processes)
-        return elastic.run_together(lines, "127.0.0.1", given, again, faults)
+        return elastic.run_together(lines, "127.0.0.1", settings, again, faults)
     lines = processes.command_lines(module, argv, num_processes, "127.0.0.1")
     return processes.run_together(lines, again, faults=faults)
 

@@ -1,13 +1,13 @@
-"""Trains every combination of some values, several at a time, and tabulates what came out.
+"""Trains all combinations of some values, several at a time, and prints a table of results.
 
     python -m launch.sweep --config=configs/lm.py:smoke --sweep='topology=ring,torus;seed=0,1' --workdir=sweeps/graphs
     python -m launch.sweep --config=configs/lm.py:smoke --sweep='topology=ring,torus;seed=0,1' --workdir=sweeps/graphs --parallel=2
 
-Keys of the config's shorthand (topology, workers, optimizer …) go into its argument, every other key is a field of the
-config: `optimizer.learning_rate=1e-3,4e-3`. Without --sweep the config file's own is taken: a function
-`get_sweep(argument)` or a constant `SWEEP` with the same text. What stands behind `--` goes to every run. Each run has
-its own directory below --workdir, named by its values. The same command skips what is finished and continues the rest;
-with --table it only prints what there is so far, also while the sweep is running.
+Keys of the config's shorthand (topology, workers, optimizer …) go into its argument; all other keys are fields of the config, such as
+`optimizer.learning_rate=1e-3,4e-3`. Without --sweep the config file defines the sweep: a function `get_sweep(argument)` or a constant
+`SWEEP` with the same text. Options after `--` are passed to each run. Each run has its own directory below --workdir, named by its
+values. The same command skips finished runs and continues the others; with --table it only prints the results so far, also while the
+sweep is running.
 """
 
 import collections
@@ -27,22 +27,22 @@ LOCAL = "launch.local"
 
 
 class Child(NamedTuple):
-    """A run that is under way."""
+    """A run in progress."""
 
     member: Member
     process: processes.Child
     begun_s: float
-    said: int  # bytes of its log before it was started
+    log_offset: int  # bytes in its log before it was started
     held: BinaryIO  # keeps others from running the member, in this process and in the child
 
 
 class Sweep:
-    """Runs members, so many at a time; the processes of what is under way end with it, and with this process.
+    """Runs members, several at a time; their processes end with this one.
 
     Args:
-        all_members: of the whole sweep, which give the numbers.
-        chosen: indices of those to run.
-        parallel: how many are under way at a time.
+        all_members: of the sweep, in the order of their numbers.
+        chosen: indices of the members to run.
+        parallel: number of simultaneous runs.
         num_processes: of each run.
     """
 
@@ -51,13 +51,13 @@ class Sweep:
         self._waiting = collections.deque(chosen)
         self._children: dict[int, Child] = {}
         self._finished = self._failed = 0
-        self._in_use: set[int] = set()  # those that another process was running when it was their turn
+        self._in_use: set[int] = set()  # members that another process was running when it was their turn
 
     def run(self, caught: list, console: rich.console.Console) -> int:
-        """Runs what is not finished; returns the number of failures. A caught signal is forwarded once, a second one ends all."""
+        """Run unfinished members; return the number of failures. The first caught signal is forwarded, the second kills all processes."""
         forwarded = False
         with contextlib.ExitStack() as stack:
-            stack.callback(lambda: self._send(signal.SIGKILL))  # Nothing stays behind, whatever happens here.
+            stack.callback(lambda: self._send(signal.SIGKILL))  # No process is left behind.
             live = stack.enter_context(sweep_table.Live(console, self._state))
             while self._children or (self._waiting and not caught):
                 if not caught:
@@ -85,7 +85,7 @@ class Sweep:
         return f"[{index + 1}/{len(self._members)}] {self._members[index].name}"
 
     def _start(self, live: sweep_table.Live) -> None:
-        """Starts runs until enough are under way; those that another process is running come last."""
+        """Start runs until `parallel` are in progress; those that another process is running come last."""
         for _ in range(len(self._waiting)):
             if len(self._children) >= self._parallel:
                 return
@@ -98,13 +98,13 @@ class Sweep:
                 self._waiting.append(index)
                 if index not in self._in_use:
                     self._in_use.add(index)
-                    live.say(f"{title}: another process is running it, so it is put off")
+                    live.say(f"{title}: another process is running it, so it is postponed")
             else:
                 live.say(f"{title}: running")
                 self._children[index] = start(member, held, self._num_processes)
 
     def _tell(self, index: int, child: Child, is_interrupted: bool, live: sweep_table.Live) -> None:
-        """Says how a run ended."""
+        """Report how a run ended."""
         member, title, code = child.member, self._title(index), child.process.process.returncode
         child.process.log.close()
         child.held.close()
@@ -117,42 +117,43 @@ class Sweep:
             live.say(f"{title}: interrupted" + (f" at step {progress.step}/{progress.steps}" if progress else ""))
         else:
             self._failed += 1
-            said = members.last_line(member.log, "error:", child.said) or f"error: {members.last_line(member.log, '', child.said)}"
-            live.say(f"{title}: FAILED, it {processes.how_it_ended(code)}; {said}\n    all it said: {member.log}")
+            line = members.last_line(member.log, "error:", child.log_offset)
+            line = line or f"error: {members.last_line(member.log, '', child.log_offset)}"
+            live.say(f"{title}: FAILED, it {processes.how_it_ended(code)}; {line}\n    log: {member.log}")
 
 
 def start(member: Member, held: BinaryIO, num_processes: int) -> Child:
-    """Starts a run, or continues it; what it says goes to its own log."""
+    """Start or continue a run; its output is appended to its log."""
     line = processes.python(processes.TRAIN, member.arguments)
     if num_processes > 1:
         line = processes.python(LOCAL, [f"--num_processes={num_processes}", "--", *member.arguments])
     log = member.log.open("ab")
-    said = log.seek(0, 2)
+    offset = log.seek(0, 2)
     process = processes.start(line, death_signal=signal.SIGTERM, stdout=log, stderr=log, pass_fds=(held.fileno(),))
-    return Child(member, processes.Child(process, log), time.monotonic(), said, held)
+    return Child(member, processes.Child(process, log), time.monotonic(), offset, held)
 
 
 def define(values: flags.FlagValues = flags.FLAGS) -> None:
-    """Define the flags of a sweep, which launch.slurm parses as well."""
+    """Define the flags of a sweep, which launch.slurm also parses."""
 
     kinds = flags.DEFINE_string, flags.DEFINE_integer, flags.DEFINE_bool
     text, number, switch = (functools.partial(kind, flag_values=values) for kind in kinds)
     text("config", None, "Config file, with an optional shorthand after a colon.", required=True)
-    text("workdir", None, "Directory of the sweep; each run has its own below.", required=True)
-    text("sweep", None, "'key=value,value;key=value'; none: the config file's own.")
-    number("parallel", 1, "How many runs are under way at a time.")
-    number("index", None, "Only the run of this number, from 0, as a task of a job array: $SLURM_ARRAY_TASK_ID.")
-    number("processes", 1, "Processes of each run, started as by launch.local.")
-    switch("table", False, "Only print what there is so far.")
+    text("workdir", None, "Directory of the sweep, with one folder per run.", required=True)
+    text("sweep", None, "'key=value,value;key=value'; default: that of the config file.")
+    number("parallel", 1, "Number of simultaneous runs.")
+    number("index", None, "Run only the member with this number, from 0, such as $SLURM_ARRAY_TASK_ID in a job array.")
+    number("processes", 1, "Processes per run, started as by launch.local.")
+    switch("table", False, "Only print the results so far.")
 
 
 def planned(chosen: flags.FlagValues, extra: list[str], resolve: bool = True) -> list[Member]:
-    """The runs that a command line asks for, each with a config that launch.train takes.
+    """Return the members of a command line, after checking that launch.train would accept each.
 
     Args:
         chosen: the flags of `define`.
-        extra: options behind `--`, for every run.
-        resolve: whether to build the parts of the runs that start here, which takes a second each.
+        extra: options after `--`, for all runs.
+        resolve: whether to build the parts of the runs to start, which takes a second per run.
     """
     if extra and not extra[0].startswith("-"):
         raise command.UserError(f"unexpected argument {extra[0]!r}; options of launch.train go behind --")
@@ -164,14 +165,14 @@ def planned(chosen: flags.FlagValues, extra: list[str], resolve: bool = True) ->
     swept = members.parse_sweep(members.sweep_of(module, path, argument) if chosen.sweep is None else chosen.sweep)
     members.check_apart(chosen.config, swept, extra)
     keys, workdir = getattr(module, "KEYS", ()), command.folder("workdir", chosen.workdir)
-    found = members.expand(chosen.config, swept, keys, workdir, extra)
-    if chosen.index is not None and not 0 <= chosen.index < len(found):
-        raise command.UserError(f"index={chosen.index}: the sweep has {len(found)} runs; use 0 to {len(found) - 1}")
-    for number, member in enumerate(found):
+    all_members = members.expand(chosen.config, swept, keys, workdir, extra)
+    if chosen.index is not None and not 0 <= chosen.index < len(all_members):
+        raise command.UserError(f"index={chosen.index}: the sweep has {len(all_members)} runs; use 0 to {len(all_members) - 1}")
+    for number, member in enumerate(all_members):
         begins = resolve and not chosen.table and chosen.index in (None, number)
         members.check(member, chosen.processes, resolve=begins)
-    members.check_values(found, chosen.config, swept, keys, extra)
-    return found
+    members.check_values(all_members, chosen.config, swept, keys, extra)
+    return all_members
 
 
 def main(argv: list[str]) -> int:
@@ -201,7 +202,7 @@ def main(argv: list[str]) -> int:
 
 
 def show(all_members: list[Member]) -> None:
-    """Prints the results so far, and how far the runs are that are not finished."""
+    """Print the results so far and the progress of unfinished runs."""
     console = command.console()
     console.print(sweep_table.results(all_members))
     if table := sweep_table.unfinished(all_members):
