@@ -73,7 +73,7 @@ WRONG = {
     "make_step's size": (lambda: decjax.make_step(len, simulated(), ring(2)), "is for 2 workers, but there are 4; .*make.name, 4"),
     "another schedule": (
         lambda: trained(simulated(), sgd(gossip.exact(topology.make("one_peer_exponential", N))), ring(), steps=2),
-        "phase is 0 in step 1, where that of the transformation is 1",
+        "phase is 0 in step 1, but the transformation's is 1",
     ),
     "twice": (lambda: trained(simulated(), decjax.decentralize(sgd(ring()), ring()), ring()), "wrap the plain optimizer once"),
     "MultiSteps outside": (

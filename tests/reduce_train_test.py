@@ -173,7 +173,7 @@ def test_errors_begin_afresh_for_another_number_of_workers():
         (
             "method=allreduce,reducer=gravac",
             {"reducer.window": 8},
-            "reducer.window=8 after .* not over in steps=8.*use a shorter window",
+            "reducer.window=8 after .* does not end within steps=8.*use a shorter window",
         ),
         ("method=allreduce,reducer=gravac", {"reducer.ladder": ""}, "ladder"),
         ("method=diloco,every=0", {}, "method.every=0: must be at least 1"),
@@ -181,7 +181,11 @@ def test_errors_begin_afresh_for_another_number_of_workers():
         ("method=allreduce,reducer=mean(codec=int8)", {}, "reducer 'mean' has no option 'codec'; it has none, leave it out"),
         ("method=allreduce,reducer=powersgd(storage=int8)", {}, "reducer 'powersgd' has no option 'storage'; use rank"),
         ("method=allreduce,reducer=codec(wire_dtype=bfloat16)", {}, "reducer 'codec' has no option 'wire_dtype'; use codec"),
-        ("method=gossip_diloco,every=4", {"consensus_last": 2}, "consensus_last=2: method 'gossip_diloco' would lead the replicas"),
+        (
+            "method=gossip_diloco,every=4",
+            {"consensus_last": 2},
+            "consensus_last=2: method 'gossip_diloco' would separate the replicas",
+        ),
         ("method=noloco,every=4", {"consensus_every": 2}, "consensus_every=2: method 'noloco' would separate the replicas"),
         ("method=diloco", {"method.outer_learning_rate": 0.0}, "method.outer_learning_rate=0.0 must be positive"),
         ("codec=int8(block=128)(block=64)", {}, "must read like 'name'"),
