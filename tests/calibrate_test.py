@@ -6,11 +6,12 @@ import jax
 import numpy as np
 import pytest
 
-from configs import lm
+from configs import lm, translation
 from decjax import config as parts
 from decjax import costmodel, placement, train
 from decjax.measure import calibrate as measure
 from decjax.measure import exchanges, rounds
+from experiments import tiny
 from tests import commands
 from tests.runs import spec_of
 
@@ -87,6 +88,18 @@ def test_all_parts_of_a_step_run_again_and_again():
     steps = times_s.pop("gradient").shape[1]
     assert steps % 3 == 0 and steps <= 3 * max(rounds.STEPS) and times_s.pop("in a row").shape == (2, steps)
     assert all(times_NxR.shape == (2, 3) and (times_NxR > 0).all() for times_NxR in times_s.values())
+
+
+def test_batches_of_several_shapes_take_turns(tmp_path):
+    """As sentences do; each shape is compiled before anything is timed."""
+    config = translation.get_config("smoke,workers=2")
+    config.update_from_flattened_dict({"data.path": str(tiny.multi30k(tmp_path, shortest=3)), "data.length": 24})
+    setup = measure.prepare(spec_of(config))
+    assert len({setup.batch(step).source_BxS.shape for step in range(measure.BATCHES)}) > 1
+    actions = measure.step_actions(setup)
+    found = [np.asarray(actions["forward"]()) for _ in range(2 * measure.BATCHES)]
+    assert np.isfinite(found).all() and len(np.unique(found[: measure.BATCHES])) == 2 * measure.BATCHES
+    np.testing.assert_array_equal(found[measure.BATCHES :], found[: measure.BATCHES])
 
 
 # -- The command ------------------------------------------------------------------------------------------------------

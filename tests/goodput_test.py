@@ -106,7 +106,11 @@ def test_what_cannot_be_measured_is_refused_in_one_line(tmp_path):
     assert done.returncode == 2 and len(done.stderr.splitlines()) == 1 and "processes" in done.stderr
 
 
-def test_killed_runs_end_like_others(tmp_path):
+def test_killed_runs_end_like_others(tmp_path, monkeypatch):
+    """A fifth of the steps, so kills come as much sooner; the command then shows what is there."""
+    monkeypatch.setattr(crashes, "LATEST_S", crashes.LATEST_S / 5)
+    (choco,) = [row for row in crashes.ROWS if row.name == "choco"]
+    assert crashes.compare(choco._replace(steps=choco.steps // 5), tmp_path, kills=2, seed=0).kills == 2
     done = commands.run("experiments.crashes", f"--out={tmp_path}", "--kills=2", "--row=choco")
     assert done.returncode == 0, done.stdout + done.stderr
     (cells,) = [line.split("|") for line in done.stdout.splitlines() if line.startswith("| choco ")]

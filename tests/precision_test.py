@@ -76,6 +76,15 @@ def error(argument, steps, **fields):
 # -- Many steps -------------------------------------------------------------------------------------------------------
 
 
+@pytest.fixture
+def optimized():
+    """All optimizations: so many steps take longer than their compilation."""
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", False)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
+
+
 def long_run(name):
     """Fields of a run of many steps that settles in float64."""
     if name == "qg_dadam":
@@ -96,6 +105,7 @@ def exact_messages(given, channel, *others):
     return reduce.start_at(reduce.mean(channel), given.start, reduce.mean(channel))
 
 
+@pytest.mark.usefixtures("optimized")
 @pytest.mark.parametrize("name", METHODS)
 def test_float32_follows_float64(name, monkeypatch, steps=LONG):
     """With messages that are not rounded to few bits; those are in the test below."""
@@ -109,6 +119,7 @@ def test_float32_follows_float64_for_a_while(name, monkeypatch):
     test_float32_follows_float64(name, monkeypatch, steps=1000)
 
 
+@pytest.mark.usefixtures("optimized")
 @pytest.mark.parametrize("name", filter(rounds, METHODS))
 def test_rounded_messages_lead_no_further_away_in_float32(name):
     """A value between two that the codec has goes to one of them in float32 and to the other in float64, after which the paths part; so

@@ -1,15 +1,20 @@
 """experiments/time_to_loss: how rates and steps are chosen, how a run directory is read, and the whole way with a tiny model."""
 
 import contextlib
+import importlib
+import itertools
 import json
 import math
 import subprocess
 import sys
+import types
 
 import pytest
 
-from experiments import race, seeds, time_to_loss, tiny, trials
+from decjax import config
+from experiments import race, seeds, step_forecast, time_to_loss, tiny, trials
 from experiments.bench.box import group
+from experiments.methods import HOSTS
 from experiments.race import Point
 from tests import commands
 from tests.cluster_test import needs_namespaces
@@ -121,20 +126,81 @@ def test_a_run_of_another_rate_is_refused(tmp_path):
 
 
 @needs_namespaces
-@pytest.mark.parametrize("name", ["time_to_loss", "time_to_translate"])
-def test_the_whole_way_with_a_tiny_model_and_again_from_what_is_there(name, tmp_path):
-    data = [f"--multi30k={tiny.multi30k(tmp_path / 'data')}"] if name == "time_to_translate" else []
+def test_the_whole_way_with_a_tiny_model_and_again_from_what_is_there(tmp_path):
+    """With text. Of translation only the runs' configs and how they are read differ, which the tests below have."""
     out = tmp_path / "out"
-    first, second = (commands.run("experiments.time_to_loss", f"--out={out}", *data, "--smoke", "--rounds=1") for _ in range(2))
+    first, second = (commands.run("experiments.time_to_loss", f"--out={out}", "--smoke", "--rounds=1") for _ in range(2))
     assert first.returncode == second.returncode == 0, first.stderr + second.stderr
     table = second.stdout.strip()
     assert first.stdout.strip().endswith(table.splitlines()[-1]) and time_to_loss.ACCUM_INT8 in table
     out /= "smoke"
-    assert (out / f"{name}.png").read_bytes().startswith(b"\x89PNG")
-    document = json.loads((out / f"{name}.json").read_text())
+    assert (out / "time_to_loss.png").read_bytes().startswith(b"\x89PNG")
+    document = json.loads((out / "time_to_loss.json").read_text())
     assert len(document["all-reduce"]["to_loss_s"]) == 1 and document["all-reduce"]["predicted_step_s"][0] > 0
     expected = {"profile.json", "all_reduce", trials.name_of(time_to_loss.ACCUM_INT8)}
     assert {path.name for path in (out / "round0").iterdir()} == expected
+    (out / "options.json").write_text((out / "options.json").read_text().replace("checksum ", "checksum of another "))
+    changed = commands.run("experiments.time_to_loss", f"--out={tmp_path / 'out'}", "--smoke", "--rounds=1")
+    assert changed.returncode == 2 and "text=checksum of another" in changed.stderr and changed.stderr.count("\n") == 1
+
+
+def run_directory(folder, losses, **summary):
+    """As of a run of translation that is evaluated every ten steps, each of which takes a second."""
+    folder.mkdir(parents=True)
+    rows = []
+    for k, loss in enumerate(losses):
+        rows += [dict(kind="train", step=10 * k, loss=loss, tokens_per_s=64.0)] * (k > 0) + [
+            dict(kind="eval", step=10 * k, loss=loss)
+        ]
+    (folder / "config.json").write_text(json.dumps({"batch_size": 4, "model": {}, "data": {"length": 16}}))
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "summary.json").write_text(json.dumps({"eval_loss": losses[-1]} | summary))
+
+
+@pytest.mark.parametrize("score", ["", "bleu"])
+def test_results_are_those_of_the_rounds_beside_their_forecasts(score, tmp_path, monkeypatch):
+    """Gossip comes to all-reduce's loss, 3, in half of the steps in the box, and in three quarters in simulation."""
+    losses = {"all-reduce": ([5.0, 4.0, 3.0], [5.0, 4.0, 3.0]), time_to_loss.INT8: ([5.0, 3.0, 2.0], [5.0, 4.0, 2.0])}
+    for method, (own, simulated) in losses.items():
+        for seed in range(2):
+            run_directory(time_to_loss.measured(tmp_path, method, seed), own, eval_bleu=10.0 + seed)
+            run_directory(time_to_loss.simulated_round(tmp_path, method, seed), simulated, eval_bleu=1.0)
+    monkeypatch.setattr(time_to_loss, "predict", lambda path: {"all-reduce": 2.0, time_to_loss.INT8: 0.5})
+    tuned = dict.fromkeys(losses, time_to_loss.Tuned(0.008, 20))
+    found = time_to_loss.results(tmp_path, tuned, 2, score)
+    assert list(found) == list(losses)  # PyTorch's have not run.
+    first, gossip = found.values()
+    assert first.step_s == gossip.step_s == [1.0, 1.0] and (first.to_loss_s, gossip.to_loss_s) == ([20.0, 20.0], [10.0, 10.0])
+    assert gossip.near_s == pytest.approx([9.75] * 2) and first.predicted_step_s == [2.0, 2.0]
+    assert (first.predicted_to_loss_s, gossip.predicted_to_loss_s) == ([40.0, 40.0], [7.5, 7.5])
+    assert [*gossip.scores] == ([10.0, 11.0] if score else [])
+
+
+@pytest.mark.parametrize("is_small", [True, False])
+@pytest.mark.parametrize("job", [time_to_loss.TEXT, time_to_loss.TRANSLATION], ids=lambda job: job.name)
+def test_every_run_has_a_config(job, is_small, tmp_path):
+    """In the box and in simulation, with a model of the tiny sizes and of its own."""
+    job = job._replace(model=job.small) if is_small else job
+    setup = time_to_loss.Setup(job, tmp_path / "data", trials.Pool(), tuple(time_to_loss.TRAINED), time_to_loss.GRID, (1.0,))
+    for method, simulate in itertools.product(time_to_loss.TRAINED, (True, False)):
+        made = time_to_loss.trial(method, setup, time_to_loss.Tuned(0.004, job.steps), tmp_path / "run", 1, simulate)
+        path, _, shorthand = made.config.partition(":")
+        found = importlib.import_module(path.removesuffix(".py").replace("/", ".")).get_config(shorthand)
+        found.update_from_flattened_dict(dict(made.fields))
+        spec = config.read(found)
+        assert (spec.workers, spec.simulate, spec.steps, spec.seed) == (HOSTS, simulate, job.steps, 1)
+        assert spec.schedule.options["learning_rate"] == 0.004 and spec.batch_size == HOSTS * job.batch_size
+
+
+@pytest.mark.parametrize("multi30k", [None, "pairs"])
+def test_what_is_forecast_is_what_races(multi30k, tmp_path, monkeypatch):
+    """Text or translation, with fewer steps and no score."""
+    given = types.SimpleNamespace(multi30k=multi30k and str(tmp_path / multi30k), smoke=True, steps=4)
+    monkeypatch.setattr(step_forecast, "FLAGS", given)
+    setup = step_forecast.short(tmp_path)
+    job = time_to_loss.TRANSLATION if multi30k else time_to_loss.TEXT
+    assert setup.job == job._replace(model=job.small, steps=4, every=2, score="") and setup.methods == time_to_loss.SMOKE_TUNING[0]
+    assert setup.path == tmp_path / (multi30k or "text.txt") and setup.path.exists() == (multi30k is None)
 
 
 @needs_namespaces
