@@ -42,6 +42,8 @@ def not_written(what: str, folder: object, error: Exception) -> CheckpointError:
     reason = " ".join((getattr(error, "strerror", None) or str(error)).split())[-100:]  # TensorStore's messages end with the cause.
     if "No such file" in reason or "Not a directory" in reason:
         fix = "bring the folder back"
+    elif getattr(error, "errno", None) in (errno.EEXIST, errno.EISDIR):
+        fix = f"move {error.filename} away"  # pyright: ignore[reportAttributeAccessIssue]
     elif "Read-only" in reason or "ermission" in reason:
         fix = "make the folder writable"
     else:

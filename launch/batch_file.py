@@ -82,6 +82,14 @@ def _options(job: Job) -> list[str]:
     ]
 
 
+def own_options() -> dict[str, str]:
+    """The options of sbatch that launch.slurm sets by options of its own, with their short forms: {"--nodes": "-N"}."""
+    short = {"job-name": "J", "nodes": "N", "cpus-per-task": "c", "time": "t", "output": "o", "array": "a", "exclude": "x"}
+    every = _options(Job("job", pathlib.Path("job"), [], cpus_per_task=1, exclude="node", array="0"))
+    names = (option.partition("=")[0].removeprefix("--") for option in every)
+    return {f"--{name}": f"-{short.get(name, name)}" for name in names if name != "requeue"}
+
+
 def _for_sbatch(word: str) -> str:
     """Quote a word for sbatch's lines of options, in which `#` begins a comment."""
     if re.fullmatch(r"[\w@%+=:,./~\[\]-]+", word):

@@ -24,7 +24,7 @@ from decjax import registry
 from launch import command
 
 KINDS = ("kill", "freeze", "cut", "rate")
-_EVENT = re.compile(r"(\w+)=(\d+)(?::(\w+))?@(\d+(?:\.\d+)?)s(?:\+(\d+(?:\.\d+)?)s)?")
+_EVENT = re.compile(r"(\w+)=(\d{1,9})(?::([\w.]+))?@(\d{1,9}(?:\.\d+)?)s(?:\+(\d{1,9}(?:\.\d+)?)s)?", re.ASCII)
 _LASTING = ("freeze", "cut")
 _STORM = {
     "per_hour": registry.Option(125.0, float, False),
@@ -85,6 +85,10 @@ def _check(event: Event, processes: int, hosts: int) -> None:
         )
     if (event.kind in _LASTING) != bool(event.lasts_s) or (event.kind == "rate") != bool(event.rate):
         raise command.UserError(f"--chaos: {event.kind}={event.target} is not complete, or has too much; write {_EXAMPLE}")
+    if event.rate:
+        from launch import iproute  # It imports this module.
+
+        iproute.checked_rate(event.rate)
 
 
 def _storm(text: str, processes: int, hosts: int) -> Iterator[Event]:

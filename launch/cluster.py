@@ -63,8 +63,7 @@ def tabulate(links: Network, counted: list[HostBytes]) -> rich.table.Table:
 def run(arguments: list[str], console: rich.console.Console) -> int:
     """The verb `run`."""
     chosen = flags.FLAGS
-    if chosen.processes_per_host < 1:
-        raise ClusterError(f"processes_per_host={chosen.processes_per_host}: must be at least 1; leave it out for one")
+    processes.check_count("processes_per_host", chosen.processes_per_host)
     existing = find(chosen.name)
     hosts = chosen.hosts or (len(existing.hosts) if existing else 1)
     processes.check(chosen.module, arguments, hosts * chosen.processes_per_host)

@@ -36,7 +36,7 @@ def load_module(path: str) -> types.ModuleType:
             raise ImportError("its name does not end in .py")
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
-    except Exception as error:  # Whatever a config file does wrong.
+    except (Exception, SystemExit) as error:  # Whatever a config file does wrong.
         raise ConfigFileError(
             f"config file {path!r} cannot be loaded ({' '.join(str(error).split())}); give a Python file with get_config"
         ) from error
@@ -49,7 +49,7 @@ def get_config(text: str) -> ml_collections.ConfigDict:
     module = load_module(path)
     try:
         return module.get_config(argument)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ConfigFileError(f"config {text!r}: {error}") from error
 
 

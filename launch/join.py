@@ -9,7 +9,6 @@ import contextlib
 import functools
 import json
 import os
-import re
 import sys
 import time
 import traceback
@@ -31,7 +30,19 @@ _COORDINATOR = flags.DEFINE_string(
 _NUM_PROCESSES = flags.DEFINE_integer("num_processes", None, "Number of processes, with --coordinator=HOST:PORT.")
 _PROCESS_INDEX = flags.DEFINE_integer("process_index", None, "Index of this process, with --coordinator=HOST:PORT.")
 
-_ELASTIC = flags.DEFINE_string("elastic", None, "HOST:PORT of the coordinator of an elastic run; set by the launcher.")
+
+class _OfLauncher(flags.ArgumentParser):
+    """The parser of a flag that only a launcher of elastic runs sets."""
+
+    def parse(self, argument: str) -> str:
+        if elastic.KEYS not in os.environ:
+            raise ValueError(
+                "only a launcher sets it; write python -m launch.local --num_processes=4 --elastic -- before the options"
+            )
+        return argument
+
+
+_ELASTIC = flags.DEFINE(_OfLauncher(), "elastic", None, "HOST:PORT of the coordinator of an elastic run, set by the launcher.")
 
 _STANDBY = flags.DEFINE_boolean(
     "standby", False, "Wait on standard input for a slot assignment; set by the launcher for spare processes."
@@ -150,8 +161,10 @@ def check_flags(coordinator: str | None, num_processes: int | None, process_inde
             if value is not None:
                 raise command.UserError(f"--{name}={value} needs --coordinator=HOST:PORT; leave it out under srun and mpirun")
     elif coordinator != "auto":
-        if not re.fullmatch(r".+:\d+", coordinator):
-            raise command.UserError(f"--coordinator={coordinator}: must be HOST:PORT of process 0, or 'auto'")
+        if not places.is_address(coordinator):
+            raise command.UserError(
+                f"--coordinator={coordinator}: must be HOST:PORT of process 0, PORT ≤ {places.LAST_PORT}, or 'auto'"
+            )
         if num_processes is None or process_index is None:
             raise command.UserError("--coordinator=HOST:PORT needs --num_processes and --process_index; give each process both")
         if num_processes < 1:

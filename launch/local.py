@@ -18,8 +18,7 @@ from launch import chaos, command, elastic, processes
 
 def main(argv: list[str]) -> int:
     num_processes, module = flags.FLAGS.num_processes, flags.FLAGS.module
-    if num_processes < 1:
-        command.fail(f"num_processes={num_processes}: must be at least 1; use --num_processes=4 for four workers")
+    processes.check_count("num_processes", num_processes)
     processes.check(module, argv, num_processes)
     again, faults = processes.how_to_continue("launch.local", module), chaos.parse(flags.FLAGS.chaos, num_processes)
     if settings := elastic.options(module, argv):

@@ -6,6 +6,7 @@ import fcntl
 import functools
 import itertools
 import json
+import math
 import os
 import pathlib
 import time
@@ -15,10 +16,12 @@ import jax
 
 from decjax import config as parts
 from decjax import files, registry
+from decjax.arguments import shown
 from decjax.errors import ConfigError
 from launch import command, config_file, train_flags
 
 TABULATED = ("eval_loss", "local_eval_loss_min", "local_eval_loss_max", "time_s", "bytes_per_step_per_worker")  # of a summary
+MOST_RUNS = 10_000  # of a sweep, each of which is checked before the first begins
 
 
 class Progress(NamedTuple):
@@ -51,7 +54,7 @@ class Member(NamedTuple):
             summary = files.read_json(self.directory / "summary.json")
         except ValueError:
             return None
-        return summary if summary.keys() >= set(TABULATED) else None
+        return summary if all(isinstance(summary.get(name), int | float) for name in TABULATED) else None
 
     def progress(self) -> Progress | None:
         """How far the run is; None if it has not started."""
@@ -60,14 +63,15 @@ class Member(NamedTuple):
             steps = files.read_json(self.directory / "config.json")["steps"]
             changed_s = max(path.stat().st_mtime for path in (self.log, metrics, self.directory) if path.exists())
             if row := last_line(metrics, '{"step"'):
-                step, loss = (json.loads(row)[name] for name in ("step", "loss"))
+                step, loss = (float(json.loads(row)[name]) for name in ("step", "loss"))
         except (OSError, ValueError, KeyError, TypeError):
             return None
-        return Progress(step, steps, loss, time.time() - changed_s)
+        return Progress(int(step), steps, loss, time.time() - changed_s)
 
     def lock(self) -> BinaryIO | None:
         """Lock the member until the returned file is closed, here and in processes that inherit it; None if it is locked already."""
         self.directory.mkdir(exist_ok=True)
+        files.check_regular(self.directory / ".member")
         file = (self.directory / ".member").open("wb")
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -106,13 +110,17 @@ def parse_sweep(text: str) -> dict[str, list[str]]:
 
 def sweep_of(module, path: str, argument: str) -> str:
     """The sweep that the config file itself defines."""
-    if hasattr(module, "get_sweep"):
-        return module.get_sweep(argument)
-    if hasattr(module, "SWEEP"):
-        return module.SWEEP
-    raise command.UserError(
-        f"no --sweep is given and {path} defines none; write --sweep='seed=0,1', or get_sweep(arg) in the config"
-    )
+    try:
+        text = module.get_sweep(argument) if hasattr(module, "get_sweep") else getattr(module, "SWEEP", None)
+    except (Exception, SystemExit) as error:
+        raise command.UserError(f"get_sweep of {path} failed ({error!r}); correct it, or give --sweep='seed=0,1'") from error
+    if text is None:
+        raise command.UserError(
+            f"no --sweep is given and {path} defines none; write --sweep='seed=0,1', or get_sweep(arg) in the config"
+        )
+    if not isinstance(text, str):
+        raise command.UserError(f"the sweep of {path} is {shown(text)}; it must be a text such as 'seed=0,1'")
+    return text
 
 
 def check_apart(config: str, swept: dict[str, list[str]], extra: list[str]) -> None:
@@ -150,6 +158,8 @@ def expand(config: str, swept: dict[str, list[str]], keys: Container[str], workd
         workdir: of the sweep.
         extra: further options of every run.
     """
+    if (count := math.prod(map(len, swept.values()))) > MOST_RUNS:
+        raise command.UserError(f"sweep: its values make {count} runs; there may be at most {MOST_RUNS}, so use fewer values")
     members = []
     for combination in itertools.product(*swept.values()):
         values = dict(zip(swept, combination, strict=True))

@@ -16,6 +16,7 @@ _VISIBLE = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES
 _OF_SLURM = ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID")
 _RESTART = 1009  # ports from one start of a job to the next
 _PORTS = 2**12  # The last ones that there are, of which jax.distributed takes the job's.
+LAST_PORT = 2**16 - 1
 
 
 class Place(NamedTuple):
@@ -96,7 +97,18 @@ def _gpus_of_node(environment: Mapping[str, str]) -> int:
 
 
 def _address(host: str, job: int, environment: Mapping[str, str]) -> str:
-    return f"{host}:{_number(environment, 'JAX_COORDINATOR_PORT', 2**16 - _PORTS + job % _PORTS)}"
+    port = _number(environment, "JAX_COORDINATOR_PORT", LAST_PORT + 1 - _PORTS + job % _PORTS)
+    if not 1 <= port <= LAST_PORT:
+        raise command.UserError(
+            f"JAX_COORDINATOR_PORT='{port}' must be a port from 1 to {LAST_PORT}; leave it unset, or choose another"
+        )
+    return f"{host}:{port}"
+
+
+def is_address(text: str) -> bool:
+    """Whether a text is HOST:PORT; processes would wait for minutes for one that is not."""
+    found = re.fullmatch(r"\S+:([0-9]{1,5})", text)
+    return bool(found) and 1 <= int(found[1]) <= LAST_PORT
 
 
 # -- GPUs -------------------------------------------------------------------------------------------------------------

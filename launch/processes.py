@@ -28,6 +28,7 @@ TRAIN = "launch.train"
 GRACE_S = 15  # between SIGTERM and SIGKILL, after a process has failed
 POLL_S = 0.1
 LAST_LINES = 20
+MOST_PROCESSES = 1024  # of one machine, each of which takes hundreds of MB
 STANDBY = "--standby"  # the flag of a spare process
 LOST_CONTACT = (3, -signal.SIGABRT)  # exit codes after the loss of another process, of launch.join and of JAX
 _BY_JAX = re.compile("coordination service|distributed service|heartbeat", re.IGNORECASE)  # in its output before it aborts
@@ -155,6 +156,14 @@ def same_command(module: str) -> str:
 def how_to_continue(launcher: str, module: str) -> str:
     """Return the advice of a launcher after an interruption or failure; empty for modules that cannot continue."""
     return f"the same command continues from the last checkpoint:\n  {same_command(launcher)}" if module == TRAIN else ""
+
+
+def check_count(option: str, count: int) -> None:
+    """Refuse so many processes on this machine before they fill its memory."""
+    if not 1 <= count <= MOST_PROCESSES:
+        raise command.UserError(
+            f"{option}={count}: must be at least 1 and at most {MOST_PROCESSES} on one machine; use --{option}=4"
+        )
 
 
 def check(module: str, arguments: Sequence[str], num_processes: int = 1) -> None:

@@ -25,8 +25,8 @@ from decjax.errors import ConfigError
 from launch import batch_file, command, config_file, processes, sweep, train_flags
 
 SWEEP = "launch.sweep"
-_TIME = re.compile(r"(?:(?P<d>\d+)-)?(?P<a>\d+)(?::(?P<b>\d+))?(?::(?P<c>\d+))?", re.ASCII)
-_TASKS = re.compile(r"(\d+)(?:-(\d+)(?::(\d+))?)?", re.ASCII)  # of a job array, as 0-7:2
+_TIME = re.compile(r"(?:(?P<d>\d{1,9})-)?(?P<a>\d{1,9})(?::(?P<b>\d{1,9}))?(?::(?P<c>\d{1,9}))?", re.ASCII)
+_TASKS = re.compile(r"(\d{1,9})(?:-(\d{1,9})(?::(\d{1,9}))?)?", re.ASCII)  # of a job array, as 0-7:2
 _NODES = re.compile(r"[\w.,\[\]-]+", re.ASCII)
 _LEAST_S = 60  # Slurm may send a signal this much early.
 
@@ -50,7 +50,7 @@ def last_task(array: str) -> int:
     tasks, percent, limit = array.partition("%")
     ranges = [_TASKS.fullmatch(part) for part in tasks.split(",")]
     last = [int(part[2] or part[1]) for part in ranges if part and int(part[1]) <= int(part[2] or part[1]) and int(part[3] or 1)]
-    if len(last) < len(ranges) or (percent and not (limit.isdecimal() and int(limit))):
+    if len(last) < len(ranges) or (percent and not re.fullmatch("[1-9][0-9]{0,8}", limit)):
         raise command.UserError(f"--array={array}: must be in Slurm's format, such as 0-7, or 0-7%2 for two at a time")
     return max(last)
 
@@ -98,9 +98,15 @@ def check(job: batch_file.Job) -> None:
             shlex.split(text := getattr(job, option))
         except ValueError as error:
             raise command.UserError(f"--{option}={text!r}: {error}; close the quote, or leave it out") from error
+    for name, short in batch_file.own_options().items():
+        for word in shlex.split(job.sbatch):
+            if word.partition("=")[0] == name or re.match(f"{short}([0-9=]|$)", word):
+                raise command.UserError(
+                    f"--sbatch={word}: launch.slurm sets {name} itself; use its own options, which --help lists"
+                )
     if job.setup and shutil.which("bash"):
         done = subprocess.run(["bash", "-n", "-c", job.setup], capture_output=True, text=True, check=False)
-        if done.returncode:
+        if done.returncode or done.stderr:  # A here-document without an end, which would swallow all that follows, is a warning.
             raise command.UserError(f"--setup={job.setup!r}: not a line of shell ({' '.join(done.stderr.split())}); correct it")
 
 

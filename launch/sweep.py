@@ -20,6 +20,7 @@ from typing import BinaryIO, NamedTuple
 from absl import flags
 import rich.console
 
+from decjax import files
 from launch import command, config_file, members, processes, sweep_table
 from launch.members import Member
 
@@ -127,6 +128,7 @@ def start(member: Member, held: BinaryIO, num_processes: int) -> Child:
     line = processes.python(processes.TRAIN, member.arguments)
     if num_processes > 1:
         line = processes.python(LOCAL, [f"--num_processes={num_processes}", "--", *member.arguments])
+    files.check_regular(member.log)
     log = member.log.open("ab")
     offset = log.seek(0, 2)
     process = processes.start(line, death_signal=signal.SIGTERM, stdout=log, stderr=log, pass_fds=(held.fileno(),))
@@ -158,8 +160,7 @@ def planned(chosen: flags.FlagValues, extra: list[str], resolve: bool = True) ->
     if extra and not extra[0].startswith("-"):
         raise command.UserError(f"unexpected argument {extra[0]!r}; options of launch.train go behind --")
     for name, count in (("parallel", chosen.parallel), ("processes", chosen.processes)):
-        if count < 1:
-            raise command.UserError(f"{name}={count}: must be at least 1; leave it out for one")
+        processes.check_count(name, count)
     path, _, argument = chosen.config.partition(":")
     module = config_file.load_module(path)
     swept = members.parse_sweep(members.sweep_of(module, path, argument) if chosen.sweep is None else chosen.sweep)

@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from launch import chaos, command
+from launch import chaos, command, iproute
 
 
 def test_faults_come_in_the_order_of_their_times():
@@ -58,12 +58,20 @@ def test_a_storm_has_so_many_faults_an_hour_and_is_the_same_again(kinds, found):
         ("storm(lasts_s=1e999,kinds=freeze)", 0, "must read like 'storm(per_hour=125"),
         (f"storm(per_hour={10**400})", 0, ""),
         ("storm(", 0, "must read like"),
+        (f"kill={'9' * 5000}@1s", 0, "is no fault"),
+        ("freeze=1@٣s+1s", 0, "is no fault"),
     ],
 )
 def test_mistakes_are_refused(text, hosts, problem):
     with pytest.raises(command.UserError) as caught:
         chaos.parse(text, 4, hosts)
     assert problem in str(caught.value)
+
+
+def test_a_rate_that_is_none_is_refused_before_its_time():
+    with pytest.raises(iproute.ClusterError, match="rate='banana': must be a number with bit, kbit, mbit or gbit"):
+        chaos.parse("rate=0:5mbit@1s,rate=0:banana@400s", 4, 2)
+    assert [event.rate for event in chaos.parse("rate=0:2.5mbit@1s,rate=1:none@2s", 4, 2)] == ["2.5mbit", "none"]
 
 
 class Box:

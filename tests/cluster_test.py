@@ -10,9 +10,10 @@ import sys
 import textwrap
 import time
 
+from absl import flags
 import pytest
 
-from launch import cluster, iproute
+from launch import cluster, command, iproute
 from launch import network as network_lib
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -158,6 +159,16 @@ def test_mistakes_are_told_in_one_line(arguments, problems):
 def test_a_rate_that_is_none_is_refused(rate):
     with pytest.raises(cluster.ClusterError, match=r"rate='.*as in 200mbit"):
         iproute.checked_rate(rate)
+
+
+@pytest.mark.parametrize("rates, problem", [("50mbit,fast", "rate='fast': must be a number with bit"), ("", "one at least, as in")])
+def test_a_list_of_rates_is_refused_before_the_first_is_measured(rates, problem):
+    values = flags.FlagValues()
+    flags.DEFINE(iproute.Rates(), "rates", ["50mbit", "none"], "", flag_values=values)
+    with pytest.raises(command.UserError, match=f"flag --rates={rates}: .*{problem}"):
+        command.parsed(["experiment", f"--rates={rates}"], values)
+    command.parsed(["experiment"], values)
+    assert values.rates == ["50mbit", "none"]
 
 
 @pytest.mark.parametrize("state", ['{"addresses": ["10.77.0.1"], "owner": "1 0"}', '{"addres', "[]", "{}"])

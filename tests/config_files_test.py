@@ -2,12 +2,13 @@
 
 import importlib
 import pathlib
+import types
 
 import pytest
 
 from configs import cifar, gpt, gpt_optimus, lm, translation
 from decjax import config as parts
-from launch import members, train_flags
+from launch import command, config_file, members, train_flags
 
 FOLDER = pathlib.Path(gpt.__file__).parent
 FILES = [path.stem for path in sorted(FOLDER.glob("*.py")) if path.stem not in ("__init__", "base", "shorthand")]
@@ -62,6 +63,26 @@ def test_a_scaled_rate_is_the_tuned_one_at_the_tuned_number_of_workers(file, tun
     config = file.get_config(f"scale={scale}")
     config.workers = 2 * tuned_workers
     assert config.schedule.learning_rate == pytest.approx(factor * tuned)
+
+
+@pytest.mark.parametrize("where", ["import sys; sys.exit(0)", "def get_config(arg): raise SystemExit(0)"])
+def test_a_file_that_ends_the_program_is_an_error(tmp_path, where):
+    (tmp_path / "own.py").write_text(where)
+    assert config_file.complaint(["train", f"--config={tmp_path / 'own.py'}"]).startswith("config")
+
+
+@pytest.mark.parametrize(
+    "module, problem",
+    [
+        (dict(SWEEP=5), "the sweep of own.py is 5; it must be a text such as 'seed=0,1'"),
+        (dict(get_sweep=lambda arg: ["seed=0"]), r"the sweep of own.py is \['seed=0'\]; it must be a text"),
+        (dict(get_sweep=lambda arg: {}[arg]), r"get_sweep of own.py failed \(KeyError\('x'\)\); correct it"),
+        ({}, "own.py defines none"),
+    ],
+)
+def test_a_sweep_that_is_no_text_is_refused(module, problem):
+    with pytest.raises(command.UserError, match=problem):
+        members.sweep_of(types.SimpleNamespace(**module), "own.py", "x")
 
 
 def test_a_command_lines_config_has_its_fields_set():

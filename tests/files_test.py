@@ -1,19 +1,20 @@
 """decjax/files.py: a file is written as a whole, and a failure leaves nothing behind; what else reads names of files."""
 
+import json
 import os
 import pathlib
 
 import pytest
 
-from decjax import costmodel, files, placement
+from decjax import costmodel, errors, files, placement
 from decjax.errors import CheckpointError
 from decjax.tasks import parallel, sources
 from decjax.tasks.datasets import DATASETS
-from decjax.train import metrics, workdir
+from decjax.train import metrics, summary, workdir
 from experiments import compare, crashes, trials
 from experiments.book import Book
 from experiments.trials import Broken
-from launch import command, config_file, members
+from launch import command, config_file, members, sweep
 
 
 @pytest.fixture
@@ -75,6 +76,31 @@ def test_a_folder_where_a_run_has_a_file_is_named(tmp_path, name):
         workdir.claim(tmp_path, {"workers": 1})
     line = command.one_line(error.value)
     assert f"{name}': Is a directory; a file must be there; move the folder away" in line and "\n" not in line
+
+
+def test_a_file_where_a_run_has_a_folder_is_named(tmp_path):
+    (tmp_path / "tensorboard").touch()
+    with pytest.raises(OSError) as error:
+        metrics.TensorBoard(tmp_path, 0)
+    told = str(errors.not_written("the run", tmp_path, error.value))
+    assert f"(File exists); move {tmp_path}/tensorboard away, and the same command continues" in told
+
+
+def test_odd_values_in_the_files_of_a_run_do_not_count(tmp_path):
+    """As somebody may have edited them by hand."""
+    (tmp_path / ".lock").write_bytes(b"\xff\xfe\x00")
+    (tmp_path / "config.json").write_text('{"workers": 1, "checkpoint": {"every": 0}}')
+    rows = '{"step": 4, "kind": "train", "loss": "x"}\n{"step": 9, "kind": ["train"]}\n'
+    (tmp_path / "metrics.jsonl").write_text(rows)
+    (tmp_path / "summary.json").write_text(json.dumps(dict.fromkeys((*members.TABULATED, *summary.REPORTED), "x")))
+    member = members.Member({}, tmp_path, [])
+    assert member.summary() is None and member.progress() is None and summary.read(tmp_path) is None
+    lines = metrics.JsonLines(tmp_path, 9, 20)
+    lines.close()
+    assert lines.recorded == {"train": 4}
+    (tmp_path / "summary.json").unlink()
+    with workdir.claim(tmp_path, {"workers": 1}):
+        assert not (tmp_path / "metrics.jsonl").exists()
 
 
 # -- Reading ----------------------------------------------------------------------------------------------------------
@@ -162,8 +188,11 @@ def test_pipes_as_input_of_any_kind_are_refused(tmp_path, pipe):
 
 
 def test_pipes_where_a_run_has_files_are_refused(tmp_path, pipe):
-    for name in ("config.json", "metrics.jsonl"):
+    for name in ("config.json", "metrics.jsonl", ".member", "train.log", ".writer"):
         os.symlink(pipe, tmp_path / name)
+    (tmp_path / "other").mkdir()
+    os.symlink(pipe, tmp_path / "other" / ".lock")
+    member = members.Member({}, tmp_path, [])
     for read in (
         lambda: metrics.read(tmp_path),
         lambda: workdir.claim(tmp_path, {"workers": 1}),
@@ -171,6 +200,10 @@ def test_pipes_where_a_run_has_files_are_refused(tmp_path, pipe):
         lambda: compare.load(tmp_path),
         lambda: compare.read_metrics(tmp_path / "metrics.jsonl"),
         lambda: members.last_line(tmp_path / "metrics.jsonl"),
+        lambda: workdir.claim(tmp_path / "other", {"workers": 1}),
+        lambda: workdir.writing(tmp_path).__enter__(),
+        member.lock,
+        lambda: sweep.start(member, tmp_path.open, 1),
     ):
-        with pytest.raises((OSError, Broken, compare.RunError), match="a pipe or a device"):
+        with pytest.raises((OSError, Broken, compare.RunError, CheckpointError), match="a pipe or a device"):
             read()

@@ -1,5 +1,6 @@
 """launch/train.py as a user runs it: one line for every mistake, and signals from which a run continues bit for bit."""
 
+import copy
 import json
 import os
 import pathlib
@@ -14,7 +15,7 @@ import sys
 from absl import flags
 import pytest
 
-from launch import command, config_file, join
+from launch import command, config_file, elastic, join
 from tests import commands
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -197,6 +198,8 @@ def test_fields_that_the_config_has_are_taken():
         (("a:1", 2, 5), "--process_index=5", "from 0 to 1"),
         (("a:1", 0, 0), "--num_processes=0", "at least 1"),
         (("a", 1, 0), "--coordinator=a:", "HOST:PORT"),
+        (("a:65536", 1, 0), "--coordinator=a:65536", "PORT ≤ 65535"),  # JAX would wait for it for minutes.
+        (("no such host:1", 1, 0), "--coordinator=no such host:1", "HOST:PORT"),
         ((None, 2, None), "--num_processes=2", "--coordinator=HOST:PORT"),
         (("a:1", 2, None), "needs", "--process_index"),
     ],
@@ -205,6 +208,18 @@ def test_coordinator_flags_that_do_not_fit_are_refused(given, value, fix):
     with pytest.raises(command.UserError, match=f"{value}.*{fix}"):
         join.check_flags(*given)
     join.check_flags("a:1", 2, 1)
+
+
+def test_the_launcher_s_flag_of_elastic_runs_says_whose_it_is(monkeypatch):
+    monkeypatch.delenv(elastic.KEYS, raising=False)
+    values = flags.FlagValues()
+    values["elastic"] = copy.deepcopy(flags.FLAGS["elastic"])
+    for argv in (["--elastic", "--workdir=runs/lm"], ["--elastic=127.0.0.1:1"]):
+        with pytest.raises(
+            command.UserError, match="flag --elastic=.*: only a launcher sets it; write python -m launch.local"
+        ) as error:
+            command.parsed(["launch.train", *argv], values)
+        assert "\n" not in str(error.value)
 
 
 def test_more_devices_than_any_machine_has_are_refused_before_they_are_made():

@@ -119,6 +119,12 @@ def test_an_option_of_the_launcher_behind_the_dashes_is_named(option):
         processes.check("launch.train", ["--config=configs/lm.py", option, "--workdir=runs/lm"])
 
 
+@pytest.mark.parametrize("count", [0, -1, 1025, 10**9])
+def test_more_processes_than_a_machine_holds_are_refused(count):
+    with pytest.raises(command.UserError, match=f"num_processes={count}: must be at least 1 and at most 1024 on one machine; use"):
+        processes.check_count("num_processes", count)
+
+
 # -- Elastic ----------------------------------------------------------------------------------------------------------
 
 

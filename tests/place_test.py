@@ -84,6 +84,7 @@ def test_a_process_knows_its_place(environment, expected):
             srun(0, 0, 0, **{name: "-1"})
             for name in ("SLURM_NODEID", "SLURM_LOCALID", "SLURM_RESTART_COUNT", "JAX_COORDINATOR_PORT")
         ),
+        *(srun(0, 0, 0, JAX_COORDINATOR_PORT=port) for port in ("0", "65536", "9" * 18)),
         *(srun(0, 0, 0, nodes=nodes) for nodes in ("", "n[", "n[1-4", "n[a]", "[]", ",n1")),
         *(MPI | {name: "²"} for name in MPI if "uri" not in name),
     ],

@@ -255,9 +255,16 @@ def test_mistakes_are_told_before_the_job_waits(arguments, problem):
         (dict(array="0-7:0"), "--array=0-7:0"),
         (dict(array="0-7%0"), "--array=0-7%0"),
         (dict(array="²"), "--array=²"),
+        (dict(array="9" * 5000), "must be in Slurm's format"),
+        (dict(array=f"0-7%{'9' * 5000}"), "must be in Slurm's format"),
+        (dict(time="9" * 5000), "must be in Slurm's format"),
         (dict(name="a\nb"), "--name='a.nb': must be one line"),
         (dict(setup="a\nb"), "--setup='a.nb': must be one line"),
         (dict(setup="echo 'a"), "--setup=.*: not a line of shell .*correct it"),
+        (dict(setup="cat <<X"), "--setup=.*: not a line of shell .*here-document"),  # The rest of the file would be its text.
+        (dict(sbatch="--account=me --nodes=7"), "--sbatch=--nodes=7: launch.slurm sets --nodes itself; use its own options"),
+        (dict(sbatch="-a 0-3"), "--sbatch=-a: launch.slurm sets --array itself"),  # Four runs in one directory.
+        (dict(sbatch="-N7"), "--sbatch=-N7: launch.slurm sets --nodes itself"),
         (dict(setup="module load x \\"), "--setup=.*: must be one line"),
         (dict(container="a\nb"), "--container='a.nb': must be one line"),
         (dict(container="a 'b"), "--container=.*: No closing quotation; close the quote"),

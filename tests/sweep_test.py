@@ -245,6 +245,14 @@ def test_a_config_file_may_define_its_sweep(tmp_path):
         (["--config=configs/lm.py:smoke", "--sweep=seed=0,1", "--index=2"], "index=2: the sweep has 2 runs; use 0 to 1"),
         (["--config=configs/lm.py:smoke", "--sweep=seed=0,1", "--parallel=0"], "parallel=0: must be at least 1"),
         (["--config=configs/lm.py:smoke", "--sweep=seed=0,1", "--processes=0"], "processes=0: must be at least 1"),
+        (
+            ["--config=configs/lm.py:smoke", "--sweep=seed=0,1", "--processes=2000"],
+            "processes=2000: must be at least 1 and at most 1024",
+        ),
+        (
+            ["--config=configs/lm.py:smoke", f"--sweep={';'.join(f'f{number}=0,1' for number in range(40))}"],
+            f"sweep: its values make {2**40} runs; there may be at most 10000",
+        ),
     ],
 )
 def test_mistakes_are_one_line_before_anything_runs(arguments, problem, tmp_path):

@@ -27,7 +27,7 @@ def read(workdir: pathlib.Path) -> list[dict[str, Any]]:
     for line in files.read_text(path).splitlines(keepends=True) if path.exists() else ():
         with contextlib.suppress(ValueError, KeyError, TypeError):
             row = files.parse_json(line)
-            if line.endswith("\n") and isinstance(row["step"], int):
+            if line.endswith("\n") and isinstance(row["step"], int) and isinstance(row.get("kind", ""), str):
                 rows.append(row)
     return rows
 

@@ -48,7 +48,7 @@ def read(workdir: pathlib.Path) -> dict | None:
         summary = files.read_json(workdir / "summary.json")
     except ValueError:
         return None
-    return summary if summary.keys() >= set(REPORTED) else None
+    return summary if all(isinstance(summary.get(name), int | float) for name in REPORTED) else None
 
 
 def summarize(

@@ -59,6 +59,7 @@ def claim(
 @contextlib.contextmanager
 def writing(workdir: pathlib.Path) -> Iterator[None]:
     """Context manager in which no other process of this launch writes to the directory; waits for one that does, such as a frozen one."""
+    files.check_regular(workdir / ".writer")
     with (workdir / ".writer").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)  # The kernel releases it when the process ends.
         yield
@@ -104,7 +105,8 @@ def _take(workdir: pathlib.Path, config: dict, launch: str, held: contextlib.Exi
 
     try:
         workdir.mkdir(parents=True, exist_ok=True)
-        _lock(held.enter_context((workdir / ".lock").open("a+")), launch, prepare)
+        files.check_regular(workdir / ".lock")
+        _lock(held.enter_context((workdir / ".lock").open("a+", errors="replace")), launch, prepare)
     except BlockingIOError as error:
         raise CheckpointError(
             f"workdir {str(workdir)!r} is in use by a run that is still going; wait for it, or choose another --workdir"
@@ -157,11 +159,11 @@ def _lost(workdir: pathlib.Path) -> str:
         return "a finished run"
     try:
         every = files.read_json(workdir / "config.json")["checkpoint"]["every"]
-    except (ValueError, KeyError, TypeError):
+        steps = [row["step"] for row in metrics.read(workdir)]
+        # A checkpoint is complete before the next one is started, and so before any later row.
+        saved = [step for step in steps if step % every == 0 and step + every < max(steps)]
+    except (ValueError, KeyError, TypeError, ZeroDivisionError):
         return ""
-    steps = [row["step"] for row in metrics.read(workdir)]
-    # A checkpoint is complete before the next one is started, and so before any later row.
-    saved = [step for step in steps if step % every == 0 and step + every < max(steps)]
     return f"metrics of steps after {saved[-1]}, which was saved," if saved else ""
 
 
