@@ -27,7 +27,7 @@ from experiments import methods, script
 from experiments.bench.box import systems
 from experiments.bench.box.group import done
 from experiments.methods import ALONE, HOSTS, SHORTHANDS
-from launch import cluster, command, iproute
+from launch import cluster, command
 
 FLAGS = flags.FLAGS
 
@@ -156,7 +156,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    flags.DEFINE(iproute.Rates(), "calibrate_at", ["50mbit", "200mbit"], "Two rates of every link.")
+    flags.DEFINE(cluster.Rates(), "calibrate_at", ["50mbit", "200mbit"], "Two rates of every link.")
     flags.DEFINE_string("predict_at", "100mbit", "A rate between them.")
     flags.DEFINE_float("seconds", 60.0, "About how long to calibrate at each rate.", lower_bound=1.0)
     flags.DEFINE_integer("rounds", 3, "Visits of each method.", lower_bound=1)

@@ -22,7 +22,7 @@ from experiments import script
 from experiments.bench.box.systems import ERRORS, WHOLE, Box, Row, decjax, interleaved, torch
 from experiments.methods import ALONE, HOSTS, ONE_PEER, RING, SHORTHANDS, STALE, SYNC
 from experiments.script import Check
-from launch import cluster, command, iproute
+from launch import cluster, command
 
 FLAGS = flags.FLAGS
 
@@ -146,7 +146,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    flags.DEFINE(iproute.Rates(), "rates", ["50mbit", "100mbit", "200mbit"], "Of every link, both ways.")
+    flags.DEFINE(cluster.Rates(), "rates", ["50mbit", "100mbit", "200mbit"], "Of every link, both ways.")
     script.selects("rates")
     flags.DEFINE_integer("rounds", 3, "Visits of each row at each rate.", lower_bound=1)
     flags.DEFINE_string("peers", None, "A Python with experiments/requirements-peers.txt, for the rows of PyTorch.")

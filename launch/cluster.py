@@ -32,7 +32,7 @@ from absl import flags
 import rich.console
 import rich.table
 
-from launch import chaos, command, elastic, processes
+from launch import chaos, command, elastic, iproute, processes
 from launch.network import NAME, SUBNET, UNLIMITED, ClusterError, HostBytes, Network, down, find, network, up
 
 # Option -> the verbs that have it.
@@ -48,6 +48,19 @@ _VERBS_OF = {
     "chaos": ("run",),
 }
 _VERBS = ("up", "run", "rate", "bytes", "down")
+
+
+class Rates(flags.ListParser):
+    """The parser of a flag of several rates, so that none of them is refused after the others were measured."""
+
+    def parse(self, argument: str | list[str]) -> list[str]:
+        try:
+            rates = [iproute.checked_rate(rate) for rate in super().parse(argument)]
+        except ClusterError as error:
+            raise ValueError(str(error)) from error
+        if not rates:
+            raise ValueError("there must be one at least, as in 50mbit,100mbit")
+        return rates
 
 
 def tabulate(links: Network, counted: list[HostBytes]) -> rich.table.Table:

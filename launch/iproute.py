@@ -8,8 +8,6 @@ import shutil
 import subprocess
 import sys
 
-from absl import flags
-
 from launch import processes
 
 UNLIMITED = "none"
@@ -61,19 +59,6 @@ def checked_rate(rate: str) -> str:
             f"or {UNLIMITED}"
         )
     return rate
-
-
-class Rates(flags.ListParser):
-    """The parser of a flag of several rates, so that none of them is refused after the others were measured."""
-
-    def parse(self, argument: str | list[str]) -> list[str]:
-        try:
-            rates = [checked_rate(rate) for rate in super().parse(argument)]
-        except ClusterError as error:
-            raise ValueError(str(error)) from error
-        if not rates:
-            raise ValueError("there must be one at least, as in 50mbit,100mbit")
-        return rates
 
 
 def _bits(rate: str) -> float:

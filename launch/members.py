@@ -16,7 +16,6 @@ import jax
 
 from decjax import config as parts
 from decjax import files, registry
-from decjax.arguments import shown
 from decjax.errors import ConfigError
 from launch import command, config_file, train_flags
 
@@ -119,7 +118,7 @@ def sweep_of(module, path: str, argument: str) -> str:
             f"no --sweep is given and {path} defines none; write --sweep='seed=0,1', or get_sweep(arg) in the config"
         )
     if not isinstance(text, str):
-        raise command.UserError(f"the sweep of {path} is {shown(text)}; it must be a text such as 'seed=0,1'")
+        raise command.UserError(f"the sweep of {path} is {registry.shown(text)}; it must be a text such as 'seed=0,1'")
     return text
 
 

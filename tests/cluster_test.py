@@ -164,7 +164,7 @@ def test_a_rate_that_is_none_is_refused(rate):
 @pytest.mark.parametrize("rates, problem", [("50mbit,fast", "rate='fast': must be a number with bit"), ("", "one at least, as in")])
 def test_a_list_of_rates_is_refused_before_the_first_is_measured(rates, problem):
     values = flags.FlagValues()
-    flags.DEFINE(iproute.Rates(), "rates", ["50mbit", "none"], "", flag_values=values)
+    flags.DEFINE(cluster.Rates(), "rates", ["50mbit", "none"], "", flag_values=values)
     with pytest.raises(command.UserError, match=f"flag --rates={rates}: .*{problem}"):
         command.parsed(["experiment", f"--rates={rates}"], values)
     command.parsed(["experiment"], values)

@@ -20,7 +20,7 @@ from decjax.train import checkpoint
 from experiments import script, trials
 from experiments.bench.box import systems
 from experiments.bench.box.group import done
-from launch import cluster, command, iproute, processes
+from launch import cluster, command, processes
 
 FLAGS = flags.FLAGS
 
@@ -92,7 +92,7 @@ def main() -> None:
 
 if __name__ == "__main__":
     flags.DEFINE(command.FOLDER, "out", None, "Run directories go here; what is there is not made again.", required=True)
-    flags.DEFINE(iproute.Rates(), "rates", ["4mbit", "none"], "Of every link; none: as fast as the machine can.")
+    flags.DEFINE(cluster.Rates(), "rates", ["4mbit", "none"], "Of every link; none: as fast as the machine can.")
     script.selects("rates")
     flags.DEFINE_integer("rounds", 3, "Trainings at each rate.", lower_bound=1)
     flags.DEFINE_integer("window", 15, "Steps on a rung.", lower_bound=2)
