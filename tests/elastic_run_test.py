@@ -18,9 +18,9 @@ SLOTS, HEARTBEAT_S = 4, 2.0
 HEARTBEAT = f"--config.elastic.heartbeat_s={HEARTBEAT_S}"
 
 
-def launch(workdir, *options, steps=1_000_000, shorthand="topology=one_peer_exponential", log=20, save=2000):
-    """An elastic run of quadratics, whose steps take milliseconds."""
-    config = f"--config=configs/quadratics.py:workers={SLOTS},simulate=false,{shorthand},steps={steps}"
+def launch(workdir, *options, steps=1_000_000, shorthand="topology=one_peer_exponential", log=10, save=100):
+    """An elastic run of quadratics, whose steps are paced: whoever comes back needs the cores."""
+    config = f"--config=experiments/paced.py:workers={SLOTS},simulate=false,{shorthand},steps={steps}"
     fields = [f"--config.log_every={log}", f"--config.eval.every={steps}", f"--config.checkpoint.every={save}", HEARTBEAT]
     line = [sys.executable, "-m", "launch.local", f"--num_processes={SLOTS}", "--elastic", *options]
     line += ["--", config, *fields, f"--workdir={workdir}"]
@@ -72,7 +72,7 @@ def spares(workdir):
 def lose(workdir, run, signals):
     """Sends signals to the processes of places, one after the other, each when a spare process is there; gives of each the seconds
     until the others take steps, and until all do."""
-    wait_for(lambda: last(workdir, SLOTS) > 200, run)
+    wait_for(lambda: last(workdir, SLOTS) > 50, run)
     process_of, took = trainers(workdir), []
     for times, (slot, number) in enumerate(signals, 1):
         wait_for(lambda: spares(workdir) - {*process_of.values()}, run)
@@ -104,7 +104,7 @@ def test_the_others_go_on_and_whoever_comes_back_takes_part(story):
 def test_each_step_stands_once_in_the_log(story):
     workdir = story[0]
     steps = [row["step"] for row in rows(workdir)]
-    assert steps == sorted(set(steps)) and np.diff(steps).max() == np.diff(steps).min() == 20
+    assert steps == sorted(set(steps)) and np.diff(steps).max() == np.diff(steps).min() == 10
     times = [row["time_s"] for row in rows(workdir)]
     assert times == sorted(times)
     assert {row["workers"] for row in rows(workdir)} <= {SLOTS - 1, SLOTS}
@@ -149,7 +149,7 @@ def test_views_may_begin_at_a_step_that_is_saved_already(tmp_path):
     """Two die at once, and come back one after the other, at a step of which each view saves a checkpoint."""
     workdir = tmp_path / "run"
     run = launch(workdir, save=1)
-    wait_for(lambda: last(workdir, SLOTS) > 200, run)
+    wait_for(lambda: last(workdir, SLOTS) > 20, run)
     process_of = trainers(workdir)
     wait_for(lambda: spares(workdir), run)
     for slot in (1, 2):
@@ -159,9 +159,9 @@ def test_views_may_begin_at_a_step_that_is_saved_already(tmp_path):
 
 
 def test_nothing_is_missing_if_the_writer_dies_at_the_end(tmp_path):
-    workdir, steps = tmp_path / "run", 400
+    workdir, steps = tmp_path / "run", 100
     run = launch(workdir, steps=steps)
-    wait_for(lambda: last(workdir, SLOTS) > 100, run)
+    wait_for(lambda: last(workdir, SLOTS) > 20, run)
     process_of = trainers(workdir)
     wait_for(lambda: last(workdir) == steps, run)
     os.kill(process_of[0], signal.SIGKILL)
@@ -173,7 +173,7 @@ def test_nothing_is_missing_if_the_writer_dies_at_the_end(tmp_path):
 def test_a_signal_to_one_process_stops_the_run(tmp_path):
     workdir = tmp_path / "run"
     run = launch(workdir)
-    wait_for(lambda: last(workdir, SLOTS) > 100, run)
+    wait_for(lambda: last(workdir, SLOTS) > 20, run)
     os.kill(trainers(workdir)[2], signal.SIGTERM)
     assert run.wait(TIMEOUT_S) == 128 + signal.SIGTERM
     assert "interrupted by SIGTERM" in errors_of(workdir).read_text() and steps_saved(workdir)[-1] == last(workdir)
@@ -183,12 +183,12 @@ def test_a_launcher_that_is_stopped_for_a_while_kills_nobody(tmp_path):
     """As with Ctrl-Z and fg."""
     workdir = tmp_path / "run"
     run = launch(workdir)
-    wait_for(lambda: last(workdir, SLOTS) > 100, run)
+    wait_for(lambda: last(workdir, SLOTS) > 20, run)
     run.send_signal(signal.SIGSTOP)
     time.sleep(5 * HEARTBEAT_S)
     run.send_signal(signal.SIGCONT)
     before = last(workdir)
-    wait_for(lambda: last(workdir) > before + 200, run)
+    wait_for(lambda: last(workdir) > before + 50, run)
     said = ended(workdir, run)
     assert "it will be replaced" not in said and "continuing with" not in said
 
@@ -204,10 +204,10 @@ def test_mistakes_are_told_in_one_line(tmp_path):
 def test_a_host_that_is_cut_off_comes_back(tmp_path):
     """Nothing says that the link is gone but silence."""
     name, workdir = f"cut{os.getpid()}-", tmp_path / "run"
-    config = f"--config=configs/quadratics.py:workers={SLOTS},simulate=false,topology=one_peer_exponential,steps=1000000"
+    config = f"--config=experiments/paced.py:workers={SLOTS},simulate=false,topology=one_peer_exponential,steps=1000000"
     line = [sys.executable, "-m", "launch.cluster", "run", f"--hosts={SLOTS}", "--rate=100mbit", f"--name={name}"]
     line += ["--subnet=10.97.0.0/24", "--elastic", "--chaos=cut=0@15s+6s"]
-    fields = ["--config.log_every=50", "--config.eval.every=1000000", HEARTBEAT, f"--workdir={workdir}"]
+    fields = ["--config.log_every=10", "--config.eval.every=1000000", HEARTBEAT, f"--workdir={workdir}"]
     with errors_of(workdir).open("w") as errors:
         run = subprocess.Popen([*line, "--", config, *fields], cwd=ROOT, stdout=subprocess.DEVNULL, stderr=errors)
     until(workdir, run, SLOTS - 1, 1)
