@@ -110,25 +110,19 @@ def test_grids_go_down_where_everything_diverges():
 
 
 def test_the_whole_way_with_tiny_models(tmp_path):
-    line = ("experiments.paper", f"--out={tmp_path}", "--only=noise_floor,digits", "--smoke")
+    """With data that are made up. Digits go the whole way in tests/heterogeneity_test.py."""
+    line = ("experiments.paper", f"--out={tmp_path}", "--only=noise_floor,translation", "--smoke")
     first = commands.run(*line)
     assert first.returncode == 0, first.stderr
     again = commands.run(*line)
     assert again.stdout == first.stdout
     floors = json.loads((tmp_path / "smoke/noise_floor.json").read_text())
     assert all(np.isfinite(list(found.values())).all() for found in floors.values())
-    assert {*json.loads((tmp_path / "smoke/digits.json").read_text())} == {studies.ALL_REDUCE, "AccumAdam, one-peer"}
-    for name in ("noise_floor", "digits"):
+    rows = json.loads((tmp_path / "smoke/translation.json").read_text())
+    assert {*rows} == {studies.ALL_REDUCE, "AccumAdam, one-peer"}
+    assert np.isfinite([row["values"][0] for row in rows.values()]).all()
+    for name in ("noise_floor", "translation"):
         assert (tmp_path / f"smoke/{name}.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_tasks_with_data_that_are_made_up(tmp_path):
-    parts = ["translation", "gap_shakespeare"]
-    done = commands.run("experiments.paper", f"--out={tmp_path}", f"--only={','.join(parts)}", "--smoke")
-    assert done.returncode == 0, done.stderr
-    for part in parts:
-        rows = json.loads((tmp_path / f"smoke/{part}.json").read_text())
-        assert len(rows) == 2 and np.isfinite([row["values"][0] for row in rows.values()]).all()
 
 
 def test_the_exit_code_of_divergence_is_known_to_launchers():
@@ -188,8 +182,9 @@ def test_parts_without_data_are_left_out_where_none_is_asked_for(monkeypatch, tm
     left_out = {"translation", "cifar", "gap_translation"}
     assert set(paper.PARTS) - set(parts) == left_out and parts["digits"] == "" and parts["shakespeare"] == text
     assert "cifar is left out: it needs --cifar10" in capsys.readouterr().out
-    given.update(only=["digits", "cifar"], smoke=True)
-    assert paper.chosen(tmp_path, Book(tmp_path / "book.jsonl")) == {"digits": "", "cifar": str(tmp_path / "data" / "cifar10")}
+    given.update(only=["digits", "cifar", "shakespeare"], shakespeare=None, smoke=True)
+    made_up = {"digits": "", "cifar": str(tmp_path / "data" / "cifar10"), "shakespeare": str(tmp_path / "data" / "shakespeare")}
+    assert paper.chosen(tmp_path, Book(tmp_path / "book.jsonl")) == made_up
 
 
 def test_looking_for_data_trains_nothing(made, monkeypatch, tmp_path):
@@ -421,6 +416,30 @@ def test_rates_are_tuned_in_shorter_runs_with_a_seed_of_their_own(made, monkeypa
     best, tried = trainings.tune(studies.ALL_REDUCE)
     assert set(made) == {quality.TUNING_SEED} and best in tried
     assert [own["eval_loss"] for own in trainings.made({studies.ALL_REDUCE: best})[studies.ALL_REDUCE]] == [2.0, 3.0, 4.0]
+
+
+def test_rates_of_another_study_are_tuned_on_its_data(monkeypatch, tmp_path):
+    """Those of gap_shakespeare on the text of gap_both; then each row trains on the plays."""
+    trained = []
+
+    def train(pool, trial):
+        trained.append(trial)
+        trial.workdir.mkdir(parents=True)
+        (trial.workdir / "summary.json").write_text(json.dumps({"eval_loss": dict(trial.fields)["schedule.learning_rate"]}))
+        (trial.workdir / "metrics.jsonl").write_text(json.dumps({"kind": "train", "consensus_distance": 0.5}) + "\n")
+        return True
+
+    monkeypatch.setattr(trials.Pool, "train", train)
+    text = str(tiny.text(tmp_path / "text"))
+    trainings = quality.Trainings(tmp_path, Book(tmp_path / "book.jsonl"), "gap_shakespeare", text, smoke=True)
+    found = quality.run(trainings)
+    assert [*found] == trainings.rows == [studies.ALL_REDUCE, studies.ACCUM_2]
+    assert {result.rate for result in found.values()} == {studies.GAP.grid[0]} and all(len(r.values) == 1 for r in found.values())
+    of = {seed: [trial for trial in trained if dict(trial.fields)["seed"] == seed] for seed in (quality.TUNING_SEED, 0)}
+    assert len(of[0]) == len(of[quality.TUNING_SEED]) == 2 and len(trained) == 4
+    assert {dict(trial.fields).get("data.path") for trial in of[0]} == {text}
+    assert {dict(trial.fields).get("data.path") for trial in of[quality.TUNING_SEED]} == {None}
+    assert {trial.workdir.parent.name for trial in of[0]} == {"gap_shakespeare"}
 
 
 @pytest.mark.parametrize("old", ["", "old\n"])
