@@ -229,13 +229,32 @@ def test_a_member_that_missed_a_message_receives_the_state_later(band, monkeypat
 
 
 @pytest.mark.parametrize("encrypt", [False, True])
-def test_processes_that_have_ended_are_out_at_once(band, encrypt):
-    group, members = band(0, 1, 2, encrypt=encrypt)
+def test_processes_that_have_ended_are_out(band, encrypt):
+    group, members = band(0, 1, 2, encrypt=encrypt, heartbeat_s=1.0)
     next_views(*members)
     group.coordinator.ended.append(members[0]._member.process)  # That of all three here.
     for member in members:
         with pytest.raises(Excluded):
             member.next_view()
+
+
+def test_the_last_report_counts_although_the_end_of_its_process_is_noticed_first(band, monkeypatch):
+    """As where the launcher is stopped while a run ends."""
+    group, (writer,) = band(0)
+    coordinator, life = group.coordinator, writer._member.life.encode()
+    coordinator._sessions[life].member = writer._member._replace(process=-1)  # The other two are in one process here.
+    next_views(writer, group.join(1), group.join(2))
+    read, is_stopped = coordinator._read, threading.Event()
+    is_stopped.set()
+    with monkeypatch.context() as patch:
+        patch.setattr(coordinator, "_read", lambda: not is_stopped.is_set() and read())
+        writer._reports_over = True
+        writer.close()
+        coordinator.ended.append(-1)
+        rounds(coordinator, 5)
+        is_stopped.clear()
+        wait_until(lambda: coordinator.is_over)
+    assert coordinator.view.number == 1
 
 
 def test_a_context_that_does_not_end_holds_nobody(monkeypatch):

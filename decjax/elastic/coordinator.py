@@ -57,6 +57,7 @@ class _Session:
         self.member, self.reported_s = member, 0.0
         self.connection: int | None = None  # the file descriptor
         self.report: dict[str, Any] = {}  # as described above
+        self.ended_s: float | None = None  # when the end of its process was noticed
 
     @property
     def ready(self) -> bool:
@@ -134,8 +135,10 @@ class Coordinator:
         self._polled_s = now_s
         while self.ended:
             process = self.ended.popleft()
-            for session in [session for session in self._sessions.values() if session.member.process == process]:
-                self._drop(session.member.life.encode())
+            for session in self._sessions.values():
+                session.ended_s = self._now_s if session.member.process == process else session.ended_s
+        for session in [session for session in self._sessions.values() if self._has_ended(session)]:
+            self._drop(session.member.life.encode())
         for session in [session for session in self._sessions.values() if self._is_silent(session) or self._is_stuck(session)]:
             self.silent.add(session.member.slot)
             self._drop(session.member.life.encode())
@@ -150,6 +153,7 @@ class Coordinator:
 
     def _read(self) -> bool:
         """Read a message and the events before it; return whether there may be more."""
+        has_events = False
         try:
             life, *frames = self._members.recv_multipart(zmq.NOBLOCK, copy=False)
         except zmq.Again:
@@ -158,10 +162,10 @@ class Coordinator:
             if (session := self._sessions.get(self._gate.answer() or b"")) is not None:
                 session.reported_s = self._now_s  # It has reconnected; the number of the connection comes with its next report.
         while self._events.poll(0):  # Before the message: its connection may have had the number of one that was closed.
-            event = monitor.recv_monitor_message(self._events)
+            event, has_events = monitor.recv_monitor_message(self._events), True
             (self._open.add if event["event"] == zmq.EVENT_ACCEPTED else self._open.discard)(int(event["value"]))
         if life is None:
-            return False
+            return has_events  # The last messages of a connection come before the event of its end.
         try:
             self._receive(life.bytes, frames[0].get(zmq.SRCFD), json.loads(frames[0].bytes))
         except Exception:  # An invalid message must not affect the other members.
@@ -184,6 +188,12 @@ class Coordinator:
             self._drop(life)
         else:
             self._send_state(life)
+
+    def _has_ended(self, session: _Session) -> bool:
+        """Whether the process has ended and its last report has been read: that can arrive after the process's end was noticed."""
+        if session.ended_s is None:
+            return False
+        return session.connection not in self._open or self._now_s - session.ended_s > self._heartbeat_s
 
     def _is_silent(self, session: _Session) -> bool:
         return session.connection not in self._open and self._now_s - session.reported_s > self._heartbeat_s
