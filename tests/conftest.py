@@ -11,6 +11,7 @@ Tests that take long are listed in tests/slow.txt and marked `slow`; those that 
 """
 
 import collections
+import compileall
 import contextlib
 import ctypes
 import gc
@@ -29,10 +30,13 @@ MARK = f"DECJAX_TESTS={os.getpid()}"  # in the environment of all that this proc
 os.environ.update([MARK.split("=")])
 MOST_MB = 1500  # of memory, in each process that runs tests
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # Under nohup it is ignored, which processes that tests start would inherit.
-os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # Else hundreds of processes would each compile all modules that they import.
-sys.dont_write_bytecode = False
+# Hundreds of processes read what is compiled here. They write no bytecode: a file that a test writes twice within a second would seem
+# unchanged.
+os.environ["PYTHONDONTWRITEBYTECODE"], sys.dont_write_bytecode = "1", True
 os.environ.pop("JAX_DISABLE_MOST_OPTIMIZATIONS", None)  # In these processes it is `quick_compilation` that says so.
 if _OWNER:
+    for package in ("decjax", "launch", "configs", "experiments"):
+        compileall.compile_dir(pathlib.Path(__file__).parent.parent / package, quiet=2)
     os.environ["JAX_COMPILATION_CACHE_DIR"] = os.environ.get("DECJAX_TEST_CACHE") or tempfile.mkdtemp(prefix="decjax-tests-")
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.1"
     os.environ["JAX_PLATFORMS"] = "cpu"

@@ -402,7 +402,7 @@ def test_profiles_survive_json(tmp_path):
     "text, problem",
     [
         ("{", "cannot be read as JSON"),
-        ("[]", "one JSON object"),
+        ("[]", "a list instead of a JSON object"),
         ('{"name": "x"}', "'num_nodes' is missing"),
         ('{"name": "x", "num_nodes": 1, "workers_per_node": 1, "intra": 3, "inter": {}}', "intra"),
         (
