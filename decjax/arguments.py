@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
 
-EXAMPLES = {  # class -> an instance of it, as it is written in code
+EXAMPLES = {  # class -> code that creates an instance
     "Axis": "workers.axis",
     "Channel": "decjax.Channel(workers.axis)",
     "Codec": "'int8'",

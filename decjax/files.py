@@ -21,9 +21,8 @@ def open_regular(path: str | os.PathLike) -> BinaryIO:
     Raises:
         OSError: if the file cannot be opened or is not a regular one.
     """
-    descriptor = os.open(
-        path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
-    )  # O_NONBLOCK: opening a pipe must not wait for its writer.
+    # O_NONBLOCK: opening a pipe must not wait for its writer.
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     file = os.fdopen(descriptor, "rb") if stat.S_ISREG(os.fstat(descriptor).st_mode) else None
     if file is None:
         os.close(descriptor)

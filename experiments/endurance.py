@@ -105,6 +105,7 @@ class Run:
         shorthand, _ = METHODS[self.case.method]
         count = self.case.processes
         fields = {
+            "data.wait_s": 0.02,  # so that runs outlast the events
             "log_every": LOG,
             "eval.every": 10**9,
             "checkpoint.every": SAVE,

@@ -16,12 +16,13 @@ from tests.local_test import ROOT, TIMEOUT_S, command_lines, trainers, wait_for
 
 SLOTS, HEARTBEAT_S = 4, 2.0
 HEARTBEAT = f"--config.elastic.heartbeat_s={HEARTBEAT_S}"
+PACED = "--config.data.wait_s=0.02"
 
 
 def launch(workdir, *options, steps=1_000_000, shorthand="topology=one_peer_exponential", log=10, save=100):
-    """An elastic run of quadratics, whose steps are paced: whoever comes back needs the cores."""
+    """An elastic run of quadratics with slow steps, since a process that rejoins needs the cores."""
     config = f"--config=experiments/paced.py:workers={SLOTS},simulate=false,{shorthand},steps={steps}"
-    fields = [f"--config.log_every={log}", f"--config.eval.every={steps}", f"--config.checkpoint.every={save}", HEARTBEAT]
+    fields = [f"--config.log_every={log}", f"--config.eval.every={steps}", f"--config.checkpoint.every={save}", HEARTBEAT, PACED]
     line = [sys.executable, "-m", "launch.local", f"--num_processes={SLOTS}", "--elastic", *options]
     line += ["--", config, *fields, f"--workdir={workdir}"]
     workdir.parent.mkdir(exist_ok=True)
@@ -207,7 +208,7 @@ def test_a_host_that_is_cut_off_comes_back(tmp_path):
     config = f"--config=experiments/paced.py:workers={SLOTS},simulate=false,topology=one_peer_exponential,steps=1000000"
     line = [sys.executable, "-m", "launch.cluster", "run", f"--hosts={SLOTS}", "--rate=100mbit", f"--name={name}"]
     line += ["--subnet=10.97.0.0/24", "--elastic", "--chaos=cut=0@15s+6s"]
-    fields = ["--config.log_every=10", "--config.eval.every=1000000", HEARTBEAT, f"--workdir={workdir}"]
+    fields = ["--config.log_every=10", "--config.eval.every=1000000", HEARTBEAT, PACED, f"--workdir={workdir}"]
     with errors_of(workdir).open("w") as errors:
         run = subprocess.Popen([*line, "--", config, *fields], cwd=ROOT, stdout=subprocess.DEVNULL, stderr=errors)
     until(workdir, run, SLOTS - 1, 1)

@@ -1,7 +1,7 @@
 """launch/slurm.py on a real Slurm of four nodes on this machine: what Debian packages, started by tests/slurm_box.sh.
 
 One run is told to stop in every way that Slurm knows, and ends with the same numbers as one that nobody disturbed. It is paced
-(tests/paced.py) until all has been done to it, so that the story always fits in it, however slow the machine is.
+(experiments/paced.py) until all has been done to it, so that the story always fits in it, however slow the machine is.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ BOX = ROOT / "tests/slurm_box.sh"
 NODES, TIMEOUT_S = 4, 300
 STEPS, LOG = 1500, 3  # At least ten minutes while it waits, and seconds when it does not.
 CONFIG = (
-    "--config=tests/paced.py:workers=2,simulate=false,topology=complete",
+    "--config=experiments/paced.py:workers=2,simulate=false,topology=complete",
     f"--config.steps={STEPS}",
     f"--config.log_every={LOG}",
     f"--config.checkpoint.every={STEPS // 5}",

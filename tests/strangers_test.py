@@ -47,7 +47,7 @@ def training(tmp_path):
     """Starts a launcher with a run that goes on until what it gives is called; that gives the run's exit code."""
     (slowly := tmp_path / "slowly").touch()
     config = [
-        "--config=tests/paced.py:workers=2,simulate=false,steps=100",
+        "--config=experiments/paced.py:workers=2,simulate=false,steps=100",
         f"--config.data.waits_for={slowly}",
         "--config.data.wait_s=1",
     ]

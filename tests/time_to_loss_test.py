@@ -159,7 +159,7 @@ def run_directory(folder, losses, **summary):
 
 @pytest.mark.parametrize("score", ["", "bleu"])
 def test_results_are_those_of_the_rounds_beside_their_forecasts(score, tmp_path, monkeypatch):
-    """Gossip comes to all-reduce's loss, 3, in half of the steps in the box, and in three quarters in simulation."""
+    """Gossip reaches all-reduce's loss, 3, in half of the steps in the emulated cluster, and in three quarters in simulation."""
     losses = {"all-reduce": ([5.0, 4.0, 3.0], [5.0, 4.0, 3.0]), time_to_loss.INT8: ([5.0, 3.0, 2.0], [5.0, 4.0, 2.0])}
     for method, (own, simulated) in losses.items():
         for seed in range(2):
