@@ -44,6 +44,6 @@ def uniform(shape: tuple[int, ...], seed: tuple[jax.Array, jax.Array], start: in
 
 def below(limit: int, shape: tuple[int, ...], seed: tuple[jax.Array, jax.Array]) -> jax.Array:
     """Random int32 in [0, limit), for limits up to 2¹⁶: ⌊b·limit/2³²⌋; their probabilities differ by at most 2⁻³²."""
-    word, limit = bits(shape, seed), jnp.uint32(limit)
+    word, most = bits(shape, seed), jnp.uint32(limit)
     # In two halves, since there are no products of 64 bits: that of the upper half, plus the carry of that of the lower half.
-    return ((word >> 16) * limit + ((word & 0xFFFF) * limit >> 16) >> 16).astype(jnp.int32)
+    return ((word >> 16) * most + ((word & 0xFFFF) * most >> 16) >> 16).astype(jnp.int32)

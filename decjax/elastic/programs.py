@@ -13,6 +13,7 @@ import jax
 from jax.extend import core
 import numpy as np
 
+from decjax import jaxprs
 from decjax.elastic import collectives
 from decjax.mesh import order
 from decjax.mesh.axis import Axis
@@ -92,7 +93,7 @@ class Program:
         inputs = [v for v in needed if v not in consts]
         constvars = [v for v in needed if v in consts]
         program = closed.jaxpr.replace(constvars=constvars, invars=inputs, eqns=equations, outvars=outputs)
-        piece = core.ClosedJaxpr(program, [consts[v] for v in constvars])
+        piece = jaxprs.close(program, [consts[v] for v in constvars])
         shapes = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in inputs]
         lowered = jax.jit(core.jaxpr_as_fun(piece)).lower(*shapes)
         text = lowered.as_text()

@@ -11,7 +11,7 @@ import jax
 import jax.extend
 import jax.numpy as jnp
 
-from decjax import mesh
+from decjax import jaxprs, mesh
 
 SUMS = {"psum": 1.0, "ppermute": 0.0, "all_gather": 0.5, "all_to_all": 0.5, "reduce_scatter": 0.5}  # collective -> hops ÷ a sum's
 
@@ -35,12 +35,12 @@ def silent(fn: Callable[..., Any], axis: mesh.Axis, sums: list[float] | None = N
             variables = [atom for atom in equation.invars if not isinstance(atom, jax.extend.core.Literal)]
             given = [values[variable] for variable in variables]
             if (name := equation.primitive.name) in SUMS:
-                results = [_heard(x, variable.aval.shape, zero) for x, variable in zip(given, equation.outvars, strict=True)]
+                results = [_heard(x, variable.aval, zero) for x, variable in zip(given, equation.outvars, strict=True)]
                 if sums is not None:
                     sums.append(SUMS[name])
             else:
                 alone = program.replace(constvars=[], invars=variables, eqns=[equation], outvars=equation.outvars)
-                results = jax.extend.core.jaxpr_as_fun(jax.extend.core.ClosedJaxpr(alone, []))(*given)
+                results = jax.extend.core.jaxpr_as_fun(jaxprs.close(alone, []))(*given)
             values |= dict(zip(equation.outvars, results, strict=True))
         results = [atom.val if isinstance(atom, jax.extend.core.Literal) else values[atom] for atom in program.outvars]
         return jax.tree.unflatten(jax.tree.structure(shape), results)
@@ -48,8 +48,8 @@ def silent(fn: Callable[..., Any], axis: mesh.Axis, sums: list[float] | None = N
     return run
 
 
-def _heard(x: jax.Array, shape: tuple[int, ...], zero: jax.Array) -> jax.Array:
-    """`x` repeated to another shape, in rows that the compiler cannot know to be equal; otherwise it would decode only one."""
-    if shape == x.shape:
+def _heard(x: jax.Array, like: Any, zero: jax.Array) -> jax.Array:
+    """`x` repeated to the shape of another array, in rows that the compiler cannot know to be equal; otherwise it would decode only one."""
+    if (shape := like.shape) == x.shape:
         return x + zero.astype(x.dtype)
     return jnp.resize(x, shape) + zero.astype(x.dtype) * jax.lax.broadcasted_iota(x.dtype, shape, 0)

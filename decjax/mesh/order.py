@@ -25,6 +25,8 @@ import jax
 from jax.extend import core
 import jax.numpy as jnp
 
+from decjax import jaxprs
+
 _COLLECTIVES = frozenset(
     ("psum", "pmax", "pmin", "ppermute", "pbroadcast", "all_gather", "all_to_all", "ragged_all_to_all", "reduce_scatter")
 )
@@ -112,7 +114,7 @@ class _Order:
             self.since = []
             return results
         if name != "shard_map" and len(bodies) == 1:  # jax.jit, jax.checkpoint, a function with a gradient of its own
-            inner = bodies[0] if hasattr(bodies[0], "consts") else core.ClosedJaxpr(bodies[0], ())
+            inner = bodies[0] if hasattr(bodies[0], "consts") else jaxprs.close(bodies[0], ())
             return self.run(inner, *args)
         results = _bind(eqn, args if self.body is None else [_wait(x, self.body) for x in args])
         self.since += [_done(x) for x in results if _is_array(x)]

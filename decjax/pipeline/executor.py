@@ -300,11 +300,13 @@ class _Passes:
         """Shapes of what F stores for B; sets `_tree`, a pullback's structure, and `_known`, which of its leaves are parameters."""
         blocks, run = jax.eval_shape(lambda: self._blocks(0)[1]), self._blocks(0)[0]
         _, pullback = jax.eval_shape(lambda blocks, x: jax.vjp(run, blocks, x), blocks, self.activation)
-        program = jax.make_jaxpr(lambda blocks, x: jax.tree.leaves(jax.vjp(run, blocks, x)[1]))(blocks, self.activation).jaxpr
+        leaves = lambda blocks, x: jax.tree.leaves(jax.vjp(run, blocks, x)[1])
+        closed, shapes = jax.make_jaxpr(leaves, return_shape=True)(blocks, self.activation)
+        program = closed.jaxpr
         parameters = {variable: i for i, variable in enumerate(program.invars[: len(jax.tree.leaves(blocks))])}
         self._tree = jax.tree.structure(pullback)
         self._known = [None if isinstance(atom, jax.extend.core.Literal) else parameters.get(atom) for atom in program.outvars]
-        return [x.aval for x, i in zip(program.outvars, self._known) if i is None]
+        return [shape for shape, i in zip(shapes, self._known) if i is None]
 
     def start(self, slots: dict[str, int], state: Any) -> _Carry:
         """The carry before the first tick, all zeros but the boundary's state."""

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.extend
 
+from decjax import jaxprs
 from decjax.mesh import order
 
 Parts = tuple[tuple[int, ...], ...]
@@ -68,7 +69,7 @@ def only(exchange: Traced, leaves: Iterable[int]) -> Traced:
     """The program that computes these leaves of the flattened result, as a list."""
     chosen, outvars = jax.tree.leaves(exchange.result), exchange.program.outvars
     program = exchange.program.replace(outvars=[outvars[leaf] for leaf in leaves])
-    return Traced(jax.extend.core.ClosedJaxpr(program, exchange.closed.consts), [chosen[leaf] for leaf in leaves])
+    return Traced(jaxprs.close(program, exchange.closed.consts), [chosen[leaf] for leaf in leaves])
 
 
 class CutExchange(NamedTuple):
@@ -173,7 +174,7 @@ def _behind(program, atoms) -> list[int]:
 
 def _program(closed, invars, equations, outvars) -> Callable:
     program = closed.jaxpr.replace(invars=invars, eqns=equations, outvars=outvars)
-    return jax.extend.core.jaxpr_as_fun(jax.extend.core.ClosedJaxpr(program, closed.consts))
+    return jax.extend.core.jaxpr_as_fun(jaxprs.close(program, closed.consts))
 
 
 def _variables(atoms) -> list:

@@ -136,7 +136,7 @@ class Trainer:
         """(program that reads `method.usage`, bytes that a device sends in a step of each phase)."""
         assert self.method.usage is not None
         one = self.workers.one_device(self.abstract.params)
-        bytes_P = [self.method.num_bytes(one, phase).mean() for phase in self.method.phases]
+        bytes_P = [float(self.method.num_bytes(one, phase).mean()) for phase in self.method.phases]
         return self.workers.jit(self.method.usage, (0,)), bytes_P
 
     # -- Averages -----------------------------------------------------------------------------------------------------
