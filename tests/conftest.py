@@ -80,6 +80,8 @@ def forgotten_programs():
     before = jax.config.jax_persistent_cache_min_compile_time_secs
     yield
     jax.config.update("jax_persistent_cache_min_compile_time_secs", before)
+    if "tests.runs" in sys.modules:
+        sys.modules["tests.runs"].forget()
     jax.clear_caches()
     gc.collect()
     if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):

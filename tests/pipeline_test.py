@@ -137,30 +137,24 @@ def check(losses, params, tied, depth=DEPTH):
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, np.broadcast_to(y, x.shape), rtol=2e-2, atol=2e-3), params, final)
 
 
+# Pairs of stages, tensor-parallel devices, schedules and options, rather than all combinations.
 LAYOUTS = [
     (8, 1, 1, "1f1b", 1, dict(microbatches=2)),
     (4, 1, 2, "1f1b", 1, dict(tied=True)),
     (4, 2, 1, "gpipe", 1, dict(tied=True)),
-    (4, 2, 1, "1f1b", 1, dict(remat=True)),
-    (4, 2, 1, "interleaved", 2, dict(tied=True)),
-    (2, 4, 1, "gpipe", 1, dict(remat=True)),
-    (2, 4, 1, "1f1b", 1, dict(tied=True, fused=True)),
+    (2, 4, 1, "1f1b", 1, dict(remat=True)),
     (2, 4, 1, "interleaved", 2, dict(tied=True, remat=True)),
-    (1, 8, 1, "gpipe", 1, dict()),
     (1, 8, 1, "1f1b", 1, dict(tied=True, remat=True, microbatches=16)),
     (1, 8, 1, "interleaved", 2, dict(microbatches=8, depth=16)),
-    (2, 2, 2, "gpipe", 1, dict(remat=True)),
     (2, 2, 2, "1f1b", 1, dict(tied=True, fused=True)),
     (2, 2, 2, "interleaved", 2, dict()),
-    (1, 4, 2, "gpipe", 1, dict(tied=True)),
-    (1, 4, 2, "1f1b", 1, dict()),
-    (1, 4, 2, "interleaved", 2, dict(tied=True, remat=True)),
+    (1, 4, 2, "gpipe", 1, dict(tied=True, remat=True)),
     (2, 3, 1, "1f1b", 1, dict(tied=True, layers=(1, 3, 4))),
     (1, 2, 1, "interleaved", 2, dict(layers=(1, 3, 2, 2))),
 ]
 
 
-@pytest.mark.parametrize("N, S, T, name, C, options", LAYOUTS, ids=lambda value: None if isinstance(value, dict) else str(value))
+@pytest.mark.parametrize("N, S, T, name, C, options", LAYOUTS, ids=lambda value: "+".join(value) if isinstance(value, dict) else str(value))
 def test_every_layout_and_schedule_is_one_device(N, S, T, name, C, options):
     losses, params, _ = train(N, S, T, name, C, **options)
     check(losses, params, options.get("tied", False), options.get("depth", DEPTH))

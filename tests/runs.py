@@ -9,6 +9,9 @@ from decjax import config as parts
 from decjax import mesh, optim, train
 
 
+_trainers: dict[tuple[str, bool], train.Trainer] = {}  # the last ones of `run_of`
+
+
 def spec_of(config) -> parts.RunSpec:
     return parts.resolve(config, jax.device_count())
 
@@ -17,8 +20,19 @@ def trainer_of(config) -> train.Trainer:
     return train.Trainer(spec_of(config))
 
 
+def forget() -> None:
+    """Release the trainers that `run_of` keeps."""
+    _trainers.clear()
+
+
 def run_of(config, workdir, resume_from=None) -> train.Run:
-    return train.Run(trainer_of(config), workdir, resume_from)
+    """A run; one that continues, or repeats, one of the last few gets its trainer, which has compiled its programs."""
+    key = (config.to_json_best_effort(sort_keys=True), jax.config.jax_enable_x64)
+    trainer = _trainers.pop(key, None) or trainer_of(config)
+    _trainers[key] = trainer
+    while len(_trainers) > 3:
+        _trainers.pop(next(iter(_trainers)))
+    return train.Run(trainer, workdir, resume_from)
 
 
 def start(
