@@ -8,6 +8,7 @@ import pytest
 from tests import several_runs
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
+DEVICES = "digits:simulate=false,workers=4"
 KINDS = {
     "parameters with a neighbour": "topology=one_peer_exponential",
     "trackers, and rounds until replicas agree": "method=tracking,mixer=consensus_control,order=atc,topology=ring",
@@ -28,7 +29,7 @@ KINDS = {
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory):
     return several_runs.rows(
-        [f"workers=4,{argument}" for argument in KINDS.values()], tmp_path_factory.mktemp("runs"), num_processes=2
+        [f"{DEVICES},{argument}" for argument in KINDS.values()], tmp_path_factory.mktemp("runs"), num_processes=2
     )
 
 
@@ -36,4 +37,4 @@ def rows(tmp_path_factory):
 def test_processes_and_devices_have_the_same_trajectory(rows, kind):
     # Processes add in another order than devices. Where a sum is rounded to codes, its last bit can move a code by a whole step,
     # which shows in how far workers are apart and hardly in the loss.
-    several_runs.assert_same(*rows[f"workers=4,{KINDS[kind]}"], distance_rtol=1e-3 if kind == "codes of a sum" else 1e-4)
+    several_runs.assert_same(*rows[f"{DEVICES},{KINDS[kind]}"], distance_rtol=1e-3 if kind == "codes of a sum" else 1e-4)

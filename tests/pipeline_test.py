@@ -154,7 +154,9 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.parametrize("N, S, T, name, C, options", LAYOUTS, ids=lambda value: "+".join(value) if isinstance(value, dict) else str(value))
+@pytest.mark.parametrize(
+    "N, S, T, name, C, options", LAYOUTS, ids=lambda value: "+".join(value) if isinstance(value, dict) else str(value)
+)
 def test_every_layout_and_schedule_is_one_device(N, S, T, name, C, options):
     losses, params, _ = train(N, S, T, name, C, **options)
     check(losses, params, options.get("tied", False), options.get("depth", DEPTH))

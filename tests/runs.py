@@ -8,7 +8,6 @@ import jax
 from decjax import config as parts
 from decjax import mesh, optim, train
 
-
 _trainers: dict[tuple[str, bool], train.Trainer] = {}  # the last ones of `run_of`
 
 

@@ -15,19 +15,20 @@ from decjax.hlo import order
 from tests import several_runs
 
 GOSSIP = "topology=one_peer_exponential,optimizer=accum_adamw"
+DEVICES = "digits:simulate=false,workers=4"
 FORMS = {
     "gossip": [
         f"workers=4,{GOSSIP}",
-        f"workers=4,{GOSSIP},engine=split",
-        "workers=4,mixer=choco,codec=int8",
-        "workers=4,mixer=beer,codec=int8,engine=split",
-        "workers=4,mixer=power_gossip",
+        f"{DEVICES},{GOSSIP},engine=split",
+        f"{DEVICES},mixer=choco,codec=int8",
+        f"{DEVICES},mixer=beer,codec=int8,engine=split",
+        f"{DEVICES},mixer=power_gossip",
     ],
     "averages": [
-        "workers=4,method=allreduce,stale",
+        f"{DEVICES},method=allreduce,stale",
         "workers=4,method=allreduce,reducer=demo",
-        "workers=4,method=diloco,every=2",
-        "workers=4,method=streaming_diloco,every=4",
+        f"{DEVICES},method=diloco,every=2",
+        f"{DEVICES},method=streaming_diloco,every=4",
     ],
     "pipelines": [
         f"workers=2,{GOSSIP},stages=2,microbatches=4,tied",
