@@ -34,9 +34,10 @@ from decjax import config as parts
 from decjax import costmodel, measure, train
 from launch import command, config_file, join
 
-_CONFIG = config_flags.DEFINE_config_file(
-    "config", None, "Config file, with an optional shorthand after a colon: configs/lm.py:workers=4."
-)
+with command.defining_config():
+    _CONFIG = config_flags.DEFINE_config_file(
+        "config", None, "Config file, with an optional shorthand after a colon: configs/lm.py:workers=4."
+    )
 _OUT = flags.DEFINE_string("out", None, "The profile to write, such as profile.json.")
 _NAME = flags.DEFINE_string("name", None, "What the profile calls the cluster; none: its workers and devices.")
 _SIZES = flags.DEFINE_list("sizes", [], "Bytes of exchanges, as 1e5,1e6,1e7; none: up to the model's.")

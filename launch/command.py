@@ -4,7 +4,7 @@ A `UserError` ends a command with `error: …` on standard error and exit code 2
 128 + signal. `--debug` shows the traceback instead.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 import contextlib
 import copy
 import errno
@@ -77,6 +77,15 @@ def fail(message: object, code: int = USER_ERROR) -> NoReturn:
 def code_of(error: BaseException) -> int:
     """Return the exit code of a command that ends with a user error."""
     return getattr(error, "exit_code", USER_ERROR)
+
+
+@contextlib.contextmanager
+def defining_config() -> Iterator[None]:
+    """Context manager for defining a flag of a config file; ml_collections reads --flagfile then, before `run` does."""
+    try:
+        yield
+    except flags.CantOpenFlagFileError as error:
+        fail(one_line(error))
 
 
 def options_only(argv: list[str]) -> None:
@@ -195,6 +204,8 @@ def one_line(error: Exception) -> str:
     if isinstance(error, OSError):
         return " ".join(of_system(error).split())
     text = str(error)
+    if isinstance(error, flags.CantOpenFlagFileError):
+        return f"{text.removeprefix('ERROR:: ')}; check --flagfile"
     if isinstance(error, KeyError) or "Traceback" in text:
         text = text.replace("\\n", "\n").replace("\\'", "'")  # A KeyError's message is the repr of its text.
     elif not isinstance(error, AttributeError | flags.Error):

@@ -27,7 +27,8 @@ from decjax.errors import translating_out_of_memory
 from decjax.train import metrics
 from launch import command, elastic, join, memory, processes, progress, train_flags
 
-_CONFIG, _WORKDIR, _RESUME_FROM, _PLACEMENT, _TRACKER = train_flags.define()
+with command.defining_config():
+    _CONFIG, _WORKDIR, _RESUME_FROM, _PLACEMENT, _TRACKER = train_flags.define()
 flags.mark_flags_as_required(["config", "workdir"])
 flags.adopt_module_key_flags(join)  # --help shows them.
 

@@ -51,6 +51,14 @@ def test_errors_of_the_system_are_one_line_in_every_command():
     assert (code, errors) == (2, "error: '/nowhere/file': No such file or directory; check the path\n")
 
 
+@pytest.mark.parametrize("module", ["launch.train", "launch.calibrate", "launch.plan"])
+def test_a_flag_file_that_is_missing_is_one_line(module):
+    """ml_collections reads it while flags are defined."""
+    done = commands.run(module, "--flagfile=/nowhere")
+    problem = "Unable to open flagfile: [Errno 2] No such file or directory: '/nowhere'; check --flagfile"
+    assert (done.returncode, done.stderr) == (2, f"error: {problem}\n")
+
+
 @pytest.mark.parametrize("columns", ["0", "²", "wide", "-3"])
 def test_columns_that_are_no_width_do_not_count(columns):
     for arguments in ((), ("--help",)):

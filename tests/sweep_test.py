@@ -475,18 +475,17 @@ def test_a_killed_sweep_continues_with_the_same_command(tmp_path):
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
     }
-    often = ["--config.log_every=5", "--config.checkpoint.every=10", "--config.steps=150"]
+    often = ["--config.log_every=5", "--config.checkpoint.every=10", "--config.steps=150", "--config.data.wait_s=0.02"]
 
     def line(workdir, *more):
         arguments = [
             "--parallel=2",
             "--processes=2",
             *more,
-            "--config=configs/lm.py:smoke,workers=2",
+            "--config=experiments/paced.py:workers=2,simulate=false",
             "--sweep=seed=0,1",
             f"--workdir={workdir}",
             "--",
-            *TINY,
         ]
         return [sys.executable, "-m", "launch.sweep", *arguments, *often]
 
