@@ -10,7 +10,7 @@ import optax
 import pytest
 
 import decjax
-from decjax import gossip, mesh, optim, reduce
+from decjax import gossip, mesh, optim, reduce, registry
 from decjax import topology as topology_lib
 from decjax.channel import Channel
 from decjax.optim import method
@@ -238,3 +238,11 @@ def test_an_optimizer_alone_is_not_given_the_phase():
     own = optax.GradientTransformationExtraArgs(lambda params: (), lambda grads, state, params=None, **extra: (grads, extra))
     _, seen = method.local(own, N).tx.update({}, (), {}, phase=0, value=1.0)
     assert seen == {"value": 1.0}
+
+
+def test_sign_descent_decays_weights_by_themselves_and_not_within_the_sign():
+    """x ← x − α (sign(g) + λ x)."""
+    tx = registry.make("optimizer", "sign", learning_rate=optax.constant_schedule(0.1), weight_decay=0.5)
+    params = jnp.array([2.0, -1.0, 4.0])
+    updates, _ = tx.update(jnp.array([3.0, -1e-3, 0.0]), tx.init(params), params)
+    np.testing.assert_allclose(updates, [-0.2, 0.15, -0.2], rtol=1e-6)
