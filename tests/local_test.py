@@ -17,16 +17,10 @@ from launch import command, processes
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 TIMEOUT_S = 300
-STEPS = 160  # Checkpoints at every tenth: it is still running when it is killed, however late that is.
-TINY = (
-    "--config.model.depth=1",
-    "--config.model.width=8",
-    "--config.model.hidden=8",
-    "--config.model.context=8",
-    "--config.data.sample_bytes=1",
-    "--config.eval.num_windows=2",
-    "--config.eval.every=100",
-)
+STEPS = 160  # Checkpoints at every tenth.
+TRAINED = "--config=experiments/paced.py:simulate=false,topology=one_peer_exponential"
+OFTEN = ("--config.log_every=5", "--config.checkpoint.every=10")
+SLOWLY = "--config.data.wait_s=0.03"  # pause of a step: the run lasts until it is killed
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +90,7 @@ def reached(workdir, step):
 def story(tmp_path_factory, environment):
     """One run of four processes: process 1 is killed, then the launcher is interrupted, then it runs to its end."""
     workdir = tmp_path_factory.mktemp("local") / "run"
-    arguments = ["--num_processes=4", "--", f"--config=configs/lm.py:smoke,steps={STEPS}", *TINY, f"--workdir={workdir}"]
+    arguments = ["--num_processes=4", "--", f"{TRAINED},workers=4,steps={STEPS}", *OFTEN, SLOWLY, f"--workdir={workdir}"]
     ends = []
 
     first = launch(*arguments, environment=environment)
@@ -147,7 +141,7 @@ def test_the_same_command_continues_to_the_end(story):
 def test_four_processes_and_four_devices_have_the_same_trajectory(story, tmp_path, environment):
     """Step by step, and in the averaged and the local models at the end."""
     workdir, _, _ = story
-    single = [f"--config=configs/lm.py:smoke,steps={STEPS},workers=4", *TINY, f"--workdir={tmp_path}"]
+    single = [f"{TRAINED},workers=4,steps={STEPS}", *OFTEN, f"--workdir={tmp_path}"]
     subprocess.run(
         [sys.executable, "-m", "launch.train", *single],
         cwd=ROOT,
@@ -180,7 +174,7 @@ def test_a_killed_launcher_leaves_nothing_behind(tmp_path):
 
 def test_a_process_that_freezes_is_named_in_one_line(tmp_path, environment):
     """That of the coordinator, which all others ask."""
-    arguments = ["--num_processes=2", "--", "--config=configs/lm.py:smoke,steps=100000", *TINY, f"--workdir={tmp_path}"]
+    arguments = ["--num_processes=2", "--", f"{TRAINED},workers=2,steps=100000", *OFTEN, f"--workdir={tmp_path}"]
     launcher = launch(*arguments, environment=environment)
     wait_for(lambda: reached(tmp_path, 15), launcher)
     os.kill(trainers(tmp_path)[0], signal.SIGSTOP)
