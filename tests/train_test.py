@@ -153,7 +153,7 @@ def test_consensus_distance_is_the_root_mean_square_deviation():
         ("topology=ring(colour=3)", {}, "colour"),
         ("topology=random_digraph(degree=2)", {}, "doubly stochastic"),
         ("optimizer=accum_adamw", {"optimizer.window": 0}, "window"),
-        ("", {"schedule.warmup_steps": 99}, "warmup_steps=99"),
+        ("", {"schedule.warmup_steps": 99}, "warmup_steps=99 must be at least 0 and less than steps=12; use 1"),
         ("", {"log_every": 0}, "log_every=0"),
         ("", {"data.partition": "sorted"}, "iid, contiguous"),
         ("", {"local_size": 3}, "local_size=3"),

@@ -133,6 +133,8 @@ def inverse_sqrt(steps: int, *, learning_rate: float = 1e-3, warmup_steps: int =
 
 def _check_rate(steps, learning_rate, warmup_steps, least=0):
     if not least <= warmup_steps < steps:
-        raise ValueError(f"schedule.warmup_steps={warmup_steps} must be at least {least} and less than steps={steps}")
+        raise ValueError(
+            f"schedule.warmup_steps={warmup_steps} must be at least {least} and less than steps={steps}; use {max(least, steps // 10)}"
+        )
     if not learning_rate > 0:
         raise ValueError(f"schedule.learning_rate={learning_rate} must be positive")
