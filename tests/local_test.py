@@ -20,7 +20,6 @@ TIMEOUT_S = 300
 STEPS = 160  # Checkpoints at every tenth.
 TRAINED = "--config=experiments/paced.py:simulate=false,topology=one_peer_exponential"
 OFTEN = ("--config.log_every=5", "--config.checkpoint.every=10")
-SLOWLY = "--config.data.wait_s=0.03"  # pause of a step: the run lasts until it is killed
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +89,9 @@ def reached(workdir, step):
 def story(tmp_path_factory, environment):
     """One run of four processes: process 1 is killed, then the launcher is interrupted, then it runs to its end."""
     workdir = tmp_path_factory.mktemp("local") / "run"
-    arguments = ["--num_processes=4", "--", f"{TRAINED},workers=4,steps={STEPS}", *OFTEN, SLOWLY, f"--workdir={workdir}"]
+    (slowly := workdir.parent / "slowly").touch()  # While it exists, a run lasts for half a minute.
+    paced = (f"--config.data.waits_for={slowly}", "--config.data.wait_s=0.2")
+    arguments = ["--num_processes=4", "--", f"{TRAINED},workers=4,steps={STEPS}", *OFTEN, *paced, f"--workdir={workdir}"]
     ends = []
 
     first = launch(*arguments, environment=environment)
@@ -106,6 +107,7 @@ def story(tmp_path_factory, environment):
     second.send_signal(signal.SIGINT)
     ends.append((*second.communicate(timeout=TIMEOUT_S), second.returncode, training_rows(workdir)[-1]["step"], trainers(workdir)))
 
+    slowly.unlink()
     third = launch(*arguments, environment=environment)
     ends.append((*third.communicate(timeout=TIMEOUT_S), third.returncode, None, trainers(workdir)))
     return workdir, arguments, ends

@@ -475,7 +475,9 @@ def test_a_killed_sweep_continues_with_the_same_command(tmp_path):
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
     }
-    often = ["--config.log_every=5", "--config.checkpoint.every=10", "--config.steps=150", "--config.data.wait_s=0.02"]
+    often = ["--config.log_every=5", "--config.checkpoint.every=10", "--config.steps=150"]
+    slowly = tmp_path / "slowly"  # While it exists, a run lasts for half a minute.
+    often += [f"--config.data.waits_for={slowly}", "--config.data.wait_s=0.2"]
 
     def line(workdir, *more):
         arguments = [
@@ -496,6 +498,7 @@ def test_a_killed_sweep_continues_with_the_same_command(tmp_path):
 
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     assert run_to_the_end(whole).returncode == 0
+    slowly.touch()
     process = subprocess.Popen(
         line(killed), cwd=commands.ROOT, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     )
@@ -504,6 +507,7 @@ def test_a_killed_sweep_continues_with_the_same_command(tmp_path):
     process.wait()
     table = subprocess.run(line(killed, "--table"), cwd=commands.ROOT, env=environment, capture_output=True, text=True)
     assert table.returncode == 0 and re.search(r"seed=0 +\d+/150", table.stdout), table.stdout + table.stderr
+    slowly.unlink()
     result = run_to_the_end(killed)  # At once: its members may still be ending.
     assert result.returncode == 0, result.stdout + result.stderr
     assert "continuing from step" in (killed / "seed=0" / "train.log").read_text()
