@@ -16,7 +16,7 @@ import pytest
 from configs import lm
 from decjax import train
 from decjax.train import checkpoint
-from tests.runs import run_of
+from tests.runs import run_of, trainer_of
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 # Written by `python -m launch.train` of commit f08f7a6 from text.txt, eight steps each. The checkpoint of the fourth is kept,
@@ -258,7 +258,7 @@ def test_runs_of_the_first_version_go_on(name, tmp_path, monkeypatch):
     shutil.copytree(OLD_RUNS / name, tmp_path / "run")
     before = [json.loads(line) for line in (OLD_RUNS / name / "metrics.jsonl").read_text().splitlines()]
     config = json.loads((tmp_path / "run/config.json").read_text())
-    run = run_of(config, tmp_path / "run")
+    run = train.Run(trainer_of(config), tmp_path / "run")
     assert run.start == 4
     run.train()
     after = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
