@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from decjax import arguments, buckets, codecs, mesh
+from decjax import buckets, codecs, mesh, options
 
 
 def check_num_workers(of_topology: int | None, size: int | None) -> None:
@@ -20,7 +20,7 @@ def check_num_workers(of_topology: int | None, size: int | None) -> None:
         )
 
 
-@arguments.checked_class
+@options.checked_class
 @dataclasses.dataclass(frozen=True)
 class Channel:
     """How a pytree travels between workers.

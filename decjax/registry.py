@@ -1,30 +1,38 @@
 """Parts by name: what a config may choose from, and the options of each choice.
 
-A part is a factory, registered under a kind and a name where it is defined:
+A part is a class, a frozen dataclass, that is registered under the kind of its base class and a name:
 
-    @registry.register("mixer", "choco", needs="a doubly stochastic topology, a contractive codec")
-    def choco(topology, channel=Channel(), *, codec="int8", gamma=None, rounds=1): ...
+    class Choco(Mixer, name="choco"):
+        messages = "compressed changes"                 # a trait, for tables and checks
+        requires = (DOUBLY_STOCHASTIC, CONTRACTIVE)     # checked when a part is made
 
-Parameters that `KINDS` lists for a kind are supplied by the code that builds the part; all others are its options. So the signature
-is the section of a config and the docstring is the help. No part is listed anywhere else: all modules of a kind's package are
-imported when the kind is first asked for, and your own parts are registered by importing the file that defines them.
+        codec: Codec | str = "int8"                     # an option: a field of the config section
+        rounds: Count = 1                               # `Count` declares the range
 
-An unknown name or option, or a value of the wrong type, raises a ValueError of one line: the value, what is allowed and what to do.
+Fields that `KINDS` lists for a kind are supplied by the code that builds the part; all others are its options. So the class is the
+section of a config, its annotations are the checks and its docstring is the help. Functions that return a part are registered by
+`register`. Nothing is listed anywhere else: all modules of a kind's package are imported when the kind is first used, those of
+`decjax.contrib` when a name is not found there. Your own parts are registered by importing the file that defines them.
+
+An unknown name or option, or a value that an annotation does not allow, raises a ValueError of one line: the value, what is allowed
+and what to do.
 """
 
 import ast
 from collections.abc import Callable, Iterable, Mapping
+import dataclasses
 import functools
 import importlib
 import inspect
+import math
 import os
 import pkgutil
-import types
+import re
 import typing
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
-from decjax import arguments
-from decjax.arguments import shown
+from decjax import options as option_types
+from decjax.options import LARGEST, Range, check_range, members, range_of, shown, signature_of
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -66,16 +74,42 @@ class Option(NamedTuple):
         default: as in the signature of the factory; `inspect.Parameter.empty` if there is none.
         kind: type of the values; None where the signature does not say.
         optional: whether None is a value, as for "none" or "derive it".
-        choices: the words that it may be; (): any.
+        choices: the allowed words; (): any.
+        range: of numbers; None: any that is finite.
+        help: what the docstring says about it.
     """
 
     default: Any
     kind: type | None
-    optional: bool
+    optional: bool = False
     choices: tuple[str, ...] = ()
+    range: Range | None = None
+    help: str = ""
+
+    @property
+    def type(self) -> str:
+        """The type and range, as in "int, at least 1, or none"."""
+        words = [self.kind.__name__ if self.kind else "any", *([str(self.range)] if self.range and str(self.range) else [])]
+        return ", ".join(words) + ((", or none" if len(words) > 1 else " or none") if self.optional else "")
 
 
-class Part(NamedTuple):
+class Requirement(NamedTuple):
+    """What a part needs of another one that it is made with.
+
+    Attributes:
+        of: the field with the other part, such as "topology".
+        needs: such as "a doubly stochastic topology".
+        holds: whether the other part fulfills it.
+        fix: what to use instead.
+    """
+
+    of: str
+    needs: str
+    holds: Callable[[Any], bool]
+    fix: str
+
+
+class Entry(NamedTuple):
     """A factory with the kind and name that it is registered under.
 
     Attributes:
@@ -93,9 +127,10 @@ class Part(NamedTuple):
     @property
     def options(self) -> dict[str, Option]:
         """The options by name, in the order of the signature; without those that no config can hold, such as functions."""
+        told = _help(self.factory)
         return {
-            name: option
-            for name, parameter in arguments.signature_of(self.factory).parameters.items()
+            name: option._replace(help=told.get(name, ""))
+            for name, parameter in signature_of(self.factory).parameters.items()
             if not _is_supplied(self.kind, parameter) and (option := _option(parameter))
         }
 
@@ -105,7 +140,7 @@ class Part(NamedTuple):
         return (inspect.getdoc(self.factory) or "").partition("\n")[0]
 
 
-_parts: dict[str, dict[str, Part]] = {kind: {} for kind in KINDS}
+_parts: dict[str, dict[str, Entry]] = {kind: {} for kind in KINDS}
 _finishes: dict[str, Callable[[Any, Mapping[str, Any]], Any]] = {}
 _fallbacks: dict[str, tuple[Callable[[str], Callable | None], Callable[[], tuple[str, ...]]]] = {}
 
@@ -121,22 +156,87 @@ def register(kind: str, name: str, **traits: Any) -> Callable[[F], F]:
     _check_kind(kind)
 
     def enter(factory):
-        for parameter in arguments.signature_of(factory).parameters.values():
-            if not _is_supplied(kind, parameter) and parameter.default is parameter.empty:
-                raise ValueError(
-                    f"{kind} {shown(name)}: parameter {parameter.name!r} has no default; give it one, or a name that a {kind} is "
-                    f"called with: {', '.join(KINDS[kind].context) or 'there is none'}"
-                )
-        known = _parts[kind].get(name)
-        if known and not _is_anew(factory, known.factory):
-            raise ValueError(
-                f"{kind} {shown(name)} is taken by {known.factory.__module__}.{known.factory.__qualname__}; use another name"
-            )
-        built = arguments.checked(factory, f"{kind} {shown(name)}", lambda *made: _finishes.get(kind, _unchanged)(*made))
-        _parts[kind][name] = Part(kind, name, built, traits)
+        called = f"{kind} {shown(name)}"
+        built = option_types.checked(factory, called, lambda *made: _finishes.get(kind, _unchanged)(*made))
+        _enter(Entry(kind, name, built, traits))
         return built
 
     return enter
+
+
+def _enter(entry: Entry) -> None:
+    kind, name, factory = entry.kind, entry.name, entry.factory
+    for parameter in signature_of(factory).parameters.values():
+        if not _is_supplied(kind, parameter) and parameter.default is parameter.empty:
+            raise ValueError(
+                f"{kind} {shown(name)}: parameter {parameter.name!r} has no default; give it one, or a name that a {kind} is "
+                f"called with: {', '.join(KINDS[kind].context) or 'there is none'}"
+            )
+    known = _parts[kind].get(name)
+    if known and not _is_same(factory, known.factory):
+        raise ValueError(
+            f"{kind} {shown(name)} is taken by {known.factory.__module__}.{known.factory.__qualname__}; use another name"
+        )
+    _parts[kind][name] = entry
+
+
+@typing.dataclass_transform(frozen_default=True)
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """Base class of the kinds of parts; subclasses are frozen dataclasses, and those with a `name` are registered.
+
+    Attributes:
+        kind: one of `KINDS`.
+        name: unique within the kind; empty: not registered.
+        requires: what it needs of the parts that it is made with.
+    """
+
+    kind: ClassVar[str] = ""
+    name: ClassVar[str] = ""
+    requires: ClassVar[tuple[Requirement, ...]] = ()
+
+    def __init_subclass__(cls, *, kind: str = "", name: str = "", **others: Any) -> None:
+        super().__init_subclass__(**others)
+        cls.kind, cls.name = kind or cls.kind, name
+        dataclasses.dataclass(frozen=True, kw_only=bool(name))(cls)
+        if name:
+            check = lambda result, arguments: arguments["self"].check_requirements()
+            cls.__init__ = option_types.checked(cls.__init__, f"{cls.kind} {shown(name)}", check)
+            _check_kind(cls.kind)
+            _enter(Entry(cls.kind, name, cls, _class_traits(cls)))
+
+    def check_requirements(self) -> None:
+        """Raise a ValueError if a part that this one is made with lacks what `requires` declares."""
+        for of, needs, holds, fix in self.requires:
+            other = getattr(self, of)
+            if not holds(other):
+                raise ValueError(f"{self} needs {needs}, got {of} {shown(getattr(other, 'name', other))}; {fix}")
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.name!r}" if self.name else f"this {self.kind}"
+
+
+def _class_traits(cls: type[Part]) -> dict[str, Any]:
+    """The class attributes of a part that are no fields, functions or descriptors, by name."""
+    fields = {field.name for field in dataclasses.fields(cls)} | {"kind", "name", "requires"}
+    found: dict[str, Any] = {}
+    for base in reversed(cls.__mro__[: cls.__mro__.index(Part)]):
+        found |= {
+            name: value
+            for name, value in vars(base).items()
+            if not name.startswith("_") and name not in fields and not callable(value) and not hasattr(value, "__get__")
+        }
+    if needs := [requirement.needs for requirement in cls.requires]:
+        found.setdefault("needs", ", ".join(needs))
+    return found
+
+
+def _help(factory: Callable) -> dict[str, str]:
+    """What a docstring says about each argument in its section Args or Attributes."""
+    told = inspect.getdoc(factory) or ""
+    section = re.search(r"^(?:Args|Attributes):\n((?: .*\n?|\n)*)", told, re.MULTILINE)
+    entries = re.findall(r"^ +(\w+): ((?:.|\n(?! +\w+: ))*)", section[1], re.MULTILINE) if section else ()
+    return {name: " ".join(text.split()) for name, text in entries}
 
 
 def finish(kind: str, change: Callable[[Any, Mapping[str, Any]], Any]) -> None:
@@ -166,13 +266,13 @@ def names(kind: str) -> tuple[str, ...]:
     return own + tuple(name for name in _fallbacks[kind][1]() if name not in own) if kind in _fallbacks else own
 
 
-def part(kind: str, name: str) -> Part:
+def part(kind: str, name: str) -> Entry:
     """The part of that kind and name; ValueError if there is none."""
     _search(kind)
     if isinstance(name, str) and name in _parts[kind]:
         return _parts[kind][name]
     if isinstance(name, str) and kind in _fallbacks and (factory := _fallbacks[kind][0](name)):
-        return Part(kind, name, factory, {})
+        return Entry(kind, name, factory, {})
     raise ValueError(
         f"{kind} {shown(name)} is unknown; use one of {', '.join(_parts[kind])}" + (" or an optax optimizer" * (kind in _fallbacks))
     )
@@ -249,9 +349,7 @@ def complete(kind: str, name: str, given: Mapping[str, Any]) -> dict[str, Any]:
     chosen = part(kind, name)
     known = chosen.options
     # Configs of older runs hold the None of what was an option then, as muon's trees: it is the default anyway.
-    absent = {
-        parameter.name for parameter in arguments.signature_of(chosen.factory).parameters.values() if parameter.default is None
-    }
+    absent = {parameter.name for parameter in signature_of(chosen.factory).parameters.values() if parameter.default is None}
     given = {option: value for option, value in given.items() if option in known or value is not None or option not in absent}
     if unknown := [option for option in given if option not in known]:
         fix = f"use {', '.join(known)}" if known else "it has none, leave it out"
@@ -259,7 +357,7 @@ def complete(kind: str, name: str, given: Mapping[str, Any]) -> dict[str, Any]:
     missing = [option for option, (default, *_) in known.items() if default is inspect.Parameter.empty and option not in given]
     if missing:
         raise ValueError(f"{kind} {shown(name)} needs option {missing[0]!r}; give it, as {name}({missing[0]}=…)")
-    return fill(f"{kind} {shown(name)} option ", given, known)
+    return fill(f"{kind} {shown(name)}: ", given, known)
 
 
 def fill(what: str, given: Mapping[str, Any], known: Mapping[str, Option]) -> dict[str, Any]:
@@ -299,7 +397,7 @@ def make(kind: str, chosen: Any, /, *context: Any, **given: Any) -> Any:
         ) from error
 
 
-def _is_anew(factory: Callable, known: Callable) -> bool:
+def _is_same(factory: Callable, known: Callable) -> bool:
     """Whether both are one definition: a cell of a notebook that runs again, or a config file, which its flag imports a second time
     under another name."""
     codes = [getattr(inspect.unwrap(one), "__code__", None) for one in (factory, known)]
@@ -331,20 +429,19 @@ def _option(parameter: inspect.Parameter) -> Option | None:
 
     None if its values are no words, numbers, booleans or tuples of such, as functions and pytrees.
     """
-    default, members = parameter.default, (parameter.annotation,)
-    if typing.get_origin(parameter.annotation) in (types.UnionType, typing.Union):
-        members = typing.get_args(parameter.annotation)
-    plain = [kind for kind in (str, float, int, bool) if kind in members]
+    default, types = parameter.default, members(parameter.annotation)
+    allowed = range_of(parameter.annotation)
+    plain = [kind for kind in (str, float, int, bool) if kind in types]
     if default is None or default is inspect.Parameter.empty:
-        if any(typing.get_origin(member) in (Iterable, Mapping) for member in members):
+        if any(typing.get_origin(member) in (Iterable, Mapping) for member in types):
             return None
-        has_tuple = any(tuple in (member, typing.get_origin(member)) for member in members)
+        has_tuple = any(tuple in (member, typing.get_origin(member)) for member in types)
         kind = plain[0] if plain else str if parameter.name.endswith("dtype") else tuple if has_tuple else None
-        return Option(default, kind, default is None) if kind else None
+        return Option(default, kind, default is None, (), allowed) if kind else None
     if isinstance(default, bool | int | float | str):
-        choices = [typing.get_args(member) for member in members if typing.get_origin(member) is typing.Literal]
-        return Option(default, type(default), type(None) in members, sum(choices, ()))
-    return Option(default, None, type(None) in members) if isinstance(default, tuple) and _is_plain(default) else None
+        choices = [typing.get_args(member) for member in types if typing.get_origin(member) is typing.Literal]
+        return Option(default, type(default), type(None) in types, sum(choices, ()), allowed)
+    return Option(default, None, type(None) in types) if isinstance(default, tuple) and _is_plain(default) else None
 
 
 def _is_plain(value: Any) -> bool:
@@ -366,18 +463,25 @@ def checked(what: str, value: Any, option: Option) -> Any:
         raise ValueError(f"{what}=None must be a value such as {option.default!r}")
     if kind is None:
         return value
-    if kind is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
     if option.choices and value not in option.choices:
         raise ValueError(f"{what}={shown(value)} is unknown; use one of {', '.join(option.choices)}")
-    if kind is str and not isinstance(value, bool | int | float | list | dict):
-        return value  # A word, or a part that is built already.
-    if not isinstance(value, str) and isinstance(value, kind) and isinstance(value, bool) == (kind is bool):
-        return value
     if kind is tuple and isinstance(value, list):  # As in a JSON file.
         return tuple(value)
-    if kind is float and value in ("nan", "inf"):
-        raise ValueError(f"{what}={value}: must be finite; use a number such as {option.default!r}")
-    meant = {bool: "True or False", int: "a whole number", float: "a number", str: "a word", tuple: "a tuple, as (2,4)"}[kind]
     example = "" if option.default in (None, "", inspect.Parameter.empty) else f", such as {option.default!r}"
-    raise ValueError(f"{what}={shown(value)} must be {meant}{example}")
+    if kind is float and (value in ("nan", "inf") or (isinstance(value, float) and not math.isfinite(value))):
+        raise ValueError(f"{what}={value} must be finite{example}")
+    if not _is_of(kind, value):
+        meant = {bool: "True or False", int: "a whole number", float: "a number", str: "a word", tuple: "a tuple, as (2,4)"}[kind]
+        raise ValueError(f"{what}={shown(value)} must be {meant}{example}")
+    if kind in (int, float):
+        check_range(what, value, option.range or (Range(-LARGEST, LARGEST) if kind is int else None))
+    return float(value) if kind is float else value
+
+
+def _is_of(kind: type, value: Any) -> bool:
+    """Whether a value has the type of an option; whole numbers are numbers, and built parts may stand for their names."""
+    if isinstance(value, bool) or kind is bool:
+        return isinstance(value, bool) and kind is bool
+    if kind is str:
+        return not isinstance(value, int | float | list | dict)
+    return isinstance(value, int if kind is int else int | float if kind is float else kind)

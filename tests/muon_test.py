@@ -108,17 +108,17 @@ def test_matrices_of_a_transformer_are_its_kernels_but_the_last():
 @pytest.mark.parametrize(
     "options, told",
     [
-        (dict(preconditioning="foo"), "option preconditioning='foo' is unknown; use one of frobenius, spectral, aol, schatten"),
-        (dict(ns_coeffs="foo"), "option ns_coeffs='foo' must be three numbers, .* or one of standard, dion"),
-        (dict(ns_coeffs=(1, 2)), "option ns_coeffs=.1, 2. must be three numbers"),
-        (dict(ns_coeffs=((1, 2, 3), (4, 5))), "option ns_coeffs=.* must be three numbers"),
-        (dict(ns_steps=0), "option ns_steps=0 must be at least 1 and at most 256"),
-        (dict(ns_steps=-3), "option ns_steps=-3 must be at least 1"),
-        (dict(beta=2.0), "option beta=2.0 must be at least 0 and less than 1"),
+        (dict(preconditioning="foo"), "preconditioning='foo' is unknown; use one of frobenius, spectral, aol, schatten"),
+        (dict(ns_coeffs="foo"), "ns_coeffs='foo' must be three numbers, .* or one of standard, dion"),
+        (dict(ns_coeffs=(1, 2)), "ns_coeffs=.1, 2. must be three numbers"),
+        (dict(ns_coeffs=((1, 2, 3), (4, 5))), "ns_coeffs=.* must be three numbers"),
+        (dict(ns_steps=0), "ns_steps=0 must be at least 1 and at most 256"),
+        (dict(ns_steps=-3), "ns_steps=-3 must be at least 1"),
+        (dict(beta=2.0), "beta=2.0 must be at least 0 and less than 1"),
     ],
 )
 def test_what_it_cannot_take_is_refused_in_one_line(options, told):
-    with pytest.raises(ValueError, match=f"optimizer 'muon' {told}") as error:
+    with pytest.raises(ValueError, match=f"optimizer 'muon': {told}") as error:
         registry.make("optimizer", "muon", learning_rate=optax.constant_schedule(0.1), **options)
     assert "\n" not in str(error.value)
 

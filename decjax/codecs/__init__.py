@@ -16,7 +16,7 @@ numbers of few bits into bytes.
 import functools
 from typing import Any
 
-from decjax import arguments, registry
+from decjax import options, registry
 from decjax.codecs import feedback
 from decjax.codecs.bitwise import natural, scaled_sign, sign
 from decjax.codecs.blocks import int2, int4, int8, integers, qsgd, ternary
@@ -82,7 +82,7 @@ def names() -> tuple[str, ...]:
     return registry.names("codec")
 
 
-@functools.partial(arguments.checked, called="codecs.make")
+@functools.partial(options.checked, called="codecs.make")
 def make(name: str | Codec, **given: Any) -> Codec:
     """The codec of a name.
 

@@ -10,8 +10,8 @@ import re
 from typing import Any
 
 from decjax import files
-from decjax.arguments import shown
 from decjax.costmodel.profile import Cluster, Compressed, Jitter, Link, Workload
+from decjax.options import shown
 
 NESTED = {"intra": Link, "inter": Link, "jitter": Jitter}  # fields that are JSON objects
 

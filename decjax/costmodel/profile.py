@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from decjax.arguments import shown
+from decjax.options import shown
 
 JITTERS = ("constant", "normal", "exponential", "lognormal", "trace")
 LARGEST = 1e18  # positive numbers lie between 1/LARGEST and LARGEST: others are mistakes, and would overflow

@@ -11,7 +11,7 @@ from jax.experimental import multihost_utils
 import jax.numpy as jnp
 import numpy as np
 
-from decjax import arguments
+from decjax import options
 from decjax.mesh import order
 from decjax.mesh.axis import LOCAL, NODE, SIMULATED, STAGE, WORKERS, Axis, between_cpu_processes
 from decjax.mesh.tensor import TENSOR, EachDevice, divide
@@ -277,7 +277,7 @@ def _worker(index: Any) -> int:
     return index[0].start or 0
 
 
-@arguments.checked
+@options.checked
 def make_workers(
     num_workers: int,
     *,

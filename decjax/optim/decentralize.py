@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from decjax import arguments, gossip, reduce
+from decjax import gossip, options, reduce
 from decjax.buckets import in_float32, is_floating, wide_dtype
 from decjax.optim.inner import of_one_worker
 from decjax.optim.memories import communicating, init_memory, transformation, transient
@@ -134,7 +134,7 @@ class SynchronizeState(NamedTuple):
     pending: Any
 
 
-@arguments.checked
+@options.checked
 def decentralize(
     inner: optax.GradientTransformation, mixer: gossip.Mixer, order: Literal["awc", "atc"] = "awc"
 ) -> optax.GradientTransformationExtraArgs:
@@ -202,7 +202,7 @@ class _Decentralized:
         return updates, DecentralizeState(count, inner_state, mixer_state)
 
 
-@arguments.checked
+@options.checked
 def synchronize(
     inner: optax.GradientTransformation, reducer: reduce.Reducer, stale: bool = False
 ) -> optax.GradientTransformationExtraArgs:
@@ -270,7 +270,7 @@ def stale_exchange(reducer: reduce.Reducer, state: SynchronizeState, phase: int 
     return reducer.reduce(grads, state.reducer, reduce.due_phase(reducer, phase))
 
 
-@arguments.checked
+@options.checked
 def decentralized_adam(
     learning_rate: optax.ScalarOrSchedule,
     mixer: gossip.Mixer,
@@ -287,7 +287,7 @@ def decentralized_adam(
     return decentralize(optax.adam(learning_rate, b1, b2, eps, eps_root, mu_dtype, nesterov=nesterov), mixer, order)
 
 
-@arguments.checked
+@options.checked
 def decentralized_adamw(
     learning_rate: optax.ScalarOrSchedule,
     mixer: gossip.Mixer,

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from decjax import arguments, reduce
+from decjax import options, reduce
 from decjax.buckets import in_float32
 from decjax.optim.decentralize import check_update
 from decjax.optim.memories import communicating, init_memory, transformation, transient
@@ -44,7 +44,7 @@ class LocalUpdatesState(NamedTuple):
     reducer: Any
 
 
-@arguments.checked
+@options.checked
 def local_updates(
     inner: optax.GradientTransformation, reducer: reduce.Reducer, outer: optax.GradientTransformation
 ) -> optax.GradientTransformationExtraArgs:

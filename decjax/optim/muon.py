@@ -52,13 +52,13 @@ def _check(ns_coeffs: Any = POLYNOMIALS[0], ns_steps: Any = 1, beta: Any = 0.0, 
     """Raises a ValueError for what optax would take, or refuse in the first step, or without the option's name."""
     if not _are_polynomials(ns_coeffs):
         raise ValueError(
-            f"optimizer 'muon' option ns_coeffs={registry.shown(ns_coeffs)} must be three numbers, several times three, or one of "
+            f"optimizer 'muon': ns_coeffs={registry.shown(ns_coeffs)} must be three numbers, several times three, or one of "
             f"{', '.join(POLYNOMIALS)}"
         )
     if isinstance(ns_steps, int) and not 1 <= ns_steps <= MAX_ITERATIONS:
-        raise ValueError(f"optimizer 'muon' option ns_steps={ns_steps} must be at least 1 and at most {MAX_ITERATIONS}")
+        raise ValueError(f"optimizer 'muon': ns_steps={ns_steps} must be at least 1 and at most {MAX_ITERATIONS}")
     if isinstance(beta, int | float) and not 0 <= beta < 1:
-        raise ValueError(f"optimizer 'muon' option beta={beta} must be at least 0 and less than 1")
+        raise ValueError(f"optimizer 'muon': beta={beta} must be at least 0 and less than 1")
 
 
 def _are_polynomials(value: Any) -> bool:

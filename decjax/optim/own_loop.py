@@ -7,13 +7,13 @@ from typing import Any
 
 import jax
 
-from decjax import arguments, gossip, mesh, phases, reduce
+from decjax import gossip, mesh, options, phases, reduce
 from decjax.channel import check_num_workers
 from decjax.optim.memories import check_outermost
 from decjax.optim.method import Method
 
 
-@arguments.checked
+@options.checked
 def make_step(
     fn: Callable[..., Any],
     workers: mesh.Workers,

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from decjax import arguments, gossip
+from decjax import gossip, options
 from decjax.buckets import in_float32, of_floating
 from decjax.optim.decentralize import check_order, check_update, mix_in_step
 from decjax.optim.inner import of_one_worker
@@ -47,7 +47,7 @@ class TrackState(NamedTuple):
     gradient: Any
 
 
-@arguments.checked
+@options.checked
 def track(
     inner: optax.GradientTransformation, mixer: gossip.Mixer, order: Literal["awc", "atc"] = "awc"
 ) -> optax.GradientTransformationExtraArgs:

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from decjax.arguments import shown
 from decjax.costmodel.files import read_object
 from decjax.files import write_whole
+from decjax.options import shown
 from decjax.placement.cost import Job, Network, both_ways
 from decjax.placement.links import Links
 from decjax.placement.search import Placed

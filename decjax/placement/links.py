@@ -26,10 +26,10 @@ from typing import Any
 
 import numpy as np
 
-from decjax.arguments import shown
 from decjax.costmodel import profile
 from decjax.costmodel.files import read_object
 from decjax.files import write_whole
+from decjax.options import shown
 
 MAX_DEVICES = 4096
 

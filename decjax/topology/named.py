@@ -3,7 +3,8 @@
 import functools
 from typing import Any
 
-from decjax import arguments, registry
+from decjax import registry
+from decjax.options import checked
 from decjax.topology import schedule
 
 
@@ -17,7 +18,7 @@ def options(name: str) -> dict[str, object]:
     return {option: entry.default for option, entry in registry.part("topology", name).options.items()}
 
 
-@functools.partial(arguments.checked, called="topology.make")
+@functools.partial(checked, called="topology.make")
 def make(name: str, num_workers: int, /, **chosen: Any) -> schedule.Topology:
     """The topology of a name for N workers.
 

@@ -1,15 +1,57 @@
-"""Checks of a function's arguments against its annotations, so that a wrong argument raises a one-line error at the call."""
+"""Types of options with their ranges, and checks of a function's arguments against its annotations.
+
+An annotation declares everything that a value must satisfy:
+
+    def choco(topology: Topology, *, codec: Codec | str = "int8", gamma: Share | None = None, rounds: Count = 1): ...
+
+`Share` is a float in (0, 1], `Count` an int of at least 1; `Annotated[int, Range(2, 8)]` declares a range that has no name here, and
+`Literal["awc", "atc"]` the allowed words. `checked` refuses wrong arguments of a function, `decjax.registry` those of parts and configs.
+All of them raise a ValueError of one line with the value and what is allowed.
+"""
 
 from collections.abc import Callable, Iterable, Mapping
+import dataclasses
 import functools
 import inspect
+import math
+import numbers
 import operator
 import types
 import typing
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
+
+LARGEST = 2**31 - 1  # of whole numbers
+
+
+@dataclasses.dataclass(frozen=True)
+class Range:
+    """The numbers from `low` to `high`; without `low` itself if `above`, without `high` itself if `below`."""
+
+    low: float = -math.inf
+    high: float = math.inf
+    above: bool = False
+    below: bool = False
+
+    def __contains__(self, value: float) -> bool:
+        return (self.low < value if self.above else self.low <= value) and (value < self.high if self.below else value <= self.high)
+
+    def __str__(self) -> str:
+        high = math.inf if self.high == LARGEST else self.high
+        bounds = [f"{'more than' if self.above else 'at least'} {self.low:.15g}"] if self.low > -math.inf else []
+        return " and ".join(bounds + ([f"{'less than' if self.below else 'at most'} {high:.15g}"] if high < math.inf else []))
+
+
+Count = Annotated[int, Range(1, LARGEST)]
+Natural = Annotated[int, Range(0, LARGEST)]
+Seed = Annotated[int, Range(0, 2**32 - 1)]
+Positive = Annotated[float, Range(0, above=True)]
+NonNegative = Annotated[float, Range(0)]
+Fraction = Annotated[float, Range(0, 1)]
+Share = Annotated[float, Range(0, 1, above=True)]
+Decay = Annotated[float, Range(0, 1, below=True)]
 
 EXAMPLES = {  # class -> code that creates an instance
     "Axis": "workers.axis",
@@ -27,15 +69,16 @@ WORDS = {str: "a word", int: "a whole number", float: "a number", bool: "True or
 
 
 def checked(function: F, called: str = "", then: Callable[[Any, Mapping[str, Any]], Any] | None = None) -> F:
-    """Wrap a function to check the types of its arguments; a wrong one raises a ValueError that names the value and the type.
+    """Wrap a function to check its arguments; a wrong one raises a ValueError that names the value and what is allowed.
 
-    Only classes, numbers, strings, functions and unions of those are checked.
+    Classes, numbers and their ranges, strings, functions and unions of those are checked.
 
     Args:
         function: to be wrapped.
         called: its name in errors; by default that of the function.
         then: maps (result, arguments) to the result that is returned instead.
     """
+    name = called or function.__name__
 
     @functools.cache
     def signature():  # Evaluated on the first call, since annotations may be defined after the function.
@@ -47,12 +90,13 @@ def checked(function: F, called: str = "", then: Callable[[Any, Mapping[str, Any
             bound = signature().bind(*args, **kwargs)
         except TypeError:
             return function(*args, **kwargs)  # Raises the error of Python.
-        for name, value in bound.arguments.items():
-            parameter = signature().parameters[name]
-            if parameter.kind not in _VARIADIC and value is not parameter.default and not is_a(value, parameter.annotation):
-                raise ValueError(
-                    f"{called or function.__name__}: {name}{_described(value)} must be {_type_name(parameter.annotation)}"
-                )
+        for argument, value in bound.arguments.items():
+            parameter = signature().parameters[argument]
+            if parameter.kind in _VARIADIC or value is parameter.default:
+                continue
+            if not is_a(value, parameter.annotation):
+                raise ValueError(f"{name}: {argument}{_described(value)} must be {_type_name(parameter.annotation)}")
+            check_range(f"{name}: {argument}", value, range_of(parameter.annotation))
         result = function(*args, **kwargs)
         if then is None:
             return result
@@ -76,11 +120,32 @@ def signature_of(function: Callable) -> inspect.Signature:
         return inspect.signature(function)
 
 
+def members(annotation: Any) -> tuple[Any, ...]:
+    """Return the members of a union, or the annotation itself, without `Annotated`."""
+    parts = typing.get_args(annotation) if typing.get_origin(annotation) in (types.UnionType, typing.Union) else (annotation,)
+    return tuple(typing.get_args(part)[0] if typing.get_origin(part) is Annotated else part for part in parts)
+
+
+def range_of(annotation: Any) -> Range | None:
+    """Return the range that an annotation declares, also as a member of a union."""
+    parts = typing.get_args(annotation) if typing.get_origin(annotation) in (types.UnionType, typing.Union) else (annotation,)
+    found = (data for part in parts if typing.get_origin(part) is Annotated for data in typing.get_args(part)[1:])
+    return next((data for data in found if isinstance(data, Range)), None)
+
+
+def check_range(what: str, value: Any, allowed: Range | None) -> None:
+    """Raise a ValueError if a number lies outside its range. Traced numbers are not checked."""
+    if allowed and isinstance(value, numbers.Real) and not isinstance(value, bool) and float(value) not in allowed:
+        raise ValueError(f"{what}={value} must be {allowed}")
+
+
 def is_a(value: Any, expected: Any) -> bool:
     """Return whether a value has the type of an annotation; True if the annotation cannot be checked."""
+    parts = members(expected)
+    if len(parts) > 1:
+        return any(is_a(value, part) for part in parts)
+    expected = next(iter(parts))
     origin = typing.get_origin(expected)
-    if origin in (types.UnionType, typing.Union):
-        return any(is_a(value, member) for member in typing.get_args(expected))
     if origin is typing.Literal:
         return is_a(value, type(typing.get_args(expected)[0]))
     if expected is Callable or (origin is not None and issubclass(origin, Callable)):
@@ -115,8 +180,7 @@ def _described(value: Any) -> str:
 
 
 def _type_name(expected: Any) -> str:
-    members = typing.get_args(expected) if typing.get_origin(expected) in (types.UnionType, typing.Union) else (expected,)
-    return " or ".join(dict.fromkeys(map(_word, members)))
+    return " or ".join(dict.fromkeys(map(_word, members(expected))))
 
 
 def _word(member: Any) -> str:
