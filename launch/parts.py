@@ -37,7 +37,7 @@ def parts(kind: str) -> list:
 def part(kind: str, name: str, width: int = WIDTH) -> list:
     """The traits, docstring and options of a part."""
     chosen = registry.part(kind, name)
-    options = [(option, _type(entry), _default(entry)) for option, entry in chosen.options.items()]
+    options = [(option, entry.type, _default(entry)) for option, entry in chosen.options.items()]
     told = wrapped(inspect.getdoc(chosen.factory) or "It has no description.", width)
     text = "\n".join([f"{kind} {name}", *_traits(chosen), "", told])
     return [rich.text.Text(text), _table(("option", "type", "default"), options) if options else "\nIt has no options."]
@@ -60,7 +60,7 @@ def wrapped(told: str, width: int) -> str:
     return "\n".join(map(filled, told.splitlines()))
 
 
-def _traits(part: registry.Part) -> list[str]:
+def _traits(part: registry.Entry) -> list[str]:
     """As ["directed, static", "needs: a power of two workers"]: those that are true by their names, others with their values."""
     paired = {f"{other}s": registry.partners(part.kind, part.name, other) for other in PARTNERS.get(part.kind, ())}
     told = {name: value for name, value in {**part.traits, **paired}.items() if value not in (False, None, "", ())}
@@ -71,10 +71,6 @@ def _traits(part: registry.Part) -> list[str]:
 def _shown(value: Any) -> str:
     """Words with room after each comma, where a line may end."""
     return re.sub(r",(?=\S)", ", ", ",".join(value) if isinstance(value, tuple) else str(value))
-
-
-def _type(option: registry.Option) -> str:
-    return (option.kind.__name__ if option.kind else "any") + (" or none" if option.optional else "")
 
 
 def _default(option: registry.Option) -> str:
