@@ -11,9 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from decjax import gossip, mesh, optim, placement, reduce, registry, topology
+from decjax import gossip, mesh, optim, reduce, registry, topology
 from decjax.channel import Channel
 from decjax.codecs import entropy
+from decjax.contrib import placement
 from decjax.models import compress
 from decjax.optim import subnetworks as subnetworks_lib
 from experiments import dssfn, trials

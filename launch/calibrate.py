@@ -116,7 +116,7 @@ def report(measured: measure.Measured) -> table.Table:
 
 def links_between(trainer: train.Trainer, sizes: list[int], measured: measure.Measured) -> Any:
     """The links between the workers, and how fast each computes: 6 · parameters · examples' items ÷ the time of its gradient."""
-    from decjax.measure.links import measure_links  # It brings SciPy, which takes a second.
+    from decjax.contrib.placement.measured import measure_links  # It brings SciPy, which takes a second.
 
     spec, task = trainer.spec, trainer.setup.task
     params = sum(leaf.size for leaf in jax.tree.leaves(jax.eval_shape(trainer.setup.start, jax.random.key(0))))

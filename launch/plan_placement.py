@@ -1,6 +1,6 @@
 """Which device does what: `launch.plan --links=FILE`, whose flags these are.
 
-The network is a file of links (`decjax.placement.links` describes the forms; configs/links has some). Searched is the layout of
+The network is a file of links (`decjax.contrib.placement.links` describes the forms; configs/links has some). Searched is the layout of
 --stages × workers on --devices of them whose messages take least: with all-reduce, or with gossip over --topologies. The model is
 
     configs/lm.py:workers=8           a config: its parameters; with stages its activations too, if it is a transformer
@@ -19,9 +19,10 @@ from absl import flags
 import numpy as np
 from rich import console
 
-from decjax import costmodel, placement, topology
+from decjax import costmodel, topology
+from decjax.contrib import placement
+from decjax.contrib.placement import choice, search
 from decjax.costmodel import profile
-from decjax.placement import choice, search
 from launch import command, memory
 
 FLAGS = flags.FLAGS

@@ -86,7 +86,7 @@ def placed(spec: parts.RunSpec) -> Callable[[parts.RunSpec], list[Any] | None]:
     path = _PLACEMENT.value
     if path is None:
         return lambda spec: None
-    from decjax import placement  # It brings SciPy, which takes a second.
+    from decjax.contrib import placement  # It brings SciPy, which takes a second.
 
     for named, present in (("--elastic", join.is_elastic()), ("simulate", spec.simulate)):
         if present:

@@ -8,7 +8,8 @@ import pytest
 
 from configs import lm, translation
 from decjax import config as parts
-from decjax import costmodel, placement, train
+from decjax import costmodel, train
+from decjax.contrib import placement
 from decjax.measure import calibrate as measure
 from decjax.measure import exchanges, rounds
 from experiments import tiny

@@ -6,7 +6,8 @@ import pathlib
 
 import pytest
 
-from decjax import costmodel, errors, files, placement
+from decjax import costmodel, errors, files
+from decjax.contrib import placement
 from decjax.errors import CheckpointError
 from decjax.tasks import parallel, sources
 from decjax.tasks.datasets import DATASETS

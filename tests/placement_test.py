@@ -7,9 +7,9 @@ import pathlib
 import numpy as np
 import pytest
 
-from decjax import placement, topology
-from decjax.measure import links as measured
-from decjax.placement import cost, links, search
+from decjax import topology
+from decjax.contrib import placement
+from decjax.contrib.placement import cost, links, measured, search
 from tests import commands
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent

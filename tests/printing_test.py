@@ -7,7 +7,8 @@ import sys
 import numpy as np
 import pytest
 
-from decjax import costmodel, mesh, placement
+from decjax import costmodel, mesh
+from decjax.contrib import placement
 from decjax.tasks import bpe
 from launch import command
 

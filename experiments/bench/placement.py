@@ -5,7 +5,7 @@
 Eight hosts in a box (launch.cluster: root and iproute2), one process a host, links of 50 Mbit/s, of which those of `--pairs` carry less.
 Gossip over the one-peer exponential graph, a transformer of 1.2M parameters. First launch.calibrate measures the link of every pair,
 then launch.plan finds a placement, and then both orders train, in turns. A step's forecast is the longer of computing, as calibrated,
-and of the messages as `decjax.placement` has them. A run's step is the mean over its intervals without the first two.
+and of the messages as `decjax.contrib.placement` has them. A run's step is the mean over its intervals without the first two.
 """
 
 import json
@@ -16,7 +16,8 @@ from typing import Any
 from absl import flags
 import numpy as np
 
-from decjax import costmodel, placement, topology
+from decjax import costmodel, topology
+from decjax.contrib import placement
 from experiments import script, trials
 from experiments.bench.box import systems
 from experiments.bench.box.group import done

@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from decjax.placement.cost import MAX_STAGES, shortest_path
-from decjax.placement.links import Links
+from decjax.contrib.placement.cost import MAX_STAGES, shortest_path
+from decjax.contrib.placement.links import Links
 
 
 class DeviceCluster(NamedTuple):

@@ -11,9 +11,9 @@ import jax
 import numpy as np
 
 from decjax import mesh
+from decjax.contrib.placement.links import Links
 from decjax.errors import ConfigError
 from decjax.measure.rounds import Stopwatch
-from decjax.placement.links import Links
 
 ROUNDS = 5
 

@@ -15,11 +15,11 @@ Examples:
   [[0, 2], [1, 3]]
 """
 
-from decjax.placement.choice import Placement, load_order, place, save
-from decjax.placement.cluster import DeviceCluster, clusters
-from decjax.placement.cost import Job, Network
-from decjax.placement.links import Links, load
-from decjax.placement.search import Placed, anneal, best_of_all, genetic, random_layout
+from decjax.contrib.placement.choice import Placement, load_order, place, save
+from decjax.contrib.placement.cluster import DeviceCluster, clusters
+from decjax.contrib.placement.cost import Job, Network
+from decjax.contrib.placement.links import Links, load
+from decjax.contrib.placement.search import Placed, anneal, best_of_all, genetic, random_layout
 
 __all__ = [
     "DeviceCluster",

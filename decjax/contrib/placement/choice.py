@@ -13,12 +13,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from decjax.contrib.placement.cost import Job, Network, both_ways
+from decjax.contrib.placement.links import Links
+from decjax.contrib.placement.search import Placed
 from decjax.costmodel.files import read_object
 from decjax.files import write_whole
 from decjax.options import shown
-from decjax.placement.cost import Job, Network, both_ways
-from decjax.placement.links import Links
-from decjax.placement.search import Placed
 
 MAX_PAIRS = 2**28  # of devices, in all choices together: half a minute
 

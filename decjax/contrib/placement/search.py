@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from decjax.placement.cost import Network
+from decjax.contrib.placement.cost import Network
 
 MAX_ALL = 10  # devices
 POPULATION, LONGEST_CYCLE = 16, 3

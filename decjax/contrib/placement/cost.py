@@ -20,8 +20,8 @@ import functools
 import numpy as np
 from scipy import optimize, sparse
 
+from decjax.contrib.placement.links import MAX_DEVICES, Links
 from decjax.costmodel import profile
-from decjax.placement.links import MAX_DEVICES, Links
 from decjax.topology import Round, Topology
 
 MAX_STAGES = 16  # The shortest path takes S²·2^S operations.
