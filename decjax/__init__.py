@@ -27,6 +27,7 @@ A training method is composed of small, pure parts, each usable alone. From the 
     train       the train step, the trainer, and the training loop in a work directory
     measure     times of a step, an exchange and a codec on the devices at hand
     elastic     runs whose workers may leave and rejoin
+    contrib     parts that few runs need, imported only when a config or command asks for them
 
 `launch` (command lines), `configs` (data) and `experiments` (one script per claim) are built on top of the package.
 """

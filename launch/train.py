@@ -92,7 +92,7 @@ def placed(spec: parts.RunSpec) -> Callable[[parts.RunSpec], list[Any] | None]:
         if present:
             raise command.UserError(f"--placement={path} has no effect with {named}; leave one of them out")
     try:
-        order = placement.load_order(path)
+        order = placement.load_device_order(path)
     except ValueError as error:
         raise command.UserError(f"--placement={path}: {error}") from error
 

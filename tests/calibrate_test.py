@@ -10,8 +10,8 @@ from configs import lm, translation
 from decjax import config as parts
 from decjax import costmodel, train
 from decjax.contrib import placement
-from decjax.measure import calibrate as measure
 from decjax.measure import exchanges, rounds
+from decjax.measure import profiling as measure
 from experiments import tiny
 from tests import commands
 from tests.runs import spec_of

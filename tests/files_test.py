@@ -174,7 +174,7 @@ def test_pipes_as_input_of_any_kind_are_refused(tmp_path, pipe):
     for read in (
         lambda: costmodel.load(pipe),
         lambda: placement.load(pipe),
-        lambda: placement.load_order(pipe),
+        lambda: placement.load_device_order(pipe),
         lambda: files.read_json(pipe),
         lambda: parallel.read(str(tmp_path), "train", ("de", "en")),
         lambda: DATASETS["cifar10"].read(str(tmp_path)),

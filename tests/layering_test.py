@@ -53,7 +53,7 @@ NUMPY_ONLY = (
     "decjax.schedules",
     "decjax.costmodel.profile",
     "decjax.costmodel.files",
-    "decjax.costmodel.method",
+    "decjax.costmodel.methods",
     "decjax.costmodel.plan_layouts",
     "decjax.costmodel.exchange",
     "decjax.costmodel.model",
@@ -127,7 +127,7 @@ MESH_MAKERS = {"make_mesh", "shard_map", "pmap", "Mesh", "AbstractMesh", "Partit
 # Class name -> the modules of decjax that may each have one; any other name stands for one class.
 HOMONYMS = {
     # What a method, or a boundary between stages, does in a run, and in the model of costs.
-    "Method": ["decjax.costmodel.method", "decjax.optim.method"],
+    "Method": ["decjax.costmodel.methods", "decjax.optim.method"],
     "Boundary": ["decjax.costmodel.layout", "decjax.pipeline.boundary"],
     # A wire, which the texts of errors call so; and coded messages between stages, outside of their module `links.Link`.
     "Link": ["decjax.costmodel.profile", "decjax.pipeline.links"],
@@ -401,9 +401,9 @@ def test_a_forbidden_import_is_seen(module, source, fault):
         ("decjax", "from decjax import gossip\nfrom decjax.optim import decentralize"),
         ("decjax.train.run", "import jax\nfrom decjax import config, gossip, mesh, models"),
         ("decjax.config.resolve", "import jax\nimport ml_collections\nfrom decjax import optim, tasks"),
-        ("decjax.measure.calibrate", "from decjax import config, train"),
+        ("decjax.measure.profiling", "from decjax import config, train"),
         ("decjax.topology.graphs", "import math\nimport numpy as np\nfrom decjax.topology import schedule\nfrom . import base_k"),
-        ("decjax.costmodel.calibrate", "import jax\nfrom decjax import topology"),
+        ("decjax.costmodel.fit", "import jax\nfrom decjax import topology"),
         ("configs.lm", "import ml_collections\nfrom configs import shorthand\nfrom decjax import config, registry"),
         ("launch.train", "import jax\nfrom decjax import train\nfrom launch import command"),
         ("experiments.curves", "import json\nimport numpy as np\nfrom decjax import costmodel\nfrom launch import command"),

@@ -413,7 +413,7 @@ def test_a_placement_is_read_as_the_order_of_a_mesh(tmp_path):
     content = json.loads(path.read_text())
     assert content["devices"] == [["g", "b"], ["d", "a"]] and content["links"] == "given.json"
     assert content["layout"] == [[3, 1], [2, 0]]  # among those that take part
-    order = placement.load_order(path)
+    order = placement.load_device_order(path)
     assert order.of(workers=2, stages=2) == [3, 2, 1, 0]
     assert order.of(workers=2, stages=2, tensor=2) == [6, 7, 4, 5, 2, 3, 0, 1]
     with pytest.raises(ValueError, match="workers=2, stages=2, and the run has workers=4, stages=1"):
@@ -425,7 +425,7 @@ def test_what_is_no_placement_is_refused(tmp_path, layout):
     path = tmp_path / "placement.json"
     path.write_text(json.dumps({"layout": layout}))
     with pytest.raises(ValueError, match="layout") as error:
-        placement.load_order(path)
+        placement.load_device_order(path)
     assert str(error.value).startswith(str(path)) and "\n" not in str(error.value)
 
 

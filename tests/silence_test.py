@@ -9,7 +9,7 @@ import pytest
 from configs import lm
 from decjax import costmodel, measure, mesh, train
 from decjax.hlo import wire
-from decjax.measure import calibrate as measure_lib
+from decjax.measure import profiling as measure_lib
 from decjax.measure import silence
 from tests.runs import spec_of
 

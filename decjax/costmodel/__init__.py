@@ -9,7 +9,7 @@
     layout        workers × stages × tensor: what devices compute and send
     iteration     time per iteration of a layout, under a pipeline schedule
     footprint     memory that a layout takes on a device
-    calibrate     fits a cluster's numbers to measurements
+    fit           fits a cluster's numbers to measurements
     plan          ranks methods, and says where each one is the fastest
     plan_layouts  ranks layouts
 
@@ -28,7 +28,7 @@ from decjax.costmodel.files import load, load_workload, save
 from decjax.costmodel.footprint import Footprint, memory
 from decjax.costmodel.iteration import LayoutPrediction, choose_compressed_stages, predict_layout
 from decjax.costmodel.layout import Boundary, DeviceLayout, Traffic, Work, work
-from decjax.costmodel.method import Method, all_reduce, compressed, gossip, no_communication
+from decjax.costmodel.methods import Method, all_reduce, compressed, gossip, no_communication
 from decjax.costmodel.model import Prediction, closed_form, predict
 from decjax.costmodel.profile import Cluster, Compressed, Jitter, Link, Workload
 from decjax.costmodel.transformer import Transformer

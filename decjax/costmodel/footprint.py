@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 from decjax.costmodel.layout import DeviceLayout, Traffic, by_stage
-from decjax.costmodel.method import PARAMETERS
+from decjax.costmodel.methods import PARAMETERS
 from decjax.costmodel.transformer import Transformer
 
 

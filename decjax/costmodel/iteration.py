@@ -29,7 +29,7 @@ import numpy as np
 
 from decjax.costmodel.exchange import exchange_cost, mean_cost, messages_cost
 from decjax.costmodel.layout import DeviceLayout, Traffic, Work, by_stage
-from decjax.costmodel.method import GRADIENTS, PARAMETERS
+from decjax.costmodel.methods import GRADIENTS, PARAMETERS
 from decjax.costmodel.profile import Cluster
 from decjax.schedules import BACKWARD, FORWARD, Schedule, Send
 from decjax.topology import Round

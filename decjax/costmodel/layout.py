@@ -11,7 +11,7 @@ import functools
 import numpy as np
 
 from decjax import schedules
-from decjax.costmodel.method import GRADIENTS, Method
+from decjax.costmodel.methods import GRADIENTS, Method
 from decjax.costmodel.profile import check_count, check_number
 from decjax.costmodel.transformer import KEPT, Transformer
 from decjax.schedules import FORWARD, Schedule

@@ -28,7 +28,7 @@ from typing import NamedTuple
 import numpy as np
 
 from decjax.costmodel.exchange import Exchange, exchange_cost
-from decjax.costmodel.method import GRADIENTS, PARAMETERS, Method
+from decjax.costmodel.methods import GRADIENTS, PARAMETERS, Method
 from decjax.costmodel.profile import Cluster, Workload
 
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)

@@ -10,7 +10,7 @@ import numpy as np
 
 from decjax import topology as topology_lib
 from decjax.costmodel import model
-from decjax.costmodel.method import GRADIENTS, Method, all_reduce, gossip, graphs, no_communication
+from decjax.costmodel.methods import GRADIENTS, Method, all_reduce, gossip, graphs, no_communication
 from decjax.costmodel.model import Prediction, predict
 from decjax.costmodel.profile import Cluster, Jitter, Workload
 from decjax.topology import Topology

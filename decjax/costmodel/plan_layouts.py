@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from decjax.costmodel.footprint import Footprint, memory
 from decjax.costmodel.iteration import LayoutPrediction, choose_compressed_stages, predict_layout
 from decjax.costmodel.layout import EPILOGUE, Boundary, DeviceLayout, Traffic, Work, work
-from decjax.costmodel.method import all_reduce, gossip, graphs, no_communication
+from decjax.costmodel.methods import all_reduce, gossip, graphs, no_communication
 from decjax.costmodel.profile import Cluster
 from decjax.costmodel.transformer import Transformer, low_rank_ratio
 

@@ -16,7 +16,7 @@ from decjax.train.trainer import Trainer
 
 
 class TimedExchange(NamedTuple):
-    """Which exchange is timed, with the names of `costmodel.calibrate.Measurement`.
+    """Which exchange is timed, with the names of `costmodel.fit.Measurement`.
 
     Attributes:
         kind: "shift", "pair" or "all_reduce".

@@ -15,7 +15,7 @@ Examples:
   [[0, 2], [1, 3]]
 """
 
-from decjax.contrib.placement.choice import Placement, load_order, place, save
+from decjax.contrib.placement.choice import Placement, load_device_order, place, save
 from decjax.contrib.placement.cluster import DeviceCluster, clusters
 from decjax.contrib.placement.cost import Job, Network
 from decjax.contrib.placement.links import Links, load
@@ -33,7 +33,7 @@ __all__ = [
     "clusters",
     "genetic",
     "load",
-    "load_order",
+    "load_device_order",
     "place",
     "random_layout",
     "save",

@@ -130,7 +130,7 @@ def save(path: str | os.PathLike, links: Links, placement: Placement, /, **furth
 
 
 @dataclasses.dataclass(frozen=True)
-class Order:
+class DeviceOrder:
     """The order of devices in a mesh.
 
     Args:
@@ -153,7 +153,7 @@ class Order:
         return [int(device) * tensor + t for column in self.layout.T for device in column for t in range(tensor)]
 
 
-def load_order(path: str | os.PathLike) -> Order:
+def load_device_order(path: str | os.PathLike) -> DeviceOrder:
     """The order of a placement's file.
 
     Raises:
@@ -171,4 +171,4 @@ def load_order(path: str | os.PathLike) -> Order:
         raise ValueError(
             f"{path}: layout must have each device from 0 to {layout.size - 1} once; place the job on these devices only"
         )
-    return Order(layout)
+    return DeviceOrder(layout)

@@ -1,4 +1,4 @@
-"""costmodel.calibrate: links, codecs and jitter from measured times; a box at a rate between two."""
+"""costmodel.fit: links, codecs and jitter from measured times; a box at a rate between two."""
 
 import dataclasses
 
@@ -7,8 +7,8 @@ import pytest
 
 from decjax import costmodel
 from decjax import topology as tp
-from decjax.costmodel import Cluster, Jitter, Link, Workload, all_reduce, calibrate, gossip, plan, predict
-from decjax.costmodel.calibrate import Measurement
+from decjax.costmodel import Cluster, Jitter, Link, Workload, all_reduce, fit, gossip, plan, predict
+from decjax.costmodel.fit import Measurement
 
 LOAD = Workload(0.1, (0.05,) * 4, (1e7,) * 4)
 
@@ -24,8 +24,8 @@ def test_a_cluster_is_recovered_from_its_own_times():
     measured += [Measurement("shift", b, noisy(1e-5 + b / 1e9), scope="intra") for b in sizes]
     measured += [Measurement("all_reduce", b, noisy(6 * 3e-4 + 1.5 * b / (0.9 * 2e7)), num_workers=4) for b in sizes[2:]]
     measured += [Measurement("codec", 1e7, noisy(0.02))]
-    assert calibrate.line_of(measured, "all_reduce", "intra") is None
-    cluster = calibrate.fit_cluster(measured, name="box", num_nodes=4, workers_per_node=1)
+    assert fit.line_of(measured, "all_reduce", "intra") is None
+    cluster = fit.fit_cluster(measured, name="box", num_nodes=4, workers_per_node=1)
     assert (cluster.inter.latency_s, cluster.inter.bandwidth_Bps) == pytest.approx((3e-4, 2e7), rel=0.05)
     assert (cluster.intra.latency_s, cluster.intra.bandwidth_Bps) == pytest.approx((1e-5, 1e9), rel=0.05)
     assert not cluster.full_duplex_pairs and cluster.codec_Bps == pytest.approx(5e8, rel=0.05)
@@ -36,19 +36,19 @@ def test_latency_is_the_lesser_one_of_shifts_and_pairs():
     measured = [
         Measurement(kind, b, alpha + b / 2e7) for kind, alpha in (("shift", 2e-2), ("pair", 3e-4)) for b in (1e6, 4e6, 16e6)
     ]
-    cluster = calibrate.fit_cluster(measured, name="box", num_nodes=4, workers_per_node=1)
+    cluster = fit.fit_cluster(measured, name="box", num_nodes=4, workers_per_node=1)
     assert (cluster.inter.latency_s, cluster.inter.bandwidth_Bps) == pytest.approx((3e-4, 2e7))
 
 
 @pytest.mark.parametrize("workers, steps", [(4, 50), (64, 20)])
 def test_jitter_is_kept_as_whole_steps_of_the_same_mean_and_slowest_worker(workers, steps):
     times_NxR = 0.05 + np.random.default_rng(0).exponential(0.05, (workers, 5000)) + np.linspace(0, 0.1, 5000)
-    jitter = calibrate.fit_jitter(times_NxR)
+    jitter = fit.fit_jitter(times_NxR)
     assert len(jitter.trace_s) == workers * steps and np.mean(jitter.trace_s) == pytest.approx(times_NxR.mean())
     drawn = jitter.sample(np.random.default_rng(1), 0.1, (4000, workers))
     assert drawn.max(axis=1).mean() == pytest.approx(times_NxR.max(axis=0).mean(), rel=0.02)
-    assert calibrate.fit_jitter(times_NxR[:1]) == Jitter()  # A single worker waits for nobody,
-    assert calibrate.fit_jitter(np.array([[0.1, 0.3], [0.1001, 0.2999]])) == Jitter()  # nor do those that are slow together.
+    assert fit.fit_jitter(times_NxR[:1]) == Jitter()  # A single worker waits for nobody,
+    assert fit.fit_jitter(np.array([[0.1, 0.3], [0.1001, 0.2999]])) == Jitter()  # nor do those that are slow together.
 
 
 def test_workers_of_a_trace_keep_together_in_any_order():
@@ -65,7 +65,7 @@ def test_throughputs_are_told_apart_by_the_codecs_names(tmp_path):
         Measurement("codec", 1e7, time_s, codec=codec)
         for codec, time_s in (("int8", 0.02), ("int8", 0.021), ("int8", 9.0), ("bfloat16", 0.01))
     ]
-    cluster = calibrate.fit_cluster(shifts + coded, name="box", num_nodes=4, workers_per_node=1)
+    cluster = fit.fit_cluster(shifts + coded, name="box", num_nodes=4, workers_per_node=1)
     assert cluster.codec_Bps == {"int8": pytest.approx(1e7 / 0.021), "bfloat16": pytest.approx(1e9)}
     costmodel.save(tmp_path / "box.json", cluster)
     assert costmodel.load(tmp_path / "box.json") == (cluster, None) and [*tmp_path.iterdir()] == [tmp_path / "box.json"]
@@ -100,22 +100,22 @@ def test_leads_are_kept_on_cores_of_ones_own_and_lost_on_shared_ones(cores, shar
     work_NxK = 1 + np.random.default_rng(0).exponential(0.5, (4, 400))
     begun_together = on_shared_cores(work_NxK, cores, together=True)
     in_a_row = on_shared_cores(work_NxK, cores, together=False)
-    found = calibrate.own_share(begun_together, calibrate.pace(in_a_row))
+    found = fit.own_share(begun_together, fit.pace(in_a_row))
     assert found == pytest.approx(share, abs=0.1)
-    times_NxR = calibrate.shared(begun_together, found)
+    times_NxR = fit.shared(begun_together, found)
     # What the model needs: the slowest worker's time for those who wait, and the pace of those who do not.
     assert times_NxR.max(axis=0) == pytest.approx(begun_together.max(axis=0))
-    assert times_NxR.mean() == pytest.approx(calibrate.pace(in_a_row), rel=0.03)
+    assert times_NxR.mean() == pytest.approx(fit.pace(in_a_row), rel=0.03)
 
 
 def test_the_pace_counts_steps_until_the_first_worker_is_done():
-    assert calibrate.pace(np.array([[1.0, 1.0, 1.0], [2.0, 2.0, 2.0]])) == pytest.approx(3 / ((3 + 1.5) / 2))
-    assert calibrate.own_share(np.ones((4, 3)), 0.9) == 1.0  # In a single process nobody leads.
+    assert fit.pace(np.array([[1.0, 1.0, 1.0], [2.0, 2.0, 2.0]])) == pytest.approx(3 / ((3 + 1.5) / 2))
+    assert fit.own_share(np.ones((4, 3)), 0.9) == 1.0  # In a single process nobody leads.
 
 
 def test_least_squares_finds_the_minimum():
     x = np.linspace(0, 2, 30)
-    theta = calibrate.least_squares(lambda t: np.exp(t[0] * x) + t[1] - np.exp(-0.7 * x) - 0.3, [0.0, 0.0])
+    theta = fit.least_squares(lambda t: np.exp(t[0] * x) + t[1] - np.exp(-0.7 * x) - 0.3, [0.0, 0.0])
     assert theta == pytest.approx([-0.7, 0.3], abs=1e-4)
 
 
@@ -125,10 +125,10 @@ def test_least_squares_finds_the_minimum():
         (lambda: Measurement("ping", 1, 1), "choose from shift, pair"),
         (lambda: Measurement("shift", 0, 1), "must be positive"),
         (lambda: Measurement("shift", 1, 1, scope="rack"), "choose from intra, inter"),
-        (lambda: calibrate.fit_line([1e6, 1e6], [1, 1]), "at least two sizes"),
-        (lambda: calibrate.fit_line([1e6, 2e6], [1, 0.5]), "do not take longer"),
-        (lambda: calibrate.fit_jitter(np.zeros((4, 0))), "at least one is needed"),
-        (lambda: calibrate.fit_cluster([], name="x", num_nodes=2, workers_per_node=1), "links need one of them"),
+        (lambda: fit.fit_line([1e6, 1e6], [1, 1]), "at least two sizes"),
+        (lambda: fit.fit_line([1e6, 2e6], [1, 0.5]), "do not take longer"),
+        (lambda: fit.fit_jitter(np.zeros((4, 0))), "at least one is needed"),
+        (lambda: fit.fit_cluster([], name="x", num_nodes=2, workers_per_node=1), "links need one of them"),
     ],
 )
 def test_bad_measurements_are_one_line(call, problem):

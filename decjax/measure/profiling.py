@@ -35,7 +35,7 @@ import numpy as np
 from decjax import codecs
 from decjax import config as config_lib
 from decjax.config import sections
-from decjax.costmodel import Cluster, Compressed, Link, Workload, calibrate
+from decjax.costmodel import Cluster, Compressed, Link, Workload, fit
 from decjax.errors import ConfigError
 from decjax.gossip import rounds as rounds_lib
 from decjax.measure import exchanges, silence
@@ -288,19 +288,19 @@ def measure(
     exchange_s = {what: times_s[what].max(axis=0) for what in talks}
     total_bytes = exchanges.layout(trainer).num_bytes
     measurements = [
-        calibrate.Measurement(what.kind, what.num_bytes, float(np.median(slowest_s)), what.scope, what.num_workers)
+        fit.Measurement(what.kind, what.num_bytes, float(np.median(slowest_s)), what.scope, what.num_workers)
         for what, slowest_s in exchange_s.items()
     ]
     lines = {
         (m.kind, m.scope): line
         for m in measurements
-        if (line := calibrate.line_of(measurements, m.kind, m.scope)) is not None  # Never None here; for the type checker.
+        if (line := fit.line_of(measurements, m.kind, m.scope)) is not None  # Never None here; for the type checker.
     }
     measurements += [
-        calibrate.Measurement("codec", total_bytes, _usual_s(both_s, share), codec=codec) for codec, both_s in codec_s.items()
+        fit.Measurement("codec", total_bytes, _usual_s(both_s, share), codec=codec) for codec, both_s in codec_s.items()
     ]
     n, L = trainer.workers.num_workers, trainer.workers.local_size
-    cluster = calibrate.fit_cluster(measurements, name=name, num_nodes=n // L, workers_per_node=L)
+    cluster = fit.fit_cluster(measurements, name=name, num_nodes=n // L, workers_per_node=L)
     beside_s = watch.gather(beside.own_s[-len(times_s["beside"][0]) :]).max(axis=0) if beside else np.zeros(0)
     workload = _workload(step_s, total_bytes, share, _usual_s(coding_s[forms[0].name], share))
     if beside:
@@ -313,22 +313,22 @@ def measure(
 
 
 def _own_share(step_s: dict[str, np.ndarray], rounds: int) -> float:
-    """κ of `calibrate.own_share` from gradients that were begun together, and from as many in a row in each round."""
+    """κ of `fit.own_share` from gradients that were begun together, and from as many in a row in each round."""
     rows_NxRxK = step_s["in a row"].reshape(len(step_s["in a row"]), rounds, -1)
-    pace_s = np.mean([calibrate.pace(rows_NxRxK[:, r]) for r in range(rounds)])
-    return calibrate.own_share(step_s["gradient"], float(pace_s))
+    pace_s = np.mean([fit.pace(rows_NxRxK[:, r]) for r in range(rounds)])
+    return fit.own_share(step_s["gradient"], float(pace_s))
 
 
 def _usual_s(times_NxR: np.ndarray, share: float) -> float:
     """The median over steps of what workers take that keep only a `share` of their lead over the slowest."""
-    return float(np.median(calibrate.shared(times_NxR, share).mean(axis=0)))
+    return float(np.median(fit.shared(times_NxR, share).mean(axis=0)))
 
 
 def _workload(step_s: dict[str, np.ndarray], total_bytes: int, share: float, gossip_s: float) -> Workload:
     """The workload of a step; combining is what gossip does, in `gossip_s` seconds, beyond the optimizer."""
     forward_s, gradient_s, optimizer_s = (_usual_s(step_s[part], share) for part in ("forward", "gradient", "optimizer"))
     combine_s = max(0.0, gossip_s - optimizer_s)
-    backward_s, jitter = max(0.0, gradient_s - forward_s), calibrate.fit_jitter(calibrate.shared(step_s["gradient"], share))
+    backward_s, jitter = max(0.0, gradient_s - forward_s), fit.fit_jitter(fit.shared(step_s["gradient"], share))
     return Workload(forward_s, (backward_s,), (float(total_bytes),), optimizer_s, combine_s, jitter)
 
 
