@@ -41,7 +41,7 @@ import rich.table
 
 from decjax import costmodel
 from decjax import topology as topology_lib
-from decjax.costmodel import fit
+from decjax.costmodel.fit import least_squares
 from experiments import script
 from launch import command
 
@@ -140,7 +140,7 @@ def fit(name: str, sizes: tuple[int, ...]) -> np.ndarray:
         return np.concatenate([np.concatenate(errors) / RESIDUAL_UNIT, (theta[1:] - expected) / spread])
 
     work_s = sizes[0] * MEASURED_MS[name][sizes[0]][-1] / 1e3
-    return fit.least_squares(residuals, [np.log(0.8 * work_s), *expected], num_steps=15, tolerance=1e-3)
+    return least_squares(residuals, [np.log(0.8 * work_s), *expected], num_steps=15, tolerance=1e-3)
 
 
 def predict_at(name: str, num_gpus: int, sizes: tuple[int, ...] | None = None) -> np.ndarray:

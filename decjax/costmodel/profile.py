@@ -1,7 +1,7 @@
 """Inputs of the cost model: a cluster, a workload, and how compute times vary. Plain data, with a JSON form.
 
 A *profile* is one JSON object: the fields of `Cluster`, and optionally a measured `Workload` under "workload". It is measured
-(launch.calibrate), fitted to timings (`calibrate`) or written by hand from datasheets. Names of fields end in their unit; `_Bps` is
+(launch.calibrate), fitted to timings (`fit`) or written by hand from datasheets. Names of fields end in their unit; `_Bps` is
 bytes per second, not bits.
 
     {"name": "box", "num_nodes": 4, "workers_per_node": 1,
