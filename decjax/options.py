@@ -28,20 +28,27 @@ LARGEST = 2**31 - 1  # of whole numbers
 
 @dataclasses.dataclass(frozen=True)
 class Range:
-    """The numbers from `low` to `high`; without `low` itself if `above`, without `high` itself if `below`."""
+    """The numbers from `low` to `high`; without `low` itself if `above`, without `high` itself if `below`.
+
+    If `multiple` is not 0, only its multiples.
+    """
 
     low: float = -math.inf
     high: float = math.inf
     above: bool = False
     below: bool = False
+    multiple: int = 0
 
     def __contains__(self, value: float) -> bool:
-        return (self.low < value if self.above else self.low <= value) and (value < self.high if self.below else value <= self.high)
+        fits = not self.multiple or value % self.multiple == 0
+        above = self.low < value if self.above else self.low <= value
+        return fits and above and (value < self.high if self.below else value <= self.high)
 
     def __str__(self) -> str:
         high = math.inf if self.high == LARGEST else self.high
         bounds = [f"{'more than' if self.above else 'at least'} {self.low:.15g}"] if self.low > -math.inf else []
-        return " and ".join(bounds + ([f"{'less than' if self.below else 'at most'} {high:.15g}"] if high < math.inf else []))
+        bounds += [f"{'less than' if self.below else 'at most'} {high:.15g}"] if high < math.inf else []
+        return " and ".join(bounds + ([f"a multiple of {self.multiple}"] if self.multiple else []))
 
 
 Count = Annotated[int, Range(1, LARGEST)]
@@ -96,6 +103,7 @@ def checked(function: F, called: str = "", then: Callable[[Any, Mapping[str, Any
                 continue
             if not is_a(value, parameter.annotation):
                 raise ValueError(f"{name}: {argument}{_described(value)} must be {_type_name(parameter.annotation)}")
+            check_choice(f"{name}: {argument}", value, choices_of(parameter.annotation))
             check_range(f"{name}: {argument}", value, range_of(parameter.annotation))
         result = function(*args, **kwargs)
         if then is None:
@@ -131,6 +139,17 @@ def range_of(annotation: Any) -> Range | None:
     parts = typing.get_args(annotation) if typing.get_origin(annotation) in (types.UnionType, typing.Union) else (annotation,)
     found = (data for part in parts if typing.get_origin(part) is Annotated for data in typing.get_args(part)[1:])
     return next((data for data in found if isinstance(data, Range)), None)
+
+
+def choices_of(annotation: Any) -> tuple[str, ...]:
+    """Return the words that an annotation allows, also as a member of a union; () if it allows any."""
+    return sum((typing.get_args(member) for member in members(annotation) if typing.get_origin(member) is typing.Literal), ())
+
+
+def check_choice(what: str, value: Any, choices: tuple[str, ...]) -> None:
+    """Raise a ValueError for a word that is not one of the choices; () allows any."""
+    if choices and isinstance(value, str) and value not in choices:
+        raise ValueError(f"{what}={shown(value)} is unknown; use one of {', '.join(choices)}")
 
 
 def check_range(what: str, value: Any, allowed: Range | None) -> None:

@@ -32,7 +32,7 @@ import typing
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
 from decjax import options as option_types
-from decjax.options import LARGEST, Range, check_range, members, range_of, shown, signature_of
+from decjax.options import LARGEST, Range, check_choice, check_range, choices_of, members, range_of, shown, signature_of
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -187,7 +187,7 @@ class Part:
 
     Attributes:
         kind: one of `KINDS`.
-        name: unique within the kind; empty: not registered.
+        name: unique within the kind, or what errors call a part that is not registered.
         requires: what it needs of the parts that it is made with.
     """
 
@@ -197,7 +197,7 @@ class Part:
 
     def __init_subclass__(cls, *, kind: str = "", name: str = "", **others: Any) -> None:
         super().__init_subclass__(**others)
-        cls.kind, cls.name = kind or cls.kind, name
+        cls.kind, cls.name = kind or cls.kind, name or vars(cls).get("name", "")
         dataclasses.dataclass(frozen=True, kw_only=bool(name))(cls)
         if name:
             check = lambda result, arguments: arguments["self"].check_requirements()
@@ -439,8 +439,7 @@ def _option(parameter: inspect.Parameter) -> Option | None:
         kind = plain[0] if plain else str if parameter.name.endswith("dtype") else tuple if has_tuple else None
         return Option(default, kind, default is None, (), allowed) if kind else None
     if isinstance(default, bool | int | float | str):
-        choices = [typing.get_args(member) for member in types if typing.get_origin(member) is typing.Literal]
-        return Option(default, type(default), type(None) in types, sum(choices, ()), allowed)
+        return Option(default, type(default), type(None) in types, choices_of(parameter.annotation), allowed)
     return Option(default, None, type(None) in types) if isinstance(default, tuple) and _is_plain(default) else None
 
 
@@ -463,8 +462,7 @@ def checked(what: str, value: Any, option: Option) -> Any:
         raise ValueError(f"{what}=None must be a value such as {option.default!r}")
     if kind is None:
         return value
-    if option.choices and value not in option.choices:
-        raise ValueError(f"{what}={shown(value)} is unknown; use one of {', '.join(option.choices)}")
+    check_choice(what, value, option.choices)
     if kind is tuple and isinstance(value, list):  # As in a JSON file.
         return tuple(value)
     example = "" if option.default in (None, "", inspect.Parameter.empty) else f", such as {option.default!r}"

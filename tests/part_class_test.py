@@ -1,10 +1,12 @@
 """Parts that are classes: options with ranges, traits, requirements, help."""
 
+from typing import Annotated, Literal
+
 import jax.numpy as jnp
 import pytest
 
 from decjax import registry
-from decjax.options import Count, Decay, Share
+from decjax.options import Count, Decay, Range, Share
 from decjax.registry import Requirement
 
 ROUND = Requirement("channel", "a round channel", lambda channel: channel != "square", "use a round one")
@@ -29,6 +31,8 @@ def halving(forgotten_parts):
         rounds: Count = 1
         share: Share | None = None
         decay: Decay = 0.5
+        block: Annotated[int, Range(8, multiple=8)] = 64
+        rounding: Literal["up", "down"] = "up"
 
         def reduce(self, x):
             return x * self.share
@@ -38,7 +42,7 @@ def halving(forgotten_parts):
 
 def test_its_fields_are_the_options_with_ranges_and_help():
     entry = registry.part("reducer", "halving")
-    assert list(entry.options) == ["rounds", "share", "decay"] and entry.summary == "Halve everything."
+    assert list(entry.options) == ["rounds", "share", "decay", "block", "rounding"] and entry.summary == "Halve everything."
     assert entry.options["rounds"].help == "R, how often in a step."
     assert entry.options["rounds"].type == "int, at least 1"
     assert entry.options["share"].type == "float, more than 0 and at most 1, or none"
@@ -56,6 +60,8 @@ def test_it_is_made_by_name_and_by_its_class(halving):
         ({"rounds": 0}, "reducer 'halving': rounds=0 must be at least 1"),
         ({"share": 0.0}, "reducer 'halving': share=0.0 must be more than 0 and at most 1"),
         ({"decay": 1.0}, "reducer 'halving': decay=1.0 must be at least 0 and less than 1"),
+        ({"block": 12}, "reducer 'halving': block=12 must be at least 8 and a multiple of 8"),
+        ({"rounding": "off"}, "reducer 'halving': rounding='off' is unknown; use one of up, down"),
         ({"channel": "square"}, "reducer 'halving' needs a round channel, got channel 'square'; use a round one"),
     ],
 )
