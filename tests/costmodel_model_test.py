@@ -10,6 +10,7 @@ import pytest
 from decjax import costmodel
 from decjax import topology as tp
 from decjax.costmodel import Cluster, Jitter, Link, Method, Workload, all_reduce, gossip, model, no_communication, predict
+from decjax.costmodel.simulator import simulate
 
 EIGHT = Cluster("two nodes", 2, 4, Link(1e-5, 2e9), Link(1e-4, 1e9), all_reduce_efficiency=0.8, codec_Bps=1e9)
 HALF_DUPLEX = Cluster("box", 8, 1, Link(0, 1e12), Link(1e-3, 2e7), full_duplex_pairs=False)
@@ -182,7 +183,7 @@ def reference_starts(cluster, workload, method, compute_TxN):
 @pytest.mark.parametrize("cluster", [EIGHT, HALF_DUPLEX], ids=lambda cluster: cluster.name)
 def test_recursion_equals_the_plain_reference(cluster, method):
     compute_TxKxN = Jitter("exponential", scale_s=0.01).sample(np.random.default_rng(3), LOAD.compute_s, (22, 2, 8))
-    run = model.simulate(cluster, LOAD, method, compute_TxKxN)
+    run = simulate(method, model.single_stage(cluster, LOAD, method), compute_TxKxN)
     for k in range(2):
         expected = reference_starts(cluster, LOAD, method, compute_TxKxN[:, k])
         np.testing.assert_allclose(run.start_TxKxN[1:, k], expected, rtol=1e-12, atol=0)
@@ -194,7 +195,7 @@ def test_recursion_equals_the_plain_reference(cluster, method):
 def simulated_mean(cluster, workload, method, num_steps, num_replicas=1, seed=0):
     shape = (num_steps, num_replicas, cluster.num_workers)
     compute_TxKxN = workload.jitter.sample(np.random.default_rng(seed), workload.compute_s, shape)
-    run = model.simulate(cluster, workload, method, compute_TxKxN)
+    run = simulate(method, model.single_stage(cluster, workload, method), compute_TxKxN)
     half = num_steps // 2
     return (run.start_TxKxN[-1] - run.start_TxKxN[half]).mean() / (num_steps - half)
 

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from decjax import topology as topology_lib
-from decjax.costmodel import model
 from decjax.costmodel.methods import GRADIENTS, Method, all_reduce, gossip, graphs, no_communication
-from decjax.costmodel.model import Prediction, predict
+from decjax.costmodel.model import Prediction, predict, single_stage
 from decjax.costmodel.profile import Cluster, Jitter, Workload
+from decjax.costmodel.simulator import horizon, simulate
 from decjax.topology import Topology
 
 # Topologies that are compared by default: one or few neighbours in a round, and known to mix well.
@@ -256,13 +256,14 @@ def regions(
     clusters = [_at_bandwidth(cluster, float(b)) for b in bandwidth_Bps]
     time_s = np.empty((len(methods), len(variation), len(clusters)))
     for m, method in enumerate(methods):
-        per_bandwidth = [model.durations(changed, workload, method) for changed in clusters]
-        cost_s = [np.concatenate(phase, axis=1).repeat(REPLICAS, axis=1) for phase in zip(*per_bandwidth)]
-        warm_up, T = model.horizon(method, STEPS)
+        steps = [single_stage(changed, workload, method) for changed in clusters]
+        cost_s = [np.concatenate(phase, axis=1).repeat(REPLICAS, axis=1) for phase in zip(*(step.cost_s for step in steps))]
+        step = steps[0]._replace(cost_s=cost_s)
+        warm_up, T = horizon(method, STEPS)
         for v, cv in enumerate(variation):
             jitter = Jitter("lognormal", scale_s=float(cv) * workload.compute_s)
             compute = jitter.sample(np.random.default_rng(0), workload.compute_s, (T, REPLICAS, cluster.num_workers))
-            run = model.simulate(cluster, workload, method, np.tile(compute, (1, len(clusters), 1)), cost_s)
+            run = simulate(method, step, np.tile(compute, (1, len(clusters), 1)))
             elapsed_KxN = (run.start_TxKxN[-1] - run.start_TxKxN[warm_up]) / (T - warm_up)
             time_s[m, v] = elapsed_KxN.reshape(len(clusters), -1).mean(axis=1)
     return Regions(methods, time_s, winner=(time_s <= TIE * time_s.min(axis=0)).argmax(axis=0))
@@ -281,6 +282,7 @@ class Timeline(NamedTuple):
 def timeline(cluster: Cluster, workload: Workload, method: Method) -> Timeline:
     """The times of one iteration, from a simulation in which all methods have the same compute times."""
     compute = workload.jitter.sample(np.random.default_rng(0), workload.compute_s, (SHOWN + 2, 1, cluster.num_workers))
-    start, computed, launched, arrived = (times[:, 0] for times in model.simulate(cluster, workload, method, compute))
+    run = simulate(method, single_stage(cluster, workload, method), compute)
+    start, computed, launched, arrived = (times[:, 0] for times in run)
     times_N = (start[SHOWN], computed[SHOWN], start[SHOWN + 1], launched[SHOWN], arrived[SHOWN])
     return Timeline(*(each_N - start[SHOWN].min() for each_N in times_N))
