@@ -169,11 +169,12 @@ def test_messages_between_passes_by_hand():
 def test_one_stage_is_plain_data_parallelism():
     cluster = line(8, 4, Link(1e-4, 1e9), Link(1e-5, 2e9), all_reduce_efficiency=0.8, codec_Bps=1e9)
     layout = DeviceLayout(workers=8)
-    load = Work((0.01,), (0.02,), 0, 0, (0,), (0,), (24e6,), optimizer_s=0.003, combine_s=0.002)
-    plain = Workload(0.01, (0.02,), (24e6,), optimizer_s=0.003, combine_s=0.002)
+    load = Work((0.01,), (0.02,), 0, 0, (0,), (0,), (24e6,), optimizer_s=0.003, combine_s=0.002, beside_s=0.005)
+    plain = Workload(0.01, (0.02,), (24e6,), optimizer_s=0.003, combine_s=0.002, beside_s=0.005)
     methods = [no_communication(), all_reduce(8), all_reduce(8, overlap=True), all_reduce(8, every=3), all_reduce(8, ratio=0.1)]
+    methods += [all_reduce(8, ratio=0.1, coding_s=0.02, latencies=2.0), all_reduce(8, overlap=True, ratio=0.5, coding_s=0.02)]
     methods += [
-        gossip(tp.make(name, 8, **options), order=order, ratio=ratio)
+        gossip(tp.make(name, 8, **options), order=order, ratio=ratio, **costs)
         for name, options in (
             ("ring", {}),
             ("one_peer_exponential", dict(pairwise=True)),
@@ -181,12 +182,28 @@ def test_one_stage_is_plain_data_parallelism():
         )
         for order in ("awc", "atc")
         for ratio in (1.0, 0.25)
-        if (order, ratio) != ("awc", 0.25)
+        for costs in ({}, dict(coding_s=0.02, latencies=3.0, every=2))
     ]
     for method in methods:
         assert predict_layout(cluster, load, layout, Traffic(method)).time_s == pytest.approx(
             predict(cluster, plain, method).mean_s, rel=1e-9
         ), method.name
+
+
+def test_every_cost_counts_in_a_pipeline():
+    layout = DeviceLayout(2, 4, 1, microbatches=8, inner="worker")
+    load = even(layout, 0.01, 0.02, gradient_bytes=1e8)
+
+    def time_s(method, load=load):
+        return predict_layout(line(8, inter=Link(0.01, 1e8)), load, layout, Traffic(method)).time_s
+
+    for order in ("awc", "atc"):
+        mixing = gossip(tp.make("ring", 2), order=order, ratio=0.5)
+        coded = dataclasses.replace(mixing, coding_s=0.4)
+        assert time_s(coded) == pytest.approx(time_s(mixing) + 0.1)  # Each of four stages encodes a quarter.
+        assert time_s(dataclasses.replace(mixing, latencies=3.0)) == pytest.approx(time_s(mixing) + 0.02)
+        slowed = dataclasses.replace(load, beside_s=0.05)
+        assert time_s(mixing, slowed) == pytest.approx(time_s(mixing) + (0.05 if order == "awc" else 0.0))
 
 
 def test_parts_of_the_time_sum_up():

@@ -58,6 +58,7 @@ NUMPY_ONLY = (
     "decjax.costmodel.plan_layouts",
     "decjax.costmodel.exchange",
     "decjax.costmodel.model",
+    "decjax.costmodel.simulator",
     "decjax.costmodel.transformer",
     "decjax.costmodel.layout",
     "decjax.costmodel.iteration",

@@ -4,7 +4,8 @@
     files         their JSON form
     exchange      latency and bandwidth cost of a round of messages on a cluster
     method        what is sent over which topology
-    model         time per iteration of a method: a max-plus recursion, and closed forms
+    simulator     times of training steps, by a max-plus recursion over workers
+    model         time per iteration of a method whose workers are one device each
     transformer   parameters, operations and bytes of a decoder
     layout        workers × stages × tensor: what devices compute and send
     iteration     time per iteration of a layout, under a pipeline schedule

@@ -14,10 +14,11 @@ travel at once, activations before gradients; those of the next form follow when
 F and B include their all-reduces over the tensor axis. When a stage's last backward pass is done, its gradients are exchanged with
 those of other workers, while earlier stages still compute; stages that send through the same NIC take turns. The optimizer waits
 for all stages, since a gradient is clipped by its norm over all of them. Gossip exchanges parameters, during an iteration ("awc") or
-after it ("atc"), as in `costmodel.model`.
+after it ("atc").
 
-Nothing is random here, and all workers are equally fast. Messages between stages are assumed not to slow down messages between
-workers through the same NIC.
+So a pipeline computes for some seconds and exchanges for some seconds, as one device does; `costmodel.simulator` makes iterations of
+these. A single stage with one microbatch is predicted as by `costmodel.model`. All workers are equally fast here. Messages between
+stages are assumed not to slow down messages between workers through the same NIC.
 """
 
 from collections.abc import Sequence
@@ -27,10 +28,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from decjax.costmodel.exchange import exchange_cost, mean_cost, messages_cost
+from decjax.costmodel.exchange import Exchange, exchange_cost, mean_cost, messages_cost
 from decjax.costmodel.layout import DeviceLayout, Traffic, Work, by_stage
 from decjax.costmodel.methods import GRADIENTS, PARAMETERS
 from decjax.costmodel.profile import Cluster
+from decjax.costmodel.simulator import StepCosts, horizon, simulate
 from decjax.schedules import BACKWARD, FORWARD, Schedule, Send
 from decjax.topology import Round
 
@@ -138,10 +140,11 @@ class StageExchange(NamedTuple):
 
 
 SILENCE = StageExchange(0.0, ())
+ALIKE = Exchange(1, (), *np.zeros((4, 1)))  # A worker that waits for others would wait for itself, since all are equally fast.
 
 
 def take_turns(ready_s: Sequence[float], exchanges: Sequence[StageExchange]) -> list[float]:
-    """When each exchange is done, seconds, if those through the same NIC take turns in the order in which they are ready."""
+    """Return when each exchange is done, seconds; those through the same NIC take turns in the order in which they are ready."""
     free_s: dict[int, float] = {}
     done_s = list(ready_s)
     for index in sorted(range(len(ready_s)), key=lambda i: ready_s[i]):
@@ -151,23 +154,33 @@ def take_turns(ready_s: Sequence[float], exchanges: Sequence[StageExchange]) -> 
     return done_s
 
 
+def _codec_s(cluster: Cluster, load: Work, layout: DeviceLayout, traffic: Traffic, stage: int) -> float:
+    """Return the seconds that a device of a stage encodes and decodes; devices divide `Method.coding_s` by their bytes."""
+    method, num_bytes = traffic.method, load.gradient_bytes[stage]
+    if traffic.ratio(stage) == 1:
+        return 0.0
+    if method.coding_s is None:
+        return cluster.coding_s(num_bytes, method.codec)
+    total_bytes = layout.tensor * sum(load.gradient_bytes)
+    return method.coding_s * num_bytes / total_bytes if total_bytes else 0.0
+
+
 def _exchanges(cluster: Cluster, load: Work, layout: DeviceLayout, traffic: Traffic, round_: Round) -> list[StageExchange]:
-    """What each stage exchanges between workers in a round, with codec time and its part of a tied embedding."""
+    """Return what each stage exchanges between workers in a round, with its part of a tied embedding, but without codec time."""
     devices_NxSxK, method = layout.devices_NxSxK(), traffic.method
 
-    def exchange(stage, num_bytes):
+    def exchange(stage: int, num_bytes: float) -> StageExchange:
         route = exchange_cost(cluster, round_, method.joint_ring, devices_NxSxK[:, stage])
-        ratio = traffic.ratio(stage)
-        codec_s = cluster.coding_s(num_bytes, method.codec) if ratio != 1 else 0.0
         shared = load.embedding_bytes if not traffic.fused_embedding and stage in (0, layout.stages - 1) else 0.0
-        time_s = route.latency_N.max() + (ratio * num_bytes + shared) * route.per_byte_N.max()
-        return StageExchange(float(time_s + codec_s), tuple(np.flatnonzero(route.nic_M).tolist()))
+        latency_s = traffic.latencies(stage) * route.latency_N.max()
+        time_s = latency_s + (traffic.ratio(stage) * num_bytes + shared) * route.per_byte_N.max()
+        return StageExchange(float(time_s), tuple(np.flatnonzero(route.nic_M).tolist()))
 
     return [exchange(stage, num_bytes) for stage, num_bytes in enumerate(load.gradient_bytes)]
 
 
 def _joint(cluster: Cluster, load: Work, layout: DeviceLayout, fused: bool) -> StageExchange:
-    """The mean of the embedding's gradient over the first and last stage of each worker, or of all workers."""
+    """Return the averaging of the embedding's gradient over the first and last stage of each worker, or of all workers."""
     if not load.embedding_bytes:
         return SILENCE
     holders_NxHxK = layout.devices_NxSxK()[:, [0, -1]]
@@ -177,38 +190,51 @@ def _joint(cluster: Cluster, load: Work, layout: DeviceLayout, fused: bool) -> S
     return StageExchange(float(latency_G.max() + load.embedding_bytes * per_byte_G.max()), tuple(np.flatnonzero(nic_M).tolist()))
 
 
-def _iteration_s(
-    load: Work, traffic: Traffic, ready_S: np.ndarray, per_stage: list[StageExchange] | None, joint: StageExchange
-) -> float:
-    """Seconds of an iteration whose stages have computed at `ready_S`; `per_stage`: what they exchange, None: nothing."""
-    method, ready_s = traffic.method, [*map(float, ready_S)]
-    averages = method.message == GRADIENTS and not method.overlap
-    waits_for = per_stage if averages and per_stage else [SILENCE] * len(ready_s)
+def _averaged_s(traffic: Traffic, ready_s: Sequence[float], exchanges: Sequence[StageExchange], joint: StageExchange) -> float:
+    """Return when all gradients of a worker are exchanged, whose stages have computed at `ready_s`."""
     ends_s = max(ready_s[0], ready_s[-1])
     if traffic.fused_embedding:
-        updated_s = max(take_turns([*ready_s, ends_s], [*waits_for, joint]))
-    else:
-        done_s = take_turns(ready_s, waits_for)
-        updated_s = max(*done_s, max(done_s[0], done_s[-1]) + joint.time_s)
-    updated_s += load.optimizer_s
-    if averages or per_stage is None:
-        return updated_s
-    exchange_s = max(take_turns([0.0] * len(ready_s), per_stage))
-    together_s = max(updated_s, exchange_s) if method.overlap else updated_s + exchange_s
-    return together_s + (load.combine_s if method.message == PARAMETERS else 0.0)
+        return max(take_turns([*ready_s, ends_s], [*exchanges, joint]))
+    done_s = take_turns(ready_s, exchanges)
+    return max(*done_s, max(done_s[0], done_s[-1]) + joint.time_s)
 
 
-def _mean_s(cluster: Cluster, load: Work, layout: DeviceLayout, traffic: Traffic, ready_S: np.ndarray) -> float:
-    """Seconds of an iteration, mean over the method's phases and local steps."""
-    method, joint = traffic.method, _joint(cluster, load, layout, traffic.fused_embedding)
-    local_s = _iteration_s(load, traffic, ready_S, None, joint)
-    if method.topology is None:
-        return local_s
-    exchanged_s = [
-        _iteration_s(load, traffic, ready_S, _exchanges(cluster, load, layout, traffic, round_), joint)
-        for round_ in method.topology.rounds
-    ]
-    return (float(np.mean(exchanged_s)) + (method.every - 1) * local_s) / method.every
+def _worker(
+    cluster: Cluster, load: Work, layout: DeviceLayout, traffic: Traffic, ready_S: np.ndarray
+) -> tuple[float, float, list[float]]:
+    """Return the pipeline as one device: seconds of its computing, of a codec beside that, and of the exchange in each phase.
+
+    A method that averages gradients before the update computes until the gradients are there without an exchange; the exchange takes
+    the seconds from then on.
+    """
+    method, ready_s, alone = traffic.method, [*map(float, ready_S)], [SILENCE] * layout.stages
+    joint = _joint(cluster, load, layout, traffic.fused_embedding)
+    computed_s = _averaged_s(traffic, ready_s, alone, joint)
+    codec_S = [_codec_s(cluster, load, layout, traffic, stage) for stage in range(layout.stages)]
+    costs_s = []
+    for round_ in method.topology.rounds if method.topology else ():
+        exchanges = _exchanges(cluster, load, layout, traffic, round_)
+        if method.overlap:
+            costs_s.append(max(take_turns([0.0] * layout.stages, exchanges)) + load.beside_s)
+            continue
+        coded = [exchange._replace(time_s=exchange.time_s + codec_s) for exchange, codec_s in zip(exchanges, codec_S, strict=True)]
+        if method.message == GRADIENTS:
+            costs_s.append(_averaged_s(traffic, ready_s, coded, joint) - computed_s)
+        else:
+            costs_s.append(max(take_turns([0.0] * layout.stages, coded)))
+    return computed_s, max(codec_S) if method.overlap else 0.0, costs_s
+
+
+def _mean_s(cluster: Cluster, layout: DeviceLayout, ready_S: np.ndarray, variants: Sequence[tuple[Work, Traffic]]) -> list[float]:
+    """Return the seconds of an iteration, mean over phases and local steps, for variants of what is sent by one method."""
+    load, method = variants[0][0], variants[0][1].method
+    computed_s, codec_s, costs_s = zip(*(_worker(cluster, load, layout, traffic, ready_S) for load, traffic in variants))
+    combine_s, phases = load.combine_s if method.message == PARAMETERS else 0.0, len(costs_s[0])
+    cost_s = [np.reshape(phase_K, (1, -1, 1)) for phase_K in zip(*costs_s)]
+    step = StepCosts(0.0, (1.0,), (1.0,), load.optimizer_s, combine_s, np.reshape(codec_s, (-1, 1)), [ALIKE] * phases, cost_s)
+    warm_up, T = horizon(method, method.period)
+    run = simulate(method, step, np.broadcast_to(np.reshape(computed_s, (1, -1, 1)), (T, len(variants), 1)))
+    return ((run.start_TxKxN[-1] - run.start_TxKxN[warm_up]) / (T - warm_up))[:, 0].tolist()
 
 
 # -- Prediction -------------------------------------------------------------------------------------------------------
@@ -298,19 +324,14 @@ def predict_layout(cluster: Cluster, load: Work, layout: DeviceLayout, traffic: 
         '1.81 2.45'
     """
     _check(cluster, load, layout, traffic)
-    plain_S, tensor_S, ready_S = _stage_ends_ZxS(cluster, load, layout, traffic)
+    ends_ZxS = _stage_ends_ZxS(cluster, load, layout, traffic)
     passes_U = np.array(load.forward_s) + np.array(load.backward_s)
     compute_s = layout.microbatches * max(by_stage(layout, passes_U)) + load.optimizer_s
-    silent = dataclasses.replace(traffic, method=dataclasses.replace(traffic.method, topology=None))
-    without = dataclasses.replace(load, embedding_bytes=0.0)
-    total_s = [
-        compute_s,
-        *(_mean_s(cluster, without, layout, silent, end_S) for end_S in (plain_S, tensor_S, ready_S)),
-        _mean_s(cluster, without, layout, traffic, ready_S),
-        _mean_s(cluster, load, layout, traffic, ready_S),
-    ]
+    variants = [(dataclasses.replace(load, embedding_bytes=0.0), traffic), (load, traffic)]
+    sent_s = _mean_s(cluster, layout, ends_ZxS[-1], variants)
+    total_s = np.maximum.accumulate([compute_s, *(ends_ZxS.max(axis=1) + load.optimizer_s), *sent_s])  # Rounding adds no time.
     parts_s = map(float, np.diff(total_s))
-    return LayoutPrediction._make((total_s[-1], compute_s, *parts_s, *_sent(cluster, load, layout, traffic)))
+    return LayoutPrediction(float(total_s[-1]), compute_s, *parts_s, *_sent(cluster, load, layout, traffic))
 
 
 def _sent(cluster: Cluster, load: Work, layout: DeviceLayout, traffic: Traffic) -> tuple[float, float, float]:
@@ -347,7 +368,6 @@ def choose_compressed_stages(cluster: Cluster, load: Work, layout: DeviceLayout,
     """
     _check(cluster, load, layout, traffic)
     ready_S = _stage_ends_ZxS(cluster, load, layout, traffic)[-1]
-    times_s = tuple(
-        _mean_s(cluster, load, layout, dataclasses.replace(traffic, compressed_stages=k), ready_S) for k in range(layout.stages + 1)
-    )
+    variants = [(load, dataclasses.replace(traffic, compressed_stages=k)) for k in range(layout.stages + 1)]
+    times_s = tuple(_mean_s(cluster, layout, ready_S, variants))
     return next(k for k, time_s in enumerate(times_s) if time_s <= (1 + GAIN) * min(times_s)), times_s

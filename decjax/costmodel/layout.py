@@ -191,9 +191,17 @@ class Traffic:
         """How messages of a kind, `FORWARD` or `BACKWARD`, are compressed between stages."""
         return self.forward if kind == FORWARD else self.backward
 
+    def compresses(self, stage: int) -> bool:
+        """Return whether a stage sends the method's compressed messages to other workers."""
+        return self.compressed_stages is None or stage < self.compressed_stages
+
     def ratio(self, stage: int) -> float:
-        """Compression ratio of the messages between workers in a stage; 1: none."""
-        return self.method.ratio if self.compressed_stages is None or stage < self.compressed_stages else 1.0
+        """Return the compression ratio of a stage's messages to other workers; 1: none."""
+        return self.method.ratio if self.compresses(stage) else 1.0
+
+    def latencies(self, stage: int) -> float:
+        """Return how many latencies of an uncompressed exchange a stage's exchange takes."""
+        return self.method.latencies if self.compresses(stage) else 1.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -211,6 +219,7 @@ class Work:
         embedding_bytes: bytes of such an embedding's gradient on one device; 0: there is none.
         optimizer_s: seconds of the optimizer.
         combine_s: seconds to combine parameters that have arrived with a worker's own.
+        beside_s: seconds that an exchange between workers takes longer while the gradient is computed.
     """
 
     forward_s: tuple[float, ...]
@@ -223,6 +232,7 @@ class Work:
     embedding_bytes: float = 0.0
     optimizer_s: float = 0.0
     combine_s: float = 0.0
+    beside_s: float = 0.0
 
 
 def work(model: Transformer, layout: DeviceLayout, flops: float) -> Work:

@@ -12,13 +12,13 @@ import numpy as np
 from decjax.costmodel.exchange import exchange_cost
 from decjax.costmodel.methods import GRADIENTS, PARAMETERS, Method
 from decjax.costmodel.profile import Cluster, Workload
-from decjax.costmodel.simulator import Step, horizon, simulate
+from decjax.costmodel.simulator import StepCosts, horizon, simulate
 from decjax.options import Count, Seed, checked
 
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 
 
-def single_stage(cluster: Cluster, workload: Workload, method: Method) -> Step:
+def single_stage(cluster: Cluster, workload: Workload, method: Method) -> StepCosts:
     """Return a step of workers that are one device each, for the simulator.
 
     Raises:
@@ -38,7 +38,7 @@ def single_stage(cluster: Cluster, workload: Workload, method: Method) -> Step:
         if method.ratio != 1:
             codec_s = cluster.coding_s(workload.total_bytes, method.codec) if method.coding_s is None else method.coding_s
     bytes_b, beside_s = method.ratio * np.array(load.num_bytes), workload.beside_s / buckets if method.overlap else 0.0
-    return Step(
+    return StepCosts(
         load.forward_s / load.compute_s,
         [backward_s / load.compute_s for backward_s in load.backward_s],
         [num_bytes / total if total else 1 / buckets for num_bytes in load.num_bytes],

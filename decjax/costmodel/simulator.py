@@ -29,7 +29,7 @@ from decjax.costmodel.exchange import Exchange
 from decjax.costmodel.methods import PARAMETERS, Method
 
 
-class Step(NamedTuple):
+class StepCosts(NamedTuple):
     """One step of a worker, whose messages to other workers are divided into B buckets.
 
     Attributes:
@@ -68,7 +68,7 @@ def horizon(method: Method, num_steps: int) -> tuple[int, int]:
     return warm_up, warm_up + -(-num_steps // method.period) * method.period
 
 
-def simulate(method: Method, step: Step, compute_TxKxN: np.ndarray) -> Times:
+def simulate(method: Method, step: StepCosts, compute_TxKxN: np.ndarray) -> Times:
     """Return the times of all events over T steps with the given compute times, seconds."""
     T, K, N = compute_TxKxN.shape
     starts, computed = np.zeros((T + 1, K, N)), np.zeros((T, K, N))
@@ -110,7 +110,7 @@ def _arrivals(route: Exchange, cost_b: np.ndarray, ready_b: list[np.ndarray], fr
 
 
 def _ready(
-    step: Step,
+    step: StepCosts,
     method: Method,
     start_KxN: np.ndarray,
     compute_KxN: np.ndarray,
