@@ -331,7 +331,7 @@ def predict_layout(cluster: Cluster, load: Work, layout: DeviceLayout, traffic: 
     sent_s = _mean_s(cluster, layout, ends_ZxS[-1], variants)
     total_s = np.maximum.accumulate([compute_s, *(ends_ZxS.max(axis=1) + load.optimizer_s), *sent_s])  # Rounding adds no time.
     parts_s = map(float, np.diff(total_s))
-    return LayoutPrediction(float(total_s[-1]), compute_s, *parts_s, *_sent(cluster, load, layout, traffic))
+    return LayoutPrediction._make((float(total_s[-1]), compute_s, *parts_s, *_sent(cluster, load, layout, traffic)))
 
 
 def _sent(cluster: Cluster, load: Work, layout: DeviceLayout, traffic: Traffic) -> tuple[float, float, float]:

@@ -14,7 +14,7 @@ MAX_EVERY = 1000  # since whole periods are simulated
 
 @dataclasses.dataclass(frozen=True)
 class Method:
-    """What is sent over which topology, and whether it overlaps with computation; for the equations see `costmodel.model`.
+    """What is sent over which topology, and whether it overlaps with computation; for the equations see `costmodel.simulator`.
 
     Args:
         name: shown in tables.
