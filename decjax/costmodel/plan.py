@@ -226,6 +226,12 @@ class Regions(NamedTuple):
     winner: np.ndarray  # [V, B], index of the first method that is within 3 % of the fastest
 
 
+def _preference(method: Method) -> tuple:
+    """Return the key that sorts methods of equal time: all-reduce first, then by spectral gap, and simpler ones first."""
+    degree = method.topology.max_degree if method.topology else 0
+    return method.message != GRADIENTS, -round(_mixing(method.topology)[0], 3), method.overlap, method.bucketed, degree
+
+
 def regions(
     cluster: Cluster,
     workload: Workload,
@@ -242,17 +248,7 @@ def regions(
         bandwidth_Bps: B bandwidths between nodes (inside, if there is one node).
         variation: V coefficients of variation of compute times (log-normal).
     """
-
-    def preference(method):
-        return (
-            method.message != GRADIENTS,
-            -round(_mixing(method.topology)[0], 3),
-            method.overlap,
-            method.bucketed,
-            method.topology.max_degree,
-        )
-
-    methods = sorted((method for method in methods if method.topology is not None), key=preference)
+    methods = sorted((method for method in methods if method.topology is not None), key=_preference)
     clusters = [_at_bandwidth(cluster, float(b)) for b in bandwidth_Bps]
     time_s = np.empty((len(methods), len(variation), len(clusters)))
     for m, method in enumerate(methods):
