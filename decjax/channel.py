@@ -84,7 +84,7 @@ class Coded:
         Raises:
             ValueError: if the encoded messages are not smaller than the arrays.
         """
-        each = {"bucket_bytes": 0} if self.codec.traits.matrix else {}
+        each = {"bucket_bytes": 0} if self.codec.matrix else {}
         layout = self.channel.layout(tree, multiple_of=self.multiple_of, alone=self.channel.alone, **each)
         coded, plain = self.num_bytes(layout), layout.num_bytes / self.group_size
         if layout.buckets and coded >= plain and self.codec.name != "identity":
@@ -96,12 +96,12 @@ class Coded:
 
     def codecs(self, layout: buckets.Layout) -> list[codecs.Codec]:
         """The codec of each bucket. Buckets are vectors; a codec of matrices is wrapped to see the array that one was made of."""
-        if not self.codec.traits.matrix:
+        if not self.codec.matrix:
             return [self.codec] * len(layout.buckets)
 
         def of_array(bucket):
             shape = codecs.seen_shape(self.codec, layout.shapes[bucket.leaves[0]], codecs.working_dtype(bucket.dtype))
-            return codecs.reshaped(self.codec, lambda *_: shape)
+            return codecs.Reshaped(self.codec, lambda *_: shape)
 
         return [of_array(bucket) for bucket in layout.buckets]
 
@@ -118,4 +118,4 @@ class Coded:
 
     def key(self, count: jax.Array, position: int) -> jax.Array | None:
         """The random key that encodes the message at a position in step `count`; None for a codec that draws nothing."""
-        return jax.random.fold_in(self.channel.key(count, self.group_size), position) if self.codec.traits.random else None
+        return jax.random.fold_in(self.channel.key(count, self.group_size), position) if self.codec.random else None

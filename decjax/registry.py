@@ -64,6 +64,7 @@ KINDS = {
 }
 
 
+CONTRIB = "decjax.contrib"
 NONE = ("auto", "none", "")  # words that stand for None
 
 
@@ -260,15 +261,18 @@ def fallback(kind: str, find: Callable[[str], Callable | None], names: Callable[
 
 
 def names(kind: str) -> tuple[str, ...]:
-    """The names of all parts of a kind, those of other libraries last."""
+    """The names of all parts of a kind; those of `decjax.contrib`, then those of other libraries come last."""
     _search(kind)
-    own = tuple(_parts[kind])
+    _search_contrib()
+    own = tuple(sorted(_parts[kind], key=lambda name: _parts[kind][name].factory.__module__.startswith(CONTRIB)))
     return own + tuple(name for name in _fallbacks[kind][1]() if name not in own) if kind in _fallbacks else own
 
 
 def part(kind: str, name: str) -> Entry:
     """The part of that kind and name; ValueError if there is none."""
     _search(kind)
+    if isinstance(name, str) and name not in _parts[kind]:
+        _search_contrib()
     if isinstance(name, str) and name in _parts[kind]:
         return _parts[kind][name]
     if isinstance(name, str) and kind in _fallbacks and (factory := _fallbacks[kind][0](name)):
@@ -398,11 +402,17 @@ def make(kind: str, chosen: Any, /, *context: Any, **given: Any) -> Any:
 
 
 def _is_same(factory: Callable, known: Callable) -> bool:
-    """Whether both are one definition: a cell of a notebook that runs again, or a config file, which its flag imports a second time
-    under another name."""
-    codes = [getattr(inspect.unwrap(one), "__code__", None) for one in (factory, known)]
-    files = [os.path.abspath(code.co_filename) if code else one for code, one in zip(codes, (factory, known))]
-    return factory.__qualname__ == known.__qualname__ and (factory.__module__ == known.__module__ or files[0] == files[1])
+    """Whether both are one definition: a notebook cell that runs again, or a config file that its flag imports under a second name."""
+    if factory.__qualname__ != known.__qualname__:
+        return False
+    return factory.__module__ == known.__module__ or file_of(factory) == file_of(known) is not None
+
+
+def file_of(factory: Callable) -> str | None:
+    """The file that defines a function, or a class with methods."""
+    functions = vars(factory).values() if inspect.isclass(factory) else [inspect.unwrap(factory)]
+    paths = [function.__code__.co_filename for function in functions if inspect.isfunction(function)]
+    return next((os.path.abspath(path) for path in paths if not path.startswith("<")), None)
 
 
 def _check_kind(kind: str) -> None:
@@ -483,3 +493,10 @@ def _is_of(kind: type, value: Any) -> bool:
     if kind is str:
         return not isinstance(value, int | float | list | dict)
     return isinstance(value, int if kind is int else int | float if kind is float else kind)
+
+
+@functools.cache
+def _search_contrib() -> None:
+    """Imports the packages of `decjax.contrib`, which registers their parts."""
+    for module in pkgutil.iter_modules(importlib.import_module(CONTRIB).__path__):
+        importlib.import_module(f"{CONTRIB}.{module.name}")

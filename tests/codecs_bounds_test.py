@@ -216,10 +216,10 @@ def power_steps(codec, matrices, state):
 
 @pytest.mark.parametrize("values, contractive", [("sign", False), ("float16", False), ("int8", True)])
 def test_dct_is_as_contractive_as_its_values(values, contractive):
-    delta = codecs.make("dct", fraction=0.25, values=values).traits.contractive
-    assert (delta is not None) == contractive
+    codec = codecs.make("dct", fraction=0.25, values=values)
+    assert codec.contractive == contractive
     if contractive:  # A quarter of the coefficients, and of those what int8 keeps.
-        assert delta((64, 64)) == 0.25 * codecs.make(values).traits.contractive((1024,))
+        assert codec.delta((64, 64)) == 0.25 * codecs.make(values).delta((1024,))
 
 
 @pytest.mark.parametrize("rest", [0.0, 1e-12, np.nan, np.inf])

@@ -256,33 +256,35 @@ def test_resume_is_bit_exact(name, tmp_path):
 # -- Codecs with a state, and of matrices -----------------------------------------------------------------------------
 
 
-def rows_in_turn():
-    """A matrix row by row, one a message; vectors as they are."""
+class RowsInTurn(codecs.Codec):
+    """A matrix row by row, one a message; vectors unchanged."""
 
-    def encode(x, state, key):
+    state_key = "tensor"
+    matrix = True
+
+    def encode(self, x, state, key):
         return {"row": state["next"], "values": x[state["next"]]} if x.ndim == 2 else x
 
-    def decode(message, shape, dtype):
+    def decode(self, message, shape, dtype):
         return jnp.zeros(shape, dtype).at[message["row"]].set(message["values"]) if len(shape) == 2 else message
 
-    def num_bytes(shape, dtype):
+    def num_bytes(self, shape, dtype):
         return jnp.dtype(dtype).itemsize * shape[-1] + 4 * (len(shape) == 2)
 
-    return codecs.Codec(
-        name="rows_in_turn",
-        encode=encode,
-        decode=decode,
-        num_bytes=num_bytes,
-        init=lambda shape, dtype: {"next": jnp.int32(0), "rows": jnp.int32(shape[0])} if len(shape) == 2 else (),
-        advance=lambda state, message: state | {"next": (message["row"] + 1) % state["rows"]} if state else (),
-        traits=codecs.Traits(contractive=lambda shape: 1 / shape[0], state_key="tensor", matrix=True),
-    )
+    def init(self, shape, dtype):
+        return {"next": jnp.int32(0), "rows": jnp.int32(shape[0])} if len(shape) == 2 else ()
+
+    def advance(self, state, message):
+        return state | {"next": (message["row"] + 1) % state["rows"]} if state else ()
+
+    def delta(self, shape):
+        return 1 / shape[0]
 
 
 def test_a_codec_of_matrices_sees_them_and_keeps_its_state():
     topology = topology_lib.make("ring", N)
     x_NxP = np.random.default_rng(3).normal(size=(N, P))
-    path, _ = mixed(lambda channel: gossip.choco(topology, codec=rows_in_turn(), gamma=0.3, channel=channel), x_NxP, 400)
+    path, _ = mixed(lambda channel: gossip.choco(topology, codec=RowsInTurn(), gamma=0.3, channel=channel), x_NxP, 400)
     rows = path[:, :, : math.prod(MATRIX)].reshape(-1, N, *MATRIX)
     first = np.abs(rows[0] - x_NxP[:, : math.prod(MATRIX)].reshape(N, *MATRIX)).max(axis=(0, 2)) > 0
     second = np.abs(rows[1] - rows[0]).max(axis=(0, 2)) > 0
@@ -308,7 +310,7 @@ MADE_WITH = {"choco": dict(codec="int4(block=64)", gamma=0.5), "accelerated": di
 
 
 def unbiased():
-    return four_bits(contractive=None, unbiased=lambda size: 3.0)
+    return four_bits(delta=lambda self, shape: None, omega=lambda self, size: 3.0)
 
 
 @pytest.mark.parametrize(

@@ -487,7 +487,7 @@ def test_what_a_package_shows_is_exported(face):
     """Type checkers take other imports of a typed package for private."""
     tree = ast.parse(face.read_text())
     shown = {
-        alias.name
+        alias.asname or alias.name
         for node in tree.body
         if isinstance(node, ast.ImportFrom) and str(node.module).startswith("decjax.")
         for alias in node.names

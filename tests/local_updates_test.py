@@ -124,18 +124,18 @@ def test_demo_is_the_dense_reference():
     u = np.arange(DIM)
     D = np.sqrt(2 / DIM) * np.cos(np.pi * u[:, None] * (2 * u + 1) / (2 * DIM))
     D[0] = np.sqrt(1 / DIM)
-    plain = top(k)
-    dct = codecs.Codec(
-        name="dct",
-        encode=lambda x, state, key: plain.encode(D @ x, state, key),
-        decode=lambda message, shape, dtype: D.T @ plain.decode(message, shape, dtype),
-        num_bytes=plain.num_bytes,
-        traits=plain.traits,
-    )
+
+    class Transformed(codecs.Wrapped):
+        def encode(self, x, state, key):
+            return self.codec.encode(D @ x, state, key)
+
+        def decode(self, message, shape, dtype):
+            return D.T @ self.codec.decode(message, shape, dtype)
+
     tx = optax.sign_sgd(LR)
 
     def make(channel):
-        reducer = reduce.coded(codec=dct, error=decaying(decay), form="gather", channel=channel)
+        reducer = reduce.coded(codec=Transformed(top(k)), error=decaying(decay), form="gather", channel=channel)
         return optim.synchronize(tx, reducer), reducer
 
     path, _ = trajectory(make)

@@ -61,16 +61,22 @@ def wheel(num_workers):
     return graphs.from_matrices([W_NxN])
 
 
-@registry.register("codec", "halves")
-def halves(*, steps: int = 64):
+class Halves(codecs.Codec, name="halves"):
     """Whole multiples of 1/steps, as 16-bit numbers."""
-    return codecs.Codec(
-        name="halves",
-        encode=lambda x, state, key: jnp.round(x * steps).astype(jnp.int16),
-        decode=lambda message, shape, dtype: (message / steps).astype(dtype).reshape(shape),
-        num_bytes=lambda shape, dtype: 2 * int(np.prod(shape)),
-        traits=codecs.Traits(contractive=lambda shape: 0.9),
-    )
+
+    steps: int = 64
+
+    def encode(self, x, state, key):
+        return jnp.round(x * self.steps).astype(jnp.int16)
+
+    def decode(self, message, shape, dtype):
+        return (message / self.steps).astype(dtype).reshape(shape)
+
+    def num_bytes(self, shape, dtype):
+        return 2 * int(np.prod(shape))
+
+    def delta(self, shape):
+        return 0.9
 
 
 @registry.register("mixer", "lazy", needs="any graph")

@@ -1,6 +1,5 @@
 """Reducers of coded messages against dense NumPy references, in float64."""
 
-import dataclasses
 import functools
 
 import jax
@@ -205,8 +204,12 @@ def test_codes_recover_from_a_gradient_that_is_not_finite(name, bad):
 
 def test_a_message_that_overflows_leaves_all_memory_as_it_was():
     """1e6 is finite, and infinite in float16, which is contractive below 65504."""
-    half = dataclasses.replace(codecs.make("float16"), traits=codecs.Traits(contractive=lambda shape: 0.99))
-    run = Runner(functools.partial(reduce.coded, codec=half, form="shards"), dtype=np.float32)
+
+    class Half(codecs.Wrapped):
+        def delta(self, shape):
+            return 0.99
+
+    run = Runner(functools.partial(reduce.coded, codec=Half(codecs.make("float16")), form="shards"), dtype=np.float32)
     run(gradients(0))
     before = jax.tree.map(np.asarray, memory_of(run.state))
     assert not np.isfinite(run(jax.tree.map(lambda x: 1e6 * x, gradients(1)))["a"]).any()
@@ -229,8 +232,11 @@ def test_a_memory_by_name_is_that_of_its_factory(name, factory):
     [
         (lambda: reduce.coded(codec=codecs.make("sign")), "codec 'sign' is neither contractive nor unbiased"),
         (lambda: reduce.coded(codec=codecs.make("bounded")), "codec 'bounded' has messages of varying size, .*use 'int8', or"),
-        (lambda: reduce.coded(codec=top(3), error=none), "codec 'top 3' is biased, and without a memory its errors would add up"),
-        (lambda: reduce.coded(codec=top(3), error=functools.partial(residual, decay=0.0)), r"decay=0.0 must lie in \(0, 1\]"),
+        (lambda: reduce.coded(codec=top(3), error=none), "codec 'top' is biased, and without a memory its errors would add up"),
+        (
+            lambda: reduce.coded(codec=top(3), error=functools.partial(residual, decay=0.0)),
+            "decay=0.0 must be more than 0 and at most 1",
+        ),
         (lambda: reduce.coded(error="memory"), "error='memory' is unknown; use one of residual, momentum, ef21, none"),
         (lambda: reduce.coded(error="none", storage="int8"), "storage='int8' with error='none', which stores nothing"),
         (lambda: reduce.coded(error="ef21", decay=0.9), "decay=0.9 changes nothing with error='ef21'; .* use error='residual'"),

@@ -10,37 +10,45 @@ import numpy as np
 from decjax import codecs
 
 
-def identity():
-    return codecs.Codec(
-        name="identity",
-        encode=lambda x, state, key: x,
-        decode=lambda message, shape, dtype: message,
-        num_bytes=lambda shape, dtype: math.prod(shape) * jnp.dtype(dtype).itemsize,
-        traits=codecs.Traits(contractive=lambda shape: 1.0),
-    )
+class Identity(codecs.Codec):
+    name = "identity"
+
+    def encode(self, x, state, key):
+        return x
+
+    def decode(self, message, shape, dtype):
+        return message
+
+    def num_bytes(self, shape, dtype):
+        return math.prod(shape) * jnp.dtype(dtype).itemsize
+
+    def delta(self, shape):
+        return 1.0
 
 
-def top(most: float) -> codecs.Codec:
+class Top(codecs.Codec):
     """The largest values of an array, and where they are: so many, or below 1 that share of them."""
 
-    def count(shape):
-        size = math.prod(shape)
-        return min(most, size) if most >= 1 else max(1, math.ceil(most * size))
+    name = "top"
 
-    def encode(x, state, key):
-        _, where = jax.lax.top_k(jnp.abs(x.ravel()), count(x.shape))
+    most: float
+
+    def count(self, shape):
+        size = math.prod(shape)
+        return int(min(self.most, size)) if self.most >= 1 else max(1, math.ceil(self.most * size))
+
+    def encode(self, x, state, key):
+        _, where = jax.lax.top_k(jnp.abs(x.ravel()), self.count(x.shape))
         return {"values": x.ravel()[where], "where": where.astype(jnp.uint16)}
 
-    def decode(message, shape, dtype):
+    def decode(self, message, shape, dtype):
         return jnp.zeros(math.prod(shape), dtype).at[message["where"]].set(message["values"].astype(dtype)).reshape(shape)
 
-    return codecs.Codec(
-        name=f"top {most}",
-        encode=encode,
-        decode=decode,
-        num_bytes=lambda shape, dtype: count(shape) * (jnp.dtype(dtype).itemsize + 2),
-        traits=codecs.Traits(contractive=lambda shape: count(shape) / math.prod(shape)),
-    )
+    def num_bytes(self, shape, dtype):
+        return self.count(shape) * (jnp.dtype(dtype).itemsize + 2)
+
+    def delta(self, shape):
+        return self.count(shape) / math.prod(shape)
 
 
 def dense_top(most: float) -> Callable[[np.ndarray], np.ndarray]:
@@ -55,59 +63,75 @@ def dense_top(most: float) -> Callable[[np.ndarray], np.ndarray]:
     return code
 
 
-def one_bit():
+class OneBit(codecs.Codec):
     """Signs, eight to a byte, times the mean magnitude."""
 
-    def encode(x, state, key):
+    name = "one bit"
+
+    def encode(self, x, state, key):
         bits = jnp.pad(x.ravel() >= 0, (0, -x.size % 8)).reshape(-1, 8)
         return (bits * 2 ** jnp.arange(8)).sum(axis=1).astype(jnp.uint8), jnp.abs(x).mean()
 
-    def decode(message, shape, dtype):
+    def decode(self, message, shape, dtype):
         packed, scale = message
         bits = (packed[:, None] >> jnp.arange(8, dtype=jnp.uint8)) & 1
-        return (scale * (2 * bits.astype(dtype) - 1)).ravel()[: np.prod(shape, dtype=int)].reshape(shape)
+        return (scale * (2 * bits.astype(dtype) - 1)).ravel()[: math.prod(shape)].reshape(shape)
 
-    return codecs.Codec(
-        name="one bit",
-        encode=encode,
-        decode=decode,
-        num_bytes=lambda shape, dtype: -(-int(np.prod(shape)) // 8) + jnp.dtype(dtype).itemsize,
-        traits=codecs.Traits(contractive=lambda shape: 1 / np.prod(shape)),
-    )
+    def num_bytes(self, shape, dtype):
+        return -(-math.prod(shape) // 8) + jnp.dtype(dtype).itemsize
+
+    def delta(self, shape):
+        return 1 / math.prod(shape)
 
 
-def dithered():
+class Dithered(codecs.Codec):
     """Whole numbers, rounded up or down at random: unbiased, and too coarse to be contractive."""
-    return codecs.Codec(
-        name="dithered",
-        encode=lambda x, state, key: jnp.floor(x + jax.random.uniform(key, x.shape)).astype(jnp.int8),
-        decode=lambda message, shape, dtype: message.astype(dtype),
-        num_bytes=lambda shape, dtype: int(np.prod(shape)),
-        traits=codecs.Traits(unbiased=lambda size: float(size), random=True),
-    )
+
+    name = "dithered"
+    random = True
+
+    def encode(self, x, state, key):
+        return jnp.floor(x + jax.random.uniform(key, x.shape)).astype(jnp.int8)
+
+    def decode(self, message, shape, dtype):
+        return message.astype(dtype)
+
+    def num_bytes(self, shape, dtype):
+        return math.prod(shape)
+
+    def omega(self, size):
+        return float(size)
 
 
-def four_bits(stochastic=False, **traits):
+class FourBits(codecs.Codec):
     """Whole numbers −7 … 7 times the largest magnitude / 7, two to a byte."""
 
-    def encode(x, state, key):
+    name = "four_bits"
+
+    def encode(self, x, state, key):
         scale = jnp.abs(x).max() / 7
         steps = x.ravel() / jnp.where(scale > 0, scale, 1)
-        steps = jnp.floor(steps + jax.random.uniform(key, steps.shape, steps.dtype)) if stochastic else jnp.round(steps)
+        steps = jnp.floor(steps + jax.random.uniform(key, steps.shape, steps.dtype)) if self.random else jnp.round(steps)
         codes = jnp.pad((steps + 8).astype(jnp.uint8), (0, x.size % 2))
         return {"codes": codes[::2] | codes[1::2] << 4, "scale": scale}
 
-    def decode(message, shape, dtype):
+    def decode(self, message, shape, dtype):
         codes = jnp.stack([message["codes"] & 15, message["codes"] >> 4], axis=1).ravel()[: math.prod(shape)]
         return ((codes.astype(dtype) - 8) * message["scale"]).reshape(shape)
 
-    return codecs.Codec(
-        name="four_bits",
-        encode=encode,
-        decode=decode,
-        num_bytes=lambda shape, dtype: -(-math.prod(shape) // 2) + jnp.dtype(dtype).itemsize,
-        traits=codecs.Traits(random=stochastic, **{"contractive": lambda shape: 0.5} | traits),
-    )
+    def num_bytes(self, shape, dtype):
+        return -(-math.prod(shape) // 2) + jnp.dtype(dtype).itemsize
+
+    def delta(self, shape):
+        return 0.5
+
+
+def four_bits(stochastic=False, **members) -> codecs.Codec:
+    """FourBits, or that codec rounded up or down at random, with some members replaced."""
+    return type(FourBits)("FourBits", (FourBits,), {"name": "four_bits", "random": stochastic, **members})()
+
+
+identity, top, one_bit, dithered = Identity, Top, OneBit, Dithered
 
 
 def dense_four_bits(x_NxP):

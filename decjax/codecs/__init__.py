@@ -14,33 +14,48 @@ numbers of few bits into bytes.
 """
 
 import functools
-from typing import Any
 
 from decjax import options, registry
 from decjax.codecs import feedback
-from decjax.codecs.bitwise import natural, scaled_sign, sign
-from decjax.codecs.blocks import int2, int4, int8, integers, qsgd, ternary
-from decjax.codecs.bounded import bounded
-from decjax.codecs.cast import bfloat16, float8_e4m3, float8_e5m2, float16, identity
+from decjax.codecs.bitwise import Natural as natural
+from decjax.codecs.bitwise import ScaledSign as scaled_sign
+from decjax.codecs.bitwise import Sign as sign
+from decjax.codecs.blocks import Int2 as int2
+from decjax.codecs.blocks import Int4 as int4
+from decjax.codecs.blocks import Int8 as int8
+from decjax.codecs.blocks import Integers as integers
+from decjax.codecs.blocks import Qsgd as qsgd
+from decjax.codecs.blocks import Ternary as ternary
+from decjax.codecs.bounded import Bounded as bounded
+from decjax.codecs.cast import BFloat16 as bfloat16
+from decjax.codecs.cast import Float8E4M3 as float8_e4m3
+from decjax.codecs.cast import Float8E5M2 as float8_e5m2
+from decjax.codecs.cast import Float16 as float16
+from decjax.codecs.cast import Identity as identity
 from decjax.codecs.codec import (
     Codec,
-    Traits,
+    Reshaped,
+    Wrapped,
     finite,
     matrix_shape,
     message_bytes,
     of_any_shape,
-    reshaped,
     seen_shape,
     working_dtype,
 )
-from decjax.codecs.dct import dct
-from decjax.codecs.low_rank import low_rank, revived
-from decjax.codecs.sparse import block_topk, randomk, threshold, topk
-from decjax.codecs.zfp import zfp
+from decjax.codecs.dct import Dct as dct
+from decjax.codecs.low_rank import LowRank as low_rank
+from decjax.codecs.low_rank import revived
+from decjax.codecs.sparse import BlockTopk as block_topk
+from decjax.codecs.sparse import Randomk as randomk
+from decjax.codecs.sparse import Threshold as threshold
+from decjax.codecs.sparse import Topk as topk
+from decjax.codecs.zfp import Zfp as zfp
 
 __all__ = [
     "Codec",
-    "Traits",
+    "Reshaped",
+    "Wrapped",
     "bfloat16",
     "block_topk",
     "bounded",
@@ -64,7 +79,6 @@ __all__ = [
     "of_any_shape",
     "qsgd",
     "randomk",
-    "reshaped",
     "revived",
     "scaled_sign",
     "seen_shape",
@@ -78,16 +92,16 @@ __all__ = [
 
 
 def names() -> tuple[str, ...]:
-    """The names of all codecs that `make` builds."""
+    """Return the names of all codecs that `make` builds."""
     return registry.names("codec")
 
 
 @functools.partial(options.checked, called="codecs.make")
-def make(name: str | Codec, **given: Any) -> Codec:
-    """The codec of a name.
+def make(name: str | Codec, **given: object) -> Codec:
+    """Return the codec of a name.
 
     Args:
-        name: one of `names()`, or a call form such as "topk(fraction=0.01,values=int4)"; a codec is returned as it is.
+        name: one of `names()`, or a call form such as "topk(fraction=0.01,values=int4)"; a codec is returned unchanged.
         **given: options of the codec. An option that is a codec itself, such as `values` of top-k, may be given by name.
 
     Raises:

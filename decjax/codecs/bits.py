@@ -12,12 +12,12 @@ import jax.numpy as jnp
 
 
 def packed_bytes(size: int, width: int) -> int:
-    """The number of bytes that `size` numbers of `width` bits take."""
+    """Return the number of bytes of `size` numbers of `width` bits."""
     return -(-size * width // 8)
 
 
 def pack(codes_P: jax.Array, width: int) -> jax.Array:
-    """P numbers 0 … 2^width − 1 packed into uint8[⌈P·width/8⌉]."""
+    """Pack P numbers 0 … 2^width − 1 into uint8[⌈P·width/8⌉]."""
     if width == 8:
         return codes_P.astype(jnp.uint8)
     size, per = codes_P.size, 8 // math.gcd(width, 8)
@@ -30,7 +30,7 @@ def pack(codes_P: jax.Array, width: int) -> jax.Array:
 
 
 def unpack(packed_Q: jax.Array, width: int, size: int) -> jax.Array:
-    """The numbers that `pack` packed: uint8[size] for widths up to 8, else uint32[size]."""
+    """Return the numbers that `pack` packed: uint8[size] for widths up to 8, else uint32[size]."""
     if width == 8:
         return packed_Q[:size]
     per = 8 // math.gcd(width, 8)
@@ -43,7 +43,7 @@ def unpack(packed_Q: jax.Array, width: int, size: int) -> jax.Array:
 
 
 def _regrouped(numbers_MxG: jax.Array, old: int, new: int) -> jax.Array:
-    """The bits of each row, cut into numbers of `new` bits instead of `old`."""
+    """Return the bits of each row, cut into numbers of `new` bits instead of `old`."""
     starts = range(0, numbers_MxG.shape[1] * old, old)
 
     def cut(begin):
@@ -54,12 +54,12 @@ def _regrouped(numbers_MxG: jax.Array, old: int, new: int) -> jax.Array:
 
 
 def _shifted(x: jax.Array, left: int) -> jax.Array:
-    """Numbers with their bits shifted to the left, or to the right if `left` is negative."""
+    """Return numbers with their bits shifted to the left, or to the right if `left` is negative."""
     return x << left if left >= 0 else x >> -left
 
 
 def first_set(words_W: jax.Array, k: int) -> jax.Array:
-    """Positions of the first k set bits of uint32[W], which has at least k, as int32[k]; bit i of word w has position 32w + i."""
+    """Return the positions, int32[k], of the first k set bits of uint32[W], which has at least k; bit i of word w is at 32w + i."""
     counts_W = jax.lax.population_count(words_W).astype(jnp.int32)
     ends_W = jnp.cumsum(counts_W, dtype=jnp.int32)
     number_k = jnp.arange(k, dtype=jnp.int32)
@@ -76,5 +76,5 @@ def first_set(words_W: jax.Array, k: int) -> jax.Array:
 
 
 def index_dtype(size: int) -> jnp.dtype:
-    """The smallest unsigned type that holds 0 … size − 1."""
+    """Return the smallest unsigned type that holds 0 … size − 1."""
     return jnp.dtype(jnp.uint8 if size <= 2**8 else jnp.uint16 if size <= 2**16 else jnp.uint32)

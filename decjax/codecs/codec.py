@@ -1,93 +1,224 @@
-"""What a codec is, and functions that codecs share.
+"""Base classes of codecs, and functions that codecs share."""
 
-A codec encodes an array as a message, a pytree of arrays of the size that travels, and decodes it. A codec may keep a state from one
-message to the next; it depends on messages only, so that sender and receiver can both hold it and stay equal:
-
-    message = encode(x, state, key)        x̂ = decode(message, shape, dtype)        state <- advance(state, message)
-
-Codecs do not remember what a message loses, x − x̂: `decjax.codecs.feedback` adds such a memory to any codec.
-"""
-
+import abc
 from collections.abc import Callable
 import contextlib
-import dataclasses
 import functools
 import math
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal, TypeVar
 
 import jax
 import jax.numpy as jnp
 
+from decjax import registry
+from decjax.registry import Requirement
+from decjax.typing import DType, PyTree, Shape
+
 HIGHEST = jax.lax.Precision.HIGHEST
 _LANES = 16  # float32 in a vector register
+T = TypeVar("T")
 
 
-@dataclasses.dataclass(frozen=True)
-class Traits:
-    """Properties of a codec C, by which methods that need them accept or refuse it. Below, C(x) is x̂.
+class Codec(registry.Part, abc.ABC, kind="codec"):
+    """A message format C: an array x is encoded as a smaller message, from which x̂ = C(x) is decoded.
+
+    A message is a pytree of arrays. A codec may keep a state from one message to the next; it depends on messages only, so sender and
+    receiver both compute it:
+
+        message = encode(x, state, key)        x̂ = decode(message, shape, dtype)        state <- advance(state, message)
+
+    A codec does not remember what a message loses, x − x̂: `decjax.codecs.feedback` adds such a memory to any codec. A subclass
+    defines `encode`, `decode` and `num_bytes`, and overrides the properties that it has.
 
     Attributes:
         linear: whether C(ax + by) = aC(x) + bC(y) for equal state and key.
-        unbiased: function of the number of values that returns ω with E C(x) = x and E‖C(x) − x‖² ≤ ω‖x‖², over random keys; None if
-            the codec is biased.
-        contractive: function of the shape that returns δ in (0, 1] with E‖C(x) − x‖² ≤ (1 − δ)‖x‖²; None if there is no such δ.
-        static_bytes: whether all messages of a shape have the same size.
-        state_key: what a state belongs to: a "tensor", an "edge" between two workers, a "sample", or "none" if there is no state.
         random: whether `encode` needs a key.
-        matrix: whether the codec sees an array as a matrix; else it sees its values in a row, and arrays may be joined.
+        matrix: whether the codec uses an array's shape as a matrix; otherwise it treats arrays as vectors, and they may be joined.
+        state_key: what a state belongs to: a "tensor", an "edge" between two workers or a "sample"; empty without state.
     """
 
-    linear: bool = False
-    unbiased: Callable[[int], float] | None = None
-    contractive: Callable[[tuple[int, ...]], float] | None = None
-    static_bytes: bool = True
-    state_key: Literal["none", "tensor", "edge", "sample"] = "none"
-    random: bool = False
-    matrix: bool = False
+    linear: ClassVar[bool] = False
+    random: ClassVar[bool] = False
+    matrix: ClassVar[bool] = False
+    state_key: ClassVar[Literal["", "tensor", "edge", "sample"]] = ""
+
+    @abc.abstractmethod
+    def encode(self, x: jax.Array, state: PyTree, key: jax.Array | None) -> PyTree:
+        """Return the message of a floating-point array of any shape; `key` is None unless the codec is `random`."""
+
+    @abc.abstractmethod
+    def decode(self, message: PyTree, shape: Shape, dtype: DType) -> jax.Array:
+        """Return the array x̂ of this shape and dtype."""
+
+    @abc.abstractmethod
+    def num_bytes(self, shape: Shape, dtype: DType) -> int:
+        """Return the number of bytes of the message of an array of this shape and dtype."""
+
+    def init(self, shape: Shape, dtype: DType) -> PyTree:
+        """Return the state before the first message; () without state."""
+        return ()
+
+    def advance(self, state: PyTree, message: PyTree) -> PyTree:
+        """Return the state after a message; a message that is not finite leaves it unchanged."""
+        return state
+
+    def delta(self, shape: Shape) -> float | None:
+        """Return δ in (0, 1] with E‖C(x) − x‖² ≤ (1 − δ)‖x‖² for arrays of this shape; None if the codec is not contractive."""
+        return None
+
+    def omega(self, size: int) -> float | None:
+        """Return ω with E C(x) = x and E‖C(x) − x‖² ≤ ω‖x‖² over keys, for `size` values; None if the codec is biased."""
+        return None
+
+    @property
+    def contractive(self) -> bool:
+        """Whether there is a δ."""
+        return self.delta((1,)) is not None
+
+    @property
+    def unbiased(self) -> bool:
+        """Whether there is an ω."""
+        return self.omega(1) is not None
+
+    @property
+    def static_bytes(self) -> bool:
+        """Whether all messages of a shape have the same size."""
+        return True
+
+    def _derive(self, **attributes: object) -> None:
+        """Set attributes that follow from the options, in `__post_init__`."""
+        for name, value in attributes.items():
+            object.__setattr__(self, name, value)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Codec:
-    """A message format. A codec of your own needs these functions and nothing else.
+class Wrapped(Codec):
+    """Base of codecs that change some methods of another one.
 
     Attributes:
-        name: shown in tables and errors.
-        encode: `encode(x, state, key) -> message`, a pytree of arrays, for a floating-point `x` of any shape. `key` is a
-            `jax.random` key, None if `traits.random` is false.
-        decode: `decode(message, shape, dtype) -> x̂`.
-        num_bytes: `num_bytes(shape, dtype) -> int`, the bytes of a message.
-        init: `init(shape, dtype) -> state`; () if the codec keeps none.
-        advance: `advance(state, message) -> state`; a message that is not finite leaves the state as it was.
-        traits: properties of the codec.
+        codec: the other one.
     """
 
-    name: str
-    encode: Callable[[jax.Array, Any, jax.Array | None], Any]
-    decode: Callable[[Any, tuple[int, ...], Any], jax.Array]
-    num_bytes: Callable[[tuple[int, ...], Any], int]
-    init: Callable[[tuple[int, ...], Any], Any] = lambda shape, dtype: ()
-    advance: Callable[[Any, Any], Any] = lambda state, message: state
-    traits: Traits = Traits()
+    codec: Codec
+
+    def __post_init__(self):
+        self._derive(**{name: getattr(self.codec, name) for name in ("name", "linear", "random", "matrix", "state_key")})
+
+    def encode(self, x, state, key):
+        return self.codec.encode(x, state, key)
+
+    def decode(self, message, shape, dtype):
+        return self.codec.decode(message, shape, dtype)
+
+    def num_bytes(self, shape, dtype):
+        return self.codec.num_bytes(shape, dtype)
+
+    def init(self, shape, dtype):
+        return self.codec.init(shape, dtype)
+
+    def advance(self, state, message):
+        return self.codec.advance(state, message)
+
+    def delta(self, shape):
+        return self.codec.delta(shape)
+
+    def omega(self, size):
+        return self.codec.omega(size)
+
+    @property
+    def static_bytes(self):
+        return self.codec.static_bytes
 
 
-def working_dtype(dtype: Any) -> Any:
-    """The type in which codecs compute, and of their scales: float64 for float64 values, else float32."""
+class OfValues(Codec):
+    """Base of codecs that choose or compute some values, which a second codec encodes.
+
+    Attributes:
+        values: the second codec, one without state, key or matrices.
+    """
+
+    requires = (
+        Requirement(
+            "values",
+            "a codec of values without state, key or matrices",
+            lambda values: not ((made := registry.make("codec", values)).random or made.matrix or made.state_key),
+            "use one such as 'int8'",
+        ),
+    )
+
+    values: Codec | str = "identity"
+
+    @functools.cached_property
+    def inner(self) -> Codec:
+        """The codec `values`."""
+        return registry.make("codec", self.values)
+
+
+class Reshaped(Wrapped):
+    """A codec that reshapes arrays of shape `shape` to `seen(shape, dtype)` before it encodes them."""
+
+    seen: Callable[[Shape, DType], Shape]
+
+    def encode(self, x, state, key):
+        return self.codec.encode(x.reshape(self.seen(x.shape, x.dtype)), state, key)
+
+    def decode(self, message, shape, dtype):
+        return self.codec.decode(message, self.seen(shape, dtype), dtype).reshape(shape)
+
+    def num_bytes(self, shape, dtype):
+        return self.codec.num_bytes(self.seen(shape, dtype), dtype)
+
+    def init(self, shape, dtype):
+        return self.codec.init(self.seen(shape, dtype), dtype)
+
+    def delta(self, shape):
+        return self.codec.delta(self.seen(shape, jnp.float32))
+
+
+def of_any_shape(codec: Codec) -> Codec:
+    """Return the codec for arrays of any shape; one of matrices gets arrays in the shape of `seen_shape`."""
+    if not codec.matrix:
+        return codec
+    return Reshaped(codec, lambda shape, dtype: seen_shape(codec, tuple(shape), working_dtype(dtype)))
+
+
+def seen_shape(codec: Codec, shape: Shape, dtype: DType) -> Shape:
+    """Return the shape in which a codec encodes an array: its own if the codec is of matrices and makes this one smaller, else flat."""
+    size = math.prod(shape)
+    if codec.matrix and matrix_shape(shape):
+        with contextlib.suppress(ValueError):  # The matrix is too small for the codec's rank.
+            if codec.num_bytes(shape, dtype) < size * jnp.dtype(dtype).itemsize:
+                return tuple(shape)
+    return (size,)
+
+
+def matrix_shape(shape: Shape) -> tuple[int, int] | None:
+    """Return (I, J) of the most nearly square matrix that a tensor can be reshaped to with its dimensions in order; None for a vector.
+
+    Dimensions of size one do not count: a 1×P tensor is a vector.
+    """
+    if sum(size > 1 for size in shape) < 2:
+        return None
+    return min(((math.prod(shape[:s]), math.prod(shape[s:])) for s in range(1, len(shape))), key=sum)
+
+
+def working_dtype(dtype: DType) -> Any:
+    """Return the type in which codecs compute, and of their scales: float64 for float64 values, else float32."""
     return jnp.float64 if jnp.dtype(dtype) == jnp.float64 else jnp.float32
 
 
 def dot(x: jax.Array, y: jax.Array) -> jax.Array:
-    """The matrix product x y in full precision; by default accelerators would round x and y, and each kind of them differently."""
+    """Return the matrix product x y in full precision, which accelerators would otherwise round, each kind differently."""
     return jnp.matmul(x, y, precision=HIGHEST)
 
 
 def rows(x: jax.Array, length: int) -> jax.Array:
-    """The values of an array in rows of `length`, in the working type; the last row is filled with zeros."""
+    """Return the values of an array in rows of `length`, in the working type; the last row is filled with zeros."""
     flat = x.ravel().astype(working_dtype(x.dtype))
     return jnp.pad(flat, (0, -x.size % length)).reshape(-1, length)
 
 
-def by_rows(function: Callable[[jax.Array, int], Any], x: jax.Array, length: int) -> Any:
-    """The result of `function(rows, index of the first value)` on the `rows` of an array; results have one entry for each row.
+def by_rows(function: Callable[[jax.Array, int], T], x: jax.Array, length: int) -> T:
+    """Return `function(rows, index of the first value)` for the `rows` of an array; results have one entry for each row.
 
     A last row that must be filled is computed by itself: padding fused into the loop would test every index, and keep XLA on CPUs
     from vectorizing it, which is ten times slower.
@@ -95,21 +226,21 @@ def by_rows(function: Callable[[jax.Array, int], Any], x: jax.Array, length: int
     full, flat = x.size - x.size % length, x.ravel()
     cuts = [(start, end) for start, end in ((0, full), (full, x.size)) if start < end] or [(0, 0)]
     results = [function(rows(flat[start:end], length), start) for start, end in cuts]
-    return results[0] if len(results) == 1 else jax.tree.map(lambda *each: jnp.concatenate(each), *results)
+    return results[0] if len(results) == 1 else jax.tree.map(lambda *parts: jnp.concatenate(parts), *results)
 
 
-def from_rows(x_MxB: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
-    """The array of that shape and dtype whose values `rows` has put into rows."""
+def from_rows(x_MxB: jax.Array, shape: Shape, dtype: DType) -> jax.Array:
+    """Return the array of that shape and dtype whose values `rows` has put into rows."""
     return x_MxB.ravel()[: math.prod(shape)].reshape(shape).astype(dtype)
 
 
-def scale_bytes(shape: tuple[int, ...], dtype: Any, block: int) -> int:
-    """Bytes of the scales of an array, one for each block of values."""
+def scale_bytes(shape: Shape, dtype: DType, block: int) -> int:
+    """Return the bytes of the scales of an array, one for each block of values."""
     return jnp.dtype(working_dtype(dtype)).itemsize * math.ceil(math.prod(shape) / block)
 
 
 def magnitude(x_MxB: jax.Array) -> jax.Array:
-    """The largest magnitude of every row, [M, 1]; NaN where a value is not finite.
+    """Return the largest magnitude of every row, [M, 1]; NaN where a value is not finite.
 
     The maximum is taken over bit patterns as integers. They are ordered as the magnitudes are, with infinity and NaN above all
     numbers, where a maximum of floats may lose a NaN; and integers may be compared in any order.
@@ -129,52 +260,12 @@ def magnitude(x_MxB: jax.Array) -> jax.Array:
     return jnp.where(largest_Mx1 < jnp.inf, largest_Mx1, jnp.nan)
 
 
-def matrix_shape(shape: tuple[int, ...]) -> tuple[int, int] | None:
-    """(I, J) of the most nearly square matrix that a tensor can be reshaped to, its dimensions kept in order; None for a vector.
-
-    Dimensions of size one do not count: a 1×P tensor is a vector.
-    """
-    if sum(size > 1 for size in shape) < 2:
-        return None
-    return min(((math.prod(shape[:s]), math.prod(shape[s:])) for s in range(1, len(shape))), key=sum)
+def finite(tree: PyTree) -> jax.Array:
+    """Return whether all floating-point values of a pytree are finite, as a boolean scalar."""
+    flags = [jnp.isfinite(x).all() for x in jax.tree.leaves(tree) if jnp.issubdtype(x.dtype, jnp.floating)]
+    return functools.reduce(jnp.logical_and, flags, jnp.array(True))
 
 
-def seen_shape(codec: Codec, shape: tuple[int, ...], dtype: Any) -> tuple[int, ...]:
-    """The shape in which a codec sees an array: the array's own if the codec sees matrices and makes this one smaller, else a row."""
-    size = math.prod(shape)
-    if codec.traits.matrix and matrix_shape(shape):
-        with contextlib.suppress(ValueError):  # Too small a matrix for its rank.
-            if codec.num_bytes(shape, dtype) < size * jnp.dtype(dtype).itemsize:
-                return tuple(shape)
-    return (size,)
-
-
-def reshaped(codec: Codec, seen: Callable[[tuple[int, ...], Any], tuple[int, ...]]) -> Codec:
-    """A codec that reshapes arrays of shape `shape` to `seen(shape, dtype)` before it encodes them."""
-    contractive = codec.traits.contractive
-    return dataclasses.replace(
-        codec,
-        traits=dataclasses.replace(codec.traits, contractive=contractive and (lambda shape: contractive(seen(shape, jnp.float32)))),
-        init=lambda shape, dtype: codec.init(seen(shape, dtype), dtype),
-        encode=lambda x, state, key: codec.encode(x.reshape(seen(x.shape, x.dtype)), state, key),
-        decode=lambda message, shape, dtype: codec.decode(message, seen(shape, dtype), dtype).reshape(shape),
-        num_bytes=lambda shape, dtype: codec.num_bytes(seen(shape, dtype), dtype),
-    )
-
-
-def of_any_shape(codec: Codec) -> Codec:
-    """The same codec for arrays of any shape; one that sees matrices gets arrays in the shape of `seen_shape`."""
-    if not codec.traits.matrix:
-        return codec
-    return reshaped(codec, lambda shape, dtype: seen_shape(codec, tuple(shape), working_dtype(dtype)))
-
-
-def finite(tree: Any) -> jax.Array:
-    """Whether all floating-point values of a pytree are finite, as a boolean scalar."""
-    each = [jnp.isfinite(x).all() for x in jax.tree.leaves(tree) if jnp.issubdtype(x.dtype, jnp.floating)]
-    return functools.reduce(jnp.logical_and, each, jnp.array(True))
-
-
-def message_bytes(message: Any) -> int:
-    """The bytes of a message: of all its arrays in memory."""
+def message_bytes(message: PyTree) -> int:
+    """Return the bytes of all arrays of a message."""
     return sum(math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in jax.tree.leaves(message))

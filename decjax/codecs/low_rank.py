@@ -1,30 +1,18 @@
-"""Low-rank messages: a matrix as the product of two thin ones, found by one step of power iteration.
+"""Low-rank messages: a matrix as the product of two thin ones, found by one step of power iteration."""
 
-    A = x as I×J;   P = orth(A Q);   Q ← Aᵀ P;   x̂ = P Qᵀ = P Pᵀ A
-
-The message is P and Q, R(I + J) values instead of I·J. The next power step starts from this Q, so that over many messages of a
-slowly changing matrix P comes to span its leading singular vectors. Columns of Q are scaled to magnitude 1, so that A Q does not
-underflow; a column that has become zero (of a zero matrix, or one of lower rank) is replaced by its first value.
-
-‖x − x̂‖² ≤ ‖x‖² always, since P Pᵀ projects. From a random Q at least R/min(I, J) of the energy ‖x‖² is kept on average. The factors
-may be encoded by a second codec, `values`; x̂ is then the product of the decoded factors.
-
-Reference: Vogels et al. 2019, "PowerSGD", Algorithm 1, with the error of x̂ = P Pᵀ A as sent.
-"""
-
-import dataclasses
 import math
 
 import jax
 import jax.numpy as jnp
 
-from decjax import noise, registry
-from decjax.codecs.codec import Codec, Traits, dot, finite, matrix_shape, working_dtype
-from decjax.codecs.sparse import made_values
+from decjax import noise
+from decjax.codecs.codec import OfValues, dot, finite, matrix_shape, working_dtype
+from decjax.options import Count
+from decjax.typing import DType, Shape
 
 
 def revived(found_JxR: jax.Array, fresh_JxR: jax.Array) -> jax.Array:
-    """The columns of `found_JxR` scaled to magnitude 1, for the next power step; useless ones are replaced by those of `fresh_JxR`.
+    """Return `found_JxR` with columns scaled to magnitude 1, for the next power step; useless ones become those of `fresh_JxR`.
 
     A column is useless if it is zero, since it would stay zero for ever, or consists of rounding errors only. If any column is not
     finite, all are replaced.
@@ -35,39 +23,33 @@ def revived(found_JxR: jax.Array, fresh_JxR: jax.Array) -> jax.Array:
     return jnp.where(alive_R[None], found_JxR / jnp.where(alive_R, largest_R, 1)[None], fresh_JxR)
 
 
-@registry.register("codec", "low_rank", messages="two thin matrices")
-def low_rank(rank: int = 4, values: Codec | str = "identity") -> Codec:
-    """Each matrix as the product of two thin ones of rank R, found by a power iteration over messages; vectors as they are.
+class LowRank(OfValues, name="low_rank"):
+    """Each matrix as the product of two thin ones of rank R, found by a power iteration over messages; vectors unchanged.
 
-    A tensor is seen as the matrix I×J that `matrix_shape` gives. The state is Qᵀ, [R, J], of the last finite message.
+        A = x as I×J;   P = orth(A Q);   Q ← Aᵀ P;   x̂ = P Qᵀ = P Pᵀ A
 
-    Args:
+    A tensor is encoded as the matrix I×J of `matrix_shape`. The message is P and Q, R(I + J) values instead of I·J. The state is Qᵀ,
+    [R, J], of the last finite message, and () for a vector. The next power step starts from it, so over many messages of a slowly
+    changing matrix P comes to span its leading singular vectors. Columns of Q are scaled to magnitude 1, so that A Q does not
+    underflow; a column that has become zero (of a zero matrix, or one of lower rank) is replaced by its first value.
+
+    ‖x − x̂‖² ≤ ‖x‖² always, since P Pᵀ projects. From a random Q at least R/min(I, J) of the energy ‖x‖² is kept on average. If the
+    factors are encoded by `values`, x̂ is the product of the decoded factors.
+
+    Attributes:
         rank: R, at most min(I, J) of every matrix that is encoded.
         values: codec of the factors, one without state, key or matrices, such as `bfloat16`.
+
+    Reference: Vogels et al. 2019, "PowerSGD", Algorithm 1, with the error of x̂ = P Pᵀ A as sent.
     """
-    values = made_values("low_rank", values)
-    if rank < 1:
-        raise ValueError(f"low_rank rank={rank} must be at least 1")
-    form = _LowRank(rank, values)
-    return Codec(
-        name="low_rank",
-        encode=form.encode,
-        decode=form.decode,
-        num_bytes=form.num_bytes,
-        init=form.init,
-        advance=form.advance,
-        traits=Traits(contractive=form.delta if values.traits.contractive else None, state_key="tensor", matrix=True),
-    )
 
+    messages = "two thin matrices"
+    state_key = "tensor"
+    matrix = True
 
-@dataclasses.dataclass(frozen=True)
-class _LowRank:
-    """The codec's functions; its state is Qᵀ, () for what is no matrix."""
+    rank: Count = 4
 
-    rank: int
-    values: Codec
-
-    def view(self, shape):
+    def _view(self, shape: Shape) -> tuple[int, int] | None:
         matrix = matrix_shape(tuple(shape))
         if matrix and self.rank > min(matrix):
             raise ValueError(
@@ -76,48 +58,48 @@ class _LowRank:
             )
         return matrix
 
-    def start(self, columns, dtype):
+    def _start(self, columns: int, dtype: DType) -> jax.Array:
         return noise.uniform((self.rank, columns), (jnp.uint32(columns), jnp.uint32(self.rank))).astype(dtype) - 0.5
 
     def init(self, shape, dtype):
-        matrix = self.view(shape)
-        return self.start(matrix[1], working_dtype(dtype)) if matrix else ()
+        matrix = self._view(shape)
+        return self._start(matrix[1], working_dtype(dtype)) if matrix else ()
 
-    def encode(self, x, q_RxJ, key):
-        if not (matrix := self.view(x.shape)):
+    def encode(self, x, state, key):
+        if not (matrix := self._view(x.shape)):
             return {"dense": x}
         a_IxJ = x.reshape(matrix).astype(working_dtype(x.dtype))
-        p_IxR = jnp.linalg.qr(dot(a_IxJ, q_RxJ.T))[0]
+        p_IxR = jnp.linalg.qr(dot(a_IxJ, state.T))[0]
         # Pᵀ A instead of Aᵀ P: XLA on CPUs is ten times slower where the large matrix is transposed.
         q_RxJ = dot(p_IxR.T, a_IxJ)
-        return {"p": self.values.encode(p_IxR, (), None), "q": self.values.encode(q_RxJ, (), None)}
+        return {"p": self.inner.encode(p_IxR, (), None), "q": self.inner.encode(q_RxJ, (), None)}
 
     def decode(self, message, shape, dtype):
-        if not (matrix := self.view(shape)):
+        if not (matrix := self._view(shape)):
             return message["dense"].astype(dtype)
-        p_IxR = self.values.decode(message["p"], (matrix[0], self.rank), working_dtype(dtype))
-        q_RxJ = self.values.decode(message["q"], (self.rank, matrix[1]), working_dtype(dtype))
+        p_IxR = self.inner.decode(message["p"], (matrix[0], self.rank), working_dtype(dtype))
+        q_RxJ = self.inner.decode(message["q"], (self.rank, matrix[1]), working_dtype(dtype))
         return dot(p_IxR, q_RxJ).reshape(shape).astype(dtype)
 
-    def advance(self, q_RxJ, message):
+    def advance(self, state, message):
         if "dense" in message:
-            return q_RxJ
-        new_RxJ = self.values.decode(message["q"], q_RxJ.shape, q_RxJ.dtype)
-        alive_RxJ = revived(new_RxJ.T, self.start(new_RxJ.shape[1], new_RxJ.dtype).T).T
-        return jnp.where(finite((message, new_RxJ)), alive_RxJ, q_RxJ)
+            return state
+        new_RxJ = self.inner.decode(message["q"], state.shape, state.dtype)
+        alive_RxJ = revived(new_RxJ.T, self._start(new_RxJ.shape[1], new_RxJ.dtype).T).T
+        return jnp.where(finite((message, new_RxJ)), alive_RxJ, state)
 
     def num_bytes(self, shape, dtype):
-        if not (matrix := self.view(shape)):
+        if not (matrix := self._view(shape)):
             return jnp.dtype(dtype).itemsize * math.prod(shape)
-        return sum(self.values.num_bytes((size, self.rank), working_dtype(dtype)) for size in matrix)
+        return sum(self.inner.num_bytes((size, self.rank), working_dtype(dtype)) for size in matrix)
 
     def delta(self, shape):
-        if not (matrix := self.view(shape)):
+        if not self.inner.contractive:
+            return None
+        if not (matrix := self._view(shape)):
             return 1.0
-        contractive = self.values.traits.contractive
-        assert contractive is not None  # Or nobody is told of this.
         kept = self.rank / min(matrix)
-        lost = max(1 - contractive((size, self.rank)) for size in matrix) ** 0.5  # ‖P̂ − P‖ ≤ lost ‖P‖, and of Q
+        lost = max(1 - (self.inner.delta((size, self.rank)) or 0) for size in matrix) ** 0.5  # ‖P̂ − P‖ ≤ lost ‖P‖, and of Q
         # ‖P̂Q̂ − PQ‖ ≤ ε‖Q‖; and (√(1−κ) + ε√κ)² ≤ (1+ε)(1 − (1−ε)κ) of a share κ = ‖Q‖²/‖x‖² kept.
         epsilon = lost * (1 + self.rank**0.5 * (1 + lost))
         return max(0.0, 1 - (1 + epsilon) * (1 - (1 - epsilon) * kept))

@@ -1,48 +1,34 @@
 """Sparse messages: a few values and their positions.
 
-    topk         the k = ⌈φP⌉ largest magnitudes of all P values        δ = k/P
-    threshold    those of them that are above a multiple of the root mean square
-    block_topk   the k largest of every group of g = ⌈k/φ⌉ values       δ = k/g
-    randomk      one of every group of g = ⌈1/φ⌉ values, at random      δ = 1/g, or unbiased with ω = g − 1
-
-Values that are sent arrive as they are, so ‖x − x̂‖² is the energy of those that are not. Groups are strided, value p belonging to
+Values that are sent arrive unchanged, so ‖x − x̂‖² is the energy of those that are not. Groups are strided, value p belonging to
 group p mod M: a selection within groups takes a few passes over the array, where one among all values takes a sort or a bisection.
-In the worst case it keeps as large a fraction δ of the energy ‖x‖² as `topk`; of normal values, the largest of each 100 keep 7.7 % of
-the energy, and topk of the same size keeps 8.4 %.
+In the worst case it keeps as large a fraction δ of the energy ‖x‖² as `Topk`; of normal values, the largest of each 100 keep 7.7 % of
+the energy, and `Topk` of the same size keeps 8.4 %.
 
-Indices are sent as the smallest unsigned integers that fit; random-k sends a seed and no indices.
+Indices are sent as the smallest unsigned integers that fit; `Randomk` sends a seed and no indices.
 """
 
-import dataclasses
+import abc
 import functools
 import math
-from typing import Any
+from typing import Annotated
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from decjax import noise, registry
+from decjax import noise
 from decjax.codecs import bits
-from decjax.codecs.codec import Codec, Traits, working_dtype
+from decjax.codecs.codec import OfValues, working_dtype
+from decjax.options import Count, NonNegative, Range, Share
 
 GROUP = 8  # values of a group in the first of two selections
 SORTED = 2**14  # fewer values than this are sorted
-FRACTION = 0.01  # default share of the values that is sent
-
-
-def made_values(name: str, values: Codec | str, fraction: float = 1.0) -> Codec:
-    """The codec of the values that codec `name` sends; ValueError if the codec, or the fraction of values, does not fit."""
-    if not 0 < fraction <= 1:
-        raise ValueError(f"{name} fraction={fraction} must lie in (0, 1]; 0.01 sends one value of a hundred")
-    made: Codec = registry.make("codec", values)
-    if made.traits.matrix or made.traits.random or made.traits.state_key != "none":
-        raise ValueError(f"{name} values={made.name!r}: values take a codec without state, key or matrices; try 'int8'")
-    return made
+FRACTION = 0.01  # default fraction of the values that is sent
 
 
 def largest(magnitude_xP: jax.Array, k: int) -> jax.Array:
-    """Positions of the k largest magnitudes along the last axis: those of `jax.lax.top_k`, in any order.
+    """Return the positions of the k largest magnitudes along the last axis: those of `jax.lax.top_k`, in any order.
 
     The k largest values lie in the k groups with the largest maxima; so the maximum of each group and two smaller selections suffice.
     """
@@ -59,10 +45,10 @@ def largest(magnitude_xP: jax.Array, k: int) -> jax.Array:
 
 
 def _selected(x_xP: jax.Array, k: int) -> jax.Array:
-    """Positions of the k largest numbers, of which at least k are not negative.
+    """Return the positions of the k largest numbers, of which at least k are not negative.
 
     Many numbers are not sorted: the k-th largest, t, is found by bisection, as the largest number that k numbers reach. Numbers above
-    t, followed by numbers equal to t, are marked by bits, and the positions of the first k set bits are those that are wanted.
+    t, followed by numbers equal to t, are marked by bits, and the positions of the first k set bits are returned.
     """
     if x_xP.shape[-1] < SORTED or not k:
         return jax.lax.top_k(x_xP, k)[1]
@@ -93,217 +79,249 @@ def comparable_magnitude(x: jax.Array) -> jax.Array:
 
 
 def _num_groups(size: int, group: int) -> int:
-    """M = ⌈size/group⌉, how many groups of at most `group` values hold `size` values."""
+    """Return M = ⌈size/group⌉, the number of groups of at most `group` values that hold `size` values."""
     return math.ceil(size / group)
 
 
-def combined(kept, count, values: Codec):
-    """δ, as a function of the shape, if a fraction `kept(shape)` of the energy is sent as `count(shape)` values encoded by `values`."""
-    inner = values.traits.contractive
-    return kept and inner and (lambda shape: kept(shape) * inner((count(shape),)))
+class Sparse(OfValues):
+    """Base of sparse codecs."""
 
+    @abc.abstractmethod
+    def count(self, size: int) -> int:
+        """Return the number of values sent of `size` values."""
 
-def _sparse(name: str, count, select, positions, num_index_bytes, values: Codec, kept=None, **traits: Any) -> Codec:
-    """A codec from `select(flat, key) -> (values, where)` and `positions(where, size) -> positions` of the values."""
-    traits["contractive"] = combined(kept, lambda shape: count(math.prod(shape)), values)
+    @abc.abstractmethod
+    def select(self, x_P: jax.Array, key: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+        """Return the values that are sent, and what `positions` computes their positions from."""
 
-    def encode(x, state, key):
-        chosen_k, where = select(x.ravel(), key)
-        return {"values": values.encode(chosen_k, (), None), "where": where}
+    @abc.abstractmethod
+    def positions(self, where: jax.Array, size: int) -> jax.Array:
+        """Return the positions of the values."""
 
-    def decode(message, shape, dtype):
+    @abc.abstractmethod
+    def index_bytes(self, size: int) -> int:
+        """Return the bytes of `where`."""
+
+    @abc.abstractmethod
+    def kept(self, size: int) -> float | None:
+        """Return the fraction of the energy that the values have at least; None if it is not bounded."""
+
+    def encode(self, x, state, key):
+        chosen_k, where = self.select(x.ravel(), key)
+        return {"values": self.inner.encode(chosen_k, (), None), "where": where}
+
+    def decode(self, message, shape, dtype):
         if not (size := math.prod(shape)):
             return jnp.zeros(shape, dtype)
-        chosen_k = values.decode(message["values"], (count(size),), dtype)
-        flat = jnp.zeros(size, dtype).at[positions(message["where"], size)].set(chosen_k, mode="drop", unique_indices=True)
+        chosen_k = self.inner.decode(message["values"], (self.count(size),), dtype)
+        flat = jnp.zeros(size, dtype).at[self.positions(message["where"], size)].set(chosen_k, mode="drop", unique_indices=True)
         return flat.reshape(shape)
 
-    def num_bytes(shape, dtype):
+    def num_bytes(self, shape, dtype):
         size = math.prod(shape)
-        return values.num_bytes((count(size),), dtype) + num_index_bytes(size)
+        return self.inner.num_bytes((self.count(size),), dtype) + self.index_bytes(size)
 
-    return Codec(name=name, encode=encode, decode=decode, num_bytes=num_bytes, traits=Traits(**traits))
+    def delta(self, shape):
+        size = math.prod(shape)
+        kept, of_values = self.kept(size), self.inner.delta((self.count(size),))
+        return None if kept is None or of_values is None else kept * of_values
 
 
-@registry.register("codec", "topk", messages="the largest values and their places")
-def topk(fraction: float = FRACTION, k: int | None = None, values: Codec | str = "identity") -> Codec:
+class _Largest(Sparse):
+    """Base of codecs that send the largest values of the array."""
+
+    fraction: Share = FRACTION
+
+    def count(self, size):
+        return math.ceil(self.fraction * size)
+
+    def select(self, x_P, key):
+        chosen_k = largest(comparable_magnitude(x_P), self.count(x_P.size))
+        if self.inner.name != "identity":  # Then values of similar magnitude share a scale.
+            chosen_k = chosen_k[jax.lax.top_k(comparable_magnitude(x_P[chosen_k]), chosen_k.size)[1]]
+        return self._cut(x_P[chosen_k], x_P), chosen_k.astype(bits.index_dtype(x_P.size))
+
+    def _cut(self, sent_k: jax.Array, x_P: jax.Array) -> jax.Array:
+        return sent_k
+
+    def positions(self, where, size):
+        return where.astype(jnp.int32)
+
+    def index_bytes(self, size):
+        return self.count(size) * bits.index_dtype(size).itemsize
+
+
+class Topk(_Largest, name="topk"):
     """The k = ⌈φP⌉ values of largest magnitude of all P, or a fixed number k of them, and their positions.
 
     The selection is exact: ‖x − x̂‖² ≤ (1 − k/P)‖x‖².
 
-    Args:
-        fraction: φ in (0, 1], the fraction of values that is sent.
-        k: number of values that are sent, at least 1; all, if there are fewer. None: ⌈φP⌉.
+    Attributes:
+        fraction: φ, the fraction of values that is sent.
+        k: number of values that are sent; all, if there are fewer. None: ⌈φP⌉.
         values: codec of the values that are sent, one without state, key or matrices, such as `int8`.
 
     Reference: Stich et al. 2018, "Sparsified SGD with memory", Lemma A.1.
     """
-    return _topk("topk", fraction, k, 0.0, values)
+
+    messages = "the largest values and their places"
+
+    k: Count | None = None
+
+    def __post_init__(self):
+        if self.k is not None and self.fraction != FRACTION:
+            raise ValueError(f"{self}: k={self.k} and fraction={self.fraction} both set the number of values; leave one out")
+
+    def count(self, size):
+        return super().count(size) if self.k is None else min(size, self.k)
+
+    def kept(self, size):
+        return self.count(max(1, size)) / max(1, size)
 
 
-@registry.register("codec", "threshold", messages="the largest values above a threshold and their places")
-def threshold(multiple: float = 1.0, fraction: float = FRACTION, values: Codec | str = "identity") -> Codec:
+class Threshold(_Largest, name="threshold"):
     """Values of magnitude at least τ = multiple · rms(x), at most the ⌈φP⌉ largest of all P, and their positions.
 
     The message has room for ⌈φP⌉ values; unused places hold zeros. If all values above τ fit, no error is larger than τ. With a
     multiple of at most 1 some value is always sent, and δ = 1/P; with a larger one the codec is not contractive. 0 is `topk`.
 
-    Args:
-        multiple: τ/rms(x), at least 0.
-        fraction: φ in (0, 1], the largest fraction of values that is sent.
+    Attributes:
+        multiple: τ/rms(x).
+        fraction: φ, the largest fraction of values that is sent.
         values: codec of the values that are sent, one without state, key or matrices, such as `int8`.
 
     Reference: Strom 2015, with a threshold that follows the scale; Sahu et al. 2021 for its error feedback.
     """
-    if not 0 <= multiple < math.inf:
-        raise ValueError(f"threshold multiple={multiple} must be at least 0; 1 is the root mean square")
-    return _topk("threshold", fraction, None, multiple, values)
+
+    messages = "the largest values above a threshold and their places"
+
+    multiple: NonNegative = 1.0
+
+    def _cut(self, sent_k, x_P):
+        if not self.multiple:
+            return sent_k
+        wide_P = x_P.astype(working_dtype(x_P.dtype))
+        top = jnp.maximum(jnp.abs(wide_P).max(initial=0), jnp.finfo(wide_P.dtype).tiny)
+        tau = self.multiple * top * jnp.sqrt(jnp.square(wide_P / top).mean())
+        return jnp.where(jnp.abs(sent_k) < tau, 0, sent_k)  # NaN is sent.
+
+    def kept(self, size):
+        size = max(1, size)
+        return None if self.multiple > 1 else 1 / size if self.multiple else self.count(size) / size
 
 
-def _topk(name: str, fraction: float, k: int | None, multiple: float, values: Codec | str) -> Codec:
-    values = made_values(name, values, fraction)
-    if k is not None and fraction != FRACTION:
-        raise ValueError(f"{name} k={k} with fraction={fraction}: both set how many values are sent; leave one out")
-    if k is not None and (type(k) is not int or k < 1):
-        raise ValueError(
-            f"{name} k={k} must be a whole number of at least 1; k=1 sends one value of a tensor, fraction=0.01 one of a hundred"
-        )
-
-    def count(size):
-        return min(size, k if k is not None else math.ceil(fraction * size))
-
-    def select(x_P, key):
-        chosen_k = largest(comparable_magnitude(x_P), count(x_P.size))
-        if values.name != "identity":  # Then values of like magnitude share a scale.
-            chosen_k = chosen_k[jax.lax.top_k(comparable_magnitude(x_P[chosen_k]), chosen_k.size)[1]]
-        sent_k = x_P[chosen_k]
-        if multiple:
-            wide_P = x_P.astype(working_dtype(x_P.dtype))
-            top = jnp.maximum(jnp.abs(wide_P).max(initial=0), jnp.finfo(wide_P.dtype).tiny)
-            tau = multiple * top * jnp.sqrt(jnp.square(wide_P / top).mean())
-            sent_k = jnp.where(jnp.abs(sent_k) < tau, 0, sent_k)  # What is not comparable is sent.
-        return sent_k, chosen_k.astype(bits.index_dtype(x_P.size))
-
-    def delta(shape):
-        size = max(1, math.prod(shape))
-        return count(size) / size if not multiple else 1 / size
-
-    return _sparse(
-        name,
-        count,
-        select,
-        lambda where, size: where.astype(jnp.int32),
-        lambda size: count(size) * bits.index_dtype(size).itemsize,
-        values,
-        kept=delta if multiple <= 1 else None,
-    )
-
-
-@registry.register("codec", "block_topk", messages="the largest values of each group and their places")
-def block_topk(fraction: float = 0.01, k: int = 1, values: Codec | str = "identity") -> Codec:
+class BlockTopk(Sparse, name="block_topk"):
     """The k values of largest magnitude of every group of g = ⌈k/φ⌉ values, and their positions.
 
     ‖x − x̂‖² ≤ (1 − k/g)‖x‖². The selection takes k passes over the array; at the same fraction, a larger k keeps more energy.
     Magnitudes are compared as float32 without their last ⌈log₂ g⌉ bits, which hold the position, so a selected value may be smaller
     than the largest by the fraction 2^(⌈log₂ g⌉ − 23).
 
-    Args:
-        fraction: φ in (0, 1], the fraction of values that is sent; g may be at most 4096.
-        k: number of values of a group that are sent, at least 1.
+    Attributes:
+        fraction: φ, the fraction of values that is sent; g may be at most 4096.
+        k: number of values of a group that are sent.
         values: codec of the values that are sent, one without state, key or matrices, such as `int8`.
     """
-    values = made_values("block_topk", values, fraction)
-    if k < 1:
-        raise ValueError(f"block_topk k={k} must be at least 1 value of each group")
-    group = math.ceil(k / fraction)
-    if group > 2**12:
-        raise ValueError(
-            f"block_topk of k={k} in groups of {group}: groups may have 4096 values; use a larger fraction or a smaller k"
-        )
-    form = _BlockTopk(k, group, np.uint32(2 ** (group - 1).bit_length() - 1))
-    return _sparse("block_topk", form.count, form.select, form.positions, form.num_index_bytes, values, kept=form.kept)
 
+    messages = "the largest values of each group and their places"
 
-@dataclasses.dataclass(frozen=True)
-class _BlockTopk:
-    """The codec's functions; `low` masks the bits of a magnitude that hold its position in the group."""
+    fraction: Share = 0.01
+    k: Count = 1
 
-    k: int
-    group: int
-    low: np.uint32
+    def __post_init__(self):
+        if self._group > 2**12:
+            raise ValueError(
+                f"{self}: a group of ⌈k/fraction⌉={self._group} values exceeds 4096; use a larger fraction or a smaller k"
+            )
+
+    @property
+    def _group(self) -> int:
+        return math.ceil(self.k / self.fraction)
+
+    @property
+    def _low(self) -> np.uint32:
+        """The bits of a magnitude that hold its position in the group."""
+        return np.uint32(2 ** (self._group - 1).bit_length() - 1)
 
     def count(self, size):
-        return self.k * _num_groups(size, self.group)
+        return self.k * _num_groups(size, self._group)
 
-    def num_index_bytes(self, size):
-        return self.count(size) * bits.index_dtype(self.group).itemsize
+    def index_bytes(self, size):
+        return self.count(size) * bits.index_dtype(self._group).itemsize
 
-    def kept(self, shape):
-        return self.k / self.group * (1 - 2 * float(self.low) / 2**23)
+    def kept(self, size):
+        return self.k / self._group * (1 - 2 * float(self._low) / 2**23)
 
     def select(self, x_P, key):
         if not x_P.size:
-            return x_P, jnp.zeros(0, bits.index_dtype(self.group))
-        M = _num_groups(x_P.size, self.group)
+            return x_P, jnp.zeros(0, bits.index_dtype(self._group))
+        M = _num_groups(x_P.size, self._group)
         full = x_P.size - x_P.size % M  # The rest fills a part of one more row, which is computed by itself: see `by_rows`.
-        parts = [self.keys(x_P[:full].reshape(-1, M), 0)]
+        parts = [self._keys(x_P[:full].reshape(-1, M), 0)]
         if full < x_P.size:
-            parts.append(self.keys(jnp.pad(x_P[full:], (0, full + M - x_P.size))[None], full // M))
+            parts.append(self._keys(jnp.pad(x_P[full:], (0, full + M - x_P.size))[None], full // M))
         where = []
         for _ in range(self.k):  # All keys of a group are different.
             left = [jnp.where(keys_GxM < where[-1], keys_GxM, 0) if where else keys_GxM for keys_GxM in parts]
             where.append(functools.reduce(jnp.maximum, [keys_GxM.max(axis=0, initial=0) for keys_GxM in left]))
-        where_kxM = (jnp.stack(where) & self.low).astype(bits.index_dtype(self.group))
+        where_kxM = (jnp.stack(where) & self._low).astype(bits.index_dtype(self._group))
         chosen = x_P.at[self.positions(where_kxM.ravel(), x_P.size)].get(mode="fill", fill_value=0)
         return chosen, where_kxM.ravel()
 
-    def keys(self, row_GxM, first):
-        """Integers in the order of the magnitudes, whose last bits are the positions in the group, counted from `first`."""
+    def _keys(self, row_GxM: jax.Array, first: int) -> jax.Array:
+        """Return integers in the order of the magnitudes, whose last bits are the positions in the group, counted from `first`."""
         pattern_GxM = jax.lax.bitcast_convert_type(jnp.abs(row_GxM.astype(jnp.float32)), jnp.uint32)
-        return pattern_GxM & ~self.low | jax.lax.broadcasted_iota(jnp.uint32, row_GxM.shape, 0) + first
+        return pattern_GxM & ~self._low | jax.lax.broadcasted_iota(jnp.uint32, row_GxM.shape, 0) + first
 
     def positions(self, where, size):
-        M = _num_groups(size, self.group)
+        M = _num_groups(size, self._group)
         return (where.reshape(self.k, -1).astype(jnp.int32) * M + jnp.arange(M)[None]).ravel()
 
 
-@registry.register("codec", "randomk", messages="values drawn by a seed")
-def randomk(fraction: float = 0.01, unbiased: bool = False, values: Codec | str = "identity") -> Codec:
+class Randomk(Sparse, name="randomk"):
     """One random value of every group of g = ⌈1/φ⌉ values, and the seed that it was drawn by; linear for a given key.
 
     Every value is sent with probability 1/g, so E‖x − x̂‖² = (1 − 1/g)‖x‖². If `unbiased`, values are multiplied by g, so that
     E x̂ = x and E‖x − x̂‖² = (g − 1)‖x‖².
 
-    Args:
-        fraction: φ in [2⁻¹⁶, 1], the fraction of values that is sent.
+    Attributes:
+        fraction: φ, the fraction of values that is sent.
         unbiased: whether values are multiplied by g.
         values: codec of the values that are sent, one without state, key or matrices, such as `int8`.
 
     Reference: Stich et al. 2018; Konečný et al. 2016 for the shared seed.
     """
-    values = made_values("randomk", values, fraction)
-    group = math.ceil(1 / fraction)
-    if group > 2**16:
-        raise ValueError(f"randomk fraction={fraction} leaves one value of {group}; at least one of 65536 is sent")
 
-    def positions(where, size):
-        M = _num_groups(size, group)
-        return noise.below(group, (M,), (where[0], where[1])) * M + jnp.arange(M)
+    messages = "values drawn by a seed"
+    random = True
 
-    def select(x_P, key):
+    fraction: Annotated[float, Range(2**-16, 1)] = 0.01
+    unbiased: bool = False
+
+    def __post_init__(self):
+        self._derive(linear=self.inner.linear)
+
+    @property
+    def _group(self) -> int:
+        return math.ceil(1 / self.fraction)
+
+    def count(self, size):
+        return _num_groups(size, self._group)
+
+    def index_bytes(self, size):
+        return 8
+
+    def positions(self, where, size):
+        M = _num_groups(size, self._group)
+        return noise.below(self._group, (M,), (where[0], where[1])) * M + jnp.arange(M)
+
+    def select(self, x_P, key):
         where = jnp.stack(noise.words(key))
-        chosen = x_P.at[positions(where, x_P.size)].get(mode="fill", fill_value=0)
-        return chosen * group if unbiased else chosen, where
+        chosen = x_P.at[self.positions(where, x_P.size)].get(mode="fill", fill_value=0)
+        return chosen * self._group if self.unbiased else chosen, where
 
-    return _sparse(
-        "randomk",
-        lambda size: _num_groups(size, group),
-        select,
-        positions,
-        lambda size: 8,
-        values,
-        random=True,
-        linear=values.traits.linear,
-        kept=None if unbiased else lambda shape: 1 / group,
-        unbiased=(lambda size: group - 1.0) if unbiased and values.traits.linear else None,
-    )
+    def kept(self, size):
+        return None if self.unbiased else 1 / self._group
+
+    def omega(self, size):
+        return self._group - 1.0 if self.unbiased and self.linear else None

@@ -17,9 +17,9 @@ NOISE_VALUES = 4096  # values of noise that this is measured on
 
 def check_messages(topology: Topology, codec: codecs.Codec) -> None:
     """Raises ValueError if gossip on a topology cannot send a codec's messages, as those of varying size."""
-    if codec.traits.state_key == "sample":
+    if codec.state_key == "sample":
         raise ValueError(f"codec {codec.name!r} remembers samples of a batch, so it cannot encode parameters; use codec 'int8'")
-    if not codec.traits.static_bytes:
+    if not codec.static_bytes:
         raise ValueError(
             f"codec {codec.name!r} has messages of varying size, and gossip, whose messages all have one size, would send the largest, "
             "more than the values themselves; use 'bounded(raw=False)' with mixer 'exact', or 'int8'"
@@ -41,7 +41,7 @@ def check_messages(topology: Topology, codec: codecs.Codec) -> None:
             f"topology {topology.name!r} exchanges between nodes of {sizes} workers, and a codec's memory is of one "
             "size; use a graph with nodes of one size, or mixer 'exact' without a codec"
         )
-    if codec.traits.matrix and sizes[0] > 1:
+    if codec.matrix and sizes[0] > 1:
         raise ValueError(
             f"codec {codec.name!r} sees whole matrices, but in topology {topology.name!r} each of a node's "
             f"{sizes[0]} workers sends a share; use a codec such as 'int8', or local_size=1"
@@ -50,8 +50,8 @@ def check_messages(topology: Topology, codec: codecs.Codec) -> None:
 
 def check_contractive(name: str, codec: codecs.Codec) -> None:
     """Raises ValueError for a codec whose errors, fed back, may grow without bound."""
-    unbiased = codec.traits.unbiased  # With ω < 1, the error is on average smaller than what is encoded.
-    if codec.traits.contractive is None and not (unbiased and unbiased(NOISE_VALUES) < 1):
+    omega = codec.omega(NOISE_VALUES)  # With ω < 1, the error is on average smaller than what is encoded.
+    if not codec.contractive and (omega is None or omega >= 1):
         raise ValueError(
             f"mixer {name!r} needs a contractive codec, but the errors of {codec.name!r}, which are fed back, may exceed what "
             "it encodes; use 'int8' or another contractive codec, or mixer 'exact'"
@@ -70,14 +70,14 @@ def check_doubly_stochastic(name: str, topology: Topology) -> None:
 def typical_contraction(codec: codecs.Codec) -> float:
     """The fraction of the energy of Gaussian noise that a codec keeps: 1 − ‖C(x) − x‖²/‖x‖², measured on 4096 values.
 
-    The δ in `Traits.contractive` holds for the worst input, which hardly ever occurs; step sizes are derived from this value instead.
+    The δ of `Codec.delta` holds for the worst input, which hardly ever occurs; step sizes are derived from this value instead.
     """
     side = math.isqrt(NOISE_VALUES)
-    shape = (side, side) if codec.traits.matrix else (NOISE_VALUES,)
+    shape = (side, side) if codec.matrix else (NOISE_VALUES,)
     x = np.random.default_rng(0).normal(size=shape).astype(np.float32)
 
     def loss(x):
-        key = jax.random.key(0) if codec.traits.random else None
+        key = jax.random.key(0) if codec.random else None
         message = codec.encode(x, codec.init(shape, x.dtype), key)
         return jnp.sum((codec.decode(message, shape, x.dtype) - x) ** 2) / jnp.sum(x**2)
 

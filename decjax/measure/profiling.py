@@ -150,7 +150,7 @@ def codec_actions(trainer: Trainer) -> Actions:
     ]
 
     def code(codec, x_P):
-        key = jax.random.key(0) if codec.traits.random else None
+        key = jax.random.key(0) if codec.random else None
         message = codec.encode(x_P, codec.init(x_P.shape, x_P.dtype), key)
         message = jax.lax.optimization_barrier(message)  # As if sent and received: the compiler must not simplify across it.
         return codec.decode(message, x_P.shape, x_P.dtype)

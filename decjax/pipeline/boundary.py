@@ -114,7 +114,7 @@ def coded(
     if form.flushes:
         transfers[schedules.BACKWARD, False] = Transfer(_flush, lambda x, state, place: (x, state))
     received = None
-    if forward and forward.traits.state_key == "none" and forward_error not in ("ef21", "samples"):
+    if forward and not forward.state_key and forward_error not in ("ef21", "samples"):
         seen = _as_matrix(forward)
         received = lambda x, key: seen.decode(seen.encode(x, (), key), x.shape, x.dtype)
     boundary = Boundary(form.init, form.compresses, transfers, form.finish, received, forward_error == "samples")
@@ -176,7 +176,7 @@ def _flush(x: jax.Array, state: Any, place: Place) -> tuple[Any, Any]:
 
 
 def _link(codec: codecs.Codec, error: str, slots: int) -> links.Link:
-    if not codec.traits.static_bytes:
+    if not codec.static_bytes:
         raise ValueError(
             f"codec {codec.name!r} has messages of varying size, and stages wait for messages of a fixed one; use 'int8', "
             "or, where errors are not remembered, 'bounded(raw=False)'"
@@ -191,7 +191,7 @@ def _link(codec: codecs.Codec, error: str, slots: int) -> links.Link:
 
 def _as_matrix(codec: codecs.Codec) -> codecs.Codec:
     """The codec applied to B×T×D as the matrix I×J = (B·T)×D, and to vectors as they are."""
-    return codecs.reshaped(codec, lambda shape, dtype: (math.prod(shape[:-1]), shape[-1]) if len(shape) > 1 else shape)
+    return codecs.Reshaped(codec, lambda shape, dtype: (math.prod(shape[:-1]), shape[-1]) if len(shape) > 1 else shape)
 
 
 def _reusing(boundary: Boundary, backward: codecs.Codec | None, forward: codecs.Codec | None) -> Boundary:
@@ -204,7 +204,7 @@ def _reusing(boundary: Boundary, backward: codecs.Codec | None, forward: codecs.
             f"boundary reuse_indices with forward={forward and forward.name!r}: only {' and '.join(CHOOSING)} have indices; "
             "use forward=topk"
         )
-    if not backward or backward.traits.matrix or backward.traits.state_key != "none":
+    if not backward or backward.matrix or backward.state_key:
         raise ValueError(
             f"boundary reuse_indices with backward={backward and backward.name!r}: the values at these indices need a codec "
             "of vectors without state; use backward=identity"

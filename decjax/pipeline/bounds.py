@@ -127,7 +127,7 @@ class BoundedLink:
 
     def codec(self, bound: Any) -> codecs.Codec:
         """The codec of one worker's vectors of one table."""
-        return codecs.bounded(bound, self.bits, outliers=self.outliers, raw=False)
+        return codecs.bounded(bound=bound, bits_per_value=self.bits, outliers=self.outliers, raw=False)
 
     def num_bytes(self, num_workers: int, slots: int, size: int) -> float:
         """Bytes that each worker sends, for `slots` tables with `size` float32 values for each worker; see `send`."""

@@ -28,6 +28,7 @@ import jax
 import jax.numpy as jnp
 
 from decjax import codecs, noise
+from decjax.typing import DType
 
 WIDE = jnp.float32  # dtype of what is remembered
 
@@ -68,7 +69,7 @@ def remembering(form: Callable[[codecs.Codec], codecs.feedback.Feedback], codec:
     """
 
     def settled_at(place):
-        return form(settled(on_support(codec, place.where_k) if place.where_k is not None else codec, place.like.dtype))
+        return form(Settled(OnSupport(codec, place.where_k) if place.where_k is not None else codec, place.like.dtype))
 
     def init(like, num_chunks):
         feedback = form(codec)
@@ -89,14 +90,14 @@ def remembering(form: Callable[[codecs.Codec], codecs.feedback.Feedback], codec:
     return Link(init, send, receive)
 
 
-def settled(codec: codecs.Codec, dtype: Any) -> codecs.Codec:
-    """The codec with decoded values rounded to `dtype` first, so that sender and receiver compute the same ones."""
+class Settled(codecs.Wrapped):
+    """A codec with decoded values rounded to `rounded_to` first, so that sender and receiver compute the same ones."""
 
-    def decode(message, shape, out):
+    rounded_to: DType
+
+    def decode(self, message, shape, dtype):
         # Without the barrier a compiler may fuse a product with the following sum at one end only, and round differently.
-        return jax.lax.optimization_barrier(codec.decode(message, shape, dtype)).astype(out)
-
-    return dataclasses.replace(codec, decode=decode)
+        return jax.lax.optimization_barrier(self.codec.decode(message, shape, self.rounded_to)).astype(dtype)
 
 
 def flushed(x: jax.Array, sender: codecs.feedback.Memory, place: Place) -> tuple[jax.Array, codecs.feedback.Memory]:
@@ -113,22 +114,23 @@ def forgotten(ends: Ends) -> Ends:
     return ends._replace(sender=ends.sender._replace(error=jnp.zeros_like(ends.sender.error)))
 
 
-def on_support(values: codecs.Codec, where_k: jax.Array) -> codecs.Codec:
-    """A codec that sends only the values at positions `where_k` of the flattened array, compressed by `values`.
+class OnSupport(codecs.Wrapped):
+    """A codec of the values at positions `where_k` of the flattened array.
 
-    Both ends know the positions, so they are not sent; decoded arrays are zero elsewhere.
+    Both ends have the positions, so they are not sent; decoded arrays are zero elsewhere.
     """
 
-    def decode(message, shape, dtype):
-        chosen_k = values.decode(message, where_k.shape, dtype)
-        return jnp.zeros(math.prod(shape), dtype).at[where_k].set(chosen_k, mode="drop", unique_indices=True).reshape(shape)
+    where_k: jax.Array
 
-    return dataclasses.replace(
-        values,
-        encode=lambda x, state, key: values.encode(x.ravel()[where_k], state, key),
-        decode=decode,
-        num_bytes=lambda shape, dtype: values.num_bytes(where_k.shape, dtype),
-    )
+    def encode(self, x, state, key):
+        return self.codec.encode(x.ravel()[self.where_k], state, key)
+
+    def decode(self, message, shape, dtype):
+        chosen_k = self.codec.decode(message, self.where_k.shape, dtype)
+        return jnp.zeros(math.prod(shape), dtype).at[self.where_k].set(chosen_k, mode="drop", unique_indices=True).reshape(shape)
+
+    def num_bytes(self, shape, dtype):
+        return self.codec.num_bytes(self.where_k.shape, dtype)
 
 
 class Samples(NamedTuple):
@@ -150,7 +152,7 @@ def per_sample(codec: codecs.Codec, slots: int) -> Link:
     """
     if slots < 1:
         raise ValueError(f"slots={slots}: must be at least 1 to store samples; use a few times as many as a worker has samples")
-    form = _PerSample(codec, settled(codec, WIDE).decode, slots)
+    form = _PerSample(codec, Settled(codec, WIDE).decode, slots)
     return Link(form.init, form.send, form.receive)
 
 
@@ -218,6 +220,6 @@ def _with_chunk(tree, place: Place, new):
 
 def _key(codec: codecs.Codec, place: Place) -> jax.Array | None:
     """The key of a message's noise, different for every message of an iteration; None if the codec needs none."""
-    if not codec.traits.random or place.key is None:
+    if not codec.random or place.key is None:
         return None
     return functools.reduce(jax.random.fold_in, (place.stage, place.chunk, place.microbatch), place.key)

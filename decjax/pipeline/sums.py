@@ -82,11 +82,10 @@ def coded(codec: codecs.Codec) -> Contract:
 
 def check(codec: codecs.Codec) -> None:
     """Raises a ValueError for a codec that cannot encode the terms of a sum."""
-    traits = codec.traits
     faults = {
-        "has messages of varying size": not traits.static_bytes,
-        "keeps a state from one message to the next": traits.state_key != "none",
-        "draws random numbers": traits.random,
+        "has messages of varying size": not codec.static_bytes,
+        "keeps a state from one message to the next": codec.state_key,
+        "draws random numbers": codec.random,
     }
     for fault in (fault for fault, present in faults.items() if present):
         raise ValueError(

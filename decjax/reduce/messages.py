@@ -52,11 +52,11 @@ def num_bytes(codec: codecs.Codec, layout: buckets.Layout, num_workers: int, hea
 
 def check(codec: codecs.Codec) -> None:
     """Raises ValueError for a codec whose messages cannot be averaged."""
-    if not codec.traits.static_bytes:
+    if not codec.static_bytes:
         raise ValueError(
             f"codec {codec.name!r} has messages of varying size, and collectives send buffers of one size; use 'int8', or 'topk'"
         )
-    if codec.traits.state_key == "sample":
+    if codec.state_key == "sample":
         raise ValueError(f"codec {codec.name!r} remembers samples of a batch, so it cannot encode gradients; use 'int8'")
 
 

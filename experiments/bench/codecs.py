@@ -46,8 +46,8 @@ class Row:
 
     def __init__(self, name: str, x: jax.Array):
         codec = codecs.make(VARIANTS.get(name, name))
-        self.x = x if codec.traits.matrix else x.ravel()
-        shape, key = self.x.shape, jax.random.key(0) if codec.traits.random else None
+        self.x = x if codec.matrix else x.ravel()
+        shape, key = self.x.shape, jax.random.key(0) if codec.random else None
         state = codec.init(shape, x.dtype)
         self.encode = jax.jit(lambda x: codec.encode(x, state, key))
         self.decode = jax.jit(lambda message: codec.decode(message, shape, x.dtype))
