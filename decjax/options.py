@@ -101,10 +101,7 @@ def checked(function: F, called: str = "", then: Callable[[Any, Mapping[str, Any
             parameter = signature().parameters[argument]
             if parameter.kind in _VARIADIC or value is parameter.default:
                 continue
-            if not is_a(value, parameter.annotation):
-                raise ValueError(f"{name}: {argument}{_described(value)} must be {_type_name(parameter.annotation)}")
-            check_choice(f"{name}: {argument}", value, choices_of(parameter.annotation))
-            check_range(f"{name}: {argument}", value, range_of(parameter.annotation))
+            check(f"{name}: {argument}", value, parameter.annotation)
         result = function(*args, **kwargs)
         if then is None:
             return result
@@ -146,6 +143,14 @@ def choices_of(annotation: Any) -> tuple[str, ...]:
     return sum((typing.get_args(member) for member in members(annotation) if typing.get_origin(member) is typing.Literal), ())
 
 
+def check(what: str, value: Any, annotation: Any) -> None:
+    """Raise a ValueError for a value that does not have the type of an annotation, or is none of its words or outside of its range."""
+    if not is_a(value, annotation):
+        raise ValueError(f"{what}{_described(value)} must be {_type_name(annotation)}")
+    check_choice(what, value, choices_of(annotation))
+    check_range(what, value, range_of(annotation))
+
+
 def check_choice(what: str, value: Any, choices: tuple[str, ...]) -> None:
     """Raise a ValueError for a word that is not one of the choices; () allows any."""
     if choices and isinstance(value, str) and value not in choices:
@@ -154,8 +159,9 @@ def check_choice(what: str, value: Any, choices: tuple[str, ...]) -> None:
 
 def check_range(what: str, value: Any, allowed: Range | None) -> None:
     """Raise a ValueError if a number lies outside its range. Traced numbers are not checked."""
-    if allowed and isinstance(value, numbers.Real) and not isinstance(value, bool) and float(value) not in allowed:
-        raise ValueError(f"{what}={value} must be {allowed}")
+    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    if allowed and is_number and typing.cast(float, value) not in allowed:
+        raise ValueError(f"{what}={shown(value)} must be {allowed}")
 
 
 def is_a(value: Any, expected: Any) -> bool:
@@ -169,6 +175,8 @@ def is_a(value: Any, expected: Any) -> bool:
         return is_a(value, type(typing.get_args(expected)[0]))
     if expected is Callable or (origin is not None and issubclass(origin, Callable)):
         return callable(value)
+    if origin is not None and issubclass(origin, Mapping):
+        return isinstance(value, Mapping)
     if origin is not None and issubclass(origin, Iterable):
         return isinstance(value, Iterable) and not isinstance(value, str)
     if expected is None:
@@ -206,7 +214,7 @@ def _word(member: Any) -> str:
     if member in WORDS or member is None:
         return WORDS.get(member, "None")
     if member is Callable or typing.get_origin(member) is not None:
-        return "a function" if is_a(len, member) else "a sequence"
+        return "a function" if is_a(len, member) else "a mapping" if is_a({}, member) and not is_a([], member) else "a sequence"
     name = member.__name__
     return _a(name) + (f" (such as {EXAMPLES[name]})" if name in EXAMPLES else "")
 

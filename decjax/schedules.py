@@ -20,12 +20,14 @@ References: Huang et al. 2019, arXiv 1811.06965 (GPipe); Narayanan et al. 2019, 
 
 import dataclasses
 import functools
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 
+from decjax.options import Count, checked
+
 FORWARD, BACKWARD = "F", "B"
-NAMES = ("gpipe", "1f1b", "interleaved")
+Name = Literal["gpipe", "1f1b", "interleaved"]
 
 
 class Op(NamedTuple):
@@ -72,7 +74,7 @@ class Schedule:
     passes as there were in its warm-up (its cool-down).
 
     Attributes:
-        name: one of `NAMES`.
+        name: "gpipe", "1f1b" or "interleaved".
         num_stages: S, devices of a pipeline.
         num_microbatches: M.
         num_chunks: C, virtual stages of a device.
@@ -93,7 +95,7 @@ class Schedule:
         return self.num_stages * self.num_chunks
 
     def virtual(self, stage: int, chunk: int) -> int:
-        """The virtual stage v = c·S + s of chunk c on stage s: its position in the model."""
+        """Return the virtual stage v = c·S + s of chunk c on stage s: its position in the model."""
         return chunk * self.num_stages + stage
 
     @functools.cached_property
@@ -115,7 +117,7 @@ class Schedule:
             table.append(row)
         return tuple(table)
 
-    def _is_ready(self, stage: int, op: Op, done) -> bool:
+    def _is_ready(self, stage: int, op: Op, done: dict[tuple[str, int, int], int]) -> bool:
         v = self.virtual(stage, op.chunk)
         if op.kind == FORWARD:
             return v == 0 or (FORWARD, op.microbatch, v - 1) in done
@@ -137,7 +139,7 @@ class Schedule:
         """
         cool_downs = [set(order[len(order) - warm_up :]) for order, warm_up in zip(self.orders, self.warm_ups)]
 
-        def send(stage, op):
+        def send(stage: int, op: Op) -> Send | None:
             v = self.virtual(stage, op.chunk) + (1 if op.kind == FORWARD else -1)
             if not 0 <= v < self.num_virtual:
                 return None
@@ -145,7 +147,7 @@ class Schedule:
             in_epilogue = Op(op.kind, op.microbatch, chunk) in cool_downs[target]
             return Send(op.kind, op.microbatch, stage, op.chunk, target, chunk, in_epilogue)
 
-        return tuple(tuple(found for stage, op in enumerate(row) if op and (found := send(stage, op))) for row in self.ticks)
+        return tuple(tuple(message for stage, op in enumerate(row) if op and (message := send(stage, op))) for row in self.ticks)
 
     @functools.cached_property
     def live(self) -> tuple[int, ...]:
@@ -154,32 +156,29 @@ class Schedule:
         return tuple(int(most) for most in np.cumsum(signs_TxS, axis=0).max(axis=0))
 
 
-def make(name: str, num_stages: int, num_microbatches: int, num_chunks: int = 1) -> Schedule:
-    """The schedule of that name.
+@checked
+def make(name: Name, num_stages: Count, num_microbatches: Count, num_chunks: Count = 1) -> Schedule:
+    """Return a schedule by its name.
 
     Args:
         name: "gpipe", "1f1b" or "interleaved".
-        num_stages: S ≥ 1; at least 2 for "interleaved".
-        num_microbatches: M ≥ 1; a multiple of S for "interleaved".
+        num_stages: S; at least 2 for "interleaved".
+        num_microbatches: M; a multiple of S for "interleaved".
         num_chunks: C; at least 2 for "interleaved", else 1.
 
     Raises:
-        ValueError: for an unknown name or numbers that do not fit it.
+        ValueError: for numbers that do not fit the schedule.
 
     Examples:
         >>> make("1f1b", 4, 16).num_ticks
         38
     """
     S, M, C = num_stages, num_microbatches, num_chunks
-    if name not in NAMES:
-        raise ValueError(f"schedule {name!r} is unknown; use one of {', '.join(NAMES)}")
-    for what, value in (("stages", S), ("microbatches", M), ("chunks", C)):
-        if value < 1:
-            raise ValueError(f"{what}={value}: must be at least 1")
-    if name != "interleaved" and C > 1:
-        raise ValueError(f"chunks={C} belong to schedule 'interleaved', got {name!r}; use chunks=1")
-    if name == "interleaved" and (C < 2 or S < 2):
-        raise ValueError(f"schedule 'interleaved' with chunks={C}, stages={S}: needs at least 2 of each; use schedule '1f1b'")
+    if (name == "interleaved" and min(C, S) < 2) or (name != "interleaved" and C > 1):
+        raise ValueError(
+            f"chunks={C}, stages={S} with schedule {name!r}: 'interleaved' needs at least 2 of each, other schedules need chunks=1; "
+            "change the schedule"
+        )
     if name == "interleaved" and M % S:
         fits = max(1, M // S) * S
         raise ValueError(
@@ -194,6 +193,6 @@ def make(name: str, num_stages: int, num_microbatches: int, num_chunks: int = 1)
 
 
 def _alternate(forward: list[Op], backward: list[Op], warm_up: int) -> tuple[Op, ...]:
-    """`warm_up` forward passes, then one forward and one backward in turn, then the backward passes that are left."""
+    """Return `warm_up` forward passes, then one forward and one backward in turn, then the backward passes that are left."""
     steady = [op for pair in zip(forward[warm_up:], backward) for op in pair]
     return (*forward[:warm_up], *steady, *backward[len(forward) - warm_up :])

@@ -15,7 +15,7 @@ with coded messages is their codecs' time. Nothing is fitted to the times that a
 
 from collections.abc import Callable
 import dataclasses
-from typing import Any
+from typing import Any, Literal
 
 from absl import flags
 import rich.table
@@ -33,7 +33,8 @@ STEPS = 2  # of a visit at least
 MODEL: dict[str, Any] = dict(vocabulary=256, context=64, width=32, hidden=128, heads=2, depth=STAGES)
 DENSE, RANK = "as they are", 4
 LOW_RANK = f"low_rank(rank={RANK})"
-ROWS = {  # name -> codec of gradients, of activations, which gradients
+When = Literal["always", "epilogue"]
+ROWS: dict[str, tuple[str, str, When]] = {  # name -> codec of gradients, of activations, which gradients
     DENSE: ("", "", "epilogue"),
     "gradients of the cool-down, low rank": (LOW_RANK, "", "epilogue"),
     "all gradients, low rank": (LOW_RANK, "", "always"),
@@ -56,7 +57,7 @@ def row(name: str, microbatches: int) -> systems.Row:
     return systems.decjax(name, argument, batch_size=SIZE * microbatches, model=MODEL, **fields)
 
 
-def boundary(codec: str, when: str = "always") -> costmodel.Boundary:
+def boundary(codec: str, when: When = "always") -> costmodel.Boundary:
     """Messages compressed by a codec, as the cost model describes them."""
     return costmodel.Boundary(RATIOS[codec], codec, when) if codec else costmodel.Boundary()
 

@@ -34,7 +34,7 @@ def _number(key: str, text: str) -> float:
         raise ValueError(f"--model: {key}={text!r} must be {must}" + (f", {example}" if example else "")) from None
     if key in _WHOLE and not (number.is_integer() and number >= (0 if key == "hidden" else 1)):  # 0: 4·width
         raise ValueError(f"--model: {key}={text.strip()} must be {must}")
-    return profile.check_number(f"--model: {key}", number, fix=example)
+    return profile.check_number(f"--model: {key}", number)
 
 
 def times_of(values: dict[str, Any], cluster: costmodel.Cluster, compute_s: float | None) -> tuple[float, float]:
@@ -90,7 +90,7 @@ def make_transformer(values: dict[str, float]) -> costmodel.Transformer:
     sizes = {key: int(value) for key, value in sizes.items()}
     if values["tied"] not in (0, 1):
         raise ValueError(f"--model: tied={values['tied']:g} must be 0 or 1")
-    num_bytes = profile.check_number("--model: bytes", values["bytes"], positive=True, fix="bfloat16 has 2")
+    num_bytes = profile.check_number("--model: bytes", values["bytes"], profile.Rate)
     return costmodel.Transformer(
         batch_size=sizes.pop("batch"),
         tied=bool(values["tied"]),

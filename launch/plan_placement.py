@@ -218,7 +218,7 @@ def run(find_model: Callable[[int], Model]) -> None:
     """Searches, prints, draws, and writes the placement; `find_model` gives the model for a number of workers."""
     memory.keep_freed()  # Matrices of thousands of devices take hundreds of megabytes each.
     links, devices = load_links()
-    profile.check_number("--search_s", FLAGS.search_s, positive=True)
+    profile.check_number("--search_s", FLAGS.search_s, profile.Rate)
     stages, name = FLAGS.stages, graph()
     workers = workers_of(devices, stages)
     job, *needs = work(find_model(workers), workers, stages, name)

@@ -103,7 +103,7 @@ def placed(spec: parts.RunSpec) -> Callable[[parts.RunSpec], list[Any] | None]:
             raise command.UserError(f"--placement={path}: {error}") from error
         if len(indices) != jax.device_count():
             raise command.UserError(
-                f"--placement={path}: it orders {len(indices)} devices, and there are {jax.device_count()}; place it anew"
+                f"--placement={path}: it orders {len(indices)} devices, and there are {jax.device_count()}; rerun the placement"
             )
         return [jax.devices()[index] for index in indices]
 

@@ -122,9 +122,9 @@ def test_least_squares_finds_the_minimum():
 @pytest.mark.parametrize(
     "call, problem",
     [
-        (lambda: Measurement("ping", 1, 1), "choose from shift, pair"),
-        (lambda: Measurement("shift", 0, 1), "must be positive"),
-        (lambda: Measurement("shift", 1, 1, scope="rack"), "choose from intra, inter"),
+        (lambda: Measurement("ping", 1, 1), "use one of shift, pair"),
+        (lambda: Measurement("shift", 0, 1), "num_bytes=0 must be at least 1e-18"),
+        (lambda: Measurement("shift", 1, 1, scope="rack"), "use one of intra, inter"),
         (lambda: fit.fit_line([1e6, 1e6], [1, 1]), "at least two sizes"),
         (lambda: fit.fit_line([1e6, 2e6], [1, 0.5]), "do not take longer"),
         (lambda: fit.fit_jitter(np.zeros((4, 0))), "at least one is needed"),

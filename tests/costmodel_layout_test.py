@@ -345,12 +345,12 @@ def test_better_links_are_never_slower():
     [
         (lambda: DeviceLayout(stages=0), "stages=0"),
         (lambda: DeviceLayout(stages=4, microbatches=6, schedule="interleaved", chunks=2), "multiple of stages=4"),
-        (lambda: DeviceLayout(inner="tensor"), "choose from stage, worker"),
-        (lambda: DeviceLayout(remat="all"), "choose from none, products, layers, stages"),
+        (lambda: DeviceLayout(inner="tensor"), "use one of stage, worker"),
+        (lambda: DeviceLayout(remat="all"), "use one of none, products, layers, stages"),
         (lambda: DeviceLayout(stages=2, layers=(3,)), "a positive number for each"),
         (lambda: DeviceLayout(stages=2, layers=(3, 4)).check(GPT), "are 7, the model has 8"),
-        (lambda: DeviceLayout(stages=3).check(GPT), "do not divide depth=8"),
-        (lambda: DeviceLayout(tensor=3).check(GPT), "does not divide heads=4"),
+        (lambda: DeviceLayout(stages=3).check(GPT), "depth=8 does not divide into stages=3 × chunks=1"),
+        (lambda: DeviceLayout(tensor=3).check(GPT), "heads=4 does not divide into tensor=3"),
         (lambda: DeviceLayout(workers=3, microbatches=2).check(GPT), "use a multiple of 6"),
         (lambda: Boundary(0), "ratio=0"),
         (lambda: Boundary(0.1, when="never"), "when='never'"),
@@ -361,7 +361,7 @@ def test_better_links_are_never_slower():
         (lambda: predict_layout(line(4), even(DeviceLayout(2)), DeviceLayout(2), Traffic(all_reduce(2))), "use cluster.resize(2)"),
         (
             lambda: predict_layout(line(2), even(DeviceLayout(2)), DeviceLayout(2), Traffic(all_reduce(4))),
-            "is for 4 workers, layout 2×1×1 has 2",
+            "4 workers in 'all-reduce' must be 2 for layout 2×1×1",
         ),
         (
             lambda: predict_layout(line(2), even(DeviceLayout(2)), DeviceLayout(2), Traffic(all_reduce(2), compressed_stages=2)),

@@ -105,13 +105,13 @@ def test_waiting_for_each_other_is_told():
     "arguments, complaint",
     [
         (("zigzag", 2, 4), "'zigzag' is unknown; use one of gpipe, 1f1b, interleaved"),
-        (("1f1b", 0, 4), "stages=0"),
-        (("1f1b", 2, 0), "microbatches=0"),
-        (("gpipe", 2, 4, 2), "chunks=2 belong to schedule 'interleaved'"),
+        (("1f1b", 0, 4), "stages=0 must be at least 1"),
+        (("1f1b", 2, 0), "microbatches=0 must be at least 1"),
+        (("gpipe", 2, 4, 2), "chunks=2, stages=2 with schedule 'gpipe': .* need chunks=1"),
         (("interleaved", 4, 2, 2), "microbatches=2 .* multiple of stages=4; use 4, or"),
         (("interleaved", 4, 6, 2), "use 4 or 8"),
-        (("interleaved", 2, 4, 1), "chunks=1, stages=2: needs at least 2"),
-        (("interleaved", 1, 4, 2), "use schedule '1f1b'"),
+        (("interleaved", 2, 4, 1), "chunks=1, stages=2 with schedule 'interleaved': .* at least 2 of each"),
+        (("interleaved", 1, 4, 2), "change the schedule"),
         (("interleaved", 2, 4, 0), "chunks=0"),
     ],
 )

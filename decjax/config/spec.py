@@ -4,6 +4,7 @@ from collections.abc import Mapping
 import json
 from typing import Any, NamedTuple
 
+from decjax import schedules
 from decjax.config import sections
 
 CONSENSUS = ("consensus_every", "consensus_first", "consensus_last")
@@ -68,7 +69,7 @@ class Layers(NamedTuple):
 
     stages: int = 1
     microbatches: int = 1
-    schedule: str = "1f1b"
+    schedule: schedules.Name = "1f1b"
     chunks: int = 1
     layers: str = ""
     remat: bool = False

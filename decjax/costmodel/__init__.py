@@ -1,7 +1,7 @@
 """Predicts the time per iteration of training methods on a cluster: when decentralized training beats all-reduce. NumPy only.
 
     profile       clusters, workloads, and how compute times vary
-    files         their JSON form
+    json_files    their JSON form
     exchange      latency and bandwidth cost of a round of messages on a cluster
     method        what is sent over which topology
     simulator     times of training steps, by a max-plus recursion over workers
@@ -25,9 +25,9 @@ Examples:
   '2.44 times faster'
 """
 
-from decjax.costmodel.files import load, load_workload, save
 from decjax.costmodel.footprint import Footprint, memory
 from decjax.costmodel.iteration import LayoutPrediction, choose_compressed_stages, predict_layout
+from decjax.costmodel.json_files import load, load_workload, save
 from decjax.costmodel.layout import Boundary, DeviceLayout, Traffic, Work, work
 from decjax.costmodel.methods import Method, all_reduce, compressed, gossip, no_communication
 from decjax.costmodel.model import Prediction, closed_form, predict

@@ -126,7 +126,7 @@ def exchange_cost(cluster: Cluster, round_: Round, joint_ring: bool = False, dev
     if devices_NxK is None:
         if cluster.num_workers != N:
             raise ValueError(
-                f"the round is for {N} workers, cluster {cluster.name!r} has {cluster.num_workers}; resize one of them"
+                f"the method is for {N} workers, cluster {cluster.name!r} has {cluster.num_workers}; use cluster.resize({N})"
             )
         devices_NxK = np.arange(N)[:, None]
     workers_GxM = np.arange(N).reshape(-1, g)

@@ -6,18 +6,22 @@ that small messages, which determine α, count as much as large ones. `least_squ
 
 from collections.abc import Callable, Sequence
 import dataclasses
+import typing
+from typing import Annotated, Literal
 
 import numpy as np
 
-from decjax.costmodel.profile import Cluster, Jitter, Link
+from decjax.costmodel.profile import Cluster, Jitter, Link, Rate, as_numbers
+from decjax.options import Range, checked_class
 
 MAX_TRACE, LEAST_STEPS = 200, 20  # how many measured times are kept, or times of as many whole steps if these are more
 STEADY = 0.02  # coefficient of variation below which compute times count as constant
 DIFFERENCE = 1e-3  # h of central differences; larger than the noise of a simulation needs
-KINDS = ("shift", "pair", "all_reduce", "codec")
-SCOPES = ("intra", "inter")
+Kind = Literal["shift", "pair", "all_reduce", "codec"]
+Scope = Literal["intra", "inter"]
 
 
+@checked_class
 @dataclasses.dataclass(frozen=True)
 class Measurement:
     """One timed exchange.
@@ -32,22 +36,12 @@ class Measurement:
         codec: name of the codec, for kind "codec"; empty: all codecs.
     """
 
-    kind: str
-    num_bytes: float
-    time_s: float
-    scope: str = "inter"
-    num_workers: int = 2
+    kind: Kind
+    num_bytes: Rate
+    time_s: Rate
+    scope: Scope = "inter"
+    num_workers: Annotated[int, Range(2, 2**40)] = 2
     codec: str = ""
-
-    def __post_init__(self):
-        if self.kind not in KINDS:
-            raise ValueError(f"measurement kind {self.kind!r} is unknown; choose from {', '.join(KINDS)}")
-        if self.scope not in SCOPES:
-            raise ValueError(f"measurement scope {self.scope!r} is unknown; choose from {', '.join(SCOPES)}")
-        if not (self.num_bytes > 0 and self.time_s > 0 and np.isfinite(self.num_bytes + self.time_s)):
-            raise ValueError(f"measurement of {self.num_bytes} bytes in {self.time_s} s: both must be positive; measure again")
-        if self.num_workers < 2:
-            raise ValueError(f"measurement with num_workers={self.num_workers}: an exchange takes at least 2")
 
 
 def fit_line(num_bytes: Sequence[float], time_s: Sequence[float]) -> Link:
@@ -103,8 +97,9 @@ def fit_jitter(times_NxR: np.ndarray) -> Jitter:
     Of many steps the trace holds as few as `MAX_TRACE` says, with the same mean, and the same mean of the slowest worker's times.
     """
     times = np.sort(np.asarray(times_NxR, float), axis=0)
-    if not (times.ndim == 2 and times.size and times.min() > 0 and np.isfinite(times).all()):
-        raise ValueError(f"{times.size} compute times were given; at least one is needed, and all must be positive seconds")
+    if not times.size:
+        raise ValueError("no compute times were measured, and at least one is needed; measure again")
+    as_numbers("times_NxR", times.ravel(), Rate)
     if (times - times.mean(axis=0)).std() <= STEADY * times.mean():
         return Jitter()
     most = max(MAX_TRACE // len(times), LEAST_STEPS)
@@ -129,7 +124,7 @@ def fit_cluster(measurements: Sequence[Measurement], *, name: str, num_nodes: in
     gets the links of the other; if neither was, a ValueError is raised. Throughputs of codecs are medians, by name if they have one.
     """
     links, full_duplex = {}, True
-    for scope in SCOPES:
+    for scope in typing.get_args(Scope):
         shift, pair = line_of(measurements, "shift", scope), line_of(measurements, "pair", scope)
         if shift and pair and shift.bandwidth_Bps > 1.5 * pair.bandwidth_Bps:
             full_duplex = False

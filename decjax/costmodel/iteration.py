@@ -271,24 +271,21 @@ class LayoutPrediction(NamedTuple):
 
 
 def _check(cluster: Cluster, load: Work, layout: DeviceLayout, traffic: Traffic) -> None:
-    if cluster.num_workers != layout.num_devices:
-        raise ValueError(
-            f"layout {layout.name} has {layout.num_devices} devices, cluster {cluster.name!r} has "
-            f"{cluster.num_workers}; use cluster.resize({layout.num_devices})"
-        )
-    topology = traffic.method.topology
-    if topology is not None and topology.num_workers != layout.workers:
-        raise ValueError(
-            f"method {traffic.method.name!r} is for {topology.num_workers} workers, layout {layout.name} has "
-            f"{layout.workers}; make them equal"
-        )
-    if (traffic.compressed_stages or 0) > layout.stages:
-        raise ValueError(f"compressed_stages={traffic.compressed_stages} of stages={layout.stages}; use at most {layout.stages}")
-    if len(load.forward_s) != layout.num_virtual or len(load.gradient_bytes) != layout.stages:
-        raise ValueError(
-            f"the work is of {len(load.forward_s)} virtual stages on {len(load.gradient_bytes)}, layout "
-            f"{layout.name} has {layout.num_virtual} on {layout.stages}; count it with work(model, layout, flops)"
-        )
+    """Raise a ValueError if the numbers of devices, workers or stages disagree."""
+    topology, counts = traffic.method.topology, (len(load.forward_s), len(load.gradient_bytes))
+    for theirs, own, of, fix in (
+        (
+            cluster.num_workers,
+            layout.num_devices,
+            f"devices in cluster {cluster.name!r}",
+            f"use cluster.resize({layout.num_devices})",
+        ),
+        (topology and topology.num_workers, topology and layout.workers, f"workers in {traffic.method.name!r}", "make them equal"),
+        (counts, (layout.num_virtual, layout.stages), "(virtual stages, stages) in the work", "use work(model, layout, flops)"),
+        (max(traffic.compressed_stages or 0, layout.stages), layout.stages, "compressed_stages", f"use at most {layout.stages}"),
+    ):
+        if theirs != own:
+            raise ValueError(f"{theirs} {of} must be {own} for layout {layout.name}; {fix}")
 
 
 def _stage_ends_ZxS(cluster: Cluster, load: Work, layout: DeviceLayout, traffic: Traffic) -> np.ndarray:

@@ -7,20 +7,23 @@ innermost, then stages (`inner="stage"`) or workers. `iteration` predicts the ti
 from collections.abc import Sequence
 import dataclasses
 import functools
+from typing import Literal
 
 import numpy as np
 
 from decjax import schedules
 from decjax.costmodel.methods import GRADIENTS, Method
-from decjax.costmodel.profile import check_count, check_number
-from decjax.costmodel.transformer import KEPT, Transformer
+from decjax.costmodel.profile import Rate, Size
+from decjax.costmodel.transformer import Transformer
+from decjax.options import Natural, checked, checked_class
 from decjax.schedules import FORWARD, Schedule
 
-ALWAYS, EPILOGUE = "always", "epilogue"
-REMAT = (*KEPT, "stages")
+ALWAYS: Literal["always"] = "always"
+EPILOGUE: Literal["epilogue"] = "epilogue"
 MAX_PASSES = 2**15
 
 
+@checked_class
 @dataclasses.dataclass(frozen=True)
 class DeviceLayout:
     """How devices share a model and its batch.
@@ -43,31 +46,26 @@ class DeviceLayout:
             while it computes.
     """
 
-    workers: int = 1
-    stages: int = 1
-    tensor: int = 1
-    microbatches: int = 1
-    schedule: str = "1f1b"
-    chunks: int = 1
+    workers: Size = 1
+    stages: Size = 1
+    tensor: Size = 1
+    microbatches: Size = 1
+    schedule: schedules.Name = "1f1b"
+    chunks: Size = 1
     layers: tuple[int, ...] = ()
-    inner: str = "stage"
-    remat: str | bool = "none"
+    inner: Literal["stage", "worker"] = "stage"
+    remat: Literal["none", "products", "layers", "stages"] | bool = "none"
     split_boundary: bool = True
     blocking: bool = True
 
     def __post_init__(self):
         if isinstance(self.remat, bool):
             object.__setattr__(self, "remat", "stages" if self.remat else "products")
-        for name in ("workers", "stages", "tensor", "microbatches", "chunks"):
-            check_count(name, getattr(self, name), 1)
         if self.num_virtual * self.microbatches > MAX_PASSES:
             raise ValueError(
                 f"stages={self.stages} × chunks={self.chunks} × microbatches={self.microbatches} are more passes than the "
                 f"{MAX_PASSES} that are simulated; use larger microbatches"
             )
-        for name, choices in (("inner", ("stage", "worker")), ("remat", REMAT)):
-            if getattr(self, name) not in choices:
-                raise ValueError(f"{name}={getattr(self, name)!r}: choose from {', '.join(choices)}")
         if self.layers and (len(self.layers) != self.num_virtual or min(self.layers) < 1):
             raise ValueError(
                 f"layers={self.layers}: needs a positive number for each of stages={self.stages} × "
@@ -96,43 +94,37 @@ class DeviceLayout:
         return schedules.make(self.schedule, self.stages, self.microbatches, self.chunks)
 
     def devices_NxSxK(self) -> np.ndarray:
-        """The number of the device of each worker, stage and place on the tensor axis, [N, S, K]."""
+        """Return the number of the device of each worker, stage and place on the tensor axis, [N, S, K]."""
         if self.inner == "stage":
             return np.arange(self.num_devices).reshape(self.workers, self.stages, self.tensor)
         return np.arange(self.num_devices).reshape(self.stages, self.workers, self.tensor).swapaxes(0, 1)
 
     def layers_of(self, model: Transformer) -> tuple[int, ...]:
-        """The number of layers of each virtual stage; ValueError if the model's layers do not divide so."""
-        if self.layers:
-            if sum(self.layers) != model.depth:
-                raise ValueError(f"layers={self.layers} are {sum(self.layers)}, the model has {model.depth}; make them add up")
-            return self.layers
-        if model.depth % self.num_virtual:
-            raise ValueError(
-                f"stages={self.stages} × chunks={self.chunks} do not divide depth={model.depth}; use a divisor, "
-                "or give the layers of each"
-            )
-        return (model.depth // self.num_virtual,) * self.num_virtual
+        """Return the number of layers of each virtual stage; raise a ValueError if the model does not divide into this layout."""
+        self.check(model)
+        return self.layers or (model.depth // self.num_virtual,) * self.num_virtual
 
     def microbatch_size(self, model: Transformer) -> int:
-        """B, the number of sequences in a microbatch; ValueError if the batch does not divide so."""
-        parts = self.workers * self.microbatches
-        if model.batch_size % parts:
-            raise ValueError(
-                f"batch_size={model.batch_size} does not divide into workers={self.workers} × "
-                f"microbatches={self.microbatches}; use a multiple of {parts}"
-            )
-        return model.batch_size // parts
+        """Return B, the number of sequences in a microbatch; raise a ValueError if the model does not divide into this layout."""
+        self.check(model)
+        return model.batch_size // (self.workers * self.microbatches)
 
     def check(self, model: Transformer) -> None:
-        """Raises ValueError for a model that does not divide into this layout."""
-        for name in ("heads", "hidden", "vocabulary"):
-            if getattr(model, name) % self.tensor:
-                raise ValueError(f"tensor={self.tensor} does not divide {name}={getattr(model, name)}; use a divisor, or pad it")
-        self.layers_of(model)
-        self.microbatch_size(model)
+        """Raise a ValueError for a model that does not divide into this layout."""
+        if self.layers and sum(self.layers) != model.depth:
+            raise ValueError(f"layers={self.layers} are {sum(self.layers)}, the model has {model.depth}; make them add up")
+        needed = [(name, f"tensor={self.tensor}", self.tensor) for name in ("heads", "hidden", "vocabulary")]
+        if not self.layers:
+            needed.append(("depth", f"stages={self.stages} × chunks={self.chunks}", self.num_virtual))
+        needed.append(
+            ("batch_size", f"workers={self.workers} × microbatches={self.microbatches}", self.workers * self.microbatches)
+        )
+        for name, parts, divisor in needed:
+            if getattr(model, name) % divisor:
+                raise ValueError(f"{name}={getattr(model, name)} does not divide into {parts}; use a multiple of {divisor}")
 
 
+@checked_class
 @dataclasses.dataclass(frozen=True)
 class Boundary:
     """How messages from stage to stage are compressed.
@@ -143,20 +135,16 @@ class Boundary:
         when: "always"; or "epilogue", only gradients for which the receiving stage can do nothing but wait.
     """
 
-    ratio: float = 1.0
+    ratio: Rate = 1.0
     codec: str = ""
-    when: str = ALWAYS
-
-    def __post_init__(self):
-        check_number("ratio", self.ratio, positive=True, fix="1 / 41.7 for low rank 16 of a 1024×1920 matrix")
-        if self.when not in (ALWAYS, EPILOGUE):
-            raise ValueError(f"when={self.when!r}: choose '{ALWAYS}' or '{EPILOGUE}' (what a stage waits for in its cool-down)")
+    when: Literal["always", "epilogue"] = ALWAYS
 
     def codes(self, in_epilogue: bool) -> bool:
-        """Whether a message is compressed, given whether it is one of the epilogue."""
+        """Return whether a message is compressed, given whether it is one of the epilogue."""
         return self.ratio != 1 and (in_epilogue or self.when == ALWAYS)
 
 
+@checked_class
 @dataclasses.dataclass(frozen=True)
 class Traffic:
     """What is sent between workers and between stages.
@@ -171,14 +159,12 @@ class Traffic:
     """
 
     method: Method
-    compressed_stages: int | None = None
+    compressed_stages: Natural | None = None
     backward: Boundary = Boundary()
     forward: Boundary = Boundary()
     fused_embedding: bool = False
 
     def __post_init__(self):
-        if self.compressed_stages is not None:
-            check_count("compressed_stages", self.compressed_stages, 0)
         if self.forward.when == EPILOGUE:
             raise ValueError(f"forward: when='{EPILOGUE}' is for gradients, no stage waits for activations alone; use '{ALWAYS}'")
         if self.fused_embedding and self.method.message != GRADIENTS:
@@ -188,7 +174,7 @@ class Traffic:
             )
 
     def boundary(self, kind: str) -> Boundary:
-        """How messages of a kind, `FORWARD` or `BACKWARD`, are compressed between stages."""
+        """Return how messages of a kind, `FORWARD` or `BACKWARD`, are compressed between stages."""
         return self.forward if kind == FORWARD else self.backward
 
     def compresses(self, stage: int) -> bool:
@@ -235,8 +221,9 @@ class Work:
     beside_s: float = 0.0
 
 
-def work(model: Transformer, layout: DeviceLayout, flops: float) -> Work:
-    """What the devices of a layout compute and send, counted from the model.
+@checked
+def work(model: Transformer, layout: DeviceLayout, flops: Rate) -> Work:
+    """Count what the devices of a layout compute and send.
 
     Args:
         model: what is trained; ValueError if the layout does not divide it.
@@ -244,7 +231,6 @@ def work(model: Transformer, layout: DeviceLayout, flops: float) -> Work:
         flops: floating-point operations per second that a device sustains.
     """
     layout.check(model)
-    check_number("flops", flops, positive=True, fix="give it in the cluster's profile")
     B, K, S = layout.microbatch_size(model), layout.tensor, layout.stages
     layers_U = layout.layers_of(model)
     first, last = np.eye(1, len(layers_U))[0], np.eye(1, len(layers_U), len(layers_U) - 1)[0]
@@ -276,5 +262,5 @@ def work(model: Transformer, layout: DeviceLayout, flops: float) -> Work:
 
 
 def by_stage(layout: DeviceLayout, of_chunk_U: Sequence[float] | np.ndarray) -> list[float]:
-    """The sum over each stage's virtual stages: values [U] to values [S]."""
+    """Return the sum over each stage's virtual stages: values [U] to values [S]."""
     return [sum(of_chunk_U[s :: layout.stages]) for s in range(layout.stages)]

@@ -2,16 +2,20 @@
 
 from collections.abc import Iterable
 import dataclasses
-from typing import Any
+from typing import Annotated, Any, Literal
 
 from decjax import topology as topology_lib
-from decjax.costmodel.profile import Compressed, check_count, check_number
+from decjax.costmodel.profile import Amount, Compressed, Rate
+from decjax.options import Range, checked, checked_class
 from decjax.topology import Topology
 
-GRADIENTS, PARAMETERS = "gradients", "parameters"
+GRADIENTS: Literal["gradients"] = "gradients"
+PARAMETERS: Literal["parameters"] = "parameters"
+Order = Literal["awc", "atc"]  # adapt while communicating, which overlaps with the gradient; adapt then communicate
 MAX_EVERY = 1000  # since whole periods are simulated
 
 
+@checked_class
 @dataclasses.dataclass(frozen=True)
 class Method:
     """What is sent over which topology, and whether it overlaps with computation; for the equations see `costmodel.simulator`.
@@ -33,24 +37,18 @@ class Method:
 
     name: str
     topology: Topology | None
-    message: str = PARAMETERS
+    message: Literal["gradients", "parameters"] = PARAMETERS
     overlap: bool = False
     bucketed: bool = False
-    ratio: float = 1.0
+    ratio: Rate = 1.0
     codec: str = ""
-    every: int = 1
+    every: Annotated[int, Range(1, MAX_EVERY)] = 1
     joint_ring: bool = False
-    coding_s: float | None = None
-    latencies: float = 1.0
-
-    def __post_init__(self):
-        if self.message not in (GRADIENTS, PARAMETERS):
-            raise ValueError(f"message={self.message!r} must be '{GRADIENTS}' or '{PARAMETERS}'")
-        check_number("ratio", self.ratio, positive=True, fix="0.5 are 16-bit messages of float32 parameters")
-        check_count("every", self.every, 1, "1 communicates in each step", high=MAX_EVERY)
+    coding_s: Amount | None = None
+    latencies: Amount = 1.0
 
     def due(self, step: int) -> int | None:
-        """The phase whose round is needed at the end of a step; None if nothing is sent in it (see `gossip.every`)."""
+        """Return the phase whose round is needed at the end of a step; None if nothing is sent in it (see `gossip.every`)."""
         if self.topology is None or (step + 1) % self.every:
             return None
         return step // self.every % self.topology.period
@@ -62,7 +60,7 @@ class Method:
 
 
 def graphs(names: Iterable[str], num_workers: int, local_size: int) -> tuple[dict[str, Topology], dict[str, str]]:
-    """The named topologies that exist for so many workers; and for the others the reason why they do not."""
+    """Return the named topologies that exist for a number of workers; and for the others the reason why they do not."""
     found, refused = {}, {}
     for name in names:
         local = {"local_size": local_size} if "local_size" in topology_lib.options(name) else {}
@@ -74,12 +72,12 @@ def graphs(names: Iterable[str], num_workers: int, local_size: int) -> tuple[dic
 
 
 def no_communication() -> Method:
-    """The method that sends nothing: workers train independently, in the least time of all methods."""
+    """Return the method that sends nothing: workers train independently, in the least time of all methods."""
     return Method("no communication", None)
 
 
 def all_reduce(num_workers: int, *, overlap: bool = False, bucketed: bool = False, **options: Any) -> Method:
-    """The method that averages the gradients of all workers.
+    """Return the method that averages the gradients of all workers.
 
     Args:
         num_workers: N, the number of workers.
@@ -91,8 +89,9 @@ def all_reduce(num_workers: int, *, overlap: bool = False, bucketed: bool = Fals
     return Method(name, topology_lib.make("complete", num_workers), GRADIENTS, overlap, bucketed, **options)
 
 
-def gossip(topology: Topology, *, order: str = "awc", name: str | None = None, **options: Any) -> Method:
-    """The method that mixes parameters over a topology.
+@checked
+def gossip(topology: Topology, *, order: Order = "awc", name: str | None = None, **options: Any) -> Method:
+    """Return the method that mixes parameters over a topology.
 
     Args:
         topology: who mixes with whom.
@@ -100,13 +99,11 @@ def gossip(topology: Topology, *, order: str = "awc", name: str | None = None, *
         name: shown in tables; None: the topology's name and the order.
         **options: further fields of `Method`.
     """
-    if order not in ("awc", "atc"):
-        raise ValueError(f"order={order!r} must be 'awc' (overlaps with the gradient) or 'atc' (after the update)")
     return Method(name or f"{topology.name} {order}", topology, PARAMETERS, order == "awc", **options)
 
 
 def compressed(form: Compressed) -> Method:
-    """The method that sends messages of a measured compressed form: the mean of all gradients, or gossip in order "awc"."""
+    """Return the method that sends messages of a measured compressed form: the mean of all gradients, or gossip in order "awc"."""
     options: dict[str, Any] = dict(ratio=form.ratio, coding_s=form.coding_s, latencies=form.latencies)
     if not form.topology:
         return dataclasses.replace(all_reduce(form.num_workers, **options), name=form.name)

@@ -28,11 +28,6 @@ def single_stage(cluster: Cluster, workload: Workload, method: Method) -> StepCo
     total, buckets = load.total_bytes, len(load.num_bytes)
     routes, codec_s = [], 0.0
     if method.topology is not None:
-        if method.topology.num_workers != cluster.num_workers:
-            raise ValueError(
-                f"method {method.name!r} is for {method.topology.num_workers} workers, cluster {cluster.name!r} has "
-                f"{cluster.num_workers}; use cluster.resize({method.topology.num_workers})"
-            )
         once = functools.cache(lambda round_: exchange_cost(cluster, round_, method.joint_ring))
         routes = [once(round_) for round_ in method.topology.rounds]
         if method.ratio != 1:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from decjax import topology as topology_lib
-from decjax.costmodel.methods import GRADIENTS, Method, all_reduce, gossip, graphs, no_communication
+from decjax.costmodel.methods import GRADIENTS, Method, Order, all_reduce, gossip, graphs, no_communication
 from decjax.costmodel.model import Prediction, predict, single_stage
 from decjax.costmodel.profile import Cluster, Jitter, Workload
 from decjax.costmodel.simulator import horizon, simulate
@@ -52,7 +52,7 @@ class Ranked(NamedTuple):
 def candidates(
     cluster: Cluster,
     topologies: Sequence[str] = TOPOLOGIES,
-    orders: Sequence[str] = ("awc", "atc"),
+    orders: Sequence[Order] = ("awc", "atc"),
     *,
     bucketed: bool = True,
     ratio: float = 1.0,

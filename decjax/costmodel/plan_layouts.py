@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from decjax.costmodel.footprint import Footprint, memory
 from decjax.costmodel.iteration import LayoutPrediction, choose_compressed_stages, predict_layout
 from decjax.costmodel.layout import EPILOGUE, Boundary, DeviceLayout, Traffic, Work, work
-from decjax.costmodel.methods import all_reduce, gossip, graphs, no_communication
+from decjax.costmodel.methods import Order, all_reduce, gossip, graphs, no_communication
 from decjax.costmodel.profile import Cluster
 from decjax.costmodel.transformer import Transformer, low_rank_ratio
 
@@ -48,14 +48,15 @@ def layouts(
     for workers, stages in ((n, s) for n in divisors for s in divisors if num_devices % (n * s) == 0):
         tensor = num_devices // (workers * stages)
         flat: dict[str, Any] = dict(schedule="1f1b", chunks=1) if stages == 1 else {}
+        sequences = workers * microbatch_size  # of one microbatch on all workers
+        if model.batch_size % sequences:
+            refused[f"{workers}×{stages}×{tensor}"] = (
+                f"batch_size={model.batch_size} does not divide into workers={workers} × microbatches of {microbatch_size}; use a "
+                f"multiple of {sequences}"
+            )
+            continue
         try:
-            if model.batch_size % (workers * microbatch_size):
-                raise ValueError(
-                    f"batch_size={model.batch_size} does not divide into workers={workers} × microbatches of "
-                    f"{microbatch_size}; use a multiple of {workers * microbatch_size}"
-                )
-            microbatches = model.batch_size // (workers * microbatch_size)
-            layout = DeviceLayout(workers, stages, tensor, microbatches, **options | flat)
+            layout = DeviceLayout(workers, stages, tensor, model.batch_size // sequences, **options | flat)
             layout.check(model)
         except ValueError as error:
             refused[f"{workers}×{stages}×{tensor}"] = str(error)
@@ -98,7 +99,7 @@ def compressions(
 
 
 def gossips(
-    cluster: Cluster, layout: DeviceLayout, topologies: Sequence[str], orders: Sequence[str], boundaries: dict[str, Boundary]
+    cluster: Cluster, layout: DeviceLayout, topologies: Sequence[str], orders: Sequence[Order], boundaries: dict[str, Boundary]
 ) -> dict[str, Traffic]:
     """By name: gossip between pipelines over each topology that exists for so many workers, with each compression of `boundaries`."""
     local_size = max(1, cluster.workers_per_node // (layout.tensor * (layout.stages if layout.inner == "stage" else 1)))
@@ -117,7 +118,7 @@ def rank_layouts(
     candidates: Sequence[DeviceLayout],
     *,
     topologies: Sequence[str] = ("one_peer_exponential",),
-    orders: Sequence[str] = ("awc",),
+    orders: Sequence[Order] = ("awc",),
     boundary_rank: int = BOUNDARY_RANK,
     workers_rank: int = WORKERS_RANK,
 ) -> tuple[list[RankedLayout], dict[str, str]]:
@@ -140,7 +141,7 @@ def rank_layouts(
     """
     if cluster.flops is None:
         raise ValueError(
-            f"cluster {cluster.name!r} does not tell flops, from which the time of a pass follows; enter the operations per second "
+            f"cluster {cluster.name!r} has no flops, from which the time of a pass follows; enter the operations per second "
             "that a device sustains"
         )
     rows: list[tuple[DeviceLayout, str, LayoutPrediction, Footprint]] = []

@@ -1,60 +1,51 @@
 """Inputs of the cost model: a cluster, a workload, and how compute times vary. Plain data, with a JSON form.
 
 A *profile* is one JSON object: the fields of `Cluster`, and optionally a measured `Workload` under "workload". It is measured
-(launch.calibrate), fitted to timings (`fit`) or written by hand from datasheets. Names of fields end in their unit; `_Bps` is
-bytes per second, not bits.
+(launch.calibrate), fitted to timings (`fit`) or written by hand from datasheets. Names of fields end in their unit; `_Bps` is bytes per
+second, not bits: 25 Gbit/s are 25e9/8 = 3.125e9.
 
-    {"name": "box", "num_nodes": 4, "workers_per_node": 1,
+    {"name": "hosts", "num_nodes": 4, "workers_per_node": 1,
      "intra": {"latency_s": 2e-6, "bandwidth_Bps": 5e9}, "inter": {"latency_s": 1e-3, "bandwidth_Bps": 2.5e7},
      "full_duplex_pairs": true,
      "workload": {"forward_s": 0.1, "backward_s": [0.2], "num_bytes": [2.4e7], "jitter": {"kind": "normal", "scale_s": 0.01}}}
 """
 
+from collections.abc import Iterable
 import dataclasses
 import math
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
 
-from decjax.options import shown
+from decjax.options import Natural, Range, Share, check, checked_class, shown
 
-JITTERS = ("constant", "normal", "exponential", "lognormal", "trace")
-LARGEST = 1e18  # positive numbers lie between 1/LARGEST and LARGEST: others are mistakes, and would overflow
+LARGEST = 1e18
+Amount = Annotated[float, Range(0, LARGEST)]
+Rate = Annotated[float, Range(1 / LARGEST, LARGEST)]  # Numbers outside are mistakes, and would overflow.
+Size = Annotated[int, Range(1, 2**40)]
 MAX_BUCKETS = 256
 
 
-def check_number(what: str, value: Any, *, low: float = 0.0, positive: bool = False, fix: str = "") -> float:
-    """`value` as a float; ValueError unless it is a number ≥ low (> low if `positive`) within `LARGEST`."""
-    is_number = isinstance(value, int | float | np.number) and not isinstance(value, bool)
-    if not is_number or not (value > low if positive else value >= low):
-        bound = f"{'above' if positive else 'at least'} {low:g}"
-        raise ValueError(f"{what}={shown(value)} must be a number {bound}" + (f"; {fix}" if fix else ""))
-    if not (value == 0 or 1 / LARGEST <= abs(value) <= LARGEST):
-        raise ValueError(f"{what}={shown(value)} must be between {1 / LARGEST:g} and {LARGEST:g}; check its unit")
-    return float(value)
-
-
-def check_count(what: str, value: Any, low: int, fix: str = "", high: int = 2**40) -> None:
-    """Raises ValueError unless `value` is a whole number from `low` to `high`."""
-    is_count = isinstance(value, int | np.integer) and not isinstance(value, bool)
-    if not is_count or not low <= value <= high:
-        bound = f"of at most {high}" if is_count and value > high else f"of at least {low}"
-        raise ValueError(f"{what}={shown(value)} must be a whole number {bound}" + (f"; {fix}" if fix else ""))
-
-
-def check_type(what: str, value: Any, kind: type, must: str) -> None:
-    """Raises ValueError, saying what it `must` be, unless `value` is of that type."""
-    if not isinstance(value, kind):
-        raise ValueError(f"{what}={shown(value)} must be {must}")
-
-
 def check_text(what: str, value: Any) -> None:
-    """Raises ValueError unless `value` is text that a terminal can show: control characters could rewrite the screen."""
-    check_type(what, value, str, "text")
+    """Raise a ValueError unless a value is text that a terminal can show: control characters could rewrite the screen."""
+    check(what, value, str)
     if not value.isprintable():
         raise ValueError(f"{what}={shown(value)} must be text without control characters; remove them")
 
 
+def check_number(what: str, value: Any, allowed: Any = Amount) -> float:
+    """Return a value as a float; raise a ValueError unless it is a number in the range of an annotation."""
+    check(what, value, allowed)
+    return float(value)
+
+
+def as_numbers(what: str, values: Any, allowed: Any = Amount) -> tuple[float, ...]:
+    """Return a sequence of numbers as a tuple of floats; raise a ValueError for anything else."""
+    check(what, values, Iterable[float])
+    return tuple(check_number(f"{what}[{index}]", value, allowed) for index, value in enumerate(values))
+
+
+@checked_class
 @dataclasses.dataclass(frozen=True)
 class Link:
     """A kind of link: a message of b bytes takes α + b/β seconds.
@@ -64,14 +55,11 @@ class Link:
         bandwidth_Bps: β > 0, bytes per second in one direction.
     """
 
-    latency_s: float
-    bandwidth_Bps: float
-
-    def __post_init__(self):
-        check_number("latency_s", self.latency_s)
-        check_number("bandwidth_Bps", self.bandwidth_Bps, positive=True, fix="25 Gbit/s are 25e9/8 = 3.125e9 bytes/s")
+    latency_s: Amount
+    bandwidth_Bps: Rate
 
 
+@checked_class
 @dataclasses.dataclass(frozen=True)
 class Cluster:
     """Nodes of workers. Each L consecutive workers share a node and its NIC: worker i is on node i div L.
@@ -86,7 +74,7 @@ class Cluster:
             permutation over gloo; decjax's own exchanges between CPU processes do not.
         all_reduce_efficiency: fraction of the bandwidth that reductions over a group reach, in (0, 1].
         hierarchical_all_reduce: True where reductions over several nodes reduce inside nodes first, so that 2(m−1)/m of the
-            bytes leave each of m nodes; False where one ring runs through all n workers, with 2(n−1)/n.
+            bytes leave each of m nodes; False where one ring runs through all n workers, with 2(n−1)/n, as with gloo.
         codec_Bps: bytes of parameters that a worker encodes and decodes per second: one number for all codecs, or one for
             each by name; None: codecs take no time.
         flops: floating-point operations per second that a worker sustains, to estimate compute times; None: unknown.
@@ -94,36 +82,21 @@ class Cluster:
     """
 
     name: str
-    num_nodes: int
-    workers_per_node: int
+    num_nodes: Size
+    workers_per_node: Size
     intra: Link
     inter: Link
     full_duplex_pairs: bool = True
-    all_reduce_efficiency: float = 1.0
+    all_reduce_efficiency: Share = 1.0
     hierarchical_all_reduce: bool = False
-    codec_Bps: float | dict[str, float] | None = None
-    flops: float | None = None
-    memory_bytes: float | None = None
+    codec_Bps: Rate | dict[str, Rate] | None = None
+    flops: Rate | None = None
+    memory_bytes: Rate | None = None
 
     def __post_init__(self):
         check_text("name", self.name)
-        check_count("num_nodes", self.num_nodes, 1)
-        check_count("workers_per_node", self.workers_per_node, 1)
-        check_type("intra", self.intra, Link, "a Link with latency_s and bandwidth_Bps")
-        check_type("inter", self.inter, Link, "a Link with latency_s and bandwidth_Bps")
-        check_type("full_duplex_pairs", self.full_duplex_pairs, bool, "true or false; false where a swap takes turns")
-        check_type("hierarchical_all_reduce", self.hierarchical_all_reduce, bool, "true or false; false for gloo")
-        check_number("all_reduce_efficiency", self.all_reduce_efficiency, positive=True)
-        if self.all_reduce_efficiency > 1:
-            raise ValueError(
-                f"all_reduce_efficiency={self.all_reduce_efficiency} must be at most 1; "
-                "raise bandwidth_Bps instead if the links are faster"
-            )
-        by_codec = self.codec_Bps if isinstance(self.codec_Bps, dict) else {"": self.codec_Bps}
-        rates = {"codec_Bps" + (f"[{codec!r}]" if codec else ""): rate_Bps for codec, rate_Bps in by_codec.items()}
-        for name, value in {"flops": self.flops, "memory_bytes": self.memory_bytes, **rates}.items():
-            if value is not None:
-                check_number(name, value, positive=True, fix="leave it out if it is unknown")
+        for codec, rate_Bps in self.codec_Bps.items() if isinstance(self.codec_Bps, dict) else ():
+            check(f"codec_Bps[{codec!r}]", rate_Bps, Rate)
 
     @property
     def num_workers(self) -> int:
@@ -131,7 +104,11 @@ class Cluster:
         return self.num_nodes * self.workers_per_node
 
     def codec_rate(self, codec: str = "") -> float | None:
-        """Bytes of parameters per second that a worker encodes and decodes; None: it takes no time. ValueError if it is not known."""
+        """Return the bytes of parameters per second that a worker encodes and decodes; None: it takes no time.
+
+        Raises:
+            ValueError: if the profile has a speed for each codec, but none for this one.
+        """
         if not isinstance(self.codec_Bps, dict):
             return self.codec_Bps
         if codec not in self.codec_Bps:
@@ -142,13 +119,13 @@ class Cluster:
         return self.codec_Bps[codec]
 
     def coding_s(self, num_bytes: float, codec: str = "") -> float:
-        """Seconds that a worker takes to encode and decode `num_bytes` of parameters."""
+        """Return the seconds that a worker takes to encode and decode `num_bytes` of parameters."""
         rate_Bps = self.codec_rate(codec)
         return num_bytes / rate_Bps if rate_Bps else 0.0
 
     def resize(self, num_workers: int) -> "Cluster":
-        """The same cluster with another number of nodes, or one smaller node; ValueError unless the workers fill whole nodes."""
-        check_count("workers", num_workers, 1)
+        """Return the cluster with another number of nodes, or one smaller node; raise a ValueError for a node that is not full."""
+        check("workers", num_workers, Size)
         per_node = min(self.workers_per_node, num_workers)
         if num_workers % per_node:
             fits = num_workers // per_node * per_node
@@ -156,10 +133,12 @@ class Cluster:
         return dataclasses.replace(self, num_nodes=num_workers // per_node, workers_per_node=per_node)
 
 
+@checked_class
 @dataclasses.dataclass(frozen=True)
 class Jitter:
-    """How the compute time of a worker's step varies around its nominal value C, independently over steps and, but for a trace of workers
-    that were timed `together`, over workers.
+    """How the compute time of a worker's step varies around its nominal value C.
+
+    It varies independently over steps and, except for a trace of workers that were timed `together`, over workers.
 
         constant     C
         normal       max(0, C + s Z)                         Z standard normal
@@ -169,43 +148,34 @@ class Jitter:
 
     Args:
         kind: one of the above.
-        scale_s: s, seconds.
-        trace_s: measured compute times of forward and backward, seconds.
+        scale_s: s, seconds; 0 for "constant" and "trace".
+        trace_s: measured compute times of forward and backward, seconds; for "trace" only.
         together: M, of how many workers the trace has times that belong together: M after one another are those of one step. They are
-            drawn as a whole, and dealt to the workers at random; so workers that share cores are not all slow at once.
+            drawn as a group, and dealt to the workers at random; so workers that share cores are not all slow at once.
         slow_workers: number of workers, the first ones, that are slow in every step.
         slow_factor: factor ≥ 1 by which these take longer.
     """
 
-    kind: str = "constant"
-    scale_s: float = 0.0
-    trace_s: tuple[float, ...] = ()
-    together: int = 1
-    slow_workers: int = 0
-    slow_factor: float = 1.0
+    kind: Literal["constant", "normal", "exponential", "lognormal", "trace"] = "constant"
+    scale_s: Amount = 0.0
+    trace_s: tuple[Amount, ...] = ()
+    together: Size = 1
+    slow_workers: Natural = 0
+    slow_factor: Annotated[float, Range(1, LARGEST)] = 1.0
 
     def __post_init__(self):
-        if self.kind not in JITTERS:
-            raise ValueError(f"jitter kind {shown(self.kind)} is unknown; choose from {', '.join(JITTERS)}")
-        check_number("scale_s", self.scale_s)
-        object.__setattr__(self, "trace_s", _numbers("trace_s", self.trace_s))
-        if (self.kind == "trace") != bool(self.trace_s):
+        object.__setattr__(self, "trace_s", as_numbers("trace_s", self.trace_s))
+        is_trace, values = self.kind == "trace", len(self.trace_s)
+        fits = {
+            "scale_s": not self.scale_s or self.kind not in ("constant", "trace"),
+            "trace_s": is_trace == bool(values),
+            "together": values % self.together == 0 and (is_trace or self.together == 1),
+        }
+        if name := next((name for name, is_right in fits.items() if not is_right), None):
             raise ValueError(
-                f"jitter kind {self.kind!r} with {len(self.trace_s)} values in trace_s: kind 'trace' needs them, "
-                "and no other kind takes them"
+                f"jitter kind {self.kind!r} with {values} values in trace_s: {name}={shown(getattr(self, name))} does not fit; 'trace' "
+                "needs trace_s, whose length `together` divides, other kinds have neither, and 'constant' and 'trace' have no scale_s"
             )
-        check_count("together", self.together, 1)
-        if len(self.trace_s) % self.together or (self.together > 1 and self.kind != "trace"):
-            raise ValueError(
-                f"together={self.together} must divide the number of values in trace_s, which is {len(self.trace_s)}; leave it out if "
-                "workers vary by themselves"
-            )
-        if (self.kind in ("constant", "trace")) and self.scale_s:
-            raise ValueError(
-                f"jitter kind {self.kind!r} has no scale_s, got {self.scale_s}; use 'normal', 'exponential' or 'lognormal'"
-            )
-        check_count("slow_workers", self.slow_workers, 0)
-        check_number("slow_factor", self.slow_factor, low=1.0)
 
     @property
     def is_deterministic(self) -> bool:
@@ -218,7 +188,7 @@ class Jitter:
         return self.slow_workers == 0 or self.slow_factor == 1
 
     def sample(self, rng: np.random.Generator, nominal_s: float, shape: tuple[int, ...]) -> np.ndarray:
-        """Random compute times in seconds, of shape [..., N], for a nominal C = `nominal_s` > 0."""
+        """Return random compute times in seconds, of shape [..., N], for a nominal C = `nominal_s` > 0."""
         if self.kind == "trace":
             times_s = self._drawn(rng, shape)
         elif self.kind == "normal":
@@ -234,18 +204,13 @@ class Jitter:
         return times_s
 
     def _drawn(self, rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
-        """Steps of the trace, [..., N]: as many groups of `together` workers as it takes, each in an order of its own."""
+        """Return steps of the trace, [..., N]: enough groups of `together` workers, each in a random order."""
         steps_RxM = np.reshape(self.trace_s, (-1, self.together))
         drawn = rng.choice(steps_RxM, (*shape[:-1], -(-shape[-1] // self.together)))  # [..., groups, M]
         return rng.permuted(drawn, axis=-1).reshape(*shape[:-1], -1)[..., : shape[-1]]
 
 
-def _numbers(what: str, values: Any) -> tuple[float, ...]:
-    if isinstance(values, (str, bytes)) or not hasattr(values, "__iter__"):
-        raise ValueError(f"{what}={shown(values)} must be a list of numbers")
-    return tuple(check_number(f"{what}[{index}]", value) for index, value in enumerate(values))
-
-
+@checked_class
 @dataclasses.dataclass(frozen=True)
 class Compressed:
     """A measured compressed form of a workload's messages.
@@ -261,21 +226,18 @@ class Compressed:
     """
 
     name: str
-    num_workers: int
+    num_workers: Annotated[int, Range(2, 2**40)]
     topology: str
-    ratio: float
-    coding_s: float
-    latencies: float = 1.0
+    ratio: Rate
+    coding_s: Amount
+    latencies: Amount = 1.0
 
     def __post_init__(self):
         check_text("name", self.name)
         check_text("topology", self.topology)
-        check_count("num_workers", self.num_workers, 2)
-        check_number("ratio", self.ratio, positive=True)
-        check_number("coding_s", self.coding_s)
-        check_number("latencies", self.latencies)
 
 
+@checked_class
 @dataclasses.dataclass(frozen=True)
 class Workload:
     """One worker's iteration without communication. Buckets are in the order in which their gradients are computed.
@@ -285,38 +247,31 @@ class Workload:
         backward_s: B_b, seconds of the backward pass from bucket b − 1 until bucket b is ready.
         num_bytes: bytes of each bucket's parameters, as they travel uncompressed.
         optimizer_s: seconds of the optimizer, all buckets together.
-        combine_s: seconds to combine arrived parameters with the worker's own, all buckets together, and for what else a step with
-            messages computes.
+        combine_s: seconds to combine received parameters with the worker's own, all buckets together, and of the other computing of
+            a step with messages.
         beside_s: seconds that an exchange takes longer while the gradient is computed, since both need the same cores.
         jitter: how F + Σ B_b varies.
-        compressed: compressed forms of its messages that were measured.
+        compressed: measured compressed forms of its messages.
     """
 
-    forward_s: float
-    backward_s: tuple[float, ...]
-    num_bytes: tuple[float, ...]
-    optimizer_s: float = 0.0
-    combine_s: float = 0.0
+    forward_s: Amount
+    backward_s: tuple[Amount, ...]
+    num_bytes: tuple[Amount, ...]
+    optimizer_s: Amount = 0.0
+    combine_s: Amount = 0.0
     jitter: Jitter = Jitter()
     compressed: tuple[Compressed, ...] = ()
-    beside_s: float = 0.0
+    beside_s: Amount = 0.0
 
     def __post_init__(self):
-        for name in ("forward_s", "optimizer_s", "combine_s", "beside_s"):
-            check_number(name, getattr(self, name))
         for name in ("backward_s", "num_bytes"):
-            object.__setattr__(self, name, _numbers(name, getattr(self, name)))
-        if not self.num_bytes or len(self.num_bytes) != len(self.backward_s):
+            object.__setattr__(self, name, as_numbers(name, getattr(self, name)))
+        if len(self.num_bytes) != len(self.backward_s) or not 1 <= len(self.num_bytes) <= MAX_BUCKETS:
             raise ValueError(
-                f"backward_s has {len(self.backward_s)} buckets and num_bytes {len(self.num_bytes)}; "
-                "both need one number per bucket, and at least one"
+                f"backward_s has {len(self.backward_s)} buckets and num_bytes {len(self.num_bytes)}; give both one number for each of "
+                f"1 to {MAX_BUCKETS} buckets"
             )
-        if len(self.num_bytes) > MAX_BUCKETS:
-            raise ValueError(
-                f"num_bytes has {len(self.num_bytes)} buckets; join some, {MAX_BUCKETS} are the most that are simulated"
-            )
-        check_number("forward_s + backward_s", self.compute_s, positive=True)
-        check_type("jitter", self.jitter, Jitter, "a Jitter, such as Jitter('normal', scale_s=0.01)")
+        check("forward_s + backward_s", self.compute_s, Rate)
 
     @property
     def compute_s(self) -> float:
@@ -329,5 +284,5 @@ class Workload:
         return sum(self.num_bytes)
 
     def one_bucket(self) -> "Workload":
-        """The same workload with all parameters in one message."""
+        """Return the workload with all parameters in one message."""
         return dataclasses.replace(self, backward_s=(sum(self.backward_s),), num_bytes=(self.total_bytes,))

@@ -11,8 +11,10 @@ Counts are per layer and per device of the tensor axis, which splits the heads, 
 
 from collections.abc import Iterator
 import dataclasses
+from typing import Annotated
 
-from decjax.costmodel.profile import check_count, check_number
+from decjax.costmodel.profile import Amount, Rate, Size
+from decjax.options import Range, checked_class
 
 # Values that a layer keeps for each token until its backward pass, by remat: multiples of D on every device, multiples of D and of F
 # that the tensor axis splits, and whether attention scores are kept, before and after the softmax. For "none" and "products" the sums
@@ -21,7 +23,7 @@ KEPT = {"none": (6, 12, 6, True), "products": (2, 3, 1, False), "layers": (1, 0,
 
 
 def low_rank_ratio(rows: float, columns: float, rank: int) -> float:
-    """IJ / (R(I + J)): the number of values of an I×J matrix ÷ that of its two factors of rank R.
+    """Return IJ / (R(I + J)): the number of values of an I×J matrix ÷ that of its two factors of rank R.
 
     Examples:
         >>> [round(low_rank_ratio(*view, 16), 1) for view in [(1024, 1920), (1024, 3072), (8192, 1920)]]
@@ -30,6 +32,7 @@ def low_rank_ratio(rows: float, columns: float, rank: int) -> float:
     return rows * columns / (rank * (rows + columns))
 
 
+@checked_class
 @dataclasses.dataclass(frozen=True)
 class Transformer:
     """Sizes of a decoder-only transformer, and of the batch of one iteration.
@@ -49,27 +52,22 @@ class Transformer:
         moment_bytes: bytes per parameter that the optimizer keeps: 8 for the two moments of Adam.
     """
 
-    depth: int
-    width: int
-    heads: int
-    vocabulary: int
-    context: int
-    batch_size: int
-    hidden: int = 0
+    depth: Size
+    width: Size
+    heads: Size
+    vocabulary: Size
+    context: Size
+    batch_size: Size
+    hidden: Annotated[int, Range(0, 2**40)] = 0
     tied: bool = False
-    value_bytes: float = 4.0
-    gradient_bytes: float = 4.0
-    parameter_bytes: float = 4.0
-    moment_bytes: float = 8.0
+    value_bytes: Rate = 4.0
+    gradient_bytes: Rate = 4.0
+    parameter_bytes: Rate = 4.0
+    moment_bytes: Amount = 8.0
 
     def __post_init__(self):
         if self.hidden == 0:
             object.__setattr__(self, "hidden", 4 * self.width)
-        for name in ("depth", "width", "heads", "vocabulary", "context", "batch_size", "hidden"):
-            check_count(name, getattr(self, name), 1)
-        for name in ("value_bytes", "gradient_bytes", "parameter_bytes"):
-            check_number(name, getattr(self, name), positive=True)
-        check_number("moment_bytes", self.moment_bytes)
         if self.width % self.heads:
             raise ValueError(f"width={self.width} does not divide into heads={self.heads}; use a multiple of the heads")
 
@@ -84,31 +82,31 @@ class Transformer:
         return self.depth * int(self.layer_parameters_on(1)) + self.width + (1 if self.tied else 2) * self.embedding_parameters
 
     def matrices(self, tensor: int = 1) -> Iterator[tuple[float, float]]:
-        """The sizes (I, J) of a layer's matrices on one of `tensor` devices; their columns or their rows are split."""
+        """Yield the sizes (I, J) of a layer's matrices on one of `tensor` devices; their columns or their rows are split."""
         yield self.width, 3 * self.width / tensor
         yield self.width / tensor, self.width
         yield self.width, self.hidden / tensor
         yield self.hidden / tensor, self.width
 
     def layer_parameters_on(self, tensor: int) -> float:
-        """Number of parameters of a layer on one of `tensor` devices; each of them holds all norms."""
+        """Return the number of parameters of a layer on one of `tensor` devices; each of them holds all norms."""
         return sum(rows * columns for rows, columns in self.matrices(tensor)) + 2 * self.width
 
     def layer_flops(self, microbatch_size: int) -> float:
-        """Floating-point operations of a layer's forward pass on a microbatch."""
+        """Return the floating-point operations of a layer's forward pass on a microbatch."""
         tokens = microbatch_size * self.context
         return 2 * tokens * (4 * self.width**2 + 2 * self.width * self.hidden) + 4 * tokens * self.context * self.width
 
     def head_flops(self, microbatch_size: int) -> float:
-        """Floating-point operations of the head's forward pass on a microbatch."""
+        """Return the floating-point operations of the head's forward pass on a microbatch."""
         return 2 * microbatch_size * self.context * self.embedding_parameters
 
     def boundary_bytes(self, microbatch_size: int) -> float:
-        """Bytes of a layer's output on a microbatch, B·T·D values."""
+        """Return the bytes of a layer's output on a microbatch, B·T·D values."""
         return microbatch_size * self.context * self.width * self.value_bytes
 
     def activation_bytes(self, microbatch_size: int, tensor: int = 1, remat: str = "none") -> float:
-        """Bytes that a layer keeps of one microbatch for its backward pass, on one device.
+        """Return the bytes that a layer keeps of one microbatch for its backward pass, on one device.
 
         Args:
             microbatch_size: B, in sequences.
@@ -123,7 +121,7 @@ class Transformer:
         return microbatch_size * self.context * values * self.value_bytes
 
     def low_rank_ratio(self, rank: int, tensor: int = 1) -> float:
-        """The number of values of a layer's matrices on one device ÷ the number that PowerSGD of that rank sends for them.
+        """Return the number of values of a layer's matrices on one device ÷ the number that PowerSGD of that rank sends for them.
 
         Matrices with (I + J)R ≥ IJ are sent uncompressed, as in `reduce.powersgd`.
 

@@ -126,7 +126,7 @@ def check_microbatches(microbatches: int, batch_size: int) -> None:
 def of_division(
     division: Division,
     *,
-    schedule: str,
+    schedule: schedules.Name,
     microbatches: int,
     remat: bool,
     batch: jax.ShapeDtypeStruct,

@@ -55,7 +55,11 @@ def ratios(M: int, rounds: int) -> tuple[float, float]:
 
 def counted(M: int = 16) -> rich.table.Table:
     """A table of the ticks of every schedule ÷ those in which a stage computes."""
-    kinds = {"gpipe": ("gpipe", 1), "1f1b": ("1f1b", 1), "interleaved, 2 chunks": ("interleaved", 2)}
+    kinds: dict[str, tuple[schedules.Name, int]] = {
+        "gpipe": ("gpipe", 1),
+        "1f1b": ("1f1b", 1),
+        "interleaved, 2 chunks": ("interleaved", 2),
+    }
     title = f"ticks ÷ ticks of work, {M} microbatches"
     table = script.table("stages", *kinds, "(M + S − 1) / M", left=0, title=title, title_justify="left")
     for S in (2, 4, 8):

@@ -16,7 +16,7 @@ import numpy as np
 from decjax.contrib.placement.cost import Job, Network, both_ways
 from decjax.contrib.placement.links import Links
 from decjax.contrib.placement.search import Placed
-from decjax.costmodel.files import read_object
+from decjax.costmodel.json_files import read_object
 from decjax.files import write_whole
 from decjax.options import shown
 
@@ -45,7 +45,7 @@ class Candidates(NamedTuple):
 
 
 def choices(links: Links, job: Job, stage_flop: float = 0.0, stage_bytes: float = 0.0) -> list[Candidates]:
-    """Sets of as many devices as the job needs, the fastest first.
+    """Return sets of as many devices as the job needs, the fastest first.
 
     Args:
         links: of all devices.
@@ -56,15 +56,12 @@ def choices(links: Links, job: Job, stage_flop: float = 0.0, stage_bytes: float 
     Raises:
         ValueError: if too few devices have the memory, or there are too few.
     """
-    count = job.num_devices
-    needed = f"workers={job.workers} × stages={job.stages} need {count} devices"
-    if links.num_devices < count:
-        raise ValueError(f"{needed}, and the links have {links.num_devices}; choose fewer workers or stages")
-    memory_bytes = links.memory_bytes
+    count, memory_bytes = job.num_devices, links.memory_bytes
     able = [i for i in range(links.num_devices) if memory_bytes is None or memory_bytes[i] >= stage_bytes]
     if len(able) < count:
         raise ValueError(
-            f"{needed} with {stage_bytes / 1e9:.3g} GB of memory, and {len(able)} have so much; choose more stages, or fewer workers"
+            f"workers={job.workers} × stages={job.stages} need {count} devices with {stage_bytes / 1e9:.3g} GB of memory, and {len(able)} "
+            f"of {links.num_devices} have it; choose fewer workers, or another number of stages"
         )
     far_s = functools.cache(lambda: both_ways(links.seconds(job.gradient_bytes / job.workers)))
     among = lambda devices: devices if len(devices) == count else nearest(far_s(), devices, count)
@@ -82,7 +79,7 @@ def choices(links: Links, job: Job, stage_flop: float = 0.0, stage_bytes: float 
 
 
 def nearest(far_s: np.ndarray, devices: Sequence[int], count: int) -> list[int]:
-    """So many of the devices: the one whose messages to the others take longest is left out, again and again."""
+    """Return `count` of the devices; the one whose messages to the others take longest is left out, repeatedly."""
     left = np.array(devices)
     taken_s = far_s[np.ix_(left, left)]
     sums_s, kept = taken_s.sum(axis=1), np.ones(len(left), bool)
@@ -96,7 +93,7 @@ def nearest(far_s: np.ndarray, devices: Sequence[int], count: int) -> list[int]:
 def place(
     links: Links, job: Job, search: Callable[[Network], Placed], stage_flop: float = 0.0, stage_bytes: float = 0.0
 ) -> Placement:
-    """The best placement that a search finds on any of the `choices`, whose arguments these are.
+    """Return the best placement that a search finds on any of the `choices`, whose arguments these are.
 
     The job's topology is that of its workers; a search is `genetic`, `anneal` or `best_of_all`.
     """
@@ -107,7 +104,7 @@ def place(
 def place_among(
     network_of: Callable[[list[int]], Network], search: Callable[[Network], Placed], among: Sequence[Candidates]
 ) -> Placement:
-    """The best placement that a search finds on any of the candidates, whose networks `network_of` makes."""
+    """Return the best placement that a search finds on any of the candidates, whose networks `network_of` makes."""
     found = []
     for choice in among:
         placed = search(network_of(choice.devices))
@@ -121,7 +118,7 @@ def place_among(
 
 
 def save(path: str | os.PathLike, links: Links, placement: Placement, /, **further: Any) -> None:
-    """Writes a placement as JSON, for processes that run on its devices in the order of the links; `further` are other fields."""
+    """Write a placement as JSON, for processes that run on its devices in the order of the links; `further` are other fields."""
     among_these = np.searchsorted(np.sort(placement.layout, axis=None), placement.layout)
     names = [[links.names[device] for device in row] for row in placement.layout]
     numbers = {field: getattr(placement, field) for field in ("compute_s", "messages_s")}
@@ -140,7 +137,7 @@ class DeviceOrder:
     layout: np.ndarray
 
     def of(self, workers: int, stages: int, tensor: int = 1) -> list[int]:
-        """The devices in the order of the mesh's axes, worker by worker, stage by stage; a placed device is a tensor-parallel group.
+        """Return the devices in the order of the mesh's axes, worker by worker, stage by stage; a placed device is a tensor-parallel group.
 
         Raises:
             ValueError: if the placement is for another number of workers or stages.
@@ -148,13 +145,13 @@ class DeviceOrder:
         S, W = self.layout.shape
         if (workers, stages) != (W, S):
             raise ValueError(
-                f"it is for workers={W}, stages={S}, and the run has workers={workers}, stages={stages}; place it anew"
+                f"it is for workers={W}, stages={S}, and the run has workers={workers}, stages={stages}; rerun the placement"
             )
         return [int(device) * tensor + t for column in self.layout.T for device in column for t in range(tensor)]
 
 
 def load_device_order(path: str | os.PathLike) -> DeviceOrder:
-    """The order of a placement's file.
+    """Return the order of devices in a placement's file.
 
     Raises:
         ValueError: of one line, for a file that cannot be read or is no placement of all devices.
@@ -162,13 +159,12 @@ def load_device_order(path: str | os.PathLike) -> DeviceOrder:
     content = read_object(path)
     try:
         layout = np.array(content.get("layout"))
-        whole = layout.ndim == 2 and layout.size > 0 and np.issubdtype(layout.dtype, np.integer)
-    except ValueError:  # Rows of different lengths.
-        whole = False
-    if not whole:
-        raise ValueError(f"{path}: layout={shown(content.get('layout'))} must be a row of devices for each stage")
-    if sorted(layout.ravel().tolist()) != list(range(layout.size)):
+        has_all = layout.ndim == 2 and layout.size > 0 and sorted(layout.ravel().tolist()) == [*range(layout.size)]
+    except (ValueError, TypeError):  # Rows of different lengths, or no numbers.
+        has_all = False
+    if not has_all or not np.issubdtype(layout.dtype, np.integer):
         raise ValueError(
-            f"{path}: layout must have each device from 0 to {layout.size - 1} once; place the job on these devices only"
+            f"{path}: layout={shown(content.get('layout'))} must be a row of devices for each stage, with each device from 0 on once; "
+            "rerun the placement"
         )
     return DeviceOrder(layout)

@@ -6,12 +6,13 @@ share of the model is that of its memory. The paper's own search is genetic; her
 """
 
 import itertools
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import numpy as np
 
 from decjax.contrib.placement.cost import MAX_STAGES, shortest_path
 from decjax.contrib.placement.links import Links
+from decjax.options import Range, check
 
 
 class DeviceCluster(NamedTuple):
@@ -23,23 +24,21 @@ class DeviceCluster(NamedTuple):
 
 
 def clusters(links: Links, model_bytes: float) -> list[DeviceCluster]:
-    """Disjoint clusters of all devices, each with memory for `model_bytes`.
+    """Return disjoint clusters of all devices, each with memory for `model_bytes`.
 
     The next cluster begins with the device that is least near to those that are left, and takes in the one with the fastest links to
     it until its memory suffices. Devices that are left over at the end join the cluster that is nearest to each.
 
     Raises:
-        ValueError: if nothing is known of the devices' memory, if all together have too little, or if a cluster would be of more than
-            16 devices, the most that a pipeline has here.
+        ValueError: if the devices' memory is unknown or too small, or if a cluster would have more than 16 devices, the most of a
+            pipeline.
     """
     memory_bytes = links.memory_bytes
     if memory_bytes is None:
-        raise ValueError("memory_bytes is missing; give each device's, since clusters are made by memory")
-    if not 0 < model_bytes <= memory_bytes.sum():
-        raise ValueError(
-            f"model_bytes={model_bytes:.3g} must be above 0 and at most {memory_bytes.sum():.3g}, the memory of all devices; "
-            "use more devices, or a smaller model"
-        )
+        raise ValueError("memory_bytes is missing, and clusters are made by memory; give that of each device")
+    check(
+        "model_bytes", model_bytes, Annotated[float, Range(0, float(memory_bytes.sum()), above=True)]
+    )  # the memory of all devices
     speed_Bps = np.minimum(links.bandwidth_Bps, links.bandwidth_Bps.T)  # A pipeline sends both ways.
     left, groups = set(range(links.num_devices)), []
     while memory_bytes[sorted(left)].sum() >= model_bytes:
@@ -57,11 +56,8 @@ def clusters(links: Links, model_bytes: float) -> list[DeviceCluster]:
 
 
 def _pipeline(links: Links, memory_bytes: np.ndarray, speed_Bps: np.ndarray, group: list[int]) -> DeviceCluster:
-    """The cluster of a group, in the order whose messages of one megabyte take least, there and back."""
-    if len(group) > MAX_STAGES:
-        raise ValueError(
-            f"a cluster of {len(group)} devices is needed, and a pipeline has at most {MAX_STAGES}; use a smaller model"
-        )
+    """Return the cluster of a group, in the order whose messages of one megabyte take least, there and back."""
+    check("the number of devices in a cluster", len(group), Annotated[int, Range(1, MAX_STAGES)])
     hop_s = links.seconds(1e6)[np.ix_(group, group)]
     order = [group[i] for i in shortest_path(hop_s + hop_s.T)[1]] if len(group) > 1 else group
     slowest = min((speed_Bps[one, other] for one, other in itertools.pairwise(order)), default=np.inf)

@@ -16,12 +16,14 @@ shortest path through all groups. This is the cost of arXiv 2206.01288, sections
 import bisect
 import dataclasses
 import functools
+from typing import Annotated
 
 import numpy as np
 from scipy import optimize, sparse
 
 from decjax.contrib.placement.links import MAX_DEVICES, Links
-from decjax.costmodel import profile
+from decjax.costmodel.profile import Amount
+from decjax.options import Range, checked_class
 from decjax.topology import Round, Topology
 
 MAX_STAGES = 16  # The shortest path takes S²·2^S operations.
@@ -29,6 +31,7 @@ TILE = 128  # rows and columns that a processor's cache holds
 MAX_LEAST_SUM = 512  # The matching with the least sum takes W³ operations: 2 s of 1,000 workers, and no iteration gets shorter.
 
 
+@checked_class
 @dataclasses.dataclass(frozen=True)
 class Job:
     """What an iteration sends.
@@ -44,17 +47,13 @@ class Job:
         ValueError: for an impossible value.
     """
 
-    workers: int
-    stages: int = 1
-    gradient_bytes: float = 0.0
-    activation_bytes: float = 0.0
+    workers: Annotated[int, Range(1, MAX_DEVICES)]
+    stages: Annotated[int, Range(1, MAX_STAGES)] = 1
+    gradient_bytes: Amount = 0.0
+    activation_bytes: Amount = 0.0
     topology: Topology | None = None
 
     def __post_init__(self):
-        for name in ("workers", "stages"):
-            profile.check_count(name, getattr(self, name), 1, high=MAX_DEVICES if name == "workers" else MAX_STAGES)
-        for name in ("gradient_bytes", "activation_bytes"):
-            profile.check_number(name, getattr(self, name))
         if self.topology and self.topology.num_workers != self.workers:
             raise ValueError(f"topology is for {self.topology.num_workers} workers, and workers={self.workers}; make it for these")
 
@@ -70,12 +69,12 @@ class Job:
 
 
 def all_reduce_s(there_and_back_s: np.ndarray) -> float:
-    """Seconds of a group's all-reduce from [W, W] seconds of a W-th of the bytes, there and back."""
+    """Return the seconds of a group's all-reduce from [W, W] seconds of a W-th of the bytes, there and back."""
     return float(there_and_back_s.sum(axis=1).max())
 
 
 def both_ways(seconds: np.ndarray) -> np.ndarray:
-    """Seconds there and back, [N, N]; tile by tile, since a column of thousands of devices is spread over memory."""
+    """Return the seconds there and back, [N, N]; tile by tile, since a column of thousands of devices is spread over memory."""
     total = np.empty_like(seconds)
     for i in range(0, len(seconds), TILE):
         for j in range(0, len(seconds), TILE):
@@ -85,7 +84,7 @@ def both_ways(seconds: np.ndarray) -> np.ndarray:
 
 
 def bottleneck_matching(seconds: np.ndarray) -> tuple[float, np.ndarray]:
-    """The matching of rows and columns whose slowest link is the fastest; of those, up to 512 rows, one with the least sum.
+    """Return the matching of rows and columns whose slowest link is the fastest; of those, up to 512 rows, one with the least sum.
 
     Args:
         seconds: [W, W].
@@ -101,14 +100,14 @@ def bottleneck_matching(seconds: np.ndarray) -> tuple[float, np.ndarray]:
 
 
 def _matching(allowed: np.ndarray) -> np.ndarray:
-    """The column of each row, [W], in a matching with as many allowed links as possible; -1 without one."""
+    """Return the column of each row, [W], in a matching with as many allowed links as possible; -1 without one."""
     columns, starts = np.nonzero(allowed)[1], np.append(0, np.cumsum(allowed.sum(axis=1)))
     links = sparse.csr_array((np.ones(len(columns), np.int8), columns, starts), shape=allowed.shape)
     return sparse.csgraph.maximum_bipartite_matching(links, perm_type="column")
 
 
 def bottleneck_s(seconds: np.ndarray) -> float:
-    """Seconds of the slowest link of the matching whose slowest link is the fastest, from [W, W]."""
+    """Return the seconds of the slowest link of the matching whose slowest link is the fastest, from [W, W]."""
     least = max(seconds.min(axis=0).max(), seconds.min(axis=1).max())  # Each row and each column has a link.
     suffices = lambda slowest_s: bool((_matching(seconds <= slowest_s) >= 0).all())
     if suffices(least):  # As nearly always, so that sorting is spared.
@@ -118,7 +117,7 @@ def bottleneck_s(seconds: np.ndarray) -> float:
 
 
 def shortest_path(seconds: np.ndarray) -> tuple[float, list[int]]:
-    """The shortest path through all nodes, by dynamic programming over sets of nodes (Held and Karp 1962).
+    """Return the shortest path through all nodes, by dynamic programming over sets of nodes (Held and Karp 1962).
 
     Args:
         seconds: [S, S], from row to column; S at most 16.
@@ -145,7 +144,7 @@ def shortest_path(seconds: np.ndarray) -> tuple[float, list[int]]:
 
 
 class Network:
-    """The cost of layouts on the links of some devices. What was found for two groups is kept.
+    """The cost of layouts on the links of some devices; results for pairs of groups are cached.
 
     Args:
         links: of the devices.
@@ -187,7 +186,7 @@ class Network:
         return bottleneck_s(self.hop_s[np.ix_(one, other)])
 
     def averaging_s(self, layout: np.ndarray) -> float:
-        """Seconds of all-reduce or gossip."""
+        """Return the seconds of all-reduce or gossip."""
         if self.fixed:
             return self.together_s
         if self.job.topology is None:
@@ -195,7 +194,7 @@ class Network:
         return float(np.mean([self.round_s(layout, round_) for round_ in self.job.topology.rounds]))
 
     def round_s(self, layout: np.ndarray, round_: Round) -> float:
-        """Seconds of a round of gossip."""
+        """Return the seconds of a round of gossip."""
         L, sent_s = round_.group_size, np.zeros(layout.shape)
         message_s = self.message_s[L]
         for shift in round_.shifts:
@@ -206,7 +205,7 @@ class Network:
         return max((all_reduce_s(both_ways(message_s[np.ix_(group, group)])) for group in groups), default=0.0) + sent_s.max()
 
     def between_s(self, layout: np.ndarray) -> np.ndarray:
-        """Seconds between every two rows, [S, S], if the best matching joins them."""
+        """Return the seconds between every two rows, [S, S], if the best matching joins them."""
         rows = [tuple(row) for row in np.sort(layout, axis=1).tolist()]
         found = np.zeros((len(rows), len(rows)))
         for i, row in enumerate(rows):
@@ -215,7 +214,7 @@ class Network:
         return found
 
     def pipeline_s(self, layout: np.ndarray) -> float:
-        """Seconds of the links between stages; with all-reduce, in the best order of rows and columns."""
+        """Return the seconds of the links between stages; with all-reduce, in the best order of rows and columns."""
         if not self.job.is_pipelined:
             return 0.0
         if self.free:
@@ -223,12 +222,12 @@ class Network:
         return float(self.hop_s[layout[:-1], layout[1:]].max(axis=1).sum())
 
     def seconds(self, layout: np.ndarray, limit: float = np.inf) -> float:
-        """Of an iteration's messages; inf as soon as they must take more than `limit`."""
+        """Return the seconds of an iteration's messages; inf as soon as they must take more than `limit`."""
         averaging_s = self.averaging_s(layout)
         return averaging_s + self.pipeline_s(layout) if averaging_s <= limit else np.inf
 
     def ordered(self, layout: np.ndarray) -> np.ndarray:
-        """The layout with its rows and columns in the best order, where these are free."""
+        """Return the layout with its rows and columns in the best order, where these are free."""
         if not (self.free and self.job.is_pipelined):
             return layout
         rows = [layout[i] for i in shortest_path(self.between_s(layout))[1]]

@@ -14,11 +14,12 @@ from collections.abc import Iterator
 import itertools
 import math
 import time
-from typing import Any, NamedTuple
+from typing import Annotated, NamedTuple
 
 import numpy as np
 
 from decjax.contrib.placement.cost import Network
+from decjax.options import Range, check
 
 MAX_ALL = 10  # devices
 POPULATION, LONGEST_CYCLE = 16, 3
@@ -26,11 +27,11 @@ COOLEST = 1e-3  # the last temperature of annealing, as a part of the first
 
 
 class Placed(NamedTuple):
-    """What a search came to."""
+    """The result of a search."""
 
     layout: np.ndarray  # devices, [S, W]
     seconds: float  # of an iteration's messages
-    tried: int  # layouts whose cost was asked
+    tried: int  # layouts whose cost was computed
 
 
 class _Search:
@@ -54,13 +55,13 @@ class _Search:
 
 
 def random_layout(network: Network, rng: np.random.Generator) -> np.ndarray:
-    """Devices at random, [S, W]."""
+    """Return a random layout, [S, W]."""
     S, W = network.job.stages, network.job.workers
     return rng.permutation(S * W).reshape(S, W)
 
 
 def exchange(layout: np.ndarray, network: Network, rng: np.random.Generator) -> np.ndarray:
-    """The layout after a cyclic exchange at random."""
+    """Return the layout after a random cyclic exchange."""
     S, W = layout.shape
     apart = S if network.free else S * W  # between how many groups, or positions, devices move
     k = int(rng.integers(2, min(LONGEST_CYCLE, apart) + 1)) if apart > 1 else 0
@@ -72,7 +73,7 @@ def exchange(layout: np.ndarray, network: Network, rng: np.random.Generator) -> 
 
 
 def gathered(network: Network, rng: np.random.Generator) -> np.ndarray:
-    """Groups of devices that are near to each other: around a device at random, those to which messages take least."""
+    """Return groups of devices that are near to each other: around a device at random, those to which messages take least."""
     S, W = network.job.stages, network.job.workers
     near_s = network.shard_s + rng.uniform(0, 1e-9, network.shard_s.shape)  # Equals in any order.
     taken_N, rows = np.zeros(S * W, bool), []
@@ -92,7 +93,7 @@ def gathered(network: Network, rng: np.random.Generator) -> np.ndarray:
 
 
 def genetic(network: Network, seed: int = 0, trials: int = 2000, seconds: float = 60.0) -> Placed:
-    """The best layout of a population after so many trials, or so many seconds."""
+    """Return the best layout of a population after so many trials, or so many seconds."""
     rng, search = np.random.default_rng(seed), _Search(network, trials, seconds)
     starts = (random_layout, gathered)
     people, costs = [], []
@@ -110,7 +111,7 @@ def genetic(network: Network, seed: int = 0, trials: int = 2000, seconds: float 
 
 
 def cross(one: np.ndarray, other: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """A layout with some rows of one parent, half of them or so, and the other devices where the other parent has them, if it can be."""
+    """Return a layout with about half of the rows of one parent, and the other devices where the other parent has them, if possible."""
     S, W = one.shape
     child = np.full((S, W), -1)
     kept = rng.permutation(S)[: max(1, S // 2)] if S > 1 else ()
@@ -129,7 +130,7 @@ def cross(one: np.ndarray, other: np.ndarray, rng: np.random.Generator) -> np.nd
 
 
 def descend(search: _Search, layout: np.ndarray, rng: np.random.Generator, patience: int) -> tuple[np.ndarray, float]:
-    """Cyclic exchanges that are no worse, until `patience` of them in a row were."""
+    """Apply cyclic exchanges that are no worse, until `patience` of them in a row were."""
     cost, idle = search.cost(layout), 0
     while idle < patience and not search.over:
         tried = exchange(layout, search.network, rng)
@@ -141,7 +142,7 @@ def descend(search: _Search, layout: np.ndarray, rng: np.random.Generator, patie
 
 
 def anneal(network: Network, seed: int = 0, trials: int = 2000, seconds: float = 60.0) -> Placed:
-    """The best layout met while a temperature falls geometrically to a thousandth over the trials, or over the seconds."""
+    """Return the best layout met while a temperature falls geometrically to a thousandth over the trials, or over the seconds."""
     rng, search = np.random.default_rng(seed), _Search(network, trials, seconds)
     layout = random_layout(network, rng) if network.fixed else gathered(network, rng)
     cost, begun = search.cost(layout), time.monotonic()
@@ -160,22 +161,21 @@ def anneal(network: Network, seed: int = 0, trials: int = 2000, seconds: float =
 
 
 def best_of_all(network: Network) -> Placed:
-    """The best of all layouts.
+    """Return the best of all layouts.
 
     Raises:
         ValueError: for more than ten devices.
     """
     N, (S, W) = network.job.num_devices, (network.job.stages, network.job.workers)
-    if N > MAX_ALL:
-        raise ValueError(f"{N} devices have too many layouts to try them all; use at most {MAX_ALL}, or another search")
+    check("the number of devices", N, Annotated[int, Range(1, MAX_ALL)])  # More have too many layouts.
     search = _Search(network, 2**62, math.inf)
     layouts = _partitions(list(range(N)), W) if network.free else map(list, itertools.permutations(range(N)))
-    arrays: Iterator[Any] = (np.array(layout).reshape(S, W) for layout in layouts)
+    arrays: Iterator[np.ndarray] = (np.array(layout).reshape(S, W) for layout in layouts)
     return search.found(min(arrays, key=search.cost))
 
 
 def _partitions(devices: list[int], size: int) -> Iterator[list[int]]:
-    """All divisions into groups of a size, one after the other in a list; the order of groups does not count."""
+    """Yield all divisions into groups of a size, one after the other in a list; the order of groups does not count."""
     if not devices:
         yield []
         return

@@ -1,0 +1,89 @@
+"""Profiles and workloads as JSON files, whose fields are those of the dataclasses in `profile`.
+
+A file that cannot be read or has an invalid value raises a one-line ValueError: the file, the value and what is allowed.
+"""
+
+from collections.abc import Iterator
+import contextlib
+import dataclasses
+import json
+import os
+import re
+import typing
+from typing import Any, TypeVar
+
+from decjax import files
+from decjax.costmodel.profile import Cluster, Workload
+from decjax.options import check, shown
+
+T = TypeVar("T")
+
+
+@contextlib.contextmanager
+def located(where: str | os.PathLike) -> Iterator[None]:
+    """Let a ValueError begin with the file or field that it is about."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from error
+
+
+def read(cls: type[T], content: Any, where: str) -> T:
+    """Make a dataclass from a JSON object, with the dataclasses that its fields hold, alone or in lists.
+
+    Fields that would be Python keywords end in an underscore, which their names in the file lack.
+    """
+    assert dataclasses.is_dataclass(cls)
+    declared = {field.name.rstrip("_"): field for field in dataclasses.fields(cls)}
+    problem = "" if isinstance(content, dict) else f"{shown(content)} must be a JSON object"
+    for name in {} if problem else content:
+        problem = problem or ("" if name in declared else f"unknown field {shown(name)}")
+    for name, field in {} if problem else declared.items():
+        is_needed = field.default is field.default_factory is dataclasses.MISSING and name not in content
+        problem = problem or (f"field {name!r} is missing" if is_needed else "")
+    if problem:
+        raise ValueError(f"{where}: {problem}; the fields are {', '.join(declared)}")
+    hints = typing.get_type_hints(cls)
+    values = {declared[name].name: _value(hints[declared[name].name], value, f"{where}: {name}") for name, value in content.items()}
+    with located(where):
+        return cls(**values)
+
+
+def _value(hint: Any, value: Any, where: str) -> Any:
+    """Return a field's value; JSON objects become dataclasses where the hint is one, or a tuple of one."""
+    if dataclasses.is_dataclass(hint) and isinstance(hint, type):
+        return read(hint, value, where)
+    item = (*typing.get_args(hint), None)[0]
+    if typing.get_origin(hint) is tuple and dataclasses.is_dataclass(item) and isinstance(item, type):
+        check(where, value, list)
+        return tuple(read(item, each, where) for each in value)
+    return value
+
+
+def read_object(path: str | os.PathLike) -> dict[str, Any]:
+    """Return the JSON object in a file; raise a ValueError that names the file."""
+    try:
+        return files.read_json(path)
+    except ValueError as error:
+        raise ValueError(f"{path} cannot be read as JSON ({error}); give a file such as one of configs/clusters") from error
+
+
+def load(path: str | os.PathLike) -> tuple[Cluster, Workload | None]:
+    """Return the cluster of a profile and the workload measured on it, None if it has none; raise a ValueError as described above."""
+    content = read_object(path)
+    workload = content.pop("workload", None)
+    return (read(Cluster, content, str(path)), None if workload is None else read(Workload, workload, f"{path}: workload"))
+
+
+def load_workload(path: str | os.PathLike) -> Workload:
+    """Return the workload of a JSON file with the fields of a `Workload`; raise a ValueError as `load` does."""
+    return read(Workload, read_object(path), str(path))
+
+
+def save(path: str | os.PathLike, cluster: Cluster, workload: Workload | None = None) -> None:
+    """Write a profile that `load` reads back unchanged; replace an existing file in one atomic step."""
+    content = dataclasses.asdict(cluster)
+    if workload is not None:
+        content["workload"] = dataclasses.asdict(workload)
+    text = re.sub(r"\[[^][{}]*\]", lambda numbers: " ".join(numbers[0].split()), json.dumps(content, indent=2))
+    files.write_whole(path, text + "\n")  # Lists of numbers stay on one line.
