@@ -155,10 +155,9 @@ class MatricesFile:
 
     def links(self) -> Links:
         """Return the links that the file describes."""
-        arrays = (None if value is None else np.array(value, object) for value in (self.flops, self.memory_bytes))
-        return Links(
-            np.array(self.latency_s, object), np.array(self.bandwidth_Bps, object), tuple(self.devices), *arrays, self.source
-        )
+        arrays = {name: np.array(values, object) for name in _DEVICE if (values := getattr(self, name)) is not None}
+        latency_s, bandwidth_Bps = np.array(self.latency_s, object), np.array(self.bandwidth_Bps, object)
+        return Links(latency_s, bandwidth_Bps, tuple(self.devices), **arrays, source=self.source)
 
 
 @checked_class
