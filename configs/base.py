@@ -1,7 +1,7 @@
 """What all configs share: workers, method, pipeline, and how often the run logs, evaluates and saves.
 
-A shorthand names parts (`python -m launch.parts` lists them) and may give their options in brackets, such as
-`mixer=choco(codec=int4,gamma=0.5)` or `optimizer=lion(b1=0.95)`. The sections of a config hold exactly the options of its parts.
+A shorthand sets plain fields (`python -m launch.parts config` lists them), names parts (`launch.parts` lists them), which may have
+options in brackets, such as `mixer=choco(codec=int4,gamma=0.5)`, and sets single options of the chosen parts, such as `codec=int4`.
 """
 
 from collections.abc import Callable, Mapping
@@ -9,61 +9,21 @@ from typing import Any
 
 import ml_collections
 
+from configs import shorthand
 from decjax import config as parts
 from decjax import registry
 
-KEYS = dict(
-    workers=int,
-    local_size=int,
-    simulate=bool,
-    steps=int,
-    smoke=bool,
-    method=str,
-    optimizer=str,
-    topology=str,
-    mixer=str,
-    reducer=str,
-    order=str,
-    codec=str,
-    rank=int,
-    every=int,
-    stale=bool,
-    engine=("auto", "fused", "split"),
-    scale=("linear", "sqrt"),
-)
-PIPELINE_KEYS = dict(
-    stages=int,
-    tensor=int,
-    tensor_codec=str,
-    microbatches=int,
-    schedule=str,
-    chunks=int,
-    remat=bool,
-    backward=str,
-    forward=str,
-    autoencoder=int,
-    autoencoder_init=("random", "pca"),
-    fused=bool,
-    compressed=str,
-    delay=int,
-)
-PLACES = dict.fromkeys(("order", "every", "stale"), ("method",)) | dict.fromkeys(("codec", "rank"), ("mixer", "reducer"))
-STAGED = dict(
-    schedule="schedule",
-    chunks="chunks",
-    remat="remat",
-    autoencoder="autoencoder",
-    autoencoder_init="autoencoder_init",
-    fused="fused_embedding",
-    delay="delay",
-)
-CONSENSUS = dict(consensus_every=0, consensus_first=0, consensus_last=0)
-PLAIN = dict(seed=0, local_size=1, simulate=False, tensor=1, tensor_codec="", engine="auto", bucket_bytes=2**18) | CONSENSUS
+PLACES = ("method", "mixer", "reducer", "optimizer", "model", "data", "source")  # sections that take an option by its name
 
 
 def get_config(
     given: Mapping[str, Any],
     *,
+    task: str,
+    data: Mapping[str, Any] | None = None,
+    model: ml_collections.ConfigDict | None = None,
+    source: ml_collections.ConfigDict | None = None,
+    own: tuple[str, ...] = (),
     steps: int,
     batch: int,
     clip_norm: float,
@@ -74,10 +34,15 @@ def get_config(
     defaults: Mapping[str, str] | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> ml_collections.ConfigDict:
-    """The part of a config that does not depend on the task; the config file adds task, data and model.
+    """Return the config of a run; a ValueError if the shorthand names a part or option that does not fit the others.
 
     Args:
         given: the parsed shorthand.
+        task: name of the task.
+        data: options of the task.
+        model: the section of the model, if the task has a choice of models.
+        source: the section of the gradient source, unless it is the whole model or its stages.
+        own: keys of the shorthand that the config file itself uses.
         steps: length of the run, unless the shorthand gives it.
         batch: examples in a worker's microbatch.
         clip_norm: largest norm of each worker's own gradient; 0: no clipping.
@@ -87,25 +52,18 @@ def get_config(
         warmup_steps: of the learning rate; a tenth of the run at most, and one step at least where the schedule needs it.
         defaults: names of parts that replace the usual ones, such as method="allreduce".
         options: further options of the optimizer.
-
-    Raises:
-        ValueError: if the shorthand names a part or option that does not fit the others.
     """
-    smoke = given.get("smoke", False)
-    config = ml_collections.ConfigDict(PLAIN | {name: given[name] for name in PLAIN.keys() & given.keys()})
-    workers = ml_collections.FieldReference(given.get("workers", 0))
-    config.workers = workers  # 0: one per device; 8 simulated ones on a lone accelerator
-    config.steps = given.get("steps", steps)
-    config.clip_norm = clip_norm
-    _pipeline(config, given)
-    config.batch_size = workers * (batch * config.pipeline.microbatches)  # examples per step, over all workers
-    names = _parts(config, given, dict(defaults or {}), options or {})
-    like: str = registry.part("method", config.method.name).traits.get("like", "adamw")  # what the method itself is like
+    config = _plain(given, own, steps=steps, batch=batch, clip_norm=clip_norm)
+    config.update({name: section for name, section in {"model": model, "source": source}.items() if section})
+    config.task, config.data = task, parts.section("task", task, **(data or {}))
+    names = _choose(config, given, dict(defaults or {}), options or {})
+    left = {key: field for key, field in _left(given, own).items() if not _placed(config, given, key, field, PLACES[:3])}
+    like: str = registry.part("method", config.method.name).traits.get("like", "adamw")  # the optimizer that the method resembles
     optimizer = names.get("optimizer", like).partition("(")[0]
-    learning: dict[str, Any] = dict(tuned(config.method.name, config.method.get("order", ""), optimizer))
+    learning = dict(tuned(config.method.name, config.method.get("order", ""), optimizer))
     learning_rate = learning.pop("learning_rate")
     if "optimizer" in names:
-        config.optimizer = parts.choose("optimizer", names["optimizer"], **options or {}, **learning)
+        config.optimizer = parts.choose("optimizer", names["optimizer"], **(options or {}), **learning)
     else:  # The method is an optimizer itself.
         config.method.update(learning)
     warmup_steps = max(min(warmup_steps, config.steps // 10), int(schedule == "inverse_sqrt"))
@@ -114,18 +72,43 @@ def get_config(
     )
     if "scale" in given:
         config.schedule.learning_rate = _scaled(learning_rate, config, tuned_workers * batch, given["scale"])
-    config.log_every = 5 if smoke else 10
-    every = 10 if smoke else 500
-    config.eval = dict(every=every, num_windows=16 if smoke else 128, batch_size=8, local=True)  # 0 windows: all
-    config.checkpoint = dict(every=every, keep=2)
-    config.elastic = parts.Elastic()._asdict()
+    _place(config, given, left)
     return config
+
+
+def _plain(
+    given: Mapping[str, Any], own: tuple[str, ...], *, steps: int, batch: int, clip_norm: float
+) -> ml_collections.ConfigDict:
+    """A config with all plain fields: their defaults, and those that the shorthand gives."""
+    smoke, config = given.get("smoke", False), parts.defaults()
+    workers = ml_collections.FieldReference(given.get("workers", 0))
+    config.workers = workers  # 0: one per device; 8 simulated ones on a lone accelerator
+    config.steps, config.clip_norm = steps, clip_norm
+    every = 10 if smoke else 500
+    config.log_every, config.eval.every, config.checkpoint.every = 5 if smoke else 10, every, every
+    config.eval.num_windows = 16 if smoke else 128
+    if given.get("schedule") == "interleaved":
+        config.pipeline.chunks = 2
+    for key, section, name, _ in parts.shorthand_keys():
+        if key in given and key not in ("workers", *own) and section != "reducer":
+            setattr(getattr(config, section) if section else config, name, given[key])
+    if "batch_size" not in given:
+        config.batch_size = workers * (batch * config.pipeline.microbatches)  # examples per step, over all workers
+    return config
+
+
+def _left(given: Mapping[str, Any], own: tuple[str, ...]) -> dict[str, str]:
+    """The fields of keys that are neither plain fields of a run nor the config file's own: options of parts."""
+    averaging = {key: name for key, section, name, _ in parts.shorthand_keys() if section == "reducer"}
+    known = shorthand.keys({})
+    return {key: averaging.get(key, key) for key in given if key not in own and (key not in known or key in averaging)}
 
 
 def by_optimizer(
     known: Mapping[str, tuple[float, float]], others: tuple[float, float]
 ) -> Callable[[str, str, str], dict[str, float]]:
-    """`tuned` of a task where learning rate and weight decay depend on the optimizer only: those of the `known` ones, and of `others`."""
+    """Return `tuned` of a task where learning rate and weight decay depend on the optimizer only: those of the `known` ones, and of
+    `others`."""
 
     def tuned(method: str, order: str, optimizer: str) -> dict[str, float]:
         return dict(zip(("learning_rate", "weight_decay"), known.get(optimizer, others), strict=True))
@@ -140,100 +123,83 @@ def _scaled(learning_rate: float, config: ml_collections.ConfigDict, tuned_batch
     return (ratio if scale == "linear" else root) * learning_rate
 
 
-def _parts(
+def _choose(
     config: ml_collections.ConfigDict, given: Mapping[str, Any], defaults: dict[str, str], own: Mapping[str, Any]
 ) -> dict[str, str]:
-    """Adds the sections of method, mixer, topology and reducer to the config; returns the names of all parts."""
+    """Add the sections of method, mixer, topology and reducer to the config; return the names of all parts."""
     names = {kind: given[kind] for kind in ("method", "mixer", "reducer", "optimizer") if kind in given}
-
-    if "mixer" in names and (method := _wants("mixer", names["mixer"], "method")):
+    if "mixer" in names and (method := _trait("mixer", names["mixer"], "method")):
         names.setdefault("method", method)
     method = names.setdefault("method", defaults.get("method", "decentralized"))
-    chooses = _wants("method", method, "chooses") or ()
+    chooses = _trait("method", method, "chooses") or ()
     for kind in ("mixer", "reducer", "optimizer", "topology"):
         needed = "mixer" if kind == "topology" else kind
-        if needed not in chooses and kind in given and kind in ("topology", *names):
-            others = "|".join(name for name in registry.names("method") if needed in (_wants("method", name, "chooses") or ()))
+        if needed not in chooses and kind in given:
+            others = "|".join(name for name in registry.names("method") if needed in (_trait("method", name, "chooses") or ()))
             raise ValueError(
                 f"config argument {kind}={given[kind]} changes nothing with method={method}; leave it out, or use method={others}"
             )
+    order = None
     if "mixer" in chooses:
-        names.setdefault("mixer", _wants("method", method, "mixer") or defaults.get("mixer", "exact"))
+        names.setdefault("mixer", _trait("method", method, "mixer") or defaults.get("mixer", "exact"))
         config.mixer = parts.choose("mixer", names["mixer"])
-        graph = _wants("mixer", names["mixer"], "topology") or _wants("method", method, "topology")
-        graph = graph or defaults.get("topology", "one_peer_exponential")
-        config.topology = given.get("topology", graph)
+        graph = _trait("mixer", names["mixer"], "topology") or _trait("method", method, "topology")
+        config.topology = given.get("topology", graph or defaults.get("topology", "one_peer_exponential"))
+        order = _trait("mixer", names["mixer"], "order")
+    smoke = given.get("smoke") and "reducer" in chooses
     if "reducer" in chooses:
-        names.setdefault("reducer", _wants("method", method, "reducer") or "mean")
-        start = {"start": config.steps // 6} if _wants("method", method, "warm") else {}
-        config.reducer = parts.choose("reducer", names["reducer"], config.pipeline.stages, **start)
-        if "optimizer" in chooses and (optimizer := _wants("reducer", names["reducer"], "optimizer")):
+        names.setdefault("reducer", _trait("method", method, "reducer") or "mean")
+        start = {"start": config.steps // 6} if _trait("method", method, "warm") else {}
+        config.reducer = parts.choose("reducer", names["reducer"], **start)
+        if "optimizer" in chooses and (optimizer := _trait("reducer", names["reducer"], "optimizer")):
             names.setdefault("optimizer", optimizer)
-    if "compressed" in given:
-        argument = f"config argument compressed={given['compressed']}"
-        if "reducer" not in chooses:
-            raise ValueError(f"{argument} changes nothing with method={method}; leave it out")
-        if "stages" not in config.reducer:
-            raise ValueError(
-                f"{argument} says which stages compress; use it with stages=2 or more and a reducer that compresses, as "
-                "reducer=powersgd"
-            )
-        config.reducer.stages = given["compressed"]
-    smoke = dict(every=5) if given.get("smoke") and "reducer" in chooses else {}
-    order = _wants("mixer", names["mixer"], "order") if "mixer" in chooses else None
-    usual = {**({} if "optimizer" in chooses else own), **smoke, **({"order": order} if order else {})}
+        if smoke and (option := _trait("reducer", names["reducer"], "warm_steps")):
+            config.reducer[option] = 2
+    usual = {**({} if "optimizer" in chooses else own), **({"every": 5} if smoke else {}), **({"order": order} if order else {})}
     config.method = parts.choose("method", method, **usual)
-    if given.get("smoke") and "reducer" in chooses and (option := _wants("reducer", names["reducer"], "warm_steps")):
-        config.reducer[option] = 2
-    _place(config, given)
     if "optimizer" in chooses:
         names.setdefault("optimizer", defaults.get("optimizer", "adamw"))
     return names
 
 
-def _wants(kind: str, name: str, what: str) -> Any:
-    """What a part declares about others, as the mixer that a method is for; None if nothing."""
-    return registry.part(kind, name.partition("(")[0]).traits.get(what)
+def _trait(kind: str, name: str, trait: str) -> Any:
+    """A trait of the part in a call form, such as the mixer that a method is for; None if it has none."""
+    return registry.part(kind, name.partition("(")[0]).traits.get(trait)
 
 
-def _place(config: ml_collections.ConfigDict, given: Mapping[str, Any]) -> None:
-    """Sets options that have a shorthand key of their own in the section of the part that has them.
-
-    Raises:
-        ValueError: if no chosen part has the option, so that nobody takes a run for compressed that is not.
-    """
-    for key, sections in PLACES.items():
-        if key not in given:
-            continue
-        takers = [section for section in sections if section in config and key in getattr(config, section)]
-        if not takers:
-            chosen = " and ".join(
-                f"{section} {getattr(config, section).name!r}" for section in ("method", "mixer", "reducer") if section in config
-            )
-            raise ValueError(
-                f"config argument {key}={given[key]} changes nothing with {chosen}; leave it out, or choose a part that has "
-                f"{key}: python -m launch.parts lists them"
-            )
-        if (text := given.get(takers[0])) and key in registry.parse(takers[0], text)[1]:
-            raise ValueError(f"config argument {key}={given[key]}: {takers[0]}={text} has it, too; leave one out")
-        getattr(config, takers[0])[key] = given[key]
+def _place(config: ml_collections.ConfigDict, given: Mapping[str, Any], left: Mapping[str, str]) -> None:
+    """Set the options that a shorthand gives by their names; refuse those that no chosen part has."""
+    for key, field in left.items():
+        if not _placed(config, given, key, field, PLACES):
+            _refuse(config, key, given[key], field)
 
 
-def _pipeline(config: ml_collections.ConfigDict, given: Mapping[str, Any]) -> None:
-    """Adds the sections of pipeline stages and of compressed messages between them to the config."""
-    layers: dict[str, Any] = dict(stages=given.get("stages", 1), microbatches=given.get("microbatches", 1))
-    config.pipeline = layers
-    if layers["stages"] == 1:
-        if idle := [key for key in (*STAGED, "backward", "forward") if given.get(key)]:
-            key = idle[0]
-            raise ValueError(f"config argument {key}={given[key]} changes nothing with stages=1; leave it out, or use stages=2")
-        return
-    chunks = 2 if given.get("schedule") == "interleaved" else 1
-    staged = {field: given[key] for key, field in STAGED.items() if key in given}
-    config.pipeline = parts.Layers(**layers, chunks=chunks)._asdict() | staged
-    boundary = {}
-    for kind, usual in parts.BOUNDARY.items():
-        if given.get(kind):
-            boundary |= usual | {kind: given[kind]}
-    if boundary:
-        config.boundary = boundary
+def _placed(config: ml_collections.ConfigDict, given: Mapping[str, Any], key: str, field: str, places: tuple[str, ...]) -> bool:
+    """Set an option that a shorthand gives by its name in the first of some sections that has it; return whether one has."""
+    section = next((name for name in places if name in config and field in getattr(config, name) and field != "name"), "")
+    if not section:
+        return False
+    if (text := given.get(section)) and section in shorthand.KINDS and field in registry.parse(section, text)[1]:
+        raise ValueError(f"config argument {key}={given[key]}: {section}={text} has it, too; leave one out")
+    kind, name = ("task", config.task) if section == "data" else (section, getattr(config, section).name)
+    option = registry.part(kind, name).options.get(field)
+    is_text = option and isinstance(given[key], str)
+    getattr(config, section)[field] = shorthand.from_text(key, given[key], option) if option and is_text else given[key]
+    return True
+
+
+def _refuse(config: ml_collections.ConfigDict, key: str, value: Any, field: str) -> None:
+    """Raise a ValueError for an option that no chosen part has, so that nobody takes a run for compressed that is not."""
+    kinds = {name: "task" if name == "data" else name for name in PLACES}
+    having = [
+        name for name, kind in kinds.items() if any(field in registry.part(kind, part).options for part in registry.names(kind))
+    ]
+    if not having and field == key:
+        raise ValueError(f"config argument {key!r} is unknown; use some of {', '.join(shorthand.keys({}))}, or an option of a part")
+    chosen = [name for name in ("method", *having) if name in config]
+    parts_of = {name: config.task if name == "data" else getattr(config, name).name for name in chosen}
+    raise ValueError(
+        f"config argument {key}={value or True} changes nothing with "
+        f"{' and '.join(f'{kinds[name]} {part!r}' for name, part in parts_of.items())}; leave it out, or choose a part that has {field}: "
+        "python -m launch.parts lists them"
+    )

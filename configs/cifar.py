@@ -17,9 +17,7 @@ Shorthand as in configs/digits.py.
 import ml_collections
 
 from configs import base, digits, lm, shorthand
-from decjax import config as parts
 
-KEYS = digits.KEYS
 # (learning rate, weight decay): Adam's rates are those of `experiments.paper --only=cifar`, tuned with 16 workers and 200 steps, and
 # AccumAdamW's with windows of 8, not with the default; the rate of SGD is a guess.
 TUNED = dict(adamw=(6.4e-2, 1e-4), accum_adamw=(1.6e-2, 1e-4), sgdm=(0.3, 1e-4))
@@ -34,14 +32,21 @@ def tuned(method: str, order: str, optimizer: str) -> dict[str, float]:
 
 def get_config(arg: str = "") -> ml_collections.ConfigDict:
     """The config of CIFAR-10, changed by a shorthand such as "workers=8,norm=group"."""
-    given = shorthand.parse(arg, KEYS)
+    given = shorthand.parse(arg, digits.OWN)
     smoke = given.get("smoke", False)
     config = base.get_config(
-        given, steps=10 if smoke else 1000, batch=8, clip_norm=0.0, tuned=tuned, tuned_workers=16, warmup_steps=50
+        given,
+        task="images",
+        data=dict(dataset="cifar10", augment=True),
+        model=digits.model(given, "resnet", **({} if smoke else dict(depth=20, width=16))),
+        own=tuple(digits.OWN),
+        steps=10 if smoke else 1000,
+        batch=8,
+        clip_norm=0.0,
+        tuned=tuned,
+        tuned_workers=16,
+        warmup_steps=50,
     )
-    config.task = "images"
-    config.data = parts.section("task", "images", dataset="cifar10", augment=True)
-    config.model = digits.model(given, "resnet", **({} if smoke else dict(depth=20, width=16)))
     config.eval.update(every=5 if smoke else 100, num_windows=64 if smoke else 0, batch_size=64)
     config.checkpoint.every = 5 if smoke else 100
     return config

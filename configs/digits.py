@@ -16,19 +16,24 @@ import ml_collections
 
 from configs import base, shorthand
 from decjax import config as parts
+from decjax.registry import Option
 
-KEYS = base.KEYS | dict(model=("resnet", "mlp"), norm=("batch", "group"))
+OWN = {"model": Option("resnet", str, False, ("resnet", "mlp"))}
 # (learning rate, weight decay): those of Adam and SGD were tuned, the others are guesses.
 TUNED = dict(adamw=(2e-2, 1e-4), accum_adamw=(1e-2, 1e-4), sgdm=(0.3, 1e-4), sign=(1e-3, 1e-4))
 
 
 def get_config(arg: str = "") -> ml_collections.ConfigDict:
     """The config of the digits, changed by a shorthand such as "workers=4,model=mlp"."""
-    given = shorthand.parse(arg, KEYS)
+    given = shorthand.parse(arg, OWN)
     smoke = given.get("smoke", False)
     # A static graph, since a time-varying one compiles a program for each phase, and compiling takes longer than training.
     config = base.get_config(
         given,
+        task="images",
+        data=dict(validation=0.2),
+        model=model(given, "mlp" if smoke else "resnet"),
+        own=tuple(OWN),
         steps=20 if smoke else 150,
         batch=16,
         clip_norm=0.0,
@@ -36,21 +41,12 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
         warmup_steps=15,
         defaults=dict(topology="exponential"),
     )
-    config.task = "images"
-    config.data = parts.section("task", "images", validation=0.2)
-    config.model = model(given, "mlp" if smoke else "resnet")
     config.eval.update(every=10 if smoke else 50, num_windows=0, batch_size=16)
     config.checkpoint.every = 10 if smoke else 50
     return config
 
 
-def model(given: Mapping[str, Any], usual: str, **options: Any) -> ml_collections.ConfigDict:
-    """The section of the model that the shorthand names, or of the usual one, with the options that a ResNet takes."""
+def model(given: Mapping[str, Any], usual: str, **resnet: Any) -> ml_collections.ConfigDict:
+    """Return the section of the model that the shorthand names, or of the usual one; `resnet` are options of a ResNet."""
     name = given.get("model", usual)
-    if name == "resnet":
-        return parts.section("model", name, **options, **({"norm": given["norm"]} if "norm" in given else {}))
-    if "norm" in given:
-        raise ValueError(
-            f"config argument norm={given['norm']} changes nothing with model={name}; leave it out, or use model=resnet"
-        )
-    return parts.section("model", name)
+    return parts.section("model", name, **(resnet if name == "resnet" else {}))

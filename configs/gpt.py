@@ -17,17 +17,15 @@ import ml_collections
 
 from configs import lm, shorthand
 
-KEYS = lm.DECODER_KEYS
-
 
 def get_config(arg: str = "") -> ml_collections.ConfigDict:
     """The config of the model, changed by a shorthand such as "workers=16,simulate,optimizer=accum_adamw"."""
-    given = shorthand.parse(arg, KEYS)
+    given = shorthand.parse(arg)
     config = lm.of_keys(given if given.get("smoke") else dict(steps=2000) | given)
     config.data.tokenizer = "bpe"
     if given.get("smoke"):
         config.model.vocabulary = 300
         return config
-    stages = config.pipeline.stages * config.pipeline.get("chunks", 1)
+    stages = config.pipeline.stages * config.pipeline.chunks
     config.model.update(vocabulary=4000, context=64, width=128, hidden=512, heads=4, depth=-(-4 // stages) * stages)
     return config

@@ -31,26 +31,27 @@ experiments/bench/optimus_step.py compiles them.
 import ml_collections
 
 from configs import lm, shorthand
+from decjax.registry import Option
 
 PUBLISHED = "workers=4,stages=4,tensor=8,microbatches=16,rank=128,backward=low_rank(rank=16,values=bfloat16)"
 LAYOUTS = {"2.5b": PUBLISHED, "8.3b": PUBLISHED, "tiny": "workers=2,stages=4,microbatches=16,rank=4,backward=low_rank(rank=16)"}
 MODELS = {"2.5b": dict(depth=52, width=1920), "8.3b": dict(depth=72, width=3072)}
 METHOD = "method=allreduce,tied,remat,fused,reducer=powersgd,compressed=3"
-KEYS = dict(size=tuple(LAYOUTS)) | lm.DECODER_KEYS
+OWN = {"size": Option("2.5b", str, False, tuple(LAYOUTS))}
 
 
 def get_config(arg: str = "size=2.5b") -> ml_collections.ConfigDict:
     """The config of a model size, from a shorthand such as "size=tiny,fused=false" with any further keys of configs/lm.py."""
-    given = shorthand.parse(arg, KEYS)
+    given = shorthand.parse(arg, OWN)
     size = given.pop("size", "2.5b")
     layout = LAYOUTS[size]
     if given.get("smoke"):
         layout = layout.replace("rank=16", "rank=4")  # The width is a quarter, too.
-    usual = shorthand.parse(METHOD, lm.KEYS) | shorthand.parse(layout, lm.KEYS)
+    usual = shorthand.parse(METHOD) | shorthand.parse(layout)
     if given.get("reducer", "powersgd") != "powersgd":  # These two keys are for PowerSGD.
         usual = {key: value for key, value in usual.items() if key not in ("rank", "compressed")}
     config = lm.of_keys({key: value for key, value in (usual | given).items() if value != "none"})
-    if "boundary" in config and config.boundary.get("backward"):
+    if config.boundary.backward:
         config.boundary.error = "flush"
     config.optimizer.weight_decay, config.clip_norm = 0.01, 1.0
     if size == "tiny":

@@ -26,6 +26,7 @@ import ml_collections
 
 from configs import base, shorthand
 from decjax import config as parts
+from decjax.registry import Option
 
 # (learning rate, weight decay) of the main job. Those of AdamW and AccumAdamW are the best of those tried, the others are not
 # tuned. On this job gossip's best rate is larger than all-reduce's; a likely reason is that the noise of a worker's own small batch
@@ -40,8 +41,7 @@ AVERAGED = ("allreduce", "onebit_adam", "zero_one_adam")
 ADAM = dict(b1=0.9, b2=0.99)
 ACCUM_ADAM = dict(b1=0.8, b2=0.98, window=4)  # per window
 
-DECODER_KEYS = base.KEYS | base.PIPELINE_KEYS | dict(tied=bool)
-KEYS = DECODER_KEYS | dict(model=("decoder", "lstm"))
+OWN = {"model": Option("decoder", str, False, ("decoder", "lstm"))}
 
 
 def tuned(method: str, order: str, optimizer: str) -> dict[str, float]:
@@ -53,26 +53,33 @@ def tuned(method: str, order: str, optimizer: str) -> dict[str, float]:
 
 def get_config(arg: str = "") -> ml_collections.ConfigDict:
     """The config of the language model, changed by a shorthand such as "workers=12,topology=torus"."""
-    return of_keys(shorthand.parse(arg, KEYS))
+    return of_keys(shorthand.parse(arg, OWN))
 
 
 def of_keys(given: Mapping[str, Any]) -> ml_collections.ConfigDict:
     """The same config from a shorthand that is parsed already."""
     smoke, steps = given.get("smoke", False), 20 if given.get("smoke") else 5000
     options = ACCUM_ADAM if given.get("optimizer", "").partition("(")[0] == "accum_adamw" else ADAM
-    config = base.get_config(given, steps=steps, batch=2, clip_norm=1.0, tuned=tuned, warmup_steps=150, options=options)
-    config.task = "lm"
-    config.data = parts.section("task", "lm", sample_bytes=40 if smoke else 400)
-    config.model = _model(given, smoke, config.pipeline.stages * config.pipeline.get("chunks", 1))
-    return config
+    chunks = given.get("chunks", 2 if given.get("schedule") == "interleaved" else 1)
+    return base.get_config(
+        given,
+        task="lm",
+        data=dict(sample_bytes=40 if smoke else 400),
+        model=_model(given, smoke, given.get("stages", 1) * chunks),
+        own=tuple(OWN),
+        steps=steps,
+        batch=2,
+        clip_norm=1.0,
+        tuned=tuned,
+        warmup_steps=150,
+        options=options,
+    )
 
 
 def _model(given: Mapping[str, Any], smoke: bool, chunks: int) -> ml_collections.ConfigDict:
     """The section of the model, with a layer at least for each part of a pipeline."""
     context = 32 if smoke else 128
     if given.get("model", "decoder") == "lstm":
-        if "tied" in given:
-            raise ValueError("config argument tied changes nothing with model=lstm, whose tables are apart; leave it out")
         return parts.section("model", "lstm", vocabulary=256, context=context, width=16 if smoke else 128, depth=2)
     return parts.section(
         "model",
@@ -83,5 +90,4 @@ def _model(given: Mapping[str, Any], smoke: bool, chunks: int) -> ml_collections
         hidden=32 if smoke else 256,
         heads=2,
         depth=max(2, chunks),
-        tied=given.get("tied", False),
     )

@@ -15,17 +15,18 @@ import ml_collections
 from configs import base, shorthand
 from decjax import config as parts
 
-KEYS = base.KEYS | dict(graph=str, partition=str)
 GUESSED = dict(sgdm=(0.1, 5e-4))  # (learning rate, weight decay)
 
 
 def get_config(arg: str = "") -> ml_collections.ConfigDict:
     """The config of the nodes, changed by a shorthand such as "workers=4,partition=min_cut"."""
-    given = shorthand.parse(arg, KEYS)
+    given = shorthand.parse(arg)
     smoke = given.get("smoke", False)
     steps = 20 if smoke else 300
     config = base.get_config(
         given,
+        task="nodes",
+        model=parts.section("model", "gcn"),
         steps=steps,
         batch=1,
         clip_norm=0.0,
@@ -33,9 +34,6 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
         defaults=dict(method="tma"),
     )
     config.schedule.final_fraction = 1.0  # A constant rate: slow workers count fewer steps of a schedule.
-    config.task = "nodes"
-    config.data = parts.section("task", "nodes", **{key: given[key] for key in ("graph", "partition") if key in given})
-    config.model = parts.section("model", "gcn")
     config.eval.update(every=10 if smoke else 100, num_windows=0, batch_size=1)
     config.checkpoint.every = 10 if smoke else 100
     return config

@@ -1,39 +1,47 @@
 """Parses the argument of a config file, as in `configs/lm.py:workers=12,topology=torus,smoke`."""
 
-from decjax import registry
+from collections.abc import Mapping
+from typing import Any
+
+from decjax import config, registry
+from decjax.registry import Option
+
+KINDS = ("method", "mixer", "reducer", "optimizer", "topology")  # parts that a shorthand chooses by their names
 
 
-def parse(arg: str, keys: dict) -> dict:
-    """A dict of the values in a text of comma-separated `key=value` pairs.
+def keys(own: Mapping[str, Option]) -> dict[str, Option]:
+    """Return the keys of a shorthand: plain fields of a config, parts, `smoke`, `scale`, and a config file's own ones."""
+    plain = {key: option for key, _, _, option in config.shorthand_keys()}
+    shared = {"smoke": Option(False, bool), "scale": Option("linear", str, False, ("linear", "sqrt"))}
+    return plain | {kind: Option("", str) for kind in KINDS} | shared | dict(own)
 
-    Args:
-        arg: the text after the colon, possibly empty.
-        keys: the type of each key: `int`, `str`, a tuple of valid words, or `bool` for a key that may stand alone, such as `smoke`.
+
+def parse(arg: str, own: Mapping[str, Option] | None = None) -> dict[str, Any]:
+    """Return the values in a text of comma-separated `key=value` pairs; `key` alone stands for `key=true`.
+
+    Values of unknown keys stay text; `base.get_config` places them as options of the chosen parts.
 
     Raises:
-        ValueError: if a key is unknown or given twice, or a value is not of its type.
+        ValueError: if a key is given twice, or a value is not of its type or out of range.
     """
-    given = {}
+    known, given = keys(own or {}), {}
     for part in filter(None, (part.strip() for part in registry.split(arg or ""))):
         key, equals, value = part.partition("=")
-        if key not in keys:
-            raise ValueError(f"config argument {key!r} is unknown; use some of {', '.join(keys)}")
         if key in given:
             raise ValueError(f"config argument {key!r} is given twice; leave one out")
-        kind = keys[key]
-        if kind is bool:
-            if value not in ("", "true", "false"):
-                raise ValueError(f"config argument {key}={value!r}: write {key}, {key}=true or {key}=false")
-            given[key] = value != "false"
-        elif not equals or not value:
+        if equals and not value:
             raise ValueError(f"config argument {key!r} needs a value, as {key}=…")
-        elif isinstance(kind, tuple) and value not in kind:
-            raise ValueError(f"config argument {key}={value!r}: use one of {', '.join(kind)}")
-        elif kind is int:
-            try:
-                given[key] = int(value)
-            except ValueError:
-                raise ValueError(f"config argument {key}={value!r}: must be a whole number") from None
-        else:
-            given[key] = value
+        given[key] = from_text(key, value, known[key]) if key in known else value
     return given
+
+
+def from_text(key: str, text: str, option: Option) -> Any:
+    """Return the value of an option that a text stands for; an empty one stands for true."""
+    what = f"config argument {key}"
+    if option.kind is bool:
+        return registry.checked(what, {"": True, "true": True, "false": False}.get(text, text), option)
+    if not text:
+        raise ValueError(f"{what!r} needs a value, as {key}=…")
+    if option.kind in (int, float, tuple, None):
+        return registry.checked(what, registry.literal(text), option)
+    return registry.checked(what, text, option)

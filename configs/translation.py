@@ -20,7 +20,6 @@ import ml_collections
 from configs import base, shorthand
 from decjax import config as parts
 
-KEYS = base.KEYS
 # (learning rate, weight decay): the rates are those of `experiments.paper --only=translation,gap_translation`, tuned with 16 workers.
 TUNED = dict(adamw=(8e-3, 1e-2), accum_adamw=(4e-3, 1e-2))
 ADAM = dict(b1=0.9, b2=0.98)
@@ -30,11 +29,15 @@ ACCUM_ADAM = dict(b1=0.43, b2=0.98, window=8)
 
 def get_config(arg: str = "") -> ml_collections.ConfigDict:
     """The config of the translation, changed by a shorthand such as "workers=16,simulate"."""
-    given = shorthand.parse(arg, KEYS)
+    given = shorthand.parse(arg)
     smoke, steps = given.get("smoke", False), 10 if given.get("smoke") else 2000
     options = ACCUM_ADAM if given.get("optimizer", "").partition("(")[0] == "accum_adamw" else ADAM
+    sizes = dict(vocabulary=300, width=16, hidden=32, heads=2, encoder=1, decoder=1) if smoke else {}
     config = base.get_config(
         given,
+        task="translation",
+        data=dict(length=48),
+        model=parts.section("model", "translator", **sizes),
         steps=steps,
         batch=8,
         clip_norm=1.0,
@@ -44,10 +47,6 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
         warmup_steps=200,
         options=options,
     )
-    config.task = "translation"
-    config.data = parts.section("task", "translation", length=48)
-    sizes = dict(vocabulary=300, width=16, hidden=32, heads=2, encoder=1, decoder=1) if smoke else {}
-    config.model = parts.section("model", "translator", **sizes)
     config.eval.update(every=5 if smoke else 200, num_windows=16 if smoke else 0, batch_size=32)
     config.checkpoint.every = 5 if smoke else 200
     return config

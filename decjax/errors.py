@@ -33,6 +33,17 @@ class ConfigError(TrainingError):
     """An invalid config."""
 
 
+@contextlib.contextmanager
+def config_errors() -> Iterator[None]:
+    """Raise a ConfigError for a value that does not fit, or that is too large to compute with."""
+    try:
+        yield
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    except (OverflowError, MemoryError, RecursionError) as error:
+        raise ConfigError(f"a number in the config is too large ({error}); use smaller sizes") from error
+
+
 class CheckpointError(TrainingError):
     """A work directory or checkpoint that cannot be used."""
 

@@ -159,9 +159,9 @@ def check_choice(what: str, value: Any, choices: tuple[str, ...]) -> None:
 
 def check_range(what: str, value: Any, allowed: Range | None) -> None:
     """Raise a ValueError if a number lies outside its range. Traced numbers are not checked."""
-    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
-    if allowed and is_number and typing.cast(float, value) not in allowed:
-        raise ValueError(f"{what}={shown(value)} must be {allowed}")
+    if allowed and isinstance(value, numbers.Real) and not isinstance(value, bool) and float(value) not in allowed:
+        is_huge = float(value) > LARGEST == allowed.high
+        raise ValueError(f"{what}={shown(value)} must be {f'at most {LARGEST}' if is_huge else allowed}")
 
 
 def is_a(value: Any, expected: Any) -> bool:
@@ -181,7 +181,7 @@ def is_a(value: Any, expected: Any) -> bool:
         return isinstance(value, Iterable) and not isinstance(value, str)
     if expected is None:
         return value is None
-    if not inspect.isclass(expected) or expected is inspect.Parameter.empty or hasattr(expected, "dtype"):
+    if expected is Any or not inspect.isclass(expected) or expected is inspect.Parameter.empty or hasattr(expected, "dtype"):
         return True  # Arrays have many types.
     if expected in (int, float, bool):
         return _is_number(value, expected)

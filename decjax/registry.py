@@ -52,6 +52,7 @@ class Kind(NamedTuple):
 KINDS = {
     "task": Kind(("model",), "decjax.tasks"),
     "model": Kind(("divide", "product"), "decjax.models"),
+    "source": Kind(("task", "axis", "num_workers", "batch_size", "clips"), "decjax.pipeline"),
     "method": Kind(
         ("inner", "mixer", "reducer", "num_workers", "learning_rate", "share", "clip", "norm", "channel", "units"), "decjax.optim"
     ),
@@ -88,9 +89,17 @@ class Option(NamedTuple):
     help: str = ""
 
     @property
+    def is_required(self) -> bool:
+        """Whether it has no default."""
+        return self.default is inspect.Parameter.empty
+
+    @property
     def type(self) -> str:
         """The type and range, as in "int, at least 1, or none"."""
-        words = [self.kind.__name__ if self.kind else "any", *([str(self.range)] if self.range and str(self.range) else [])]
+        words = [
+            "|".join(self.choices) or (self.kind.__name__ if self.kind else "any"),
+            *([str(self.range)] if self.range and str(self.range) else []),
+        ]
         return ", ".join(words) + ((", or none" if len(words) > 1 else " or none") if self.optional else "")
 
 
@@ -128,12 +137,8 @@ class Entry(NamedTuple):
     @property
     def options(self) -> dict[str, Option]:
         """The options by name, in the order of the signature; without those that no config can hold, such as functions."""
-        told = _help(self.factory)
-        return {
-            name: option._replace(help=told.get(name, ""))
-            for name, parameter in signature_of(self.factory).parameters.items()
-            if not _is_supplied(self.kind, parameter) and (option := _option(parameter))
-        }
+        supplied = KINDS[self.kind].context
+        return {name: option for name, option in options_of(self.factory).items() if name not in supplied}
 
     @property
     def summary(self) -> str:
@@ -230,6 +235,17 @@ def _class_traits(cls: type[Part]) -> dict[str, Any]:
     if needs := [requirement.needs for requirement in cls.requires]:
         found.setdefault("needs", ", ".join(needs))
     return found
+
+
+def options_of(factory: Callable) -> dict[str, Option]:
+    """The options of a function, or of a dataclass as its fields, by name, without those that no config can hold."""
+    told = _help(factory)
+    variadic = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
+    return {
+        name: option._replace(help=told.get(name, ""))
+        for name, parameter in signature_of(factory).parameters.items()
+        if parameter.kind not in variadic and (option := _option(parameter))
+    }
 
 
 def _help(factory: Callable) -> dict[str, str]:
@@ -329,6 +345,14 @@ def parse(what: str, text: str) -> tuple[str, dict[str, Any]]:
         raise error if str(error).startswith(what) else ValueError(example) from error
 
 
+def literal(text: str) -> Any:
+    """The Python literal that a text stands for, such as a number; the text itself if it stands for none."""
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError, MemoryError, RecursionError):
+        return text
+
+
 def split(text: str) -> list[str]:
     """The parts of a text between commas, except for those inside brackets: codec=topk(fraction=0.01,values=int4) is one part."""
     parts: list[str] = []
@@ -352,13 +376,10 @@ def complete(kind: str, name: str, given: Mapping[str, Any]) -> dict[str, Any]:
     """
     chosen = part(kind, name)
     known = chosen.options
-    # Configs of older runs hold the None of what was an option then, as muon's trees: it is the default anyway.
-    absent = {parameter.name for parameter in signature_of(chosen.factory).parameters.values() if parameter.default is None}
-    given = {option: value for option, value in given.items() if option in known or value is not None or option not in absent}
     if unknown := [option for option in given if option not in known]:
         fix = f"use {', '.join(known)}" if known else "it has none, leave it out"
         raise ValueError(f"{kind} {shown(name)} has no option {unknown[0]!r}; {fix}")
-    missing = [option for option, (default, *_) in known.items() if default is inspect.Parameter.empty and option not in given]
+    missing = [name for name, option in known.items() if option.is_required and name not in given]
     if missing:
         raise ValueError(f"{kind} {shown(name)} needs option {missing[0]!r}; give it, as {name}({missing[0]}=…)")
     return fill(f"{kind} {shown(name)}: ", given, known)
@@ -367,7 +388,9 @@ def complete(kind: str, name: str, given: Mapping[str, Any]) -> dict[str, Any]:
 def fill(what: str, given: Mapping[str, Any], known: Mapping[str, Option]) -> dict[str, Any]:
     """A value for each known option: the given one, checked, or its default. `what` precedes the option's name in errors."""
     return {
-        name: checked(f"{what}{name}", given[name], option) if name in given else option.default for name, option in known.items()
+        name: checked(f"{what}{name}", given[name], option) if name in given else option.default
+        for name, option in known.items()
+        if name in given or not option.is_required
     }
 
 

@@ -15,8 +15,6 @@ from decjax import config as parts
 from decjax import registry
 from decjax.tasks.task import Data, Task
 
-KEYS = quadratics.KEYS
-
 
 @registry.register("task", "paced", models=(), evaluated_once=True)
 def paced(model: None = None, *, wait_s: float = 0.0, waits_for: str = "") -> Task:

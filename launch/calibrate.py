@@ -122,7 +122,9 @@ def links_between(trainer: train.Trainer, sizes: list[int], measured: measure.Me
     params = sum(leaf.size for leaf in jax.tree.leaves(jax.eval_shape(trainer.setup.start, jax.random.key(0))))
     gradient_s = np.median(measured.step_s["gradient"], axis=1)
     return measure_links(
-        trainer.workers, sizes or measure.sizes_up_to_model(trainer), flops=6 * params * spec.each * task.items / gradient_s
+        trainer.workers,
+        sizes or measure.sizes_up_to_model(trainer),
+        flops=6 * params * spec.batch_per_worker * task.items / gradient_s,
     )
 
 

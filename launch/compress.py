@@ -42,7 +42,7 @@ Found = dict[str, tuple[float, Mapping[str, float]]]  # (bytes, metrics) by form
 def trainer_of(document: dict[str, Any]) -> train.Trainer:
     """The trainer of a run's config, with all workers on one device."""
     spec = parts.resolve(document)  # As the run that it was: no step is taken here, so options that exclude `simulate` may stay.
-    return train.Trainer(spec._replace(simulate=True, tensor=1, tensor_codec=""))
+    return train.Trainer(spec.replace(simulate=True, tensor=1, tensor_codec=""))
 
 
 def load(workdir: pathlib.Path) -> tuple[train.Trainer, Any, int]:
@@ -64,7 +64,7 @@ def outputs(trainer: train.Trainer, model: tuple[Any, Any]) -> dict[str, np.ndar
     if not (given := trainer.setup.task.outputs):
         return None
     spec, of_batch = trainer.spec, jax.jit(given)
-    batches = (trainer.data.batch(k % spec.workers, k // spec.workers) for k in range(-(-SAMPLED // spec.each)))
+    batches = (trainer.data.batch(k % spec.workers, k // spec.workers) for k in range(-(-SAMPLED // spec.batch_per_worker)))
     found = [jax.tree.map(np.asarray, of_batch(*model, batch)) for batch in batches]
     return {name: np.concatenate([own[name] for own in found]) for name in found[0]}
 

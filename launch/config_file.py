@@ -18,6 +18,16 @@ WORDS = {
 }  # field -> kind of the part in call form
 SHORTHAND = ("method", "mixer", "reducer", "optimizer")  # sections of parts that have a key of their own in a shorthand
 DETERMINED = {"schedule.learning_rate": "scale"}  # field -> the key of a shorthand of which it is the result
+
+
+class _AnyKey:
+    """The keys of a shorthand: all names but paths of fields."""
+
+    def __contains__(self, key: str) -> bool:
+        return "." not in key
+
+
+ANY_KEY = _AnyKey()
 MOST = 8  # names in a list of suggestions
 
 
@@ -166,30 +176,19 @@ def _instead(config: Any, names: list[str], depth: int) -> str:
     what, belongs = f"config.{'.'.join(names[:depth])}", ""
     kind = "task" if names[0] == "data" else names[0]
     part = config.get("task") if kind == "task" else section.get("name")
-    if names[0] == "pipeline" and names[1] in _staged():
-        meant, belongs = "", f"{names[1]} needs stages=2 or more behind the config file's name and a colon"
-    elif depth == 1 and kind in registry.KINDS and isinstance(part, str):
+    if depth == 1 and kind in registry.KINDS and isinstance(part, str):
         what, others = f"{kind} {part!r}", [name for name in _takers(kind, names[1]) if name != part]
         belongs = f"{names[1]} belongs to {_listed(others)}" if others else ""
     has = [name for name in section if name != "name"]
     return f": {what} has {_listed(has, len(has)) or 'no fields'}" + "".join(f"; {hint}" for hint in (meant, belongs) if hint)
 
 
-def _staged() -> tuple[str, ...]:
-    """Fields of a pipeline, some of which only several stages have."""
-    from decjax import config as parts
-
-    return parts.Layers._fields
-
-
 def _absent(config: Any, name: str) -> str:
     """Why the config lacks a section that others have; empty: none has it."""
     from decjax import registry
 
-    if name == "boundary":
-        return "no message between stages is coded; use backward=CODEC or forward=CODEC with stages=2 or more"
-    if name == "tables":
-        return "no tables are divided among workers; use the shorthand divided, as configs/clicks.py:divided"
+    if name == "source":
+        return "the gradient comes from the whole model or its stages; use the shorthand divided, as configs/clicks.py:divided"
     if name == "model":
         return f"task {config.get('task')!r} has none"
     needed = "mixer" if name == "topology" else name

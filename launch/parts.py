@@ -2,6 +2,7 @@
 
     python -m launch.parts
     python -m launch.parts mixer
+    python -m launch.parts config              all other fields of a config, and their keys in a shorthand
     python -m launch.parts topology base_k
 
 All of it is read from where the parts are registered (`decjax.registry`): an option is a field of the part's section in a config.
@@ -16,7 +17,7 @@ from typing import Any
 import rich.table
 import rich.text
 
-from decjax import registry
+from decjax import config, registry
 from launch import command
 
 WIDTH = 100
@@ -26,6 +27,17 @@ PARTNERS = {"task": ("model",), "model": ("task",)}  # kinds whose parts go with
 def kinds() -> list:
     """Every kind with the names of its parts."""
     return [_table(("kind", "parts"), ((kind, ", ".join(registry.names(kind)) or "none") for kind in registry.KINDS))]
+
+
+def fields() -> list:
+    """The plain fields of a config with their shorthand keys, section by section."""
+    keys = {(section, name): key for key, section, name, _ in config.shorthand_keys()}
+    rows = [
+        (f"{section}.{name}" if section else name, keys.get((section, name), ""), entry.type, _default(entry), entry.help)
+        for section, declared in {"": config.RunSpec, **config.SECTIONS}.items()
+        for name, entry in config.plain_fields(declared).items()
+    ]
+    return [_table(("field", "shorthand", "type", "default", "what it is"), rows)]
 
 
 def parts(kind: str) -> list:
@@ -89,6 +101,8 @@ def _table(header: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> rich.tab
 def main(argv: list[str]) -> int:
     terminal = command.console(WIDTH)
     match argv:
+        case ["config"]:
+            found = fields()
         case []:
             found = kinds()
         case [kind]:

@@ -165,7 +165,7 @@ def planned(chosen: flags.FlagValues, extra: list[str], resolve: bool = True) ->
     module = config_file.load_module(path)
     swept = members.parse_sweep(members.sweep_of(module, path, argument) if chosen.sweep is None else chosen.sweep)
     members.check_apart(chosen.config, swept, extra)
-    keys, workdir = getattr(module, "KEYS", ()), command.folder("workdir", chosen.workdir)
+    keys, workdir = getattr(module, "KEYS", config_file.ANY_KEY), command.folder("workdir", chosen.workdir)
     all_members = members.expand(chosen.config, swept, keys, workdir, extra)
     if chosen.index is not None and not 0 <= chosen.index < len(all_members):
         raise command.UserError(f"index={chosen.index}: the sweep has {len(all_members)} runs; use 0 to {len(all_members) - 1}")

@@ -9,7 +9,8 @@ import pytest
 
 from configs import lm
 from decjax import train
-from tests.runs import run_of
+from decjax.config import ConfigError
+from tests.runs import run_of, spec_of
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -148,8 +149,8 @@ def test_simulated_pipelines_remember_the_same(launch, reference):
         ("stages=2,forward=fp8", {}, "codec 'fp8' is unknown; use one of "),
         ("stages=2,forward=bounded", {}, "codec 'bounded' has messages of varying size, and stages wait"),
         ("stages=2,backward=float16", {}, "codec 'float16' is neither contractive nor unbiased"),
-        ("stages=2,backward=int8", {"boundary.error": "samples"}, "boundary error='samples' is unknown; use one of carry, flush"),
-        ("stages=2,backward=int8", {"boundary.when": "never"}, "boundary when='never' is unknown; use one of epilogue, always"),
+        ("stages=2,backward=int8", {"boundary.error": "samples"}, "boundary.error='samples' is unknown; use one of carry, flush"),
+        ("stages=2,backward=int8", {"boundary.when": "never"}, "boundary.when='never' is unknown; use one of epilogue, always"),
         ("stages=2,forward=int8", {"boundary.forward_error": "samples"}, "slots=0: must be at least 1 to store samples"),
         ("stages=2,forward=int8", {"boundary.slots": 4}, "slots=4 with forward_error='none', which remembers no samples"),
         (
@@ -192,5 +193,5 @@ def test_impossible_boundaries_are_refused_with_the_reason(launch, argument, fie
 
 @pytest.mark.parametrize("key", ["forward", "backward"])
 def test_keys_without_a_pipeline_are_refused(key):
-    with pytest.raises(ValueError, match=f"{key}=int8 changes nothing with stages=1; leave it out, or use stages=2"):
-        lm.get_config(f"{key}=int8")
+    with pytest.raises(ConfigError, match=f"boundary.{key}='int8' changes nothing with pipeline.stages=1; leave it out"):
+        spec_of(lm.get_config(f"{key}=int8"))

@@ -187,7 +187,7 @@ def test_a_profile_of_two_processes(tmp_path):
         (("--config=configs/lm.py:smoke,simulate", "--out={tmp}/x.json"), "simulate=True"),
         (
             ("--config=configs/clicks.py:smoke,divided", "--out={tmp}/x.json"),
-            "config.tables: only workers that each hold the whole",
+            "divided tables: only workers that each hold the whole",
         ),
         (("--config=configs/lm.py:smoke,workers=3,local_size=2", "--out={tmp}/x.json"), "local_size=2"),
         (("--config=configs/lm.py:smoke", "--out={tmp}/none/x.json"), "(No such file or directory); choose another --out"),

@@ -6,7 +6,7 @@ import types
 
 import pytest
 
-from configs import cifar, gpt, gpt_optimus, lm, translation
+from configs import cifar, gpt, lm, translation
 from decjax import config as parts
 from launch import command, config_file, members, train_flags
 
@@ -16,15 +16,14 @@ FILES = [path.stem for path in sorted(FOLDER.glob("*.py")) if path.stem not in (
 
 @pytest.mark.parametrize("name", FILES)
 def test_keys_are_those_of_the_shorthand(name):
-    """A sweep asks a config file for them."""
     module = importlib.import_module(f"configs.{name}")
     with pytest.raises(ValueError, match="'colour' is unknown") as error:
         module.get_config("colour=red")
-    assert str(error.value).endswith(f"use some of {', '.join(module.KEYS)}")
+    assert "use some of seed, steps, workers" in str(error.value)
 
 
 def test_a_sweep_over_sizes_goes_into_the_shorthand(tmp_path):
-    (member,) = members.expand("configs/gpt_optimus.py", {"size": ["tiny"]}, gpt_optimus.KEYS, tmp_path, [])
+    (member,) = members.expand("configs/gpt_optimus.py", {"size": ["tiny"]}, config_file.ANY_KEY, tmp_path, [])
     assert member.arguments[0] == "--config=configs/gpt_optimus.py:size=tiny"
 
 

@@ -201,7 +201,7 @@ def sweep_faults(values: dict[str, str], passed: list[str], is_whole: bool) -> l
         module = config_file.load_module(str(ROOT / path))
         swept = members.parse_sweep(text or members.sweep_of(module, path, argument))
         members.check_apart(config, swept, passed)
-        found = members.expand(config, swept, getattr(module, "KEYS", ()), pathlib.Path("sweep"), passed)
+        found = members.expand(config, swept, getattr(module, "KEYS", config_file.ANY_KEY), pathlib.Path("sweep"), passed)
     except Exception as error:  # Whatever the command would say.
         return [str(error)]
     return [fault for member in found for fault in config_faults([a for a in member.arguments if "workdir" not in a])]
@@ -320,11 +320,6 @@ def test_python_of_the_docs_runs():
 def test_every_part_that_makes_messages_is_told(kind):
     names = [name for name in registry.names(kind) if registry.part(kind, name).factory.__module__.startswith("decjax.")]
     assert names and [name for name in names if not re.search(rf"`{name}\b", docs("compression.md"))] == []
-
-
-def test_every_key_of_the_shorthand_is_told():
-    told = docs("configs.md") + docs("pipelines.md")
-    assert [key for key in lm.KEYS if not re.search(rf"`{key}[=`]", told)] == []
 
 
 GOOD = [

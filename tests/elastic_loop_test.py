@@ -103,7 +103,7 @@ def replicas(member):
 def test_a_run_without_faults_is_that_of_one_process(tmp_path):
     spec = spec_of()
     members = trained(tmp_path / "elastic", spec)
-    simulated = train.Trainer(spec._replace(simulate=True))
+    simulated = train.Trainer(spec.replace(simulate=True))
     train.Run(simulated, tmp_path / "static").train()
     assert workdir.steps_saved(tmp_path / "elastic") == workdir.steps_saved(tmp_path / "static") == [8, 16, 24]
     for name in ("loss", "consensus_distance"):
@@ -264,7 +264,7 @@ def test_the_checks_are_those_of_a_static_run(tmp_path, kind, stop):
 )
 def test_sizes_that_processes_of_one_device_do_not_have_are_refused(fields, complaint):
     with pytest.raises(train.ConfigError, match=complaint):
-        Trainers(spec_of()._replace(**fields), Group())
+        Trainers(spec_of().replace(**fields), Group())
 
 
 def test_a_diverged_run_names_the_last_good_checkpoint(tmp_path):

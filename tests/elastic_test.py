@@ -309,7 +309,7 @@ def test_members_take_the_steps_of_simulated_workers(shorthand, band):
         return trainer.workers.fetch(state.params), trainer.consensus_distance(state), trainer.average(state)[0]
 
     found = together([functools.partial(member, group) for group in groups(band, range(n))])
-    simulated = Trainer(told._replace(simulate=True))
+    simulated = Trainer(told.replace(simulate=True))
     state = simulated.init()
     for step in range(steps):
         state, _ = simulated.step(state, simulated.batch(step), step)

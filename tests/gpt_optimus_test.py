@@ -32,7 +32,7 @@ for size in ("2.5b", "8.3b"):
     config.data.path = sys.argv[1]
     trainer = trainer_of(config)
     workers, state = trainer.workers, trainer.abstract
-    tokens = trainer.setup.task.examples(trainer.spec.each).shape
+    tokens = trainer.setup.task.examples(trainer.spec.batch_per_worker).shape
     batch = jax.ShapeDtypeStruct((workers.num_workers, workers.stages, *tokens), np.int32, sharding=workers.stacked)
     step = engine.whole_step(trainer.step_parts, trainer.method.phase(0))
     traced = step.trace(state, batch, np.int32(0))

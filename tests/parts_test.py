@@ -61,15 +61,6 @@ def test_options_hold_what_a_config_can():
     assert not [entry for options in found.values() for entry in options.values() if " at 0x" in str(entry.default)]
 
 
-def test_a_section_of_an_older_run_holds_none_for_what_is_no_option():
-    known = registry.complete("optimizer", "muon", {"muon_weight_dimension_numbers": None, "beta": 0.9})
-    assert known == registry.complete("optimizer", "muon", {"beta": 0.9})
-    with pytest.raises(ValueError, match="has no option 'muon_weight_dimension_numbers'"):
-        registry.complete("optimizer", "muon", {"muon_weight_dimension_numbers": 1.0})
-    with pytest.raises(ValueError, match="has no option 'colour'"):
-        registry.complete("optimizer", "muon", {"colour": None})
-
-
 @pytest.mark.parametrize("kind", registry.KINDS)
 def test_docstrings_tell_of_every_option(kind):
     """Of decjax's own parts: those of optax and of other tests are no concern of these docstrings."""

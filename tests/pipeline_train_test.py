@@ -159,7 +159,7 @@ def test_every_permutation_of_a_gradient_is_among_those_that_are_checked(argumen
     params = jax.eval_shape(lambda: w.stack(setup.start(jax.random.key(0))))
     state = jax.eval_shape(w.map(source.init, (0,)), params)
     gradient = w.map(lambda params, state, tokens: source.gradient(params, state, tokens, jax.random.key(0)), (0, 0, 0))
-    tokens = setup.task.examples(setup.spec.each)
+    tokens = setup.task.examples(setup.spec.batch_per_worker)
     jax.eval_shape(gradient, params, state, jax.ShapeDtypeStruct((1, 4, *tokens.shape), tokens.dtype))
     assert ((0, 3), (3, 0)) in used and len(used) > 3 and used <= set(source.permutations)
 
@@ -242,27 +242,27 @@ def test_the_cost_model_knows_what_travels_between_stages(tmp_path, monkeypatch,
         ),
         ("stages=2,microbatches=0", {"batch_size": 8}, "microbatches=0"),
         ("stages=2,chunks=2", {}, "chunks=2, stages=2 with schedule '1f1b'"),
-        ("remat", {}, "remat=True changes nothing with stages=1; leave it out, or use stages=2"),
-        ("schedule=interleaved", {}, "schedule=interleaved changes nothing with stages=1"),
+        ("remat", {}, "pipeline.remat=True changes nothing with pipeline.stages=1; leave it out"),
+        ("schedule=interleaved", {}, "pipeline.schedule='interleaved' changes nothing with pipeline.stages=1"),
         ("stages=2", {"pipeline.layers": "1;1"}, "pipeline.layers='1;1' must read like"),
         ("stages=2", {"pipeline.layers": "2,1"}, "layers=2,1: must be 2 numbers"),
-        ("stages=2,tensor=2", {"model.heads": 1}, "model.heads=1 is not divisible by tensor=2"),
+        ("stages=2,tensor=2", {"model.heads": 1}, "tensor=2 does not divide model.heads=1"),
         ("tensor=2,simulate", {}, "tensor=2 with simulate"),
         ("stages=0", {}, "stages=0"),
-        ("fused", {}, "fused=True changes nothing with stages=1"),
-        ("autoencoder=4", {}, "autoencoder=4 changes nothing with stages=1"),
+        ("fused", {}, "pipeline.fused_embedding=True changes nothing with pipeline.stages=1"),
+        ("autoencoder=4", {}, "pipeline.autoencoder=4 changes nothing with pipeline.stages=1"),
         ("stages=2,autoencoder=9", {}, "autoencoder=9: must be at most the model's width of 8"),
         ("stages=2,fused,method=allreduce", {}, "not tied have nothing to add up"),
         (
             "stages=2,tied,fused",
             {},
-            "fused_embedding with method 'decentralized', which does not average the gradients of a tied table",
+            "fused_embedding=True with method 'decentralized', which does not average the gradients of a tied table",
         ),
-        ("stages=2,tied,fused,method=onebit_adam", {}, "fused_embedding with method 'onebit_adam', which does not average"),
-        ("stages=2,compressed=1", {}, "compressed=1 changes nothing with method=decentralized; leave it out"),
-        ("stages=2,compressed=1,method=allreduce", {}, "compressed=1 says which stages compress; use it with .* a reducer that"),
-        ("stages=2,compressed=1,method=allreduce,reducer=gravac", {}, "compressed=1 says which stages compress"),
-        ("compressed=1,method=allreduce,reducer=powersgd", {}, "compressed=1 says which stages compress; use it with stages=2"),
+        ("stages=2,tied,fused,method=onebit_adam", {}, "fused_embedding=True with method 'onebit_adam', which does not average"),
+        ("stages=2,compressed=1", {}, "compressed=1 changes nothing with method 'decentralized'"),
+        ("stages=2,compressed=1,method=allreduce", {}, "compressed=1 changes nothing with .* choose a part that has stages"),
+        ("stages=2,compressed=1,method=allreduce,reducer=gravac", {}, "compressed=1 changes nothing with"),
+        ("compressed=1,method=allreduce,reducer=powersgd", {}, "reducer.stages='1' changes nothing with pipeline.stages=1"),
         ("stages=2,compressed=3,method=allreduce,reducer=powersgd", {}, "must be a number from 1 to stages=2, 'auto', or empty"),
         ("stages=2,compressed=auto,method=allreduce,reducer=powersgd,rank=1", {}, "'auto' needs reducer.cluster, a profile"),
     ],

@@ -13,7 +13,7 @@ from configs import quadratics
 import decjax
 from decjax import channel, gossip, reduce, registry
 from decjax import topology as topology_lib
-from decjax.config import assemble
+from decjax.config import setup
 from tests import quadratics as quadratic
 from tests.runs import spec_of
 
@@ -28,7 +28,7 @@ def made(argument, steps, **fields):
     config = quadratics.get_config(f"smoke,simulate,workers={N},steps={steps},{argument}")
     constant = {"schedule.learning_rate": 0.05, "schedule.final_fraction": 1.0, "schedule.warmup_steps": 0}
     config.update_from_flattened_dict({"data.dimension": P, "data.noise": 0.0} | constant | fields)
-    return assemble.on_paper(spec_of(config))
+    return spec_of(config).setup
 
 
 def path(setup, steps, dtype, records=10):
@@ -101,8 +101,8 @@ def rounds(name):
     return registry.parse("reducer", registry.part("method", name).traits.get("reducer", "mean"))[0] == "codec"
 
 
-def exact_messages(given, channel, *others):
-    return reduce.start_at(reduce.mean(channel), given.start, reduce.mean(channel))
+def exact_messages(chosen, averaging, channel, *others):
+    return reduce.start_at(reduce.mean(channel), averaging.start, reduce.mean(channel))
 
 
 @pytest.mark.usefixtures("optimized")
@@ -110,7 +110,7 @@ def exact_messages(given, channel, *others):
 def test_float32_follows_float64(name, monkeypatch, steps=LONG):
     """With messages that are not rounded to few bits; those are in the test below."""
     if rounds(name):
-        monkeypatch.setattr(assemble, "make_reducer", exact_messages)
+        monkeypatch.setattr(setup, "make_reducer", exact_messages)
     assert error(f"method={name}", steps, **long_run(name)) < 1e-4
 
 

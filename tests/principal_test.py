@@ -155,13 +155,13 @@ def test_a_resumed_run_keeps_its_encoders(launch, simulated, monkeypatch, tmp_pa
 @pytest.mark.parametrize(
     "argument, fields, problem",
     [
-        ("autoencoder_init=pca", {}, "autoencoder_init=pca changes nothing with stages=1; leave it out, or use stages=2"),
+        ("autoencoder_init=pca", {}, "pipeline.autoencoder_init='pca' changes nothing with pipeline.stages=1; leave it out"),
         (
             "stages=2,autoencoder_init=pca",
             {},
             "init='pca' changes nothing with pipeline.autoencoder=0; leave it out, or give a width",
         ),
-        ("stages=2,autoencoder=4,autoencoder_init=svd", {}, "autoencoder_init='svd': use one of random, pca"),
+        ("stages=2,autoencoder=4,autoencoder_init=svd", {}, "autoencoder_init='svd' is unknown; use one of random, pca"),
         (
             "stages=2,autoencoder=4",
             {"pipeline.autoencoder_init": "svd"},

@@ -45,8 +45,8 @@ def test_the_own_loop_of_the_readme_learns():
 
 @pytest.mark.parametrize("shorthand", sorted({row.shorthand for row in compression.ROWS}))
 def test_every_config_of_the_compression_table_can_be_trained(shorthand):
-    small = arguments.parse("smoke,steps=60", lm.KEYS)
-    config = lm.of_keys(arguments.parse(shorthand, lm.KEYS) | small)
+    small = arguments.parse("smoke,steps=60")
+    config = lm.of_keys(arguments.parse(shorthand) | small)
     config.data.path = str(README)
     trainer_of(config)
 

@@ -146,7 +146,7 @@ def test_errors_begin_afresh_for_another_number_of_workers():
             {},
             r"reducer=powersgd changes nothing with method=decentralized; leave it out, or use method=allreduce\|",
         ),
-        ("mixer=choco,codec=int8,rank=2", {}, "rank=2 changes nothing with method 'decentralized' and mixer 'choco'; leave it out"),
+        ("mixer=choco,codec=int8,rank=2", {}, "rank=2 changes nothing with method 'decentralized' and mixer 'choco'"),
         ("method=allreduce,codec=int8", {}, "codec=int8 changes nothing with method 'allreduce' and reducer 'mean'"),
         ("method=allreduce,reducer=powersgd,rank=0", {}, "rank=0: must be at least 1"),
         ("method=allreduce,reducer=powersgd,rank=99", {}, "rank=99 makes no array smaller"),
@@ -166,7 +166,7 @@ def test_errors_begin_afresh_for_another_number_of_workers():
         ("method=diloco,every=3,reducer=codec,codec=identity", {}, "codec 'identity' in form"),
         ("method=allreduce,reducer=gravac(ladder='int8; bfloat16')", {}, "GraVAC's rung 'bfloat16' sends"),
         ("method=allreduce,reducer=sum", {}, "reducer 'sum' is unknown; use one of "),
-        ("method=allreduce,reducer=powersgd", {"reducer.start": -1}, "reducer.start=-1: must be at least 0"),
+        ("method=allreduce,reducer=powersgd", {"reducer.start": -1}, "reducer.start=-1 must be at least 0"),
         ("method=onebit_adam,optimizer=sgdm", {}, "optimizer=sgdm changes nothing with method=onebit_adam"),
         ("method=onebit_adam,stale", {}, "stale=True changes nothing with method 'onebit_adam'"),
         ("method=onebit_adam", {"reducer.start": 0}, "1-bit Adam needs warm steps.* reducer.start, of at least 1"),
@@ -176,8 +176,8 @@ def test_errors_begin_afresh_for_another_number_of_workers():
             "reducer.window=8 after .* does not end within steps=8.*use a shorter window",
         ),
         ("method=allreduce,reducer=gravac", {"reducer.ladder": ""}, "ladder"),
-        ("method=diloco,every=0", {}, "method.every=0: must be at least 1"),
-        ("method=diloco", {"method.outer_momentum": 1.0}, "method.outer_momentum=1.0: must be at least 0 and less than 1"),
+        ("method=diloco,every=0", {}, "every=0.* must be at least 1"),
+        ("method=diloco", {"method.outer_momentum": 1.0}, "outer_momentum=1.0 must be at least 0 and less than 1"),
         ("method=allreduce,reducer=mean(codec=int8)", {}, "reducer 'mean' has no option 'codec'; it has none, leave it out"),
         ("method=allreduce,reducer=powersgd(storage=int8)", {}, "reducer 'powersgd' has no option 'storage'; use rank"),
         ("method=allreduce,reducer=codec(wire_dtype=bfloat16)", {}, "reducer 'codec' has no option 'wire_dtype'; use codec"),
@@ -187,7 +187,7 @@ def test_errors_begin_afresh_for_another_number_of_workers():
             "consensus_last=2: method 'gossip_diloco' would separate the replicas",
         ),
         ("method=noloco,every=4", {"consensus_every": 2}, "consensus_every=2: method 'noloco' would separate the replicas"),
-        ("method=diloco", {"method.outer_learning_rate": 0.0}, "method.outer_learning_rate=0.0 must be positive"),
+        ("method=diloco", {"method.outer_learning_rate": 0.0}, "outer_learning_rate=0.0 must be more than 0"),
         ("codec=int8(block=128)(block=64)", {}, "must read like 'name'"),
         ("codec=int8(block=128) + f(block=64)", {}, "must read like 'name'"),
         ("method=diloco,every=9", {}, "method.every=9 is more than steps=8, so nothing would be exchanged; use at most 8"),
@@ -213,5 +213,5 @@ def test_impossible_configs_are_refused_in_one_line(configured, argument, fields
 def test_sparse_local_updates_may_have_any_reducer(configured):
     """Its own is only the usual one."""
     usual, other = (spec_of(configured(f"method=sparseloco,every=4{key}", {})) for key in ("", ",reducer=powersgd,rank=1"))
-    assert usual.averaging.reducer.name == "codec" and "block_topk" in usual.averaging.reducer.options["codec"]
-    assert other.averaging.reducer.name == "powersgd"
+    assert usual.reducer.name == "codec" and "block_topk" in usual.reducer.options["codec"]
+    assert other.reducer.name == "powersgd"

@@ -129,7 +129,7 @@ def assert_declared(run, num_devices):
     """Two sums of a layer forward and two backward: what a pass computes anew it does not send anew. Each stage has one loop over its
     layers, and so each sum stands once in the program."""
     (program,) = run.trainer.program(run.trainer.abstract, run.trainer.batch(0), 0).executables
-    made, tokens = registry.make("codec", run.spec.tensor_codec), run.spec.each // run.spec.pipeline.microbatches * 16
+    made, tokens = registry.make("codec", run.spec.tensor_codec), run.spec.batch_per_worker // run.spec.pipeline.microbatches * 16
     expected = np.full(num_devices, 4 * sums.num_bytes(made, (tokens, 8), 2))
     np.testing.assert_array_equal(bytes_of_sums(program.as_text(), num_devices), expected)
 

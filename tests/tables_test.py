@@ -168,7 +168,7 @@ def test_where_bits_do_not_suffice_nothing_is_lost_and_the_bytes_are_counted():
     np.testing.assert_allclose(losses, plain[2], rtol=1e-5)
     assert told[-1].raw_2.tolist() == [[STEPS, 0]] * N
     state = trainer.init()._replace(source=jax.tree.map(jnp.asarray, told[-1]))
-    whole = (N - 1) * 2 * trainer.spec.each * 4 * 4
+    whole = (N - 1) * 2 * trainer.spec.batch_per_worker * 4 * 4
     coded = trainer.setup.source.num_bytes - (plain[0].setup.source.num_bytes - whole) - 2 * (N - 1) / N * 4
     assert trainer.bytes_by_usage(state) == STEPS * (whole - coded)
 
@@ -200,8 +200,8 @@ def test_declared_bytes_are_those_of_the_program(shorthand):
     assert program is trainer.program(state, batch, 20), "the bounds of a later step need another program"
     declared = trainer.method.num_bytes(trainer.workers.one_device(state.params), 0)
     np.testing.assert_allclose(program.sent["worker"], declared)
-    B, D, P = trainer.spec.each, 4, 2
-    plain = pipeline.of_tables(trainer.setup.task.lookups, trainer.workers.axis, N, B).num_bytes
+    B, D, P = trainer.spec.batch_per_worker, 4, 2
+    plain = pipeline.of_tables(trainer.setup.task, trainer.workers.axis, N, B).num_bytes
     assert plain == (N - 1) * P * B * 4 * (1 + 2 * D)
     assert (trainer.setup.source.num_bytes == plain) == (shorthand == "divided")
     kinds = [each.kind for each in wire.collectives(program.executables[0].as_text(), N)]
@@ -242,36 +242,40 @@ def test_a_run_that_is_stopped_goes_on_bit_by_bit(tmp_path):
 @pytest.mark.parametrize(
     "shorthand, fields, message",
     [
-        ("bound=0", {}, "tables.forward='0': bound 0 must be positive"),
+        ("bound=0", {}, "source.forward='0': bound 0 must be positive"),
         ("bound=-0.1", {}, "bound -0.1 must be positive"),
-        ("gradient_bound=nan", {}, "tables.backward='nan': bound nan must be positive"),
+        ("gradient_bound=nan", {}, "source.backward='nan': bound nan must be positive"),
         ("bound=inf", {}, "bound inf must be positive"),
-        ("bound=small", {}, "tables.forward='small' must read like '0.01' or '0.01,2=0.05'"),
+        ("bound=small", {}, "source.forward='small' must read like '0.01' or '0.01,2=0.05'"),
         ("bound=(0.1,7=0.2)", {}, "there is no table 7; tables are numbered from 0 to 4"),
         ("bound=(0.1,-1=0.2)", {}, "there is no table -1"),
         ("bound=(0.1,2=0.2,2=0.3)", {}, "table 2 has two bounds"),
         ("bound=(0.1,0.2)", {}, "all tables have two bounds"),
         ("bound=(1=0.1)", {}, "has no bound for table 0"),
-        ("bound=0.1,start=0.5", {}, "tables.start=0.5: bounds start at least 1 times"),
-        ("bound=0.1,start=4", {}, "tables.start=4.0 with tables.within=0: larger bounds need steps"),
-        ("bound=0.1,start=four", {}, "start=four: must be a number"),
-        ("bound=0.1,within=-1", {}, "with tables.within=-1"),
-        ("bound=0.1,start=2,within=21", {}, "tables.within=21 is more than steps=20"),
-        ("bound=()", {}, "bound=.. has no bound in it; write bound=0.02"),
-        ("divided=false,bound=0.1", {}, "bound=0.1 with divided=false"),
-        ("bound=0.1,bits=1", {}, "bits_per_value=1 must be a whole number from 2 to 12"),
-        ("bits=6", {}, "bits=6 changes nothing without bounds"),
-        ("bound=0.1", {"tables.outliers": 0}, "outliers=0"),
-        ("bound=0.1", {"tables.decay": "cosine"}, "tables.decay='cosine' is unknown; use one of stepwise, linear, exponential"),
-        ("bound=0.1", {"tables.start": float("nan")}, "tables.start=nan: must be finite"),
-        ("divided", {"tables": {"colour": 1}}, "tables.colour is unknown"),
-        ("divided,method=decentralized", {}, "config.tables with method 'decentralized': .* use method 'allreduce'"),
-        ("divided,method=diloco", {}, "config.tables with method 'diloco'"),
-        ("divided,method=allreduce,stale", {}, "config.tables with stale"),
-        ("divided,optimizer=muon", {}, "optimizer 'muon' with config.tables"),
-        ("divided", {"pipeline.microbatches": 2}, "pipeline.microbatches=2 with config.tables"),
-        ("divided", {"consensus_every": 2}, "consensus_every=2 with config.tables"),
-        ("divided", {"task": "quadratics", "data": {}, "model": None}, "this task has none"),
+        ("bound=0.1,start=0.5", {}, "start=0.5 must be at least 1"),
+        ("bound=0.1,start=4", {}, "source.start=4.0 with source.within=0: larger bounds need steps"),
+        ("bound=0.1,start=four", {}, "start='four' must be a number"),
+        ("bound=0.1,within=-1", {}, "within=-1 must be at least 0"),
+        ("bound=0.1,start=2,within=21", {}, "source.within=21 is more than steps=20"),
+        ("bound=()", {}, "source.forward=. . must read like"),
+        ("divided=false,bound=0.1", {}, "divided=false with bounds"),
+        ("bound=0.1,bits=1", {}, "bits=1 must be at least 2 and at most 12"),
+        ("bits=6", {}, "source.bits=6 changes nothing without bounds"),
+        ("bound=0.1", {"source.outliers": 0}, "outliers=0"),
+        ("bound=0.1", {"source.decay": "cosine"}, "decay='cosine' is unknown; use one of stepwise, linear, exponential"),
+        ("bound=0.1", {"source.start": float("nan")}, "start=nan must be finite"),
+        ("divided", {"source.colour": 1}, "has no option 'colour'"),
+        ("divided,method=decentralized", {}, "divided tables with method 'decentralized': .* use method 'allreduce'"),
+        ("divided,method=diloco", {}, "divided tables with method 'diloco'"),
+        ("divided,method=allreduce,stale", {}, "divided tables with stale"),
+        ("divided,optimizer=muon", {}, "optimizer 'muon' with divided tables"),
+        ("divided", {"pipeline.microbatches": 2}, "pipeline.microbatches=2 with divided tables"),
+        ("divided", {"consensus_every": 2}, "consensus_every=2 changes nothing with method 'allreduce'"),
+        (
+            "divided",
+            {"task": "quadratics", "data": {}, "model": None, "eval": {"num_windows": 0, "batch_size": 1}},
+            "this task has none",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused_in_one_line(shorthand, fields, message):
@@ -296,5 +300,5 @@ def test_reducers_see_no_tables():
 
 def test_an_elastic_run_is_refused():
     spec = config.resolve(config_of())
-    with pytest.raises(config.ConfigError, match="config.tables with --elastic"):
+    with pytest.raises(config.ConfigError, match="divided tables with --elastic"):
         elastic.Trainers(spec, elastic.Group())

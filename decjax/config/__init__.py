@@ -1,40 +1,40 @@
 """From a config to the parts of a run; modules outside of this package take plain values and no `ConfigDict`.
 
-    resolve    `resolve(config) -> RunSpec`: makes all checks that need no device, and fills in what is automatic
-    assemble   `build(spec, devices) -> Setup`: places the parts on devices and reads the data
-    spec       `RunSpec`, a run as plain values
-    sections   the section of a config that belongs to a part, from the part's signature
-    legacy     configs of older runs, converted to today's form
+    spec       `RunSpec`, a run as plain values: declares every field of a config
+    resolve    `resolve(config) -> RunSpec`: reads the fields, and decides what is automatic
+    rules      conditions across fields
+    setup      `Setup`, the parts of a run, and `build(spec, devices)`, which places them on devices
+    sections   the sections of a config, for the files in configs/
     selective  how many stages of a pipeline should compress
 
 A config that describes no possible run raises a `ConfigError`, which names in one line the value, the constraint and the fix.
 """
 
-from decjax.config.assemble import Setup, build, check_memory
 from decjax.config.resolve import Size, message_ratio, read, resolve, size
-from decjax.config.sections import BOUNDARY, choose, section, tables
+from decjax.config.sections import choose, defaults, section
 from decjax.config.selective import transformer
-from decjax.config.spec import SIMULATED_WORKERS, Choice, Elastic, Layers, RunSpec
+from decjax.config.setup import Setup, build
+from decjax.config.spec import SECTIONS, SIMULATED_WORKERS, Choice, Elastic, RunSpec, plain_fields, shorthand_keys
 from decjax.errors import ConfigError
 
 __all__ = [
-    "BOUNDARY",
     "Choice",
     "ConfigError",
     "Elastic",
-    "Layers",
     "RunSpec",
+    "SECTIONS",
     "SIMULATED_WORKERS",
     "Setup",
     "Size",
     "build",
-    "check_memory",
     "choose",
+    "defaults",
     "message_ratio",
+    "plain_fields",
     "read",
     "resolve",
     "section",
+    "shorthand_keys",
     "size",
-    "tables",
     "transformer",
 ]

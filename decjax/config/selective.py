@@ -4,6 +4,7 @@ Stage 0 finishes its backward passes last. Until then the messages of later stag
 first k stages, whose messages would be waited for, compress.
 """
 
+import dataclasses
 import math
 from typing import Any
 
@@ -12,26 +13,35 @@ import jax.numpy as jnp
 
 from decjax import costmodel, reduce
 from decjax.channel import Channel
-from decjax.config.assemble import Setup, boundary_codecs, make_reducer
-from decjax.config.spec import RunSpec
+from decjax.config.setup import boundary_codecs, make_reducer
+from decjax.config.spec import AUTO, Averaging, RunSpec
 from decjax.errors import ConfigError
 
 SIZES = ("depth", "width", "heads", "vocabulary", "context", "hidden", "tied")  # options of a transformer
 
 
-def choose(spec: RunSpec, setup: Setup) -> int:
-    """k ≥ 1, the smallest number of compressing stages at which compressing more gains nothing.
+def decided(spec: RunSpec) -> RunSpec:
+    """Return the spec with the number of compressing stages in place of "auto", and with messages that are smaller than uncompressed."""
+    if spec.averaging.stages == AUTO:
+        spec = spec.replace(averaging=dataclasses.replace(spec.averaging, stages=""))
+        spec = spec.replace(averaging=dataclasses.replace(spec.averaging, stages=str(choose(spec))))
+    if spec.boundary:
+        check_boundary(spec)
+    return spec
+
+
+def choose(spec: RunSpec) -> int:
+    """Return k ≥ 1, the smallest number of compressing stages at which compressing more gains nothing.
 
     Args:
-        spec: of a run whose reducer has a `cluster`, the profile of a cluster with `flops`.
-        setup: of the spec, with compression in all stages.
+        spec: of a run whose reducer has a `cluster`, the profile of a cluster with `flops`, and compresses in all stages.
 
     Raises:
         ValueError: if the profile or the model lacks what the cost model needs, or no stage should compress.
     """
-    assert spec.averaging is not None and spec.model is not None
-    given, N, size = spec.averaging, spec.workers, spec.model.options
-    if not given.cluster:
+    assert spec.reducer is not None and spec.model is not None
+    N, size = spec.workers, spec.model.options
+    if not spec.averaging.cluster:
         raise ValueError(
             "reducer.stages='auto' needs reducer.cluster, a profile as configs/clusters/optimus_a100.json; "
             "python -m launch.calibrate makes one"
@@ -42,17 +52,17 @@ def choose(spec: RunSpec, setup: Setup) -> int:
             "transformer needs; give reducer.stages as a number"
         )
     layout, model = _layout(spec), transformer(spec)
-    cluster = costmodel.load(given.cluster)[0].resize(layout.num_devices)
+    cluster = costmodel.load(spec.averaging.cluster)[0].resize(layout.num_devices)
     if cluster.flops is None:
         raise ValueError(
             f"cluster {cluster.name!r} has no flops, from which the time of a pass is computed; enter what a device "
             "sustains, or give reducer.stages as a number"
         )
-    reducer = make_reducer(given._replace(start=0, stages=""), Channel(setup.workers.axis))
-    blocks = jax.eval_shape(lambda: setup.start(jax.random.key(0)))["blocks"]
+    reducer = make_reducer(spec.reducer, Averaging(), Channel())
+    blocks = jax.eval_shape(lambda: spec.setup.start(jax.random.key(0)))["blocks"]
     params = {"blocks": jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), blocks)}  # of one stage, without tables
     ratio = float(reducer.num_bytes(params, N)[0] / reduce.mean().num_bytes(params, N)[0]) if N > 1 else 1.0
-    codec = str(given.reducer.options.get("codec") or given.reducer.name).partition("(")[0]
+    codec = str(spec.reducer.options.get("codec") or spec.reducer.name).partition("(")[0]
     rows = layout.microbatch_size(model) * size["context"] // layout.tensor
     backward, forward = boundaries(spec, (rows, size["width"]), size["dtype"])
     traffic = costmodel.Traffic(
@@ -65,7 +75,7 @@ def choose(spec: RunSpec, setup: Setup) -> int:
     if not count:
         raise ValueError(
             f"reducer.stages='auto': on cluster {cluster.name!r} all-reduce is hidden or cheap enough that no stage "
-            f"gains from reducer {given.reducer.name!r}; use reducer 'mean'"
+            f"gains from reducer {spec.reducer.name!r}; use reducer 'mean'"
         )
     return count
 
@@ -92,18 +102,17 @@ def transformer(spec: RunSpec) -> costmodel.Transformer:
     return costmodel.Transformer(batch_size=spec.batch_size, value_bytes=value_bytes, **{name: size[name] for name in SIZES})
 
 
-def check_boundary(spec: RunSpec, setup: Setup) -> None:
-    """Raises a ValueError if a codec makes messages between stages larger than they are uncompressed."""
-    if not spec.boundary:
-        return
-    tokens = setup.task.examples(spec.each // spec.pipeline.microbatches)
+def check_boundary(spec: RunSpec) -> None:
+    """Raise a ValueError if a codec makes messages between stages larger than they are uncompressed."""
+    setup = spec.setup
+    tokens = setup.task.examples(spec.batch_per_worker // spec.pipeline.microbatches)
     assert setup.source.division is not None  # A boundary implies stages.
     activation = setup.source.division.activation(tokens.shape[0], tokens.shape[1] - 1)
     B, T, D = activation.shape
     for name, message in zip(("backward", "forward"), boundaries(spec, (B * T // spec.tensor, D), activation.dtype), strict=True):
         if message.ratio > 1:
             raise ValueError(
-                f"boundary.{name}={spec.boundary[name]!r} makes messages of {message.ratio:.3g} times the bytes of the "
+                f"boundary.{name}={getattr(spec.boundary, name)!r} makes messages of {message.ratio:.3g} times the bytes of the "
                 f"uncompressed {activation.dtype} values; use a lower rank, fewer bits or values, or leave it empty"
             )
 
@@ -113,13 +122,12 @@ def boundaries(spec: RunSpec, shape: tuple[int, int], dtype: Any) -> tuple[costm
 
     `shape` is I×J of a message, with I the rows of a microbatch that one device sends; `dtype` is that of the activations.
     """
-    given = spec.boundary or {}
     if narrow := spec.pipeline.autoencoder:
         message = costmodel.Boundary(narrow / shape[1])
         return message, message
     made = boundary_codecs(spec)
     shapes = dict.fromkeys(made, shape)
-    if given.get("reuse_indices"):
+    if spec.boundary.reuse_indices:
         message = jax.eval_shape(lambda x: made["forward"].encode(x, (), None), jax.ShapeDtypeStruct(shape, jnp.float32))
         shapes["backward"] = message["where"].shape
 
@@ -130,5 +138,4 @@ def boundaries(spec: RunSpec, shape: tuple[int, int], dtype: Any) -> tuple[costm
         return costmodel.Boundary(ratio, made[name].name, when)
 
     # The cost model, too, takes from the schedule which gradients "epilogue" means.
-    backward = given.get("when", "epilogue")
-    return boundary("backward", backward), boundary("forward", "always")
+    return boundary("backward", spec.boundary.when), boundary("forward", "always")

@@ -1,21 +1,33 @@
-"""A run as plain values: `RunSpec`."""
+"""A run as plain values: `RunSpec` and its sections, which declare every field of a config once.
 
-from collections.abc import Mapping
+A field is one line: its name, type, range (`decjax.options`) and default. From it follow the config's section, the check, the key of
+the shorthand (the field's own name, or `ShorthandKey`), the list of `launch.parts config` and the contents of config.json.
+"""
+
+from collections.abc import Iterator, Mapping
+import dataclasses
+import functools
+import inspect
 import json
-from typing import Any, NamedTuple
+import typing
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
-from decjax import schedules
-from decjax.config import sections
+from decjax import buckets, registry, schedules
+from decjax.options import Count, Natural, NonNegative, Range, Seed
 
-CONSENSUS = ("consensus_every", "consensus_first", "consensus_last")
-PLAIN = (
-    *"seed steps workers local_size simulate batch_size tensor tensor_codec clip_norm engine bucket_bytes log_every".split(),
-    *CONSENSUS,
-)
-CHOICES = ("model", "schedule", "optimizer", "method", "mixer")
-GROUPS = ("eval", "checkpoint", "elastic")
+if TYPE_CHECKING:
+    from decjax.config.setup import Setup
+
+VERSION = 1  # of config.json; raised when a field changes its meaning
 AUTO = "auto"  # value of `Averaging.stages` that leaves the number to the cost model
-SIMULATED_WORKERS = 8  # how many on a lone accelerator; without one, as many forced CPU devices
+SIMULATED_WORKERS = 8  # on a lone accelerator; without one, the number of forced CPU devices
+CHOICES = ("model", "schedule", "optimizer", "method", "mixer", "source")  # sections with a part's name and options
+
+
+class ShorthandKey(NamedTuple):
+    """The shorthand key of a field whose own name is taken or too long; empty: it has none."""
+
+    name: str
 
 
 class Choice(NamedTuple):
@@ -35,48 +47,48 @@ class Choice(NamedTuple):
         return {"name": self.name, **self.options}
 
 
-class Averaging(NamedTuple):
-    """A chosen reducer, and when and where it is used.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Averaging:
+    """Further fields of the section `reducer`, for reducers that compress: when and where they are used.
 
     Attributes:
-        reducer: the reducer and its options.
-        start: steps of the exact mean before it is used.
+        start: steps of the exact mean before the reducer is used.
         stages: how many of the first stages of a pipeline compress; empty: all; "auto": decided by the cost model.
         cluster: path of the cluster's profile for "auto"; empty: none.
     """
 
-    reducer: Choice
-    start: int = 0
-    stages: str = ""
-    cluster: str = ""
+    start: Natural = 0
+    stages: Annotated[str, ShorthandKey("compressed")] = ""
+    cluster: Annotated[str, ShorthandKey("")] = ""
 
 
-class Layers(NamedTuple):
-    """The section `pipeline`: how a worker's model is divided into stages, and by which schedule they compute.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Layers:
+    """The section `pipeline`: how a worker's model is divided into stages, and the schedule by which they compute.
 
     Attributes:
         stages: S; 1: no pipeline.
         microbatches: M, parts of a worker's batch.
-        schedule: name of the schedule, see `schedules.make`.
+        schedule: which stage computes what when; see `schedules.make`.
         chunks: C, virtual stages per stage.
-        layers: how many layers each virtual stage has, such as "3,4,4,3"; empty: equally many.
+        layers: layers of each virtual stage, such as "3,4,4,3"; empty: equally many.
         remat: recompute a stage's forward pass in its backward pass.
-        autoencoder: R, the width of what is sent between stages; 0: that of the model.
-        autoencoder_init: which R directions it keeps at the start: "random", or "pca", the principal ones of activations.
+        autoencoder: R, the width of messages between stages; 0: that of the model.
+        autoencoder_init: which R directions it keeps at the start: random ones, or the principal ones of activations.
         fused_embedding: average a tied embedding over both stages and all workers at once.
-        delay: δ; stage s of S applies its gradients δ(S − 1 − s) steps late, as if stages did not wait for each other; 0: it does not.
+        delay: δ; stage s of S applies its gradients δ(S − 1 − s) steps late, as if stages did not wait for each other; 0: no delay.
     """
 
-    stages: int = 1
-    microbatches: int = 1
+    stages: Annotated[int, Range(1, 2**10)] = 1
+    microbatches: Annotated[int, Range(1, 2**12)] = 1
     schedule: schedules.Name = "1f1b"
-    chunks: int = 1
-    layers: str = ""
+    chunks: Annotated[int, Range(1, 2**8)] = 1
+    layers: Annotated[str, ShorthandKey("")] = ""
     remat: bool = False
-    autoencoder: int = 0
-    autoencoder_init: str = "random"
-    fused_embedding: bool = False
-    delay: int = 0
+    autoencoder: Annotated[int, Range(0, 2**20)] = 0
+    autoencoder_init: Literal["random", "pca"] = "random"
+    fused_embedding: Annotated[bool, ShorthandKey("fused")] = False
+    delay: Annotated[int, Range(0, 2**10)] = 0
 
     @property
     def layer_counts(self) -> tuple[int, ...]:
@@ -89,116 +101,157 @@ class Layers(NamedTuple):
             ) from None
 
 
-class Periodic(NamedTuple):
-    """When and how the model is evaluated.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StageMessages:
+    """The section `boundary`: compressed messages between pipeline stages; see `pipeline.coded`.
+
+    Attributes:
+        backward: codec of the gradients; empty: uncompressed.
+        when: which gradients are compressed: those that a stage waits for in its cool-down, or all.
+        error: what is done with the compression error of gradients.
+        forward: codec of the activations; empty: uncompressed.
+        forward_error: what is done with the compression error of activations.
+        slots: samples that "samples" stores.
+        reuse_indices: send gradients only at the positions that top-k chose for the activations.
+    """
+
+    backward: str = ""
+    when: Annotated[Literal["epilogue", "always"], ShorthandKey("")] = "epilogue"
+    error: Annotated[Literal["carry", "flush", "reset", "ef21", "none"], ShorthandKey("")] = "carry"
+    forward: str = ""
+    forward_error: Annotated[Literal["none", "carry", "reset", "ef21", "samples"], ShorthandKey("")] = "none"
+    slots: Annotated[int, Range(0, 2**20), ShorthandKey("")] = 0
+    reuse_indices: Annotated[bool, ShorthandKey("")] = False
+
+    def __bool__(self) -> bool:
+        return bool(self.backward or self.forward)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EvalSection:
+    """The section `eval`: when and how the model is evaluated.
 
     Attributes:
         every: steps between two evaluations.
-        num_windows: how many validation examples; 0: all. The last evaluation takes all.
+        num_windows: validation examples; 0: all. The last evaluation uses all.
         batch_size: examples of a forward pass.
-        local: whether every worker's own model is evaluated too, N times the work. The last evaluation does it always.
+        local: also evaluate each worker's own model, N times the work. The last evaluation always does.
     """
 
-    every: int
-    num_windows: int
-    batch_size: int
+    every: Count = 500
+    num_windows: Natural = 128
+    batch_size: Annotated[int, Range(1, 2**20)] = 8
     local: bool = True
 
 
-class Saving(NamedTuple):
-    """When checkpoints are saved.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Checkpointing:
+    """The section `checkpoint`: when checkpoints are saved.
 
     Attributes:
         every: steps between two checkpoints.
         keep: how many of the newest are kept.
     """
 
-    every: int
-    keep: int
+    every: Count = 500
+    keep: Count = 2
 
 
-class Elastic(NamedTuple):
-    """When a run that is started with `--elastic` goes on without a worker.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Elastic:
+    """The section `elastic`: when a run that is started with `--elastic` continues without a worker.
 
     Attributes:
-        heartbeat_s: seconds of silence after which a worker is left out; all timeouts follow from it.
-        min_workers: the fewest that go on; with fewer the others wait.
-        spares: whether a process waits on each host to take a place at once, with everything loaded and compiled; it needs memory for
+        heartbeat_s: seconds of silence after which a worker is removed; all timeouts follow from it.
+        min_workers: the fewest that continue; with fewer the others wait.
+        spares: keep one process per host waiting to take a place at once, with everything loaded and compiled; it needs memory for
             the programs, but not for a model.
-        encrypt: whether messages between workers are encrypted, for networks on which others can listen. Messages to and from the
-            coordinator always are.
+        encrypt: encrypt messages between workers, for networks on which others can listen. Messages to and from the coordinator
+            always are.
     """
 
-    heartbeat_s: float = 5.0
-    min_workers: int = 1
+    heartbeat_s: Annotated[float, Range(0.2, 86400)] = 5.0
+    min_workers: Annotated[int, Range(1, 2**16)] = 1
     spares: bool = True
     encrypt: bool = False
 
 
-class RunSpec(NamedTuple):
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunSpec:
     """A run as plain values: all that a config says, checked.
 
     Attributes:
-        seed: of all random numbers.
+        seed: PRNG seed.
         steps: length of the run.
-        workers: N.
+        workers: N; 0: one per device.
         local_size: L, workers per node.
-        simulate: whether all workers are simulated on one device.
+        simulate: simulate all workers on one device.
         batch_size: examples per step, over all workers.
         tensor: devices of a tensor-parallel group.
-        tensor_codec: form in which the sums of a tensor-parallel group travel, a codec's name; empty: uncoded. See `pipeline.sums`.
-        task: the task and its options (the section `data`).
-        model: None if the task has no choice of models.
-        schedule: of the learning rate.
+        tensor_codec: codec of the sums of a tensor-parallel group; empty: uncompressed. See `decjax.contrib.tensor_sums`.
         clip_norm: largest norm of each worker's gradient; 0: no clipping.
-        optimizer: None if the method is an optimizer itself.
-        method: the training method.
-        topology: of gossip, as a text such as "base_k(k=3)"; None if the method has none.
-        mixer: None if the method has none.
-        averaging: the reducer, and when and where it is used; None if the method has none.
-        pipeline: stages and microbatches.
-        boundary: options of `pipeline.coded`; None: messages between stages are not compressed.
-        engine: how the exchange is dispatched: "auto", "fused" or "split"; see `train.engine`.
-        bucket_bytes: arrays are joined to messages of up to this size; 0: each array by itself.
+        engine: how the exchange is dispatched; see `train.engine`.
+        bucket_bytes: arrays are joined to messages of up to this size; 0: each array is sent by itself.
+        log_every: steps between two rows of metrics.
         consensus_every: replace all replicas by their average every so many steps; 0: never.
         consensus_first: and after each of the first so many steps.
         consensus_last: and after each of the last so many steps.
-        log_every: steps between two rows of metrics.
+        task: the task and its options (the section `data`).
+        model: None if the task has no choice of models.
+        schedule: of the learning rate.
+        optimizer: None if the method is an optimizer itself.
+        method: the training method.
+        topology: of gossip, in call form such as "base_k(k=3)"; None if the method has none.
+        mixer: None if the method has none.
+        reducer: None if the method has none.
+        averaging: when and where the reducer is used.
+        source: a gradient source of `decjax.contrib`; None: the whole model, or its stages.
+        pipeline: stages and microbatches.
+        boundary: compressed messages between stages.
         eval: when and how the model is evaluated.
         checkpoint: when checkpoints are saved.
-        elastic: when an elastic run goes on without a worker.
-        tables: options of `pipeline.of_tables`, where the workers divide the model's embedding tables among them; None: each has all.
+        elastic: when an elastic run continues without a worker.
     """
 
-    seed: int
-    steps: int
-    workers: int
-    local_size: int
-    simulate: bool
-    batch_size: int
-    tensor: int
-    tensor_codec: str
+    seed: Seed = 0
+    steps: Count
+    workers: Annotated[int, Range(0, 2**16)] = 0
+    local_size: Annotated[int, Range(1, 2**16)] = 1
+    simulate: bool = False
+    batch_size: Annotated[int, Range(0, 2**26)]
+    tensor: Annotated[int, Range(1, 2**12)] = 1
+    tensor_codec: str = ""
+    clip_norm: NonNegative = 0.0
+    engine: Literal["auto", "fused", "split"] = "auto"
+    bucket_bytes: Annotated[int, Range(0, 2**40)] = buckets.BUCKET_BYTES
+    log_every: Count = 10
+    consensus_every: Natural = 0
+    consensus_first: Natural = 0
+    consensus_last: Natural = 0
     task: Choice
     model: Choice | None
     schedule: Choice
-    clip_norm: float
     optimizer: Choice | None
     method: Choice
     topology: str | None
     mixer: Choice | None
-    averaging: Averaging | None
-    pipeline: Layers
-    boundary: Mapping[str, Any] | None
-    engine: str
-    bucket_bytes: int
-    consensus_every: int
-    consensus_first: int
-    consensus_last: int
-    log_every: int
-    eval: Periodic
-    checkpoint: Saving
+    reducer: Choice | None
+    averaging: Averaging = Averaging()
+    source: Choice | None = None
+    pipeline: Layers = Layers()
+    boundary: StageMessages = StageMessages()
+    eval: EvalSection = EvalSection()
+    checkpoint: Checkpointing = Checkpointing()
     elastic: Elastic = Elastic()
-    tables: Mapping[str, Any] | None = None
+
+    def replace(self, **changes: Any) -> "RunSpec":
+        """Return the spec with other values of some fields, which are not checked again."""
+        return dataclasses.replace(self, **changes)
+
+    def trait(self, kind: str, name: str) -> Any:
+        """Return a trait of the chosen part of a kind; None if no part is chosen or it lacks the trait."""
+        choice: Choice | None = getattr(self, kind)
+        return choice and registry.part(kind, choice.name).traits.get(name)
 
     def reaches_consensus(self, steps: int) -> bool:
         """Whether all replicas are replaced by their average after so many steps."""
@@ -208,23 +261,17 @@ class RunSpec(NamedTuple):
     @property
     def document(self) -> dict[str, Any]:
         """The run as a nested dict of plain values, the contents of config.json."""
-        document = {name: getattr(self, name) for name in PLAIN} | {"task": self.task.name, "data": dict(self.task.options)}
+        document: dict[str, Any] = {"version": VERSION} | {name: getattr(self, name) for name in plain_fields(RunSpec)}
+        document |= {"task": self.task.name, "data": dict(self.task.options)}
         document |= {kind: choice.section for kind in CHOICES if (choice := getattr(self, kind))}
         if self.topology:
             document["topology"] = self.topology
-        if averaging := self.averaging:
-            around = sections.around("reducer", averaging.reducer.name, self.pipeline.stages)
-            document["reducer"] = averaging.reducer.section | {name: getattr(averaging, name) for name in around}
-        shown = Layers._fields if self.pipeline.stages > 1 else ("stages", "microbatches")
-        document["pipeline"] = {name: getattr(self.pipeline, name) for name in shown}
-        if self.boundary:
-            document["boundary"] = dict(self.boundary)
-        if self.tables is not None:
-            document["tables"] = dict(self.tables)
-        return json.loads(json.dumps(document | {name: getattr(self, name)._asdict() for name in GROUPS}))
+        if self.reducer:
+            document["reducer"] = self.reducer.section | {name: getattr(self.averaging, name) for name in around(self.reducer.name)}
+        return json.loads(json.dumps(document | {name: dataclasses.asdict(getattr(self, name)) for name in SECTIONS}))
 
     @property
-    def each(self) -> int:
+    def batch_per_worker(self) -> int:
         """B, examples in a worker's batch."""
         return self.batch_size // self.workers
 
@@ -237,3 +284,41 @@ class RunSpec(NamedTuple):
     def devices(self) -> int:
         """How many devices the run needs."""
         return 1 if self.simulate else self.workers * self.devices_of_worker
+
+    @functools.cached_property
+    def setup(self) -> "Setup":
+        """The parts of the run, made on first use and without devices; a ValueError if they do not fit each other."""
+        from decjax.config.setup import Setup  # Which imports this module.
+
+        return Setup.of(self)
+
+
+# Sections with plain fields only, by name.
+SECTIONS: dict[str, type[Any]] = {
+    name: kind
+    for name, kind in typing.get_type_hints(RunSpec).items()
+    if inspect.isclass(kind) and dataclasses.is_dataclass(kind) and name != "averaging"
+}
+
+
+@functools.cache
+def plain_fields(section: type[Any]) -> dict[str, registry.Option]:
+    """The plain fields of a section, or of `RunSpec`, by name."""
+    found = registry.options_of(section)
+    return {name: option for name, option in found.items() if name != "topology"}
+
+
+def around(reducer: str) -> tuple[str, ...]:
+    """The fields of `Averaging` that the section of a reducer has."""
+    traits = registry.part("reducer", reducer).traits
+    return () if traits.get("exact") else ("start",) if traits.get("adaptive") else ("start", "stages", "cluster")
+
+
+def shorthand_keys() -> Iterator[tuple[str, str, str, registry.Option]]:
+    """(shorthand key, section, field, option) of each plain field that a shorthand may set; section "" is the top level."""
+    for section, declared in {"": RunSpec, "pipeline": Layers, "boundary": StageMessages, "reducer": Averaging}.items():
+        hints = typing.get_type_hints(declared, include_extras=True)
+        for name, option in plain_fields(declared).items():
+            key = next((data.name for data in getattr(hints[name], "__metadata__", ()) if isinstance(data, ShorthandKey)), name)
+            if key:
+                yield key, section, name, option

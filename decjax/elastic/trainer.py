@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 import contextlib
+import dataclasses
 import functools
 import threading
 from typing import Any
@@ -11,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from decjax import config, tasks
-from decjax.config import assemble
+from decjax.elastic.programs import MEMBERS
 from decjax.elastic.workers import ElasticWorkers, Group
 from decjax.errors import ConfigError
 from decjax.optim.memories import completed
@@ -76,8 +77,8 @@ class Trainers:
 
 def _check(spec: config.RunSpec) -> None:
     """Raise a ConfigError for options that need several workers or devices in a process."""
-    if spec.tables is not None:
-        raise ConfigError("config.tables with --elastic: the tables of a lost worker would be lost, too; leave one of the two out")
+    if spec.trait("source", "divided"):
+        raise ConfigError("divided tables with --elastic: the tables of a lost worker would be lost, too; leave one of the two out")
     for name, value in (("tensor", spec.tensor), ("pipeline.stages", spec.pipeline.stages)):
         if value > 1:
             raise ConfigError(
@@ -90,31 +91,27 @@ def _check(spec: config.RunSpec) -> None:
 def _of(spec: config.RunSpec, group: Group, n: int, data: tasks.Data | None) -> tuple["ElasticTrainer", str]:
     """Return (the trainer of n workers, their `Trainers.stand_in`); `data` is that of all slots, None if not loaded yet."""
     local_size = spec.local_size if n % spec.local_size == 0 else 1
-    fitted = spec._replace(workers=n, batch_size=spec.each * n, local_size=local_size, elastic=config.Elastic())
+    fitted = spec.replace(workers=n, batch_size=spec.batch_per_worker * n, local_size=local_size, elastic=config.Elastic())
 
-    def make_workers(num_workers, **sizes):
-        return ElasticWorkers(num_workers, sizes["local_size"], None, group=group)
-
-    setup, stand_in = _assembled(fitted, make_workers, n < spec.workers)
-    data = data or setup.task.load(spec.workers, spec.each, spec.seed)
-    return ElasticTrainer(setup._replace(data=data), group, spec.workers), stand_in
+    workers = ElasticWorkers(n, local_size, None, group=group)
+    setup, stand_in = _assembled(fitted, n < spec.workers)
+    data = data or setup.task.load(spec.workers, spec.batch_per_worker, spec.seed)
+    return ElasticTrainer(dataclasses.replace(setup, workers=workers, data=data), group, spec.workers), stand_in
 
 
-def _assembled(spec: config.RunSpec, make_workers: Callable, may_stand_in: bool) -> tuple[config.Setup, str]:
+def _assembled(spec: config.RunSpec, may_stand_in: bool) -> tuple[config.Setup, str]:
     """Return (the setup with the first topology that exists for its workers and suits its mixer, `Trainers.stand_in`)."""
     if spec.workers == 1 and spec.mixer:
-        single = spec._replace(mixer=config.Choice("exact", {}))
-        return assemble.assemble(
-            single, make_workers
-        ), f"topology {spec.topology} does not exist for one worker, which trains alone"
+        single = spec.replace(mixer=config.Choice("exact", {}))
+        return config.Setup.of(single, MEMBERS), f"topology {spec.topology} does not exist for one worker, which trains alone"
     try:
-        return assemble.assemble(spec, make_workers), ""
+        return config.Setup.of(spec, MEMBERS), ""
     except ValueError as error:
         if not may_stand_in or spec.topology is None:
             raise
         for name in STAND_INS:
             with contextlib.suppress(ValueError):
-                setup = assemble.assemble(spec._replace(topology=name), make_workers)
+                setup = config.Setup.of(spec.replace(topology=name), MEMBERS)
                 return setup, f"topology {spec.topology} does not exist for {spec.workers} workers; using {name}"
         raise error
 

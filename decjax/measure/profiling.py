@@ -32,9 +32,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from decjax import codecs
+from decjax import codecs, registry
 from decjax import config as config_lib
-from decjax.config import sections
 from decjax.costmodel import Cluster, Compressed, Link, Workload, fit
 from decjax.errors import ConfigError
 from decjax.gossip import rounds as rounds_lib
@@ -88,8 +87,8 @@ def check(spec: config_lib.RunSpec) -> None:
         raise ConfigError(
             f"stages={spec.pipeline.stages}, tensor={spec.tensor}: only workers of one device can be measured; leave them out"
         )
-    if spec.tables is not None:
-        raise ConfigError("config.tables: only workers that each hold the whole model can be measured; leave it out")
+    if spec.trait("source", "divided"):
+        raise ConfigError("divided tables: only workers that each hold the whole model can be measured; leave config.source out")
     if spec.workers == 1 or jax.device_count() == 1:
         raise ConfigError(
             f"workers={spec.workers or 'auto'}, devices={jax.device_count()}: an exchange is timed between at "
@@ -106,7 +105,7 @@ def prepare(spec: config_lib.RunSpec) -> Trainer:
     check(spec)
     optimizer = spec.optimizer or config_lib.Choice("adamw", spec.method.options)  # A method may be one itself.
     local = config_lib.Choice("local", {})
-    return Trainer(spec._replace(method=local, optimizer=optimizer, mixer=None, topology=None, averaging=None, engine="auto"))
+    return Trainer(spec.replace(method=local, optimizer=optimizer, mixer=None, topology=None, reducer=None, engine="auto"))
 
 
 # -- What is timed ----------------------------------------------------------------------------------------------------
@@ -195,7 +194,7 @@ def form(name: str, spec: config_lib.RunSpec) -> Form:
     trainer = Trainer(spec)
     method, workers, topology, last = trainer.method, trainer.workers, trainer.setup.topology, spec.steps
     phases: set[Any] = {method.phase(step) for step in range(max(last // 2, last - PHASES), last)}
-    is_averaging = spec.averaging is not None and method.every == 1
+    is_averaging = spec.reducer is not None and method.every == 1
     if None in phases or not (topology or is_averaging) or bool(method.exchange) != bool(topology):
         raise ConfigError(
             f"{name!r} cannot be measured as a compressed method: it must be gossip in order 'awc', or an all-reduce "
@@ -219,8 +218,8 @@ def _silent_update(trainer: Trainer, phase: int | None = None, sums: list[float]
 
 def gossip(trainer: Trainer) -> Form:
     """Gossip that compresses nothing, in order "awc" over one neighbour, with the model, data and optimizer of the run."""
-    method, mixer = (config_lib.Choice(name, sections.check(kind, name, {})) for kind, name in GOSSIP.items())
-    spec = trainer.spec._replace(method=method, mixer=mixer, topology="one_peer_exponential")
+    method, mixer = (config_lib.Choice(name, registry.complete(kind, name, {})) for kind, name in GOSSIP.items())
+    spec = trainer.spec.replace(method=method, mixer=mixer, topology="one_peer_exponential")
     return Form("gossip", Trainer(spec), (0,), 1.0, 1.0)
 
 

@@ -33,6 +33,7 @@ from decjax.optim.local_updates import local_updates
 from decjax.optim.memories import transformation
 from decjax.optim.onebit import scale_by_onebit_adam
 from decjax.optim.tracking import track, tracked_exchange
+from decjax.options import Decay, Positive
 
 
 class Method(NamedTuple):
@@ -224,8 +225,8 @@ def diloco(
     num_workers: int,
     *,
     every: int = 30,
-    outer_learning_rate: float = 0.7,
-    outer_momentum: float = 0.9,
+    outer_learning_rate: Positive = 0.7,
+    outer_momentum: Decay = 0.9,
 ) -> Method:
     """DiLoCo: every worker takes H local steps, then all take one step with Nesterov momentum along their average change.
 
@@ -255,8 +256,8 @@ def sparseloco(
     num_workers: int,
     *,
     every: int = 30,
-    outer_learning_rate: float = 1.0,
-    outer_momentum: float = 0.0,
+    outer_learning_rate: Positive = 1.0,
+    outer_momentum: Decay = 0.0,
 ) -> Method:
     """SparseLoCo: DiLoCo with compressed changes (a few of the values, in few bits), whose errors are added to later changes.
 

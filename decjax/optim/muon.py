@@ -11,6 +11,7 @@ import optax
 import optax.contrib
 
 from decjax import registry
+from decjax.optim.inner import with_ranges
 from decjax.reduce import matrices
 
 POLYNOMIALS = ("standard", "dion")  # Newton-Schulz coefficients that optax knows by name.
@@ -83,7 +84,7 @@ def _with_options_of_optax() -> None:
     own = inspect.signature(muon).parameters
     others = [p for p in inspect.signature(optax.contrib.muon).parameters.values() if p.name not in own]
     given = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in others]
-    muon.__signature__ = inspect.Signature([own["learning_rate"], own["rest"], *given])  # pyright: ignore[reportFunctionMemberAccess]
+    muon.__signature__ = with_ranges(inspect.Signature([own["learning_rate"], own["rest"], *given]))  # pyright: ignore[reportFunctionMemberAccess]
     muon.__doc__ = str(muon.__doc__).replace("{options}", ", ".join(p.name for p in given))
 
 

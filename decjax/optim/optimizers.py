@@ -12,14 +12,15 @@ import optax.contrib
 
 from decjax import registry
 from decjax.optim.accumulated import accumulated_adamw
-from decjax.optim.inner import check_shapes
+from decjax.optim.inner import check_shapes, with_ranges
+from decjax.options import Decay, Fraction, NonNegative, signature_of
 
 registry.register("optimizer", "accum_adamw", source="arXiv 2410.11998")(accumulated_adamw)
 
 
 @registry.register("optimizer", "sgdm")
 def momentum_sgd(
-    learning_rate: optax.Schedule, *, momentum: float = 0.9, weight_decay: float = 0.0
+    learning_rate: optax.Schedule, *, momentum: Decay = 0.9, weight_decay: NonNegative = 0.0
 ) -> optax.GradientTransformation:
     """SGD with momentum, whose weight decay is added to the gradient: m ← βm + g + λx;  x ← x − αm.
 
@@ -32,7 +33,7 @@ def momentum_sgd(
 
 
 @registry.register("optimizer", "sign")
-def sign_descent(learning_rate: optax.Schedule, *, weight_decay: float = 0.0) -> optax.GradientTransformation:
+def sign_descent(learning_rate: optax.Schedule, *, weight_decay: NonNegative = 0.0) -> optax.GradientTransformation:
     """Sign descent, x ← (1 − αλ) x − α sign(g), the step that DeMo takes.
 
     Args:
@@ -46,7 +47,9 @@ def _find(name: str) -> Callable | None:
     for module in (optax, optax.contrib):
         found = getattr(module, name, None)
         if inspect.isfunction(found) and "learning_rate" in inspect.signature(found).parameters:
-            return functools.wraps(found)(functools.partial(_made, name, found))
+            made: Any = functools.wraps(found)(functools.partial(_made, name, found))
+            made.__signature__ = with_ranges(signature_of(found))
+            return made
     return None
 
 
@@ -96,7 +99,7 @@ registry.fallback("optimizer", _find, _names)
 
 
 @registry.register("schedule", "cosine")
-def cosine(steps: int, *, learning_rate: float = 1e-3, warmup_steps: int = 0, final_fraction: float = 0.0) -> optax.Schedule:
+def cosine(steps: int, *, learning_rate: float = 1e-3, warmup_steps: int = 0, final_fraction: Fraction = 0.0) -> optax.Schedule:
     """Learning rate by step: a linear warm-up from 0 to the peak, then half a cosine down to a fraction of it at the last step.
 
     Args:
@@ -109,8 +112,6 @@ def cosine(steps: int, *, learning_rate: float = 1e-3, warmup_steps: int = 0, fi
         ValueError: if an option lies outside its range.
     """
     _check_rate(steps, learning_rate, warmup_steps)
-    if not 0 <= final_fraction <= 1:
-        raise ValueError(f"schedule.final_fraction={final_fraction} must lie between 0 and 1")
     start = 0.0 if warmup_steps else learning_rate
     return optax.warmup_cosine_decay_schedule(start, learning_rate, warmup_steps, steps, final_fraction * learning_rate)
 

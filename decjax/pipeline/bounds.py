@@ -81,12 +81,12 @@ class Decay:
 
     def __post_init__(self):
         if self.shape not in DECAYS:
-            raise ValueError(f"tables.decay={self.shape!r} is unknown; use one of {', '.join(DECAYS)}")
+            raise ValueError(f"source.decay={self.shape!r} is unknown; use one of {', '.join(DECAYS)}")
         if not 1 <= self.start <= MOST:
-            raise ValueError(f"tables.start={self.start}: bounds start at least 1 times as large as they end; use 1 or more")
+            raise ValueError(f"source.start={self.start}: bounds start at least 1 times as large as they end; use 1 or more")
         if self.within < 0 or (self.start > 1) != (self.within > 0):
             raise ValueError(
-                f"tables.start={self.start} with tables.within={self.within}: larger bounds need steps, at least 1, within which they "
+                f"source.start={self.start} with source.within={self.within}: larger bounds need steps, at least 1, within which they "
                 "shrink; use start=1 and within=0 for bounds that stay"
             )
 

@@ -18,14 +18,15 @@ References: Naumov et al. 2019, arXiv 1906.00091 (tables divided as wholes); Fen
 
 from collections.abc import Sequence
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 
-from decjax import mesh, reduce
+from decjax import mesh, reduce, registry
+from decjax.options import Natural, Range
 from decjax.pipeline.bounds import BoundedLink, Decay, bounds_of
 from decjax.pipeline.shares import TABLES, Shares
 from decjax.pipeline.source import Source
@@ -46,31 +47,81 @@ class Exchanged(NamedTuple):
     worst_2xP: jax.Array
 
 
+def check(spec: Any) -> None:
+    """Raise a ValueError for a `RunSpec` whose options divided tables do not support: only gradients of a table's rows may change them."""
+    if spec.method.name != "allreduce" or spec.method.options.get("stale"):
+        refused = "stale" if spec.method.name == "allreduce" else f"method {spec.method.name!r}"
+        raise ValueError(
+            f"divided tables with {refused}: they need gradients that are averaged in every step; use method 'allreduce' without stale, or "
+            "leave config.source out"
+        )
+    values = {"pipeline.stages": spec.pipeline.stages, "pipeline.microbatches": spec.pipeline.microbatches, "tensor": spec.tensor}
+    for what, value in values.items():
+        if value > 1:
+            raise ValueError(f"{what}={value} with divided tables, which need a batch's lookups in one program; use {what}=1")
+    options = spec.source.options
+    if not (options["forward"] or options["backward"]):
+        for name, option in registry.part("source", "divided_tables").options.items():
+            if options[name] != option.default:
+                raise ValueError(
+                    f"source.{name}={options[name]!r} changes nothing without bounds; use bound=0.02 or gradient_bound=0.01"
+                )
+    if (within := spec.source.options["within"]) > spec.steps:
+        raise ValueError(
+            f"source.within={within} is more than steps={spec.steps}, so the bounds are never reached; use at most {spec.steps}"
+        )
+    if spec.optimizer and not is_elementwise(
+        registry.make("optimizer", spec.optimizer.name, learning_rate=lambda step: 1e-3, **spec.optimizer.options)
+    ):
+        raise ValueError(
+            f"optimizer {spec.optimizer.name!r} with divided tables: its update of shared parameters would depend on a worker's tables; "
+            "use an elementwise one, such as 'adamw'"
+        )
+
+
+def is_elementwise(optimizer: optax.GradientTransformation) -> bool:
+    """Return whether the update of a parameter depends on its own gradient and value only, as tried on a matrix and a vector."""
+
+    def second_update(first: float) -> jax.Array:
+        """The update of all values but the first of each array, whose gradients are `first`."""
+        params = {"matrix": jnp.ones((2, 2)), "vector": jnp.full(3, 0.5)}
+        grads = {"matrix": jnp.array([[first, -0.2], [0.1, 0.4]]), "vector": jnp.array([first, 0.2, 0.3])}
+        state, updates = optimizer.init(params), params
+        for _ in range(2):
+            updates, state = optimizer.update(grads, state, params)
+        return jnp.concatenate([x.ravel()[1:] for x in jax.tree.leaves(updates)])
+
+    return bool((second_update(0.3) == second_update(7.0)).all())
+
+
+@registry.register("source", "divided_tables", check=check, reducer=lambda reducer: with_own_tables(reducer), divided=True)
 def of_tables(
-    lookups: Any,
+    task: Any,
     axis: mesh.Axis,
     num_workers: int,
     batch_size: int,
+    clips: bool = False,
     *,
     forward: str = "",
     backward: str = "",
-    bits: int = 8,
-    outliers: int = 2,
-    start: float = 1.0,
-    within: int = 0,
-    decay: str = "stepwise",
+    bits: Annotated[int, Range(2, 12)] = 8,
+    outliers: Annotated[int, Range(1, 256)] = 2,
+    start: Annotated[float, Range(1)] = 1.0,
+    within: Natural = 0,
+    decay: Literal["stepwise", "linear", "exponential"] = "stepwise",
 ) -> Source:
-    """The gradient source of a model with divided tables.
+    """The gradient source of a model with divided embedding tables.
 
     Args:
-        lookups: a `tasks.Lookups`; None is refused.
+        task: with the model's tables.
         axis: of the workers.
         num_workers: N.
         batch_size: B, examples of a worker.
-        forward: bounds of vectors, see `bounds_of`; empty: they are sent as they are.
-        backward: bounds of each example's own gradient of them; empty: sent as they are.
-        bits: of each coded value, 2 to 12.
-        outliers: for how many values in a group of 256 a message has room beyond those that the bits hold, at least 1.
+        clips: whether the norm of the gradient is needed.
+        forward: bounds of vectors, see `bounds_of`; empty: uncompressed.
+        backward: bounds of each example's own gradient of them; empty: uncompressed.
+        bits: of each coded value.
+        outliers: how many values in a group of 256 a message has room for beyond those that the bits hold.
         start: k; see `Decay`.
         within: S.
         decay: the shape.
@@ -78,13 +129,14 @@ def of_tables(
     Raises:
         ValueError: if the task has no tables, or an option is out of range or cannot be read.
     """
+    lookups = task.lookups
     if lookups is None:
         raise ValueError(
-            "config.tables divides a model's embedding tables, and this task has none; leave it out, or use task 'clicks'"
+            "source 'divided_tables' divides a model's embedding tables, and this task has none; leave it out, or use task 'clicks'"
         )
     links = tuple(BoundedLink(bits, outliers, bool(text)) for text in (forward, backward))
     usual = [text or "1" for text in (forward, backward)]
-    bounds = [bounds_of(text, f"tables.{what}", len(lookups.sizes)) for what, text in zip(("forward", "backward"), usual)]
+    bounds = [bounds_of(text, f"source.{what}", len(lookups.sizes)) for what, text in zip(("forward", "backward"), usual)]
     shares = Shares(tuple(lookups.sizes), num_workers)
     form = _Divided(lookups, axis, shares, links, np.stack(bounds), Decay(start, within, decay))
     size = batch_size * lookups.width
@@ -97,7 +149,9 @@ def of_tables(
         lasts=False,
         deal=shares.deal,
         gather=shares.gather,
-        num_bytes=sum(sent) + (num_workers - 1) * shares.slots * batch_size * 4,
+        num_bytes=sum(sent)
+        + (num_workers - 1) * shares.slots * batch_size * 4
+        + (mesh.mean_bytes(1, jnp.float32, num_workers) if clips else 0),
         more_bytes=lambda state: state.raw_2 @ more_2,
     )
 

@@ -25,7 +25,7 @@ import jax
 import numpy as np
 
 from decjax import mesh
-from decjax.config.checks import check_engine
+from decjax.config.rules import check_engine
 from decjax.hlo import wire
 from decjax.optim.method import Method
 from decjax.train import divide

@@ -44,7 +44,7 @@ def find(folder: pathlib.Path, checkpoints: checkpoint.Checkpoints, trainer: Tra
         if (there := getattr(theirs.pipeline, name)) != (here := getattr(ours.pipeline, name))
     ]:
         raise CheckpointError(f"{folder} has a model divided otherwise ({'; '.join(differing)}); start with the same division")
-    if ours.tables is not None and theirs.workers != ours.workers:
+    if ours.trait("source", "divided") and theirs.workers != ours.workers:
         raise CheckpointError(
             f"{folder} has tables divided among {theirs.workers} workers, not {ours.workers}; use workers={theirs.workers}"
         )

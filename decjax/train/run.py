@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 import jax
 import numpy as np
 
-from decjax import config, files, mesh, signals
+from decjax import files, mesh, signals
 from decjax.errors import CheckpointError, TrainingError, ViewChanged, not_written
 from decjax.train import checkpoint, contents, metrics
 from decjax.train import origin as origin_lib
@@ -52,7 +52,7 @@ class Run:
     ):
         self.members = members or Static(trainer)
         self.spec, self.workdir = self.members.spec, pathlib.Path(workdir)
-        config.check_memory(trainer.setup)
+        trainer.setup.check_memory()
         contents.arrays_of(trainer.abstract)  # Raises before the first step if the state cannot be saved.
         self.note = "no checkpoint yet, starting from step 0" if metrics.read(self.workdir) else ""
         self._trackers: list[metrics.Tracker] = []  # in the process that writes metrics, during `train`

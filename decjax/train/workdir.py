@@ -181,8 +181,8 @@ def differing(theirs: config_lib.RunSpec, ours: config_lib.RunSpec) -> str:
                     for name, value in here.options.items()
                     if there.options.get(name) != value
                 }
-        if (theirs.tables is None) != (ours.tables is None):
-            named["tables"] = tuple("whole" if spec.tables is None else "divided" for spec in (theirs, ours))
+        if (theirs.source is None) != (ours.source is None):
+            named["tables"] = tuple("whole" if spec.source is None else "divided" for spec in (theirs, ours))
         if bool(theirs.clip_norm) != bool(ours.clip_norm):
             named["clip_norm"] = theirs.clip_norm, ours.clip_norm
     return "; ".join(f"{name}: {there!r} there, {here!r} here" for name, (there, here) in named.items())

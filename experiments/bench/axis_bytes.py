@@ -91,7 +91,7 @@ def main() -> None:
     tokens_BxT1 = trainer.batch(spec.steps)[0]
     messages = Messages(model, params, tokens_BxT1)
     names = ("identity", *FLAGS.codecs)
-    by_codec = [sent(registry.make("codec", name), model, spec.each * model["context"], params) for name in names]
+    by_codec = [sent(registry.make("codec", name), model, spec.batch_per_worker * model["context"], params) for name in names]
     table = script.table("axis", *(f"{name}, kB" for name in names), "lossless, estimated kB", "of float32")
     for axis in messages.found:
         bits = messages.lossless(axis)

@@ -6,6 +6,7 @@ The config is trained with a probed boundary, whose messages are the same. Writt
 gradients, the cosine at each of them: {"step": [K], "cosines": {stage: [K, messages]}}, of worker 0.
 """
 
+import dataclasses
 import json
 
 from absl import flags
@@ -15,7 +16,7 @@ import numpy as np
 
 from decjax import config as parts
 from decjax import files, pipeline, train
-from decjax.config import assemble
+from decjax.config import setup as setups
 from experiments import script
 from launch import command
 
@@ -25,8 +26,8 @@ FLAGS = flags.FLAGS
 def record(config, every: int) -> dict:
     """The steps and cosines of a training run, read from its probes after every so many steps; see the module."""
     setup = parts.build(parts.resolve(config))
-    watched = assemble.make_source(setup.spec, setup.task, setup.source.division, watch=pipeline.probed)
-    trainer, taken, read = train.Trainer(setup._replace(source=watched)), [], []
+    watched = setups.make_source(setup.spec, setup.task, setup.source.division, watch=pipeline.probed)
+    trainer, taken, read = train.Trainer(dataclasses.replace(setup, source=watched)), [], []
     state = trainer.init()
     for step in range(setup.spec.steps):
         state, _ = jax.block_until_ready(trainer.step(state, trainer.batch(step), step))

@@ -29,7 +29,7 @@ def lowered(argument: str):
     """(trainer, lowered program of the last step) of a shorthand of configs/gpt_optimus.py."""
     trainer = train.Trainer(parts.resolve(gpt_optimus.get_config(argument)))
     spec, workers = trainer.spec, trainer.workers
-    tokens = trainer.setup.task.examples(spec.each)
+    tokens = trainer.setup.task.examples(spec.batch_per_worker)
     batch = jax.ShapeDtypeStruct((workers.num_workers, workers.stages, *tokens.shape), tokens.dtype, sharding=workers.stacked)
     step = engine.whole_step(trainer.step_parts, trainer.method.phase(spec.steps - 1))
     return trainer, step.lower(trainer.abstract, batch, np.int32(0))

@@ -98,7 +98,7 @@ def schedules(argument: str, devices: Sequence[jax.Device], **mixing: bool) -> I
     config.model.update(MODEL)
     config.method.update(mixing)
     trainer = train.Trainer(parts.resolve(config, n), devices)
-    tokens = trainer.setup.task.examples(trainer.spec.each)
+    tokens = trainer.setup.task.examples(trainer.spec.batch_per_worker)
     batch = jax.ShapeDtypeStruct((n, *tokens.shape), tokens.dtype, sharding=trainer.workers.stacked)
     num_steps = trainer.setup.topology.period if trainer.setup.topology else 1
     steps = {trainer.method.phase(step): step for step in reversed(range(num_steps))}

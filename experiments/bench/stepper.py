@@ -1,6 +1,7 @@
 """Steps of a config, one at a time: what `launch.train` runs, without its loop."""
 
 from collections.abc import Callable
+import dataclasses
 import time
 
 import jax
@@ -16,7 +17,7 @@ class Stepper:
     def __init__(self, config: ml_collections.ConfigDict, gradient: Callable[[Callable], Callable] | None = None):
         setup = parts.build(parts.resolve(config, jax.device_count()))
         if gradient:
-            setup = setup._replace(source=setup.source._replace(gradient=gradient(setup.source.gradient)))
+            setup = dataclasses.replace(setup, source=setup.source._replace(gradient=gradient(setup.source.gradient)))
         self.trainer = train.Trainer(setup)
         self.state, self.batch, self.count = self.trainer.init(), self.trainer.batch(0), 0
 
