@@ -21,7 +21,7 @@ these. A single stage with one microbatch is predicted as by `costmodel.model`. 
 stages are assumed not to slow down messages between workers through the same NIC.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 import dataclasses
 import functools
 from typing import NamedTuple
@@ -42,7 +42,7 @@ GAIN = 1e-3  # fraction of an iteration that compressing one more stage has to s
 
 
 class Hop(NamedTuple):
-    """What a message between stages costs."""
+    """The cost of a message between stages."""
 
     out_s: float  # seconds that it occupies the sender's link
     late_s: float  # seconds from then until the receiver has it
@@ -51,14 +51,22 @@ class Hop(NamedTuple):
     form: str = ""  # codec and ratio; empty: not compressed
 
 
-def run_pipeline(schedule: Schedule, forward_ZxU, backward_ZxU, hop, pays_Z, *, blocking: bool = False) -> np.ndarray:
-    """When each stage ends its last pass, [Z, S] seconds, by the recursion of the module's docstring, for Z variants at once.
+def run_pipeline(
+    schedule: Schedule,
+    forward_ZxU: np.ndarray,
+    backward_ZxU: np.ndarray,
+    hop: Callable[[Send], Hop],
+    pays_Z: np.ndarray,
+    *,
+    blocking: bool = False,
+) -> np.ndarray:
+    """Return when each stage ends its last pass, [Z, S] seconds, by the recursion of the module's docstring, for Z variants at once.
 
     Args:
         schedule: what each stage does, in which order.
         forward_ZxU: seconds of a forward pass of each virtual stage.
         backward_ZxU: seconds of a backward pass of each virtual stage.
-        hop: `hop(send) -> Hop`, what a message costs.
+        hop: the cost of a message.
         pays_Z: 1 where messages take that time, 0 where they take none.
         blocking: see `DeviceLayout`.
     """
@@ -76,7 +84,7 @@ def run_pipeline(schedule: Schedule, forward_ZxU, backward_ZxU, hop, pays_Z, *, 
         for send, cost in hops:
             end_SxZ[send.source] += cost.encode_s * pays_Z
         if blocking:
-            _talk(hops, end_SxZ, in_SxZ, pays_Z)
+            _send_blocking(hops, end_SxZ, in_SxZ, pays_Z)
             continue
         for send, cost in hops:
             out_SxZ[send.source] = np.maximum(out_SxZ[send.source], end_SxZ[send.source]) + cost.out_s * pays_Z
@@ -85,8 +93,8 @@ def run_pipeline(schedule: Schedule, forward_ZxU, backward_ZxU, hop, pays_Z, *, 
     return end_SxZ.T
 
 
-def _talk(hops: Sequence[tuple[Send, Hop]], end_SxZ, in_SxZ, pays_Z) -> None:
-    """Adds a tick's blocking messages to the times at which stages (`end_SxZ`) and their incoming links (`in_SxZ`) are free again."""
+def _send_blocking(hops: Sequence[tuple[Send, Hop]], end_SxZ: np.ndarray, in_SxZ: np.ndarray, pays_Z: np.ndarray) -> None:
+    """Add a tick's blocking messages to the times at which stages (`end_SxZ`) and their incoming links (`in_SxZ`) are free again."""
     by_form: dict[str, list[tuple[Send, Hop]]] = {}
     for send, cost in sorted(hops, key=lambda each: each[0].kind, reverse=True):  # Activations first.
         by_form.setdefault(cost.form, []).append((send, cost))
@@ -99,37 +107,6 @@ def _talk(hops: Sequence[tuple[Send, Hop]], end_SxZ, in_SxZ, pays_Z) -> None:
             end_SxZ[stage] = np.maximum(end_SxZ[stage], done_Z)
     for send, cost in hops:
         end_SxZ[send.target] += cost.decode_s * pays_Z
-
-
-def _hops(cluster: Cluster, load: Work, layout: DeviceLayout, traffic: Traffic):
-    """The function `hop(send) -> Hop`: what a message between stages costs on the slowest of all workers and devices."""
-    devices_NxSxK = layout.devices_NxSxK()
-    parts = layout.tensor if layout.split_boundary else 1
-    dense_bytes = load.boundary_bytes / parts
-
-    @functools.cache
-    def cost(source, target, boundary, coded):
-        if source == target:
-            return Hop(0.0, 0.0, 0.0, 0.0)
-        pairs = np.stack([devices_NxSxK[:, stage].ravel() for stage in (source, target)])
-        latency_N, per_byte_N, _ = messages_cost(cluster, [pairs])
-        gather_s = 0.0
-        if parts > 1:  # An all-gather is the second half of an all-reduce.
-            latency_G, per_byte_G, *_ = mean_cost(cluster, devices_NxSxK[:, target])
-            gather_s = (latency_G.max() + load.boundary_bytes * per_byte_G.max()) / 2
-        codec_s = cluster.coding_s(dense_bytes, boundary.codec) if coded else 0.0
-        num_bytes = dense_bytes * (boundary.ratio if coded else 1)
-        form = f"{boundary.codec}, {boundary.ratio}" if coded else ""
-        return Hop(num_bytes * per_byte_N.max(), latency_N.max() + gather_s, codec_s / 2, codec_s / 2, form)
-
-    def hop(send):
-        boundary = traffic.boundary(send.kind)
-        return cost(send.source, send.target, boundary, boundary.codes(send.in_epilogue))
-
-    return hop
-
-
-# -- Between workers --------------------------------------------------------------------------------------------------
 
 
 class StageExchange(NamedTuple):
@@ -154,86 +131,161 @@ def take_turns(ready_s: Sequence[float], exchanges: Sequence[StageExchange]) -> 
     return done_s
 
 
-def _codec_s(cluster: Cluster, load: Work, layout: DeviceLayout, traffic: Traffic, stage: int) -> float:
-    """Return the seconds that a device of a stage encodes and decodes; devices divide `Method.coding_s` by their bytes."""
-    method, num_bytes = traffic.method, load.gradient_bytes[stage]
-    if traffic.ratio(stage) == 1:
-        return 0.0
-    if method.coding_s is None:
-        return cluster.coding_s(num_bytes, method.codec)
-    total_bytes = layout.tensor * sum(load.gradient_bytes)
-    return method.coding_s * num_bytes / total_bytes if total_bytes else 0.0
+@dataclasses.dataclass(frozen=True)
+class Pipeline:
+    """The costs of an iteration of a layout; arguments as those of `predict_layout`."""
 
+    cluster: Cluster
+    load: Work
+    layout: DeviceLayout
+    traffic: Traffic
 
-def _exchanges(cluster: Cluster, load: Work, layout: DeviceLayout, traffic: Traffic, round_: Round) -> list[StageExchange]:
-    """Return what each stage exchanges between workers in a round, with its part of a tied embedding, but without codec time."""
-    devices_NxSxK, method = layout.devices_NxSxK(), traffic.method
+    def __post_init__(self):
+        load, layout, traffic, topology = self.load, self.layout, self.traffic, self.traffic.method.topology
+        devices, counts = layout.num_devices, (len(load.forward_s), len(load.gradient_bytes))
+        for theirs, ours, of, fix in (
+            (self.cluster.num_workers, devices, f"devices in cluster {self.cluster.name!r}", f"use cluster.resize({devices})"),
+            (
+                topology and topology.num_workers,
+                topology and layout.workers,
+                f"workers in {traffic.method.name!r}",
+                "make them equal",
+            ),
+            (counts, (layout.num_virtual, layout.stages), "(virtual stages, stages) in the work", "use work(model, layout, flops)"),
+            (
+                max(traffic.compressed_stages or 0, layout.stages),
+                layout.stages,
+                "compressed_stages",
+                f"use at most {layout.stages}",
+            ),
+        ):
+            if theirs != ours:
+                raise ValueError(f"{theirs} {of} must be {ours} for layout {layout.name}; {fix}")
 
-    def exchange(stage: int, num_bytes: float) -> StageExchange:
-        route = exchange_cost(cluster, round_, method.joint_ring, devices_NxSxK[:, stage])
-        shared = load.embedding_bytes if not traffic.fused_embedding and stage in (0, layout.stages - 1) else 0.0
-        latency_s = traffic.latencies(stage) * route.latency_N.max()
-        time_s = latency_s + (traffic.ratio(stage) * num_bytes + shared) * route.per_byte_N.max()
+    @functools.cached_property
+    def devices_NxSxK(self) -> np.ndarray:
+        """The devices of the layout."""
+        return self.layout.devices_NxSxK()
+
+    @property
+    def sent_bytes(self) -> float:
+        """Bytes of an uncompressed message between stages, of one device."""
+        return self.load.boundary_bytes / (self.layout.tensor if self.layout.split_boundary else 1)
+
+    def hop(self, send: Send) -> Hop:
+        """Return the cost of a message between stages on the slowest of all workers and devices."""
+        if send.source == send.target:
+            return Hop(0.0, 0.0, 0.0, 0.0)
+        boundary = self.traffic.boundary(send.kind)
+        coded = boundary.codes(send.in_epilogue)
+        pairs = np.stack([self.devices_NxSxK[:, stage].ravel() for stage in (send.source, send.target)])
+        latency_N, per_byte_N, _ = messages_cost(self.cluster, [pairs])
+        gather_s = 0.0
+        if self.layout.split_boundary and self.layout.tensor > 1:  # An all-gather is the second half of an all-reduce.
+            latency_G, per_byte_G, *_ = mean_cost(self.cluster, self.devices_NxSxK[:, send.target])
+            gather_s = (latency_G.max() + self.load.boundary_bytes * per_byte_G.max()) / 2
+        codec_s = self.cluster.coding_s(self.sent_bytes, boundary.codec) if coded else 0.0
+        num_bytes = self.sent_bytes * (boundary.ratio if coded else 1)
+        form = f"{boundary.codec}, {boundary.ratio}" if coded else ""
+        return Hop(num_bytes * per_byte_N.max(), latency_N.max() + gather_s, codec_s / 2, codec_s / 2, form)
+
+    def ends_ZxS(self) -> np.ndarray:
+        """Return when stages end their last pass: without messages; with those of the tensor axis; and with those between stages too."""
+        load = self.load
+        latency_G, per_byte_G, *_ = mean_cost(self.cluster, self.devices_NxSxK.reshape(-1, self.layout.tensor))
+        reduction_s = latency_G.max() + load.tensor_bytes * per_byte_G.max()
+        tensor_Zx1 = np.array([[0.0], [1.0], [1.0]]) * reduction_s
+        forward_ZxU = np.array(load.forward_s) + tensor_Zx1 * np.array(load.forward_reductions)
+        backward_ZxU = np.array(load.backward_s) + tensor_Zx1 * np.array(load.backward_reductions)
+        alike, pays_Z = functools.cache(self.hop), np.array([0.0, 0.0, 1.0])
+        hop = lambda send: alike(send._replace(microbatch=0, source_chunk=0, target_chunk=0))
+        return run_pipeline(self.layout.passes, forward_ZxU, backward_ZxU, hop, pays_Z, blocking=self.layout.blocking)
+
+    # -- Between workers ----------------------------------------------------------------------------------------------
+
+    def codec_s(self, stage: int) -> float:
+        """Return the seconds that a device of a stage encodes and decodes; devices divide `Method.coding_s` by their bytes."""
+        method, num_bytes = self.traffic.method, self.load.gradient_bytes[stage]
+        if self.traffic.ratio(stage) == 1:
+            return 0.0
+        if method.coding_s is None:
+            return self.cluster.coding_s(num_bytes, method.codec)
+        total_bytes = self.layout.tensor * sum(self.load.gradient_bytes)
+        return method.coding_s * num_bytes / total_bytes if total_bytes else 0.0
+
+    def exchange(self, round_: Round, stage: int) -> StageExchange:
+        """Return what a stage exchanges between workers in a round, with its part of a tied embedding, but without codec time."""
+        route = exchange_cost(self.cluster, round_, self.traffic.method.joint_ring, self.devices_NxSxK[:, stage])
+        is_holder = stage in (0, self.layout.stages - 1) and not self.traffic.fused_embedding
+        num_bytes = self.traffic.ratio(stage) * self.load.gradient_bytes[stage] + (self.load.embedding_bytes if is_holder else 0.0)
+        time_s = self.traffic.latencies(stage) * route.latency_N.max() + num_bytes * route.per_byte_N.max()
         return StageExchange(float(time_s), tuple(np.flatnonzero(route.nic_M).tolist()))
 
-    return [exchange(stage, num_bytes) for stage, num_bytes in enumerate(load.gradient_bytes)]
+    @functools.cached_property
+    def joint(self) -> StageExchange:
+        """The mean of the embedding's gradient over the first and last stage of each worker, or of all workers if fused."""
+        load, fused = self.load, self.traffic.fused_embedding
+        if not load.embedding_bytes:
+            return SILENCE
+        holders_NxHxK = self.devices_NxSxK[:, [0, -1]]
+        members_GxH = np.moveaxis(holders_NxHxK, 2, 0).reshape(-1, 2 * self.layout.workers if fused else 2)
+        members_GxH = np.sort(members_GxH, axis=1)  # A ring visits the holders on a node one after the other.
+        latency_G, per_byte_G, _, nic_M = mean_cost(self.cluster, members_GxH)
+        time_s = float(latency_G.max() + load.embedding_bytes * per_byte_G.max())
+        return StageExchange(time_s, tuple(np.flatnonzero(nic_M).tolist()))
+
+    def averaged_s(self, ready_s: Sequence[float], exchanges: Sequence[StageExchange]) -> float:
+        """Return when all gradients of a worker are exchanged, whose stages have computed at `ready_s`."""
+        if self.traffic.fused_embedding:
+            return max(take_turns([*ready_s, max(ready_s[0], ready_s[-1])], [*exchanges, self.joint]))
+        done_s = take_turns(ready_s, exchanges)
+        return max(*done_s, max(done_s[0], done_s[-1]) + self.joint.time_s)
+
+    def as_one_device(self, ready_s: Sequence[float]) -> tuple[float, float, list[float]]:
+        """Return the seconds of computing, of a codec in addition, and of the exchange in each phase, if stages compute until `ready_s`.
+
+        A method that averages gradients before the update computes until the gradients are there without an exchange; the exchange
+        takes the seconds from then on.
+        """
+        method, stages = self.traffic.method, range(self.layout.stages)
+        computed_s, codec_S = self.averaged_s(ready_s, [SILENCE] * len(stages)), [self.codec_s(stage) for stage in stages]
+        costs_s = []
+        for round_ in method.topology.rounds if method.topology else ():
+            exchanges = [self.exchange(round_, stage) for stage in stages]
+            if not method.overlap:
+                exchanges = [each._replace(time_s=each.time_s + codec_S[stage]) for stage, each in enumerate(exchanges)]
+            if method.message == GRADIENTS and not method.overlap:
+                costs_s.append(self.averaged_s(ready_s, exchanges) - computed_s)
+            else:
+                costs_s.append(max(take_turns([0.0] * len(stages), exchanges)) + (self.load.beside_s if method.overlap else 0.0))
+        return computed_s, max(codec_S) if method.overlap else 0.0, costs_s
+
+    def sent(self) -> tuple[float, float, float]:
+        """Return (boundary_bytes, workers_bytes, embedding_bytes) of the busiest device in an iteration."""
+        layout, traffic, method, workers = self.layout, self.traffic, self.traffic.method, 0.0
+        boundary_S = np.zeros(layout.stages)
+        for send in (send for sends in layout.passes.sends for send in sends if send.source != send.target):
+            boundary = traffic.boundary(send.kind)
+            boundary_S[send.source] += self.sent_bytes * (boundary.ratio if boundary.codes(send.in_epilogue) else 1)
+        if method.topology is not None:
+            devices_NxK = self.devices_NxSxK[:, 0]
+            routes = [exchange_cost(self.cluster, round_, method.joint_ring, devices_NxK) for round_ in method.topology.rounds]
+            workers = float(np.mean([route.sent_N.max() for route in routes])) / method.every
+        workers_bytes = workers * max(traffic.ratio(s) * num_bytes for s, num_bytes in enumerate(self.load.gradient_bytes))
+        holders = 2 * layout.workers if traffic.fused_embedding else 2
+        shares = 2 * (holders - 1) / holders + (0 if traffic.fused_embedding else workers)
+        return float(boundary_S.max()), workers_bytes, self.load.embedding_bytes * shares
 
 
-def _joint(cluster: Cluster, load: Work, layout: DeviceLayout, fused: bool) -> StageExchange:
-    """Return the averaging of the embedding's gradient over the first and last stage of each worker, or of all workers."""
-    if not load.embedding_bytes:
-        return SILENCE
-    holders_NxHxK = layout.devices_NxSxK()[:, [0, -1]]
-    members_GxH = np.moveaxis(holders_NxHxK, 2, 0).reshape(-1, 2 * layout.workers if fused else 2)
-    members_GxH = np.sort(members_GxH, axis=1)  # A ring visits the holders on a node one after the other.
-    latency_G, per_byte_G, _, nic_M = mean_cost(cluster, members_GxH)
-    return StageExchange(float(latency_G.max() + load.embedding_bytes * per_byte_G.max()), tuple(np.flatnonzero(nic_M).tolist()))
-
-
-def _averaged_s(traffic: Traffic, ready_s: Sequence[float], exchanges: Sequence[StageExchange], joint: StageExchange) -> float:
-    """Return when all gradients of a worker are exchanged, whose stages have computed at `ready_s`."""
-    ends_s = max(ready_s[0], ready_s[-1])
-    if traffic.fused_embedding:
-        return max(take_turns([*ready_s, ends_s], [*exchanges, joint]))
-    done_s = take_turns(ready_s, exchanges)
-    return max(*done_s, max(done_s[0], done_s[-1]) + joint.time_s)
-
-
-def _worker(
-    cluster: Cluster, load: Work, layout: DeviceLayout, traffic: Traffic, ready_S: np.ndarray
-) -> tuple[float, float, list[float]]:
-    """Return the pipeline as one device: seconds of its computing, of a codec beside that, and of the exchange in each phase.
-
-    A method that averages gradients before the update computes until the gradients are there without an exchange; the exchange takes
-    the seconds from then on.
-    """
-    method, ready_s, alone = traffic.method, [*map(float, ready_S)], [SILENCE] * layout.stages
-    joint = _joint(cluster, load, layout, traffic.fused_embedding)
-    computed_s = _averaged_s(traffic, ready_s, alone, joint)
-    codec_S = [_codec_s(cluster, load, layout, traffic, stage) for stage in range(layout.stages)]
-    costs_s = []
-    for round_ in method.topology.rounds if method.topology else ():
-        exchanges = _exchanges(cluster, load, layout, traffic, round_)
-        if method.overlap:
-            costs_s.append(max(take_turns([0.0] * layout.stages, exchanges)) + load.beside_s)
-            continue
-        coded = [exchange._replace(time_s=exchange.time_s + codec_s) for exchange, codec_s in zip(exchanges, codec_S, strict=True)]
-        if method.message == GRADIENTS:
-            costs_s.append(_averaged_s(traffic, ready_s, coded, joint) - computed_s)
-        else:
-            costs_s.append(max(take_turns([0.0] * layout.stages, coded)))
-    return computed_s, max(codec_S) if method.overlap else 0.0, costs_s
-
-
-def _mean_s(cluster: Cluster, layout: DeviceLayout, ready_S: np.ndarray, variants: Sequence[tuple[Work, Traffic]]) -> list[float]:
-    """Return the seconds of an iteration, mean over phases and local steps, for variants of what is sent by one method."""
-    load, method = variants[0][0], variants[0][1].method
-    computed_s, codec_s, costs_s = zip(*(_worker(cluster, load, layout, traffic, ready_S) for load, traffic in variants))
+def _mean_s(pipelines: Sequence[Pipeline], ready_S: np.ndarray) -> list[float]:
+    """Return the seconds of an iteration, mean over phases and local steps, of pipelines that differ only in what they send."""
+    load, method = pipelines[0].load, pipelines[0].traffic.method
+    computed_s, codec_s, costs_s = zip(*(pipeline.as_one_device(ready_S.tolist()) for pipeline in pipelines))
     combine_s, phases = load.combine_s if method.message == PARAMETERS else 0.0, len(costs_s[0])
     cost_s = [np.reshape(phase_K, (1, -1, 1)) for phase_K in zip(*costs_s)]
     step = StepCosts(0.0, (1.0,), (1.0,), load.optimizer_s, combine_s, np.reshape(codec_s, (-1, 1)), [ALIKE] * phases, cost_s)
     warm_up, T = horizon(method, method.period)
-    run = simulate(method, step, np.broadcast_to(np.reshape(computed_s, (1, -1, 1)), (T, len(variants), 1)))
+    run = simulate(method, step, np.broadcast_to(np.reshape(computed_s, (1, -1, 1)), (T, len(pipelines), 1)))
     return ((run.start_TxKxN[-1] - run.start_TxKxN[warm_up]) / (T - warm_up))[:, 0].tolist()
 
 
@@ -270,37 +322,8 @@ class LayoutPrediction(NamedTuple):
     embedding_bytes: float
 
 
-def _check(cluster: Cluster, load: Work, layout: DeviceLayout, traffic: Traffic) -> None:
-    """Raise a ValueError if the numbers of devices, workers or stages disagree."""
-    topology, counts = traffic.method.topology, (len(load.forward_s), len(load.gradient_bytes))
-    for theirs, own, of, fix in (
-        (
-            cluster.num_workers,
-            layout.num_devices,
-            f"devices in cluster {cluster.name!r}",
-            f"use cluster.resize({layout.num_devices})",
-        ),
-        (topology and topology.num_workers, topology and layout.workers, f"workers in {traffic.method.name!r}", "make them equal"),
-        (counts, (layout.num_virtual, layout.stages), "(virtual stages, stages) in the work", "use work(model, layout, flops)"),
-        (max(traffic.compressed_stages or 0, layout.stages), layout.stages, "compressed_stages", f"use at most {layout.stages}"),
-    ):
-        if theirs != own:
-            raise ValueError(f"{theirs} {of} must be {own} for layout {layout.name}; {fix}")
-
-
-def _stage_ends_ZxS(cluster: Cluster, load: Work, layout: DeviceLayout, traffic: Traffic) -> np.ndarray:
-    """When stages end their last pass: without messages; with those of the tensor axis; and with those between stages too."""
-    latency_G, per_byte_G, *_ = mean_cost(cluster, layout.devices_NxSxK().reshape(-1, layout.tensor))
-    reduction_s = latency_G.max() + load.tensor_bytes * per_byte_G.max()
-    tensor_Zx1 = np.array([[0.0], [1.0], [1.0]]) * reduction_s
-    forward_ZxU = np.array(load.forward_s) + tensor_Zx1 * np.array(load.forward_reductions)
-    backward_ZxU = np.array(load.backward_s) + tensor_Zx1 * np.array(load.backward_reductions)
-    hop, pays_Z = _hops(cluster, load, layout, traffic), np.array([0.0, 0.0, 1.0])
-    return run_pipeline(layout.passes, forward_ZxU, backward_ZxU, hop, pays_Z, blocking=layout.blocking)
-
-
 def predict_layout(cluster: Cluster, load: Work, layout: DeviceLayout, traffic: Traffic) -> LayoutPrediction:
-    """The predicted time of an iteration of a layout.
+    """Return the predicted time of an iteration of a layout.
 
     Args:
         cluster: of as many workers as the layout has devices.
@@ -320,51 +343,31 @@ def predict_layout(cluster: Cluster, load: Work, layout: DeviceLayout, traffic: 
         >>> f"{prediction.compute_s:.2f} {prediction.time_s:.2f}"
         '1.81 2.45'
     """
-    _check(cluster, load, layout, traffic)
-    ends_ZxS = _stage_ends_ZxS(cluster, load, layout, traffic)
+    pipeline = Pipeline(cluster, load, layout, traffic)
+    ends_ZxS = pipeline.ends_ZxS()
     passes_U = np.array(load.forward_s) + np.array(load.backward_s)
     compute_s = layout.microbatches * max(by_stage(layout, passes_U)) + load.optimizer_s
-    variants = [(dataclasses.replace(load, embedding_bytes=0.0), traffic), (load, traffic)]
-    sent_s = _mean_s(cluster, layout, ends_ZxS[-1], variants)
-    total_s = np.maximum.accumulate([compute_s, *(ends_ZxS.max(axis=1) + load.optimizer_s), *sent_s])  # Rounding adds no time.
-    parts_s = map(float, np.diff(total_s))
-    return LayoutPrediction._make((float(total_s[-1]), compute_s, *parts_s, *_sent(cluster, load, layout, traffic)))
-
-
-def _sent(cluster: Cluster, load: Work, layout: DeviceLayout, traffic: Traffic) -> tuple[float, float, float]:
-    """(boundary_bytes, workers_bytes, embedding_bytes) of the busiest device in an iteration."""
-    dense_bytes = load.boundary_bytes / (layout.tensor if layout.split_boundary else 1)
-    boundary_S = np.zeros(layout.stages)
-    for send in (send for sends in layout.passes.sends for send in sends if send.source != send.target):
-        boundary = traffic.boundary(send.kind)
-        boundary_S[send.source] += dense_bytes * (boundary.ratio if boundary.codes(send.in_epilogue) else 1)
-    method, workers = traffic.method, 0.0
-    if method.topology is not None:
-        devices_NxK = layout.devices_NxSxK()[:, 0]
-        routes = [exchange_cost(cluster, round_, method.joint_ring, devices_NxK) for round_ in method.topology.rounds]
-        workers = float(np.mean([route.sent_N.max() for route in routes])) / method.every
-    workers_bytes = workers * max(traffic.ratio(s) * num_bytes for s, num_bytes in enumerate(load.gradient_bytes))
-    holders = 2 * layout.workers if traffic.fused_embedding else 2
-    shares = 2 * (holders - 1) / holders + (0 if traffic.fused_embedding else workers)
-    return float(boundary_S.max()), workers_bytes, load.embedding_bytes * shares
+    untied = dataclasses.replace(pipeline, load=dataclasses.replace(load, embedding_bytes=0.0))
+    total_s = [compute_s, *(ends_ZxS.max(axis=1) + load.optimizer_s), *_mean_s([untied, pipeline], ends_ZxS[-1])]
+    total_s = np.maximum.accumulate(total_s)  # Parts of no time are not negative by rounding.
+    return LayoutPrediction._make((float(total_s[-1]), compute_s, *map(float, np.diff(total_s)), *pipeline.sent()))
 
 
 def choose_compressed_stages(cluster: Cluster, load: Work, layout: DeviceLayout, traffic: Traffic) -> tuple[int, tuple[float, ...]]:
-    """How many stages, from the first on, should compress what they send to other workers.
+    """Choose how many stages, from the first on, should compress what they send to other workers.
 
-    Stage 0 ends its backward passes last; what later stages send travels meanwhile.
+    Stage 0 ends its backward passes last, so the exchanges of later stages overlap with them.
 
     Args:
-        cluster: as in `predict_layout`.
-        load: as in `predict_layout`.
-        layout: as in `predict_layout`.
+        cluster: as for `predict_layout`, like `load` and `layout`.
+        load: see above.
+        layout: see above.
         traffic: its method has the ratio of a compressed stage; its `compressed_stages` is ignored.
 
     Returns:
         The smallest k whose time is within the fraction `GAIN` of the best, and the seconds of an iteration for k = 0, 1, … S.
     """
-    _check(cluster, load, layout, traffic)
-    ready_S = _stage_ends_ZxS(cluster, load, layout, traffic)[-1]
-    variants = [(load, dataclasses.replace(traffic, compressed_stages=k)) for k in range(layout.stages + 1)]
-    times_s = tuple(_mean_s(cluster, layout, ready_S, variants))
+    variants = [dataclasses.replace(traffic, compressed_stages=k) for k in range(layout.stages + 1)]
+    pipelines = [Pipeline(cluster, load, layout, variant) for variant in variants]
+    times_s = tuple(_mean_s(pipelines, pipelines[0].ends_ZxS()[-1]))
     return next(k for k, time_s in enumerate(times_s) if time_s <= (1 + GAIN) * min(times_s)), times_s
