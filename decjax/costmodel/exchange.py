@@ -1,4 +1,4 @@
-"""What one round costs on a cluster: who waits for whom, and the time c = α + b·β⁻¹ that b bytes take, for every worker.
+"""The cost of a round on a cluster: who waits for whom, and the time c = α + b·β⁻¹ of b bytes, for every worker.
 
 A round is means over groups of workers and messages between groups. Messages that leave a node at the same time share its network
 card (NIC); reductions run as rings, or inside nodes first. Arrays hold all workers at once.
@@ -17,14 +17,14 @@ class Exchange(NamedTuple):
     """A round on a cluster: who waits for whom and how long messages take."""
 
     group_size: int  # g, workers of a group; they wait for each other
-    sources: tuple[np.ndarray, ...]  # for each shift, which group a group hears, [N/g]; itself if none
+    sources: tuple[np.ndarray, ...]  # for each shift, the group that each group receives from, [N/g]; itself if none
     latency_N: np.ndarray  # α of everything a worker takes part in, seconds
     per_byte_N: np.ndarray  # seconds per byte of the parameters
     sent_N: np.ndarray  # parameter-sized messages that each worker sends
     nic_M: np.ndarray  # parameter-sized messages that leave each of M nodes
 
     def arrival(self, ready_KxN: np.ndarray) -> np.ndarray:
-        """When the messages that each worker needs are ready: max over those it waits for, i.e. max_{j∈D(i)} ready_j, [K, N]."""
+        """Return when the messages that each worker needs are ready, max_{j∈D(i)} ready_j over those it waits for, [K, N]."""
         g = self.group_size
         ready_KxG = ready_KxN if g == 1 else ready_KxN.reshape(len(ready_KxN), -1, g).max(axis=2)
         latest = ready_KxG
@@ -34,7 +34,7 @@ class Exchange(NamedTuple):
 
 
 def mean_cost(cluster: Cluster, members_GxM: np.ndarray) -> tuple[np.ndarray, ...]:
-    """The cost of means over G groups of M workers at the same time: (latency_G, per_byte_G, sent_G, nic_M), as in `Exchange`.
+    """Return the cost of means over G groups of M workers at the same time: (latency_G, per_byte_G, sent_G, nic_M), as in `Exchange`.
 
     Ring: 2(M−1) steps of 1/M of the bytes each, and the slowest hop sets the pace,
 
@@ -74,13 +74,13 @@ def mean_cost(cluster: Cluster, members_GxM: np.ndarray) -> tuple[np.ndarray, ..
 def _mean_cost_of_devices(
     cluster: Cluster, devices_NxK: np.ndarray, members_GxM: np.ndarray
 ) -> tuple[list[np.ndarray], np.ndarray]:
-    """`mean_cost` of groups of workers of K devices each: what the slowest device of a group takes, and `nic_M`."""
+    """Return `mean_cost` of groups of workers of K devices each: the costs of the slowest device of a group, and `nic_M`."""
     *of_KG, nic_M = mean_cost(cluster, np.moveaxis(devices_NxK[members_GxM], -1, 0).reshape(-1, members_GxM.shape[1]))
     return [of.reshape(devices_NxK.shape[1], -1).max(axis=0) for of in of_KG], nic_M
 
 
 def messages_cost(cluster: Cluster, shifts: Sequence[np.ndarray]) -> tuple[np.ndarray, ...]:
-    """The cost of point-to-point messages at the same time: (latency_N, per_byte_N, nic_M), as in `Exchange`.
+    """Return the cost of simultaneous point-to-point messages: (latency_N, per_byte_N, nic_M), as in `Exchange`.
 
     Each shift is an array [2, E] of workers, sources and targets. A NIC is shared by all messages that leave (or enter) its node;
     inside a node, a worker's link by those of that worker.
@@ -107,7 +107,7 @@ def messages_cost(cluster: Cluster, shifts: Sequence[np.ndarray]) -> tuple[np.nd
 
 
 def exchange_cost(cluster: Cluster, round_: Round, joint_ring: bool = False, devices_NxK: np.ndarray | None = None) -> Exchange:
-    """What one round costs on a cluster.
+    """Return the cost of a round on a cluster.
 
     A group mean of g workers is a reduce-scatter and an all-gather, 2(g−1)/g of the bytes; with messages between groups,
     each member sends its share of 1/g in between, so that a joint mean of two nodes takes P bytes out of a node.
@@ -132,8 +132,8 @@ def exchange_cost(cluster: Cluster, round_: Round, joint_ring: bool = False, dev
     workers_GxM = np.arange(N).reshape(-1, g)
     pairs = [np.array(shift.pairs).T for shift in round_.shifts]
     sources = tuple(np.arange(round_.num_nodes) for _ in pairs)
-    for heard, (source, target) in zip(sources, pairs):
-        heard[target] = source
+    for source_G, (source, target) in zip(sources, pairs):
+        source_G[target] = source
 
     of_mean, mean_nic_M = _mean_cost_of_devices(cluster, devices_NxK, workers_GxM)
     latency_N, per_byte_N, sent_N = (np.repeat(of_group_G, g) for of_group_G in of_mean)

@@ -1,4 +1,4 @@
-"""Fits the numbers of a cluster to measured times. NumPy only; `decjax.measure` takes the measurements.
+"""Fits of a cluster's numbers to measured times. NumPy only; `decjax.measure` takes the measurements.
 
 A message of b bytes takes α + b/β; straight lines through measured times give both. Lines are fitted to *relative* errors, so
 that small messages, which determine α, count as much as large ones. `least_squares` fits other parameters of the model.
@@ -45,9 +45,10 @@ class Measurement:
 
 
 def fit_line(num_bytes: Sequence[float], time_s: Sequence[float]) -> Link:
-    """The link t = α + b/β fitted to messages of b bytes, by least squares of relative errors, with α ≥ 0.
+    """Return the link t = α + b/β fitted to messages of b bytes, by least squares of relative errors, with α ≥ 0.
 
-    There must be messages of at least two sizes, of which larger ones take longer; else a ValueError is raised.
+    Raises:
+        ValueError: if there are not two sizes of messages, of which larger ones take longer.
     """
     x, y = np.asarray(num_bytes, float), np.asarray(time_s, float)
     if len(set(x.tolist())) < 2:
@@ -61,7 +62,7 @@ def fit_line(num_bytes: Sequence[float], time_s: Sequence[float]) -> Link:
 
 
 def pace(times_NxK: np.ndarray) -> float:
-    """Mean seconds per step of N workers that take K steps in a row and do not wait, until the first of them has taken all its steps."""
+    """Return the mean seconds per step of N workers that take K steps without waiting, until the first of them is done."""
     ends_NxK = np.cumsum(times_NxK, axis=1)
     until_s, before_NxK = ends_NxK[:, -1].min(), ends_NxK - times_NxK
     done_NxK = np.clip((until_s - before_NxK) / times_NxK, 0, 1)  # A step under way counts by its share.
@@ -69,13 +70,13 @@ def pace(times_NxK: np.ndarray) -> float:
 
 
 def own_share(times_NxR: np.ndarray, pace_s: float) -> float:
-    """κ in [0, 1]: how much of its lead over the slowest a worker keeps where it does not wait for others.
+    """Return κ in [0, 1]: how much of its lead over the slowest a worker keeps where it does not wait for others.
 
         κ = (m − p) / (m − t)
 
     with t the mean time of a worker, m that of the slowest of N that start together, and p the time per step of workers that do
-    not wait. On cores of its own a worker goes on as soon as it is done, so p = t and κ = 1. If workers share cores, those that are done
-    early leave theirs to the others, which are done the sooner; without waiting all take as long as the slowest, p = m and κ = 0.
+    not wait. With separate cores a worker continues as soon as it is done, so p = t and κ = 1. If workers share cores, those that are
+    done early leave theirs to the others, which then finish sooner; without waiting all take as long as the slowest, p = m and κ = 0.
 
     Args:
         times_NxR: seconds of N workers in R steps that they began together.
@@ -86,15 +87,15 @@ def own_share(times_NxR: np.ndarray, pace_s: float) -> float:
 
 
 def shared(times_NxR: np.ndarray, share: float) -> np.ndarray:
-    """The times as if a worker kept only the `share` κ of its lead over the slowest: t'_ir = m_r − κ (m_r − t_ir), m_r = max_i t_ir."""
+    """Return times with only a `share` κ of the lead over the slowest: t'_ir = m_r − κ (m_r − t_ir), m_r = max_i t_ir."""
     slowest_R = times_NxR.max(axis=0)
     return slowest_R - share * (slowest_R - times_NxR)
 
 
 def fit_jitter(times_NxR: np.ndarray) -> Jitter:
-    """The distribution of measured compute times, [N, R]: constant if workers hardly differ within a step, else a trace of whole steps.
+    """Return the distribution of measured compute times, [N, R]: constant if workers hardly differ within a step, else a trace of steps.
 
-    Of many steps the trace holds as few as `MAX_TRACE` says, with the same mean, and the same mean of the slowest worker's times.
+    A trace of many steps is reduced to about `MAX_TRACE` times with the same mean, and the same mean of the slowest worker's times.
     """
     times = np.sort(np.asarray(times_NxR, float), axis=0)
     if not times.size:
@@ -110,18 +111,21 @@ def fit_jitter(times_NxR: np.ndarray) -> Jitter:
 
 
 def line_of(measurements: Sequence[Measurement], kind: str, scope: str) -> Link | None:
-    """The link fitted to one kind of exchange in one scope; None if it was not measured."""
+    """Return the link fitted to one kind of exchange in one scope; None if it was not measured."""
     chosen = [m for m in measurements if m.kind == kind and m.scope == scope]
     return fit_line([m.num_bytes for m in chosen], [m.time_s for m in chosen]) if chosen else None
 
 
 def fit_cluster(measurements: Sequence[Measurement], *, name: str, num_nodes: int, workers_per_node: int) -> Cluster:
-    """A cluster's profile from timed exchanges.
+    """Fit a cluster's profile to timed exchanges.
 
     One-way shifts of at least two sizes give α and β of a scope; where there are none, pairs do. If pairs take more than 1.5 times as
     long per byte as shifts, links are half-duplex. α is the smaller one of the two fits, since times of large messages determine it
     to milliseconds only. All-reduces give the efficiency: expected ÷ measured time per byte, at most 1. A scope that was not measured
-    gets the links of the other; if neither was, a ValueError is raised. Throughputs of codecs are medians, by name if they have one.
+    gets the links of the other. Throughputs of codecs are medians, by name if they have one.
+
+    Raises:
+        ValueError: if neither shifts nor pairs were measured.
     """
     links, full_duplex = {}, True
     for scope in typing.get_args(Scope):
@@ -146,7 +150,7 @@ def fit_cluster(measurements: Sequence[Measurement], *, name: str, num_nodes: in
 
 
 def _efficiency(all_reduces: Sequence[Measurement], intra: Link, inter: Link) -> float:
-    """Median of expected ÷ measured time per byte, at most 1."""
+    """Return the median of expected ÷ measured time per byte, at most 1."""
     ratios = []
     for m in all_reduces:
         link = inter if m.scope == "inter" else intra
@@ -158,7 +162,7 @@ def _efficiency(all_reduces: Sequence[Measurement], intra: Link, inter: Link) ->
 
 
 def _throughput(codecs: Sequence[Measurement]) -> float | dict[str, float] | None:
-    """Bytes per second: by codec where they have names, else one number; None if none was measured."""
+    """Return the bytes per second: by codec where they have names, else one number; None if none was measured."""
     by_name = {
         codec: float(np.median([m.num_bytes / m.time_s for m in codecs if m.codec == codec]))
         for codec in dict.fromkeys(m.codec for m in codecs)
@@ -169,7 +173,7 @@ def _throughput(codecs: Sequence[Measurement]) -> float | dict[str, float] | Non
 def least_squares(
     residuals: Callable[[np.ndarray], np.ndarray], start: Sequence[float], *, num_steps: int = 30, tolerance: float = 1e-6
 ) -> np.ndarray:
-    """The θ that minimises Σ r(θ)², by Levenberg and Marquardt's method with a Jacobian of central differences.
+    """Return the θ that minimizes Σ r(θ)², by Levenberg and Marquardt's method with a Jacobian of central differences.
 
     Args:
         residuals: the function θ → r. Positive parameters are best given as logarithms; random numbers must be the same in all calls.

@@ -29,16 +29,16 @@ class Footprint(NamedTuple):
 
     @property
     def total(self) -> float:
-        """Bytes in all."""
+        """The sum of all bytes."""
         return sum(self[1:])
 
 
 def memory(model: Transformer, layout: DeviceLayout, traffic: Traffic) -> Footprint:
-    """The memory that a layout takes on the device that needs the most.
+    """Return the memory that a layout takes on the device that needs the most.
 
     Compression keeps the error of what it sends in float32, and factors or indices no larger than the message: between stages for a
     device's own part of one message, between workers for all gradients of a stage, whole on each device of the tensor axis, as
-    `decjax.reduce` does. Gossip keeps a copy of the parameters that arrive.
+    in `decjax.reduce`. Gossip keeps a copy of the received parameters.
 
     Args:
         model: what is trained; ValueError if the layout does not divide it.
@@ -53,7 +53,7 @@ def _stage_memory(model: Transformer, layout: DeviceLayout, traffic: Traffic, st
     S, K, B, method = layout.stages, layout.tensor, layout.microbatch_size(model), traffic.method
     is_last = stage == S - 1
 
-    def of_layers(devices):
+    def of_layers(devices: int) -> float:
         return by_stage(layout, layout.layers_of(model))[stage] * model.layer_parameters_on(devices) + model.width * is_last
 
     tables = (stage == 0) + (is_last and not (model.tied and S == 1))

@@ -235,11 +235,11 @@ def work(model: Transformer, layout: DeviceLayout, flops: Rate) -> Work:
     layers_U = layout.layers_of(model)
     first, last = np.eye(1, len(layers_U))[0], np.eye(1, len(layers_U), len(layers_U) - 1)[0]
     layer_s, head_s = model.layer_flops(B) / (K * flops), model.head_flops(B) / (K * flops)
-    anew = layout.remat in ("layers", "stages")
+    recomputes = layout.remat in ("layers", "stages")
     skipped_U = 1 - last if layout.remat == "stages" else 1
     # The head and the loss belong to the backward pass, which follows at once.
     forward_U = np.array(layers_U) * layer_s * skipped_U
-    backward_U = np.array(layers_U) * layer_s * (3 if anew else 2) + last * 3 * head_s
+    backward_U = np.array(layers_U) * layer_s * (3 if recomputes else 2) + last * 3 * head_s
     # Each device has 1/K of the vocabulary: the embedding's output is summed over devices, and so is the gradient of the head's input.
     reductions_U = 2 * np.array(layers_U)
     tied_apart = model.tied and S > 1
@@ -255,7 +255,7 @@ def work(model: Transformer, layout: DeviceLayout, flops: Rate) -> Work:
         model.boundary_bytes(B),
         model.boundary_bytes(B),
         tuple(reductions_U * skipped_U + first),
-        tuple(reductions_U * (2 if anew else 1) + last),
+        tuple(reductions_U * (2 if recomputes else 1) + last),
         tuple(parameters_S * model.gradient_bytes),
         embedding * model.gradient_bytes if tied_apart else 0.0,
     )

@@ -1,4 +1,4 @@
-"""Training methods as the cost model describes them: what is sent over which topology; `model` predicts their times."""
+"""Training methods as the cost model describes them: what is sent over which topology."""
 
 from collections.abc import Iterable
 import dataclasses
@@ -61,14 +61,14 @@ class Method:
 
 def graphs(names: Iterable[str], num_workers: int, local_size: int) -> tuple[dict[str, Topology], dict[str, str]]:
     """Return the named topologies that exist for a number of workers; and for the others the reason why they do not."""
-    found, refused = {}, {}
+    existing, refused = {}, {}
     for name in names:
         local = {"local_size": local_size} if "local_size" in topology_lib.options(name) else {}
         try:
-            found[name] = topology_lib.make(name, num_workers, **local)
+            existing[name] = topology_lib.make(name, num_workers, **local)
         except ValueError as error:
             refused[name] = str(error)
-    return found, refused
+    return existing, refused
 
 
 def no_communication() -> Method:

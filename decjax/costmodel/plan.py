@@ -1,4 +1,4 @@
-"""Ranks methods for a cluster and a workload, and says whether decentralized training pays there."""
+"""Rankings of methods for a cluster and a workload, and whether decentralized training pays there."""
 
 from collections.abc import Sequence
 import dataclasses
@@ -15,7 +15,7 @@ from decjax.costmodel.profile import Cluster, Jitter, Workload
 from decjax.costmodel.simulator import horizon, simulate
 from decjax.topology import Topology
 
-# Topologies that are compared by default: one or few neighbours in a round, and known to mix well.
+# Topologies that are compared by default: one or few neighbors in a round, and known to mix well.
 TOPOLOGIES = (
     "one_peer_exponential",
     "alternating_exponential_ring",
@@ -59,7 +59,7 @@ def candidates(
     codec: str = "",
     every: int = 1,
 ) -> tuple[list[Method], dict[str, str]]:
-    """Methods to compare: no communication, three forms of all-reduce, and gossip over each topology that exists for this size.
+    """Return methods to compare: no communication, three forms of all-reduce, and gossip over each topology that exists for this size.
 
     Args:
         cluster: gives the number of workers and how many share a node.
@@ -83,16 +83,16 @@ def candidates(
         *([all_reduce(n, bucketed=True, **exact)] if bucketed else []),
         all_reduce(n, overlap=True, **exact),
     ]
-    found, refused = graphs(topologies, n, cluster.workers_per_node)
-    different: dict[Any, Topology] = {}  # For few workers, many topologies are the same.
-    for topology in found.values():
+    existing, refused = graphs(topologies, n, cluster.workers_per_node)
+    different: dict[tuple, Topology] = {}  # For few workers, many topologies are the same.
+    for topology in existing.values():
         different.setdefault(topology.rounds, topology)
     return methods + [gossip(topology, order=order, **options) for topology in different.values() for order in orders], refused
 
 
 @functools.cache  # Singular values of a thousand workers take seconds, and every order of a method needs them.
 def _mixing(topology: Topology | None) -> tuple[float, int]:
-    """(spectral gap of a period, rounds in it)."""
+    """Return (spectral gap of a period, rounds in it)."""
     if topology is None:
         return 0.0, 1
     if topology.name == "complete":
@@ -101,30 +101,30 @@ def _mixing(topology: Topology | None) -> tuple[float, int]:
 
 
 def rank(cluster: Cluster, workload: Workload, methods: Sequence[Method]) -> list[Ranked]:
-    """All methods with their predicted times, fastest first; no communication precedes them, since nothing can be faster."""
+    """Return all methods with their predicted times, fastest first, after no communication, which bounds all of them."""
     reference_s = predict(cluster, workload, all_reduce(cluster.num_workers)).mean_s
-    predicted = [(method, predict(cluster, workload, method)) for method in methods]
-    ranked = [Ranked(method, found, reference_s / found.mean_s, *_mixing(method.topology)) for method, found in predicted]
+    predictions = [(method, predict(cluster, workload, method)) for method in methods]
+    ranked = [Ranked(method, each, reference_s / each.mean_s, *_mixing(method.topology)) for method, each in predictions]
     # Equally fast ones, to a tenth of a percent, are ordered by their spectral gap.
     return sorted(ranked, key=lambda r: (r.method.topology is not None, round(math.log(r.prediction.mean_s), 3), -r.gap))
 
 
 def _best(ranked: Sequence[Ranked]) -> Ranked:
-    """Of the methods within `TIE` of the fastest, the one with the largest spectral gap."""
+    """Return the method with the largest spectral gap among those within `TIE` of the fastest."""
     fastest_s = min(r.prediction.mean_s for r in ranked)
     return max((r for r in ranked if r.prediction.mean_s <= TIE * fastest_s), key=lambda r: (r.gap, -r.prediction.mean_s))
 
 
 def verdict(cluster: Cluster, workload: Workload, ranked: Sequence[Ranked]) -> str:
-    """A few sentences that say whether decentralized training pays on this cluster, and below which bandwidth it does.
+    """Return a few sentences on whether decentralized training pays on this cluster, and below which bandwidth it does.
 
-    It is compared with the fastest *synchronous* all-reduce, in one message or in buckets. All-reduce one step stale is told
-    separately, since its gradients are a step old: how much slower it is than gossip, or that it is as fast or faster. Where gossip
-    is ahead of both, the verdict ends with the shorthand that trains it.
+    It is compared with the fastest *synchronous* all-reduce, in one message or in buckets. One-step-stale all-reduce is compared
+    separately, since its gradients are a step old. Where gossip is faster than both, the verdict ends with the shorthand that trains
+    it.
 
     Args:
-        cluster: as given to `rank`.
-        workload: as given to `rank`.
+        cluster: as for `rank`.
+        workload: as for `rank`.
         ranked: from `rank`.
 
     Raises:
@@ -133,7 +133,7 @@ def verdict(cluster: Cluster, workload: Workload, ranked: Sequence[Ranked]) -> s
     reduces, mixing = [r for r in ranked if r.method.message == GRADIENTS], [r for r in ranked if r.is_gossip]
     exact, stale = [r for r in reduces if not r.method.overlap], [r for r in reduces if r.method.overlap]
     if not exact or not mixing:
-        raise ValueError("a verdict needs an all-reduce and a gossip method among those that are ranked")
+        raise ValueError("a verdict needs an all-reduce and a gossip method among those that are ranked; add them")
     reference, best = min(exact, key=lambda r: r.prediction.mean_s), _best(mixing)
     gain = reference.prediction.mean_s / best.prediction.mean_s
     stale_s = min((r.prediction.mean_s for r in stale), default=math.inf)
@@ -149,7 +149,7 @@ def verdict(cluster: Cluster, workload: Workload, ranked: Sequence[Ranked]) -> s
         elif stale:
             text += f", and {against:.2f} times as fast as one-step-stale all-reduce"
         if best.method.overlap:
-            text += ". In short trainings with 4 workers gossip that overlaps needed "
+            text += ". In short runs with 4 workers overlapped gossip needed "
             text += f"{MORE_STEPS} times all-reduce's iterations to the same loss, and with more workers it may need more"
     else:
         busy = reference.prediction.compute_s / reference.prediction.mean_s
@@ -165,7 +165,7 @@ def verdict(cluster: Cluster, workload: Workload, ranked: Sequence[Ranked]) -> s
 
 
 def _how_to_train(cluster: Cluster, method: Method) -> str:
-    """A sentence with the words of a config that choose a gossip method; none if it takes more than they say."""
+    """Return a sentence with the shorthand of a gossip method; empty if the shorthand cannot express it."""
     if not method.topology or not topology_lib.is_doubly_stochastic(method.topology) or (method.ratio != 1 and not method.codec):
         return ""
     words = [f"topology={method.topology.name}"]
@@ -177,9 +177,9 @@ def _how_to_train(cluster: Cluster, method: Method) -> str:
 
 
 def _threshold(cluster: Cluster, workload: Workload, reference: Method, best: Method, pays: bool) -> str:
-    """A sentence about the bandwidth at which the answer changes, found by bisection."""
+    """Return a sentence about the bandwidth at which the answer changes, found by bisection."""
 
-    def gain(bandwidth_Bps):
+    def gain(bandwidth_Bps: float) -> float:
         changed = _at_bandwidth(cluster, bandwidth_Bps)
         first, second = (predict(changed, workload, each, num_steps=100, num_replicas=4).mean_s for each in (reference, best))
         return first / second
@@ -203,7 +203,7 @@ def _threshold(cluster: Cluster, workload: Workload, reference: Method, best: Me
 
 
 def _links(cluster: Cluster) -> str:
-    """The field of the links whose bandwidth is varied: between nodes, or inside if there is one node."""
+    """Return the field of the links whose bandwidth is varied: between nodes, or inside if there is one node."""
     return "inter" if cluster.num_nodes > 1 else "intra"
 
 
@@ -213,7 +213,7 @@ def _at_bandwidth(cluster: Cluster, bandwidth_Bps: float) -> Cluster:
 
 
 def shown_rate(bandwidth_Bps: float) -> str:
-    """A bandwidth in bits, as "100 Mbit/s"."""
+    """Format a bandwidth in bits, as "100 Mbit/s"."""
     bits = 8 * bandwidth_Bps
     return f"{bits / 1e9:.3g} Gbit/s" if bits >= 1e9 else f"{bits / 1e6:.3g} Mbit/s"
 
@@ -239,7 +239,7 @@ def regions(
     bandwidth_Bps: Sequence[float] | np.ndarray,
     variation: Sequence[float] | np.ndarray,
 ) -> Regions:
-    """The fastest of several methods at each bandwidth and variation of compute time.
+    """Return the fastest of several methods at each bandwidth and variation of compute time.
 
     Args:
         cluster: gives everything but the bandwidth.
@@ -276,7 +276,7 @@ class Timeline(NamedTuple):
 
 
 def timeline(cluster: Cluster, workload: Workload, method: Method) -> Timeline:
-    """The times of one iteration, from a simulation in which all methods have the same compute times."""
+    """Return the times of one iteration, from a simulation in which all methods have the same compute times."""
     compute = workload.jitter.sample(np.random.default_rng(0), workload.compute_s, (SHOWN + 2, 1, cluster.num_workers))
     run = simulate(method, single_stage(cluster, workload, method), compute)
     start, computed, launched, arrived = (times[:, 0] for times in run)

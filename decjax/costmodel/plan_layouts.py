@@ -1,4 +1,4 @@
-"""Ranks layouts, workers × stages × tensor, of a model on a cluster's devices, and what to compress in each."""
+"""Rankings of layouts, workers × stages × tensor, of a model on a cluster's devices, and what to compress in each."""
 
 from collections.abc import Sequence
 import dataclasses
@@ -32,7 +32,7 @@ class RankedLayout(NamedTuple):
 def layouts(
     model: Transformer, num_devices: int, *, microbatch_size: int = 1, **options
 ) -> tuple[list[DeviceLayout], dict[str, str]]:
-    """All divisions of devices into workers × stages × tensor that the model allows.
+    """Return all divisions of devices into workers × stages × tensor that the model allows.
 
     Args:
         model: what is divided.
@@ -43,7 +43,7 @@ def layouts(
     Returns:
         The layouts, and for the others, by name, the reason why the model does not allow them.
     """
-    found, refused = [], {}
+    fitting, refused = [], {}
     divisors = [d for d in range(1, num_devices + 1) if num_devices % d == 0]
     for workers, stages in ((n, s) for n in divisors for s in divisors if num_devices % (n * s) == 0):
         tensor = num_devices // (workers * stages)
@@ -61,8 +61,8 @@ def layouts(
         except ValueError as error:
             refused[f"{workers}×{stages}×{tensor}"] = str(error)
         else:
-            found.append(layout)
-    return found, refused
+            fitting.append(layout)
+    return fitting, refused
 
 
 def compressions(
@@ -74,11 +74,11 @@ def compressions(
     boundary_rank: int = BOUNDARY_RANK,
     workers_rank: int = WORKERS_RANK,
 ) -> dict[str, Traffic]:
-    """By name: plain all-reduce, and all-reduce with more and more parts of Optimus-CC, as far as the layout has a use for them.
+    """Return, by name, plain all-reduce, and all-reduce with more and more parts of Optimus-CC that the layout has a use for.
 
     CB sends those gradients for which stages wait as low-rank matrices; FE averages a tied embedding over all its holders at once;
     SC sends low-rank gradients between workers in the first k stages, with k from `choose_compressed_stages`. On clusters with a
-    speed for each codec, theirs are those of "low_rank" and "powersgd".
+    speed for each codec, these are "low_rank" and "powersgd".
     """
     name, traffic = "all-reduce", Traffic(all_reduce(layout.workers))
     variants = {name: traffic}
@@ -101,12 +101,12 @@ def compressions(
 def gossips(
     cluster: Cluster, layout: DeviceLayout, topologies: Sequence[str], orders: Sequence[Order], boundaries: dict[str, Boundary]
 ) -> dict[str, Traffic]:
-    """By name: gossip between pipelines over each topology that exists for so many workers, with each compression of `boundaries`."""
+    """Return, by name, gossip between pipelines over each topology that exists for them, with each compression of `boundaries`."""
     local_size = max(1, cluster.workers_per_node // (layout.tensor * (layout.stages if layout.inner == "stage" else 1)))
-    found, _ = graphs(topologies if layout.workers > 1 else (), layout.workers, local_size)
+    existing, _ = graphs(topologies if layout.workers > 1 else (), layout.workers, local_size)
     return {
         f"{name} {order}{suffix}": Traffic(gossip(topology, order=order), backward=boundary)
-        for name, topology in found.items()
+        for name, topology in existing.items()
         for order in orders
         for suffix, boundary in boundaries.items()
     }
@@ -122,7 +122,7 @@ def rank_layouts(
     boundary_rank: int = BOUNDARY_RANK,
     workers_rank: int = WORKERS_RANK,
 ) -> tuple[list[RankedLayout], dict[str, str]]:
-    """All layouts, with every way to compress or to mix, by their predicted time, fastest first.
+    """Return all layouts, with every way to compress or to mix, by their predicted time, fastest first.
 
     Args:
         cluster: of as many workers as the layouts have devices, with `flops`; layouts that need more than `memory_bytes` are left out.
@@ -165,7 +165,7 @@ def rank_layouts(
 
 
 def _excess(cluster: Cluster, held: Footprint) -> str:
-    """The reason why a layout does not fit into a device's memory; empty if it fits."""
+    """Return the reason why a layout does not fit into a device's memory; empty if it fits."""
     if cluster.memory_bytes is None or held.total <= cluster.memory_bytes:
         return ""
     parts = ", ".join(f"{name} {value / 1e9:.3g}" for name, value in held._asdict().items() if name != "stage" and value)

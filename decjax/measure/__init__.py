@@ -1,4 +1,4 @@
-"""Measures how long a step, an exchange and a codec take on the devices at hand, as profiles for `decjax.costmodel`.
+"""Measured times of a step, an exchange and a codec on the available devices, as profiles for `decjax.costmodel`.
 
 profiling    what is timed, and the profile that is computed from it
 exchanges    the exchanges among it

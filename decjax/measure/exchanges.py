@@ -1,4 +1,4 @@
-"""Exchanges that are timed: of several sizes by themselves, and of the whole model beside a gradient."""
+"""Timed exchanges: of several sizes alone, and of the whole model while a gradient is computed."""
 
 from collections.abc import Callable, Sequence
 import concurrent.futures
@@ -32,17 +32,17 @@ class TimedExchange(NamedTuple):
 
 
 def layout(trainer: Trainer) -> buckets.Layout:
-    """How one worker's parameters are joined to messages."""
+    """Return how one worker's parameters are joined to messages."""
     return buckets.layout(shapes(trainer), bucket_bytes=trainer.spec.bucket_bytes)
 
 
 def shapes(trainer: Trainer) -> Any:
-    """Shapes and dtypes of one worker's parameters."""
+    """Return the shapes and dtypes of one worker's parameters."""
     return jax.eval_shape(trainer.setup.start, jax.random.key(0))
 
 
 def exchange_actions(trainer: Trainer, sizes: Sequence[int]) -> Actions:
-    """Every kind of exchange between these workers, in each of the sizes (bytes); keys are `TimedExchange`s."""
+    """Return every kind of exchange between these workers, in each of the sizes (bytes); keys are `TimedExchange`s."""
     workers, own = trainer.workers, layout(trainer)
     n, L, axis = workers.num_workers, workers.local_size, workers.axis
 
@@ -66,7 +66,7 @@ def exchange_actions(trainer: Trainer, sizes: Sequence[int]) -> Actions:
 
 
 def _sends(workers: mesh.Workers) -> dict[tuple[str, str], list[tuple[int, int]]]:
-    """Pairs (source, target) of workers that send, by (kind, scope)."""
+    """Return the pairs (source, target) of workers that send, by (kind, scope)."""
     n, L = workers.num_workers, workers.local_size
     scopes = {"inter": (n // L, L, [0]), "intra": (L, 1, range(0, n, L))}  # (members, distance between them, first ones of groups)
     return {
@@ -78,7 +78,7 @@ def _sends(workers: mesh.Workers) -> dict[tuple[str, str], list[tuple[int, int]]
 
 
 class Beside:
-    """An exchange of the model as training sends it, in parts from a thread of its own, beside a gradient.
+    """An exchange of the model as training sends it, in parts from a separate thread, while a gradient is computed.
 
     Attributes:
         kind, scope: of the exchange, as in `TimedExchange`.

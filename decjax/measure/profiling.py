@@ -1,4 +1,4 @@
-"""Measures what `decjax.costmodel` needs: a worker's step, exchanges between workers, codecs, and what compressed methods compute.
+"""Measurement of the inputs of `decjax.costmodel`: a worker's step, exchanges between workers, codecs, and compressed methods.
 
 Actions are timed in rounds, one after the other in an order that rotates, so that other load on the machines affects all of them
 alike; results are medians over rounds. All workers wait for each other before an action and start it together, so that those that
@@ -14,11 +14,11 @@ that of the whole exchange, so the workload of the profile has a single bucket.
 
 Between nodes, shifts and pairs use one worker per node, so that no two messages share a NIC; inside a node they use all workers.
 
-Where training sends from a thread of its own, the exchange of the model is also timed beside a gradient, in the parts in which training
-sends it: both need the same cores, so it takes longer.
+Where training sends from a separate thread, the exchange of the model is also timed while a gradient is computed, in the parts in which
+training sends it: both need the same cores, so it takes longer.
 
-Gossip and compressed methods are timed without their messages: all that training does beside the gradient, by its engine, where each
-worker receives what it sends itself (`silence`). What exceeds the optimizer's time is combining and coding. The time of the messages
+Gossip and compressed methods are timed without their messages: everything that training does after the gradient, by its engine, where
+each worker receives its own messages (`silence`). The time beyond the optimizer's is combining and coding. The time of the messages
 follows from their bytes.
 """
 
@@ -53,7 +53,7 @@ CODECS = ("bfloat16", "int8")  # few, since each takes seconds to compile
 
 
 class Measured(NamedTuple):
-    """What was measured, times in seconds; the same in every process.
+    """Measurements, times in seconds; the same in every process.
 
     Attributes:
         cluster: fitted to the exchanges and codecs.
@@ -63,8 +63,8 @@ class Measured(NamedTuple):
             waiting in between, [N, rounds · length of a row].
         exchange_s: times of the exchanges on the slowest worker, [rounds].
         codec_s: times of encoding and decoding on each worker, [N, rounds], by codec.
-        coding_s: times of what "gossip" and compressed methods do beside the gradient, on each worker, [N, rounds], by name.
-        beside_s: times of an exchange of the model beside a gradient, on the slowest worker, [rounds]; none where no thread sends.
+        coding_s: times of updates of "gossip" and compressed methods without messages, on each worker, [N, rounds], by name.
+        beside_s: times of an exchange of the model while a gradient is computed, on the slowest worker, [rounds]; empty without a thread.
     """
 
     cluster: Cluster
@@ -78,7 +78,7 @@ class Measured(NamedTuple):
 
 
 def check(spec: config_lib.RunSpec) -> None:
-    """Raises a ConfigError for a run without two workers on a device each, and with the whole model; `workers` may be 0 (automatic)."""
+    """Raise a ConfigError unless a run has at least two workers of one device each, with the whole model; `workers` may be 0."""
     if spec.simulate:
         raise ConfigError(
             "simulate=True: simulated workers send nothing that could be timed; leave it out, and use two or more devices"
@@ -97,7 +97,7 @@ def check(spec: config_lib.RunSpec) -> None:
 
 
 def prepare(spec: config_lib.RunSpec) -> Trainer:
-    """A trainer with the model, data, optimizer and workers of a run, to be measured; the run's method does not matter.
+    """Return a trainer with the model, data, optimizer and workers of a run, to be measured; the run's method does not matter.
 
     Raises:
         ConfigError: if the run has nothing to time, or there are too few devices, or too little memory or data.
@@ -108,11 +108,11 @@ def prepare(spec: config_lib.RunSpec) -> Trainer:
     return Trainer(spec.replace(method=local, optimizer=optimizer, mixer=None, topology=None, reducer=None, engine="auto"))
 
 
-# -- What is timed ----------------------------------------------------------------------------------------------------
+# -- Timed actions ----------------------------------------------------------------------------------------------------
 
 
 def step_actions(trainer: Trainer) -> Actions:
-    """The parts of a training step, "forward", "gradient" and "optimizer", each a program of its own on all workers."""
+    """Return the parts of a training step, "forward", "gradient" and "optimizer", each a separate program on all workers."""
     workers, key = trainer.workers, jax.random.key(trainer.spec.seed)
     state, batches = trainer.init(), [trainer.batch(step) for step in range(BATCHES)]
 
@@ -141,7 +141,7 @@ def step_actions(trainer: Trainer) -> Actions:
 
 
 def codec_actions(trainer: Trainer) -> Actions:
-    """Encoding and decoding of the model's buckets, by the codec's name."""
+    """Return the encoding and decoding of the model's buckets, by the codec's name."""
     workers = trainer.workers
     vectors = [
         workers.build(lambda worker, size=bucket.size: np.linspace(-1, 1, size, dtype=np.float32))
@@ -182,7 +182,7 @@ class Form(NamedTuple):
 
 
 def form(name: str, spec: config_lib.RunSpec) -> Form:
-    """A compressed method to be measured, with its message sizes from the bytes that it declares and the collectives of its update.
+    """Return a compressed method to be measured, with its message sizes from the bytes that it declares and the collectives of its update.
 
     Args:
         name: its name in the profile.
@@ -212,19 +212,19 @@ def form(name: str, spec: config_lib.RunSpec) -> Form:
 
 
 def _silent_update(trainer: Trainer, phase: int | None = None, sums: list[float] | None = None) -> Callable[..., Any]:
-    """The update of a worker, without its messages: all that it computes after its gradient."""
+    """Return the update of a worker, without its messages: all that it computes after its gradient."""
     return silence.silent(functools.partial(trainer.step_parts.update, phase=phase), trainer.workers.axis, sums)
 
 
 def gossip(trainer: Trainer) -> Form:
-    """Gossip that compresses nothing, in order "awc" over one neighbour, with the model, data and optimizer of the run."""
+    """Return uncompressed gossip, in order "awc" over one neighbor, with the model, data and optimizer of the run."""
     method, mixer = (config_lib.Choice(name, registry.complete(kind, name, {})) for kind, name in GOSSIP.items())
     spec = trainer.spec.replace(method=method, mixer=mixer, topology="one_peer_exponential")
     return Form("gossip", Trainer(spec), (0,), 1.0, 1.0)
 
 
 def coding_actions(forms: Sequence[Form]) -> Actions:
-    """What methods do beside their gradient, without their messages, as training does it; by (name, phase)."""
+    """Return the updates of methods without their messages, as training runs them, by (name, phase)."""
     actions = {}
     for name, trainer, phases, *_ in forms:
         state = [trainer.init()]
@@ -241,11 +241,11 @@ def coding_actions(forms: Sequence[Form]) -> Actions:
     return actions
 
 
-# -- What it comes to -------------------------------------------------------------------------------------------------
+# -- Results ----------------------------------------------------------------------------------------------------------
 
 
 def sizes_up_to_model(trainer: Trainer) -> tuple[int, ...]:
-    """Sizes of exchanges to time, in bytes, ascending; the largest is the model's, or 1 MiB for a smaller model."""
+    """Return the sizes of exchanges to time, in bytes, ascending; the largest is the model's, or 1 MiB for a smaller model."""
     largest = max(exchanges.layout(trainer).num_bytes, LEAST_BYTES)
     return tuple(largest // RATIO**k for k in reversed(range(SIZES)))
 
@@ -260,7 +260,7 @@ def measure(
     rounds: int | None = None,
     note: Callable[[int, int], None] = lambda done, total: None,
 ) -> Measured:
-    """Measures a worker's step, exchanges and codecs, and fits a profile to them. A collective.
+    """Measure a worker's step, exchanges and codecs, and fits a profile to them. A collective.
 
     Args:
         trainer: from `prepare`.
@@ -319,12 +319,12 @@ def _own_share(step_s: dict[str, np.ndarray], rounds: int) -> float:
 
 
 def _usual_s(times_NxR: np.ndarray, share: float) -> float:
-    """The median over steps of what workers take that keep only a `share` of their lead over the slowest."""
+    """Return the median over steps of the times of workers that keep only a `share` of their lead over the slowest."""
     return float(np.median(fit.shared(times_NxR, share).mean(axis=0)))
 
 
 def _workload(step_s: dict[str, np.ndarray], total_bytes: int, share: float, gossip_s: float) -> Workload:
-    """The workload of a step; combining is what gossip does, in `gossip_s` seconds, beyond the optimizer."""
+    """Return the workload of a step; combining is the part of gossip's `gossip_s` seconds beyond the optimizer."""
     forward_s, gradient_s, optimizer_s = (_usual_s(step_s[part], share) for part in ("forward", "gradient", "optimizer"))
     combine_s = max(0.0, gossip_s - optimizer_s)
     backward_s, jitter = max(0.0, gradient_s - forward_s), fit.fit_jitter(fit.shared(step_s["gradient"], share))
@@ -332,7 +332,7 @@ def _workload(step_s: dict[str, np.ndarray], total_bytes: int, share: float, gos
 
 
 def _compressed(form: Form, update_s: float, workload: Workload) -> Compressed:
-    """A compressed method for the profile; its time is that beyond the optimizer and the combining, which the cost model adds."""
+    """Return a compressed method for the profile; the cost model adds the time of the optimizer and of combining."""
     topology, num_workers = form.trainer.setup.topology, form.trainer.workers.num_workers
     known_s = workload.optimizer_s + (workload.combine_s if topology else 0.0)
     coding_s = max(0.0, update_s - known_s)

@@ -1,4 +1,4 @@
-"""Timing: all workers start an action together, and all actions are timed in rounds, in an order that rotates."""
+"""Timing of actions that all workers start together, in rounds, in an order that rotates."""
 
 from collections.abc import Callable, Sequence
 import time
@@ -16,7 +16,7 @@ Actions = dict[Any, Callable[[], Any]]  # what is timed -> a function that dispa
 
 
 class Stopwatch:
-    """Times actions that all workers start together."""
+    """A stopwatch for actions that all workers start together."""
 
     def __init__(self, workers: mesh.Workers):
         self._workers = workers
@@ -25,12 +25,14 @@ class Stopwatch:
         self.meet()  # CPU processes must connect within half a minute, so before one of them compiles for longer.
 
     def meet(self) -> None:
-        """Waits until all workers have called it."""
+        """Wait until all workers have called it."""
         jax.block_until_ready(self._meet(self._token))
 
     def time(self, action: Callable[[], Any], repeats: int = 1, in_a_row: bool = False) -> list[float]:
-        """Seconds of each repeat in this process, from dispatch to completion; all workers start each of them together, or the first
-        of those that are `in_a_row`."""
+        """Return the seconds of each repeat in this process, from dispatch to completion.
+
+        All workers start each repeat together, or only the first if `in_a_row`.
+        """
         times_s = []
         for index in range(repeats):
             if not (in_a_row and index):
@@ -41,7 +43,7 @@ class Stopwatch:
         return times_s
 
     def gather(self, times_s: Sequence[float]) -> np.ndarray:
-        """The R times of each process, for every worker: [N, R]. A collective."""
+        """Return the R times of each process, for every worker: [N, R]. A collective."""
         own = np.asarray(times_s, np.float32)
         return self._workers.fetch(self._workers.build(lambda worker: own)).astype(float)
 
@@ -49,7 +51,7 @@ class Stopwatch:
 def take_rounds(
     watch: Stopwatch, actions: Actions, seconds: float, rounds: int | None, note: Callable[[int, int], None]
 ) -> dict[Any, np.ndarray]:
-    """Seconds of every action, [N, R], timed in R rounds, and of gradients in a row, "in a row", [N, R · steps of a row].
+    """Return the seconds of every action, [N, R], timed in R rounds, and of gradients in a row, "in a row", [N, R · steps of a row].
 
     Args:
         watch: a stopwatch of the workers.

@@ -1,4 +1,4 @@
-"""Which device does what, where links and devices are not alike: arXiv 2206.01288 (DT-FM). NumPy and SciPy only.
+"""Placement of a job on devices that differ in links, speed or memory: arXiv 2206.01288 (DT-FM). NumPy and SciPy only.
 
     links    networks as matrices of latency and bandwidth, and their files
     cost     seconds of an iteration's messages for a layout of stages × workers

@@ -1,7 +1,7 @@
-"""Which of the devices of a network take part, and the placement of a job on them, with its file.
+"""The choice of the devices of a network that take part, and the placement of a job on them, with its file.
 
-A device takes part if its memory holds a stage. All wait for the slowest, so that of devices of different speed the slow ones may
-better be left out: for each speed the devices that are at least as fast are a choice, and of too many the farthest are left out.
+A device can take part if its memory holds a stage. All devices wait for the slowest, so leaving out slow ones may be faster. For each
+speed the devices that are at least as fast are a candidate; if they are too many, the farthest are left out.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,13 +27,13 @@ class Placement(NamedTuple):
     """Where a job runs."""
 
     layout: np.ndarray  # devices of the links, [S, W]: row s computes stage s, column w is worker w
-    compute_s: float  # of the slowest device; 0: nothing is known of their speed
+    compute_s: float  # of the slowest device; 0: unknown
     messages_s: float  # of an iteration
     tried: int  # layouts
 
     @property
     def seconds(self) -> float:
-        """Of an iteration that computes first and sends then; a bound for one that does both at a time."""
+        """Seconds of an iteration that computes and then sends; a bound for one in which these overlap."""
         return self.compute_s + self.messages_s
 
 
@@ -74,8 +74,8 @@ def choices(links: Links, job: Job, stage_flop: float = 0.0, stage_bytes: float 
             f"flops: {len(sizes)} speeds make as many choices of {count} devices, with {pairs:.2g} links together, and at most "
             f"{MAX_PAIRS:.2g} can be searched; round flops, so that fewer differ, or place the job on more of the devices"
         )
-    found = [among([i for i in able if flops[i] >= speed]) for speed in sizes]
-    return [Candidates(devices, stage_flop / float(flops[devices].min())) for devices in found]
+    groups = [among([i for i in able if flops[i] >= speed]) for speed in sizes]
+    return [Candidates(devices, stage_flop / float(flops[devices].min())) for devices in groups]
 
 
 def nearest(far_s: np.ndarray, devices: Sequence[int], count: int) -> list[int]:
@@ -105,13 +105,13 @@ def place_among(
     network_of: Callable[[list[int]], Network], search: Callable[[Network], Placed], among: Sequence[Candidates]
 ) -> Placement:
     """Return the best placement that a search finds on any of the candidates, whose networks `network_of` makes."""
-    found = []
+    placements = []
     for choice in among:
         placed = search(network_of(choice.devices))
         layout = np.array(choice.devices)[placed.layout]
-        found.append(Placement(layout, choice.compute_s, placed.seconds, placed.tried))
-    best = min(found, key=lambda placement: placement.seconds)
-    return best._replace(tried=sum(placement.tried for placement in found))
+        placements.append(Placement(layout, choice.compute_s, placed.seconds, placed.tried))
+    best = min(placements, key=lambda placement: placement.seconds)
+    return best._replace(tried=sum(placement.tried for placement in placements))
 
 
 # -- Files ------------------------------------------------------------------------------------------------------------

@@ -1,8 +1,8 @@
 """Clusters of devices, each of which holds the whole model: arXiv 2401.01728 (Ravnest), section 3.
 
-A cluster is a pipeline; clusters average their parameters now and then. Many clusters take more examples at a time, and near devices
-wait less for each other. So clusters are as small as their memory allows, and of devices with fast links between them. A device's
-share of the model is that of its memory. The paper's own search is genetic; here clusters grow one after the other.
+A cluster is a pipeline; clusters average their parameters periodically. More clusters process more examples at a time, and near devices
+wait less for each other. So clusters are as small as their memory allows, with fast links inside. Devices divide the model by their
+memory. The paper's search is genetic; here clusters grow one after the other.
 """
 
 import itertools
@@ -20,7 +20,7 @@ class DeviceCluster(NamedTuple):
 
     devices: list[int]  # in the order of the pipeline
     shares: np.ndarray  # of the model's bytes that each holds, in the same order; they sum up to 1
-    slowest_Bps: float  # the least bandwidth between neighbours, in the slower direction; inf of a single device
+    slowest_Bps: float  # the least bandwidth between neighbors, in the slower direction; inf of a single device
 
 
 def clusters(links: Links, model_bytes: float) -> list[DeviceCluster]:

@@ -1,10 +1,10 @@
-"""Seconds that an iteration's messages take, for devices that are laid out as stages × workers on a network.
+"""The seconds of an iteration's messages, for devices that are laid out as stages × workers on a network.
 
 A *layout* is an array of devices, [S, W]: row s computes stage s, and column w is worker w, a pipeline of S devices. Messages are
 
     all-reduce    each device of a row owns 1/W of its stage's parameters and exchanges with every other of the row, one after the
                   other: row s takes max_i Σ_j (α_ij + α_ji + (b/W)(1/β_ij + 1/β_ji)), and rows do so at the same time
-    gossip        in each round groups of L workers average as above, if L > 1; then a device sends b/L to its neighbours, one after
+    gossip        in each round groups of L workers average as above, if L > 1; then a device sends b/L to its neighbors, one after
                   the other: max_i Σ_j (α_ij + b/(L β_ij)). The mean over a period of rounds
     pipeline      Σ_s max_w (α + a/β) of the link from stage s to s + 1, forward, and of the link back
 
@@ -39,7 +39,7 @@ class Job:
     Args:
         workers: W.
         stages: S.
-        gradient_bytes: b, of the parameters of one stage: what all-reduce averages, or gossip sends to one neighbour.
+        gradient_bytes: b, of the parameters of one stage: what all-reduce averages, or gossip sends to one neighbor.
         activation_bytes: a, that a stage sends to the next one, and as many back; with S = 1, nothing.
         topology: of gossip between W workers; None: all-reduce.
 
@@ -207,11 +207,11 @@ class Network:
     def between_s(self, layout: np.ndarray) -> np.ndarray:
         """Return the seconds between every two rows, [S, S], if the best matching joins them."""
         rows = [tuple(row) for row in np.sort(layout, axis=1).tolist()]
-        found = np.zeros((len(rows), len(rows)))
+        pairs_SxS = np.zeros((len(rows), len(rows)))
         for i, row in enumerate(rows):
             for j in range(i):
-                found[i, j] = found[j, i] = self.pairs_s(*sorted((row, rows[j])))
-        return found
+                pairs_SxS[i, j] = pairs_SxS[j, i] = self.pairs_s(*sorted((row, rows[j])))
+        return pairs_SxS
 
     def pipeline_s(self, layout: np.ndarray) -> float:
         """Return the seconds of the links between stages; with all-reduce, in the best order of rows and columns."""

@@ -1,4 +1,4 @@
-"""Measures the link of every pair of workers, both ways, in few rounds: in each round every worker has one partner at most.
+"""Measurement of the link of every pair of workers, both ways, in few rounds: in each round a worker has at most one partner.
 
 The pairs of a round are a matching of the complete graph; N − 1 matchings have all pairs (N of them if N is odd). In a round one of
 each pair sends and the other receives, and then the other way round. Messages of two sizes give latency and bandwidth of
@@ -19,18 +19,18 @@ ROUNDS = 5
 
 
 def matchings(N: int) -> list[list[tuple[int, int]]]:
-    """All pairs of N in as few matchings as there can be: one stays where it is, the others rotate around it."""
-    seats = [*range(N), *([-1] if N % 2 else [])]  # Whoever sits opposite to −1 rests.
-    found = []
+    """Return all pairs of N in the fewest matchings: one member keeps its seat, the others rotate around it."""
+    seats = [*range(N), *([-1] if N % 2 else [])]  # The one opposite to −1 rests.
+    matchings = []
     for _ in range(len(seats) - 1):
         pairs = zip(seats[: len(seats) // 2], reversed(seats))
-        found.append([(one, other) for one, other in pairs if min(one, other) >= 0])
+        matchings.append([(one, other) for one, other in pairs if min(one, other) >= 0])
         seats = [seats[0], seats[-1], *seats[1:-1]]
-    return found
+    return matchings
 
 
 def measure_links(workers: mesh.Workers, sizes: Sequence[int], rounds: int = ROUNDS, flops: np.ndarray | None = None) -> Links:
-    """The links between workers, each of which has a process of its own. A collective.
+    """Measure the links between workers, each of which has a separate process. A collective.
 
     Args:
         workers: N of them.
@@ -39,7 +39,7 @@ def measure_links(workers: mesh.Workers, sizes: Sequence[int], rounds: int = ROU
         flops: what each worker sustains, if that was measured.
 
     Raises:
-        ConfigError: if workers share a process: its times would not be theirs.
+        ConfigError: if workers share a process, which cannot time each of them.
         ValueError: if a larger message does not take longer.
     """
     N = workers.num_workers
@@ -64,7 +64,7 @@ def measure_links(workers: mesh.Workers, sizes: Sequence[int], rounds: int = ROU
 
 
 def line(small_s: np.ndarray, large_s: np.ndarray, small: int, large: int) -> tuple[np.ndarray, np.ndarray]:
-    """(α in seconds, β in bytes per second) of t = α + b/β through the times of two messages, [N, N]; diagonals do not count."""
+    """Return (α in seconds, β in bytes per second) of t = α + b/β through the times of two messages, [N, N]; diagonals do not count."""
     longer_s = large_s - small_s
     if (wrong := np.argwhere((longer_s <= 0) & ~np.eye(len(longer_s), dtype=bool))).size:
         i, j = wrong[0]
