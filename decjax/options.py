@@ -159,8 +159,9 @@ def check_choice(what: str, value: Any, choices: tuple[str, ...]) -> None:
 
 def check_range(what: str, value: Any, allowed: Range | None) -> None:
     """Raise a ValueError if a number lies outside its range. Traced numbers are not checked."""
-    if allowed and isinstance(value, numbers.Real) and not isinstance(value, bool) and float(value) not in allowed:
-        is_huge = float(value) > LARGEST == allowed.high
+    number = typing.cast(float, value)  # Converted, a huge whole number would overflow.
+    if allowed and isinstance(value, numbers.Real) and not isinstance(value, bool) and number not in allowed:
+        is_huge = number > LARGEST == allowed.high
         raise ValueError(f"{what}={shown(value)} must be {f'at most {LARGEST}' if is_huge else allowed}")
 
 

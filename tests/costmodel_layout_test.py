@@ -217,7 +217,7 @@ def test_parts_of_the_time_sum_up():
 
 
 def hop_of(cluster, layout, load, send, **traffic):
-    return iteration.Pipeline(cluster, load, layout, Traffic(all_reduce(layout.workers), **traffic)).hop(send)
+    return iteration.PipelineCosts(cluster, load, layout, Traffic(all_reduce(layout.workers), **traffic)).hop(send)
 
 
 def test_placement_decides_which_link_a_message_takes():

@@ -132,7 +132,7 @@ def take_turns(ready_s: Sequence[float], exchanges: Sequence[StageExchange]) -> 
 
 
 @dataclasses.dataclass(frozen=True)
-class Pipeline:
+class PipelineCosts:
     """The costs of an iteration of a layout; arguments as those of `predict_layout`."""
 
     cluster: Cluster
@@ -277,7 +277,7 @@ class Pipeline:
         return float(boundary_S.max()), workers_bytes, self.load.embedding_bytes * shares
 
 
-def _mean_s(pipelines: Sequence[Pipeline], ready_S: np.ndarray) -> list[float]:
+def _mean_s(pipelines: Sequence[PipelineCosts], ready_S: np.ndarray) -> list[float]:
     """Return the seconds of an iteration, mean over phases and local steps, of pipelines that differ only in what they send."""
     load, method = pipelines[0].load, pipelines[0].traffic.method
     computed_s, codec_s, costs_s = zip(*(pipeline.as_one_device(ready_S.tolist()) for pipeline in pipelines))
@@ -343,7 +343,7 @@ def predict_layout(cluster: Cluster, load: Work, layout: DeviceLayout, traffic: 
         >>> f"{prediction.compute_s:.2f} {prediction.time_s:.2f}"
         '1.81 2.45'
     """
-    pipeline = Pipeline(cluster, load, layout, traffic)
+    pipeline = PipelineCosts(cluster, load, layout, traffic)
     ends_ZxS = pipeline.ends_ZxS()
     passes_U = np.array(load.forward_s) + np.array(load.backward_s)
     compute_s = layout.microbatches * max(by_stage(layout, passes_U)) + load.optimizer_s
@@ -368,6 +368,6 @@ def choose_compressed_stages(cluster: Cluster, load: Work, layout: DeviceLayout,
         The smallest k whose time is within the fraction `GAIN` of the best, and the seconds of an iteration for k = 0, 1, … S.
     """
     variants = [dataclasses.replace(traffic, compressed_stages=k) for k in range(layout.stages + 1)]
-    pipelines = [Pipeline(cluster, load, layout, variant) for variant in variants]
+    pipelines = [PipelineCosts(cluster, load, layout, variant) for variant in variants]
     times_s = tuple(_mean_s(pipelines, pipelines[0].ends_ZxS()[-1]))
     return next(k for k, time_s in enumerate(times_s) if time_s <= (1 + GAIN) * min(times_s)), times_s
