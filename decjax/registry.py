@@ -152,9 +152,9 @@ _fallbacks: dict[str, tuple[Callable[[str], Callable | None], Callable[[], tuple
 
 
 def register(kind: str, name: str, **traits: Any) -> Callable[[F], F]:
-    """A decorator that registers a factory under a kind and a name, with traits.
+    """Register a function that makes a part under a kind and a name, with traits; a decorator.
 
-    It returns the factory with a check of its arguments' types, whose results `finish` may change.
+    The function is returned with checks of its arguments; `finish` may change its results.
 
     Raises:
         ValueError: if the kind is unknown, another part has the name, or a parameter is neither context nor has a default.
@@ -238,7 +238,7 @@ def _class_traits(cls: type[Part]) -> dict[str, Any]:
 
 
 def options_of(factory: Callable) -> dict[str, Option]:
-    """The options of a function, or of a dataclass as its fields, by name, without those that no config can hold."""
+    """Return the options of a function, or of a dataclass as its fields, by name, without those that no config can hold."""
     told = _help(factory)
     variadic = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
     return {
@@ -266,7 +266,7 @@ def _unchanged(made: Any, given: Mapping[str, Any]) -> Any:
 
 
 def fallback(kind: str, find: Callable[[str], Callable | None], names: Callable[[], tuple[str, ...]]) -> None:
-    """Adds a second source of factories to a kind, used for names that are not registered, as those of another library.
+    """Add a second source of factories to a kind, for names that are not registered, such as those of another library.
 
     Args:
         kind: one of `KINDS`.
@@ -277,7 +277,7 @@ def fallback(kind: str, find: Callable[[str], Callable | None], names: Callable[
 
 
 def names(kind: str) -> tuple[str, ...]:
-    """The names of all parts of a kind; those of `decjax.contrib`, then those of other libraries come last."""
+    """Return the names of all parts of a kind; those of `decjax.contrib`, then those of other libraries come last."""
     _search(kind)
     _search_contrib()
     own = tuple(sorted(_parts[kind], key=lambda name: _parts[kind][name].factory.__module__.startswith(CONTRIB)))
@@ -285,7 +285,7 @@ def names(kind: str) -> tuple[str, ...]:
 
 
 def part(kind: str, name: str) -> Entry:
-    """The part of that kind and name; ValueError if there is none."""
+    """Return the part of that kind and name; a ValueError if there is none."""
     _search(kind)
     if isinstance(name, str) and name not in _parts[kind]:
         _search_contrib()
@@ -299,20 +299,22 @@ def part(kind: str, name: str) -> Entry:
 
 
 def partners(kind: str, name: str, other: str) -> tuple[str, ...]:
-    """The parts of another kind that a part goes with; it is enough that one of the two names the other in a trait.
+    """Return the parts of another kind that a part goes with; it is enough that one of the two names the other in a trait.
 
-    Tasks and models are such: a task has the trait `models`, and a model may have the trait `tasks`.
+    Tasks and models are such: a task has the trait `models`, and a model may have the trait `tasks`. Contrib is not searched: its
+    tasks and models are imported together.
 
     Example:
         >>> partners("model", "decoder", "task")
         ('lm',)
     """
     named = part(kind, name).traits.get(f"{other}s", ())
-    return tuple(each for each in names(other) if each in named or name in part(other, each).traits.get(f"{kind}s", ()))
+    _search(other)
+    return tuple(each for each, entry in _parts[other].items() if each in named or name in entry.traits.get(f"{kind}s", ()))
 
 
 def parse(what: str, text: str) -> tuple[str, dict[str, Any]]:
-    """The name and options in a call form, `name` or `name(key=value, …)`.
+    """Return the name and options in a call form, `name` or `name(key=value, …)`.
 
     Values are Python literals; bare words and nested calls are kept as text.
 
@@ -354,7 +356,7 @@ def literal(text: str) -> Any:
 
 
 def split(text: str) -> list[str]:
-    """The parts of a text between commas, except for those inside brackets: codec=topk(fraction=0.01,values=int4) is one part."""
+    """Return the parts of a text between commas, except for those inside brackets: codec=topk(fraction=0.01,values=int4) is one part."""
     parts: list[str] = []
     for piece in text.split(","):
         if parts and parts[-1].count("(") > parts[-1].count(")"):
@@ -365,12 +367,12 @@ def split(text: str) -> list[str]:
 
 
 def call(name: str, options: Mapping[str, Any]) -> str:
-    """The call form "name(key=value,…)" of a name and options, which `parse` reads."""
+    """Return the call form "name(key=value,…)" of a name and options, which `parse` reads."""
     return f"{name}({','.join(f'{key}={shown(value)}' for key, value in options.items())})" if options else name
 
 
 def complete(kind: str, name: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """All options of a part: the given values, checked and converted to their type, and the defaults of the others.
+    """Return all options of a part: the given values, checked and converted to their type, and the defaults of the others.
 
     An unknown option, a value of the wrong type, or an option without default that is not given raises ValueError.
     """
@@ -386,7 +388,7 @@ def complete(kind: str, name: str, given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def fill(what: str, given: Mapping[str, Any], known: Mapping[str, Option]) -> dict[str, Any]:
-    """A value for each known option: the given one, checked, or its default. `what` precedes the option's name in errors."""
+    """Return a value for each known option: the given one, checked, or its default. `what` precedes the option's name in errors."""
     return {
         name: checked(f"{what}{name}", given[name], option) if name in given else option.default
         for name, option in known.items()
@@ -395,7 +397,7 @@ def fill(what: str, given: Mapping[str, Any], known: Mapping[str, Option]) -> di
 
 
 def make(kind: str, chosen: Any, /, *context: Any, **given: Any) -> Any:
-    """Builds a part: what its factory returns.
+    """Make a part.
 
     Args:
         kind: one of `KINDS`.
@@ -445,7 +447,7 @@ def _check_kind(kind: str) -> None:
 
 @functools.cache
 def _search(kind: str) -> None:
-    """Imports every module of the kind's package, which registers its parts."""
+    """Import every module of the kind's package, which registers its parts."""
     _check_kind(kind)
     package = importlib.import_module(KINDS[kind].home)
     for module in pkgutil.iter_modules(getattr(package, "__path__", ())):
@@ -484,7 +486,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def checked(what: str, value: Any, option: Option) -> Any:
-    """A value of an option, in the option's type; a ValueError names it by `what` if it has another type.
+    """Return a value of an option, in the option's type; a ValueError names it by `what` if it has another type.
 
     Where None is a value, "auto", "none" and "" stand for it. Whole numbers become floats and lists tuples where the type is such.
     """
@@ -520,6 +522,6 @@ def _is_of(kind: type, value: Any) -> bool:
 
 @functools.cache
 def _search_contrib() -> None:
-    """Imports the packages of `decjax.contrib`, which registers their parts."""
+    """Import the packages of `decjax.contrib`, which registers their parts."""
     for module in pkgutil.iter_modules(importlib.import_module(CONTRIB).__path__):
         importlib.import_module(f"{CONTRIB}.{module.name}")
