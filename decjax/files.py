@@ -63,38 +63,41 @@ def read_json(path: str | os.PathLike) -> dict[str, Any]:
     Raises:
         ValueError: if there is none; its text is the reason without the path.
     """
+    problem, content = f"it is larger than {MAX_JSON_BYTES >> 20} MB", None
     try:
         with open_regular(path) as file:
             text = file.read(MAX_JSON_BYTES + 1)
     except OSError as error:
-        raise ValueError(error.strerror) from error
-    if len(text) > MAX_JSON_BYTES:
-        raise ValueError(f"it is larger than {MAX_JSON_BYTES >> 20} MB")
-    content = parse_json(text)
+        text, problem = b"", error.strerror
+    else:
+        if len(text) <= MAX_JSON_BYTES:
+            content = parse_json(text)
+            problem = f"it holds a {type(content).__name__} instead of a JSON object"
     if not isinstance(content, dict):
-        raise ValueError(f"it holds a {type(content).__name__} instead of a JSON object")
+        raise ValueError(problem)
     return content
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Return the value of a JSON text; raise a one-line ValueError if it is invalid or nested too deeply."""
+    """Return the value of a JSON text; a ValueError of one line is raised if it is invalid or nested too deeply."""
+    problem, content = "", None
     try:
         content = json.loads(text, object_pairs_hook=_unique_fields)
     except RecursionError:
-        raise ValueError(_TOO_DEEP) from None
+        problem = _TOO_DEEP
     except ValueError as error:
-        raise ValueError(" ".join(str(error).split())) from error
+        problem = " ".join(str(error).split())
     level = [content]
     for _ in range(MAX_JSON_DEPTH + 1):
         level = [value for value in level if isinstance(value, dict | list)]
         level = [inner for value in level for inner in (value.values() if isinstance(value, dict) else value)]
-    if level:
-        raise ValueError(_TOO_DEEP)
+    if problem or level:
+        raise ValueError(problem or _TOO_DEEP)
     return content
 
 
 def _unique_fields(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return a JSON object; raise a ValueError for a duplicate name, of which Python's parser would keep the last value."""
+    """Return a JSON object without duplicate names, of which Python's parser would keep the last value."""
     fields = dict(pairs)
     if len(fields) < len(pairs):
         names = [name for name, _ in pairs]

@@ -46,6 +46,8 @@ class Range:
 
     def __str__(self) -> str:
         high = math.inf if self.high == LARGEST else self.high
+        if self.low == self.high:
+            return f"{self.low:.15g}"
         bounds = [f"{'more than' if self.above else 'at least'} {self.low:.15g}"] if self.low > -math.inf else []
         bounds += [f"{'less than' if self.below else 'at most'} {high:.15g}"] if high < math.inf else []
         return " and ".join(bounds + ([f"a multiple of {self.multiple}"] if self.multiple else []))

@@ -172,7 +172,7 @@ def test_what_does_not_fit_is_refused():
     assert rows and all(r.memory.total <= limit for r in rows)
     assert any(" with one_peer_exponential awc" in name for name in refused)  # what arrives needs room
     assert all(f"and has {limit / 1e9:.3g}; use more stages" in reason and "\n" not in reason for reason in refused.values())
-    with pytest.raises(ValueError, match="has no flops"):
+    with pytest.raises(ValueError, match="the cluster's flops=None must be a number"):
         plan_layouts.rank_layouts(SLOW, GPT, found)
 
 
@@ -338,8 +338,8 @@ def workload_with(**fields):
 @pytest.mark.parametrize(
     "content, args, problem",
     [
-        ("[" * 100_000, (), "cannot be read as JSON (it is nested more than 64 levels deep"),
-        ('{"a":' * 100_000, (), "cannot be read as JSON (it is nested more than 64 levels deep"),
+        ("[" * 100_000, (), "cannot be read as JSON: it is nested more than 64 levels deep"),
+        ('{"a":' * 100_000, (), "cannot be read as JSON: it is nested more than 64 levels deep"),
         (profile_with(flops=10**400), ("--model=params=1e6,tokens=10",), "must be at least 1e-18 and at most 1e+18"),
         (profile_with(num_nodes=10**9), (DATA,), "workers=8000000000: their graphs"),
         (profile_with(num_nodes=10**9), (f"--model={SIZES}",), "use --devices=4096"),
@@ -374,7 +374,7 @@ def workload_with(**fields):
         (None, (DATA, "--ratio=1e-300"), "ratio=1e-300 must be at least 1e-18"),
         (None, (f"--model={SIZES}", "--flops=1e-300"), "flops=1e-300 must be at least 1e-18"),
         (None, (f"--model={SIZES}", "--flops=nan"), "--flops=nan must be a finite number; give one"),
-        (None, (f"--model={SIZES.replace('batch=32', 'batch=1e9')}",), "are more passes than the"),
+        (None, (f"--model={SIZES.replace('batch=32', 'batch=1e9')}",), "stages × chunks × microbatches="),
         (None, (f"--model={SIZES.replace('depth=4', 'depth=1e17')}",), "depth=100000000000000000 must be at least 1 and at most"),
         (None, (f"--model={SIZES}", "--schedule=interleaved", f"--chunks={10**12}", "--devices=1", "--top=0"), "--top"),
     ],

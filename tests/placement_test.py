@@ -277,11 +277,11 @@ def test_impossible_files_are_refused(tmp_path, content, message):
 @pytest.mark.parametrize(
     "make, message",
     [
-        (lambda: placement.Network(make_links(8), placement.Job(3, 2)), "3 workers × 2 stages are 6 devices, and the links have 8"),
+        (lambda: placement.Network(make_links(8), placement.Job(3, 2)), "workers × stages=6 must be 8"),
         (lambda: placement.Job(1, 17), "stages=17 must be at least 1 and at most 16"),
         (lambda: placement.Job(0), "workers=0 must be at least 1"),
         (lambda: placement.Job(2, gradient_bytes=-1), "gradient_bytes=-1 must be at least 0"),
-        (lambda: placement.Job(4, topology=topology.make("ring", 3)), "topology is for 3 workers, and workers=4"),
+        (lambda: placement.Job(4, topology=topology.make("ring", 3)), "the topology's workers=3 must be 4"),
     ],
 )
 def test_job_that_does_not_fit_is_refused(make, message):
@@ -364,9 +364,7 @@ def test_too_many_speeds_are_refused(monkeypatch):
     monkeypatch.setattr(placement.choice, "MAX_PAIRS", 8**2 + 7**2)
     given, job = even_links(8, flops=np.arange(1.0, 9)), placement.Job(7, gradient_bytes=1e6)
     assert len(placement.choice.choices(given, job, stage_flop=1.0)) == 2
-    with pytest.raises(
-        ValueError, match="flops: 3 speeds make as many choices of 6 devices, with 1.5e.02 links .* at most 1.1e.02"
-    ):
+    with pytest.raises(ValueError, match="flops: links in the candidates of 3 speeds=149 must be at least 0 and at most 113"):
         placement.choice.choices(given, placement.Job(6), stage_flop=1.0)
 
 
@@ -416,7 +414,7 @@ def test_a_placement_is_read_as_the_order_of_a_mesh(tmp_path):
     order = placement.load_device_order(path)
     assert order.of(workers=2, stages=2) == [3, 2, 1, 0]
     assert order.of(workers=2, stages=2, tensor=2) == [6, 7, 4, 5, 2, 3, 0, 1]
-    with pytest.raises(ValueError, match="workers=2, stages=2, and the run has workers=4, stages=1"):
+    with pytest.raises(ValueError, match="the run's workers=4 must be 2"):
         order.of(workers=4, stages=1)
 
 

@@ -14,7 +14,7 @@
     plan          ranks methods, and says where each one is the fastest
     plan_layouts  ranks layouts
 
-Values that make no sense raise a ValueError of one line: the value, the constraint and the fix.
+Impossible values are refused by a ValueError of one line: the value and what is allowed.
 
 Examples:
   >>> from decjax import topology

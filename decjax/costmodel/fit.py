@@ -11,8 +11,8 @@ from typing import Annotated, Literal
 
 import numpy as np
 
-from decjax.costmodel.profile import Cluster, Jitter, Link, Rate, as_numbers
-from decjax.options import Range, checked_class
+from decjax.costmodel.profile import Cluster, Jitter, Link, Rate, Size, as_numbers
+from decjax.options import Range, check, checked_class
 
 MAX_TRACE, LEAST_STEPS = 200, 20  # how many measured times are kept, or times of as many whole steps if these are more
 STEADY = 0.02  # coefficient of variation below which compute times count as constant
@@ -52,7 +52,7 @@ def fit_line(num_bytes: Sequence[float], time_s: Sequence[float]) -> Link:
     """
     x, y = np.asarray(num_bytes, float), np.asarray(time_s, float)
     if len(set(x.tolist())) < 2:
-        raise ValueError(f"latency and bandwidth need messages of at least two sizes, got {sorted(set(x.tolist()))} bytes")
+        raise ValueError(f"links need shifts or pairs with messages of at least two sizes, got {sorted(set(x.tolist()))} bytes")
     alpha, slope = np.linalg.lstsq(np.stack([1 / y, x / y], axis=1), np.ones(len(y)), rcond=None)[0]
     if alpha < 0:
         alpha, slope = 0.0, (x / y).sum() / ((x / y) ** 2).sum()
@@ -98,8 +98,7 @@ def fit_jitter(times_NxR: np.ndarray) -> Jitter:
     A trace of many steps is reduced to about `MAX_TRACE` times with the same mean, and the same mean of the slowest worker's times.
     """
     times = np.sort(np.asarray(times_NxR, float), axis=0)
-    if not times.size:
-        raise ValueError("no compute times were measured, and at least one is needed; measure again")
+    check("the number of compute times", times.size, Size)
     as_numbers("times_NxR", times.ravel(), Rate)
     if (times - times.mean(axis=0)).std() <= STEADY * times.mean():
         return Jitter()
@@ -133,9 +132,8 @@ def fit_cluster(measurements: Sequence[Measurement], *, name: str, num_nodes: in
         if shift and pair and shift.bandwidth_Bps > 1.5 * pair.bandwidth_Bps:
             full_duplex = False
         links[scope] = Link(min(shift.latency_s, pair.latency_s), shift.bandwidth_Bps) if shift and pair else shift or pair
-    if not any(links.values()):
-        raise ValueError("no 'shift' or 'pair' was measured; links need one of them, with at least two sizes")
-    intra, inter = links["intra"] or links["inter"], links["inter"] or links["intra"]
+    inter = links["inter"] or links["intra"] or fit_line((), ())  # which refuses that there is no measurement
+    intra = links["intra"] or inter
     efficiency = _efficiency([m for m in measurements if m.kind == "all_reduce"], intra, inter)
     return Cluster(
         name,

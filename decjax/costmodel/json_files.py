@@ -1,6 +1,6 @@
 """Profiles and workloads as JSON files, whose fields are those of the dataclasses in `profile`.
 
-A file that cannot be read or has an invalid value raises a one-line ValueError: the file, the value and what is allowed.
+A file that cannot be read or has an invalid value is refused by a one-line ValueError: the file, the value and what is allowed.
 """
 
 from collections.abc import Iterator
@@ -61,22 +61,20 @@ def _value(hint: Any, value: Any, where: str) -> Any:
 
 
 def read_object(path: str | os.PathLike) -> dict[str, Any]:
-    """Return the JSON object in a file; raise a ValueError that names the file."""
-    try:
+    """Return the JSON object in a file."""
+    with located(f"{path} cannot be read as JSON"):
         return files.read_json(path)
-    except ValueError as error:
-        raise ValueError(f"{path} cannot be read as JSON ({error}); give a file such as one of configs/clusters") from error
 
 
 def load(path: str | os.PathLike) -> tuple[Cluster, Workload | None]:
-    """Return the cluster of a profile and the workload measured on it, None if it has none; raise a ValueError as described above."""
+    """Return the cluster of a profile and the workload measured on it, None if it has none."""
     content = read_object(path)
     workload = content.pop("workload", None)
     return (read(Cluster, content, str(path)), None if workload is None else read(Workload, workload, f"{path}: workload"))
 
 
 def load_workload(path: str | os.PathLike) -> Workload:
-    """Return the workload of a JSON file with the fields of a `Workload`; raise a ValueError as `load` does."""
+    """Return the workload of a JSON file with the fields of a `Workload`."""
     return read(Workload, read_object(path), str(path))
 
 

@@ -7,15 +7,15 @@ innermost, then stages (`inner="stage"`) or workers. `iteration` predicts the ti
 from collections.abc import Sequence
 import dataclasses
 import functools
-from typing import Literal
+from typing import Annotated, Literal
 
 import numpy as np
 
 from decjax import schedules
 from decjax.costmodel.methods import GRADIENTS, Method
-from decjax.costmodel.profile import Rate, Size
+from decjax.costmodel.profile import Rate, Size, check_divides
 from decjax.costmodel.transformer import Transformer
-from decjax.options import Natural, checked, checked_class
+from decjax.options import Natural, Range, check, checked, checked_class
 from decjax.schedules import FORWARD, Schedule
 
 ALWAYS: Literal["always"] = "always"
@@ -61,11 +61,7 @@ class DeviceLayout:
     def __post_init__(self):
         if isinstance(self.remat, bool):
             object.__setattr__(self, "remat", "stages" if self.remat else "products")
-        if self.num_virtual * self.microbatches > MAX_PASSES:
-            raise ValueError(
-                f"stages={self.stages} × chunks={self.chunks} × microbatches={self.microbatches} are more passes than the "
-                f"{MAX_PASSES} that are simulated; use larger microbatches"
-            )
+        check("stages × chunks × microbatches", self.num_virtual * self.microbatches, Annotated[int, Range(1, MAX_PASSES)])
         if self.layers and (len(self.layers) != self.num_virtual or min(self.layers) < 1):
             raise ValueError(
                 f"layers={self.layers}: needs a positive number for each of stages={self.stages} × "
@@ -100,12 +96,12 @@ class DeviceLayout:
         return np.arange(self.num_devices).reshape(self.stages, self.workers, self.tensor).swapaxes(0, 1)
 
     def layers_of(self, model: Transformer) -> tuple[int, ...]:
-        """Return the number of layers of each virtual stage; raise a ValueError if the model does not divide into this layout."""
+        """Return the number of layers of each virtual stage, after `check`."""
         self.check(model)
         return self.layers or (model.depth // self.num_virtual,) * self.num_virtual
 
     def microbatch_size(self, model: Transformer) -> int:
-        """Return B, the number of sequences in a microbatch; raise a ValueError if the model does not divide into this layout."""
+        """Return B, the number of sequences in a microbatch, after `check`."""
         self.check(model)
         return model.batch_size // (self.workers * self.microbatches)
 
@@ -120,8 +116,7 @@ class DeviceLayout:
             ("batch_size", f"workers={self.workers} × microbatches={self.microbatches}", self.workers * self.microbatches)
         )
         for name, parts, divisor in needed:
-            if getattr(model, name) % divisor:
-                raise ValueError(f"{name}={getattr(model, name)} does not divide into {parts}; use a multiple of {divisor}")
+            check_divides(name, getattr(model, name), parts, divisor)
 
 
 @checked_class

@@ -9,7 +9,7 @@ from decjax.costmodel.footprint import Footprint, memory
 from decjax.costmodel.iteration import LayoutPrediction, choose_compressed_stages, predict_layout
 from decjax.costmodel.layout import EPILOGUE, Boundary, DeviceLayout, Traffic, Work, work
 from decjax.costmodel.methods import Order, all_reduce, gossip, graphs, no_communication
-from decjax.costmodel.profile import Cluster
+from decjax.costmodel.profile import Cluster, Rate, check_divides, check_number
 from decjax.costmodel.transformer import Transformer, low_rank_ratio
 
 BOUNDARY_RANK, WORKERS_RANK = 16, 128  # as in the experiments of Optimus-CC, arXiv 2301.09830
@@ -49,13 +49,8 @@ def layouts(
         tensor = num_devices // (workers * stages)
         flat: dict[str, Any] = dict(schedule="1f1b", chunks=1) if stages == 1 else {}
         sequences = workers * microbatch_size  # of one microbatch on all workers
-        if model.batch_size % sequences:
-            refused[f"{workers}×{stages}×{tensor}"] = (
-                f"batch_size={model.batch_size} does not divide into workers={workers} × microbatches of {microbatch_size}; use a "
-                f"multiple of {sequences}"
-            )
-            continue
         try:
+            check_divides("batch_size", model.batch_size, f"workers={workers} × microbatches of {microbatch_size}", sequences)
             layout = DeviceLayout(workers, stages, tensor, model.batch_size // sequences, **options | flat)
             layout.check(model)
         except ValueError as error:
@@ -139,18 +134,14 @@ def rank_layouts(
     Raises:
         ValueError: if the cluster has no `flops`.
     """
-    if cluster.flops is None:
-        raise ValueError(
-            f"cluster {cluster.name!r} has no flops, from which the time of a pass follows; enter the operations per second "
-            "that a device sustains"
-        )
+    flops = check_number("the cluster's flops", cluster.flops, Rate)
     rows: list[tuple[DeviceLayout, str, LayoutPrediction, Footprint]] = []
     refused = {}
     for layout in candidates:
         if reason := _excess(cluster, memory(model, layout, Traffic(no_communication()))):
             refused[layout.name] = reason
             continue
-        load = work(model, layout, cluster.flops)
+        load = work(model, layout, flops)
         ways = compressions(cluster, model, load, layout, boundary_rank=boundary_rank, workers_rank=workers_rank)
         boundaries = {"": Boundary()} | ({" CB": ways["all-reduce CB"].backward} if "all-reduce CB" in ways else {})
         for name, traffic in (ways | gossips(cluster, layout, topologies, orders, boundaries)).items():

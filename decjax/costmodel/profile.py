@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal
 
 import numpy as np
 
-from decjax.options import Natural, Range, Share, check, checked_class, shown
+from decjax.options import Natural, Range, Share, check, check_choice, checked_class, shown
 
 LARGEST = 1e18
 Amount = Annotated[float, Range(0, LARGEST)]
@@ -26,21 +26,32 @@ Size = Annotated[int, Range(1, 2**40)]
 MAX_BUCKETS = 256
 
 
+def exactly(number: int) -> Any:
+    """Return the annotation of one whole number."""
+    return Annotated[int, Range(number, number)]
+
+
 def check_text(what: str, value: Any) -> None:
-    """Raise a ValueError unless a value is text that a terminal can show: control characters could rewrite the screen."""
+    """Refuse anything but text that a terminal can show: control characters could rewrite the screen."""
     check(what, value, str)
     if not value.isprintable():
         raise ValueError(f"{what}={shown(value)} must be text without control characters; remove them")
 
 
+def check_divides(what: str, value: int, parts: str, divisor: int) -> None:
+    """Refuse a number that does not divide into parts."""
+    if value % divisor:
+        raise ValueError(f"{what}={value} does not divide into {parts}; use a multiple of {divisor}")
+
+
 def check_number(what: str, value: Any, allowed: Any = Amount) -> float:
-    """Return a value as a float; raise a ValueError unless it is a number in the range of an annotation."""
+    """Return a value as a float; refuse anything but a number in the range of an annotation."""
     check(what, value, allowed)
     return float(value)
 
 
 def as_numbers(what: str, values: Any, allowed: Any = Amount) -> tuple[float, ...]:
-    """Return a sequence of numbers as a tuple of floats; raise a ValueError for anything else."""
+    """Return a sequence of numbers as a tuple of floats; refuse anything else."""
     check(what, values, Iterable[float])
     return tuple(check_number(f"{what}[{index}]", value, allowed) for index, value in enumerate(values))
 
@@ -111,11 +122,7 @@ class Cluster:
         """
         if not isinstance(self.codec_Bps, dict):
             return self.codec_Bps
-        if codec not in self.codec_Bps:
-            raise ValueError(
-                f"codec {codec!r}: the profile {self.name!r} has a speed for each codec, but none for this one; use one of "
-                f"{', '.join(self.codec_Bps)}"
-            )
+        check_choice(f"cluster {self.name!r} has speeds of some codecs only: codec", codec, tuple(self.codec_Bps))
         return self.codec_Bps[codec]
 
     def coding_s(self, num_bytes: float, codec: str = "") -> float:
@@ -124,7 +131,7 @@ class Cluster:
         return num_bytes / rate_Bps if rate_Bps else 0.0
 
     def resize(self, num_workers: int) -> "Cluster":
-        """Return the cluster with another number of nodes, or one smaller node; raise a ValueError for a node that is not full."""
+        """Return the cluster with another number of nodes, or one smaller node; refuse workers that do not fill whole nodes."""
         check("workers", num_workers, Size)
         per_node = min(self.workers_per_node, num_workers)
         if num_workers % per_node:

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import dataclasses
 from typing import Annotated
 
-from decjax.costmodel.profile import Amount, Rate, Size
+from decjax.costmodel.profile import Amount, Rate, Size, check_divides
 from decjax.options import Range, checked_class
 
 # Values that a layer keeps for each token until its backward pass, by remat: multiples of D on every device, multiples of D and of F
@@ -68,8 +68,7 @@ class Transformer:
     def __post_init__(self):
         if self.hidden == 0:
             object.__setattr__(self, "hidden", 4 * self.width)
-        if self.width % self.heads:
-            raise ValueError(f"width={self.width} does not divide into heads={self.heads}; use a multiple of the heads")
+        check_divides("width", self.width, f"heads={self.heads}", self.heads)
 
     @property
     def embedding_parameters(self) -> int:

@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import json
 import os
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 
@@ -17,8 +17,9 @@ from decjax.contrib.placement.cost import Job, Network, both_ways
 from decjax.contrib.placement.links import Links
 from decjax.contrib.placement.search import Placed
 from decjax.costmodel.json_files import read_object
+from decjax.costmodel.profile import exactly
 from decjax.files import write_whole
-from decjax.options import shown
+from decjax.options import Range, check, shown
 
 MAX_PAIRS = 2**28  # of devices, in all choices together: half a minute
 
@@ -69,11 +70,8 @@ def choices(links: Links, job: Job, stage_flop: float = 0.0, stage_bytes: float 
     if flops is None or not stage_flop:
         return [Candidates(among(able), 0.0)]
     sizes = {speed: size for speed in np.unique(flops[able])[::-1] if (size := int((flops[able] >= speed).sum())) >= count}
-    if (pairs := sum(size**2 for size in sizes.values())) > MAX_PAIRS:
-        raise ValueError(
-            f"flops: {len(sizes)} speeds make as many choices of {count} devices, with {pairs:.2g} links together, and at most "
-            f"{MAX_PAIRS:.2g} can be searched; round flops, so that fewer differ, or place the job on more of the devices"
-        )
+    pairs = sum(size**2 for size in sizes.values())  # Rounded flops make fewer candidates.
+    check(f"flops: links in the candidates of {len(sizes)} speeds", pairs, Annotated[int, Range(0, MAX_PAIRS)])
     groups = [among([i for i in able if flops[i] >= speed]) for speed in sizes]
     return [Candidates(devices, stage_flop / float(flops[devices].min())) for devices in groups]
 
@@ -143,10 +141,8 @@ class DeviceOrder:
             ValueError: if the placement is for another number of workers or stages.
         """
         S, W = self.layout.shape
-        if (workers, stages) != (W, S):
-            raise ValueError(
-                f"it is for workers={W}, stages={S}, and the run has workers={workers}, stages={stages}; rerun the placement"
-            )
+        check("the run's workers", workers, exactly(W))
+        check("the run's stages", stages, exactly(S))
         return [int(device) * tensor + t for column in self.layout.T for device in column for t in range(tensor)]
 
 

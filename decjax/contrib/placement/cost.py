@@ -22,8 +22,8 @@ import numpy as np
 from scipy import optimize, sparse
 
 from decjax.contrib.placement.links import MAX_DEVICES, Links
-from decjax.costmodel.profile import Amount
-from decjax.options import Range, checked_class
+from decjax.costmodel.profile import Amount, exactly
+from decjax.options import Range, check, checked_class
 from decjax.topology import Round, Topology
 
 MAX_STAGES = 16  # The shortest path takes S²·2^S operations.
@@ -54,8 +54,8 @@ class Job:
     topology: Topology | None = None
 
     def __post_init__(self):
-        if self.topology and self.topology.num_workers != self.workers:
-            raise ValueError(f"topology is for {self.topology.num_workers} workers, and workers={self.workers}; make it for these")
+        if self.topology:
+            check("the topology's workers", self.topology.num_workers, exactly(self.workers))
 
     @property
     def num_devices(self) -> int:
@@ -155,11 +155,7 @@ class Network:
     """
 
     def __init__(self, links: Links, job: Job):
-        if job.num_devices != links.num_devices:
-            raise ValueError(
-                f"{job.workers} workers × {job.stages} stages are {job.num_devices} devices, and the links have "
-                f"{links.num_devices}; choose workers × stages = {links.num_devices}"
-            )
+        check("workers × stages", job.num_devices, exactly(links.num_devices))
         self.job, self._links = job, links
         self.shard_s = both_ways(links.seconds(job.gradient_bytes / job.workers))
         sizes = {round_.group_size for round_ in job.topology.rounds} if job.topology else ()
