@@ -30,7 +30,7 @@ def check(schedule: Any, phase: int | None) -> None:
             "reducer as schedule"
         )
     other = _compiling.get()
-    if other is None or other.phase is schedule.phase:
+    if other is None or other.phase == schedule.phase:
         return
     for step in range(_COMPARED_STEPS):
         if other.phase(step) != schedule.phase(step):

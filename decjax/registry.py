@@ -211,9 +211,9 @@ class Part:
             _check_kind(cls.kind)
             _enter(Entry(cls.kind, name, cls, _class_traits(cls)))
 
-    def check_requirements(self) -> None:
-        """Raise a ValueError if a part that this one is made with lacks what `requires` declares."""
-        for of, needs, holds, fix in self.requires:
+    def check_requirements(self, *more: Requirement) -> None:
+        """Raise a ValueError if a part that this one is made with lacks what `requires`, or one of `more`, declares."""
+        for of, needs, holds, fix in (*self.requires, *more):
             other = getattr(self, of)
             if not holds(other):
                 raise ValueError(f"{self} needs {needs}, got {of} {shown(getattr(other, 'name', other))}; {fix}")

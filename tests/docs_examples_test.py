@@ -193,7 +193,7 @@ def test_the_code_of_the_overview_runs(folder):
     for code in re.findall(r"```python\n(.*?)```", text_of("index"), re.DOTALL):
         exec(code, scope)
     assert registry.part("schedule", "constant").options.keys() == {"learning_rate"}
-    assert registry.part("mixer", "fragments").factory is sys.modules["mine.fragments"].fragments
+    assert registry.part("mixer", "fragments").factory is sys.modules["mine.fragments"].Fragments
 
 
 def test_the_errors_of_the_overview_are_told(folder):
@@ -214,8 +214,8 @@ def test_another_file_may_not_take_the_name(folder, tmp_path):
     for _ in range(2):
         config_file.load_module(str(folder / part_of("mixer")))
     copy = tmp_path / "copied.py"
-    copy.write_text(files_of("mixer")[part_of("mixer")].replace("def fragments", "def pieces_in_turn"))
-    with pytest.raises(config_file.ConfigFileError, match="mixer 'fragments' is taken by config_file.fragments; use another name"):
+    copy.write_text(files_of("mixer")[part_of("mixer")].replace("class Fragments", "class PiecesInTurn"))
+    with pytest.raises(config_file.ConfigFileError, match="mixer 'fragments' is taken by config_file.Fragments; use another name"):
         config_file.load_module(str(copy))
 
 

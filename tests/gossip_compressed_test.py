@@ -321,20 +321,30 @@ def unbiased():
         (gossip.deepsqueeze, "ring", dict(codec=unbiased()), "needs a contractive codec"),
         (gossip.beer, "ring", dict(codec=unbiased()), "needs a contractive codec"),
         (gossip.push_sum, "ring", dict(codec=unbiased()), "needs a contractive codec"),
-        (gossip.choco, "random_digraph", dict(codec=four_bits()), "doubly stochastic.*use mixer 'push_sum'"),
-        (gossip.choco, "complete", dict(codec=four_bits()), "has no messages"),
-        (gossip.choco, "ring", dict(codec=four_bits(), gamma=1.5), "gamma=1.5: must be"),
-        (gossip.choco, "ring", dict(codec=four_bits(state_key="sample")), "remembers samples"),
-        (gossip.choco, "hierarchical", dict(codec=four_bits(matrix=True)), "sees whole matrices"),
-        (gossip.exact, "ring", dict(codec=codecs.bounded()), r"would send the largest, .*; use 'bounded\(raw=False\)'"),
-        (gossip.dcd, "ring", dict(codec=top(0.1)), "keeps 0.4.* of the energy of noise"),
-        (gossip.dcd, "one_peer_exponential", dict(codec=four_bits()), "varies in time; use 'ring'"),
-        (gossip.dcd, "hierarchical", dict(codec=four_bits(), local_size=2, outer="ring"), "has nodes of 2 workers"),
-        (gossip.beer, "exponential", dict(codec=four_bits()), "is directed; use 'ring'"),
-        (gossip.beer, "one_peer_ring", dict(codec=four_bits()), "varies in time"),
-        (gossip.power_gossip, "exponential", dict(rank=1), "is not symmetric; use 'ring'"),
-        (gossip.power_gossip, "ring", dict(rank=0), "rank=0: at least one"),
-        (gossip.power_gossip, "hierarchical", dict(rank=1, outer="ring"), "whole matrices on every worker"),
+        (gossip.choco, "random_digraph", dict(codec=four_bits()), "a doubly stochastic graph, .*or mixer 'push_sum'"),
+        (gossip.choco, "complete", dict(codec=four_bits()), "needs messages between nodes"),
+        (gossip.choco, "ring", dict(codec=four_bits(), gamma=1.5), "gamma=1.5 must be more than 0 and at most 1"),
+        (gossip.choco, "ring", dict(codec=four_bits(state_key="sample")), "without a memory of a batch's samples"),
+        (gossip.choco, "hierarchical", dict(codec=four_bits(matrix=True)), "single workers as nodes for a codec of matrices"),
+        (
+            gossip.exact,
+            "ring",
+            dict(codec=codecs.bounded()),
+            r"messages all have one size, got codec 'bounded'; use 'bounded\(raw=False\)'",
+        ),
+        (gossip.dcd, "ring", dict(codec=top(0.1)), "keeps at least 0.9 of the energy of noise"),
+        (
+            gossip.dcd,
+            "one_peer_exponential",
+            dict(codec=four_bits()),
+            "a static graph, got topology 'one_peer_exponential'; use 'ring'",
+        ),
+        (gossip.dcd, "hierarchical", dict(codec=four_bits(), local_size=2, outer="ring"), "needs single workers as nodes"),
+        (gossip.beer, "exponential", dict(codec=four_bits()), "a symmetric graph, got topology 'exponential'; use 'ring'"),
+        (gossip.beer, "one_peer_ring", dict(codec=four_bits()), "a static graph"),
+        (gossip.power_gossip, "exponential", dict(rank=1), "a symmetric graph, got topology 'exponential'; use 'ring'"),
+        (gossip.power_gossip, "ring", dict(rank=0), "rank=0 must be at least 1"),
+        (gossip.power_gossip, "hierarchical", dict(rank=1, outer="ring"), "single workers as nodes"),
     ],
 )
 def test_what_does_not_fit_is_refused(build, graph, options, complaint):
@@ -364,7 +374,8 @@ def test_codecs_that_make_nothing_smaller_are_refused(build, graph):
 
 def test_graphs_on_which_plain_gossip_drifts_are_refused():
     with pytest.raises(
-        ValueError, match="'random_digraph' is not doubly stochastic, .* or mixer 'push_sum' with method 'decentralized'"
+        ValueError,
+        match="a doubly stochastic graph, got topology 'random_digraph'; use .* or mixer 'push_sum' with method 'decentralized'",
     ):
         gossip.exact(topology_lib.make("random_digraph", N))
 

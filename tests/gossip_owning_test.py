@@ -47,7 +47,7 @@ def test_push_sum_without_a_codec_is_push_sum():
 
 def test_row_stochastic_graphs_are_refused_by_push_sum():
     W_NxN = np.triu(np.ones((N, N)))
-    with pytest.raises(ValueError, match="columns of W have to sum to one.*use 'directed_exponential'"):
+    with pytest.raises(ValueError, match="a column-stochastic graph, .*use 'directed_exponential'"):
         gossip.push_sum(topology_lib.from_matrices([W_NxN / W_NxN.sum(axis=1, keepdims=True)]), codec=four_bits())
 
 

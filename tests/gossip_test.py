@@ -131,7 +131,7 @@ def test_accelerated_gossip_is_the_chebyshev_recursion_and_beats_plain_rounds(mo
 
 @pytest.mark.parametrize("name", ["one_peer_exponential", "directed_ring", "exponential", "one_peer_ring"])
 def test_accelerated_gossip_refuses_where_it_would_stall(name):
-    with pytest.raises(ValueError, match="static symmetric"):
+    with pytest.raises(ValueError, match="needs a (static|symmetric) graph"):
         gossip.accelerated(topology_lib.make(name, N), rounds=3)
 
 
@@ -143,7 +143,7 @@ def test_accelerated_gossip_refuses_too_few_rounds(name, n):
 
 @pytest.mark.parametrize("name, n", [("complete", N), ("ring", 2)])
 def test_accelerated_gossip_refuses_where_a_round_is_exact(name, n):
-    with pytest.raises(ValueError, match=f"'{name}' of {n} workers, where a plain round averages exactly; use mixer 'exact'"):
+    with pytest.raises(ValueError, match=f"does not average exactly, got topology '{name}'; use mixer 'exact'"):
         gossip.accelerated(topology_lib.make(name, n))
 
 
@@ -190,7 +190,7 @@ def test_a_single_worker_relays_nothing(graph):
     "build", [gossip.choco, gossip.dcd, gossip.deepsqueeze, gossip.beer, functools.partial(gossip.exact, codec="int8")]
 )
 def test_codecs_on_one_worker_advise_what_is_accepted(build):
-    with pytest.raises(ValueError, match="has one worker; use mixer 'exact' without a codec"):
+    with pytest.raises(ValueError, match="or a single worker, got topology 'ring'; use .* mixer 'exact' without a codec"):
         build(topology_lib.make("ring", 1))
     assert gossip.exact(topology_lib.make("ring", 1)).num_workers == 1
 
@@ -242,7 +242,7 @@ def test_sixteen_bit_parameters_are_averaged_in_float32():
     ],
 )
 def test_impossible_options_are_refused(bad):
-    with pytest.raises(ValueError, match="must|needed|use every=1"):
+    with pytest.raises(ValueError, match="must|use every=1"):
         bad(topology_lib.make("ring", N))
 
 

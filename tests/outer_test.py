@@ -175,14 +175,17 @@ def test_what_cannot_be_is_refused_in_one_line():
     push_sum = gossip.push_sum(topology.make("directed_ring", N))
     mean, control = reduce.mean(), gossip.consensus_control(topology.make("ring", N))
     for make, message in (
-        (functools.partial(gossip_diloco, mixer=push_sum), "this mixer has to hear of every step; use"),
-        (functools.partial(noloco, mixer=push_sum._replace(name="push_sum")), "mixer 'push_sum' has to hear of every step; use"),
+        (functools.partial(gossip_diloco, mixer=push_sum), "mixer 'push_sum' has to hear of every step; use"),
+        (functools.partial(noloco, mixer=push_sum), "mixer 'push_sum' has to hear of every step; use"),
         (functools.partial(noloco, mixer=gossip.exact(graph()), pull=-1.0), "pull=-1.0: workers drift apart .* between 0 and 3"),
         (
             functools.partial(noloco, mixer=gossip.relay(topology.make("line", N))),
-            "this mixer mixes parameters of earlier exchanges; use",
+            "mixer 'relay' mixes parameters of earlier exchanges; use",
         ),
-        (functools.partial(gossip_diloco, mixer=gossip.delayed(graph())), "this mixer mixes parameters of earlier exchanges; use"),
+        (
+            functools.partial(gossip_diloco, mixer=gossip.delayed(graph())),
+            "mixer 'delayed' mixes parameters of earlier exchanges; use",
+        ),
         (functools.partial(noloco, mixer=gossip.exact(graph()), pull=4.0), "pull=4.0: workers drift apart .* between 0 and 3"),
         (functools.partial(gossip_diloco, mixer=control), "'gossip_diloco' .* known beforehand; use mixer 'exact'"),
         (functools.partial(noloco, mixer=control), "'noloco' .* known beforehand; use mixer 'exact'"),

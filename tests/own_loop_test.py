@@ -66,7 +66,7 @@ WRONG = {
     "negative buckets": (lambda: decjax.Channel(bucket_bytes=-1), "bucket_bytes=-1 must be at least 0"),
     "an axis": (lambda: decjax.Channel(simulated()), "axis, a Workers, must be an Axis .*workers.axis"),
     "a reducer": (lambda: decjax.decentralize(optax.sgd(0.1), reduce.mean()), "mixer, a Reducer, must be a Mixer"),
-    "a mixer": (lambda: decjax.synchronize(optax.sgd(0.1), ring()), "reducer, a Mixer, must be a Reducer"),
+    "a mixer": (lambda: decjax.synchronize(optax.sgd(0.1), ring()), "reducer, an Exact, must be a Reducer"),
     "no optimizer": (lambda: decjax.decentralize(None, ring()), "inner=None must be a GradientTransformation .*optax.adamw"),
     "no mixer": (lambda: decjax.decentralize(optax.sgd(0.1), None), "mixer=None must be a Mixer"),
     "make_step's topology": (lambda: decjax.make_step(len, simulated(), topology.make("ring", N)), "a Topology, must be a Mixer"),

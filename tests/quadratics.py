@@ -104,7 +104,7 @@ def mixed(make_mixer, x_NxP, steps, mode="devices", local_size=1, shape=MATRIX):
 
 def order_of(name):
     """The order that a mixer is made for; "awc" if any."""
-    return registry.part("mixer", name.partition(",")[0]).traits.get("order", "awc")
+    return registry.part("mixer", name.partition(",")[0]).traits.get("order") or "awc"
 
 
 def wrapper(name):

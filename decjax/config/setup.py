@@ -205,8 +205,7 @@ def _method(
     if spec.mixer:
         assert spec.topology is not None
         topology = make_topology(spec.topology, spec.workers, spec.local_size)
-        mixer = _make("mixer", spec.mixer, topology=topology, channel=channel)
-        context["mixer"] = mixer._replace(name=spec.mixer.name)
+        context["mixer"] = _make("mixer", spec.mixer, topology=topology, channel=channel)
     if spec.reducer:
         reducer = make_reducer(spec.reducer, spec.averaging, channel, spec.pipeline.stages, source.division)
         context["reducer"] = spec.trait("source", "reducer")(reducer) if spec.source else reducer

@@ -209,7 +209,7 @@ class ElasticTrainer(Trainer):
     @functools.cached_property
     def _consensus(self) -> tuple[Callable[[State], State], float]:
         mixer = self.method.mixer
-        restart = self.workers.jit(mixer.restart, (0, 0)) if mixer and mixer.restart else None
+        restart = self.workers.jit(mixer.restart, (0, 0)) if mixer else None
 
         def consensus(state: State) -> State:
             mean, _ = self.average(state)

@@ -1,14 +1,25 @@
 """What a mixer is, and wrappers of mixers."""
 
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+import abc
+from collections.abc import Callable
+import operator
+import typing
+from typing import Annotated, Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from decjax import buckets, phases, registry
+from decjax import buckets, options, phases, registry
 from decjax.channel import Channel
+from decjax.gossip.rounds import common_multiple, difference_bytes, step_bytes
+from decjax.options import Count, Fraction, Range
+from decjax.topology import Round, Topology
+from decjax.typing import PyTree
+
+Pairs = tuple[tuple[int, int], ...]
+Rounds = Annotated[int, Range(1, 2**8)]
+Step = int | jax.Array
 
 SILENT = -1
 """The phase of a step that sends nothing and does not mix."""
@@ -25,85 +36,154 @@ class Linear(NamedTuple):
     """
 
     matrix: Callable[[int], np.ndarray]
-    pull: Callable[[Any, int], Any]
-    num_bytes: Callable[[Any, int], np.ndarray]
+    pull: Callable[[PyTree, int], PyTree]
+    num_bytes: Callable[[PyTree, int], np.ndarray]
 
 
-class Mixer(NamedTuple):
-    """How parameters are mixed: functions that exchange and combine them, called on each worker.
+class Mixer(registry.Part, abc.ABC, kind="mixer"):
+    """How parameters are mixed: its methods are called on each worker.
+
+    A subclass defines `phases`, `exchange` and `num_bytes`, and overrides what else it has. `Gossip` is the base class of mixers over
+    a topology, `WrappedMixer` that of mixers that change another one.
 
     Attributes:
-        init: `init(params) -> state`, for parameters that are the same on all workers.
-        exchange: `exchange(params, state, phase) -> received`, the only part that communicates. Where `combine` is left out, it
-            returns (mixed, state).
-        phase: `phase(step) -> phase`, for an int (static) or a traced int32 step; None if the state decides on it.
-        phases: all values that `phase` takes, a contiguous range.
-        num_bytes: `num_bytes(params, phase) -> (N,)`, bytes that each worker sends, by formula; 0 where `usage` tells the phase.
-        num_workers: N, the number of workers.
-        combine: `combine(params, received, state, phase, step) -> (mixed, state)`, local and cheap. `step` counts all steps, also
-            those that do not mix, as an int or a traced int32. Left out, it returns what was received.
-        settle: `settle(mixed, stepped, state) -> (params, state)`, local: the parameters after the optimizer has stepped from `mixed`
-            to `stepped`; None: `stepped`.
-        restart: `restart(average, state) -> state`, local: the state after the parameters of all workers have been replaced by their
-            average; None: unchanged.
-        weight: `weight(state) -> y_i`, a scalar: mixing preserves, and workers agree on, Σ_i y_i x_i / Σ_i y_i. None: y_i = 1.
-        orders: when it can exchange: "awc", while the gradient is taken, "atc", after the step; see `decjax.optim.decentralize`.
-        keeps_mean: whether mixing leaves the mean over workers, weighted by `weight`, as it is.
-        linear: W, and the pull of neighbours, where mixing is x <- Wx and nothing else; None: otherwise.
-        usage: `usage(state) -> [phases]`, steps so far in each phase, if the state decides on it; else None.
-        permutations: pairs (source, target) of workers of each message; None: those of the topology.
-        name: the one by which a config chose it; empty: none did.
+        order: the only order that the mixer is made for, see `orders`; empty if it is made for both.
+        weights: whether workers have a `weight`.
     """
 
-    init: Callable[[Any], Any]
-    exchange: Callable[[Any, Any, int], Any]
-    phase: Callable[[Any], Any]
-    phases: range
-    num_bytes: Callable[[Any, int], np.ndarray]
-    num_workers: int
-    combine: Callable[[Any, Any, Any, int, Any], tuple[Any, Any]] = lambda params, received, state, phase, step: received
-    settle: Callable[[Any, Any, Any], tuple[Any, Any]] | None = None
-    restart: Callable[[Any, Any], Any] | None = None
-    weight: Callable[[Any], jax.Array] | None = None
-    orders: tuple[str, ...] = ("awc", "atc")
-    keeps_mean: bool = True
-    linear: Linear | None = None
-    usage: Callable[[Any], jax.Array] | None = None
-    permutations: tuple[tuple[tuple[int, int], ...], ...] | None = None
-    name: str = ""
+    order: ClassVar[str] = ""
+    weights: ClassVar[bool] = False
+
+    @property
+    @abc.abstractmethod
+    def num_workers(self) -> int:
+        """N, the number of workers."""
+
+    @property
+    @abc.abstractmethod
+    def phases(self) -> range:
+        """All values that `phase` takes."""
+
+    def phase(self, step: Step) -> Any:
+        """Return the phase of a step, an int or traced as the step is; None if the state determines it."""
+        return step % len(self.phases)
+
+    def init(self, params: PyTree) -> PyTree:
+        """Return the initial state, for parameters that are the same on all workers."""
+        return ()
+
+    @abc.abstractmethod
+    def exchange(self, params: PyTree, state: PyTree, phase: int) -> PyTree:
+        """Communicate, as no other method does; return (mixed, state), or what `combine` takes as `received`."""
+
+    def combine(self, params: PyTree, received: PyTree, state: PyTree, phase: int, step: Step) -> tuple[PyTree, PyTree]:
+        """Return (mixed, state), locally and at little cost; `step` counts all steps, also those that do not mix."""
+        return received
+
+    @abc.abstractmethod
+    def num_bytes(self, params: PyTree, phase: int) -> np.ndarray:
+        """Return the bytes that each worker sends, [N], by formula; 0 where `usage` counts them."""
+
+    def restart(self, average: PyTree, state: PyTree) -> PyTree:
+        """Return the state, locally, after the parameters of all workers have been replaced by their average."""
+        return state
+
+    @property
+    def settle(self) -> Callable[[PyTree, PyTree, PyTree], tuple[PyTree, PyTree]] | None:
+        """`settle(mixed, stepped, state) -> (params, state)`, local: parameters after the optimizer has stepped; None: `stepped`."""
+        return None
+
+    @property
+    def weight(self) -> Callable[[PyTree], jax.Array] | None:
+        """`weight(state) -> y_i`, a scalar: workers agree on, and mixing keeps, Σ_i y_i x_i / Σ_i y_i; None: y_i = 1."""
+        return None
+
+    @property
+    def linear(self) -> Linear | None:
+        """W and the pull of neighbors, if mixing is x <- Wx and nothing else."""
+        return None
+
+    @property
+    def usage(self) -> Callable[[PyTree], jax.Array] | None:
+        """`usage(state) -> [phases]`, steps so far in each phase, if the state determines the phase."""
+        return None
+
+    @property
+    def orders(self) -> tuple[str, ...]:
+        """When it can exchange: "awc", while the gradient is computed; "atc", after the step. See `decjax.optim.decentralize`."""
+        return (self.order,) if self.order else ("awc", "atc")
+
+    @property
+    def keeps_mean(self) -> bool:
+        """Whether mixing keeps the mean over workers, weighted by `weight`."""
+        return True
+
+    @property
+    def permutations(self) -> tuple[Pairs, ...] | None:
+        """Pairs (source, target) of workers of each message; None: those of the topology."""
+        return None
 
     @property
     def called(self) -> str:
-        """What errors call it."""
-        return f"mixer {self.name!r}" if self.name else "this mixer"
+        """The mixer's name in errors."""
+        return str(self)
 
 
-def _with_checks(mixer: Mixer, arguments: Mapping[str, Any]) -> Mixer:
-    """The mixer that a factory made of its arguments, with checks of the parameters when it is traced."""
-    channel = arguments.get("channel") or Channel()
+class Gossip(Mixer):
+    """Base of mixers over a topology.
 
-    def checked(fn):
-        def of_params(params, *others, **named):
-            channel.check(params, mixer.num_workers)
-            return fn(params, *others, **named)
+    Attributes:
+        topology: the graph of each round.
+        channel: how parameters travel.
+    """
 
-        return of_params
+    topology: Topology
+    channel: Channel = Channel()
 
-    linear = mixer.linear and mixer.linear._replace(pull=checked(mixer.linear.pull))
-    return mixer._replace(init=checked(mixer.init), exchange=checked(mixer.exchange), linear=linear)
+    @property
+    def num_workers(self) -> int:
+        return self.topology.num_workers
+
+    @property
+    def phases(self) -> range:
+        return range(self.topology.period)
+
+    def due(self, phase: int) -> list[int]:
+        """Return the indices of the topology's rounds in a step, in order."""
+        return [phase]
+
+    def rounds_due(self, phase: int) -> list[Round]:
+        """Return the topology's rounds in a step, in order."""
+        return [self.topology.rounds[index] for index in self.due(phase)]
+
+    def layout(self, params: PyTree) -> buckets.Layout:
+        """Return the buckets in which parameters travel, after a check of the parameters and the number of workers."""
+        self.channel.check(params, self.num_workers)
+        return self.channel.layout(params, multiple_of=common_multiple(self.topology))
+
+    def init(self, params: PyTree) -> PyTree:
+        self.channel.check(params, self.num_workers)
+        return ()
+
+    def num_bytes(self, params: PyTree, phase: int) -> np.ndarray:
+        return step_bytes(self.topology, self.due(phase), self.layout(params))
+
+    def pull_bytes(self, params: PyTree, phase: int) -> np.ndarray:
+        """Return the bytes that each worker sends for a pull, [N]; see `Linear`."""
+        return difference_bytes(self.topology, self.due(phase), self.layout(params))
 
 
-registry.finish("mixer", _with_checks)
-
-
-def mix(mixer: Mixer, params: Any, state: Any, phase: Any, step: Any) -> tuple[Any, Any]:
-    """One mixing step, exchange and combine: the mixed parameters and the new state."""
+def mix(mixer: Mixer, params: PyTree, state: PyTree, phase: int | None, step: Step) -> tuple[PyTree, PyTree]:
+    """Exchange and combine: return the mixed parameters and the new state. A phase of None is for mixers with `usage` only."""
+    phase = typing.cast(int, phase)
     return mixer.combine(params, mixer.exchange(params, state, phase), state, phase, step)
 
 
-def mix_due(mixer: Mixer, params: Any, state: Any, phase: int | None, step: jax.Array) -> tuple[Any, Any]:
-    """`mix` in the given static phase; if it is None, in the phase of a traced step, by a conditional over all phases, unless the
-    mixer's state decides."""
+def mix_due(mixer: Mixer, params: PyTree, state: PyTree, phase: int | None, step: jax.Array) -> tuple[PyTree, PyTree]:
+    """Return `mix` in the given static phase.
+
+    If the phase is None, it is that of the traced step, by a conditional over all phases, unless the mixer's state determines it.
+    """
     phases.check(mixer, phase)
     if phase is not None or mixer.usage:
         return mix(mixer, params, state, phase, step)
@@ -113,43 +193,142 @@ def mix_due(mixer: Mixer, params: Any, state: Any, phase: int | None, step: jax.
     return jax.lax.switch(mixer.phase(step) - mixer.phases.start, branches, params, state)
 
 
-def every(mixer: Mixer, period: int) -> Mixer:
-    """The mixer that mixes in steps p−1, 2p−1, … only, for a period p ≥ 1; other steps send nothing.
+# -- Wrappers ---------------------------------------------------------------------------------------------------------
+
+
+def _of_inner(name: str) -> Any:
+    return property(operator.attrgetter(f"inner.{name}"))
+
+
+class WrappedMixer(Mixer):
+    """Base of mixers that change some members of another one.
+
+    Attributes:
+        inner: the other one.
+    """
+
+    inner: Mixer
+
+    num_workers = _of_inner("num_workers")
+    phases = _of_inner("phases")
+    phase = _of_inner("phase")
+    init = _of_inner("init")
+    exchange = _of_inner("exchange")
+    combine = _of_inner("combine")
+    num_bytes = _of_inner("num_bytes")
+    restart = _of_inner("restart")
+    settle = _of_inner("settle")
+    weight = _of_inner("weight")
+    linear = _of_inner("linear")
+    usage = _of_inner("usage")
+    orders = _of_inner("orders")
+    keeps_mean = _of_inner("keeps_mean")
+    permutations = _of_inner("permutations")
+
+    def __str__(self) -> str:
+        return str(self.inner)
+
+
+class Every(WrappedMixer):
+    """A mixer that mixes in steps p−1, 2p−1, … only, for a period p; see `every`."""
+
+    period: int
+
+    @property
+    def phases(self):
+        return range(SILENT, self.inner.phases.stop)
+
+    def phase(self, step):
+        due = self.inner.phase(step // self.period)
+        mixes = (step + 1) % self.period == 0
+        return jnp.where(mixes, due, SILENT) if isinstance(step, jax.Array) else (due if mixes else SILENT)
+
+    def exchange(self, params, state, phase):
+        return () if phase == SILENT else self.inner.exchange(params, state, phase)
+
+    def combine(self, params, received, state, phase, step):
+        return (params, state) if phase == SILENT else self.inner.combine(params, received, state, phase, step)
+
+    def num_bytes(self, params, phase):
+        return np.zeros(self.num_workers) if phase == SILENT else self.inner.num_bytes(params, phase)
+
+    @property
+    def linear(self):
+        return None
+
+
+class Damped(WrappedMixer):
+    """A mixer with strength γ, a constant or a schedule; see `damp`."""
+
+    strength: float | Callable[[Step], float | jax.Array]
+
+    def combine(self, params, received, state, phase, step):
+        mixed, state = self.inner.combine(params, received, state, phase, step)
+        gamma = self.strength(step) if callable(self.strength) else self.strength
+        return buckets.of_floating(lambda x, y: x + gamma * (y - x), params, mixed), state
+
+    @property
+    def linear(self):
+        linear, gamma = self.inner.linear, self.strength
+        if linear is None or callable(gamma):
+            return None
+        return linear._replace(
+            matrix=lambda phase: gamma * (W_NxN := linear.matrix(phase)) + (1 - gamma) * np.eye(len(W_NxN)),
+            pull=lambda params, phase: buckets.of_floating(lambda pull: gamma * pull, linear.pull(params, phase)),
+        )
+
+
+class Unrounded(WrappedMixer):
+    """A mixer whose results of narrow parameters, such as bfloat16, stay in float32 where mixing is linear.
+
+    For methods that step along Wx − x: a momentum would accumulate what rounding Wx to the type of x adds to the mean of Wx − x.
+    Parameters of float32 and wider are mixed as before.
+    """
+
+    def exchange(self, params, state, phase):
+        if not (linear := self._linear_for(params)):
+            return self.inner.exchange(params, state, phase)
+        return buckets.in_float32(jnp.add, params, linear.pull(params, phase)), state
+
+    def combine(self, params, received, state, phase, step):
+        return received if self._linear_for(params) else self.inner.combine(params, received, state, phase, step)
+
+    def num_bytes(self, params, phase):
+        return (self._linear_for(params) or self.inner).num_bytes(params, phase)
+
+    def _linear_for(self, params: PyTree) -> Linear | None:
+        is_narrow = lambda x: buckets.is_floating(x) and x.dtype != buckets.wide_dtype(x)
+        return self.inner.linear if any(map(is_narrow, jax.tree.leaves(params))) else None
+
+
+class Restartless(WrappedMixer):
+    """A mixer whose state remains when the parameters of all workers are replaced by their average.
+
+    For methods that also mix other values than parameters, which do not become equal then.
+    """
+
+    restart = Mixer.restart
+
+
+@options.checked
+def every(mixer: Mixer, period: Count) -> Mixer:
+    """Return the mixer that mixes in steps p−1, 2p−1, … only, for a period p ≥ 1; other steps send nothing.
 
     Reference: Zhang et al. 2020, adaptive serverless learning (Adam with gossip in every p-th step, order "atc").
     """
-    if period < 1:
-        raise ValueError(f"mixing every={period} steps: must be at least 1")
     if period == 1:
         return mixer
-    if mixer.usage:
-        raise ValueError(f"mixing every={period} steps with a mixer that decides itself how much it sends; use every=1")
-    if "atc" not in mixer.orders:  # Its messages are due in the step after.
+    if mixer.usage or "atc" not in mixer.orders:
         raise ValueError(
-            f"mixing every={period} steps with {mixer.called}, whose messages arrive in the next step; use every=1, or mixer 'push_sum'"
+            f"mixing every={period} steps needs messages that are known beforehand and arrive in their own step, unlike those of {mixer}; "
+            "use every=1, or mixer 'exact' or 'push_sum'"
         )
-
-    def exchange(params, state, phase):
-        return () if phase == SILENT else mixer.exchange(params, state, phase)
-
-    def combine(params, received, state, phase, step):
-        return (params, state) if phase == SILENT else mixer.combine(params, received, state, phase, step)
-
-    def phase(step):
-        due = mixer.phase(step // period)
-        mixes = (step + 1) % period == 0
-        return jnp.where(mixes, due, SILENT) if isinstance(step, jax.Array) else (due if mixes else SILENT)
-
-    def num_bytes(params, phase):
-        return np.zeros(mixer.num_workers) if phase == SILENT else mixer.num_bytes(params, phase)
-
-    return mixer._replace(
-        exchange=exchange, combine=combine, phase=phase, num_bytes=num_bytes, phases=range(SILENT, mixer.phases.stop), linear=None
-    )
+    return Every(mixer, period)
 
 
-def damp(mixer: Mixer, strength: float | Callable[[jax.Array], jax.Array]) -> Mixer:
-    """The mixer with strength γ: x_i <- γ (Wx)_i + (1−γ) x_i.
+@options.checked
+def damp(mixer: Mixer, strength: Fraction | Callable[[Step], float | jax.Array]) -> Mixer:
+    """Return the mixer with strength γ: x_i <- γ (Wx)_i + (1−γ) x_i.
 
     Args:
         mixer: gives Wx; not one with weights, such as `push_sum`.
@@ -158,59 +337,15 @@ def damp(mixer: Mixer, strength: float | Callable[[jax.Array], jax.Array]) -> Mi
     Raises:
         ValueError: for a constant γ outside [0, 1], or a mixer with weights.
     """
-    if not callable(strength):
-        if not 0 <= strength <= 1:
-            raise ValueError(f"mixing strength={strength} must lie in [0, 1]; 1 is full mixing")
-        if strength == 1:
-            return mixer
+    if not callable(strength) and strength == 1:
+        return mixer
     if mixer.weight:
         raise ValueError(
-            f"mixing strength other than 1 with {mixer.called}, whose weights have to be damped with its values; use strength 1, or "
-            "mixer 'push_sum' with its own gamma"
+            f"mixing strength other than 1 would not damp the weights of {mixer}; use strength 1, or mixer 'push_sum' with its own gamma"
         )
-
-    def combine(params, received, state, phase, step):
-        mixed, state = mixer.combine(params, received, state, phase, step)
-        gamma = strength(step) if callable(strength) else strength
-
-        return buckets.of_floating(lambda x, y: x + gamma * (y - x), params, mixed), state
-
-    linear = None if callable(strength) else mixer.linear and _damped(mixer.linear, strength)
-    return mixer._replace(combine=combine, linear=linear)
+    return Damped(mixer, strength)
 
 
 def unrounded(mixer: Mixer) -> Mixer:
-    """The mixer whose results of narrow parameters, such as bfloat16, stay in float32 where mixing is linear.
-
-    For methods that step along Wx − x: what rounding Wx to the size of x adds to the mean of that, a momentum would add up. Parameters
-    of float32 and wider are mixed as before.
-    """
-    linear = mixer.linear
-    if linear is None:
-        return mixer
-    is_narrow = lambda x: buckets.is_floating(x) and x.dtype != buckets.wide_dtype(x)
-    narrow = lambda params: any(map(is_narrow, jax.tree.leaves(params)))
-
-    def exchange(params, state, phase):
-        if not narrow(params):
-            return mixer.exchange(params, state, phase)
-        return buckets.in_float32(jnp.add, params, linear.pull(params, phase)), state
-
-    def combine(params, received, state, phase, step):
-        return received if narrow(params) else mixer.combine(params, received, state, phase, step)
-
-    def num_bytes(params, phase):
-        return (linear if narrow(params) else mixer).num_bytes(params, phase)
-
-    return mixer._replace(exchange=exchange, combine=combine, num_bytes=num_bytes)
-
-
-def _damped(linear: Linear, gamma: float) -> Linear:
-    def matrix(phase):
-        W_NxN = linear.matrix(phase)
-        return gamma * W_NxN + (1 - gamma) * np.eye(len(W_NxN))
-
-    def pull(params, phase):
-        return buckets.of_floating(lambda pull: gamma * pull, linear.pull(params, phase))
-
-    return linear._replace(matrix=matrix, pull=pull)
+    """Return the mixer with results in float32 where mixing is linear; see `Unrounded`."""
+    return Unrounded(mixer) if mixer.linear else mixer

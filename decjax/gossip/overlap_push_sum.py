@@ -1,18 +1,17 @@
 """Overlapped push-sum (OSGP): push-sum whose messages arrive one step late, so that they travel during a whole step."""
 
-import dataclasses
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from decjax import buckets, registry
-from decjax import topology as topology_lib
-from decjax.channel import Channel
-from decjax.gossip.mixer import Mixer
+from decjax import buckets
+from decjax.gossip.mixer import Gossip
+from decjax.gossip.requirements import COLUMN_STOCHASTIC, SINGLE_WORKERS
 from decjax.gossip.rounds import member_pairs, num_messages, own_weight
-from decjax.topology import Topology
+from decjax.topology import Round
+from decjax.typing import PyTree
 
 
 class OverlapPushSumState(NamedTuple):
@@ -20,7 +19,7 @@ class OverlapPushSumState(NamedTuple):
 
     Attributes:
         weight: y_i, a scalar of the parameters' dtype, float32 or wider.
-        sent: w½_i of the step before, which is on its way to the neighbours, for each bucket; zeros at first.
+        sent: w½_i of the step before, which is on its way to the neighbors, for each bucket; zeros at first.
         sent_weight: y_i of the step before; 0 at first.
         arrived: within a step (w_ii, Σ_j w_ij w½_j, Σ_j w_ij y_j), the last two of the step before; () between steps.
     """
@@ -31,65 +30,36 @@ class OverlapPushSumState(NamedTuple):
     arrived: tuple = ()
 
 
-@registry.register(
-    "mixer",
-    "overlap_push_sum",
-    weights=True,
-    order="awc",
-    needs="column-stochastic graph",
-    messages="parameters and a weight, a step late",
-    memory="1 copy and a weight",
-    source="arXiv 1811.10792",
-)
-def overlap_push_sum(topology: Topology, channel: Channel = Channel()) -> Mixer:
+class OverlapPushSum(Gossip, name="overlap_push_sum"):
     """Overlapped stochastic gradient push (OSGP): push-sum with messages that arrive one step after they were sent.
 
         w½_i = y_i z_i + u_i        u_i the optimizer's step at z_i
         w_i <- a_ii w½_i + Σ_j a⁻_ij w½⁻_j      y_i <- a_ii y_i + Σ_j a⁻_ij y⁻_j      z_i = w_i / y_i
 
-    a_ij are the entries of W, and ⁻ marks what is of the step before: the message that worker j sent after its last step. It travels
-    during the whole step of worker i, as parameters do in order "awc" of other mixers; there they are mixed with i's own from before
-    the step, here with those from after it. The sum of y over workers, with what is on its way, stays N.
-
-    Args:
-        topology: column-stochastic; it may vary in time.
-        channel: how parameters travel.
-
-    Raises:
-        ValueError: if columns of W do not sum to one, or nodes have several workers.
+    a_ij are the entries of W, which may vary in time, and ⁻ marks values of the step before: the message that worker j sent after its
+    last step. It travels during the whole step of worker i, as parameters do in order "awc" of other mixers; there they are mixed
+    with i's own from before the step, here with those from after it. The sum of y over workers and of y in transit stays N.
 
     Reference: Assran et al. 2019, "Stochastic gradient push", arXiv 1811.10792, algorithm 2 with τ = 1.
     """
-    if not topology_lib.is_column_stochastic(topology):
-        raise ValueError(
-            "mixer 'overlap_push_sum' keeps the sum over workers, so columns of W have to sum to one, and those of "
-            f"topology {topology.name!r} do not; use 'exponential' or 'random_digraph'"
-        )
-    if any(round_.group_size > 1 for round_ in topology.rounds):
-        raise ValueError(
-            f"mixer 'overlap_push_sum' needs single workers as nodes, and topology {topology.name!r} averages inside nodes; use "
-            "'exponential', or mixer 'push_sum'"
-        )
-    return _OverlapPushSum(topology, channel).mixer()
 
+    order = "awc"
+    weights = True
+    messages = "parameters and a weight, a step late"
+    memory = "1 copy and a weight"
+    source = "arXiv 1811.10792"
+    requires = (COLUMN_STOCHASTIC, SINGLE_WORKERS)
 
-@dataclasses.dataclass(frozen=True)
-class _OverlapPushSum:
-    """The functions of the mixer."""
-
-    topology: Topology
-    channel: Channel
-
-    def _arriving(self, phase: int) -> topology_lib.Round:
-        """The round along which the messages of the step before travel."""
+    def _arriving(self, phase: int) -> Round:
+        """Return the round along which the messages of the step before travel."""
         return self.topology.round(phase - 1)
 
-    def init(self, params: Any) -> OverlapPushSumState:
-        sent = tuple(jnp.zeros(bucket.size, bucket.dtype) for bucket in self.channel.layout(params).buckets)
-        dtype = _weight_dtype(self.channel.layout(params))
+    def init(self, params: PyTree) -> OverlapPushSumState:
+        sent = tuple(jnp.zeros(bucket.size, bucket.dtype) for bucket in self.layout(params).buckets)
+        dtype = _weight_dtype(self.layout(params))
         return OverlapPushSumState(jnp.ones((), dtype), sent, jnp.zeros((), dtype))
 
-    def exchange(self, params: Any, state: OverlapPushSumState, phase: int) -> tuple[Any, OverlapPushSumState]:
+    def exchange(self, params: PyTree, state: OverlapPushSumState, phase: int) -> tuple[PyTree, OverlapPushSumState]:
         axis, round_, total = self.channel.axis, self._arriving(phase), None
         for shift in round_.shifts:
             pairs = member_pairs(shift, 1)
@@ -101,8 +71,12 @@ class _OverlapPushSum:
         own = jnp.asarray(own_weight(self.topology.round(phase).self_weights, 1, axis, state.weight.dtype), state.weight.dtype)
         return params, state._replace(arrived=(own, tuple(total[:-1]), total[-1]))
 
-    def settle(self, mixed: Any, stepped: Any, state: OverlapPushSumState) -> tuple[Any, OverlapPushSumState]:
-        layout, (own, values, weight) = self.channel.layout(mixed), state.arrived
+    @property
+    def settle(self):
+        return self._settled
+
+    def _settled(self, mixed: PyTree, stepped: PyTree, state: OverlapPushSumState) -> tuple[PyTree, OverlapPushSumState]:
+        layout, (own, values, weight) = self.layout(mixed), state.arrived
         before, after = layout.pack(mixed), layout.pack(stepped)
         half = [(state.weight - 1) * z + x for z, x in zip(before, after)]
         new_weight = own * state.weight + weight
@@ -110,23 +84,13 @@ class _OverlapPushSum:
         sent = tuple(w.astype(x.dtype) for w, x in zip(half, state.sent))
         return layout.unpack(z, like=stepped), OverlapPushSumState(new_weight, sent, state.weight)
 
-    def num_bytes(self, params: Any, phase: int) -> np.ndarray:
-        layout = self.channel.layout(params)
+    def num_bytes(self, params: PyTree, phase: int) -> np.ndarray:
+        layout = self.layout(params)
         return num_messages(self._arriving(phase)) * (layout.num_bytes + _weight_dtype(layout).itemsize)
 
-    def mixer(self) -> Mixer:
-        period = self.topology.period
-        return Mixer(
-            init=self.init,
-            exchange=self.exchange,
-            phase=lambda step: step % period,
-            phases=range(period),
-            num_bytes=self.num_bytes,
-            num_workers=self.topology.num_workers,
-            settle=self.settle,
-            weight=lambda state: state.weight,
-            orders=("awc",),
-        )
+    @property
+    def weight(self):
+        return lambda state: state.weight
 
 
 def _weight_dtype(layout: buckets.Layout) -> np.dtype:

@@ -1,21 +1,21 @@
-"""PowerGossip: low-rank differences between neighbours, found by a power iteration over each edge."""
+"""PowerGossip: low-rank differences between neighbors, found by a power iteration over each edge."""
 
 from collections.abc import Sequence
-import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import Annotated, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from decjax import codecs, registry
-from decjax import topology as topology_lib
+from decjax import codecs
 from decjax.buckets import is_floating
-from decjax.channel import Channel
 from decjax.codecs.codec import dot
-from decjax.gossip.mixer import Mixer
-from decjax.topology import Round, Topology, coloring
+from decjax.gossip.mixer import Gossip, Pairs
+from decjax.gossip.requirements import DOUBLY_STOCHASTIC, SINGLE_WORKERS, SYMMETRIC
+from decjax.options import Range
+from decjax.topology import Round, coloring
+from decjax.typing import PyTree
 
 
 class PowerState(NamedTuple):
@@ -33,7 +33,7 @@ class PowerState(NamedTuple):
 class _Matching(NamedTuple):
     """Edges of a round that share no worker."""
 
-    pairs: tuple[tuple[int, int], ...]  # both directions of each edge
+    pairs: Pairs  # both directions of each edge
     weights_N: np.ndarray  # w of each worker's edge, positive at the end of lower index, negative at the other; 0: no edge
 
 
@@ -49,16 +49,8 @@ def _matchings(round_: Round) -> tuple[_Matching, ...]:
     return tuple(found)
 
 
-@registry.register(
-    "mixer",
-    "power_gossip",
-    topology="one_peer_exponential(pairwise=True)",
-    needs="symmetric graph",
-    messages="thin matrices",
-    memory="2 thin matrices an edge",
-)
-def power_gossip(topology: Topology, channel: Channel = Channel(), *, rank: int = 1) -> Mixer:
-    """PowerGossip: only R columns travel for each matrix and edge, found by a power iteration on the neighbours' difference.
+class PowerGossip(Gossip, name="power_gossip"):
+    """PowerGossip: only R columns travel for each matrix and edge, found by a power iteration on the neighbors' difference.
 
     For an edge {i, j} with i < j, both ends hold the same p and q, and send products with their own matrix X. Exchanges alternate:
 
@@ -68,69 +60,64 @@ def power_gossip(topology: Topology, channel: Channel = Channel(), *, rank: int 
         X_i <- X_i − w_ij Δ,   X_j <- X_j + w_ij Δ
 
     Δ is the projection of X_i − X_j on R columns. Both ends use the same Δ, so the mean is preserved at any rank, and the error fades
-    as workers agree. A worker sends I·R or J·R values for a matrix, in turns, to each neighbour; at R = I = J this is plain gossip.
+    as workers agree. A worker sends I·R or J·R values for a matrix, in turns, to each neighbor; at R = I = J this is plain gossip.
 
     An array is seen as the matrix I×J that `codecs.matrix_shape` gives; a stack of L scanned layers is one matrix L·I×J with R columns
-    for all layers. Vectors, and matrices with a side shorter than R, travel as they are; `init` raises ValueError if nothing else
-    is left. There are twice as many phases as rounds in the period. The channel's seed determines the first p and q.
+    for all layers. Vectors, and matrices with a side shorter than R, travel uncompressed; `init` raises a ValueError if nothing else
+    is left. There are twice as many phases as rounds in the period: exchanges of the first period are even, those of the second odd.
+    The channel's seed determines the first p and q.
 
-    Args:
-        topology: symmetric, with one worker to a node; it may vary in time.
-        channel: how the columns travel.
+    Attributes:
         rank: R ≥ 1, columns that travel.
 
     Reference: Vogels, Karimireddy and Jaggi 2020, "Practical low-rank communication compression in decentralized deep learning",
     arXiv 2008.01425, algorithms 1 and 2.
     """
-    if rank < 1:
-        raise ValueError(f"mixer 'power_gossip' with rank={rank}: at least one column has to travel; use rank 1, 2 or 4")
-    if not (topology.is_symmetric and topology_lib.is_doubly_stochastic(topology)):
-        raise ValueError(
-            "mixer 'power_gossip' iterates over edges that carry messages both ways, but topology "
-            f"{topology.name!r} is not symmetric; use 'ring', or 'one_peer_exponential' with pairwise=True"
-        )
-    if (size := max(round_.group_size for round_ in topology.rounds)) > 1:
-        raise ValueError(
-            f"mixer 'power_gossip' needs whole matrices on every worker, but in topology {topology.name!r} each "
-            f"of a node's {size} workers sends a share; use local_size=1, or mixer 'choco'"
-        )
-    return _PowerGossip(topology, channel, rank, tuple(map(_matchings, topology.rounds))).mixer()
 
+    graph = "one_peer_exponential(pairwise=True)"
+    messages = "thin matrices"
+    memory = "2 thin matrices an edge"
+    requires = (SYMMETRIC, DOUBLY_STOCHASTIC, SINGLE_WORKERS)
 
-@dataclasses.dataclass(frozen=True)
-class _PowerGossip:
-    """The functions of the mixer. Exchanges of the first period are even, those of the second odd."""
+    rank: Annotated[int, Range(1, 2**12)] = 1
 
-    topology: Topology
-    channel: Channel
-    rank: int
-    matchings: tuple[tuple[_Matching, ...], ...]  # of each round of the period
+    @functools.cached_property
+    def matchings(self) -> tuple[tuple[_Matching, ...], ...]:
+        """The matchings of each round of the period."""
+        return tuple(map(_matchings, self.topology.rounds))
 
-    def _view(self, x: Any) -> tuple[int, int] | None:
-        """(I, J) of an array that travels by columns; None of one that travels as it is."""
+    @property
+    def phases(self) -> range:
+        return range(2 * self.topology.period)
+
+    @property
+    def permutations(self) -> tuple[Pairs, ...]:
+        return tuple(matching.pairs for edges in self.matchings for matching in edges)
+
+    def _view(self, x: jax.Array | jax.ShapeDtypeStruct) -> tuple[int, int] | None:
+        """Return (I, J) of an array that travels by columns; None if it travels uncompressed."""
         sides = codecs.matrix_shape(x.shape)
         return sides if is_floating(x) and sides and x.size and self.rank <= min(sides) else None
 
-    def _start(self, x: Any, side: int, position: int) -> jax.Array:
-        """The first p (side 0) or q (side 1) of a matrix."""
+    def _start(self, x: jax.Array | jax.ShapeDtypeStruct, side: int, position: int) -> jax.Array:
+        """Return the first p (side 0) or q (side 1) of a matrix."""
         key, sides = jax.random.fold_in(jax.random.key(self.channel.seed), position), self._view(x)
         assert sides is not None
         return jax.random.normal(key, (sides[side], self.rank), jnp.promote_types(x.dtype, jnp.float32))
 
-    def init(self, params: Any) -> PowerState:
+    def init(self, params: PyTree) -> PowerState:
+        super().init(params)
         matrices = [x for x in jax.tree.leaves(params) if self._view(x)]
         if not matrices:
-            raise ValueError(
-                f"mixer 'power_gossip' with rank={self.rank}: no array has both sides that long; use a smaller rank, or mixer 'exact'"
-            )
+            raise ValueError(f"{self}: no array has two sides of at least rank={self.rank}; use a smaller rank, or mixer 'exact'")
 
         def start(side):
             return tuple(self._start(x, side, 2 * m + 1 - side) for m, x in enumerate(matrices))
 
         return PowerState(*(tuple(tuple(start(side) for _ in edges) for edges in self.matchings) for side in (0, 1)))
 
-    def _message(self, params: Any, bases: Sequence[jax.Array], odd: bool) -> list[jax.Array]:
-        """What a worker sends over an edge: products of its matrices, and all other arrays as they are."""
+    def _message(self, params: PyTree, bases: Sequence[jax.Array], odd: bool) -> list[jax.Array]:
+        """Return what a worker sends over an edge: products of its matrices, and all other arrays unchanged."""
         basis = iter(bases)
 
         def product(x, basis_SxR):
@@ -139,7 +126,8 @@ class _PowerGossip:
 
         return [product(x, next(basis)) if self._view(x) else x for x in jax.tree.leaves(params)]
 
-    def exchange(self, params: Any, state: PowerState, phase: int) -> tuple[Any, PowerState]:
+    def exchange(self, params: PyTree, state: PowerState, phase: int) -> tuple[PyTree, PowerState]:
+        self.channel.check(params, self.num_workers)
         odd, index = divmod(phase, self.topology.period)
         leaves, treedef = jax.tree.flatten(params)
         mixed = [x.astype(jnp.promote_types(x.dtype, jnp.float32)) if is_floating(x) else x for x in leaves]
@@ -153,7 +141,7 @@ class _PowerGossip:
         return treedef.unflatten([m.astype(x.dtype) for m, x in zip(mixed, leaves)]), state
 
     def _meeting(self, params, mixed, matching: _Matching, known, before, odd: bool) -> tuple[list[jax.Array], tuple]:
-        """The mixed arrays, and the new p or q, after each worker has exchanged over its edge in one matching."""
+        """Return the mixed arrays, and the new p or q, after each worker has exchanged over its edge in one matching."""
         # Householder's Q is orthonormal for any input, also for zeros and dependent columns.
         bases = [jnp.linalg.qr(x_SxR)[0] for x_SxR in known]
         own = self._message(params, bases, odd)
@@ -173,22 +161,10 @@ class _PowerGossip:
             mixed[k] -= jnp.where(weight == 0, 0, weight.astype(mixed[k].dtype) * step)
         return mixed, tuple(after)
 
-    def num_bytes(self, params: Any, phase: int) -> np.ndarray:
+    def num_bytes(self, params: PyTree, phase: int) -> np.ndarray:
         odd, index = divmod(phase, self.topology.period)
         matrices = [x for x in jax.tree.leaves(params) if self._view(x)]
         bases = [jax.eval_shape(functools.partial(self._start, x, 1 - odd, 0)) for x in matrices]
         own = jax.eval_shape(lambda params, bases: self._message(params, bases, bool(odd)), params, bases)
         message_bytes = self.channel.layout(own).num_bytes
         return sum(((m.weights_N != 0) * message_bytes for m in self.matchings[index]), np.zeros(self.topology.num_workers))
-
-    def mixer(self) -> Mixer:
-        period = self.topology.period
-        return Mixer(
-            init=self.init,
-            exchange=self.exchange,
-            phase=lambda step: step % (2 * period),
-            phases=range(2 * period),
-            num_bytes=self.num_bytes,
-            num_workers=self.topology.num_workers,
-            permutations=tuple(matching.pairs for edges in self.matchings for matching in edges),
-        )

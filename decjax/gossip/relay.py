@@ -1,18 +1,18 @@
-"""Relayed sums on a spanning tree, RelaySGD's exchange: a worker's parameters reach all others, each by the shortest way."""
+"""Relayed sums on a spanning tree, RelaySGD's exchange: a worker's parameters reach all others, each along the shortest path."""
 
-import dataclasses
-from typing import Any, NamedTuple
+import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from decjax import registry
-from decjax.channel import Channel
-from decjax.gossip.mixer import Mixer
+from decjax import buckets
+from decjax.gossip.mixer import Gossip, Pairs
+from decjax.gossip.requirements import SINGLE_WORKERS
+from decjax.registry import Requirement
 from decjax.topology import Topology, coloring
-
-Pairs = tuple[tuple[int, int], ...]
+from decjax.typing import Arrays, PyTree
 
 
 class RelayState(NamedTuple):
@@ -40,61 +40,74 @@ class Tree(NamedTuple):
     counts: np.ndarray
 
 
-@registry.register(
-    "mixer",
-    "relay",
-    topology="line",
-    order="atc",
-    needs="connected undirected graph",
-    messages="sums of parameters, along a spanning tree",
-    memory="a copy a neighbour",
-    source="arXiv 2110.04175",
-)
-def relay(topology: Topology, channel: Channel = Channel()) -> Mixer:
+class Relay(Gossip, name="relay"):
     """RelaySGD's mixer: each worker takes the mean over all workers of parameters as old as their distance on a spanning tree.
 
         m_{i→j} = x_i + Σ_{k≠j} m_{k→i}        x_i <- ( Σ_j m_{j→i} + (n − Σ_j c_{j→i}) x_i ) / n
 
-    Sums run over neighbours on the tree; m_{k→i} is what arrived in the step before, m_{j→i} what arrives in this one, and c_{j→i} the
+    Sums run over neighbors on the tree; m_{k→i} is what arrived in the step before, m_{j→i} what arrives in this one, and c_{j→i} the
     number of workers that it is a sum of. No worker's parameters count more than another's, so workers with different data have no
-    bias. A worker sends its parameters to each neighbour on the tree.
+    bias. A worker sends its parameters to each neighbor on the tree.
 
-    The tree has shortest ways from one of the worker in the middle of the graph. If the graph varies in time, and each round is
-    connected, as those of `double_binary_tree` are, every round has a tree of its own, and each an equal share of the parameters;
+    The tree has the shortest paths from a worker in the middle of the graph. If the graph varies in time, and each round is
+    connected, as those of `double_binary_tree` are, every round has its own tree, and each an equal share of the parameters;
     otherwise there is one tree, of the edges of all rounds. Weights of the graph are not used.
-
-    Args:
-        topology: undirected, connected over a period.
-        channel: how parameters travel.
-
-    Raises:
-        ValueError: if the graph is directed, not connected, or averages inside nodes.
 
     Reference: Vogels et al. 2021, arXiv 2110.04175, algorithm 1.
     """
-    trees = tuple(map(_tree, _graphs(topology)))
-    return _Relay(topology.num_workers, trees, channel).mixer()
 
+    order = "atc"
+    graph = "line"
+    messages = "sums of parameters, along a spanning tree"
+    memory = "a copy a neighbor"
+    source = "arXiv 2110.04175"
+    requires = (
+        SINGLE_WORKERS,
+        Requirement(
+            "topology",
+            "an undirected graph, to send both ways along each edge",
+            lambda topology: bool((_union(topology) == _union(topology).T).all()),
+            "use 'line' or 'double_binary_tree'",
+        ),
+        Requirement(
+            "topology",
+            "a connected graph, for a tree of all workers",
+            lambda topology: _is_connected(_union(topology)),
+            "use 'line' or 'double_binary_tree'",
+        ),
+    )
 
-@dataclasses.dataclass(frozen=True)
-class _Relay:
-    """The functions of the mixer."""
+    @functools.cached_property
+    def trees(self) -> tuple[Tree, ...]:
+        """The spanning trees."""
+        rounds = _edges(self.topology)
+        each = list({edges_NxN.tobytes(): edges_NxN for edges_NxN in rounds}.values())
+        connected = all((edges_NxN == edges_NxN.T).all() and _is_connected(edges_NxN) for edges_NxN in each)
+        return tuple(map(_tree, each if connected else [_union(self.topology)]))
 
-    num_workers: int
-    trees: tuple[Tree, ...]
-    channel: Channel
+    @property
+    def phases(self) -> range:
+        return range(1)
 
-    def _layout(self, params):
+    @property
+    def keeps_mean(self) -> bool:
+        return False
+
+    @property
+    def permutations(self) -> tuple[Pairs, ...]:
+        return tuple(pairs for tree in self.trees for pairs in tree.matchings)
+
+    def layout(self, params: PyTree) -> buckets.Layout:
+        self.channel.check(params, self.num_workers)
         return self.channel.layout(params, multiple_of=len(self.trees))
 
-    def init(self, params: Any) -> RelayState:
-        shares = [jnp.zeros(bucket.size // len(self.trees), bucket.dtype) for bucket in self._layout(params).buckets]
+    def init(self, params: PyTree) -> RelayState:
+        shares = [jnp.zeros(bucket.size // len(self.trees), bucket.dtype) for bucket in self.layout(params).buckets]
         received = tuple(tuple(tuple(shares) for _ in tree.matchings) for tree in self.trees)
         return RelayState(jnp.zeros((), jnp.int32), received)
 
-    def exchange(self, params: Any, state: RelayState, phase: int) -> tuple[Any, RelayState]:
-        del phase
-        layout = self._layout(params)
+    def exchange(self, params: PyTree, state: RelayState, phase: int) -> tuple[PyTree, RelayState]:
+        layout = self.layout(params)
         vectors_TxP = [x_P.reshape(len(self.trees), -1) for x_P in layout.pack(params)]
         mixed, arrived = [], []
         for t, (tree, memory) in enumerate(zip(self.trees, state.received, strict=True)):
@@ -106,66 +119,46 @@ class _Relay:
         vectors = [jnp.concatenate(shares) for shares in zip(*mixed, strict=True)]
         return layout.unpack(vectors, like=params), RelayState(state.age + 1, tuple(arrived))
 
-    def _swapped(self, own, memory, m, pairs):
-        """What arrives along matching m; everything that came along the others is passed on."""
+    def restart(self, average: PyTree, state: RelayState) -> RelayState:
+        return self.init(average)
+
+    def _swapped(self, own: Arrays, memory: tuple, m: int, pairs: Pairs) -> list[jax.Array]:
+        """Return what arrives along matching m, after passing on everything that came along the others."""
         sums = list(own)
         for k, arrived in enumerate(memory):
             sums = sums if k == m else [x_P + y_P for x_P, y_P in zip(sums, arrived, strict=True)]
         return [self.channel.axis.exchange(x_P, pairs) for x_P in sums]
 
-    def _mean(self, own, sums, count):
+    def _mean(self, own: jax.Array, sums: Arrays, count: jax.Array) -> jax.Array:
         dtype = jnp.promote_types(own.dtype, jnp.float32)
         total = (self.num_workers - count).astype(dtype) * own.astype(dtype)
         for x in sums:
             total += x.astype(dtype)
         return (total / self.num_workers).astype(own.dtype)
 
-    def num_bytes(self, params: Any, phase: int) -> np.ndarray:
-        del phase
+    def num_bytes(self, params: PyTree, phase: int) -> np.ndarray:
         sources = [source for tree in self.trees for pairs in tree.matchings for source, _ in pairs]
-        return np.bincount(sources, minlength=self.num_workers) * (self._layout(params).num_bytes / len(self.trees))
-
-    def mixer(self) -> Mixer:
-        return Mixer(
-            init=self.init,
-            exchange=self.exchange,
-            phase=lambda step: step * 0,
-            phases=range(1),
-            num_bytes=self.num_bytes,
-            num_workers=self.num_workers,
-            restart=lambda average, state: self.init(average),
-            orders=("atc",),
-            keeps_mean=False,
-            permutations=tuple(pairs for tree in self.trees for pairs in tree.matchings),
-        )
+        return np.bincount(sources, minlength=self.num_workers) * (self.layout(params).num_bytes / len(self.trees))
 
 
 # -- Trees ------------------------------------------------------------------------------------------------------------
 
 
-def _graphs(topology: Topology) -> list[np.ndarray]:
-    """The graphs of which each has a tree of its own, as symmetric boolean adjacency matrices."""
-    if any(round_.group_size > 1 for round_ in topology.rounds):
-        raise ValueError(
-            f"mixer 'relay' needs single workers as nodes, and topology {topology.name!r} averages inside nodes; use 'line', "
-            "'double_binary_tree' or another graph without local_size"
-        )
-    edges = [topology.matrix(phase) != 0 for phase in range(topology.period)]
-    union_NxN = np.any(edges, axis=0)
-    if (union_NxN != union_NxN.T).any():
-        raise ValueError(
-            f"mixer 'relay' sends both ways along each edge, and topology {topology.name!r} is directed; use 'line', "
-            "'double_binary_tree' or another undirected graph"
-        )
-    each = [edges_NxN for edges_NxN in edges if (edges_NxN == edges_NxN.T).all() and (_distances(edges_NxN) >= 0).all()]
-    found = list({edges_NxN.tobytes(): edges_NxN for edges_NxN in each}.values()) if len(each) == len(edges) else [union_NxN]
-    if (_distances(found[0]) < 0).any():
-        raise ValueError(f"mixer 'relay' needs a tree of all workers, and topology {topology.name!r} is not connected; use 'line'")
-    return found
+def _edges(topology: Topology) -> list[np.ndarray]:
+    """Return the adjacency matrix of each round."""
+    return [topology.matrix(phase) != 0 for phase in range(topology.period)]
+
+
+def _union(topology: Topology) -> np.ndarray:
+    return np.any(_edges(topology), axis=0)
+
+
+def _is_connected(edges_NxN: np.ndarray) -> bool:
+    return bool((_distances(edges_NxN) >= 0).all())
 
 
 def _distances(edges_NxN: np.ndarray) -> np.ndarray:
-    """The number of edges from worker i to j on the shortest way, [N, N]; −1 if there is none."""
+    """Return the number of edges on the shortest path from worker i to j, [N, N]; −1 if there is none."""
     n = len(edges_NxN)
     distance_NxN, reached_NxN = np.where(np.eye(n, dtype=bool), 0, -1), np.eye(n, dtype=bool)
     for hops in range(1, n):
@@ -176,7 +169,7 @@ def _distances(edges_NxN: np.ndarray) -> np.ndarray:
 
 
 def _tree(edges_NxN: np.ndarray) -> Tree:
-    """The tree of shortest ways from the worker to which the farthest is nearest; of several parents the first."""
+    """Return the tree of shortest paths from the worker to which the farthest is nearest; of several parents the first."""
     n, distance_NxN = len(edges_NxN), _distances(edges_NxN)
     depth_N = distance_NxN[distance_NxN.max(axis=1).argmin()]
     links = [

@@ -1,7 +1,6 @@
 """Executes rounds of a topology: messages along shifts, means inside nodes, and the bytes that both send."""
 
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,27 +8,28 @@ import numpy as np
 
 from decjax import buckets, codecs, mesh
 from decjax.topology import Round, Shift, Topology
+from decjax.typing import DType, PyTree
 
 
-def own_weight(weights: tuple[float, ...], group_size: int, axis: mesh.Axis, dtype) -> Any:
-    """This worker's entry of per-node weights; a Python float if all are equal, which saves the look-up."""
+def own_weight(weights: tuple[float, ...], group_size: int, axis: mesh.Axis, dtype: DType) -> float | jax.Array:
+    """Return this worker's entry of per-node weights; a Python float if all are equal, which saves the look-up."""
     if len(set(weights)) == 1:
         return weights[0]
     return jnp.asarray(weights, dtype)[axis.index // group_size]
 
 
 def is_mean(round_: Round) -> bool:
-    """Whether a round consists of exact means inside nodes only, without messages between nodes."""
+    """Return whether a round consists of exact means inside nodes only, without messages between nodes."""
     return not round_.shifts and set(round_.self_weights) == {1.0}
 
 
 def member_pairs(shift: Shift, group_size: int) -> list[tuple[int, int]]:
-    """The pairs (source, target) of workers of a shift: member k of a node sends to member k of the other node."""
+    """Return the pairs (source, target) of workers of a shift: member k of a node sends to member k of the other node."""
     return [(source * group_size + k, target * group_size + k) for source, target in shift.pairs for k in range(group_size)]
 
 
 def mix_round(x_P: jax.Array, round_: Round, axis: mesh.Axis, wide: bool = False) -> jax.Array:
-    """This worker's vector after one round: (Wx)_i for W = W_nodes ⊗ J_L/L.
+    """Return this worker's vector after one round: (Wx)_i for W = W_nodes ⊗ J_L/L.
 
     With L > 1, members of a node average by reduce-scatter, exchange their share with the same member of other nodes, and gather: a
     joint mean of two nodes sends P values out of a node, not L·P.
@@ -53,7 +53,7 @@ def mix_round(x_P: jax.Array, round_: Round, axis: mesh.Axis, wide: bool = False
 
 
 def difference(x_P: jax.Array, round_: Round, axis: mesh.Axis) -> jax.Array:
-    """(Wx)_i − x_i = Σ_j W_ij (x_j − x_i), in float32 or wider, for W with rows that sum to one.
+    """Return (Wx)_i − x_i = Σ_j W_ij (x_j − x_i), in float32 or wider, for W with rows that sum to one.
 
     Each difference is rounded to its own size, not to that of x, so over workers their sum is zero up to roundings as small. With L > 1
     the mean of a node is rounded to the size of x; what that loses of it is averaged as well, which sends as much again inside nodes.
@@ -72,8 +72,8 @@ def difference(x_P: jax.Array, round_: Round, axis: mesh.Axis) -> jax.Array:
     return axis.gather((drawn + lost).astype(x_P.dtype), L).astype(dtype) - away_P
 
 
-def pull(codec: codecs.Codec, message: Any, own: jax.Array, round_: Round, axis: mesh.Axis) -> jax.Array:
-    """The pull of neighbours on worker i, with the shape and type of `own`.
+def pull(codec: codecs.Codec, message: PyTree, own: jax.Array, round_: Round, axis: mesh.Axis) -> jax.Array:
+    """Return the pull of neighbors on worker i, with the shape and type of `own`.
 
         pull_i = Σ_j W_ij c_j − c_i,   c_j the decoded message of worker j
 
@@ -98,47 +98,30 @@ def pull(codec: codecs.Codec, message: Any, own: jax.Array, round_: Round, axis:
 
 
 def num_messages(round_: Round) -> np.ndarray:
-    """The number of messages to other nodes that each worker sends in a round, [N]."""
+    """Return the number of messages to other nodes that each worker sends in a round, [N]."""
     L = round_.group_size
     return round_.volume() * L - 2 * (L - 1)
 
 
 def sent_bytes(round_: Round, layout: buckets.Layout, message_bytes: int | None = None) -> np.ndarray:
-    """Bytes that each worker sends in a round, [N]; a message to another node has `message_bytes`, or a share of the parameters'."""
+    """Return the bytes that each worker sends in a round, [N]; a message to a node has `message_bytes`, or a share's."""
     L = round_.group_size
     share_bytes = layout.num_bytes / L if message_bytes is None else message_bytes
     return 2 * (L - 1) / L * layout.num_bytes + num_messages(round_) * share_bytes
 
 
 def difference_bytes(topology: Topology, indices: list[int], layout: buckets.Layout) -> np.ndarray:
-    """Bytes that each worker sends for `difference` in the rounds of the given indices together, [N]."""
+    """Return the bytes that each worker sends for `difference` in the rounds of the given indices together, [N]."""
     inside = sum(2 * (L - 1) / L * layout.num_bytes for L in (topology.rounds[index].group_size for index in indices))
     return step_bytes(topology, indices, layout) + inside
 
 
 def step_bytes(topology: Topology, indices: list[int], layout: buckets.Layout, message_bytes: int | None = None) -> np.ndarray:
-    """Bytes that each worker sends in the rounds of the given indices together, [N]; other arguments as of `sent_bytes`."""
+    """Return the bytes that each worker sends in the rounds of the given indices together, [N]; other arguments as of `sent_bytes`."""
     sent = (sent_bytes(topology.rounds[index], layout, message_bytes) for index in indices)
     return sum(sent, np.zeros(topology.num_workers))
 
 
 def common_multiple(topology: Topology) -> int:
-    """The number that the size of a bucket must be a multiple of to be divided evenly among the members of every node."""
+    """Return the number that must divide a bucket's size, so that members of every node get equal shares."""
     return math.lcm(*(round_.group_size for round_ in topology.rounds))
-
-
-def check_rounds(rounds: int) -> None:
-    """Raises ValueError for less than one round per step."""
-    if rounds < 1:
-        raise ValueError(f"mixing rounds={rounds}: at least one round is needed; method 'local' does not communicate")
-
-
-def num_phases(topology: Topology, rounds: int) -> int:
-    """The number of steps of R = `rounds` rounds after which the schedule repeats."""
-    check_rounds(rounds)
-    return topology.period // math.gcd(topology.period, rounds)
-
-
-def due(topology: Topology, rounds: int, phase: int) -> list[int]:
-    """The indices of the topology's rounds that a step of R = `rounds` rounds applies, in order."""
-    return [(phase * rounds + r) % topology.period for r in range(rounds)]

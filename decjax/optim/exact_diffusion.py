@@ -92,13 +92,21 @@ def _check(name: str, mixer: gossip.Mixer) -> None:
         )
 
 
+class _Pulls(gossip.WrappedMixer):
+    """A mixer of which only the pull is used."""
+
+    def num_bytes(self, params, phase):
+        assert self.inner.linear is not None
+        return self.inner.linear.num_bytes(params, phase)
+
+
 def _method(name: str, inner: optax.GradientTransformation, mixer: gossip.Mixer, strength: float = 1.0) -> Method:
     if mixer.linear is None:
         raise ValueError(
             f"method {name!r} needs mixing that is linear, and that of {mixer.called} is not, as with a codec or a memory; use mixer "
             "'exact' without a codec, or method 'tracking' with mixer 'beer'"
         )
-    mixer = gossip.damp(mixer, strength)._replace(num_bytes=mixer.linear.num_bytes)
+    mixer = _Pulls(gossip.damp(mixer, strength))
     _check(name, mixer)
     return mixing(_ExactDiffusion(optax.with_extra_args_support(inner), mixer), mixer)
 

@@ -136,10 +136,17 @@ def tracking(
     """
     mixer = _every_and_damped(mixer, every, strength, strength_power, share)
     exchange = functools.partial(tracked_exchange, mixer)
-    both = mixer._replace(num_bytes=lambda params, phase: mixer.num_bytes((params, params), phase))
+    both = _OfTwo(mixer)
     method = _gossip(track(inner, mixer, order), both, exchange, order, every, static_phase)
     # The mixer's memory is also of trackers, which averaging the parameters does not make equal.
-    return method._replace(mixer=mixer._replace(restart=None))
+    return method._replace(mixer=gossip.Restartless(mixer))
+
+
+class _OfTwo(gossip.WrappedMixer):
+    """A mixer of parameters and trackers, by the size of the parameters."""
+
+    def num_bytes(self, params, phase):
+        return self.inner.num_bytes((params, params), phase)
 
 
 def _every_and_damped(mixer, every, strength, power, share) -> gossip.Mixer:

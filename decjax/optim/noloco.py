@@ -62,7 +62,7 @@ def noloco(
             f"method 'noloco' with pull={pull}: workers drift apart unless it lies between 0 and {2 * (1 + outer_momentum):g}; use 1.0"
         )
     # A memory of the mixer is also of changes, which averaging the parameters does not make equal.
-    return _Pairs("noloco", inner, mixer._replace(restart=None), every, outer_momentum, outer_learning_rate, pull).method()
+    return _Pairs("noloco", inner, gossip.Restartless(mixer), every, outer_momentum, outer_learning_rate, pull).method()
 
 
 @dataclasses.dataclass(frozen=True)

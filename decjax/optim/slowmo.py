@@ -148,7 +148,7 @@ class SlowMo:
 
         momentum = of_floating(lambda u, d: self.beta * u + d * inverse.astype(d.dtype), state.momentum, change)
         anchor = of_floating(lambda x, u: x - self.alpha * rate.astype(u.dtype) * u, state.anchor, momentum)
-        mixer = self.mixer.restart(anchor, state.mixer) if self.mixer and self.mixer.restart else state.mixer
+        mixer = self.mixer.restart(anchor, state.mixer) if self.mixer else state.mixer
         inner = _afresh(self.optimizer or self.base, state.inner, anchor) if self.reset else state.inner
         return state._replace(inner=inner, anchor=anchor, momentum=momentum, mixer=mixer)
 

@@ -66,7 +66,7 @@ def track_in_turn(signal: optax.GradientTransformation, inner: optax.GradientTra
     form = _TrackInTurn(signal, optax.with_extra_args_support(inner), mixer)
     tx = transformation(form.init, form.update)
     # The mixer's memory is also of trackers, which averaging the parameters does not make equal.
-    return Method(tx, mixer.phase, form.num_bytes, mixer=mixer._replace(restart=None))
+    return Method(tx, mixer.phase, form.num_bytes, mixer=gossip.Restartless(mixer))
 
 
 @dataclasses.dataclass(frozen=True)

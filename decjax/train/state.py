@@ -48,7 +48,7 @@ def consensus(state: State, mixer: gossip.Mixer | None, workers: mesh.Workers) -
     """The state with every replica replaced by the average, and the mixer's state restarted accordingly."""
     mean = averaged(state, mixer, workers.num_axes)
     params = jax.tree.map(lambda x, m: jnp.broadcast_to(m.astype(x.dtype), x.shape), state.params, mean)
-    if not (mixer and mixer.restart):
+    if not mixer:
         return state._replace(params=params)
     restarted = workers.map(mixer.restart, (0, 0))(params, state.opt_state.mixer)
     return state._replace(params=params, opt_state=state.opt_state._replace(mixer=restarted))
