@@ -33,7 +33,7 @@ from decjax.optim.local_updates import local_updates
 from decjax.optim.memories import transformation
 from decjax.optim.onebit import scale_by_onebit_adam
 from decjax.optim.tracking import track, tracked_exchange
-from decjax.options import Decay, Positive
+from decjax.options import Count, Decay, Positive
 
 
 class Method(NamedTuple):
@@ -73,7 +73,7 @@ def decentralized(
     share: Callable[[Any], Any] | None = None,
     *,
     order: Literal["awc", "atc"] = "awc",
-    every: int = 1,
+    every: Count = 1,
     strength: float = 1.0,
     strength_power: float = 0.0,
     static_phase: bool = True,
@@ -116,7 +116,7 @@ def tracking(
     share: Callable[[Any], Any] | None = None,
     *,
     order: Literal["awc", "atc"] = "awc",
-    every: int = 1,
+    every: Count = 1,
     strength: float = 1.0,
     strength_power: float = 0.0,
     static_phase: bool = True,
