@@ -100,8 +100,8 @@ def messages_cost(cluster: Cluster, shifts: Sequence[np.ndarray]) -> tuple[np.nd
         return np.bincount(index_E[which_E], weight_E[which_E], length)
 
     nic = np.maximum(load(from_E, leaves_E, cluster.num_nodes)[from_E], load(to_E, leaves_E, cluster.num_nodes)[to_E])
-    own = np.maximum(load(source_E, ~leaves_E, num_workers)[source_E], load(target_E, ~leaves_E, num_workers)[target_E])
-    np.maximum.at(per_byte_N, target_E, np.where(leaves_E, nic / cluster.inter.bandwidth_Bps, own / cluster.intra.bandwidth_Bps))
+    worker = np.maximum(load(source_E, ~leaves_E, num_workers)[source_E], load(target_E, ~leaves_E, num_workers)[target_E])
+    np.maximum.at(per_byte_N, target_E, np.where(leaves_E, nic / cluster.inter.bandwidth_Bps, worker / cluster.intra.bandwidth_Bps))
     np.add.at(latency_N, target_E, np.where(leaves_E, cluster.inter.latency_s, cluster.intra.latency_s))
     return latency_N, per_byte_N, np.bincount(from_E[leaves_E], minlength=cluster.num_nodes).astype(float)
 

@@ -28,35 +28,35 @@ def located(where: str | os.PathLike) -> Iterator[None]:
         raise ValueError(f"{where}: {error}") from error
 
 
-def read(cls: type[T], content: Any, where: str) -> T:
+def read(cls: type[T], content: object, where: str) -> T:
     """Make a dataclass from a JSON object, with the dataclasses that its fields hold, alone or in lists.
 
     Fields that would be Python keywords end in an underscore, which their names in the file lack.
     """
     assert dataclasses.is_dataclass(cls)
     declared = {field.name.rstrip("_"): field for field in dataclasses.fields(cls)}
-    problem = "" if isinstance(content, dict) else f"{shown(content)} must be a JSON object"
-    for name in {} if problem else content:
-        problem = problem or ("" if name in declared else f"unknown field {shown(name)}")
-    for name, field in {} if problem else declared.items():
-        is_needed = field.default is field.default_factory is dataclasses.MISSING and name not in content
-        problem = problem or (f"field {name!r} is missing" if is_needed else "")
-    if problem:
+    fields: dict[str, object] = content if isinstance(content, dict) else {}
+    unknown = [name for name in fields if name not in declared]
+    needed = [name for name, field in declared.items() if field.default is field.default_factory is dataclasses.MISSING]
+    missing = [name for name in needed if name not in fields]
+    if unknown or missing or fields is not content:
+        problem = f"unknown field {shown(unknown[0])}" if unknown else f"field {missing[0]!r} is missing" if missing else ""
+        problem = problem if fields is content else f"{shown(content)} must be a JSON object"
         raise ValueError(f"{where}: {problem}; the fields are {', '.join(declared)}")
-    hints = typing.get_type_hints(cls)
-    values = {declared[name].name: _value(hints[declared[name].name], value, f"{where}: {name}") for name, value in content.items()}
+    hints = {name.rstrip("_"): hint for name, hint in typing.get_type_hints(cls).items()}
+    values = {declared[name].name: _value(hints[name], value, f"{where}: {name}") for name, value in fields.items()}
     with located(where):
         return cls(**values)
 
 
-def _value(hint: Any, value: Any, where: str) -> Any:
+def _value(hint: object, value: object, where: str) -> object:
     """Return a field's value; JSON objects become dataclasses where the hint is one, or a tuple of one."""
     if dataclasses.is_dataclass(hint) and isinstance(hint, type):
         return read(hint, value, where)
     item = (*typing.get_args(hint), None)[0]
     if typing.get_origin(hint) is tuple and dataclasses.is_dataclass(item) and isinstance(item, type):
         check(where, value, list)
-        return tuple(read(item, each, where) for each in value)
+        return tuple(read(item, each, where) for each in typing.cast(list, value))
     return value
 
 

@@ -47,7 +47,7 @@ class Method:
     coding_s: Amount | None = None
     latencies: Amount = 1.0
 
-    def due(self, step: int) -> int | None:
+    def phase_of(self, step: int) -> int | None:
         """Return the phase whose round is needed at the end of a step; None if nothing is sent in it (see `gossip.every`)."""
         if self.topology is None or (step + 1) % self.every:
             return None

@@ -13,7 +13,7 @@ second, not bits: 25 Gbit/s are 25e9/8 = 3.125e9.
 from collections.abc import Iterable
 import dataclasses
 import math
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal, cast
 
 import numpy as np
 
@@ -26,12 +26,12 @@ Size = Annotated[int, Range(1, 2**40)]
 MAX_BUCKETS = 256
 
 
-def exactly(number: int) -> Any:
+def exactly(number: int) -> object:
     """Return the annotation of one whole number."""
     return Annotated[int, Range(number, number)]
 
 
-def check_text(what: str, value: Any) -> None:
+def check_text(what: str, value: str) -> None:
     """Refuse anything but text that a terminal can show: control characters could rewrite the screen."""
     check(what, value, str)
     if not value.isprintable():
@@ -44,13 +44,13 @@ def check_divides(what: str, value: int, parts: str, divisor: int) -> None:
         raise ValueError(f"{what}={value} does not divide into {parts}; use a multiple of {divisor}")
 
 
-def check_number(what: str, value: Any, allowed: Any = Amount) -> float:
+def check_number(what: str, value: float | None, allowed: object = Amount) -> float:
     """Return a value as a float; refuse anything but a number in the range of an annotation."""
     check(what, value, allowed)
-    return float(value)
+    return float(cast(float, value))
 
 
-def as_numbers(what: str, values: Any, allowed: Any = Amount) -> tuple[float, ...]:
+def as_numbers(what: str, values: Iterable[float], allowed: object = Amount) -> tuple[float, ...]:
     """Return a sequence of numbers as a tuple of floats; refuse anything else."""
     check(what, values, Iterable[float])
     return tuple(check_number(f"{what}[{index}]", value, allowed) for index, value in enumerate(values))

@@ -76,8 +76,8 @@ def simulate(method: Method, step: StepCosts, compute_TxKxN: np.ndarray) -> Time
     parameters, free, pending = method.message == PARAMETERS, np.zeros((K, N)), None
 
     for t in range(T):
-        phase = method.due(t)
-        sends = method.due(t + 1) if method.overlap else phase  # The phase of the exchange that starts in this step.
+        phase = method.phase_of(t)
+        sends = method.phase_of(t + 1) if method.overlap else phase  # The phase of the exchange that starts in this step.
         combine_s = step.combine_s if phase is not None else 0.0
         ready_b = _ready(step, method, starts[t], compute_TxKxN[t], pending, combine_s, 0.0 if sends is None else step.codec_s)
         u = ready_b[-1]

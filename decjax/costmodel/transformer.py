@@ -113,8 +113,8 @@ class Transformer:
             remat: "none"; "products": a layer's input and the results of its matrix products are kept and the rest is recomputed, as
                 in `decjax.models`; "layers": only its input is kept.
         """
-        whole, split, of_hidden, scores = KEPT[remat]
-        values = whole * self.width + (split * self.width + of_hidden * self.hidden) / tensor
+        undivided, split, of_hidden, scores = KEPT[remat]
+        values = undivided * self.width + (split * self.width + of_hidden * self.hidden) / tensor
         if scores:
             values += 2 * self.heads * self.context / tensor
         return microbatch_size * self.context * values * self.value_bytes

@@ -4,15 +4,17 @@ from collections.abc import Callable, Sequence
 import concurrent.futures
 import functools
 import time
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
+import optax
 
 from decjax import buckets, mesh
 from decjax.measure.rounds import Actions
 from decjax.train import engine
 from decjax.train.trainer import Trainer
+from decjax.typing import PyTree
 
 
 class TimedExchange(NamedTuple):
@@ -36,18 +38,18 @@ def layout(trainer: Trainer) -> buckets.Layout:
     return buckets.layout(shapes(trainer), bucket_bytes=trainer.spec.bucket_bytes)
 
 
-def shapes(trainer: Trainer) -> Any:
+def shapes(trainer: Trainer) -> optax.Params:
     """Return the shapes and dtypes of one worker's parameters."""
     return jax.eval_shape(trainer.setup.start, jax.random.key(0))
 
 
 def exchange_actions(trainer: Trainer, sizes: Sequence[int]) -> Actions:
     """Return every kind of exchange between these workers, in each of the sizes (bytes); keys are `TimedExchange`s."""
-    workers, own = trainer.workers, layout(trainer)
+    workers, model = trainer.workers, layout(trainer)
     n, L, axis = workers.num_workers, workers.local_size, workers.axis
 
-    def on_all(talk):
-        return workers.jit(lambda vectors: [talk(x_P) for x_P in vectors], (0,))
+    def on_all(exchange: Callable[[jax.Array], jax.Array]):
+        return workers.jit(lambda vectors: [exchange(x_P) for x_P in vectors], (0,))
 
     programs = {
         (kind, scope, 2): on_all(lambda x_P, pairs=pairs: axis.exchange(x_P, pairs))
@@ -56,7 +58,7 @@ def exchange_actions(trainer: Trainer, sizes: Sequence[int]) -> Actions:
     programs["all_reduce", "inter" if n > L else "intra", n] = on_all(axis.mean)
     actions = {}
     for wanted in sizes:
-        parts = [max(1, round(bucket.size * wanted / own.num_bytes)) for bucket in own.buckets]
+        parts = [max(1, round(bucket.size * wanted / model.num_bytes)) for bucket in model.buckets]
         vectors = [workers.build(lambda worker, part=part: np.full(part, worker, np.float32)) for part in parts]
         actions |= {
             TimedExchange(kind, 4 * sum(parts), scope, members): lambda run=run, vectors=vectors: run(vectors)
@@ -82,10 +84,10 @@ class Beside:
 
     Attributes:
         kind, scope: of the exchange, as in `TimedExchange`.
-        own_s: seconds that the exchange itself took, one for each call; a call lasts until both are done.
+        exchange_s: seconds that the exchange itself took, one for each call; a call lasts until both are done.
     """
 
-    def __init__(self, trainer: Trainer, gradient: Callable[[], Any]):
+    def __init__(self, trainer: Trainer, gradient: Callable[[], PyTree]):
         workers, sends = trainer.workers, _sends(trainer.workers)
         # Between nodes where there are several, and a shift where more than two take part.
         of = ((kind, scope) for scope in ("inter", "intra") for kind in ("shift", "pair"))
@@ -95,15 +97,15 @@ class Beside:
         vectors = [workers.build(lambda worker, size=bucket.size: np.zeros(size, np.float32)) for bucket in layout(trainer).buckets]
         cuts = np.array_split(np.arange(len(vectors)), min(engine.PARTS, len(vectors)))
         self._parts = [functools.partial(run, [vectors[k] for k in cut]) for cut in cuts]
-        self._thread, self._gradient, self.own_s = concurrent.futures.ThreadPoolExecutor(1), gradient, []
+        self._thread, self._gradient, self.exchange_s = concurrent.futures.ThreadPoolExecutor(1), gradient, []
 
     def _send(self):
         begun = time.perf_counter()
         for part in self._parts:
             jax.block_until_ready(part())
-        self.own_s.append(time.perf_counter() - begun)
+        self.exchange_s.append(time.perf_counter() - begun)
 
-    def __call__(self) -> Any:
+    def __call__(self) -> PyTree:
         sent = self._thread.submit(self._send)
         computed = jax.block_until_ready(self._gradient())
         sent.result()

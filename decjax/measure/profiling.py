@@ -202,13 +202,13 @@ def form(name: str, spec: config_lib.RunSpec) -> Form:
         )
     params = exchanges.shapes(trainer)
     sent = np.mean([method.num_bytes(params, phase).mean() for phase in phases])
-    whole, n = exchanges.layout(trainer).num_bytes, workers.num_workers
+    total_bytes, n = exchanges.layout(trainer).num_bytes, workers.num_workers
     if topology:
         exact = np.mean([rounds_lib.sent_bytes(round_, exchanges.layout(trainer)).mean() for round_ in topology.rounds])
         return Form(name, trainer, tuple(sorted(phases)), float(sent / exact), 1.0)
     sums, like = [], trainer.abstract
     workers.eval_shape(_silent_update(trainer, min(phases), sums), (0, 0), like, like.params)
-    return Form(name, trainer, tuple(sorted(phases)), float(sent / (2 * (n - 1) / n * whole)), sum(sums))
+    return Form(name, trainer, tuple(sorted(phases)), float(sent / (2 * (n - 1) / n * total_bytes)), sum(sums))
 
 
 def _silent_update(trainer: Trainer, phase: int | None = None, sums: list[float] | None = None) -> Callable[..., Any]:
@@ -276,15 +276,15 @@ def measure(
     """
     watch = Stopwatch(trainer.workers)
     steps, codings = step_actions(trainer), codec_actions(trainer)
-    talks, forms = exchange_actions(trainer, sizes or sizes_up_to_model(trainer)), [gossip(trainer), *forms]
+    exchanged, forms = exchange_actions(trainer, sizes or sizes_up_to_model(trainer)), [gossip(trainer), *forms]
     # Elsewhere a compiler overlaps both, and devices of one process could occupy all threads with waiting.
     beside = Beside(trainer, steps["gradient"]) if trainer.workers.needs_sender else None
-    actions = steps | talks | codings | coding_actions(forms) | ({"beside": beside} if beside else {})
+    actions = steps | exchanged | codings | coding_actions(forms) | ({"beside": beside} if beside else {})
     times_s = take_rounds(watch, actions, seconds, rounds, note)
     step_s, codec_s = {part: times_s[part] for part in (*steps, "in a row")}, {codec: times_s[codec] for codec in codings}
     share = _own_share(step_s, times_s["optimizer"].shape[1])
     coding_s = {form.name: np.mean([times_s[form.name, phase] for phase in form.phases], axis=0) for form in forms}
-    exchange_s = {what: times_s[what].max(axis=0) for what in talks}
+    exchange_s = {what: times_s[what].max(axis=0) for what in exchanged}
     total_bytes = exchanges.layout(trainer).num_bytes
     measurements = [
         fit.Measurement(what.kind, what.num_bytes, float(np.median(slowest_s)), what.scope, what.num_workers)
@@ -296,36 +296,36 @@ def measure(
         if (line := fit.line_of(measurements, m.kind, m.scope)) is not None  # Never None here; for the type checker.
     }
     measurements += [
-        fit.Measurement("codec", total_bytes, _usual_s(both_s, share), codec=codec) for codec, both_s in codec_s.items()
+        fit.Measurement("codec", total_bytes, _typical_s(both_s, share), codec=codec) for codec, both_s in codec_s.items()
     ]
     n, L = trainer.workers.num_workers, trainer.workers.local_size
     cluster = fit.fit_cluster(measurements, name=name, num_nodes=n // L, workers_per_node=L)
-    beside_s = watch.gather(beside.own_s[-len(times_s["beside"][0]) :]).max(axis=0) if beside else np.zeros(0)
-    workload = _workload(step_s, total_bytes, share, _usual_s(coding_s[forms[0].name], share))
+    beside_s = watch.gather(beside.exchange_s[-len(times_s["beside"][0]) :]).max(axis=0) if beside else np.zeros(0)
+    workload = _workload(step_s, total_bytes, share, _typical_s(coding_s[forms[0].name], share))
     if beside:
         line = lines[beside.kind, beside.scope]
         more_s = float(np.median(beside_s)) - line.latency_s - total_bytes / line.bandwidth_Bps
         workload = dataclasses.replace(workload, beside_s=max(0.0, more_s))
-    compressed = tuple(_compressed(form, _usual_s(coding_s[form.name], share), workload) for form in forms[1:])
+    compressed = tuple(_compressed(form, _typical_s(coding_s[form.name], share), workload) for form in forms[1:])
     workload = dataclasses.replace(workload, compressed=compressed)
     return Measured(cluster, workload, lines, step_s, exchange_s, codec_s, coding_s, beside_s)
 
 
 def _own_share(step_s: dict[str, np.ndarray], rounds: int) -> float:
-    """κ of `fit.own_share` from gradients that were begun together, and from as many in a row in each round."""
+    """κ of `fit.own_share` from gradients that started together, and from as many in a row in each round."""
     rows_NxRxK = step_s["in a row"].reshape(len(step_s["in a row"]), rounds, -1)
     pace_s = np.mean([fit.pace(rows_NxRxK[:, r]) for r in range(rounds)])
     return fit.own_share(step_s["gradient"], float(pace_s))
 
 
-def _usual_s(times_NxR: np.ndarray, share: float) -> float:
+def _typical_s(times_NxR: np.ndarray, share: float) -> float:
     """Return the median over steps of the times of workers that keep only a `share` of their lead over the slowest."""
     return float(np.median(fit.shared(times_NxR, share).mean(axis=0)))
 
 
 def _workload(step_s: dict[str, np.ndarray], total_bytes: int, share: float, gossip_s: float) -> Workload:
     """Return the workload of a step; combining is the part of gossip's `gossip_s` seconds beyond the optimizer."""
-    forward_s, gradient_s, optimizer_s = (_usual_s(step_s[part], share) for part in ("forward", "gradient", "optimizer"))
+    forward_s, gradient_s, optimizer_s = (_typical_s(step_s[part], share) for part in ("forward", "gradient", "optimizer"))
     combine_s = max(0.0, gossip_s - optimizer_s)
     backward_s, jitter = max(0.0, gradient_s - forward_s), fit.fit_jitter(fit.shared(step_s["gradient"], share))
     return Workload(forward_s, (backward_s,), (float(total_bytes),), optimizer_s, combine_s, jitter)

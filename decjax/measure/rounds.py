@@ -8,11 +8,12 @@ import jax
 import numpy as np
 
 from decjax import mesh
+from decjax.typing import PyTree
 
 ROUNDS = (3, 400)  # fewest and most
 STEPS = (5, 20)  # fewest and most gradients in a round, twice: begun together, and in a row; they get about two thirds of the time
 
-Actions = dict[Any, Callable[[], Any]]  # what is timed -> a function that dispatches it, and whose result is waited for
+Actions = dict[Any, Callable[[], PyTree]]  # what is timed -> a function that dispatches it, and whose result is waited for
 
 
 class Stopwatch:
@@ -28,7 +29,7 @@ class Stopwatch:
         """Wait until all workers have called it."""
         jax.block_until_ready(self._meet(self._token))
 
-    def time(self, action: Callable[[], Any], repeats: int = 1, in_a_row: bool = False) -> list[float]:
+    def time(self, action: Callable[[], PyTree], repeats: int = 1, in_a_row: bool = False) -> list[float]:
         """Return the seconds of each repeat in this process, from dispatch to completion.
 
         All workers start each repeat together, or only the first if `in_a_row`.
@@ -44,8 +45,8 @@ class Stopwatch:
 
     def gather(self, times_s: Sequence[float]) -> np.ndarray:
         """Return the R times of each process, for every worker: [N, R]. A collective."""
-        own = np.asarray(times_s, np.float32)
-        return self._workers.fetch(self._workers.build(lambda worker: own)).astype(float)
+        local = np.asarray(times_s, np.float32)
+        return self._workers.fetch(self._workers.build(lambda worker: local)).astype(float)
 
 
 def take_rounds(
@@ -75,4 +76,4 @@ def take_rounds(
             if name == "gradient":
                 times_s["in a row"] += watch.time(actions[name], steps, in_a_row=True)
         note(done + 1, rounds)
-    return {name: watch.gather(own) for name, own in times_s.items()}
+    return {name: watch.gather(times) for name, times in times_s.items()}

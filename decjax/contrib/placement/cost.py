@@ -132,9 +132,9 @@ def shortest_path(seconds: np.ndarray) -> tuple[float, list[int]]:
     for size in range(2, S + 1):
         of_size = sets[np.bitwise_count(sets) == size]
         for last in range(S):
-            own = of_size[of_size >> last & 1 == 1]
-            through = best[own ^ (1 << last)] + seconds[:, last]  # [sets, the node before]
-            before[own, last], best[own, last] = through.argmin(axis=1), through.min(axis=1)
+            with_last = of_size[of_size >> last & 1 == 1]
+            through = best[with_last ^ (1 << last)] + seconds[:, last]  # [sets, the node before]
+            before[with_last, last], best[with_last, last] = through.argmin(axis=1), through.min(axis=1)
     visited, path = (1 << S) - 1, [int(best[-1].argmin())]
     while len(path) < S:
         last = path[-1]

@@ -22,7 +22,7 @@ from collections.abc import Sequence
 import dataclasses
 import json
 import os
-from typing import Annotated, Any
+from typing import Annotated
 
 import numpy as np
 
@@ -102,7 +102,7 @@ class Links:
         write_whole(path, json.dumps({"source": self.source, "devices": list(self.names), **matrices, **arrays}) + "\n")
 
 
-def _array(field: str, value: Any, shape: tuple[int, ...], low: float) -> np.ndarray:
+def _array(field: str, value: np.ndarray | list, shape: tuple[int, ...], low: float) -> np.ndarray:
     """Return nested lists of numbers from `low` to `LARGEST` as an array; diagonals of matrices do not count and are replaced."""
     array = value if isinstance(value, np.ndarray) and value.dtype == float else np.array(value, object)
     # NumPy would convert other types, too. Rows of different lengths are lists here.

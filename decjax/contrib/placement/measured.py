@@ -55,8 +55,8 @@ def measure_links(workers: mesh.Workers, sizes: Sequence[int], rounds: int = ROU
             for k, num_bytes in enumerate(sizes):
                 vector = workers.build(lambda worker, num_bytes=num_bytes: np.full(max(1, num_bytes // 4), worker, np.float32))
                 watch.time(lambda send=send, vector=vector: send(vector))  # It compiles.
-                own = [watch.time(lambda send=send, vector=vector: send(vector))[0] for _ in range(rounds)]
-                of_worker = watch.gather(own)
+                times = [watch.time(lambda send=send, vector=vector: send(vector))[0] for _ in range(rounds)]
+                of_worker = watch.gather(times)
                 for source, target in way:
                     times_s[k, :, source, target] = np.maximum(of_worker[source], of_worker[target])
     small_s, large_s = np.median(times_s, axis=1)

@@ -49,7 +49,7 @@ class _Search:
         self.tried += 1
         return self.network.seconds(layout, limit)
 
-    def found(self, layout: np.ndarray) -> Placed:
+    def result(self, layout: np.ndarray) -> Placed:
         layout = self.network.ordered(layout)
         return Placed(layout, self.network.seconds(layout), self.tried)
 
@@ -80,7 +80,7 @@ def gathered(network: Network, rng: np.random.Generator) -> np.ndarray:
     for _ in range(S):
         row = [int(rng.choice(np.flatnonzero(~taken_N)))]
         taken_N[row] = True
-        farthest_N = near_s[row[0]]  # Seconds to each device from that of the row which is farthest from it.
+        farthest_N = near_s[row[0]]  # Seconds to each device from that of the row that is farthest from it.
         while len(row) < W:
             row.append(int(np.where(taken_N, np.inf, farthest_N).argmin()))
             taken_N[row[-1]] = True
@@ -107,7 +107,7 @@ def genetic(network: Network, seed: int = 0, trials: int = 2000, seconds: float 
         worst = int(np.argmax(costs))
         if cost < costs[worst] and not any(cost == had for had in costs):
             people[worst], costs[worst] = child, cost
-    return search.found(people[int(np.argmin(costs))])
+    return search.result(people[int(np.argmin(costs))])
 
 
 def cross(one: np.ndarray, other: np.ndarray, rng: np.random.Generator) -> np.ndarray:
@@ -157,7 +157,7 @@ def anneal(network: Network, seed: int = 0, trials: int = 2000, seconds: float =
             layout, cost = tried, new
         if cost < least:
             best, least = layout, cost
-    return search.found(best)
+    return search.result(best)
 
 
 def best_of_all(network: Network) -> Placed:
@@ -171,7 +171,7 @@ def best_of_all(network: Network) -> Placed:
     search = _Search(network, 2**62, math.inf)
     layouts = _partitions(list(range(N)), W) if network.free else map(list, itertools.permutations(range(N)))
     arrays: Iterator[np.ndarray] = (np.array(layout).reshape(S, W) for layout in layouts)
-    return search.found(min(arrays, key=search.cost))
+    return search.result(min(arrays, key=search.cost))
 
 
 def _partitions(devices: list[int], size: int) -> Iterator[list[int]]:
