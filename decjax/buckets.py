@@ -157,6 +157,7 @@ def layout(
         matrix: function of a leaf; (I, J) for one that stays a matrix I×J, in a bucket of its own, else None. Matrices come first.
         num_shards: N, parts that each bucket is divided into; buckets are padded to a multiple of N values, or rows. 0: none.
     """
+    check(tree)
     paths, treedef = jax.tree.flatten_with_path(tree)
     leaves = [leaf for _, leaf in paths]
     multiple_of = num_shards or multiple_of

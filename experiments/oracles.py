@@ -15,6 +15,7 @@ from decjax import gossip, mesh, optim, reduce, registry, topology
 from decjax.channel import Channel
 from decjax.codecs import entropy
 from decjax.contrib import placement
+from decjax.contrib.gravac import gravac
 from decjax.models import compress
 from decjax.optim import subnetworks as subnetworks_lib
 from experiments import dssfn, trials
@@ -292,7 +293,7 @@ def _rungs(kind: Any, steps: int, window: int, step_s: np.ndarray | None = None)
 
     With `step_s`, the seconds of a step on each rung, speed is measured, by clocks of which each worker's differs by up to a half.
     """
-    state, average, timing, observe = _ladder(window, "" if step_s is None else "measured")
+    state, average, observe = _ladder(window, "" if step_s is None else "measured")
     found = []
     for step in range(steps):
         has_peaks, seed = kind(step)
@@ -300,20 +301,19 @@ def _rungs(kind: Any, steps: int, window: int, step_s: np.ndarray | None = None)
         g_NxP[:, ::128] += 10 * has_peaks
         found.append(int(state.rung[0]))
         _, state = average(g_NxP, state)
-        if step_s is not None and timing.due(step):
+        if step_s is not None and (step + 1) % window == 0:
             state = observe(state, jnp.asarray(step_s[found[-1]] * np.linspace(0.5, 1.5, 4), jnp.float32))
     return np.array(found)
 
 
 @functools.cache
-def _ladder(window: int, speed: str) -> tuple[Any, Any, Any, Any]:
-    """(initial state, compiled average, timing, compiled function that tells the seconds) of GraVAC on a ladder of four codecs."""
+def _ladder(window: int, speed: str) -> tuple[Any, Any, Any]:
+    """Return (initial state, compiled average, compiled `observe`) of GraVAC on a ladder of four codecs."""
     workers = mesh.simulated_workers(4)
     ladder = "bfloat16; int8; int4; topk(fraction=0.05)"
-    reducer = reduce.gravac(Channel(workers.axis), ladder=ladder, window=window, speed=speed)
+    reducer = gravac(Channel(workers.axis), ladder=ladder, window=window, speed=speed)
     state = workers.jit(reducer.init, (0,))(jnp.zeros((4, 2048)))
-    observe = reducer.timing and workers.jit(reducer.timing.observe, (0, 0))
-    return state, workers.jit(reducer.reduce, (0, 0)), reducer.timing, observe
+    return state, workers.jit(reducer.reduce, (0, 0)), workers.jit(reducer.observe, (0, 0))
 
 
 def hybrid(smoke: bool) -> float:

@@ -125,7 +125,7 @@ def test_demo_is_the_dense_reference():
     D = np.sqrt(2 / DIM) * np.cos(np.pi * u[:, None] * (2 * u + 1) / (2 * DIM))
     D[0] = np.sqrt(1 / DIM)
 
-    class Transformed(codecs.Wrapped):
+    class Transformed(codecs.WrappedCodec):
         def encode(self, x, state, key):
             return self.codec.encode(D @ x, state, key)
 

@@ -13,6 +13,7 @@ import decjax
 from decjax import gossip, mesh, optim, reduce, registry
 from decjax import topology as topology_lib
 from decjax.channel import Channel
+from decjax.contrib.gravac import gravac
 from decjax.optim import method
 from decjax.optim.gossip_diloco import gossip_diloco
 from decjax.optim.slowmo import slowmo
@@ -129,7 +130,7 @@ def transformations(axis):
         "decentralize, exact": decjax.decentralize(optax.adam(LR), gossip.exact(RING, channel)),
         "track": decjax.track(optax.adam(LR), choco),
         "synchronize": decjax.synchronize(optax.adam(LR), powersgd, stale=True),
-        "synchronize, gravac": decjax.synchronize(optax.adam(LR), reduce.gravac(channel, ladder="int8")),
+        "synchronize, gravac": decjax.synchronize(optax.adam(LR), gravac(channel, ladder="int8")),
         "local_updates": decjax.local_updates(optax.adam(LR), reduce.every(coded, 2), optax.sgd(1.0, momentum=0.9)),
         "onebit": optim.scale_by_onebit_adam(late),
     }

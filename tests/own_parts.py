@@ -85,16 +85,16 @@ def lazy(topology: graphs.Topology, channel: Channel = Channel(), *, share: floa
     return gossip.damp(gossip.exact(topology, channel), share)
 
 
-@registry.register("reducer", "twice")
-def twice(channel: Channel = Channel(), *, scale: float = 2.0):
+class Twice(reduce.mean, name="twice"):
     """The mean, scaled."""
-    mean = reduce.mean(channel)
 
-    def scaled(grads, state, phase=0):
-        averaged, state = mean.reduce(grads, state, phase)
-        return jax.tree.map(lambda g: scale * g, averaged), state
+    exact = False
 
-    return mean._replace(reduce=scaled)
+    scale: float = 2.0
+
+    def reduce(self, grads, state, phase=0):
+        averaged, state = super().reduce(grads, state, phase)
+        return jax.tree.map(lambda g: self.scale * g, averaged), state
 
 
 @registry.register("optimizer", "plain")

@@ -1,4 +1,4 @@
-"""GraVAC against the ladder as decjax/reduce/gravac.py describes it, in float64."""
+"""GraVAC against the ladder as decjax/contrib/gravac describes it, in float64."""
 
 import functools
 
@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from configs import lm
-from decjax import codecs, reduce
+from decjax import codecs
+from decjax.contrib.gravac import gravac
 from decjax.hlo import wire
 from tests.reducers import MODES, STEPS, DenseShards, N, Runner, assert_equal_replicas, flat, gradients, x64
 from tests.stand_ins import dense_top, top
@@ -53,7 +54,7 @@ class DenseGravac:
 @x64
 def test_gravac_is_the_dense_reference(mode, speed, threshold, last):
     ks = (15, 6, 4)  # Of 29 values in a shard.
-    run = Runner(functools.partial(reduce.gravac, ladder=[top(k) for k in ks], window=4, speed=speed, threshold=threshold), mode)
+    run = Runner(functools.partial(gravac, ladder=[top(k) for k in ks], window=4, speed=speed, threshold=threshold), mode)
     dense = DenseGravac(ks, speed, 4, threshold)
     padded = lambda grads: np.pad(flat(grads), [(0, 0), (0, 1)])  # 115 values are 4 shards of 29.
     used = np.zeros(4)
@@ -73,9 +74,7 @@ def test_gravac_climbs_the_default_ladder_and_falls_back_when_the_gain_drops():
     rng = np.random.default_rng(0)
     like = {"w": np.zeros((N, 2048), np.float32)}
     run = Runner(
-        functools.partial(reduce.gravac, ladder=[*defaults, codecs.make("topk", fraction=0.05)], window=4),
-        like=like,
-        dtype=np.float32,
+        functools.partial(gravac, ladder=[*defaults, codecs.make("topk", fraction=0.05)], window=4), like=like, dtype=np.float32
     )
     sent_on = np.array([run.reducer.num_bytes(run.like, N, rung)[0] for rung in run.reducer.phases])
     rungs, usage = [], [np.zeros(5)]
@@ -93,7 +92,7 @@ def test_gravac_climbs_the_default_ladder_and_falls_back_when_the_gain_drops():
 
 def test_gravac_delivers_everything_in_the_end():
     """Over climbing and falling back: Σ averaged + what owners and, on average, workers keep = Σ mean g."""
-    run = Runner(functools.partial(reduce.gravac, ladder=[top(9), top(4)], window=5, threshold=0.7), dtype=np.float32)
+    run = Runner(functools.partial(gravac, ladder=[top(9), top(4)], window=5, threshold=0.7), dtype=np.float32)
     total = sum(flat(run(gradients(step)))[0] for step in range(30))
     assert (np.asarray(run.reducer.usage(run.state))[0] > 0).sum() > 1
     kept = np.asarray(run.state.error[0]).mean(axis=0).ravel() + np.asarray(run.state.owner_error[0]).ravel()
@@ -103,7 +102,7 @@ def test_gravac_delivers_everything_in_the_end():
 
 def test_gravac_sends_what_the_rung_in_use_declares():
     """The program holds all rungs as branches; its collectives add up to the declared bytes of all."""
-    run = Runner(functools.partial(reduce.gravac, ladder=[codecs.make("int8"), top(3)]), dtype=np.float32)
+    run = Runner(functools.partial(gravac, ladder=[codecs.make("int8"), top(3)]), dtype=np.float32)
     declared = sum(run.reducer.num_bytes(run.like, N, rung) for rung in run.reducer.phases)
     np.testing.assert_allclose(wire.bytes_sent(run.program(None).as_text(), N), declared, rtol=1e-12)
     assert not run.reducer.num_bytes(run.like, N, None).any()
@@ -144,13 +143,12 @@ class DenseMeasured:
 
 
 def measured(channel):
-    return reduce.gravac(channel, ladder=[top(k) for k in KS], window=WINDOW, threshold=0.0, speed="measured")
+    return gravac(channel, ladder=[top(k) for k in KS], window=WINDOW, threshold=0.0, speed="measured")
 
 
 def decided(runner, seconds_of_rung, steps, dense=None):
     """The rungs of all steps; a step takes each worker `seconds_of_rung`, a number or one for each, by its own clock."""
-    timing, rungs = runner.reducer.timing, []
-    observe = runner.workers.jit(timing.observe, (0, 0), donate_argnums=(0,))
+    rungs, observe = [], runner.workers.jit(runner.reducer.observe, (0, 0), donate_argnums=(0,))
     for step in range(steps):
         rungs.append(int(runner.state.rung[0]))
         out = runner(gradients(step))
@@ -158,7 +156,7 @@ def decided(runner, seconds_of_rung, steps, dense=None):
             expected = dense(np.pad(flat(gradients(step)), [(0, 0), (0, 1)]))[:-1]  # 115 values are 4 shards of 29.
             np.testing.assert_allclose(flat(out)[0], expected, rtol=1e-6, atol=1e-9)
             assert dense.rung == rungs[-1]
-        if timing.due(step):
+        if (step + 1) % WINDOW == 0:
             seconds_N = np.multiply(seconds_of_rung[rungs[-1]], OWN)
             runner.state = observe(runner.state, jax.device_put(seconds_N, runner.workers.stacked))
             assert_equal_replicas(jax.tree.map(np.asarray, (runner.state.rung, runner.state.score, runner.state.rate)))
@@ -186,7 +184,7 @@ def test_decisions_are_those_of_the_dense_reference(mode, seconds, last):
 
 def test_a_window_without_seconds_is_prolonged():
     runner = Runner(measured, dtype=np.float32)
-    observe = runner.workers.jit(runner.reducer.timing.observe, (0, 0))
+    observe = runner.workers.jit(runner.reducer.observe, (0, 0))
     for step in range(WINDOW):
         runner(gradients(step))
     for unknown in (np.nan, np.inf, 0.0):  # of one worker; 0: of all
@@ -204,16 +202,16 @@ def test_a_window_without_seconds_is_prolonged():
     "make, message",
     [
         (
-            lambda: reduce.gravac(ladder=[codecs.make("int4"), codecs.make("int8")]).num_bytes({"w": jnp.ones(10**4)}, 8),
-            "GraVAC's rung 'int8' sends .*; use a ladder from the mildest",
+            lambda: gravac(ladder=[codecs.make("int4"), codecs.make("int8")]).num_bytes({"w": jnp.ones(10**4)}, 8),
+            "rung 'int8' sends .*; use a ladder from the mildest",
         ),
-        (lambda: reduce.gravac(ladder=[]), "needs a ladder of at least one codec"),
-        (lambda: reduce.gravac(ladder=[codecs.make("sign")]), "codec 'sign' is neither contractive"),
-        (lambda: reduce.gravac(ladder=[top(3)], window=0), "window=0 steps: must be at least 1"),
-        (lambda: reduce.gravac(ladder=[top(3)], threshold=2.0), "threshold=2.0: a gain, must lie between 0 and 1"),
-        (lambda: reduce.gravac(ladder=[top(3)], speed=(1.0,)), "needs 2 positive values"),
-        (lambda: reduce.gravac(ladder="int8; int4", speed="1; 2"), "needs 3 positive values"),
-        (lambda: reduce.gravac(ladder="int8; int5"), "codec 'int5' is unknown"),
+        (lambda: gravac(ladder=[]), "needs at least one codec"),
+        (lambda: gravac(ladder=[codecs.make("sign")]), "codec 'sign' is neither contractive"),
+        (lambda: gravac(ladder=[top(3)], window=0), "window=0 must be at least 1"),
+        (lambda: gravac(ladder=[top(3)], threshold=2.0), "threshold=2.0 must be at least 0 and at most 1"),
+        (lambda: gravac(ladder=[top(3)], speed=(1.0,)), "needs 2 positive values"),
+        (lambda: gravac(ladder="int8; int4", speed="1; 2"), "needs 3 positive values"),
+        (lambda: gravac(ladder="int8; int5"), "codec 'int5' is unknown"),
     ],
 )
 def test_impossible_ladders_are_refused(make, message):

@@ -108,6 +108,6 @@ def test_it_recovers_from_a_gradient_that_is_not_finite_and_from_zeros():
 
 
 def test_impossible_options_are_refused():
-    for options, told in ((dict(iterations=0), "iterations=0: must be at least 1"), (dict(rank=0), "one-sided PowerSGD rank=0")):
+    for options, told in ((dict(iterations=0), "iterations=0 must be at least 1"), (dict(rank=0), "rank=0 must be at least 1")):
         with pytest.raises(ValueError, match=told):
             reduce.powersgd_one_sided(**options)

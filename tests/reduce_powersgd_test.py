@@ -131,8 +131,8 @@ def test_powersgd_gates_arrays_that_would_not_get_smaller():
 @pytest.mark.parametrize(
     "options, message",
     [
-        (dict(rank=0), "rank=0: must be at least 1"),
-        (dict(gate=0.0), "gate=0.0: must be positive"),
+        (dict(rank=0), "rank=0 must be at least 1"),
+        (dict(gate=0.0), "gate=0.0 must be more than 0"),
         (dict(rank=99), "rank=99 makes no array smaller: the smaller sides of the matrices are at most 6; use a rank of at most 3"),
     ],
 )

@@ -10,6 +10,7 @@ import pytest
 
 from decjax import codecs, reduce
 from decjax.channel import Channel
+from decjax.contrib.gravac import gravac
 from decjax.hlo import wire
 from tests.reducers import MODES, N, Runner, all_close, assert_equal_replicas, gradients, mean_of, workers, x64
 from tests.stand_ins import dithered, one_bit, top
@@ -42,7 +43,7 @@ def test_every_averages_in_every_third_step():
 
 def test_phases_of_a_ladder_pass_through():
     w = workers("simulated")
-    reducer = reduce.every(reduce.start_at(reduce.gravac(ladder=[top(3)], channel=Channel(w.axis)), 1, reduce.mean()), 2)
+    reducer = reduce.every(reduce.start_at(gravac(ladder=[top(3)], channel=Channel(w.axis)), 1, reduce.mean()), 2)
     assert [reducer.phase(step) for step in range(5)] == [-1, 0, -1, None, -1] and reducer.phases == range(-1, 3)
     grads = {"w": jnp.ones(99)}
     state = w.jit(reducer.init, in_axes=(0,))(w.stack(grads))
@@ -53,8 +54,8 @@ def test_phases_of_a_ladder_pass_through():
 @pytest.mark.parametrize(
     "make, message",
     [
-        (lambda: reduce.every(reduce.mean(), 0), "every=0 steps: must be at least 1"),
-        (lambda: reduce.start_at(reduce.powersgd(), -1, reduce.mean()), "start=-1: must be at least 0"),
+        (lambda: reduce.every(reduce.mean(), 0), "every: period=0 must be at least 1"),
+        (lambda: reduce.start_at(reduce.powersgd(), -1, reduce.mean()), "start_at: step=-1 must be at least 0"),
         (lambda: reduce.due_phase(reduce.every(reduce.mean(), 2), None), r"2 phases: give update\(…, phase="),
     ],
 )

@@ -35,7 +35,7 @@ from decjax.codecs.cast import Identity as identity
 from decjax.codecs.codec import (
     Codec,
     Reshaped,
-    Wrapped,
+    WrappedCodec,
     finite,
     matrix_shape,
     message_bytes,
@@ -55,7 +55,7 @@ from decjax.codecs.zfp import Zfp as zfp
 __all__ = [
     "Codec",
     "Reshaped",
-    "Wrapped",
+    "WrappedCodec",
     "bfloat16",
     "block_topk",
     "bounded",

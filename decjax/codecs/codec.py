@@ -91,7 +91,7 @@ class Codec(registry.Part, abc.ABC, kind="codec"):
             object.__setattr__(self, name, value)
 
 
-class Wrapped(Codec):
+class WrappedCodec(Codec):
     """Base of codecs that change some methods of another one.
 
     Attributes:
@@ -153,7 +153,7 @@ class OfValues(Codec):
         return registry.make("codec", self.values)
 
 
-class Reshaped(Wrapped):
+class Reshaped(WrappedCodec):
     """A codec that reshapes arrays of shape `shape` to `seen(shape, dtype)` before it encodes them."""
 
     seen: Callable[[Shape, DType], Shape]

@@ -25,7 +25,7 @@ import jax
 import jax.numpy as jnp
 
 from decjax import options
-from decjax.codecs.codec import Codec, Wrapped, finite, working_dtype
+from decjax.codecs.codec import Codec, WrappedCodec, finite, working_dtype
 from decjax.options import Decay, Share
 from decjax.typing import DType, PyTree, Shape
 
@@ -215,7 +215,7 @@ def none(codec: Codec) -> Feedback:
     return Feedback(codec)
 
 
-class Contracted(Wrapped):
+class Contracted(WrappedCodec):
     """A contractive codec made from an unbiased one: E‖x − x̂/(1 + ω)‖² ≤ (1 − 1/(1+ω))‖x‖².
 
     Reference: Richtárik et al. 2021, Lemma 8.

@@ -280,7 +280,7 @@ def check_parts(setup: Setup) -> None:
     if spec.tensor_codec and task.parts:
         _check_sums(spec, task)
     check_engine(spec.engine, method)
-    if spec.simulate and method.timing:
+    if spec.simulate and method.between_steps:
         raise ValueError(
             "simulate with measured speed: times of simulated workers do not reflect a network; leave simulate out, or give the "
             "speeds, as reducer.speed='1; 1.8; 3; 4'"

@@ -27,7 +27,7 @@ import jax
 import numpy as np
 import optax
 
-from decjax import gossip, reduce, registry
+from decjax import gossip, mesh, reduce, registry
 from decjax.optim.decentralize import decentralize, stale_exchange, synchronize
 from decjax.optim.local_updates import local_updates
 from decjax.optim.memories import transformation
@@ -51,7 +51,8 @@ class Method(NamedTuple):
         mixer: the mixer of a method whose state has a `mixer` field; it says how workers are averaged.
         every: steps from one exchange to the next.
         view: `view(params, opt_state) -> params`, local: where a worker takes its gradient; None: at its own parameters.
-        timing: how the optimizer's state is told the speed of training, if it decides by that; else None.
+        between_steps: `between_steps(workers)` returns a function (opt_state, [N, …], loss_N, step) -> opt_state that is called after
+            each step of a run; None if there is none. See `reduce.Reducer.between_steps`.
     """
 
     tx: optax.GradientTransformationExtraArgs
@@ -63,7 +64,7 @@ class Method(NamedTuple):
     mixer: gossip.Mixer | None = None
     every: int = 1
     view: Callable[[Any, Any], Any] | None = None
-    timing: reduce.Timing | None = None
+    between_steps: Callable[[mesh.Workers], reduce.Hook] | None = None
 
 
 @registry.register("method", "decentralized", chooses=("mixer", "optimizer"))
@@ -282,16 +283,16 @@ def sparseloco(
 
 def averaging(tx: Any, reducer: reduce.Reducer, num_workers: int) -> Method:
     """The method of a transformation whose communication is a reducer's."""
-    steps, own = reducer.usage, reducer.timing
+    steps, own = reducer.usage, reducer.between_steps
     usage = steps and (lambda opt_state: steps(opt_state.reducer))
     num_bytes = lambda params, phase: reducer.num_bytes(params, num_workers, phase)
 
-    def observe(opt_state, step_s):
+    def between_steps(workers):
         assert own is not None
-        return opt_state._replace(reducer=own.observe(opt_state.reducer, step_s))
+        hook = own(workers, lambda step: step)
+        return lambda opt_state, loss_N, step: opt_state._replace(reducer=hook(opt_state.reducer, loss_N, step))
 
-    timing = own and own._replace(observe=observe)
-    return Method(tx, reducer.phase, num_bytes, usage=usage, phases=reducer.phases, timing=timing)
+    return Method(tx, reducer.phase, num_bytes, usage=usage, phases=reducer.phases, between_steps=own and between_steps)
 
 
 @registry.register("method", "local", chooses=("optimizer",), alone=True)

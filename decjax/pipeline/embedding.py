@@ -13,12 +13,16 @@ is never compressed, so that both copies stay equal even if the two stages compr
 Reference: arXiv 2301.09830 (Optimus-CC), fused embedding synchronization.
 """
 
+import dataclasses
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 
 from decjax import mesh, reduce
 from decjax.channel import Channel
 from decjax.pipeline import stages
+from decjax.typing import PyTree
 
 TABLE = "table_VxD"
 
@@ -41,27 +45,37 @@ def with_tied_table(reducer: reduce.Reducer, division: stages.Division, channel:
     if not division.parts.tied:
         return reducer
 
-    average = channel.axis.sent_by(division.ends).mean  # On other stages the gradient is zero, and stays so.
+    return _WithTable(channel, reducer=reducer, division=division)
 
-    def average_fused(table_VxD):
+
+class _WithTable(reduce.WrappedReducer):
+    _: dataclasses.KW_ONLY
+    division: stages.Division
+
+    def _average(self, table_VxD: jax.Array) -> jax.Array:
+        division, average = self.division, self.channel.axis.sent_by(self.division.ends).mean  # Elsewhere the gradient is zero.
+        if not division.fused_embedding:
+            return average(table_VxD)
         is_first = mesh.STAGES.index == division.ends[0]
         left, right = jnp.split(table_VxD, 2, axis=1)
         own = average(jnp.where(is_first, left, right) + division.swap(jnp.where(is_first, right, left)))
         other = division.swap(own)
         return jnp.concatenate([jnp.where(is_first, own, other), jnp.where(is_first, other, own)], axis=1)
 
-    def rest(tree):
-        return {name: part for name, part in tree.items() if name != TABLE}
+    def init(self, params):
+        return super().init(_without(params, TABLE))
 
-    def reduce_all(grads, state, phase=reducer.phases[-1]):
-        table_VxD = average_fused(grads[TABLE]) if division.fused_embedding else average(grads[TABLE])
-        averaged, state = reducer.reduce(rest(grads), state, phase)
+    def reduce(self, grads, state, phase=None):
+        table_VxD = self._average(grads[TABLE])
+        averaged, state = super().reduce(_without(grads, TABLE), state, phase)
         return averaged | {TABLE: table_VxD}, state
 
-    def num_bytes(params, num_workers, phase=reducer.phases[-1]):
-        table = params[TABLE]
+    def num_bytes(self, params, num_workers, phase=None):
+        division, table = self.division, params[TABLE]
         share = (0.5 if division.fused_embedding else 1.0) * len(division.ends) / division.num_stages
         own = share * mesh.mean_bytes(table.size, table.dtype, num_workers)
-        return reducer.num_bytes(rest(params), num_workers, phase) + np.full(num_workers, own)
+        return super().num_bytes(_without(params, TABLE), num_workers, phase) + np.full(num_workers, own)
 
-    return reducer._replace(init=lambda params: reducer.init(rest(params)), reduce=reduce_all, num_bytes=num_bytes)
+
+def _without(tree: PyTree, name: str) -> PyTree:
+    return {key: part for key, part in tree.items() if key != name}

@@ -90,7 +90,7 @@ def remembering(form: Callable[[codecs.Codec], codecs.feedback.Feedback], codec:
     return Link(init, send, receive)
 
 
-class Settled(codecs.Wrapped):
+class Settled(codecs.WrappedCodec):
     """A codec with decoded values rounded to `rounded_to` first, so that sender and receiver compute the same ones."""
 
     rounded_to: DType
@@ -114,7 +114,7 @@ def forgotten(ends: Ends) -> Ends:
     return ends._replace(sender=ends.sender._replace(error=jnp.zeros_like(ends.sender.error)))
 
 
-class OnSupport(codecs.Wrapped):
+class OnSupport(codecs.WrappedCodec):
     """A codec of the values at positions `where_k` of the flattened array.
 
     Both ends have the positions, so they are not sent; decoded arrays are zero elsewhere.

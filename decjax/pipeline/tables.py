@@ -30,6 +30,7 @@ from decjax.options import Natural, Range
 from decjax.pipeline.bounds import BoundedLink, Decay, bounds_of
 from decjax.pipeline.shares import TABLES, Shares
 from decjax.pipeline.source import Source
+from decjax.typing import PyTree
 
 
 class Exchanged(NamedTuple):
@@ -205,15 +206,20 @@ class _Divided:
 
 def with_own_tables(reducer: reduce.Reducer) -> reduce.Reducer:
     """A reducer that averages all gradients but those of divided tables, which are complete at their owners."""
+    return _WithOwnTables(reducer.channel, reducer=reducer)
 
-    def rest(tree):
-        return {name: part for name, part in tree.items() if name != TABLES}
 
-    def reduce_rest(grads, state, phase=reducer.phases[-1]):
-        averaged, state = reducer.reduce(rest(grads), state, phase)
+class _WithOwnTables(reduce.WrappedReducer):
+    def init(self, params):
+        return super().init(_rest(params))
+
+    def reduce(self, grads, state, phase=None):
+        averaged, state = super().reduce(_rest(grads), state, phase)
         return averaged | {TABLES: grads[TABLES]}, state
 
-    def num_bytes(params, num_workers, phase=reducer.phases[-1]):
-        return reducer.num_bytes(rest(params), num_workers, phase)
+    def num_bytes(self, params, num_workers, phase=None):
+        return super().num_bytes(_rest(params), num_workers, phase)
 
-    return reducer._replace(init=lambda params: reducer.init(rest(params)), reduce=reduce_rest, num_bytes=num_bytes)
+
+def _rest(tree: PyTree) -> PyTree:
+    return {name: part for name, part in tree.items() if name != TABLES}

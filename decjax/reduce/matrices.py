@@ -1,16 +1,17 @@
 """Which arrays of a model are matrices, or stacks of them, for updates that treat a matrix as one."""
 
 import math
-from typing import Any
 
 import jax
+
+from decjax.typing import PyTree
 
 REST = "embedding|head|scale|bias"
 """Names in paths of arrays that are updated entry by entry though they may have two dimensions."""
 
 
-def matrix_axes(path: Any, x: Any, rest: str = REST) -> tuple[int, ...] | None:
-    """The axes of an array that are a matrix's rows, of which the last axis is the columns; None for what is no matrix.
+def matrix_axes(path: tuple, x: jax.Array | jax.ShapeDtypeStruct, rest: str = REST) -> tuple[int, ...] | None:
+    """Return the axes that are a matrix's rows, of an array whose last axis is the columns; None if it is no matrix.
 
     Axes before these count matrices: arrays of three dimensions are stacks, as the scanned layers of a transformer. Those of more are
     convolutions, whose last axis is the outputs and whose others are the rows.
@@ -26,8 +27,8 @@ def matrix_axes(path: Any, x: Any, rest: str = REST) -> tuple[int, ...] | None:
     return (x.ndim - 2,) if x.ndim < 4 else tuple(range(x.ndim - 1))
 
 
-def stacks(tree: Any, rest: str = REST) -> dict[int, tuple[int, int, int]]:
-    """(number of matrices, I, J) of each leaf that is a matrix or a stack of matrices I×J, by its position."""
+def stacks(tree: PyTree, rest: str = REST) -> dict[int, tuple[int, int, int]]:
+    """Return (number of matrices, I, J) of each leaf that is a matrix or a stack of matrices I×J, by its position."""
     found = {}
     for position, (path, x) in enumerate(jax.tree.leaves_with_path(tree)):
         if x.size and jax.numpy.issubdtype(x.dtype, jax.numpy.floating) and (axes := matrix_axes(path, x, rest)):

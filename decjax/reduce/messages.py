@@ -1,4 +1,4 @@
-"""Averages encoded messages. Encoded messages cannot be added, so there are two forms, with C a codec with error feedback:
+"""Averages of encoded messages. Encoded messages cannot be added, so there are two forms, with C a codec with error feedback:
 
     gather    every worker gets all messages:    averaged = (1/N) Σ_j C(x_j)           each sends its message N−1 times
     shards    worker k averages the k-th of      averaged_k = C((1/N) Σ_j C(x_jk))     each sends 2(N−1)/N of a message
@@ -10,7 +10,7 @@ same average, bit for bit. All messages of a worker in a step travel as one arra
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,17 +18,18 @@ import jax.numpy as jnp
 from decjax import buckets, codecs, mesh
 from decjax.channel import Channel
 from decjax.codecs.feedback import Feedback
+from decjax.typing import PyTree
 
 
 class Side(NamedTuple):
-    """What the sender and the receivers of messages remember; one entry for each array."""
+    """Memory of the sender and the receivers of messages; one entry for each array."""
 
-    memory: tuple[Any, ...]  # the sender's `codecs.feedback.Memory`
-    estimate: tuple[Any, ...]  # the sum of changes that receivers have got so far; () if messages are not changes
+    memory: tuple[PyTree, ...]  # the sender's `codecs.feedback.Memory`
+    estimate: tuple[PyTree, ...]  # the sum of changes that receivers have got so far; () if messages are not changes
 
 
-def layout(channel: Channel, ends: Sequence[codecs.Codec], tree: Any, num_shards: int = 0) -> buckets.Layout:
-    """The layout of the buckets of a tree that are encoded.
+def layout(channel: Channel, ends: Sequence[codecs.Codec], tree: PyTree, num_shards: int = 0) -> buckets.Layout:
+    """Return the layout of the buckets of a tree that are encoded.
 
     Arrays that one of the codecs (`ends`) sees as matrices and makes smaller are matrices I×J of their own; the others are joined to
     vectors. With N shards, buckets are [N, …], N parts of their values or rows, padded with zeros.
@@ -45,23 +46,20 @@ def layout(channel: Channel, ends: Sequence[codecs.Codec], tree: Any, num_shards
 
 
 def num_bytes(codec: codecs.Codec, layout: buckets.Layout, num_workers: int, header_bytes: int) -> float:
-    """Bytes that each worker sends for the average of arrays of this layout; `header_bytes` are added to each message."""
+    """Return the bytes that each worker sends for the average of arrays of this layout; `header_bytes` are added to each message."""
     message = sum(codec.num_bytes(x.shape, x.dtype) for x in layout.parts())
     return float((num_workers - 1) * ((2 if layout.num_shards else 1) * message + header_bytes))
 
 
 def check(codec: codecs.Codec) -> None:
-    """Raises ValueError for a codec whose messages cannot be averaged."""
-    if not codec.static_bytes:
-        raise ValueError(
-            f"codec {codec.name!r} has messages of varying size, and collectives send buffers of one size; use 'int8', or 'topk'"
-        )
-    if codec.state_key == "sample":
-        raise ValueError(f"codec {codec.name!r} remembers samples of a batch, so it cannot encode gradients; use 'int8'")
+    """Raise a ValueError for a codec whose messages cannot be averaged."""
+    if not codec.static_bytes or codec.state_key == "sample":
+        fault = "remembers samples of a batch" if codec.static_bytes else "has messages of varying size"
+        raise ValueError(f"codec {codec.name!r} {fault}, so collectives cannot average its messages; use 'int8' or 'topk'")
 
 
 def worker_side(feedback: Feedback, layout: buckets.Layout) -> Side:
-    """The initial memory and estimate of a worker's own messages."""
+    """Return the initial memory and estimate of a worker's own messages."""
     one = _start(feedback, layout)
     if not layout.num_shards:
         return one
@@ -69,7 +67,7 @@ def worker_side(feedback: Feedback, layout: buckets.Layout) -> Side:
 
 
 def owner_side(feedback: Feedback, layout: buckets.Layout) -> Side:
-    """The initial memory and estimate of the means of shards that a worker owns."""
+    """Return the initial memory and estimate of the means of shards that a worker owns."""
     one = _start(feedback.relay(), layout)
     return one._replace(estimate=jax.tree.map(lambda x: jnp.zeros((layout.num_shards, *x.shape), x.dtype), one.estimate))
 
@@ -117,7 +115,7 @@ def sharded(
     return averages, Side(memory, own_estimate), Side(owner_memory, estimate), headers
 
 
-def _encoded(feedback, arrays, memory, key) -> tuple[list[Any], tuple[Any, ...]]:
+def _encoded(feedback, arrays, memory, key) -> tuple[list[PyTree], tuple[PyTree, ...]]:
     pairs = [feedback.encode(x, own, jax.random.fold_in(key, k)) for k, (x, own) in enumerate(zip(arrays, memory, strict=True))]
     return [message for message, _ in pairs], tuple(memory for _, memory in pairs)
 
@@ -126,13 +124,13 @@ def _decoded(feedback, messages, like) -> list[jax.Array]:
     return [feedback.codec.decode(message, x.shape, x.dtype) for message, x in zip(messages, like, strict=True)]
 
 
-def _received(feedback, estimates, arrived) -> tuple[list[jax.Array], tuple[Any, ...]]:
-    found = [feedback.receive(estimate, x) for estimate, x in zip(estimates, arrived, strict=True)]
-    return found, tuple(found) if feedback.builds else estimates
+def _received(feedback, estimates, arrived) -> tuple[list[jax.Array], tuple[PyTree, ...]]:
+    estimated = [feedback.receive(estimate, x) for estimate, x in zip(estimates, arrived, strict=True)]
+    return estimated, tuple(estimated) if feedback.builds else estimates
 
 
 def _mean(feedback, joint_NxB, sent, like) -> tuple[list[jax.Array], jax.Array]:
-    """The mean of the decoded messages of all workers, and their headers; decoded one by one, to save memory."""
+    """Return the mean of the decoded messages of all workers, and their headers; decoded one by one, to save memory."""
 
     def add(sums, joint):
         messages, header = from_bytes(joint, sent)
@@ -142,18 +140,18 @@ def _mean(feedback, joint_NxB, sent, like) -> tuple[list[jax.Array], jax.Array]:
     return [total / len(joint_NxB) for total in sums], headers
 
 
-def as_bytes(tree: Any) -> jax.Array:
-    """All arrays of a tree as one vector of bytes."""
+def as_bytes(tree: PyTree) -> jax.Array:
+    """Return all arrays of a tree as one vector of bytes."""
     return jnp.concatenate([jax.lax.bitcast_convert_type(x, jnp.uint8).ravel() for x in jax.tree.leaves(tree)])
 
 
-def from_bytes(joint: jax.Array, like: Any) -> Any:
-    """The tree that `as_bytes` has joined, with structure, shapes and types of `like`."""
+def from_bytes(joint: jax.Array, like: PyTree) -> PyTree:
+    """Return the tree that `as_bytes` has joined, with structure, shapes and types of `like`."""
     leaves, treedef = jax.tree.flatten(like)
-    found, start = [], 0
+    parts, start = [], 0
     for x in leaves:
         width = x.dtype.itemsize
         part = joint[start : start + x.size * width].reshape(*x.shape, *([width] if width > 1 else []))
-        found.append(jax.lax.bitcast_convert_type(part, x.dtype))
+        parts.append(jax.lax.bitcast_convert_type(part, x.dtype))
         start += x.size * width
-    return treedef.unflatten(found)
+    return treedef.unflatten(parts)

@@ -1,21 +1,19 @@
 """PowerSGD in iterations of one side: every message is one factor, and the next works on what is left."""
 
-import dataclasses
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from decjax import codecs, registry
-from decjax.channel import Channel
+from decjax import codecs
 from decjax.codecs.codec import dot
+from decjax.options import Count
 from decjax.reduce import low_rank
-from decjax.reduce import reducer as reducer_lib
+from decjax.typing import DType, Shape
 
 
 class OneSidedState(NamedTuple):
-    """State of `powersgd_one_sided`; one entry for each array that is compressed, in the order of the tree's leaves.
+    """State of `OneSided`; one entry for each array that is compressed, in the order of the tree's leaves.
 
     Attributes:
         error: e_IxJ, what this worker has not sent.
@@ -27,16 +25,7 @@ class OneSidedState(NamedTuple):
     columns: tuple[jax.Array, ...]
 
 
-@registry.register(
-    "reducer",
-    "powersgd_one_sided",
-    needs="matrices",
-    messages="a thin matrix for each iteration, the rest as it is",
-    memory="1 copy, thin matrices",
-)
-def powersgd_one_sided(
-    channel: Channel = Channel(), *, rank: int = 4, iterations: int = 2, gate: float = 1.0, wire_dtype: str | None = None
-) -> reducer_lib.Reducer:
+class OneSided(low_rank.Factored, name="powersgd_one_sided"):
     """PowerSGD whose K iterations each send one factor and go on with what is left, from the two sides of the matrices in turns.
 
         A_i = G_i + e_i, Y = 0;  then K times, of the two lines in turns:
@@ -49,58 +38,52 @@ def powersgd_one_sided(
     step sends half of that, with K odd the next step starts with the other side. A worker sends 2(N−1)/N · R values for each row,
     and for each column, of a matrix and iteration of that side, in K collectives per step.
 
-    Args:
+    Attributes:
         channel: how gradients travel; its seed determines the first factors.
         rank: R; for a matrix with a smaller side, that side.
-        iterations: K ≥ 1.
-        gate: ρ; arrays with (I + J)R ≥ ρIJ are averaged as they are. Infinity compresses all matrices.
+        iterations: K.
+        gate: ρ; arrays with (I + J)R ≥ ρIJ are averaged uncompressed. Infinity compresses all matrices.
         wire_dtype: floating-point type in which the factors travel, such as "bfloat16"; None: that of the arithmetic.
 
     Reference: the form of the library of PowerSGD's authors (`powersgd` on PyPI, num_iters_per_step); Vogels et al. 2019, arXiv
     1905.13727, for the method.
     """
-    name = "one-sided PowerSGD"
-    low_rank.check_options(name, rank, gate)
-    if iterations < 1:
-        raise ValueError(f"{name} iterations={iterations}: must be at least 1; 2 sends the bytes of 'powersgd'")
-    power = _OneSided(name, channel, rank, iterations, gate, low_rank.wire_type(name, wire_dtype))
-    turns = 1 + iterations % 2
-    return reducer_lib.Reducer(power.init, power.reduce, power.num_bytes, lambda step: step % turns, range(turns))
 
+    needs = "matrices"
+    messages = "a thin matrix for each iteration, the rest as it is"
+    memory = "1 copy, thin matrices"
 
-@dataclasses.dataclass(frozen=True)
-class _OneSided:
-    """The functions of the reducer."""
+    iterations: Count = 2
 
-    name: str
-    channel: Channel
-    rank: int
-    iterations: int
-    gate: float
-    wire_dtype: np.dtype | None
+    @property
+    def phases(self):
+        return range(1 + self.iterations % 2)
 
-    def _plan(self, tree: Any) -> low_rank.Plan:
-        return low_rank.plan(self.name, tree, self.rank, self.gate)
+    def phase(self, step):
+        return step % len(self.phases)
 
-    def _fresh(self, shape: tuple[int, ...], i: int, side: int, dtype: Any) -> jax.Array:
-        return low_rank.first_factor(shape, self.channel.seed, 2 * i + side, dtype)
+    def _turns(self, phase: int | None) -> range:
+        return range((phase or 0) * self.iterations, ((phase or 0) + 1) * self.iterations)
 
-    def init(self, params: Any) -> OneSidedState:
+    def _fresh(self, shape: Shape, i: int, side: int, dtype: DType) -> jax.Array:
+        return self._first(shape, 2 * i + side, dtype)
+
+    def init(self, params):
         matrices, _, dtype = self._plan(params)
         factors = [tuple(self._fresh((view[side], view[2]), i, side, dtype) for i, view in matrices.items()) for side in (0, 1)]
         return OneSidedState(tuple(jnp.zeros(view[:2], dtype) for view in matrices.values()), *factors)
 
-    def reduce(self, grads: Any, state: OneSidedState, phase: int = 0) -> tuple[Any, OneSidedState]:
+    def reduce(self, grads, state: OneSidedState, phase=0):
         leaves, treedef = jax.tree.flatten(grads)
         plan = self._plan(grads)
         matrices, dense, dtype = plan
         left = [leaves[i].reshape(I, J).astype(dtype) + e for (i, (I, J, _)), e in zip(matrices.items(), state.error)]
         sent, factors = [jnp.zeros_like(a) for a in left], [state.rows, state.columns]
         unsent, rest, received = [leaves[i].astype(dtype) for i in dense], [], []
-        for turn in range(phase * self.iterations, (phase + 1) * self.iterations):
+        for turn in self._turns(phase):
             side = (turn + 1) % 2  # of the basis: columns first
             bases, own = self._project(plan, left, factors[side], side)
-            means, others = low_rank.means_with(unsent, own, self.channel.axis, self.wire_dtype or dtype)
+            means, others = low_rank.means_with(unsent, own, self.channel.axis, self._wire or dtype)
             left = [a - _spread(x, basis, side) for a, x, basis in zip(left, own, bases)]
             sent = [y + _spread(x, basis, side) for y, x, basis in zip(sent, means, bases)]
             factors[1 - side], rest, unsent = tuple(means), rest + others, []
@@ -112,19 +95,19 @@ class _OneSided:
         new = OneSidedState(tuple(left), *factors)
         return treedef.unflatten(leaves), jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, state)
 
-    def _project(self, plan: low_rank.Plan, left: list, factors: Any, side: int) -> tuple[list, list]:
-        """The bases of a side that the last factors span, and this worker's matrices projected on them, as they will travel."""
+    def _project(self, plan: low_rank.Plan, left: list, factors: tuple[jax.Array, ...], side: int) -> tuple[list, list]:
+        """Return the bases of a side that the last factors span, and this worker's matrices projected on them, as they will travel."""
         fresh = [self._fresh(factor.shape, i, side, factor.dtype) for i, factor in zip(plan.matrices, factors)]
         bases = low_rank.orthogonalized([low_rank.unit(codecs.revived(q, new)) for q, new in zip(factors, fresh)])
         # (BᵀA)ᵀ rather than AᵀB: compilers for CPUs transpose large matrices slowly.
         own = [dot(a, basis) if side else dot(basis.T, a).T for a, basis in zip(left, bases)]
-        return bases, [x.astype(self.wire_dtype or plan.dtype).astype(plan.dtype) for x in own]
+        return bases, [x.astype(self._wire or plan.dtype).astype(plan.dtype) for x in own]
 
-    def num_bytes(self, params: Any, num_workers: int, phase: int = 0) -> np.ndarray:
-        sides = [turn % 2 for turn in range(phase * self.iterations, (phase + 1) * self.iterations)]
-        return low_rank.message_bytes(self._plan(params), params, num_workers, sides, self.wire_dtype)
+    def num_bytes(self, params, num_workers, phase=0):
+        sides = [turn % 2 for turn in self._turns(phase)]
+        return low_rank.message_bytes(self._plan(params), params, num_workers, sides, self._wire)
 
 
 def _spread(factor: jax.Array, basis: jax.Array, side: int) -> jax.Array:
-    """The matrix of a factor and the basis of the columns (side 1) or rows (side 0)."""
+    """Return the matrix of a factor and the basis of the columns (side 1) or rows (side 0)."""
     return low_rank.product(factor, basis.T) if side else low_rank.product(basis, factor.T)

@@ -1,21 +1,17 @@
 """PowerSGD: the mean of a rank-R approximation, found by one step of power iteration over all workers at once."""
 
-import dataclasses
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from decjax import codecs, registry
-from decjax.channel import Channel
+from decjax import codecs
 from decjax.codecs.codec import dot
 from decjax.reduce import low_rank
-from decjax.reduce import reducer as reducer_lib
 
 
 class PowerSGDState(NamedTuple):
-    """State of `powersgd`; one entry for each array that is compressed, in the order of the tree's leaves.
+    """State of `PowerSGD`; one entry for each array that is compressed, in the order of the tree's leaves.
 
     Attributes:
         error: e_IxJ, what this worker has not sent.
@@ -26,30 +22,25 @@ class PowerSGDState(NamedTuple):
     factor: tuple[jax.Array, ...]
 
 
-@registry.register(
-    "reducer", "powersgd", needs="matrices", messages="thin matrices, the rest as it is", memory="1 copy, thin matrices"
-)
-def powersgd(
-    channel: Channel = Channel(), *, rank: int = 4, gate: float = 1.0, wire_dtype: str | None = None
-) -> reducer_lib.Reducer:
+class PowerSGD(low_rank.Factored, name="powersgd"):
     """PowerSGD: the mean of rank-R approximations of the gradients, with error feedback.
 
         A_i = G_i + e_i;     P = orth( (1/N) Σ_i A_i Q );     Q_i = A_iᵀ P;     Q = (1/N) Σ_i Q_i
         averaged = P Qᵀ;     e_i = A_i − P Q_iᵀ
 
     G_i is a worker's gradient, e_i its error, Q the last step's factor, the same on all workers. Arrays of two or more dimensions are
-    seen as matrices I×J, cut where I + J is least; others, and those that would not get smaller, are averaged as they are, in one
+    seen as matrices I×J, cut where I + J is least; others, and those that would not get smaller, are averaged uncompressed, in one
     message with all P. A worker sends 2(N−1)/N · (I + J)R values of a matrix instead of 2(N−1)/N · IJ, in two collectives per step.
     Each worker keeps what it did not send, Σ sent + e = Σ G, so errors stay bounded. (PyTorch's hook keeps A_i − P Qᵀ, which includes
     the other workers' deviations and grows as a random walk.) `init` and `num_bytes` raise ValueError if nothing would be compressed.
 
     Differences from the paper: columns of Q are normalized before use, which changes no span and keeps products of small gradients
-    from underflowing; a column that is zero compared with the others, and would stay zero for ever, is drawn anew.
+    from underflowing; a column that is zero compared with the others, and would stay zero for ever, is redrawn.
 
-    Args:
+    Attributes:
         channel: how gradients travel; its seed determines the first factors.
         rank: R; for a matrix with a smaller side, that side.
-        gate: ρ; arrays with (I + J)R ≥ ρIJ are averaged as they are. Infinity compresses all matrices.
+        gate: ρ; arrays with (I + J)R ≥ ρIJ are averaged uncompressed. Infinity compresses all matrices.
         wire_dtype: floating-point type in which the factors travel, such as "bfloat16"; None: that of the arithmetic. Errors include
             what the cast of a worker's own Q_i loses, but not the rounding of the mean Q, which is the same on all workers. Narrow
             values are summed in float32, by all-to-all and all-gather.
@@ -59,40 +50,24 @@ def powersgd(
     Examples:
         >>> tx = decjax.synchronize(optax.adamw(1e-3), decjax.reduce.powersgd(rank=4))
     """
-    low_rank.check_options("PowerSGD", rank, gate)
-    wire = low_rank.wire_type("PowerSGD", wire_dtype)
-    power = _PowerSGD(channel, rank, gate, wire)
-    return reducer_lib.Reducer(power.init, power.reduce, power.num_bytes)
 
+    needs = "matrices"
+    messages = "thin matrices, the rest as it is"
+    memory = "1 copy, thin matrices"
 
-@dataclasses.dataclass(frozen=True)
-class _PowerSGD:
-    """The functions of the reducer."""
-
-    channel: Channel
-    rank: int
-    gate: float
-    wire_dtype: np.dtype | None
-
-    def _plan(self, tree: Any) -> low_rank.Plan:
-        return low_rank.plan("PowerSGD", tree, self.rank, self.gate)
-
-    def _factor(self, shape: tuple[int, ...], i: int, dtype: Any) -> jax.Array:
-        return low_rank.first_factor(shape, self.channel.seed, i, dtype)
-
-    def init(self, params: Any) -> PowerSGDState:
+    def init(self, params):
         matrices, _, dtype = self._plan(params)
         return PowerSGDState(
             tuple(jnp.zeros((I, J), dtype) for I, J, _ in matrices.values()),
-            tuple(self._factor((J, R), i, dtype) for i, (_, J, R) in matrices.items()),
+            tuple(self._first((J, R), i, dtype) for i, (_, J, R) in matrices.items()),
         )
 
-    def reduce(self, grads: Any, state: PowerSGDState, phase: int = 0) -> tuple[Any, PowerSGDState]:
+    def reduce(self, grads, state: PowerSGDState, phase=0):
         leaves, treedef = jax.tree.flatten(grads)
         matrices, dense, dtype = self._plan(grads)
-        wire = self.wire_dtype or dtype
+        wire = self._wire or dtype
         targets = [leaves[i].reshape(I, J).astype(dtype) + e for (i, (I, J, _)), e in zip(matrices.items(), state.error)]
-        factors = [low_rank.unit(codecs.revived(q, self._factor(q.shape, i, q.dtype))) for i, q in zip(matrices, state.factor)]
+        factors = [low_rank.unit(codecs.revived(q, self._first(q.shape, i, q.dtype))) for i, q in zip(matrices, state.factor)]
         bases, rest = low_rank.means_with(
             [leaves[i].astype(dtype) for i in dense], [dot(a, q) for a, q in zip(targets, factors)], self.channel.axis, wire
         )
@@ -111,6 +86,5 @@ class _PowerSGD:
         factor = tuple(jnp.where(finite, q.T, old) for q, old in zip(means, state.factor))
         return treedef.unflatten(leaves), PowerSGDState(error, factor)
 
-    def num_bytes(self, params: Any, num_workers: int, phase: int = 0) -> np.ndarray:
-        plan = self._plan(params)
-        return low_rank.message_bytes(plan, params, num_workers, [0, 1], self.wire_dtype)
+    def num_bytes(self, params, num_workers, phase=0):
+        return low_rank.message_bytes(self._plan(params), params, num_workers, [0, 1], self._wire)

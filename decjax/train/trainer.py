@@ -20,7 +20,6 @@ from decjax.errors import ConfigError, TrainingError
 from decjax.hlo import wire
 from decjax.train import engine, evaluate
 from decjax.train import state as state_lib
-from decjax.train.pace import Pace
 from decjax.train.state import State
 from decjax.train.step import Step
 
@@ -44,7 +43,7 @@ class Trainer:
             self.program_of = engine.compile_per_phase(self.step_parts, setup.spec.engine)
         except ValueError as error:
             raise ConfigError(str(error)) from error
-        self.pace = Pace(setup.method, setup.workers) if setup.method.timing else None
+        self._between_steps = setup.method.between_steps and setup.method.between_steps(setup.workers)
 
     # -- State --------------------------------------------------------------------------------------------------------
 
@@ -97,7 +96,9 @@ class Trainer:
     def take(self, program: engine.Program, state: State, batch: Any, step: int) -> tuple[State, jax.Array]:
         """`step`, for who has its program already."""
         state, loss_N = program.run(state, batch, np.int32(step))
-        return (self.pace.after(state, loss_N, step) if self.pace else state), loss_N
+        if self._between_steps:
+            state = state._replace(opt_state=self._between_steps(state.opt_state, loss_N, step))
+        return state, loss_N
 
     def program(self, state: State, batch: Any, step: int) -> engine.Program:
         """The compiled program of a step; there is one for each phase. Arrays may be `ShapeDtypeStruct`s."""
