@@ -42,10 +42,9 @@ def test_a_kind_with_summaries_and_traits():
 def test_a_part_with_options_defaults_and_docstring():
     result = run("topology", "matcha")
     assert result.returncode == 0 and not result.stderr
-    rows = [line.split() for line in result.stdout.splitlines()]
-    assert (
-        ["budget", "float", "0.5"] in rows and ["rounds", "int", "or", "none", "None"] in rows and ["base", "str", "ring"] in rows
-    )
+    rows = [words(line) for line in result.stdout.splitlines()]
+    assert "budget float, more than 0 and at most 1 0.5" in rows and "base str ring" in rows
+    assert "rounds int, at least 1 and at most 1024, or none None" in rows
     assert "Reference: Wang et al." in result.stdout
     assert "It has no options." in run("topology", "ring").stdout
 

@@ -70,7 +70,7 @@ def test_what_is_left_out_stands_below_the_table():
     result = run("--workers=4", "--k=0", "--outer=ri\nng", columns=100)
     assert result.returncode == 0 and result.stderr == "" and cells(result.stdout, "ring")
     below = " ".join(result.stdout.split("not possible")[1].split())
-    assert "base_k 'k' has to be an integer" in below and "'ri\\nng' must read like" in below
+    assert "k=0 must be at least 1" in below and "'ri\\nng' must read like" in below
 
 
 def test_plot_writes_a_picture(tmp_path):

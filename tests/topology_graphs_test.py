@@ -344,7 +344,7 @@ def test_sun_is_one_minus_a_share_of_the_laplacian_and_its_centres_move(n, cente
 def test_a_sun_of_centres_is_complete_and_wrong_numbers_are_refused():
     np.testing.assert_allclose(tp.make("sun", 6, centers=5, rounds=1).matrix(0), 1 / 6, rtol=0, atol=1e-12)
     for options in (dict(centers=0), dict(centers=7), dict(rounds=0)):
-        with pytest.raises(ValueError, match="topology 'sun' '.*' has to be an integer from 1 to .*, got"):
+        with pytest.raises(ValueError, match="topology 'sun'.* must be at (least 1|most 6)"):
             tp.make("sun", 6, **options)
 
 

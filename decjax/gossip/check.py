@@ -56,7 +56,7 @@ def check_exchange(workers: mesh.Workers, topology: Topology, permutations: Perm
         if wrong_N.any():
             raise RuntimeError(
                 f"{BROKEN}: in phase {phase} of topology {topology.name!r} worker "
-                f"{np.flatnonzero(wrong_N)[0]} did not receive its neighbours' values; {FIX['worker']}"
+                f"{np.flatnonzero(wrong_N)[0]} did not receive its neighbors' values; {FIX['worker']}"
             )
     _check_permutations(workers, permutations, workers.axis, "worker")
 

@@ -10,9 +10,8 @@ ones.) All-reduce is one group of all workers; gossip on a graph has L = 1. A to
 x^{t+1} = W^{t mod period} x^t. Rounds a … b−1 together apply the product W^{b−1} ⋯ W^a, which says how fast workers agree; some
 topologies average exactly after finitely many rounds.
 
-Modules: `schedule` defines rounds and their analysis, `named` makes topologies by name, which `graphs`, `lattices`, `inner_outer`,
-`random_graphs` and `equitopo` define with the pieces of `build`; `coloring` splits the edges of a graph into messages that can travel
-at the same time.
+Modules: `schedule` defines rounds and their analysis, `build` makes topologies by name, which `graphs` and `random_graphs` define;
+`coloring` splits the edges of a graph into messages that can travel at the same time.
 
 Examples:
   >>> topology = make("base_k", 6, k=1)
@@ -20,9 +19,8 @@ Examples:
   (1, True)
 """
 
-from decjax.topology.build import MAX_WORKERS
+from decjax.topology.build import MAX_WORKERS, make, names, options
 import decjax.topology.graphs  # Registered first, its names come first in tables.
-from decjax.topology.named import make, names, options
 from decjax.topology.schedule import (
     Round,
     Shift,

@@ -1,4 +1,4 @@
-"""The base-(k+1) graph: exact averaging over any number of workers, with at most k neighbours in each round.
+"""The base-(k+1) graph: exact averaging over any number of workers, with at most k neighbors in each round.
 
 A round is given by its edges and their weights; the rest of a row of W is the worker's self weight.
 
@@ -13,7 +13,7 @@ Edges = dict[tuple[int, int], float]  # (receiver, sender) -> weight, without th
 
 
 def base_graph(n: int, k: int) -> list[Edges]:
-    """Rounds whose product is J/n, at most 2 log_{k+1}(n) + 2 of them; no worker has more than k neighbours in a round.
+    """Rounds whose product is J/n, at most 2 log_{k+1}(n) + 2 of them; no worker has more than k neighbors in a round.
 
     Of two constructions the one with fewer rounds is taken, and of equally many that with fewer messages. Simple: n is written in
     base k+1 as Σ a_l (k+1)^{p_l}. Parts of these sizes average internally; then each part in turn exchanges shares of the mean with
@@ -69,7 +69,7 @@ def _hyper_hypercube(workers: Sequence[int], k: int) -> list[Edges]:
 
 @functools.cache
 def _fewest_factors(n: int, largest: int) -> tuple[int, ...] | None:
-    """The shortest factorisation of n into factors 2 … largest, and of several that with the least sum; None if there is none."""
+    """The shortest factorization of n into factors 2 … largest, and of several that with the least sum; None if there is none."""
     if n == 1:
         return ()
     tails = ((f, _fewest_factors(n // f, largest)) for f in range(min(n, largest), 1, -1) if n % f == 0)

@@ -1,66 +1,102 @@
-"""What builders of named topologies share: their registration, rounds from permutations, pairs and edges, and checks of options.
+"""Named topologies: `make`, the registration of builders, and functions that builders share.
 
-A builder is called with two or more workers (for one worker every topology is the identity) and raises a ValueError of one line when
-the size or an option does not fit. Its keyword arguments are the options of `make`. Their defaults work for every size that the graph
-exists for; None means "derived from the size". Traits:
+A builder is called with two or more workers (for one worker every topology is the identity) and returns the rounds of a period. Its
+keyword arguments are the options of `make`; defaults work for every size that the graph exists for, and None means "derived from the
+size". Traits:
 
     needs       the numbers of workers it exists for; left out: any
     directed    whether a worker may send to one that does not send back
     static      whether every round is the same
     exact       whether a period of rounds averages exactly, at every size
 
-Where a graph looks the same from all workers (ring, torus, exponential, …), its rounds are whole permutations, one per neighbour.
+Where a graph looks the same from all workers (ring, torus, exponential, …), its rounds are whole permutations, one per neighbor.
 Random graphs depend on (size, options, seed) alone, and are redrawn until repeating their rounds brings all workers to agreement.
 """
 
 from collections.abc import Callable, Iterable, Mapping
 import functools
 import inspect
-import math
-import operator
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 
 from decjax import registry
+from decjax.options import Range, checked
 from decjax.topology import schedule
 
 Rounds = list[schedule.Round]
+Shape = tuple[int, int]
 
 MAX_WORKERS = 4096  # matrices of more would take too long to analyze, and gigabytes
 MAX_DRAWS = 1000
 MAX_ROUNDS = 1024  # in a period that is drawn at random
 ANY_SIZE = "'base_k' works for any number"
 
+Workers = Annotated[int, Range(1, MAX_WORKERS)]
+Period = Annotated[int, Range(1, MAX_ROUNDS)]
 
-class OptionError(ValueError):
-    """A value that an option cannot have, told from the option's name on; `register` puts the topology's before it."""
+
+class Unfit(ValueError):
+    """A size or option for which a graph does not exist; the message continues "topology NAME"."""
 
 
-def register(name: str, **traits) -> Callable[[Callable[..., Rounds]], Callable[..., Rounds]]:
-    """A decorator that registers a builder of rounds as a factory of topologies."""
+def require(holds: bool, problem: str) -> None:
+    """Raise `Unfit` with the problem unless a condition holds."""
+    if not holds:
+        raise Unfit(problem)
+
+
+def register(name: str, **traits: Any) -> Callable[[Callable[..., Rounds]], Callable[..., Rounds]]:
+    """Register a builder of rounds as a topology; a decorator that returns the builder."""
 
     def enter(builder):
         @functools.wraps(builder)
         def factory(num_workers, **options):
             try:
-                n = integer("num_workers", num_workers, 1, MAX_WORKERS)
-                return schedule.Topology(name, n, tuple(builder(n, **options)) if n > 1 else (schedule.Round((1.0,)),))
-            except OptionError as error:
+                rounds = builder(num_workers, **options) if num_workers > 1 else [schedule.Round((1.0,))]
+            except Unfit as error:
                 raise ValueError(f"topology {name!r} {error}") from error
+            return schedule.Topology(name, int(num_workers), tuple(rounds))
 
-        signature = inspect.signature(builder)
-        size, *options = signature.parameters.values()
-        factory.__signature__ = signature.replace(  # pyright: ignore[reportAttributeAccessIssue]
-            parameters=[size.replace(name="num_workers"), *options], return_annotation=schedule.Topology
-        )
+        size, *options = inspect.signature(builder).parameters.values()
+        signature = inspect.Signature([size.replace(name="num_workers"), *options], return_annotation=schedule.Topology)
+        factory.__signature__ = signature  # pyright: ignore[reportAttributeAccessIssue]
         registry.register("topology", name, **traits)(factory)
         return builder
 
     return enter
 
 
-# Rounds ----------------------------------------------------------------------------------------------------
+def names() -> tuple[str, ...]:
+    """Return the names of all topologies that `make` builds."""
+    return registry.names("topology")
+
+
+def options(name: str) -> dict[str, object]:
+    """Return the options of a named topology with their defaults; raise a ValueError for an unknown name."""
+    return {option: entry.default for option, entry in registry.part("topology", name).options.items()}
+
+
+@functools.partial(checked, called="topology.make")
+def make(name: str, num_workers: int, /, **options: Any) -> schedule.Topology:
+    """Return the topology of a name for N workers.
+
+    Args:
+      name: one of `names()`, or a call form such as "base_k(k=2)".
+      num_workers: N >= 1; for one worker every topology is the identity.
+      **options: those of that topology, see `options(name)`. Equal options give equal topologies; random ones take a `seed`.
+
+    Raises:
+      ValueError: for an unknown name or option, a size that the graph does not exist for, or a bad option value.
+
+    Examples:
+      >>> make("hierarchical", 16, local_size=4, outer="base_k(k=3)").matrix(0).shape
+      (16, 16)
+    """
+    return registry.make("topology", name, num_workers, **options)
+
+
+# -- Rounds -----------------------------------------------------------------------------------------------------------
 
 
 def rotation(n: int, hop: int) -> np.ndarray:
@@ -103,60 +139,37 @@ def metropolis(n: int, pairs: Iterable[tuple[int, int]]) -> schedule.Round:
     return from_edges(n, weights | {(j, i): weight for (i, j), weight in weights.items()})
 
 
-def grid(name: str, n: int, shape: tuple[int, int] | None, step: int) -> np.ndarray:
+def grid(n: int, shape: Shape | None, step: int) -> np.ndarray:
     """Workers on an R x C grid whose sides are >= 2 and multiples of `step`, near-square by default."""
-    sides = "sides that are even" if step == 2 else "two sides of at least 2"
-    if shape is None:
-        fits = [r for r in range(2, math.isqrt(n) + 1) if n % r == 0 and r % step == 0 and n // r % step == 0]
-        if not fits:
-            raise ValueError(f"topology {name!r} needs a grid with {sides}, got {n} workers; {ANY_SIZE}")
-        shape = (fits[-1], n // fits[-1])
-    if not isinstance(shape, (tuple, list)) or len(shape) != 2:
-        raise OptionError(f"'shape' has to be (rows, columns), got {shape!r}")
-    rows, columns = (integer("shape", side, 2) for side in shape)
-    if rows * columns != n or rows % step or columns % step:
-        raise ValueError(
-            f"topology {name!r} needs a grid of {n} workers with {sides}, got shape={rows}x{columns}; leave shape out for a "
-            f"near-square grid, and if there is none, {ANY_SIZE}"
-        )
-    return np.arange(n).reshape(rows, columns)
+    fits = [(r, n // r) for r in range(2, n // 2 + 1) if n % r == 0 and r % step == 0 and n // r % step == 0]
+    near_square = [sides for sides in fits if sides[0] <= sides[1]][-1:]
+    chosen = near_square if shape is None else [sides for sides in fits if sides == tuple(shape)]
+    got = f"{n} workers" if shape is None else f"{n} workers with shape={shape}, which must be (rows, columns)"
+    require(
+        bool(chosen),
+        f"needs a grid with {'sides that are even' if step == 2 else 'two sides of at least 2'}, got {got}; {ANY_SIZE}",
+    )
+    return np.arange(n).reshape(chosen[0])
 
 
 def first_mixing(draw: Callable[[], Rounds], problem: str) -> Rounds:
-    """The first random schedule that brings all workers to agreement; a ValueError says `problem` if none of `MAX_DRAWS` does."""
-    for _ in range(MAX_DRAWS):
-        if (rounds := draw()) and schedule.is_mixing(rounds):
-            return rounds
-    raise ValueError(problem)
+    """The first random schedule that brings all workers to agreement; refused with `problem` if none of `MAX_DRAWS` does."""
+    drawn = (draw() for _ in range(MAX_DRAWS))
+    rounds = next((rounds for rounds in drawn if rounds and schedule.is_mixing(rounds)), [])
+    require(bool(rounds), problem)
+    return rounds
+
+
+def degree_of(n: int, degree: int | None) -> int:
+    """The number of others that a worker sends to, by default ⌈log2 n⌉."""
+    require(degree is None or degree < n, f"of {n} workers: degree={degree} must be at most {n - 1}")
+    return degree or log2_ceil(n)
+
+
+def num_rounds(n: int, rounds: int | None) -> int:
+    """The number of rounds of a random schedule, by default 2⌈log2 n⌉."""
+    return rounds or 2 * log2_ceil(n)
 
 
 def log2_ceil(n: int) -> int:
     return (n - 1).bit_length()
-
-
-def num_rounds(n: int, rounds: int | None) -> int:
-    return 2 * log2_ceil(n) if rounds is None else integer("rounds", rounds, 1, MAX_ROUNDS)
-
-
-def generator(seed: int) -> np.random.Generator:
-    return np.random.default_rng(integer("seed", seed, 0, 2**63 - 1))
-
-
-def integer(option: str, value: Any, low: int, high: int | None = None) -> int:
-    """The value of an option as an int from `low` on; an OptionError for any other."""
-    try:
-        number = None if isinstance(value, (bool, np.bool_)) else operator.index(value)
-    except TypeError:
-        number = None
-    if number is None or number < low or (high is not None and number > high):
-        interval = f">= {low}" if high is None else f"from {low} to {high}"
-        raise OptionError(f"{option!r} has to be an integer {interval}, got {value!r}")
-    return number
-
-
-def real(option: str, value: Any, high: float) -> float:
-    """The value of an option as a float in (0, high]; an OptionError for any other."""
-    number = value  # numpy's types take a scalar for text and bytes as well.
-    if isinstance(value, (bool, str)) or not np.isscalar(value) or not 0.0 < number <= high:
-        raise OptionError(f"{option!r} has to be a number in (0, {high:g}], got {value!r}")
-    return float(number)

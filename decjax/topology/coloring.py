@@ -1,7 +1,7 @@
-"""Edge colourings: the edges of a graph split into sets of messages that can travel at the same time.
+"""Edge colorings: the edges of a graph split into sets of messages that can travel at the same time.
 
-Edges of one colour share no end: they form a partial permutation of senders and receivers, or a matching of an undirected graph.
-With fewer colours a round takes fewer collectives.
+Edges of one color share no end: they form a partial permutation of senders and receivers, or a matching of an undirected graph.
+With fewer colors a round takes fewer collectives.
 """
 
 import collections
@@ -56,15 +56,15 @@ def _lowest_zero_bit(mask: int) -> int:
 
 
 def _color_bipartite(edges: Sequence[tuple[int, int]]) -> dict[tuple[int, int], int]:
-    """Edge colouring of a bipartite graph (left, right) with as many colours as the largest degree.
+    """Edge coloring of a bipartite graph (left, right) with as many colors as the largest degree.
 
-    An edge without a common free colour at its ends takes one that is free on the left, after the path that alternates between it and
+    An edge without a common free color at its ends takes one that is free on the left, after the path that alternates between it and
     one that is free on the right has been flipped (the proof of Kőnig's theorem).
     """
     ends = collections.Counter(end for u, v in edges for end in ((0, u), (1, v)))
     num_colors = max(ends.values(), default=0)
     at: dict[tuple[int, int], dict[int, int]] = {end: {} for end in ends}  # at[side, node][color] = the other end
-    used = dict.fromkeys(ends, 0)  # the colours at a node, as bits
+    used = dict.fromkeys(ends, 0)  # the colors at a node, as bits
 
     def toggle(left, right, color, on):
         for side, node, other in ((0, left, right), (1, right, left)):
@@ -93,7 +93,7 @@ def _color_bipartite(edges: Sequence[tuple[int, int]]) -> dict[tuple[int, int], 
 
 
 def _color_misra_gries(edges: Sequence[tuple[int, int]], num_nodes: int) -> dict[tuple[int, int], int]:
-    """Edge colouring of any simple graph with at most Δ + 1 colours (Misra and Gries, 1992)."""
+    """Edge coloring of any simple graph with at most Δ + 1 colors (Misra and Gries, 1992)."""
     at: list[dict[int, int]] = [{} for _ in range(num_nodes)]  # at[u][color] = the node at the other end
     color_of: list[dict[int, int]] = [{} for _ in range(num_nodes)]  # color_of[u][v] = color
 
@@ -110,7 +110,7 @@ def _color_misra_gries(edges: Sequence[tuple[int, int]], num_nodes: int) -> dict
         return color
 
     for u, v in edges:
-        # A fan: neighbours of u, each joined to u by a colour that is free at the one before.
+        # A fan: neighbors of u, each joined to u by a color that is free at the one before.
         fan = [v]
         while extension := [w for color, w in at[u].items() if color not in at[fan[-1]] and w not in fan]:
             fan.append(extension[0])
@@ -120,11 +120,11 @@ def _color_misra_gries(edges: Sequence[tuple[int, int]], num_nodes: int) -> dict
         while step in at[node]:
             path.append((node, at[node][step]))
             node, step = at[node][step], c + d - step
-        # All are erased before any is recoloured: two edges that meet at a node swap their colours there.
+        # All are erased before any is recolored: two edges that meet at a node swap their colors there.
         erased = [erase(*edge) for edge in path]
         for (a, b), color in zip(path, erased, strict=True):
             recolor(a, b, c + d - color)
-        # The first member where d is free takes d, and those before it the colour of the next one. (The flip leaves them a fan up to
+        # The first member where d is free takes d, and those before it the color of the next one. (The flip leaves them a fan up to
         # there: that such a member exists is the theorem.)
         last = next(index for index, w in enumerate(fan) if d not in at[w])
         colors = [erase(u, w) for w in fan[1 : last + 1]] + [d]

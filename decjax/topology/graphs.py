@@ -1,28 +1,33 @@
-"""Named topologies: for each a function from the number of workers and options to rounds; see `build`."""
+"""Named topologies that are not random: functions from the number of workers and options to rounds; see `build`."""
 
+from collections.abc import Callable
 import dataclasses
+import math
+from typing import Annotated
 
 import numpy as np
 
-from decjax.topology import base_k, build, named, schedule
+from decjax.options import Count, Range
+from decjax.topology import base_k, build, schedule
+from decjax.topology.build import Shape, Workers
 
-# Exact and neighbour graphs ---------------------------------------------------------------------------------
+# -- Exact and neighbor graphs ----------------------------------------------------------------------------------------
 
 
 @build.register("complete", static=True, exact=True)
-def _complete(n: int) -> build.Rounds:
+def _complete(n: Workers) -> build.Rounds:
     """All workers average exactly in every round: W = J/n, an all-reduce."""
     return [schedule.Round((1.0,), group_size=n)]
 
 
 @build.register("ring", static=True)
-def _ring(n: int) -> build.Rounds:
-    """Self and both neighbours on a ring, weight 1/3 each (two workers: 1/2 each)."""
+def _ring(n: Workers) -> build.Rounds:
+    """Self and both neighbors on a ring, weight 1/3 each (two workers: 1/2 each)."""
     return [build.equal_weights(n, [build.rotation(n, hop) for hop in sorted({1, n - 1})])]
 
 
 @build.register("one_peer_ring")
-def _one_peer_ring(n: int) -> build.Rounds:
+def _one_peer_ring(n: Workers) -> build.Rounds:
     """The edges of the ring in turns, even ones, then odd ones, weight 1/2; odd rings take three rounds, one worker idle in each."""
     # In odd rings the worker before the first one is idle; in the third round it is an odd one, so that the edge (n−1, 0) has its turn.
     firsts = [0, 1] if n % 2 == 0 else [n, 1, (n // 2 | 1) + 1]
@@ -30,34 +35,47 @@ def _one_peer_ring(n: int) -> build.Rounds:
 
 
 @build.register("torus", needs="a grid of two sides of at least 2", static=True)
-def _torus(n: int, shape: tuple[int, int] | None = None) -> build.Rounds:
-    """Self and the four neighbours on a grid that wraps around, weight 1/5 each; worker = row · columns + column.
+def _torus(n: Workers, shape: Shape | None = None) -> build.Rounds:
+    """Self and the four neighbors on a grid that wraps around, weight 1/5 each; worker = row · columns + column.
 
-    Along a side of two, both neighbours are the same worker, which then has the weight 2/5.
+    Along a side of two, both neighbors are the same worker, which then has the weight 2/5.
 
     Args:
         shape: (rows, columns); None: as near to a square as n allows.
     """
-    workers_RxC = build.grid("torus", n, shape, step=1)
+    workers_RxC = build.grid(n, shape, step=1)
     neighbors = [np.roll(workers_RxC, -hop, axis).ravel() for axis in (0, 1) for hop in (1, -1)]
     return [build.equal_weights(n, neighbors)]
 
 
+@build.register("grid", needs="a grid of two sides of at least 2", static=True)
+def _grid(n: Workers, shape: Shape | None = None) -> build.Rounds:
+    """The torus without the edges that wrap around, with Metropolis weights W_ij = 1/(1 + max(deg i, deg j)).
+
+    Args:
+        shape: (rows, columns); None: as near to a square as n allows.
+    """
+    workers_RxC = build.grid(n, shape, step=1)
+    along, across = (workers_RxC[:, :-1], workers_RxC[:, 1:]), (workers_RxC[:-1], workers_RxC[1:])
+    pairs = [pair for ends in (along, across) for pair in zip(*(end.ravel().tolist() for end in ends), strict=True)]
+    return [build.metropolis(n, pairs)]
+
+
 @build.register("one_peer_torus", needs="a grid with even sides")
-def _one_peer_torus(n: int, shape: tuple[int, int] | None = None) -> build.Rounds:
+def _one_peer_torus(n: Workers, shape: Shape | None = None) -> build.Rounds:
     """The edges of the torus in four rounds of pairs, weight 1/2: even columns, even rows, odd columns, odd rows.
 
     Args:
         shape: (rows, columns), both even; None: as near to a square as n allows.
     """
-    workers_RxC = build.grid("one_peer_torus", n, shape, step=2)
+    workers_RxC = build.grid(n, shape, step=2)
     # The first worker of each pair is moved to an even position along the axis.
     turned = [np.moveaxis(np.roll(workers_RxC, -first, axis), axis, 0) for first in (0, 1) for axis in (1, 0)]
     return [build.pairwise(n, zip(grid[0::2].ravel(), grid[1::2].ravel(), strict=True)) for grid in turned]
 
 
 @build.register("exponential", directed=True, static=True)
-def _exponential(n: int) -> build.Rounds:
+def _exponential(n: Workers) -> build.Rounds:
     """Self and the workers 2^k further on, k < ⌈log2 n⌉, with equal weights.
 
     Reference: Ying et al. 2021, arXiv 2110.13363.
@@ -66,7 +84,7 @@ def _exponential(n: int) -> build.Rounds:
 
 
 @build.register("one_peer_exponential", directed=True)
-def _one_peer_exponential(n: int, pairwise: bool = False) -> build.Rounds:
+def _one_peer_exponential(n: Workers, pairwise: bool = False) -> build.Rounds:
     """One hop of the exponential graph per round, weight 1/2; exact over a period for powers of two.
 
     In round k worker i sends to i + 2^k, modulo n.
@@ -82,8 +100,22 @@ def _one_peer_exponential(n: int, pairwise: bool = False) -> build.Rounds:
     return [build.equal_weights(n, [build.rotation(n, hop)]) for hop in hops]
 
 
+@build.register("symmetric_exponential", static=True)
+def _symmetric_exponential(n: Workers, base: Annotated[int, Range(2)] = 4) -> build.Rounds:
+    """Self and the workers b^k further on and b^k back, b^k ≤ n/2, with equal weights: b = 4 has about log2 n neighbors.
+
+    Args:
+        base: b; 2: the exponential graph in both directions.
+
+    Reference: BlueFog's `SymmetricExponentialGraph`, arXiv 2111.04287.
+    """
+    powers = [base**k for k in range(n.bit_length()) if base**k <= n // 2]
+    hops = sorted({hop for power in powers for hop in (power, n - power)})
+    return [build.equal_weights(n, [build.rotation(n, hop) for hop in hops])]
+
+
 @build.register("alternating_exponential_ring", needs="local_size * 2^r workers", exact=True)
-def _alternating_exponential_ring(n: int, local_size: int = 1) -> build.Rounds:
+def _alternating_exponential_ring(n: Workers, local_size: Count = 1) -> build.Rounds:
     """AER: nodes j and j XOR 2^i average jointly, half of these pairs in phase 2i, the other half in phase 2i + 1.
 
     Pairs are numbered over all i: those of odd number average in the even phase, those of even number in the odd phase. Meanwhile
@@ -95,83 +127,179 @@ def _alternating_exponential_ring(n: int, local_size: int = 1) -> build.Rounds:
 
     Reference: Wang et al. 2024, arXiv 2410.11998.
     """
-    local_size = build.integer("local_size", local_size, 1)
     nodes = n // local_size
-    if n % local_size or nodes < 2 or nodes & (nodes - 1):
-        raise ValueError(
-            f"topology 'alternating_exponential_ring' needs local_size * 2^r workers with r >= 1, got {n} with "
-            f"local_size={local_size}; {build.ANY_SIZE}"
-        )
+    build.require(
+        n % local_size == 0 and nodes >= 2 and nodes & (nodes - 1) == 0,
+        f"needs local_size * 2^r workers with r >= 1, got {n} with local_size={local_size}; {build.ANY_SIZE}",
+    )
     # For each i there is an even number of pairs, or there is only one i: a pair's number and its place in the list have one parity.
     pairs_by_round = [[(j, j ^ 2**i) for j in range(nodes) if j < j ^ 2**i] for i in range(build.log2_ceil(nodes))]
     return [build.pairwise(nodes, pairs[parity::2], group_size=local_size) for pairs in pairs_by_round for parity in (1, 0)]
 
 
 @build.register("hypercube", needs="a power of two workers", static=True)
-def _hypercube(n: int) -> build.Rounds:
+def _hypercube(n: Workers) -> build.Rounds:
     """Self and the log2 n workers i XOR 2^k, with equal weights."""
-    if n & (n - 1):
-        raise ValueError(f"topology 'hypercube' needs a power of two workers, got {n}; {build.ANY_SIZE}")
+    build.require(n & (n - 1) == 0, f"needs a power of two workers, got {n}; {build.ANY_SIZE}")
     return [build.equal_weights(n, [np.arange(n) ^ 2**k for k in range(build.log2_ceil(n))])]
 
 
 @build.register("star", static=True)
-def _star(n: int) -> build.Rounds:
+def _star(n: Workers) -> build.Rounds:
     """Worker 0 exchanges with all others, with Metropolis weights W_ij = 1/(1 + max(deg i, deg j))."""
     return [build.metropolis(n, [(0, i) for i in range(1, n)])]
 
 
 @build.register("line", static=True)
-def _line(n: int) -> build.Rounds:
+def _line(n: Workers) -> build.Rounds:
     """The ring without the edge (n−1, 0), with Metropolis weights W_ij = 1/(1 + max(deg i, deg j))."""
     return [build.metropolis(n, [(i, i + 1) for i in range(n - 1)])]
 
 
-# Directed graphs for push-sum -------------------------------------------------------------------------------
+@build.register("binary_tree", static=True)
+def _binary_tree(n: Workers) -> build.Rounds:
+    """A binary tree, in which worker i > 0 exchanges with ⌊i/2⌋, with Metropolis weights W_ij = 1/(1 + max(deg i, deg j))."""
+    return [build.metropolis(n, [(child, child // 2) for child in range(1, n)])]
+
+
+@build.register("double_binary_tree")
+def _double_binary_tree(n: Workers) -> build.Rounds:
+    """A binary tree, and in the next round the same tree with the workers in reverse, so that inner workers are leaves then.
+
+    Gossip takes the two in turn. Mixer `relay` takes both in every step, each for half of the parameters, so that all workers send
+    about as much.
+
+    Reference: Vogels et al. 2021, "RelaySum for decentralized deep learning on heterogeneous data", arXiv 2110.04175.
+    """
+    return [*_binary_tree(n), build.metropolis(n, [(n - 1 - child, n - 1 - child // 2) for child in range(1, n)])]
+
+
+@build.register("sun")
+def _sun(n: Workers, centers: Count = 1, rounds: build.Period | None = None) -> build.Rounds:
+    """Some workers, the centers, exchange with all others, and are others in the next round: W = I − L/n.
+
+    L is the Laplacian of the graph whose edges are all pairs with a center among them. A center gives all workers the weight 1/n; any
+    other worker gives itself 1 − c/n and each of the c centers 1/n. Round t has its first center at worker ⌊t n / rounds⌋, and
+    the next workers are the other centers. These graphs give the lower bound for methods on time-varying graphs, so accelerated
+    gossip does not help there.
+
+    Args:
+        centers: c, from 1 to n; n − 1 or n: complete.
+        rounds: in a period; None: n, and at most 8, since a round of n workers has n − 1 messages to and from a center.
+
+    Reference: Huang and Yuan 2022, "Optimal complexity in non-convex decentralized learning over time-varying networks", arXiv
+    2211.00533.
+    """
+    build.require(centers <= n, f"of {n} workers: centers={centers} must be at most {n}")
+    count = rounds or min(n, 8)
+    return [_sun_round(n, t * n // count, centers) for t in range(count)]
+
+
+def _sun_round(n: int, first: int, centers: int) -> schedule.Round:
+    is_center_N = np.isin(np.arange(n), (first + np.arange(centers)) % n)
+    W_NxN = (is_center_N[:, None] | is_center_N) / n
+    np.fill_diagonal(W_NxN, 0.0)
+    np.fill_diagonal(W_NxN, 1.0 - W_NxN.sum(axis=1))
+    return schedule.round_from_matrix(W_NxN)
+
+
+# -- Directed graphs for push-sum -------------------------------------------------------------------------------------
 
 
 @build.register("directed_ring", directed=True, static=True)
-def _directed_ring(n: int) -> build.Rounds:
+def _directed_ring(n: Workers) -> build.Rounds:
     """Each worker keeps half of its value and sends the other half to the next on the ring: i → i + 1."""
     return [build.equal_weights(n, [build.rotation(n, 1)])]
+
+
+@build.register("one_peer_directed_ring", directed=True)
+def _one_peer_directed_ring(n: Workers) -> build.Rounds:
+    """Each worker sends half of its value to the next on the ring in even rounds, and to the one before in odd rounds."""
+    return [build.equal_weights(n, [build.rotation(n, hop)]) for hop in sorted({1, n - 1})]
 
 
 # The exponential graph is directed as it is; the second name is for use with push-sum.
 build.register("directed_exponential", directed=True, static=True)(_exponential)
 
 
-# Exact in finite time for any number of workers -------------------------------------------------------------
+# -- Exact in finite time for any number of workers -------------------------------------------------------------------
 
 
 @build.register("base_k", exact=True)
-def _base_k(n: int, k: int = 1) -> build.Rounds:
-    """Base-(k+1) graph: exact after at most 2 log_{k+1}(n) + 2 rounds, for any n, with at most k neighbours in each round.
+def _base_k(n: Workers, k: Count = 1) -> build.Rounds:
+    """Base-(k+1) graph: exact after at most 2 log_{k+1}(n) + 2 rounds, for any n, with at most k neighbors in each round.
 
     Args:
-        k: the most neighbours that a worker has in a round.
+        k: the most neighbors that a worker has in a round.
 
     Reference: Takezawa et al. 2023, arXiv 2305.11420.
     """
-    return [build.from_edges(n, edges) for edges in base_k.base_graph(n, build.integer("k", k, 1))]
+    return [build.from_edges(n, edges) for edges in base_k.base_graph(n, k)]
 
 
-# Composition ------------------------------------------------------------------------------------------------
+# -- Composition ------------------------------------------------------------------------------------------------------
 
 
 @build.register("hierarchical", needs="a multiple of local_size", directed=True)
-def _hierarchical(n: int, local_size: int = 2, outer: str = "one_peer_exponential") -> build.Rounds:
+def _hierarchical(n: Workers, local_size: Count = 2, outer: str = "one_peer_exponential") -> build.Rounds:
     """An exact mean over each L consecutive workers, and any graph between these nodes: W = W_outer ⊗ J_L / L.
 
     Args:
         local_size: L, workers of a node.
         outer: graph between nodes, in call form, as "base_k(k=2)".
     """
-    local_size = build.integer("local_size", local_size, 1)
-    if n % local_size:
-        raise ValueError(
-            f"topology 'hierarchical' needs a multiple of local_size={local_size} workers, got {n}; set it to a divisor of {n}, or "
-            f"{build.ANY_SIZE}"
-        )
+    build.require(
+        n % local_size == 0,
+        f"needs a multiple of local_size={local_size} workers, got {n}; use a divisor of {n}, or {build.ANY_SIZE}",
+    )
     # If the outer graph has groups itself, theirs are multiplied: Kronecker products associate.
-    rounds = named.make(outer, n // local_size).rounds
+    rounds = build.make(outer, n // local_size).rounds
     return [dataclasses.replace(round_, group_size=round_.group_size * local_size) for round_ in rounds]
+
+
+_NEEDS = "at least two nodes of local_size >= 3 workers"
+
+
+@build.register("inner_outer_ring", needs=_NEEDS, directed=True)
+def _inner_outer_ring(n: Workers, local_size: Count | None = None) -> build.Rounds:
+    """In round t worker t mod L of each node sends to that of the next node; the others form a ring in their node. Weight 1/2.
+
+    Args:
+        local_size: L, workers of a node; None: the least divisor of n that is 3 or more.
+
+    Reference: BlueFog's `GetInnerOuterRingDynamicSendRecvRanks`, arXiv 2111.04287.
+    """
+    size = _local_size(n, local_size)
+    return [_inner_outer_round(n, size, t % size, 1, 1) for t in range(size)]
+
+
+@build.register("inner_outer_exponential", needs=_NEEDS, directed=True)
+def _inner_outer_exponential(n: Workers, local_size: Count | None = None) -> build.Rounds:
+    """As `inner_outer_ring`, with hops of 1, 2, 4, … in turns: between the M nodes while < M, and among a node's L − 1 others.
+
+    Args:
+        local_size: L, workers of a node; None: the least divisor of n that is 3 or more.
+
+    Reference: BlueFog's `GetInnerOuterExpo2DynamicSendRecvRanks`, arXiv 2111.04287.
+    """
+    size = _local_size(n, local_size)
+    outer, inner = build.log2_ceil(n // size), build.log2_ceil(size - 1)
+    hops: Callable[[int], tuple[int, int]] = lambda t: (2 ** (t % outer), 2 ** (t % inner))
+    return [_inner_outer_round(n, size, t % size, *hops(t)) for t in range(math.lcm(size, outer, inner))]
+
+
+def _inner_outer_round(n: int, size: int, leaver: int, outer_hop: int, inner_hop: int):
+    """Each node's worker `leaver` sends `outer_hop` nodes further on, each other one `inner_hop` places on in the ring of the others."""
+    staying = np.delete(np.arange(size), leaver)
+    local = np.arange(size)
+    local[staying] = np.roll(staying, -inner_hop)
+    targets_MxL = np.arange(n).reshape(-1, size)[:, local]
+    targets_MxL[:, leaver] = np.roll(targets_MxL[:, leaver], -outer_hop)
+    return build.equal_weights(n, [targets_MxL.ravel()])
+
+
+def _local_size(n: int, chosen: int | None) -> int:
+    fits = [size for size in range(3, n // 2 + 1) if n % size == 0 and chosen in (None, size)]
+    given = "" if chosen is None else f" with local_size={chosen}"
+    build.require(bool(fits), f"needs {_NEEDS}, got {n} workers{given}; {build.ANY_SIZE}")
+    return fits[0]

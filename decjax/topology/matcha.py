@@ -1,4 +1,4 @@
-"""MATCHA's two optimisation problems: how often each matching of a graph is active, and with which weight it mixes.
+"""MATCHA's two optimization problems: how often each matching of a graph is active, and with which weight it mixes.
 
 A round is W = I − α Σ_{j active} L_j, where matching j with Laplacian L_j is active with probability p_j, independently.
 
@@ -11,7 +11,7 @@ import numpy as np
 
 
 def activation_probabilities(laplacians_MxNxN: np.ndarray, budget: float) -> np.ndarray:
-    """The p that maximises λ2(Σ p_j L_j) over 0 <= p_j <= 1 with mean(p) = budget, [M].
+    """The p that maximizes λ2(Σ p_j L_j) over 0 <= p_j <= 1 with mean(p) = budget, [M].
 
     λ2 is concave in p; projected supergradient ascent starts from equal probabilities, stops when it gains nothing for a while, and
     the best iterate is returned. Where all matchings are equally useful (a ring, a torus) that is the first.
@@ -37,7 +37,7 @@ def activation_probabilities(laplacians_MxNxN: np.ndarray, budget: float) -> np.
 
 
 def mixing_weight(laplacians_MxNxN: np.ndarray, p: np.ndarray) -> float:
-    """The α in (0, 1/Δ) that minimises ‖E[WᵀW] − J/n‖ = ‖I − 2α L̄ + α² (L̄² + 2 Σ p(1−p) L_j) − J/n‖.
+    """The α in (0, 1/Δ) that minimizes ‖E[WᵀW] − J/n‖ = ‖I − 2α L̄ + α² (L̄² + 2 Σ p(1−p) L_j) − J/n‖.
 
     (A matching has L_j² = 2 L_j, and matchings are independent.) The norm is convex in α: ternary search.
     """

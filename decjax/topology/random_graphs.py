@@ -6,50 +6,52 @@ import math
 import numpy as np
 
 from decjax import registry
-from decjax.topology import build, coloring, matcha, named, schedule
+from decjax.options import Count, Seed, Share
+from decjax.topology import build, coloring, matcha, schedule
+from decjax.topology.build import Period, Workers
 
 
 @build.register("erdos_renyi", static=True)
-def _erdos_renyi(n: int, p: float | None = None, seed: int = 0) -> build.Rounds:
+def _erdos_renyi(n: Workers, p: Share | None = None, seed: Seed = 0) -> build.Rounds:
     """A random graph that has each edge with probability p, with Metropolis weights.
 
     Args:
         p: probability of an edge; None: 2 ln(n)/n, at which most graphs are connected.
         seed: of the random draws.
     """
-    p = min(1.0, 2.0 * math.log(n) / n) if p is None else build.real("p", p, 1.0)
-    rng = build.generator(seed)
+    p = min(1.0, 2.0 * math.log(n) / n) if p is None else p
+    rng = np.random.default_rng(seed)
     pairs_Ex2 = np.stack(np.triu_indices(n, 1), axis=1)
 
     def draw():
         drawn_Ex2 = pairs_Ex2[rng.random(len(pairs_Ex2)) < p]
-        return [build.metropolis(n, drawn_Ex2.tolist())] if len(np.unique(drawn_Ex2)) == n else []  # Nobody is alone.
+        return [build.metropolis(n, drawn_Ex2.tolist())] if len(np.unique(drawn_Ex2)) == n else []  # No worker is alone.
 
     problem = f"found no connected graph of {n} workers with p={p:.3g}; raise p above ln(n)/n = {math.log(n) / n:.2g}"
-    return build.first_mixing(draw, f"topology 'erdos_renyi' {problem}")
+    return build.first_mixing(draw, f"{problem}")
 
 
 @build.register("random_matching")
-def _random_matching(n: int, rounds: int | None = None, seed: int = 0) -> build.Rounds:
+def _random_matching(n: Workers, rounds: Period | None = None, seed: Seed = 0) -> build.Rounds:
     """In every round workers average in random pairs, weight 1/2; for odd n one worker is idle.
 
     Args:
         rounds: number of rounds until the schedule repeats; None: 2⌈log2 n⌉.
         seed: of the random draws.
     """
-    count, rng = build.num_rounds(n, rounds), build.generator(seed)
+    count, rng = build.num_rounds(n, rounds), np.random.default_rng(seed)
     return build.first_mixing(
         lambda: [build.pairwise(n, rng.permutation(n)[: n - n % 2].reshape(-1, 2)) for _ in range(count)],
-        f"topology 'random_matching' cannot connect {n} workers in rounds={count}; raise rounds",
+        f"cannot connect {n} workers in rounds={count}; raise rounds",
     )
 
 
 @build.register("matcha")
-def _matcha(n: int, base: str = "ring", budget: float = 0.5, rounds: int | None = None, seed: int = 0) -> build.Rounds:
+def _matcha(n: Workers, base: str = "ring", budget: Share = 0.5, rounds: Period | None = None, seed: Seed = 0) -> build.Rounds:
     """MATCHA: a base graph is split into matchings, of which a random subset is active in each round.
 
-    The probabilities p_j maximise the algebraic connectivity λ2(Σ p_j L_j) of the expected graph, and a round is W = I − α Σ_active L_j
-    with the α that minimises ‖E[WᵀW] − J/n‖. The sequence is drawn once and repeats. Differences from the paper: α is at most 1/Δ, so
+    The probabilities p_j maximize the algebraic connectivity λ2(Σ p_j L_j) of the expected graph, and a round is W = I − α Σ_active L_j
+    with the α that minimizes ‖E[WᵀW] − J/n‖. The sequence is drawn once and repeats. Differences from the paper: α is at most 1/Δ, so
     that weights stay nonnegative, and probabilities come from projected supergradient ascent.
 
     Args:
@@ -60,12 +62,14 @@ def _matcha(n: int, base: str = "ring", budget: float = 0.5, rounds: int | None 
 
     Reference: Wang et al. 2019, arXiv 1905.09435.
     """
-    budget, rounds, rng = build.real("budget", budget, 1.0), build.num_rounds(n, rounds), build.generator(seed)
+    rounds, rng = build.num_rounds(n, rounds), np.random.default_rng(seed)
     traits = registry.part("topology", registry.parse("topology", base)[0]).traits
-    if not traits.get("static") or traits.get("directed") or not (graph := named.make(base, n)).is_symmetric:
-        raise ValueError(
-            f"topology 'matcha' needs a static undirected base graph, got base={base!r}; use 'ring', 'torus' or 'erdos_renyi'"
-        )
+    is_fit = bool(traits.get("static") and not traits.get("directed"))
+    graph = build.make(base, n if is_fit else 1)
+    build.require(
+        is_fit and graph.is_symmetric,
+        f"needs a static undirected base graph, got base={base!r}; use 'ring', 'torus' or 'erdos_renyi'",
+    )
     edges = [(int(i), int(j)) for i, j in np.argwhere(np.triu(graph.matrix(0), 1))]
     pairings = coloring.matchings(edges, n)
     laplacians_MxNxN = np.array([np.eye(n) - np.eye(n)[build.swap(n, pairing)] for pairing in pairings])
@@ -79,13 +83,12 @@ def _matcha(n: int, base: str = "ring", budget: float = 0.5, rounds: int | None 
 
     return build.first_mixing(
         lambda: [draw_round() for _ in range(rounds)],
-        f"topology 'matcha' cannot connect {n} workers over base={base!r} in rounds={rounds} with budget={budget:g}; "
-        "raise rounds or budget",
+        f"cannot connect {n} workers over base={base!r} in rounds={rounds} with budget={budget:g}; raise rounds or budget",
     )
 
 
 @build.register("random_digraph", directed=True, static=True)
-def _random_digraph(n: int, degree: int | None = None, seed: int = 0) -> build.Rounds:
+def _random_digraph(n: Workers, degree: Count | None = None, seed: Seed = 0) -> build.Rounds:
     """Each worker splits its value equally among itself and `degree` random others: a column-stochastic W, for push-sum.
 
     One of the others is the next on a random cycle through all workers, which makes the graph strongly connected; the remaining ones
@@ -95,11 +98,124 @@ def _random_digraph(n: int, degree: int | None = None, seed: int = 0) -> build.R
         degree: number of others that a worker sends to; None: ⌈log2 n⌉.
         seed: of the random draws.
     """
-    degree = build.log2_ceil(n) if degree is None else build.integer("degree", degree, 1, n - 1)
-    rng = build.generator(seed)
+    degree = build.degree_of(n, degree)
+    rng = np.random.default_rng(seed)
     cycle = rng.permutation(n)
     A_NxN = np.eye(n) / (degree + 1.0)
     for sender, successor in zip(cycle, np.roll(cycle, -1), strict=True):
         others = np.setdiff1d(np.arange(n), (sender, successor))
         A_NxN[[successor, *rng.choice(others, degree - 1, replace=False)], sender] = 1.0 / (degree + 1.0)
     return [schedule.round_from_matrix(A_NxN)]
+
+
+@build.register("erdos_renyi_digraph", directed=True, static=True)
+def _erdos_renyi_digraph(n: Workers, p: Share | None = None, seed: Seed = 0) -> build.Rounds:
+    """A random digraph that has each directed edge with probability p; each worker splits its value equally among itself and those
+    that it sends to: a column-stochastic W, for push-sum.
+
+    Args:
+        p: probability of an edge; None: 2 ln(n)/n, at which most of these digraphs are strongly connected.
+        seed: of the random draws.
+    """
+    p = min(1.0, 2.0 * np.log(n) / n) if p is None else p
+    rng = np.random.default_rng(seed)
+
+    def draw():
+        A_NxN = (rng.random((n, n)) < p) | np.eye(n, dtype=bool)
+        return [schedule.round_from_matrix(A_NxN / A_NxN.sum(axis=0))]
+
+    problem = f"found no strongly connected digraph of {n} workers with p={p:.3g}; raise p above ln(n)/n = {np.log(n) / n:.2g}"
+    return build.first_mixing(draw, f"topology 'erdos_renyi_digraph' {problem}")
+
+
+# -- EquiTopo ---------------------------------------------------------------------------------------------------------
+# In the basis graph A(u) worker i+u gives the weight (n−1)/n to worker i and 1/n to itself, u = 1 … n−1. Their mean over all u is J/n,
+# so the mean of a few random ones is close to it at any n.
+
+
+@build.register("equitopo_d", directed=True, static=True)
+def _equitopo_d(n: Workers, degree: Count | None = None, seed: Seed = 0) -> build.Rounds:
+    """D-EquiStatic: each worker hears from `degree` random distances u; the mean of the basis graphs A(u).
+
+    In A(u) worker i+u gives the weight (n−1)/n to worker i and 1/n to itself.
+
+    Args:
+        degree: number of distances u, drawn without replacement; None: ⌈log2 n⌉.
+        seed: of the random draws.
+
+    Reference: Song et al. 2022, arXiv 2210.07881 (EquiTopo), which draws with replacement.
+    """
+    return _equitopo_static("equitopo_d", n, degree, seed, both_ways=False)
+
+
+@build.register("equitopo_u", static=True)
+def _equitopo_u(n: Workers, degree: Count | None = None, seed: Seed = 0) -> build.Rounds:
+    """U-EquiStatic: the undirected form of `equitopo_d`, the mean of (A(u) + A(u)ᵀ)/2, with up to 2·degree neighbors.
+
+    Args:
+        degree: number of distances u, drawn without replacement; None: ⌈log2 n⌉.
+        seed: of the random draws.
+
+    Reference: Song et al. 2022, arXiv 2210.07881 (EquiTopo).
+    """
+    return _equitopo_static("equitopo_u", n, degree, seed, both_ways=True)
+
+
+def _equitopo_static(name: str, n: int, degree: int | None, seed: int, both_ways: bool) -> build.Rounds:
+    degree = build.degree_of(n, degree)
+    rng = np.random.default_rng(seed)
+
+    def draw():
+        hops = rng.choice(np.arange(1, n), degree, replace=False)
+        if both_ways:
+            hops = np.concatenate([hops, n - hops])
+        moves = [(build.rotation(n, hop), (n - 1) / (n * len(hops))) for hop in sorted(hops)]
+        return [schedule.round_from_moves([(range(n), 1.0 / n), *moves])]
+
+    return build.first_mixing(draw, f"found no connected graph of {n} workers; raise degree={degree}")
+
+
+@build.register("equitopo_od", directed=True)
+def _equitopo_od(n: Workers, rounds: Period | None = None, eta: Share = 0.5, seed: Seed = 0) -> build.Rounds:
+    """OD-EquiDyn: one neighbor per round, at a random distance u: W = (1−η) I + η A(u), with A(u) as in `equitopo_d`.
+
+    Args:
+        rounds: number of rounds until the schedule repeats; None: 2⌈log2 n⌉.
+        eta: η in (0, 1], the weight of what arrives.
+        seed: of the random draws.
+
+    Reference: Song et al. 2022, arXiv 2210.07881 (EquiTopo).
+    """
+    return _equitopo_one_peer("equitopo_od", n, rounds, eta, seed, lambda rng: build.rotation(n, rng.integers(1, n)))
+
+
+@build.register("equitopo_ou")
+def _equitopo_ou(n: Workers, rounds: Period | None = None, eta: Share = 0.5, seed: Seed = 0) -> build.Rounds:
+    """OU-EquiDyn: as `equitopo_od`, but workers at distance u exchange in pairs; each cycle i, i+u, … is paired from a random start.
+
+    Args:
+        rounds: number of rounds until the schedule repeats; None: 2⌈log2 n⌉.
+        eta: η in (0, 1], the weight of what arrives.
+        seed: of the random draws.
+
+    Reference: Song et al. 2022, arXiv 2210.07881 (EquiTopo).
+    """
+
+    def draw_targets(rng):
+        hop, start = rng.integers(1, n), rng.integers(n)
+        num_cycles = math.gcd(int(hop), n)
+        pairs = itertools.product(range(num_cycles), range(n // num_cycles // 2))
+        firsts = [start + cycle + 2 * pair * hop for cycle, pair in pairs]
+        return build.swap(n, [(first % n, (first + hop) % n) for first in firsts])
+
+    return _equitopo_one_peer("equitopo_ou", n, rounds, eta, seed, draw_targets)
+
+
+def _equitopo_one_peer(name: str, n: int, rounds: int | None, eta: float, seed: int, draw_targets) -> build.Rounds:
+    rounds, rng = build.num_rounds(n, rounds), np.random.default_rng(seed)
+    weight = eta * (n - 1) / n
+
+    def draw():
+        return [schedule.round_from_moves([(range(n), 1.0 - weight), (draw_targets(rng), weight)]) for _ in range(rounds)]
+
+    return build.first_mixing(draw, f"cannot connect {n} workers in rounds={rounds}; raise rounds")

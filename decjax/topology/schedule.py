@@ -1,7 +1,7 @@
 """Mixing rounds and topologies: how a stochastic matrix is executed as messages, and how well it mixes.
 
 Any stochastic matrix can be written as a `Round`: its nonzeros outside the diagonal are the edges of a bipartite graph (senders,
-receivers), which always has an edge colouring with as many colours as the largest degree (Kőnig). So `from_matrices` needs no more
+receivers), which always has an edge coloring with as many colors as the largest degree (Kőnig). So `from_matrices` needs no more
 permutations than the busiest worker sends or receives messages.
 """
 
@@ -33,17 +33,15 @@ class Shift:
     weights: tuple[float, ...]
 
     def __post_init__(self):
-        num_nodes = len(self.weights)
-        sources = {source for source, _ in self.pairs}
-        targets = {target for _, target in self.pairs}
-        if len(sources) < len(self.pairs) or len(targets) < len(self.pairs):
-            raise ValueError(f"pairs {self.pairs} use a source or a target twice; put the second one in another Shift")
-        for source, target in self.pairs:
-            if source == target or not (0 <= source < num_nodes and 0 <= target < num_nodes):
-                raise ValueError(f"pair {(source, target)} has to join two different nodes of 0 … {num_nodes - 1}")
-        for node, weight in enumerate(self.weights):
-            if not weight >= 0.0 or (weight and node not in targets):
-                raise ValueError(f"weight {weight} of node {node} has to be >= 0, and 0.0 where nothing arrives")
+        sources, targets, nodes = {s for s, _ in self.pairs}, {t for _, t in self.pairs}, range(len(self.weights))
+        is_permutation = len(sources) == len(targets) == len(self.pairs) and all(
+            s != t and s in nodes and t in nodes for s, t in self.pairs
+        )
+        if not is_permutation or not all(w >= 0.0 and (not w or node in targets) for node, w in enumerate(self.weights)):
+            raise ValueError(
+                f"pairs {self.pairs} with weights {self.weights} must join different nodes, each at most once as source and as target, "
+                "with weights of at least 0, and 0.0 where nothing arrives"
+            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,13 +64,12 @@ class Round:
     group_size: int = 1
 
     def __post_init__(self):
-        if self.group_size < 1 or not self.self_weights:
-            raise ValueError(f"a round needs nodes and group_size >= 1, got {self.num_nodes} and {self.group_size}")
         lengths = [len(shift.weights) for shift in self.shifts]
-        if set(lengths) - {self.num_nodes}:
-            raise ValueError(f"shifts have weights for {lengths} nodes, the round has {self.num_nodes}")
-        if not all(weight >= 0.0 for weight in self.self_weights):
-            raise ValueError(f"self weights {self.self_weights} have to be >= 0")
+        if self.group_size < 1 or set(lengths) | {self.num_nodes} != {max(1, self.num_nodes)} or not min(self.self_weights) >= 0.0:
+            raise ValueError(
+                f"a round with self weights {self.self_weights}, shifts of {lengths} nodes and group_size={self.group_size} must have "
+                "weights of at least 0, of as many nodes as its shifts, and a group_size of at least 1"
+            )
         if not (_sums_to_one(self.row_sums()) or _sums_to_one(self.column_sums())):
             rows, columns = self.row_sums().round(6).tolist(), self.column_sums().round(6).tolist()
             raise ValueError(f"rows sum to {rows} and columns to {columns}; one of the two has to be all ones")
@@ -143,11 +140,9 @@ class Topology:
     rounds: tuple[Round, ...]
 
     def __post_init__(self):
-        if not self.rounds:
-            raise ValueError(f"topology {self.name!r} has no rounds; it needs at least one")
         sizes = sorted({round_.num_workers for round_ in self.rounds})
         if sizes != [self.num_workers]:
-            raise ValueError(f"topology {self.name!r} is for {self.num_workers} workers, its rounds are for {sizes}")
+            raise ValueError(f"topology {self.name!r} needs at least one round, all for {self.num_workers} workers, got {sizes}")
 
     @property
     def period(self) -> int:
@@ -261,17 +256,13 @@ def from_matrices(matrices: np.ndarray | Sequence[np.ndarray], name: str = "from
     """
     is_one = len(matrices) and np.ndim(matrices[0]) == 1
     arrays = [np.asarray(W_NxN, np.float64) for W_NxN in ([matrices] if is_one else matrices)]
-    if not arrays:
-        raise ValueError(f"topology {name!r} needs at least one matrix, got none")
     for index, W_NxN in enumerate(arrays):
         where = f"topology {name!r}: matrix {index}"
-        if W_NxN.ndim != 2 or W_NxN.shape[0] != W_NxN.shape[1] or not W_NxN.size:
-            raise ValueError(f"{where} has shape {W_NxN.shape}; a mixing matrix is square, workers x workers")
-        if W_NxN.shape != arrays[0].shape:
-            raise ValueError(f"{where} is for {len(W_NxN)} workers, matrix 0 for {len(arrays[0])}; sizes must agree")
+        if W_NxN.shape != (len(arrays[0]),) * 2 or not W_NxN.size:
+            raise ValueError(f"{where} has shape {W_NxN.shape}; it must be square and of the size of matrix 0, workers x workers")
         if not (np.isfinite(W_NxN).all() and (W_NxN >= 0.0).all()):
             i, j = np.argwhere(~(np.isfinite(W_NxN) & (W_NxN >= 0.0)))[0]
-            raise ValueError(f"{where} has entry [{i}, {j}] = {W_NxN[i, j]}; weights are finite and >= 0")
+            raise ValueError(f"{where} has entry [{i}, {j}] = {W_NxN[i, j]}; weights must be finite and at least 0")
         row_sums, column_sums = W_NxN.sum(axis=1), W_NxN.sum(axis=0)
         if not (_sums_to_one(row_sums) or _sums_to_one(column_sums)):
             row, column = np.abs(row_sums - 1.0).argmax(), np.abs(column_sums - 1.0).argmax()
@@ -279,7 +270,7 @@ def from_matrices(matrices: np.ndarray | Sequence[np.ndarray], name: str = "from
                 f"{where} is not stochastic: row {row} sums to {row_sums[row]:.6g} and column {column} to "
                 f"{column_sums[column]:.6g}; divide it by its row sums (or, for push-sum, by its column sums)"
             )
-    return Topology(name, len(arrays[0]), tuple(round_from_matrix(W_NxN) for W_NxN in arrays))
+    return Topology(name, len(arrays[0]) if arrays else 0, tuple(round_from_matrix(W_NxN) for W_NxN in arrays))
 
 
 def round_from_moves(moves: Iterable[tuple[Sequence[int] | np.ndarray, float]], group_size: int = 1) -> Round:
@@ -309,7 +300,7 @@ def round_from_matrix(W_NxN: np.ndarray) -> Round:
     the same time.
     """
     num_nodes = len(W_NxN)
-    # Sorted by distance, so that first-fit colours a circulant matrix by its rotations.
+    # Sorted by distance, so that first-fit colors a circulant matrix by its rotations.
     edges = sorted(
         ((s, t) for t, s in np.argwhere(W_NxN).tolist() if s != t), key=lambda edge: ((edge[1] - edge[0]) % num_nodes, edge)
     )
