@@ -156,7 +156,7 @@ class Run:
 
     def _on_links(self, event: Event, change: Callable[..., None]) -> None:
         """Take links down and up again with `change`, a method of a network."""
-        with contextlib.suppress(cluster.ClusterError):  # The run may finish meanwhile, and its network with it.
+        with contextlib.suppress(command.UserError):  # The run may finish meanwhile, and its network with it.
             if links := cluster.find(NETWORK):
                 change(links, *event.targets, up=False)
                 time.sleep(event.lasts_s)
@@ -342,4 +342,4 @@ if __name__ == "__main__":
     flags.DEFINE_integer("sequences", 150, "Number of sequences.", lower_bound=1)
     flags.DEFINE_integer("first", 0, "Seed of the first sequence.", lower_bound=0)
     flags.DEFINE_integer("load", 0, "Number of further processes that use the CPU all the time.", lower_bound=0)
-    script.run(main, (cluster.ClusterError, OSError))
+    script.run(main, (command.UserError, OSError))

@@ -199,4 +199,4 @@ if __name__ == "__main__":
     script.selects("seeds")
     flags.DEFINE_integer("steps", 1000, "Of a run in a storm.", lower_bound=100)
     flags.DEFINE(command.FOLDER, "pages", None, script.PAGES)
-    script.run(main, (cluster.ClusterError, Failed, OSError))
+    script.run(main, (command.UserError, Failed, OSError))

@@ -374,4 +374,4 @@ if __name__ == "__main__":
     flags.DEFINE_multi_string("row", [], f"Of {'; '.join(row.name for row in ROWS)}; may be repeated; none: all.")
     script.selects("row")
     flags.DEFINE(command.FOLDER, "pages", None, script.PAGES)
-    script.run(main, (cluster.ClusterError, Failed, OSError))
+    script.run(main, (command.UserError, Failed, OSError))

@@ -37,7 +37,7 @@ ROWS = (
     Row(
         "DT-FM",
         "arXiv 2206.01288",
-        "launch.plan --links=configs/links/worldwide.json --stages=8 --model=depth=24,width=2048,heads=16,vocabulary=50257,"
+        "launch.place --links=configs/links/worldwide.json --stages=8 --model=depth=24,width=2048,heads=16,vocabulary=50257,"
         "context=2048,batch=64",
         "messages of 64 devices worldwide, ÷ the mean of random layouts",
         oracles.dt_fm,
@@ -46,7 +46,7 @@ ROWS = (
     Row(
         "DT-FM, 256 devices",
         "arXiv 2206.01288",
-        "launch.plan --links=LINKS --stages=16 --search_s=50 --model=depth=24,width=2048,heads=16,vocabulary=50257,context=2048,batch=256",
+        "launch.place --links=LINKS --stages=16 --search_s=50 --model=depth=24,width=2048,heads=16,vocabulary=50257,context=2048,batch=256",
         "the same for 256 devices, in less than a minute",
         oracles.dt_fm_256,
         0.65,

@@ -13,7 +13,7 @@ messages, of which the model knows the bytes; the profile holds them too. The ma
 takes what it sees for what the cluster is like.
 
 With --links the link of every pair of workers is measured as well, between processes of one worker each, and how fast each worker
-computes: launch.plan --links reads them.
+computes: launch.place reads them.
 
 The table has the median over rounds and workers and 5 to 95 % of them; of each exchange also α and β of the line through its
 times, t = α + bytes/β. All-reduce makes 2(N−1) hops, of 2(N−1)/N of the bytes together.
@@ -66,9 +66,9 @@ def parse_sizes(texts: list[str]) -> list[int]:
     try:
         sizes = sorted({int(float(text)) for text in texts})
     except (ValueError, OverflowError):
-        raise command.UserError(f"sizes={','.join(texts)}: must be numbers of bytes, as 1e5,1e6,1e7") from None
+        command.refuse(f"sizes={','.join(texts)}: must be numbers of bytes, as 1e5,1e6,1e7")
     if texts and (sizes[0] < 4 or len(sizes) < 2):
-        raise command.UserError(f"sizes={','.join(texts)}: must be two different ones or more, of at least 4 bytes, as 1e5,1e6")
+        command.refuse(f"sizes={','.join(texts)}: must be two different ones or more, of at least 4 bytes, as 1e5,1e6")
     return sizes
 
 
@@ -173,7 +173,7 @@ def main(argv: list[str]) -> int:
         if links:
             links.save(_LINKS.value)
             terminal.print(report_links(links))
-            terminal.print(f"wrote {_LINKS.value}; python -m launch.plan --links={_LINKS.value} finds a placement", soft_wrap=True)
+            terminal.print(f"wrote {_LINKS.value}, which launch.place --links reads", soft_wrap=True)
         costmodel.save(path, measured.cluster, measured.workload)
         terminal.print(
             f"wrote {path}; python -m launch.plan --cluster={path} says which method pays there", markup=False, soft_wrap=True

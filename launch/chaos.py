@@ -67,7 +67,7 @@ def parse(text: str, processes: int, hosts: int = 0) -> Iterator[Event]:
     for part in filter(None, text.split(",")):
         found = _EVENT.fullmatch(part.strip())
         if not found or found[1] not in KINDS:
-            raise command.UserError(f"--chaos: {part.strip()!r} is no fault; write {_EXAMPLE}")
+            command.refuse(f"--chaos: {part.strip()!r} is no fault; write {_EXAMPLE}")
         event = Event(float(found[4]), found[1], int(found[2]), float(found[5] or 0), found[3] or "")
         _check(event, processes, hosts)
         events.append(event)
@@ -78,13 +78,13 @@ def _check(event: Event, processes: int, hosts: int) -> None:
     of_link = event.kind in ("cut", "rate")
     most = hosts if of_link else processes
     if of_link and not hosts:
-        raise command.UserError(f"--chaos: {event.kind} needs links of its own; use launch.cluster run")
+        command.refuse(f"--chaos: {event.kind} needs links of its own; use launch.cluster run")
     if event.target >= most:
-        raise command.UserError(
+        command.refuse(
             f"--chaos: {event.kind}={event.target}: there are {most} {'hosts' if of_link else 'processes'}, from 0 to {most - 1}"
         )
     if (event.kind in _LASTING) != bool(event.lasts_s) or (event.kind == "rate") != bool(event.rate):
-        raise command.UserError(f"--chaos: {event.kind}={event.target} is not complete, or has too much; write {_EXAMPLE}")
+        command.refuse(f"--chaos: {event.kind}={event.target} is not complete, or has too much; write {_EXAMPLE}")
     if event.rate:
         from launch import iproute  # It imports this module.
 
@@ -96,13 +96,13 @@ def _storm(text: str, processes: int, hosts: int) -> Iterator[Event]:
         name, given = registry.parse("--chaos:", text)
         options = registry.fill("--chaos: option ", given, _STORM)
     except (ValueError, OverflowError) as error:
-        raise command.UserError(str(error)) from error
+        command.refuse(str(error))
     per_hour, lasts_s, seed = options["per_hour"], options["lasts_s"], options["seed"]
     if name != "storm" or given.keys() - _STORM or not (LEAST_PER_HOUR <= per_hour < math.inf and 0 < lasts_s < math.inf):
-        raise command.UserError(f"--chaos={text}: must read like 'storm(per_hour=125,seed=0,kinds=all,lasts_s=10)'")
+        command.refuse(f"--chaos={text}: must read like 'storm(per_hour=125,seed=0,kinds=all,lasts_s=10)'")
     kinds = ["kill", "freeze", *(["cut"] if hosts else [])] if options["kinds"] == "all" else [options["kinds"]]
     if "cut" in kinds and not hosts:
-        raise command.UserError("--chaos: cut needs links of its own; use launch.cluster run")
+        command.refuse("--chaos: cut needs links of its own; use launch.cluster run")
 
     def events():
         chance, at_s = random.Random(seed), 0.0

@@ -33,7 +33,7 @@ import rich.console
 import rich.table
 
 from launch import chaos, command, elastic, iproute, processes
-from launch.network import NAME, SUBNET, UNLIMITED, ClusterError, HostBytes, Network, down, find, network, up
+from launch.network import NAME, SUBNET, UNLIMITED, HostBytes, Network, down, find, network, up
 
 # Option -> the verbs that have it.
 _VERBS_OF = {
@@ -54,13 +54,8 @@ class Rates(flags.ListParser):
     """The parser of a flag of several rates, so that none of them is refused after the others were measured."""
 
     def parse(self, argument: str | list[str]) -> list[str]:
-        try:
-            rates = [iproute.checked_rate(rate) for rate in super().parse(argument)]
-        except ClusterError as error:
-            raise ValueError(str(error)) from error
-        if not rates:
-            raise ValueError("there must be one at least, as in 50mbit,100mbit")
-        return rates
+        rates = [iproute.checked_rate(rate) for rate in super().parse(argument)]
+        return rates or command.refuse("there must be at least one rate", "write them as in 50mbit,100mbit")
 
 
 def tabulate(links: Network, counted: list[HostBytes]) -> rich.table.Table:
@@ -103,19 +98,19 @@ def main(argv: list[str]) -> int:
     chosen, console = flags.FLAGS, rich.console.Console(highlight=False)
     verb, *arguments = argv or [""]
     if verb not in _VERBS:
-        raise ClusterError(f"verb {verb!r}: must be one of {', '.join(_VERBS)}, as in: python -m launch.cluster up --hosts=4")
+        command.refuse(f"verb {verb!r}: must be one of {', '.join(_VERBS)}, as in: python -m launch.cluster up --hosts=4")
     for option, verbs in _VERBS_OF.items():
         if chosen[option].present and verb not in verbs:
-            raise ClusterError(f"--{option}: not an option of {verb}, but of {', '.join(verbs)}; leave it out")
+            command.refuse(f"--{option}: not an option of {verb}, but of {', '.join(verbs)}; leave it out")
     if arguments and verb != "run":
-        raise ClusterError(f"unexpected argument {arguments[0]!r}: {verb} takes options only; leave it out")
+        command.refuse(f"unexpected argument {arguments[0]!r}: {verb} takes options only; leave it out")
     if chosen.pin and chosen.elastic:
-        raise ClusterError("--pin changes nothing with --elastic, whose processes share the cores; leave one of them out")
+        command.refuse("--pin changes nothing with --elastic, whose processes share the cores; leave one of them out")
     if verb == "run":
         return run(arguments, console)
     if verb == "up":
         if chosen.hosts is None:
-            raise ClusterError("--hosts is missing; --help lists the flags")
+            command.refuse("--hosts is missing; --help lists the flags")
         made = up(chosen.hosts, chosen.rate or UNLIMITED, chosen.name, chosen.subnet)
         made.set_pairs(chosen.pairs)
         print(f"up: {', '.join(made.hosts)}; to run a command on one: {shlex.join(made.inside(0, ['COMMAND']))}")
@@ -124,10 +119,10 @@ def main(argv: list[str]) -> int:
     else:
         existing = find(chosen.name)
         if existing is None:
-            raise ClusterError(f"no network {chosen.name!r} is up; python -m launch.cluster up --hosts=4 makes one")
+            command.refuse(f"no network {chosen.name!r} is up; python -m launch.cluster up --hosts=4 makes one")
         if verb == "rate":
             if chosen.rate is None:
-                raise ClusterError("--rate is missing, as in --rate=50mbit")
+                command.refuse("--rate is missing, as in --rate=50mbit")
             existing.set_rate(chosen.rate)
         console.print(tabulate(existing, existing.bytes()))
     return 0
@@ -145,4 +140,4 @@ if __name__ == "__main__":
     flags.DEFINE_boolean("pin", False, "Whether process i stays on core i, modulo the number of cores.")
     elastic.define_flags()
     flags.FLAGS.set_gnu_getopt()  # The verb stands before the options.
-    command.run(main, errors=(ClusterError,))
+    command.run(main)

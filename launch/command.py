@@ -34,8 +34,13 @@ _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud
 _DEBUG = flags.DEFINE_bool("debug", False, "Show tracebacks of errors.")
 
 
-class UserError(Exception):
+class UserError(ValueError):
     """User error, which `run` reports on one line."""
+
+
+def refuse(problem: str, fix: str = "") -> NoReturn:
+    """Raise a UserError: `problem` names the value and what is allowed, `fix` what to do."""
+    raise UserError(f"{problem}; {fix}" if fix else problem)
 
 
 class Interrupted(SystemExit):
@@ -122,19 +127,19 @@ FOLDER, FILE, FIGURE = map(Output, ("folder", "file", "figure"))
 def folder(option: str, text: str) -> pathlib.Path:
     """Check that a directory can be written or created, without creating it; return its path."""
     if not text.strip():
-        raise UserError(f"--{option} is empty; choose a --{option}, such as runs/lm")
+        refuse(f"--{option} is empty", f"choose a --{option}, such as runs/lm")
     path = pathlib.Path(text)
     existing = next(parent for parent in (path.absolute(), *path.absolute().parents) if os.path.exists(parent))
     reason = _why_not_writable(existing) if existing.is_dir() else f"{existing} is not a directory"
     if reason or (reason := _why_invalid(path)):
-        raise UserError(f"--{option}={text!r} cannot be written ({reason}); choose another --{option}")
+        refuse(f"--{option}={text!r} cannot be written ({reason})", f"choose another --{option}")
     return path
 
 
 def output(option: str, text: str, figure: bool = False) -> pathlib.Path:
     """Check that a file, or a figure of a type that matplotlib supports, can be written; return its path."""
     if not text.strip():
-        raise UserError(f"--{option} is empty; give the path of a file, or leave it out")
+        refuse(f"--{option} is empty", "give the path of a file, or leave it out")
     path = pathlib.Path(text)
     if figure:
         from matplotlib import backend_bases  # Importing it takes a second.
@@ -143,10 +148,10 @@ def output(option: str, text: str, figure: bool = False) -> pathlib.Path:
             problem = (
                 f"a figure cannot be of type {suffix!r}" if suffix else "the name of a figure needs a file type, as in plan.png"
             )
-            raise UserError(f"--{option}={text!r}: {problem}; use one of {', '.join(sorted(suffixes))}")
+            refuse(f"--{option}={text!r}: {problem}", f"use one of {', '.join(sorted(suffixes))}")
     reason = _why_invalid(path) or ("it is a folder" if path.is_dir() else _why_not_writable(path.parent))
     if reason:
-        raise UserError(f"--{option}={text!r} cannot be written ({reason}); choose another --{option}")
+        refuse(f"--{option}={text!r} cannot be written ({reason})", f"choose another --{option}")
     return path
 
 
@@ -182,7 +187,7 @@ def _check_flags() -> None:
             continue
         for value in flag.value if isinstance(flag.value, list) else [flag.value]:
             if isinstance(value, float) and not math.isfinite(value):
-                raise UserError(f"--{name}={value} must be a finite number; give one, or leave it out")
+                refuse(f"--{name}={value} must be a finite number", "give one, or leave it out")
 
 
 def no_devices(error: BaseException) -> str:
@@ -260,13 +265,13 @@ def parsed(argv: list[str], values: flags.FlagValues) -> list[str]:
     """Parse a command line into flags; return the program's name and the positional arguments. Raise a UserError for mistakes."""
     try:
         if problem := config_file.complaint(argv):
-            raise UserError(problem)
+            refuse(problem)
         return values(argv)
     except UserError:
         raise
     except Exception as error:  # A config file may raise anything.
         hint = "; --help lists the flags" if isinstance(error, flags.UnrecognizedFlagError) else ""
-        raise UserError(one_line(error) + hint) from error
+        refuse(one_line(error) + hint)
 
 
 def run(main: Callable[[list[str]], int | None], errors: tuple[type[Exception], ...] = ()) -> None:
@@ -306,7 +311,18 @@ def run(main: Callable[[list[str]], int | None], errors: tuple[type[Exception], 
             fail(f"interrupted by {name}; the same command continues from what was saved", code)
 
     _set_up_terminal()
+    if "--help" in sys.argv[1:]:
+        _shorten_help()
     app.run(guarded, flags_parser=parse)
+
+
+def _shorten_help() -> None:
+    """Print the default of a flag on its line in --help, and no type."""
+    for flag in {id(flag): flag for name in flags.FLAGS for flag in [flags.FLAGS[name]]}.values():
+        if flag.default_as_str not in (None, "''", "'false'"):
+            flag.help = f"{(flag.help or '').removesuffix('.')}; default: {flag.default_as_str}."
+        flag.default_as_str, flag.parser = None, copy.copy(flag.parser)
+        flag.parser.syntactic_help = ""
 
 
 def _set_up_terminal() -> None:

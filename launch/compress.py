@@ -50,11 +50,11 @@ def load(workdir: pathlib.Path) -> tuple[train.Trainer, Any, int]:
     try:
         document = files.read_json(workdir / "config.json")
     except ValueError as error:
-        raise command.UserError(f"workdir {str(workdir)!r} holds no run ({error}); give the --workdir of launch.train") from error
+        command.refuse(f"workdir {str(workdir)!r} holds no run ({error}); give the --workdir of launch.train")
     trainer = trainer_of(document)
     with checkpoint.Checkpoints(workdir, read_only=True) as saved:
         if saved.latest() is None:
-            raise command.UserError(f"workdir {str(workdir)!r} has no complete checkpoint; train until the first one")
+            command.refuse(f"workdir {str(workdir)!r} has no complete checkpoint; train until the first one")
         step, (state, _), _ = saved.newest(lambda step: saved.restore(step, like=trainer.abstract))
     return trainer, state, step
 

@@ -27,7 +27,7 @@ from decjax import config
 from decjax.elastic.coordinator import Coordinator
 from decjax.elastic.keys import Keys
 from decjax.elastic.view import View
-from launch import accelerators, chaos, command, processes, train_flags
+from launch import chaos, command, processes, ranks, train_flags
 
 KEYS = "DECJAX_ELASTIC_KEYS"  # an environment variable
 PAUSE_S = 1.0  # before a restart of a process that never took part, or of a spare process; doubled each time
@@ -50,11 +50,11 @@ def options(module: str, arguments: Sequence[str]) -> config.Elastic | None:
     if not flags.FLAGS.elastic:
         return None
     if module != processes.TRAIN:
-        raise command.UserError(f"--elastic: only {processes.TRAIN} can be elastic, got module={module}; leave it out")
+        command.refuse(f"--elastic: only {processes.TRAIN} can be elastic, got module={module}; leave it out")
     try:
         return config.read(train_flags.read(arguments).config).elastic
     except config.ConfigError as error:
-        raise command.UserError(str(error)) from error
+        command.refuse(str(error))
 
 
 class Box(NamedTuple):
@@ -262,7 +262,7 @@ def run_together(
 def _environments(count: int, shared: dict[str, str], box: Box) -> list[dict[str, str]]:
     """Return the variables of each process."""
     environments = box.environments or [{}] * count
-    return [shared | devices | further for devices, further in zip(accelerators.environments(count), environments, strict=True)]
+    return [shared | devices | further for devices, further in zip(ranks.gpu_environments(count), environments, strict=True)]
 
 
 def _compilation_cache(folder: str) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""iproute2's tools, which make namespaces, links and their rates; what cannot be had raises a `ClusterError`."""
+"""Calls of iproute2's `ip` and `tc`, which create namespaces and limit the rates of links."""
 
 import math
 import os
@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import sys
 
-from launch import processes
+from launch import command, processes
 
 UNLIMITED = "none"
 # A bucket that holds 10 ms of the rate, but never less than the largest packet, and a queue of 50 ms before packets are dropped, as in a
@@ -18,20 +18,14 @@ _LEAST_RATE, _LARGEST_RATE = 1e3, 1e12  # bits per second
 _BITS = {"": 1, "k": 1e3, "m": 1e6, "g": 1e9}
 
 
-class ClusterError(Exception):
-    """What the user or the machine lacks, told in one line."""
-
-
 def require_privileges() -> None:
     """Refuses where namespaces cannot be made."""
     if sys.platform != "linux":
-        raise ClusterError(
-            f"platform {sys.platform!r}: network namespaces need Linux; launch.local runs several processes anywhere"
-        )
+        command.refuse(f"platform {sys.platform!r}: network namespaces need Linux; launch.local runs several processes anywhere")
     if missing := [tool for tool in ("ip", "tc") if shutil.which(tool) is None]:
-        raise ClusterError(f"{' and '.join(missing)} not found: network namespaces need iproute2 (apt-get install iproute2)")
+        command.refuse(f"{' and '.join(missing)} not found: network namespaces need iproute2 (apt-get install iproute2)")
     if os.geteuid() != 0:
-        raise ClusterError(
+        command.refuse(
             f"user id {os.geteuid()}: network namespaces need root; start the command with sudo, "
             "or use launch.local, which needs no network"
         )
@@ -43,7 +37,7 @@ def do(*command_line: str) -> str:
     if done.returncode:
         said = " ".join(done.stderr.split()) or processes.how_it_ended(done.returncode)
         hint = "; in a container, start that with --privileged" if "not permitted" in said else ""
-        raise ClusterError(f"{shlex.join(command_line)}: {said}{hint}")
+        command.refuse(f"{shlex.join(command_line)}: {said}{hint}")
     return done.stdout
 
 
@@ -54,7 +48,7 @@ def processes_in(space: str) -> list[int]:
 def checked_rate(rate: str) -> str:
     if rate != UNLIMITED and not _LEAST_RATE <= _bits(rate) <= _LARGEST_RATE:
         shown = rate if len(rate) <= 40 else f"{rate[:37]}…"
-        raise ClusterError(
+        command.refuse(
             f"rate={shown!r}: must be a number with bit, kbit, mbit or gbit (per second), as in 200mbit, from 1kbit to 1000gbit, "
             f"or {UNLIMITED}"
         )
@@ -83,7 +77,7 @@ def pairs(text: str, hosts: int) -> list[tuple[int, int, str]]:
             or not all(int(host) < hosts for host in (match[1], match[2]))
             or match[3] == UNLIMITED
         ):
-            raise ClusterError(f"pairs={part!r}: must be two hosts from 0 to {hosts - 1} and a rate, as in 0-1:10mbit,4-5:10mbit")
+            command.refuse(f"pairs={part!r}: must be two hosts from 0 to {hosts - 1} and a rate, as in 0-1:10mbit,4-5:10mbit")
         found.append((int(match[1]), int(match[2]), checked_rate(match[3])))
     return found
 

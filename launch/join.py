@@ -21,8 +21,7 @@ from jax.extend import backend
 from decjax import config as parts
 from decjax.elastic.membership import Excluded, Membership
 from decjax.elastic.view import BEATS
-from launch import command, elastic, memory
-from launch import place as places
+from launch import command, elastic, memory, ranks
 
 _COORDINATOR = flags.DEFINE_string(
     "coordinator", None, "HOST:PORT of process 0, or 'auto' to find it (Kubernetes); not needed under srun and mpirun."
@@ -36,7 +35,7 @@ class _OfLauncher(flags.ArgumentParser):
 
     def parse(self, argument: str) -> str:
         if elastic.KEYS not in os.environ:
-            raise ValueError(
+            command.refuse(
                 "only a launcher sets it; write python -m launch.local --num_processes=4 --elastic -- before the options"
             )
         return argument
@@ -61,27 +60,27 @@ def set_up_devices(workers: int, simulate: bool = False, each: int = 1) -> None:
         simulate: whether all workers share one device.
         each: devices per worker.
     """
-    place = places.told(os.environ)
-    coordinator, processes = _COORDINATOR.value, _NUM_PROCESSES.value or (place.num_processes if place else 1)
+    rank = ranks.from_environment(os.environ)
+    coordinator, processes = _COORDINATOR.value, _NUM_PROCESSES.value or (rank.num_processes if rank else 1)
     devices = workers * each or max(each, processes if processes > 1 else parts.SIMULATED_WORKERS)
     check_flags(coordinator, _NUM_PROCESSES.value, _PROCESS_INDEX.value)
     if not simulate and devices > MAX_CPU_DEVICES * processes:
-        raise command.UserError(
+        command.refuse(
             f"workers={workers} need {devices} devices, and a process has {MAX_CPU_DEVICES} at most; use fewer, or "
             "simulate them on one device"
         )
     if devices == processes:  # Several devices of a process would contend for its allocator.
         memory.keep_freed()
     if coordinator and coordinator != "auto":
-        _join(places.Place(coordinator, processes, _PROCESS_INDEX.value or 0))
-    elif coordinator == "auto" or (processes > 1 and not (place and place.coordinator)):
+        _join(ranks.Rank(coordinator, processes, _PROCESS_INDEX.value or 0))
+    elif coordinator == "auto" or (processes > 1 and not (rank and rank.coordinator)):
         jax.distributed.initialize(heartbeat_timeout_seconds=HEARTBEAT_TIMEOUT_S)
-    elif place and processes > 1:
-        _join(place)
+    elif rank and processes > 1:
+        _join(rank)
     if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
         jax.config.update("jax_num_cpu_devices", 1 if simulate else max(1, devices // processes))
-    if place and not coordinator and not simulate:
-        places.check_devices(place, os.environ, jax.local_device_count(), jax.local_devices()[0].platform)
+    if rank and not coordinator and not simulate:
+        ranks.check_devices(rank, os.environ, jax.local_device_count(), jax.local_devices()[0].platform)
 
 
 def is_elastic() -> bool:
@@ -120,19 +119,19 @@ def slots() -> int:
     return _NUM_PROCESSES.value or 1
 
 
-def _join(place: places.Place) -> None:
+def _join(rank: ranks.Rank) -> None:
     """Connect this process to the others; it listens only at the address at which they reach it."""
     jax.distributed.initialize(
-        place.coordinator,
-        place.num_processes,
-        place.process_index,
-        local_device_ids=places.device_ids(place, os.environ),
+        rank.coordinator,
+        rank.num_processes,
+        rank.process_index,
+        local_device_ids=ranks.device_ids(rank, os.environ),
         cluster_detection_method="deactivate",
-        coordinator_bind_address=None if "JAX_COORDINATOR_BIND_ADDRESS" in os.environ else places.bind_address(place.coordinator),
+        coordinator_bind_address=None if "JAX_COORDINATOR_BIND_ADDRESS" in os.environ else ranks.bind_address(rank.coordinator),
         heartbeat_timeout_seconds=HEARTBEAT_TIMEOUT_S,
     )
     implementation = getattr(jax.config, "jax_cpu_collectives_implementation", "")
-    if implementation == "gloo" and (address := places.own_address(place.coordinator)):
+    if implementation == "gloo" and (address := ranks.own_address(rank.coordinator)):
         _gloo_listens_at(address)
 
 
@@ -159,19 +158,17 @@ def check_flags(coordinator: str | None, num_processes: int | None, process_inde
     if not coordinator:
         for name, value in (("num_processes", num_processes), ("process_index", process_index)):
             if value is not None:
-                raise command.UserError(f"--{name}={value} needs --coordinator=HOST:PORT; leave it out under srun and mpirun")
+                command.refuse(f"--{name}={value} needs --coordinator=HOST:PORT; leave it out under srun and mpirun")
     elif coordinator != "auto":
-        if not places.is_address(coordinator):
-            raise command.UserError(
-                f"--coordinator={coordinator}: must be HOST:PORT of process 0, PORT ≤ {places.LAST_PORT}, or 'auto'"
-            )
+        if not ranks.is_address(coordinator):
+            command.refuse(f"--coordinator={coordinator}: must be HOST:PORT of process 0, PORT ≤ {ranks.LAST_PORT}, or 'auto'")
         if num_processes is None or process_index is None:
-            raise command.UserError("--coordinator=HOST:PORT needs --num_processes and --process_index; give each process both")
+            command.refuse("--coordinator=HOST:PORT needs --num_processes and --process_index; give each process both")
         if num_processes < 1:
-            raise command.UserError(f"--num_processes={num_processes}: must be at least 1; give how many processes are started")
+            command.refuse(f"--num_processes={num_processes}: must be at least 1; give how many processes are started")
         if not 0 <= process_index < num_processes:
             allowed = f"must be from 0 to {num_processes - 1}, one less than --num_processes={num_processes}"
-            raise command.UserError(f"--process_index={process_index}: {allowed}")
+            command.refuse(f"--process_index={process_index}: {allowed}")
 
 
 @contextlib.contextmanager

@@ -96,14 +96,14 @@ def parse_sweep(text: str) -> dict[str, list[str]]:
     for part in text.split(";"):
         key, equals, values = (piece.strip() for piece in part.partition("="))
         if not key or not equals:
-            raise command.UserError(f"sweep: {part.strip()!r} is not key=value,value; write as in 'topology=ring,torus;seed=0,1'")
+            command.refuse(f"sweep: {part.strip()!r} is not key=value,value; write as in 'topology=ring,torus;seed=0,1'")
         if key in swept:
-            raise command.UserError(f"sweep: key {key!r} is given twice; list all its values once, after commas")
+            command.refuse(f"sweep: key {key!r} is given twice; list all its values once, after commas")
         swept[key] = [value.strip() for value in registry.split(values)]
         if "" in swept[key]:
-            raise command.UserError(f"sweep: {part.strip()!r} has an empty value; write as in 'seed=0,1'")
+            command.refuse(f"sweep: {part.strip()!r} has an empty value; write as in 'seed=0,1'")
         if len(set(swept[key])) < len(swept[key]):
-            raise command.UserError(f"sweep: {part.strip()!r} has a value twice, which would be two equal runs; leave one out")
+            command.refuse(f"sweep: {part.strip()!r} has a value twice, which would be two equal runs; leave one out")
     return swept
 
 
@@ -112,13 +112,11 @@ def sweep_of(module, path: str, argument: str) -> str:
     try:
         text = module.get_sweep(argument) if hasattr(module, "get_sweep") else getattr(module, "SWEEP", None)
     except (Exception, SystemExit) as error:
-        raise command.UserError(f"get_sweep of {path} failed ({error!r}); correct it, or give --sweep='seed=0,1'") from error
+        command.refuse(f"get_sweep of {path} failed ({error!r}); correct it, or give --sweep='seed=0,1'")
     if text is None:
-        raise command.UserError(
-            f"no --sweep is given and {path} defines none; write --sweep='seed=0,1', or get_sweep(arg) in the config"
-        )
+        command.refuse(f"no --sweep is given and {path} defines none; write --sweep='seed=0,1', or get_sweep(arg) in the config")
     if not isinstance(text, str):
-        raise command.UserError(f"the sweep of {path} is {registry.shown(text)}; it must be a text such as 'seed=0,1'")
+        command.refuse(f"the sweep of {path} is {registry.shown(text)}; it must be a text such as 'seed=0,1'")
     return text
 
 
@@ -130,11 +128,11 @@ def check_apart(config: str, swept: dict[str, list[str]], extra: list[str]) -> N
             _refuse_twice(key, values, "--config", inside[key])
     for option in ("config", "workdir"):
         if config_file.value_of(option, extra) is not None:
-            raise command.UserError(f"--{option} behind --: each run gets its own from the sweep; write it before --")
+            command.refuse(f"--{option} behind --: each run gets its own from the sweep; write it before --")
 
 
 def _refuse_twice(key: str, values: list[str], where: str, other: str) -> NoReturn:
-    raise command.UserError(
+    command.refuse(
         f"sweep: {key} is set by the sweep, '{key}={','.join(values)}', and in {where}, '{other}'; leave it out of {where}"
     )
 
@@ -158,7 +156,7 @@ def expand(config: str, swept: dict[str, list[str]], keys: Container[str], workd
         extra: further options of every run.
     """
     if (count := math.prod(map(len, swept.values()))) > MOST_RUNS:
-        raise command.UserError(f"sweep: its values make {count} runs; there may be at most {MOST_RUNS}, so use fewer values")
+        command.refuse(f"sweep: its values make {count} runs; there may be at most {MOST_RUNS}, so use fewer values")
     members = []
     for combination in itertools.product(*swept.values()):
         values = dict(zip(swept, combination, strict=True))
@@ -178,7 +176,7 @@ def check(member: Member, num_processes: int, resolve: bool) -> None:
             jax.config.update("jax_platforms", "cpu")  # Accelerators are for the runs.
             parts.resolve(spec.document)
     except (command.UserError, ConfigError) as error:
-        raise command.UserError(f"{member.name}: {error}") from error
+        command.refuse(f"{member.name}: {error}")
 
 
 def check_values(members: list[Member], config: str, swept: dict[str, list[str]], keys: Container[str], extra: list[str]) -> None:
@@ -212,7 +210,7 @@ def check_values(members: list[Member], config: str, swept: dict[str, list[str]]
                     path = min(named or fields)
                     _refuse_twice(key, values, "the options behind --", f"--config.{path}={all_fields.get(path)}")
         if (same := runs.setdefault(json.dumps(all_fields, sort_keys=True), member)) is not member:
-            raise command.UserError(f"sweep: {same.name} and {member.name} are the same run; leave one out")
+            command.refuse(f"sweep: {same.name} and {member.name} are the same run; leave one out")
 
 
 def _differing(one: dict[str, Any], other: dict[str, Any]) -> set[str]:
@@ -238,6 +236,6 @@ def claim(workdir: pathlib.Path, config: str, extra: list[str]) -> None:
             files.write_whole(path, json.dumps(now) + "\n", shared=True)
         before = files.read_json(path)
     except (OSError, ValueError) as error:
-        raise command.UserError(f"workdir {str(workdir)!r} cannot be used ({error}); choose another --workdir") from error
+        command.refuse(f"workdir {str(workdir)!r} cannot be used ({error}); choose another --workdir")
     if before != now:
-        raise command.UserError(f"{workdir} holds a sweep of another config ({json.dumps(before)}); choose another --workdir")
+        command.refuse(f"{workdir} holds a sweep of another config ({json.dumps(before)}); choose another --workdir")

@@ -23,8 +23,8 @@ import time
 from typing import NamedTuple, TypeVar
 
 from decjax import config
-from launch import chaos, elastic, iproute, processes
-from launch.iproute import UNLIMITED, ClusterError
+from launch import chaos, command, elastic, iproute, processes
+from launch.iproute import UNLIMITED
 
 T = TypeVar("T")
 
@@ -79,7 +79,7 @@ class Network:
         """Limits what two hosts send each other to a rate below that of their links, which must have one, until they are freed."""
         for here, there in ((one, other), (other, one)):
             if self.rate_Bps(here) is None:
-                raise ClusterError(f"pairs={one}-{other}:{rate}: the links have no rate; give them one, as in --rate=100mbit")
+                command.refuse(f"pairs={one}-{other}:{rate}: the links have no rate; give them one, as in --rate=100mbit")
             space = ("tc", "-n", self.hosts[here])
             if "htb" not in iproute.do(
                 *space, "qdisc", "show", "dev", "eth0"
@@ -186,7 +186,7 @@ def network(hosts: int | None = None, rate: str | None = None, name: str = NAME,
     """
     if existing := _find_free(name):
         if hosts is not None and not 1 <= hosts <= len(existing.hosts):
-            raise ClusterError(
+            command.refuse(
                 f"hosts={hosts}: network {name!r} is up with {len(existing.hosts)}; take it down first "
                 "(python -m launch.cluster down)"
             )
@@ -194,7 +194,7 @@ def network(hosts: int | None = None, rate: str | None = None, name: str = NAME,
             existing.set_rate(rate)
         yield dataclasses.replace(existing, addresses=existing.addresses[:hosts])
     elif hosts is None:
-        raise ClusterError(f"no network {name!r} is up; --hosts=4 makes one of four hosts for this run")
+        command.refuse(f"no network {name!r} is up; --hosts=4 makes one of four hosts for this run")
     else:
         with processes.unwinding_signals(), _made(hosts, rate or UNLIMITED, name, subnet) as made, _watched(name):
             yield made
@@ -204,7 +204,7 @@ def network(hosts: int | None = None, rate: str | None = None, name: str = NAME,
 def up(hosts: int, rate: str = UNLIMITED, name: str = NAME, subnet: str = SUBNET) -> Network:
     """Makes a network that stays until `down`."""
     if existing := _find_free(name):
-        raise ClusterError(
+        command.refuse(
             f"network {name!r} is up already, with {len(existing.hosts)} hosts; `rate` changes its links, `down` removes it"
         )
     with processes.unwinding_signals(), _made(hosts, rate, name, subnet) as made:
@@ -242,7 +242,7 @@ def _find_free(name: str) -> Network | None:
     """The same; refused if it belongs to a command that still runs and will take it down."""
     found = find(name)
     if found and found.owner:
-        raise ClusterError(
+        command.refuse(
             f"network {name!r} belongs to process {found.owner.split()[0]} and ends with it; "
             "wait, stop that process, or choose another --name"
         )
@@ -254,7 +254,7 @@ def down(name: str = NAME) -> bool:
     was_up, existing = _state_of(name).exists(), _find_free(name)  # Looking for it removes what a killed command left.
     if existing:
         if running := [process_id for host in existing.hosts for process_id in iproute.processes_in(host)]:
-            raise ClusterError(f"network {name!r} is in use; stop process {', '.join(map(str, running))} first")
+            command.refuse(f"network {name!r} is in use; stop process {', '.join(map(str, running))} first")
         _remove(existing)
     return was_up
 
@@ -265,11 +265,11 @@ def _made(hosts: int, rate: str, name: str, subnet: str) -> Iterator[Network]:
     made = dataclasses.replace(_planned(hosts, name, subnet), owner=_identity(os.getpid()))
     rate = iproute.checked_rate(rate)
     if taken := [space for space in (made.switch, *made.hosts) if (_NAMESPACES / space).exists()]:
-        raise ClusterError(f"namespace {taken[0]!r} exists already and is not of this command; choose another --name")
+        command.refuse(f"namespace {taken[0]!r} exists already and is not of this command; choose another --name")
     try:
         _write_state(made, new=True)
     except FileExistsError:
-        raise ClusterError(f"network {name!r} is being made by another command; choose another --name") from None
+        command.refuse(f"network {name!r} is being made by another command; choose another --name")
     try:
         _build(made, ipaddress.IPv4Network(subnet).prefixlen)
         made.set_rate(rate)
@@ -282,13 +282,13 @@ def _made(hosts: int, rate: str, name: str, subnet: str) -> Iterator[Network]:
 def _planned(hosts: int, name: str, subnet: str) -> Network:
     """The network of these properties, which need not exist."""
     if not re.fullmatch(r"[A-Za-z][\w-]*", name):
-        raise ClusterError(f"name={name!r}: must be a letter, then letters, digits, - and _, as in {NAME}")
+        command.refuse(f"name={name!r}: must be a letter, then letters, digits, - and _, as in {NAME}")
     try:
         addresses = ipaddress.IPv4Network(subnet)
     except ValueError as error:
-        raise ClusterError(f"subnet={subnet!r}: {error}; write it as in {SUBNET}") from None
+        command.refuse(f"subnet={subnet!r}: {error}; write it as in {SUBNET}")
     if not 1 <= hosts <= addresses.num_addresses - 3:  # The switch has one as well.
-        raise ClusterError(
+        command.refuse(
             f"hosts={hosts}: must be at least 1, and at most {addresses.num_addresses - 3} in subnet "
             f"{subnet}; --subnet chooses a larger one"
         )

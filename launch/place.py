@@ -1,210 +1,244 @@
-"""Where a process stands among those of its run, as `srun` or `mpirun` tells it, which GPUs are its own, and where it listens.
+"""Assign pipeline stages and workers to devices where links differ, so that messages take least time.
 
-Nothing here starts JAX: `launch.join` does, with what it learns from here.
+    python -m launch.place --links=configs/links/worldwide.json --stages=8 --out=placement.json \\
+        --model=depth=24,width=2048,heads=16,vocabulary=50257,context=2048,batch=64,bytes=2
+    python -m launch.train --config=CONFIG --workdir=WORKDIR --placement=placement.json
+
+A genetic search and simulated annealing are compared with random layouts. launch.calibrate --links measures the links; configs/links
+has some. --model is a config, the sizes of a transformer, or with one stage params=65e6 (and bytes=4, tokens= of a worker's step).
+Devices without memory for a stage's parameters, gradients and Adam's moments are left out, as are devices that would slow the job.
 """
 
-from collections.abc import Mapping
-import contextlib
-import ipaddress
-import re
-import socket
-from typing import NamedTuple
+from collections.abc import Callable
+import time
+from typing import Any, NamedTuple
 
-from launch import accelerators, command
+from absl import flags
+import numpy as np
+from rich import console
 
-_VISIBLE = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
-_OF_SLURM = ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID")
-_RESTART = 1009  # ports from one start of a job to the next
-_PORTS = 2**12  # The last ones that there are, of which jax.distributed takes the job's.
-LAST_PORT = 2**16 - 1
+from decjax import costmodel, topology
+from decjax.contrib import placement
+from decjax.contrib.placement import choice, search
+from launch import command, config_file, memory, plan_model
+
+FLAGS = flags.FLAGS
+
+RANDOM = 20  # layouts that the searches are compared with
+TRIALS = 10**9  # searches end by time
+MOMENTS_BYTES = 8.0  # of a parameter: Adam's two
 
 
-class Place(NamedTuple):
-    """One process of a run.
+class Model(NamedTuple):
+    """What a placement needs of a model.
 
     Attributes:
-        coordinator: HOST:PORT of process 0; "": only JAX can find it.
-        num_processes, process_index: of the run.
-        on_node: processes of the run on the same node; 0: not known.
-        local_index: index among them.
+        parameters: of the whole model.
+        bytes: of a parameter in messages.
+        flop: operations of one iteration, forward and backward, of all workers; 0: unknown.
+        activation_bytes: of all workers' activations between two stages; None: it cannot have stages.
+        depth: layers; each stage has at least one.
     """
 
-    coordinator: str
-    num_processes: int
-    process_index: int
-    on_node: int = 0
-    local_index: int = 0
+    parameters: float
+    bytes: float
+    flop: float = 0.0
+    activation_bytes: float | None = None
+    depth: int = 1
 
 
-def told(environment: Mapping[str, str]) -> Place | None:
-    """The place that `srun` or `mpirun` has given this process; None: neither started it. The coordinators are those that
-    jax.distributed would find, but for a job that came back."""
-    if "OMPI_COMM_WORLD_SIZE" in environment:  # First: in an allocation of Slurm, what mpirun starts has both.
-        return _of_open_mpi(environment)
-    return _of_slurm(environment) if all(name in environment for name in _OF_SLURM) else None
+def of_transformer(model: costmodel.Transformer) -> Model:
+    flop = 3 * (model.depth * model.layer_flops(model.batch_size) + model.head_flops(model.batch_size))
+    return Model(model.parameters, model.gradient_bytes, flop, model.boundary_bytes(model.batch_size), model.depth)
 
 
-def _of_open_mpi(environment: Mapping[str, str]) -> Place:
-    # Such as 1531576320.0;tcp://10.96.0.1,10.148.0.1:34911, where mpirun runs. Open MPI 5 has no such variable.
-    found = re.match(r"(\d+)\.\d+;(?:tcp://([^,:]+)|tcp6://\[([^],]+))", environment.get("OMPI_MCA_orte_hnp_uri", ""))
-    return Place(
-        _address(found[2] or f"[{found[3]}]", int(found[1]) // 2**12, environment) if found else "",
-        _number(environment, "OMPI_COMM_WORLD_SIZE"),
-        _number(environment, "OMPI_COMM_WORLD_RANK"),
-        _number(environment, "OMPI_COMM_WORLD_LOCAL_SIZE", 0),
-        _number(environment, "OMPI_COMM_WORLD_LOCAL_RANK", 0),
+def of_numbers(values: dict[str, Any], workers: int) -> Model:
+    return Model(values["params"], values["bytes"], 6 * values["params"] * (values["tokens"] or 0) * workers)
+
+
+class Work(NamedTuple):
+    """A job, and what one of its stages needs of a device."""
+
+    job: placement.Job
+    stage_flop: float
+    stage_bytes: float
+
+
+def work(model: Model, workers: int, stages: int, graph: str | None) -> Work:
+    """Divide a model into the work of workers and stages; `graph` is a topology's name, or None for all-reduce."""
+    if stages > 1 and model.activation_bytes is None:
+        command.refuse(f"--stages={stages} needs the size of activations", "give --model=depth=…,width=… or a transformer's config")
+    if stages > model.depth:
+        command.refuse(f"--stages={stages} must be at most depth={model.depth} of the model", "use fewer stages")
+    job = placement.Job(
+        workers,
+        stages,
+        gradient_bytes=model.parameters * model.bytes / stages,
+        activation_bytes=(model.activation_bytes or 0.0) / workers,
+        topology=topology.make(graph, workers) if graph else None,
     )
+    kept_bytes = model.parameters / stages * (2 * model.bytes + MOMENTS_BYTES)
+    return Work(job, model.flop / workers / stages, kept_bytes)
 
 
-def _of_slurm(environment: Mapping[str, str]) -> Place:
-    # Tasks of each node, as 8(x3),4.
-    runs = re.findall(r"(\d+)(?:\(x(\d+)\))?", environment.get("SLURM_STEP_TASKS_PER_NODE", ""), re.ASCII)
-    of_nodes = [int(tasks) for tasks, times in runs for _ in range(int(times or 1))]
-    node = _number(environment, "SLURM_NODEID", 0)
-    # Tasks of a lost node may outlive it; they must not find the coordinator of the job that came back.
-    job = _number(environment, "SLURM_JOB_ID") + _RESTART * _number(environment, "SLURM_RESTART_COUNT", 0)
-    return Place(
-        _address(_first_node(environment["SLURM_STEP_NODELIST"]), job, environment),
-        _number(environment, "SLURM_STEP_NUM_TASKS"),
-        _number(environment, "SLURM_PROCID"),
-        of_nodes[node] if node < len(of_nodes) else 0,
-        _number(environment, "SLURM_LOCALID", 0),
+def load_links() -> tuple[placement.Links, int]:
+    """Return the links of --links and the number of devices to use."""
+    links = placement.load(FLAGS.links)
+    devices = FLAGS.devices or links.num_devices
+    if devices > links.num_devices:
+        command.refuse(f"--devices={devices} must be from 2 to {links.num_devices}, the devices of {FLAGS.links}")
+    if devices % FLAGS.stages:
+        command.refuse(f"--stages={FLAGS.stages} does not divide {devices} devices", "choose a multiple of the stages as --devices")
+    return links, devices
+
+
+class Row(NamedTuple):
+    """Result of a search."""
+
+    name: str
+    placed: placement.Placement
+    took_s: float
+
+
+NetworkOf = Callable[[list[int]], placement.Network]
+
+
+def networks(links: placement.Links, job: placement.Job, among: list[choice.Candidates]) -> NetworkOf:
+    """Return a function that makes the network of a candidate; the network of a single candidate is large and made only once."""
+    make = lambda devices: placement.Network(links.take(devices), job)
+    if len(among) > 1:
+        return make
+    only = make(among[0].devices)
+    return lambda devices: only
+
+
+def searched(network_of: NetworkOf, among: list[choice.Candidates], devices: int, seconds: float) -> list[Row]:
+    """Return the best placement of each search, which takes `seconds`."""
+    share_s = seconds / len(among)
+    searches: dict[str, Callable[[placement.Network], placement.Placed]] = {
+        "genetic": lambda network: placement.genetic(network, trials=TRIALS, seconds=share_s),
+        "annealing": lambda network: placement.anneal(network, trials=TRIALS, seconds=share_s),
+    }
+    if devices <= search.MAX_ALL:
+        searches["all layouts"] = placement.best_of_all
+    rows = []
+    for name, do in searches.items():
+        begun = time.monotonic()
+        rows.append(Row(name, choice.place_among(network_of, do, among), time.monotonic() - begun))
+    return rows
+
+
+def at_random(network: placement.Network, compute_s: float, seconds: float) -> list[float]:
+    """Return the iteration times of random layouts; fewer than `RANDOM` if they take longer than `seconds`."""
+    ends, times_s = time.monotonic() + seconds, []
+    while not times_s or (len(times_s) < RANDOM and time.monotonic() < ends):
+        layout = placement.random_layout(network, np.random.default_rng(len(times_s)))
+        times_s.append(compute_s + network.seconds(layout))
+    return times_s
+
+
+# -- Output ----------------------------------------------------------------------------------------------------
+
+
+def report(rows: list[Row], random_s: list[float], title: str) -> console.Group:
+    """Return the table of searches and the mean of random layouts."""
+    table = command.table("search", "s", "computing s", "messages s", "of random", "layouts tried", "took s")
+    mean_s = float(np.mean(random_s))
+    for row in rows:
+        placed = row.placed
+        numbers = placed.seconds, placed.compute_s, placed.messages_s
+        table.add_row(
+            row.name, *(f"{x:.4g}" for x in numbers), f"{placed.seconds / mean_s:.2f}", str(placed.tried), f"{row.took_s:.1f}"
+        )
+    spread = f"{mean_s:.4g} ({min(random_s):.4g} to {max(random_s):.4g})"
+    return console.Group(title, table, f"random layouts, mean and range of {len(random_s)}: {spread} s")
+
+
+def pipelines(links: placement.Links, layout: np.ndarray) -> str:
+    """Return one line per worker with the devices of its stages."""
+    lines = (f"worker {w}: " + " → ".join(links.names[device] for device in column) for w, column in enumerate(layout.T))
+    return "\n".join(lines)
+
+
+def draw(path: str, links: placement.Links, best: placement.Placement, random_s: list[float], rows: list[Row]) -> None:
+    """Draw iteration times on the left, and on the right the links in the order of the placement, with a frame per stage."""
+    from matplotlib import colors, figure, patches
+
+    drawn = figure.Figure(figsize=(12, 5), layout="constrained")
+    left, right = drawn.subplots(1, 2, width_ratios=(1, 1.3))
+    names = ["random", *(row.name for row in rows)]
+    parts = [(0.0, float(np.mean(random_s))), *((row.placed.compute_s, row.placed.messages_s) for row in rows)]
+    left.barh(names, [messages for _, messages in parts], left=[compute for compute, _ in parts], color="#0072B2")
+    if best.compute_s:
+        left.barh(names[1:], [row.placed.compute_s for row in rows], color="0.7")
+    left.invert_yaxis()
+    left.set_xlabel("seconds of an iteration" + (" (grey: computing)" if best.compute_s else ""))
+    left.spines[["top", "right"]].set_visible(False)
+    order, (S, W) = best.layout.ravel(), best.layout.shape
+    mbit = 8e-6 * links.bandwidth_Bps[np.ix_(order, order)]
+    np.fill_diagonal(mbit, np.nan)
+    low, high = np.nanmin(mbit), np.nanmax(mbit)
+    image = right.imshow(mbit, norm=colors.LogNorm(low, max(high, 1.01 * low)), cmap="cividis")
+    for s in range(S):
+        right.add_patch(patches.Rectangle((s * W - 0.5, s * W - 0.5), W, W, fill=False, edgecolor="#D55E00", linewidth=1.5))
+    step = max(1, len(order) // 16)
+    right.set_yticks(range(0, len(order), step), [links.names[device] for device in order[::step]], fontsize=7)
+    right.set_xticks([])
+    right.set_title("links in the order of the placement; a frame is a stage", fontsize=10)
+    drawn.colorbar(image, ax=right, label="Mbit/s, from row to column")
+    drawn.savefig(path, dpi=140)
+
+
+def model_of(text: str, workers: int) -> Model:
+    """Return the model of --model."""
+    if plan_model.has_sizes(text) or (plan_model.is_config(text) and FLAGS.stages > 1):
+        return of_transformer(plan_model.transformer(text))
+    if plan_model.is_config(text):
+        from decjax import config  # It imports JAX, which takes seconds.
+
+        size = plan_model.of_config(config.size, text)
+        return of_numbers(plan_model.NUMBERS | dict(params=size.params, tokens=size.tokens), workers)
+    values = plan_model.parse_pairs(text)
+    plan_model.check_parameters(values)
+    return of_numbers(values, workers)
+
+
+def main(argv: list[str]) -> int:
+    command.options_only(argv)
+    memory.keep_freed()  # Matrices of thousands of devices take hundreds of megabytes each.
+    links, devices = load_links()
+    stages, name = FLAGS.stages, FLAGS.topology
+    workers = devices // stages
+    job, *needs = work(model_of(FLAGS.model, workers), workers, stages, name)
+    among = choice.choices(links, job, *needs)
+    network_of = networks(links, job, among)
+    rows = searched(network_of, among, devices, FLAGS.search_s)
+    random_s = at_random(network_of(among[-1].devices), among[-1].compute_s, FLAGS.search_s)
+    best = min(rows, key=lambda row: row.placed.seconds).placed
+    terminal = command.console()
+    title = (
+        f"{devices} of {links.num_devices} devices of {FLAGS.links}: {workers} workers × {stages} stages, {name or 'all-reduce'}"
     )
+    terminal.print(report(rows, random_s, title))
+    terminal.print(pipelines(links, best.layout), markup=False, soft_wrap=True)
+    if left_out := sorted(set(range(links.num_devices)) - set(best.layout.ravel().tolist())):
+        terminal.print(f"left out: {', '.join(links.names[i] for i in left_out)}", markup=False, style="dim", soft_wrap=True)
+    if FLAGS.plot:
+        draw(FLAGS.plot, links, best, random_s, rows)
+        terminal.print(f"wrote {FLAGS.plot}", markup=False)
+    if FLAGS.out:
+        placement.save(FLAGS.out, links, best, links=FLAGS.links, workers=workers, stages=stages, topology=name)
+        terminal.print(f"wrote {FLAGS.out}", markup=False)
+    return 0
 
 
-def _first_node(nodes: str) -> str:
-    """The first of node001,node002 or node[001-004,007] or rack[1-2]node[3-4]-ib."""
-    first = re.match(r"(?:[^,[\]]|\[\d[\d,-]*\])+", nodes, re.ASCII)
-    if not first or (first.end() < len(nodes) and nodes[first.end()] != ","):
-        raise command.UserError(f"SLURM_STEP_NODELIST={nodes!r} must be names of nodes, as n3,n[7-9]; start the tasks with srun")
-    return re.sub(r"\[(\d+)[^]]*\]", r"\1", first[0])
-
-
-def _number(environment: Mapping[str, str], name: str, otherwise: int | None = None) -> int:
-    """The value of a variable that must be a whole number; `otherwise` where it is missing or empty."""
-    text = environment.get(name, "")
-    if not text and otherwise is not None:
-        return otherwise
-    if not re.fullmatch(r"\d{1,18}", text, re.ASCII):
-        raise command.UserError(f"{name}={text!r} must be a whole number; leave it as srun or mpirun sets it, or unset it")
-    return int(text)
-
-
-def _gpus_of_node(environment: Mapping[str, str]) -> int:
-    """How many GPUs Slurm has given the job on this node, from 8 or gpu:8 or gpu:a100:4,gpu:v100:4; 0: not known."""
-    parts = environment.get("SLURM_GPUS_ON_NODE", "").split(",")
-    return sum(_number({"SLURM_GPUS_ON_NODE": part.rpartition(":")[2]}, "SLURM_GPUS_ON_NODE", 0) for part in parts)
-
-
-def _address(host: str, job: int, environment: Mapping[str, str]) -> str:
-    port = _number(environment, "JAX_COORDINATOR_PORT", LAST_PORT + 1 - _PORTS + job % _PORTS)
-    if not 1 <= port <= LAST_PORT:
-        raise command.UserError(
-            f"JAX_COORDINATOR_PORT='{port}' must be a port from 1 to {LAST_PORT}; leave it unset, or choose another"
-        )
-    return f"{host}:{port}"
-
-
-def is_address(text: str) -> bool:
-    """Whether a text is HOST:PORT; processes would wait for minutes for one that is not."""
-    found = re.fullmatch(r"\S+:([0-9]{1,5})", text)
-    return bool(found) and 1 <= int(found[1]) <= LAST_PORT
-
-
-# -- GPUs -------------------------------------------------------------------------------------------------------------
-
-
-def device_ids(place: Place, environment: Mapping[str, str]) -> list[int] | None:
-    """Which of the GPUs that this process sees are its own, among the processes of its node; None: all of them.
-
-    Raises:
-        UserError: if the node's GPUs cannot be divided evenly.
-    """
-    if place.on_node < 2 or _is_on_cpu(environment) or environment.get("JAX_LOCAL_DEVICE_IDS"):
-        return None
-    here = accelerators.count_gpus()
-    seen = next((_count(environment[name]) for name in _VISIBLE if name in environment), here)
-    if seen == 0 or seen < (_gpus_of_node(environment) or here):
-        return None  # Each has been given its own.
-    each, rest = divmod(seen, place.on_node)
-    if rest:
-        raise command.UserError(
-            f"{place.on_node} tasks on {_node(environment)} share {seen} GPUs, which must be a multiple of the tasks; "
-            f"start a task a node (--ntasks-per-node=1) or a task a GPU (--ntasks-per-node={seen})"
-        )
-    return list(range(place.local_index * each, (place.local_index + 1) * each))
-
-
-def check_devices(place: Place | None, environment: Mapping[str, str], used: int, platform: str) -> None:
-    """Refuses a process that uses fewer GPUs than its share of those that Slurm has given the job on its node.
-
-    Args:
-        place: of the process.
-        environment: of the process.
-        used: its devices.
-        platform: their kind, as JAX calls it.
-    """
-    have, tasks = _gpus_of_node(environment), place.on_node if place else 0
-    used = 0 if platform == "cpu" else used
-    if tasks == 0 or used * tasks >= have or _is_on_cpu(environment):
-        return
-    if used == 0:
-        fix = "install JAX for them, as with make train JAX=cuda13, or set JAX_PLATFORMS=cpu to leave them idle"
-    else:
-        fix = (
-            "let a task see all GPUs of its node (--gpus-per-node, without --gpus-per-task, --gpu-bind or JAX_LOCAL_DEVICE_IDS), "
-            f"or start a task a GPU (--ntasks-per-node={have})"
-        )
-    raise command.UserError(
-        f"{_node(environment)} has {have} GPUs, and its {tasks} {'tasks use' if tasks > 1 else 'task uses'} {used * tasks}: {fix}"
-    )
-
-
-def _is_on_cpu(environment: Mapping[str, str]) -> bool:
-    return environment.get("JAX_PLATFORMS") == "cpu"
-
-
-def _count(visible: str) -> int:
-    return len([name for name in visible.split(",") if name.strip() not in ("", "-1")])
-
-
-def _node(environment: Mapping[str, str]) -> str:
-    return f"node {environment.get('SLURMD_NODENAME') or socket.gethostname()}"
-
-
-# -- Where to listen --------------------------------------------------------------------------------------------------
-
-
-def bind_address(coordinator: str) -> str | None:
-    """Where process 0 shall listen as the coordinator: at the coordinator's own address; None: at all addresses of the machine,
-    where the name leads somewhere else (to a service in front of it, or to loopback on this machine only)."""
-    host, _, port = coordinator.rpartition(":")
-    host = host.strip("[]")
-    with contextlib.suppress(OSError):
-        family, *_, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
-        found = ipaddress.ip_address(address[0])
-        if found.is_loopback and not _says_loopback(host):
-            return None
-        with socket.socket(family) as probe:
-            probe.bind((str(found), 0))
-        return f"[{found}]:{port}" if found.version == 6 else f"{found}:{port}"
-    return None
-
-
-def own_address(coordinator: str) -> str | None:
-    """The address of this machine from which it reaches the coordinator; None where it is not known."""
-    host = coordinator.rpartition(":")[0].strip("[]")
-    with contextlib.suppress(OSError):
-        family, *_, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect(address)  # Sends nothing.
-            own = probe.getsockname()[0]
-        return None if ipaddress.ip_address(own).is_loopback and not _says_loopback(host) else own
-    return None
-
-
-def _says_loopback(host: str) -> bool:
-    """Whether a host is loopback by what is written, not only by what it is called on this machine."""
-    with contextlib.suppress(ValueError):
-        return ipaddress.ip_address(host).is_loopback
-    return host == "localhost"
+if __name__ == "__main__":  # Other commands define flags of the same names, and one process may import several.
+    flags.DEFINE_string("links", None, "Links between devices, a JSON file.", required=True)
+    flags.DEFINE_string("model", None, "Config, depth=24,width=2048,…, or params=65e6.", required=True)
+    flags.DEFINE_integer("devices", None, "Number of devices; default: all of the file.", lower_bound=2)
+    flags.DEFINE_integer("stages", 1, "Pipeline stages of a worker.", lower_bound=1)
+    flags.DEFINE_string("topology", None, "Graph of gossip between workers; default: all-reduce.")
+    flags.DEFINE_float("search_s", 20.0, "Time of each search, seconds.", lower_bound=1e-3)
+    flags.DEFINE(command.FILE, "out", None, "Order of devices to write, for launch.train --placement.")
+    flags.DEFINE(command.FIGURE, "plot", None, "Figure to write, such as placement.png.")
+    command.run(main, errors=(ValueError, config_file.ConfigFileError))

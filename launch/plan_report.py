@@ -4,7 +4,7 @@ import numpy as np
 from rich import console, table, text
 
 from decjax import costmodel
-from decjax.costmodel import plan, plan_layouts
+from decjax.costmodel import plan
 from launch import command
 
 COLORS = ("#0072B2", "#56B4E9", "#009E73", "#D55E00", "#E69F00", "#CC79A7", "#999999", "#7A5195", "#8C564B", "#BCBD22")
@@ -22,11 +22,11 @@ def report(cluster: costmodel.Cluster, workload: costmodel.Workload, ranked: lis
     )
     columns = {
         "method": lambda r: r.method.name,
-        "ms": lambda r: _ms(r.prediction.mean_s),
-        "95 %\nms": lambda r: _ms(r.prediction.quantiles_s[0.95]),
+        "ms": lambda r: ms(r.prediction.mean_s),
+        "95 %\nms": lambda r: ms(r.prediction.quantiles_s[0.95]),
         "speed-\nup": lambda r: f"{r.speedup:.2f}",
-        "waits\nms": lambda r: _ms(r.prediction.waiting_s),
-        "adds\nms": lambda r: _ms(r.prediction.exposed_s),
+        "waits\nms": lambda r: ms(r.prediction.waiting_s),
+        "adds\nms": lambda r: ms(r.prediction.exposed_s),
         "MB per\nworker": lambda r: f"{r.prediction.bytes_per_worker / 1e6:.3g}",
         "MB per\nNIC": lambda r: f"{r.prediction.bytes_per_nic / 1e6:.3g}",
         "gap": _gap,
@@ -36,10 +36,10 @@ def report(cluster: costmodel.Cluster, workload: costmodel.Workload, ranked: lis
     rows = command.table(*columns, caption="gap of a period / rounds in it; 1: exact averaging")
     for r in ranked:
         rows.add_row(*(cell(r) for cell in columns.values()), style=None if r.method.topology else "dim")
-    return _below(title, rows)
+    return below(title, rows)
 
 
-def _below(title: str, rows: table.Table) -> console.Group:
+def below(title: str, rows: table.Table) -> console.Group:
     """A table below its title, which it would wrap at its own width."""
     return console.Group(text.Text(title, style="table.title"), rows)
 
@@ -48,7 +48,8 @@ def _gap(r: plan.Ranked) -> str:
     return "–" if r.method.topology is None else f"{r.gap:.2f}" + (f" / {r.period}" if r.period > 1 else "")
 
 
-def _ms(time_s: float) -> str:
+def ms(time_s: float) -> str:
+    """Format a time in ms, with three digits."""
     ms = 1e3 * max(time_s, 0.0)
     return "0" if ms < 5e-4 else f"{ms:.0f}" if ms >= 1000 else f"{ms:.3g}"
 
@@ -70,37 +71,7 @@ def decide(cluster: costmodel.Cluster, workload: costmodel.Workload, methods: li
         "Which method to prefer, and how many times as fast as all-reduce it is. Rows: the time in which a link "
         "carries the parameters once, over that of computing a step. Columns: standard deviation ÷ mean of computing times."
     )
-    return _below(title, rows)
-
-
-def report_layouts(
-    cluster: costmodel.Cluster, model: costmodel.Transformer, ranked: list[plan_layouts.RankedLayout], width: int
-) -> console.Group:
-    """The ranking of layouts; terminals of less than 110 columns get fewer."""
-    title = (
-        f"{cluster.name}: {cluster.num_nodes} × {cluster.workers_per_node} devices; {model.parameters / 1e6:.4g} million "
-        f"parameters, {model.batch_size} sequences of {model.context}"
-    )
-    parts = {
-        "compute\nms": "compute_s",
-        "bubble\nms": "bubble_s",
-        "tensor\nms": "tensor_s",
-        "stages\nms": "boundary_s",
-        "workers\nms": "workers_s",
-        "embed.\nms": "embedding_s",
-    }
-    columns = {
-        "layout": lambda r: r.layout.name,
-        "method": lambda r: r.name,
-        "s": lambda r: f"{r.prediction.time_s:.4g}",
-        "speed-\nup": lambda r: f"{r.speedup:.2f}",
-        **{header: lambda r, part=part: _ms(getattr(r.prediction, part)) for header, part in parts.items() if width >= 110},
-        "GB": lambda r: f"{r.memory.total / 1e9:.3g}",
-    }
-    rows = command.table(*columns, words=2, caption="predicted; a layout is workers × stages × tensor")
-    for r in ranked:
-        rows.add_row(*(cell(r) for cell in columns.values()))
-    return _below(title, rows)
+    return below(title, rows)
 
 
 def plot(path: str, cluster: costmodel.Cluster, workload: costmodel.Workload, ranked: list[plan.Ranked]) -> None:

@@ -22,7 +22,7 @@ import time
 from typing import Any, BinaryIO, NamedTuple
 
 from decjax.signals import handling
-from launch import accelerators, chaos, command, config_file
+from launch import chaos, command, config_file, ranks
 
 TRAIN = "launch.train"
 GRACE_S = 15  # between SIGTERM and SIGKILL, after a process has failed
@@ -161,9 +161,7 @@ def how_to_continue(launcher: str, module: str) -> str:
 def check_count(option: str, count: int) -> None:
     """Refuse so many processes on this machine before they fill its memory."""
     if not 1 <= count <= MOST_PROCESSES:
-        raise command.UserError(
-            f"{option}={count}: must be at least 1 and at most {MOST_PROCESSES} on one machine; use --{option}=4"
-        )
+        command.refuse(f"{option}={count}: must be at least 1 and at most {MOST_PROCESSES} on one machine; use --{option}=4")
 
 
 def check(module: str, arguments: Sequence[str], num_processes: int = 1) -> None:
@@ -172,16 +170,16 @@ def check(module: str, arguments: Sequence[str], num_processes: int = 1) -> None
     with contextlib.suppress(ImportError, ValueError):  # Its package does not exist; its name is invalid.
         spec = importlib.util.find_spec(module)
     if spec is None:
-        raise command.UserError(f"module={module!r}: there is no such module here; write it as in {TRAIN}")
+        command.refuse(f"module={module!r}: there is no such module here; write it as in {TRAIN}")
     if module != TRAIN:
         return
     example = "as in -- --config=configs/lm.py --workdir=runs/lm"
     if not (arguments and arguments[0].startswith("-")):
         unexpected = f"unexpected argument {arguments[0]!r}; " if arguments else ""
-        raise command.UserError(f"{unexpected}options of launch.train go behind --, {example}")
+        command.refuse(f"{unexpected}options of launch.train go behind --, {example}")
     for option in ("config", "workdir"):
         if config_file.value_of(option, arguments) is None:
-            raise command.UserError(f"--{option} is missing behind --, {example}")
+            command.refuse(f"--{option} is missing behind --, {example}")
     from launch import train_flags  # Imported here because it imports JAX.
 
     train_flags.check(arguments, num_processes)
@@ -228,7 +226,7 @@ def run_together(
 ) -> int:
     """Run processes until all have ended; report a failure or an interruption on standard error.
 
-    Accelerators are divided among the processes by `accelerators.environments`.
+    Accelerators are divided among the processes by `ranks.gpu_environments`.
 
     Args:
         command_lines: one per process; the first one prints to the terminal.
@@ -241,7 +239,7 @@ def run_together(
     Returns:
         The exit code: 0, 128 + the signal that stopped this process, or the code of the process that failed first.
     """
-    accelerator_variables = accelerators.environments(len(command_lines))
+    accelerator_variables = ranks.gpu_environments(len(command_lines))
     with contextlib.ExitStack() as stack:
         caught = stack.enter_context(caught_signals())
         children: list[Child] = []

@@ -34,10 +34,10 @@ _LEAST_S = 60  # Slurm may send a signal this much early.
 def seconds(time: str) -> int:
     """Return the seconds of a time limit in Slurm's format: 90 (minutes), 90:00, 01:30:00, 1-12, 1-12:30, 1-12:30:00."""
     if not (match := _TIME.fullmatch(time)):
-        raise command.UserError(f"--time={time}: must be in Slurm's format, such as 04:00:00 or 1-12:00:00")
+        command.refuse(f"--time={time}: must be in Slurm's format, such as 04:00:00 or 1-12:00:00")
     a, b, c = (int(match[name] or 0) for name in "abc")
     if max(b, c) > 59 or (match["d"] and a > 23):
-        raise command.UserError(
+        command.refuse(
             f"--time={time}: minutes and seconds must be at most 59, and hours after days at most 23; write it as 1-12:00:00"
         )
     if match["d"]:
@@ -51,7 +51,7 @@ def last_task(array: str) -> int:
     ranges = [_TASKS.fullmatch(part) for part in tasks.split(",")]
     last = [int(part[2] or part[1]) for part in ranges if part and int(part[1]) <= int(part[2] or part[1]) and int(part[3] or 1)]
     if len(last) < len(ranges) or (percent and not re.fullmatch("[1-9][0-9]{0,8}", limit)):
-        raise command.UserError(f"--array={array}: must be in Slurm's format, such as 0-7, or 0-7%2 for two at a time")
+        command.refuse(f"--array={array}: must be in Slurm's format, such as 0-7, or 0-7%2 for two at a time")
     return max(last)
 
 
@@ -65,49 +65,47 @@ def check(job: batch_file.Job) -> None:
         ("retries", job.retries, 0),
     ):
         if value < least:
-            raise command.UserError(f"--{option}={value}: must be at least {least}")
+            command.refuse(f"--{option}={value}: must be at least {least}")
     if job.gpus_per_node % job.tasks_per_node:
-        raise command.UserError(
+        command.refuse(
             f"--tasks_per_node={job.tasks_per_node}: must divide --gpus_per_node={job.gpus_per_node}; "
             f"use 1, or {job.gpus_per_node} for one task per GPU"
         )
     if not 0 < job.save_s <= seconds(job.time) - _LEAST_S:
-        raise command.UserError(
+        command.refuse(
             f"--save_s={job.save_s}: must be more than 0, and a minute less than --time={job.time}, since Slurm may send the signal "
             "a minute early; choose a longer --time"
         )
     if re.search(r"^-|[\s%'\"$\\]", str(job.folder)):
-        raise command.UserError(
+        command.refuse(
             f"workdir {str(job.folder.parent)!r}: Slurm allows no spaces, quotes, $ or %, and no - at the start; choose another"
         )
     if job.exclude and not _NODES.fullmatch(job.exclude):
-        raise command.UserError(f"--exclude={job.exclude}: must be names of nodes, such as n3,n[7-9]")
+        command.refuse(f"--exclude={job.exclude}: must be names of nodes, such as n3,n[7-9]")
     if job.array:
         last_task(job.array)
     if job.array and job.nodes * job.tasks_per_node > 1:
-        raise command.UserError(
+        command.refuse(
             f"--array with {job.nodes * job.tasks_per_node} tasks: a member of a sweep has one; use --nodes=1 --tasks_per_node=1"
         )
     for option in ("name", "setup", "container", "sbatch"):
         if re.search(r"[\x00-\x1f\x7f]|\\$", text := getattr(job, option)):
-            raise command.UserError(
+            command.refuse(
                 f"--{option}={text!r}: must be one line without control characters or a backslash at its end; remove them"
             )
     for option in ("container", "sbatch"):
         try:
             shlex.split(text := getattr(job, option))
         except ValueError as error:
-            raise command.UserError(f"--{option}={text!r}: {error}; close the quote, or leave it out") from error
+            command.refuse(f"--{option}={text!r}: {error}; close the quote, or leave it out")
     for name, short in batch_file.own_options().items():
         for word in shlex.split(job.sbatch):
             if word.partition("=")[0] == name or re.match(f"{short}([0-9=]|$)", word):
-                raise command.UserError(
-                    f"--sbatch={word}: launch.slurm sets {name} itself; use its own options, which --help lists"
-                )
+                command.refuse(f"--sbatch={word}: launch.slurm sets {name} itself; use its own options, which --help lists")
     if job.setup and shutil.which("bash"):
         done = subprocess.run(["bash", "-n", "-c", job.setup], capture_output=True, text=True, check=False)
         if done.returncode or done.stderr:  # A here-document without an end, which would swallow all that follows, is a warning.
-            raise command.UserError(f"--setup={job.setup!r}: not a line of shell ({' '.join(done.stderr.split())}); correct it")
+            command.refuse(f"--setup={job.setup!r}: not a line of shell ({' '.join(done.stderr.split())}); correct it")
 
 
 def check_members(job: batch_file.Job) -> None:
@@ -118,9 +116,7 @@ def check_members(job: batch_file.Job) -> None:
     extra = command.parsed([SWEEP, *job.arguments], chosen)[1:]
     num_runs = len(sweep.planned(chosen, extra, resolve=False))
     if last_task(job.array) >= num_runs:
-        raise command.UserError(
-            f"--array={job.array}: the sweep has {num_runs} runs; use --array=0-{num_runs - 1}, or a part of it"
-        )
+        command.refuse(f"--array={job.array}: the sweep has {num_runs} runs; use --array=0-{num_runs - 1}, or a part of it")
 
 
 def placed(job: batch_file.Job) -> batch_file.Job:
@@ -130,7 +126,7 @@ def placed(job: batch_file.Job) -> batch_file.Job:
     spec = parts.read(config)
     devices = job.nodes * (job.gpus_per_node or job.tasks_per_node)
     if job.gpus_per_node and not spec.simulate and spec.workers * spec.devices_of_worker not in (0, devices):
-        raise command.UserError(
+        command.refuse(
             f"config.workers={spec.workers} on {job.nodes} nodes × {job.gpus_per_node} GPUs: all GPUs must belong to workers, "
             f"each with {spec.devices_of_worker}; use workers={devices // spec.devices_of_worker}, or leave it out"
         )
@@ -154,14 +150,12 @@ def placed(job: batch_file.Job) -> batch_file.Job:
 def submit(job: batch_file.Job) -> None:
     """Write the batch file and pass it to sbatch, which prints the number of the job."""
     if not shutil.which("sbatch"):
-        raise command.UserError(
-            "sbatch not found: this machine has no Slurm; use --dry_run to print the file, or launch.local to run here"
-        )
+        command.refuse("sbatch not found: this machine has no Slurm; use --dry_run to print the file, or launch.local to run here")
     job.folder.mkdir(parents=True, exist_ok=True)
     files.write_whole(job.file, batch_file.text(job))
     done = subprocess.run(["sbatch", str(job.file)], capture_output=True, text=True, check=False)
     if done.returncode:
-        raise command.UserError(f"sbatch refused {job.file}: {' '.join(done.stderr.split())}")
+        command.refuse(f"sbatch refused {job.file}: {' '.join(done.stderr.split())}")
     print(f"{done.stdout.strip()}; file and logs are in {job.folder}")
 
 
@@ -169,14 +163,14 @@ def main(argv: list[str]) -> None:
     chosen = flags.FLAGS
     module = chosen.module or (SWEEP if chosen.array else processes.TRAIN)
     if module == SWEEP and not chosen.array:
-        raise command.UserError("--array is missing: each task of a job array runs one member of the sweep; give it as --array=0-7")
+        command.refuse("--array is missing: each task of a job array runs one member of the sweep; give it as --array=0-7")
     if module == SWEEP and argv and not argv[0].startswith("-"):
-        raise command.UserError(f"unexpected argument {argv[0]!r}; options of {SWEEP} go behind --")
+        command.refuse(f"unexpected argument {argv[0]!r}; options of {SWEEP} go behind --")
     # With GPUs the number of devices does not follow from the number of processes.
     processes.check(module, argv, 1 if chosen.gpus_per_node else max(1, chosen.nodes * chosen.tasks_per_node))
     workdir = config_file.value_of("workdir", argv)
     if not workdir:
-        raise command.UserError("--workdir is missing behind --; the batch file and the logs go there")
+        command.refuse("--workdir is missing behind --; the batch file and the logs go there")
     options: dict[str, Any] = {name: chosen[name].value for name in batch_file.Job._fields if name in chosen and name != "module"}
     options["name"] = chosen.name or pathlib.Path(workdir).name
     job = batch_file.Job(

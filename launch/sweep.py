@@ -158,7 +158,7 @@ def planned(chosen: flags.FlagValues, extra: list[str], resolve: bool = True) ->
         resolve: whether to build the parts of the runs to start, which takes a second per run.
     """
     if extra and not extra[0].startswith("-"):
-        raise command.UserError(f"unexpected argument {extra[0]!r}; options of launch.train go behind --")
+        command.refuse(f"unexpected argument {extra[0]!r}; options of launch.train go behind --")
     for name, count in (("parallel", chosen.parallel), ("processes", chosen.processes)):
         processes.check_count(name, count)
     path, _, argument = chosen.config.partition(":")
@@ -168,7 +168,7 @@ def planned(chosen: flags.FlagValues, extra: list[str], resolve: bool = True) ->
     keys, workdir = getattr(module, "KEYS", config_file.ANY_KEY), command.folder("workdir", chosen.workdir)
     all_members = members.expand(chosen.config, swept, keys, workdir, extra)
     if chosen.index is not None and not 0 <= chosen.index < len(all_members):
-        raise command.UserError(f"index={chosen.index}: the sweep has {len(all_members)} runs; use 0 to {len(all_members) - 1}")
+        command.refuse(f"index={chosen.index}: the sweep has {len(all_members)} runs; use 0 to {len(all_members) - 1}")
     for number, member in enumerate(all_members):
         begins = resolve and not chosen.table and chosen.index in (None, number)
         members.check(member, chosen.processes, resolve=begins)
@@ -181,7 +181,7 @@ def main(argv: list[str]) -> int:
     all_members, index = planned(chosen, argv), chosen.index
     workdir = all_members[0].directory.parent
     if chosen.table and not (workdir / "sweep.json").exists():
-        raise command.UserError(f"{workdir} holds no sweep; give the --workdir of one, or leave out --table to begin it")
+        command.refuse(f"{workdir} holds no sweep; give the --workdir of one, or leave out --table to begin it")
     members.claim(workdir, chosen.config, argv)
 
     if chosen.table:

@@ -42,7 +42,7 @@ WIDTH = 100
 def build(num_workers: int, chosen: dict[str, object]) -> tuple[list[tp.Topology], dict[str, str]]:
     """All topologies that exist for a number of workers, and for the others the reason why not."""
     if not 1 <= num_workers <= tp.MAX_WORKERS:
-        raise ValueError(f"--workers={num_workers}: must be at least 1 and at most {tp.MAX_WORKERS}; more would take too long")
+        command.refuse(f"--workers={num_workers}: must be at least 1 and at most {tp.MAX_WORKERS}", "more would take too long")
     built, refused = [], {}
     for name in tp.names():
         try:

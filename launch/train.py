@@ -38,7 +38,7 @@ def main(argv: list[str]) -> int:
     with join.leaving_at_once((train.TrainingError,), "run the same command to continue from the last checkpoint"):
         config, workdir = _CONFIG.value, command.folder("workdir", _WORKDIR.value or "")
         if _RESUME_FROM.value is not None and not _RESUME_FROM.value.strip():
-            raise command.UserError("--resume_from is empty; give the --workdir of another run, or leave it out")
+            command.refuse("--resume_from is empty; give the --workdir of another run, or leave it out")
         spec = parts.read(config)
         if _TRACKER.value:
             metrics.wandb()  # Without it nothing begins.
@@ -90,19 +90,19 @@ def placed(spec: parts.RunSpec) -> Callable[[parts.RunSpec], list[Any] | None]:
 
     for named, present in (("--elastic", join.is_elastic()), ("simulate", spec.simulate)):
         if present:
-            raise command.UserError(f"--placement={path} has no effect with {named}; leave one of them out")
+            command.refuse(f"--placement={path} has no effect with {named}; leave one of them out")
     try:
         order = placement.load_device_order(path)
     except ValueError as error:
-        raise command.UserError(f"--placement={path}: {error}") from error
+        command.refuse(f"--placement={path}: {error}")
 
     def devices(spec: parts.RunSpec) -> list[Any]:
         try:
             indices = order.of(spec.workers, spec.pipeline.stages, spec.tensor)
         except ValueError as error:
-            raise command.UserError(f"--placement={path}: {error}") from error
+            command.refuse(f"--placement={path}: {error}")
         if len(indices) != jax.device_count():
-            raise command.UserError(
+            command.refuse(
                 f"--placement={path}: it orders {len(indices)} devices, and there are {jax.device_count()}; rerun the placement"
             )
         return [jax.devices()[index] for index in indices]

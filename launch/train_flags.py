@@ -50,8 +50,7 @@ def define(values: flags.FlagValues = flags.FLAGS, argv: Sequence[str] | None = 
         text("workdir", "Directory of the run: config, metrics, checkpoints, summary."),
         text("resume_from", "Start from the newest checkpoint of another run, with any number of workers."),
         text(
-            "placement",
-            "Placement of stages and workers on devices: a file written by launch.plan --links; default: JAX's device order.",
+            "placement", "Placement of stages and workers on devices: a file written by launch.place; default: JAX's device order."
         ),
         flags.DEFINE_enum(
             "tracker",
@@ -72,9 +71,9 @@ def read(arguments: Sequence[str]) -> flags.FlagValues:
     define(values, argv)
     for option in LAUNCHER_FLAGS:
         if config_file.value_of(option, arguments) is not None:
-            raise command.UserError(f"--{option} is an option of the launcher, not of a run; put it before --, or leave it out")
+            command.refuse(f"--{option} is an option of the launcher, not of a run; put it before --, or leave it out")
     if unexpected := command.parsed(argv, values)[1:]:
-        raise command.UserError(f"unexpected argument {unexpected[0]!r} for launch.train; options start with --")
+        command.refuse(f"unexpected argument {unexpected[0]!r} for launch.train; options start with --")
     return values
 
 
@@ -86,16 +85,14 @@ def check(arguments: Sequence[str], num_processes: int = 1) -> parts.RunSpec:
         from decjax.train.workdir import steps_saved  # Importing it takes a second.
 
         if not steps_saved(workdir) and not steps_saved(pathlib.Path(values.resume_from)):
-            raise command.UserError(
-                f"--resume_from={values.resume_from} has no checkpoint; give the --workdir of a run that has saved one"
-            )
+            command.refuse(f"--resume_from={values.resume_from} has no checkpoint; give the --workdir of a run that has saved one")
     try:
         spec = parts.read(values.config)
     except ConfigError as error:
-        raise command.UserError(str(error)) from error
+        command.refuse(str(error))
     devices = spec.devices_of_worker * (spec.workers or max(1, num_processes // spec.devices_of_worker))
     if devices % num_processes and not spec.simulate:
-        raise command.UserError(
+        command.refuse(
             f"workers={spec.workers} on {num_processes} processes: {devices} devices must be divided evenly among the processes; "
             f"start {devices} processes, or another divisor of {devices}"
         )

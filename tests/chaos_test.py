@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from launch import chaos, command, iproute
+from launch import chaos, command
 
 
 def test_faults_come_in_the_order_of_their_times():
@@ -69,7 +69,7 @@ def test_mistakes_are_refused(text, hosts, problem):
 
 
 def test_a_rate_that_is_none_is_refused_before_its_time():
-    with pytest.raises(iproute.ClusterError, match="rate='banana': must be a number with bit, kbit, mbit or gbit"):
+    with pytest.raises(command.UserError, match="rate='banana': must be a number with bit, kbit, mbit or gbit"):
         chaos.parse("rate=0:5mbit@1s,rate=0:banana@400s", 4, 2)
     assert [event.rate for event in chaos.parse("rate=0:2.5mbit@1s,rate=1:none@2s", 4, 2)] == ["2.5mbit", "none"]
 

@@ -62,7 +62,7 @@ def why_not():
     """What keeps namespaces from working here, or nothing."""
     try:
         iproute.require_privileges()
-    except cluster.ClusterError as error:
+    except command.UserError as error:
         return str(error)
     probe = f"{NAME}probe"
     made = subprocess.run(["ip", "netns", "add", probe], capture_output=True, text=True, check=False)
@@ -157,7 +157,7 @@ def test_mistakes_are_told_in_one_line(arguments, problems):
     ["", "fast", "200", "200mbps", "-1mbit", "0mbit", "1e3mbit", "mbit", "9" * 160 + "mbit", "1" * 400 + "bit", "1bit", "٣mbit"],
 )
 def test_a_rate_that_is_none_is_refused(rate):
-    with pytest.raises(cluster.ClusterError, match=r"rate='.*as in 200mbit"):
+    with pytest.raises(command.UserError, match=r"rate='.*as in 200mbit"):
         iproute.checked_rate(rate)
 
 
@@ -198,7 +198,7 @@ def test_rates_as_tc_writes_them(rate):
     ],
 )
 def test_a_network_that_cannot_be_is_refused(hosts, name, subnet, problem):
-    with pytest.raises(cluster.ClusterError) as refused:
+    with pytest.raises(command.UserError) as refused:
         network_lib._planned(hosts, name, subnet)
     assert problem in str(refused.value)
 
@@ -221,7 +221,7 @@ def test_what_the_machine_lacks_is_told(monkeypatch, lacking, problem):
     monkeypatch.setattr("os.geteuid", lambda: 0)
     monkeypatch.setattr("shutil.which", lambda tool: tool)
     monkeypatch.setattr(*lacking)
-    with pytest.raises(cluster.ClusterError, match=problem):
+    with pytest.raises(command.UserError, match=problem):
         cluster.find(NAME)
 
 
@@ -314,7 +314,7 @@ def test_a_pair_of_hosts_may_be_slower():
         network.set_rate("64mbit")
         again_s = transfer_s(network, 1, num_bytes)
         network.set_rate("none")
-        with pytest.raises(cluster.ClusterError, match="the links have no rate"):
+        with pytest.raises(command.UserError, match="the links have no rate"):
             network.set_pair(0, 1, "8mbit")
     assert (num_bytes - burst) / 1e6 <= slow_s and max(open_s, again_s) < slow_s
     assert left_over() == []
@@ -337,7 +337,7 @@ def test_two_hosts_may_be_cut_off_from_each_other():
 
 @pytest.mark.parametrize("text", ["0-0:1mbit", "0-3:1mbit", "0-1", "0-1:fast", "0-1:none", "a-b:1mbit"])
 def test_pairs_that_cannot_be_are_refused(text):
-    with pytest.raises(cluster.ClusterError, match="mbit"):
+    with pytest.raises(command.UserError, match="mbit"):
         iproute.pairs(text, 3)
 
 
@@ -445,7 +445,7 @@ def test_the_network_of_a_killed_launcher_is_removed(idle):
 def test_a_network_that_nobody_removed_is_removed_by_the_next_command(idle):
     launcher, notes = idle
     process_ids = ids(notes)
-    with pytest.raises(cluster.ClusterError, match=f"belongs to process {launcher.pid}"):
+    with pytest.raises(command.UserError, match=f"belongs to process {launcher.pid}"):
         cluster.down(NAME)
     assert len(cluster.find(NAME).hosts) == 2
     os.kill(watchers(launcher)[0], signal.SIGKILL)
@@ -470,7 +470,7 @@ def test_a_network_goes_with_an_error_or_a_signal_and_stays_if_it_was_up():
         assert network.hosts == [f"{NAME}0", f"{NAME}1"] and network.rate_Bps(0) == 1.25e6
         with subprocess.Popen(network.inside(1, ["sleep", "100"])) as sleeper:
             wait_for(lambda: iproute.processes_in(network.hosts[1]))
-            with pytest.raises(cluster.ClusterError, match=f"in use; stop process {sleeper.pid} first"):
+            with pytest.raises(command.UserError, match=f"in use; stop process {sleeper.pid} first"):
                 cluster.down(NAME)
             sleeper.kill()
     assert cluster.down(NAME) and left_over() == []
@@ -480,7 +480,7 @@ def test_a_network_goes_with_an_error_or_a_signal_and_stays_if_it_was_up():
 def test_a_namespace_of_somebody_else_is_left_alone():
     subprocess.run(["ip", "netns", "add", f"{NAME}1"], check=True)
     try:
-        with pytest.raises(cluster.ClusterError, match=f"namespace '{NAME}1' exists already"):
+        with pytest.raises(command.UserError, match=f"namespace '{NAME}1' exists already"):
             cluster.up(2, name=NAME)
         assert left_over() == [f"/var/run/netns/{NAME}1"]
     finally:

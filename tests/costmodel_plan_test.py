@@ -179,8 +179,8 @@ def test_what_does_not_fit_is_refused():
 # -- The command -------------------------------------------------------------------------------------------------------
 
 
-def run(*args, columns=120):
-    return commands.run("launch.plan", *args, COLUMNS=str(columns), MPLBACKEND="Agg")
+def run(*args, columns=120, module="launch.plan"):
+    return commands.run(module, *args, COLUMNS=str(columns), MPLBACKEND="Agg")
 
 
 @pytest.mark.parametrize("path", PROFILES, ids=lambda path: path.stem)
@@ -217,11 +217,12 @@ def test_a_config_gives_parameters_and_workers():
 
 SIZES = "depth=4,width=64,heads=4,vocabulary=256,context=64,batch=32"
 T4 = "--cluster=configs/clusters/t4_infiniband.json"
+LAYOUTS = "launch.plan_layouts"
 
 
 @pytest.mark.parametrize("columns", [80, 120])
 def test_layouts_fit_the_terminal(columns):
-    result = run(T4, "--devices=8", f"--model={SIZES},tied=1", "--topologies=one_peer_exponential", columns=columns)
+    result = run(T4, "--devices=8", f"--model={SIZES},tied=1", "--topologies=one_peer_exponential", columns=columns, module=LAYOUTS)
     assert result.returncode == 0 and result.stderr == "", result.stderr
     rows, left_out = (part.splitlines() for part in result.stdout.split("left out:", 1))
     assert max(map(len, rows)) <= columns and "…" not in result.stdout
@@ -231,7 +232,13 @@ def test_layouts_fit_the_terminal(columns):
 
 
 def test_a_config_is_a_model_of_layouts():
-    result = run("--cluster=configs/clusters/box_200mbit.json", "--devices=4", "--model=configs/lm.py:workers=8", "--flops=1e10")
+    result = run(
+        "--cluster=configs/clusters/box_200mbit.json",
+        "--devices=4",
+        "--model=configs/lm.py:workers=8",
+        "--flops=1e10",
+        module=LAYOUTS,
+    )
     assert result.returncode == 0, result.stderr
     assert "16 sequences of 128" in result.stdout and "2×2×1" in result.stdout
 
@@ -239,20 +246,7 @@ def test_a_config_is_a_model_of_layouts():
 @pytest.mark.parametrize(
     "args, problem",
     [
-        ((T4, f"--model={SIZES}", "--workers=8"), "--workers=8 is for workers of one device"),
-        ((T4, "--model=params=1e6,tokens=10", "--microbatch=2"), "--microbatch=2 is for layouts"),
-        ((T4, "--model=depth=4,width=64"), "heads is missing; write it as in depth=52"),
-        ((T4, f"--model={SIZES},colour=1"), "'colour' is unknown"),
-        ((T4, f"--model={SIZES}", "--devices=12"), "--devices=12 do not fill nodes of 8 devices; use 8 or 16"),
-        ((T4, "--devices=8", "--model=configs/digits.py"), "model 'resnet' is no transformer"),
-        (
-            (T4, "--devices=8", "--model=layers=96,width=12288,heads=96,vocabulary=51200,context=2048,batch=512"),
-            "and has 16; use more stages",
-        ),
-        (("--cluster=configs/clusters/box_200mbit.json", f"--model={SIZES}"), "follows; give --flops, as 1e13, or enter it"),
-        ((T4, f"--model={SIZES}", "--chunks=2"), "--chunks=2 is for --schedule=interleaved; leave it out"),
-        ((T4, f"--model={SIZES},bytes=0"), "--model: bytes=0.0 must be at least 1e-18"),
-        ((T4, "--model=params=1e6,tokens=10", "--orders="), "--orders is empty; give awc"),
+        ((T4, "--model=params=1e6,tokens=10", "--orders="), "flag --orders=[]: give awc, atc or both"),
         ((), "--cluster"),
         (("--cluster=nowhere.json",), "nowhere.json"),
         (("--cluster=configs/clusters/a40_ethernet.json",), "has no workload"),
@@ -265,7 +259,7 @@ def test_a_config_is_a_model_of_layouts():
         (("--cluster=configs/clusters/box_200mbit.json", "--model=configs/lm.py:workers=-1"), "workers=-1 must be at least 0"),
         (("--cluster=configs/clusters/box_200mbit.json", "--compute_s=0.1"), "has its own times"),
         (("--cluster=configs/clusters/box_200mbit.json", "--model={tmp}/load.json", "--compute_s=0.1"), "has its own times"),
-        (("--cluster=configs/clusters/box_200mbit.json", "--codec=int8", "--ratio=0.5"), "leave out --ratio=0.5"),
+        (("--cluster=configs/clusters/box_200mbit.json", "--codec=int8", "--ratio=0.5"), "At most one of (codec, ratio)"),
         (("--cluster=configs/clusters/box_200mbit.json", "--codec=zip"), "codec 'zip' is unknown"),
         (
             ("--cluster=configs/clusters/a40_ethernet.json", "--model=params=1e6,tokens=10", "--workers=6"),
@@ -273,7 +267,7 @@ def test_a_config_is_a_model_of_layouts():
         ),
         (
             ("--cluster=configs/clusters/a40_ethernet.json", "--model=params=1e6,tokens=10", "--workers=99999999999"),
-            "workers=99999999999: their graphs cannot be compared in reasonable time; use --workers=4096",
+            "--workers=99999999999 must be at most 4096; use --workers=4096, or fewer",
         ),
         (("--cluster=configs/clusters/box_200mbit.json", "--topologies=rings"), "topology 'rings' is unknown"),
     ],
@@ -284,6 +278,33 @@ def test_mistakes_are_one_line_and_exit_code_two(args, problem, tmp_path):
     assert result.returncode == 2
     errors = [line for line in result.stderr.splitlines() if "font_manager" not in line]
     assert len(errors) == 1 and errors[0].startswith("error: ") and problem in errors[0]
+
+
+@pytest.mark.parametrize(
+    "args, problem",
+    [
+        ((T4, "--model=depth=4,width=64"), "heads is missing; write it as in depth=52"),
+        ((T4, f"--model={SIZES},colour=1"), "'colour' is unknown"),
+        ((T4, f"--model={SIZES}", "--devices=12"), "--devices=12 do not fill nodes of 8 devices; use 8 or 16"),
+        ((T4, "--devices=8", "--model=configs/digits.py"), "model 'resnet' is no transformer"),
+        (
+            (T4, "--devices=8", "--model=layers=96,width=12288,heads=96,vocabulary=51200,context=2048,batch=512"),
+            "and has 16; use more stages",
+        ),
+        (
+            ("--cluster=configs/clusters/box_200mbit.json", f"--model={SIZES}"),
+            "has no flops, which determine compute times; give --flops=1e13",
+        ),
+        ((T4, f"--model={SIZES}", "--chunks=2"), "--chunks needs --schedule=interleaved; leave it out"),
+        ((T4, f"--model={SIZES},bytes=0"), "--model: bytes=0.0 must be at least 1e-18"),
+        (("--cluster=nowhere.json", f"--model={SIZES}"), "nowhere.json"),
+        ((T4,), "--model is missing"),
+    ],
+)
+def test_mistakes_in_layouts_are_one_line(args, problem):
+    result = run(*args, module=LAYOUTS)
+    assert result.returncode == 2 and result.stderr.startswith("error: ") and result.stderr.count("\n") == 1
+    assert problem in result.stderr
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ import pytest
 from configs import cifar, lm, nodes, translation
 from decjax import config as parts
 from decjax import costmodel, registry
-from launch import cluster, config_file, members, plan, plan_model
+from launch import cluster, config_file, members, plan_model
 from tests import commands
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -158,7 +158,7 @@ def value_faults(module: str, name: str, value: str) -> list[str]:
     try:
         if name == "cluster" and value.endswith(".json") and "/" in value:
             costmodel.load(ROOT / value)
-        elif name == "model" and plan.is_config(value):
+        elif name == "model" and plan_model.is_config(value):
             return config_faults([f"--config={value}"])
         elif name == "model":
             plan_model.parse_pairs(value, plan_model.SIZES if "depth=" in value else plan_model.NUMBERS)
@@ -329,7 +329,7 @@ GOOD = [
     "python -m launch.cluster run --hosts=2 --rate=1mbit --module=launch.calibrate -- --config=configs/lm.py --out=a.json",
     "python -m launch.sweep --config=configs/lm.py --sweep='topology=ring,torus(shape=(2,4));seed=0,1' --workdir=sweeps/a",
     "python -m launch.calibrate --config=configs/lm.py --compressed=mixer=choco,codec=int4 --out=PROFILE.json",
-    "python -m launch.plan --cluster=configs/clusters/box_200mbit.json --model=params=65e6,forward_s=1,backward_s=2 --top=3",
+    "python -m launch.plan --cluster=configs/clusters/box_200mbit.json --model=params=65e6,forward_s=1,backward_s=2 --every=3",
     "python -m experiments.compare runs/a sweeps/* --markdown >table.md",
     "sh -c 'exec python -m launch.train --coordinator=auto --config=configs/lm.py --workdir=$WORKDIR'",
     "python -m launch.parts topology base_k && make test PYTHON=python3.12",
@@ -362,7 +362,7 @@ BAD = [
     ("python -m launch.sweep --config=configs/lm.py:workers=4 --workdir=a --sweep='workers=2,4'", "workers is set by the sweep"),
     ("python -m launch.plan --cluster=configs/clusters/moon.json", "moon.json"),
     ("python -m launch.plan --cluster=PROFILE.json --model=parms=1", "'parms' is unknown"),
-    ("python -m launch.plan --cluster=PROFILE.json --remat=some", "--remat=some"),
+    ("python -m launch.plan_layouts --cluster=PROFILE.json --remat=some", "--remat=some"),
     ("python -m launch.calibrate --config=configs/lm.py --compressed=mixer=chocolate --out=a.json", "'chocolate'"),
     ("python -m launch.parts mixer chocolate", "mixer has no chocolate"),
     ("python -m launch.topologies 12 --workers=12", "takes no argument '12'"),

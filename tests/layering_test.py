@@ -142,7 +142,7 @@ HOMONYMS = {
 
 # Names that something else has taken the place of -> the modules that may still hold them.
 RETIRED = {
-    "rematerialize": ("decjax.config.legacy", "launch.plan"),  # "remat"; the old flag is an alias
+    "rematerialize": ("decjax.config.legacy",),  # "remat"
     "critical": ("decjax.config.legacy",),  # "epilogue"
     "axis_name": ("decjax.config.legacy", "decjax.mesh"),  # a `mesh.Axis`; JAX has arguments of this name
     "FLEETING": ("decjax.config.legacy",),
@@ -345,7 +345,6 @@ def test_retired_names_are_gone(module, path):
         ("decjax.config.resolve", "from decjax.runtime import plan", {"decjax.runtime"}),
         ("configs.lm", "config.boundary.when = 'critical'  # rematerialize", {"critical"}),
         ("launch.train", 'def f(axis_name): "On a critical path."', {"axis_name"}),
-        ("launch.plan", 'flags.DEFINE_alias("rematerialize", "remat")', set()),
         ("decjax.config.legacy", "old = 'critical'", set()),
     ],
 )

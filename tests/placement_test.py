@@ -440,7 +440,7 @@ def test_planned_placement_trains_the_same_numbers(tmp_path):
     make_links(4, seed=3).save(given)
     model = "depth=2,width=16,heads=2,vocabulary=256,context=32,batch=16"
     asked = f"--links={given}", f"--model={model}", "--stages=2", "--search_s=0.2"
-    done = commands.run("launch.plan", *asked, f"--placement={path}", f"--plot={tmp_path / 'plan.png'}")
+    done = commands.run("launch.place", *asked, f"--out={path}", f"--plot={tmp_path / 'plan.png'}")
     assert done.returncode == 0, done.stderr
     assert "of random" in done.stdout and "worker 1: " in done.stdout and (tmp_path / "plan.png").stat().st_size > 1e4
     rows = {
@@ -456,36 +456,25 @@ def test_planned_placement_trains_the_same_numbers(tmp_path):
 @pytest.mark.parametrize(
     "module, arguments, problem",
     [
-        ("launch.plan", ["--links=configs/links/homes.json", "--stages=3", "--model=params=1e6"], "--stages=3 does not divide 16"),
-        ("launch.plan", ["--links=configs/links/homes.json", "--stages=2", "--model=params=1e6"], "depth="),
-        ("launch.plan", ["--links=configs/links/homes.json", "--model=params=0"], "params=0"),
-        ("launch.plan", ["--links=configs/links/homes.json"], "--model=: what is placed is a config, params=… or depth=…"),
-        ("launch.plan", ["--links=configs/links/homes.json", "--model=bytes=2"], "params is missing; give the number"),
+        ("launch.place", ["--links=configs/links/homes.json", "--stages=3", "--model=params=1e6"], "--stages=3 does not divide 16"),
+        ("launch.place", ["--links=configs/links/homes.json", "--stages=2", "--model=params=1e6"], "depth="),
+        ("launch.place", ["--links=configs/links/homes.json", "--model=params=0"], "params=0"),
+        ("launch.place", ["--links=configs/links/homes.json"], "--model is missing; --help lists the flags"),
+        ("launch.place", ["--links=configs/links/homes.json", "--model=bytes=2"], "params is missing; give the number"),
         (
-            "launch.plan",
-            ["--links=configs/links/homes.json", "--model=params=1e6", "--orders=awc"],
-            "--orders=awc is without effect",
+            "launch.place",
+            ["--links=configs/links/homes.json", "--devices=17", "--model=params=1e6"],
+            "from 2 to 16, the devices of",
         ),
-        ("launch.plan", ["--links=configs/links/homes.json", "--devices=17", "--model=params=1e6"], "from 2 to 16, the devices of"),
+        ("launch.place", ["--links=configs/links/homes.json", "--devices=1", "--model=params=1e6"], "flag --devices=1: "),
         (
-            "launch.plan",
-            ["--links=configs/links/homes.json", "--devices=1", "--model=params=1e6"],
-            "--devices=1 must be from 2 to 16",
-        ),
-        (
-            "launch.plan",
+            "launch.place",
             ["--links=configs/links/homes.json", "--stages=2", "--model=depth=1,width=8,heads=1,vocabulary=9,context=4,batch=8"],
-            "--stages=2: a stage has at least one layer, and the model has depth=1; use fewer stages",
+            "--stages=2 must be at most depth=1 of the model; use fewer stages",
         ),
-        ("launch.plan", ["--links=configs/links/homes.json", "--topologies=ring,torus", "--model=params=1e6"], "one graph"),
-        (
-            "launch.plan",
-            ["--links=configs/links/homes.json", "--codec=int8", "--model=params=1e6"],
-            "--codec=int8 is without effect",
-        ),
-        ("launch.plan", ["--links=none.json", "--model=params=1e6"], "none.json cannot be read"),
-        ("launch.plan", ["--stages=2", "--cluster=configs/clusters/box_200mbit.json"], "--stages=2 is for a network of --links"),
-        ("launch.plan", ["--model=params=1e6"], "--cluster is missing"),
+        ("launch.place", ["--links=configs/links/homes.json", "--topology=rings", "--model=params=1e6"], "'rings' is unknown"),
+        ("launch.place", ["--links=none.json", "--model=params=1e6"], "none.json cannot be read"),
+        ("launch.place", ["--model=params=1e6"], "--links is missing"),
         ("launch.train", ["--config=configs/lm.py:smoke", "--placement=none.json"], "none.json cannot be read"),
         ("launch.train", ["--config=configs/lm.py:smoke,simulate", "--placement=none.json"], "no effect with simulate"),
         ("launch.train", ["--config=configs/lm.py:smoke,workers=8", "--placement={placement}"], "must be 4"),

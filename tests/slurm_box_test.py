@@ -20,7 +20,7 @@ import time
 import pytest
 
 from experiments.crashes import last_state
-from launch import place
+from launch import ranks
 from tests import commands
 from tests.commands import ROOT
 from tests.local_test import command_lines
@@ -238,10 +238,10 @@ def test_tasks_see_all_gpus_of_their_nodes(box, tmp_path, tasks, options):
     found = {}
     for index in range(2 * tasks):
         told = json.loads((tmp_path / f"{index}.json").read_text())
-        where = place.told(told)
+        where = ranks.from_environment(told)
         assert (where.num_processes, where.process_index, where.on_node) == (2 * tasks, index, tasks)
         seen = told["CUDA_VISIBLE_DEVICES"].split(",")
-        chosen = place.device_ids(where, told)
+        chosen = ranks.device_ids(where, told)
         found.setdefault(told["SLURMD_NODENAME"], []).extend(seen if chosen is None else [seen[gpu] for gpu in chosen])
-        place.check_devices(where, told, 8 // tasks, "gpu")
+        ranks.check_devices(where, told, 8 // tasks, "gpu")
     assert [sorted(gpus) for gpus in found.values()] == [[str(gpu) for gpu in range(8)]] * 2

@@ -1,10 +1,10 @@
-"""What a placement is worth: seconds of a step where two links are slow, in the hosts' own order and in that of launch.plan --links.
+"""What a placement is worth: seconds of a step where two links are slow, in the hosts' own order and in that of launch.place.
 
     python -m experiments.bench.placement --out=runs/placement
 
 Eight hosts in a box (launch.cluster: root and iproute2), one process a host, links of 50 Mbit/s, of which those of `--pairs` carry less.
 Gossip over the one-peer exponential graph, a transformer of 1.2M parameters. First launch.calibrate measures the link of every pair,
-then launch.plan finds a placement, and then both orders train, in turns. A step's forecast is the longer of computing, as calibrated,
+then launch.place finds a placement, and then both orders train, in turns. A step's forecast is the longer of computing, as calibrated,
 and of the messages as `decjax.contrib.placement` has them. A run's step is the mean over its intervals without the first two.
 """
 
@@ -69,8 +69,8 @@ def measure(network: cluster.Network, out: pathlib.Path) -> pathlib.Path:
 def plan(links: pathlib.Path, out: pathlib.Path, parameters: float) -> pathlib.Path:
     """The file of the placement."""
     path = out / "placement.json"
-    asked = [f"--links={links}", f"--topologies={GRAPH}", f"--model=params={parameters:g}", "--search_s=5", f"--placement={path}"]
-    done("launch.plan", processes.start(processes.python("launch.plan", asked)).wait())
+    asked = [f"--links={links}", f"--topology={GRAPH}", f"--model=params={parameters:g}", "--search_s=5", f"--out={path}"]
+    done("launch.place", processes.start(processes.python("launch.place", asked)).wait())
     return path
 
 

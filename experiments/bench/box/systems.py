@@ -10,12 +10,12 @@ import statistics
 from typing import Any, NamedTuple
 
 from experiments.bench.box.group import Failed, Group
-from launch import cluster
+from launch import cluster, command
 
 LEAST_STEPS = 5  # of workers that do not wait for each other, so that all of them compute at the same time for most of a visit
 MODEL = dict(vocabulary=1536, context=128, width=320, hidden=1280, heads=5, depth=4)
 BATCH_SIZE = 8  # sequences per worker and step
-ERRORS = (cluster.ClusterError, Failed, OSError)  # errors that end an experiment in a box
+ERRORS = (command.UserError, Failed, OSError)  # errors that end an experiment in a box
 BUCKET, WHOLE = 2**18, 2**30  # bytes of a bucket: the default of configs/lm.py, and one that holds everything
 
 

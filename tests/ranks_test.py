@@ -9,7 +9,7 @@ import sys
 import numpy as np
 import pytest
 
-from launch import accelerators, command, place
+from launch import command, ranks
 from tests import commands
 from tests.cluster_test import NAME, needs_namespaces
 
@@ -48,28 +48,28 @@ MPI = {
 @pytest.mark.parametrize(
     "environment, expected",
     [
-        (srun(2, 2, 0), place.Place(f"n1:{61440 + 5000 % 4096}", 4, 2, 1, 0)),
-        (srun(2, 2, 0, SLURM_RESTART_COUNT="1"), place.Place(f"n1:{61440 + (5000 + 1009) % 4096}", 4, 2, 1, 0)),
-        (srun(11, 1, 3, "8(x4)"), place.Place("n1:62344", 32, 11, 8, 3)),
-        (srun(8, 1, 0, "8,2(x2),1"), place.Place("n1:62344", 13, 8, 2, 0)),
-        (srun(0, 0, 0, nodes="gpu003,gpu[007-9]", JAX_COORDINATOR_PORT="77"), place.Place("gpu003:77", 4, 0, 1, 0)),
-        (srun(0, 0, 0, nodes="gpu[003,7]-ib"), place.Place("gpu003-ib:62344", 4, 0, 1, 0)),
-        (srun(0, 0, 0, nodes="r[1-2]n[3-4],x"), place.Place("r1n3:62344", 4, 0, 1, 0)),
-        (srun(0, 0, 0, nodes="r[01,3]n[2]b-ib,r[1-2]n[3-4]"), place.Place("r01n2b-ib:62344", 4, 0, 1, 0)),
+        (srun(2, 2, 0), ranks.Rank(f"n1:{61440 + 5000 % 4096}", 4, 2, 1, 0)),
+        (srun(2, 2, 0, SLURM_RESTART_COUNT="1"), ranks.Rank(f"n1:{61440 + (5000 + 1009) % 4096}", 4, 2, 1, 0)),
+        (srun(11, 1, 3, "8(x4)"), ranks.Rank("n1:62344", 32, 11, 8, 3)),
+        (srun(8, 1, 0, "8,2(x2),1"), ranks.Rank("n1:62344", 13, 8, 2, 0)),
+        (srun(0, 0, 0, nodes="gpu003,gpu[007-9]", JAX_COORDINATOR_PORT="77"), ranks.Rank("gpu003:77", 4, 0, 1, 0)),
+        (srun(0, 0, 0, nodes="gpu[003,7]-ib"), ranks.Rank("gpu003-ib:62344", 4, 0, 1, 0)),
+        (srun(0, 0, 0, nodes="r[1-2]n[3-4],x"), ranks.Rank("r1n3:62344", 4, 0, 1, 0)),
+        (srun(0, 0, 0, nodes="r[01,3]n[2]b-ib,r[1-2]n[3-4]"), ranks.Rank("r01n2b-ib:62344", 4, 0, 1, 0)),
         (
             srun(1, 1, 0, SLURM_RESTART_COUNT="", SLURM_NODEID="", SLURM_LOCALID="", SLURM_STEP_TASKS_PER_NODE="")
             | {"JAX_COORDINATOR_PORT": ""},
-            place.Place("n1:62344", 4, 1, 0, 0),
+            ranks.Rank("n1:62344", 4, 1, 0, 0),
         ),
-        (MPI, place.Place("10.0.0.7:61445", 16, 9, 8, 1)),
-        (MPI | {"OMPI_MCA_orte_hnp_uri": "4096.0;tcp6://[fe80::1,2620::2]:43370"}, place.Place("[fe80::1]:61441", 16, 9, 8, 1)),
-        (MPI | srun(0, 0, 0), place.Place("10.0.0.7:61445", 16, 9, 8, 1)),  # mpirun in an allocation of Slurm
-        ({k: v for k, v in MPI.items() if "uri" not in k}, place.Place("", 16, 9, 8, 1)),  # Open MPI 5
+        (MPI, ranks.Rank("10.0.0.7:61445", 16, 9, 8, 1)),
+        (MPI | {"OMPI_MCA_orte_hnp_uri": "4096.0;tcp6://[fe80::1,2620::2]:43370"}, ranks.Rank("[fe80::1]:61441", 16, 9, 8, 1)),
+        (MPI | srun(0, 0, 0), ranks.Rank("10.0.0.7:61445", 16, 9, 8, 1)),  # mpirun in an allocation of Slurm
+        ({k: v for k, v in MPI.items() if "uri" not in k}, ranks.Rank("", 16, 9, 8, 1)),  # Open MPI 5
         ({"SLURM_JOB_ID": "1", "PATH": ""}, None),  # a batch script, not srun
     ],
 )
 def test_a_process_knows_its_place(environment, expected):
-    assert place.told(environment) == expected
+    assert ranks.from_environment(environment) == expected
 
 
 @pytest.mark.parametrize(
@@ -91,7 +91,7 @@ def test_a_process_knows_its_place(environment, expected):
 )
 def test_odd_variables_are_one_line(environment):
     with pytest.raises(command.UserError, match=r"^(SLURM|OMPI|JAX)_\w+='.*' must be .*; (start|leave)"):
-        place.told(environment)
+        ranks.from_environment(environment)
 
 
 @pytest.mark.parametrize(
@@ -100,15 +100,15 @@ def test_odd_variables_are_one_line(environment):
 )
 def test_gpus_of_a_node_as_slurm_may_write_them(text, gpus):
     environment = srun(0, 0, 0, SLURM_GPUS_ON_NODE=text)
-    task = place.told(environment)
+    task = ranks.from_environment(environment)
     if gpus is None:
         with pytest.raises(command.UserError, match="SLURM_GPUS_ON_NODE='.*' must be a whole number"):
-            place.check_devices(task, environment, 1, "gpu")
+            ranks.check_devices(task, environment, 1, "gpu")
     elif gpus:
         with pytest.raises(command.UserError, match=f"node n1 has {gpus} GPUs, and its 1 task uses 1"):
-            place.check_devices(task, environment, 1, "gpu")
+            ranks.check_devices(task, environment, 1, "gpu")
     else:
-        place.check_devices(task, environment, 1, "gpu")
+        ranks.check_devices(task, environment, 1, "gpu")
 
 
 def test_the_coordinator_is_the_one_that_jax_finds(monkeypatch):
@@ -117,7 +117,7 @@ def test_the_coordinator_is_the_one_that_jax_finds(monkeypatch):
     for environment, cluster in ((srun(2, 2, 0), slurm_cluster.SlurmCluster), (MPI, ompi_cluster.OmpiCluster)):
         for name, value in environment.items():
             monkeypatch.setenv(name, value)
-        assert cluster.get_coordinator_address(60, None) == place.told(environment).coordinator
+        assert cluster.get_coordinator_address(60, None) == ranks.from_environment(environment).coordinator
 
 
 # -- Its GPUs ---------------------------------------------------------------------------------------------------------
@@ -127,7 +127,7 @@ def shares(environments):
     """GPUs of the tasks of a node: what each sees, and takes of it."""
     for environment in environments:
         seen = environment["CUDA_VISIBLE_DEVICES"].split(",")
-        chosen = place.device_ids(place.told(environment), environment)
+        chosen = ranks.device_ids(ranks.from_environment(environment), environment)
         yield seen if chosen is None else [seen[index] for index in chosen]
 
 
@@ -156,21 +156,21 @@ def test_the_tasks_of_a_node_share_all_of_its_gpus(environments):
 
 
 def test_without_variables_the_gpus_of_the_machine_are_shared(monkeypatch, tmp_path):
-    monkeypatch.setattr(accelerators, "_DEVICES", tmp_path)
+    monkeypatch.setattr(ranks, "_DEVICES", tmp_path)
     bare = {k: v for k, v in srun(5, 1, 1, "4(x4)").items() if k not in ("SLURM_GPUS_ON_NODE", "CUDA_VISIBLE_DEVICES")}
-    assert place.device_ids(place.told(bare), bare) is None
+    assert ranks.device_ids(ranks.from_environment(bare), bare) is None
     for name in (*(f"nvidia{k}" for k in range(8)), "nvidiactl", "nvidia-uvm"):
         (tmp_path / name).touch()
-    assert place.device_ids(place.told(bare), bare) == [2, 3]
-    assert place.device_ids(place.told(MPI), MPI) == [1]
-    assert place.device_ids(place.told(bare), bare | {"JAX_PLATFORMS": "cpu"}) is None
-    assert place.device_ids(place.told(bare), bare | {"JAX_LOCAL_DEVICE_IDS": "0"}) is None
+    assert ranks.device_ids(ranks.from_environment(bare), bare) == [2, 3]
+    assert ranks.device_ids(ranks.from_environment(MPI), MPI) == [1]
+    assert ranks.device_ids(ranks.from_environment(bare), bare | {"JAX_PLATFORMS": "cpu"}) is None
+    assert ranks.device_ids(ranks.from_environment(bare), bare | {"JAX_LOCAL_DEVICE_IDS": "0"}) is None
 
 
 def test_gpus_that_cannot_be_divided_are_refused():
     environment = srun(3, 1, 0, "3(x4)")
     with pytest.raises(command.UserError, match="3 tasks on node n2 share 8 GPUs.*--ntasks-per-node=8"):
-        place.device_ids(place.told(environment), environment)
+        ranks.device_ids(ranks.from_environment(environment), environment)
 
 
 @pytest.mark.parametrize(
@@ -189,10 +189,10 @@ def test_gpus_that_cannot_be_divided_are_refused():
 )
 def test_gpus_that_nobody_uses_are_refused(environment, used, platform, problem):
     if problem is None:
-        place.check_devices(place.told(environment), environment, used, platform)
+        ranks.check_devices(ranks.from_environment(environment), environment, used, platform)
     else:
         with pytest.raises(command.UserError, match=problem):
-            place.check_devices(place.told(environment), environment, used, platform)
+            ranks.check_devices(ranks.from_environment(environment), environment, used, platform)
 
 
 def emulated(environment):
@@ -229,8 +229,8 @@ def test_a_run_that_sees_fewer_gpus_than_its_node_has_is_refused(environment, pr
 @pytest.fixture
 def machine(monkeypatch, tmp_path):
     """A machine of four GPUs, and JAX's plugin for them."""
-    monkeypatch.setattr(accelerators, "_DEVICES", tmp_path)
-    monkeypatch.setattr(accelerators, "_PLUGINS", ("json",))
+    monkeypatch.setattr(ranks, "_DEVICES", tmp_path)
+    monkeypatch.setattr(ranks, "_PLUGINS", ("json",))
     for k in range(4):
         (tmp_path / f"nvidia{k}").touch()
     return monkeypatch
@@ -238,22 +238,22 @@ def machine(monkeypatch, tmp_path):
 
 def test_each_process_gets_a_gpu_of_its_own(machine):
     def visible(count, **environment):
-        return [variables.get("CUDA_VISIBLE_DEVICES") for variables in accelerators.environments(count, environment)]
+        return [variables.get("CUDA_VISIBLE_DEVICES") for variables in ranks.gpu_environments(count, environment)]
 
     assert visible(4) == ["0", "1", "2", "3"] and visible(2) == ["0", "1"]
     assert visible(2, CUDA_VISIBLE_DEVICES="3, 1") == ["3", "1"] and visible(2, JAX_PLATFORMS="cuda,cpu") == ["0", "1"]
     for count, environment in ((5, {}), (3, {"CUDA_VISIBLE_DEVICES": "0,2"})):
         with pytest.raises(command.UserError, match=f"{count} processes for . visible GPUs.*JAX_PLATFORMS=cpu"):
-            accelerators.environments(count, environment)
+            ranks.gpu_environments(count, environment)
 
 
 def test_without_gpus_the_processes_run_on_the_cpu_and_jax_platforms_is_the_users(machine):
-    assert accelerators.environments(2, {"JAX_PLATFORMS": "cpu"}) == [{}, {}]
-    assert accelerators.environments(9, {"JAX_PLATFORMS": "tpu"}) == [{}] * 9
-    assert accelerators.environments(2, {"CUDA_VISIBLE_DEVICES": ""}) == [{"JAX_PLATFORMS": "cpu"}] * 2
-    machine.setattr(accelerators, "_PLUGINS", ("no_such_plugin",))
-    assert accelerators.environments(2, {}) == [{"JAX_PLATFORMS": "cpu"}] * 2
-    assert accelerators.environments(2, {"JAX_PLATFORMS": "cuda"}) == [{}, {}]
+    assert ranks.gpu_environments(2, {"JAX_PLATFORMS": "cpu"}) == [{}, {}]
+    assert ranks.gpu_environments(9, {"JAX_PLATFORMS": "tpu"}) == [{}] * 9
+    assert ranks.gpu_environments(2, {"CUDA_VISIBLE_DEVICES": ""}) == [{"JAX_PLATFORMS": "cpu"}] * 2
+    machine.setattr(ranks, "_PLUGINS", ("no_such_plugin",))
+    assert ranks.gpu_environments(2, {}) == [{"JAX_PLATFORMS": "cpu"}] * 2
+    assert ranks.gpu_environments(2, {"JAX_PLATFORMS": "cuda"}) == [{}, {}]
 
 
 # -- Where it listens -------------------------------------------------------------------------------------------------
@@ -271,15 +271,15 @@ def test_without_gpus_the_processes_run_on_the_cpu_and_jax_platforms_is_the_user
 def test_a_process_listens_where_the_others_reach_it(coordinator, bound, own):
     if "::1" in coordinator and not pathlib.Path("/proc/net/if_inet6").exists():
         pytest.skip("this machine has no IPv6")
-    assert place.bind_address(coordinator) == bound
-    assert own is ... or place.own_address(coordinator) == own
+    assert ranks.bind_address(coordinator) == bound
+    assert own is ... or ranks.own_address(coordinator) == own
 
 
 def test_a_name_that_means_loopback_here_only_is_not_bound(monkeypatch):
     """As Debian's installer writes /etc/hosts; the others reach the machine by another address."""
     of_name = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.1.1", 0))]
     monkeypatch.setattr(socket, "getaddrinfo", lambda *given, **options: of_name)
-    assert place.bind_address("node1:4321") is None and place.own_address("node1:4321") is None
+    assert ranks.bind_address("node1:4321") is None and ranks.own_address("node1:4321") is None
 
 
 # Joins the others, lets them talk, and prints the addresses at which this process listens.
