@@ -1,22 +1,13 @@
-"""Measures the devices at hand and writes a cluster profile, which launch.plan reads.
+"""Measure the devices and write a cluster profile, which launch.plan reads.
 
     python -m launch.calibrate --config=configs/lm.py --out=profile.json
     python -m launch.cluster run --hosts=4 --rate=200mbit --module=launch.calibrate -- --config=configs/lm.py --out=profile.json
-    srun -N4 -n4 python -m launch.calibrate --config=configs/lm.py --out=profile.json
-    python -m launch.cluster run --hosts=8 --rate=100mbit --module=launch.calibrate -- --config=configs/lm.py --out=p.json --links=l.json
+    srun -N4 -n4 python -m launch.calibrate --config=configs/lm.py --out=profile.json --links=links.json
     python -m launch.calibrate --config=configs/lm.py --compressed=method=allreduce,reducer=powersgd --out=profile.json
-    python -m launch.plan --cluster=profile.json
 
-The config gives model, batch, optimizer and how many workers share a node (`local_size`); its method does not matter. Without
-accelerators each worker is a forced CPU device, as in launch.train. Methods named by --compressed are measured without their
-messages, of which the model knows the bytes; the profile holds them too. The machines should do nothing else meanwhile: the profile
-takes what it sees for what the cluster is like.
-
-With --links the link of every pair of workers is measured as well, between processes of one worker each, and how fast each worker
-computes: launch.place reads them.
-
-The table has the median over rounds and workers and 5 to 95 % of them; of each exchange also α and β of the line through its
-times, t = α + bytes/β. All-reduce makes 2(N−1) hops, of 2(N−1)/N of the bytes together.
+The config gives model, batch, optimizer and workers per node (`local_size`); its method is ignored. Without accelerators each worker
+is a CPU device. The machines should be idle: other load on them would end up in the profile. Methods of --compressed are timed without
+their messages. --links also measures the link of every pair of workers, for launch.place. docs/commands.md describes the table.
 """
 
 import contextlib
@@ -38,15 +29,13 @@ with command.defining_config():
     _CONFIG = config_flags.DEFINE_config_file(
         "config", None, "Config file, with an optional shorthand after a colon: configs/lm.py:workers=4."
     )
-_OUT = flags.DEFINE_string("out", None, "The profile to write, such as profile.json.")
-_NAME = flags.DEFINE_string("name", None, "What the profile calls the cluster; none: its workers and devices.")
-_SIZES = flags.DEFINE_list("sizes", [], "Bytes of exchanges, as 1e5,1e6,1e7; none: up to the model's.")
-_COMPRESSED = flags.DEFINE_multi_string("compressed", [], "A compressed method, as a shorthand of the config; may be repeated.")
-_LINKS = flags.DEFINE_string(
-    "links", None, "Where to write the links of every pair of workers, such as links.json; none: not measured."
-)
-_SECONDS = flags.DEFINE_float("seconds", 60.0, "About how long to measure, when everything is compiled.", lower_bound=0.0)
-_ROUNDS = flags.DEFINE_integer("rounds", None, "How often to measure everything; none: as the seconds allow.", lower_bound=1)
+_OUT = flags.DEFINE_string("out", None, "Profile to write, such as profile.json.")
+_NAME = flags.DEFINE_string("name", None, "Name of the cluster; default: its workers and devices.")
+_SIZES = flags.DEFINE_list("sizes", [], "Bytes of exchanges, such as 1e5,1e6,1e7; default: up to the model's.")
+_COMPRESSED = flags.DEFINE_multi_string("compressed", [], "Compressed method in shorthand; may be repeated.")
+_LINKS = flags.DEFINE_string("links", None, "File of links to write, one for every pair of workers.")
+_SECONDS = flags.DEFINE_float("seconds", 60.0, "Approximate measuring time after compilation.", lower_bound=0.0)
+_ROUNDS = flags.DEFINE_integer("rounds", None, "Number of measurements; default: as --seconds allows.", lower_bound=1)
 flags.mark_flags_as_required(["config", "out"])
 flags.adopt_module_key_flags(join)  # --help shows them.
 
@@ -62,18 +51,18 @@ SCOPES = {"inter": "between nodes", "intra": "inside nodes"}
 
 
 def parse_sizes(texts: list[str]) -> list[int]:
-    """Bytes of exchanges."""
+    """Parse the bytes of exchanges."""
     try:
         sizes = sorted({int(float(text)) for text in texts})
     except (ValueError, OverflowError):
-        command.refuse(f"sizes={','.join(texts)}: must be numbers of bytes, as 1e5,1e6,1e7")
+        command.refuse(f"sizes={','.join(texts)}: must be numbers of bytes, such as 1e5,1e6,1e7")
     if texts and (sizes[0] < 4 or len(sizes) < 2):
-        command.refuse(f"sizes={','.join(texts)}: must be two different ones or more, of at least 4 bytes, as 1e5,1e6")
+        command.refuse(f"sizes={','.join(texts)}: must be two or more different numbers of at least 4, such as 1e5,1e6")
     return sizes
 
 
 def forms(config: ml_collections.ConfigDict, texts: list[str]) -> list[measure.Form]:
-    """Compressed methods: shorthands of the config's file, with the model, data and workers of the config."""
+    """Return compressed methods: shorthands of the config's file, with the model, data and workers of the config."""
     file = flags.FLAGS["config"].config_filename  # pyright: ignore[reportAttributeAccessIssue]
     kept = {field: value for field, value in join.resolved(config).document.items() if field not in METHOD}
 
@@ -85,37 +74,37 @@ def forms(config: ml_collections.ConfigDict, texts: list[str]) -> list[measure.F
 
 
 def spread(times_s: np.ndarray) -> list[str]:
-    """Median and range, in ms."""
+    """Format the median and the range in ms."""
     low, middle, high = 1e3 * np.quantile(times_s, (0.05, 0.5, 0.95))
     return [f"{middle:.3g}", f"{low:.3g} – {high:.3g}"]
 
 
 def report(measured: measure.Measured) -> table.Table:
-    """What was measured, one row per action."""
+    """Return the table of measurements."""
     rows = command.table("", "MB", "ms", "5 – 95 %", "α, ms", "β, Mbit/s", title=markup.escape(measured.cluster.name))
     rows.caption = f"all-reduce reaches {measured.cluster.all_reduce_efficiency:.0%} of the links' bandwidth"
     model_mb = f"{measured.workload.total_bytes / 1e6:.3g}"
     for part, title in STEP.items():
         rows.add_row(title, model_mb, *spread(measured.step_s[part]))
     for (kind, scope), line in measured.lines.items():
-        title, shown = f"{KINDS[kind]} {SCOPES[scope]}", [f"{1e3 * line.latency_s:.3g}", f"{8e-6 * line.bandwidth_Bps:.4g}"]
+        title, fit = f"{KINDS[kind]} {SCOPES[scope]}", [f"{1e3 * line.latency_s:.3g}", f"{8e-6 * line.bandwidth_Bps:.4g}"]
         for what, slowest_s in measured.exchange_s.items():
             if (what.kind, what.scope) == (kind, scope):
-                rows.add_row(title, f"{what.num_bytes / 1e6:.3g}", *spread(slowest_s), *shown)
-                title, shown = "", []  # Told once.
+                rows.add_row(title, f"{what.num_bytes / 1e6:.3g}", *spread(slowest_s), *fit)
+                title, fit = "", []  # Only in the first row.
     if len(measured.beside_s):
         rows.add_row("beside a gradient", model_mb, *spread(measured.beside_s))
     for codec, both_s in measured.codec_s.items():
         rate_Bps = measured.cluster.codec_rate(codec)
         assert rate_Bps is not None
         rows.add_row(f"{codec}, both ways", model_mb, *spread(both_s), "", f"{8e-6 * rate_Bps:.4g}")
-    for name, own_s in measured.coding_s.items():
-        rows.add_row(f"update by {name}, unsent", model_mb, *spread(own_s))
+    for name, update_s in measured.coding_s.items():
+        rows.add_row(f"update by {name}, unsent", model_mb, *spread(update_s))
     return rows
 
 
 def links_between(trainer: train.Trainer, sizes: list[int], measured: measure.Measured) -> Any:
-    """The links between the workers, and how fast each computes: 6 · parameters · examples' items ÷ the time of its gradient."""
+    """Measure the links between workers, and each worker's flop/s: 6 · parameters · items of a batch ÷ time of a gradient."""
     from decjax.contrib.placement.measured import measure_links  # It brings SciPy, which takes a second.
 
     spec, task = trainer.spec, trainer.setup.task
@@ -129,7 +118,7 @@ def links_between(trainer: train.Trainer, sizes: list[int], measured: measure.Me
 
 
 def report_links(links: Any) -> table.Table:
-    """Mbit/s from row to column."""
+    """Return the table of Mbit/s from row to column."""
     rows = command.table("from, to: Mbit/s", *links.names, "ms", "Gflop/s")
     rows.caption = "ms: the largest latency to another worker"
     for i, name in enumerate(links.names):
@@ -156,11 +145,11 @@ def main(argv: list[str]) -> int:
         trainer = measure.prepare(join.resolved(config))
         each = trainer.workers.local_size
         nodes = trainer.workers.num_workers // each
-        usual = f"{nodes} {'nodes' if nodes > 1 else 'node'} × {each} workers, {jax.devices()[0].device_kind}"
+        default_name = f"{nodes} {'nodes' if nodes > 1 else 'node'} × {each} workers, {jax.devices()[0].device_kind}"
         with terminal.status("compiling …") if first else contextlib.nullcontext() as shown:
             measured = measure.measure(
                 trainer,
-                name=_NAME.value or usual,
+                name=_NAME.value or default_name,
                 sizes=sizes,
                 forms=forms(config, _COMPRESSED.value),
                 seconds=_SECONDS.value,
@@ -175,9 +164,7 @@ def main(argv: list[str]) -> int:
             terminal.print(report_links(links))
             terminal.print(f"wrote {_LINKS.value}, which launch.place --links reads", soft_wrap=True)
         costmodel.save(path, measured.cluster, measured.workload)
-        terminal.print(
-            f"wrote {path}; python -m launch.plan --cluster={path} says which method pays there", markup=False, soft_wrap=True
-        )
+        terminal.print(f"wrote {path}; python -m launch.plan --cluster={path} ranks the methods", markup=False, soft_wrap=True)
     return 0
 
 

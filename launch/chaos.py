@@ -1,11 +1,11 @@
-"""Faults on command: processes that are killed or frozen, hosts that are cut off, links that become slow.
+"""Fault injection: kill or freeze processes, cut off hosts, slow down links.
 
     --chaos='kill=3@120s,freeze=1@200s+15s,cut=2@300s+30s,rate=0:5mbit@400s'
     --chaos='storm(per_hour=125,seed=0)'
 
-`kill=3@120s` kills process 3 when 120 s have passed since the start; `freeze=1@200s+15s` stops process 1 for 15 s; `cut=2@300s+30s`
-takes the link of host 2 down for 30 s; `rate=0:5mbit@400s` changes the rate of host 0's link. A storm kills a random process now and
-then, with exponential pauses between; `storm(per_hour=125,kinds=all,lasts_s=10)` freezes processes and cuts hosts off as well.
+`kill=3@120s` kills process 3 after 120 s; `freeze=1@200s+15s` stops process 1 for 15 s; `cut=2@300s+30s` takes the link of host 2 down
+for 30 s; `rate=0:5mbit@400s` sets the rate of host 0's link. A storm kills a random process at random times with exponential pauses;
+`storm(per_hour=125,kinds=all,lasts_s=10)` also freezes processes and cuts off hosts.
 """
 
 from collections.abc import Callable, Iterator
@@ -18,7 +18,7 @@ import re
 import signal
 import sys
 import time
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, NoReturn, Protocol
 
 from decjax import registry
 from launch import command
@@ -33,11 +33,11 @@ _STORM = {
     "lasts_s": registry.Option(10.0, float, False),
 }
 LEAST_PER_HOUR = 1e-6
-_EXAMPLE = "as in --chaos='kill=3@120s,freeze=1@200s+15s,cut=2@300s+30s,rate=0:5mbit@400s'"
+_EXAMPLE = "write --chaos='kill=3@120s,freeze=1@200s+15s,cut=2@300s+30s,rate=0:5mbit@400s'"
 
 
 class Links(Protocol):
-    """What a box can do to the links of its hosts."""
+    """Links of an emulated cluster."""
 
     def set_link(self, host: int, up: bool) -> None: ...
     def set_rate(self, rate: str, host: int | None = None) -> None: ...
@@ -54,12 +54,12 @@ class Event(NamedTuple):
 
 
 def parse(text: str, processes: int, hosts: int = 0) -> Iterator[Event]:
-    """The faults of a text, in the order of their times; a storm has no end.
+    """Parse faults, in the order of their times; a storm has no end.
 
     Args:
-        text: as the module's examples.
-        processes: how many there are.
-        hosts: how many there are; 0: no box, so that links cannot be cut or slowed.
+        text: as in the module's examples.
+        processes: their number.
+        hosts: their number; 0: no emulated cluster, so links cannot be cut or slowed down.
     """
     if text.startswith("storm"):
         return _storm(text, processes, hosts)
@@ -67,7 +67,7 @@ def parse(text: str, processes: int, hosts: int = 0) -> Iterator[Event]:
     for part in filter(None, text.split(",")):
         found = _EVENT.fullmatch(part.strip())
         if not found or found[1] not in KINDS:
-            command.refuse(f"--chaos: {part.strip()!r} is no fault; write {_EXAMPLE}")
+            command.refuse(f"--chaos: {part.strip()!r} is not a fault", _EXAMPLE)
         event = Event(float(found[4]), found[1], int(found[2]), float(found[5] or 0), found[3] or "")
         _check(event, processes, hosts)
         events.append(event)
@@ -78,17 +78,21 @@ def _check(event: Event, processes: int, hosts: int) -> None:
     of_link = event.kind in ("cut", "rate")
     most = hosts if of_link else processes
     if of_link and not hosts:
-        command.refuse(f"--chaos: {event.kind} needs links of its own; use launch.cluster run")
+        _refuse_link(event.kind)
     if event.target >= most:
         command.refuse(
             f"--chaos: {event.kind}={event.target}: there are {most} {'hosts' if of_link else 'processes'}, from 0 to {most - 1}"
         )
     if (event.kind in _LASTING) != bool(event.lasts_s) or (event.kind == "rate") != bool(event.rate):
-        command.refuse(f"--chaos: {event.kind}={event.target} is not complete, or has too much; write {_EXAMPLE}")
+        command.refuse(f"--chaos: {event.kind}={event.target} is incomplete or has extra values", _EXAMPLE)
     if event.rate:
         from launch import iproute  # It imports this module.
 
         iproute.checked_rate(event.rate)
+
+
+def _refuse_link(kind: str) -> NoReturn:
+    command.refuse(f"--chaos: {kind} needs an emulated cluster", "use launch.cluster run")
 
 
 def _storm(text: str, processes: int, hosts: int) -> Iterator[Event]:
@@ -99,10 +103,10 @@ def _storm(text: str, processes: int, hosts: int) -> Iterator[Event]:
         command.refuse(str(error))
     per_hour, lasts_s, seed = options["per_hour"], options["lasts_s"], options["seed"]
     if name != "storm" or given.keys() - _STORM or not (LEAST_PER_HOUR <= per_hour < math.inf and 0 < lasts_s < math.inf):
-        command.refuse(f"--chaos={text}: must read like 'storm(per_hour=125,seed=0,kinds=all,lasts_s=10)'")
+        command.refuse(f"--chaos={text}: must be like 'storm(per_hour=125,seed=0,kinds=all,lasts_s=10)'")
     kinds = ["kill", "freeze", *(["cut"] if hosts else [])] if options["kinds"] == "all" else [options["kinds"]]
     if "cut" in kinds and not hosts:
-        command.refuse("--chaos: cut needs links of its own; use launch.cluster run")
+        _refuse_link("cut")
 
     def events():
         chance, at_s = random.Random(seed), 0.0
@@ -116,13 +120,13 @@ def _storm(text: str, processes: int, hosts: int) -> Iterator[Event]:
 
 
 class Chaos:
-    """Does what is due; `look` is to be called several times a second.
+    """Injects faults at their times; `look` must be called several times a second.
 
     Args:
         events: from `parse`.
-        process_of: the id of the process that has a slot now; None: there is none.
-        links: of the box, if there is one.
-        begun: when the clock started, as `time.monotonic` has it.
+        process_of: maps a slot to the id of its process; None: there is none.
+        links: of the emulated cluster, if there is one.
+        begun: start of the clock in `time.monotonic`; None: now.
     """
 
     def __init__(
@@ -139,7 +143,7 @@ class Chaos:
         self.done: list[Event] = []
 
     def look(self) -> None:
-        """Does all faults whose time has come, and ends those that have lasted long enough."""
+        """Inject the faults that are due, and end those that are over."""
         now_s = time.monotonic() - self._begun
         while self._ends and self._ends[0][0] <= now_s:
             heapq.heappop(self._ends)[2]()
@@ -149,7 +153,7 @@ class Chaos:
             self.done.append(event)
 
     def close(self) -> None:
-        """Ends what still lasts."""
+        """End all faults."""
         while self._ends:
             heapq.heappop(self._ends)[2]()
 
@@ -162,7 +166,7 @@ class Chaos:
             heapq.heappush(self._ends, (event.at_s + event.lasts_s, len(self.done), end))
 
     def _on_process(self, event: Event) -> Callable[[], None] | None:
-        """Kills or stops a process; returns what lets it go on."""
+        """Kill or stop a process; return a function that continues it."""
         if (process := self._process_of(event.target)) is None:
             return None
 
@@ -177,7 +181,7 @@ class Chaos:
         return lambda: send(signal.SIGCONT)
 
     def _on_link(self, event: Event) -> Callable[[], None] | None:
-        """Takes a link down or changes its rate; returns what takes it up again."""
+        """Take a link down or change its rate; return a function that restores it."""
         links = self._links
         assert links
         if event.kind == "rate":

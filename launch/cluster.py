@@ -1,29 +1,18 @@
-"""A cluster in a box: several hosts on this machine, on a switch whose links have a limited rate.
+"""Emulate a cluster: several hosts on this machine, on a switch whose links have a limited rate.
 
     python -m launch.cluster run --hosts=4 --rate=200mbit -- --config=configs/lm.py --workdir=runs/lm
 
-makes the network, runs one `launch.train` on every host, prints the bytes each host sent and received, and takes the
-network down, however it ends. For several runs over the same network:
+creates the network, runs launch.train on every host, prints the bytes sent and received, and removes the network. For several runs:
 
     python -m launch.cluster up --hosts=4 --rate=200mbit
     python -m launch.cluster run -- --config=configs/lm.py --workdir=runs/lm
-    python -m launch.cluster rate --rate=50mbit        # none: as fast as the machine can
+    python -m launch.cluster rate --rate=50mbit        # none: unlimited
     python -m launch.cluster bytes
     python -m launch.cluster down
 
-`--pairs=0-1:10mbit,4-5:10mbit` makes the links between some hosts slower. `--processes_per_host=2` puts two processes on
-each host, which share its link; `--module=launch.calibrate` runs another module that takes launch.train's coordinator
-flags; `--pin` keeps process i on core i modulo their number.
-
-In Python:
-
-    with cluster.network(hosts=4, rate="200mbit") as network:
-        network.run("launch.train", ["--config=configs/lm.py", "--workdir=runs/lm"])
-        network.set_rate("50mbit")
-
-A host is a network namespace, `decjax0`, `decjax1`, …; the switch is a bridge in one of its own, `decjax-switch`, so
-nothing of the machine's own network is touched. Token buckets at both ends of a link limit what the host sends and
-what it receives, each to the rate; TCP is Reno's, whatever the machine prefers. It needs Linux, root and iproute2.
+In Python: `with cluster.network(hosts=4, rate="200mbit") as network: network.run("launch.train", arguments)`. Hosts are network
+namespaces, `decjax0`, `decjax1`, …, and the switch is a bridge in `decjax-switch`, so the machine's own network is unchanged. Token
+buckets limit each direction of a link; TCP uses Reno. Requires Linux, root and iproute2.
 """
 
 import shlex
@@ -51,7 +40,7 @@ _VERBS = ("up", "run", "rate", "bytes", "down")
 
 
 class Rates(flags.ListParser):
-    """The parser of a flag of several rates, so that none of them is refused after the others were measured."""
+    """Parser of a flag with several rates."""
 
     def parse(self, argument: str | list[str]) -> list[str]:
         rates = [iproute.checked_rate(rate) for rate in super().parse(argument)]
@@ -59,7 +48,7 @@ class Rates(flags.ListParser):
 
 
 def tabulate(links: Network, counted: list[HostBytes]) -> rich.table.Table:
-    """One row per host."""
+    """Return a table with one row per host."""
     table = command.table("host", "address", "rate, Mbit/s", "sent, MB", "received, MB", words=2)
     for index, (name, address, passed) in enumerate(zip(links.hosts, links.addresses, counted, strict=True)):
         rate_Bps = links.rate_Bps(index)
@@ -69,7 +58,7 @@ def tabulate(links: Network, counted: list[HostBytes]) -> rich.table.Table:
 
 
 def run(arguments: list[str], console: rich.console.Console) -> int:
-    """The verb `run`."""
+    """Run the verb `run`."""
     chosen = flags.FLAGS
     processes.check_count("processes_per_host", chosen.processes_per_host)
     existing = find(chosen.name)
@@ -81,8 +70,8 @@ def run(arguments: list[str], console: rich.console.Console) -> int:
         before = links.bytes()
         hosts = len(links.hosts)
         faults = chaos.parse(chosen.chaos, hosts * chosen.processes_per_host, hosts)
-        if given := elastic.options(chosen.module, arguments):
-            code = links.run_elastic(given, chosen.module, arguments, chosen.processes_per_host, again, faults)
+        if settings := elastic.options(chosen.module, arguments):
+            code = links.run_elastic(settings, chosen.module, arguments, chosen.processes_per_host, again, faults)
         else:
             code = links.run(chosen.module, arguments, chosen.processes_per_host, chosen.pin, again, faults)
         if code != command.USER_ERROR:
@@ -105,7 +94,7 @@ def main(argv: list[str]) -> int:
     if arguments and verb != "run":
         command.refuse(f"unexpected argument {arguments[0]!r}: {verb} takes options only; leave it out")
     if chosen.pin and chosen.elastic:
-        command.refuse("--pin changes nothing with --elastic, whose processes share the cores; leave one of them out")
+        command.refuse("--pin has no effect with --elastic, whose processes share the cores; leave one of them out")
     if verb == "run":
         return run(arguments, console)
     if verb == "up":
@@ -130,14 +119,14 @@ def main(argv: list[str]) -> int:
 
 if __name__ == "__main__":
     # Defined here, because experiments use this module and have flags of their own.
-    flags.DEFINE_integer("hosts", None, "Hosts to make; of a network that is up, how many to run on.")
-    flags.DEFINE_string("rate", None, "Of every link and both ways, as 200mbit; none: not limited.")
-    flags.DEFINE_string("pairs", "", "Hosts whose messages to each other are slower, as 0-1:10mbit,4-5:10mbit.")
-    flags.DEFINE_string("name", NAME, "What the names of the network's namespaces begin with.")
-    flags.DEFINE_string("subnet", SUBNET, "Addresses of the hosts, the first ones.")
-    flags.DEFINE_integer("processes_per_host", 1, "Processes on each host, one CPU worker each.")
-    flags.DEFINE_string("module", processes.TRAIN, "What runs on every host; it gets the coordinator flags of launch.train.")
-    flags.DEFINE_boolean("pin", False, "Whether process i stays on core i, modulo the number of cores.")
+    flags.DEFINE_integer("hosts", None, "Number of hosts; default: all of a network that is up.")
+    flags.DEFINE_string("rate", None, "Rate of every link in each direction, such as 200mbit; none: unlimited.")
+    flags.DEFINE_string("pairs", "", "Pairs of hosts with slower links, such as 0-1:10mbit,4-5:10mbit.")
+    flags.DEFINE_string("name", NAME, "Prefix of the network namespaces.")
+    flags.DEFINE_string("subnet", SUBNET, "Subnet of the hosts' addresses.")
+    flags.DEFINE_integer("processes_per_host", 1, "Processes per host, one CPU worker each.")
+    flags.DEFINE_string("module", processes.TRAIN, "Module with the coordinator flags of launch.train.")
+    flags.DEFINE_boolean("pin", False, "Pin process i to core i, modulo the number of cores.")
     elastic.define_flags()
     flags.FLAGS.set_gnu_getopt()  # The verb stands before the options.
     command.run(main)

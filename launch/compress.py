@@ -1,12 +1,12 @@
-"""What compressing a trained model costs: loss of the averaged model with eight bits per channel, low rank, or pruned.
+"""Measure the loss of a trained model after compression: int8 per channel, low rank, or pruned.
 
     python -m launch.compress --workdir=runs/lm
     python -m launch.compress --workdir=runs/lm '--forms=int8;low_rank(fraction=0.25);prune(fraction=0.9)'
-    python -m launch.compress --workdir=runs/clicks '--forms=low_rank(fraction=0.25);principal(fraction=0.25)' --out=found.json
+    python -m launch.compress --workdir=runs/clicks '--forms=low_rank(fraction=0.25);principal(fraction=0.25)' --out=losses.json
 
-Takes the newest checkpoint of a run, averages its workers, and evaluates the average on all validation data, as it is and in every
-form (`decjax.models.compress`). Nothing is trained anew and the run is not changed. All workers are simulated on one device. The form
-`principal` looks at what the model's layers put out for training examples, for tasks that show it: clicks.
+Averages the workers of the newest checkpoint and evaluates the average on all validation data, uncompressed and in every form
+(`decjax.models.compress`). Nothing is trained, and the run is not changed. The form `principal` needs the outputs of layers for
+training examples, which the task clicks has.
 """
 
 from collections.abc import Mapping
@@ -18,6 +18,7 @@ from typing import Any
 from absl import flags
 import jax
 import numpy as np
+import rich.table
 
 from decjax import config as parts
 from decjax import files, train
@@ -29,24 +30,24 @@ _WORKDIR = flags.DEFINE_string("workdir", None, "Directory of the run.")
 _FORMS = flags.DEFINE_string(
     "forms",
     None,
-    f"Forms, separated by semicolons; none: {';'.join(compress.EXAMPLES)}, and {compress.OF_OUTPUTS} where the task can.",
+    f"Forms, separated by semicolons; default: {';'.join(compress.EXAMPLES)}, and {compress.OF_OUTPUTS} if the task has them.",
 )
-_OUT = flags.DEFINE(command.FILE, "out", None, "A file for the numbers, as JSON.")
+_OUT = flags.DEFINE(command.FILE, "out", None, "JSON file to write.")
 flags.mark_flag_as_required("workdir")
 
-KEPT = "as trained"
-SAMPLED = 2**13  # training examples at least, for which layers put something out
-Found = dict[str, tuple[float, Mapping[str, float]]]  # (bytes, metrics) by form
+UNCOMPRESSED = "as trained"
+SAMPLED = 2**13  # minimum of training examples for which outputs are computed
+Results = dict[str, tuple[float, Mapping[str, float]]]  # (bytes, metrics) by form
 
 
 def trainer_of(document: dict[str, Any]) -> train.Trainer:
-    """The trainer of a run's config, with all workers on one device."""
-    spec = parts.resolve(document)  # As the run that it was: no step is taken here, so options that exclude `simulate` may stay.
+    """Return the trainer of a run's config, with all workers on one device."""
+    spec = parts.resolve(document)  # No step is taken, so options that exclude `simulate` may stay.
     return train.Trainer(spec.replace(simulate=True, tensor=1, tensor_codec=""))
 
 
 def load(workdir: pathlib.Path) -> tuple[train.Trainer, Any, int]:
-    """The trainer of a run, its newest state, and the step."""
+    """Return the trainer of a run, its newest state, and the step."""
     try:
         document = files.read_json(workdir / "config.json")
     except ValueError as error:
@@ -60,33 +61,35 @@ def load(workdir: pathlib.Path) -> tuple[train.Trainer, Any, int]:
 
 
 def outputs(trainer: train.Trainer, model: tuple[Any, Any]) -> dict[str, np.ndarray] | None:
-    """What a model's layers put out for training examples, of all workers in turn; None if the task does not show it."""
-    if not (given := trainer.setup.task.outputs):
+    """Return the outputs of layers for training examples of all workers; None if the task has none."""
+    if not (compute := trainer.setup.task.outputs):
         return None
-    spec, of_batch = trainer.spec, jax.jit(given)
+    spec, of_batch = trainer.spec, jax.jit(compute)
     batches = (trainer.data.batch(k % spec.workers, k // spec.workers) for k in range(-(-SAMPLED // spec.batch_per_worker)))
-    found = [jax.tree.map(np.asarray, of_batch(*model, batch)) for batch in batches]
-    return {name: np.concatenate([own[name] for own in found]) for name in found[0]}
+    outputs_of = [jax.tree.map(np.asarray, of_batch(*model, batch)) for batch in batches]
+    return {name: np.concatenate([values[name] for values in outputs_of]) for name in outputs_of[0]}
 
 
-def measure(trainer: train.Trainer, state: Any, forms: list[str]) -> Found:
-    """(bytes, metrics) of the averaged model in each form, and as it is."""
+def measure(trainer: train.Trainer, state: Any, forms: list[str]) -> Results:
+    """Return (bytes, metrics) of the averaged model, uncompressed and in each form."""
     params, variables = trainer.average(state)
-    found = {KEPT: (float(sum(np.asarray(x).nbytes for x in jax.tree.leaves(params))), trainer.measure((params, variables)))}
-    seen = functools.cache(lambda: outputs(trainer, (params, variables)))
+    results = {
+        UNCOMPRESSED: (float(sum(np.asarray(x).nbytes for x in jax.tree.leaves(params))), trainer.measure((params, variables)))
+    }
+    cached_outputs = functools.cache(lambda: outputs(trainer, (params, variables)))
     for form in forms:
-        smaller = compress.make(form)(params, seen() if compress.needs_outputs(form) else None)
-        found[form] = float(smaller.num_bytes), trainer.measure((smaller.params, variables))
-    return found
+        smaller = compress.make(form)(params, cached_outputs() if compress.needs_outputs(form) else None)
+        results[form] = float(smaller.num_bytes), trainer.measure((smaller.params, variables))
+    return results
 
 
-def report(found: Found) -> Any:
-    """One row a form."""
-    whole, metrics = found[KEPT]
+def report(results: Results) -> rich.table.Table:
+    """Return a table with one row per form."""
+    total, metrics = results[UNCOMPRESSED]
     table = command.table("form", "MB", "ratio", *(text for name in metrics for text in (name, "change")))
-    for form, (num_bytes, own) in found.items():
-        cells = (text for name, value in own.items() for text in (f"{value:.4f}", f"{value - metrics[name]:+.4f}"))
-        table.add_row(form, f"{num_bytes / 1e6:.3g}", f"{num_bytes / whole:.3f}", *cells)
+    for form, (num_bytes, values) in results.items():
+        cells = (text for name, value in values.items() for text in (f"{value:.4f}", f"{value - metrics[name]:+.4f}"))
+        table.add_row(form, f"{num_bytes / 1e6:.3g}", f"{num_bytes / total:.3f}", *cells)
     return table
 
 
@@ -96,14 +99,14 @@ def main(argv: list[str]) -> int:
     for form in forms:
         compress.make(form)  # Refused before anything is loaded.
     trainer, state, step = load(pathlib.Path(_WORKDIR.value or ""))
-    usual = [*compress.EXAMPLES, *([compress.OF_OUTPUTS] if trainer.setup.task.outputs else [])]
-    found = measure(trainer, state, forms or usual)
+    defaults = [*compress.EXAMPLES, *([compress.OF_OUTPUTS] if trainer.setup.task.outputs else [])]
+    results = measure(trainer, state, forms or defaults)
     if _OUT.value:
-        rows = {form: {"bytes": num_bytes, **metrics} for form, (num_bytes, metrics) in found.items()}
+        rows = {form: {"bytes": num_bytes, **metrics} for form, (num_bytes, metrics) in results.items()}
         files.write_whole(_OUT.value, json.dumps({"step": step, "forms": rows}, indent=1) + "\n")
     terminal = command.console()
     terminal.print(f"the averaged model of {_WORKDIR.value} after {step} steps", markup=False)
-    terminal.print(report(found))
+    terminal.print(report(results))
     return 0
 
 

@@ -142,7 +142,7 @@ def alive(process_id):
         (["up", "--hosts=many"], ["many"]),
         (["run", "--pairs=0-1:5mbit", "--module=experiments.nothing"], ["experiments.nothing"]),
         (["down", "--pairs=0-1:5mbit"], ["--pairs", "not an option of down"]),
-        (["run", "--hosts=2", "--pin", "--elastic", "--", "--x"], ["--pin changes nothing with --elastic"]),
+        (["run", "--hosts=2", "--pin", "--elastic", "--", "--x"], ["--pin has no effect with --elastic"]),
     ],
 )
 def test_mistakes_are_told_in_one_line(arguments, problems):
@@ -161,7 +161,7 @@ def test_a_rate_that_is_none_is_refused(rate):
         iproute.checked_rate(rate)
 
 
-@pytest.mark.parametrize("rates, problem", [("50mbit,fast", "rate='fast': must be a number with bit"), ("", "one at least, as in")])
+@pytest.mark.parametrize("rates, problem", [("50mbit,fast", "rate='fast': must be a number with bit"), ("", "at least one rate")])
 def test_a_list_of_rates_is_refused_before_the_first_is_measured(rates, problem):
     values = flags.FlagValues()
     flags.DEFINE(cluster.Rates(), "rates", ["50mbit", "none"], "", flag_values=values)

@@ -362,7 +362,7 @@ def workload_with(**fields):
         ("[" * 100_000, (), "cannot be read as JSON: it is nested more than 64 levels deep"),
         ('{"a":' * 100_000, (), "cannot be read as JSON: it is nested more than 64 levels deep"),
         (profile_with(flops=10**400), ("--model=params=1e6,tokens=10",), "must be at least 1e-18 and at most 1e+18"),
-        (profile_with(num_nodes=10**9), (DATA,), "workers=8000000000: their graphs"),
+        (profile_with(num_nodes=10**9), (DATA,), "workers=8000000000 must be at most 4096"),
         (profile_with(num_nodes=10**9), (f"--model={SIZES}",), "use --devices=4096"),
         (
             profile_with(inter=dict(latency_s=1e300, bandwidth_Bps=1e9)),
@@ -407,7 +407,8 @@ def test_hostile_numbers_end_in_one_line(content, args, problem, tmp_path):
     if path == tmp_path / "p.json":
         path.write_text(content)
     start = time.monotonic()
-    result = run(f"--cluster={path}", *args)
+    module = LAYOUTS if any("depth=" in arg for arg in args) else "launch.plan"
+    result = run(f"--cluster={path}", *args, module=module)
     assert result.returncode == 2 and not result.stdout
     assert time.monotonic() - start < 60, "two seconds on a machine with nothing else to do"
     (error,) = result.stderr.splitlines()
