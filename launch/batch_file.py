@@ -1,4 +1,4 @@
-"""The text of a batch file for Slurm: options, the tasks, and what happens when they have ended; see launch.slurm."""
+"""Text of a Slurm batch file, for launch.slurm."""
 
 import pathlib
 import re
@@ -10,14 +10,12 @@ from launch import processes
 
 
 class Job(NamedTuple):
-    """What a batch file starts.
+    """Job of a batch file; its other fields are flags of launch.slurm.
 
     Attributes:
-        name: of the job.
         folder: of the file `job.sh` and the logs.
         arguments: of every task.
-        typed: the command that asked for it.
-        module, nodes, gpus_per_node …: as the flags of launch.slurm.
+        typed: command line that created the job.
     """
 
     name: str
@@ -44,23 +42,23 @@ class Job(NamedTuple):
 
     @property
     def log(self) -> str:
-        """What the names of logs begin with, as Slurm fills it in."""
+        """Prefix of the logs' names in Slurm's patterns."""
         return f"{self.folder}/{'%A_%a' if self.array else '%j'}"
 
 
 def text(job: Job) -> str:
-    """A file for sbatch, as a person would have written it."""
+    """Return a readable file for sbatch."""
     typed = job.typed.replace("\n", "\n# ")
     header = ["#!/bin/bash", f"# Written by: {typed}", *(f"#SBATCH {line}" for line in _options(job))]
     setup = [*([job.setup] if job.setup else []), "export DECJAX_LAUNCHER=1 PYTHONUNBUFFERED=1"]
-    setup += ["export JAX_ENABLE_PREEMPTION_SERVICE=false  # it would swallow a SIGTERM that comes before training has begun"]
+    setup += ["export JAX_ENABLE_PREEMPTION_SERVICE=false  # it would swallow a SIGTERM before training has begun"]
     compiled = shlex.quote(f"{job.folder}/compiled")
-    setup += [f"export JAX_COMPILATION_CACHE_DIR={compiled}  # a requeued job compiles nothing again"]
+    setup += [f"export JAX_COMPILATION_CACHE_DIR={compiled}  # a requeued job does not compile again"]
     return "\n\n".join("\n".join(block) for block in (header, setup, _start(job), _end(job))) + "\n"
 
 
 def _options(job: Job) -> list[str]:
-    """The options of sbatch, one per line."""
+    """Return the options of sbatch, one per line."""
     further: list[str] = []
     for word in shlex.split(job.sbatch):
         before = f"{further.pop()} " if further and not word.startswith("-") else ""  # `--partition gpu` is one option.
@@ -83,10 +81,10 @@ def _options(job: Job) -> list[str]:
 
 
 def own_options() -> dict[str, str]:
-    """The options of sbatch that launch.slurm sets by options of its own, with their short forms: {"--nodes": "-N"}."""
+    """Return the options of sbatch that launch.slurm sets, with their short forms: {"--nodes": "-N"}."""
     short = {"job-name": "J", "nodes": "N", "cpus-per-task": "c", "time": "t", "output": "o", "array": "a", "exclude": "x"}
-    every = _options(Job("job", pathlib.Path("job"), [], cpus_per_task=1, exclude="node", array="0"))
-    names = (option.partition("=")[0].removeprefix("--") for option in every)
+    options = _options(Job("job", pathlib.Path("job"), [], cpus_per_task=1, exclude="node", array="0"))
+    names = (option.partition("=")[0].removeprefix("--") for option in options)
     return {f"--{name}": f"-{short.get(name, name)}" for name in names if name != "requeue"}
 
 
@@ -107,7 +105,7 @@ def _in_shell(word: str) -> str:
 
 
 def _start(job: Job) -> list[str]:
-    """The tasks; srun waits for all of them, since those that lose contact to one that died end by themselves within a minute."""
+    """Return the lines that run the tasks; srun waits for all, since tasks end within a minute after they lose contact with another."""
     container = " ".join(map(_in_shell, shlex.split(job.container)))
     in_srun = container.startswith("-")
     cpus = f"--cpus-per-task={job.cpus_per_task}" if job.cpus_per_task else "--cpu-bind=none"
@@ -124,22 +122,22 @@ def _start(job: Job) -> list[str]:
 
 
 def _end(job: Job) -> list[str]:
-    """What follows upon the exit code of the tasks."""
+    """Return the lines that handle the exit code of the tasks."""
     gpus = f"! command -v nvidia-smi || [ $(nvidia-smi --list-gpus | wc -l) -ge {job.gpus_per_node} ]"
     check, array = gpus if job.gpus_per_node else "true", ' --array="$SLURM_ARRAY_TASK_ID"' if job.array else ""
     return f"""\
-case $code in 0 | 2 | 4) exit "$code" ;; esac  # finished; or the command is wrong, or the training diverged
-# A job that was cancelled stays so.
+case $code in 0 | 2 | 4) exit "$code" ;; esac  # finished, invalid command, or diverged
+# A cancelled job is not restarted.
 [ "$(squeue --noheader --jobs="$SLURM_JOB_ID" --states=RUNNING | wc -l)" -gt 0 ] || exit "$code"
-# Saved, before the time limit or upon scancel --signal=TERM: again, from there.
+# Saved before the time limit or after scancel --signal=TERM: requeue.
 if [ "$code" -eq 143 ]; then scontrol requeue "$SLURM_JOB_ID"; exit "$code"; fi
 
-# A task died, or did not answer: a new job goes on from the last checkpoint, without the nodes that are not well.
-well() {{ timeout 60 srun --overlap --nodes=1 --ntasks=1 --nodelist="$1" sh -c '{check}' >/dev/null 2>&1 </dev/null; }}
-failed=$(for node in $(scontrol show hostnames "$SLURM_JOB_NODELIST"); do {{ well "$node" || echo "$node"; }} & done; wait)
+# A task failed or stopped answering: a new job continues from the last checkpoint without failed nodes.
+healthy() {{ timeout 60 srun --overlap --nodes=1 --ntasks=1 --nodelist="$1" sh -c '{check}' >/dev/null 2>&1 </dev/null; }}
+failed=$(for node in $(scontrol show hostnames "$SLURM_JOB_NODELIST"); do {{ healthy "$node" || echo "$node"; }} & done; wait)
 export DECJAX_TRIES=$((${{DECJAX_TRIES:-0}} + 1)) DECJAX_EXCLUDE=${{DECJAX_EXCLUDE:-{job.exclude}}}
 for node in $failed; do DECJAX_EXCLUDE=${{DECJAX_EXCLUDE:+$DECJAX_EXCLUDE,}}$node; done
-echo "exit code $code; nodes that are not well: ${{failed:-none}}; failure $DECJAX_TRIES of at most {job.retries + 1}" >&2
+echo "exit code $code; failed nodes: ${{failed:-none}}; failure $DECJAX_TRIES of at most {job.retries + 1}" >&2
 [ "$DECJAX_TRIES" -gt {job.retries} ] && exit "$code"
 sbatch{array} ${{DECJAX_EXCLUDE:+--exclude="$DECJAX_EXCLUDE"}} {shlex.quote(str(job.file))} || scontrol requeue "$SLURM_JOB_ID"
 exit "$code"

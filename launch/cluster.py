@@ -60,7 +60,6 @@ def tabulate(links: Network, counted: list[HostBytes]) -> rich.table.Table:
 def run(arguments: list[str], console: rich.console.Console) -> int:
     """Run the verb `run`."""
     chosen = flags.FLAGS
-    processes.check_count("processes_per_host", chosen.processes_per_host)
     existing = find(chosen.name)
     hosts = chosen.hosts or (len(existing.hosts) if existing else 1)
     processes.check(chosen.module, arguments, hosts * chosen.processes_per_host)
@@ -124,7 +123,7 @@ if __name__ == "__main__":
     flags.DEFINE_string("pairs", "", "Pairs of hosts with slower links, such as 0-1:10mbit,4-5:10mbit.")
     flags.DEFINE_string("name", NAME, "Prefix of the network namespaces.")
     flags.DEFINE_string("subnet", SUBNET, "Subnet of the hosts' addresses.")
-    flags.DEFINE_integer("processes_per_host", 1, "Processes per host, one CPU worker each.")
+    processes.define_count("processes_per_host", 1, "Processes per host, one CPU worker each.")
     flags.DEFINE_string("module", processes.TRAIN, "Module with the coordinator flags of launch.train.")
     flags.DEFINE_boolean("pin", False, "Pin process i to core i, modulo the number of cores.")
     elastic.define_flags()

@@ -1,4 +1,4 @@
-"""Several processes on this machine, one CPU worker each, train together over gloo.
+"""Train with several processes on this machine, one CPU worker each, over gloo.
 
     python -m launch.local --num_processes=4 -- --config=configs/lm.py --workdir=runs/lm
 
@@ -18,7 +18,6 @@ from launch import chaos, command, elastic, processes
 
 def main(argv: list[str]) -> int:
     num_processes, module = flags.FLAGS.num_processes, flags.FLAGS.module
-    processes.check_count("num_processes", num_processes)
     processes.check(module, argv, num_processes)
     again, faults = processes.how_to_continue("launch.local", module), chaos.parse(flags.FLAGS.chaos, num_processes)
     if settings := elastic.options(module, argv):
@@ -29,7 +28,8 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    flags.DEFINE_integer("num_processes", None, "Processes on this machine, one CPU worker each.", required=True)
-    flags.DEFINE_string("module", processes.TRAIN, "What every process runs; it gets the coordinator flags of launch.train.")
+    processes.define_count("num_processes", None, "Processes on this machine, one CPU worker each.")
+    flags.mark_flag_as_required("num_processes")
+    flags.DEFINE_string("module", processes.TRAIN, "Module with the coordinator flags of launch.train.")
     elastic.define_flags()
     command.run(main)

@@ -21,6 +21,8 @@ import tempfile
 import time
 from typing import Any, BinaryIO, NamedTuple
 
+from absl import flags
+
 from decjax.signals import handling
 from launch import chaos, command, config_file, ranks
 
@@ -158,10 +160,9 @@ def how_to_continue(launcher: str, module: str) -> str:
     return f"the same command continues from the last checkpoint:\n  {same_command(launcher)}" if module == TRAIN else ""
 
 
-def check_count(option: str, count: int) -> None:
-    """Refuse so many processes on this machine before they fill its memory."""
-    if not 1 <= count <= MOST_PROCESSES:
-        command.refuse(f"{option}={count}: must be at least 1 and at most {MOST_PROCESSES} on one machine; use --{option}=4")
+def define_count(name: str, default: int | None, help_text: str, values: flags.FlagValues = flags.FLAGS) -> None:
+    """Define the flag of a number of processes on this machine, which must not exhaust its memory."""
+    flags.DEFINE_integer(name, default, help_text, lower_bound=1, upper_bound=MOST_PROCESSES, flag_values=values)
 
 
 def check(module: str, arguments: Sequence[str], num_processes: int = 1) -> None:

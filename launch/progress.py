@@ -1,4 +1,4 @@
-"""How far a run is: one live line on a terminal, a plain line now and then in a file or a pipe."""
+"""Progress of a run: a live line in a terminal, or plain lines in a file or pipe."""
 
 from collections.abc import Callable
 import datetime
@@ -12,27 +12,27 @@ import rich.progress
 
 from decjax import train
 
-PERIOD_S = 10.0  # between plain lines, at least
-ROOMY = 100  # columns of a terminal that hold the consensus distance as well
+PERIOD_S = 10.0  # minimum between plain lines
+ROOMY = 100  # columns of a terminal with room for the consensus distance
 
 
 class Progress(train.Tracker):
-    """Shows step, loss, items/s, consensus distance and time left; and evaluations, on lines of their own above the live line.
+    """Prints step, loss, items/s, consensus distance and time left; evaluations are on lines above the live line.
 
-    Where no terminal is, a line comes every `PERIOD_S` at most, with the newest of both; `metrics.jsonl` has all of them.
+    Without a terminal it prints at most one line per `PERIOD_S` with the newest values; `metrics.jsonl` has all of them.
 
     Args:
-        start: the step it begins at.
-        steps: the step it ends at.
-        items: what is counted, as "tokens".
-        unit: of the loss, or nothing.
+        start: first step.
+        steps: last step.
+        items: unit of throughput, such as "tokens".
+        unit: of the loss, or "".
         clock: in seconds.
     """
 
     def __init__(self, start: int, steps: int, items: str, unit: str, clock: Callable[[], float] = time.monotonic):
         self._steps, self._items, self._unit = steps, items, f" {unit}" if unit else ""
-        self._clock, self._said_s, self._newest = clock, -math.inf, {"train": "", "eval": ""}
-        self._first: tuple[float, int] | None = None  # when the first row came, and its step: what is before was compilation
+        self._clock, self._printed_s, self._newest = clock, -math.inf, {"train": "", "eval": ""}
+        self._first: tuple[float, int] | None = None  # (time, step) of the first row, after compilation
         self._live = live = sys.stdout.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
         self._console = rich.console.Console(file=sys.stdout, highlight=False, soft_wrap=True, force_terminal=live)
         self._roomy = not live or self._console.width >= ROOMY
@@ -46,7 +46,7 @@ class Progress(train.Tracker):
             disable=not live,
             expand=True,
             speed_estimate_period=60,
-            redirect_stderr=sys.stderr.isatty(),  # Else a file that takes the errors would miss them.
+            redirect_stderr=sys.stderr.isatty(),  # Otherwise a file with the errors would miss them.
         )
         self._task = self._line.add_task("train", total=steps, completed=start, numbers="compiling …")
         self._line.start()
@@ -55,7 +55,7 @@ class Progress(train.Tracker):
         self._line.stop()
 
     def say(self, text: str) -> None:
-        """A line that stays."""
+        """Print a permanent line."""
         self._console.print(text, markup=False)
 
     def step(self, step):
@@ -73,12 +73,12 @@ class Progress(train.Tracker):
             text = f"step {step} evaluated: {', '.join((average, *workers, *consensus))}"
         if not self._live:
             self._newest[kind] = text
-            self._say_newest()
+            self._print_newest()
         elif kind == "eval":
             self.say(text)
 
     def _left(self, step: int) -> list[str]:
-        """The time left, from the second row on."""
+        """Return the remaining time, from the second row on."""
         now_s = self._clock()
         if self._first is None:
             self._first = now_s, step
@@ -86,16 +86,16 @@ class Progress(train.Tracker):
         left_s = (now_s - self._first[0]) / (step - self._first[1]) * (self._steps - step)
         return [f"{datetime.timedelta(seconds=round(left_s))} left"]
 
-    def _say_newest(self) -> None:
-        if self._clock() - self._said_s >= PERIOD_S:
-            self._said_s = self._clock()
+    def _print_newest(self) -> None:
+        if self._clock() - self._printed_s >= PERIOD_S:
+            self._printed_s = self._clock()
             self.say("; ".join(filter(None, self._newest.values())))
             self._newest = dict.fromkeys(self._newest, "")
 
 
 def of_run(run: train.Run) -> Progress:
-    """The progress of a run; what the run is, and where it goes on, is said at once."""
+    """Return the progress of a run, after printing its title."""
     task = run.trainer.setup.task
-    shown = Progress(run.start, run.spec.steps, task.item, task.metrics["loss"].unit)
-    shown.say("\n".join(filter(None, (run.title(), run.note))))
-    return shown
+    progress = Progress(run.start, run.spec.steps, task.item, task.metrics["loss"].unit)
+    progress.say("\n".join(filter(None, (run.title(), run.note))))
+    return progress

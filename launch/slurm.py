@@ -37,9 +37,8 @@ def seconds(time: str) -> int:
         command.refuse(f"--time={time}: must be in Slurm's format, such as 04:00:00 or 1-12:00:00")
     a, b, c = (int(match[name] or 0) for name in "abc")
     if max(b, c) > 59 or (match["d"] and a > 23):
-        command.refuse(
-            f"--time={time}: minutes and seconds must be at most 59, and hours after days at most 23; write it as 1-12:00:00"
-        )
+        limits = "minutes and seconds must be at most 59, and hours after days at most 23"
+        command.refuse(f"--time={time}: {limits}", "write it as 1-12:00:00")
     if match["d"]:
         return ((int(match["d"]) * 24 + a) * 60 + b) * 60 + c
     return (a * 60 + b) * 60 + c if match["c"] else a * 60 + b
@@ -57,42 +56,26 @@ def last_task(array: str) -> int:
 
 def check(job: batch_file.Job) -> None:
     """Refuse a job that Slurm or each of its tasks would refuse, before it waits in the queue."""
-    for option, value, least in (
-        ("nodes", job.nodes, 1),
-        ("gpus_per_node", job.gpus_per_node, 0),
-        ("tasks_per_node", job.tasks_per_node, 1),
-        ("cpus_per_task", job.cpus_per_task, 0),
-        ("retries", job.retries, 0),
-    ):
-        if value < least:
-            command.refuse(f"--{option}={value}: must be at least {least}")
     if job.gpus_per_node % job.tasks_per_node:
-        command.refuse(
-            f"--tasks_per_node={job.tasks_per_node}: must divide --gpus_per_node={job.gpus_per_node}; "
-            f"use 1, or {job.gpus_per_node} for one task per GPU"
-        )
+        problem = f"--tasks_per_node={job.tasks_per_node}: must divide --gpus_per_node={job.gpus_per_node}"
+        command.refuse(problem, f"use 1, or {job.gpus_per_node} for one task per GPU")
     if not 0 < job.save_s <= seconds(job.time) - _LEAST_S:
-        command.refuse(
-            f"--save_s={job.save_s}: must be more than 0, and a minute less than --time={job.time}, since Slurm may send the signal "
-            "a minute early; choose a longer --time"
-        )
+        problem = f"--save_s={job.save_s}: must be more than 0, and a minute less than --time={job.time}"
+        command.refuse(f"{problem}, since Slurm may send the signal a minute early", "choose a longer --time")
     if re.search(r"^-|[\s%'\"$\\]", str(job.folder)):
-        command.refuse(
-            f"workdir {str(job.folder.parent)!r}: Slurm allows no spaces, quotes, $ or %, and no - at the start; choose another"
-        )
+        workdir = str(job.folder.parent)
+        command.refuse(f"workdir {workdir!r}: Slurm allows no spaces, quotes, $ or %, and no - at the start", "choose another")
     if job.exclude and not _NODES.fullmatch(job.exclude):
         command.refuse(f"--exclude={job.exclude}: must be names of nodes, such as n3,n[7-9]")
     if job.array:
         last_task(job.array)
     if job.array and job.nodes * job.tasks_per_node > 1:
-        command.refuse(
-            f"--array with {job.nodes * job.tasks_per_node} tasks: a member of a sweep has one; use --nodes=1 --tasks_per_node=1"
-        )
+        num_tasks = job.nodes * job.tasks_per_node
+        command.refuse(f"--array with {num_tasks} tasks: a member of a sweep has one", "use --nodes=1 --tasks_per_node=1")
     for option in ("name", "setup", "container", "sbatch"):
         if re.search(r"[\x00-\x1f\x7f]|\\$", text := getattr(job, option)):
-            command.refuse(
-                f"--{option}={text!r}: must be one line without control characters or a backslash at its end; remove them"
-            )
+            problem = "must be one line without control characters or a backslash at its end"
+            command.refuse(f"--{option}={text!r}: {problem}", "remove them")
     for option in ("container", "sbatch"):
         try:
             shlex.split(text := getattr(job, option))
@@ -104,8 +87,8 @@ def check(job: batch_file.Job) -> None:
                 command.refuse(f"--sbatch={word}: launch.slurm sets {name} itself; use its own options, which --help lists")
     if job.setup and shutil.which("bash"):
         done = subprocess.run(["bash", "-n", "-c", job.setup], capture_output=True, text=True, check=False)
-        if done.returncode or done.stderr:  # A here-document without an end, which would swallow all that follows, is a warning.
-            command.refuse(f"--setup={job.setup!r}: not a line of shell ({' '.join(done.stderr.split())}); correct it")
+        if done.returncode or done.stderr:  # An unterminated here-document is only a warning.
+            command.refuse(f"--setup={job.setup!r}: invalid shell ({' '.join(done.stderr.split())}); correct it")
 
 
 def check_members(job: batch_file.Job) -> None:
@@ -120,24 +103,17 @@ def check_members(job: batch_file.Job) -> None:
 
 
 def placed(job: batch_file.Job) -> batch_file.Job:
-    """Return the job of a run with `local_size` set to the workers of a node, if there are several; refuse a config that does not fit
-    the number of devices."""
+    """Return the job with `local_size` set to the workers of a node; refuse a config that does not fit the number of devices."""
     config = train_flags.read(job.arguments).config
     spec = parts.read(config)
     devices = job.nodes * (job.gpus_per_node or job.tasks_per_node)
     if job.gpus_per_node and not spec.simulate and spec.workers * spec.devices_of_worker not in (0, devices):
-        command.refuse(
-            f"config.workers={spec.workers} on {job.nodes} nodes × {job.gpus_per_node} GPUs: all GPUs must belong to workers, "
-            f"each with {spec.devices_of_worker}; use workers={devices // spec.devices_of_worker}, or leave it out"
-        )
+        per_worker = spec.devices_of_worker
+        problem = f"config.workers={spec.workers} on {job.nodes} nodes × {job.gpus_per_node} GPUs: all GPUs must belong to workers"
+        command.refuse(f"{problem}, each with {per_worker}", f"use workers={devices // per_worker}, or leave it out")
     local_size, rest = divmod(spec.workers or devices // spec.devices_of_worker, job.nodes)
-    if (
-        job.nodes > 1
-        and local_size > 1
-        and not rest
-        and not spec.simulate
-        and not any("local_size" in word for word in job.arguments)
-    ):
+    has_local_size = any("local_size" in word for word in job.arguments)
+    if job.nodes > 1 and local_size > 1 and not rest and not spec.simulate and not has_local_size:
         config.local_size = local_size
         with contextlib.suppress(ConfigError):  # The topology may not allow it.
             parts.resolve(config, devices)
@@ -193,21 +169,26 @@ def main(argv: list[str]) -> None:
 
 if __name__ == "__main__":
     defaults = batch_file.Job._field_defaults
-    flags.DEFINE_integer("nodes", None, "Nodes of the job.", required=True)
-    flags.DEFINE_integer("gpus_per_node", defaults["gpus_per_node"], "GPUs per node, all of which are used; 0: run on CPUs.")
-    flags.DEFINE_integer("tasks_per_node", defaults["tasks_per_node"], "Processes per node, among which its GPUs are divided.")
-    flags.DEFINE_integer("cpus_per_task", defaults["cpus_per_task"], "CPUs per process; 0: the job has exclusive nodes.")
-    flags.DEFINE_string(
-        "time", None, "Time limit, such as 04:00:00; the job is queued again until the run is finished.", required=True
-    )
-    flags.DEFINE_integer("save_s", defaults["save_s"], "Seconds before the time limit at which the tasks save.")
-    flags.DEFINE_integer("retries", defaults["retries"], "Number of failures of tasks or nodes after which the run continues.")
-    flags.DEFINE_string("exclude", defaults["exclude"], "Nodes not to use, such as n3,n[7-9].")
-    flags.DEFINE_string("array", defaults["array"], "Members of the sweep to run, such as 0-7, or 0-7%2 for two at a time.")
-    flags.DEFINE_string("setup", defaults["setup"], "Line of shell to run first, such as '. .venv/bin/activate'.")
-    flags.DEFINE_string("container", defaults["container"], "Start of the container: a command before python, or options of srun.")
-    flags.DEFINE_string("sbatch", defaults["sbatch"], "Further options of sbatch, such as '--partition=gpu --account=me'.")
-    flags.DEFINE_string("name", None, "Name of the job; default: the last part of --workdir.")
+
+    def number(name: str, least: int, help_text: str) -> None:
+        flags.DEFINE_integer(name, defaults[name], help_text, lower_bound=least)
+
+    def text(name: str, help_text: str, required: bool = False) -> None:
+        flags.DEFINE_string(name, None if required else defaults.get(name), help_text, required=required)
+
+    flags.DEFINE_integer("nodes", None, "Nodes of the job.", required=True, lower_bound=1)
+    number("gpus_per_node", 0, "GPUs per node, all of which are used; 0: run on CPUs.")
+    number("tasks_per_node", 1, "Processes per node, among which its GPUs are divided.")
+    number("cpus_per_task", 0, "CPUs per process; 0: the job has exclusive nodes.")
+    text("time", "Time limit, such as 04:00:00; the job is queued again until the run is finished.", required=True)
+    number("save_s", 1, "Seconds before the time limit at which the tasks save.")
+    number("retries", 0, "Number of failures of tasks or nodes after which the run continues.")
+    text("exclude", "Nodes not to use, such as n3,n[7-9].")
+    text("array", "Members of the sweep to run, such as 0-7, or 0-7%2 for two at a time.")
+    text("setup", "Line of shell to run first, such as '. .venv/bin/activate'.")
+    text("container", "Start of the container: a command before python, or options of srun.")
+    text("sbatch", "Further options of sbatch, such as '--partition=gpu --account=me'.")
+    text("name", "Name of the job; default: the last part of --workdir.")
     flags.DEFINE_string("module", None, "Module to run instead of launch.train.")
     flags.DEFINE_boolean("dry_run", False, "Print the batch file without submitting it.")
     command.run(main, errors=(ConfigError, config_file.ConfigFileError))

@@ -1,4 +1,4 @@
-"""Trains all combinations of some values, several at a time, and prints a table of results.
+"""Train all combinations of some values, several at a time, and print a table of results.
 
     python -m launch.sweep --config=configs/lm.py:smoke --sweep='topology=ring,torus;seed=0,1' --workdir=sweeps/graphs
     python -m launch.sweep --config=configs/lm.py:smoke --sweep='topology=ring,torus;seed=0,1' --workdir=sweeps/graphs --parallel=2
@@ -12,7 +12,6 @@ sweep is running.
 
 import collections
 import contextlib
-import functools
 import signal
 import time
 from typing import BinaryIO, NamedTuple
@@ -34,7 +33,7 @@ class Child(NamedTuple):
     process: processes.Child
     begun_s: float
     log_offset: int  # bytes in its log before it was started
-    held: BinaryIO  # keeps others from running the member, in this process and in the child
+    held: BinaryIO  # lock of the member, in this process and in the child
 
 
 class Sweep:
@@ -70,7 +69,7 @@ class Sweep:
                     self._send(signal.SIGKILL)
                 ended = [index for index, child in self._children.items() if child.process.process.poll() is not None]
                 for index in ended:
-                    self._tell(index, self._children.pop(index), bool(caught), live)
+                    self._report_end(index, self._children.pop(index), bool(caught), live)
                 live.look(again=bool(ended))
                 time.sleep(processes.POLL_S)
         return self._failed
@@ -104,7 +103,7 @@ class Sweep:
                 live.say(f"{title}: running")
                 self._children[index] = start(member, held, self._num_processes)
 
-    def _tell(self, index: int, child: Child, is_interrupted: bool, live: sweep_table.Live) -> None:
+    def _report_end(self, index: int, child: Child, is_interrupted: bool, live: sweep_table.Live) -> None:
         """Report how a run ended."""
         member, title, code = child.member, self._title(index), child.process.process.returncode
         child.process.log.close()
@@ -138,15 +137,17 @@ def start(member: Member, held: BinaryIO, num_processes: int) -> Child:
 def define(values: flags.FlagValues = flags.FLAGS) -> None:
     """Define the flags of a sweep, which launch.slurm also parses."""
 
-    kinds = flags.DEFINE_string, flags.DEFINE_integer, flags.DEFINE_bool
-    text, number, switch = (functools.partial(kind, flag_values=values) for kind in kinds)
-    text("config", None, "Config file, with an optional shorthand after a colon.", required=True)
-    text("workdir", None, "Directory of the sweep, with one folder per run.", required=True)
-    text("sweep", None, "'key=value,value;key=value'; default: that of the config file.")
-    number("parallel", 1, "Number of simultaneous runs.")
-    number("index", None, "Run only the member with this number, from 0, such as $SLURM_ARRAY_TASK_ID in a job array.")
-    number("processes", 1, "Processes per run, started as by launch.local.")
-    switch("table", False, "Only print the results so far.")
+    def text(name: str, help_text: str, required: bool = False) -> None:
+        flags.DEFINE_string(name, None, help_text, required=required, flag_values=values)
+
+    text("config", "Config file, with an optional shorthand after a colon.", required=True)
+    text("workdir", "Directory of the sweep, with one folder per run.", required=True)
+    text("sweep", "'key=value,value;key=value'; default: that of the config file.")
+    processes.define_count("parallel", 1, "Number of simultaneous runs.", values)
+    index = "Run only the member with this number, from 0, such as $SLURM_ARRAY_TASK_ID in a job array."
+    flags.DEFINE_integer("index", None, index, lower_bound=0, flag_values=values)
+    processes.define_count("processes", 1, "Processes per run, started as by launch.local.", values)
+    flags.DEFINE_bool("table", False, "Only print the results so far.", flag_values=values)
 
 
 def planned(chosen: flags.FlagValues, extra: list[str], resolve: bool = True) -> list[Member]:
@@ -159,15 +160,13 @@ def planned(chosen: flags.FlagValues, extra: list[str], resolve: bool = True) ->
     """
     if extra and not extra[0].startswith("-"):
         command.refuse(f"unexpected argument {extra[0]!r}; options of launch.train go behind --")
-    for name, count in (("parallel", chosen.parallel), ("processes", chosen.processes)):
-        processes.check_count(name, count)
     path, _, argument = chosen.config.partition(":")
     module = config_file.load_module(path)
     swept = members.parse_sweep(members.sweep_of(module, path, argument) if chosen.sweep is None else chosen.sweep)
     members.check_apart(chosen.config, swept, extra)
     keys, workdir = getattr(module, "KEYS", config_file.ANY_KEY), command.folder("workdir", chosen.workdir)
     all_members = members.expand(chosen.config, swept, keys, workdir, extra)
-    if chosen.index is not None and not 0 <= chosen.index < len(all_members):
+    if chosen.index is not None and chosen.index >= len(all_members):
         command.refuse(f"index={chosen.index}: the sweep has {len(all_members)} runs; use 0 to {len(all_members) - 1}")
     for number, member in enumerate(all_members):
         begins = resolve and not chosen.table and chosen.index in (None, number)
@@ -181,7 +180,7 @@ def main(argv: list[str]) -> int:
     all_members, index = planned(chosen, argv), chosen.index
     workdir = all_members[0].directory.parent
     if chosen.table and not (workdir / "sweep.json").exists():
-        command.refuse(f"{workdir} holds no sweep; give the --workdir of one, or leave out --table to begin it")
+        command.refuse(f"{workdir} holds no sweep; give the --workdir of one, or leave out --table to start it")
     members.claim(workdir, chosen.config, argv)
 
     if chosen.table:

@@ -1,4 +1,4 @@
-"""What a sweep shows: results over seeds, how far its runs are, and while it runs a live table of those that are under way."""
+"""Tables of a sweep: results over seeds, progress of its runs, and a live table while it is running."""
 
 from collections.abc import Callable
 import contextlib
@@ -14,12 +14,12 @@ import rich.table
 from launch import command
 from launch.members import Member, Progress
 
-SEED = "seed"  # the key whose values make the spread
-PERIOD_S = 1.0  # between two looks at how far the runs are
+SEED = "seed"  # key over which the spread is computed
+PERIOD_S = 1.0  # between updates of the live table
 
 
 def mean_and_spread(values: list[float], digits: int) -> str:
-    """`mean ± sample standard deviation`; without the latter where all values are the same."""
+    """Format mean ± sample standard deviation; without the latter if all values are equal."""
     if not values:
         return "–"
     spread = f" ± {statistics.stdev(values):.{digits}f}" if len(set(values)) > 1 else ""
@@ -27,7 +27,7 @@ def mean_and_spread(values: list[float], digits: int) -> str:
 
 
 def results(members: list[Member]) -> rich.table.Table:
-    """One row per setting, over its seeds."""
+    """Return a table with one row per setting, over its seeds."""
     keys = [key for key in members[0].values if key != SEED]
     settings: dict[tuple, list[dict | None]] = {}
     for member in members:
@@ -53,15 +53,15 @@ def results(members: list[Member]) -> rich.table.Table:
 
 
 def unfinished(members: list[Member]) -> rich.table.Table | None:
-    """One row per run that has begun and is not finished; None if there is none."""
-    begun = [(member, progress) for member in members if not member.summary() and (progress := member.progress())]
-    if not begun:
+    """Return a table with one row per run in progress; None if there is none."""
+    in_progress = [(member, progress) for member in members if not member.summary() and (progress := member.progress())]
+    if not in_progress:
         return None
-    waiting = sum(not member.summary() for member in members) - len(begun)
+    waiting = sum(not member.summary() for member in members) - len(in_progress)
     table = command.table(
-        "not finished", "step", "loss", "last change", caption=f"{waiting} more have not begun" if waiting else None
+        "not finished", "step", "loss", "last change", caption=f"{waiting} more have not started" if waiting else None
     )
-    for member, progress in begun:
+    for member, progress in in_progress:
         table.add_row(rich.markup.escape(member.name), *_numbers(progress), f"{_time(progress.age_s)} ago")
     return table
 
@@ -77,11 +77,11 @@ def _time(seconds: float) -> str:
 
 
 class Live:
-    """In a terminal a table of the runs that are under way, below the lines that stay; elsewhere these lines only.
+    """Live table of the runs in progress, below permanent lines; without a terminal, permanent lines only.
 
     Args:
-        console: where it is shown.
-        state: gives the runs that are under way with the time at which each was started, and a line on all the others.
+        console: to print to.
+        state: returns the runs in progress with their start times, and a line about the other runs.
     """
 
     def __init__(self, console: rich.console.Console, state: Callable[[], tuple[list[tuple[Member, float]], str]]):
@@ -99,18 +99,18 @@ class Live:
             self._live.stop()
 
     def say(self, text: str) -> None:
-        """A line that stays."""
+        """Print a permanent line."""
         self._console.print(text, markup=False)
 
     def look(self, again: bool = False) -> None:
-        """Draws the table, if it was not drawn just now or has to be drawn `again`."""
+        """Update the table, at most once per `PERIOD_S` unless `again`."""
         if self._is_live and (again or time.monotonic() - self._looked_s >= PERIOD_S):
             self._looked_s = time.monotonic()
             self._live.update(self._table(), refresh=True)
 
     def _table(self) -> rich.table.Table:
-        under_way, others = self._state()
+        running, others = self._state()
         table = command.table("run", "step", "loss", "running for", caption=others)
-        for member, begun_s in under_way:
+        for member, begun_s in running:
             table.add_row(rich.markup.escape(member.name), *_numbers(member.progress()), _time(time.monotonic() - begun_s))
         return table

@@ -138,7 +138,7 @@ def alive(process_id):
         (["run", "configs/lm.py", "--hosts=2"], ["unexpected argument 'configs/lm.py'", "--"]),
         (["run", "--hosts=2", "--config=configs/lm.py"], ["config"]),
         (["run", "--hosts=2", "--module=experiments.nothing"], ["module='experiments.nothing'"]),
-        (["run", "--hosts=2", "--processes_per_host=0", "--", "--x"], ["processes_per_host=0", "at least 1"]),
+        (["run", "--hosts=2", "--processes_per_host=0", "--", "--x"], ["processes_per_host=0", "0 is not"]),
         (["up", "--hosts=many"], ["many"]),
         (["run", "--pairs=0-1:5mbit", "--module=experiments.nothing"], ["experiments.nothing"]),
         (["down", "--pairs=0-1:5mbit"], ["--pairs", "not an option of down"]),

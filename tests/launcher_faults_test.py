@@ -12,6 +12,7 @@ import tempfile
 import time
 import types
 
+from absl import flags
 import pytest
 
 from launch import command, elastic, processes
@@ -121,8 +122,12 @@ def test_an_option_of_the_launcher_behind_the_dashes_is_named(option):
 
 @pytest.mark.parametrize("count", [0, -1, 1025, 10**9])
 def test_more_processes_than_a_machine_holds_are_refused(count):
-    with pytest.raises(command.UserError, match=f"num_processes={count}: must be at least 1 and at most 1024 on one machine; use"):
-        processes.check_count("num_processes", count)
+    values = flags.FlagValues()
+    processes.define_count("num_processes", None, "", values)
+    with pytest.raises(
+        flags.IllegalFlagValueError, match=f"--num_processes={count}: {count} is not an integer in the range .1, 1024"
+    ):
+        values(["launch.local", f"--num_processes={count}"])
 
 
 # -- Elastic ----------------------------------------------------------------------------------------------------------

@@ -233,7 +233,7 @@ def test_a_process_that_was_killed_is_named_before_those_that_failed_because_of_
 @pytest.mark.parametrize(
     "arguments, problem",
     [
-        (["--num_processes=0", "--", "--config=configs/lm.py", "--workdir=unused"], "num_processes=0: must be at least 1"),
+        (["--num_processes=0", "--", "--config=configs/lm.py", "--workdir=unused"], "--num_processes=0: 0 is not"),
         (["--num_processes=2"], "behind --"),
         (["--num_processes=2", "--module=launch.nothing", "--", "--x"], "module='launch.nothing'"),
         (["--num_processes=2", "configs/lm.py"], "'configs/lm.py'"),

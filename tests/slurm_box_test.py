@@ -210,7 +210,7 @@ def test_after_the_death_of_a_task_another_job_goes_on_and_once_cancelled_none_d
     runs_on(job, workdir, 0)
     os.kill(task(workdir, 1), signal.SIGKILL)
     wait_until(job, "FAILED", workdir)
-    assert "exit code 137; nodes that are not well: none; failure 1 of at most 4" in logs(workdir)
+    assert "exit code 137; failed nodes: none; failure 1 of at most 4" in logs(workdir)
     (job,) = slurm("squeue", "-h", "-o", "%i").split()
     runs_on(job, workdir, 0)
     slurm("scancel", job)

@@ -228,7 +228,7 @@ def test_nodes_in_brackets_are_not_taken_for_names_of_files(tmp_path):
 @pytest.mark.parametrize(
     "arguments, problem",
     [
-        (["--nodes=0"], "--nodes=0: must be at least 1"),
+        (["--nodes=0"], "--nodes=0: 0 is not a positive integer"),
         (["--nodes=2", "--gpus_per_node=8", "--tasks_per_node=3"], "--tasks_per_node=3: must divide --gpus_per_node=8"),
         (["--nodes=2", "--time=4h"], "--time=4h: must be in Slurm's format"),
         (["--nodes=2", "--time=3"], "--save_s=180: must be more than 0, and a minute less than --time=3"),
@@ -260,8 +260,8 @@ def test_mistakes_are_told_before_the_job_waits(arguments, problem):
         (dict(time="9" * 5000), "must be in Slurm's format"),
         (dict(name="a\nb"), "--name='a.nb': must be one line"),
         (dict(setup="a\nb"), "--setup='a.nb': must be one line"),
-        (dict(setup="echo 'a"), "--setup=.*: not a line of shell .*correct it"),
-        (dict(setup="cat <<X"), "--setup=.*: not a line of shell .*here-document"),  # The rest of the file would be its text.
+        (dict(setup="echo 'a"), "--setup=.*: invalid shell .*correct it"),
+        (dict(setup="cat <<X"), "--setup=.*: invalid shell .*here-document"),  # The rest of the file would be its text.
         (dict(sbatch="--account=me --nodes=7"), "--sbatch=--nodes=7: launch.slurm sets --nodes itself; use its own options"),
         (dict(sbatch="-a 0-3"), "--sbatch=-a: launch.slurm sets --array itself"),  # Four runs in one directory.
         (dict(sbatch="-N7"), "--sbatch=-N7: launch.slurm sets --nodes itself"),

@@ -243,8 +243,8 @@ def test_a_config_file_may_define_its_sweep(tmp_path):
         (["--config=configs/none.py", "--sweep=seed=0"], "configs/none.py"),
         (["--sweep=seed=0"], "--config"),
         (["--config=configs/lm.py:smoke", "--sweep=seed=0,1", "--index=2"], "index=2: the sweep has 2 runs; use 0 to 1"),
-        (["--config=configs/lm.py:smoke", "--sweep=seed=0,1", "--parallel=0"], "parallel=0: must be at least 1"),
-        (["--config=configs/lm.py:smoke", "--sweep=seed=0,1", "--processes=0"], "processes=0: must be at least 1"),
+        (["--config=configs/lm.py:smoke", "--sweep=seed=0,1", "--parallel=0"], "--parallel=0: 0 is not"),
+        (["--config=configs/lm.py:smoke", "--sweep=seed=0,1", "--processes=0"], "--processes=0: 0 is not"),
         (
             ["--config=configs/lm.py:smoke", "--sweep=seed=0,1", "--processes=2000"],
             "processes=2000: must be at least 1 and at most 1024",
