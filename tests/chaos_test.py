@@ -57,7 +57,7 @@ def test_a_storm_has_so_many_faults_an_hour_and_is_the_same_again(kinds, found):
         ("storm(per_hour=1e-320)", 0, "must be like 'storm(per_hour=125"),
         ("storm(lasts_s=1e999,kinds=freeze)", 0, "lasts_s=inf must be finite"),
         (f"storm(per_hour={10**400})", 0, ""),
-        ("storm(", 0, "must be like"),
+        ("storm(", 0, "must read like"),
         (f"kill={'9' * 5000}@1s", 0, "is not a fault"),
         ("freeze=1@٣s+1s", 0, "is not a fault"),
     ],

@@ -438,7 +438,7 @@ def test_the_network_of_a_killed_launcher_is_removed(idle):
     _, errors = launcher.communicate(timeout=TIMEOUT_S)  # Ends with the watcher, which tells it.
     wait_for(lambda: not any(map(alive, [watcher, *process_ids])))
     assert left_over() == []
-    assert errors == f"removed network '{NAME}': the command that made it was killed\n"
+    assert errors == f"removed network '{NAME}': the command that created it was killed\n"
 
 
 @needs_namespaces

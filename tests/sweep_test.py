@@ -247,7 +247,7 @@ def test_a_config_file_may_define_its_sweep(tmp_path):
         (["--config=configs/lm.py:smoke", "--sweep=seed=0,1", "--processes=0"], "--processes=0: 0 is not"),
         (
             ["--config=configs/lm.py:smoke", "--sweep=seed=0,1", "--processes=2000"],
-            "processes=2000: must be at least 1 and at most 1024",
+            "--processes=2000: 2000 is not an integer in the range [1, 1024]",
         ),
         (
             ["--config=configs/lm.py:smoke", f"--sweep={';'.join(f'f{number}=0,1' for number in range(40))}"],
