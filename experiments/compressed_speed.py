@@ -2,7 +2,7 @@
 
     python -m experiments.compressed_speed --peers=.venv-peers/bin/python --out=runs/compressed_speed.json
 
-Four hosts in a box (launch.cluster: root and iproute2), the transformer of experiments.speedup with 5.9M parameters, float32, one
+Four emulated hosts (launch.cluster: root and iproute2), the transformer of experiments.speedup with 5.9M parameters, float32, one
 process a host and a core for two of them. First launch.calibrate measures a worker's step, the links and what each compressed
 method computes, without any message; from that the cost model predicts every row of decjax. Then the rows take turns; a figure
 is the median over the rounds of the mean time of a step.
@@ -20,8 +20,8 @@ from absl import flags
 import rich.table
 
 from decjax import costmodel
-from experiments import box_runtime, methods, script, speedup
-from experiments.bench.box.systems import BUCKET, ERRORS, WHOLE, Box, Row, decjax, torch
+from experiments import cluster_runtime, methods, script, speedup
+from experiments.bench.cluster.systems import BUCKET, ERRORS, WHOLE, Row, Runner, decjax, torch
 from experiments.methods import ALONE, HOSTS, ONE_PEER, SYNC
 from experiments.script import Check
 from experiments.speedup import TORCH_ALONE, Measured
@@ -114,18 +114,18 @@ def tabulate(measured: Measured, predicted_s: dict[str, float], refused: dict[st
 
 def main() -> None:
     wanted = script.choose(rows(FLAGS.batch_size), FLAGS.row, ALONE, SYNC)
-    with cluster.network(hosts=HOSTS, rate=FLAGS.rate) as network, Box(network, FLAGS.peers) as box:
+    with cluster.network(hosts=HOSTS, rate=FLAGS.rate) as network, Runner(network, FLAGS.peers) as runner:
         texts = [SHORTHANDS[row.name] for row in wanted if row.name in SHORTHANDS]
-        profile, workload = box_runtime.calibrate(network, FLAGS.rate, FLAGS.seconds, FLAGS.batch_size, texts)
-        box.prepare_all(wanted)
+        profile, workload = cluster_runtime.calibrate(network, FLAGS.rate, FLAGS.seconds, FLAGS.batch_size, texts)
+        runner.prepare_all(wanted)
         slow = (SYNC, ONE_PEER, DDP)
-        measured = speedup.measure(box, wanted, FLAGS.rate, FLAGS.rounds, lambda row: 1 if row.name in slow else STEPS)
+        measured = speedup.measure(runner, wanted, FLAGS.rate, FLAGS.rounds, lambda row: 1 if row.name in slow else STEPS)
     predicted_s = {name: step_s for name, step_s in predict(profile, workload).items() if name in measured.step_s}
-    num_bytes = 4 * box.num_parameters
-    script.show(tabulate(measured, predicted_s, box.refused), script.tabulate(checks(measured, predicted_s)))
+    num_bytes = 4 * runner.num_parameters
+    script.show(tabulate(measured, predicted_s, runner.refused), script.tabulate(checks(measured, predicted_s)))
     script.show(f"{FLAGS.batch_size} sequences a worker; X = {script.ms(measured.once_s(num_bytes))} ms")
-    script.show(*(f"{name} cannot run: {why}" for name, why in box.refused.items()))
-    script.save(FLAGS.out, num_bytes=num_bytes, refused=box.refused, predicted_s=predicted_s, measured=measured._asdict())
+    script.show(*(f"{name} cannot run: {why}" for name, why in runner.refused.items()))
+    script.save(FLAGS.out, num_bytes=num_bytes, refused=runner.refused, predicted_s=predicted_s, measured=measured._asdict())
 
 
 if __name__ == "__main__":

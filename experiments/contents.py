@@ -1,4 +1,4 @@
-"""Checksums of data: a training is known by what its data are, not by where they are."""
+"""Checksums of data: a run is known by what its data are, not by where they are."""
 
 from collections.abc import Iterable
 import functools

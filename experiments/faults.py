@@ -2,12 +2,12 @@
 
     python -m experiments.faults --out=runs/faults
 
-Hosts in a box (launch.cluster: root and iproute2), links of 100 Mbit/s, one process a host, one-peer exponential gossip on the byte model
+Emulated hosts (launch.cluster: root and iproute2), links of 100 Mbit/s, one process a host, one-peer exponential gossip on the byte model
 of configs/lm.py. With 4 and with 8 processes a run goes through six faults, one after the other: process 1, and then process 0, is killed,
 frozen, and cut off. The bound is that of a user who counts on `elastic.heartbeat_s`: twice that and three seconds until the others
 step again, and ten seconds from the start of a process, or from the end of a cut, until it takes part.
 
-For the loss, runs of 4 processes go through a storm of all kinds, and are compared with fault-free runs of as many worker-steps.
+For the loss, runs of 4 processes go through injected faults of all kinds, and are compared with fault-free runs of as many worker-steps.
 What happened is in OUT/RUN/events.jsonl; runs that are there are not made again.
 """
 
@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 from absl import flags
 
 from experiments import script, seeds, trials
-from experiments.bench.box.group import Failed
-from experiments.goodput import Box, Event, Recorder, follow, read
+from experiments.bench.cluster.group import Failed
+from experiments.goodput import Event, Launch, Recorder, follow, read
 from experiments.methods import HOSTS, ONE_PEER, SHORTHANDS
 from launch import cluster, command
 
@@ -86,8 +86,8 @@ def train(run: trials.Trial, hosts: int, chaos: str, over_s: float | None = None
     if not path.exists():
         note = Recorder(path.with_suffix(".part"), run.workdir)
         is_over = (lambda: note.passed_s > over_s) if over_s else (lambda: False)
-        box = Box(hosts, FLAGS.rate, elastic=True, chaos=chaos)
-        if (code := follow(box, run.arguments, note, path.with_suffix(".log"), is_over)) not in (None, 0):
+        launch = Launch(hosts, FLAGS.rate, elastic=True, chaos=chaos)
+        if (code := follow(launch, run.arguments, note, path.with_suffix(".log"), is_over)) not in (None, 0):
             raise Failed(f"the run in {run.workdir} ended with exit code {code}; see {path.with_suffix('.log')}")
         path.with_suffix(".part").rename(path)
     return read(path)
@@ -107,7 +107,7 @@ def go_through(out: pathlib.Path, processes: int) -> list[Found]:
 
 
 class Loss(NamedTuple):
-    """What a storm did to one seed."""
+    """What injected faults did to one seed."""
 
     faults: int
     share: float  # worker-steps, of those that all workers would have taken
@@ -115,8 +115,8 @@ class Loss(NamedTuple):
     calm: float  # of a fault-free run of as many worker-steps
 
 
-def weather(out: pathlib.Path, seed: int) -> Loss:
-    """A run in a storm, and one without faults of as many worker-steps."""
+def faulty_and_calm(out: pathlib.Path, seed: int) -> Loss:
+    """A run with injected faults, and one without, of as many worker-steps."""
     steps = FLAGS.steps
     stormy = trial(out / f"storm_{seed}", HOSTS, steps, 10, seed=seed)
     events = train(stormy, HOSTS, STORM.format(seed=seed))
@@ -175,7 +175,7 @@ def main() -> int:
     by_count = {count: go_through(out, count) for count in FLAGS.processes}
     faults = tabulate_faults(by_count, bound_s)
     script.show(faults)
-    losses = [weather(out, seed) for seed in range(FLAGS.seeds)]
+    losses = [faulty_and_calm(out, seed) for seed in range(FLAGS.seeds)]
     shown = tabulate_losses(losses) if losses else None
     if shown:
         script.show(shown)
@@ -197,6 +197,6 @@ if __name__ == "__main__":
     script.selects("processes")
     flags.DEFINE_integer("seeds", 3, "Of the runs whose loss is compared; 0: none.", lower_bound=0)
     script.selects("seeds")
-    flags.DEFINE_integer("steps", 1000, "Of a run in a storm.", lower_bound=100)
+    flags.DEFINE_integer("steps", 1000, "Of a run with injected faults.", lower_bound=100)
     flags.DEFINE(command.FOLDER, "pages", None, script.PAGES)
     script.run(main, (command.UserError, Failed, OSError))

@@ -5,14 +5,14 @@ Compared are gossip, DiLoCo and all-reduce that go on without a worker, and all-
     python -m experiments.goodput --out=runs/goodput
     python -m experiments.goodput --out=runs/goodput --minutes=5 --calm_minutes=2 --row=gossip
 
-Four hosts in a box (launch.cluster: root and iproute2), links of 100 Mbit/s, one process a host, the byte model of configs/lm.py. One
+Four emulated hosts (launch.cluster: root and iproute2), links of 100 Mbit/s, one process a host, the byte model of configs/lm.py. One
 row has a model of ten times as many parameters: whoever comes back has to get them, and Adam's moments, over its link. Every row
-trains twice: without faults for `--calm_minutes`, and for `--minutes` in a storm that kills a random process `--per_hour` times an
+trains twice: without faults for `--calm_minutes`, and for `--minutes` while a random process is killed `--per_hour` times an
 hour. Another process takes its place at once. What happened is in OUT/ROW/events.jsonl, what was said in OUT/ROW/launcher.log; rows
 that are there are not trained again.
 
 A worker *lives* as long as its process does, and *takes part* while it is in the group that takes steps. The speed of a machine drifts,
-so the storm is also compared with its own *quiet* stretches, in which nothing has died for a while.
+so the run with faults is also compared with its own *quiet* stretches, in which nothing has died for a while.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -32,7 +32,7 @@ from typing import IO, Any, NamedTuple
 from absl import flags
 
 from experiments import script, trials
-from experiments.bench.box.group import Failed
+from experiments.bench.cluster.group import Failed
 from experiments.methods import HOSTS, ONE_PEER, SHORTHANDS, SYNC
 from launch import cluster, command, processes
 
@@ -125,7 +125,7 @@ def listen(lines: IO[str], note: Recorder, log: pathlib.Path) -> None:
                 note("view", [int(slot) for slot in found[2].split(",")])
 
 
-class Box(NamedTuple):
+class Launch(NamedTuple):
     """Hosts with one process each, and what happens to them."""
 
     hosts: int
@@ -135,18 +135,18 @@ class Box(NamedTuple):
 
 
 def follow(
-    box: Box, arguments: Sequence[str], note: Recorder, log: pathlib.Path, over: Callable[[], bool] = lambda: False
+    launch: Launch, arguments: Sequence[str], note: Recorder, log: pathlib.Path, over: Callable[[], bool] = lambda: False
 ) -> int | None:
-    """Trains in a box and notes what happens, until the run has ended or is ended as `over()` holds; its exit code, or None then."""
-    options = ["--elastic"] * box.elastic + [f"--chaos={box.chaos}"] * bool(box.chaos)
+    """Train on an emulated cluster and record events until the run ends or `over()` holds; return the exit code, or None for the latter."""
+    options = ["--elastic"] * launch.elastic + [f"--chaos={launch.chaos}"] * bool(launch.chaos)
     launcher = processes.start(
-        processes.python("launch.cluster", ["run", f"--hosts={box.hosts}", f"--rate={box.rate}", *options, "--", *arguments]),
+        processes.python("launch.cluster", ["run", f"--hosts={launch.hosts}", f"--rate={launch.rate}", *options, "--", *arguments]),
         death_signal=signal.SIGTERM,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
     )
-    note("start", list(range(box.hosts)))
+    note("start", list(range(launch.hosts)))
     listener = threading.Thread(target=listen, args=(launcher.stderr, note, log), daemon=True)
     listener.start()
     while launcher.poll() is None and not over():
@@ -157,14 +157,14 @@ def follow(
     code = launcher.wait()
     listener.join()
     note.look()
-    note("stop", list(range(box.hosts)))
+    note("stop", list(range(launch.hosts)))
     if left := leftovers(note.workdir):
         raise Failed(f"{note.workdir}: its launcher has ended and left {'; '.join(left)}")
     return None if ended_by_us else code
 
 
 def leftovers(workdir: pathlib.Path) -> list[str]:
-    """The processes of a run that still live, and the box if it still stands."""
+    """The processes of a run that still live, and the emulated cluster if it still exists."""
     time.sleep(LEAVE_S)
     found = [f"network {cluster.NAME!r}"] if cluster.find() else []
     for process in pathlib.Path("/proc").glob("[0-9]*"):
@@ -180,8 +180,8 @@ def train(row: Row, folder: pathlib.Path, minutes: float, per_hour: float) -> No
     note = Recorder(path.with_suffix(".part"), workdir)
     for seed in itertools.count():
         chaos = f"storm(per_hour={per_hour:g},seed={seed})" if per_hour else ""
-        box = Box(HOSTS, FLAGS.rate, row.elastic, chaos)
-        code = follow(box, arguments(row, workdir), note, folder / "launcher.log", lambda: note.passed_s > 60 * minutes)
+        launch = Launch(HOSTS, FLAGS.rate, row.elastic, chaos)
+        code = follow(launch, arguments(row, workdir), note, folder / "launcher.log", lambda: note.passed_s > 60 * minutes)
         if code is None:
             break
         if row.elastic or "kill" not in note.kinds:
@@ -244,7 +244,7 @@ def phases(events: Sequence[Event]) -> Iterator[Phase]:
 
 
 class Figures(NamedTuple):
-    """What a training came to, from the first row of metrics to the last."""
+    """Results of a run, from the first row of metrics to the last."""
 
     steps_per_s: float
     each_per_s: float  # steps of a worker per second that it lives
@@ -255,7 +255,7 @@ class Figures(NamedTuple):
 
 
 def figures(events: Sequence[Event]) -> Figures:
-    """Of one training."""
+    """Of one run."""
     rows = [event for event in events if event.kind == "row"]
     found = list(phases(events))
     living_s, part_s = (
@@ -293,11 +293,11 @@ def _first(times: Iterator[float]) -> float:
 
 
 def tabulate(found: dict[str, tuple[Figures, Figures]]) -> Any:
-    """One row a method: its figures without faults and in the storm."""
+    """One row a method: its figures without and with injected faults."""
     table = script.table(
         "",
         "steps/s without faults",
-        "steps/s in the storm",
+        "steps/s with faults",
         "share",
         "per living worker",
         "beside quiet stretches",
@@ -344,21 +344,21 @@ def draw(path: str, storms: dict[str, list[Event]]) -> None:
 def main() -> None:
     out = script.folder()
     rows = script.choose(ROWS, FLAGS.row)
-    trainings = (0.0, FLAGS.calm_minutes), (FLAGS.per_hour, FLAGS.minutes)
+    runs = (0.0, FLAGS.calm_minutes), (FLAGS.per_hour, FLAGS.minutes)
     script.check_tables("goodput")
-    folders = {row: [out / f"{trials.name_of(row.name)}_{per_hour:g}" for per_hour, _ in trainings] for row in rows}
+    folders = {row: [out / f"{trials.name_of(row.name)}_{per_hour:g}" for per_hour, _ in runs] for row in rows}
     if not all((folder / "events.jsonl").exists() for pair in folders.values() for folder in pair):
         with cluster.network(hosts=HOSTS, rate=FLAGS.rate):
             pass  # Refuses at once what would end the command later.
     script.claim(out, rate=FLAGS.rate, minutes=FLAGS.minutes, calm_minutes=FLAGS.calm_minutes, per_hour=FLAGS.per_hour)
     storms, found = {}, {}
     for row, pair in folders.items():
-        for folder, (per_hour, minutes) in zip(pair, trainings, strict=True):
+        for folder, (per_hour, minutes) in zip(pair, runs, strict=True):
             if not (folder / "events.jsonl").exists():
                 train(row, folder, minutes, per_hour)
         calm, storm = (read(folder / "events.jsonl") for folder in pair)
         storms[row.name], found[row.name] = storm, (figures(calm), figures(storm))
-        script.show(f"{row.name}: {found[row.name][1].steps_per_s:.2f} steps/s in the storm")
+        script.show(f"{row.name}: {found[row.name][1].steps_per_s:.2f} steps/s with faults")
     table = tabulate(found)
     script.show(table)
     numbers = {name: [each._asdict() for each in pair] for name, pair in found.items()}
@@ -368,7 +368,7 @@ def main() -> None:
 if __name__ == "__main__":
     flags.DEFINE(command.FOLDER, "out", None, "Run directories, events, table and figure go here.", required=True)
     flags.DEFINE_string("rate", "100mbit", "Of every link.")
-    flags.DEFINE_float("minutes", 30.0, "Of each training in the storm.", lower_bound=0.5)
+    flags.DEFINE_float("minutes", 30.0, "Of each run with faults.", lower_bound=0.5)
     flags.DEFINE_float("calm_minutes", 4.0, "Of each training without faults.", lower_bound=0.5)
     flags.DEFINE_float("per_hour", 125.0, "Processes that are killed.", lower_bound=1.0)
     flags.DEFINE_multi_string("row", [], f"Of {'; '.join(row.name for row in ROWS)}; may be repeated; none: all.")

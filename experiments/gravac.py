@@ -1,11 +1,11 @@
-"""What GraVAC's ladder costs in loss: a convolutional network and an LSTM, beside the same training without compression.
+"""What GraVAC's ladder costs in loss: a convolutional network and an LSTM, beside the same run without compression.
 
     python -m experiments.gravac --out=runs/gravac --pages=docs/results
 
 A small ResNet on scikit-learn's digits (configs/digits.py) and an LSTM on text (configs/lm.py), four simulated workers, all-reduce with
 AdamW at the config's rate. GraVAC climbs from no codec over bfloat16, int8 and int4 to five of a hundred values. Simulated workers have
 no speed that could be measured, so it takes 1 ÷ bytes, which climbs as far as the gain allows; `experiments.bench.gravac` measures.
-Trainings that are finished are not made again.
+Runs that are finished are not made again.
 """
 
 import itertools
@@ -34,7 +34,7 @@ REDUCERS = {
 
 
 def trial(out: pathlib.Path, model: str, reducer: str, seed: int) -> trials.Trial:
-    """One training."""
+    """One run."""
     config, fields = MODELS[model]
     name, options = REDUCERS[reducer]
     steps = fields["steps"]
@@ -72,6 +72,6 @@ def main() -> None:
 
 if __name__ == "__main__":
     flags.DEFINE(command.FOLDER, "out", None, "Run directories go here.", required=True)
-    flags.DEFINE_integer("seeds", 3, "Trainings of each kind.", lower_bound=1)
+    flags.DEFINE_integer("seeds", 3, "Runs of each kind.", lower_bound=1)
     flags.DEFINE(command.FOLDER, "pages", None, script.PAGES)
     script.run(main, (trials.Broken, OSError))

@@ -9,8 +9,8 @@
 Parts: dirichlet_10, dirichlet_1 and dirichlet_0.1, handwritten digits whose classes are divided among 16 workers on a ring by a
 Dirichlet distribution, the more unevenly the smaller its α; and multi30k_ring, multi30k_exponential and multi30k_complete, a language
 model of Multi30k's English sentences on 8 workers. Every method has the rate that was best of its grid on each part of the digits, or on
-the ring, in a run with a seed of its own, and then three seeds. Trainings are made two at a time; what they came to is appended to a
-book, and is not made again.
+the ring, in a run with a seed of its own, and then three seeds. Runs are made two at a time; what they came to is appended to a
+results log, and is not made again.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 from absl import flags
 
 from experiments import quality, script, seeds, studies, trials
-from experiments.book import Book
 from experiments.quality import Result
+from experiments.results_log import ResultsLog
 from launch import command
 
 FLAGS = flags.FLAGS
@@ -114,10 +114,10 @@ def main() -> None:
     if FLAGS.text and not pathlib.Path(FLAGS.text).is_file():
         command.fail(f"--text={FLAGS.text} is no file; give the path of a file with Multi30k's English sentences")
     script.check_tables(*(name for kind, name in KINDS if set(parts) & set(kind)))
-    book, found = Book.of(out, FLAGS.book), {}
+    log, found = ResultsLog.of(out, FLAGS.results), {}
     for part in parts:
         data = FLAGS.text if part in studies.MULTI30K else ""
-        found[part] = quality.run(quality.Trainings(out, book, part, data, FLAGS.smoke))
+        found[part] = quality.run(quality.Runs(out, log, part, data, FLAGS.smoke))
         script.show(part, quality.tabulate(part, found[part]))
     for kind, name in KINDS:
         if of := {part: rows for part, rows in found.items() if part in kind}:
@@ -133,7 +133,7 @@ if __name__ == "__main__":
     flags.DEFINE_list("only", [], "Parts to make; none: those of the digits.")
     script.selects("only", is_whole)
     flags.DEFINE_string("text", None, "A text file of Multi30k's English sentences.")
-    flags.DEFINE(command.FILE, "book", None, "File of JSON lines with what trainings came to; none: OUT/book.jsonl.")
+    flags.DEFINE(command.FILE, "results", None, "File of JSON lines with the results of runs; none: OUT/results.jsonl.")
     flags.DEFINE(command.FOLDER, "pages", None, script.PAGES)
     flags.DEFINE_bool("smoke", False, "The whole way with tiny models, in minutes.")
     script.run(main, (trials.Broken, OSError))

@@ -4,7 +4,7 @@
 
 Two pipelines of four stages on eight forced CPU devices (configs/lm.py, four layers) train on the same text, as Ravnest does
 (arXiv 2401.01728): stage s applies gradients δ(3 − s) steps late, and the parameters are averaged every R steps. δ = 0 waits, as usual.
-The rate is that of the config for all of them; three seeds. Trainings that are finished are not made again.
+The rate is that of the config for all of them; three seeds. Runs that are finished are not made again.
 """
 
 import itertools
@@ -23,7 +23,7 @@ DELAYS, ROUNDS = (0, 1, 2, 4), (1, 10, 50)
 
 
 def trial(out: pathlib.Path, delay: int, every: int, seed: int) -> trials.Trial:
-    """One training."""
+    """One run."""
     method = f"method=diloco(every={every},outer_learning_rate=1.0,outer_momentum=0.0)"
     fields = {
         "seed": seed,
@@ -64,8 +64,8 @@ def main() -> None:
 
 if __name__ == "__main__":
     flags.DEFINE(command.FOLDER, "out", None, "Run directories go here.", required=True)
-    flags.DEFINE_integer("steps", 600, "Of a training.", lower_bound=max(ROUNDS))
-    flags.DEFINE_integer("seeds", 3, "Trainings of each kind.", lower_bound=1)
+    flags.DEFINE_integer("steps", 600, "Of a run.", lower_bound=max(ROUNDS))
+    flags.DEFINE_integer("seeds", 3, "Runs of each kind.", lower_bound=1)
     flags.DEFINE_float("learning_rate", 6e-3, "Peak, for all.", lower_bound=0.0)
     flags.DEFINE(command.FOLDER, "pages", None, script.PAGES)
     script.run(main, (trials.Broken, OSError))

@@ -3,7 +3,7 @@
     python -m experiments.low_rank_clicks --out=runs/low_rank_clicks --pages=docs/results
 
 A DLRM (configs/clicks.py, vectors of 16, hidden layers of 64) is trained with three seeds. `launch.compress` then compresses all its
-layers and tables at equal ranks in both ways, as Yu et al. do (arXiv 2405.18146), without training it anew. Trainings that are
+layers and tables at equal ranks in both ways, as Yu et al. do (arXiv 2405.18146), without training it anew. Runs that are
 finished are not made again.
 """
 
@@ -29,7 +29,7 @@ AS_TRAINED = "as trained"
 
 
 def trial(out: pathlib.Path, seed: int) -> trials.Trial:
-    """One training."""
+    """One run."""
     fields = {"seed": seed, "eval.every": FLAGS.steps, "checkpoint.every": FLAGS.steps, "model.width": 16, "model.hidden": 64}
     return trials.trial(out, f"clicks {seed}", f"configs/clicks.py:simulate,steps={FLAGS.steps}", fields)
 
@@ -71,7 +71,7 @@ def main() -> None:
     script.check_tables("low_rank_clicks")
     runs = [trial(out, seed) for seed in range(FLAGS.seeds)]
     if not all(trials.Pool().make(runs)):
-        raise trials.Broken(f"a training in {out} diverged; use fewer steps")
+        raise trials.Broken(f"a run in {out} diverged; use fewer steps")
     found = list(map(compressed, runs))
     script.show(f"log-loss as trained: {seeds.spread([forms[AS_TRAINED]['loss'] for forms in found]).text(4)} nats")
     table = tabulate(found)
@@ -81,7 +81,7 @@ def main() -> None:
 
 if __name__ == "__main__":
     flags.DEFINE(command.FOLDER, "out", None, "Run directories go here.", required=True)
-    flags.DEFINE_integer("steps", 1000, "Of a training.", lower_bound=20)
-    flags.DEFINE_integer("seeds", 3, "Trainings.", lower_bound=1)
+    flags.DEFINE_integer("steps", 1000, "Of a run.", lower_bound=20)
+    flags.DEFINE_integer("seeds", 3, "Runs.", lower_bound=1)
     flags.DEFINE(command.FOLDER, "pages", None, script.PAGES)
     script.run(main, (trials.Broken, OSError))

@@ -1,4 +1,4 @@
-"""Methods that experiments in a box measure: their names, their shorthands of configs/lm.py, and how the cost model knows them."""
+"""Methods that experiments on emulated clusters measure: names, shorthands of configs/lm.py, and descriptions for the cost model."""
 
 from decjax import costmodel, topology
 

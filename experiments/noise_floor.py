@@ -13,7 +13,7 @@ import statistics
 import numpy as np
 
 from experiments import script, seeds, trials
-from experiments.book import Book
+from experiments.results_log import ResultsLog
 from experiments.trials import Trial
 
 WORKERS = (4, 8, 16, 32, 64)
@@ -24,7 +24,7 @@ SEEDS = 3
 
 
 def trial(out: pathlib.Path, optimizer: str, every: int, workers: int, seed: int, steps: int) -> Trial:
-    """One training."""
+    """One run."""
     name, rate = OPTIMIZERS[optimizer]
     shorthand = f"workers={workers},topology=one_peer_exponential,every={every},steps={steps},optimizer={name}"
     fields = {
@@ -63,7 +63,7 @@ def exponents(floors: Floors) -> seeds.Spread:
     return seeds.spread([exponent({workers: values[seed] for workers, values in floors.items()}) for seed in range(count)])
 
 
-def run(out: pathlib.Path, book: Book, smoke: bool) -> dict[str, Floors]:
+def run(out: pathlib.Path, log: ResultsLog, smoke: bool) -> dict[str, Floors]:
     """The floors of every row; nan where a run diverged."""
     steps, num_seeds, counts = (20, 1, WORKERS[:2]) if smoke else (4000, SEEDS, WORKERS)
     optimizers = list(OPTIMIZERS)[: 1 if smoke else None]
@@ -74,7 +74,7 @@ def run(out: pathlib.Path, book: Book, smoke: bool) -> dict[str, Floors]:
         for workers in counts
         for seed in range(num_seeds)
     ]
-    measured = book.pool.map(lambda key: book.result(trial(out, key[0], EVERY[key[1]], key[2], key[3], steps), floor), keys)
+    measured = log.pool.map(lambda key: log.result(trial(out, key[0], EVERY[key[1]], key[2], key[3], steps), floor), keys)
     found: dict[str, Floors] = {}
     for (optimizer, what, workers, _), numbers in zip(keys, measured, strict=True):
         row = found.setdefault(f"{optimizer}, {what}", {})

@@ -1,4 +1,4 @@
-"""What `experiments.related` measures of each system: one figure each, from decjax's parts themselves or from short trainings."""
+"""What `experiments.related` measures of each system: one figure each, from decjax's parts themselves or from short runs."""
 
 import functools
 import json
@@ -53,12 +53,12 @@ def distance(x: np.ndarray, mean: np.ndarray) -> float:
 
 
 def trained(shorthands: dict[str, str], pool: trials.Pool | None = None, **fields: Any) -> dict[str, trials.Trial]:
-    """Finished trainings of a tiny language model by name, from shorthands of configs/lm.py; a pool makes them, or one of their own."""
+    """Finished runs of a tiny language model by name, from shorthands of configs/lm.py; a pool makes them, or one of their own."""
     folder = pathlib.Path(tempfile.mkdtemp(prefix="decjax-related-"))
     usual = {"data.sample_bytes": 0, "eval.local": False, "log_every": 1, "checkpoint.every": 10**6} | fields
     made = {name: trials.Trial(folder / name, f"configs/lm.py:{each}", tuple(usual.items())) for name, each in shorthands.items()}
     if not all((pool or trials.Pool()).make(made.values())):
-        raise ValueError(f"a training in {folder} diverged")
+        raise ValueError(f"a run in {folder} diverged")
     return made
 
 

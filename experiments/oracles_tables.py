@@ -36,7 +36,7 @@ def losses(shorthand: str, steps: int) -> list[float]:
         for seed in range(SEEDS)
     ]
     if not all(trials.Pool().make(made)):
-        raise ValueError(f"a training in {folder} diverged")
+        raise ValueError(f"a run in {folder} diverged")
     return [each.summary()["eval_loss"] for each in made]
 
 

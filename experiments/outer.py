@@ -4,7 +4,7 @@
 
 One model, configs/lm.py with 8 workers, and equal steps. Every row has the learning rate, then the outer momentum, then the outer rate
 that were best in shorter runs with a seed of their own; a grid whose best is at the edge is extended. Loss is that of the averaged model
-on validation text, bytes are a worker's mean over all steps. A book keeps what was trained.
+on validation text, bytes are a worker's mean over all steps. A results log keeps what was trained.
 """
 
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from absl import flags
 
 from experiments import script, seeds, trials
-from experiments.book import Book
+from experiments.results_log import ResultsLog
 from experiments.script import Check
 from experiments.trials import Trial
 from launch import command
@@ -81,15 +81,15 @@ def said(rate: float, outer: tuple[float, float] | None) -> str:
     return ", ".join(f"{value:.3g}" for value in (rate, *(outer or ())))
 
 
-class Trainings(NamedTuple):
-    """The trainings of all rows."""
+class Runs(NamedTuple):
+    """The runs of all rows."""
 
     out: pathlib.Path
-    book: Book
+    log: ResultsLog
     smoke: bool  # tiny models, one rate, one seed
 
     def trial(self, name: str, rate: float, outer: tuple[float, float] | None, seed: int) -> Trial:
-        """One training; that of the tuning's seed is shorter."""
+        """One run; that of the tuning's seed is shorter."""
         size = "smoke" if self.smoke else f"steps={TUNING_STEPS if seed == TUNING_SEED else STEPS}"
         shorthand = f"{ROWS[name].shorthand},workers={WORKERS},simulate,{size}"
         fields = {"schedule.learning_rate": rate, "seed": seed, "eval.local": False, "data.sample_bytes": 0}
@@ -101,7 +101,7 @@ class Trainings(NamedTuple):
         row, tried = ROWS[name], {}
 
         def measure(rate: float, outer: tuple[float, float] | None) -> float:
-            numbers = self.book.result(self.trial(name, rate, outer, TUNING_SEED))
+            numbers = self.log.result(self.trial(name, rate, outer, TUNING_SEED))
             tried[said(rate, outer)] = loss = numbers["eval_loss"] if numbers else math.inf
             return loss
 
@@ -117,7 +117,7 @@ class Trainings(NamedTuple):
     def result(self, name: str) -> Result:
         """A row, tuned and trained with its seeds."""
         rate, outer, tried = self.tune(name)
-        found = [self.book.result(self.trial(name, rate, outer, seed)) for seed in range(1 if self.smoke else SEEDS)]
+        found = [self.log.result(self.trial(name, rate, outer, seed)) for seed in range(1 if self.smoke else SEEDS)]
         sent = next((numbers["bytes_per_step_per_worker"] for numbers in found if numbers), math.nan)
         return Result(rate, outer, tried, [numbers["eval_loss"] if numbers else None for numbers in found], sent)
 
@@ -182,8 +182,8 @@ def main() -> None:
         command.fail(f"row={unknown[0]!r} is unknown; the rows are: {'; '.join(ROWS)}")
     chosen = FLAGS.row or (["gossip DiLoCo, H = 4"] if FLAGS.smoke else ROWS)
     names = list(dict.fromkeys([ALL_REDUCE, *chosen]))
-    trainings = Trainings(out, Book.of(out, FLAGS.book), FLAGS.smoke)
-    found = dict(zip(names, trainings.book.pool.map(trainings.result, names), strict=True))
+    runs = Runs(out, ResultsLog.of(out, FLAGS.results), FLAGS.smoke)
+    found = dict(zip(names, runs.log.pool.map(runs.result, names), strict=True))
     script.show(tabulate(found), script.tabulate(checks(found)))
     numbers = {name: result._asdict() for name, result in found.items()}
     script.publish("outer", tabulate(found), lambda path: draw(path, found), **numbers)
@@ -193,7 +193,7 @@ if __name__ == "__main__":
     flags.DEFINE(command.FOLDER, "out", None, "Run directories, the table as JSON, and the figure go here.", required=True)
     flags.DEFINE_multi_string("row", [], "A row to train, beside all-reduce; may be repeated; none: all.")
     script.selects("row")
-    flags.DEFINE(command.FILE, "book", None, "File of JSON lines with what trainings came to; none: OUT/book.jsonl.")
+    flags.DEFINE(command.FILE, "results", None, "File of JSON lines with the results of runs; none: OUT/results.jsonl.")
     flags.DEFINE(command.FOLDER, "pages", None, script.PAGES)
     flags.DEFINE_bool("smoke", False, "The whole way with tiny models, in minutes.")
     script.run(main, (trials.Broken, OSError))

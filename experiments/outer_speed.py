@@ -2,11 +2,11 @@
 
     python -m experiments.outer_speed --out=runs/outer_speed.json
 
-Four hosts in a box (launch.cluster: root and iproute2), the transformer of experiments.speedup, 5.9M parameters in float32. Rows take
+Four emulated hosts (launch.cluster: root and iproute2), the transformer of experiments.speedup, 5.9M parameters in float32. Rows take
 turns, each for a round of H steps; a figure is the median over the visits of the mean time of a step. DiLoCo waits for its exchange in
 every H-th step; Streaming DiLoCo sends one fourth of the parameters at a time, in τ pieces, while gradients are computed.
 
-Hosts of a box share the cores of one machine, so workers that do not wait for each other drift apart, and whoever waits for a message
+Emulated hosts share the cores of one machine, so workers that do not wait for each other drift apart, and whoever waits for a message
 waits for that, too. Rows "pauses" compute one sequence behind a pause of 400 ms, which stands for hosts that have cores of their own.
 """
 
@@ -14,7 +14,7 @@ from absl import flags
 import rich.table
 
 from experiments import script, speedup
-from experiments.bench.box.systems import ERRORS, Box, decjax
+from experiments.bench.cluster.systems import ERRORS, Runner, decjax
 from experiments.methods import ALONE, HOSTS
 from experiments.script import Check
 from experiments.speedup import Measured
@@ -62,13 +62,13 @@ def checks(measured: Measured) -> list[Check]:
 def main() -> None:
     script.check_tables("outer_speed")
     rows = script.choose(ROWS, FLAGS.row, ALONE, ALONE_P)
-    with cluster.network(hosts=FLAGS.hosts, rate=FLAGS.rate) as network, Box(network) as box:
-        box.prepare_all(rows)
-        measured = speedup.measure(box, rows, FLAGS.rate, FLAGS.rounds, lambda row: H)
-    found = tabulate(measured, box.refused)
+    with cluster.network(hosts=FLAGS.hosts, rate=FLAGS.rate) as network, Runner(network) as runner:
+        runner.prepare_all(rows)
+        measured = speedup.measure(runner, rows, FLAGS.rate, FLAGS.rounds, lambda row: H)
+    found = tabulate(measured, runner.refused)
     script.show(found, script.tabulate(checks(measured)))
-    script.show(*(f"{name} cannot run: {why}" for name, why in box.refused.items()))
-    script.save(FLAGS.out, refused=box.refused, measured=measured._asdict())
+    script.show(*(f"{name} cannot run: {why}" for name, why in runner.refused.items()))
+    script.save(FLAGS.out, refused=runner.refused, measured=measured._asdict())
     script.fill("outer_speed", found)
 
 

@@ -6,11 +6,11 @@
 
 Parts: noise_floor; stability, the largest learning rates; quality at equal tokens on each of translation, cifar, digits, python
 (the standard library's sources as text) and shakespeare; gap, gap_longer, gap_both, gap_shakespeare and gap_translation, where the
-gap of gossip that overlaps comes from; and the ablations graphs, window, strength, distance, workers and batch. Trainings are made
-two at a time, or as many as --together says. Their results are appended to a file, the book; what is in it is not trained again, and
-its tables need no data. experiments/results/paper.jsonl is the book of the pages:
+gap of gossip that overlaps comes from; and the ablations graphs, window, strength, distance, workers and batch. Runs are made
+two at a time, or as many as --together says. Their results are appended to a results log; what is in it is not trained again, and
+its tables need no data. experiments/results/paper.jsonl is the results log of the pages:
 
-    python -m experiments.paper --out=runs/paper --only=digits --book=experiments/results/paper.jsonl --pages=docs/results
+    python -m experiments.paper --out=runs/paper --only=digits --results=experiments/results/paper.jsonl --pages=docs/results
 """
 
 from collections.abc import Callable
@@ -20,14 +20,14 @@ from typing import Any
 from absl import flags
 
 from experiments import noise_floor, quality, script, stability, tiny, trials
-from experiments.book import Book
+from experiments.results_log import ResultsLog
 from experiments.studies import CHECKSUMS, PAPER
 from launch import command
 
 FLAGS = flags.FLAGS
 PARTS = ("noise_floor", "stability", *PAPER)
 TINY = {"multi30k": tiny.multi30k, "cifar10": tiny.cifar10, "shakespeare": tiny.text}  # data of smoke runs
-OF_PAGES = "none: the data of the results pages, whose trainings the book has."
+OF_PAGES = "none: the data of the results pages, whose runs the results log has."
 
 
 def check() -> None:
@@ -42,7 +42,7 @@ def check() -> None:
             )
 
 
-def chosen(out: pathlib.Path, book: Book) -> dict[str, str]:
+def chosen(out: pathlib.Path, log: ResultsLog) -> dict[str, str]:
     """The parts to make, and the data of each; "" if it needs none.
 
     Ends the command if a part that is asked for lacks its data; if none is asked for, parts without data are left out.
@@ -50,7 +50,7 @@ def chosen(out: pathlib.Path, book: Book) -> dict[str, str]:
     found: dict[str, str] = {}
     for part in FLAGS.only or PARTS:
         needed = PAPER[part].data if part in PAPER else ""
-        data = data_of(part, out, book) if needed else ""
+        data = data_of(part, out, log) if needed else ""
         if needed and not data and FLAGS.only:
             command.fail(f"--only={part} needs --{needed}=PATH, its data; give it, or take {part} out of --only")
         if needed and not data:
@@ -61,10 +61,10 @@ def chosen(out: pathlib.Path, book: Book) -> dict[str, str]:
     return found
 
 
-def data_of(part: str, out: pathlib.Path, book: Book) -> str:
+def data_of(part: str, out: pathlib.Path, log: ResultsLog) -> str:
     """The path that the flag of a part's data gives.
 
-    Without it, made-up data for a smoke run; otherwise the checksum of the pages' data if the book has all trainings with them, or "".
+    Without it, made-up data for a smoke run; otherwise the checksum of the pages' data if the results log has all runs with them, or "".
     """
     flag = PAPER[part].data
     if path := FLAGS[flag].value:
@@ -73,21 +73,21 @@ def data_of(part: str, out: pathlib.Path, book: Book) -> str:
     if FLAGS.smoke:
         return str(TINY[flag](out / "data" / flag))
     try:
-        quality.run(quality.Trainings(out, book.as_it_is(), part, CHECKSUMS[flag], smoke=False))
+        quality.run(quality.Runs(out, log.as_it_is(), part, CHECKSUMS[flag], smoke=False))
     except trials.NoData:
         return ""
     return CHECKSUMS[flag]
 
 
-def make(part: str, data: str, out: pathlib.Path, book: Book) -> tuple[Any, Callable[[str], None], dict[str, Any]]:
+def make(part: str, data: str, out: pathlib.Path, log: ResultsLog) -> tuple[Any, Callable[[str], None], dict[str, Any]]:
     """(table, function that draws the figure to a path, all numbers) of a part; `data` as in `chosen`."""
     if part == "noise_floor":
-        floors = noise_floor.run(out, book, FLAGS.smoke)
+        floors = noise_floor.run(out, log, FLAGS.smoke)
         return noise_floor.tabulate(floors), lambda path: noise_floor.draw(path, floors), dict(floors)
     if part == "stability":
         limits = stability.run(FLAGS.smoke)
         return stability.tabulate(limits), lambda path: stability.draw(path, FLAGS.smoke), dict(limits)
-    found = quality.run(quality.Trainings(out, book, part, data, FLAGS.smoke))
+    found = quality.run(quality.Runs(out, log, part, data, FLAGS.smoke))
     rows = {method: result._asdict() for method, result in found.items()}
     return quality.tabulate(part, found), lambda path: quality.draw(path, part, found), rows
 
@@ -95,9 +95,9 @@ def make(part: str, data: str, out: pathlib.Path, book: Book) -> tuple[Any, Call
 def main() -> None:
     out = script.folder()
     check()
-    book = Book.of(out, FLAGS.book, trials.Pool(FLAGS.together))
-    for part, data in chosen(out, book).items():
-        table, draw, numbers = make(part, data, out, book)
+    log = ResultsLog.of(out, FLAGS.results, trials.Pool(FLAGS.together))
+    for part, data in chosen(out, log).items():
+        table, draw, numbers = make(part, data, out, log)
         script.show(part, table)
         script.publish(part, table, draw, **numbers)
 
@@ -113,8 +113,8 @@ if __name__ == "__main__":
     flags.DEFINE_string("multi30k", None, f"Folder of Multi30k's parallel files; {OF_PAGES}")
     flags.DEFINE_string("cifar10", None, f"Folder of CIFAR-10's binary version; {OF_PAGES}")
     flags.DEFINE_string("shakespeare", None, f"A text for which no rate was tuned; {OF_PAGES}")
-    flags.DEFINE(command.FILE, "book", None, "File of JSON lines with what trainings came to; none: OUT/book.jsonl.")
+    flags.DEFINE(command.FILE, "results", None, "File of JSON lines with the results of runs; none: OUT/results.jsonl.")
     flags.DEFINE(command.FOLDER, "pages", None, script.PAGES)
-    flags.DEFINE_integer("together", trials.TOGETHER, "Trainings at a time; a GPU with 16 cores makes 12.", lower_bound=1)
+    flags.DEFINE_integer("together", trials.TOGETHER, "Runs at a time; a GPU with 16 cores makes 12.", lower_bound=1)
     flags.DEFINE_bool("smoke", False, "The whole way with tiny models and, where no path is given, made-up data, in minutes.")
     script.run(main, (trials.Broken, OSError))

@@ -4,7 +4,7 @@
 
 Four workers learn to classify the nodes of a graph of four communities (configs/nodes.py), each from its own nodes and the edges between
 them (arXiv 2305.09887), and are judged on the whole graph. Each seed has a graph of its own. The rate is that of the config for all of
-them. Trainings that are finished are not made again.
+them. Runs that are finished are not made again.
 """
 
 import itertools
@@ -25,7 +25,7 @@ PACES = {"H steps each": "even", "H/2 to H steps": "spread(slowest=0.5)"}
 
 
 def trial(out: pathlib.Path, kind: str, pace: str, seed: int) -> trials.Trial:
-    """One training."""
+    """One run."""
     layout = "workers=1,method=local" if kind == WHOLE else f"workers=4,partition={PARTITIONS[kind]},method=tma(pace='{pace}')"
     fields = {"seed": seed, "data.graph": f"blocks(seed={seed})", "eval.local": False}
     return trials.trial(out, f"{kind} {pace} {seed}", f"configs/nodes.py:{layout},simulate,steps={FLAGS.steps}", fields)
@@ -58,7 +58,7 @@ def main() -> None:
     kinds = [(kind, pace) for kind in (WHOLE, *PARTITIONS) for pace in paces(kind)]
     runs = {pair: [trial(out, *pair, seed) for seed in range(FLAGS.seeds)] for pair in kinds}
     if not all(trials.Pool().make(itertools.chain(*runs.values()))):
-        raise trials.Broken("a training diverged; its folder tells which")
+        raise trials.Broken("a run diverged; its folder tells which")
     table = tabulate({pair: [run.summary() for run in each] for pair, each in runs.items()})
     script.show(table)
     script.fill("partitions", table)
@@ -66,7 +66,7 @@ def main() -> None:
 
 if __name__ == "__main__":
     flags.DEFINE(command.FOLDER, "out", None, "Run directories go here.", required=True)
-    flags.DEFINE_integer("steps", 300, "Of a training.", lower_bound=10)  # A round of the config.
-    flags.DEFINE_integer("seeds", 5, "Trainings of each kind, on a graph each.", lower_bound=1)
+    flags.DEFINE_integer("steps", 300, "Of a run.", lower_bound=10)  # A round of the config.
+    flags.DEFINE_integer("seeds", 5, "Runs of each kind, on a graph each.", lower_bound=1)
     flags.DEFINE(command.FOLDER, "pages", None, script.PAGES)
     script.run(main, (trials.Broken, OSError))

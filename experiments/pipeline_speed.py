@@ -2,7 +2,7 @@
 
     python -m experiments.pipeline_speed --out=runs/pipeline_speed.json
 
-Four hosts in a box (launch.cluster: root and iproute2) are the four stages of one pipeline; a transformer of width 32 with a layer
+Four emulated hosts (launch.cluster: root and iproute2) are the four stages of one pipeline; a transformer of width 32 with a layer
 a host, 1F1B, 128 sequences of 64 tokens in a microbatch, float32. It is so narrow that hosts that share two cores seldom compute at
 the same time: a message travels several times as long as its microbatch is computed. Rows take turns; a figure is the median
 over the rounds of the mean time of an iteration.
@@ -22,8 +22,8 @@ import rich.table
 
 from decjax import costmodel
 from decjax.costmodel.transformer import low_rank_ratio
-from experiments import box_runtime, script, speedup
-from experiments.bench.box import systems
+from experiments import cluster_runtime, script, speedup
+from experiments.bench.cluster import systems
 from launch import cluster, command
 
 FLAGS = flags.FLAGS
@@ -73,9 +73,9 @@ def iteration_s(name: str, microbatches: int, link: costmodel.Link, compute_s: f
     scale_s, none = compute_s / (sum(counted.forward_s) + sum(counted.backward_s)), (0.0,) * STAGES
     forward_s, backward_s = (tuple(scale_s * s for s in passes) for passes in (counted.forward_s, counted.backward_s))
     load = costmodel.Work(forward_s, backward_s, counted.boundary_bytes, 0.0, none, none, none)
-    box = costmodel.Cluster("box", STAGES, 1, link, link, codec_Bps=counted.boundary_bytes / codec_s if codec_s else None)
+    emulated = costmodel.Cluster("emulated", STAGES, 1, link, link, codec_Bps=counted.boundary_bytes / codec_s if codec_s else None)
     traffic = costmodel.Traffic(costmodel.no_communication(), backward=boundary(backward, when), forward=boundary(forward))
-    return costmodel.predict_layout(box, load, layout, traffic).time_s
+    return costmodel.predict_layout(emulated, load, layout, traffic).time_s
 
 
 def inverse(function: Callable[[float], float], value: float, high: float) -> float:
@@ -112,12 +112,12 @@ def tabulate(measured: speedup.Measured, predicted_s: dict[str, float]) -> rich.
 def main() -> None:
     M = FLAGS.microbatches
     rows = [row(name, M) for name in ROWS]
-    with cluster.network(hosts=STAGES, rate=FLAGS.rate) as network, systems.Box(network) as box:
-        profile, _ = box_runtime.calibrate(network, FLAGS.rate, FLAGS.seconds, model=MODEL, bucket_bytes=MESSAGE_BYTES)
+    with cluster.network(hosts=STAGES, rate=FLAGS.rate) as network, systems.Runner(network) as runner:
+        profile, _ = cluster_runtime.calibrate(network, FLAGS.rate, FLAGS.seconds, model=MODEL, bucket_bytes=MESSAGE_BYTES)
         network.set_rate(cluster.UNLIMITED)
-        box.prepare_all(rows, needed=True)
-        free = speedup.measure(box, rows, cluster.UNLIMITED, FLAGS.rounds, steps=lambda _: 3 * STEPS)
-        measured = speedup.measure(box, rows, FLAGS.rate, FLAGS.rounds, steps=lambda _: STEPS)
+        runner.prepare_all(rows, needed=True)
+        free = speedup.measure(runner, rows, cluster.UNLIMITED, FLAGS.rounds, steps=lambda _: 3 * STEPS)
+        measured = speedup.measure(runner, rows, FLAGS.rate, FLAGS.rounds, steps=lambda _: STEPS)
     free_s, link = {name: free.time_s(name) for name in ROWS}, profile.inter
     predicted_s = predict(M, free_s, link)
     script.show(

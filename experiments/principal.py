@@ -4,7 +4,7 @@
 
 A simulated pipeline of four stages (configs/lm.py, four layers of width 64) sends a quarter of its width over three boundaries. The
 encoders start from random directions, or from the principal ones of the initial model's activations (pipeline.autoencoder_init).
-Three seeds; two learning rates. Trainings that are finished are not made again. Longer ones of two starts alone:
+Three seeds; two learning rates. Runs that are finished are not made again. Longer ones of two starts alone:
 
     python -m experiments.principal --out=runs/principal --steps=600 --rate=0.006 --start=random --start=principal
 """
@@ -22,11 +22,11 @@ FLAGS = flags.FLAGS
 
 LAYOUT = "workers=2,simulate,stages=4,microbatches=2,method=allreduce"
 STARTS = {"random": "autoencoder=16", "principal": "autoencoder=16,autoencoder_init=pca", "no autoencoder": ""}
-SHOWN = 4  # evaluations of a training
+SHOWN = 4  # evaluations of a run
 
 
 def trial(out: pathlib.Path, start: str, rate: float, seed: int) -> trials.Trial:
-    """One training."""
+    """One run."""
     fields = {
         "seed": seed,
         "schedule.learning_rate": rate,
@@ -59,7 +59,7 @@ def main() -> None:
     keys: list[Any] = list(itertools.product(FLAGS.start, map(float, FLAGS.rate), range(FLAGS.seeds)))
     runs = [trial(out, *key) for key in keys]
     if not all(trials.Pool().make(runs)):
-        raise trials.Broken(f"a training in {out} diverged; use fewer steps")
+        raise trials.Broken(f"a run in {out} diverged; use fewer steps")
     rows = {key: run.rows("eval") for key, run in zip(keys, runs, strict=True)}
     table = tabulate({key: [row["loss"] for row in own] for key, own in rows.items()}, [row["step"] for row in rows[keys[0]]])
     script.show(table)
@@ -72,7 +72,7 @@ if __name__ == "__main__":
     script.selects("start")
     flags.DEFINE_multi_float("rate", [6e-3, 1.2e-2], "Peaks of the learning rate.", lower_bound=0.0)
     script.selects("rate")
-    flags.DEFINE_integer("steps", 200, "Of a training.", lower_bound=SHOWN)
-    flags.DEFINE_integer("seeds", 3, "Trainings of each kind.", lower_bound=1)
+    flags.DEFINE_integer("steps", 200, "Of a run.", lower_bound=SHOWN)
+    flags.DEFINE_integer("seeds", 3, "Runs of each kind.", lower_bound=1)
     flags.DEFINE(command.FOLDER, "pages", None, script.PAGES)
     script.run(main, (trials.Broken, OSError))

@@ -1,4 +1,4 @@
-"""Runs a study: tunes each method's learning rate in trainings with a seed of their own, then trains it with seeds 0, 1, …
+"""Runs a study: tunes each method's learning rate in runs with a seed of their own, then trains it with seeds 0, 1, …
 
 A grid whose best rate is at its edge is extended.
 """
@@ -10,7 +10,7 @@ import statistics
 from typing import Any, NamedTuple
 
 from experiments import script, seeds, trials
-from experiments.book import Book
+from experiments.results_log import ResultsLog
 from experiments.seeds import Spread
 from experiments.studies import STUDIES, Study
 from experiments.trials import Trial
@@ -43,11 +43,11 @@ def read(trial: Trial) -> dict[str, Any]:
     return trial.summary() | {"consensus_distance": rows[len(rows) // 2]["consensus_distance"]}
 
 
-class Trainings(NamedTuple):
-    """The trainings of a study."""
+class Runs(NamedTuple):
+    """The runs of a study."""
 
     out: pathlib.Path  # run directories
-    book: Book  # what they came to
+    log: ResultsLog  # what they came to
     name: str  # of the study
     data: str  # path of the data; "": none
     smoke: bool  # tiny models, the first and the last row, one rate, one seed
@@ -64,7 +64,7 @@ class Trainings(NamedTuple):
         return [names[0], names[-1]] if self.smoke else names
 
     def trial(self, method: str, rate: float, seed: int) -> Trial:
-        """One training; with the tuning's seed it may be a shorter one."""
+        """One run; with the tuning's seed it may be a shorter one."""
         study, row = self.study, self.study.rows[method]
         steps = study.tuning_steps if study.tuning_steps and seed == TUNING_SEED else study.steps
         size = "smoke" if self.smoke else f"steps={round(row.longer * steps)}"
@@ -86,7 +86,7 @@ class Trainings(NamedTuple):
             return self.grid(method)[0], {}
 
         def measure(rate: float) -> float:
-            numbers = self.book.result(self.trial(method, rate, TUNING_SEED), read)
+            numbers = self.log.result(self.trial(method, rate, TUNING_SEED), read)
             return numbers["eval_loss"] if numbers else math.inf
 
         return seeds.best_rate(measure, self.grid(method))
@@ -94,27 +94,27 @@ class Trainings(NamedTuple):
     def made(self, rates: Mapping[str, float]) -> dict[str, list[dict[str, Any] | None]]:
         """What `read` finds, for each seed of each method; None for one that diverged."""
         of = [(method, seed) for method in rates for seed in range(1 if self.smoke else self.study.rows[method].seeds)]
-        numbers = self.book.pool.map(lambda each: self.book.result(self.trial(each[0], rates[each[0]], each[1]), read), of)
+        numbers = self.log.pool.map(lambda each: self.log.result(self.trial(each[0], rates[each[0]], each[1]), read), of)
         found: dict[str, list[dict[str, Any] | None]] = {method: [] for method in rates}
         for (method, _), own in zip(of, numbers, strict=True):
             found[method].append(own)
         return found
 
 
-def run(trainings: Trainings) -> dict[str, Result]:
-    """Every method's result; makes what is missing, two trainings at a time."""
-    source = trainings
-    if other := trainings.study.rates:
-        source = trainings._replace(name=other, data=trainings.data if STUDIES[other].data else "")
-    like = {method: trainings.study.rows[method].like or method for method in trainings.rows}
+def run(runs: Runs) -> dict[str, Result]:
+    """Every method's result; makes what is missing, two runs at a time."""
+    source = runs
+    if other := runs.study.rates:
+        source = runs._replace(name=other, data=runs.data if STUDIES[other].data else "")
+    like = {method: runs.study.rows[method].like or method for method in runs.rows}
     tunings = list(dict.fromkeys(like.values()))
     # All grids at first, so that no core waits while one method tries its rates one after the other.
     grids = [(method, rate) for method in tunings for rate in source.grid(method) if len(source.grid(method)) > 1]
-    source.book.pool.map(lambda each: source.book.result(source.trial(each[0], each[1], TUNING_SEED), read), grids)
-    found = dict(zip(tunings, source.book.pool.map(source.tune, tunings), strict=True))
-    tuned, metric = {method: found[other] for method, other in like.items()}, trainings.study.metric
-    made = trainings.made({method: rate for method, (rate, _) in tuned.items()})
-    check_texts(trainings.name, made)
+    source.log.pool.map(lambda each: source.log.result(source.trial(each[0], each[1], TUNING_SEED), read), grids)
+    found = dict(zip(tunings, source.log.pool.map(source.tune, tunings), strict=True))
+    tuned, metric = {method: found[other] for method, other in like.items()}, runs.study.metric
+    made = runs.made({method: rate for method, (rate, _) in tuned.items()})
+    check_texts(runs.name, made)
     return {
         method: Result(
             rate,
@@ -130,7 +130,7 @@ def check_texts(name: str, made: Mapping[str, list[dict[str, Any] | None]]) -> N
     """Refuses rows of different texts: the text of configs/lm.py is the standard library of the Python that runs."""
     texts = {numbers.get("corpus_order1_entropy") for rows in made.values() for numbers in rows if numbers}
     if len(texts) > 1:
-        raise trials.Broken(f"{name}: rows have different texts (another Python's library?); give another --book and --out")
+        raise trials.Broken(f"{name}: rows have different texts (another Python's library?); give another --results and --out")
 
 
 # -- What is shown ----------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Trainings that a table compares: a row is a run of `launch.train`."""
+"""Runs that a table compares: a row is a run of `launch.train`."""
 
 from collections.abc import Sequence
 import pathlib
@@ -13,7 +13,7 @@ from launch import command
 
 
 class Row(NamedTuple):
-    """A training run that is a row of a table."""
+    """A run that is a row of a table."""
 
     name: str  # in the table
     shorthand: str  # of the config file

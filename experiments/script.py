@@ -81,11 +81,11 @@ def check_part() -> None:
     what = "figures of tiny models" if flag == "--smoke" else "a part of the rows"
     if pages := _given("pages"):
         command.fail(f"{flag} would write {what} into --pages={pages}; leave out one of them")
-    if flag == "--smoke" and (book := _given("book")):
-        command.fail(f"{flag} would add runs of tiny models to --book={book}; leave out one of them")
+    if flag == "--smoke" and (log := _given("results")):
+        command.fail(f"{flag} would add runs of tiny models to --results={log}; leave out one of them")
     for name in flags.FLAGS:
         parser, path = flags.FLAGS[name].parser, _given(name)
-        if isinstance(parser, command.Output) and parser.kind != "folder" and path and os.path.isfile(path) and name != "book":
+        if isinstance(parser, command.Output) and parser.kind != "folder" and path and os.path.isfile(path) and name != "results":
             command.fail(f"{flag} would write {what} over --{name}={path}, which exists; give another --{name}, or remove the file")
 
 

@@ -2,7 +2,7 @@
 
     python -m experiments.speedup --rates=50mbit,100mbit,200mbit --peers=.venv-peers/bin/python --out=runs/speedup.json
 
-Four hosts in a box (launch.cluster: root and iproute2), a transformer of 5.9M parameters, 8 sequences of 128 tokens per worker
+Four emulated hosts (launch.cluster: root and iproute2), a transformer of 5.9M parameters, 8 sequences of 128 tokens per worker
 and step, float32, one process a host and a core for two of them; "2 a host" rows have two processes a host. The peers, PyTorch's
 DDP and decent-dp, need a Python with experiments/requirements-peers.txt; without it their rows say so.
 
@@ -19,7 +19,7 @@ from absl import flags
 import rich.table
 
 from experiments import script
-from experiments.bench.box.systems import ERRORS, WHOLE, Box, Row, decjax, interleaved, torch
+from experiments.bench.cluster.systems import ERRORS, WHOLE, Row, Runner, decjax, interleaved, torch
 from experiments.methods import ALONE, HOSTS, ONE_PEER, RING, SHORTHANDS, STALE, SYNC
 from experiments.script import Check
 from launch import cluster, command
@@ -64,13 +64,13 @@ class Measured(NamedTuple):
         return num_bytes / self.throughput_Bps
 
 
-def measure(box: Box, rows: list[Row], rate: str, rounds: int, steps: Callable[[Row], int] = lambda row: 1) -> Measured:
+def measure(runner: Runner, rows: list[Row], rate: str, rounds: int, steps: Callable[[Row], int] = lambda row: 1) -> Measured:
     """Measures all rows at one rate: visits them in turn, `rounds` times, for at least `steps(row)` steps each."""
-    box.network.set_rate(rate)
+    runner.network.set_rate(rate)
     throughputs, step_s, sent_bytes = [], collections.defaultdict(list), collections.defaultdict(list)
-    for k, (row, visit) in enumerate(interleaved(box, rows, rounds, steps)):
-        if k % len(box.periods) == 0:
-            throughputs.append(box.throughput_Bps(ROWS[0]))
+    for k, (row, visit) in enumerate(interleaved(runner, rows, rounds, steps)):
+        if k % len(runner.periods) == 0:
+            throughputs.append(runner.throughput_Bps(ROWS[0]))
         step_s[row.name].append(visit.step_s)
         sent_bytes[row.name].append(visit.sent_bytes)
         print(f"{rate}: {row.name}: {script.ms(visit.step_s)} ms", flush=True)
@@ -133,16 +133,16 @@ def tabulate(measured: list[Measured], rows: list[Row], refused: dict[str, str])
 
 def main() -> None:
     rows = script.choose(ROWS, FLAGS.row)
-    with cluster.network(hosts=HOSTS, rate=cluster.UNLIMITED) as network, Box(network, FLAGS.peers) as box:
-        box.prepare_all(rows)
-        measured = [measure(box, rows, rate, FLAGS.rounds) for rate in FLAGS.rates]
-    num_bytes = 4 * box.num_parameters
+    with cluster.network(hosts=HOSTS, rate=cluster.UNLIMITED) as network, Runner(network, FLAGS.peers) as runner:
+        runner.prepare_all(rows)
+        measured = [measure(runner, rows, rate, FLAGS.rounds) for rate in FLAGS.rates]
+    num_bytes = 4 * runner.num_parameters
     found = [check for at in measured for check in checks(at, num_bytes)]
-    script.show(tabulate(measured, rows, box.refused), script.tabulate(found))
+    script.show(tabulate(measured, rows, runner.refused), script.tabulate(found))
     for at in measured:
         script.show(f"{at.rate}: {at.throughput_Bps * 8 / 1e6:.1f} Mbit/s one way, X = {script.ms(at.once_s(num_bytes))} ms")
-    script.show(*(f"{name} cannot run: {why}" for name, why in box.refused.items()))
-    script.save(FLAGS.out, num_bytes=num_bytes, refused=box.refused, measured=[at._asdict() for at in measured])
+    script.show(*(f"{name} cannot run: {why}" for name, why in runner.refused.items()))
+    script.save(FLAGS.out, num_bytes=num_bytes, refused=runner.refused, measured=[at._asdict() for at in measured])
 
 
 if __name__ == "__main__":

@@ -3,8 +3,8 @@
     python -m experiments.step_forecast --out=runs/step_forecast
     python -m experiments.step_forecast --out=runs/step_forecast_translation --multi30k=data/multi30k
 
-Four hosts in a box (launch.cluster: root and iproute2), links of 100 Mbit/s. In each round launch.calibrate measures the box, which knows
-nothing of the trainings that follow; then every method trains for a few steps. The first half of them is not counted. The table has the
+Four emulated hosts (launch.cluster: root and iproute2), links of 100 Mbit/s. In each round launch.calibrate measures them, which knows
+nothing of the runs that follow; then every method trains for a few steps. The first half of them is not counted. The table has the
 seconds of a step and, from that round's calibration alone, the predicted ones. What is finished in `--out` is not repeated.
 """
 
@@ -15,8 +15,8 @@ from absl import flags
 import rich.table
 
 from experiments import contents, race, script, time_to_loss, trials
-from experiments.bench.box import systems, twins
-from experiments.bench.box.group import done
+from experiments.bench.cluster import systems, twins
+from experiments.bench.cluster.group import done
 from experiments.methods import HOSTS
 from experiments.time_to_loss import GRID, SMOKE_TUNING, TEXT, TRAINED, TRANSLATION, Setup, Tuned
 from launch import cluster, command

@@ -2,7 +2,7 @@
 
     python -m experiments.stragglers --hosts=8 --jitter_ms=50
 
-Eight hosts in a box with free links (launch.cluster: root and iproute2). A worker's gradient is that of a tiny model behind a pause
+Eight emulated hosts with free links (launch.cluster: root and iproute2). A worker's gradient is that of a tiny model behind a pause
 of 50 ms plus an exponential variable of mean `jitter_ms`, drawn anew for every worker and step: pausing keeps no core busy, so
 eight hosts fit on a machine of two cores.
 
@@ -17,7 +17,7 @@ from absl import flags
 
 from decjax import costmodel
 from experiments import methods, script
-from experiments.bench.box.systems import ERRORS, Box, decjax
+from experiments.bench.cluster.systems import ERRORS, Runner, decjax
 from experiments.methods import ALONE, ONE_PEER, RING, SHORTHANDS, STALE, SYNC
 from launch import cluster
 
@@ -27,16 +27,16 @@ TINY = dict(vocabulary=256, context=32, width=16, hidden=32, heads=2, depth=1)
 METHODS = (ALONE, SYNC, STALE, ONE_PEER, RING)
 
 
-def measure(box: Box, compute_s: float, jitters_s: Sequence[float], steps: int, rounds: int) -> list[dict[str, float]]:
+def measure(runner: Runner, compute_s: float, jitters_s: Sequence[float], steps: int, rounds: int) -> list[dict[str, float]]:
     """Median seconds per step by method, for every mean of the jitter; methods take turns."""
     rows = [decjax(name, SHORTHANDS[name], model=TINY, batch_size=1, pauses=True) for name in METHODS]
     for row in rows:
-        box.prepare(row, needed=True)
+        runner.prepare(row, needed=True)
     times_s = {jitter_s: {name: [] for name in METHODS} for jitter_s in jitters_s}
     for seed in range(rounds):
         for jitter_s in jitters_s:
             for row in rows:
-                visit = box.visit(row, steps, pause_s=(compute_s, jitter_s), seed=seed)
+                visit = runner.visit(row, steps, pause_s=(compute_s, jitter_s), seed=seed)
                 times_s[jitter_s][row.name].append(visit.step_s)
     return [{name: statistics.median(times) for name, times in times_s[jitter_s].items()} for jitter_s in jitters_s]
 
@@ -45,16 +45,16 @@ def predict(steady_s: dict[str, float], hosts: int, jitter_s: float) -> dict[str
     """Predicted seconds per step with jitter of mean `jitter_s`, from those measured without jitter."""
     hop_s = max(0.0, steady_s[SYNC] - steady_s[ALONE]) / (2 * (hosts - 1))
     link = costmodel.Link(hop_s, 1e12)  # The messages are tiny.
-    box = costmodel.Cluster("box", hosts, 1, link, link)
+    emulated = costmodel.Cluster("emulated", hosts, 1, link, link)
     workload = costmodel.Workload(steady_s[ALONE], (0.0,), (1.0,), jitter=costmodel.Jitter("exponential", scale_s=jitter_s))
     known = methods.modelled(hosts)
-    return {name: costmodel.predict(box, workload, known[name]).mean_s for name in METHODS}
+    return {name: costmodel.predict(emulated, workload, known[name]).mean_s for name in METHODS}
 
 
 def main() -> None:
     jitter_s = FLAGS.jitter_ms / 1e3
-    with cluster.network(hosts=FLAGS.hosts, rate=cluster.UNLIMITED) as network, Box(network) as box:
-        steady_s, jittered_s = measure(box, FLAGS.compute_ms / 1e3, (0.0, jitter_s), FLAGS.steps, FLAGS.rounds)
+    with cluster.network(hosts=FLAGS.hosts, rate=cluster.UNLIMITED) as network, Runner(network) as runner:
+        steady_s, jittered_s = measure(runner, FLAGS.compute_ms / 1e3, (0.0, jitter_s), FLAGS.steps, FLAGS.rounds)
     predicted_s = predict(steady_s, FLAGS.hosts, jitter_s)
     jitter = f"jitter of mean {FLAGS.jitter_ms:g} ms"
     table = script.table("ms per step", "no jitter", jitter, "predicted", "stale all-reduce ÷ this", "predicted")

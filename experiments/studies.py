@@ -1,7 +1,7 @@
-"""Which trainings are compared, task by task: quality at equal tokens, the gap of gossip that overlaps, ablations, and methods for
+"""Which runs are compared, task by task: quality at equal tokens, the gap of gossip that overlaps, ablations, and methods for
 different data on each worker.
 
-Everything mixes while it computes (order "awc") unless a row says otherwise. `experiments.quality` makes the trainings.
+Everything mixes while it computes (order "awc") unless a row says otherwise. `experiments.quality` makes the runs.
 """
 
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ class Row(NamedTuple):
 
     Attributes:
         shorthand: of its config.
-        seeds: how many trainings it has beside those that tune its rate.
+        seeds: how many runs it has beside those that tune its rate.
         fields: of its config, dotted, beside those of the study.
         longer: times the steps of the study.
         grid: learning rates that are tried; none: those of the study.
@@ -45,10 +45,10 @@ class Study(NamedTuple):
         unit: its unit.
         grid: learning rates that are tried; a single one is taken as it is.
         steps: of a training.
-        tuning_steps: of a training that tunes a rate; 0: as many as `steps`.
+        tuning_steps: of a run that tunes a rate; 0: as many as `steps`.
         shorthand: of all rows.
         fields: of all rows.
-        tuning_fields: of the trainings that tune a rate: validation data that the table does not show, where a task has them. Digits
+        tuning_fields: of the runs that tune a rate: validation data that the table does not show, where a task has them. Digits
             and texts have none: a rate is chosen by the loss on the examples of the table, in a run with a seed of its own.
         data: the flag with the path of the data; "": none is needed.
         rates: the study whose rates are taken; "": rates are tuned.

@@ -5,15 +5,15 @@
     python -m experiments.time_to_loss --out=runs/translated_in --multi30k=data/multi30k
     python -m experiments.time_to_loss --out=runs/smoke --smoke
 
-Four hosts in a box (launch.cluster: root and iproute2), links of 100 Mbit/s, one process a host, the transformer of 5.9M parameters
+Four emulated hosts (launch.cluster: root and iproute2), links of 100 Mbit/s, one process a host, the transformer of 5.9M parameters
 of experiments.speedup on a megabyte of Python's standard library; with --multi30k the encoder–decoder of configs/translation.py, of
 1.2M parameters, learns to translate. A step of every method reads as many examples.
 
 1. Each method is tuned in simulation, without a network: three learning rates, and further ones while the best is at an edge. A method that
    does not end 0.05 nats below all-reduce's loss gets more steps: the fewest of 1.5 or 2 times as many with which it does; if
    none is enough, those with the least loss.
-2. The methods train in the box, one after the other, in so many rounds, each with a seed of its own.
-3. The forecast: before each round launch.calibrate measures the box, and from that the cost model predicts how long a step takes.
+2. The methods train on the emulated cluster, one after the other, in so many rounds, each with a seed of its own.
+3. The forecast: before each round launch.calibrate measures the cluster, and from that the cost model predicts how long a step takes.
    Runs of the same seeds in simulation tell how many steps each method needs. The product of both is compared with the seconds.
 
 Seconds are those of training: neither compiling nor evaluating counts. What is finished in `--out` is not repeated, so an
@@ -30,9 +30,9 @@ from typing import Any, NamedTuple
 from absl import flags
 
 from decjax import costmodel
-from experiments import box_runtime, contents, methods, race, script, seeds, trials
-from experiments.bench.box import systems, twins
-from experiments.bench.box.group import Failed, done
+from experiments import cluster_runtime, contents, methods, race, script, seeds, trials
+from experiments.bench.cluster import systems, twins
+from experiments.bench.cluster.group import Failed, done
 from experiments.methods import HOSTS, ONE_PEER, SHORTHANDS, STALE, SYNC
 from launch import cluster, command
 
@@ -197,7 +197,7 @@ def same(workdir: pathlib.Path, tuned: Tuned) -> None:
 
 
 def simulated_round(out: pathlib.Path, method: str, seed: int) -> pathlib.Path:
-    """Where the simulation of a run in the box is."""
+    """Where the simulation of a run on the emulated cluster is."""
     return out / f"simulated{seed}" / trials.name_of(method)
 
 
@@ -226,11 +226,11 @@ def profile(out: pathlib.Path, seed: int) -> pathlib.Path:
 
 
 def calibrate(network: cluster.Network, path: pathlib.Path, setup: Setup, seconds: float) -> None:
-    """Measures the box with launch.calibrate, and writes the profile, unless it is there."""
+    """Measures the emulated cluster with launch.calibrate, and writes the profile, unless it is there."""
     if not path.exists():
         path.parent.mkdir(exist_ok=True)
         data: dict[str, Any] = {"data.path": str(setup.path)}
-        measured, workload = box_runtime.calibrate(
+        measured, workload = cluster_runtime.calibrate(
             network,
             FLAGS.rate,
             seconds,
@@ -255,12 +255,12 @@ def predict(path: pathlib.Path) -> dict[str, float]:
 
 
 def measured(out: pathlib.Path, method: str, seed: int) -> pathlib.Path:
-    """Where a run in the box is."""
+    """Where a run on the emulated cluster is."""
     return out / f"round{seed}" / trials.name_of(method)
 
 
 def train(network: cluster.Network, out: pathlib.Path, setup: Setup, tuned: dict[str, Tuned], rounds: int) -> None:
-    """Trains every method in the box, `rounds` times; a peer takes the learning rate and steps of its twin.
+    """Trains every method on the emulated cluster, `rounds` times; a peer takes the learning rate and steps of its twin.
 
     Each round begins with a calibration, so that rounds may be of different machines.
     """
@@ -278,7 +278,7 @@ def train(network: cluster.Network, out: pathlib.Path, setup: Setup, tuned: dict
             else:
                 code = network.run("launch.train", trial(method, setup, tuned[method], workdir, seed, simulate=False).arguments)
             if code == command.DIVERGED:
-                raise Failed(f"{method} diverged in the box with seed {seed}; --rounds={seed} leaves it out")
+                raise Failed(f"{method} diverged on the emulated cluster with seed {seed}; --rounds={seed} leaves it out")
             done(method, code)
 
 
@@ -381,7 +381,7 @@ def main() -> None:
 if __name__ == "__main__":
     flags.DEFINE(command.FOLDER, "out", None, "Run directories, profile, table and figure go here.", required=True)
     flags.DEFINE_string("rate", "100mbit", "Of every link.")
-    flags.DEFINE_integer("rounds", 2, "Runs of each method in the box.", lower_bound=1)
+    flags.DEFINE_integer("rounds", 2, "Runs of each method on the emulated cluster.", lower_bound=1)
     flags.DEFINE_string("multi30k", None, "Folder of Multi30k's parallel files, to learn to translate; none: to learn Python.")
     flags.DEFINE_integer("steps", None, "Of all-reduce; none: 100, or 600 to translate.", lower_bound=10)
     flags.DEFINE_integer(

@@ -1,4 +1,4 @@
-"""Trainings of an experiment: made once each, so many at a time, and read from their directories.
+"""Runs of an experiment: made once each, so many at a time, and read from their directories.
 
 What is finished is not made again, so an interrupted experiment goes on where it was.
 """
@@ -19,8 +19,8 @@ from decjax import files
 from experiments import contents
 from launch import command, processes
 
-TOGETHER = 2  # trainings at a time, unless a pool says otherwise
-_GPU_MEMORY, _GPU_SHARE = "XLA_PYTHON_CLIENT_MEM_FRACTION", 0.9  # JAX's variable; the fraction for all trainings
+TOGETHER = 2  # runs at a time, unless a pool says otherwise
+_GPU_MEMORY, _GPU_SHARE = "XLA_PYTHON_CLIENT_MEM_FRACTION", 0.9  # JAX's variable; the fraction for all runs
 
 
 class Trial(NamedTuple):
@@ -92,15 +92,15 @@ def checksum(text: str) -> str:
 
 
 class Broken(Exception):
-    """A training that did not end as one does."""
+    """A run that did not end as one does."""
 
 
 class NoData(Broken):
-    """A training that cannot be made, since its data are not there."""
+    """A run that cannot be made, since its data are not there."""
 
 
 class Pool:
-    """Makes trainings, so many at a time, each on cores of its own: two that share all cores wait for each other's threads.
+    """Makes runs, so many at a time, each on cores of its own: two that share all cores wait for each other's threads.
 
     Args:
         count: how many.
@@ -146,7 +146,7 @@ class Pool:
         return code == 0
 
     def map(self, do: Callable[[Any], Any], items: Iterable[Any]) -> list[Any]:
-        """`do(item)` of every item, as many at once as there are trainings at a time."""
+        """`do(item)` of every item, as many at once as there are runs at a time."""
         with concurrent.futures.ThreadPoolExecutor(self._count) as pool:
             futures = [pool.submit(do, item) for item in items]
             try:
@@ -190,5 +190,5 @@ def kept(config: str, fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def key(config: str, fields: Mapping[str, Any]) -> str:
-    """What tells a training from others, as one text; `fields` as `kept` gives them."""
+    """What tells a run from others, as one text; `fields` as `kept` gives them."""
     return json.dumps([config, fields], sort_keys=True)

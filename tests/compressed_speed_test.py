@@ -44,13 +44,13 @@ def test_peers_are_compared_with_their_own():
     assert cells[f"{cs.HOOK}, default buckets"][0] == "cannot run" and cells["all-reduce, 1-bit Adam"] == ("",) * 6
 
 
-def test_every_row_of_the_box_is_predicted():
+def test_every_row_on_the_emulated_cluster_is_predicted():
     """Messages of half the size, and a tenth of a second for coding, on a link that carries the parameters in a second."""
-    box = costmodel.Cluster("box", cs.HOSTS, 1, costmodel.Link(0, 1e9), costmodel.Link(0, 24e6))
+    emulated = costmodel.Cluster("emulated", cs.HOSTS, 1, costmodel.Link(0, 1e9), costmodel.Link(0, 24e6))
     forms = tuple(
         costmodel.Compressed(text, cs.HOSTS, "" if "allreduce" in text else "base_k", 0.5, 0.1) for text in cs.SHORTHANDS.values()
     )
-    predicted = cs.predict(box, costmodel.Workload(0.1, (0.2,), (24e6,), compressed=forms))
+    predicted = cs.predict(emulated, costmodel.Workload(0.1, (0.2,), (24e6,), compressed=forms))
     assert set(predicted) == set(cs.EXACT) | set(cs.SHORTHANDS)
     assert predicted[cs.SYNC] == pytest.approx(0.3 + 1.5) and predicted[cs.ALONE] == pytest.approx(0.3)
     assert predicted["all-reduce, DeMo"] == pytest.approx(0.3 + 0.1 + 0.75)

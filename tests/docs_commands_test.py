@@ -287,7 +287,7 @@ def test_every_command_is_told():
     told = (ROOT / "docs/commands.md").read_text()
     modules = [path.relative_to(ROOT) for top in ("launch", "experiments") for path in sorted((ROOT / top).rglob("*.py"))]
     starts = [".".join(path.with_suffix("").parts) for path in modules if '__name__ == "__main__"' in (ROOT / path).read_text()]
-    others = ("experiments.bench.box.", "_torch")
+    others = ("experiments.bench.cluster.", "_torch")
     assert [name for name in starts if not any(other in name for other in others) and f"python -m {name}" not in told] == []
 
 

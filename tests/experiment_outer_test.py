@@ -8,13 +8,13 @@ import pytest
 from configs import lm
 from decjax import config
 from experiments import outer, trials
-from experiments.book import Book
+from experiments.results_log import ResultsLog
 from tests import commands
 
 
 @pytest.mark.parametrize("name", outer.ROWS)
 def test_every_row_is_a_config(name, tmp_path):
-    made = outer.Trainings(tmp_path, Book(tmp_path / "book.jsonl"), smoke=False)
+    made = outer.Runs(tmp_path, ResultsLog(tmp_path / "results.jsonl"), smoke=False)
     trial = made.trial(name, 1e-2, outer.MIDDLE if outer.ROWS[name].outer else None, 0)
     _, _, argument = trial.config.partition(":")
     given = lm.get_config(argument)
@@ -33,7 +33,7 @@ def test_momentum_and_rate_of_the_outer_step_are_tuned_with_the_best_rate(monkey
         return True
 
     monkeypatch.setattr(trials.Pool, "train", lambda pool, trial: train(trial))
-    made = outer.Trainings(tmp_path, Book(tmp_path / "book.jsonl"), smoke=False)
+    made = outer.Runs(tmp_path, ResultsLog(tmp_path / "results.jsonl"), smoke=False)
     found = {name: made.result(name) for name in (outer.ALL_REDUCE, "DiLoCo, H = 16")}
     own = found["DiLoCo, H = 16"]
     assert (own.rate, own.outer) == (1.2e-2, (4.0, 0.0)) and len(own.losses) == outer.SEEDS  # Its grid has been extended.

@@ -13,7 +13,7 @@ from decjax.tasks import parallel, sources
 from decjax.tasks.datasets import DATASETS
 from decjax.train import metrics, summary, workdir
 from experiments import compare, crashes, trials
-from experiments.book import Book
+from experiments.results_log import ResultsLog
 from experiments.trials import Broken
 from launch import command, config_file, members, sweep
 
@@ -179,8 +179,8 @@ def test_pipes_as_input_of_any_kind_are_refused(tmp_path, pipe):
         lambda: parallel.read(str(tmp_path), "train", ("de", "en")),
         lambda: DATASETS["cifar10"].read(str(tmp_path)),
         lambda: config_file.load_module(str(pipe)),
-        lambda: Book(pipe),
-        lambda: Book(pathlib.Path("/dev/full")),
+        lambda: ResultsLog(pipe),
+        lambda: ResultsLog(pathlib.Path("/dev/full")),
     ):
         with pytest.raises((ValueError, config_file.ConfigFileError, Broken), match="a pipe or a device"):
             read()

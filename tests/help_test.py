@@ -15,7 +15,7 @@ STARTED = re.compile(r"^    (?:command|script)\.run\(", re.MULTILINE)
 
 
 def modules():
-    """Those that a user starts; others with a main part, as in experiments/bench/box, are started by them."""
+    """Those that a user starts; others with a main part, as in experiments/bench/cluster, are started by them."""
     found = [path for top in ("launch", "experiments", "experiments/bench") for path in sorted((commands.ROOT / top).glob("*.py"))]
     return [".".join(path.relative_to(commands.ROOT).with_suffix("").parts) for path in found if STARTED.search(path.read_text())]
 

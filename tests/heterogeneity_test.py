@@ -35,7 +35,7 @@ def test_a_column_for_each_part_and_a_row_for_each_claim():
 
 
 def test_the_whole_way_with_tiny_models(tmp_path):
-    for _ in range(2):  # The second time from the book.
+    for _ in range(2):  # The second time from the results log.
         done = commands.run("experiments.heterogeneity", f"--out={tmp_path}", "--only=dirichlet_0.1", "--smoke")
         assert done.returncode == 0, done.stderr
     assert (tmp_path / "smoke/heterogeneity.png").read_bytes().startswith(b"\x89PNG") and studies.RELAY in done.stdout

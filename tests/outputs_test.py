@@ -18,13 +18,13 @@ from absl import flags, logging
 import pytest
 
 from experiments import script, trials
-from experiments.bench.box import group
+from experiments.bench.cluster import group
 from launch import command
 from tests import commands
 from tests.help_test import MODULES
 
 STARTED = [module for module in MODULES if module.startswith("experiments.")]
-WRITTEN = ("out", "workdir", "book", "pages")  # names of flags that are outputs, whatever the experiment
+WRITTEN = ("out", "workdir", "results", "pages")  # names of flags that are outputs, whatever the experiment
 
 
 class Command(NamedTuple):
@@ -129,15 +129,15 @@ def test_neither_smoke_runs_nor_parts_replace_whole_results(module, defined, tmp
     parts = ["--smoke"] if "smoke" in found else []
     parts += [f"--{name}={one_of(flag)}" for name, flag in found.items() if hasattr(flag, "is_complete")]
     assert bool(parts) or not {"smoke", "row", "only"} & set(found)
-    kinds = outputs(found) | ({"book": "folder"} if "--smoke" not in parts else {})
+    kinds = outputs(found) | ({"results": "folder"} if "--smoke" not in parts else {})
     for argument in parts:
         if "pages" in found:
             said = start(*needed(found, tmp_path), argument, f"--pages={page.parent}")
             assert said.startswith(f"error: {argument} would write") and "--pages=" in said, said
-        for name in (name for name, kind in kinds.items() if kind != "folder" and (name != "book" or argument == "--smoke")):
+        for name in (name for name, kind in kinds.items() if kind != "folder" and (name != "results" or argument == "--smoke")):
             said = start(*needed(found, tmp_path, but=name), argument, f"--{name}={file}")
             assert said.startswith(f"error: {argument} would ") and f"--{name}={file}" in said, said
-            if name != "book":
+            if name != "results":
                 assert not start(argument, f"--{name}={tmp_path / 'new.png'}")
     assert page.read_text() == file.read_text() == "whole"
 

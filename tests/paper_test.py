@@ -12,13 +12,12 @@ import numpy as np
 import pytest
 
 from decjax import config, errors
-from experiments import book as book_lib
-from experiments import contents, noise_floor, paper, quality, script, seeds, studies, tiny, trials
-from experiments.book import Book
+from experiments import contents, noise_floor, paper, quality, results_log, script, seeds, studies, tiny, trials
+from experiments.results_log import ResultsLog
 from launch import command
 from tests import commands
 
-BOOK = pathlib.Path(__file__).parents[1] / "experiments/results/paper.jsonl"  # of the pages
+LOG = pathlib.Path(__file__).parents[1] / "experiments/results/paper.jsonl"  # of the pages
 
 
 def test_equal_means_overlap_and_less_than_a_sigma():
@@ -129,7 +128,7 @@ def test_the_exit_code_of_divergence_is_known_to_launchers():
     assert errors.Diverged.exit_code == command.DIVERGED != command.USER_ERROR == errors.ConfigError.exit_code
 
 
-# -- The book ---------------------------------------------------------------------------------------------------------
+# -- The results log ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -152,24 +151,24 @@ def trial(folder, seed):
 
 
 def test_what_the_book_holds_is_not_trained_again(made, tmp_path):
-    path = tmp_path / "book.jsonl"
-    book = Book(path)
-    assert [book.result(trial(tmp_path / "a", seed)) for seed in (0, 3, 0)] == [{"eval_loss": 2.0}, None, {"eval_loss": 2.0}]
-    again = Book(path)  # The directories need not be there any more.
+    path = tmp_path / "results.jsonl"
+    log = ResultsLog(path)
+    assert [log.result(trial(tmp_path / "a", seed)) for seed in (0, 3, 0)] == [{"eval_loss": 2.0}, None, {"eval_loss": 2.0}]
+    again = ResultsLog(path)  # The directories need not be there any more.
     assert [again.result(trial(tmp_path / "b", seed)) for seed in (0, 3)] == [{"eval_loss": 2.0}, None] and made == [0, 3]
     assert again.result(trial(tmp_path / "b", 1), lambda run: {"twice": 2 * run.summary()["eval_loss"]}) == {"twice": 6.0}
 
 
 def test_tables_need_no_data_where_the_book_has_the_trainings(tmp_path):
     """Smoke runs in it, and runs with other data, change nothing."""
-    book = tmp_path / "book.jsonl"
-    lines = BOOK.read_text().splitlines(keepends=True)
+    log = tmp_path / "results.jsonl"
+    lines = LOG.read_text().splitlines(keepends=True)
     smoke = {"config": "configs/cifar.py:smoke", "fields": {"data.path": "01234567"}, "numbers": {}}
-    book.write_text("".join(lines) + json.dumps(smoke) + "\n")
-    line = ("experiments.paper", f"--out={tmp_path}", f"--book={book}")
+    log.write_text("".join(lines) + json.dumps(smoke) + "\n")
+    line = ("experiments.paper", f"--out={tmp_path}", f"--results={log}")
     done = commands.run(*line, "--only=cifar")
     assert done.returncode == 0 and "AccumAdam, one-peer" in done.stdout, done.stderr
-    book.write_text("".join(line for line in lines if '"seed": 2' not in line))
+    log.write_text("".join(line for line in lines if '"seed": 2' not in line))
     done = commands.run(*line, "--only=cifar")
     assert done.returncode == 2 and "cifar needs --cifar10" in done.stderr and done.stderr.count("\n") == 1
 
@@ -178,13 +177,13 @@ def test_parts_without_data_are_left_out_where_none_is_asked_for(monkeypatch, tm
     text = str(tiny.text(tmp_path / "text"))
     given = Flags(only=[], smoke=False, pages=None, multi30k=None, cifar10=None, shakespeare=text)
     monkeypatch.setattr(paper, "FLAGS", given)
-    parts = paper.chosen(tmp_path, Book(tmp_path / "book.jsonl"))
+    parts = paper.chosen(tmp_path, ResultsLog(tmp_path / "results.jsonl"))
     left_out = {"translation", "cifar", "gap_translation"}
     assert set(paper.PARTS) - set(parts) == left_out and parts["digits"] == "" and parts["shakespeare"] == text
     assert "cifar is left out: it needs --cifar10" in capsys.readouterr().out
     given.update(only=["digits", "cifar", "shakespeare"], shakespeare=None, smoke=True)
     made_up = {"digits": "", "cifar": str(tmp_path / "data" / "cifar10"), "shakespeare": str(tmp_path / "data" / "shakespeare")}
-    assert paper.chosen(tmp_path, Book(tmp_path / "book.jsonl")) == made_up
+    assert paper.chosen(tmp_path, ResultsLog(tmp_path / "results.jsonl")) == made_up
 
 
 def test_looking_for_data_trains_nothing(made, monkeypatch, tmp_path):
@@ -192,7 +191,7 @@ def test_looking_for_data_trains_nothing(made, monkeypatch, tmp_path):
     given = Flags(only=["shakespeare"], smoke=False, pages=None, shakespeare=None)
     monkeypatch.setattr(paper, "FLAGS", given)
     with pytest.raises(SystemExit):
-        paper.chosen(tmp_path, Book(tmp_path / "book.jsonl"))
+        paper.chosen(tmp_path, ResultsLog(tmp_path / "results.jsonl"))
     assert not made
 
 
@@ -206,34 +205,34 @@ class Flags(dict):
 
 
 def test_a_training_without_its_data_is_refused(tmp_path):
-    book = Book(tmp_path / "book.jsonl")
+    log = ResultsLog(tmp_path / "results.jsonl")
     with pytest.raises(trials.NoData, match="give the path of its data"):
-        book.result(trials.trial(tmp_path, "run", "configs/cifar.py:smoke", {"data.path": "0be870b2"}))
+        log.result(trials.trial(tmp_path, "run", "configs/cifar.py:smoke", {"data.path": "0be870b2"}))
 
 
 def test_the_book_knows_data_by_their_contents(made, tmp_path):
     for name, text in (("a", "one"), ("b", "one"), ("c", "two")):
         (tmp_path / name).mkdir()
         (tmp_path / name / "text").write_text(text)
-    book = Book(tmp_path / "book.jsonl")
+    log = ResultsLog(tmp_path / "results.jsonl")
     for name in "abc":
-        book.result(trials.trial(tmp_path, name, "configs/lm.py", {"data.path": str(tmp_path / name), "seed": 0}))
-    assert made == [0, 0] and str(tmp_path) not in (tmp_path / "book.jsonl").read_text()
+        log.result(trials.trial(tmp_path, name, "configs/lm.py", {"data.path": str(tmp_path / name), "seed": 0}))
+    assert made == [0, 0] and str(tmp_path) not in (tmp_path / "results.jsonl").read_text()
 
 
 def test_a_line_that_is_cut_short_is_dropped_and_a_damaged_one_refused(made, tmp_path):
-    path = tmp_path / "book.jsonl"
-    Book(path).result(trial(tmp_path, 0))
+    path = tmp_path / "results.jsonl"
+    ResultsLog(path).result(trial(tmp_path, 0))
     whole = path.read_text()
     path.write_text(whole + whole[:20])
-    Book(path).result(trial(tmp_path, 1))
+    ResultsLog(path).result(trial(tmp_path, 1))
     assert made == [0, 1] and len(path.read_text().splitlines()) == 2
     path.write_text(whole[:20] + "\n" + whole)
-    with pytest.raises(trials.Broken, match="line 1 is no line of a book"):
-        Book(path)
+    with pytest.raises(trials.Broken, match="line 1 is not a line of a results log"):
+        ResultsLog(path)
     path.write_text(whole.rstrip())  # An editor left out the newline.
-    Book(path).result(trial(tmp_path, 2))
-    assert Book(path).result(trial(tmp_path, 0)) and made == [0, 1, 2]
+    ResultsLog(path).result(trial(tmp_path, 2))
+    assert ResultsLog(path).result(trial(tmp_path, 0)) and made == [0, 1, 2]
 
 
 @pytest.mark.parametrize(
@@ -250,19 +249,19 @@ def test_a_line_that_is_cut_short_is_dropped_and_a_damaged_one_refused(made, tmp
 def test_a_file_that_is_no_book_is_refused_and_stays_as_it_is(content, tmp_path):
     path = tmp_path / "notes.txt"
     path.write_text(content)
-    with pytest.raises(trials.Broken, match="line 1 is no line of a book"):
-        Book(path)
+    with pytest.raises(trials.Broken, match="line 1 is not a line of a results log"):
+        ResultsLog(path)
     assert path.read_text() == content
 
 
 def test_a_full_disk_leaves_whole_lines(made, tmp_path, monkeypatch):
-    path = tmp_path / "book.jsonl"
-    Book(path).result(trial(tmp_path, 0))
+    path = tmp_path / "results.jsonl"
+    ResultsLog(path).result(trial(tmp_path, 0))
     whole = path.read_text()
-    book = Book(path)
-    monkeypatch.setattr(book_lib, "open", Short.open, raising=False)
+    log = ResultsLog(path)
+    monkeypatch.setattr(results_log, "open", Short.open, raising=False)
     with pytest.raises(trials.Broken, match="No space left on device"):
-        book.result(trial(tmp_path, 1))
+        log.result(trial(tmp_path, 1))
     assert path.read_text() == whole
 
 
@@ -312,13 +311,13 @@ def test_what_is_waiting_is_not_made_after_an_error():
 
 
 def test_a_book_that_cannot_be_used_is_refused_at_once(tmp_path):
-    """Devices and pipes are not opened: reading them may never end. A book that no training was added to is not there."""
+    """Devices and pipes are not opened: reading them may never end. A results log that no training was added to is not there."""
     (tmp_path / "bytes").write_bytes(b"\xff\xfe")
     os.mkfifo(tmp_path / "pipe")
-    for path in tmp_path, tmp_path / "bytes", tmp_path / "bytes" / "book", tmp_path / "pipe", pathlib.Path("/dev/full"):
-        with pytest.raises(trials.Broken, match="(give|choose) another --book"):
-            Book(path)
-    Book.of(tmp_path / "new", None)
+    for path in tmp_path, tmp_path / "bytes", tmp_path / "bytes" / "results", tmp_path / "pipe", pathlib.Path("/dev/full"):
+        with pytest.raises(trials.Broken, match="(give|choose) another --results"):
+            ResultsLog(path)
+    ResultsLog.of(tmp_path / "new", None)
     assert {path.name for path in tmp_path.iterdir()} == {"bytes", "pipe"}
 
 
@@ -386,7 +385,7 @@ def test_rows_of_different_texts_are_refused():
 @pytest.mark.parametrize("name", studies.STUDIES)
 def test_every_row_of_a_study_is_a_run(name, tmp_path):
     """Its shorthand and fields go together, with the steps and workers that the study says."""
-    trainings = quality.Trainings(tmp_path, Book(tmp_path / "book.jsonl"), name, "", smoke=False)
+    trainings = quality.Runs(tmp_path, ResultsLog(tmp_path / "results.jsonl"), name, "", smoke=False)
     for method, row in trainings.study.rows.items():
         made = trainings.trial(method, 1e-3, seed=0)
         spec = config.read(config_of(made))
@@ -402,16 +401,16 @@ def config_of(made):
 
 
 def test_tokens_are_equal_however_many_workers(tmp_path):
-    trainings = quality.Trainings(tmp_path, Book(tmp_path / "book.jsonl"), "workers", "", smoke=False)
+    trainings = quality.Runs(tmp_path, ResultsLog(tmp_path / "results.jsonl"), "workers", "", smoke=False)
     of = {method: config_of(trainings.trial(method, 1e-3, 0)) for method in trainings.study.rows}
     assert len({made.steps * made.batch_size for made in of.values()}) == 1
-    batches = quality.Trainings(tmp_path, trainings.book, "batch", "", smoke=False)
+    batches = quality.Runs(tmp_path, trainings.log, "batch", "", smoke=False)
     assert {config_of(batches.trial(method, 1e-3, 0)).batch_size for method in batches.study.rows} == {studies.GLOBAL_BATCH}
 
 
 def test_rates_are_tuned_in_shorter_runs_with_a_seed_of_their_own(made, monkeypatch, tmp_path):
     monkeypatch.setattr(quality, "read", lambda run: run.summary() | {"consensus_distance": 0.5})
-    trainings = quality.Trainings(tmp_path, Book(tmp_path / "book.jsonl"), "python", "", smoke=False)
+    trainings = quality.Runs(tmp_path, ResultsLog(tmp_path / "results.jsonl"), "python", "", smoke=False)
     assert trainings.trial(studies.ALL_REDUCE, 1e-3, quality.TUNING_SEED).config.endswith("steps=1000")
     best, tried = trainings.tune(studies.ALL_REDUCE)
     assert set(made) == {quality.TUNING_SEED} and best in tried
@@ -431,7 +430,7 @@ def test_rates_of_another_study_are_tuned_on_its_data(monkeypatch, tmp_path):
 
     monkeypatch.setattr(trials.Pool, "train", train)
     text = str(tiny.text(tmp_path / "text"))
-    trainings = quality.Trainings(tmp_path, Book(tmp_path / "book.jsonl"), "gap_shakespeare", text, smoke=True)
+    trainings = quality.Runs(tmp_path, ResultsLog(tmp_path / "results.jsonl"), "gap_shakespeare", text, smoke=True)
     found = quality.run(trainings)
     assert [*found] == trainings.rows == [studies.ALL_REDUCE, studies.ACCUM_2]
     assert {result.rate for result in found.values()} == {studies.GAP.grid[0]} and all(len(r.values) == 1 for r in found.values())

@@ -12,7 +12,7 @@ from launch import command
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 STAND_IN = """
 import sys
-from experiments.bench.box.serve import serve
+from experiments.bench.cluster.serve import serve
 serve({"version": lambda: sys.argv[1], "repeat": lambda text, count: count * text, "leave": sys.exit})
 """
 

@@ -13,7 +13,7 @@ import pytest
 
 from decjax import config
 from experiments import race, seeds, step_forecast, time_to_loss, tiny, trials
-from experiments.bench.box import group
+from experiments.bench.cluster import group
 from experiments.methods import HOSTS
 from experiments.race import Point
 from tests import commands
@@ -179,7 +179,7 @@ def test_results_are_those_of_the_rounds_beside_their_forecasts(score, tmp_path,
 @pytest.mark.parametrize("is_small", [True, False])
 @pytest.mark.parametrize("job", [time_to_loss.TEXT, time_to_loss.TRANSLATION], ids=lambda job: job.name)
 def test_every_run_has_a_config(job, is_small, tmp_path):
-    """In the box and in simulation, with a model of the tiny sizes and of its own."""
+    """on the emulated cluster and in simulation, with a model of the tiny sizes and of its own."""
     job = job._replace(model=job.small) if is_small else job
     setup = time_to_loss.Setup(job, tmp_path / "data", trials.Pool(), tuple(time_to_loss.TRAINED), time_to_loss.GRID, (1.0,))
     for method, simulate in itertools.product(time_to_loss.TRAINED, (True, False)):

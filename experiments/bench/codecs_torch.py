@@ -9,7 +9,7 @@ import time
 
 import torch
 
-from experiments.bench.box.serve import serve
+from experiments.bench.cluster.serve import serve
 from launch import memory
 
 BLOCK, FRACTION, RANK, CHUNK, COEFFICIENTS = 256, 0.01, 4, 64, 32

@@ -1,4 +1,4 @@
-"""What `--elastic` costs while nothing fails: seconds of a step with it ÷ without it, in a box.
+"""What `--elastic` costs while nothing fails: seconds of a step with it ÷ without it, on an emulated cluster.
 
     python -m experiments.bench.elastic --out=runs/elastic_price
     python -m experiments.bench.elastic --out=runs/elastic_price --rate=1gbit --rounds=5
@@ -16,8 +16,8 @@ from absl import flags
 
 from decjax import config
 from experiments import script, trials
-from experiments.bench.box import systems
-from experiments.bench.box.group import done
+from experiments.bench.cluster import systems
+from experiments.bench.cluster.group import done
 from experiments.methods import HOSTS, ONE_PEER, SHORTHANDS, SYNC
 from launch import cluster, command, processes
 

@@ -1,4 +1,4 @@
-"""What lazy error propagation rests on: cosines of the error and the change from message to message, over a training.
+"""What lazy error propagation rests on: cosines of the error and the change from message to message, over a run.
 
     python -m experiments.bench.error_cosine --config=configs/gpt_optimus.py:size=tiny --out=cosines.json
 
@@ -24,7 +24,7 @@ FLAGS = flags.FLAGS
 
 
 def record(config, every: int) -> dict:
-    """The steps and cosines of a training run, read from its probes after every so many steps; see the module."""
+    """The steps and cosines of a run, read from its probes after every so many steps; see the module."""
     setup = parts.build(parts.resolve(config))
     watched = setups.make_source(setup.spec, setup.task, setup.source.division, watch=pipeline.probed)
     trainer, taken, read = train.Trainer(dataclasses.replace(setup, source=watched)), [], []

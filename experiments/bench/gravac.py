@@ -1,12 +1,12 @@
-"""Where GraVAC with measured speed climbs: the same training over slow and over fast links.
+"""Where GraVAC with measured speed climbs: the same run over slow and over fast links.
 
     python -m experiments.bench.gravac --out=runs/gravac_box
 
-Two hosts in a box (launch.cluster: root and iproute2), one process a host, an LSTM of 0.1M parameters (configs/lm.py:model=lstm),
+Two emulated hosts (launch.cluster: root and iproute2), one process a host, an LSTM of 0.1M parameters (configs/lm.py:model=lstm),
 all-reduce. GraVAC measures the seconds of steps and climbs from no codec over bfloat16 and int8 to int4 as long as that pays. Over slow
 links it should end on a rung that sends less, and where messages take no time on a low one, since coding costs time. Rounds differ by
 seed. The table has the milliseconds of a step as GraVAC itself measured them last on each rung, from the state of its last checkpoint.
-Trainings that are there are not made again.
+Runs that are there are not made again.
 """
 
 import pathlib
@@ -18,8 +18,8 @@ import numpy as np
 
 from decjax.train import checkpoint
 from experiments import script, trials
-from experiments.bench.box import systems
-from experiments.bench.box.group import done
+from experiments.bench.cluster import systems
+from experiments.bench.cluster.group import done
 from launch import cluster, command, processes
 
 FLAGS = flags.FLAGS
@@ -30,7 +30,7 @@ SIZE = {"model.width": 64, "model.context": 64}
 
 
 def trial(out: pathlib.Path, rate: str, seed: int) -> trials.Trial:
-    """One training over links of a rate."""
+    """One run over links of a rate."""
     gravac = f"gravac(window={FLAGS.window},improvement={FLAGS.improvement},speed=measured,ladder='{'; '.join(RUNGS[1:])}')"
     fields: dict[str, Any] = SIZE | {
         "seed": seed,
@@ -63,7 +63,7 @@ def ended(run: trials.Trial) -> tuple[int, np.ndarray, np.ndarray]:
 
 
 def tabulate(found: dict[str, list[tuple[int, np.ndarray, np.ndarray]]]) -> Any:
-    """A row for each training: milliseconds of a step on each rung, and which of them it stays on."""
+    """A row for each run: milliseconds of a step on each rung, and which of them it stays on."""
     table = script.table("links", "seed", "stays on", *RUNGS, "times as fast", left=3)
     for rate, runs in found.items():
         for seed, (rung, _, step_s) in enumerate(runs):
@@ -94,11 +94,11 @@ if __name__ == "__main__":
     flags.DEFINE(command.FOLDER, "out", None, "Run directories go here; what is there is not made again.", required=True)
     flags.DEFINE(cluster.Rates(), "rates", ["4mbit", "none"], "Of every link; none: as fast as the machine can.")
     script.selects("rates")
-    flags.DEFINE_integer("rounds", 3, "Trainings at each rate.", lower_bound=1)
+    flags.DEFINE_integer("rounds", 3, "Runs at each rate.", lower_bound=1)
     flags.DEFINE_integer("window", 15, "Steps on a rung.", lower_bound=2)
     flags.DEFINE_float(
         "improvement", 0.25, "By which a rung has to pay, relative; more than the noise of the clock.", lower_bound=0.0
     )
-    flags.DEFINE_integer("windows", 6, "Of a training.", lower_bound=2)
+    flags.DEFINE_integer("windows", 6, "Of a run.", lower_bound=2)
     flags.DEFINE(command.FOLDER, "pages", None, script.PAGES)
     script.run(main, (*systems.ERRORS, trials.Broken, ValueError))

@@ -9,7 +9,7 @@ from launch import command
 
 
 class Peer:
-    """A module that another interpreter runs and that answers requests by `box.serve`, such as `experiments.bench.codecs_torch`.
+    """A module that another interpreter runs and that answers requests by `cluster.serve`, such as `experiments.bench.codecs_torch`.
 
     The interpreter is the one of --peers; it inherits the cores that this process may use. The attribute `version` is the version
     of PyTorch.

@@ -2,7 +2,7 @@
 
     python -m experiments.bench.placement --out=runs/placement
 
-Eight hosts in a box (launch.cluster: root and iproute2), one process a host, links of 50 Mbit/s, of which those of `--pairs` carry less.
+Eight emulated hosts (launch.cluster: root and iproute2), one process a host, links of 50 Mbit/s, of which those of `--pairs` carry less.
 Gossip over the one-peer exponential graph, a transformer of 1.2M parameters. First launch.calibrate measures the link of every pair,
 then launch.place finds a placement, and then both orders train, in turns. A step's forecast is the longer of computing, as calibrated,
 and of the messages as `decjax.contrib.placement` has them. A run's step is the mean over its intervals without the first two.
@@ -19,8 +19,8 @@ import numpy as np
 from decjax import costmodel, topology
 from decjax.contrib import placement
 from experiments import script, trials
-from experiments.bench.box import systems
-from experiments.bench.box.group import done
+from experiments.bench.cluster import systems
+from experiments.bench.cluster.group import done
 from experiments.goodput import LARGER
 from experiments.methods import ONE_PEER, SHORTHANDS
 from launch import cluster, command, processes
@@ -110,7 +110,7 @@ def report(found: dict[str, list[float]], told: dict[str, float]) -> None:
     gain, expected = (of[ORDERS[0]] / of[ORDERS[1]] for of in ({o: statistics.median(t) for o, t in found.items()}, told))
     script.show(table)
     script.show(f"the placement is {gain:.2f} times as fast; forecast {expected:.2f}, {script.difference(expected, gain)}")
-    script.fill("placement_box", table)
+    script.fill("placement_cluster", table)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import time
 import torch
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 
-from experiments.bench.box.serve import serve
+from experiments.bench.cluster.serve import serve
 from launch import memory
 
 RANK = 4

@@ -1,4 +1,4 @@
-"""What the exchange costs: a step of the main job with gossip and with all-reduce, against one that sends nothing.
+"""What the exchange costs: a step of the byte-level LM with gossip and with all-reduce, against one that sends nothing.
 
     python -m experiments.bench.step_overhead
 

@@ -1,4 +1,4 @@
-"""The systems that a box compares, and how they are measured: decjax, PyTorch DDP, and decent-dp, one method a row.
+"""The systems compared on an emulated cluster, and how they are measured: decjax, PyTorch DDP, and decent-dp, one method a row.
 
 Every worker trains the same transformer of 5.9M parameters (`MODEL`) on the same number of sequences with AdamW. A *visit*
 takes a few steps of one row and drops the first, so that what was sent before has to arrive; rows take turns.
@@ -9,13 +9,13 @@ import contextlib
 import statistics
 from typing import Any, NamedTuple
 
-from experiments.bench.box.group import Failed, Group
+from experiments.bench.cluster.group import Failed, Group
 from launch import cluster, command
 
 LEAST_STEPS = 5  # of workers that do not wait for each other, so that all of them compute at the same time for most of a visit
 MODEL = dict(vocabulary=1536, context=128, width=320, hidden=1280, heads=5, depth=4)
 BATCH_SIZE = 8  # sequences per worker and step
-ERRORS = (command.UserError, Failed, OSError)  # errors that end an experiment in a box
+ERRORS = (command.UserError, Failed, OSError)  # errors that end an experiment on an emulated cluster
 BUCKET, WHOLE = 2**18, 2**30  # bytes of a bucket: the default of configs/lm.py, and one that holds everything
 
 
@@ -72,7 +72,7 @@ class Visit(NamedTuple):
     sent_bytes: float  # over the busiest link, per step, headers included; without the first step
 
 
-class Box(contextlib.ExitStack):
+class Runner(contextlib.ExitStack):
     """Starts and measures rows on a network; rows of PyTorch need `peers`, a Python with requirements-peers.txt."""
 
     def __init__(self, network: cluster.Network, peers: str | None = None):
@@ -120,7 +120,7 @@ class Box(contextlib.ExitStack):
         if row.peer and self.peers is None:
             raise Failed("no --peers were given")
         if row.group not in self._groups:
-            module = f"experiments.bench.box.{'torch' if row.peer else 'decjax'}_worker"
+            module = f"experiments.bench.cluster.{'torch' if row.peer else 'decjax'}_worker"
             # Matrix products on one thread, as in PyTorch's workers, since hosts share cores.
             environment = {
                 "JAX_PLATFORMS": "cpu",
@@ -150,21 +150,21 @@ class Box(contextlib.ExitStack):
 
 
 def interleaved(
-    box: Box, rows: Sequence[Row], rounds: int, steps: Callable[[Row], int] = lambda row: 1
+    runner: Runner, rows: Sequence[Row], rounds: int, steps: Callable[[Row], int] = lambda row: 1
 ) -> Iterator[tuple[Row, Visit]]:
     """(row, visit) of all rows in turn, `rounds` times, with another first row each time, for at least `steps(row)` steps each.
 
     A row that cannot run is left out from then on.
     """
-    rows = [row for row in rows if row.name in box.periods]
+    rows = [row for row in rows if row.name in runner.periods]
     for k in range(rounds):
         first = k * len(rows) // rounds
         for row in rows[first:] + rows[:first]:
-            if row.name not in box.periods:
+            if row.name not in runner.periods:
                 continue
             try:
-                visit = box.visit(row, steps(row))
+                visit = runner.visit(row, steps(row))
             except Failed as failure:
-                box.refuse(row, failure)
+                runner.refuse(row, failure)
             else:
                 yield row, visit

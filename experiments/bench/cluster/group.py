@@ -1,4 +1,4 @@
-"""The parent's side of a box: systems that are started once, wait on its hosts, and take turns.
+"""The parent's side of an emulated cluster: systems that are started once, wait on its hosts, and take turns.
 
     parent                                                   every worker of the system
     group.ask("steps", method="ring", count=4)   -- JSON ->  answers with what its handler returns

@@ -1,4 +1,4 @@
-"""A worker's side of a box: waits for requests on its standard input, one JSON object a line, and answers likewise.
+"""A worker's side of an emulated cluster: waits for requests on its standard input, one JSON object a line, and answers likewise.
 
 Standard library only, since the peers run without JAX.
 """

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 import torch.distributed as dist
 
-from experiments.bench.box.torch_worker import DecoderLM
+from experiments.bench.cluster.torch_worker import DecoderLM
 
 
 def learning_rate(step: int, schedule: dict[str, Any], steps: int) -> float:

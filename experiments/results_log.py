@@ -1,4 +1,4 @@
-"""The book of an experiment: what its trainings came to, kept when their run directories are gone."""
+"""The results log of an experiment: the results of its runs, kept when their run directories are gone."""
 
 from collections.abc import Callable
 import copy
@@ -18,24 +18,24 @@ from launch import command
 _BEGINS = '{"config": '  # every line
 
 
-class Book:
-    """What trainings came to, in a file of JSON lines: what stands there is not trained again, even if its run directory is gone.
+class ResultsLog:
+    """The results of runs, in a file of JSON lines: what stands there is not trained again, even if its run directory is gone.
 
     A path of data is kept as a checksum of the data. After a change of the code that alters numbers, remove the lines that it makes wrong.
 
     Args:
-        path: of the file, which the first training makes.
-        pool: makes what the book lacks; none: two trainings at a time.
+        path: of the file, which the first run creates.
+        pool: makes what the results log lacks; none: two runs at a time.
 
     Raises:
-        trials.Broken: if it cannot be read or written, or a line is none of a book; a last one that is cut short is left out.
+        trials.Broken: if it cannot be read or written, or a line is none of a log; a last one that is cut short is left out.
     """
 
     def __init__(self, path: pathlib.Path, pool: trials.Pool | None = None):
         self.pool = pool or trials.Pool()
         self._path, self._lock, self._known, self._makes = path, threading.Lock(), {}, True
         try:
-            command.folder("book", str(path.parent))  # Whether it can be written is to be known before the first training.
+            command.folder("results", str(path.parent))  # Whether it can be written is to be known before the first run.
             if path.exists():
                 files.check_regular(path)
                 path.open("ab").close()
@@ -43,7 +43,7 @@ class Book:
         except command.UserError as error:
             raise trials.Broken(str(error)) from error
         except (OSError, UnicodeDecodeError) as error:
-            raise trials.Broken(f"the book {path} cannot be read and written ({error}); give another --book") from error
+            raise trials.Broken(f"the results log {path} cannot be read and written ({error}); give another --results") from error
         lines, cut = text.splitlines(), not text.endswith("\n")
         for number, line in enumerate(lines, 1):
             is_cut = cut and number == len(lines) and line.startswith(_BEGINS[: len(line)])
@@ -52,18 +52,18 @@ class Book:
             except (ValueError, KeyError, TypeError) as error:
                 if not is_cut:  # Else the next row takes its place.
                     raise trials.Broken(
-                        f"{path}, line {number} is no line of a book ({error!r}); remove it, or give another --book"
+                        f"{path}, line {number} is not a line of a results log ({error!r}); remove it, or give another --results"
                     ) from error
             else:
                 self._known[trials.key(row["config"], row["fields"])] = row["numbers"]
 
     @classmethod
-    def of(cls, out: pathlib.Path, path: str | None, pool: trials.Pool | None = None) -> "Book":
-        """The book of an experiment: that of `--book`, or else one among its run directories, which are to be in `out`."""
-        return cls(pathlib.Path(path) if path else out / "book.jsonl", pool)
+    def of(cls, out: pathlib.Path, path: str | None, pool: trials.Pool | None = None) -> "ResultsLog":
+        """The results log of an experiment: that of `--results`, or else one among its run directories, which are to be in `out`."""
+        return cls(pathlib.Path(path) if path else out / "results.jsonl", pool)
 
-    def as_it_is(self) -> "Book":
-        """The same book, which makes no training: `result` raises trials.NoData for what it lacks."""
+    def as_it_is(self) -> "ResultsLog":
+        """The same results log, which makes no run: `result` raises trials.NoData for what it lacks."""
         other = copy.copy(self)
         other._makes = False
         return other
@@ -79,7 +79,7 @@ class Book:
         if key not in self._known:
             data = dict(trial.fields).get("data.path")
             if not self._makes or (data and not os.path.exists(os.path.expanduser(data))):
-                raise trials.NoData(f"{self._path} lacks the training {trial.workdir.name}; give the path of its data, to make it")
+                raise trials.NoData(f"{self._path} lacks the run {trial.workdir.name}; give the path of its data, to make it")
             numbers = read(trial) if self.pool.train(trial) else None
             with self._lock:
                 self._append({"config": trial.config, "fields": fields, "numbers": numbers})
@@ -92,7 +92,7 @@ class Book:
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             with open(os.open(self._path, os.O_RDWR | os.O_CREAT, 0o666), "r+b", buffering=0) as file:
-                fcntl.flock(file, fcntl.LOCK_EX)  # Other commands may write to the same book.
+                fcntl.flock(file, fcntl.LOCK_EX)  # Other commands may write to the same results log.
                 text = file.read()
                 whole = text.rfind(b"\n") + 1
                 if text[whole:] and _reads(text[whole:]):  # Only its line break is missing.
@@ -107,7 +107,7 @@ class Book:
                 file.truncate()
         except OSError as error:
             raise trials.Broken(
-                f"the book {self._path} cannot be written ({error.strerror}); mend that, and the same command continues"
+                f"the results log {self._path} cannot be written ({error.strerror}); mend that, and the same command continues"
             ) from error
 
 

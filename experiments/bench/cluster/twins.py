@@ -14,7 +14,7 @@ import numpy as np
 from decjax import config as parts
 from decjax import registry
 from decjax.tasks import text
-from experiments.bench.box.group import Failed
+from experiments.bench.cluster.group import Failed
 from launch import cluster, processes
 
 VALIDATION_WINDOWS = 64
@@ -82,6 +82,6 @@ def train(network: cluster.Network, python: str, method: str, twin: pathlib.Path
     """
     hosts = prepare(twin, workdir)["workers"]
     lines = processes.command_lines(
-        "experiments.bench.box.torch_train", [f"--workdir={workdir}", f"--method={method}"], hosts, network.addresses[0]
+        "experiments.bench.cluster.torch_train", [f"--workdir={workdir}", f"--method={method}"], hosts, network.addresses[0]
     )
     return processes.run_together([network.inside(k, [python, *line[1:]]) for k, line in enumerate(lines)])

@@ -1,4 +1,4 @@
-"""experiments/bench/box: systems take turns on hosts of namespaces; what speedup asks of its figures; the stragglers' model."""
+"""experiments/bench/cluster: systems take turns on hosts of namespaces; what speedup asks of its figures; the stragglers' model."""
 
 import pathlib
 
@@ -6,7 +6,7 @@ import pytest
 
 from decjax import costmodel
 from experiments import methods, outer_speed, speedup, stragglers
-from experiments.bench.box import group, systems
+from experiments.bench.cluster import group, systems
 from launch import cluster
 from tests.cluster_test import NAME, needs_namespaces
 
@@ -47,26 +47,26 @@ def test_rows_take_turns_and_count_what_a_link_carries(network, monkeypatch):
         tiny("streaming, pauses", "method=streaming_diloco(every=4,fragments=2)", pause_s=0.02),
         systems.torch("peer", "alone"),
     ]
-    with systems.Box(network) as box:
+    with systems.Runner(network) as runner:
         for row in rows:
-            box.prepare(row)
-        assert "peer" in box.refused  # It needs a Python of its own, and the other rows run all the same.
-        visits = list(systems.interleaved(box, rows, rounds=2))
+            runner.prepare(row)
+        assert "peer" in runner.refused  # It needs a Python of its own, and the other rows run all the same.
+        visits = list(systems.interleaved(runner, rows, rounds=2))
         assert [row.name for row, _ in visits] == ["alone", "gossip", rows[2].name, "gossip", rows[2].name, "alone"]
         assert all(visit.step_s > (0.02 if row.visits else 0) for row, visit in visits)
-        assert box.periods == {"alone": 1, "gossip": 1, rows[2].name: 4}
-        assert min(visit.sent_bytes for row, visit in visits if row.name == "gossip") > 4 * box.num_parameters
+        assert runner.periods == {"alone": 1, "gossip": 1, rows[2].name: 4}
+        assert min(visit.sent_bytes for row, visit in visits if row.name == "gossip") > 4 * runner.num_parameters
         # A pause lasts in every step; the token bucket lets through what the link is limited to, less where the cores are busy.
-        assert box.visit(rows[0], 2, pause_s=(0.05, 0.0)).step_s > 0.05
-        assert 0 < box.throughput_Bps(rows[0], seconds=0.5) < 1.25 * 200e6 / 8
+        assert runner.visit(rows[0], 2, pause_s=(0.05, 0.0)).step_s > 0.05
+        assert 0 < runner.throughput_Bps(rows[0], seconds=0.5) < 1.25 * 200e6 / 8
 
 
 @needs_namespaces
 def test_a_worker_that_fails_says_why(network, monkeypatch):
     monkeypatch.chdir(ROOT)
-    with systems.Box(network) as box:
-        box.prepare(tiny("wrong", "topology=nonesuch"))
-    assert "topology 'nonesuch' is unknown" in box.refused["wrong"]
+    with systems.Runner(network) as runner:
+        runner.prepare(tiny("wrong", "topology=nonesuch"))
+    assert "topology 'nonesuch' is unknown" in runner.refused["wrong"]
 
 
 def test_complaint_is_the_line_that_names_an_error():

@@ -1,4 +1,4 @@
-"""A decjax worker of a box: takes steps of any method of configs/lm.py when asked; see `group`."""
+"""A decjax worker of an emulated cluster: takes steps of any method of configs/lm.py when asked; see `group`."""
 
 import collections
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from configs import lm
 from decjax import config as parts
 from decjax import train
 from experiments import script
-from experiments.bench.box.serve import serve
+from experiments.bench.cluster.serve import serve
 from experiments.bench.stepper import Stepper
 from launch import join
 
@@ -106,7 +106,7 @@ class Worker:
 
 
 def _give_back_memory() -> None:
-    """Returns freed memory to the system, which glibc would keep: a box has some twenty waiting workers."""
+    """Returns freed memory to the system, which glibc would keep: an emulated cluster has some twenty waiting workers."""
     with contextlib.suppress(AttributeError):  # Another C library.
         ctypes.CDLL(None).malloc_trim(0)
 

@@ -1,8 +1,8 @@
 """The cost model against real processes: calibrated at two rates, it predicts a third, and what jitter does there.
 
-    python -m experiments.box_runtime --calibrate_at=50mbit,200mbit --predict_at=100mbit
+    python -m experiments.cluster_runtime --calibrate_at=50mbit,200mbit --predict_at=100mbit
 
-Four hosts in a box (launch.cluster: root and iproute2), the transformer of experiments.speedup. At two rates launch.calibrate measures
+Four emulated hosts (launch.cluster: root and iproute2), the transformer of experiments.speedup. At two rates launch.calibrate measures
 a worker's step, α and β of exchanges, and codecs. For the rate between them bandwidth and latency are interpolated, and everything
 else is averaged; nothing is fitted to the times that are predicted. At that rate all methods take turns, as they are and with jitter.
 
@@ -24,8 +24,8 @@ import rich.table
 
 from decjax import costmodel
 from experiments import methods, script
-from experiments.bench.box import systems
-from experiments.bench.box.group import done
+from experiments.bench.cluster import systems
+from experiments.bench.cluster.group import done
 from experiments.methods import ALONE, HOSTS, SHORTHANDS
 from launch import cluster, command
 
@@ -104,19 +104,19 @@ def paused(workload: costmodel.Workload, step_s: float, jitter_s: float) -> cost
 # -- What it is compared with -----------------------------------------------------------------------------------------
 
 
-def measure(box: systems.Box, rounds: int, compute_s: float, jitter_s: float) -> dict[str, dict[str, float]]:
+def measure(runner: systems.Runner, rounds: int, compute_s: float, jitter_s: float) -> dict[str, dict[str, float]]:
     """Median seconds per step, by kind and method: "as it is", "pause" (ALONE only, a fixed pause) and "jitter"."""
     plain = [systems.decjax(name, shorthand) for name, shorthand in SHORTHANDS.items()]
     pausing = [systems.decjax(f"{name}, pauses", shorthand, batch_size=1, pauses=True) for name, shorthand in SHORTHANDS.items()]
     for row in (*plain, *pausing):
-        box.prepare(row, needed=True)
+        runner.prepare(row, needed=True)
     times_s = {kind: collections.defaultdict(list) for kind in ("as it is", "pause", "jitter")}
     for seed in range(rounds):
         for name, row, pause in zip(SHORTHANDS, plain, pausing, strict=True):
-            times_s["as it is"][name].append(box.visit(row).step_s)
-            times_s["jitter"][name].append(box.visit(pause, STEPS, pause_s=(compute_s, jitter_s), seed=seed).step_s)
+            times_s["as it is"][name].append(runner.visit(row).step_s)
+            times_s["jitter"][name].append(runner.visit(pause, STEPS, pause_s=(compute_s, jitter_s), seed=seed).step_s)
             if name == ALONE:
-                times_s["pause"][name].append(box.visit(pause, STEPS, pause_s=(compute_s, 0.0)).step_s)
+                times_s["pause"][name].append(runner.visit(pause, STEPS, pause_s=(compute_s, 0.0)).step_s)
     return {kind: {name: statistics.median(values) for name, values in by_name.items()} for kind, by_name in times_s.items()}
 
 
@@ -143,8 +143,8 @@ def main() -> None:
             command.fail(f"predict_at={FLAGS.predict_at}: must lie between the rates of calibrate_at={rates}")
         profiles, workloads = zip(*(calibrate(network, rate, FLAGS.seconds) for rate in FLAGS.calibrate_at))
         network.set_rate(FLAGS.predict_at)
-        with systems.Box(network) as box:
-            measured_s = measure(box, FLAGS.rounds, FLAGS.compute_ms / 1e3, FLAGS.jitter_ms / 1e3)
+        with systems.Runner(network) as runner:
+            measured_s = measure(runner, FLAGS.rounds, FLAGS.compute_ms / 1e3, FLAGS.jitter_ms / 1e3)
     between, workload = interpolate(profiles[0], profiles[1], (wanted - low) / (high - low)), average(*workloads)
     jittered, errors = paused(workload, measured_s["pause"][ALONE], FLAGS.jitter_ms / 1e3), []
     for kind, told in (("as it is", workload), ("jitter", jittered)):

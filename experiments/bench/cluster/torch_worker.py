@@ -1,4 +1,4 @@
-"""A PyTorch worker of a box: the model of decjax.models in PyTorch, alone, under DDP (with PowerSGD), or under decent-dp; see `group`.
+"""A PyTorch worker of an emulated cluster: decjax.models in PyTorch, alone, under DDP (with PowerSGD), or under decent-dp; see `group`.
 
 Needs requirements-peers.txt and nothing of decjax. One thread computes, as in a decjax worker; gloo has its own.
 """
@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 import torch.nn.functional as F
 
-from experiments.bench.box.serve import serve
+from experiments.bench.cluster.serve import serve
 
 RMSNorm = functools.partial(nn.RMSNorm, eps=1e-6)
 
