@@ -147,14 +147,13 @@ class Entry(NamedTuple):
 
 
 _parts: dict[str, dict[str, Entry]] = {kind: {} for kind in KINDS}
-_finishes: dict[str, Callable[[Any, Mapping[str, Any]], Any]] = {}
 _fallbacks: dict[str, tuple[Callable[[str], Callable | None], Callable[[], tuple[str, ...]]]] = {}
 
 
 def register(kind: str, name: str, **traits: Any) -> Callable[[F], F]:
     """Register a function that makes a part under a kind and a name, with traits; a decorator.
 
-    The function is returned with checks of its arguments; `finish` may change its results.
+    The function is returned with checks of its arguments.
 
     Raises:
         ValueError: if the kind is unknown, another part has the name, or a parameter is neither context nor has a default.
@@ -163,7 +162,7 @@ def register(kind: str, name: str, **traits: Any) -> Callable[[F], F]:
 
     def enter(factory):
         called = f"{kind} {shown(name)}"
-        built = option_types.checked(factory, called, lambda *made: _finishes.get(kind, _unchanged)(*made))
+        built = option_types.checked(factory, called)
         _enter(Entry(kind, name, built, traits))
         return built
 
@@ -254,15 +253,6 @@ def _help(factory: Callable) -> dict[str, str]:
     section = re.search(r"^(?:Args|Attributes):\n((?: .*\n?|\n)*)", told, re.MULTILINE)
     entries = re.findall(r"^ +(\w+): ((?:.|\n(?! +\w+: ))*)", section[1], re.MULTILINE) if section else ()
     return {name: " ".join(text.split()) for name, text in entries}
-
-
-def finish(kind: str, change: Callable[[Any, Mapping[str, Any]], Any]) -> None:
-    """Apply `change(part, arguments)` to each part that a factory of this kind returns for these arguments."""
-    _finishes[kind] = change
-
-
-def _unchanged(made: Any, given: Mapping[str, Any]) -> Any:
-    return made
 
 
 def fallback(kind: str, find: Callable[[str], Callable | None], names: Callable[[], tuple[str, ...]]) -> None:

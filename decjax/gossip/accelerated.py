@@ -1,7 +1,9 @@
 """Accelerated gossip: several rounds a step, with momentum from round to round."""
 
+from collections.abc import Callable
 import functools
 import math
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +15,8 @@ from decjax.gossip.rounds import difference, mix_round
 from decjax.registry import Requirement
 from decjax.topology.schedule import EXACT_TOLERANCE
 from decjax.typing import PyTree
+
+A = TypeVar("A", np.ndarray, jax.Array)
 
 
 class Accelerated(Gossip, name="accelerated"):
@@ -49,10 +53,8 @@ class Accelerated(Gossip, name="accelerated"):
     def check_requirements(self, *more: Requirement) -> None:
         super().check_requirements(*more)
         eigenvalues = _disagreement(self.topology.matrix(0))
-        before = now = np.ones_like(eigenvalues)
-        for _ in range(self.rounds):
-            before, now = now, (1 + self.eta) * eigenvalues * now - self.eta * before
-        accelerated, plain = np.abs(now).max(), self.beta**self.rounds
+        contracted = self._recursion(np.ones_like(eigenvalues), lambda now: (1 + self.eta) * eigenvalues * now)
+        accelerated, plain = np.abs(contracted).max(), self.beta**self.rounds
         if accelerated >= plain:
             raise ValueError(
                 f"{self}: rounds={self.rounds} contract by {accelerated:.3g} on topology {self.topology.name!r}, plain rounds by "
@@ -84,12 +86,13 @@ class Accelerated(Gossip, name="accelerated"):
     def _mixed(self, x_P: jax.Array) -> jax.Array:
         """Return z_R. z is sent in the type of x; what rounding loses of it stays on its worker."""
         dtype, (round_,) = jnp.promote_types(x_P.dtype, jnp.float32), self.topology.rounds
-        before = now = x_P.astype(dtype)
-        for _ in range(self.rounds):
+
+        def step(now):
             sent = now.astype(x_P.dtype)
             mixed = mix_round(sent, round_, self.channel.axis, wide=True).astype(dtype) + (now - sent.astype(dtype))
-            before, now = now, (1 + self.eta) * mixed - self.eta * before
-        return now.astype(x_P.dtype)
+            return (1 + self.eta) * mixed
+
+        return self._recursion(x_P.astype(dtype), step).astype(x_P.dtype)
 
     def _pull(self, params: PyTree, phase: int) -> PyTree:
         layout = self.layout(params)
@@ -98,18 +101,23 @@ class Accelerated(Gossip, name="accelerated"):
     def _drawn(self, x_P: jax.Array) -> jax.Array:
         """Return z_R − x, from differences between neighbors."""
         dtype, (round_,) = jnp.promote_types(x_P.dtype, jnp.float32), self.topology.rounds
-        before = now = jnp.zeros(x_P.shape, dtype)
-        for _ in range(self.rounds):
+
+        def step(now):
             z_P = (x_P.astype(dtype) + now).astype(x_P.dtype)
-            before, now = now, (1 + self.eta) * (now + difference(z_P, round_, self.channel.axis)) - self.eta * before
-        return now
+            return (1 + self.eta) * (now + difference(z_P, round_, self.channel.axis))
+
+        return self._recursion(jnp.zeros(x_P.shape, dtype), step)
 
     def _matrix(self, phase: int) -> np.ndarray:
         """Return the matrix that R rounds together apply."""
         W_NxN = self.topology.matrix(0)
-        before = now = np.eye(len(W_NxN))
+        return self._recursion(np.eye(len(W_NxN)), lambda now: (1 + self.eta) * W_NxN @ now)
+
+    def _recursion(self, start: A, step: Callable[[A], A]) -> A:
+        """Return z_R for z_0 = z_{−1} = start, with `step(z)` = (1+η) W z."""
+        before = now = start
         for _ in range(self.rounds):
-            before, now = now, (1 + self.eta) * W_NxN @ now - self.eta * before
+            before, now = now, step(now) - self.eta * before
         return now
 
 

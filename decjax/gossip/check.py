@@ -25,7 +25,7 @@ Permutations = Sequence[Sequence[tuple[int, int]]]
 
 
 def check_exchange(workers: mesh.Workers, topology: Topology, permutations: Permutations | None = None) -> None:
-    """Tests that every round and every permutation of messages brings known values to the right workers.
+    """Test that every round and every permutation of messages delivers known values to the right workers.
 
     Each round mixes the one-hot vectors of the workers' indices, so that row i of W must arrive at worker i. Each permutation sends
     values of all types that messages have.

@@ -54,7 +54,7 @@ class Choco(Estimates, name="choco"):
     codec: Codec | str = "int8"
 
 
-class Beer(Estimates, name="beer"):
+class Beer(Choco, name="beer"):
     """The mixer of BEER: `choco` on a static symmetric graph, as BEER's proof needs it.
 
     It mixes parameters and gradient trackers; the whole of BEER is `optim.track(inner, beer(…))`.
@@ -70,10 +70,7 @@ class Beer(Estimates, name="beer"):
 
     method = "tracking"
     graph = "ring"
-    messages = "compressed changes"
     memory = "2 copies"
-    requires = (STATIC, SYMMETRIC, DOUBLY_STOCHASTIC, CONTRACTIVE)
-
-    codec: Codec | str = "int8"
+    requires = (STATIC, SYMMETRIC, *Choco.requires)
 
     restart = Mixer.restart  # The memory is also of gradient trackers, which do not become equal when parameters are averaged.

@@ -12,7 +12,7 @@ import numpy as np
 
 from decjax import buckets, options, phases, registry
 from decjax.channel import Channel
-from decjax.gossip.rounds import common_multiple, difference_bytes, step_bytes
+from decjax.gossip.rounds import common_multiple, step_bytes
 from decjax.options import Count, Fraction, Range
 from decjax.topology import Round, Topology
 from decjax.typing import PyTree
@@ -123,11 +123,6 @@ class Mixer(registry.Part, abc.ABC, kind="mixer"):
         """Pairs (source, target) of workers of each message; None: those of the topology."""
         return None
 
-    @property
-    def called(self) -> str:
-        """The mixer's name in errors."""
-        return str(self)
-
 
 class Gossip(Mixer):
     """Base of mixers over a topology.
@@ -169,8 +164,10 @@ class Gossip(Mixer):
         return step_bytes(self.topology, self.due(phase), self.layout(params))
 
     def pull_bytes(self, params: PyTree, phase: int) -> np.ndarray:
-        """Return the bytes that each worker sends for a pull, [N]; see `Linear`."""
-        return difference_bytes(self.topology, self.due(phase), self.layout(params))
+        """Return the bytes that each worker sends for a pull by `rounds.difference`, [N]; see `Linear`."""
+        layout = self.layout(params)
+        inside = sum(2 * (L - 1) / L * layout.num_bytes for L in (round_.group_size for round_ in self.rounds_due(phase)))
+        return step_bytes(self.topology, self.due(phase), layout) + inside
 
 
 def mix(mixer: Mixer, params: PyTree, state: PyTree, phase: int | None, step: Step) -> tuple[PyTree, PyTree]:

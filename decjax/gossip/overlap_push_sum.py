@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from decjax import buckets
 from decjax.gossip.mixer import Gossip
+from decjax.gossip.push_sum import weight_dtype
 from decjax.gossip.requirements import COLUMN_STOCHASTIC, SINGLE_WORKERS
 from decjax.gossip.rounds import member_pairs, num_messages, own_weight
 from decjax.topology import Round
@@ -56,8 +56,7 @@ class OverlapPushSum(Gossip, name="overlap_push_sum"):
 
     def init(self, params: PyTree) -> OverlapPushSumState:
         sent = tuple(jnp.zeros(bucket.size, bucket.dtype) for bucket in self.layout(params).buckets)
-        dtype = _weight_dtype(self.layout(params))
-        return OverlapPushSumState(jnp.ones((), dtype), sent, jnp.zeros((), dtype))
+        return OverlapPushSumState(jnp.ones((), weight_dtype(params)), sent, jnp.zeros((), weight_dtype(params)))
 
     def exchange(self, params: PyTree, state: OverlapPushSumState, phase: int) -> tuple[PyTree, OverlapPushSumState]:
         axis, round_, total = self.channel.axis, self._arriving(phase), None
@@ -85,13 +84,8 @@ class OverlapPushSum(Gossip, name="overlap_push_sum"):
         return layout.unpack(z, like=stepped), OverlapPushSumState(new_weight, sent, state.weight)
 
     def num_bytes(self, params: PyTree, phase: int) -> np.ndarray:
-        layout = self.layout(params)
-        return num_messages(self._arriving(phase)) * (layout.num_bytes + _weight_dtype(layout).itemsize)
+        return num_messages(self._arriving(phase)) * (self.layout(params).num_bytes + weight_dtype(params).itemsize)
 
     @property
     def weight(self):
         return lambda state: state.weight
-
-
-def _weight_dtype(layout: buckets.Layout) -> np.dtype:
-    return jnp.dtype(jnp.result_type(jnp.float32, *(bucket.dtype for bucket in layout.buckets)))

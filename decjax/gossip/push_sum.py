@@ -14,7 +14,7 @@ from decjax.gossip.coded import Compensated, CompressedState
 from decjax.gossip.mixer import Mixer
 from decjax.gossip.requirements import COLUMN_STOCHASTIC, CONTRACTIVE
 from decjax.gossip.rounds import is_mean, num_messages, pull
-from decjax.typing import DType, PyTree
+from decjax.typing import PyTree
 
 
 class PushSumState(NamedTuple):
@@ -72,7 +72,7 @@ class PushSum(Estimates, name="push_sum"):
         return super().merge(x, c, pulled, memory) if self.codec else Compensated.merge(self, x, c, pulled, memory)
 
     def init(self, params: PyTree) -> PushSumState:
-        return PushSumState(jnp.ones((), _weight_dtype(params)), super().init(params))
+        return PushSumState(jnp.ones((), weight_dtype(params)), super().init(params))
 
     def exchange(self, params: PyTree, state: PushSumState, phase: int) -> tuple[PyTree, PushSumState]:
         mixed, values = super().exchange(_scaled(params, state.weight), state.values, phase)
@@ -92,12 +92,13 @@ class PushSum(Estimates, name="push_sum"):
 
     def num_bytes(self, params: PyTree, phase: int) -> np.ndarray:
         sent = sum(map(num_messages, self.rounds_due(phase)))
-        return super().num_bytes(params, phase) + jnp.dtype(_weight_dtype(params)).itemsize * sent
+        return super().num_bytes(params, phase) + weight_dtype(params).itemsize * sent
 
 
 def _scaled(params: PyTree, factor: jax.Array) -> PyTree:
     return of_floating(lambda x: x * factor, params)
 
 
-def _weight_dtype(params: PyTree) -> DType:
+def weight_dtype(params: PyTree) -> np.dtype:
+    """Return the type of the weights."""
     return jnp.result_type(jnp.float32, *(x.dtype for x in jax.tree.leaves(params) if is_floating(x)))

@@ -110,12 +110,6 @@ def sent_bytes(round_: Round, layout: buckets.Layout, message_bytes: int | None 
     return 2 * (L - 1) / L * layout.num_bytes + num_messages(round_) * share_bytes
 
 
-def difference_bytes(topology: Topology, indices: list[int], layout: buckets.Layout) -> np.ndarray:
-    """Return the bytes that each worker sends for `difference` in the rounds of the given indices together, [N]."""
-    inside = sum(2 * (L - 1) / L * layout.num_bytes for L in (topology.rounds[index].group_size for index in indices))
-    return step_bytes(topology, indices, layout) + inside
-
-
 def step_bytes(topology: Topology, indices: list[int], layout: buckets.Layout, message_bytes: int | None = None) -> np.ndarray:
     """Return the bytes that each worker sends in the rounds of the given indices together, [N]; other arguments as of `sent_bytes`."""
     sent = (sent_bytes(topology.rounds[index], layout, message_bytes) for index in indices)

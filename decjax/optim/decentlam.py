@@ -103,12 +103,12 @@ def decentlam(
     check_mixes_after("method 'decentlam'", mixer)
     if not mixer.keeps_mean:
         raise ValueError(
-            f"method 'decentlam' steps along what mixing changes, and {mixer.called} mixes parameters of earlier steps; use mixer 'exact' "
+            f"method 'decentlam' steps along what mixing changes, and {mixer} mixes parameters of earlier steps; use mixer 'exact' "
             "or 'choco'"
         )
     if mixer.settle is not None:
         raise ValueError(
-            f"method 'decentlam' moves parameters after they are mixed, which {mixer.called} cannot follow; use mixer 'exact' or 'choco'"
+            f"method 'decentlam' moves parameters after they are mixed, which {mixer} cannot follow; use mixer 'exact' or 'choco'"
         )
     gradient = optax.chain(clip, optax.add_decayed_weights(weight_decay))
     mixer = gossip.unrounded(mixer)

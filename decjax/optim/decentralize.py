@@ -66,19 +66,19 @@ def check_order(mixer: gossip.Mixer, order: str) -> None:
     if order not in ORDERS:
         raise ValueError(f"order {order!r} is unknown; use one of {', '.join(ORDERS)}")
     if order not in mixer.orders:
-        raise ValueError(f"order {order!r}: {mixer.called} is made for order {mixer.orders[0]!r}; use that")
+        raise ValueError(f"order {order!r}: {mixer} is made for order {mixer.orders[0]!r}; use that")
 
 
 def check_mixes_after(what: str, mixer: gossip.Mixer) -> None:
     """Raises a ValueError for a mixer that is not made for order "atc", with a method, `what`, that has no other."""
     if "atc" not in mixer.orders:
-        raise ValueError(f"{what} mixes after its step, and {mixer.called} is made to mix before it; use mixer 'exact' or 'choco'")
+        raise ValueError(f"{what} mixes after its step, and {mixer} is made to mix before it; use mixer 'exact' or 'choco'")
 
 
 def check_phase_is_known(what: str, mixer: gossip.Mixer) -> None:
     """Raises a ValueError for a mixer that decides as it runs how much it sends, with a method, `what`, that has to know."""
     if mixer.usage:
-        raise ValueError(f"{what} needs a mixer whose messages are known beforehand; use mixer 'exact' instead of {mixer.called}")
+        raise ValueError(f"{what} needs a mixer whose messages are known beforehand; use mixer 'exact' instead of {mixer}")
 
 
 def mix_in_step(mixer: gossip.Mixer, x: Any, state: Any, phase: int | None, received: Any = None) -> tuple[Any, Any]:

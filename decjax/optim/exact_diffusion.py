@@ -103,7 +103,7 @@ class _Pulls(gossip.WrappedMixer):
 def _method(name: str, inner: optax.GradientTransformation, mixer: gossip.Mixer, strength: float = 1.0) -> Method:
     if mixer.linear is None:
         raise ValueError(
-            f"method {name!r} needs mixing that is linear, and that of {mixer.called} is not, as with a codec or a memory; use mixer "
+            f"method {name!r} needs mixing that is linear, and that of {mixer} is not, as with a codec or a memory; use mixer "
             "'exact' without a codec, or method 'tracking' with mixer 'beer'"
         )
     mixer = _Pulls(gossip.damp(mixer, strength))

@@ -97,12 +97,12 @@ class OuterSteps(abc.ABC):
         check_phase_is_known(f"method {self.name!r}", self.mixer)
         if not self.mixer.keeps_mean:
             raise ValueError(
-                f"method {self.name!r} steps along what mixing changes, and {self.mixer.called} mixes parameters of earlier exchanges; use "
+                f"method {self.name!r} steps along what mixing changes, and {self.mixer} mixes parameters of earlier exchanges; use "
                 "mixer 'exact' or 'choco'"
             )
         if self.mixer.settle is not None:
             raise ValueError(
-                f"method {self.name!r} moves parameters between two exchanges, and {self.mixer.called} has to hear of every step; use "
+                f"method {self.name!r} moves parameters between two exchanges, and {self.mixer} has to hear of every step; use "
                 "mixer 'exact' or 'choco'"
             )
 

@@ -50,7 +50,7 @@ def slowmo_gossip(
     """
     if mixer.weight:
         raise ValueError(
-            f"method 'slowmo_gossip' averages with equal weights, and those of {mixer.called} differ; use mixer 'exact' or 'choco'"
+            f"method 'slowmo_gossip' averages with equal weights, and those of {mixer} differ; use mixer 'exact' or 'choco'"
         )
     check_phase_is_known("method 'slowmo_gossip'", mixer)
     if reducer.usage:

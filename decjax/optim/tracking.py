@@ -68,9 +68,7 @@ def track(
         ValueError: if the order is unknown, or the mixer changes the optimizer's step itself, as `gossip.dcd` does, or the mean.
     """
     if mixer.settle is not None or not mixer.keeps_mean:
-        raise ValueError(
-            f"gradient tracking also mixes trackers, for which {mixer.called} is not made; use mixer 'exact' or 'beer'"
-        )
+        raise ValueError(f"gradient tracking also mixes trackers, for which {mixer} is not made; use mixer 'exact' or 'beer'")
     check_order(mixer, order)
     form = _Tracked(of_one_worker(inner), mixer, order)
     return transformation(form.init, form.update)

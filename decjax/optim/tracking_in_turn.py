@@ -58,9 +58,7 @@ def track_in_turn(signal: optax.GradientTransformation, inner: optax.GradientTra
         ValueError: if the mixer changes the optimizer's step itself, or the mean.
     """
     if mixer.settle is not None or not mixer.keeps_mean:
-        raise ValueError(
-            f"gradient tracking also mixes trackers, for which {mixer.called} is not made; use mixer 'exact' or 'choco'"
-        )
+        raise ValueError(f"gradient tracking also mixes trackers, for which {mixer} is not made; use mixer 'exact' or 'choco'")
     check_phase_is_known("gradient tracking in turn", mixer)
     check_mixes_after("gradient tracking", mixer)
     form = _TrackInTurn(signal, optax.with_extra_args_support(inner), mixer)

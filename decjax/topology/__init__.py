@@ -1,14 +1,8 @@
 """Communication graphs of decentralized training, as periodic schedules of mixing rounds. NumPy only, no JAX.
 
-A round multiplies the stacked parameters of all workers by a stochastic matrix W:
-
-    x_i ← Σ_j W[i, j] x_j,     W = W_nodes ⊗ J_L / L,     W_nodes = diag(self_weights) + Σ_s diag(weights_s) P_s
-
-It is stored in the form in which it runs: an exact mean over groups of L consecutive workers (one group is a *node*), then a self
-weight and a few weighted partial permutations P_s between nodes, each of which is one `lax.ppermute`. (J_L is the L×L matrix of
-ones.) All-reduce is one group of all workers; gossip on a graph has L = 1. A topology is a period of such rounds:
-x^{t+1} = W^{t mod period} x^t. Rounds a … b−1 together apply the product W^{b−1} ⋯ W^a, which says how fast workers agree; some
-topologies average exactly after finitely many rounds.
+A round multiplies the stacked parameters of all workers by a stochastic matrix W. It is stored in the form in which it runs: an exact
+mean over groups of consecutive workers (one group is a *node*), then a self weight and a few weighted partial permutations between
+nodes, each of which is one `lax.ppermute`; see `Round`. All-reduce is one group of all workers. A topology is a period of rounds.
 
 Modules: `schedule` defines rounds and their analysis, `build` makes topologies by name, which `graphs` and `random_graphs` define;
 `coloring` splits the edges of a graph into messages that can travel at the same time.

@@ -13,7 +13,7 @@ Edges = dict[tuple[int, int], float]  # (receiver, sender) -> weight, without th
 
 
 def base_graph(n: int, k: int) -> list[Edges]:
-    """Rounds whose product is J/n, at most 2 log_{k+1}(n) + 2 of them; no worker has more than k neighbors in a round.
+    """Return rounds whose product is J/n, at most 2 log_{k+1}(n) + 2 of them; no worker has more than k neighbors in a round.
 
     Of two constructions the one with fewer rounds is taken, and of equally many that with fewer messages. Simple: n is written in
     base k+1 as Σ a_l (k+1)^{p_l}. Parts of these sizes average internally; then each part in turn exchanges shares of the mean with
@@ -29,7 +29,7 @@ def base_graph(n: int, k: int) -> list[Edges]:
 
 
 def _simple_base(workers: Sequence[int], k: int) -> list[Edges]:
-    """The simple base-(k+1) graph over the given workers."""
+    """Return the simple base-(k+1) graph over some workers."""
     if _fewest_factors(len(workers), k + 1) is not None:
         return _hyper_hypercube(workers, k)
     # parts[l] holds a_l subsets of (k+1)^{p_l} workers, largest first.
@@ -56,7 +56,7 @@ def _simple_base(workers: Sequence[int], k: int) -> list[Edges]:
 
 
 def _hyper_hypercube(workers: Sequence[int], k: int) -> list[Edges]:
-    """Exact averaging in as few rounds as the size has factors up to k+1: one mixed-radix digit per round."""
+    """Return rounds that average exactly, as few as the size has factors up to k+1: one mixed-radix digit per round."""
     rounds, stride, factors = [], 1, _fewest_factors(len(workers), k + 1)
     assert factors is not None
     for factor in factors:
@@ -69,7 +69,7 @@ def _hyper_hypercube(workers: Sequence[int], k: int) -> list[Edges]:
 
 @functools.cache
 def _fewest_factors(n: int, largest: int) -> tuple[int, ...] | None:
-    """The shortest factorization of n into factors 2 … largest, and of several that with the least sum; None if there is none."""
+    """Return the shortest factorization of n into factors 2 … largest, and of several that with the least sum; None if there is none."""
     if n == 1:
         return ()
     tails = ((f, _fewest_factors(n // f, largest)) for f in range(min(n, largest), 1, -1) if n % f == 0)
@@ -78,5 +78,5 @@ def _fewest_factors(n: int, largest: int) -> tuple[int, ...] | None:
 
 
 def _in_parallel(schedules: list[list[Edges]]) -> list[Edges]:
-    """Runs schedules over disjoint workers side by side; those that are done are idle."""
+    """Join schedules over disjoint workers into one; workers whose schedule has ended are idle."""
     return [dict(itertools.chain(*(edges.items() for edges in step))) for step in itertools.zip_longest(*schedules, fillvalue={})]

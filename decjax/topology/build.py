@@ -111,18 +111,18 @@ def swap(n: int, pairs: Iterable[tuple[int, int]]) -> list[int]:
 
 
 def equal_weights(n: int, permutations: Iterable[Iterable[int]]) -> schedule.Round:
-    """The round that gives self and all permutations the same weight."""
+    """Return the round that gives self and all permutations the same weight."""
     moves = [range(n), *permutations]
     return schedule.round_from_moves([(targets, 1.0 / len(moves)) for targets in moves])
 
 
 def pairwise(n: int, pairs: Iterable[tuple[int, int]], group_size: int = 1) -> schedule.Round:
-    """The round in which each pair averages and all others are idle."""
+    """Return the round in which each pair averages and all others are idle."""
     return schedule.round_from_moves([(range(n), 0.5), (swap(n, pairs), 0.5)], group_size)
 
 
 def from_edges(n: int, edges: Mapping[tuple[int, int], float]) -> schedule.Round:
-    """The round with the given weights off the diagonal, and what is left of each row on it."""
+    """Return the round with these weights off the diagonal, and the rest of each row on it."""
     W_NxN = np.zeros((n, n))
     for edge, weight in edges.items():
         W_NxN[edge] = weight
@@ -132,7 +132,7 @@ def from_edges(n: int, edges: Mapping[tuple[int, int], float]) -> schedule.Round
 
 
 def metropolis(n: int, pairs: Iterable[tuple[int, int]]) -> schedule.Round:
-    """W_ij = 1 / (1 + max(deg i, deg j)) on the edges: symmetric for any degrees."""
+    """Return the round with W_ij = 1 / (1 + max(deg i, deg j)) on the edges: symmetric for any degrees."""
     pairs = list(pairs)
     degrees = np.bincount(np.array(pairs, int).ravel(), minlength=n)
     weights = {(i, j): 1.0 / (1.0 + max(degrees[i], degrees[j])) for i, j in pairs}
@@ -140,7 +140,7 @@ def metropolis(n: int, pairs: Iterable[tuple[int, int]]) -> schedule.Round:
 
 
 def grid(n: int, shape: Shape | None, step: int) -> np.ndarray:
-    """Workers on an R x C grid whose sides are >= 2 and multiples of `step`, near-square by default."""
+    """Return workers on an R x C grid whose sides are >= 2 and multiples of `step`, near-square by default."""
     fits = [(r, n // r) for r in range(2, n // 2 + 1) if n % r == 0 and r % step == 0 and n // r % step == 0]
     near_square = [sides for sides in fits if sides[0] <= sides[1]][-1:]
     chosen = near_square if shape is None else [sides for sides in fits if sides == tuple(shape)]
@@ -153,7 +153,7 @@ def grid(n: int, shape: Shape | None, step: int) -> np.ndarray:
 
 
 def first_mixing(draw: Callable[[], Rounds], problem: str) -> Rounds:
-    """The first random schedule that brings all workers to agreement; refused with `problem` if none of `MAX_DRAWS` does."""
+    """Return the first random schedule that brings all workers to agreement; refused with `problem` if none of `MAX_DRAWS` does."""
     drawn = (draw() for _ in range(MAX_DRAWS))
     rounds = next((rounds for rounds in drawn if rounds and schedule.is_mixing(rounds)), [])
     require(bool(rounds), problem)
@@ -161,13 +161,13 @@ def first_mixing(draw: Callable[[], Rounds], problem: str) -> Rounds:
 
 
 def degree_of(n: int, degree: int | None) -> int:
-    """The number of others that a worker sends to, by default ⌈log2 n⌉."""
+    """Return the number of others that a worker sends to, by default ⌈log2 n⌉."""
     require(degree is None or degree < n, f"of {n} workers: degree={degree} must be at most {n - 1}")
     return degree or log2_ceil(n)
 
 
 def num_rounds(n: int, rounds: int | None) -> int:
-    """The number of rounds of a random schedule, by default 2⌈log2 n⌉."""
+    """Return the number of rounds of a random schedule, by default 2⌈log2 n⌉."""
     return rounds or 2 * log2_ceil(n)
 
 

@@ -10,12 +10,12 @@ import itertools
 
 
 def permutations(edges: Sequence[tuple[int, int]]) -> list[list[tuple[int, int]]]:
-    """Partial permutations that together have the given directed edges (source, target): as many as the largest degree (Kőnig)."""
+    """Return partial permutations that together have these directed edges (source, target): as many as the largest degree (Kőnig)."""
     return _classes(_color_bipartite(edges))
 
 
 def matchings(edges: Sequence[tuple[int, int]], num_nodes: int) -> list[list[tuple[int, int]]]:
-    """Matchings that together have the given edges: Δ of them, the largest degree, in a bipartite graph, else at most Δ + 1 (Vizing).
+    """Return matchings that together have these edges: Δ of them, the largest degree, in a bipartite graph, else at most Δ + 1 (Vizing).
 
     Each undirected edge is given once and is in one of the matchings, possibly with its ends swapped.
     """
@@ -26,7 +26,7 @@ def matchings(edges: Sequence[tuple[int, int]], num_nodes: int) -> list[list[tup
 
 
 def _two_coloring(edges: Sequence[tuple[int, int]], num_nodes: int) -> list[int] | None:
-    """The side (0 or 1) of each node of a bipartite graph, None if the graph has an odd cycle."""
+    """Return the side (0 or 1) of each node of a bipartite graph, None if the graph has an odd cycle."""
     neighbors: list[list[int]] = [[] for _ in range(num_nodes)]
     for u, v in edges:
         neighbors[u].append(v)

@@ -1,5 +1,6 @@
 """Named topologies that are drawn at random."""
 
+from collections.abc import Callable, Sequence
 import itertools
 import math
 
@@ -28,7 +29,7 @@ def _erdos_renyi(n: Workers, p: Share | None = None, seed: Seed = 0) -> build.Ro
         return [build.metropolis(n, drawn_Ex2.tolist())] if len(np.unique(drawn_Ex2)) == n else []  # No worker is alone.
 
     problem = f"found no connected graph of {n} workers with p={p:.3g}; raise p above ln(n)/n = {math.log(n) / n:.2g}"
-    return build.first_mixing(draw, f"{problem}")
+    return build.first_mixing(draw, problem)
 
 
 @build.register("random_matching")
@@ -64,13 +65,11 @@ def _matcha(n: Workers, base: str = "ring", budget: Share = 0.5, rounds: Period 
     """
     rounds, rng = build.num_rounds(n, rounds), np.random.default_rng(seed)
     traits = registry.part("topology", registry.parse("topology", base)[0]).traits
-    is_fit = bool(traits.get("static") and not traits.get("directed"))
-    graph = build.make(base, n if is_fit else 1)
     build.require(
-        is_fit and graph.is_symmetric,
+        bool(traits.get("static")) and not traits.get("directed") and build.make(base, n).is_symmetric,
         f"needs a static undirected base graph, got base={base!r}; use 'ring', 'torus' or 'erdos_renyi'",
     )
-    edges = [(int(i), int(j)) for i, j in np.argwhere(np.triu(graph.matrix(0), 1))]
+    edges = [(int(i), int(j)) for i, j in np.argwhere(np.triu(build.make(base, n).matrix(0), 1))]
     pairings = coloring.matchings(edges, n)
     laplacians_MxNxN = np.array([np.eye(n) - np.eye(n)[build.swap(n, pairing)] for pairing in pairings])
     probabilities = matcha.activation_probabilities(laplacians_MxNxN, budget)
@@ -129,15 +128,14 @@ def _erdos_renyi_digraph(n: Workers, p: Share | None = None, seed: Seed = 0) -> 
 
 
 # -- EquiTopo ---------------------------------------------------------------------------------------------------------
-# In the basis graph A(u) worker i+u gives the weight (n−1)/n to worker i and 1/n to itself, u = 1 … n−1. Their mean over all u is J/n,
-# so the mean of a few random ones is close to it at any n.
+# The mean of the basis graphs A(u) over all distances u is J/n, so the mean of a few random ones is close to it at any n.
 
 
 @build.register("equitopo_d", directed=True, static=True)
 def _equitopo_d(n: Workers, degree: Count | None = None, seed: Seed = 0) -> build.Rounds:
-    """D-EquiStatic: each worker hears from `degree` random distances u; the mean of the basis graphs A(u).
+    """D-EquiStatic: each worker receives from workers at `degree` random distances u; W is the mean of the A(u).
 
-    In A(u) worker i+u gives the weight (n−1)/n to worker i and 1/n to itself.
+    In A(u), worker i+u gives the weight (n−1)/n to worker i and 1/n to itself.
 
     Args:
         degree: number of distances u, drawn without replacement; None: ⌈log2 n⌉.
@@ -145,7 +143,7 @@ def _equitopo_d(n: Workers, degree: Count | None = None, seed: Seed = 0) -> buil
 
     Reference: Song et al. 2022, arXiv 2210.07881 (EquiTopo), which draws with replacement.
     """
-    return _equitopo_static("equitopo_d", n, degree, seed, both_ways=False)
+    return _equitopo_static(n, degree, seed, both_ways=False)
 
 
 @build.register("equitopo_u", static=True)
@@ -158,10 +156,10 @@ def _equitopo_u(n: Workers, degree: Count | None = None, seed: Seed = 0) -> buil
 
     Reference: Song et al. 2022, arXiv 2210.07881 (EquiTopo).
     """
-    return _equitopo_static("equitopo_u", n, degree, seed, both_ways=True)
+    return _equitopo_static(n, degree, seed, both_ways=True)
 
 
-def _equitopo_static(name: str, n: int, degree: int | None, seed: int, both_ways: bool) -> build.Rounds:
+def _equitopo_static(n: int, degree: int | None, seed: int, both_ways: bool) -> build.Rounds:
     degree = build.degree_of(n, degree)
     rng = np.random.default_rng(seed)
 
@@ -186,7 +184,7 @@ def _equitopo_od(n: Workers, rounds: Period | None = None, eta: Share = 0.5, see
 
     Reference: Song et al. 2022, arXiv 2210.07881 (EquiTopo).
     """
-    return _equitopo_one_peer("equitopo_od", n, rounds, eta, seed, lambda rng: build.rotation(n, rng.integers(1, n)))
+    return _equitopo_one_peer(n, rounds, eta, seed, lambda rng: build.rotation(n, int(rng.integers(1, n))))
 
 
 @build.register("equitopo_ou")
@@ -208,10 +206,12 @@ def _equitopo_ou(n: Workers, rounds: Period | None = None, eta: Share = 0.5, see
         firsts = [start + cycle + 2 * pair * hop for cycle, pair in pairs]
         return build.swap(n, [(first % n, (first + hop) % n) for first in firsts])
 
-    return _equitopo_one_peer("equitopo_ou", n, rounds, eta, seed, draw_targets)
+    return _equitopo_one_peer(n, rounds, eta, seed, draw_targets)
 
 
-def _equitopo_one_peer(name: str, n: int, rounds: int | None, eta: float, seed: int, draw_targets) -> build.Rounds:
+def _equitopo_one_peer(
+    n: int, rounds: int | None, eta: float, seed: int, draw_targets: Callable[[np.random.Generator], Sequence[int] | np.ndarray]
+) -> build.Rounds:
     rounds, rng = build.num_rounds(n, rounds), np.random.default_rng(seed)
     weight = eta * (n - 1) / n
 

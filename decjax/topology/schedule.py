@@ -24,9 +24,6 @@ class Shift:
     Attributes:
       pairs: (source, target) nodes; source != target, each source once, each target once.
       weights: for each node the weight of what it receives; 0.0 where nothing arrives.
-
-    Raises:
-      ValueError: if the pairs are no partial permutation of the nodes, or a weight is negative or belongs to no pair.
     """
 
     pairs: tuple[tuple[int, int], ...]
@@ -54,9 +51,6 @@ class Round:
       self_weights: for each node the weight that it gives to itself.
       shifts: the messages between nodes.
       group_size: L, the workers of a node; the round is for L · len(self_weights) workers.
-
-    Raises:
-      ValueError: if the lengths disagree, or neither all rows nor all columns of W sum to one.
     """
 
     self_weights: tuple[float, ...]
@@ -85,7 +79,7 @@ class Round:
         return self.group_size * self.num_nodes
 
     def matrix(self) -> np.ndarray:
-        """The dense float64 matrix W, [N, N]; W[i, j] is the weight that worker i gives to what it receives from worker j."""
+        """Return the dense float64 matrix W, [N, N]; W[i, j] is the weight that worker i gives to what it receives from worker j."""
         W_nodes = np.diag(np.asarray(self.self_weights, np.float64))
         for shift in self.shifts:
             for source, target in shift.pairs:
@@ -93,11 +87,11 @@ class Round:
         return np.kron(W_nodes, np.full((self.group_size, self.group_size), 1.0 / self.group_size))
 
     def row_sums(self) -> np.ndarray:
-        """The row sums of W_nodes, [num_nodes]: if all are one, workers with equal parameters keep them."""
+        """Return the row sums of W_nodes, [num_nodes]: if all are one, workers with equal parameters keep them."""
         return np.array([self.self_weights, *(shift.weights for shift in self.shifts)], np.float64).sum(axis=0)
 
     def column_sums(self) -> np.ndarray:
-        """The column sums of W_nodes, [num_nodes]: if all are one, the mean over workers stays what it is."""
+        """Return the column sums of W_nodes, [num_nodes]: if all are one, the mean over workers is preserved."""
         sums = np.array(self.self_weights, np.float64)
         for shift in self.shifts:
             for source, target in shift.pairs:
@@ -105,18 +99,18 @@ class Round:
         return sums
 
     def volume(self) -> np.ndarray:
-        """What each worker sends in this round, in multiples of the parameters' size, [N]: 2(L−1)/L + (messages its node sends)/L.
+        """Return what each worker sends in this round, in multiples of the parameters' size, [N]: 2(L−1)/L + (messages its node sends)/L.
 
         A reduce-scatter inside the node before the exchange, and an all-gather after it, send (L−1)/L each. Between nodes every
         worker sends its shard of 1/L.
         """
         sent = np.zeros(self.num_nodes)
         for shift in self.shifts:
-            sent[[source for source, _ in shift.pairs]] += 1.0  # Each source stands there once.
+            sent[[source for source, _ in shift.pairs]] += 1.0  # Sources are different.
         return np.repeat(2.0 * (self.group_size - 1) + sent, self.group_size) / self.group_size
 
     def degree(self) -> int:
-        """The largest number of other workers whose parameters enter a worker's, or that a worker's parameters enter, in this round."""
+        """Return the largest number of other workers that a worker receives from, or sends to."""
         edges_NxN = self.matrix() != 0.0
         np.fill_diagonal(edges_NxN, False)
         return int(max(edges_NxN.sum(axis=0).max(), edges_NxN.sum(axis=1).max()))
@@ -130,9 +124,6 @@ class Topology:
       name: shown in tables and errors.
       num_workers: N, the number of workers.
       rounds: those of one period, in order.
-
-    Raises:
-      ValueError: if there is no round, or a round is for another number of workers.
     """
 
     name: str
@@ -166,15 +157,15 @@ class Topology:
         return max(round_.degree() for round_ in self.rounds)
 
     def round(self, phase: int) -> Round:
-        """The round of a phase; phases are taken modulo the period, so a step count may be given."""
+        """Return the round of a phase; phases are taken modulo the period, so a step count may be given."""
         return self.rounds[phase % self.period]
 
     def matrix(self, phase: int) -> np.ndarray:
-        """The dense matrix W of a phase, [N, N]; phases are taken modulo the period, so a step count may be given."""
+        """Return the dense matrix W of a phase, [N, N]; phases are taken modulo the period, so a step count may be given."""
         return self.round(phase).matrix()
 
     def product(self, start: int = 0, num_rounds: int | None = None) -> np.ndarray:
-        """The matrix W^{start+R−1} ⋯ W^{start} that R rounds together apply, [N, N]; R = `num_rounds`, by default a period."""
+        """Return the matrix W^{start+R−1} ⋯ W^{start} that R rounds together apply, [N, N]; R = `num_rounds`, by default a period."""
         P_NxN = np.eye(self.num_workers)
         for step in range(start, start + (self.period if num_rounds is None else num_rounds)):
             P_NxN = self.matrix(step) @ P_NxN
@@ -182,22 +173,22 @@ class Topology:
 
 
 def is_row_stochastic(topology: Topology) -> bool:
-    """Whether all rows of every round sum to one: workers with equal parameters keep them."""
+    """Return whether all rows of every round sum to one: workers with equal parameters keep them."""
     return all(_sums_to_one(round_.row_sums()) for round_ in topology.rounds)
 
 
 def is_column_stochastic(topology: Topology) -> bool:
-    """Whether all columns of every round sum to one: the sum over workers stays what it is, which is all that push-sum needs."""
+    """Return whether all columns of every round sum to one, which preserves the sum over workers; push-sum needs no more."""
     return all(_sums_to_one(round_.column_sums()) for round_ in topology.rounds)
 
 
 def is_doubly_stochastic(topology: Topology) -> bool:
-    """Whether all rows and columns of every round sum to one, which plain gossip needs to agree on the mean."""
+    """Return whether all rows and columns of every round sum to one, which plain gossip needs to agree on the mean."""
     return is_row_stochastic(topology) and is_column_stochastic(topology)
 
 
 def spectral_gap(topology: Topology, phase: int | None = None) -> float:
-    """1 − ‖W − J/n‖₂, by which the distance to the mean shrinks at least: 1 is exact averaging, 0 guarantees no progress.
+    """Return 1 − ‖W − J/n‖₂, by which the distance to the mean shrinks at least: 1 is exact averaging, 0 guarantees no progress.
 
     For a doubly stochastic W this is one minus its second largest *singular* value (not eigenvalue: time-varying and directed rounds
     are not symmetric). Where only columns sum to one, it may be negative and is no bound.
@@ -211,7 +202,7 @@ def spectral_gap(topology: Topology, phase: int | None = None) -> float:
 
 
 def rounds_to_exact(topology: Topology, start: int = 0) -> int | None:
-    """The number of rounds from phase `start` on whose product is J/n, to within 1e-9 in every entry: exact averaging.
+    """Return the number of rounds from phase `start` on whose product is J/n, to within 1e-9 in every entry: exact averaging.
 
     None if two periods do not reach it: workers then agree in the limit only, if at all. Finite-time topologies are exact over
     windows that start at certain phases only, such as 0.
@@ -225,7 +216,7 @@ def rounds_to_exact(topology: Topology, start: int = 0) -> int | None:
 
 
 def is_mixing(rounds: Sequence[Round]) -> bool:
-    """Whether repeating these rounds brings all workers to a common value, from any start.
+    """Return whether repeating these rounds brings all workers to a common value, from any start.
 
     They do if and only if one is a simple eigenvalue of their product and all others lie strictly inside the unit circle.
     """
@@ -237,7 +228,7 @@ def is_mixing(rounds: Sequence[Round]) -> bool:
 
 
 def from_matrices(matrices: np.ndarray | Sequence[np.ndarray], name: str = "from_matrices") -> Topology:
-    """The topology whose rounds apply the given matrices, in order.
+    """Return the topology whose rounds apply the given matrices, in order.
 
     Each matrix becomes its diagonal and as many weighted partial permutations as the busiest worker sends or receives messages, which
     is the least possible. `topology.matrix(t)` returns the matrices, bit for bit.
@@ -274,7 +265,7 @@ def from_matrices(matrices: np.ndarray | Sequence[np.ndarray], name: str = "from
 
 
 def round_from_moves(moves: Iterable[tuple[Sequence[int] | np.ndarray, float]], group_size: int = 1) -> Round:
-    """The round with W_nodes = Σ_m weight_m · P_m, for whole permutations P_m.
+    """Return the round with W_nodes = Σ_m weight_m · P_m, for whole permutations P_m.
 
     A move is (targets, weight): node s sends to targets[s]. Fixed points become self weights, and equal permutations are merged into
     one message.
@@ -294,7 +285,7 @@ def round_from_moves(moves: Iterable[tuple[Sequence[int] | np.ndarray, float]], 
 
 
 def round_from_matrix(W_NxN: np.ndarray) -> Round:
-    """The round that applies a stochastic matrix, with as many shifts as its busiest worker has messages.
+    """Return the round that applies a stochastic matrix, with as many shifts as its busiest worker has messages.
 
     Undirected graphs are split into matchings where that costs no additional shift: both ends of a link then send to each other at
     the same time.
@@ -323,7 +314,7 @@ def _sums_to_one(sums: np.ndarray) -> bool:
 
 
 def _is_strongly_connected(edges_NxN: np.ndarray) -> bool:
-    """Whether every node reaches every other along the edges of a boolean adjacency matrix."""
+    """Return whether every node reaches every other along the edges of a boolean adjacency matrix."""
     for adjacency_NxN in (edges_NxN, edges_NxN.T):
         reached, frontier = np.zeros(len(edges_NxN), bool), np.arange(len(edges_NxN)) == 0
         while frontier.any():
