@@ -106,17 +106,15 @@ class DeviceLayout:
         return model.batch_size // (self.workers * self.microbatches)
 
     def check(self, model: Transformer) -> None:
-        """Raise a ValueError for a model that does not divide into this layout."""
+        """Refuse a model that does not divide into this layout."""
         if self.layers and sum(self.layers) != model.depth:
             raise ValueError(f"layers={self.layers} are {sum(self.layers)}, the model has {model.depth}; make them add up")
-        needed = [(name, f"tensor={self.tensor}", self.tensor) for name in ("heads", "hidden", "vocabulary")]
+        for name in ("heads", "hidden", "vocabulary"):
+            check_divides(name, getattr(model, name), f"tensor={self.tensor}", self.tensor)
         if not self.layers:
-            needed.append(("depth", f"stages={self.stages} × chunks={self.chunks}", self.num_virtual))
-        needed.append(
-            ("batch_size", f"workers={self.workers} × microbatches={self.microbatches}", self.workers * self.microbatches)
-        )
-        for name, parts, divisor in needed:
-            check_divides(name, getattr(model, name), parts, divisor)
+            check_divides("depth", model.depth, f"stages={self.stages} × chunks={self.chunks}", self.num_virtual)
+        batch_parts = f"workers={self.workers} × microbatches={self.microbatches}"
+        check_divides("batch_size", model.batch_size, batch_parts, self.workers * self.microbatches)
 
 
 @checked_class

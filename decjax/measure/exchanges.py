@@ -79,7 +79,7 @@ def _sends(workers: mesh.Workers) -> dict[tuple[str, str], list[tuple[int, int]]
     }
 
 
-class Beside:
+class OverlappedExchange:
     """An exchange of the model as training sends it, in parts from a separate thread, while a gradient is computed.
 
     Attributes:

@@ -38,7 +38,7 @@ from decjax.costmodel import Cluster, Compressed, Link, Workload, fit
 from decjax.errors import ConfigError
 from decjax.gossip import rounds as rounds_lib
 from decjax.measure import exchanges, silence
-from decjax.measure.exchanges import Beside, TimedExchange, exchange_actions
+from decjax.measure.exchanges import OverlappedExchange, TimedExchange, exchange_actions
 from decjax.measure.rounds import Actions, Stopwatch, take_rounds
 from decjax.train import engine
 from decjax.train.trainer import Trainer
@@ -193,22 +193,23 @@ def form(name: str, spec: config_lib.RunSpec) -> Form:
     """
     trainer = Trainer(spec)
     method, workers, topology, last = trainer.method, trainer.workers, trainer.setup.topology, spec.steps
-    phases: set[Any] = {method.phase(step) for step in range(max(last // 2, last - PHASES), last)}
+    of_steps = {method.phase(step) for step in range(max(last // 2, last - PHASES), last)}
+    phases = tuple(sorted(phase for phase in of_steps if phase is not None))
     is_averaging = spec.reducer is not None and method.every == 1
-    if None in phases or not (topology or is_averaging) or bool(method.exchange) != bool(topology):
+    if None in of_steps or not (topology or is_averaging) or bool(method.exchange) != bool(topology):
         raise ConfigError(
             f"{name!r} cannot be measured as a compressed method: it must be gossip in order 'awc', or an all-reduce "
-            "that is not stale, with phases that are known beforehand"
+            "that is not stale, with phases that do not depend on data"
         )
     params = exchanges.shapes(trainer)
     sent = np.mean([method.num_bytes(params, phase).mean() for phase in phases])
     total_bytes, n = exchanges.layout(trainer).num_bytes, workers.num_workers
     if topology:
         exact = np.mean([rounds_lib.sent_bytes(round_, exchanges.layout(trainer)).mean() for round_ in topology.rounds])
-        return Form(name, trainer, tuple(sorted(phases)), float(sent / exact), 1.0)
+        return Form(name, trainer, phases, float(sent / exact), 1.0)
     sums, like = [], trainer.abstract
-    workers.eval_shape(_silent_update(trainer, min(phases), sums), (0, 0), like, like.params)
-    return Form(name, trainer, tuple(sorted(phases)), float(sent / (2 * (n - 1) / n * total_bytes)), sum(sums))
+    workers.eval_shape(_silent_update(trainer, phases[0], sums), (0, 0), like, like.params)
+    return Form(name, trainer, phases, float(sent / (2 * (n - 1) / n * total_bytes)), sum(sums))
 
 
 def _silent_update(trainer: Trainer, phase: int | None = None, sums: list[float] | None = None) -> Callable[..., Any]:
@@ -260,7 +261,7 @@ def measure(
     rounds: int | None = None,
     note: Callable[[int, int], None] = lambda done, total: None,
 ) -> Measured:
-    """Measure a worker's step, exchanges and codecs, and fits a profile to them. A collective.
+    """Measure a worker's step, exchanges and codecs, and fit a profile to them. A collective.
 
     Args:
         trainer: from `prepare`.
@@ -278,8 +279,8 @@ def measure(
     steps, codings = step_actions(trainer), codec_actions(trainer)
     exchanged, forms = exchange_actions(trainer, sizes or sizes_up_to_model(trainer)), [gossip(trainer), *forms]
     # Elsewhere a compiler overlaps both, and devices of one process could occupy all threads with waiting.
-    beside = Beside(trainer, steps["gradient"]) if trainer.workers.needs_sender else None
-    actions = steps | exchanged | codings | coding_actions(forms) | ({"beside": beside} if beside else {})
+    overlapped = OverlappedExchange(trainer, steps["gradient"]) if trainer.workers.needs_sender else None
+    actions = steps | exchanged | codings | coding_actions(forms) | ({"overlapped": overlapped} if overlapped else {})
     times_s = take_rounds(watch, actions, seconds, rounds, note)
     step_s, codec_s = {part: times_s[part] for part in (*steps, "in a row")}, {codec: times_s[codec] for codec in codings}
     share = _own_share(step_s, times_s["optimizer"].shape[1])
@@ -290,20 +291,16 @@ def measure(
         fit.Measurement(what.kind, what.num_bytes, float(np.median(slowest_s)), what.scope, what.num_workers)
         for what, slowest_s in exchange_s.items()
     ]
-    lines = {
-        (m.kind, m.scope): line
-        for m in measurements
-        if (line := fit.line_of(measurements, m.kind, m.scope)) is not None  # Never None here; for the type checker.
-    }
+    lines = {(m.kind, m.scope): line for m in measurements if (line := fit.line_of(measurements, m.kind, m.scope)) is not None}
     measurements += [
         fit.Measurement("codec", total_bytes, _typical_s(both_s, share), codec=codec) for codec, both_s in codec_s.items()
     ]
     n, L = trainer.workers.num_workers, trainer.workers.local_size
     cluster = fit.fit_cluster(measurements, name=name, num_nodes=n // L, workers_per_node=L)
-    beside_s = watch.gather(beside.exchange_s[-len(times_s["beside"][0]) :]).max(axis=0) if beside else np.zeros(0)
+    beside_s = watch.gather(overlapped.exchange_s[-len(times_s["overlapped"][0]) :]).max(axis=0) if overlapped else np.zeros(0)
     workload = _workload(step_s, total_bytes, share, _typical_s(coding_s[forms[0].name], share))
-    if beside:
-        line = lines[beside.kind, beside.scope]
+    if overlapped:
+        line = lines[overlapped.kind, overlapped.scope]
         more_s = float(np.median(beside_s)) - line.latency_s - total_bytes / line.bandwidth_Bps
         workload = dataclasses.replace(workload, beside_s=max(0.0, more_s))
     compressed = tuple(_compressed(form, _typical_s(coding_s[form.name], share), workload) for form in forms[1:])
