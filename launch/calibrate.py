@@ -12,7 +12,7 @@ their messages. --links also measures the link of every pair of workers, for lau
 
 import contextlib
 import pathlib
-from typing import Any
+from typing import TYPE_CHECKING
 
 from absl import flags
 import jax
@@ -24,6 +24,9 @@ from rich import markup, table
 from decjax import config as parts
 from decjax import costmodel, measure, train
 from launch import command, config_file, join
+
+if TYPE_CHECKING:  # It imports SciPy, which takes a second.
+    from decjax.contrib.placement import Links
 
 with command.defining_config():
     _CONFIG = config_flags.DEFINE_config_file(
@@ -63,7 +66,7 @@ def parse_sizes(texts: list[str]) -> list[int]:
 
 def forms(config: ml_collections.ConfigDict, texts: list[str]) -> list[measure.Form]:
     """Return compressed methods: shorthands of the config's file, with the model, data and workers of the config."""
-    file = flags.FLAGS["config"].config_filename  # pyright: ignore[reportAttributeAccessIssue]
+    file = config_flags.get_config_filename(flags.FLAGS["config"])
     kept = {field: value for field, value in join.resolved(config).document.items() if field not in METHOD}
 
     def form(text):
@@ -103,9 +106,9 @@ def report(measured: measure.Measured) -> table.Table:
     return rows
 
 
-def links_between(trainer: train.Trainer, sizes: list[int], measured: measure.Measured) -> Any:
+def links_between(trainer: train.Trainer, sizes: list[int], measured: measure.Measured) -> "Links":
     """Measure the links between workers, and each worker's flop/s: 6 · parameters · items of a batch ÷ time of a gradient."""
-    from decjax.contrib.placement.measured import measure_links  # It brings SciPy, which takes a second.
+    from decjax.contrib.placement.measured import measure_links
 
     spec, task = trainer.spec, trainer.setup.task
     params = sum(leaf.size for leaf in jax.tree.leaves(jax.eval_shape(trainer.setup.start, jax.random.key(0))))
@@ -117,10 +120,11 @@ def links_between(trainer: train.Trainer, sizes: list[int], measured: measure.Me
     )
 
 
-def report_links(links: Any) -> table.Table:
+def report_links(links: "Links") -> table.Table:
     """Return the table of Mbit/s from row to column."""
     rows = command.table("from, to: Mbit/s", *links.names, "ms", "Gflop/s")
     rows.caption = "ms: the largest latency to another worker"
+    assert links.flops is not None  # They were measured.
     for i, name in enumerate(links.names):
         rates = ("–" if i == j else f"{8e-6 * links.bandwidth_Bps[i, j]:.3g}" for j in range(links.num_devices))
         rows.add_row(name, *rates, f"{1e3 * links.latency_s[i].max():.3g}", f"{1e-9 * links.flops[i]:.3g}")
@@ -130,7 +134,7 @@ def report_links(links: Any) -> table.Table:
 def main(argv: list[str]) -> int:
     command.options_only(argv)
     if _ROUNDS.value is not None and flags.FLAGS["seconds"].present:
-        command.fail(f"--seconds={_SECONDS.value:g} changes nothing with --rounds={_ROUNDS.value}; leave out one of them")
+        command.fail(f"--seconds={_SECONDS.value:g} has no effect with --rounds={_ROUNDS.value}; leave out one of them")
     assert _OUT.value is not None  # It is required.
     sizes, path, config = parse_sizes(_SIZES.value), pathlib.Path(_OUT.value), _CONFIG.value
     terminal = command.console()
@@ -159,10 +163,10 @@ def main(argv: list[str]) -> int:
             links = links_between(trainer, sizes, measured) if _LINKS.value else None
     if first:
         terminal.print(report(measured))
-        if links:
+        if links and _LINKS.value:
             links.save(_LINKS.value)
             terminal.print(report_links(links))
-            terminal.print(f"wrote {_LINKS.value}, which launch.place --links reads", soft_wrap=True)
+            terminal.print(f"wrote {_LINKS.value}; see launch.place --links={_LINKS.value}", soft_wrap=True)
         costmodel.save(path, measured.cluster, measured.workload)
         terminal.print(f"wrote {path}; python -m launch.plan --cluster={path} ranks the methods", markup=False, soft_wrap=True)
     return 0

@@ -24,6 +24,7 @@ from decjax import config as parts
 from decjax import files, train
 from decjax.models import compress
 from decjax.train import checkpoint
+from decjax.typing import PyTree
 from launch import command
 
 _WORKDIR = flags.DEFINE_string("workdir", None, "Directory of the run.")
@@ -46,7 +47,7 @@ def trainer_of(document: dict[str, Any]) -> train.Trainer:
     return train.Trainer(spec.replace(simulate=True, tensor=1, tensor_codec=""))
 
 
-def load(workdir: pathlib.Path) -> tuple[train.Trainer, Any, int]:
+def load(workdir: pathlib.Path) -> tuple[train.Trainer, train.State, int]:
     """Return the trainer of a run, its newest state, and the step."""
     try:
         document = files.read_json(workdir / "config.json")
@@ -60,7 +61,7 @@ def load(workdir: pathlib.Path) -> tuple[train.Trainer, Any, int]:
     return trainer, state, step
 
 
-def outputs(trainer: train.Trainer, model: tuple[Any, Any]) -> dict[str, np.ndarray] | None:
+def outputs(trainer: train.Trainer, model: tuple[PyTree, PyTree]) -> dict[str, np.ndarray] | None:
     """Return the outputs of layers for training examples of all workers; None if the task has none."""
     if not (compute := trainer.setup.task.outputs):
         return None
@@ -70,7 +71,7 @@ def outputs(trainer: train.Trainer, model: tuple[Any, Any]) -> dict[str, np.ndar
     return {name: np.concatenate([values[name] for values in outputs_of]) for name in outputs_of[0]}
 
 
-def measure(trainer: train.Trainer, state: Any, forms: list[str]) -> Results:
+def measure(trainer: train.Trainer, state: train.State, forms: list[str]) -> Results:
     """Return (bytes, metrics) of the averaged model, uncompressed and in each form."""
     params, variables = trainer.average(state)
     results = {

@@ -57,7 +57,7 @@ def options(module: str, arguments: Sequence[str]) -> config.Elastic | None:
         command.refuse(str(error))
 
 
-class Box(NamedTuple):
+class Hosts(NamedTuple):
     """Where the processes run: by default on this machine.
 
     Attributes:
@@ -120,7 +120,8 @@ class _Starter:
         if spare and spare.living():
             self._ends.pop(host, None)
             _set_niceness(spare.process.pid, 0)
-            with contextlib.suppress(BrokenPipeError), spare.process.stdin as file:  # pyright: ignore[reportOptionalContextManager]
+            assert spare.process.stdin
+            with contextlib.suppress(BrokenPipeError), spare.process.stdin as file:
                 file.write(json.dumps({"process_index": index, "environment": self._environments[index]}) + "\n")
             return spare
         return self._start(self._lines[index], self._environments[index])
@@ -134,18 +135,17 @@ class _Starter:
                 self._ends[host] = ends + 1, time.monotonic() + _pause_s(ends)
             elif host not in self._spares and time.monotonic() >= again_at:
                 first = host * self._per_host
-                options: dict[str, Any] = dict(stdin=subprocess.PIPE, text=True)
                 try:
-                    self._spares[host] = self._start(self._spare_lines[first], self._environments[first], **options)
+                    self._spares[host] = self._start(self._spare_lines[first], self._environments[first], subprocess.PIPE)
                 except OSError:  # Memory or descriptors are exhausted; slots have priority.
                     self._ends[host] = ends + 1, time.monotonic() + _pause_s(ends + 1)
                 else:
                     _set_niceness(self._spares[host].process.pid, SPARE_NICENESS)
 
-    def _start(self, line: list[str], environment: dict[str, str], **options: Any) -> processes.Child:
+    def _start(self, line: list[str], environment: dict[str, str], stdin: int = subprocess.DEVNULL) -> processes.Child:
         log = self._stack.enter_context(tempfile.TemporaryFile())  # noqa: SIM115  It is open as long as the process lives.
         try:
-            return processes.Child(processes.start(line, env=environment, stdout=None, stderr=log, **options), log)
+            return processes.Child(processes.start(line, env=environment, stdin=stdin, stdout=None, stderr=log, text=True), log)
         except OSError:
             log.close()
             raise
@@ -154,15 +154,15 @@ class _Starter:
 class _AddressCheck:
     """Prints once if the coordinator's address is unreachable, for example because the loopback interface is down."""
 
-    def __init__(self, box: Box, address: tuple[str, int]):
-        self._box, self._address = box, address
+    def __init__(self, hosts: Hosts, address: tuple[str, int]):
+        self._hosts, self._address = hosts, address
         self._look_at, self._reason = time.monotonic() + PROBE_S, ""
 
     def look(self) -> None:
         """Check the address if it is time; to be called while processes are missing."""
         if time.monotonic() < self._look_at:
             return
-        before, self._reason = self._reason, self._box.listening(self._probe)
+        before, self._reason = self._reason, self._hosts.listening(self._probe)
         self._look_at = time.monotonic() + PROBE_S
         if self._reason and not before:
             where = ":".join(map(str, self._address))
@@ -223,34 +223,36 @@ def run_together(
     settings: config.Elastic,
     again: str = "",
     faults: Iterator[chaos.Event] = iter(()),
-    box: Box = Box(),
+    hosts: Hosts = Hosts(),
 ) -> int:
     """Run the processes of an elastic run; return the exit code: 0, that of a user error or a divergence, or 128 + signal.
 
     Args:
         command_lines: returns the command lines of all processes for further options.
-        host: address at which the coordinator listens; `box` is where the processes run.
+        host: address at which the coordinator listens; `hosts` is where the processes run.
         settings: of the run; `faults` are to be injected.
         again: how to continue after an interruption or a failure.
     """
     group_keys = Keys.made()
     count = len(command_lines([]))
-    coordinator = box.listening(lambda: Coordinator(host, count, settings.min_workers, settings.heartbeat_s, group_keys, _say_view))
+    coordinator = hosts.listening(
+        lambda: Coordinator(host, count, settings.min_workers, settings.heartbeat_s, group_keys, _say_view)
+    )
     options = [f"--elastic={':'.join(map(str, coordinator.address))}"]
     lines, spare_lines = command_lines(options), command_lines([*options, processes.STANDBY]) if settings.spares else []
     with contextlib.ExitStack() as stack:
         caught = stack.enter_context(processes.caught_signals())
         serving = stack.enter_context(_serving(coordinator))
         folder = stack.enter_context(processes.temporary_folder())
-        environments = _environments(count, {KEYS: group_keys.text} | _compilation_cache(folder), box)
-        starter = _Starter(stack, lines, spare_lines, environments, box.per_host or count)
+        environments = _environments(count, {KEYS: group_keys.text} | _compilation_cache(folder), hosts)
+        starter = _Starter(stack, lines, spare_lines, environments, hosts.per_host or count)
         slots: list[_Slot] = []
         stack.callback(lambda: processes.send([slot.child for slot in slots], signal.SIGKILL))
         slots += [_Slot(index, starter) for index in range(count)]
         injector = stack.enter_context(
-            contextlib.closing(chaos.Chaos(faults, lambda index: slots[index].child.living(), box.links))
+            contextlib.closing(chaos.Chaos(faults, lambda index: slots[index].child.living(), hosts.links))
         )
-        address_check = _AddressCheck(box, coordinator.address)
+        address_check = _AddressCheck(hosts, coordinator.address)
 
         def look():
             injector.look()
@@ -259,9 +261,9 @@ def run_together(
         return _watch(slots, coordinator, serving, caught, look, f"; {again}" if again else "")
 
 
-def _environments(count: int, shared: dict[str, str], box: Box) -> list[dict[str, str]]:
+def _environments(count: int, shared: dict[str, str], hosts: Hosts) -> list[dict[str, str]]:
     """Return the variables of each process."""
-    environments = box.environments or [{}] * count
+    environments = hosts.environments or [{}] * count
     return [shared | devices | further for devices, further in zip(ranks.gpu_environments(count), environments, strict=True)]
 
 

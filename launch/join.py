@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 from absl import flags
 import jax
 from jax.extend import backend
+import ml_collections
 
 from decjax import config as parts
 from decjax.elastic.membership import Excluded, Membership
@@ -147,7 +148,7 @@ def _gloo_listens_at(address: str) -> None:
         backend.register_backend_factory("cpu", lambda: client(collectives=collectives()), priority=0, fail_quietly=False)
 
 
-def resolved(config: Any) -> parts.RunSpec:
+def resolved(config: ml_collections.ConfigDict | dict[str, Any]) -> parts.RunSpec:
     """Return the spec of a config for the available devices."""
     devices = jax.device_count()
     return parts.resolve(config, devices, devices == 1 and jax.process_count() == 1 and jax.devices()[0].platform != "cpu")

@@ -142,8 +142,8 @@ class Network:
             inside = processes.elastic_command_lines(module, arguments, len(self.hosts) * processes_per_host, options)
             return self._on_hosts(inside, processes_per_host)
 
-        box = elastic.Box(self._at_switch, self._nccl(lines([])), self, processes_per_host)
-        return elastic.run_together(lines, self.gateway, settings, again, faults, box)
+        hosts = elastic.Hosts(self._at_switch, self._nccl(lines([])), self, processes_per_host)
+        return elastic.run_together(lines, self.gateway, settings, again, faults, hosts)
 
     def _on_hosts(self, lines: Sequence[list[str]], processes_per_host: int) -> list[list[str]]:
         return [self.inside(index // processes_per_host, line) for index, line in enumerate(lines)]

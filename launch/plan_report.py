@@ -1,4 +1,4 @@
-"""What launch.plan prints and draws."""
+"""Tables and figures of launch.plan."""
 
 import numpy as np
 from rich import console, table, text
@@ -8,14 +8,14 @@ from decjax.costmodel import plan
 from launch import command
 
 COLORS = ("#0072B2", "#56B4E9", "#009E73", "#D55E00", "#E69F00", "#CC79A7", "#999999", "#7A5195", "#8C564B", "#BCBD22")
-TIMELINE_WORKERS = 16  # more bars than that are not legible
-SHARES = (0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)  # time of a message of all parameters ÷ time of computing, in a decision table
+TIMELINE_WORKERS = 16  # that are legible
+SHARES = (0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)  # message time ÷ compute time, of a decision table
 VARIATIONS = (0.0, 0.2, 0.5)
 _LEGEND = dict(loc="outside lower center", frameon=False, fontsize=8.5)
 
 
 def report(cluster: costmodel.Cluster, workload: costmodel.Workload, ranked: list[plan.Ranked], width: int) -> console.Group:
-    """The ranking; terminals of less than 100 columns get fewer."""
+    """Return the ranking; terminals of less than 100 columns get fewer columns."""
     title = (
         f"{cluster.name}: {cluster.num_nodes} × {cluster.workers_per_node} workers; a step computes for "
         f"{1e3 * workload.compute_s:.4g} ms and has {workload.total_bytes / 1e6:.4g} MB of parameters"
@@ -40,7 +40,7 @@ def report(cluster: costmodel.Cluster, workload: costmodel.Workload, ranked: lis
 
 
 def below(title: str, rows: table.Table) -> console.Group:
-    """A table below its title, which it would wrap at its own width."""
+    """Return a table below its title, which the table itself would wrap."""
     return console.Group(text.Text(title, style="table.title"), rows)
 
 
@@ -55,7 +55,7 @@ def ms(time_s: float) -> str:
 
 
 def decide(cluster: costmodel.Cluster, workload: costmodel.Workload, methods: list[costmodel.Method]) -> console.Group:
-    """The decision table: which method to prefer at which bandwidth and variation of compute times, and its speed-up."""
+    """Return the decision table: the preferred method by bandwidth and variation of compute times, with its speed-up."""
     bandwidths_Bps = [workload.total_bytes / (share * workload.compute_s) for share in SHARES]
     regions = plan.regions(cluster, workload, methods, bandwidths_Bps, VARIATIONS)
     names = [method.name for method in regions.methods]
@@ -68,18 +68,18 @@ def decide(cluster: costmodel.Cluster, workload: costmodel.Workload, methods: li
         cells = (f"{reference_s[v, b] / regions.time_s[m, v, b]:.1f} × {names[m].replace('_', ' ')}" for v, m in enumerate(best))
         rows.add_row(f"{share:g}", plan.shown_rate(bandwidth_Bps).replace(" ", "\u00a0"), *cells)
     title = (
-        "Which method to prefer, and how many times as fast as all-reduce it is. Rows: the time in which a link "
-        "carries the parameters once, over that of computing a step. Columns: standard deviation ÷ mean of computing times."
+        "Preferred method, with its speed-up over all-reduce. Rows: time in which a link carries the parameters once ÷ "
+        "compute time of a step. Columns: standard deviation ÷ mean of compute times."
     )
     return below(title, rows)
 
 
 def plot(path: str, cluster: costmodel.Cluster, workload: costmodel.Workload, ranked: list[plan.Ranked]) -> None:
-    """Regions of bandwidth and variation on the left, one iteration of each worker on the right."""
+    """Draw regions of bandwidth and variation on the left, and one iteration of each worker on the right."""
     from matplotlib import figure
 
     drawn = figure.Figure(figsize=(13, 6), layout="constrained")
-    left, right = drawn.subfigures(1, 2, width_ratios=(1, 1.15))  # pyright: ignore[reportGeneralTypeIssues]
+    left, right = np.asarray(drawn.subfigures(1, 2, width_ratios=(1, 1.15)))
     _draw_regions(left, cluster, workload, [r.method for r in ranked])
     gossip = [r.method for r in ranked if r.is_gossip][:1]
     exact = [r.method for r in ranked if r.method.message == "gradients" and not r.method.bucketed][::-1][:2]
@@ -88,7 +88,7 @@ def plot(path: str, cluster: costmodel.Cluster, workload: costmodel.Workload, ra
 
 
 def _draw_regions(figure, cluster: costmodel.Cluster, workload: costmodel.Workload, methods: list[costmodel.Method]) -> None:
-    """Which method to prefer at each bandwidth and variation."""
+    """Draw the preferred method at each bandwidth and variation."""
     from matplotlib import colors, patches
 
     link = cluster.inter if cluster.num_nodes > 1 else cluster.intra
@@ -107,10 +107,10 @@ def _draw_regions(figure, cluster: costmodel.Cluster, workload: costmodel.Worklo
         cmap=colors.ListedColormap(COLORS),
         rasterized=True,
     )
-    own = workload.jitter.sample(np.random.default_rng(0), workload.compute_s, (1000, 1, cluster.num_workers))
+    times_s = workload.jitter.sample(np.random.default_rng(0), workload.compute_s, (1000, 1, cluster.num_workers))
     axis.plot(
         8e-9 * link.bandwidth_Bps,
-        min(own.std() / own.mean(), variations[-1]),
+        min(times_s.std() / times_s.mean(), variations[-1]),
         "o",
         color="black",
         markersize=9,
@@ -123,7 +123,7 @@ def _draw_regions(figure, cluster: costmodel.Cluster, workload: costmodel.Worklo
         xlabel=f"bandwidth {'between nodes' if cluster.num_nodes > 1 else 'inside the node'}, Gbit/s",
         ylabel="variation of compute times (standard deviation ÷ mean)",
     )
-    axis.set_title("the method to prefer (dot: this cluster)", fontsize=10)
+    axis.set_title("preferred method (dot: this cluster)", fontsize=10)
     figure.legend(
         [patches.Patch(color=COLORS[k % len(COLORS)]) for k in range(len(winners))],
         [regions.methods[m].name for m in winners],
@@ -133,7 +133,7 @@ def _draw_regions(figure, cluster: costmodel.Cluster, workload: costmodel.Worklo
 
 
 def _draw_timelines(figure, lines: list[tuple[str, plan.Timeline]]) -> None:
-    """One iteration of each worker, below one another for several methods."""
+    """Draw one iteration of each worker, for several methods."""
     from matplotlib import patches
 
     axes = figure.subplots(len(lines), 1, sharex=True, squeeze=False)[:, 0]
@@ -142,7 +142,7 @@ def _draw_timelines(figure, lines: list[tuple[str, plan.Timeline]]) -> None:
     axes[-1].set_xlabel("ms from when the first worker starts the iteration")
     figure.legend(
         [patches.Patch(color="#0072B2"), patches.Patch(facecolor="0.9"), patches.Patch(color="#D55E00")],
-        ["computes", "waits, updates", "message on its way"],
+        ["compute", "wait, update", "message"],
         ncols=3,
         **_LEGEND,
     )

@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import types
 from typing import Any, BinaryIO, NamedTuple
 
 from absl import flags
@@ -69,7 +70,7 @@ def caught_signals() -> Iterator[list[signal.Signals]]:
     """
     caught: list[signal.Signals] = []
 
-    def note(number: int, _: Any) -> None:
+    def note(number: int, _: types.FrameType | None) -> None:
         if number != signal.SIGHUP or not caught:
             caught.append(signal.Signals(number))
 
@@ -80,7 +81,7 @@ def caught_signals() -> Iterator[list[signal.Signals]]:
 def unwinding_signals() -> contextlib.AbstractContextManager[None]:
     """Context manager in which SIGTERM and SIGHUP raise `Interrupted`, so that `finally` clauses run as for Ctrl-C."""
 
-    def unwind(number: int, _: Any) -> None:
+    def unwind(number: int, _: types.FrameType | None) -> None:
         raise command.Interrupted(128 + number)
 
     return handling(unwind, signal.SIGTERM, signal.SIGHUP)
@@ -119,16 +120,16 @@ def start(
 
 
 @contextlib.contextmanager
-def survived_by(command_line: list[str], **options: Any) -> Iterator[None]:
+def survived_by(command_line: list[str], cwd: pathlib.Path | None = None, stderr: int | None = None) -> Iterator[None]:
     """Context manager with a second process that cleans up after this one: its standard input ends if this process is killed.
 
     Args:
         command_line: of a program that reads its standard input to the end before anything else.
-        **options: of `subprocess.Popen`.
+        cwd, stderr: of `subprocess.Popen`.
     """
     # The kernel closes the pipe when this process ends, for any reason.
-    options |= {"stdin": subprocess.PIPE, "stdout": subprocess.DEVNULL, "start_new_session": True}
-    with subprocess.Popen(command_line, **options) as survivor:
+    pipe, null = subprocess.PIPE, subprocess.DEVNULL
+    with subprocess.Popen(command_line, stdin=pipe, stdout=null, stderr=stderr, cwd=cwd, start_new_session=True) as survivor:
         try:
             yield
         finally:

@@ -1,12 +1,11 @@
-"""Topologies side by side: what they cost, and how fast workers agree.
+"""Compare topologies: their cost, and how fast workers reach consensus.
 
     python -m launch.topologies --workers=12
     python -m launch.topologies --workers=16 --local_size=4 --plot --out=topologies.png
 
-Columns: rounds in a period; the most neighbours a worker has in a round; parameter-sized messages a worker
-sends per step (mean over workers and the period); the spectral gap 1 − ‖W − J/n‖₂ of the worst single round
-and of the product over a period (1 is exact averaging); rounds until the average is exact, from phase 0.
-Topologies that do not exist for the number of workers, or not with an option that they have, follow with the reason.
+Columns: rounds in a period; maximum number of neighbours in a round; parameter-sized messages that a worker sends per step (mean);
+spectral gap 1 − ‖W − J/n‖₂ of the worst round, and of the product over a period (1: exact averaging); rounds until the average is
+exact, from phase 0. Topologies that do not exist for the number of workers or the options follow with the reason.
 """
 
 import collections
@@ -20,11 +19,11 @@ from launch import command
 
 FLAGS = flags.FLAGS
 
-# Options of topologies: each goes to every topology that has it, and is left at its default unless given.
+# Each option is passed to every topology that has it.
 _OPTIONS = {
     "local_size": flags.DEFINE_integer("local_size", None, "Workers per node (AER, hierarchical)."),
     "outer": flags.DEFINE_string("outer", None, "Graph between nodes (hierarchical)."),
-    "k": flags.DEFINE_integer("k", None, "Most neighbours per round (base_k)."),
+    "k": flags.DEFINE_integer("k", None, "Maximum number of neighbours per round (base_k)."),
     "shape": flags.DEFINE_list("shape", None, "Rows,columns (torus, one_peer_torus)."),
     "pairwise": flags.DEFINE_boolean("pairwise", None, "i <-> i XOR 2^k (one_peer_exponential)."),
     "degree": flags.DEFINE_integer("degree", None, "Neighbours (random_digraph, equitopo_d, equitopo_u)."),
@@ -40,9 +39,7 @@ WIDTH = 100
 
 
 def build(num_workers: int, chosen: dict[str, object]) -> tuple[list[tp.Topology], dict[str, str]]:
-    """All topologies that exist for a number of workers, and for the others the reason why not."""
-    if not 1 <= num_workers <= tp.MAX_WORKERS:
-        command.refuse(f"--workers={num_workers}: must be at least 1 and at most {tp.MAX_WORKERS}", "more would take too long")
+    """Return the topologies that exist for a number of workers, and the reasons for the others."""
     built, refused = [], {}
     for name in tp.names():
         try:
@@ -53,7 +50,7 @@ def build(num_workers: int, chosen: dict[str, object]) -> tuple[list[tp.Topology
 
 
 def report(topologies: list[tp.Topology], refused: dict[str, str], num_workers: int) -> list[table.Table]:
-    """The table of topologies and, if there are any, that of those which do not exist at this size."""
+    """Return the table of topologies and, if any do not exist at this size, the table of reasons."""
     width = max(map(len, tp.names()))
     headers = ("period", "max\ndegree", "messages\nper step", "gap of\nworst\nround", "gap of\nperiod", "exact\nafter")
     main = command.table("topology", *headers, title=f"{num_workers} workers")
@@ -78,13 +75,13 @@ def report(topologies: list[tp.Topology], refused: dict[str, str], num_workers: 
 
 
 def _gap(gap: float) -> str:
-    """Four digits; a true 0 (no progress) and 1 (exact) without decimals, so that small gaps stand out."""
+    """Format with four digits; 0 and 1 without decimals, so that small gaps are visible."""
     nearest = round(gap)
     return str(nearest) if abs(gap - nearest) < 1e-9 else f"{gap:.4f}"
 
 
 def plot(topologies: list[tp.Topology], path: str) -> None:
-    """Draws every topology in a panel: workers on a circle, edges coloured by phase, arrows where one-way."""
+    """Draw every topology in a panel: workers on a circle, edges colored by phase, arrows if directed."""
     import matplotlib
     from matplotlib import figure, patches
 
@@ -105,7 +102,7 @@ def plot(topologies: list[tp.Topology], path: str) -> None:
                 both_ways = W_NxN[source, target] > 0
                 if source == target or (both_ways and source > target):
                     continue
-                # Edges that come back in later phases bend towards the middle, a little more each time.
+                # Repeated edges bend towards the center, a little more each time.
                 clockwise = np.linalg.det(xy_Nx2[[source, target]]) < 0
                 bend = (0.1 if clockwise else -0.1) * times_drawn[frozenset((source, target))]
                 times_drawn[frozenset((source, target))] += 1
@@ -127,7 +124,7 @@ def plot(topologies: list[tp.Topology], path: str) -> None:
         axis.set_title(f"{topology.name}\n{rounds}, degree {topology.max_degree}", fontsize=9)
         axis.set(xlim=(-1.2, 1.2), ylim=(-1.2, 1.2), aspect="equal")
     drawn.suptitle(
-        f"Topologies of {topologies[0].num_workers} workers: edges coloured by phase (blue first, red last), arrows where one-way",
+        f"Topologies of {topologies[0].num_workers} workers: edges colored by phase (blue first, red last), arrows where one-way",
         fontsize=11,
     )
     drawn.savefig(path, dpi=140)
@@ -141,7 +138,7 @@ def main(argv):
     if FLAGS.plot:
         command.output("out", FLAGS.out, figure=True)
     elif FLAGS["out"].present:
-        command.fail(f"--out={FLAGS.out} changes nothing without --plot; add --plot")
+        command.fail(f"--out={FLAGS.out} has no effect without --plot; add --plot")
     topologies, refused = build(FLAGS.workers, chosen)
     terminal = command.console(WIDTH)
     for part in report(topologies, refused, FLAGS.workers):
@@ -152,7 +149,7 @@ def main(argv):
 
 
 if __name__ == "__main__":  # Other commands have an --out as well, and one process may import several.
-    flags.DEFINE_integer("workers", None, "Number of workers.", required=True)
+    flags.DEFINE_integer("workers", None, "Number of workers.", 1, tp.MAX_WORKERS, required=True)
     flags.DEFINE_boolean("plot", False, "Whether to draw all topologies.")
     flags.DEFINE_string("out", "topologies.png", "Where --plot writes the figure.")
     command.run(main, errors=(ValueError,))

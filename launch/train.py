@@ -1,13 +1,12 @@
-"""Trains a config: one run in a work directory, from its start or from where an interruption left it.
+"""Train a config in a work directory; continue it after an interruption.
 
     python -m launch.train --config=configs/lm.py --workdir=runs/lm
     python -m launch.train --config=configs/lm.py:workers=4,topology=ring --config.steps=200 --workdir=runs/ring
     python -m launch.train --config=configs/lm.py:workers=4,steps=6000 --workdir=runs/lm_4 --resume_from=runs/lm
 
-The file lists all fields; `--config.FIELD=VALUE` sets one, the text behind the colon chooses parts (launch.parts lists them). The same
-command continues a run that was interrupted; --resume_from starts another one from the parameters of a run with fewer steps. Numbers
-go to metrics.jsonl and TensorBoard in the work directory, what the run ended with to summary.json. A terminal shows one live line; a
-pipe or a file gets a line every ten seconds at most.
+The shorthand after the colon selects parts (launch.parts lists them); `--config.FIELD=VALUE` sets a field. The same command continues
+an interrupted run; --resume_from starts a run from the parameters of another one. The work directory holds metrics.jsonl, TensorBoard
+files, checkpoints, and summary.json at the end.
 """
 
 from collections.abc import Callable
@@ -17,6 +16,7 @@ from typing import Any
 
 from absl import flags
 import jax
+import ml_collections
 
 from decjax import config as parts
 from decjax import tasks, train
@@ -32,6 +32,9 @@ with command.defining_config():
 flags.mark_flags_as_required(["config", "workdir"])
 flags.adopt_module_key_flags(join)  # --help shows them.
 
+Devices = list[Any]  # of jax.Device, which is no type for pyright
+DevicesOf = Callable[[parts.RunSpec], Devices | None]
+
 
 def main(argv: list[str]) -> int:
     command.options_only(argv)
@@ -41,7 +44,7 @@ def main(argv: list[str]) -> int:
             command.refuse("--resume_from is empty; give the --workdir of another run, or leave it out")
         spec = parts.read(config)
         if _TRACKER.value:
-            metrics.wandb()  # Without it nothing begins.
+            metrics.wandb()  # Fail early if wandb is missing.
         place = placed(spec)
         with translating_out_of_memory():
             trainer, members = elastic_trainer(config) if join.is_elastic() else (static_trainer(config, spec, place), None)
@@ -52,16 +55,16 @@ def main(argv: list[str]) -> int:
     return 128 + outcome.signal if outcome.signal else 0
 
 
-def static_trainer(config: Any, spec: parts.RunSpec, place: Callable[[parts.RunSpec], list[Any] | None]) -> train.Trainer:
-    """The trainer of a run, on the devices of all its processes."""
+def static_trainer(config: ml_collections.ConfigDict, spec: parts.RunSpec, place: DevicesOf) -> train.Trainer:
+    """Return the trainer of a run, on the devices of all its processes."""
     join.set_up_devices(spec.workers, spec.simulate, spec.devices_of_worker)
     spec = join.resolved(config)
     return train.Trainer(spec, place(spec))
 
 
-def elastic_trainer(config: Any) -> tuple[train.Trainer, train.Members]:
-    """The trainer of an elastic run, and this process's part in its group; it uses one device."""
-    memory.keep_freed()  # One device of a process, as `join.set_up_devices` does.
+def elastic_trainer(config: ml_collections.ConfigDict) -> tuple[train.Trainer, train.Members]:
+    """Return the trainer of an elastic run, on one device, and this process's membership."""
+    memory.keep_freed()  # As in `join.set_up_devices` with one device per process.
     jax.config.update("jax_num_cpu_devices", 1)
     group = Group()
     trainers = functools.cache(lambda: Trainers(resolved_for(config, join.slots()), group))
@@ -71,8 +74,8 @@ def elastic_trainer(config: Any) -> tuple[train.Trainer, train.Members]:
     return members.trainer, members
 
 
-def resolved_for(config: Any, slots: int) -> parts.RunSpec:
-    """The spec of an elastic run with so many processes, each of which is a worker."""
+def resolved_for(config: ml_collections.ConfigDict, slots: int) -> parts.RunSpec:
+    """Return the spec of an elastic run, in which each process is a worker."""
     spec = parts.resolve(config, slots)
     if spec.workers != slots:
         raise parts.ConfigError(
@@ -81,8 +84,8 @@ def resolved_for(config: Any, slots: int) -> parts.RunSpec:
     return spec
 
 
-def placed(spec: parts.RunSpec) -> Callable[[parts.RunSpec], list[Any] | None]:
-    """What gives the devices of a run in the order of --placement, whose file is read first; None without it."""
+def placed(spec: parts.RunSpec) -> DevicesOf:
+    """Read --placement; return a function from a spec to its devices in that order, or to None without --placement."""
     path = _PLACEMENT.value
     if path is None:
         return lambda spec: None
@@ -96,7 +99,7 @@ def placed(spec: parts.RunSpec) -> Callable[[parts.RunSpec], list[Any] | None]:
     except ValueError as error:
         command.refuse(f"--placement={path}: {error}")
 
-    def devices(spec: parts.RunSpec) -> list[Any]:
+    def devices(spec: parts.RunSpec) -> Devices:
         try:
             indices = order.of(spec.workers, spec.pipeline.stages, spec.tensor)
         except ValueError as error:
@@ -111,7 +114,7 @@ def placed(spec: parts.RunSpec) -> Callable[[parts.RunSpec], list[Any] | None]:
 
 
 def trackers() -> list:
-    """What follows the run besides its own files: `--tracker`, and the terminal, which comes last because it draws on it."""
+    """Return the trackers in addition to the run directory: `--tracker` and the terminal, which is last because it has a live display."""
 
     def on_wandb(run: train.Run) -> metrics.WandB:
         tracker = metrics.WandB(run.workdir, run.start, run.spec.document)
@@ -122,10 +125,10 @@ def trackers() -> list:
 
 
 def report(outcome: train.Outcome, task: tasks.Task) -> None:
-    """Prints how the run ended."""
+    """Print the results of a run."""
     if outcome.signal:
         print(f"interrupted by {outcome.signal.name}; saved step {outcome.step} in {_WORKDIR.value}")
-        if command.LAUNCHER not in os.environ:  # Otherwise the launcher knows the command that continues.
+        if command.LAUNCHER not in os.environ:  # Otherwise the launcher prints the command.
             print(f"To continue:\n  {processes.same_command(processes.TRAIN)}")
         return
     summary = outcome.summary
@@ -145,13 +148,13 @@ def report(outcome: train.Outcome, task: tasks.Task) -> None:
 
 
 def _metric(summary: dict, name: str, metric: tasks.Metric) -> str:
-    """As "loss 0.9709 nats/byte (single workers 0.9810 to 0.9902)"."""
+    """Format a metric: "loss 0.9709 nats/byte (single workers 0.9810 to 0.9902)"."""
     low, high = summary[f"local_eval_{name}_min"], summary[f"local_eval_{name}_max"]
     return f"{name} {summary[f'eval_{name}']:.4f}{f' {metric.unit}' * bool(metric.unit)} (single workers {low:.4f} to {high:.4f})"
 
 
 def _size(num_bytes: float) -> str:
-    """In kB what is little beside a MB: compressed messages often are."""
+    """Format bytes in MB, or in kB for small messages."""
     return f"{num_bytes / 1e6:.2f} MB" if num_bytes >= 1e5 else f"{num_bytes / 1e3:.2f} kB"
 
 

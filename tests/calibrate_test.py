@@ -149,7 +149,7 @@ def test_a_profile_of_devices_in_one_process(tmp_path):
     assert workload.jitter.is_deterministic  # Workers of one process are timed together.
     (form,) = workload.compressed
     assert (form.num_workers, form.topology, form.latencies) == (4, "", 2.0) and 0 < form.ratio < 1
-    for workers, told in ((4, f"│ {form.name}"), (8, f"{form.name!r} was measured among 4 workers, not 8")):
+    for workers, told in ((4, f"│ {form.name}"), (8, f"{form.name!r} was measured with 4 workers, not 8")):
         planned = launch("launch.plan", f"--cluster={path}", f"--workers={workers}", "--topologies=ring")
         assert told.strip("│ ") in " ".join(planned.stdout.split()), planned.stdout + planned.stderr
 

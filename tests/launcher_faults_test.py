@@ -193,7 +193,7 @@ def test_a_run_whose_coordinator_fails_ends_with_a_message(capsys):
 
 def test_an_address_that_is_not_reached_is_told_once(now_s, capsys):
     with elastic.socket.create_server(("127.0.0.1", 0)) as listener:
-        address_check = elastic._AddressCheck(elastic.Box(), listener.getsockname()[:2])
+        address_check = elastic._AddressCheck(elastic.Hosts(), listener.getsockname()[:2])
         now_s[0] = 100.0
         address_check.look()
     assert not capsys.readouterr().err
