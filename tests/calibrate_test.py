@@ -192,7 +192,10 @@ def test_a_profile_of_two_processes(tmp_path):
         (("--config=configs/lm.py:smoke,workers=3,local_size=2", "--out={tmp}/x.json"), "local_size=2"),
         (("--config=configs/lm.py:smoke", "--out={tmp}/none/x.json"), "(No such file or directory); choose another --out"),
         (("--config=configs/lm.py:smoke", "--out={tmp}"), "it is a folder"),
-        (("--config=configs/lm.py:smoke", "--out={tmp}/x.json", "--sizes=1e5,-1"), "sizes=1e5,-1: must be two or more different numbers"),
+        (
+            ("--config=configs/lm.py:smoke", "--out={tmp}/x.json", "--sizes=1e5,-1"),
+            "sizes=1e5,-1: must be two or more different numbers",
+        ),
         (("--config=configs/lm.py:smoke", "--out={tmp}/x.json", "--sizes=1e5"), "two or more different numbers"),
         (("--config=configs/lm.py:smoke", "--out={tmp}/x.json", "--sizes=1e5,large"), "must be numbers of bytes"),
         (("--config=configs/lm.py:smoke", "--out={tmp}/x.json", "--rounds=0"), "rounds"),
