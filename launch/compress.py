@@ -24,7 +24,6 @@ from decjax import config as parts
 from decjax import files, train
 from decjax.models import compress
 from decjax.train import checkpoint
-from decjax.typing import PyTree
 from launch import command
 
 _WORKDIR = flags.DEFINE_string("workdir", None, "Directory of the run.")
@@ -61,7 +60,7 @@ def load(workdir: pathlib.Path) -> tuple[train.Trainer, train.State, int]:
     return trainer, state, step
 
 
-def outputs(trainer: train.Trainer, model: tuple[PyTree, PyTree]) -> dict[str, np.ndarray] | None:
+def outputs(trainer: train.Trainer, model: tuple[Mapping, Mapping]) -> dict[str, np.ndarray] | None:
     """Return the outputs of layers for training examples of all workers; None if the task has none."""
     if not (compute := trainer.setup.task.outputs):
         return None

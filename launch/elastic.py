@@ -7,6 +7,7 @@ runs in a thread of the launcher.
 from collections.abc import Callable, Iterator, Sequence
 import concurrent.futures
 import contextlib
+import functools
 import hashlib
 import json
 import math
@@ -235,9 +236,8 @@ def run_together(
     """
     group_keys = Keys.made()
     count = len(command_lines([]))
-    coordinator = hosts.listening(
-        lambda: Coordinator(host, count, settings.min_workers, settings.heartbeat_s, group_keys, _say_view)
-    )
+    making = functools.partial(Coordinator, host, count, settings.min_workers, settings.heartbeat_s, group_keys, _say_view)
+    coordinator = hosts.listening(making)
     options = [f"--elastic={':'.join(map(str, coordinator.address))}"]
     lines, spare_lines = command_lines(options), command_lines([*options, processes.STANDBY]) if settings.spares else []
     with contextlib.ExitStack() as stack:
@@ -249,9 +249,8 @@ def run_together(
         slots: list[_Slot] = []
         stack.callback(lambda: processes.send([slot.child for slot in slots], signal.SIGKILL))
         slots += [_Slot(index, starter) for index in range(count)]
-        injector = stack.enter_context(
-            contextlib.closing(chaos.Chaos(faults, lambda index: slots[index].child.living(), hosts.links))
-        )
+        injector = chaos.Chaos(faults, lambda index: slots[index].child.living(), hosts.links)
+        stack.enter_context(contextlib.closing(injector))
         address_check = _AddressCheck(hosts, coordinator.address)
 
         def look():
