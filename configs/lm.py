@@ -28,7 +28,7 @@ from configs import base, shorthand
 from decjax import config as parts
 from decjax.registry import Option
 
-# (learning rate, weight decay) of the main job. Those of AdamW and AccumAdamW are the best of those tried, the others are not
+# (learning rate, weight decay) of the byte-level LM. Those of AdamW and AccumAdamW are the best of those tried, the others are not
 # tuned. On this job gossip's best rate is larger than all-reduce's; a likely reason is that the noise of a worker's own small batch
 # increases Adam's second moment and so makes its steps smaller. AccumAdam squares the mean gradient of a window: its rate lies between.
 # AccumAdamW gets a lower rate in order "awc": on a quadratic the largest rate that settles is about half of that in order "atc".

@@ -150,7 +150,7 @@ def load(directory: pathlib.Path) -> Record:
     config = flatten(_read_json(directory / "config.json", "restore it from a copy, or train again in another --workdir"))
     rows = read_metrics(directory / "metrics.jsonl")
     path = directory / "summary.json"
-    fix = "remove it and run the same training command again, which writes it anew"
+    fix = "remove it and run the same training command again, which writes it again"
     summary = _read_json(path, fix, NUMBERS_OF_SUMMARY) if path.exists() else None
     train, evaluations = ([row for row in rows if row["kind"] == kind] for kind in KINDS)
     return Record(directory, config, train, evaluations, summary)

@@ -1,4 +1,4 @@
-"""Checksums of data: a run is known by what its data are, not by where they are."""
+"""Checksums of data: a run is identified by the contents of its data, not by their path."""
 
 from collections.abc import Iterable
 import functools

@@ -1,4 +1,4 @@
-"""Runs that are killed again and again: each must end as if nobody had touched it.
+"""Runs that are killed again and again: each must end as if undisturbed.
 
     python -m experiments.crashes --out=runs/crashes
     python -m experiments.crashes --out=runs/crashes --kills=20 --row=choco
@@ -73,7 +73,7 @@ ROWS = (
 
 
 class Killed(NamedTuple):
-    """What a run came to that was killed again and again."""
+    """Results of a run that was killed repeatedly."""
 
     kills: int
     saving: int  # kills while a checkpoint was being written
@@ -168,9 +168,7 @@ def main() -> int:
         left = FLAGS.kills - sum(result.kills for result in found.values())  # A run may end before it was killed often enough.
         found[row.name] = compare(row, out, math.ceil(left / (len(rows) - place)), FLAGS.seed)
         script.show(f"{row.name}: {found[row.name]}")
-    table = tabulate(found)
-    script.show(table)
-    script.fill("crashes", table)
+    script.report("crashes", tabulate(found))
     return 0 if all(result.same_state and result.same_rows for result in found.values()) else 1
 
 

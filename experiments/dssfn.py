@@ -114,7 +114,7 @@ def scaled(features: np.ndarray) -> np.ndarray:
 
 
 class Learned(NamedTuple):
-    """What a network came to after each of its layers."""
+    """Results of a network after each of its layers."""
 
     accuracy: list[float]  # on the test, of worker 0
     spread: list[float]  # the largest difference of a worker's O from the mean, over the norm of the mean

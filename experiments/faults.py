@@ -35,7 +35,7 @@ STORM = "storm(per_hour=360,kinds=all,lasts_s=10,seed={seed})"
 
 
 class Found(NamedTuple):
-    """What a fault came to, in seconds."""
+    """Effects of a fault, in seconds."""
 
     kind: str
     process: int
@@ -54,7 +54,7 @@ def schedule(processes: int) -> str:
 
 
 def found(events: Sequence[Event]) -> Iterator[Found]:
-    """What each fault of a run came to; inf where it did not happen."""
+    """Yield the effects of each fault of a run; inf where there were none."""
 
     def first(kind: str, after_s: float, fits=lambda value: True) -> float:
         return next(
@@ -73,13 +73,6 @@ def found(events: Sequence[Event]) -> Iterator[Found]:
         yield Found(event.kind, target, first("row", left_s) - event.at_s, back_s - started_s)
 
 
-def fields(log: int) -> dict[str, Any]:
-    """Of the config, in all runs."""
-    return {"log_every": log, "eval.every": 10**9, "eval.local": False, "checkpoint.every": 200, "data.sample_bytes": 0} | {
-        "elastic.heartbeat_s": HEARTBEAT_S
-    }
-
-
 def train(run: trials.Trial, hosts: int, chaos: str, over_s: float | None = None) -> list[Event]:
     """The events of a run, which is made unless it is there, to its end or for so many seconds."""
     path = run.workdir.with_name(f"{run.workdir.name}.jsonl")
@@ -95,7 +88,7 @@ def train(run: trials.Trial, hosts: int, chaos: str, over_s: float | None = None
 
 def trial(workdir: pathlib.Path, hosts: int, steps: int, log: int, **further: Any) -> trials.Trial:
     """A run of the byte model."""
-    given = fields(log) | further
+    given = trials.STEPS_ONLY | {"log_every": log, "checkpoint.every": 200, "elastic.heartbeat_s": HEARTBEAT_S} | further
     return trials.Trial(workdir, f"configs/lm.py:{SHORTHANDS[ONE_PEER]},workers={hosts},steps={steps}", tuple(given.items()))
 
 
@@ -176,11 +169,8 @@ def main() -> int:
     faults = tabulate_faults(by_count, bound_s)
     script.show(faults)
     losses = [faulty_and_calm(out, seed) for seed in range(FLAGS.seeds)]
-    shown = tabulate_losses(losses) if losses else None
-    if shown:
-        script.show(shown)
-    if shown:
-        script.fill("faults_loss", shown)
+    if losses:
+        script.report("faults_loss", tabulate_losses(losses))
     script.publish(
         "faults",
         faults,

@@ -6,7 +6,7 @@ Compared are gossip, DiLoCo and all-reduce that go on without a worker, and all-
     python -m experiments.goodput --out=runs/goodput --minutes=5 --calm_minutes=2 --row=gossip
 
 Four emulated hosts (launch.cluster: root and iproute2), links of 100 Mbit/s, one process a host, the byte model of configs/lm.py. One
-row has a model of ten times as many parameters: whoever comes back has to get them, and Adam's moments, over its link. Every row
+row has a model of ten times as many parameters: a process that returns receives them, and Adam's moments, over its link. Every row
 trains twice: without faults for `--calm_minutes`, and for `--minutes` while a random process is killed `--per_hour` times an
 hour. Another process takes its place at once. What happened is in OUT/ROW/events.jsonl, what was said in OUT/ROW/launcher.log; rows
 that are there are not trained again.
@@ -192,15 +192,8 @@ def train(row: Row, folder: pathlib.Path, minutes: float, per_hour: float) -> No
 def arguments(row: Row, workdir: pathlib.Path) -> list[str]:
     """Of launch.train."""
     larger = {f"model.{name}": value for name, value in LARGER.items()} if row.is_larger else {}
-    fields = larger | {
-        "log_every": LOG,
-        "eval.every": 10**9,
-        "eval.local": False,
-        "checkpoint.every": SAVE,
-        "data.sample_bytes": 0,
-        "schedule.final_fraction": 1.0,
-        "bucket_bytes": 2**21,
-    }
+    fields = larger | trials.STEPS_ONLY
+    fields |= {"log_every": LOG, "checkpoint.every": SAVE, "schedule.final_fraction": 1.0, "bucket_bytes": 2**21}
     return trials.Trial(workdir, f"configs/lm.py:{row.shorthand},workers={HOSTS},steps=1000000", tuple(fields.items())).arguments
 
 
@@ -369,7 +362,7 @@ if __name__ == "__main__":
     flags.DEFINE(command.FOLDER, "out", None, "Run directories, events, table and figure go here.", required=True)
     flags.DEFINE_string("rate", "100mbit", "Of every link.")
     flags.DEFINE_float("minutes", 30.0, "Of each run with faults.", lower_bound=0.5)
-    flags.DEFINE_float("calm_minutes", 4.0, "Of each training without faults.", lower_bound=0.5)
+    flags.DEFINE_float("calm_minutes", 4.0, "Of each run without faults.", lower_bound=0.5)
     flags.DEFINE_float("per_hour", 125.0, "Processes that are killed.", lower_bound=1.0)
     flags.DEFINE_multi_string("row", [], f"Of {'; '.join(row.name for row in ROWS)}; may be repeated; none: all.")
     script.selects("row")

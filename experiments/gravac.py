@@ -65,9 +65,7 @@ def main() -> None:
     for model, reducer in itertools.product(MODELS, REDUCERS):
         own = [(run, ended[key]) for key, run in zip(keys, runs, strict=True) if key[:2] == (model, reducer)]
         found[model, reducer] = [run.summary() for run, _ in own] if all(good for _, good in own) else None
-    table = tabulate(found)
-    script.show(table)
-    script.fill("gravac", table)
+    script.report("gravac", tabulate(found))
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@
 Parts: dirichlet_10, dirichlet_1 and dirichlet_0.1, handwritten digits whose classes are divided among 16 workers on a ring by a
 Dirichlet distribution, the more unevenly the smaller its α; and multi30k_ring, multi30k_exponential and multi30k_complete, a language
 model of Multi30k's English sentences on 8 workers. Every method has the rate that was best of its grid on each part of the digits, or on
-the ring, in a run with a seed of its own, and then three seeds. Runs are made two at a time; what they came to is appended to a
+the ring, in a run with a seed of its own, and then three seeds. Two runs are made at a time; their results are appended to a
 results log, and is not made again.
 """
 

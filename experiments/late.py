@@ -57,9 +57,7 @@ def main() -> None:
     for delay, every in itertools.product(DELAYS, ROUNDS):
         own = [loss for (d, R, _), loss in losses.items() if (d, R) == (delay, every)]
         found[delay, every] = seeds.spread(own) if len(own) == FLAGS.seeds else None
-    table = tabulate(found)
-    script.show(table)
-    script.fill("late", table)
+    script.report("late", tabulate(found))
 
 
 if __name__ == "__main__":

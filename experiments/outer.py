@@ -61,7 +61,7 @@ ROWS = {
 
 
 class Result(NamedTuple):
-    """What a row came to."""
+    """Results of a row."""
 
     rate: float
     outer: tuple[float, float] | None  # rate and momentum of the outer step

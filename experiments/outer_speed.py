@@ -6,7 +6,7 @@ Four emulated hosts (launch.cluster: root and iproute2), the transformer of expe
 turns, each for a round of H steps; a figure is the median over the visits of the mean time of a step. DiLoCo waits for its exchange in
 every H-th step; Streaming DiLoCo sends one fourth of the parameters at a time, in τ pieces, while gradients are computed.
 
-Emulated hosts share the cores of one machine, so workers that do not wait for each other drift apart, and whoever waits for a message
+Emulated hosts share the cores of one machine, so workers that do not wait for each other drift apart, and a worker that waits for a message
 waits for that, too. Rows "pauses" compute one sequence behind a pause of 400 ms, which stands for hosts that have cores of their own.
 """
 

@@ -7,7 +7,7 @@ a host, 1F1B, 128 sequences of 64 tokens in a microbatch, float32. It is so narr
 the same time: a message travels several times as long as its microbatch is computed. Rows take turns; a figure is the median
 over the rounds of the mean time of an iteration.
 
-The model is told what was measured without pipelines, or without the slow link: α and β of exchanges between the hosts
+The model gets what was measured without pipelines, or without the slow link: α and β of exchanges between the hosts
 (launch.calibrate at the rate in question), and how long each row's iteration takes on free links. The latter is the time of all
 passes, on cores that hosts share, which it divides among stages and between F and B as their operations are; what it takes longer
 with coded messages is their codecs' time. Nothing is fitted to the times that are predicted.

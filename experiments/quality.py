@@ -1,4 +1,4 @@
-"""Runs a study: tunes each method's learning rate in runs with a seed of their own, then trains it with seeds 0, 1, …
+"""Run a study: tune each method's learning rate in runs with a seed of their own, then train it with seeds 0, 1, …
 
 A grid whose best rate is at its edge is extended.
 """
@@ -47,7 +47,7 @@ class Runs(NamedTuple):
     """The runs of a study."""
 
     out: pathlib.Path  # run directories
-    log: ResultsLog  # what they came to
+    log: ResultsLog  # their results
     name: str  # of the study
     data: str  # path of the data; "": none
     smoke: bool  # tiny models, the first and the last row, one rate, one seed

@@ -42,7 +42,7 @@ def read(workdir: pathlib.Path) -> list[Point]:
 
 
 def reached(points: Sequence[Point], loss: float, get: Callable[[Point], float] = lambda point: point.time_s) -> float:
-    """When a run came to a loss to stay below it, in seconds or as `get` says, interpolated between evaluations; nan if it never did.
+    """Return when a run reached a loss and stayed below it, in seconds or as `get` says, interpolated between evaluations; nan: never.
 
     A single good evaluation among worse ones does not count: losses of small models vary between evaluations.
     """

@@ -19,7 +19,7 @@ _BEGINS = '{"config": '  # every line
 
 
 class ResultsLog:
-    """The results of runs, in a file of JSON lines: what stands there is not trained again, even if its run directory is gone.
+    """The results of runs, in a file of JSON lines: a run that is in it is not trained again, even if its run directory is gone.
 
     A path of data is kept as a checksum of the data. After a change of the code that alters numbers, remove the lines that it makes wrong.
 
@@ -28,7 +28,7 @@ class ResultsLog:
         pool: makes what the results log lacks; none: two runs at a time.
 
     Raises:
-        trials.Broken: if it cannot be read or written, or a line is none of a log; a last one that is cut short is left out.
+        trials.Broken: if it cannot be read or written, or a line is damaged; an incomplete last line is ignored.
     """
 
     def __init__(self, path: pathlib.Path, pool: trials.Pool | None = None):
@@ -87,7 +87,7 @@ class ResultsLog:
         return self._known[key]
 
     def _append(self, row: dict[str, Any]) -> None:
-        """Writes a line behind the last whole one, or nothing if there is no room for it."""
+        """Append a line after the last complete one, or nothing if the disk is full."""
         line = json.dumps(row).encode() + b"\n"
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -107,7 +107,7 @@ class ResultsLog:
                 file.truncate()
         except OSError as error:
             raise trials.Broken(
-                f"the results log {self._path} cannot be written ({error.strerror}); mend that, and the same command continues"
+                f"the results log {self._path} cannot be written ({error.strerror}); fix the cause, and run the same command again"
             ) from error
 
 

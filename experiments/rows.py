@@ -1,4 +1,4 @@
-"""Runs that a table compares: a row is a run of `launch.train`."""
+"""Tables that compare runs of `launch.train`, one a row."""
 
 from collections.abc import Sequence
 import pathlib

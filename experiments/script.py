@@ -226,6 +226,12 @@ def fill(name: str, table: rich.table.Table) -> None:
             files.write_whole(page, after)
 
 
+def report(name: str, table: rich.table.Table) -> None:
+    """Print a table and write it to its place in --pages."""
+    show(table)
+    fill(name, table)
+
+
 def ms(seconds: float) -> str:
     """Return seconds as whole milliseconds."""
     return f"{seconds * 1e3:.0f}"

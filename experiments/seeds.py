@@ -1,4 +1,4 @@
-"""What several runs say: the best learning rate, means over seeds, and whether two of them differ."""
+"""Statistics of several runs: the best learning rate, means over seeds, and whether two of them differ."""
 
 from collections.abc import Callable, Sequence
 import math

@@ -72,9 +72,7 @@ def main() -> None:
             for method in setup.methods:
                 predicted_s[method].append(told_s[method])
                 measured_s[method].append(train(network, method, setup, time_to_loss.measured(out, method, seed), seed))
-    table = tabulate(measured_s, predicted_s)
-    script.show(table)
-    script.fill(f"steps_{setup.job.name}", table)
+    script.report(f"steps_{setup.job.name}", tabulate(measured_s, predicted_s))
 
 
 if __name__ == "__main__":

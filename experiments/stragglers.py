@@ -3,10 +3,10 @@
     python -m experiments.stragglers --hosts=8 --jitter_ms=50
 
 Eight emulated hosts with free links (launch.cluster: root and iproute2). A worker's gradient is that of a tiny model behind a pause
-of 50 ms plus an exponential variable of mean `jitter_ms`, drawn anew for every worker and step: pausing keeps no core busy, so
+of 50 ms plus an exponential variable of mean `jitter_ms`, drawn for every worker and step: pausing keeps no core busy, so
 eight hosts fit on a machine of two cores.
 
-The model is told two numbers, from steps without jitter in the same run: a step without communication, and what all-reduce adds to
+The model gets two numbers, from steps without jitter in the same run: a step without communication, and what all-reduce adds to
 it, which gives the latency of a hop. The rest is predicted: who waits for whom.
 """
 

@@ -166,7 +166,7 @@ def tune(out: pathlib.Path, setup: Setup) -> dict[str, Tuned]:
 
     found = dict(zip(setup.methods, setup.pool.map(rate_of, setup.methods)))
     if math.isinf(goal := min(found[SYNC][1].values())):
-        raise Failed(f"no simulated run of {SYNC} came to its end; what each printed says why")
+        raise Failed(f"no simulated run of {SYNC} ended; its output has the reason")
     lengths = setup.pool.map(lambda method: lengthened(out, setup, method, found[method][0], goal), setup.methods)
     for method, tuned in zip(setup.methods, lengths):
         tried = ", ".join(f"{rate:.3g}: {loss:.4f}" for rate, loss in sorted(found[method][1].items()))

@@ -19,6 +19,8 @@ from decjax import files
 from experiments import contents
 from launch import command, processes
 
+STEPS_ONLY = {"eval.every": 10**9, "eval.local": False, "data.sample_bytes": 0}  # fields of runs that should do nothing but steps
+TIMED = STEPS_ONLY | {"eval.num_windows": 1, "checkpoint.every": 10**9}  # the same, and fields of runs whose steps are timed
 TOGETHER = 2  # runs at a time, unless a pool says otherwise
 _GPU_MEMORY, _GPU_SHARE = "XLA_PYTHON_CLIENT_MEM_FRACTION", 0.9  # JAX's variable; the fraction for all runs
 
@@ -42,11 +44,11 @@ class Trial(NamedTuple):
 
     @property
     def finished(self) -> bool:
-        """Whether a run of this folder came to its end."""
+        """Whether the run of this folder has ended."""
         return finished(self.workdir)
 
     def summary(self) -> dict[str, Any]:
-        """What the run came to."""
+        """Return the summary of the run."""
         return summary(self.workdir)
 
     def rows(self, kind: str) -> list[dict[str, Any]]:
@@ -55,7 +57,7 @@ class Trial(NamedTuple):
 
 
 def finished(workdir: pathlib.Path) -> bool:
-    """Whether the run of a directory came to its end; one whose summary is damaged did not: `launch.train` mends it."""
+    """Whether the run of a directory has ended; one with a damaged summary has not: `launch.train` repairs it."""
     try:
         return bool(summary(workdir))
     except ValueError:
@@ -63,7 +65,7 @@ def finished(workdir: pathlib.Path) -> bool:
 
 
 def summary(workdir: pathlib.Path) -> dict[str, Any]:
-    """What the run of a directory came to."""
+    """Return the summary of the run in a directory."""
     return files.read_json(workdir / "summary.json")
 
 
@@ -92,18 +94,18 @@ def checksum(text: str) -> str:
 
 
 class Broken(Exception):
-    """A run that did not end as one does."""
+    """A run that failed."""
 
 
 class NoData(Broken):
-    """A run that cannot be made, since its data are not there."""
+    """A run whose data do not exist."""
 
 
 class Pool:
-    """Makes runs, so many at a time, each on cores of its own: two that share all cores wait for each other's threads.
+    """Runs that are made `count` at a time, each on separate cores: two that share all cores wait for each other's threads.
 
     Args:
-        count: how many.
+        count: number of runs at a time.
     """
 
     def __init__(self, count: int = TOGETHER):
@@ -114,7 +116,7 @@ class Pool:
             self._shares.put(frozenset(cores[k::count]) if len(cores) >= count else frozenset())
 
     def train(self, trial: Trial) -> bool:
-        """Makes a run unless it is finished; returns whether it came to its end: False if it diverged. It ends when this process ends.
+        """Make a run unless it is finished; return whether it ended: False if it diverged. It ends with this process.
 
         A line on stderr says that it was made. A file named "diverged" in the folder says that it did diverge, so that it is not made
         again.
@@ -160,12 +162,23 @@ class Pool:
                 raise
 
     def make(self, trials: Iterable[Trial]) -> list[bool]:
-        """Makes all of these; whether each came to its end, as `train` says."""
+        """Make all of these runs; return whether each ended, as `train` does."""
         return self.map(self.train, trials)
+
+    def make_all(self, trials: Iterable[Trial]) -> None:
+        """Make all of these runs.
+
+        Raises:
+            Broken: if one of them diverged.
+        """
+        trials = list(trials)
+        for trial, ended in zip(trials, self.make(trials), strict=True):
+            if not ended:
+                raise Broken(f"the run in {trial.workdir} diverged; use fewer steps")
 
 
 def start(trial: Trial, cores: frozenset[int] = frozenset(), count: int = 1) -> subprocess.Popen:
-    """The process of a run, which ends when this process ends; on these cores only, if any are named, and one of `count` at a time."""
+    """Return the process of a run, which ends with this process; on these cores only, if any are named, and one of `count` at a time."""
     # JAX would give most of a GPU to each; what the user has set stays.
     memory = {_GPU_MEMORY: os.environ.get(_GPU_MEMORY, f"{_GPU_SHARE / count:.3f}")}
     process = processes.start(
@@ -178,17 +191,17 @@ def start(trial: Trial, cores: frozenset[int] = frozenset(), count: int = 1) -> 
 
 
 def name_of(text: str) -> str:
-    """A text as a folder's name."""
+    """Return a text as a name of a folder."""
     return "_".join("".join(c if c.isalnum() else " " for c in text.lower()).split())
 
 
 def kept(config: str, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields with a checksum of the data in the place of their path."""
+    """Return the fields with a checksum of the data instead of their path."""
     return {
         name: contents.checksum(value, config.partition(":")[0]) if name == "data.path" else value for name, value in fields.items()
     }
 
 
 def key(config: str, fields: Mapping[str, Any]) -> str:
-    """What tells a run from others, as one text; `fields` as `kept` gives them."""
+    """Return a text that identifies a run; `fields` as `kept` gives them."""
     return json.dumps([config, fields], sort_keys=True)

@@ -27,7 +27,7 @@ from experiments.bench.stepper import Stepper
 
 _MICROBATCHES = flags.DEFINE_list("microbatches", ["2", "4", "8", "16"], "M, one row each.")
 _SCHEDULE = flags.DEFINE_enum("schedule", "1f1b", ("gpipe", "1f1b"), "Of the pipeline.")
-_REMAT = flags.DEFINE_bool("remat", False, "Compute forward passes anew in backward passes.")
+_REMAT = flags.DEFINE_bool("remat", False, "Recompute forward passes in backward passes.")
 _WIDTH = flags.DEFINE_enum("width", "192", ("192", "384"), "Of the model, which has eight layers.")
 _ROUNDS = flags.DEFINE_integer("rounds", 8, "Timed steps of each.", lower_bound=1)
 STAGES = 2

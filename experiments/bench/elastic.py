@@ -10,7 +10,6 @@ all rounds, and the least and the largest.
 
 import pathlib
 import statistics
-from typing import Any
 
 from absl import flags
 
@@ -30,14 +29,10 @@ EVERY, LEFT_OUT = 5, 2  # steps of an interval; intervals at the start of a run
 
 def trial(method: str, workdir: pathlib.Path) -> trials.Trial:
     """A run of a method."""
-    fields: dict[str, Any] = {f"model.{name}": size for name, size in systems.MODEL.items()} | {
+    fields = {f"model.{name}": size for name, size in systems.MODEL.items()} | trials.TIMED
+    fields |= {
         "batch_size": HOSTS * FLAGS.batch_size,
         "log_every": EVERY,
-        "eval.every": 10**9,
-        "eval.num_windows": 1,
-        "eval.local": False,
-        "checkpoint.every": 10**9,
-        "data.sample_bytes": 0,
         "bucket_bytes": systems.WHOLE if method == SYNC else 2**21,
     }
     return trials.Trial(workdir, f"configs/lm.py:{SHORTHANDS[method]},workers={HOSTS},steps={FLAGS.steps}", tuple(fields.items()))
@@ -74,8 +69,7 @@ def main() -> None:
         plain_s, own_s = (statistics.median(column) for column in zip(*times, strict=True))
         shown = (f"{ratio:.3f}" for ratio in (statistics.median(ratios), min(ratios), max(ratios)))
         table.add_row(method, script.ms(plain_s), script.ms(own_s), *shown)
-    script.show(table)
-    script.fill("elastic_price", table)
+    script.report("elastic_price", table)
 
 
 if __name__ == "__main__":

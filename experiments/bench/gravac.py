@@ -1,6 +1,6 @@
 """Where GraVAC with measured speed climbs: the same run over slow and over fast links.
 
-    python -m experiments.bench.gravac --out=runs/gravac_box
+    python -m experiments.bench.gravac --out=runs/gravac_cluster
 
 Two emulated hosts (launch.cluster: root and iproute2), one process a host, an LSTM of 0.1M parameters (configs/lm.py:model=lstm),
 all-reduce. GraVAC measures the seconds of steps and climbs from no codec over bfloat16 and int8 to int4 as long as that pays. Over slow
@@ -32,15 +32,7 @@ SIZE = {"model.width": 64, "model.context": 64}
 def trial(out: pathlib.Path, rate: str, seed: int) -> trials.Trial:
     """One run over links of a rate."""
     gravac = f"gravac(window={FLAGS.window},improvement={FLAGS.improvement},speed=measured,ladder='{'; '.join(RUNGS[1:])}')"
-    fields: dict[str, Any] = SIZE | {
-        "seed": seed,
-        "log_every": FLAGS.window,
-        "eval.every": 10**9,
-        "eval.num_windows": 1,
-        "eval.local": False,
-        "checkpoint.every": 10**9,
-        "data.sample_bytes": 0,
-    }
+    fields = SIZE | trials.TIMED | {"seed": seed, "log_every": FLAGS.window}
     shorthand = f"model=lstm,workers={HOSTS},method=allreduce,reducer={gravac},steps={FLAGS.windows * FLAGS.window}"
     return trials.trial(out, f"{rate} {seed}", f"configs/lm.py:{shorthand}", fields)
 
@@ -85,9 +77,7 @@ def main() -> None:
                 if not run.finished:
                     done(f"the run in {run.workdir}", network.run(processes.TRAIN, run.arguments))
                 found[rate].append(ended(run))
-    table = tabulate(found)
-    script.show(table)
-    script.fill("gravac_box", table)
+    script.report("gravac_cluster", tabulate(found))
 
 
 if __name__ == "__main__":

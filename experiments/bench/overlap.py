@@ -36,7 +36,7 @@ FLAGS = flags.FLAGS
 TOPOLOGY = "v5e:2x4"
 # Compiles in seconds; large enough to have more messages than compilers allow in flight by default.
 MODEL = dict(vocabulary=256, context=64, width=512, hidden=1024, heads=4, depth=4, dtype="bfloat16")
-METHODS = {  # shorthand of configs/lm.py, fields of `mixing`
+METHODS = {  # shorthand of configs/lm.py, further fields of `config.method`
     "one-peer exponential": ("topology=one_peer_exponential", {}),
     "one-peer, 16 bits": ("topology=one_peer_exponential,codec=bfloat16", {}),
     "one-peer, 8 bits": ("topology=one_peer_exponential,codec=int8", {}),
@@ -92,11 +92,11 @@ def attached() -> Sequence[jax.Device]:
 
 
 def schedules(argument: str, devices: Sequence[jax.Device], **mixing: bool) -> Iterator[overlap.Overlap]:
-    """The compiled schedule of each phase of a shorthand of `configs/lm.py`; `mixing` are further fields of `config.method`."""
+    """The compiled schedule of each phase of a shorthand of `configs/lm.py`; `mixing` has further fields of `config.method`."""
     n = len(devices)
     config = lm.get_config(f"workers={n},{argument}")
-    config.model.update(MODEL)
-    config.method.update(mixing)
+    fields = {f"model.{name}": value for name, value in MODEL.items()} | {f"method.{name}": value for name, value in mixing.items()}
+    config.update_from_flattened_dict(fields)
     trainer = train.Trainer(parts.resolve(config, n), devices)
     tokens = trainer.setup.task.examples(trainer.spec.batch_per_worker)
     batch = jax.ShapeDtypeStruct((n, *tokens.shape), tokens.dtype, sharding=trainer.workers.stacked)

@@ -11,7 +11,6 @@ and of the messages as `decjax.contrib.placement` has them. A run's step is the 
 import json
 import pathlib
 import statistics
-from typing import Any
 
 from absl import flags
 import numpy as np
@@ -36,14 +35,7 @@ SIZE = {f"model.{name}": value for name, value in LARGER.items()} | {"bucket_byt
 
 def trial(workdir: pathlib.Path) -> trials.Trial:
     """A run of so many steps."""
-    fields: dict[str, Any] = SIZE | {
-        "log_every": EVERY,
-        "eval.every": 10**9,
-        "eval.num_windows": 1,
-        "eval.local": False,
-        "checkpoint.every": 10**9,
-        "data.sample_bytes": 0,
-    }
+    fields = SIZE | trials.TIMED | {"log_every": EVERY}
     return trials.Trial(workdir, f"{CONFIG},steps={FLAGS.steps}", tuple(fields.items()))
 
 

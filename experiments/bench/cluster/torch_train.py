@@ -125,7 +125,7 @@ def adamw(parameters: Any, config: dict[str, Any]) -> torch.optim.Optimizer:
 
 
 def train(workdir: pathlib.Path, name: str) -> None:
-    """Trains from the first step to the last: a run that is cut short begins anew."""
+    """Train from the first step to the last; an interrupted run starts again."""
     config, data = json.loads((workdir / "config.json").read_text()), np.load(workdir / "data.npz")
     valid_WxT1 = torch.from_numpy(data["valid"]).long()
     tokens_SxBxT1 = torch.from_numpy(data["train"][:, dist.get_rank()]).long()
