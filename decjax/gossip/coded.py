@@ -128,7 +128,7 @@ class CodedGossip(WithCodec):
         kept = rounds if self.per_round else [round_ for round_ in rounds if not is_mean(round_)][:1]
         return CompressedState(jnp.zeros((), jnp.int32), self.wire.init(layout, shares), tuple(map(memory, kept)))
 
-    def exchange(self, params: PyTree, state: CompressedState, phase: int) -> tuple[PyTree, CompressedState]:
+    def exchange(self, params: PyTree, state: CompressedState, phase: int) -> tuple[PyTree, PyTree]:
         layout, axis = self.layout(params), self.channel.axis
         forms, vectors = self.wire.codecs(layout), layout.pack(params)
         states, memories = list(state.codec), list(map(list, state.memory))

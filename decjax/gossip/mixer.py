@@ -206,21 +206,48 @@ class WrappedMixer(Mixer):
 
     inner: Mixer
 
-    num_workers = _of_inner("num_workers")
-    phases = _of_inner("phases")
     phase = _of_inner("phase")
     init = _of_inner("init")
     exchange = _of_inner("exchange")
     combine = _of_inner("combine")
     num_bytes = _of_inner("num_bytes")
     restart = _of_inner("restart")
-    settle = _of_inner("settle")
-    weight = _of_inner("weight")
-    linear = _of_inner("linear")
-    usage = _of_inner("usage")
-    orders = _of_inner("orders")
-    keeps_mean = _of_inner("keeps_mean")
-    permutations = _of_inner("permutations")
+
+    @property
+    def num_workers(self):
+        return self.inner.num_workers
+
+    @property
+    def phases(self):
+        return self.inner.phases
+
+    @property
+    def settle(self):
+        return self.inner.settle
+
+    @property
+    def weight(self):
+        return self.inner.weight
+
+    @property
+    def linear(self):
+        return self.inner.linear
+
+    @property
+    def usage(self):
+        return self.inner.usage
+
+    @property
+    def orders(self):
+        return self.inner.orders
+
+    @property
+    def keeps_mean(self):
+        return self.inner.keeps_mean
+
+    @property
+    def permutations(self):
+        return self.inner.permutations
 
     def __str__(self) -> str:
         return str(self.inner)

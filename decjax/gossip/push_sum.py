@@ -74,7 +74,7 @@ class PushSum(Estimates, name="push_sum"):
     def init(self, params: PyTree) -> PushSumState:
         return PushSumState(jnp.ones((), weight_dtype(params)), super().init(params))
 
-    def exchange(self, params: PyTree, state: PushSumState, phase: int) -> tuple[PyTree, PushSumState]:
+    def exchange(self, params: PyTree, state: PyTree, phase: int) -> tuple[PyTree, PyTree]:
         mixed, values = super().exchange(_scaled(params, state.weight), state.values, phase)
         weight, axis = state.weight, self.channel.axis
         for round_ in self.rounds_due(phase):

@@ -7,7 +7,6 @@ permutations than the busiest worker sends or receives messages.
 
 from collections.abc import Iterable, Sequence
 import dataclasses
-from typing import Any
 
 import numpy as np
 
@@ -220,7 +219,7 @@ def is_mixing(rounds: Sequence[Round]) -> bool:
 
     They do if and only if one is a simple eigenvalue of their product and all others lie strictly inside the unit circle.
     """
-    union_NxN: Any = sum(round_.matrix() for round_ in rounds)
+    union_NxN = np.sum([round_.matrix() for round_ in rounds], axis=0)
     if not _is_strongly_connected(union_NxN != 0.0):  # cheap, and decides almost every random draw
         return False
     moduli = np.sort(np.abs(np.linalg.eigvals(Topology("", rounds[0].num_workers, tuple(rounds)).product())))
